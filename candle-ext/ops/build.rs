@@ -1,12 +1,12 @@
-//! Compiles the CUDA kernels: with the feature `cuda` one fatbin for each `src/*/kernel.cu`, with `emulate` one shared
-//! library for the CPU; and with `cudnn` the C++ that calls cuDNN. Without any of them it does nothing.
+//! Compiles the CUDA kernels. The feature `cuda` builds one fatbin per `src/*/kernel.cu`, `emulate` one shared library
+//! for the CPU, `cudnn` the C++ that calls cuDNN. Without these features nothing is built.
 //!
-//! With kernels it also writes a table of what each of them declares: its threads and the classes of its parameters. The
-//! C++ compiler's preprocessor (CXX) expands the macros for it.
+//! With kernels it also writes a table of their declarations: threads per block and parameter classes. The C++
+//! compiler's preprocessor (CXX) expands the macros for it.
 //!
-//! The C++ needs the headers of cuDNN and its frontend, in the folders of CANDLEWICK_CUDA_HEADERS, which
-//! `scripts/cuda-toolkit --headers` sets. Where that is set to nothing, the C++ is left out: types can be checked, but no
-//! program can be linked.
+//! The C++ for cuDNN needs the headers of cuDNN and cudnn-frontend, in the folders of CANDLEWICK_CUDA_HEADERS, which
+//! `scripts/cuda-toolkit --headers` sets. If the variable is empty, the C++ is left out: the types can be checked, but
+//! no program can be linked.
 
 use std::env;
 use std::fs;
@@ -75,7 +75,7 @@ fn preprocessed(kernel: &Path) -> String {
     String::from_utf8(output.stdout).unwrap_or_else(|error| panic!("{}: {error}", kernel.display()))
 }
 
-/// Returns an array of `Signature` for kernels.rs to include.
+/// Returns an array of `Signature`, which the op's `kernels!` macro includes.
 fn table(kernels: &[Declared]) -> String {
     let entry = |kernel: &Declared| {
         let Declared { name, max_threads, parameters } = kernel;
@@ -104,7 +104,7 @@ fn nvcc() -> PathBuf {
 const CXX: &str = "it needs a C++ compiler (CXX)";
 const ADVICE: &str = "scripts/cuda-toolkit puts a compiler in place, or build without the cuda feature";
 
-/// The release of CUDA that a compiler belongs to: 13000 is 13.0.
+/// Returns the CUDA release of a compiler: 13000 is 13.0.
 fn release(nvcc: &Path) -> u32 {
     let said = Command::new(nvcc)
         .arg("--version")
@@ -139,7 +139,7 @@ fn cuda_sources(folder: &Path) -> Vec<PathBuf> {
     sources
 }
 
-/// Compiles kernels and what they need of CUDA for this machine's processor, unless it is done.
+/// Compiles kernels with the emulator for this machine's processor, unless the output is up to date.
 fn emulate(kernel: &Path, kernels: &[Declared], source: &str, library: &Path) {
     let calls = library.with_extension("cpp");
     let path = fs::canonicalize(kernel).expect("the source is in the package");
@@ -155,7 +155,7 @@ fn emulate(kernel: &Path, kernels: &[Declared], source: &str, library: &Path) {
         "-O2",
         "-std=c++17",
         "-fno-strict-aliasing",
-        // Shared memory of one op must not be taken for that of another.
+        // One op's shared memory must not be confused with another's.
         "-fvisibility=hidden",
         "-U_FORTIFY_SOURCE",
         "-w",
@@ -170,8 +170,8 @@ fn emulate(kernel: &Path, kernels: &[Declared], source: &str, library: &Path) {
     run_if_new(command, library, &format!("{text}\n{emulator:?}\n{source}"), CXX);
 }
 
-/// Compiles the C++ that calls cuDNN, and links it with the C++ library, both statically: the program then needs neither
-/// to start.
+/// Compiles the C++ that calls cuDNN and links it, with the C++ library, statically. The program then needs neither at
+/// run time.
 fn cudnn(folders: &str, out: &Path) {
     let source = Path::new("src/attention/cudnn.cpp");
     let object = out.join("cudnn.o");
@@ -197,8 +197,9 @@ fn cudnn(folders: &str, out: &Path) {
     println!("cargo::rustc-link-lib=static=stdc++");
 }
 
-/// Runs a compiler unless `output` is there and came of the same command and inputs: some take over a minute, and this
-/// script runs again whenever any source of the package changes.
+/// Runs a compiler unless `output` exists and was made by the same command from the same inputs.
+///
+/// Some compilations take over a minute, and this script runs again when any source of the package changes.
 fn run_if_new(command: Command, output: &Path, inputs: &str, advice: &str) {
     let stamp = output.with_extension("stamp");
     let wanted = format!("{command:?}\n{inputs}");

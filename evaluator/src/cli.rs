@@ -24,7 +24,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::exit::classify;
 use candlewick_inference::command::{ChatOptions, GenerateArgs, chat, generate};
-use candlewick_runtime::cores::{choose_kernels, choose_product, tune_gemms};
+use candlewick_runtime::cores::{choose_kernels, select_cpu_gemm_kernel, tune_gemms};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, completions, parse_arguments_from, report};
 use candlewick_runtime::stdout::print_line;
@@ -148,7 +148,7 @@ pub fn main() -> ExitCode {
 const OUT_OF_MEMORY: &str = "Lower --batch-size or --max-length, or set --dtype bf16.\n";
 
 fn run(command: &Command) -> Result<()> {
-    choose_product()?;
+    select_cpu_gemm_kernel()?;
     choose_kernels()?;
     tune_gemms()?;
     let hub = Hub::new(HubSettings::from_env())?;

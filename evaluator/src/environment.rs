@@ -5,12 +5,12 @@ use std::path::Path;
 use std::process::Command;
 use std::thread;
 
-use candlewick_ops::why_no_gpu;
+use candlewick_ops::gpu_unavailable_reason;
 
 /// Returns lm-eval's `pretty_env_info`, one fact a line.
 pub(crate) fn environment() -> String {
     let n_cores = thread::available_parallelism().map_or(0, usize::from);
-    let gpu = why_no_gpu().map_or_else(|| "yes".to_owned(), |why| format!("no ({why})"));
+    let gpu = gpu_unavailable_reason().map_or_else(|| "yes".to_owned(), |why| format!("no ({why})"));
     let facts = [
         ("Candlewick version", env!("CARGO_PKG_VERSION").to_owned()),
         ("OS", of_file("/etc/os-release", "PRETTY_NAME=").trim_matches('"').to_owned()),

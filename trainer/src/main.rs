@@ -15,6 +15,6 @@ fn main() -> ExitCode {
     share_cores();
     load_kernels_at_start();
     candlewick_text::source::report_shortened_files();
-    candlewick_ops::join_compute_threads();
+    candlewick_ops::join_rayon_pool();
     trainer::cli::main()
 }

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Collective, Options, World, sum, threads};
 use candlewick_model::{AdapterSpec, Config, Model};
-use candlewick_ops::{AdamW, GradPolicy, GradScaler, Seqs, to_host};
+use candlewick_ops::{AdamW, CuSeqlens, GradPolicy, GradScaler, to_host};
 use candlewick_parallel::{Engine, Groups, LossScale, Micro};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -152,7 +152,7 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
     let before = masters(&engine)?;
     let place = |axis| mesh.place(everyone.rank(), axis);
     let seat = place(Axis::DpReplicate) * ranks.dp_shard + place(Axis::DpShard);
-    let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::PLAIN }, 0, &Device::Cpu)?;
+    let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
         // As many micro-batches as fill a pipeline, for each rank with its own; one rank computes all of them.
@@ -168,7 +168,7 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
         losses.push(sum(engine.group(), own)? / n_targets as f64);
         let squares = engine.store().grad_squares()?;
         norms.push(to_host(&squares.sum_all()?)?.to_scalar::<f64>()?.sqrt());
-        scaler.judge(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
+        scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
         engine.store().step(&HYPER, &scaler)?;
     }
     let mut updates = masters(&engine)?;
@@ -209,7 +209,7 @@ fn micro_batch(step: usize, micro: usize) -> Result<Micro> {
         ids: Tensor::new(ids, &Device::Cpu)?,
         targets: Tensor::new(targets, &Device::Cpu)?,
         positions: lengths.iter().flat_map(|length| 0..*length as u32).collect(),
-        seqs: Seqs::packed(std::iter::once(0).chain(ends).collect())?,
+        seqs: CuSeqlens::packed(std::iter::once(0).chain(ends).collect())?,
     })
 }
 

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
-use candlewick_ops::{AttentionChoice, Seqs};
+use candlewick_ops::{AttentionChoice, CuSeqlens};
 use candlewick_parallel::{Engine, EngineSpec, Groups, Layout, Micro, ZeroStage};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::{RenderOptions, Sample, render_chat, render_prompt};
@@ -256,7 +256,7 @@ fn micro(sample: &Sample, device: &Device) -> Result<Micro> {
         ids: Tensor::new(sample.ids.as_slice(), device)?,
         targets: Tensor::new(targets, &Device::Cpu)?,
         positions: (0..sample.len() as u32).collect(),
-        seqs: Seqs::packed(vec![0, sample.len()])?,
+        seqs: CuSeqlens::packed(vec![0, sample.len()])?,
     })
 }
 

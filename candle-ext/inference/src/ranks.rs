@@ -4,7 +4,7 @@ use anyhow::{Context, Result, anyhow};
 use candle_core::Device;
 use candlewick_comm::place::Place;
 use candlewick_comm::{Engine, Failure, Host, Options, World};
-use candlewick_ops::{DeviceChoice, why_no_gpu};
+use candlewick_ops::{DeviceChoice, gpu_unavailable_reason};
 use candlewick_parallel::Groups;
 use candlewick_runtime::exit::{ExitCode, classify};
 use candlewick_runtime::process_group::{ProcessGroup, fail};
@@ -60,7 +60,7 @@ impl Ranks {
 /// The device of one of a machine's ranks: each takes a GPU of its own, unless one is named.
 fn device(choice: DeviceChoice, local_rank: usize) -> DeviceChoice {
     match choice {
-        DeviceChoice::Auto if why_no_gpu().is_none() => DeviceChoice::Cuda(local_rank),
+        DeviceChoice::Auto if gpu_unavailable_reason().is_none() => DeviceChoice::Cuda(local_rank),
         choice => choice,
     }
 }

@@ -15,7 +15,7 @@ use candlewick_model::{
     AdapterFolder, Config, Cx, MlpRows, Model, OneDevice, ParamSpec, Weights,
     checkpoint::{Checkpoint, Companions, Export},
 };
-use candlewick_ops::{AttentionChoice, Rows, Seqs, Weight};
+use candlewick_ops::{AttentionChoice, CuSeqlens, RowRanges, Weight};
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -74,13 +74,13 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
     let units = model.units().iter().map(weights).collect::<Result<Vec<_>>>()?;
     let positions: Vec<u32> = (0..ids.len() as u32).collect();
     let (cos, sin) = model.rope(&positions, &Device::Cpu)?;
-    let seqs = Seqs::packed(vec![0, ids.len()])?;
+    let seqs = CuSeqlens::packed(vec![0, ids.len()])?;
     let cx = Cx {
         cos: &cos,
         sin: &sin,
         seqs: &seqs,
         dropout_key: None,
-        rows: &Rows::all(),
+        rows: &RowRanges::all(),
         attention: AttentionChoice::default(),
         mlp_rows: MlpRows::Together,
         seams: &OneDevice,

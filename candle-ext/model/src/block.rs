@@ -3,7 +3,9 @@
 //! t tokens (packed), d model, h query heads, g key heads, k head dim, f MLP width
 
 use candle_core::{D, Result, Tensor};
-use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Columns, Precision, QkvHeads, Rows, Seqs, Weight};
+use candlewick_ops::{
+    self as ops, AttentionChoice, AttentionSpec, ColumnShard, CuSeqlens, OutputDtype, QkvHeads, RowRanges, Weight,
+};
 
 use crate::{LayerSpec, Linear, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec, dropout::DropoutScope, norm::Norm};
 
@@ -25,8 +27,8 @@ pub trait Seams {
     }
 
     /// Which part of its input a branch's last matrix has here.
-    fn columns(&self) -> Columns {
-        Columns::ALL
+    fn columns(&self) -> ColumnShard {
+        ColumnShard::ALL
     }
 
     /// What a branch's last matrix gives, as the residual stream wants it: [t, d] -> [t, d].
@@ -41,7 +43,7 @@ pub trait Seams {
         q: &Tensor,
         k: &Tensor,
         v: &Tensor,
-        seqs: &Seqs,
+        seqs: &CuSeqlens,
         spec: &AttentionSpec,
     ) -> Result<Tensor> {
         let _ = block_idx;
@@ -73,11 +75,11 @@ pub struct Cx<'a> {
     /// Sines of the rotary angles, f32 [t, k/2].
     pub sin: &'a Tensor,
     /// Where the sequences begin and end.
-    pub seqs: &'a Seqs,
+    pub seqs: &'a CuSeqlens,
     /// Chooses what dropout drops; `None` outside of training, where nothing is.
     pub dropout_key: Option<u64>,
     /// Which of the micro-batch's tokens these are.
-    pub rows: &'a Rows,
+    pub rows: &'a RowRanges,
     /// What computes attention.
     pub attention: AttentionChoice,
     /// How the MLP passes over the tokens.
@@ -199,7 +201,7 @@ impl SelfAttention {
         };
         let [n_q, n_kv, _] = self.qkv.each_ref().map(|projection| projection.n_outputs() / self.head_dim);
         let heads = QkvHeads { n_q, n_kv, dim: self.head_dim };
-        ops::split_qkv(&ops::linear(x_td, &joined, None, Precision::Compute)?, heads, cx.cos, cx.sin)
+        ops::split_qkv(&ops::linear(x_td, &joined, None, OutputDtype::SameAsInput)?, heads, cx.cos, cx.sin)
     }
 
     /// Projects to heads [t, h, k], normalises each if there is a norm, and rotates them.
@@ -243,9 +245,9 @@ impl SwiGlu {
     }
 
     /// Computes [t, d] -> [t, d]. `columns` are those of the down projection's input on this rank.
-    fn forward(&self, x_td: &Tensor, dropout: Option<&DropoutScope>, columns: Columns) -> Result<Tensor> {
+    fn forward(&self, x_td: &Tensor, dropout: Option<&DropoutScope>, columns: ColumnShard) -> Result<Tensor> {
         let gated_tf = match Linear::joined(&self.gate_up, x_td) {
-            Some(joined) => ops::swiglu_joined(&ops::linear(x_td, &joined, None, Precision::Compute)?)?,
+            Some(joined) => ops::swiglu_joined(&ops::linear(x_td, &joined, None, OutputDtype::SameAsInput)?)?,
             None => {
                 let [gate, up] = &self.gate_up;
                 ops::swiglu(&gate.forward(x_td, dropout)?, &up.forward(x_td, dropout)?)?

@@ -1,7 +1,7 @@
 //! A linear layer as a value: its weight, bias and adapter are found once, when the layer is built.
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, Precision, Weight};
+use candlewick_ops::{self as ops, OutputDtype, Weight};
 
 use crate::{LinearSpec, dropout::DropoutScope, lora::Lora};
 
@@ -32,7 +32,7 @@ impl Linear {
 
     /// Computes [.., inputs] -> [.., outputs]. Adapters drop no inputs without a dropout scope.
     pub(crate) fn forward(&self, x: &Tensor, dropout: Option<&DropoutScope>) -> Result<Tensor> {
-        let base = ops::linear(x, &self.weight, self.bias.as_ref(), Precision::Compute)?;
+        let base = ops::linear(x, &self.weight, self.bias.as_ref(), OutputDtype::SameAsInput)?;
         match &self.adapter {
             None => Ok(base),
             Some(adapter) => adapter.add_to(&base, x, dropout),

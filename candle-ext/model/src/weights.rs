@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{Result, Tensor, bail};
-use candlewick_ops::{self as ops, Precision, Weight};
+use candlewick_ops::{self as ops, OutputDtype, Weight};
 
 use crate::{
     Unit,
@@ -109,6 +109,6 @@ impl Head {
 
     /// Computes f32 logits: normed [t, d] -> [t, v].
     pub(crate) fn logits(&self, normed_td: &Tensor) -> Result<Tensor> {
-        ops::linear(normed_td, &self.lm_head, None, Precision::Full)
+        ops::linear(normed_td, &self.lm_head, None, OutputDtype::F32)
     }
 }

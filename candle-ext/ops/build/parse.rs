@@ -1,8 +1,8 @@
-//! Reads what kernels declare: their names, the threads of their blocks and the classes of their parameters.
+//! Parser of kernel declarations: names, threads per block and parameter classes.
 
 use super::class::Class;
 
-/// A kernel as its source declares it.
+/// Declaration of a kernel in its source.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Declared {
     pub(crate) name: String,
@@ -10,7 +10,7 @@ pub(crate) struct Declared {
     pub(crate) parameters: Vec<Class>,
 }
 
-/// Lists the kernels of a preprocessed source by name. Each of them begins as the macro `KERNEL` of common.cuh does.
+/// Lists the kernels of a preprocessed source, sorted by name. Each starts as the macro `KERNEL` of common.cuh expands.
 pub(crate) fn kernels(source: &str) -> Result<Vec<Declared>, String> {
     const BEGINNING: &str = "__global__ void __launch_bounds__(";
     let n_kernels = source.matches("__global__").count();
@@ -25,7 +25,7 @@ pub(crate) fn kernels(source: &str) -> Result<Vec<Declared>, String> {
     Ok(all)
 }
 
-/// Reads `256, 2) name(int a, float b) {...`, which follows the beginning of a kernel.
+/// Parses `256, 2) name(int a, float b) {...`, the text after the start of a kernel.
 fn kernel(rest: &str) -> Result<Declared, String> {
     let unfinished =
         || format!("a kernel without a name and parameters: {}", rest.chars().take(80).collect::<String>());
@@ -40,7 +40,7 @@ fn kernel(rest: &str) -> Result<Declared, String> {
     Ok(Declared { name: name.to_owned(), max_threads, parameters })
 }
 
-/// Splits at the parenthesis that closes one before the text.
+/// Splits at the parenthesis that closes one opened before the text.
 fn closing(text: &str) -> Option<(&str, &str)> {
     let mut depth = 1;
     let end = text.find(|c| {

@@ -1,4 +1,4 @@
-// Calls a kernel as a launch does: parameter by parameter, each read by its type from eight bytes of its own.
+// Calls a kernel like a launch: reads each parameter, by its type, from eight bytes of its own.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <utility>
 
-// As src/cuda/class.rs has them.
+// Same classes as in src/cuda/class.rs.
 enum class Class { Pointer, Int32, Int64, Float32, Float64 };
 
 template <typename P> constexpr Class emulated_class() {
@@ -39,7 +39,7 @@ template <typename... P> void emulated_call(void (*kernel)(P...), const uint64_t
     emulated_call(kernel, arguments, std::index_sequence_for<P...>{});
 }
 
-// Defines call_NAME(arguments). The classes are those that build.rs has read from the source; the compiler checks them.
+// Defines call_NAME(arguments). build.rs has read the classes from the source; the compiler checks them.
 #define CALL(name, ...)                                                                                   \
     static_assert(emulated_has_classes<__VA_ARGS__>(name), "build.rs misreads the parameters of " #name); \
     extern "C" __attribute__((visibility("default"))) void call_##name(const uint64_t* arguments) {       \

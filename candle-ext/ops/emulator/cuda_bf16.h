@@ -1,4 +1,4 @@
-// bfloat16 as an emulated kernel sees it.
+// bfloat16 for emulated kernels.
 #pragma once
 
 #include "emulator.h"
@@ -14,7 +14,7 @@ inline float __bfloat162float(__nv_bfloat16 x) {
     return value;
 }
 
-// To the nearest, to even in the middle; a NaN stays one.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline __nv_bfloat16 __float2bfloat16_rn(float value) {
     uint32_t wide;
     std::memcpy(&wide, &value, sizeof(wide));

@@ -1,4 +1,4 @@
-// Half precision as an emulated kernel sees it.
+// Half precision for emulated kernels.
 #pragma once
 
 #include "emulator.h"

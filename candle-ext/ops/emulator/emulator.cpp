@@ -15,19 +15,19 @@ namespace {
 
 constexpr size_t STACK_BYTES = 64 << 10;
 
-// What follows dynamic shared memory, to see that no thread writes past its end.
+// Guard bytes after dynamic shared memory, which reveal writes past its end.
 constexpr size_t GUARD_BYTES = 256;
 constexpr char GUARD = 0x5a;
 
 enum class State { Ready, WaitsForBlock, WaitsForWarp, Gone };
 
 struct Fiber {
-    // Where it begins; from its first wait on, where it goes on. setjmp makes no system call, swapcontext two.
+    // Entry context; later waits resume by setjmp, which makes no system call, where swapcontext makes two.
     ucontext_t start;
     jmp_buf place;
     bool has_begun;
     State state;
-    // Which of two places its next exchange uses: a lane cannot be two exchanges ahead of another.
+    // Which of two slots its next exchange uses: a lane cannot be two exchanges ahead of another.
     bool is_odd;
     std::vector<Copy> copies;
     std::vector<char> stack;
@@ -65,7 +65,7 @@ void body() {
     wait(State::Gone);
 }
 
-// Lets the fibers [first, last) go on if none of them has to come yet.
+// Resumes the fibers [first, last) if all of them have arrived.
 bool release(unsigned first, unsigned last, State from) {
     bool any = false;
     for (unsigned i = first; i < last; ++i) {
@@ -79,7 +79,7 @@ bool release(unsigned first, unsigned last, State from) {
     return any;
 }
 
-// Dynamic shared memory from its first multiple of 128 on, without the guard.
+// Start of dynamic shared memory, aligned to 128 bytes, without the guard.
 char* shared_begin() {
     const auto address = reinterpret_cast<uintptr_t>(block->shared.data());
     return block->shared.data() + (128 - address % 128) % 128;
@@ -96,7 +96,7 @@ void check_shared(size_t n) {
     }
 }
 
-// Runs the warp that begins with this thread until each of its threads waits for the block or is gone.
+// Runs the warp of this first thread until each of its threads waits for the block or has ended.
 void run_warp(unsigned first) {
     const unsigned last = std::min<unsigned>(first + 32, block->fibers.size());
     do {
@@ -120,8 +120,8 @@ void prepare(Fiber& fiber) {
     makecontext(&fiber.start, body, 0);
 }
 
-// Runs the block; false if its threads wait for each other for ever. One warp goes as far as it can before the next does,
-// and after each __syncthreads in the opposite order.
+// Runs the block; false on a deadlock. Each warp runs as far as it can before the next one starts; the order is
+// reversed after each __syncthreads.
 bool run_block() {
     const unsigned n = block->fibers.size(), n_warps = (n + 31) / 32;
     for (Fiber& fiber : block->fibers) prepare(fiber);

@@ -1,9 +1,10 @@
-// Enough of CUDA C++ to run this package's kernels on a CPU: for tests where there is no GPU.
+// A subset of CUDA C++ that runs this package's kernels on a CPU, for tests without a GPU.
 //
-// Blocks run one after another. The threads of a block are fibers: each runs until it waits for the others, and warps run
-// far ahead of each other. Shared memory is static, so it holds what the block before left there; dynamic shared memory
-// begins as NaN. Nothing is faster or slower than it looks, but a missing __syncthreads shows itself as a wrong result, the
-// same one every time.
+// Blocks run one after another. The threads of a block are fibers: each runs until it waits for the others, and warps
+// run far ahead of each other. Shared memory is static, so it holds the previous block's data; dynamic shared memory
+// starts as NaN.
+//
+// Timing says nothing, but a missing __syncthreads gives a wrong result, the same in every run.
 #pragma once
 
 #include <cmath>
@@ -11,7 +12,7 @@
 #include <cstring>
 #include <vector>
 
-// build.rs reads kernels and their launch bounds from the preprocessed source.
+// build.rs parses kernels and their launch bounds from the preprocessed source.
 #ifndef CANDLEWICK_PREPROCESS
 #define __global__
 #define __launch_bounds__(...)
@@ -28,14 +29,14 @@ struct dim3 {
 
 extern thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 
-// Wait until every thread of the block, or of the warp, is here or gone.
+// Wait until every thread of the block, or of the warp, has arrived or ended.
 void __syncthreads();
 void __syncwarp(unsigned mask = 0xffffffffu);
 
-// The block's dynamic shared memory, as much as its launch asks for.
+// The block's dynamic shared memory, of the size given at launch.
 char* emulated_shared();
 
-// Copies that the calling thread has started and not waited for.
+// A pending asynchronous copy of the calling thread.
 struct Copy {
     void* to;
     const void* from;
@@ -43,10 +44,10 @@ struct Copy {
 };
 std::vector<Copy>& emulated_copies();
 
-// Stops the program with this message unless it holds.
+// Stops the program with this message unless `holds`.
 void emulated_check(bool holds, const char* otherwise);
 
-// A place for each lane of the calling thread's warp, another one than at its last call.
+// A slot for each lane of the calling thread's warp; it differs from that of the last call.
 uint64_t* emulated_lanes();
 
 template <typename T> T emulated_exchange(T value, int from) {
@@ -70,8 +71,8 @@ template <typename T> T __shfl_down_sync(unsigned, T value, int delta) {
     return emulated_exchange(value, lane + delta < 32 ? lane + delta : lane);
 }
 
-// For what a warp does as one: the first lane calls `f` with what all lanes have, once all of them are here and before any
-// of them goes on. It is the first to run again.
+// For warp-wide instructions: once all lanes have arrived, the first lane calls `f` with all lanes' values, and is the
+// first to resume.
 template <typename T, typename F> void emulated_together(T& own, F f) {
     uint64_t* lanes = emulated_lanes();
     lanes[threadIdx.x % 32] = reinterpret_cast<uint64_t>(&own);
@@ -88,7 +89,7 @@ inline unsigned __ballot_sync(unsigned, bool holds) {
     return votes;
 }
 
-// Fibers do not run at once, so every operation is atomic.
+// Fibers do not run concurrently, so every operation is atomic.
 template <typename T> T atomicAdd(T* at, T value) {
     const T old = *at;
     *at += value;

@@ -1,4 +1,4 @@
-// What src/cuda/ptx.cuh does, for emulated kernels. It stops the program where a GPU would do something undefined.
+// The functions of src/cuda/ptx.cuh for emulated kernels. The program stops where a GPU's behaviour would be undefined.
 #pragma once
 
 #include "cuda_bf16.h"
@@ -7,7 +7,7 @@
 
 inline char* dynamic_shared() { return emulated_shared(); }
 
-// The bytes come when the thread waits for them; until then they are NaN.
+// The bytes arrive when the thread waits for them; until then they are NaN.
 template <int BYTES> void copy_async(void* to, const void* from, bool exists) {
     emulated_check(reinterpret_cast<uintptr_t>(to) % BYTES == 0, "a copy to a misaligned address");
     emulated_check(!exists || reinterpret_cast<uintptr_t>(from) % BYTES == 0, "a copy from a misaligned address");
@@ -28,7 +28,7 @@ struct MatrixLoad {
     const char* row;
 };
 
-// Of the matrices, rows that begin in the same four banks would be read one after the other.
+// Fails on bank conflicts: rows of one matrix that start in the same four banks are read one after another.
 inline void check_rows(const MatrixLoad* const (&lanes)[32]) {
     for (int matrix = 0; matrix < 4; ++matrix) {
         unsigned banks = 0;

@@ -1,4 +1,4 @@
-//! Which device computes: asked for by name, opened once.
+//! Compute device of a run: selected by name, opened once.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,24 +8,24 @@ use candle_core::{Device, Result, bail};
 #[cfg(feature = "cuda")]
 use crate::nvidia;
 
-/// A device by name: `auto`, `cpu`, `cuda` or `cuda:1`.
+/// Compute device by name: `auto`, `cpu`, `cuda` or `cuda:1`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The first GPU if this build and this machine have one, else the CPU.
+    /// The first GPU if the build has the `cuda` feature and a GPU is usable; else the CPU.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
-    /// The GPU with this number among the visible ones.
+    /// The GPU with this ordinal among the visible ones.
     Cuda(usize),
 }
 
 impl DeviceChoice {
-    /// Opens the device. A GPU gets one stream, and keeps the memory that it was given.
+    /// Opens the device. A GPU gets one stream; its memory pool keeps freed memory for reuse.
     pub fn open(self) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
-            Self::Auto => match why_no_gpu() {
+            Self::Auto => match gpu_unavailable_reason() {
                 Some(why) => {
                     if is_gpu_there() {
                         tracing::warn!("the CPU computes: {why}");
@@ -34,7 +34,7 @@ impl DeviceChoice {
                 }
                 None => gpu(0),
             },
-            Self::Cuda(ordinal) => match why_no_gpu() {
+            Self::Cuda(ordinal) => match gpu_unavailable_reason() {
                 Some(why) => bail!("open {self}: {why}"),
                 None => gpu(ordinal),
             },
@@ -66,25 +66,25 @@ impl fmt::Display for DeviceChoice {
     }
 }
 
-/// Says why no GPU can be used, if that is so.
+/// Returns the reason why no GPU is usable; `None` if one is.
 #[cfg(not(feature = "cuda"))]
-pub fn why_no_gpu() -> Option<String> {
+pub fn gpu_unavailable_reason() -> Option<String> {
     Some("this program was built without the cuda feature; scripts/build-gpu builds one with it".into())
 }
 
-/// Says why no GPU can be used, if that is so.
+/// Returns the reason why no GPU is usable; `None` if one is.
 #[cfg(feature = "cuda")]
-pub fn why_no_gpu() -> Option<String> {
+pub fn gpu_unavailable_reason() -> Option<String> {
     why_none_is_there().or_else(|| too_old(driver_release()?, COMPILED_FOR)).or_else(nvidia::missing)
 }
 
-/// Whether there is a GPU, though it may be that it cannot be used.
+/// Returns true if the machine has a GPU, usable or not.
 #[cfg(not(feature = "cuda"))]
 fn is_gpu_there() -> bool {
     false
 }
 
-/// Whether there is a GPU, though it may be that it cannot be used.
+/// Returns true if the machine has a GPU, usable or not.
 #[cfg(feature = "cuda")]
 fn is_gpu_there() -> bool {
     why_none_is_there().is_none()
@@ -93,7 +93,7 @@ fn is_gpu_there() -> bool {
 #[cfg(feature = "cuda")]
 fn why_none_is_there() -> Option<String> {
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
-    // Asked first: the driver's functions panic where its library is missing.
+    // cudarc panics if the driver's library is missing, so look for the library first.
     if driver().is_none() {
         return Some("there is no NVIDIA driver here (libcuda.so.1 cannot be loaded)".into());
     }
@@ -104,7 +104,7 @@ fn why_none_is_there() -> Option<String> {
     }
 }
 
-/// The release of CUDA whose compiler has made the kernels: 13000 is 13.0.
+/// CUDA release of the compiler that built the kernels: 13000 is 13.0.
 #[cfg(feature = "cuda")]
 const COMPILED_FOR: i32 = match i32::from_str_radix(env!("CANDLEWICK_CUDA_RELEASE"), 10) {
     Ok(release) => release,
@@ -124,7 +124,7 @@ pub(crate) fn driver_has(function: &str) -> bool {
     driver().is_some_and(|driver| unsafe { driver.get::<*const ()>(function.as_bytes()) }.is_ok())
 }
 
-/// The latest release of CUDA that the driver knows.
+/// Returns the latest CUDA release that the driver supports: 13000 is 13.0.
 #[cfg(feature = "cuda")]
 fn driver_release() -> Option<i32> {
     let (driver, mut release) = (driver()?, 0);
@@ -134,7 +134,7 @@ fn driver_release() -> Option<i32> {
     (status == 0).then_some(release)
 }
 
-/// Says so, if kernels of one release of CUDA are nothing that a driver for another can load.
+/// Returns an error message if the driver's CUDA release is too old to load the kernels.
 #[cfg(any(feature = "cuda", test))]
 fn too_old(driver: i32, kernels: i32) -> Option<String> {
     let name = |release: i32| format!("{}.{}", release / 1000, release % 1000 / 10);
@@ -177,20 +177,20 @@ fn gpu(ordinal: usize) -> Result<Device> {
 /// A GPU as the driver describes it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct GpuInfo {
-    /// Its number among the visible ones.
+    /// CUDA ordinal among the visible GPUs.
     pub ordinal: usize,
-    /// Its name.
+    /// Marketing name, such as `NVIDIA H100 80GB HBM3`.
     pub name: String,
-    /// Its compute capability: 90 is Hopper.
+    /// Compute capability: 90 is Hopper.
     pub capability: i32,
-    /// Its memory.
+    /// Total memory in bytes.
     pub memory_bytes: u64,
 }
 
-/// Lists the GPUs that can be used.
+/// Lists the usable GPUs.
 pub fn gpus() -> Vec<GpuInfo> {
     #[cfg(feature = "cuda")]
-    if why_no_gpu().is_none() {
+    if gpu_unavailable_reason().is_none() {
         return (0..).map_while(gpu_info).collect();
     }
     Vec::new()
@@ -208,7 +208,7 @@ fn gpu_info(ordinal: usize) -> Option<GpuInfo> {
     Some(GpuInfo { ordinal, name: context.name().ok()?, capability: 10 * major + minor, memory_bytes })
 }
 
-/// Returns the memory of the GPU that is this device, in bytes; `None` for the CPU.
+/// Returns the total memory of the GPU `device` in bytes; `None` for the CPU.
 pub fn gpu_memory(device: &Device) -> Option<u64> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(cuda) = device {
@@ -221,11 +221,12 @@ pub fn gpu_memory(device: &Device) -> Option<u64> {
     None
 }
 
-/// The name of a GPU as NVIDIA's tools write it, such as `GPU-8932f937-d72c-4106-c12f-20bd9faed9f6`: CUDA numbers the
-/// visible ones in an order of its own. `None` where there is no such GPU.
+/// Returns a GPU's UUID as nvidia-smi prints it: `GPU-8932f937-d72c-4106-c12f-20bd9faed9f6`.
+///
+/// The UUID identifies a GPU independently of CUDA's numbering. Returns `None` if there is no such GPU.
 pub fn gpu_uuid(ordinal: usize) -> Option<String> {
     #[cfg(feature = "cuda")]
-    if why_no_gpu().is_none() {
+    if gpu_unavailable_reason().is_none() {
         use candle_core::cuda_backend::cudarc::driver::result;
         let device = result::device::get(i32::try_from(ordinal).ok()?).ok()?;
         return Some(uuid_text(result::device::get_uuid(device).ok()?.bytes.map(|byte| byte as u8)));
@@ -274,7 +275,7 @@ mod tests {
 
     #[test]
     fn without_a_gpu_auto_is_the_cpu_and_cuda_an_error_that_says_why() {
-        if let Some(why) = why_no_gpu() {
+        if let Some(why) = gpu_unavailable_reason() {
             assert!(DeviceChoice::Auto.open().is_ok_and(|device| device.is_cpu()));
             let error = DeviceChoice::Cuda(0).open().err().map(|error| error.to_string());
             assert!(error.is_some_and(|error| error.contains("open cuda:0") && error.contains(&why)));

@@ -1,22 +1,22 @@
-//! State of a running backward pass, and the part of it that an op's backward works with.
+//! State of a running backward pass, and the view of it that an op's backward gets.
 
 use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor, TensorId, bail};
 
-/// Backward of one op: gradients of its inputs from the contiguous gradient of its output.
+/// Backward of one op: takes the contiguous gradient of its output and returns the gradients of its inputs.
 pub(crate) type BackwardFn = Box<dyn FnOnce(&Tensor, &mut BackwardContext<'_>) -> Result<Vec<Option<Tensor>>>>;
 
 type DeferredWork = Box<dyn FnOnce() -> Result<()>>;
 
-/// State of one backward pass. A tape that runs backward inside another tape's op has a state of its own.
+/// State of one backward pass. A tape that runs its backward inside another tape's op has a state of its own.
 pub(crate) struct BackwardState {
     /// Gradients accumulated so far, by tensor.
     pub(crate) grads: HashMap<TensorId, Tensor>,
     deferred: Vec<DeferredWork>,
 }
 
-/// View of the running backward pass for one op.
+/// An op's view of the running backward pass.
 pub struct BackwardContext<'a> {
     state: &'a mut BackwardState,
     /// Tracked inputs of the op.
@@ -44,7 +44,8 @@ impl<'a> BackwardContext<'a> {
         Self { state, inputs, defers, taken: Vec::new() }
     }
 
-    /// Takes the gradient that other ops gave to input `input_idx`. The op must add its own and return the sum.
+    /// Takes the gradient already accumulated for input `input_idx`. The op must add its own gradient and return the
+    /// sum.
     ///
     /// Returns `None` if there is no gradient yet, or if its dtype or shape differs.
     pub fn accumulated(&mut self, input_idx: usize, dtype: DType, shape: &[usize]) -> Result<Option<Tensor>> {
@@ -57,7 +58,7 @@ impl<'a> BackwardContext<'a> {
         self.state.grads.remove(&id).map(|grad| grad.contiguous()).transpose()
     }
 
-    /// Runs `work` during the next exchange of a gradient, or at once if no exchange follows.
+    /// Runs `work` while the next gradient exchange is in flight, or at once if no exchange follows.
     pub fn defer(&mut self, work: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
         if !self.defers {
             return work();

@@ -1,4 +1,4 @@
-//! The bytes behind a CPU tensor, for whoever writes them out and reads them in again: no second copy is made.
+//! Raw bytes of CPU tensors, read and written without a copy.
 
 use bytemuck::{cast_slice, cast_slice_mut};
 use candle_core::{DType, Result, Shape, Tensor};
@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Shape, Tensor};
 use crate::floats::{FloatBuf, Floats};
 use crate::storage::{self, host};
 
-/// Hands the bytes of a CPU tensor to `read`, in the order of its elements.
+/// Calls `read` with the bytes of a CPU tensor, in the order of its elements.
 pub fn with_bytes<R>(x: &Tensor, read: impl FnOnce(&[u8]) -> Result<R>) -> Result<R> {
     let x = x.contiguous()?;
     let host = host("with_bytes", &x)?;
@@ -20,8 +20,12 @@ pub fn with_bytes<R>(x: &Tensor, read: impl FnOnce(&[u8]) -> Result<R>) -> Resul
     }
 }
 
-/// Makes a tensor on the CPU whose bytes `fill` writes.
-pub fn of_bytes(dtype: DType, shape: impl Into<Shape>, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<Tensor> {
+/// Creates a CPU tensor of this dtype and shape whose bytes `fill` writes.
+pub fn tensor_from_bytes(
+    dtype: DType,
+    shape: impl Into<Shape>,
+    fill: impl FnOnce(&mut [u8]) -> Result<()>,
+) -> Result<Tensor> {
     let shape = shape.into();
     let mut values = FloatBuf::zeros(dtype, shape.elem_count())?;
     fill(match &mut values {

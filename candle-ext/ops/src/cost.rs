@@ -1,6 +1,6 @@
 //! Memory and FLOPs that ops declare, computed from shapes, dtype and kind of device.
 //!
-//! Bytes are those of large tensors. Single numbers a row are left out, except attention's log-sum-exp.
+//! Bytes cover large tensors. One number per row is ignored, except for attention's log-sum-exp.
 
 use candle_core::DType;
 
@@ -10,31 +10,31 @@ pub(crate) const F32_BYTES: u64 = size_of::<f32>() as u64;
 /// Cost of one pass of an op, forward or backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
-    /// Bytes that a forward saves on the tape until its backward.
+    /// Bytes that the forward saves on the tape until its backward.
     pub saved_bytes: u64,
-    /// Bytes allocated during the pass besides inputs, outputs and saved tensors.
+    /// Bytes allocated during the pass, without inputs, outputs and saved tensors.
     pub scratch_bytes: u64,
-    /// Floating-point operations of matmuls. Elementwise operations are not counted.
+    /// FLOPs of matmuls. Elementwise operations are not counted.
     pub flops: u64,
 }
 
-/// Kind of the device that computes.
+/// Kind of the compute device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
-    /// A CPU: kernels compute in f32.
+    /// CPU, whose kernels compute in f32.
     Cpu,
     /// An NVIDIA GPU.
     Gpu,
 }
 
-/// Form in which backward reads the input of a linear layer.
+/// Source of a linear layer's input during backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinearInput {
-    /// Unused: the weight is frozen.
+    /// No source: the weight is frozen, so the input is not needed.
     Unused,
-    /// A tensor on the tape.
+    /// The tape, which saved the input.
     Saved,
-    /// The output of a norm, a gated activation or dropout, which backward recomputes.
+    /// Recomputation, for the output of a norm, a gated activation or dropout.
     Recomputed,
 }
 
@@ -44,7 +44,7 @@ impl DeviceKind {
         self == Self::Cpu && dtype != DType::F32
     }
 
-    /// Returns the scratch bytes of a weight gradient of `numel` elements: summed in f32 and rounded once on the CPU.
+    /// Returns the scratch bytes of a weight gradient of `numel` elements. The CPU sums it in f32 and rounds once.
     pub(crate) fn grad_scratch_bytes(self, grad: Option<DType>, numel: u64) -> u64 {
         if grad.is_some_and(|dtype| self.widens(dtype)) { numel * F32_BYTES } else { 0 }
     }

@@ -1,7 +1,7 @@
-//! Where an op runs.
+//! Dispatch of an op by device.
 
-/// Runs the arm of the tensor's device. The `cuda` arm is there with the feature `cuda`, and with `emulate` for tensors on
-/// the CPU whose kernels are to be emulated.
+/// Runs the arm of the tensor's device. The `cuda` arm exists with the feature `cuda`, and with `emulate` for CPU
+/// tensors inside [`emulate`](crate::emulate).
 macro_rules! on_device {
     ($op:expr, $tensor:expr, { cpu => $cpu:expr, cuda => $cuda:expr $(,)? }) => {
         match $tensor.device() {

@@ -1,42 +1,43 @@
-//! Memory of a device: its peak in use, and errors for want of it.
+//! Memory of a device: peak use and out-of-memory errors.
 
 use std::error::Error;
 
 use candle_core::Device;
 
-/// Bytes of a GPU's memory for its context, the kernels and the workspace of cuBLASLt. Assumed, not measured.
+/// Bytes of GPU memory for the context, the kernels and cuBLASLt's workspace. Assumed, not measured.
 pub const GPU_CONTEXT_BYTES: u64 = 640 << 20;
 
-/// Bytes of the host's RAM that CUDA's libraries take. Assumed, not measured.
+/// Bytes of host RAM that CUDA's libraries use. Assumed, not measured.
 pub const GPU_HOST_BYTES: u64 = 1536 << 20;
 
 /// Memory of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// The most bytes that this process had in use at once.
+    /// Peak of the bytes that this process had allocated on the device.
     pub peak_bytes: u64,
-    /// All bytes of the device.
+    /// Total bytes of the device.
     pub total_bytes: u64,
 }
 
-/// Texts by which CUDA, cuBLAS and cuDNN name an allocation that failed.
+/// Messages by which CUDA, cuBLAS and cuDNN report a failed allocation.
 const OUT_OF_MEMORY: [&str; 3] = ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED", "DEVICE_ALLOCATION_FAILED"];
 
-/// Returns the bytes that a GPU's memory pool cannot reuse of `bytes` allocated and freed in a step: one sixteenth. Assumed,
-/// not measured.
+/// Returns the bytes lost to fragmentation in a GPU's memory pool, for `bytes` allocated and freed in a step.
+///
+/// Assumed, not measured: one sixteenth.
 pub fn gpu_pool_slack_bytes(bytes: u64) -> u64 {
     bytes / 16
 }
 
-/// Tells whether an error, or one of its causes, is an allocation on a device that failed.
+/// Returns true if an error, or one of its causes, is a failed allocation on a device.
 ///
-/// Candle and the ops carry the driver's error as text, so the text decides.
+/// candle and the ops carry the driver's error as text, so the text decides.
 pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
     let text = error.to_string();
     OUT_OF_MEMORY.iter().any(|name| text.contains(name)) || error.source().is_some_and(is_out_of_memory)
 }
 
-/// Reads the memory of a device; `None` for the CPU outside of an emulation with a limit.
+/// Reads the memory of a device. Returns `None` for the CPU, except inside an emulation with a limit.
 pub fn device_memory(device: &Device) -> Option<DeviceMemory> {
     match device {
         #[cfg(feature = "cuda")]
@@ -48,7 +49,7 @@ pub fn device_memory(device: &Device) -> Option<DeviceMemory> {
     }
 }
 
-/// Reads the peak of the pool that every tensor is allocated from.
+/// Reads the peak of the pool that all tensors are allocated from.
 #[cfg(feature = "cuda")]
 fn cuda(
     device: &candle_core::CudaDevice,

@@ -1,31 +1,32 @@
-//! Sums of products of two slices, written so that the compiler vectorises it.
+//! Dot products, written so that the compiler vectorises them.
 
-use crate::gemm::matrix::Old;
+use crate::gemm::matrix::Accumulate;
 use crate::simd::{prefetch, vectorised};
 
-/// Independent lanes: fast, exact enough for rows of thousands, and always in the same order.
+/// Independent accumulators: fast, accurate enough for rows of thousands, and always summed in the same order.
 const LANES: usize = 16;
 
-/// sum(a b)
+/// Returns sum(a b).
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     vectorised!(sum_of_products(a, b, |a| a))
 }
 
-/// Rows that lie in one piece each.
+/// Rows of a matrix, each contiguous.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<'a, T> {
     pub(crate) data: &'a [T],
-    /// Elements from the start of one to that of the next.
+    /// Row stride in elements.
     pub(crate) stride: usize,
-    /// Elements that are fetched before their turn.
+    /// Prefetch distance in elements.
     pub(crate) ahead: usize,
 }
 
-/// out = [out +] scale rows a, with a row for each of `out`; to be vectorised as a whole.
+/// Computes out = [out +] scale rows a, with one row per element of `out`. Inlined, so that callers vectorise it as a
+/// whole.
 #[inline(always)]
 pub(crate) fn dots<T: Copy>(
     out: &mut [f32],
-    old: Old,
+    accumulate: Accumulate,
     rows: Rows<'_, T>,
     a: &[f32],
     scale: f32,
@@ -35,7 +36,7 @@ pub(crate) fn dots<T: Copy>(
         let start = j * rows.stride;
         prefetch(rows.data.as_ptr().wrapping_add(start + rows.ahead), a.len());
         let sum = scale * sum_of_products(&rows.data[start..][..a.len()], a, widen);
-        *out = if old == Old::Keep { *out + sum } else { sum };
+        *out = if accumulate == Accumulate::Add { *out + sum } else { sum };
     }
 }
 
@@ -70,9 +71,9 @@ mod tests {
             let rounded: Vec<bf16> = a.iter().chain(&[9.0; 3]).chain(&a).copied().map(bf16::from_f32).collect();
             let rows = Rows { data: &rounded, stride: a.len() + 3, ahead: 1 };
             let mut out = [1.0; 2];
-            dots(&mut out, Old::Keep, rows, &b, 2.0, wide_bf16);
+            dots(&mut out, Accumulate::Add, rows, &b, 2.0, wide_bf16);
             assert_eq!(out, [1.0 + 2.0 * want; 2]);
-            dots(&mut out, Old::Overwrite, rows, &b, 2.0, wide_bf16);
+            dots(&mut out, Accumulate::Overwrite, rows, &b, 2.0, wide_bf16);
             assert_eq!(out, [2.0 * want; 2]);
         }
     }

@@ -1,8 +1,8 @@
-//! e^x on slices, written so that the compiler vectorises it. Within 2 ulp of the true value.
+//! e^x on slices, written so that the compiler vectorises it. The error is below 2 ulp.
 
 use crate::simd::vectorised;
 
-/// Independent lanes; sums are taken lane by lane, so their order never depends on the machine.
+/// Independent accumulators. The order of sums is the same on every machine.
 const LANES: usize = 16;
 
 /// Replaces each x of `row` by e^(x - shift) and returns their sum.
@@ -28,7 +28,7 @@ fn exp_shifted_by_lanes(row: &mut [f32], shift: f32) -> f32 {
     sums.iter().sum::<f32>() + tail
 }
 
-/// The largest element; -inf for an empty row. NaNs are skipped: `exp_shifted` passes them on.
+/// Returns the largest element; -inf for an empty row. NaNs are skipped here; `exp_shifted` propagates them.
 pub(crate) fn max(row: &[f32]) -> f32 {
     vectorised!(max_by_lanes(row))
 }
@@ -46,23 +46,23 @@ fn max_by_lanes(row: &[f32]) -> f32 {
     maxima.iter().chain(chunks.remainder()).copied().fold(f32::NEG_INFINITY, larger)
 }
 
-/// 1 / (1 + e^-x)
+/// Returns 1 / (1 + e^-x).
 #[inline(always)]
 pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// e^x = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2 / 2, e^r by its Taylor polynomial.
+/// Returns e^x = 2^n e^r with n = round(x / ln 2) and |r| <= ln 2 / 2; e^r is a Taylor polynomial.
 ///
-/// x below the smallest normal result gives (almost) 0, x above the largest is held at e^88.
+/// x below the smallest normal result gives almost 0; x above the largest is clamped to e^88.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
-    // The high part of ln 2 has few bits, so that n * LN2_HIGH is exact (Cody and Waite).
+    // The high part of ln 2 has few bits, so n * LN2_HIGH is exact (Cody and Waite).
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
     const ROUND: f32 = 12_582_912.0;
-    // Comparisons rather than min and max: a NaN must come out as one.
+    // Comparisons instead of min and max propagate NaN.
     let clamped = if x < -87.0 { -87.0 } else { x };
     let clamped = if clamped > 88.0 { 88.0 } else { clamped };
     let shifted = clamped * std::f32::consts::LOG2_E + ROUND;

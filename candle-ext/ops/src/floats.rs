@@ -1,5 +1,5 @@
-//! Slices and buffers in the three formats that training uses. Kernels compute in f32: they widen
-//! what they read, a block at a time, and round once what they write.
+//! Slices and buffers in the dtypes f32, bf16 and f16. Kernels compute in f32: they convert inputs block by block and
+//! round outputs once.
 
 use std::ops::Range;
 
@@ -11,10 +11,10 @@ use rayon::prelude::*;
 
 use crate::simd::vectorised;
 
-/// Blocks of at least this many elements are widened by all threads.
+/// Elements from which a conversion uses all threads.
 const PARALLEL_FROM: usize = 1 << 16;
 
-/// A borrowed run of floats.
+/// Borrowed slice of floats.
 #[derive(Clone, Copy)]
 pub(crate) enum Floats<'a> {
     F32(&'a [f32]),
@@ -49,7 +49,7 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// Rounds each of `values` to this format, in place.
+    /// Rounds each of `values` to this dtype, in place.
     pub(crate) fn round_like(self, values: &mut [f32]) {
         match self {
             Self::F32(_) => {}
@@ -60,7 +60,7 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// Widens everything into `out`, which has the same length.
+    /// Converts everything to f32 into `out`, which has the same length.
     pub(crate) fn read_into(self, out: &mut [f32]) {
         match self {
             Self::F32(data) => out.copy_from_slice(data),
@@ -69,7 +69,7 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// The same values as f32: f32 itself without a copy, else widened into `scratch`.
+    /// Returns the values as f32: borrowed if they are f32, else converted into `scratch`.
     pub(crate) fn widened<'s>(self, scratch: &'s mut Vec<f32>) -> &'s [f32]
     where
         'a: 's,
@@ -94,7 +94,7 @@ impl<'a> Floats<'a> {
     }
 }
 
-/// A run of floats to write.
+/// Mutable slice of floats.
 pub(crate) enum FloatsMut<'a> {
     F32(&'a mut [f32]),
     Bf16(&'a mut [bf16]),
@@ -102,7 +102,7 @@ pub(crate) enum FloatsMut<'a> {
 }
 
 impl<'a> FloatsMut<'a> {
-    /// Borrows `range` of a storage to write to.
+    /// Borrows `range` of a storage mutably.
     pub(crate) fn of(storage: &'a mut CpuStorage, range: Range<usize>) -> Result<Self> {
         Ok(match storage {
             CpuStorage::F32(data) => Self::F32(&mut data[range]),
@@ -146,7 +146,7 @@ impl<'a> FloatsMut<'a> {
         }
     }
 
-    /// Splits into runs of `len`, the last perhaps shorter.
+    /// Splits into chunks of `len`; the last may be shorter.
     pub(crate) fn chunks(self, len: usize) -> Vec<FloatsMut<'a>> {
         let len = len.max(1);
         match self {
@@ -157,7 +157,7 @@ impl<'a> FloatsMut<'a> {
     }
 }
 
-/// An owned buffer, the output of an op before it becomes a storage.
+/// Owned output buffer of an op, before it becomes a storage.
 pub(crate) enum FloatBuf {
     F32(Vec<f32>),
     Bf16(Vec<bf16>),
@@ -174,7 +174,7 @@ impl FloatBuf {
         })
     }
 
-    /// A buffer that the caller writes whole before anybody reads of it. Builds with debug assertions fill it with NaN.
+    /// Allocates an uninitialised buffer, which the caller must write completely. Debug builds fill it with NaN.
     pub(crate) fn unwritten(dtype: DType, len: usize) -> Result<Self> {
         Ok(match dtype {
             DType::F32 => Self::F32(unwritten(len, f32::NAN)),
@@ -212,8 +212,8 @@ fn unwritten<T: Copy>(len: usize, poison: T) -> Vec<T> {
         return vec![poison; len];
     }
     let mut buffer = Vec::with_capacity(len);
-    // SAFETY: there is room for `len`, and all bits are a float. Nothing is read before a kernel has written it: the tests
-    // of the ops would find the poison.
+    // SAFETY: the capacity is `len`, and all bit patterns are floats. A kernel writes each element before it is read;
+    // the ops' tests would find the poison.
     #[allow(clippy::uninit_vec)]
     unsafe {
         buffer.set_len(len);
@@ -221,13 +221,13 @@ fn unwritten<T: Copy>(len: usize, poison: T) -> Vec<T> {
     buffer
 }
 
-/// half's own conversion is not vectorised: it keeps a signalling NaN from staying one.
+/// Converts bf16 to f32. half's own conversion quiets signalling NaNs, which prevents vectorisation.
 #[inline(always)]
 pub(crate) fn wide_bf16(value: bf16) -> f32 {
     f32::from_bits(u32::from(value.to_bits()) << 16)
 }
 
-/// half's own loops convert one element at a time; these two are vectorised.
+/// Converts a slice of bf16 to f32, vectorised, unlike half's loop.
 fn widen_bf16(values: &[bf16], out: &mut [f32]) {
     assert_eq!(values.len(), out.len(), "a block and its widened copy have one length");
     vectorised!(values.iter().zip(out).for_each(|(value, out)| *out = wide_bf16(*value)));
@@ -238,7 +238,7 @@ fn round_to_bf16(values: &[f32], out: &mut [bf16]) {
     vectorised!(values.iter().zip(out).for_each(|(value, out)| *out = bf16::from_bits(bf16_bits(*value))));
 }
 
-/// To nearest, ties to even; a NaN stays one.
+/// Rounds to the nearest bf16, ties to even; NaN stays NaN.
 #[inline(always)]
 fn bf16_bits(value: f32) -> u16 {
     let bits = value.to_bits();
@@ -247,7 +247,7 @@ fn bf16_bits(value: f32) -> u16 {
     (if value.is_nan() { quiet_nan } else { rounded }) as u16
 }
 
-/// Fails unless `dtype` is one of the three formats.
+/// Fails unless `dtype` is f32, bf16 or f16.
 pub(crate) fn check_dtype(op: &str, what: &str, dtype: DType) -> Result<()> {
     match dtype {
         DType::F32 | DType::BF16 | DType::F16 => Ok(()),
@@ -256,7 +256,7 @@ pub(crate) fn check_dtype(op: &str, what: &str, dtype: DType) -> Result<()> {
 }
 
 fn unsupported(dtype: DType) -> candle_core::Error {
-    candle_core::Error::Msg(format!("dtype {dtype:?} is not a training format: want f32, bf16 or f16")).bt()
+    candle_core::Error::Msg(format!("dtype {dtype:?} is not supported: want f32, bf16 or f16")).bt()
 }
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
 //! Fused differentiable operations for one device, on candle.
 //!
-//! Each op is a folder: `mod.rs` holds the maths, the checks and the backward, `cpu.rs` the kernel, and with the feature
-//! `cuda` `cuda.rs` and `kernel.cu` its twin.
-//! Weights are not `Var`s: a [`Weight`] is a view of somebody's flat buffer, and its gradient is
-//! added in place to a [`GradSink`] in the backward of a [`Tape`]. Nothing here communicates.
+//! Each op is a folder. `mod.rs` holds the formula, the checks and the backward; `cpu.rs` holds the CPU kernel. The
+//! feature `cuda` adds the GPU kernel in `cuda.rs` and `kernel.cu`.
+//!
+//! A [`Weight`] is a view of a flat buffer, not a `Var`. A [`Tape`]'s backward adds its gradient in place to a
+//! [`GradSink`]. This crate does no communication.
 
 mod accelerator;
 pub mod adamw;
@@ -27,7 +28,6 @@ pub mod in_place;
 pub mod linear;
 pub mod linear_cross_entropy;
 mod nvidia;
-mod product;
 pub mod quantized;
 mod recording;
 mod replaced;
@@ -50,38 +50,42 @@ pub mod threads;
 pub mod tiled;
 pub mod transfer;
 pub mod weight;
+mod weight_matmul;
 
 #[cfg(feature = "emulate")]
 pub use cuda::emulator::{MemoryLimit, emulate, emulate_with_limit};
 #[cfg(all(feature = "cuda", feature = "emulate"))]
 pub use cuda::poison::poison;
 
-pub use accelerator::{DeviceChoice, GpuInfo, gpu_memory, gpu_uuid, gpus, why_no_gpu};
+pub use accelerator::{DeviceChoice, GpuInfo, gpu_memory, gpu_unavailable_reason, gpu_uuid, gpus};
 pub use adamw::{AdamW, AdamWState, adamw};
 pub use add::add;
 pub use attention::{
-    AttentionChoice, AttentionCost, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, Partial, Piece,
-    PieceInputs, Seqs, attention, attention_piece, attention_piece_backward, kv_cache_dtype,
+    AttentionChoice, AttentionChunk, AttentionCost, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec,
+    ChunkInputs, CuSeqlens, PartialSoftmax, attention, attention_chunk, attention_chunk_backward, kv_cache_dtype,
 };
 pub use backward::BackwardContext;
-pub use bytes::{of_bytes, with_bytes};
+pub use bytes::{tensor_from_bytes, with_bytes};
 pub use cost::{Cost, DeviceKind, LinearInput};
 pub use device_memory::{
     DeviceMemory, GPU_CONTEXT_BYTES, GPU_HOST_BYTES, device_memory, gpu_pool_slack_bytes, is_out_of_memory,
 };
-pub use dropout::{Columns, Dropout, Rows, derive_key, dropout, dropout_cost, dropout_part};
-pub use embedding::{embedding, embedding_part};
-pub use gemm::{GemmSize, choose_cpu_product, cpu_gemm_buffer_bytes, cpu_product, cpu_product_rate, cpu_products};
-pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState, Verdict};
+pub use dropout::{ColumnShard, Dropout, RowRanges, derive_key, dropout, dropout_cost, sharded_dropout};
+pub use embedding::{embedding, vocab_parallel_embedding};
+pub use gemm::{
+    GemmSize, cpu_gemm_buffer_bytes, cpu_gemm_kernel, cpu_gemm_kernels, measure_cpu_gemm_rate, select_cpu_gemm_kernel,
+};
+pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, ScalerState, StepDecision, UpdateOutcome};
 pub use in_place::{copy_into, sum_of_squares, zero_};
-pub use linear::{LinearCost, Precision, linear};
+pub use linear::{LinearCost, OutputDtype, linear};
 pub use linear_cross_entropy::{
-    CrossEntropy, CrossEntropyCost, LOGITS_BYTES_ON_CPU, LossAndGrad, Reduction, TokenScores, Upstream, VocabPart,
-    linear_cross_entropy, linear_cross_entropy_part, logits_bytes, logits_bytes_on_gpu, rows_of_logits, token_scores,
+    CrossEntropy, CrossEntropyCost, LOGITS_BYTES_ON_CPU, LossAndGrad, LossGrad, Reduction, TokenScores, VocabShard,
+    linear_cross_entropy, logits_bytes, logits_bytes_on_gpu, max_logit_rows, token_scores,
+    vocab_parallel_cross_entropy,
 };
 pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
 pub use quantized::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};
-pub use recording::{Input, PendingExchange, auxiliary_loss, is_tracked, record, record_exchange, untracked};
+pub use recording::{OpInput, PendingExchange, auxiliary_loss, no_grad, record, record_exchange, requires_grad};
 pub use replaced::replace_kernels;
 pub use replay::{compute_or_replay, save_outputs};
 pub use reshape::reshape;
@@ -90,10 +94,10 @@ pub use rope::{QkvHeads, rope, rope_cost, split_qkv};
 pub use saved::SavedOutputs;
 pub use scale::scale;
 pub use set_rows::set_rows;
-pub use span::{PROFILE, span};
+pub use span::{PROFILE_TARGET, span};
 pub use swiglu::{swiglu, swiglu_cost, swiglu_joined};
 pub use tape::{Grads, Tape};
-pub use threads::{Awake, join_compute_threads, stay_awake};
+pub use threads::{SpinGuard, join_rayon_pool, spin_workers};
 pub use tiled::{TiledCost, tile_rows, tiled};
-pub use transfer::{HostCopy, Readout, send_into, to_host, to_host_contiguous, upload};
-pub use weight::{Buffer, GradSink, Handle, View, Weight};
+pub use transfer::{DeviceReadback, HostBuffer, to_host, to_host_contiguous, upload, upload_into};
+pub use weight::{BufferView, FlatBuffer, GradSink, TensorOrView, Weight};

@@ -1,32 +1,34 @@
-//! NVIDIA's libraries: which files they are, whether they can be loaded, and what to do about one that cannot.
+//! NVIDIA libraries: their files, whether they can be loaded, and advice if one is missing.
 //!
-//! candle's cudarc loads them when it first calls them, and panics where it finds none: so they are looked for before.
+//! candle's cudarc loads them on first use and panics if one is missing, so this module looks for them first.
 
 use std::path::PathBuf;
 
-/// A library of NVIDIA's that is loaded when it is needed.
+/// An NVIDIA library that a GPU run loads.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct NvidiaLibrary {
-    /// What it is called.
+    /// Name, such as `cuBLAS`.
     pub name: &'static str,
-    /// The file it was loaded from; `None` if there is none.
+    /// File from which it was loaded; `None` if it was not found.
     pub path: Option<PathBuf>,
-    /// Whether no GPU can be used without it.
+    /// True if no GPU is usable without it.
     pub is_needed: bool,
 }
 
-/// A library by its file, without the version at the end of its name.
+/// A library by its file name, without the version suffix.
 #[cfg(any(feature = "cuda", test))]
 #[derive(Clone, Copy)]
 struct File {
     name: &'static str,
     file: &'static str,
-    /// Packages of PyPI that bring it, for CUDA 13 and 12, if a device cannot be opened without it.
+    /// PyPI packages that contain it, for CUDA 13 and 12; `None` if a device opens without it.
     needed: Option<[&'static str; 2]>,
 }
 
-/// The libraries that a run on a GPU loads. candle opens a device with cuBLAS and cuRAND, cuBLAS loads cuBLASLt, and cuDNN loads NVRTC,
-/// with which it compiles kernels, and CUDA's runtime library.
+/// Libraries that a run on a GPU loads.
+///
+/// candle opens a device with cuBLAS and cuRAND. cuBLAS loads cuBLASLt. cuDNN loads NVRTC, to compile kernels, and
+/// CUDA's runtime library.
 #[cfg(any(feature = "cuda", test))]
 const FILES: [File; 8] = [
     File { name: "cuBLASLt", file: "libcublasLt.so", needed: Some(["nvidia-cublas", "nvidia-cublas-cu12"]) },
@@ -39,7 +41,7 @@ const FILES: [File; 8] = [
     File { name: "NVML", file: "libnvidia-ml.so", needed: None },
 ];
 
-/// Says which library is missing that every run on a GPU needs, if one is. `can_load` gets files without their versions.
+/// Returns a message about missing required libraries, if any. `can_load` gets file names without versions.
 #[cfg(any(feature = "cuda", test))]
 fn missing_among(can_load: impl Fn(&str) -> bool) -> Option<String> {
     let missing = FILES.iter().filter(|library| library.needed.is_some() && !can_load(library.file));
@@ -53,7 +55,7 @@ fn missing_among(can_load: impl Fn(&str) -> bool) -> Option<String> {
     ))
 }
 
-/// Says which library is missing that every run on a GPU needs, if one is. They stay loaded.
+/// Returns a message about missing required libraries, if any. Found libraries stay loaded.
 #[cfg(feature = "cuda")]
 pub(crate) fn missing() -> Option<String> {
     static MISSING: std::sync::LazyLock<Option<String>> =
@@ -61,7 +63,7 @@ pub(crate) fn missing() -> Option<String> {
     MISSING.clone()
 }
 
-/// Looks for the libraries that a GPU run loads. A program that was built without CUDA needs none.
+/// Lists the libraries that a GPU run loads, and looks for each. The list is empty in a build without CUDA.
 pub fn nvidia_libraries() -> Vec<NvidiaLibrary> {
     #[cfg(feature = "cuda")]
     {
@@ -72,12 +74,14 @@ pub fn nvidia_libraries() -> Vec<NvidiaLibrary> {
     Vec::new()
 }
 
-/// The folder that [`tune_gemms`] was given.
+/// Folder given to [`tune_gemms`].
 #[cfg(feature = "cuda")]
 static TUNED_GEMMS: std::sync::OnceLock<PathBuf> = std::sync::OnceLock::new();
 
-/// Lets the first GEMM of each shape on a GPU time cuBLASLt's algorithms, and keeps the fastest in files of this folder, for
-/// later runs. Called before anything is computed; the folder of the first call counts.
+/// Enables tuning of GEMMs on a GPU.
+///
+/// The first GEMM of each shape times cuBLASLt's algorithms. The fastest is stored in a file in `folder` for later
+/// runs. Call this before any computation; later calls have no effect.
 pub fn tune_gemms(folder: PathBuf) {
     #[cfg(feature = "cuda")]
     let _ = TUNED_GEMMS.set(folder);
@@ -90,7 +94,7 @@ pub(crate) fn tuned_gemms() -> Option<&'static std::path::Path> {
     TUNED_GEMMS.get().map(PathBuf::as_path)
 }
 
-/// Loads a library of NVIDIA's under any of its versions: the majors that cudarc looks for, too.
+/// Loads an NVIDIA library under any of the major versions that cudarc looks for.
 #[cfg(feature = "cuda")]
 pub(crate) fn load(file: &str) -> Option<libloading::Library> {
     let endings = ["", ".13", ".12", ".11", ".10", ".9", ".2", ".1"];
@@ -98,7 +102,7 @@ pub(crate) fn load(file: &str) -> Option<libloading::Library> {
     endings.iter().find_map(|ending| unsafe { libloading::Library::new(format!("{file}{ending}")) }.ok())
 }
 
-/// Loads a library and says which file that was.
+/// Loads a library and returns the path of its file.
 #[cfg(feature = "cuda")]
 fn path(file: &str) -> Option<PathBuf> {
     let _library = load(file)?;

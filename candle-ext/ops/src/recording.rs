@@ -9,51 +9,54 @@ use crate::saved::{GatedOutputs, Recomputable, Saved};
 use crate::scope::{Node, Scope, with_recording, within};
 use crate::weight::Weight;
 
-/// An input of an op.
+/// Input of a recorded op.
 #[derive(Clone, Copy)]
-pub enum Input<'a> {
-    /// An activation, whose gradient the op's backward returns.
+pub enum OpInput<'a> {
+    /// Activation, whose gradient the op's backward returns.
     Activation(&'a Tensor),
-    /// A weight, to whose sink the op's backward adds by itself.
+    /// Weight, to whose sink the op's backward adds the gradient.
     Weight(&'a Weight),
-    /// Trainable weights that the op's backward reaches by itself.
-    Trained,
+    /// Placeholder for trainable weights inside the op, whose gradients its backward handles itself.
+    InnerWeights,
 }
 
-/// The end of an exchange that has begun.
+/// Continuation of a started exchange: waits for it and returns the received tensor.
 pub type PendingExchange = Box<dyn FnOnce() -> Result<Tensor>>;
 
-impl<'a> From<&'a Tensor> for Input<'a> {
+impl<'a> From<&'a Tensor> for OpInput<'a> {
     fn from(tensor: &'a Tensor) -> Self {
         Self::Activation(tensor)
     }
 }
 
-impl<'a> From<&'a Weight> for Input<'a> {
+impl<'a> From<&'a Weight> for OpInput<'a> {
     fn from(weight: &'a Weight) -> Self {
         Self::Weight(weight)
     }
 }
 
-/// Records an op with its output on the innermost tape.
+/// Records an op and its output on the innermost tape.
 ///
-/// `backward(dy, context)` gets the output's gradient, contiguous, and returns a gradient for each input; `None` is zero,
-/// and right for a weight. Without a tracked input or a trained weight the closure is dropped here, with all that it saved.
+/// `backward(dy, context)` gets the output's contiguous gradient and returns a gradient per input. `None` means zero,
+/// and is right for a weight.
+///
+/// Without a tracked input or a trainable weight, nothing is recorded, and the closure is dropped with the tensors it
+/// saved.
 pub fn record<const N: usize>(
     name: &'static str,
-    inputs: [Input<'_>; N],
+    inputs: [OpInput<'_>; N],
     output: Tensor,
     backward: impl FnOnce(&Tensor, &mut BackwardContext<'_>) -> Result<[Option<Tensor>; N]> + 'static,
 ) -> Tensor {
     with_recording(|recording| {
         let ids = inputs.map(|input| match input {
-            Input::Activation(x) => Some(x.id()).filter(|id| recording.tracked.contains(id)),
-            Input::Weight(_) | Input::Trained => None,
+            OpInput::Activation(x) => Some(x.id()).filter(|id| recording.tracked.contains(id)),
+            OpInput::Weight(_) | OpInput::InnerWeights => None,
         });
-        let trains = |input: &Input<'_>| match input {
-            Input::Activation(_) => false,
-            Input::Weight(weight) => weight.sink().is_some(),
-            Input::Trained => true,
+        let trains = |input: &OpInput<'_>| match input {
+            OpInput::Activation(_) => false,
+            OpInput::Weight(weight) => weight.sink().is_some(),
+            OpInput::InnerWeights => true,
         };
         if ids.iter().any(Option::is_some) || inputs.iter().any(trains) {
             recording.tracked.insert(output.id());
@@ -65,9 +68,9 @@ pub fn record<const N: usize>(
     output
 }
 
-/// Adds an auxiliary loss, an f32 scalar, to the innermost tape. Outside of a tape it has no effect.
+/// Adds an auxiliary loss, an f32 scalar, to the innermost tape; outside of a tape it has no effect.
 ///
-/// Its backward starts from a weight that [`Tape::backward_with_losses`](crate::Tape::backward_with_losses) takes.
+/// [`Tape::backward_with_losses`](crate::Tape::backward_with_losses) takes its weight, from which its backward starts.
 pub fn auxiliary_loss(name: &'static str, loss: &Tensor) -> Result<()> {
     if loss.rank() != 0 || loss.dtype() != DType::F32 {
         bail!("auxiliary loss `{name}`: want an f32 scalar, got {:?} {:?}", loss.dtype(), loss.dims())
@@ -76,10 +79,11 @@ pub fn auxiliary_loss(name: &'static str, loss: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Records an exchange between ranks: y = `forward(x)`, a new tensor.
+/// Records an exchange between ranks, such as an all-reduce: y = `forward(x)`, a new tensor.
 ///
-/// Its backward starts the exchange `start(dy)`, runs the deferred weight gradients, then waits. Ops that save y recompute
-/// it: backward calls `forward` again.
+/// Its backward starts the exchange `start(dy)`, runs the deferred weight gradients meanwhile, then waits.
+///
+/// Ops that save y recompute it: backward calls `forward` again.
 pub fn record_exchange(
     name: &'static str,
     x: &Tensor,
@@ -89,7 +93,7 @@ pub fn record_exchange(
     let y = forward(x)?;
     let saved = save(x);
     recompute_with(&y, move || forward(&saved.get()?));
-    let is_wanted = is_tracked(x);
+    let is_wanted = requires_grad(x);
     let y = record(name, [x.into()], y, move |dy, context| {
         let pending = start(dy)?;
         context.run_deferred()?;
@@ -101,19 +105,20 @@ pub fn record_exchange(
     Ok(y)
 }
 
-/// Runs `f` without recording, whatever is being recorded around it.
-pub fn untracked<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
+/// Runs `f` without recording on a tape, as torch's `no_grad`.
+pub fn no_grad<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     Ok(within(Scope::default(), f)?.0)
 }
 
-/// Returns true inside `Tape::record`, unless [`untracked`] stands between.
+/// Returns true inside `Tape::record`, except inside [`no_grad`].
 pub(crate) fn is_recording() -> bool {
     with_recording(|_| ()).is_some()
 }
 
-/// Returns true if the innermost tape wants the gradient of `x`: an input of the tape, or computed from one or from a
-/// trainable weight.
-pub fn is_tracked(x: &Tensor) -> bool {
+/// Returns true if the innermost tape needs the gradient of `x`.
+///
+/// That holds for the tape's inputs, and for tensors computed from them or from a trainable weight.
+pub fn requires_grad(x: &Tensor) -> bool {
     with_recording(|recording| recording.tracked.contains(&x.id())).unwrap_or(false)
 }
 
@@ -125,7 +130,7 @@ pub(crate) fn save(x: &Tensor) -> Saved {
     }
 }
 
-/// Lets backward recompute `x` by `compute` instead of saving it. `compute` must be cheap and equal to the bit.
+/// Makes backward recompute `x` by `compute` instead of saving it. `compute` must be cheap and bitwise reproducible.
 pub(crate) fn recompute_with(x: &Tensor, compute: impl Fn() -> Result<Tensor> + 'static) {
     with_recording(|recording| recording.recomputable.insert(x.id(), Rc::new(Recomputable::new(compute))));
 }

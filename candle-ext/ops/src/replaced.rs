@@ -1,5 +1,4 @@
-//! Kernels that replace those within the program: a folder with an `OP.fatbin` for each op that is replaced, as
-//! scripts/build-kernels makes it.
+//! Replacement of built-in CUDA kernels by `OP.fatbin` files in a folder, as scripts/build-kernels creates it.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -8,10 +7,11 @@ use candle_core::{Result, bail};
 
 static FOLDER: OnceLock<PathBuf> = OnceLock::new();
 
-/// Replaces the CUDA kernels of the ops that have an `OP.fatbin` in a folder. Called once, before anything is computed.
+/// Replaces the CUDA kernels of each op that has an `OP.fatbin` in `folder`. Call it before any computation.
 ///
 /// # Errors
-/// If there is no such folder.
+///
+/// If `folder` is not a folder.
 pub fn replace_kernels(folder: &Path) -> Result<()> {
     if !folder.is_dir() {
         bail!("replace kernels: {} is no folder; scripts/build-kernels makes one", folder.display())

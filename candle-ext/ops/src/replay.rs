@@ -1,4 +1,4 @@
-//! Forwards that run twice: backward runs a block's forward again, without its expensive ops.
+//! Forward passes that run twice: activation checkpointing that skips expensive ops in the second run.
 
 use std::rc::Rc;
 
@@ -7,7 +7,7 @@ use candle_core::{Result, Tensor};
 use crate::saved::{ReplayPhase, SavedOutputs};
 use crate::scope::{Scope, with_replay, within};
 
-/// Runs the first of two forwards, unrecorded, and returns the outputs of [`compute_or_replay`] with its result.
+/// Runs the first forward, unrecorded. Returns its result and the outputs saved by [`compute_or_replay`].
 pub fn save_outputs<T>(forward: impl FnOnce() -> Result<T>) -> Result<(T, SavedOutputs)> {
     let scope = Scope { recording: None, replay: Some(ReplayPhase::First(SavedOutputs::default())) };
     let (result, Scope { replay, .. }) = within(scope, forward)?;
@@ -17,9 +17,9 @@ pub fn save_outputs<T>(forward: impl FnOnce() -> Result<T>) -> Result<(T, SavedO
     }
 }
 
-/// Computes the output of `op` and the state that its backward needs, unless the first forward saved both.
+/// Computes the output of `op` and the state that its backward needs, or takes both from the first forward.
 ///
-/// Outputs are keyed by `op` and its occurrence. Fails if the saved state is of another type.
+/// Saved outputs are keyed by `op` and its occurrence. Fails if the saved state has another type.
 pub fn compute_or_replay<S: 'static>(
     op: &'static str,
     compute: impl FnOnce() -> Result<(Tensor, S)>,
@@ -40,7 +40,7 @@ pub fn compute_or_replay<S: 'static>(
     Ok((output, state))
 }
 
-/// Returns true in the first of two forwards: a backward will follow, though nothing is recorded.
+/// Returns true in the first of two forwards: a backward will follow, although nothing is recorded.
 pub(crate) fn is_first_pass() -> bool {
     with_replay(|phase| matches!(phase, ReplayPhase::First(_))).unwrap_or(false)
 }
@@ -53,16 +53,16 @@ mod tests {
     use candle_core::{Device, bail};
 
     use super::*;
-    use crate::{Tape, untracked};
+    use crate::{Tape, no_grad};
 
-    /// Counts what is computed.
+    /// Counter of computed ops.
     #[derive(Default)]
     struct Ops {
         n_computed: Cell<usize>,
     }
 
     impl Ops {
-        /// Returns `value` and, from the state, its double.
+        /// Returns `value`, and its double from the state.
         fn run(&self, op: &'static str, value: f32) -> Result<[f32; 2]> {
             let compute = || {
                 self.n_computed.set(self.n_computed.get() + 1);
@@ -107,7 +107,7 @@ mod tests {
     fn the_order_of_different_ops_does_not_matter() {
         let ops = Ops::default();
         let (_, saved) = save_outputs(|| Ok([ops.run("a", 1.0)?, ops.run("b", 2.0)?, ops.run("a", 3.0)?])).unwrap();
-        // Other values than the first time would show that an output was computed or mixed up.
+        // Other values than in the first forward would reveal a recomputed or misplaced output.
         let forward = || Ok([ops.run("b", 0.0)?[0], ops.run("a", 0.0)?[0], ops.run("a", 0.0)?[0]]);
         assert_eq!(replay(saved, forward).unwrap(), [2.0, 1.0, 3.0]);
     }
@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn scopes_inside_see_the_saved_outputs() {
         let ops = Ops::default();
-        let forward = || untracked(|| ops.run("op", 1.0));
+        let forward = || no_grad(|| ops.run("op", 1.0));
         let (_, saved) = save_outputs(forward).unwrap();
         assert_eq!(replay(saved, forward).unwrap(), [1.0, 2.0]);
         assert_eq!(ops.n_computed.get(), 1);

@@ -7,13 +7,13 @@ use std::rc::Rc;
 
 use candle_core::{Result, Tensor, bail};
 
-/// Treatment of gated activations (swiglu), whose outputs are the widest of a block.
+/// Treatment of the outputs of gated activations (swiglu), the widest tensors of a block.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum GatedOutputs {
-    /// Backward recomputes them.
+    /// Recomputed by backward.
     #[default]
     Recomputed,
-    /// Backward reads the saved tensor. This costs no peak memory if backward follows its forward at once.
+    /// Saved. This costs no peak memory if backward follows its forward at once.
     Saved,
 }
 
@@ -29,7 +29,7 @@ pub(crate) struct Recomputable {
     cached: RefCell<Option<Tensor>>,
 }
 
-/// Outputs of expensive ops, saved by a block's first forward for its second, which records the tape.
+/// Outputs of expensive ops, saved by a block's first forward for its second forward, which records the tape.
 ///
 /// They are keyed by the op's name and its occurrence in the forward.
 #[derive(Default)]
@@ -37,7 +37,7 @@ pub struct SavedOutputs(BTreeMap<&'static str, VecDeque<SavedOutput>>);
 
 type SavedOutput = (Tensor, Rc<dyn Any>);
 
-/// Forward of a block that runs twice.
+/// Phase of a block's forward that runs twice.
 pub(crate) enum ReplayPhase {
     /// First forward: saves outputs, records nothing.
     First(SavedOutputs),

@@ -1,6 +1,7 @@
 //! Recording scopes of a thread.
 //!
-//! The stack is a thread-local: `Tape::record` pushes a scope around its forward, and each op inside finds the tape there.
+//! The stack is a thread-local: `Tape::record` pushes a scope around its forward, and each op inside finds the tape
+//! there.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -11,19 +12,19 @@ use candle_core::{Result, Tensor, TensorId};
 use crate::backward::BackwardFn;
 use crate::saved::{GatedOutputs, Recomputable, ReplayPhase};
 
-/// A scope: forwards inside see the innermost one.
+/// Recording scope; a forward sees the innermost one.
 #[derive(Default)]
 pub(crate) struct Scope {
-    /// The tape in the making; `None` in a scope that records nothing.
+    /// Tape under construction; `None` in a scope that records nothing.
     pub(crate) recording: Option<Recording>,
-    /// The phase of a forward that runs twice; `None` inherits that of the scope around.
+    /// Phase of a forward that runs twice; `None` inherits that of the enclosing scope.
     pub(crate) replay: Option<ReplayPhase>,
 }
 
-/// A tape in the making.
+/// Tape under construction.
 #[derive(Default)]
 pub(crate) struct Recording {
-    /// Tensors whose gradient is wanted.
+    /// Tensors whose gradient is needed.
     pub(crate) tracked: HashSet<TensorId>,
     /// Outputs of exchanges.
     pub(crate) exchanged: HashSet<TensorId>,
@@ -46,11 +47,11 @@ pub(crate) struct Node {
 }
 
 thread_local! {
-    /// The innermost scope is the last.
+    /// Stack of scopes, the innermost last.
     static SCOPES: RefCell<Vec<Scope>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Runs `f` inside `scope` and returns the scope. It ends also if `f` fails or panics.
+/// Runs `f` inside `scope` and returns the scope. The scope also ends if `f` fails or panics.
 pub(crate) fn within<T>(scope: Scope, f: impl FnOnce() -> Result<T>) -> Result<(T, Scope)> {
     struct Guard {
         depth: usize,

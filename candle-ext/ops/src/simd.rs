@@ -1,13 +1,13 @@
-//! Loops compiled for the vectors of the processor at hand.
+//! Loops compiled for the SIMD instructions of the running processor.
 
-/// Evaluates an expression, a loop say, in a version compiled for the widest vectors that the processor has.
+/// Evaluates an expression, such as a loop, in a version compiled for the processor's widest SIMD instructions.
 ///
-/// The compiler vectorises what it sees: all of the loop must be in the expression or inlined into it. A version rounds no
-/// different from another: Rust never joins a product and a sum into one operation.
+/// All of the loop must be inlined into the expression, so that the compiler can vectorise it. All versions round
+/// alike: Rust never fuses a multiplication and an addition.
 macro_rules! vectorised {
     ($loop:expr) => {{
         let once = $crate::simd::Once;
-        // Not marked, the closure may stay a function of its own, compiled for any processor.
+        // Without `inline(always)`, the closure may become a function compiled for any processor.
         pulp::Arch::new().dispatch(
             #[inline(always)]
             || {
@@ -19,16 +19,15 @@ macro_rules! vectorised {
 }
 pub(crate) use vectorised;
 
-/// What a closure consumes to be one that is called once. One that could be called again is called through a shim, which may
-/// stay a function of its own, too.
+/// Token that a closure consumes, which makes it `FnOnce`. An `Fn` is called through a shim, which may not be inlined.
 pub(crate) struct Once;
 
-/// Lets the cache lines of `n` numbers come that are read soon. They need not be there. Does nothing where we know no way.
+/// Prefetches the cache lines of `n` numbers. The address may be invalid. A no-op on processors other than x86-64.
 #[inline(always)]
 pub(crate) fn prefetch<T>(from: *const T, n: usize) {
     #[cfg(target_arch = "x86_64")]
     for i in (0..n).step_by(64 / size_of::<T>()) {
-        // SAFETY: prefetching touches nothing.
+        // SAFETY: prefetches do not fault.
         unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(from.wrapping_add(i).cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]

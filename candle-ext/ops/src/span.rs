@@ -1,13 +1,13 @@
-//! What a profile sees: a span for each op's forward and backward, and for what the rooms above do.
+//! Profiling spans: one for each op's forward and backward, and for steps of the crates above.
 
 use tracing::span::EnteredSpan;
 
-/// The target of every span that a profile is made of.
-pub const PROFILE: &str = "profile";
+/// Tracing target of all profiling spans.
+pub const PROFILE_TARGET: &str = "profile";
 
-/// Opens a span that ends when the guard is dropped. It costs nothing unless somebody listens.
+/// Opens a profiling span, which ends when the guard is dropped. It costs almost nothing without a subscriber.
 ///
-/// `pass` tells runs of one thing apart: forward and backward, say.
+/// `pass` distinguishes runs of the same op, such as `forward` and `backward`.
 pub fn span(name: &'static str, pass: &'static str) -> EnteredSpan {
-    tracing::trace_span!(target: PROFILE, "span", name, pass).entered()
+    tracing::trace_span!(target: PROFILE_TARGET, "span", name, pass).entered()
 }

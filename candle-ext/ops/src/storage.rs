@@ -1,4 +1,4 @@
-//! Access to the elements behind a contiguous CPU tensor, to read or to change in place.
+//! Access to the elements of a contiguous CPU tensor, for reading or in-place updates.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -8,7 +8,7 @@ use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Shape, Storage, Storag
 
 use crate::floats::{Floats, FloatsMut};
 
-/// A read lock on a tensor's elements.
+/// Read lock on a tensor's elements.
 pub(crate) struct Host<'a> {
     storage: StorageRef<'a>,
     range: Range<usize>,
@@ -41,7 +41,7 @@ impl Host<'_> {
     }
 }
 
-/// Locks a contiguous CPU tensor for writing and hands its elements to `change`.
+/// Locks a contiguous CPU tensor for writing and calls `change` with its elements.
 pub(crate) fn update(
     tensor: &Tensor,
     op: &'static str,
@@ -50,20 +50,20 @@ pub(crate) fn update(
     tensor.inplace_op1(&Update { op, change: Cell::new(Some(change)) })
 }
 
-/// True if the two share one allocation, so that holding both locks would not end.
+/// Returns true if both share one allocation. Locking both would then deadlock.
 pub(crate) fn same_storage(a: &Tensor, b: &Tensor) -> bool {
     let address = |t: &Tensor| std::ptr::from_ref(&*t.storage_and_layout().0).addr();
     address(a) == address(b)
 }
 
-/// An untracked tensor of a kernel's output.
+/// Creates an untracked tensor from a kernel's output.
 pub(crate) fn tensor(out: impl Into<Storage>, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(out.into(), shape, BackpropOp::none(), false)
 }
 
 struct Update<F> {
     op: &'static str,
-    /// candle takes `&self`, the change is made once.
+    /// candle passes `&self`; the change runs once.
     change: Cell<Option<F>>,
 }
 

@@ -1,6 +1,6 @@
-//! Reverse-mode differentiation: ops that run while a [`Tape`] records can be differentiated once.
+//! Reverse-mode automatic differentiation: a [`Tape`] records ops and runs backward once.
 //!
-//! candle's own backward keeps all saved tensors to its end, sums gradients from zeros, and allows three inputs an op.
+//! candle's own backward keeps all saved tensors to its end, adds gradients to zeros, and allows three inputs per op.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ use crate::saved::{GatedOutputs, ReplayPhase, SavedOutputs};
 use crate::scope::{Node, Recording, Scope, within};
 use crate::span::span;
 
-/// A recorded computation, differentiable with respect to its inputs and the trainable weights that it used.
+/// A recorded computation, differentiable with respect to its inputs and to the trainable weights it used.
 pub struct Tape {
     output: Tensor,
     nodes: Vec<Node>,
@@ -25,16 +25,18 @@ pub struct Tape {
 pub struct Grads(HashMap<TensorId, Tensor>);
 
 impl Tape {
-    /// Runs `forward` and records how its output came from `inputs` and from trainable weights.
+    /// Runs `forward` and records its ops on `inputs` and on trainable weights.
     pub fn record(inputs: &[&Tensor], forward: impl FnOnce() -> Result<Tensor>) -> Result<Self> {
         let recording = Recording::of(inputs, GatedOutputs::Recomputed);
         Ok(Self::in_scope(Scope { recording: Some(recording), replay: None }, forward)?.0)
     }
 
-    /// Records the second run of `forward`, with the outputs that [`save_outputs`](crate::save_outputs) saved of the first.
+    /// Records the second run of `forward`, with the outputs that [`save_outputs`](crate::save_outputs) saved in the
+    /// first.
     ///
-    /// Ops without a saved output compute theirs. Fails if saved outputs are left. Gated activations are saved on this tape:
-    /// its backward follows at once, and needs their outputs first.
+    /// Ops without a saved output compute theirs. Fails if saved outputs are left unused.
+    ///
+    /// Outputs of gated activations are saved on this tape, because its backward follows at once and needs them first.
     pub fn replay(saved: SavedOutputs, inputs: &[&Tensor], forward: impl FnOnce() -> Result<Tensor>) -> Result<Self> {
         let recording = Recording::of(inputs, GatedOutputs::Saved);
         let scope = Scope { recording: Some(recording), replay: Some(ReplayPhase::Second(saved)) };
@@ -66,16 +68,20 @@ impl Tape {
         &self.auxiliary
     }
 
-    /// Runs backward from the gradient `dy` of the output: adds to the weights' sinks and returns the inputs' gradients.
+    /// Runs backward from the gradient `dy` of the output. Adds to the weights' sinks and returns the inputs'
+    /// gradients.
     ///
     /// Saved tensors of an op are freed as soon as its backward has run.
     ///
-    /// Fails if the forward computed auxiliary losses: their gradients would be lost.
+    /// # Errors
+    ///
+    /// If the forward computed auxiliary losses, whose gradients would be lost.
     pub fn backward(self, dy: &Tensor) -> Result<Grads> {
         self.backward_with_losses(dy, &[])
     }
 
-    /// Runs [`Tape::backward`] from `dy` and from a weight of each auxiliary loss: the derivative by it, an f32 scalar.
+    /// Runs [`Tape::backward`] from `dy` and from a weight per auxiliary loss, an f32 scalar: its coefficient in the
+    /// objective.
     pub fn backward_with_losses(self, dy: &Tensor, weights: &[Tensor]) -> Result<Grads> {
         if let Some((name, _)) = self.auxiliary.get(weights.len()) {
             bail!("backward: the auxiliary loss `{name}` has no weight")

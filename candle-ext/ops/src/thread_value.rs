@@ -1,9 +1,9 @@
-//! Values of a thread for the time of a call.
+//! Thread-local values for the duration of a call.
 
 use std::cell::Cell;
 use std::thread::LocalKey;
 
-/// Calls `f` with `cell` set to `value`. The value before returns afterwards, also if `f` panics.
+/// Calls `f` with `cell` set to `value`. Restores the previous value afterwards, even if `f` panics.
 pub(crate) fn with_value<V: Copy, T>(cell: &'static LocalKey<Cell<V>>, value: V, f: impl FnOnce() -> T) -> T {
     struct Restore<V: Copy + 'static>(&'static LocalKey<Cell<V>>, V);
     impl<V: Copy> Drop for Restore<V> {

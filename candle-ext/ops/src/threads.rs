@@ -1,4 +1,4 @@
-//! The threads that compute on the CPU: rayon's, as many as there are cores, or RAYON_NUM_THREADS.
+//! Compute threads of the CPU: rayon's pool, one thread per core or RAYON_NUM_THREADS.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,38 +6,43 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::Device;
 use rayon::Yield;
 
-/// Looks for work, in vain, before a thread sleeps after all: about two milliseconds. It does not yield meanwhile: a thread
-/// that does may share a core with the one that it waits for, while another core has nothing to do.
+/// Failed attempts to steal work before a spinning thread sleeps: about two milliseconds.
+///
+/// The thread does not yield to the operating system. Otherwise it might share a core with the thread that it waits
+/// for.
 const PATIENCE: u32 = 8192;
-/// Pauses between two looks.
+/// Spin-loop hints between two attempts.
 const PAUSES: u32 = 4;
 
-/// Makes the calling thread one of them: it then works on what it would otherwise hand over and wait for. The first thing
-/// that a program does; later calls change nothing.
-pub fn join_compute_threads() {
+/// Adds the calling thread to rayon's global pool, so that it computes instead of waiting.
+///
+/// Call this first in a program; later calls have no effect.
+pub fn join_rayon_pool() {
     // An error means that the pool is there already.
     let _ = rayon::ThreadPoolBuilder::new().use_current_thread().build_global();
 }
 
-/// Keeps the other compute threads awake as long as it lives. See [`stay_awake`].
+/// Guard of [`spin_workers`]: the workers may sleep again when it is dropped.
 #[must_use = "the threads may sleep when it is dropped"]
-pub struct Awake {
+pub struct SpinGuard {
     done: Arc<AtomicBool>,
 }
 
-/// Keeps the compute threads awake between ops if `device` is a CPU. Waking a thread takes longer than many an op, and rayon's
-/// threads sleep after microseconds without work. A call from a thread outside of the pool does nothing.
-pub fn stay_awake(device: &Device) -> Option<Awake> {
-    device.is_cpu().then(Awake::begin)
+/// Makes rayon's workers spin between ops if `device` is a CPU; they stop when the guard is dropped.
+///
+/// Waking a thread takes longer than many ops, and idle rayon threads sleep after microseconds. A call from a thread
+/// outside of the pool has no effect.
+pub fn spin_workers(device: &Device) -> Option<SpinGuard> {
+    device.is_cpu().then(SpinGuard::begin)
 }
 
-impl Awake {
+impl SpinGuard {
     fn begin() -> Self {
         let done = Arc::new(AtomicBool::new(false));
         if let Some(caller) = rayon::current_thread_index() {
             let done = done.clone();
             rayon::spawn_broadcast(move |thread| {
-                // The caller meets this job while it waits for a part of an op: it must not wait for itself.
+                // The caller may pick up this job while it waits for a part of an op; it must not wait for itself.
                 if thread.index() != caller {
                     work_until(&done);
                 }
@@ -47,13 +52,13 @@ impl Awake {
     }
 }
 
-impl Drop for Awake {
+impl Drop for SpinGuard {
     fn drop(&mut self) {
         self.done.store(true, Ordering::Relaxed);
     }
 }
 
-/// Does what others have to give.
+/// Steals and runs work of other threads until `done`.
 fn work_until(done: &AtomicBool) {
     let mut n_in_vain = 0;
     while n_in_vain < PATIENCE && !done.load(Ordering::Relaxed) {
@@ -77,8 +82,8 @@ mod tests {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build()?;
         for _ in 0..50 {
             let sum: usize = pool.install(|| {
-                let _awake = Awake::begin();
-                let _nested = Awake::begin();
+                let _spinning = SpinGuard::begin();
+                let _nested = SpinGuard::begin();
                 (0..1000usize).into_par_iter().with_max_len(1).sum()
             });
             assert_eq!(sum, 499_500);
@@ -88,6 +93,6 @@ mod tests {
 
     #[test]
     fn a_thread_of_another_pool_or_none_keeps_nobody_awake() {
-        drop(Awake::begin());
+        drop(SpinGuard::begin());
     }
 }

@@ -1,21 +1,22 @@
-//! A function of rows, computed tile by tile: what it needs inside is in memory for one tile at a time.
+//! Row-wise function computed tile by tile, as TiledMLP: its intermediates are in memory for one tile at a time.
 //!
-//! It has no kernel: it is a loop around other ops, once for forward and once for backward.
+//! It has no kernel of its own: it loops over other ops, in forward and in backward.
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::cost::{Cost, bytes};
 use crate::in_place::copy_into;
-use crate::recording::{Input, is_recording, is_tracked, record, untracked};
+use crate::recording::{OpInput, is_recording, no_grad, record, requires_grad};
 use crate::saved::SavedOutputs;
 use crate::span::span;
 use crate::tape::Tape;
 
-/// y = f(x), where row i of y depends on nothing but row i of x and on weights.
+/// Computes y = f(x) tile by tile; row i of y may depend only on row i of x and on weights.
 ///
-/// `f` gets `tile_rows` rows of x at a time (the last tile may be shorter) with the index of the first of them, and is
-/// dropped with everything it recorded before the next tile begins. Backward runs it again on each tile and takes that
-/// tile's vjp. Gradients of weights leave through their sinks, where the sums of the tiles add up.
+/// `f` gets `tile_rows` rows of x (the last tile may be shorter) and the index of the first. Everything that it records
+/// is freed before the next tile.
+///
+/// Backward runs `f` again on each tile and differentiates it. Weight gradients of the tiles add up in the sinks.
 pub fn tiled(x: &Tensor, tile_rows: usize, f: impl Fn(&Tensor, usize) -> Result<Tensor> + 'static) -> Result<Tensor> {
     let _span = span("tiled", "forward");
     if tile_rows == 0 {
@@ -23,24 +24,25 @@ pub fn tiled(x: &Tensor, tile_rows: usize, f: impl Fn(&Tensor, usize) -> Result<
     }
     let tiled = Tiled { x: x.clone(), tile_rows, f };
     let (y, trains_weights) = tiled.forward()?;
-    let inside = if trains_weights { Input::Trained } else { Input::Activation(x) };
-    let wants_dx = is_tracked(x);
+    let inside = if trains_weights { OpInput::InnerWeights } else { OpInput::Activation(x) };
+    let wants_dx = requires_grad(x);
     Ok(record("tiled", [x.into(), inside], y, move |dy, _| Ok([tiled.backward(dy, wants_dx)?, None])))
 }
 
-/// Returns the rows of a tile, as ArcticTraining cuts: the fewest tiles no longer than `width`, equal but for the last.
+/// Returns the rows per tile, as in ArcticTraining: the fewest tiles of at most `width` rows, equal except for the
+/// last.
 pub fn tile_rows(n_rows: usize, width: usize) -> usize {
     n_rows.div_ceil(n_rows.div_ceil(width.max(1)).max(1)).max(1)
 }
 
-/// Sizes of a tiled function x [n, width] -> y [n, width], for its cost. That of the ops inside is not included.
+/// Sizes of a tiled function x [n, width] -> y [n, width], for its cost. The cost excludes the ops inside.
 #[derive(Clone, Copy, Debug)]
 pub struct TiledCost {
-    /// n.
+    /// n, the number of rows.
     pub n_rows: u64,
-    /// Rows of a tile.
+    /// Number of rows per tile.
     pub tile_rows: u64,
-    /// Columns of x and y.
+    /// Number of columns of x and y.
     pub width: u64,
     /// Dtype of x and y.
     pub dtype: DType,
@@ -70,7 +72,7 @@ struct Tiled<F> {
 }
 
 impl<F: Fn(&Tensor, usize) -> Result<Tensor>> Tiled<F> {
-    /// Returns y, and whether f trains weights.
+    /// Returns y, and true if f has trainable weights.
     fn forward(&self) -> Result<(Tensor, bool)> {
         let (mut y, mut trains_weights) = (None, false);
         for (first, n_rows) in self.tiles()? {
@@ -80,7 +82,7 @@ impl<F: Fn(&Tensor, usize) -> Result<Tensor>> Tiled<F> {
                 trains_weights = !tape.is_empty();
                 tape.output().clone()
             } else {
-                untracked(run)?
+                no_grad(run)?
             };
             let y = match &y {
                 Some(y) => y,
@@ -92,7 +94,7 @@ impl<F: Fn(&Tensor, usize) -> Result<Tensor>> Tiled<F> {
         Ok((y, trains_weights))
     }
 
-    /// Returns dx, of which each tile's vjp is rows of its own.
+    /// Returns dx; each tile's backward computes its own rows.
     fn backward(&self, dy: &Tensor, wants_dx: bool) -> Result<Option<Tensor>> {
         let dx = wants_dx.then(|| Tensor::zeros(self.x.shape(), self.x.dtype(), self.x.device())).transpose()?;
         for (first, n_rows) in self.tiles()? {
@@ -107,7 +109,8 @@ impl<F: Fn(&Tensor, usize) -> Result<Tensor>> Tiled<F> {
         Ok(dx)
     }
 
-    /// The first row and the number of rows of each tile. Without rows there is one empty tile, which tells y's shape.
+    /// Returns the first row and the number of rows of each tile. Without rows there is one empty tile, from which y's
+    /// shape follows.
     fn tiles(&self) -> Result<impl Iterator<Item = (usize, usize)>> {
         let (n_rows, tile_rows) = (self.x.dim(0)?, self.tile_rows);
         let firsts = (0..n_rows.max(1)).step_by(tile_rows);

@@ -1,8 +1,8 @@
-//! From the host to a device and back, without waiting for the device.
+//! Copies between host and device that do not wait for the device.
 
 use candle_core::{DType, Device, Result, Shape, Tensor, WithDType, bail};
 
-/// Copies values to a device. On a GPU they travel through pinned memory: the call returns at once.
+/// Copies values to a device. On a GPU the copy goes through pinned memory and the call returns at once.
 pub fn upload<T: WithDType>(values: &[T], shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     match device {
         #[cfg(feature = "cuda")]
@@ -11,7 +11,7 @@ pub fn upload<T: WithDType>(values: &[T], shape: impl Into<Shape>, device: &Devi
     }
 }
 
-/// As [`upload`], for a table that every layer of a model wants: the last few are remembered, and not sent again.
+/// Copies values as [`upload`], with a cache of the last few tables, which all layers of a model share.
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(crate) fn upload_table<T: WithDType>(values: &[T], shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     match device {
@@ -23,111 +23,115 @@ pub(crate) fn upload_table<T: WithDType>(values: &[T], shape: impl Into<Shape>, 
 
 /// Copies a tensor to the host and waits for the copy.
 ///
-/// candle reads what it copies from a device (`to_vec1`, `to_scalar` and their like) as soon as the driver returns. The driver
-/// may return before it has written pageable memory: so it does where the device uses the host's page tables, on Grace.
+/// candle's `to_vec1`, `to_scalar` and the like read the copy as soon as the driver returns. On Grace, where the device
+/// uses the host's page tables, the driver may return before it has written pageable memory.
 pub fn to_host(x: &Tensor) -> Result<Tensor> {
     let here = x.to_device(&Device::Cpu)?;
     x.device().synchronize()?;
     Ok(here)
 }
 
-/// Copies a view to the host without the rest of its buffer. A contiguous view of the host's memory is returned as it is.
+/// Copies a view to the host without the rest of its buffer. Returns a contiguous view of host memory unchanged.
 pub fn to_host_contiguous(x: &Tensor) -> Result<Tensor> {
     match x.device() {
         Device::Cpu => x.contiguous(),
-        // candle copies the whole buffer behind a view.
+        // candle would copy the view's whole buffer.
         _ => to_host(&x.force_contiguous()?),
     }
 }
 
-/// Numbers on their way from a device.
-pub struct Readout(Way);
+/// Copy of f32 values from a device to the host, in flight.
+pub struct DeviceReadback(ReadbackState);
 
-enum Way {
-    Here(Vec<f32>),
+enum ReadbackState {
+    Done(Vec<f32>),
     #[cfg(feature = "cuda")]
-    OnCuda(crate::cuda::transfer::Readback),
+    InFlight(crate::cuda::transfer::Readback),
 }
 
-impl Readout {
-    /// Begins to copy f32 [n]: what it holds when all work so far is done.
+impl DeviceReadback {
+    /// Starts to copy `x`, f32 [n], as of all work submitted so far.
     pub fn start(x: &Tensor) -> Result<Self> {
         if x.dtype() != DType::F32 || x.rank() != 1 {
-            bail!("readout: want f32 [n], got {:?} {:?}", x.dtype(), x.dims())
+            bail!("device readback: want f32 [n], got {:?} {:?}", x.dtype(), x.dims())
         }
         Ok(Self(match x.device() {
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => Way::OnCuda(crate::cuda::transfer::Readback::start(&x.contiguous()?, device)?),
-            _ => Way::Here(to_host(x)?.to_vec1()?),
+            Device::Cuda(device) => {
+                ReadbackState::InFlight(crate::cuda::transfer::Readback::start(&x.contiguous()?, device)?)
+            }
+            _ => ReadbackState::Done(to_host(x)?.to_vec1()?),
         }))
     }
 
-    /// Tells whether [`Readout::wait`] returns at once.
+    /// Returns true if [`DeviceReadback::wait`] would return at once.
     pub fn is_ready(&self) -> bool {
         match &self.0 {
-            Way::Here(_) => true,
+            ReadbackState::Done(_) => true,
             #[cfg(feature = "cuda")]
-            Way::OnCuda(readback) => readback.is_ready(),
+            ReadbackState::InFlight(readback) => readback.is_ready(),
         }
     }
 
-    /// Returns the numbers once they are there.
+    /// Waits for the copy and returns the values.
     pub fn wait(self) -> Result<Vec<f32>> {
         match self.0 {
-            Way::Here(values) => Ok(values),
+            ReadbackState::Done(values) => Ok(values),
             #[cfg(feature = "cuda")]
-            Way::OnCuda(readback) => readback.wait(),
+            ReadbackState::InFlight(readback) => readback.wait(),
         }
     }
 }
 
-/// Copies a CPU tensor into the contiguous view `dst` of a device's tensor of the same format, without waiting for it.
-pub fn send_into(dst: &Tensor, src: &Tensor) -> Result<()> {
+/// Copies a CPU tensor into the contiguous view `dst` of a device tensor of the same dtype. Does not wait for the copy.
+pub fn upload_into(dst: &Tensor, src: &Tensor) -> Result<()> {
     if dst.dtype() != src.dtype() || dst.elem_count() != src.elem_count() {
         let [dst, src] = [dst, src].map(|x| (x.dtype(), x.dims().to_vec()));
-        bail!("send_into: {src:?} is not what {dst:?} holds")
+        bail!("upload_into: {src:?} is not what {dst:?} holds")
     }
     match dst.device() {
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => crate::bytes::with_bytes(src, |src| crate::cuda::transfer::send_into(dst, src, device)),
+        Device::Cuda(device) => {
+            crate::bytes::with_bytes(src, |src| crate::cuda::transfer::upload_into(dst, src, device))
+        }
         _ => crate::in_place::copy_into(dst, src),
     }
 }
 
-/// A tensor's values in the host's memory: for a while, to make room on a device. On the CPU they are there already.
-pub struct HostCopy(Kept);
+/// A tensor's values in host memory, offloaded to free device memory. On the CPU nothing is copied.
+pub struct HostBuffer(HostValues);
 
-enum Kept {
-    Here(Tensor),
+enum HostValues {
+    OnHost(Tensor),
     #[cfg(feature = "cuda")]
-    OffCuda(crate::cuda::transfer::Pinned),
+    Pinned(crate::cuda::transfer::Pinned),
 }
 
-impl HostCopy {
-    /// Begins to copy `x`, whose memory on the device is free again when all work so far is done.
+impl HostBuffer {
+    /// Starts to copy `x`. Its device memory is free again when all work submitted so far is done.
     pub fn start(x: &Tensor) -> Result<Self> {
         Ok(Self(match x.device() {
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => Kept::OffCuda(crate::cuda::transfer::Pinned::start(&x.contiguous()?, device)?),
-            _ => Kept::Here(x.clone()),
+            Device::Cuda(device) => HostValues::Pinned(crate::cuda::transfer::Pinned::start(&x.contiguous()?, device)?),
+            _ => HostValues::OnHost(x.clone()),
         }))
     }
 
-    /// Returns the values here, once they are.
+    /// Waits for the copy and returns the values on the host.
     pub fn into_host(self) -> Result<Tensor> {
         match self.0 {
-            Kept::Here(x) => Ok(x),
+            HostValues::OnHost(x) => Ok(x),
             #[cfg(feature = "cuda")]
-            Kept::OffCuda(pinned) => pinned.into_host(),
+            HostValues::Pinned(pinned) => pinned.into_host(),
         }
     }
 
-    /// Returns the values on the device that they came from. The device fetches them when it comes to that.
+    /// Returns the values on their original device, without waiting: the device copies them in stream order.
     pub fn into_device(self) -> Result<Tensor> {
         match self.0 {
-            Kept::Here(x) => Ok(x),
+            HostValues::OnHost(x) => Ok(x),
             #[cfg(feature = "cuda")]
-            Kept::OffCuda(pinned) => pinned.into_device(),
+            HostValues::Pinned(pinned) => pinned.into_device(),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A parameter as the ops see it: a value, and perhaps a place where its gradient is summed.
+//! Parameters for the ops: a value, and for trainable ones a gradient sink.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -6,109 +6,116 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{D, DType, Result, Shape, Tensor, bail};
 
 use crate::floats::FloatsMut;
-use crate::gemm::Old;
+use crate::gemm::Accumulate;
 use crate::in_place::zero_;
-use crate::product::WeightOperand;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::quantized::dequantize;
 use crate::quantized::{QuantFormat, cpu::QuantizedRows};
 use crate::storage::{self, host};
+use crate::weight_matmul::WeightOperand;
 
-/// A flat buffer that parameters or gradients are views of, and that may be away for a while: in shards on other ranks, or
-/// not made yet. Cloning shares it.
+/// Flat buffer that parameters or gradients are views of. Its memory may be released and allocated again.
 ///
-/// What ops keep for their backward is the way to it: a buffer that was away in between is read as it is then.
+/// The buffer of a ZeRO-3 parameter, for example, is released between its uses. Cloning shares the buffer.
+///
+/// Ops save the view for backward, not the tensor: backward reads the contents of its time.
 #[derive(Clone, Debug)]
-pub struct Buffer {
+pub struct FlatBuffer {
     n: usize,
     dtype: DType,
-    at_hand: Arc<Mutex<Option<Tensor>>>,
+    tensor: Arc<Mutex<Option<Tensor>>>,
 }
 
-impl Buffer {
-    /// Makes one of `n` elements that is away.
-    pub fn away(n: usize, dtype: DType) -> Self {
-        Self { n, dtype, at_hand: Arc::default() }
+impl FlatBuffer {
+    /// Creates a buffer of `n` elements without memory.
+    pub fn unallocated(n: usize, dtype: DType) -> Self {
+        Self { n, dtype, tensor: Arc::default() }
     }
 
-    /// Makes one of a flat tensor.
-    pub fn of(flat: Tensor) -> Self {
-        let buffer = Self::away(flat.elem_count(), flat.dtype());
+    /// Creates a buffer from a flat tensor.
+    pub fn from_tensor(flat: Tensor) -> Self {
+        let buffer = Self::unallocated(flat.elem_count(), flat.dtype());
         *buffer.lock() = Some(flat);
         buffer
     }
 
-    /// Returns the number of its elements.
+    /// Returns the number of elements, allocated or not.
     #[expect(clippy::len_without_is_empty, reason = "whether there are none is nobody's question")]
     pub fn len(&self) -> usize {
         self.n
     }
 
-    /// Gives it its elements: a flat tensor of its length and dtype.
-    pub fn put(&self, flat: Tensor) -> Result<()> {
+    /// Sets the contents: a flat tensor of the buffer's length and dtype.
+    pub fn materialize(&self, flat: Tensor) -> Result<()> {
         if flat.dims() != [self.n] || flat.dtype() != self.dtype {
-            bail!("a buffer of {} {:?} got {:?} {:?}", self.n, self.dtype, flat.dims(), flat.dtype())
+            bail!(
+                "flat buffer of {} {:?} elements: cannot hold {:?} {:?}",
+                self.n,
+                self.dtype,
+                flat.dims(),
+                flat.dtype()
+            )
         }
         *self.lock() = Some(flat);
         Ok(())
     }
 
-    /// Takes its elements away, if they are at hand.
-    pub fn take(&self) -> Option<Tensor> {
+    /// Releases the contents and returns them, if there are any.
+    pub fn release(&self) -> Option<Tensor> {
         self.lock().take()
     }
 
-    /// Returns its elements.
-    pub fn get(&self) -> Result<Tensor> {
+    /// Returns the contents. Fails while the buffer is released.
+    pub fn data(&self) -> Result<Tensor> {
         match &*self.lock() {
             Some(flat) => Ok(flat.clone()),
-            None => bail!("a buffer of {} {:?} is used while it is away", self.n, self.dtype),
+            None => bail!("flat buffer of {} {:?} elements: used while it is released", self.n, self.dtype),
         }
     }
 
-    /// Tells whether its elements are at hand.
-    pub fn is_at_hand(&self) -> bool {
+    /// Returns true if the buffer has contents.
+    pub fn is_allocated(&self) -> bool {
         self.lock().is_some()
     }
 
-    /// A view of the elements from `start` on, whether they are at hand or not.
-    pub fn view(&self, start: usize, shape: impl Into<Shape>) -> Result<View> {
+    /// Returns a view of the elements from `start` on. The buffer need not be allocated.
+    pub fn view(&self, start: usize, shape: impl Into<Shape>) -> Result<BufferView> {
         let shape = shape.into();
         if start + shape.elem_count() > self.n {
-            bail!("a view {:?} from {start} on of a buffer of {}", shape.dims(), self.n)
+            bail!("flat buffer: a view {:?} from element {start} exceeds its {} elements", shape.dims(), self.n)
         }
-        Ok(View { buffer: self.clone(), start, shape })
+        Ok(BufferView { buffer: self.clone(), start, shape })
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<Tensor>> {
-        self.at_hand.lock().unwrap_or_else(PoisonError::into_inner)
+        self.tensor.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A part of a [`Buffer`], with a shape.
+/// Part of a [`FlatBuffer`], with a shape.
 #[derive(Clone, Debug)]
-pub struct View {
-    buffer: Buffer,
+pub struct BufferView {
+    buffer: FlatBuffer,
     start: usize,
     shape: Shape,
 }
 
-/// The elements of a parameter or a gradient: a tensor, or a part of a buffer.
+/// Elements of a parameter or a gradient: a tensor, or a view of a flat buffer.
 #[derive(Clone, Debug)]
-pub enum Handle {
-    /// Always there.
+pub enum TensorOrView {
+    /// Tensor, always allocated.
     Tensor(Tensor),
-    /// There while its buffer is.
-    View(View),
+    /// View, allocated while its buffer is.
+    View(BufferView),
 }
 
-impl Handle {
-    /// Returns the elements; an error while they are away.
+impl TensorOrView {
+    /// Returns the elements. Fails while the buffer is released.
     pub fn get(&self) -> Result<Tensor> {
         match self {
             Self::Tensor(tensor) => Ok(tensor.clone()),
-            Self::View(View { buffer, start, shape }) => {
-                buffer.get()?.narrow(0, *start, shape.elem_count())?.reshape(shape)
+            Self::View(BufferView { buffer, start, shape }) => {
+                buffer.data()?.narrow(0, *start, shape.elem_count())?.reshape(shape)
             }
         }
     }
@@ -121,7 +128,7 @@ impl Handle {
         }
     }
 
-    /// Returns the number format.
+    /// Returns the dtype.
     pub fn dtype(&self) -> DType {
         match self {
             Self::Tensor(tensor) => tensor.dtype(),
@@ -136,14 +143,14 @@ impl Handle {
         }
     }
 
-    /// Joins matrices whose rows follow one another in a buffer; `None` if they do not.
+    /// Joins matrices whose rows are adjacent in a buffer; `None` if they are not.
     fn joined<'a>(parts: impl Iterator<Item = &'a Self>) -> Option<Self> {
         let views = parts.map(|part| if let Self::View(view) = part { Some(view) } else { None });
         let mut views = views.collect::<Option<Vec<_>>>()?.into_iter();
         let mut joined = views.next()?.clone();
-        for View { buffer, start, shape } in views {
+        for BufferView { buffer, start, shape } in views {
             let (&[n, k], &[n_more, width]) = (joined.shape.dims(), shape.dims()) else { return None };
-            let follows = Arc::ptr_eq(&buffer.at_hand, &joined.buffer.at_hand) && *start == joined.start + n * k;
+            let follows = Arc::ptr_eq(&buffer.tensor, &joined.buffer.tensor) && *start == joined.start + n * k;
             if !follows || width != k {
                 return None;
             }
@@ -153,34 +160,35 @@ impl Handle {
     }
 }
 
-impl From<Tensor> for Handle {
+impl From<Tensor> for TensorOrView {
     fn from(tensor: Tensor) -> Self {
         Self::Tensor(tensor)
     }
 }
 
-impl From<View> for Handle {
-    fn from(view: View) -> Self {
+impl From<BufferView> for TensorOrView {
+    fn from(view: BufferView) -> Self {
         Self::View(view)
     }
 }
 
-/// The main gradient of one parameter, f32 or bf16. Ops add to it in place; cloning shares it.
+/// Main gradient of one parameter, f32 or bf16. Ops add to it in place; cloning shares it.
 ///
-/// After [`GradSink::reset`] the first matmul of a backward writes the gradient (beta 0): nothing is zeroed first.
+/// After [`GradSink::reset`] the first matmul of a backward overwrites the gradient (beta 0), so nothing is zeroed.
 #[derive(Clone, Debug)]
 pub struct GradSink {
-    grad: Handle,
-    /// True while the elements are those of an earlier step.
+    grad: TensorOrView,
+    /// True while the elements belong to an earlier step.
     is_stale: Arc<AtomicBool>,
-    /// The sinks that it joins.
+    /// Sinks that this one joins.
     parts: Vec<GradSink>,
 }
 
 impl GradSink {
-    /// Wraps `grad`, contiguous. Its present values are added to; what is added is summed in f32 and, in a bf16 gradient,
-    /// rounded once for each use of the weight.
-    pub fn new(grad: impl Into<Handle>) -> Result<Self> {
+    /// Wraps the contiguous tensor `grad`, to whose values ops will add.
+    ///
+    /// Sums are f32. A bf16 gradient is rounded once per use of the weight.
+    pub fn new(grad: impl Into<TensorOrView>) -> Result<Self> {
         let grad = grad.into();
         if !matches!(grad.dtype(), DType::F32 | DType::BF16) || !grad.is_contiguous() {
             bail!(
@@ -198,58 +206,59 @@ impl GradSink {
         self.is_stale.store(true, Ordering::Relaxed);
     }
 
-    /// Returns the gradient summed since [`GradSink::reset`], zeros if nothing was added; an error while its buffer is away.
+    /// Returns the gradient summed since [`GradSink::reset`]; zeros if nothing was added. Fails while its buffer is
+    /// released.
     pub fn grad(&self) -> Result<Tensor> {
-        let (grad, old) = self.grad_to_write()?;
-        if old == Old::Overwrite {
+        let (grad, accumulate) = self.grad_to_write()?;
+        if accumulate == Accumulate::Overwrite {
             zero_(&grad)?;
         }
         Ok(grad)
     }
 
-    /// Returns the gradient, and `Old::Overwrite` if its elements are stale: the caller then writes all of them.
-    pub(crate) fn grad_to_write(&self) -> Result<(Tensor, Old)> {
+    /// Returns the gradient, and `Accumulate::Overwrite` if it is stale: the caller must then write all elements.
+    pub(crate) fn grad_to_write(&self) -> Result<(Tensor, Accumulate)> {
         let grad = self.grad.get()?;
         let is_stale = |sink: &Self| sink.is_stale.load(Ordering::Relaxed);
         if self.parts.is_empty() {
             let is_stale = self.is_stale.swap(false, Ordering::Relaxed);
-            return Ok((grad, if is_stale { Old::Overwrite } else { Old::Keep }));
+            return Ok((grad, if is_stale { Accumulate::Overwrite } else { Accumulate::Add }));
         }
         if self.parts.iter().all(is_stale) {
             self.parts.iter().for_each(|part| part.is_stale.store(false, Ordering::Relaxed));
-            return Ok((grad, Old::Overwrite));
+            return Ok((grad, Accumulate::Overwrite));
         }
-        // Something was added to some of them alone.
+        // Ops have added to some of the joined sinks individually.
         self.parts.iter().try_for_each(|part| part.grad().map(drop))?;
-        Ok((grad, Old::Keep))
+        Ok((grad, Accumulate::Add))
     }
 
-    /// Joins sinks that lie one after the other; `None` if they do not.
+    /// Joins sinks with adjacent gradients; `None` if they are not adjacent.
     fn joined(parts: Vec<Self>) -> Option<Self> {
-        let grad = Handle::joined(parts.iter().map(|part| &part.grad))?;
+        let grad = TensorOrView::joined(parts.iter().map(|part| &part.grad))?;
         Some(Self { grad, is_stale: Arc::default(), parts })
     }
 
-    /// Hands the gradient's elements to `add`, which must only add to them.
+    /// Calls `add` with the gradient's elements, which it must only add to.
     pub(crate) fn add(&self, op: &'static str, add: impl FnOnce(&mut [f32])) -> Result<()> {
-        update(&self.grad()?, Old::Keep, op, add)
+        update(&self.grad()?, Accumulate::Add, op, add)
     }
 
-    /// Hands the gradient's elements to `write`, which adds to them, or writes all of them.
-    pub(crate) fn add_or_write(&self, op: &'static str, write: impl FnOnce(&mut [f32], Old)) -> Result<()> {
-        let (grad, old) = self.grad_to_write()?;
-        update(&grad, old, op, |grad| write(grad, old))
+    /// Calls `write` with the gradient's elements, which it adds to or overwrites.
+    pub(crate) fn add_or_write(&self, op: &'static str, write: impl FnOnce(&mut [f32], Accumulate)) -> Result<()> {
+        let (grad, accumulate) = self.grad_to_write()?;
+        update(&grad, accumulate, op, |grad| write(grad, accumulate))
     }
 }
 
 /// Changes a gradient in f32, rounded once.
-fn update(grad: &Tensor, old: Old, op: &'static str, change: impl FnOnce(&mut [f32])) -> Result<()> {
+fn update(grad: &Tensor, accumulate: Accumulate, op: &'static str, change: impl FnOnce(&mut [f32])) -> Result<()> {
     storage::update(grad, op, |grad| {
         match grad {
             FloatsMut::F32(grad) => change(grad),
             mut rounded => {
                 let mut grad = vec![0.0; rounded.len()];
-                if old == Old::Keep {
+                if accumulate == Accumulate::Add {
                     rounded.floats().read_into(&mut grad);
                 }
                 change(&mut grad);
@@ -260,30 +269,32 @@ fn update(grad: &Tensor, old: Old, op: &'static str, change: impl FnOnce(&mut [f
     })
 }
 
-/// One parameter: its value, often a view of a flat buffer, and its sink.
+/// A parameter: its value, often a view of a flat buffer, and the sink of its gradient.
 #[derive(Clone, Debug)]
 pub struct Weight {
     /// Elements in the compute dtype, or the bytes of a quantized matrix.
-    value: Handle,
+    value: TensorOrView,
     /// Format and shape of a quantized matrix.
     quantized: Option<(&'static QuantFormat, [usize; 2])>,
     sink: Option<GradSink>,
-    /// The numbers of rows of the weights that it joins, if it does.
+    /// Row counts of the weights that this one joins; empty if it joins none.
     part_rows: Vec<usize>,
 }
 
-/// The most bytes of a joined matmul's output on the CPU. Larger ones are no faster than their parts, and allocators reuse their
-/// memory less: a process that trains on 4096 tokens of a layer of width 512 took 13% more.
+/// Most bytes of a joined matmul's output on the CPU.
+///
+/// Larger ones are no faster than separate matmuls, and allocators reuse their memory less. Training on 4096 tokens of
+/// a layer of width 512 took 13 % more memory.
 const JOINED_BYTES: usize = 8 << 20;
 
 impl Weight {
-    /// A parameter that is only read; its gradient is never computed.
-    pub fn frozen(value: impl Into<Handle>) -> Self {
+    /// Creates a frozen parameter, which gets no gradient.
+    pub fn frozen(value: impl Into<TensorOrView>) -> Self {
         Self { value: value.into(), quantized: None, sink: None, part_rows: Vec::new() }
     }
 
-    /// Wraps the bytes of a quantized matrix [n, k], which is only read.
-    pub fn quantized(bytes: impl Into<Handle>, format: &'static QuantFormat, shape: [usize; 2]) -> Result<Self> {
+    /// Creates a frozen parameter from the bytes of a quantized matrix [n, k].
+    pub fn quantized(bytes: impl Into<TensorOrView>, format: &'static QuantFormat, shape: [usize; 2]) -> Result<Self> {
         let (value, n_bytes) = (bytes.into(), format.shape(&shape)?.n_bytes());
         if value.dtype() != DType::U8 || value.dims() != [n_bytes] {
             let got = (value.dtype(), value.dims());
@@ -292,15 +303,15 @@ impl Weight {
         Ok(Self { quantized: Some((format, shape)), ..Self::frozen(value) })
     }
 
-    /// A parameter whose gradient every use adds to `sink`.
-    pub fn trainable(value: impl Into<Handle>, sink: GradSink) -> Self {
+    /// Creates a trainable parameter; each use adds its gradient to `sink`.
+    pub fn trainable(value: impl Into<TensorOrView>, sink: GradSink) -> Self {
         Self { value: value.into(), quantized: None, sink: Some(sink), part_rows: Vec::new() }
     }
 
-    /// Joins matrices [n_i, k] into one of all their rows, without a copy, for a matmul with `x` [.., k].
+    /// Joins matrices [n_i, k] into one of all their rows, without a copy, for one matmul with `x` [.., k].
     ///
-    /// `None` if values or gradients are not adjacent or quantized, or if one matmul is no better than several: on the CPU where the output is
-    /// larger than [`JOINED_BYTES`].
+    /// Returns `None` if values or gradients are not adjacent, or if a weight is quantized. On the CPU it also returns
+    /// `None` if the output exceeds [`JOINED_BYTES`], where one matmul is not faster.
     pub fn joined(parts: &[&Self], x: &Tensor) -> Option<Self> {
         if parts.iter().any(|part| part.quantized.is_some()) {
             return None;
@@ -310,7 +321,7 @@ impl Weight {
         if x.device().is_cpu() && n_bytes > JOINED_BYTES {
             return None;
         }
-        let value = Handle::joined(parts.iter().map(|part| &part.value))?;
+        let value = TensorOrView::joined(parts.iter().map(|part| &part.value))?;
         let sinks: Vec<GradSink> = parts.iter().filter_map(|part| part.sink.clone()).collect();
         let sink = match sinks.len() {
             0 => None,
@@ -320,12 +331,12 @@ impl Weight {
         Some(Self { value, quantized: None, sink, part_rows: parts.iter().map(|part| part.dims()[0]).collect() })
     }
 
-    /// Returns the numbers of rows of a matrix's parts: all in one, unless it joins some.
+    /// Returns the row counts of the joined matrices; one number if nothing is joined.
     pub(crate) fn part_rows(&self) -> Vec<usize> {
         if self.part_rows.is_empty() { vec![self.dims()[0]] } else { self.part_rows.clone() }
     }
 
-    /// Returns the elements of a dense weight; an error while its buffer is away, and for a quantized one.
+    /// Returns the elements of a dense weight. Fails for a quantized weight, and while the buffer is released.
     pub fn value(&self) -> Result<Tensor> {
         match self.quantized {
             Some((format, _)) => bail!("only linear layers read {} weights; this op needs a dense one", format.name),
@@ -333,7 +344,7 @@ impl Weight {
         }
     }
 
-    /// Returns the elements as linear layers read them; an error while their buffer is away.
+    /// Returns the elements as linear layers read them. Fails while the buffer is released.
     pub(crate) fn stored(&self) -> Result<StoredWeight> {
         let value = self.value.get()?;
         match self.quantized {
@@ -360,12 +371,12 @@ impl Weight {
         self.quantized.is_none()
     }
 
-    /// Where the gradient goes, if it is wanted.
+    /// Returns the gradient sink; `None` for a frozen weight.
     pub fn sink(&self) -> Option<&GradSink> {
         self.sink.as_ref()
     }
 
-    /// Fails if the weight's shape is not what `op` needs or the sink's differs from it.
+    /// Fails if the weight's shape is not what `op` needs, or differs from the sink's.
     pub(crate) fn check(&self, op: &str, want: &[usize]) -> Result<()> {
         if self.dims() != want {
             bail!("{op}: weight has shape {:?}, want {want:?}", self.dims())
@@ -389,7 +400,7 @@ pub(crate) enum StoredWeight {
 }
 
 impl StoredWeight {
-    /// Hands the elements to a CPU kernel.
+    /// Calls `read` with the elements as an operand of a CPU kernel.
     pub(crate) fn with_operand<R>(&self, op: &str, read: impl FnOnce(WeightOperand<'_>) -> R) -> Result<R> {
         match self {
             Self::Dense(value) => Ok(read(host(op, value)?.floats()?.into())),
@@ -416,48 +427,47 @@ impl StoredWeight {
 mod tests {
     use super::*;
     use crate::Tape;
-    use crate::{Precision, linear};
+    use crate::{OutputDtype, linear};
     use candle_core::Device;
 
     fn flat(values: &[f32]) -> Tensor {
         Tensor::new(values, &Device::Cpu).unwrap()
     }
 
-    /// A weight that is elsewhere between forward and backward: the backward reads it, and writes its gradient, where they
-    /// are then.
+    /// Backward reads a weight, and writes its gradient, in buffers that were released after the forward.
     #[test]
     fn backward_finds_what_was_away_in_between() {
-        let (weights, grads) = (Buffer::away(7, DType::F32), Buffer::away(7, DType::F32));
+        let (weights, grads) = (FlatBuffer::unallocated(7, DType::F32), FlatBuffer::unallocated(7, DType::F32));
         let sink = GradSink::new(grads.view(1, (2, 3)).unwrap()).unwrap();
         let w = Weight::trainable(weights.view(1, (2, 3)).unwrap(), sink);
         let x = flat(&[1.0, 2.0, 3.0]).reshape((1, 3)).unwrap();
-        let forward = || linear(&x, &w, None, Precision::Compute);
+        let forward = || linear(&x, &w, None, OutputDtype::SameAsInput);
         let error = forward().unwrap_err().to_string();
-        assert!(error.contains("a buffer of 7 F32 is used while it is away"), "{error}");
+        assert!(error.contains("flat buffer of 7 F32 elements: used while it is released"), "{error}");
 
         let values = flat(&[9.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0]);
-        weights.put(values.clone()).unwrap();
+        weights.materialize(values.clone()).unwrap();
         let tape = Tape::record(&[&x], forward).unwrap();
         assert_eq!(tape.output().to_vec2::<f32>().unwrap(), [[1.0, 5.0]]);
-        assert!(weights.take().is_some() && !weights.is_at_hand());
+        assert!(weights.release().is_some() && !weights.is_allocated());
 
-        weights.put((values * 2.0).unwrap()).unwrap();
-        grads.put(flat(&[0.5; 7])).unwrap();
+        weights.materialize((values * 2.0).unwrap()).unwrap();
+        grads.materialize(flat(&[0.5; 7])).unwrap();
         let dx = tape.backward(&flat(&[1.0, 10.0]).reshape((1, 2)).unwrap()).unwrap().remove(&x).unwrap();
         assert_eq!(dx.to_vec2::<f32>().unwrap(), [[2.0, 20.0, 20.0]]);
-        assert_eq!(grads.get().unwrap().to_vec1::<f32>().unwrap(), [0.5, 1.5, 2.5, 3.5, 10.5, 20.5, 30.5]);
+        assert_eq!(grads.data().unwrap().to_vec1::<f32>().unwrap(), [0.5, 1.5, 2.5, 3.5, 10.5, 20.5, 30.5]);
     }
 
-    fn matrix(buffers: [&Buffer; 2], start: usize, shape: (usize, usize)) -> Weight {
+    fn matrix(buffers: [&FlatBuffer; 2], start: usize, shape: (usize, usize)) -> Weight {
         let [values, grads] = buffers.map(|buffer| buffer.view(start, shape).unwrap());
         Weight::trainable(values, GradSink::new(grads).unwrap())
     }
 
     #[test]
     fn weights_that_lie_one_after_the_other_are_joined() {
-        let buffers = [&Buffer::of(flat(&[7.0; 12])), &Buffer::of(flat(&[f32::NAN; 12]))];
+        let buffers = [&FlatBuffer::from_tensor(flat(&[7.0; 12])), &FlatBuffer::from_tensor(flat(&[f32::NAN; 12]))];
         let (a, b, gap) = (matrix(buffers, 0, (2, 2)), matrix(buffers, 4, (1, 2)), matrix(buffers, 7, (1, 2)));
-        let others = [&Buffer::of(flat(&[7.0; 12])), buffers[1]];
+        let others = [&FlatBuffer::from_tensor(flat(&[7.0; 12])), buffers[1]];
         let frozen = Weight::frozen(buffers[0].view(4, (1, 2)).unwrap());
         let x = flat(&[1.0, 2.0]).reshape((1, 2)).unwrap();
         for apart in [&gap, &b, &matrix(others, 4, (1, 2)), &matrix(buffers, 4, (2, 1)), &frozen] {
@@ -467,7 +477,7 @@ mod tests {
 
     #[test]
     fn weights_of_a_large_output_are_not_joined_on_the_cpu() {
-        let buffers = [&Buffer::of(flat(&[7.0; 6])), &Buffer::of(flat(&[f32::NAN; 6]))];
+        let buffers = [&FlatBuffer::from_tensor(flat(&[7.0; 6])), &FlatBuffer::from_tensor(flat(&[f32::NAN; 6]))];
         let (a, b) = (matrix(buffers, 0, (2, 2)), matrix(buffers, 4, (1, 2)));
         let most = JOINED_BYTES / 4 / 3;
         for (n_rows, want) in [(most, true), (most + 1, false)] {
@@ -476,11 +486,11 @@ mod tests {
         }
     }
 
-    /// An addition to one of the parts alone stays.
+    /// Keeps what was added to one of the parts individually.
     #[test]
     fn a_joined_gradient_is_that_of_its_parts() {
         for added_alone in [false, true] {
-            let buffers = [&Buffer::of(flat(&[7.0; 6])), &Buffer::of(flat(&[f32::NAN; 6]))];
+            let buffers = [&FlatBuffer::from_tensor(flat(&[7.0; 6])), &FlatBuffer::from_tensor(flat(&[f32::NAN; 6]))];
             let parts = [matrix(buffers, 0, (2, 2)), matrix(buffers, 4, (1, 2))];
             parts.iter().for_each(|part| part.sink().unwrap().reset());
             if added_alone {
@@ -488,21 +498,21 @@ mod tests {
             }
             let x = flat(&[1.0, 2.0]).reshape((1, 2)).unwrap();
             let joined = Weight::joined(&[&parts[0], &parts[1]], &x).unwrap();
-            let tape = Tape::record(&[], || linear(&x, &joined, None, Precision::Compute)).unwrap();
+            let tape = Tape::record(&[], || linear(&x, &joined, None, OutputDtype::SameAsInput)).unwrap();
             tape.backward(&flat(&[1.0, 10.0, 100.0]).reshape((1, 3)).unwrap()).unwrap();
             let old = if added_alone { 5.0 } else { 0.0 };
             let want = [1.0, 2.0, 10.0, 20.0, old + 100.0, old + 200.0];
-            assert_eq!(buffers[1].get().unwrap().to_vec1::<f32>().unwrap(), want);
+            assert_eq!(buffers[1].data().unwrap().to_vec1::<f32>().unwrap(), want);
             assert_eq!(parts[1].sink().unwrap().grad().unwrap().to_vec2::<f32>().unwrap(), [want[4..].to_vec()]);
         }
     }
 
     #[test]
     fn a_buffer_takes_nothing_that_it_is_not_for() {
-        let buffer = Buffer::away(3, DType::F32);
-        assert!(buffer.put(flat(&[0.0; 4])).is_err());
-        assert!(buffer.put(flat(&[0.0; 3]).to_dtype(DType::BF16).unwrap()).is_err());
+        let buffer = FlatBuffer::unallocated(3, DType::F32);
+        assert!(buffer.materialize(flat(&[0.0; 4])).is_err());
+        assert!(buffer.materialize(flat(&[0.0; 3]).to_dtype(DType::BF16).unwrap()).is_err());
         assert!(buffer.view(2, 2).is_err());
-        assert!(buffer.put(flat(&[0.0; 3])).is_ok());
+        assert!(buffer.materialize(flat(&[0.0; 3])).is_ok());
     }
 }

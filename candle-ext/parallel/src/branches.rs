@@ -8,7 +8,7 @@ use std::sync::Mutex;
 
 use candle_core::{Device, Result, Tensor, bail};
 use candlewick_model::Seams;
-use candlewick_ops::{AttentionSpec, Seqs, Weight, attention, embedding};
+use candlewick_ops::{AttentionSpec, CuSeqlens, Weight, attention, embedding};
 
 use crate::engine::Tokens;
 use crate::kv_cache::lock;
@@ -41,7 +41,7 @@ pub struct Path {
 pub struct Branches<'p> {
     path: &'p Path,
     tokens: Tokens,
-    seqs: Seqs,
+    seqs: CuSeqlens,
     /// Which of the p + t rows are the keys of the runs, u32 [s]; `None` if each run has its own and no more.
     keys: Option<Tensor>,
     /// Which of them are remembered, u32; `None` for nothing.
@@ -74,7 +74,7 @@ impl Path {
             false => Some(index(layout.paths.iter().flatten(), device)?),
         };
         let kept = (n_kept > 0).then(|| index(kept.iter(), device)).transpose()?;
-        let seqs = Seqs::with_keys(layout.ends_q, layout.ends_k)?;
+        let seqs = CuSeqlens::from_q_and_k(layout.ends_q, layout.ends_k)?;
         self.n_tokens = n_kept;
         Ok(Branches { path: self, tokens: layout.tokens, seqs, keys, kept })
     }
@@ -137,7 +137,7 @@ impl Seams for Branches<'_> {
         q_thk: &Tensor,
         k_tgk: &Tensor,
         v_tgk: &Tensor,
-        _seqs: &Seqs,
+        _seqs: &CuSeqlens,
         spec: &AttentionSpec,
     ) -> Result<Tensor> {
         let mut remembered = lock(&self.path.blocks[block_idx]);

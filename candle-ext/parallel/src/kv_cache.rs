@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use candle_core::{Result, Tensor};
 use candlewick_model::Seams;
-use candlewick_ops::{AttentionSpec, Seqs, attention};
+use candlewick_ops::{AttentionSpec, CuSeqlens, attention};
 
 /// The keys and values of one sequence, per block, in buffers of a fixed capacity.
 pub struct KvCache {
@@ -38,7 +38,7 @@ impl Seams for KvCache {
         q_thk: &Tensor,
         k_thk: &Tensor,
         v_thk: &Tensor,
-        _seqs: &Seqs,
+        _seqs: &CuSeqlens,
         spec: &AttentionSpec,
     ) -> Result<Tensor> {
         let n_new = q_thk.dim(0)?;
@@ -54,7 +54,7 @@ impl Seams for KvCache {
         buffers.0.slice_set(&k_thk.contiguous()?, 0, n_seen)?;
         buffers.1.slice_set(&v_thk.contiguous()?, 0, n_seen)?;
         let n_keys = n_seen + n_new;
-        let seqs = Seqs::with_keys(vec![0, n_new], vec![0, n_keys])?;
+        let seqs = CuSeqlens::from_q_and_k(vec![0, n_new], vec![0, n_keys])?;
         let out = attention(q_thk, &buffers.0.narrow(0, 0, n_keys)?, &buffers.1.narrow(0, 0, n_keys)?, &seqs, spec)?;
         cache.kv = Some(buffers);
         cache.n_tokens = n_keys;

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 
 use candle_core::{Result, Tensor};
 use candlewick_model::Seams;
-use candlewick_ops::{AttentionSpec, Seqs, attention, kv_cache_dtype, set_rows};
+use candlewick_ops::{AttentionSpec, CuSeqlens, attention, kv_cache_dtype, set_rows};
 
 use crate::engine::Tokens;
 use crate::kv_cache::lock;
@@ -34,7 +34,7 @@ pub struct Growing<'p> {
     pool: &'p KvPool,
     tokens: Tokens,
     last_rows: Vec<u32>,
-    seqs: Seqs,
+    seqs: CuSeqlens,
     /// Where the new keys and values belong.
     rows: Vec<u32>,
     /// The rows of the pool that are looked at.
@@ -74,7 +74,7 @@ impl KvPool {
         }
         let Layout { tokens, last_rows, rows, ends_q, ends_k, .. } = layout;
         let used = used..used + ends_k[ends_k.len() - 1];
-        Ok(Growing { pool: self, tokens, last_rows, seqs: Seqs::with_keys(ends_q, ends_k)?, rows, used })
+        Ok(Growing { pool: self, tokens, last_rows, seqs: CuSeqlens::from_q_and_k(ends_q, ends_k)?, rows, used })
     }
 
     /// Buffers for what looks like this. The last row is for a token that nobody asks for. A CPU computes attention in f32
@@ -137,7 +137,7 @@ impl Seams for Growing<'_> {
         q_thk: &Tensor,
         k_tgk: &Tensor,
         v_tgk: &Tensor,
-        _seqs: &Seqs,
+        _seqs: &CuSeqlens,
         spec: &AttentionSpec,
     ) -> Result<Tensor> {
         let mut block = lock(&self.pool.blocks[block_idx]);

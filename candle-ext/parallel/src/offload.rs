@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Error, Result, Tensor};
-use candlewick_ops::{HostCopy, of_bytes, with_bytes};
+use candlewick_ops::{HostBuffer, tensor_from_bytes, with_bytes};
 
 /// Memory of offloaded activations between forward and backward.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,14 +19,14 @@ pub enum OffloadTarget {
 
 /// An offloaded tensor, whose memory is freed. [`OffloadedActivation::fetch`] returns it, bit for bit.
 pub(crate) enum OffloadedActivation {
-    Host(HostCopy),
+    Host(HostBuffer),
     InFile { file: File, shape: Vec<usize>, dtype: DType },
 }
 
 impl OffloadedActivation {
     pub(crate) fn offload(x: &Tensor, target: &OffloadTarget) -> Result<Self> {
         let folder = match target {
-            OffloadTarget::HostMemory => return Ok(Self::Host(HostCopy::start(x)?)),
+            OffloadTarget::HostMemory => return Ok(Self::Host(HostBuffer::start(x)?)),
             OffloadTarget::Folder(folder) => folder,
         };
         let file = tempfile::tempfile_in(folder).map_err(|error| failed("open a file", folder, &error))?;
@@ -37,7 +37,9 @@ impl OffloadedActivation {
     pub(crate) fn fetch(self) -> Result<Tensor> {
         match self {
             Self::Host(copy) => copy.into_device(),
-            Self::InFile { file, shape, dtype } => of_bytes(dtype, shape, |bytes| Ok(file.read_exact_at(bytes, 0)?)),
+            Self::InFile { file, shape, dtype } => {
+                tensor_from_bytes(dtype, shape, |bytes| Ok(file.read_exact_at(bytes, 0)?))
+            }
         }
     }
 }

@@ -10,7 +10,7 @@ use candle_core::{Result, Tensor};
 use candlewick_comm::{Collective, Reduce};
 use candlewick_model::Seams;
 use candlewick_ops::{
-    self as ops, AttentionSpec, Columns, PendingExchange, Seqs, VocabPart, Weight, record, record_exchange,
+    self as ops, AttentionSpec, ColumnShard, CuSeqlens, PendingExchange, VocabShard, Weight, record, record_exchange,
 };
 
 use crate::placement::SequenceParallel;
@@ -67,16 +67,16 @@ impl TensorRanks {
     }
 
     /// Calls `f` with the part of a vocabulary of `n_all` tokens that this rank has.
-    pub(crate) fn with_vocab<T>(&self, n_all: usize, f: impl FnOnce(&VocabPart<'_>) -> T) -> T {
-        let n_largest = n_all.div_ceil(self.ranks.size());
+    pub(crate) fn with_vocab<T>(&self, n_all: usize, f: impl FnOnce(&VocabShard<'_>) -> T) -> T {
+        let max_shard_rows = n_all.div_ceil(self.ranks.size());
         let gather = |own: &Tensor| Ok(self.ranks.all_gather(own)?);
-        f(&VocabPart { first: self.first_token(n_all), n_all, n_largest, gather: &gather })
+        f(&VocabShard { first_row: self.first_token(n_all), n_vocab: n_all, max_shard_rows, all_gather: &gather })
     }
 
     /// Puts the scores of all tokens together: f32 [t, rows here] -> [t, v].
     pub(crate) fn whole_logits(&self, part: &Tensor, n_all: usize) -> Result<Tensor> {
-        let n_largest = n_all.div_ceil(self.ranks.size());
-        let missing = n_largest - part.dim(1)?;
+        let max_shard_rows = n_all.div_ceil(self.ranks.size());
+        let missing = max_shard_rows - part.dim(1)?;
         let padded = part.pad_with_zeros(1, 0, missing)?.t()?.contiguous()?;
         self.ranks.all_gather(&padded)?.narrow(0, 0, n_all)?.t()?.contiguous()
     }
@@ -92,7 +92,7 @@ pub(crate) struct Shared<'a> {
 impl Seams for Shared<'_> {
     fn look_up(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
         let first = self.tensor.first_token(self.n_vocab);
-        self.leave(&ops::embedding_part(ids, table, first as u32, padding)?)
+        self.leave(&ops::vocab_parallel_embedding(ids, table, first as u32, padding)?)
     }
 
     fn enter(&self, x: &Tensor) -> Result<Tensor> {
@@ -103,8 +103,8 @@ impl Seams for Shared<'_> {
         self.tensor.token_parts()
     }
 
-    fn columns(&self) -> Columns {
-        Columns { part: self.tensor.ranks.rank(), n_parts: self.tensor.ranks.size() }
+    fn columns(&self) -> ColumnShard {
+        ColumnShard { index: self.tensor.ranks.rank(), n_shards: self.tensor.ranks.size() }
     }
 
     fn leave(&self, y: &Tensor) -> Result<Tensor> {
@@ -117,7 +117,7 @@ impl Seams for Shared<'_> {
         q: &Tensor,
         k: &Tensor,
         v: &Tensor,
-        seqs: &Seqs,
+        seqs: &CuSeqlens,
         spec: &AttentionSpec,
     ) -> Result<Tensor> {
         self.attend.attend(block_idx, q, k, v, seqs, spec)

@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, Cx, LoraConfig, MlpRows, Model, OneDevice};
 use candlewick_ops::{
-    AdamW, AttentionChoice, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Rows, Seqs, Tape,
-    Upstream, Verdict, linear_cross_entropy,
+    AdamW, AttentionChoice, CrossEntropy, CuSeqlens, GradPolicy, GradScaler, LossGrad, LossScaling, Reduction,
+    RowRanges, StepDecision, Tape, UpdateOutcome, linear_cross_entropy,
 };
 use candlewick_parallel::{
     ActivationCheckpointing, CpuOffload, Engine, Formats, KvCache, LossScale, Micro, Mode, ParamStore, ShardingGroups,
@@ -74,7 +74,7 @@ fn micro(sequences: &[Vec<(u32, i64)>]) -> Micro {
         ids: Tensor::new(ids, &Device::Cpu).unwrap(),
         targets: Tensor::new(targets, &Device::Cpu).unwrap(),
         positions,
-        seqs: Seqs::packed(ends).unwrap(),
+        seqs: CuSeqlens::packed(ends).unwrap(),
     }
 }
 
@@ -104,7 +104,7 @@ fn weights_that_the_host_keeps_give_the_same_gradients() {
             let losses = [1, 2].map(|key| {
                 engine.store().zero_grads().unwrap();
                 let loss = train(&engine, &micro(&all), &all, key);
-                step(&engine, &hyper, &scaler(GradPolicy::PLAIN));
+                step(&engine, &hyper, &scaler(GradPolicy::NO_CLIP_NO_SCALE));
                 loss
             });
             (losses, grads(&engine))
@@ -124,12 +124,12 @@ fn scaler(policy: GradPolicy) -> GradScaler {
 }
 
 /// Judges the gradients and updates the weights.
-fn step(engine: &Engine, hyper: &AdamW, scaler: &GradScaler) -> Verdict {
+fn step(engine: &Engine, hyper: &AdamW, scaler: &GradScaler) -> StepDecision {
     let losses = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
     let squares = engine.store().grad_squares().unwrap();
-    scaler.judge(&squares, &losses, [hyper.beta1, hyper.beta2]).unwrap();
+    scaler.update(&squares, &losses, [hyper.beta1, hyper.beta2]).unwrap();
     engine.store().step(hyper, scaler).unwrap();
-    Verdict::read(&scaler.state().to_vec1::<f32>().unwrap())
+    StepDecision::read(&scaler.state().to_vec1::<f32>().unwrap())
 }
 
 fn scale_of(sequences: &[Vec<(u32, i64)>]) -> LossScale {
@@ -216,7 +216,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             sin: &sin,
             seqs: &micro.seqs,
             dropout_key: None,
-            rows: &Rows::all(),
+            rows: &RowRanges::all(),
             attention: AttentionChoice::default(),
             mlp_rows: MlpRows::Together,
             seams: &OneDevice,
@@ -232,7 +232,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
         let tape = tape.unwrap();
         let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: Micro::IGNORED, chunk: 3 };
         let lm_head = model.lm_head(head).unwrap();
-        let upstream = Upstream::Scalar(1.0 / n_targets(&batch));
+        let upstream = LossGrad::Scalar(1.0 / n_targets(&batch));
         let out = linear_cross_entropy(tape.output(), &lm_head, &micro.targets, &spec, upstream).unwrap();
         tape.backward(&out.dx.unwrap()).unwrap();
         assert_close(&grads(&by_block), &grads(&whole), 1e-6);
@@ -251,7 +251,7 @@ fn the_cuda_kernels_take_the_step_that_the_cpus_take() {
             let loss = train(&engine, &micro(&batch), &batch, 5);
             let gradients = grads(&engine);
             let hyper = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
-            let scaler = scaler(GradPolicy { max_norm: Some(0.1), ..GradPolicy::PLAIN });
+            let scaler = scaler(GradPolicy { max_norm: Some(0.1), ..GradPolicy::NO_CLIP_NO_SCALE });
             let norm = step(&engine, &hyper, &scaler).norm;
             (loss, gradients, norm, engine.loss(&micro(&batch)).unwrap())
         };
@@ -344,7 +344,7 @@ fn steps_in_bf16_lower_the_loss_and_move_masters_and_copies() {
     let batch = sequences(&[10, 10]);
     let mut losses = Vec::new();
     let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
-    let scaler = scaler(GradPolicy::PLAIN);
+    let scaler = scaler(GradPolicy::NO_CLIP_NO_SCALE);
     for _ in 0..8 {
         engine.store().zero_grads().unwrap();
         losses.push(train(&engine, &micro(&batch), &batch, 5));
@@ -365,7 +365,7 @@ fn half_precision_scales_the_loss_and_skips_what_overflows() {
     let run = |initial: f64, dtype| {
         let engine = engine(Model::new(config(true), None).unwrap(), dtype, ActivationCheckpointing::Full);
         let loss_scaling = LossScaling { initial, window: 100, hysteresis: 1, min: 1.0 };
-        let scaler = scaler(GradPolicy { loss_scaling, ..GradPolicy::PLAIN });
+        let scaler = scaler(GradPolicy { loss_scaling, ..GradPolicy::NO_CLIP_NO_SCALE });
         engine.store().zero_grads().unwrap();
         let scale = scale_of(&batch).times(scaler.loss_scale().unwrap());
         forward_backward(&engine, &micro(&batch), &scale, 5);
@@ -377,7 +377,7 @@ fn half_precision_scales_the_loss_and_skips_what_overflows() {
     };
     let (overflow, is_unchanged) = run(2f64.powi(40), DType::F16);
     assert!(is_unchanged);
-    assert_eq!((overflow.outcome, overflow.next.loss_scale), (Outcome::Overflowed, 2f64.powi(39)));
+    assert_eq!((overflow.outcome, overflow.next.loss_scale), (UpdateOutcome::Overflowed, 2f64.powi(39)));
     let ((half, is_unchanged), (full, _)) = (run(1024.0, DType::F16), run(1.0, DType::F32));
     assert!(!is_unchanged);
     assert!((half.norm / full.norm - 1.0).abs() < 2e-3, "{} {}", half.norm, full.norm);
@@ -391,7 +391,7 @@ fn moments_in_bf16_take_half_the_room_and_nearly_the_same_steps() {
         let formats = Formats { moments, ..Formats::computing_in(DType::F32) };
         let engine = engine_in(model, formats, ActivationCheckpointing::None);
         let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
-        let scaler = scaler(GradPolicy::PLAIN);
+        let scaler = scaler(GradPolicy::NO_CLIP_NO_SCALE);
         let mut loss = 0.0;
         for _ in 0..8 {
             engine.store().zero_grads().unwrap();
@@ -414,7 +414,7 @@ fn masters_and_gradients_in_bf16_are_what_the_ops_read_and_write() {
         let formats = Formats { masters, ..Formats::computing_in(DType::BF16) };
         let engine = engine_in(Model::new(config(true), None).unwrap(), formats, ActivationCheckpointing::None);
         let hyper = AdamW { lr: 2e-2, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
-        let scaler = scaler(GradPolicy::PLAIN);
+        let scaler = scaler(GradPolicy::NO_CLIP_NO_SCALE);
         let mut losses = Vec::new();
         for _ in 0..8 {
             engine.store().zero_grads().unwrap();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, Model};
-use candlewick_ops::Seqs;
+use candlewick_ops::CuSeqlens;
 use candlewick_parallel::{
     ActivationCheckpointing, Asked, Engine, Formats, Growth, KvPool, Micro, Mode, ParamStore, Path, Run,
     ShardingGroups, Until,
@@ -50,7 +50,7 @@ fn alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
         ids: Tensor::new(ids, &Device::Cpu).unwrap(),
         targets: Tensor::new(targets, &Device::Cpu).unwrap(),
         positions: (0..ids.len() as u32).collect(),
-        seqs: Seqs::packed(vec![0, ids.len()]).unwrap(),
+        seqs: CuSeqlens::packed(vec![0, ids.len()]).unwrap(),
     };
     let losses = engine.token_losses(&micro).unwrap();
     losses[..ids.len() - 1].iter().map(|loss| -loss).collect()

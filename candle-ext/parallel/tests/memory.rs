@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, MlpRows, Model};
-use candlewick_ops::Seqs;
+use candlewick_ops::CuSeqlens;
 use candlewick_parallel::{
     ActivationCheckpointing, Engine, Formats, LossScale, Micro, Mode, OffloadTarget, ParamStore, ShardingGroups,
 };
@@ -59,7 +59,7 @@ fn peak(checkpointing: Vec<ActivationCheckpointing>, mlp_rows: MlpRows) -> usize
         ids: Tensor::zeros(N_TOKENS, DType::U32, &Device::Cpu).unwrap(),
         targets: Tensor::zeros(N_TOKENS, DType::I64, &Device::Cpu).unwrap(),
         positions: (0..N_TOKENS as u32).map(|i| i % 64).collect(),
-        seqs: Seqs::packed((0..=N_TOKENS).step_by(64).collect()).unwrap(),
+        seqs: CuSeqlens::packed((0..=N_TOKENS).step_by(64).collect()).unwrap(),
     };
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, LoraConfig, MlpRows, Model};
-use candlewick_ops::Seqs;
+use candlewick_ops::CuSeqlens;
 use candlewick_parallel::{
     ActivationCheckpointing, Engine, Formats, KvCache, LossScale, Micro, Mode, OffloadTarget, ParamStore,
     ShardingGroups,
@@ -80,7 +80,7 @@ fn micro() -> Micro {
         ids: Tensor::new(ids, &Device::Cpu).unwrap(),
         targets: Tensor::new(targets, &Device::Cpu).unwrap(),
         positions: LENGTHS.iter().flat_map(|&length| 0..length as u32).collect(),
-        seqs: Seqs::packed(ends).unwrap(),
+        seqs: CuSeqlens::packed(ends).unwrap(),
     }
 }
 

@@ -53,12 +53,12 @@ fn set_grads(store: &ParamStore, number: usize, overflows: bool) {
 /// Everything that a store holds after a few steps, of which one overflows.
 fn after_steps(store: &ParamStore) -> Vec<Vec<f32>> {
     let loss_scaling = LossScaling { initial: 4.0, window: 100, hysteresis: 1, min: 1.0 };
-    let policy = GradPolicy { max_norm: Some(0.5), loss_scaling, halts: false };
+    let policy = GradPolicy { max_norm: Some(0.5), loss_scaling, stop_on_nonfinite: false };
     let scaler = GradScaler::new(policy, 0, &Device::Cpu).unwrap();
     for number in 0..4 {
         set_grads(store, number, number == 2);
         let losses = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
-        scaler.judge(&store.grad_squares().unwrap(), &losses, [HYPER.beta1, HYPER.beta2]).unwrap();
+        scaler.update(&store.grad_squares().unwrap(), &losses, [HYPER.beta1, HYPER.beta2]).unwrap();
         store.step(&HYPER, &scaler).unwrap();
     }
     everything(store)

@@ -63,13 +63,20 @@ fn module_loading(n_ranks: usize, of_user: Option<OsString>) -> Option<&'static 
     (n_ranks > 1 && of_user.is_none()).then_some("EAGER")
 }
 
-/// Lets the kernel that CANDLEWICK_CPU_PRODUCT names compute f32 products: where results must be those of another processor.
-/// Called before anything is computed.
-pub fn choose_product() -> Result<()> {
-    const PRODUCT: &str = "CANDLEWICK_CPU_PRODUCT";
-    let Some(name) = std::env::var_os(PRODUCT) else { return Ok(()) };
-    let chosen = candlewick_ops::choose_cpu_product(&name.to_string_lossy());
-    chosen.map_err(anyhow::Error::from).context(format!("failed to heed {PRODUCT}")).context(ExitCode::Usage)
+/// Selects the CPU kernel of f32 matmuls that CANDLEWICK_CPU_GEMM names, to reproduce the bits of another processor.
+///
+/// Call it before any computation. CANDLEWICK_CPU_PRODUCT, the variable's former name, is still read.
+pub fn select_cpu_gemm_kernel() -> Result<()> {
+    const VARIABLE: &str = "CANDLEWICK_CPU_GEMM";
+    const FORMER: &str = "CANDLEWICK_CPU_PRODUCT";
+    let former = || {
+        let name = std::env::var_os(FORMER)?;
+        eprintln!("note: {FORMER} is now called {VARIABLE}");
+        Some(name)
+    };
+    let Some(name) = std::env::var_os(VARIABLE).or_else(former) else { return Ok(()) };
+    let selected = candlewick_ops::select_cpu_gemm_kernel(&name.to_string_lossy());
+    selected.map_err(anyhow::Error::from).context(format!("failed to heed {VARIABLE}")).context(ExitCode::Usage)
 }
 
 /// Lets the CUDA kernels in the folder that CANDLEWICK_KERNELS names replace those of this program. Called before anything is

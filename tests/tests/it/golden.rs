@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::Command;
 
 use assert_cmd::cargo::cargo_bin;
-use candlewick_ops::cpu_products;
+use candlewick_ops::cpu_gemm_kernels;
 use serde_json::Value;
 use suite::{read, root};
 
@@ -36,7 +36,7 @@ fn qwen3s_curve_is_the_golden_one() {
 #[track_caller]
 fn check(name: &str) {
     let golden: Value = serde_json::from_str(&read(format!("tests/golden/{name}.json"))).unwrap();
-    let kernels = cpu_products();
+    let kernels = cpu_gemm_kernels();
     let sections = golden.as_object().unwrap();
     for kernel in &kernels {
         let [one, two] = [1, 2].map(|n_threads| curve(name, kernel, n_threads));
@@ -76,7 +76,7 @@ fn curve(name: &str, kernel: &str, n_threads: usize) -> Vec<[f64; 2]> {
         "checkpoint=none",
     ]);
     trainer.args([format!("output_dir={at}"), format!("data.cache_dir={at}/cache")]);
-    trainer.env("CANDLEWICK_CPU_PRODUCT", kernel);
+    trainer.env("CANDLEWICK_CPU_GEMM", kernel);
     let output = trainer.env("RAYON_NUM_THREADS", n_threads.to_string()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     numbers(&folder.path().join("metrics.jsonl"))

@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use candle_core::DType;
 use candlewick_ops::{
-    AttentionChoice, AttentionHeads, AttentionPasses, DeviceChoice, GpuInfo, NvidiaLibrary, cpu_product, cpu_products,
-    gpus, nvidia_libraries, why_no_gpu,
+    AttentionChoice, AttentionHeads, AttentionPasses, DeviceChoice, GpuInfo, NvidiaLibrary, cpu_gemm_kernel,
+    cpu_gemm_kernels, gpu_unavailable_reason, gpus, nvidia_libraries,
 };
 use candlewick_text::hub::HubSettings;
 use serde::Serialize;
@@ -27,7 +27,7 @@ struct Findings {
     cpu_features: Vec<&'static str>,
     /// The kernel of f32 products on the CPU.
     cpu_product: &'static str,
-    /// Those that there are, the fastest first: CANDLEWICK_CPU_PRODUCT chooses.
+    /// Those that there are, the fastest first: CANDLEWICK_CPU_GEMM chooses.
     cpu_products: Vec<&'static str>,
     gpus: Vec<GpuInfo>,
     /// Why there is none.
@@ -74,10 +74,10 @@ impl Findings {
             versions: Versions::this(),
             host: Host::this(),
             cpu_features: cpu_features(),
-            cpu_product: cpu_product(),
-            cpu_products: cpu_products(),
+            cpu_product: cpu_gemm_kernel(),
+            cpu_products: cpu_gemm_kernels(),
             gpus: gpus(),
-            no_gpu: why_no_gpu(),
+            no_gpu: gpu_unavailable_reason(),
             libraries: nvidia_libraries(),
             attention: attention(),
             hub,

@@ -166,7 +166,7 @@ fn detailed(error: anyhow::Error, verbose: u8) -> anyhow::Error {
 }
 
 fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
-    candlewick_runtime::cores::choose_product()?;
+    candlewick_runtime::cores::select_cpu_gemm_kernel()?;
     candlewick_runtime::cores::choose_kernels()?;
     candlewick_runtime::cores::tune_gemms()?;
     let ui = Ui::new(cli.verbosity.quiet);

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use candlewick_ops::PROFILE;
+use candlewick_ops::PROFILE_TARGET;
 use clap::ValueEnum;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -121,7 +121,7 @@ impl Profile {
 }
 
 fn is_profiled(metadata: &Metadata<'_>) -> bool {
-    metadata.is_span() && metadata.target() == PROFILE
+    metadata.is_span() && metadata.target() == PROFILE_TARGET
 }
 
 impl Table {

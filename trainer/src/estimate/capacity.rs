@@ -1,6 +1,6 @@
 //! How much memory there is: of a device by its name, or free at this moment.
 
-use candlewick_ops::{DeviceChoice, why_no_gpu};
+use candlewick_ops::{DeviceChoice, gpu_unavailable_reason};
 
 use super::compute_device::ComputeDevice;
 use super::free_ram::free_ram;
@@ -51,7 +51,7 @@ impl Capacity {
     pub fn now(device: DeviceChoice) -> Self {
         let gpu = match device {
             DeviceChoice::Cpu => None,
-            DeviceChoice::Auto => why_no_gpu().is_none().then_some(0),
+            DeviceChoice::Auto => gpu_unavailable_reason().is_none().then_some(0),
             DeviceChoice::Cuda(ordinal) => Some(ordinal),
         };
         match gpu {

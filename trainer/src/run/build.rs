@@ -5,7 +5,7 @@ use candle_core::{DType, Device, DeviceLocation};
 use candlewick_inference::weights::{Origin, fill};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
-use candlewick_ops::{AttentionPasses, cpu_product_rate, gpus};
+use candlewick_ops::{AttentionPasses, gpus, measure_cpu_gemm_rate};
 use candlewick_parallel::{CpuOffload, Engine, EngineSpec, Formats, OffloadTarget};
 
 use crate::exit::ExitCode;
@@ -102,6 +102,6 @@ fn load(plan: &Plan, assets: &Assets, engine: &Engine) -> Result<Vec<String>> {
 fn peak(device: &Device) -> Option<f64> {
     match device.location() {
         DeviceLocation::Cuda { gpu_id } => gpus().get(gpu_id).and_then(|gpu| gpu_peak(&gpu.name)),
-        _ => Some(cpu_product_rate()),
+        _ => Some(measure_cpu_gemm_rate()),
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use candle_core::DeviceLocation;
 use candlewick_model::MlpRows;
-use candlewick_ops::{GradPolicy, GradScaler, LossScaling, Outcome as Judged, derive_key, span};
+use candlewick_ops::{GradPolicy, GradScaler, LossScaling, UpdateOutcome, derive_key, span};
 use candlewick_parallel::ActivationCheckpointing;
 use serde_json::json;
 
@@ -77,11 +77,11 @@ impl<'a> Session<'a> {
         let policy = GradPolicy {
             max_norm: plan.optimizer.gradient_clipping,
             loss_scaling: plan.optimizer.loss_scaling,
-            halts: plan.on_nonfinite == OnNonfinite::Stop,
+            stop_on_nonfinite: plan.on_nonfinite == OnNonfinite::Stop,
         };
         let device = run.engine.device();
         let scaler = match &progress.scaler {
-            Some(state) => GradScaler::resume(policy, state, device)?,
+            Some(state) => GradScaler::from_state(policy, state, device)?,
             None => GradScaler::new(policy, stream.cursor().step - progress.n_skipped, device)?,
         };
         let mut session = Self {
@@ -164,7 +164,7 @@ impl<'a> Session<'a> {
             let Some(launched) = self.launched.pop_front() else { break };
             let (step, outcome) = launched.outcome(&prepared.train, plan.on_nonfinite, self.settled)?;
             self.settled = Instant::now();
-            self.progress.n_skipped += usize::from(outcome.verdict.outcome != Judged::Applied);
+            self.progress.n_skipped += usize::from(outcome.verdict.outcome != UpdateOutcome::Applied);
             self.progress.scaler = Some(outcome.verdict.next);
             self.report(&step, &outcome);
         }
@@ -173,7 +173,7 @@ impl<'a> Session<'a> {
 
     fn report(&mut self, step: &Step, outcome: &Outcome) {
         let verdict = &outcome.verdict;
-        if verdict.outcome == Judged::Overflowed {
+        if verdict.outcome == UpdateOutcome::Overflowed {
             let (number, scale) = (outcome.number, verdict.next.loss_scale);
             let line =
                 format!("skipped step {number}: its gradient overflowed; the loss scale is {scale} from here on");

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Tensor};
-use candlewick_ops::{HostCopy, copy_into, with_bytes};
+use candlewick_ops::{HostBuffer, copy_into, with_bytes};
 use candlewick_parallel::Engine;
 
 use crate::checkpoint::{Piece, StateError, TensorMeta, TrainState};
@@ -65,7 +65,7 @@ impl TrainState for EngineState {
     }
 
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
-        let piece = HostCopy::start(&self.part(name, start, n_values)?.to_dtype(DType::F32)?)?.into_host()?;
+        let piece = HostBuffer::start(&self.part(name, start, n_values)?.to_dtype(DType::F32)?)?.into_host()?;
         with_bytes(&piece, |bytes| {
             take(bytemuck::cast_slice(bytes));
             Ok(())

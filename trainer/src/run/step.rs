@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
-use candlewick_ops::{AdamW, GradScaler, Outcome as Judged, Seqs, Verdict, derive_key, span, upload};
+use candlewick_ops::{AdamW, CuSeqlens, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload};
 use candlewick_parallel::{CausalLm, Engine, Micro, Optimizer, StepReport, StepResult, TrainBatch};
 
 use crate::data::{Batch, Dataset, Step};
@@ -23,7 +23,7 @@ pub(super) struct Outcome {
     /// The mean of each auxiliary loss, by name.
     pub(super) auxiliary: BTreeMap<String, f64>,
     /// What became of its gradient.
-    pub(super) verdict: Verdict,
+    pub(super) verdict: StepDecision,
     /// The time since its beginning, or since the step before was done if that was later.
     pub(super) elapsed: Duration,
     /// The time of forward, backward and update. On a GPU, where the host does not wait for their parts, the whole step's.
@@ -126,7 +126,7 @@ impl Launched {
         let StepResult { own_losses, losses, auxiliary, verdict } = report.wait()?;
         let elapsed = began.max(since).elapsed();
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
-        if verdict.outcome == Judged::NonFinite {
+        if verdict.outcome == UpdateOutcome::NonFinite {
             let what = if loss.is_finite() { "gradient" } else { "loss" };
             let rows = locate(dataset, &step, &suspects(&step, &own, n_ranks, [&own_losses, &losses]));
             refuse(NonFinite { step: number, what, rows }, on_nonfinite)?;
@@ -184,6 +184,6 @@ pub(super) fn micro(batch: &Batch, engine: &Engine) -> Result<Micro> {
         ids: upload(&batch.ids, batch.ids.len(), engine.device())?,
         targets: Tensor::new(batch.targets.as_slice(), &Device::Cpu)?,
         positions: batch.positions.clone(),
-        seqs: Seqs::packed(batch.cu_seqlens.clone())?,
+        seqs: CuSeqlens::packed(batch.cu_seqlens.clone())?,
     })
 }

@@ -84,10 +84,10 @@ impl<'s> Scoring<'s> {
                 nodes[batch.clone()].iter().map(|node| std::mem::take(&mut questions[*node])).collect();
             let mut finished = Vec::new();
             let answers = self.forward(engine, &mut path, &nodes[batch.clone()], next, &asked)?;
-            for (Question { sequence, .. }, (logprob, is_top)) in asked.iter().flatten().zip(answers) {
+            for (Question { sequence, .. }, (logprob, is_greedy)) in asked.iter().flatten().zip(answers) {
                 let score = &mut scores[*sequence];
                 score.logprob += f64::from(logprob);
-                score.is_greedy &= is_top;
+                score.is_greedy &= is_greedy;
                 n_open[*sequence] -= 1;
                 if n_open[*sequence] == 0 {
                     finished.push((*sequence, *score));
@@ -181,6 +181,6 @@ impl<'s> Scoring<'s> {
         if scores.logprobs.len() != questions.len() {
             bail!("failed to score a batch: {} answers to {} questions", scores.logprobs.len(), questions.len());
         }
-        Ok(scores.logprobs.into_iter().zip(scores.is_top).collect())
+        Ok(scores.logprobs.into_iter().zip(scores.is_greedy).collect())
     }
 }

@@ -1,7 +1,7 @@
 //! The low-rank factors on one linear layer, as values.
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, Precision, Weight};
+use candlewick_ops::{self as ops, OutputDtype, Weight};
 
 use super::AdapterSpec;
 use crate::{
@@ -37,8 +37,8 @@ impl Lora {
             None => x.clone(),
         };
         // Scaled while it is small and unrounded.
-        let down = ops::linear(&x, &self.a, None, Precision::Full)?;
+        let down = ops::linear(&x, &self.a, None, OutputDtype::F32)?;
         let down = ops::scale(&down, self.scaling, x.dtype())?;
-        ops::add(base, &ops::linear(&down, &self.b, None, Precision::Compute)?)
+        ops::add(base, &ops::linear(&down, &self.b, None, OutputDtype::SameAsInput)?)
     }
 }

@@ -10,7 +10,8 @@ use candlewick_model::{
     AdapterFolder, Config, Cx, MlpRows, Model, OneDevice, ParamSpec, Unit, Weights, checkpoint::Checkpoint,
 };
 use candlewick_ops::{
-    AttentionChoice, CrossEntropy, GradSink, Reduction, Rows, Seqs, Tape, Upstream, Weight, linear_cross_entropy,
+    AttentionChoice, CrossEntropy, CuSeqlens, GradSink, LossGrad, Reduction, RowRanges, Tape, Weight,
+    linear_cross_entropy,
 };
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
@@ -83,13 +84,13 @@ impl Tiny {
         lengths.iter().for_each(|n| cu.push(cu[cu.len() - 1] + n));
         let positions: Vec<u32> = lengths.iter().flat_map(|&n| 0..n as u32).collect();
         let (cos, sin) = self.model.rope(&positions, &Device::Cpu)?;
-        let seqs = Seqs::packed(cu)?;
+        let seqs = CuSeqlens::packed(cu)?;
         let cx = Cx {
             cos: &cos,
             sin: &sin,
             seqs: &seqs,
             dropout_key: None,
-            rows: &Rows::all(),
+            rows: &RowRanges::all(),
             attention: AttentionChoice::default(),
             mlp_rows: MlpRows::Together,
             seams: &OneDevice,
@@ -115,7 +116,7 @@ impl Tiny {
         let normed = tape.output();
         let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: 5 };
         let lm_head = self.model.lm_head(self.head()).unwrap();
-        let out = linear_cross_entropy(normed, &lm_head, &reference.targets(), &spec, Upstream::Scalar(1.0)).unwrap();
+        let out = linear_cross_entropy(normed, &lm_head, &reference.targets(), &spec, LossGrad::Scalar(1.0)).unwrap();
         tape.backward(&out.dx.unwrap()).unwrap();
         out.loss.to_scalar().unwrap()
     }

@@ -1,4 +1,4 @@
-//! Every op at the shapes of models that people train, with what it has to move and to compute at least.
+//! Benchmark cases: each op at the shapes of common models, with its minimum bytes moved and FLOPs.
 //!
 //! t tokens, d model, f inner width of the MLP, v vocabulary, k head dim, hq and hkv heads, n elements
 
@@ -6,9 +6,10 @@ use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
-    AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, Dropout, GradPolicy, GradScaler,
-    GradSink, Precision, Reduction, Seqs, Tape, Upstream, Weight, adamw, add, add_rms_norm, attention, copy_into,
-    dropout, embedding, linear, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares, swiglu_joined, zero_,
+    AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, CuSeqlens, Dropout, GradPolicy,
+    GradScaler, GradSink, LossGrad, OutputDtype, Reduction, Tape, Weight, adamw, add, add_rms_norm, attention,
+    copy_into, dropout, embedding, linear, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares,
+    swiglu_joined, zero_,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -23,30 +24,30 @@ const F32: f64 = 4.0;
 pub(crate) struct Case {
     pub(crate) op: &'static str,
     pub(crate) what: &'static str,
-    /// The sizes by name: all that another program needs to do the same.
+    /// Sizes by name, sufficient for another program to run the same case.
     pub(crate) shape: Vec<(&'static str, usize)>,
     pub(crate) cost: Cost,
     pub(crate) make: Make,
 }
 
-/// Makes one set of inputs.
+/// Constructor of one set of inputs.
 type Make = Box<dyn Fn(&Device) -> Result<Set>>;
 
-/// What any implementation must read and write, and its multiplications and additions.
+/// Bytes that any implementation must read and write, and its FLOPs.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Cost {
     pub(crate) bytes: f64,
     pub(crate) flops: f64,
 }
 
-/// A case over inputs of its own.
+/// One set of inputs with the runs over it.
 pub(crate) struct Set {
     pub(crate) run: Run,
-    /// What of it is the forward's, where a backward is timed.
+    /// Forward part of a timed backward, whose time is subtracted.
     pub(crate) forward: Option<Run>,
 }
 
-/// The sizes that ops see in a model.
+/// Sizes that ops have in a model.
 struct Model {
     d: usize,
     f: usize,
@@ -60,12 +61,12 @@ const LLAMA_1B: Model = Model { d: 2048, f: 8192, v: 49_152, hq: 32, hkv: 8, k: 
 const QWEN3_4B: Model = Model { d: 2560, f: 9728, v: 151_936, hq: 32, hkv: 8, k: 128 };
 const TINY: Model = Model { d: 64, f: 160, v: 500, hq: 4, hkv: 2, k: 16 };
 
-/// The product whose speed is the ceiling of what is bound by computing.
+/// Returns the square bf16 matmul whose speed is the ceiling of compute-bound ops.
 pub(crate) fn square_product(n: usize) -> Case {
     linears(n, n, n).swap_remove(0)
 }
 
-/// A copy within the device by its driver, whose speed is the ceiling of what is bound by memory.
+/// Returns the device-to-device copy whose speed is the ceiling of memory-bound ops.
 pub(crate) fn device_copy(n_bytes: usize) -> Case {
     let n = n_bytes / 4;
     once("device copy", vec![("n", n)], 2.0 * F32 * n as f64, move |device| {
@@ -83,7 +84,7 @@ pub(crate) fn all() -> Vec<Case> {
     cases
 }
 
-/// The same ops at sizes that take no time: to try the program.
+/// Returns the same ops at tiny sizes, for a trial run.
 pub(crate) fn tiny() -> Vec<Case> {
     let mut cases = of_model(&TINY, 96, 32);
     cases.extend(of_flat_buffers(10_000));
@@ -108,13 +109,13 @@ fn of_model(model: &Model, t: usize, len: usize) -> Vec<Case> {
     cases.extend(linears(t, d, hq * k));
     cases.extend(linears(t, d, f));
     cases.extend(linears(t, f, d));
-    // With the logits of few tokens at once, as on a CPU, and with those of many.
+    // Chunks of few tokens, as on a CPU, and of many.
     cases.push(head(t, model, (64 << 20) / (4 * v)));
     cases.push(head(t, model, t));
     cases
 }
 
-/// x and y; x, dy and dx.
+/// Cases of x and y, and of x, dy and dx.
 fn rms_norms(t: usize, d: usize) -> [Case; 2] {
     let costs = [2.0, 3.0].map(|n| bytes(n * BF16 * (t * d) as f64));
     both("rms_norm", vec![("t", t), ("d", d)], costs, move |device| {
@@ -123,7 +124,7 @@ fn rms_norms(t: usize, d: usize) -> [Case; 2] {
     })
 }
 
-/// Both inputs, their sum and its norm; x, dy and dx.
+/// Cases of both inputs, their sum and its norm, and of x, dy and dx.
 fn add_rms_norms(t: usize, d: usize) -> [Case; 2] {
     let costs = [4.0, 3.0].map(|n| bytes(n * BF16 * (t * d) as f64));
     both("add_rms_norm", vec![("t", t), ("d", d)], costs, move |device| {
@@ -133,7 +134,7 @@ fn add_rms_norms(t: usize, d: usize) -> [Case; 2] {
     })
 }
 
-/// x and y, and the tables of cosines and sines.
+/// Cases of x and y, with the tables of cosines and sines.
 fn ropes(t: usize, h: usize, k: usize) -> [Case; 2] {
     let cost = bytes(2.0 * BF16 * (t * h * k) as f64 + F32 * (t * k) as f64);
     both("rope", vec![("t", t), ("h", h), ("k", k)], [cost; 2], move |device| {
@@ -143,7 +144,7 @@ fn ropes(t: usize, h: usize, k: usize) -> [Case; 2] {
     })
 }
 
-/// gate, up and y; gate, up, dy, d_gate and d_up.
+/// Cases of gate, up and y, and of gate, up, dy, d_gate and d_up.
 fn swiglus(t: usize, f: usize) -> [Case; 2] {
     let costs = [3.0, 5.0].map(|n| bytes(n * BF16 * (t * f) as f64));
     both("swiglu", vec![("t", t), ("f", f)], costs, move |device| {
@@ -151,7 +152,7 @@ fn swiglus(t: usize, f: usize) -> [Case; 2] {
     })
 }
 
-/// Both inputs and y.
+/// Case of both inputs and y.
 fn adds(t: usize, d: usize) -> Case {
     once("add", vec![("t", t), ("d", d)], 3.0 * BF16 * (t * d) as f64, move |device| {
         let (a, b) = (randn((t, d), device)?, randn((t, d), device)?);
@@ -159,7 +160,7 @@ fn adds(t: usize, d: usize) -> Case {
     })
 }
 
-/// Keys of new tokens on their way into a pool of twice as many: rows, read and written.
+/// Case of writing new keys into a KV cache twice their size: rows, read and written.
 fn rows_set(t: usize, d: usize) -> Case {
     once("set_rows", vec![("t", t), ("d", d)], 2.0 * BF16 * (t * d) as f64, move |device| {
         let (to, from) = (randn((2 * t, d), device)?, randn((t, d), device)?);
@@ -175,7 +176,7 @@ fn dropouts(t: usize, d: usize) -> [Case; 2] {
     })
 }
 
-/// Rows and y; dy, and the f32 sums of each row that occurs, read and written.
+/// Cases of rows and y, and of dy with the f32 sums of each row that occurs, read and written.
 fn embeddings(t: usize, v: usize, d: usize) -> [Case; 2] {
     let distinct = v as f64 * (1.0 - (1.0 - 1.0 / v as f64).powf(t as f64));
     let costs = [2.0 * BF16 * (t * d) as f64, BF16 * (t * d) as f64 + 2.0 * F32 * distinct * d as f64].map(bytes);
@@ -187,7 +188,7 @@ fn embeddings(t: usize, v: usize, d: usize) -> [Case; 2] {
     })
 }
 
-/// Two products of rows and visible keys forward, five backward; packed causal sequences of equal length.
+/// Cases of packed causal sequences of equal length: two matmuls of rows and visible keys forward, five backward.
 fn attentions(model: &Model, t: usize, len: usize) -> Vec<Case> {
     [("attention", AttentionImpl::Auto), ("attention fused", AttentionImpl::Fused)]
         .into_iter()
@@ -206,7 +207,7 @@ fn attentions_by(name: &'static str, by: AttentionImpl, model: &Model, t: usize,
     ];
     let shape = vec![("t", t), ("n_seqs", n_seqs), ("hq", hq), ("hkv", hkv), ("k", k)];
     both(name, shape, costs, move |device| {
-        let seqs = Seqs::packed((0..=n_seqs).map(|i| i * len).collect())?;
+        let seqs = CuSeqlens::packed((0..=n_seqs).map(|i| i * len).collect())?;
         let choice = AttentionChoice { implementation: by, deterministic: false };
         let spec = AttentionSpec { scale: (k as f32).powf(-0.5), causal: true, window: None, choice };
         let qkv = [randn((t, hq, k), device)?, randn((t, hkv, k), device)?, randn((t, hkv, k), device)?];
@@ -214,13 +215,13 @@ fn attentions_by(name: &'static str, by: AttentionImpl, model: &Model, t: usize,
     })
 }
 
-/// y = x w^T, dx = dy w, dw += dy^T x with dw in f32, for k inputs and n outputs.
+/// Cases of y = x w^T, dx = dy w and dw += dy^T x, with dw in f32, for k inputs and n outputs.
 fn linears(t: usize, k: usize, n: usize) -> Vec<Case> {
     let (x, w, y) = ((t * k) as f64, (n * k) as f64, (t * n) as f64);
     let flops = 2.0 * x * n as f64;
     let cost = |bytes| Cost { bytes, flops };
     let shape = || vec![("t", t), ("k", k), ("n", n)];
-    let product = |x: &Tensor, w: &Weight| linear(x, w, None, Precision::Compute);
+    let product = |x: &Tensor, w: &Weight| linear(x, w, None, OutputDtype::SameAsInput);
     let [forward, grad_x] = both("linear", shape(), [cost(BF16 * (x + w + y)); 2], move |device| {
         let w = Weight::frozen(randn((n, k), device)?);
         Ok(Graph::new([randn((t, k), device)?], move |x| product(&x[0], &w)))
@@ -233,7 +234,7 @@ fn linears(t: usize, k: usize, n: usize) -> Vec<Case> {
     vec![forward, Case { op: "linear dx", ..grad_x }, grad_w]
 }
 
-/// Loss and both gradients: three products. x, dx, w, and dw in f32.
+/// Case of the loss with both gradients: three matmuls over x, dx, w, and dw in f32.
 fn head(t: usize, model: &Model, chunk: usize) -> Case {
     let &Model { d, v, .. } = model;
     let (x, w) = ((t * d) as f64, (v * d) as f64);
@@ -244,7 +245,7 @@ fn head(t: usize, model: &Model, chunk: usize) -> Case {
         let targets: Vec<i64> = random_below(v, t).into_iter().map(|id| id as i64).collect();
         let targets = Tensor::new(targets, &Device::Cpu)?;
         let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: chunk.clamp(1, t) };
-        Ok(Box::new(move || keep(linear_cross_entropy(&x, &w, &targets, &spec, Upstream::Scalar(1.0))?)))
+        Ok(Box::new(move || keep(linear_cross_entropy(&x, &w, &targets, &spec, LossGrad::Scalar(1.0))?)))
     });
     Case { what: "forward+backward", cost, ..case }
 }
@@ -254,25 +255,24 @@ fn of_flat_buffers(n: usize) -> Vec<Case> {
     let shape = || vec![("n", n)];
     let f32s = move |device: &Device| Tensor::rand(0f32, 1.0, n, device);
     vec![
-        // Parameter, both moments read and written, the gradient read, the bf16 copy written.
+        // Parameter and both moments are read and written, the gradient is read, the bf16 copy written.
         once("adamw", shape(), bytes(7.0 * F32 + BF16), move |device| {
             let [p, g, m, v] = [f32s(device)?, f32s(device)?, f32s(device)?, f32s(device)?];
             let copy = p.to_dtype(DType::BF16)?;
             let hyper = AdamW { lr: 1e-4, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
-            let scaler = GradScaler::new(GradPolicy::PLAIN, 9, device)?;
+            let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 9, device)?;
             let ones = |dtype| Tensor::ones(1, dtype, device);
-            scaler.judge(&ones(DType::F64)?, &ones(DType::F32)?, [hyper.beta1, hyper.beta2])?;
+            scaler.update(&ones(DType::F64)?, &ones(DType::F32)?, [hyper.beta1, hyper.beta2])?;
             Ok(Box::new(move || {
                 let state = AdamWState { master: &p, grad: &g, exp_avg: &m, exp_avg_sq: &v, compute: Some(&copy) };
                 keep(adamw(&hyper, &scaler, state)?)
             }))
         }),
-        // A sum of squares for each of a model's tensors, and the losses of a few micro-batches: what counts is that it is soon
-        // done.
+        // A sum of squares for each tensor of a model, and the losses of a few micro-batches: latency is what counts.
         once("grad_scaler", vec![("n_sums", 400)], 8.0 * 400.0, |device| {
-            let scaler = GradScaler::new(GradPolicy::PLAIN, 9, device)?;
+            let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 9, device)?;
             let (squares, losses) = (Tensor::ones(400, DType::F64, device)?, Tensor::ones(16, DType::F32, device)?);
-            Ok(Box::new(move || keep(scaler.judge(&squares, &losses, [0.9, 0.95])?)))
+            Ok(Box::new(move || keep(scaler.update(&squares, &losses, [0.9, 0.95])?)))
         }),
         once("copy_into f32 to bf16", shape(), bytes(F32 + BF16), move |device| {
             let (from, to) = (f32s(device)?, Tensor::zeros(n, DType::BF16, device)?);
@@ -297,7 +297,7 @@ fn bytes(bytes: f64) -> Cost {
     Cost { bytes, flops: 0.0 }
 }
 
-/// Tracked inputs, and the op that is done to them.
+/// Tracked inputs, and the op applied to them.
 struct Graph {
     tracked: Vec<Tensor>,
     op: Op,
@@ -373,7 +373,7 @@ fn trainable(shape: &[usize], device: &Device) -> Result<Weight> {
     Ok(Weight::trainable(randn(shape, device)?, sink))
 }
 
-/// n numbers below the bound.
+/// Returns n numbers below the bound.
 fn random_below(bound: usize, n: usize) -> Vec<usize> {
     let mut rng = StdRng::seed_from_u64(1);
     (0..n).map(|_| rng.random_range(0..bound)).collect()

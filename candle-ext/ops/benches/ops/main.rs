@@ -1,7 +1,8 @@
-//! Times every op, forward and backward, beside what the device can do: ops-bench --device cuda --json OUT.
+//! Benchmark of every op, forward and backward, compared with the device's limits:
+//! `ops-bench --device cuda --json OUT`.
 //!
-//! The ceilings are measured in the same call: a copy within the device, and a square bf16 product. What an op must move
-//! or compute at least is a formula in `cases.rs`; its fraction of the ceiling follows from that and its time.
+//! The same run measures the ceilings: a device-to-device copy and a square bf16 matmul. `cases.rs` has formulas for
+//! the minimum bytes and FLOPs of an op. Its time then gives its fraction of the ceiling.
 
 mod cases;
 mod measure;
@@ -20,24 +21,24 @@ use measure::{Effort, Run, Timing};
 
 #[derive(Parser)]
 struct Args {
-    /// auto, cpu, cuda or cuda:N
+    /// Device: auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
-    /// Where to write what was measured, after each op.
+    /// Write the measurements to this JSON file, after each op
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Only the ops whose names contain this.
+    /// Run only ops whose names contain this text
     #[arg(long, default_value = "")]
     filter: String,
-    /// Tiny shapes, to try the program.
+    /// Use tiny shapes, for a trial run
     #[arg(long)]
     quick: bool,
-    /// What cargo bench passes.
+    /// Accepted because cargo bench passes it
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// What the device can do, in bytes and in operations a second.
+/// Ceilings of the device, in bytes and FLOPs per second.
 #[derive(Clone, Copy, Serialize)]
 struct Ceilings {
     copy_bytes_per_second: f64,
@@ -49,12 +50,12 @@ struct Row {
     op: &'static str,
     what: &'static str,
     shape: Map<String, Value>,
-    /// Sets of inputs and outputs that took turns.
+    /// Number of rotating sets of inputs and outputs.
     n_sets: usize,
-    /// Without the forward's share, where a backward is timed.
+    /// Timing of a backward without its forward.
     #[serde(flatten)]
     timing: Timing,
-    /// What candle's sums of gradients took besides.
+    /// Milliseconds of the forward that were subtracted.
     forward_ms: f64,
     bytes: f64,
     flops: f64,
@@ -126,7 +127,7 @@ fn ceilings(device: &Device, effort: Effort, args: &Args) -> Result<Ceilings> {
     })
 }
 
-/// Times a case, and what of it is the forward's.
+/// Times a case, and subtracts its forward.
 fn timed(case: &Case, device: &Device, effort: Effort) -> Result<(Timing, f64, usize)> {
     let n_sets = effort.n_sets(case.cost.bytes);
     let sets = (0..n_sets).map(|_| (case.make)(device)).collect::<candle_core::Result<Vec<Set>>>()?;

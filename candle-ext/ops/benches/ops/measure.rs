@@ -1,4 +1,4 @@
-//! Times what a case does: batches of runs, with the device waited for around a batch only.
+//! Timing of cases: batches of runs, with one device synchronisation around each batch.
 
 use std::any::Any;
 use std::time::Instant;
@@ -6,16 +6,16 @@ use std::time::Instant;
 use candle_core::{Device, Result};
 use serde::Serialize;
 
-/// Does the work once. What it returns lives until the same set's next turn, so that its memory is not used again at once.
+/// Work that runs once. Its result lives until the same set's next turn, so that its memory is not reused at once.
 pub(crate) type Run = Box<dyn Fn() -> Result<Box<dyn Any>>>;
 
-/// How much is done for one number.
+/// Effort per measurement.
 #[derive(Clone, Copy)]
 pub(crate) struct Effort {
     pub(crate) n_batches: usize,
-    /// About how long a batch takes.
+    /// Duration of a batch in milliseconds, approximately.
     pub(crate) batch_ms: f64,
-    /// What the sets of a case move together, at least: several times a GPU's L2 cache.
+    /// Minimum bytes that the sets of a case move together: several times a GPU's L2 cache.
     pub(crate) rotated_bytes: f64,
 }
 
@@ -23,26 +23,26 @@ impl Effort {
     pub(crate) const FULL: Self = Self { n_batches: 7, batch_ms: 25.0, rotated_bytes: 256e6 };
     pub(crate) const QUICK: Self = Self { n_batches: 3, batch_ms: 1.0, rotated_bytes: 1e5 };
 
-    /// How many sets of inputs and outputs take turns.
+    /// Returns the number of sets of inputs and outputs to rotate through.
     pub(crate) fn n_sets(&self, bytes: f64) -> usize {
         (self.rotated_bytes / bytes).ceil().clamp(1.0, 64.0) as usize
     }
 }
 
-/// Milliseconds of one run, in the median, the fastest and the slowest batch.
+/// Milliseconds per run: in the median, the fastest and the slowest batch.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Timing {
     pub(crate) ms: f64,
     pub(crate) ms_min: f64,
     pub(crate) ms_max: f64,
-    /// Until the host had asked for the run: where it is near `ms`, the device waited for the host.
+    /// Milliseconds until the host had submitted the run. If near `ms`, the device waited for the host.
     pub(crate) host_ms: f64,
 }
 
-/// Times the runs, one for each set.
+/// Times the runs, one per set.
 pub(crate) fn time(device: &Device, runs: &[Run], effort: Effort) -> Result<Timing> {
     let mut bench = Bench { device, runs, kept: runs.iter().map(|_| None).collect() };
-    // The first runs load kernels, choose algorithms and take memory.
+    // The first runs load kernels, select algorithms and allocate memory.
     bench.batch(runs.len().max(2))?;
     let (once, _) = bench.batch(runs.len().max(2))?;
     let n = (effort.batch_ms / once.max(1e-6)).ceil().clamp(1.0, 10_000.0) as usize;
@@ -61,7 +61,7 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// Returns the milliseconds of one of n runs, and those until the host was through.
+    /// Returns the milliseconds of one of n runs, and those until the host had submitted it.
     fn batch(&mut self, n: usize) -> Result<(f64, f64)> {
         self.device.synchronize()?;
         let began = Instant::now();

@@ -1,39 +1,41 @@
-//! The arguments of an AdamW update.
+//! Hyperparameters and tensors of an AdamW update.
 
 use candle_core::Tensor;
 
-/// The numbers of one update.
+/// Hyperparameters of an AdamW update.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW {
     /// Learning rate.
     pub lr: f64,
-    /// Decay of the gradient's running mean.
+    /// Decay of the gradient's running mean (beta1).
     pub beta1: f64,
-    /// Decay of the squared gradient's running mean.
+    /// Decay of the squared gradient's running mean (beta2).
     pub beta2: f64,
-    /// Added to the root of the squared gradient's mean.
+    /// Term added to the denominator for numerical stability (epsilon).
     pub eps: f64,
-    /// Decoupled decay: the parameter shrinks by lr * weight_decay.
+    /// Decoupled weight decay: the parameter shrinks by lr * weight_decay.
     pub weight_decay: f64,
 }
 
-/// The tensors of an update: contiguous views of equal length, each in a buffer of its own.
+/// Tensors of an update: contiguous views of equal length, each in a buffer of its own.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWState<'a> {
-    /// The parameter, f32 or bf16.
+    /// Master parameter, f32 or bf16.
     pub master: &'a Tensor,
-    /// Its gradient, in the same format.
+    /// Gradient, in the dtype of `master`.
     pub grad: &'a Tensor,
-    /// The gradient's running mean, f32 or bf16.
+    /// Running mean of the gradient, f32 or bf16.
     pub exp_avg: &'a Tensor,
-    /// The squared gradient's running mean, in the same format.
+    /// Running mean of the squared gradient, in the dtype of `exp_avg`.
     pub exp_avg_sq: &'a Tensor,
-    /// A copy of the parameter in another format, rewritten from it.
+    /// Copy of the parameter in the compute dtype, rewritten after the update; `None` if `master` itself is used.
     pub compute: Option<&'a Tensor>,
 }
 
-/// The scalars of an update, computed in f64 and rounded once. With c = sqrt(1 - b2^n), m / (sqrt(v) / c + eps) is
-/// c m / (sqrt(v) + c eps): c and the bias correction of m belong to the step and come from the scaler.
+/// Scalars of an update, computed in f64 and rounded once.
+///
+/// With `c = sqrt(1 - beta2^n)`, `m / (sqrt(v) / c + eps)` equals `c m / (sqrt(v) + c eps)`. The scaler supplies c and
+/// the bias correction of m.
 #[derive(Clone, Copy)]
 pub(super) struct Factors {
     pub(super) lr: f32,

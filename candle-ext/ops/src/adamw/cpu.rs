@@ -1,4 +1,4 @@
-//! The CPU kernel of `adamw`: chunks in parallel, everything in one pass.
+//! CPU kernel of `adamw`: chunks in parallel, one pass over the buffers.
 
 use rayon::prelude::*;
 
@@ -7,13 +7,13 @@ use crate::floats::{Floats, FloatsMut};
 use crate::grad_scaler::StepFactors;
 use crate::simd::vectorised;
 
-/// Elements that one task handles.
+/// Elements per task.
 const CHUNK: usize = 1 << 13;
 
-/// Elements that are widened at once: they stay in the first cache.
+/// Elements converted to f32 at once, few enough for the L1 cache.
 const BLOCK: usize = 1 << 10;
 
-/// The scalars of an update, those of the step worked in: `lr` is the step size, `eps` that of the uncorrected root.
+/// Scalars of an update with the step's bias corrections applied: `lr` and `eps` are the corrected ones.
 pub(super) struct Update {
     factors: Factors,
     grad_scale: f32,
@@ -26,7 +26,7 @@ impl Update {
     }
 }
 
-/// What an update reads and writes, element by element.
+/// Buffers of an update; all have the same length.
 pub(super) struct Buffers<'a> {
     pub(super) master: FloatsMut<'a>,
     pub(super) grad: Floats<'a>,
@@ -60,7 +60,7 @@ fn update(by: &Update, buffers: Buffers<'_>, copy: Option<FloatsMut<'_>>) {
     }
 }
 
-/// As `step` for buffers of which some are in another format.
+/// Calls `step` on f32 copies of buffers that are not all f32.
 fn widened(by: &Update, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
     let Buffers { mut master, grad, mut mean, mut square } = buffers;
     let (mut p, mut g, mut m, mut v) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
@@ -82,7 +82,7 @@ fn widened(by: &Update, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
     }
 }
 
-/// m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p = shrink p - lr m / (sqrt(v) + eps)
+/// Computes `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2` and `p = shrink p - lr m / (sqrt(v) + eps)`.
 fn step(by: &Update, master: &mut [f32], grad: &[f32], mean: &mut [f32], square: &mut [f32]) {
     let f = by.factors;
     let grad_scale = by.grad_scale;

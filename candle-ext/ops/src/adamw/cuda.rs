@@ -9,10 +9,10 @@ use crate::grad_scaler::GradScaler;
 kernels!("adamw");
 
 const OP: &str = "adamw";
-/// Elements of a thread, about.
+/// Elements per thread, approximately.
 const PER_THREAD: usize = 4;
 
-/// Updates master, its two moments and perhaps the compute copy.
+/// Updates the master parameter, its two moments and the compute copy if there is one.
 pub(super) fn run(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {
     let AdamWState { master, grad, exp_avg, exp_avg_sq, compute } = state;
     let n = master.elem_count();
@@ -30,7 +30,7 @@ pub(super) fn run(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Resu
     args.extend([lr, shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, eps].map(Arg::F32));
     let copied = compute.map_or(master.dtype(), Tensor::dtype);
     let name = format!("step_{}_{}_{}", suffix(OP, master.dtype())?, suffix(OP, copied)?, suffix(OP, exp_avg.dtype())?);
-    // SAFETY: all have n elements, the copy and the moments those of the kernel's formats; each lies in a buffer of its
-    // own; the scaler's state is whole.
+    // SAFETY: all buffers have n elements in the dtypes of the kernel's name, each in a buffer of its own. The scaler's
+    // state has its full length.
     unsafe { KERNELS.launch_flat(gpu(OP, master)?, &name, n, PER_THREAD, &args) }
 }

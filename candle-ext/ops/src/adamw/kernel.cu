@@ -1,8 +1,8 @@
-// adamw: flat buffers of n elements: master and gradient of type M, moments of type S and perhaps a copy of type T, W
-// elements at a time, in one pass.
+// adamw: flat buffers of n elements, W at a time, in one pass. Master and gradient have type M, the moments type S, the
+// optional compute copy type T.
 //
-// Products and sums are joined by hand: the compiler could join them otherwise for another W, and a parameter's bits
-// must not depend on where in a buffer it lies.
+// Fused multiply-adds are explicit. Left to itself, the compiler might fuse differently for each W, and a parameter's
+// bits would depend on its offset in the buffer.
 #include "common.cuh"
 #include "grad_scaler.cuh"
 

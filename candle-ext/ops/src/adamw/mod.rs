@@ -15,13 +15,13 @@ use crate::storage::{host, same_storage, update};
 use args::Factors;
 pub use args::{AdamW, AdamWState};
 
-/// Updates a parameter and its moments in place, in one pass, as `torch.optim.AdamW` does:
+/// Updates a parameter and its moments in place, in one pass, as `torch.optim.AdamW` does.
 ///
-/// p -= lr wd p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2;
-/// p -= lr m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + eps)
+/// `p -= lr wd p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2;`
+/// `p -= lr m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + eps)`
 ///
-/// `scaler` has judged the gradient: it knows the number n of the update and what the gradient is multiplied by, or that
-/// there is no update. Arithmetic is f32; what is kept in bf16 is rounded as it is stored.
+/// `scaler` holds the step's decision: the update number n and the factor on the gradient, or that the step is skipped.
+/// Arithmetic is f32; bf16 buffers are rounded once, on storing.
 pub fn adamw(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {
     let _span = span("adamw", "");
     check(&state)?;

@@ -5,10 +5,10 @@ use rayon::prelude::*;
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;
 
-/// Elements that one task handles.
+/// Elements per task.
 const BLOCK: usize = 1 << 14;
 
-/// y = a + b
+/// Computes y = a + b.
 pub(super) fn add(a: Floats<'_>, b: Floats<'_>, y: FloatsMut<'_>) {
     y.chunks(BLOCK).into_par_iter().enumerate().for_each(|(i, mut y)| {
         let range = i * BLOCK..i * BLOCK + y.len();

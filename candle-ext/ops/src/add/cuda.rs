@@ -7,10 +7,10 @@ use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
 kernels!("add");
 
 const OP: &str = "add";
-/// Elements of a thread, about.
+/// Elements per thread, approximately.
 const PER_THREAD: usize = 8;
 
-/// y = a + b
+/// Returns y = a + b.
 pub(super) fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let on = gpu(OP, a)?;
     let n = a.elem_count();
@@ -18,7 +18,7 @@ pub(super) fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let args =
         [Arg::Address(address(OP, a)?), Arg::Address(address(OP, b)?), Arg::Address(y.address), Arg::I64(n as i64)];
     let name = format!("add_{}", suffix(OP, a.dtype())?);
-    // SAFETY: all have n elements of one format.
+    // SAFETY: all tensors have n elements of one dtype.
     unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args)? };
     Ok(y.into_tensor(a.shape()))
 }

@@ -1,4 +1,4 @@
-//! The sum of two activations: a residual connection, or the gradients of something that was used twice.
+//! Sum of two activations: a residual connection, or gradients of a tensor that two ops read.
 
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -12,7 +12,7 @@ use crate::recording::record;
 use crate::span::span;
 use crate::storage::{self, host};
 
-/// a + b, element by element, computed in f32 and rounded once.
+/// Returns a + b, element by element, computed in f32 and rounded once.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let _span = span("add", "forward");
     check(a, b)?;
@@ -29,12 +29,12 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     Ok(record_sum(a, b, y))
 }
 
-/// Puts a + b on the tape.
+/// Records a + b on the tape.
 pub(crate) fn record_sum(a: &Tensor, b: &Tensor, sum: Tensor) -> Tensor {
     record("add", [a.into(), b.into()], sum, |dy, _| Ok([Some(dy.clone()), Some(dy.clone())]))
 }
 
-/// Fails unless both have one shape and format.
+/// Fails unless both tensors have the same shape and dtype.
 pub(crate) fn check(a: &Tensor, b: &Tensor) -> Result<()> {
     check_dtype("add", "the input", a.dtype())?;
     if a.shape() != b.shape() || a.dtype() != b.dtype() {

@@ -6,14 +6,14 @@
 
 namespace plain {
 
-// dp, and the score before it is scaled, become ds and p.
+// Turns dp into ds and unscaled scores into p.
 __device__ __forceinline__ void softmax_backward(float& p, float& ds, bool is_visible, float scale, float lse,
                                                  float delta) {
     p = is_visible ? expf(p * scale - lse) : 0.0f;
     ds = is_visible ? p * (ds - delta) : 0.0f;
 }
 
-// dq: a block takes a tile of rows over the tiles of keys that they see.
+// dq: a block computes a tile of query rows over the key tiles that they may attend to.
 template <int DIM, typename T> __device__ void grad_q(const Saved<T>& saved, T* dq, const Problem& problem) {
     __shared__ Scratch scratch;
     const Heads heads = problem.heads;
@@ -55,7 +55,7 @@ template <int DIM, typename T> __device__ void grad_q(const Saved<T>& saved, T* 
     for (int i = 0; i < 4; ++i) out.write(i, problem.scale, dq_rows, first + 4 * y + i, wide);
 }
 
-// dk and dv: a block takes a tile of keys over the tiles of rows that see them, one after the other.
+// dk and dv: a block computes a tile of keys over the query tiles that may attend to them, one after another.
 template <int DIM, typename T> __device__ void grad_kv(const Saved<T>& saved, T* dk, T* dv, const Problem& problem) {
     __shared__ Scratch scratch;
     const Heads heads = problem.heads;

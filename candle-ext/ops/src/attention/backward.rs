@@ -1,23 +1,24 @@
-//! The backward CPU kernel: a task for each sequence and query head. A head's own dk and dv are summed by its task, those
-//! of the heads that share a key head afterwards, in order.
+//! CPU kernel of the attention backward: a task for each sequence and query head.
 //!
-//! With p = e^(score - lse) and delta = sum(do o): dv = p^T do, ds = p (do v^T - delta),
-//! dq = scale ds k, dk = scale ds^T q.
+//! Each task sums dk and dv of its own head. Query heads that share a KV head (GQA) are summed afterwards, in order.
+//!
+//! With `p = e^(score - lse)` and `delta = sum(do o)`:
+//! `dv = p^T do`, `ds = p (do v^T - delta)`, `dq = scale ds k`, `dk = scale ds^T q`.
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::layout::{Head, Heads, pieces};
-use super::seqs::{Seqs, Span};
+use super::cu_seqlens::{CuSeqlens, Span};
+use super::layout::{Head, Heads, split_by_lens};
 use super::spec::AttentionSpec;
 use super::tile::{QUERIES, Queries, of_span};
 use crate::dot::dot;
 use crate::floats::Floats;
-use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
+use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm};
 use crate::simd::vectorised;
 
-/// What the forward left, and the cotangent of its output.
+/// Tensors saved by the forward, and the gradient of its output.
 pub(super) struct Inputs<'a> {
     pub(super) q: Floats<'a>,
     pub(super) k: Floats<'a>,
@@ -27,8 +28,8 @@ pub(super) struct Inputs<'a> {
     pub(super) lse: &'a [f32],
 }
 
-/// Returns dq, dk and dv: f32 [heads, rows, dim].
-pub(super) fn run(inputs: &Inputs<'_>, seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> [Vec<f32>; 3] {
+/// Returns dq, dk and dv, each f32 [heads, rows, dim].
+pub(super) fn run(inputs: &Inputs<'_>, seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> [Vec<f32>; 3] {
     let Heads { n_kv, group, dim } = heads;
     let (n_heads, t, s) = (heads.n_queries(), seqs.n_tokens(), seqs.n_keys());
     let mut wide = [const { Vec::new() }; 5];
@@ -37,9 +38,9 @@ pub(super) fn run(inputs: &Inputs<'_>, seqs: &Seqs, spec: &AttentionSpec, heads:
     let (o, d_o) = (inputs.o.widened(o_wide), inputs.d_o.widened(d_o_wide));
     let [mut dq, mut dk, mut dv] = [t, s, s].map(|rows| vec![0.0; n_heads * rows * dim]);
     let tasks: Vec<(usize, Span)> = (0..n_heads).flat_map(|head| seqs.spans().map(move |span| (head, span))).collect();
-    let dq_pieces = pieces(&mut dq, tasks.iter().map(|(_, span)| span.q.len() * dim));
-    let dk_pieces = pieces(&mut dk, tasks.iter().map(|(_, span)| span.k.len() * dim));
-    let dv_pieces = pieces(&mut dv, tasks.iter().map(|(_, span)| span.k.len() * dim));
+    let dq_pieces = split_by_lens(&mut dq, tasks.iter().map(|(_, span)| span.q.len() * dim));
+    let dk_pieces = split_by_lens(&mut dk, tasks.iter().map(|(_, span)| span.k.len() * dim));
+    let dv_pieces = split_by_lens(&mut dv, tasks.iter().map(|(_, span)| span.k.len() * dim));
     let grads = dq_pieces.into_par_iter().zip(dk_pieces).zip(dv_pieces);
     tasks.par_iter().zip(grads).for_each(|((head, span), ((dq, dk), dv))| {
         let of_queries = |x| Head::new(x, n_heads, dim, *head);
@@ -62,7 +63,7 @@ pub(super) fn run(inputs: &Inputs<'_>, seqs: &Seqs, spec: &AttentionSpec, heads:
     [dq, dk, dv]
 }
 
-/// Adds up each `group` of `len` elements in its first, and moves the sums together.
+/// Sums each run of `group` blocks of `len` elements into its first block, and compacts the sums.
 fn add_groups(x: &mut Vec<f32>, group: usize, len: usize) {
     x.par_chunks_mut((group * len).max(1)).for_each(|heads| {
         let (sum, rest) = heads.split_at_mut(len);
@@ -107,7 +108,7 @@ impl Sequence<'_> {
         }
     }
 
-    /// Adds what the queries of one tile give.
+    /// Adds the contribution of one tile of queries.
     fn tile(
         &self,
         queries: &Queries<'_>,
@@ -126,28 +127,28 @@ impl Sequence<'_> {
             queries.scores(k, tile.len(), p);
             queries.probabilities(p, &tile, lse);
             let out = MatMut::new(ds, n_rows, tile.len());
-            gemm(out, Old::Overwrite, d_o, v.t(), 1.0, Threads::One);
+            gemm(out, Accumulate::Overwrite, d_o, v.t(), 1.0, Threads::One);
             softmax_backward(p, ds, &delta, tile.len());
             let keys = tile.start * dim..tile.end * dim;
             let p = Mat::new(p, n_rows, tile.len());
             let out = MatMut::new(&mut dv[keys.clone()], tile.len(), dim);
-            gemm(out, Old::Keep, p.t(), d_o, 1.0, Threads::One);
+            gemm(out, Accumulate::Add, p.t(), d_o, 1.0, Threads::One);
             let ds = Mat::new(ds, n_rows, tile.len());
             let out = MatMut::new(&mut dk[keys], tile.len(), dim);
-            gemm(out, Old::Keep, ds.t(), queries.q, scale, Threads::One);
-            gemm(MatMut::new(dq, n_rows, dim), Old::Keep, ds, k, scale, Threads::One);
+            gemm(out, Accumulate::Add, ds.t(), queries.q, scale, Threads::One);
+            gemm(MatMut::new(dq, n_rows, dim), Accumulate::Add, ds, k, scale, Threads::One);
         }
     }
 }
 
-/// ds = p (dp - delta), in place of dp.
+/// Overwrites dp with ds = p (dp - delta).
 fn softmax_backward(p: &[f32], dp: &mut [f32], delta: &[f32], n_keys: usize) {
     for ((p, dp), delta) in p.chunks_exact(n_keys).zip(dp.chunks_exact_mut(n_keys)).zip(delta) {
         vectorised!(p.iter().zip(dp).for_each(|(p, dp)| *dp = p * (*dp - delta)));
     }
 }
 
-/// Two score-sized matrices, reused from tile to tile.
+/// Two matrices of the size of a score tile, reused for each tile.
 #[derive(Default)]
 struct Scratch {
     matrices: [Vec<f32>; 2],

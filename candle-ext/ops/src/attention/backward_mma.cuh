@@ -1,16 +1,16 @@
-// attention on tensor cores, backward: what backward.cuh computes.
+// Attention backward on tensor cores. Computes the same as backward.cuh.
 #pragma once
 
 #include "mma.cuh"
 
 namespace mma {
 
-// Keys, for dq, or rows, for dk and dv, in a tile of those that a block goes through: what registers and 99 KiB of shared
-// memory have room for. cuda.rs knows the numbers, too.
+// Keys (for dq) or query rows (for dk and dv) per step of a block. Registers and 99 KiB of shared memory hold no more.
+// cuda.rs has the same numbers.
 template <int DIM> constexpr int STEP_KEYS = DIM > 64 ? 32 : 64;
 template <int DIM> constexpr int STEP_ROWS = DIM > 96 ? 32 : 64;
 
-// dq: a block takes a tile of rows over the tiles of keys that they see.
+// dq: a block computes a tile of query rows over the key tiles that they may attend to.
 template <int DIM, typename T> __device__ void grad_q(const Saved<T>& saved, T* dq, const Problem& problem) {
     constexpr int KEYS = STEP_KEYS<DIM>;
     const Heads heads = problem.heads;
@@ -20,7 +20,7 @@ template <int DIM, typename T> __device__ void grad_q(const Saved<T>& saved, T* 
     const int first = sequence.tile * TILE_ROWS, last = min(first + TILE_ROWS, rows.q.n) - 1;
     const int own_row = threadIdx.x / 32 * WARP_ROWS;
 
-    // Shared: the rows of q and of do, and twice a tile of keys and of values.
+    // Shared memory: the rows of q and do, and double-buffered tiles of keys and values.
     const Tile<T, DIM> q_tile{reinterpret_cast<T*>(dynamic_shared())}, d_o_tile = q_tile.from(TILE_ROWS);
     const Tile<T, DIM> own_q = q_tile.from(own_row), own_d_o = d_o_tile.from(own_row);
     const Tile<T, DIM> stages = d_o_tile.from(TILE_ROWS);
@@ -83,7 +83,7 @@ template <int ROWS> struct RowValues {
     }
 };
 
-// What two warps share: each lane's part of a matrix of 32 rows.
+// Data that two warps exchange: each lane's part of a matrix of 32 rows.
 template <int COLUMNS> struct Exchange {
     Pack<float, 4> packs[COLUMNS / 4][32];
 
@@ -99,9 +99,10 @@ template <int COLUMNS> struct Exchange {
     __device__ __forceinline__ Pack<float, 4> get(int i) const { return packs[i][threadIdx.x % 32]; }
 };
 
-// dk and dv: a block takes a tile of keys over the tiles of rows that see them, one after the other. Two warps have the same
-// 32 keys: one p, from k and q, and dv; the other ds, from v and do, and dk. So what a warp reads of a tile serves 32 keys,
-// where a warp with both sums would have registers for 16.
+// dk and dv: a block computes a tile of keys over the query tiles that may attend to them, one after another.
+//
+// Two warps share the same 32 keys: one computes p and dv, the other ds and dk. A tile that a warp reads then serves 32
+// keys. A warp that held both sums would have registers for 16.
 template <int DIM, typename T> __device__ void grad_kv(const Saved<T>& saved, T* dk, T* dv, const Problem& problem) {
     constexpr int KEYS = WARPS / 2 * WARP_ROWS, ROWS = STEP_ROWS<DIM>;
     const Heads heads = problem.heads;
@@ -112,7 +113,7 @@ template <int DIM, typename T> __device__ void grad_kv(const Saved<T>& saved, T*
     const int warp = threadIdx.x / 32, pair = warp / 2, own_key = pair * WARP_ROWS;
     const bool has_p = warp % 2 == 0;
 
-    // Shared: the keys and values; twice a tile of rows of q and of do, their lse and delta; p.
+    // Shared memory: the keys and values; double-buffered rows of q and do with lse and delta; p.
     const Tile<T, DIM> k_tile{reinterpret_cast<T*>(dynamic_shared())}, v_tile = k_tile.from(KEYS);
     const Tile<T, DIM> own = (has_p ? k_tile : v_tile).from(own_key), stages = v_tile.from(KEYS);
     RowValues<ROWS>* values = reinterpret_cast<RowValues<ROWS>*>(stages.from(4 * ROWS).data);
@@ -124,7 +125,7 @@ template <int DIM, typename T> __device__ void grad_kv(const Saved<T>& saved, T*
     };
 
     Matrix<DIM> sums;
-    // Rows that see a key.
+    // Query rows that may attend to a key.
     const auto seen_by = [&](int row) -> Range {
         const int key = min(first + own_key + row, last);
         const Range queries = view.queries_of(key, key);

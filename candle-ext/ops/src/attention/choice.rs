@@ -1,13 +1,13 @@
-//! Which implementation computes attention: asked for by name, decided for each call.
+//! Selection of the attention implementation for a call.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::cu_seqlens::CuSeqlens;
 use super::layout::Heads;
-use super::seqs::Seqs;
 use super::spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec};
 
-/// What computes one call.
-pub(super) enum Path {
+/// Implementation that computes one call.
+pub(super) enum AttentionKernel {
     Reference,
     Fused,
     #[cfg(feature = "cudnn")]
@@ -17,9 +17,11 @@ pub(super) enum Path {
 }
 
 impl AttentionChoice {
-    /// Says what will compute these passes on a device, in words; nothing where there is nothing to choose from.
+    /// Describes the implementation that computes `passes` on a device; `None` if there is only one.
     ///
-    /// Fails where what is asked for by name cannot be used. May load cuDNN and build a graph.
+    /// # Errors
+    ///
+    /// If the implementation chosen by name is unusable. The call may load cuDNN and build a graph.
     pub fn explain(
         self,
         device: &Device,
@@ -32,72 +34,80 @@ impl AttentionChoice {
         let scale = (dim as f32).powf(-0.5);
         let spec = AttentionSpec { scale, causal: true, window: None, choice: self };
         let heads = Heads { n_kv, group: n_query / n_kv.max(1), dim };
-        let (path, why_not_cudnn) = choose(&q, &Seqs::packed(vec![0, 2])?, &spec, heads, passes)?;
-        Ok(match (path, why_not_cudnn) {
-            (Path::Reference, _) => Some("attention: reference, with all scores of a sequence in memory".into()),
-            (Path::Fused, Some(why)) if device.is_cuda() => Some(format!("attention: fused; not cuDNN: {why}")),
-            (Path::Fused, _) => None,
+        let (kernel, why_not_cudnn) = choose(&q, &CuSeqlens::packed(vec![0, 2])?, &spec, heads, passes)?;
+        Ok(match (kernel, why_not_cudnn) {
+            (AttentionKernel::Reference, _) => {
+                Some("attention: reference, with all scores of a sequence in memory".into())
+            }
+            (AttentionKernel::Fused, Some(why)) if device.is_cuda() => {
+                Some(format!("attention: fused; not cuDNN: {why}"))
+            }
+            (AttentionKernel::Fused, _) => None,
             #[cfg(feature = "cudnn")]
-            (Path::Cudnn(plan), _) => Some(format!("attention: {}", plan.describe())),
+            (AttentionKernel::Cudnn(plan), _) => Some(format!("attention: {}", plan.describe())),
             #[cfg(feature = "flash-attn")]
-            (Path::Flash, _) => Some("attention: FlashAttention 2".into()),
+            (AttentionKernel::Flash, _) => Some("attention: FlashAttention 2".into()),
         })
     }
 }
 
-/// Decides, and says why it is not cuDNN if it might have been.
+/// Selects the implementation. Also returns the reason why cuDNN was not selected, if it was considered.
 pub(super) fn choose(
     q: &Tensor,
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     spec: &AttentionSpec,
     heads: Heads,
     passes: AttentionPasses,
-) -> Result<(Path, Option<String>)> {
+) -> Result<(AttentionKernel, Option<String>)> {
     match spec.choice.implementation {
-        AttentionImpl::Reference => Ok((Path::Reference, None)),
-        AttentionImpl::Fused => Ok((Path::Fused, None)),
+        AttentionImpl::Reference => Ok((AttentionKernel::Reference, None)),
+        AttentionImpl::Fused => Ok((AttentionKernel::Fused, None)),
         AttentionImpl::Cudnn => match cudnn(q, seqs, spec, heads, passes) {
-            Ok(path) => Ok((path, None)),
-            Err(why) => bail!("attention: cuDNN was asked for and cannot be used: {why}; `fused` is our own kernel"),
+            Ok(kernel) => Ok((kernel, None)),
+            Err(why) => bail!("attention: cuDNN is requested but unusable: {why}; choose `fused` or `auto`"),
         },
         AttentionImpl::Flash => match flash(q.device(), passes) {
-            Ok(path) => Ok((path, None)),
-            Err(why) => bail!("attention: flash was asked for and cannot be used: {why}; `fused` is our own kernel"),
+            Ok(kernel) => Ok((kernel, None)),
+            Err(why) => bail!("attention: flash is requested but unusable: {why}; choose `fused` or `auto`"),
         },
         AttentionImpl::Auto => match left_to_cudnn(seqs, spec).and_then(|()| cudnn(q, seqs, spec, heads, passes)) {
-            Ok(path) => Ok((path, None)),
-            // What cuDNN says beyond its first line is a list of engines.
-            Err(why) => Ok((Path::Fused, why.lines().next().map(str::to_owned))),
+            Ok(kernel) => Ok((kernel, None)),
+            // cuDNN's message lists its engines after the first line.
+            Err(why) => Ok((AttentionKernel::Fused, why.lines().next().map(str::to_owned))),
         },
     }
 }
 
-/// What only `auto` leaves to our kernel.
-fn left_to_cudnn(seqs: &Seqs, spec: &AttentionSpec) -> std::result::Result<(), String> {
+/// Returns the reason why `auto` prefers the fused kernel over cuDNN, if any.
+fn left_to_cudnn(seqs: &CuSeqlens, spec: &AttentionSpec) -> std::result::Result<(), String> {
     if spec.choice.deterministic {
-        return Err("deterministic, it takes memory that grows with the square of the length".into());
+        return Err("its deterministic backward takes memory quadratic in the length".into());
     }
-    if seqs.cu_q() != seqs.cu_k() {
-        return Err("it is left out where keys are remembered".into());
+    if seqs.cu_seqlens_q() != seqs.cu_seqlens_k() {
+        return Err("it is not used with a KV cache".into());
     }
     if seqs.spans().all(|span| span.k.len() <= 1) {
-        // Its release notes exclude the backward of one key. Graphs are built for more, so a shorter sequence beside a longer
-        // one is an ordinary case; a batch of nothing else gains nothing by it.
+        // cuDNN's release notes exclude a backward over one key. A batch in which only some sequences are that short
+        // works.
         return Err("no sequence has more than one token".into());
     }
     Ok(())
 }
 
-/// Tells whether cuDNN is to compute with tensors at these addresses: `auto` leaves views that begin at any element to our
-/// kernel. By name it gets copies of them.
+/// Returns true if cuDNN can read tensors at these addresses.
+///
+/// `auto` computes misaligned views by the fused kernel. Under `cudnn` they are copied first.
 #[cfg(any(feature = "cudnn", test))]
 pub(super) fn takes_addresses(choice: AttentionChoice, addresses: &[u64]) -> bool {
     const ALIGNMENT: u64 = 16;
     choice.implementation != AttentionImpl::Auto || addresses.iter().all(|address| address.is_multiple_of(ALIGNMENT))
 }
 
-/// Computes by cuDNN, or by our kernel where cuDNN refuses when it runs: inputs are then as they were. By name that is an
-/// error, as is anything but a refusal.
+/// Computes by cuDNN. Under `auto`, falls back to the fused kernel if cuDNN refuses the call at run time.
+///
+/// # Errors
+///
+/// A refusal under `cudnn`, and any other failure.
 #[cfg(any(feature = "cudnn", test))]
 pub(super) fn or_fused<T>(
     choice: AttentionChoice,
@@ -107,37 +117,43 @@ pub(super) fn or_fused<T>(
     match (cudnn()?, choice.implementation) {
         (Ok(computed), _) => Ok(computed),
         (Err(_), AttentionImpl::Auto) => fused(),
-        (Err(why), _) => bail!("attention: cuDNN was asked for and failed: {why}; `fused` is our own kernel"),
+        (Err(why), _) => bail!("attention: cuDNN is requested but failed: {why}; choose `fused` or `auto`"),
     }
 }
 
 #[cfg(feature = "cudnn")]
 fn cudnn(
     q: &Tensor,
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     spec: &AttentionSpec,
     heads: Heads,
     passes: AttentionPasses,
-) -> std::result::Result<Path, String> {
-    super::cudnn::plan(q, seqs, spec, heads, passes).map(|plan| Path::Cudnn(Box::new(plan)))
+) -> std::result::Result<AttentionKernel, String> {
+    super::cudnn::plan(q, seqs, spec, heads, passes).map(|plan| AttentionKernel::Cudnn(Box::new(plan)))
 }
 
 #[cfg(not(feature = "cudnn"))]
-fn cudnn(q: &Tensor, _: &Seqs, _: &AttentionSpec, _: Heads, _: AttentionPasses) -> std::result::Result<Path, String> {
+fn cudnn(
+    q: &Tensor,
+    _: &CuSeqlens,
+    _: &AttentionSpec,
+    _: Heads,
+    _: AttentionPasses,
+) -> std::result::Result<AttentionKernel, String> {
     Err(match q.device() {
         Device::Cpu => "it computes on GPUs only, and this is the CPU".into(),
         _ => "this program was built without the cudnn feature; scripts/build-gpu builds one with it".into(),
     })
 }
 
-fn flash(device: &Device, passes: AttentionPasses) -> std::result::Result<Path, &'static str> {
+fn flash(device: &Device, passes: AttentionPasses) -> std::result::Result<AttentionKernel, &'static str> {
     match (device, passes) {
         (Device::Cuda(_), AttentionPasses::Forward) => {}
         (Device::Cuda(_), AttentionPasses::Both) => return Err("it has no backward"),
         _ => return Err("it computes on GPUs only"),
     }
     #[cfg(feature = "flash-attn")]
-    return Ok(Path::Flash);
+    return Ok(AttentionKernel::Flash);
     #[cfg(not(feature = "flash-attn"))]
     Err("this program was built without the flash-attn feature")
 }
@@ -158,7 +174,7 @@ mod tests {
     }
 
     #[track_caller]
-    fn check_left(seqs: &Seqs, choice: AttentionChoice, want: Option<&str>) {
+    fn check_left(seqs: &CuSeqlens, choice: AttentionChoice, want: Option<&str>) {
         let left = left_to_cudnn(seqs, &spec(choice)).err();
         match want {
             None => assert_eq!(left, None),
@@ -175,11 +191,11 @@ mod tests {
             (vec![0, 1, 3], None),
             (vec![0, 1, 1, 300, 301], None),
         ] {
-            check_left(&Seqs::packed(lens).unwrap(), auto, want);
+            check_left(&CuSeqlens::packed(lens).unwrap(), auto, want);
         }
-        check_left(&Seqs::with_keys(vec![0, 1], vec![0, 9]).unwrap(), auto, Some("keys are remembered"));
+        check_left(&CuSeqlens::from_q_and_k(vec![0, 1], vec![0, 9]).unwrap(), auto, Some("with a KV cache"));
         let deterministic = AttentionChoice { deterministic: true, ..auto };
-        check_left(&Seqs::packed(vec![0, 9]).unwrap(), deterministic, Some("square of the length"));
+        check_left(&CuSeqlens::packed(vec![0, 9]).unwrap(), deterministic, Some("quadratic in the length"));
     }
 
     #[test]
@@ -193,7 +209,7 @@ mod tests {
         }
     }
 
-    /// Runs a fake cuDNN; returns the result and how often our kernel computed.
+    /// Runs a fake cuDNN. Returns the result and the number of calls of the fused kernel.
     fn run(implementation: AttentionImpl, cudnn: Result<std::result::Result<&str, String>>) -> (Result<&str>, usize) {
         let n_fused = Cell::new(0);
         let fused = || {
@@ -215,7 +231,7 @@ mod tests {
     fn by_name_a_refusal_is_an_error_and_a_failure_is_one_in_both() {
         let (result, n_fused) = run(AttentionImpl::Cudnn, Ok(Err("EXECUTION_FAILED".into())));
         let error = result.unwrap_err().to_string();
-        assert!(error.contains("cuDNN was asked for and failed: EXECUTION_FAILED") && n_fused == 0, "{error}");
+        assert!(error.contains("cuDNN is requested but failed: EXECUTION_FAILED") && n_fused == 0, "{error}");
         for implementation in [AttentionImpl::Auto, AttentionImpl::Cudnn] {
             let (result, n_fused) = run(implementation, Err(candle_core::Error::Msg("out of memory".into())));
             assert!(result.unwrap_err().to_string().contains("out of memory") && n_fused == 0);

@@ -1,4 +1,4 @@
-//! Cost of `attention`.
+//! Memory and FLOPs of `attention`.
 //!
 //! t tokens, hq query heads, hkv KV heads, k head dim
 
@@ -7,21 +7,21 @@ use candle_core::DType;
 use super::spec::{AttentionHeads, AttentionImpl};
 use crate::cost::{Cost, DeviceKind, F32_BYTES, bytes};
 
-/// Matrices of scores that the reference implementation holds at once in a forward that records nothing.
+/// Score matrices that the reference implementation holds at once in a forward without a tape.
 const REFERENCE_FORWARD: u64 = 3;
-/// Matrices of scores that the reference implementation saves for backward.
+/// Score matrices that the reference implementation saves for backward.
 const REFERENCE_SAVED: u64 = 7;
-/// Matrices of scores that the backward of the reference implementation adds.
+/// Score matrices that the reference implementation's backward allocates.
 const REFERENCE_BACKWARD: u64 = 10;
 
-/// Sizes of attention in packed sequences, for its cost. There are as many keys as queries.
+/// Shape of an attention call over packed sequences, for its cost. Each sequence has as many keys as queries.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionCost {
-    /// t.
+    /// t, the number of tokens in all sequences.
     pub n_tokens: u64,
-    /// Tokens of the longest sequence.
+    /// Number of tokens of the longest sequence.
     pub longest: u64,
-    /// hq, hkv and k.
+    /// Heads: hq, hkv and k.
     pub heads: AttentionHeads,
     /// Dtype of q, k and v.
     pub dtype: DType,
@@ -32,12 +32,13 @@ pub struct AttentionCost {
 }
 
 impl AttentionCost {
-    /// Operations of q k^T and p v, per query-key pair, query head and element of a head.
+    /// FLOPs of q k^T and p v, per query-key pair, query head and element of a head.
     pub const FORWARD_FLOPS: u64 = 4;
-    /// Operations of dp, dv, dq and dk, per query-key pair, query head and element of a head. Recomputed scores are not counted.
+    /// FLOPs of dp, dv, dq and dk, per query-key pair, query head and element of a head. Recomputed scores are not
+    /// counted.
     pub const BACKWARD_FLOPS: u64 = 8;
 
-    /// Returns the cost of the forward. q, k and v are saved, as no other op saves them.
+    /// Returns the cost of the forward. It saves q, k and v, which no other op saves.
     pub fn forward(&self) -> Cost {
         let (q, kv) = (self.q(), self.kv());
         let saved = self.replay_bytes() + bytes(self.n_tokens * (q + 2 * kv), self.dtype);
@@ -58,34 +59,36 @@ impl AttentionCost {
         }
     }
 
-    /// Returns the bytes of a first forward's output and log-sum-exp, which [`save_outputs`](crate::save_outputs) saves.
+    /// Returns the bytes of the output and log-sum-exp that [`save_outputs`](crate::save_outputs) keeps for a replay.
     pub fn replay_bytes(&self) -> u64 {
         bytes(self.n_tokens * self.q(), self.dtype) + self.n_tokens * self.heads.n_query as u64 * F32_BYTES
     }
 
-    /// Returns the bytes of scores in a forward by the reference implementation that records nothing; 0 by another.
+    /// Returns the bytes of scores in a forward of the reference implementation without a tape; 0 for other
+    /// implementations.
     pub fn reference_forward_bytes(&self) -> u64 {
         self.reference_bytes(REFERENCE_FORWARD)
     }
 
-    /// Returns the elements of a token's queries.
+    /// Returns the elements of one token's queries.
     fn q(&self) -> u64 {
         (self.heads.n_query * self.heads.dim) as u64
     }
 
-    /// Returns the elements of a token's keys.
+    /// Returns the elements of one token's keys.
     fn kv(&self) -> u64 {
         (self.heads.n_kv * self.heads.dim) as u64
     }
 
-    /// Returns the query-key pairs times q. Each query counts with as many keys as the longest sequence has.
+    /// Returns the query-key pairs times the elements of a token's queries. Every query counts the longest sequence's
+    /// keys.
     fn n_products(&self) -> u64 {
         self.n_tokens * self.longest * self.q()
     }
 
     /// Returns the bytes of the kernel's f32 copies, for elements written and read per token.
     ///
-    /// The CPU computes in f32: outputs head by head, and inputs unless they are f32. On a GPU cuDNN sums dq in f32.
+    /// The CPU converts inputs that are not f32 and writes outputs head by head in f32. On a GPU cuDNN sums dq in f32.
     fn kernel_scratch_bytes(&self, written: u64, read: u64) -> u64 {
         let n_elements = match self.device {
             DeviceKind::Cpu if self.device.widens(self.dtype) => written + read,
@@ -95,7 +98,7 @@ impl AttentionCost {
         self.n_tokens * n_elements * F32_BYTES
     }
 
-    /// Returns the bytes of matrices of scores of the longest sequence, and of inputs and outputs in several layouts.
+    /// Returns the bytes of the longest sequence's score matrices, and of inputs and outputs in several layouts.
     fn reference_bytes(&self, n_matrices: u64) -> u64 {
         match self.implementation {
             AttentionImpl::Reference => {

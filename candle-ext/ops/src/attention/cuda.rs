@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use super::cu_seqlens::{CuSeqlens, Span};
 use super::layout::Heads;
-use super::seqs::{Seqs, Span};
 use super::spec::AttentionSpec;
 use crate::cuda::{Address, Arg, Blocks, Gpu, Out, address, gpu, kernels, suffix};
 use crate::transfer::upload_table;
@@ -11,24 +11,24 @@ use crate::transfer::upload_table;
 kernels!("attention");
 
 const OP: &str = "attention";
-/// Threads of a block that computes delta or merges, and its rows: a warp for each.
+/// Threads of a block that computes delta or merges; a warp handles one row.
 const DELTA_THREADS: usize = 256;
 const DELTA_ROWS: usize = DELTA_THREADS / 32;
-/// Rows or keys that the kernels count with an int, with room to step past the end; and the widest window.
+/// Most rows or keys that the kernels can index with an int, and the widest window.
 const MAX_ROWS: usize = 1 << 30;
-/// The largest head dim of all kernels.
+/// Largest head dim of all kernels.
 const MAX_DIM: usize = 256;
-/// What the addresses of tensors are multiples of, for the widest access there is.
+/// Alignment in bytes that the widest loads need.
 const ALIGNMENT: u64 = 16;
 
 /// Statistics of a forward that backward needs besides inputs and output.
 pub(super) struct ForwardState {
-    /// f32 [t, hq]
+    /// Log-sum-exp of each row, f32 [t, hq].
     lse: Tensor,
     problem: Problem,
 }
 
-/// What the backward starts from.
+/// Inputs of the backward.
 pub(super) struct Inputs<'a> {
     pub(super) q: &'a Tensor,
     pub(super) k: &'a Tensor,
@@ -38,21 +38,21 @@ pub(super) struct Inputs<'a> {
 }
 
 impl ForwardState {
-    /// Of a forward whose log-sum-exp is known, f32 [t, hq].
-    pub(super) fn new(lse: &Tensor, q: &Tensor, seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
+    /// Builds the state from a known log-sum-exp, f32 [t, hq].
+    pub(super) fn new(lse: &Tensor, q: &Tensor, seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
         Ok(Self { lse: lse.clone(), problem: Problem::new(q, seqs, spec, heads)? })
     }
 
-    /// f32 [t hq]
+    /// Returns the log-sum-exp of each row, f32 [t hq].
     pub(super) fn lse(&self) -> &Tensor {
         &self.lse
     }
 }
 
-/// Returns o.
+/// Computes the output o [t, hq, k] and the state that backward needs.
 pub(super) fn forward(
     [q, k, v]: [&Tensor; 3],
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     spec: &AttentionSpec,
     heads: Heads,
 ) -> Result<(Out, ForwardState)> {
@@ -88,7 +88,7 @@ pub(super) fn backward(inputs: &Inputs<'_>, state: &ForwardState) -> Result<[Ten
     Ok([dq.into_tensor(q.shape()), dk.into_tensor(k.shape()), dv.into_tensor(v.shape())])
 }
 
-/// sum(o do) of each row of `dim` elements, f32 [t, hq]
+/// Returns sum(o do) of each row of `dim` elements, f32 [t, hq].
 fn row_products(o: &Tensor, d_o: &Tensor, dim: usize) -> Result<Tensor> {
     let on = gpu(OP, o)?;
     let n_rows = o.elem_count() / dim;
@@ -106,7 +106,7 @@ fn row_products(o: &Tensor, d_o: &Tensor, dim: usize) -> Result<Tensor> {
     Ok(delta.into_tensor(n_rows))
 }
 
-/// Merges what attention to other keys gave into out [t, hq, k] and lse [t, hq]: all f32 but for the other out.
+/// Merges attention over other keys into out [t, hq, k] and lse [t, hq]. All tensors are f32, except `other_out`.
 pub(super) fn merge([out, lse]: [&Tensor; 2], [other_out, other_lse]: [&Tensor; 2]) -> Result<()> {
     let on = gpu(OP, out)?;
     let (t, hq, dim) = out.dims3()?;
@@ -124,7 +124,7 @@ pub(super) fn merge([out, lse]: [&Tensor; 2], [other_out, other_lse]: [&Tensor; 
     unsafe { KERNELS.launch(on, &name, [n_rows.div_ceil(DELTA_ROWS), 1, 1], DELTA_THREADS, &args) }
 }
 
-/// The tensor, or a copy if it is a view that begins anywhere.
+/// Returns the tensor, or a copy if its address is not aligned.
 pub(super) fn aligned(x: &Tensor) -> Result<Tensor> {
     if address(OP, x)?.is_multiple_of(ALIGNMENT) { Ok(x.clone()) } else { x.force_contiguous() }
 }
@@ -136,117 +136,133 @@ enum Kernel {
     GradKv,
 }
 
-/// How kernels multiply.
+/// Arithmetic of a kernel.
 #[derive(Clone, Copy)]
-enum Way {
-    /// By ordinary arithmetic in f32.
-    Plain,
-    /// On tensor cores.
-    Mma,
+enum MathMode {
+    /// f32 arithmetic on CUDA cores.
+    CudaCores,
+    /// Tensor cores.
+    TensorCores,
 }
 
-/// Which form of the kernels, and the tiles that it takes.
+/// A kernel variant and its tile sizes.
 #[derive(Clone, Copy)]
-struct Form {
-    way: Way,
-    /// The largest head dim.
+struct TileConfig {
+    math: MathMode,
+    /// Largest head dim that the variant supports.
     dim: usize,
     threads: usize,
-    /// Rows, queries times heads of a group, in a tile.
+    /// Rows of a tile: queries times the heads that share a KV head.
     rows: usize,
     keys: usize,
 }
 
-impl Form {
-    const fn mma(dim: usize) -> Self {
-        Self { way: Way::Mma, dim, threads: 128, rows: 128, keys: 64 }
+impl TileConfig {
+    const fn tensor_cores(dim: usize) -> Self {
+        Self { math: MathMode::TensorCores, dim, threads: 128, rows: 128, keys: 64 }
     }
 
-    const fn plain(dim: usize) -> Self {
-        Self { way: Way::Plain, dim, threads: 256, rows: 64, keys: 64 }
+    const fn cuda_cores(dim: usize) -> Self {
+        Self { math: MathMode::CudaCores, dim, threads: 256, rows: 64, keys: 64 }
     }
 
-    /// Tensor cores take 16-bit formats, rows that can be read 16 bytes at a time, and a scale under which the greatest
-    /// product is the greatest score.
+    /// Selects the variant for a dtype and head dim. Tensor cores need a 16-bit dtype, rows aligned to 16 bytes, and a
+    /// positive scale.
     fn choose(dtype: DType, dim: usize, scale: f32) -> Result<Self> {
-        const F32: &[Form] = &[Form::plain(64), Form::plain(96), Form::plain(128), Form::plain(MAX_DIM)];
-        const ALIGNED: &[Form] = &[Form::mma(64), Form::mma(96), Form::mma(128), Form::plain(MAX_DIM)];
-        const OTHERS: &[Form] = &[Form::plain(MAX_DIM)];
-        let forms = match dtype {
+        const F32: &[TileConfig] = &[
+            TileConfig::cuda_cores(64),
+            TileConfig::cuda_cores(96),
+            TileConfig::cuda_cores(128),
+            TileConfig::cuda_cores(MAX_DIM),
+        ];
+        const ALIGNED: &[TileConfig] = &[
+            TileConfig::tensor_cores(64),
+            TileConfig::tensor_cores(96),
+            TileConfig::tensor_cores(128),
+            TileConfig::cuda_cores(MAX_DIM),
+        ];
+        const OTHERS: &[TileConfig] = &[TileConfig::cuda_cores(MAX_DIM)];
+        let configs = match dtype {
             DType::F32 => F32,
             _ if dim.is_multiple_of(8) && scale > 0.0 => ALIGNED,
             _ => OTHERS,
         };
-        match forms.iter().find(|form| dim <= form.dim) {
-            Some(form) => Ok(*form),
+        match configs.iter().find(|tiles| dim <= tiles.dim) {
+            Some(tiles) => Ok(*tiles),
             None => bail!("{OP}: on CUDA a head dim of at most {MAX_DIM}, not {dim}"),
         }
     }
 
-    /// Dynamic shared memory of a block, as forward_mma.cuh and backward_mma.cuh share it out: rows of 16-bit elements,
-    /// and for dk and dv the lse and delta of two tiles of rows and the probabilities of one, in f32.
+    /// Returns the dynamic shared memory of a block in bytes, as forward_mma.cuh and backward_mma.cuh lay it out.
+    ///
+    /// It holds rows of 16-bit elements. For dk and dv it also holds lse, delta and probabilities in f32.
     fn shared_bytes(self, kernel: Kernel) -> usize {
         let step_keys = if self.dim > 64 { 32 } else { 64 };
         let step_rows = if self.dim > 96 { 32 } else { 64 };
-        let (n_rows, n_floats) = match (self.way, kernel) {
-            (Way::Plain, _) => (0, 0),
-            (Way::Mma, Kernel::Forward) => (self.rows + 4 * 64, 0),
-            (Way::Mma, Kernel::GradQ) => (2 * self.rows + 4 * step_keys, 0),
-            (Way::Mma, Kernel::GradKv) => (2 * self.keys + 4 * step_rows, (4 + self.keys) * step_rows),
+        let (n_rows, n_floats) = match (self.math, kernel) {
+            (MathMode::CudaCores, _) => (0, 0),
+            (MathMode::TensorCores, Kernel::Forward) => (self.rows + 4 * 64, 0),
+            (MathMode::TensorCores, Kernel::GradQ) => (2 * self.rows + 4 * step_keys, 0),
+            (MathMode::TensorCores, Kernel::GradKv) => (2 * self.keys + 4 * step_rows, (4 + self.keys) * step_rows),
         };
         n_rows * self.dim * 2 + n_floats * 4
     }
 }
 
-/// What all kernels are told: the sequences, cut into tiles, none across two of them.
+/// Arguments that all kernels share: the sequences, cut into tiles that lie within one sequence each.
 struct Problem {
-    /// u32 [5, n_seqs + 1]: queries, keys, tiles of rows and tiles of keys before each sequence, and of all; then the position
-    /// of each one's first query among its keys, in two's complement.
+    /// u32 [5, n_seqs + 1]. Rows 0 to 3 are cumulative counts of queries, keys, row tiles and key tiles. Row 4 is the
+    /// position of each sequence's first query among its keys, in two's complement.
     table: Tensor,
     n_seqs: usize,
     n_row_tiles: usize,
     n_key_tiles: usize,
-    form: Form,
+    tiles: TileConfig,
     dtype: DType,
     heads: Heads,
     spec: AttentionSpec,
 }
 
 impl Problem {
-    fn new(q: &Tensor, seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
+    fn new(q: &Tensor, seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
         let n_rows = seqs.n_tokens().saturating_mul(heads.n_kv * heads.group).max(seqs.n_keys());
         if n_rows > MAX_ROWS {
             bail!("{OP}: {n_rows} queries of all heads, or keys, are more than {MAX_ROWS}")
         }
-        // Distances are counted with an int, too, and are less than the widest window.
+        // The kernels count distances with an int; they stay below the widest window.
         let distance = |span: Span| (span.first + span.q.len() as isize).max(span.k.len() as isize - span.first);
         if let Some(distance) = seqs.spans().map(distance).find(|distance| *distance > MAX_ROWS as isize) {
             bail!("{OP}: a query and a key lie {distance} tokens apart, more than {MAX_ROWS}")
         }
-        let form = Form::choose(q.dtype(), heads.dim, spec.scale)?;
-        let row_tiles = cumulative(seqs.spans().map(|span| (span.q.len() * heads.group).div_ceil(form.rows)));
-        let key_tiles = cumulative(seqs.spans().map(|span| span.k.len().div_ceil(form.keys)));
+        let tiles = TileConfig::choose(q.dtype(), heads.dim, spec.scale)?;
+        let row_tiles = cumulative(seqs.spans().map(|span| (span.q.len() * heads.group).div_ceil(tiles.rows)));
+        let key_tiles = cumulative(seqs.spans().map(|span| span.k.len().div_ceil(tiles.keys)));
         let n_seqs = seqs.n_seqs();
-        let mut table: Vec<u32> =
-            [seqs.cu_q(), seqs.cu_k(), &row_tiles, &key_tiles].concat().into_iter().map(|n| n as u32).collect();
+        let mut table: Vec<u32> = [seqs.cu_seqlens_q(), seqs.cu_seqlens_k(), &row_tiles, &key_tiles]
+            .concat()
+            .into_iter()
+            .map(|n| n as u32)
+            .collect();
         table.extend(seqs.spans().map(|span| span.first as i32 as u32).chain([0]));
         Ok(Self {
             table: upload_table(&table, (5, n_seqs + 1), q.device())?,
             n_seqs,
             n_row_tiles: row_tiles[n_seqs],
             n_key_tiles: key_tiles[n_seqs],
-            form,
+            tiles,
             dtype: q.dtype(),
             heads,
             spec: *spec,
         })
     }
 
+    /// Launches `kernel` over all tiles.
+    ///
     /// # Safety
     ///
-    /// The addresses must be the kernel's first parameters, good for the rows and keys of these sequences.
+    /// `addresses` must be the kernel's first parameters, valid for the rows and keys of these sequences.
     unsafe fn launch(&self, on: Gpu, kernel: Kernel, addresses: &[Address]) -> Result<()> {
-        let Self { form, heads, spec, .. } = self;
+        let Self { tiles, heads, spec, .. } = self;
         let (name, n_tiles) = match kernel {
             Kernel::Forward => ("forward", self.n_row_tiles),
             Kernel::GradQ => ("grad_q", self.n_row_tiles),
@@ -262,19 +278,19 @@ impl Problem {
             Arg::I32(spec.window.unwrap_or(MAX_ROWS).min(MAX_ROWS) as i32),
             Arg::F32(spec.scale),
         ]);
-        let way = match form.way {
-            Way::Plain => "plain",
-            Way::Mma => "mma",
+        let math = match tiles.math {
+            MathMode::CudaCores => "plain",
+            MathMode::TensorCores => "mma",
         };
-        let name = format!("{name}_{way}_{}_{}", suffix(OP, self.dtype)?, form.dim);
+        let name = format!("{name}_{math}_{}_{}", suffix(OP, self.dtype)?, tiles.dim);
         let grid = [n_tiles, heads.n_kv, 1];
-        let blocks = Blocks { grid, threads: form.threads, shared_bytes: form.shared_bytes(kernel) };
+        let blocks = Blocks { grid, threads: tiles.threads, shared_bytes: tiles.shared_bytes(kernel) };
         // SAFETY: the caller answers for the addresses; the table has five rows of n_seqs + 1.
         unsafe { KERNELS.launch_blocks(on, &name, blocks, &args) }
     }
 }
 
-/// 0 and the sums of the numbers up to each.
+/// Returns 0 followed by the running sums of `numbers`.
 fn cumulative(numbers: impl Iterator<Item = usize>) -> Vec<usize> {
     let sums = numbers.scan(0, |sum, n| {
         *sum += n;

@@ -21,7 +21,7 @@ namespace cudnn_frontend {
 void *cudnn_dlhandle = nullptr;
 }
 
-// What a graph is built for. As in cudnn.rs.
+// Key of a graph. Same layout as in cudnn.rs.
 struct Shape {
     int64_t batch, max_q, max_k, total_q, total_k, heads_q, heads_k, dim;
     int64_t window;  // 0: none
@@ -29,7 +29,7 @@ struct Shape {
     int32_t is_causal, ends_together, is_bf16, capability, is_backward, is_deterministic;
 };
 
-// Addresses on the device. As in cudnn.rs.
+// Device addresses. Same layout as in cudnn.rs.
 struct Addresses {
     void *q, *k, *v, *o, *stats, *d_o, *dq, *dk, *dv;
     void *lens_q, *lens_k, *offsets_q, *offsets_k, *offsets_stats, *workspace;
@@ -65,12 +65,12 @@ fe::error_t from_status(cudnnStatus_t status, const char *what) {
     return {fe::error_code_t::CUDNN_BACKEND_API_FAILED, std::string(what) + ": " + fe::detail::get_error_string(status)};
 }
 
-// One graph in the making.
+// Builder of one graph.
 struct Builder {
     const Shape &shape;
     fe::graph::Graph &graph;
 
-    // Where each sequence begins, for one tensor.
+    // Offset of each sequence's first element, for one tensor.
     Tensor offsets(const char *name, Uid uid) {
         return table(name, uid, shape.batch + 1, fe::DataType_t::INT64);
     }
@@ -110,19 +110,19 @@ struct Builder {
         return graph.tensor(lay_out(tensor, uid, shape.batch, shape.heads_k, shape.max_k, shape.dim, offsets));
     }
 
-    // What forward and backward have in common.
+    // Options that forward and backward share.
     template <typename Attributes>
     void describe(Attributes &options) {
         options.set_attn_scale(std::bit_cast<float>(shape.scale_bits))
             .set_padding_mask(true)
             .set_seq_len_q(lens("lens_q", LENS_Q))
             .set_seq_len_kv(lens("lens_k", LENS_K));
-        // The place of a query among the keys: queries are the last positions. Where there are as many of them as of
-        // keys, both alignments mean the same, and more versions take the first.
+        // Alignment of the causal mask: queries are the last positions. With as many queries as keys both alignments
+        // mean the same, and more cuDNN versions support the first.
         options.set_diagonal_alignment(shape.ends_together ? fe::DiagonalAlignment_t::BOTTOM_RIGHT
                                                            : fe::DiagonalAlignment_t::TOP_LEFT);
         if (shape.is_causal) options.set_diagonal_band_right_bound(0);
-        // Keeps a key if key + bound > query: the same meaning as ours.
+        // cuDNN keeps a key if key + bound > query, which is our window.
         if (shape.window > 0) options.set_diagonal_band_left_bound(static_cast<int>(shape.window));
     }
 
@@ -153,7 +153,7 @@ struct Builder {
         auto options = fe::graph::SDPA_backward_attributes()
                            .set_name("attention_backward")
                            .set_deterministic_algorithm(shape.is_deterministic != 0)
-                           // Without these the workspace holds batch * max rows, not the rows that there are.
+                           // Without these, the workspace is sized for batch * max rows instead of the actual rows.
                            .set_max_total_seq_len_q(shape.total_q)
                            .set_max_total_seq_len_kv(shape.total_k);
         describe(options);
@@ -168,7 +168,7 @@ struct Builder {
 
 extern "C" {
 
-// Takes the library (of dlopen) that all functions of cuDNN come from. Called once, before anything else.
+// Takes the library (from dlopen) that provides all cuDNN functions. Called once, first.
 int candlewick_cudnn_open(void *library, size_t *version, char *error, size_t size) {
     fe::cudnn_dlhandle = library;
     return guarded(error, size, [&]() -> fe::error_t {
@@ -177,14 +177,14 @@ int candlewick_cudnn_open(void *library, size_t *version, char *error, size_t si
     });
 }
 
-// Makes a handle for the device of the current context. It is never destroyed.
+// Creates a handle for the current context's device. It is never destroyed.
 int candlewick_cudnn_handle(void **handle, char *error, size_t size) {
     return guarded(error, size, [&]() -> fe::error_t {
         return from_status(fe::detail::create_handle(reinterpret_cast<cudnnHandle_t *>(handle)), "cudnnCreate");
     });
 }
 
-// Builds a graph, or says why cuDNN does not take this shape. A graph is never destroyed.
+// Builds a graph, or returns the reason why cuDNN does not support the shape. A graph is never destroyed.
 int candlewick_cudnn_build(void *handle, const Shape *shape, void **graph_out, int64_t *workspace, char *error,
                            size_t size) {
     return guarded(error, size, [&]() -> fe::error_t {

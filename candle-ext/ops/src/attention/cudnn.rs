@@ -1,6 +1,6 @@
-//! Attention by cuDNN, through `cudnn.cpp`: a graph is built once for each [`Shape`] and run on candle's stream.
+//! Attention by cuDNN, through `cudnn.cpp`. A graph is built once for each [`Shape`] and runs on candle's stream.
 //!
-//! cuDNN is loaded at the first use. Where it is missing, or does not take a case, [`plan`] says why.
+//! cuDNN is loaded on first use. If it is missing or does not support a call, [`plan`] returns the reason.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -11,26 +11,26 @@ use candle_core::cuda_backend::DeviceId;
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, sys::CUdevice_attribute};
 use candle_core::{CudaDevice, DType, Device, Error, Result, Tensor};
 
+use super::cu_seqlens::CuSeqlens;
 use super::cuda::{Inputs, aligned};
 use super::graphs::Graphs;
 use super::layout::Heads;
 use super::ragged::{Bucket, Tables};
-use super::seqs::Seqs;
 use super::spec::{AttentionPasses, AttentionSpec};
 use crate::cuda::{Address, Out, address, gpu};
 use crate::nvidia;
 use crate::transfer::upload_table;
 
 const OP: &str = "attention by cuDNN";
-/// 9.10.2: in 9.10.0 and 9.10.1 the backward is wrong, and before them windows of packed sequences and offsets of more
-/// than 31 bits are not always there.
+/// Oldest supported cuDNN, 9.10.2. The backward of 9.10.0 and 9.10.1 is wrong. Older releases lack windows over packed
+/// sequences or 64-bit offsets.
 const MIN_VERSION: usize = 9_10_02;
-/// Bytes of a message.
+/// Size of the error message buffer in bytes.
 const MESSAGE: usize = 4096;
 
 type Explained<T> = std::result::Result<T, String>;
 
-/// What a graph is built for. As in cudnn.cpp.
+/// Key of a cuDNN graph. Same layout as in cudnn.cpp.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Shape {
@@ -52,7 +52,7 @@ struct Shape {
     is_deterministic: i32,
 }
 
-/// Addresses on the device; zero where a graph needs none. As in cudnn.cpp.
+/// Device addresses; zero if a graph does not use one. Same layout as in cudnn.cpp.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct Addresses {
@@ -95,7 +95,7 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// The loaded library's version, such as 91900.
+/// Version of the loaded library, such as 91900.
 static VERSION: LazyLock<Explained<usize>> = LazyLock::new(open);
 
 static DEVICES: LazyLock<Mutex<HashMap<DeviceId, Cudnn>>> = LazyLock::new(Mutex::default);
@@ -107,7 +107,7 @@ struct Cudnn {
     graphs: Graphs<Shape, Graph>,
 }
 
-/// Something of cuDNN's, which lives as long as the process.
+/// Handle or graph of cuDNN, which lives as long as the process.
 #[derive(Clone, Copy)]
 struct Pointer(*mut c_void);
 
@@ -123,7 +123,7 @@ struct Graph {
     workspace_bytes: usize,
 }
 
-/// Graphs that take a call.
+/// Graphs that compute a call.
 pub(super) struct Plan {
     bucket: Bucket,
     forward: Graph,
@@ -134,14 +134,14 @@ pub(super) struct Plan {
 /// Statistics of a forward that backward needs besides inputs and output.
 pub(super) struct ForwardState {
     plan: Box<Plan>,
-    /// The log-sum-exp of each row, f32 [t, hq]
+    /// Log-sum-exp of each row, f32 [t, hq].
     stats: Tensor,
     tables: DeviceTables,
-    /// Whether there are keys that no query may see, whose gradient cuDNN then does not write.
+    /// True if some keys are masked for all queries: cuDNN does not write their gradients.
     has_unseen_keys: bool,
 }
 
-/// [`Tables`] on the device.
+/// [`Tables`] uploaded to the device.
 struct DeviceTables {
     lens: Tensor,
     offsets: Tensor,
@@ -149,10 +149,10 @@ struct DeviceTables {
     width: usize,
 }
 
-/// Finds or builds the graphs of a call, or says why cuDNN does not take it.
+/// Finds or builds the graphs of a call. The error is the reason why cuDNN does not support it.
 pub(super) fn plan(
     q: &Tensor,
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     spec: &AttentionSpec,
     heads: Heads,
     passes: AttentionPasses,
@@ -164,8 +164,8 @@ pub(super) fn plan(
         other => return Err(format!("it computes in bf16 and f16, not {other:?}")),
     };
     if !heads.dim.is_multiple_of(16) {
-        // Its backward's memory is linear in the tokens only then.
-        return Err(format!("it wants a head dim that is a multiple of 16, not {}", heads.dim));
+        // The backward needs memory linear in the tokens only under this condition.
+        return Err(format!("it needs a head dim that is a multiple of 16, not {}", heads.dim));
     }
     if seqs.n_tokens() == 0 {
         return Err("there are no tokens".into());
@@ -181,8 +181,8 @@ pub(super) fn plan(
         std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Cudnn::new(device)?),
     };
     if !(90..110).contains(&cudnn.capability) {
-        // Elsewhere its backward takes no packed statistics.
-        return Err(format!("it wants Hopper or Blackwell for packed sequences, not sm_{}", cudnn.capability));
+        // On older GPUs the backward does not accept packed statistics.
+        return Err(format!("it needs Hopper or Blackwell for packed sequences, not sm_{}", cudnn.capability));
     }
     let forward = shape(cudnn.capability, &bucket, is_bf16, seqs, spec, heads);
     let is_deterministic = spec.choice.deterministic;
@@ -198,9 +198,16 @@ pub(super) fn plan(
     Ok(Plan { bucket, forward, backward, is_deterministic })
 }
 
-/// The forward's. It does not depend on the number of tokens.
-fn shape(capability: i32, bucket: &Bucket, is_bf16: bool, seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Shape {
-    // One that holds every key is none.
+/// Returns the key of the forward graph. It does not depend on the number of tokens.
+fn shape(
+    capability: i32,
+    bucket: &Bucket,
+    is_bf16: bool,
+    seqs: &CuSeqlens,
+    spec: &AttentionSpec,
+    heads: Heads,
+) -> Shape {
+    // A window that covers every key equals no window.
     let window = spec.window.filter(|&window| window < bucket.max_k).unwrap_or(0);
     Shape {
         batch: bucket.batch as i64,
@@ -214,7 +221,7 @@ fn shape(capability: i32, bucket: &Bucket, is_bf16: bool, seqs: &Seqs, spec: &At
         window: window as i64,
         scale_bits: spec.scale.to_bits(),
         is_causal: i32::from(spec.causal),
-        ends_together: i32::from((spec.causal || window > 0) && seqs.cu_q() != seqs.cu_k()),
+        ends_together: i32::from((spec.causal || window > 0) && seqs.cu_seqlens_q() != seqs.cu_seqlens_k()),
         is_bf16: i32::from(is_bf16),
         capability,
         is_backward: 0,
@@ -223,18 +230,18 @@ fn shape(capability: i32, bucket: &Bucket, is_bf16: bool, seqs: &Seqs, spec: &At
 }
 
 impl Plan {
-    /// Names the library and what it promises.
+    /// Describes the library: its version and whether it is deterministic.
     pub(super) fn describe(&self) -> String {
         let version = VERSION.as_ref().map_or("?".into(), |version| dotted(*version));
         format!("cuDNN {version}{}", if self.is_deterministic { ", deterministic" } else { "" })
     }
 }
 
-/// Returns o, or why cuDNN does not compute it.
+/// Returns o, or the reason why cuDNN refused the call.
 pub(super) fn forward(
     plan: Box<Plan>,
     qkv: [&Tensor; 3],
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     heads: Heads,
 ) -> Result<Explained<(Out, ForwardState)>> {
     let [q, k, v] = qkv.map(aligned);
@@ -254,15 +261,17 @@ pub(super) fn forward(
     // SAFETY: q and o are [t, hq, k], k and v [s, hkv, k], the statistics [t, hq], as the tables say; the sequences fit
     // into the bucket that the graph was built for.
     let ran = unsafe { run(q.device(), plan.forward, 0, addresses)? };
-    let has_unseen_keys = seqs.cu_q() != seqs.cu_k();
+    let has_unseen_keys = seqs.cu_seqlens_q() != seqs.cu_seqlens_k();
     Ok(ran.map(|()| (o, ForwardState { plan, stats: stats.into_tensor(n_rows), tables, has_unseen_keys })))
 }
 
-/// Returns dq, dk and dv, or why cuDNN does not compute them.
+/// Returns dq, dk and dv, or the reason why cuDNN refused the call.
 pub(super) fn backward(inputs: &Inputs<'_>, state: &ForwardState) -> Result<Explained<[Tensor; 3]>> {
     let Inputs { q, k, v, o, d_o } = *inputs;
     let (q, k, v, d_o) = (&aligned(q)?, &aligned(k)?, &aligned(v)?, &aligned(d_o)?);
-    let Some(graph) = state.plan.backward else { candle_core::bail!("{OP}: no gradient was asked for") };
+    let Some(graph) = state.plan.backward else {
+        candle_core::bail!("{OP}: the forward was planned without a backward")
+    };
     let on = gpu(OP, q)?;
     let grad = |x: &Tensor| match state.has_unseen_keys {
         true => Tensor::zeros(x.shape(), x.dtype(), x.device()),
@@ -287,7 +296,7 @@ pub(super) fn backward(inputs: &Inputs<'_>, state: &ForwardState) -> Result<Expl
 }
 
 impl DeviceTables {
-    fn new(seqs: &Seqs, heads: Heads, batch: usize, device: &Device) -> Result<Self> {
+    fn new(seqs: &CuSeqlens, heads: Heads, batch: usize, device: &Device) -> Result<Self> {
         let Tables { lens, offsets, width } = Tables::new(seqs, heads, batch);
         let (lens, offsets) = (upload_table(&lens, (2, batch), device)?, upload_table(&offsets, (3, width), device)?);
         Ok(Self { lens, offsets, batch, width })
@@ -320,7 +329,7 @@ impl Cudnn {
         Ok(Self { handle: Pointer(handle), capability: 10 * major + minor, graphs: Graphs::new() })
     }
 
-    /// A refusal is remembered, too.
+    /// Returns the graph of a shape, built on first use. A refusal is remembered.
     fn graph(&mut self, device: &CudaDevice, shape: Shape) -> Explained<Graph> {
         let Self { handle, graphs, .. } = self;
         graphs.get_or_build(shape, || build(handle.0, device, shape))
@@ -338,11 +347,11 @@ fn build(handle: *mut c_void, device: &CudaDevice, shape: Shape) -> Explained<Gr
     Ok(Graph { shape, pointer: Pointer(graph), workspace_bytes: workspace.max(0) as usize })
 }
 
-/// Runs a graph, or says why cuDNN does not. That is not tried again for its shape.
+/// Runs a graph, or returns the reason why cuDNN refused. A refused shape is not tried again.
 ///
 /// # Safety
 ///
-/// The addresses must be those of the graph's direction, on this device, and hold what it was built for.
+/// `addresses` must be valid on this device, for the graph's direction and shape.
 unsafe fn run(device: &Device, graph: Graph, is_backward: i32, mut addresses: Addresses) -> Result<Explained<()>> {
     let device = device.as_cuda_device()?;
     bind(device).map_err(|why| Error::Msg(format!("{OP}: {why}")))?;
@@ -369,7 +378,7 @@ fn bind(device: &CudaDevice) -> Explained<()> {
     device.cuda_stream().context().bind_to_thread().map_err(|error| error.to_string())
 }
 
-/// Loads cuDNN, which then stays.
+/// Loads cuDNN and returns its version. The library stays loaded.
 fn open() -> Explained<usize> {
     let library = nvidia::load("libcudnn.so").ok_or("there is no cuDNN here (libcudnn.so.9 cannot be loaded)")?;
     let library = libloading::os::unix::Library::from(library).into_raw();
@@ -379,7 +388,7 @@ fn open() -> Explained<usize> {
     Ok(version)
 }
 
-/// Makes a call that returns 0, or writes why not into a buffer.
+/// Calls a C function that returns 0, or writes an error message to a buffer.
 fn call(run: impl FnOnce(*mut c_char, usize) -> c_int) -> Explained<()> {
     let mut message = [0u8; MESSAGE];
     if run(message.as_mut_ptr().cast(), MESSAGE) == 0 {
@@ -389,7 +398,7 @@ fn call(run: impl FnOnce(*mut c_char, usize) -> c_int) -> Explained<()> {
     Err(message.trim().to_owned())
 }
 
-/// 91900 -> 9.19.0
+/// Formats a version: 91900 becomes 9.19.0.
 fn dotted(version: usize) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }

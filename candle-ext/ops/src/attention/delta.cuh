@@ -1,9 +1,9 @@
-// attention, what the backward needs first: delta = sum(do o).
+// Attention: delta = sum(do o), which the backward kernels need first.
 #pragma once
 
 #include "common.cuh"
 
-// delta of each row [n, dim], a warp for each.
+// Computes delta of each row [n, dim], one warp per row.
 template <int W, typename T>
 __device__ void row_products(const T* o, const T* d_o, float* delta, int n, int dim) {
     const int lane = threadIdx.x & 31, row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);

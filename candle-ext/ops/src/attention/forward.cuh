@@ -1,11 +1,11 @@
-// attention, forward: a block takes a tile of rows over the tiles of keys that they see.
+// Attention forward: a block computes a tile of query rows over the key tiles that they may attend to.
 #pragma once
 
 #include "tile.cuh"
 
 namespace plain {
 
-// The largest of the 16 threads that share rows.
+// Largest value among the 16 threads that share rows.
 __device__ __forceinline__ float row_max(float x) {
 #pragma unroll
     for (int offset = 8; offset > 0; offset >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
@@ -18,8 +18,8 @@ __device__ __forceinline__ float row_sum(float x) {
     return x;
 }
 
-// Softmax with a running maximum and sum (Milakov and Gimelshein 2018), lse [t, n_kv, group]. A row that sees nothing gives
-// zeros, and an lse of -inf.
+// Online softmax (Milakov and Gimelshein 2018); lse is [t, n_kv, group]. A fully masked row gives zeros and an lse of
+// -inf.
 template <int DIM, typename T>
 __device__ void forward(const T* q, const T* k, const T* v, T* o, float* lse, const Problem& problem) {
     __shared__ Scratch scratch;
@@ -54,7 +54,7 @@ __device__ void forward(const T* q, const T* k, const T* v, T* o, float* lse, co
                 max = fmaxf(max, scores[i][j]);
             }
             max = row_max(max);
-            // A row may see nothing yet.
+            // So far the row may be fully masked.
             const float shift = max == -INFINITY ? 0.0f : max;
             const float shrink = expf(maxima[i] - shift);
             maxima[i] = max;

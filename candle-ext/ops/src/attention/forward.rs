@@ -1,21 +1,21 @@
-//! The forward CPU kernel: a task for each head and tile of queries.
+//! CPU kernel of the attention forward: a task for each head and tile of queries.
 
 use rayon::prelude::*;
 
-use super::layout::{Head, Heads, by_row, pieces};
-use super::seqs::{Seqs, Span};
+use super::cu_seqlens::{CuSeqlens, Span};
+use super::layout::{Head, Heads, by_row, split_by_lens};
 use super::spec::AttentionSpec;
 use super::tile::{QUERIES, Queries, clear_outside, of_span};
 use crate::exp;
 use crate::floats::{Floats, FloatsMut};
-use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
+use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm};
 use crate::simd::vectorised;
 
 /// Writes the output and returns the log-sum-exp of each row, f32 [heads, t].
 pub(super) fn run(
     [q, k, v]: [Floats<'_>; 3],
     out: FloatsMut<'_>,
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     spec: &AttentionSpec,
     heads: Heads,
 ) -> Vec<f32> {
@@ -27,10 +27,10 @@ pub(super) fn run(
     let mut o = vec![0.0; q.len()];
     let mut lse = vec![0.0; n_heads * seqs.n_tokens()];
     let tiles = tiles(seqs, n_heads);
-    let o_tiles = pieces(&mut o, tiles.iter().map(|tile| tile.n_queries * dim));
-    let lse_tiles = pieces(&mut lse, tiles.iter().map(|tile| tile.n_queries));
+    let o_tiles = split_by_lens(&mut o, tiles.iter().map(|tile| tile.n_queries * dim));
+    let lse_tiles = split_by_lens(&mut lse, tiles.iter().map(|tile| tile.n_queries));
     let mut tasks: Vec<_> = tiles.iter().zip(o_tiles).zip(lse_tiles).collect();
-    // Who reads the same keys does so one after the other.
+    // Run tasks that read the same keys one after another, for cache locality.
     tasks.sort_by_key(|((tile, _), _)| (tile.span.k.start, tile.head / group, tile.offset));
     tasks.into_par_iter().for_each(|((tile, o), lse)| {
         let Tile { head, span, offset, n_queries } = tile;
@@ -49,7 +49,7 @@ pub(super) fn run(
     lse
 }
 
-/// `n_queries` of a sequence from `offset` on, for one head.
+/// A tile: `n_queries` queries of a sequence from `offset` on, for one head.
 struct Tile {
     head: usize,
     span: Span,
@@ -57,8 +57,8 @@ struct Tile {
     n_queries: usize,
 }
 
-/// All tiles, in the order of the [heads, t, ..] buffers that they tile.
-fn tiles(seqs: &Seqs, n_heads: usize) -> Vec<Tile> {
+/// Lists all tiles, in the order of the [heads, t, ..] buffers.
+fn tiles(seqs: &CuSeqlens, n_heads: usize) -> Vec<Tile> {
     let of_span = |head, span: Span| {
         (0..span.q.len()).step_by(QUERIES).map(move |offset| Tile {
             head,
@@ -70,10 +70,10 @@ fn tiles(seqs: &Seqs, n_heads: usize) -> Vec<Tile> {
     (0..n_heads).flat_map(|head| seqs.spans().flat_map(move |span| of_span(head, span))).collect()
 }
 
-/// Softmax over the tiles of keys with a running maximum and sum (Milakov and Gimelshein 2018).
+/// Computes online softmax over the tiles of keys (Milakov and Gimelshein 2018).
 ///
-/// A row that sees nothing of a tile is left as it is. One that sees nothing at all, as there are in a piece, gives zeros and
-/// a log-sum-exp of -inf.
+/// A row that is masked in a whole tile stays unchanged. A fully masked row gives zeros and a log-sum-exp of -inf; that
+/// occurs in an [`AttentionChunk`](super::AttentionChunk).
 fn attend(queries: &Queries<'_>, (k, v): (Head<'_>, Head<'_>), span: &Span, o: &mut [f32], lse: &mut [f32]) {
     let (rows, dim) = (queries.n, o.len() / queries.n);
     let mut maxima = vec![f32::NEG_INFINITY; rows];
@@ -97,7 +97,7 @@ fn attend(queries: &Queries<'_>, (k, v): (Head<'_>, Head<'_>), span: &Span, o: &
             vectorised!(o.iter_mut().for_each(|o| *o *= shrink));
         }
         let p = Mat::new(&scores, rows, tile.len());
-        gemm(MatMut::new(o, rows, dim), Old::Keep, p, of_span(v, &span.k, &tile), 1.0, Threads::One);
+        gemm(MatMut::new(o, rows, dim), Accumulate::Add, p, of_span(v, &span.k, &tile), 1.0, Threads::One);
     }
     for (row, o) in o.chunks_exact_mut(dim).enumerate() {
         if sums[row] != 0.0 {

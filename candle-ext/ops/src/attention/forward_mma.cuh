@@ -1,11 +1,11 @@
-// attention on tensor cores, forward: a block takes a tile of rows over the tiles of keys that they see.
+// Attention forward on tensor cores: a block computes a tile of query rows over the key tiles that they may attend to.
 #pragma once
 
 #include "mma.cuh"
 
 namespace mma {
 
-// Over the four threads that share rows.
+// Largest value among the four threads that share rows.
 __device__ __forceinline__ float row_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -16,13 +16,13 @@ __device__ __forceinline__ float row_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Softmax with a running maximum and sum, in powers of two, of the thread's four rows.
+// Online softmax of the thread's four rows, in powers of two.
 struct Softmax {
-    float scale;  // > 0, times log2 e
+    float scale;  // > 0, multiplied by log2 e
     float maxima[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
     float sums[4] = {};
 
-    // Scores become powers of two, to be divided by the sums in the end; what was summed before shrinks.
+    // Turns scores into unnormalised powers of two and rescales the earlier sums. The final division comes last.
     template <int COLUMNS, int DIM>
     __device__ __forceinline__ void add(Matrix<COLUMNS>& scores, Matrix<DIM>& out) {
 #pragma unroll
@@ -31,7 +31,7 @@ struct Softmax {
 #pragma unroll
             for (int j = 0; j < COLUMNS / 4; ++j) max = fmaxf(max, scores.at[i][j]);
             max = row_max(max);
-            // A row may see nothing yet.
+            // So far the row may be fully masked.
             const float shift = max == -INFINITY ? 0.0f : max * scale;
             const float shrink = fast_exp2(maxima[i] * scale - shift);
             maxima[i] = max;
@@ -59,7 +59,7 @@ __device__ void forward(const T* q, const T* k, const T* v, T* o, float* lse, co
     const int first = sequence.tile * TILE_ROWS, last = min(first + TILE_ROWS, q_rows.n) - 1;
     const int own_row = threadIdx.x / 32 * WARP_ROWS;
 
-    // Shared: the rows, and twice a tile of keys and of values.
+    // Shared memory: the query rows, and double-buffered tiles of keys and values.
     const Tile<T, DIM> q_tile{reinterpret_cast<T*>(dynamic_shared())};
     const Tile<T, DIM> own = q_tile.from(own_row), stages = q_tile.from(TILE_ROWS);
     const auto stage_keys = [&](int number, int key) {

@@ -1,11 +1,11 @@
-//! Graphs of cuDNN by shape, and the shapes that it refused: when a graph was built, or when it ran.
+//! Cache of cuDNN graphs by shape, including the shapes that cuDNN refused.
 
 use std::collections::HashMap;
 use std::hash::Hash;
 
 type Explained<T> = std::result::Result<T, String>;
 
-/// Graphs by shape. A refusal stays as long as the process.
+/// Graphs by shape. A refusal is kept as long as the process lives.
 pub(super) struct Graphs<S, G>(HashMap<S, Explained<G>>);
 
 impl<S: Copy + Eq + Hash, G: Copy> Graphs<S, G> {
@@ -13,12 +13,12 @@ impl<S: Copy + Eq + Hash, G: Copy> Graphs<S, G> {
         Self(HashMap::new())
     }
 
-    /// Returns the graph of a shape, or why there is none; builds it at the first time.
+    /// Returns the graph of a shape, built on first use, or the reason why cuDNN refused it.
     pub(super) fn get_or_build(&mut self, shape: S, build: impl FnOnce() -> Explained<G>) -> Explained<G> {
         self.0.entry(shape).or_insert_with(build).clone()
     }
 
-    /// Runs the graph of a shape, unless an earlier run was refused. A refusal is logged once and stays.
+    /// Runs the graph of a shape unless an earlier run was refused. A refusal is logged once and remembered.
     pub(super) fn run(&mut self, shape: S, run: impl FnOnce() -> Explained<()>) -> Explained<()> {
         if let Some(Err(why)) = self.0.get(&shape) {
             return Err(why.clone());
@@ -53,7 +53,7 @@ mod tests {
         assert_eq!(graphs.run(1, || Err("NVRTC is missing".into())), Err("NVRTC is missing".into()));
         assert_eq!(graphs.run(1, || panic!("it was refused")), Err("NVRTC is missing".into()));
         assert_eq!(graphs.get_or_build(1, || panic!("it was refused")), Err("NVRTC is missing".into()));
-        // Other shapes, such as the forward's, go on.
+        // Other shapes are unaffected.
         assert_eq!(graphs.get_or_build(2, || Ok('b')), Ok('b'));
         assert_eq!(graphs.run(2, || Ok(())), Ok(()));
     }

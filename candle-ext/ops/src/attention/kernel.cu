@@ -1,5 +1,5 @@
-// attention: kernels for each format and each largest head dim, in the manner of FlashAttention 2. The grid has a tile
-// for each x and a key head for each y.
+// attention: kernels for each dtype and maximum head dim, after FlashAttention 2. The grid has a tile per x and a KV
+// head per y.
 #include "backward.cuh"
 #include "backward_mma.cuh"
 #include "delta.cuh"
@@ -15,7 +15,7 @@
 
 static_assert(plain::THREADS == 256 && mma::THREADS == 128, "the kernels below declare these numbers of threads");
 
-// `way` is how they multiply: plain or mma.
+// `way` is the arithmetic: plain (CUDA cores) or mma (tensor cores).
 #define KERNELS(way, threads, T, suffix, DIM)                                                                  \
     KERNEL(threads, way::ROW_BLOCKS<DIM>) forward_##way##_##suffix##_##DIM(const T* q, const T* k, const T* v, \
             T* o, float* lse, PROBLEM_PARAMETERS) {                                                            \

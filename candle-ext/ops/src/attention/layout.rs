@@ -1,20 +1,20 @@
-//! Where the heads lie: side by side in each row of a tensor, one after the other in what the kernels write.
+//! Layouts of heads: interleaved by row in tensors, one head after another in kernel outputs.
 
 use std::ops::Range;
 
 use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 
-use super::seqs::Seqs;
+use super::cu_seqlens::CuSeqlens;
 use super::spec::AttentionSpec;
 use crate::floats::{FloatsMut, check_dtype};
 use crate::gemm::Mat;
 use crate::simd::vectorised;
 
-/// Rows that one task copies back.
+/// Rows that one task copies.
 const ROWS: usize = 32;
 
-/// Head counts: `n_kv` key heads, each read by `group` query heads of `dim` elements.
+/// Head counts: `n_kv` KV heads, each read by `group` query heads; `dim` elements per head.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Heads {
     pub(super) n_kv: usize,
@@ -24,7 +24,7 @@ pub(super) struct Heads {
 
 impl Heads {
     /// Returns the heads of q, k and v. Fails unless their shapes and dtypes fit the sequences.
-    pub(super) fn of([q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec) -> Result<Self> {
+    pub(super) fn of([q, k, v]: [&Tensor; 3], seqs: &CuSeqlens, spec: &AttentionSpec) -> Result<Self> {
         for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
             check_dtype("attention", name, tensor.dtype())?;
             if tensor.dtype() != q.dtype() {
@@ -43,7 +43,7 @@ impl Heads {
             bail!("attention: q is {:?}, k {:?} and v {:?}", q.dims(), k.dims(), v.dims())
         }
         if hkv == 0 || hq == 0 || hq % hkv != 0 {
-            bail!("attention: {hq} query heads cannot be shared out over {hkv} key heads")
+            bail!("attention: {hq} query heads cannot be divided by {hkv} KV heads")
         }
         if (t, s) != (seqs.n_tokens(), seqs.n_keys()) {
             bail!(
@@ -53,12 +53,12 @@ impl Heads {
             )
         }
         if spec.window == Some(0) {
-            bail!("attention: a window of 0 leaves nothing to see, want at least 1")
+            bail!("attention: a window of 0 masks every key, want at least 1")
         }
         Ok(Self { n_kv: hkv, group: hq / hkv, dim })
     }
 
-    /// Query heads.
+    /// Returns the number of query heads.
     pub(super) fn n_queries(self) -> usize {
         self.n_kv * self.group
     }
@@ -77,7 +77,7 @@ impl<'a> Head<'a> {
         Self { data: data.get(head * dim..).unwrap_or_default(), stride: n_heads * dim, dim }
     }
 
-    /// Some rows, at least one, as a matrix.
+    /// Returns some rows, at least one, as a matrix.
     pub(super) fn rows(self, rows: Range<usize>) -> Mat<'a> {
         Mat::with_stride(&self.data[rows.start * self.stride..], rows.len(), self.dim, self.stride)
     }
@@ -87,7 +87,7 @@ impl<'a> Head<'a> {
     }
 }
 
-/// f32 [n_heads, rows, dim] -> [rows, n_heads, dim]
+/// Transposes f32 [n_heads, rows, dim] to [rows, n_heads, dim].
 pub(super) fn by_row(x: &[f32], out: FloatsMut<'_>, n_heads: usize, dim: usize) {
     let rows = x.len() / (n_heads * dim);
     out.chunks(ROWS * n_heads * dim).into_par_iter().enumerate().for_each(|(i, mut out)| {
@@ -112,7 +112,7 @@ pub(super) fn add_by_row(x: &[f32], sums: &mut [f32], n_heads: usize, dim: usize
     });
 }
 
-/// Cuts `data` into consecutive pieces of the given lengths.
-pub(super) fn pieces(mut data: &mut [f32], lens: impl Iterator<Item = usize>) -> Vec<&mut [f32]> {
-    lens.map(|len| data.split_off_mut(..len).expect("the pieces tile the buffer")).collect()
+/// Splits `data` into consecutive slices of the given lengths.
+pub(super) fn split_by_lens(mut data: &mut [f32], lens: impl Iterator<Item = usize>) -> Vec<&mut [f32]> {
+    lens.map(|len| data.split_off_mut(..len).expect("the slices tile the buffer")).collect()
 }

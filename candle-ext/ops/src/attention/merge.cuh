@@ -1,9 +1,9 @@
-// attention, what merges the outputs of two parts of the keys.
+// Attention: merges the outputs over two sets of keys.
 #pragma once
 
 #include "common.cuh"
 
-// With the weights e^lse: out [n, dim] = the mean of both, lse [n] = the log of the sum of both weights. A warp for each row.
+// With weights e^lse: out [n, dim] becomes the weighted mean, lse [n] the log of the summed weights. One warp per row.
 template <int W, typename T>
 __device__ void merge_rows(float* out, float* lse, const T* other_out, const float* other_lse, int n, int dim) {
     const int lane = threadIdx.x & 31, row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);

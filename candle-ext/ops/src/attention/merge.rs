@@ -1,15 +1,15 @@
-//! Adds what attention to some keys gives to what it gave for others: the CPU kernel.
+//! CPU kernel that merges attention outputs over two sets of keys.
 
 use rayon::prelude::*;
 
 use crate::simd::vectorised;
 
-/// Rows that one task handles.
+/// Rows per task.
 const ROWS: usize = 64;
 
-/// With the weights e^lse: out = the mean of both, lse = the log of the sum of both weights.
+/// Replaces `out` by the mean of both outputs, weighted by e^lse, and `lse` by the log of the summed weights.
 ///
-/// out f32 [rows, dim], lse f32 [rows]. A row that saw no key has weight 0, which is an lse of -inf.
+/// out is f32 [rows, dim], lse f32 [rows]. A fully masked row has an lse of -inf and so a weight of 0.
 pub(super) fn run(out: &mut [f32], lse: &mut [f32], other_out: &[f32], other_lse: &[f32], dim: usize) {
     let rows = out.par_chunks_mut(ROWS * dim).zip(lse.par_chunks_mut(ROWS));
     let others = other_out.par_chunks(ROWS * dim).zip(other_lse.par_chunks(ROWS));

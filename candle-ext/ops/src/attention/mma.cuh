@@ -1,4 +1,4 @@
-// attention on tensor cores, for 16-bit formats: tiles in shared memory, and products of a warp's 32 rows with a tile.
+// Attention on tensor cores, for 16-bit dtypes: tiles in shared memory, and matmuls of a warp's 32 rows with a tile.
 #pragma once
 
 #include <ptx.cuh>
@@ -10,16 +10,16 @@ namespace mma {
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 constexpr int WARP_ROWS = 32;
-constexpr int TILE_ROWS = WARPS * WARP_ROWS;  // of queries, where a block has a tile of them
+constexpr int TILE_ROWS = WARPS * WARP_ROWS;  // query rows of a block's tile
 
-// Blocks at once on a multiprocessor, with a tile of rows and with one of keys.
+// Resident blocks per multiprocessor, for tiles of rows and of keys.
 template <int DIM> constexpr int ROW_BLOCKS = 2;
 template <int DIM> constexpr int KEY_BLOCKS = 2;
 
 constexpr float LOG2_E = 1.44269504f;
 
-// Rows of DIM elements in shared memory, from a multiple of eight rows on. Of each, groups of eight columns are exchanged
-// so that the same columns of eight rows lie in different banks.
+// Rows of DIM elements in shared memory, starting at a multiple of eight rows. Groups of eight columns are swizzled, so
+// that the same columns of eight rows lie in different banks.
 template <typename T, int DIM> struct Tile {
     static constexpr int GROUPS = DIM / 8;
     T* data;
@@ -31,34 +31,34 @@ template <typename T, int DIM> struct Tile {
 
     __device__ __forceinline__ Tile from(int row) const { return {data + row * DIM}; }
 
-    // 16 rows and 16 columns as the left factor of a product.
+    // Loads 16 rows and 16 columns as the left operand of a matmul.
     __device__ __forceinline__ void load_left(uint (&to)[4], int row, int column) const {
         const int lane = threadIdx.x % 32;
         load_matrices(to, at(row + lane % 16, column + lane / 16 * 8));
     }
 
-    // 16 rows and 16 columns as the right factor.
+    // Loads 16 rows and 16 columns as the right operand.
     __device__ __forceinline__ void load_right(uint (&to)[4], int row, int column) const {
         const int lane = threadIdx.x % 32;
         load_matrices_transposed(to, at(row + lane % 16, column + lane / 16 * 8));
     }
 
-    // The transpose of 16 rows and 16 columns as the right factor.
+    // Loads the transpose of 16 rows and 16 columns as the right operand.
     __device__ __forceinline__ void load_right_transposed(uint (&to)[4], int row, int column) const {
         const int lane = threadIdx.x % 32;
         load_matrices(to, at(row + lane / 16 * 8 + lane % 8, column + lane / 8 % 2 * 8));
     }
 };
 
-// Starts to put ROWS rows, from `first` on, into a tile; what does not exist is zero. The whole block does.
+// Starts an asynchronous copy of ROWS rows, from `first` on, into a tile; missing rows become zero. All threads must
+// call.
 template <int ROWS, typename T, int DIM>
 __device__ __forceinline__ void stage(const Tile<T, DIM>& to, const Rows<const T>& rows, int first) {
     constexpr int GROUPS = DIM / 8;
     static_assert(ROWS * GROUPS % THREADS == 0);
 #pragma unroll
     for (int i = 0; i < ROWS * GROUPS / THREADS; ++i) {
-        // In PERIOD steps the block takes whole rows. The compiler shall know it: what differs from step to step takes
-        // registers.
+        // In PERIOD steps the block copies whole rows. As a compile-time constant it saves registers.
         constexpr int PERIOD = GROUPS % 3 == 0 ? 3 : 1;
         static_assert(PERIOD * THREADS % GROUPS == 0);
         const int at = i % PERIOD * THREADS + threadIdx.x, column = at % GROUPS * 8;
@@ -68,14 +68,14 @@ __device__ __forceinline__ void stage(const Tile<T, DIM>& to, const Rows<const T
     }
 }
 
-// A warp's 32 rows of a matrix. A thread has four of them, and in each, of every eight columns two neighbours.
+// A warp's 32 rows of a matrix. A thread holds four rows, and of every eight columns two neighbours.
 template <int COLUMNS> struct Matrix {
     float at[4][COLUMNS / 4] = {};
 
     __device__ __forceinline__ static int row_of(int i) { return threadIdx.x % 32 / 4 + 8 * i; }
     __device__ __forceinline__ static int column_of(int j) { return j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2; }
 
-    // += a b for the 16 rows and 16 columns with these numbers.
+    // Adds a b for the 16 rows and 16 columns with these indices.
     template <typename T>
     __device__ __forceinline__ void add(int row, int column, const uint (&a)[4], const uint (&b)[4]) {
 #pragma unroll
@@ -85,7 +85,7 @@ template <int COLUMNS> struct Matrix {
         }
     }
 
-    // The 16 rows and 16 columns with these numbers, rounded, as the left factor of a product.
+    // Rounds the 16 rows and 16 columns with these indices, as the left operand of a matmul.
     template <typename T> __device__ __forceinline__ void get_left(uint (&to)[4], int row, int column) const {
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void multiply_rows(Matrix<COLUMNS>& sums, const Tile<
     }
 }
 
-// sums += the scores, rounded, times the TERMS rows of b.
+// sums += the rounded scores times the TERMS rows of b.
 template <int TERMS, typename T, int DIM>
 __device__ __forceinline__ void add_product(Matrix<DIM>& sums, const Matrix<TERMS>& scores, const Tile<T, DIM>& b) {
 #pragma unroll
@@ -129,8 +129,8 @@ __device__ __forceinline__ void add_product(Matrix<DIM>& sums, const Matrix<TERM
     }
 }
 
-// Leaves of the scores of columns from `first` on those that the thread's rows see: `visible(row)` says which. It is asked
-// anew for each tile, since few are cut, and what it says takes registers.
+// Masks the scores of columns from `first` on: keeps those in the range `visible(row)` of the thread's rows. The range
+// is computed per tile, which saves registers; few tiles need it.
 template <int COLUMNS, typename F>
 __device__ __forceinline__ void hide(Matrix<COLUMNS>& scores, const F& visible, int first) {
 #pragma unroll
@@ -143,8 +143,8 @@ __device__ __forceinline__ void hide(Matrix<COLUMNS>& scores, const F& visible, 
     }
 }
 
-// Writes the warp's rows times a factor for each, rounded, to rows from `first` on. `own` is the warp's alone, and has room
-// for them.
+// Writes the warp's rows, times a factor each, rounded, to rows from `first` on. `own` is shared memory of this warp
+// alone.
 template <typename T, int DIM>
 __device__ __forceinline__ void write_rows(const Matrix<DIM>& sums, const float (&factors)[4], const Tile<T, DIM>& own,
                                            const Rows<T>& to, int first) {

@@ -1,11 +1,13 @@
-//! softmax(scale q k^T + mask) v over packed sequences, with memory linear in their length.
+//! Attention: `softmax(scale q k^T + mask) v` over packed sequences, with memory linear in their length.
 //!
-//! t queries, s keys (of all sequences), hq query heads, hkv key heads, k head dim.
-//! Query head i reads key head i / (hq / hkv).
+//! t queries, s keys (of all sequences), hq query heads, hkv KV heads, k head dim. Query head i reads KV head i / (hq /
+//! hkv).
 
 mod backward;
 mod choice;
+mod chunk;
 mod cost;
+mod cu_seqlens;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 #[cfg(feature = "cudnn")]
@@ -17,11 +19,9 @@ mod forward;
 mod graphs;
 mod layout;
 mod merge;
-mod piece;
 #[cfg(any(feature = "cudnn", test))]
 mod ragged;
 mod reference;
-mod seqs;
 mod spec;
 mod tile;
 
@@ -29,38 +29,39 @@ use candle_core::{DType, Result, Storage, Tensor};
 
 use crate::device::on_device;
 use crate::floats::FloatBuf;
-use crate::recording::{is_tracked, record};
+use crate::recording::{record, requires_grad};
 use crate::replay::{compute_or_replay, is_first_pass};
 use crate::span::span;
 use crate::storage::{self, host};
-use choice::{Path, choose};
+use choice::{AttentionKernel, choose};
+pub use chunk::{ChunkInputs, PartialSoftmax, attention_chunk, attention_chunk_backward};
 pub use cost::AttentionCost;
+pub use cu_seqlens::{AttentionChunk, CuSeqlens};
 use layout::{Heads, by_row};
-pub use piece::{Partial, PieceInputs, attention_piece, attention_piece_backward};
-pub use seqs::{Piece, Seqs};
 pub use spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec};
 
-/// Attention within each sequence: q [t, hq, k], k and v [s, hkv, k], result [t, hq, k].
+/// Computes attention within each sequence: q [t, hq, k], k and v [s, hkv, k], result [t, hq, k].
 ///
-/// A flash algorithm (unless the reference is asked for): tiles of keys with a running softmax, in f32. The forward keeps
-/// the log of each row's exponential sum; the backward recomputes the scores from it, tile by tile. Both are
-/// [replayed](compute_or_replay), except for the reference's.
-pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) -> Result<Tensor> {
+/// The algorithm is FlashAttention's, in f32: tiles of keys with an online softmax. The forward saves each row's
+/// log-sum-exp; the backward recomputes the scores tile by tile.
+///
+/// Both passes can be [replayed](compute_or_replay), except in the reference implementation.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &CuSeqlens, spec: &AttentionSpec) -> Result<Tensor> {
     let _span = span("attention", "forward");
     let heads = Heads::of([q, k, v], seqs, spec)?;
-    let is_trained = [q, k, v].iter().any(|x| is_tracked(x)) || is_first_pass();
+    let is_trained = [q, k, v].iter().any(|x| requires_grad(x)) || is_first_pass();
     let passes = if is_trained { AttentionPasses::Both } else { AttentionPasses::Forward };
-    let (path, _) = choose(q, seqs, spec, heads, passes)?;
-    match path {
-        Path::Reference => return reference::attention([q, k, v], seqs, spec, heads),
+    let (kernel, _) = choose(q, seqs, spec, heads, passes)?;
+    match kernel {
+        AttentionKernel::Reference => return reference::attention([q, k, v], seqs, spec, heads),
         #[cfg(feature = "flash-attn")]
-        Path::Flash => return flash::attention([q, k, v], seqs, spec),
+        AttentionKernel::Flash => return flash::attention([q, k, v], seqs, spec),
         _ => {}
     }
     let [q_saved, k_saved, v_saved] = [q, k, v].map(Tensor::contiguous);
     let saved = SavedAttention { qkv: [q_saved?, k_saved?, v_saved?], seqs: seqs.clone(), spec: *spec, heads };
     let (y, state) = compute_or_replay("attention", || {
-        let (out, state) = saved.forward(path)?;
+        let (out, state) = saved.forward(kernel)?;
         Ok((storage::tensor(out, q.shape()), state))
     })?;
     let output = y.clone();
@@ -73,14 +74,14 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &Attenti
 /// Inputs that backward needs.
 struct SavedAttention {
     qkv: [Tensor; 3],
-    seqs: Seqs,
+    seqs: CuSeqlens,
     spec: AttentionSpec,
     heads: Heads,
 }
 
 /// Statistics of a forward that backward needs, by implementation.
 enum ForwardState {
-    /// The log-sum-exp of each row.
+    /// Log-sum-exp of each row.
     Cpu(Vec<f32>),
     #[cfg(any(feature = "cuda", feature = "emulate"))]
     Cuda(cuda::ForwardState),
@@ -89,22 +90,24 @@ enum ForwardState {
 }
 
 impl SavedAttention {
-    fn forward(&self, path: Path) -> Result<(Storage, ForwardState)> {
-        match path {
+    fn forward(&self, kernel: AttentionKernel) -> Result<(Storage, ForwardState)> {
+        match kernel {
             #[cfg(feature = "cudnn")]
-            Path::Cudnn(plan) if choice::takes_addresses(self.spec.choice, &self.addresses()?) => choice::or_fused(
-                self.spec.choice,
-                || {
-                    let computed = cudnn::forward(plan, self.qkv.each_ref(), &self.seqs, self.heads)?;
-                    Ok(computed.map(|(out, state)| (out.into_storage(), ForwardState::Cudnn(state))))
-                },
-                || self.forward_fused(),
-            ),
+            AttentionKernel::Cudnn(plan) if choice::takes_addresses(self.spec.choice, &self.addresses()?) => {
+                choice::or_fused(
+                    self.spec.choice,
+                    || {
+                        let computed = cudnn::forward(plan, self.qkv.each_ref(), &self.seqs, self.heads)?;
+                        Ok(computed.map(|(out, state)| (out.into_storage(), ForwardState::Cudnn(state))))
+                    },
+                    || self.forward_fused(),
+                )
+            }
             _ => self.forward_fused(),
         }
     }
 
-    /// Computes by our kernels.
+    /// Computes the forward by the fused kernel.
     fn forward_fused(&self) -> Result<(Storage, ForwardState)> {
         on_device!("attention", self.qkv[0], {
             cpu => self.forward_cpu(),
@@ -134,8 +137,9 @@ impl SavedAttention {
         }
     }
 
-    /// Computes the gradients by our kernels, of an output that another implementation has computed: the log-sum-exp of the
-    /// rows comes from a forward of our own, so that nothing is assumed of the other's state.
+    /// Computes the gradients by the fused kernels after a forward of another implementation.
+    ///
+    /// A second forward recomputes the log-sum-exp, so nothing is assumed about the other implementation's state.
     #[cfg(any(feature = "cudnn", test))]
     fn backward_of_another_forward(&self, o: &Tensor, d_o: &Tensor) -> Result<[Tensor; 3]> {
         let (_, state) = self.forward_fused()?;
@@ -184,7 +188,7 @@ impl SavedAttention {
     }
 }
 
-/// Returns the dtype of a KV cache for keys like `k`: f32 on a CPU, whose kernels would widen every row each time.
+/// Returns the dtype of a KV cache for keys like `k`. It is f32 on a CPU, so that kernels need no conversion.
 pub fn kv_cache_dtype(k: &Tensor) -> DType {
     if k.device().is_cpu() { DType::F32 } else { k.dtype() }
 }
@@ -210,11 +214,11 @@ mod tests {
         let choice = AttentionChoice::default();
         let saved = SavedAttention {
             qkv: [4, 2, 2].map(|n_heads| tensor((11, n_heads, dim), 0.37 * n_heads as f64, dtype)),
-            seqs: Seqs::packed(vec![0, 7, 8, 11]).unwrap(),
+            seqs: CuSeqlens::packed(vec![0, 7, 8, 11]).unwrap(),
             spec: AttentionSpec { scale: 0.25, causal: true, window: None, choice },
             heads,
         };
-        let (out, state) = saved.forward(Path::Fused).unwrap();
+        let (out, state) = saved.forward(AttentionKernel::Fused).unwrap();
         let (o, d_o) = (storage::tensor(out, saved.qkv[0].shape()), tensor((11, 4, dim), 0.11, dtype));
         let want = saved.backward(&o, &d_o, &state).unwrap();
         let got = saved.backward_of_another_forward(&o, &d_o).unwrap();

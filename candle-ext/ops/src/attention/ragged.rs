@@ -1,25 +1,26 @@
-//! What cuDNN is told of packed sequences: counts that they fit in, and where each begins.
+//! Sequence lengths and offsets for cuDNN, padded to a few sizes.
 
+use super::cu_seqlens::CuSeqlens;
 use super::layout::Heads;
-use super::seqs::Seqs;
 
-/// The counts that a graph of cuDNN is built for.
+/// Rounded-up sizes that a cuDNN graph is built for.
 ///
-/// Building one takes longer than a call, and no two packed batches have the same lengths. So it is built for
-/// counts rounded up, and serves all batches that fit:
-/// * sequences to a power of two; those that are not there have no tokens.
-/// * The longest to a power of two. It sizes the grid, and a block beyond the end of its sequence ends at once.
-/// * Tokens of all sequences to a quarter of a power of two. They size the backward's workspace, f32 sums of dq, dk and
-///   dv for each query head, of which at most a fifth is then idle.
+/// Building a graph takes longer than running it, and packed batches rarely repeat their lengths. A graph therefore
+/// serves every batch that fits its rounded sizes:
 ///
-/// Rows of at most 4096 tokens need about 30 graphs in the worst case, and in practice a few.
+/// * The number of sequences, to a power of two. Missing sequences are empty.
+/// * The longest sequence, to a power of two. It sizes the grid; blocks past a sequence's end exit at once.
+/// * The total tokens, to a quarter of a power of two. They size the backward's workspace, of which at most a fifth is
+///   unused.
+///
+/// Rows of at most 4096 tokens need about 30 graphs in the worst case, and a few in practice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Bucket {
-    /// Sequences.
+    /// Number of sequences.
     pub(super) batch: usize,
-    /// The longest sequence's queries.
+    /// Queries of the longest sequence.
     pub(super) max_q: usize,
-    /// The longest sequence's keys.
+    /// Keys of the longest sequence.
     pub(super) max_k: usize,
     /// Queries of all sequences.
     pub(super) total_q: usize,
@@ -28,15 +29,15 @@ pub(super) struct Bucket {
 }
 
 impl Bucket {
-    /// The fewest sequences: rows of the tables then begin at multiples of 16 bytes, as cuDNN wants them.
+    /// Smallest number of sequences. Rows of the tables then start at multiples of 16 bytes, as cuDNN requires.
     const MIN_BATCH: usize = 4;
-    /// The least longest sequence: a tile.
+    /// Smallest maximum length: one tile.
     const MIN_LEN: usize = 128;
 
-    pub(super) fn of(seqs: &Seqs) -> Self {
+    pub(super) fn of(seqs: &CuSeqlens) -> Self {
         let longest = |cu: &[usize]| cu.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0);
         let max = |cu| longest(cu).max(Self::MIN_LEN).next_power_of_two();
-        let (max_q, max_k) = (max(seqs.cu_q()), max(seqs.cu_k()));
+        let (max_q, max_k) = (max(seqs.cu_seqlens_q()), max(seqs.cu_seqlens_k()));
         Self {
             batch: seqs.n_seqs().max(Self::MIN_BATCH).next_power_of_two(),
             max_q,
@@ -47,36 +48,38 @@ impl Bucket {
     }
 }
 
-/// The next multiple of an eighth of the power of two at or above n: 1024, 1280, 1536, 1792, 2048, 2560, ...
+/// Returns the smallest multiple of a quarter of a power of two that is at least n: 1024, 1280, 1536, 1792, 2048, 2560,
+/// ...
 fn quarter(n: usize) -> usize {
     n.next_multiple_of((n.next_power_of_two() / 8).max(1))
 }
 
-/// The tables on the device that go with a batch, each of `batch` sequences, the missing ones at the end and empty.
+/// Length and offset tables of a batch, padded with empty sequences to `batch` sequences.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Tables {
     /// Queries, then keys of each sequence: [2, batch].
     pub(super) lens: Vec<u32>,
-    /// The first element of each sequence in q, in k and in the statistics, and the end: [3, width].
+    /// Offset in elements of each sequence in q, in k and in the statistics, and the end: [3, width].
     pub(super) offsets: Vec<i64>,
-    /// From one row of `offsets` to the next: batch + 1 and some room, to keep them aligned.
+    /// Row length of `offsets`: batch + 1, padded for alignment.
     pub(super) width: usize,
 }
 
 impl Tables {
-    pub(super) fn new(seqs: &Seqs, heads: Heads, batch: usize) -> Self {
+    pub(super) fn new(seqs: &CuSeqlens, heads: Heads, batch: usize) -> Self {
         let width = batch + Bucket::MIN_BATCH;
         let mut lens = vec![0; 2 * batch];
         for (i, span) in seqs.spans().enumerate().filter(|(_, span)| !span.q.is_empty()) {
-            // Keys that no query sees stay out.
+            // Keys that no query may attend to are left out.
             (lens[i], lens[batch + i]) = (span.q.len() as u32, span.k.len() as u32);
         }
         let hq = heads.n_kv * heads.group;
         let offsets = |cu: &[usize], width_of_row: usize| -> Vec<i64> {
             (0..width).map(|i| (cu[i.min(seqs.n_seqs())] * width_of_row) as i64).collect()
         };
-        let (of_q, of_k) = (offsets(seqs.cu_q(), hq * heads.dim), offsets(seqs.cu_k(), heads.n_kv * heads.dim));
-        Self { lens, offsets: [of_q, of_k, offsets(seqs.cu_q(), hq)].concat(), width }
+        let (of_q, of_k) =
+            (offsets(seqs.cu_seqlens_q(), hq * heads.dim), offsets(seqs.cu_seqlens_k(), heads.n_kv * heads.dim));
+        Self { lens, offsets: [of_q, of_k, offsets(seqs.cu_seqlens_q(), hq)].concat(), width }
     }
 }
 
@@ -84,10 +87,10 @@ impl Tables {
 mod tests {
     use super::*;
 
-    fn packed(lens: &[usize]) -> Seqs {
+    fn packed(lens: &[usize]) -> CuSeqlens {
         let mut cu = vec![0];
         lens.iter().for_each(|len| cu.push(cu[cu.len() - 1] + len));
-        Seqs::packed(cu).expect("sequences")
+        CuSeqlens::packed(cu).expect("sequences")
     }
 
     #[test]
@@ -125,7 +128,7 @@ mod tests {
     #[test]
     fn tables_say_where_sequences_begin_and_fill_up_with_empty_ones() {
         let heads = Heads { n_kv: 2, group: 3, dim: 8 };
-        let seqs = Seqs::with_keys(vec![0, 5, 5, 7], vec![0, 5, 9, 12]).expect("sequences");
+        let seqs = CuSeqlens::from_q_and_k(vec![0, 5, 5, 7], vec![0, 5, 9, 12]).expect("sequences");
         let tables = Tables::new(&seqs, heads, 4);
         assert_eq!(tables.lens, [5, 0, 2, 0, 5, 0, 3, 0]);
         assert_eq!(tables.width, 8);

@@ -1,28 +1,28 @@
-//! Attention in plain tensor operations: all scores of a sequence at once, differentiated by candle.
+//! Reference attention in plain tensor operations: all scores of a sequence at once, differentiated by candle.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 
+use super::cu_seqlens::{CuSeqlens, Span};
 use super::layout::Heads;
-use super::seqs::{Seqs, Span};
 use super::spec::AttentionSpec;
-use crate::recording::{Input, is_tracked, record};
+use crate::recording::{OpInput, record, requires_grad};
 
-/// See [`super::attention`]. In f32, whatever the inputs' format.
-pub(super) fn attention(inputs: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<Tensor> {
-    if !inputs.iter().any(|x| is_tracked(x)) {
+/// Computes [`super::attention`] in f32, whatever the inputs' dtype.
+pub(super) fn attention(inputs: [&Tensor; 3], seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> Result<Tensor> {
+    if !inputs.iter().any(|x| requires_grad(x)) {
         return forward(inputs, seqs, spec, heads);
     }
     let [q, k, v] = inputs;
     let leaves = [Var::from_tensor(q)?, Var::from_tensor(k)?, Var::from_tensor(v)?];
     let y = forward(leaves.each_ref().map(|leaf| leaf.as_tensor()), seqs, spec, heads)?;
     let output = y.detach();
-    Ok(record("attention", inputs.map(Input::from), output, move |dy, _| {
+    Ok(record("attention", inputs.map(OpInput::from), output, move |dy, _| {
         let mut grads = (y * dy)?.sum_all()?.backward()?;
         Ok(leaves.each_ref().map(|leaf| grads.remove(leaf)))
     }))
 }
 
-fn forward([q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<Tensor> {
+fn forward([q, k, v]: [&Tensor; 3], seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> Result<Tensor> {
     let outputs = seqs.spans().filter(|span| !span.q.is_empty()).map(|span| {
         let q = by_group(q, span.q.start, span.q.len(), heads.group)?;
         let k = by_group(k, span.k.start, span.k.len(), 1)?;
@@ -32,18 +32,18 @@ fn forward([q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec, heads: He
         o.reshape((span.q.len(), heads.n_kv * heads.group, heads.dim))
     });
     let outputs = outputs.collect::<Result<Vec<_>>>()?;
-    // No sequence has a query, so the output is empty: q is, too.
+    // Without queries the output is empty, and so is q.
     if outputs.is_empty() { q.affine(0.0, 0.0) } else { Tensor::cat(&outputs, 0)?.to_dtype(q.dtype()) }
 }
 
-/// Rows of one sequence: [t, n_kv group, k] -> f32 [n_kv, t group, k]
+/// Regroups the rows of one sequence by KV head: [t, n_kv group, k] to f32 [n_kv, t group, k].
 fn by_group(x: &Tensor, start: usize, len: usize, group: usize) -> Result<Tensor> {
     let (_, heads, dim) = x.dims3()?;
     let x = x.narrow(0, start, len)?.to_dtype(DType::F32)?.reshape((len, heads / group, group, dim))?;
     x.transpose(0, 1)?.reshape((heads / group, len * group, dim))
 }
 
-/// f32 [n_kv, t group, s]
+/// Returns the attention probabilities of one sequence, f32 [n_kv, t group, s].
 fn probabilities(q: &Tensor, k: &Tensor, span: &Span, spec: &AttentionSpec) -> Result<Tensor> {
     let scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? * f64::from(spec.scale))?;
     let group = q.dim(1)? / span.q.len();
@@ -54,7 +54,7 @@ fn probabilities(q: &Tensor, k: &Tensor, span: &Span, spec: &AttentionSpec) -> R
     scores.broadcast_div(&scores.sum_keepdim(D::Minus1)?)
 }
 
-/// 1 where a row sees a key: u8 [t group, s]
+/// Returns the mask, u8 [t group, s]: 1 if the query sees the key.
 fn mask(span: &Span, group: usize, spec: &AttentionSpec, device: &Device) -> Result<Tensor> {
     let (n_queries, n_keys) = (span.q.len(), span.k.len());
     let sees = |query: usize, key: usize| {

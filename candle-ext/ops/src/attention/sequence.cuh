@@ -1,5 +1,5 @@
-// attention, what its kernels share: which sequence, rows and keys are a block's. The rows of a sequence are its queries,
-// and of each query the heads that read one key head, side by side: row r is query r / group.
+// Attention: maps a block to its sequence, rows and keys. A sequence's rows are its queries times the heads that share
+// a KV head: row r belongs to query r / group.
 #pragma once
 
 #include "common.cuh"
@@ -15,10 +15,10 @@ struct Heads {
     __device__ int n_kv() const { return gridDim.y; }
 };
 
-// What all blocks of a kernel are told.
+// Arguments that all blocks share.
 struct Problem {
-    // [5, n_seqs + 1]: the queries, keys, tiles of rows and tiles of keys before each sequence, and of all; and the position
-    // of each one's first query among its keys.
+    // [5, n_seqs + 1]: cumulative counts of queries, keys, row tiles and key tiles; then the position of each
+    // sequence's first query among its keys.
     const uint* seqs;
     int n_seqs;
     Heads heads;
@@ -26,8 +26,8 @@ struct Problem {
     float scale;
 };
 
-// What the queries of a sequence see of its keys. `before` is the position of the first query among them: the last queries
-// are the last keys, unless these are pieces of their sequence.
+// Visible keys of a sequence's queries. `before` is the position of the first query among the keys. Queries are the
+// last positions unless this is a chunk.
 struct View {
     int n_queries, n_keys, before, causal, window;
 
@@ -37,14 +37,14 @@ struct View {
         return {min(max(0, position + 1 - window), end), end};
     }
 
-    // The queries that see something of the keys [first, last].
+    // Queries that see any of the keys [first, last].
     __device__ Range queries_of(int first, int last) const {
         const int end = min(max(0, last - before + window), n_queries);
         return {causal ? min(max(0, first - before), end) : 0, end};
     }
 };
 
-// One sequence, and which of its tiles is the block's.
+// One sequence, and the index of the block's tile in it.
 struct Sequence {
     View view;
     int first_query, first_key, tile;
@@ -71,12 +71,12 @@ __device__ __forceinline__ Sequence find_sequence(const Problem& problem, int ti
     return {view, first_query, first_key, tile - static_cast<int>(cu_tiles[low])};
 }
 
-// The block's tile of rows. Where it is causal the last tiles have the most to do: they come first.
+// Finds the block's row tile. Under a causal mask the last tiles have the most work, so they come first.
 __device__ __forceinline__ Sequence find_rows(const Problem& problem) {
     return find_sequence(problem, TILES_OF_ROWS, gridDim.x - 1 - blockIdx.x);
 }
 
-// The block's tile of keys. Where it is causal the first tiles have the most to do.
+// Finds the block's key tile. Under a causal mask the first tiles have the most work.
 __device__ __forceinline__ Sequence find_keys(const Problem& problem) {
     return find_sequence(problem, TILES_OF_KEYS, blockIdx.x);
 }
@@ -85,7 +85,7 @@ __device__ __forceinline__ Sequence find_keys(const Problem& problem) {
 template <typename T> struct Rows {
     T* data;
     int n, group, dim;
-    int token;  // elements from one to the next
+    int token;  // elements from one token to the next
 
     __device__ __forceinline__ long long offset(int row) const {
         const int of = static_cast<uint>(row) / static_cast<uint>(group);
@@ -93,28 +93,28 @@ template <typename T> struct Rows {
     }
 };
 
-// The queries of a sequence for the block's key head, in a tensor [t, n_kv, group, dim].
+// Queries of a sequence for the block's KV head, in a tensor [t, n_kv, group, dim].
 template <typename T> __device__ Rows<T> query_rows(T* x, const Sequence& sequence, const Heads& heads) {
     const int width = heads.group * heads.dim, token = heads.n_kv() * width;
     x += static_cast<long long>(sequence.first_query) * token + heads.key_head() * width;
     return {x, sequence.view.n_queries * heads.group, heads.group, heads.dim, token};
 }
 
-// The keys of a sequence for the block's key head, in a tensor [s, n_kv, dim].
+// Keys of a sequence for the block's KV head, in a tensor [s, n_kv, dim].
 template <typename T> __device__ Rows<T> key_rows(T* x, const Sequence& sequence, const Heads& heads) {
     const int token = heads.n_kv() * heads.dim;
     x += static_cast<long long>(sequence.first_key) * token + heads.key_head() * heads.dim;
     return {x, sequence.view.n_keys, 1, heads.dim, token};
 }
 
-// What a backward kernel reads: q and d_o are [t, n_kv, group, dim], k and v [s, n_kv, dim], lse and delta
+// Inputs of the backward kernels: q and d_o are [t, n_kv, group, dim], k and v [s, n_kv, dim], lse and delta
 // [t, n_kv, group].
 template <typename T> struct Saved {
     const T *q, *k, *v, *d_o;
     const float *lse, *delta;
 };
 
-// Of that, what the block's sequence and key head have.
+// Those inputs for the block's sequence and KV head.
 template <typename T> struct SavedRows {
     Rows<const T> q, k, v, d_o;
     Rows<const float> lse, delta;

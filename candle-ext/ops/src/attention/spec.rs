@@ -7,48 +7,50 @@ use serde::{Serialize, Serializer};
 /// Mask, scale and implementation of an attention call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionSpec {
-    /// Multiplies q k^T; 1 / sqrt(head dim) in most models.
+    /// Factor on q k^T; 1 / sqrt(head dim) in most models.
     pub scale: f32,
-    /// Query i sees no key after i.
+    /// Causal mask: query i does not see keys after i.
     pub causal: bool,
-    /// Query i sees key j only if i - j < window.
+    /// Sliding window: query i sees key j only if i - j < window, in tokens.
     pub window: Option<usize>,
     /// Implementation.
     pub choice: AttentionChoice,
 }
 
-/// An implementation by name.
+/// Attention implementation, by name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionImpl {
-    /// cuDNN where it is there and takes the case, else [`AttentionImpl::Fused`].
+    /// cuDNN if it is installed and supports the call, else [`AttentionImpl::Fused`].
     #[default]
     Auto,
-    /// NVIDIA's library.
+    /// cuDNN, NVIDIA's library.
     Cudnn,
-    /// Our kernels: the CPU's on a CPU, CUDA's on a GPU.
+    /// FlashAttention-style kernels of this crate, for CPUs and GPUs.
     Fused,
-    /// Plain tensor operations with all scores of a sequence in memory, to compare with.
+    /// Plain tensor operations that hold all scores of a sequence in memory, for comparison.
     Reference,
-    /// FlashAttention 2 by the candle-flash-attn crate: the forward on a GPU, in 16 bits.
+    /// FlashAttention 2 by the candle-flash-attn crate: forward only, on a GPU, in bf16 or f16.
     Flash,
 }
 
-/// Choice of an implementation. It changes rounding only.
+/// Choice of an implementation. It affects rounding only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct AttentionChoice {
     /// Implementation, by name.
     pub implementation: AttentionImpl,
-    /// True if equal inputs must give equal bits. cuDNN adds up dq in the order in which blocks come; in a fixed order it
-    /// takes memory that grows with the square of the length on Hopper, so `auto` then means `fused`.
+    /// True to get bitwise reproducible gradients.
+    ///
+    /// cuDNN sums dq in the order in which blocks finish. Its deterministic variant takes memory quadratic in the
+    /// length on Hopper, so `auto` then selects `fused`.
     pub deterministic: bool,
 }
 
-/// The heads of a model's attention.
+/// Head counts of a model's attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionHeads {
-    /// Query heads.
+    /// Number of query heads.
     pub n_query: usize,
-    /// KV heads.
+    /// Number of KV heads.
     pub n_kv: usize,
     /// Elements of a head.
     pub dim: usize,

@@ -1,4 +1,4 @@
-// attention in f32, for every format and head dim: tiles of rows and of keys, multiplied by ordinary arithmetic.
+// Attention in f32, for every dtype and head dim: tiles of rows and of keys, multiplied on CUDA cores.
 #pragma once
 
 #include "sequence.cuh"
@@ -9,7 +9,7 @@ constexpr int TILE = 64;      // rows or keys in a tile
 constexpr int THREADS = 256;  // 16 by 16 of them; each has 4 by 4 scores of a tile
 constexpr int SLICE = 32;     // columns staged at once for scores
 
-// Between rows in shared memory: four more than the banks' 32, so that neighbours lie in other banks, and aligned.
+// Row stride in shared memory: four more than the 32 banks, so that neighbouring rows lie in different banks.
 constexpr int SLICE_STRIDE = SLICE + 4;
 constexpr int SCORE_STRIDE = TILE + 4;
 constexpr int STAGED = 2 * TILE * SLICE_STRIDE;
@@ -17,14 +17,14 @@ constexpr int STAGED = 2 * TILE * SLICE_STRIDE;
 // Keys or rows of DIM columns staged at once.
 template <int DIM> constexpr int CHUNK = DIM > 128 ? 16 : 32;
 
-// Columns of a pack.
+// Columns of a vector load.
 template <int DIM> constexpr int VECTOR = DIM % 64 == 0 ? 4 : 2;
 
-// Blocks at once on a multiprocessor, with a tile of rows and with one of keys.
+// Resident blocks per multiprocessor, for tiles of rows and of keys.
 template <int DIM> constexpr int ROW_BLOCKS = DIM > 128 ? 1 : 2;
 template <int DIM> constexpr int KEY_BLOCKS = DIM > 64 ? 1 : 2;
 
-// Shared by the threads of a block.
+// Shared memory of a block.
 struct Scratch {
     alignas(16) float staged[STAGED];
     alignas(16) float scores[TILE * SCORE_STRIDE];
@@ -50,7 +50,7 @@ __device__ __forceinline__ void stage_packs(float* to, const Rows<const T>& rows
     }
 }
 
-// Puts COLUMNS columns of n rows, from these on, into shared memory; what does not exist is zero.
+// Copies COLUMNS columns of n rows to shared memory; missing elements become zero.
 template <int COLUMNS, int STRIDE, typename T>
 __device__ __forceinline__ void stage(float* to, const Rows<const T>& rows, int first, int n, int column, bool wide) {
     if (wide) stage_packs<COLUMNS, STRIDE, WIDE<T>>(to, rows, first, n, column);
@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[4][4], Scratch& scra
     }
 }
 
-// Shares what the threads have of a tile, laid out as multiply_rows leaves it.
+// Writes the threads' scores to shared memory, in the layout that multiply_rows leaves.
 __device__ __forceinline__ void put_scores(Scratch& scratch, const float (&scores)[4][4]) {
     const int x = threadIdx.x % 16, y = threadIdx.x / 16;
     __syncthreads();
@@ -98,17 +98,17 @@ __device__ __forceinline__ void put_scores(Scratch& scratch, const float (&score
     }
 }
 
-// Four rows of a tile's result, 4 y + i, and DIM / 16 columns of each: for every 16 packs the one at x.
+// Four rows of a tile's result, 4 y + i, and DIM / 16 columns of each: for every 16 vectors the one at x.
 template <int DIM> struct Sums {
     float at[4][DIM / 16] = {};
 
-    // Which of the DIM columns a thread's own one is.
+    // Index among the DIM columns of a thread's own column.
     __device__ __forceinline__ static int column_of(int own) {
         constexpr int V = VECTOR<DIM>;
         return own / V * V * 16 + threadIdx.x % 16 * V + own % V;
     }
 
-    // += the shared scores times the rows of b from `first` on.
+    // Adds the shared scores times the rows of b from `first` on.
     template <typename T>
     __device__ __forceinline__ void add_product(Scratch& scratch, const Rows<const T>& b, int first, bool wide) {
         for (int start = 0; start < TILE && first + start < b.n; start += CHUNK<DIM>) {
@@ -123,8 +123,8 @@ template <int DIM> struct Sums {
         }
     }
 
-    // The columns of one pack, for a chunk of n rows of b. Its sum is taken by itself, so that thousands of rows add up
-    // with less error.
+    // The columns of one vector, for a chunk of n rows of b. Each chunk is summed separately: sums over thousands of
+    // rows then have less error.
     __device__ __forceinline__ void add_columns(const Scratch& scratch, int column, int start, int n) {
         constexpr int V = VECTOR<DIM>;
         const int y = threadIdx.x / 16;

@@ -1,11 +1,11 @@
-//! The arguments of a launch.
+//! Arguments of a kernel launch.
 
 use super::class::Class;
 
-/// An address on the device.
+/// Device address.
 pub(crate) type Address = u64;
 
-/// A parameter of a kernel.
+/// Argument of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Arg {
     /// A pointer.
@@ -34,12 +34,12 @@ impl Arg {
     }
 }
 
-/// A grid of blocks.
+/// Launch configuration: grid, block and dynamic shared memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Blocks {
     pub(crate) grid: [usize; 3],
-    /// Threads of a block, a multiple of 32.
+    /// Threads per block, a multiple of 32.
     pub(crate) threads: usize,
-    /// What a kernel gets of `dynamic_shared` in ptx.cuh.
+    /// Bytes of dynamic shared memory per block; see `dynamic_shared` in ptx.cuh.
     pub(crate) shared_bytes: usize,
 }

@@ -1,21 +1,21 @@
-//! Checks of launches against the kernels' declarations: CUDA copies each argument by its size and checks nothing.
+//! Checks of launches against the kernels' declarations. CUDA itself copies arguments by size and checks nothing.
 
 use candle_core::{Result, bail};
 
 use super::arg::Arg;
 use super::class::Class;
 
-/// A kernel as its source declares it.
+/// Signature of a kernel in its source.
 #[derive(Debug)]
 pub(crate) struct Signature {
     pub(crate) name: &'static str,
-    /// The most threads of a block, by its launch bounds.
+    /// Most threads per block, from the kernel's launch bounds.
     pub(crate) max_threads: usize,
     pub(crate) parameters: &'static [Class],
 }
 
 impl Signature {
-    /// Fails unless these arguments and so many threads are what the kernel takes.
+    /// Fails unless the kernel accepts these arguments and this number of threads per block.
     pub(super) fn check(&self, op: &str, threads: usize, args: &[Arg]) -> Result<()> {
         let Self { name, max_threads, parameters } = self;
         if threads > *max_threads || threads == 0 || !threads.is_multiple_of(32) {
@@ -48,19 +48,19 @@ mod tests {
 
     kernels!("rope");
 
-    /// Returns the arguments of the kernel of `rope`, for one token with a head of two.
+    /// Returns the arguments of the kernel of `rope`, for one token with a head of two elements.
     fn arguments(x: &Tensor, table: &Tensor) -> [Arg; 9] {
         let [x, table] = [x, table].map(|tensor| Arg::Address(address("test", tensor).unwrap()));
         [x, table, table, x, Arg::I32(1), Arg::I32(2), Arg::I64(2), Arg::I64(2), Arg::F32(1.0)]
     }
 
-    /// Launches the kernel of `rope` with its arguments changed; returns what became of x = [3, 4] and the error.
+    /// Launches the kernel of `rope` with modified arguments. Returns x = [3, 4] after the launch, and the error.
     fn launch(name: &str, threads: usize, change: impl FnOnce(&mut Vec<Arg>)) -> (Vec<f32>, Option<String>) {
         let x = Tensor::new(&[3f32, 4.0], &Device::Cpu).unwrap();
         let table = Tensor::new(&[2f32], &Device::Cpu).unwrap();
         let mut args = arguments(&x, &table).to_vec();
         change(&mut args);
-        // SAFETY: the kernel has one token of two elements, and tables of one; wrong arguments must not reach it.
+        // SAFETY: the kernel has one token of two elements, and tables of one. Wrong arguments must not reach it.
         let result = unsafe { KERNELS.launch(gpu("test", &x).unwrap(), name, [1, 1, 1], threads, &args) };
         (x.to_vec1().unwrap(), result.err().map(|error| error.to_string()))
     }

@@ -1,6 +1,6 @@
-//! The classes of kernel parameters. build.rs compiles this file, too: it writes the classes of every kernel.
+//! Classes of kernel parameters. build.rs compiles this file as well, to write the classes of every kernel.
 
-/// A parameter of a kernel as a launch passes it: by size, and by pointer, integer or float.
+/// Class of a kernel parameter: its size, and pointer, integer or float.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Class {
     Pointer,

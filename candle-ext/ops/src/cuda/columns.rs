@@ -1,7 +1,7 @@
 //! Sums over the rows of a matrix: the gradients of norms and biases.
 //!
-//! Rows fall into parts, whose sums are added one after another: their number depends on the shape alone, so that the result
-//! is the same every time. The op has kernels `add_parts_f32` and `_bf16`.
+//! Rows are split into parts, whose sums are added in order. The number of parts depends on the shape alone, so the
+//! result is deterministic. An op that uses this module has kernels `add_parts_f32` and `add_parts_bf16`.
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -13,25 +13,25 @@ pub(crate) const BLOCKS: usize = 528;
 /// Lanes of a warp.
 const LANES: usize = 32;
 
-/// Rows of a part, at least.
+/// Fewest rows of a part.
 const LEAST_ROWS: usize = 32;
 
-/// Bytes of the widest access.
+/// Bytes of the widest load.
 const WIDEST: u64 = 16;
 
-/// Returns the elements of the widest access to rows of d elements that begin at these addresses: 1 if not all of them are
-/// multiples of it.
+/// Returns the elements per load for rows of d elements at these addresses: 16 bytes if all rows are aligned, else 1.
 pub(crate) fn width(dtype: DType, d: usize, rows: &[Address]) -> usize {
     let width = WIDEST as usize / dtype.size_in_bytes();
     if d.is_multiple_of(width) && rows.iter().all(|row| row.is_multiple_of(WIDEST)) { width } else { 1 }
 }
 
-/// Adds to `total` [n] the sums over the rows of `x`, t rows of n columns, by the op's kernels `partial_sums_` and
-/// `partial_sums_wide_`, which call `sum_columns` of common.cuh.
+/// Adds the sums over the rows of `x` [t, n] to `total` [n].
+///
+/// The op must have kernels `partial_sums_*` and `partial_sums_wide_*`, which call `sum_columns` of common.cuh.
 ///
 /// # Safety
 ///
-/// `x` must have so many rows and columns.
+/// `x` must have t rows of n columns.
 pub(crate) unsafe fn add_sums(
     kernels: &Kernels,
     on: Gpu,
@@ -46,17 +46,17 @@ pub(crate) unsafe fn add_sums(
     let parts = Out::new(on, DType::F32, n_parts * n)?;
     let args = [Arg::Address(x_at), Arg::Address(parts.address), Arg::I32(t as i32), Arg::I32(n as i32)];
     let name = format!("partial_sums_{}{}", if width > 1 { "wide_" } else { "" }, suffix(op, x.dtype())?);
-    // SAFETY: the caller answers for x; there is a row of n for each part.
+    // SAFETY: the caller answers for x; `parts` has a row of n elements for each part.
     unsafe { kernels.launch(on, &name, [n_blocks, n_parts, 1], FLAT_THREADS, &args)? };
     // SAFETY: as above.
     unsafe { add_parts(kernels, on, parts.address, [n_parts, n], total) }
 }
 
-/// Adds to `total` [n] the sums of `n_parts` rows of f32.
+/// Adds the sums of `n_parts` rows of f32 to `total` [n].
 ///
 /// # Safety
 ///
-/// `parts` must have so many rows of n.
+/// `parts` must have `n_parts` rows of n elements.
 pub(crate) unsafe fn add_parts(
     kernels: &Kernels,
     on: Gpu,
@@ -70,6 +70,6 @@ pub(crate) unsafe fn add_parts(
     }
     let args = [Arg::Address(parts), Arg::Address(address(op, total)?), Arg::I32(n_parts as i32), Arg::I32(n as i32)];
     let name = format!("add_parts_{}", suffix(op, total.dtype())?);
-    // SAFETY: the caller answers for the parts; total has n elements of the format in the name.
+    // SAFETY: the caller answers for the parts; total has n elements of the dtype in the name.
     unsafe { kernels.launch(on, &name, [n.div_ceil(LANES), 1, 1], FLAT_THREADS, &args) }
 }

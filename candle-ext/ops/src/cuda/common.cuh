@@ -1,4 +1,4 @@
-// What the kernels share: one float type to compute in, wide loads, sums over a warp and a block.
+// Shared by all kernels: conversion to f32, vector loads, reductions over a warp and a block.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,17 +7,17 @@
 
 typedef unsigned int uint;
 
-// Begins a kernel: KERNEL(threads) name(parameters) {...}. `threads` is a number, the most that a launch may ask for in a
-// block; the fewest blocks of a multiprocessor may follow. build.rs reads the number and the parameters.
+// Begins a kernel: KERNEL(threads) name(parameters) {...}. `threads` is a literal, the most threads of a block. A
+// minimum of resident blocks per multiprocessor may follow. build.rs parses both.
 #define KERNEL(...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__)
 
-// Every kernel has these three forms: X(float, f32) and so on.
+// Instantiates a kernel for each dtype: X(float, f32) and so on.
 #define FOR_EACH_FLOAT(X) \
     X(float, f32)         \
     X(__nv_bfloat16, bf16) \
     X(__half, f16)
 
-// Main gradients have these two.
+// Instantiates a kernel for each dtype of main gradients.
 #define FOR_EACH_GRAD(X) \
     X(float, f32)        \
     X(__nv_bfloat16, bf16)
@@ -31,7 +31,7 @@ template <> __device__ __forceinline__ float narrow<float>(float x) { return x; 
 template <> __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 template <> __device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
 
-// W elements, loaded and stored at once.
+// W elements in one load or store.
 template <typename T, int W> struct alignas(sizeof(T) * W) Pack {
     T at[W];
 };
@@ -44,10 +44,10 @@ template <typename T, int W> __device__ __forceinline__ void store(T* p, const P
     *reinterpret_cast<Pack<T, W>*>(p) = pack;
 }
 
-// Elements in 16 bytes, the widest access there is.
+// Elements in 16 bytes, the widest load.
 template <typename T> constexpr int WIDE = 16 / sizeof(T);
 
-// W elements as floats, in loads of at most 16 bytes.
+// Loads W elements as floats, in loads of at most 16 bytes.
 template <int W, typename T> __device__ __forceinline__ void load_floats(const T* p, float (&values)[W]) {
     constexpr int N = W < WIDE<T> ? W : WIDE<T>;
 #pragma unroll
@@ -58,7 +58,7 @@ template <int W, typename T> __device__ __forceinline__ void load_floats(const T
     }
 }
 
-// W floats, rounded, in stores of at most 16 bytes.
+// Stores W floats, rounded, in stores of at most 16 bytes.
 template <int W, typename T> __device__ __forceinline__ void store_floats(T* p, const float (&values)[W]) {
     constexpr int N = W < WIDE<T> ? W : WIDE<T>;
 #pragma unroll
@@ -70,7 +70,7 @@ template <int W, typename T> __device__ __forceinline__ void store_floats(T* p, 
     }
 }
 
-// Makes the compiler widen a pack anew from here on: what it has widened takes twice the registers.
+// Forces the compiler to convert a pack again from here on. Keeping the converted values would double the registers.
 template <typename T, int W> __device__ __forceinline__ void forget_widened(Pack<T, W>& pack) {
     if constexpr (sizeof(T) == 2 && W % 2 == 0) {
 #pragma unroll
@@ -78,12 +78,12 @@ template <typename T, int W> __device__ __forceinline__ void forget_widened(Pack
     }
 }
 
-// Whether rows of d elements that begin at these addresses can be read in packs of WIDE.
+// True if rows of d elements at these addresses can be loaded in packs of WIDE.
 template <typename T, typename... P> __device__ __forceinline__ bool is_wide(long long d, const P*... p) {
     return d % WIDE<T> == 0 && ((reinterpret_cast<uintptr_t>(p) % 16 == 0) && ...);
 }
 
-// Where a thread of the whole grid begins in a flat buffer, and how far its next W elements are.
+// Index of a thread's first element in a flat buffer, and its stride in a grid-stride loop.
 template <int W> __device__ __forceinline__ long long flat_begin() {
     return (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * W;
 }
@@ -104,7 +104,7 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// The sum over a block of at most 1024 threads, a multiple of 32; every thread gets it. All threads must call.
+// Sum over a block of at most 1024 threads, a multiple of 32; every thread gets it. All threads must call.
 __device__ __forceinline__ float block_sum(float x) {
     __shared__ float of_warp[32];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n_warps = blockDim.x >> 5;
@@ -115,7 +115,7 @@ __device__ __forceinline__ float block_sum(float x) {
     return warp_sum(lane < n_warps ? of_warp[lane] : 0.0f);
 }
 
-// to = from, a row of d elements, by a block
+// Copies a row of d elements from `from` to `to`, by one block.
 template <typename T> __device__ __forceinline__ void copy_row(const T* from, T* to, int d) {
     if (is_wide<T>(d, from, to)) {
         for (int i = threadIdx.x * WIDE<T>; i < d; i += blockDim.x * WIDE<T>) store(to + i, load<WIDE<T>>(from + i));
@@ -124,8 +124,8 @@ template <typename T> __device__ __forceinline__ void copy_row(const T* from, T*
     }
 }
 
-// partial[part] = the sum of x over that part's rows, for n columns of t rows. A block of 256 threads has 32 W columns; its
-// 8 warps share out the rows of its part, blockIdx.y, in a fixed order.
+// partial[part] = the sum over that part's rows, for n columns of t rows. A block of 256 threads has 32 W columns; its
+// 8 warps divide the rows of part blockIdx.y in a fixed order.
 template <int W, typename T> __device__ __forceinline__ void sum_columns(const T* x, float* partial, int t, int n) {
     __shared__ float of_warp[8][32 * W];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -151,7 +151,7 @@ template <int W, typename T> __device__ __forceinline__ void sum_columns(const T
     }
 }
 
-// total += the sum over parts for n columns. A block of 256 threads has 32 columns; its 8 warps share out the parts in a
+// total += the sum over parts for n columns. A block of 256 threads has 32 columns; its 8 warps divide the parts in a
 // fixed order.
 template <typename G>
 __device__ __forceinline__ void add_parts_to(G* total, const float* partial, int n_parts, int n) {

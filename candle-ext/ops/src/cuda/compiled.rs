@@ -1,25 +1,25 @@
-//! The compiled kernels of an op.
+//! Compiled kernels of an op.
 
 use candle_core::{Result, bail};
 
 use super::check::Signature;
 
-/// The kernels of one op.
+/// Compiled kernels of one op.
 pub(crate) struct Kernels {
-    /// The op's name.
+    /// Name of the op.
     pub(crate) op: &'static str,
-    /// The parameters and threads of each kernel, by its name in ascending order. build.rs reads them from the source.
+    /// Signatures of the kernels, sorted by name. build.rs reads them from the source.
     pub(crate) signatures: &'static [Signature],
-    /// Compiled for GPUs.
+    /// Binary for GPUs.
     #[cfg(feature = "cuda")]
     pub(crate) fatbin: &'static [u8],
-    /// Compiled for the CPU: the path of a shared library.
+    /// Path of the shared library compiled for the CPU.
     #[cfg(feature = "emulate")]
     pub(crate) library: &'static str,
 }
 
 impl Kernels {
-    /// Returns the signature of a kernel.
+    /// Returns the signature of a kernel. Fails if there is no kernel of this name.
     pub(super) fn signature(&self, name: &str) -> Result<&'static Signature> {
         match self.signatures.binary_search_by(|known| known.name.cmp(name)) {
             Ok(at) => Ok(&self.signatures[at]),

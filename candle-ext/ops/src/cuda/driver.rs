@@ -1,4 +1,4 @@
-//! Kernels on a real device, through candle's cudarc.
+//! Kernels on a GPU, launched through candle's cudarc.
 
 use std::collections::HashMap;
 use std::fmt::Display;
@@ -21,23 +21,23 @@ use super::compiled::Kernels;
 use crate::accelerator::driver_has;
 use crate::replaced;
 
-/// Shared memory that a block gets without asking for it beforehand.
+/// Shared memory per block that needs no opt-in.
 const UNASKED_SHARED_BYTES: usize = 48 << 10;
 
 type Modules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
 
 static MODULES: LazyLock<Mutex<Modules>> = LazyLock::new(Mutex::default);
 
-/// By device, op and name. There are no more of them than the kernels have functions.
+/// Kernel functions by device, op and name. Their number is bounded by the number of kernels.
 type Functions = HashMap<(DeviceId, &'static str), HashMap<String, CudaFunction>>;
 
 static FUNCTIONS: LazyLock<Mutex<Functions>> = LazyLock::new(Mutex::default);
 
-/// See [`Kernels::launch`].
+/// Launches a kernel; see [`Kernels::launch`].
 ///
 /// # Safety
 ///
-/// As there.
+/// As for [`Kernels::launch`].
 pub(super) unsafe fn launch(
     kernels: &Kernels,
     device: &CudaDevice,
@@ -72,7 +72,7 @@ pub(super) unsafe fn launch(
     Ok(())
 }
 
-/// Finds a kernel, in the driver at the first time.
+/// Returns a kernel; loads it on first use.
 fn function(kernels: &Kernels, device: &CudaDevice, name: &str) -> Result<CudaFunction> {
     let mut functions = FUNCTIONS.lock().unwrap_or_else(PoisonError::into_inner);
     let of_op = functions.entry((device.id(), kernels.op)).or_default();
@@ -97,7 +97,8 @@ fn module(kernels: &Kernels, device: &CudaDevice) -> Result<Arc<CudaModule>> {
     let loaded = device.cuda_stream().context().load_module(Ptx::from_binary(fatbin));
     let module =
         loaded.map_err(|error| Error::Msg(format!("{}: CUDA cannot load its kernels: {error}", kernels.op)))?;
-    // Tests check all kernels, and those of another build must fit this one. A stand-in of the driver knows no parameters.
+    // Check all kernels in tests, and those that replace built-in ones. A stand-in for the driver does not know
+    // parameters.
     if (is_replaced || cfg!(feature = "emulate")) && driver_has("cuFuncGetParamInfo") {
         for signature in kernels.signatures {
             check_sizes(kernels.op, signature, &module)?;
@@ -107,10 +108,10 @@ fn module(kernels: &Kernels, device: &CudaDevice) -> Result<Arc<CudaModule>> {
     Ok(module)
 }
 
-/// Fails unless the compiled kernel has parameters of the declared sizes.
+/// Fails unless the compiled kernel's parameters have the declared sizes.
 fn check_sizes(op: &str, signature: &Signature, module: &Arc<CudaModule>) -> Result<()> {
     let Signature { name, parameters, .. } = signature;
-    let failed = |error: &dyn Display| Error::Msg(format!("{op}: CUDA failed to look at {name}: {error}"));
+    let failed = |error: &dyn Display| Error::Msg(format!("{op}: CUDA failed to query {name}: {error}"));
     let function = module.load_function(name).map_err(|error| failed(&error))?;
     let mut sizes = Vec::new();
     for index in 0.. {
@@ -119,7 +120,7 @@ fn check_sizes(op: &str, signature: &Signature, module: &Arc<CudaModule>) -> Res
         let result = unsafe { sys::cuFuncGetParamInfo(function.cu_function(), index, &raw mut offset, &raw mut size) };
         match result {
             sys::CUresult::CUDA_SUCCESS => sizes.push(size),
-            // There are no more.
+            // Past the last parameter.
             sys::CUresult::CUDA_ERROR_INVALID_VALUE => break,
             error => return Err(failed(&format!("{error:?}"))),
         }
@@ -141,7 +142,7 @@ fn bytes_of(class: Class) -> usize {
     }
 }
 
-/// Where a storage begins.
+/// Returns the address of a storage's first element.
 pub(super) fn base(op: &str, storage: &CudaStorage) -> Result<Address> {
     match storage.dtype() {
         DType::F32 => typed::<f32>(storage),
@@ -161,7 +162,7 @@ fn typed<T: CudaDType + DeviceRepr>(storage: &CudaStorage) -> Result<Address> {
     Ok(address)
 }
 
-/// Takes room for elements that are not written yet.
+/// Allocates elements without initialising them.
 pub(super) fn alloc(device: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
     fn typed<T: CudaDType + DeviceRepr>(device: &CudaDevice, len: usize) -> Result<CudaStorage> {
         // SAFETY: nothing reads the elements before a kernel has written them, as `Out::new` demands.

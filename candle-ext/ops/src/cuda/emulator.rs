@@ -1,5 +1,6 @@
-//! Kernels on the CPU, a fiber for each of their threads, over tensors in host memory: to test them where there is no
-//! GPU. `emulator/` holds the C++ side.
+//! Emulation of CUDA kernels on the CPU, with a fiber per thread, over tensors in host memory.
+//!
+//! It serves tests without a GPU. `emulator/` holds the C++ side.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -21,47 +22,47 @@ thread_local! {
     static LIMIT: Cell<Option<MemoryLimit>> = const { Cell::new(None) };
 }
 
-/// Memory of the emulated device.
+/// Memory limit of the emulated device.
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryLimit {
-    /// All bytes of the device.
+    /// Total bytes of the device.
     pub total_bytes: u64,
-    /// Returns the bytes in use now.
+    /// Function that returns the bytes in use now.
     pub in_use: fn() -> u64,
-    /// Returns the most bytes that were in use at once.
+    /// Function that returns the peak of the bytes in use.
     pub peak: fn() -> u64,
 }
 
 static LIBRARIES: LazyLock<Mutex<HashMap<&'static str, Arc<Library>>>> = LazyLock::new(Mutex::default);
 
-/// Runs `f` with every op on CPU tensors computed by its CUDA kernel, backward included. For tests: it is slow.
+/// Runs `f` with every op on CPU tensors computed by its CUDA kernel, backward included. Slow: for tests only.
 pub fn emulate<T>(f: impl FnOnce() -> T) -> T {
     with_value(&ON, true, f)
 }
 
-/// Runs `f` as [`emulate`], on a device that has no more memory than `limit`: outputs of ops beyond it fail to allocate.
+/// Runs `f` as [`emulate`] does, on a device with the memory of `limit`. Ops that exceed it fail to allocate.
 pub fn emulate_with_limit<T>(limit: MemoryLimit, f: impl FnOnce() -> T) -> T {
     with_value(&LIMIT, Some(limit), || emulate(f))
 }
 
-/// Returns the limit of the emulated device, if it has one.
+/// Returns the memory limit of the emulated device, if there is one.
 pub(crate) fn memory_limit() -> Option<MemoryLimit> {
     LIMIT.get().filter(|_| is_on())
 }
 
-/// Tells whether this thread is inside of [`emulate`].
+/// Returns true if this thread is inside [`emulate`].
 pub(crate) fn is_on() -> bool {
     ON.get()
 }
 
-/// A kernel's `call_NAME`: it reads each parameter, by its type, from eight bytes of its own.
+/// Function `call_NAME` of a kernel: reads each parameter, by its type, from eight bytes of its own.
 type Call = unsafe extern "C" fn(*const u64);
 
-/// See [`Kernels::launch`].
+/// Runs a kernel in the emulator; see [`Kernels::launch`].
 ///
 /// # Safety
 ///
-/// As there.
+/// As for [`Kernels::launch`].
 pub(super) unsafe fn launch(kernels: &Kernels, name: &str, blocks: Blocks, args: &[Arg]) -> Result<()> {
     type Emulate = unsafe extern "C" fn(Call, *const u64, *const u32, u32, u32) -> bool;
     let library = library(kernels)?;
@@ -77,12 +78,12 @@ pub(super) unsafe fn launch(kernels: &Kernels, name: &str, blocks: Blocks, args:
     // SAFETY: the caller answers for the arguments, whose number and classes were checked; they outlive the run.
     let ended = unsafe { emulate(*call, arguments.as_ptr(), grid.as_ptr(), threads as u32, shared_bytes as u32) };
     if !ended {
-        bail!("{}: the threads of {name} wait for each other for ever", kernels.op)
+        bail!("{}: the threads of {name} deadlock", kernels.op)
     }
     Ok(())
 }
 
-/// Returns the bytes of an argument, the first four of them where it has no more: processors here are little-endian.
+/// Returns the bytes of an argument; a 4-byte argument lies in the low bytes, as on any little-endian processor.
 fn bytes(arg: &Arg) -> u64 {
     match *arg {
         Arg::Address(value) | Arg::U64(value) => value,
@@ -98,14 +99,14 @@ fn library(kernels: &Kernels) -> Result<Arc<Library>> {
     if let Some(library) = libraries.get(kernels.op) {
         return Ok(library.clone());
     }
-    // SAFETY: this package's own code, which has no initialisers.
+    // SAFETY: the library is built from this package's code and has no initialisers.
     let library = unsafe { Library::new(kernels.library) }.map_err(|error| Error::Msg(error.to_string()))?;
     let library = Arc::new(library);
     libraries.insert(kernels.op, library.clone());
     Ok(library)
 }
 
-/// Where a storage begins.
+/// Returns the address of a storage's first element.
 pub(super) fn base(op: &str, storage: &CpuStorage) -> Result<Address> {
     Ok(match storage {
         CpuStorage::F32(data) => data.as_ptr().expose_provenance(),
@@ -115,15 +116,15 @@ pub(super) fn base(op: &str, storage: &CpuStorage) -> Result<Address> {
         CpuStorage::I64(data) => data.as_ptr().expose_provenance(),
         CpuStorage::F64(data) => data.as_ptr().expose_provenance(),
         CpuStorage::U8(data) => data.as_ptr().expose_provenance(),
-        _ => bail!("{op}: there is no kernel for this format"),
+        _ => bail!("{op}: there is no kernel for this dtype"),
     } as u64)
 }
 
-/// Takes room for elements, all of them NaN: one that a kernel forgets to write does not go unnoticed.
+/// Allocates elements filled with NaN, so that one that a kernel fails to write is noticed.
 ///
 /// # Errors
 ///
-/// As CUDA's driver, beyond the limit of [`emulate_with_limit`].
+/// The CUDA driver's out-of-memory error, beyond the limit of [`emulate_with_limit`].
 pub(super) fn alloc(dtype: DType, len: usize) -> Result<CpuStorage> {
     let n_bytes = (len * dtype.size_in_bytes()) as u64;
     if LIMIT.get().is_some_and(|limit| (limit.in_use)() + n_bytes > limit.total_bytes) {
@@ -139,11 +140,11 @@ pub(super) fn alloc(dtype: DType, len: usize) -> Result<CpuStorage> {
     })
 }
 
-/// See [`Gemm::run`]: a plain product, with each format rounded as cuBLASLt rounds it, once.
+/// Computes a GEMM by plain loops, rounded once like cuBLASLt's; see [`Gemm::run`].
 ///
 /// # Safety
 ///
-/// As there.
+/// As for [`Gemm::run`].
 pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
     let Gemm { m, n, k, a, b, .. } = *gemm;
     let len = |[rows, columns, stride]: [usize; 3]| rows.checked_sub(1).map_or(0, |last| last * stride + columns);
@@ -151,7 +152,7 @@ pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
     // SAFETY: the caller answers for the addresses.
     let (a_values, b_values) =
         unsafe { (read(a.address, gemm.dtype, len(of_a))?, read(b.address, gemm.dtype, len(of_b))?) };
-    // SAFETY: as above. What lies between the rows is written as it was.
+    // SAFETY: as above. Elements in the gaps between rows are written back unchanged.
     let mut c = unsafe { read(gemm.c, gemm.c_dtype, len(of_c))? };
     // SAFETY: as above.
     let plus = gemm.plus.map(|plus| unsafe { read(plus, gemm.c_dtype, len(of_c)) }).transpose()?;
@@ -178,12 +179,14 @@ pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
     unsafe { write(gemm.c, gemm.c_dtype, &c) }
 }
 
+/// Reads `len` elements as f32.
+///
 /// # Safety
 ///
-/// `address` must hold `len` elements of this format.
+/// `address` must hold `len` elements of this dtype.
 unsafe fn read(address: Address, dtype: DType, len: usize) -> Result<Vec<f32>> {
     let at = address as usize;
-    // SAFETY: the caller's promise; the memory was exposed by `base`.
+    // SAFETY: the caller's contract; the memory was exposed by `base`.
     unsafe {
         Ok(match dtype {
             DType::F32 => slice::from_raw_parts(with_exposed_provenance::<f32>(at), len).to_vec(),
@@ -193,24 +196,26 @@ unsafe fn read(address: Address, dtype: DType, len: usize) -> Result<Vec<f32>> {
             DType::F16 => {
                 slice::from_raw_parts(with_exposed_provenance::<f16>(at), len).iter().map(|x| x.to_f32()).collect()
             }
-            other => bail!("there is no product of {other:?}"),
+            other => bail!("there is no GEMM of {other:?}"),
         })
     }
 }
 
+/// Writes the values, rounded to `dtype`.
+///
 /// # Safety
 ///
-/// `address` must have room for these elements in this format.
+/// `address` must be writable for all values in this dtype.
 unsafe fn write(address: Address, dtype: DType, values: &[f32]) -> Result<()> {
     let at = address as usize;
     for (i, value) in values.iter().enumerate() {
-        // SAFETY: the caller's promise; the memory was exposed by `base`.
+        // SAFETY: the caller's contract; the memory was exposed by `base`.
         unsafe {
             match dtype {
                 DType::F32 => with_exposed_provenance_mut::<f32>(at).add(i).write(*value),
                 DType::BF16 => with_exposed_provenance_mut::<bf16>(at).add(i).write(bf16::from_f32(*value)),
                 DType::F16 => with_exposed_provenance_mut::<f16>(at).add(i).write(f16::from_f32(*value)),
-                other => bail!("there is no product of {other:?}"),
+                other => bail!("there is no GEMM of {other:?}"),
             }
         }
     }

@@ -1,5 +1,5 @@
-// Where the numbers lie that decide about a step's gradients: f32, in the order of grad_scaler/mod.rs.
+// Layout of the grad scaler's state: f32, in the order of grad_scaler/mod.rs.
 #pragma once
 
-enum { NORM, FACTOR, OUTCOME, N_UPDATES, LOSS_SCALE, GOOD_STEPS, TRIES_LEFT, ROOT, STEP };
+enum { NORM, FACTOR, OUTCOME, N_UPDATES, LOSS_SCALE, GOOD_STEPS, HYSTERESIS_LEFT, ROOT, STEP };
 enum { APPLIED, OVERFLOWED, NON_FINITE, HALTED };

@@ -1,9 +1,9 @@
-//! The CUDA side of the ops: addresses of tensors, buffers for outputs, and launches of our own kernels.
+//! CUDA side of the ops: tensor addresses, output buffers and kernel launches.
 //!
-//! All work of a device goes to candle's one stream in the order of the calls, and memory is freed in that order, too.
-//! That is why kernels get plain addresses, also of what they write: no two of them run at once.
+//! All work of a device runs on candle's one stream, in call order, and memory is freed in that order. No two kernels
+//! run concurrently, so kernels get plain addresses, even of their outputs.
 //!
-//! With the feature `emulate` the same kernels also run on the CPU, over tensors there: see [`emulator`].
+//! The feature `emulate` also runs the kernels on the CPU, over CPU tensors: see [`emulator`].
 
 mod arg;
 mod check;
@@ -28,10 +28,10 @@ pub(crate) use check::Signature;
 pub(crate) use class::Class;
 pub(crate) use compiled::Kernels;
 
-/// Threads of a block that walks a flat buffer.
+/// Threads of a block in kernels over flat buffers.
 pub(crate) const FLAT_THREADS: usize = 256;
 
-/// Where kernels run.
+/// Device that runs kernels.
 #[derive(Clone, Copy)]
 pub(crate) enum Gpu<'a> {
     #[cfg(feature = "cuda")]
@@ -40,7 +40,7 @@ pub(crate) enum Gpu<'a> {
     Emulated(std::marker::PhantomData<&'a ()>),
 }
 
-/// Declares `KERNELS`, the compiled `kernel.cu` beside the file that uses it.
+/// Declares `KERNELS`, compiled from the `kernel.cu` in the same folder.
 macro_rules! kernels {
     ($op:literal) => {
         static KERNELS: $crate::cuda::Kernels = $crate::cuda::Kernels {
@@ -60,12 +60,12 @@ macro_rules! kernels {
 pub(crate) use kernels;
 
 impl Kernels {
-    /// Launches `name` on a grid of blocks of `threads` threads each, a multiple of 32.
+    /// Launches `name` on a grid of blocks of `threads` threads, a multiple of 32.
     ///
     /// # Safety
     ///
-    /// `args` must be the kernel's parameters in order, and every address among them good for what the kernel reads and
-    /// writes. Their number and classes are checked.
+    /// `args` must be the kernel's parameters in order, with addresses valid for the kernel's reads and writes. Number
+    /// and classes of the arguments are checked.
     pub(crate) unsafe fn launch(
         &self,
         gpu: Gpu,
@@ -74,15 +74,15 @@ impl Kernels {
         threads: usize,
         args: &[Arg],
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe { self.launch_blocks(gpu, name, Blocks { grid, threads, shared_bytes: 0 }, args) }
     }
 
-    /// Launches `name` on these blocks.
+    /// Launches `name` with this configuration.
     ///
     /// # Safety
     ///
-    /// As for [`Kernels::launch`]; and the kernel must need no more shared memory.
+    /// As for [`Kernels::launch`]; the kernel must not need more shared memory.
     pub(crate) unsafe fn launch_blocks(&self, gpu: Gpu, name: &str, blocks: Blocks, args: &[Arg]) -> Result<()> {
         let Blocks { grid, threads, .. } = blocks;
         self.signature(name)?.check(self.op, threads, args)?;
@@ -102,7 +102,7 @@ impl Kernels {
         }
     }
 
-    /// Launches `name` on a grid of n elements, about `per_thread` of them for each thread.
+    /// Launches `name` over n elements, about `per_thread` of them per thread.
     ///
     /// # Safety
     ///
@@ -115,12 +115,12 @@ impl Kernels {
         per_thread: usize,
         args: &[Arg],
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe { self.launch(gpu, name, [n.div_ceil(per_thread * FLAT_THREADS), 1, 1], FLAT_THREADS, args) }
     }
 }
 
-/// Where a tensor's kernels run.
+/// Returns the device on which a tensor's kernels run.
 pub(crate) fn gpu<'a>(op: &str, tensor: &'a Tensor) -> Result<Gpu<'a>> {
     match tensor.device() {
         #[cfg(feature = "cuda")]
@@ -132,7 +132,7 @@ pub(crate) fn gpu<'a>(op: &str, tensor: &'a Tensor) -> Result<Gpu<'a>> {
     }
 }
 
-/// Where the elements of a contiguous tensor begin.
+/// Returns the address of a contiguous tensor's first element.
 pub(crate) fn address(op: &str, tensor: &Tensor) -> Result<Address> {
     let (storage, layout) = tensor.storage_and_layout();
     address_of(op, &storage, layout)
@@ -153,15 +153,15 @@ fn address_of(op: &str, storage: &Storage, layout: &Layout) -> Result<Address> {
     Ok(base + (start * storage.dtype().size_in_bytes()) as u64)
 }
 
-/// An output in the making.
+/// Output buffer of a kernel.
 pub(crate) struct Out {
     storage: Storage,
-    /// Where its elements begin.
+    /// Address of the first element.
     pub(crate) address: Address,
 }
 
 impl Out {
-    /// Takes room for `len` elements. Every one of them must be written before it is read.
+    /// Allocates `len` uninitialised elements. Each must be written before it is read.
     pub(crate) fn new(gpu: Gpu, dtype: DType, len: usize) -> Result<Self> {
         let storage = match gpu {
             #[cfg(feature = "cuda")]
@@ -173,7 +173,7 @@ impl Out {
         Ok(Self { storage, address })
     }
 
-    /// Returns the finished output.
+    /// Returns the finished output as a storage.
     pub(crate) fn into_storage(self) -> Storage {
         self.storage
     }
@@ -184,7 +184,7 @@ impl Out {
     }
 }
 
-/// The ending of a kernel's name for a number format.
+/// Returns the suffix of a kernel's name for a dtype.
 pub(crate) fn suffix(op: &str, dtype: DType) -> Result<&'static str> {
     Ok(match dtype {
         DType::F32 => "f32",
@@ -194,10 +194,10 @@ pub(crate) fn suffix(op: &str, dtype: DType) -> Result<&'static str> {
     })
 }
 
-/// Fails unless the weight has the input's format: kernels read both as one type.
+/// Fails unless the weight has the input's dtype: kernels read both as one type.
 pub(crate) fn same_dtype(op: &str, x: &Tensor, w: &Tensor) -> Result<()> {
     if x.dtype() != w.dtype() {
-        bail!("{op}: on CUDA the weight must have the input's format {:?}, not {:?}", x.dtype(), w.dtype())
+        bail!("{op}: on CUDA the weight must have the input's dtype {:?}, not {:?}", x.dtype(), w.dtype())
     }
     Ok(())
 }

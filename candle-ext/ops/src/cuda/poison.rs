@@ -1,5 +1,4 @@
-//! Outputs on a device that begin as NaN, as the emulator's do: an element that a kernel forgets to write does not go
-//! unnoticed.
+//! NaN-filled kernel outputs on a GPU, as in the emulator, so that an element that a kernel fails to write is noticed.
 
 use std::cell::Cell;
 
@@ -12,12 +11,12 @@ thread_local! {
     static ON: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `f` with every output of a kernel on a device filled with NaN before it is written. For tests.
+/// Runs `f` with every kernel output on a GPU filled with NaN before the launch. For tests.
 pub fn poison<T>(f: impl FnOnce() -> T) -> T {
     with_value(&ON, true, f)
 }
 
-/// Sets all bits, which is NaN in every float format, if this thread is inside of [`poison`].
+/// Fills the slice with NaN if this thread is inside [`poison`]. All bits set is NaN in every float dtype.
 pub(super) fn fill<T>(device: &CudaDevice, slice: &CudaSlice<T>) -> Result<()> {
     if !ON.get() {
         return Ok(());

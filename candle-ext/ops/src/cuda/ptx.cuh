@@ -1,10 +1,10 @@
-// Instructions that CUDA C++ has no words for. The emulator has its own file of this name, which does the same.
+// PTX instructions without a CUDA C++ intrinsic. The emulator has its own file of this name.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// The memory that a block shares, as much as its launch asks for.
+// Dynamic shared memory of the block, of the size given at launch.
 __device__ __forceinline__ char* dynamic_shared() {
     extern __shared__ __align__(128) char shared[];
     return shared;
@@ -14,7 +14,7 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-// Starts to copy BYTES, 4 or 16 and aligned to as many, into shared memory; zeros if they do not exist.
+// Starts an asynchronous copy of BYTES, 4 or 16 and aligned, to shared memory; writes zeros if `exists` is false.
 template <int BYTES> __device__ __forceinline__ void copy_async(void* to, const void* from, bool exists) {
     const int n = exists ? BYTES : 0;
     if constexpr (BYTES == 16) {
@@ -29,8 +29,8 @@ template <int BYTES> __device__ __forceinline__ void copy_async(void* to, const 
 // Waits for the copies that the calling thread has started.
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Loads four 8 by 8 matrices of 16-bit elements: lane i points to row i % 8 of matrix i / 8. Of each matrix a lane gets,
-// as one number, the neighbours 2 (lane % 4) and 2 (lane % 4) + 1 in row lane / 4.
+// Loads four 8 by 8 matrices of 16-bit elements (ldmatrix): lane i points to row i % 8 of matrix i / 8. Of each matrix
+// a lane gets, in one register, columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4.
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row
                  : "memory");
 }
 
-// The same of the matrices' transposes.
+// Loads the transposes of the matrices.
 __device__ __forceinline__ void load_matrices_transposed(unsigned (&to)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -46,9 +46,10 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&to)[4], cons
                  : "memory");
 }
 
-// c += a b for a [16, 16], b [16, 8] and c [16, 8] in f32, shared out over a warp. A lane has pairs of neighbours, from
-// column or, of b, row 2 (lane % 4) on: of a in the rows lane / 4 and 8 later, then the same 8 columns later; of b in column
-// lane / 4, then 8 rows later; of c in row lane / 4, then 8 rows later.
+// c += a b for a [16, 16], b [16, 8] and c [16, 8] in f32, distributed over a warp (mma.m16n8k16).
+//
+// A lane holds pairs of neighbours from column (in b: row) 2 (lane % 4) on. In a: rows lane / 4 and lane / 4 + 8, then
+// the same 8 columns later. In b: column lane / 4, then 8 rows later. In c: row lane / 4, then 8 rows later.
 template <typename T>
 __device__ __forceinline__ void multiply_add(float& c0, float& c1, float& c2, float& c3, const unsigned (&a)[4],
                                              unsigned b0, unsigned b1);
@@ -65,7 +66,7 @@ __device__ __forceinline__ void multiply_add(float& c0, float& c1, float& c2, fl
 MULTIPLY_ADD(__nv_bfloat16, "bf16")
 MULTIPLY_ADD(__half, "f16")
 
-// Two numbers rounded, the first in the lower half.
+// Rounds two numbers to 16 bits, the first in the lower half.
 template <typename T> __device__ __forceinline__ unsigned narrow_pair(float first, float second);
 
 #define NARROW_PAIR(T, type)                                                                      \
@@ -77,7 +78,7 @@ template <typename T> __device__ __forceinline__ unsigned narrow_pair(float firs
 NARROW_PAIR(__nv_bfloat16, "bf16x2")
 NARROW_PAIR(__half, "f16x2")
 
-// 2^x, to 2 units in the last place; 0 where that is not a normal number.
+// 2^x, to 2 units in the last place; 0 instead of subnormal results.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

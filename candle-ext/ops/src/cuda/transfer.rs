@@ -1,4 +1,4 @@
-//! Copies through pinned memory: the device fetches or leaves the bytes when its stream comes to it.
+//! Asynchronous copies through pinned memory, ordered by the device's stream.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -12,42 +12,42 @@ use candle_core::{CudaDevice, DType, Device, Error, Result, Shape, Storage, Tens
 
 use super::{address, driver};
 
-/// The smallest buffer in bytes: a page.
+/// Smallest buffer in bytes: a page.
 const SMALLEST: usize = 4096;
-/// Buffers up to this size are rounded up to a power of two, larger ones to a multiple of an eighth of one.
+/// Buffer size in bytes from which sizes are rounded up to an eighth of a power of two, instead of a power of two.
 const LARGE: usize = 1 << 20;
 
-/// Buffers by device and size, in the order in which their copies began: a stream does them in order, so if the device needs
-/// the first one of a size still, it needs all.
+/// Free buffers by device and size, in the order in which their copies began. The stream runs copies in order: if the
+/// first buffer of a size is in use, all are.
 type Pool = HashMap<DeviceId, BTreeMap<usize, VecDeque<Staging>>>;
 
-/// Buffers that nobody holds.
+/// Pool of free pinned buffers.
 static POOL: LazyLock<Mutex<Pool>> = LazyLock::new(Mutex::default);
 
-/// Tables that are remembered: a few for each of the batches that are on their way.
+/// Most cached tables: a few for each batch in flight.
 const MAX_TABLES: usize = 8;
 
 thread_local! {
-    /// The latest last.
+    /// Cached tables, latest last.
     static TABLES: RefCell<VecDeque<Table>> = const { RefCell::new(VecDeque::new()) };
 }
 
-/// What was sent, and what came of it.
+/// Uploaded values, and the resulting tensor.
 struct Table {
     bytes: Vec<u8>,
     on_device: Tensor,
 }
 
-/// A pinned buffer.
+/// Pinned staging buffer.
 struct Staging {
     device: DeviceId,
     bytes: PinnedHostSlice<u8>,
-    /// The last copy from or to it.
+    /// Last copy from or to the buffer.
     copy: Option<CudaEvent>,
 }
 
 impl Staging {
-    /// Takes a buffer of at least so many bytes, and about twice as many at most, that no copy needs any more.
+    /// Takes a free buffer of at least `n_bytes` and at most about twice that, or allocates one.
     fn take(device: &CudaDevice, n_bytes: usize) -> std::result::Result<Self, DriverError> {
         let power = n_bytes.next_power_of_two().max(SMALLEST);
         let n_bytes = if power > LARGE { n_bytes.next_multiple_of(power / 8) } else { power };
@@ -57,7 +57,8 @@ impl Staging {
         if let Some(staging) = ready.and_then(VecDeque::pop_front) {
             return Ok(staging);
         }
-        // SAFETY: whoever takes a buffer writes what is read from it. No flags: the host may read it fast, too.
+        // SAFETY: the taker writes a buffer before it is read. Without the write-combined flag the host can also read
+        // it fast.
         let bytes = unsafe { device.cuda_stream().context().alloc_pinned_with_flags(n_bytes, 0)? };
         Ok(Self { device: device.id(), bytes, copy: None })
     }
@@ -77,7 +78,7 @@ impl Staging {
     }
 }
 
-/// See [`crate::transfer::upload`].
+/// Uploads values; see [`crate::transfer::upload`].
 pub(crate) fn upload<T: WithDType>(values: &[T], shape: Shape, device: &CudaDevice) -> Result<Tensor> {
     let storage = driver::alloc(device, T::DTYPE, values.len())?;
     let to = driver::base("upload", &storage)?;
@@ -88,7 +89,7 @@ pub(crate) fn upload<T: WithDType>(values: &[T], shape: Shape, device: &CudaDevi
     Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
 }
 
-/// See [`crate::transfer::upload_table`].
+/// Uploads a table; see [`crate::transfer::upload_table`].
 pub(crate) fn upload_table<T: WithDType>(values: &[T], shape: Shape, device: &CudaDevice) -> Result<Tensor> {
     let is_it = |table: &Table| {
         let Table { bytes, on_device } = table;
@@ -113,13 +114,13 @@ fn bytes_of<T: WithDType>(values: &[T]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) }
 }
 
-/// See [`crate::transfer::send_into`].
-pub(crate) fn send_into(dst: &Tensor, bytes: &[u8], device: &CudaDevice) -> Result<()> {
+/// Copies bytes into a device tensor; see [`crate::transfer::upload_into`].
+pub(crate) fn upload_into(dst: &Tensor, bytes: &[u8], device: &CudaDevice) -> Result<()> {
     if bytes.is_empty() {
         return Ok(());
     }
-    let to = address("send_into", dst)?;
-    send(bytes, to, device).map_err(|error| Error::Msg(format!("send_into: CUDA failed: {error}")))
+    let to = address("upload_into", dst)?;
+    send(bytes, to, device).map_err(|error| Error::Msg(format!("upload_into: CUDA failed: {error}")))
 }
 
 fn send(bytes: &[u8], to: super::Address, device: &CudaDevice) -> std::result::Result<(), DriverError> {
@@ -127,14 +128,14 @@ fn send(bytes: &[u8], to: super::Address, device: &CudaDevice) -> std::result::R
     stream.context().bind_to_thread()?;
     let mut staging = Staging::take(device, bytes.len())?;
     staging.bytes.as_mut_slice()?[..bytes.len()].copy_from_slice(bytes);
-    // SAFETY: the device has room for the bytes at `to`; the buffer is not written again before the copy is done.
+    // SAFETY: the device memory at `to` is large enough; the buffer is not written again before the copy is done.
     unsafe { result::memcpy_htod_async(to, &staging.bytes.as_slice()?[..bytes.len()], stream.cu_stream())? };
     staging.mark(&stream)?;
     staging.give_back();
     Ok(())
 }
 
-/// A copy to the host that has begun.
+/// Copy from device to host in flight.
 pub(crate) struct Readback {
     staging: ManuallyDrop<Staging>,
     n_bytes: usize,
@@ -152,7 +153,7 @@ impl Readback {
         stream.context().bind_to_thread()?;
         let mut staging = Staging::take(device, n_bytes)?;
         let to = &mut staging.bytes.as_mut_slice()?[..n_bytes];
-        // SAFETY: there are n_bytes at `from`, and the buffer is held until the copy is done.
+        // SAFETY: there are n_bytes at `from`, and the buffer is kept until the copy is done.
         unsafe { result::memcpy_dtoh_async(to, from, stream.cu_stream())? };
         staging.mark(&stream)?;
         Ok(Self { staging: ManuallyDrop::new(staging), n_bytes })
@@ -165,7 +166,7 @@ impl Readback {
         let stream = device.cuda_stream();
         stream.context().bind_to_thread()?;
         let bytes = &self.staging.bytes.as_slice()?[..self.n_bytes];
-        // SAFETY: the device has room for the bytes at `to`, and the buffer goes back with the mark of this copy.
+        // SAFETY: the device memory at `to` is large enough; the buffer returns to the pool with this copy's event.
         unsafe { result::memcpy_htod_async(to, bytes, stream.cu_stream())? };
         self.staging.mark(&stream)
     }
@@ -187,7 +188,7 @@ impl Readback {
     }
 }
 
-/// A tensor whose values wait in pinned memory.
+/// Tensor whose values were copied to pinned memory.
 pub(crate) struct Pinned {
     readback: Readback,
     shape: Shape,
@@ -203,13 +204,13 @@ impl Pinned {
 
     pub(crate) fn into_host(self) -> Result<Tensor> {
         let bytes = self.readback.wait_for_bytes()?;
-        crate::bytes::of_bytes(self.dtype, self.shape.clone(), |host| {
+        crate::bytes::tensor_from_bytes(self.dtype, self.shape.clone(), |host| {
             host.copy_from_slice(bytes);
             Ok(())
         })
     }
 
-    /// Both copies are on one stream: the second begins when the first is done, and the host waits for neither.
+    /// Both copies are on one stream: the second begins when the first is done, and the host does not wait.
     pub(crate) fn into_device(mut self) -> Result<Tensor> {
         let storage = driver::alloc(&self.device, self.dtype, self.shape.elem_count())?;
         let to = driver::base("unpark", &storage)?;
@@ -226,5 +227,5 @@ impl Drop for Readback {
 }
 
 fn failed(error: DriverError) -> Error {
-    Error::Msg(format!("readout: CUDA failed: {error}"))
+    Error::Msg(format!("device readback: CUDA failed: {error}"))
 }

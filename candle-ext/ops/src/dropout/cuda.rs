@@ -3,33 +3,33 @@
 use candle_core::{Result, Tensor};
 
 use super::mask::Dropout;
-use super::rows::Run;
+use super::rows::DropoutSpan;
 use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
 
 kernels!("dropout");
 
 const OP: &str = "dropout";
-/// Elements of a thread, about.
+/// Elements per thread, approximately.
 const PER_THREAD: usize = 8;
 
-/// Returns y = x mask / (1 - p), for each run of elements that of its place.
-pub(super) fn apply(x: &Tensor, spec: Dropout, runs: &[Run]) -> Result<Out> {
+/// Returns y = x mask / (1 - p), with the mask of each span's position in the whole tensor.
+pub(super) fn apply(x: &Tensor, spec: Dropout, runs: &[DropoutSpan]) -> Result<Out> {
     let on = gpu(OP, x)?;
     let y = Out::new(on, x.dtype(), x.elem_count())?;
     let name = format!("apply_{}", suffix(OP, x.dtype())?);
     for run in runs {
-        let (n, offset) = (run.here.len(), (run.here.start * x.dtype().size_in_bytes()) as u64);
+        let (n, offset) = (run.local.len(), (run.local.start * x.dtype().size_in_bytes()) as u64);
         let args = [
             Arg::Address(address(OP, x)? + offset),
             Arg::Address(y.address + offset),
             Arg::I64(n as i64),
             Arg::I64(run.width as i64),
             Arg::I64(run.stride as i64),
-            Arg::U64(spec.after(run.place).key),
+            Arg::U64(spec.after(run.global_start).key),
             Arg::U64(spec.threshold()),
             Arg::F32(spec.scale()),
         ];
-        // SAFETY: both have these n elements of one format.
+        // SAFETY: both have n elements of one dtype.
         unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args)? };
     }
     Ok(y)

@@ -1,7 +1,7 @@
-// dropout: n elements in lines of `width`, W of them at a time; `stride` lies between the lines' beginnings in the whole.
+// dropout: n elements in lines of `width`, W at a time; lines begin `stride` elements apart in the whole tensor.
 #include "common.cuh"
 
-// SplitMix64's output at a position of the stream that begins at `key`, as in cpu.rs.
+// SplitMix64's output at a position of the stream that begins at `key`, as in mask.rs.
 __device__ __forceinline__ uint64_t random(uint64_t key, uint64_t position) {
     uint64_t z = key + (position + 1) * 0x9e3779b97f4a7c15ull;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -9,7 +9,7 @@ __device__ __forceinline__ uint64_t random(uint64_t key, uint64_t position) {
     return z ^ (z >> 31);
 }
 
-// y = x mask scale; the mask is one where 32 random bits reach the threshold. A line holds whole packs.
+// y = x mask scale. The mask is 1 where 32 random bits reach the threshold. A line holds whole packs.
 template <int W, typename T>
 __device__ void apply(const T* x, T* y, long long n, long long width, long long stride, uint64_t key, uint64_t threshold,
                       float scale) {

@@ -1,44 +1,44 @@
-//! The mask of a dropout: a counter-based generator, so that any block can be drawn by any thread.
+//! Dropout mask from a counter-based generator, so that any thread can generate any block.
 
-/// The elements that are dropped.
+/// Dropout probability and the key of the mask.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
-    /// The probability that an element becomes zero, in [0, 1).
+    /// Probability that an element becomes zero, in [0, 1).
     pub p: f64,
-    /// Chooses the mask: the same key, the same mask.
+    /// Seed of the mask: equal keys give equal masks.
     pub key: u64,
 }
 
 impl Dropout {
-    /// Returns the mask after the first `n_elements`: a tensor in parts drops the elements that the whole drops.
+    /// Returns the mask that follows the first `n_elements`, for a tensor that is processed in pieces.
     pub fn after(self, n_elements: usize) -> Self {
         Self { key: key_after(self.key, n_elements as u64), ..self }
     }
 
-    /// Returns the factor on kept elements.
+    /// Returns the factor on elements that are not dropped: 1 / (1 - p).
     pub(super) fn scale(self) -> f32 {
         (1.0 / (1.0 - self.p)) as f32
     }
 
-    /// Returns the threshold: an element is kept if 32 random bits are no less.
+    /// Returns the threshold: an element is kept if its 32 random bits are at least this.
     pub(super) fn threshold(self) -> u64 {
         (self.p * 2f64.powi(32)) as u64
     }
 }
 
-/// Derives a key for a part: from a seed a key for a step, from that a key for a micro-batch, and so on.
+/// Derives a key from another: a step's key from a seed, a micro-batch's key from the step's, and so on.
 pub fn derive_key(key: u64, part: u64) -> u64 {
     random(key, part)
 }
 
 const STRIDE: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The key of the stream that begins at `position` of the stream of `key`.
+/// Returns the key of the stream that begins at `position` of the stream of `key`.
 pub(super) fn key_after(key: u64, position: u64) -> u64 {
     key.wrapping_add(position.wrapping_mul(STRIDE))
 }
 
-/// SplitMix64's output at `position` of the stream that begins at `key` (Steele, Lea, Flood 2014).
+/// Returns SplitMix64's output at `position` of the stream that begins at `key` (Steele, Lea, Flood 2014).
 pub(super) fn random(key: u64, position: u64) -> u64 {
     let mut z = key_after(key, position + 1);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,4 +1,4 @@
-//! Inverted dropout whose mask is a function of a key, so that a recomputed forward drops the same elements.
+//! Inverted dropout whose mask is a function of a key: a recomputed forward drops the same elements.
 
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -17,25 +17,32 @@ use crate::recording::{recompute_with, record, save};
 use crate::span::span;
 use crate::storage::{self, host};
 pub use mask::{Dropout, derive_key};
-use rows::Run;
-pub use rows::{Columns, Rows};
+use rows::DropoutSpan;
+pub use rows::{ColumnShard, RowRanges};
 
-/// y = x mask / (1 - p), any shape: each element is dropped by itself with probability p. Nothing of x is saved for
-/// backward; the mask is drawn again.
+/// Computes `y = x mask / (1 - p)` for x of any shape; each element is dropped with probability p.
+///
+/// Nothing of x is saved for backward; the mask is generated again.
 pub fn dropout(x: &Tensor, spec: Dropout) -> Result<Tensor> {
-    dropped(x, spec, vec![Run::flat(0..x.elem_count(), 0)])
+    dropped(x, spec, vec![DropoutSpan::flat(0..x.elem_count(), 0)])
 }
 
-/// The same for a part of a whole: some of its rows, along dim 0, and of each some elements. They lose what they lose there.
-pub fn dropout_part(x: &Tensor, spec: Dropout, rows: &Rows, columns: Columns) -> Result<Tensor> {
+/// Computes [`dropout`] of a shard of a tensor: some rows (dim 0) and some columns.
+///
+/// The shard loses the elements that it would lose in the whole tensor.
+pub fn sharded_dropout(x: &Tensor, spec: Dropout, rows: &RowRanges, columns: ColumnShard) -> Result<Tensor> {
     let n_rows = x.dim(0)?;
     let width = x.elem_count() / n_rows.max(1);
     let runs = rows.runs(n_rows)?.into_iter();
-    dropped(x, spec, runs.map(|(here, place)| Run::of_rows(here, place, width, columns)).collect())
+    dropped(
+        x,
+        spec,
+        runs.map(|(local, global_start)| DropoutSpan::of_rows(local, global_start, width, columns)).collect(),
+    )
 }
 
-/// `runs` are the elements of x.
-fn dropped(x: &Tensor, spec: Dropout, runs: Vec<Run>) -> Result<Tensor> {
+/// Computes dropout of x, whose elements are the `runs`.
+fn dropped(x: &Tensor, spec: Dropout, runs: Vec<DropoutSpan>) -> Result<Tensor> {
     let _span = span("dropout", "forward");
     check_dtype("dropout", "the input", x.dtype())?;
     if !(0.0..1.0).contains(&spec.p) {
@@ -52,20 +59,21 @@ fn dropped(x: &Tensor, spec: Dropout, runs: Vec<Run>) -> Result<Tensor> {
     Ok(record("dropout", [x.into()], y, move |dy, _| Ok([Some(masked(dy, spec, &runs)?)])))
 }
 
-/// Returns the cost of a backward with `n_elements` elements: the masked gradient lies beside the one that came in, or the
-/// recomputed input beside the recomputed output. The forward saves nothing.
+/// Returns the cost of a backward with `n_elements` elements: the masked gradient or the recomputed output.
+///
+/// The forward saves nothing.
 pub fn dropout_cost(n_elements: u64, dtype: DType) -> Cost {
     Cost { scratch_bytes: bytes(n_elements, dtype), ..Cost::default() }
 }
 
-fn masked(x: &Tensor, spec: Dropout, runs: &[Run]) -> Result<Tensor> {
+fn masked(x: &Tensor, spec: Dropout, runs: &[DropoutSpan]) -> Result<Tensor> {
     let shape = x.shape();
     on_device!("dropout", x, {
         cpu => {
             let mut y = FloatBuf::unwritten(x.dtype(), x.elem_count())?;
             let x = host("dropout", x)?;
             for run in runs {
-                cpu::apply(x.floats()?.slice(run.here.clone()), y.view().slice(run.here.clone()), spec, run);
+                cpu::apply(x.floats()?.slice(run.local.clone()), y.view().slice(run.local.clone()), spec, run);
             }
             Ok(storage::tensor(y, shape))
         },

@@ -1,83 +1,85 @@
-//! Which part of a whole is at hand.
+//! Position of a shard's rows and columns in the whole tensor.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, bail};
 
-/// Ranges of rows of a whole, in the order in which they lie here. Cheap to clone.
+/// Row ranges of the whole tensor that a rank holds, in local order. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rows(Arc<[Range<usize>]>);
+pub struct RowRanges(Arc<[Range<usize>]>);
 
-/// Elements of each row of a whole: one of equal parts.
+/// Shard of a tensor's columns, one of equal shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Columns {
-    /// Which part.
-    pub part: usize,
-    /// Of how many.
-    pub n_parts: usize,
+pub struct ColumnShard {
+    /// Index of the shard, from 0.
+    pub index: usize,
+    /// Number of shards.
+    pub n_shards: usize,
 }
 
-/// Elements that lie in a row here, and in lines in the whole.
+/// Consecutive local elements, which form strided lines in the whole tensor.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Run {
-    /// Which elements.
-    pub(super) here: Range<usize>,
-    /// Where the first one is in the whole.
-    pub(super) place: usize,
-    /// The elements of a line.
+pub(super) struct DropoutSpan {
+    /// Local elements.
+    pub(super) local: Range<usize>,
+    /// Index of the first element in the whole tensor.
+    pub(super) global_start: usize,
+    /// Elements of a line.
     pub(super) width: usize,
-    /// From the beginning of a line to that of the next, in the whole.
+    /// Distance between the starts of two lines in the whole tensor, in elements.
     pub(super) stride: usize,
 }
 
-impl Columns {
-    /// All elements of each row.
-    pub const ALL: Self = Self { part: 0, n_parts: 1 };
+impl ColumnShard {
+    /// All columns.
+    pub const ALL: Self = Self { index: 0, n_shards: 1 };
 }
 
-impl Run {
-    /// Elements without a gap in the whole.
-    pub(super) fn flat(here: Range<usize>, place: usize) -> Self {
-        let width = here.len();
-        Self { here, place, width, stride: width }
+impl DropoutSpan {
+    /// Creates a span that is contiguous in the whole tensor.
+    pub(super) fn flat(local: Range<usize>, global_start: usize) -> Self {
+        let width = local.len();
+        Self { local, global_start, width, stride: width }
     }
 
-    /// Rows of `width` elements here, of which the first is row `place` of the whole.
-    pub(super) fn of_rows(here: Range<usize>, place: usize, width: usize, columns: Columns) -> Self {
-        let stride = width * columns.n_parts;
-        let (elements, place) = (here.start * width..here.end * width, place * stride + columns.part * width);
-        match columns.n_parts {
-            1 => Self::flat(elements, place),
-            _ => Self { here: elements, place, width, stride },
+    /// Creates the span of local rows of `width` elements, the first of which is row `global_start` of the whole
+    /// tensor.
+    pub(super) fn of_rows(local: Range<usize>, global_start: usize, width: usize, columns: ColumnShard) -> Self {
+        let stride = width * columns.n_shards;
+        let (elements, global_start) =
+            (local.start * width..local.end * width, global_start * stride + columns.index * width);
+        match columns.n_shards {
+            1 => Self::flat(elements, global_start),
+            _ => Self { local: elements, global_start, width, stride },
         }
     }
 
-    /// Where the run's i-th element is in the whole, and how many of its line lie from there on.
-    pub(super) fn place_of(&self, i: usize) -> (usize, usize) {
+    /// Returns the index of element i in the whole tensor, and the elements that remain in its line.
+    pub(super) fn global_position(&self, i: usize) -> (usize, usize) {
         let (line, at) = (i / self.width, i % self.width);
-        (self.place + line * self.stride + at, self.width - at)
+        (self.global_start + line * self.stride + at, self.width - at)
     }
 }
 
-impl Rows {
-    /// The rows of a whole that is here, however many they are.
+impl RowRanges {
+    /// Returns the range of all rows.
     pub fn all() -> Self {
         Self(std::iter::once(0..usize::MAX).collect())
     }
 
-    /// These rows, range after range.
+    /// Creates row ranges from a list, in local order.
     pub fn new(ranges: Vec<Range<usize>>) -> Self {
         Self(ranges.into())
     }
 
-    /// The ranges.
+    /// Returns the ranges.
     pub fn ranges(&self) -> &[Range<usize>] {
         &self.0
     }
 
-    /// The same rows without the first n.
-    pub fn after(&self, n: usize) -> Self {
+    /// Returns the ranges without the first n rows.
+    pub fn skip(&self, n: usize) -> Self {
         let mut skipped = n;
         let rest = self.0.iter().filter_map(|range| {
             let start = range.start + skipped.min(range.len());
@@ -87,18 +89,18 @@ impl Rows {
         Self(rest.collect())
     }
 
-    /// Where the first n rows lie here and in the whole.
+    /// Returns the local and global start of each run within the first n rows.
     pub(super) fn runs(&self, n: usize) -> Result<Vec<(Range<usize>, usize)>> {
-        let (mut runs, mut here) = (Vec::new(), 0);
+        let (mut runs, mut local) = (Vec::new(), 0);
         for range in self.0.iter() {
-            let len = range.len().min(n - here);
+            let len = range.len().min(n - local);
             if len > 0 {
-                runs.push((here..here + len, range.start));
+                runs.push((local..local + len, range.start));
             }
-            here += len;
+            local += len;
         }
-        if here < n {
-            bail!("dropout: {n} rows, of which {here} have a place")
+        if local < n {
+            bail!("dropout: {n} rows, but the row ranges cover {local}")
         }
         Ok(runs)
     }
@@ -112,30 +114,30 @@ mod tests {
 
     #[test]
     fn what_is_left_after_some_rows_begins_where_they_end() {
-        let rows = Rows::new(vec![3..5, 9..9, 10..14]);
-        let after = |n: usize| rows.after(n).ranges().to_vec();
+        let rows = RowRanges::new(vec![3..5, 9..9, 10..14]);
+        let after = |n: usize| rows.skip(n).ranges().to_vec();
         assert_eq!(after(0), [3..5, 10..14]);
         assert_eq!(after(1), [4..5, 10..14]);
         assert_eq!(after(2), [10..14]);
         assert_eq!(after(5), [13..14]);
         assert!(after(6).is_empty() && after(7).is_empty());
-        assert_eq!(Rows::all().after(7).ranges(), [7..usize::MAX]);
+        assert_eq!(RowRanges::all().skip(7).ranges(), [7..usize::MAX]);
     }
 
     #[test]
     fn an_element_of_a_part_has_a_place_in_the_whole() {
-        let run = Run::of_rows(2..4, 7, 3, Columns { part: 1, n_parts: 4 });
-        assert_eq!(run, Run { here: 6..12, place: 7 * 12 + 3, width: 3, stride: 12 });
-        assert_eq!([0, 2, 3, 5].map(|i| run.place_of(i)), [(87, 3), (89, 1), (99, 3), (101, 1)]);
-        assert_eq!(Run::of_rows(2..4, 7, 3, Columns::ALL), Run::flat(6..12, 21));
+        let run = DropoutSpan::of_rows(2..4, 7, 3, ColumnShard { index: 1, n_shards: 4 });
+        assert_eq!(run, DropoutSpan { local: 6..12, global_start: 7 * 12 + 3, width: 3, stride: 12 });
+        assert_eq!([0, 2, 3, 5].map(|i| run.global_position(i)), [(87, 3), (89, 1), (99, 3), (101, 1)]);
+        assert_eq!(DropoutSpan::of_rows(2..4, 7, 3, ColumnShard::ALL), DropoutSpan::flat(6..12, 21));
     }
 
     #[test]
     fn runs_cover_the_rows_at_hand_or_are_refused() {
-        let rows = Rows::new(vec![3..5, 10..14]);
+        let rows = RowRanges::new(vec![3..5, 10..14]);
         assert_eq!(rows.runs(4).unwrap(), [(0..2, 3), (2..4, 10)]);
         assert_eq!(rows.runs(1).unwrap(), [(0..1, 3)]);
-        assert_eq!(Rows::all().runs(9).unwrap(), [(0..9, 0)]);
-        assert!(rows.runs(7).unwrap_err().to_string().starts_with("dropout: 7 rows, of which 6 have a place"));
+        assert_eq!(RowRanges::all().runs(9).unwrap(), [(0..9, 0)]);
+        assert!(rows.runs(7).unwrap_err().to_string().starts_with("dropout: 7 rows, but the row ranges cover 6"));
     }
 }

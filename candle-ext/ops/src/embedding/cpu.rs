@@ -1,16 +1,16 @@
-//! The CPU kernel of `embedding`.
+//! CPU kernel of `embedding`.
 
 use rayon::prelude::*;
 
 use crate::floats::{Floats, FloatsMut};
 
-/// Positions that one task gathers.
+/// Positions per task in a gather.
 const POSITIONS: usize = 64;
 
-/// Rows of the table that one task adds to.
+/// Rows of the table per task in a scatter.
 const ROWS: usize = 256;
 
-/// y_i = table[ids_i]
+/// Computes y_i = table[ids_i].
 pub(super) fn gather(ids: &[u32], table: Floats<'_>, y: FloatsMut<'_>, d: usize) {
     let tasks = y.chunks(POSITIONS * d).into_par_iter().zip(ids.par_chunks(POSITIONS));
     tasks.for_each(|(mut y, ids)| {
@@ -22,7 +22,7 @@ pub(super) fn gather(ids: &[u32], table: Floats<'_>, y: FloatsMut<'_>, d: usize)
     });
 }
 
-/// dw[ids_i] += dy_i, but for `padding`. Each row is summed by one task in the order of positions.
+/// Adds dy_i to dw[ids_i], except for `padding`. One task sums each row, in the order of positions.
 pub(super) fn scatter_add(ids: &[u32], dy: Floats<'_>, dw: &mut [f32], d: usize, padding: Option<u32>) {
     if d == 0 {
         return;

@@ -8,13 +8,13 @@ kernels!("embedding");
 
 const OP: &str = "embedding";
 const THREADS: usize = 256;
-/// Keys that a block sorts, and its threads.
+/// Keys that a block sorts, one per thread.
 const TILE: usize = 512;
-/// Sorted runs that are merged at once.
+/// Sorted runs merged at once.
 const FAN_IN: usize = 32;
-/// A key has room in a tile for ids below this.
+/// Most rows of a trained table: an id must fit into the upper bits of a sort key.
 const MAX_ROWS: usize = 1 << 23;
-/// Columns that a block adds to, and its threads.
+/// Columns per block of the sum.
 const COLUMNS: usize = 1024;
 const SUM_THREADS: usize = 128;
 
@@ -37,7 +37,7 @@ pub(super) fn gather(ids: &Tensor, w: &Tensor) -> Result<Out> {
     Ok(y)
 }
 
-/// dw[ids_i] += dy_i for a table of v rows, but for `padding`.
+/// Adds dy_i to dw[ids_i] for a table of v rows, except for `padding`.
 pub(super) fn scatter_add(ids: &Tensor, dy: &Tensor, dw: &Tensor, v: usize, padding: Option<u32>) -> Result<()> {
     let on = gpu(OP, dy)?;
     let (t, d) = (ids.elem_count(), dw.elem_count() / v.max(1));
@@ -58,7 +58,7 @@ pub(super) fn scatter_add(ids: &Tensor, dy: &Tensor, dw: &Tensor, v: usize, padd
     unsafe { KERNELS.launch(on, &name, [t, d.div_ceil(COLUMNS), 1], SUM_THREADS, &args) }
 }
 
-/// The id and the position of each token, t keys of 64 bits in ascending order; v for ids that get no gradient.
+/// Returns the id and position of each token as t sorted 64-bit keys; ids without a gradient become v.
 fn sorted_keys(on: Gpu, ids: &Tensor, v: usize, padding: Option<u32>) -> Result<Out> {
     let t = ids.elem_count();
     let (mut keys, mut spare) = (Out::new(on, DType::I64, t)?, Out::new(on, DType::I64, t)?);
@@ -67,7 +67,7 @@ fn sorted_keys(on: Gpu, ids: &Tensor, v: usize, padding: Option<u32>) -> Result<
         Arg::Address(keys.address),
         Arg::I64(t as i64),
         Arg::I32(v as i32),
-        // No table has a row of this number.
+        // No table has a row of this index.
         Arg::I32(padding.unwrap_or(u32::MAX) as i32),
     ];
     // SAFETY: there are t ids and t keys.

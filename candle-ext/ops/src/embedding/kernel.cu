@@ -1,18 +1,18 @@
 // embedding: t positions, a table of v rows of d elements.
 //
-// The backward sorts the positions by id: tiles by counting, then as many runs as can be merged at once until one is left. A
-// key holds an id above and a position below, so no two are equal and only the ids decide the order.
+// The backward sorts the positions by id: tiles by counting, then multiway merges until one run is left. A key holds an
+// id in its upper and a position in its lower bits. All keys differ, so the order is deterministic.
 #include "common.cuh"
 
 typedef unsigned long long Key;
 
-// Keys of a tile, a power of two, and runs that are merged at once.
+// Keys of a tile, a power of two, and runs merged at once.
 constexpr int TILE_BITS = 9, TILE = 1 << TILE_BITS;
 constexpr int FAN_IN = 32;
-// Threads of a block that adds rows up, and columns of each.
+// Threads of a block that sums rows, and columns per thread.
 constexpr int SUMMERS = 128, COLUMNS = 8;
 
-// y_i = w[ids_i]: one block a position. An id that is not in the table gives a row of NaN.
+// y_i = w[ids_i]: one block per position. An id outside the table gives a row of NaN.
 template <int W, typename T>
 __device__ void gather(const uint* ids, const T* w, T* y, uint v, int d) {
     const long long row = blockIdx.x;
@@ -28,14 +28,14 @@ __device__ void gather(const uint* ids, const T* w, T* y, uint v, int d) {
     }
 }
 
-// keys [t], sorted within each tile: a block's threads have a key each and count the smaller ones. Padding, and ids that are
-// not in the table, become v, which is less than 2^(32 - TILE_BITS).
+// keys [t], sorted within each tile: each thread has a key and counts the smaller ones. Padding and ids outside the
+// table become v, which is less than 2^(32 - TILE_BITS).
 KERNEL(512) sort_tiles(const uint* ids, Key* keys, long long t, int v, uint padding) {
     __shared__ Pack<uint, 4> tile[TILE / 4];
     const long long first = static_cast<long long>(blockIdx.x) * TILE;
     const uint self = threadIdx.x;
     const bool exists = first + self < t;
-    // What does not exist comes last.
+    // Missing keys sort last.
     uint id = exists ? min(ids[first + self], static_cast<uint>(v)) : ~0u >> TILE_BITS;
     if (id == padding) id = v;
     const uint own = id << TILE_BITS | self;
@@ -51,7 +51,8 @@ KERNEL(512) sort_tiles(const uint* ids, Key* keys, long long t, int v, uint padd
     keys[first + rank] = static_cast<Key>(id) << 32 | static_cast<Key>(first + self);
 }
 
-// Merges each FAN_IN neighbouring sorted runs of `from`, a thread for each key: it goes behind the smaller keys of all.
+// Merges each FAN_IN neighbouring sorted runs of `from`, one thread per key. A key's position is the number of smaller
+// keys.
 KERNEL(256) merge_runs(const Key* from, Key* to, long long t, long long run) {
     const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= t) return;
@@ -71,8 +72,8 @@ KERNEL(256) merge_runs(const Key* from, Key* to, long long t, long long run) {
     to[place] = key;
 }
 
-// dw[id] += the sum of dy over the positions of each id, in their order. A block for each key and its threads' columns: that of
-// an id's first key does the work. What it needs of dw is on its way while it reads the rows.
+// dw[id] += the sum of dy over the positions of each id, in order. One block per key and column range; only the block
+// of an id's first key works. It prefetches its part of dw while it reads the rows.
 template <int W, typename T, typename G>
 __device__ __forceinline__ void add_rows(const Key* keys, const T* dy, G* dw, long long t, uint v, int d) {
     constexpr int N = COLUMNS / W;

@@ -1,4 +1,4 @@
-//! y_i = w[ids_i]: a row of the table for each id.
+//! Embedding lookup: y_i = w[ids_i].
 
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -15,11 +15,11 @@ use crate::weight::Weight;
 
 /// Gathers rows of `w` [v, d]; `ids` is u32 [..], the result [.., d] in the table's dtype.
 ///
-/// The backward adds each row's gradients, in an order that only the ids decide, to the sink in f32. The row of `padding`
-/// gets none from here, as in torch.
+/// The backward adds each row's gradients to the sink in f32, in a deterministic order. The row `padding` gets no
+/// gradient, as with torch's `padding_idx`.
 ///
-/// An id that is not in the table is an error on the CPU. CUDA would have to wait for the device to tell: there its row
-/// is NaN, and adds to no gradient.
+/// On the CPU an id outside the table is an error. On CUDA its row becomes NaN and gets no gradient, because a check
+/// would wait for the device.
 pub fn embedding(ids: &Tensor, w: &Weight, padding: Option<u32>) -> Result<Tensor> {
     let _span = span("embedding", "forward");
     check(ids, w)?;
@@ -31,10 +31,12 @@ pub fn embedding(ids: &Tensor, w: &Weight, padding: Option<u32>) -> Result<Tenso
     }))
 }
 
-/// The same with a part of a table, whose rows are those of the ids from `first` on: other ids give zeros, and get no
-/// gradient. The sum over the parts of a table is the table's.
-pub fn embedding_part(ids: &Tensor, w: &Weight, first: u32, padding: Option<u32>) -> Result<Tensor> {
-    let _span = span("embedding_part", "forward");
+/// Gathers rows from a shard of the table that starts at id `first`, for Megatron's vocab-parallel embedding.
+///
+/// Ids outside the shard give zero rows and no gradient. Summed over all shards (all-reduce), the outputs equal
+/// [`embedding`]'s.
+pub fn vocab_parallel_embedding(ids: &Tensor, w: &Weight, first: u32, padding: Option<u32>) -> Result<Tensor> {
+    let _span = span("vocab_parallel_embedding", "forward");
     check(ids, w)?;
     let ids = ids.contiguous()?;
     let n_rows = w.dims()[0] as u32;
@@ -42,16 +44,16 @@ pub fn embedding_part(ids: &Tensor, w: &Weight, first: u32, padding: Option<u32>
     let fixed = |id: u32| Tensor::full(id, ids.shape(), ids.device());
     let local = (is_here.where_cond(&ids, &fixed(first)?)? - fixed(first)?)?;
     let y = only_where(&is_here, &gather(&local, w)?)?;
-    // No table has a row of this number.
+    // No table has a row of this index.
     let elsewhere = is_here.where_cond(&local, &fixed(u32::MAX)?)?;
     let (weight, padding) = (w.clone(), padding.and_then(|padding| padding.checked_sub(first)));
-    Ok(record("embedding_part", [w.into()], y, move |dy, _| {
+    Ok(record("vocab_parallel_embedding", [w.into()], y, move |dy, _| {
         scatter_add(&elsewhere, dy, &weight, padding)?;
         Ok([None])
     }))
 }
 
-/// A row of the table for each id.
+/// Returns a row of the table for each id.
 fn gather(ids: &Tensor, w: &Weight) -> Result<Tensor> {
     let table = w.value()?;
     let y = on_device!("embedding", table, {
@@ -63,7 +65,7 @@ fn gather(ids: &Tensor, w: &Weight) -> Result<Tensor> {
     Ok(storage::tensor(y, shape))
 }
 
-/// Adds the rows of dy to those of the sink that the ids name, but for `padding`, if there is one.
+/// Adds the rows of dy to the sink's rows `ids`, except for `padding`.
 fn scatter_add(ids: &Tensor, dy: &Tensor, w: &Weight, padding: Option<u32>) -> Result<()> {
     let Some(sink) = w.sink() else { return Ok(()) };
     on_device!("embedding", dy, {
@@ -76,7 +78,7 @@ fn scatter_add(ids: &Tensor, dy: &Tensor, w: &Weight, padding: Option<u32>) -> R
     })
 }
 
-/// The rows of x [.., d] where `kept` [..] is not zero, and zeros.
+/// Returns the rows of x [.., d] where `kept` [..] is nonzero, and zeros elsewhere.
 fn only_where(kept: &Tensor, x: &Tensor) -> Result<Tensor> {
     kept.unsqueeze(kept.rank())?.broadcast_as(x.shape())?.where_cond(x, &x.zeros_like()?)
 }

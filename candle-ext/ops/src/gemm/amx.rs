@@ -1,8 +1,9 @@
-//! The kernel for processors with AMX, which multiplies bf16 sixteen times as fast as AVX-512 does f32: each f32 is
-//! the sum of three bf16 (24 bits of mantissa are 3 times 8), and of the nine products of two such sums the six that
-//! matter are taken. What is left out is below 2^-25 of a product; sums are f32, as in any other kernel.
+//! Kernel for processors with AMX, which multiplies bf16 sixteen times as fast as AVX-512 multiplies f32.
 //!
-//! Numbers below 2^-108 lose low bits; infinities, and what bf16 rounds to them (above 3.39e38), become NaN.
+//! Each f32 is split into three bf16 (24 bits of mantissa are 3 times 8). Of the nine products of two such sums, the
+//! six largest are computed. The rest is below 2^-25 of a product. Sums are f32, as in every kernel.
+//!
+//! Numbers below 2^-108 lose low bits. Infinities, and values above 3.39e38, which bf16 rounds to infinity, become NaN.
 
 use std::arch::asm;
 use std::arch::x86_64::{
@@ -14,21 +15,21 @@ use std::arch::x86_64::{
 use std::sync::LazyLock;
 
 use super::avx512::{LANES, load_strided, mask};
-use super::blocks::{Kernel, Line, Tile};
-use super::matrix::{Mat, Old};
+use super::blocks::{CacheLine, Kernel, Tile};
+use super::matrix::{Accumulate, Mat};
 use super::packed;
 use super::transpose::transpose;
 
-/// Rows of a tile, and its columns: two by two of AMX's.
+/// Rows and columns of a tile: two by two AMX tiles.
 const SIDE: usize = 32;
-/// Terms of one AMX product.
+/// Terms of one AMX multiplication.
 const DEPTH: usize = 32;
-/// Summands of an f32.
+/// bf16 summands of an f32.
 const PARTS: usize = packed::AMX_PARTS;
-/// Lines of a sliver for DEPTH terms: PARTS times two AMX tiles of 16 lines.
+/// Cache lines of a sliver for DEPTH terms: PARTS times two AMX tiles of 16 lines.
 const STEP: usize = PARTS * 2 * 16;
 
-/// Proof that the processor has AMX and that the kernel lets this process use it.
+/// Proof that the processor has AMX and that the operating system lets this process use it.
 #[derive(Clone, Copy)]
 pub(super) struct Amx(());
 
@@ -48,12 +49,12 @@ impl Amx {
     }
 }
 
-/// Asks Linux for the tile registers, for all threads of the process.
+/// Requests the AMX tile registers from Linux, for all threads of the process.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_long = 18;
-    // SAFETY: the call reads two numbers; a kernel that does not know it says so.
+    // SAFETY: the call takes two numbers; an older Linux returns an error.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
 }
 
@@ -62,7 +63,7 @@ fn permitted() -> bool {
     false
 }
 
-/// All eight tiles: 16 rows of 64 bytes. The layout is that of LDTILECFG.
+/// Configuration of all eight tiles, 16 rows of 64 bytes, in the layout of LDTILECFG.
 #[repr(C, align(64))]
 struct Config {
     palette: u8,
@@ -95,19 +96,27 @@ impl Kernel for Amx {
         kc.div_ceil(DEPTH) * STEP
     }
 
-    fn pack_a(self, block: Mat<'_>, to: &mut [Line]) {
+    fn pack_a(self, block: Mat<'_>, to: &mut [CacheLine]) {
         // SAFETY: the processor has AVX-512.
         unsafe { pack_a(block, to) };
     }
 
-    fn pack_b(self, block: Mat<'_>, to: &mut [Line]) {
+    fn pack_b(self, block: Mat<'_>, to: &mut [CacheLine]) {
         // SAFETY: the processor has AVX-512.
         unsafe { pack_b(block, to) };
     }
 
-    unsafe fn multiply(self, kc: usize, a: &[Line], b: &[Line], tile: Tile, scale: f32, old: Old) {
-        // SAFETY: the processor has AMX and AVX-512, and the caller's promise.
-        unsafe { multiply(kc.div_ceil(DEPTH), a, b, tile, scale, old) };
+    unsafe fn multiply(
+        self,
+        kc: usize,
+        a: &[CacheLine],
+        b: &[CacheLine],
+        tile: Tile,
+        scale: f32,
+        accumulate: Accumulate,
+    ) {
+        // SAFETY: the processor has AMX and AVX-512; the rest is the caller's contract.
+        unsafe { multiply(kc.div_ceil(DEPTH), a, b, tile, scale, accumulate) };
     }
 
     fn begin(self) {
@@ -116,12 +125,12 @@ impl Kernel for Amx {
     }
 
     fn end(self) {
-        // SAFETY: the processor has AMX. Released, the registers cost nothing at a change of threads.
+        // SAFETY: the processor has AMX. Releasing the registers makes context switches cheap.
         unsafe { asm!("tilerelease", options(nostack, preserves_flags)) };
     }
 }
 
-/// The three bf16 that add up to each number, largest first, in the high halves of the lanes.
+/// Splits each number into three bf16 that add up to it, largest first, in the high halves of the lanes.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
 fn split(x: __m512) -> [__m512i; PARTS] {
@@ -129,11 +138,11 @@ fn split(x: __m512) -> [__m512i; PARTS] {
     let rest = _mm512_sub_ps(x, _mm512_castsi512_ps(high));
     let middle = nearest(rest);
     let rest = _mm512_sub_ps(rest, _mm512_castsi512_ps(middle));
-    // What is left has no more bits. And cut off, a NaN stays one, whatever its bits; added to, it might not.
+    // The remainder fits into bf16. Truncation keeps a NaN a NaN; rounding by addition might not.
     [high, middle, high_half(_mm512_castps_si512(rest))]
 }
 
-/// The nearest bf16, in the high half of each lane.
+/// Rounds to the nearest bf16, in the high half of each lane.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
 fn nearest(x: __m512) -> __m512i {
@@ -146,14 +155,14 @@ fn high_half(bits: __m512i) -> __m512i {
     _mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000_u32 as i32))
 }
 
-/// Pairs of bf16: `first` in the low half of each lane, `second` in the high.
+/// Packs pairs of bf16: `first` in the low half of each lane, `second` in the high half.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
 fn pair(first: __m512i, second: __m512i) -> __m512i {
     _mm512_or_si512(_mm512_srli_epi32::<16>(first), second)
 }
 
-/// 16 columns and 32 terms of a matrix as registers of one term each, zeros where it ends.
+/// Loads 16 columns and 32 terms of a matrix, one register per term, with zeros past its end.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
 fn terms(block: Mat<'_>, first_k: usize, first_col: usize) -> [[__m512; LANES]; 2] {
@@ -167,8 +176,8 @@ fn terms(block: Mat<'_>, first_k: usize, first_col: usize) -> [[__m512; LANES]; 
         if n_terms == 0 || n_cols == 0 {
             continue;
         }
-        // SAFETY: element (k, j) of the block lies at k row_stride + j col_stride, as `Mat` has checked for all of them;
-        // masks and counts leave the others out.
+        // SAFETY: element (k, j) of the block lies at k row_stride + j col_stride; `Mat` has checked the bounds. Masks
+        // and counts exclude the others.
         unsafe {
             let from = from.add(first_k * row_stride + first_col * col_stride);
             if col_stride == 1 {
@@ -193,11 +202,11 @@ fn terms(block: Mat<'_>, first_k: usize, first_col: usize) -> [[__m512; LANES]; 
     all
 }
 
-/// Packs a matrix [k, n] as AMX wants a right factor: for each 32 terms PARTS times two tiles of 16 columns, a tile 16 lines
-/// of pairs of terms.
+/// Packs a matrix [k, n] in AMX's layout of a right operand. For each 32 terms: PARTS times two tiles of 16 columns,
+/// each 16 lines of pairs of terms.
 #[target_feature(enable = "avx512f,avx512bw")]
-fn pack_b(block: Mat<'_>, to: &mut [Line]) {
-    assert!(to.len() >= block.rows.div_ceil(DEPTH) * STEP && block.cols <= SIDE, "the sliver has room");
+fn pack_b(block: Mat<'_>, to: &mut [CacheLine]) {
+    assert!(to.len() >= block.rows.div_ceil(DEPTH) * STEP && block.cols <= SIDE, "the sliver is long enough");
     for (step, to) in to.chunks_exact_mut(STEP).enumerate().take(block.rows.div_ceil(DEPTH)) {
         for side in 0..2 {
             let halves = terms(block, step * DEPTH, side * LANES);
@@ -206,7 +215,7 @@ fn pack_b(block: Mat<'_>, to: &mut [Line]) {
                     let (first, second) = (split(pair_of_terms[0]), split(pair_of_terms[1]));
                     for part in 0..PARTS {
                         let line = &mut to[(part * 2 + side) * LANES + half * LANES / 2 + p];
-                        // SAFETY: a line is a register wide, and aligned.
+                        // SAFETY: a cache line is as wide as a register, and aligned.
                         unsafe { _mm512_store_si512((&raw mut *line).cast(), pair(first[part], second[part])) };
                     }
                 }
@@ -215,11 +224,11 @@ fn pack_b(block: Mat<'_>, to: &mut [Line]) {
     }
 }
 
-/// Packs the transpose [k, n] of rows as AMX wants a left factor: for each 32 terms PARTS times two tiles of 16 rows, a tile
-/// 16 lines of 32 terms.
+/// Packs rows, given as their transpose [k, n], in AMX's layout of a left operand. For each 32 terms: PARTS times two
+/// tiles of 16 rows, each 16 lines of 32 terms.
 #[target_feature(enable = "avx512f,avx512bw")]
-fn pack_a(block: Mat<'_>, to: &mut [Line]) {
-    assert!(to.len() >= block.rows.div_ceil(DEPTH) * STEP && block.cols <= SIDE, "the sliver has room");
+fn pack_a(block: Mat<'_>, to: &mut [CacheLine]) {
+    assert!(to.len() >= block.rows.div_ceil(DEPTH) * STEP && block.cols <= SIDE, "the sliver is long enough");
     for (step, to) in to.chunks_exact_mut(STEP).enumerate().take(block.rows.div_ceil(DEPTH)) {
         for side in 0..2 {
             if block.row_stride == 1 {
@@ -231,11 +240,11 @@ fn pack_a(block: Mat<'_>, to: &mut [Line]) {
     }
 }
 
-/// 32 terms of 16 rows that lie in memory as rows.
+/// Packs 32 terms of 16 rows of a row-major matrix.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
-fn pack_rows(block: Mat<'_>, first_k: usize, side: usize, to: &mut [Line]) {
-    // The odd 16 bits of one register, then of the other: the high halves.
+fn pack_rows(block: Mat<'_>, first_k: usize, side: usize, to: &mut [CacheLine]) {
+    // The high 16 bits of each lane of one register, then of the other.
     let high_halves = _mm512_set_epi16(
         63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9,
         7, 5, 3, 1,
@@ -245,7 +254,8 @@ fn pack_rows(block: Mat<'_>, first_k: usize, side: usize, to: &mut [Line]) {
         let row = side * LANES + line;
         let mut halves = [_mm512_setzero_ps(); 2];
         if row < block.cols {
-            // SAFETY: row `row` begins at row col_stride, and masks leave out what is past its end, as `Mat` has checked.
+            // SAFETY: row `row` begins at row col_stride. Masks exclude elements past its end; `Mat` has checked the
+            // bounds.
             unsafe {
                 let from = block.data.as_ptr().add(row * block.col_stride + first_k);
                 halves[0] = _mm512_maskz_loadu_ps(mask(n_terms), from);
@@ -256,18 +266,18 @@ fn pack_rows(block: Mat<'_>, first_k: usize, side: usize, to: &mut [Line]) {
         for part in 0..PARTS {
             let terms = _mm512_permutex2var_epi16(first[part], high_halves, second[part]);
             let line = &mut to[(part * 2 + side) * LANES + line];
-            // SAFETY: a line is a register wide, and aligned.
+            // SAFETY: a cache line is as wide as a register, and aligned.
             unsafe { _mm512_store_si512((&raw mut *line).cast(), terms) };
         }
     }
 }
 
-/// 32 terms of 16 rows that lie in memory as columns.
+/// Packs 32 terms of 16 rows of a column-major matrix.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
-fn pack_columns(block: Mat<'_>, first_k: usize, side: usize, to: &mut [Line]) {
+fn pack_columns(block: Mat<'_>, first_k: usize, side: usize, to: &mut [CacheLine]) {
     let halves = terms(block, first_k, side * LANES);
-    // Pairs of terms in a lane for each row; turned, a row's pairs lie side by side.
+    // Pairs of terms, one lane per row; the transpose puts a row's pairs next to each other.
     let mut pairs = [[_mm512_setzero_ps(); LANES]; PARTS];
     for (half, rows) in halves.iter().enumerate() {
         for (p, pair_of_terms) in rows.chunks_exact(2).enumerate() {
@@ -280,22 +290,24 @@ fn pack_columns(block: Mat<'_>, first_k: usize, side: usize, to: &mut [Line]) {
     for (part, pairs) in pairs.into_iter().enumerate() {
         let lines = &mut to[(part * 2 + side) * LANES..][..LANES];
         for (line, row) in lines.iter_mut().zip(transpose(pairs)) {
-            // SAFETY: a line is a register wide, and aligned.
+            // SAFETY: a cache line is as wide as a register, and aligned.
             unsafe { _mm512_store_si512((&raw mut *line).cast(), _mm512_castps_si512(row)) };
         }
     }
 }
 
+/// Multiplies two packed slivers into a tile.
+///
 /// # Safety
 ///
 /// As for [`Kernel::multiply`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn multiply(n_steps: usize, a: &[Line], b: &[Line], tile: Tile, scale: f32, old: Old) {
+unsafe fn multiply(n_steps: usize, a: &[CacheLine], b: &[CacheLine], tile: Tile, scale: f32, accumulate: Accumulate) {
     assert!(n_steps > 0 && a.len() >= n_steps * STEP && b.len() >= n_steps * STEP, "the slivers have all steps");
     #[repr(C, align(64))]
     struct Sums([[f32; SIDE]; SIDE]);
     let mut sums = Sums([[0.0; SIDE]; SIDE]);
-    // SAFETY: the slivers and the sums are as long as the tiles that are read and written; prefetching touches nothing.
+    // SAFETY: slivers and sums are as long as the tiles that are read and written. Prefetches do not fault.
     unsafe {
         for row in 0..tile.n_rows {
             let row = tile.data.add(row * tile.stride).cast_const().cast();
@@ -376,12 +388,12 @@ unsafe fn multiply(n_steps: usize, a: &[Line], b: &[Line], tile: Tile, scale: f3
         for (half, sum) in row.chunks_exact(LANES).enumerate() {
             let lanes = mask(tile.n_cols.saturating_sub(half * LANES));
             let to = tile.data.wrapping_add(i * tile.stride + half * LANES);
-            // SAFETY: the caller's promise, within the lanes.
+            // SAFETY: the caller's contract, within the lanes.
             unsafe {
                 let sum = _mm512_loadu_ps(sum.as_ptr());
-                let value = match old {
-                    Old::Keep => _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, to)),
-                    Old::Overwrite => _mm512_mul_ps(sum, scale),
+                let value = match accumulate {
+                    Accumulate::Add => _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, to)),
+                    Accumulate::Overwrite => _mm512_mul_ps(sum, scale),
                 };
                 _mm512_mask_storeu_ps(to, lanes, value);
             }

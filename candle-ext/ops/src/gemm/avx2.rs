@@ -1,5 +1,6 @@
-//! The kernel for processors with AVX2 and fused multiply and add, but no AVX-512. A sum takes its terms in the order in which
-//! AVX-512's kernel does, so that both give the same bits.
+//! Kernel for processors with AVX2 and FMA but without AVX-512.
+//!
+//! It sums terms in the order of the AVX-512 kernel, so that both give the same bits.
 
 use std::arch::x86_64::{
     __m256, _MM_HINT_T0, _mm_castps_si128, _mm_castsi128_ps, _mm_loadl_epi64, _mm_loadu_ps, _mm_prefetch,
@@ -9,19 +10,19 @@ use std::arch::x86_64::{
 };
 
 use super::avx512::Avx512;
-use super::blocks::{Kernel, Line, Tile};
-use super::matrix::{Mat, Old};
+use super::blocks::{CacheLine, Kernel, Tile};
+use super::matrix::{Accumulate, Mat};
 
-/// Rows of a tile: 12 of the 16 registers hold its sums, two a row.
+/// Rows of a tile. Its sums fill 12 of the 16 registers, two per row.
 const MR: usize = 6;
 /// Columns of a tile.
 const NR: usize = 16;
-/// Floats in a register.
+/// Floats per register.
 const LANES: usize = 8;
-/// Floats in a line.
-const LINE: usize = 16;
+/// Floats per cache line.
+const CACHE_LINE_FLOATS: usize = 16;
 
-/// Proof that the processor has AVX2 and fused multiply and add.
+/// Proof that the processor has AVX2 and FMA.
 #[derive(Clone, Copy)]
 pub(super) struct Avx2(());
 
@@ -34,47 +35,55 @@ impl Avx2 {
 impl Kernel for Avx2 {
     const MR: usize = MR;
     const NR: usize = NR;
-    /// AVX-512's, or the bits would differ.
+    /// Terms per partial sum, equal to AVX-512's: otherwise the bits would differ.
     const KC: usize = Avx512::KC;
-    /// 256 KiB: half of the second cache of the processors that have AVX2 only.
+    /// Cache lines of a block: 256 KiB, half of the L2 cache of a typical processor with AVX2 only.
     const BLOCK_LINES: usize = 4 << 10;
     const MAX_PACKED: usize = 1 << 20;
 
     fn lines_a(kc: usize) -> usize {
-        (kc * MR).div_ceil(LINE)
+        (kc * MR).div_ceil(CACHE_LINE_FLOATS)
     }
 
     fn lines_b(kc: usize) -> usize {
         kc
     }
 
-    fn pack_a(self, block: Mat<'_>, to: &mut [Line]) {
+    fn pack_a(self, block: Mat<'_>, to: &mut [CacheLine]) {
         // SAFETY: the processor has AVX2.
         unsafe { pack::<MR>(block, to) };
     }
 
-    fn pack_b(self, block: Mat<'_>, to: &mut [Line]) {
+    fn pack_b(self, block: Mat<'_>, to: &mut [CacheLine]) {
         // SAFETY: the processor has AVX2.
         unsafe { pack::<NR>(block, to) };
     }
 
-    unsafe fn multiply(self, kc: usize, a: &[Line], b: &[Line], tile: Tile, scale: f32, old: Old) {
-        // SAFETY: the processor has AVX2 and fused multiply and add, and the caller's promise.
-        unsafe { multiply(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, old) };
+    unsafe fn multiply(
+        self,
+        kc: usize,
+        a: &[CacheLine],
+        b: &[CacheLine],
+        tile: Tile,
+        scale: f32,
+        accumulate: Accumulate,
+    ) {
+        // SAFETY: the processor has AVX2 and FMA; the rest is the caller's contract.
+        unsafe { multiply(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, accumulate) };
     }
 }
 
-/// Packs a matrix [k, n], n at most W: W floats for each of its rows, zeros past the last column. W is 6 or a multiple of 8.
+/// Packs a matrix [k, n] with n <= W: W floats per row, zeros past the last column. W is 6 or a multiple of 8.
 #[target_feature(enable = "avx2")]
-fn pack<const W: usize>(block: Mat<'_>, to: &mut [Line]) {
+fn pack<const W: usize>(block: Mat<'_>, to: &mut [CacheLine]) {
     let Mat { data, rows: kc, cols: n, row_stride, col_stride } = block;
-    assert!(to.len() * LINE >= kc * W && n <= W, "the sliver has room");
+    assert!(to.len() * CACHE_LINE_FLOATS >= kc * W && n <= W, "the sliver is long enough");
     let (from, to) = (data.as_ptr(), to.as_mut_ptr().cast::<f32>());
     for first in (0..W).step_by(LANES) {
         let room = (W - first).min(LANES);
         let lanes = n.saturating_sub(first).min(room);
         let to = to.wrapping_add(first);
-        // SAFETY: element (k, j) of the block lies at k row_stride + j col_stride, as `Mat` has checked for all of them; no
+        // SAFETY: element (k, j) of the block lies at k row_stride + j col_stride; `Mat` has checked the bounds. No
         // others are read. Stores stay in the row of `to`.
         unsafe {
             if lanes < room || (col_stride != 1 && row_stride != 1) {
@@ -105,13 +114,15 @@ fn pack<const W: usize>(block: Mat<'_>, to: &mut [Line]) {
     }
 }
 
+/// Loads `n` floats, 6 or 8.
+///
 /// # Safety
 ///
-/// `n` floats, 6 or 8, must lie at `from`.
+/// `n` floats must be readable at `from`.
 #[target_feature(enable = "avx2")]
 #[inline]
 unsafe fn load(from: *const f32, n: usize) -> __m256 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe {
         if n == LANES {
             return _mm256_loadu_ps(from);
@@ -120,13 +131,15 @@ unsafe fn load(from: *const f32, n: usize) -> __m256 {
     }
 }
 
+/// Loads `n` floats, at most 8.
+///
 /// # Safety
 ///
-/// `n` floats, at most 8, must lie at `from`.
+/// `n` floats must be readable at `from`.
 #[target_feature(enable = "avx2")]
 unsafe fn load_some(from: *const f32, n: usize) -> __m256 {
     let mut values = [0.0; LANES];
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe {
         for (i, value) in values.iter_mut().enumerate().take(n) {
             *value = *from.add(i);
@@ -135,13 +148,15 @@ unsafe fn load_some(from: *const f32, n: usize) -> __m256 {
     }
 }
 
+/// Stores `n` floats, 6 or 8.
+///
 /// # Safety
 ///
-/// There must be room for `n` floats, 6 or 8, at `to`.
+/// `n` floats must be writable at `to`.
 #[target_feature(enable = "avx2")]
 #[inline]
 unsafe fn store(to: *mut f32, n: usize, values: __m256) {
-    // SAFETY: the caller's promise. A store with a mask takes many times as long.
+    // SAFETY: the caller's contract. A masked store would take many times as long.
     unsafe {
         if n == LANES {
             return _mm256_storeu_ps(to, values);
@@ -151,7 +166,7 @@ unsafe fn store(to: *mut f32, n: usize, values: __m256) {
     }
 }
 
-/// Row i of the result holds lane i of every register.
+/// Transposes: row i of the result holds lane i of every register.
 #[target_feature(enable = "avx2")]
 #[inline]
 fn transpose(rows: [__m256; LANES]) -> [__m256; LANES] {
@@ -174,13 +189,15 @@ fn transpose(rows: [__m256; LANES]) -> [__m256; LANES] {
     columns
 }
 
+/// Multiplies two packed slivers into a tile.
+///
 /// # Safety
 ///
 /// As for [`Kernel::multiply`].
 #[target_feature(enable = "avx2,fma")]
-unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f32, old: Old) {
+unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f32, accumulate: Accumulate) {
     let mut sums = [[_mm256_setzero_ps(); 2]; MR];
-    // SAFETY: the caller's promise; prefetching touches nothing.
+    // SAFETY: the caller's contract. Prefetches do not fault.
     unsafe {
         for row in 0..tile.n_rows {
             _mm_prefetch::<_MM_HINT_T0>(tile.data.add(row * tile.stride).cast_const().cast());
@@ -197,15 +214,15 @@ unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f
             b = b.add(NR);
         }
         if tile.n_cols < NR {
-            return add_part(sums, tile, scale, old);
+            return add_part(sums, tile, scale, accumulate);
         }
         let scale = _mm256_set1_ps(scale);
         for (i, halves) in sums.into_iter().enumerate().take(tile.n_rows) {
             for (half, sum) in halves.into_iter().enumerate() {
                 let to = tile.data.add(i * tile.stride + half * LANES);
-                let value = match old {
-                    Old::Keep => _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(to)),
-                    Old::Overwrite => _mm256_mul_ps(sum, scale),
+                let value = match accumulate {
+                    Accumulate::Add => _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(to)),
+                    Accumulate::Overwrite => _mm256_mul_ps(sum, scale),
                 };
                 _mm256_storeu_ps(to, value);
             }
@@ -213,22 +230,22 @@ unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f
     }
 }
 
-/// Writes the sums of a tile that has fewer columns, with the roundings of a whole one.
+/// Writes the sums of a tile with fewer columns, rounded as for a full one.
 ///
 /// # Safety
 ///
-/// The tile's rows and columns must be there for this thread alone.
+/// The tile's rows and columns must be valid and owned by this thread.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn add_part(sums: [[__m256; 2]; MR], tile: Tile, scale: f32, old: Old) {
+unsafe fn add_part(sums: [[__m256; 2]; MR], tile: Tile, scale: f32, accumulate: Accumulate) {
     for (i, halves) in sums.into_iter().enumerate().take(tile.n_rows) {
         let mut values = [0.0f32; NR];
-        // SAFETY: there is room for a tile's row in `values`, and the caller's promise.
+        // SAFETY: `values` holds a tile's row; the rest is the caller's contract.
         unsafe {
             _mm256_storeu_ps(values.as_mut_ptr(), halves[0]);
             _mm256_storeu_ps(values.as_mut_ptr().add(LANES), halves[1]);
             for (j, sum) in values.into_iter().enumerate().take(tile.n_cols) {
                 let to = tile.data.add(i * tile.stride + j);
-                *to = if old == Old::Keep { sum.mul_add(scale, *to) } else { sum * scale };
+                *to = if accumulate == Accumulate::Add { sum.mul_add(scale, *to) } else { sum * scale };
             }
         }
     }

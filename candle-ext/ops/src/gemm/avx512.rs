@@ -1,20 +1,20 @@
-//! The kernel for processors with AVX-512: f32 by fused multiply and add.
+//! Kernel for processors with AVX-512: f32 by FMA.
 
 use std::arch::x86_64::{
     __m512, _MM_HINT_T0, _mm_prefetch, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps,
     _mm512_mul_ps, _mm512_set1_ps, _mm512_setzero_ps,
 };
 
-use super::blocks::{Kernel, Line, Tile};
-use super::matrix::{Mat, Old};
+use super::blocks::{CacheLine, Kernel, Tile};
+use super::matrix::{Accumulate, Mat};
 use super::packed;
 use super::transpose::transpose;
 
-/// Rows of a tile: 28 of the 32 registers hold its sums, two a row.
+/// Rows of a tile. Its sums fill 28 of the 32 registers, two per row.
 const MR: usize = 14;
 /// Columns of a tile.
 const NR: usize = 32;
-/// Floats in a register.
+/// Floats per register.
 pub(super) const LANES: usize = 16;
 
 /// Proof that the processor has AVX-512.
@@ -42,33 +42,41 @@ impl Kernel for Avx512 {
         (kc * NR).div_ceil(LANES)
     }
 
-    fn pack_a(self, block: Mat<'_>, to: &mut [Line]) {
+    fn pack_a(self, block: Mat<'_>, to: &mut [CacheLine]) {
         // SAFETY: the processor has AVX-512.
         unsafe { pack::<MR>(block, to) };
     }
 
-    fn pack_b(self, block: Mat<'_>, to: &mut [Line]) {
+    fn pack_b(self, block: Mat<'_>, to: &mut [CacheLine]) {
         // SAFETY: the processor has AVX-512.
         unsafe { pack::<NR>(block, to) };
     }
 
-    unsafe fn multiply(self, kc: usize, a: &[Line], b: &[Line], tile: Tile, scale: f32, old: Old) {
-        // SAFETY: the processor has AVX-512, and the caller's promise.
-        unsafe { multiply(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, old) };
+    unsafe fn multiply(
+        self,
+        kc: usize,
+        a: &[CacheLine],
+        b: &[CacheLine],
+        tile: Tile,
+        scale: f32,
+        accumulate: Accumulate,
+    ) {
+        // SAFETY: the processor has AVX-512; the rest is the caller's contract.
+        unsafe { multiply(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, accumulate) };
     }
 }
 
-/// Packs a matrix [k, n], n at most W: W floats for each of its rows, zeros past the last column.
+/// Packs a matrix [k, n] with n <= W: W floats per row, zeros past the last column.
 #[target_feature(enable = "avx512f")]
-fn pack<const W: usize>(block: Mat<'_>, to: &mut [Line]) {
+fn pack<const W: usize>(block: Mat<'_>, to: &mut [CacheLine]) {
     let Mat { data, rows: kc, cols: n, row_stride, col_stride } = block;
-    assert!(to.len() * LANES >= kc * W && n <= W, "the sliver has room");
+    assert!(to.len() * LANES >= kc * W && n <= W, "the sliver is long enough");
     let (from, to) = (data.as_ptr(), to.as_mut_ptr().cast::<f32>());
     for first in (0..W).step_by(LANES) {
         let (lanes, room) = (n.saturating_sub(first).min(LANES), mask((W - first).min(LANES)));
         let to = to.wrapping_add(first);
-        // SAFETY: element (k, j) of the block lies at k row_stride + j col_stride, as `Mat` has checked for all of them;
-        // masks leave the others out. Stores stay in the row of `to`.
+        // SAFETY: element (k, j) of the block lies at k row_stride + j col_stride; `Mat` has checked the bounds. Masks
+        // exclude the others. Stores stay in the row of `to`.
         unsafe {
             if col_stride == 1 {
                 for k in 0..kc {
@@ -105,12 +113,14 @@ fn pack<const W: usize>(block: Mat<'_>, to: &mut [Line]) {
     }
 }
 
+/// Loads `n` floats that lie `stride` apart, at most a register.
+///
 /// # Safety
 ///
-/// `n` floats, at most a register, must lie at `from`, `stride` apart.
+/// These floats must be readable.
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn load_strided(from: *const f32, stride: usize, n: usize) -> __m512 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe {
         if stride == 1 {
             return _mm512_maskz_loadu_ps(mask(n), from);
@@ -123,18 +133,20 @@ pub(super) unsafe fn load_strided(from: *const f32, stride: usize, n: usize) -> 
     }
 }
 
-/// The first `n` lanes.
+/// Returns the mask of the first `n` lanes.
 pub(super) fn mask(n: usize) -> u16 {
     (((1u32 << n.min(LANES)) - 1) & 0xffff) as u16
 }
 
+/// Multiplies two packed slivers into a tile.
+///
 /// # Safety
 ///
 /// As for [`Kernel::multiply`].
 #[target_feature(enable = "avx512f")]
-unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f32, old: Old) {
+unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f32, accumulate: Accumulate) {
     let mut sums = [[_mm512_setzero_ps(); 2]; MR];
-    // SAFETY: the caller's promise; prefetching touches nothing.
+    // SAFETY: the caller's contract. Prefetches do not fault.
     unsafe {
         for row in 0..tile.n_rows {
             let row = tile.data.add(row * tile.stride).cast_const().cast();
@@ -157,9 +169,9 @@ unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f
             for (half, sum) in halves.into_iter().enumerate() {
                 let lanes = mask(tile.n_cols.saturating_sub(half * LANES));
                 let to = tile.data.wrapping_add(i * tile.stride + half * LANES);
-                let value = match old {
-                    Old::Keep => _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, to)),
-                    Old::Overwrite => _mm512_mul_ps(sum, scale),
+                let value = match accumulate {
+                    Accumulate::Add => _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, to)),
+                    Accumulate::Overwrite => _mm512_mul_ps(sum, scale),
                 };
                 _mm512_mask_storeu_ps(to, lanes, value);
             }

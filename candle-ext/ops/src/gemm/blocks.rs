@@ -1,65 +1,74 @@
-//! The loops around a kernel that multiplies packed slivers. The factor with fewer rows or columns is packed once, by all
-//! threads. The other falls into blocks: a thread packs a block into its own second cache and multiplies it with all of the
-//! first factor, which streams past.
+//! Cache blocking around a kernel that multiplies packed slivers.
 //!
-//! The scheme is Goto's (Anatomy of High-Performance Matrix Multiplication, 2008) with one of the two packings left to the
-//! thread that needs it. No sum is split among threads, and terms are summed in parts that depend on their number alone: the
-//! bits of a result do not depend on the threads.
+//! All threads pack the smaller operand once; they share it. The other operand is split into blocks. Each thread packs
+//! a block into its L2 cache and multiplies it with the whole shared operand.
+//!
+//! The scheme is Goto's (Anatomy of High-Performance Matrix Multiplication, 2008), except that each thread packs its
+//! own blocks. Threads never split a sum, and partial sums depend on the sizes alone. The result is therefore
+//! independent of the number of threads.
 
 use std::cell::RefCell;
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::matrix::{Mat, MatMut, Old, Threads};
-use super::packed::LINE_BYTES;
+use super::matrix::{Accumulate, Mat, MatMut, Threads};
+use super::packed::CACHE_LINE_BYTES;
 
-/// How one kind of processor packs and multiplies.
+/// Packing and multiplication for one instruction set.
 pub(super) trait Kernel: Copy + Send + Sync {
     /// Rows of a tile.
     const MR: usize;
     /// Columns of a tile.
     const NR: usize;
-    /// Terms that are summed before a tile is added to the output, at most.
+    /// Most terms per partial sum.
     const KC: usize;
-    /// Lines of a block, which stays in the second cache with what streams past.
+    /// Cache lines of a block, which shares the L2 cache with the streamed operand.
     const BLOCK_LINES: usize;
-    /// Elements of the shared factor that are packed at once, about.
+    /// Elements of the shared operand that are packed at once, approximately.
     const MAX_PACKED: usize;
 
-    /// What a sliver of MR rows with `kc` terms takes when it is packed.
+    /// Returns the cache lines of a packed sliver of MR rows with `kc` terms.
     fn lines_a(kc: usize) -> usize;
 
-    /// The same for NR columns.
+    /// Returns the cache lines of a packed sliver of NR columns with `kc` terms.
     fn lines_b(kc: usize) -> usize;
 
-    /// Packs a matrix [k, n], the transpose of n rows of a, at most MR.
-    fn pack_a(self, block: Mat<'_>, to: &mut [Line]);
+    /// Packs a matrix [k, n], the transpose of n rows of a, with n <= MR.
+    fn pack_a(self, block: Mat<'_>, to: &mut [CacheLine]);
 
-    /// Packs a matrix [k, n], columns of b, at most NR.
-    fn pack_b(self, block: Mat<'_>, to: &mut [Line]);
+    /// Packs a matrix [k, n] of columns of b, with n <= NR.
+    fn pack_b(self, block: Mat<'_>, to: &mut [CacheLine]);
 
-    /// tile = [tile +] scale a b for packed slivers of `kc` terms.
+    /// Computes tile = [tile +] scale a b for packed slivers of `kc` terms.
     ///
     /// # Safety
     ///
-    /// The slivers must be of that many terms, the tile's rows and columns must be there for this thread alone, and
-    /// [`Kernel::begin`] must have been called on it.
-    unsafe fn multiply(self, kc: usize, a: &[Line], b: &[Line], tile: Tile, scale: f32, old: Old);
+    /// The slivers must have that many terms. The tile must be valid and owned by this thread, which must have called
+    /// [`Kernel::begin`].
+    unsafe fn multiply(
+        self,
+        kc: usize,
+        a: &[CacheLine],
+        b: &[CacheLine],
+        tile: Tile,
+        scale: f32,
+        accumulate: Accumulate,
+    );
 
-    /// Called by a thread before it multiplies.
+    /// Prepares the calling thread for [`Kernel::multiply`].
     fn begin(self) {}
 
-    /// Called by a thread after it has multiplied.
+    /// Undoes [`Kernel::begin`] on the calling thread.
     fn end(self) {}
 }
 
-/// A cache line of packed numbers.
+/// Cache line of packed numbers.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-pub(super) struct Line([u8; LINE_BYTES]);
+pub(super) struct CacheLine([u8; CACHE_LINE_BYTES]);
 
-/// Where a tile lies in the output, and how much of it is there.
+/// Address and valid size of a tile in the output.
 #[derive(Clone, Copy)]
 pub(super) struct Tile {
     pub(super) data: *mut f32,
@@ -68,21 +77,21 @@ pub(super) struct Tile {
     pub(super) n_cols: usize,
 }
 
-/// Products of fewer operations than this are not worth waking another thread.
+/// FLOPs below which a single thread computes the GEMM: waking another one would take longer.
 const PARALLEL_FROM: usize = 1 << 20;
-/// Blocks for each thread, at least: more of them even out what else the machine does.
+/// Fewest blocks per thread. More blocks balance the load better.
 const BLOCKS: usize = 2;
 
 thread_local! {
-    static SHARED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
-    static BLOCK: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    static SHARED: RefCell<Vec<CacheLine>> = const { RefCell::new(Vec::new()) };
+    static BLOCK: RefCell<Vec<CacheLine>> = const { RefCell::new(Vec::new()) };
 }
 
-/// out = [out +] scale a b; the shapes agree and no dimension is 0.
+/// Computes out = [out +] scale a b. The shapes must agree, and no dimension may be 0.
 pub(super) fn gemm<K: Kernel>(
     kernel: K,
     out: MatMut<'_>,
-    old: Old,
+    accumulate: Accumulate,
     a: Mat<'_>,
     b: Mat<'_>,
     scale: f32,
@@ -90,72 +99,72 @@ pub(super) fn gemm<K: Kernel>(
 ) {
     let is_parallel = threads == Threads::All && out.rows * out.cols * a.cols >= PARALLEL_FROM;
     let n_threads = if is_parallel { rayon::current_num_threads() } else { 1 };
-    let product = Product {
+    let product = BlockedGemm {
         kernel,
         out: Out { data: out.data.as_mut_ptr(), row_stride: out.row_stride },
         a,
         b,
         kc: even_parts(a.cols, K::KC),
         scale,
-        old,
+        accumulate,
     };
-    // Taken out: while other threads compute, this one may be given another product to do.
+    // Taken out of the thread-local: while it waits for other threads, this one may run another GEMM.
     let mut shared = SHARED.take();
     product.run(&mut shared, n_threads);
     SHARED.set(shared);
 }
 
-/// Ranges of at most `size` that make up `whole`.
+/// Splits `whole` into ranges of at most `size`.
 fn parts(whole: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> + Clone {
     let end = whole.end;
     whole.step_by(size).map(move |start| start..(start + size).min(end))
 }
 
-/// The size of the fewest parts of at most `max` that `n` falls into, nearly equal.
+/// Returns the size of nearly equal parts, the fewest of at most `max` that cover `n`.
 fn even_parts(n: usize, max: usize) -> usize {
     n.div_ceil(n.div_ceil(max))
 }
 
-/// The output, for tasks that write different parts of it.
+/// Output, shared by tasks that write disjoint parts.
 #[derive(Clone, Copy)]
 struct Out {
     data: *mut f32,
     row_stride: usize,
 }
 
-// SAFETY: `Product::block` is the only user, and its caller keeps its parts apart.
+// SAFETY: only `BlockedGemm::block` uses it; its caller keeps the parts disjoint.
 unsafe impl Send for Out {}
 // SAFETY: as above.
 unsafe impl Sync for Out {}
 
-struct Product<'a, K> {
+struct BlockedGemm<'a, K> {
     kernel: K,
     out: Out,
     a: Mat<'a>,
     b: Mat<'a>,
     kc: usize,
     scale: f32,
-    old: Old,
+    accumulate: Accumulate,
 }
 
-/// Which factor is meant.
+/// Operand of a matmul.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Side {
     A,
     B,
 }
 
-/// Packed slivers of one factor: some of its rows or columns with some terms.
+/// Packed slivers of one operand: a range of its rows or columns, and a range of terms.
 struct Packed<'a> {
     side: Side,
     /// Rows of a, or columns of b.
     range: Range<usize>,
     terms: Range<usize>,
-    slivers: &'a [Line],
+    slivers: &'a [CacheLine],
 }
 
-impl<K: Kernel> Product<'_, K> {
-    fn run(&self, buffer: &mut Vec<Line>, n_threads: usize) {
+impl<K: Kernel> BlockedGemm<'_, K> {
+    fn run(&self, buffer: &mut Vec<CacheLine>, n_threads: usize) {
         let (m, n, k) = (self.a.rows, self.b.cols, self.a.cols);
         let (shared, n_shared, n_blocked) = if m <= n { (Side::A, m, n) } else { (Side::B, n, m) };
         let max_shared = (K::MAX_PACKED / self.kc).next_multiple_of(width::<K>(shared));
@@ -169,21 +178,21 @@ impl<K: Kernel> Product<'_, K> {
         }
     }
 
-    /// Packs all slivers of a factor's range into a buffer that grows if need be, and returns them.
+    /// Packs all slivers of a range of an operand into a buffer, which grows if needed, and returns them.
     fn pack<'p>(
         &self,
         side: Side,
         range: &Range<usize>,
         terms: &Range<usize>,
-        buffer: &'p mut Vec<Line>,
+        buffer: &'p mut Vec<CacheLine>,
         n_threads: usize,
-    ) -> &'p [Line] {
+    ) -> &'p [CacheLine] {
         let lines = self.lines(side, terms);
         let n_lines = range.len().div_ceil(width::<K>(side)) * lines;
         if buffer.len() < n_lines {
-            // Nothing is copied, and no room is left for more: what was packed before is done with.
+            // Replace the buffer instead of growing it: its old contents need no copy.
             *buffer = Vec::new();
-            *buffer = vec![Line([0; LINE_BYTES]); n_lines];
+            *buffer = vec![CacheLine([0; CACHE_LINE_BYTES]); n_lines];
         }
         let slivers = &mut buffer[..n_lines];
         let pack = |(i, sliver)| self.pack_sliver(side, range, i, terms, sliver);
@@ -195,8 +204,15 @@ impl<K: Kernel> Product<'_, K> {
         slivers
     }
 
-    /// Packs sliver `i` of a factor's range.
-    fn pack_sliver(&self, side: Side, range: &Range<usize>, i: usize, terms: &Range<usize>, mut sliver: &mut [Line]) {
+    /// Packs sliver `i` of a range of an operand.
+    fn pack_sliver(
+        &self,
+        side: Side,
+        range: &Range<usize>,
+        i: usize,
+        terms: &Range<usize>,
+        mut sliver: &mut [CacheLine],
+    ) {
         let of = if side == Side::A { self.a.t() } else { self.b };
         let first = range.start + i * width::<K>(side);
         let n = width::<K>(side).min(range.end - first);
@@ -210,12 +226,12 @@ impl<K: Kernel> Product<'_, K> {
         }
     }
 
-    /// Lines of a sliver with all of these terms.
+    /// Returns the cache lines of a sliver with these terms.
     fn lines(&self, side: Side, terms: &Range<usize>) -> usize {
         parts(terms.clone(), self.kc).map(|terms| lines::<K>(side, terms.len())).sum()
     }
 
-    /// Multiplies the shared factor with all `n` rows or columns of the other.
+    /// Multiplies the shared operand with all `n` rows or columns of the other.
     fn multiply(&self, shared: &Packed<'_>, n: usize, n_threads: usize) {
         let side = if shared.side == Side::A { Side::B } else { Side::A };
         let n_slivers = n.div_ceil(width::<K>(side));
@@ -225,9 +241,9 @@ impl<K: Kernel> Product<'_, K> {
         let compute = |i: usize| {
             let mut buffer = BLOCK.take();
             if buffer.is_empty() {
-                buffer.resize(K::BLOCK_LINES, Line([0; LINE_BYTES]));
+                buffer.resize(K::BLOCK_LINES, CacheLine([0; CACHE_LINE_BYTES]));
             }
-            // SAFETY: blocks do not overlap, and the output is borrowed mutably by `gemm`.
+            // SAFETY: blocks are disjoint, and `gemm` borrows the output mutably.
             unsafe { self.block(shared, side, i * size..((i + 1) * size).min(n), &mut buffer) };
             BLOCK.set(buffer);
         };
@@ -239,29 +255,29 @@ impl<K: Kernel> Product<'_, K> {
         }
     }
 
-    /// Packs these rows or columns, part by part of the terms, and multiplies them with the shared factor.
+    /// Packs these rows or columns, one range of terms at a time, and multiplies them with the shared operand.
     ///
     /// # Safety
     ///
-    /// Nobody else may use that part of the output, and it must be there.
-    unsafe fn block(&self, shared: &Packed<'_>, side: Side, range: Range<usize>, buffer: &mut Vec<Line>) {
+    /// This part of the output must be valid and owned by the caller.
+    unsafe fn block(&self, shared: &Packed<'_>, side: Side, range: Range<usize>, buffer: &mut Vec<CacheLine>) {
         let shared_lines = self.lines(shared.side, &shared.terms);
         let mut before = 0;
         for terms in parts(shared.terms.clone(), self.kc) {
             let slivers = self.pack(side, &range, &terms, buffer, 1);
             let (of_block, of_shared) = (lines::<K>(side, terms.len()), lines::<K>(shared.side, terms.len()));
-            let old = if terms.start > 0 { Old::Keep } else { self.old };
+            let accumulate = if terms.start > 0 { Accumulate::Add } else { self.accumulate };
             self.kernel.begin();
             for (i, one) in shared.slivers.chunks_exact(shared_lines).enumerate() {
                 let one = (shared.range.start + i * width::<K>(shared.side), &one[before..before + of_shared]);
                 for (j, other) in slivers.chunks_exact(of_block).enumerate() {
                     let other = (range.start + j * width::<K>(side), other);
                     let ends = (shared.range.end, range.end);
-                    // SAFETY: the slivers have these terms, and the caller answers for the part of the output.
+                    // SAFETY: the slivers have these terms; the caller answers for the part of the output.
                     unsafe {
                         match side {
-                            Side::A => self.tile(terms.len(), other, one, (ends.1, ends.0), old),
-                            Side::B => self.tile(terms.len(), one, other, ends, old),
+                            Side::A => self.tile(terms.len(), other, one, (ends.1, ends.0), accumulate),
+                            Side::B => self.tile(terms.len(), one, other, ends, accumulate),
                         }
                     }
                 }
@@ -271,35 +287,35 @@ impl<K: Kernel> Product<'_, K> {
         }
     }
 
-    /// Multiplies a sliver of a, given with its first row, and one of b, with its first column.
+    /// Multiplies a sliver of a, given with its first row, and one of b, given with its first column.
     ///
     /// # Safety
     ///
-    /// As for [`Product::block`], and the slivers must be of `kc` terms.
+    /// As for [`BlockedGemm::block`]; the slivers must have `kc` terms.
     unsafe fn tile(
         &self,
         kc: usize,
-        (row, a): (usize, &[Line]),
-        (col, b): (usize, &[Line]),
+        (row, a): (usize, &[CacheLine]),
+        (col, b): (usize, &[CacheLine]),
         (end_row, end_col): (usize, usize),
-        old: Old,
+        accumulate: Accumulate,
     ) {
         let (n_rows, n_cols) = (K::MR.min(end_row - row), K::NR.min(end_col - col));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe {
             let data = self.out.data.add(row * self.out.row_stride + col);
             let tile = Tile { data, stride: self.out.row_stride, n_rows, n_cols };
-            self.kernel.multiply(kc, a, b, tile, self.scale, old);
+            self.kernel.multiply(kc, a, b, tile, self.scale, accumulate);
         }
     }
 }
 
-/// Rows or columns of a sliver.
+/// Returns the rows or columns of a sliver.
 fn width<K: Kernel>(side: Side) -> usize {
     if side == Side::A { K::MR } else { K::NR }
 }
 
-/// Lines of a sliver of `kc` terms.
+/// Returns the cache lines of a sliver of `kc` terms.
 fn lines<K: Kernel>(side: Side, kc: usize) -> usize {
     if side == Side::A { K::lines_a(kc) } else { K::lines_b(kc) }
 }

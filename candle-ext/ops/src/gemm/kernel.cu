@@ -1,7 +1,7 @@
-// gemm: c [m, n] before a product is added to it, rows of `stride` elements.
+// gemm: initial value of c [m, n] before a matmul is added to it, with row stride `stride`.
 #include "common.cuh"
 
-// c = plus + bias, either of which may be null. c may be plus.
+// c = plus + bias, either of which may be null; c may be plus.
 template <typename T>
 __device__ void fill(const T* plus, const T* bias, T* c, long long m, long long n, long long stride) {
     for (long long i = flat_begin<1>(); i < m * n; i += flat_step<1>()) {

@@ -11,7 +11,7 @@ pub(crate) struct Mat<'a> {
 }
 
 impl<'a> Mat<'a> {
-    /// Wraps rows of `cols` elements, one after the other.
+    /// Wraps contiguous rows of `cols` elements.
     pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
         Self::with_stride(data, rows, cols, cols)
     }
@@ -36,7 +36,7 @@ impl<'a> Mat<'a> {
     }
 }
 
-/// Matrix output, row after row.
+/// Row-major output of a matmul.
 pub(crate) struct MatMut<'a> {
     pub(super) data: &'a mut [f32],
     pub(super) rows: usize,
@@ -45,7 +45,7 @@ pub(crate) struct MatMut<'a> {
 }
 
 impl<'a> MatMut<'a> {
-    /// Wraps rows of `cols` elements, one after the other.
+    /// Wraps contiguous rows of `cols` elements.
     pub(crate) fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
         Self::with_stride(data, rows, cols, cols)
     }
@@ -57,14 +57,14 @@ impl<'a> MatMut<'a> {
     }
 }
 
-/// Treatment of the values that the output holds before the matmul.
+/// Treatment of the output's present values: BLAS's beta is 0 (overwrite) or 1 (add).
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Old {
+pub(crate) enum Accumulate {
     Overwrite,
-    Keep,
+    Add,
 }
 
-/// Threads of a matmul: the calling one, or all of rayon's.
+/// Threads of a matmul: the calling one, or rayon's whole pool.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Threads {
     One,

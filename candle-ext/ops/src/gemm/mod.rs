@@ -1,4 +1,5 @@
-//! f32 matrix product over strided slices: our own kernels where there is AMX, AVX-512 or AVX2, elsewhere the `gemm` crate.
+//! f32 matmul (GEMM) on the CPU over strided slices, by own kernels for AMX, AVX-512 and AVX2, else by the `gemm`
+//! crate.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -18,39 +19,45 @@ mod transpose;
 use std::sync::OnceLock;
 
 use candle_core::{Result, bail};
-pub(crate) use matrix::{Mat, MatMut, Old, Threads};
+pub(crate) use matrix::{Accumulate, Mat, MatMut, Threads};
 pub use packed::{GemmSize, cpu_gemm_buffer_bytes};
-pub use rate::cpu_product_rate;
+pub use rate::measure_cpu_gemm_rate;
 
-/// Returns the name of what computes f32 products in this process: `amx`, `avx512`, `avx2`, or `gemm` (the crate). Each
-/// rounds in its own way, but `avx2` as `avx512` does.
-pub fn cpu_product() -> &'static str {
-    Engine::of_process().name()
-}
-
-/// Names what could compute them on this processor, the fastest first.
-pub fn cpu_products() -> Vec<&'static str> {
-    Engine::all().into_iter().map(Engine::name).collect()
-}
-
-/// Lets another than the fastest compute, by name: where results must be those of another processor.
+/// Returns the name of this process's f32 GEMM kernel: `amx`, `avx512`, `avx2`, or `gemm` (the crate).
 ///
-/// Fails if this processor has no such one, or if products have been computed by another.
-pub fn choose_cpu_product(name: &str) -> Result<()> {
-    let Some(engine) = Engine::all().into_iter().find(|engine| engine.name() == name) else {
-        bail!("f32 products: `{name}` is none of {} that this processor has", cpu_products().join(", "))
+/// Kernels round differently, except that `avx2` gives the bits of `avx512`.
+pub fn cpu_gemm_kernel() -> &'static str {
+    GemmKernel::of_process().name()
+}
+
+/// Lists the f32 GEMM kernels that this processor supports, the fastest first.
+pub fn cpu_gemm_kernels() -> Vec<&'static str> {
+    GemmKernel::all().into_iter().map(GemmKernel::name).collect()
+}
+
+/// Selects the f32 GEMM kernel by name, to reproduce the results of another processor.
+///
+/// # Errors
+///
+/// If the processor does not support the kernel, or another kernel has already computed.
+pub fn select_cpu_gemm_kernel(name: &str) -> Result<()> {
+    let Some(kernel) = GemmKernel::all().into_iter().find(|kernel| kernel.name() == name) else {
+        bail!(
+            "f32 GEMM kernel `{name}` is unknown or unsupported: this processor has {}",
+            cpu_gemm_kernels().join(", ")
+        )
     };
-    let chosen = CHOSEN.get_or_init(|| engine).name();
+    let chosen = CHOSEN.get_or_init(|| kernel).name();
     if chosen != name {
-        bail!("f32 products: `{name}` comes too late, `{chosen}` has begun")
+        bail!("f32 GEMM kernel `{name}` cannot be selected: `{chosen}` has already been used")
     }
     Ok(())
 }
 
-static CHOSEN: OnceLock<Engine> = OnceLock::new();
+static CHOSEN: OnceLock<GemmKernel> = OnceLock::new();
 
-/// out = [out +] scale * a b
-pub(crate) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
+/// Computes out = [out +] scale * a b.
+pub(crate) fn gemm(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
     assert!(
         out.rows == a.rows && out.cols == b.cols && a.cols == b.rows,
         "gemm of [{}, {}] by [{}, {}] into [{}, {}]",
@@ -65,17 +72,17 @@ pub(crate) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32
         return;
     }
     if a.cols == 0 {
-        return clear(out, old);
+        return clear(out, accumulate);
     }
     if row::takes(&out, a, b) {
-        return row::gemm(out, old, a, b, scale);
+        return row::gemm(out, accumulate, a, b, scale);
     }
-    Engine::of_process().run(out, old, a, b, scale, threads);
+    GemmKernel::of_process().run(out, accumulate, a, b, scale, threads);
 }
 
-/// What computes a product. One computes all of a process: bits must not depend on the number of rows.
+/// Implementation of f32 GEMM. A process uses only one, so that bits do not depend on the number of rows.
 #[derive(Clone, Copy)]
-enum Engine {
+enum GemmKernel {
     #[cfg(target_arch = "x86_64")]
     Amx(amx::Amx),
     #[cfg(target_arch = "x86_64")]
@@ -85,8 +92,8 @@ enum Engine {
     Crate,
 }
 
-impl Engine {
-    /// All that this processor has, the fastest first.
+impl GemmKernel {
+    /// Lists the kernels that this processor supports, the fastest first.
     fn all() -> Vec<Self> {
         let mut all = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -115,31 +122,30 @@ impl Engine {
         }
     }
 
-    fn run(self, out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
+    fn run(self, out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Amx(kernel) => blocks::gemm(kernel, out, old, a, b, scale, threads),
+            Self::Amx(kernel) => blocks::gemm(kernel, out, accumulate, a, b, scale, threads),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(kernel) => blocks::gemm(kernel, out, old, a, b, scale, threads),
+            Self::Avx512(kernel) => blocks::gemm(kernel, out, accumulate, a, b, scale, threads),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2(kernel) => blocks::gemm(kernel, out, old, a, b, scale, threads),
-            Self::Crate => by_crate(out, old, a, b, scale, threads),
+            Self::Avx2(kernel) => blocks::gemm(kernel, out, accumulate, a, b, scale, threads),
+            Self::Crate => by_crate(out, accumulate, a, b, scale, threads),
         }
     }
 }
 
-fn by_crate(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
+fn by_crate(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
     let (keep, parallelism) = (
-        old == Old::Keep,
+        accumulate == Accumulate::Add,
         match threads {
             Threads::One => gemm::Parallelism::None,
             Threads::All => gemm::Parallelism::Rayon(0),
         },
     );
-    // SAFETY: the constructors checked that every index the three shapes and strides reach lies in
-    // its slice, the shapes agree (asserted above), rows of `out` do not overlap (row_stride >=
-    // cols), and `out` is borrowed mutably, so it aliases neither input. Slices are at most
-    // isize::MAX bytes, so strides fit in isize.
+    // SAFETY: the constructors checked that all indices lie within the slices. The shapes agree (asserted above), rows
+    // of `out` do not overlap (row_stride >= cols), and the mutable borrow of `out` rules out aliasing. Slices are at
+    // most isize::MAX bytes, so strides fit in isize.
     unsafe {
         gemm::gemm(
             out.rows,
@@ -165,8 +171,8 @@ fn by_crate(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32, threa
     }
 }
 
-fn clear(out: MatMut<'_>, old: Old) {
-    if old == Old::Overwrite {
+fn clear(out: MatMut<'_>, accumulate: Accumulate) {
+    if accumulate == Accumulate::Overwrite {
         for row in out.data.chunks_mut(out.row_stride).take(out.rows) {
             row[..out.cols].fill(0.0);
         }
@@ -181,27 +187,28 @@ mod tests {
         (0..len).map(|i| ((i * 37 + seed * 11) % 19) as f32 - 9.0).collect()
     }
 
-    /// A product of one shape and layout against three loops. The operands are small integers, so that every order of
-    /// summation gives the same bits.
-    fn check(engine: Engine, (m, n, k): (usize, usize, usize), (a_t, b_t, pad): (bool, bool, usize)) {
+    /// Compares a GEMM of one shape and layout with three loops.
+    ///
+    /// The operands are small integers, so that every order of summation gives the same bits.
+    fn check(kernel: GemmKernel, (m, n, k): (usize, usize, usize), (a_t, b_t, pad): (bool, bool, usize)) {
         let (a_rows, a_cols) = if a_t { (k, m) } else { (m, k) };
         let (b_rows, b_cols) = if b_t { (n, k) } else { (k, n) };
         let (a, b) = (numbers(a_rows * (a_cols + pad), 1), numbers(b_rows * (b_cols + pad), 2));
         let a_mat = Mat::with_stride(&a, a_rows, a_cols, a_cols + pad);
         let b_mat = Mat::with_stride(&b, b_rows, b_cols, b_cols + pad);
         let (a_mat, b_mat) = (if a_t { a_mat.t() } else { a_mat }, if b_t { b_mat.t() } else { b_mat });
-        for (old, threads) in [(Old::Overwrite, Threads::One), (Old::Keep, Threads::All)] {
+        for (accumulate, threads) in [(Accumulate::Overwrite, Threads::One), (Accumulate::Add, Threads::All)] {
             let before = numbers(m * (n + pad), 3);
             let mut out = before.clone();
-            engine.run(MatMut::with_stride(&mut out, m, n, n + pad), old, a_mat, b_mat, 2.0, threads);
+            kernel.run(MatMut::with_stride(&mut out, m, n, n + pad), accumulate, a_mat, b_mat, 2.0, threads);
             for (at, (&got, &before)) in out.iter().zip(&before).enumerate() {
                 let (i, j) = (at / (n + pad), at % (n + pad));
                 let term =
                     |l| a[i * a_mat.row_stride + l * a_mat.col_stride] * b[l * b_mat.row_stride + j * b_mat.col_stride];
-                let want = match (j < n, old) {
+                let want = match (j < n, accumulate) {
                     (false, _) => before,
-                    (true, Old::Keep) => before + 2.0 * (0..k).map(term).sum::<f32>(),
-                    (true, Old::Overwrite) => 2.0 * (0..k).map(term).sum::<f32>(),
+                    (true, Accumulate::Add) => before + 2.0 * (0..k).map(term).sum::<f32>(),
+                    (true, Accumulate::Overwrite) => 2.0 * (0..k).map(term).sum::<f32>(),
                 };
                 assert_eq!(got, want, "[{m}, {n}, {k}] at ({i}, {j})");
             }
@@ -210,7 +217,7 @@ mod tests {
 
     #[test]
     fn every_layout_equals_three_loops() {
-        for engine in Engine::all() {
+        for kernel in GemmKernel::all() {
             for shape in [
                 (1, 1, 1),
                 (3, 5, 7),
@@ -222,19 +229,19 @@ mod tests {
                 (33, 64, 1100),
             ] {
                 for layout in [(false, false, 0), (true, false, 3), (false, true, 1), (true, true, 0)] {
-                    check(engine, shape, layout);
+                    check(kernel, shape, layout);
                 }
             }
         }
     }
 
-    /// More than is packed at once, of rows, columns and terms.
+    /// Rows, columns and terms each exceed one packed block.
     #[test]
     fn large_products_are_whole() {
-        for engine in Engine::all() {
-            check(engine, (7000, 3, 600), (true, false, 0));
-            check(engine, (3, 7000, 600), (false, true, 0));
-            check(engine, (40, 50, 90_000), (false, false, 0));
+        for kernel in GemmKernel::all() {
+            check(kernel, (7000, 3, 600), (true, false, 0));
+            check(kernel, (3, 7000, 600), (false, true, 0));
+            check(kernel, (40, 50, 90_000), (false, false, 0));
         }
     }
 
@@ -247,9 +254,9 @@ mod tests {
             let want: Vec<f32> = (0..n).map(|j| 2.0 * (0..70).map(|l| term(l, j)).sum::<f32>()).collect();
             let mut out = vec![1.0; n];
             assert!(row::takes(&MatMut::new(&mut out, 1, n), Mat::new(&a, 1, 70), b));
-            gemm(MatMut::new(&mut out, 1, n), Old::Overwrite, Mat::new(&a, 1, 70), b, 2.0, Threads::One);
+            gemm(MatMut::new(&mut out, 1, n), Accumulate::Overwrite, Mat::new(&a, 1, 70), b, 2.0, Threads::One);
             assert_eq!(out, want);
-            gemm(MatMut::new(&mut out, 1, n), Old::Keep, Mat::new(&a, 1, 70), b, 2.0, Threads::One);
+            gemm(MatMut::new(&mut out, 1, n), Accumulate::Add, Mat::new(&a, 1, 70), b, 2.0, Threads::One);
             assert_eq!(out, want.iter().map(|x| 2.0 * x).collect::<Vec<_>>());
         }
     }
@@ -257,13 +264,20 @@ mod tests {
     #[test]
     fn no_terms_are_zero() {
         let mut out = [3.0; 4];
-        gemm(MatMut::new(&mut out, 2, 2), Old::Keep, Mat::new(&[], 2, 0), Mat::new(&[], 0, 2), 1.0, Threads::All);
+        gemm(MatMut::new(&mut out, 2, 2), Accumulate::Add, Mat::new(&[], 2, 0), Mat::new(&[], 0, 2), 1.0, Threads::All);
         assert_eq!(out, [3.0; 4]);
-        gemm(MatMut::new(&mut out, 2, 2), Old::Overwrite, Mat::new(&[], 2, 0), Mat::new(&[], 0, 2), 1.0, Threads::All);
+        gemm(
+            MatMut::new(&mut out, 2, 2),
+            Accumulate::Overwrite,
+            Mat::new(&[], 2, 0),
+            Mat::new(&[], 0, 2),
+            1.0,
+            Threads::All,
+        );
         assert_eq!(out, [0.0; 4]);
     }
 
-    /// In f64, from numbers of all sizes that products of halves of their bits could lose.
+    /// Compares with f64, for numbers whose magnitudes differ widely.
     #[test]
     fn sums_are_as_exact_as_f32_is() {
         let numbers = |len: usize, seed: u32| -> Vec<f32> {
@@ -276,11 +290,11 @@ mod tests {
         };
         let (m, n, k) = (40, 50, 700);
         let (a, b) = (numbers(m * k, 1), numbers(k * n, 2));
-        for engine in Engine::all() {
+        for kernel in GemmKernel::all() {
             let mut out = vec![f32::NAN; m * n];
-            engine.run(
+            kernel.run(
                 MatMut::new(&mut out, m, n),
-                Old::Overwrite,
+                Accumulate::Overwrite,
                 Mat::new(&a, m, k),
                 Mat::new(&b, k, n),
                 1.0,
@@ -294,33 +308,33 @@ mod tests {
                 norm += want.powi(2);
             }
             let error = (error / norm).sqrt();
-            // 8 units of the last place: a sum of 700 rounds as often, in both directions.
+            // 8 units of the last place: a sum of 700 terms rounds as often, in both directions.
             assert!(error < 4.0 * f64::from(f32::EPSILON), "{error:.2e}");
         }
     }
 
-    /// Parts of nearly equal length, term after term, each rounded once: so that processors with AVX-512 and those with AVX2
-    /// train to the same bits.
+    /// Checks that partial sums add term after term with one rounding each, so that AVX-512 and AVX2 give the same
+    /// bits.
     #[test]
     fn fused_sums_are_in_the_order_of_their_terms() {
         let numbers = |len: usize, factor: f32| (0..len).map(|i| (i as f32 * factor).sin()).collect::<Vec<_>>();
-        for engine in Engine::all().into_iter().filter(|engine| ["avx512", "avx2"].contains(&engine.name())) {
+        for kernel in GemmKernel::all().into_iter().filter(|kernel| ["avx512", "avx2"].contains(&kernel.name())) {
             for (m, n, k) in [(1, 1, 9), (7, 17, 384), (20, 50, 385), (33, 40, 1000)] {
                 let (a, b, before) = (numbers(m * k, 1.7), numbers(k * n, 0.9), numbers(m * n, 0.3));
                 let (a_mat, b_mat) = (Mat::new(&a, m, k), Mat::new(&b, k, n));
                 let part = k.div_ceil(k.div_ceil(384));
-                for old in [Old::Keep, Old::Overwrite] {
+                for accumulate in [Accumulate::Add, Accumulate::Overwrite] {
                     let mut out = before.clone();
-                    engine.run(MatMut::new(&mut out, m, n), old, a_mat, b_mat, 0.7, Threads::One);
+                    kernel.run(MatMut::new(&mut out, m, n), accumulate, a_mat, b_mat, 0.7, Threads::One);
                     for (at, &got) in out.iter().enumerate() {
                         let add_part = |total: Option<f32>, from: usize| {
                             let terms = from..(from + part).min(k);
                             let sum = terms.fold(0.0f32, |sum, l| a[at / n * k + l].mul_add(b[l * n + at % n], sum));
                             Some(total.map_or(sum * 0.7, |total| sum.mul_add(0.7, total)))
                         };
-                        let first = (old == Old::Keep).then_some(before[at]);
+                        let first = (accumulate == Accumulate::Add).then_some(before[at]);
                         let want = (0..k).step_by(part).fold(first, add_part).expect("there are terms");
-                        assert_eq!(got.to_bits(), want.to_bits(), "{} [{m}, {n}, {k}] at {at}", engine.name());
+                        assert_eq!(got.to_bits(), want.to_bits(), "{} [{m}, {n}, {k}] at {at}", kernel.name());
                     }
                 }
             }
@@ -329,14 +343,14 @@ mod tests {
 
     #[test]
     fn what_is_not_finite_stays_so() {
-        for engine in Engine::all() {
+        for kernel in GemmKernel::all() {
             for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let (mut a, b) = (vec![1.0; 40 * 40], vec![1.0; 40 * 40]);
                 a[5 * 40 + 7] = wrong;
                 let mut out = vec![0.0; 40 * 40];
-                engine.run(
+                kernel.run(
                     MatMut::new(&mut out, 40, 40),
-                    Old::Keep,
+                    Accumulate::Add,
                     Mat::new(&a, 40, 40),
                     Mat::new(&b, 40, 40),
                     1.0,
@@ -364,6 +378,6 @@ mod tests {
     fn shapes_that_do_not_meet_are_refused() {
         let (a, mut c) = ([0.0; 6], [0.0; 6]);
         let (x, y) = (Mat::new(&a, 2, 3), Mat::new(&a, 2, 3));
-        gemm(MatMut::new(&mut c, 2, 3), Old::Keep, x, y, 1.0, Threads::One);
+        gemm(MatMut::new(&mut c, 2, 3), Accumulate::Add, x, y, 1.0, Threads::One);
     }
 }

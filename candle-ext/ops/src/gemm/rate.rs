@@ -1,19 +1,20 @@
-//! What products on this processor reach, here and now.
+//! Measurement of the CPU's matmul speed.
 
 use std::time::Instant;
 
 use super::gemm;
-use super::matrix::{Mat, MatMut, Old, Threads};
+use super::matrix::{Accumulate, Mat, MatMut, Threads};
 
-/// Rows and columns: small enough that the memory it takes and leaves is no matter.
+/// Rows and columns of the matrices; small, so that their memory does not matter.
 const SIDE: usize = 256;
-/// Products that a thread makes one after another: threads take as long to wake as for one of them.
+/// Matmuls per thread: waking a thread takes about as long as one of them.
 const PRODUCTS: usize = 8;
 const TRIES: usize = 8;
 
-/// Measures f32 products of matrices of 256 x 256, one after another on each thread, the best of a few tries: operations a
-/// second of all threads. Takes some tens of milliseconds.
-pub fn cpu_product_rate() -> f64 {
+/// Measures the f32 matmul speed of all threads together, in FLOP/s.
+///
+/// Each thread multiplies 256 x 256 matrices; the best of a few tries counts. The call takes some tens of milliseconds.
+pub fn measure_cpu_gemm_rate() -> f64 {
     let a = vec![1.0; SIDE * SIDE];
     let mat = Mat::new(&a, SIDE, SIDE);
     let seconds = || {
@@ -21,7 +22,7 @@ pub fn cpu_product_rate() -> f64 {
         rayon::broadcast(|_| {
             let mut out = vec![0.0; SIDE * SIDE];
             for _ in 0..PRODUCTS {
-                gemm(MatMut::new(&mut out, SIDE, SIDE), Old::Overwrite, mat, mat, 1.0, Threads::One);
+                gemm(MatMut::new(&mut out, SIDE, SIDE), Accumulate::Overwrite, mat, mat, 1.0, Threads::One);
             }
         });
         began.elapsed().as_secs_f64()
@@ -35,10 +36,10 @@ pub fn cpu_product_rate() -> f64 {
 mod tests {
     use super::*;
 
-    /// Between a core of twenty years ago and any that is likely to come.
+    /// Bounds: a core of twenty years ago, and more than any processor today.
     #[test]
     fn the_rate_is_that_of_a_processor() {
-        let rate = cpu_product_rate();
+        let rate = measure_cpu_gemm_rate();
         assert!((1e8..1e16).contains(&rate), "{rate:e}");
     }
 }

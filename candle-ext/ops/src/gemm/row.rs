@@ -1,40 +1,41 @@
-//! The product of one row with a matrix: nothing is packed, each element is read once. Attention of one token is made of it.
+//! Matmul of one row with a matrix, without packing: each element is read once. Attention of one token consists of
+//! these.
 
-use super::matrix::{Mat, MatMut, Old};
+use super::matrix::{Accumulate, Mat, MatMut};
 use crate::dot::{Rows, dots};
 use crate::simd::{prefetch, vectorised};
 
 /// Columns whose sums fit into registers.
 const COLUMNS: usize = 64;
-/// More columns than a head has: there rows are read whole, one after the other.
+/// Columns from which rows are read whole, one after another; a head has fewer.
 const WIDE: usize = 512;
-/// Rows or columns that are fetched before they are looked at. Those of a head lie apart: a processor does not foresee them.
+/// Prefetch distance in rows or columns. Those of a head are strided, which hardware prefetchers miss.
 const AHEAD: usize = 16;
 
-/// Tells whether [`gemm`] takes a product: one row, and a matrix whose rows or columns lie in one piece.
+/// Returns true if [`gemm`] supports the operands: one row, and a matrix with contiguous rows or columns.
 pub(super) fn takes(out: &MatMut<'_>, a: Mat<'_>, b: Mat<'_>) -> bool {
     out.rows == 1 && a.col_stride == 1 && (b.row_stride == 1 || b.col_stride == 1)
 }
 
-/// out = [out +] scale a b
-pub(super) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32) {
+/// Computes out = [out +] scale a b for one row a.
+pub(super) fn gemm(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, scale: f32) {
     let (a, out) = (&a.data[..a.cols], &mut out.data[..b.cols]);
     if b.row_stride == 1 {
         let columns = Rows { data: b.data, stride: b.col_stride, ahead: AHEAD * b.col_stride };
-        vectorised!(dots(out, old, columns, a, scale, |b| b));
+        vectorised!(dots(out, accumulate, columns, a, scale, |b| b));
     } else {
-        vectorised!(by_rows(out, old, a, b, scale));
+        vectorised!(by_rows(out, accumulate, a, b, scale));
     }
 }
 
-/// The sums of some columns at a time, which stay in registers while the rows go by.
+/// Sums a few columns at a time, in registers, over all rows.
 #[inline(always)]
-fn by_rows(out: &mut [f32], old: Old, a: &[f32], b: Mat<'_>, scale: f32) {
+fn by_rows(out: &mut [f32], accumulate: Accumulate, a: &[f32], b: Mat<'_>, scale: f32) {
     let n_whole = if out.len() > WIDE { 0 } else { out.len() / COLUMNS * COLUMNS };
     let (whole, rest) = out.split_at_mut(n_whole);
     for (i, out) in whole.chunks_exact_mut(COLUMNS).enumerate() {
         let mut sums = [0.0; COLUMNS];
-        if old == Old::Keep {
+        if accumulate == Accumulate::Add {
             sums.copy_from_slice(out);
         }
         for (k, a) in a.iter().enumerate() {
@@ -47,7 +48,7 @@ fn by_rows(out: &mut [f32], old: Old, a: &[f32], b: Mat<'_>, scale: f32) {
         }
         out.copy_from_slice(&sums);
     }
-    if old == Old::Overwrite {
+    if accumulate == Accumulate::Overwrite {
         rest.fill(0.0);
     }
     for (k, a) in a.iter().enumerate() {

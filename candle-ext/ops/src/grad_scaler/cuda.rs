@@ -8,11 +8,11 @@ use crate::cuda::{Arg, address, gpu, kernels};
 kernels!("grad_scaler");
 
 const OP: &str = "grad_scaler";
-/// One warp.
+/// Threads of the launch: one warp.
 const THREADS: usize = 32;
 
-/// Judges gradients by the sums of their squares and the losses.
-pub(super) fn judge(
+/// Decides about the step's gradients from the sums of their squares and the losses.
+pub(super) fn update(
     state: &Tensor,
     policy: &GradPolicy,
     [squares, losses]: [&Tensor; 2],
@@ -25,7 +25,7 @@ pub(super) fn judge(
         Arg::Address(address(OP, losses)?),
         Arg::I32(squares.elem_count() as i32),
         Arg::I32(losses.elem_count() as i32),
-        Arg::I32(i32::from(policy.halts)),
+        Arg::I32(i32::from(policy.stop_on_nonfinite)),
         Arg::I32(scaling.window as i32),
         Arg::I32(scaling.hysteresis as i32),
         Arg::F64(policy.max_norm.unwrap_or(f64::INFINITY)),
@@ -34,6 +34,6 @@ pub(super) fn judge(
         Arg::F64(scaling.min),
         Arg::F64(MAX_LOSS_SCALE),
     ];
-    // SAFETY: there are as many squares and losses as the arguments say, and a whole state.
-    unsafe { KERNELS.launch(gpu(OP, squares)?, "judge", [1, 1, 1], THREADS, &args) }
+    // SAFETY: `squares` and `losses` have the lengths in the arguments; the state has its full length.
+    unsafe { KERNELS.launch(gpu(OP, squares)?, "update_scaler", [1, 1, 1], THREADS, &args) }
 }

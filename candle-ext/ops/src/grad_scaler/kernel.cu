@@ -1,4 +1,4 @@
-// grad_scaler: one warp decides what becomes of a step's gradients. The rules are those of `decide` in mod.rs.
+// grad_scaler: one warp decides about a step's gradients, by the rules of `decide` in mod.rs.
 #include "common.cuh"
 #include "grad_scaler.cuh"
 
@@ -23,19 +23,19 @@ __device__ __forceinline__ void decide(float* state, double norm, bool is_loss_f
         if (policy.window > 0 && state[GOOD_STEPS] >= policy.window) {
             state[LOSS_SCALE] = static_cast<float>(fmin(scale * 2.0, policy.max_scale));
             state[GOOD_STEPS] = 0.0f;
-            state[TRIES_LEFT] = policy.hysteresis;
+            state[HYSTERESIS_LEFT] = policy.hysteresis;
         }
     } else if (is_loss_finite && policy.window > 0 && scale > policy.min_scale) {
         state[OUTCOME] = OVERFLOWED;
         state[GOOD_STEPS] = 0.0f;
-        if (state[TRIES_LEFT] > 1.0f) state[TRIES_LEFT] -= 1.0f;
+        if (state[HYSTERESIS_LEFT] > 1.0f) state[HYSTERESIS_LEFT] -= 1.0f;
         else state[LOSS_SCALE] = static_cast<float>(fmax(scale / 2.0, policy.min_scale));
     } else {
         state[OUTCOME] = NON_FINITE;
     }
 }
 
-KERNEL(32) judge(float* state, const double* squares, const float* losses, int n_squares, int n_losses, int halts,
+KERNEL(32) update_scaler(float* state, const double* squares, const float* losses, int n_squares, int n_losses, int halts,
         int window, int hysteresis, double max_norm, double beta1, double beta2, double min_scale,
         double max_scale) {
     double sum = 0.0;

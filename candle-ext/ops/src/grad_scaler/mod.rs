@@ -1,7 +1,7 @@
-//! What becomes of a step's gradients, decided where they lie: unscaled and clipped, or skipped.
+//! Gradient clipping, loss scaling and skipping of non-finite steps, decided on the device.
 //!
-//! Nobody waits for a device to learn whether its gradients are finite: the decision stays there, [`adamw`](crate::adamw)
-//! reads it there, and the host reads it when the step is done.
+//! The host does not wait to learn whether gradients are finite. The decision stays on the device, where
+//! [`adamw`](crate::adamw) reads it; the host reads it when the step is done.
 
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
@@ -17,88 +17,89 @@ use crate::transfer::to_host;
 use policy::MAX_LOSS_SCALE;
 pub use policy::{GradPolicy, LossScaling};
 
-/// What was decided about a step.
+/// Outcome of a step: the weights were updated, or the reason why not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    /// The weights were updated.
+pub enum UpdateOutcome {
+    /// Updated: the gradients were applied.
     Applied,
-    /// The gradients overflowed; the next ones will be scaled less.
+    /// Skipped: the gradients overflowed, and the loss scale was reduced.
     Overflowed,
-    /// A loss or a gradient was not finite.
+    /// Skipped: a loss or a gradient was not finite.
     NonFinite,
-    /// Nothing was looked at: an earlier step had been [`Outcome::NonFinite`].
+    /// Skipped because of an earlier [`UpdateOutcome::NonFinite`] under [`GradPolicy::stop_on_nonfinite`].
     Halted,
 }
 
-/// A decision.
+/// Decision about a step's gradients.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Verdict {
-    /// The norm of the unscaled gradient before clipping.
+pub struct StepDecision {
+    /// Gradient norm after unscaling, before clipping.
     pub norm: f64,
-    /// What became of the step.
-    pub outcome: Outcome,
-    /// What the next decision depends on.
+    /// Outcome of the step.
+    pub outcome: UpdateOutcome,
+    /// Scaler state for the next step.
     pub next: ScalerState,
 }
 
-/// What a decision depends on besides the gradients.
+/// State of the dynamic loss scaler, as a checkpoint stores it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ScalerState {
-    /// Updates of the weights so far.
+    /// Number of weight updates so far; skipped steps do not count.
     pub n_updates: usize,
-    /// What the next step's losses are multiplied by.
+    /// Loss scale of the next step.
     pub loss_scale: f64,
-    /// Steps without an overflow since the last one, or since the factor doubled.
+    /// Steps since the last overflow or increase of the loss scale.
     pub good_steps: usize,
-    /// Overflows until it is halved.
-    pub tries_left: usize,
+    /// Overflows that are tolerated before the loss scale is halved (DeepSpeed's hysteresis).
+    #[serde(alias = "tries_left")]
+    pub hysteresis_left: usize,
 }
 
-/// Judges gradients on their device.
+/// Gradient scaler: unscales and clips gradients, and skips overflowed steps, on the device.
 pub struct GradScaler {
     policy: GradPolicy,
-    /// f32 [`State::LEN`]
+    /// State vector, f32 [`State::LEN`].
     state: Tensor,
 }
 
-/// What an update takes from a decision.
+/// Factors of an AdamW update, taken from a decision.
 #[derive(Clone, Copy)]
 pub(crate) struct StepFactors {
-    /// Multiplies the gradient.
+    /// Factor on the gradient: unscaling times clipping.
     pub(crate) grad_scale: f32,
-    /// c = sqrt(1 - b2^n)
+    /// c = sqrt(1 - beta2^n) for update n.
     pub(crate) root: f32,
-    /// c / (1 - b1^n)
+    /// c / (1 - beta1^n) for update n.
     pub(crate) correction: f32,
 }
 
-/// Places in the state, as kernel.cu knows them.
+/// Indices into the state vector; kernel.cu has the same.
 struct State;
 
 impl State {
     const NORM: usize = 0;
-    /// What gradients are multiplied by.
+    /// Factor on the gradients.
     const FACTOR: usize = 1;
     const OUTCOME: usize = 2;
     const N_UPDATES: usize = 3;
     const LOSS_SCALE: usize = 4;
     const GOOD_STEPS: usize = 5;
-    const TRIES_LEFT: usize = 6;
-    /// c = sqrt(1 - b2^n) for the n-th update, and c / (1 - b1^n).
+    const HYSTERESIS_LEFT: usize = 6;
+    /// c = sqrt(1 - beta2^n) for update n; `STEP` is c / (1 - beta1^n).
     const ROOT: usize = 7;
     const STEP: usize = 8;
     const LEN: usize = 9;
 }
 
-impl Verdict {
-    /// Reads the numbers of [`GradScaler::state`].
+impl StepDecision {
+    /// Reads a decision from the values of [`GradScaler::state`].
     pub fn read(state: &[f32]) -> Self {
         let count = |at: usize| state[at] as usize;
         let outcome = match count(State::OUTCOME) {
-            0 => Outcome::Applied,
-            1 => Outcome::Overflowed,
-            2 => Outcome::NonFinite,
-            _ => Outcome::Halted,
+            0 => UpdateOutcome::Applied,
+            1 => UpdateOutcome::Overflowed,
+            2 => UpdateOutcome::NonFinite,
+            _ => UpdateOutcome::Halted,
         };
         Self {
             norm: f64::from(state[State::NORM]),
@@ -107,44 +108,45 @@ impl Verdict {
                 n_updates: count(State::N_UPDATES),
                 loss_scale: f64::from(state[State::LOSS_SCALE]),
                 good_steps: count(State::GOOD_STEPS),
-                tries_left: count(State::TRIES_LEFT),
+                hysteresis_left: count(State::HYSTERESIS_LEFT),
             },
         }
     }
 }
 
 impl GradScaler {
-    /// Begins after `n_updates` updates, with the policy's first factor on losses.
+    /// Creates a scaler after `n_updates` updates, with the policy's initial loss scale.
     pub fn new(policy: GradPolicy, n_updates: usize, device: &Device) -> Result<Self> {
         let LossScaling { initial, hysteresis, .. } = policy.loss_scaling;
-        let first = ScalerState { n_updates, loss_scale: initial, good_steps: 0, tries_left: hysteresis };
-        Self::resume(policy, &first, device)
+        let first = ScalerState { n_updates, loss_scale: initial, good_steps: 0, hysteresis_left: hysteresis };
+        Self::from_state(policy, &first, device)
     }
 
-    /// Goes on from where a verdict left off.
-    pub fn resume(policy: GradPolicy, from: &ScalerState, device: &Device) -> Result<Self> {
+    /// Creates a scaler from a checkpointed state.
+    pub fn from_state(policy: GradPolicy, from: &ScalerState, device: &Device) -> Result<Self> {
         let mut state = [0.0; State::LEN];
         state[State::FACTOR] = 1.0;
         state[State::N_UPDATES] = from.n_updates as f32;
         state[State::LOSS_SCALE] = from.loss_scale as f32;
         state[State::GOOD_STEPS] = from.good_steps as f32;
-        state[State::TRIES_LEFT] = from.tries_left as f32;
+        state[State::HYSTERESIS_LEFT] = from.hysteresis_left as f32;
         Ok(Self { policy, state: Tensor::new(&state, device)? })
     }
 
-    /// Returns the state as it lies on the device, for [`Verdict::read`].
+    /// Returns the state vector on the device, for [`StepDecision::read`].
     pub fn state(&self) -> &Tensor {
         &self.state
     }
 
-    /// Returns the decision for what is updated on the host; nothing if there is no update. Waits for the device.
-    pub fn on_host(&self) -> Result<Option<Self>> {
+    /// Copies the scaler to the host for optimizer states on the host. Returns `None` if the step is skipped. Waits for
+    /// the device.
+    pub fn to_host(&self) -> Result<Option<Self>> {
         let here = Self { policy: self.policy, state: to_host(&self.state)? };
-        let applies = Verdict::read(&to_host(&here.state)?.to_vec1()?).outcome == Outcome::Applied;
+        let applies = StepDecision::read(&to_host(&here.state)?.to_vec1()?).outcome == UpdateOutcome::Applied;
         Ok(applies.then_some(here))
     }
 
-    /// Returns the numbers of an update; nothing if there is none. For the CPU, where nobody has to wait for them.
+    /// Returns the factors of the update; `None` if the step is skipped. CPU only, where no wait is needed.
     pub(crate) fn step(&self) -> Result<Option<StepFactors>> {
         let state = host("grad_scaler", &self.state)?;
         let state = state.slice::<f32>()?;
@@ -153,8 +155,9 @@ impl GradScaler {
         Ok((state[State::OUTCOME] == 0.0).then_some(factors))
     }
 
-    /// Returns what losses must be multiplied by before backward, an f32 scalar on the device; nothing if that is 1 for
-    /// good.
+    /// Returns the loss scale, an f32 scalar on the device; `None` if the policy never scales the loss.
+    ///
+    /// Multiply the loss by it before backward.
     pub fn loss_scale(&self) -> Result<Option<Tensor>> {
         if self.policy.loss_scaling == LossScaling::NONE {
             return Ok(None);
@@ -162,8 +165,8 @@ impl GradScaler {
         self.state.narrow(0, State::LOSS_SCALE, 1)?.squeeze(0).map(Some)
     }
 
-    /// Decides about gradients, whose squares have these sums, f64 [n], after losses f32 [m]. `betas` are AdamW's.
-    pub fn judge(&self, squares: &Tensor, losses: &Tensor, betas: [f64; 2]) -> Result<()> {
+    /// Decides about a step from its gradients' sums of squares, f64 [n], and losses, f32 [m]. `betas` are AdamW's.
+    pub fn update(&self, squares: &Tensor, losses: &Tensor, betas: [f64; 2]) -> Result<()> {
         if squares.dtype() != DType::F64 || losses.dtype() != DType::F32 {
             bail!("grad_scaler: squares are {:?} and losses {:?}, want f64 and f32", squares.dtype(), losses.dtype())
         }
@@ -179,7 +182,7 @@ impl GradScaler {
                     Ok(())
                 })
             },
-            cuda => cuda::judge(&self.state, &self.policy, [&squares, &losses], betas),
+            cuda => cuda::update(&self.state, &self.policy, [&squares, &losses], betas),
         })
     }
 }
@@ -187,7 +190,7 @@ impl GradScaler {
 fn decide(state: &mut [f32], policy: &GradPolicy, squares: &[f64], losses: &[f32], betas: [f64; 2]) {
     let scaling = &policy.loss_scaling;
     let was_fatal = state[State::OUTCOME] >= 2.0;
-    if policy.halts && was_fatal {
+    if policy.stop_on_nonfinite && was_fatal {
         state[State::OUTCOME] = 3.0;
         return;
     }
@@ -208,13 +211,13 @@ fn decide(state: &mut [f32], policy: &GradPolicy, squares: &[f64], losses: &[f32
         if scaling.window > 0 && state[State::GOOD_STEPS] >= scaling.window as f32 {
             state[State::LOSS_SCALE] = (loss_scale * 2.0).min(MAX_LOSS_SCALE) as f32;
             state[State::GOOD_STEPS] = 0.0;
-            state[State::TRIES_LEFT] = scaling.hysteresis as f32;
+            state[State::HYSTERESIS_LEFT] = scaling.hysteresis as f32;
         }
     } else if is_loss_finite && scaling.window > 0 && loss_scale > scaling.min {
         state[State::OUTCOME] = 1.0;
         state[State::GOOD_STEPS] = 0.0;
-        if state[State::TRIES_LEFT] > 1.0 {
-            state[State::TRIES_LEFT] -= 1.0;
+        if state[State::HYSTERESIS_LEFT] > 1.0 {
+            state[State::HYSTERESIS_LEFT] -= 1.0;
         } else {
             state[State::LOSS_SCALE] = (loss_scale / 2.0).max(scaling.min) as f32;
         }

@@ -5,9 +5,9 @@ use rayon::prelude::*;
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;
 
-/// Elements that one task handles.
+/// Elements per task.
 const CHUNK: usize = 1 << 14;
-/// Independent sums, so that their order never depends on the machine.
+/// Independent accumulators, so that the order of sums is the same on every machine.
 const LANES: usize = 32;
 
 pub(super) fn zero(x: FloatsMut<'_>) {

@@ -6,31 +6,31 @@ use crate::cuda::{Arg, FLAT_THREADS, Out, address, columns, gpu, kernels, suffix
 
 kernels!("in_place");
 
-/// Elements of a thread, about.
+/// Elements per thread, approximately.
 const PER_THREAD: usize = 8;
-/// The most blocks that sum, whatever the device has room for: the order of the sum must not depend on it. An H100 has room
-/// for all of them at once.
+/// Blocks of a sum. Fixed, so that the order of the sum does not depend on the device. An H100 runs all of them at
+/// once.
 const PARTS: usize = columns::BLOCKS;
 
-/// x = 0
+/// Sets x to 0.
 pub(super) fn zero(x: &Tensor) -> Result<()> {
     let n = x.elem_count() * x.dtype().size_in_bytes() / 2;
     let args = [Arg::Address(address("zero_", x)?), Arg::I64(n as i64)];
-    // SAFETY: n elements of two bytes are what x has.
+    // SAFETY: x has n elements of two bytes.
     unsafe { KERNELS.launch_flat(gpu("zero_", x)?, "zero_16_bits", n, PER_THREAD, &args) }
 }
 
-/// dst = src, rounded to dst's format.
+/// Copies src to dst, rounded to dst's dtype.
 pub(super) fn copy(dst: &Tensor, src: &Tensor) -> Result<()> {
     const OP: &str = "copy_into";
     let n = dst.elem_count();
     let args = [Arg::Address(address(OP, src)?), Arg::Address(address(OP, dst)?), Arg::I64(n as i64)];
     let name = format!("copy_{}_{}", suffix(OP, src.dtype())?, suffix(OP, dst.dtype())?);
-    // SAFETY: both have n elements, each of its format in the name; they do not overlap.
+    // SAFETY: both have n elements, each in the dtype of the kernel's name; they do not overlap.
     unsafe { KERNELS.launch_flat(gpu(OP, dst)?, &name, n, PER_THREAD, &args) }
 }
 
-/// The sum of squares, an f64 scalar.
+/// Returns the sum of squares, an f64 scalar.
 pub(super) fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
     const OP: &str = "sum_of_squares";
     let on = gpu(OP, x)?;
@@ -39,7 +39,7 @@ pub(super) fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
     let (parts, total) = (Out::new(on, DType::F64, n_parts)?, Out::new(on, DType::F64, 1)?);
     let args = [Arg::Address(address(OP, x)?), Arg::Address(parts.address), Arg::I64(n as i64)];
     let name = format!("sum_squares_{}", suffix(OP, x.dtype())?);
-    // SAFETY: x has n elements, parts one for each block.
+    // SAFETY: x has n elements; `parts` has one element per block.
     unsafe { KERNELS.launch(on, &name, [n_parts, 1, 1], FLAT_THREADS, &args)? };
     let args = [Arg::Address(parts.address), Arg::Address(total.address), Arg::I32(n_parts as i32)];
     // SAFETY: parts has n_parts elements, total one.

@@ -3,7 +3,7 @@
 
 // Threads of a block that sums.
 constexpr int THREADS = 256;
-// Packs that a thread of `sum_squares` has on their way at once.
+// Vector loads in flight per thread of `sum_squares`.
 constexpr int LOADS = 4;
 
 // x = 0 for n elements of two bytes
@@ -28,7 +28,7 @@ __device__ void copy(T* dst, const S* src, long long n) {
     }
 }
 
-// The sum over a block of THREADS; every thread gets it. All threads must call, once in a kernel.
+// Sum over a block of THREADS; every thread gets it. All threads must call, once per kernel.
 __device__ __forceinline__ double sum_block(double x) {
     __shared__ double of_warp[THREADS / 32];
 #pragma unroll
@@ -41,7 +41,7 @@ __device__ __forceinline__ double sum_block(double x) {
     return sum;
 }
 
-// parts[block] = the sum of squares of the elements that the block visits. A thread loads LOADS packs before it adds the
+// parts[block] = the sum of squares of the block's elements. A thread issues LOADS vector loads before it adds the
 // first; it adds them in the order of their addresses.
 template <int W, typename T> __device__ void sum_squares(const T* x, double* parts, long long n) {
     const long long step = flat_step<W>();
@@ -74,7 +74,7 @@ KERNEL(256) add_parts(const double* parts, double* total, int n) {
     if (threadIdx.x == 0) *total = sum;
 }
 
-// Packs fit both formats.
+// Packs sized for both dtypes.
 #define COPY(S, from, T, to)                                                              \
     KERNEL(256) copy_##from##_##to(const S* src, T* dst, long long n) {                   \
         constexpr int W = WIDE<S> < WIDE<T> ? WIDE<S> : WIDE<T>;                          \

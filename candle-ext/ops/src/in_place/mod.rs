@@ -1,4 +1,4 @@
-//! What an optimizer's loop does to flat buffers besides the update: clear, copy, measure.
+//! In-place operations on flat buffers: clear, copy, sum of squares.
 
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -24,8 +24,9 @@ pub fn zero_(x: &Tensor) -> Result<()> {
     })
 }
 
-/// Copies `src` into the contiguous view `dst`, rounding to its dtype. Both may view one buffer of floats; bytes are copied
-/// between two buffers.
+/// Copies `src` into the contiguous view `dst`, rounded to its dtype.
+///
+/// Float views may share one buffer. Byte views must lie in two buffers.
 pub fn copy_into(dst: &Tensor, src: &Tensor) -> Result<()> {
     let _span = span("copy_into", "");
     if [dst, src].map(Tensor::dtype) == [DType::U8; 2] && dst.elem_count() == src.elem_count() {
@@ -53,8 +54,10 @@ pub fn copy_into(dst: &Tensor, src: &Tensor) -> Result<()> {
     })
 }
 
-/// The sum of squares of all elements, an f64 scalar on x's device, in an order that no thread count changes. Reading
-/// several of them at once waits for a GPU once.
+/// Returns the sum of squares of all elements, an f64 scalar on x's device.
+///
+/// The order of the sum does not depend on the number of threads. Read several results at once to wait for a GPU only
+/// once.
 pub fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
     let _span = span("sum_of_squares", "");
     check_dtype("sum_of_squares", "the tensor", x.dtype())?;

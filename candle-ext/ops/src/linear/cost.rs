@@ -1,26 +1,26 @@
-//! Cost of `linear`.
+//! Memory and FLOPs of `linear`.
 
 use candle_core::DType;
 
 use super::cpu::block_rows;
 use crate::cost::{Cost, DeviceKind, F32_BYTES, LinearInput, bytes};
-use crate::product::PANEL;
 use crate::quantized::WeightStorage;
+use crate::weight_matmul::PANEL;
 
 /// Sizes of a linear layer, for its cost: x [t, k] and w [n, k].
 #[derive(Clone, Copy, Debug)]
 pub struct LinearCost {
-    /// t.
+    /// t, the number of tokens.
     pub n_tokens: u64,
-    /// k.
+    /// k, the number of input features.
     pub n_in: u64,
-    /// n.
+    /// n, the number of output features.
     pub n_out: u64,
     /// Dtype of activations, and of a dense weight.
     pub dtype: DType,
     /// Kind of the device.
     pub device: DeviceKind,
-    /// Form of x in backward.
+    /// Source of x in backward.
     pub input: LinearInput,
     /// Dtype of the weight's gradient; `None` for a frozen weight.
     pub grad: Option<DType>,
@@ -29,11 +29,11 @@ pub struct LinearCost {
 }
 
 impl LinearCost {
-    /// Operations of y = x w^T, per token and weight.
+    /// FLOPs of y = x w^T, per token and weight element.
     pub const FORWARD_FLOPS: u64 = 2;
-    /// Operations of dx = dy w, per token and weight.
+    /// FLOPs of dx = dy w, per token and weight element.
     pub const GRAD_INPUT_FLOPS: u64 = 2;
-    /// Operations of dw = dy^T x, per token and weight.
+    /// FLOPs of dw = dy^T x, per token and weight element.
     pub const GRAD_WEIGHT_FLOPS: u64 = 2;
 
     /// Returns the cost of the forward.
@@ -45,7 +45,7 @@ impl LinearCost {
         }
     }
 
-    /// Returns the cost of the backward, the gradient of x included.
+    /// Returns the cost of the backward, including the gradient of x.
     pub fn backward(&self) -> Cost {
         let recomputed = if self.input == LinearInput::Recomputed { self.input_bytes() } else { 0 };
         let of_weight = if self.grad.is_some() { Self::GRAD_WEIGHT_FLOPS } else { 0 };
@@ -66,8 +66,9 @@ impl LinearCost {
         bytes(self.n_tokens * self.n_in, self.dtype)
     }
 
-    /// Returns the bytes of a block of tokens and of a panel of the weight in f32, where the kernel widens them. On a GPU a
-    /// quantized weight is dequantized as a whole.
+    /// Returns the bytes of a token block and of a weight panel in f32, where the CPU kernel converts them.
+    ///
+    /// On a GPU a quantized weight is dequantized as a whole.
     fn widened_bytes(&self) -> u64 {
         let widens = self.device.widens(self.dtype);
         let n_rows = (block_rows(self.n_out as usize, self.n_in as usize) as u64).min(self.n_tokens);

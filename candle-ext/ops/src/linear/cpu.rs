@@ -1,20 +1,20 @@
-//! The CPU kernel of `linear`: tokens in blocks, so that what is widened to f32 stays small.
+//! CPU kernel of `linear`: tokens in blocks, which bounds the f32 copies.
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
 use crate::floats::{Floats, FloatsMut};
-use crate::gemm::Old;
-use crate::product::{self, Dims, WeightOperand};
+use crate::gemm::Accumulate;
+use crate::weight_matmul::{self, Dims, WeightOperand};
 
-/// Elements of a widened block of activations: 32 MiB. Weight panels are widened once a block.
+/// Elements of a converted block of activations: 32 MiB. Weight panels are converted once per block.
 const BLOCK: usize = 1 << 23;
 
-/// Columns that one task sums for the bias gradient.
+/// Columns per task of the bias gradient.
 const COLUMNS: usize = 256;
 
-/// y = x w^T + b
+/// Computes y = x w^T + b.
 pub(super) fn forward(x: Floats<'_>, w: WeightOperand<'_>, bias: Option<Floats<'_>>, mut y: FloatsMut<'_>, dims: Dims) {
     let (mut x_wide, mut y_wide, mut b_wide) = (Vec::new(), Vec::new(), Vec::new());
     let bias = bias.map(|b| b.widened(&mut b_wide));
@@ -32,43 +32,43 @@ pub(super) fn forward(x: Floats<'_>, w: WeightOperand<'_>, bias: Option<Floats<'
 }
 
 fn block(x: &[f32], w: WeightOperand<'_>, bias: Option<&[f32]>, y: &mut [f32], dims: Dims) {
-    let old = match bias {
+    let accumulate = match bias {
         Some(bias) => {
             y.chunks_exact_mut(dims.n.max(1)).for_each(|row| row.copy_from_slice(bias));
-            Old::Keep
+            Accumulate::Add
         }
-        None => Old::Overwrite,
+        None => Accumulate::Overwrite,
     };
-    product::forward(x, w, y, old, dims);
+    weight_matmul::forward(x, w, y, accumulate, dims);
 }
 
-/// dx = dy w, a sum over the parts of w
+/// Computes dx = dy w, as a sum over the parts of w.
 pub(super) fn grad_x(dy: Floats<'_>, w: WeightOperand<'_>, parts: &[usize], mut dx: FloatsMut<'_>, dims: Dims) {
     let (mut dy_wide, mut dx_wide) = (Vec::new(), Vec::new());
     for (rows, dims) in blocks(dims) {
         let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);
         let out = rows.start * dims.k..rows.end * dims.k;
         if let FloatsMut::F32(dx) = &mut dx {
-            product::grad_x(dy, w, parts, &mut dx[out], dims);
+            weight_matmul::grad_x(dy, w, parts, &mut dx[out], dims);
         } else {
             dx_wide.resize(dims.t * dims.k, 0.0);
-            product::grad_x(dy, w, parts, &mut dx_wide, dims);
+            weight_matmul::grad_x(dy, w, parts, &mut dx_wide, dims);
             dx.write(out.start, &dx_wide);
         }
     }
 }
 
-/// dw = [dw +] dy^T x, for at least one token
-pub(super) fn grad_w(dy: Floats<'_>, x: Floats<'_>, dw: &mut [f32], old: Old, dims: Dims) {
+/// Computes dw = [dw +] dy^T x for at least one token.
+pub(super) fn grad_w(dy: Floats<'_>, x: Floats<'_>, dw: &mut [f32], accumulate: Accumulate, dims: Dims) {
     let (mut dy_wide, mut x_wide) = (Vec::new(), Vec::new());
     for (rows, dims) in blocks(dims) {
         let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);
         let x = x.slice(rows.start * dims.k..rows.end * dims.k).widened(&mut x_wide);
-        product::grad_w(dy, x, dw, if rows.start == 0 { old } else { Old::Keep }, dims);
+        weight_matmul::grad_w(dy, x, dw, if rows.start == 0 { accumulate } else { Accumulate::Add }, dims);
     }
 }
 
-/// db += the sum of dy over tokens, in f64 and in the order of tokens.
+/// Adds the sum of dy over tokens to db, in f64 and in token order.
 pub(super) fn add_grad_bias(dy: Floats<'_>, db: &mut [f32]) {
     let n = db.len();
     if n == 0 {
@@ -87,7 +87,7 @@ pub(super) fn add_grad_bias(dy: Floats<'_>, db: &mut [f32]) {
     });
 }
 
-/// Returns the most tokens of a block with `n` outputs and `k` inputs.
+/// Returns the most tokens per block with `n` outputs and `k` inputs.
 pub(super) fn block_rows(n: usize, k: usize) -> usize {
     (BLOCK / n.max(k).max(1)).clamp(64, 4096)
 }

@@ -1,21 +1,21 @@
-//! `linear` on CUDA: cuBLASLt's products, and our kernel for the bias gradient.
+//! `linear` on CUDA: matmuls by cuBLASLt, bias gradient by `kernel.cu`.
 
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Out, address, columns, gpu, kernels, same_dtype};
-use crate::gemm::Old;
-use crate::product::Dims;
+use crate::gemm::Accumulate;
+use crate::weight_matmul::Dims;
 
 kernels!("linear");
 
 const OP: &str = "linear";
 
-/// y = x w^T + b in `out_dtype`
+/// Returns y = x w^T + b in `out_dtype`.
 pub(super) fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, out_dtype: DType, dims: Dims) -> Result<Out> {
     same_dtype(OP, x, w)?;
     if let Some(bias) = bias.filter(|bias| bias.dtype() != out_dtype) {
-        bail!("{OP}: on CUDA the bias must have the output's format {out_dtype:?}, not {:?}", bias.dtype())
+        bail!("{OP}: on CUDA the bias must have the output's dtype {out_dtype:?}, not {:?}", bias.dtype())
     }
     let on = gpu(OP, x)?;
     let y = Out::new(on, out_dtype, dims.t * dims.n)?;
@@ -32,7 +32,7 @@ pub(super) fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, out_dtype: 
     Ok(y)
 }
 
-/// dx = dy w, plus a `sum` of its shape and format
+/// Returns dx = dy w, plus a `sum` of the same shape and dtype.
 pub(super) fn grad_x(dy: &Tensor, w: &Tensor, sum: Option<&Tensor>, dtype: DType, dims: Dims) -> Result<Out> {
     let dy = dy.to_dtype(dtype)?;
     same_dtype(OP, &dy, w)?;
@@ -50,22 +50,22 @@ pub(super) fn grad_x(dy: &Tensor, w: &Tensor, sum: Option<&Tensor>, dtype: DType
     Ok(dx)
 }
 
-/// dw = [dw +] dy^T x, for at least one token
-pub(super) fn grad_w(dy: &Tensor, x: &Tensor, (dw, old): (&Tensor, Old), dims: Dims) -> Result<()> {
+/// Computes dw = [dw +] dy^T x for at least one token.
+pub(super) fn grad_w(dy: &Tensor, x: &Tensor, (dw, accumulate): (&Tensor, Accumulate), dims: Dims) -> Result<()> {
     let dy = dy.to_dtype(x.dtype())?;
     let gemm = Gemm {
         a: Matrix::transposed(address(OP, &dy)?),
         b: Matrix::plain(address(OP, x)?),
         c: address(OP, dw)?,
         c_dtype: dw.dtype(),
-        plus: (old == Old::Keep).then(|| address(OP, dw)).transpose()?,
+        plus: (accumulate == Accumulate::Add).then(|| address(OP, dw)).transpose()?,
         ..Gemm::new([dims.n, dims.k, dims.t], x.dtype())
     };
     // SAFETY: dy is [t, n], x [t, k], dw a gradient [n, k].
     unsafe { gemm.run(gpu(OP, x)?) }
 }
 
-/// db += the sum of dy over rows
+/// Adds the sum of dy over rows to db.
 pub(super) fn add_grad_bias(dy: &Tensor, db: &Tensor, dims: Dims) -> Result<()> {
     // SAFETY: dy has t rows of n elements.
     unsafe { columns::add_sums(&KERNELS, gpu(OP, dy)?, dy, [dims.t, dims.n], db) }

@@ -1,4 +1,4 @@
-//! y = x w^T + b over the last dim.
+//! Linear layer: y = x w^T + b over the last dim.
 //!
 //! t tokens (all leading dims), k inputs, n outputs
 
@@ -12,34 +12,36 @@ use candle_core::{DType, Result, Tensor, bail};
 use crate::backward::BackwardContext;
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
-use crate::product::Dims;
-use crate::recording::{is_tracked, record, save};
+use crate::recording::{record, requires_grad, save};
 use crate::saved::Saved;
 use crate::span::span;
 use crate::storage::{self, host};
 use crate::weight::Weight;
+use crate::weight_matmul::Dims;
 pub use cost::LinearCost;
 
-/// The format of an output. Everything is computed in f32 and rounded once at the end.
+/// Dtype of a linear layer's output. Sums are f32 and rounded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Precision {
-    /// In the dtype of the input.
-    Compute,
-    /// In f32, unrounded.
-    Full,
+pub enum OutputDtype {
+    /// The input's dtype.
+    SameAsInput,
+    /// f32.
+    F32,
 }
 
-/// y = x w^T + b, with x [.., k], w [n, k], b [n] and y [.., n].
+/// Computes y = x w^T + b, with x [.., k], w [n, k], b [n] and y [.., n].
 ///
-/// Weight gradients are added to the sinks (dw += dy^T x); frozen weights cost nothing. The weight
-/// may have another dtype than x, or be quantized: the CPU dequantizes a panel at a time to f32, CUDA all of it to x's dtype.
-pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precision) -> Result<Tensor> {
+/// Weight gradients are added to the sinks (dw += dy^T x); frozen weights have none.
+///
+/// The weight may be quantized or have another dtype than x. The CPU dequantizes one panel at a time to f32, CUDA the
+/// whole weight to x's dtype.
+pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: OutputDtype) -> Result<Tensor> {
     let _span = span("linear", "forward");
     let dims = check(x, w, bias)?;
     let input = x.contiguous()?;
     let out_dtype = match precision {
-        Precision::Compute => x.dtype(),
-        Precision::Full => DType::F32,
+        OutputDtype::SameAsInput => x.dtype(),
+        OutputDtype::F32 => DType::F32,
     };
     let y = on_device!("linear", input, {
         cpu => forward_cpu(&input, w, bias, out_dtype, dims)?.into_storage(),
@@ -54,7 +56,7 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precisio
     }
     let saved = SavedLinear {
         input: w.sink().map(|_| save(&input)),
-        wants_dx: is_tracked(x).then(|| (x.dtype(), x.dims().to_vec())),
+        wants_dx: requires_grad(x).then(|| (x.dtype(), x.dims().to_vec())),
         w: w.clone(),
         bias: bias.cloned(),
         dims,
@@ -77,9 +79,9 @@ fn forward_cpu(x: &Tensor, w: &Weight, bias: Option<&Weight>, out_dtype: DType, 
 }
 
 struct SavedLinear {
-    /// Input of a trainable weight, for its gradient.
+    /// Input, saved for the gradient of a trainable weight.
     input: Option<Saved>,
-    /// Dtype and shape of the input, if its gradient is wanted.
+    /// Dtype and shape of the input; `None` if its gradient is not needed.
     wants_dx: Option<(DType, Vec<usize>)>,
     w: Weight,
     bias: Option<Weight>,
@@ -87,7 +89,7 @@ struct SavedLinear {
 }
 
 impl SavedLinear {
-    /// Adds dw and db to their sinks and returns dx = dy w. dx comes first where an exchange waits for it.
+    /// Adds dw and db to their sinks and returns dx = dy w. Computes dx first if an exchange waits for it.
     fn backward(self, dy: &Tensor, context: &mut BackwardContext<'_>) -> Result<Option<Tensor>> {
         if !context.defers() {
             self.add_grads(dy)?;
@@ -106,8 +108,8 @@ impl SavedLinear {
             cpu => self.add_grads_cpu(dy),
             cuda => {
                 if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
-                    let (dw, old) = sink.grad_to_write()?;
-                    cuda::grad_w(dy, &x.get()?, (&dw, old), self.dims)?;
+                    let (dw, accumulate) = sink.grad_to_write()?;
+                    cuda::grad_w(dy, &x.get()?, (&dw, accumulate), self.dims)?;
                 }
                 match self.bias.as_ref().and_then(Weight::sink) {
                     Some(sink) => cuda::add_grad_bias(dy, &sink.grad()?, self.dims),
@@ -124,7 +126,7 @@ impl SavedLinear {
             let x = x.get()?;
             let x = host("linear", &x)?;
             let x = x.floats()?;
-            sink.add_or_write("linear", |dw, old| cpu::grad_w(dy, x, dw, old, self.dims))?;
+            sink.add_or_write("linear", |dw, accumulate| cpu::grad_w(dy, x, dw, accumulate, self.dims))?;
         }
         match self.bias.as_ref().and_then(Weight::sink) {
             Some(sink) => sink.add("linear", |db| cpu::add_grad_bias(dy, db)),

@@ -1,33 +1,33 @@
-//! The inputs and results that both kernels of `linear_cross_entropy` share.
+//! Inputs and results that both kernels of `linear_cross_entropy` share.
 
-/// The reduction of token losses to one loss.
+/// Reduction of token losses, as in torch's `cross_entropy`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduction {
-    /// Their sum over the number of tokens that are not ignored; 0 if there is none.
+    /// Mean over the tokens that are not ignored; 0 if there are none.
     Mean,
-    /// Their sum.
+    /// Sum over all tokens.
     Sum,
-    /// One loss a token, 0 where it is ignored.
+    /// One loss per token; 0 for ignored tokens.
     None,
 }
 
-/// The scores of known tokens, without a gradient.
+/// Log-probabilities of given tokens, computed without a gradient.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TokenScores {
     /// log softmax(x w^T)[target] of each target.
     pub logprobs: Vec<f32>,
-    /// True for a target that is the first token with the largest logit.
-    pub is_top: Vec<bool>,
+    /// True for a target that greedy decoding would choose: the first token with the largest logit.
+    pub is_greedy: Vec<bool>,
 }
 
 impl FromIterator<(f32, bool)> for TokenScores {
     fn from_iter<I: IntoIterator<Item = (f32, bool)>>(scores: I) -> Self {
-        let (logprobs, is_top) = scores.into_iter().unzip();
-        Self { logprobs, is_top }
+        let (logprobs, is_greedy) = scores.into_iter().unzip();
+        Self { logprobs, is_greedy }
     }
 }
 
-/// The sizes in the legend.
+/// Sizes t, v and d.
 #[derive(Clone, Copy)]
 pub(super) struct Sizes {
     pub(super) t: usize,
@@ -35,7 +35,7 @@ pub(super) struct Sizes {
     pub(super) d: usize,
 }
 
-/// A token that counts: its row and what it should predict, a row of w or [`super::part::ELSEWHERE`].
+/// A token that is not ignored: its row, and its target as a row of w or [`super::vocab_shard::NOT_IN_SHARD`].
 #[derive(Clone, Copy)]
 pub(super) struct Target {
     pub(super) row: usize,

@@ -1,24 +1,24 @@
-//! Chunks of tokens whose logits exist at once.
+//! Chunking of tokens, which bounds the memory of logits.
 
 use candle_core::Device;
 
 use crate::accelerator::gpu_memory;
 use crate::cost::{DeviceKind, F32_BYTES};
 
-/// Elements of the logits that exist at once on the CPU, at most: 256 MiB.
+/// Most elements of logits at once on the CPU: 256 MiB.
 const CPU_LOGITS: usize = 1 << 26;
-/// Elements of the logits that exist at once on a GPU, at most: 4 GiB.
+/// Most elements of logits at once on a GPU: 4 GiB.
 const GPU_LOGITS: usize = 1 << 30;
 /// Rows of a matmul's tile on a GPU.
 const TILE: usize = 128;
 
-/// Bytes of logits that the loss holds at once on a CPU.
+/// Bytes of f32 logits that the loss holds at once on a CPU.
 pub const LOGITS_BYTES_ON_CPU: u64 = 64 << 20;
 
-/// Returns the bytes of logits that the loss holds at once on a GPU of so much memory: 3 % of it, at most 4 GiB; 1 GiB if it is
-/// unknown.
+/// Returns the bytes of logits that the loss holds at once on a GPU with `memory_bytes`: 3 %, at most 4 GiB.
 ///
-/// Each chunk of logits passes over the whole gradient of the head: few chunks are fast.
+/// If the memory is unknown, the result is 1 GiB. Each chunk updates the whole gradient of the LM head, so few chunks
+/// are fast.
 pub fn logits_bytes_on_gpu(memory_bytes: Option<u64>) -> u64 {
     memory_bytes.map_or(1 << 30, |bytes| (bytes / 100 * 3).min(4 << 30))
 }
@@ -31,20 +31,21 @@ pub fn logits_bytes(device: &Device) -> u64 {
     }
 }
 
-/// Returns the most rows of f32 logits that `logits_bytes` hold, at least one: the `chunk` of [`CrossEntropy`](super::CrossEntropy).
-pub fn rows_of_logits(logits_bytes: u64, n_vocab: u64) -> u64 {
+/// Returns the most rows of f32 logits in `logits_bytes`, at least one. This is the `chunk` of
+/// [`CrossEntropy`](super::CrossEntropy).
+pub fn max_logit_rows(logits_bytes: u64, n_vocab: u64) -> u64 {
     (logits_bytes / (n_vocab * F32_BYTES).max(1)).max(1)
 }
 
-/// Returns the rows of a chunk for `n_targets` tokens, of at most `max_rows` rows of `n_vocab` logits.
-pub(super) fn rows_at_once(device: DeviceKind, n_targets: usize, n_vocab: usize, max_rows: usize) -> usize {
+/// Returns the rows per chunk for `n_targets` tokens: at most `max_rows` rows of `n_vocab` logits.
+pub(super) fn rows_per_chunk(device: DeviceKind, n_targets: usize, n_vocab: usize, max_rows: usize) -> usize {
     match device {
         DeviceKind::Cpu => (CPU_LOGITS / n_vocab.max(1)).clamp(1, max_rows),
         DeviceKind::Gpu => even_chunk(n_targets, (GPU_LOGITS / n_vocab.max(1)).clamp(1, max_rows)),
     }
 }
 
-/// Returns the size of the fewest chunks of at most `max_rows` of n tokens, nearly equal, and of whole tiles if they fit.
+/// Returns the size of nearly equal chunks, the fewest of at most `max_rows`; a multiple of the tile if that fits.
 fn even_chunk(n: usize, max_rows: usize) -> usize {
     let n_chunks = n.div_ceil(max_rows).max(1);
     n.div_ceil(n_chunks).next_multiple_of(TILE).clamp(1, max_rows)

@@ -1,22 +1,22 @@
-//! Cost of `linear_cross_entropy`.
+//! Memory and FLOPs of `linear_cross_entropy`.
 //!
-//! t tokens, v vocabulary (rows of w here), d model
+//! t tokens, v vocabulary (local rows of w), d model
 
 use candle_core::DType;
 
-use super::chunk::{rows_at_once, rows_of_logits};
+use super::chunk::{max_logit_rows, rows_per_chunk};
 use crate::cost::{Cost, DeviceKind, F32_BYTES, bytes};
 
-/// Sizes of the head and its loss, for their cost.
+/// Sizes of the LM head and its loss, for their cost.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyCost {
-    /// t, all of them targets.
+    /// t, the number of tokens; none is ignored.
     pub n_tokens: u64,
-    /// v.
+    /// v, the number of vocabulary entries on this rank.
     pub n_vocab: u64,
-    /// d.
+    /// d, the hidden size.
     pub n_in: u64,
-    /// Bytes of f32 logits that may exist at once.
+    /// Most bytes of f32 logits that exist at once.
     pub logits_bytes: u64,
     /// Dtype of x and w.
     pub dtype: DType,
@@ -28,15 +28,15 @@ pub struct CrossEntropyCost {
 
 impl CrossEntropyCost {
     /// Returns the most rows of logits that exist at once.
-    pub fn rows_at_once(&self) -> u64 {
-        let chunk = rows_of_logits(self.logits_bytes, self.n_vocab) as usize;
-        let rows = rows_at_once(self.device, self.n_tokens as usize, self.n_vocab as usize, chunk);
+    pub fn rows_per_chunk(&self) -> u64 {
+        let chunk = max_logit_rows(self.logits_bytes, self.n_vocab) as usize;
+        let rows = rows_per_chunk(self.device, self.n_tokens as usize, self.n_vocab as usize, chunk);
         (rows as u64).clamp(1, self.n_tokens.max(1))
     }
 
-    /// Returns the cost of losses without gradients: the logits and inputs of a chunk.
+    /// Returns the cost of losses without gradients: logits and inputs of a chunk.
     pub fn forward(&self) -> Cost {
-        let n = self.rows_at_once();
+        let n = self.rows_per_chunk();
         let width = if self.device == DeviceKind::Cpu { DType::F32 } else { self.dtype };
         Cost {
             saved_bytes: 0,
@@ -45,10 +45,10 @@ impl CrossEntropyCost {
         }
     }
 
-    /// Returns the cost of losses and gradients, which one pass computes: logits, their gradients, inputs and dx of a chunk.
+    /// Returns the cost of losses with gradients, in one pass: logits, their gradients, inputs and dx of a chunk.
     pub fn forward_backward(&self) -> Cost {
         let Self { n_vocab: v, n_in: d, dtype, device, .. } = *self;
-        let n = self.rows_at_once();
+        let n = self.rows_per_chunk();
         let d_logits = if device == DeviceKind::Gpu && dtype != DType::F32 { bytes(n * v, dtype) } else { 0 };
         let width = if device == DeviceKind::Cpu { DType::F32 } else { dtype };
         let rows = n * v * F32_BYTES + d_logits + bytes(2 * n * d, width);
@@ -75,7 +75,7 @@ mod tests {
 
     #[test]
     fn chunks_are_even_whole_tiles_on_a_gpu_and_full_on_a_cpu() {
-        let rows = |n, device| cost(n, DType::F32, device).rows_at_once();
+        let rows = |n, device| cost(n, DType::F32, device).rows_per_chunk();
         assert_eq!([1, 299, 300, 301, 1000].map(|n| rows(n, DeviceKind::Cpu)), [1, 299, 300, 300, 300]);
         assert_eq!([1, 299, 300, 301, 1000].map(|n| rows(n, DeviceKind::Gpu)), [1, 299, 300, 256, 256]);
     }

@@ -1,79 +1,79 @@
-//! `linear_cross_entropy` on CUDA: cuBLASLt makes the logits of a chunk of tokens, our kernels their losses and gradients.
+//! `linear_cross_entropy` on CUDA: cuBLASLt computes a chunk's logits, `kernel.cu` their losses and gradients.
 
 use candle_core::{DType, Result, Tensor};
 
 use super::args::{Reduction, Sizes, Target, TokenScores};
-use super::chunk::rows_at_once;
-use super::part::VocabPart;
+use super::chunk::rows_per_chunk;
+use super::vocab_shard::VocabShard;
 use crate::cost::DeviceKind;
 use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Address, Arg, Gpu, Out, address, gpu, kernels, same_dtype, suffix};
-use crate::gemm::Old;
+use crate::gemm::Accumulate;
 use crate::transfer::{to_host, upload};
 
 kernels!("linear_cross_entropy");
 
 const OP: &str = "linear_cross_entropy";
-/// Threads of a block that walks the vocabulary.
+/// Threads of a block that reads a row of logits.
 const THREADS: usize = 1024;
-/// Threads of a block that copies a row or adds the losses up.
+/// Threads of a block that copies a row or sums the losses.
 const COPIERS: usize = 256;
 
-/// The input and the matrix that makes logits of it.
-pub(super) struct Head<'a> {
+/// Hidden states and LM head weight.
+pub(super) struct LmHead<'a> {
     x: &'a Tensor,
     w: &'a Tensor,
     sizes: Sizes,
     gpu: Gpu<'a>,
     targets: &'a [Target],
-    /// The rows of the targets and their classes, u32 on the device.
+    /// Rows of the targets and their classes, u32 on the device.
     rows: Tensor,
     classes: Tensor,
-    tokens_at_once: usize,
-    part: Option<&'a VocabPart<'a>>,
+    tokens_per_chunk: usize,
+    shard: Option<&'a VocabShard<'a>>,
 }
 
-/// What backward needs besides: d(objective) / d(loss) of each target, and where the gradient of w goes.
+/// Inputs of the backward: d(objective) / d(loss) of each target, and the sink of w's gradient.
 pub(super) struct Gradients<'a> {
     pub(super) weights: &'a [f32],
-    /// Multiplies them, an f32 scalar on the device.
+    /// Factor on the weights, an f32 scalar on the device.
     pub(super) factor: Option<&'a Tensor>,
-    pub(super) dw: Option<&'a (Tensor, Old)>,
+    pub(super) dw: Option<&'a (Tensor, Accumulate)>,
 }
 
-/// A chunk of the targets: where it begins, and how many.
+/// Chunk of the targets: start and length.
 #[derive(Clone, Copy)]
 struct Chunk {
     start: usize,
     len: usize,
 }
 
-impl<'a> Head<'a> {
+impl<'a> LmHead<'a> {
     pub(super) fn new(
         x: &'a Tensor,
         w: &'a Tensor,
         targets: &'a [Target],
         sizes: Sizes,
         chunk: usize,
-        part: Option<&'a VocabPart<'a>>,
+        shard: Option<&'a VocabShard<'a>>,
     ) -> Result<Self> {
         same_dtype(OP, x, w)?;
         let upload = |of: fn(&Target) -> usize| {
             let mut numbers: Vec<u32> = targets.iter().map(|target| of(target) as u32).collect();
-            // A device has no room for nothing.
+            // CUDA cannot allocate zero bytes; allocate one element instead.
             numbers.resize(targets.len().max(1), 0);
             upload(&numbers, numbers.len(), x.device())
         };
         let (rows, classes) = (upload(|target| target.row)?, upload(|target| target.class)?);
-        let v = part.map_or(sizes.v, |part| part.n_largest);
-        let tokens_at_once = rows_at_once(DeviceKind::Gpu, targets.len(), v, chunk);
-        Ok(Self { x, w, sizes, gpu: gpu(OP, x)?, targets, rows, classes, tokens_at_once, part })
+        let v = shard.map_or(sizes.v, |shard| shard.max_shard_rows);
+        let tokens_per_chunk = rows_per_chunk(DeviceKind::Gpu, targets.len(), v, chunk);
+        Ok(Self { x, w, sizes, gpu: gpu(OP, x)?, targets, rows, classes, tokens_per_chunk, shard })
     }
 
-    /// Returns the loss of each target, f32 [n], and with `gradients` dx.
+    /// Returns the loss of each target, f32 [n], and dx if `gradients` are given.
     pub(super) fn run(&self, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
-        if let Some(part) = self.part {
-            return self.run_part(part, gradients);
+        if let Some(shard) = self.shard {
+            return self.run_shard(shard, gradients);
         }
         let (n, dtype) = (self.targets.len(), self.x.dtype());
         let losses = Out::new(self.gpu, DType::F32, n)?;
@@ -121,8 +121,8 @@ impl<'a> Head<'a> {
         Ok((losses.into_tensor(n), Some(dx)))
     }
 
-    /// The same where w is a part: what this one knows of the logits is merged with what the others know, chunk by chunk.
-    fn run_part(&self, part: &VocabPart, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
+    /// Computes [`LmHead::run`] for a vocabulary shard: merges the shards' softmax statistics chunk by chunk.
+    fn run_shard(&self, shard: &VocabShard, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
         let (n, v, dtype) = (self.targets.len(), self.sizes.v as i32, self.x.dtype());
         let stride = self.stride() as i32;
         let with_dx = gradients.map(|gradients| {
@@ -143,9 +143,9 @@ impl<'a> Head<'a> {
                 Arg::I32(v),
                 Arg::I32(stride),
             ];
-            // SAFETY: there are chunk.len rows of logits, as many classes, and room for three numbers of each.
+            // SAFETY: there are chunk.len rows of logits and as many classes; the output has three numbers per row.
             unsafe { KERNELS.launch(self.gpu, "known", [chunk.len, 1, 1], THREADS, &args)? };
-            let merged = part.merge(&known.into_tensor((3, chunk.len)))?;
+            let merged = shard.merge(&known.into_tensor((3, chunk.len)))?;
             losses.push(merged.loss.clone());
             let Some((weights, dx, dw)) = &with_dx else { continue };
             let (max, sum) = (merged.max.contiguous()?, merged.sum.contiguous()?);
@@ -176,14 +176,14 @@ impl<'a> Head<'a> {
         Ok((losses, with_dx.map(|(_, dx, _)| dx)))
     }
 
-    /// The targets' weights on the device, times `factor`.
+    /// Returns the targets' weights on the device, multiplied by `factor`.
     fn weights(&self, weights: &[f32], factor: Option<&Tensor>) -> Result<Tensor> {
         let weights = if weights.is_empty() { &[0.0] } else { weights };
         let weights = upload(weights, weights.len(), self.x.device())?;
         factor.map_or(Ok(weights.clone()), |factor| weights.broadcast_mul(factor))
     }
 
-    /// Room for the gradient of a chunk's logits; in f32 it takes their place.
+    /// Allocates the gradient of a chunk's logits; `None` in f32, where it overwrites the logits.
     fn room_for_gradients(&self, chunk: Chunk) -> Result<Option<Out>> {
         match self.x.dtype() {
             DType::F32 => Ok(None),
@@ -191,10 +191,10 @@ impl<'a> Head<'a> {
         }
     }
 
-    /// The log-probability of each target, and whether it is the first of the likeliest.
+    /// Returns the log-probability of each target, and whether greedy decoding would choose it.
     pub(super) fn scores(&self) -> Result<TokenScores> {
         let n = self.targets.len();
-        let (losses, is_top) = (Out::new(self.gpu, DType::F32, n)?, Out::new(self.gpu, DType::F32, n)?);
+        let (losses, is_greedy) = (Out::new(self.gpu, DType::F32, n)?, Out::new(self.gpu, DType::F32, n)?);
         for chunk in self.chunks() {
             let x = self.gather(chunk)?;
             let logits = self.logits(&x, chunk)?;
@@ -203,19 +203,19 @@ impl<'a> Head<'a> {
                 Arg::Address(logits.address),
                 Arg::Address(self.class_of(chunk)?),
                 Arg::Address(losses.address + start),
-                Arg::Address(is_top.address + start),
+                Arg::Address(is_greedy.address + start),
                 Arg::I32(self.sizes.v as i32),
                 Arg::I32(self.stride() as i32),
             ];
             // SAFETY: there are chunk.len rows of logits, and as many classes, losses and marks from its start on.
             unsafe { KERNELS.launch(self.gpu, "scores", [chunk.len, 1, 1], THREADS, &args)? };
         }
-        let [losses, is_top] = [losses, is_top].map(|x| to_host(&x.into_tensor(n))?.to_vec1::<f32>());
-        let (losses, is_top) = (losses?, is_top?);
-        Ok(losses.into_iter().zip(is_top).map(|(loss, is_top)| (-loss, is_top != 0.0)).collect())
+        let [losses, is_greedy] = [losses, is_greedy].map(|x| to_host(&x.into_tensor(n))?.to_vec1::<f32>());
+        let (losses, is_greedy) = (losses?, is_greedy?);
+        Ok(losses.into_iter().zip(is_greedy).map(|(loss, is_greedy)| (-loss, is_greedy != 0.0)).collect())
     }
 
-    /// Combines the losses of the targets, on the device.
+    /// Reduces the losses of the targets, on the device.
     pub(super) fn reduce(&self, losses: &Tensor, reduction: Reduction) -> Result<Tensor> {
         let n = self.targets.len();
         if reduction == Reduction::None {
@@ -233,12 +233,12 @@ impl<'a> Head<'a> {
         let total = Out::new(self.gpu, DType::F32, 1)?;
         let args =
             [Arg::Address(address(OP, losses)?), Arg::Address(total.address), Arg::I32(n as i32), Arg::F32(scale)];
-        // SAFETY: there are n losses and room for one number.
+        // SAFETY: there are n losses; the output has one element.
         unsafe { KERNELS.launch(self.gpu, "total", [1, 1, 1], COPIERS, &args)? };
         Ok(total.into_tensor(()))
     }
 
-    /// From one row of logits to the next: whole packs, so that every row can be read in packs.
+    /// Returns the row stride of logits: a multiple of the vector width, so that each row allows vector loads.
     fn stride(&self) -> usize {
         const PACK: usize = 8;
         const LINE: usize = 64;
@@ -247,7 +247,7 @@ impl<'a> Head<'a> {
     }
 
     fn chunks(&self) -> impl Iterator<Item = Chunk> + use<> {
-        let (n, at_once) = (self.targets.len(), self.tokens_at_once);
+        let (n, at_once) = (self.targets.len(), self.tokens_per_chunk);
         (0..n).step_by(at_once).map(move |start| Chunk { start, len: at_once.min(n - start) })
     }
 
@@ -259,7 +259,7 @@ impl<'a> Head<'a> {
         Ok(address(OP, &self.rows)? + 4 * chunk.start as Address)
     }
 
-    /// The rows of x that the chunk's targets follow.
+    /// Gathers the chunk's rows of x.
     fn gather(&self, chunk: Chunk) -> Result<Out> {
         let d = self.sizes.d;
         let x = Out::new(self.gpu, self.x.dtype(), chunk.len * d)?;
@@ -271,7 +271,7 @@ impl<'a> Head<'a> {
     fn copy_rows(&self, how: &str, [from, rows, to]: [Address; 3], n: usize, d: usize, dtype: DType) -> Result<()> {
         let args = [Arg::Address(from), Arg::Address(rows), Arg::Address(to), Arg::I32(d as i32)];
         let name = format!("{how}_{}", suffix(OP, dtype)?);
-        // SAFETY: the callers give n rows of d elements, and the numbers of n rows that are there.
+        // SAFETY: the callers pass n rows of d elements, and n valid row indices.
         unsafe { KERNELS.launch(self.gpu, &name, [n, 1, 1], COPIERS, &args) }
     }
 
@@ -305,9 +305,9 @@ impl<'a> Head<'a> {
         self.copy_rows("scatter", addresses, chunk.len, d, self.x.dtype())
     }
 
-    /// dw = [dw +] d_logits^T x; the first chunk overwrites what is of an earlier step.
-    fn grad_w(&self, d_logits: &Out, x: &Out, chunk: Chunk, (dw, old): &(Tensor, Old)) -> Result<()> {
-        let adds = *old == Old::Keep || chunk.start > 0;
+    /// Computes dw = [dw +] d_logits^T x. The first chunk overwrites a stale gradient.
+    fn grad_w(&self, d_logits: &Out, x: &Out, chunk: Chunk, (dw, accumulate): &(Tensor, Accumulate)) -> Result<()> {
+        let adds = *accumulate == Accumulate::Add || chunk.start > 0;
         let gemm = Gemm {
             a: Matrix::transposed(d_logits.address).with_stride(self.stride()),
             b: Matrix::plain(x.address),

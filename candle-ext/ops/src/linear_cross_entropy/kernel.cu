@@ -1,10 +1,10 @@
-// linear_cross_entropy: a block for each token that counts. n tokens, v vocabulary, d model, W logits at a time; from one row
-// of logits or of their gradients to the next are `stride`.
+// linear_cross_entropy: one block per target. n tokens, v vocabulary, d model, W logits at a time; `stride` is the row
+// stride of logits and their gradients.
 #include "common.cuh"
 
 #include <math.h>
 
-// The largest value of a block; every thread gets it.
+// Largest value of a block; every thread gets it.
 __device__ __forceinline__ float block_max(float x) {
     __shared__ float of_warp[32];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n_warps = blockDim.x >> 5;
@@ -19,10 +19,10 @@ struct MaxAndSum {
     float max, sum;
 };
 
-// Whether a row of logits can be read in packs of WIDE, but for what is left at its end.
+// True if a row of logits allows loads of WIDE elements, except for a remainder at its end.
 __device__ __forceinline__ bool is_wide_row(const float* logits) { return is_wide<float>(0, logits); }
 
-// And its gradient be written in packs of as many.
+// True if the row's gradient also allows stores of WIDE elements.
 template <typename T> __device__ __forceinline__ bool is_wide_row(const float* logits, const T* d_logits) {
     return is_wide_row(logits) && reinterpret_cast<uintptr_t>(d_logits) % sizeof(Pack<T, WIDE<float>>) == 0;
 }
@@ -32,12 +32,12 @@ template <int W> __device__ __forceinline__ void add_to(MaxAndSum& found, const 
 #pragma unroll
     for (int j = 0; j < W; ++j) found.max = fmaxf(found.max, pack.at[j]);
     found.sum = before == -INFINITY && found.sum == 0.0f ? 0.0f : found.sum * expf(before - found.max);
-    // A NaN has no largest and goes into the sum.
+    // A NaN is never the maximum; it propagates through the sum.
 #pragma unroll
     for (int j = 0; j < W; ++j) found.sum += pack.at[j] == -INFINITY ? 0.0f : expf(pack.at[j] - found.max);
 }
 
-// The largest logit of the thread's share of a row, and the sum of exp(logit - largest).
+// Largest logit and sum of exp(logit - largest) of the thread's elements of a row.
 template <int W> __device__ __forceinline__ MaxAndSum max_and_sum_of_thread(const float* logits, int v) {
     MaxAndSum found = {-INFINITY, 0.0f};
     const int end = v - v % W;
@@ -46,7 +46,7 @@ template <int W> __device__ __forceinline__ MaxAndSum max_and_sum_of_thread(cons
     return found;
 }
 
-// The largest logit and the sum of exp(logit - largest), in one pass over the row.
+// Largest logit and sum of exp(logit - largest) of a row, in one pass (online softmax).
 __device__ __forceinline__ MaxAndSum max_and_sum(const float* logits, int v) {
     const auto [largest, sum] = is_wide_row(logits) ? max_and_sum_of_thread<WIDE<float>>(logits, v)
                                                     : max_and_sum_of_thread<1>(logits, v);
@@ -55,7 +55,7 @@ __device__ __forceinline__ MaxAndSum max_and_sum(const float* logits, int v) {
     return {all, block_sum(sum * scale)};
 }
 
-// d_logits = scale exp(logit - largest), less the weight at the target; it may lie where the logits do
+// d_logits = scale exp(logit - largest), minus the weight at the target. d_logits may overwrite the logits.
 template <int W, typename T>
 __device__ __forceinline__ void write_gradients_of_packs(const float* logits, T* d_logits, int v, int target,
                                                          float weight, float largest, float scale) {
@@ -86,8 +86,8 @@ KERNEL(1024) losses(const float* logits, const unsigned* classes, float* loss, i
     if (threadIdx.x == 0) loss[blockIdx.x] = largest - logits[classes[blockIdx.x]] + logf(sum);
 }
 
-// As losses; and whether the class is the first of those with the largest logit.
-KERNEL(1024) scores(const float* logits, const unsigned* classes, float* loss, float* is_top, int v, int stride) {
+// As losses. Also sets is_greedy if the class is the first of those with the largest logit.
+KERNEL(1024) scores(const float* logits, const unsigned* classes, float* loss, float* is_greedy, int v, int stride) {
     __shared__ int is_beaten;
     logits += static_cast<long long>(blockIdx.x) * stride;
     const int target = classes[blockIdx.x];
@@ -95,17 +95,17 @@ KERNEL(1024) scores(const float* logits, const unsigned* classes, float* loss, f
     const bool is_largest = logits[target] == largest;
     if (threadIdx.x == 0) is_beaten = !is_largest;
     __syncthreads();
-    // Whoever finds one writes the same.
+    // All threads that find one write the same value.
     for (int i = threadIdx.x; is_largest && i < target; i += blockDim.x)
         if (logits[i] == largest) is_beaten = 1;
     __syncthreads();
     if (threadIdx.x == 0) {
         loss[blockIdx.x] = largest - logits[target] + logf(sum);
-        is_top[blockIdx.x] = is_beaten ? 0.0f : 1.0f;
+        is_greedy[blockIdx.x] = is_beaten ? 0.0f : 1.0f;
     }
 }
 
-// As losses; and d_logits = weight (softmax - onehot), which may lie where the logits do.
+// As losses. Also d_logits = weight (softmax - onehot), which may overwrite the logits.
 template <typename T>
 __device__ void gradients(const float* logits, const unsigned* classes, const float* weights, float* loss,
                           T* d_logits, int v, int stride) {
@@ -120,8 +120,8 @@ __device__ void gradients(const float* logits, const unsigned* classes, const fl
     write_gradients(logits, d_logits, v, target, weight, largest, weight / sum);
 }
 
-// Of a part of the vocabulary, [3, n]: the largest logit, the sum of exp(logit - largest), and the logit of the class, or
-// 0 if another part has it: then the class is no row.
+// Statistics of a vocabulary shard, [3, n]: the largest logit, the sum of exp(logit - largest), and the target's logit.
+// If another shard has the target, the logit is 0 and the class is no row.
 KERNEL(1024) known(const float* logits, const unsigned* classes, float* numbers, int n, int v, int stride) {
     logits += static_cast<long long>(blockIdx.x) * stride;
     const auto [largest, sum] = max_and_sum(logits, v);
@@ -132,7 +132,7 @@ KERNEL(1024) known(const float* logits, const unsigned* classes, float* numbers,
     numbers[2 * n + blockIdx.x] = target < static_cast<unsigned>(v) ? logits[target] : 0.0f;
 }
 
-// d_logits = weight (softmax - onehot) of a part, from the largest logit and the sum of all parts
+// d_logits = weight (softmax - onehot) of a shard, from the largest logit and the sum over all shards
 template <typename T>
 __device__ void part_gradients(const float* logits, const unsigned* classes, const float* weights,
                                const float* largest, const float* sums, T* d_logits, int v, int stride) {
@@ -144,7 +144,7 @@ __device__ void part_gradients(const float* logits, const unsigned* classes, con
     write_gradients(logits, d_logits, v, target, weight, max, weight / sums[blockIdx.x]);
 }
 
-// to[i] = from[rows[i]], a block for each row of d elements
+// to[i] = from[rows[i]], one block per row of d elements
 template <typename T> __device__ void gather(const T* from, const unsigned* rows, T* to, int d) {
     copy_row(from + static_cast<long long>(rows[blockIdx.x]) * d, to + static_cast<long long>(blockIdx.x) * d, d);
 }
@@ -154,7 +154,7 @@ template <typename T> __device__ void scatter(const T* from, const unsigned* row
     copy_row(from + static_cast<long long>(blockIdx.x) * d, to + static_cast<long long>(rows[blockIdx.x]) * d, d);
 }
 
-// total = scale * the sum of losses, in f64 and by one block, so that the order is fixed
+// total = scale * the sum of losses, in f64 by one block, so that the order is fixed
 KERNEL(256) total(const float* loss, float* sum_of_losses, int n, float scale) {
     __shared__ double of_thread[256];
     double sum = 0.0;

@@ -1,4 +1,4 @@
-//! The language-model head and its loss in one op: logits exist for a chunk of tokens at a time.
+//! Fused LM head and cross-entropy loss: logits exist for one chunk of tokens at a time.
 //!
 //! t tokens, v vocabulary, d model
 
@@ -8,7 +8,7 @@ mod cost;
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
-mod part;
+mod vocab_shard;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -23,68 +23,72 @@ use crate::weight::Weight;
 
 pub use args::{Reduction, TokenScores};
 use args::{Sizes, Target};
-pub use chunk::{LOGITS_BYTES_ON_CPU, logits_bytes, logits_bytes_on_gpu, rows_of_logits};
+pub use chunk::{LOGITS_BYTES_ON_CPU, logits_bytes, logits_bytes_on_gpu, max_logit_rows};
 pub use cost::CrossEntropyCost;
-pub use part::VocabPart;
+pub use vocab_shard::VocabShard;
 
-/// The cotangent of the loss. It is known before the forward, so the backward runs inside it.
+/// Gradient of the objective with respect to the loss. It is known before the forward, so backward runs in the same
+/// pass.
 #[derive(Clone, Copy, Debug)]
-pub enum Upstream<'a> {
-    /// No gradient is wanted.
+pub enum LossGrad<'a> {
+    /// No gradient: forward only.
     NoGrad,
     /// d(objective) / d(loss), for [`Reduction::Mean`] and [`Reduction::Sum`].
     Scalar(f64),
-    /// The same times an f32 scalar on x's device: the factor of half precision.
+    /// d(objective) / d(loss) times an f32 scalar on x's device: the loss scale of fp16.
     Scaled(f64, &'a Tensor),
-    /// The same for each token, f32 [t], for [`Reduction::None`].
-    Rows(&'a Tensor),
+    /// d(objective) / d(loss) of each token, f32 [t], for [`Reduction::None`].
+    PerToken(&'a Tensor),
 }
 
-/// What the loss is.
+/// Options of the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CrossEntropy {
-    /// How tokens are combined.
+    /// Reduction of the token losses.
     pub reduction: Reduction,
-    /// The target of a token that does not count; -100 in most data.
+    /// Target value of ignored tokens, as torch's `ignore_index`; -100 in most data.
     pub ignore_index: i64,
-    /// Tokens whose logits exist at once, at most: a long vocabulary makes it fewer.
+    /// Most tokens whose logits exist at once. A large vocabulary lowers the number further.
     pub chunk: usize,
 }
 
-/// The loss and the gradient of its input.
+/// Loss, and gradient of the hidden states.
 #[derive(Clone, Debug)]
 pub struct LossAndGrad {
-    /// f32, a scalar or [t].
+    /// Loss, f32: a scalar, or [t] for [`Reduction::None`].
     pub loss: Tensor,
-    /// [t, d] in x's dtype; none for [`Upstream::NoGrad`].
+    /// Gradient of x, [t, d] in x's dtype; `None` for [`LossGrad::NoGrad`].
     pub dx: Option<Tensor>,
 }
 
-/// -log softmax(x w^T)[target] for `x` [t, d], `w` [v, d] and i64 `targets` [t].
+/// Computes the loss -log softmax(x w^T)[target] for `x` [t, d], `w` [v, d] and i64 `targets` [t].
 ///
-/// Only tokens that are not ignored are computed at all. The gradient of `w` is added to its sink,
-/// that of `x` returned; neither input needs to be tracked. Arithmetic is f32.
+/// Ignored tokens cost no computation. Adds the gradient of `w` to its sink and returns that of `x`. Neither input
+/// needs to be tracked. Arithmetic is f32.
 pub fn linear_cross_entropy(
     x: &Tensor,
     w: &Weight,
     targets: &Tensor,
     spec: &CrossEntropy,
-    upstream: Upstream<'_>,
+    upstream: LossGrad<'_>,
 ) -> Result<LossAndGrad> {
     run(x, w, targets, spec, upstream, None)
 }
 
-/// The same with a part of `w`: rows for a part of the vocabulary, while others compute with the other parts. All get the
-/// whole loss; `dx` is this part's, whose sum over the parts is the gradient of x.
-pub fn linear_cross_entropy_part(
+/// Computes [`linear_cross_entropy`] with the vocabulary sharded over ranks, as Megatron's vocab-parallel
+/// cross-entropy.
+///
+/// Each rank passes its rows of `w` and gets the full loss. `dx` is this rank's contribution: all-reduce it to get the
+/// gradient of x.
+pub fn vocab_parallel_cross_entropy(
     x: &Tensor,
     w: &Weight,
     targets: &Tensor,
     spec: &CrossEntropy,
-    upstream: Upstream<'_>,
-    part: &VocabPart<'_>,
+    upstream: LossGrad<'_>,
+    shard: &VocabShard<'_>,
 ) -> Result<LossAndGrad> {
-    run(x, w, targets, spec, upstream, Some(part))
+    run(x, w, targets, spec, upstream, Some(shard))
 }
 
 fn run(
@@ -92,36 +96,36 @@ fn run(
     w: &Weight,
     targets: &Tensor,
     spec: &CrossEntropy,
-    upstream: Upstream<'_>,
-    part: Option<&VocabPart<'_>>,
+    upstream: LossGrad<'_>,
+    shard: Option<&VocabShard<'_>>,
 ) -> Result<LossAndGrad> {
     let _span = span(
         "linear_cross_entropy",
-        if matches!(upstream, Upstream::NoGrad) { "forward" } else { "forward and backward" },
+        if matches!(upstream, LossGrad::NoGrad) { "forward" } else { "forward and backward" },
     );
-    let sizes = check(x, w, targets, spec, part)?;
-    let mut targets = supervised(targets, spec, part.map_or(sizes.v, |part| part.n_all))?;
-    if let Some(part) = part {
-        targets.iter_mut().for_each(|target| target.class = part.local(target.class, sizes.v));
+    let sizes = check(x, w, targets, spec, shard)?;
+    let mut targets = supervised(targets, spec, shard.map_or(sizes.v, |shard| shard.n_vocab))?;
+    if let Some(shard) = shard {
+        targets.iter_mut().for_each(|target| target.class = shard.local(target.class, sizes.v));
     }
     let mut weights = row_weights(&targets, spec.reduction, upstream, sizes.t)?;
     let x = x.contiguous()?;
-    let wants_dx = !matches!(upstream, Upstream::NoGrad);
+    let wants_dx = !matches!(upstream, LossGrad::NoGrad);
     on_device!("linear_cross_entropy", x, {
         cpu => {
-            if let Upstream::Scaled(_, factor) = upstream {
+            if let LossGrad::Scaled(_, factor) = upstream {
                 let factor = to_host(factor)?.to_scalar::<f32>()?;
                 weights.iter_mut().for_each(|weight| *weight *= factor);
             }
             let weights = wants_dx.then_some(weights.as_slice());
-            let (losses, dx) = on_cpu(&x, w, &targets, weights, (sizes, spec.chunk), part)?;
+            let (losses, dx) = on_cpu(&x, w, &targets, weights, (sizes, spec.chunk), shard)?;
             Ok(LossAndGrad { loss: reduce(&targets, &losses, spec.reduction, sizes.t)?, dx })
         },
         cuda => {
             let value = w.value()?;
             let dw = w.sink().filter(|_| wants_dx && !targets.is_empty()).map(GradSink::grad_to_write).transpose()?;
-            let head = cuda::Head::new(&x, &value, &targets, sizes, spec.chunk, part)?;
-            let factor = if let Upstream::Scaled(_, factor) = upstream { Some(factor) } else { None };
+            let head = cuda::LmHead::new(&x, &value, &targets, sizes, spec.chunk, shard)?;
+            let factor = if let LossGrad::Scaled(_, factor) = upstream { Some(factor) } else { None };
             let gradients = cuda::Gradients { weights: &weights, factor, dw: dw.as_ref() };
             let (losses, dx) = head.run(wants_dx.then_some(&gradients))?;
             Ok(LossAndGrad { loss: head.reduce(&losses, spec.reduction)?, dx })
@@ -129,8 +133,9 @@ fn run(
     })
 }
 
-/// How likely `targets` are: one for each row of `x` [t, d], for `w` [v, d]. At most `chunk` rows of logits exist at once.
-/// Arithmetic is f32. Waits for the device.
+/// Returns the log-probabilities of `targets`, one per row of `x` [t, d], for `w` [v, d].
+///
+/// At most `chunk` rows of logits exist at once. Arithmetic is f32. Waits for the device.
 pub fn token_scores(x: &Tensor, w: &Weight, targets: &[u32], chunk: usize) -> Result<TokenScores> {
     let _span = span("token_scores", "forward");
     let ids: Vec<i64> = targets.iter().map(|&id| i64::from(id)).collect();
@@ -142,33 +147,33 @@ pub fn token_scores(x: &Tensor, w: &Weight, targets: &[u32], chunk: usize) -> Re
     on_device!("token_scores", x, {
         cpu => {
             let (x, w) = (host("token_scores", &x)?, host("token_scores", &value)?);
-            let head = cpu::Head { x: x.floats()?, w: w.floats()?, sizes, chunk, part: None };
+            let head = cpu::LmHead { x: x.floats()?, w: w.floats()?, sizes, chunk, shard: None };
             Ok(head.scores(&targets).into_iter().collect())
         },
-        cuda => cuda::Head::new(&x, &value, &targets, sizes, chunk, None)?.scores(),
+        cuda => cuda::LmHead::new(&x, &value, &targets, sizes, chunk, None)?.scores(),
     })
 }
 
-/// The loss of each target, and with the targets' weights dx; adds dw to its sink.
+/// Returns the loss of each target, and dx if the targets have weights. Adds dw to its sink.
 fn on_cpu(
     x: &Tensor,
     w: &Weight,
     targets: &[Target],
     weights: Option<&[f32]>,
     (sizes, chunk): (Sizes, usize),
-    part: Option<&VocabPart<'_>>,
+    shard: Option<&VocabShard<'_>>,
 ) -> Result<(Vec<f32>, Option<Tensor>)> {
     let value = w.value()?;
     let (x_host, w_host) = (host("linear_cross_entropy", x)?, host("linear_cross_entropy", &value)?);
-    let head = cpu::Head { x: x_host.floats()?, w: w_host.floats()?, sizes, chunk, part };
+    let head = cpu::LmHead { x: x_host.floats()?, w: w_host.floats()?, sizes, chunk, shard };
     let Some(weights) = weights else { return Ok((head.losses(targets)?, None)) };
     let mut dx = FloatBuf::zeros(x.dtype(), x.elem_count())?;
     let losses = match w.sink().filter(|_| !targets.is_empty()) {
         None => head.backward(targets, weights, dx.view(), None)?,
         Some(sink) => {
             let mut losses = Ok(Vec::new());
-            sink.add_or_write("linear_cross_entropy", |dw, old| {
-                losses = head.backward(targets, weights, dx.view(), Some((dw, old)));
+            sink.add_or_write("linear_cross_entropy", |dw, accumulate| {
+                losses = head.backward(targets, weights, dx.view(), Some((dw, accumulate)));
             })?;
             losses?
         }
@@ -176,7 +181,13 @@ fn on_cpu(
     Ok((losses, Some(storage::tensor(dx, x.shape()))))
 }
 
-fn check(x: &Tensor, w: &Weight, targets: &Tensor, spec: &CrossEntropy, part: Option<&VocabPart<'_>>) -> Result<Sizes> {
+fn check(
+    x: &Tensor,
+    w: &Weight,
+    targets: &Tensor,
+    spec: &CrossEntropy,
+    shard: Option<&VocabShard<'_>>,
+) -> Result<Sizes> {
     let op = "linear_cross_entropy";
     check_dtype(op, "the input", x.dtype())?;
     check_dtype(op, "the weight", w.dtype())?;
@@ -190,14 +201,20 @@ fn check(x: &Tensor, w: &Weight, targets: &Tensor, spec: &CrossEntropy, part: Op
     if spec.chunk == 0 {
         bail!("{op}: a chunk of 0 tokens, want at least 1")
     }
-    if let Some(part) = part.filter(|part| part.first + v > part.n_all || v > part.n_largest) {
-        bail!("{op}: {v} rows from {} on of {}, in parts of at most {}", part.first, part.n_all, part.n_largest)
+    if let Some(shard) = shard.filter(|shard| shard.first_row + v > shard.n_vocab || v > shard.max_shard_rows) {
+        bail!(
+            "{op}: a shard of {v} rows from row {} on, in a vocabulary of {} with shards of at most {}",
+            shard.first_row,
+            shard.n_vocab,
+            shard.max_shard_rows
+        )
     }
     Ok(Sizes { t, v, d })
 }
 
-/// The tokens that count. A target outside the vocabulary is an error. They are read on the host, where the data are
-/// made: leave them there, and no device has to be waited for.
+/// Returns the tokens that are not ignored. Fails for a target outside the vocabulary.
+///
+/// Targets are read on the host. Keep them there to avoid a wait for the device.
 fn supervised(targets: &Tensor, spec: &CrossEntropy, v: usize) -> Result<Vec<Target>> {
     let targets = to_host(targets)?.contiguous()?;
     let targets = host("linear_cross_entropy", &targets)?;
@@ -215,19 +232,19 @@ fn supervised(targets: &Tensor, spec: &CrossEntropy, v: usize) -> Result<Vec<Tar
         .collect()
 }
 
-/// d(objective) / d(loss of the token), for each token that counts.
-fn row_weights(targets: &[Target], reduction: Reduction, upstream: Upstream<'_>, t: usize) -> Result<Vec<f32>> {
+/// Returns d(objective) / d(token loss) for each token that is not ignored.
+fn row_weights(targets: &[Target], reduction: Reduction, upstream: LossGrad<'_>, t: usize) -> Result<Vec<f32>> {
     let n = targets.len();
     match (reduction, upstream) {
-        (_, Upstream::NoGrad) => Ok(Vec::new()),
-        (Reduction::Mean, Upstream::Scalar(scalar) | Upstream::Scaled(scalar, _)) => {
+        (_, LossGrad::NoGrad) => Ok(Vec::new()),
+        (Reduction::Mean, LossGrad::Scalar(scalar) | LossGrad::Scaled(scalar, _)) => {
             Ok(vec![(scalar / n as f64) as f32; n])
         }
-        (Reduction::Sum, Upstream::Scalar(scalar) | Upstream::Scaled(scalar, _)) => Ok(vec![scalar as f32; n]),
-        (Reduction::None, Upstream::Rows(rows)) => {
+        (Reduction::Sum, LossGrad::Scalar(scalar) | LossGrad::Scaled(scalar, _)) => Ok(vec![scalar as f32; n]),
+        (Reduction::None, LossGrad::PerToken(rows)) => {
             if rows.dims() != [t] || rows.dtype() != DType::F32 {
                 bail!(
-                    "linear_cross_entropy: upstream rows are {:?} {:?}, want f32 {:?}",
+                    "linear_cross_entropy: per-token loss gradients are {:?} {:?}, want f32 {:?}",
                     rows.dtype(),
                     rows.dims(),
                     [t]
@@ -238,16 +255,16 @@ fn row_weights(targets: &[Target], reduction: Reduction, upstream: Upstream<'_>,
             let rows = rows.slice::<f32>()?;
             Ok(targets.iter().map(|target| rows[target.row]).collect())
         }
-        (Reduction::None, Upstream::Scalar(_) | Upstream::Scaled(..)) => {
-            bail!("linear_cross_entropy: a loss per token needs an upstream per token")
+        (Reduction::None, LossGrad::Scalar(_) | LossGrad::Scaled(..)) => {
+            bail!("linear_cross_entropy: per-token losses need a gradient per token")
         }
-        (_, Upstream::Rows(_)) => {
-            bail!("linear_cross_entropy: one loss needs one upstream, not one per token")
+        (_, LossGrad::PerToken(_)) => {
+            bail!("linear_cross_entropy: a reduced loss needs one gradient, not one per token")
         }
     }
 }
 
-/// Combines the losses, in f64 and in the order of tokens.
+/// Reduces the losses, in f64 and in token order.
 fn reduce(targets: &[Target], losses: &[f32], reduction: Reduction, t: usize) -> Result<Tensor> {
     let sum: f64 = losses.iter().copied().map(f64::from).sum();
     match reduction {

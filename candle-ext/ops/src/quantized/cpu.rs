@@ -1,4 +1,4 @@
-//! Codes of a matrix's elements on the CPU, and back.
+//! Quantization and dequantization on the CPU.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ pub(crate) struct QuantizedRows<'a> {
     bytes: &'a [u8],
     format: &'a QuantFormat,
     shape: QuantShape,
-    /// Rows of the whole matrix.
+    /// Index of the first row in the whole matrix.
     first: usize,
     end: usize,
 }
@@ -30,7 +30,7 @@ impl<'a> QuantizedRows<'a> {
         Self { first: self.first + rows.start, end: self.first + rows.end, ..self }
     }
 
-    /// Writes the elements to `out`, which has the same number of them.
+    /// Dequantizes all rows into `out`, which has the same number of elements.
     pub(crate) fn read_into(self, out: &mut [f32]) {
         let k = self.shape.k;
         if k > 0 {
@@ -38,7 +38,7 @@ impl<'a> QuantizedRows<'a> {
         }
     }
 
-    /// Writes the elements to the head of `scratch`, and returns them.
+    /// Dequantizes all rows into the head of `scratch`, and returns them.
     pub(crate) fn widened(self, scratch: &mut Vec<f32>) -> &[f32] {
         let len = (self.end - self.first) * self.shape.k;
         if scratch.len() < len {
@@ -48,12 +48,12 @@ impl<'a> QuantizedRows<'a> {
         &scratch[..len]
     }
 
-    /// Writes the first row.
+    /// Dequantizes the first row.
     pub(crate) fn read_one(self, out: &mut [f32]) {
         self.read_row(self.first, out);
     }
 
-    /// Writes a row of the whole matrix.
+    /// Dequantizes a row, indexed in the whole matrix.
     fn read_row(self, row: usize, out: &mut [f32]) {
         let QuantShape { k, block_rows, block_columns, .. } = self.shape;
         let codes = &self.bytes[row * k..(row + 1) * k];
@@ -72,7 +72,7 @@ impl<'a> QuantizedRows<'a> {
     }
 }
 
-/// Writes all elements, each rounded once.
+/// Dequantizes all elements, each rounded once.
 pub(super) fn dequantize(rows: QuantizedRows<'_>, out: FloatsMut<'_>) {
     let k = rows.shape.k;
     out.chunks(k.max(1)).into_par_iter().enumerate().for_each(|(row_idx, mut out)| {
@@ -118,7 +118,7 @@ pub(super) fn quantize(x: Floats<'_>, format: &QuantFormat, shape: QuantShape) -
     Ok(bytes)
 }
 
-/// Rounds a scale. Zero, of a block of zeros, and what is too small to divide by become one.
+/// Rounds a scale. Zero, the scale of a block of zeros, and values too small to divide by become 1.
 fn scale(ratio: f32, rounding: ScaleRounding) -> f32 {
     if !ratio.is_normal() {
         return 1.0;
@@ -132,7 +132,7 @@ fn scale(ratio: f32, rounding: ScaleRounding) -> f32 {
     }
 }
 
-/// Finite codes by their values.
+/// Finite codes, sorted by value.
 struct SortedCodes(Vec<(f32, u8)>);
 
 impl SortedCodes {
@@ -143,7 +143,7 @@ impl SortedCodes {
         Self(codes)
     }
 
-    /// Returns the code nearest to `x`; of two the even one.
+    /// Returns the code nearest to `x`; ties go to the even code.
     fn nearest(&self, x: f32) -> u8 {
         let above = self.0.partition_point(|(value, _)| *value < x).min(self.0.len() - 1);
         let ((low, low_code), (high, high_code)) = (self.0[above.saturating_sub(1)], self.0[above]);

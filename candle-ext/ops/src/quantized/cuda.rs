@@ -9,10 +9,10 @@ use crate::transfer::upload_table;
 kernels!("quantized");
 
 const OP: &str = "dequantize";
-/// Elements of a thread, about.
+/// Elements per thread, approximately.
 const PER_THREAD: usize = 8;
 
-/// Returns all elements [n, k], each rounded once.
+/// Returns the dequantized matrix [n, k], each element rounded once.
 pub(super) fn dequantize(bytes: &Tensor, format: &QuantFormat, shape: QuantShape, dtype: DType) -> Result<Tensor> {
     let on = gpu(OP, bytes)?;
     let y = Out::new(on, dtype, shape.n * shape.k)?;

@@ -1,37 +1,37 @@
-//! Formats of quantized weights, and the sizes of their codes and scales.
+//! Formats of quantized weights: code values, scale blocks and sizes.
 
 use candle_core::{DType, Result, bail};
 
 /// Storage of a weight's elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum WeightStorage {
-    /// Floats, in the dtype that ops compute in.
+    /// Floats, in the compute dtype.
     Dense,
-    /// 8-bit codes with scales. Only linear layers read them, and they are frozen.
+    /// 8-bit codes with scales. Only linear layers accept them, and they are frozen.
     Quantized(&'static QuantFormat),
 }
 
-/// An 8-bit format: the values of its codes and the elements that share a scale.
+/// 8-bit quantization format: the values of the codes, and the blocks that share a scale.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QuantFormat {
-    /// Name, for errors.
+    /// Name for error messages.
     pub name: &'static str,
-    /// Value of each code, of both signs. Values that are not finite are never chosen.
+    /// Value of each code, positive and negative. Codes with non-finite values are never chosen.
     pub codes: &'static [f32; 256],
-    /// Elements that share a scale.
+    /// Block of elements that share a scale.
     pub block: ScaleBlock,
-    /// Values that a scale may have.
+    /// Rounding of scales.
     pub scales: ScaleRounding,
 }
 
 /// Elements of a matrix that share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScaleBlock {
-    /// All of them.
+    /// The whole matrix (per-tensor scale).
     Tensor,
-    /// Those of a row.
+    /// One row (per-channel scale).
     Row,
-    /// Those of a tile. The last tiles of a row or column may be smaller.
+    /// One tile (block-wise scale). The last tiles of a row or column may be smaller.
     Tile {
         /// Rows of the tile.
         rows: usize,
@@ -40,12 +40,12 @@ pub enum ScaleBlock {
     },
 }
 
-/// Values that a scale may have.
+/// Rounding of a block's scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScaleRounding {
-    /// The largest magnitude of the block over that of the codes.
+    /// No rounding: the largest magnitude of the block divided by that of the codes.
     Exact,
-    /// The next power of two from there: to quantize again what was dequantized changes no bit.
+    /// Next power of two at or above the exact scale. Quantizing a dequantized matrix then changes no bit.
     PowerOfTwo,
 }
 
@@ -59,12 +59,12 @@ pub(crate) struct QuantShape {
 }
 
 impl WeightStorage {
-    /// Returns the bytes of a weight of `shape`; dense ones are in `dense`.
+    /// Returns the bytes of a weight of `shape`; dense elements have dtype `dense`.
     pub fn n_bytes(&self, shape: &[usize], dense: DType) -> Result<usize> {
         Ok(self.n_elements(shape)? * self.dtype(dense).size_in_bytes())
     }
 
-    /// Returns the dtype of a flat run that holds such weights: bytes for quantized ones.
+    /// Returns the dtype of a flat buffer of such weights: u8 for quantized ones, else `dense`.
     pub fn dtype(&self, dense: DType) -> DType {
         match self {
             Self::Dense => dense,
@@ -72,7 +72,7 @@ impl WeightStorage {
         }
     }
 
-    /// Returns the number of elements of [`WeightStorage::dtype`] that a weight of `shape` takes.
+    /// Returns the number of elements of dtype [`WeightStorage::dtype`] that a weight of `shape` takes.
     pub fn n_elements(&self, shape: &[usize]) -> Result<usize> {
         match self {
             Self::Dense => Ok(shape.iter().product()),
@@ -82,13 +82,13 @@ impl WeightStorage {
 }
 
 impl QuantFormat {
-    /// Returns the largest magnitude that codes of both signs reach.
+    /// Returns the largest magnitude that both a positive and a negative code reach.
     pub(crate) fn max_code(&self) -> f32 {
         let finite = || self.codes.iter().copied().filter(|code| code.is_finite());
         finite().fold(0.0, f32::max).min(-finite().fold(0.0, f32::min))
     }
 
-    /// Returns true if no scale covers elements on both sides of `at` along a dim of the matrix.
+    /// Returns true if a split of dim `dim` at index `at` separates no block.
     pub fn splits_at(&self, dim: usize, at: usize) -> bool {
         match (self.block, dim) {
             (ScaleBlock::Tensor, _) | (ScaleBlock::Row, 1..) => false,
@@ -110,12 +110,12 @@ impl QuantFormat {
 }
 
 impl QuantShape {
-    /// Returns the bytes of codes, scales and the zeros between them.
+    /// Returns the bytes of codes, padding and scales.
     pub(crate) fn n_bytes(&self) -> usize {
         self.scales_start() + self.n_scales() * size_of::<f32>()
     }
 
-    /// Returns the position of the first scale.
+    /// Returns the byte offset of the first scale.
     pub(crate) fn scales_start(&self) -> usize {
         (self.n * self.k).next_multiple_of(size_of::<f32>())
     }
@@ -124,7 +124,7 @@ impl QuantShape {
         self.n.div_ceil(self.block_rows) * self.blocks_a_row()
     }
 
-    /// Returns the number of blocks side by side.
+    /// Returns the number of blocks per row.
     pub(crate) fn blocks_a_row(&self) -> usize {
         self.k.div_ceil(self.block_columns)
     }

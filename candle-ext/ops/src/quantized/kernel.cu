@@ -1,4 +1,4 @@
-// dequantize: y [n, k] = scale * codes[byte], one scale for each block of rows and columns, W elements of a row at a time.
+// dequantize: y [n, k] = scale * codes[byte], one scale per block of rows and columns, W elements of a row at a time.
 #include "common.cuh"
 
 template <int W, typename T>

@@ -1,7 +1,7 @@
 //! Weights stored as 8-bit codes with scales: element = scale * code value.
 //!
-//! A quantized matrix [n, k] is one run of bytes: n * k codes row by row, zeros up to a multiple of four, then the scales, f32 in
-//! the order of the blocks.
+//! A quantized matrix [n, k] is one byte buffer: n * k codes in row-major order, zeros up to a multiple of four, then
+//! the f32 scales in block order.
 
 pub(crate) mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -17,10 +17,11 @@ use crate::transfer::to_host;
 use cpu::QuantizedRows;
 pub use format::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage};
 
-/// Quantizes a matrix [n, k] to the nearest codes, ties to the even code: bytes u8 [n_bytes] on the CPU.
+/// Quantizes a matrix [n, k] to the nearest codes, ties to the even code. Returns bytes u8 [n_bytes] on the CPU.
 ///
 /// # Errors
-/// Elements that are not finite are refused.
+///
+/// If an element is not finite.
 pub fn quantize(x: &Tensor, format: &QuantFormat) -> Result<Tensor> {
     check_dtype("quantize", "the matrix", x.dtype())?;
     let shape = format.shape(x.dims())?;
@@ -29,7 +30,7 @@ pub fn quantize(x: &Tensor, format: &QuantFormat) -> Result<Tensor> {
     Tensor::from_vec(bytes, shape.n_bytes(), x.device())
 }
 
-/// Returns the matrix of `shape` that `bytes` hold, each element rounded once to `dtype`.
+/// Dequantizes `bytes` to a matrix of `shape`, each element rounded once to `dtype`.
 pub fn dequantize(bytes: &Tensor, format: &QuantFormat, shape: &[usize], dtype: DType) -> Result<Tensor> {
     check_dtype("dequantize", "the output", dtype)?;
     let sizes = format.shape(shape)?;

@@ -1,4 +1,4 @@
-//! The CPU kernel of `rms_norm`: rows in parallel.
+//! CPU kernel of `rms_norm`: rows in parallel.
 
 use rayon::prelude::*;
 
@@ -6,13 +6,13 @@ use crate::dot::dot;
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;
 
-/// Elements that one task handles, about.
+/// Elements per task, approximately.
 const BLOCK: usize = 1 << 14;
 
-/// Partial sums of the weight's gradient: fixed, so that it never depends on the thread count.
+/// Number of partial sums of the weight's gradient. Fixed, so that the result does not depend on the number of threads.
 const PARTS: usize = 32;
 
-/// y = round(x r) w
+/// Computes y = round(x r) w.
 pub(super) fn forward(x: Floats<'_>, w: Floats<'_>, y: FloatsMut<'_>, d: usize, eps: f32) {
     let mut w_wide = Vec::new();
     let w = w.widened(&mut w_wide);
@@ -29,7 +29,7 @@ pub(super) fn forward(x: Floats<'_>, w: Floats<'_>, y: FloatsMut<'_>, d: usize, 
     });
 }
 
-/// sum = round(a + b), y = round(sum r) w
+/// Computes sum = round(a + b) and y = round(sum r) w.
 pub(super) fn add_forward([a, b]: [Floats<'_>; 2], w: Floats<'_>, [sum, y]: [FloatsMut<'_>; 2], d: usize, eps: f32) {
     let mut w_wide = Vec::new();
     let w = w.widened(&mut w_wide);
@@ -52,7 +52,7 @@ pub(super) fn add_forward([a, b]: [Floats<'_>; 2], w: Floats<'_>, [sum, y]: [Flo
     });
 }
 
-/// dx = r (g - n mean(g n)), g = dy w, plus another gradient
+/// Computes dx = r (g - n mean(g n)) with g = dy w, plus another gradient if given.
 pub(super) fn grad_x([x, w, dy]: [Floats<'_>; 3], plus: Option<Floats<'_>>, dx: FloatsMut<'_>, eps: f32) {
     let mut w_wide = Vec::new();
     let w = w.widened(&mut w_wide);
@@ -77,7 +77,7 @@ pub(super) fn grad_x([x, w, dy]: [Floats<'_>; 3], plus: Option<Floats<'_>>, dx: 
     });
 }
 
-/// dw += sum over rows of dy n, in fixed parts that are added in order.
+/// Adds the sum over rows of dy n to dw, in fixed parts that are added in order.
 pub(super) fn add_grad_w(x: Floats<'_>, dy: Floats<'_>, dw: &mut [f32], eps: f32) {
     let d = dw.len();
     let n_rows = x.len() / d;
@@ -101,7 +101,7 @@ pub(super) fn add_grad_w(x: Floats<'_>, dy: Floats<'_>, dw: &mut [f32], eps: f32
     }
 }
 
-/// out = x r, rounded to the input's format.
+/// Computes out = x r, rounded to the input's dtype.
 fn normalise(format: Floats<'_>, x: &[f32], out: &mut [f32], eps: f32) {
     let r = reciprocal_rms(x, eps);
     vectorised!(out.iter_mut().zip(x).for_each(|(out, x)| *out = x * r));

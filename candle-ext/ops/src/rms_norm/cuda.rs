@@ -9,24 +9,24 @@ kernels!("rms_norm");
 const OP: &str = "rms_norm";
 const WARP: usize = 32;
 
-/// Threads of a block that computes a row: eight elements each, as far as that goes.
+/// Returns the threads of a block that computes a row: about eight elements per thread.
 fn row_threads(d: usize) -> usize {
     (d / 8).next_multiple_of(WARP).clamp(WARP, 1024)
 }
 
-/// Returns y and 1 / sqrt(mean(x^2) + eps) of each row, f32 [t].
+/// Returns y, and rstd = 1 / sqrt(mean(x^2) + eps) of each row, f32 [t].
 pub(super) fn forward(x: &Tensor, w: &Tensor, d: usize, eps: f32) -> Result<(Out, Tensor)> {
     launch_forward(x, None, w, d, eps)
 }
 
-/// Returns x + plus, its norm y, and 1 / sqrt(mean(x^2) + eps) of each row of the sum, f32 [t].
+/// Returns x + plus, its norm y, and rstd = 1 / sqrt(mean(s^2) + eps) of each row s of the sum, f32 [t].
 pub(super) fn add_forward(x: &Tensor, plus: &Tensor, w: &Tensor, d: usize, eps: f32) -> Result<(Out, Out, Tensor)> {
     let sum = Out::new(gpu(OP, x)?, x.dtype(), x.elem_count())?;
     let (y, rstd) = launch_forward(x, Some((plus, &sum)), w, d, eps)?;
     Ok((sum, y, rstd))
 }
 
-/// Launches the forward of x, or of x plus another tensor, whose sum goes to the `Out` beside it.
+/// Launches the forward of x, or of x plus another tensor, whose sum is written to the `Out` in `plus`.
 fn launch_forward(x: &Tensor, plus: Option<(&Tensor, &Out)>, w: &Tensor, d: usize, eps: f32) -> Result<(Out, Tensor)> {
     same_dtype(OP, x, w)?;
     let on = gpu(OP, x)?;
@@ -42,28 +42,28 @@ fn launch_forward(x: &Tensor, plus: Option<(&Tensor, &Out)>, w: &Tensor, d: usiz
     args.extend(threads.lanes());
     args.push(Arg::F32(eps));
     let name = threads.kernel("forward", suffix(OP, x.dtype())?);
-    // SAFETY: x, y, what is added and the sum have t rows of d elements, w one, rstd t elements.
+    // SAFETY: x, y, the addend and the sum have t rows of d elements, w one row, rstd t elements.
     unsafe { KERNELS.launch(on, &name, [t.div_ceil(threads.rows()), 1, 1], threads.of_block(), &args)? };
     Ok((y, rstd.into_tensor(t)))
 }
 
-/// How threads share out rows.
+/// Assignment of threads to rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Threads {
-    /// `lanes` of a block's `threads` have a row, and hold `packs` packs of it each.
+    /// `lanes` of a block's `threads` share a row; each holds `packs` packs of it.
     Packs { packs: usize, lanes: usize, threads: usize },
-    /// A block has a row, as often as it takes.
+    /// A block processes one row in a loop.
     Long { threads: usize },
 }
 
 impl Threads {
-    /// For rows of d elements that are read `width` at a time.
+    /// Selects the assignment for rows of d elements that are read `width` at a time.
     fn of(d: usize, width: usize) -> Self {
         const MOST: usize = 512;
         let n_packs = d / width;
         match n_packs {
             _ if width == 1 => Self::Long { threads: row_threads(d) },
-            // Up to a warp: the threads of a block have many rows at once.
+            // Up to a warp per row: a block has many rows at once.
             ..=32 => Self::Packs { packs: 1, lanes: n_packs.next_power_of_two(), threads: FLAT_THREADS },
             33..=64 => Self::Packs { packs: 2, lanes: WARP, threads: FLAT_THREADS },
             65..=128 => Self::Packs { packs: 4, lanes: WARP, threads: FLAT_THREADS },
@@ -99,7 +99,7 @@ impl Threads {
         }
     }
 
-    /// Blocks of a backward, all at once on an H100: its registers have room for half of the larger ones.
+    /// Returns the blocks of a backward, all resident on an H100. Its registers hold half of the larger ones.
     fn blocks(self) -> usize {
         match self {
             Self::Packs { packs, threads, .. } if packs * threads > 384 => columns::BLOCKS / 2,
@@ -107,7 +107,7 @@ impl Threads {
         }
     }
 
-    /// Rows that a block has at once.
+    /// Returns the rows per block.
     fn rows(self) -> usize {
         match self {
             Self::Packs { lanes, threads, .. } => threads / lanes,
@@ -116,14 +116,15 @@ impl Threads {
     }
 }
 
-/// Adds the sum of dy n over rows to `dw` and returns dx plus what it is added to, where they are wanted. Rows are read once.
+/// Adds the sum of dy n over rows to `dw`, and returns dx plus the accumulated gradient, each if needed. Rows are read
+/// once.
 pub(super) fn backward(
     [x, w, dy, rstd]: [&Tensor; 4],
     plus: Option<&Tensor>,
     dw: Option<&Tensor>,
     wants_dx: bool,
 ) -> Result<Option<Tensor>> {
-    // Times that a block has rows, at least: each of them leaves a row of sums.
+    // Fewest rows per block, in rounds: each block writes a row of sums.
     const LEAST_TURNS: usize = 4;
     let on = gpu(OP, x)?;
     let (t, d) = (rstd.elem_count(), w.elem_count());
@@ -140,11 +141,11 @@ pub(super) fn backward(
     args.extend([Arg::I32(t as i32), Arg::I32(d as i32)]);
     args.extend(threads.lanes());
     let name = threads.kernel("backward", suffix(OP, x.dtype())?);
-    // SAFETY: x, dy, dx and what it is added to have t rows of d elements, w one, rstd t elements, and there is a row of sums
-    // for each block.
+    // SAFETY: x, dy, dx and the accumulated gradient have t rows of d elements, w one row, rstd t elements. There is a
+    // row of sums for each block.
     unsafe { KERNELS.launch(on, &name, [n_parts, 1, 1], threads.of_block(), &args)? };
     if let Some(dw) = dw {
-        // SAFETY: the kernel has written so many rows of d.
+        // SAFETY: the kernel has written n_parts rows of d elements.
         unsafe { columns::add_parts(&KERNELS, on, parts_at, [n_parts, d], dw)? };
     }
     Ok(dx.map(|dx| dx.into_tensor(x.shape())))

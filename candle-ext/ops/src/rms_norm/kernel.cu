@@ -1,12 +1,12 @@
-// rms_norm: t rows, d elements, W of them at a time.
+// rms_norm: t rows, d elements, W at a time.
 //
-// `lanes` threads have a row, each P packs of W of its elements: a power of two of them, up to a warp, of a block of 256, or
-// all of a block. So each row is read once.
+// `lanes` threads share a row, each with P packs of W elements. `lanes` is a power of two up to a warp in a block of
+// 256 threads, or a whole block. Each row is read once.
 #include <ptx.cuh>
 
 #include "common.cuh"
 
-// How the threads of a block share out rows.
+// Assignment of a block's threads to rows.
 struct Share {
     int lane, group, n_groups;
 
@@ -19,7 +19,7 @@ struct Share {
     }
 };
 
-// Numbers rounded to T.
+// Rounds numbers to T.
 template <typename T, int W> __device__ __forceinline__ void round_all(float (&x)[W]) {
     if constexpr (sizeof(T) == 2 && W % 2 == 0) {
 #pragma unroll
@@ -35,13 +35,13 @@ template <typename T, int W> __device__ __forceinline__ void round_all(float (&x
     }
 }
 
-// The sum over `lanes` neighbours of a warp, a power of two; each gets it. All threads must call.
+// Sum over `lanes` neighbours of a warp, a power of two; each gets it. All threads must call.
 __device__ __forceinline__ float lanes_sum(float x, int lanes) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
     return x;
 }
 
-// The sum over the threads that have a row.
+// Sum over the threads that share a row.
 __device__ __forceinline__ float row_sum(float x, int lanes) { return lanes > 32 ? block_sum(x) : lanes_sum(x, lanes); }
 
 // x + plus, rounded to T.
@@ -53,8 +53,8 @@ __device__ __forceinline__ Pack<T, W> add_packs(const Pack<T, W>& x, const Pack<
     return sum;
 }
 
-// y = x / sqrt(mean(x^2) + eps) * w; the normalised x is rounded before it meets w. With `plus` x is x + plus, and is
-// written to `sum_of_both`.
+// y = x / sqrt(mean(x^2) + eps) * w. The normalised x is rounded before the multiplication by w. With `plus`, x is x +
+// plus, which is written to `sum_of_both`.
 template <int P, int W, typename T>
 __device__ __forceinline__ void forward(const T* x, const T* plus, const T* w, T* sum_of_both, T* y, float* rstd, int t,
                                         int d, int lanes, float eps) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void forward(const T* x, const T* plus, const T* w, T
     }
 }
 
-// The same for rows that are too long for a block's registers, or cannot be read in packs.
+// Variant for rows that are too long for a block's registers or not aligned for packs.
 template <typename T>
 __device__ __forceinline__ void forward_long(const T* x, const T* plus, const T* w, T* sum_of_both, T* y, float* rstd,
                                              int d, float eps) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void forward_long(const T* x, const T* plus, const T*
     y += row * d;
     if (plus != nullptr) {
         sum_of_both += row * d;
-        // Each thread reads back what it has written itself.
+        // Each thread reads only elements that it has written itself.
         for (int i = threadIdx.x; i < d; i += blockDim.x) sum_of_both[i] = narrow<T>(widen(x[i]) + widen(plus[row * d + i]));
         x = sum_of_both;
     }
@@ -119,7 +119,7 @@ __device__ __forceinline__ void forward_long(const T* x, const T* plus, const T*
     }
 }
 
-// partial = the sums of what the groups of `lanes` threads have of the columns of P packs of W, in the order of the groups.
+// partial = the column sums of the groups of `lanes` threads, P packs of W, added in the order of the groups.
 template <int P, int W>
 __device__ __forceinline__ void sum_groups(const float (&sums)[P][W], float* partial, int d, int lanes) {
     __shared__ float of_thread[W][256];
@@ -138,8 +138,8 @@ __device__ __forceinline__ void sum_groups(const float (&sums)[P][W], float* par
     }
 }
 
-// dx = r (g - n mean(g n)) for g = dy w, n = x r, plus another gradient if there is one; and the sums of dy round(n) over this
-// block's rows, which are every gridDim-th. There may be no dx, or no partial sums, to write.
+// dx = r (g - n mean(g n)) for g = dy w, n = x r, plus another gradient if given. Also the sums of dy round(n) over
+// this block's rows, every gridDim-th. dx and the partial sums are optional.
 template <int P, int W, typename T>
 __device__ __forceinline__ void backward(const T* x, const T* w, const T* dy, const float* rstd, const T* plus, T* dx,
                                          float* partial, int t, int d, int lanes) {
@@ -216,7 +216,7 @@ __device__ __forceinline__ void backward(const T* x, const T* w, const T* dy, co
     }
 }
 
-// The same as for `forward_long`: the sums are kept in memory.
+// Variant as `forward_long`: the sums are kept in memory.
 template <typename T>
 __device__ __forceinline__ void backward_long(const T* x, const T* w, const T* dy, const float* rstd, const T* plus,
                                               T* dx, float* partial, int t, int d) {

@@ -1,4 +1,4 @@
-//! y = x / sqrt(mean(x^2) + eps) * w over the last dim; x may be a sum that is computed besides.
+//! RMSNorm: y = x / sqrt(mean(x^2) + eps) * w over the last dim, optionally fused with a residual addition.
 //!
 //! t rows (all leading dims), d elements
 
@@ -13,18 +13,18 @@ use crate::backward::BackwardContext;
 use crate::cost::{Cost, bytes};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
-use crate::recording::{is_tracked, recompute_with, record};
+use crate::recording::{recompute_with, record, requires_grad};
 use crate::span::span;
 use crate::storage::{self, host};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::weight::GradSink;
 use crate::weight::Weight;
 
-/// y = x / sqrt(mean(x^2) + eps) * w over the last dim, in x's dtype. Accumulates in f32.
+/// Computes y = x / sqrt(mean(x^2) + eps) * w over the last dim, in x's dtype, with f32 sums.
 ///
-/// The normalised x is rounded to x's dtype before it meets w, as transformers does it.
-/// With n = x r and r = 1 / sqrt(mean(x^2) + eps): dw += sum(dy n), dx = r (g - n mean(g n)) for
-/// g = dy w.
+/// The normalised x is rounded to x's dtype before the multiplication by w, as in transformers.
+///
+/// With n = x r, r = 1 / sqrt(mean(x^2) + eps) and g = dy w: dw += sum(dy n), dx = r (g - n mean(g n)).
 pub fn rms_norm(x: &Tensor, w: &Weight, eps: f64) -> Result<Tensor> {
     let _span = span("rms_norm", "forward");
     let d = check(x, w)?;
@@ -34,7 +34,7 @@ pub fn rms_norm(x: &Tensor, w: &Weight, eps: f64) -> Result<Tensor> {
     Ok(record_norm(x, input, w, (y, rstd), eps))
 }
 
-/// Returns a + b, in their dtype, and [`rms_norm`] of it: the bits of the two ops in one pass.
+/// Returns a + b, in their dtype, and [`rms_norm`] of the sum. The bits equal those of the two separate ops.
 pub fn add_rms_norm(a: &Tensor, b: &Tensor, w: &Weight, eps: f64) -> Result<(Tensor, Tensor)> {
     let _span = span("add_rms_norm", "forward");
     add::check(a, b)?;
@@ -63,11 +63,11 @@ pub fn rms_norm_cost(n_elements: u64, dtype: DType) -> Cost {
     Cost { saved_bytes: bytes(n_elements, dtype), ..Cost::default() }
 }
 
-/// Records the norm y of x, where `input` is x contiguous.
+/// Records the norm y of x; `input` is x, contiguous.
 fn record_norm(x: &Tensor, input: Tensor, w: &Weight, (y, rstd): (Tensor, Option<Tensor>), eps: f32) -> Tensor {
     let (saved, weight) = (input.clone(), w.clone());
     recompute_with(&y, move || Ok(forward(&saved, &weight, weight.dims()[0], eps)?.0));
-    let (weight, wants_dx) = (w.clone(), is_tracked(x));
+    let (weight, wants_dx) = (w.clone(), requires_grad(x));
     record("rms_norm", [x.into(), w.into()], y, move |dy, context| {
         let saved = SavedNorm { input: &input, weight: &weight, rstd: rstd.as_ref(), eps };
         let context = wants_dx.then_some(context);
@@ -75,7 +75,7 @@ fn record_norm(x: &Tensor, input: Tensor, w: &Weight, (y, rstd): (Tensor, Option
     })
 }
 
-/// Returns y, and on CUDA 1 / sqrt(mean(x^2) + eps) of each row.
+/// Returns y, and on CUDA rstd = 1 / sqrt(mean(x^2) + eps) of each row.
 fn forward(x: &Tensor, w: &Weight, d: usize, eps: f32) -> Result<(Tensor, Option<Tensor>)> {
     on_device!("rms_norm", x, {
         cpu => {
@@ -95,14 +95,14 @@ fn forward(x: &Tensor, w: &Weight, d: usize, eps: f32) -> Result<(Tensor, Option
 struct SavedNorm<'a> {
     input: &'a Tensor,
     weight: &'a Weight,
-    /// 1 / sqrt(mean(x^2) + eps) of each row; saved on CUDA only.
+    /// rstd = 1 / sqrt(mean(x^2) + eps) of each row; saved on CUDA only.
     #[cfg_attr(not(any(feature = "cuda", feature = "emulate")), expect(dead_code, reason = "only CUDA reads it"))]
     rstd: Option<&'a Tensor>,
     eps: f32,
 }
 
 impl SavedNorm<'_> {
-    /// Adds dw to its sink and returns dx plus x's accumulated gradient. Without a context dx is not wanted.
+    /// Adds dw to its sink and returns dx plus x's accumulated gradient. Without a context dx is not computed.
     fn backward(&self, dy: &Tensor, context: Option<&mut BackwardContext<'_>>) -> Result<Option<Tensor>> {
         on_device!("rms_norm", dy, {
             cpu => self.backward_cpu(dy, context),

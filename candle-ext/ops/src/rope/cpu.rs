@@ -1,24 +1,24 @@
-//! The CPU kernel of `rope`: tokens in parallel.
+//! CPU kernel of `rope`: tokens in parallel.
 
 use rayon::prelude::*;
 
-use super::heads::{Heads, Slice, Turn};
+use super::heads::{Heads, RotationDirection, Slice};
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;
 
-/// Elements that one task handles, about.
+/// Elements per task, approximately.
 const BLOCK: usize = 1 << 14;
 
 /// Cosines and sines [t, k/2].
 pub(super) type Table<'a> = (&'a [f32], &'a [f32]);
 
-/// Rotates heads of each token of `x` by the table into those of `y`; copies them without a table.
+/// Rotates heads of each token of `x` by the table into `y`; copies them if there is no table.
 pub(super) fn rotate(
     (x, from): (Floats<'_>, Slice),
     table: Option<Table<'_>>,
     (y, to): (FloatsMut<'_>, Slice),
     Heads { n, dim }: Heads,
-    turn: Turn,
+    direction: RotationDirection,
 ) {
     let width = n * dim;
     if width == 0 {
@@ -32,7 +32,7 @@ pub(super) fn rotate(
             let start = token * from.stride + from.first;
             let x = x.slice(start..start + width).widened(&mut wide);
             match table {
-                Some(table) => rotate_token(x, table, token, &mut out, (dim, turn.sign())),
+                Some(table) => rotate_token(x, table, token, &mut out, (dim, direction.sign())),
                 None => out.copy_from_slice(x),
             }
             y.write(row * to.stride + to.first, &out);

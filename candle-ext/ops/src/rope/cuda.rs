@@ -2,53 +2,55 @@
 
 use candle_core::{Result, Tensor};
 
-use super::heads::{Heads, Slice, Turn};
+use super::heads::{Heads, RotationDirection, Slice};
 use crate::cuda::{Address, Arg, Out, address, gpu, kernels, suffix};
 
 kernels!("rope");
 
 const OP: &str = "rope";
 
-/// Returns heads of `x`, rotated by the f32 tables [t, k/2], without gaps: [t, n, k].
+/// Returns heads of `x`, rotated by the f32 tables [t, k/2], contiguous: [t, n, k].
 pub(super) fn rotated(
     (x, from): (&Tensor, Slice),
     table: Option<[&Tensor; 2]>,
     n_tokens: usize,
     heads: Heads,
-    turn: Turn,
+    direction: RotationDirection,
 ) -> Result<Out> {
     let y = Out::new(gpu(OP, x)?, x.dtype(), n_tokens * heads.n * heads.dim)?;
-    // SAFETY: y has room for the heads of all tokens.
-    unsafe { launch((x, from), table, (y.address, heads.slice()), (n_tokens, heads), turn)? };
+    // SAFETY: y holds the heads of all tokens.
+    unsafe { launch((x, from), table, (y.address, heads.slice()), (n_tokens, heads), direction)? };
     Ok(y)
 }
 
-/// Writes heads of `x` to some of `y`.
+/// Writes rotated heads of `x` to a slice of `y`.
 pub(super) fn rotate_into(
     x: (&Tensor, Slice),
     table: Option<[&Tensor; 2]>,
     (y, to): (&Tensor, Slice),
     (n_tokens, heads): (usize, Heads),
-    turn: Turn,
+    direction: RotationDirection,
 ) -> Result<()> {
     // SAFETY: y has rows of `to.stride` elements for all tokens.
-    unsafe { launch(x, table, (address(OP, y)?, to), (n_tokens, heads), turn) }
+    unsafe { launch(x, table, (address(OP, y)?, to), (n_tokens, heads), direction) }
 }
 
-/// Returns elements in the format and place of x, all to be written.
+/// Allocates n uninitialised elements with the dtype and device of x.
 pub(super) fn unwritten(x: &Tensor, n: usize) -> Result<Out> {
     Out::new(gpu(OP, x)?, x.dtype(), n)
 }
 
+/// Launches the rotation kernel.
+///
 /// # Safety
 ///
-/// `y` must have room for the heads of all tokens where its slice says.
+/// `y` must hold the heads of all tokens in its slice.
 unsafe fn launch(
     (x, from): (&Tensor, Slice),
     table: Option<[&Tensor; 2]>,
     (y, to): (Address, Slice),
     (n_tokens, Heads { n, dim }): (usize, Heads),
-    turn: Turn,
+    direction: RotationDirection,
 ) -> Result<()> {
     let at = |slice: Slice| (slice.first * x.dtype().size_in_bytes()) as Address;
     let [cos, sin] = match table {
@@ -64,11 +66,11 @@ unsafe fn launch(
         Arg::I32(dim as i32),
         Arg::I64(from.stride as i64),
         Arg::I64(to.stride as i64),
-        Arg::F32(turn.sign()),
+        Arg::F32(direction.sign()),
     ];
-    // Eight pairs each, as far as that goes.
+    // Eight pairs per thread, within the block size limits.
     let threads = (n * dim / 16).next_multiple_of(32).clamp(32, 256);
     let name = format!("rotate_{}", suffix(OP, x.dtype())?);
-    // SAFETY: x and y have rows of their strides for each token, the tables [t, k/2].
+    // SAFETY: x and y have rows of their strides for each token; the tables are [t, k/2].
     unsafe { KERNELS.launch(gpu(OP, x)?, &name, [n_tokens, 1, 1], threads, &args) }
 }

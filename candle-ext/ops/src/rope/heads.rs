@@ -1,23 +1,23 @@
-//! The heads that a rotation reads or writes, and its direction.
+//! Heads that a rotation reads or writes, and its direction.
 
-/// The direction of a rotation. The backward of a rotation is the rotation back.
+/// Direction of a rotation. The backward is the inverse rotation.
 #[derive(Clone, Copy)]
-pub(super) enum Turn {
+pub(super) enum RotationDirection {
     Forward,
-    Back,
+    Inverse,
 }
 
-impl Turn {
-    /// The factor of the sine.
+impl RotationDirection {
+    /// Returns the sign of the sine.
     pub(super) fn sign(self) -> f32 {
         match self {
             Self::Forward => 1.0,
-            Self::Back => -1.0,
+            Self::Inverse => -1.0,
         }
     }
 }
 
-/// The heads that are rotated: `n` of `dim` elements each.
+/// Rotated heads: `n` heads of `dim` elements each.
 #[derive(Clone, Copy)]
 pub(super) struct Heads {
     pub(super) n: usize,
@@ -25,13 +25,13 @@ pub(super) struct Heads {
 }
 
 impl Heads {
-    /// Returns the place of heads that have a tensor to themselves.
+    /// Returns the slice of a tensor that holds only these heads.
     pub(super) fn slice(self) -> Slice {
         Slice { first: 0, stride: self.n * self.dim }
     }
 }
 
-/// The place of heads in a tensor: tokens begin `stride` elements apart, their heads `first` elements later.
+/// Heads within a tensor: tokens start `stride` elements apart, their heads `first` elements later.
 #[derive(Clone, Copy)]
 pub(super) struct Slice {
     pub(super) first: usize,

@@ -1,8 +1,9 @@
-// rope: one block a token. x, y: h heads of k elements, tokens x_stride and y_stride elements apart; cos, sin [t, k/2]; W pairs
-// at a time.
+// rope: one block per token. x, y: h heads of k elements, tokens x_stride and y_stride elements apart; cos, sin
+// [t, k/2]; W pairs at a time.
 #include "common.cuh"
 
-// (a, b) = (x_i, x_{i + k/2}) becomes (a cos - b sin, b cos + a sin); sign -1 turns back. Without a table they stay as they are.
+// (a, b) = (x_i, x_{i + k/2}) becomes (a cos - b sin, b cos + a sin); sign -1 inverts the rotation. Without a table x
+// is copied.
 template <int W, typename T>
 __device__ void rotate(const T* x, const float* cos, const float* sin, T* y, int h, int k, long long x_stride,
                        long long y_stride, float sign) {

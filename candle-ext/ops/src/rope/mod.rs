@@ -1,4 +1,4 @@
-//! Rotary position embedding, half-split: element i of a head is paired with element i + k/2.
+//! Rotary position embedding (RoPE), half-split: element i of a head is paired with element i + k/2.
 //!
 //! t tokens, h query heads, g KV heads, k head dim
 
@@ -16,65 +16,71 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::record;
 use crate::span::span;
 use crate::storage::{self, host, update};
-use heads::{Heads, Slice, Turn};
+use heads::{Heads, RotationDirection, Slice};
 pub use qkv::{QkvHeads, split_qkv};
 
-/// Rotates each pair (a, b) = (x_i, x_{i + k/2}) of `x` [t, h, k] to
-/// (a cos - b sin, b cos + a sin), with f32 `cos` and `sin` [t, k/2].
+/// Rotates each pair `(a, b) = (x_i, x_{i + k/2})` of `x` [t, h, k] to `(a cos - b sin, b cos + a sin)`.
+///
+/// `cos` and `sin` are f32 [t, k/2].
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let _span = span("rope", "forward");
     let heads = check(x, cos, sin)?;
     let table = [cos.contiguous()?, sin.contiguous()?];
-    let y = rotated((&x.contiguous()?, heads.slice()), Some(&table), heads, Turn::Forward)?;
+    let y = rotated((&x.contiguous()?, heads.slice()), Some(&table), heads, RotationDirection::Forward)?;
     Ok(record("rope", [x.into()], y, move |dy, _| {
-        Ok([Some(rotated((dy, heads.slice()), Some(&table), heads, Turn::Back)?)])
+        Ok([Some(rotated((dy, heads.slice()), Some(&table), heads, RotationDirection::Inverse)?)])
     }))
 }
 
-/// Returns the cost of a forward: the f32 tables [t, k/2] are saved once for all calls that share them.
+/// Returns the cost of a forward. The f32 tables [t, k/2] are saved once for all calls that share them.
 pub fn rope_cost(n_tokens: u64, head_dim: u64) -> Cost {
     Cost { saved_bytes: bytes(n_tokens * head_dim, DType::F32), ..Cost::default() }
 }
 
-/// Returns heads of a tensor [t, ..], rotated by cosines and sines if there are some: [t, n, dim].
-fn rotated((x, from): (&Tensor, Slice), table: Option<&[Tensor; 2]>, heads: Heads, turn: Turn) -> Result<Tensor> {
+/// Returns heads of a tensor [t, ..] as [t, n, dim], rotated if there is a table.
+fn rotated(
+    (x, from): (&Tensor, Slice),
+    table: Option<&[Tensor; 2]>,
+    heads: Heads,
+    direction: RotationDirection,
+) -> Result<Tensor> {
     let shape = (x.dim(0)?, heads.n, heads.dim);
     on_device!("rope", x, {
         cpu => {
             let mut y = FloatBuf::unwritten(x.dtype(), shape.0 * heads.n * heads.dim)?;
             with_table(table, |table| {
-                cpu::rotate((host("rope", x)?.floats()?, from), table, (y.view(), heads.slice()), heads, turn);
+                cpu::rotate((host("rope", x)?.floats()?, from), table, (y.view(), heads.slice()), heads, direction);
                 Ok(())
             })?;
             Ok(storage::tensor(y, shape))
         },
         cuda => {
             let table = table.map(|[cos, sin]| [cos, sin]);
-            Ok(cuda::rotated((x, from), table, shape.0, heads, turn)?.into_tensor(shape))
+            Ok(cuda::rotated((x, from), table, shape.0, heads, direction)?.into_tensor(shape))
         },
     })
 }
 
-/// Writes heads x [t, n, dim], rotated if there is a table, to a place in `y` [t, ..].
+/// Writes heads x [t, n, dim], rotated if there is a table, to a slice of `y` [t, ..].
 fn rotate_into(
     x: &Tensor,
     table: Option<&[Tensor; 2]>,
     (y, to): (&Tensor, Slice),
     heads: Heads,
-    turn: Turn,
+    direction: RotationDirection,
 ) -> Result<()> {
     on_device!("rope", x, {
         cpu => with_table(table, |table| {
             let x = host("rope", x)?;
             let x = (x.floats()?, heads.slice());
             update(y, "rope", |y| {
-                cpu::rotate(x, table, (y, to), heads, turn);
+                cpu::rotate(x, table, (y, to), heads, direction);
                 Ok(())
             })
         }),
         cuda => {
             let table = table.map(|[cos, sin]| [cos, sin]);
-            cuda::rotate_into((x, heads.slice()), table, (y, to), (x.dim(0)?, heads), turn)
+            cuda::rotate_into((x, heads.slice()), table, (y, to), (x.dim(0)?, heads), direction)
         },
     })
 }

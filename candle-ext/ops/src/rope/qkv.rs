@@ -1,11 +1,11 @@
-//! The heads of a joined projection of queries, keys and values, apart.
+//! Split of a fused QKV projection into rotated query, key and value heads.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::heads::{Heads, Slice, Turn};
+use super::heads::{Heads, RotationDirection, Slice};
 use super::{check_table, rotate_into, rotated};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
@@ -13,20 +13,21 @@ use crate::recording::record;
 use crate::span::span;
 use crate::storage;
 
-/// The heads of each row of a joined projection: of queries, then of keys, then as many of values.
+/// Heads in each row of a fused QKV projection: queries, then keys, then values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QkvHeads {
-    /// Query heads, h.
+    /// Number of query heads, h.
     pub n_q: usize,
-    /// KV heads, g.
+    /// Number of KV heads, g.
     pub n_kv: usize,
     /// Elements of a head, k.
     pub dim: usize,
 }
 
-/// Splits `qkv` [t, (h + 2 g) k] into q [t, h, k] and k [t, g, k], both rotated as [`rope`](super::rope) does, and v [t, g, k].
+/// Splits `qkv` [t, (h + 2 g) k] into q [t, h, k], k [t, g, k] and v [t, g, k]; rotates q and k as
+/// [`rope`](super::rope).
 ///
-/// Their gradients meet in one tensor: q, k and v must each have one, as attention gives it.
+/// Backward writes their gradients into one tensor, so all three outputs must have a gradient.
 pub fn split_qkv(qkv: &Tensor, heads: QkvHeads, cos: &Tensor, sin: &Tensor) -> Result<[Tensor; 3]> {
     let _span = span("split_qkv", "forward");
     check(qkv, heads, cos, sin)?;
@@ -35,13 +36,13 @@ pub fn split_qkv(qkv: &Tensor, heads: QkvHeads, cos: &Tensor, sin: &Tensor) -> R
     let grad = Rc::new(JoinedGrad { shape: joined.shape().clone(), grad: RefCell::default(), n_written: Cell::new(0) });
     let [q, k, v]: [Result<Tensor>; 3] = heads.parts().map(|part| {
         let (table, grad) = (part.is_rotated.then(|| table.clone()), grad.clone());
-        let y = rotated((&joined, part.slice), table.as_ref(), part.heads, Turn::Forward)?;
+        let y = rotated((&joined, part.slice), table.as_ref(), part.heads, RotationDirection::Forward)?;
         Ok(record("split_qkv", [qkv.into()], y, move |dy, _| Ok([grad.write(dy, table.as_ref(), part)?])))
     });
     Ok([q?, k?, v?])
 }
 
-/// A part of each row.
+/// Part of each row: queries, keys or values.
 #[derive(Clone, Copy)]
 struct Part {
     heads: Heads,
@@ -65,7 +66,7 @@ impl QkvHeads {
     }
 }
 
-/// The gradient of the joined projection, as far as it has been written.
+/// Gradient of the fused projection, written part by part.
 struct JoinedGrad {
     shape: Shape,
     grad: RefCell<Option<Tensor>>,
@@ -73,14 +74,14 @@ struct JoinedGrad {
 }
 
 impl JoinedGrad {
-    /// Writes the gradient of a part. Backward visits the queries last: with theirs the whole is returned.
+    /// Writes the gradient of a part. Backward visits the queries last and then returns the whole gradient.
     fn write(&self, dy: &Tensor, table: Option<&[Tensor; 2]>, part: Part) -> Result<Option<Tensor>> {
         let mut grad = self.grad.borrow_mut();
         let all = match &*grad {
             Some(grad) => grad.clone(),
             None => grad.insert(unwritten(dy, &self.shape)?).clone(),
         };
-        rotate_into(dy, table, (&all, part.slice), part.heads, Turn::Back)?;
+        rotate_into(dy, table, (&all, part.slice), part.heads, RotationDirection::Inverse)?;
         self.n_written.set(self.n_written.get() + 1);
         match (part.slice.first, self.n_written.get()) {
             (0, 3) => Ok(grad.take()),
@@ -90,7 +91,7 @@ impl JoinedGrad {
     }
 }
 
-/// Returns a tensor in the format and place of x whose elements are all to be written.
+/// Allocates an uninitialised tensor with the dtype and device of x.
 fn unwritten(x: &Tensor, shape: &Shape) -> Result<Tensor> {
     on_device!("split_qkv", x, {
         cpu => Ok(storage::tensor(FloatBuf::unwritten(x.dtype(), shape.elem_count())?, shape)),

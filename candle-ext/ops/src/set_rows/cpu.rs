@@ -1,8 +1,8 @@
-//! The CPU kernel of `set_rows`.
+//! CPU kernel of `set_rows`.
 
 use crate::floats::{Floats, FloatsMut};
 
-/// dst[rows[i]] = src[i] for rows of `d` elements.
+/// Computes dst[rows[i]] = src[i] for rows of `d` elements.
 pub(super) fn set_rows(mut dst: FloatsMut<'_>, rows: &[u32], src: Floats<'_>, d: usize) {
     let mut wide = Vec::new();
     for (i, &row) in rows.iter().enumerate() {

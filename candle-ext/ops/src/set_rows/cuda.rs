@@ -10,7 +10,7 @@ kernels!("set_rows");
 const OP: &str = "set_rows";
 const THREADS: usize = 128;
 
-/// dst[rows[i]] = src[i] for rows of `d` elements.
+/// Computes dst[rows[i]] = src[i] for rows of `d` elements.
 pub(super) fn set_rows(dst: &Tensor, rows: &[u32], src: &Tensor, d: usize) -> Result<()> {
     same_dtype(OP, dst, src)?;
     if rows.is_empty() || d == 0 {
@@ -24,6 +24,6 @@ pub(super) fn set_rows(dst: &Tensor, rows: &[u32], src: &Tensor, d: usize) -> Re
         Arg::I32(d as i32),
     ];
     let name = format!("set_rows_{}", suffix(OP, dst.dtype())?);
-    // SAFETY: src has as many rows of d elements as there are numbers, and each is that of a row of dst.
+    // SAFETY: src has rows.len() rows of d elements, and each number is a valid row of dst.
     unsafe { KERNELS.launch(gpu(OP, dst)?, &name, [rows.len(), 1, 1], THREADS, &args) }
 }

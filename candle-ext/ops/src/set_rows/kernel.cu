@@ -1,4 +1,4 @@
-// set_rows: a block for each row of d elements.
+// set_rows: one block per row of d elements.
 #include "common.cuh"
 
 // to[rows[i]] = from[i]

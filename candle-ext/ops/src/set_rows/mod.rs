@@ -1,4 +1,4 @@
-//! Rows written to where they belong in a buffer that stays: keys and values of new tokens, for the tokens after them.
+//! Row-wise writes into a persistent buffer, such as the keys and values of new tokens into a KV cache.
 
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -13,8 +13,10 @@ use crate::storage::{host, same_storage, update};
 
 const OP: &str = "set_rows";
 
-/// dst[rows[i]] = src[i] over the first dim, in place, rounded to the format of `dst` on the CPU; on CUDA the formats are
-/// the same. `dst` is contiguous and another buffer than `src`; no row is named twice.
+/// Writes dst[rows[i]] = src[i] over the first dim, in place, as torch's `index_copy_`.
+///
+/// `dst` is contiguous, another buffer than `src`, and `rows` has no duplicates. The CPU rounds to the dtype of `dst`;
+/// on CUDA the dtypes must agree.
 pub fn set_rows(dst: &Tensor, rows: &[u32], src: &Tensor) -> Result<()> {
     let _span = span(OP, "");
     let src = src.contiguous()?;
@@ -32,7 +34,7 @@ pub fn set_rows(dst: &Tensor, rows: &[u32], src: &Tensor) -> Result<()> {
     })
 }
 
-/// Elements of a row.
+/// Returns the elements of a row. Fails unless the tensors and rows agree.
 fn check(dst: &Tensor, rows: &[u32], src: &Tensor) -> Result<usize> {
     check_dtype(OP, "the destination", dst.dtype())?;
     check_dtype(OP, "the source", src.dtype())?;

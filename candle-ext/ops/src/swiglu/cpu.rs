@@ -1,4 +1,4 @@
-//! The CPU kernel of `swiglu`: rows, or parts of them, in parallel.
+//! CPU kernel of `swiglu`: rows, or parts of rows, in parallel.
 
 use rayon::prelude::*;
 
@@ -7,24 +7,24 @@ use crate::exp::sigmoid;
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;
 
-/// Elements that one task handles, about, and the most that are computed at once.
+/// Elements per task, approximately, and the most elements computed at once.
 const BLOCK: usize = 1 << 12;
 
-/// The inputs: element i of row r is at `r * stride + i` of each.
+/// Inputs; element i of row r is at `r * stride + i` of each.
 #[derive(Clone, Copy)]
 pub(super) struct Inputs<'a> {
     pub(super) gate: Floats<'a>,
     pub(super) up: Floats<'a>,
 }
 
-/// Up to [`BLOCK`] elements of a row: where they are in the inputs and in a task's part of the output [rows, width].
+/// Up to [`BLOCK`] elements of a row: their positions in the inputs and in a task's part of the output [rows, width].
 struct Span {
     input: usize,
     output: usize,
     len: usize,
 }
 
-/// y = silu(gate) up
+/// Computes y = silu(gate) up.
 pub(super) fn forward(Inputs { gate, up }: Inputs<'_>, y: FloatsMut<'_>, gated: Gated) {
     let gated = gated.in_blocks();
     y.chunks(gated.task()).into_par_iter().enumerate().for_each(|(task, mut y)| {
@@ -39,7 +39,7 @@ pub(super) fn forward(Inputs { gate, up }: Inputs<'_>, y: FloatsMut<'_>, gated: 
     });
 }
 
-/// d_up = dy silu(gate), d_gate = dy up s (1 + gate (1 - s)) with s = sigmoid(gate), each in a buffer of its own
+/// Computes d_up = dy silu(gate) and d_gate = dy up s (1 + gate (1 - s)) with s = sigmoid(gate), into two buffers.
 pub(super) fn backward(inputs: Inputs<'_>, dy: Floats<'_>, [d_gate, d_up]: [FloatsMut<'_>; 2], gated: Gated) {
     let gated = gated.in_blocks();
     let outputs = d_gate.chunks(gated.task()).into_par_iter().zip(d_up.chunks(gated.task()));
@@ -52,7 +52,7 @@ pub(super) fn backward(inputs: Inputs<'_>, dy: Floats<'_>, [d_gate, d_up]: [Floa
     });
 }
 
-/// Writes both gradients to one buffer: rows of `stride` elements, `width` of d_gate and then as many of d_up.
+/// Writes both gradients to one buffer: rows of `stride` elements, `width` of d_gate, then `width` of d_up.
 pub(super) fn backward_joined(inputs: Inputs<'_>, dy: Floats<'_>, d_joined: FloatsMut<'_>, gated: Gated) {
     let Gated { width, stride, .. } = gated;
     let n_rows = gated.task() / width;
@@ -66,7 +66,7 @@ pub(super) fn backward_joined(inputs: Inputs<'_>, dy: Floats<'_>, d_joined: Floa
     });
 }
 
-/// Hands d_gate and d_up to `write`, for the spans of a task of `n` elements.
+/// Calls `write` with d_gate and d_up, for the spans of a task of `n` elements.
 fn for_each_gradient(
     Inputs { gate, up }: Inputs<'_>,
     dy: Floats<'_>,
@@ -96,12 +96,12 @@ fn for_each_gradient(
 }
 
 impl Gated {
-    /// Cuts one long row into rows of a block, the last perhaps shorter.
+    /// Splits one long row into rows of a block; the last may be shorter.
     fn in_blocks(self) -> Self {
         if self.n_rows == 1 { Self { width: BLOCK, stride: BLOCK, ..self } } else { self }
     }
 
-    /// Returns the number of elements that one task writes: whole rows.
+    /// Returns the number of elements per task: whole rows.
     fn task(self) -> usize {
         (BLOCK / self.width).max(1) * self.width
     }

@@ -8,9 +8,9 @@ use crate::cuda::{Address, Arg, FLAT_THREADS, Gpu, Out, address, gpu, kernels, s
 kernels!("swiglu");
 
 const OP: &str = "swiglu";
-/// Elements of a thread, about.
+/// Elements per thread, approximately.
 const PER_THREAD: usize = 8;
-/// The most blocks along the rows of a grid.
+/// Most blocks along the rows of a grid.
 const MOST_ROWS: usize = 65_535;
 
 /// Returns y.
@@ -19,7 +19,7 @@ pub(super) fn forward(source: &Source) -> Result<Out> {
     let y = Out::new(on, like.dtype(), gated.n_rows * gated.width)?;
     let [gate, up] = addresses(source)?;
     let args = [Arg::Address(gate), Arg::Address(up), Arg::Address(y.address)];
-    // SAFETY: gate and up have n_rows rows of `width` elements, `stride` apart, y as many without gaps.
+    // SAFETY: gate and up have n_rows rows of `width` elements, `stride` apart; y is contiguous.
     unsafe { launch(on, &format!("forward_{}", suffix(OP, like.dtype())?), &args, gated)? };
     Ok(y)
 }
@@ -32,7 +32,7 @@ pub(super) fn backward(source: &Source, dy: &Tensor) -> Result<Vec<Tensor>> {
     let d_gate = outs[0].address;
     let d_up = outs.get(1).map_or_else(|| d_gate + (up - gate), |d_up| d_up.address);
     let args = [gate, up, address(OP, dy)?, d_gate, d_up].map(Arg::Address);
-    // SAFETY: as above; the gradients lie as gate and up do.
+    // SAFETY: as above; the gradients have the layout of gate and up.
     unsafe { launch(on, &format!("backward_{}", suffix(OP, like.dtype())?), &args, gated)? };
     Ok(outs.into_iter().zip(source.tensors()).map(|(out, x)| out.into_tensor(x.shape())).collect())
 }
@@ -48,12 +48,14 @@ fn addresses(source: &Source) -> Result<[Address; 2]> {
     }
 }
 
+/// Launches a kernel over all rows.
+///
 /// # Safety
 ///
 /// `args` must be the kernel's parameters before its sizes.
 unsafe fn launch(on: Gpu, name: &str, args: &[Arg], Gated { n_rows, width, stride }: Gated) -> Result<()> {
     let sizes = [Arg::I32(n_rows as i32), Arg::I64(width as i64), Arg::I64(stride as i64)];
     let grid = [width.div_ceil(PER_THREAD * FLAT_THREADS), n_rows.min(MOST_ROWS), 1];
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe { KERNELS.launch(on, name, grid, FLAT_THREADS, &[args, &sizes].concat()) }
 }

@@ -1,4 +1,4 @@
-// swiglu: n_rows rows of `width` elements, W of them at a time. Rows of gate and up begin `stride` elements apart, those of y
+// swiglu: n_rows rows of `width` elements, W at a time. Rows of gate and up start `stride` elements apart, those of y
 // `width`. A block has some columns of every gridDim.y-th row.
 #include "common.cuh"
 
@@ -21,7 +21,7 @@ __device__ void forward(const T* gate, const T* up, T* y, int n_rows, long long 
     }
 }
 
-// d_up = dy gate s, d_gate = dy up s (1 + gate (1 - s)) for s = sigmoid(gate); they lie as gate and up do
+// d_up = dy gate s, d_gate = dy up s (1 + gate (1 - s)) for s = sigmoid(gate), in the layout of gate and up
 template <int W, typename T>
 __device__ void backward(const T* gate, const T* up, const T* dy, T* d_gate, T* d_up, int n_rows, long long width,
                          long long stride) {

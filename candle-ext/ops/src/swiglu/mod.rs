@@ -1,4 +1,4 @@
-//! silu(gate) * up, the gated activation of Llama's MLP.
+//! SwiGLU: silu(gate) * up, the gated activation of Llama's MLP.
 
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -15,7 +15,7 @@ use crate::span::span;
 use crate::storage::{self, host};
 use source::Source;
 
-/// y = gate * sigmoid(gate) * up, element by element, computed in f32 and rounded once.
+/// Computes y = gate * sigmoid(gate) * up, element by element, in f32 and rounded once.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let _span = span("swiglu", "forward");
     check(gate, up)?;
@@ -27,7 +27,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     }))
 }
 
-/// Computes [`swiglu`] of `gate_up` [.., 2f], each row a gate of f elements followed by its up: y [.., f].
+/// Computes [`swiglu`] of a fused projection `gate_up` [.., 2f]: f elements of gate, then f of up. Returns y [.., f].
 pub fn swiglu_joined(gate_up: &Tensor) -> Result<Tensor> {
     let _span = span("swiglu", "forward");
     check_dtype("swiglu", "the gate", gate_up.dtype())?;
@@ -44,7 +44,7 @@ pub fn swiglu_cost(n_outputs: u64, dtype: DType) -> Cost {
     Cost { saved_bytes: bytes(2 * n_outputs, dtype), ..Cost::default() }
 }
 
-/// Computes y, which a backward may compute again.
+/// Computes y, which backward may recompute.
 fn forward_recomputable(source: &Source) -> Result<Tensor> {
     let y = forward(source)?;
     let again = source.clone();
@@ -91,7 +91,7 @@ fn backward_cpu(source: &Source, dy: &Tensor) -> Result<Vec<Tensor>> {
     Ok(grads.into_iter().zip(source.tensors()).map(|(grad, x)| storage::tensor(grad, x.shape())).collect())
 }
 
-/// Calls `f` with the elements of gate and up, if there are some.
+/// Calls `f` with the elements of gate and up, if there are any.
 fn with_inputs(source: &Source, f: impl FnOnce(cpu::Inputs) -> Result<()>) -> Result<()> {
     let first = host("swiglu", source.tensor())?;
     match source {

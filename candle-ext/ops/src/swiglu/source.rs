@@ -1,4 +1,4 @@
-//! The tensors that hold gate and up, and their sizes.
+//! Input tensors of SwiGLU, and their sizes.
 
 use candle_core::{Shape, Tensor};
 
@@ -6,11 +6,11 @@ use candle_core::{Shape, Tensor};
 #[derive(Clone)]
 pub(super) enum Source {
     Two(Tensor, Tensor),
-    /// In one tensor [.., 2f].
+    /// One tensor [.., 2f], gate before up in each row.
     Joined(Tensor),
 }
 
-/// The sizes: `n_rows` of `width` elements, whose gates begin `stride` elements apart, as do the ups.
+/// Sizes: `n_rows` rows of `width` elements. Rows of gate start `stride` elements apart, as do those of up.
 #[derive(Clone, Copy)]
 pub(super) struct Gated {
     pub(super) n_rows: usize,
@@ -19,7 +19,7 @@ pub(super) struct Gated {
 }
 
 impl Source {
-    /// Returns the first of its tensors.
+    /// Returns the first of the tensors.
     pub(super) fn tensor(&self) -> &Tensor {
         match self {
             Self::Two(gate, _) => gate,

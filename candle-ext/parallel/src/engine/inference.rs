@@ -4,7 +4,9 @@
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::Seams;
-use candlewick_ops::{Reduction, Rows, Seqs, TokenScores, Upstream, span, stay_awake, to_host, token_scores};
+use candlewick_ops::{
+    CuSeqlens, LossGrad, Reduction, RowRanges, TokenScores, span, spin_workers, to_host, token_scores,
+};
 
 use super::{Engine, Micro};
 use crate::placement::SequenceParallel;
@@ -53,7 +55,7 @@ impl Engine {
     /// The loss of as many tokens as ranks can share evenly.
     fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Option<Tensor>> {
         let _span = span("evaluation", "forward");
-        let _awake = stay_awake(&self.device);
+        let _spinning = spin_workers(&self.device);
         let Part { micro, .. } = &self.part(micro)?;
         self.with_seams(None, |seams| {
             let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, seams)?;
@@ -61,7 +63,7 @@ impl Engine {
             let weights = self.store.fetch(self.head())?;
             let lm_head = self.model.lm_head(weights)?;
             let normed = seams.enter(&self.model.norm(weights, &x_td)?)?;
-            let loss = self.cross_entropy(&normed, &lm_head, &micro.targets, reduction, Upstream::NoGrad)?.loss;
+            let loss = self.cross_entropy(&normed, &lm_head, &micro.targets, reduction, LossGrad::NoGrad)?.loss;
             self.store.release(self.head());
             Ok(Some(loss))
         })
@@ -82,7 +84,7 @@ impl Engine {
     }
 
     fn logits_of(&self, tokens: &Tokens, rows: &[u32], seams: &dyn Seams) -> Result<Tensor> {
-        let _awake = stay_awake(&self.device);
+        let _spinning = spin_workers(&self.device);
         let logits = match self.rows_of(tokens, rows, seams)? {
             Some(x_td) => {
                 let weights = self.store.fetch(self.head())?;
@@ -99,7 +101,7 @@ impl Engine {
     /// time. On the CPU the bits of an answer do not depend on what else is asked; one token alone in a forward is the
     /// exception. All ranks that share the model call it, and get the same.
     pub fn token_scores(&self, tokens: &Tokens, asked: &[Asked], seams: &dyn Seams) -> Result<TokenScores> {
-        let _awake = stay_awake(&self.device);
+        let _spinning = spin_workers(&self.device);
         let (rows, ids): (Vec<u32>, Vec<u32>) = asked.iter().map(|asked| (asked.row, asked.id)).unzip();
         let (rows, ids) = (in_pairs(&rows), in_pairs(&ids));
         let scores = match self.rows_of(tokens, &rows, seams)? {
@@ -107,7 +109,7 @@ impl Engine {
                 let weights = self.store.fetch(self.head())?;
                 let lm_head = self.model.lm_head(weights)?;
                 let normed = self.model.norm(weights, &x_td)?;
-                let chunk = self.rows_of_logits(self.n_vocab()).next_multiple_of(2);
+                let chunk = self.max_logit_rows(self.n_vocab()).next_multiple_of(2);
                 let scores = match &self.tensor {
                     None => token_scores(&normed, &lm_head, &ids, chunk)?,
                     Some(_) => self.scores_of_parts(&normed, weights, &ids, chunk)?,
@@ -115,16 +117,16 @@ impl Engine {
                 self.store.release(self.head());
                 scores
             }
-            None => TokenScores { logprobs: vec![0.0; ids.len()], is_top: vec![false; ids.len()] },
+            None => TokenScores { logprobs: vec![0.0; ids.len()], is_greedy: vec![false; ids.len()] },
         };
-        let marks = scores.is_top.iter().map(|is_top| f32::from(u8::from(*is_top)));
+        let marks = scores.is_greedy.iter().map(|is_greedy| f32::from(u8::from(*is_greedy)));
         let numbers: Vec<f32> = scores.logprobs.iter().copied().chain(marks).collect();
         let all = self.told_by_last_stage(&Tensor::from_vec(numbers, (2, ids.len()), &self.device)?)?;
         let all = to_host(&all)?.to_vec2::<f32>()?;
         let n = asked.len();
         Ok(TokenScores {
             logprobs: all[0][..n].to_vec(),
-            is_top: all[1][..n].iter().map(|mark| *mark != 0.0).collect(),
+            is_greedy: all[1][..n].iter().map(|mark| *mark != 0.0).collect(),
         })
     }
 
@@ -145,7 +147,7 @@ impl Engine {
                 let sum: f32 = logits.iter().map(|logit| (logit - max).exp()).sum();
                 let at_target = logits[*id as usize];
                 scores.logprobs.push(at_target - max - sum.ln());
-                scores.is_top.push(logits.iter().position(|logit| *logit == max) == Some(*id as usize));
+                scores.is_greedy.push(logits.iter().position(|logit| *logit == max) == Some(*id as usize));
             }
         }
         Ok(scores)
@@ -174,7 +176,7 @@ impl Engine {
     fn rows_of(&self, tokens: &Tokens, rows: &[u32], seams: &dyn Seams) -> Result<Option<Tensor>> {
         let _span = span("evaluation", "forward");
         let Tokens { ids, positions } = tokens;
-        let seqs = Seqs::packed(vec![0, ids.len()])?;
+        let seqs = CuSeqlens::packed(vec![0, ids.len()])?;
         // A few tokens cannot be shared out.
         let tensor = self
             .tensor
@@ -188,9 +190,9 @@ impl Engine {
     }
 
     /// What the last block gives, on the stage that has it.
-    fn hidden(&self, ids: &Tensor, positions: &[u32], seqs: &Seqs, seams: &dyn Seams) -> Result<Option<Tensor>> {
+    fn hidden(&self, ids: &Tensor, positions: &[u32], seqs: &CuSeqlens, seams: &dyn Seams) -> Result<Option<Tensor>> {
         let (cos, sin) = self.model.rope(positions, &self.device)?;
-        let rows = Rows::all();
+        let rows = RowRanges::all();
         let cx = self.cx([&cos, &sin], seqs, &rows, seams);
         let (layout, stage) = (self.pipeline.layout(), self.pipeline.stage());
         for chunk in 0..layout.n_chunks() {

@@ -1,7 +1,7 @@
 //! The loss of a step: its objective, normaliser and auxiliary losses; and what a step reports of them.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candlewick_ops::{Tape, Upstream, add};
+use candlewick_ops::{LossGrad, Tape, add};
 
 use crate::objective::{AuxiliaryLoss, CausalLm, Objective};
 
@@ -53,10 +53,10 @@ impl LossScale {
         Self { factor, ..self }
     }
 
-    pub(super) fn upstream(&self) -> Upstream<'_> {
+    pub(super) fn upstream(&self) -> LossGrad<'_> {
         match &self.factor {
-            Some(factor) => Upstream::Scaled(self.mean, factor),
-            None => Upstream::Scalar(self.mean),
+            Some(factor) => LossGrad::Scaled(self.mean, factor),
+            None => LossGrad::Scalar(self.mean),
         }
     }
 

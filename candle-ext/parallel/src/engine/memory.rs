@@ -183,7 +183,7 @@ impl HeadCost {
 
     /// Returns the sizes of the matmuls of one chunk of logits.
     pub fn matmuls(&self) -> [GemmSize; 2] {
-        let (n, v, d) = (self.loss.rows_at_once(), self.loss.n_vocab, self.loss.n_in);
+        let (n, v, d) = (self.loss.rows_per_chunk(), self.loss.n_vocab, self.loss.n_in);
         [GemmSize { m: n, n: v, k: d }, GemmSize { m: n, n: d, k: v }]
     }
 

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::Seqs;
+use candlewick_ops::CuSeqlens;
 
 /// One micro-batch: packed sequences on the device.
 #[derive(Clone)]
@@ -15,7 +15,7 @@ pub struct Micro {
     /// The place of each token in its sequence, `t` of them.
     pub positions: Vec<u32>,
     /// Where the sequences begin.
-    pub seqs: Seqs,
+    pub seqs: CuSeqlens,
 }
 
 impl Micro {
@@ -32,12 +32,12 @@ impl Micro {
         }
         let filler = |x: &Tensor| Tensor::zeros(n_filler, x.dtype(), x.device());
         let ignored = (filler(&self.targets)? + Self::IGNORED as f64)?;
-        let ends = self.seqs.cu_q().iter().copied().chain([n_tokens + n_filler]);
+        let ends = self.seqs.cu_seqlens_q().iter().copied().chain([n_tokens + n_filler]);
         Ok(Cow::Owned(Self {
             ids: Tensor::cat(&[&self.ids, &filler(&self.ids)?], 0)?,
             targets: Tensor::cat(&[&self.targets, &ignored], 0)?,
             positions: self.positions.iter().copied().chain(0..n_filler as u32).collect(),
-            seqs: Seqs::packed(ends.collect())?,
+            seqs: CuSeqlens::packed(ends.collect())?,
         }))
     }
 }

@@ -17,8 +17,8 @@ use candle_core::{Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{Cx, MlpRows, Model, OneDevice, Seams, Weights};
 use candlewick_ops::{
-    AttentionChoice, CrossEntropy, LossAndGrad, Reduction, Rows, Seqs, Upstream, Weight, linear_cross_entropy,
-    linear_cross_entropy_part, logits_bytes, rows_of_logits,
+    AttentionChoice, CrossEntropy, CuSeqlens, LossAndGrad, LossGrad, Reduction, RowRanges, Weight,
+    linear_cross_entropy, logits_bytes, max_logit_rows, vocab_parallel_cross_entropy,
 };
 
 use crate::offload::OffloadTarget;
@@ -179,7 +179,7 @@ impl Engine {
     fn part<'m>(&self, micro: &'m Micro) -> Result<Part<'m>> {
         match &self.sequence {
             Some(sequence) => sequence.part(micro),
-            None => Ok(Part { micro: Cow::Borrowed(micro), rows: Rows::all() }),
+            None => Ok(Part { micro: Cow::Borrowed(micro), rows: RowRanges::all() }),
         }
     }
 
@@ -235,7 +235,13 @@ impl Engine {
     }
 
     /// What the blocks of a forward have in common, outside of training.
-    fn cx<'a>(&self, [cos, sin]: [&'a Tensor; 2], seqs: &'a Seqs, rows: &'a Rows, seams: &'a dyn Seams) -> Cx<'a> {
+    fn cx<'a>(
+        &self,
+        [cos, sin]: [&'a Tensor; 2],
+        seqs: &'a CuSeqlens,
+        rows: &'a RowRanges,
+        seams: &'a dyn Seams,
+    ) -> Cx<'a> {
         let (attention, mlp_rows) = (self.attention, self.mlp_rows);
         Cx { cos, sin, seqs, dropout_key: None, rows, attention, mlp_rows, seams }
     }
@@ -258,20 +264,20 @@ impl Engine {
         lm_head: &Weight,
         targets: &Tensor,
         reduction: Reduction,
-        upstream: Upstream,
+        upstream: LossGrad,
     ) -> Result<LossAndGrad> {
         let spec =
-            |n_tokens| CrossEntropy { reduction, ignore_index: Micro::IGNORED, chunk: self.rows_of_logits(n_tokens) };
+            |n_tokens| CrossEntropy { reduction, ignore_index: Micro::IGNORED, chunk: self.max_logit_rows(n_tokens) };
         match &self.tensor {
             None => linear_cross_entropy(normed_td, lm_head, targets, &spec(lm_head.dims()[0]), upstream),
             Some(tensor) => tensor.with_vocab(self.model.config().vocab_size(), |part| {
-                linear_cross_entropy_part(normed_td, lm_head, targets, &spec(part.n_largest), upstream, part)
+                vocab_parallel_cross_entropy(normed_td, lm_head, targets, &spec(part.max_shard_rows), upstream, part)
             }),
         }
     }
 
     /// How many rows of logits, of so many tokens each, may exist at once.
-    fn rows_of_logits(&self, n_vocab: usize) -> usize {
-        rows_of_logits(self.logits_bytes as u64, n_vocab as u64) as usize
+    fn max_logit_rows(&self, n_vocab: usize) -> usize {
+        max_logit_rows(self.logits_bytes as u64, n_vocab as u64) as usize
     }
 }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::{Cx, Seams};
-use candlewick_ops::{Reduction, SavedOutputs, Tape, Upstream, save_outputs, span, stay_awake};
+use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, save_outputs, span, spin_workers};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
 use super::{ActivationCheckpointing, Engine, Micro};
@@ -75,7 +75,7 @@ impl Engine {
         for (i, step) in steps.iter().enumerate() {
             let (StageStep::Forward(chunk_pass) | StageStep::Backward(chunk_pass)) = *step;
             let micro_batch = if chunk_pass.micro + 1 == micros.len() { MicroBatch::Last } else { MicroBatch::Earlier };
-            let _awake = stay_awake(&self.device);
+            let _spinning = spin_workers(&self.device);
             match step {
                 StageStep::Forward(_) => {
                     let _span = span("micro-batch", "forward");
@@ -262,7 +262,7 @@ impl Engine {
         let (normed_td, part) = (tape.output(), &state.part);
         let cross_entropy =
             |reduction, upstream| self.cross_entropy(normed_td, &lm_head, &part.micro.targets, reduction, upstream);
-        let token_losses = || self.of_all_tokens(&cross_entropy(Reduction::None, Upstream::NoGrad)?.loss, state.whole);
+        let token_losses = || self.of_all_tokens(&cross_entropy(Reduction::None, LossGrad::NoGrad)?.loss, state.whole);
         let (value, out) = match loss.objective.loss(&TokenLosses::new(state.whole, &token_losses))? {
             MicroLoss::SumOfTokens => {
                 let out = cross_entropy(Reduction::Sum, loss.scale.upstream())?;
@@ -270,7 +270,7 @@ impl Engine {
             }
             MicroLoss::Weighted { loss: value, weights } => {
                 let rows = loss.scale.times_weights(&self.of_own_tokens(&weights, state.whole)?)?;
-                (self.counted_once(value)?, cross_entropy(Reduction::None, Upstream::Rows(&rows))?)
+                (self.counted_once(value)?, cross_entropy(Reduction::None, LossGrad::PerToken(&rows))?)
             }
         };
         let dx = out.dx.expect("an upstream gradient was given");

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{Result, Tensor};
 use candlewick_comm::Reduce;
-use candlewick_ops::{AdamW, GradScaler, Readout, Verdict, span};
+use candlewick_ops::{AdamW, DeviceReadback, GradScaler, StepDecision, span};
 
 use super::{Engine, LossScale, Micro, StepLoss};
 use crate::objective::{AuxiliaryLoss, Objective};
@@ -33,7 +33,7 @@ pub struct Optimizer<'a> {
 pub struct StepReport {
     n_micros: usize,
     auxiliary: Vec<AuxiliaryLoss>,
-    readout: Readout,
+    readout: DeviceReadback,
 }
 
 /// The numbers of a finished step.
@@ -46,7 +46,7 @@ pub struct StepResult {
     /// The mean of each auxiliary loss, without its coefficient, by name.
     pub auxiliary: BTreeMap<String, f64>,
     /// The norm of the gradient and the decision about the update.
-    pub verdict: Verdict,
+    pub verdict: StepDecision,
 }
 
 impl Engine {
@@ -65,9 +65,9 @@ impl Engine {
         let own = Tensor::stack(&[losses.micros, losses.auxiliary].concat(), 0)?;
         let of_all = self.group.all_reduce(&own, Reduce::Sum)?;
         let _span = span("optimizer", "");
-        scaler.judge(&self.store.grad_squares()?, &of_all, [adamw.beta1, adamw.beta2])?;
+        scaler.update(&self.store.grad_squares()?, &of_all, [adamw.beta1, adamw.beta2])?;
         self.store.step(adamw, scaler)?;
-        let readout = Readout::start(&Tensor::cat(&[&own, &of_all, scaler.state()], 0)?)?;
+        let readout = DeviceReadback::start(&Tensor::cat(&[&own, &of_all, scaler.state()], 0)?)?;
         Ok(StepReport { n_micros: batch.micros.len(), auxiliary: batch.auxiliary.to_vec(), readout })
     }
 }
@@ -89,7 +89,7 @@ impl StepReport {
             own_losses: own[..self.n_micros].to_vec(),
             losses: losses.to_vec(),
             auxiliary: self.auxiliary.iter().zip(auxiliary).map(mean).collect(),
-            verdict: Verdict::read(state),
+            verdict: StepDecision::read(state),
         })
     }
 }

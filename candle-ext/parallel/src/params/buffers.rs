@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::{Collective, Pending};
-use candlewick_ops::{Buffer, Weight, WeightStorage, copy_into, send_into};
+use candlewick_ops::{FlatBuffer, Weight, WeightStorage, copy_into, upload_into};
 
 use super::bytes::{StoreBytes, of_buffer, of_tensor};
 use super::layout::{ParamGroup, ParamLayout, PlacedParam};
@@ -24,7 +24,7 @@ pub(crate) struct ShardedBuffers {
 /// Flat run of one group's weights.
 pub(crate) struct WeightRun {
     /// The whole run; ops hold views of it.
-    all: Buffer,
+    all: FlatBuffer,
     /// This rank's shard: a view of `all` where that is resident. It may lie in the host's memory.
     pub(crate) own: Tensor,
     /// True if the whole run stays on the device.
@@ -75,9 +75,9 @@ impl WeightRun {
             true => {
                 let all = Tensor::zeros(n, dtype, device)?;
                 let own = all.narrow(0, shard.start, shard.len())?;
-                (Buffer::of(all), own)
+                (FlatBuffer::from_tensor(all), own)
             }
-            false => (Buffer::away(n, dtype), Tensor::zeros(shard.len(), dtype, location.device(device))?),
+            false => (FlatBuffer::unallocated(n, dtype), Tensor::zeros(shard.len(), dtype, location.device(device))?),
         };
         let shard = Arc::clone(&group.ranks.shard);
         Ok(Self { all, own, is_resident, shard, device: device.clone(), gathering: Mutex::default() })
@@ -103,7 +103,7 @@ impl WeightRun {
     /// Starts the all-gather of a run that is not whole.
     pub(crate) fn prefetch(&self) -> Result<()> {
         let mut gathering = self.gathering.lock().unwrap_or_else(PoisonError::into_inner);
-        if gathering.is_none() && !self.all.is_at_hand() {
+        if gathering.is_none() && !self.all.is_allocated() {
             *gathering = Some(self.shard.start_all_gather(&self.own_on_device()?)?);
         }
         Ok(())
@@ -114,7 +114,7 @@ impl WeightRun {
             return Ok(self.own.clone());
         }
         let own = Tensor::zeros(self.own.shape(), self.own.dtype(), &self.device)?;
-        send_into(&own, &self.own)?;
+        upload_into(&own, &self.own)?;
         Ok(own)
     }
 
@@ -122,7 +122,7 @@ impl WeightRun {
     pub(crate) fn unshard(&self) -> Result<()> {
         self.prefetch()?;
         match self.gathering.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            Some(gathering) => self.all.put(gathering.wait()?),
+            Some(gathering) => self.all.materialize(gathering.wait()?),
             None => Ok(()),
         }
     }
@@ -130,7 +130,7 @@ impl WeightRun {
     /// Frees what other ranks or the host keep.
     pub(crate) fn reshard(&self) {
         if !self.is_resident {
-            self.all.take();
+            self.all.release();
         }
     }
 
@@ -139,17 +139,17 @@ impl WeightRun {
         if !self.is_resident {
             // A run that is gathered, or being gathered, holds stale values.
             self.gathering.lock().unwrap_or_else(PoisonError::into_inner).take();
-            self.all.take();
+            self.all.release();
             return Ok(());
         }
         let gathered = self.shard.all_gather(&self.own)?;
         // A group of one returns its input.
-        if gathered.id() == self.own.id() { Ok(()) } else { copy_into(&self.all.get()?, &gathered) }
+        if gathered.id() == self.own.id() { Ok(()) } else { copy_into(&self.all.data()?, &gathered) }
     }
 
     /// Returns the whole run, which must be unsharded.
     pub(crate) fn whole(&self) -> Result<Tensor> {
-        self.all.get()
+        self.all.data()
     }
 
     /// Returns whether the run is stored whole on each rank.

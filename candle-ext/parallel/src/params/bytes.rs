@@ -1,7 +1,7 @@
 //! Bytes that the parameters and their training state take on the device.
 
 use candle_core::{Device, Tensor};
-use candlewick_ops::Buffer;
+use candlewick_ops::FlatBuffer;
 
 /// Bytes of the parameters on the device that computes, by class. Bytes on the host are left out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,8 +33,8 @@ impl StoreBytes {
 }
 
 /// Returns the bytes of a buffer's elements, zero while it has none.
-pub(super) fn of_buffer(buffer: &Buffer) -> u64 {
-    buffer.get().map_or(0, |flat| n_bytes(&flat))
+pub(super) fn of_buffer(buffer: &FlatBuffer) -> u64 {
+    buffer.data().map_or(0, |flat| n_bytes(&flat))
 }
 
 /// Returns the bytes of a tensor on `device`, zero if it lies elsewhere.

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Result, Tensor};
-use candlewick_ops::{Buffer, GradSink, add, copy_into, zero_};
+use candlewick_ops::{FlatBuffer, GradSink, add, copy_into, zero_};
 
 use super::bytes::of_buffer;
 use super::layout::{ParamGroup, PlacedParam};
@@ -12,9 +12,9 @@ use super::sharding::ZeroStage;
 /// Gradients of a trainable group.
 pub(crate) struct GradRun {
     /// This rank's gradients of the whole run; backward adds to them.
-    all: Buffer,
+    all: FlatBuffer,
     /// This rank's shard of the reduced gradients: a view of `all` where that is resident.
-    own: Buffer,
+    own: FlatBuffer,
     /// Gradients of matrices, which ops overwrite in a step's first micro-batch. All lie before `n_matrices`.
     matrices: Vec<GradSink>,
     n_matrices: usize,
@@ -38,9 +38,9 @@ impl GradRun {
         let (all, own) = if is_resident {
             let all = Tensor::zeros(n, dtype, device)?;
             let own = all.narrow(0, shard.start, shard.len())?;
-            (Buffer::of(all), Buffer::of(own))
+            (FlatBuffer::from_tensor(all), FlatBuffer::from_tensor(own))
         } else {
-            (Buffer::away(n, dtype), Buffer::away(shard.len(), dtype))
+            (FlatBuffer::unallocated(n, dtype), FlatBuffer::unallocated(shard.len(), dtype))
         };
         let mut sinks = HashMap::new();
         for param in &group.params {
@@ -67,12 +67,12 @@ impl GradRun {
     /// Discards all gradients: the next backward writes them.
     pub(crate) fn clear(&self) -> Result<()> {
         if !self.is_resident {
-            self.own.take();
+            self.own.release();
             return Ok(());
         }
         self.matrices.iter().for_each(GradSink::reset);
         let n_others = self.n - self.n_matrices;
-        if n_others == 0 { Ok(()) } else { zero_(&self.all.get()?.narrow(0, self.n_matrices, n_others)?) }
+        if n_others == 0 { Ok(()) } else { zero_(&self.all.data()?.narrow(0, self.n_matrices, n_others)?) }
     }
 
     /// Zeroes the gradients of matrices that no op has written.
@@ -82,18 +82,18 @@ impl GradRun {
 
     /// Allocates the run that backward adds to, if it is not resident.
     pub(crate) fn prepare(&self) -> Result<()> {
-        match self.all.is_at_hand() {
+        match self.all.is_allocated() {
             true => Ok(()),
-            false => self.all.put(Tensor::zeros(self.n, self.dtype, &self.device)?),
+            false => self.all.materialize(Tensor::zeros(self.n, self.dtype, &self.device)?),
         }
     }
 
     /// Returns what backward has added, to be reduced; frees it if it is not resident.
     pub(crate) fn take_unreduced(&self) -> Result<Tensor> {
         self.complete()?;
-        let all = self.all.get()?;
+        let all = self.all.data()?;
         if !self.is_resident {
-            self.all.take();
+            self.all.release();
         }
         Ok(all)
     }
@@ -102,21 +102,21 @@ impl GradRun {
     pub(crate) fn store_reduced(&self, sum: Tensor) -> Result<()> {
         if self.is_resident {
             // A group of one returns its input.
-            return if sum.id() == self.all.get()?.id() { Ok(()) } else { copy_into(&self.own.get()?, &sum) };
+            return if sum.id() == self.all.data()?.id() { Ok(()) } else { copy_into(&self.own.data()?, &sum) };
         }
-        match self.own.take() {
-            Some(before) => self.own.put(add(&before, &sum)?),
-            None => self.own.put(sum),
+        match self.own.release() {
+            Some(before) => self.own.materialize(add(&before, &sum)?),
+            None => self.own.materialize(sum),
         }
     }
 
     /// Returns this rank's shard of the reduced gradients: zeros if there was no gradient.
     pub(crate) fn reduced(&self) -> Result<Tensor> {
         self.complete()?;
-        if !self.own.is_at_hand() {
-            self.own.put(Tensor::zeros(self.own.len(), self.dtype, &self.device)?)?;
+        if !self.own.is_allocated() {
+            self.own.materialize(Tensor::zeros(self.own.len(), self.dtype, &self.device)?)?;
         }
-        self.own.get()
+        self.own.data()
     }
 
     /// Returns the bytes of the run and of the shard.

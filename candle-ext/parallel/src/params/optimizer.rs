@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candlewick_ops::{AdamW, AdamWState, GradScaler, HostCopy, adamw, copy_into, send_into};
+use candlewick_ops::{AdamW, AdamWState, GradScaler, HostBuffer, adamw, copy_into, upload_into};
 
 use super::buffers::ShardedBuffers;
 use super::bytes::{StoreBytes, of_tensor};
@@ -102,7 +102,7 @@ impl AdamWShard {
     fn write_weights(&self) -> Result<()> {
         match self.offload.optimizer {
             _ if self.has_one_copy() => Ok(()),
-            MemoryLocation::Host => send_into(&self.weights, &self.master.to_dtype(self.weights.dtype())?),
+            MemoryLocation::Host => upload_into(&self.weights, &self.master.to_dtype(self.weights.dtype())?),
             MemoryLocation::Device => copy_into(&self.weights, &self.master),
         }
     }
@@ -119,11 +119,11 @@ impl AdamWShard {
         }
         if self.weights.dtype() == self.master.dtype() {
             self.update(hyper, scaler, grad, None)?;
-            return send_into(&self.weights, &self.master);
+            return upload_into(&self.weights, &self.master);
         }
         let compute = Tensor::zeros(self.weights.shape(), self.weights.dtype(), &Device::Cpu)?;
         self.update(hyper, scaler, grad, Some(&compute))?;
-        send_into(&self.weights, &compute)
+        upload_into(&self.weights, &compute)
     }
 
     /// Updates masters and moments by `grad`, and their copy in another format if there is one.
@@ -167,8 +167,8 @@ fn step_on_host(
     if shards.is_empty() {
         return Ok(());
     }
-    let Some(scaler) = scaler.on_host()? else { return Ok(()) };
-    let start = |(group_idx, _): &(&usize, _)| HostCopy::start(&reducer.reduced(**group_idx)?);
+    let Some(scaler) = scaler.to_host()? else { return Ok(()) };
+    let start = |(group_idx, _): &(&usize, _)| HostBuffer::start(&reducer.reduced(**group_idx)?);
     let mut copy = shards.first().map(start).transpose()?;
     for (i, (_, shard)) in shards.iter().enumerate() {
         let next = shards.get(i + 1).map(start).transpose()?;

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor, bail};
 use candlewick_comm::Collective;
 use candlewick_model::Seams;
-use candlewick_ops::{AttentionSpec, Rows, Seqs};
+use candlewick_ops::{AttentionSpec, CuSeqlens, RowRanges};
 
 use crate::engine::Micro;
 use places::Places;
@@ -33,7 +33,7 @@ pub struct Sequence {
 pub(crate) struct Part<'m> {
     pub(crate) micro: Cow<'m, Micro>,
     /// Which tokens these are.
-    pub(crate) rows: Rows,
+    pub(crate) rows: RowRanges,
 }
 
 impl Sequence {
@@ -54,7 +54,7 @@ impl Sequence {
         if !n_tokens.is_multiple_of(self.n_parts()) {
             bail!("{n_tokens} tokens over {} ranks: not divisible", self.n_parts())
         }
-        let rows = Rows::new(self.places(n_tokens).rows(self.context.rank(), self.heads.rank()));
+        let rows = RowRanges::new(self.places(n_tokens).rows(self.context.rank(), self.heads.rank()));
         let part = Micro {
             ids: select(&micro.ids, rows.ranges())?,
             targets: select(&micro.targets, rows.ranges())?,
@@ -92,7 +92,7 @@ impl Seams for Sequence {
         q: &Tensor,
         k: &Tensor,
         v: &Tensor,
-        seqs: &Seqs,
+        seqs: &CuSeqlens,
         spec: &AttentionSpec,
     ) -> Result<Tensor> {
         let ring = Ring::new(Arc::clone(&self.context));

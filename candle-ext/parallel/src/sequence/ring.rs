@@ -15,8 +15,8 @@ use candle_core::{DType, Result, Tensor};
 use candlewick_comm::{Collective, Pending, Recv};
 use candlewick_model::AttentionExchange;
 use candlewick_ops::{
-    self as ops, AttentionHeads, AttentionSpec, BackwardContext, Partial, Piece, PieceInputs, Seqs, attention_piece,
-    attention_piece_backward, compute_or_replay, record,
+    self as ops, AttentionChunk, AttentionHeads, AttentionSpec, BackwardContext, ChunkInputs, CuSeqlens,
+    PartialSoftmax, attention_chunk, attention_chunk_backward, compute_or_replay, record,
 };
 
 use super::places::Places;
@@ -47,7 +47,7 @@ struct RingStep {
     /// The rank that receives this rank's.
     to: usize,
     /// The pieces computed: a chunk of this rank's queries, a chunk of the received keys.
-    work: Vec<(usize, usize, Piece)>,
+    work: Vec<(usize, usize, AttentionChunk)>,
     /// The chunks of this rank that `to` needs.
     sent: [bool; 2],
 }
@@ -79,7 +79,7 @@ impl Ring {
     }
 
     /// Attention of this rank's queries to the keys of all ranks: q [t, h, k], k and v [t, g, k] -> [t, h, k].
-    pub(super) fn attend(&self, [q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec) -> Result<Tensor> {
+    pub(super) fn attend(&self, [q, k, v]: [&Tensor; 3], seqs: &CuSeqlens, spec: &AttentionSpec) -> Result<Tensor> {
         if q.dim(0)? == seqs.n_tokens() {
             // All is here: whatever computes attention elsewhere will do.
             return ops::attention(q, k, v, seqs, spec);
@@ -98,7 +98,7 @@ impl Ring {
         Ok(record("ring_attention", [q.into(), k.into(), v.into()], out, backward))
     }
 
-    fn plan(&self, seqs: &Seqs, spec: &AttentionSpec) -> Result<RingPlan> {
+    fn plan(&self, seqs: &CuSeqlens, spec: &AttentionSpec) -> Result<RingPlan> {
         let (me, n) = (self.ranks.rank(), self.ranks.size());
         let places = Places::new(seqs.n_tokens(), n, 1);
         let steps = (0..n).map(|step| {
@@ -110,13 +110,13 @@ impl Ring {
         Ok(RingPlan { steps: steps.collect::<Result<_>>()?, lens, spec: *spec })
     }
 
-    fn forward(&self, plan: &RingPlan, q: &Tensor, kv: &[Tensor; 2]) -> Result<Partial> {
-        let sum = Partial::nothing(q)?;
+    fn forward(&self, plan: &RingPlan, q: &Tensor, kv: &[Tensor; 2]) -> Result<PartialSoftmax> {
+        let sum = PartialSoftmax::empty(q)?;
         self.steps(plan, kv, |step, here| {
             for (queries, keys, piece) in &step.work {
                 let (first, n) = plan.rows(*queries);
                 let [k, v] = plan.keys_and_values(here, *keys)?;
-                sum.rows(first, n)?.merge(&attention_piece(&q.narrow(0, first, n)?, &k, &v, piece, &plan.spec)?)?;
+                sum.rows(first, n)?.merge(&attention_chunk(&q.narrow(0, first, n)?, &k, &v, piece, &plan.spec)?)?;
             }
             Ok(())
         })?;
@@ -141,8 +141,8 @@ impl Ring {
                 let [k, v] = plan.keys_and_values(here, *keys)?;
                 let [dk, dv] = plan.keys_and_values(&sums, *keys)?;
                 let (q, out, lse, d_out) = (&rows(q)?, &rows(out)?, &rows(lse)?, &rows(d_out)?);
-                let inputs = PieceInputs { q, k: &k, v: &v, out, lse, d_out };
-                attention_piece_backward(&inputs, piece, &plan.spec, [&rows(&dq)?, &dk, &dv])?;
+                let inputs = ChunkInputs { q, k: &k, v: &v, out, lse, d_out };
+                attention_chunk_backward(&inputs, piece, &plan.spec, [&rows(&dq)?, &dk, &dv])?;
             }
             if !is_own {
                 let before = grads_in_flight.replace(self.start_send_grads(step, sums, &own)?);
@@ -227,16 +227,16 @@ impl RingPlan {
 /// What a rank computes with the keys of another: each pair of chunks of which some query sees some key.
 fn work(
     places: &Places,
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     spec: &AttentionSpec,
     rank: usize,
     other: usize,
-) -> Result<Vec<(usize, usize, Piece)>> {
+) -> Result<Vec<(usize, usize, AttentionChunk)>> {
     let mut work = Vec::new();
     for (queries, of_queries) in places.chunks(rank).into_iter().enumerate() {
         for (keys, of_keys) in places.chunks(other).into_iter().enumerate() {
-            let piece = seqs.piece(of_queries.clone(), of_keys)?;
-            if !piece.is_hidden(spec) {
+            let piece = seqs.chunk(of_queries.clone(), of_keys)?;
+            if !piece.is_fully_masked(spec) {
                 work.push((queries, keys, piece));
             }
         }
@@ -245,7 +245,7 @@ fn work(
 }
 
 /// Which chunks of keys there is work with.
-fn seen(work: &[(usize, usize, Piece)]) -> [bool; 2] {
+fn seen(work: &[(usize, usize, AttentionChunk)]) -> [bool; 2] {
     [0, 1].map(|chunk| work.iter().any(|(_, keys, _)| *keys == chunk))
 }
 

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Options, World, threads};
 use candlewick_model::Seams;
-use candlewick_ops::{AttentionChoice, AttentionSpec, SavedOutputs, Seqs, Tape, attention, save_outputs};
+use candlewick_ops::{AttentionChoice, AttentionSpec, CuSeqlens, SavedOutputs, Tape, attention, save_outputs};
 
 use super::{Sequence, places::Places, select};
 
@@ -16,12 +16,12 @@ fn spec(window: Option<usize>) -> AttentionSpec {
     AttentionSpec { scale: 0.3, causal: true, window, choice: AttentionChoice::default() }
 }
 
-fn packed(lens: &[usize]) -> Seqs {
+fn packed(lens: &[usize]) -> CuSeqlens {
     let ends = lens.iter().scan(0, |end, len| {
         *end += len;
         Some(*end)
     });
-    Seqs::packed(std::iter::once(0).chain(ends).collect()).unwrap()
+    CuSeqlens::packed(std::iter::once(0).chain(ends).collect()).unwrap()
 }
 
 /// q, k, v and a gradient of the output for n tokens.
@@ -59,7 +59,7 @@ enum Forwards {
 /// The same on `cp` times `sp` ranks, put together again; and the bytes that each rank sent to single others.
 fn on_ranks(
     (cp, sp): (usize, usize),
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     spec: &AttentionSpec,
     dtype: DType,
     forwards: Forwards,

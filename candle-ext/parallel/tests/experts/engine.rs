@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::{Degrees, Mesh};
 use candlewick_comm::{Options, threads};
 use candlewick_model::{Config, Dim, GroupKind, Model};
-use candlewick_ops::{GradPolicy, GradScaler, Seqs};
+use candlewick_ops::{CuSeqlens, GradPolicy, GradScaler};
 use candlewick_parallel::{
     ActivationCheckpointing, CpuOffload, Engine, Formats, Groups, Layout, LossScale, Micro, Mode, ParamStore,
     SequenceParallel, StoreOptions, ZeroStage,
@@ -24,7 +24,7 @@ fn micro(step: usize, rank: usize, n_ranks: usize) -> Micro {
         targets: Tensor::from_iter(tokens.iter().map(|token| token.target), &Device::Cpu).unwrap(),
         // Sequences of one token each: any rank may have any of them.
         positions: vec![0; tokens.len()],
-        seqs: Seqs::packed((0..=tokens.len()).collect()).unwrap(),
+        seqs: CuSeqlens::packed((0..=tokens.len()).collect()).unwrap(),
     }
 }
 
@@ -51,7 +51,7 @@ fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<
         store.fill(initial)?;
         let checkpointing = vec![ActivationCheckpointing::None, ActivationCheckpointing::Full];
         let engine = Engine::new(model, store, checkpointing, Arc::clone(&groups.loss), Device::Cpu);
-        let policy = GradPolicy { max_norm: Some(MAX_NORM), ..GradPolicy::PLAIN };
+        let policy = GradPolicy { max_norm: Some(MAX_NORM), ..GradPolicy::NO_CLIP_NO_SCALE };
         let scaler = GradScaler::new(policy, 0, &Device::Cpu)?;
         let mut norms = Vec::new();
         for step in 0..3 {
@@ -60,7 +60,7 @@ fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<
             engine.forward_backward(&micros, &LossScale::mean_over(2.0 * N_TOKENS as f64), |_| 0)?;
             let squares = engine.store().grad_squares()?;
             norms.push(squares.sum_all()?.to_scalar::<f64>()?.sqrt());
-            scaler.judge(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
+            scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
             engine.store().step(&HYPER, &scaler)?;
         }
         let masters = engine.store().masters().map(|master| master?.1.flatten_all()?.to_vec1());

@@ -46,7 +46,7 @@ fn train(setup: Setup, steps: Range<usize>, from: Option<&Saved>) -> Outcome {
     let ranks = threads::run(setup.degrees.n_ranks(), Options::default(), |world| -> Result<_> {
         let rank = Rank::new(world, setup)?;
         from.map_or(Ok(()), |saved| load(&rank.store, saved))?;
-        let policy = GradPolicy { max_norm: Some(MAX_NORM), ..GradPolicy::PLAIN };
+        let policy = GradPolicy { max_norm: Some(MAX_NORM), ..GradPolicy::NO_CLIP_NO_SCALE };
         let scaler = GradScaler::new(policy, steps.start, &Device::Cpu)?;
         let done = steps.clone().map(|step| rank.step(step, &scaler)).collect::<Result<Vec<_>>>()?;
         let pieces = pieces(&rank.store)?;

@@ -10,7 +10,7 @@ use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Collective, World, sum};
 use candlewick_model::{Dim, GroupKind, Init, ParamSpec, Region, Unit, UnitKind, Weights};
 use candlewick_ops::{
-    AdamW, CrossEntropy, GradScaler, Precision, Reduction, Tape, Upstream, WeightStorage, add, embedding, linear,
+    AdamW, CrossEntropy, GradScaler, LossGrad, OutputDtype, Reduction, Tape, WeightStorage, add, embedding, linear,
     linear_cross_entropy, record, rms_norm,
 };
 use candlewick_parallel::{
@@ -124,11 +124,11 @@ impl Rank {
         let rows = 0..experts.len() * F;
         let mask = tokens.iter().flat_map(|token| rows.clone().map(|row| f32::from(u8::from(is_own(token, row)))));
         let mask = Tensor::from_iter(mask, &Device::Cpu)?.reshape((tokens.len(), rows.len()))?;
-        let h = linear(&rms_norm(x_td, w.named("norm")?, 1e-5)?, w.named("mix")?, None, Precision::Compute)?;
-        let up = linear(&h, w.named("up")?, Some(w.named("up_bias")?), Precision::Compute)?;
+        let h = linear(&rms_norm(x_td, w.named("norm")?, 1e-5)?, w.named("mix")?, None, OutputDtype::SameAsInput)?;
+        let up = linear(&h, w.named("up")?, Some(w.named("up_bias")?), OutputDtype::SameAsInput)?;
         let routed = (&up * &mask)?;
         let routed = record("route", [(&up).into()], routed, move |dy, _| Ok([Some((dy * &mask)?)]));
-        add(x_td, &linear(&routed, w.named("down")?, None, Precision::Compute)?)
+        add(x_td, &linear(&routed, w.named("down")?, None, OutputDtype::SameAsInput)?)
     }
 
     /// Adds the gradient of the mean loss over a step's tokens, and returns the sum of these tokens' losses.
@@ -148,7 +148,7 @@ impl Rank {
         store.prepare_grads(2)?;
         let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: Micro::IGNORED, chunk: 64 };
         let head = store.fetch(2)?.named("head")?.clone();
-        let upstream = Upstream::Scalar(1.0 / N_TOKENS as f64);
+        let upstream = LossGrad::Scalar(1.0 / N_TOKENS as f64);
         let out = linear_cross_entropy(block.output(), &head, &targets, &spec, upstream)?;
         done(2)?;
         store.fetch(1)?;
@@ -173,7 +173,7 @@ impl Rank {
         self.store.wait_grad_reduction()?;
         let squares = self.store.grad_squares()?;
         let norm = squares.sum_all()?.to_scalar::<f64>()?.sqrt();
-        scaler.judge(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
+        scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
         self.store.step(&HYPER, scaler)?;
         Ok([sum(&*self.all, loss)? / N_TOKENS as f64, norm])
     }

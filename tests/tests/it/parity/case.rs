@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use candlewick_model::{Config, LoraConfig, Model};
-use candlewick_ops::{Seqs, WeightStorage};
+use candlewick_ops::{CuSeqlens, WeightStorage};
 use candlewick_parallel::Micro;
 use serde_json::json;
 
@@ -154,6 +154,6 @@ fn packed(sequences: &[Vec<(u32, i64)>]) -> Micro {
         ids: Tensor::new(ids, &Device::Cpu).unwrap(),
         targets: Tensor::new(targets, &Device::Cpu).unwrap(),
         positions: sequences.iter().flat_map(|sequence| 0..sequence.len() as u32).collect(),
-        seqs: Seqs::packed(ends).unwrap(),
+        seqs: CuSeqlens::packed(ends).unwrap(),
     }
 }

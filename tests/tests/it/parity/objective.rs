@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, sum, threads};
 use candlewick_model::Seams;
-use candlewick_ops::{self as ops, AttentionSpec, GradPolicy, GradScaler, Seqs};
+use candlewick_ops::{self as ops, AttentionSpec, CuSeqlens, GradPolicy, GradScaler};
 use candlewick_parallel::{
     AuxiliaryLoss, CausalLm, Engine, LossScale, MicroLoss, Objective, Optimizer, Schedule, SequenceParallel, StepLoss,
     TokenLosses, TrainBatch, ZeroStage,
@@ -41,7 +41,7 @@ impl Seams for QueryEnergy {
         q: &Tensor,
         k: &Tensor,
         v: &Tensor,
-        seqs: &Seqs,
+        seqs: &CuSeqlens,
         spec: &AttentionSpec,
     ) -> Result<Tensor> {
         let twice_q = (q * 2.0)?;
@@ -79,7 +79,8 @@ fn step(way: Way, kind: Kind, objective: &'static dyn Objective, auxiliary: &[Au
         }
         let (micros, n_targets) = micros(BATCHING, 0, rank, n_ranks);
         let n_targets = sum(engine.group(), n_targets)? / way.n_counts();
-        let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::PLAIN }, 0, &Device::Cpu)?;
+        let scaler =
+            GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
         let batch = TrainBatch { micros: &micros, dropout_keys: &[5, 6], n_targets, auxiliary };
         let optimizer = Optimizer { adamw: HYPER, scaler: &scaler };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;

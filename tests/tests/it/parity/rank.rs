@@ -223,7 +223,7 @@ fn of_rank(
     let (rank, n_ranks) = seat(world, way);
     let stage = Mesh::new(way.degrees, world.size()).unwrap().place(world.rank(), Axis::Pp);
     let engine = engine(world, way, kind, lie)?;
-    let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::PLAIN }, 0, &Device::Cpu)?;
+    let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
     let (mut losses, mut norms, mut grads) = (Vec::new(), Vec::new(), Vec::new());
     let n_before = world.calls().len();
     for step in 0..n_steps {
@@ -239,7 +239,7 @@ fn of_rank(
         }
         let squares = engine.store().grad_squares()?;
         norms.push(squares.sum_all()?.to_scalar::<f64>()?.sqrt());
-        scaler.judge(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
+        scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
         engine.store().step(&HYPER, &scaler)?;
     }
     let asked = Lie::all(&world.calls()[n_before..]);

@@ -1,7 +1,7 @@
-//! Tuned algorithms in a file, so that later runs compute with the same ones and give the same bits.
+//! File of tuned cuBLASLt algorithms, so that later runs use the same algorithms and give the same bits.
 //!
-//! A file belongs to a device's name and a version of cuBLASLt: only that version can restore an algorithm. Processes that
-//! tune at once share it. Who stores a GEMM first decides for all.
+//! A file belongs to a GPU model and a cuBLASLt version, because only that version can restore an algorithm. Concurrent
+//! processes share the file: the first to store a GEMM decides for all.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::key::Key;
 use super::search::{self, Algorithm, Failure, Library, Timed};
 
-/// Changes when an older file can no longer be read.
+/// Version of the file format. Raise it when older files can no longer be read.
 const FORMAT: u32 = 1;
 
 pub(super) struct Choices {
@@ -28,21 +28,21 @@ struct Content {
     format: u32,
     device: String,
     cublas_lt: usize,
-    /// By the key's name.
+    /// Choices by the name of their key.
     choices: BTreeMap<String, Choice>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Choice {
-    /// 128 hexadecimal digits.
+    /// Algorithm as 128 hexadecimal digits.
     algorithm: String,
     microseconds: f32,
-    /// Time of the algorithm that cuBLASLt's heuristic put first.
+    /// Microseconds of the heuristic's first algorithm.
     first_microseconds: f32,
 }
 
 impl Choices {
-    /// Reads the choices of a device. A file that is damaged or belongs elsewhere is ignored, with a warning.
+    /// Reads the file of a device. A damaged file, or one of another device, is ignored with a warning.
     pub(super) fn open(folder: &Path, device: &str, cublas_lt: usize) -> Self {
         let name: String = device.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         let path = folder.join(format!("{name}-{cublas_lt}.json"));
@@ -52,8 +52,9 @@ impl Choices {
         choices
     }
 
-    /// Returns the stored algorithm of a GEMM, or times the library's and stores the fastest. `None` if none can be timed,
-    /// or the library does not take the stored one.
+    /// Returns the stored algorithm of a GEMM, or times the candidates and stores the fastest.
+    ///
+    /// Returns `None` if no candidate can be timed, or if the library refuses the stored one.
     pub(super) fn choose(&mut self, library: &mut impl Library, key: &Key) -> Result<Option<Algorithm>, String> {
         let name = key.to_string();
         let Some(stored) = self.get(&name) else {
@@ -69,12 +70,12 @@ impl Choices {
         }
     }
 
-    /// Returns the algorithm that was chosen for a GEMM.
+    /// Returns the stored algorithm of a GEMM.
     fn get(&self, key: &str) -> Option<Algorithm> {
         algorithm_of(&self.content.choices.get(key)?.algorithm)
     }
 
-    /// Stores a choice, unless another process has stored one; returns that which counts from now on.
+    /// Stores a choice unless another process has stored one. Returns the one now in effect.
     fn store(&mut self, key: &str, timed: &Timed) -> Algorithm {
         let choice = Choice {
             algorithm: hex(&timed.algorithm),
@@ -88,7 +89,7 @@ impl Choices {
         self.get(key).unwrap_or(timed.algorithm)
     }
 
-    /// Adds a choice to those in the file. One process at a time does that.
+    /// Adds a choice to the file, under a lock between processes.
     fn merge(&mut self, key: &str, choice: &Choice) -> io::Result<()> {
         if let Some(folder) = self.path.parent() {
             fs::create_dir_all(folder)?;
@@ -102,7 +103,7 @@ impl Choices {
         fs::rename(new, &self.path)
     }
 
-    /// Takes what the file holds, if it can be read and belongs to this device.
+    /// Reads the file's choices if they belong to this device.
     fn read(&mut self) {
         let read = match fs::read(&self.path) {
             Ok(bytes) => self.content.parse(&bytes),
@@ -115,7 +116,7 @@ impl Choices {
         }
     }
 
-    /// Warns of the file, once.
+    /// Logs a warning about the file, once.
     fn warn(&mut self, message: fmt::Arguments<'_>) {
         if !std::mem::replace(&mut self.has_warned, true) {
             tracing::warn!("{}: {message}", self.path.display());
@@ -124,7 +125,7 @@ impl Choices {
 }
 
 impl Content {
-    /// Returns the choices of a file for the same device and library.
+    /// Parses a file's choices. Fails unless they belong to this device and library.
     fn parse(&self, bytes: &[u8]) -> Result<BTreeMap<String, Choice>, String> {
         let found: Self = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
         let identity = |content: &Self| (content.format, content.device.clone(), content.cublas_lt);
@@ -164,7 +165,7 @@ mod tests {
 
     const DEVICE: &str = "NVIDIA H200";
 
-    /// A folder that is removed at the end.
+    /// Temporary folder, removed on drop.
     struct Folder(PathBuf);
 
     impl Folder {
@@ -214,7 +215,7 @@ mod tests {
         let mut library = Fake { first_limits: Some(0), times: vec![10.0, 4.0, 7.0], ..Fake::default() };
         let chosen = folder.open().choose(&mut library, &search_key()).unwrap();
         assert_eq!(chosen, Some(Algorithm([11; 8])));
-        // Another run would find another one faster.
+        // In another run another algorithm would be the fastest.
         let mut library = Fake { first_limits: Some(0), times: vec![10.0, 7.0, 4.0], ..Fake::default() };
         assert_eq!(folder.open().choose(&mut library, &search_key()).unwrap(), chosen);
         assert_eq!(library.calls, ["multiply 11"], "it is checked alone");

@@ -1,4 +1,4 @@
-//! [`Gemm`] by cublasGemmEx: for what cuBLASLt refuses.
+//! [`Gemm`] by cublasGemmEx, the fallback for calls that cuBLASLt refuses.
 
 use std::ffi::{c_int, c_void};
 
@@ -11,19 +11,21 @@ use super::operands::{Gemm, Matrix};
 use super::search::Failure;
 use crate::cuda::{Address, Gpu};
 
-/// cuBLAS on one stream, with a workspace of the caller's. It lives as long as the process.
+/// cuBLAS handle on one stream, with the caller's workspace. It lives as long as the process.
 pub(super) struct Cublas(sys::cublasHandle_t);
 
-// SAFETY: a handle may be used from any thread, by one at a time: the lock of cublas_lt.rs lets one.
+// SAFETY: a handle may be used from any thread, one at a time; the lock of cublas_lt.rs ensures that.
 unsafe impl Send for Cublas {}
 
 impl Cublas {
+    /// Creates a handle.
+    ///
     /// # Safety
     ///
-    /// The workspace must be this stream's, and live as long as the process.
+    /// The workspace must belong to this stream and live as long as the process.
     pub(super) unsafe fn open(stream: &CudaStream, workspace: Address, n_bytes: usize) -> Result<Self, Failure> {
         let handle = result::create_handle().map_err(|error| Failure::of_status(error.0))?;
-        // The products of the fallback keep partial sums in f32, as those of cuBLASLt do.
+        // Keep partial sums in f32, as with cuBLASLt.
         let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
         // SAFETY: the handle is open; the caller answers for the workspace.
         unsafe {
@@ -37,8 +39,8 @@ impl Cublas {
         Ok(Self(handle))
     }
 
-    /// Computes c = plus + bias by a kernel, then adds the product to it. With both, 16-bit formats round once more than
-    /// cuBLASLt does.
+    /// Computes c = addend + bias by a kernel, then adds the matmul to it. With both terms, 16-bit dtypes are rounded
+    /// once more than by cuBLASLt.
     ///
     /// # Safety
     ///
@@ -55,7 +57,7 @@ impl Cublas {
             unsafe { gemm.fill(gpu) }.map_err(|error| Failure::Fatal(error.to_string()))?;
         }
         let (alpha, beta) = (1.0f32, if is_added { 1.0f32 } else { 0.0 });
-        // cuBLAS thinks in columns: a row-major c = a b is a column-major c^T = b^T a^T.
+        // cuBLAS is column-major: a row-major c = a b is a column-major c^T = b^T a^T.
         // SAFETY: the handle is open, and the sizes and strides are those of the caller's matrices.
         let status = unsafe {
             sys::cublasGemmEx(

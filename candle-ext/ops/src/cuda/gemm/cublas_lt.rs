@@ -1,4 +1,4 @@
-//! [`Gemm`] by cuBLASLt: descriptors and an algorithm are made once for each [`Key`].
+//! [`Gemm`] by cuBLASLt: descriptors and an algorithm are created once for each [`Key`].
 
 use std::collections::{HashMap, HashSet, hash_map};
 use std::ffi::c_void;
@@ -15,38 +15,38 @@ use super::choices::Choices;
 use super::cublas::Cublas;
 use super::descriptors::{Preference, Problem, WORKSPACE_BYTES};
 use super::key::Key;
+use super::lru_cache::LruCache;
 use super::operands::Gemm;
-use super::recent::Recent;
 use super::search::{self, Algorithm, Failure, Library, Limits, Route};
 use crate::cuda::{Address, Gpu};
 use crate::nvidia::tuned_gemms;
 
-/// Plans of one device. A step of training has about a hundred; one takes about 2 KiB of host memory.
+/// Most plans per device. A training step needs about a hundred; one takes about 2 KiB of host memory.
 const MAX_PLANS: usize = 2048;
 
-/// Fallbacks that are logged, each once.
+/// Most fallbacks that are logged, each once.
 const MAX_LOGGED: usize = 64;
 
-/// Runs of an algorithm that are timed, after one that is not.
+/// Timed runs of an algorithm, after one warm-up run.
 const TIMED_RUNS: usize = 3;
 
 static DEVICES: LazyLock<Mutex<HashMap<DeviceId, CublasLt>>> = LazyLock::new(Mutex::default);
 
-/// cuBLASLt on one device.
+/// cuBLASLt state of one device.
 struct CublasLt {
     handle: sys::cublasLtHandle_t,
-    plans: Recent<Key, Plan>,
-    /// By the address of the stream. None is ever removed: a workspace keeps its stream alive.
+    plans: LruCache<Key, Plan>,
+    /// Streams by address. None is ever removed: a workspace keeps its stream alive.
     streams: HashMap<usize, Stream>,
-    /// `None` where nothing is tuned.
+    /// Tuned algorithms; `None` without tuning.
     choices: Option<Choices>,
     logged: HashSet<String>,
 }
 
-// SAFETY: handles and descriptors may be used from any thread, and the lock lets one at a time.
+// SAFETY: handles and descriptors may be used from any thread, one at a time; the lock ensures that.
 unsafe impl Send for CublasLt {}
 
-/// Memory and handle that products of one stream share: they run one after another.
+/// Workspace and handle that the matmuls of one stream share. They run one after another.
 struct Stream {
     workspace: CudaSlice<u8>,
     cublas: Option<Cublas>,
@@ -57,11 +57,11 @@ struct Plan {
     route: Route,
 }
 
-/// See [`Gemm::run`].
+/// Computes a GEMM by cuBLASLt; see [`Gemm::run`].
 ///
 /// # Safety
 ///
-/// As there.
+/// As for [`Gemm::run`].
 pub(super) unsafe fn run(gemm: &Gemm, device: &CudaDevice) -> Result<()> {
     let failed = |error: &dyn std::fmt::Display| Error::Msg(format!("cuBLASLt failed at {gemm:?}: {error}"));
     device.cuda_stream().context().bind_to_thread().map_err(|error| failed(&error))?;
@@ -86,10 +86,10 @@ impl CublasLt {
             }
             None => None,
         };
-        Ok(Self { handle, plans: Recent::new(MAX_PLANS), streams: HashMap::new(), choices, logged: HashSet::new() })
+        Ok(Self { handle, plans: LruCache::new(MAX_PLANS), streams: HashMap::new(), choices, logged: HashSet::new() })
     }
 
-    /// Computes by the plan of this key, or makes one.
+    /// Computes a GEMM by the plan of its key, which is created on first use.
     ///
     /// # Safety
     ///
@@ -107,7 +107,7 @@ impl CublasLt {
             let ran = Call::new(handle, gemm, problem, stream, device).and_then(|mut call| call.follow(*route));
             match ran {
                 Ok(()) => return Ok(()),
-                // cublasGemmEx has filled c before it refuses: what was in it is gone.
+                // cublasGemmEx has overwritten c before it refuses, so nothing can be retried.
                 Err(Failure::Refused(why)) if *route == Route::GemmEx => return Err(why),
                 Err(Failure::Refused(_)) => {}
                 Err(Failure::Fatal(why)) => return Err(why),
@@ -128,7 +128,7 @@ impl CublasLt {
     }
 }
 
-/// Warns of a fallback, once.
+/// Logs a warning about a fallback, once.
 fn log(logged: &mut HashSet<String>, message: String) {
     if logged.len() < MAX_LOGGED && !logged.contains(&message) {
         tracing::warn!("{message}");
@@ -144,7 +144,7 @@ impl Stream {
     }
 }
 
-/// A GEMM and what its calls need.
+/// A GEMM with the objects that its calls need.
 struct Call<'a> {
     handle: sys::cublasLtHandle_t,
     gemm: &'a Gemm,
@@ -177,11 +177,11 @@ impl<'a> Call<'a> {
         self.stream.workspace.device_ptr(&stream).0
     }
 
-    /// Launches the product, from `addend` into `output`.
+    /// Launches the matmul: `output` = `addend` + a b.
     ///
     /// # Safety
     ///
-    /// Both must be good for a matrix like c.
+    /// Both addresses must be valid for a matrix like c.
     unsafe fn launch(
         &self,
         algorithm: &Algorithm,
@@ -215,7 +215,7 @@ impl<'a> Call<'a> {
         status.map_err(|error| Failure::of_status(error.0))
     }
 
-    /// Times the runs of an algorithm into `output`.
+    /// Times runs of an algorithm into `output`, in microseconds.
     ///
     /// # Safety
     ///
@@ -245,7 +245,7 @@ impl Library for Call<'_> {
         let Problem { description, first, second, output } = self.problem;
         let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(n);
         let mut n_found = 0;
-        // SAFETY: the descriptors live until the end, and there is room for as many results as are asked for.
+        // SAFETY: the descriptors outlive the call, and the buffer holds as many results as requested.
         let status = unsafe {
             sys::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,
@@ -261,7 +261,7 @@ impl Library for Call<'_> {
             )
         };
         status.result().map_err(|error| Failure::of_status(error.0))?;
-        // SAFETY: the library has written so many.
+        // SAFETY: the library has written `n_found` results.
         unsafe { found.set_len(usize::try_from(n_found).unwrap_or(0).min(n)) };
         let usable = found.iter().filter(|result| result.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
         let algorithms: Vec<Algorithm> = usable.map(|result| Algorithm(result.algo.data)).collect();
@@ -275,7 +275,7 @@ impl Library for Call<'_> {
         let Problem { description, first, second, output } = self.problem;
         let algorithm = cublasLtMatmulAlgo_t { data: algorithm.0 };
         let mut checked = std::mem::MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
-        // SAFETY: the descriptors live until the end, and a result has room.
+        // SAFETY: the descriptors outlive the call, and the result is written to valid memory.
         let checked = unsafe {
             let (description, first, second, output) = (description.0, first.0, second.0, output.0);
             let (algorithm, result) = (&raw const algorithm, checked.as_mut_ptr());
@@ -299,7 +299,7 @@ impl Library for Call<'_> {
         let workspace = self.workspace();
         let cublas = match &mut self.stream.cublas {
             Some(cublas) => cublas,
-            // SAFETY: the workspace is this stream's and is never freed.
+            // SAFETY: the workspace belongs to this stream and is never freed.
             none => none.insert(unsafe { Cublas::open(&self.device.cuda_stream(), workspace, WORKSPACE_BYTES)? }),
         };
         // SAFETY: the caller of `run` answers for the addresses.
@@ -310,9 +310,9 @@ impl Library for Call<'_> {
         let Gemm { m, n, c_dtype, .. } = *self.gemm;
         let [_, _, stride] = self.gemm.output().in_memory([m, n]);
         let n_bytes = ((m - 1) * stride + n) * c_dtype.size_in_bytes();
-        // SAFETY: nobody reads the output.
+        // SAFETY: nothing reads the output.
         let output = unsafe { self.device.alloc::<u8>(n_bytes) }
-            .map_err(|error| Failure::Refused(format!("there is no room to time it: {error}")))?;
+            .map_err(|error| Failure::Refused(format!("there is no memory to time it: {error}")))?;
         let stream = self.device.cuda_stream();
         let (address, _guard) = output.device_ptr(&stream);
         // SAFETY: the output is as large as c.

@@ -1,4 +1,4 @@
-//! Descriptors of cuBLASLt: of a GEMM and of the algorithms that are wanted for it.
+//! Descriptors of cuBLASLt: of a GEMM and of the algorithms requested for it.
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::cublaslt::result::{self, CublasError};
@@ -7,20 +7,20 @@ use candle_core::cuda_backend::cudarc::cublaslt::sys::{self, cudaDataType};
 use super::operands::{Gemm, Matrix};
 use super::search::{Failure, Limits, Reductions};
 
-/// As NVIDIA recommends for Hopper.
+/// Workspace size in bytes that NVIDIA recommends for Hopper.
 pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// Sums of parts of k in f32, the mask of allowed reductions. The other ways round them to the output's dtype first.
+/// Reduction mask: split-K sums in f32. The other schemes round partial sums to the output's dtype.
 const SUMS_IN_F32: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
 
-/// Descriptors of a GEMM. cuBLASLt thinks in columns: a row-major c = a b is a column-major c^T = b^T a^T.
+/// Descriptors of a GEMM. cuBLASLt is column-major: a row-major c = a b is a column-major c^T = b^T a^T.
 pub(super) struct Problem {
     pub(super) description: Description,
-    /// b
+    /// Layout of b.
     pub(super) first: Layout,
-    /// a
+    /// Layout of a.
     pub(super) second: Layout,
-    /// c and the addend
+    /// Layout of c and the addend.
     pub(super) output: Layout,
 }
 
@@ -53,7 +53,7 @@ impl Problem {
         })
     }
 
-    /// Sets the address of the bias, which is another at each call.
+    /// Sets the address of the bias, which differs from call to call.
     pub(super) fn set_bias(&self, gemm: &Gemm) -> Result<(), Failure> {
         let Some(bias) = gemm.bias else { return Ok(()) };
         let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
@@ -62,7 +62,7 @@ impl Problem {
     }
 }
 
-/// cublasOperation_t: CUBLAS_OP_N is 0, CUBLAS_OP_T is 1.
+/// Returns the cublasOperation_t: CUBLAS_OP_N is 0, CUBLAS_OP_T is 1.
 fn operation(matrix: Matrix) -> i32 {
     i32::from(matrix.is_transposed)
 }
@@ -79,7 +79,7 @@ fn data_type(dtype: DType) -> Result<cudaDataType, Failure> {
 pub(super) struct Layout(pub(super) sys::cublasLtMatrixLayout_t);
 
 impl Layout {
-    /// A matrix that is [rows, columns] as the product reads it, as it lies in memory, in columns.
+    /// Describes a matrix of [rows, columns] operand size as a column-major layout.
     fn of(matrix: Matrix, sizes: [usize; 2], data: cudaDataType) -> Result<Self, CublasError> {
         let [rows, columns, stride] = matrix.in_memory(sizes);
         result::create_matrix_layout(data, columns as u64, rows as u64, stride as i64).map(Self)
@@ -101,6 +101,8 @@ impl Description {
         result::create_matmul_desc(compute, cudaDataType::CUDA_R_32F).map(Self)
     }
 
+    /// Sets an attribute.
+    ///
     /// # Safety
     ///
     /// `value` must have the attribute's type.
@@ -140,6 +142,8 @@ impl Preference {
         Ok(preference)
     }
 
+    /// Sets an attribute.
+    ///
     /// # Safety
     ///
     /// `value` must have the attribute's type.

@@ -1,4 +1,4 @@
-//! Identity of a GEMM: everything that cuBLASLt chooses an algorithm by.
+//! Cache key of a GEMM: everything that cuBLASLt selects an algorithm by.
 
 use std::fmt;
 
@@ -6,13 +6,13 @@ use candle_core::DType;
 
 use super::operands::Gemm;
 
-/// The largest alignment that an algorithm may count on, in bytes.
+/// Largest alignment in bytes that an algorithm may rely on.
 const MAX_ALIGNMENT: u64 = 256;
 
 /// Sizes, strides, dtypes and alignments of a GEMM, without its addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Key {
-    /// m, n and k.
+    /// Sizes m, n and k.
     sizes: [usize; 3],
     /// Leading dimensions of a, b and c.
     strides: [usize; 3],
@@ -22,11 +22,11 @@ pub(super) struct Key {
     transposed: [bool; 2],
     plus: Plus,
     has_bias: bool,
-    /// Bytes that the addresses of a, b, c and the addend are multiples of.
+    /// Alignments in bytes of the addresses of a, b, c and the addend.
     pub(super) alignments: [u32; 4],
 }
 
-/// Addend of the product.
+/// Kind of the addend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Plus {
     Nothing,
@@ -37,7 +37,7 @@ enum Plus {
 impl Key {
     pub(super) fn of(gemm: &Gemm) -> Self {
         let Gemm { m, n, k, a, b, .. } = *gemm;
-        // There is no preference for the bias; it is read as the output is written.
+        // cuBLASLt has no preference for the bias's alignment; it is read as the output is written.
         let output = gemm.bias.map_or(gemm.c, |bias| gemm.c | bias);
         Self {
             sizes: [m, n, k],
@@ -54,14 +54,14 @@ impl Key {
         }
     }
 
-    /// Bytes of an element of a, b, c and the addend.
+    /// Returns the element sizes in bytes of a, b, c and the addend.
     pub(super) fn element_sizes(&self) -> [u32; 4] {
         let [input, output] = self.dtypes.map(|dtype| dtype.size_in_bytes() as u32);
         [input, input, output, output]
     }
 }
 
-/// Names the key in messages and in the file of tuned choices. Two keys have two names.
+/// Name of the key in messages and in the file of tuned algorithms. Different keys have different names.
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [m, n, k] = self.sizes;

@@ -1,6 +1,6 @@
-//! Matrix products on CUDA, by cuBLASLt.
+//! GEMMs on CUDA by cuBLASLt.
 //!
-//! [`search`] decides which algorithm computes a product, [`choices`] keeps tuned ones; [`cublas_lt`] and [`cublas`] call the
+//! [`search`] selects the algorithm of a GEMM, [`choices`] stores tuned ones; [`cublas_lt`] and [`cublas`] call the
 //! libraries.
 
 #[cfg(any(feature = "cuda", test))]
@@ -13,9 +13,9 @@ mod cublas_lt;
 mod descriptors;
 #[cfg(any(feature = "cuda", test))]
 mod key;
-pub(super) mod operands;
 #[cfg(any(feature = "cuda", test))]
-mod recent;
+mod lru_cache;
+pub(super) mod operands;
 #[cfg(any(feature = "cuda", test))]
 mod search;
 
@@ -26,15 +26,15 @@ pub(crate) use operands::{Gemm, Matrix};
 
 kernels!("gemm");
 
-/// Elements of c that a thread fills, about.
+/// Elements of c that a thread fills, approximately.
 const FILLED_PER_THREAD: usize = 4;
 
 impl Gemm {
-    /// Computes the product.
+    /// Computes the GEMM.
     ///
     /// # Safety
     ///
-    /// Every address must be good for a matrix of its size and format, and c must overlap neither a nor b.
+    /// Every address must be valid for a matrix of its size and dtype. c must overlap neither a nor b.
     pub(crate) unsafe fn run(&self, gpu: Gpu) -> Result<()> {
         if self.m == 0 || self.n == 0 {
             return Ok(());
@@ -53,8 +53,7 @@ impl Gemm {
         }
     }
 
-    /// Writes what the product is added to: the addend and the bias, or zeros. That is all of it where k is 0, which
-    /// cuBLASLt refuses.
+    /// Writes addend plus bias, or zeros, to c. With k = 0, which cuBLASLt refuses, that is the result.
     ///
     /// # Safety
     ///
@@ -73,7 +72,8 @@ impl Gemm {
             Arg::I64(stride as i64),
         ];
         let name = format!("fill_{}", suffix(KERNELS.op, self.c_dtype)?);
-        // SAFETY: the addend and c are [m, n] with this stride, the bias is [n], all in c's format; zero is none.
+        // SAFETY: the addend and c are [m, n] with this stride, the bias is [n], all in c's dtype; a zero address means
+        // none.
         unsafe { KERNELS.launch_flat(gpu, &name, self.m * self.n, FILLED_PER_THREAD, &args) }
     }
 }
@@ -89,11 +89,11 @@ mod tests {
     use super::*;
     use crate::cuda::{Address, emulator};
 
-    /// Rows of c, and elements from one to the next.
+    /// Rows of c, and its row stride.
     const M: usize = 37;
     const STRIDE: usize = 70;
 
-    /// c of a product over nothing, [`M`] rows of n elements, and what lies between the rows.
+    /// Returns c of a GEMM with k = 0: [`M`] rows of n elements, with the gaps between the rows.
     fn product_over_nothing(n: usize, plus: Option<&[bf16]>, bias: Option<&[bf16]>, in_place: bool) -> Vec<bf16> {
         let mut c = vec![bf16::from_f32(-7.0); M * STRIDE];
         if let (true, Some(plus)) = (in_place, plus) {

@@ -1,20 +1,20 @@
-//! Operands of a matrix product on CUDA.
+//! Operands of a GEMM on CUDA.
 
 use candle_core::DType;
 
 use crate::cuda::arg::Address;
 
-/// A row-major matrix as a product reads it.
+/// Row-major operand of a GEMM.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Matrix {
     pub(crate) address: Address,
-    /// True if its transpose is meant.
+    /// True if the operand is the transpose of the matrix in memory.
     pub(crate) is_transposed: bool,
-    /// Elements from one row in memory to the next, where that is more than a row has.
+    /// Row stride in elements; `None` if rows are contiguous.
     pub(crate) stride: Option<usize>,
 }
 
-/// c [m, n] = a [m, k] b [k, n], perhaps plus another matrix; sums in f32.
+/// c [m, n] = a [m, k] b [k, n] plus an optional matrix and bias, summed in f32.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Gemm {
     pub(crate) m: usize,
@@ -22,16 +22,16 @@ pub(crate) struct Gemm {
     pub(crate) k: usize,
     pub(crate) a: Matrix,
     pub(crate) b: Matrix,
-    /// The format of a and b.
+    /// Dtype of a and b.
     pub(crate) dtype: DType,
     pub(crate) c: Address,
-    /// Rows of c and of the addend, as [`Matrix::stride`].
+    /// Row stride of c and of the addend, as [`Matrix::stride`].
     pub(crate) c_stride: Option<usize>,
-    /// The format of c: that of a and b, or f32.
+    /// Dtype of c: that of a and b, or f32.
     pub(crate) c_dtype: DType,
-    /// A matrix in c's format that the product is added to: c itself, or one that does not overlap it.
+    /// Addend in c's dtype: c itself, or a matrix that does not overlap c.
     pub(crate) plus: Option<Address>,
-    /// A row [n] in c's format that is added to every row of c.
+    /// Bias row [n] in c's dtype, added to every row of c.
     pub(crate) bias: Option<Address>,
 }
 
@@ -48,7 +48,7 @@ impl Matrix {
         Self { stride: Some(stride), ..self }
     }
 
-    /// Rows and columns in memory of what is `rows` by `columns` in the product, and elements from one row to the next.
+    /// Returns rows, columns and row stride in memory of an operand of size `rows` by `columns`.
     pub(crate) fn in_memory(&self, [rows, columns]: [usize; 2]) -> [usize; 3] {
         let (rows, columns) = if self.is_transposed { (columns, rows) } else { (rows, columns) };
         [rows, columns, self.stride.unwrap_or(columns)]
@@ -56,13 +56,13 @@ impl Matrix {
 }
 
 impl Gemm {
-    /// A product of these sizes, m, n and k, to which nothing is added. Its matrices are still to be named.
+    /// Creates a GEMM of sizes m, n and k without an addend. The addresses are filled in later.
     pub(crate) fn new([m, n, k]: [usize; 3], dtype: DType) -> Self {
         let nowhere = Matrix::plain(0);
         Self { m, n, k, a: nowhere, b: nowhere, dtype, c: 0, c_stride: None, c_dtype: dtype, plus: None, bias: None }
     }
 
-    /// c, as a matrix.
+    /// Returns c as a matrix.
     pub(crate) fn output(&self) -> Matrix {
         Matrix { stride: self.c_stride, ..Matrix::plain(self.c) }
     }

@@ -1,32 +1,32 @@
-//! Search for an algorithm that computes a GEMM: from the strictest limits to the loosest, then cublasGemmEx.
+//! Search for an algorithm of a GEMM, from the strictest limits to the loosest, then cublasGemmEx.
 //!
-//! The library's calls are behind [`Library`], so that the order of the attempts is tested without a GPU.
+//! The trait [`Library`] abstracts the library's calls, so that the search order is tested without a GPU.
 
 use std::fmt;
 
 use super::key::Key;
 
-/// Algorithms that are tried, or timed, within the same limits.
+/// Algorithms tried or timed within the same limits.
 const N_CANDIDATES: usize = 8;
 
-/// A timed algorithm replaces the first one if it takes at most this fraction of its time: less is noise.
+/// Speed-up that a tuned algorithm needs: at most this fraction of the first one's time. Less is noise.
 const FASTER: f32 = 0.98;
 
-/// An algorithm as cuBLASLt describes it, to be restored by the same version of the library.
+/// Opaque cuBLASLt algorithm, which the same version of the library can restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Algorithm(pub(super) [u64; 8]);
 
 /// An error of the library.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
-    /// The library has no such product; another algorithm may have it. Nothing was computed.
+    /// The library does not support the call; another algorithm may. Nothing was computed.
     Refused(String),
-    /// Another algorithm would fail, too: the device, its memory or the library.
+    /// The device, its memory or the library failed; another algorithm would fail as well.
     Fatal(String),
 }
 
 impl Failure {
-    /// Distinguishes a matmul that the library does not have from a library that fails, by the name that a cuBLAS status prints.
+    /// Classifies a cuBLAS status by its name: an unsupported call or a failure.
     pub(super) fn of_status(status: impl fmt::Debug) -> Self {
         let why = format!("{status:?}");
         match why.as_str() {
@@ -38,12 +38,12 @@ impl Failure {
     }
 }
 
-/// Ways to add up the sums of parts of k.
+/// Reduction schemes of split-K partial sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reductions {
-    /// In f32, rounded once.
+    /// Sums in f32, rounded once.
     InF32,
-    /// Also in the output's dtype.
+    /// Any scheme, including sums in the output's dtype.
     Any,
 }
 
@@ -51,39 +51,39 @@ pub(super) enum Reductions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Limits {
     pub(super) reductions: Reductions,
-    /// Bytes that an algorithm may expect the addresses of a, b, c and the addend to be multiples of.
+    /// Most alignment in bytes that an algorithm may assume for a, b, c and the addend.
     pub(super) alignments: [u32; 4],
 }
 
 /// Calls of NVIDIA's libraries for one GEMM.
 pub(super) trait Library {
-    /// Returns at most n algorithms, the one that should be fastest first.
+    /// Returns at most n algorithms, the one expected to be fastest first.
     fn candidates(&mut self, limits: &Limits, n: usize) -> Result<Vec<Algorithm>, Failure>;
-    /// Fails unless a restored algorithm computes this GEMM.
+    /// Fails unless a restored algorithm supports this GEMM.
     fn check(&mut self, algorithm: &Algorithm) -> Result<(), Failure>;
     /// Computes the GEMM by cublasLtMatmul.
     fn multiply(&mut self, algorithm: &Algorithm) -> Result<(), Failure>;
     /// Computes the GEMM by cublasGemmEx.
     fn multiply_by_gemm_ex(&mut self) -> Result<(), Failure>;
-    /// Measures the GEMM into an output of no use.
+    /// Times the GEMM into a scratch output, in microseconds.
     fn microseconds(&mut self, algorithm: &Algorithm) -> Result<f32, Failure>;
 }
 
-/// A way that has computed a GEMM.
+/// Route by which a GEMM was computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Route {
     Lt(Algorithm),
     GemmEx,
 }
 
-/// A route, and the fallback that it is, in words, unless it was the first choice.
+/// Route, with a description if it is a fallback.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Found {
     pub(super) route: Route,
     pub(super) fallback: Option<String>,
 }
 
-/// The fastest algorithm, and the one that the heuristic put first.
+/// Fastest algorithm, and the heuristic's first one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Timed {
     pub(super) algorithm: Algorithm,
@@ -109,7 +109,7 @@ impl fmt::Display for Limits {
     }
 }
 
-/// Returns the limits to search within, in their order: those that are wanted, any reduction, then lower alignments.
+/// Returns the limits to search within, in order: strict, any reduction, lower alignments.
 pub(super) fn limits(key: &Key) -> Vec<Limits> {
     let any = Limits { reductions: Reductions::Any, alignments: key.alignments };
     let mut all = vec![Limits { reductions: Reductions::InF32, ..any }, any];
@@ -126,8 +126,8 @@ pub(super) fn limits(key: &Key) -> Vec<Limits> {
     all
 }
 
-/// Computes a GEMM by the first algorithm that the library does not refuse: `preferred`, those of its heuristics, then
-/// cublasGemmEx.
+/// Computes a GEMM by the first algorithm that the library supports. The order is `preferred`, the heuristic's
+/// candidates, cublasGemmEx.
 pub(super) fn compute(library: &mut impl Library, key: &Key, preferred: Option<Algorithm>) -> Result<Found, String> {
     let mut refusals = Refusals::default();
     if let Some(algorithm) = preferred
@@ -156,7 +156,7 @@ pub(super) fn compute(library: &mut impl Library, key: &Key, preferred: Option<A
     Err(format!("no algorithm computes it: {refusals}"))
 }
 
-/// Times the heuristic's algorithms within the strictest limits. `None` if it has none that runs.
+/// Times the heuristic's candidates within the strictest limits. `None` if none runs.
 pub(super) fn fastest(library: &mut impl Library, key: &Key) -> Result<Option<Timed>, String> {
     let candidates = match library.candidates(&limits(key)[0], N_CANDIDATES) {
         Ok(candidates) => candidates,
@@ -178,12 +178,12 @@ pub(super) fn fastest(library: &mut impl Library, key: &Key) -> Result<Option<Ti
     Ok(Some(Timed { algorithm, microseconds, first_microseconds }))
 }
 
-/// Refusals so far, in their order.
+/// Refusals so far, in order.
 #[derive(Default)]
 struct Refusals(Vec<String>);
 
 impl Refusals {
-    /// Returns whether an attempt succeeded; keeps a refusal, and passes any other failure on.
+    /// Returns true if an attempt succeeded. Records a refusal; passes on any other failure.
     fn accepts(&mut self, attempt: impl fmt::Display, result: Result<(), Failure>) -> Result<bool, String> {
         match result {
             Ok(()) => return Ok(true),

@@ -1,5 +1,6 @@
-//! Calls of cuBLASLt and cuBLAS over stand-ins for them, which compute on the CPU and refuse what they are told to. Without
-//! those nothing is tested: `scripts/check-cublas` brings them.
+//! Calls of cuBLASLt and cuBLAS over stand-in libraries, which compute on the CPU and refuse on request.
+//!
+//! Without the stand-ins nothing is tested; `scripts/check-cublas` provides them.
 
 use std::marker::PhantomData;
 use std::path::PathBuf;
@@ -12,8 +13,8 @@ use super::*;
 use crate::cuda::address;
 use crate::cuda::gemm::Matrix;
 
-/// Refusals of the stand-in: heuristics with a mask of reductions, or all; above an alignment; the first algorithms; and
-/// cublasGemmEx. As in cublas.cpp.
+/// Refusals of the stand-in. They cover heuristics with a reduction mask or any, alignments above a limit, the first
+/// algorithms, and cublasGemmEx. Same layout as in cublas.cpp.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Rules {
@@ -22,14 +23,14 @@ struct Rules {
     max_alignment: i32,
     n_algorithms: i32,
     gemm_ex: i32,
-    /// The algorithm that takes 4 us, where the others take 10.
+    /// Algorithm that takes 4 us; the others take 10.
     fastest: i32,
 }
 
 const NOTHING_REFUSED: Rules =
     Rules { mask: 0, heuristics: 0, max_alignment: 0, n_algorithms: 0, gemm_ex: 0, fastest: -1 };
 
-/// As in cublas.cpp.
+/// Counts of calls. Same layout as in cublas.cpp.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Calls {
@@ -39,7 +40,7 @@ struct Calls {
     last: i32,
 }
 
-/// The stand-in's rules and counts, for one test at a time.
+/// Rules and counts of the stand-in, for one test at a time.
 struct StandIn {
     rules: Symbol<*mut Rules>,
     calls: Symbol<*mut Calls>,
@@ -47,7 +48,7 @@ struct StandIn {
 }
 
 impl StandIn {
-    /// `None` where the libraries are NVIDIA's, or missing.
+    /// Opens the stand-in; `None` if the libraries are NVIDIA's or missing.
     fn open() -> Option<Self> {
         static ALONE: Mutex<()> = Mutex::new(());
         // SAFETY: a driver's library may be loaded by any program; both symbols have these types.
@@ -63,7 +64,7 @@ impl StandIn {
     }
 
     fn refuse(&self, rules: Rules) {
-        // SAFETY: no product is under way.
+        // SAFETY: no matmul is running.
         unsafe { **self.rules = rules };
     }
 
@@ -73,12 +74,12 @@ impl StandIn {
     }
 }
 
-/// A GEMM of [5, 9] and [9, 7], and what varies.
+/// A GEMM of [5, 9] and [9, 7], with its variations.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     dtypes: [DType; 2],
     transposed: [bool; 2],
-    /// Elements that rows of a, b and c have beyond the matrix.
+    /// Padding elements between the rows of a, b and c.
     gap: usize,
     plus: Addend,
     has_bias: bool,
@@ -93,7 +94,7 @@ enum Addend {
 
 const SIZES: [usize; 3] = [5, 7, 9];
 
-const PLAIN: Case = Case {
+const NO_CLIP_NO_SCALE: Case = Case {
     dtypes: [DType::BF16, DType::BF16],
     transposed: [false, true],
     gap: 0,
@@ -172,7 +173,7 @@ impl Tensors {
     }
 }
 
-/// Its plans are its own.
+/// Creates a device whose plans are separate from other tests'.
 fn device() -> Device {
     Device::new_cuda_with_stream(0).unwrap()
 }
@@ -220,7 +221,7 @@ fn every_fallback_equals_the_definition() {
     ] {
         stand_in.refuse(rules);
         let (device, before) = (device(), stand_in.calls());
-        // The second time by the route of the first.
+        // The second pass takes the route that the first one found.
         cases().iter().chain(&cases()).for_each(|case| check(&device, case));
         let calls = stand_in.calls();
         assert_eq!(calls.gemm_ex - before.gemm_ex, if uses_gemm_ex { 2 * cases().len() as i32 } else { 0 });
@@ -254,7 +255,7 @@ fn a_product_over_nothing_calls_no_library() {
         let tensors = [&device, &Device::Cpu].map(|device| Tensors::new(&case, device));
         let gpus = [Gpu::Device(device.as_cuda_device().unwrap()), Gpu::Emulated(PhantomData)];
         for (tensors, gpu) in tensors.iter().zip(gpus) {
-            // SAFETY: of a and b nothing is read.
+            // SAFETY: a and b are not read.
             unsafe { Gemm { k: 0, ..tensors.gemm(&case) }.run(gpu) }.unwrap();
         }
         assert_eq!(tensors[0].output(), tensors[1].output(), "{case:?}");
@@ -284,7 +285,7 @@ fn a_tuned_gemm_computes_by_the_fastest_algorithm_of_the_first_run() {
         let calls = stand_in.calls();
         let n_timed = 5 * (TIMED_RUNS as i32 + 1);
         assert_eq!((calls.products - before.products, calls.last), (n_timed + 1, 3), "{case:?}");
-        // Another run, in which another one would be faster.
+        // In another run another algorithm would be faster.
         stand_in.refuse(Rules { fastest: 1, ..NOTHING_REFUSED });
         tuned(&folder, &case);
         assert_eq!((stand_in.calls().products - calls.products, stand_in.calls().last), (1, 3), "{case:?}");

@@ -3,10 +3,10 @@ use candle_core::DType;
 use super::super::{Gemm, Matrix};
 use super::*;
 
-/// A library that refuses what it is told to, and writes down the calls.
+/// Fake library that refuses on request and records its calls.
 #[derive(Default)]
 pub(in super::super) struct Fake {
-    /// The first number of limits within which there are algorithms; none if `None`.
+    /// Index of the first limits within which there are algorithms; `None` if there are none.
     pub(in super::super) first_limits: Option<usize>,
     pub(in super::super) refused: Vec<u64>,
     pub(in super::super) has_gemm_ex: bool,
@@ -26,7 +26,7 @@ fn algorithm(id: u64) -> Algorithm {
 }
 
 impl Library for Fake {
-    /// Two algorithms within each limits: 10 and 11, 20 and 21, and so on; as many as there are times if there are any.
+    /// Returns two algorithms per limits: 10 and 11, 20 and 21, and so on; or as many as `times` has, if it is set.
     fn candidates(&mut self, within: &Limits, most: usize) -> Result<Vec<Algorithm>, Failure> {
         let i = limits(&key()).iter().position(|other| other == within).expect("limits of this key");
         self.calls.push(format!("candidates {i}"));
@@ -164,7 +164,7 @@ fn the_fastest_algorithm_is_chosen_if_it_is_faster_by_more_than_noise() {
     check_fastest(&[10.0, 3.0, 9.0], &[11], Some((12, 9.0, 10.0)));
     check_fastest(&[10.0, 3.0], &[10], Some((11, 3.0, 3.0)));
     check_fastest(&[10.0, 3.0], &[10, 11], None);
-    // The ninth is not asked for.
+    // The ninth is not requested.
     check_fastest(&[10.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 5.0, 1.0], &[], Some((17, 5.0, 10.0)));
 }
 

@@ -1,14 +1,14 @@
 use candle_core::{D, DType, Tensor};
 use candlewick_ops::{Weight, add, add_rms_norm, rms_norm};
 
-use crate::cases::{Case, Place, assert_error, bits, check_each, grad_of, randn, tape, trainable};
+use crate::cases::{Case, TestDevice, assert_error, bits, check_each, grad_of, randn, tape, trainable};
 
 const EPS: f64 = 1e-5;
 
 fn case(shape: &[usize], check: impl Fn(&Case<'_>)) {
     let d = *shape.last().unwrap();
     let x = randn(shape, 1);
-    // A lone element near zero has a gradient of nothing but rounding.
+    // The gradient of a single element near zero is all rounding.
     let x = if d == 1 { (x.abs().unwrap() + 1.0).unwrap() } else { x };
     check(&Case {
         name: "rms_norm",
@@ -29,7 +29,7 @@ fn it_equals_the_reference() {
     });
 }
 
-/// Rows of a few lanes, of a warp and of a block, with one pack a thread, two and four; and rows that are too long for that.
+/// Covers rows of a few lanes, of a warp and of a block, with one, two and four packs per thread, and longer rows.
 #[test]
 fn rows_of_every_length_equal_the_reference() {
     check_each(
@@ -42,24 +42,32 @@ fn rows_of_every_length_equal_the_reference() {
 
 #[test]
 fn a_gradient_that_nobody_wants_does_not_change_the_other() {
-    for place in Place::all() {
+    for test_device in TestDevice::all() {
         for d in [33, 128, 576] {
-            let (x, w, dy) = (place.put(&randn((70, d), 1)), place.put(&randn(d, 2)), place.put(&randn((70, d), 3)));
-            place.run(|| {
+            let (x, w, dy) = (
+                test_device.put(&randn((70, d), 1)),
+                test_device.put(&randn(d, 2)),
+                test_device.put(&randn((70, d), 3)),
+            );
+            test_device.run(|| {
                 let backward = |tracked: &[Tensor], w: &Weight| {
                     tape(tracked, || rms_norm(&x, w, EPS)).backward(&dy).unwrap().get(&x).cloned()
                 };
                 let (both, frozen, alone) = (trainable(&w), Weight::frozen(w.clone()), trainable(&w));
                 let dx = backward(std::slice::from_ref(&x), &both).unwrap();
-                assert_eq!(bits(&backward(std::slice::from_ref(&x), &frozen).unwrap()), bits(&dx), "{d} {place:?}");
+                assert_eq!(
+                    bits(&backward(std::slice::from_ref(&x), &frozen).unwrap()),
+                    bits(&dx),
+                    "{d} {test_device:?}"
+                );
                 backward(&[], &alone);
-                assert_eq!(bits(&grad_of(&alone)), bits(&grad_of(&both)), "{d} {place:?}");
+                assert_eq!(bits(&grad_of(&alone)), bits(&grad_of(&both)), "{d} {test_device:?}");
             });
         }
     }
 }
 
-/// The sum and its norm meet again: both outputs of the op have a gradient.
+/// Adds the sum and its norm, so that both outputs of the op have a gradient.
 fn residual(x: &[Tensor], w: &[Weight]) -> candle_core::Result<Tensor> {
     let (sum, normed) = add_rms_norm(&x[0], &x[1], &w[0], EPS)?;
     add(&sum, &normed)
@@ -90,12 +98,14 @@ fn of_a_sum_it_equals_the_reference() {
 #[test]
 fn of_a_sum_it_has_the_bits_of_add_and_then_the_norm() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
-        for (place, d) in Place::all().into_iter().flat_map(|place| [33, 128, 576, 16_392].map(|d| (place.clone(), d)))
+        for (test_device, d) in TestDevice::all()
+            .into_iter()
+            .flat_map(|test_device| [33, 128, 576, 16_392].map(|d| (test_device.clone(), d)))
         {
-            let put = |shape: &[usize], seed| place.put(&randn(shape, seed).to_dtype(dtype).unwrap());
+            let put = |shape: &[usize], seed| test_device.put(&randn(shape, seed).to_dtype(dtype).unwrap());
             let (inputs, w, dy) = ([put(&[20, d], 1), put(&[20, d], 2)], put(&[d], 3), put(&[20, d], 4));
             let results = |op: &dyn Fn(&[Weight]) -> candle_core::Result<Tensor>| {
-                place.run(|| {
+                test_device.run(|| {
                     let weights = [trainable(&w)];
                     let tape = tape(&inputs, || op(&weights));
                     let y = bits(tape.output());
@@ -108,7 +118,7 @@ fn of_a_sum_it_has_the_bits_of_add_and_then_the_norm() {
                 let sum = add(&inputs[0], &inputs[1])?;
                 add(&sum, &rms_norm(&sum, &w[0], EPS)?)
             });
-            assert!(results(&|w| residual(&inputs, w)) == apart, "{d} {dtype:?} {place:?}");
+            assert!(results(&|w| residual(&inputs, w)) == apart, "{d} {dtype:?} {test_device:?}");
         }
     }
 }

@@ -3,11 +3,13 @@ use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    BackwardContext, GradSink, Precision, Tape, Weight, add, is_tracked, linear, record, record_exchange, reshape,
-    rms_norm, scale, untracked,
+    BackwardContext, GradSink, OutputDtype, Tape, Weight, add, linear, no_grad, record, record_exchange, requires_grad,
+    reshape, rms_norm, scale,
 };
 
-use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable};
+use crate::cases::{
+    Case, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
+};
 
 fn tensor(values: &[f32]) -> Tensor {
     Tensor::new(values, &Device::Cpu).unwrap()
@@ -50,31 +52,31 @@ fn an_output_used_twice_runs_its_backward_once_with_the_sum() {
     assert_eq!(calls.get(), 1);
 }
 
-/// Ops may add to what others gave to an input's gradient: the sum is that of what each gives alone.
+/// Ops may add to the gradient accumulated for an input. The sum equals that of their separate gradients.
 #[test]
 fn the_gradient_of_what_several_ops_read_is_the_sum_of_theirs() {
-    for (place, (t, d)) in
-        Place::all().iter().flat_map(|place| [(70, 33), (40, 64), (5, 2560)].map(|dims| (place, dims)))
+    for (test_device, (t, d)) in
+        TestDevice::all().iter().flat_map(|test_device| [(70, 33), (40, 64), (5, 2560)].map(|dims| (test_device, dims)))
     {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
-            let put = |x: &Tensor| place.put(&x.to_dtype(dtype).unwrap());
+            let put = |x: &Tensor| test_device.put(&x.to_dtype(dtype).unwrap());
             let (x, dy) = (put(&randn((t, d), 1)), put(&randn((t, d), 2)));
             let (gain, w) = (trainable(&put(&randn(d, 3))), trainable(&put(&(randn((d, d), 4) / 8.0).unwrap())));
             let gradient = |op: &dyn Fn() -> Result<Tensor>| {
-                place.run(|| tape(std::slice::from_ref(&x), op).backward(&dy).unwrap().remove(&x).unwrap())
+                test_device.run(|| tape(std::slice::from_ref(&x), op).backward(&dy).unwrap().remove(&x).unwrap())
             };
             let norm = || rms_norm(&x, &gain, 1e-5);
-            let product = || linear(&x, &w, None, Precision::Compute);
+            let product = || linear(&x, &w, None, OutputDtype::SameAsInput);
             let all = gradient(&|| add(&add(&x, &norm()?)?, &add(&product()?, &add(&norm()?, &product()?)?)?));
             let [of_norm, of_product] = [gradient(&norm), gradient(&product)].map(|x| x.to_dtype(DType::F64).unwrap());
             let want = ((of_norm + of_product).unwrap() * 2.0).unwrap() + dy.to_dtype(DType::F64).unwrap();
-            // Each part was rounded, and most of the sums on the way.
-            assert_close(&format!("{place:?} {dtype:?} {t} {d}"), &all, &want.unwrap(), 2.0 * bound(dtype));
+            // Each part was rounded, and most of the partial sums.
+            assert_close(&format!("{test_device:?} {dtype:?} {t} {d}"), &all, &want.unwrap(), 2.0 * bound(dtype));
         }
     }
 }
 
-/// Returns the gradient of y + 3 x, where y comes from an op of another tensor and x that adds to x's gradient itself.
+/// Returns the gradient of y + 3 x, where y comes from an op of another tensor and of x, to whose gradient it adds.
 fn accumulated_gradient(x: &Tensor, returns_sum: bool) -> Result<Tensor> {
     let other = tensor(&[0.0]);
     let tape = Tape::record(&[x, &other], || {
@@ -103,7 +105,7 @@ fn an_accumulated_gradient_that_is_not_returned_is_an_error() {
     assert_error(accumulated_gradient(&tensor(&[1.0]), false), "op: backward took the gradient of input 1");
 }
 
-/// The op of the outer tape follows an exchange, that of the inner tape none.
+/// The op of the outer tape follows an exchange; that of the inner tape does not.
 #[test]
 fn a_tape_inside_anothers_backward_defers_by_itself() {
     let x = tensor(&[1.0]);
@@ -145,7 +147,7 @@ fn a_tape_inside_anothers_backward_defers_by_itself() {
     assert_eq!(numbers(tape.unwrap().backward(&x).unwrap().get(&x)), [1.0]);
 }
 
-/// The gradients of weights wait until the exchange of the activation's is under way; nothing of them is lost.
+/// Weight gradients wait until the exchange of the activation gradient is in flight; none is lost.
 #[test]
 fn weight_gradients_are_computed_while_their_inputs_gradient_is_exchanged() {
     let (x, w) = (randn((5, 3), 1), trainable(&randn((4, 3), 2)));
@@ -161,7 +163,7 @@ fn weight_gradients_are_computed_while_their_inputs_gradient_is_exchanged() {
                 Ok(sum)
             }))
         })?;
-        add(&linear(&y, &w, None, Precision::Compute)?, &linear(&y, &w, None, Precision::Compute)?)
+        add(&linear(&y, &w, None, OutputDtype::SameAsInput)?, &linear(&y, &w, None, OutputDtype::SameAsInput)?)
     });
     let dy = randn((5, 4), 3);
     let dx = tape.unwrap().backward(&dy).unwrap().remove(&x).unwrap();
@@ -170,14 +172,14 @@ fn weight_gradients_are_computed_while_their_inputs_gradient_is_exchanged() {
     let plain = trainable(&w.value().unwrap());
     let tape = Tape::record(&[&x], || {
         let y = scale(&x, 2.0, DType::F32)?;
-        add(&linear(&y, &plain, None, Precision::Compute)?, &linear(&y, &plain, None, Precision::Compute)?)
+        add(&linear(&y, &plain, None, OutputDtype::SameAsInput)?, &linear(&y, &plain, None, OutputDtype::SameAsInput)?)
     });
     let want = tape.unwrap().backward(&dy).unwrap().remove(&x).unwrap();
     assert_eq!(bits(&dx), bits(&want));
     assert_eq!(bits(&grad_of(&w)), bits(&grad_of(&plain)));
 }
 
-/// An input that is also what came out, and one that nothing used.
+/// Covers an input that is also the output, and one that is unused.
 #[test]
 fn the_identity_hands_the_gradient_on() {
     let (x, unused) = (tensor(&[1.0]), tensor(&[2.0]));
@@ -201,7 +203,7 @@ fn what_is_not_tracked_saves_nothing() {
     };
     op();
     tape(&[], || Ok(op()));
-    tape(std::slice::from_ref(&x), || untracked(|| Ok(op())));
+    tape(std::slice::from_ref(&x), || no_grad(|| Ok(op())));
     assert_eq!(Rc::strong_count(&saved), 1);
     let held = tape(std::slice::from_ref(&x), || Ok(op()));
     assert_eq!(Rc::strong_count(&saved), 2);
@@ -232,8 +234,8 @@ fn what_an_op_saved_is_freed_before_the_backward_of_the_one_before_it_runs() {
 fn a_tape_within_another_is_its_own() {
     let (x, w) = (randn((3, 4), 1), trainable(&randn((2, 4), 2)));
     let outer = Tape::record(&[&x], || {
-        let inner = Tape::record(&[&x], || linear(&x, &w, None, Precision::Compute))?;
-        assert!(!is_tracked(inner.output()) && !inner.is_empty());
+        let inner = Tape::record(&[&x], || linear(&x, &w, None, OutputDtype::SameAsInput))?;
+        assert!(!requires_grad(inner.output()) && !inner.is_empty());
         Ok(inner.output().clone())
     });
     assert!(outer.unwrap().is_empty());
@@ -245,7 +247,7 @@ fn a_failed_or_panicked_forward_leaves_no_recording_behind() {
     let failed: Result<Tape> = Tape::record(&[&x], || candle_core::bail!("the wire was cut"));
     assert_error(failed, "the wire was cut");
     std::panic::catch_unwind(|| drop(Tape::record(&[&tensor(&[1.0])], || panic!("on purpose")))).unwrap_err();
-    assert!(!is_tracked(&x));
+    assert!(!requires_grad(&x));
 }
 
 #[test]
@@ -268,11 +270,11 @@ fn a_gradient_of_another_shape_or_format_is_refused() {
 #[test]
 fn a_weight_used_twice_gets_both_gradients() {
     let (x, w) = (randn((5, 3), 1), trainable(&randn((3, 3), 2)));
-    let once = || linear(&x, &w, None, Precision::Compute);
+    let once = || linear(&x, &w, None, OutputDtype::SameAsInput);
     let dy = randn((5, 3), 3);
     tape(&[], || add(&once()?, &once()?)).backward(&dy).unwrap();
     let alone = trainable(&w.value().unwrap());
-    tape(&[], || linear(&x, &alone, None, Precision::Compute)).backward(&dy).unwrap();
+    tape(&[], || linear(&x, &alone, None, OutputDtype::SameAsInput)).backward(&dy).unwrap();
     assert_eq!(bits(&grad_of(&w)), bits(&(grad_of(&alone) * 2.0).unwrap()));
 }
 
@@ -318,5 +320,5 @@ fn a_sink_must_be_a_contiguous_view() {
 #[test]
 fn a_frozen_weight_alone_is_not_recorded() {
     let w = Weight::frozen(randn((2, 4), 2));
-    assert!(tape(&[], || linear(&randn((3, 4), 1), &w, None, Precision::Compute)).is_empty());
+    assert!(tape(&[], || linear(&randn((3, 4), 1), &w, None, OutputDtype::SameAsInput)).is_empty());
 }

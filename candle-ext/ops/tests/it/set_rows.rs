@@ -1,32 +1,32 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::set_rows;
 
-use crate::cases::{Place, assert_error, bits, check_each, randn};
+use crate::cases::{TestDevice, assert_error, bits, check_each, randn};
 
 /// Writes rows of `src` [m, ..] into a buffer of ones and compares with a copy made row by row.
 #[track_caller]
-fn check(place: &Place, row: &[usize], n: usize, rows: &[u32], dtype: DType) {
+fn check(test_device: &TestDevice, row: &[usize], n: usize, rows: &[u32], dtype: DType) {
     let shape = |n: usize| [&[n], row].concat();
-    let dst = place.put(&Tensor::ones(shape(n), dtype, &Device::Cpu).unwrap());
+    let dst = test_device.put(&Tensor::ones(shape(n), dtype, &Device::Cpu).unwrap());
     let src = randn(shape(rows.len()), 1).to_dtype(dtype).unwrap();
-    place.run(|| set_rows(&dst, rows, &place.put(&src))).unwrap();
+    test_device.run(|| set_rows(&dst, rows, &test_device.put(&src))).unwrap();
     let of = |i: usize| match rows.iter().position(|row| *row as usize == i) {
         Some(from) => src.narrow(0, from, 1).unwrap(),
         None => Tensor::ones(shape(1), dtype, &Device::Cpu).unwrap(),
     };
     let want = Tensor::cat(&(0..n).map(of).collect::<Vec<_>>(), 0).unwrap();
-    assert_eq!(bits(&dst), bits(&want), "{rows:?} of {n} {row:?} {dtype:?} {place:?}");
+    assert_eq!(bits(&dst), bits(&want), "{rows:?} of {n} {row:?} {dtype:?} {test_device:?}");
 }
 
 #[test]
 fn rows_land_where_they_belong_and_the_others_stay() {
-    check_each(Place::all(), |place| {
+    check_each(TestDevice::all(), |test_device| {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
-            check(&place, &[2, 5], 7, &[3, 0, 6], dtype);
-            check(&place, &[300], 4, &[1], dtype);
-            check(&place, &[3, 408], 4, &[2, 0], dtype);
-            check(&place, &[1, 1], 3, &[2, 1, 0], dtype);
-            check(&place, &[4], 3, &[], dtype);
+            check(&test_device, &[2, 5], 7, &[3, 0, 6], dtype);
+            check(&test_device, &[300], 4, &[1], dtype);
+            check(&test_device, &[3, 408], 4, &[2, 0], dtype);
+            check(&test_device, &[1, 1], 3, &[2, 1, 0], dtype);
+            check(&test_device, &[4], 3, &[], dtype);
         }
     });
 }

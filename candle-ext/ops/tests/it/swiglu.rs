@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{swiglu, swiglu_joined};
 
-use crate::cases::{Case, Place, assert_error, bits, check_each, randn, tape, values};
+use crate::cases::{Case, TestDevice, assert_error, bits, check_each, randn, tape, values};
 
 fn case(shape: &[usize], check: impl Fn(&Case<'_>)) {
     check(&Case {
@@ -41,11 +41,11 @@ fn of_joined_rows_it_equals_the_reference() {
 fn joined_rows_give_the_bits_of_two_inputs() {
     let joined = randn((70, 300), 1);
     let [gate, up] = [0, 150].map(|first| joined.narrow(1, first, 150).unwrap());
-    for place in Place::all() {
-        let dy = place.put(&randn((70, 150), 3));
+    for test_device in TestDevice::all() {
+        let dy = test_device.put(&randn((70, 150), 3));
         let [of_one, of_two] = [vec![joined.clone()], vec![gate.clone(), up.clone()]].map(|inputs| {
-            let inputs: Vec<Tensor> = inputs.iter().map(|x| place.put(x)).collect();
-            place.run(|| {
+            let inputs: Vec<Tensor> = inputs.iter().map(|x| test_device.put(x)).collect();
+            test_device.run(|| {
                 let tape = tape(&inputs, || match inputs.as_slice() {
                     [joined] => swiglu_joined(joined),
                     two => swiglu(&two[0], &two[1]),
@@ -56,7 +56,7 @@ fn joined_rows_give_the_bits_of_two_inputs() {
                 [y, Tensor::cat(&grads, 1).unwrap()].map(|x| bits(&x))
             })
         });
-        assert!(of_one == of_two, "{place:?}");
+        assert!(of_one == of_two, "{test_device:?}");
     }
 }
 
@@ -68,9 +68,9 @@ fn the_gradient_is_the_slope() {
 #[test]
 fn large_gates_neither_overflow_nor_turn_into_nan() {
     let gate = Tensor::new(&[-1e4f32, -100.0, -20.0, 0.0, 100.0, 1e4], &Device::Cpu).unwrap();
-    for place in Place::all() {
-        let gate = place.put(&gate);
-        let y = values(&place.run(|| swiglu(&gate, &gate.ones_like().unwrap())).unwrap());
+    for test_device in TestDevice::all() {
+        let gate = test_device.put(&gate);
+        let y = values(&test_device.run(|| swiglu(&gate, &gate.ones_like().unwrap())).unwrap());
         assert!(y[0].abs() < 1e-30 && y[1].abs() < 1e-30, "{y:?}");
         assert!((y[2] - -20.0 / (1.0 + 20f64.exp())).abs() < 1e-13, "{y:?}");
         assert_eq!(y[3..], [0.0, 100.0, 1e4]);

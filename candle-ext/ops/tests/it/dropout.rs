@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{Columns, Dropout, Rows, derive_key, dropout, dropout_part};
+use candlewick_ops::{ColumnShard, Dropout, RowRanges, derive_key, dropout, sharded_dropout};
 
-use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, check_each, randn, tape, values};
+use crate::cases::{Case, TestDevice, assert_close, assert_error, bits, bound, check_each, randn, tape, values};
 
 const SPEC: Dropout = Dropout { p: 0.25, key: 7 };
 
@@ -41,9 +41,9 @@ fn every_place_drops_the_same_elements() {
             let x = randn(shape, 1).to_dtype(dtype).unwrap();
             for spec in [SPEC, Dropout { p: 0.9, key: u64::MAX }] {
                 let want = bits(&dropout(&x, spec).unwrap());
-                for place in Place::all() {
-                    let y = place.run(|| dropout(&place.put(&x), spec)).unwrap();
-                    assert_eq!(bits(&y), want, "{place:?}");
+                for test_device in TestDevice::all() {
+                    let y = test_device.run(|| dropout(&test_device.put(&x), spec)).unwrap();
+                    assert_eq!(bits(&y), want, "{test_device:?}");
                 }
             }
         }
@@ -52,10 +52,10 @@ fn every_place_drops_the_same_elements() {
 
 #[test]
 fn backward_uses_the_mask_of_forward() {
-    for place in Place::all() {
-        place.run(|| {
+    for test_device in TestDevice::all() {
+        test_device.run(|| {
             for dtype in [DType::F32, DType::BF16, DType::F16] {
-                let put = |seed| place.put(&randn((9, 700), seed).to_dtype(dtype).unwrap());
+                let put = |seed| test_device.put(&randn((9, 700), seed).to_dtype(dtype).unwrap());
                 let (x, dy) = (put(1), put(2));
                 let grads = tape(std::slice::from_ref(&x), || dropout(&x, SPEC)).backward(&dy).unwrap();
                 let mask = dropout(&x.ones_like().unwrap().to_dtype(DType::F32).unwrap(), SPEC).unwrap();
@@ -95,38 +95,39 @@ fn rows_lose_what_they_lose_in_the_whole() {
         let parts = ranges.clone().map(|range| x.narrow(0, range.start, range.len()).unwrap());
         Tensor::cat(&parts, 0).unwrap()
     };
-    let rows = Rows::new(ranges.to_vec());
-    for place in Place::all() {
-        place.run(|| {
-            let (whole, dy) = (place.put(&whole), place.put(&randn((60, 37), 2)));
+    let rows = RowRanges::new(ranges.to_vec());
+    for test_device in TestDevice::all() {
+        test_device.run(|| {
+            let (whole, dy) = (test_device.put(&whole), test_device.put(&randn((60, 37), 2)));
             let x = pick(&whole);
-            let tape = tape(std::slice::from_ref(&x), || dropout_part(&x, SPEC, &rows, Columns::ALL));
-            assert_eq!(bits(tape.output()), bits(&pick(&dropout(&whole, SPEC).unwrap())), "{place:?}");
+            let tape = tape(std::slice::from_ref(&x), || sharded_dropout(&x, SPEC, &rows, ColumnShard::ALL));
+            assert_eq!(bits(tape.output()), bits(&pick(&dropout(&whole, SPEC).unwrap())), "{test_device:?}");
             let dx = tape.backward(&pick(&dy)).unwrap().remove(&x).unwrap();
-            assert_eq!(bits(&dx), bits(&pick(&dropout(&dy, SPEC).unwrap())), "{place:?}");
-            let rest = dropout_part(&x.narrow(0, 10, 17).unwrap(), SPEC, &rows.after(10), Columns::ALL).unwrap();
+            assert_eq!(bits(&dx), bits(&pick(&dropout(&dy, SPEC).unwrap())), "{test_device:?}");
+            let rest = sharded_dropout(&x.narrow(0, 10, 17).unwrap(), SPEC, &rows.skip(10), ColumnShard::ALL).unwrap();
             assert_eq!(bits(&rest), bits(&pick(&dropout(&whole, SPEC).unwrap()).narrow(0, 10, 17).unwrap()));
         });
     }
-    assert_error(dropout_part(&whole, SPEC, &rows, Columns::ALL), "60 rows, of which 27 have a place");
+    assert_error(sharded_dropout(&whole, SPEC, &rows, ColumnShard::ALL), "60 rows, but the row ranges cover 27");
 }
 
 #[test]
 fn columns_lose_what_they_lose_in_the_whole() {
-    let rows = Rows::new(vec![3..11, 12..30]);
+    let rows = RowRanges::new(vec![3..11, 12..30]);
     for (width, dtype) in [(7, DType::F32), (16, DType::BF16), (4096, DType::F32)] {
         let whole = randn((30, 3 * width), 1).to_dtype(dtype).unwrap();
-        for place in Place::all() {
-            place.run(|| {
-                let whole = place.put(&whole);
+        for test_device in TestDevice::all() {
+            test_device.run(|| {
+                let whole = test_device.put(&whole);
                 let dropped = dropout(&whole, SPEC).unwrap();
                 for part in 0..3 {
                     let pick = |x: &Tensor| {
                         let parts = [(3, 8), (12, 18)].map(|(first, n)| x.narrow(0, first, n).unwrap());
                         Tensor::cat(&parts, 0).unwrap().narrow(1, part * width, width).unwrap().contiguous().unwrap()
                     };
-                    let y = dropout_part(&pick(&whole), SPEC, &rows, Columns { part, n_parts: 3 }).unwrap();
-                    assert_eq!(bits(&y), bits(&pick(&dropped)), "{place:?}, part {part} of {width} elements");
+                    let y =
+                        sharded_dropout(&pick(&whole), SPEC, &rows, ColumnShard { index: part, n_shards: 3 }).unwrap();
+                    assert_eq!(bits(&y), bits(&pick(&dropped)), "{test_device:?}, part {part} of {width} elements");
                 }
             });
         }

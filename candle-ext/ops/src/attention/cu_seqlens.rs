@@ -1,42 +1,41 @@
-//! Where packed sequences begin and end.
+//! Cumulative sequence lengths of packed batches.
 
 use std::ops::Range;
 
 use candle_core::{Result, bail};
 
-/// Packed sequences as cumulative lengths of their queries and keys.
+/// Cumulative lengths of packed sequences, for queries and keys: FlashAttention's `cu_seqlens`.
 ///
-/// A sequence may have more keys than queries (a KV cache): its queries are then its last
-/// positions.
+/// With a KV cache a sequence has more keys than queries; its queries are then the last positions.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Seqs {
+pub struct CuSeqlens {
     cu_q: Vec<usize>,
     cu_k: Vec<usize>,
-    /// The position of each one's first query among its keys. In a [`Piece`] it may be before or behind all of them.
+    /// Position of each sequence's first query among its keys. In an [`AttentionChunk`] it may lie outside of them.
     firsts: Vec<isize>,
 }
 
-/// Some of the queries and some of the keys of packed sequences, as [`Seqs::piece`] takes them.
+/// A range of the queries and a range of the keys of packed sequences, made by [`CuSeqlens::chunk`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece(pub(super) Seqs);
+pub struct AttentionChunk(pub(super) CuSeqlens);
 
-/// One sequence: its rows among the queries and among the keys.
+/// Ranges of one sequence in the packed queries and keys.
 #[derive(Clone, Debug)]
 pub(crate) struct Span {
     pub(crate) q: Range<usize>,
     pub(crate) k: Range<usize>,
-    /// The position of the first query among the keys.
+    /// Position of the first query among the keys.
     pub(crate) first: isize,
 }
 
-impl Seqs {
-    /// Sequences with as many keys as queries; `cu` starts at 0, sequence i is cu[i]..cu[i + 1].
+impl CuSeqlens {
+    /// Creates sequences with as many keys as queries. `cu` starts at 0; sequence i is cu[i]..cu[i + 1].
     pub fn packed(cu: Vec<usize>) -> Result<Self> {
-        Self::with_keys(cu.clone(), cu)
+        Self::from_q_and_k(cu.clone(), cu)
     }
 
-    /// Sequences whose keys may be more than their queries.
-    pub fn with_keys(cu_q: Vec<usize>, cu_k: Vec<usize>) -> Result<Self> {
+    /// Creates sequences that may have more keys than queries, as with a KV cache.
+    pub fn from_q_and_k(cu_q: Vec<usize>, cu_k: Vec<usize>) -> Result<Self> {
         check_cumulative("queries", &cu_q)?;
         check_cumulative("keys", &cu_k)?;
         if cu_q.len() != cu_k.len() {
@@ -53,37 +52,38 @@ impl Seqs {
         Ok(Self { cu_q, cu_k, firsts })
     }
 
-    /// Cumulative lengths of the queries, starting at 0.
-    pub fn cu_q(&self) -> &[usize] {
+    /// Returns the cumulative lengths of the queries, starting at 0.
+    pub fn cu_seqlens_q(&self) -> &[usize] {
         &self.cu_q
     }
 
-    /// Cumulative lengths of the keys, starting at 0.
-    pub fn cu_k(&self) -> &[usize] {
+    /// Returns the cumulative lengths of the keys, starting at 0.
+    pub fn cu_seqlens_k(&self) -> &[usize] {
         &self.cu_k
     }
 
-    /// The number of sequences, empty ones included.
+    /// Returns the number of sequences, empty ones included.
     pub fn n_seqs(&self) -> usize {
         self.cu_q.len() - 1
     }
 
-    /// The number of queries in all sequences.
+    /// Returns the number of queries in all sequences.
     pub fn n_tokens(&self) -> usize {
         self.cu_q[self.cu_q.len() - 1]
     }
 
-    /// The number of keys in all sequences.
+    /// Returns the number of keys in all sequences.
     pub fn n_keys(&self) -> usize {
         self.cu_k[self.cu_k.len() - 1]
     }
 
-    /// Takes some of the queries and some of the keys, both counted through all sequences. What a query sees stays what it
-    /// is: that depends on the places in the whole sequences.
-    pub fn piece(&self, queries: Range<usize>, keys: Range<usize>) -> Result<Piece> {
+    /// Selects a range of the queries and a range of the keys, both indices into the packed tensors.
+    ///
+    /// The mask stays that of the whole sequences.
+    pub fn chunk(&self, queries: Range<usize>, keys: Range<usize>) -> Result<AttentionChunk> {
         for (what, range, n) in [("queries", &queries, self.n_tokens()), ("keys", &keys, self.n_keys())] {
             if range.start > range.end || range.end > n {
-                bail!("sequences: a piece of the {what} {range:?}, but there are {n}")
+                bail!("sequences: a chunk of the {what} {range:?}, but there are {n}")
             }
         }
         let mut piece = Self { cu_q: vec![0], cu_k: vec![0], firsts: Vec::new() };
@@ -97,7 +97,7 @@ impl Seqs {
             piece.cu_k.push(piece.n_keys() + k.len());
             piece.firsts.push(first);
         }
-        Ok(Piece(piece))
+        Ok(AttentionChunk(piece))
     }
 
     pub(crate) fn spans(&self) -> impl Iterator<Item = Span> {
@@ -106,7 +106,7 @@ impl Seqs {
     }
 }
 
-/// The part of `all` that lies in `wanted`: an empty one at its edge if there is none.
+/// Returns the intersection of both ranges; an empty range within `all` if they are disjoint.
 fn common(all: &Range<usize>, wanted: &Range<usize>) -> Range<usize> {
     wanted.start.clamp(all.start, all.end)..wanted.end.clamp(all.start, all.end)
 }

@@ -1,9 +1,10 @@
-//! Laws that hold for every op, stated once over the list of ops.
+//! Invariants that hold for every op, stated once over the list of ops.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionSpec, CrossEntropy, Precision, Reduction, Seqs, Upstream, Weight, add, add_rms_norm,
-    attention, embedding, linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu, swiglu_joined,
+    AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, LossGrad, OutputDtype, Reduction, Weight, add,
+    add_rms_norm, attention, embedding, linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu,
+    swiglu_joined,
 };
 
 use crate::cases::{bits, check_each, grad_of, randn, tape, trainable, values};
@@ -21,7 +22,7 @@ pub(crate) fn ops() -> Vec<Op> {
             name: "linear",
             inputs: vec![randn((150, 40), 1)],
             weights: vec![randn((70, 40), 2), randn(70, 3)],
-            run: |x, w| linear(&x[0], &w[0], Some(&w[1]), Precision::Compute),
+            run: |x, w| linear(&x[0], &w[0], Some(&w[1]), OutputDtype::SameAsInput),
         },
         Op {
             name: "embedding",
@@ -81,13 +82,13 @@ pub(crate) fn ops() -> Vec<Op> {
             run: |x, _| {
                 let spec =
                     AttentionSpec { scale: 0.3, causal: true, window: Some(90), choice: AttentionChoice::default() };
-                attention(&x[0], &x[1], &x[2], &Seqs::packed(vec![0, 150, 200])?, &spec)
+                attention(&x[0], &x[1], &x[2], &CuSeqlens::packed(vec![0, 150, 200])?, &spec)
             },
         },
     ]
 }
 
-/// The output and the gradients of all inputs and weights.
+/// Returns the output and the gradients of all inputs and weights.
 pub(crate) fn run(op: &Op) -> Vec<Tensor> {
     let weights: Vec<Weight> = op.weights.iter().map(trainable).collect();
     let tape = tape(&op.inputs, || (op.run)(&op.inputs, &weights));
@@ -111,7 +112,7 @@ fn every_input_and_weight_gets_a_gradient() {
     });
 }
 
-/// An op between tracked ones must hand the gradient on.
+/// Checks that an op between tracked ones propagates the gradient.
 #[test]
 fn gradients_pass_through_to_the_leaves() {
     check_each(ops(), |op| {
@@ -145,7 +146,7 @@ fn two_backwards_add_up_in_the_sink() {
     });
 }
 
-/// The weight is trained even where nothing before it is, as in the first layer.
+/// Checks that a weight is trained even if nothing before it is, as in the first layer.
 #[test]
 fn a_sink_is_reached_from_an_untracked_input() {
     check_each(ops().into_iter().filter(|op| !op.weights.is_empty()), |op| {
@@ -198,13 +199,13 @@ fn results_are_the_same_bits_for_any_number_of_threads() {
     }
 }
 
-/// A product large enough to be shared out among threads.
+/// Computes a matmul large enough to be divided among threads.
 fn large_linear() -> Vec<Vec<u64>> {
     let op = Op {
         name: "linear",
         inputs: vec![randn((600, 300), 1)],
         weights: vec![randn((500, 300), 2), randn(500, 3)],
-        run: |x, w| linear(&x[0], &w[0], Some(&w[1]), Precision::Compute),
+        run: |x, w| linear(&x[0], &w[0], Some(&w[1]), OutputDtype::SameAsInput),
     };
     run(&op).iter().map(bits).collect()
 }
@@ -217,7 +218,7 @@ fn head() -> [Vec<u64>; 3] {
         &w,
         &Tensor::new(targets, &Device::Cpu).unwrap(),
         &CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: 64 },
-        Upstream::Scalar(1.0),
+        LossGrad::Scalar(1.0),
     )
     .unwrap();
     [bits(&out.loss), bits(&out.dx.unwrap()), bits(&grad_of(&w))]

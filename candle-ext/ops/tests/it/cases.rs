@@ -1,4 +1,4 @@
-//! What the tests share: seeded inputs, the relative error, and one check for all ops.
+//! Shared test support: seeded inputs, the relative error, and one check for all ops.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,11 +10,11 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 
-/// f32 arithmetic against f64: rows of up to a few hundred terms lose about three bits.
+/// Bound of f32 arithmetic compared with f64: rows of up to a few hundred terms lose about three bits.
 pub(crate) const F32: f64 = 1e-6;
 
-/// Rounding to a format once moves a value by at most half a unit: 2^-9 for bf16, 2^-12 for f16.
-/// The bound is two such roundings, as rms_norm has them.
+/// Returns the bound of two roundings to a dtype, as rms_norm has them. One rounding moves a value by at most half a
+/// unit: 2^-9 for bf16, 2^-12 for f16.
 pub(crate) fn bound(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 2f64.powi(-8),
@@ -23,33 +23,33 @@ pub(crate) fn bound(dtype: DType) -> f64 {
     }
 }
 
-/// The bounds are for the inputs of seed 0. Others may lie worse, by no more than this.
+/// Factor on the bounds for other seeds. The bounds were chosen for seed 0.
 const OTHER_INPUTS: f64 = 3.0;
 
-/// CANDLEWICK_OPS_SEED gives every test other inputs; a failure tells it.
+/// Seed of all inputs, from CANDLEWICK_OPS_SEED; failures print it.
 static SEED: LazyLock<u64> = LazyLock::new(|| match std::env::var("CANDLEWICK_OPS_SEED") {
     Ok(seed) => seed.parse().expect("CANDLEWICK_OPS_SEED is a number"),
     Err(_) => 0,
 });
 
-/// Random numbers, the same for the same seed.
+/// Returns a random number generator with this seed.
 pub(crate) fn rng(seed: u64) -> StdRng {
     StdRng::seed_from_u64(seed.wrapping_add(SEED.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
 }
 
-/// Standard normal values, f32, the same for the same seed.
+/// Returns standard normal values, f32, with this seed.
 pub(crate) fn randn(shape: impl Into<Shape>, seed: u64) -> Tensor {
     let shape = shape.into();
     let values: Vec<f32> = StandardNormal.sample_iter(rng(seed)).take(shape.elem_count()).collect();
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
-/// All elements as f64.
+/// Returns all elements as f64.
 pub(crate) fn values(x: &Tensor) -> Vec<f64> {
     x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The bits of all elements, for comparisons that allow no difference.
+/// Returns the bits of all elements, for exact comparisons.
 pub(crate) fn bits(x: &Tensor) -> Vec<u64> {
     values(x).into_iter().map(f64::to_bits).collect()
 }
@@ -62,7 +62,7 @@ pub(crate) fn norm(x: &Tensor) -> f64 {
     dot(x, x).sqrt()
 }
 
-/// |got - want| / max(|want|, floor)
+/// Returns |got - want| / max(|want|, floor).
 pub(crate) fn relative_error(got: &Tensor, want: &Tensor, floor: f64) -> f64 {
     assert_eq!(got.dims(), want.dims());
     let pairs = values(got).into_iter().zip(values(want));
@@ -88,7 +88,7 @@ pub(crate) fn assert_error<T>(result: Result<T>, fragment: &str) {
     assert!(message.contains(fragment), "{message:?} does not say {fragment:?}");
 }
 
-/// A weight whose gradient is a view in the middle of a longer buffer: of rows of whole packs an aligned one.
+/// Returns a weight whose gradient is an aligned view in the middle of a longer buffer.
 pub(crate) fn trainable(value: &Tensor) -> Weight {
     let n = value.elem_count();
     let is_aligned = value.dims().last().is_some_and(|d| d.is_multiple_of(8));
@@ -101,7 +101,7 @@ pub(crate) fn grad_of(weight: &Weight) -> Tensor {
     weight.sink().unwrap().grad().unwrap()
 }
 
-/// Runs a check of every item, and panics once at the end with the message of each that failed.
+/// Runs a check of every item. Panics once, at the end, with the message of each failure.
 #[track_caller]
 pub(crate) fn check_each<T>(items: impl IntoIterator<Item = T>, mut check: impl FnMut(T)) {
     let mut n_items = 0;
@@ -115,7 +115,7 @@ pub(crate) fn check_each<T>(items: impl IntoIterator<Item = T>, mut check: impl 
     assert!(failures.is_empty(), "{} of {n_items} failed\n{}", failures.len(), failures.join("\n"));
 }
 
-/// The text of a panic.
+/// Returns the text of a panic.
 fn message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without a text")
@@ -139,13 +139,13 @@ fn a_check_of_each_goes_on_after_a_failure_and_tells_all_of_them() {
     }
 }
 
-/// What `op` gives, on a tape of `inputs`.
+/// Records `op` on a tape of `inputs`.
 pub(crate) fn tape(inputs: &[Tensor], op: impl FnOnce() -> Result<Tensor>) -> Tape {
     let inputs: Vec<&Tensor> = inputs.iter().collect();
     Tape::record(&inputs, op).unwrap()
 }
 
-/// Opened once, as a run opens it.
+/// GPU of all tests, opened once as in a run.
 #[cfg(feature = "cuda")]
 static GPU: LazyLock<Device> = LazyLock::new(|| {
     if let Some(folder) = std::env::var_os("CANDLEWICK_KERNELS") {
@@ -154,20 +154,20 @@ static GPU: LazyLock<Device> = LazyLock::new(|| {
     candlewick_ops::DeviceChoice::Cuda(0).open().expect("tests with the feature cuda need a GPU")
 });
 
-/// Where an op is computed: every test that runs in one of these runs in all that the build and the machine have.
+/// Device that runs an op. Tests run on every device that the build and the machine have.
 #[derive(Clone, Debug)]
-pub(crate) enum Place {
-    /// The CPU's kernel.
+pub(crate) enum TestDevice {
+    /// CPU kernel.
     Cpu,
-    /// The CUDA kernel on the CPU, in a build without GPUs.
+    /// CUDA kernel emulated on the CPU, in a build without CUDA.
     #[cfg(not(feature = "cuda"))]
     Emulated,
-    /// The CUDA kernel on a GPU.
+    /// CUDA kernel on a GPU.
     #[cfg(feature = "cuda")]
     Cuda(Device),
 }
 
-impl Place {
+impl TestDevice {
     pub(crate) fn all() -> Vec<Self> {
         vec![
             Self::Cpu,
@@ -178,7 +178,7 @@ impl Place {
         ]
     }
 
-    /// Runs `f` here; what a kernel should write is NaN before.
+    /// Runs `f` on this device, with kernel outputs filled with NaN first.
     pub(crate) fn run<T>(&self, f: impl FnOnce() -> T) -> T {
         match self {
             Self::Cpu => f(),
@@ -208,7 +208,7 @@ impl Place {
 
 type Op<'a> = &'a dyn Fn(&[Tensor], &[Weight]) -> Result<Tensor>;
 
-/// An op of tracked inputs and weights, and the same in plain candle ops on f64 (inputs, weights).
+/// An op of tracked inputs and weights, and its reference in plain candle ops on f64 (inputs, weights).
 pub(crate) struct Case<'a> {
     pub(crate) name: &'a str,
     pub(crate) inputs: Vec<Tensor>,
@@ -217,7 +217,7 @@ pub(crate) struct Case<'a> {
     pub(crate) reference: &'a dyn Fn(&[Tensor]) -> Result<Tensor>,
 }
 
-/// An output and the gradients of all inputs and weights.
+/// Output of an op, and the gradients of all its inputs and weights.
 #[derive(Clone)]
 struct Results {
     y: Tensor,
@@ -225,30 +225,32 @@ struct Results {
 }
 
 impl Case<'_> {
-    /// Compares output and all gradients, from a random upstream gradient, with the reference and with the CPU's, in every
-    /// place; and asks for the same bits twice.
+    /// Compares output and all gradients, for a random upstream gradient, with the reference and the CPU's, on every
+    /// device.
+    ///
+    /// A second run must give the same bits.
     #[track_caller]
     pub(crate) fn check(&self, dtype: DType) {
         let want = self.reference_results(dtype);
         let mut of_cpu = None;
-        for place in Place::all() {
-            let got = place.run(|| self.results_in(&place, dtype));
-            let what = format!("{} {dtype:?} {place:?}", self.name);
+        for test_device in TestDevice::all() {
+            let got = test_device.run(|| self.results_in(&test_device, dtype));
+            let what = format!("{} {dtype:?} {test_device:?}", self.name);
             got.assert_close(&what, &want, bound(dtype));
             let of_cpu = of_cpu.get_or_insert_with(|| got.clone());
-            // Each within the bound of what is exact.
+            // Each lies within the bound of the exact result.
             got.assert_close(&format!("{what} beside the CPU"), of_cpu, 2.0 * bound(dtype));
-            got.assert_same(&what, &place.run(|| self.results_in(&place, dtype)));
+            got.assert_same(&what, &test_device.run(|| self.results_in(&test_device, dtype)));
         }
     }
 
-    fn results_in(&self, place: &Place, dtype: DType) -> Results {
-        let put = |x: &Tensor| place.put(&x.to_dtype(dtype).unwrap());
+    fn results_in(&self, test_device: &TestDevice, dtype: DType) -> Results {
+        let put = |x: &Tensor| test_device.put(&x.to_dtype(dtype).unwrap());
         let inputs: Vec<Tensor> = self.inputs.iter().map(put).collect();
         let weights: Vec<Weight> = self.weights.iter().map(|w| trainable(&put(w))).collect();
         let tape = tape(&inputs, || (self.op)(&inputs, &weights));
         let y = tape.output().clone();
-        let grads = tape.backward(&place.put(&upstream(&y, y.dtype()))).unwrap();
+        let grads = tape.backward(&test_device.put(&upstream(&y, y.dtype()))).unwrap();
         let grads = inputs.iter().map(|x| grads.get(x).unwrap().clone()).chain(weights.iter().map(grad_of));
         let host = |x: &Tensor| x.to_device(&Device::Cpu).unwrap();
         Results { y: host(&y), grads: grads.map(|grad| host(&grad)).collect() }
@@ -294,8 +296,9 @@ impl Case<'_> {
     }
 }
 
-/// A gradient along a random direction against a central difference in f32. Where the direction happens to lie across the
-/// gradient, the error is measured against its norm.
+/// Compares a gradient along a random direction with a central difference, in f32.
+///
+/// The error is relative to the gradient's norm, in case the direction is nearly orthogonal to it.
 #[track_caller]
 pub(crate) fn assert_slope(what: &str, got: f64, want: f64, grads: &[&Tensor]) {
     let norm = grads.iter().map(|grad| dot(grad, grad)).sum::<f64>().sqrt();
@@ -304,8 +307,10 @@ pub(crate) fn assert_slope(what: &str, got: f64, want: f64, grads: &[&Tensor]) {
 }
 
 impl Results {
-    /// Some gradients vanish because terms of the size of the upstream gradient cancel (a softmax over one key, the norm
-    /// of one element): their error is measured against a tenth of it.
+    /// Compares outputs and gradients.
+    ///
+    /// Some gradients vanish because terms of the size of the upstream gradient cancel, as in a softmax over one key.
+    /// Their error is relative to a tenth of the upstream gradient.
     #[track_caller]
     fn assert_close(&self, what: &str, want: &Self, bound: f64) {
         assert_close(&format!("{what} y"), &self.y, &want.y, bound);
@@ -323,7 +328,7 @@ impl Results {
     }
 }
 
-/// A random gradient of an output.
+/// Returns a random gradient of an output.
 fn upstream(y: &Tensor, dtype: DType) -> Tensor {
     randn(y.shape(), 99).to_dtype(dtype).unwrap()
 }

@@ -1,11 +1,12 @@
-//! A map that holds a bounded number of entries: the least recently used one makes room.
+//! LRU cache of bounded size.
 //!
-//! A training step repeats its shapes, so they stay. Evaluation brings ever new lengths, and those are dropped again.
+//! A training step repeats its shapes, so they stay cached. Evaluation produces new lengths all the time, which are
+//! evicted.
 
 use std::collections::HashMap;
 use std::hash::Hash;
 
-pub(super) struct Recent<K, V> {
+pub(super) struct LruCache<K, V> {
     capacity: usize,
     clock: u64,
     entries: HashMap<K, Entry<V>>,
@@ -16,7 +17,7 @@ struct Entry<V> {
     value: V,
 }
 
-impl<K: Copy + Eq + Hash, V> Recent<K, V> {
+impl<K: Copy + Eq + Hash, V> LruCache<K, V> {
     pub(super) fn new(capacity: usize) -> Self {
         Self { capacity, clock: 0, entries: HashMap::new() }
     }
@@ -44,7 +45,7 @@ mod tests {
 
     #[test]
     fn the_least_recently_used_entry_makes_room() {
-        let mut map = Recent::new(3);
+        let mut map = LruCache::new(3);
         (1..=3).for_each(|key| map.insert(key, 10 * key));
         assert_eq!(map.get(&1), Some(&mut 10));
         map.insert(4, 40);
@@ -53,14 +54,14 @@ mod tests {
 
     #[test]
     fn an_entry_that_is_inserted_again_removes_no_other() {
-        let mut map = Recent::new(2);
+        let mut map = LruCache::new(2);
         [(1, 'a'), (2, 'b'), (2, 'c')].into_iter().for_each(|(key, value)| map.insert(key, value));
         assert_eq!([1, 2].map(|key| map.get(&key).copied()), [Some('a'), Some('c')]);
     }
 
     #[test]
     fn ever_new_keys_never_exceed_the_bound() {
-        let mut map = Recent::new(8);
+        let mut map = LruCache::new(8);
         for key in 0..1000 {
             map.insert(key, key);
             assert!(map.entries.len() <= 8 && map.get(&key) == Some(&mut { key }));

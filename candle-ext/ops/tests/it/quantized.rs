@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{Precision, QuantFormat, ScaleBlock, ScaleRounding, Weight, dequantize, linear, quantize};
+use candlewick_ops::{OutputDtype, QuantFormat, ScaleBlock, ScaleRounding, Weight, dequantize, linear, quantize};
 
-use crate::cases::{Place, assert_close, assert_error, bits, bound, check_each, randn, tape, values};
+use crate::cases::{TestDevice, assert_close, assert_error, bits, bound, check_each, randn, tape, values};
 
 const INT8: [f32; 256] = {
     let mut codes = [0.0; 256];
@@ -26,7 +26,7 @@ fn format(block: ScaleBlock, scales: ScaleRounding) -> &'static QuantFormat {
     Box::leak(Box::new(QuantFormat { name: "int8", codes: &INT8, block, scales }))
 }
 
-/// Tile of scales of each row and column, counted from 0, and the number of tiles.
+/// Returns a function from row and column to the index of their scale, and the number of scales.
 fn scale_of(block: ScaleBlock, (n, k): (usize, usize)) -> (impl Fn(usize, usize) -> usize, usize) {
     let (rows, columns) = match block {
         ScaleBlock::Tensor => (n.max(1), k),
@@ -53,11 +53,11 @@ fn each_element_is_its_code_times_the_scale_of_its_block() {
         let bytes = Tensor::from_vec(bytes, n_bytes, &Device::Cpu).unwrap();
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let want = want.to_dtype(dtype).unwrap();
-            check_each(Place::all(), |place| {
-                let bytes = place.put(&bytes);
-                let got =
-                    place.run(|| dequantize(&bytes, format(block, ScaleRounding::Exact), &[n, k], dtype).unwrap());
-                assert!(bits(&got) == bits(&want), "{block:?} {shape:?} {dtype:?} {place:?}");
+            check_each(TestDevice::all(), |test_device| {
+                let bytes = test_device.put(&bytes);
+                let got = test_device
+                    .run(|| dequantize(&bytes, format(block, ScaleRounding::Exact), &[n, k], dtype).unwrap());
+                assert!(bits(&got) == bits(&want), "{block:?} {shape:?} {dtype:?} {test_device:?}");
             });
         }
     }
@@ -98,7 +98,7 @@ fn a_block_of_zeros_is_zeros() {
     assert_eq!(values(&got), [0.0; 35]);
 }
 
-/// Every int8 value times a power of two is a bf16: a dense bf16 weight holds the same values.
+/// Every int8 value times a power of two is a bf16, so a dense bf16 weight can hold the same values.
 #[test]
 fn a_linear_layer_gives_the_bits_of_a_dense_weight() {
     let format = format(ScaleBlock::Tile { rows: 16, columns: 8 }, ScaleRounding::PowerOfTwo);
@@ -107,33 +107,33 @@ fn a_linear_layer_gives_the_bits_of_a_dense_weight() {
         let dense = dequantize(&bytes, format, &[n, k], DType::BF16).unwrap();
         let (x, dy) =
             (randn((t, k), 1).to_dtype(DType::BF16).unwrap(), randn((t, n), 3).to_dtype(DType::BF16).unwrap());
-        check_each(Place::all(), |place| {
-            let (x, dy) = (place.put(&x), place.put(&dy));
+        check_each(TestDevice::all(), |test_device| {
+            let (x, dy) = (test_device.put(&x), test_device.put(&dy));
             let run = |w: Weight| {
-                let tape = tape(std::slice::from_ref(&x), || linear(&x, &w, None, Precision::Compute));
+                let tape = tape(std::slice::from_ref(&x), || linear(&x, &w, None, OutputDtype::SameAsInput));
                 let y = tape.output().clone();
                 let dx = tape.backward(&dy).unwrap().get(&x).unwrap().clone();
                 [bits(&y), bits(&dx)]
             };
-            place.run(|| {
-                let quantized = run(Weight::quantized(place.put(&bytes), format, [n, k]).unwrap());
-                assert!(quantized == run(Weight::frozen(place.put(&dense))), "{t} {n} {k} {place:?}");
+            test_device.run(|| {
+                let quantized = run(Weight::quantized(test_device.put(&bytes), format, [n, k]).unwrap());
+                assert!(quantized == run(Weight::frozen(test_device.put(&dense))), "{t} {n} {k} {test_device:?}");
             });
         });
     }
 }
 
-/// On f32 inputs the weight is not rounded to a shorter format.
+/// With f32 inputs the weight is not rounded to a shorter dtype.
 #[test]
 fn a_linear_layer_of_f32_inputs_equals_the_dequantized_weight() {
     let format = format(ScaleBlock::Row, ScaleRounding::Exact);
     let (x, w) = (randn((9, 100), 1), quantize(&randn((30, 100), 2), format).unwrap());
     let dense = dequantize(&w, format, &[30, 100], DType::F32).unwrap();
     let want = x.matmul(&dense.t().unwrap()).unwrap();
-    check_each(Place::all(), |place| {
-        let x = place.put(&x);
-        let w = Weight::quantized(place.put(&w), format, [30, 100]).unwrap();
-        let y = place.run(|| linear(&x, &w, None, Precision::Compute).unwrap());
+    check_each(TestDevice::all(), |test_device| {
+        let x = test_device.put(&x);
+        let w = Weight::quantized(test_device.put(&w), format, [30, 100]).unwrap();
+        let y = test_device.run(|| linear(&x, &w, None, OutputDtype::SameAsInput).unwrap());
         assert_close("quantized linear", &y, &want, bound(DType::F32));
     });
 }

@@ -1,17 +1,17 @@
 use candle_core::{D, DType, Device, Result, Tensor};
-use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionSpec, Seqs, attention};
+use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionSpec, CuSeqlens, attention};
 use rand::Rng;
 use rand::rngs::StdRng;
 
 use crate::cases::{
-    Case, F32, Place, assert_close, assert_error, bits, check_each, randn, relative_error, rng, tape, values,
+    Case, F32, TestDevice, assert_close, assert_error, bits, check_each, randn, relative_error, rng, tape, values,
 };
 
 const FUSED: AttentionChoice = AttentionChoice { implementation: AttentionImpl::Fused, deterministic: false };
 pub(crate) const CAUSAL: AttentionSpec = AttentionSpec { scale: 0.3, causal: true, window: None, choice: FUSED };
 pub(crate) const BIDIRECTIONAL: AttentionSpec = AttentionSpec { causal: false, ..CAUSAL };
 
-/// Sequences by length, heads, and what may be seen.
+/// Sequence lengths, heads and mask of a test.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     pub(crate) queries: Vec<usize>,
@@ -27,8 +27,8 @@ impl Setup {
         Self { queries: lens.to_vec(), keys: lens.to_vec(), hq, hkv, dim, spec }
     }
 
-    pub(crate) fn seqs(&self) -> Seqs {
-        Seqs::with_keys(cumulative(&self.queries), cumulative(&self.keys)).unwrap()
+    pub(crate) fn seqs(&self) -> CuSeqlens {
+        CuSeqlens::from_q_and_k(cumulative(&self.queries), cumulative(&self.keys)).unwrap()
     }
 
     pub(crate) fn inputs(&self) -> Vec<Tensor> {
@@ -42,7 +42,7 @@ impl Setup {
         self.with_op("attention", &|x| attention(&x[0], &x[1], &x[2], &seqs, &self.spec), check);
     }
 
-    /// Of another way to compute the same.
+    /// Checks another implementation of the same attention.
     pub(crate) fn with_op(&self, name: &str, op: &dyn Fn(&[Tensor]) -> Result<Tensor>, check: impl Fn(&Case<'_>)) {
         check(&Case {
             name: &format!("{name} {self:?}"),
@@ -53,7 +53,7 @@ impl Setup {
         });
     }
 
-    /// One sequence and one head after the other, with all scores and a mask.
+    /// Computes attention one sequence and head at a time, with all scores and a mask.
     fn naive(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let (cu_q, cu_k) = (cumulative(&self.queries), cumulative(&self.keys));
         let mut outputs = Vec::new();
@@ -77,7 +77,7 @@ impl Setup {
         Tensor::cat(&outputs, 0)
     }
 
-    /// Whether a query sees a key, both counted in their sequence.
+    /// Returns true if a query sees a key, both counted within their sequence.
     pub(crate) fn sees(&self, sequence: usize, query: usize, key: usize) -> bool {
         let position = query + self.keys[sequence] - self.queries[sequence];
         let window = self.spec.window.unwrap_or(usize::MAX);
@@ -105,7 +105,7 @@ pub(crate) fn window(window: usize) -> AttentionSpec {
     AttentionSpec { window: Some(window), ..CAUSAL }
 }
 
-/// Those that tests check in every number format.
+/// Returns small setups, for tests in every dtype.
 pub(crate) fn small() -> Vec<Setup> {
     vec![
         Setup::packed(&[150, 1, 0, 37], (6, 2, 16), CAUSAL),
@@ -118,7 +118,7 @@ pub(crate) fn small() -> Vec<Setup> {
     ]
 }
 
-/// More than a tile of something.
+/// Returns setups that exceed one tile of something.
 fn large() -> Vec<Setup> {
     vec![
         Setup::packed(&[300], (9, 3, 8), CAUSAL),
@@ -136,13 +136,13 @@ fn of_all_dims() -> Vec<Setup> {
     [36, 64, 80, 96, 128, 200, 256].map(of).into()
 }
 
-/// With keys that are remembered.
+/// Returns setups with more keys than queries, as with a KV cache.
 fn cached() -> Vec<Setup> {
     let of = |spec| Setup { keys: vec![140, 3, 12, 5], ..Setup::packed(&[1, 3, 0, 2], (4, 2, 8), spec) };
     [CAUSAL, window(9), BIDIRECTIONAL].map(of).into()
 }
 
-/// All of the above and some drawn ones.
+/// Returns all of the above and some random setups.
 pub(crate) fn setups() -> Vec<Setup> {
     [small(), large(), of_all_dims(), cached(), drawn()].concat()
 }
@@ -164,15 +164,17 @@ fn heads_may_have_up_to_256_elements() {
     });
 }
 
-/// The scale of most models.
+/// Sets the scale to 1 / sqrt(dim), as most models do.
 fn scaled(dim: usize, spec: AttentionSpec) -> AttentionSpec {
     AttentionSpec { scale: (dim as f32).powf(-0.5), ..spec }
 }
 
-/// On tensor cores, with tiles of 128 rows or 64 keys: sequences that end just before, at and after the edge of one, rows of
-/// a tile that see nothing of its first keys, and heads that are narrower than their kernel.
+/// Covers tensor core tiles of 128 rows or 64 keys.
 ///
-/// The bound of two roundings still holds: p or ds is rounded before a product, and then the product.
+/// Sequences end just before, at and after a tile's edge. Some rows see none of a tile's first keys; some heads are
+/// narrower than their kernel.
+///
+/// The bound of two roundings still holds: p or ds is rounded before a matmul, then its result.
 #[test]
 fn sixteen_bit_tiles_of_any_length_equal_the_reference() {
     let wide = AttentionSpec { window: Some(90), ..BIDIRECTIONAL };
@@ -228,7 +230,7 @@ fn two_runs_give_the_same_bits() {
     });
 }
 
-/// A view may begin where tensor cores cannot read.
+/// A view may start at an address that is not aligned for tensor cores.
 #[test]
 fn a_view_equals_its_copy() {
     let setup = Setup::packed(&[70], (2, 1, 64), CAUSAL);
@@ -240,7 +242,7 @@ fn a_view_equals_its_copy() {
     });
 }
 
-/// The same values, one element after the beginning of a buffer.
+/// Returns the same values at an offset of one element into a buffer.
 pub(crate) fn shifted(x: &Tensor) -> Tensor {
     let first = Tensor::zeros(1, x.dtype(), x.device()).unwrap();
     let all = Tensor::cat(&[&first, &x.flatten_all().unwrap()], 0).unwrap();
@@ -278,7 +280,7 @@ fn drawn() -> Vec<Setup> {
         }
     };
     let drawn: Vec<Setup> = (0..30).map(|_| draw()).collect();
-    // With one key each, dq and dk are zero but for rounding: that is in the table above.
+    // With one key each, dq and dk are zero up to rounding; the table above covers that.
     drawn.into_iter().filter(|setup| setup.queries.iter().any(|&len| len > 1)).collect()
 }
 
@@ -296,11 +298,11 @@ fn the_gradient_is_the_slope() {
     });
 }
 
-/// Runs a check wherever attention is computed, with the inputs there.
+/// Runs a check on every device, with the inputs there.
 fn everywhere(setup: &Setup, check: impl Fn(&[Tensor])) {
-    for place in Place::all() {
-        let inputs: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(x)).collect();
-        place.run(|| check(&inputs));
+    for test_device in TestDevice::all() {
+        let inputs: Vec<Tensor> = setup.inputs().iter().map(|x| test_device.put(x)).collect();
+        test_device.run(|| check(&inputs));
     }
 }
 
@@ -313,7 +315,7 @@ fn a_packed_sequence_equals_itself_alone() {
         let mut start = 0;
         for len in lens {
             let x: Vec<Tensor> = x.iter().map(|x| x.narrow(0, start, len).unwrap()).collect();
-            let seqs = Seqs::packed(vec![0, len]).unwrap();
+            let seqs = CuSeqlens::packed(vec![0, len]).unwrap();
             let alone = attention(&x[0], &x[1], &x[2], &seqs, &CAUSAL).unwrap();
             assert_eq!(bits(&together.narrow(0, start, len).unwrap()), bits(&alone));
             start += len;
@@ -327,7 +329,7 @@ fn decoding_step_by_step_equals_one_pass() {
     everywhere(&setup, |x| {
         let whole = attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec).unwrap();
         for position in 0..40 {
-            let seqs = Seqs::with_keys(vec![0, 1], vec![0, position + 1]).unwrap();
+            let seqs = CuSeqlens::from_q_and_k(vec![0, 1], vec![0, position + 1]).unwrap();
             let q = x[0].narrow(0, position, 1).unwrap();
             let seen = |x: &Tensor| x.narrow(0, 0, position + 1).unwrap();
             let step = attention(&q, &seen(&x[1]), &seen(&x[2]), &seqs, &setup.spec).unwrap();
@@ -372,16 +374,16 @@ fn only_empty_sequences_give_an_empty_output() {
 
 #[test]
 fn wrong_sequences_are_named() {
-    assert_error(Seqs::packed(vec![]), "must start with 0, got None");
-    assert_error(Seqs::packed(vec![1, 2]), "must start with 0, got Some(1)");
-    assert_error(Seqs::packed(vec![0, 3, 2]), "number 1 end at 2 but start at 3");
-    assert_error(Seqs::with_keys(vec![0, 1], vec![0, 1, 2]), "1 of queries but 2 of keys");
-    assert_error(Seqs::with_keys(vec![0, 3], vec![0, 2]), "number 0 has 3 queries but only 2 keys");
+    assert_error(CuSeqlens::packed(vec![]), "must start with 0, got None");
+    assert_error(CuSeqlens::packed(vec![1, 2]), "must start with 0, got Some(1)");
+    assert_error(CuSeqlens::packed(vec![0, 3, 2]), "number 1 end at 2 but start at 3");
+    assert_error(CuSeqlens::from_q_and_k(vec![0, 1], vec![0, 1, 2]), "1 of queries but 2 of keys");
+    assert_error(CuSeqlens::from_q_and_k(vec![0, 3], vec![0, 2]), "number 0 has 3 queries but only 2 keys");
 }
 
 #[test]
 fn wrong_shapes_are_named() {
-    let seqs = Seqs::packed(vec![0, 5]).unwrap();
+    let seqs = CuSeqlens::packed(vec![0, 5]).unwrap();
     let run =
         |q: &[usize], k: &[usize], v: &[usize], spec| attention(&randn(q, 1), &randn(k, 2), &randn(v, 3), &seqs, spec);
     assert_error(run(&[5, 4], &[5, 2, 3], &[5, 2, 3], &CAUSAL), "want q [t, hq, k]");

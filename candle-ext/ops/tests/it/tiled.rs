@@ -2,22 +2,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_ops::{Dropout, Precision, Weight, dropout, linear, reshape, swiglu, tiled};
+use candlewick_ops::{Dropout, OutputDtype, Weight, dropout, linear, reshape, swiglu, tiled};
 
-use crate::cases::{Case, Place, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
+use crate::cases::{Case, TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
 
-/// A gated MLP with a bias, as a block has one: gate, up and down with its bias.
+/// Computes a gated MLP of a transformer block: gate, up, and down with a bias.
 fn mlp(x: &Tensor, w: &[Weight]) -> Result<Tensor> {
-    let gate = linear(x, &w[0], None, Precision::Compute)?;
-    let up = linear(x, &w[1], None, Precision::Compute)?;
-    linear(&swiglu(&gate, &up)?, &w[2], Some(&w[3]), Precision::Compute)
+    let gate = linear(x, &w[0], None, OutputDtype::SameAsInput)?;
+    let up = linear(x, &w[1], None, OutputDtype::SameAsInput)?;
+    linear(&swiglu(&gate, &up)?, &w[2], Some(&w[3]), OutputDtype::SameAsInput)
 }
 
 fn weights() -> Vec<Tensor> {
     vec![randn((24, 16), 2), randn((24, 16), 3), randn((16, 24), 4), randn(16, 5)]
 }
 
-/// The output, the gradient of the input and those of the weights.
+/// Returns the output, the gradient of the input and those of the weights.
 fn run(x: &Tensor, tile_rows: Option<usize>) -> Vec<Tensor> {
     let like_x = |w: &Tensor| w.to_dtype(x.dtype()).unwrap().to_device(x.device()).unwrap();
     let w: Vec<Weight> = weights().iter().map(|w| trainable(&like_x(w))).collect();
@@ -35,15 +35,16 @@ fn run(x: &Tensor, tile_rows: Option<usize>) -> Vec<Tensor> {
     [y, dx].into_iter().chain(w.iter().map(grad_of)).collect()
 }
 
-/// Rows are computed as in one piece (if there are two: one row alone has a kernel of its own); only the sums over rows, in the weights' gradients, have another order.
+/// Each row gives the same bits as without tiles, given at least two rows: a single row has its own kernel. Only the
+/// weight gradients sum over rows in another order.
 #[test]
 fn tiles_change_the_order_of_sums_over_rows_and_nothing_else() {
-    check_each(Place::all(), |place| {
+    check_each(TestDevice::all(), |test_device| {
         for (dtype, tile_rows) in [(DType::F32, 8), (DType::F32, 50), (DType::F32, 2), (DType::BF16, 16)] {
-            let x = place.put(&randn((50, 16), 1).to_dtype(dtype).unwrap());
-            let (whole, tiles) = place.run(|| (run(&x, None), run(&x, Some(tile_rows))));
-            assert_eq!(bits(&tiles[0]), bits(&whole[0]), "y of {tile_rows} in {place:?}");
-            assert_eq!(bits(&tiles[1]), bits(&whole[1]), "dx of {tile_rows} in {place:?}");
+            let x = test_device.put(&randn((50, 16), 1).to_dtype(dtype).unwrap());
+            let (whole, tiles) = test_device.run(|| (run(&x, None), run(&x, Some(tile_rows))));
+            assert_eq!(bits(&tiles[0]), bits(&whole[0]), "y of {tile_rows} in {test_device:?}");
+            assert_eq!(bits(&tiles[1]), bits(&whole[1]), "dx of {tile_rows} in {test_device:?}");
             for (tiles, whole) in tiles[2..].iter().zip(&whole[2..]) {
                 assert_close("dw", tiles, whole, 1e-6);
             }

@@ -1,8 +1,8 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{Buffer, GradSink, Precision, Weight, add, linear};
+use candlewick_ops::{FlatBuffer, GradSink, OutputDtype, Weight, add, linear};
 
 use crate::cases::{
-    Case, F32, Place, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
+    Case, F32, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
 };
 
 fn check(lead: &[usize], k: usize, n: usize) {
@@ -11,7 +11,7 @@ fn check(lead: &[usize], k: usize, n: usize) {
         name: "linear",
         inputs: vec![x.clone()],
         weights: vec![randn((n, k), 2)],
-        op: &|x, w| linear(&x[0], &w[0], None, Precision::Compute),
+        op: &|x, w| linear(&x[0], &w[0], None, OutputDtype::SameAsInput),
         reference: &|a| a[0].broadcast_matmul(&a[1].t()?),
     }
     .check_all_formats();
@@ -19,7 +19,7 @@ fn check(lead: &[usize], k: usize, n: usize) {
         name: "linear with a bias",
         inputs: vec![x],
         weights: vec![randn((n, k), 2), randn(n, 3)],
-        op: &|x, w| linear(&x[0], &w[0], Some(&w[1]), Precision::Compute),
+        op: &|x, w| linear(&x[0], &w[0], Some(&w[1]), OutputDtype::SameAsInput),
         reference: &|a| a[0].broadcast_matmul(&a[1].t()?)?.broadcast_add(&a[2]),
     }
     .check_all_formats();
@@ -54,7 +54,7 @@ fn a_tall_input_goes_through_in_blocks() {
 fn no_tokens_give_no_output() {
     let x = Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap();
     let w = trainable(&randn((3, 4), 1));
-    let tape = tape(std::slice::from_ref(&x), || linear(&x, &w, None, Precision::Compute));
+    let tape = tape(std::slice::from_ref(&x), || linear(&x, &w, None, OutputDtype::SameAsInput));
     let y = tape.output().clone();
     assert_eq!(y.dims(), [0, 3]);
     assert_eq!(tape.backward(&y).unwrap().get(&x).unwrap().dims(), [0, 4]);
@@ -64,7 +64,7 @@ fn no_tokens_give_no_output() {
 fn full_precision_is_f32_and_unrounded() {
     let x = randn((5, 40), 1).to_dtype(DType::BF16).unwrap();
     let w = randn((6, 40), 2).to_dtype(DType::BF16).unwrap();
-    let y = linear(&x, &Weight::frozen(w.clone()), None, Precision::Full).unwrap();
+    let y = linear(&x, &Weight::frozen(w.clone()), None, OutputDtype::F32).unwrap();
     assert_eq!(y.dtype(), DType::F32);
     let exact = |t: &Tensor| t.to_dtype(DType::F64).unwrap();
     assert_close("y", &y, &exact(&x).matmul(&exact(&w).t().unwrap()).unwrap(), F32);
@@ -74,7 +74,7 @@ fn full_precision_is_f32_and_unrounded() {
 fn the_weight_may_have_another_format_than_the_input() {
     let x = randn((5, 40), 1).to_dtype(DType::BF16).unwrap();
     let w = randn((6, 40), 2);
-    let y = linear(&x, &Weight::frozen(w.clone()), None, Precision::Compute).unwrap();
+    let y = linear(&x, &Weight::frozen(w.clone()), None, OutputDtype::SameAsInput).unwrap();
     assert_eq!(y.dtype(), DType::BF16);
     let exact = |t: &Tensor| t.to_dtype(DType::F64).unwrap();
     let want = exact(&x).matmul(&exact(&w).t().unwrap()).unwrap();
@@ -86,9 +86,9 @@ fn a_view_of_a_flat_buffer_is_read_in_place() {
     let flat = randn(100, 1);
     let w = flat.narrow(0, 10, 12).unwrap().reshape((3, 4)).unwrap();
     let x = randn((2, 4), 2);
-    let y = linear(&x, &Weight::frozen(w.clone()), None, Precision::Compute).unwrap();
+    let y = linear(&x, &Weight::frozen(w.clone()), None, OutputDtype::SameAsInput).unwrap();
     let copy = Weight::frozen(w.force_contiguous().unwrap());
-    let want = linear(&x, &copy, None, Precision::Compute).unwrap();
+    let want = linear(&x, &copy, None, OutputDtype::SameAsInput).unwrap();
     assert_eq!(bits(&y), bits(&want));
 }
 
@@ -96,8 +96,8 @@ fn a_view_of_a_flat_buffer_is_read_in_place() {
 fn a_strided_input_equals_its_copy() {
     let x = randn((4, 6), 1).t().unwrap();
     let w = Weight::frozen(randn((3, 4), 2));
-    let y = linear(&x, &w, None, Precision::Compute).unwrap();
-    let want = linear(&x.contiguous().unwrap(), &w, None, Precision::Compute).unwrap();
+    let y = linear(&x, &w, None, OutputDtype::SameAsInput).unwrap();
+    let want = linear(&x.contiguous().unwrap(), &w, None, OutputDtype::SameAsInput).unwrap();
     assert_eq!(bits(&y), bits(&want));
 }
 
@@ -107,7 +107,7 @@ fn the_sink_is_added_to_inside_its_buffer_only() {
     let view = flat.narrow(0, 4, 6).unwrap().reshape((2, 3)).unwrap();
     let w = Weight::trainable(randn((2, 3), 1), GradSink::new(view).unwrap());
     let x = randn((5, 3), 2);
-    tape(&[], || linear(&x, &w, None, Precision::Compute)).backward(&randn((5, 2), 3)).unwrap();
+    tape(&[], || linear(&x, &w, None, OutputDtype::SameAsInput)).backward(&randn((5, 2), 3)).unwrap();
     let flat: Vec<f32> = flat.to_vec1().unwrap();
     assert!(flat[..4].iter().chain(&flat[10..]).all(|&x| x == 1.0));
     assert!(flat[4..10].iter().all(|&x| x != 1.0));
@@ -115,14 +115,14 @@ fn the_sink_is_added_to_inside_its_buffer_only() {
     assert_close("dw", &(grad_of(&w) - 1.0).unwrap(), &dw, F32);
 }
 
-/// Weights [n_i, k] that lie one after the other, with their gradients.
-fn adjacent(place: &Place, dtype: DType, rows: &[usize], k: usize) -> Vec<Weight> {
+/// Returns weights [n_i, k] that are adjacent in memory, with their gradients.
+fn adjacent(test_device: &TestDevice, dtype: DType, rows: &[usize], k: usize) -> Vec<Weight> {
     let n: usize = rows.iter().sum::<usize>() * k;
-    let values = Buffer::of(place.put(&randn(n, 5).to_dtype(dtype).unwrap()));
-    let grads = Buffer::of(place.put(&Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap()));
+    let values = FlatBuffer::from_tensor(test_device.put(&randn(n, 5).to_dtype(dtype).unwrap()));
+    let grads = FlatBuffer::from_tensor(test_device.put(&Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap()));
     let mut start = 0;
     let weight = |rows: &usize| {
-        let view = |buffer: &Buffer| buffer.view(start, (*rows, k)).unwrap();
+        let view = |buffer: &FlatBuffer| buffer.view(start, (*rows, k)).unwrap();
         let weight = Weight::trainable(view(&values), GradSink::new(view(&grads)).unwrap());
         start += rows * k;
         weight
@@ -130,22 +130,23 @@ fn adjacent(place: &Place, dtype: DType, rows: &[usize], k: usize) -> Vec<Weight
     rows.iter().map(weight).collect()
 }
 
-/// The CPU adds the parts of dx up as layers of their own do. A GPU sums over all rows at once.
+/// The CPU sums the parts of dx as separate layers would. A GPU sums over all rows at once.
 #[test]
 fn a_joined_weight_gives_what_its_parts_give() {
     let rows = [40, 70, 30];
-    for (place, dtype) in
-        Place::all().into_iter().flat_map(|place| [DType::F32, DType::BF16].map(|dtype| (place.clone(), dtype)))
+    for (test_device, dtype) in TestDevice::all()
+        .into_iter()
+        .flat_map(|test_device| [DType::F32, DType::BF16].map(|dtype| (test_device.clone(), dtype)))
     {
-        let x = place.put(&randn((150, 48), 1).to_dtype(dtype).unwrap());
+        let x = test_device.put(&randn((150, 48), 1).to_dtype(dtype).unwrap());
         let dy: Vec<Tensor> = rows.iter().map(|n| randn((150, *n), 9).to_dtype(dtype).unwrap()).collect();
         let results = |is_joined: bool| {
-            let weights = adjacent(&place, dtype, &rows, x.dim(1).unwrap());
+            let weights = adjacent(&test_device, dtype, &rows, x.dim(1).unwrap());
             let inputs = std::slice::from_ref(&x);
-            let dx = place.run(|| {
+            let dx = test_device.run(|| {
                 let run = |w: &Weight, dy: &Tensor| {
-                    let tape = tape(inputs, || linear(&x, w, None, Precision::Compute));
-                    tape.backward(&place.put(dy)).unwrap().remove(&x).unwrap()
+                    let tape = tape(inputs, || linear(&x, w, None, OutputDtype::SameAsInput));
+                    tape.backward(&test_device.put(dy)).unwrap().remove(&x).unwrap()
                 };
                 if is_joined {
                     let joined = Weight::joined(&weights.iter().collect::<Vec<_>>(), &x).unwrap();
@@ -156,10 +157,10 @@ fn a_joined_weight_gives_what_its_parts_give() {
             });
             [vec![dx], weights.iter().map(grad_of).collect()].concat()
         };
-        let what = format!("{dtype:?} {place:?}");
+        let what = format!("{dtype:?} {test_device:?}");
         for (i, (joined, apart)) in results(true).iter().zip(results(false)).enumerate() {
             assert_close(&format!("{i} {what}"), joined, &apart, 2.0 * bound(dtype));
-            if matches!(place, Place::Cpu) && dtype == DType::F32 {
+            if matches!(test_device, TestDevice::Cpu) && dtype == DType::F32 {
                 assert!(bits(joined) == bits(&apart), "{i} {what}");
             }
         }
@@ -170,7 +171,7 @@ fn a_joined_weight_gives_what_its_parts_give() {
 fn wrong_shapes_and_formats_are_named() {
     let x = randn((2, 4), 1);
     let frozen = |shape: &[usize]| Weight::frozen(randn(shape, 2));
-    let run = |x: &Tensor, w: &Weight, b| linear(x, w, b, Precision::Compute);
+    let run = |x: &Tensor, w: &Weight, b| linear(x, w, b, OutputDtype::SameAsInput);
     assert_error(run(&x, &frozen(&[3, 5]), None), "weight has shape [3, 5], want [3, 4]");
     assert_error(run(&x, &frozen(&[3]), None), "a weight [n, k]");
     let bias = frozen(&[4]);

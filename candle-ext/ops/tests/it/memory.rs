@@ -1,36 +1,48 @@
-//! What the ops promise about memory, measured by a counting allocator.
+//! Peak memory of the ops, measured by a counting allocator, each test in a process of its own.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
-use std::sync::Mutex;
+use std::process::Command;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionSpec, CrossEntropy, GradSink, Precision, Reduction, SavedOutputs, Seqs, Tape, Upstream,
-    Weight, attention, linear, linear_cross_entropy, rms_norm, swiglu, swiglu_joined, tiled,
+    AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, GradSink, LossGrad, OutputDtype, Reduction, SavedOutputs,
+    Tape, Weight, attention, linear, linear_cross_entropy, rms_norm, swiglu, swiglu_joined, tiled,
 };
 use peak_alloc::PeakAlloc;
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-/// The counters are global: one measurement at a time.
-static MEASURING: Mutex<()> = Mutex::new(());
-
 const MIB: usize = 1 << 20;
 
-/// Makes what every thread keeps for itself.
+/// Environment variable of a child process that runs one test.
+const CHILD: &str = "CANDLEWICK_OPS_MEMORY_TEST";
+
+/// Runs a test of this module in a process of its own, because the allocator's counters cover the whole process.
+///
+/// Returns true in the parent, after the child has passed, and false in the child, which then runs the test.
+#[track_caller]
+fn passed_in_own_process(test: &str) -> bool {
+    if std::env::var_os(CHILD).is_some() {
+        return false;
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    let output = child.args(["--exact", &format!("memory::{test}")]).env(CHILD, "1").output().unwrap();
+    let [stdout, stderr] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));
+    assert!(output.status.success() && stdout.contains("1 passed"), "{test}: {}\n{stdout}{stderr}", output.status);
+    true
+}
+
+/// Allocates the buffers that each thread keeps.
 fn warm() {
     rayon::broadcast(|_| {
         let square = zeros((2, 2), DType::F32);
-        linear(&square, &Weight::frozen(square.clone()), None, Precision::Compute).unwrap();
+        linear(&square, &Weight::frozen(square.clone()), None, OutputDtype::SameAsInput).unwrap();
     });
 }
 
-/// The most bytes alive during `run`, above what was alive before.
+/// Returns the peak of allocated bytes during `run`, above the bytes allocated before.
 fn peak(run: impl Fn()) -> usize {
-    let _one = MEASURING.lock().unwrap();
-    // The scratch of the matrix product is made by the first run.
+    // The first run allocates the scratch buffers of the matmul.
     warm();
     run();
     let before = ALLOCATOR.current_usage();
@@ -39,14 +51,13 @@ fn peak(run: impl Fn()) -> usize {
     ALLOCATOR.peak_usage() - before
 }
 
-/// The bytes that a tape holds, its output included.
+/// Returns the bytes that a tape holds, including its output.
 fn held(inputs: &[&Tensor], op: impl Fn() -> Result<Tensor>) -> usize {
     held_by(|| Tape::record(inputs, &op).unwrap())
 }
 
-/// The bytes that a recorded tape holds.
+/// Returns the bytes that a recorded tape holds.
 fn held_by(record: impl Fn() -> Tape) -> usize {
-    let _one = MEASURING.lock().unwrap();
     warm();
     drop(record());
     let before = ALLOCATOR.current_usage();
@@ -68,11 +79,14 @@ fn zeros(shape: (usize, usize), dtype: DType) -> Tensor {
 
 #[test]
 fn attention_is_linear_in_length() {
+    if passed_in_own_process("attention_is_linear_in_length") {
+        return;
+    }
     let of = |t: usize| {
         let x = || Tensor::zeros((t, 2, 16), DType::F32, &Device::Cpu).unwrap();
         let (q, k, v) = (x(), x(), x());
         let spec = AttentionSpec { scale: 0.25, causal: true, window: None, choice: AttentionChoice::default() };
-        let seqs = Seqs::packed(vec![0, t]).unwrap();
+        let seqs = CuSeqlens::packed(vec![0, t]).unwrap();
         peak(|| {
             forth_and_back(&[&q, &k, &v], || attention(&q, &k, &v, &seqs, &spec));
         })
@@ -85,13 +99,16 @@ fn attention_is_linear_in_length() {
 
 #[test]
 fn the_loss_never_holds_all_logits() {
+    if passed_in_own_process("the_loss_never_holds_all_logits") {
+        return;
+    }
     let (t, v, d, chunk) = (4096, 4096, 8, 64);
     let (x, w) = (zeros((t, d), DType::F32), zeros((v, d), DType::F32));
     let w = Weight::trainable(w, GradSink::new(zeros((v, d), DType::F32)).unwrap());
     let targets = Tensor::zeros(t, DType::I64, &Device::Cpu).unwrap();
     let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk };
     let peak = peak(|| {
-        linear_cross_entropy(&x, &w, &targets, &spec, Upstream::Scalar(1.0)).unwrap();
+        linear_cross_entropy(&x, &w, &targets, &spec, LossGrad::Scalar(1.0)).unwrap();
     });
     // All logits are 64 MiB, those of a chunk 1 MiB.
     assert!(peak < 3 * MIB, "{peak}");
@@ -99,23 +116,29 @@ fn the_loss_never_holds_all_logits() {
 
 #[test]
 fn a_bf16_weight_is_never_widened_whole() {
+    if passed_in_own_process("a_bf16_weight_is_never_widened_whole") {
+        return;
+    }
     let (n, k) = (8192, 1024);
     let w = Weight::frozen(zeros((n, k), DType::BF16));
     let x = zeros((4, k), DType::BF16);
     let peak = peak(|| {
-        forth_and_back(&[&x], || linear(&x, &w, None, Precision::Compute));
+        forth_and_back(&[&x], || linear(&x, &w, None, OutputDtype::SameAsInput));
     });
-    // Whole, it is 32 MiB; a panel is 4 MiB, and a processor with large caches has products pack a few more.
+    // The f32 weight would be 32 MiB. A panel is 4 MiB; a processor with large caches packs a few more.
     assert!(peak < 12 * MIB, "{peak}");
 }
 
 #[test]
 fn weight_gradients_need_no_buffer_of_their_own() {
+    if passed_in_own_process("weight_gradients_need_no_buffer_of_their_own") {
+        return;
+    }
     let (n, k) = (2048, 1024);
     let of = |w: Weight| {
         let x = zeros((4, k), DType::F32);
         peak(|| {
-            forth_and_back(&[&x], || linear(&x, &w, None, Precision::Compute));
+            forth_and_back(&[&x], || linear(&x, &w, None, OutputDtype::SameAsInput));
         })
     };
     let value = || zeros((n, k), DType::F32);
@@ -131,6 +154,9 @@ fn weight_gradients_need_no_buffer_of_their_own() {
 
 #[test]
 fn a_tiled_mlp_holds_the_inside_of_one_tile() {
+    if passed_in_own_process("a_tiled_mlp_holds_the_inside_of_one_tile") {
+        return;
+    }
     let (t, d, f) = (4096, 32, 512);
     let weight = |n, k| Weight::trainable(zeros((n, k), DType::F32), GradSink::new(zeros((n, k), DType::F32)).unwrap());
     let of = |tile_rows: usize| {
@@ -139,9 +165,9 @@ fn a_tiled_mlp_holds_the_inside_of_one_tile() {
         peak(|| {
             let w = w.clone();
             let mlp = move |x: &Tensor, _| {
-                let gate = linear(x, &w[0], None, Precision::Compute)?;
-                let up = linear(x, &w[1], None, Precision::Compute)?;
-                linear(&swiglu(&gate, &up)?, &w[2], None, Precision::Compute)
+                let gate = linear(x, &w[0], None, OutputDtype::SameAsInput)?;
+                let up = linear(x, &w[1], None, OutputDtype::SameAsInput)?;
+                linear(&swiglu(&gate, &up)?, &w[2], None, OutputDtype::SameAsInput)
             };
             forth_and_back(&[&x], || tiled(&x, tile_rows, mlp));
         })
@@ -152,14 +178,17 @@ fn a_tiled_mlp_holds_the_inside_of_one_tile() {
     assert!(tiles < 9 * MIB, "{tiles}");
 }
 
-/// The first backward needs the output, saved or not.
+/// The first backward needs the output, saved or recomputed.
 #[test]
 fn a_gated_output_saved_for_a_backward_that_follows_at_once_costs_no_peak_memory() {
+    if passed_in_own_process("a_gated_output_saved_for_a_backward_that_follows_at_once_costs_no_peak_memory") {
+        return;
+    }
     let (t, d, f) = (1024, 64, 1024);
     let value = zeros((d, f), DType::F32);
     let down = Weight::trainable(value.clone(), GradSink::new(value.zeros_like().unwrap()).unwrap());
     let gate_up = zeros((t, 2 * f), DType::F32);
-    let product = || linear(&swiglu_joined(&gate_up)?, &down, None, Precision::Compute);
+    let product = || linear(&swiglu_joined(&gate_up)?, &down, None, OutputDtype::SameAsInput);
     let recomputed = || Tape::record(&[&gate_up], product).unwrap();
     let saved = || Tape::replay(SavedOutputs::default(), &[&gate_up], product).unwrap();
     let forward_and_backward = |record: &dyn Fn() -> Tape| {
@@ -178,14 +207,17 @@ fn a_gated_output_saved_for_a_backward_that_follows_at_once_costs_no_peak_memory
 
 #[test]
 fn tapes_do_not_hold_recomputable_activations() {
+    if passed_in_own_process("tapes_do_not_hold_recomputable_activations") {
+        return;
+    }
     let (t, d, f) = (1024, 64, 1024);
     let trainable =
         |value: Tensor| Weight::trainable(value.clone(), GradSink::new(value.zeros_like().unwrap()).unwrap());
     let (square, down) = (trainable(zeros((d, d), DType::F32)), trainable(zeros((d, f), DType::F32)));
     let norm = trainable(Tensor::zeros(d, DType::F32, &Device::Cpu).unwrap());
     let (x, gate, up) = (zeros((t, d), DType::F32), zeros((t, f), DType::F32), zeros((t, f), DType::F32));
-    let product = || linear(&swiglu(&gate, &up)?, &down, None, Precision::Compute);
-    let normed = || linear(&rms_norm(&x, &norm, 1e-6)?, &square, None, Precision::Compute);
+    let product = || linear(&swiglu(&gate, &up)?, &down, None, OutputDtype::SameAsInput);
+    let normed = || linear(&rms_norm(&x, &norm, 1e-6)?, &square, None, OutputDtype::SameAsInput);
     // The output of either is 0.25 MiB. The product is 4 MiB, the normalised input 0.25.
     let (product, normed) = (held(&[&gate, &up], product), held(&[&x], normed));
     assert!(product < MIB / 2, "{product}");

@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{Weight, embedding, embedding_part};
+use candlewick_ops::{Weight, embedding, vocab_parallel_embedding};
 
-use crate::cases::{Case, Place, assert_error, bits, check_each, grad_of, randn, tape, trainable, values};
+use crate::cases::{Case, TestDevice, assert_error, bits, check_each, grad_of, randn, tape, trainable, values};
 
 fn ids(ids: &[u32]) -> Tensor {
     Tensor::new(ids, &Device::Cpu).unwrap()
@@ -36,38 +36,38 @@ fn it_equals_the_reference() {
 
 #[test]
 fn sixteen_bit_tables_get_an_f32_sum() {
-    for place in Place::all() {
-        place.run(|| {
-            let w = trainable(&place.put(&randn((2, 1), 1).to_dtype(DType::BF16).unwrap()));
-            let tape = tape(&[], || embedding(&place.put(&ids(&[1; 600])), &w, None));
+    for test_device in TestDevice::all() {
+        test_device.run(|| {
+            let w = trainable(&test_device.put(&randn((2, 1), 1).to_dtype(DType::BF16).unwrap()));
+            let tape = tape(&[], || embedding(&test_device.put(&ids(&[1; 600])), &w, None));
             let dy = tape.output().ones_like().unwrap();
             tape.backward(&dy).unwrap();
-            assert_eq!(values(&grad_of(&w)), [0.0, 600.0], "{place:?}");
+            assert_eq!(values(&grad_of(&w)), [0.0, 600.0], "{test_device:?}");
         });
     }
 }
 
 #[test]
 fn padding_gets_no_gradient() {
-    for place in Place::all() {
-        place.run(|| {
-            let w = trainable(&place.put(&randn((4, 3), 1)));
-            let tape = tape(&[], || embedding(&place.put(&ids(&[2, 1, 2, 3])), &w, Some(2)));
+    for test_device in TestDevice::all() {
+        test_device.run(|| {
+            let w = trainable(&test_device.put(&randn((4, 3), 1)));
+            let tape = tape(&[], || embedding(&test_device.put(&ids(&[2, 1, 2, 3])), &w, Some(2)));
             let y = tape.output().clone();
             assert_eq!(values(&y)[..3], values(&w.value().unwrap())[6..9]);
             tape.backward(&y.ones_like().unwrap()).unwrap();
             let ones = [1.0; 3].as_slice();
-            assert_eq!(values(&grad_of(&w)), [&[0.0; 3], ones, &[0.0; 3], ones].concat(), "{place:?}");
+            assert_eq!(values(&grad_of(&w)), [&[0.0; 3], ones, &[0.0; 3], ones].concat(), "{test_device:?}");
         });
     }
 }
 
 #[test]
 fn no_ids_give_no_rows() {
-    for place in Place::all() {
-        place.run(|| {
-            let w = trainable(&place.put(&randn((4, 3), 1)));
-            let none = place.put(&ids(&[0])).narrow(0, 0, 0).unwrap();
+    for test_device in TestDevice::all() {
+        test_device.run(|| {
+            let w = trainable(&test_device.put(&randn((4, 3), 1)));
+            let none = test_device.put(&ids(&[0])).narrow(0, 0, 0).unwrap();
             let tape = tape(&[], || embedding(&none, &w, None));
             let y = tape.output().clone();
             assert_eq!(y.dims(), [0, 3]);
@@ -77,7 +77,7 @@ fn no_ids_give_no_rows() {
     }
 }
 
-/// More positions than are sorted at once, or merged, in runs that do not come out even, and rows wider than a block sums.
+/// Covers more positions than one sort or merge, runs of uneven length, and rows wider than a block's columns.
 #[test]
 fn rows_of_many_positions_are_summed() {
     check_each(
@@ -98,10 +98,10 @@ fn rows_of_many_positions_are_summed() {
 
 #[test]
 fn wrong_ids_are_nan_where_there_is_no_waiting_for_the_device() {
-    for place in Place::all().into_iter().filter(|place| !matches!(place, Place::Cpu)) {
-        place.run(|| {
-            let w = trainable(&place.put(&randn((4, 3), 1)));
-            let tape = tape(&[], || embedding(&place.put(&ids(&[3, 4, u32::MAX])), &w, None));
+    for test_device in TestDevice::all().into_iter().filter(|test_device| !matches!(test_device, TestDevice::Cpu)) {
+        test_device.run(|| {
+            let w = trainable(&test_device.put(&randn((4, 3), 1)));
+            let tape = tape(&[], || embedding(&test_device.put(&ids(&[3, 4, u32::MAX])), &w, None));
             let y = tape.output().clone();
             assert_eq!(values(&y)[..3], values(&w.value().unwrap())[9..]);
             assert!(values(&y)[3..].iter().all(|y| y.is_nan()));
@@ -122,27 +122,27 @@ fn wrong_ids_are_named() {
 
 #[test]
 fn parts_of_a_table_give_the_whole_ones_rows_and_gradients() {
-    for place in Place::all() {
-        place.run(|| {
-            let table = place.put(&randn((7, 3), 1));
-            let looked_up = place.put(&ids(&[6, 0, 2, 2, 5, 4, 3, 1]));
+    for test_device in TestDevice::all() {
+        test_device.run(|| {
+            let table = test_device.put(&randn((7, 3), 1));
+            let looked_up = test_device.put(&ids(&[6, 0, 2, 2, 5, 4, 3, 1]));
             let whole = trainable(&table);
             let all = tape(&[], || embedding(&looked_up, &whole, Some(2)));
             let y = all.output().clone();
-            let dy = place.put(&randn((8, 3), 2));
+            let dy = test_device.put(&randn((8, 3), 2));
             all.backward(&dy).unwrap();
 
             let (mut sum, mut grads) = (None, Vec::new());
             for (first, n_rows) in [(0, 3), (3, 3), (6, 1)] {
                 let part = trainable(&table.narrow(0, first, n_rows).unwrap().copy().unwrap());
-                let tape = tape(&[], || embedding_part(&looked_up, &part, first as u32, Some(2)));
+                let tape = tape(&[], || vocab_parallel_embedding(&looked_up, &part, first as u32, Some(2)));
                 let y = tape.output().clone();
                 sum = Some(sum.map_or(y.clone(), |sum: Tensor| (sum + y).unwrap()));
                 tape.backward(&dy).unwrap();
                 grads.push(grad_of(&part));
             }
-            assert_eq!(bits(&sum.unwrap()), bits(&y), "{place:?}");
-            assert_eq!(bits(&Tensor::cat(&grads, 0).unwrap()), bits(&grad_of(&whole)), "{place:?}");
+            assert_eq!(bits(&sum.unwrap()), bits(&y), "{test_device:?}");
+            assert_eq!(bits(&Tensor::cat(&grads, 0).unwrap()), bits(&grad_of(&whole)), "{test_device:?}");
         });
     }
 }

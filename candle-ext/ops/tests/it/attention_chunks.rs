@@ -1,28 +1,28 @@
-//! Attention piece by piece gives what it gives in one.
+//! Attention chunk by chunk equals attention in one call.
 
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionImpl, AttentionSpec, Partial, PieceInputs, Seqs, attention, attention_piece,
-    attention_piece_backward, record,
+    AttentionChoice, AttentionImpl, AttentionSpec, ChunkInputs, CuSeqlens, PartialSoftmax, attention, attention_chunk,
+    attention_chunk_backward, record,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
 
 use crate::attention::{BIDIRECTIONAL, CAUSAL, Setup, cumulative, setups, small, window};
 use crate::cases::{
-    F32, Place, assert_close, assert_close_above, assert_error, bits, check_each, norm, randn, rng, tape, values,
+    F32, TestDevice, assert_close, assert_close_above, assert_error, bits, check_each, norm, randn, rng, tape, values,
 };
 
-/// Where queries and keys are cut.
+/// Positions at which queries and keys are split into chunks.
 struct Cuts {
     queries: Vec<Range<usize>>,
     keys: Vec<Range<usize>>,
 }
 
 impl Cuts {
-    /// Anywhere, so many times each: pieces may be empty, and begin and end within sequences.
+    /// Draws `n_cuts` positions each, anywhere: chunks may be empty, or start and end within sequences.
     fn draw(setup: &Setup, n_cuts: usize, rng: &mut StdRng) -> Self {
         let mut cut = |n: usize| {
             let mut ends: Vec<usize> = (0..n_cuts).map(|_| rng.random_range(0..=n)).collect();
@@ -42,21 +42,21 @@ fn rows(x: &Tensor, range: &Range<usize>) -> Result<Tensor> {
     x.narrow(0, range.start, range.len())
 }
 
-/// The outputs of all pieces merged, those that are hidden left out.
-fn merged(x: &[Tensor], setup: &Setup, cuts: &Cuts) -> Result<Partial> {
-    let (seqs, sum) = (setup.seqs(), Partial::nothing(&x[0])?);
+/// Returns the merged outputs of all chunks that are not fully masked.
+fn merged(x: &[Tensor], setup: &Setup, cuts: &Cuts) -> Result<PartialSoftmax> {
+    let (seqs, sum) = (setup.seqs(), PartialSoftmax::empty(&x[0])?);
     for (queries, keys) in cuts.pairs() {
-        let piece = seqs.piece(queries.clone(), keys.clone())?;
-        if !piece.is_hidden(&setup.spec) {
+        let piece = seqs.chunk(queries.clone(), keys.clone())?;
+        if !piece.is_fully_masked(&setup.spec) {
             let (q, k, v) = (rows(&x[0], queries)?, rows(&x[1], keys)?, rows(&x[2], keys)?);
-            let part = attention_piece(&q, &k, &v, &piece, &setup.spec)?;
+            let part = attention_chunk(&q, &k, &v, &piece, &setup.spec)?;
             sum.rows(queries.start, queries.len())?.merge(&part)?;
         }
     }
     Ok(sum)
 }
 
-/// Attention in pieces, forward and backward, as one op.
+/// Computes attention in chunks, forward and backward, as one op.
 fn in_pieces(x: &[Tensor], setup: &Setup, cuts: Cuts) -> Result<Tensor> {
     let sum = merged(x, setup, &cuts)?;
     let out = sum.out().to_dtype(x[0].dtype())?;
@@ -65,21 +65,21 @@ fn in_pieces(x: &[Tensor], setup: &Setup, cuts: Cuts) -> Result<Tensor> {
         let [dq, dk, dv] = [0, 1, 2].map(|i| Tensor::zeros(saved[i].shape(), DType::F32, saved[i].device()));
         let grads = [dq?, dk?, dv?];
         for (queries, keys) in cuts.pairs() {
-            let piece = setup.seqs().piece(queries.clone(), keys.clone())?;
+            let piece = setup.seqs().chunk(queries.clone(), keys.clone())?;
             let of_keys = [&saved[1], &saved[2], &grads[1], &grads[2]].map(|x| rows(x, keys));
             let [k, v, dk, dv] = of_keys;
             let of_queries = [&saved[0], &all, sum.lse(), d_out, &grads[0]].map(|x| rows(x, queries));
             let [q, out, lse, d_out, dq] = of_queries;
             let (q, k, v, out, lse, d_out) = (&q?, &k?, &v?, &out?, &lse?, &d_out?);
-            let inputs = PieceInputs { q, k, v, out, lse, d_out };
-            attention_piece_backward(&inputs, &piece, &setup.spec, [&dq?, &dk?, &dv?])?;
+            let inputs = ChunkInputs { q, k, v, out, lse, d_out };
+            attention_chunk_backward(&inputs, &piece, &setup.spec, [&dq?, &dk?, &dv?])?;
         }
         let [dq, dk, dv] = grads.map(|grad| grad.to_dtype(saved[0].dtype()));
         Ok([Some(dq?), Some(dk?), Some(dv?)])
     }))
 }
 
-/// The output and the gradients of q, k and v, from a random upstream gradient.
+/// Returns the output and the gradients of q, k and v for a random upstream gradient.
 fn results(x: &[Tensor], op: impl FnOnce() -> Result<Tensor>) -> Vec<Tensor> {
     let tape = tape(x, op);
     let y = tape.output().clone();
@@ -130,7 +130,7 @@ fn pieces_of_many_tiles_equal_the_reference() {
     );
 }
 
-/// The log of each row's exponential sum.
+/// Returns each row's log-sum-exp.
 fn log_sum_exp(setup: &Setup, q: &Tensor, k: &Tensor) -> Tensor {
     let (cu_q, cu_k) = (cumulative(&setup.queries), cumulative(&setup.keys));
     let (q, k) = (values(q), values(k));
@@ -158,10 +158,10 @@ fn the_log_of_the_sums_is_that_of_all_pieces() {
         let x = setup.inputs();
         let want = log_sum_exp(setup, &x[0], &x[1]);
         let cuts = Cuts::draw(setup, 2, &mut rng(seed as u64));
-        for place in Place::all() {
-            let x: Vec<Tensor> = x.iter().map(|x| place.put(x)).collect();
-            let sum = place.run(|| merged(&x, setup, &cuts).unwrap());
-            assert_close(&format!("{place:?} {setup:?}"), sum.lse(), &want, F32);
+        for test_device in TestDevice::all() {
+            let x: Vec<Tensor> = x.iter().map(|x| test_device.put(x)).collect();
+            let sum = test_device.run(|| merged(&x, setup, &cuts).unwrap());
+            assert_close(&format!("{test_device:?} {setup:?}"), sum.lse(), &want, F32);
         }
     });
 }
@@ -183,8 +183,8 @@ fn a_piece_is_hidden_if_no_query_sees_a_key() {
                     };
                     of_queries.any(of_keys)
                 });
-                let piece = setup.seqs().piece(queries.clone(), keys.clone()).unwrap();
-                assert_eq!(piece.is_hidden(&setup.spec), !sees, "{queries:?} {keys:?} of {setup:?}");
+                let piece = setup.seqs().chunk(queries.clone(), keys.clone()).unwrap();
+                assert_eq!(piece.is_fully_masked(&setup.spec), !sees, "{queries:?} {keys:?} of {setup:?}");
                 *(if sees { &mut n_seen } else { &mut n_hidden }) += 1;
             }
         }
@@ -192,31 +192,32 @@ fn a_piece_is_hidden_if_no_query_sees_a_key() {
     assert!(n_hidden > 1000 && n_seen > 1000, "{n_hidden} {n_seen}");
 }
 
-/// The second sequence's keys with the first one's queries, later queries, and queries beyond the window.
+/// Covers the second sequence's keys with the first one's queries, later queries, and queries beyond the window.
 #[test]
 fn what_sees_nothing_gives_nothing() {
     let setup = Setup::packed(&[150, 140], (4, 2, 64), window(9));
     check_each([(0..150, 150..290), (0..70, 80..150), (100..150, 0..80), (150..290, 0..150)], |(queries, keys)| {
         for dtype in [DType::F32, DType::BF16] {
-            for place in Place::all() {
-                let x: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(&x.to_dtype(dtype).unwrap())).collect();
-                let piece = setup.seqs().piece(queries.clone(), keys.clone()).unwrap();
-                assert!(piece.is_hidden(&setup.spec));
+            for test_device in TestDevice::all() {
+                let x: Vec<Tensor> =
+                    setup.inputs().iter().map(|x| test_device.put(&x.to_dtype(dtype).unwrap())).collect();
+                let piece = setup.seqs().chunk(queries.clone(), keys.clone()).unwrap();
+                assert!(piece.is_fully_masked(&setup.spec));
                 let (q, k, v) = (rows(&x[0], &queries), rows(&x[1], &keys), rows(&x[2], &keys));
                 let (q, k, v) = (q.unwrap(), k.unwrap(), v.unwrap());
-                let part = place.run(|| attention_piece(&q, &k, &v, &piece, &setup.spec)).unwrap();
-                assert!(values(part.out()).iter().all(|x| *x == 0.0), "{place:?}");
-                assert!(values(part.lse()).iter().all(|x| *x == f64::NEG_INFINITY), "{place:?}");
-                let sum = Partial::nothing(&q).unwrap();
-                place.run(|| sum.merge(&part)).unwrap();
-                assert!(values(sum.out()).iter().all(|x| *x == 0.0), "{place:?}");
-                assert!(values(sum.lse()).iter().all(|x| *x == f64::NEG_INFINITY), "{place:?}");
+                let part = test_device.run(|| attention_chunk(&q, &k, &v, &piece, &setup.spec)).unwrap();
+                assert!(values(part.out()).iter().all(|x| *x == 0.0), "{test_device:?}");
+                assert!(values(part.lse()).iter().all(|x| *x == f64::NEG_INFINITY), "{test_device:?}");
+                let sum = PartialSoftmax::empty(&q).unwrap();
+                test_device.run(|| sum.merge(&part)).unwrap();
+                assert!(values(sum.out()).iter().all(|x| *x == 0.0), "{test_device:?}");
+                assert!(values(sum.lse()).iter().all(|x| *x == f64::NEG_INFINITY), "{test_device:?}");
 
                 let finite = Tensor::zeros(part.lse().shape(), DType::F32, q.device()).unwrap();
-                let inputs = PieceInputs { q: &q, k: &k, v: &v, out: &q, lse: &finite, d_out: &q };
+                let inputs = ChunkInputs { q: &q, k: &k, v: &v, out: &q, lse: &finite, d_out: &q };
                 let grads = [&q, &k, &v].map(|x| x.ones_like().unwrap().to_dtype(DType::F32).unwrap());
-                place.run(|| attention_piece_backward(&inputs, &piece, &setup.spec, grads.each_ref())).unwrap();
-                assert!(grads.iter().all(|grad| values(grad).iter().all(|x| *x == 1.0)), "{place:?}");
+                test_device.run(|| attention_chunk_backward(&inputs, &piece, &setup.spec, grads.each_ref())).unwrap();
+                assert!(grads.iter().all(|grad| values(grad).iter().all(|x| *x == 1.0)), "{test_device:?}");
             }
         }
     });
@@ -226,57 +227,57 @@ fn what_sees_nothing_gives_nothing() {
 #[allow(clippy::single_range_in_vec_init, reason = "a list of one range is meant")]
 fn a_nan_is_merged() {
     let setup = Setup::packed(&[4], (1, 1, 2), CAUSAL);
-    for place in Place::all() {
-        let x: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(x)).collect();
+    for test_device in TestDevice::all() {
+        let x: Vec<Tensor> = setup.inputs().iter().map(|x| test_device.put(x)).collect();
         let k = Tensor::new(&[[[0f32, 0.0]], [[0.0, 0.0]], [[f32::NAN, 0.0]], [[0.0, 0.0]]], x[1].device()).unwrap();
         let cuts = Cuts { queries: vec![0..4], keys: vec![0..2, 2..3, 3..4] };
-        let sum = place.run(|| merged(&[x[0].clone(), k, x[2].clone()], &setup, &cuts)).unwrap();
+        let sum = test_device.run(|| merged(&[x[0].clone(), k, x[2].clone()], &setup, &cuts)).unwrap();
         let nan: Vec<bool> = values(sum.out()).iter().map(|x| x.is_nan()).collect();
-        assert_eq!(nan, [false, false, false, false, true, true, true, true], "{place:?}");
+        assert_eq!(nan, [false, false, false, false, true, true, true, true], "{test_device:?}");
     }
 }
 
 #[test]
 fn the_whole_as_a_piece_is_attention_to_the_bit() {
     let setup = Setup::packed(&[130, 7, 0, 41], (4, 2, 64), CAUSAL);
-    for place in Place::all() {
-        let x: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(x)).collect();
+    for test_device in TestDevice::all() {
+        let x: Vec<Tensor> = setup.inputs().iter().map(|x| test_device.put(x)).collect();
         let run =
-            |x: &[Tensor]| attention_piece(&x[0], &x[1], &x[2], &setup.seqs().piece(0..178, 0..178)?, &setup.spec);
-        let piece = place.run(|| run(&x)).unwrap();
-        let whole = place.run(|| attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec)).unwrap();
-        assert_eq!(bits(piece.out()), bits(&whole), "{place:?}");
+            |x: &[Tensor]| attention_chunk(&x[0], &x[1], &x[2], &setup.seqs().chunk(0..178, 0..178)?, &setup.spec);
+        let piece = test_device.run(|| run(&x)).unwrap();
+        let whole = test_device.run(|| attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec)).unwrap();
+        assert_eq!(bits(piece.out()), bits(&whole), "{test_device:?}");
     }
 }
 
 #[test]
 fn wrong_pieces_are_named() {
-    let seqs = Seqs::packed(vec![0, 5]).unwrap();
-    assert_error(seqs.piece(3..6, 0..5), "a piece of the queries 3..6, but there are 5");
+    let seqs = CuSeqlens::packed(vec![0, 5]).unwrap();
+    assert_error(seqs.chunk(3..6, 0..5), "a chunk of the queries 3..6, but there are 5");
     #[allow(clippy::reversed_empty_ranges)]
-    let reversed = seqs.piece(0..5, 4..2);
+    let reversed = seqs.chunk(0..5, 4..2);
     assert_error(reversed, "a piece of the keys 4..2, but there are 5");
-    let (piece, q) = (seqs.piece(0..5, 0..3).unwrap(), randn((5, 2, 4), 1));
+    let (piece, q) = (seqs.chunk(0..5, 0..3).unwrap(), randn((5, 2, 4), 1));
     let k = q.narrow(0, 0, 3).unwrap();
-    assert_error(attention_piece(&q, &q, &q, &piece, &CAUSAL), "the sequences hold 5 queries and 3 keys");
+    assert_error(attention_chunk(&q, &q, &q, &piece, &CAUSAL), "the sequences hold 5 queries and 3 keys");
     for implementation in [AttentionImpl::Reference, AttentionImpl::Cudnn] {
         let spec = AttentionSpec { choice: AttentionChoice { implementation, deterministic: false }, ..CAUSAL };
-        assert_error(attention_piece(&q, &k, &k, &piece, &spec), "cannot compute a piece of the keys; `fused` can");
+        assert_error(attention_chunk(&q, &k, &k, &piece, &spec), "cannot compute a chunk of the keys; `fused` can");
     }
-    let part = attention_piece(&q, &k, &k, &piece, &CAUSAL).unwrap();
+    let part = attention_chunk(&q, &k, &k, &piece, &CAUSAL).unwrap();
     assert_error(part.rows(0, 4).unwrap().merge(&part), "F32 [5, 2, 4] into F32 [4, 2, 4]");
     assert_error(part.merge(&part.rows(0, 5).unwrap()), "share their memory");
-    let inputs = PieceInputs { q: &q, k: &k, v: &k, out: &q, lse: part.lse(), d_out: &k };
+    let inputs = ChunkInputs { q: &q, k: &k, v: &k, out: &q, lse: part.lse(), d_out: &k };
     let grads = [&q, &k, &k];
     assert_error(
-        attention_piece_backward(&inputs, &piece, &CAUSAL, grads),
+        attention_chunk_backward(&inputs, &piece, &CAUSAL, grads),
         "d_out is F32 [3, 2, 4], but q F32 [5, 2, 4]",
     );
-    let inputs = PieceInputs { d_out: &q, ..inputs };
+    let inputs = ChunkInputs { d_out: &q, ..inputs };
     assert_error(
-        attention_piece_backward(&inputs, &piece, &CAUSAL, [&q, &q, &k]),
+        attention_chunk_backward(&inputs, &piece, &CAUSAL, [&q, &q, &k]),
         "dk is F32 [5, 2, 4], want F32 [3, 2, 4]",
     );
-    let inputs = PieceInputs { lse: &q, ..inputs };
-    assert_error(attention_piece_backward(&inputs, &piece, &CAUSAL, grads), "lse is [5, 2, 4], want [5, 2]");
+    let inputs = ChunkInputs { lse: &q, ..inputs };
+    assert_error(attention_chunk_backward(&inputs, &piece, &CAUSAL, grads), "lse is [5, 2, 4], want [5, 2]");
 }

@@ -1,22 +1,23 @@
-//! Every op through the front door: against plain candle in f64, finite differences, and its laws.
+//! Tests of every op through the public API: against plain candle in f64, finite differences and invariants.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod adamw;
 mod attention;
+mod attention_chunks;
 mod attention_implementations;
-mod attention_pieces;
 mod candle_nn;
 mod cases;
+mod devices;
 mod dropout;
 mod embedding;
 mod grad_scaler;
 mod in_place;
-mod laws;
+mod invariants;
 mod linear;
 mod linear_cross_entropy;
 mod main_gradients;
-mod places;
+mod memory;
 mod quantized;
 mod rms_norm;
 mod rope;

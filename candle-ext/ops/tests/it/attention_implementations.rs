@@ -1,14 +1,16 @@
-//! The implementations of attention against each other.
+//! Attention implementations compared with each other.
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, Seqs, attention};
+use candlewick_ops::{
+    AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, CuSeqlens, attention,
+};
 
 #[cfg(feature = "cuda")]
 use crate::attention::{BIDIRECTIONAL, shifted, window};
 use crate::attention::{CAUSAL, Setup, setups};
 use crate::cases::{F32, assert_close_above, assert_error, check_each, norm, randn, tape};
 
-/// The output and the gradients of q, k and v, from a random upstream gradient, on the CPU in f32.
+/// Returns the output and the gradients of q, k and v for a random upstream gradient, on the CPU in f32.
 fn results(setup: &Setup, implementation: AttentionImpl, device: &Device, dtype: DType) -> Vec<Tensor> {
     let put = |x: &Tensor| x.to_dtype(dtype).unwrap().to_device(device).unwrap();
     let inputs: Vec<Tensor> = setup.inputs().iter().map(put).collect();
@@ -17,7 +19,7 @@ fn results(setup: &Setup, implementation: AttentionImpl, device: &Device, dtype:
     let tape = tape(&inputs, || attention(&inputs[0], &inputs[1], &inputs[2], &setup.seqs(), &spec));
     let y = tape.output().clone();
     let grads = tape.backward(&put(&randn(y.shape(), 99))).unwrap();
-    // None where there are no queries: that is zero.
+    // Without queries there is no gradient, which means zero.
     let grad = |x: &Tensor| grads.get(x).cloned().unwrap_or_else(|| x.zeros_like().unwrap());
     let all = std::iter::once(y).chain(inputs.iter().map(grad));
     all.map(|x| x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap()).collect()
@@ -45,7 +47,8 @@ fn the_reference_keeps_the_format_and_takes_empty_sequences() {
     assert_eq!(results(&setup, AttentionImpl::Reference, &Device::Cpu, DType::F32)[0].dims(), [0, 2, 4]);
     let q = randn((5, 2, 4), 1).to_dtype(DType::BF16).unwrap();
     let choice = AttentionChoice { implementation: AttentionImpl::Reference, deterministic: true };
-    let y = attention(&q, &q, &q, &Seqs::packed(vec![0, 5]).unwrap(), &AttentionSpec { choice, ..CAUSAL }).unwrap();
+    let y =
+        attention(&q, &q, &q, &CuSeqlens::packed(vec![0, 5]).unwrap(), &AttentionSpec { choice, ..CAUSAL }).unwrap();
     assert_eq!(y.dtype(), DType::BF16);
 }
 
@@ -64,21 +67,21 @@ fn on_the_cpu_auto_is_fused_and_what_gpus_have_an_error_that_says_what_to_do() {
     assert_eq!(explain(AttentionImpl::Fused).unwrap(), None);
     assert!(explain(AttentionImpl::Reference).unwrap().unwrap().contains("reference"));
     assert_error(explain(AttentionImpl::Cudnn), "it computes on GPUs only, and this is the CPU; `fused` is");
-    assert_error(explain(AttentionImpl::Flash), "flash was asked for and cannot be used: it computes on GPUs only");
+    assert_error(explain(AttentionImpl::Flash), "flash is requested but unusable: it computes on GPUs only");
 }
 
-/// Declares `cases`, all of these setups, and in `cudnn_equals_the_reference` a test of each:
-/// a setup that fails, or leaves the device broken, hides no other.
+/// Declares `cases`, which returns all of these setups, and in `cudnn_equals_the_reference` a test of each. A setup
+/// that fails, or breaks the device, does not affect the others.
 #[cfg(feature = "cuda")]
 macro_rules! cases {
     ($($name:ident: $setup:expr,)*) => {
-        /// Setups that the 16-bit kernels of others take.
+        /// Returns setups that the 16-bit kernels of other libraries support.
         #[cfg(feature = "flash-attn")]
         fn cases() -> Vec<Setup> {
             vec![$($setup),*]
         }
 
-        /// On a GPU, cuDNN against the reference.
+        /// Compares cuDNN with the reference, on a GPU.
         mod cudnn_equals_the_reference {
             use super::*;
 
@@ -120,7 +123,7 @@ fn cached(spec: AttentionSpec) -> Setup {
     Setup { keys: vec![140, 3, 12, 200], ..Setup::packed(&[1, 3, 0, 90], (4, 2, 64), spec) }
 }
 
-/// The reference in f32 of inputs that are rounded to a format.
+/// Returns the f32 reference for inputs rounded to a dtype.
 #[cfg(feature = "cuda")]
 fn rounded(setup: &Setup, dtype: DType) -> Vec<Tensor> {
     let round = |x: &Tensor| x.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap();
@@ -133,14 +136,14 @@ fn rounded(setup: &Setup, dtype: DType) -> Vec<Tensor> {
     std::iter::once(y).chain(inputs.iter().map(|x| grads.get(x).unwrap().clone())).collect()
 }
 
-/// On a GPU, where cuDNN is there and takes a usual case: with `CANDLEWICK_WANT_CUDNN` set, it must.
+/// Tests on a GPU where cuDNN supports a usual case. With `CANDLEWICK_WANT_CUDNN` set, it must.
 #[cfg(feature = "cuda")]
 mod cudnn {
     use super::*;
     use crate::cases::bits;
 
     fn device() -> Option<Device> {
-        let device = crate::cases::Place::all().last().expect("a place").device();
+        let device = crate::cases::TestDevice::all().last().expect("a test_device").device();
         let choice = AttentionChoice { implementation: AttentionImpl::Cudnn, deterministic: false };
         let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
         match choice.explain(&device, DType::BF16, heads, AttentionPasses::Both) {
@@ -156,7 +159,7 @@ mod cudnn {
         }
     }
 
-    /// cuDNN also rounds the probabilities and their gradients before it multiplies them.
+    /// Checks cuDNN, which also rounds the probabilities and their gradients before it multiplies them.
     pub(super) fn check(setup: &Setup) {
         let Some(device) = device() else { return };
         check_each([(DType::BF16, 2f64.powi(-7)), (DType::F16, 2f64.powi(-10))], |(dtype, bound)| {
@@ -182,7 +185,7 @@ mod cudnn {
             attention(&inputs[0], &inputs[1], &inputs[2], &setup.seqs(), &spec).unwrap()
         };
         assert_eq!(bits(&run(AttentionImpl::Auto, true)), bits(&run(AttentionImpl::Fused, false)));
-        // By name cuDNN gets copies.
+        // Under `cudnn`, cuDNN gets aligned copies.
         assert_eq!(bits(&run(AttentionImpl::Cudnn, true)), bits(&run(AttentionImpl::Cudnn, false)));
     }
 
@@ -212,7 +215,7 @@ mod cudnn {
     }
 }
 
-/// On a GPU, with FlashAttention 2.
+/// Tests FlashAttention 2 on a GPU.
 #[cfg(feature = "flash-attn")]
 mod flash {
     use super::*;

@@ -1,44 +1,44 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{AdamW, AdamWState, GradPolicy, GradScaler, LossScaling, adamw};
 
-use crate::cases::{F32, Place, assert_close, assert_error, bits, check_each, randn};
+use crate::cases::{F32, TestDevice, assert_close, assert_error, bits, check_each, randn};
 
 const HYPER: AdamW = AdamW { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
 
-/// A scaler that lets the update of this number happen, with gradients multiplied by 1 / `loss_scale`.
-fn scaler(place: &Place, number: usize, loss_scale: f64) -> GradScaler {
+/// Returns a scaler that permits update `number` and multiplies gradients by 1 / `loss_scale`.
+fn scaler(test_device: &TestDevice, number: usize, loss_scale: f64) -> GradScaler {
     let loss_scaling = LossScaling { initial: loss_scale, ..LossScaling::NONE };
-    let policy = GradPolicy { loss_scaling, ..GradPolicy::PLAIN };
-    let scaler = GradScaler::new(policy, number - 1, &place.device()).unwrap();
-    judge(place, &scaler, 1.0);
+    let policy = GradPolicy { loss_scaling, ..GradPolicy::NO_CLIP_NO_SCALE };
+    let scaler = GradScaler::new(policy, number - 1, &test_device.device()).unwrap();
+    judge(test_device, &scaler, 1.0);
     scaler
 }
 
-fn judge(place: &Place, scaler: &GradScaler, square: f64) {
-    let squares = place.put(&Tensor::new(&[square], &Device::Cpu).unwrap());
-    let losses = place.put(&Tensor::new(&[1f32], &Device::Cpu).unwrap());
-    place.run(|| scaler.judge(&squares, &losses, [HYPER.beta1, HYPER.beta2])).unwrap();
+fn judge(test_device: &TestDevice, scaler: &GradScaler, square: f64) {
+    let squares = test_device.put(&Tensor::new(&[square], &Device::Cpu).unwrap());
+    let losses = test_device.put(&Tensor::new(&[1f32], &Device::Cpu).unwrap());
+    test_device.run(|| scaler.update(&squares, &losses, [HYPER.beta1, HYPER.beta2])).unwrap();
 }
 
 fn zeros(n: usize) -> Tensor {
     Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap()
 }
 
-/// Printed by torch.optim.AdamW, torch 2.15, after three steps from these values and gradients.
+/// Expected values from torch.optim.AdamW, torch 2.15, after three steps from these values and gradients.
 #[test]
 fn three_steps_equal_torch() {
-    check_each(Place::all(), |place| {
-        place.run(|| check_three_steps(&place));
+    check_each(TestDevice::all(), |test_device| {
+        test_device.run(|| check_three_steps(&test_device));
     });
 }
 
-fn check_three_steps(place: &Place) {
-    let put = |values: &[f32; 4]| place.put(&Tensor::new(values, &Device::Cpu).unwrap());
+fn check_three_steps(test_device: &TestDevice) {
+    let put = |values: &[f32; 4]| test_device.put(&Tensor::new(values, &Device::Cpu).unwrap());
     let master = put(&[1.0, -2.0, 0.5, 3.0]);
     let (mean, square) = (put(&[0.0; 4]), put(&[0.0; 4]));
     let grads = [[0.1f32, -0.2, 0.3, 0.0], [0.4, 0.1, -0.3, 1e-4], [-0.2, 0.05, 0.6, 2.0]];
     for (i, grad) in grads.iter().enumerate() {
-        let (grad, scaler) = (put(grad), scaler(place, i + 1, 1.0));
+        let (grad, scaler) = (put(grad), scaler(test_device, i + 1, 1.0));
         let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
         adamw(&HYPER, &scaler, state).unwrap();
     }
@@ -53,7 +53,7 @@ fn check_three_steps(place: &Place) {
 
 #[test]
 fn views_of_flat_buffers_equal_whole_tensors() {
-    check_each(Place::all(), |place| {
+    check_each(TestDevice::all(), |test_device| {
         for (copy, moments) in [
             (DType::F32, DType::F32),
             (DType::BF16, DType::F32),
@@ -61,21 +61,21 @@ fn views_of_flat_buffers_equal_whole_tensors() {
             (DType::BF16, DType::BF16),
             (DType::F16, DType::BF16),
         ] {
-            place.run(|| check_views(&place, copy, moments));
+            test_device.run(|| check_views(&test_device, copy, moments));
         }
     });
 }
 
-fn check_views(place: &Place, dtype: DType, moments: DType) {
+fn check_views(test_device: &TestDevice, dtype: DType, moments: DType) {
     let n = 20_000;
-    let (whole, flat) = (place.put(&randn(n, 1)), place.put(&randn(n, 1)));
-    let moment = || place.put(&zeros(n).to_dtype(moments).unwrap());
+    let (whole, flat) = (test_device.put(&randn(n, 1)), test_device.put(&randn(n, 1)));
+    let moment = || test_device.put(&zeros(n).to_dtype(moments).unwrap());
     let (mean, square) = (moment(), moment());
     let (flat_mean, flat_square) = (moment(), moment());
-    let copy = place.put(&zeros(n).to_dtype(dtype).unwrap());
+    let copy = test_device.put(&zeros(n).to_dtype(dtype).unwrap());
     for number in 1..4 {
-        let grad = place.put(&randn(n, 10 + number as u64));
-        let scaler = scaler(place, number, 4.0);
+        let grad = test_device.put(&randn(n, 10 + number as u64));
+        let scaler = scaler(test_device, number, 4.0);
         let state = AdamWState { master: &whole, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
         adamw(&HYPER, &scaler, state).unwrap();
         for (start, len) in [(0, 9000), (9000, 1), (9001, n - 9001)] {
@@ -92,27 +92,27 @@ fn check_views(place: &Place, dtype: DType, moments: DType) {
     assert_eq!(bits(&copy), bits(&whole.to_dtype(dtype).unwrap()));
 }
 
-/// One step with buffers in bf16 is a step with f32 buffers that begins at the same, rounded, values.
+/// A step with bf16 buffers equals a step with f32 buffers from the same rounded values.
 #[test]
 fn what_is_kept_in_bf16_is_widened_used_and_rounded_once() {
-    check_each(Place::all(), |place| {
+    check_each(TestDevice::all(), |test_device| {
         let round = |x: &Tensor| x.to_dtype(DType::BF16).unwrap();
         let rounded =
             [randn(3000, 1), randn(3000, 2), randn(3000, 3), randn(3000, 4).sqr().unwrap()].map(|x| round(&x));
         let step = |masters: DType, moments: DType| {
             let formats = [masters, masters, moments, moments];
-            let put = |i: usize| place.put(&rounded[i].to_dtype(formats[i]).unwrap().copy().unwrap());
+            let put = |i: usize| test_device.put(&rounded[i].to_dtype(formats[i]).unwrap().copy().unwrap());
             let [master, grad, mean, square] = [0, 1, 2, 3].map(put);
-            let scaler = scaler(&place, 2, 1.0);
+            let scaler = scaler(&test_device, 2, 1.0);
             let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
-            place.run(|| adamw(&HYPER, &scaler, state)).unwrap();
+            test_device.run(|| adamw(&HYPER, &scaler, state)).unwrap();
             [master, mean, square]
         };
         let want = step(DType::F32, DType::F32);
         for (masters, moments) in [(DType::F32, DType::BF16), (DType::BF16, DType::F32), (DType::BF16, DType::BF16)] {
             for ((got, want), dtype) in step(masters, moments).iter().zip(&want).zip([masters, moments, moments]) {
                 let want = want.to_dtype(dtype).unwrap();
-                assert_eq!(bits(got), bits(&want), "{masters:?} {moments:?} {place:?}");
+                assert_eq!(bits(got), bits(&want), "{masters:?} {moments:?} {test_device:?}");
             }
         }
     });
@@ -120,37 +120,37 @@ fn what_is_kept_in_bf16_is_widened_used_and_rounded_once() {
 
 #[test]
 fn the_gradient_is_scaled_before_use_and_a_refused_step_changes_nothing() {
-    check_each(Place::all(), |place| {
+    check_each(TestDevice::all(), |test_device| {
         let step = |grad: &Tensor, scaler: &GradScaler| {
-            let [grad, master] = [grad, &randn(50, 1)].map(|x| place.put(x));
-            let (mean, square) = (place.put(&zeros(50)), place.put(&zeros(50)));
+            let [grad, master] = [grad, &randn(50, 1)].map(|x| test_device.put(x));
+            let (mean, square) = (test_device.put(&zeros(50)), test_device.put(&zeros(50)));
             let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
-            place.run(|| adamw(&HYPER, scaler, state)).unwrap();
+            test_device.run(|| adamw(&HYPER, scaler, state)).unwrap();
             [bits(&master), bits(&mean), bits(&square)]
         };
-        let (grad, plain) = (randn(50, 2), scaler(&place, 1, 1.0));
-        let quarter = step(&grad, &scaler(&place, 1, 4.0));
+        let (grad, plain) = (randn(50, 2), scaler(&test_device, 1, 1.0));
+        let quarter = step(&grad, &scaler(&test_device, 1, 4.0));
         assert_eq!(quarter, step(&(&grad * 0.25).unwrap(), &plain));
         assert_ne!(quarter, step(&grad, &plain));
-        judge(&place, &plain, f64::NAN);
+        judge(&test_device, &plain, f64::NAN);
         assert_eq!(step(&grad, &plain), [bits(&randn(50, 1)), bits(&zeros(50)), bits(&zeros(50))]);
     });
 }
 
 #[test]
 fn nothing_to_update_is_no_error() {
-    check_each(Place::all(), |place| {
-        let none = || place.put(&zeros(1)).narrow(0, 0, 0).unwrap();
+    check_each(TestDevice::all(), |test_device| {
+        let none = || test_device.put(&zeros(1)).narrow(0, 0, 0).unwrap();
         let (master, grad, mean, square) = (none(), none(), none(), none());
         let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
-        let scaler = scaler(&place, 1, 1.0);
-        place.run(|| adamw(&HYPER, &scaler, state)).unwrap();
+        let scaler = scaler(&test_device, 1, 1.0);
+        test_device.run(|| adamw(&HYPER, &scaler, state)).unwrap();
     });
 }
 
 #[test]
 fn wrong_arguments_are_named() {
-    let scaler = scaler(&Place::Cpu, 1, 1.0);
+    let scaler = scaler(&TestDevice::Cpu, 1, 1.0);
     let square = zeros(4);
     let run = |master: &Tensor, grad: &Tensor, mean: &Tensor, compute: Option<&Tensor>| {
         adamw(&HYPER, &scaler, AdamWState { master, grad, exp_avg: mean, exp_avg_sq: &square, compute })

@@ -3,13 +3,13 @@ use std::thread;
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candlewick_ops::{
-    CrossEntropy, LossAndGrad, Reduction, TokenScores, Upstream, VocabPart, Weight, linear_cross_entropy,
-    linear_cross_entropy_part, token_scores,
+    CrossEntropy, LossAndGrad, LossGrad, Reduction, TokenScores, VocabShard, Weight, linear_cross_entropy,
+    token_scores, vocab_parallel_cross_entropy,
 };
 
 use crate::cases::{
-    F32, Place, assert_close, assert_close_above, assert_error, assert_slope, bits, bound, check_each, dot, grad_of,
-    norm, randn, trainable, values,
+    F32, TestDevice, assert_close, assert_close_above, assert_error, assert_slope, bits, bound, check_each, dot,
+    grad_of, norm, randn, trainable, values,
 };
 
 const IGNORED: i64 = -100;
@@ -22,13 +22,13 @@ fn targets(targets: &[i64]) -> Tensor {
     Tensor::new(targets, &Device::Cpu).unwrap()
 }
 
-/// Every third token ignored, the others spread over the vocabulary.
+/// Returns targets of which every third is ignored, the others spread over the vocabulary.
 fn some_targets(t: usize, v: usize) -> Tensor {
     let of = |i: usize| if i % 3 == 1 { IGNORED } else { (i * 31 % v) as i64 };
     targets(&(0..t).map(of).collect::<Vec<_>>())
 }
 
-/// The loss in plain candle ops.
+/// Computes the loss in plain candle ops.
 fn reference(x: &Tensor, w: &Tensor, targets: &Tensor, reduction: Reduction) -> Result<Tensor> {
     let logits = x.matmul(&w.t()?)?;
     let shifted = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?.detach())?;
@@ -47,35 +47,41 @@ fn reference(x: &Tensor, w: &Tensor, targets: &Tensor, reduction: Reduction) -> 
 
 #[track_caller]
 fn check(sizes: (usize, usize, usize), chunk: usize, reduction: Reduction, dtype: DType) {
-    check_each(Place::all(), |place| {
-        place.run(|| check_in(&place, sizes, chunk, reduction, dtype));
+    check_each(TestDevice::all(), |test_device| {
+        test_device.run(|| check_in(&test_device, sizes, chunk, reduction, dtype));
     });
 }
 
 #[track_caller]
-fn check_in(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, reduction: Reduction, dtype: DType) {
-    let x = place.put(&randn((t, d), 1).to_dtype(dtype).unwrap());
-    // Logits of a model's size, whatever d is.
+fn check_in(
+    test_device: &TestDevice,
+    (t, v, d): (usize, usize, usize),
+    chunk: usize,
+    reduction: Reduction,
+    dtype: DType,
+) {
+    let x = test_device.put(&randn((t, d), 1).to_dtype(dtype).unwrap());
+    // Logits of a realistic size, whatever d is.
     let root_d = (d as f64).sqrt();
     let w = (randn((v, d), 2) * (4.0 / root_d)).unwrap();
-    let w = trainable(&place.put(&w.to_dtype(dtype).unwrap()));
+    let w = trainable(&test_device.put(&w.to_dtype(dtype).unwrap()));
     let targets = some_targets(t, v);
     let rows = randn(t, 3);
     let upstream = match reduction {
-        Reduction::None => Upstream::Rows(&rows),
-        _ => Upstream::Scalar(0.7),
+        Reduction::None => LossGrad::PerToken(&rows),
+        _ => LossGrad::Scalar(0.7),
     };
     let spec = spec(reduction, chunk);
     let got = linear_cross_entropy(&x, &w, &targets, &spec, upstream).unwrap();
 
-    let what = |result: &str| format!("{result} of {t} tokens, {v} classes, {dtype:?} {place:?}");
+    let what = |result: &str| format!("{result} of {t} tokens, {v} classes, {dtype:?} {test_device:?}");
     let exact = |x: &Tensor| {
         let host = x.to_device(&Device::Cpu).unwrap();
         Var::from_tensor(&host.to_dtype(DType::F64).unwrap()).unwrap()
     };
     let (x, w_exact) = (exact(&x), exact(&w.value().unwrap()));
     let want = reference(&x, &w_exact, &targets, reduction).unwrap();
-    // A sure and right prediction leaves nothing but the rounding of its logits.
+    // A confident and right prediction leaves only the rounding of its logits.
     assert_close_above(&what("loss"), &got.loss, &want, F32, 0.1);
     let dy = match reduction {
         Reduction::None => rows.to_dtype(DType::F64).unwrap(),
@@ -84,8 +90,8 @@ fn check_in(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, reduc
     let floor = 0.1 * norm(&dy);
     let grads = (want * dy).unwrap().sum_all().unwrap().backward().unwrap();
     assert_close_above(&what("dx"), &got.dx.unwrap(), grads.get(&x).unwrap(), bound(dtype), 4.0 * floor);
-    // A GPU multiplies the gradient of the logits in the weight's format.
-    let bound = if matches!(place, Place::Cpu) { F32 } else { bound(dtype) };
+    // A GPU rounds the gradient of the logits to the weight's dtype before the matmul.
+    let bound = if matches!(test_device, TestDevice::Cpu) { F32 } else { bound(dtype) };
     assert_close_above(&what("dw"), &grad_of(&w), grads.get(&w_exact).unwrap(), bound, root_d * floor);
 }
 
@@ -113,7 +119,7 @@ fn the_gradient_is_the_slope() {
     let run = |h: f64| {
         let x = (&x + (&dx * h).unwrap()).unwrap();
         let w = trainable(&(&w + (&dw * h).unwrap()).unwrap());
-        let out = linear_cross_entropy(&x, &w, &targets, &spec, Upstream::Scalar(1.0)).unwrap();
+        let out = linear_cross_entropy(&x, &w, &targets, &spec, LossGrad::Scalar(1.0)).unwrap();
         (out, w)
     };
     let loss = |h| f64::from(run(h).0.loss.to_scalar::<f32>().unwrap());
@@ -129,13 +135,13 @@ fn the_loss_alone_is_the_same_and_leaves_no_gradient() {
     let (x, w, targets) = (randn((9, 6), 1), trainable(&randn((11, 6), 2)), some_targets(9, 11));
     for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
         let run = |upstream| linear_cross_entropy(&x, &w, &targets, &spec(reduction, 4), upstream).unwrap();
-        let only = run(Upstream::NoGrad);
+        let only = run(LossGrad::NoGrad);
         assert!(only.dx.is_none());
         assert_eq!(bits(&grad_of(&w)), [0; 66]);
         let rows = randn(9, 5);
         let with = match reduction {
-            Reduction::None => run(Upstream::Rows(&rows)),
-            _ => run(Upstream::Scalar(1.0)),
+            Reduction::None => run(LossGrad::PerToken(&rows)),
+            _ => run(LossGrad::Scalar(1.0)),
         };
         assert_eq!(bits(&only.loss), bits(&with.loss));
         candlewick_ops::zero_(&grad_of(&w)).unwrap();
@@ -147,7 +153,7 @@ fn a_frozen_head_still_gives_the_input_its_gradient() {
     let (x, w, targets) = (randn((9, 6), 1), randn((11, 6), 2), some_targets(9, 11));
     let run = |w: &Weight| {
         let spec = spec(Reduction::Sum, 4);
-        linear_cross_entropy(&x, w, &targets, &spec, Upstream::Scalar(2.0)).unwrap().dx.unwrap()
+        linear_cross_entropy(&x, w, &targets, &spec, LossGrad::Scalar(2.0)).unwrap().dx.unwrap()
     };
     assert_eq!(bits(&run(&Weight::frozen(w.clone()))), bits(&run(&trainable(&w))));
 }
@@ -158,7 +164,7 @@ fn ignored_tokens_give_and_get_nothing() {
     // A NaN in an ignored row would reach everything that reads it.
     let x = Tensor::cat(&[randn((1, 6), 1), (randn((1, 6), 1) * f64::NAN).unwrap()], 0).unwrap();
     let spec = spec(Reduction::Mean, 4);
-    let out = linear_cross_entropy(&x, &w, &targets(&[3, IGNORED]), &spec, Upstream::Scalar(1.0));
+    let out = linear_cross_entropy(&x, &w, &targets(&[3, IGNORED]), &spec, LossGrad::Scalar(1.0));
     let LossAndGrad { loss, dx } = out.unwrap();
     assert!(loss.to_scalar::<f32>().unwrap().is_finite());
     let dx = values(&dx.unwrap());
@@ -173,7 +179,7 @@ fn all_tokens_ignored_is_a_loss_of_zero() {
         let (x, w) = (randn((t, 6), 1), trainable(&randn((11, 6), 2)));
         let all = targets(&vec![IGNORED; t]);
         let spec = spec(reduction, 4);
-        let out = linear_cross_entropy(&x, &w, &all, &spec, Upstream::Scalar(1.0)).unwrap();
+        let out = linear_cross_entropy(&x, &w, &all, &spec, LossGrad::Scalar(1.0)).unwrap();
         assert_eq!(out.loss.to_scalar::<f32>().unwrap(), 0.0);
         assert_eq!(values(&out.dx.unwrap()), vec![0.0; t * 6]);
         assert_eq!(values(&grad_of(&w)), [0.0; 66]);
@@ -185,7 +191,7 @@ fn large_logits_do_not_overflow() {
     let x = (randn((2, 4), 1) * 1e4).unwrap();
     let w = Weight::frozen(randn((7, 4), 2));
     let spec = spec(Reduction::None, 8);
-    let out = linear_cross_entropy(&x, &w, &targets(&[0, 6]), &spec, Upstream::NoGrad).unwrap();
+    let out = linear_cross_entropy(&x, &w, &targets(&[0, 6]), &spec, LossGrad::NoGrad).unwrap();
     let exact = |x: &Tensor| x.to_dtype(DType::F64).unwrap();
     let want = reference(&exact(&x), &exact(&w.value().unwrap()), &targets(&[0, 6]), Reduction::None).unwrap();
     assert_close("loss", &out.loss, &want, F32);
@@ -193,43 +199,44 @@ fn large_logits_do_not_overflow() {
 
 #[test]
 fn scores_are_the_losses_and_say_what_is_likeliest() {
-    check_each(Place::all(), |place| {
+    check_each(TestDevice::all(), |test_device| {
         for dtype in [DType::F32, DType::BF16] {
             for (t, v, d, chunk) in [(11, 301, 32, 4), (11, 304, 32, 4), (3, 1201, 16, 100), (1, 1, 1, 1), (0, 7, 3, 2)]
             {
-                check_scores(&place, (t, v, d), chunk, dtype);
+                check_scores(&test_device, (t, v, d), chunk, dtype);
             }
         }
     });
 }
 
 #[track_caller]
-fn check_scores(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, dtype: DType) {
-    let x = place.put(&randn((t, d), 1).to_dtype(dtype).unwrap());
-    let w = Weight::frozen(place.put(&randn((v, d), 2).to_dtype(dtype).unwrap()));
+fn check_scores(test_device: &TestDevice, (t, v, d): (usize, usize, usize), chunk: usize, dtype: DType) {
+    let x = test_device.put(&randn((t, d), 1).to_dtype(dtype).unwrap());
+    let w = Weight::frozen(test_device.put(&randn((v, d), 2).to_dtype(dtype).unwrap()));
     let exact = |x: &Tensor| x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
     let logits = exact(&x).matmul(&exact(&w.value().unwrap()).t().unwrap()).unwrap().to_vec2::<f32>().unwrap();
     let largest = |row: &Vec<f32>| (0..v).rev().max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap() as u32;
-    // Every other target is the likeliest.
+    // Every other target has the largest logit.
     let of = |(i, row): (usize, &Vec<f32>)| if i % 2 == 0 { largest(row) } else { (i * 31 % v) as u32 };
     let ids: Vec<u32> = logits.iter().enumerate().map(of).collect();
-    let got = place.run(|| token_scores(&x, &w, &ids, chunk)).unwrap();
-    let is_top: Vec<bool> = ids.iter().zip(&logits).map(|(id, row)| *id == largest(row)).collect();
-    assert_eq!(got.is_top, is_top, "{t} {v} {d} {dtype:?} {place:?}");
+    let got = test_device.run(|| token_scores(&x, &w, &ids, chunk)).unwrap();
+    let is_greedy: Vec<bool> = ids.iter().zip(&logits).map(|(id, row)| *id == largest(row)).collect();
+    assert_eq!(got.is_greedy, is_greedy, "{t} {v} {d} {dtype:?} {test_device:?}");
     let spec = spec(Reduction::None, chunk);
     let ids: Vec<i64> = ids.iter().map(|id| i64::from(*id)).collect();
-    let losses = place.run(|| linear_cross_entropy(&x, &w, &targets(&ids), &spec, Upstream::NoGrad)).unwrap().loss;
+    let losses =
+        test_device.run(|| linear_cross_entropy(&x, &w, &targets(&ids), &spec, LossGrad::NoGrad)).unwrap().loss;
     let negated: Vec<f32> = losses.to_vec1::<f32>().unwrap().iter().map(|loss| -loss).collect();
-    assert_eq!(got.logprobs, negated, "{t} {v} {d} {dtype:?} {place:?}");
+    assert_eq!(got.logprobs, negated, "{t} {v} {d} {dtype:?} {test_device:?}");
 }
 
 #[test]
 fn of_equal_logits_the_first_is_the_likeliest() {
-    check_each(Place::all(), |place| {
-        let x = place.put(&Tensor::ones((4, 1), DType::F32, &Device::Cpu).unwrap());
-        let w = Weight::frozen(place.put(&Tensor::new(&[[1f32], [3.0], [2.0], [3.0]], &Device::Cpu).unwrap()));
-        let TokenScores { is_top, .. } = place.run(|| token_scores(&x, &w, &[0, 1, 2, 3], 3)).unwrap();
-        assert_eq!(is_top, [false, true, false, false], "{place:?}");
+    check_each(TestDevice::all(), |test_device| {
+        let x = test_device.put(&Tensor::ones((4, 1), DType::F32, &Device::Cpu).unwrap());
+        let w = Weight::frozen(test_device.put(&Tensor::new(&[[1f32], [3.0], [2.0], [3.0]], &Device::Cpu).unwrap()));
+        let TokenScores { is_greedy, .. } = test_device.run(|| token_scores(&x, &w, &[0, 1, 2, 3], 3)).unwrap();
+        assert_eq!(is_greedy, [false, true, false, false], "{test_device:?}");
     });
 }
 
@@ -242,29 +249,29 @@ fn wrong_arguments_are_named() {
         linear_cross_entropy(x, &w, targets, &spec(reduction, chunk), upstream)
     };
     let (sum, none) = (Reduction::Sum, Reduction::None);
-    let one = Upstream::Scalar(1.0);
+    let one = LossGrad::Scalar(1.0);
     assert_error(run(&x, &targets(&[0, 7]), sum, 4, one), "target 7 in row 1 is not in 0..7");
     assert_error(run(&x, &targets(&[-1, 0]), sum, 4, one), "target -1 in row 0");
     assert_error(run(&x, &targets(&[1]), sum, 4, one), "targets are I64 [1], want i64 [2]");
     assert_error(run(&x, &ok.to_dtype(DType::U32).unwrap(), sum, 4, one), "targets are U32");
     assert_error(run(&x, &ok, sum, 0, one), "a chunk of 0 tokens");
-    assert_error(run(&x, &ok, none, 4, one), "needs an upstream per token");
-    assert_error(run(&x, &ok, sum, 4, Upstream::Rows(&rows)), "one loss needs one upstream");
+    assert_error(run(&x, &ok, none, 4, one), "need a gradient per token");
+    assert_error(run(&x, &ok, sum, 4, LossGrad::PerToken(&rows)), "a reduced loss needs one gradient");
     let short = randn(1, 1);
-    assert_error(run(&x, &ok, none, 4, Upstream::Rows(&short)), "upstream rows are F32 [1]");
+    assert_error(run(&x, &ok, none, 4, LossGrad::PerToken(&short)), "per-token loss gradients are F32 [1]");
     assert_error(run(&randn((2, 5), 1), &ok, sum, 4, one), "weight has shape [7, 4], want [7, 5]");
     assert_error(token_scores(&x, &w, &[0, 7], 4), "target 7 in row 1 is not in 0..7");
     assert_error(token_scores(&x, &w, &[0], 4), "targets are I64 [1], want i64 [2]");
 }
 
-/// What `parts` of a vocabulary compute together, each in a thread: loss, dx and dw of each.
+/// Computes a loss over `parts` vocabulary shards, one thread each. Returns loss, dx and dw of each.
 fn in_parts(
-    place: &Place,
+    test_device: &TestDevice,
     x: &Tensor,
     w: &Tensor,
     parts: &[std::ops::Range<usize>],
     targets: &Tensor,
-    (spec, upstream): (&CrossEntropy, Upstream<'_>),
+    (spec, upstream): (&CrossEntropy, LossGrad<'_>),
 ) -> Vec<(LossAndGrad, Tensor)> {
     let meeting = Barrier::new(parts.len());
     let given = Mutex::new(vec![None; parts.len()]);
@@ -278,11 +285,11 @@ fn in_parts(
     let run = |part_idx: usize| {
         let rows = parts[part_idx].clone();
         let gather = |own: &Tensor| gather(part_idx, own);
-        let n_largest = parts.iter().map(ExactSizeIterator::len).max().unwrap();
-        let part = VocabPart { first: rows.start, n_all: w.dims()[0], n_largest, gather: &gather };
-        place.run(|| {
+        let max_shard_rows = parts.iter().map(ExactSizeIterator::len).max().unwrap();
+        let part = VocabShard { first_row: rows.start, n_vocab: w.dims()[0], max_shard_rows, all_gather: &gather };
+        test_device.run(|| {
             let w = trainable(&w.narrow(0, rows.start, rows.len()).unwrap().copy().unwrap());
-            let out = linear_cross_entropy_part(x, &w, targets, spec, upstream, &part).unwrap();
+            let out = vocab_parallel_cross_entropy(x, &w, targets, spec, upstream, &part).unwrap();
             (out, grad_of(&w))
         })
     };
@@ -292,21 +299,21 @@ fn in_parts(
     })
 }
 
-/// A part may have none of the targets; the last one may be shorter.
+/// A shard may have none of the targets; the last one may be shorter.
 #[test]
 fn parts_of_a_vocabulary_give_the_whole_ones_loss_and_gradients() {
     let (t, v, d) = (13, 31, 8);
-    check_each(Place::all(), |place| {
+    check_each(TestDevice::all(), |test_device| {
         for (dtype, chunk) in [(DType::F32, 4), (DType::F32, 100), (DType::BF16, 5)] {
-            let put = |x: Tensor| place.put(&x.to_dtype(dtype).unwrap());
+            let put = |x: Tensor| test_device.put(&x.to_dtype(dtype).unwrap());
             let (x, w) = (put(randn((t, d), 1)), put((randn((v, d), 2) * 1.5).unwrap()));
             let targets = some_targets(t, 20);
             let spec = spec(Reduction::Sum, chunk);
-            let one = Upstream::Scalar(0.7);
+            let one = LossGrad::Scalar(0.7);
             let whole_w = trainable(&w);
-            let whole = place.run(|| linear_cross_entropy(&x, &whole_w, &targets, &spec, one).unwrap());
-            let parts = in_parts(&place, &x, &w, &[0..12, 12..24, 24..31], &targets, (&spec, one));
-            let what = |of: &str| format!("{of} in {dtype:?}, {place:?}");
+            let whole = test_device.run(|| linear_cross_entropy(&x, &whole_w, &targets, &spec, one).unwrap());
+            let parts = in_parts(&test_device, &x, &w, &[0..12, 12..24, 24..31], &targets, (&spec, one));
+            let what = |of: &str| format!("{of} in {dtype:?}, {test_device:?}");
             let sum = |parts: Vec<&Tensor>| {
                 let wide = parts.iter().map(|part| part.to_dtype(DType::F32).unwrap());
                 wide.reduce(|a, b| (a + b).unwrap()).unwrap()
@@ -317,10 +324,10 @@ fn parts_of_a_vocabulary_give_the_whole_ones_loss_and_gradients() {
             let dx = sum(parts.iter().map(|(out, _)| out.dx.as_ref().unwrap()).collect());
             assert_close(&what("dx"), &dx, &whole.dx.unwrap(), 2.0 * bound(dtype));
             let dw = Tensor::cat(&parts.iter().map(|(_, dw)| dw).collect::<Vec<_>>(), 0).unwrap();
-            let bound = if matches!(place, Place::Cpu) { F32 } else { bound(dtype) };
+            let bound = if matches!(test_device, TestDevice::Cpu) { F32 } else { bound(dtype) };
             assert_close(&what("dw"), &dw, &grad_of(&whole_w), bound);
 
-            let only = in_parts(&place, &x, &w, &[0..16, 16..31], &targets, (&spec, Upstream::NoGrad));
+            let only = in_parts(&test_device, &x, &w, &[0..16, 16..31], &targets, (&spec, LossGrad::NoGrad));
             assert_close(&what("loss alone"), &only[1].0.loss, &whole.loss, F32);
         }
     });

@@ -1,14 +1,15 @@
-//! Attention between some of the queries and some of the keys: what ranks that share sequences compute piece by piece. Records
-//! nothing; the outputs of several pieces are merged, and their gradients add up.
+//! Attention between a chunk of the queries and a chunk of the keys, the building block of ring attention.
 //!
-//! t queries, s keys, hq query heads, hkv key heads, k head dim
+//! Nothing is recorded on a tape. Outputs of several chunks are merged; their gradients are summed.
+//!
+//! t queries, s keys, hq query heads, hkv KV heads, k head dim
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use super::cu_seqlens::{AttentionChunk, CuSeqlens};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use super::cuda;
 use super::layout::{Heads, add_by_row, by_row};
-use super::seqs::{Piece, Seqs};
 use super::spec::{AttentionImpl, AttentionSpec};
 use super::{backward, forward, merge, tile};
 use crate::device::on_device;
@@ -16,47 +17,47 @@ use crate::floats::{FloatBuf, FloatsMut};
 use crate::span::span;
 use crate::storage::{self, host, same_storage, update};
 
-impl Piece {
-    /// Tells whether no query sees any key: there is nothing to compute then.
-    pub fn is_hidden(&self, spec: &AttentionSpec) -> bool {
+impl AttentionChunk {
+    /// Returns true if the mask hides every key from every query, so that nothing needs computing.
+    pub fn is_fully_masked(&self, spec: &AttentionSpec) -> bool {
         self.0.spans().all(|span| {
             let visible = |query: usize| tile::visible(spec, span.k.len(), span.first + query as isize);
-            // From query to query neither end of what is seen goes back.
+            // Neither end of a query's visible range decreases from one query to the next.
             span.q.is_empty() || visible(0).start >= visible(span.q.len() - 1).end
         })
     }
 }
 
-/// What attention to some of the keys gives: to be merged with what it gives for the others.
-pub struct Partial {
+/// Softmax over a subset of the keys: an output and its log-sum-exp, ready to merge with other subsets.
+pub struct PartialSoftmax {
     out: Tensor,
     lse: Tensor,
 }
 
-impl Partial {
-    /// What queries q [t, hq, k] have before they see a key: f32 zeros, of no weight.
-    pub fn nothing(q: &Tensor) -> Result<Self> {
+impl PartialSoftmax {
+    /// Returns the result over no keys for queries q [t, hq, k]: f32 zeros with weight 0.
+    pub fn empty(q: &Tensor) -> Result<Self> {
         let (t, hq, _) = q.dims3()?;
         let lse = Tensor::full(f32::NEG_INFINITY, (t, hq), q.device())?;
         Ok(Self { out: Tensor::zeros(q.shape(), DType::F32, q.device())?, lse })
     }
 
-    /// The mean of the values seen [t, hq, k]: f32; on a GPU that of one piece is in the queries' format.
+    /// Returns the attention output over the keys so far [t, hq, k]: f32, or the queries' dtype for one chunk on a GPU.
     pub fn out(&self) -> &Tensor {
         &self.out
     }
 
-    /// The logarithm of the sum of the exponentials of the scores, f32 [t, hq]: -inf where no key is seen.
+    /// Returns the log-sum-exp of the scores, f32 [t, hq]; -inf for a fully masked row.
     pub fn lse(&self) -> &Tensor {
         &self.lse
     }
 
-    /// A view of some of the queries' rows: what is merged into it is merged into these.
+    /// Returns a view of some query rows. Merging into the view updates these rows.
     pub fn rows(&self, first: usize, n: usize) -> Result<Self> {
         Ok(Self { out: self.out.narrow(0, first, n)?, lse: self.lse.narrow(0, first, n)? })
     }
 
-    /// Merges what the same queries give with other keys into this, in place and in f32.
+    /// Merges the result of the same queries over other keys into this one, in place and in f32.
     pub fn merge(&self, other: &Self) -> Result<()> {
         const OP: &str = "attention_merge";
         let _span = span("attention", "merge");
@@ -82,8 +83,14 @@ impl Partial {
     }
 }
 
-/// Attention of the queries of a piece to its keys: q [t, hq, k], k and v [s, hkv, k].
-pub fn attention_piece(q: &Tensor, k: &Tensor, v: &Tensor, piece: &Piece, spec: &AttentionSpec) -> Result<Partial> {
+/// Computes attention of a chunk's queries over its keys: q [t, hq, k], k and v [s, hkv, k].
+pub fn attention_chunk(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    piece: &AttentionChunk,
+    spec: &AttentionSpec,
+) -> Result<PartialSoftmax> {
     let _span = span("attention", "piece forward");
     let (seqs, heads) = (&piece.0, Heads::of([q, k, v], &piece.0, spec)?);
     check_choice(spec)?;
@@ -97,41 +104,41 @@ pub fn attention_piece(q: &Tensor, k: &Tensor, v: &Tensor, piece: &Piece, spec: 
             let by_head = forward::run(inputs, out.view(), seqs, spec, heads);
             let mut lse = FloatBuf::unwritten(DType::F32, by_head.len())?;
             by_row(&by_head, lse.view(), n_heads, 1);
-            Ok(Partial { out: storage::tensor(out, q.shape()), lse: storage::tensor(lse, (t, n_heads)) })
+            Ok(PartialSoftmax { out: storage::tensor(out, q.shape()), lse: storage::tensor(lse, (t, n_heads)) })
         },
         cuda => {
             let (out, state) = cuda::forward([&q, &k, &v], seqs, spec, heads)?;
-            Ok(Partial { out: out.into_tensor(q.shape()), lse: state.lse().reshape((t, n_heads))? })
+            Ok(PartialSoftmax { out: out.into_tensor(q.shape()), lse: state.lse().reshape((t, n_heads))? })
         },
     })
 }
 
-/// What the gradients of a piece come from.
-pub struct PieceInputs<'a> {
-    /// [t, hq, k]
+/// Inputs of the backward of a chunk.
+pub struct ChunkInputs<'a> {
+    /// Queries [t, hq, k].
     pub q: &'a Tensor,
-    /// [s, hkv, k]
+    /// Keys [s, hkv, k].
     pub k: &'a Tensor,
-    /// [s, hkv, k]
+    /// Values [s, hkv, k].
     pub v: &'a Tensor,
-    /// The output over all keys, in the format of q: [t, hq, k]
+    /// Merged output over all keys, in the dtype of q: [t, hq, k].
     pub out: &'a Tensor,
-    /// The logarithm of each row's sum over all keys, f32 [t, hq]: finite, as every query must have seen some key.
+    /// Log-sum-exp of each row over all keys, f32 [t, hq]. It must be finite: every query sees some key.
     pub lse: &'a Tensor,
-    /// The gradient of `out`.
+    /// Gradient of `out` [t, hq, k].
     pub d_out: &'a Tensor,
 }
 
-/// Adds what a piece gives to the gradients of q, k and v: f32, contiguous.
-pub fn attention_piece_backward(
-    inputs: &PieceInputs<'_>,
-    piece: &Piece,
+/// Adds a chunk's contribution to the gradients of q, k and v, which are f32 and contiguous.
+pub fn attention_chunk_backward(
+    inputs: &ChunkInputs<'_>,
+    piece: &AttentionChunk,
     spec: &AttentionSpec,
     grads: [&Tensor; 3],
 ) -> Result<()> {
     const OP: &str = "attention";
     let _span = span(OP, "piece backward");
-    let PieceInputs { q, k, v, out, lse, d_out } = *inputs;
+    let ChunkInputs { q, k, v, out, lse, d_out } = *inputs;
     let (seqs, heads) = (&piece.0, Heads::of([q, k, v], &piece.0, spec)?);
     check_choice(spec)?;
     for (name, x, like) in [("out", out, q), ("d_out", d_out, q)] {
@@ -165,7 +172,7 @@ pub fn attention_piece_backward(
 
 fn backward_cpu(
     inputs: [&Tensor; 6],
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     spec: &AttentionSpec,
     heads: Heads,
     grads: [&Tensor; 3],
@@ -200,10 +207,10 @@ fn f32s<'a>(op: &str, floats: FloatsMut<'a>) -> Result<&'a mut [f32]> {
     }
 }
 
-/// Pieces have one implementation a device.
+/// Fails unless the fused implementation may compute: chunks have no other.
 fn check_choice(spec: &AttentionSpec) -> Result<()> {
     match spec.choice.implementation {
         AttentionImpl::Auto | AttentionImpl::Fused => Ok(()),
-        other => bail!("attention: `{other}` cannot compute a piece of the keys; `fused` can"),
+        other => bail!("attention: `{other}` cannot compute a chunk of the keys; `fused` can"),
     }
 }

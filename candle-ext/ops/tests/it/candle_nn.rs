@@ -1,13 +1,13 @@
-//! Softmax, cross-entropy and AdamW against candle-nn, which shares no code with ours above candle-core.
+//! Softmax, cross-entropy and AdamW compared with candle-nn, which shares no code with this crate above candle-core.
 //!
-//! The tolerance of all is 1e-5 of the norm: both sides compute in f32 (6e-8 a rounding) and add at most some hundred terms, in
+//! The relative tolerance is 1e-5. Both sides compute in f32 (6e-8 per rounding) and add at most some hundred terms, in
 //! different orders.
 
 use ::candle_nn::optim::{AdamW as Reference, Optimizer, ParamsAdamW};
 use candle_core::{DType, Device, Tensor, Var};
 use candlewick_ops::{
-    AdamW, AdamWState, AttentionChoice, AttentionSpec, CrossEntropy, GradPolicy, GradScaler, Reduction, Seqs, Upstream,
-    adamw, attention, linear_cross_entropy,
+    AdamW, AdamWState, AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, GradPolicy, GradScaler, LossGrad,
+    Reduction, adamw, attention, linear_cross_entropy,
 };
 
 use crate::cases::{grad_of, randn, relative_error, trainable};
@@ -24,14 +24,14 @@ fn var(x: &Tensor) -> Var {
     Var::from_tensor(&x.to_dtype(DType::F32).unwrap()).unwrap()
 }
 
-/// One head and sequence without a mask: attention is a softmax between two matmuls.
+/// With one head and sequence and no mask, attention is a softmax between two matmuls.
 #[test]
 fn attention_computes_candle_nns_softmax() {
     for (t, s, d) in [(1, 1, 4), (3, 17, 8), (64, 130, 16)] {
         let [q, k, v] = [((t, d), 1), ((s, d), 2), ((s, d), 3)].map(|(shape, seed)| var(&randn(shape, seed)));
         let scores = (q.matmul(&k.t().unwrap()).unwrap() * 0.3).unwrap();
         let want = ::candle_nn::ops::softmax(&scores, 1).unwrap().matmul(&v).unwrap();
-        let seqs = Seqs::with_keys(vec![0, t], vec![0, s]).unwrap();
+        let seqs = CuSeqlens::from_q_and_k(vec![0, t], vec![0, s]).unwrap();
         let spec = AttentionSpec { scale: 0.3, causal: false, window: None, choice: AttentionChoice::default() };
         let [q, k, v] = [&q, &k, &v].map(|x| x.unsqueeze(1).unwrap());
         let ours = attention(&q, &k, &v, &seqs, &spec).unwrap().squeeze(1).unwrap();
@@ -50,7 +50,7 @@ fn loss_and_gradients_are_candle_nns_cross_entropy() {
         let grads = want.backward().unwrap();
         let weight = trainable(w.as_tensor());
         let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk };
-        let ours = linear_cross_entropy(x.as_tensor(), &weight, &targets, &spec, Upstream::Scalar(1.0)).unwrap();
+        let ours = linear_cross_entropy(x.as_tensor(), &weight, &targets, &spec, LossGrad::Scalar(1.0)).unwrap();
         assert_near("loss", &ours.loss, &want);
         assert_near("dx", &ours.dx.unwrap(), grads.get(&x).unwrap());
         assert_near("dw", &grad_of(&weight), grads.get(&w).unwrap());
@@ -68,13 +68,13 @@ fn ten_steps_are_candle_nns_adamw() {
     let master = randn(n, 1).to_dtype(DType::F32).unwrap().copy().unwrap();
     let zeros = || Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap();
     let (exp_avg, exp_avg_sq) = (zeros(), zeros());
-    let scaler = GradScaler::new(GradPolicy::PLAIN, 0, &Device::Cpu).unwrap();
+    let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 0, &Device::Cpu).unwrap();
     for step in 0..10 {
         let grad = randn(n, 10 + step).to_dtype(DType::F32).unwrap();
         let loss = (theirs.as_tensor() * &grad).unwrap().sum_all().unwrap();
         optimizer.backward_step(&loss).unwrap();
         let squares = Tensor::new(&[1f64], &Device::Cpu).unwrap();
-        scaler.judge(&squares, &Tensor::new(&[1f32], &Device::Cpu).unwrap(), [beta1, beta2]).unwrap();
+        scaler.update(&squares, &Tensor::new(&[1f32], &Device::Cpu).unwrap(), [beta1, beta2]).unwrap();
         let state =
             AdamWState { master: &master, grad: &grad, exp_avg: &exp_avg, exp_avg_sq: &exp_avg_sq, compute: None };
         adamw(&hyper, &scaler, state).unwrap();

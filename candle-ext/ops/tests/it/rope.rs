@@ -1,7 +1,7 @@
 use candle_core::{DType, Tensor};
-use candlewick_ops::{AttentionChoice, AttentionSpec, QkvHeads, Seqs, attention, reshape, rope, split_qkv};
+use candlewick_ops::{AttentionChoice, AttentionSpec, CuSeqlens, QkvHeads, attention, reshape, rope, split_qkv};
 
-use crate::cases::{Case, Place, assert_error, bits, check_each, randn, tape};
+use crate::cases::{Case, TestDevice, assert_error, bits, check_each, randn, tape};
 
 fn tables(t: usize, half: usize) -> (Tensor, Tensor) {
     let angle = randn((t, half), 7);
@@ -53,22 +53,25 @@ fn wrong_shapes_are_named() {
     assert_error(rope(&randn((5, 1, 4), 1), &cos, &half), "sin is BF16");
 }
 
-/// Output and gradient of attention to what a joined projection gives: split at once, or from three inputs.
+/// Compares attention over a fused projection, split by the op, with attention over three inputs.
 #[track_caller]
 fn check_split(heads: QkvHeads, dtype: DType) {
     let (t, QkvHeads { n_q, n_kv, dim }) = (70, heads);
     let spec = AttentionSpec { scale: 0.3, causal: true, window: None, choice: AttentionChoice::default() };
-    let seqs = Seqs::packed(vec![0, 50, t]).unwrap();
+    let seqs = CuSeqlens::packed(vec![0, 50, t]).unwrap();
     let joined = randn((t, (n_q + 2 * n_kv) * dim), 1).to_dtype(dtype).unwrap();
     let narrow = |first: usize, n: usize| joined.narrow(1, first * dim, n * dim).unwrap();
     let parts = [narrow(0, n_q), narrow(n_q, n_kv), narrow(n_q + n_kv, n_kv)];
-    for place in Place::all() {
+    for test_device in TestDevice::all() {
         let (cos, sin) = tables(t, dim / 2);
-        let (cos, sin, dy) =
-            (place.put(&cos), place.put(&sin), place.put(&randn((t, n_q, dim), 3).to_dtype(dtype).unwrap()));
+        let (cos, sin, dy) = (
+            test_device.put(&cos),
+            test_device.put(&sin),
+            test_device.put(&randn((t, n_q, dim), 3).to_dtype(dtype).unwrap()),
+        );
         let results = |inputs: &[Tensor]| {
-            let inputs: Vec<Tensor> = inputs.iter().map(|x| place.put(&x.contiguous().unwrap())).collect();
-            place.run(|| {
+            let inputs: Vec<Tensor> = inputs.iter().map(|x| test_device.put(&x.contiguous().unwrap())).collect();
+            test_device.run(|| {
                 let tape = tape(&inputs, || {
                     let [q, k, v] = match inputs.as_slice() {
                         [joined] => split_qkv(joined, heads, &cos, &sin)?,
@@ -85,7 +88,7 @@ fn check_split(heads: QkvHeads, dtype: DType) {
                 [y, bits(&Tensor::cat(&grads, 1).unwrap())]
             })
         };
-        assert!(results(std::slice::from_ref(&joined)) == results(&parts), "{heads:?} {dtype:?} {place:?}");
+        assert!(results(std::slice::from_ref(&joined)) == results(&parts), "{heads:?} {dtype:?} {test_device:?}");
     }
 }
 

@@ -1,0 +1,132 @@
+use candle_core::{Device, Tensor};
+use candlewick_ops::{GradPolicy, GradScaler, LossScaling, StepDecision, UpdateOutcome};
+
+use crate::cases::{TestDevice, assert_error};
+
+const DYNAMIC: LossScaling = LossScaling { initial: 8.0, window: 3, hysteresis: 2, min: 2.0 };
+
+/// Decides about a step whose gradients have these sums of squares.
+fn judge(test_device: &TestDevice, scaler: &GradScaler, squares: &[f64], losses: &[f32]) -> StepDecision {
+    let put = |x: Tensor| test_device.put(&x);
+    let squares = put(Tensor::new(squares, &Device::Cpu).unwrap());
+    let losses = put(Tensor::new(losses, &Device::Cpu).unwrap());
+    test_device.run(|| scaler.update(&squares, &losses, [0.9, 0.999])).unwrap();
+    StepDecision::read(&scaler.state().to_vec1::<f32>().unwrap())
+}
+
+fn scaler(test_device: &TestDevice, policy: GradPolicy) -> GradScaler {
+    GradScaler::new(policy, 0, &test_device.device()).unwrap()
+}
+
+#[test]
+fn the_norm_is_that_of_all_parts_and_unscaled() {
+    for test_device in TestDevice::all() {
+        let loss_scaling = LossScaling { initial: 16.0, ..LossScaling::NONE };
+        let scaler = scaler(&test_device, GradPolicy { loss_scaling, ..GradPolicy::NO_CLIP_NO_SCALE });
+        let squares: Vec<f64> = (0..100).map(f64::from).collect();
+        let verdict = judge(&test_device, &scaler, &squares, &[1.0; 70]);
+        let want = 4950f64.sqrt() / 16.0;
+        assert!((verdict.norm / want - 1.0).abs() < 1e-7, "{verdict:?}");
+        assert_eq!(
+            (verdict.outcome, verdict.next.n_updates, verdict.next.loss_scale),
+            (UpdateOutcome::Applied, 1, 16.0)
+        );
+        assert_eq!(scaler.loss_scale().unwrap().unwrap().to_scalar::<f32>().unwrap(), 16.0);
+    }
+}
+
+#[test]
+fn a_large_gradient_is_clipped_and_a_small_one_left_alone() {
+    for test_device in TestDevice::all() {
+        let scaler = scaler(&test_device, GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE });
+        assert!(scaler.loss_scale().unwrap().is_none());
+        for (square, want) in [(16.0, 0.25), (0.25, 1.0), (0.0, 1.0)] {
+            judge(&test_device, &scaler, &[square], &[1.0]);
+            let factor = scaler.state().to_vec1::<f32>().unwrap()[1];
+            assert!((factor - want).abs() < 1e-6, "{square}: {factor}");
+        }
+    }
+}
+
+/// Compares the bias corrections of update n, where n counts only updates.
+#[test]
+fn corrections_count_updates_and_not_steps() {
+    for test_device in TestDevice::all() {
+        let scaler = scaler(&test_device, GradPolicy::NO_CLIP_NO_SCALE);
+        for square in [1.0, f64::INFINITY, 1.0, f64::NAN, 1.0] {
+            judge(&test_device, &scaler, &[square], &[1.0]);
+        }
+        let state = scaler.state().to_vec1::<f32>().unwrap();
+        let root = (1.0 - 0.999f64.powi(3)).sqrt();
+        assert!((f64::from(state[7]) / root - 1.0).abs() < 1e-7);
+        assert!((f64::from(state[8]) / (root / (1.0 - 0.9f64.powi(3))) - 1.0).abs() < 1e-7);
+    }
+}
+
+/// Follows DeepSpeed's DynamicLossScaler, worked out by hand.
+#[test]
+fn the_loss_scale_doubles_after_good_steps_and_is_halved_by_the_second_overflow() {
+    for test_device in TestDevice::all() {
+        let scaler = scaler(&test_device, GradPolicy { loss_scaling: DYNAMIC, ..GradPolicy::NO_CLIP_NO_SCALE });
+        let (good, bad) = (1.0, f64::INFINITY);
+        let steps = [good, good, good, bad, good, bad, bad, bad, good, good, good, bad, good];
+        let scales = [8.0, 8.0, 16.0, 16.0, 16.0, 8.0, 4.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0];
+        for (i, (square, scale)) in steps.into_iter().zip(scales).enumerate() {
+            let verdict = judge(&test_device, &scaler, &[square], &[1.0]);
+            let outcome = if square == good { UpdateOutcome::Applied } else { UpdateOutcome::Overflowed };
+            assert_eq!((verdict.outcome, verdict.next.loss_scale), (outcome, scale), "step {i} {test_device:?}");
+        }
+        // 13 steps, 5 of them overflows.
+        assert_eq!(judge(&test_device, &scaler, &[good], &[1.0]).next.n_updates, 9);
+    }
+}
+
+#[test]
+fn what_scaling_cannot_cure_is_no_overflow() {
+    for test_device in TestDevice::all() {
+        let policy =
+            GradPolicy { loss_scaling: LossScaling { initial: 2.0, ..DYNAMIC }, ..GradPolicy::NO_CLIP_NO_SCALE };
+        let at_least = judge(&test_device, &scaler(&test_device, policy), &[f64::INFINITY], &[1.0]);
+        assert_eq!(at_least.outcome, UpdateOutcome::NonFinite);
+        let policy = GradPolicy { loss_scaling: DYNAMIC, ..policy };
+        let of_loss = judge(&test_device, &scaler(&test_device, policy), &[1.0], &[1.0, f32::NAN, 1.0]);
+        assert_eq!((of_loss.outcome, of_loss.next.n_updates), (UpdateOutcome::NonFinite, 0));
+    }
+}
+
+#[test]
+fn a_run_that_halts_applies_nothing_afterwards() {
+    for test_device in TestDevice::all() {
+        for (stop_on_nonfinite, later) in [(true, UpdateOutcome::Halted), (false, UpdateOutcome::Applied)] {
+            let scaler = scaler(&test_device, GradPolicy { stop_on_nonfinite, ..GradPolicy::NO_CLIP_NO_SCALE });
+            assert_eq!(judge(&test_device, &scaler, &[1.0], &[1.0]).outcome, UpdateOutcome::Applied);
+            assert_eq!(judge(&test_device, &scaler, &[f64::NAN], &[1.0]).outcome, UpdateOutcome::NonFinite);
+            for _ in 0..2 {
+                assert_eq!(judge(&test_device, &scaler, &[1.0], &[1.0]).outcome, later);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_scaler_goes_on_from_a_verdict() {
+    for test_device in TestDevice::all() {
+        let policy = GradPolicy { loss_scaling: DYNAMIC, ..GradPolicy::NO_CLIP_NO_SCALE };
+        let whole = scaler(&test_device, policy);
+        let steps = [1.0, f64::INFINITY, 1.0, 1.0, 1.0, f64::INFINITY, f64::INFINITY, 1.0];
+        let mut last = None;
+        for (i, square) in steps.into_iter().enumerate() {
+            let verdict = judge(&test_device, &whole, &[square], &[1.0]);
+            let Some(before) = last.replace(verdict) else { continue };
+            let resumed = GradScaler::from_state(policy, &before.next, &test_device.device()).unwrap();
+            assert_eq!(judge(&test_device, &resumed, &[square], &[1.0]), verdict, "step {i}");
+        }
+    }
+}
+
+#[test]
+fn wrong_arguments_are_named() {
+    let scaler = scaler(&TestDevice::Cpu, GradPolicy::NO_CLIP_NO_SCALE);
+    let losses = Tensor::new(&[1f32], &Device::Cpu).unwrap();
+    assert_error(scaler.update(&losses, &losses, [0.9, 0.999]), "squares are F32");
+}
