@@ -1,4 +1,4 @@
-//! A model's chat template as tasks use it.
+//! Chat template of a model, as tasks apply it.
 
 use std::sync::Once;
 
@@ -6,14 +6,15 @@ use candlewick_text::template::{ChatTemplate, Ending, TemplateError};
 
 use crate::task::ChatFormatter;
 
-/// Prints chats with a template. One that knows no system turn is given the chat without it, as lm-eval does.
+/// Formatter of prompts with a model's chat template. If the template rejects the system role, the system message is
+/// omitted, as in lm-eval.
 pub struct ChatTemplateFormatter {
     template: ChatTemplate,
     has_warned: Once,
 }
 
 impl ChatTemplateFormatter {
-    /// Prints with this template.
+    /// Creates a formatter for this template.
     pub fn new(template: ChatTemplate) -> Self {
         Self { template, has_warned: Once::new() }
     }
@@ -32,7 +33,7 @@ impl ChatFormatter for ChatTemplateFormatter {
                 return Err(error);
             }
             self.has_warned.call_once(|| {
-                tracing::warn!("the chat template refuses the system's turn, which is left out: {error}");
+                tracing::warn!("the chat template rejects the system role; the system message is omitted: {error}");
             });
             self.template.print(&without, ending)
         })

@@ -29,7 +29,7 @@ use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, completions, parse_arguments_from, report};
 use candlewick_runtime::stdout::print_line;
 
-/// Evaluates language models.
+/// Evaluates language models on lm-evaluation-harness tasks.
 #[derive(Debug, Parser)]
 #[command(name = "evaluator", version, propagate_version = true, after_long_help = EXAMPLES)]
 struct Cli {
@@ -182,12 +182,12 @@ fn run(command: &Command) -> Result<()> {
     }
 }
 
-/// Prints a note that a command has a new spelling.
+/// Prints a note that the command `former` is now called `current`.
 fn print_note(former: &str, current: &str) {
     eprintln!("note: `{former}` is now `{current}`");
 }
 
-/// Returns true unless a launcher set another rank than 0.
+/// Returns true if the variable RANK is unset or 0.
 fn is_first_process() -> bool {
     std::env::var("RANK").map_or(true, |rank| rank == "0")
 }

@@ -1,4 +1,4 @@
-//! Metadata of a run in the results file, by lm-eval's keys.
+//! Metadata of a run in `results_DATE.json`, under lm-eval's keys.
 
 use candlewick_text::tokenizer::SpecialToken;
 use serde_json::{Map, Value as Json, json};
@@ -11,32 +11,32 @@ use candlewick_inference::lm::Lm;
 
 /// Metadata of a run, as the results file reports it.
 pub struct RunMetadata<'a> {
-    /// The model as it was named.
+    /// Model name or path, as given on the command line.
     pub model_name: &'a str,
-    /// The branch, tag or commit, if one was named.
+    /// Branch, tag or commit, if one was given.
     pub revision: Option<&'a str>,
     /// lm-eval's `model_args`.
     pub model_args: Map<String, Json>,
     /// Context length in tokens.
     pub max_length: usize,
-    /// The chat template that prompts were printed with.
+    /// Chat template that formatted the prompts, if any.
     pub chat: Option<&'a ChatTemplateFormatter>,
-    /// System instruction.
+    /// System instruction, if any.
     pub system_instruction: Option<&'a str>,
     /// True if each few-shot example is a chat turn.
     pub fewshot_as_multiturn: bool,
-    /// Options that are reported as they were given, by lm-eval's names.
+    /// Other options as given, under lm-eval's names.
     pub options: Map<String, Json>,
-    /// Start time, in seconds since 1970.
+    /// Start time in seconds since 1970 (Unix time).
     pub date: f64,
-    /// Duration in seconds.
+    /// Duration of the run in seconds.
     pub seconds: f64,
 }
 
-/// The version of lm-evaluation-harness whose results these are like.
+/// Version of lm-evaluation-harness whose results format is written.
 const LM_EVAL: &str = "0.4.13";
 
-/// Returns the metadata keys of a results file.
+/// Returns the metadata entries of a results file.
 pub fn run_metadata(lm: &Lm, metadata: &RunMetadata) -> Map<String, Json> {
     let model = lm.engine().model();
     let n_parameters: usize = model.base_params().chain(model.adapter_params()).map(|param| param.numel()).sum();
@@ -84,14 +84,14 @@ fn sha256(text: &str) -> String {
     Sha256::digest(text.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The commit that a folder of the Hub's cache is called by; empty for another folder, as lm-eval has it.
+/// Returns the commit hash in a Hub cache path, or an empty string for a local folder, as in lm-eval.
 fn commit(lm: &Lm) -> String {
     let name = lm.folder().file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let is_commit = name.len() == 40 && name.bytes().all(|byte| byte.is_ascii_hexdigit());
     if is_commit { name } else { String::new() }
 }
 
-/// Returns torch's name of a dtype.
+/// Returns torch's name of a dtype, such as `bfloat16` for `bf16`.
 fn long_name(dtype: &str) -> &str {
     match dtype {
         "bf16" => "bfloat16",

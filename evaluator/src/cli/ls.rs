@@ -1,4 +1,4 @@
-//! `evaluator ls`: which tasks, groups and tags there are.
+//! `evaluator ls`: lists tasks, groups and tags.
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
@@ -24,9 +24,9 @@ enum ListKind {
     /// Single tasks
     #[value(alias = "subtasks")]
     Tasks,
-    /// Tasks under one name, with scores over all of them
+    /// Groups: several tasks under one name, with aggregate scores
     Groups,
-    /// Tasks under one name
+    /// Tags: several tasks under one name, without aggregate scores
     Tags,
 }
 

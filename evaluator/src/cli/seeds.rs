@@ -1,30 +1,30 @@
-//! `--seed` as lm-eval reads it: of Python, NumPy, torch and the examples.
+//! `--seed`: the seeds of Python, NumPy, torch and few-shot sampling, in lm-eval's syntax.
 
-/// The seeds; one that is not set is drawn when the run begins.
+/// Seeds of a run. A seed of `None` is picked at random at the start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Seeds {
-    /// Of Python, NumPy, torch and the examples.
+    /// Seeds of Python, NumPy, torch and few-shot sampling, in this order.
     pub(super) all: [Option<u64>; 4],
-    /// Whether the last is the default, because three were given.
+    /// True if only three seeds were given, so that the few-shot seed is the default.
     pub(super) is_completed: bool,
 }
 
 impl Seeds {
-    /// lm-eval's own, with this one for the examples.
+    /// Returns lm-eval's default seeds, with this few-shot seed.
     pub(super) fn lm_eval_defaults(fewshot: u64) -> Self {
         Self { all: [Some(0), Some(1234), Some(1234), Some(fewshot)], is_completed: false }
     }
 
-    /// What seeds sampling, and what the examples. `drawn` stands in for one that is not set.
+    /// Returns the seeds of generation and of few-shot sampling. `drawn` replaces an unset seed.
     pub(super) fn resolve(&self, drawn: u64) -> (u64, u64) {
         let [_, _, torch, fewshot] = self.all;
         (torch.unwrap_or(drawn), fewshot.unwrap_or(drawn))
     }
 }
 
-/// Reads one number for all, three or four; `None` leaves one unset.
+/// Parses one seed for all, or three or four separated by commas. `None` leaves a seed unset.
 pub(super) fn seeds(text: &str) -> Result<Seeds, String> {
-    let wrong = || format!("expected a number, or four with commas of which some may be None, found `{text}`");
+    let wrong = || format!("expected one seed, or four separated by commas (each a number or None), found `{text}`");
     let seed = |word: &str| match word.trim().to_lowercase().as_str() {
         "none" => Ok(None),
         word => word.parse::<u64>().map(Some).map_err(|_| wrong()),

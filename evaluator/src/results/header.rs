@@ -1,25 +1,25 @@
-//! The line above the table: the model and the options of a run, as lm-eval 0.4.13 prints them.
+//! Header line above the results table: the model and the options of a run, as lm-eval 0.4.13 prints them.
 
 use serde_json::{Map, Value as Json};
 
 use crate::task::repr;
 
-/// The options that lm-eval names above its table.
+/// Options in lm-eval's header line.
 #[derive(Clone, Debug, Default)]
 pub struct ResultsHeader {
-    /// The model, and what else is given for it.
+    /// `model_args`: the model and its options.
     pub model_args: Map<String, Json>,
-    /// Changes to the tasks' `generation_kwargs`.
+    /// Overrides of the tasks' `generation_kwargs`.
     pub gen_kwargs: Map<String, Json>,
-    /// The number of documents of each task, as it was given.
+    /// `--limit` as given.
     pub limit: Option<String>,
-    /// The number of examples, if one was given.
+    /// `--num_fewshot`, if given.
     pub num_fewshot: Option<usize>,
-    /// The batch size, as it was given.
+    /// `--batch_size` as given.
     pub batch_size: String,
 }
 
-/// Prints `hf ({'pretrained': 'gpt2'}), gen_kwargs: ({}), limit: None, num_fewshot: None, batch_size: 1`.
+/// Formats `hf ({'pretrained': 'gpt2'}), gen_kwargs: ({}), limit: None, num_fewshot: None, batch_size: 1`.
 pub fn header(header: &ResultsHeader) -> String {
     let or_none = |value: Option<String>| value.unwrap_or_else(|| "None".into());
     format!(
@@ -39,7 +39,7 @@ mod tests {
 
     use super::*;
 
-    // What lm-eval 0.4.13's `cli_evaluate` prints for the same options.
+    // lm-eval 0.4.13's `cli_evaluate` prints these lines.
     #[test]
     fn a_header_is_lm_evals() {
         let object = |value: Json| value.as_object().cloned().unwrap();

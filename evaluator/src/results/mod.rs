@@ -1,5 +1,5 @@
-//! What a run found out, in the form of lm-eval's result files: scores of tasks and groups, the table, comparisons, and pages
-//! for people.
+//! Results of a run in lm-eval's format: scores of tasks and groups, the table, comparisons of runs, and HTML
+//! reports.
 
 mod compare;
 mod groups;
@@ -17,5 +17,5 @@ pub use report::{HtmlReport, comparison_page};
 pub use schema::{ResultEntry, Results, TaskRun};
 pub use table::{counts, groups_table, table};
 
-/// The quantile of the normal distribution that leaves 2.5 % above it.
+/// 97.5 % quantile of the standard normal distribution, for 95 % confidence intervals.
 const Z: f64 = 1.959_963_984_540_054;

@@ -1,4 +1,4 @@
-//! One metric of two runs over the same documents: both values, their difference, and where that lies.
+//! Paired comparison of one metric: both values, their difference and its confidence interval.
 
 use rayon::prelude::*;
 use serde::Serialize;
@@ -6,7 +6,7 @@ use serde::Serialize;
 use super::Z;
 use crate::task::{Aggregation, MetricValue, PythonRandom};
 
-/// Resamples of the documents, and those of metrics that compare whole corpora of texts.
+/// Number of bootstrap resamples, and the smaller number for corpus metrics (BLEU, chrF).
 const RESAMPLES: usize = 1000;
 const RESAMPLES_OF_TEXTS: usize = 100;
 
@@ -14,23 +14,23 @@ const RESAMPLES_OF_TEXTS: usize = 100;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum IntervalBy {
-    /// A mean: by the normal distribution of the paired differences.
+    /// Normal approximation of the paired differences, for means.
     Normal,
-    /// Anything else: by resampling the documents, the same for both runs, from 2.5 % to 97.5 % of the differences.
+    /// Percentile bootstrap over documents, with the same resamples for both runs, for all other metrics.
     Bootstrap,
 }
 
-/// A metric of two runs.
+/// Values of one metric in both runs, with the difference.
 pub(super) struct PairedDifference {
     pub(super) a: f64,
     pub(super) b: f64,
-    /// b - a.
+    /// Value of the second run minus that of the first.
     pub(super) difference: f64,
     pub(super) interval: [f64; 2],
     pub(super) interval_by: IntervalBy,
 }
 
-/// Aggregates the values of the same documents in both runs. The error says what a value lacks.
+/// Aggregates the values of the same documents in both runs. The error names an invalid value.
 pub(super) fn paired(
     aggregation: Aggregation,
     a: &[MetricValue],
@@ -65,7 +65,7 @@ fn by_bootstrap(aggregation: Aggregation, a: &[MetricValue], b: &[MetricValue]) 
         Aggregation::Bleu | Aggregation::Chrf | Aggregation::ChrfWords => RESAMPLES_OF_TEXTS,
         _ => RESAMPLES,
     };
-    // A generator for each resample, so that any number of threads gives the same.
+    // Each resample has its own generator, so the result does not depend on the thread count.
     let resample = |seed: usize| {
         let mut random = PythonRandom::new(seed as u64);
         let picked: Vec<usize> = (0..n).map(|_| random.choice(n)).collect();
@@ -111,7 +111,7 @@ mod tests {
         assert!(paired(Aggregation::F1, &a, &[MetricValue::None]).is_err());
     }
 
-    /// What the interval of a mean is by the normal distribution, resampling finds, too.
+    /// For a mean, the bootstrap interval equals that of the normal approximation.
     #[test]
     fn a_bootstrap_is_as_wide_as_the_normal_distribution_says() {
         let values = |shift: usize| -> Vec<MetricValue> {

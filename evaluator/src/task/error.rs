@@ -1,4 +1,4 @@
-//! Errors of tasks, with file, line, key and remedy.
+//! Errors in task files, data, prompts and scoring, with location and remedy.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,11 +11,11 @@ use candlewick_text::template::TemplateError;
 /// Location in a file. Lines and columns start at 1; 0 is unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SourceLocation {
-    /// The file.
+    /// Path of the file.
     pub file: Arc<PathBuf>,
-    /// The line.
+    /// Line, from 1.
     pub line: usize,
-    /// The column, in characters.
+    /// Column in characters, from 1.
     pub column: usize,
 }
 
@@ -24,7 +24,7 @@ pub struct SourceLocation {
 pub struct ConfigError {
     /// Location, if it is known.
     pub place: Option<SourceLocation>,
-    /// Problem, with the key.
+    /// Description of the problem, with the key.
     pub message: String,
 }
 
@@ -65,29 +65,29 @@ pub enum TaskError {
         source: SourceError,
     },
     /// Row that the task cannot process.
-    #[error("ask {task} about {place}: {problem}")]
+    #[error("process a document of task {task}, {place}: {problem}")]
     Document {
         /// The task.
         task: String,
         /// File and line, or document number.
         place: String,
-        /// Expected content.
+        /// Reason.
         problem: String,
     },
     /// Error of the chat template.
-    #[error("write the prompt of task {task}: {source}")]
+    #[error("format the prompt of task {task}: {source}")]
     Chat {
         /// The task.
         task: String,
         /// Reason.
         source: TemplateError,
     },
-    /// Refused operation that needs an explicit option.
+    /// Operation that needs confirmation by an option.
     #[error("run task {task}: {problem}")]
     Refused {
         /// The task.
         task: String,
-        /// Refused operation, and the option that allows it.
+        /// Operation, and the option that confirms it.
         problem: String,
     },
     /// Error of a metric or filter.
@@ -106,7 +106,7 @@ impl ConfigError {
         Self { place: Some(place), message: message.into() }
     }
 
-    /// Adds a remedy to the message.
+    /// Appends a remedy to the message.
     #[must_use]
     pub fn note(mut self, note: impl AsRef<str>) -> Self {
         self.message.push_str("; ");

@@ -1,7 +1,7 @@
 //! Sampling of few-shot examples.
 //!
-//! By default the choice depends on the seed, the task and the document, so that no number of ranks and no order changes a
-//! prompt. lm-eval draws all choices of a task from one stream; `FewshotRng::Stream` reproduces it.
+//! By default the examples depend on the seed, the task and the document only, so prompts are equal for any number of
+//! ranks. lm-eval samples all examples of a task from one stream, which `FewshotRng::Stream` reproduces.
 
 use serde_json::Value as Json;
 use sha2::{Digest, Sha256};
@@ -21,14 +21,14 @@ pub(crate) struct FewshotSampler<'a> {
     pub(crate) rows: &'a [usize],
 }
 
-/// Evaluated document whose examples are sampled.
+/// Document whose few-shot examples are sampled.
 #[derive(Clone, Copy)]
 pub(crate) struct EvalDoc<'a> {
-    /// Its number.
+    /// Index of the document in its split.
     pub(crate) doc_id: usize,
-    /// Its row in the split.
+    /// Row index of the document in the data set.
     pub(crate) row: Option<usize>,
-    /// Itself.
+    /// Columns of the document.
     pub(crate) doc: &'a Doc,
 }
 
@@ -38,9 +38,9 @@ pub(crate) enum FewshotRng<'a> {
     Stream(Box<PythonRandom>),
     /// One stream for each document.
     Keyed {
-        /// The user's seed.
+        /// Seed of few-shot sampling.
         seed: u64,
-        /// The task's name.
+        /// Name of the task.
         task: &'a str,
     },
 }
@@ -66,8 +66,8 @@ impl<'s> FewshotSampler<'s> {
         (0..self.docs.len()).filter(move |at| !self.is_own(*at, asking))
     }
 
-    /// Draws until there are enough that are different and not the document itself. Where there are hardly enough, they are
-    /// drawn from a list of the others.
+    /// Samples distinct documents other than the evaluated one by rejection. A small pool is sampled without
+    /// rejection instead.
     fn drawn(&self, n: usize, asking: EvalDoc, random: &mut PythonRandom) -> Vec<usize> {
         let mut drawn: Vec<usize> = Vec::with_capacity(n);
         if self.docs.len() > 2 * n {
@@ -86,7 +86,8 @@ impl<'s> FewshotSampler<'s> {
         places.into_iter().map(|at| others[at]).collect()
     }
 
-    /// lm-eval draws one more than it needs, and draws anew from the others if the document came more than once.
+    /// Samples `n + 1` documents and removes the evaluated one, as lm-eval does. If it occurs more than once, lm-eval
+    /// samples again from the others.
     fn drawn_from_stream(&self, random: &mut PythonRandom, n: usize, asking: EvalDoc) -> Result<Vec<usize>, String> {
         let pick = |random: &mut PythonRandom, n: usize, n_docs: usize| {
             random.sample(n_docs, n).ok_or_else(|| too_few(n, n_docs))
@@ -110,10 +111,10 @@ fn enough(n: usize, n_docs: usize) -> Result<(), String> {
 }
 
 fn too_few(n: usize, n_docs: usize) -> String {
-    format!("{n} examples are wanted, but there are only {n_docs}")
+    format!("{n} few-shot examples are requested, but only {n_docs} documents are available")
 }
 
-/// A stream of its own for a seed, a task and a document.
+/// Creates the random stream of a seed, a task and a document.
 fn keyed(seed: u64, task: &str, doc_id: usize) -> PythonRandom {
     let hash = Sha256::digest(Json::from(vec![Json::from(seed), task.into(), doc_id.into()]).to_string());
     let words: Vec<u32> =
@@ -149,7 +150,7 @@ mod tests {
         let docs = docs(&["a", "b", "c", "d", "e", "f", "g", "h"]);
         let sampler = sampler(&docs, false);
         let mut draws = FewshotRng::Keyed { seed: 1234, task: "t" };
-        // Of eight documents three are drawn, of seven others six are picked.
+        // With n = 3 the pool of 8 is sampled by rejection, with n = 6 without.
         for n in [3, 6] {
             let forward: Vec<_> =
                 (0..8).map(|i| names(&sampler.sample(&mut draws, n, asking(&docs, i)).unwrap())).collect();
@@ -177,7 +178,7 @@ mod tests {
                 n_drawn[doc["q"].as_str().unwrap().parse::<usize>().unwrap()] += 1;
             }
         }
-        // 1,600 draws of 39 documents: 41 each, with a deviation of 6.
+        // 1,600 draws from 39 documents: 41 each on average, with a standard deviation of 6.
         assert!(n_drawn[0] == 0 && n_drawn[1..].iter().all(|n| (18..65).contains(n)), "{n_drawn:?}");
     }
 

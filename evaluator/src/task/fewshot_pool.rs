@@ -14,9 +14,9 @@ use super::prompt::PromptOptions;
 #[derive(Default)]
 pub(super) struct FewshotPool {
     pub(super) docs: Vec<Doc>,
-    /// Row indices of the documents, if the pool is the evaluated split.
+    /// Row index of each document, if the pool comes from the evaluated split.
     pub(super) rows: Vec<usize>,
-    /// True if the pool may contain the evaluated document.
+    /// True if the evaluated document must be excluded from its own examples.
     pub(super) leave_out: bool,
     /// Split of the examples; `None` for examples written in the task file.
     pub(super) data: Option<FewshotSplit>,
@@ -25,17 +25,18 @@ pub(super) struct FewshotPool {
 /// Split that few-shot examples are sampled from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct FewshotSplit {
-    /// The split.
+    /// Name, files and size of the split.
     #[serde(flatten)]
     pub of: SplitInfo,
     /// True if the examples come from the evaluated split.
     pub is_evaluated_split: bool,
 }
 
-/// Loads the few-shot pool, if the task uses examples. `eval` is the evaluated split.
+/// Loads the few-shot pool; empty if the task uses no examples. `eval` is the evaluated split.
 ///
 /// # Errors
-/// If they cannot be read, or are fewer than the examples of one prompt.
+///
+/// The examples cannot be read, or the pool is smaller than `num_fewshot`.
 pub(super) fn shots(
     hub: &Hub,
     config: &TaskConfig,
@@ -54,7 +55,7 @@ pub(super) fn shots(
     match shots.docs.len() {
         n if wanted <= n => Ok(shots),
         n => Err(TaskError::Selection(format!(
-            "{} is to have {wanted} examples in each prompt, and there are only {n} documents to choose from; ask for fewer \
+            "{} has only {n} documents to sample {wanted} few-shot examples from; request fewer \
              (num_fewshot)",
             config.task
         ))),
@@ -91,7 +92,7 @@ fn candidates(
     let opened = data::open(hub, config, split, paths, process)?;
     let of = opened.data();
     let is_evaluated_split = split == config.eval_split()? || !of.files.is_empty() && of.files == eval.data().files;
-    // lm-eval looks at what is written only, and may show a document as its own example.
+    // lm-eval compares the splits' names only, so a document may become its own example.
     let leave_out = if options.compat { fewshot.split == config.test_split } else { is_evaluated_split };
     let rows = if options.compat || !leave_out { Vec::new() } else { opened.rows().to_vec() };
     let data = Some(FewshotSplit { of, is_evaluated_split });
@@ -110,10 +111,10 @@ fn check_one_file(config: &TaskConfig, split: &str, paths: &DataOverrides) -> Re
     }
 }
 
-/// Returns the documents at `fewshot_indices`.
+/// Keeps the documents at `fewshot_indices`, if the task has them.
 fn picked(shots: FewshotPool, config: &TaskConfig, options: &PromptOptions) -> FewshotPool {
     match &config.fewshot.indices {
-        // lm-eval 0.4.13 reads the key and forgets it.
+        // lm-eval 0.4.13 ignores `fewshot_indices`.
         Some(indices) if !options.compat => FewshotPool {
             docs: indices.iter().filter_map(|at| shots.docs.get(*at).cloned()).collect(),
             rows: indices.iter().filter_map(|at| shots.rows.get(*at).copied()).collect(),

@@ -60,7 +60,7 @@ pub(crate) fn ignored_kwargs(kwargs: &Map<String, Json>) -> Vec<String> {
     let mut found: Vec<String> = of_length
         .map(|key| {
             format!(
-                "{key}={} has no effect: {}={} counts",
+                "{key}={} has no effect: {}={} overrides it",
                 kwargs[*key],
                 counts.unwrap_or(key),
                 kwargs[*counts.unwrap_or(key)]
@@ -68,7 +68,7 @@ pub(crate) fn ignored_kwargs(kwargs: &Map<String, Json>) -> Vec<String> {
         })
         .collect();
     let temperature = kwargs.get("temperature").and_then(number).unwrap_or(0.0);
-    // do_sample=true with temperature 0 is refused, as transformers does.
+    // As in transformers, do_sample=true with temperature 0 is an error.
     if temperature != 0.0 && kwargs.get("do_sample").and_then(Json::as_bool) == Some(false) {
         found.push(format!("temperature={temperature} has no effect: it needs do_sample=true"));
     }
@@ -128,7 +128,7 @@ mod tests {
     fn what_has_no_effect_is_said() {
         let said = |kwargs: Json| ignored_kwargs(kwargs.as_object().unwrap());
         let lengths = json!({"max_gen_toks": 7, "max_new_tokens": 3, "max_tokens": null});
-        assert_eq!(said(lengths), ["max_new_tokens=3 has no effect: max_gen_toks=7 counts"]);
+        assert_eq!(said(lengths), ["max_new_tokens=3 has no effect: max_gen_toks=7 overrides it"]);
         assert!(said(json!({"do_sample": false, "temperature": 0.5}))[0].contains("needs do_sample=true"));
         assert!(said(json!({"do_sample": true})).is_empty(), "sampling refuses it");
         assert!(said(json!({"temperature": 0.5, "max_new_tokens": 3})).is_empty());

@@ -28,7 +28,7 @@ use candlewick_inference::request::Request;
 pub struct Instance {
     /// Index of the document in its split.
     pub doc_id: usize,
-    /// Index of the request among those of the document.
+    /// Index of the request among the document's requests.
     pub idx: usize,
     /// Index of the repetition, below the task's `repeats`.
     pub repeat: usize,
@@ -47,7 +47,7 @@ pub struct Task {
     description: Option<CompiledField>,
     gen_prefix: Option<CompiledField>,
     shot: FewshotExample,
-    /// True if the choices are contexts, each continued by the target.
+    /// True if each choice is a context and the target is the continuation of all.
     pub(crate) has_several_inputs: bool,
     /// True if a target is a list of accepted answers.
     pub(crate) has_several_targets: bool,
@@ -183,9 +183,11 @@ impl Task {
         if let Some(samples) = &options.samples {
             if let Some(beyond) = samples.iter().find(|doc_id| **doc_id >= n) {
                 let task = &self.config.task;
-                return Err(TaskError::Selection(format!("{task} has no document {beyond}; it has {n}, from 0 on")));
+                return Err(TaskError::Selection(format!(
+                    "{task} has no document {beyond}; it has {n} documents, numbered from 0"
+                )));
             }
-            // In the order of the split, as lm-eval asks them.
+            // Documents keep the split's order, as in lm-eval.
             return Ok((0..n).filter(|doc_id| samples.contains(doc_id)).collect());
         }
         let most = match options.limit {
@@ -227,7 +229,7 @@ impl Task {
         TaskError::Document { task: self.config.task.clone(), place: self.eval.locate(doc_id), problem }
     }
 
-    /// Determines from the first document if choices are contexts and if targets are lists.
+    /// Determines from the first document whether choices are contexts and targets are lists.
     fn try_first(&mut self, doc: &Doc) -> Result<(), TaskError> {
         let has_choices = self.doc_to_choice.is_some();
         let text = self.doc_to_text.text(doc, has_choices).map_err(|problem| self.blame(0, problem))?;
@@ -237,7 +239,8 @@ impl Task {
         let of_one = |name: &str| ["brier_score", "f1", "mcc"].contains(&name);
         match self.config.metrics.iter().find(|metric| of_one(&metric.name) && matches!(metric.kind, Metric::ByName)) {
             Some(metric) if self.has_several_targets => {
-                let problem = format!("the metric {} needs one right choice, and the target is {target}", metric.name);
+                let problem =
+                    format!("the metric {} needs one correct choice, but the target is {target}", metric.name);
                 Err(self.blame(0, problem))
             }
             _ => Ok(()),
@@ -307,7 +310,7 @@ impl Task {
         let question = self.shot.text.text(doc, has_choices)?;
         let nth = |choices: &[String], at: i64| {
             let choice = usize::try_from(at).ok().and_then(|at| choices.get(at).cloned());
-            choice.ok_or_else(|| format!("there is no choice {at} of {}", choices.len()))
+            choice.ok_or_else(|| format!("choice {at} is out of range: there are {} choices", choices.len()))
         };
         let (question, answer) = match (choices, as_index(&question)) {
             (Some(choices), Some(at)) if self.has_several_inputs => (nth(&choices, at)?, as_text(target)?),
@@ -380,7 +383,7 @@ pub(crate) fn is_empty(request: &Request) -> bool {
 fn as_text(value: Json) -> Result<String, String> {
     match value {
         Json::String(text) => Ok(text),
-        other => Err(format!("the prompt is {other}, which is not a text")),
+        other => Err(format!("the prompt is {other}, not a string")),
     }
 }
 
@@ -390,8 +393,8 @@ fn first_text(target: Json) -> Result<String, String> {
         Json::String(text) => Ok(text),
         Json::Array(list) => match list.into_iter().next() {
             Some(Json::String(text)) => Ok(text),
-            other => Err(format!("the target of an example is {other:?}, which is not a text")),
+            other => Err(format!("the target of a few-shot example is {other:?}, not a string")),
         },
-        other => Err(format!("the target of an example is {other}, which is not a text")),
+        other => Err(format!("the target of a few-shot example is {other}, not a string")),
     }
 }

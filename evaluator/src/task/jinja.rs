@@ -21,7 +21,7 @@ use super::python::{repr, text};
 #[derive(Clone, Debug)]
 pub(crate) struct Template {
     environment: Arc<Environment<'static>>,
-    /// Error of an earlier rendering that exceeded a limit. Later renderings fail at once.
+    /// Error of an earlier rendering that exceeded a limit; later renderings return it at once.
     given_up: Arc<OnceLock<String>>,
 }
 
@@ -61,7 +61,7 @@ fn explain(error: &Error, doc: &Doc) -> String {
     match error.kind() {
         ErrorKind::UndefinedError => format!("{}; columns are {}", describe(error), columns.join(", ")),
         ErrorKind::WriteFailure => too_large(),
-        ErrorKind::OutOfFuel => "it takes too many steps; shorten its loops".to_owned(),
+        ErrorKind::OutOfFuel => "it exceeds the limit on instructions; shorten its loops".to_owned(),
         _ => describe(error),
     }
 }
@@ -83,7 +83,7 @@ fn print(out: &mut Output, _: &mut State, value: &Value) -> Result<(), Error> {
     written.map_err(|error| invalid(error.to_string()))
 }
 
-/// `str(value)`.
+/// Implements Python's `str(value)`.
 fn string(value: Value) -> Result<String, Error> {
     if value.is_undefined() {
         return Err(Error::from(ErrorKind::UndefinedError));
@@ -97,7 +97,7 @@ fn json(value: &Value) -> Json {
     serde_json::to_value(value).unwrap_or_else(|_| Json::String(value.to_string()))
 }
 
-/// `re.sub(pattern, replacement, text)`, at most `count` times if that is not 0.
+/// Implements `re.sub(pattern, replacement, text, count)`; a count of 0 is unlimited.
 fn regex_replace(text: &str, pattern: &str, replacement: &str, count: Option<usize>) -> Result<String, Error> {
     let pattern = Pattern::new(pattern).map_err(invalid)?;
     let most = count.filter(|count| *count > 0).unwrap_or(usize::MAX);
@@ -110,7 +110,7 @@ fn regex_replace(text: &str, pattern: &str, replacement: &str, count: Option<usi
     Ok(out + &text[at..])
 }
 
-/// A replacement with its `\1` and `\g<1>` filled in.
+/// Expands `\1` and `\g<1>` in a replacement.
 fn expand(replacement: &str, text: &str, found: &PatternMatch) -> String {
     let group = |index: usize| match index {
         0 => &text[found.start..found.end],
@@ -139,7 +139,7 @@ fn expand(replacement: &str, text: &str, found: &PatternMatch) -> String {
     out + rest
 }
 
-/// Python's methods: those that minijinja-contrib has, and a few that it lacks.
+/// Calls a Python method: minijinja-contrib's, or one that it lacks.
 fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let own = match (value.as_str(), value.kind()) {
         (Some(text), _) => text_method(text, name, args)?,
@@ -227,7 +227,7 @@ mod tests {
         assert_eq!(render(source, doc).as_deref(), Ok(want));
     }
 
-    // Each row is what Jinja2 prints.
+    // Jinja2 prints these texts.
     #[test]
     fn values_print_as_in_python() {
         check(

@@ -1,6 +1,6 @@
-//! From files to task configurations: includes are followed, later files win, and what is a task, a group or a tag is told.
+//! Loading of task files: resolves `include` and distinguishes tasks, groups and tags.
 //!
-//! A file holds one task or one group, as lm-eval's do, or a list of them, which lm-eval does not have.
+//! A file holds one task or group, as in lm-eval, or a list of them, an extension of lm-eval's format.
 
 use std::path::{Path, PathBuf};
 
@@ -10,13 +10,13 @@ use super::error::{ConfigError, TaskError};
 use super::keys::wrong;
 use super::yaml::{Entry, Node, Value, parse};
 
-/// The tasks that come with the program.
+/// Built-in task files, embedded in the program.
 static BUILT_IN: include_dir::Dir<'static> = include_dir::include_dir!("$CARGO_MANIFEST_DIR/tasks");
 
-/// How deep a folder is searched for tasks, and how long a chain of includes may be.
+/// Maximum depth of folders and of includes.
 const MAX_DEPTH: usize = 16;
 
-/// All configurations of the program itself.
+/// Returns all built-in configurations.
 pub(super) fn built_in() -> Result<Vec<Node>, ConfigError> {
     let mut files: Vec<_> = BUILT_IN.files().collect();
     files.sort_by_key(|file| file.path());
@@ -28,15 +28,15 @@ pub(super) fn built_in() -> Result<Vec<Node>, ConfigError> {
     Ok(all)
 }
 
-/// What a folder's files hold: configurations, and why some files could not be read.
+/// Configurations in a file or folder, and the errors of unreadable files.
 #[derive(Default)]
 pub(super) struct LoadedConfigs {
     pub(super) nodes: Vec<Node>,
     pub(super) broken: Vec<TaskError>,
 }
 
-/// All configurations of a file, or of a folder's files below it that end in `.yaml`. In a folder, a file that cannot be
-/// read is left aside.
+/// Loads the configurations of a file, or of all `.yaml` files in a folder and its subfolders. In a folder,
+/// unreadable files are skipped and reported in `broken`.
 pub(super) fn from_path(path: &Path) -> Result<LoadedConfigs, TaskError> {
     if !path.is_dir() {
         return Ok(LoadedConfigs { nodes: from_file(path, MAX_DEPTH)?, broken: Vec::new() });
@@ -70,7 +70,7 @@ fn collect(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), 
     Ok(())
 }
 
-/// The configurations of a file with its includes merged.
+/// Loads the configurations of a file, with includes merged.
 fn from_file(path: &Path, depth: usize) -> Result<Vec<Node>, TaskError> {
     let text = read_regular_text_file(path, MAX_WRITTEN_BYTES)
         .map_err(|source| TaskError::Io { path: path.to_owned(), source })?;
@@ -85,18 +85,22 @@ fn documents(node: Node) -> Vec<Node> {
     }
 }
 
-/// What a configuration includes comes first, so that its own keys win.
+/// Merges included files into a configuration, whose own keys override theirs.
 fn included(node: Node, depth: usize) -> Result<Node, TaskError> {
     let Value::Map(own) = &node.value else {
         return Err(ConfigError::at(
             node.place.clone(),
-            format!("a task file is a map of keys, not {}", node.describe()),
+            format!("a task file must be a map of keys, found {}", node.describe()),
         )
         .into());
     };
     let Some(entry) = own.iter().find(|entry| entry.key == "include") else { return Ok(node) };
     if depth == 0 {
-        return Err(ConfigError::at(entry.place.clone(), "include: the files include each other in a circle").into());
+        return Err(ConfigError::at(
+            entry.place.clone(),
+            "include: the files include each other in a cycle, or the chain is too long",
+        )
+        .into());
     }
     let mut merged: Vec<Entry> = Vec::new();
     for name in names(entry)? {
@@ -129,7 +133,7 @@ fn names(entry: &Entry) -> Result<Vec<&str>, ConfigError> {
     nodes.into_iter().map(|node| text(node).map(|()| node.text_or_empty())).collect()
 }
 
-/// A file that cannot be read is blamed on the key that names it.
+/// Adds the location of the `include` key to an I/O error.
 fn blame(entry: &Entry, error: TaskError) -> TaskError {
     match error {
         TaskError::Io { path, source } => {
@@ -139,7 +143,7 @@ fn blame(entry: &Entry, error: TaskError) -> TaskError {
     }
 }
 
-/// Sets a key, in its old place if it was there.
+/// Replaces the entry of a key in place, or appends it.
 pub(super) fn put(entries: &mut Vec<Entry>, new: Entry) {
     match entries.iter_mut().find(|entry| entry.key == new.key) {
         Some(entry) => *entry = new,

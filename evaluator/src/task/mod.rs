@@ -1,7 +1,7 @@
-//! Tasks: what is asked of a model, and what its answers are worth. The files, prompts and scores are those of
-//! lm-evaluation-harness 0.4.13; no tensors and no tokens are known here.
+//! Evaluation tasks of lm-evaluation-harness 0.4.13: configuration, documents, prompts, filters and metrics. This
+//! module does not depend on models or tokenizers.
 //!
-//! [`TaskRegistry`] finds tasks by name, [`Task`] loads one's documents, makes its requests and scores the answers.
+//! [`TaskRegistry`] finds tasks by name. [`Task`] loads documents, builds requests and scores the responses.
 
 mod builtin;
 mod config;

@@ -1,4 +1,4 @@
-//! A prompt from its turns: as plain text, or through a chat template.
+//! Prompt formats: chat turns joined as plain text, or formatted by a chat template.
 
 use candlewick_text::conversation::{Conversation, Message as ChatMessage};
 use candlewick_text::template::{ChatTemplate, Ending, TemplateError};
@@ -8,7 +8,7 @@ use super::python::text::{ends_blank, rstrip, starts_blank, strip};
 
 /// Formatter that renders chat turns as a prompt.
 pub trait ChatFormatter: Sync {
-    /// Prints role and content of each turn, with the words that make the model speak if `ending` says so.
+    /// Renders (role, content) pairs as a prompt. `ending` selects whether the assistant's header follows.
     fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError>;
 }
 
@@ -56,7 +56,7 @@ pub(crate) struct PromptTurn {
 #[derive(Clone, Copy)]
 pub(crate) struct PromptFormat<'a> {
     pub(crate) chat: Option<&'a dyn ChatFormatter>,
-    /// Whether examples are turns of their own, or all stand in the user's one turn.
+    /// True if few-shot examples are separate chat turns, false if one user turn holds all of them.
     pub(crate) as_multiturn: bool,
 }
 
@@ -70,7 +70,7 @@ impl PromptTurn {
     }
 }
 
-/// The question, and the answer or what the answer begins with, if there is one.
+/// Builds the turns of one question: the user's, and the assistant's if there is an answer or a prefix of it.
 pub(crate) fn turns(
     question: &str,
     answer: Option<&str>,
@@ -94,14 +94,15 @@ pub(crate) fn turns(
     turns
 }
 
-/// Two texts with a delimiter between them, unless one is empty or there is a blank already.
+/// Joins two texts with a delimiter, unless one is empty or there is whitespace between them already.
 pub(crate) fn joined(first: &str, second: &str, delimiter: &str) -> String {
     let is_plain = first.is_empty() || second.is_empty() || ends_blank(first) || starts_blank(second);
     if is_plain { format!("{first}{second}") } else { format!("{first}{delimiter}{second}") }
 }
 
 impl PromptFormat<'_> {
-    /// Prints turns. If the last is the assistant's, the model goes on with it.
+    /// Formats turns as a prompt. With `has_prefix`, the last turn is the beginning of the response, which the model
+    /// continues.
     pub(crate) fn print(&self, turns: &[PromptTurn], has_prefix: bool) -> Result<String, TemplateError> {
         let Some(chat) = self.chat else {
             return Ok(turns.iter().flat_map(PromptTurn::as_text).collect());
@@ -110,7 +111,7 @@ impl PromptFormat<'_> {
         let turns: Vec<(&str, &str)> = turns.iter().map(|(role, content)| (*role, content.as_str())).collect();
         match print(chat, &turns, has_prefix) {
             Err(error) if turns.iter().any(|(role, _)| *role == "system") => {
-                tracing::warn!("the chat template does not print the system's turn, which is left out: {error}");
+                tracing::warn!("the chat template rejects the system role; the system message is omitted: {error}");
                 let others: Vec<_> = turns.iter().filter(|(role, _)| *role != "system").copied().collect();
                 print(chat, &others, has_prefix)
             }
@@ -128,7 +129,7 @@ fn print(chat: &dyn ChatFormatter, turns: &[(&str, &str)], has_prefix: bool) -> 
     Ok(cut_behind(&text, last))
 }
 
-/// The text up to the end of its last turn's content, so that the model goes on with it.
+/// Cuts a prompt after the last turn's content, so that the model continues that turn.
 fn cut_behind(text: &str, content: &str) -> String {
     let Some(at) = text.rfind(strip(content)) else { return text.to_owned() };
     let whole = content.trim_start_matches(super::python::text::is_space);
@@ -140,7 +141,7 @@ fn plain(turns: &[PromptTurn]) -> Vec<(&'static str, String)> {
     turns.iter().map(|turn| (turn.role, turn.content.clone())).collect()
 }
 
-/// All turns but the system's and the last of the assistant as one turn of the user.
+/// Merges all turns into one user turn, except the system turn and a final assistant turn.
 fn single(turns: &[PromptTurn]) -> Vec<(&'static str, String)> {
     let (system, turns) = match turns.split_first() {
         Some((first, rest)) if first.role == "system" => (Some(first), rest),
@@ -151,7 +152,7 @@ fn single(turns: &[PromptTurn]) -> Vec<(&'static str, String)> {
         _ => (turns, None),
     };
     let mut texts: Vec<&str> = turns.iter().flat_map(PromptTurn::as_text).collect();
-    // What stands behind the last turn would stand at the end of the user's.
+    // In plain text, the last turn's delimiter would precede the response; the user turn ends without it.
     texts.pop();
     let user = ("user", texts.concat());
     let system = system.map(|turn| (turn.role, turn.content.clone()));

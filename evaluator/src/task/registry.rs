@@ -42,7 +42,7 @@ pub struct TaskListing {
     pub holds: Vec<String>,
 }
 
-/// Tasks selected by name, each once, with the groups that contain them.
+/// Tasks selected by name, without duplicates, and the groups that contain them.
 #[derive(Clone, Debug, Default)]
 pub struct TaskSelection {
     /// Tasks, in order.
@@ -69,7 +69,7 @@ impl TaskRegistry {
         Ok(registry)
     }
 
-    /// Returns all tasks.
+    /// Returns all tasks, ordered by name.
     pub fn tasks(&self) -> Vec<TaskListing> {
         let tasks = self.known.iter().filter_map(|(name, known)| match known {
             Known::Task(node) => Some((name, node)),
@@ -83,7 +83,7 @@ impl TaskRegistry {
         tasks.map(listed).collect()
     }
 
-    /// Returns all groups.
+    /// Returns all groups, ordered by name.
     pub fn groups(&self) -> Vec<TaskListing> {
         let groups = self.known.iter().filter_map(|(name, known)| match known {
             Known::Group(node) => Some(listed(name, Some(node), members(node).iter().filter_map(name_of).collect())),
@@ -92,7 +92,7 @@ impl TaskRegistry {
         groups.collect()
     }
 
-    /// Returns all tags.
+    /// Returns all tags, ordered by name.
     pub fn tags(&self) -> Vec<TaskListing> {
         self.tags.iter().map(|(name, tasks)| listed(name, None, tasks.clone())).collect()
     }
@@ -125,7 +125,7 @@ impl TaskRegistry {
     fn add(&mut self, nodes: Vec<Node>) -> Result<(), TaskError> {
         for node in nodes {
             let Some((name, is_group)) = given_name(&node) else {
-                let fault = ConfigError::at(node.place.clone(), "it has neither the key `task` nor the key `group`");
+                let fault = ConfigError::at(node.place.clone(), "the key `task` or `group` is missing");
                 self.broken.push(fault.into());
                 continue;
             };
@@ -163,7 +163,7 @@ impl TaskRegistry {
     /// Returns an error for a name defined twice in one folder.
     fn refuse_twice(&self, name: &str) -> Result<(), TaskError> {
         let Some([first, second]) = self.twice.get(name) else { return Ok(()) };
-        let message = format!("{name} is defined a second time, first in {}; rename one of them", first.file.display());
+        let message = format!("{name} is defined twice, first in {}; rename one of them", first.file.display());
         Err(ConfigError::at(second.clone(), message).into())
     }
 
@@ -246,7 +246,7 @@ impl TaskRegistry {
         depth: usize,
     ) -> Result<(), TaskError> {
         if depth == 0 {
-            return Err(ConfigError::at(node.place.clone(), format!("the group {name} lies in itself")).into());
+            return Err(ConfigError::at(node.place.clone(), format!("the group {name} contains itself")).into());
         }
         let mut group = TaskGroup::read(node, name)?;
         let at = built.groups.len();
@@ -358,7 +358,9 @@ impl Built {
             return Ok(());
         }
         let (name, first, second) = (&config.task, &self.sources[at], &self.source);
-        Err(TaskError::Selection(format!("the task {name} is in both {first} and {second}; name one of them")))
+        Err(TaskError::Selection(format!(
+            "{first} and {second} select the task {name} with different settings; select only one"
+        )))
     }
 }
 

@@ -10,13 +10,13 @@ use candlewick_inference::request::Response;
 pub(crate) enum ResponseValue {
     /// Text.
     Text(String),
-    /// A log-probability, and whether every token was the likeliest.
+    /// Log-probability of a continuation, and true if greedy decoding would generate it.
     Loglikelihood(f64, bool),
-    /// The log-probability of a whole text.
+    /// Log-probability of a whole text.
     Rolling(f64),
     /// Value that the filter `map` substitutes for a text.
     Value(Json),
-    /// Texts that belong together: what stays of several answers, or all programs for one problem.
+    /// List of values: the responses to one request, or all programs for one problem.
     Many(Vec<ResponseValue>),
 }
 
@@ -31,7 +31,7 @@ impl From<&Response> for ResponseValue {
 }
 
 impl ResponseValue {
-    /// As the records of samples list it: every part as Python's `str` prints it.
+    /// Returns the value as sample records list it: each part as Python's `str` prints it.
     pub(crate) fn listed(&self) -> Json {
         match self {
             Self::Text(text) => json!(text),
@@ -45,7 +45,7 @@ impl ResponseValue {
         }
     }
 
-    /// The text, empty for what is none.
+    /// Returns the text; empty for another kind of value.
     pub(crate) fn text(&self) -> &str {
         match self {
             Self::Text(text) => text,

@@ -1,4 +1,4 @@
-//! Records of samples, with the fields and hashes of lm-eval's.
+//! Sample records, with lm-eval's fields and hashes.
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::{Map, Value as Json, json};
@@ -16,17 +16,17 @@ use candlewick_inference::request::Request;
 pub struct SampleRecord {
     /// Index of the document in its split.
     pub doc_id: usize,
-    /// The document.
+    /// Columns of the document.
     pub doc: Map<String, Json>,
-    /// The target as text.
+    /// Target as text.
     pub target: String,
-    /// The arguments of each request.
+    /// Arguments of each request: the prompt, and the continuation or the generation settings.
     pub arguments: Vec<Vec<Json>>,
-    /// The answers to each request.
+    /// Responses to each request.
     pub resps: Json,
-    /// The answers with the filter applied.
+    /// Responses after the filter.
     pub filtered_resps: Json,
-    /// The filter.
+    /// Filter name.
     pub filter: String,
     /// SHA-256 of the document as JSON.
     pub doc_hash: String,
@@ -34,23 +34,23 @@ pub struct SampleRecord {
     pub prompt_hash: String,
     /// SHA-256 of the target.
     pub target_hash: String,
-    /// The value of each metric.
+    /// Name and value of each metric.
     pub metrics: Vec<(String, MetricValue)>,
     /// Correct choices, if known; omitted from the record.
     pub choices: Option<ChoiceTargets>,
 }
 
-/// Number of choices and correct choices of a document.
+/// Number of choices of a document, and the correct ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChoiceTargets {
-    /// How many there are: so many of the requests are about them, from the first on.
+    /// Number of choices. The first `n` requests score them, one each.
     pub n: usize,
     /// Indices of the correct choices; any of them counts.
     pub right: Vec<usize>,
 }
 
 impl SampleRecord {
-    #[allow(clippy::too_many_arguments, reason = "one record has as many parts")]
+    #[allow(clippy::too_many_arguments, reason = "the record has these fields")]
     pub(crate) fn new(
         doc_id: usize,
         doc: &Doc,
@@ -118,7 +118,7 @@ pub fn task_hash(samples: &[SampleRecord]) -> String {
     hash(&hashes.map(String::as_str).collect::<String>())
 }
 
-/// SHA-256 of a text, in hexadecimal digits.
+/// Returns the SHA-256 of a text as hexadecimal digits.
 pub(crate) fn hash(text: &str) -> String {
     hex(&Sha256::digest(text.as_bytes()))
 }

@@ -17,58 +17,59 @@ use super::response_value::ResponseValue;
 use super::sample::{ChoiceTargets, SampleRecord};
 use candlewick_inference::request::Response;
 
-/// Scores of a task.
+/// Scores of one task.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TaskScores {
     /// Aggregate of each metric and filter.
     pub metrics: Vec<MetricScore>,
     /// Sample records, one for each document and filter.
     pub samples: Vec<SampleRecord>,
-    /// Number of scored documents.
+    /// Number of scored documents (lm-eval's `effective`).
     pub sample_len: usize,
-    /// Number of documents in the split.
+    /// Number of documents in the split (lm-eval's `original`).
     pub original: usize,
-    /// Counts of documents that cannot be scored properly.
+    /// Numbers of documents with problems.
     pub counts: DocCounts,
 }
 
-/// Counts of documents that cannot be scored properly.
+/// Numbers of documents with problems.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct DocCounts {
-    /// Skipped documents without text to score.
+    /// Documents without text to score, which were skipped.
     pub skipped: usize,
-    /// Documents without text to score that were scored, as lm-eval does.
+    /// Documents without text to score, which were scored as in lm-eval.
     pub empty: usize,
     /// Documents without a correct choice.
     pub no_target: usize,
 }
 
-/// Aggregate of one metric over all documents.
+/// Aggregate of one metric over all documents, for one filter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MetricScore {
-    /// The metric.
+    /// Metric name.
     pub metric: String,
-    /// The filter.
+    /// Filter name.
     pub filter: String,
-    /// Its value.
+    /// Aggregate value.
     pub value: f64,
     /// Standard error; `None` if unknown.
     pub stderr: Option<f64>,
     /// Number of documents with a value.
     pub n: usize,
-    /// True if a higher value is better.
+    /// True if a higher value is better; `None` if unknown.
     pub higher_is_better: Option<bool>,
 }
 
-/// The metrics of choices, in the order in which lm-eval lists them.
+/// Metrics of multiple-choice tasks, in lm-eval's order.
 const OF_CHOICES: [&str; 8] =
     ["acc", "f1", "mcc", "acc_norm", "acc_bytes", "exact_match", "brier_score", "acc_mutual_info"];
 
-/// Filtered responses of a document, with their metric values.
+/// Metric names and values of one document.
 type Scored = Vec<(String, MetricValue)>;
 
 impl Task {
-    /// Scores the responses to [`Task::instances`], in the same order. Standard errors use `n_resamples` bootstrap resamples.
+    /// Scores the responses to [`Task::instances`], in the same order. Standard errors without a formula use
+    /// `n_resamples` bootstrap resamples.
     pub fn score(
         &self,
         options: &PromptOptions,
@@ -78,7 +79,7 @@ impl Task {
     ) -> Result<TaskScores, TaskError> {
         self.config.check_code(options.confirm_run_unsafe_code)?;
         if instances.len() != responses.len() {
-            let problem = format!("there are {} answers to {} requests", responses.len(), instances.len());
+            let problem = format!("there are {} responses to {} requests", responses.len(), instances.len());
             return Err(self.unscored(problem));
         }
         let asked = InstanceResponses::group(instances, responses);
@@ -138,7 +139,7 @@ impl Task {
         Ok(MetricScore { metric, filter, value, stderr, n: scores.len(), higher_is_better })
     }
 
-    /// The metric that a value belongs to; `pass@1` belongs to what is the task's own.
+    /// Returns the configuration of a metric. Names such as `pass@1` belong to the task's built-in metric.
     fn metric_of(&self, name: &str) -> Option<&MetricConfig> {
         let own = self.config.metrics.iter().find(|metric| metric.name == name);
         own.or_else(|| self.config.metrics.iter().find(|metric| matches!(metric.kind, Metric::BuiltIn(_))))
@@ -171,23 +172,24 @@ impl Task {
             }
             (OutputType::MultipleChoice, answers) => self.choose(doc_id, answers),
             (OutputType::GenerateUntil, [answer]) => self.compare(doc_id, answer),
-            _ => Err("the filters leave other answers than the output type has; end each with take_first".into()),
+            _ => Err("the filters' results do not match the output type; end each filter with take_first".into()),
         }
     }
 
-    /// The values of those metrics that the task has, in lm-eval's order.
+    /// Returns the values of the task's metrics, in lm-eval's order.
     fn named(&self, order: &[&str], value: impl Fn(&str) -> Option<MetricValue>) -> Scored {
         let has = |name: &&&str| self.config.metrics.iter().any(|metric| metric.name == **name);
         order.iter().filter(has).filter_map(|name| Some(((*name).to_owned(), value(name)?))).collect()
     }
 
-    /// Scores a choice: the likeliest is taken, the first of several as likely.
+    /// Scores a multiple-choice document. The prediction is the likeliest choice, and the first of several equal
+    /// ones.
     fn choose(&self, doc_id: usize, answers: &[ResponseValue]) -> Result<Scored, String> {
         let doc = &self.docs()[doc_id];
         let choices = self.doc_to_choice.as_ref().map(|reader| reader.choices(doc)).transpose()?.unwrap_or_default();
         let likely = |answer: &ResponseValue| match answer {
             ResponseValue::Loglikelihood(logprob, is_greedy) => Ok((*logprob, *is_greedy)),
-            _ => Err("an answer is no log-probability; end each filter with take_first".to_owned()),
+            _ => Err("a response is not a log-probability; end each filter with take_first".to_owned()),
         };
         let answers = answers.iter().map(likely).collect::<Result<Vec<_>, _>>()?;
         let is_mutual =
@@ -213,7 +215,7 @@ impl Task {
                     MetricValue::Count(i64::from(gold.any(|at| asked.get(at).is_some_and(|(_, greedy)| *greedy))))
                 }
                 "f1" | "mcc" => MetricValue::pair(gold.listed(), MetricValue::Count(guess as i64)),
-                // Without a right choice there is nothing that the probabilities could be off from.
+                // The Brier score needs exactly one correct choice.
                 "brier_score" => match gold {
                     Gold::One(Some(_)) => MetricValue::pair(gold.listed(), probabilities(&logprobs)),
                     _ => return None,
@@ -236,12 +238,12 @@ impl Task {
         };
         Ok(match (&target, self.has_several_targets) {
             (Json::Array(list), true) => Gold::Any(list.iter().filter_map(index).collect()),
-            (Json::Array(_), false) => return Err("the target is a list, but that of the first document is not".into()),
+            (Json::Array(_), false) => return Err("the target is a list, but the first document's is not".into()),
             (target, _) => Gold::One(index(target)),
         })
     }
 
-    /// Compares a text with the target.
+    /// Scores a generated text against the target.
     fn compare(&self, doc_id: usize, answer: &ResponseValue) -> Result<Scored, String> {
         let doc = &self.docs()[doc_id];
         let target = self.doc_to_target.target(doc, self.doc_to_choice.is_some())?;
@@ -258,7 +260,7 @@ impl Task {
                 (Metric::Bypass, _) => one(MetricValue::None),
                 (Metric::BuiltIn(metric), answer) => metric.score(&targets[0], answer)?,
                 (_, ResponseValue::Many(_)) => {
-                    return Err("a filter leaves several answers; end it with take_first".into());
+                    return Err("a filter returns several responses; end it with take_first".into());
                 }
                 (Metric::ExactMatch(exact), answer) => {
                     let mut is_match = false;
@@ -269,7 +271,10 @@ impl Task {
                 }
                 (Metric::Texts, answer) => {
                     let [target] = targets.as_slice() else {
-                        return Err(format!("the metric {} compares with one target, not with several", metric.name));
+                        return Err(format!(
+                            "the metric {} supports a single target, but there are several",
+                            metric.name
+                        ));
                     };
                     one(MetricValue::pair(MetricValue::Text(target.clone()), MetricValue::Text(plain(answer))))
                 }
@@ -289,7 +294,7 @@ impl Task {
         Ok(counts)
     }
 
-    /// Returns the correct choices, unless `process_results` decides.
+    /// Returns the correct choices; `None` if the task has no choices or scores with `process_results`.
     fn right_choices(&self, doc_id: usize) -> Result<Option<ChoiceTargets>, TaskError> {
         let is_choice = self.config.output_type == OutputType::MultipleChoice && self.process_results.is_none();
         let Some(choices) = self.choices(doc_id)?.filter(|_| is_choice) else { return Ok(None) };
@@ -298,7 +303,7 @@ impl Task {
     }
 }
 
-/// Index of the correct choice, or all of them.
+/// Indices of the correct choices: one at most, or several of which any counts.
 enum Gold {
     One(Option<usize>),
     Any(Vec<usize>),
@@ -323,7 +328,7 @@ impl Gold {
         }
     }
 
-    /// As records list it: -100 is none, as in lm-eval.
+    /// Returns the indices as sample records list them: -100 if there is no correct choice, as in lm-eval.
     fn listed(&self) -> MetricValue {
         match self {
             Self::One(gold) => MetricValue::Count(gold.map_or(-100, |at| at as i64)),
@@ -332,10 +337,10 @@ impl Gold {
     }
 }
 
-/// The place of the first of the largest values.
+/// Returns the index of the first maximum.
 fn likeliest(values: impl Iterator<Item = f64>) -> usize {
     let larger = |best: (usize, f64), (at, value): (usize, f64)| {
-        // As numpy: what is no number is the largest.
+        // As in numpy, NaN is the maximum.
         if value > best.1 || value.is_nan() && !best.1.is_nan() { (at, value) } else { best }
     };
     let mut values = values.enumerate();
@@ -353,7 +358,7 @@ fn probabilities(logprobs: &[f64]) -> MetricValue {
 fn chosen(choices: &[String], target: &Json) -> Result<String, String> {
     let at = as_index(target).and_then(|at| usize::try_from(at).ok());
     at.and_then(|at| choices.get(at).cloned())
-        .ok_or_else(|| format!("the target {target} is none of the {} choices", choices.len()))
+        .ok_or_else(|| format!("the target {target} is not one of the {} choices", choices.len()))
 }
 
 fn plain(answer: &ResponseValue) -> String {

@@ -1,4 +1,4 @@
-//! The page that `evaluator run` and `evaluator compare` write: what is in the file, and what a browser shows of it.
+//! HTML reports of `evaluator run` and `evaluator compare`: their contents, and what a browser displays.
 
 use std::fs;
 
@@ -6,16 +6,16 @@ use crate::support::browser::{Browser, texts};
 use crate::support::room::{Room, json_of, success};
 use serde_json::{Value, json};
 
-/// A document that a page must show and not run.
+/// Document that would run a script if it were not escaped.
 const EVIL: &str = "<script>document.title = 'run'</script><!-- <b>&amp; \u{2028}</details>";
 
-/// The documents as the page holds them, in the order of the tasks.
+/// Returns the documents embedded in the report, in task order.
 fn documents(page: &str) -> Vec<Value> {
     let blocks = page.split("class=\"docs\">").skip(1);
     blocks.map(|rest| serde_json::from_str(rest.split("</script>").next().unwrap()).unwrap()).collect()
 }
 
-/// A room in which one document of `choose` and `speak` is evil, and the page of a run there.
+/// Runs `choose` and `speak` with one malicious document, and returns the folder and the report.
 fn run(arguments: &[&str]) -> (Room, String) {
     let room = Room::new();
     let text = fs::read_to_string(room.path("data.jsonl")).unwrap();
@@ -56,7 +56,7 @@ fn the_page_is_whole_and_holds_what_the_records_hold() {
     assert!(choose[3]["prompt"].as_str().unwrap().contains(EVIL));
     assert!(speak[0]["asked"][0]["answers"][0].is_string() && speak[0]["filters"][0]["answer"].is_array());
     assert!(page.contains("evaluator run --tasks choose,speak") && page.contains("candlewick"));
-    assert!(page.contains("log-likelihood of the right choice less that of the likeliest wrong one"));
+    assert!(page.contains("log-likelihood of the correct choice minus that of the likeliest wrong choice"));
     assert!(!page.contains("class=\"left-out\""));
 }
 
@@ -81,7 +81,7 @@ fn a_browser_shows_scores_and_documents() {
     assert_eq!(texts(&dom, "<td class=\"number stderr\""), errors);
     assert_eq!(dom.matches("<svg class=\"interval").count(), 2);
     assert_eq!(dom.matches("<figure class=\"histogram\"").count(), 2);
-    // A page of each task's documents, of which the third is text like the others.
+    // Each task's list shows its first page; the malicious document is shown as text.
     assert_eq!(dom.matches("<li data-doc=").count(), 50);
     assert_eq!(texts(&dom, "<span class=\"note count\""), ["1–25 of 30", "1–25 of 30"]);
     assert!(texts(&dom, "<title>")[0].ends_with(": evaluation") && !dom.contains("class=\"detail\""));
@@ -99,7 +99,7 @@ fn a_browser_shows_scores_and_documents() {
     assert_eq!(table.matches("<tr class=\"right\"").count(), 1);
     assert_eq!(texts(&table[table.find("<tr class=\"right\"").unwrap()..], "<td>")[0], "yes");
 
-    // A document of the second page is on it.
+    // A link to a document on the second page opens that page.
     let dom = browser.dom(&page, "#task=speak&doc=28");
     assert_eq!(texts(&dom, "<span class=\"note count\""), ["1–25 of 30", "26–30 of 30"]);
     let records = fs::read_to_string(room.written("out", "samples_speak_")).unwrap();

@@ -1,4 +1,4 @@
-//! `evaluator run` and `evaluator answer` from the command line to the files.
+//! `evaluator run` and `evaluator answer`, from the command line to the output files.
 
 use std::fs;
 use std::net::TcpListener;
@@ -19,7 +19,7 @@ fn a_run_writes_what_lm_eval_writes() {
     assert_eq!(results["config"]["model_dtype"], "torch.float32");
     assert_eq!(results["config"]["fewshot_seed"], 1234);
     assert_eq!(results["max_length"], crate::support::CONTEXT);
-    // Those of lm-eval's, but for the version of transformers, which is not here.
+    // The keys equal lm-eval's, except for the version of transformers.
     for key in [
         "results group_subtasks configs versions n-shot higher_is_better n-samples config git_hash date pretty_env_info",
         "lm_eval_version upper_git_hash tokenizer_pad_token tokenizer_eos_token tokenizer_bos_token eot_token_id max_length",
@@ -43,7 +43,7 @@ fn a_run_writes_what_lm_eval_writes() {
     assert!(results["results"]["choose"]["acc,none"].is_number(), "{results}");
     let samples = fs::read_to_string(room.written("out", "samples_speak_")).unwrap();
     assert_eq!(samples.lines().count(), 20);
-    // The same as JSON, and nothing is asked again.
+    // The second run prints JSON, and takes all responses from the cache.
     let answers = room.written("out", "answers").join("..");
     let log = fs::read_dir(answers.join("answers")).unwrap().next().unwrap().unwrap().path();
     let before = fs::read_to_string(&log).unwrap();
@@ -64,7 +64,7 @@ fn examples_from_the_evaluated_split_are_named() {
     let results = json_of(&room.written_with("out", "results_", ".json"));
     let fewshot = &results["data"]["choose"]["fewshot"];
     assert_eq!((&fewshot["split"], &fewshot["is_evaluated_split"]), (&Value::from("test"), &Value::from(true)));
-    // Nothing but the names of the files that were written.
+    // Only the paths of the written files.
     let remarks = String::from_utf8(output.stderr).unwrap();
     assert!(remarks.lines().all(|line| line.starts_with("out/")), "{remarks}");
 }
@@ -115,13 +115,13 @@ fn a_tasks_name_is_no_path() {
     success(room.command(&run).output().unwrap());
     let samples = room.written("out", "samples_______a_b_");
     assert_eq!(fs::read_to_string(&samples).unwrap().lines().count(), 2);
-    // The results beside them are those of the task.
+    // The results file has the task's metrics.
     let (samples, again) = (samples.to_str().unwrap(), samples.to_str().unwrap());
     let output = success(room.evaluator(&["compare", samples, again, "--fail-below", "acc=0"]).output().unwrap());
     assert!(String::from_utf8(output.stdout).unwrap().contains("acc,none"));
 }
 
-/// What two processes and more say, the first one in JSON.
+/// Runs `evaluator run` on several ranks, and returns the output of each process.
 fn together(room: &Room, n_ranks: usize, arguments: &[&str]) -> Vec<Output> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let tasks = ["run", "--tasks", "choose,speak", "--include-path", ".", "--json"];
@@ -148,7 +148,7 @@ fn two_processes_make_the_results_of_one() {
     assert_eq!(fs::read_dir(room.written("out", "answers")).unwrap().count(), 2);
 }
 
-/// Scores, records and their order, for tasks of all kinds with examples.
+/// Tasks of all output types with few-shot examples have equal scores and equal records in equal order.
 #[test]
 fn any_number_of_ranks_makes_what_one_makes() {
     let room = Room::new();
@@ -175,7 +175,7 @@ fn any_number_of_ranks_makes_what_one_makes() {
     }
 }
 
-/// Sums over parts of a matrix round otherwise: no score of these tasks is so close that it matters.
+/// Tensor parallelism changes the rounding of sums; no score of these tasks is that close.
 #[test]
 fn ranks_that_have_a_model_together_make_the_results_of_one() {
     let room = Room::new();
@@ -206,7 +206,7 @@ fn parts_that_a_model_does_not_fall_into_are_refused() {
     ] {
         let ended = together(&room, n_ranks, &arguments);
         for output in &ended {
-            // Who hears of another's end before its own says that.
+            // A process that first learns of another's failure reports that failure.
             let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
             assert!([Some(2), Some(7)].contains(&output.status.code()) && stderr.contains(said), "{stderr}");
         }
@@ -330,7 +330,7 @@ fn predictions_are_written_down() {
     assert_eq!(fs::read_to_string(room.written("out", "samples_speak_")).unwrap().lines().count(), 4);
 }
 
-/// In a chat nothing stands before a choice, so an empty one has no tokens.
+/// In a chat no delimiter precedes a choice, so an empty choice has no tokens.
 #[test]
 fn a_document_with_a_choice_of_no_tokens_is_left_out_and_counted() {
     let room = Room::new();
@@ -375,7 +375,7 @@ fn a_template_is_given_its_variables() {
     assert!(context(&[]).ends_with(" so:"));
     assert!(context(&["--chat-template-args", r#"{"mood": "glad"}"#]).ends_with(" glad:"));
     assert!(context(&["--chat_template_args", "mood=sad"]).ends_with(" sad:"));
-    // The tokens are those that are scored: what stands before is the context's, cut to the model's 64.
+    // The scored tokens are the continuation's; the context is truncated to the model's 64 tokens.
     let request = shown(&["--num-fewshot", "3"]);
     let n = |key: &str| request[key].as_array().unwrap().len();
     assert_eq!(n("context_tokens") + n("continuation_tokens"), crate::support::CONTEXT + 1, "{request}");

@@ -289,7 +289,7 @@ fn perplexity_reports_the_oddities_that_training_reports() {
     room.write("empty.jsonl", &(rows(0..1) + &empty));
     let output = ok(room.evaluator(&["score", "--model", "full", "--data", "empty.jsonl"], ""));
     let said = text(&output.stderr);
-    for what in ["hold an empty answer", "have no targets and are left out"] {
+    for what in ["hold an empty answer", "have no target tokens and are skipped"] {
         assert!(said.contains(&format!("warning: 1 of 2 rows {what}, the first at")), "{said}");
     }
     assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap()["rows"], 1);

@@ -1,4 +1,4 @@
-//! The comparison of two runs as a page of the same kind.
+//! HTML report of a comparison of two runs.
 
 use anyhow::Result;
 use minijinja::context;
@@ -9,7 +9,7 @@ use super::super::compare::{Comparison, MetricDifference};
 use super::interval::{Interval, Scale};
 use super::{STYLE, render};
 
-/// A metric of both runs, as it is printed and drawn.
+/// Row of the comparison table: one metric in both runs.
 #[derive(Serialize)]
 struct Row<'c> {
     task: &'c str,
@@ -22,14 +22,15 @@ struct Row<'c> {
     b: String,
     difference: String,
     interval: String,
-    /// Whether zero is outside of the interval.
+    /// True if the confidence interval excludes zero.
     is_sure: bool,
     plot: Option<Interval>,
     gained: Vec<usize>,
     lost: Vec<usize>,
 }
 
-/// Writes the page. `names` are those of the two runs. Metrics that are shares have one scale, the others one each.
+/// Renders the comparison as HTML. `names` are the names of both runs. Fractions share one axis; each other metric
+/// has its own.
 pub fn comparison_page(comparison: &Comparison, names: [&str; 2]) -> Result<String> {
     let is_share = |d: &MetricDifference| [d.a, d.b].iter().all(|mean| (0.0..=1.0).contains(mean));
     let shared = Scale::around_zero(comparison.differences.iter().filter(|d| is_share(d)).flat_map(|d| d.interval));

@@ -1,4 +1,4 @@
-//! BIG-Bench Hard: filters that read answers out of long texts.
+//! BIG-Bench Hard: filters that extract the answer from a chain-of-thought response.
 
 use std::sync::{Arc, LazyLock};
 
@@ -24,18 +24,18 @@ pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
 const SHARED: [&str; 6] =
     ["function", "group_select", "fallback", "ignore_case", "ignore_punctuation", "regexes_to_ignore"];
 
-/// Puts a value in the place of what one of several patterns finds.
+/// Filter that returns the value of the first matching pattern.
 #[derive(Debug)]
 struct MapFilter {
     family: RegexFilterConfig,
     values: Vec<(Pattern, String)>,
 }
 
-/// Reads a number, in digits or in English words.
+/// Filter that extracts a number, in digits or English words.
 #[derive(Debug)]
 struct NumberFilter(RegexFilterConfig);
 
-/// Keeps the words of the document's list, in the order of their last places in the text.
+/// Filter that extracts the document's words, ordered by their last positions in the response.
 #[derive(Debug)]
 struct WordFilter;
 
@@ -111,7 +111,7 @@ impl Filter for WordFilter {
     }
 }
 
-/// The values of number words below a hundred.
+/// Number words below one hundred, with their values.
 const UNITS: [(&str, u64); 28] = [
     ("zero", 0),
     ("one", 1),
@@ -144,7 +144,7 @@ const UNITS: [(&str, u64); 28] = [
 ];
 const SCALES: [(&str, u64); 3] = [("thousand", 1000), ("million", 1_000_000), ("billion", 1_000_000_000)];
 
-/// A number in words, with what may stand between them.
+/// Number in words, with the separators between them.
 static NUMBER_WORDS: LazyLock<Pattern> = LazyLock::new(|| {
     let mut names: Vec<&str> = UNITS.iter().chain(&SCALES).map(|(name, _)| *name).chain(["hundred"]).collect();
     names.sort_by_key(|name| std::cmp::Reverse(name.len()));
@@ -153,7 +153,7 @@ static NUMBER_WORDS: LazyLock<Pattern> = LazyLock::new(|| {
     Pattern::new(&pattern).expect("the pattern is built from constants")
 });
 
-/// The number that words name; `None` for none.
+/// Returns the value of a number in words.
 fn number_of(named: &str) -> Option<u64> {
     let (mut total, mut below) = (0u64, 0u64);
     let mut any = false;

@@ -1,4 +1,4 @@
-//! HellaSwag: context and endings without the marks of the site that they come from.
+//! HellaSwag: removes WikiHow's markup from contexts and endings.
 
 use std::sync::LazyLock;
 

@@ -1,4 +1,4 @@
-//! MMLU-Pro: ten choices in the question, and reasoning before the answer.
+//! MMLU-Pro: up to ten choices in the prompt, and chain-of-thought responses.
 
 use serde_json::{Value as Json, json};
 

@@ -1,5 +1,5 @@
-//! Filters: what is done to answers before they are scored. A task may have several pipelines of them, each of which is
-//! scored by itself.
+//! Filters: transformations of responses before scoring. A task may have several filter pipelines, each with its own
+//! scores.
 
 mod multi_choice;
 mod regex;
@@ -25,7 +25,7 @@ pub(crate) use regex::RegexExtract;
 pub(crate) use select::TakeFirst;
 pub(crate) use step::{Filter, each_text};
 
-/// A named pipeline.
+/// Named filter pipeline, an entry of `filter_list`.
 #[derive(Clone, Debug)]
 pub(crate) struct FilterConfig {
     pub(crate) name: String,
@@ -44,11 +44,11 @@ const KNOWN: [&str; 9] = [
     "map",
 ];
 
-/// What lm-eval has beside those and `custom`.
+/// Unsupported filters of lm-eval.
 const REFUSED: [&str; 3] = ["decontaminate", "format_span", "regex_pos"];
 
 impl FilterConfig {
-    /// Runs the pipeline on the answers to one request.
+    /// Applies the pipeline to the responses to one request.
     pub(crate) fn apply(&self, answers: Vec<ResponseValue>, doc: &Map<String, Json>) -> Result<ResponseValue, String> {
         let run = |answers, step: &Arc<dyn Filter>| step.apply(answers, doc);
         let fail = |problem| format!("filter {}: {problem}", self.name);
@@ -56,7 +56,7 @@ impl FilterConfig {
     }
 }
 
-/// Reads `filter_list`. Without one there is the pipeline `none`, which takes the first answer.
+/// Reads `filter_list`. The default is the pipeline `none` with the filter `take_first`.
 pub(crate) fn filter_list(entry: Option<&Entry>) -> Result<Vec<FilterConfig>, ConfigError> {
     let Some(entry) = entry else {
         return Ok(vec![FilterConfig { name: "none".into(), steps: vec![Arc::new(TakeFirst)] }]);
@@ -106,7 +106,7 @@ fn custom(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
 fn unknown(entry: &Entry, name: &str) -> ConfigError {
     let place = entry.node.place.clone();
     if REFUSED.contains(&name) {
-        return ConfigError::at(place, format!("filter {name} of lm-eval is not available here"));
+        return ConfigError::at(place, format!("lm-eval's filter {name} is not supported"));
     }
     let near = did_you_mean(name, KNOWN);
     ConfigError::at(place, format!("unknown filter {name:?}{near}"))

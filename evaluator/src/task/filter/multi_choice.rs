@@ -1,4 +1,4 @@
-//! Filters that read a letter out of a long answer: by a pattern, by the words of a choice, or by a letter behind a colon.
+//! Filters that extract the letter of a choice: by a pattern, by the choice's text, or by a letter after a colon.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock};
@@ -14,7 +14,7 @@ use crate::task::python::pattern::{Pattern, escape};
 use crate::task::python::text;
 use crate::task::response_value::ResponseValue;
 
-/// What is taken out of a text before it is searched.
+/// Text that is removed before matching: case, punctuation and patterns.
 #[derive(Debug)]
 pub(crate) struct IgnoredText {
     case: bool,
@@ -22,23 +22,23 @@ pub(crate) struct IgnoredText {
     patterns: Vec<Pattern>,
 }
 
-/// What the filters of this family share: a pattern, which match of it, and what is ignored.
+/// Keys shared by the `multi_choice_regex` filters: the pattern, the index of its match, and the ignored text.
 #[derive(Debug)]
 pub(crate) struct RegexFilterConfig {
     pub(crate) extract: RegexExtract,
     pub(crate) ignored: IgnoredText,
 }
 
-/// Where the choices of a document stand.
+/// Source of a document's choices.
 #[derive(Debug)]
 pub(super) enum Choices {
-    /// In its column `choices`.
+    /// Column `choices`, a list.
     Column,
-    /// In its column `input`, each behind a letter in parentheses.
+    /// Column `input`, with a letter in parentheses before each choice.
     Input,
 }
 
-/// The filter `multi_choice_regex`.
+/// Filter `multi_choice_regex`.
 #[derive(Debug)]
 pub(super) struct MultiChoice {
     family: RegexFilterConfig,
@@ -48,7 +48,7 @@ pub(super) struct MultiChoice {
 const KEYS: [&str; 7] =
     ["function", "regex_pattern", "group_select", "fallback", "ignore_case", "ignore_punctuation", "regexes_to_ignore"];
 
-/// Reads a `multi_choice_regex` filter that finds the choices in the column `input`.
+/// Reads a `multi_choice_regex` filter that takes the choices from the column `input`.
 pub(crate) fn multi_choice_in_input(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
     Ok(Arc::new(MultiChoice::read(keys, Choices::Input)?))
 }
@@ -65,7 +65,7 @@ impl IgnoredText {
         })
     }
 
-    /// The text without all that is ignored.
+    /// Removes all ignored text.
     pub(crate) fn strip(&self, text: &str) -> Result<String, String> {
         let mut text = text.to_owned();
         for pattern in &self.patterns {
@@ -92,7 +92,7 @@ impl RegexFilterConfig {
         Ok(Self { extract, ignored: IgnoredText::read(keys)? })
     }
 
-    /// What `pattern` finds in `text`, at the place that is selected; empty for nothing.
+    /// Returns the match of `pattern` at `group_select`; empty if there is none.
     pub(crate) fn find(&self, pattern: &Pattern, text: &str) -> Result<String, String> {
         let found = pattern.find_all(text)?;
         let Some(found) = selected(&found, self.extract.group_select) else { return Ok(String::new()) };
@@ -101,7 +101,7 @@ impl RegexFilterConfig {
         Ok(text::strip(taken.unwrap_or("")).to_owned())
     }
 
-    /// What the filter's own pattern finds.
+    /// Returns the match of the configured pattern.
     pub(crate) fn find_own(&self, text: &str) -> Result<String, String> {
         self.find(&self.extract.pattern, text)
     }
@@ -113,7 +113,7 @@ impl MultiChoice {
         Ok(Self { family: RegexFilterConfig::read(keys, None)?, choices })
     }
 
-    /// The choices, each without what is ignored.
+    /// Returns the choices without the ignored text.
     fn choices(&self, doc: &Map<String, Json>) -> Result<Vec<String>, String> {
         let found: Vec<String> = match self.choices {
             Choices::Column => {
@@ -140,7 +140,7 @@ impl Filter for MultiChoice {
         for (choice, letter) in choices.iter().zip(&letters) {
             by_text.insert(choice.clone(), format!("({letter})"));
         }
-        // The longest first: a choice may begin another.
+        // Longer choices come first, because a choice may be a prefix of another.
         let mut alternatives: Vec<String> = choices.iter().map(|choice| escape(choice)).collect();
         alternatives.sort_by_key(|choice| std::cmp::Reverse(text::len(choice)));
         let by_words = Pattern::new(&alternatives.join("|"))?;

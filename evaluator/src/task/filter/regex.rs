@@ -1,4 +1,4 @@
-//! `regex`: takes what a pattern finds.
+//! Filter `regex`: extracts a match of a pattern.
 
 use serde_json::{Map, Value as Json};
 
@@ -9,7 +9,7 @@ use crate::task::python::pattern::Pattern;
 use crate::task::python::text;
 use crate::task::response_value::ResponseValue;
 
-/// A pattern, which of its matches is taken, and what stands for none.
+/// Filter `regex`: the pattern, the index of the match, and the value if nothing matches.
 #[derive(Debug)]
 pub(crate) struct RegexExtract {
     pub(crate) pattern: Pattern,
@@ -25,7 +25,7 @@ impl RegexExtract {
         Self::open(keys)
     }
 
-    /// Takes the pattern from elsewhere and the rest from `keys`.
+    /// Reads all keys except the pattern, which is given.
     pub(crate) fn with_pattern(keys: &YamlMap, pattern: &str) -> Result<Self, ConfigError> {
         Ok(Self {
             pattern: Pattern::new(pattern).map_err(|problem| keys.fault(format!("regex_pattern: {problem}")))?,
@@ -34,7 +34,7 @@ impl RegexExtract {
         })
     }
 
-    /// The pattern of a filter of this family, by its keys.
+    /// Reads the pattern and the other keys.
     pub(crate) fn open(keys: &YamlMap) -> Result<Self, ConfigError> {
         let pattern = keys.text("regex_pattern")?;
         Self::with_pattern(keys, pattern.as_deref().unwrap_or(DEFAULT_PATTERN))
@@ -50,7 +50,7 @@ impl RegexExtract {
     }
 }
 
-/// Python's `items[index]`, or nothing.
+/// Implements Python's `items[index]`; `None` if the index is out of range.
 pub(super) fn selected<T>(items: &[T], index: i64) -> Option<&T> {
     let index = if index < 0 { index + items.len() as i64 } else { index };
     usize::try_from(index).ok().and_then(|index| items.get(index))

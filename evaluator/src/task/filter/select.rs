@@ -1,4 +1,4 @@
-//! Filters that choose among several answers to one request.
+//! Filters that select among the responses to one request.
 
 use serde_json::{Map, Value as Json};
 
@@ -7,27 +7,25 @@ use crate::task::error::ConfigError;
 use crate::task::keys::YamlMap;
 use crate::task::response_value::ResponseValue;
 
-/// Takes the first answer.
+/// Filter `take_first`: keeps the first response.
 #[derive(Debug)]
 pub(crate) struct TakeFirst;
 
-/// Keeps the first k answers.
+/// Filter `take_first_k`: keeps the first k responses.
 #[derive(Debug)]
 pub(super) struct TakeFirstK {
     k: usize,
 }
 
-/// Keeps the answer that is there most often, of several such the first.
+/// Filter `majority_vote`: keeps the most frequent response, and the first of several equally frequent ones.
 #[derive(Debug)]
 pub(super) struct MajorityVote;
 
 impl Filter for TakeFirst {
     fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
         match answers {
-            ResponseValue::Many(answers) => {
-                answers.into_iter().next().ok_or_else(|| "there is no answer to take".into())
-            }
-            _ => Err("take_first stands twice".into()),
+            ResponseValue::Many(answers) => answers.into_iter().next().ok_or_else(|| "there is no response".into()),
+            _ => Err("take_first occurs twice".into()),
         }
     }
 }
@@ -43,11 +41,11 @@ impl TakeFirstK {
 impl Filter for TakeFirstK {
     fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
         let ResponseValue::Many(mut answers) = answers else {
-            return Err("take_first_k stands behind take_first".into());
+            return Err("take_first_k must come before take_first".into());
         };
         if answers.len() < self.k {
             return Err(format!(
-                "{} answers a document are too few for the first {}; raise repeats",
+                "take_first_k has {} responses for each document, fewer than k = {}; increase repeats",
                 answers.len(),
                 self.k
             ));
@@ -59,9 +57,11 @@ impl Filter for TakeFirstK {
 
 impl Filter for MajorityVote {
     fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
-        let ResponseValue::Many(answers) = answers else { return Err("majority_vote stands behind take_first".into()) };
+        let ResponseValue::Many(answers) = answers else {
+            return Err("majority_vote must come before take_first".into());
+        };
         let votes = |answer: &ResponseValue| answers.iter().filter(|other| *other == answer).count();
-        let most = answers.iter().map(votes).max().ok_or("there is no answer to vote for")?;
+        let most = answers.iter().map(votes).max().ok_or("there is no response")?;
         let winner = answers.iter().find(|answer| votes(answer) == most).cloned();
         Ok(ResponseValue::Many(winner.into_iter().collect()))
     }

@@ -1,4 +1,4 @@
-//! Filters that change each answer by itself.
+//! Filters that transform each response by itself.
 
 use serde_json::{Map, Value as Json};
 
@@ -7,11 +7,11 @@ use crate::task::error::ConfigError;
 use crate::task::keys::YamlMap;
 use crate::task::response_value::ResponseValue;
 
-/// Changes texts by a plain function.
+/// Filter that applies a function to each text.
 #[derive(Debug)]
 pub(super) struct Texts(pub(super) fn(&str) -> String);
 
-/// Puts a value in the place of each text.
+/// Filter `map`: replaces each text by the value of its key.
 #[derive(Debug)]
 pub(super) struct ValueMap {
     values: Map<String, Json>,

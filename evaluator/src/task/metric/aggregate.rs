@@ -70,7 +70,7 @@ impl Aggregation {
         Ok(self.statistic(scores)?.over(&mut (0..scores.len())))
     }
 
-    /// Converts values for repeated aggregation. The error names the value of the wrong type.
+    /// Prepares the values for repeated aggregation. The error names a value of the wrong type.
     pub(crate) fn statistic(self, scores: &[MetricValue]) -> Result<Box<dyn Statistic>, String> {
         Ok(match self {
             Self::Mean => Box::new(Numbers(numbers(scores)?, |sum, n| sum / n)),
@@ -130,7 +130,7 @@ impl Statistic for Weighted {
 }
 
 impl Statistic for F1 {
-    /// F1 of class 1: 2 tp / (2 tp + fp + fn), or 0 if the class is absent.
+    /// Computes F1 of class 1: 2 tp / (2 tp + fp + fn), or 0 if the class is absent.
     fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
         let (mut right, mut either) = (0.0, 0.0);
         for (gold, guess) in picked.map(|i| self.0[i]) {
@@ -198,7 +198,10 @@ fn pairs(scores: &[MetricValue]) -> Result<Vec<(f64, f64)>, String> {
         let (sum, weight) = score.as_pair()?;
         Some((sum.number()?, weight.number()?))
     };
-    scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a number with a weight"))).collect()
+    scores
+        .iter()
+        .map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a pair of a number and a weight")))
+        .collect()
 }
 
 fn classes(scores: &[MetricValue]) -> Result<Vec<(i64, i64)>, String> {
@@ -206,7 +209,10 @@ fn classes(scores: &[MetricValue]) -> Result<Vec<(i64, i64)>, String> {
         let (gold, guess) = score.as_pair()?;
         Some((gold.number()? as i64, guess.number()? as i64))
     };
-    scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a class and a guess"))).collect()
+    scores
+        .iter()
+        .map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a pair of target class and predicted class")))
+        .collect()
 }
 
 fn texts(scores: &[MetricValue]) -> Result<Vec<(&str, &str)>, String> {
@@ -214,10 +220,13 @@ fn texts(scores: &[MetricValue]) -> Result<Vec<(&str, &str)>, String> {
         let (reference, text) = MetricValue::as_pair(score)?;
         Some((reference.as_text()?, text.as_text()?))
     };
-    scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a target and a text"))).collect()
+    scores
+        .iter()
+        .map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a pair of target and generated text")))
+        .collect()
 }
 
-/// Sum and length of each list value.
+/// Returns sum and length of each list value.
 fn parts(scores: &[MetricValue]) -> Result<Vec<(f64, f64)>, String> {
     let list = |score: &MetricValue| match score {
         MetricValue::List(items) => numbers(items).map(|parts| (parts.iter().sum(), parts.len() as f64)),
@@ -226,7 +235,7 @@ fn parts(scores: &[MetricValue]) -> Result<Vec<(f64, f64)>, String> {
     scores.iter().map(list).collect()
 }
 
-/// Squared error of the class probabilities, summed for each document.
+/// Returns the squared error of each document's class probabilities, summed over the classes.
 fn brier(scores: &[MetricValue]) -> Result<Vec<f64>, String> {
     let off = |score: &MetricValue| {
         let (gold, probabilities) = score.as_pair()?;
@@ -236,7 +245,10 @@ fn brier(scores: &[MetricValue]) -> Result<Vec<f64>, String> {
         let target = |i: usize| f64::from(u8::from(i == gold as usize));
         is_class.then(|| probabilities.iter().enumerate().map(|(i, p)| (p - target(i)).powi(2)).sum())
     };
-    scores.iter().map(|score| off(score).ok_or_else(|| format!("{score:?} is not a class and probabilities"))).collect()
+    scores
+        .iter()
+        .map(|score| off(score).ok_or_else(|| format!("{score:?} is not a pair of a class and its probabilities")))
+        .collect()
 }
 
 #[cfg(test)]

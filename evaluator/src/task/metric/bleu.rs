@@ -1,4 +1,4 @@
-//! BLEU as sacrebleu computes it for a corpus: tokenizer 13a, n-grams up to 4, exponential smoothing.
+//! Corpus BLEU as in sacrebleu: tokenizer 13a, n-grams up to order 4, exponential smoothing.
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -93,7 +93,7 @@ fn split(text: &str) -> Vec<&str> {
     words(text).collect()
 }
 
-/// Tokenizes as mteval-v13a, and joins the tokens with spaces.
+/// Tokenizes a text as mteval-v13a does, with spaces between the tokens.
 fn tokenize(text: &str) -> String {
     static RULES: LazyLock<[(Pattern, &str); 4]> = LazyLock::new(|| {
         let rule = |pattern| Pattern::new(pattern).expect("the pattern is a constant");

@@ -1,4 +1,4 @@
-//! chrF and chrF++ as sacrebleu computes them for a corpus: character n-grams up to 6, beta 2, and word n-grams if wanted.
+//! Corpus chrF and chrF++ as in sacrebleu: character n-grams up to order 6, beta 2, and word n-grams for chrF++.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -77,7 +77,7 @@ fn count<T: Eq + Hash>(text: &[T], reference: &[T], n: usize) -> [f64; 3] {
     [if reference.len() < n { 0.0 } else { n_ngrams(text) }, n_ngrams(reference), both]
 }
 
-/// Splits words, and separates one punctuation mark at either end.
+/// Splits a text into words, and separates one leading or trailing punctuation mark of each.
 fn separated(text: &str) -> Vec<&str> {
     let is_mark = |c: char| PUNCTUATION.contains(c);
     let mut all = Vec::new();

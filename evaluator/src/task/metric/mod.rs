@@ -22,7 +22,7 @@ pub(crate) use exact_match::ExactMatch;
 pub use score::MetricValue;
 pub(crate) use stderr::{pooled, stderr, unweighted};
 
-/// A metric of a task.
+/// Metric of a task, as configured in `metric_list`.
 #[derive(Clone, Debug)]
 pub(crate) struct MetricConfig {
     pub(crate) name: String,
@@ -80,11 +80,11 @@ const KNOWN: [Known; 16] = [
     known("bypass", Aggregation::Bypass, true, &[]),
 ];
 
-/// Metrics of lm-eval that are unsupported, with the reason.
+/// Unsupported metrics of lm-eval, with the reason.
 const REFUSED: [(&str, &str); 3] = [
-    ("ter", "translation error rate is not available here; bleu, chrf and chrf++ are"),
+    ("ter", "translation error rate is not supported; use bleu, chrf or chrf++"),
     ("likelihood", "lm-eval cannot aggregate it either; use brier_score"),
-    ("acc_all", "it belongs to a Python task (multirc)"),
+    ("acc_all", "only the Python task multirc uses it"),
 ];
 
 const fn known(
@@ -96,7 +96,8 @@ const fn known(
     Known { name, aggregation, higher_is_better, outputs }
 }
 
-/// Reads `metric_list`, or returns lm-eval's defaults for the output type. A `processed` task has `process_results`.
+/// Reads `metric_list`, or returns lm-eval's default metrics of the output type. `processed` is true for a task with
+/// `process_results`.
 pub(crate) fn metric_list(
     entry: Option<&Entry>,
     output: OutputType,
@@ -107,7 +108,7 @@ pub(crate) fn metric_list(
     items.iter().map(|item| metric(item, output, processed)).collect()
 }
 
-/// Returns the `bypass` metric of `--predict-only`.
+/// Returns the metric `bypass`, which `--predict-only` uses.
 pub(crate) fn bypass() -> MetricConfig {
     let (kind, aggregation) = (Metric::Bypass, Aggregation::Bypass);
     MetricConfig { name: "bypass".into(), kind, aggregation, higher_is_better: true }
@@ -140,11 +141,11 @@ fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConf
     let keys = YamlMap::open(node, "a metric")?;
     let entry = keys.get("metric").ok_or_else(|| keys.fault("an entry of metric_list needs the key `metric`"))?;
     let function = as_function(entry);
-    // lm-eval's own exact_match is that of the package.
+    // The package's exact_match equals lm-eval's own.
     if keys.flag("hf_evaluate", false)? && entry.node.text_or_empty() != "exact_match" {
-        return Err(
-            keys.fault("hf_evaluate: of the package evaluate only exact_match is here; its metrics are Python code")
-        );
+        return Err(keys.fault(
+            "hf_evaluate: only exact_match of the package evaluate is supported; its other metrics are Python code",
+        ));
     }
     let name = match &function {
         Some(function) => function.name.rsplit('.').next().unwrap_or_default().to_owned(),
@@ -169,10 +170,10 @@ fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConf
 }
 
 fn needs(name: &str, key: &str) -> String {
-    format!("the metric {name} has no usual {key}; give the key `{key}`")
+    format!("the metric {name} has no default {key}; set the key `{key}`")
 }
 
-/// Refuses metric options for a task with `process_results`, which ignores them.
+/// Returns an error for metric options of a task with `process_results`, which ignores them.
 fn unscored(keys: &YamlMap) -> Result<Metric, ConfigError> {
     keys.only(&[&KEYS[..], &exact_match::KEYS].concat())?;
     Ok(Metric::Processed)

@@ -1,4 +1,4 @@
-//! Standard errors: of means, by bootstrap with lm-eval's random stream, and of groups.
+//! Standard errors: closed form for means, bootstrap with lm-eval's random stream, and pooled errors of groups.
 
 use rayon::prelude::*;
 
@@ -6,9 +6,9 @@ use super::aggregate::Aggregation;
 use super::score::MetricValue;
 use crate::task::python_random::PythonRandom;
 
-/// Bootstrap resamples drawn from one random generator.
+/// Number of bootstrap resamples drawn from one random generator.
 const CHUNK: usize = 1000;
-/// Maximum bootstrap resamples of a corpus metric (BLEU, chrF).
+/// Maximum number of bootstrap resamples for a corpus metric (BLEU, chrF).
 const MOST_FOR_TEXTS: usize = 100;
 
 /// Returns the standard error of `aggregation` over `scores`; `None` where lm-eval prints "N/A".
@@ -43,7 +43,8 @@ fn deviation(numbers: &[f64]) -> f64 {
     (numbers.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (n - 1.0)).sqrt()
 }
 
-/// Returns the standard deviation over bootstrap resamples. Chunk i is seeded with i, so the result is independent of the thread count.
+/// Returns the standard deviation over bootstrap resamples. Chunk i is seeded with i, so the result is independent of
+/// the thread count.
 fn bootstrap(aggregation: Aggregation, scores: &[MetricValue], n_resamples: usize) -> Result<f64, String> {
     let statistic = aggregation.statistic(scores)?;
     let (chunk, n) = (n_resamples.min(CHUNK), scores.len());

@@ -1,4 +1,4 @@
-//! A folder with what `evaluator run` needs.
+//! Temporary folder with the inputs of `evaluator run`.
 #![allow(dead_code, clippy::unwrap_used, missing_docs, unreachable_pub)]
 
 use std::fs;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::support;
 
-/// A folder with a tiny model, its data and two tasks.
+/// Temporary folder with a tiny model, data and two tasks.
 pub struct Room {
     folder: tempfile::TempDir,
     model: PathBuf,
@@ -60,14 +60,14 @@ impl Room {
         fs::write(self.path(name), text).unwrap();
     }
 
-    /// The program with the room's model.
+    /// Returns the command with the folder's model.
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = self.evaluator(arguments);
         command.arg("--model").arg(&self.model).args(["--device", "cpu"]);
         command
     }
 
-    /// The program.
+    /// Returns the command.
     pub fn evaluator(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_evaluator"));
         command.args(arguments);
@@ -83,12 +83,12 @@ impl Room {
         self.command(&[&tasks[..], arguments].concat()).output().unwrap()
     }
 
-    /// The one file of the output folder whose name begins so.
+    /// Returns the only file in the output folder whose name has this prefix.
     pub fn written(&self, output: &str, beginning: &str) -> PathBuf {
         self.written_with(output, beginning, "")
     }
 
-    /// The same of those whose name ends so.
+    /// Returns the files in the output folder whose names have this suffix.
     pub fn written_with(&self, output: &str, beginning: &str, end: &str) -> PathBuf {
         let folder = fs::read_dir(self.path(output)).unwrap().next().unwrap().unwrap().path();
         let names = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());

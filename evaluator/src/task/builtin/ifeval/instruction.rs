@@ -1,4 +1,4 @@
-//! The instructions of IFEval, each a check of a text.
+//! IFEval's instructions, each a check of a response.
 
 use serde_json::{Map, Value as Json};
 
@@ -7,13 +7,13 @@ use super::{sentences, tokens};
 use crate::task::python::pattern::{Flags, Pattern};
 use crate::task::python::text::{is_lower, is_upper, strip, words};
 
-/// What an instruction was given; a key that is missing, null, 0 or empty was not.
+/// Arguments of an instruction. A key that is missing, null, 0 or empty counts as absent.
 struct InstructionArgs<'a> {
     name: &'a str,
     kwargs: &'a Map<String, Json>,
 }
 
-/// Whether `text` follows the instruction of this name.
+/// Returns true if `text` follows the instruction with this name and these arguments.
 pub(super) fn follows(name: &str, kwargs: &Map<String, Json>, text: &str) -> Result<bool, String> {
     let given = InstructionArgs { name, kwargs };
     match name {
@@ -157,7 +157,7 @@ fn count(pattern: &str, text: &str, flags: Flags) -> Result<usize, String> {
     find(pattern, text, flags).map(|found| found.len())
 }
 
-/// Paragraphs between `***`; an empty one counts only as a mistake in the middle.
+/// Checks the number of paragraphs separated by `***`. An empty paragraph is an error only between others.
 fn paragraphs(text: &str, n_wanted: usize) -> Result<bool, String> {
     let pattern = Pattern::new(r"\s?\*\*\*\s?")?;
     let parts = pattern.split(text)?;
@@ -192,7 +192,7 @@ fn is_json(text: &str) -> bool {
         text = text.strip_prefix(fence).unwrap_or(text);
     }
     let text = strip(text.strip_suffix("```").unwrap_or(text));
-    // Python also reads what JSON itself does not have.
+    // Python's parser also accepts these constants.
     serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok() || ["NaN", "Infinity", "-Infinity"].contains(&text)
 }
 

@@ -1,19 +1,19 @@
-//! Which language a text is in. lm-eval asks langdetect; this asks whatlang, and may answer otherwise for short texts.
+//! Language identification with whatlang. lm-eval uses langdetect, which may differ on short texts.
 
 use whatlang::Lang;
 
-/// Whether a text is in a language.
+/// Result of a language check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LanguageMatch {
-    /// It is.
+    /// The text is in the language.
     Yes,
-    /// It is in another.
+    /// The text is in another language.
     No,
-    /// There is nothing in it that tells; IFEval counts that as followed.
+    /// The language is not detectable; IFEval counts the instruction as followed.
     Untold,
 }
 
-/// The languages of IFEval by their codes of two letters.
+/// Languages of IFEval by ISO 639-1 code.
 const LANGUAGES: [(&str, Lang); 29] = [
     ("en", Lang::Eng),
     ("es", Lang::Spa),
@@ -46,7 +46,7 @@ const LANGUAGES: [(&str, Lang); 29] = [
     ("fi", Lang::Fin),
 ];
 
-/// Whether `text` is in the language of this code. Swahili, which whatlang does not know, is never found.
+/// Checks whether `text` is in the language `code`. Swahili is never detected, because whatlang does not support it.
 pub(super) fn is_in(code: &str, text: &str) -> LanguageMatch {
     let Some(found) = whatlang::detect_lang(text) else { return LanguageMatch::Untold };
     let wanted = LANGUAGES.iter().find(|(known, _)| *known == code).map(|(_, language)| *language);

@@ -1,5 +1,5 @@
-//! IFEval: whether an answer keeps to instructions that can be checked. Strictly, and loosely: with the first line, the last
-//! line or the asterisks taken off.
+//! IFEval: the share of verifiable instructions that a response follows. The loose score also accepts the response
+//! without its first line, its last line or its asterisks.
 
 mod instruction;
 mod language;
@@ -33,7 +33,7 @@ fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricVa
     ])
 }
 
-/// For each instruction, whether one of the texts follows it.
+/// Returns for each instruction true if one of `texts` follows it.
 fn followed(doc: &Doc, texts: &[String]) -> Result<Vec<bool>, String> {
     let names = super::texts(doc, "instruction_id_list")?;
     let none = Map::new();
@@ -50,7 +50,7 @@ fn followed(doc: &Doc, texts: &[String]) -> Result<Vec<bool>, String> {
     names.iter().enumerate().map(check).collect()
 }
 
-/// The text, and what may be meant by it.
+/// Returns the response and its variants for the loose score.
 fn loosened(text: &str) -> Vec<String> {
     let lines: Vec<&str> = text.split('\n').collect();
     let joined = |lines: &[&str]| strip(&lines.join("\n")).to_owned();

@@ -1,9 +1,8 @@
-//! How many sentences a text has. lm-eval asks NLTK's Punkt, which was trained; these are the rules that it comes down to
-//! for plain English.
+//! Sentence count for plain English. lm-eval uses NLTK's trained Punkt tokenizer; these rules approximate it.
 
 use crate::task::python::text::words;
 
-/// What ends with a point and goes on.
+/// Abbreviations whose period does not end a sentence.
 const ABBREVIATIONS: [&str; 40] = [
     "mr", "mrs", "ms", "dr", "prof", "st", "jr", "sr", "vs", "etc", "e.g", "i.e", "u.s", "u.k", "inc", "ltd", "co",
     "corp", "no", "fig", "gen", "col", "capt", "lt", "sgt", "rep", "sen", "gov", "rev", "hon", "jan", "feb", "aug",

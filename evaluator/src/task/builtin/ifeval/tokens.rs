@@ -1,11 +1,11 @@
-//! Words and marks as NLTK's Treebank tokenizer separates them, as far as it matters to which of them are capital.
+//! NLTK's Treebank tokenizer, reduced to the rules that affect the count of capitalized words.
 
 use std::sync::LazyLock;
 
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::words;
 
-/// The tokens of a text.
+/// Splits a text into tokens.
 pub(super) fn of(text: &str) -> Vec<String> {
     static RULES: LazyLock<Vec<(Pattern, &str)>> = LazyLock::new(|| {
         let rule = |(pattern, write): &(&str, &'static str)| {
