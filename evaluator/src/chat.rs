@@ -26,8 +26,8 @@ impl ChatTemplateFormatter {
 }
 
 impl ChatFormatter for ChatTemplateFormatter {
-    fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
-        self.template.print(turns, ending).or_else(|error| {
+    fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+        self.template.apply_chat_template(turns, ending).or_else(|error| {
             let without: Vec<(&str, &str)> = turns.iter().copied().filter(|(role, _)| *role != "system").collect();
             if without.len() == turns.len() {
                 return Err(error);
@@ -35,7 +35,7 @@ impl ChatFormatter for ChatTemplateFormatter {
             self.has_warned.call_once(|| {
                 tracing::warn!("the chat template rejects the system role; the system message is omitted: {error}");
             });
-            self.template.print(&without, ending)
+            self.template.apply_chat_template(&without, ending)
         })
     }
 }
@@ -50,9 +50,9 @@ mod tests {
         let source = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}\
                       {{ m.role }}: {{ m.content }};{% endfor %}";
         let chat = ChatTemplateFormatter::new(ChatTemplate::new("test", source).unwrap());
-        let print = |turns: &[(&str, &str)]| chat.print(turns, Ending::GenerationPrompt);
+        let print = |turns: &[(&str, &str)]| chat.apply_chat_template(turns, Ending::GenerationPrompt);
         assert_eq!(print(&[("system", "be kind"), ("user", "hi")]).unwrap(), "user: hi;");
         let broken = ChatTemplateFormatter::new(ChatTemplate::new("test", "{{ raise_exception('never') }}").unwrap());
-        assert!(broken.print(&[("user", "hi")], Ending::GenerationPrompt).is_err());
+        assert!(broken.apply_chat_template(&[("user", "hi")], Ending::GenerationPrompt).is_err());
     }
 }

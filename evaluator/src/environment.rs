@@ -8,7 +8,7 @@ use std::thread;
 use candlewick_ops::why_no_gpu;
 
 /// Returns lm-eval's `pretty_env_info`: one `name: value` pair a line.
-pub(crate) fn environment() -> String {
+pub(crate) fn pretty_env_info() -> String {
     let n_cores = thread::available_parallelism().map_or(0, usize::from);
     let gpu = why_no_gpu().map_or_else(|| "yes".to_owned(), |why| format!("no ({why})"));
     let facts = [

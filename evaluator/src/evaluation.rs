@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use anyhow::{Result, ensure};
 use serde_json::{Value as Json, json};
 
-use crate::results::{Results, TaskRun, assemble};
+use crate::results::{Results, TaskRun, assemble_results};
 use crate::task::{Instance, OutputType, PromptOptions, Task, TaskGroup};
 use candlewick_inference::answer::{Answered, Answers, Unscorable};
 use candlewick_inference::request::{Request, Response};
@@ -53,7 +53,7 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Returns the prompt and target of each task's first document, for `--write-out`.
-    pub fn first(&self) -> impl Iterator<Item = String> {
+    pub fn first_prompts(&self) -> impl Iterator<Item = String> {
         self.tasks.iter().zip(&self.instances).filter_map(|(task, instances)| {
             let Instance { doc_id, request, .. } = instances.first()?;
             let name = &task.config().task;
@@ -75,20 +75,20 @@ impl<'a> Evaluation<'a> {
             Ok(answered) => return Ok(answered.into_iter().map(Some).collect()),
             Err(error) => error.downcast::<Unscorable>()?,
         };
-        let is_left_out = self.left_out(&unscorable)?;
-        let open = requests.into_iter().zip(&is_left_out).filter(|(_, is_left_out)| !**is_left_out);
+        let is_skipped = self.skipped_requests(&unscorable)?;
+        let open = requests.into_iter().zip(&is_skipped).filter(|(_, is_skipped)| !**is_skipped);
         let mut answered = answers.answer(&open.map(|(request, _)| request).collect::<Vec<_>>())?.into_iter();
-        Ok(is_left_out.into_iter().map(|is_left_out| if is_left_out { None } else { answered.next() }).collect())
+        Ok(is_skipped.into_iter().map(|is_skipped| if is_skipped { None } else { answered.next() }).collect())
     }
 
     /// Returns true for each request whose document is skipped.
-    fn left_out(&self, unscorable: &Unscorable) -> Result<Vec<bool>> {
+    fn skipped_requests(&self, unscorable: &Unscorable) -> Result<Vec<bool>> {
         let (mut all, mut n_before) = (Vec::new(), 0);
         for ((task, options), instances) in self.tasks.iter().zip(&self.options).zip(&self.instances) {
             let own = unscorable.requests.iter().filter_map(|request| instances.get(request.checked_sub(n_before)?));
             let docs: BTreeSet<usize> = own.map(|instance| instance.doc_id).collect();
             if let Some(first) = docs.first().filter(|_| options.compat) {
-                return Err(task.blame(*first, unscorable.why.to_string()).into());
+                return Err(task.document_error(*first, unscorable.why.to_string()).into());
             }
             all.extend(instances.iter().map(|instance| docs.contains(&instance.doc_id)));
             n_before += instances.len();
@@ -105,7 +105,7 @@ impl<'a> Evaluation<'a> {
         mut scored: impl FnMut(&TaskRun) -> Result<()>,
     ) -> Result<Vec<TaskRun>> {
         let mut runs = Vec::new();
-        for (task, options, instances, own) in self.each(answered)? {
+        for (task, options, instances, own) in self.by_task(answered)? {
             let responses: Vec<Response> = own.iter().map(|answered| answered.response.clone()).collect();
             let scores = task.score(options, &instances, &responses, n_resamples)?;
             let run = TaskRun {
@@ -122,8 +122,8 @@ impl<'a> Evaluation<'a> {
 
     /// Assembles the results and counts the documents with a truncated request.
     pub fn results(&self, runs: &[TaskRun], answered: &[Option<Answered>]) -> Result<Results> {
-        let mut results = assemble(runs, &self.groups);
-        for (task, _, instances, own) in self.each(answered)? {
+        let mut results = assemble_results(runs, &self.groups);
+        for (task, _, instances, own) in self.by_task(answered)? {
             let (name, n) = (&task.config().task, n_truncated(&instances, &own));
             results.data.insert(name.clone(), json!(task.data()));
             if n > 0 {
@@ -138,7 +138,7 @@ impl<'a> Evaluation<'a> {
 
     /// Returns each task with its options, its instances that have a response, and these responses.
     #[allow(clippy::type_complexity, reason = "the caller destructures the tuple")]
-    fn each<'s>(
+    fn by_task<'s>(
         &'s self,
         mut answered: &'s [Option<Answered>],
     ) -> Result<Vec<(&'s Task, &'s PromptOptions<'a>, Cow<'s, [Instance]>, Vec<&'s Answered>)>> {

@@ -26,17 +26,17 @@ impl ResultsFolder {
             let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
             return Self { folder, date, stem };
         }
-        Self { folder: path.join(sanitized(model_name)), date, stem: "results".to_owned() }
+        Self { folder: path.join(sanitize_model_name(model_name)), date, stem: "results".to_owned() }
     }
 
     /// Returns the folder of the response cache.
-    pub fn answers(&self) -> PathBuf {
+    pub fn response_cache(&self) -> PathBuf {
         self.folder.join("answers")
     }
 
     /// Writes a task's sample records as `samples_TASK_DATE.jsonl` and returns the path.
     pub fn write_samples<T: Serialize>(&self, task: &str, samples: &[T]) -> Result<PathBuf> {
-        self.write(&format!("samples_{}_{}.jsonl", sanitized_task(task), self.date), |file| {
+        self.write(&format!("samples_{}_{}.jsonl", sanitize_task_name(task), self.date), |file| {
             samples.iter().try_for_each(|sample| {
                 serde_json::to_writer(&mut *file, sample)?;
                 file.write_all(b"\n")
@@ -66,12 +66,12 @@ impl ResultsFolder {
 }
 
 /// Replaces every character except letters, digits and `_` by `_`, as lm-eval does for task names in file names.
-pub fn sanitized_task(name: &str) -> String {
+pub fn sanitize_task_name(name: &str) -> String {
     name.chars().map(|c| if c.is_alphanumeric() || c == '_' { c } else { '_' }).collect()
 }
 
 /// Replaces the characters that are invalid in file names by `__`, as lm-eval does for model names.
-pub fn sanitized(name: &str) -> String {
+pub fn sanitize_model_name(name: &str) -> String {
     let mut text = String::new();
     for part in name.split(|c| "\"<>:/\\|?*[]".contains(c)).enumerate().filter(|(i, part)| *i == 0 || !part.is_empty())
     {
@@ -92,7 +92,10 @@ mod tests {
     #[test]
     fn names_are_those_of_lm_eval() {
         let names = ["HuggingFaceTB/SmolLM2", "/models/b/a", "runs/a//b", "plain", "a/"];
-        assert_eq!(names.map(sanitized), ["HuggingFaceTB__SmolLM2", "__models__b__a", "runs__a__b", "plain", "a__"]);
+        assert_eq!(
+            names.map(sanitize_model_name),
+            ["HuggingFaceTB__SmolLM2", "__models__b__a", "runs__a__b", "plain", "a__"]
+        );
     }
 
     #[test]

@@ -5,8 +5,8 @@ use serde_json::{Map, Value as Json, json};
 use sha2::{Digest, Sha256};
 
 use crate::chat::ChatTemplateFormatter;
-use crate::environment::{environment, git_hash, upper_git_hash};
-use crate::output::sanitized;
+use crate::environment::{git_hash, pretty_env_info, upper_git_hash};
+use crate::output::sanitize_model_name;
 use candlewick_inference::lm::Lm;
 
 /// Metadata of a run, as the results file reports it.
@@ -34,7 +34,7 @@ pub struct RunMetadata<'a> {
 }
 
 /// Version of lm-evaluation-harness whose results format is written.
-const LM_EVAL: &str = "0.4.13";
+const LM_EVAL_VERSION: &str = "0.4.13";
 
 /// Returns the metadata entries of a results file.
 pub fn run_metadata(lm: &Lm, metadata: &RunMetadata) -> Map<String, Json> {
@@ -44,7 +44,7 @@ pub fn run_metadata(lm: &Lm, metadata: &RunMetadata) -> Map<String, Json> {
     config.insert("model".into(), json!("candlewick"));
     config.insert("model_args".into(), json!(metadata.model_args));
     config.insert("model_num_parameters".into(), json!(n_parameters));
-    config.insert("model_dtype".into(), json!(format!("torch.{}", long_name(lm.dtype().as_str()))));
+    config.insert("model_dtype".into(), json!(format!("torch.{}", torch_dtype_name(lm.dtype().as_str()))));
     config.insert("model_revision".into(), json!(metadata.revision.unwrap_or("main")));
     config.insert("model_sha".into(), json!(commit(lm)));
     config.extend(metadata.options.clone());
@@ -58,8 +58,8 @@ pub fn run_metadata(lm: &Lm, metadata: &RunMetadata) -> Map<String, Json> {
         "config": config,
         "git_hash": git_hash(),
         "upper_git_hash": upper_git_hash(),
-        "pretty_env_info": environment(),
-        "lm_eval_version": LM_EVAL,
+        "pretty_env_info": pretty_env_info(),
+        "lm_eval_version": LM_EVAL_VERSION,
         "date": metadata.date,
         "candlewick_version": env!("CARGO_PKG_VERSION"),
         "tokenizer_pad_token": token(tokenizer.pad()),
@@ -69,7 +69,7 @@ pub fn run_metadata(lm: &Lm, metadata: &RunMetadata) -> Map<String, Json> {
         "max_length": metadata.max_length,
         "model_source": "candlewick",
         "model_name": metadata.model_name,
-        "model_name_sanitized": sanitized(metadata.model_name),
+        "model_name_sanitized": sanitize_model_name(metadata.model_name),
         "system_instruction": metadata.system_instruction,
         "system_instruction_sha": metadata.system_instruction.map(sha256),
         "fewshot_as_multiturn": metadata.fewshot_as_multiturn,
@@ -92,7 +92,7 @@ fn commit(lm: &Lm) -> String {
 }
 
 /// Returns torch's name of a dtype, such as `bfloat16` for `bf16`.
-fn long_name(dtype: &str) -> &str {
+fn torch_dtype_name(dtype: &str) -> &str {
     match dtype {
         "bf16" => "bfloat16",
         "f16" => "float16",

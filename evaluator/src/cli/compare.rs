@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 
-use crate::results::{Comparison, IntervalBy, MetricDifference, SkippedMetric, compare, comparison_page};
+use crate::results::{Comparison, IntervalMethod, MetricDifference, SkippedMetric, compare, comparison_page};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::stdout::print_line;
 
@@ -87,7 +87,7 @@ fn text(comparison: &Comparison, most_flips: usize) -> String {
     for d in &comparison.differences {
         let [low, high] = d.interval;
         let lower = if d.higher_is_better { "" } else { ", lower is better" };
-        let by = if d.interval_by == IntervalBy::Bootstrap { ", interval by bootstrap" } else { "" };
+        let by = if d.interval_by == IntervalMethod::Bootstrap { ", interval by bootstrap" } else { "" };
         let unpaired = if d.n_unpaired == 0 { String::new() } else { format!(", {} unpaired", d.n_unpaired) };
         lines.push(format!(
             "{} {},{}: {:.4} -> {:.4}  {:+.4} [{low:+.4}, {high:+.4}]  {} samples{unpaired}{lower}{by}",

@@ -23,14 +23,14 @@ pub(super) struct EvalLossRows {
     /// Number of rows with at least one sequence.
     pub(super) n_rows: usize,
     n_read: usize,
-    found: [Found; FINDINGS.len()],
-    without_targets: Found,
-    unrendered: Found,
+    found: [FindingCount; FINDINGS.len()],
+    without_targets: FindingCount,
+    unrendered: FindingCount,
 }
 
 /// Number of rows with a finding, and the location of the first.
 #[derive(Clone, Debug, Default)]
-struct Found {
+struct FindingCount {
     n_rows: usize,
     first: String,
 }
@@ -52,7 +52,7 @@ impl EvalLossRows {
 
     /// Returns an error if rows have tool calls that the chat template does not render, as in training.
     pub(super) fn refuse_unrendered(&self, template: &str) -> Result<()> {
-        let Found { n_rows, first } = &self.unrendered;
+        let FindingCount { n_rows, first } = &self.unrendered;
         if *n_rows == 0 {
             return Ok(());
         }
@@ -70,14 +70,14 @@ impl EvalLossRows {
         let described = FINDINGS.iter().map(|finding| finding.describe(template));
         let found = described.zip(&self.found);
         let all = found.chain([("have no target tokens and are skipped".to_owned(), &self.without_targets)]);
-        let warning = |(what, Found { n_rows, first }): (String, &Found)| {
+        let warning = |(what, FindingCount { n_rows, first }): (String, &FindingCount)| {
             (*n_rows > 0).then(|| format!("warning: {n_rows} of {} rows {what}, the first at {first}", self.n_read))
         };
         all.filter_map(warning).collect()
     }
 }
 
-impl Found {
+impl FindingCount {
     fn count_if(&mut self, is_found: bool, place: &str) {
         if is_found && self.n_rows == 0 {
             place.clone_into(&mut self.first);

@@ -49,7 +49,7 @@ fn line(entry: &TaskListing, width: usize) -> String {
     let file = entry.file.as_ref().map(|file| file.display().to_string());
     let about = match (&entry.output_type, file) {
         (Some(output_type), Some(file)) => format!("{output_type:<22} {file}"),
-        _ => entry.holds.join(", "),
+        _ => entry.members.join(", "),
     };
     format!("{:<width$}  {about}", entry.name).trim_end().to_owned()
 }

@@ -18,8 +18,10 @@ use super::tasks::{PromptArgs, TaskArgs};
 use super::unsupported_lm_eval_args::UnsupportedLmEvalArgs;
 use crate::chat::ChatTemplateFormatter;
 use crate::evaluation::Evaluation;
-use crate::output::{ResultsFolder, sanitized_task};
-use crate::results::{HtmlReport, Results, ResultsHeader, TaskRun, counts, groups_table, header, table};
+use crate::output::{ResultsFolder, sanitize_task_name};
+use crate::results::{
+    HtmlReport, Results, ResultsHeader, TaskRun, groups_table, header_line, results_table, skipped_counts,
+};
 use crate::run_metadata::{RunMetadata, run_metadata};
 use crate::task::{ChatFormatter, DataOverrides, OutputType, PromptOptions, Task, TaskSelection};
 use candlewick_inference::answer::LmAnswers;
@@ -127,10 +129,10 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
         let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatFormatter), &tasks, id)?;
         let evaluation = ranks.process.keep_alive().during(|| Evaluation::new(tasks, selection.groups, options))?;
         if ranks.process.is_first() {
-            args.remark(&evaluation);
+            args.print_notes(&evaluation);
         }
         let output = args.output_path.as_ref().map(|path| ResultsFolder::new(path, &args.model.model, id.file_stamp()));
-        let log = args.use_cache.clone().or(output.as_ref().map(ResultsFolder::answers));
+        let log = args.use_cache.clone().or(output.as_ref().map(ResultsFolder::response_cache));
         let settings = args.request_args.settings(args.seeds().resolve(id.run).0, log);
         let answers = LmAnswers::new(&lm, settings, ranks.crew())?;
         let max_length = answers.max_length();
@@ -163,7 +165,7 @@ impl Run {
     }
 
     /// Prints the tasks' data files, warnings about options without effect, and the first prompts with `--write-out`.
-    fn remark(&self, evaluation: &Evaluation) {
+    fn print_notes(&self, evaluation: &Evaluation) {
         if !self.is_quiet() {
             evaluation.data().for_each(|line| eprintln!("{line}"));
         }
@@ -175,11 +177,11 @@ impl Run {
         if self.prompts.enable_thinking == Some(true) && self.request_args.think_end_token.is_none() {
             tracing::warn!("--enable-thinking without --think-end-token: the response includes the thinking");
         }
-        if self.seeds().is_completed {
+        if self.seeds().is_fewshot_default {
             tracing::warn!("--seed: with three seeds the few-shot seed is 1234");
         }
         if self.write_out {
-            evaluation.first().for_each(|text| eprintln!("{text}"));
+            evaluation.first_prompts().for_each(|text| eprintln!("{text}"));
         }
     }
 
@@ -292,7 +294,7 @@ impl Run {
         (id, began): (RunId, Instant),
     ) -> Result<Map<String, Json>> {
         let options = self.prompts.options(chat.map(|chat| chat as &dyn ChatFormatter))?;
-        let [python, numpy, torch, fewshot] = self.seeds().all;
+        let [python, numpy, torch, fewshot] = self.seeds().values;
         let reported = json!({
             "batch_size": self.request_args.batch_size(),
             "batch_sizes": [],
@@ -343,9 +345,9 @@ impl Run {
         if self.show_config {
             print_line(&serde_json::to_string_pretty(results)?)?;
         }
-        let tables = format!("{}\n{}", table(results), groups_table(results));
-        let notes: Vec<String> = std::iter::once(counts(results)).chain(evaluation.fewshot_notes()).collect();
-        print_line(&format!("{}\n{}\n\n{}", header(&self.header()?), tables.trim_end(), notes.join("\n")))
+        let tables = format!("{}\n{}", results_table(results), groups_table(results));
+        let notes: Vec<String> = std::iter::once(skipped_counts(results)).chain(evaluation.fewshot_notes()).collect();
+        print_line(&format!("{}\n{}\n\n{}", header_line(&self.header()?), tables.trim_end(), notes.join("\n")))
     }
 
     /// Returns the header line above the table.
@@ -376,7 +378,7 @@ fn command() -> String {
 fn refuse_equal_file_names(selection: &TaskSelection) -> Result<()> {
     let mut names = BTreeMap::new();
     for task in selection.tasks.iter().map(|task| &task.task) {
-        let other = names.insert(sanitized_task(task), task).filter(|other| *other != task);
+        let other = names.insert(sanitize_task_name(task), task).filter(|other| *other != task);
         ensure!(
             other.is_none(),
             anyhow!(

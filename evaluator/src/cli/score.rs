@@ -26,12 +26,12 @@ pub(super) struct Score {
     #[arg(long, group = "scored")]
     text: Option<String>,
     #[command(flatten)]
-    rows: ScoredRows,
+    rows: DatasetArgs,
 }
 
 /// Options of `--data`: the data set and its format.
 #[derive(Debug, Args)]
-struct ScoredRows {
+struct DatasetArgs {
     /// Print the loss and perplexity on a file, a folder or a Hub data set; append `:split` to select a split. All
     /// training formats are supported. In chats only assistant tokens are scored, in plain text all tokens
     #[arg(long, group = "scored")]
@@ -151,7 +151,7 @@ fn score_rows(Score { model, rows: args, .. }: &Score, data: &str, hub: &Hub) ->
     )
 }
 
-impl ScoredRows {
+impl DatasetArgs {
     fn format_request(&self, request: &DatasetRequest) -> FormatRequest {
         FormatRequest {
             format: self.format.clone(),

@@ -9,9 +9,9 @@ use candlewick_text::files::{MAX_GENERATED_BYTES, read_regular_text_file};
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
-use super::paired::{IntervalBy, paired};
-use crate::output::sanitized_task;
-use crate::task::{Aggregation, MetricValue, usual_aggregation};
+use super::paired::{IntervalMethod, paired};
+use crate::output::sanitize_task_name;
+use crate::task::{Aggregation, MetricValue, default_aggregation};
 
 /// Sample records of one task in a run.
 #[derive(Clone, Debug, PartialEq)]
@@ -68,7 +68,7 @@ pub struct MetricDifference {
     /// 95 % confidence interval of the difference.
     pub interval: [f64; 2],
     /// Method of the confidence interval.
-    pub interval_by: IntervalBy,
+    pub interval_by: IntervalMethod,
     /// True if a higher value is better.
     pub higher_is_better: bool,
     /// Samples that are correct in one run and wrong in the other.
@@ -158,7 +158,7 @@ fn task_of(path: &Path) -> Option<(String, String)> {
 
 fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> Result<()> {
     let (first, second) = (records(&a.path)?, records(&b.path)?);
-    let metrics_of_task = MetricsOfTask::beside(a);
+    let metrics_of_task = MetricsOfTask::from_results_file(a);
     for (filter, ours) in &first {
         let Some(theirs) = second.get(filter) else {
             comparison.left_out.extend(of_one_run(&a.task, filter, ours, "only the first run has the filter"));
@@ -259,11 +259,11 @@ struct MetricsOfTask {
 
 impl MetricsOfTask {
     /// Reads `results_TIME.json` in the folder of `samples_TASK_TIME.jsonl`; empty if the file is missing.
-    fn beside(file: &SampleFile) -> Self {
+    fn from_results_file(file: &SampleFile) -> Self {
         let Some((task, time)) = task_of(&file.path) else { return Self::default() };
         let results = fs::read(file.path.with_file_name(format!("results_{time}.json"))).ok();
         let results: Option<Json> = results.and_then(|bytes| serde_json::from_slice(&bytes).ok());
-        let is_it = |(name, _): &(&String, &Json)| sanitized_task(name) == task;
+        let is_it = |(name, _): &(&String, &Json)| sanitize_task_name(name) == task;
         let of = |key: &str| results.as_ref()?.get(key)?.as_object()?.iter().find(is_it).map(|(_, own)| own.clone());
         let listed = of("configs").and_then(|config| config.get("metric_list")?.as_array().cloned());
         let higher_is_better = of("higher_is_better").and_then(|directions| directions.as_object().cloned());
@@ -275,7 +275,7 @@ impl MetricsOfTask {
     fn metric(&self, name: &str, values: &[MetricValue]) -> Result<(Aggregation, bool), String> {
         let listed = self.listed.iter().find(|entry| entry.get("metric").and_then(Json::as_str) == Some(name));
         let said = listed.and_then(|entry| Aggregation::named(entry.get("aggregation")?.as_str()?));
-        let usual = usual_aggregation(name);
+        let usual = default_aggregation(name);
         let fits = |aggregation: &Aggregation| aggregation.statistic(values).is_ok();
         let by_name = usual.map(|(aggregation, _)| aggregation).filter(fits);
         let aggregation = said.or(by_name).or_else(|| by_shape(values)).ok_or_else(|| match values.first() {

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value as Json, json};
 
 use super::schema::{ResultEntry, Results, TaskRun, sample_counts};
-use crate::task::{GroupAggregate, TaskGroup, pooled, task_hash, unweighted};
+use crate::task::{GroupAggregate, TaskGroup, pooled_stderr, task_hash, unweighted_stderr};
 
 /// Assembles the results of a run.
-pub fn assemble(runs: &[TaskRun], groups: &[TaskGroup]) -> Results {
+pub fn assemble_results(runs: &[TaskRun], groups: &[TaskGroup]) -> Results {
     let scores: Vec<ResultEntry> = runs.iter().map(ResultEntry::of).collect();
     let mut results = Results::default();
     for (run, score) in runs.iter().zip(&scores) {
@@ -105,8 +105,9 @@ fn over_tasks(aggregate: &GroupAggregate, filter: &str, tasks: &[&ResultEntry]) 
     let weights: f64 = sizes.iter().map(|size| weight(*size)).sum();
     let value = found.iter().map(|(value, _, size)| value * weight(*size)).sum::<f64>() / weights;
     let stderrs: Option<Vec<f64>> = found.iter().map(|(_, stderr, _)| *stderr).collect();
-    let of_mean =
-        |stderrs: Vec<f64>| if aggregate.weight_by_size { pooled(&stderrs, &sizes) } else { unweighted(&stderrs) };
+    let of_mean = |stderrs: Vec<f64>| {
+        if aggregate.weight_by_size { pooled_stderr(&stderrs, &sizes) } else { unweighted_stderr(&stderrs) }
+    };
     Some((value, stderrs.map(of_mean), sizes.iter().sum()))
 }
 

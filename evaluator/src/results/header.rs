@@ -20,7 +20,7 @@ pub struct ResultsHeader {
 }
 
 /// Formats `hf ({'pretrained': 'gpt2'}), gen_kwargs: ({}), limit: None, num_fewshot: None, batch_size: 1`.
-pub fn header(header: &ResultsHeader) -> String {
+pub fn header_line(header: &ResultsHeader) -> String {
     let or_none = |value: Option<String>| value.unwrap_or_else(|| "None".into());
     format!(
         "hf ({}), gen_kwargs: ({}), limit: {}, num_fewshot: {}, batch_size: {}",
@@ -51,11 +51,11 @@ mod tests {
             batch_size: "8".into(),
         };
         assert_eq!(
-            header(&all),
+            header_line(&all),
             "hf ({'pretrained': \"it's\", 'dtype': 'float32', 'max_length': 64}), gen_kwargs: ({'temperature': 0.5, \
              'do_sample': True}), limit: 20.0, num_fewshot: 5, batch_size: 8"
         );
         let none = ResultsHeader { batch_size: "1".into(), ..ResultsHeader::default() };
-        assert_eq!(header(&none), "hf ({}), gen_kwargs: ({}), limit: None, num_fewshot: None, batch_size: 1");
+        assert_eq!(header_line(&none), "hf ({}), gen_kwargs: ({}), limit: None, num_fewshot: None, batch_size: 1");
     }
 }

@@ -13,7 +13,7 @@ const RESAMPLES_OF_TEXTS: usize = 100;
 /// Method of a confidence interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum IntervalBy {
+pub enum IntervalMethod {
     /// Normal approximation of the paired differences, for means.
     Normal,
     /// Percentile bootstrap over documents, with the same resamples for both runs, for all other metrics.
@@ -27,7 +27,7 @@ pub(super) struct PairedDifference {
     /// Value of the second run minus that of the first.
     pub(super) difference: f64,
     pub(super) interval: [f64; 2],
-    pub(super) interval_by: IntervalBy,
+    pub(super) interval_by: IntervalMethod,
 }
 
 /// Aggregates the values of the same documents in both runs. The error names an invalid value.
@@ -53,7 +53,7 @@ fn of_means(a: &[MetricValue], b: &[MetricValue]) -> Result<PairedDifference, St
         b: mean(|v| v.1),
         difference,
         interval: [difference - Z * stderr, difference + Z * stderr],
-        interval_by: IntervalBy::Normal,
+        interval_by: IntervalMethod::Normal,
     })
 }
 
@@ -76,7 +76,7 @@ fn by_bootstrap(aggregation: Aggregation, a: &[MetricValue], b: &[MetricValue]) 
     let quantile = |share: f64| drawn[((n_resamples - 1) as f64 * share).round() as usize];
     let interval = if n < 2 { [f64::NAN; 2] } else { [quantile(0.025), quantile(0.975)] };
     let [a, b] = value;
-    Ok(PairedDifference { a, b, difference: b - a, interval, interval_by: IntervalBy::Bootstrap })
+    Ok(PairedDifference { a, b, difference: b - a, interval, interval_by: IntervalMethod::Bootstrap })
 }
 
 #[cfg(test)]
@@ -98,7 +98,7 @@ mod tests {
         let found = paired(Aggregation::WeightedPerplexity, &a, &b).unwrap();
         let want = ((51.0_f64 / 20.0).exp(), (40.0_f64 / 20.0).exp());
         assert!((found.a - want.0).abs() < 1e-12 && (found.b - want.1).abs() < 1e-12);
-        assert_eq!((found.difference, found.interval_by), (found.b - found.a, IntervalBy::Bootstrap));
+        assert_eq!((found.difference, found.interval_by), (found.b - found.a, IntervalMethod::Bootstrap));
         // No document is worse in the second run.
         let [low, high] = found.interval;
         assert!(low < found.difference && found.difference < high && high <= 0.0, "{low} {high}");
@@ -120,7 +120,7 @@ mod tests {
         let (a, b) = (values(0), values(3));
         let want = paired(Aggregation::Mean, &a, &b).unwrap();
         let found = by_bootstrap(Aggregation::Mean, &a, &b).unwrap();
-        assert_eq!(want.interval_by, IntervalBy::Normal);
+        assert_eq!(want.interval_by, IntervalMethod::Normal);
         let width = want.interval[1] - want.interval[0];
         for (found, want) in found.interval.iter().zip(want.interval) {
             assert!((found - want).abs() < 0.1 * width, "{found} {want}");

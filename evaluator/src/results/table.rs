@@ -5,7 +5,7 @@ use serde_json::{Map, Value as Json};
 use super::schema::Results;
 
 /// Formats the scores of all tasks and groups as a Markdown table.
-pub fn table(results: &Results) -> String {
+pub fn results_table(results: &Results) -> String {
     print("Tasks", &results.results, results)
 }
 
@@ -15,7 +15,7 @@ pub fn groups_table(results: &Results) -> String {
 }
 
 /// Formats one line for each task with truncated, skipped or empty documents; a single line if there are none.
-pub fn counts(results: &Results) -> String {
+pub fn skipped_counts(results: &Results) -> String {
     const WHAT: [(&str, &str); 4] = [
         ("truncated", "truncated"),
         ("skipped", "skipped"),
@@ -151,14 +151,14 @@ pub(super) fn plain(value: &Json) -> String {
 struct Column {
     title: String,
     width: usize,
-    kind: Kind,
+    kind: ColumnKind,
     /// For each row, true if the cell is left-aligned text: not a number, or after a majority of text cells.
     is_text: Vec<bool>,
     n_decimals: usize,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum ColumnKind {
     /// Numeric column: all cells have the same number of decimals.
     Numbers,
     /// Mixed column: integers have no decimals.
@@ -171,7 +171,7 @@ impl Column {
         let is_text = texts(&all);
         let numbers = || all.iter().zip(&is_text).filter(|(cell, is_text)| !**is_text && !cell.trim().is_empty());
         let is_numbers = !is_text.contains(&true) && numbers().next().is_some();
-        let kind = if is_numbers { Kind::Numbers } else { Kind::Mixed };
+        let kind = if is_numbers { ColumnKind::Numbers } else { ColumnKind::Mixed };
         let n_decimals = numbers().map(|(cell, _)| n_decimals(cell)).max().unwrap_or(0);
         let column = Self { title: title.to_owned(), width: 0, kind, is_text, n_decimals };
         let widest =
@@ -185,8 +185,8 @@ impl Column {
 
     fn rule(&self) -> String {
         match self.kind {
-            Kind::Numbers => "-".repeat(self.width - 1) + ":",
-            Kind::Mixed => "-".repeat(self.width),
+            ColumnKind::Numbers => "-".repeat(self.width - 1) + ":",
+            ColumnKind::Mixed => "-".repeat(self.width),
         }
     }
 
@@ -198,7 +198,7 @@ impl Column {
 
     fn text(&self, row: usize, cell: &str) -> String {
         match (value_of(cell).filter(|_| !self.is_text[row]), self.kind) {
-            (Some(value), Kind::Mixed) if value.fract() == 0.0 => format!("{value}"),
+            (Some(value), ColumnKind::Mixed) if value.fract() == 0.0 => format!("{value}"),
             (Some(value), _) => format!("{value:.*}", self.n_decimals),
             (None, _) => cell.to_owned(),
         }
@@ -260,7 +260,7 @@ mod tests {
 |        |       |strict-match    |     5|exact_match    |↑  | 0.1000|±  |0.0123|
 |wikitext|      2|none            |     0|word_perplexity|↓  |12.3456|±  |   N/A|
 ";
-        assert_eq!(table(&results), want);
+        assert_eq!(results_table(&results), want);
     }
 
     #[track_caller]
@@ -304,6 +304,6 @@ mod tests {
 | - stem|      2|none  |     0|acc   |   | 0.25|±  | 0.003|
 |  - a  |      1|none  |     0|acc   |   | 0.25|±  | 0.003|
 ";
-        assert_eq!(table(&results), want);
+        assert_eq!(results_table(&results), want);
     }
 }

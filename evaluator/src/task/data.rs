@@ -85,9 +85,11 @@ pub(crate) fn open(
     paths: &DataOverrides,
     process: Option<ProcessDocs>,
 ) -> Result<DatasetSplit, TaskError> {
-    let request = match paths.of(&config.task) {
-        Some(path) => DatasetRequest { files: paths.file_rule(config), ..elsewhere(path, &config.dataset, split) },
-        None => as_written(&config.dataset, split)?,
+    let request = match paths.path_of(&config.task) {
+        Some(path) => {
+            DatasetRequest { files: paths.file_selector(config), ..override_request(path, &config.dataset, split) }
+        }
+        None => task_file_request(&config.dataset, split)?,
     };
     let task = || config.task.clone();
     let source = hub.dataset(&request).map_err(|source| TaskError::Hub { task: task(), source })?;
@@ -125,7 +127,7 @@ fn read_list(doc: &mut Doc, column: &str) -> Result<(), String> {
 
 /// Returns the data request for a path of `--data`. A single file is the requested split; a folder or Hub data set
 /// has splits.
-fn elsewhere(path: &str, dataset: &DatasetConfig, split: &str) -> DatasetRequest {
+fn override_request(path: &str, dataset: &DatasetConfig, split: &str) -> DatasetRequest {
     let is_file = Path::new(path).is_file();
     let part = SplitPart { split: split.to_owned(), slice: Default::default() };
     let parts = if is_file { Vec::new() } else { vec![part] };
@@ -154,7 +156,7 @@ fn request(path: &str) -> DatasetRequest {
 
 const KWARGS: [&str; 7] = ["data_files", "data_dir", "revision", "field", "sep", "delimiter", "trust_remote_code"];
 
-fn as_written(dataset: &DatasetConfig, split: &str) -> Result<DatasetRequest, TaskError> {
+fn task_file_request(dataset: &DatasetConfig, split: &str) -> Result<DatasetRequest, TaskError> {
     let fault = |problem: String| {
         let message = format!("dataset_kwargs: {problem}");
         TaskError::Config(ConfigError { place: dataset.kwargs_place.clone(), message })
@@ -246,18 +248,18 @@ fn process_all(docs: Vec<Doc>, process: Option<ProcessDocs>) -> Result<Vec<(usiz
     let docs = docs.into_iter().enumerate();
     match process {
         None => Ok(docs.collect()),
-        Some(ProcessDocs::Each(change)) => docs.map(|(row, doc)| in_row(row, change(doc))).collect(),
-        Some(ProcessDocs::Random(seed, change)) => {
+        Some(ProcessDocs::Map(change)) => docs.map(|(row, doc)| in_row(row, change(doc))).collect(),
+        Some(ProcessDocs::MapWithRng(seed, change)) => {
             let mut random = PythonRandom::new(seed);
             docs.map(|(row, doc)| in_row(row, change(doc, &mut random))).collect()
         }
-        Some(ProcessDocs::Some(change)) => docs
+        Some(ProcessDocs::FilterMap(change)) => docs
             .filter_map(|(row, doc)| match change(doc) {
                 Ok(doc) => Some(Ok((row, doc?))),
                 Err(problem) => Some(Err((row, problem))),
             })
             .collect(),
-        Some(ProcessDocs::Where(column, value)) => {
+        Some(ProcessDocs::ColumnEquals(column, value)) => {
             Ok(docs.filter(|(_, doc)| doc.get(column).and_then(Json::as_str) == Some(value)).collect())
         }
     }

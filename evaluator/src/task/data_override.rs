@@ -70,18 +70,18 @@ impl DataOverrides {
     }
 
     /// Returns the path for a task: that of the last matching override.
-    pub(super) fn of(&self, task: &str) -> Option<&str> {
+    pub(super) fn path_of(&self, task: &str) -> Option<&str> {
         self.entry_of(task).map(|entry| entry.path.as_str())
     }
 
     /// Returns the override of a task as `--data TASK=FILE`, if it is a single file for all splits.
-    pub(super) fn one_file(&self, task: &str) -> Option<String> {
-        let path = self.of(task).filter(|path| Path::new(path).is_file())?;
+    pub(super) fn single_file(&self, task: &str) -> Option<String> {
+        let path = self.path_of(task).filter(|path| Path::new(path).is_file())?;
         Some(format!("{} {task}={path}", self.option))
     }
 
     /// Returns the rule that selects a task's file for a split within a folder.
-    pub(super) fn file_rule(&self, config: &TaskConfig) -> FileSelector {
+    pub(super) fn file_selector(&self, config: &TaskConfig) -> FileSelector {
         let Some(entry) = self.entry_of(&config.task) else { return FileSelector::All };
         let unnamed = match (entry.is_shared, entry.task == config.task) {
             (true, _) => Unnamed::None,
@@ -181,7 +181,7 @@ mod tests {
         let tasks = tasks(selected);
         let words: Vec<String> = words.iter().map(ToString::to_string).collect();
         let paths = DataOverrides::read("--data", &words, &tasks).unwrap();
-        let rule = |task: &TaskConfig| match paths.file_rule(task) {
+        let rule = |task: &TaskConfig| match paths.file_selector(task) {
             FileSelector::One(names) => names,
             FileSelector::All => FileNames::default(),
         };

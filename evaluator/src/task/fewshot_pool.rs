@@ -17,7 +17,7 @@ pub(super) struct FewshotPool {
     /// Row index of each document, if the pool comes from the evaluated split.
     pub(super) rows: Vec<usize>,
     /// True if the evaluated document must be excluded from its own examples.
-    pub(super) leave_out: bool,
+    pub(super) exclude_eval_doc: bool,
     /// Split of the examples; `None` for examples written in the task file.
     pub(super) data: Option<FewshotSplit>,
 }
@@ -37,7 +37,7 @@ pub struct FewshotSplit {
 /// # Errors
 ///
 /// The examples cannot be read, or the pool is smaller than `num_fewshot`.
-pub(super) fn shots(
+pub(super) fn load_fewshot_pool(
     hub: &Hub,
     config: &TaskConfig,
     eval: &DatasetSplit,
@@ -51,7 +51,7 @@ pub(super) fn shots(
     if wanted == 0 {
         return Ok(FewshotPool::default());
     }
-    let shots = candidates(hub, config, eval, paths, options)?;
+    let shots = load_candidates(hub, config, eval, paths, options)?;
     match shots.docs.len() {
         n if wanted <= n => Ok(shots),
         n => Err(TaskError::Selection(format!(
@@ -62,7 +62,7 @@ pub(super) fn shots(
     }
 }
 
-fn candidates(
+fn load_candidates(
     hub: &Hub,
     config: &TaskConfig,
     eval: &DatasetSplit,
@@ -73,10 +73,10 @@ fn candidates(
     let (split, process) = match (&fewshot.split, &fewshot.samples) {
         (Some(split), _) => (split.as_str(), &fewshot.process_docs),
         (None, Some(FewshotSamples::Listed(docs))) => {
-            return Ok(picked(FewshotPool { docs: docs.clone(), ..FewshotPool::default() }, config, options));
+            return Ok(select_indices(FewshotPool { docs: docs.clone(), ..FewshotPool::default() }, config, options));
         }
         (None, Some(FewshotSamples::Function(function))) => {
-            return Ok(picked(
+            return Ok(select_indices(
                 FewshotPool { docs: builtin::samples(function)?, ..FewshotPool::default() },
                 config,
                 options,
@@ -87,22 +87,22 @@ fn candidates(
             (split.map_or_else(|| config.eval_split(), Ok)?, &config.process_docs)
         }
     };
-    check_one_file(config, split, paths)?;
+    refuse_single_file(config, split, paths)?;
     let process = process.as_ref().map(builtin::process_docs).transpose()?;
     let opened = data::open(hub, config, split, paths, process)?;
     let of = opened.data();
     let is_evaluated_split = split == config.eval_split()? || !of.files.is_empty() && of.files == eval.data().files;
     // lm-eval compares the splits' names only, so a document may become its own example.
-    let leave_out = if options.compat { fewshot.split == config.test_split } else { is_evaluated_split };
-    let rows = if options.compat || !leave_out { Vec::new() } else { opened.rows().to_vec() };
+    let exclude_eval_doc = if options.compat { fewshot.split == config.test_split } else { is_evaluated_split };
+    let rows = if options.compat || !exclude_eval_doc { Vec::new() } else { opened.rows().to_vec() };
     let data = Some(FewshotSplit { of, is_evaluated_split });
-    Ok(picked(FewshotPool { docs: opened.into_docs(), rows, leave_out, data }, config, options))
+    Ok(select_indices(FewshotPool { docs: opened.into_docs(), rows, exclude_eval_doc, data }, config, options))
 }
 
 /// Returns an error if a single file replaces all splits of a task with few-shot examples.
-fn check_one_file(config: &TaskConfig, split: &str, paths: &DataOverrides) -> Result<(), TaskError> {
+fn refuse_single_file(config: &TaskConfig, split: &str, paths: &DataOverrides) -> Result<(), TaskError> {
     let (task, evaluated) = (&config.task, config.eval_split()?);
-    match paths.one_file(task).filter(|_| split != evaluated) {
+    match paths.single_file(task).filter(|_| split != evaluated) {
         None => Ok(()),
         Some(given) => Err(TaskError::Selection(format!(
             "{given} is one file, evaluated as {evaluated:?}, and the examples of {task} come from {split:?}; name a folder \
@@ -112,7 +112,7 @@ fn check_one_file(config: &TaskConfig, split: &str, paths: &DataOverrides) -> Re
 }
 
 /// Keeps the documents at `fewshot_indices`, if the task has them.
-fn picked(shots: FewshotPool, config: &TaskConfig, options: &PromptOptions) -> FewshotPool {
+fn select_indices(shots: FewshotPool, config: &TaskConfig, options: &PromptOptions) -> FewshotPool {
     match &config.fewshot.indices {
         // lm-eval 0.4.13 ignores `fewshot_indices`.
         Some(indices) if !options.compat => FewshotPool {

@@ -20,7 +20,7 @@ const KNOWN: [&str; 9] = [
 ];
 
 /// Keys for the maximum number of generated tokens; the first key present wins.
-const OF_LENGTH: [&str; 4] = ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"];
+const MAX_TOKENS_KEYS: [&str; 4] = ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"];
 
 /// Returns an error for unsupported `generation_kwargs`.
 pub(crate) fn check(kwargs: &Map<String, Json>, entry: &Entry) -> Result<(), ConfigError> {
@@ -39,7 +39,7 @@ pub fn settings(kwargs: &Map<String, Json>) -> Result<GenerationSettings, String
     let whole = |value: &Json| value.as_f64().filter(|value| *value >= 0.0 && value.fract() == 0.0).map(|n| n as u64);
     let count = |value: &Json| value.as_u64().or_else(|| whole(value)).map(|n| n as usize);
     let mut max_gen_toks = None;
-    for alias in OF_LENGTH {
+    for alias in MAX_TOKENS_KEYS {
         max_gen_toks = max_gen_toks.or(optional(kwargs, alias, count, "a number of tokens")?);
     }
     Ok(GenerationSettings {
@@ -55,7 +55,7 @@ pub fn settings(kwargs: &Map<String, Json>) -> Result<GenerationSettings, String
 /// Returns a warning for each key without effect. lm-eval prints the same warnings.
 pub(crate) fn ignored_kwargs(kwargs: &Map<String, Json>) -> Vec<String> {
     let given = |key: &&str| kwargs.get(*key).is_some_and(|value| !value.is_null());
-    let mut of_length = OF_LENGTH.iter().filter(|key| given(key));
+    let mut of_length = MAX_TOKENS_KEYS.iter().filter(|key| given(key));
     let counts = of_length.next();
     let mut found: Vec<String> = of_length
         .map(|key| {

@@ -12,7 +12,7 @@ use super::data::{self, DatasetSplit, SplitInfo};
 use super::data_override::DataOverrides;
 use super::error::TaskError;
 use super::fewshot::{EvalDoc, FewshotRng, FewshotSampler};
-use super::fewshot_pool::{FewshotPool, FewshotSplit, shots};
+use super::fewshot_pool::{FewshotPool, FewshotSplit, load_fewshot_pool};
 use super::field::{CompiledField, as_index};
 use super::generation;
 use super::metric::{self, Metric};
@@ -117,7 +117,7 @@ impl Task {
             prefix: reader(&fewshot.gen_prefix)?,
         };
         let mut task = Self {
-            shots: shots(hub, &config, &eval, paths, options)?,
+            shots: load_fewshot_pool(hub, &config, &eval, paths, options)?,
             doc_to_text: reader(&config.doc_to_text)?.ok_or_else(missing)?,
             doc_to_target: reader(&config.doc_to_target)?.ok_or_else(missing)?,
             doc_to_choice: reader(&config.doc_to_choice)?,
@@ -168,13 +168,13 @@ impl Task {
     /// Returns the target of a document as JSON for sample records.
     pub fn target(&self, doc_id: usize) -> Result<Json, TaskError> {
         let target = self.doc_to_target.target(&self.docs()[doc_id], self.doc_to_choice.is_some());
-        target.map_err(|problem| self.blame(doc_id, problem))
+        target.map_err(|problem| self.document_error(doc_id, problem))
     }
 
     /// Returns the choices of a document, if the task has any.
     pub fn choices(&self, doc_id: usize) -> Result<Option<Vec<String>>, TaskError> {
         let choices = self.doc_to_choice.as_ref().map(|reader| reader.choices(&self.docs()[doc_id]));
-        choices.transpose().map_err(|problem| self.blame(doc_id, problem))
+        choices.transpose().map_err(|problem| self.document_error(doc_id, problem))
     }
 
     /// Returns the indices of the evaluated documents.
@@ -202,7 +202,7 @@ impl Task {
     pub fn instances(&self, options: &PromptOptions) -> Result<Vec<Instance>, TaskError> {
         let mut draws = match options.compat {
             true => FewshotRng::Stream(Box::new(PythonRandom::new(options.fewshot_seed))),
-            false => FewshotRng::Keyed { seed: options.fewshot_seed, task: &self.config.task },
+            false => FewshotRng::PerDocument { seed: options.fewshot_seed, task: &self.config.task },
         };
         let mut all = Vec::new();
         for doc_id in self.doc_ids(options)? {
@@ -225,15 +225,15 @@ impl Task {
         kwargs
     }
 
-    pub(crate) fn blame(&self, doc_id: usize, problem: String) -> TaskError {
+    pub(crate) fn document_error(&self, doc_id: usize, problem: String) -> TaskError {
         TaskError::Document { task: self.config.task.clone(), place: self.eval.locate(doc_id), problem }
     }
 
     /// Determines from the first document whether choices are contexts and targets are lists.
     fn try_first(&mut self, doc: &Doc) -> Result<(), TaskError> {
         let has_choices = self.doc_to_choice.is_some();
-        let text = self.doc_to_text.text(doc, has_choices).map_err(|problem| self.blame(0, problem))?;
-        let target = self.doc_to_target.target(doc, has_choices).map_err(|problem| self.blame(0, problem))?;
+        let text = self.doc_to_text.text(doc, has_choices).map_err(|problem| self.document_error(0, problem))?;
+        let target = self.doc_to_target.target(doc, has_choices).map_err(|problem| self.document_error(0, problem))?;
         self.has_several_inputs = has_choices && as_index(&text).is_some();
         self.has_several_targets = target.as_array().is_some_and(|list| !list.is_empty());
         let of_one = |name: &str| ["brier_score", "f1", "mcc"].contains(&name);
@@ -241,7 +241,7 @@ impl Task {
             Some(metric) if self.has_several_targets => {
                 let problem =
                     format!("the metric {} needs one correct choice, but the target is {target}", metric.name);
-                Err(self.blame(0, problem))
+                Err(self.document_error(0, problem))
             }
             _ => Ok(()),
         }
@@ -254,9 +254,9 @@ impl Task {
         doc_id: usize,
     ) -> Result<Vec<Request>, TaskError> {
         let doc = &self.docs()[doc_id];
-        let blame = |problem| self.blame(doc_id, problem);
-        let prefix = self.gen_prefix.as_ref().map(|prefix| prefix.plain(doc)).transpose().map_err(blame)?;
-        let before = self.before(options, draws, doc_id).map_err(blame)?;
+        let fail = |problem| self.document_error(doc_id, problem);
+        let prefix = self.gen_prefix.as_ref().map(|prefix| prefix.plain(doc)).transpose().map_err(fail)?;
+        let before = self.before(options, draws, doc_id).map_err(fail)?;
         let style = PromptFormat { chat: options.chat, as_multiturn: options.fewshot_as_multiturn };
         let has_prefix = prefix.as_ref().is_some_and(|prefix| !prefix.is_empty());
         let print = |question: &str, target_delimiter: &str| {
@@ -268,7 +268,7 @@ impl Task {
         let contexts = if self.has_several_inputs {
             choices.iter().map(|choice| print(choice, "")).collect::<Result<Vec<_>, _>>()?
         } else {
-            let question = self.doc_to_text.text(doc, self.doc_to_choice.is_some()).and_then(as_text).map_err(blame)?;
+            let question = self.doc_to_text.text(doc, self.doc_to_choice.is_some()).and_then(as_text).map_err(fail)?;
             vec![print(&question, &self.config.target_delimiter)?]
         };
         self.ask(options, doc_id, contexts, &choices)
@@ -294,8 +294,8 @@ impl Task {
         if n == 0 {
             return Ok(before);
         }
-        let FewshotPool { docs, rows, leave_out, .. } = &self.shots;
-        let sampler = FewshotSampler { docs, is_first_n: config.is_first_n, leaves_out: *leave_out, rows };
+        let FewshotPool { docs, rows, exclude_eval_doc, .. } = &self.shots;
+        let sampler = FewshotSampler { docs, is_first_n: config.is_first_n, exclude_eval_doc: *exclude_eval_doc, rows };
         for shot in sampler.sample(draws, n, EvalDoc { doc_id, row: self.eval.row(doc_id), doc })? {
             before.extend(self.example(shot)?);
         }

@@ -75,7 +75,7 @@ fn from_file(path: &Path, depth: usize) -> Result<Vec<Node>, TaskError> {
     let text = read_regular_text_file(path, MAX_WRITTEN_BYTES)
         .map_err(|source| TaskError::Io { path: path.to_owned(), source })?;
     let whole = parse(path, &text)?;
-    documents(whole).into_iter().map(|node| included(node, depth)).collect()
+    documents(whole).into_iter().map(|node| merge_includes(node, depth)).collect()
 }
 
 fn documents(node: Node) -> Vec<Node> {
@@ -86,7 +86,7 @@ fn documents(node: Node) -> Vec<Node> {
 }
 
 /// Merges included files into a configuration, whose own keys override theirs.
-fn included(node: Node, depth: usize) -> Result<Node, TaskError> {
+fn merge_includes(node: Node, depth: usize) -> Result<Node, TaskError> {
     let Value::Map(own) = &node.value else {
         return Err(ConfigError::at(
             node.place.clone(),
@@ -105,7 +105,7 @@ fn included(node: Node, depth: usize) -> Result<Node, TaskError> {
     let mut merged: Vec<Entry> = Vec::new();
     for name in names(entry)? {
         let path = node.place.file.parent().unwrap_or(Path::new("")).join(name);
-        let mut parts = from_file(&path, depth - 1).map_err(|error| blame(entry, error))?;
+        let mut parts = from_file(&path, depth - 1).map_err(|error| at_include(entry, error))?;
         let [part] = parts.as_mut_slice() else {
             return Err(ConfigError::at(
                 entry.place.clone(),
@@ -114,10 +114,10 @@ fn included(node: Node, depth: usize) -> Result<Node, TaskError> {
             .into());
         };
         if let Value::Map(entries) = std::mem::replace(&mut part.value, Value::Null) {
-            entries.into_iter().filter(|entry| entry.key != "task_list").for_each(|entry| put(&mut merged, entry));
+            entries.into_iter().filter(|entry| entry.key != "task_list").for_each(|entry| set_key(&mut merged, entry));
         }
     }
-    own.iter().filter(|entry| entry.key != "include").cloned().for_each(|entry| put(&mut merged, entry));
+    own.iter().filter(|entry| entry.key != "include").cloned().for_each(|entry| set_key(&mut merged, entry));
     Ok(Node { value: Value::Map(merged), place: node.place })
 }
 
@@ -134,7 +134,7 @@ fn names(entry: &Entry) -> Result<Vec<&str>, ConfigError> {
 }
 
 /// Adds the location of the `include` key to an I/O error.
-fn blame(entry: &Entry, error: TaskError) -> TaskError {
+fn at_include(entry: &Entry, error: TaskError) -> TaskError {
     match error {
         TaskError::Io { path, source } => {
             ConfigError::at(entry.place.clone(), format!("include: cannot read {}: {source}", path.display())).into()
@@ -144,7 +144,7 @@ fn blame(entry: &Entry, error: TaskError) -> TaskError {
 }
 
 /// Replaces the entry of a key in place, or appends it.
-pub(super) fn put(entries: &mut Vec<Entry>, new: Entry) {
+pub(super) fn set_key(entries: &mut Vec<Entry>, new: Entry) {
     match entries.iter_mut().find(|entry| entry.key == new.key) {
         Some(entry) => *entry = new,
         None => entries.push(new),

@@ -48,7 +48,7 @@ pub use registry::{TaskListing, TaskRegistry, TaskSelection};
 pub use sample::{ChoiceTargets, SampleRecord, task_hash};
 pub use score::{DocCounts, MetricScore, TaskScores};
 
-pub(crate) use metric::{Aggregation, pooled, unweighted, usual_aggregation};
+pub(crate) use metric::{Aggregation, default_aggregation, pooled_stderr, unweighted_stderr};
 pub(crate) use python::literal::literal_eval;
 pub(crate) use python::repr::repr;
 pub(crate) use python_random::PythonRandom;

@@ -9,11 +9,11 @@ use super::python::text::{ends_blank, rstrip, starts_blank, strip};
 /// Formatter that renders chat turns as a prompt.
 pub trait ChatFormatter: Sync {
     /// Renders (role, content) pairs as a prompt. `ending` selects whether the assistant's header follows.
-    fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError>;
+    fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError>;
 }
 
 impl ChatFormatter for ChatTemplate {
-    fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+    fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
         let messages = turns.iter().map(|(role, content)| ChatMessage::new(*role, *content));
         self.render(&Conversation::new(messages), ending)
     }
@@ -122,15 +122,15 @@ impl PromptFormat<'_> {
 
 fn print(chat: &dyn ChatFormatter, turns: &[(&str, &str)], has_prefix: bool) -> Result<String, TemplateError> {
     if !has_prefix {
-        return chat.print(turns, Ending::GenerationPrompt);
+        return chat.apply_chat_template(turns, Ending::GenerationPrompt);
     }
-    let text = chat.print(turns, Ending::Closed)?;
+    let text = chat.apply_chat_template(turns, Ending::Closed)?;
     let last = turns.last().map_or("", |(_, content)| content);
-    Ok(cut_behind(&text, last))
+    Ok(truncate_after(&text, last))
 }
 
 /// Cuts a prompt after the last turn's content, so that the model continues that turn.
-fn cut_behind(text: &str, content: &str) -> String {
+fn truncate_after(text: &str, content: &str) -> String {
     let Some(at) = text.rfind(strip(content)) else { return text.to_owned() };
     let whole = content.trim_start_matches(super::python::text::is_space);
     let kept = if text[at..].starts_with(whole) { whole } else { rstrip(whole) };
@@ -168,7 +168,7 @@ mod tests {
     struct Tags;
 
     impl ChatFormatter for Tags {
-        fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+        fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
             let turns: String = turns.iter().map(|(role, content)| format!("<{role}>{content}</{role}>")).collect();
             Ok(turns + if ending == Ending::GenerationPrompt { "<assistant>" } else { "" })
         }

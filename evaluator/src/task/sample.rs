@@ -44,9 +44,9 @@ pub struct SampleRecord {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChoiceTargets {
     /// Number of choices. The first `n` requests score them, one each.
-    pub n: usize,
+    pub n_choices: usize,
     /// Indices of the correct choices; any of them counts.
-    pub right: Vec<usize>,
+    pub correct: Vec<usize>,
 }
 
 impl SampleRecord {

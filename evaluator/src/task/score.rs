@@ -61,7 +61,7 @@ pub struct MetricScore {
 }
 
 /// Metrics of multiple-choice tasks, in lm-eval's order.
-const OF_CHOICES: [&str; 8] =
+const CHOICE_METRICS: [&str; 8] =
     ["acc", "f1", "mcc", "acc_norm", "acc_bytes", "exact_match", "brier_score", "acc_mutual_info"];
 
 /// Metric names and values of one document.
@@ -89,12 +89,12 @@ impl Task {
         for filter in &self.config.filters {
             for (doc_id, requests) in &asked {
                 let doc = &self.docs()[*doc_id];
-                let blame = |problem| self.blame(*doc_id, problem);
+                let document_error = |problem| self.document_error(*doc_id, problem);
                 let apply = |request: &InstanceResponses| filter.apply(request.answers.clone(), doc);
-                let filtered = requests.iter().map(apply).collect::<Result<Vec<_>, _>>().map_err(blame)?;
-                let scored = self.process(*doc_id, &filtered).map_err(blame)?;
+                let filtered = requests.iter().map(apply).collect::<Result<Vec<_>, _>>().map_err(document_error)?;
+                let scored = self.process(*doc_id, &filtered).map_err(document_error)?;
                 let target = self.target(*doc_id)?;
-                let (name, choices) = (&filter.name, self.right_choices(*doc_id)?);
+                let (name, choices) = (&filter.name, self.correct_choices(*doc_id)?);
                 samples.push(SampleRecord::new(
                     *doc_id, doc, &target, requests, &kwargs, &filtered, name, &scored, choices,
                 ));
@@ -202,7 +202,7 @@ impl Task {
             gold.holds(likeliest(logprobs.iter().zip(&choices).map(per)))
         };
         let guess = likeliest(logprobs.iter().copied());
-        Ok(self.named(&OF_CHOICES, |name| {
+        Ok(self.named(&CHOICE_METRICS, |name| {
             Some(match name {
                 "acc" => MetricValue::of(gold.holds(guess)),
                 "acc_norm" => MetricValue::of(by_length(text::len)),
@@ -288,18 +288,18 @@ impl Task {
         let mut counts = DocCounts { skipped: n_asked - asked.len(), ..DocCounts::default() };
         for (doc_id, requests) in asked {
             counts.empty += usize::from(requests.iter().all(|asked| is_empty(&asked.instance.request)));
-            let choices = self.right_choices(*doc_id)?;
-            counts.no_target += usize::from(choices.is_some_and(|choices| choices.right.is_empty()));
+            let choices = self.correct_choices(*doc_id)?;
+            counts.no_target += usize::from(choices.is_some_and(|choices| choices.correct.is_empty()));
         }
         Ok(counts)
     }
 
     /// Returns the correct choices; `None` if the task has no choices or scores with `process_results`.
-    fn right_choices(&self, doc_id: usize) -> Result<Option<ChoiceTargets>, TaskError> {
+    fn correct_choices(&self, doc_id: usize) -> Result<Option<ChoiceTargets>, TaskError> {
         let is_choice = self.config.output_type == OutputType::MultipleChoice && self.process_results.is_none();
         let Some(choices) = self.choices(doc_id)?.filter(|_| is_choice) else { return Ok(None) };
-        let gold = self.gold(doc_id, &choices).map_err(|problem| self.blame(doc_id, problem))?;
-        Ok(Some(ChoiceTargets { n: choices.len(), right: gold.indices() }))
+        let gold = self.gold(doc_id, &choices).map_err(|problem| self.document_error(doc_id, problem))?;
+        Ok(Some(ChoiceTargets { n_choices: choices.len(), correct: gold.indices() }))
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use candlewick_inference::request::{Request, Response};
 use candlewick_text::hub::{Hub, HubSettings};
 use candlewick_text::template::{Ending, TemplateError};
-use evaluator::results::{TaskRun, assemble, groups_table, table};
+use evaluator::results::{TaskRun, assemble_results, groups_table, results_table};
 use evaluator::task::{ChatFormatter, DataOverrides, Instance, PromptOptions, Task, TaskConfig, TaskRegistry};
 use serde_json::{Value as Json, json};
 use sha2::{Digest, Sha256};
@@ -24,7 +24,7 @@ fn fixtures() -> PathBuf {
 struct Tags;
 
 impl ChatFormatter for Tags {
-    fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+    fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
         let turns: String = turns.iter().map(|(role, content)| format!("<{role}>{content}</{role}>")).collect();
         Ok(turns + if ending == Ending::GenerationPrompt { "<assistant>" } else { "" })
     }
@@ -115,7 +115,7 @@ fn check(name: &str) {
         let (num_fewshot, generation_kwargs) = (task.num_fewshot(&options), task.generation_kwargs(&options));
         runs.push(TaskRun { num_fewshot, generation_kwargs, config: task.config().clone(), scores });
     }
-    let results = assemble(&runs, &selection.groups);
+    let results = assemble_results(&runs, &selection.groups);
     let found = serde_json::to_value(&results).unwrap();
     let keys =
         ["results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples", "task_hashes"];
@@ -130,7 +130,7 @@ fn check(name: &str) {
         let found = found.to_string().replace(&fixtures().display().to_string(), "FIXTURES");
         same(&format!("{name}: configs.{task}"), &serde_json::from_str(&found).unwrap(), config);
     }
-    let mut tables = table(&results);
+    let mut tables = results_table(&results);
     if !results.groups.is_empty() {
         tables += &format!("\n{}", groups_table(&results));
     }

@@ -3,7 +3,7 @@
 use std::fs;
 
 use crate::support::browser::{Browser, texts};
-use crate::support::room::{Room, json_of, success};
+use crate::support::workspace::{Workspace, json_of, success};
 use serde_json::{Value, json};
 
 /// Document that would run a script if it were not escaped.
@@ -16,21 +16,21 @@ fn documents(page: &str) -> Vec<Value> {
 }
 
 /// Runs `choose` and `speak` with one malicious document, and returns the folder and the report.
-fn run(arguments: &[&str]) -> (Room, String) {
-    let room = Room::new();
-    let text = fs::read_to_string(room.path("data.jsonl")).unwrap();
+fn run(arguments: &[&str]) -> (Workspace, String) {
+    let workspace = Workspace::new();
+    let text = fs::read_to_string(workspace.path("data.jsonl")).unwrap();
     let mut rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     rows[3]["q"] = json!(EVIL);
     let lines: Vec<String> = rows.iter().map(Value::to_string).collect();
-    room.write("data.jsonl", &lines.join("\n"));
-    success(room.run(&[&["--output-path", "out", "--log-samples"], arguments].concat()));
-    let page = fs::read_to_string(room.written_with("out", "results_", ".html")).unwrap();
-    (room, page)
+    workspace.write("data.jsonl", &lines.join("\n"));
+    success(workspace.run(&[&["--output-path", "out", "--log-samples"], arguments].concat()));
+    let page = fs::read_to_string(workspace.written_with("out", "results_", ".html")).unwrap();
+    (workspace, page)
 }
 
 #[test]
 fn the_page_is_whole_and_holds_what_the_records_hold() {
-    let (room, page) = run(&[]);
+    let (workspace, page) = run(&[]);
     for outside in ["http://", "https://", "src=", "@import", "url("] {
         assert!(!page.contains(outside), "{outside}");
     }
@@ -38,7 +38,7 @@ fn the_page_is_whole_and_holds_what_the_records_hold() {
     assert_eq!((scripts, page.matches("</script>").count()), (3, 3), "two blocks of documents and the program");
     let [choose, speak] = &documents(&page)[..] else { panic!("{page}") };
     for (name, docs) in [("choose", choose), ("speak", speak)] {
-        let records = fs::read_to_string(room.written("out", &format!("samples_{name}_"))).unwrap();
+        let records = fs::read_to_string(workspace.written("out", &format!("samples_{name}_"))).unwrap();
         let records: Vec<Value> = records.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(docs.as_array().unwrap().len(), records.len());
         for (doc, record) in docs.as_array().unwrap().iter().zip(&records) {
@@ -62,7 +62,7 @@ fn the_page_is_whole_and_holds_what_the_records_hold() {
 
 #[test]
 fn documents_without_room_are_counted() {
-    let (_room, page) = run(&["--report-samples", "0"]);
+    let (_workspace, page) = run(&["--report-samples", "0"]);
     assert_eq!(documents(&page), [json!([]), json!([])]);
     assert_eq!(page.matches("30 of 30 documents are not in this page").count(), 2);
 }
@@ -70,9 +70,9 @@ fn documents_without_room_are_counted() {
 #[test]
 fn a_browser_shows_scores_and_documents() {
     let Some(browser) = Browser::find() else { return };
-    let (room, _) = run(&[]);
-    let page = room.written_with("out", "results_", ".html");
-    let results = json_of(&room.written_with("out", "results_", ".json"));
+    let (workspace, _) = run(&[]);
+    let page = workspace.written_with("out", "results_", ".html");
+    let results = json_of(&workspace.written_with("out", "results_", ".json"));
     let dom = browser.dom(&page, "");
     let value = |task: &str, key: &str| format!("{:.4}", results["results"][task][key].as_f64().unwrap());
     let want = [value("choose", "acc,none"), value("speak", "exact_match,none")];
@@ -92,7 +92,7 @@ fn a_browser_shows_scores_and_documents() {
     assert!(prompts[0].contains(EVIL) && texts(&dom, "<title>")[0].ends_with(": evaluation"), "{prompts:?}");
     let detail = &dom[dom.find("class=\"detail\"").unwrap()..];
     let table = &detail[detail.find("<tbody>").unwrap()..detail.find("</tbody>").unwrap()];
-    let records = fs::read_to_string(room.written("out", "samples_choose_")).unwrap();
+    let records = fs::read_to_string(workspace.written("out", "samples_choose_")).unwrap();
     let record: Value = serde_json::from_str(records.lines().nth(3).unwrap()).unwrap();
     let logprob = |i: usize| record["resps"][i][0][0].as_str().unwrap().parse::<f64>().unwrap();
     assert_eq!(texts(table, "<td class=\"number"), [0, 1, 2, 3].map(|i| format!("{:.4}", logprob(i))));
@@ -102,7 +102,7 @@ fn a_browser_shows_scores_and_documents() {
     // A link to a document on the second page opens that page.
     let dom = browser.dom(&page, "#task=speak&doc=28");
     assert_eq!(texts(&dom, "<span class=\"note count\""), ["1–25 of 30", "26–30 of 30"]);
-    let records = fs::read_to_string(room.written("out", "samples_speak_")).unwrap();
+    let records = fs::read_to_string(workspace.written("out", "samples_speak_")).unwrap();
     let record: Value = serde_json::from_str(records.lines().nth(28).unwrap()).unwrap();
     assert_eq!(texts(&dom, "<pre class=\"answer\""), [record["resps"][0][0].as_str().unwrap().trim()]);
     assert_eq!(texts(&dom, "<pre class=\"filtered\""), [record["filtered_resps"][0].as_str().unwrap().trim()]);
@@ -110,21 +110,21 @@ fn a_browser_shows_scores_and_documents() {
 
 #[test]
 fn two_runs_are_compared_on_a_page() {
-    let room = Room::new();
+    let workspace = Workspace::new();
     let record = |i: usize, acc: f64| {
         json!({"doc_id": i, "doc_hash": i.to_string(), "filter": "none", "metrics": ["acc"], "acc": acc}).to_string()
     };
     for (name, right) in [("a", 4), ("b", 9)] {
-        fs::create_dir(room.path(name)).unwrap();
+        fs::create_dir(workspace.path(name)).unwrap();
         let lines: Vec<String> = (0..12).map(|i| record(i, f64::from(u8::from(i < right)))).collect();
-        room.write(&format!("{name}/samples_<i>_2026.jsonl"), &lines.join("\n"));
+        workspace.write(&format!("{name}/samples_<i>_2026.jsonl"), &lines.join("\n"));
     }
-    success(room.evaluator(&["compare", "a", "b", "--html", "page.html"]).output().unwrap());
-    let page = fs::read_to_string(room.path("page.html")).unwrap();
+    success(workspace.evaluator(&["compare", "a", "b", "--html", "page.html"]).output().unwrap());
+    let page = fs::read_to_string(workspace.path("page.html")).unwrap();
     assert!(page.contains("&lt;i&gt;") && !page.contains("<i>"), "{page}");
     assert_eq!(texts(&page, "<td class=\"number value\""), ["+0.4167"]);
     assert_eq!(texts(&page, "<td class=\"flips\""), ["gained 54 5 6 7 8"]);
     assert_eq!(page.matches("<svg class=\"interval sure\"").count(), 1);
-    let output = room.evaluator(&["compare", "a", "b", "--html", "a/nowhere/page.html"]).output().unwrap();
+    let output = workspace.evaluator(&["compare", "a", "b", "--html", "a/nowhere/page.html"]).output().unwrap();
     assert!(!output.status.success() && String::from_utf8_lossy(&output.stderr).contains("failed to write"));
 }

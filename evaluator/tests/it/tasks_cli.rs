@@ -193,7 +193,7 @@ fn a_backend_of_lm_eval_is_refused_by_name() {
 #[test]
 fn what_is_misspelt_is_answered_with_what_may_be_meant() {
     refused(&["show", "arc_eazy"], 2, &["the task \"arc_eazy\"", "did you mean `arc_easy`?"]);
-    refused(&["show", "mmlu,mmlu_anatomy"], 2, &["mmlu_anatomy is in both mmlu and mmlu_anatomy"]);
+    refused(&["show", "mmlu,mmlu_anatomy"], 2, &["mmlu and mmlu_anatomy select the task mmlu_anatomy"]);
     refused(&["show", "arc_easy", "--data", "arc_easy"], 2, &["write TASK=PATH"]);
     let data = format!("piqa={}", fixtures().join("data/piqa").display());
     refused(&["show", "piqa", "--data", &data, "--doc", "9"], 2, &["it has 3 documents"]);
@@ -416,7 +416,7 @@ fn another_python_file_is_refused_unless_it_is_allowed() {
     )
     .unwrap();
     let task = task.to_str().unwrap();
-    refused(&["show", task], 2, &["hard.yaml:", "utils.py is not that of lm-eval 0.4.13", "--allow-changed-python"]);
+    refused(&["show", task], 2, &["hard.yaml:", "utils.py differs from lm-eval 0.4.13", "--allow-changed-python"]);
     let text = said(&["show", task, "--doc", "1", "--allow-changed-python"]);
     let want = "hard: document 1 of 2, 1 examples\ntest = DATA (2 documents)\n\n--- request 1 of 1: generate_until ---\n\
                 Problem:\nOne?\n\nSolution: It is $1$.\n\nProblem:\nThree?\n\nSolution:\n\n--- target ---\n\"2\"";
@@ -433,7 +433,7 @@ fn a_metric_of_one_right_choice_refuses_several_before_anything_is_asked() {
          metric_list: [{{metric: brier_score}}]\n"
     );
     let task = file(&folder, "many.yaml", &task);
-    refused(&["show", &task], 3, &["test.jsonl:1", "brier_score needs one right choice"]);
+    refused(&["show", &task], 3, &["test.jsonl:1", "brier_score needs one correct choice"]);
 }
 
 #[test]

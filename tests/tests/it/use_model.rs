@@ -140,7 +140,8 @@ fn text(bytes: &[u8]) -> String {
 #[test]
 fn a_runs_folder_names_its_newest_export() {
     let room = Room::shared();
-    let at = |model: &str| ok(room.evaluator(&["generate", "--model", model, "--prompt", "Say wolf."], ""));
+    let at =
+        |model: &str| ok(room.run("trainer", &["generate", model, "--prompt", "Say wolf.", "--device", "cpu"], ""));
     let newest = at("full/model/global_step_24");
     for (model, note) in [("full", "newest of 2"), ("full/model", "newest of 2")] {
         let found = at(model);

@@ -116,7 +116,7 @@ fn margin_of(sample: &SampleRecord) -> Option<f64> {
     let choices = sample.choices.as_ref()?;
     let answers = sample.resps.as_array()?;
     let best = |is_right: bool| {
-        let own = (0..choices.n).filter(|i| choices.right.contains(i) == is_right);
+        let own = (0..choices.n_choices).filter(|i| choices.correct.contains(i) == is_right);
         own.filter_map(|i| logprob(answers.get(i)?)).reduce(f64::max)
     };
     Some(best(true)? - best(false)?)
@@ -162,7 +162,8 @@ mod tests {
             prompt_hash,
             target_hash,
             metrics,
-            choices: Some(ChoiceTargets { n, right: right.to_vec() }).filter(|choices| choices.n > 1),
+            choices: Some(ChoiceTargets { n_choices: n, correct: right.to_vec() })
+                .filter(|choices| choices.n_choices > 1),
         }
     }
 

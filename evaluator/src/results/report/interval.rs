@@ -23,7 +23,7 @@ impl Scale {
     pub(super) const UNIT: Self = Self { from: 0.0, to: 1.0 };
 
     /// Returns a scale with round ends that contains all values and 0; 0 to 1 if all values lie within.
-    pub(super) fn holding(values: impl Iterator<Item = f64>) -> Self {
+    pub(super) fn covering(values: impl Iterator<Item = f64>) -> Self {
         let (low, high) = values
             .filter(|value| value.is_finite())
             .fold((0.0_f64, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)));
@@ -35,19 +35,19 @@ impl Scale {
     }
 
     /// Returns a scale that is symmetric around 0.
-    pub(super) fn around_zero(values: impl Iterator<Item = f64>) -> Self {
+    pub(super) fn symmetric(values: impl Iterator<Item = f64>) -> Self {
         let most = values.filter(|value| value.is_finite()).fold(0.0_f64, |most, value| most.max(value.abs()));
         let most = if most > 0.0 { round_up(most) } else { 1.0 };
         Self { from: -most, to: most }
     }
 
-    pub(super) fn place(self, value: f64) -> f64 {
+    pub(super) fn position(self, value: f64) -> f64 {
         (100.0 * (value - self.from) / (self.to - self.from)).clamp(0.0, 100.0)
     }
 
     /// Returns the positions of a value and of its interval's bounds.
     pub(super) fn interval(self, value: f64, [low, high]: [f64; 2]) -> Interval {
-        Interval { low: self.place(low), at: self.place(value), high: self.place(high) }
+        Interval { low: self.position(low), at: self.position(value), high: self.position(high) }
     }
 }
 
@@ -74,12 +74,12 @@ mod tests {
 
     #[test]
     fn scales_have_round_ends_and_hold_zero() {
-        let holding = |values: &[f64]| Scale::holding(values.iter().copied());
-        assert_eq!(holding(&[0.2, 1.0]), Scale::UNIT);
-        assert_eq!(holding(&[f64::NAN]), Scale::UNIT);
-        assert_eq!(holding(&[12.3, 45.0]), Scale { from: 0.0, to: 50.0 });
-        assert_eq!(holding(&[-0.3, 0.5]), Scale { from: -0.5, to: 0.5 });
-        assert_eq!(Scale::around_zero([-0.04, 0.01].into_iter()), Scale { from: -0.05, to: 0.05 });
+        let covering = |values: &[f64]| Scale::covering(values.iter().copied());
+        assert_eq!(covering(&[0.2, 1.0]), Scale::UNIT);
+        assert_eq!(covering(&[f64::NAN]), Scale::UNIT);
+        assert_eq!(covering(&[12.3, 45.0]), Scale { from: 0.0, to: 50.0 });
+        assert_eq!(covering(&[-0.3, 0.5]), Scale { from: -0.5, to: 0.5 });
+        assert_eq!(Scale::symmetric([-0.04, 0.01].into_iter()), Scale { from: -0.05, to: 0.05 });
         assert_eq!([0.1, 0.11, 3.0, 1000.0, 0.0].map(round_up), [0.1, 0.2, 5.0, 1000.0, 0.0]);
     }
 

@@ -76,10 +76,10 @@ impl HtmlReport<'_> {
     fn sections(&self) -> Result<Vec<Section>> {
         let docs: Vec<Vec<String>> = self.runs.iter().map(|run| samples::documents(&run.scores.samples)).collect();
         let sizes: Vec<usize> = docs.iter().map(|docs| docs.iter().map(String::len).sum()).collect();
-        let shares = samples::shares(&sizes, self.sample_bytes);
+        let shares = samples::byte_budgets(&sizes, self.sample_bytes);
         let section = |((run, docs), share): ((&TaskRun, &Vec<String>), usize)| {
             let config = serde_json::to_string_pretty(&run.config())?;
-            let n_shown = samples::n_within(docs, share);
+            let n_shown = samples::n_fitting(docs, share);
             Ok(Section {
                 name: run.config.task.clone(),
                 alias: run.config.alias.clone().unwrap_or_else(|| run.config.task.clone()),

@@ -91,12 +91,12 @@ fn document<'s>(filters: &[&'s SampleRecord]) -> Option<Document<'s>> {
 fn asked<'s>(sample: &'s SampleRecord, i: usize, arguments: &'s [Json], answer: &'s Json) -> ReportRequest<'s> {
     let number = logprob(answer);
     let is_scored = !matches!(arguments.get(1), Some(Json::Object(_)));
-    let choices = sample.choices.as_ref().filter(|choices| i < choices.n);
+    let choices = sample.choices.as_ref().filter(|choices| i < choices.n_choices);
     let said = answer.as_array().map(Vec::as_slice).unwrap_or_default();
     ReportRequest {
         prompt: arguments.first().and_then(Json::as_str),
         text: arguments.get(1).and_then(Json::as_str),
-        right: choices.map(|choices| choices.right.contains(&i)),
+        right: choices.map(|choices| choices.correct.contains(&i)),
         logprob: is_scored.then(|| number.and_then(serde_json::Number::from_f64).map_or(Json::Null, Json::Number)),
         greedy: answer.pointer("/0/1").and_then(Json::as_str).filter(|_| is_scored).map(|truth| truth == "True"),
         answers: if is_scored { Vec::new() } else { said.iter().filter_map(Json::as_str).collect() },
@@ -108,7 +108,7 @@ fn json(score: &MetricValue) -> Json {
 }
 
 /// Splits a byte budget among tasks: each gets its size, or an equal share of the remaining budget.
-pub(super) fn shares(sizes: &[usize], total: usize) -> Vec<usize> {
+pub(super) fn byte_budgets(sizes: &[usize], total: usize) -> Vec<usize> {
     let mut by_size: Vec<usize> = (0..sizes.len()).collect();
     by_size.sort_by_key(|task| sizes[*task]);
     let (mut shares, mut left) = (vec![0; sizes.len()], total);
@@ -120,7 +120,7 @@ pub(super) fn shares(sizes: &[usize], total: usize) -> Vec<usize> {
 }
 
 /// Returns the number of leading documents that fit into `n_bytes`.
-pub(super) fn n_within(docs: &[String], n_bytes: usize) -> usize {
+pub(super) fn n_fitting(docs: &[String], n_bytes: usize) -> usize {
     let ends = docs.iter().scan(0, |end, doc| {
         *end += doc.len();
         Some(*end)
@@ -134,15 +134,15 @@ mod tests {
 
     #[test]
     fn what_a_task_does_not_need_is_the_others() {
-        assert_eq!(shares(&[10, 100, 200], 150), [10, 70, 70]);
-        assert_eq!(shares(&[10, 20], 150), [10, 20]);
-        assert_eq!(shares(&[10, 20], 0), [0, 0]);
-        assert!(shares(&[], 5).is_empty());
+        assert_eq!(byte_budgets(&[10, 100, 200], 150), [10, 70, 70]);
+        assert_eq!(byte_budgets(&[10, 20], 150), [10, 20]);
+        assert_eq!(byte_budgets(&[10, 20], 0), [0, 0]);
+        assert!(byte_budgets(&[], 5).is_empty());
     }
 
     #[test]
     fn documents_are_whole_or_left_out() {
         let docs = ["12345", "123", "1"].map(str::to_owned);
-        assert_eq!([0, 4, 5, 8, 9].map(|n| n_within(&docs, n)), [0, 0, 1, 2, 3]);
+        assert_eq!([0, 4, 5, 8, 9].map(|n| n_fitting(&docs, n)), [0, 0, 1, 2, 3]);
     }
 }

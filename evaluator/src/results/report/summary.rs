@@ -11,7 +11,7 @@ use super::interval::{Interval, Scale, bounds};
 
 /// Row of a task or group.
 #[derive(Debug, Serialize)]
-pub(super) struct Row {
+pub(super) struct SummaryRow {
     name: String,
     alias: String,
     depth: usize,
@@ -50,11 +50,11 @@ struct Counts {
 }
 
 /// Returns all rows, groups before their members, and true if any axis is 0 to 1.
-pub(super) fn rows(results: &Results) -> (Vec<Row>, bool) {
+pub(super) fn rows(results: &Results) -> (Vec<SummaryRow>, bool) {
     let scales = scales(results);
     let row = |(name, depth): (String, usize)| {
         let fields = results.results.get(&name).and_then(Json::as_object)?;
-        Some(Row {
+        Some(SummaryRow {
             alias: fields.get("alias").map_or_else(|| name.clone(), plain),
             depth,
             is_task: results.n_samples.contains_key(&name),
@@ -88,7 +88,7 @@ fn scales(results: &Results) -> BTreeMap<String, Scale> {
             of_metric.extend(if is_share { [at, at] } else { within });
         }
     }
-    ends.into_iter().map(|(metric, ends)| (metric, Scale::holding(ends.into_iter()))).collect()
+    ends.into_iter().map(|(metric, ends)| (metric, Scale::covering(ends.into_iter()))).collect()
 }
 
 fn cells(results: &Results, name: &str, found: &Value, scales: &BTreeMap<String, Scale>) -> ScoreCells {

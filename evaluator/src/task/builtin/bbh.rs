@@ -66,7 +66,7 @@ impl Filter for MapFilter {
     fn apply(&self, answers: ResponseValue, _: &Doc) -> Result<ResponseValue, String> {
         let ignored = &self.family.ignored;
         each_text(answers, |text| {
-            let found = ignored.strip(&self.family.find_own(&ignored.strip(text)?)?)?;
+            let found = ignored.strip(&self.family.find_configured(&ignored.strip(text)?)?)?;
             for (pattern, value) in &self.values {
                 if !found.is_empty() && !self.family.find(pattern, &found)?.is_empty() {
                     return Ok(ResponseValue::Text(value.clone()));
@@ -80,7 +80,7 @@ impl Filter for MapFilter {
 impl Filter for NumberFilter {
     fn apply(&self, answers: ResponseValue, _: &Doc) -> Result<ResponseValue, String> {
         each_text(answers, |text| {
-            let found = self.0.find_own(text)?;
+            let found = self.0.find_configured(text)?;
             if !found.is_empty() {
                 return Ok(ResponseValue::Text(found));
             }

@@ -11,11 +11,11 @@ use crate::task::python::text::strip;
 use crate::task::python_random::PythonRandom;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
-    ("gpqa/zeroshot/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, plain))),
-    ("gpqa/n_shot/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(42, plain))),
-    ("gpqa/cot_zeroshot/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, with_list))),
-    ("gpqa/cot_n_shot/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, with_list))),
-    ("gpqa/generative/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, with_list))),
+    ("gpqa/zeroshot/utils.process_docs", BuiltIn::Docs(ProcessDocs::MapWithRng(0, plain))),
+    ("gpqa/n_shot/utils.process_docs", BuiltIn::Docs(ProcessDocs::MapWithRng(42, plain))),
+    ("gpqa/cot_zeroshot/utils.process_docs", BuiltIn::Docs(ProcessDocs::MapWithRng(0, with_list))),
+    ("gpqa/cot_n_shot/utils.process_docs", BuiltIn::Docs(ProcessDocs::MapWithRng(0, with_list))),
+    ("gpqa/generative/utils.process_docs", BuiltIn::Docs(ProcessDocs::MapWithRng(0, with_list))),
 ];
 
 const ANSWERS: [&str; 4] = ["Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3", "Correct Answer"];

@@ -8,7 +8,7 @@ use crate::task::python::text::is_digit;
 use crate::task::response_value::ResponseValue;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
-    ("hendrycks_math/utils.process_docs", BuiltIn::Docs(ProcessDocs::Each(process))),
+    ("hendrycks_math/utils.process_docs", BuiltIn::Docs(ProcessDocs::Map(process))),
     ("hendrycks_math/utils.process_results", BuiltIn::Results(results)),
 ];
 
@@ -65,7 +65,7 @@ pub(super) fn last_boxed(text: &str) -> Option<String> {
 /// Returns true if two answers are equal after normalization. If it fails for one of them, they are compared
 /// unchanged.
 pub(super) fn is_equivalent(one: &str, other: &str) -> bool {
-    match (even_out(one), even_out(other)) {
+    match (normalize_answer(one), normalize_answer(other)) {
         (Some(one), Some(other)) => one == other,
         _ => one == other,
     }
@@ -85,7 +85,7 @@ const SPELLINGS: [(&str, &str); 10] = [
 ];
 
 /// Normalizes an answer; `None` where the reference implementation fails.
-fn even_out(text: &str) -> Option<String> {
+fn normalize_answer(text: &str) -> Option<String> {
     let mut text = text.to_owned();
     for (from, to) in SPELLINGS {
         text = text.replace(from, to);

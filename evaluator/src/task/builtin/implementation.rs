@@ -21,13 +21,13 @@ pub(crate) type Doc = Map<String, Json>;
 #[derive(Clone, Copy)]
 pub(crate) enum ProcessDocs {
     /// Change of each document.
-    Each(fn(Doc) -> Result<Doc, String>),
+    Map(fn(Doc) -> Result<Doc, String>),
     /// Change of each document with random numbers; the first field is the seed.
-    Random(u64, fn(Doc, &mut PythonRandom) -> Result<Doc, String>),
+    MapWithRng(u64, fn(Doc, &mut PythonRandom) -> Result<Doc, String>),
     /// Change of each document, or its removal.
-    Some(fn(Doc) -> Result<Option<Doc>, String>),
+    FilterMap(fn(Doc) -> Result<Option<Doc>, String>),
     /// Removal of documents whose column has another value: column, value.
-    Where(&'static str, &'static str),
+    ColumnEquals(&'static str, &'static str),
 }
 
 /// Implementation of `process_results`: computes a document's metrics from the responses.

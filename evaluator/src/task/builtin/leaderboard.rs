@@ -18,12 +18,12 @@ use crate::task::python::text::{is_digit, strip};
 use crate::task::response_value::ResponseValue;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
-    ("leaderboard/gpqa/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, gpqa::without_brackets))),
+    ("leaderboard/gpqa/utils.process_docs", BuiltIn::Docs(ProcessDocs::MapWithRng(0, gpqa::without_brackets))),
     ("leaderboard/mmlu_pro/utils.doc_to_text", BuiltIn::Field(lettered)),
     ("leaderboard/mmlu_pro/utils.doc_to_choice", BuiltIn::Field(letters)),
     ("leaderboard/musr/utils.doc_to_text", BuiltIn::Field(story)),
     ("leaderboard/musr/utils.doc_to_choice", BuiltIn::Field(listed)),
-    ("leaderboard/math/utils.process_docs", BuiltIn::Docs(ProcessDocs::Some(hard))),
+    ("leaderboard/math/utils.process_docs", BuiltIn::Docs(ProcessDocs::FilterMap(hard))),
     ("leaderboard/math/utils.doc_to_text", BuiltIn::Field(problem)),
     ("leaderboard/math/utils.process_results", BuiltIn::Results(results)),
     ("leaderboard/math/utils.list_fewshot_samples", BuiltIn::Samples(returned_list)),
@@ -79,7 +79,7 @@ fn problem(doc: &Doc) -> Result<Json, String> {
 fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricValue)>, String> {
     let said = answers.first().map_or("", ResponseValue::text);
     let gold = text(doc, "answer")?;
-    let announced = announced(said)?;
+    let announced = final_answer(said)?;
     let is_same = |found: &str| -> Result<bool, String> {
         let (found, gold) = (plain_answer(found)?, plain_answer(gold)?);
         Ok(strip(&found) == strip(&gold) || is_equivalent(&found, &gold))
@@ -101,7 +101,7 @@ fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricVa
 }
 
 /// Returns the answer in the closing sentence of the few-shot examples' format, on one line.
-fn announced(said: &str) -> Result<Option<String>, String> {
+fn final_answer(said: &str) -> Result<Option<String>, String> {
     const END: &str = "I hope it is correct.";
     static SENTENCE: LazyLock<Pattern> = LazyLock::new(|| {
         Pattern::new("Final Answer: The final answer is(.*?). I hope it is correct.")

@@ -26,7 +26,7 @@ pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
 ];
 
 const fn only(subject: &'static str) -> BuiltIn {
-    BuiltIn::Docs(ProcessDocs::Where("category", subject))
+    BuiltIn::Docs(ProcessDocs::ColumnEquals("category", subject))
 }
 
 fn question(doc: &Doc) -> Result<Json, String> {

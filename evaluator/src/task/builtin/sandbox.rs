@@ -1,6 +1,6 @@
 //! Runs a model-written Python program in a child process without network access where the kernel allows it.
 //!
-//! The child has an empty environment and an empty working folder. Time, memory, file sizes and the number of
+//! The child has only `PATH` in its environment, and an empty working folder. Time, memory, file sizes and the number of
 //! processes are limited. The child can read every file that the user can.
 //!
 //! `sandbox.py` starts the program, ends its remaining processes and reports success. A program that inspects its own

@@ -31,7 +31,7 @@ pub(crate) struct RegexFilterConfig {
 
 /// Source of a document's choices.
 #[derive(Debug)]
-pub(super) enum Choices {
+pub(super) enum ChoiceSource {
     /// Column `choices`, a list.
     Column,
     /// Column `input`, with a letter in parentheses before each choice.
@@ -42,7 +42,7 @@ pub(super) enum Choices {
 #[derive(Debug)]
 pub(super) struct MultiChoice {
     family: RegexFilterConfig,
-    choices: Choices,
+    choices: ChoiceSource,
 }
 
 const KEYS: [&str; 7] =
@@ -50,7 +50,7 @@ const KEYS: [&str; 7] =
 
 /// Reads a `multi_choice_regex` filter that takes the choices from the column `input`.
 pub(crate) fn multi_choice_in_input(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
-    Ok(Arc::new(MultiChoice::read(keys, Choices::Input)?))
+    Ok(Arc::new(MultiChoice::read(keys, ChoiceSource::Input)?))
 }
 
 impl IgnoredText {
@@ -102,13 +102,13 @@ impl RegexFilterConfig {
     }
 
     /// Returns the match of the configured pattern.
-    pub(crate) fn find_own(&self, text: &str) -> Result<String, String> {
+    pub(crate) fn find_configured(&self, text: &str) -> Result<String, String> {
         self.find(&self.extract.pattern, text)
     }
 }
 
 impl MultiChoice {
-    pub(super) fn read(keys: &YamlMap, choices: Choices) -> Result<Self, ConfigError> {
+    pub(super) fn read(keys: &YamlMap, choices: ChoiceSource) -> Result<Self, ConfigError> {
         keys.only(&KEYS)?;
         Ok(Self { family: RegexFilterConfig::read(keys, None)?, choices })
     }
@@ -116,12 +116,12 @@ impl MultiChoice {
     /// Returns the choices without the ignored text.
     fn choices(&self, doc: &Map<String, Json>) -> Result<Vec<String>, String> {
         let found: Vec<String> = match self.choices {
-            Choices::Column => {
+            ChoiceSource::Column => {
                 let column = doc.get("choices").and_then(Json::as_array);
                 let column = column.ok_or("the document has no list `choices`")?;
                 column.iter().map(|choice| choice.as_str().unwrap_or_default().to_owned()).collect()
             }
-            Choices::Input => {
+            ChoiceSource::Input => {
                 static BEHIND_LETTER: LazyLock<Pattern> =
                     LazyLock::new(|| Pattern::new(r"\([A-Z]\)([^\n^(]*)").expect("the pattern is a constant"));
                 let input = doc.get("input").and_then(Json::as_str).ok_or("the document has no text `input`")?;
@@ -147,7 +147,7 @@ impl Filter for MultiChoice {
         let alternatives: Vec<String> = letters.iter().map(|letter| escape(&letter.to_string())).collect();
         let by_letter = Pattern::new(&format!(r":[\s]*({})", alternatives.join("|")))?;
         each_text(answers, |text| {
-            let mut found = self.family.find_own(text)?;
+            let mut found = self.family.find_configured(text)?;
             if found.is_empty() {
                 found = self.family.find(&by_words, &self.family.ignored.strip(text)?)?;
                 found = by_text.get(&found).cloned().unwrap_or(found);

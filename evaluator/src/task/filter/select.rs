@@ -84,9 +84,9 @@ mod tests {
     }
 
     #[test]
-    fn too_few_answers_say_what_to_raise() {
+    fn too_few_responses_are_an_error_that_names_repeats() {
         let error = TakeFirstK { k: 3 }.apply(texts(&["a"]), &Map::new()).unwrap_err();
-        assert!(error.contains("raise repeats"), "{error}");
+        assert!(error.contains("increase repeats"), "{error}");
         assert_eq!(TakeFirstK { k: 1 }.apply(texts(&["a", "b"]), &Map::new()).unwrap(), texts(&["a"]));
     }
 }

@@ -9,7 +9,7 @@ use crate::task::response_value::ResponseValue;
 
 /// Filter that applies a function to each text.
 #[derive(Debug)]
-pub(super) struct Texts(pub(super) fn(&str) -> String);
+pub(super) struct MapText(pub(super) fn(&str) -> String);
 
 /// Filter `map`: replaces each text by the value of its key.
 #[derive(Debug)]
@@ -18,7 +18,7 @@ pub(super) struct ValueMap {
     default: Json,
 }
 
-impl Filter for Texts {
+impl Filter for MapText {
     fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
         each_text(answers, |text| Ok(ResponseValue::Text((self.0)(text))))
     }

@@ -136,15 +136,15 @@ fn is_value_end(token: &str) -> bool {
 }
 
 /// Returns the end of the operand to the right of a `~`.
-fn end_of_right(source: &str, behind: &[Range<usize>]) -> Option<usize> {
-    let text = |at: usize| behind.get(at).map(|token| &source[token.clone()]);
-    let mut at = closing(source, behind, 0)?;
+fn end_of_right(source: &str, after: &[Range<usize>]) -> Option<usize> {
+    let text = |at: usize| after.get(at).map(|token| &source[token.clone()]);
+    let mut at = closing(source, after, 0)?;
     loop {
         at = match text(at + 1) {
-            Some("." | "|") => closing(source, behind, at + 2)?,
-            Some("(" | "[") => closing(source, behind, at + 1)?,
+            Some("." | "|") => closing(source, after, at + 2)?,
+            Some("(" | "[") => closing(source, after, at + 1)?,
             Some(operator) if OPERATORS[..3].contains(&operator) => return None,
-            _ => return Some(behind[at].end),
+            _ => return Some(after[at].end),
         };
     }
 }

@@ -20,7 +20,7 @@ use super::yaml::{Entry, Node, Value};
 pub(crate) use aggregate::Aggregation;
 pub(crate) use exact_match::ExactMatch;
 pub use score::MetricValue;
-pub(crate) use stderr::{pooled, stderr, unweighted};
+pub(crate) use stderr::{pooled_stderr, stderr, unweighted_stderr};
 
 /// Metric of a task, as configured in `metric_list`.
 #[derive(Clone, Debug)]
@@ -49,7 +49,7 @@ pub(crate) enum Metric {
 }
 
 /// Metric registered by lm-eval: name, default aggregation and `higher_is_better`.
-struct Known {
+struct RegisteredMetric {
     name: &'static str,
     aggregation: Aggregation,
     higher_is_better: bool,
@@ -61,7 +61,7 @@ const LIKELY: &[OutputType] = &[OutputType::Loglikelihood];
 const ROLLING: &[OutputType] = &[OutputType::LoglikelihoodRolling];
 const TEXT: &[OutputType] = &[OutputType::GenerateUntil];
 
-const KNOWN: [Known; 16] = [
+const KNOWN: [RegisteredMetric; 16] = [
     known("acc", Aggregation::Mean, true, &[OutputType::MultipleChoice, OutputType::Loglikelihood]),
     known("acc_norm", Aggregation::Mean, true, CHOICE),
     known("acc_bytes", Aggregation::Mean, true, CHOICE),
@@ -92,8 +92,8 @@ const fn known(
     aggregation: Aggregation,
     higher_is_better: bool,
     outputs: &'static [OutputType],
-) -> Known {
-    Known { name, aggregation, higher_is_better, outputs }
+) -> RegisteredMetric {
+    RegisteredMetric { name, aggregation, higher_is_better, outputs }
 }
 
 /// Reads `metric_list`, or returns lm-eval's default metrics of the output type. `processed` is true for a task with
@@ -103,7 +103,7 @@ pub(crate) fn metric_list(
     output: OutputType,
     processed: bool,
 ) -> Result<Vec<MetricConfig>, ConfigError> {
-    let Some(entry) = entry else { return Ok(usual(output)) };
+    let Some(entry) = entry else { return Ok(default_metrics(output)) };
     let Value::List(items) = &entry.node.value else { return Err(wrong(entry, "a list of metrics")) };
     items.iter().map(|item| metric(item, output, processed)).collect()
 }
@@ -114,7 +114,7 @@ pub(crate) fn bypass() -> MetricConfig {
     MetricConfig { name: "bypass".into(), kind, aggregation, higher_is_better: true }
 }
 
-fn usual(output: OutputType) -> Vec<MetricConfig> {
+fn default_metrics(output: OutputType) -> Vec<MetricConfig> {
     let names: &[&str] = match output {
         OutputType::Loglikelihood => &["perplexity", "acc"],
         OutputType::LoglikelihoodRolling => &["word_perplexity", "byte_perplexity", "bits_per_byte"],
@@ -122,7 +122,7 @@ fn usual(output: OutputType) -> Vec<MetricConfig> {
         OutputType::GenerateUntil => &["exact_match"],
     };
     let find = |name: &&str| KNOWN.iter().find(|known| known.name == *name);
-    let config = |known: &Known| MetricConfig {
+    let config = |known: &RegisteredMetric| MetricConfig {
         name: known.name.into(),
         kind: if output == OutputType::GenerateUntil {
             Metric::ExactMatch(ExactMatch::default())
@@ -210,7 +210,7 @@ fn scored(keys: &YamlMap, entry: &Entry, name: &str, output: OutputType) -> Resu
 }
 
 /// Returns lm-eval's default aggregation and `higher_is_better` of a metric.
-pub(crate) fn usual_aggregation(name: &str) -> Option<(Aggregation, bool)> {
+pub(crate) fn default_aggregation(name: &str) -> Option<(Aggregation, bool)> {
     KNOWN.iter().find(|known| known.name == name).map(|known| (known.aggregation, known.higher_is_better))
 }
 

@@ -58,13 +58,13 @@ fn bootstrap(aggregation: Aggregation, scores: &[MetricValue], n_resamples: usiz
 }
 
 /// Returns the pooled standard error of a mean weighted by task sizes.
-pub(crate) fn pooled(stderrs: &[f64], sizes: &[usize]) -> f64 {
+pub(crate) fn pooled_stderr(stderrs: &[f64], sizes: &[usize]) -> f64 {
     let term = |(stderr, size): (&f64, &usize)| (*size as f64 - 1.0) * stderr.powi(2) * *size as f64;
     let (sum, n): (f64, usize) = (stderrs.iter().zip(sizes).map(term).sum(), sizes.iter().sum());
     (sum / (n as f64 - sizes.len() as f64) / n as f64).sqrt()
 }
 
 /// Returns the standard error of an unweighted mean over tasks.
-pub(crate) fn unweighted(stderrs: &[f64]) -> f64 {
+pub(crate) fn unweighted_stderr(stderrs: &[f64]) -> f64 {
     stderrs.iter().map(|stderr| stderr.powi(2)).sum::<f64>().sqrt() / stderrs.len() as f64
 }

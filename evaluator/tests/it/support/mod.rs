@@ -2,7 +2,7 @@
 #![allow(dead_code, clippy::unwrap_used, missing_docs, unreachable_pub)]
 
 pub mod browser;
-pub mod room;
+pub mod workspace;
 
 use std::path::{Path, PathBuf};
 

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value as Json};
 
-use super::language::{LanguageMatch, is_in};
+use super::language::{LanguageMatch, check_language};
 use super::{sentences, tokens};
 use crate::task::python::pattern::{Flags, Pattern};
 use crate::task::python::text::{is_lower, is_upper, strip, words};
@@ -27,7 +27,7 @@ pub(super) fn follows(name: &str, kwargs: &Map<String, Json>, text: &str) -> Res
             let letter = given.text("letter")?.to_lowercase();
             given.compare(text.to_lowercase().matches(&letter).count(), "let_frequency", "let_relation")
         }
-        "language:response_language" => Ok(is_in(given.text("language")?, text) != LanguageMatch::No),
+        "language:response_language" => Ok(check_language(given.text("language")?, text) != LanguageMatch::No),
         "length_constraints:number_sentences" => given.compare(sentences::count(text), "num_sentences", "relation"),
         "length_constraints:number_words" => given.compare(count(r"\w+", text, PLAIN)?, "num_words", "relation"),
         "length_constraints:number_paragraphs" => paragraphs(text, given.count("num_paragraphs")?),
@@ -68,8 +68,8 @@ pub(super) fn follows(name: &str, kwargs: &Map<String, Json>, text: &str) -> Res
             let n_capital = tokens::of(text).iter().filter(|token| is_upper(token)).count();
             given.compare(n_capital, "capital_frequency", "capital_relation")
         }
-        "change_case:english_capital" => Ok(is_upper(text) && is_in("en", text) != LanguageMatch::No),
-        "change_case:english_lowercase" => Ok(is_lower(text) && is_in("en", text) != LanguageMatch::No),
+        "change_case:english_capital" => Ok(is_upper(text) && check_language("en", text) != LanguageMatch::No),
+        "change_case:english_lowercase" => Ok(is_lower(text) && check_language("en", text) != LanguageMatch::No),
         "punctuation:no_comma" => Ok(!text.contains(',')),
         other => Err(format!("the instruction {other:?} is not one of IFEval's")),
     }

@@ -10,7 +10,7 @@ pub(super) enum LanguageMatch {
     /// The text is in another language.
     No,
     /// The language is not detectable; IFEval counts the instruction as followed.
-    Untold,
+    Undetected,
 }
 
 /// Languages of IFEval by ISO 639-1 code.
@@ -47,8 +47,8 @@ const LANGUAGES: [(&str, Lang); 29] = [
 ];
 
 /// Checks whether `text` is in the language `code`. Swahili is never detected, because whatlang does not support it.
-pub(super) fn is_in(code: &str, text: &str) -> LanguageMatch {
-    let Some(found) = whatlang::detect_lang(text) else { return LanguageMatch::Untold };
+pub(super) fn check_language(code: &str, text: &str) -> LanguageMatch {
+    let Some(found) = whatlang::detect_lang(text) else { return LanguageMatch::Undetected };
     let wanted = LANGUAGES.iter().find(|(known, _)| *known == code).map(|(_, language)| *language);
     if wanted == Some(found) { LanguageMatch::Yes } else { LanguageMatch::No }
 }
@@ -60,9 +60,9 @@ mod tests {
     #[test]
     fn languages_are_told_apart() {
         let english = "The quick brown fox jumps over the lazy dog, and nobody in the village was surprised.";
-        assert_eq!(is_in("en", english), LanguageMatch::Yes);
-        assert_eq!(is_in("de", english), LanguageMatch::No);
-        assert_eq!(is_in("ko", "안녕하세요, 만나서 반갑습니다. 오늘 날씨가 좋네요."), LanguageMatch::Yes);
-        assert_eq!(is_in("en", "123 456"), LanguageMatch::Untold);
+        assert_eq!(check_language("en", english), LanguageMatch::Yes);
+        assert_eq!(check_language("de", english), LanguageMatch::No);
+        assert_eq!(check_language("ko", "안녕하세요, 만나서 반갑습니다. 오늘 날씨가 좋네요."), LanguageMatch::Yes);
+        assert_eq!(check_language("en", "123 456"), LanguageMatch::Undetected);
     }
 }

@@ -21,8 +21,8 @@ pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
 
 fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricValue)>, String> {
     let said = answers.first().map_or("", ResponseValue::text);
-    let strict = followed(doc, &[said.to_owned()])?;
-    let loose = followed(doc, &loosened(said))?;
+    let strict = follows_each(doc, &[said.to_owned()])?;
+    let loose = follows_each(doc, &loose_variants(said))?;
     let all = |list: &[bool]| MetricValue::Flag(list.iter().all(|followed| *followed));
     let each = |list: &[bool]| MetricValue::List(list.iter().map(|followed| MetricValue::Flag(*followed)).collect());
     Ok(vec![
@@ -34,7 +34,7 @@ fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricVa
 }
 
 /// Returns for each instruction true if one of `texts` follows it.
-fn followed(doc: &Doc, texts: &[String]) -> Result<Vec<bool>, String> {
+fn follows_each(doc: &Doc, texts: &[String]) -> Result<Vec<bool>, String> {
     let names = super::texts(doc, "instruction_id_list")?;
     let none = Map::new();
     let kwargs = doc.get("kwargs").and_then(Json::as_array).ok_or("there is no list `kwargs`")?;
@@ -51,7 +51,7 @@ fn followed(doc: &Doc, texts: &[String]) -> Result<Vec<bool>, String> {
 }
 
 /// Returns the response and its variants for the loose score.
-fn loosened(text: &str) -> Vec<String> {
+fn loose_variants(text: &str) -> Vec<String> {
     let lines: Vec<&str> = text.split('\n').collect();
     let joined = |lines: &[&str]| strip(&lines.join("\n")).to_owned();
     let without_first = joined(&lines[1..]);

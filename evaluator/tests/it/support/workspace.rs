@@ -10,22 +10,22 @@ use serde_json::{Value, json};
 use crate::support;
 
 /// Temporary folder with a tiny model, data and two tasks.
-pub struct Room {
+pub struct Workspace {
     folder: tempfile::TempDir,
     model: PathBuf,
 }
 
-impl Room {
+impl Workspace {
     pub fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let model = support::export(folder.path(), 1);
-        let room = Self { folder, model };
+        let workspace = Self { folder, model };
         let rows = (0..30).map(|i| {
             let choices = ["wolf", "cloud", "a b c", "yes"];
             json!({"q": format!("Say {} {i} times.", choices[i % 4]), "choices": choices, "gold": i % 4}).to_string()
         });
-        room.write("data.jsonl", &(rows.collect::<Vec<_>>().join("\n") + "\n"));
-        let data = room.path("data.jsonl");
+        workspace.write("data.jsonl", &(rows.collect::<Vec<_>>().join("\n") + "\n"));
+        let data = workspace.path("data.jsonl");
         let head = |name: &str, kind: &str| {
             format!(
                 "task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {}\ntest_split: test\n\
@@ -33,23 +33,23 @@ impl Room {
                 data.display()
             )
         };
-        room.write(
+        workspace.write(
             "choose.yaml",
             &(head("choose", "multiple_choice")
                 + "doc_to_choice: choices\ndoc_to_target: gold\nmetric_list:\n  - metric: acc\n"),
         );
-        room.write(
+        workspace.write(
             "speak.yaml",
             &(head("speak", "generate_until")
                 + "doc_to_target: \"{{choices[gold]}}\"\ngeneration_kwargs:\n  until: [\"e\"]\n  max_gen_toks: 12\n\
                    metric_list:\n  - metric: exact_match\n"),
         );
-        room.write(
+        workspace.write(
             "texts.yaml",
             &(head("texts", "loglikelihood_rolling").replace("doc_to_text: \"Q: {{q}}\\nA:\"", "doc_to_text: \"\"")
                 + "doc_to_target: q\nmetric_list:\n  - metric: byte_perplexity\n"),
         );
-        room
+        workspace
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
