@@ -11,7 +11,7 @@ use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
-pub(super) struct Compare {
+pub(super) struct CompareArgs {
     /// First run: a folder with samples_*.jsonl, or one such file
     a: PathBuf,
     /// Second run
@@ -42,7 +42,7 @@ struct MinChange {
     change: f64,
 }
 
-pub(super) fn run(args: &Compare) -> Result<()> {
+pub(super) fn run(args: &CompareArgs) -> Result<()> {
     let comparison = compare(&args.a, &args.b)?;
     if let Some(unknown) =
         args.fail_below.iter().find(|bound| !comparison.differences.iter().any(|d| bound.is_about(d)))
@@ -67,7 +67,7 @@ pub(super) fn run(args: &Compare) -> Result<()> {
 }
 
 /// Returns an error if a metric improved by less than its bound, or if it has unpaired samples.
-fn check(difference: &MetricDifference, args: &Compare) -> Result<()> {
+fn check(difference: &MetricDifference, args: &CompareArgs) -> Result<()> {
     let MetricDifference { task, metric, filter, n, n_unpaired, .. } = difference;
     let problem = if *n_unpaired > 0 && !args.allow_unpaired {
         format!(

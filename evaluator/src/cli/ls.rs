@@ -8,7 +8,7 @@ use crate::task::TaskListing;
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
-pub(super) struct Ls {
+pub(super) struct LsArgs {
     /// Kind of entries to list
     #[arg(value_enum, default_value_t = ListKind::Tasks)]
     what: ListKind,
@@ -30,7 +30,7 @@ enum ListKind {
     Tags,
 }
 
-pub(super) fn run(args: &Ls) -> Result<()> {
+pub(super) fn run(args: &LsArgs) -> Result<()> {
     let registry = args.source.registry()?;
     let listed = match args.what {
         ListKind::Tasks => registry.tasks(),

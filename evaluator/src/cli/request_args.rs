@@ -102,7 +102,7 @@ impl RequestArgs {
 
 /// Creates the progress display on the first rank: a progress bar in a terminal, else log lines at intervals.
 pub(super) fn progress_reporter(ranks: &Ranks) -> impl FnMut(Progress) + use<> {
-    const BAR: &str = "answers {wide_bar} {pos}/{len} {per_sec} {eta}";
+    const BAR: &str = "requests {wide_bar} {pos}/{len} {per_sec} {eta}";
     let is_first = ranks.process.is_first();
     let target = if is_first { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
     let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());

@@ -34,7 +34,7 @@ use candlewick_runtime::run_id::RunId;
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
-pub(super) struct Run {
+pub(super) struct RunArgs {
     #[command(flatten)]
     model: Model,
     /// Comma-separated tasks, groups, tags, patterns such as mmlu_* and YAML files
@@ -113,7 +113,7 @@ fn level(text: &str) -> Result<tracing::Level, String> {
     }
 }
 
-pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
+pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<()> {
     args.unsupported_lm_eval_args.check()?;
     together(&place()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
         let (id, began) = (RunId::agree(&ranks.process, Ok(RunId::now()))?, Instant::now());
@@ -153,7 +153,7 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
     })
 }
 
-impl Run {
+impl RunArgs {
     /// Returns the log level of stderr.
     pub(super) fn level(&self) -> tracing::Level {
         self.verbosity

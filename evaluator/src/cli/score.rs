@@ -19,7 +19,7 @@ use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("scored").required(true))]
-pub(super) struct Score {
+pub(super) struct ScoreArgs {
     #[command(flatten)]
     model: Model,
     /// Print the log-probability of every token of this text
@@ -92,7 +92,7 @@ enum Truncation {
 }
 
 /// Scores a text or the rows of a data set, and prints JSON.
-pub(super) fn run(args: &Score, hub: &Hub) -> Result<()> {
+pub(super) fn run(args: &ScoreArgs, hub: &Hub) -> Result<()> {
     match (&args.text, &args.rows.data) {
         (Some(text), _) => print_line(&serde_json::to_string(&args.model.load(hub)?.score(text)?)?),
         (None, Some(data)) => score_rows(args, data, hub),
@@ -101,7 +101,7 @@ pub(super) fn run(args: &Score, hub: &Hub) -> Result<()> {
 }
 
 /// Runs the former command `evaluator perplexity`, now `evaluator score --data`.
-pub(super) fn run_as_perplexity(args: &Score, hub: &Hub) -> Result<()> {
+pub(super) fn run_as_perplexity(args: &ScoreArgs, hub: &Hub) -> Result<()> {
     // With --timings, stderr holds only JSON.
     if !args.rows.timings {
         eprintln!("note: `evaluator perplexity` is now `evaluator score`");
@@ -109,7 +109,7 @@ pub(super) fn run_as_perplexity(args: &Score, hub: &Hub) -> Result<()> {
     run(args, hub)
 }
 
-fn score_rows(Score { model, rows: args, .. }: &Score, data: &str, hub: &Hub) -> Result<()> {
+fn score_rows(ScoreArgs { model, rows: args, .. }: &ScoreArgs, data: &str, hub: &Hub) -> Result<()> {
     let mut request = DatasetRequest::parse(data, "test")?;
     request.read.sample_by = args.sample_by;
     let source = hub.dataset(&request)?;

@@ -18,7 +18,7 @@ use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
-pub(super) struct Show {
+pub(super) struct ShowArgs {
     /// Task, or several separated by commas
     tasks: String,
     /// Index of the document, from 0
@@ -42,7 +42,7 @@ pub(super) struct Show {
 /// Maximum number of generated tokens, if the task does not set it.
 const MAX_GEN_TOKS: usize = 256;
 
-pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
+pub(super) fn run(args: &ShowArgs, hub: &Hub) -> Result<()> {
     let selection = args.source.registry()?.select(&args.tasks)?;
     let paths = args.prompts.data_overrides(&selection.tasks)?;
     let folder = args.model.as_ref().map(|model| hub.model(model, None, ModelPart::WithoutWeights)).transpose()?;
@@ -70,7 +70,7 @@ pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
 }
 
 fn show(
-    args: &Show,
+    args: &ShowArgs,
     hub: &Hub,
     (config, paths): (TaskConfig, &DataOverrides),
     options: &PromptOptions,

@@ -74,7 +74,7 @@ impl TaskArgs {
             allow_modified_python();
         }
         let registry = TaskRegistry::load(&self.include_path)?;
-        for error in registry.broken().iter().take(3) {
+        for error in registry.load_errors().iter().take(3) {
             tracing::warn!("skipped a task file: {error}");
         }
         Ok(registry)

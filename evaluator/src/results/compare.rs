@@ -42,7 +42,7 @@ pub struct SkippedMetric {
     pub metric: String,
     /// Filter name.
     pub filter: String,
-    /// Reason.
+    /// Reason why the metric cannot be compared.
     pub why: String,
 }
 
@@ -67,7 +67,7 @@ pub struct MetricDifference {
     pub difference: f64,
     /// 95 % confidence interval of the difference.
     pub interval: [f64; 2],
-    /// Method of the confidence interval.
+    /// Method of computing the confidence interval.
     pub interval_by: IntervalMethod,
     /// True if a higher value is better.
     pub higher_is_better: bool,
@@ -169,8 +169,8 @@ fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> 
             |record: &&Record| by_id.get(&record.doc_id).copied().filter(|other| other.doc_hash == record.doc_hash);
         let pairs: Vec<(&Record, &Record)> = ours.iter().filter_map(|record| Some((record, same(&record)?))).collect();
         let n_unpaired = ours.len() + theirs.len() - 2 * pairs.len();
-        let mut metrics = named(ours);
-        metrics.extend(named(theirs));
+        let mut metrics = metric_names(ours);
+        metrics.extend(metric_names(theirs));
         metrics.sort();
         metrics.dedup();
         for metric in metrics {
@@ -194,11 +194,11 @@ fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> 
 fn of_one_run(task: &str, filter: &str, records: &[Record], why: &str) -> impl Iterator<Item = SkippedMetric> {
     let left_out =
         |metric| SkippedMetric { task: task.to_owned(), metric, filter: filter.to_owned(), why: why.to_owned() };
-    named(records).into_iter().map(left_out)
+    metric_names(records).into_iter().map(left_out)
 }
 
 /// Returns the metric names in the records.
-fn named(records: &[Record]) -> Vec<String> {
+fn metric_names(records: &[Record]) -> Vec<String> {
     let mut names: Vec<String> = records.iter().flat_map(|record| record.values.keys().cloned()).collect();
     names.sort();
     names.dedup();
@@ -274,7 +274,7 @@ impl MetricsOfTask {
     /// the values.
     fn metric(&self, name: &str, values: &[MetricValue]) -> Result<(Aggregation, bool), String> {
         let listed = self.listed.iter().find(|entry| entry.get("metric").and_then(Json::as_str) == Some(name));
-        let said = listed.and_then(|entry| Aggregation::named(entry.get("aggregation")?.as_str()?));
+        let said = listed.and_then(|entry| Aggregation::from_name(entry.get("aggregation")?.as_str()?));
         let usual = default_aggregation(name);
         let fits = |aggregation: &Aggregation| aggregation.statistic(values).is_ok();
         let by_name = usual.map(|(aggregation, _)| aggregation).filter(fits);

@@ -18,4 +18,4 @@ pub use schema::{ResultEntry, Results, TaskRun};
 pub use table::{groups_table, results_table, skipped_counts};
 
 /// 97.5 % quantile of the standard normal distribution, for 95 % confidence intervals.
-const Z: f64 = 1.959_963_984_540_054;
+const Z_95: f64 = 1.959_963_984_540_054;

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::Z;
+use super::Z_95;
 use crate::task::{Aggregation, MetricValue, PythonRandom};
 
 /// Number of bootstrap resamples, and the smaller number for corpus metrics (BLEU, chrF).
@@ -52,7 +52,7 @@ fn of_means(a: &[MetricValue], b: &[MetricValue]) -> Result<PairedDifference, St
         a: mean(|v| v.0),
         b: mean(|v| v.1),
         difference,
-        interval: [difference - Z * stderr, difference + Z * stderr],
+        interval: [difference - Z_95 * stderr, difference + Z_95 * stderr],
         interval_by: IntervalMethod::Normal,
     })
 }
@@ -60,7 +60,7 @@ fn of_means(a: &[MetricValue], b: &[MetricValue]) -> Result<PairedDifference, St
 fn by_bootstrap(aggregation: Aggregation, a: &[MetricValue], b: &[MetricValue]) -> Result<PairedDifference, String> {
     let n = a.len();
     let (of_a, of_b) = (aggregation.statistic(a)?, aggregation.statistic(b)?);
-    let value = [&of_a, &of_b].map(|statistic| statistic.over(&mut (0..n)));
+    let value = [&of_a, &of_b].map(|statistic| statistic.compute(&mut (0..n)));
     let n_resamples = match aggregation {
         Aggregation::Bleu | Aggregation::Chrf | Aggregation::ChrfWords => RESAMPLES_OF_TEXTS,
         _ => RESAMPLES,
@@ -68,8 +68,8 @@ fn by_bootstrap(aggregation: Aggregation, a: &[MetricValue], b: &[MetricValue]) 
     // Each resample has its own generator, so the result does not depend on the thread count.
     let resample = |seed: usize| {
         let mut random = PythonRandom::new(seed as u64);
-        let picked: Vec<usize> = (0..n).map(|_| random.choice(n)).collect();
-        of_b.over(&mut picked.iter().copied()) - of_a.over(&mut picked.iter().copied())
+        let picked: Vec<usize> = (0..n).map(|_| random.choices_index(n)).collect();
+        of_b.compute(&mut picked.iter().copied()) - of_a.compute(&mut picked.iter().copied())
     };
     let mut drawn: Vec<f64> = (0..n_resamples).into_par_iter().map(resample).collect();
     drawn.sort_by(f64::total_cmp);

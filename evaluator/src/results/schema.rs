@@ -15,7 +15,7 @@ pub struct TaskRun {
     pub num_fewshot: usize,
     /// `generation_kwargs` after all overrides.
     pub generation_kwargs: Map<String, Json>,
-    /// Scores.
+    /// Scores and sample records of the task.
     pub scores: TaskScores,
 }
 
@@ -77,7 +77,7 @@ impl Results {
 /// Scores of a task or group.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ResultEntry {
-    /// Name.
+    /// Name of the task or group.
     pub name: String,
     /// Display name in tables.
     pub alias: String,

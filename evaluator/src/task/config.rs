@@ -7,7 +7,7 @@ use serde_json::{Map, Value as Json, json};
 use super::error::{ConfigError, SourceLocation, TaskError};
 use super::filter::{FilterConfig, filter_list};
 use super::function::{PythonFunction, as_function};
-use super::keys::{YamlMap, wrong};
+use super::keys::{YamlMap, type_error};
 use super::metric::{Metric, MetricConfig, metric_list};
 use super::output_type::OutputType;
 use super::yaml::{Node, Value};
@@ -61,7 +61,7 @@ pub struct TaskConfig {
     pub alias: Option<String>,
     /// Tags that select the task.
     pub tags: Vec<String>,
-    /// Output type.
+    /// Output type of the task (`output_type`).
     pub output_type: OutputType,
     /// `metadata.version`; null if there is none.
     pub version: Json,
@@ -203,7 +203,7 @@ impl TaskConfig {
     }
 
     /// Returns an error for a task that runs model-written code, unless it is `confirmed`.
-    pub fn check_code(&self, confirmed: bool) -> Result<(), TaskError> {
+    pub fn check_unsafe_code(&self, confirmed: bool) -> Result<(), TaskError> {
         if confirmed || !self.unsafe_code {
             return Ok(());
         }
@@ -247,7 +247,7 @@ impl TaskConfig {
     }
 
     /// Returns the template of `gen_prefix`.
-    pub(crate) fn gen_prefix_as_written(&self) -> &str {
+    pub(crate) fn gen_prefix_template(&self) -> &str {
         match &self.gen_prefix {
             Some(Field::Template(text, _)) => text,
             _ => "",
@@ -256,7 +256,7 @@ impl TaskConfig {
 
     /// Returns true if the fields of a multiple-choice task use a column as a list: `choices[0]` or the bare column
     /// name.
-    pub(crate) fn reads_list_of(&self, column: &str) -> bool {
+    pub(crate) fn uses_column_as_list(&self, column: &str) -> bool {
         let fewshot = &self.fewshot;
         let texts = [&self.doc_to_text, &fewshot.doc_to_text].into_iter().flatten();
         let choices = [&self.doc_to_choice, &fewshot.doc_to_choice].into_iter().flatten();
@@ -313,7 +313,7 @@ impl TaskConfig {
     fn check_fields(&self, keys: &YamlMap) -> Result<(), ConfigError> {
         let needs = |field: &Option<Field>, key: &str| match field {
             Some(_) => Ok(()),
-            None => Err(keys.fault(format!("task {} needs the key `{key}`", self.task))),
+            None => Err(keys.error(format!("task {} needs the key `{key}`", self.task))),
         };
         needs(&self.doc_to_text, "doc_to_text")?;
         needs(&self.doc_to_target, "doc_to_target")?;
@@ -321,7 +321,7 @@ impl TaskConfig {
             needs(&self.doc_to_choice, "doc_to_choice")?;
         }
         if self.dataset.path.is_none() {
-            return Err(keys.fault(format!("task {} needs the key `dataset_path`", self.task)));
+            return Err(keys.error(format!("task {} needs the key `dataset_path`", self.task)));
         }
         self.eval_split().map(|_| ())
     }
@@ -363,14 +363,14 @@ fn sampler(keys: &YamlMap) -> Result<bool, ConfigError> {
         Some("first_n") => Ok(true),
         Some(other) => {
             let near = did_you_mean(other, ["default", "first_n"]);
-            Err(keys.fault(format!("sampler: unknown value {other:?}{near}; values are default, first_n")))
+            Err(keys.error(format!("sampler: unknown value {other:?}{near}; values are default, first_n")))
         }
     }
 }
 
 fn indices(keys: &YamlMap) -> Result<Option<Vec<usize>>, ConfigError> {
     let Some(entry) = keys.get("fewshot_indices") else { return Ok(None) };
-    serde_json::from_value(entry.node.json()).map(Some).map_err(|_| wrong(entry, "a list of document numbers"))
+    serde_json::from_value(entry.node.json()).map(Some).map_err(|_| type_error(entry, "a list of document numbers"))
 }
 
 fn samples(keys: &YamlMap) -> Result<Option<FewshotSamples>, ConfigError> {
@@ -378,7 +378,7 @@ fn samples(keys: &YamlMap) -> Result<Option<FewshotSamples>, ConfigError> {
     if let Some(function) = as_function(entry) {
         return Ok(Some(FewshotSamples::Function(function)));
     }
-    let listed = serde_json::from_value(entry.node.json()).map_err(|_| wrong(entry, "a list of documents"))?;
+    let listed = serde_json::from_value(entry.node.json()).map_err(|_| type_error(entry, "a list of documents"))?;
     Ok(Some(FewshotSamples::Listed(listed)))
 }
 
@@ -392,7 +392,7 @@ fn field(keys: &YamlMap, key: &str) -> Result<Option<Field>, ConfigError> {
         Value::Map(entries) if key == "doc_to_choice" => {
             Field::Constant(entries.iter().map(|entry| entry.node.json()).collect())
         }
-        _ => return Err(wrong(entry, "a column, a template, a constant or a !function")),
+        _ => return Err(type_error(entry, "a column, a template, a constant or a !function")),
     }))
 }
 
@@ -411,12 +411,12 @@ fn task_name(keys: &YamlMap) -> Result<String, ConfigError> {
     };
     Err(keys
         .get("task")
-        .map_or_else(|| keys.fault(&problem), |entry| ConfigError::at(entry.node.place.clone(), &problem)))
+        .map_or_else(|| keys.error(&problem), |entry| ConfigError::at(entry.node.place.clone(), &problem)))
 }
 
 fn function(keys: &YamlMap, key: &str) -> Result<Option<PythonFunction>, ConfigError> {
     let Some(entry) = keys.get(key) else { return Ok(None) };
-    as_function(entry).map(Some).ok_or_else(|| wrong(entry, "a !function"))
+    as_function(entry).map(Some).ok_or_else(|| type_error(entry, "a !function"))
 }
 
 /// Reads `generation_kwargs`; empty for a task that does not generate.

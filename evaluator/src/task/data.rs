@@ -45,7 +45,7 @@ impl fmt::Display for SplitInfo {
 }
 
 impl DatasetSplit {
-    /// Returns the documents.
+    /// Returns the documents of the split.
     pub(crate) fn docs(&self) -> &[Doc] {
         &self.docs
     }
@@ -103,7 +103,7 @@ pub(crate) fn open(
         problem,
     })?;
     let (rows, mut docs): (Vec<usize>, Vec<Doc>) = docs.into_iter().unzip();
-    if config.reads_list_of(CHOICES) {
+    if config.uses_column_as_list(CHOICES) {
         for (row, doc) in rows.iter().zip(&mut docs) {
             let place = || source.locate(*row);
             read_list(doc, CHOICES).map_err(|problem| TaskError::Document { task: task(), place: place(), problem })?;

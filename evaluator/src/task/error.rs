@@ -22,7 +22,7 @@ pub struct SourceLocation {
 /// Error in a task file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigError {
-    /// Location, if it is known.
+    /// Location in the task file, if known.
     pub place: Option<SourceLocation>,
     /// Description of the problem, with the key.
     pub message: String,
@@ -51,41 +51,41 @@ pub enum TaskError {
     /// Unavailable data.
     #[error("load the data of task {task}: {source}")]
     Hub {
-        /// The task.
+        /// Task name.
         task: String,
-        /// Reason.
+        /// Cause of the error.
         source: HubError,
     },
     /// Unreadable row.
     #[error("load the data of task {task}: {source}")]
     Source {
-        /// The task.
+        /// Task name.
         task: String,
-        /// Reason.
+        /// Cause of the error.
         source: SourceError,
     },
     /// Row that the task cannot process.
     #[error("process a document of task {task}, {place}: {problem}")]
     Document {
-        /// The task.
+        /// Task name.
         task: String,
         /// File and line, or document number.
         place: String,
-        /// Reason.
+        /// Cause of the error.
         problem: String,
     },
     /// Error of the chat template.
     #[error("format the prompt of task {task}: {source}")]
     Chat {
-        /// The task.
+        /// Task name.
         task: String,
-        /// Reason.
+        /// Cause of the error.
         source: TemplateError,
     },
     /// Operation that needs confirmation by an option.
     #[error("run task {task}: {problem}")]
     Refused {
-        /// The task.
+        /// Task name.
         task: String,
         /// Operation, and the option that confirms it.
         problem: String,
@@ -93,9 +93,9 @@ pub enum TaskError {
     /// Error of a metric or filter.
     #[error("score task {task}: {problem}")]
     Score {
-        /// The task.
+        /// Task name.
         task: String,
-        /// Reason.
+        /// Cause of the error.
         problem: String,
     },
 }
@@ -108,9 +108,9 @@ impl ConfigError {
 
     /// Appends a remedy to the message.
     #[must_use]
-    pub fn note(mut self, note: impl AsRef<str>) -> Self {
+    pub fn with_remedy(mut self, remedy: impl AsRef<str>) -> Self {
         self.message.push_str("; ");
-        self.message.push_str(note.as_ref());
+        self.message.push_str(remedy.as_ref());
         self
     }
 }

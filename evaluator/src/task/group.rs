@@ -9,7 +9,7 @@ use super::yaml::Node;
 /// Group of tasks and subgroups.
 #[derive(Clone, Debug)]
 pub struct TaskGroup {
-    /// Name.
+    /// Group name.
     pub name: String,
     /// Display name in tables, if it differs from the name.
     pub alias: Option<String>,
@@ -40,7 +40,7 @@ pub(crate) const GROUP_KEYS: [&str; 6] = ["group", "group_alias", "task", "aggre
 impl TaskGroup {
     /// Reads the group's own keys. The registry resolves its members.
     pub(crate) fn read(node: &Node, name: &str) -> Result<Self, ConfigError> {
-        let keys = YamlMap::open(node, "a group")?;
+        let keys = YamlMap::with_any_keys(node, "a group")?;
         let aggregates = match keys.get("aggregate_metric_list").map(|entry| &entry.node) {
             None => Vec::new(),
             Some(node) => match keys.list("aggregate_metric_list") {
@@ -67,7 +67,7 @@ impl GroupAggregate {
         match keys.text("aggregation")?.as_deref() {
             None | Some("mean") => {}
             Some(other) => {
-                return Err(keys.fault(format!("aggregation: groups support only mean, found {other:?}")));
+                return Err(keys.error(format!("aggregation: groups support only mean, found {other:?}")));
             }
         }
         Ok(Self {

@@ -17,9 +17,9 @@ use super::field::{CompiledField, as_index};
 use super::generation;
 use super::metric::{self, Metric};
 use super::output_type::OutputType;
-use super::prompt::{PromptFormat, PromptOptions, PromptTurn, joined, turns};
+use super::prompt::{PromptFormat, PromptOptions, PromptTurn, join_texts, question_turns};
 use super::python::repr;
-use super::python::text::ends_blank;
+use super::python::text::ends_with_space;
 use super::python_random::PythonRandom;
 use candlewick_inference::request::Request;
 
@@ -261,7 +261,7 @@ impl Task {
         let has_prefix = prefix.as_ref().is_some_and(|prefix| !prefix.is_empty());
         let print = |question: &str, target_delimiter: &str| {
             let mut all = before.clone();
-            all.extend(turns(question, None, prefix.as_deref(), (target_delimiter, "")));
+            all.extend(question_turns(question, None, prefix.as_deref(), (target_delimiter, "")));
             style.print(&all, has_prefix).map_err(|source| TaskError::Chat { task: self.config.task.clone(), source })
         };
         let choices = self.choices(doc_id)?.unwrap_or_default();
@@ -285,7 +285,7 @@ impl Task {
         let config = &self.config.fewshot;
         let description = self.description.as_ref().map(|text| text.plain(doc)).transpose()?.unwrap_or_default();
         let instruction = options.system_instruction.as_deref().unwrap_or_default();
-        let system = joined(instruction, &description, self.config.fewshot_delimiter());
+        let system = join_texts(instruction, &description, self.config.fewshot_delimiter());
         let mut before = Vec::new();
         if !system.is_empty() {
             before.push(PromptTurn::new("system", system, ""));
@@ -321,7 +321,7 @@ impl Task {
         };
         let delimiters =
             (self.config.fewshot.target_delimiter.as_str(), self.config.fewshot.fewshot_delimiter.as_str());
-        Ok(turns(&question, Some(&answer), prefix.as_deref(), delimiters))
+        Ok(question_turns(&question, Some(&answer), prefix.as_deref(), delimiters))
     }
 
     /// Builds the requests of the task's output type.
@@ -366,8 +366,8 @@ impl Task {
 
     /// Returns the delimiter before a choice; empty in a chat without `gen_prefix`.
     fn choice_delimiter(&self, options: &PromptOptions) -> &str {
-        let written = self.config.gen_prefix_as_written();
-        let goes_on = !written.is_empty() && !ends_blank(written);
+        let written = self.config.gen_prefix_template();
+        let goes_on = !written.is_empty() && !ends_with_space(written);
         if options.chat.is_some() && !goes_on { "" } else { &self.config.target_delimiter }
     }
 }

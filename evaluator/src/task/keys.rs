@@ -17,19 +17,19 @@ pub(crate) struct YamlMap<'a> {
 impl<'a> YamlMap<'a> {
     /// Wraps a node that must be a map with no other keys than `known`.
     pub(crate) fn new(node: &'a Node, what: &'static str, known: &[&str]) -> Result<Self, ConfigError> {
-        let keys = Self::open(node, what)?;
-        keys.only(known)?;
+        let keys = Self::with_any_keys(node, what)?;
+        keys.deny_unknown(known)?;
         Ok(keys)
     }
 
     /// Returns an error if there are other keys than `known`.
-    pub(crate) fn only(&self, known: &[&str]) -> Result<(), ConfigError> {
+    pub(crate) fn deny_unknown(&self, known: &[&str]) -> Result<(), ConfigError> {
         let stranger = self.entries.iter().find(|entry| !known.contains(&entry.key.as_str()));
         stranger.map_or(Ok(()), |entry| Err(self.unknown(entry, known)))
     }
 
     /// Wraps a node that must be a map; any keys are allowed.
-    pub(crate) fn open(node: &'a Node, what: &'static str) -> Result<Self, ConfigError> {
+    pub(crate) fn with_any_keys(node: &'a Node, what: &'static str) -> Result<Self, ConfigError> {
         match &node.value {
             Value::Map(entries) => Ok(Self { node, entries, what }),
             _ => Err(ConfigError::at(node.place.clone(), format!("{what} is a map of keys, not {}", node.describe()))),
@@ -40,11 +40,11 @@ impl<'a> YamlMap<'a> {
         let near = did_you_mean(&entry.key, known.iter().copied());
         let message = format!("unknown key `{}` in {}{near}", entry.key, self.what);
         let fault = ConfigError::at(entry.place.clone(), message);
-        if near.is_empty() { fault.note(format!("known are {}", known.join(", "))) } else { fault }
+        if near.is_empty() { fault.with_remedy(format!("known are {}", known.join(", "))) } else { fault }
     }
 
     /// Creates an error at the location of the map.
-    pub(crate) fn fault(&self, message: impl Into<String>) -> ConfigError {
+    pub(crate) fn error(&self, message: impl Into<String>) -> ConfigError {
         ConfigError::at(self.node.place.clone(), message)
     }
 
@@ -63,7 +63,7 @@ impl<'a> YamlMap<'a> {
     }
 
     pub(crate) fn required_text(&self, key: &str) -> Result<String, ConfigError> {
-        self.text(key)?.ok_or_else(|| self.fault(format!("{} needs the key `{key}`", self.what)))
+        self.text(key)?.ok_or_else(|| self.error(format!("{} needs the key `{key}`", self.what)))
     }
 
     pub(crate) fn flag(&self, key: &str, default: bool) -> Result<bool, ConfigError> {
@@ -71,7 +71,7 @@ impl<'a> YamlMap<'a> {
             None => Ok(default),
             Some(entry) => match &entry.node.value {
                 Value::Bool(value) => Ok(*value),
-                _ => Err(wrong(entry, "true or false")),
+                _ => Err(type_error(entry, "true or false")),
             },
         }
     }
@@ -82,14 +82,14 @@ impl<'a> YamlMap<'a> {
             Value::Int(number) => usize::try_from(number).ok(),
             _ => None,
         }
-        .map_or_else(|| Err(wrong(entry, "an integer of at least 0")), |count| Ok(Some(count)))
+        .map_or_else(|| Err(type_error(entry, "an integer of at least 0")), |count| Ok(Some(count)))
     }
 
     /// Reads an integer from 0 to `most`.
     pub(crate) fn count_up_to(&self, key: &str, most: usize) -> Result<Option<usize>, ConfigError> {
         let count = self.count(key)?;
         match (self.get(key), count) {
-            (Some(entry), Some(count)) if count > most => Err(wrong(entry, &format!("at most {most}"))),
+            (Some(entry), Some(count)) if count > most => Err(type_error(entry, &format!("at most {most}"))),
             _ => Ok(count),
         }
     }
@@ -100,7 +100,7 @@ impl<'a> YamlMap<'a> {
             Value::Int(number) => i64::try_from(number).ok(),
             _ => None,
         }
-        .map_or_else(|| Err(wrong(entry, "an integer")), |number| Ok(Some(number)))
+        .map_or_else(|| Err(type_error(entry, "an integer")), |number| Ok(Some(number)))
     }
 
     /// Reads a string or a list of strings.
@@ -114,7 +114,7 @@ impl<'a> YamlMap<'a> {
                 let texts = items.iter().map(text);
                 texts.collect::<Result<_, _>>().map(Some)
             }
-            _ => Err(wrong(entry, "a text or a list of texts")),
+            _ => Err(type_error(entry, "a text or a list of texts")),
         }
     }
 
@@ -122,7 +122,7 @@ impl<'a> YamlMap<'a> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match &entry.node.value {
             Value::List(items) => Ok(Some(items)),
-            _ => Err(wrong(entry, "a list")),
+            _ => Err(type_error(entry, "a list")),
         }
     }
 
@@ -130,13 +130,13 @@ impl<'a> YamlMap<'a> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match entry.node.json() {
             Json::Object(fields) => Ok(Some(fields)),
-            _ => Err(wrong(entry, "a map")),
+            _ => Err(type_error(entry, "a map")),
         }
     }
 }
 
 /// Creates an error that states the expected type of a key.
-pub(crate) fn wrong(entry: &Entry, wanted: &str) -> ConfigError {
+pub(crate) fn type_error(entry: &Entry, wanted: &str) -> ConfigError {
     ConfigError::at(
         entry.node.place.clone(),
         format!("{}: expected {wanted}, found {}", entry.key, entry.node.describe()),
@@ -144,7 +144,7 @@ pub(crate) fn wrong(entry: &Entry, wanted: &str) -> ConfigError {
 }
 
 fn text_of(entry: &Entry) -> Result<String, ConfigError> {
-    scalar(&entry.node).ok_or_else(|| wrong(entry, "a text"))
+    scalar(&entry.node).ok_or_else(|| type_error(entry, "a text"))
 }
 
 /// Returns a string, or a number as a string.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_text_file};
 
 use super::error::{ConfigError, TaskError};
-use super::keys::wrong;
+use super::keys::type_error;
 use super::yaml::{Entry, Node, Value, parse};
 
 /// Built-in task files, embedded in the program.
@@ -32,14 +32,14 @@ pub(super) fn built_in() -> Result<Vec<Node>, ConfigError> {
 #[derive(Default)]
 pub(super) struct LoadedConfigs {
     pub(super) nodes: Vec<Node>,
-    pub(super) broken: Vec<TaskError>,
+    pub(super) load_errors: Vec<TaskError>,
 }
 
 /// Loads the configurations of a file, or of all `.yaml` files in a folder and its subfolders. In a folder,
-/// unreadable files are skipped and reported in `broken`.
+/// unreadable files are skipped and reported in `load_errors`.
 pub(super) fn from_path(path: &Path) -> Result<LoadedConfigs, TaskError> {
     if !path.is_dir() {
-        return Ok(LoadedConfigs { nodes: from_file(path, MAX_DEPTH)?, broken: Vec::new() });
+        return Ok(LoadedConfigs { nodes: from_file(path, MAX_DEPTH)?, load_errors: Vec::new() });
     }
     let mut files = Vec::new();
     collect(path, MAX_DEPTH, &mut files)?;
@@ -48,7 +48,7 @@ pub(super) fn from_path(path: &Path) -> Result<LoadedConfigs, TaskError> {
     for file in &files {
         match from_file(file, MAX_DEPTH) {
             Ok(nodes) => loaded.nodes.extend(nodes),
-            Err(error) => loaded.broken.push(error),
+            Err(error) => loaded.load_errors.push(error),
         }
     }
     Ok(loaded)
@@ -124,7 +124,7 @@ fn merge_includes(node: Node, depth: usize) -> Result<Node, TaskError> {
 fn names(entry: &Entry) -> Result<Vec<&str>, ConfigError> {
     let text = |node: &Node| match &node.value {
         Value::Text(_) => Ok(()),
-        _ => Err(wrong(entry, "a file name or a list of them")),
+        _ => Err(type_error(entry, "a file name or a list of them")),
     };
     let nodes = match &entry.node.value {
         Value::List(items) => items.iter().collect(),

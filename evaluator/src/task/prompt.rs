@@ -4,7 +4,7 @@ use candlewick_text::conversation::{Conversation, Message as ChatMessage};
 use candlewick_text::template::{ChatTemplate, Ending, TemplateError};
 use serde_json::{Map, Value as Json};
 
-use super::python::text::{ends_blank, rstrip, starts_blank, strip};
+use super::python::text::{ends_with_space, rstrip, starts_with_space, strip};
 
 /// Formatter that renders chat turns as a prompt.
 pub trait ChatFormatter: Sync {
@@ -71,7 +71,7 @@ impl PromptTurn {
 }
 
 /// Builds the turns of one question: the user's, and the assistant's if there is an answer or a prefix of it.
-pub(crate) fn turns(
+pub(crate) fn question_turns(
     question: &str,
     answer: Option<&str>,
     prefix: Option<&str>,
@@ -80,13 +80,13 @@ pub(crate) fn turns(
     let (target, fewshot) = delimiters;
     let (answer, prefix) = (answer.filter(|a| !a.is_empty()), prefix.filter(|p| !p.is_empty()));
     let is_delimited = match (answer, prefix) {
-        (_, Some(prefix)) => !question.is_empty() && !ends_blank(question) && !starts_blank(prefix),
+        (_, Some(prefix)) => !question.is_empty() && !ends_with_space(question) && !starts_with_space(prefix),
         (answer, None) => answer.is_some(),
     };
     let mut turns = vec![PromptTurn::new("user", question, if is_delimited { target } else { "" })];
     match (answer, prefix) {
         (Some(answer), prefix) => {
-            turns.push(PromptTurn::new("assistant", joined(prefix.unwrap_or(""), answer, " "), fewshot));
+            turns.push(PromptTurn::new("assistant", join_texts(prefix.unwrap_or(""), answer, " "), fewshot));
         }
         (None, Some(prefix)) => turns.push(PromptTurn::new("assistant", prefix, "")),
         (None, None) => {}
@@ -95,8 +95,8 @@ pub(crate) fn turns(
 }
 
 /// Joins two texts with a delimiter, unless one is empty or there is whitespace between them already.
-pub(crate) fn joined(first: &str, second: &str, delimiter: &str) -> String {
-    let is_plain = first.is_empty() || second.is_empty() || ends_blank(first) || starts_blank(second);
+pub(crate) fn join_texts(first: &str, second: &str, delimiter: &str) -> String {
+    let is_plain = first.is_empty() || second.is_empty() || ends_with_space(first) || starts_with_space(second);
     if is_plain { format!("{first}{second}") } else { format!("{first}{delimiter}{second}") }
 }
 
@@ -176,8 +176,8 @@ mod tests {
 
     fn shot() -> Vec<PromptTurn> {
         let mut all = vec![PromptTurn::new("system", "S\n\n", "")];
-        all.extend(turns("Q1", Some("A1"), None, (" ", "\n\n")));
-        all.extend(turns("Q2", None, None, (" ", "")));
+        all.extend(question_turns("Q1", Some("A1"), None, (" ", "\n\n")));
+        all.extend(question_turns("Q2", None, None, (" ", "")));
         all
     }
 
@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_prefix_begins_the_answer() {
-        let turns = turns("Q", None, Some("So: "), (" ", ""));
+        let turns = question_turns("Q", None, Some("So: "), (" ", ""));
         assert_eq!(turns[0].delimiter, " ");
         check(true, &turns, true, "<user>Q</user><assistant>So: ");
         check(false, &turns, true, "<user>Q</user><assistant>So: ");

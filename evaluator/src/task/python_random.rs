@@ -43,7 +43,7 @@ impl PythonRandom {
     }
 
     /// Returns a random integer below `n`, which must not be 0.
-    pub(crate) fn below(&mut self, n: usize) -> usize {
+    pub(crate) fn randbelow(&mut self, n: usize) -> usize {
         let n_bits = usize::BITS - n.leading_zeros();
         loop {
             let drawn = self.bits(n_bits);
@@ -64,12 +64,12 @@ impl PythonRandom {
     /// Implements `random.shuffle(items)`.
     pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
         for i in (1..items.len()).rev() {
-            items.swap(i, self.below(i + 1));
+            items.swap(i, self.randbelow(i + 1));
         }
     }
 
     /// Returns one index of `random.choices(items, k=...)`, for `n` items.
-    pub(crate) fn choice(&mut self, n: usize) -> usize {
+    pub(crate) fn choices_index(&mut self, n: usize) -> usize {
         (self.random() * n as f64) as usize
     }
 
@@ -77,7 +77,7 @@ impl PythonRandom {
         let mut pool: Vec<usize> = (0..n).collect();
         // Each selected item is replaced by the last remaining one, as in CPython.
         let draw = |i: usize| {
-            let at = self.below(n - i);
+            let at = self.randbelow(n - i);
             let last = pool[n - i - 1];
             std::mem::replace(&mut pool[at], last)
         };
@@ -87,7 +87,7 @@ impl PythonRandom {
     fn sample_set(&mut self, n: usize, k: usize) -> Vec<usize> {
         let mut drawn: Vec<usize> = Vec::with_capacity(k);
         while drawn.len() < k {
-            let at = self.below(n);
+            let at = self.randbelow(n);
             if !drawn.contains(&at) {
                 drawn.push(at);
             }
@@ -167,7 +167,7 @@ mod tests {
         let mut random = PythonRandom::new(7);
         assert_eq!([random.bits(40), random.bits(40)], [1_040_772_936_760, 434_439_589_175]);
         let mut random = PythonRandom::new(0);
-        let choices: Vec<usize> = (0..8).map(|_| random.choice(7)).collect();
+        let choices: Vec<usize> = (0..8).map(|_| random.choices_index(7)).collect();
         assert_eq!(choices, [5, 5, 2, 1, 3, 2, 5, 2]);
     }
 

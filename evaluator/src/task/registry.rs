@@ -18,7 +18,7 @@ use super::yaml::{Entry, Node, Value};
 pub struct TaskRegistry {
     known: BTreeMap<String, RegistryEntry>,
     tags: BTreeMap<String, Vec<String>>,
-    broken: Vec<TaskError>,
+    load_errors: Vec<TaskError>,
     /// Names defined twice in one folder, with both locations.
     duplicates: BTreeMap<String, [SourceLocation; 2]>,
 }
@@ -32,9 +32,9 @@ enum RegistryEntry {
 /// Task, group or tag in the output of `evaluator ls`.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct TaskListing {
-    /// Name.
+    /// Name of the task, group or tag.
     pub name: String,
-    /// File of the definition; `None` for a tag.
+    /// File that defines it; `None` for a tag.
     pub file: Option<PathBuf>,
     /// Output type of a task; `None` for a group or tag.
     pub output_type: Option<String>,
@@ -58,12 +58,16 @@ const MAX_DEPTH: usize = 16;
 impl TaskRegistry {
     /// Loads the built-in tasks and those of `include_paths`. Later paths override earlier ones.
     pub fn load(include_paths: &[PathBuf]) -> Result<Self, TaskError> {
-        let mut registry =
-            Self { known: BTreeMap::new(), tags: BTreeMap::new(), broken: Vec::new(), duplicates: BTreeMap::new() };
+        let mut registry = Self {
+            known: BTreeMap::new(),
+            tags: BTreeMap::new(),
+            load_errors: Vec::new(),
+            duplicates: BTreeMap::new(),
+        };
         registry.add(built_in()?)?;
         for path in include_paths {
             let loaded = from_path(path)?;
-            registry.broken.extend(loaded.broken);
+            registry.load_errors.extend(loaded.load_errors);
             registry.find_duplicates(&loaded.nodes);
             registry.add(loaded.nodes)?;
         }
@@ -101,8 +105,8 @@ impl TaskRegistry {
     }
 
     /// Returns the errors of unreadable files in included folders.
-    pub fn broken(&self) -> &[TaskError] {
-        &self.broken
+    pub fn load_errors(&self) -> &[TaskError] {
+        &self.load_errors
     }
 
     /// Selects tasks by comma-separated names: tasks, groups, tags, patterns such as `mmlu_*`, and files.
@@ -129,7 +133,7 @@ impl TaskRegistry {
         for node in nodes {
             let Some((name, is_group)) = given_name(&node) else {
                 let fault = ConfigError::at(node.place.clone(), "the key `task` or `group` is missing");
-                self.broken.push(fault.into());
+                self.load_errors.push(fault.into());
                 continue;
             };
             if is_group {
@@ -259,7 +263,7 @@ impl TaskRegistry {
         let at = built.groups.len();
         built.groups.push(group.clone());
         let passed_on =
-            YamlMap::open(node, "a group")?.entries().iter().filter(|e| !GROUP_KEYS.contains(&e.key.as_str()));
+            YamlMap::with_any_keys(node, "a group")?.entries().iter().filter(|e| !GROUP_KEYS.contains(&e.key.as_str()));
         let mut inherited: Vec<Entry> = passed_on.cloned().collect();
         overrides.iter().cloned().for_each(|entry| set_key(&mut inherited, entry));
         for member in members(node) {
@@ -315,12 +319,12 @@ impl TaskRegistry {
 
     fn unknown(&self, name: &str) -> TaskError {
         let near = did_you_mean(name, self.names());
-        let broken = match self.broken.first() {
-            Some(first) => format!("; {} files could not be read, the first: {first}", self.broken.len()),
+        let load_errors = match self.load_errors.first() {
+            Some(first) => format!("; {} files could not be read, the first: {first}", self.load_errors.len()),
             None => String::new(),
         };
         TaskError::Unknown(format!(
-            "the task {name:?}{near}{}{broken}",
+            "the task {name:?}{near}{}{load_errors}",
             if near.is_empty() { "; `evaluator ls tasks` lists all" } else { "" }
         ))
     }

@@ -8,7 +8,7 @@ use candlewick_inference::request::Response;
 /// Response value, possibly changed by a filter.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ResponseValue {
-    /// Text.
+    /// Generated text, possibly changed by a filter.
     Text(String),
     /// Log-probability of a continuation, and true if greedy decoding would generate it.
     Loglikelihood(f64, bool),
@@ -32,7 +32,7 @@ impl From<&Response> for ResponseValue {
 
 impl ResponseValue {
     /// Returns the value as sample records list it: each part as Python's `str` prints it.
-    pub(crate) fn listed(&self) -> Json {
+    pub(crate) fn to_record_json(&self) -> Json {
         match self {
             Self::Text(text) => json!(text),
             Self::Loglikelihood(logprob, is_greedy) => {
@@ -41,7 +41,7 @@ impl ResponseValue {
             Self::Rolling(logprob) => json!(repr::float(*logprob)),
             Self::Value(Json::Array(items)) => items.iter().map(repr::str).collect(),
             Self::Value(value) => json!(repr::str(value)),
-            Self::Many(answers) => answers.iter().map(Self::listed).collect(),
+            Self::Many(answers) => answers.iter().map(Self::to_record_json).collect(),
         }
     }
 

@@ -66,7 +66,8 @@ impl SampleRecord {
             requests.iter().map(|asked| arguments(&asked.instance.request, kwargs)).collect();
         let prompt = arguments.first().and_then(|first| first[0].as_str()).unwrap_or_default();
         let target = repr::str(target);
-        let listed = |asked: &InstanceResponses| asked.answers.iter().map(ResponseValue::listed).collect::<Json>();
+        let listed =
+            |asked: &InstanceResponses| asked.answers.iter().map(ResponseValue::to_record_json).collect::<Json>();
         Self {
             doc_id,
             doc_hash: hash(&serde_json::to_string_pretty(doc).unwrap_or_default()),
@@ -76,7 +77,7 @@ impl SampleRecord {
             target,
             arguments,
             resps: requests.iter().map(listed).collect(),
-            filtered_resps: filtered.iter().map(ResponseValue::listed).collect(),
+            filtered_resps: filtered.iter().map(ResponseValue::to_record_json).collect(),
             filter: filter.to_owned(),
             metrics: metrics.to_vec(),
             choices,

@@ -77,7 +77,7 @@ impl Task {
         responses: &[Response],
         n_resamples: usize,
     ) -> Result<TaskScores, TaskError> {
-        self.config.check_code(options.confirm_run_unsafe_code)?;
+        self.config.check_unsafe_code(options.confirm_run_unsafe_code)?;
         if instances.len() != responses.len() {
             let problem = format!("there are {} responses to {} requests", responses.len(), instances.len());
             return Err(self.unscored(problem));
@@ -133,7 +133,7 @@ impl Task {
         let config = self.metric_of(&metric);
         let aggregation = config.map_or(Aggregation::Mean, |config| config.aggregation);
         let fail = |problem| self.unscored(format!("metric {metric}: {problem}"));
-        let value = aggregation.of(scores).map_err(fail)?;
+        let value = aggregation.aggregate(scores).map_err(fail)?;
         let stderr = stderr(aggregation, scores, n_resamples).map_err(fail)?;
         let higher_is_better = config.map(|config| config.higher_is_better);
         Ok(MetricScore { metric, filter, value, stderr, n: scores.len(), higher_is_better })
@@ -151,20 +151,19 @@ impl Task {
             return process(doc, answers);
         }
         match (self.config.output_type, answers) {
-            (OutputType::Loglikelihood, [ResponseValue::Loglikelihood(logprob, is_greedy)]) => {
-                Ok(self.named(&["perplexity", "acc"], |name| match name {
+            (OutputType::Loglikelihood, [ResponseValue::Loglikelihood(logprob, is_greedy)]) => Ok(self
+                .values_in_order(&["perplexity", "acc"], |name| match name {
                     "perplexity" => Some(MetricValue::Number(*logprob)),
                     "acc" => Some(MetricValue::Count(i64::from(*is_greedy))),
                     _ => None,
-                }))
-            }
+                })),
             (OutputType::LoglikelihoodRolling, [ResponseValue::Rolling(logprob)]) => {
                 let target = repr::str(&self.doc_to_target.target(doc, self.doc_to_choice.is_some())?);
                 let (n_words, n_bytes) = (count_words(&target)?, target.len());
                 let weighted =
                     |n: usize| Some(MetricValue::pair(MetricValue::Number(*logprob), MetricValue::Count(n as i64)));
                 let order = ["word_perplexity", "byte_perplexity", "bits_per_byte"];
-                Ok(self.named(&order, |name| match name {
+                Ok(self.values_in_order(&order, |name| match name {
                     "word_perplexity" => weighted(n_words),
                     "byte_perplexity" | "bits_per_byte" => weighted(n_bytes),
                     _ => None,
@@ -177,7 +176,7 @@ impl Task {
     }
 
     /// Returns the values of the task's metrics, in lm-eval's order.
-    fn named(&self, order: &[&str], value: impl Fn(&str) -> Option<MetricValue>) -> Scored {
+    fn values_in_order(&self, order: &[&str], value: impl Fn(&str) -> Option<MetricValue>) -> Scored {
         let has = |name: &&&str| self.config.metrics.iter().any(|metric| metric.name == **name);
         order.iter().filter(has).filter_map(|name| Some(((*name).to_owned(), value(name)?))).collect()
     }
@@ -202,22 +201,22 @@ impl Task {
             gold.holds(likeliest(logprobs.iter().zip(&choices).map(per)))
         };
         let guess = likeliest(logprobs.iter().copied());
-        Ok(self.named(&CHOICE_METRICS, |name| {
+        Ok(self.values_in_order(&CHOICE_METRICS, |name| {
             Some(match name {
-                "acc" => MetricValue::of(gold.holds(guess)),
-                "acc_norm" => MetricValue::of(by_length(text::len)),
-                "acc_bytes" => MetricValue::of(by_length(str::len)),
+                "acc" => MetricValue::from_bool(gold.holds(guess)),
+                "acc_norm" => MetricValue::from_bool(by_length(text::len)),
+                "acc_bytes" => MetricValue::from_bool(by_length(str::len)),
                 "acc_mutual_info" => {
                     let gains = asked.iter().zip(alone).map(|((with, _), (without, _))| with - without);
-                    MetricValue::of(gold.holds(likeliest(gains)))
+                    MetricValue::from_bool(gold.holds(likeliest(gains)))
                 }
                 "exact_match" => {
                     MetricValue::Count(i64::from(gold.any(|at| asked.get(at).is_some_and(|(_, greedy)| *greedy))))
                 }
-                "f1" | "mcc" => MetricValue::pair(gold.listed(), MetricValue::Count(guess as i64)),
+                "f1" | "mcc" => MetricValue::pair(gold.to_metric_value(), MetricValue::Count(guess as i64)),
                 // The Brier score needs exactly one correct choice.
                 "brier_score" => match gold {
-                    Gold::One(Some(_)) => MetricValue::pair(gold.listed(), probabilities(&logprobs)),
+                    Gold::One(Some(_)) => MetricValue::pair(gold.to_metric_value(), probabilities(&logprobs)),
                     _ => return None,
                 },
                 _ => return None,
@@ -267,9 +266,9 @@ impl Task {
                     for target in &targets {
                         is_match |= exact.is_match(&plain(answer), target)?;
                     }
-                    one(MetricValue::of(is_match))
+                    one(MetricValue::from_bool(is_match))
                 }
-                (Metric::Texts, answer) => {
+                (Metric::TextPair, answer) => {
                     let [target] = targets.as_slice() else {
                         return Err(format!(
                             "the metric {} supports a single target, but there are several",
@@ -329,7 +328,7 @@ impl Gold {
     }
 
     /// Returns the indices as sample records list them: -100 if there is no correct choice, as in lm-eval.
-    fn listed(&self) -> MetricValue {
+    fn to_metric_value(&self) -> MetricValue {
         match self {
             Self::One(gold) => MetricValue::Count(gold.map_or(-100, |at| at as i64)),
             Self::Any(golds) => MetricValue::List(golds.iter().map(|at| MetricValue::Count(*at as i64)).collect()),

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::super::Z;
+use super::super::Z_95;
 
 /// Positions of a value and its interval's bounds on an axis from 0 to 100. Bounds beyond the axis are clamped.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -53,8 +53,8 @@ impl Scale {
 
 /// Returns the 95 % confidence interval of a value: value ± 1.96 standard errors. Without an error both bounds are
 /// the value.
-pub(super) fn bounds(value: f64, stderr: Option<f64>) -> [f64; 2] {
-    let half = Z * stderr.unwrap_or(0.0);
+pub(super) fn confidence_interval(value: f64, stderr: Option<f64>) -> [f64; 2] {
+    let half = Z_95 * stderr.unwrap_or(0.0);
     [value - half, value + half]
 }
 
@@ -86,8 +86,8 @@ mod tests {
     #[test]
     fn an_interval_is_cut_at_the_ends_of_its_line() {
         let near = |a: f64, b: f64| (a - b).abs() < 1e-9;
-        let Interval { low, at, high } = Scale::UNIT.interval(0.9, bounds(0.9, Some(0.1)));
-        assert!(near(low, 100.0 * (0.9 - 0.1 * Z)) && near(at, 90.0) && near(high, 100.0), "{low} {at} {high}");
-        assert_eq!(bounds(0.5, None), [0.5, 0.5]);
+        let Interval { low, at, high } = Scale::UNIT.interval(0.9, confidence_interval(0.9, Some(0.1)));
+        assert!(near(low, 100.0 * (0.9 - 0.1 * Z_95)) && near(at, 90.0) && near(high, 100.0), "{low} {at} {high}");
+        assert_eq!(confidence_interval(0.5, None), [0.5, 0.5]);
     }
 }

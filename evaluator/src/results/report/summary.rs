@@ -7,7 +7,7 @@ use serde_json::Value as Json;
 
 use super::super::schema::Results;
 use super::super::table::{Value, arrow, number, ordered, plain, values};
-use super::interval::{Interval, Scale, bounds};
+use super::interval::{Interval, Scale, confidence_interval};
 
 /// Row of a task or group.
 #[derive(Debug, Serialize)]
@@ -82,7 +82,7 @@ fn scales(results: &Results) -> BTreeMap<String, Scale> {
     for value in results.results.values().filter_map(Json::as_object).flat_map(values) {
         let of_metric = ends.entry(value.metric.to_owned()).or_default();
         if let Some(at) = value.value.as_f64() {
-            let within = bounds(at, value.stderr.and_then(Json::as_f64));
+            let within = confidence_interval(at, value.stderr.and_then(Json::as_f64));
             // The axis of a fraction stays 0 to 1, however wide the interval is.
             let is_share = (0.0..=1.0).contains(&at);
             of_metric.extend(if is_share { [at, at] } else { within });
@@ -94,7 +94,7 @@ fn scales(results: &Results) -> BTreeMap<String, Scale> {
 fn cells(results: &Results, name: &str, found: &Value, scales: &BTreeMap<String, Scale>) -> ScoreCells {
     let Value { metric, filter, value, stderr } = *found;
     let (at, stderr) = (value.as_f64().filter(|at| at.is_finite()), stderr.and_then(Json::as_f64));
-    let within = at.zip(stderr).map(|(at, stderr)| bounds(at, Some(stderr)));
+    let within = at.zip(stderr).map(|(at, stderr)| confidence_interval(at, Some(stderr)));
     let scale = scales.get(metric).copied().unwrap_or(Scale::UNIT);
     ScoreCells {
         metric: metric.to_owned(),

@@ -40,12 +40,12 @@ struct NumberFilter(RegexFilterConfig);
 struct WordFilter;
 
 fn map_filter(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
-    keys.only(&[&SHARED[..], &["regex_pattern_to_value"]].concat())?;
+    keys.deny_unknown(&[&SHARED[..], &["regex_pattern_to_value"]].concat())?;
     let values = keys.map("regex_pattern_to_value")?.unwrap_or_default();
     let all: Vec<&str> = values.keys().map(String::as_str).collect();
     let family = RegexFilterConfig::read(keys, Some(&all.join("|")))?;
     let compile = |(pattern, value): (&String, &serde_json::Value)| {
-        let pattern = Pattern::new(pattern).map_err(|p| keys.fault(format!("regex_pattern_to_value: {p}")))?;
+        let pattern = Pattern::new(pattern).map_err(|p| keys.error(format!("regex_pattern_to_value: {p}")))?;
         Ok((pattern, crate::task::python::repr::str(value)))
     };
     let values = values.iter().map(compile).collect::<Result<_, ConfigError>>()?;
@@ -53,12 +53,12 @@ fn map_filter(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
 }
 
 fn number_filter(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
-    keys.only(&[&SHARED[..], &["regex_pattern"]].concat())?;
+    keys.deny_unknown(&[&SHARED[..], &["regex_pattern"]].concat())?;
     Ok(Arc::new(NumberFilter(RegexFilterConfig::read(keys, None)?)))
 }
 
 fn word_filter(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
-    keys.only(&["function"])?;
+    keys.deny_unknown(&["function"])?;
     Ok(Arc::new(WordFilter))
 }
 

@@ -12,7 +12,7 @@ use super::hendrycks_math::{is_equivalent, last_boxed};
 use super::{BuiltIn, Doc, ProcessDocs, gpqa, text, texts};
 use crate::task::function::PythonFunction;
 use crate::task::metric::MetricValue;
-use crate::task::python::literal::{literal_beginning, literal_eval};
+use crate::task::python::literal::{literal_eval, literal_prefix};
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::{is_digit, strip};
 use crate::task::response_value::ResponseValue;
@@ -207,7 +207,7 @@ fn returned_list(function: &PythonFunction) -> Result<Vec<Doc>, String> {
     let body = text.split_once(&format!("def {name}(")).map(|(_, body)| body);
     let list = body.and_then(|body| body.split_once("return ")).map(|(_, list)| list);
     let list = list.ok_or_else(|| format!("{} has no function {name} that returns a list", path.display()))?;
-    let docs = literal_beginning(list).ok().and_then(|docs| docs.as_array().cloned()).unwrap_or_default();
+    let docs = literal_prefix(list).ok().and_then(|docs| docs.as_array().cloned()).unwrap_or_default();
     let docs: Option<Vec<Doc>> = docs.iter().map(|doc| doc.as_object().cloned()).collect();
     docs.filter(|docs| !docs.is_empty())
         .ok_or_else(|| format!("{name} in {} does not return a list of documents that is written out", path.display()))

@@ -129,7 +129,9 @@ fn find<T>(function: &PythonFunction, role: &str, take: impl Fn(BuiltIn) -> Opti
             function.name
         );
         let fault = ConfigError::at(function.place.clone(), message + &near);
-        return Err(fault.note(format!("built-in implementations of {role} are those of {}", modules.join(", "))));
+        return Err(
+            fault.with_remedy(format!("built-in implementations of {role} are those of {}", modules.join(", ")))
+        );
     };
     let wrong = || ConfigError::at(function.place.clone(), format!("!function {name} is not {role}"));
     let found = take(*built_in).ok_or_else(wrong)?;

@@ -2,7 +2,7 @@
 
 use super::sandbox;
 use crate::task::error::ConfigError;
-use crate::task::keys::{YamlMap, wrong};
+use crate::task::keys::{YamlMap, type_error};
 use crate::task::metric::MetricValue;
 use crate::task::response_value::ResponseValue;
 use crate::task::yaml::Value;
@@ -16,14 +16,14 @@ pub(crate) struct GenerationMetric {
 impl GenerationMetric {
     /// Reads the keys of the metric.
     pub(super) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
-        keys.only(&["metric", "aggregation", "higher_is_better", "hf_evaluate", "k"])?;
-        let entry = keys.get("k").ok_or_else(|| keys.fault("pass_at_k needs the key `k`"))?;
+        keys.deny_unknown(&["metric", "aggregation", "higher_is_better", "hf_evaluate", "k"])?;
+        let entry = keys.get("k").ok_or_else(|| keys.error("pass_at_k needs the key `k`"))?;
         let ks = match &entry.node.value {
             Value::List(_) => serde_json::from_value(entry.node.json()).ok(),
             _ => serde_json::from_value(entry.node.json()).ok().map(|k| vec![k]),
         };
         let ks = ks.filter(|ks: &Vec<usize>| ks.iter().all(|k| *k > 0));
-        Ok(Self { ks: ks.ok_or_else(|| wrong(entry, "a number of programs, or a list of them"))? })
+        Ok(Self { ks: ks.ok_or_else(|| type_error(entry, "a number of programs, or a list of them"))? })
     }
 
     /// Returns `pass@k` of one document for each k.
@@ -33,7 +33,7 @@ impl GenerationMetric {
         };
         let mut n_passed = 0;
         for program in programs {
-            n_passed += usize::from(sandbox::passes(&format!("{}\n{tests}", program.text()))?);
+            n_passed += usize::from(sandbox::program_succeeds(&format!("{}\n{tests}", program.text()))?);
         }
         let enough = self.ks.iter().filter(|k| **k <= programs.len());
         Ok(enough.map(|k| (format!("pass@{k}"), MetricValue::Number(pass_at(*k, n_passed, programs.len())))).collect())

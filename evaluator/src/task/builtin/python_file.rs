@@ -53,7 +53,7 @@ pub(super) fn check(function: &PythonFunction, built_in: &str) -> Result<(), Con
         return Ok(());
     }
     Err(ConfigError::at(function.place.clone(), problem)
-        .note("remove the file, or allow it with --allow-changed-python"))
+        .with_remedy("remove the file, or allow it with --allow-changed-python"))
 }
 
 /// Formats bytes as lower-case hexadecimal digits.

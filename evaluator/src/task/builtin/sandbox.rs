@@ -27,7 +27,7 @@ const SUPERVISOR: &str = include_str!("sandbox.py");
 const FAILED: i32 = 10;
 
 /// Runs a program and returns true if it ends without an exception. An error means that the sandbox itself failed.
-pub(super) fn passes(program: &str) -> Result<bool, String> {
+pub(super) fn program_succeeds(program: &str) -> Result<bool, String> {
     let folder = tempfile::tempdir()
         .map_err(|error| format!("failed to create a folder for a model-written program: {error}"))?;
     let word = format!("passed-{:016x}", nonce());
@@ -100,12 +100,12 @@ mod tests {
         if Command::new("python3").arg("-V").output().is_err() {
             return;
         }
-        assert!(passes("x = 1\nassert x == 1").unwrap());
-        assert!(!passes("assert False").unwrap());
-        assert!(!passes("import sys\nsys.exit(0)").unwrap());
-        assert!(!passes("import os\nos._exit(0)").unwrap());
-        assert!(!passes("def f(:").unwrap());
-        assert!(!passes("print('passed')\nraise SystemExit").unwrap());
+        assert!(program_succeeds("x = 1\nassert x == 1").unwrap());
+        assert!(!program_succeeds("assert False").unwrap());
+        assert!(!program_succeeds("import sys\nsys.exit(0)").unwrap());
+        assert!(!program_succeeds("import os\nos._exit(0)").unwrap());
+        assert!(!program_succeeds("def f(:").unwrap());
+        assert!(!program_succeeds("print('passed')\nraise SystemExit").unwrap());
     }
 
     #[test]
@@ -114,11 +114,11 @@ mod tests {
             return;
         }
         let began = Instant::now();
-        assert!(!passes("while True: pass").unwrap());
-        assert!(!passes("x = bytearray(8 << 30)").unwrap());
-        assert!(!passes("import time\ntime.sleep(60)").unwrap());
-        assert!(passes("import os\nassert 'HOME' not in os.environ").unwrap());
-        assert!(passes("import resource as r\nassert r.getrlimit(r.RLIMIT_NPROC)[0] < 1 << 20").unwrap());
+        assert!(!program_succeeds("while True: pass").unwrap());
+        assert!(!program_succeeds("x = bytearray(8 << 30)").unwrap());
+        assert!(!program_succeeds("import time\ntime.sleep(60)").unwrap());
+        assert!(program_succeeds("import os\nassert 'HOME' not in os.environ").unwrap());
+        assert!(program_succeeds("import resource as r\nassert r.getrlimit(r.RLIMIT_NPROC)[0] < 1 << 20").unwrap());
         assert!(began.elapsed() < Duration::from_secs(30));
     }
 
@@ -128,8 +128,8 @@ mod tests {
             return;
         }
         let forged = "import __main__, os\nos.write(__main__.answer, __main__.word.encode())\nos._exit(0)";
-        assert!(!passes(forged).unwrap());
-        assert!(!passes("import os\nos.write(1, b'passed')\nos.write(2, b'passed')\nos._exit(0)").unwrap());
+        assert!(!program_succeeds(forged).unwrap());
+        assert!(!program_succeeds("import os\nos.write(1, b'passed')\nos.write(2, b'passed')\nos._exit(0)").unwrap());
     }
 
     /// A process in a session of its own is not in the process group.
@@ -147,7 +147,7 @@ mod tests {
              os.wait()\ntime.sleep(0.5)"
         );
         let began = Instant::now();
-        assert!(passes(&escape).unwrap());
+        assert!(program_succeeds(&escape).unwrap());
         assert!(began.elapsed() < Duration::from_secs(SECONDS) + 2 * GRACE);
         let (mut left_behind, _) = listener.accept().unwrap();
         left_behind.set_read_timeout(Some(Duration::from_secs(10))).unwrap();

@@ -15,7 +15,7 @@ use serde_json::{Map, Value as Json};
 use super::builtin;
 use super::error::ConfigError;
 use super::function::as_function;
-use super::keys::{YamlMap, wrong};
+use super::keys::{YamlMap, type_error};
 use super::python::text;
 use super::response_value::ResponseValue;
 use super::yaml::{Entry, Node, Value};
@@ -61,26 +61,26 @@ pub(crate) fn filter_list(entry: Option<&Entry>) -> Result<Vec<FilterConfig>, Co
     let Some(entry) = entry else {
         return Ok(vec![FilterConfig { name: "none".into(), steps: vec![Arc::new(TakeFirst)] }]);
     };
-    let Value::List(pipelines) = &entry.node.value else { return Err(wrong(entry, "a list of filters")) };
+    let Value::List(pipelines) = &entry.node.value else { return Err(type_error(entry, "a list of filters")) };
     pipelines.iter().map(pipeline).collect()
 }
 
 fn pipeline(node: &Node) -> Result<FilterConfig, ConfigError> {
     let keys = YamlMap::new(node, "an entry of filter_list", &["name", "filter"])?;
     let name = keys.required_text("name")?;
-    let steps = keys.list("filter")?.ok_or_else(|| keys.fault("an entry of filter_list needs the key `filter`"))?;
+    let steps = keys.list("filter")?.ok_or_else(|| keys.error("an entry of filter_list needs the key `filter`"))?;
     Ok(FilterConfig { name, steps: steps.iter().map(step).collect::<Result<_, _>>()? })
 }
 
 fn step(node: &Node) -> Result<Arc<dyn Filter>, ConfigError> {
-    let keys = YamlMap::open(node, "a filter")?;
-    let entry = keys.get("function").ok_or_else(|| keys.fault("a filter needs the key `function`"))?;
+    let keys = YamlMap::with_any_keys(node, "a filter")?;
+    let entry = keys.get("function").ok_or_else(|| keys.error("a filter needs the key `function`"))?;
     if let Some(function) = as_function(entry) {
         return builtin::filter_class(&function, &keys);
     }
     let name = keys.required_text("function")?;
     if ["take_first", "majority_vote", "lowercase", "uppercase", "remove_whitespace"].contains(&name.as_str()) {
-        keys.only(&["function"])?;
+        keys.deny_unknown(&["function"])?;
     }
     Ok(match name.as_str() {
         "take_first" => Arc::new(TakeFirst),
@@ -98,8 +98,8 @@ fn step(node: &Node) -> Result<Arc<dyn Filter>, ConfigError> {
 }
 
 fn custom(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
-    let entry = keys.get("filter_fn").ok_or_else(|| keys.fault("the filter custom needs the key `filter_fn`"))?;
-    let function = as_function(entry).ok_or_else(|| wrong(entry, "a !function"))?;
+    let entry = keys.get("filter_fn").ok_or_else(|| keys.error("the filter custom needs the key `filter_fn`"))?;
+    let function = as_function(entry).ok_or_else(|| type_error(entry, "a !function"))?;
     builtin::filter_function(&function)
 }
 
@@ -110,5 +110,5 @@ fn unknown(entry: &Entry, name: &str) -> ConfigError {
     }
     let near = did_you_mean(name, KNOWN);
     ConfigError::at(place, format!("unknown filter {name:?}{near}"))
-        .note(format!("known are {}, custom", KNOWN.join(", ")))
+        .with_remedy(format!("known are {}, custom", KNOWN.join(", ")))
 }

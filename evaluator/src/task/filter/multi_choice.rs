@@ -57,7 +57,7 @@ impl IgnoredText {
     pub(crate) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
         let patterns = keys.texts("regexes_to_ignore")?.unwrap_or_default();
         let compile =
-            |pattern: &String| Pattern::new(pattern).map_err(|p| keys.fault(format!("regexes_to_ignore: {p}")));
+            |pattern: &String| Pattern::new(pattern).map_err(|p| keys.error(format!("regexes_to_ignore: {p}")));
         Ok(Self {
             case: keys.flag("ignore_case", false)?,
             punctuation: keys.flag("ignore_punctuation", false)?,
@@ -97,7 +97,7 @@ impl RegexFilterConfig {
         let found = pattern.find_all(text)?;
         let Some(found) = selected(&found, self.extract.group_select) else { return Ok(String::new()) };
         let several = pattern.has_several_groups();
-        let taken = pattern.texts(text, found).into_iter().find(|group| !several || !group.is_empty());
+        let taken = pattern.findall_item(text, found).into_iter().find(|group| !several || !group.is_empty());
         Ok(text::strip(taken.unwrap_or("")).to_owned())
     }
 
@@ -109,7 +109,7 @@ impl RegexFilterConfig {
 
 impl MultiChoice {
     pub(super) fn read(keys: &YamlMap, choices: ChoiceSource) -> Result<Self, ConfigError> {
-        keys.only(&KEYS)?;
+        keys.deny_unknown(&KEYS)?;
         Ok(Self { family: RegexFilterConfig::read(keys, None)?, choices })
     }
 

@@ -21,14 +21,14 @@ const DEFAULT_PATTERN: &str = r"#### (\-?[0-9\.\,]+)";
 
 impl RegexExtract {
     pub(super) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
-        keys.only(&["function", "regex_pattern", "group_select", "fallback"])?;
+        keys.deny_unknown(&["function", "regex_pattern", "group_select", "fallback"])?;
         Self::open(keys)
     }
 
     /// Reads all keys except the pattern, which is given.
     pub(crate) fn with_pattern(keys: &YamlMap, pattern: &str) -> Result<Self, ConfigError> {
         Ok(Self {
-            pattern: Pattern::new(pattern).map_err(|problem| keys.fault(format!("regex_pattern: {problem}")))?,
+            pattern: Pattern::new(pattern).map_err(|problem| keys.error(format!("regex_pattern: {problem}")))?,
             group_select: keys.integer("group_select")?.unwrap_or(0),
             fallback: keys.text("fallback")?.unwrap_or_else(|| "[invalid]".into()),
         })
@@ -43,7 +43,7 @@ impl RegexExtract {
     fn extract(&self, text: &str) -> Result<String, String> {
         let found = self.pattern.find_all(text)?;
         let Some(found) = selected(&found, self.group_select) else { return Ok(self.fallback.clone()) };
-        let groups = self.pattern.texts(text, found);
+        let groups = self.pattern.findall_item(text, found);
         let several = self.pattern.has_several_groups();
         let taken = groups.into_iter().find(|group| !several || !group.is_empty());
         Ok(text::strip(taken.unwrap_or(&self.fallback)).to_owned())

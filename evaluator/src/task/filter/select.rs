@@ -32,9 +32,9 @@ impl Filter for TakeFirst {
 
 impl TakeFirstK {
     pub(super) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
-        keys.only(&["function", "k"])?;
+        keys.deny_unknown(&["function", "k"])?;
         let k = keys.count("k")?.filter(|k| *k > 0);
-        Ok(Self { k: k.ok_or_else(|| keys.fault("the filter take_first_k needs the key `k`, from 1 on"))? })
+        Ok(Self { k: k.ok_or_else(|| keys.error("the filter take_first_k needs the key `k`, from 1 on"))? })
     }
 }
 

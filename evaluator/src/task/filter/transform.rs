@@ -26,7 +26,7 @@ impl Filter for MapText {
 
 impl ValueMap {
     pub(super) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
-        keys.only(&["function", "mapping_dict", "default_value"])?;
+        keys.deny_unknown(&["function", "mapping_dict", "default_value"])?;
         let values = keys.map("mapping_dict")?.unwrap_or_default();
         let default = keys.get("default_value").map_or(Json::Null, |entry| entry.node.json());
         Ok(Self { values, default })

@@ -61,13 +61,13 @@ impl Aggregation {
     }
 
     /// Returns the aggregation of this name in task files.
-    pub(crate) fn named(name: &str) -> Option<Self> {
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
         NAMES.iter().find(|(known, _)| *known == name).map(|(_, aggregation)| *aggregation)
     }
 
     /// Returns the aggregate of `scores`.
-    pub(crate) fn of(self, scores: &[MetricValue]) -> Result<f64, String> {
-        Ok(self.statistic(scores)?.over(&mut (0..scores.len())))
+    pub(crate) fn aggregate(self, scores: &[MetricValue]) -> Result<f64, String> {
+        Ok(self.statistic(scores)?.compute(&mut (0..scores.len())))
     }
 
     /// Prepares the values for repeated aggregation. The error names a value of the wrong type.
@@ -100,14 +100,14 @@ struct FlatMean(Vec<(f64, f64)>);
 struct Bypass;
 
 impl Statistic for Numbers {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
         let (sum, n) = picked.fold((0.0, 0.0), |(sum, n), i| (sum + self.0[i], n + 1.0));
         (self.1)(sum, n)
     }
 }
 
 impl Statistic for NanMean {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
         let values = picked.map(|i| self.0[i]).filter(|value| !value.is_nan());
         let (sum, n) = values.fold((0.0, 0.0), |(sum, n), value| (sum + value, n + 1.0));
         sum / n
@@ -115,7 +115,7 @@ impl Statistic for NanMean {
 }
 
 impl Statistic for Median {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
         let mut values: Vec<f64> = picked.map(|i| self.0[i]).collect();
         values.sort_by(f64::total_cmp);
         values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
@@ -123,7 +123,7 @@ impl Statistic for Median {
 }
 
 impl Statistic for Weighted {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
         let (sum, weight) = picked.fold((0.0, 0.0), |(sum, weight), i| (sum + self.0[i].0, weight + self.0[i].1));
         (self.1)(sum, weight)
     }
@@ -131,7 +131,7 @@ impl Statistic for Weighted {
 
 impl Statistic for F1 {
     /// Computes F1 of class 1: 2 tp / (2 tp + fp + fn), or 0 if the class is absent.
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
         let (mut right, mut either) = (0.0, 0.0);
         for (gold, guess) in picked.map(|i| self.0[i]) {
             right += if gold == 1 && guess == 1 { 2.0 } else { 0.0 };
@@ -142,14 +142,14 @@ impl Statistic for F1 {
 }
 
 impl Statistic for FlatMean {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
         let (sum, n) = picked.fold((0.0, 0.0), |(sum, n), i| (sum + self.0[i].0, n + self.0[i].1));
         sum / n
     }
 }
 
 impl Statistic for Bypass {
-    fn over(&self, _: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, _: &mut dyn Iterator<Item = usize>) -> f64 {
         999.0
     }
 }
@@ -172,7 +172,7 @@ impl Matthews {
 }
 
 impl Statistic for Matthews {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
         let (mut golds, mut guesses) = (vec![0.0; self.n_classes], vec![0.0; self.n_classes]);
         let (mut right, mut n) = (0.0, 0.0);
         for (gold, guess) in picked.map(|i| self.values[i]) {
@@ -257,7 +257,7 @@ mod tests {
     use super::*;
 
     fn of(aggregation: Aggregation, values: &[f64]) -> f64 {
-        aggregation.of(&values.iter().map(|value| MetricValue::Number(*value)).collect::<Vec<_>>()).unwrap()
+        aggregation.aggregate(&values.iter().map(|value| MetricValue::Number(*value)).collect::<Vec<_>>()).unwrap()
     }
 
     fn classes(pairs: &[(i64, i64)]) -> Vec<MetricValue> {
@@ -275,15 +275,15 @@ mod tests {
 
     #[test]
     fn classes_that_are_never_guessed_correlate_with_nothing() {
-        assert_eq!(Aggregation::Matthews.of(&classes(&[(1, 0), (0, 0)])).unwrap(), 0.0);
-        assert_eq!(Aggregation::Matthews.of(&classes(&[(1, 1), (0, 0)])).unwrap(), 1.0);
-        assert_eq!(Aggregation::F1.of(&classes(&[(0, 0)])).unwrap(), 0.0);
-        assert_eq!(Aggregation::F1.of(&classes(&[(1, 1), (0, 1)])).unwrap(), 2.0 / 3.0);
+        assert_eq!(Aggregation::Matthews.aggregate(&classes(&[(1, 0), (0, 0)])).unwrap(), 0.0);
+        assert_eq!(Aggregation::Matthews.aggregate(&classes(&[(1, 1), (0, 0)])).unwrap(), 1.0);
+        assert_eq!(Aggregation::F1.aggregate(&classes(&[(0, 0)])).unwrap(), 0.0);
+        assert_eq!(Aggregation::F1.aggregate(&classes(&[(1, 1), (0, 1)])).unwrap(), 2.0 / 3.0);
     }
 
     #[test]
     fn what_does_not_fit_says_so() {
-        assert!(Aggregation::Mean.of(&[MetricValue::Text("a".into())]).unwrap_err().contains("not a number"));
-        assert!(Aggregation::Brier.of(&classes(&[(1, 1)])).unwrap_err().contains("probabilities"));
+        assert!(Aggregation::Mean.aggregate(&[MetricValue::Text("a".into())]).unwrap_err().contains("not a number"));
+        assert!(Aggregation::Brier.aggregate(&classes(&[(1, 1)])).unwrap_err().contains("probabilities"));
     }
 }

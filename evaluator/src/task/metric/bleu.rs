@@ -28,7 +28,7 @@ impl BleuCounts {
 }
 
 impl Statistic for BleuCounts {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
         picked.fold(Counts::default(), |sum, i| sum.plus(&self.0[i])).bleu()
     }
 }
@@ -139,8 +139,8 @@ mod tests {
     #[test]
     fn equal_texts_are_perfect_and_strangers_are_nothing() {
         let text = "the quick brown fox jumps";
-        let all = BleuCounts::new(&[(text, text)]).over(&mut (0..1));
+        let all = BleuCounts::new(&[(text, text)]).compute(&mut (0..1));
         assert!((all - 100.0).abs() < 1e-9);
-        assert_eq!(BleuCounts::new(&[("a b", "c d")]).over(&mut (0..1)), 0.0);
+        assert_eq!(BleuCounts::new(&[("a b", "c d")]).compute(&mut (0..1)), 0.0);
     }
 }

@@ -24,7 +24,7 @@ impl ChrfCounts {
 }
 
 impl Statistic for ChrfCounts {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
         let mut sums = vec![[0.0; 3]; self.n_orders];
         for counts in picked.map(|i| &self.counts[i]) {
             for (sum, count) in sums.iter_mut().flatten().zip(counts.iter().flatten()) {
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn short_texts_count_only_the_orders_they_have() {
         let counts = ChrfCounts::new(&[("ab", "ab")], 0);
-        assert!((counts.over(&mut (0..1)) - 100.0).abs() < 1e-9);
-        assert_eq!(ChrfCounts::new(&[("", "ab")], 2).over(&mut (0..1)), 0.0);
+        assert!((counts.compute(&mut (0..1)) - 100.0).abs() < 1e-9);
+        assert_eq!(ChrfCounts::new(&[("", "ab")], 2).compute(&mut (0..1)), 0.0);
     }
 }

@@ -13,7 +13,7 @@ use candlewick_text::suggestion::did_you_mean;
 use super::builtin;
 use super::error::ConfigError;
 use super::function::as_function;
-use super::keys::{YamlMap, wrong};
+use super::keys::{YamlMap, type_error};
 use super::output_type::OutputType;
 use super::yaml::{Entry, Node, Value};
 
@@ -39,7 +39,7 @@ pub(crate) enum Metric {
     /// Exact match of text and target.
     ExactMatch(ExactMatch),
     /// Pair of target and text, compared by the aggregation (BLEU, chrF).
-    Texts,
+    TextPair,
     /// Computed by the task's `process_results`.
     Processed,
     /// Computed by a built-in implementation, which may return several values.
@@ -104,7 +104,7 @@ pub(crate) fn metric_list(
     processed: bool,
 ) -> Result<Vec<MetricConfig>, ConfigError> {
     let Some(entry) = entry else { return Ok(default_metrics(output)) };
-    let Value::List(items) = &entry.node.value else { return Err(wrong(entry, "a list of metrics")) };
+    let Value::List(items) = &entry.node.value else { return Err(type_error(entry, "a list of metrics")) };
     items.iter().map(|item| metric(item, output, processed)).collect()
 }
 
@@ -138,12 +138,12 @@ fn default_metrics(output: OutputType) -> Vec<MetricConfig> {
 const KEYS: [&str; 4] = ["metric", "aggregation", "higher_is_better", "hf_evaluate"];
 
 fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConfig, ConfigError> {
-    let keys = YamlMap::open(node, "a metric")?;
-    let entry = keys.get("metric").ok_or_else(|| keys.fault("an entry of metric_list needs the key `metric`"))?;
+    let keys = YamlMap::with_any_keys(node, "a metric")?;
+    let entry = keys.get("metric").ok_or_else(|| keys.error("an entry of metric_list needs the key `metric`"))?;
     let function = as_function(entry);
     // The package's exact_match equals lm-eval's own.
     if keys.flag("hf_evaluate", false)? && entry.node.text_or_empty() != "exact_match" {
-        return Err(keys.fault(
+        return Err(keys.error(
             "hf_evaluate: only exact_match of the package evaluate is supported; its other metrics are Python code",
         ));
     }
@@ -159,12 +159,12 @@ fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConf
     };
     let aggregation = match keys.get("aggregation") {
         Some(entry) => aggregation(entry)?,
-        None => known.map(|known| known.aggregation).ok_or_else(|| keys.fault(needs(&name, "aggregation")))?,
+        None => known.map(|known| known.aggregation).ok_or_else(|| keys.error(needs(&name, "aggregation")))?,
     };
     let higher_is_better = match known {
         _ if keys.get("higher_is_better").is_some() => keys.flag("higher_is_better", true)?,
         Some(known) => known.higher_is_better,
-        None => return Err(keys.fault(needs(&name, "higher_is_better"))),
+        None => return Err(keys.error(needs(&name, "higher_is_better"))),
     };
     Ok(MetricConfig { name, kind, aggregation, higher_is_better })
 }
@@ -175,7 +175,7 @@ fn needs(name: &str, key: &str) -> String {
 
 /// Returns an error for metric options of a task with `process_results`, which ignores them.
 fn unscored(keys: &YamlMap) -> Result<Metric, ConfigError> {
-    keys.only(&[&KEYS[..], &exact_match::KEYS].concat())?;
+    keys.deny_unknown(&[&KEYS[..], &exact_match::KEYS].concat())?;
     Ok(Metric::Processed)
 }
 
@@ -187,7 +187,9 @@ fn scored(keys: &YamlMap, entry: &Entry, name: &str, output: OutputType) -> Resu
     let Some(known) = KNOWN.iter().find(|known| known.name == name) else {
         let names: Vec<&str> = KNOWN.iter().map(|known| known.name).collect();
         let near = did_you_mean(name, names.iter().copied());
-        return Err(refuse(format!("unknown metric {name:?}{near}")).note(format!("known are {}", names.join(", "))));
+        return Err(
+            refuse(format!("unknown metric {name:?}{near}")).with_remedy(format!("known are {}", names.join(", ")))
+        );
     };
     if name == "bypass" {
         return Ok(Metric::Bypass);
@@ -199,14 +201,14 @@ fn scored(keys: &YamlMap, entry: &Entry, name: &str, output: OutputType) -> Resu
         return Err(refuse(problem));
     }
     if output != OutputType::GenerateUntil {
-        keys.only(&KEYS)?;
+        keys.deny_unknown(&KEYS)?;
         return Ok(Metric::ByName);
     }
     if name == "exact_match" {
         return Ok(Metric::ExactMatch(ExactMatch::read(keys, &KEYS)?));
     }
-    keys.only(&KEYS)?;
-    Ok(Metric::Texts)
+    keys.deny_unknown(&KEYS)?;
+    Ok(Metric::TextPair)
 }
 
 /// Returns lm-eval's default aggregation and `higher_is_better` of a metric.
@@ -219,11 +221,11 @@ fn aggregation(entry: &Entry) -> Result<Aggregation, ConfigError> {
     if let Some(function) = as_function(entry) {
         return builtin::aggregation(&function);
     }
-    let Value::Text(name) = &entry.node.value else { return Err(wrong(entry, "the name of an aggregation")) };
-    Aggregation::named(name).ok_or_else(|| {
+    let Value::Text(name) = &entry.node.value else { return Err(type_error(entry, "the name of an aggregation")) };
+    Aggregation::from_name(name).ok_or_else(|| {
         let names = Aggregation::names();
         let near = did_you_mean(name, names);
         let fault = ConfigError::at(entry.node.place.clone(), format!("unknown aggregation {name:?}{near}"));
-        fault.note(format!("known are {}", names.join(", ")))
+        fault.with_remedy(format!("known are {}", names.join(", ")))
     })
 }

@@ -32,7 +32,7 @@ impl MetricValue {
     }
 
     /// Returns the integer 1 for true and 0 for false.
-    pub(crate) fn of(is_right: bool) -> Self {
+    pub(crate) fn from_bool(is_right: bool) -> Self {
         Self::Number(f64::from(u8::from(is_right)))
     }
 

@@ -48,7 +48,7 @@ fn deviation(numbers: &[f64]) -> f64 {
 fn bootstrap(aggregation: Aggregation, scores: &[MetricValue], n_resamples: usize) -> Result<f64, String> {
     let statistic = aggregation.statistic(scores)?;
     let (chunk, n) = (n_resamples.min(CHUNK), scores.len());
-    let resample = |random: &mut PythonRandom| statistic.over(&mut (0..n).map(|_| random.choice(n)));
+    let resample = |random: &mut PythonRandom| statistic.compute(&mut (0..n).map(|_| random.choices_index(n)));
     let draw = |seed: usize| {
         let mut random = PythonRandom::new(seed as u64);
         (0..chunk).map(|_| resample(&mut random)).collect::<Vec<f64>>()

@@ -17,7 +17,7 @@ pub(crate) fn literal_eval(text: &str) -> Result<Json, String> {
 }
 
 /// Parses the literal at the beginning of a text, and ignores the rest.
-pub(crate) fn literal_beginning(text: &str) -> Result<Json, String> {
+pub(crate) fn literal_prefix(text: &str) -> Result<Json, String> {
     let mut reader = Reader { text, at: 0 };
     reader.skip_blanks();
     reader.value()

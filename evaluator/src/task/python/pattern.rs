@@ -35,10 +35,10 @@ pub(crate) struct PatternMatch {
 impl Pattern {
     /// Compiles a pattern. The error contains the regex engine's message.
     pub(crate) fn new(pattern: &str) -> Result<Self, String> {
-        Self::with(pattern, Flags::default())
+        Self::with_flags(pattern, Flags::default())
     }
 
-    pub(crate) fn with(pattern: &str, flags: Flags) -> Result<Self, String> {
+    pub(crate) fn with_flags(pattern: &str, flags: Flags) -> Result<Self, String> {
         let regex = RegexBuilder::new(&rewrite(pattern, flags))
             .case_insensitive(flags.ignore_case)
             .multi_line(flags.multi_line)
@@ -68,7 +68,7 @@ impl Pattern {
     }
 
     /// Returns an element of `re.findall`: the match, its only group, or all groups.
-    pub(crate) fn texts<'a>(&self, text: &'a str, found: &'a PatternMatch) -> Vec<&'a str> {
+    pub(crate) fn findall_item<'a>(&self, text: &'a str, found: &'a PatternMatch) -> Vec<&'a str> {
         match self.n_groups {
             0 => vec![&text[found.start..found.end]],
             _ => found.groups.iter().map(String::as_str).collect(),
@@ -262,7 +262,7 @@ mod tests {
     fn check(pattern: &str, text: &str, want: &[&[&str]]) {
         let pattern = Pattern::new(pattern).unwrap();
         let found = pattern.find_all(text).unwrap();
-        let got: Vec<Vec<&str>> = found.iter().map(|found| pattern.texts(text, found)).collect();
+        let got: Vec<Vec<&str>> = found.iter().map(|found| pattern.findall_item(text, found)).collect();
         assert_eq!(got, want);
     }
 
@@ -286,7 +286,7 @@ mod tests {
         let pattern = Pattern::new(r"\.$").unwrap();
         assert_eq!(pattern.remove("a.\n").unwrap(), "a\n");
         assert_eq!(pattern.remove("a.\n.").unwrap(), "a.\n");
-        let lines = Pattern::with(r"^\s*-.*$", Flags { multi_line: true, ..Flags::default() }).unwrap();
+        let lines = Pattern::with_flags(r"^\s*-.*$", Flags { multi_line: true, ..Flags::default() }).unwrap();
         assert_eq!(lines.find_all("- a\nb\n - c").unwrap().len(), 2);
     }
 
@@ -294,7 +294,7 @@ mod tests {
     fn flags_at_the_head_hold_for_all() {
         let pattern = Pattern::new("(?s).*#### ").unwrap();
         assert_eq!(pattern.remove("a\nb #### 7").unwrap(), "7");
-        let pattern = Pattern::with("Ab", Flags { ignore_case: true, ..Flags::default() }).unwrap();
+        let pattern = Pattern::with_flags("Ab", Flags { ignore_case: true, ..Flags::default() }).unwrap();
         assert_eq!(pattern.find_all("xaB").unwrap().len(), 1);
     }
 

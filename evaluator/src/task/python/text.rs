@@ -26,12 +26,12 @@ pub(crate) fn words(text: &str) -> impl Iterator<Item = &str> {
 }
 
 /// Implements `text[-1].isspace()`; false for an empty text.
-pub(crate) fn ends_blank(text: &str) -> bool {
+pub(crate) fn ends_with_space(text: &str) -> bool {
     text.chars().next_back().is_some_and(is_space)
 }
 
 /// Implements `text[0].isspace()`; false for an empty text.
-pub(crate) fn starts_blank(text: &str) -> bool {
+pub(crate) fn starts_with_space(text: &str) -> bool {
     text.chars().next().is_some_and(is_space)
 }
 

@@ -65,7 +65,7 @@ pub(super) fn follows(name: &str, kwargs: &Map<String, Json>, text: &str) -> Res
             Ok(text.len() > 1 && text.starts_with('"') && text.ends_with('"'))
         }
         "change_case:capital_word_frequency" => {
-            let n_capital = tokens::of(text).iter().filter(|token| is_upper(token)).count();
+            let n_capital = tokens::tokenize(text).iter().filter(|token| is_upper(token)).count();
             given.compare(n_capital, "capital_frequency", "capital_relation")
         }
         "change_case:english_capital" => Ok(is_upper(text) && check_language("en", text) != LanguageMatch::No),
@@ -149,7 +149,7 @@ impl<'a> InstructionArgs<'a> {
 }
 
 fn find(pattern: &str, text: &str, flags: Flags) -> Result<Vec<String>, String> {
-    let found = Pattern::with(pattern, flags)?.find_all(text)?;
+    let found = Pattern::with_flags(pattern, flags)?.find_all(text)?;
     Ok(found.iter().map(|found| text[found.start..found.end].to_owned()).collect())
 }
 

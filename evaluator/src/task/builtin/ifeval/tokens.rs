@@ -6,7 +6,7 @@ use crate::task::python::pattern::Pattern;
 use crate::task::python::text::words;
 
 /// Splits a text into tokens.
-pub(super) fn of(text: &str) -> Vec<String> {
+pub(super) fn tokenize(text: &str) -> Vec<String> {
     static RULES: LazyLock<Vec<(Pattern, &str)>> = LazyLock::new(|| {
         let rule = |(pattern, write): &(&str, &'static str)| {
             (Pattern::new(pattern).expect("the pattern is a constant"), *write)
@@ -45,7 +45,7 @@ mod tests {
     #[test]
     fn contractions_and_marks_stand_alone() {
         assert_eq!(
-            of("DON'T SAY \"NO\", I'M (IN) U.S.A. CANNOT, A/B."),
+            tokenize("DON'T SAY \"NO\", I'M (IN) U.S.A. CANNOT, A/B."),
             [
                 "DO", "N'T", "SAY", "\"", "NO", "\"", ",", "I", "'M", "(", "IN", ")", "U.S.A.", "CAN", "NOT", ",",
                 "A/B", ".",
