@@ -19,7 +19,7 @@ impl ChatTemplateFormatter {
         Self { template, has_warned: Once::new() }
     }
 
-    /// Returns the template.
+    /// Returns the model's chat template.
     pub fn template(&self) -> &ChatTemplate {
         &self.template
     }

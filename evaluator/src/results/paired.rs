@@ -10,7 +10,7 @@ use crate::task::{Aggregation, MetricValue, PythonRandom};
 const RESAMPLES: usize = 1000;
 const RESAMPLES_OF_TEXTS: usize = 100;
 
-/// Method of a confidence interval.
+/// Method of computing a confidence interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum IntervalMethod {

@@ -131,7 +131,7 @@ pub(super) fn arrow(results: &Results, name: &str, metric: &str) -> &'static str
     }
 }
 
-/// Formats a score with four decimals, an integer with none, and null (not finite) as lm-eval does.
+/// Formats a score with four decimals, an integer without decimals, and null (a value that is not finite) as NaN.
 pub(super) fn number(value: &Json) -> String {
     match value {
         Json::Number(number) if number.is_f64() => format!("{:.4}", number.as_f64().unwrap_or(f64::NAN)),

@@ -69,7 +69,7 @@ pub struct TaskConfig {
     pub num_fewshot: Option<usize>,
     /// True if scoring runs model-written code.
     pub unsafe_code: bool,
-    /// Number of requests for each instance (lm-eval's `repeats`).
+    /// Number of responses to each request (lm-eval's `repeats`).
     pub repeats: usize,
     pub(crate) dataset: DatasetConfig,
     pub(crate) training_split: Option<String>,

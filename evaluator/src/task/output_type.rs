@@ -19,7 +19,7 @@ pub enum OutputType {
 }
 
 impl OutputType {
-    /// Returns the name in task files.
+    /// Returns the name of the output type in task files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Loglikelihood => "loglikelihood",

@@ -46,9 +46,9 @@ pub struct TaskListing {
 /// Tasks selected by name, without duplicates, and the groups that contain them.
 #[derive(Clone, Debug, Default)]
 pub struct TaskSelection {
-    /// Tasks, in order.
+    /// Selected tasks, in the order of selection.
     pub tasks: Vec<TaskConfig>,
-    /// Groups and subgroups, in order.
+    /// Groups that contain selected tasks, in the order of selection.
     pub groups: Vec<TaskGroup>,
 }
 

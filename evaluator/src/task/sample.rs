@@ -43,7 +43,7 @@ pub struct SampleRecord {
 /// Number of choices of a document, and the correct ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChoiceTargets {
-    /// Number of choices. The first `n` requests score them, one each.
+    /// Number of choices. The first `n_choices` requests score them, one each.
     pub n_choices: usize,
     /// Indices of the correct choices; any of them counts.
     pub correct: Vec<usize>,

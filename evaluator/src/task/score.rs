@@ -28,18 +28,18 @@ pub struct TaskScores {
     pub sample_len: usize,
     /// Number of documents in the split (lm-eval's `original`).
     pub original: usize,
-    /// Numbers of documents with problems.
+    /// Numbers of documents that were skipped, are empty, or have no correct choice.
     pub counts: DocCounts,
 }
 
-/// Numbers of documents with problems.
+/// Numbers of documents that were skipped, are empty, or have no correct choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct DocCounts {
-    /// Documents without text to score, which were skipped.
+    /// Number of documents without text to score, which were skipped.
     pub skipped: usize,
-    /// Documents without text to score, which were scored as in lm-eval.
+    /// Number of documents without text to score, which were scored as in lm-eval.
     pub empty: usize,
-    /// Documents without a correct choice.
+    /// Number of documents without a correct choice.
     pub no_target: usize,
 }
 

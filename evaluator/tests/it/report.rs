@@ -61,10 +61,10 @@ fn the_page_is_whole_and_holds_what_the_records_hold() {
 }
 
 #[test]
-fn documents_without_room_are_counted() {
+fn omitted_documents_are_counted() {
     let (_workspace, page) = run(&["--report-samples", "0"]);
     assert_eq!(documents(&page), [json!([]), json!([])]);
-    assert_eq!(page.matches("30 of 30 documents are not in this page").count(), 2);
+    assert_eq!(page.matches("30 of 30 documents are omitted").count(), 2);
 }
 
 #[test]

@@ -17,16 +17,16 @@ use crate::task::response_value::ResponseValue;
 /// Document: values by column name.
 pub(crate) type Doc = Map<String, Json>;
 
-/// Implementation of `process_docs`. A random one uses one generator for all documents, in order.
+/// Implementation of `process_docs`. `MapWithRng` uses one random generator for all documents, in order.
 #[derive(Clone, Copy)]
 pub(crate) enum ProcessDocs {
-    /// Change of each document.
+    /// Function that changes each document.
     Map(fn(Doc) -> Result<Doc, String>),
-    /// Change of each document with random numbers; the first field is the seed.
+    /// Seed, and a function that changes each document with random numbers.
     MapWithRng(u64, fn(Doc, &mut PythonRandom) -> Result<Doc, String>),
-    /// Change of each document, or its removal.
+    /// Function that changes or removes each document.
     FilterMap(fn(Doc) -> Result<Option<Doc>, String>),
-    /// Removal of documents whose column has another value: column, value.
+    /// Column and value; documents with another value in the column are removed.
     ColumnEquals(&'static str, &'static str),
 }
 

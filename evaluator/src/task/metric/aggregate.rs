@@ -55,12 +55,12 @@ const NAMES: [(&str, Aggregation); 13] = [
 ];
 
 impl Aggregation {
-    /// Returns the names of aggregations in task files.
+    /// Returns the names of all aggregations, as task files spell them.
     pub(super) fn names() -> [&'static str; NAMES.len()] {
         NAMES.map(|(name, _)| name)
     }
 
-    /// Returns the aggregation of this name in task files.
+    /// Returns the aggregation that task files call `name`.
     pub(crate) fn from_name(name: &str) -> Option<Self> {
         NAMES.iter().find(|(known, _)| *known == name).map(|(_, aggregation)| *aggregation)
     }
@@ -100,40 +100,40 @@ struct FlatMean(Vec<(f64, f64)>);
 struct Bypass;
 
 impl Statistic for Numbers {
-    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
-        let (sum, n) = picked.fold((0.0, 0.0), |(sum, n), i| (sum + self.0[i], n + 1.0));
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
+        let (sum, n) = indices.fold((0.0, 0.0), |(sum, n), i| (sum + self.0[i], n + 1.0));
         (self.1)(sum, n)
     }
 }
 
 impl Statistic for NanMean {
-    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
-        let values = picked.map(|i| self.0[i]).filter(|value| !value.is_nan());
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
+        let values = indices.map(|i| self.0[i]).filter(|value| !value.is_nan());
         let (sum, n) = values.fold((0.0, 0.0), |(sum, n), value| (sum + value, n + 1.0));
         sum / n
     }
 }
 
 impl Statistic for Median {
-    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
-        let mut values: Vec<f64> = picked.map(|i| self.0[i]).collect();
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
+        let mut values: Vec<f64> = indices.map(|i| self.0[i]).collect();
         values.sort_by(f64::total_cmp);
         values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
     }
 }
 
 impl Statistic for Weighted {
-    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
-        let (sum, weight) = picked.fold((0.0, 0.0), |(sum, weight), i| (sum + self.0[i].0, weight + self.0[i].1));
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
+        let (sum, weight) = indices.fold((0.0, 0.0), |(sum, weight), i| (sum + self.0[i].0, weight + self.0[i].1));
         (self.1)(sum, weight)
     }
 }
 
 impl Statistic for F1 {
     /// Computes F1 of class 1: 2 tp / (2 tp + fp + fn), or 0 if the class is absent.
-    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
         let (mut right, mut either) = (0.0, 0.0);
-        for (gold, guess) in picked.map(|i| self.0[i]) {
+        for (gold, guess) in indices.map(|i| self.0[i]) {
             right += if gold == 1 && guess == 1 { 2.0 } else { 0.0 };
             either += f64::from(u8::from(gold == 1)) + f64::from(u8::from(guess == 1));
         }
@@ -142,8 +142,8 @@ impl Statistic for F1 {
 }
 
 impl Statistic for FlatMean {
-    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
-        let (sum, n) = picked.fold((0.0, 0.0), |(sum, n), i| (sum + self.0[i].0, n + self.0[i].1));
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
+        let (sum, n) = indices.fold((0.0, 0.0), |(sum, n), i| (sum + self.0[i].0, n + self.0[i].1));
         sum / n
     }
 }
@@ -172,10 +172,10 @@ impl Matthews {
 }
 
 impl Statistic for Matthews {
-    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
         let (mut golds, mut guesses) = (vec![0.0; self.n_classes], vec![0.0; self.n_classes]);
         let (mut right, mut n) = (0.0, 0.0);
-        for (gold, guess) in picked.map(|i| self.values[i]) {
+        for (gold, guess) in indices.map(|i| self.values[i]) {
             golds[gold] += 1.0;
             guesses[guess] += 1.0;
             right += f64::from(u8::from(gold == guess));

@@ -28,8 +28,8 @@ impl BleuCounts {
 }
 
 impl Statistic for BleuCounts {
-    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
-        picked.fold(Counts::default(), |sum, i| sum.plus(&self.0[i])).bleu()
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
+        indices.fold(Counts::default(), |sum, i| sum.plus(&self.0[i])).bleu()
     }
 }
 

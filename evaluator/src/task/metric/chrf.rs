@@ -24,9 +24,9 @@ impl ChrfCounts {
 }
 
 impl Statistic for ChrfCounts {
-    fn compute(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
         let mut sums = vec![[0.0; 3]; self.n_orders];
-        for counts in picked.map(|i| &self.counts[i]) {
+        for counts in indices.map(|i| &self.counts[i]) {
             for (sum, count) in sums.iter_mut().flatten().zip(counts.iter().flatten()) {
                 *sum += count;
             }

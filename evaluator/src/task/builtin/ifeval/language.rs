@@ -2,7 +2,7 @@
 
 use whatlang::Lang;
 
-/// Result of a language check.
+/// Result of comparing a text's language with the expected one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LanguageMatch {
     /// The text is in the language.

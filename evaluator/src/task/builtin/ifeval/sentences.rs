@@ -9,7 +9,7 @@ const ABBREVIATIONS: [&str; 40] = [
     "sept", "oct", "nov", "dec", "a.m", "p.m", "ph.d",
 ];
 
-/// Counts sentences.
+/// Returns the number of sentences in a text.
 pub(super) fn count(text: &str) -> usize {
     let all: Vec<&str> = words(text).collect();
     let ends = |(i, word): (usize, &&str)| i + 1 < all.len() && ends_sentence(word, all[i + 1]);

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::words;
 
-/// Splits a text into tokens.
+/// Splits a text into Treebank tokens.
 pub(super) fn tokenize(text: &str) -> Vec<String> {
     static RULES: LazyLock<Vec<(Pattern, &str)>> = LazyLock::new(|| {
         let rule = |(pattern, write): &(&str, &'static str)| {
