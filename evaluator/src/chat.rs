@@ -1,4 +1,4 @@
-//! A model's chat template as tasks use it.
+//! Chat template of a model, as tasks apply it.
 
 use std::sync::Once;
 
@@ -6,35 +6,36 @@ use candlewick_text::template::{ChatTemplate, Ending, TemplateError};
 
 use crate::task::ChatFormatter;
 
-/// Prints chats with a template. One that knows no system turn is given the chat without it, as lm-eval does.
+/// Formatter of prompts with a model's chat template. If the template rejects the system role, the system message is
+/// omitted, as in lm-eval.
 pub struct ChatTemplateFormatter {
     template: ChatTemplate,
     has_warned: Once,
 }
 
 impl ChatTemplateFormatter {
-    /// Prints with this template.
+    /// Creates a formatter for this template.
     pub fn new(template: ChatTemplate) -> Self {
         Self { template, has_warned: Once::new() }
     }
 
-    /// Returns the template.
+    /// Returns the model's chat template.
     pub fn template(&self) -> &ChatTemplate {
         &self.template
     }
 }
 
 impl ChatFormatter for ChatTemplateFormatter {
-    fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
-        self.template.print(turns, ending).or_else(|error| {
+    fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+        self.template.apply_chat_template(turns, ending).or_else(|error| {
             let without: Vec<(&str, &str)> = turns.iter().copied().filter(|(role, _)| *role != "system").collect();
             if without.len() == turns.len() {
                 return Err(error);
             }
             self.has_warned.call_once(|| {
-                tracing::warn!("the chat template refuses the system's turn, which is left out: {error}");
+                tracing::warn!("the chat template rejects the system role; the system message is omitted: {error}");
             });
-            self.template.print(&without, ending)
+            self.template.apply_chat_template(&without, ending)
         })
     }
 }
@@ -49,9 +50,9 @@ mod tests {
         let source = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}\
                       {{ m.role }}: {{ m.content }};{% endfor %}";
         let chat = ChatTemplateFormatter::new(ChatTemplate::new("test", source).unwrap());
-        let print = |turns: &[(&str, &str)]| chat.print(turns, Ending::GenerationPrompt);
+        let print = |turns: &[(&str, &str)]| chat.apply_chat_template(turns, Ending::GenerationPrompt);
         assert_eq!(print(&[("system", "be kind"), ("user", "hi")]).unwrap(), "user: hi;");
         let broken = ChatTemplateFormatter::new(ChatTemplate::new("test", "{{ raise_exception('never') }}").unwrap());
-        assert!(broken.print(&[("user", "hi")], Ending::GenerationPrompt).is_err());
+        assert!(broken.apply_chat_template(&[("user", "hi")], Ending::GenerationPrompt).is_err());
     }
 }

@@ -29,7 +29,7 @@ use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, completions, parse_arguments_from, report};
 use candlewick_runtime::stdout::print_line;
 
-/// Evaluates language models.
+/// Evaluates language models on lm-evaluation-harness tasks.
 #[derive(Debug, Parser)]
 #[command(name = "evaluator", version, propagate_version = true, after_long_help = EXAMPLES)]
 struct Cli {
@@ -57,27 +57,27 @@ An option may be written as lm-eval writes it: --num_fewshot, --output_path.";
 enum Command {
     /// Chat with a model. Former spelling of `trainer chat`
     #[command(hide = true)]
-    Chat(Chat),
+    Chat(ChatArgs),
     /// Answer prompts or conversations. Former spelling of `trainer generate`
     #[command(hide = true)]
-    Generate(Generate),
+    Generate(GenerateCommandArgs),
     /// Score a text (token log-probabilities) or a data set (loss and perplexity), and print JSON
-    Score(score::Score),
+    Score(score::ScoreArgs),
     /// Score a data set. Former spelling of `evaluator score`
     #[command(hide = true)]
-    Perplexity(score::Score),
+    Perplexity(score::ScoreArgs),
     /// Evaluate a model on lm-evaluation-harness tasks
     #[command(after_long_help = RUN_EXAMPLES)]
-    Run(Box<run::Run>),
+    Run(Box<run::RunArgs>),
     /// Run the lm-eval requests of a JSONL file
     #[command(hide = true)]
-    Answer(answer::Answer),
+    Answer(answer::AnswerArgs),
     /// List tasks, groups or tags
-    Ls(ls::Ls),
+    Ls(ls::LsArgs),
     /// Print a task's requests for one document: prompts, targets, and the tokens if --model is given
-    Show(show::Show),
+    Show(show::ShowArgs),
     /// Compare the results of two runs, sample by sample
-    Compare(compare::Compare),
+    Compare(compare::CompareArgs),
     /// Print a shell completion script
     Completions {
         /// The shell
@@ -86,7 +86,7 @@ enum Command {
 }
 
 #[derive(Debug, Args)]
-struct Chat {
+struct ChatArgs {
     /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder (its best export, else its newest)
     #[arg(long, short = 'M')]
     model: String,
@@ -95,7 +95,7 @@ struct Chat {
 }
 
 #[derive(Debug, Args)]
-struct Generate {
+struct GenerateCommandArgs {
     /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder (its best export, else its newest)
     #[arg(long, short = 'M')]
     model: String,
@@ -182,12 +182,12 @@ fn run(command: &Command) -> Result<()> {
     }
 }
 
-/// Prints a note that a command has a new spelling.
+/// Prints a note that the command `former` is now called `current`.
 fn print_note(former: &str, current: &str) {
     eprintln!("note: `{former}` is now `{current}`");
 }
 
-/// Returns true unless a launcher set another rank than 0.
+/// Returns true if the variable RANK is unset or 0.
 fn is_first_process() -> bool {
     std::env::var("RANK").map_or(true, |rank| rank == "0")
 }

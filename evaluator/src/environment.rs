@@ -1,4 +1,4 @@
-//! Environment of a run: machine, system, program version and git commit.
+//! Environment of a run: machine, operating system, program version and git commit.
 
 use std::fs;
 use std::path::Path;
@@ -7,8 +7,8 @@ use std::thread;
 
 use candlewick_ops::gpu_unavailable_reason;
 
-/// Returns lm-eval's `pretty_env_info`, one fact a line.
-pub(crate) fn environment() -> String {
+/// Returns lm-eval's `pretty_env_info`: one `name: value` pair a line.
+pub(crate) fn pretty_env_info() -> String {
     let n_cores = thread::available_parallelism().map_or(0, usize::from);
     let gpu = gpu_unavailable_reason().map_or_else(|| "yes".to_owned(), |why| format!("no ({why})"));
     let facts = [
@@ -23,18 +23,19 @@ pub(crate) fn environment() -> String {
     known.map(|(name, fact)| format!("{name}: {fact}")).collect::<Vec<_>>().join("\n")
 }
 
-/// What follows `key` in the first line of a file that begins with it; nothing where there is no such file.
+/// Returns the rest of the first line that starts with `key`; empty if the file cannot be read.
 fn of_file(path: &str, key: &str) -> String {
     let text = fs::read_to_string(path).unwrap_or_default();
     text.lines().find_map(|line| line.strip_prefix(key)).unwrap_or_default().to_owned()
 }
 
-/// The commit that the working directory is at, by the shortest name that git has for it; `None` where git knows none.
+/// Returns the git commit of the working directory, as `git describe --always` prints it.
 pub(crate) fn git_hash() -> Option<String> {
     git(Path::new("."), &["describe", "--always"])
 }
 
-/// The commit of the folder above, if that is the top of a repository itself: this one may be a submodule of it.
+/// Returns the git commit of the parent folder if it is a repository's root, for a working directory that is a
+/// submodule.
 pub(crate) fn upper_git_hash() -> Option<String> {
     let above = Path::new("..");
     if above.join(".git").exists() { git(above, &["rev-parse", "HEAD"]) } else { None }

@@ -1,4 +1,5 @@
-//! Evaluation of tasks: instances, requests, scores and results. Used by `evaluator run` and by the trainer.
+//! Evaluation of a model on tasks: requests, responses, scores and results. Used by `evaluator run` and by the
+//! trainer.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -6,12 +7,12 @@ use std::collections::BTreeSet;
 use anyhow::{Result, ensure};
 use serde_json::{Value as Json, json};
 
-use crate::results::{Results, TaskRun, assemble};
+use crate::results::{Results, TaskRun, assemble_results};
 use crate::task::{Instance, OutputType, PromptOptions, Task, TaskGroup};
 use candlewick_inference::answer::{Answered, Answers, Unscorable};
 use candlewick_inference::request::{Request, Response};
 
-/// Tasks with their instances: requests to a model, scores and results.
+/// Tasks with their instances, ready to be evaluated by a model.
 pub struct Evaluation<'a> {
     tasks: Vec<Task>,
     groups: Vec<TaskGroup>,
@@ -29,7 +30,7 @@ impl<'a> Evaluation<'a> {
         Ok(Self { tasks, groups, options, instances })
     }
 
-    /// Returns a warning for each of the tasks' `generation_kwargs` without effect.
+    /// Returns a warning for each key of `generation_kwargs` that has no effect.
     pub fn warnings(&self) -> Vec<String> {
         let of_task = |(task, options): (&Task, &PromptOptions)| {
             let name = task.config().task.clone();
@@ -51,8 +52,8 @@ impl<'a> Evaluation<'a> {
         self.tasks.iter().filter_map(note)
     }
 
-    /// Returns the prompt and target of each task's first document.
-    pub fn first(&self) -> impl Iterator<Item = String> {
+    /// Returns the prompt and target of each task's first document, for `--write-out`.
+    pub fn first_prompts(&self) -> impl Iterator<Item = String> {
         self.tasks.iter().zip(&self.instances).filter_map(|(task, instances)| {
             let Instance { doc_id, request, .. } = instances.first()?;
             let name = &task.config().task;
@@ -66,28 +67,28 @@ impl<'a> Evaluation<'a> {
         self.instances.iter().flatten().map(|instance| instance.request.clone()).collect()
     }
 
-    /// Runs [`Evaluation::requests`] and returns one response each. A document without tokens to
-    /// score is skipped: its responses are `None`. With `compat` it is an error, as in lm-eval.
+    /// Sends [`Evaluation::requests`] to the model and returns one response each. A document without tokens to score
+    /// is skipped: its responses are `None`. With `compat` such a document is an error, as in lm-eval.
     pub fn run_requests(&self, answers: &mut dyn Answers) -> Result<Vec<Option<Answered>>> {
         let requests = self.requests();
         let unscorable = match answers.answer(&requests) {
             Ok(answered) => return Ok(answered.into_iter().map(Some).collect()),
             Err(error) => error.downcast::<Unscorable>()?,
         };
-        let is_left_out = self.left_out(&unscorable)?;
-        let open = requests.into_iter().zip(&is_left_out).filter(|(_, is_left_out)| !**is_left_out);
+        let is_skipped = self.skipped_requests(&unscorable)?;
+        let open = requests.into_iter().zip(&is_skipped).filter(|(_, is_skipped)| !**is_skipped);
         let mut answered = answers.answer(&open.map(|(request, _)| request).collect::<Vec<_>>())?.into_iter();
-        Ok(is_left_out.into_iter().map(|is_left_out| if is_left_out { None } else { answered.next() }).collect())
+        Ok(is_skipped.into_iter().map(|is_skipped| if is_skipped { None } else { answered.next() }).collect())
     }
 
     /// Returns true for each request whose document is skipped.
-    fn left_out(&self, unscorable: &Unscorable) -> Result<Vec<bool>> {
+    fn skipped_requests(&self, unscorable: &Unscorable) -> Result<Vec<bool>> {
         let (mut all, mut n_before) = (Vec::new(), 0);
         for ((task, options), instances) in self.tasks.iter().zip(&self.options).zip(&self.instances) {
             let own = unscorable.requests.iter().filter_map(|request| instances.get(request.checked_sub(n_before)?));
             let docs: BTreeSet<usize> = own.map(|instance| instance.doc_id).collect();
             if let Some(first) = docs.first().filter(|_| options.compat) {
-                return Err(task.blame(*first, unscorable.why.to_string()).into());
+                return Err(task.document_error(*first, unscorable.why.to_string()).into());
             }
             all.extend(instances.iter().map(|instance| docs.contains(&instance.doc_id)));
             n_before += instances.len();
@@ -95,8 +96,8 @@ impl<'a> Evaluation<'a> {
         Ok(all)
     }
 
-    /// Scores the responses of [`Evaluation::run_requests`], and calls `scored` after each task. Standard errors are
-    /// estimated from `n_resamples` bootstrap resamples.
+    /// Scores the responses of [`Evaluation::run_requests`] and calls `scored` after each task. Standard errors
+    /// without a formula come from `n_resamples` bootstrap resamples.
     pub fn score(
         &self,
         answered: &[Option<Answered>],
@@ -104,7 +105,7 @@ impl<'a> Evaluation<'a> {
         mut scored: impl FnMut(&TaskRun) -> Result<()>,
     ) -> Result<Vec<TaskRun>> {
         let mut runs = Vec::new();
-        for (task, options, instances, own) in self.each(answered)? {
+        for (task, options, instances, own) in self.by_task(answered)? {
             let responses: Vec<Response> = own.iter().map(|answered| answered.response.clone()).collect();
             let scores = task.score(options, &instances, &responses, n_resamples)?;
             let run = TaskRun {
@@ -119,14 +120,14 @@ impl<'a> Evaluation<'a> {
         Ok(runs)
     }
 
-    /// Assembles the results, and counts the truncated documents.
+    /// Assembles the results and counts the documents with a truncated request.
     pub fn results(&self, runs: &[TaskRun], answered: &[Option<Answered>]) -> Result<Results> {
-        let mut results = assemble(runs, &self.groups);
-        for (task, _, instances, own) in self.each(answered)? {
+        let mut results = assemble_results(runs, &self.groups);
+        for (task, _, instances, own) in self.by_task(answered)? {
             let (name, n) = (&task.config().task, n_truncated(&instances, &own));
             results.data.insert(name.clone(), json!(task.data()));
             if n > 0 {
-                tracing::warn!("{name}: {n} documents were truncated: the model's context is shorter");
+                tracing::warn!("{name}: {n} documents were truncated to the model's context length");
             }
             if let Some(Json::Object(counts)) = results.n_samples.get_mut(name) {
                 counts.insert("truncated".into(), json!(n));
@@ -135,14 +136,14 @@ impl<'a> Evaluation<'a> {
         Ok(results)
     }
 
-    /// Each task with its options, those of its requests that have an answer, and the answers.
-    #[allow(clippy::type_complexity, reason = "the parts are named where they are taken apart")]
-    fn each<'s>(
+    /// Returns each task with its options, its instances that have a response, and these responses.
+    #[allow(clippy::type_complexity, reason = "the caller destructures the tuple")]
+    fn by_task<'s>(
         &'s self,
         mut answered: &'s [Option<Answered>],
     ) -> Result<Vec<(&'s Task, &'s PromptOptions<'a>, Cow<'s, [Instance]>, Vec<&'s Answered>)>> {
         let n_asked: usize = self.instances.iter().map(Vec::len).sum();
-        ensure!(answered.len() == n_asked, "failed to score: {} answers to {n_asked} requests", answered.len());
+        ensure!(answered.len() == n_asked, "failed to score: {} responses to {n_asked} requests", answered.len());
         let each = self.tasks.iter().zip(&self.options).zip(&self.instances).map(|((task, options), instances)| {
             let (own, others) = answered.split_at(instances.len());
             answered = others;

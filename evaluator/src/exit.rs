@@ -1,4 +1,4 @@
-//! Exit codes of task errors.
+//! Exit codes of evaluator errors.
 
 use std::error::Error as StdError;
 
@@ -7,12 +7,12 @@ use candlewick_runtime::exit::{self, ExitCode, classify_by};
 
 use crate::task::TaskError;
 
-/// Finds the exit code of an error: the one that it carries, or that of the part that failed.
+/// Returns the process exit code for an error, from the error itself or the first of its causes that has one.
 pub fn classify(error: &Error) -> ExitCode {
     classify_by(error, code_of)
 }
 
-/// Finds the exit code of one error, without its causes.
+/// Returns the exit code of one error, without its causes.
 pub fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     match error.downcast_ref::<TaskError>() {
         Some(error) => Some(if error.is_usage() { ExitCode::Usage } else { ExitCode::Data }),

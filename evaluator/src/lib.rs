@@ -1,4 +1,4 @@
-//! Evaluates language models on lm-evaluation-harness tasks: prompts, scores, results and the command line.
+//! Evaluates language models on lm-evaluation-harness tasks: tasks, prompts, scores, results and the command line.
 
 pub mod chat;
 pub mod cli;

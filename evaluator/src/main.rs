@@ -1,4 +1,4 @@
-//! The `evaluator` program: the allocator, the settings of the process, and the command line of the library.
+//! The `evaluator` program: selects the allocator, sets up the threads and runs the command line.
 
 use candlewick_runtime::allocator::{Allocator, keep_memory};
 use candlewick_runtime::cores::{load_kernels_at_start, share_cores};

@@ -12,31 +12,31 @@ use serde::Serialize;
 #[derive(Clone, Debug)]
 pub struct ResultsFolder {
     folder: PathBuf,
-    /// Start time of the run, as printed in file names.
+    /// Start time of the run, as it appears in file names.
     date: String,
-    /// File name of the results, without date and extension.
+    /// File name of the results without date and extension.
     stem: String,
 }
 
 impl ResultsFolder {
-    /// Returns the output folder of a model: `path/MODEL`, or the parent of `path` if that ends in `.json`.
+    /// Returns the output folder of a model: `path/MODEL`, or the parent of `path` if `path` ends in `.json`.
     pub fn new(path: &Path, model_name: &str, date: String) -> Self {
         if path.extension().is_some_and(|extension| extension == "json") {
             let folder = path.parent().unwrap_or(Path::new("")).to_owned();
             let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
             return Self { folder, date, stem };
         }
-        Self { folder: path.join(sanitized(model_name)), date, stem: "results".to_owned() }
+        Self { folder: path.join(sanitize_model_name(model_name)), date, stem: "results".to_owned() }
     }
 
     /// Returns the folder of the response cache.
-    pub fn answers(&self) -> PathBuf {
+    pub fn response_cache(&self) -> PathBuf {
         self.folder.join("answers")
     }
 
-    /// Writes the sample records of a task as JSON lines, and returns the path.
+    /// Writes a task's sample records as `samples_TASK_DATE.jsonl` and returns the path.
     pub fn write_samples<T: Serialize>(&self, task: &str, samples: &[T]) -> Result<PathBuf> {
-        self.write(&format!("samples_{}_{}.jsonl", sanitized_task(task), self.date), |file| {
+        self.write(&format!("samples_{}_{}.jsonl", sanitize_task_name(task), self.date), |file| {
             samples.iter().try_for_each(|sample| {
                 serde_json::to_writer(&mut *file, sample)?;
                 file.write_all(b"\n")
@@ -44,7 +44,7 @@ impl ResultsFolder {
         })
     }
 
-    /// Writes `results_DATE.json`, and returns the path.
+    /// Writes `results_DATE.json` and returns the path.
     pub fn write_results(&self, results: &impl Serialize) -> Result<PathBuf> {
         self.write(&format!("{}_{}.json", self.stem, self.date), |file| {
             serde_json::to_writer_pretty(&mut *file, results)?;
@@ -52,12 +52,12 @@ impl ResultsFolder {
         })
     }
 
-    /// Writes the HTML report, and returns the path.
+    /// Writes the HTML report and returns the path.
     pub fn write_report(&self, page: &str) -> Result<PathBuf> {
         self.write(&format!("{}_{}.html", self.stem, self.date), |file| file.write_all(page.as_bytes()))
     }
 
-    /// Writes a file atomically.
+    /// Writes a file atomically, and flushes it to disk.
     fn write(&self, name: &str, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> Result<PathBuf> {
         let path = self.folder.join(name);
         write_durably(&path, fill).with_context(|| format!("failed to write {}", path.display()))?;
@@ -65,20 +65,20 @@ impl ResultsFolder {
     }
 }
 
-/// Replaces every character of a task name but letters, digits and `_` by `_`, as lm-eval's file names do.
-pub fn sanitized_task(name: &str) -> String {
+/// Replaces every character except letters, digits and `_` by `_`, as lm-eval does for task names in file names.
+pub fn sanitize_task_name(name: &str) -> String {
     name.chars().map(|c| if c.is_alphanumeric() || c == '_' { c } else { '_' }).collect()
 }
 
-/// Replaces the characters that file names cannot hold by `__`.
-pub fn sanitized(name: &str) -> String {
+/// Replaces the characters that are invalid in file names by `__`, as lm-eval does for model names.
+pub fn sanitize_model_name(name: &str) -> String {
     let mut text = String::new();
     for part in name.split(|c| "\"<>:/\\|?*[]".contains(c)).enumerate().filter(|(i, part)| *i == 0 || !part.is_empty())
     {
         text += if part.0 == 0 { "" } else { "__" };
         text += part.1;
     }
-    // A name that ends with such a character ends with what stands for it.
+    // A trailing invalid character becomes a trailing `__`.
     if name.ends_with(|c| "\"<>:/\\|?*[]".contains(c)) { text + "__" } else { text }
 }
 
@@ -92,7 +92,10 @@ mod tests {
     #[test]
     fn names_are_those_of_lm_eval() {
         let names = ["HuggingFaceTB/SmolLM2", "/models/b/a", "runs/a//b", "plain", "a/"];
-        assert_eq!(names.map(sanitized), ["HuggingFaceTB__SmolLM2", "__models__b__a", "runs__a__b", "plain", "a__"]);
+        assert_eq!(
+            names.map(sanitize_model_name),
+            ["HuggingFaceTB__SmolLM2", "__models__b__a", "runs__a__b", "plain", "a__"]
+        );
     }
 
     #[test]

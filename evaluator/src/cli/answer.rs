@@ -1,4 +1,4 @@
-//! `evaluator answer`: requests in, answers out, a line of JSON each.
+//! `evaluator answer`: reads lm-eval requests from a JSONL file and writes their responses as JSONL.
 
 use std::fs;
 use std::io::Write;
@@ -21,12 +21,10 @@ use candlewick_runtime::place::place;
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
-pub(super) struct Answer {
-    /// A file of requests, or - for stdin. A line is one of
-    /// {"type": "loglikelihood", "context": "One plus one is", "continuation": " two"},
-    /// {"type": "loglikelihood_rolling", "text": "..."} and
-    /// {"type": "generate_until", "context": "...", "until": ["\n"]}, with the further keys max_gen_toks, do_sample,
-    /// temperature, top_p and top_k
+pub(super) struct AnswerArgs {
+    /// JSONL file of requests, or - for stdin. A line has a `type`: loglikelihood (with context, continuation),
+    /// loglikelihood_rolling (with text) or generate_until (with context, until). generate_until also takes
+    /// max_gen_toks, do_sample, temperature, top_p and top_k
     requests: PathBuf,
     #[command(flatten)]
     model: Model,
@@ -34,18 +32,18 @@ pub(super) struct Answer {
     parallel: ParallelArgs,
     #[command(flatten)]
     request_args: RequestArgs,
-    /// Where the answers go, in the order of the requests [default: stdout]
+    /// Output file of the responses, in the order of the requests [default: stdout]
     #[arg(long, short, alias = "output_path", value_name = "FILE")]
     output_path: Option<PathBuf>,
-    /// A folder where answers are kept as they come: the same command goes on there, and asks nothing twice
+    /// Folder of the response cache. An interrupted command continues from it
     #[arg(long, short = 'c', alias = "use_cache", value_name = "FOLDER")]
     use_cache: Option<PathBuf>,
-    /// Seeds what is sampled
+    /// Seed of sampled generations
     #[arg(long, default_value_t = 1234)]
     seed: u64,
 }
 
-pub(super) fn run(args: &Answer, hub: &Hub) -> Result<()> {
+pub(super) fn run(args: &AnswerArgs, hub: &Hub) -> Result<()> {
     together(&place()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
         let requests = read(&args.requests)?;
         let lm = args.model.load_on(hub, ranks, device)?;
@@ -56,7 +54,7 @@ pub(super) fn run(args: &Answer, hub: &Hub) -> Result<()> {
     })
 }
 
-/// A line of the file of requests.
+/// Request in one line of the input file.
 #[derive(Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
 enum RequestLine {
@@ -100,7 +98,7 @@ impl From<RequestLine> for Request {
     }
 }
 
-/// Reads requests. Lines without anything are skipped.
+/// Reads the requests of a JSONL file. Empty lines are skipped.
 fn read(path: &Path) -> Result<Vec<Request>> {
     let text = read_text_or_stdin(path, MAX_GENERATED_BYTES);
     let text = text.with_context(|| format!("failed to read {}", path.display())).context(ExitCode::Data)?;
@@ -129,13 +127,13 @@ fn write(path: Option<&Path>, answered: &[Answered]) -> Result<()> {
     }
     let n_cut = answered.iter().filter(|answered| answered.n_cut > 0).count();
     if n_cut > 0 {
-        tracing::warn!("{n_cut} of {} requests were truncated: the model's context is shorter", answered.len());
+        tracing::warn!("{n_cut} of {} requests were truncated to the model's context length", answered.len());
     }
     match path {
         None => print_line(text.trim_end()),
         Some(path) => {
             let written = fs::File::create(path).and_then(|mut file| file.write_all(text.as_bytes()));
-            written.with_context(|| format!("failed to write the answers to {}", path.display()))
+            written.with_context(|| format!("failed to write the responses to {}", path.display()))
         }
     }
 }

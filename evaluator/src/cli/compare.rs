@@ -1,4 +1,4 @@
-//! `evaluator compare`: what changed between two runs, sample by sample.
+//! `evaluator compare`: compares two runs, sample by sample.
 
 use std::fs;
 use std::path::PathBuf;
@@ -6,35 +6,35 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 
-use crate::results::{Comparison, IntervalBy, MetricDifference, SkippedMetric, compare, comparison_page};
+use crate::results::{Comparison, IntervalMethod, MetricDifference, SkippedMetric, compare, comparison_page};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
-pub(super) struct Compare {
-    /// The first run: a folder with samples_*.jsonl, or such a file
+pub(super) struct CompareArgs {
+    /// First run: a folder with samples_*.jsonl, or one such file
     a: PathBuf,
-    /// The second
+    /// Second run
     b: PathBuf,
-    /// Fail with exit code 1 if a metric gained less than this, such as acc=-0.01, or if some of its samples are in one run
-    /// only; with TASK: for one task only. Where a lower value is better, it gains by falling
+    /// Fail with exit code 1 if a metric improves by less than CHANGE, such as acc=-0.01. Unpaired samples fail too.
+    /// For a metric where lower is better, a decrease is an improvement
     #[arg(long, alias = "fail_below", value_name = "[TASK:]METRIC=CHANGE")]
     fail_below: Vec<MinChange>,
-    /// Let --fail-below look at the samples that both runs have, even if one has others
+    /// Apply --fail-below to the paired samples, even if one run has further samples
     #[arg(long, alias = "allow_unpaired", requires = "fail_below")]
     allow_unpaired: bool,
     /// Maximum number of flipped samples listed for each metric
     #[arg(long, default_value_t = 20, value_name = "N")]
     flips: usize,
-    /// Print JSON
+    /// Print the comparison as JSON
     #[arg(long)]
     json: bool,
-    /// Write a page for a browser, too
+    /// Also write the comparison as an HTML page
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
 }
 
-/// The least gain of a metric that is not a failure.
+/// Lower bound on a metric's improvement, from `--fail-below`.
 #[derive(Clone, Debug, PartialEq)]
 struct MinChange {
     task: Option<String>,
@@ -42,12 +42,12 @@ struct MinChange {
     change: f64,
 }
 
-pub(super) fn run(args: &Compare) -> Result<()> {
+pub(super) fn run(args: &CompareArgs) -> Result<()> {
     let comparison = compare(&args.a, &args.b)?;
     if let Some(unknown) =
         args.fail_below.iter().find(|bound| !comparison.differences.iter().any(|d| bound.is_about(d)))
     {
-        let problem = format!("failed to compare: no task of both runs has the metric of --fail-below {unknown}");
+        let problem = format!("failed to compare: no task in both runs has the metric of --fail-below {unknown}");
         return Err(anyhow!(problem).context(ExitCode::Usage));
     }
     if let Some(path) = &args.html {
@@ -66,8 +66,8 @@ pub(super) fn run(args: &Compare) -> Result<()> {
     Ok(())
 }
 
-/// Fails if a metric with a bound gained less, or if that cannot be told of all its samples.
-fn check(difference: &MetricDifference, args: &Compare) -> Result<()> {
+/// Returns an error if a metric improved by less than its bound, or if it has unpaired samples.
+fn check(difference: &MetricDifference, args: &CompareArgs) -> Result<()> {
     let MetricDifference { task, metric, filter, n, n_unpaired, .. } = difference;
     let problem = if *n_unpaired > 0 && !args.allow_unpaired {
         format!(
@@ -87,8 +87,8 @@ fn text(comparison: &Comparison, most_flips: usize) -> String {
     for d in &comparison.differences {
         let [low, high] = d.interval;
         let lower = if d.higher_is_better { "" } else { ", lower is better" };
-        let by = if d.interval_by == IntervalBy::Bootstrap { ", interval by bootstrap" } else { "" };
-        let unpaired = if d.n_unpaired == 0 { String::new() } else { format!(", {} not paired", d.n_unpaired) };
+        let by = if d.interval_by == IntervalMethod::Bootstrap { ", interval by bootstrap" } else { "" };
+        let unpaired = if d.n_unpaired == 0 { String::new() } else { format!(", {} unpaired", d.n_unpaired) };
         lines.push(format!(
             "{} {},{}: {:.4} -> {:.4}  {:+.4} [{low:+.4}, {high:+.4}]  {} samples{unpaired}{lower}{by}",
             d.task, d.metric, d.filter, d.a, d.b, d.difference, d.n
@@ -110,7 +110,7 @@ fn text(comparison: &Comparison, most_flips: usize) -> String {
         lines.push(format!("{task} {metric},{filter}: not compared: {why}"));
     }
     if !comparison.unpaired.is_empty() {
-        lines.push(format!("only in one of the two: {}", comparison.unpaired.join(", ")));
+        lines.push(format!("only in one run: {}", comparison.unpaired.join(", ")));
     }
     lines.join("\n")
 }
@@ -121,7 +121,7 @@ impl MinChange {
     }
 
     fn is_crossed(&self, difference: &MetricDifference) -> bool {
-        // A gain that is no number is below any bound.
+        // A NaN improvement is below any bound.
         let is_enough = difference.gain() >= self.change;
         self.is_about(difference) && !is_enough
     }

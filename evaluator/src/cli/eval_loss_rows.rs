@@ -1,4 +1,4 @@
-//! Rows of a data set, rendered for a held-out loss, with their oddities counted.
+//! Tokenized rows of a data set for `evaluator score`, with warnings about malformed rows.
 
 use anyhow::{Result, anyhow};
 use candlewick_text::findings::Finding;
@@ -6,7 +6,7 @@ use candlewick_text::render::Sample;
 
 use candlewick_runtime::exit::ExitCode;
 
-/// The oddities that are errors or warnings, in the order of the warnings.
+/// Findings that are reported as errors or warnings, in the order of the warnings.
 const FINDINGS: [Finding; 5] = [
     Finding::ToolDefinitionsNotRendered,
     Finding::ReasoningNotRendered,
@@ -15,28 +15,28 @@ const FINDINGS: [Finding; 5] = [
     Finding::UnknownRole,
 ];
 
-/// Rendered rows.
+/// Tokenized rows of a data set.
 #[derive(Debug, Default)]
 pub(super) struct EvalLossRows {
-    /// Sequences with targets, each with the place of its row.
+    /// Sequences with targets, each with the location of its row, for messages.
     pub(super) sequences: Vec<(String, Sample)>,
-    /// The number of rows with a sequence.
+    /// Number of rows with at least one sequence.
     pub(super) n_rows: usize,
     n_read: usize,
-    found: [Found; FINDINGS.len()],
-    without_targets: Found,
-    unrendered: Found,
+    found: [FindingCount; FINDINGS.len()],
+    without_targets: FindingCount,
+    unrendered: FindingCount,
 }
 
-/// The number of rows with an oddity, and the place of the first.
+/// Number of rows with a finding, and the location of the first.
 #[derive(Clone, Debug, Default)]
-struct Found {
+struct FindingCount {
     n_rows: usize,
     first: String,
 }
 
 impl EvalLossRows {
-    /// Adds a row and the sequences that it is cut into. Sequences without targets are left out.
+    /// Adds a row and the sequences that it is split into. Sequences without target tokens are skipped.
     pub(super) fn add(&mut self, place: String, whole: &Sample, sequences: Vec<Sample>) {
         self.n_read += 1;
         for (finding, found) in FINDINGS.into_iter().zip(&mut self.found) {
@@ -50,9 +50,9 @@ impl EvalLossRows {
         self.n_rows += usize::from(self.sequences.len() > n_before);
     }
 
-    /// Refuses rows with tool calls that the chat template does not render, as training does.
+    /// Returns an error if rows have tool calls that the chat template does not render, as in training.
     pub(super) fn refuse_unrendered(&self, template: &str) -> Result<()> {
-        let Found { n_rows, first } = &self.unrendered;
+        let FindingCount { n_rows, first } = &self.unrendered;
         if *n_rows == 0 {
             return Ok(());
         }
@@ -65,19 +65,19 @@ impl EvalLossRows {
         Err(anyhow!(problem).context(ExitCode::Data))
     }
 
-    /// Returns one warning for each oddity, with its count and first row.
+    /// Returns one warning for each kind of finding, with its row count and first row.
     pub(super) fn warnings(&self, template: &str) -> Vec<String> {
         let described = FINDINGS.iter().map(|finding| finding.describe(template));
         let found = described.zip(&self.found);
-        let all = found.chain([("have no targets and are left out".to_owned(), &self.without_targets)]);
-        let warning = |(what, Found { n_rows, first }): (String, &Found)| {
+        let all = found.chain([("have no target tokens and are skipped".to_owned(), &self.without_targets)]);
+        let warning = |(what, FindingCount { n_rows, first }): (String, &FindingCount)| {
             (*n_rows > 0).then(|| format!("warning: {n_rows} of {} rows {what}, the first at {first}", self.n_read))
         };
         all.filter_map(warning).collect()
     }
 }
 
-impl Found {
+impl FindingCount {
     fn count_if(&mut self, is_found: bool, place: &str) {
         if is_found && self.n_rows == 0 {
             place.clone_into(&mut self.first);
@@ -86,7 +86,7 @@ impl Found {
     }
 }
 
-/// Returns true if a token after the first is a target: nothing predicts the first.
+/// Returns true if a token after the first is a target. The first token has no prediction.
 fn has_targets(sample: &Sample) -> bool {
     sample.is_target.iter().skip(1).any(|is_target| *is_target)
 }
@@ -117,7 +117,7 @@ mod tests {
         assert_eq!((rows.n_rows, rows.sequences.len()), (1, 1));
         let warnings = [
             "warning: 2 of 3 rows hold an empty answer, the first at a:1",
-            "warning: 2 of 3 rows have no targets and are left out, the first at a:1",
+            "warning: 2 of 3 rows have no target tokens and are skipped, the first at a:1",
         ];
         assert_eq!(rows.warnings("chat template x"), warnings);
         assert!(rows.refuse_unrendered("chat template x").is_ok());

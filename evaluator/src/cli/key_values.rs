@@ -1,12 +1,12 @@
-//! `key=value` words and JSON objects of the command line, read as lm-eval reads them.
+//! Parser of `key=value` pairs and JSON objects on the command line, with lm-eval's value types.
 
 use candlewick_text::source::parse_value;
 use serde_json::{Map, Value as Json};
 
 use crate::task::literal_eval;
 
-/// The words behind an option as one object: each is a JSON object, or holds `key=value` with commas between them. Commas in
-/// brackets and quotes separate nothing. A key that is given twice is refused.
+/// Parses the values of an option into one object. Each value is a JSON object or comma-separated `key=value` pairs.
+/// Commas inside brackets and quotes do not separate. A repeated key is an error.
 pub(super) fn key_values(option: &str, words: &[String]) -> Result<Map<String, Json>, String> {
     let mut all = Map::new();
     let mut put = |key: String, value: Json| {
@@ -16,7 +16,7 @@ pub(super) fn key_values(option: &str, words: &[String]) -> Result<Map<String, J
     for word in words {
         if word.trim_start().starts_with('{') {
             let object = parse_value(word)
-                .map_err(|error| format!("{option} is not a JSON object: {error}; texts stand in double quotes"))?;
+                .map_err(|error| format!("{option} is not a JSON object: {error}; write strings in double quotes"))?;
             object.as_object().cloned().unwrap_or_default().into_iter().try_for_each(|(key, value)| put(key, value))?;
             continue;
         }
@@ -30,7 +30,7 @@ pub(super) fn key_values(option: &str, words: &[String]) -> Result<Map<String, J
     Ok(all)
 }
 
-/// Splits at the commas outside of brackets and quotes.
+/// Splits at commas outside of brackets and quotes.
 fn split(text: &str) -> Vec<&str> {
     let (mut parts, mut start, mut depth, mut quote) = (Vec::new(), 0, 0_usize, None);
     for (at, c) in text.char_indices() {
@@ -51,7 +51,7 @@ fn split(text: &str) -> Vec<&str> {
     parts
 }
 
-/// A truth value, a number, another Python literal, or else a text.
+/// Parses a boolean, a number or another Python literal; anything else is a string.
 fn value_of(text: &str) -> Json {
     match text.to_lowercase().as_str() {
         "true" => return Json::Bool(true),
@@ -77,7 +77,7 @@ mod tests {
         assert_eq!(Json::Object(key_values("--gen-kwargs", &words).unwrap()), want);
     }
 
-    // What lm-eval 0.4.13 makes of the same words.
+    // lm-eval 0.4.13 parses the same words to these values.
     #[test]
     fn values_have_the_types_of_lm_eval() {
         check(

@@ -1,11 +1,11 @@
-//! `--limit`: a number of documents, or a share of them.
+//! `--limit`: a number of documents, or a fraction of them.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::Serialize;
 
-/// The documents of each task that are asked: a number, or below 1 a share.
+/// Limit on the evaluated documents of each task: a count, or a fraction if below 1.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(transparent)]
 pub(super) struct Limit(f64);
@@ -21,11 +21,11 @@ impl FromStr for Limit {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let limit = text.parse().ok().filter(|limit: &f64| limit.is_finite() && *limit > 0.0);
-        limit.map(Self).ok_or_else(|| "expected a number of documents greater than 0, or a share such as 0.1".into())
+        limit.map(Self).ok_or_else(|| "expected a number of documents greater than 0, or a fraction such as 0.1".into())
     }
 }
 
-/// Prints the number as Python's `float` does, for lm-eval's header line.
+/// Prints the number as Python's `float`, as in lm-eval's header line.
 impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}", self.0)

@@ -1,4 +1,4 @@
-//! `evaluator ls`: which tasks, groups and tags there are.
+//! `evaluator ls`: lists tasks, groups and tags.
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
@@ -8,7 +8,7 @@ use crate::task::TaskListing;
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
-pub(super) struct Ls {
+pub(super) struct LsArgs {
     /// Kind of entries to list
     #[arg(value_enum, default_value_t = ListKind::Tasks)]
     what: ListKind,
@@ -24,13 +24,13 @@ enum ListKind {
     /// Single tasks
     #[value(alias = "subtasks")]
     Tasks,
-    /// Tasks under one name, with scores over all of them
+    /// Groups: several tasks under one name, with aggregate scores
     Groups,
-    /// Tasks under one name
+    /// Tags: several tasks under one name, without aggregate scores
     Tags,
 }
 
-pub(super) fn run(args: &Ls) -> Result<()> {
+pub(super) fn run(args: &LsArgs) -> Result<()> {
     let registry = args.source.registry()?;
     let listed = match args.what {
         ListKind::Tasks => registry.tasks(),
@@ -49,7 +49,7 @@ fn line(entry: &TaskListing, width: usize) -> String {
     let file = entry.file.as_ref().map(|file| file.display().to_string());
     let about = match (&entry.output_type, file) {
         (Some(output_type), Some(file)) => format!("{output_type:<22} {file}"),
-        _ => entry.holds.join(", "),
+        _ => entry.members.join(", "),
     };
     format!("{:<width$}  {about}", entry.name).trim_end().to_owned()
 }

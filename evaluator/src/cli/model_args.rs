@@ -1,5 +1,5 @@
-//! `--model-args` in lm-eval's words: before the command line is read they become the options of the same meaning, so that
-//! they are checked as those are.
+//! `--model-args` of lm-eval: each key is converted to the option of the same meaning before the command line is
+//! parsed.
 
 use std::ffi::OsString;
 use std::iter::Peekable;
@@ -9,7 +9,7 @@ use serde_json::Value as Json;
 
 use super::key_values::key_values;
 
-/// lm-eval's keys for its Hugging Face model, and the options that they mean.
+/// lm-eval's keys for its Hugging Face model, and the corresponding options.
 const KEYS: [(&str, &str); 15] = [
     ("pretrained", "--model"),
     ("revision", "--revision"),
@@ -28,7 +28,7 @@ const KEYS: [(&str, &str); 15] = [
     ("trust_remote_code", "--trust-remote-code"),
 ];
 
-/// Keys that change nothing here, whatever they say.
+/// Keys without effect, which only cause a warning.
 const HARMLESS: [&str; 6] = [
     "use_fast_tokenizer",
     "logits_cache",
@@ -38,26 +38,26 @@ const HARMLESS: [&str; 6] = [
     "max_cpu_memory",
 ];
 
-/// Keys that lm-eval knows and this program does not, and what to do instead.
+/// Unsupported keys of lm-eval, each with an alternative.
 const REFUSED: [(&str, &str); 14] = [
-    ("tokenizer", "the tokenizer is that of the model's folder"),
-    ("subfolder", "name the folder itself, or copy it"),
-    ("backend", "all models are decoders"),
-    ("truncation", "what is too long is cut off in front; --max-length says where"),
-    ("prefix_token_id", "the prefix is BOS, or else EOS, of the tokenizer"),
-    ("softmax_dtype", "log-probabilities are summed in f32"),
+    ("tokenizer", "the tokenizer is read from the model's folder"),
+    ("subfolder", "pass the subfolder itself as the model"),
+    ("backend", "only decoder (causal) models are supported"),
+    ("truncation", "long contexts are truncated from the left to --max-length"),
+    ("prefix_token_id", "an empty context becomes the tokenizer's BOS token, else EOS"),
+    ("softmax_dtype", "log-probabilities are always computed in float32"),
     ("mixed_precision_dtype", "use dtype"),
     ("parallelize", "start ranks with `launch`, and use --tensor-parallel-size or --pipeline-parallel-size"),
     ("tp_plan", "start ranks with `launch`, and use --tensor-parallel-size"),
-    ("delta", "add the weights together first, or use an adapter"),
-    ("autogptq", "quantised models are not read"),
-    ("gptqmodel", "quantised models are not read"),
-    ("gguf_file", "GGUF files are not read; use the Hugging Face folder"),
+    ("delta", "merge the delta weights into the model first, or use an adapter"),
+    ("autogptq", "quantized models are not supported"),
+    ("gptqmodel", "quantized models are not supported"),
+    ("gguf_file", "GGUF files are not supported; use the Hugging Face folder"),
     ("load_in_8bit", "use dtype=bfloat16"),
 ];
 
-/// Puts options in the place of `--model-args` behind `run`. `--model hf`, which is what lm-eval calls such models, is taken
-/// away if they name one. The error says what cannot be meant.
+/// Replaces `--model-args` of the subcommand `run` by the corresponding options. lm-eval's `--model hf` is removed if
+/// `pretrained=MODEL` is given. The error names the unsupported key or value.
 pub(super) fn expand_model_args(arguments: impl Iterator<Item = OsString>) -> Result<Vec<OsString>, String> {
     let mut arguments = arguments.peekable();
     let mut expanded: Vec<OsString> = Vec::new();
@@ -80,7 +80,7 @@ pub(super) fn expand_model_args(arguments: impl Iterator<Item = OsString>) -> Re
     Ok(expanded)
 }
 
-/// Whether an argument is `--model-args`, and the value that is glued to it.
+/// Returns the value of `--model-args=VALUE`: `Some(None)` without a value, `None` for another argument.
 fn value_of_option(argument: &str) -> Option<Option<String>> {
     let (name, value) = match argument.split_once('=') {
         Some((name, value)) => (name, Some(value.to_owned())),
@@ -89,7 +89,7 @@ fn value_of_option(argument: &str) -> Option<Option<String>> {
     ["--model-args", "--model_args", "-a"].contains(&name).then_some(value)
 }
 
-/// The values up to the next option.
+/// Returns the arguments up to the next option.
 fn values(arguments: &mut Peekable<impl Iterator<Item = OsString>>) -> Vec<String> {
     let is_value = |argument: &OsString| !argument.to_string_lossy().starts_with('-');
     let mut values = Vec::new();
@@ -111,7 +111,7 @@ fn without_backend(arguments: &mut Vec<OsString>) {
         .retain(|argument| !argument.to_str().and_then(|word| word.strip_prefix("--model=")).is_some_and(is_backend));
 }
 
-/// Refuses a `--model` that is left beside `pretrained=MODEL`: lm-eval's name of another backend.
+/// Returns an error if `--model` names another lm-eval backend than `hf` together with `pretrained=MODEL`.
 fn check_backend(arguments: &[OsString], model: &str) -> Result<(), String> {
     let mut words = arguments.iter().filter_map(|argument| argument.to_str());
     let named = words.find_map(|word| match word {

@@ -1,4 +1,4 @@
-//! How requests are answered, as options that commands have in common.
+//! Command-line options for requests to the model: batch size, context length and parallelism.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -20,22 +20,22 @@ pub(super) struct RequestArgs {
     /// Maximum context length in tokens [default: the model's]
     #[arg(long, alias = "max_length", value_name = "N", value_parser = at_least_one)]
     pub(super) max_length: Option<usize>,
-    /// Maximum number of generated tokens, if the request or task sets none
+    /// Maximum number of generated tokens, if neither request nor task sets it
     #[arg(long, alias = "max_gen_toks", value_name = "N", default_value_t = 256)]
     max_gen_toks: usize,
-    /// Prepend BOS to texts [default: as the tokenizer]
+    /// Prepend BOS to contexts [default: as the tokenizer does]
     #[arg(long, alias = "add_bos_token", value_name = "BOOL")]
     pub(super) add_bos_token: Option<bool>,
-    /// Maximum sequences per forward pass with --batch-size auto
+    /// Maximum number of sequences per forward pass with --batch-size auto
     #[arg(long, alias = "max_batch_size", value_name = "N", value_parser = at_least_one)]
     max_batch_size: Option<usize>,
-    /// What ends a model's thinking, as text or token id: only what is generated behind it is the answer, and only there do
-    /// stops count
+    /// Token that ends a model's thinking, as text or id. The response is the text after it, and stop sequences apply
+    /// only there
     #[arg(long, alias = "think_end_token", value_name = "TOKEN")]
     pub(super) think_end_token: Option<String>,
 }
 
-/// Options of tensor, pipeline and ZeRO parallelism.
+/// Sizes of tensor and pipeline parallelism, and the ZeRO stage.
 #[derive(Clone, Debug, Args)]
 pub(super) struct ParallelArgs {
     /// Tensor-parallel size
@@ -56,28 +56,31 @@ impl ParallelArgs {
     }
 }
 
-/// Sequences of a forward; `None` for as many as are good.
+/// Number of sequences in a forward pass; `None` for `auto`.
 #[derive(Clone, Copy, Debug)]
 struct BatchSize(Option<usize>);
 
 fn batch_size(text: &str) -> Result<BatchSize, String> {
-    // lm-eval's auto:N looks for the size N times.
+    // lm-eval's auto:N searches for the batch size N times; here it equals auto.
     match text.split_once(':').map_or(text, |(auto, _)| auto) {
         "auto" => Ok(BatchSize(None)),
-        _ => at_least_one(text).map(|n| BatchSize(Some(n))).map_err(|_| "expected auto or a number, at least 1".into()),
+        _ => {
+            at_least_one(text).map(|n| BatchSize(Some(n))).map_err(|_| "expected auto or a number of at least 1".into())
+        }
     }
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number, at least 1".into())
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number of at least 1".into())
 }
 
 impl RequestArgs {
-    /// What the options say, with what is sampled seeded by `seed` and answers kept in `log`.
+    /// Returns the settings of the inference engine, with the seed of sampled generations and the folder of the
+    /// response cache.
     pub(super) fn settings(&self, seed: u64, log: Option<PathBuf>) -> AnswerSettings {
         let Self { batch_size, max_length, max_gen_toks, add_bos_token, max_batch_size, .. } = *self;
         if batch_size.0.is_some() && max_batch_size.is_some() {
-            tracing::warn!("--max-batch-size has no effect: --batch-size says how many");
+            tracing::warn!("--max-batch-size has no effect: it needs --batch-size auto");
         }
         AnswerSettings {
             max_length,
@@ -91,15 +94,15 @@ impl RequestArgs {
         }
     }
 
-    /// The batch size as it was given.
+    /// Returns the batch size as given on the command line.
     pub(super) fn batch_size(&self) -> String {
         self.batch_size.0.map_or_else(|| "auto".to_owned(), |n| n.to_string())
     }
 }
 
-/// Shows the progress of the first rank: a bar where stderr is a terminal, else a line from time to time.
+/// Creates the progress display on the first rank: a progress bar in a terminal, else log lines at intervals.
 pub(super) fn progress_reporter(ranks: &Ranks) -> impl FnMut(Progress) + use<> {
-    const BAR: &str = "answers {wide_bar} {pos}/{len} {per_sec} {eta}";
+    const BAR: &str = "requests {wide_bar} {pos}/{len} {per_sec} {eta}";
     let is_first = ranks.process.is_first();
     let target = if is_first { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
     let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());

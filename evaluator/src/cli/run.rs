@@ -1,4 +1,4 @@
-//! `evaluator run`: tasks asked of a model, in the words of lm-eval's command line.
+//! `evaluator run`: evaluates a model on tasks, with lm-eval's options.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,8 +18,10 @@ use super::tasks::{PromptArgs, TaskArgs};
 use super::unsupported_lm_eval_args::UnsupportedLmEvalArgs;
 use crate::chat::ChatTemplateFormatter;
 use crate::evaluation::Evaluation;
-use crate::output::{ResultsFolder, sanitized_task};
-use crate::results::{HtmlReport, Results, ResultsHeader, TaskRun, counts, groups_table, header, table};
+use crate::output::{ResultsFolder, sanitize_task_name};
+use crate::results::{
+    HtmlReport, Results, ResultsHeader, TaskRun, groups_table, header_line, results_table, skipped_counts,
+};
 use crate::run_metadata::{RunMetadata, run_metadata};
 use crate::task::{ChatFormatter, DataOverrides, OutputType, PromptOptions, Task, TaskSelection};
 use candlewick_inference::answer::LmAnswers;
@@ -32,14 +34,14 @@ use candlewick_runtime::run_id::RunId;
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
-pub(super) struct Run {
+pub(super) struct RunArgs {
     #[command(flatten)]
     model: Model,
-    /// Tasks, groups, tags, patterns such as mmlu_* and YAML files, with commas or blanks between them
+    /// Comma-separated tasks, groups, tags, patterns such as mmlu_* and YAML files
     #[arg(long, short, required = true, value_delimiter = ',', num_args = 1..)]
     tasks: Vec<String>,
-    /// The model in lm-eval's words: pretrained=NAME,dtype=bfloat16,peft=FOLDER,max_length=2048, ... or a JSON object. They
-    /// are read as the options of the same meaning
+    /// Model options in lm-eval's form: pretrained=NAME,dtype=bfloat16,peft=FOLDER,max_length=2048, ... or a JSON
+    /// object
     #[arg(long, short = 'a', alias = "model_args", value_name = "KEY=VALUE", num_args = 1..)]
     model_args: Vec<String>,
     #[command(flatten)]
@@ -50,10 +52,10 @@ pub(super) struct Run {
     source: TaskArgs,
     #[command(flatten)]
     prompts: PromptArgs,
-    /// Documents of each task: a number, or below 1 a share
+    /// Number of documents of each task, or a fraction if below 1
     #[arg(long, short = 'L', value_name = "N", allow_negative_numbers = true)]
     limit: Option<Limit>,
-    /// The documents that are asked about, as JSON or in a file of it: {"arc_easy": [0, 5]}
+    /// Indices of the evaluated documents, as JSON or a JSON file: {"arc_easy": [0, 5]}
     #[arg(long, short = 'E', value_name = "JSON", conflicts_with = "limit")]
     samples: Option<String>,
     /// Generate responses without scoring; implies --log-samples
@@ -62,30 +64,30 @@ pub(super) struct Run {
     /// Allow tasks that run model-written code
     #[arg(long, alias = "confirm_run_unsafe_code")]
     confirm_run_unsafe_code: bool,
-    /// A folder for results_*.json, a report for a browser, samples and answers; the same command goes on where it was
-    /// interrupted
+    /// Output folder of results_*.json, the HTML report, samples and the response cache. An interrupted command
+    /// continues from it
     #[arg(long, short, alias = "output_path", value_name = "FOLDER")]
     output_path: Option<PathBuf>,
-    /// Write a record of each document too
+    /// Also write a record of each document to samples_*.jsonl
     #[arg(long, short = 's', alias = "log_samples", requires = "output_path")]
     log_samples: bool,
-    /// Another folder for the answers
+    /// Folder of the response cache [default: below --output-path]
     #[arg(long, short = 'c', alias = "use_cache", value_name = "FOLDER")]
     use_cache: Option<PathBuf>,
-    /// Seeds of Python, NumPy, torch and the examples: one for all, or four with commas, of which None is drawn anew. The
-    /// third seeds what is sampled [default: 0,1234,1234,1234]
+    /// Seeds of Python, NumPy, torch and few-shot sampling: one for all, or four separated by commas. None picks a
+    /// random seed. The torch seed also seeds generation [default: 0,1234,1234,1234]
     #[arg(long, value_parser = seeds, conflicts_with = "fewshot_seed")]
     seed: Option<Seeds>,
-    /// MiB of samples in the report; 0 leaves them out
+    /// Size limit of the samples in the HTML report, in MiB; 0 omits them
     #[arg(long, alias = "report_samples", value_name = "MIB", default_value_t = 16, requires = "output_path")]
     report_samples: usize,
-    /// Resamples for the errors of metrics that have no formula
+    /// Number of bootstrap resamples for standard errors
     #[arg(long, alias = "bootstrap_iters", value_name = "N", default_value_t = 100_000)]
     bootstrap_iters: usize,
-    /// Print the results as JSON, not as a table
+    /// Print the results as JSON instead of a table
     #[arg(long)]
     json: bool,
-    /// Print the results as JSON, with the tasks' configurations, before the table
+    /// Print the results and the tasks' configurations as JSON before the table
     #[arg(long, alias = "show_config", conflicts_with = "json")]
     show_config: bool,
     /// Print the prompt of the first document of each task to stderr
@@ -98,7 +100,7 @@ pub(super) struct Run {
     unsupported_lm_eval_args: UnsupportedLmEvalArgs,
 }
 
-/// lm-eval's warning, word for word.
+/// lm-eval's warning, verbatim.
 const LIMIT_WARNING: &str = "--limit SHOULD ONLY BE USED FOR TESTING. REAL METRICS SHOULD NOT BE COMPUTED USING LIMIT.";
 
 fn level(text: &str) -> Result<tracing::Level, String> {
@@ -111,7 +113,7 @@ fn level(text: &str) -> Result<tracing::Level, String> {
     }
 }
 
-pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
+pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<()> {
     args.unsupported_lm_eval_args.check()?;
     together(&place()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
         let (id, began) = (RunId::agree(&ranks.process, Ok(RunId::now()))?, Instant::now());
@@ -127,10 +129,10 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
         let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatFormatter), &tasks, id)?;
         let evaluation = ranks.process.keep_alive().during(|| Evaluation::new(tasks, selection.groups, options))?;
         if ranks.process.is_first() {
-            args.remark(&evaluation);
+            args.print_notes(&evaluation);
         }
         let output = args.output_path.as_ref().map(|path| ResultsFolder::new(path, &args.model.model, id.file_stamp()));
-        let log = args.use_cache.clone().or(output.as_ref().map(ResultsFolder::answers));
+        let log = args.use_cache.clone().or(output.as_ref().map(ResultsFolder::response_cache));
         let settings = args.request_args.settings(args.seeds().resolve(id.run).0, log);
         let answers = LmAnswers::new(&lm, settings, ranks.crew())?;
         let max_length = answers.max_length();
@@ -151,19 +153,19 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
     })
 }
 
-impl Run {
-    /// The least important that is said on stderr.
+impl RunArgs {
+    /// Returns the log level of stderr.
     pub(super) fn level(&self) -> tracing::Level {
         self.verbosity
     }
 
-    /// Tells whether stderr has errors only.
+    /// Returns true if only errors are logged.
     fn is_quiet(&self) -> bool {
         self.verbosity == tracing::Level::ERROR
     }
 
-    /// Lists the tasks' data, warns of options without effect, and prints the first prompts if that is wanted.
-    fn remark(&self, evaluation: &Evaluation) {
+    /// Prints the tasks' data files, warnings about options without effect, and the first prompts with `--write-out`.
+    fn print_notes(&self, evaluation: &Evaluation) {
         if !self.is_quiet() {
             evaluation.data().for_each(|line| eprintln!("{line}"));
         }
@@ -173,26 +175,24 @@ impl Run {
         let said = self.unsupported_lm_eval_args.warnings().into_iter().map(str::to_owned);
         said.chain(evaluation.warnings()).for_each(|warning| tracing::warn!("{warning}"));
         if self.prompts.enable_thinking == Some(true) && self.request_args.think_end_token.is_none() {
-            tracing::warn!(
-                "--enable-thinking without --think-end-token: the thinking is taken for a part of the answer"
-            );
+            tracing::warn!("--enable-thinking without --think-end-token: the response includes the thinking");
         }
-        if self.seeds().is_completed {
-            tracing::warn!("--seed: of three seeds that of the examples is 1234");
+        if self.seeds().is_fewshot_default {
+            tracing::warn!("--seed: with three seeds the few-shot seed is 1234");
         }
         if self.write_out {
-            evaluation.first().for_each(|text| eprintln!("{text}"));
+            evaluation.first_prompts().for_each(|text| eprintln!("{text}"));
         }
     }
 
-    /// Thinking has no place before a continuation that is scored.
+    /// Returns an error if `--enable-thinking` is set for a task that scores given continuations.
     fn check_thinking(&self, tasks: &[Task]) -> Result<()> {
         let is_scored = |task: &&Task| task.config().output_type != OutputType::GenerateUntil;
         let scored = tasks.iter().find(is_scored).filter(|_| self.prompts.enable_thinking == Some(true));
         ensure!(
             scored.is_none(),
             anyhow!(
-                "failed to start: --enable-thinking is for tasks that generate, and {} scores what is given",
+                "failed to start: --enable-thinking needs tasks that generate, but {} scores given texts",
                 scored.map_or("", |task| &task.config().task)
             )
             .context(ExitCode::Usage)
@@ -200,7 +200,7 @@ impl Run {
         Ok(())
     }
 
-    /// The model as lm-eval's own arguments would name it.
+    /// Returns the model options under lm-eval's keys of `model_args`.
     fn model_args(&self) -> Map<String, Json> {
         let all = json!({
             "pretrained": self.model.model,
@@ -214,7 +214,7 @@ impl Run {
         all.into_iter().filter(|(key, value)| key == "peft" || is_given(value)).collect()
     }
 
-    /// Returns the given keys of `model_args`, and other options of the model, for the line above the table.
+    /// Returns the given keys of `model_args` and other model options, for the header line above the table.
     fn given_model_args(&self) -> Map<String, Json> {
         let more = json!({
             "revision": self.model.compute.revision,
@@ -232,7 +232,7 @@ impl Run {
         ensure!(
             self.confirm_run_unsafe_code || runs_code.is_none(),
             anyhow!(
-                "failed to start: {} runs code that the model writes; allow it with --confirm-run-unsafe-code",
+                "failed to start: {} runs model-written code; allow it with --confirm-run-unsafe-code",
                 runs_code.map_or("", |task| &task.task)
             )
             .context(ExitCode::Usage)
@@ -241,7 +241,7 @@ impl Run {
         Ok(selection)
     }
 
-    /// Loads the documents of all tasks, after one rank has downloaded them.
+    /// Loads the documents of all tasks. One rank per node downloads first.
     fn open(&self, hub: &Hub, ranks: &Ranks, selection: &TaskSelection, paths: &DataOverrides) -> Result<Vec<Task>> {
         let PromptArgs { num_fewshot, compat, .. } = self.prompts;
         let options = PromptOptions { num_fewshot, compat: compat.is_some(), ..PromptOptions::default() };
@@ -254,13 +254,12 @@ impl Run {
             return Ok(None);
         }
         let template = lm.tokenizer().chat_template(self.prompts.template_name())?;
-        let template = template.ok_or_else(|| {
-            anyhow!("failed to print prompts as chats: the model has no chat template").context(ExitCode::Usage)
-        })?;
+        let template = template
+            .ok_or_else(|| anyhow!("failed to apply a chat template: the model has none").context(ExitCode::Usage))?;
         Ok(Some(ChatTemplateFormatter::new(self.prompts.with_template_args(template)?.with_clock(id.clock()))))
     }
 
-    /// What each task's prompts are made by.
+    /// Returns the prompt options of each task.
     fn options<'a>(
         &'a self,
         chat: Option<&'a dyn ChatFormatter>,
@@ -277,7 +276,7 @@ impl Run {
         match samples.keys().next() {
             None => Ok(options),
             Some(unknown) => {
-                let error = anyhow!("failed to read --samples: {unknown} is none of the tasks that are run");
+                let error = anyhow!("failed to read --samples: {unknown} is not one of the selected tasks");
                 Err(error.context(ExitCode::Usage))
             }
         }
@@ -295,7 +294,7 @@ impl Run {
         (id, began): (RunId, Instant),
     ) -> Result<Map<String, Json>> {
         let options = self.prompts.options(chat.map(|chat| chat as &dyn ChatFormatter))?;
-        let [python, numpy, torch, fewshot] = self.seeds().all;
+        let [python, numpy, torch, fewshot] = self.seeds().values;
         let reported = json!({
             "batch_size": self.request_args.batch_size(),
             "batch_sizes": [],
@@ -346,12 +345,12 @@ impl Run {
         if self.show_config {
             print_line(&serde_json::to_string_pretty(results)?)?;
         }
-        let tables = format!("{}\n{}", table(results), groups_table(results));
-        let notes: Vec<String> = std::iter::once(counts(results)).chain(evaluation.fewshot_notes()).collect();
-        print_line(&format!("{}\n{}\n\n{}", header(&self.header()?), tables.trim_end(), notes.join("\n")))
+        let tables = format!("{}\n{}", results_table(results), groups_table(results));
+        let notes: Vec<String> = std::iter::once(skipped_counts(results)).chain(evaluation.fewshot_notes()).collect();
+        print_line(&format!("{}\n{}\n\n{}", header_line(&self.header()?), tables.trim_end(), notes.join("\n")))
     }
 
-    /// The options that stand above the table.
+    /// Returns the header line above the table.
     fn header(&self) -> Result<ResultsHeader> {
         let gen_kwargs = key_values("--gen-kwargs", &self.prompts.gen_kwargs);
         Ok(ResultsHeader {
@@ -364,7 +363,7 @@ impl Run {
     }
 }
 
-/// The command as it may be given to a shell again.
+/// Returns the command line, quoted for a shell.
 fn command() -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_=+,./:@%".contains(c);
     let quoted = |word: String| match !word.is_empty() && word.chars().all(is_plain) {
@@ -375,15 +374,15 @@ fn command() -> String {
     std::iter::once("evaluator".to_owned()).chain(words).collect::<Vec<_>>().join(" ")
 }
 
-/// Fails if two tasks would write their samples to one file.
+/// Returns an error if two tasks would write their samples to the same file.
 fn refuse_equal_file_names(selection: &TaskSelection) -> Result<()> {
     let mut names = BTreeMap::new();
     for task in selection.tasks.iter().map(|task| &task.task) {
-        let other = names.insert(sanitized_task(task), task).filter(|other| *other != task);
+        let other = names.insert(sanitize_task_name(task), task).filter(|other| *other != task);
         ensure!(
             other.is_none(),
             anyhow!(
-                "failed to start: the tasks {:?} and {task:?} have one name in names of files; rename one",
+                "failed to start: the tasks {:?} and {task:?} have the same file name; rename one",
                 other.map_or("", String::as_str)
             )
             .context(ExitCode::Usage)
@@ -392,7 +391,7 @@ fn refuse_equal_file_names(selection: &TaskSelection) -> Result<()> {
     Ok(())
 }
 
-/// Reads `{task: [documents]}`, given as JSON or as the path of a file.
+/// Reads `{task: [indices]}`, given as JSON or as the path of a JSON file.
 fn read_samples(text: &str) -> Result<std::collections::HashMap<String, Vec<usize>>> {
     let json = match text.trim_start().starts_with('{') {
         true => text.to_owned(),

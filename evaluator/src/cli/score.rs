@@ -1,4 +1,4 @@
-//! `evaluator score`: log-probabilities of a text, or the loss on a data set as training measures it.
+//! `evaluator score`: token log-probabilities of a text, or the loss and perplexity on a data set.
 
 use std::time::Instant;
 
@@ -19,79 +19,80 @@ use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("scored").required(true))]
-pub(super) struct Score {
+pub(super) struct ScoreArgs {
     #[command(flatten)]
     model: Model,
     /// Print the log-probability of every token of this text
     #[arg(long, group = "scored")]
     text: Option<String>,
     #[command(flatten)]
-    rows: ScoredRows,
+    rows: DatasetArgs,
 }
 
-/// Rows of a data set whose loss is measured.
+/// Options of `--data`: the data set and its format.
 #[derive(Debug, Args)]
-struct ScoredRows {
-    /// Print the loss and perplexity on a file, a folder or a Hub data set; append `:split` to select a split. Rows may have any format that training reads:
-    /// in chats the assistant's tokens count, in plain text all of them
+struct DatasetArgs {
+    /// Print the loss and perplexity on a file, a folder or a Hub data set; append `:split` to select a split. All
+    /// training formats are supported. In chats only assistant tokens are scored, in plain text all tokens
     #[arg(long, group = "scored")]
     data: Option<String>,
-    /// The format of the rows: messages, sharegpt, alpaca, prompt_completion or text [default: found by the first rows]
+    /// Format of the rows: messages, sharegpt, alpaca, prompt_completion or text [default: detected from the first
+    /// rows]
     #[arg(long, conflicts_with = "text")]
     format: Option<String>,
-    /// The column of a role, or the items of a list: user=question, assistant=messages.role.assistant
+    /// Column or path of a role: user=question, assistant=messages.role.assistant
     #[arg(long, conflicts_with = "text", value_name = "ROLE=PATH", value_parser = role_and_path)]
     role_mapping: Vec<(String, String)>,
-    /// The key of a message's text
+    /// Key of a message's content
     #[arg(long, conflicts_with = "text", value_name = "KEY")]
     content_key: Option<String>,
-    /// The column of the text or of the messages
+    /// Column of the text or of the messages
     #[arg(long, conflicts_with = "text")]
     column: Option<String>,
-    /// Count only the assistant's tokens of a chat, as `data.mask_inputs` of a recipe
+    /// Score only the assistant's tokens of a chat, as `data.mask_inputs` in a recipe
     #[arg(long, conflicts_with = "text", value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     mask_inputs: bool,
-    /// Leave out an empty <think></think> before an answer, as `data.ignore_empty_think` of a recipe
+    /// Remove an empty <think></think> before a response, as `data.ignore_empty_think` in a recipe
     #[arg(long, conflicts_with = "text")]
     ignore_empty_think: bool,
-    /// Put BOS before each plain text, as `data.add_bos_token` of a recipe [default: as the tokenizer]
+    /// Prepend BOS to each plain text, as `data.add_bos_token` in a recipe [default: as the tokenizer does]
     #[arg(long, conflicts_with = "text", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     add_bos_token: Option<bool>,
-    /// Put EOS after each text and count it, as `data.add_eos_token` of a recipe [default: true for a completion, false for
-    /// plain text]
+    /// Append EOS to each text and score it, as `data.add_eos_token` in a recipe [default: true for completions,
+    /// false for plain text]
     #[arg(long, conflicts_with = "text", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     add_eos_token: Option<bool>,
-    /// The rows of a .txt file: line, paragraph or document
+    /// Unit of a row in a .txt file: line, paragraph or document
     #[arg(long, conflicts_with = "text", value_name = "UNIT", default_value = "line")]
     sample_by: SampleBy,
-    /// The treatment of a row that is longer than --max-length
+    /// Handling of rows longer than --max-length
     #[arg(long, conflicts_with = "text", value_enum, default_value_t = Truncation::Error)]
     truncation: Truncation,
-    /// The most tokens of a sequence, as `data.max_length` of a recipe [default: the model's context]
+    /// Maximum number of tokens in a sequence, as `data.max_length` in a recipe [default: the model's context length]
     #[arg(long, conflicts_with = "text", value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     max_length: Option<u32>,
-    /// The most rows to read
+    /// Maximum number of rows to read
     #[arg(long, conflicts_with = "text")]
     limit: Option<usize>,
-    /// Print the duration of the rows on stderr, as JSON; loading is not in it
+    /// Print the duration of scoring, without loading, on stderr as JSON
     #[arg(long, conflicts_with = "text")]
     timings: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Truncation {
-    /// An error that names the row
+    /// Fail, and name the row
     Error,
-    /// The row is cut off
+    /// Truncate the row
     Truncate,
-    /// The row is left out
+    /// Skip the row
     Drop,
-    /// The row is cut into pieces, each a sequence of its own
+    /// Split the row into several sequences
     Split,
 }
 
 /// Scores a text or the rows of a data set, and prints JSON.
-pub(super) fn run(args: &Score, hub: &Hub) -> Result<()> {
+pub(super) fn run(args: &ScoreArgs, hub: &Hub) -> Result<()> {
     match (&args.text, &args.rows.data) {
         (Some(text), _) => print_line(&serde_json::to_string(&args.model.load(hub)?.score(text)?)?),
         (None, Some(data)) => score_rows(args, data, hub),
@@ -99,16 +100,16 @@ pub(super) fn run(args: &Score, hub: &Hub) -> Result<()> {
     }
 }
 
-/// Runs the former command `perplexity`, which is `score --data`.
-pub(super) fn run_as_perplexity(args: &Score, hub: &Hub) -> Result<()> {
-    // With --timings stderr is JSON, for programs.
+/// Runs the former command `evaluator perplexity`, now `evaluator score --data`.
+pub(super) fn run_as_perplexity(args: &ScoreArgs, hub: &Hub) -> Result<()> {
+    // With --timings, stderr holds only JSON.
     if !args.rows.timings {
         eprintln!("note: `evaluator perplexity` is now `evaluator score`");
     }
     run(args, hub)
 }
 
-fn score_rows(Score { model, rows: args, .. }: &Score, data: &str, hub: &Hub) -> Result<()> {
+fn score_rows(ScoreArgs { model, rows: args, .. }: &ScoreArgs, data: &str, hub: &Hub) -> Result<()> {
     let mut request = DatasetRequest::parse(data, "test")?;
     request.read.sample_by = args.sample_by;
     let source = hub.dataset(&request)?;
@@ -120,7 +121,7 @@ fn score_rows(Score { model, rows: args, .. }: &Score, data: &str, hub: &Hub) ->
     let lm = model.load(hub)?;
     let max_length = args.max_length(lm.context())?;
     let began = Instant::now();
-    // With --timings stderr is JSON, for programs.
+    // With --timings, stderr holds only JSON.
     let progress = (!args.timings).then(|| ProgressLines::new("score", "sequences", |line| eprintln!("{line}")));
     let rows = args.rows(&lm, &*source, &format, n_rows, max_length)?;
     let template = lm.template().map_or_else(String::new, |template| format!("chat template {}", template.name()));
@@ -138,7 +139,7 @@ fn score_rows(Score { model, rows: args, .. }: &Score, data: &str, hub: &Hub) ->
     let (loss, n_targets) = (held_out.loss, held_out.n_targets);
     ensure!(
         n_targets > 0,
-        anyhow!("failed to measure {data}: its {n_rows} rows have no token that counts").context(ExitCode::Data)
+        anyhow!("failed to score {data}: its {n_rows} rows have no target tokens").context(ExitCode::Data)
     );
     if args.timings {
         let tokens_per_second = n_targets as f64 / eval_time;
@@ -150,7 +151,7 @@ fn score_rows(Score { model, rows: args, .. }: &Score, data: &str, hub: &Hub) ->
     )
 }
 
-impl ScoredRows {
+impl DatasetArgs {
     fn format_request(&self, request: &DatasetRequest) -> FormatRequest {
         FormatRequest {
             format: self.format.clone(),
@@ -173,7 +174,7 @@ impl ScoredRows {
         }
     }
 
-    /// Returns the most tokens of a sequence.
+    /// Returns the maximum number of tokens in a sequence.
     fn max_length(&self, context: usize) -> Result<usize> {
         let max_length = self.max_length.map_or(context, |max_length| max_length as usize);
         ensure!(
@@ -186,7 +187,7 @@ impl ScoredRows {
         Ok(max_length)
     }
 
-    /// Renders the first `n_rows` rows and cuts those longer than `max_length`.
+    /// Tokenizes the first `n_rows` rows, and splits or truncates those longer than `max_length`.
     fn rows(
         &self,
         lm: &Lm,
@@ -212,7 +213,7 @@ impl ScoredRows {
         Ok(render_row(lm.tokenizer(), lm.template(), format, document, options)?)
     }
 
-    /// Returns the sequences of one row: one, unless it is longer than `max_length`.
+    /// Returns the sequences of one row: several only if it is split at `max_length`.
     fn cut(&self, place: &str, sample: &Sample, max_length: usize) -> Result<Vec<Sample>> {
         let fits = sample.len() <= max_length;
         Ok(match self.truncation {
@@ -235,7 +236,7 @@ fn role_and_path(text: &str) -> Result<(String, String), String> {
     Ok((pair.0.to_owned(), pair.1.to_owned()))
 }
 
-/// Writes the options of this command where an error of the format names keys of a recipe.
+/// Replaces recipe keys in a format error by this command's options.
 fn with_options(error: FormatError) -> FormatError {
     match error {
         FormatError::Unknown { place, problem, columns, help } => {

@@ -1,4 +1,4 @@
-//! `evaluator show`: what exactly a task asks about a document.
+//! `evaluator show`: prints a task's prompts, targets and tokens for one document.
 
 use std::fmt::Write as _;
 
@@ -18,20 +18,20 @@ use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
-pub(super) struct Show {
-    /// The task, or several with commas between them
+pub(super) struct ShowArgs {
+    /// Task, or several separated by commas
     tasks: String,
-    /// The number of a document, from 0
+    /// Index of the document, from 0
     #[arg(long, default_value_t = 0, value_name = "N")]
     doc: usize,
     #[command(flatten)]
     source: TaskArgs,
     #[command(flatten)]
     prompts: PromptArgs,
-    /// A model's folder or Hub id: its tokenizer shows where tokens begin, and its chat template is there to be applied
+    /// Model folder or Hub id. Its tokenizer shows the tokens of the prompt, and its chat template can be applied
     #[arg(long, visible_alias = "tokenizer", value_name = "MODEL")]
     model: Option<String>,
-    /// Prepend BOS to texts [default: as the tokenizer]
+    /// Prepend BOS to contexts [default: as the tokenizer does]
     #[arg(long, alias = "add_bos_token", value_name = "BOOL")]
     add_bos_token: Option<bool>,
     /// Print JSON
@@ -39,10 +39,10 @@ pub(super) struct Show {
     json: bool,
 }
 
-/// Tokens that are generated at most, where a task does not say it.
+/// Maximum number of generated tokens, if the task does not set it.
 const MAX_GEN_TOKS: usize = 256;
 
-pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
+pub(super) fn run(args: &ShowArgs, hub: &Hub) -> Result<()> {
     let selection = args.source.registry()?.select(&args.tasks)?;
     let paths = args.prompts.data_overrides(&selection.tasks)?;
     let folder = args.model.as_ref().map(|model| hub.model(model, None, ModelPart::WithoutWeights)).transpose()?;
@@ -70,18 +70,18 @@ pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
 }
 
 fn show(
-    args: &Show,
+    args: &ShowArgs,
     hub: &Hub,
     (config, paths): (TaskConfig, &DataOverrides),
     options: &PromptOptions,
     tokenizer: Option<&Tokenizer>,
 ) -> Result<Json> {
-    // In lm-eval's way the examples depend on all documents before.
+    // With `compat`, few-shot sampling depends on all earlier documents.
     let before = PromptOptions { samples: Some((0..=args.doc).collect()), ..options.clone() };
     let task = Task::open(hub, config, paths, options)?;
     let n = task.docs().len();
     if args.doc >= n {
-        let problem = format!("failed to show {}: it has {n} documents, from 0 on", task.config().task);
+        let problem = format!("failed to show {}: it has {n} documents, numbered from 0", task.config().task);
         return Err(anyhow!(problem).context(ExitCode::Usage));
     }
     let instances = task.instances(if options.compat { &before } else { options })?;
@@ -103,10 +103,10 @@ fn show(
     }))
 }
 
-/// What makes tokens of requests, as for answers.
+/// Tokenizer of requests, as the inference engine encodes them.
 struct RequestTokenizer<'t> {
     encoder: Encoder<'t>,
-    /// Tokens of context, if the model's config is there.
+    /// Context length in tokens, if the model's config is available.
     max_length: Option<usize>,
 }
 
@@ -118,13 +118,13 @@ impl<'t> RequestTokenizer<'t> {
         Ok(Self { encoder: Encoder::new(tokenizer, add_bos)?, max_length })
     }
 
-    /// The tokens that a model is shown of a request, those that are scored, and how many are cut off.
+    /// Returns the input tokens of a request, its scored tokens, and the number of tokens truncated from the left.
     fn of(&self, request: &Request) -> Result<(Vec<u32>, Vec<u32>, usize)> {
         let max_length = self.max_length.unwrap_or(usize::MAX / 2);
         Ok(match request {
             Request::Loglikelihood { context, continuation } => {
                 let Pair { mut context, continuation } = self.encoder.pair(context, continuation)?;
-                // The last token of the continuation is scored and not seen.
+                // The last token of the continuation is a target only, not an input.
                 let n_cut = (context.len() + continuation.len()).saturating_sub(max_length + 1).min(context.len());
                 context.drain(..n_cut);
                 (context, continuation, n_cut)
@@ -143,12 +143,12 @@ impl<'t> RequestTokenizer<'t> {
         })
     }
 
-    /// The text of each token.
+    /// Returns the text of each token.
     fn texts(&self, ids: &[u32]) -> Vec<String> {
         let tokenizer = self.encoder.tokenizer();
         let token = |id: &u32| {
             let plain = tokenizer.decode(&[*id], Specials::Add).unwrap_or_default();
-            // What is only a part of a character has no text of its own.
+            // A token that holds part of a UTF-8 character has no text; its vocabulary entry is printed.
             if plain.is_empty() || plain.contains('\u{fffd}') {
                 tokenizer.id_to_token(*id).unwrap_or_default()
             } else {
@@ -180,8 +180,8 @@ fn request(instance: &Instance, tokens: Option<&RequestTokenizer>) -> Result<Jso
             }
             fields["truncated"] = json!(n_cut);
         }
-        // It is shown why the document would be left out.
-        Err(error) if error.is::<NoTokens>() => fields["problem"] = json!("it has no tokens of its own to score"),
+        // The output states why the document would be skipped.
+        Err(error) if error.is::<NoTokens>() => fields["problem"] = json!("its continuation has no tokens"),
         Err(error) => return Err(error.context("failed to show tokens")),
     }
     Ok(fields)
@@ -224,7 +224,7 @@ fn text(task: &Json, with_tokens: bool) -> String {
         }
     }
     if requests.is_empty() {
-        out += "\nnothing is asked: there is nothing in the document to score\n";
+        out += "\nno requests: the document has no text to score\n";
     }
     let _ = write!(out, "\n--- target ---\n{}", task["target"]);
     if let Some(choices) = task["choices"].as_array() {

@@ -1,4 +1,4 @@
-//! The options that say which tasks are meant, where their data are, and how their prompts are written.
+//! Command-line options that select tasks, their data and their prompt format.
 
 use std::path::PathBuf;
 
@@ -22,42 +22,41 @@ pub(super) struct TaskArgs {
     allow_changed_python: bool,
 }
 
-/// Options of prompts.
+/// Options of data and prompts.
 #[derive(Debug, Args)]
 pub(super) struct PromptArgs {
-    /// Data of a task, instead of what its file names: a file (all of it is the evaluated split), a folder with a file for
-    /// each split (virology_test.csv, arc_easy/test.jsonl, test.jsonl), a pattern, or a Hub id. TASK may be a pattern such
-    /// as 'mmlu_*'
+    /// Data of a task: a file (the evaluated split), a folder with one file per split (virology_test.csv,
+    /// arc_easy/test.jsonl, test.jsonl), a glob pattern, or a Hub id. TASK may be a pattern such as 'mmlu_*'
     #[arg(long, value_name = "TASK=PATH")]
     pub(super) data: Vec<String>,
-    /// Number of few-shot examples; a task that requires zero has none
+    /// Number of few-shot examples; has no effect on tasks that require zero
     #[arg(long, short = 'f', alias = "num_fewshot", value_name = "N")]
     pub(super) num_fewshot: Option<usize>,
     /// Seed of few-shot sampling
     #[arg(long, alias = "fewshot_seed", default_value_t = 1234, value_name = "N")]
     pub(super) fewshot_seed: u64,
-    /// Reproduce another program to the digit; by default each document's examples depend on nothing but the seed, the
-    /// task and the document
+    /// Reproduce another program exactly. By default, the few-shot examples of a document depend only on the seed,
+    /// the task and the document
     #[arg(long, value_enum, value_name = "PROGRAM")]
     pub(super) compat: Option<Compat>,
-    /// Write prompts with the model's chat template, or with that of this name
+    /// Apply the model's chat template, or its template of this name
     #[arg(long, alias = "apply_chat_template", value_name = "NAME", num_args = 0..=1, default_missing_value = "")]
     pub(super) apply_chat_template: Option<String>,
-    /// Make each example a turn of the chat, or put all into the user's one turn [default: true with a chat template]
+    /// Format each few-shot example as a chat turn, not all in one user message [default: true with a chat template]
     #[arg(long, alias = "fewshot_as_multiturn", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     pub(super) fewshot_as_multiturn: Option<bool>,
-    /// Variables of the chat template: a JSON object, such as {"enable_thinking": false}, or key=value
+    /// Variables of the chat template: key=value, or a JSON object such as {"enable_thinking": false}
     #[arg(long, alias = "chat_template_args", value_name = "JSON", num_args = 1.., requires = "apply_chat_template")]
     pub(super) chat_template_args: Vec<String>,
-    /// The chat template's variable enable_thinking
+    /// Value of the chat template's variable enable_thinking
     #[arg(long, alias = "enable_thinking", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true",
           requires = "apply_chat_template")]
     pub(super) enable_thinking: Option<bool>,
-    /// System instruction
+    /// System instruction, prepended to every prompt
     #[arg(long, alias = "system_instruction", value_name = "TEXT")]
     pub(super) system_instruction: Option<String>,
-    /// Changes to the tasks' generation_kwargs: key=value with commas or blanks between them, such as until=["a","b"], or a
-    /// JSON object
+    /// Overrides of the tasks' generation_kwargs: comma-separated key=value, such as until=["a","b"], or a JSON
+    /// object
     #[arg(long, alias = "gen_kwargs", value_name = "KEY=VALUE", num_args = 1..)]
     pub(super) gen_kwargs: Vec<String>,
 }
@@ -75,20 +74,20 @@ impl TaskArgs {
             allow_modified_python();
         }
         let registry = TaskRegistry::load(&self.include_path)?;
-        for error in registry.broken().iter().take(3) {
-            tracing::warn!("left aside: {error}");
+        for error in registry.load_errors().iter().take(3) {
+            tracing::warn!("skipped a task file: {error}");
         }
         Ok(registry)
     }
 }
 
 impl PromptArgs {
-    /// The chat template that is asked for by name.
+    /// Returns the name of the chat template, if `--apply-chat-template` has one.
     pub(super) fn template_name(&self) -> Option<&str> {
         self.apply_chat_template.as_deref().filter(|name| !name.is_empty())
     }
 
-    /// A chat template with the variables that it is to have.
+    /// Returns the chat template with the variables of `--chat-template-args`.
     pub(super) fn with_template_args(&self, template: ChatTemplate) -> Result<ChatTemplate> {
         let given = key_values("--chat-template-args", &self.chat_template_args);
         let mut given = given.map_err(|problem| anyhow!("failed to start: {problem}").context(ExitCode::Usage))?;
@@ -101,12 +100,12 @@ impl PromptArgs {
         Ok(given.into_iter().fold(template, |template, (name, value)| template.with_variable(name, value)))
     }
 
-    /// Reads `--data` for the selected tasks.
+    /// Parses `--data` for the selected tasks.
     pub(super) fn data_overrides(&self, tasks: &[TaskConfig]) -> Result<DataOverrides> {
         Ok(DataOverrides::read("--data", &self.data, tasks)?)
     }
 
-    /// What the tasks are told. `chat` is the model's template, if there is one.
+    /// Returns the prompt options. `chat` is the model's chat template, if any.
     pub(super) fn options<'a>(&self, chat: Option<&'a dyn ChatFormatter>) -> Result<PromptOptions<'a>> {
         let usage = |problem: &str| anyhow!("failed to start: {problem}").context(ExitCode::Usage);
         let is_chat = self.apply_chat_template.is_some();

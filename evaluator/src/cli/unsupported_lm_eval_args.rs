@@ -1,5 +1,5 @@
-//! Options of lm-eval that this program has no use for: those that cannot matter are named in a warning, and those that would
-//! are refused with what to do instead.
+//! lm-eval options without support. Options without effect on results cause a warning; others are an error with an
+//! alternative.
 
 use anyhow::{Result, anyhow};
 use clap::Args;
@@ -29,17 +29,17 @@ pub(super) struct UnsupportedLmEvalArgs {
 }
 
 impl UnsupportedLmEvalArgs {
-    /// Refuses what would have an effect in lm-eval.
+    /// Returns an error for an option that would change the results in lm-eval.
     pub(super) fn check(&self) -> Result<()> {
-        const NOWHERE: &str = "results are files only; hand over what --output-path holds";
+        const NOWHERE: &str = "results are only written to files; upload the files of --output-path";
         let refused = [
             (
                 self.check_integrity,
                 "--check-integrity",
-                "every task is checked when it is read; `evaluator show TASK` prints what it asks",
+                "task files are always checked; `evaluator show TASK` prints the prompts",
             ),
             (self.config.is_some(), "--config", "write the options on the command line"),
-            (!self.metadata.is_empty(), "--metadata", "no task here reads it"),
+            (!self.metadata.is_empty(), "--metadata", "no task reads it"),
             (!self.wandb_args.is_empty(), "--wandb-args", NOWHERE),
             (!self.wandb_config_args.is_empty(), "--wandb-config-args", NOWHERE),
             (!self.trackio_args.is_empty(), "--trackio-args", NOWHERE),
@@ -48,19 +48,16 @@ impl UnsupportedLmEvalArgs {
         match refused.iter().find(|(is_given, ..)| *is_given) {
             None => Ok(()),
             Some((_, option, instead)) => {
-                Err(anyhow!("failed to start: {option} is not understood here: {instead}").context(ExitCode::Usage))
+                Err(anyhow!("failed to start: {option} is not supported: {instead}").context(ExitCode::Usage))
             }
         }
     }
 
-    /// What is given and changes nothing, in words.
+    /// Returns a warning for each given option without effect.
     pub(super) fn warnings(&self) -> Vec<&'static str> {
         let given = [
-            (self.trust_remote_code, "--trust-remote-code has no effect: no code is downloaded and run"),
-            (
-                self.cache_requests.is_some(),
-                "--cache-requests has no effect: prompts are written anew, which takes seconds",
-            ),
+            (self.trust_remote_code, "--trust-remote-code has no effect: downloaded code is never run"),
+            (self.cache_requests.is_some(), "--cache-requests has no effect: prompts are built in every run"),
         ];
         given.into_iter().filter(|(is_given, _)| *is_given).map(|(_, said)| said).collect()
     }

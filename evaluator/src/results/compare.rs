@@ -1,4 +1,4 @@
-//! Two runs side by side: each sample with its own, the difference with its error, and which samples flipped.
+//! Paired comparison of two runs: metric differences with confidence intervals, and flipped samples.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,84 +9,84 @@ use candlewick_text::files::{MAX_GENERATED_BYTES, read_regular_text_file};
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
-use super::paired::{IntervalBy, paired};
-use crate::output::sanitized_task;
-use crate::task::{Aggregation, MetricValue, usual_aggregation};
+use super::paired::{IntervalMethod, paired};
+use crate::output::sanitize_task_name;
+use crate::task::{Aggregation, MetricValue, default_aggregation};
 
-/// The records of one task of a run.
+/// Sample records of one task in a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampleFile {
-    /// The task.
+    /// Task name.
     pub task: String,
-    /// The file.
+    /// Path of `samples_TASK_TIME.jsonl`.
     pub path: PathBuf,
 }
 
-/// All that differs between two runs.
+/// Comparison of two runs.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Comparison {
-    /// For each task, metric and filter the difference of the two runs.
+    /// Difference of each metric, for each task and filter.
     pub differences: Vec<MetricDifference>,
-    /// Metrics that cannot be compared.
+    /// Metrics that cannot be compared, with the reason.
     pub left_out: Vec<SkippedMetric>,
-    /// Tasks that only one run has.
+    /// Tasks that are in one run only.
     pub unpaired: Vec<String>,
 }
 
-/// A metric that is not compared.
+/// Metric that cannot be compared.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SkippedMetric {
-    /// The task.
+    /// Task name.
     pub task: String,
-    /// The metric.
+    /// Metric name.
     pub metric: String,
-    /// The filter.
+    /// Filter name.
     pub filter: String,
-    /// Reason.
+    /// Reason why the metric cannot be compared.
     pub why: String,
 }
 
-/// A metric of two runs.
+/// Difference of one metric between two runs.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct MetricDifference {
-    /// The task.
+    /// Task name.
     pub task: String,
-    /// The metric.
+    /// Metric name.
     pub metric: String,
-    /// The filter.
+    /// Filter name.
     pub filter: String,
     /// Number of samples in both runs.
     pub n: usize,
     /// Number of samples in one run only, or with different prompts.
     pub n_unpaired: usize,
-    /// The metric of the first run over the samples of both.
+    /// Metric of the first run over the paired samples.
     pub a: f64,
-    /// That of the second.
+    /// Metric of the second run over the paired samples.
     pub b: f64,
-    /// b - a.
+    /// Metric of the second run minus that of the first.
     pub difference: f64,
     /// 95 % confidence interval of the difference.
     pub interval: [f64; 2],
-    /// Method of the interval.
-    pub interval_by: IntervalBy,
+    /// Method of computing the confidence interval.
+    pub interval_by: IntervalMethod,
     /// True if a higher value is better.
     pub higher_is_better: bool,
-    /// The samples that were right in one run and wrong in the other.
+    /// Samples that are correct in one run and wrong in the other.
     pub flips: Vec<FlippedSample>,
 }
 
-/// A sample that is right in one run and wrong in the other.
+/// Sample that is correct in one run and wrong in the other.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct FlippedSample {
-    /// The document.
+    /// Index of the document.
     pub doc_id: usize,
-    /// Its value in the first run.
+    /// Value in the first run.
     pub a: f64,
-    /// Its value in the second.
+    /// Value in the second run.
     pub b: f64,
 }
 
-/// One record: what identifies it, and its values.
+/// Sample record: identification and metric values.
 struct Record {
     doc_id: usize,
     doc_hash: String,
@@ -94,13 +94,13 @@ struct Record {
 }
 
 impl MetricDifference {
-    /// By how much the second run is better; below 0 it is worse.
+    /// Returns the improvement of the second run over the first; negative if it is worse.
     pub fn gain(&self) -> f64 {
         if self.higher_is_better { self.difference } else { -self.difference }
     }
 }
 
-/// Compares two runs: folders with `samples_*.jsonl`, or two such files.
+/// Compares two runs: output folders with `samples_*.jsonl`, or two such files.
 pub fn compare(a: &Path, b: &Path) -> Result<Comparison> {
     let (a, b) = (sample_files(a)?, sample_files(b)?);
     let is_pair = a.len() == 1 && b.len() == 1;
@@ -121,7 +121,7 @@ pub fn compare(a: &Path, b: &Path) -> Result<Comparison> {
     Ok(comparison)
 }
 
-/// The newest records of each task below a folder, or the file itself.
+/// Returns the newest sample file of each task in a folder, or the file itself.
 fn sample_files(path: &Path) -> Result<Vec<SampleFile>> {
     if path.is_file() {
         return Ok(vec![SampleFile { task: task_of(path).unwrap_or_default().0, path: path.to_owned() }]);
@@ -149,7 +149,7 @@ fn collect(folder: &Path, depth: usize, newest: &mut BTreeMap<String, (String, P
     Ok(())
 }
 
-/// `samples_TASK_TIME.jsonl` as task and time.
+/// Returns task and time of a file name `samples_TASK_TIME.jsonl`.
 fn task_of(path: &Path) -> Option<(String, String)> {
     let name = path.file_name()?.to_str()?.strip_prefix("samples_")?.strip_suffix(".jsonl")?;
     let (task, time) = name.rsplit_once('_').unwrap_or((name, ""));
@@ -158,7 +158,7 @@ fn task_of(path: &Path) -> Option<(String, String)> {
 
 fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> Result<()> {
     let (first, second) = (records(&a.path)?, records(&b.path)?);
-    let metrics_of_task = MetricsOfTask::beside(a);
+    let metrics_of_task = MetricsOfTask::from_results_file(a);
     for (filter, ours) in &first {
         let Some(theirs) = second.get(filter) else {
             comparison.left_out.extend(of_one_run(&a.task, filter, ours, "only the first run has the filter"));
@@ -169,8 +169,8 @@ fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> 
             |record: &&Record| by_id.get(&record.doc_id).copied().filter(|other| other.doc_hash == record.doc_hash);
         let pairs: Vec<(&Record, &Record)> = ours.iter().filter_map(|record| Some((record, same(&record)?))).collect();
         let n_unpaired = ours.len() + theirs.len() - 2 * pairs.len();
-        let mut metrics = named(ours);
-        metrics.extend(named(theirs));
+        let mut metrics = metric_names(ours);
+        metrics.extend(metric_names(theirs));
         metrics.sort();
         metrics.dedup();
         for metric in metrics {
@@ -190,23 +190,22 @@ fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> 
     Ok(())
 }
 
-/// The metrics of a filter that only one run has.
+/// Returns one entry for each metric of a filter that only one run has.
 fn of_one_run(task: &str, filter: &str, records: &[Record], why: &str) -> impl Iterator<Item = SkippedMetric> {
     let left_out =
         |metric| SkippedMetric { task: task.to_owned(), metric, filter: filter.to_owned(), why: why.to_owned() };
-    named(records).into_iter().map(left_out)
+    metric_names(records).into_iter().map(left_out)
 }
 
-/// The metrics that the records name.
-fn named(records: &[Record]) -> Vec<String> {
+/// Returns the metric names in the records.
+fn metric_names(records: &[Record]) -> Vec<String> {
     let mut names: Vec<String> = records.iter().flat_map(|record| record.values.keys().cloned()).collect();
     names.sort();
     names.dedup();
     names
 }
 
-/// The difference of one metric, of this task and with this filter, over the samples that have it in both runs. `n_unpaired`
-/// samples are in one only.
+/// Computes the difference of one metric over the paired samples. `n_unpaired` samples are in one run only.
 fn difference(
     names: [&String; 3],
     of_task: &MetricsOfTask,
@@ -219,9 +218,12 @@ fn difference(
     let values: Vec<(usize, MetricValue, MetricValue)> =
         pairs.iter().filter_map(value).filter(|(_, a, b)| *a != MetricValue::None && *b != MetricValue::None).collect();
     if values.is_empty() {
-        return Err(
-            if pairs.is_empty() { "no document is in both runs" } else { "no document has it in both runs" }.into()
-        );
+        return Err(if pairs.is_empty() {
+            "no document is in both runs"
+        } else {
+            "no document has the metric in both runs"
+        }
+        .into());
     }
     let (a, b): (Vec<MetricValue>, Vec<MetricValue>) = values.iter().map(|(_, a, b)| (a.clone(), b.clone())).unzip();
     let (aggregation, higher_is_better) = of_task.metric(&metric, &a)?;
@@ -247,41 +249,41 @@ fn difference(
     })
 }
 
-/// What the results beside the records say about a task's metrics.
+/// Metric settings of a task, from the results file of the same run.
 #[derive(Default)]
 struct MetricsOfTask {
-    /// The entries of `metric_list`.
+    /// Entries of `metric_list`.
     listed: Vec<Json>,
     higher_is_better: Map<String, Json>,
 }
 
 impl MetricsOfTask {
-    /// Reads `results_TIME.json` for `samples_TASK_TIME.jsonl`, if it is there.
-    fn beside(file: &SampleFile) -> Self {
+    /// Reads `results_TIME.json` in the folder of `samples_TASK_TIME.jsonl`; empty if the file is missing.
+    fn from_results_file(file: &SampleFile) -> Self {
         let Some((task, time)) = task_of(&file.path) else { return Self::default() };
         let results = fs::read(file.path.with_file_name(format!("results_{time}.json"))).ok();
         let results: Option<Json> = results.and_then(|bytes| serde_json::from_slice(&bytes).ok());
-        let is_it = |(name, _): &(&String, &Json)| sanitized_task(name) == task;
+        let is_it = |(name, _): &(&String, &Json)| sanitize_task_name(name) == task;
         let of = |key: &str| results.as_ref()?.get(key)?.as_object()?.iter().find(is_it).map(|(_, own)| own.clone());
         let listed = of("configs").and_then(|config| config.get("metric_list")?.as_array().cloned());
         let higher_is_better = of("higher_is_better").and_then(|directions| directions.as_object().cloned());
         Self { listed: listed.unwrap_or_default(), higher_is_better: higher_is_better.unwrap_or_default() }
     }
 
-    /// What a metric is put together by, and whether a higher value is better: as the task says, else as is usual for its
-    /// name, else as its values look.
+    /// Returns the aggregation and direction of a metric: from the task, else lm-eval's default, else inferred from
+    /// the values.
     fn metric(&self, name: &str, values: &[MetricValue]) -> Result<(Aggregation, bool), String> {
         let listed = self.listed.iter().find(|entry| entry.get("metric").and_then(Json::as_str) == Some(name));
-        let said = listed.and_then(|entry| Aggregation::named(entry.get("aggregation")?.as_str()?));
-        let usual = usual_aggregation(name);
+        let said = listed.and_then(|entry| Aggregation::from_name(entry.get("aggregation")?.as_str()?));
+        let usual = default_aggregation(name);
         let fits = |aggregation: &Aggregation| aggregation.statistic(values).is_ok();
         let by_name = usual.map(|(aggregation, _)| aggregation).filter(fits);
         let aggregation = said.or(by_name).or_else(|| by_shape(values)).ok_or_else(|| match values.first() {
-            Some(value) => format!("its values, such as {}, are put together by code of the task", shown(value)),
+            Some(value) => format!("its values, such as {}, are aggregated by the task's own code", shown(value)),
             None => "it has no values".to_owned(),
         })?;
         if aggregation == Aggregation::Bypass {
-            return Err("it scores nothing".into());
+            return Err("the metric bypass has no values".into());
         }
         let direction = |value: Option<&Json>| value.and_then(Json::as_bool);
         let said = direction(self.higher_is_better.get(name))
@@ -290,7 +292,7 @@ impl MetricsOfTask {
     }
 }
 
-/// Numbers have a mean, lists of truth values one over all parts.
+/// Infers the aggregation: the mean for numbers, the mean over all elements for lists of booleans.
 fn by_shape(values: &[MetricValue]) -> Option<Aggregation> {
     let is_truths = |value: &MetricValue| match value {
         MetricValue::List(items) => items.iter().all(|item| matches!(item, MetricValue::Flag(_))),
@@ -302,7 +304,7 @@ fn by_shape(values: &[MetricValue]) -> Option<Aggregation> {
     values.iter().all(is_truths).then_some(Aggregation::FlatMean)
 }
 
-/// The beginning of a value.
+/// Formats the beginning of a value, for a message.
 fn shown(value: &MetricValue) -> String {
     let text = serde_json::to_string(value).unwrap_or_default();
     match text.char_indices().nth(60) {
@@ -311,7 +313,7 @@ fn shown(value: &MetricValue) -> String {
     }
 }
 
-/// The records of a file, by filter.
+/// Reads the sample records of a file, grouped by filter.
 fn records(path: &Path) -> Result<BTreeMap<String, Vec<Record>>> {
     let text = read_regular_text_file(path, MAX_GENERATED_BYTES);
     let text = text.with_context(|| format!("failed to read {}", path.display()))?;

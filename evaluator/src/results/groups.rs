@@ -1,14 +1,14 @@
-//! From the scores of tasks to those of groups, and all of it together.
+//! Aggregation of task scores to group scores, and assembly of all results.
 
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value as Json, json};
 
 use super::schema::{ResultEntry, Results, TaskRun, sample_counts};
-use crate::task::{GroupAggregate, TaskGroup, pooled, task_hash, unweighted};
+use crate::task::{GroupAggregate, TaskGroup, pooled_stderr, task_hash, unweighted_stderr};
 
-/// Puts the results of a run together.
-pub fn assemble(runs: &[TaskRun], groups: &[TaskGroup]) -> Results {
+/// Assembles the results of a run.
+pub fn assemble_results(runs: &[TaskRun], groups: &[TaskGroup]) -> Results {
     let scores: Vec<ResultEntry> = runs.iter().map(ResultEntry::of).collect();
     let mut results = Results::default();
     for (run, score) in runs.iter().zip(&scores) {
@@ -32,7 +32,7 @@ pub fn assemble(runs: &[TaskRun], groups: &[TaskGroup]) -> Results {
     results
 }
 
-/// Groups that lie in others before those.
+/// Orders groups so that subgroups come before their parents.
 fn bottom_up(groups: &[TaskGroup]) -> Vec<&TaskGroup> {
     let mut ordered: Vec<&TaskGroup> = Vec::new();
     fn visit<'a>(group: &'a TaskGroup, groups: &'a [TaskGroup], ordered: &mut Vec<&'a TaskGroup>) {
@@ -79,7 +79,7 @@ fn aggregate(group: &TaskGroup, scores: &[ResultEntry]) -> Map<String, Json> {
     fields
 }
 
-/// The filters that are named, or all that the tasks have for the metric.
+/// Returns the filters of an aggregate: the configured ones, else all filters that its tasks have for the metric.
 fn filters(aggregate: &GroupAggregate, tasks: &[&ResultEntry]) -> Vec<String> {
     if let Some(filters) = &aggregate.filters {
         return filters.clone();
@@ -91,7 +91,7 @@ fn filters(aggregate: &GroupAggregate, tasks: &[&ResultEntry]) -> Vec<String> {
     filters
 }
 
-/// The mean over those tasks that have the metric, its error, and how many documents it stands on.
+/// Returns the mean over the tasks that have the metric, its standard error and its number of documents.
 fn over_tasks(aggregate: &GroupAggregate, filter: &str, tasks: &[&ResultEntry]) -> Option<(f64, Option<f64>, usize)> {
     let found: Vec<(f64, Option<f64>, usize)> = tasks
         .iter()
@@ -105,8 +105,9 @@ fn over_tasks(aggregate: &GroupAggregate, filter: &str, tasks: &[&ResultEntry]) 
     let weights: f64 = sizes.iter().map(|size| weight(*size)).sum();
     let value = found.iter().map(|(value, _, size)| value * weight(*size)).sum::<f64>() / weights;
     let stderrs: Option<Vec<f64>> = found.iter().map(|(_, stderr, _)| *stderr).collect();
-    let of_mean =
-        |stderrs: Vec<f64>| if aggregate.weight_by_size { pooled(&stderrs, &sizes) } else { unweighted(&stderrs) };
+    let of_mean = |stderrs: Vec<f64>| {
+        if aggregate.weight_by_size { pooled_stderr(&stderrs, &sizes) } else { unweighted_stderr(&stderrs) }
+    };
     Some((value, stderrs.map(of_mean), sizes.iter().sum()))
 }
 
@@ -123,7 +124,7 @@ fn versions(runs: &[TaskRun], groups: &[TaskGroup]) -> Map<String, Json> {
     sorted(runs.iter().map(of_task).chain(groups.iter().map(of_group)))
 }
 
-/// A group has the number that all its members share.
+/// Returns the number of few-shot examples of each task, and of each group whose tasks agree.
 fn n_shot(runs: &[TaskRun], groups: &[TaskGroup]) -> Map<String, Json> {
     let mut all: BTreeMap<String, Json> =
         runs.iter().map(|run| (run.config.task.clone(), json!(run.num_fewshot))).collect();
@@ -137,7 +138,7 @@ fn n_shot(runs: &[TaskRun], groups: &[TaskGroup]) -> Map<String, Json> {
     all.into_iter().collect()
 }
 
-/// A group has its members' directions; where they disagree there is none.
+/// Returns `higher_is_better` of each task, and of each group whose tasks agree.
 fn higher_is_better(runs: &[TaskRun], groups: &[TaskGroup]) -> Map<String, Json> {
     let mut all: BTreeMap<String, Map<String, Json>> =
         runs.iter().map(|run| (run.config.task.clone(), run.config.higher_is_better())).collect();

@@ -1,26 +1,26 @@
-//! The line above the table: the model and the options of a run, as lm-eval 0.4.13 prints them.
+//! Header line above the results table: the model and the options of a run, as lm-eval 0.4.13 prints them.
 
 use serde_json::{Map, Value as Json};
 
 use crate::task::repr;
 
-/// The options that lm-eval names above its table.
+/// Options in lm-eval's header line.
 #[derive(Clone, Debug, Default)]
 pub struct ResultsHeader {
-    /// The model, and what else is given for it.
+    /// `model_args`: the model and its options.
     pub model_args: Map<String, Json>,
-    /// Changes to the tasks' `generation_kwargs`.
+    /// Overrides of the tasks' `generation_kwargs`.
     pub gen_kwargs: Map<String, Json>,
-    /// The number of documents of each task, as it was given.
+    /// `--limit` as given.
     pub limit: Option<String>,
-    /// The number of examples, if one was given.
+    /// `--num_fewshot`, if given.
     pub num_fewshot: Option<usize>,
-    /// The batch size, as it was given.
+    /// `--batch_size` as given.
     pub batch_size: String,
 }
 
-/// Prints `hf ({'pretrained': 'gpt2'}), gen_kwargs: ({}), limit: None, num_fewshot: None, batch_size: 1`.
-pub fn header(header: &ResultsHeader) -> String {
+/// Formats `hf ({'pretrained': 'gpt2'}), gen_kwargs: ({}), limit: None, num_fewshot: None, batch_size: 1`.
+pub fn header_line(header: &ResultsHeader) -> String {
     let or_none = |value: Option<String>| value.unwrap_or_else(|| "None".into());
     format!(
         "hf ({}), gen_kwargs: ({}), limit: {}, num_fewshot: {}, batch_size: {}",
@@ -39,7 +39,7 @@ mod tests {
 
     use super::*;
 
-    // What lm-eval 0.4.13's `cli_evaluate` prints for the same options.
+    // lm-eval 0.4.13's `cli_evaluate` prints these lines.
     #[test]
     fn a_header_is_lm_evals() {
         let object = |value: Json| value.as_object().cloned().unwrap();
@@ -51,11 +51,11 @@ mod tests {
             batch_size: "8".into(),
         };
         assert_eq!(
-            header(&all),
+            header_line(&all),
             "hf ({'pretrained': \"it's\", 'dtype': 'float32', 'max_length': 64}), gen_kwargs: ({'temperature': 0.5, \
              'do_sample': True}), limit: 20.0, num_fewshot: 5, batch_size: 8"
         );
         let none = ResultsHeader { batch_size: "1".into(), ..ResultsHeader::default() };
-        assert_eq!(header(&none), "hf ({}), gen_kwargs: ({}), limit: None, num_fewshot: None, batch_size: 1");
+        assert_eq!(header_line(&none), "hf ({}), gen_kwargs: ({}), limit: None, num_fewshot: None, batch_size: 1");
     }
 }

@@ -1,5 +1,5 @@
-//! What a run found out, in the form of lm-eval's result files: scores of tasks and groups, the table, comparisons, and pages
-//! for people.
+//! Results of a run in lm-eval's format: scores of tasks and groups, the table, comparisons of runs, and HTML
+//! reports.
 
 mod compare;
 mod groups;
@@ -10,12 +10,12 @@ mod schema;
 mod table;
 
 pub use compare::{Comparison, FlippedSample, MetricDifference, SampleFile, SkippedMetric, compare};
-pub use groups::assemble;
-pub use header::{ResultsHeader, header};
-pub use paired::IntervalBy;
+pub use groups::assemble_results;
+pub use header::{ResultsHeader, header_line};
+pub use paired::IntervalMethod;
 pub use report::{HtmlReport, comparison_page};
 pub use schema::{ResultEntry, Results, TaskRun};
-pub use table::{counts, groups_table, table};
+pub use table::{groups_table, results_table, skipped_counts};
 
-/// The quantile of the normal distribution that leaves 2.5 % above it.
-const Z: f64 = 1.959_963_984_540_054;
+/// 97.5 % quantile of the standard normal distribution, for 95 % confidence intervals.
+const Z_95: f64 = 1.959_963_984_540_054;

@@ -1,36 +1,36 @@
-//! One metric of two runs over the same documents: both values, their difference, and where that lies.
+//! Paired comparison of one metric: both values, their difference and its confidence interval.
 
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::Z;
+use super::Z_95;
 use crate::task::{Aggregation, MetricValue, PythonRandom};
 
-/// Resamples of the documents, and those of metrics that compare whole corpora of texts.
+/// Number of bootstrap resamples, and the smaller number for corpus metrics (BLEU, chrF).
 const RESAMPLES: usize = 1000;
 const RESAMPLES_OF_TEXTS: usize = 100;
 
-/// Method of a confidence interval.
+/// Method of computing a confidence interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum IntervalBy {
-    /// A mean: by the normal distribution of the paired differences.
+pub enum IntervalMethod {
+    /// Normal approximation of the paired differences, for means.
     Normal,
-    /// Anything else: by resampling the documents, the same for both runs, from 2.5 % to 97.5 % of the differences.
+    /// Percentile bootstrap over documents, with the same resamples for both runs, for all other metrics.
     Bootstrap,
 }
 
-/// A metric of two runs.
+/// Values of one metric in both runs, with the difference.
 pub(super) struct PairedDifference {
     pub(super) a: f64,
     pub(super) b: f64,
-    /// b - a.
+    /// Value of the second run minus that of the first.
     pub(super) difference: f64,
     pub(super) interval: [f64; 2],
-    pub(super) interval_by: IntervalBy,
+    pub(super) interval_by: IntervalMethod,
 }
 
-/// Aggregates the values of the same documents in both runs. The error says what a value lacks.
+/// Aggregates the values of the same documents in both runs. The error names an invalid value.
 pub(super) fn paired(
     aggregation: Aggregation,
     a: &[MetricValue],
@@ -52,31 +52,31 @@ fn of_means(a: &[MetricValue], b: &[MetricValue]) -> Result<PairedDifference, St
         a: mean(|v| v.0),
         b: mean(|v| v.1),
         difference,
-        interval: [difference - Z * stderr, difference + Z * stderr],
-        interval_by: IntervalBy::Normal,
+        interval: [difference - Z_95 * stderr, difference + Z_95 * stderr],
+        interval_by: IntervalMethod::Normal,
     })
 }
 
 fn by_bootstrap(aggregation: Aggregation, a: &[MetricValue], b: &[MetricValue]) -> Result<PairedDifference, String> {
     let n = a.len();
     let (of_a, of_b) = (aggregation.statistic(a)?, aggregation.statistic(b)?);
-    let value = [&of_a, &of_b].map(|statistic| statistic.over(&mut (0..n)));
+    let value = [&of_a, &of_b].map(|statistic| statistic.compute(&mut (0..n)));
     let n_resamples = match aggregation {
         Aggregation::Bleu | Aggregation::Chrf | Aggregation::ChrfWords => RESAMPLES_OF_TEXTS,
         _ => RESAMPLES,
     };
-    // A generator for each resample, so that any number of threads gives the same.
+    // Each resample has its own generator, so the result does not depend on the thread count.
     let resample = |seed: usize| {
         let mut random = PythonRandom::new(seed as u64);
-        let picked: Vec<usize> = (0..n).map(|_| random.choice(n)).collect();
-        of_b.over(&mut picked.iter().copied()) - of_a.over(&mut picked.iter().copied())
+        let picked: Vec<usize> = (0..n).map(|_| random.choices_index(n)).collect();
+        of_b.compute(&mut picked.iter().copied()) - of_a.compute(&mut picked.iter().copied())
     };
     let mut drawn: Vec<f64> = (0..n_resamples).into_par_iter().map(resample).collect();
     drawn.sort_by(f64::total_cmp);
     let quantile = |share: f64| drawn[((n_resamples - 1) as f64 * share).round() as usize];
     let interval = if n < 2 { [f64::NAN; 2] } else { [quantile(0.025), quantile(0.975)] };
     let [a, b] = value;
-    Ok(PairedDifference { a, b, difference: b - a, interval, interval_by: IntervalBy::Bootstrap })
+    Ok(PairedDifference { a, b, difference: b - a, interval, interval_by: IntervalMethod::Bootstrap })
 }
 
 #[cfg(test)]
@@ -98,7 +98,7 @@ mod tests {
         let found = paired(Aggregation::WeightedPerplexity, &a, &b).unwrap();
         let want = ((51.0_f64 / 20.0).exp(), (40.0_f64 / 20.0).exp());
         assert!((found.a - want.0).abs() < 1e-12 && (found.b - want.1).abs() < 1e-12);
-        assert_eq!((found.difference, found.interval_by), (found.b - found.a, IntervalBy::Bootstrap));
+        assert_eq!((found.difference, found.interval_by), (found.b - found.a, IntervalMethod::Bootstrap));
         // No document is worse in the second run.
         let [low, high] = found.interval;
         assert!(low < found.difference && found.difference < high && high <= 0.0, "{low} {high}");
@@ -111,7 +111,7 @@ mod tests {
         assert!(paired(Aggregation::F1, &a, &[MetricValue::None]).is_err());
     }
 
-    /// What the interval of a mean is by the normal distribution, resampling finds, too.
+    /// For a mean, the bootstrap interval equals that of the normal approximation.
     #[test]
     fn a_bootstrap_is_as_wide_as_the_normal_distribution_says() {
         let values = |shift: usize| -> Vec<MetricValue> {
@@ -120,7 +120,7 @@ mod tests {
         let (a, b) = (values(0), values(3));
         let want = paired(Aggregation::Mean, &a, &b).unwrap();
         let found = by_bootstrap(Aggregation::Mean, &a, &b).unwrap();
-        assert_eq!(want.interval_by, IntervalBy::Normal);
+        assert_eq!(want.interval_by, IntervalMethod::Normal);
         let width = want.interval[1] - want.interval[0];
         for (found, want) in found.interval.iter().zip(want.interval) {
             assert!((found - want).abs() < 0.1 * width, "{found} {want}");

@@ -1,4 +1,4 @@
-//! The results as lm-eval writes them: `results_*.json`, key by key.
+//! Results file `results_*.json`, with lm-eval's keys.
 
 use std::collections::BTreeMap;
 
@@ -9,42 +9,42 @@ use crate::task::{DocCounts, TaskConfig, TaskScores};
 
 /// Evaluated task.
 pub struct TaskRun {
-    /// Its configuration.
+    /// Task configuration.
     pub config: TaskConfig,
     /// Number of few-shot examples.
     pub num_fewshot: usize,
-    /// Its `generation_kwargs` as they were asked for.
+    /// `generation_kwargs` after all overrides.
     pub generation_kwargs: Map<String, Json>,
-    /// Scores.
+    /// Scores and sample records of the task.
     pub scores: TaskScores,
 }
 
-/// All results of a run. Keys of the run itself (`config`, `date`, `model_name`, ...) go into `run`.
+/// All results of a run. `run` holds the metadata keys (`config`, `date`, `model_name`, ...).
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Results {
-    /// The scores of each task and group.
+    /// Scores of each task and group.
     pub results: Map<String, Json>,
-    /// The scores of those groups that have any.
+    /// Scores of the groups with an aggregate score.
     #[serde(skip_serializing_if = "Map::is_empty")]
     pub groups: Map<String, Json>,
-    /// The files and the number of documents of each task, which lm-eval does not list.
+    /// Data files and document counts of each task; an addition to lm-eval's keys.
     #[serde(skip_serializing_if = "Map::is_empty")]
     pub data: Map<String, Json>,
     /// Members of each group.
     pub group_subtasks: Map<String, Json>,
-    /// The configuration of each task.
+    /// Configuration of each task.
     pub configs: Map<String, Json>,
-    /// The version of each task and group.
+    /// Version of each task and group.
     pub versions: Map<String, Json>,
     /// Number of few-shot examples of each task.
     #[serde(rename = "n-shot")]
     pub n_shot: Map<String, Json>,
-    /// For each task whether a higher value of its metrics is better.
+    /// `higher_is_better` of each metric, for each task.
     pub higher_is_better: Map<String, Json>,
-    /// How many documents there are, how many were scored, and how many have nothing to score or no right choice.
+    /// Document counts of each task: original, effective, skipped, empty, without a correct choice.
     #[serde(rename = "n-samples")]
     pub n_samples: Map<String, Json>,
-    /// One hash for all records of a task.
+    /// Task hash, computed over the hashes of all sample records.
     pub task_hashes: Map<String, Json>,
     /// Metadata of the run.
     #[serde(flatten)]
@@ -52,14 +52,15 @@ pub struct Results {
 }
 
 impl TaskRun {
-    /// The configuration as the run had it.
+    /// Returns the effective configuration as JSON.
     pub fn config(&self) -> Json {
         Json::Object(self.config.dump(self.num_fewshot, &self.generation_kwargs))
     }
 }
 
 impl Results {
-    /// Every finite score and error as `TASK/METRIC`, with the filter behind a comma unless it is `none`.
+    /// Returns each finite score and standard error under `TASK/METRIC`, or `TASK/METRIC,FILTER` unless the filter is
+    /// `none`.
     pub fn values(&self) -> BTreeMap<String, f64> {
         let mut values = BTreeMap::new();
         for (task, fields) in &self.results {
@@ -73,21 +74,21 @@ impl Results {
     }
 }
 
-/// The scores of a task or a group as one JSON object.
+/// Scores of a task or group.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ResultEntry {
-    /// Name.
+    /// Name of the task or group.
     pub name: String,
-    /// Its name in tables.
+    /// Display name in tables.
     pub alias: String,
     /// Number of scored documents.
     pub sample_len: usize,
-    /// The values: metric, filter, value, error.
+    /// Metric, filter, value and standard error of each score.
     pub values: Vec<(String, String, f64, Option<f64>)>,
 }
 
 impl ResultEntry {
-    /// The scores of a task.
+    /// Returns the scores of an evaluated task.
     pub(crate) fn of(run: &TaskRun) -> Self {
         let name = run.config.task.clone();
         let value = |m: &crate::task::MetricScore| (m.metric.clone(), m.filter.clone(), m.value, m.stderr);
@@ -99,13 +100,13 @@ impl ResultEntry {
         }
     }
 
-    /// Value and error of a metric with a filter.
+    /// Returns value and standard error of a metric with a filter.
     pub(crate) fn get(&self, metric: &str, filter: &str) -> Option<(f64, Option<f64>)> {
         let found = self.values.iter().find(|(m, f, ..)| m == metric && f == filter);
         found.map(|(_, _, value, stderr)| (*value, *stderr))
     }
 
-    /// As lm-eval writes it.
+    /// Returns the entry as JSON with lm-eval's keys.
     pub(crate) fn json(&self) -> Json {
         let mut fields = Map::new();
         fields.insert("name".into(), json!(self.name));
@@ -130,7 +131,7 @@ impl Serialize for ResultEntry {
     }
 }
 
-/// How many documents a task has, and what became of them.
+/// Returns the document counts of a task for `n-samples`.
 pub(crate) fn sample_counts(scores: &TaskScores) -> Json {
     let DocCounts { skipped, empty, no_target } = scores.counts;
     json!({

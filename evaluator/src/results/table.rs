@@ -1,26 +1,26 @@
-//! The table of results in Markdown, laid out as lm-eval's is.
+//! Results table in Markdown, in lm-eval's layout.
 
 use serde_json::{Map, Value as Json};
 
 use super::schema::Results;
 
-/// Prints the scores of all tasks and groups.
-pub fn table(results: &Results) -> String {
+/// Formats the scores of all tasks and groups as a Markdown table.
+pub fn results_table(results: &Results) -> String {
     print("Tasks", &results.results, results)
 }
 
-/// Prints the scores of groups only; empty if there are none.
+/// Formats the scores of groups only; empty if there are none.
 pub fn groups_table(results: &Results) -> String {
     if results.groups.is_empty() { String::new() } else { print("Groups", &results.groups, results) }
 }
 
-/// Says for each task how many documents cannot be scored as they are; in one line if there are none.
-pub fn counts(results: &Results) -> String {
+/// Formats one line for each task with truncated, skipped or empty documents; a single line if there are none.
+pub fn skipped_counts(results: &Results) -> String {
     const WHAT: [(&str, &str); 4] = [
         ("truncated", "truncated"),
         ("skipped", "skipped"),
         ("empty", "empty"),
-        ("no_target", "without a right choice"),
+        ("no_target", "without a correct choice"),
     ];
     let of_task = |(task, counts): (&String, &Json)| {
         let n = |key: &str| counts.get(key).and_then(Json::as_u64).filter(|n| *n > 0);
@@ -53,7 +53,8 @@ fn print(title: &str, scores: &Map<String, Json>, results: &Results) -> String {
     out
 }
 
-/// Names with how deep they lie in groups: a group, then what is in it, by name; then what is in no group.
+/// Returns names with nesting depths: each group followed by its members in alphabetical order, then tasks outside of
+/// groups.
 pub(super) fn ordered(scores: &Map<String, Json>, results: &Results) -> Vec<(String, usize)> {
     let children = |name: &str| -> Vec<String> {
         let list = results.group_subtasks.get(name).and_then(Json::as_array);
@@ -103,7 +104,7 @@ fn rows_of(name: &str, depth: usize, fields: &Map<String, Json>, results: &Resul
     rows
 }
 
-/// One value among the fields of a task or group.
+/// One score in the fields of a task or group.
 pub(super) struct Value<'a> {
     pub(super) metric: &'a str,
     pub(super) filter: &'a str,
@@ -111,7 +112,7 @@ pub(super) struct Value<'a> {
     pub(super) stderr: Option<&'a Json>,
 }
 
-/// All values of a task or group, by the names of their metrics.
+/// Returns all scores of a task or group, ordered by metric name.
 pub(super) fn values(fields: &Map<String, Json>) -> Vec<Value<'_>> {
     let mut keys: Vec<&String> = fields.keys().filter(|key| key.contains(',')).collect();
     keys.sort();
@@ -121,7 +122,7 @@ pub(super) fn values(fields: &Map<String, Json>) -> Vec<Value<'_>> {
     split.map(|((metric, filter), value)| Value { metric, filter, value, stderr: stderr(metric, filter) }).collect()
 }
 
-/// Which way a metric of a task or group gets better.
+/// Returns the arrow for a metric's `higher_is_better`.
 pub(super) fn arrow(results: &Results, name: &str, metric: &str) -> &'static str {
     match results.higher_is_better.get(name).and_then(|arrows| arrows.get(metric)) {
         Some(Json::Bool(true)) => "↑",
@@ -130,7 +131,7 @@ pub(super) fn arrow(results: &Results, name: &str, metric: &str) -> &'static str
     }
 }
 
-/// Four decimals, but none for an integer. JSON has no number that is not finite; those are null.
+/// Formats a score with four decimals, an integer without decimals, and null (a value that is not finite) as NaN.
 pub(super) fn number(value: &Json) -> String {
     match value {
         Json::Number(number) if number.is_f64() => format!("{:.4}", number.as_f64().unwrap_or(f64::NAN)),
@@ -146,21 +147,21 @@ pub(super) fn plain(value: &Json) -> String {
     }
 }
 
-/// A column of cells, which pytablewriter prints by what is in it.
+/// Table column, formatted as pytablewriter infers its type.
 struct Column {
     title: String,
     width: usize,
-    kind: Kind,
-    /// Of each row whether its cell stands as it is: it is a text, or there are more texts than others before it.
+    kind: ColumnKind,
+    /// For each row, true if the cell is left-aligned text: not a number, or after a majority of text cells.
     is_text: Vec<bool>,
     n_decimals: usize,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    /// Numbers only, all with as many decimals as the longest needs.
+enum ColumnKind {
+    /// Numeric column: all cells have the same number of decimals.
     Numbers,
-    /// Numbers among texts; those that are whole have no decimals.
+    /// Mixed column: integers have no decimals.
     Mixed,
 }
 
@@ -170,7 +171,7 @@ impl Column {
         let is_text = texts(&all);
         let numbers = || all.iter().zip(&is_text).filter(|(cell, is_text)| !**is_text && !cell.trim().is_empty());
         let is_numbers = !is_text.contains(&true) && numbers().next().is_some();
-        let kind = if is_numbers { Kind::Numbers } else { Kind::Mixed };
+        let kind = if is_numbers { ColumnKind::Numbers } else { ColumnKind::Mixed };
         let n_decimals = numbers().map(|(cell, _)| n_decimals(cell)).max().unwrap_or(0);
         let column = Self { title: title.to_owned(), width: 0, kind, is_text, n_decimals };
         let widest =
@@ -184,8 +185,8 @@ impl Column {
 
     fn rule(&self) -> String {
         match self.kind {
-            Kind::Numbers => "-".repeat(self.width - 1) + ":",
-            Kind::Mixed => "-".repeat(self.width),
+            ColumnKind::Numbers => "-".repeat(self.width - 1) + ":",
+            ColumnKind::Mixed => "-".repeat(self.width),
         }
     }
 
@@ -197,14 +198,14 @@ impl Column {
 
     fn text(&self, row: usize, cell: &str) -> String {
         match (value_of(cell).filter(|_| !self.is_text[row]), self.kind) {
-            (Some(value), Kind::Mixed) if value.fract() == 0.0 => format!("{value}"),
+            (Some(value), ColumnKind::Mixed) if value.fract() == 0.0 => format!("{value}"),
             (Some(value), _) => format!("{value:.*}", self.n_decimals),
             (None, _) => cell.to_owned(),
         }
     }
 }
 
-/// Which cells are texts, or stand where texts have outnumbered what is none; such a number counts as a text, too.
+/// Returns true for each text cell. A number after a majority of text cells counts as text, as in pytablewriter.
 fn texts(cells: &[&str]) -> Vec<bool> {
     let (mut n_texts, mut n_others) = (0, 0);
     let is_text = |cell: &&str| {
@@ -220,7 +221,7 @@ fn value_of(cell: &str) -> Option<f64> {
     cell.trim().parse().ok().filter(|value: &f64| value.is_finite())
 }
 
-/// The decimals of a number without zeros at its end.
+/// Returns the number of decimals without trailing zeros.
 fn n_decimals(cell: &str) -> usize {
     match cell.trim().split_once('.') {
         Some((_, decimals)) if value_of(cell).is_some() => decimals.trim_end_matches('0').len(),
@@ -238,7 +239,7 @@ mod tests {
         value.as_object().cloned().unwrap_or_default()
     }
 
-    // What lm-eval 0.4.13 prints for the same results.
+    // lm-eval 0.4.13 prints this table for the same results.
     #[test]
     fn a_table_is_lm_evals() {
         let results = Results {
@@ -259,7 +260,7 @@ mod tests {
 |        |       |strict-match    |     5|exact_match    |↑  | 0.1000|±  |0.0123|
 |wikitext|      2|none            |     0|word_perplexity|↓  |12.3456|±  |   N/A|
 ";
-        assert_eq!(table(&results), want);
+        assert_eq!(results_table(&results), want);
     }
 
     #[track_caller]
@@ -270,7 +271,7 @@ mod tests {
         assert_eq!(found, want);
     }
 
-    // What pytablewriter 1.2.1 prints.
+    // pytablewriter 1.2.1 prints these cells.
     #[test]
     fn a_column_prints_by_what_is_in_it() {
         column(&["1.0000", "0.2500"], &["1.00", "0.25"]);
@@ -303,6 +304,6 @@ mod tests {
 | - stem|      2|none  |     0|acc   |   | 0.25|±  | 0.003|
 |  - a  |      1|none  |     0|acc   |   | 0.25|±  | 0.003|
 ";
-        assert_eq!(table(&results), want);
+        assert_eq!(results_table(&results), want);
     }
 }

@@ -1,5 +1,5 @@
-//! A task as its YAML says it, checked: every key that lm-evaluation-harness knows is understood or refused by name, any
-//! other is an error. Nothing is loaded here and no function looked up but by name.
+//! Task configuration in YAML. Each key of lm-evaluation-harness is supported or rejected by name; any other key is
+//! an error. Reading it loads no data.
 
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json, json};
@@ -7,12 +7,12 @@ use serde_json::{Map, Value as Json, json};
 use super::error::{ConfigError, SourceLocation, TaskError};
 use super::filter::{FilterConfig, filter_list};
 use super::function::{PythonFunction, as_function};
-use super::keys::{YamlMap, wrong};
+use super::keys::{YamlMap, type_error};
 use super::metric::{Metric, MetricConfig, metric_list};
 use super::output_type::OutputType;
 use super::yaml::{Node, Value};
 
-/// A field of a document: a column's name or a Jinja template, a constant, or a built-in implementation.
+/// Prompt field of a task: a column, a Jinja template, a constant, or a function with a built-in implementation.
 #[derive(Clone, Debug)]
 pub(crate) enum Field {
     Template(String, SourceLocation),
@@ -20,7 +20,7 @@ pub(crate) enum Field {
     Function(PythonFunction),
 }
 
-/// Where a task's documents come from.
+/// Data set of a task: `dataset_path`, `dataset_name` and `dataset_kwargs`.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DatasetConfig {
     pub(crate) path: Option<String>,
@@ -29,7 +29,7 @@ pub(crate) struct DatasetConfig {
     pub(crate) kwargs_place: Option<SourceLocation>,
 }
 
-/// How the examples before the question are chosen and written.
+/// Selection and format of few-shot examples.
 #[derive(Clone, Debug)]
 pub(crate) struct FewshotConfig {
     pub(crate) is_first_n: bool,
@@ -45,7 +45,7 @@ pub(crate) struct FewshotConfig {
     pub(crate) target_delimiter: String,
 }
 
-/// Examples written into the task.
+/// Few-shot examples in the task file: a list, or a Python function that returns one.
 #[derive(Clone, Debug)]
 pub(crate) enum FewshotSamples {
     Listed(Vec<Map<String, Json>>),
@@ -55,21 +55,21 @@ pub(crate) enum FewshotSamples {
 /// Configuration of a task, as read from YAML.
 #[derive(Clone, Debug)]
 pub struct TaskConfig {
-    /// Name.
+    /// Task name.
     pub task: String,
-    /// Its name in tables, if it has another there.
+    /// Display name in tables, if it differs from the name.
     pub alias: Option<String>,
-    /// The tags that it can be selected by.
+    /// Tags that select the task.
     pub tags: Vec<String>,
-    /// Output type.
+    /// Output type of the task (`output_type`).
     pub output_type: OutputType,
-    /// `metadata.version`, null if there is none.
+    /// `metadata.version`; null if there is none.
     pub version: Json,
     /// Number of few-shot examples, if the task sets it.
     pub num_fewshot: Option<usize>,
     /// True if scoring runs model-written code.
     pub unsafe_code: bool,
-    /// Number of requests for each instance (lm-eval's `repeats`).
+    /// Number of responses to each request (lm-eval's `repeats`).
     pub repeats: usize,
     pub(crate) dataset: DatasetConfig,
     pub(crate) training_split: Option<String>,
@@ -136,8 +136,8 @@ const TASK_KEYS: [&str; 37] = [
 const REFUSED: [(&str, &str); 5] = [
     ("class", "tasks written as Python classes are not run; write the task as YAML"),
     ("custom_dataset", "data sets made by Python code are not run; name files with dataset_path and data_files"),
-    ("doc_to_image", "images are not understood by any model family here"),
-    ("doc_to_audio", "audio is not understood by any model family here"),
+    ("doc_to_image", "no supported model family reads images"),
+    ("doc_to_audio", "no supported model family reads audio"),
     ("use_prompt", "prompts of promptsource are Python code; write doc_to_text and doc_to_target"),
 ];
 
@@ -156,7 +156,7 @@ const FEWSHOT_KEYS: [&str; 11] = [
 ];
 
 impl TaskConfig {
-    /// Reads a task whose includes are merged already.
+    /// Reads a task after its includes were merged.
     pub(crate) fn read(node: &Node) -> Result<Self, ConfigError> {
         let keys = YamlMap::new(node, "a task", &TASK_KEYS)?;
         refuse(&keys)?;
@@ -202,19 +202,19 @@ impl TaskConfig {
         Ok(config)
     }
 
-    /// Refuses a task that runs what the model wrote, unless that is `confirmed`.
-    pub fn check_code(&self, confirmed: bool) -> Result<(), TaskError> {
+    /// Returns an error for a task that runs model-written code, unless it is `confirmed`.
+    pub fn check_unsafe_code(&self, confirmed: bool) -> Result<(), TaskError> {
         if confirmed || !self.unsafe_code {
             return Ok(());
         }
-        let problem = "it runs programs that the model wrote; allow it with --confirm-run-unsafe-code".into();
+        let problem = "it runs model-written code; allow it with --confirm-run-unsafe-code".into();
         Err(TaskError::Refused { task: self.task.clone(), problem })
     }
 
     /// Returns the name of the evaluated split.
     pub(crate) fn eval_split(&self) -> Result<&str, ConfigError> {
         self.test_split.as_deref().or(self.validation_split.as_deref()).ok_or_else(|| {
-            let message = format!("task {} names no split to evaluate; give test_split or validation_split", self.task);
+            let message = format!("task {} has no split to evaluate; set test_split or validation_split", self.task);
             ConfigError::at(self.place.clone(), message)
         })
     }
@@ -224,7 +224,8 @@ impl TaskConfig {
         self.metrics.iter().map(|metric| (metric.name.clone(), json!(metric.higher_is_better))).collect()
     }
 
-    /// The names of its scores, the filter behind a comma unless it is `none`, and whether a higher value is better.
+    /// Returns each score's name and `higher_is_better`. The name is `METRIC`, or `METRIC,FILTER` unless the filter
+    /// is `none`.
     pub fn score_names(&self) -> Vec<(String, bool)> {
         let named = |metric: &MetricConfig, filter: &FilterConfig| match filter.name.as_str() {
             "none" => metric.name.clone(),
@@ -235,7 +236,7 @@ impl TaskConfig {
         self.metrics.iter().flat_map(of_metric).collect()
     }
 
-    /// Returns true if `process_results` may return other metric names.
+    /// Returns true if the metric names are known only after scoring, because a function computes the metrics.
     pub fn has_custom_metric_names(&self) -> bool {
         self.process_results.is_some() || self.metrics.iter().any(|metric| matches!(metric.kind, Metric::BuiltIn(_)))
     }
@@ -245,16 +246,17 @@ impl TaskConfig {
         &self.fewshot_delimiter
     }
 
-    /// `gen_prefix` before it is filled in.
-    pub(crate) fn gen_prefix_as_written(&self) -> &str {
+    /// Returns the template of `gen_prefix`.
+    pub(crate) fn gen_prefix_template(&self) -> &str {
         match &self.gen_prefix {
             Some(Field::Template(text, _)) => text,
             _ => "",
         }
     }
 
-    /// Returns true if a multiple-choice task reads a column as a list: by its name, or by the place of an item.
-    pub(crate) fn reads_list_of(&self, column: &str) -> bool {
+    /// Returns true if the fields of a multiple-choice task use a column as a list: `choices[0]` or the bare column
+    /// name.
+    pub(crate) fn uses_column_as_list(&self, column: &str) -> bool {
         let fewshot = &self.fewshot;
         let texts = [&self.doc_to_text, &fewshot.doc_to_text].into_iter().flatten();
         let choices = [&self.doc_to_choice, &fewshot.doc_to_choice].into_iter().flatten();
@@ -264,8 +266,8 @@ impl TaskConfig {
             && (texts.chain(choices.clone()).any(indexes) || choices.into_iter().any(names))
     }
 
-    /// The configuration as the results list it: what was written, with the defaults that lm-eval lists too, and with what the
-    /// run says instead.
+    /// Returns the effective configuration for the results file: the task file's keys, lm-eval's defaults and the
+    /// run's overrides.
     pub fn dump(&self, num_fewshot: usize, generation_kwargs: &Map<String, Json>) -> Map<String, Json> {
         let mut dump = self.written.clone();
         dump.insert("fewshot_config".into(), Json::Object(self.dump_fewshot()));
@@ -290,7 +292,7 @@ impl TaskConfig {
         dump
     }
 
-    /// What the examples are made by; what is not written there is the task's.
+    /// Returns the effective `fewshot_config`. Missing keys are the task's.
     fn dump_fewshot(&self) -> Map<String, Json> {
         let own = self.written.get("fewshot_config");
         let value = |key: &str| own?.get(key).filter(|value| !value.is_null()).cloned();
@@ -311,7 +313,7 @@ impl TaskConfig {
     fn check_fields(&self, keys: &YamlMap) -> Result<(), ConfigError> {
         let needs = |field: &Option<Field>, key: &str| match field {
             Some(_) => Ok(()),
-            None => Err(keys.fault(format!("task {} needs the key `{key}`", self.task))),
+            None => Err(keys.error(format!("task {} needs the key `{key}`", self.task))),
         };
         needs(&self.doc_to_text, "doc_to_text")?;
         needs(&self.doc_to_target, "doc_to_target")?;
@@ -319,7 +321,7 @@ impl TaskConfig {
             needs(&self.doc_to_choice, "doc_to_choice")?;
         }
         if self.dataset.path.is_none() {
-            return Err(keys.fault(format!("task {} needs the key `dataset_path`", self.task)));
+            return Err(keys.error(format!("task {} needs the key `dataset_path`", self.task)));
         }
         self.eval_split().map(|_| ())
     }
@@ -361,14 +363,14 @@ fn sampler(keys: &YamlMap) -> Result<bool, ConfigError> {
         Some("first_n") => Ok(true),
         Some(other) => {
             let near = did_you_mean(other, ["default", "first_n"]);
-            Err(keys.fault(format!("sampler: unknown value {other:?}{near}; values are default, first_n")))
+            Err(keys.error(format!("sampler: unknown value {other:?}{near}; values are default, first_n")))
         }
     }
 }
 
 fn indices(keys: &YamlMap) -> Result<Option<Vec<usize>>, ConfigError> {
     let Some(entry) = keys.get("fewshot_indices") else { return Ok(None) };
-    serde_json::from_value(entry.node.json()).map(Some).map_err(|_| wrong(entry, "a list of document numbers"))
+    serde_json::from_value(entry.node.json()).map(Some).map_err(|_| type_error(entry, "a list of document numbers"))
 }
 
 fn samples(keys: &YamlMap) -> Result<Option<FewshotSamples>, ConfigError> {
@@ -376,7 +378,7 @@ fn samples(keys: &YamlMap) -> Result<Option<FewshotSamples>, ConfigError> {
     if let Some(function) = as_function(entry) {
         return Ok(Some(FewshotSamples::Function(function)));
     }
-    let listed = serde_json::from_value(entry.node.json()).map_err(|_| wrong(entry, "a list of documents"))?;
+    let listed = serde_json::from_value(entry.node.json()).map_err(|_| type_error(entry, "a list of documents"))?;
     Ok(Some(FewshotSamples::Listed(listed)))
 }
 
@@ -390,14 +392,14 @@ fn field(keys: &YamlMap, key: &str) -> Result<Option<Field>, ConfigError> {
         Value::Map(entries) if key == "doc_to_choice" => {
             Field::Constant(entries.iter().map(|entry| entry.node.json()).collect())
         }
-        _ => return Err(wrong(entry, "a column, a template, a constant or a !function")),
+        _ => return Err(type_error(entry, "a column, a template, a constant or a !function")),
     }))
 }
 
-/// The most answers to a document. All requests of a run are in memory at once.
+/// Maximum of `repeats`. All requests of a run are held in memory.
 const MAX_REPEATS: usize = 10_000;
 
-/// The most bytes of a task's name: names of files hold it.
+/// Maximum length of a task name in bytes, because it becomes part of file names.
 const MAX_NAME: usize = 180;
 
 fn task_name(keys: &YamlMap) -> Result<String, ConfigError> {
@@ -405,19 +407,19 @@ fn task_name(keys: &YamlMap) -> Result<String, ConfigError> {
     let problem = match name.len() {
         0 => "task: the name is empty; write one".to_owned(),
         1..=MAX_NAME => return Ok(name),
-        n => format!("task: the name has {n} bytes; at most {MAX_NAME} fit into names of files"),
+        n => format!("task: the name has {n} bytes; the maximum is {MAX_NAME}, as file names contain it"),
     };
     Err(keys
         .get("task")
-        .map_or_else(|| keys.fault(&problem), |entry| ConfigError::at(entry.node.place.clone(), &problem)))
+        .map_or_else(|| keys.error(&problem), |entry| ConfigError::at(entry.node.place.clone(), &problem)))
 }
 
 fn function(keys: &YamlMap, key: &str) -> Result<Option<PythonFunction>, ConfigError> {
     let Some(entry) = keys.get(key) else { return Ok(None) };
-    as_function(entry).map(Some).ok_or_else(|| wrong(entry, "a !function"))
+    as_function(entry).map(Some).ok_or_else(|| type_error(entry, "a !function"))
 }
 
-/// The keys of generation, and nothing for a task that does not generate.
+/// Reads `generation_kwargs`; empty for a task that does not generate.
 fn generation_kwargs(keys: &YamlMap, output: OutputType, delimiter: &str) -> Result<Map<String, Json>, ConfigError> {
     let given = keys.map("generation_kwargs")?;
     let Some(mut kwargs) = given else {
@@ -441,7 +443,7 @@ fn as_object(value: Json) -> Map<String, Json> {
     }
 }
 
-/// What the results show of the YAML: all but what only the registry reads.
+/// Returns the task file's keys that the results file lists: all except the registry's.
 fn written(keys: &YamlMap) -> Map<String, Json> {
     let shown = keys.entries().iter().filter(|entry| !["tag", "group", "task_list"].contains(&entry.key.as_str()));
     shown.map(|e| (e.key.clone(), e.node.json())).filter(|(_, value)| !value.is_null()).collect()

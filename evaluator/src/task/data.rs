@@ -1,5 +1,5 @@
-//! Where a task's documents come from: the Hub, or files on this machine, by `dataset_path` and `dataset_kwargs` or by what
-//! the command line says instead.
+//! Loading of a task's documents from the Hub or from local files. The source is `dataset_path` and `dataset_kwargs`,
+//! or `--data`.
 
 use std::fmt;
 use std::path::Path;
@@ -45,7 +45,7 @@ impl fmt::Display for SplitInfo {
 }
 
 impl DatasetSplit {
-    /// Returns the documents.
+    /// Returns the documents of the split.
     pub(crate) fn docs(&self) -> &[Doc] {
         &self.docs
     }
@@ -61,17 +61,17 @@ impl DatasetSplit {
         self.docs
     }
 
-    /// Returns the row index of each document.
+    /// Returns each document's row index in the data set, before `process_docs`.
     pub(crate) fn rows(&self) -> &[usize] {
         &self.rows
     }
 
-    /// Returns the row index of a document.
+    /// Returns a document's row index in the data set.
     pub(crate) fn row(&self, doc_id: usize) -> Option<usize> {
         self.rows.get(doc_id).copied()
     }
 
-    /// Returns file and line of a document, for messages.
+    /// Returns file and line of a document, for error messages.
     pub(crate) fn locate(&self, doc_id: usize) -> String {
         self.rows.get(doc_id).map_or_else(|| format!("document {doc_id}"), |row| self.source.locate(*row))
     }
@@ -85,9 +85,11 @@ pub(crate) fn open(
     paths: &DataOverrides,
     process: Option<ProcessDocs>,
 ) -> Result<DatasetSplit, TaskError> {
-    let request = match paths.of(&config.task) {
-        Some(path) => DatasetRequest { files: paths.file_rule(config), ..elsewhere(path, &config.dataset, split) },
-        None => as_written(&config.dataset, split)?,
+    let request = match paths.path_of(&config.task) {
+        Some(path) => {
+            DatasetRequest { files: paths.file_selector(config), ..override_request(path, &config.dataset, split) }
+        }
+        None => task_file_request(&config.dataset, split)?,
     };
     let task = || config.task.clone();
     let source = hub.dataset(&request).map_err(|source| TaskError::Hub { task: task(), source })?;
@@ -101,7 +103,7 @@ pub(crate) fn open(
         problem,
     })?;
     let (rows, mut docs): (Vec<usize>, Vec<Doc>) = docs.into_iter().unzip();
-    if config.reads_list_of(CHOICES) {
+    if config.uses_column_as_list(CHOICES) {
         for (row, doc) in rows.iter().zip(&mut docs) {
             let place = || source.locate(*row);
             read_list(doc, CHOICES).map_err(|problem| TaskError::Document { task: task(), place: place(), problem })?;
@@ -110,10 +112,10 @@ pub(crate) fn open(
     Ok(DatasetSplit { name: split.to_owned(), docs, rows, source })
 }
 
-/// Column of the choices, a string in CSV files.
+/// Column of the choices; CSV files hold it as a string.
 const CHOICES: &str = "choices";
 
-/// Parses a list that a column holds as text: JSON or a Python literal.
+/// Parses a list that a column holds as a string: JSON or a Python literal.
 fn read_list(doc: &mut Doc, column: &str) -> Result<(), String> {
     let Some(Json::String(text)) = doc.get(column) else { return Ok(()) };
     let list = serde_json::from_str::<Json>(text).or_else(|_| literal_eval(text)).ok().filter(Json::is_array);
@@ -123,8 +125,9 @@ fn read_list(doc: &mut Doc, column: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the data source of a split. A single file is the requested split; a folder or Hub data set has splits.
-fn elsewhere(path: &str, dataset: &DatasetConfig, split: &str) -> DatasetRequest {
+/// Returns the data request for a path of `--data`. A single file is the requested split; a folder or Hub data set
+/// has splits.
+fn override_request(path: &str, dataset: &DatasetConfig, split: &str) -> DatasetRequest {
     let is_file = Path::new(path).is_file();
     let part = SplitPart { split: split.to_owned(), slice: Default::default() };
     let parts = if is_file { Vec::new() } else { vec![part] };
@@ -153,7 +156,7 @@ fn request(path: &str) -> DatasetRequest {
 
 const KWARGS: [&str; 7] = ["data_files", "data_dir", "revision", "field", "sep", "delimiter", "trust_remote_code"];
 
-fn as_written(dataset: &DatasetConfig, split: &str) -> Result<DatasetRequest, TaskError> {
+fn task_file_request(dataset: &DatasetConfig, split: &str) -> Result<DatasetRequest, TaskError> {
     let fault = |problem: String| {
         let message = format!("dataset_kwargs: {problem}");
         TaskError::Config(ConfigError { place: dataset.kwargs_place.clone(), message })
@@ -196,7 +199,7 @@ fn as_written(dataset: &DatasetConfig, split: &str) -> Result<DatasetRequest, Ta
     })
 }
 
-/// Returns `data_files` as patterns for each split. Files without a split name are `train`.
+/// Returns the file patterns of `data_files`, each with its split. Patterns without a split name are for `train`.
 fn data_files(kwargs: &Map<String, Json>) -> Result<Vec<(Option<String>, String)>, String> {
     let Some(files) = kwargs.get("data_files") else { return Ok(Vec::new()) };
     let patterns = |value: &Json| match value {
@@ -239,23 +242,24 @@ fn with_all_columns(docs: Vec<Doc>) -> Vec<Doc> {
     docs.into_iter().map(fill).collect()
 }
 
-/// Applies `process_docs`: returns the remaining documents with row indices, or the row that failed.
+/// Applies `process_docs`. Returns the remaining documents with their row indices, or the row that failed and the
+/// reason.
 fn process_all(docs: Vec<Doc>, process: Option<ProcessDocs>) -> Result<Vec<(usize, Doc)>, (usize, String)> {
     let docs = docs.into_iter().enumerate();
     match process {
         None => Ok(docs.collect()),
-        Some(ProcessDocs::Each(change)) => docs.map(|(row, doc)| in_row(row, change(doc))).collect(),
-        Some(ProcessDocs::Random(seed, change)) => {
+        Some(ProcessDocs::Map(change)) => docs.map(|(row, doc)| in_row(row, change(doc))).collect(),
+        Some(ProcessDocs::MapWithRng(seed, change)) => {
             let mut random = PythonRandom::new(seed);
             docs.map(|(row, doc)| in_row(row, change(doc, &mut random))).collect()
         }
-        Some(ProcessDocs::Some(change)) => docs
+        Some(ProcessDocs::FilterMap(change)) => docs
             .filter_map(|(row, doc)| match change(doc) {
                 Ok(doc) => Some(Ok((row, doc?))),
                 Err(problem) => Some(Err((row, problem))),
             })
             .collect(),
-        Some(ProcessDocs::Where(column, value)) => {
+        Some(ProcessDocs::ColumnEquals(column, value)) => {
             Ok(docs.filter(|(_, doc)| doc.get(column).and_then(Json::as_str) == Some(value)).collect())
         }
     }

@@ -1,4 +1,4 @@
-//! Data that a user names for some tasks, instead of what their files name: `TASK=PATH`, where TASK may be a pattern.
+//! Data overrides: `TASK=PATH` replaces the data source of a task file. TASK may be a pattern.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -10,29 +10,29 @@ use globset::GlobBuilder;
 use super::config::{DatasetConfig, TaskConfig};
 use super::error::TaskError;
 
-/// Data of tasks, as a user names them.
+/// Data paths that replace those of task files, from `--data` or a recipe.
 #[derive(Clone, Debug, Default)]
 pub struct DataOverrides {
-    /// The option or the key that names them, for messages.
+    /// Name of the option or recipe key, for error messages.
     option: String,
     entries: Vec<DataPath>,
 }
 
-/// One `TASK=PATH`.
+/// One override `TASK=PATH`.
 #[derive(Clone, Debug)]
 struct DataPath {
     task: String,
     path: String,
-    /// Set if tasks of several data sets have their data there.
+    /// True if the override applies to tasks of several data sets.
     is_shared: bool,
 }
 
-/// The most task names that a message lists.
+/// Maximum number of task names in an error message.
 const MAX_LISTED: usize = 8;
 
 impl DataOverrides {
-    /// Reads `TASK=PATH` words for `tasks`. `option` stands in messages: the option or key that holds the words. A word that
-    /// fits none of the tasks is an error, and so are two words for one TASK, and one file for tasks of several data sets.
+    /// Parses `TASK=PATH` words for `tasks`. `option` is the option or key in error messages. A word that matches no
+    /// task is an error. So are two words for the same TASK, and a single file for tasks of several data sets.
     pub fn read(option: &str, words: &[String], tasks: &[TaskConfig]) -> Result<Self, TaskError> {
         let entries = words.iter().map(|word| DataPath::read(option, word, tasks)).collect::<Result<_, _>>()?;
         let mut paths = Self { option: option.to_owned(), entries };
@@ -52,7 +52,7 @@ impl DataOverrides {
         }
     }
 
-    /// Returns true if tasks of several data sets have their data at this path. That path cannot be one file.
+    /// Returns true if the override applies to tasks of several data sets. Its path must then be a folder.
     fn is_shared(&self, entry: &DataPath, tasks: &[TaskConfig]) -> Result<bool, TaskError> {
         let is_own = |task: &&TaskConfig| self.entry_of(&task.task).is_some_and(|own| own.is_same(entry));
         let served: Vec<&TaskConfig> = tasks.iter().filter(is_own).collect();
@@ -69,19 +69,19 @@ impl DataOverrides {
         Ok(is_shared)
     }
 
-    /// Returns the path for a task: the last that is meant for it.
-    pub(super) fn of(&self, task: &str) -> Option<&str> {
+    /// Returns the path for a task: that of the last matching override.
+    pub(super) fn path_of(&self, task: &str) -> Option<&str> {
         self.entry_of(task).map(|entry| entry.path.as_str())
     }
 
-    /// Returns the single file that stands in for a task's data, as `--data TASK=FILE`.
-    pub(super) fn one_file(&self, task: &str) -> Option<String> {
-        let path = self.of(task).filter(|path| Path::new(path).is_file())?;
+    /// Returns the override of a task as `--data TASK=FILE`, if it is a single file for all splits.
+    pub(super) fn single_file(&self, task: &str) -> Option<String> {
+        let path = self.path_of(task).filter(|path| Path::new(path).is_file())?;
         Some(format!("{} {task}={path}", self.option))
     }
 
-    /// Returns the rule for the file that holds a split of a task.
-    pub(super) fn file_rule(&self, config: &TaskConfig) -> FileSelector {
+    /// Returns the rule that selects a task's file for a split within a folder.
+    pub(super) fn file_selector(&self, config: &TaskConfig) -> FileSelector {
         let Some(entry) = self.entry_of(&config.task) else { return FileSelector::All };
         let unnamed = match (entry.is_shared, entry.task == config.task) {
             (true, _) => Unnamed::None,
@@ -104,9 +104,7 @@ impl DataPath {
                 Self { task: task.to_owned(), path: path.to_owned(), is_shared: false }
             }
             _ => {
-                return Err(TaskError::Selection(format!(
-                    "{option} {word:?} names no task or no path; write TASK=PATH"
-                )));
+                return Err(TaskError::Selection(format!("{option} {word:?} has no task or no path; write TASK=PATH")));
             }
         };
         match tasks.iter().any(|task| entry.is_for(&task.task)) {
@@ -130,7 +128,7 @@ fn unmatched(option: &str, name: &str, tasks: &[TaskConfig]) -> String {
     let is_group = names().any(|task| task.strip_prefix(name).is_some_and(|rest| rest.starts_with('_')));
     let near = if name.contains('*') { near_pattern(name, tasks) } else { did_you_mean(name, names()) };
     let advice = if is_group {
-        format!("; write '{name}_*' for the tasks of that name")
+        format!("; write '{name}_*' for all tasks with this prefix")
     } else if near.is_empty() {
         format!("; selected are {}", listed(&tasks.iter().collect::<Vec<_>>()))
     } else {
@@ -139,7 +137,7 @@ fn unmatched(option: &str, name: &str, tasks: &[TaskConfig]) -> String {
     format!("{option} {name}: no selected task has that name{advice}")
 }
 
-/// Proposes a pattern such as `mmlu_*` from the first parts of the tasks' names.
+/// Suggests a pattern such as `mmlu_*` from the prefixes of the selected tasks' names.
 fn near_pattern(pattern: &str, tasks: &[TaskConfig]) -> String {
     let parts = |task: &TaskConfig| -> Vec<String> {
         task.task.match_indices('_').map(|(at, _)| format!("{}_*", &task.task[..at])).collect()
@@ -157,7 +155,7 @@ fn listed(tasks: &[&TaskConfig]) -> String {
     names.join(", ") + &more
 }
 
-/// Returns the names by which the files of a task are recognised.
+/// Returns the file names that identify the data of a task.
 fn file_names(task: &str, dataset: &DatasetConfig) -> FileNames {
     let family = dataset.path.as_deref().and_then(|path| path.trim_end_matches('/').rsplit('/').next());
     let mut own = vec![task.to_owned()];
@@ -183,7 +181,7 @@ mod tests {
         let tasks = tasks(selected);
         let words: Vec<String> = words.iter().map(ToString::to_string).collect();
         let paths = DataOverrides::read("--data", &words, &tasks).unwrap();
-        let rule = |task: &TaskConfig| match paths.file_rule(task) {
+        let rule = |task: &TaskConfig| match paths.file_selector(task) {
             FileSelector::One(names) => names,
             FileSelector::All => FileNames::default(),
         };
@@ -218,7 +216,7 @@ mod tests {
         assert!(near.ends_with("--data arc-easy: no selected task has that name; did you mean `arc_easy`?"), "{near}");
         let near = refused("mmlu", "mmul_*=x");
         assert!(near.ends_with("--data mmul_*: no selected task has that name; did you mean `mmlu_*`?"), "{near}");
-        assert!(refused("mmlu", "mmlu=x").contains("write 'mmlu_*' for the tasks of that name"));
+        assert!(refused("mmlu", "mmlu=x").contains("write 'mmlu_*' for all tasks with this prefix"));
         assert!(refused("piqa,boolq", "hellaswag=x").ends_with("; selected are piqa, boolq"));
         assert!(refused("piqa", "piqa").contains("write TASK=PATH"));
     }

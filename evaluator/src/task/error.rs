@@ -1,4 +1,4 @@
-//! Errors of tasks, with file, line, key and remedy.
+//! Errors in task files, data, prompts and scoring, with location and remedy.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,20 +11,20 @@ use candlewick_text::template::TemplateError;
 /// Location in a file. Lines and columns start at 1; 0 is unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SourceLocation {
-    /// The file.
+    /// Path of the file.
     pub file: Arc<PathBuf>,
-    /// The line.
+    /// Line, from 1.
     pub line: usize,
-    /// The column, in characters.
+    /// Column in characters, from 1.
     pub column: usize,
 }
 
 /// Error in a task file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigError {
-    /// Location, if it is known.
+    /// Location in the task file, if known.
     pub place: Option<SourceLocation>,
-    /// Problem, with the key.
+    /// Description of the problem, with the key.
     pub message: String,
 }
 
@@ -51,51 +51,51 @@ pub enum TaskError {
     /// Unavailable data.
     #[error("load the data of task {task}: {source}")]
     Hub {
-        /// The task.
+        /// Task name.
         task: String,
-        /// Reason.
+        /// Cause of the error.
         source: HubError,
     },
     /// Unreadable row.
     #[error("load the data of task {task}: {source}")]
     Source {
-        /// The task.
+        /// Task name.
         task: String,
-        /// Reason.
+        /// Cause of the error.
         source: SourceError,
     },
     /// Row that the task cannot process.
-    #[error("ask {task} about {place}: {problem}")]
+    #[error("process a document of task {task}, {place}: {problem}")]
     Document {
-        /// The task.
+        /// Task name.
         task: String,
         /// File and line, or document number.
         place: String,
-        /// Expected content.
+        /// Cause of the error.
         problem: String,
     },
     /// Error of the chat template.
-    #[error("write the prompt of task {task}: {source}")]
+    #[error("format the prompt of task {task}: {source}")]
     Chat {
-        /// The task.
+        /// Task name.
         task: String,
-        /// Reason.
+        /// Cause of the error.
         source: TemplateError,
     },
-    /// Refused operation that needs an explicit option.
+    /// Operation that needs confirmation by an option.
     #[error("run task {task}: {problem}")]
     Refused {
-        /// The task.
+        /// Task name.
         task: String,
-        /// Refused operation, and the option that allows it.
+        /// Operation, and the option that confirms it.
         problem: String,
     },
     /// Error of a metric or filter.
     #[error("score task {task}: {problem}")]
     Score {
-        /// The task.
+        /// Task name.
         task: String,
-        /// Reason.
+        /// Cause of the error.
         problem: String,
     },
 }
@@ -106,11 +106,11 @@ impl ConfigError {
         Self { place: Some(place), message: message.into() }
     }
 
-    /// Adds a remedy to the message.
+    /// Appends a remedy to the message.
     #[must_use]
-    pub fn note(mut self, note: impl AsRef<str>) -> Self {
+    pub fn with_remedy(mut self, remedy: impl AsRef<str>) -> Self {
         self.message.push_str("; ");
-        self.message.push_str(note.as_ref());
+        self.message.push_str(remedy.as_ref());
         self
     }
 }

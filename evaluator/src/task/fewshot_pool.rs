@@ -14,10 +14,10 @@ use super::prompt::PromptOptions;
 #[derive(Default)]
 pub(super) struct FewshotPool {
     pub(super) docs: Vec<Doc>,
-    /// Row indices of the documents, if the pool is the evaluated split.
+    /// Row index of each document, if the pool comes from the evaluated split.
     pub(super) rows: Vec<usize>,
-    /// True if the pool may contain the evaluated document.
-    pub(super) leave_out: bool,
+    /// True if the evaluated document must be excluded from its own examples.
+    pub(super) exclude_eval_doc: bool,
     /// Split of the examples; `None` for examples written in the task file.
     pub(super) data: Option<FewshotSplit>,
 }
@@ -25,18 +25,19 @@ pub(super) struct FewshotPool {
 /// Split that few-shot examples are sampled from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct FewshotSplit {
-    /// The split.
+    /// Name, files and size of the split.
     #[serde(flatten)]
     pub of: SplitInfo,
     /// True if the examples come from the evaluated split.
     pub is_evaluated_split: bool,
 }
 
-/// Loads the few-shot pool, if the task uses examples. `eval` is the evaluated split.
+/// Loads the few-shot pool; empty if the task uses no examples. `eval` is the evaluated split.
 ///
 /// # Errors
-/// If they cannot be read, or are fewer than the examples of one prompt.
-pub(super) fn shots(
+///
+/// The examples cannot be read, or the pool is smaller than `num_fewshot`.
+pub(super) fn load_fewshot_pool(
     hub: &Hub,
     config: &TaskConfig,
     eval: &DatasetSplit,
@@ -50,18 +51,18 @@ pub(super) fn shots(
     if wanted == 0 {
         return Ok(FewshotPool::default());
     }
-    let shots = candidates(hub, config, eval, paths, options)?;
+    let shots = load_candidates(hub, config, eval, paths, options)?;
     match shots.docs.len() {
         n if wanted <= n => Ok(shots),
         n => Err(TaskError::Selection(format!(
-            "{} is to have {wanted} examples in each prompt, and there are only {n} documents to choose from; ask for fewer \
+            "{} has only {n} documents to sample {wanted} few-shot examples from; request fewer \
              (num_fewshot)",
             config.task
         ))),
     }
 }
 
-fn candidates(
+fn load_candidates(
     hub: &Hub,
     config: &TaskConfig,
     eval: &DatasetSplit,
@@ -72,10 +73,10 @@ fn candidates(
     let (split, process) = match (&fewshot.split, &fewshot.samples) {
         (Some(split), _) => (split.as_str(), &fewshot.process_docs),
         (None, Some(FewshotSamples::Listed(docs))) => {
-            return Ok(picked(FewshotPool { docs: docs.clone(), ..FewshotPool::default() }, config, options));
+            return Ok(select_indices(FewshotPool { docs: docs.clone(), ..FewshotPool::default() }, config, options));
         }
         (None, Some(FewshotSamples::Function(function))) => {
-            return Ok(picked(
+            return Ok(select_indices(
                 FewshotPool { docs: builtin::samples(function)?, ..FewshotPool::default() },
                 config,
                 options,
@@ -86,22 +87,22 @@ fn candidates(
             (split.map_or_else(|| config.eval_split(), Ok)?, &config.process_docs)
         }
     };
-    check_one_file(config, split, paths)?;
+    refuse_single_file(config, split, paths)?;
     let process = process.as_ref().map(builtin::process_docs).transpose()?;
     let opened = data::open(hub, config, split, paths, process)?;
     let of = opened.data();
     let is_evaluated_split = split == config.eval_split()? || !of.files.is_empty() && of.files == eval.data().files;
-    // lm-eval looks at what is written only, and may show a document as its own example.
-    let leave_out = if options.compat { fewshot.split == config.test_split } else { is_evaluated_split };
-    let rows = if options.compat || !leave_out { Vec::new() } else { opened.rows().to_vec() };
+    // lm-eval compares the splits' names only, so a document may become its own example.
+    let exclude_eval_doc = if options.compat { fewshot.split == config.test_split } else { is_evaluated_split };
+    let rows = if options.compat || !exclude_eval_doc { Vec::new() } else { opened.rows().to_vec() };
     let data = Some(FewshotSplit { of, is_evaluated_split });
-    Ok(picked(FewshotPool { docs: opened.into_docs(), rows, leave_out, data }, config, options))
+    Ok(select_indices(FewshotPool { docs: opened.into_docs(), rows, exclude_eval_doc, data }, config, options))
 }
 
 /// Returns an error if a single file replaces all splits of a task with few-shot examples.
-fn check_one_file(config: &TaskConfig, split: &str, paths: &DataOverrides) -> Result<(), TaskError> {
+fn refuse_single_file(config: &TaskConfig, split: &str, paths: &DataOverrides) -> Result<(), TaskError> {
     let (task, evaluated) = (&config.task, config.eval_split()?);
-    match paths.one_file(task).filter(|_| split != evaluated) {
+    match paths.single_file(task).filter(|_| split != evaluated) {
         None => Ok(()),
         Some(given) => Err(TaskError::Selection(format!(
             "{given} is one file, evaluated as {evaluated:?}, and the examples of {task} come from {split:?}; name a folder \
@@ -110,10 +111,10 @@ fn check_one_file(config: &TaskConfig, split: &str, paths: &DataOverrides) -> Re
     }
 }
 
-/// Returns the documents at `fewshot_indices`.
-fn picked(shots: FewshotPool, config: &TaskConfig, options: &PromptOptions) -> FewshotPool {
+/// Keeps the documents at `fewshot_indices`, if the task has them.
+fn select_indices(shots: FewshotPool, config: &TaskConfig, options: &PromptOptions) -> FewshotPool {
     match &config.fewshot.indices {
-        // lm-eval 0.4.13 reads the key and forgets it.
+        // lm-eval 0.4.13 ignores `fewshot_indices`.
         Some(indices) if !options.compat => FewshotPool {
             docs: indices.iter().filter_map(|at| shots.docs.get(*at).cloned()).collect(),
             rows: indices.iter().filter_map(|at| shots.rows.get(*at).copied()).collect(),

@@ -57,7 +57,7 @@ impl CompiledField {
         })
     }
 
-    /// Returns `doc_to_choice`.
+    /// Returns the choices of a document (`doc_to_choice`).
     pub(crate) fn choices(&self, doc: &Doc) -> Result<Vec<String>, String> {
         let value = match self {
             Self::Template(template) => literal_eval(&template.render(doc)?)?,

@@ -20,7 +20,7 @@ const KNOWN: [&str; 9] = [
 ];
 
 /// Keys for the maximum number of generated tokens; the first key present wins.
-const OF_LENGTH: [&str; 4] = ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"];
+const MAX_TOKENS_KEYS: [&str; 4] = ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"];
 
 /// Returns an error for unsupported `generation_kwargs`.
 pub(crate) fn check(kwargs: &Map<String, Json>, entry: &Entry) -> Result<(), ConfigError> {
@@ -39,7 +39,7 @@ pub fn settings(kwargs: &Map<String, Json>) -> Result<GenerationSettings, String
     let whole = |value: &Json| value.as_f64().filter(|value| *value >= 0.0 && value.fract() == 0.0).map(|n| n as u64);
     let count = |value: &Json| value.as_u64().or_else(|| whole(value)).map(|n| n as usize);
     let mut max_gen_toks = None;
-    for alias in OF_LENGTH {
+    for alias in MAX_TOKENS_KEYS {
         max_gen_toks = max_gen_toks.or(optional(kwargs, alias, count, "a number of tokens")?);
     }
     Ok(GenerationSettings {
@@ -55,12 +55,12 @@ pub fn settings(kwargs: &Map<String, Json>) -> Result<GenerationSettings, String
 /// Returns a warning for each key without effect. lm-eval prints the same warnings.
 pub(crate) fn ignored_kwargs(kwargs: &Map<String, Json>) -> Vec<String> {
     let given = |key: &&str| kwargs.get(*key).is_some_and(|value| !value.is_null());
-    let mut of_length = OF_LENGTH.iter().filter(|key| given(key));
+    let mut of_length = MAX_TOKENS_KEYS.iter().filter(|key| given(key));
     let counts = of_length.next();
     let mut found: Vec<String> = of_length
         .map(|key| {
             format!(
-                "{key}={} has no effect: {}={} counts",
+                "{key}={} has no effect: {}={} overrides it",
                 kwargs[*key],
                 counts.unwrap_or(key),
                 kwargs[*counts.unwrap_or(key)]
@@ -68,7 +68,7 @@ pub(crate) fn ignored_kwargs(kwargs: &Map<String, Json>) -> Vec<String> {
         })
         .collect();
     let temperature = kwargs.get("temperature").and_then(number).unwrap_or(0.0);
-    // do_sample=true with temperature 0 is refused, as transformers does.
+    // As in transformers, do_sample=true with temperature 0 is an error.
     if temperature != 0.0 && kwargs.get("do_sample").and_then(Json::as_bool) == Some(false) {
         found.push(format!("temperature={temperature} has no effect: it needs do_sample=true"));
     }
@@ -128,7 +128,7 @@ mod tests {
     fn what_has_no_effect_is_said() {
         let said = |kwargs: Json| ignored_kwargs(kwargs.as_object().unwrap());
         let lengths = json!({"max_gen_toks": 7, "max_new_tokens": 3, "max_tokens": null});
-        assert_eq!(said(lengths), ["max_new_tokens=3 has no effect: max_gen_toks=7 counts"]);
+        assert_eq!(said(lengths), ["max_new_tokens=3 has no effect: max_gen_toks=7 overrides it"]);
         assert!(said(json!({"do_sample": false, "temperature": 0.5}))[0].contains("needs do_sample=true"));
         assert!(said(json!({"do_sample": true})).is_empty(), "sampling refuses it");
         assert!(said(json!({"temperature": 0.5, "max_new_tokens": 3})).is_empty());

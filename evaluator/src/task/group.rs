@@ -1,4 +1,4 @@
-//! Groups: tasks under one name, with scores over all of them.
+//! Groups of tasks with aggregate scores.
 
 use serde_json::{Map, Value as Json};
 
@@ -6,41 +6,41 @@ use super::error::ConfigError;
 use super::keys::YamlMap;
 use super::yaml::Node;
 
-/// A group with the names of what it holds.
+/// Group of tasks and subgroups.
 #[derive(Clone, Debug)]
 pub struct TaskGroup {
-    /// Name.
+    /// Group name.
     pub name: String,
-    /// Its name in tables.
+    /// Display name in tables, if it differs from the name.
     pub alias: Option<String>,
-    /// Tasks and groups in it, in order.
+    /// Names of the direct members, tasks and subgroups, in order.
     pub children: Vec<String>,
-    /// All tasks in it and in its groups, in order.
+    /// Names of all tasks, including those of subgroups, in order.
     pub tasks: Vec<String>,
-    /// The scores over its tasks; empty if it is only a name for them.
+    /// Scores over the group's tasks; empty for a group without aggregate scores.
     pub aggregates: Vec<GroupAggregate>,
     /// `metadata.version` as text, or "N/A".
     pub version: String,
 }
 
-/// A score over the tasks of a group: a mean.
+/// Entry of `aggregate_metric_list`: the mean of a metric over a group's tasks.
 #[derive(Clone, Debug)]
 pub struct GroupAggregate {
-    /// The metric.
+    /// Metric name.
     pub metric: String,
-    /// The filters whose scores are put together, each by itself; all that there are if `None`.
+    /// Filters that are aggregated, each separately; `None` for all filters of the tasks.
     pub filters: Option<Vec<String>>,
-    /// Whether a task counts as often as it has documents.
+    /// True if each task is weighted by its number of documents.
     pub weight_by_size: bool,
 }
 
-/// The keys of a group that are not passed on to its tasks.
+/// Keys of a group that its members do not inherit.
 pub(crate) const GROUP_KEYS: [&str; 6] = ["group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag"];
 
 impl TaskGroup {
-    /// Reads the group's own keys. What it holds is found by the registry.
+    /// Reads the group's own keys. The registry resolves its members.
     pub(crate) fn read(node: &Node, name: &str) -> Result<Self, ConfigError> {
-        let keys = YamlMap::open(node, "a group")?;
+        let keys = YamlMap::with_any_keys(node, "a group")?;
         let aggregates = match keys.get("aggregate_metric_list").map(|entry| &entry.node) {
             None => Vec::new(),
             Some(node) => match keys.list("aggregate_metric_list") {
@@ -67,7 +67,7 @@ impl GroupAggregate {
         match keys.text("aggregation")?.as_deref() {
             None | Some("mean") => {}
             Some(other) => {
-                return Err(keys.fault(format!("aggregation: a group is put together by mean, not by {other:?}")));
+                return Err(keys.error(format!("aggregation: groups support only mean, found {other:?}")));
             }
         }
         Ok(Self {

@@ -12,14 +12,14 @@ use super::data::{self, DatasetSplit, SplitInfo};
 use super::data_override::DataOverrides;
 use super::error::TaskError;
 use super::fewshot::{EvalDoc, FewshotRng, FewshotSampler};
-use super::fewshot_pool::{FewshotPool, FewshotSplit, shots};
+use super::fewshot_pool::{FewshotPool, FewshotSplit, load_fewshot_pool};
 use super::field::{CompiledField, as_index};
 use super::generation;
 use super::metric::{self, Metric};
 use super::output_type::OutputType;
-use super::prompt::{PromptFormat, PromptOptions, PromptTurn, joined, turns};
+use super::prompt::{PromptFormat, PromptOptions, PromptTurn, join_texts, question_turns};
 use super::python::repr;
-use super::python::text::ends_blank;
+use super::python::text::ends_with_space;
 use super::python_random::PythonRandom;
 use candlewick_inference::request::Request;
 
@@ -28,7 +28,7 @@ use candlewick_inference::request::Request;
 pub struct Instance {
     /// Index of the document in its split.
     pub doc_id: usize,
-    /// Index of the request among those of the document.
+    /// Index of the request among the document's requests.
     pub idx: usize,
     /// Index of the repetition, below the task's `repeats`.
     pub repeat: usize,
@@ -47,7 +47,7 @@ pub struct Task {
     description: Option<CompiledField>,
     gen_prefix: Option<CompiledField>,
     shot: FewshotExample,
-    /// True if the choices are contexts, each continued by the target.
+    /// True if each choice is a context and the target is the continuation of all.
     pub(crate) has_several_inputs: bool,
     /// True if a target is a list of accepted answers.
     pub(crate) has_several_targets: bool,
@@ -117,7 +117,7 @@ impl Task {
             prefix: reader(&fewshot.gen_prefix)?,
         };
         let mut task = Self {
-            shots: shots(hub, &config, &eval, paths, options)?,
+            shots: load_fewshot_pool(hub, &config, &eval, paths, options)?,
             doc_to_text: reader(&config.doc_to_text)?.ok_or_else(missing)?,
             doc_to_target: reader(&config.doc_to_target)?.ok_or_else(missing)?,
             doc_to_choice: reader(&config.doc_to_choice)?,
@@ -168,13 +168,13 @@ impl Task {
     /// Returns the target of a document as JSON for sample records.
     pub fn target(&self, doc_id: usize) -> Result<Json, TaskError> {
         let target = self.doc_to_target.target(&self.docs()[doc_id], self.doc_to_choice.is_some());
-        target.map_err(|problem| self.blame(doc_id, problem))
+        target.map_err(|problem| self.document_error(doc_id, problem))
     }
 
     /// Returns the choices of a document, if the task has any.
     pub fn choices(&self, doc_id: usize) -> Result<Option<Vec<String>>, TaskError> {
         let choices = self.doc_to_choice.as_ref().map(|reader| reader.choices(&self.docs()[doc_id]));
-        choices.transpose().map_err(|problem| self.blame(doc_id, problem))
+        choices.transpose().map_err(|problem| self.document_error(doc_id, problem))
     }
 
     /// Returns the indices of the evaluated documents.
@@ -183,9 +183,11 @@ impl Task {
         if let Some(samples) = &options.samples {
             if let Some(beyond) = samples.iter().find(|doc_id| **doc_id >= n) {
                 let task = &self.config.task;
-                return Err(TaskError::Selection(format!("{task} has no document {beyond}; it has {n}, from 0 on")));
+                return Err(TaskError::Selection(format!(
+                    "{task} has no document {beyond}; it has {n} documents, numbered from 0"
+                )));
             }
-            // In the order of the split, as lm-eval asks them.
+            // Documents keep the split's order, as in lm-eval.
             return Ok((0..n).filter(|doc_id| samples.contains(doc_id)).collect());
         }
         let most = match options.limit {
@@ -200,7 +202,7 @@ impl Task {
     pub fn instances(&self, options: &PromptOptions) -> Result<Vec<Instance>, TaskError> {
         let mut draws = match options.compat {
             true => FewshotRng::Stream(Box::new(PythonRandom::new(options.fewshot_seed))),
-            false => FewshotRng::Keyed { seed: options.fewshot_seed, task: &self.config.task },
+            false => FewshotRng::PerDocument { seed: options.fewshot_seed, task: &self.config.task },
         };
         let mut all = Vec::new();
         for doc_id in self.doc_ids(options)? {
@@ -223,22 +225,23 @@ impl Task {
         kwargs
     }
 
-    pub(crate) fn blame(&self, doc_id: usize, problem: String) -> TaskError {
+    pub(crate) fn document_error(&self, doc_id: usize, problem: String) -> TaskError {
         TaskError::Document { task: self.config.task.clone(), place: self.eval.locate(doc_id), problem }
     }
 
-    /// Determines from the first document if choices are contexts and if targets are lists.
+    /// Determines from the first document whether choices are contexts and targets are lists.
     fn try_first(&mut self, doc: &Doc) -> Result<(), TaskError> {
         let has_choices = self.doc_to_choice.is_some();
-        let text = self.doc_to_text.text(doc, has_choices).map_err(|problem| self.blame(0, problem))?;
-        let target = self.doc_to_target.target(doc, has_choices).map_err(|problem| self.blame(0, problem))?;
+        let text = self.doc_to_text.text(doc, has_choices).map_err(|problem| self.document_error(0, problem))?;
+        let target = self.doc_to_target.target(doc, has_choices).map_err(|problem| self.document_error(0, problem))?;
         self.has_several_inputs = has_choices && as_index(&text).is_some();
         self.has_several_targets = target.as_array().is_some_and(|list| !list.is_empty());
         let of_one = |name: &str| ["brier_score", "f1", "mcc"].contains(&name);
         match self.config.metrics.iter().find(|metric| of_one(&metric.name) && matches!(metric.kind, Metric::ByName)) {
             Some(metric) if self.has_several_targets => {
-                let problem = format!("the metric {} needs one right choice, and the target is {target}", metric.name);
-                Err(self.blame(0, problem))
+                let problem =
+                    format!("the metric {} needs one correct choice, but the target is {target}", metric.name);
+                Err(self.document_error(0, problem))
             }
             _ => Ok(()),
         }
@@ -251,21 +254,21 @@ impl Task {
         doc_id: usize,
     ) -> Result<Vec<Request>, TaskError> {
         let doc = &self.docs()[doc_id];
-        let blame = |problem| self.blame(doc_id, problem);
-        let prefix = self.gen_prefix.as_ref().map(|prefix| prefix.plain(doc)).transpose().map_err(blame)?;
-        let before = self.before(options, draws, doc_id).map_err(blame)?;
+        let fail = |problem| self.document_error(doc_id, problem);
+        let prefix = self.gen_prefix.as_ref().map(|prefix| prefix.plain(doc)).transpose().map_err(fail)?;
+        let before = self.before(options, draws, doc_id).map_err(fail)?;
         let style = PromptFormat { chat: options.chat, as_multiturn: options.fewshot_as_multiturn };
         let has_prefix = prefix.as_ref().is_some_and(|prefix| !prefix.is_empty());
         let print = |question: &str, target_delimiter: &str| {
             let mut all = before.clone();
-            all.extend(turns(question, None, prefix.as_deref(), (target_delimiter, "")));
+            all.extend(question_turns(question, None, prefix.as_deref(), (target_delimiter, "")));
             style.print(&all, has_prefix).map_err(|source| TaskError::Chat { task: self.config.task.clone(), source })
         };
         let choices = self.choices(doc_id)?.unwrap_or_default();
         let contexts = if self.has_several_inputs {
             choices.iter().map(|choice| print(choice, "")).collect::<Result<Vec<_>, _>>()?
         } else {
-            let question = self.doc_to_text.text(doc, self.doc_to_choice.is_some()).and_then(as_text).map_err(blame)?;
+            let question = self.doc_to_text.text(doc, self.doc_to_choice.is_some()).and_then(as_text).map_err(fail)?;
             vec![print(&question, &self.config.target_delimiter)?]
         };
         self.ask(options, doc_id, contexts, &choices)
@@ -282,7 +285,7 @@ impl Task {
         let config = &self.config.fewshot;
         let description = self.description.as_ref().map(|text| text.plain(doc)).transpose()?.unwrap_or_default();
         let instruction = options.system_instruction.as_deref().unwrap_or_default();
-        let system = joined(instruction, &description, self.config.fewshot_delimiter());
+        let system = join_texts(instruction, &description, self.config.fewshot_delimiter());
         let mut before = Vec::new();
         if !system.is_empty() {
             before.push(PromptTurn::new("system", system, ""));
@@ -291,8 +294,8 @@ impl Task {
         if n == 0 {
             return Ok(before);
         }
-        let FewshotPool { docs, rows, leave_out, .. } = &self.shots;
-        let sampler = FewshotSampler { docs, is_first_n: config.is_first_n, leaves_out: *leave_out, rows };
+        let FewshotPool { docs, rows, exclude_eval_doc, .. } = &self.shots;
+        let sampler = FewshotSampler { docs, is_first_n: config.is_first_n, exclude_eval_doc: *exclude_eval_doc, rows };
         for shot in sampler.sample(draws, n, EvalDoc { doc_id, row: self.eval.row(doc_id), doc })? {
             before.extend(self.example(shot)?);
         }
@@ -307,7 +310,7 @@ impl Task {
         let question = self.shot.text.text(doc, has_choices)?;
         let nth = |choices: &[String], at: i64| {
             let choice = usize::try_from(at).ok().and_then(|at| choices.get(at).cloned());
-            choice.ok_or_else(|| format!("there is no choice {at} of {}", choices.len()))
+            choice.ok_or_else(|| format!("choice {at} is out of range: there are {} choices", choices.len()))
         };
         let (question, answer) = match (choices, as_index(&question)) {
             (Some(choices), Some(at)) if self.has_several_inputs => (nth(&choices, at)?, as_text(target)?),
@@ -318,7 +321,7 @@ impl Task {
         };
         let delimiters =
             (self.config.fewshot.target_delimiter.as_str(), self.config.fewshot.fewshot_delimiter.as_str());
-        Ok(turns(&question, Some(&answer), prefix.as_deref(), delimiters))
+        Ok(question_turns(&question, Some(&answer), prefix.as_deref(), delimiters))
     }
 
     /// Builds the requests of the task's output type.
@@ -363,8 +366,8 @@ impl Task {
 
     /// Returns the delimiter before a choice; empty in a chat without `gen_prefix`.
     fn choice_delimiter(&self, options: &PromptOptions) -> &str {
-        let written = self.config.gen_prefix_as_written();
-        let goes_on = !written.is_empty() && !ends_blank(written);
+        let written = self.config.gen_prefix_template();
+        let goes_on = !written.is_empty() && !ends_with_space(written);
         if options.chat.is_some() && !goes_on { "" } else { &self.config.target_delimiter }
     }
 }
@@ -380,7 +383,7 @@ pub(crate) fn is_empty(request: &Request) -> bool {
 fn as_text(value: Json) -> Result<String, String> {
     match value {
         Json::String(text) => Ok(text),
-        other => Err(format!("the prompt is {other}, which is not a text")),
+        other => Err(format!("the prompt is {other}, not a string")),
     }
 }
 
@@ -390,8 +393,8 @@ fn first_text(target: Json) -> Result<String, String> {
         Json::String(text) => Ok(text),
         Json::Array(list) => match list.into_iter().next() {
             Some(Json::String(text)) => Ok(text),
-            other => Err(format!("the target of an example is {other:?}, which is not a text")),
+            other => Err(format!("the target of a few-shot example is {other:?}, not a string")),
         },
-        other => Err(format!("the target of an example is {other}, which is not a text")),
+        other => Err(format!("the target of a few-shot example is {other}, not a string")),
     }
 }

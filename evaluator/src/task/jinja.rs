@@ -21,7 +21,7 @@ use super::python::{repr, text};
 #[derive(Clone, Debug)]
 pub(crate) struct Template {
     environment: Arc<Environment<'static>>,
-    /// Error of an earlier rendering that exceeded a limit. Later renderings fail at once.
+    /// Error of an earlier rendering that exceeded a limit; later renderings return it at once.
     given_up: Arc<OnceLock<String>>,
 }
 
@@ -61,7 +61,7 @@ fn explain(error: &Error, doc: &Doc) -> String {
     match error.kind() {
         ErrorKind::UndefinedError => format!("{}; columns are {}", describe(error), columns.join(", ")),
         ErrorKind::WriteFailure => too_large(),
-        ErrorKind::OutOfFuel => "it takes too many steps; shorten its loops".to_owned(),
+        ErrorKind::OutOfFuel => "it exceeds the limit on instructions; shorten its loops".to_owned(),
         _ => describe(error),
     }
 }
@@ -83,7 +83,7 @@ fn print(out: &mut Output, _: &mut State, value: &Value) -> Result<(), Error> {
     written.map_err(|error| invalid(error.to_string()))
 }
 
-/// `str(value)`.
+/// Implements Python's `str(value)`.
 fn string(value: Value) -> Result<String, Error> {
     if value.is_undefined() {
         return Err(Error::from(ErrorKind::UndefinedError));
@@ -97,7 +97,7 @@ fn json(value: &Value) -> Json {
     serde_json::to_value(value).unwrap_or_else(|_| Json::String(value.to_string()))
 }
 
-/// `re.sub(pattern, replacement, text)`, at most `count` times if that is not 0.
+/// Implements `re.sub(pattern, replacement, text, count)`; a count of 0 is unlimited.
 fn regex_replace(text: &str, pattern: &str, replacement: &str, count: Option<usize>) -> Result<String, Error> {
     let pattern = Pattern::new(pattern).map_err(invalid)?;
     let most = count.filter(|count| *count > 0).unwrap_or(usize::MAX);
@@ -110,7 +110,7 @@ fn regex_replace(text: &str, pattern: &str, replacement: &str, count: Option<usi
     Ok(out + &text[at..])
 }
 
-/// A replacement with its `\1` and `\g<1>` filled in.
+/// Expands `\1` and `\g<1>` in a replacement.
 fn expand(replacement: &str, text: &str, found: &PatternMatch) -> String {
     let group = |index: usize| match index {
         0 => &text[found.start..found.end],
@@ -139,7 +139,7 @@ fn expand(replacement: &str, text: &str, found: &PatternMatch) -> String {
     out + rest
 }
 
-/// Python's methods: those that minijinja-contrib has, and a few that it lacks.
+/// Calls a Python method: minijinja-contrib's, or one that it lacks.
 fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let own = match (value.as_str(), value.kind()) {
         (Some(text), _) => text_method(text, name, args)?,
@@ -227,7 +227,7 @@ mod tests {
         assert_eq!(render(source, doc).as_deref(), Ok(want));
     }
 
-    // Each row is what Jinja2 prints.
+    // Jinja2 prints these texts.
     #[test]
     fn values_print_as_in_python() {
         check(
@@ -266,7 +266,7 @@ mod tests {
     #[test]
     fn a_template_that_never_ends_is_stopped() {
         let loops = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}";
-        assert!(render(loops, json!({})).unwrap_err().contains("too many steps"));
+        assert!(render(loops, json!({})).unwrap_err().contains("limit on instructions"));
         check("{% for i in range(10000) %}{{ '' if i else 'x' }}{% endfor %}", json!({}), "x");
     }
 
@@ -282,7 +282,7 @@ mod tests {
             "{% set ns = namespace(t=text) %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
         ] {
             let error = render(source, doc.clone()).unwrap_err();
-            assert!(error.contains("more than the 64 MiB"), "{source}: {error}");
+            assert!(error.contains("longer than 64 MiB"), "{source}: {error}");
         }
         check(
             "{{ 'ab'|replace('b', 'c') }}{{ 'ab'.replace('', '-') }}{{ 'a\nb'|indent(1) }}",
@@ -295,6 +295,6 @@ mod tests {
     fn deep_nesting_is_read_or_refused() {
         let nots = |n: usize| format!("{{{{ {} 1 }}}}", "not ".repeat(n));
         check(&nots(10_000), json!({}), "True");
-        assert!(render(&nots(50_000), json!({})).unwrap_err().contains("more than the 65536"));
+        assert!(render(&nots(50_000), json!({})).unwrap_err().contains("the maximum is 65536"));
     }
 }

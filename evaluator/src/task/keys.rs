@@ -1,4 +1,4 @@
-//! Reading a YAML map key by key: each key by its type, none unknown.
+//! Typed access to the keys of a YAML map, with an error for unknown keys.
 
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
@@ -6,7 +6,7 @@ use serde_json::{Map, Value as Json};
 use super::error::ConfigError;
 use super::yaml::{Entry, Node, Value};
 
-/// A map of a task file. `what` names it in complaints: "a task", "a metric".
+/// Map of a task file. `what` describes it in error messages: "a task", "a metric".
 #[derive(Clone, Copy)]
 pub(crate) struct YamlMap<'a> {
     node: &'a Node,
@@ -15,21 +15,21 @@ pub(crate) struct YamlMap<'a> {
 }
 
 impl<'a> YamlMap<'a> {
-    /// Takes a node as a map with no other keys than `known`.
+    /// Wraps a node that must be a map with no other keys than `known`.
     pub(crate) fn new(node: &'a Node, what: &'static str, known: &[&str]) -> Result<Self, ConfigError> {
-        let keys = Self::open(node, what)?;
-        keys.only(known)?;
+        let keys = Self::with_any_keys(node, what)?;
+        keys.deny_unknown(known)?;
         Ok(keys)
     }
 
-    /// Checks that there are no other keys than `known`.
-    pub(crate) fn only(&self, known: &[&str]) -> Result<(), ConfigError> {
+    /// Returns an error if there are other keys than `known`.
+    pub(crate) fn deny_unknown(&self, known: &[&str]) -> Result<(), ConfigError> {
         let stranger = self.entries.iter().find(|entry| !known.contains(&entry.key.as_str()));
         stranger.map_or(Ok(()), |entry| Err(self.unknown(entry, known)))
     }
 
-    /// Takes a node as a map with any keys.
-    pub(crate) fn open(node: &'a Node, what: &'static str) -> Result<Self, ConfigError> {
+    /// Wraps a node that must be a map; any keys are allowed.
+    pub(crate) fn with_any_keys(node: &'a Node, what: &'static str) -> Result<Self, ConfigError> {
         match &node.value {
             Value::Map(entries) => Ok(Self { node, entries, what }),
             _ => Err(ConfigError::at(node.place.clone(), format!("{what} is a map of keys, not {}", node.describe()))),
@@ -40,20 +40,20 @@ impl<'a> YamlMap<'a> {
         let near = did_you_mean(&entry.key, known.iter().copied());
         let message = format!("unknown key `{}` in {}{near}", entry.key, self.what);
         let fault = ConfigError::at(entry.place.clone(), message);
-        if near.is_empty() { fault.note(format!("known are {}", known.join(", "))) } else { fault }
+        if near.is_empty() { fault.with_remedy(format!("known are {}", known.join(", "))) } else { fault }
     }
 
-    /// Blames the map as a whole.
-    pub(crate) fn fault(&self, message: impl Into<String>) -> ConfigError {
+    /// Creates an error at the location of the map.
+    pub(crate) fn error(&self, message: impl Into<String>) -> ConfigError {
         ConfigError::at(self.node.place.clone(), message)
     }
 
-    /// All keys, in the order of writing.
+    /// Returns all entries, in the order of the file.
     pub(crate) fn entries(&self) -> &'a [Entry] {
         self.entries
     }
 
-    /// The entry of a key that is there and not null.
+    /// Returns the entry of a key, unless it is missing or null.
     pub(crate) fn get(&self, key: &str) -> Option<&'a Entry> {
         self.entries.iter().find(|entry| entry.key == key).filter(|entry| !matches!(entry.node.value, Value::Null))
     }
@@ -63,7 +63,7 @@ impl<'a> YamlMap<'a> {
     }
 
     pub(crate) fn required_text(&self, key: &str) -> Result<String, ConfigError> {
-        self.text(key)?.ok_or_else(|| self.fault(format!("{} needs the key `{key}`", self.what)))
+        self.text(key)?.ok_or_else(|| self.error(format!("{} needs the key `{key}`", self.what)))
     }
 
     pub(crate) fn flag(&self, key: &str, default: bool) -> Result<bool, ConfigError> {
@@ -71,7 +71,7 @@ impl<'a> YamlMap<'a> {
             None => Ok(default),
             Some(entry) => match &entry.node.value {
                 Value::Bool(value) => Ok(*value),
-                _ => Err(wrong(entry, "true or false")),
+                _ => Err(type_error(entry, "true or false")),
             },
         }
     }
@@ -82,14 +82,14 @@ impl<'a> YamlMap<'a> {
             Value::Int(number) => usize::try_from(number).ok(),
             _ => None,
         }
-        .map_or_else(|| Err(wrong(entry, "a whole number from 0 on")), |count| Ok(Some(count)))
+        .map_or_else(|| Err(type_error(entry, "an integer of at least 0")), |count| Ok(Some(count)))
     }
 
-    /// Reads a count of at most `most`.
+    /// Reads an integer from 0 to `most`.
     pub(crate) fn count_up_to(&self, key: &str, most: usize) -> Result<Option<usize>, ConfigError> {
         let count = self.count(key)?;
         match (self.get(key), count) {
-            (Some(entry), Some(count)) if count > most => Err(wrong(entry, &format!("at most {most}"))),
+            (Some(entry), Some(count)) if count > most => Err(type_error(entry, &format!("at most {most}"))),
             _ => Ok(count),
         }
     }
@@ -100,10 +100,10 @@ impl<'a> YamlMap<'a> {
             Value::Int(number) => i64::try_from(number).ok(),
             _ => None,
         }
-        .map_or_else(|| Err(wrong(entry, "a whole number")), |number| Ok(Some(number)))
+        .map_or_else(|| Err(type_error(entry, "an integer")), |number| Ok(Some(number)))
     }
 
-    /// One text, or a list of them.
+    /// Reads a string or a list of strings.
     pub(crate) fn texts(&self, key: &str) -> Result<Option<Vec<String>>, ConfigError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match &entry.node.value {
@@ -114,7 +114,7 @@ impl<'a> YamlMap<'a> {
                 let texts = items.iter().map(text);
                 texts.collect::<Result<_, _>>().map(Some)
             }
-            _ => Err(wrong(entry, "a text or a list of texts")),
+            _ => Err(type_error(entry, "a text or a list of texts")),
         }
     }
 
@@ -122,7 +122,7 @@ impl<'a> YamlMap<'a> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match &entry.node.value {
             Value::List(items) => Ok(Some(items)),
-            _ => Err(wrong(entry, "a list")),
+            _ => Err(type_error(entry, "a list")),
         }
     }
 
@@ -130,13 +130,13 @@ impl<'a> YamlMap<'a> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match entry.node.json() {
             Json::Object(fields) => Ok(Some(fields)),
-            _ => Err(wrong(entry, "a map")),
+            _ => Err(type_error(entry, "a map")),
         }
     }
 }
 
-/// Says what was expected of a key.
-pub(crate) fn wrong(entry: &Entry, wanted: &str) -> ConfigError {
+/// Creates an error that states the expected type of a key.
+pub(crate) fn type_error(entry: &Entry, wanted: &str) -> ConfigError {
     ConfigError::at(
         entry.node.place.clone(),
         format!("{}: expected {wanted}, found {}", entry.key, entry.node.describe()),
@@ -144,10 +144,10 @@ pub(crate) fn wrong(entry: &Entry, wanted: &str) -> ConfigError {
 }
 
 fn text_of(entry: &Entry) -> Result<String, ConfigError> {
-    scalar(&entry.node).ok_or_else(|| wrong(entry, "a text"))
+    scalar(&entry.node).ok_or_else(|| type_error(entry, "a text"))
 }
 
-/// Returns a text, or a number as text.
+/// Returns a string, or a number as a string.
 fn scalar(node: &Node) -> Option<String> {
     match &node.value {
         Value::Text(text) => Some(text.clone()),

@@ -1,22 +1,22 @@
-//! From files to task configurations: includes are followed, later files win, and what is a task, a group or a tag is told.
+//! Loading of task files: resolves `include` and distinguishes tasks, groups and tags.
 //!
-//! A file holds one task or one group, as lm-eval's do, or a list of them, which lm-eval does not have.
+//! A file holds one task or group, as in lm-eval, or a list of them, an extension of lm-eval's format.
 
 use std::path::{Path, PathBuf};
 
 use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_text_file};
 
 use super::error::{ConfigError, TaskError};
-use super::keys::wrong;
+use super::keys::type_error;
 use super::yaml::{Entry, Node, Value, parse};
 
-/// The tasks that come with the program.
+/// Built-in task files, embedded in the program.
 static BUILT_IN: include_dir::Dir<'static> = include_dir::include_dir!("$CARGO_MANIFEST_DIR/tasks");
 
-/// How deep a folder is searched for tasks, and how long a chain of includes may be.
+/// Maximum depth of folders and of includes.
 const MAX_DEPTH: usize = 16;
 
-/// All configurations of the program itself.
+/// Returns all built-in configurations.
 pub(super) fn built_in() -> Result<Vec<Node>, ConfigError> {
     let mut files: Vec<_> = BUILT_IN.files().collect();
     files.sort_by_key(|file| file.path());
@@ -28,18 +28,18 @@ pub(super) fn built_in() -> Result<Vec<Node>, ConfigError> {
     Ok(all)
 }
 
-/// What a folder's files hold: configurations, and why some files could not be read.
+/// Configurations in a file or folder, and the errors of unreadable files.
 #[derive(Default)]
 pub(super) struct LoadedConfigs {
     pub(super) nodes: Vec<Node>,
-    pub(super) broken: Vec<TaskError>,
+    pub(super) load_errors: Vec<TaskError>,
 }
 
-/// All configurations of a file, or of a folder's files below it that end in `.yaml`. In a folder, a file that cannot be
-/// read is left aside.
+/// Loads the configurations of a file, or of all `.yaml` files in a folder and its subfolders. In a folder,
+/// unreadable files are skipped and reported in `load_errors`.
 pub(super) fn from_path(path: &Path) -> Result<LoadedConfigs, TaskError> {
     if !path.is_dir() {
-        return Ok(LoadedConfigs { nodes: from_file(path, MAX_DEPTH)?, broken: Vec::new() });
+        return Ok(LoadedConfigs { nodes: from_file(path, MAX_DEPTH)?, load_errors: Vec::new() });
     }
     let mut files = Vec::new();
     collect(path, MAX_DEPTH, &mut files)?;
@@ -48,7 +48,7 @@ pub(super) fn from_path(path: &Path) -> Result<LoadedConfigs, TaskError> {
     for file in &files {
         match from_file(file, MAX_DEPTH) {
             Ok(nodes) => loaded.nodes.extend(nodes),
-            Err(error) => loaded.broken.push(error),
+            Err(error) => loaded.load_errors.push(error),
         }
     }
     Ok(loaded)
@@ -70,12 +70,12 @@ fn collect(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), 
     Ok(())
 }
 
-/// The configurations of a file with its includes merged.
+/// Loads the configurations of a file, with includes merged.
 fn from_file(path: &Path, depth: usize) -> Result<Vec<Node>, TaskError> {
     let text = read_regular_text_file(path, MAX_WRITTEN_BYTES)
         .map_err(|source| TaskError::Io { path: path.to_owned(), source })?;
     let whole = parse(path, &text)?;
-    documents(whole).into_iter().map(|node| included(node, depth)).collect()
+    documents(whole).into_iter().map(|node| merge_includes(node, depth)).collect()
 }
 
 fn documents(node: Node) -> Vec<Node> {
@@ -85,23 +85,27 @@ fn documents(node: Node) -> Vec<Node> {
     }
 }
 
-/// What a configuration includes comes first, so that its own keys win.
-fn included(node: Node, depth: usize) -> Result<Node, TaskError> {
+/// Merges included files into a configuration, whose own keys override theirs.
+fn merge_includes(node: Node, depth: usize) -> Result<Node, TaskError> {
     let Value::Map(own) = &node.value else {
         return Err(ConfigError::at(
             node.place.clone(),
-            format!("a task file is a map of keys, not {}", node.describe()),
+            format!("a task file must be a map of keys, found {}", node.describe()),
         )
         .into());
     };
     let Some(entry) = own.iter().find(|entry| entry.key == "include") else { return Ok(node) };
     if depth == 0 {
-        return Err(ConfigError::at(entry.place.clone(), "include: the files include each other in a circle").into());
+        return Err(ConfigError::at(
+            entry.place.clone(),
+            "include: the files include each other in a cycle, or the chain is too long",
+        )
+        .into());
     }
     let mut merged: Vec<Entry> = Vec::new();
     for name in names(entry)? {
         let path = node.place.file.parent().unwrap_or(Path::new("")).join(name);
-        let mut parts = from_file(&path, depth - 1).map_err(|error| blame(entry, error))?;
+        let mut parts = from_file(&path, depth - 1).map_err(|error| at_include(entry, error))?;
         let [part] = parts.as_mut_slice() else {
             return Err(ConfigError::at(
                 entry.place.clone(),
@@ -110,17 +114,17 @@ fn included(node: Node, depth: usize) -> Result<Node, TaskError> {
             .into());
         };
         if let Value::Map(entries) = std::mem::replace(&mut part.value, Value::Null) {
-            entries.into_iter().filter(|entry| entry.key != "task_list").for_each(|entry| put(&mut merged, entry));
+            entries.into_iter().filter(|entry| entry.key != "task_list").for_each(|entry| set_key(&mut merged, entry));
         }
     }
-    own.iter().filter(|entry| entry.key != "include").cloned().for_each(|entry| put(&mut merged, entry));
+    own.iter().filter(|entry| entry.key != "include").cloned().for_each(|entry| set_key(&mut merged, entry));
     Ok(Node { value: Value::Map(merged), place: node.place })
 }
 
 fn names(entry: &Entry) -> Result<Vec<&str>, ConfigError> {
     let text = |node: &Node| match &node.value {
         Value::Text(_) => Ok(()),
-        _ => Err(wrong(entry, "a file name or a list of them")),
+        _ => Err(type_error(entry, "a file name or a list of them")),
     };
     let nodes = match &entry.node.value {
         Value::List(items) => items.iter().collect(),
@@ -129,8 +133,8 @@ fn names(entry: &Entry) -> Result<Vec<&str>, ConfigError> {
     nodes.into_iter().map(|node| text(node).map(|()| node.text_or_empty())).collect()
 }
 
-/// A file that cannot be read is blamed on the key that names it.
-fn blame(entry: &Entry, error: TaskError) -> TaskError {
+/// Adds the location of the `include` key to an I/O error.
+fn at_include(entry: &Entry, error: TaskError) -> TaskError {
     match error {
         TaskError::Io { path, source } => {
             ConfigError::at(entry.place.clone(), format!("include: cannot read {}: {source}", path.display())).into()
@@ -139,8 +143,8 @@ fn blame(entry: &Entry, error: TaskError) -> TaskError {
     }
 }
 
-/// Sets a key, in its old place if it was there.
-pub(super) fn put(entries: &mut Vec<Entry>, new: Entry) {
+/// Replaces the entry of a key in place, or appends it.
+pub(super) fn set_key(entries: &mut Vec<Entry>, new: Entry) {
     match entries.iter_mut().find(|entry| entry.key == new.key) {
         Some(entry) => *entry = new,
         None => entries.push(new),

@@ -1,7 +1,7 @@
-//! Tasks: what is asked of a model, and what its answers are worth. The files, prompts and scores are those of
-//! lm-evaluation-harness 0.4.13; no tensors and no tokens are known here.
+//! Evaluation tasks of lm-evaluation-harness 0.4.13: configuration, documents, prompts, filters and metrics. This
+//! module does not depend on models or tokenizers.
 //!
-//! [`TaskRegistry`] finds tasks by name, [`Task`] loads one's documents, makes its requests and scores the answers.
+//! [`TaskRegistry`] finds tasks by name. [`Task`] loads documents, builds requests and scores the responses.
 
 mod builtin;
 mod config;
@@ -48,7 +48,7 @@ pub use registry::{TaskListing, TaskRegistry, TaskSelection};
 pub use sample::{ChoiceTargets, SampleRecord, task_hash};
 pub use score::{DocCounts, MetricScore, TaskScores};
 
-pub(crate) use metric::{Aggregation, pooled, unweighted, usual_aggregation};
+pub(crate) use metric::{Aggregation, default_aggregation, pooled_stderr, unweighted_stderr};
 pub(crate) use python::literal::literal_eval;
 pub(crate) use python::repr::repr;
 pub(crate) use python_random::PythonRandom;

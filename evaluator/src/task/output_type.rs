@@ -19,7 +19,7 @@ pub enum OutputType {
 }
 
 impl OutputType {
-    /// Returns the name in task files.
+    /// Returns the name of the output type in task files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Loglikelihood => "loglikelihood",
@@ -40,7 +40,7 @@ impl OutputType {
             let names: Vec<_> = known().collect();
             let message = format!("output_type: unknown value {name:?}{near}; values are {}", names.join(", "));
             keys.get("output_type")
-                .map_or_else(|| keys.fault(&message), |e| ConfigError::at(e.node.place.clone(), &message))
+                .map_or_else(|| keys.error(&message), |e| ConfigError::at(e.node.place.clone(), &message))
         })
     }
 }

@@ -1,19 +1,19 @@
-//! A prompt from its turns: as plain text, or through a chat template.
+//! Prompt formats: chat turns joined as plain text, or formatted by a chat template.
 
 use candlewick_text::conversation::{Conversation, Message as ChatMessage};
 use candlewick_text::template::{ChatTemplate, Ending, TemplateError};
 use serde_json::{Map, Value as Json};
 
-use super::python::text::{ends_blank, rstrip, starts_blank, strip};
+use super::python::text::{ends_with_space, rstrip, starts_with_space, strip};
 
 /// Formatter that renders chat turns as a prompt.
 pub trait ChatFormatter: Sync {
-    /// Prints role and content of each turn, with the words that make the model speak if `ending` says so.
-    fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError>;
+    /// Renders (role, content) pairs as a prompt. `ending` selects whether the assistant's header follows.
+    fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError>;
 }
 
 impl ChatFormatter for ChatTemplate {
-    fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+    fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
         let messages = turns.iter().map(|(role, content)| ChatMessage::new(*role, *content));
         self.render(&Conversation::new(messages), ending)
     }
@@ -56,7 +56,7 @@ pub(crate) struct PromptTurn {
 #[derive(Clone, Copy)]
 pub(crate) struct PromptFormat<'a> {
     pub(crate) chat: Option<&'a dyn ChatFormatter>,
-    /// Whether examples are turns of their own, or all stand in the user's one turn.
+    /// True if few-shot examples are separate chat turns, false if one user turn holds all of them.
     pub(crate) as_multiturn: bool,
 }
 
@@ -70,8 +70,8 @@ impl PromptTurn {
     }
 }
 
-/// The question, and the answer or what the answer begins with, if there is one.
-pub(crate) fn turns(
+/// Builds the turns of one question: the user's, and the assistant's if there is an answer or a prefix of it.
+pub(crate) fn question_turns(
     question: &str,
     answer: Option<&str>,
     prefix: Option<&str>,
@@ -80,13 +80,13 @@ pub(crate) fn turns(
     let (target, fewshot) = delimiters;
     let (answer, prefix) = (answer.filter(|a| !a.is_empty()), prefix.filter(|p| !p.is_empty()));
     let is_delimited = match (answer, prefix) {
-        (_, Some(prefix)) => !question.is_empty() && !ends_blank(question) && !starts_blank(prefix),
+        (_, Some(prefix)) => !question.is_empty() && !ends_with_space(question) && !starts_with_space(prefix),
         (answer, None) => answer.is_some(),
     };
     let mut turns = vec![PromptTurn::new("user", question, if is_delimited { target } else { "" })];
     match (answer, prefix) {
         (Some(answer), prefix) => {
-            turns.push(PromptTurn::new("assistant", joined(prefix.unwrap_or(""), answer, " "), fewshot));
+            turns.push(PromptTurn::new("assistant", join_texts(prefix.unwrap_or(""), answer, " "), fewshot));
         }
         (None, Some(prefix)) => turns.push(PromptTurn::new("assistant", prefix, "")),
         (None, None) => {}
@@ -94,14 +94,15 @@ pub(crate) fn turns(
     turns
 }
 
-/// Two texts with a delimiter between them, unless one is empty or there is a blank already.
-pub(crate) fn joined(first: &str, second: &str, delimiter: &str) -> String {
-    let is_plain = first.is_empty() || second.is_empty() || ends_blank(first) || starts_blank(second);
+/// Joins two texts with a delimiter, unless one is empty or there is whitespace between them already.
+pub(crate) fn join_texts(first: &str, second: &str, delimiter: &str) -> String {
+    let is_plain = first.is_empty() || second.is_empty() || ends_with_space(first) || starts_with_space(second);
     if is_plain { format!("{first}{second}") } else { format!("{first}{delimiter}{second}") }
 }
 
 impl PromptFormat<'_> {
-    /// Prints turns. If the last is the assistant's, the model goes on with it.
+    /// Formats turns as a prompt. With `has_prefix`, the last turn is the beginning of the response, which the model
+    /// continues.
     pub(crate) fn print(&self, turns: &[PromptTurn], has_prefix: bool) -> Result<String, TemplateError> {
         let Some(chat) = self.chat else {
             return Ok(turns.iter().flat_map(PromptTurn::as_text).collect());
@@ -110,7 +111,7 @@ impl PromptFormat<'_> {
         let turns: Vec<(&str, &str)> = turns.iter().map(|(role, content)| (*role, content.as_str())).collect();
         match print(chat, &turns, has_prefix) {
             Err(error) if turns.iter().any(|(role, _)| *role == "system") => {
-                tracing::warn!("the chat template does not print the system's turn, which is left out: {error}");
+                tracing::warn!("the chat template rejects the system role; the system message is omitted: {error}");
                 let others: Vec<_> = turns.iter().filter(|(role, _)| *role != "system").copied().collect();
                 print(chat, &others, has_prefix)
             }
@@ -121,15 +122,15 @@ impl PromptFormat<'_> {
 
 fn print(chat: &dyn ChatFormatter, turns: &[(&str, &str)], has_prefix: bool) -> Result<String, TemplateError> {
     if !has_prefix {
-        return chat.print(turns, Ending::GenerationPrompt);
+        return chat.apply_chat_template(turns, Ending::GenerationPrompt);
     }
-    let text = chat.print(turns, Ending::Closed)?;
+    let text = chat.apply_chat_template(turns, Ending::Closed)?;
     let last = turns.last().map_or("", |(_, content)| content);
-    Ok(cut_behind(&text, last))
+    Ok(truncate_after(&text, last))
 }
 
-/// The text up to the end of its last turn's content, so that the model goes on with it.
-fn cut_behind(text: &str, content: &str) -> String {
+/// Cuts a prompt after the last turn's content, so that the model continues that turn.
+fn truncate_after(text: &str, content: &str) -> String {
     let Some(at) = text.rfind(strip(content)) else { return text.to_owned() };
     let whole = content.trim_start_matches(super::python::text::is_space);
     let kept = if text[at..].starts_with(whole) { whole } else { rstrip(whole) };
@@ -140,7 +141,7 @@ fn plain(turns: &[PromptTurn]) -> Vec<(&'static str, String)> {
     turns.iter().map(|turn| (turn.role, turn.content.clone())).collect()
 }
 
-/// All turns but the system's and the last of the assistant as one turn of the user.
+/// Merges all turns into one user turn, except the system turn and a final assistant turn.
 fn single(turns: &[PromptTurn]) -> Vec<(&'static str, String)> {
     let (system, turns) = match turns.split_first() {
         Some((first, rest)) if first.role == "system" => (Some(first), rest),
@@ -151,7 +152,7 @@ fn single(turns: &[PromptTurn]) -> Vec<(&'static str, String)> {
         _ => (turns, None),
     };
     let mut texts: Vec<&str> = turns.iter().flat_map(PromptTurn::as_text).collect();
-    // What stands behind the last turn would stand at the end of the user's.
+    // In plain text, the last turn's delimiter would precede the response; the user turn ends without it.
     texts.pop();
     let user = ("user", texts.concat());
     let system = system.map(|turn| (turn.role, turn.content.clone()));
@@ -167,7 +168,7 @@ mod tests {
     struct Tags;
 
     impl ChatFormatter for Tags {
-        fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+        fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
             let turns: String = turns.iter().map(|(role, content)| format!("<{role}>{content}</{role}>")).collect();
             Ok(turns + if ending == Ending::GenerationPrompt { "<assistant>" } else { "" })
         }
@@ -175,8 +176,8 @@ mod tests {
 
     fn shot() -> Vec<PromptTurn> {
         let mut all = vec![PromptTurn::new("system", "S\n\n", "")];
-        all.extend(turns("Q1", Some("A1"), None, (" ", "\n\n")));
-        all.extend(turns("Q2", None, None, (" ", "")));
+        all.extend(question_turns("Q1", Some("A1"), None, (" ", "\n\n")));
+        all.extend(question_turns("Q2", None, None, (" ", "")));
         all
     }
 
@@ -197,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_prefix_begins_the_answer() {
-        let turns = turns("Q", None, Some("So: "), (" ", ""));
+        let turns = question_turns("Q", None, Some("So: "), (" ", ""));
         assert_eq!(turns[0].delimiter, " ");
         check(true, &turns, true, "<user>Q</user><assistant>So: ");
         check(false, &turns, true, "<user>Q</user><assistant>So: ");

@@ -1,6 +1,6 @@
-//! CPython's `random.Random`: the Mersenne Twister MT19937, and what is drawn from it, number for number.
+//! CPython's `random.Random`: the Mersenne Twister MT19937, with identical numbers.
 
-/// A generator of the state that CPython has after `random.seed(seed)`.
+/// Random generator in the state of CPython after `random.seed(seed)`.
 pub(crate) struct PythonRandom {
     state: [u32; N],
     next: usize,
@@ -10,13 +10,13 @@ const N: usize = 624;
 const M: usize = 397;
 
 impl PythonRandom {
-    /// Seeds as `random.Random(seed)` does for an integer.
+    /// Seeds the generator as `random.Random(seed)` does for an integer.
     pub(crate) fn new(seed: u64) -> Self {
         let key = if seed > u64::from(u32::MAX) { vec![seed as u32, (seed >> 32) as u32] } else { vec![seed as u32] };
         Self::from_key(&key)
     }
 
-    /// Seeds with words of 32 bits, the lowest first.
+    /// Seeds the generator with 32-bit words, the lowest first.
     pub(crate) fn from_key(key: &[u32]) -> Self {
         let mut state = [0; N];
         state[0] = 19_650_218;
@@ -36,14 +36,14 @@ impl PythonRandom {
         Self { state, next: N }
     }
 
-    /// `random.random()`: a number in [0, 1) with 53 random bits.
+    /// Implements `random.random()`: a number in [0, 1) with 53 random bits.
     pub(crate) fn random(&mut self) -> f64 {
         let (a, b) = (self.word() >> 5, self.word() >> 6);
         (f64::from(a) * 67_108_864.0 + f64::from(b)) / 9_007_199_254_740_992.0
     }
 
-    /// A number below `n`, which must not be 0.
-    pub(crate) fn below(&mut self, n: usize) -> usize {
+    /// Returns a random integer below `n`, which must not be 0.
+    pub(crate) fn randbelow(&mut self, n: usize) -> usize {
         let n_bits = usize::BITS - n.leading_zeros();
         loop {
             let drawn = self.bits(n_bits);
@@ -53,7 +53,7 @@ impl PythonRandom {
         }
     }
 
-    /// `random.sample(range(n), k)`; `None` if there are not as many.
+    /// Implements `random.sample(range(n), k)`; `None` if k > n.
     pub(crate) fn sample(&mut self, n: usize, k: usize) -> Option<Vec<usize>> {
         if k > n {
             return None;
@@ -61,23 +61,23 @@ impl PythonRandom {
         Some(if n <= pool_limit(k) { self.sample_pool(n, k) } else { self.sample_set(n, k) })
     }
 
-    /// `random.shuffle(items)`.
+    /// Implements `random.shuffle(items)`.
     pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
         for i in (1..items.len()).rev() {
-            items.swap(i, self.below(i + 1));
+            items.swap(i, self.randbelow(i + 1));
         }
     }
 
-    /// One index of `random.choices(items, k=...)`, `n` being the number of items.
-    pub(crate) fn choice(&mut self, n: usize) -> usize {
+    /// Returns one index of `random.choices(items, k=...)`, for `n` items.
+    pub(crate) fn choices_index(&mut self, n: usize) -> usize {
         (self.random() * n as f64) as usize
     }
 
     fn sample_pool(&mut self, n: usize, k: usize) -> Vec<usize> {
         let mut pool: Vec<usize> = (0..n).collect();
-        // What is drawn is replaced by the last that is left, as in CPython.
+        // Each selected item is replaced by the last remaining one, as in CPython.
         let draw = |i: usize| {
-            let at = self.below(n - i);
+            let at = self.randbelow(n - i);
             let last = pool[n - i - 1];
             std::mem::replace(&mut pool[at], last)
         };
@@ -87,7 +87,7 @@ impl PythonRandom {
     fn sample_set(&mut self, n: usize, k: usize) -> Vec<usize> {
         let mut drawn: Vec<usize> = Vec::with_capacity(k);
         while drawn.len() < k {
-            let at = self.below(n);
+            let at = self.randbelow(n);
             if !drawn.contains(&at) {
                 drawn.push(at);
             }
@@ -95,7 +95,7 @@ impl PythonRandom {
         drawn
     }
 
-    /// `getrandbits` for up to 64 bits.
+    /// Implements `getrandbits` for up to 64 bits.
     fn bits(&mut self, n_bits: u32) -> u64 {
         match n_bits {
             0 => 0,
@@ -141,7 +141,7 @@ fn following(state: &mut [u32; N], i: usize) -> usize {
     1
 }
 
-/// Up to this population CPython draws from a list, above it into a set.
+/// Returns the largest population that CPython samples with a list instead of a set.
 fn pool_limit(k: usize) -> usize {
     let mut limit = 21;
     if k > 5 {
@@ -158,7 +158,7 @@ fn pool_limit(k: usize) -> usize {
 mod tests {
     use super::*;
 
-    // All numbers are what CPython 3.11 draws.
+    // CPython 3.11 generates these numbers.
     #[test]
     fn numbers_are_those_of_cpython() {
         let mut random = PythonRandom::new(1234);
@@ -167,7 +167,7 @@ mod tests {
         let mut random = PythonRandom::new(7);
         assert_eq!([random.bits(40), random.bits(40)], [1_040_772_936_760, 434_439_589_175]);
         let mut random = PythonRandom::new(0);
-        let choices: Vec<usize> = (0..8).map(|_| random.choice(7)).collect();
+        let choices: Vec<usize> = (0..8).map(|_| random.choices_index(7)).collect();
         assert_eq!(choices, [5, 5, 2, 1, 3, 2, 5, 2]);
     }
 

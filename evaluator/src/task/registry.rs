@@ -10,21 +10,21 @@ use super::config::TaskConfig;
 use super::error::{ConfigError, SourceLocation, TaskError};
 use super::group::{GROUP_KEYS, TaskGroup};
 use super::keys::YamlMap;
-use super::load::{built_in, from_path, put};
+use super::load::{built_in, from_path, set_key};
 use super::yaml::{Entry, Node, Value};
 
 /// Registry of tasks, groups and tags by name, as lm-eval's `TaskManager`.
 #[derive(Debug)]
 pub struct TaskRegistry {
-    known: BTreeMap<String, Known>,
+    known: BTreeMap<String, RegistryEntry>,
     tags: BTreeMap<String, Vec<String>>,
-    broken: Vec<TaskError>,
+    load_errors: Vec<TaskError>,
     /// Names defined twice in one folder, with both locations.
-    twice: BTreeMap<String, [SourceLocation; 2]>,
+    duplicates: BTreeMap<String, [SourceLocation; 2]>,
 }
 
 #[derive(Clone, Debug)]
-enum Known {
+enum RegistryEntry {
     Task(Node),
     Group(Node),
 }
@@ -32,22 +32,23 @@ enum Known {
 /// Task, group or tag in the output of `evaluator ls`.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct TaskListing {
-    /// Name.
+    /// Name of the task, group or tag.
     pub name: String,
-    /// File of the definition; `None` for a tag.
+    /// File that defines it; `None` for a tag.
     pub file: Option<PathBuf>,
     /// Output type of a task; `None` for a group or tag.
     pub output_type: Option<String>,
     /// Members of a group or tag.
-    pub holds: Vec<String>,
+    #[serde(rename = "holds")]
+    pub members: Vec<String>,
 }
 
-/// Tasks selected by name, each once, with the groups that contain them.
+/// Tasks selected by name, without duplicates, and the groups that contain them.
 #[derive(Clone, Debug, Default)]
 pub struct TaskSelection {
-    /// Tasks, in order.
+    /// Selected tasks, in the order of selection.
     pub tasks: Vec<TaskConfig>,
-    /// Groups and subgroups, in order.
+    /// Groups that contain selected tasks, in the order of selection.
     pub groups: Vec<TaskGroup>,
 }
 
@@ -57,23 +58,27 @@ const MAX_DEPTH: usize = 16;
 impl TaskRegistry {
     /// Loads the built-in tasks and those of `include_paths`. Later paths override earlier ones.
     pub fn load(include_paths: &[PathBuf]) -> Result<Self, TaskError> {
-        let mut registry =
-            Self { known: BTreeMap::new(), tags: BTreeMap::new(), broken: Vec::new(), twice: BTreeMap::new() };
+        let mut registry = Self {
+            known: BTreeMap::new(),
+            tags: BTreeMap::new(),
+            load_errors: Vec::new(),
+            duplicates: BTreeMap::new(),
+        };
         registry.add(built_in()?)?;
         for path in include_paths {
             let loaded = from_path(path)?;
-            registry.broken.extend(loaded.broken);
-            registry.find_twice(&loaded.nodes);
+            registry.load_errors.extend(loaded.load_errors);
+            registry.find_duplicates(&loaded.nodes);
             registry.add(loaded.nodes)?;
         }
         Ok(registry)
     }
 
-    /// Returns all tasks.
+    /// Returns all tasks, ordered by name.
     pub fn tasks(&self) -> Vec<TaskListing> {
         let tasks = self.known.iter().filter_map(|(name, known)| match known {
-            Known::Task(node) => Some((name, node)),
-            Known::Group(_) => None,
+            RegistryEntry::Task(node) => Some((name, node)),
+            RegistryEntry::Group(_) => None,
         });
         let output = |node: &Node| node.get("output_type").map(|entry| entry.node.text_or_empty().to_owned());
         let listed = |(name, node): (&String, &Node)| TaskListing {
@@ -83,28 +88,30 @@ impl TaskRegistry {
         tasks.map(listed).collect()
     }
 
-    /// Returns all groups.
+    /// Returns all groups, ordered by name.
     pub fn groups(&self) -> Vec<TaskListing> {
         let groups = self.known.iter().filter_map(|(name, known)| match known {
-            Known::Group(node) => Some(listed(name, Some(node), members(node).iter().filter_map(name_of).collect())),
-            Known::Task(_) => None,
+            RegistryEntry::Group(node) => {
+                Some(listed(name, Some(node), members(node).iter().filter_map(name_of).collect()))
+            }
+            RegistryEntry::Task(_) => None,
         });
         groups.collect()
     }
 
-    /// Returns all tags.
+    /// Returns all tags, ordered by name.
     pub fn tags(&self) -> Vec<TaskListing> {
         self.tags.iter().map(|(name, tasks)| listed(name, None, tasks.clone())).collect()
     }
 
     /// Returns the errors of unreadable files in included folders.
-    pub fn broken(&self) -> &[TaskError] {
-        &self.broken
+    pub fn load_errors(&self) -> &[TaskError] {
+        &self.load_errors
     }
 
     /// Selects tasks by comma-separated names: tasks, groups, tags, patterns such as `mmlu_*`, and files.
     pub fn select(&self, names: &str) -> Result<TaskSelection, TaskError> {
-        let mut built = Built::default();
+        let mut built = SelectionBuilder::default();
         let mut wanted: Vec<String> = Vec::new();
         for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
             wanted.extend(self.expand(name)?.into_iter().filter(|name| !wanted.contains(name)).collect::<Vec<_>>());
@@ -125,12 +132,12 @@ impl TaskRegistry {
     fn add(&mut self, nodes: Vec<Node>) -> Result<(), TaskError> {
         for node in nodes {
             let Some((name, is_group)) = given_name(&node) else {
-                let fault = ConfigError::at(node.place.clone(), "it has neither the key `task` nor the key `group`");
-                self.broken.push(fault.into());
+                let fault = ConfigError::at(node.place.clone(), "the key `task` or `group` is missing");
+                self.load_errors.push(fault.into());
                 continue;
             };
             if is_group {
-                self.known.insert(name, Known::Group(node));
+                self.known.insert(name, RegistryEntry::Group(node));
                 continue;
             }
             for tag in tags(&node) {
@@ -140,30 +147,30 @@ impl TaskRegistry {
                     tagged.sort();
                 }
             }
-            self.known.insert(name, Known::Task(node));
+            self.known.insert(name, RegistryEntry::Task(node));
         }
         Ok(())
     }
 
     /// Records names defined twice in one folder. Only another folder may override a task.
-    fn find_twice(&mut self, nodes: &[Node]) {
+    fn find_duplicates(&mut self, nodes: &[Node]) {
         let mut seen: BTreeMap<String, &SourceLocation> = BTreeMap::new();
         for node in nodes {
             let Some((name, _)) = given_name(node) else { continue };
             match seen.insert(name.clone(), &node.place) {
                 Some(first) if !is_one_place(first, &node.place) => {
-                    self.twice.insert(name, [first.clone(), node.place.clone()]);
+                    self.duplicates.insert(name, [first.clone(), node.place.clone()]);
                 }
                 Some(_) => {}
-                None => _ = self.twice.remove(&name),
+                None => _ = self.duplicates.remove(&name),
             }
         }
     }
 
     /// Returns an error for a name defined twice in one folder.
-    fn refuse_twice(&self, name: &str) -> Result<(), TaskError> {
-        let Some([first, second]) = self.twice.get(name) else { return Ok(()) };
-        let message = format!("{name} is defined a second time, first in {}; rename one of them", first.file.display());
+    fn refuse_duplicate(&self, name: &str) -> Result<(), TaskError> {
+        let Some([first, second]) = self.duplicates.get(name) else { return Ok(()) };
+        let message = format!("{name} is defined twice, first in {}; rename one of them", first.file.display());
         Err(ConfigError::at(second.clone(), message).into())
     }
 
@@ -178,8 +185,10 @@ impl TaskRegistry {
         }
         let bad = |error: globset::Error| TaskError::Selection(format!("{name:?} is not a pattern: {}", error.kind()));
         let pattern = GlobBuilder::new(name).build().map_err(bad)?.compile_matcher();
-        let tasks = self.known.iter().filter(|(_, known)| matches!(known, Known::Task(_))).map(|(name, _)| name);
-        let groups = self.known.iter().filter(|(_, known)| matches!(known, Known::Group(_))).map(|(name, _)| name);
+        let tasks =
+            self.known.iter().filter(|(_, known)| matches!(known, RegistryEntry::Task(_))).map(|(name, _)| name);
+        let groups =
+            self.known.iter().filter(|(_, known)| matches!(known, RegistryEntry::Group(_))).map(|(name, _)| name);
         let matching = |names: &mut dyn Iterator<Item = &String>| -> Vec<String> {
             names.filter(|name| pattern.is_match(name)).cloned().collect()
         };
@@ -210,13 +219,15 @@ impl TaskRegistry {
         &self,
         name: &str,
         overrides: &[Entry],
-        built: &mut Built,
+        built: &mut SelectionBuilder,
         depth: usize,
     ) -> Result<Vec<String>, TaskError> {
-        self.refuse_twice(name)?;
+        self.refuse_duplicate(name)?;
         match self.known.get(name) {
-            Some(Known::Task(node)) => self.task(node, overrides, built).map(|name| vec![name]),
-            Some(Known::Group(node)) => self.group(node, name, overrides, built, depth).map(|()| vec![name.to_owned()]),
+            Some(RegistryEntry::Task(node)) => self.task(node, overrides, built).map(|name| vec![name]),
+            Some(RegistryEntry::Group(node)) => {
+                self.group(node, name, overrides, built, depth).map(|()| vec![name.to_owned()])
+            }
             None => match self.tags.get(name) {
                 Some(tasks) => {
                     let mut names = Vec::new();
@@ -230,7 +241,7 @@ impl TaskRegistry {
         }
     }
 
-    fn task(&self, node: &Node, overrides: &[Entry], built: &mut Built) -> Result<String, TaskError> {
+    fn task(&self, node: &Node, overrides: &[Entry], built: &mut SelectionBuilder) -> Result<String, TaskError> {
         let config = TaskConfig::read(&merged(node, overrides))?;
         let name = config.task.clone();
         built.add(config)?;
@@ -242,19 +253,19 @@ impl TaskRegistry {
         node: &Node,
         name: &str,
         overrides: &[Entry],
-        built: &mut Built,
+        built: &mut SelectionBuilder,
         depth: usize,
     ) -> Result<(), TaskError> {
         if depth == 0 {
-            return Err(ConfigError::at(node.place.clone(), format!("the group {name} lies in itself")).into());
+            return Err(ConfigError::at(node.place.clone(), format!("the group {name} contains itself")).into());
         }
         let mut group = TaskGroup::read(node, name)?;
         let at = built.groups.len();
         built.groups.push(group.clone());
         let passed_on =
-            YamlMap::open(node, "a group")?.entries().iter().filter(|e| !GROUP_KEYS.contains(&e.key.as_str()));
+            YamlMap::with_any_keys(node, "a group")?.entries().iter().filter(|e| !GROUP_KEYS.contains(&e.key.as_str()));
         let mut inherited: Vec<Entry> = passed_on.cloned().collect();
-        overrides.iter().cloned().for_each(|entry| put(&mut inherited, entry));
+        overrides.iter().cloned().for_each(|entry| set_key(&mut inherited, entry));
         for member in members(node) {
             for child in self.member(member, name, &inherited, built, depth)? {
                 match built.groups.iter().find(|group| group.name == child) {
@@ -274,7 +285,7 @@ impl TaskRegistry {
         member: &Node,
         group: &str,
         inherited: &[Entry],
-        built: &mut Built,
+        built: &mut SelectionBuilder,
         depth: usize,
     ) -> Result<Vec<String>, TaskError> {
         let Value::Map(own) = &member.value else {
@@ -289,31 +300,31 @@ impl TaskRegistry {
                 let name = format!("{group}::{name}");
                 return self.group(member, &name, inherited, built, depth - 1).map(|()| vec![name]);
             }
-            own.iter().filter(|entry| entry.key != "group").cloned().for_each(|entry| put(&mut entries, entry));
+            own.iter().filter(|entry| entry.key != "group").cloned().for_each(|entry| set_key(&mut entries, entry));
             return self.build(&name, &entries, built, depth - 1);
         }
         let missing = || ConfigError::at(member.place.clone(), "a member of a group needs the key `task` or `group`");
         let name = own_key("task").ok_or_else(missing)?;
-        own.iter().cloned().for_each(|entry| put(&mut entries, entry));
+        own.iter().cloned().for_each(|entry| set_key(&mut entries, entry));
         if self.known.contains_key(&name) || self.tags.contains_key(&name) {
             entries.retain(|entry| entry.key != "task");
             return self.build(&name, &entries, built, depth - 1);
         }
         let renamed = Node { value: Value::Text(format!("{group}::{name}")), place: member.place.clone() };
         let new = Entry { key: "task".into(), place: member.place.clone(), node: renamed };
-        put(&mut entries, new);
+        set_key(&mut entries, new);
         let empty = Node { value: Value::Map(Vec::new()), place: member.place.clone() };
         self.task(&empty, &entries, built).map(|name| vec![name])
     }
 
     fn unknown(&self, name: &str) -> TaskError {
         let near = did_you_mean(name, self.names());
-        let broken = match self.broken.first() {
-            Some(first) => format!("; {} files could not be read, the first: {first}", self.broken.len()),
+        let load_errors = match self.load_errors.first() {
+            Some(first) => format!("; {} files could not be read, the first: {first}", self.load_errors.len()),
             None => String::new(),
         };
         TaskError::Unknown(format!(
-            "the task {name:?}{near}{}{broken}",
+            "the task {name:?}{near}{}{load_errors}",
             if near.is_empty() { "; `evaluator ls tasks` lists all" } else { "" }
         ))
     }
@@ -326,7 +337,7 @@ struct FileTasks<'a> {
 }
 
 impl FileTasks<'_> {
-    fn select_into(&self, built: &mut Built) -> Result<(), TaskError> {
+    fn select_into(&self, built: &mut SelectionBuilder) -> Result<(), TaskError> {
         for node in &self.nodes {
             match node.get("group").and_then(|entry| name_of(&entry.node)) {
                 Some(name) => self.registry.group(node, &name, &[], built, MAX_DEPTH)?,
@@ -339,14 +350,14 @@ impl FileTasks<'_> {
 
 /// Tasks built so far, with the name that selected each.
 #[derive(Default)]
-struct Built {
+struct SelectionBuilder {
     tasks: Vec<TaskConfig>,
     groups: Vec<TaskGroup>,
     sources: Vec<String>,
     source: String,
 }
 
-impl Built {
+impl SelectionBuilder {
     /// Adds a task. Two different names must not select it with different settings.
     fn add(&mut self, config: TaskConfig) -> Result<(), TaskError> {
         let Some(at) = self.tasks.iter().position(|task| task.task == config.task) else {
@@ -358,21 +369,23 @@ impl Built {
             return Ok(());
         }
         let (name, first, second) = (&config.task, &self.sources[at], &self.source);
-        Err(TaskError::Selection(format!("the task {name} is in both {first} and {second}; name one of them")))
+        Err(TaskError::Selection(format!(
+            "{first} and {second} select the task {name} with different settings; select only one"
+        )))
     }
 }
 
 fn merged(node: &Node, overrides: &[Entry]) -> Node {
     let mut node = node.clone();
     if let Value::Map(entries) = &mut node.value {
-        overrides.iter().cloned().for_each(|entry| put(entries, entry));
+        overrides.iter().cloned().for_each(|entry| set_key(entries, entry));
     }
     node
 }
 
-fn listed(name: &str, node: Option<&Node>, holds: Vec<String>) -> TaskListing {
+fn listed(name: &str, node: Option<&Node>, members: Vec<String>) -> TaskListing {
     let file = |place: &SourceLocation| place.file.as_ref().clone();
-    TaskListing { name: name.to_owned(), file: node.map(|node| file(&node.place)), output_type: None, holds }
+    TaskListing { name: name.to_owned(), file: node.map(|node| file(&node.place)), output_type: None, members }
 }
 
 fn members(node: &Node) -> &[Node] {

@@ -8,15 +8,15 @@ use candlewick_inference::request::Response;
 /// Response value, possibly changed by a filter.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ResponseValue {
-    /// Text.
+    /// Generated text, possibly changed by a filter.
     Text(String),
-    /// A log-probability, and whether every token was the likeliest.
+    /// Log-probability of a continuation, and true if greedy decoding would generate it.
     Loglikelihood(f64, bool),
-    /// The log-probability of a whole text.
+    /// Log-probability of a whole text.
     Rolling(f64),
     /// Value that the filter `map` substitutes for a text.
     Value(Json),
-    /// Texts that belong together: what stays of several answers, or all programs for one problem.
+    /// List of values: the responses to one request, or all programs for one problem.
     Many(Vec<ResponseValue>),
 }
 
@@ -31,8 +31,8 @@ impl From<&Response> for ResponseValue {
 }
 
 impl ResponseValue {
-    /// As the records of samples list it: every part as Python's `str` prints it.
-    pub(crate) fn listed(&self) -> Json {
+    /// Returns the value as sample records list it: each part as Python's `str` prints it.
+    pub(crate) fn to_record_json(&self) -> Json {
         match self {
             Self::Text(text) => json!(text),
             Self::Loglikelihood(logprob, is_greedy) => {
@@ -41,11 +41,11 @@ impl ResponseValue {
             Self::Rolling(logprob) => json!(repr::float(*logprob)),
             Self::Value(Json::Array(items)) => items.iter().map(repr::str).collect(),
             Self::Value(value) => json!(repr::str(value)),
-            Self::Many(answers) => answers.iter().map(Self::listed).collect(),
+            Self::Many(answers) => answers.iter().map(Self::to_record_json).collect(),
         }
     }
 
-    /// The text, empty for what is none.
+    /// Returns the text; empty for another kind of value.
     pub(crate) fn text(&self) -> &str {
         match self {
             Self::Text(text) => text,

@@ -1,4 +1,4 @@
-//! Records of samples, with the fields and hashes of lm-eval's.
+//! Sample records, with lm-eval's fields and hashes.
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::{Map, Value as Json, json};
@@ -16,17 +16,17 @@ use candlewick_inference::request::Request;
 pub struct SampleRecord {
     /// Index of the document in its split.
     pub doc_id: usize,
-    /// The document.
+    /// Columns of the document.
     pub doc: Map<String, Json>,
-    /// The target as text.
+    /// Target as text.
     pub target: String,
-    /// The arguments of each request.
+    /// Arguments of each request: the prompt, and the continuation or the generation settings.
     pub arguments: Vec<Vec<Json>>,
-    /// The answers to each request.
+    /// Responses to each request.
     pub resps: Json,
-    /// The answers with the filter applied.
+    /// Responses after the filter.
     pub filtered_resps: Json,
-    /// The filter.
+    /// Filter name.
     pub filter: String,
     /// SHA-256 of the document as JSON.
     pub doc_hash: String,
@@ -34,23 +34,23 @@ pub struct SampleRecord {
     pub prompt_hash: String,
     /// SHA-256 of the target.
     pub target_hash: String,
-    /// The value of each metric.
+    /// Name and value of each metric.
     pub metrics: Vec<(String, MetricValue)>,
     /// Correct choices, if known; omitted from the record.
     pub choices: Option<ChoiceTargets>,
 }
 
-/// Number of choices and correct choices of a document.
+/// Number of choices of a document, and the correct ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChoiceTargets {
-    /// How many there are: so many of the requests are about them, from the first on.
-    pub n: usize,
+    /// Number of choices. The first `n_choices` requests score them, one each.
+    pub n_choices: usize,
     /// Indices of the correct choices; any of them counts.
-    pub right: Vec<usize>,
+    pub correct: Vec<usize>,
 }
 
 impl SampleRecord {
-    #[allow(clippy::too_many_arguments, reason = "one record has as many parts")]
+    #[allow(clippy::too_many_arguments, reason = "the record has these fields")]
     pub(crate) fn new(
         doc_id: usize,
         doc: &Doc,
@@ -66,7 +66,8 @@ impl SampleRecord {
             requests.iter().map(|asked| arguments(&asked.instance.request, kwargs)).collect();
         let prompt = arguments.first().and_then(|first| first[0].as_str()).unwrap_or_default();
         let target = repr::str(target);
-        let listed = |asked: &InstanceResponses| asked.answers.iter().map(ResponseValue::listed).collect::<Json>();
+        let listed =
+            |asked: &InstanceResponses| asked.answers.iter().map(ResponseValue::to_record_json).collect::<Json>();
         Self {
             doc_id,
             doc_hash: hash(&serde_json::to_string_pretty(doc).unwrap_or_default()),
@@ -76,7 +77,7 @@ impl SampleRecord {
             target,
             arguments,
             resps: requests.iter().map(listed).collect(),
-            filtered_resps: filtered.iter().map(ResponseValue::listed).collect(),
+            filtered_resps: filtered.iter().map(ResponseValue::to_record_json).collect(),
             filter: filter.to_owned(),
             metrics: metrics.to_vec(),
             choices,
@@ -118,7 +119,7 @@ pub fn task_hash(samples: &[SampleRecord]) -> String {
     hash(&hashes.map(String::as_str).collect::<String>())
 }
 
-/// SHA-256 of a text, in hexadecimal digits.
+/// Returns the SHA-256 of a text as hexadecimal digits.
 pub(crate) fn hash(text: &str) -> String {
     hex(&Sha256::digest(text.as_bytes()))
 }

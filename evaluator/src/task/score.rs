@@ -17,58 +17,59 @@ use super::response_value::ResponseValue;
 use super::sample::{ChoiceTargets, SampleRecord};
 use candlewick_inference::request::Response;
 
-/// Scores of a task.
+/// Scores of one task.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TaskScores {
     /// Aggregate of each metric and filter.
     pub metrics: Vec<MetricScore>,
     /// Sample records, one for each document and filter.
     pub samples: Vec<SampleRecord>,
-    /// Number of scored documents.
+    /// Number of scored documents (lm-eval's `effective`).
     pub sample_len: usize,
-    /// Number of documents in the split.
+    /// Number of documents in the split (lm-eval's `original`).
     pub original: usize,
-    /// Counts of documents that cannot be scored properly.
+    /// Numbers of documents that were skipped, are empty, or have no correct choice.
     pub counts: DocCounts,
 }
 
-/// Counts of documents that cannot be scored properly.
+/// Numbers of documents that were skipped, are empty, or have no correct choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct DocCounts {
-    /// Skipped documents without text to score.
+    /// Number of documents without text to score, which were skipped.
     pub skipped: usize,
-    /// Documents without text to score that were scored, as lm-eval does.
+    /// Number of documents without text to score, which were scored as in lm-eval.
     pub empty: usize,
-    /// Documents without a correct choice.
+    /// Number of documents without a correct choice.
     pub no_target: usize,
 }
 
-/// Aggregate of one metric over all documents.
+/// Aggregate of one metric over all documents, for one filter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MetricScore {
-    /// The metric.
+    /// Metric name.
     pub metric: String,
-    /// The filter.
+    /// Filter name.
     pub filter: String,
-    /// Its value.
+    /// Aggregate value.
     pub value: f64,
     /// Standard error; `None` if unknown.
     pub stderr: Option<f64>,
     /// Number of documents with a value.
     pub n: usize,
-    /// True if a higher value is better.
+    /// True if a higher value is better; `None` if unknown.
     pub higher_is_better: Option<bool>,
 }
 
-/// The metrics of choices, in the order in which lm-eval lists them.
-const OF_CHOICES: [&str; 8] =
+/// Metrics of multiple-choice tasks, in lm-eval's order.
+const CHOICE_METRICS: [&str; 8] =
     ["acc", "f1", "mcc", "acc_norm", "acc_bytes", "exact_match", "brier_score", "acc_mutual_info"];
 
-/// Filtered responses of a document, with their metric values.
+/// Metric names and values of one document.
 type Scored = Vec<(String, MetricValue)>;
 
 impl Task {
-    /// Scores the responses to [`Task::instances`], in the same order. Standard errors use `n_resamples` bootstrap resamples.
+    /// Scores the responses to [`Task::instances`], in the same order. Standard errors without a formula use
+    /// `n_resamples` bootstrap resamples.
     pub fn score(
         &self,
         options: &PromptOptions,
@@ -76,9 +77,9 @@ impl Task {
         responses: &[Response],
         n_resamples: usize,
     ) -> Result<TaskScores, TaskError> {
-        self.config.check_code(options.confirm_run_unsafe_code)?;
+        self.config.check_unsafe_code(options.confirm_run_unsafe_code)?;
         if instances.len() != responses.len() {
-            let problem = format!("there are {} answers to {} requests", responses.len(), instances.len());
+            let problem = format!("there are {} responses to {} requests", responses.len(), instances.len());
             return Err(self.unscored(problem));
         }
         let asked = InstanceResponses::group(instances, responses);
@@ -88,12 +89,12 @@ impl Task {
         for filter in &self.config.filters {
             for (doc_id, requests) in &asked {
                 let doc = &self.docs()[*doc_id];
-                let blame = |problem| self.blame(*doc_id, problem);
+                let document_error = |problem| self.document_error(*doc_id, problem);
                 let apply = |request: &InstanceResponses| filter.apply(request.answers.clone(), doc);
-                let filtered = requests.iter().map(apply).collect::<Result<Vec<_>, _>>().map_err(blame)?;
-                let scored = self.process(*doc_id, &filtered).map_err(blame)?;
+                let filtered = requests.iter().map(apply).collect::<Result<Vec<_>, _>>().map_err(document_error)?;
+                let scored = self.process(*doc_id, &filtered).map_err(document_error)?;
                 let target = self.target(*doc_id)?;
-                let (name, choices) = (&filter.name, self.right_choices(*doc_id)?);
+                let (name, choices) = (&filter.name, self.correct_choices(*doc_id)?);
                 samples.push(SampleRecord::new(
                     *doc_id, doc, &target, requests, &kwargs, &filtered, name, &scored, choices,
                 ));
@@ -132,13 +133,13 @@ impl Task {
         let config = self.metric_of(&metric);
         let aggregation = config.map_or(Aggregation::Mean, |config| config.aggregation);
         let fail = |problem| self.unscored(format!("metric {metric}: {problem}"));
-        let value = aggregation.of(scores).map_err(fail)?;
+        let value = aggregation.aggregate(scores).map_err(fail)?;
         let stderr = stderr(aggregation, scores, n_resamples).map_err(fail)?;
         let higher_is_better = config.map(|config| config.higher_is_better);
         Ok(MetricScore { metric, filter, value, stderr, n: scores.len(), higher_is_better })
     }
 
-    /// The metric that a value belongs to; `pass@1` belongs to what is the task's own.
+    /// Returns the configuration of a metric. Names such as `pass@1` belong to the task's built-in metric.
     fn metric_of(&self, name: &str) -> Option<&MetricConfig> {
         let own = self.config.metrics.iter().find(|metric| metric.name == name);
         own.or_else(|| self.config.metrics.iter().find(|metric| matches!(metric.kind, Metric::BuiltIn(_))))
@@ -150,20 +151,19 @@ impl Task {
             return process(doc, answers);
         }
         match (self.config.output_type, answers) {
-            (OutputType::Loglikelihood, [ResponseValue::Loglikelihood(logprob, is_greedy)]) => {
-                Ok(self.named(&["perplexity", "acc"], |name| match name {
+            (OutputType::Loglikelihood, [ResponseValue::Loglikelihood(logprob, is_greedy)]) => Ok(self
+                .values_in_order(&["perplexity", "acc"], |name| match name {
                     "perplexity" => Some(MetricValue::Number(*logprob)),
                     "acc" => Some(MetricValue::Count(i64::from(*is_greedy))),
                     _ => None,
-                }))
-            }
+                })),
             (OutputType::LoglikelihoodRolling, [ResponseValue::Rolling(logprob)]) => {
                 let target = repr::str(&self.doc_to_target.target(doc, self.doc_to_choice.is_some())?);
                 let (n_words, n_bytes) = (count_words(&target)?, target.len());
                 let weighted =
                     |n: usize| Some(MetricValue::pair(MetricValue::Number(*logprob), MetricValue::Count(n as i64)));
                 let order = ["word_perplexity", "byte_perplexity", "bits_per_byte"];
-                Ok(self.named(&order, |name| match name {
+                Ok(self.values_in_order(&order, |name| match name {
                     "word_perplexity" => weighted(n_words),
                     "byte_perplexity" | "bits_per_byte" => weighted(n_bytes),
                     _ => None,
@@ -171,23 +171,24 @@ impl Task {
             }
             (OutputType::MultipleChoice, answers) => self.choose(doc_id, answers),
             (OutputType::GenerateUntil, [answer]) => self.compare(doc_id, answer),
-            _ => Err("the filters leave other answers than the output type has; end each with take_first".into()),
+            _ => Err("the filters' results do not match the output type; end each filter with take_first".into()),
         }
     }
 
-    /// The values of those metrics that the task has, in lm-eval's order.
-    fn named(&self, order: &[&str], value: impl Fn(&str) -> Option<MetricValue>) -> Scored {
+    /// Returns the values of the task's metrics, in lm-eval's order.
+    fn values_in_order(&self, order: &[&str], value: impl Fn(&str) -> Option<MetricValue>) -> Scored {
         let has = |name: &&&str| self.config.metrics.iter().any(|metric| metric.name == **name);
         order.iter().filter(has).filter_map(|name| Some(((*name).to_owned(), value(name)?))).collect()
     }
 
-    /// Scores a choice: the likeliest is taken, the first of several as likely.
+    /// Scores a multiple-choice document. The prediction is the likeliest choice, and the first of several equal
+    /// ones.
     fn choose(&self, doc_id: usize, answers: &[ResponseValue]) -> Result<Scored, String> {
         let doc = &self.docs()[doc_id];
         let choices = self.doc_to_choice.as_ref().map(|reader| reader.choices(doc)).transpose()?.unwrap_or_default();
         let likely = |answer: &ResponseValue| match answer {
             ResponseValue::Loglikelihood(logprob, is_greedy) => Ok((*logprob, *is_greedy)),
-            _ => Err("an answer is no log-probability; end each filter with take_first".to_owned()),
+            _ => Err("a response is not a log-probability; end each filter with take_first".to_owned()),
         };
         let answers = answers.iter().map(likely).collect::<Result<Vec<_>, _>>()?;
         let is_mutual =
@@ -200,22 +201,22 @@ impl Task {
             gold.holds(likeliest(logprobs.iter().zip(&choices).map(per)))
         };
         let guess = likeliest(logprobs.iter().copied());
-        Ok(self.named(&OF_CHOICES, |name| {
+        Ok(self.values_in_order(&CHOICE_METRICS, |name| {
             Some(match name {
-                "acc" => MetricValue::of(gold.holds(guess)),
-                "acc_norm" => MetricValue::of(by_length(text::len)),
-                "acc_bytes" => MetricValue::of(by_length(str::len)),
+                "acc" => MetricValue::from_bool(gold.holds(guess)),
+                "acc_norm" => MetricValue::from_bool(by_length(text::len)),
+                "acc_bytes" => MetricValue::from_bool(by_length(str::len)),
                 "acc_mutual_info" => {
                     let gains = asked.iter().zip(alone).map(|((with, _), (without, _))| with - without);
-                    MetricValue::of(gold.holds(likeliest(gains)))
+                    MetricValue::from_bool(gold.holds(likeliest(gains)))
                 }
                 "exact_match" => {
                     MetricValue::Count(i64::from(gold.any(|at| asked.get(at).is_some_and(|(_, greedy)| *greedy))))
                 }
-                "f1" | "mcc" => MetricValue::pair(gold.listed(), MetricValue::Count(guess as i64)),
-                // Without a right choice there is nothing that the probabilities could be off from.
+                "f1" | "mcc" => MetricValue::pair(gold.to_metric_value(), MetricValue::Count(guess as i64)),
+                // The Brier score needs exactly one correct choice.
                 "brier_score" => match gold {
-                    Gold::One(Some(_)) => MetricValue::pair(gold.listed(), probabilities(&logprobs)),
+                    Gold::One(Some(_)) => MetricValue::pair(gold.to_metric_value(), probabilities(&logprobs)),
                     _ => return None,
                 },
                 _ => return None,
@@ -236,12 +237,12 @@ impl Task {
         };
         Ok(match (&target, self.has_several_targets) {
             (Json::Array(list), true) => Gold::Any(list.iter().filter_map(index).collect()),
-            (Json::Array(_), false) => return Err("the target is a list, but that of the first document is not".into()),
+            (Json::Array(_), false) => return Err("the target is a list, but the first document's is not".into()),
             (target, _) => Gold::One(index(target)),
         })
     }
 
-    /// Compares a text with the target.
+    /// Scores a generated text against the target.
     fn compare(&self, doc_id: usize, answer: &ResponseValue) -> Result<Scored, String> {
         let doc = &self.docs()[doc_id];
         let target = self.doc_to_target.target(doc, self.doc_to_choice.is_some())?;
@@ -258,18 +259,21 @@ impl Task {
                 (Metric::Bypass, _) => one(MetricValue::None),
                 (Metric::BuiltIn(metric), answer) => metric.score(&targets[0], answer)?,
                 (_, ResponseValue::Many(_)) => {
-                    return Err("a filter leaves several answers; end it with take_first".into());
+                    return Err("a filter returns several responses; end it with take_first".into());
                 }
                 (Metric::ExactMatch(exact), answer) => {
                     let mut is_match = false;
                     for target in &targets {
                         is_match |= exact.is_match(&plain(answer), target)?;
                     }
-                    one(MetricValue::of(is_match))
+                    one(MetricValue::from_bool(is_match))
                 }
-                (Metric::Texts, answer) => {
+                (Metric::TextPair, answer) => {
                     let [target] = targets.as_slice() else {
-                        return Err(format!("the metric {} compares with one target, not with several", metric.name));
+                        return Err(format!(
+                            "the metric {} supports a single target, but there are several",
+                            metric.name
+                        ));
                     };
                     one(MetricValue::pair(MetricValue::Text(target.clone()), MetricValue::Text(plain(answer))))
                 }
@@ -283,22 +287,22 @@ impl Task {
         let mut counts = DocCounts { skipped: n_asked - asked.len(), ..DocCounts::default() };
         for (doc_id, requests) in asked {
             counts.empty += usize::from(requests.iter().all(|asked| is_empty(&asked.instance.request)));
-            let choices = self.right_choices(*doc_id)?;
-            counts.no_target += usize::from(choices.is_some_and(|choices| choices.right.is_empty()));
+            let choices = self.correct_choices(*doc_id)?;
+            counts.no_target += usize::from(choices.is_some_and(|choices| choices.correct.is_empty()));
         }
         Ok(counts)
     }
 
-    /// Returns the correct choices, unless `process_results` decides.
-    fn right_choices(&self, doc_id: usize) -> Result<Option<ChoiceTargets>, TaskError> {
+    /// Returns the correct choices; `None` if the task has no choices or scores with `process_results`.
+    fn correct_choices(&self, doc_id: usize) -> Result<Option<ChoiceTargets>, TaskError> {
         let is_choice = self.config.output_type == OutputType::MultipleChoice && self.process_results.is_none();
         let Some(choices) = self.choices(doc_id)?.filter(|_| is_choice) else { return Ok(None) };
-        let gold = self.gold(doc_id, &choices).map_err(|problem| self.blame(doc_id, problem))?;
-        Ok(Some(ChoiceTargets { n: choices.len(), right: gold.indices() }))
+        let gold = self.gold(doc_id, &choices).map_err(|problem| self.document_error(doc_id, problem))?;
+        Ok(Some(ChoiceTargets { n_choices: choices.len(), correct: gold.indices() }))
     }
 }
 
-/// Index of the correct choice, or all of them.
+/// Indices of the correct choices: one at most, or several of which any counts.
 enum Gold {
     One(Option<usize>),
     Any(Vec<usize>),
@@ -323,8 +327,8 @@ impl Gold {
         }
     }
 
-    /// As records list it: -100 is none, as in lm-eval.
-    fn listed(&self) -> MetricValue {
+    /// Returns the indices as sample records list them: -100 if there is no correct choice, as in lm-eval.
+    fn to_metric_value(&self) -> MetricValue {
         match self {
             Self::One(gold) => MetricValue::Count(gold.map_or(-100, |at| at as i64)),
             Self::Any(golds) => MetricValue::List(golds.iter().map(|at| MetricValue::Count(*at as i64)).collect()),
@@ -332,10 +336,10 @@ impl Gold {
     }
 }
 
-/// The place of the first of the largest values.
+/// Returns the index of the first maximum.
 fn likeliest(values: impl Iterator<Item = f64>) -> usize {
     let larger = |best: (usize, f64), (at, value): (usize, f64)| {
-        // As numpy: what is no number is the largest.
+        // As in numpy, NaN is the maximum.
         if value > best.1 || value.is_nan() && !best.1.is_nan() { (at, value) } else { best }
     };
     let mut values = values.enumerate();
@@ -353,7 +357,7 @@ fn probabilities(logprobs: &[f64]) -> MetricValue {
 fn chosen(choices: &[String], target: &Json) -> Result<String, String> {
     let at = as_index(target).and_then(|at| usize::try_from(at).ok());
     at.and_then(|at| choices.get(at).cloned())
-        .ok_or_else(|| format!("the target {target} is none of the {} choices", choices.len()))
+        .ok_or_else(|| format!("the target {target} is not one of the {} choices", choices.len()))
 }
 
 fn plain(answer: &ResponseValue) -> String {

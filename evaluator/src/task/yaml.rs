@@ -1,5 +1,5 @@
-//! A task's YAML as a tree in which every key and value has its file, line and column. Scalars are typed as PyYAML types them,
-//! by YAML 1.1. The only tag is `!function`.
+//! Parser of task files that keeps file, line and column of every key and value. Scalars have the types of PyYAML
+//! (YAML 1.1). The only supported tag is `!function`.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -12,16 +12,16 @@ use serde_saphyr::{DuplicateKeyPolicy, NonFiniteFloatPolicy};
 
 use super::error::{ConfigError, SourceLocation};
 
-/// A value of a task.
+/// YAML node of a task file, with its location.
 pub(crate) type Node = yaml::Node<SourceLocation>;
 
-/// A YAML value of a task.
+/// YAML value of a task file.
 pub(crate) type Value = yaml::Value<SourceLocation>;
 
-/// One key of a map in a task.
+/// Key and value in a map of a task file.
 pub(crate) type Entry = yaml::Entry<SourceLocation>;
 
-/// Reads one YAML document of a task. Errors name `file`.
+/// Parses a task file. Errors name `file`.
 pub(crate) fn parse(file: &Path, text: &str) -> Result<Node, ConfigError> {
     let options = serde_saphyr::options! {
         duplicate_keys: DuplicateKeyPolicy::LastWins,
@@ -37,7 +37,7 @@ pub(crate) fn parse(file: &Path, text: &str) -> Result<Node, ConfigError> {
     tree.try_map(&|Span { line, column, .. }| place(line, column), &|node| checked(node, text))
 }
 
-/// Checks the keys and the tag of a value, and types a lone `y` or `n` as PyYAML does.
+/// Checks the keys and the tag of a value, and reads a lone `y` or `n` as a string, as PyYAML does.
 fn checked(mut node: Node, text: &str) -> Result<Node, ConfigError> {
     match &node.value {
         Value::Bool(_) => {
@@ -57,7 +57,7 @@ fn checked(mut node: Node, text: &str) -> Result<Node, ConfigError> {
     Ok(node)
 }
 
-/// Returns the word at a place if it is a lone `y` or `n`, which is text to PyYAML.
+/// Returns the word at a location if it is a lone `y` or `n`, which PyYAML reads as a string.
 fn lone_letter(text: &str, place: &SourceLocation) -> Option<String> {
     let line = text.lines().nth(place.line.checked_sub(1)?)?;
     let from: String = line.chars().skip(place.column.checked_sub(1)?).collect();
@@ -65,7 +65,7 @@ fn lone_letter(text: &str, place: &SourceLocation) -> Option<String> {
     ["y", "n", "Y", "N"].contains(&word.as_str()).then_some(word)
 }
 
-/// Refuses a key that comes twice: PyYAML takes the last, other readers the first.
+/// Returns an error for a duplicate key. PyYAML takes the last value, other parsers the first.
 fn check_keys(entries: &[Entry]) -> Result<(), ConfigError> {
     let mut seen: HashMap<&str, &Entry> = HashMap::new();
     for entry in entries {
@@ -77,7 +77,7 @@ fn check_keys(entries: &[Entry]) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// A key: text, or what Python would print for a scalar.
+/// Map key: a string, or a scalar as Python prints it.
 struct Key(String);
 
 impl yaml::Key for Key {

@@ -1,4 +1,5 @@
-//! Answers are what the model says to each request by itself, however requests share tokens, batches, ranks and days.
+//! Responses equal those of single, unbatched requests, for any batching, prefix sharing, number of ranks and
+//! resumption.
 
 use std::cell::Cell;
 use std::fs;
@@ -55,7 +56,8 @@ fn generate(context: &str, settings: GenerationSettings) -> Request {
 
 const FEWSHOT: &str = "Q: Is snow cold? A: yes\n\nQ: Is fire cold? A: no\n\nQ: Is the sun hot? A: yes\n\n";
 
-/// Choices after shared contexts, single tokens, requests that are the same, cut or without context, texts and prompts.
+/// Returns requests of all kinds: shared contexts, single-token choices, duplicates, truncated and empty contexts,
+/// rolling texts and prompts.
 fn requests() -> Vec<Request> {
     let mut requests = Vec::new();
     for question in ["Q: Is ice hot? A:", "Q: Is tea hot? A:", "Q: Is tea cold, or is it not? A: "] {
@@ -93,7 +95,7 @@ fn responses(answered: &[Answered]) -> Vec<Response> {
     answered.iter().map(|answered| answered.response.clone()).collect()
 }
 
-/// The logits after some tokens, by a forward of them alone.
+/// Returns the logits after some tokens, from a forward pass of these tokens alone.
 fn logits(lm: &Lm, ids: &[u32]) -> Vec<f64> {
     let cache = KvCache::new(lm.engine().model().n_blocks(), ids.len());
     let logits = lm.engine().next_logits(ids, 0, &cache).unwrap();
@@ -104,7 +106,7 @@ fn likeliest(logits: &[f64]) -> usize {
     (0..logits.len()).rev().max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap()
 }
 
-/// Scores a sequence one token after the other.
+/// Scores a sequence token by token.
 fn score_alone(lm: &Lm, scored: &Scored) -> (f64, bool) {
     let (mut sum, mut is_greedy) = (0.0, true);
     for (i, target) in scored.targets().iter().enumerate() {
@@ -116,7 +118,7 @@ fn score_alone(lm: &Lm, scored: &Scored) -> (f64, bool) {
     (sum, is_greedy)
 }
 
-/// Generates by forwards of the whole text so far.
+/// Generates with a forward pass of the whole text for each token.
 fn generate_alone(lm: &Lm, context: &str, settings: &GenerationSettings) -> String {
     let n_max = settings.max_gen_toks.unwrap();
     let mut ids = lm.tokenizer().encode(context, Specials::Add).unwrap();
@@ -168,7 +170,7 @@ fn answers_are_those_to_each_request_by_itself() {
             (request, response) => panic!("{response:?} is no answer to {request:?}"),
         }
     }
-    // What the model says itself is greedy, if its tokens are those that its text has.
+    // The model's own generation is greedy, if its text is tokenized to the same tokens.
     for prompt in ["Say wolf 4 times.", "Say", "Spell the word cloud.", "W", "The quick fox", "a b c"] {
         let said = generate_alone(&lm, prompt, &greedy(&[], 1));
         if said.is_empty() {
@@ -213,7 +215,7 @@ fn answers_have_the_same_bits_on_any_number_of_ranks() {
     }
 }
 
-/// What three ranks answer of which the second lets the others wait for so long before each of its answers.
+/// Returns the responses of three ranks. The second rank sleeps for this time before each batch.
 fn with_a_slow_rank(
     pause: Duration,
     batch_size: Option<usize>,
@@ -244,7 +246,7 @@ fn a_rank_with_a_copy_of_its_own_is_waited_for_as_long_as_it_takes() {
     assert_eq!(answered, [requests().len(); 3]);
 }
 
-/// Each of them waits for the others while it computes, so a step that does not end must not look like work.
+/// Ranks wait for each other during computation, so the watchdog must notice a step that never ends.
 #[test]
 fn ranks_that_have_a_copy_together_are_waited_for_step_by_step() {
     let together = |world: &World| Crew { copy: world.group(), ..Crew::of_copies(world.group()) };
@@ -253,7 +255,7 @@ fn ranks_that_have_a_copy_together_are_waited_for_step_by_step() {
     assert!(with_a_slow_rank(3 * TIMEOUT, Some(2), together).is_err());
 }
 
-/// Ranks with a copy each, and ranks that have one together.
+/// This holds for ranks with replicas, and for ranks that share one model.
 #[test]
 fn a_stop_on_one_rank_ends_all_of_them() {
     let (folder, _lm) = model(1);
@@ -294,7 +296,7 @@ fn what_is_sampled_depends_on_the_seed_and_the_draw_and_not_on_the_batch() {
     assert_eq!(one, with(1, Some(1)));
     assert_ne!(one, with(2, None));
     assert!(one[0] != one[2] && one[2] != one[3] && one[0] != one[3]);
-    // The first draw is the same, whatever is asked besides.
+    // The first sample does not depend on the other requests.
     assert_eq!(responses(&answer(&lm, AnswerSettings { seed: 1, ..settings() }, &requests[..1])), one[..1]);
 }
 
@@ -308,7 +310,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The number of whole lines in all logs.
+/// Returns the number of complete lines in all cache files.
 fn n_lines(folder: &Path) -> usize {
     let count = |file: &PathBuf| fs::read(file).unwrap().iter().filter(|byte| **byte == b'\n').count();
     files(folder).iter().map(count).sum()
@@ -332,14 +334,14 @@ fn an_interrupted_evaluation_goes_on_with_another_number_of_ranks() {
     on_ranks(3);
     let n_all = n_lines(&logs);
     assert_eq!(files(&logs).len(), 3);
-    // Each file loses its end, one in the middle of a line.
+    // Each file is truncated, one of them inside a line.
     for (i, file) in files(&logs).iter().enumerate() {
         let bytes = fs::read(file).unwrap();
         fs::write(file, &bytes[..bytes.len() - 40 * (i + 1)]).unwrap();
     }
     assert!((1..n_all).contains(&n_lines(&logs)), "{} of {n_all}", n_lines(&logs));
     on_ranks(2);
-    // What was lost was answered, and nothing else.
+    // Only the missing requests are computed again.
     assert_eq!(n_lines(&logs), n_all);
     on_ranks(1);
     assert_eq!(n_lines(&logs), n_all);
@@ -351,14 +353,14 @@ fn answers_are_read_for_the_same_model_and_for_no_other() {
     let logs = folder.path().join("logs");
     let requests = [scored("Say wolf 4 times.", " wolf")];
     let first = answer(&lm, with_log(&logs), &requests);
-    // An answer that no model gives shows whether it is read.
+    // A response that no model gives shows whether the cache is read.
     let log = &files(&logs)[0];
     let Response::Loglikelihood { logprob, .. } = first[0].response else { panic!("{first:?}") };
     let marked = fs::read_to_string(log).unwrap().replace(&logprob.to_string(), "-12345.5");
     fs::write(log, marked).unwrap();
     let marked = Response::Loglikelihood { logprob: -12345.5, is_greedy: false };
     assert_eq!(answer(&lm, with_log(&logs), &requests)[0].response, marked);
-    // Other weights, another context, another number format, another attention, another tokenizer.
+    // Other weights, another context, another dtype, another attention kernel, another tokenizer.
     let (_other, of_another) = model(2);
     assert_ne!(answer(&of_another, with_log(&logs), &requests)[0].response, marked);
     let shorter = AnswerSettings { max_length: Some(32), ..with_log(&logs) };
@@ -387,12 +389,12 @@ fn stops_count_behind_the_thinking() {
     };
     check(None, "I ", 1);
     check(Some(ThinkEnd::read("END")), "The answer. ", 2);
-    // The last token of "END" as a number.
+    // The last token of "END" as an id.
     let is_behind = |n: &usize| tokenizer.decode(&thought[..*n], Specials::Omit).unwrap().contains("END");
     let last = (1..=thought.len()).find(is_behind).unwrap() - 1;
     assert!(!thought[last + 1..].contains(&thought[last]));
     check(Some(ThinkEnd::read(&thought[last].to_string())), "The answer. ", 2);
-    // Who never ends thinking has said nothing behind it: all of it is the answer, as for lm-eval.
+    // Thinking without an end token is part of the response, as in lm-eval.
     let stop = Stop::new(&["stop".to_owned()], Some(ThinkEnd::read("NEVER")), &tokenizer);
     assert!(!stop.ends(&thought, &tokenizer).unwrap());
     assert_eq!(stop.text(&thought, &tokenizer).unwrap(), "I ");

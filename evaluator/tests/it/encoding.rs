@@ -1,5 +1,4 @@
-//! What a model is given to see of a request is what lm-evaluation-harness gives it: tests/reference/harness_tokens.py wrote
-//! down what that is.
+//! The input tokens of requests equal lm-evaluation-harness's, as recorded by tests/reference/harness_tokens.py.
 
 use candlewick_inference::answer::encode::Encoder;
 use candlewick_inference::answer::windows::{Scored, windows};
@@ -44,7 +43,8 @@ fn pairs_are_cut_and_divided_as_by_the_harness() {
         for (context, continuation, want) in &case.pairs {
             let pair = encoder.pair(context, continuation);
             let Some(want) = want else {
-                // The harness has no answer: an empty continuation, or nothing before it, or more than fits.
+                // The harness fails for an empty continuation, for an empty context, and for a text above the context
+                // length.
                 let is_refused = pair.as_ref().map_or(true, |pair| pair.continuation.len() > case.max_length);
                 assert!(is_refused || context.trim().is_empty(), "{} {context:?} {continuation:?}", case.tokenizer);
                 continue;
@@ -66,7 +66,7 @@ fn long_texts_roll_as_in_the_harness() {
             let got = windows(&encoder.text(text).unwrap(), encoder.prefix().unwrap(), case.max_length);
             let mut got: Vec<Seen> = got.iter().map(Seen::from).collect();
             let mut want: Vec<Seen> = want.iter().flatten().map(|w| Seen { seen: w.seen.clone(), ..*w }).collect();
-            // The harness computes a batch of windows, the longest first.
+            // The harness sorts the windows of a batch by length, longest first.
             got.sort_by_key(|window| (window.seen.clone(), window.n_targets));
             want.sort_by_key(|window| (window.seen.clone(), window.n_targets));
             assert_eq!(got, want, "{} {text:?}", case.tokenizer);

@@ -1,5 +1,6 @@
-//! Tasks against lm-evaluation-harness 0.4.13: prompts, records, scores, errors of estimates, groups and tables.
-//! `tests/reference/lm_eval_tasks.py` asked the harness; the answers of both are computed from a hash of the question.
+//! Comparison with lm-evaluation-harness 0.4.13: prompts, records, scores, standard errors, groups and tables.
+//! `tests/reference/lm_eval_tasks.py` recorded the harness's results. Both sides compute responses from a hash of the
+//! request.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,23 +8,23 @@ use std::path::{Path, PathBuf};
 use candlewick_inference::request::{Request, Response};
 use candlewick_text::hub::{Hub, HubSettings};
 use candlewick_text::template::{Ending, TemplateError};
-use evaluator::results::{TaskRun, assemble, groups_table, table};
+use evaluator::results::{TaskRun, assemble_results, groups_table, results_table};
 use evaluator::task::{ChatFormatter, DataOverrides, Instance, PromptOptions, Task, TaskConfig, TaskRegistry};
 use serde_json::{Value as Json, json};
 use sha2::{Digest, Sha256};
 
-/// The harness's numbers and ours differ by the order of sums at most.
+/// Relative tolerance: only the order of summation differs.
 const TOLERANCE: f64 = 1e-12;
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/lm_eval")
 }
 
-/// The chat template of the script.
+/// Chat template of `lm_eval_tasks.py`.
 struct Tags;
 
 impl ChatFormatter for Tags {
-    fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+    fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
         let turns: String = turns.iter().map(|(role, content)| format!("<{role}>{content}</{role}>")).collect();
         Ok(turns + if ending == Ending::GenerationPrompt { "<assistant>" } else { "" })
     }
@@ -34,7 +35,7 @@ fn digest(parts: &[&str]) -> u32 {
     u32::from_be_bytes([hash[0], hash[1], hash[2], hash[3]])
 }
 
-/// Minus an eighth of a number; there is no minus zero.
+/// Returns minus an eighth of a number, and 0 instead of -0.
 fn minus(number: u32) -> f64 {
     0.0 - f64::from(number) / 8.0
 }
@@ -53,7 +54,7 @@ fn canned(instance: &Instance, answers: &[String]) -> Response {
     }
 }
 
-/// The fixtures' task files with the data's place filled in.
+/// Reads the fixtures' task files, with the path of the data filled in.
 fn task_files() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for entry in fs::read_dir(fixtures().join("tasks")).unwrap() {
@@ -114,7 +115,7 @@ fn check(name: &str) {
         let (num_fewshot, generation_kwargs) = (task.num_fewshot(&options), task.generation_kwargs(&options));
         runs.push(TaskRun { num_fewshot, generation_kwargs, config: task.config().clone(), scores });
     }
-    let results = assemble(&runs, &selection.groups);
+    let results = assemble_results(&runs, &selection.groups);
     let found = serde_json::to_value(&results).unwrap();
     let keys =
         ["results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples", "task_hashes"];
@@ -129,14 +130,14 @@ fn check(name: &str) {
         let found = found.to_string().replace(&fixtures().display().to_string(), "FIXTURES");
         same(&format!("{name}: configs.{task}"), &serde_json::from_str(&found).unwrap(), config);
     }
-    let mut tables = table(&results);
+    let mut tables = results_table(&results);
     if !results.groups.is_empty() {
         tables += &format!("\n{}", groups_table(&results));
     }
     assert_eq!(tables.trim_end(), expected["table"].as_str().unwrap().trim_end(), "{name}");
 }
 
-/// The keys of objects that only we have are not compared: what lm-eval does not know.
+/// Compares values, but ignores keys that are additions to lm-eval's.
 #[track_caller]
 fn same(at: &str, found: &Json, wanted: &Json) {
     match (found, wanted) {
@@ -174,7 +175,7 @@ macro_rules! cases {
             }
         )*
 
-        /// A case that is not run proves nothing.
+        /// Every case of the fixtures must run.
         #[test]
         fn every_expected_file_is_a_case() {
             let mut files: Vec<String> = fs::read_dir(fixtures().join("expected"))

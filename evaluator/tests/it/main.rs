@@ -1,4 +1,4 @@
-//! Integration tests of the evaluator: one binary, one module for each subject.
+//! Integration tests of the evaluator: one binary with one module for each subject.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod answers;

@@ -1,4 +1,4 @@
-//! What a run is told beside the scores, and what it must not do unasked.
+//! Notes and warnings of `evaluator run`, and operations that need confirmation.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use candlewick_text::hub::{Hub, HubSettings};
 use evaluator::task::{DataOverrides, DocCounts, Instance, PromptOptions, Task, TaskError, TaskRegistry};
 use serde_json::json;
 
-/// A built-in task on rows of its own.
+/// Opens a built-in task with the given rows as its data.
 fn open(folder: &Path, name: &str, rows: &[serde_json::Value], options: &PromptOptions) -> Task {
     let lines: Vec<String> = rows.iter().map(ToString::to_string).collect();
     let path = folder.join("rows");

@@ -1,4 +1,4 @@
-//! The commands that list, show and compare tasks, through the program.
+//! Commands that list, show and compare tasks, through the program.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ fn refused(args: &[&str], code: i32, words: &[&str]) {
     }
 }
 
-/// A file of its own in a folder that lasts as long as the test.
+/// Writes a file in a temporary folder.
 fn file(folder: &tempfile::TempDir, name: &str, text: &str) -> String {
     let path = folder.path().join(name);
     fs::write(&path, text).unwrap();
@@ -76,7 +76,7 @@ fn a_prompt_is_shown_as_it_is_asked() {
     );
     assert!(text.starts_with(&head), "{text}");
     assert!(text.contains("Question: 600 twice?\nAnswer:\n"), "{text}");
-    // The examples of lm-eval depend on the documents before: what its records say about document 1.
+    // With `compat` the few-shot examples depend on earlier documents; the fixture records document 1.
     let expected: Json =
         serde_json::from_str(&fs::read_to_string(fixtures().join("expected/gsm8k.json")).unwrap()).unwrap();
     let record = &expected["samples"]["gsm8k"][1]["arguments"]["gen_args_0"]["arg_0"];
@@ -93,7 +93,7 @@ fn examples_depend_on_nothing_but_seed_task_and_document() {
     assert_ne!(show(&[]), show(&["--fewshot-seed", "1"]));
 }
 
-/// Without a split for examples they come from the one that is evaluated.
+/// Without another split, the few-shot examples come from the evaluated split.
 #[test]
 fn a_document_is_not_its_own_example() {
     let folder = tempfile::tempdir().unwrap();
@@ -114,21 +114,21 @@ fn a_document_is_not_its_own_example() {
     };
     let fallback = task("test_split: test\n");
     assert_eq!(n_own(&fallback, &[]), 0);
-    // lm-eval does not see that it is the same split.
+    // lm-eval does not detect that both names are the same split.
     assert!(n_own(&fallback, &["--compat", "lm-eval"]) > 0);
     let named = task("test_split: test\nfewshot_split: test\n");
     assert_eq!(n_own(&named, &[]) + n_own(&named, &["--compat", "lm-eval"]), 0);
-    // Two names of one file are one split.
+    // Two split names with the same file are one split.
     let other = task("test_split: test\ntraining_split: train\n");
     assert_eq!(n_own(&other, &[]), 0);
-    // One file has no other split for examples.
+    // A single file has no other split for few-shot examples.
     let one_file = format!("own={data}");
     refused(&["show", &other, "--data", &one_file], 2, &["is one file", "come from \"train\"", "name a folder"]);
     said(&["show", &other, "--data", &one_file, "--num-fewshot", "0"]);
     assert_eq!(n_own(&task("test_split: test\n"), &["--data", &one_file]), 0);
 }
 
-/// A folder with files of these names; each row of a file names the file.
+/// Creates a folder with files of these names; each row contains its file's name.
 fn folder_of(files: &[(&str, usize)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for (name, n_rows) in files {
@@ -163,7 +163,7 @@ fn one_file_named_after_the_task_is_its_split() {
             "Write --data mmlu_astronomy=FILE",
         ],
     );
-    // A pattern is a union that was asked for.
+    // A pattern selects all matching files.
     let all = format!("mmlu_virology={path}/*.jsonl");
     assert!(said(&["show", "mmlu_virology", "--data", &all]).contains("document 0 of 5,"));
 }
@@ -193,7 +193,7 @@ fn a_backend_of_lm_eval_is_refused_by_name() {
 #[test]
 fn what_is_misspelt_is_answered_with_what_may_be_meant() {
     refused(&["show", "arc_eazy"], 2, &["the task \"arc_eazy\"", "did you mean `arc_easy`?"]);
-    refused(&["show", "mmlu,mmlu_anatomy"], 2, &["mmlu_anatomy is in both mmlu and mmlu_anatomy"]);
+    refused(&["show", "mmlu,mmlu_anatomy"], 2, &["mmlu and mmlu_anatomy select the task mmlu_anatomy"]);
     refused(&["show", "arc_easy", "--data", "arc_easy"], 2, &["write TASK=PATH"]);
     let data = format!("piqa={}", fixtures().join("data/piqa").display());
     refused(&["show", "piqa", "--data", &data, "--doc", "9"], 2, &["it has 3 documents"]);
@@ -260,7 +260,7 @@ fn malformed_data_name_file_and_line() {
     show("empty.jsonl", "\n", &["empty.jsonl", "no rows"]);
 }
 
-/// Records of a run in which document `i` is right if `right[i]`.
+/// Writes the records of a run in which document `i` is correct if `right[i]`.
 fn records(folder: &Path, time: &str, right: &[bool]) {
     fs::create_dir_all(folder).unwrap();
     let line = |(i, right): (usize, &bool)| {
@@ -281,19 +281,19 @@ fn two_runs_are_compared_sample_by_sample() {
     let (a, b) = (folder.path().join("a"), folder.path().join("b"));
     let (a, b) = (a.to_str().unwrap(), b.to_str().unwrap());
     let text = said(&["compare", a, b]);
-    // The differences are 0, -1, 1, 0, 0, -1, 0, 0: mean -1/8, deviation 0.6409, error 0.2266.
+    // The differences are 0, -1, 1, 0, 0, -1, 0, 0: mean -1/8, deviation 0.6409, standard error 0.2266.
     let want =
         "arc_easy acc,none: 0.6250 -> 0.5000  -0.1250 [-0.5691, +0.3191]  8 samples\n  gained 1: 2\n  lost 2: 1 5\n";
     assert_eq!(text, want);
     said(&["compare", a, b, "--fail-below", "acc=-0.2"]);
     refused(&["compare", a, b, "--fail-below", "acc=-0.01"], 1, &["changed by -0.1250"]);
     said(&["compare", a, b, "--fail-below", "arc_easy:acc=-0.5"]);
-    refused(&["compare", a, b, "--fail-below", "f1=-0.01"], 2, &["no task of both runs has the metric"]);
+    refused(&["compare", a, b, "--fail-below", "f1=-0.01"], 2, &["no task in both runs has the metric"]);
     refused(&["compare", a, folder.path().to_str().unwrap(), "--fail-below", "acc"], 2, &["acc=-0.01"]);
     refused(&["compare", a, b, "--fail-below", "acc=nan"], 2, &["acc=-0.01"]);
 }
 
-/// A bound on a few samples of many proves nothing.
+/// `--fail-below` must not pass on a subset of the samples.
 #[test]
 fn a_bound_fails_if_samples_are_in_one_run_only() {
     let folder = tempfile::tempdir().unwrap();
@@ -307,7 +307,7 @@ fn a_bound_fails_if_samples_are_in_one_run_only() {
     said(&["compare", a, b]);
 }
 
-/// Every metric of a run beside itself is what lm-eval's results say of it.
+/// A run compared with itself reproduces every metric of lm-eval's results file.
 #[test]
 fn metrics_are_put_together_as_the_results_have_them() {
     for (case, task) in [
@@ -383,7 +383,7 @@ fn a_filter_of_one_run_is_named_whichever_it_is() {
     assert!(text.contains("acc,strict: not compared: only the first run has the filter"), "{text}");
 }
 
-/// A built-in implementation stands for one file, and reads what is written into it.
+/// A built-in implementation is valid for one version of a Python file, and reads the data in it.
 #[test]
 fn another_python_file_is_refused_unless_it_is_allowed() {
     let folder = tempfile::tempdir().unwrap();
@@ -416,7 +416,7 @@ fn another_python_file_is_refused_unless_it_is_allowed() {
     )
     .unwrap();
     let task = task.to_str().unwrap();
-    refused(&["show", task], 2, &["hard.yaml:", "utils.py is not that of lm-eval 0.4.13", "--allow-changed-python"]);
+    refused(&["show", task], 2, &["hard.yaml:", "utils.py differs from lm-eval 0.4.13", "--allow-changed-python"]);
     let text = said(&["show", task, "--doc", "1", "--allow-changed-python"]);
     let want = "hard: document 1 of 2, 1 examples\ntest = DATA (2 documents)\n\n--- request 1 of 1: generate_until ---\n\
                 Problem:\nOne?\n\nSolution: It is $1$.\n\nProblem:\nThree?\n\nSolution:\n\n--- target ---\n\"2\"";
@@ -433,7 +433,7 @@ fn a_metric_of_one_right_choice_refuses_several_before_anything_is_asked() {
          metric_list: [{{metric: brier_score}}]\n"
     );
     let task = file(&folder, "many.yaml", &task);
-    refused(&["show", &task], 3, &["test.jsonl:1", "brier_score needs one right choice"]);
+    refused(&["show", &task], 3, &["test.jsonl:1", "brier_score needs one correct choice"]);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! `evaluator ... --timings`: how fast, beside the answer.
+//! `--timings`: the durations of `evaluator score` and `evaluator generate` as JSON on stderr.
 
 use std::path::Path;
 use std::process::{Command, Output};

@@ -140,7 +140,8 @@ fn text(bytes: &[u8]) -> String {
 #[test]
 fn a_runs_folder_names_its_newest_export() {
     let room = Room::shared();
-    let at = |model: &str| ok(room.evaluator(&["generate", "--model", model, "--prompt", "Say wolf."], ""));
+    let at =
+        |model: &str| ok(room.run("trainer", &["generate", model, "--prompt", "Say wolf.", "--device", "cpu"], ""));
     let newest = at("full/model/global_step_24");
     for (model, note) in [("full", "newest of 2"), ("full/model", "newest of 2")] {
         let found = at(model);
@@ -289,7 +290,7 @@ fn perplexity_reports_the_oddities_that_training_reports() {
     room.write("empty.jsonl", &(rows(0..1) + &empty));
     let output = ok(room.evaluator(&["score", "--model", "full", "--data", "empty.jsonl"], ""));
     let said = text(&output.stderr);
-    for what in ["hold an empty answer", "have no targets and are left out"] {
+    for what in ["hold an empty answer", "have no target tokens and are skipped"] {
         assert!(said.contains(&format!("warning: 1 of 2 rows {what}, the first at")), "{said}");
     }
     assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap()["rows"], 1);

@@ -1,4 +1,4 @@
-//! The comparison of two runs as a page of the same kind.
+//! HTML report of a comparison of two runs.
 
 use anyhow::Result;
 use minijinja::context;
@@ -9,9 +9,9 @@ use super::super::compare::{Comparison, MetricDifference};
 use super::interval::{Interval, Scale};
 use super::{STYLE, render};
 
-/// A metric of both runs, as it is printed and drawn.
+/// Row of the comparison table: one metric in both runs.
 #[derive(Serialize)]
-struct Row<'c> {
+struct ComparisonRow<'c> {
     task: &'c str,
     metric: &'c str,
     arrow: &'c str,
@@ -22,34 +22,36 @@ struct Row<'c> {
     b: String,
     difference: String,
     interval: String,
-    /// Whether zero is outside of the interval.
+    /// True if the confidence interval excludes zero.
     is_sure: bool,
     plot: Option<Interval>,
     gained: Vec<usize>,
     lost: Vec<usize>,
 }
 
-/// Writes the page. `names` are those of the two runs. Metrics that are shares have one scale, the others one each.
+/// Renders the comparison as HTML. `names` are the names of both runs. Fractions share one axis; each other metric
+/// has its own.
 pub fn comparison_page(comparison: &Comparison, names: [&str; 2]) -> Result<String> {
     let is_share = |d: &MetricDifference| [d.a, d.b].iter().all(|mean| (0.0..=1.0).contains(mean));
-    let shared = Scale::around_zero(comparison.differences.iter().filter(|d| is_share(d)).flat_map(|d| d.interval));
+    let shared = Scale::symmetric(comparison.differences.iter().filter(|d| is_share(d)).flat_map(|d| d.interval));
     let scale = |d: &MetricDifference| {
-        if is_share(d) { shared } else { Scale::around_zero(d.interval.into_iter().chain([d.difference])) }
+        if is_share(d) { shared } else { Scale::symmetric(d.interval.into_iter().chain([d.difference])) }
     };
-    let rows: Vec<Row> = comparison.differences.iter().map(|difference| row(difference, scale(difference))).collect();
+    let rows: Vec<ComparisonRow> =
+        comparison.differences.iter().map(|difference| row(difference, scale(difference))).collect();
     let [a, b] = names;
     let (end, unpaired, left_out) = (shared.to, Serde(&comparison.unpaired), Serde(&comparison.left_out));
     render("comparison.html", context! { style => STYLE, a, b, end, unpaired, left_out, rows => Serde(rows) })
 }
 
-fn row(d: &MetricDifference, scale: Scale) -> Row<'_> {
+fn row(d: &MetricDifference, scale: Scale) -> ComparisonRow<'_> {
     let [low, high] = d.interval;
     let is_known = low.is_finite() && high.is_finite();
     let flips = |gained: bool| {
         let own = d.flips.iter().filter(move |flip| (flip.b > flip.a) == gained);
         own.map(|flip| flip.doc_id).collect()
     };
-    Row {
+    ComparisonRow {
         task: &d.task,
         metric: &d.metric,
         arrow: if d.higher_is_better { "↑" } else { "↓" },

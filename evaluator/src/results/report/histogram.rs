@@ -1,5 +1,5 @@
-//! Histogram of a task's documents. The axis is the log-probability margin between the correct choice
-//! and the likeliest wrong one, else the log-likelihood, else the score.
+//! Histogram of a task's documents. The axis is the log-probability margin between the correct choice and the
+//! likeliest wrong choice, else the log-likelihood, else the score.
 
 use serde::Serialize;
 use serde_json::Value as Json;
@@ -7,16 +7,16 @@ use serde_json::Value as Json;
 use super::interval::round_up;
 use crate::task::{MetricValue, SampleRecord, TaskScores};
 
-/// Bars over a line of values. Places are parts of 100 of the width and of the height.
+/// Histogram with positions and heights in percent of the plot.
 #[derive(Debug, PartialEq, Serialize)]
 pub(super) struct Histogram {
     title: String,
     bars: Vec<Bar>,
-    /// The numbers under the line: place and text.
+    /// Axis ticks: position and label.
     ticks: Vec<(f64, String)>,
-    /// How many documents the highest bar stands for.
+    /// Number of documents in the highest bar.
     most: usize,
-    /// Documents without a number.
+    /// Number of documents without a value.
     n_without: usize,
 }
 
@@ -25,25 +25,25 @@ struct Bar {
     x: f64,
     width: f64,
     height: f64,
-    /// What side of zero it is on, where that means right and wrong.
+    /// CSS class: right for a positive margin, wrong for a negative one.
     kind: &'static str,
     label: String,
 }
 
-/// What is counted.
+/// Quantity on the axis of a histogram.
 struct Measure {
     title: String,
     values: Vec<Option<f64>>,
-    /// Whether what is above zero is right and what is below is wrong.
+    /// True if positive values are correct and negative values are wrong.
     is_margin: bool,
 }
 
-/// Bars are as wide as a round number of which at most so many are needed.
+/// Maximum number of bars; the bar width is the next larger round number.
 const MOST_BARS: f64 = 32.0;
 const FEWEST_BARS: f64 = 9.0;
 
 impl Histogram {
-    /// Counts a task's documents by its first filter; `None` if nothing about them is a number.
+    /// Counts a task's documents by the first filter's values; `None` if there are no numbers.
     pub(super) fn of(scores: &TaskScores) -> Option<Self> {
         let filter = &scores.samples.first()?.filter;
         let samples: Vec<&SampleRecord> = scores.samples.iter().filter(|sample| sample.filter == *filter).collect();
@@ -56,7 +56,7 @@ impl Histogram {
         let (low, high) = known.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), v| (l.min(*v), h.max(*v)));
         let spread = if high > low { (high - low) / (MOST_BARS - 2.0) } else { low.abs() };
         let width = if spread > 0.0 { round_up(spread) } else { 1.0 };
-        // Zero is the border of two bars. Few bars have room around them.
+        // Zero is always a boundary of two bars. A histogram with few bars is padded on both sides.
         let n_needed = (high / width).floor() - (low / width).floor() + 1.0;
         let n_around = ((FEWEST_BARS - n_needed) / 2.0).max(0.0).floor();
         let first = (low / width).floor() - n_around;
@@ -98,12 +98,12 @@ fn measures(samples: &[&SampleRecord]) -> Vec<Measure> {
         let values = samples.iter().map(|sample| value(sample).filter(|value| value.is_finite())).collect();
         Measure { title, values, is_margin }
     };
-    let margin = "log-likelihood of the right choice less that of the likeliest wrong one".to_owned();
+    let margin = "log-likelihood of the correct choice minus that of the likeliest wrong choice".to_owned();
     let per_part = "log-likelihood per byte or word of a text, in nats".to_owned();
     let mut all = vec![of_all(margin, true, &margin_of), of_all(per_part, false, &likelihood_per_part)];
     if let Some(first) = samples.first() {
         for (i, (metric, _)) in first.metrics.iter().enumerate() {
-            // What a perplexity is the mean of.
+            // Perplexity is the exponential of the mean of these values.
             let title = if metric == "perplexity" { "log-likelihood of the answer, in nats" } else { metric.as_str() };
             all.push(of_all(title.to_owned(), false, &|sample| sample.metrics.get(i)?.1.number()));
         }
@@ -111,24 +111,24 @@ fn measures(samples: &[&SampleRecord]) -> Vec<Measure> {
     all
 }
 
-/// By how much the likeliest right choice is likelier than the likeliest wrong one; negative if it is not.
+/// Returns the log-probability margin of the likeliest correct choice over the likeliest wrong one.
 fn margin_of(sample: &SampleRecord) -> Option<f64> {
     let choices = sample.choices.as_ref()?;
     let answers = sample.resps.as_array()?;
     let best = |is_right: bool| {
-        let own = (0..choices.n).filter(|i| choices.right.contains(i) == is_right);
+        let own = (0..choices.n_choices).filter(|i| choices.correct.contains(i) == is_right);
         own.filter_map(|i| logprob(answers.get(i)?)).reduce(f64::max)
     };
     Some(best(true)? - best(false)?)
 }
 
-/// The number in an answer as records list it: `[["-1.5", "True"]]`.
+/// Returns the log-probability in a recorded response such as `[["-1.5", "True"]]`.
 pub(super) fn logprob(answer: &Json) -> Option<f64> {
     let first = answer.get(0)?;
     first.get(0).unwrap_or(first).as_str()?.parse().ok()
 }
 
-/// The pair of a text's log-likelihood and its length that perplexities are made of.
+/// Returns the log-likelihood of a text per word or byte, from the inputs of a perplexity.
 fn likelihood_per_part(sample: &SampleRecord) -> Option<f64> {
     sample.metrics.iter().find_map(|(_, score)| match score {
         MetricValue::List(pair) => match pair.as_slice() {
@@ -162,7 +162,8 @@ mod tests {
             prompt_hash,
             target_hash,
             metrics,
-            choices: Some(ChoiceTargets { n, right: right.to_vec() }).filter(|choices| choices.n > 1),
+            choices: Some(ChoiceTargets { n_choices: n, correct: right.to_vec() })
+                .filter(|choices| choices.n_choices > 1),
         }
     }
 

@@ -1,10 +1,10 @@
-//! Where a value and its interval are drawn on a line.
+//! Positions of a value and its confidence interval on an axis.
 
 use serde::Serialize;
 
-use super::super::Z;
+use super::super::Z_95;
 
-/// The places of a value and of the ends of its interval on a line that goes from 0 to 100. Ends beyond the line are cut.
+/// Positions of a value and its interval's bounds on an axis from 0 to 100. Bounds beyond the axis are clamped.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(super) struct Interval {
     low: f64,
@@ -12,7 +12,7 @@ pub(super) struct Interval {
     high: f64,
 }
 
-/// What a line begins and ends with.
+/// Range of an axis.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Scale {
     pub(super) from: f64,
@@ -22,42 +22,43 @@ pub(super) struct Scale {
 impl Scale {
     pub(super) const UNIT: Self = Self { from: 0.0, to: 1.0 };
 
-    /// A scale with round ends that holds all of these, and 0. Those between 0 and 1 have that for their ends.
-    pub(super) fn holding(values: impl Iterator<Item = f64>) -> Self {
+    /// Returns a scale with round ends that contains all values and 0; 0 to 1 if all values lie within.
+    pub(super) fn covering(values: impl Iterator<Item = f64>) -> Self {
         let (low, high) = values
             .filter(|value| value.is_finite())
             .fold((0.0_f64, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)));
         match low >= 0.0 && high <= 1.0 {
             true => Self::UNIT,
-            // Not from -0.
+            // Avoids an end of -0.
             false => Self { from: 0.0 - round_up(-low), to: round_up(high) },
         }
     }
 
-    /// A scale with 0 in its middle.
-    pub(super) fn around_zero(values: impl Iterator<Item = f64>) -> Self {
+    /// Returns a scale that is symmetric around 0.
+    pub(super) fn symmetric(values: impl Iterator<Item = f64>) -> Self {
         let most = values.filter(|value| value.is_finite()).fold(0.0_f64, |most, value| most.max(value.abs()));
         let most = if most > 0.0 { round_up(most) } else { 1.0 };
         Self { from: -most, to: most }
     }
 
-    pub(super) fn place(self, value: f64) -> f64 {
+    pub(super) fn position(self, value: f64) -> f64 {
         (100.0 * (value - self.from) / (self.to - self.from)).clamp(0.0, 100.0)
     }
 
-    /// Places a value with what it may be by its interval.
+    /// Returns the positions of a value and of its interval's bounds.
     pub(super) fn interval(self, value: f64, [low, high]: [f64; 2]) -> Interval {
-        Interval { low: self.place(low), at: self.place(value), high: self.place(high) }
+        Interval { low: self.position(low), at: self.position(value), high: self.position(high) }
     }
 }
 
-/// Where a value lies with 95 % confidence. Without an error it is the value alone.
-pub(super) fn bounds(value: f64, stderr: Option<f64>) -> [f64; 2] {
-    let half = Z * stderr.unwrap_or(0.0);
+/// Returns the 95 % confidence interval of a value: value ± 1.96 standard errors. Without an error both bounds are
+/// the value.
+pub(super) fn confidence_interval(value: f64, stderr: Option<f64>) -> [f64; 2] {
+    let half = Z_95 * stderr.unwrap_or(0.0);
     [value - half, value + half]
 }
 
-/// The next of ..., 0.1, 0.2, 0.5, 1, 2, 5, ...; 0 stays 0.
+/// Rounds up to the next of ..., 0.1, 0.2, 0.5, 1, 2, 5, ...; 0 stays 0.
 pub(super) fn round_up(value: f64) -> f64 {
     if value <= 0.0 {
         return 0.0;
@@ -73,20 +74,20 @@ mod tests {
 
     #[test]
     fn scales_have_round_ends_and_hold_zero() {
-        let holding = |values: &[f64]| Scale::holding(values.iter().copied());
-        assert_eq!(holding(&[0.2, 1.0]), Scale::UNIT);
-        assert_eq!(holding(&[f64::NAN]), Scale::UNIT);
-        assert_eq!(holding(&[12.3, 45.0]), Scale { from: 0.0, to: 50.0 });
-        assert_eq!(holding(&[-0.3, 0.5]), Scale { from: -0.5, to: 0.5 });
-        assert_eq!(Scale::around_zero([-0.04, 0.01].into_iter()), Scale { from: -0.05, to: 0.05 });
+        let covering = |values: &[f64]| Scale::covering(values.iter().copied());
+        assert_eq!(covering(&[0.2, 1.0]), Scale::UNIT);
+        assert_eq!(covering(&[f64::NAN]), Scale::UNIT);
+        assert_eq!(covering(&[12.3, 45.0]), Scale { from: 0.0, to: 50.0 });
+        assert_eq!(covering(&[-0.3, 0.5]), Scale { from: -0.5, to: 0.5 });
+        assert_eq!(Scale::symmetric([-0.04, 0.01].into_iter()), Scale { from: -0.05, to: 0.05 });
         assert_eq!([0.1, 0.11, 3.0, 1000.0, 0.0].map(round_up), [0.1, 0.2, 5.0, 1000.0, 0.0]);
     }
 
     #[test]
     fn an_interval_is_cut_at_the_ends_of_its_line() {
         let near = |a: f64, b: f64| (a - b).abs() < 1e-9;
-        let Interval { low, at, high } = Scale::UNIT.interval(0.9, bounds(0.9, Some(0.1)));
-        assert!(near(low, 100.0 * (0.9 - 0.1 * Z)) && near(at, 90.0) && near(high, 100.0), "{low} {at} {high}");
-        assert_eq!(bounds(0.5, None), [0.5, 0.5]);
+        let Interval { low, at, high } = Scale::UNIT.interval(0.9, confidence_interval(0.9, Some(0.1)));
+        assert!(near(low, 100.0 * (0.9 - 0.1 * Z_95)) && near(at, 90.0) && near(high, 100.0), "{low} {at} {high}");
+        assert_eq!(confidence_interval(0.5, None), [0.5, 0.5]);
     }
 }

@@ -1,8 +1,7 @@
-//! The results of a run as one HTML page that needs nothing but a browser: scores with intervals, histograms, and each
-//! document with what was asked and answered.
+//! HTML report of a run: one self-contained page with scores, confidence intervals, histograms and sample records.
 //!
-//! `summary` makes the rows of the table, [`histogram`] and [`interval`] say where things are drawn, `samples` what the
-//! page holds of the documents. `page.html` writes it down; `script.js` shows the documents.
+//! `summary` builds the rows of the score table, [`histogram`] and [`interval`] compute positions, and `samples`
+//! serializes the documents. `page.html` is the template; `script.js` shows the documents.
 
 mod comparison;
 mod histogram;
@@ -33,33 +32,33 @@ const TEMPLATES: [(&str, &str); 3] = [
 
 /// Contents of the HTML report.
 pub struct HtmlReport<'a> {
-    /// The results.
+    /// Results of the run.
     pub results: &'a Results,
-    /// The tasks with their samples.
+    /// Tasks with their scores and sample records.
     pub runs: &'a [TaskRun],
-    /// The command as it may be given again.
+    /// Command line of the run, quoted for a shell.
     pub command: &'a str,
-    /// The most bytes of samples that the page holds. Each task has as much of them as the others, or as it needs.
+    /// Maximum size of all embedded samples, in bytes, shared fairly among the tasks.
     pub sample_bytes: usize,
 }
 
-/// A task's part of the page.
+/// One task's section of the report.
 #[derive(Serialize)]
 struct Section {
-    /// The task, as the fragment of an address names it.
+    /// Task name, encoded for a URL fragment.
     name: String,
     alias: String,
     config: String,
     histogram: Option<Histogram>,
     n_docs: usize,
-    /// Documents that were left out of the page, whose size is limited.
+    /// Number of documents omitted because of the size limit.
     n_left_out: usize,
-    /// The documents as JSON that may stand in a script.
+    /// Documents as JSON, escaped for a `<script>` element.
     docs: String,
 }
 
 impl HtmlReport<'_> {
-    /// Writes the page.
+    /// Renders the report as HTML.
     pub fn html(&self) -> Result<String> {
         let head = ReportHead::of(self.results, self.command);
         let (rows, unit_axis) = summary::rows(self.results);
@@ -77,10 +76,10 @@ impl HtmlReport<'_> {
     fn sections(&self) -> Result<Vec<Section>> {
         let docs: Vec<Vec<String>> = self.runs.iter().map(|run| samples::documents(&run.scores.samples)).collect();
         let sizes: Vec<usize> = docs.iter().map(|docs| docs.iter().map(String::len).sum()).collect();
-        let shares = samples::shares(&sizes, self.sample_bytes);
+        let shares = samples::byte_budgets(&sizes, self.sample_bytes);
         let section = |((run, docs), share): ((&TaskRun, &Vec<String>), usize)| {
             let config = serde_json::to_string_pretty(&run.config())?;
-            let n_shown = samples::n_within(docs, share);
+            let n_shown = samples::n_fitting(docs, share);
             Ok(Section {
                 name: run.config.task.clone(),
                 alias: run.config.alias.clone().unwrap_or_else(|| run.config.task.clone()),
@@ -95,14 +94,14 @@ impl HtmlReport<'_> {
     }
 }
 
-/// What the page begins with.
+/// Head of the report.
 #[derive(Serialize)]
 struct ReportHead {
     model: String,
-    /// Short facts with their names.
+    /// Label and value of each fact, such as the date.
     facts: Vec<(&'static str, String)>,
     command: String,
-    /// Every setting of the run.
+    /// Name and value of every setting of the run.
     settings: Vec<(String, String)>,
 }
 
@@ -119,7 +118,7 @@ impl ReportHead {
             ("adapter", adapter.map(str::to_owned)),
             ("revision", setting("model_sha").or(setting("model_revision")).map(plain)),
             ("parameters", setting("model_num_parameters").map(plain)),
-            ("number format", setting("model_dtype").map(plain)),
+            ("dtype", setting("model_dtype").map(plain)),
             ("context", run("max_length").map(|length| format!("{} tokens", plain(length)))),
             ("evaluator", run("candlewick_version").map(plain)),
             ("took", seconds.map(|seconds: f64| format!("{seconds:.1} s"))),
@@ -139,12 +138,12 @@ impl ReportHead {
 
 const DATE: &str = "%Y-%m-%d %H:%M:%S UTC";
 
-/// Fills a template in. What is put into it is text, unless the template says otherwise.
+/// Renders a template. Values are HTML-escaped unless the template marks them as safe.
 fn render(name: &str, values: Value) -> Result<String> {
     let mut environment = Environment::new();
     for (name, source) in TEMPLATES {
         environment.add_template(name, source).with_context(|| format!("failed to read the template {name}"))?;
     }
     let page = environment.get_template(name).and_then(|template| template.render(values));
-    page.with_context(|| format!("failed to fill in the template {name}"))
+    page.with_context(|| format!("failed to render the template {name}"))
 }

@@ -1,4 +1,4 @@
-//! What the page holds of each document: the prompt once, what was asked behind it, the answers and their values.
+//! Documents in the HTML report: prompt, requests, responses and metric values.
 
 use std::collections::BTreeMap;
 
@@ -8,41 +8,41 @@ use serde_json::{Map, Value as Json};
 use super::histogram::logprob;
 use crate::task::{MetricValue, SampleRecord};
 
-/// A document.
+/// Document in the report.
 #[derive(Serialize)]
 struct Document<'s> {
     id: usize,
-    /// The prompt that the first requests have in common.
+    /// Prompt shared by the first requests.
     prompt: &'s str,
     target: &'s str,
     asked: Vec<ReportRequest<'s>>,
     filters: Vec<Filtered<'s>>,
 }
 
-/// A request.
+/// Request of a document.
 #[derive(Serialize)]
 struct ReportRequest<'s> {
-    /// The prompt, if it is another than the document's.
+    /// Prompt, if it differs from the document's.
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt: Option<&'s str>,
-    /// What was scored behind the prompt.
+    /// Scored continuation.
     #[serde(skip_serializing_if = "Option::is_none")]
     text: Option<&'s str>,
-    /// Whether this choice is right, if it is one.
+    /// True for a correct choice; absent if the request is not a choice.
     #[serde(skip_serializing_if = "Option::is_none")]
     right: Option<bool>,
-    /// How likely it is; `null` if that is no number.
+    /// Log-probability; `null` if it is not finite.
     #[serde(skip_serializing_if = "Option::is_none")]
     logprob: Option<Json>,
-    /// Whether each of its tokens was the likeliest.
+    /// True if greedy decoding would generate the continuation.
     #[serde(skip_serializing_if = "Option::is_none")]
     greedy: Option<bool>,
-    /// Texts that were generated.
+    /// Generated responses.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     answers: Vec<&'s str>,
 }
 
-/// What a filter made of the answers.
+/// Result of one filter: the filtered responses and their metric values.
 #[derive(Serialize)]
 struct Filtered<'s> {
     name: &'s str,
@@ -51,12 +51,12 @@ struct Filtered<'s> {
     metrics: Map<String, Json>,
 }
 
-/// The documents of a task in their order, each as JSON that may stand in a script.
+/// Serializes a task's documents in order, each as JSON escaped for a `<script>` element.
 pub(super) fn documents(samples: &[SampleRecord]) -> Vec<String> {
     let mut docs: BTreeMap<usize, Vec<&SampleRecord>> = BTreeMap::new();
     samples.iter().for_each(|sample| docs.entry(sample.doc_id).or_default().push(sample));
     let written = docs.values().filter_map(|filters| serde_json::to_string(&document(filters)?).ok());
-    // No text ends the script that it stands in.
+    // An unescaped `</script>` in a document would end the element.
     written.map(|json| json.replace('<', "\\u003c")).collect()
 }
 
@@ -91,12 +91,12 @@ fn document<'s>(filters: &[&'s SampleRecord]) -> Option<Document<'s>> {
 fn asked<'s>(sample: &'s SampleRecord, i: usize, arguments: &'s [Json], answer: &'s Json) -> ReportRequest<'s> {
     let number = logprob(answer);
     let is_scored = !matches!(arguments.get(1), Some(Json::Object(_)));
-    let choices = sample.choices.as_ref().filter(|choices| i < choices.n);
+    let choices = sample.choices.as_ref().filter(|choices| i < choices.n_choices);
     let said = answer.as_array().map(Vec::as_slice).unwrap_or_default();
     ReportRequest {
         prompt: arguments.first().and_then(Json::as_str),
         text: arguments.get(1).and_then(Json::as_str),
-        right: choices.map(|choices| choices.right.contains(&i)),
+        right: choices.map(|choices| choices.correct.contains(&i)),
         logprob: is_scored.then(|| number.and_then(serde_json::Number::from_f64).map_or(Json::Null, Json::Number)),
         greedy: answer.pointer("/0/1").and_then(Json::as_str).filter(|_| is_scored).map(|truth| truth == "True"),
         answers: if is_scored { Vec::new() } else { said.iter().filter_map(Json::as_str).collect() },
@@ -107,8 +107,8 @@ fn json(score: &MetricValue) -> Json {
     serde_json::to_value(score).unwrap_or(Json::Null)
 }
 
-/// How many bytes each of the tasks may have: as many as it needs, or as any other that needs more.
-pub(super) fn shares(sizes: &[usize], total: usize) -> Vec<usize> {
+/// Splits a byte budget among tasks: each gets its size, or an equal share of the remaining budget.
+pub(super) fn byte_budgets(sizes: &[usize], total: usize) -> Vec<usize> {
     let mut by_size: Vec<usize> = (0..sizes.len()).collect();
     by_size.sort_by_key(|task| sizes[*task]);
     let (mut shares, mut left) = (vec![0; sizes.len()], total);
@@ -119,8 +119,8 @@ pub(super) fn shares(sizes: &[usize], total: usize) -> Vec<usize> {
     shares
 }
 
-/// How many of the documents, from the first on, have room.
-pub(super) fn n_within(docs: &[String], n_bytes: usize) -> usize {
+/// Returns the number of leading documents that fit into `n_bytes`.
+pub(super) fn n_fitting(docs: &[String], n_bytes: usize) -> usize {
     let ends = docs.iter().scan(0, |end, doc| {
         *end += doc.len();
         Some(*end)
@@ -134,15 +134,15 @@ mod tests {
 
     #[test]
     fn what_a_task_does_not_need_is_the_others() {
-        assert_eq!(shares(&[10, 100, 200], 150), [10, 70, 70]);
-        assert_eq!(shares(&[10, 20], 150), [10, 20]);
-        assert_eq!(shares(&[10, 20], 0), [0, 0]);
-        assert!(shares(&[], 5).is_empty());
+        assert_eq!(byte_budgets(&[10, 100, 200], 150), [10, 70, 70]);
+        assert_eq!(byte_budgets(&[10, 20], 150), [10, 20]);
+        assert_eq!(byte_budgets(&[10, 20], 0), [0, 0]);
+        assert!(byte_budgets(&[], 5).is_empty());
     }
 
     #[test]
     fn documents_are_whole_or_left_out() {
         let docs = ["12345", "123", "1"].map(str::to_owned);
-        assert_eq!([0, 4, 5, 8, 9].map(|n| n_within(&docs, n)), [0, 0, 1, 2, 3]);
+        assert_eq!([0, 4, 5, 8, 9].map(|n| n_fitting(&docs, n)), [0, 0, 1, 2, 3]);
     }
 }

@@ -1,5 +1,5 @@
 // Shows the documents of each task: search, right and wrong, pages, and one document as `#task=NAME&doc=ID`.
-// Nothing is ever read as HTML: texts become text nodes.
+// All texts become text nodes, so no document is parsed as HTML.
 "use strict";
 (() => {
   const PAGE = 25;
@@ -14,7 +14,7 @@
     return element;
   };
 
-  // The end of a prompt is its question; what stands before are examples.
+  // The end of a prompt is the question; few-shot examples precede it.
   const ending = (text) => {
     const line = text.replace(/\s+/g, " ").trim();
     return line.length > 160 ? "…" + line.slice(-160) : line;
@@ -46,7 +46,7 @@
       .join("\n")
       .toLowerCase();
 
-  // Which filters have a metric, as "metric,filter".
+  // Names of all metrics, as "metric,filter".
   const metricsOf = (docs) => {
     const names = new Set();
     docs.forEach((doc) => doc.filters.forEach((f) => Object.keys(f.metrics).forEach((m) => names.add(m + "," + f.name))));
@@ -58,7 +58,7 @@
     const value = filter && filter.metrics[key.slice(0, at)];
     return typeof value === "boolean" ? Number(value) : value;
   };
-  // 1 is right and 0 is wrong; what lies between is neither.
+  // A value of 1 is right and 0 is wrong; other values are neither.
   const verdict = (value) => (value === 1 ? "right" : value === 0 ? "wrong" : "");
 
   const chip = (value, name) => make("span", { class: "chip " + verdict(value) }, (name ? name + " " : "") + number(value));
@@ -175,7 +175,7 @@
       this.show();
     }
 
-    // Opens a document, wherever it is in the list.
+    // Opens a document and the page of the list that contains it.
     reveal(id) {
       this.search.value = "";
       this.verdict.value = "";

@@ -1,4 +1,4 @@
-//! The rows of the summary: every task and group with its scores, their intervals and its counts.
+//! Rows of the summary table: each task and group with its scores, confidence intervals and document counts.
 
 use std::collections::BTreeMap;
 
@@ -7,16 +7,16 @@ use serde_json::Value as Json;
 
 use super::super::schema::Results;
 use super::super::table::{Value, arrow, number, ordered, plain, values};
-use super::interval::{Interval, Scale, bounds};
+use super::interval::{Interval, Scale, confidence_interval};
 
-/// A task or a group.
+/// Row of a task or group.
 #[derive(Debug, Serialize)]
-pub(super) struct Row {
+pub(super) struct SummaryRow {
     name: String,
     alias: String,
     depth: usize,
     is_task: bool,
-    /// Its name as it stands in the fragment of an address.
+    /// Name, encoded for a URL fragment.
     fragment: String,
     version: String,
     n_shot: String,
@@ -24,7 +24,7 @@ pub(super) struct Row {
     counts: Counts,
 }
 
-/// One score as it is printed and drawn.
+/// One score, formatted, with its position on the axis.
 #[derive(Debug, Serialize)]
 struct ScoreCells {
     metric: String,
@@ -34,11 +34,11 @@ struct ScoreCells {
     stderr: String,
     interval: String,
     plot: Option<Interval>,
-    /// The ends of the line, where they are not 0 and 1.
+    /// Labels of the axis ends, unless they are 0 and 1.
     ends: Option<[String; 2]>,
 }
 
-/// How many documents a task has and what became of them; a group has the sums over its tasks.
+/// Document counts of a task, or their sums over a group's tasks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 struct Counts {
     documents: u64,
@@ -49,12 +49,12 @@ struct Counts {
     no_target: u64,
 }
 
-/// All rows, groups before what is in them, and whether any line goes from 0 to 1.
-pub(super) fn rows(results: &Results) -> (Vec<Row>, bool) {
+/// Returns all rows, groups before their members, and true if any axis is 0 to 1.
+pub(super) fn rows(results: &Results) -> (Vec<SummaryRow>, bool) {
     let scales = scales(results);
     let row = |(name, depth): (String, usize)| {
         let fields = results.results.get(&name).and_then(Json::as_object)?;
-        Some(Row {
+        Some(SummaryRow {
             alias: fields.get("alias").map_or_else(|| name.clone(), plain),
             depth,
             is_task: results.n_samples.contains_key(&name),
@@ -70,31 +70,31 @@ pub(super) fn rows(results: &Results) -> (Vec<Row>, bool) {
     (rows, scales.values().any(|scale| *scale == Scale::UNIT))
 }
 
-/// Writes every byte but letters, digits and a few signs as `%XX`.
+/// Percent-encodes a name for a URL fragment.
 fn in_address(name: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     name.bytes().map(|byte| if is_plain(byte) { char::from(byte).into() } else { format!("%{byte:02X}") }).collect()
 }
 
-/// One scale for each metric, so that its values can be compared.
+/// Returns one scale for each metric, so that values of different tasks are comparable.
 fn scales(results: &Results) -> BTreeMap<String, Scale> {
     let mut ends: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     for value in results.results.values().filter_map(Json::as_object).flat_map(values) {
         let of_metric = ends.entry(value.metric.to_owned()).or_default();
         if let Some(at) = value.value.as_f64() {
-            let within = bounds(at, value.stderr.and_then(Json::as_f64));
-            // A share of documents stays one, however little is known of it.
+            let within = confidence_interval(at, value.stderr.and_then(Json::as_f64));
+            // The axis of a fraction stays 0 to 1, however wide the interval is.
             let is_share = (0.0..=1.0).contains(&at);
             of_metric.extend(if is_share { [at, at] } else { within });
         }
     }
-    ends.into_iter().map(|(metric, ends)| (metric, Scale::holding(ends.into_iter()))).collect()
+    ends.into_iter().map(|(metric, ends)| (metric, Scale::covering(ends.into_iter()))).collect()
 }
 
 fn cells(results: &Results, name: &str, found: &Value, scales: &BTreeMap<String, Scale>) -> ScoreCells {
     let Value { metric, filter, value, stderr } = *found;
     let (at, stderr) = (value.as_f64().filter(|at| at.is_finite()), stderr.and_then(Json::as_f64));
-    let within = at.zip(stderr).map(|(at, stderr)| bounds(at, Some(stderr)));
+    let within = at.zip(stderr).map(|(at, stderr)| confidence_interval(at, Some(stderr)));
     let scale = scales.get(metric).copied().unwrap_or(Scale::UNIT);
     ScoreCells {
         metric: metric.to_owned(),
@@ -128,7 +128,7 @@ impl Counts {
     }
 }
 
-/// The different tasks of a group and of the groups in it, or the task itself.
+/// Collects the distinct tasks of a group and its subgroups, or the task itself.
 fn collect_tasks<'r>(results: &'r Results, name: &'r str, tasks: &mut Vec<&'r str>) {
     match results.group_subtasks.get(name).and_then(Json::as_array) {
         Some(children) => {

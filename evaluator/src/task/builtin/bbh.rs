@@ -1,4 +1,4 @@
-//! BIG-Bench Hard: filters that read answers out of long texts.
+//! BIG-Bench Hard: filters that extract the answer from a chain-of-thought response.
 
 use std::sync::{Arc, LazyLock};
 
@@ -24,28 +24,28 @@ pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
 const SHARED: [&str; 6] =
     ["function", "group_select", "fallback", "ignore_case", "ignore_punctuation", "regexes_to_ignore"];
 
-/// Puts a value in the place of what one of several patterns finds.
+/// Filter that returns the value of the first matching pattern.
 #[derive(Debug)]
 struct MapFilter {
     family: RegexFilterConfig,
     values: Vec<(Pattern, String)>,
 }
 
-/// Reads a number, in digits or in English words.
+/// Filter that extracts a number, in digits or English words.
 #[derive(Debug)]
 struct NumberFilter(RegexFilterConfig);
 
-/// Keeps the words of the document's list, in the order of their last places in the text.
+/// Filter that extracts the document's words, ordered by their last positions in the response.
 #[derive(Debug)]
 struct WordFilter;
 
 fn map_filter(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
-    keys.only(&[&SHARED[..], &["regex_pattern_to_value"]].concat())?;
+    keys.deny_unknown(&[&SHARED[..], &["regex_pattern_to_value"]].concat())?;
     let values = keys.map("regex_pattern_to_value")?.unwrap_or_default();
     let all: Vec<&str> = values.keys().map(String::as_str).collect();
     let family = RegexFilterConfig::read(keys, Some(&all.join("|")))?;
     let compile = |(pattern, value): (&String, &serde_json::Value)| {
-        let pattern = Pattern::new(pattern).map_err(|p| keys.fault(format!("regex_pattern_to_value: {p}")))?;
+        let pattern = Pattern::new(pattern).map_err(|p| keys.error(format!("regex_pattern_to_value: {p}")))?;
         Ok((pattern, crate::task::python::repr::str(value)))
     };
     let values = values.iter().map(compile).collect::<Result<_, ConfigError>>()?;
@@ -53,12 +53,12 @@ fn map_filter(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
 }
 
 fn number_filter(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
-    keys.only(&[&SHARED[..], &["regex_pattern"]].concat())?;
+    keys.deny_unknown(&[&SHARED[..], &["regex_pattern"]].concat())?;
     Ok(Arc::new(NumberFilter(RegexFilterConfig::read(keys, None)?)))
 }
 
 fn word_filter(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
-    keys.only(&["function"])?;
+    keys.deny_unknown(&["function"])?;
     Ok(Arc::new(WordFilter))
 }
 
@@ -66,7 +66,7 @@ impl Filter for MapFilter {
     fn apply(&self, answers: ResponseValue, _: &Doc) -> Result<ResponseValue, String> {
         let ignored = &self.family.ignored;
         each_text(answers, |text| {
-            let found = ignored.strip(&self.family.find_own(&ignored.strip(text)?)?)?;
+            let found = ignored.strip(&self.family.find_configured(&ignored.strip(text)?)?)?;
             for (pattern, value) in &self.values {
                 if !found.is_empty() && !self.family.find(pattern, &found)?.is_empty() {
                     return Ok(ResponseValue::Text(value.clone()));
@@ -80,7 +80,7 @@ impl Filter for MapFilter {
 impl Filter for NumberFilter {
     fn apply(&self, answers: ResponseValue, _: &Doc) -> Result<ResponseValue, String> {
         each_text(answers, |text| {
-            let found = self.0.find_own(text)?;
+            let found = self.0.find_configured(text)?;
             if !found.is_empty() {
                 return Ok(ResponseValue::Text(found));
             }
@@ -111,7 +111,7 @@ impl Filter for WordFilter {
     }
 }
 
-/// The values of number words below a hundred.
+/// Number words below one hundred, with their values.
 const UNITS: [(&str, u64); 28] = [
     ("zero", 0),
     ("one", 1),
@@ -144,7 +144,7 @@ const UNITS: [(&str, u64); 28] = [
 ];
 const SCALES: [(&str, u64); 3] = [("thousand", 1000), ("million", 1_000_000), ("billion", 1_000_000_000)];
 
-/// A number in words, with what may stand between them.
+/// Number in words, with the separators between them.
 static NUMBER_WORDS: LazyLock<Pattern> = LazyLock::new(|| {
     let mut names: Vec<&str> = UNITS.iter().chain(&SCALES).map(|(name, _)| *name).chain(["hundred"]).collect();
     names.sort_by_key(|name| std::cmp::Reverse(name.len()));
@@ -153,7 +153,7 @@ static NUMBER_WORDS: LazyLock<Pattern> = LazyLock::new(|| {
     Pattern::new(&pattern).expect("the pattern is built from constants")
 });
 
-/// The number that words name; `None` for none.
+/// Returns the value of a number in words.
 fn number_of(named: &str) -> Option<u64> {
     let (mut total, mut below) = (0u64, 0u64);
     let mut any = false;

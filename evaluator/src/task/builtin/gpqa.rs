@@ -1,5 +1,5 @@
-//! GPQA: the choices in random order. lm-eval shuffles with Python's own generator, which `--seed` sets to 0 by default, and
-//! `n_shot` with one of its own.
+//! GPQA: choices in random order. lm-eval shuffles them with Python's global generator, seeded with 0 by default; the
+//! `n_shot` variants have their own generator.
 
 use std::sync::LazyLock;
 
@@ -11,11 +11,11 @@ use crate::task::python::text::strip;
 use crate::task::python_random::PythonRandom;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
-    ("gpqa/zeroshot/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, plain))),
-    ("gpqa/n_shot/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(42, plain))),
-    ("gpqa/cot_zeroshot/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, with_list))),
-    ("gpqa/cot_n_shot/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, with_list))),
-    ("gpqa/generative/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, with_list))),
+    ("gpqa/zeroshot/utils.process_docs", BuiltIn::Docs(ProcessDocs::MapWithRng(0, plain))),
+    ("gpqa/n_shot/utils.process_docs", BuiltIn::Docs(ProcessDocs::MapWithRng(42, plain))),
+    ("gpqa/cot_zeroshot/utils.process_docs", BuiltIn::Docs(ProcessDocs::MapWithRng(0, with_list))),
+    ("gpqa/cot_n_shot/utils.process_docs", BuiltIn::Docs(ProcessDocs::MapWithRng(0, with_list))),
+    ("gpqa/generative/utils.process_docs", BuiltIn::Docs(ProcessDocs::MapWithRng(0, with_list))),
 ];
 
 const ANSWERS: [&str; 4] = ["Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3", "Correct Answer"];
@@ -28,7 +28,7 @@ fn with_list(doc: Doc, random: &mut PythonRandom) -> Result<Doc, String> {
     shuffled(doc, random, true)
 }
 
-/// The same with what stands in brackets taken away.
+/// Removes text in brackets from the choices, and shuffles them.
 pub(super) fn without_brackets(mut doc: Doc, random: &mut PythonRandom) -> Result<Doc, String> {
     static BRACKETS: LazyLock<Pattern> = LazyLock::new(|| Pattern::new(r"\[.*?\]").expect("the pattern is a constant"));
     let written: Vec<Option<Json>> = ANSWERS.iter().map(|column| doc.get(*column).cloned()).collect();

@@ -1,4 +1,4 @@
-//! HellaSwag: context and endings without the marks of the site that they come from.
+//! HellaSwag: removes WikiHow's markup from contexts and endings.
 
 use std::sync::LazyLock;
 
@@ -9,7 +9,7 @@ use crate::task::python::pattern::Pattern;
 use crate::task::python::{repr, text as python};
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] =
-    &[("hellaswag/utils.process_docs", BuiltIn::Docs(ProcessDocs::Each(process)))];
+    &[("hellaswag/utils.process_docs", BuiltIn::Docs(ProcessDocs::Map(process)))];
 
 fn process(mut doc: Doc) -> Result<Doc, String> {
     let context = format!("{} {}", text(&doc, "ctx_a")?, python::capitalize(text(&doc, "ctx_b")?));

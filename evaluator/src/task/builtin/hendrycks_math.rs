@@ -1,4 +1,4 @@
-//! MATH: the last boxed answer, and whether two answers in LaTeX are the same once their spelling is evened out.
+//! MATH: extraction of the last boxed answer, and comparison of answers in normalized LaTeX.
 
 use serde_json::json;
 
@@ -8,7 +8,7 @@ use crate::task::python::text::is_digit;
 use crate::task::response_value::ResponseValue;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
-    ("hendrycks_math/utils.process_docs", BuiltIn::Docs(ProcessDocs::Each(process))),
+    ("hendrycks_math/utils.process_docs", BuiltIn::Docs(ProcessDocs::Map(process))),
     ("hendrycks_math/utils.process_results", BuiltIn::Results(results)),
 ];
 
@@ -24,7 +24,7 @@ fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricVa
     Ok(vec![("exact_match".into(), MetricValue::Count(i64::from(is_right)))])
 }
 
-/// What stands between the first and the last dollar sign; the whole if there are not two.
+/// Returns the text between the first and the last dollar sign; the whole text if there are fewer than two.
 fn between_dollars(text: &str) -> &str {
     match (text.find('$'), text.rfind('$')) {
         (Some(first), Some(last)) if first < last => &text[first + 1..last],
@@ -41,7 +41,7 @@ fn boxed_answer(solution: &str) -> Result<String, String> {
     inside.map(str::to_owned).ok_or_else(|| format!("{boxed:?} is not a boxed answer"))
 }
 
-/// The last `\boxed{...}` or `\fbox{...}`, up to the brace that closes it.
+/// Returns the last `\boxed{...}` or `\fbox{...}`, up to its closing brace.
 pub(super) fn last_boxed(text: &str) -> Option<String> {
     if text.contains("\\boxed ") {
         let tail = text.rsplit("\\boxed ").next().unwrap_or_default();
@@ -62,9 +62,10 @@ pub(super) fn last_boxed(text: &str) -> Option<String> {
     None
 }
 
-/// Whether two answers are spelt the same once evened out; as they stand if one of them cannot be.
+/// Returns true if two answers are equal after normalization. If it fails for one of them, they are compared
+/// unchanged.
 pub(super) fn is_equivalent(one: &str, other: &str) -> bool {
-    match (even_out(one), even_out(other)) {
+    match (normalize_answer(one), normalize_answer(other)) {
         (Some(one), Some(other)) => one == other,
         _ => one == other,
     }
@@ -83,8 +84,8 @@ const SPELLINGS: [(&str, &str); 10] = [
     ("\\$", ""),
 ];
 
-/// One spelling for each of many answers. `None` where the reference implementation gives up.
-fn even_out(text: &str) -> Option<String> {
+/// Normalizes an answer; `None` where the reference implementation fails.
+fn normalize_answer(text: &str) -> Option<String> {
     let mut text = text.to_owned();
     for (from, to) in SPELLINGS {
         text = text.replace(from, to);
@@ -110,13 +111,13 @@ fn even_out(text: &str) -> Option<String> {
     slash_as_fraction(text)
 }
 
-/// Without the `\text{ ...}` at the right, which holds a unit; two of them are too many.
+/// Removes a trailing `\text{ ...}`, which holds a unit; `None` if there are two.
 fn without_units(text: &str) -> Option<String> {
     let parts: Vec<&str> = text.split("\\text{ ").collect();
     (parts.len() <= 2).then(|| parts[0].to_owned())
 }
 
-/// `\sqrt3` as `\sqrt{3}`.
+/// Rewrites `\sqrt3` as `\sqrt{3}`.
 fn braced_roots(text: &str) -> Option<String> {
     let mut parts = text.split("\\sqrt");
     let mut out = parts.next().unwrap_or_default().to_owned();
@@ -130,7 +131,7 @@ fn braced_roots(text: &str) -> Option<String> {
     Some(out)
 }
 
-/// `\frac12` as `\frac{1}{2}`, `\frac1{72}` as `\frac{1}{72}`.
+/// Rewrites `\frac12` as `\frac{1}{2}`, and `\frac1{72}` as `\frac{1}{72}`.
 fn braced_fractions(text: &str) -> Option<String> {
     let mut parts = text.split("\\frac");
     let mut out = parts.next().unwrap_or_default().to_owned();
@@ -151,14 +152,14 @@ fn braced_fractions(text: &str) -> Option<String> {
     Some(out)
 }
 
-/// `3/4` as a fraction, if both sides are plain integers. `None` if one of them is no integer at all.
+/// Rewrites `3/4` as a fraction, if both sides are plain integers. `None` if one of them is not an integer.
 fn slash_as_fraction(text: String) -> Option<String> {
     let [above, below] = text.split('/').collect::<Vec<_>>()[..] else { return Some(text) };
     let (above, below) = (integer(above)?, integer(below)?);
     Some(if text == format!("{above}/{below}") { format!("\\frac{{{above}}}{{{below}}}") } else { text })
 }
 
-/// Python's `int(text)`, canonically written.
+/// Parses an integer as Python's `int(text)`, and returns its canonical form.
 fn integer(text: &str) -> Option<String> {
     let text = text.trim();
     let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
@@ -178,7 +179,7 @@ mod tests {
         assert_eq!(is_equivalent(one, other), want, "{one:?} {other:?}");
     }
 
-    // Each row is what lm-eval's `is_equiv` says.
+    // lm-eval's `is_equiv` returns these values.
     #[test]
     fn spellings_are_evened_out() {
         same("\\frac12", "\\dfrac{1}{2}", true);

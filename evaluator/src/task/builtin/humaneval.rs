@@ -1,4 +1,4 @@
-//! HumanEval: programs that the model wrote are run against the tests of the problem, each in a child of its own.
+//! HumanEval: runs generated programs against the tests of the problem, each in its own process.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
     ("humaneval/utils.build_predictions_instruct", BuiltIn::FilterFunction(|| Arc::new(Programs { in_fence: true }))),
 ];
 
-/// Puts the problem before what the model wrote, up to the end of the code if it stands in a fence.
+/// Filter that prepends the problem to each generated program, and removes a trailing Markdown fence.
 #[derive(Debug)]
 struct Programs {
     in_fence: bool,

@@ -1,4 +1,4 @@
-//! The roles of built-in implementations, and access to a document's columns.
+//! Kinds of built-in implementations, and access to a document's columns.
 
 use std::sync::Arc;
 
@@ -14,50 +14,50 @@ use crate::task::metric::{Aggregation, MetricValue};
 use crate::task::python_random::PythonRandom;
 use crate::task::response_value::ResponseValue;
 
-/// A document: column names to values.
+/// Document: values by column name.
 pub(crate) type Doc = Map<String, Json>;
 
-/// What becomes of a split's documents. Random choices run through all documents in their order.
+/// Implementation of `process_docs`. `MapWithRng` uses one random generator for all documents, in order.
 #[derive(Clone, Copy)]
 pub(crate) enum ProcessDocs {
-    /// Each document is changed by itself.
-    Each(fn(Doc) -> Result<Doc, String>),
-    /// Each is changed with random choices.
-    Random(u64, fn(Doc, &mut PythonRandom) -> Result<Doc, String>),
-    /// Some are left out, the others changed.
-    Some(fn(Doc) -> Result<Option<Doc>, String>),
-    /// Those stay whose column has the value.
-    Where(&'static str, &'static str),
+    /// Function that changes each document.
+    Map(fn(Doc) -> Result<Doc, String>),
+    /// Seed, and a function that changes each document with random numbers.
+    MapWithRng(u64, fn(Doc, &mut PythonRandom) -> Result<Doc, String>),
+    /// Function that changes or removes each document.
+    FilterMap(fn(Doc) -> Result<Option<Doc>, String>),
+    /// Column and value; documents with another value in the column are removed.
+    ColumnEquals(&'static str, &'static str),
 }
 
-/// Finds a document's metrics from the answers to its requests.
+/// Implementation of `process_results`: computes a document's metrics from the responses.
 pub(crate) type ProcessResults = fn(&Doc, &[ResponseValue]) -> Result<Vec<(String, MetricValue)>, String>;
 
-/// A text, a number or a list, from a document.
+/// Implementation of a field: returns a text, a number or a list for a document.
 pub(crate) type FieldFunction = fn(&Doc) -> Result<Json, String>;
 
-/// A built-in implementation.
+/// Built-in implementation of a Python function or class.
 #[derive(Clone, Copy)]
 pub(super) enum BuiltIn {
     Docs(ProcessDocs),
     Results(ProcessResults),
     Field(FieldFunction),
-    /// A class of filters, built from the keys beside `function`.
+    /// Class of filters, built from the other keys of the filter's map.
     FilterClass(fn(&YamlMap) -> Result<Arc<dyn Filter>, ConfigError>),
-    /// The `filter_fn` of a custom filter.
+    /// Function `filter_fn` of a custom filter.
     FilterFunction(fn() -> Arc<dyn Filter>),
-    /// Examples that are written into a Python file.
+    /// Few-shot examples in a Python file.
     Samples(fn(&PythonFunction) -> Result<Vec<Doc>, String>),
     Metric(fn(&YamlMap) -> Result<GenerationMetric, ConfigError>),
     Aggregation(Aggregation),
 }
 
-/// A text of a document.
+/// Returns the text in a column.
 pub(super) fn text<'a>(doc: &'a Doc, column: &str) -> Result<&'a str, String> {
     doc.get(column).and_then(Json::as_str).ok_or_else(|| missing(doc, column, "a text"))
 }
 
-/// The texts of a column that is a list.
+/// Returns the list of texts in a column.
 pub(super) fn texts<'a>(doc: &'a Doc, column: &str) -> Result<Vec<&'a str>, String> {
     let list = doc.get(column).and_then(Json::as_array);
     let list = list.and_then(|list| list.iter().map(Json::as_str).collect());

@@ -1,7 +1,7 @@
-//! The Open LLM Leaderboard's own variants of GPQA, MMLU-Pro, MuSR and MATH.
+//! The Open LLM Leaderboard's variants of GPQA, MMLU-Pro, MuSR and MATH.
 //!
-//! lm-eval asks sympy and math-verify whether two answers of MATH are equal. Here they are if their spelling is evened out
-//! alike, which finds fewer of them equal and none that is not.
+//! lm-eval compares answers of MATH with sympy and math-verify. Here answers are equal if their normalized spellings
+//! are. That accepts fewer answers, and no wrong ones.
 
 use std::path::Path;
 use std::sync::LazyLock;
@@ -12,18 +12,18 @@ use super::hendrycks_math::{is_equivalent, last_boxed};
 use super::{BuiltIn, Doc, ProcessDocs, gpqa, text, texts};
 use crate::task::function::PythonFunction;
 use crate::task::metric::MetricValue;
-use crate::task::python::literal::{literal_beginning, literal_eval};
+use crate::task::python::literal::{literal_eval, literal_prefix};
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::{is_digit, strip};
 use crate::task::response_value::ResponseValue;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
-    ("leaderboard/gpqa/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, gpqa::without_brackets))),
+    ("leaderboard/gpqa/utils.process_docs", BuiltIn::Docs(ProcessDocs::MapWithRng(0, gpqa::without_brackets))),
     ("leaderboard/mmlu_pro/utils.doc_to_text", BuiltIn::Field(lettered)),
     ("leaderboard/mmlu_pro/utils.doc_to_choice", BuiltIn::Field(letters)),
     ("leaderboard/musr/utils.doc_to_text", BuiltIn::Field(story)),
     ("leaderboard/musr/utils.doc_to_choice", BuiltIn::Field(listed)),
-    ("leaderboard/math/utils.process_docs", BuiltIn::Docs(ProcessDocs::Some(hard))),
+    ("leaderboard/math/utils.process_docs", BuiltIn::Docs(ProcessDocs::FilterMap(hard))),
     ("leaderboard/math/utils.doc_to_text", BuiltIn::Field(problem)),
     ("leaderboard/math/utils.process_results", BuiltIn::Results(results)),
     ("leaderboard/math/utils.list_fewshot_samples", BuiltIn::Samples(returned_list)),
@@ -56,7 +56,7 @@ fn story(doc: &Doc) -> Result<Json, String> {
 
 const INVALID: &str = "[invalidanswer]";
 
-/// The hardest problems, with what is in the last box of the solution.
+/// Keeps MATH problems of level 5, with the last boxed answer of the solution.
 fn hard(mut doc: Doc) -> Result<Option<Doc>, String> {
     if text(&doc, "level")? != "Level 5" {
         return Ok(None);
@@ -79,7 +79,7 @@ fn problem(doc: &Doc) -> Result<Json, String> {
 fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricValue)>, String> {
     let said = answers.first().map_or("", ResponseValue::text);
     let gold = text(doc, "answer")?;
-    let announced = announced(said)?;
+    let announced = final_answer(said)?;
     let is_same = |found: &str| -> Result<bool, String> {
         let (found, gold) = (plain_answer(found)?, plain_answer(gold)?);
         Ok(strip(&found) == strip(&gold) || is_equivalent(&found, &gold))
@@ -88,7 +88,7 @@ fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricVa
         Some(found) => is_same(found)?,
         None => false,
     };
-    // Whoever boxes an answer gives it, too.
+    // A boxed answer counts as the final answer, too.
     let is_boxed = match boxed(said) {
         Some(found) => is_same(&found)?,
         None => false,
@@ -100,8 +100,8 @@ fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricVa
     ])
 }
 
-/// The answer in the sentence that the examples end with, on one line.
-fn announced(said: &str) -> Result<Option<String>, String> {
+/// Returns the answer in the closing sentence of the few-shot examples' format, on one line.
+fn final_answer(said: &str) -> Result<Option<String>, String> {
     const END: &str = "I hope it is correct.";
     static SENTENCE: LazyLock<Pattern> = LazyLock::new(|| {
         Pattern::new("Final Answer: The final answer is(.*?). I hope it is correct.")
@@ -111,7 +111,7 @@ fn announced(said: &str) -> Result<Option<String>, String> {
     Ok(found.first().and_then(|found| found.groups.first()).map(|answer| strip(answer).to_owned()))
 }
 
-/// Spelt out units, words and marks that an answer is as good without.
+/// Replacements that normalize articles, spaces and LaTeX.
 const SPELLINGS: [(&str, &str); 10] = [
     ("an ", ""),
     ("a ", ""),
@@ -171,7 +171,7 @@ const REMOVED: [&str; 41] = [
 
 type Rewrite = fn(&[String]) -> String;
 
-/// Patterns and what their groups become: the answer out of its dollars and boxes, and fractions and roots with braces.
+/// Patterns and replacements that extract the answer from dollars and boxes, and add braces to fractions and roots.
 const REWRITTEN: [(&str, Rewrite); 7] = [
     (r"(.*?)(\$)(.*?)(\$)(.*)", |groups| format!("${}$", groups[2])),
     (r"(\\text\{)(.*?)(\})", |groups| groups[1].clone()),
@@ -182,7 +182,7 @@ const REWRITTEN: [(&str, Rewrite); 7] = [
     (r"(sqrt)([^{])", |groups| format!("sqrt{{{}}}", groups[1])),
 ];
 
-/// An answer as the paper of Minerva (Lewkowycz et al. 2022, appendix D) compares it.
+/// Normalizes an answer as Minerva does (Lewkowycz et al. 2022, appendix D).
 fn plain_answer(answer: &str) -> Result<String, String> {
     let mut answer = answer.rsplit('=').next().unwrap_or_default().to_owned();
     for (from, to) in SPELLINGS {
@@ -199,7 +199,7 @@ fn plain_answer(answer: &str) -> Result<String, String> {
     Ok(if is_digit(&without_commas) { without_commas } else { answer })
 }
 
-/// The list that a function of a Python file returns as it is written there. It is read, and nothing is run.
+/// Returns the literal list that a function of a Python file returns. The file is parsed, not run.
 fn returned_list(function: &PythonFunction) -> Result<Vec<Doc>, String> {
     let (path, name) = function.name.rsplit_once('.').ok_or("it names no function")?;
     let path = Path::new(path).with_extension("py");
@@ -207,7 +207,7 @@ fn returned_list(function: &PythonFunction) -> Result<Vec<Doc>, String> {
     let body = text.split_once(&format!("def {name}(")).map(|(_, body)| body);
     let list = body.and_then(|body| body.split_once("return ")).map(|(_, list)| list);
     let list = list.ok_or_else(|| format!("{} has no function {name} that returns a list", path.display()))?;
-    let docs = literal_beginning(list).ok().and_then(|docs| docs.as_array().cloned()).unwrap_or_default();
+    let docs = literal_prefix(list).ok().and_then(|docs| docs.as_array().cloned()).unwrap_or_default();
     let docs: Option<Vec<Doc>> = docs.iter().map(|doc| doc.as_object().cloned()).collect();
     docs.filter(|docs| !docs.is_empty())
         .ok_or_else(|| format!("{name} in {} does not return a list of documents that is written out", path.display()))

@@ -1,4 +1,4 @@
-//! MMLU-Pro: ten choices in the question, and reasoning before the answer.
+//! MMLU-Pro: up to ten choices in the prompt, and chain-of-thought responses.
 
 use serde_json::{Value as Json, json};
 
@@ -26,7 +26,7 @@ pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
 ];
 
 const fn only(subject: &'static str) -> BuiltIn {
-    BuiltIn::Docs(ProcessDocs::Where("category", subject))
+    BuiltIn::Docs(ProcessDocs::ColumnEquals("category", subject))
 }
 
 fn question(doc: &Doc) -> Result<Json, String> {

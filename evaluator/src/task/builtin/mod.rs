@@ -1,6 +1,7 @@
 //! Built-in implementations of the Python functions that lm-eval's popular tasks name with `!function`.
 //!
-//! Each is found by the function's path in lm-eval's folder of tasks. Other functions are refused before anything is loaded.
+//! A function is identified by its path in lm-eval's `tasks` folder. Functions without a built-in implementation are
+//! errors.
 
 mod bbh;
 mod gpqa;
@@ -35,7 +36,7 @@ pub use python_file::allow_modified_python;
 pub(crate) use python_file::hex;
 pub(crate) use wikitext::count_words;
 
-/// All built-in implementations, by module.
+/// All built-in implementations, one list for each module.
 const MODULES: [&[(&str, BuiltIn)]; 11] = [
     hellaswag::BUILT_INS,
     winogrande::BUILT_INS,
@@ -71,7 +72,7 @@ pub(crate) fn field(function: &PythonFunction) -> Result<FieldFunction, ConfigEr
     })
 }
 
-/// The examples that a function lists.
+/// Returns the few-shot examples that a function lists.
 pub(crate) fn samples(function: &PythonFunction) -> Result<Vec<Doc>, ConfigError> {
     let samples = find(function, "samples", |built_in| match built_in {
         BuiltIn::Samples(it) => Some(it),
@@ -116,17 +117,21 @@ fn find<T>(function: &PythonFunction, role: &str, take: impl Fn(BuiltIn) -> Opti
     let is_named =
         |name: &str| function.name.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('/'));
     let built_ins = || MODULES.iter().copied().flatten();
-    // The longest path is the one that is meant: there are several `mmlu_pro/utils`.
+    // The longest path matches best, because several tasks have an `mmlu_pro/utils`.
     let Some((name, built_in)) = built_ins().filter(|(name, _)| is_named(name)).max_by_key(|(name, _)| name.len())
     else {
         let of_role = || built_ins().filter(|(_, built_in)| take(*built_in).is_some()).map(|(name, _)| *name);
         let near = did_you_mean(&function.name, of_role());
         let mut modules: Vec<&str> = of_role().filter_map(|name| Some(name.rsplit_once('.')?.0)).collect();
         modules.dedup();
-        let message =
-            format!("!function {} is Python, which is not run here, and has no built-in implementation", function.name);
+        let message = format!(
+            "!function {}: Python code is not run, and this function has no built-in implementation",
+            function.name
+        );
         let fault = ConfigError::at(function.place.clone(), message + &near);
-        return Err(fault.note(format!("as {role} there are functions of {}", modules.join(", "))));
+        return Err(
+            fault.with_remedy(format!("built-in implementations of {role} are those of {}", modules.join(", ")))
+        );
     };
     let wrong = || ConfigError::at(function.place.clone(), format!("!function {name} is not {role}"));
     let found = take(*built_in).ok_or_else(wrong)?;

@@ -1,46 +1,46 @@
-//! pass@k, from running all programs that the model wrote.
+//! pass@k: the metric of HumanEval, computed by running all generated programs.
 
 use super::sandbox;
 use crate::task::error::ConfigError;
-use crate::task::keys::{YamlMap, wrong};
+use crate::task::keys::{YamlMap, type_error};
 use crate::task::metric::MetricValue;
 use crate::task::response_value::ResponseValue;
 use crate::task::yaml::Value;
 
-/// The probability that one of k programs passes, estimated from all.
+/// Metric pass@k: the probability that at least one of k programs passes, estimated from n ≥ k programs.
 #[derive(Clone, Debug)]
 pub(crate) struct GenerationMetric {
     ks: Vec<usize>,
 }
 
 impl GenerationMetric {
-    /// Reads the keys of a metric.
+    /// Reads the keys of the metric.
     pub(super) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
-        keys.only(&["metric", "aggregation", "higher_is_better", "hf_evaluate", "k"])?;
-        let entry = keys.get("k").ok_or_else(|| keys.fault("pass_at_k needs the key `k`"))?;
+        keys.deny_unknown(&["metric", "aggregation", "higher_is_better", "hf_evaluate", "k"])?;
+        let entry = keys.get("k").ok_or_else(|| keys.error("pass_at_k needs the key `k`"))?;
         let ks = match &entry.node.value {
             Value::List(_) => serde_json::from_value(entry.node.json()).ok(),
             _ => serde_json::from_value(entry.node.json()).ok().map(|k| vec![k]),
         };
         let ks = ks.filter(|ks: &Vec<usize>| ks.iter().all(|k| *k > 0));
-        Ok(Self { ks: ks.ok_or_else(|| wrong(entry, "a number of programs, or a list of them"))? })
+        Ok(Self { ks: ks.ok_or_else(|| type_error(entry, "a number of programs, or a list of them"))? })
     }
 
-    /// The values of one document, by name.
+    /// Returns `pass@k` of one document for each k.
     pub(crate) fn score(&self, tests: &str, programs: &ResponseValue) -> Result<Vec<(String, MetricValue)>, String> {
         let ResponseValue::Many(programs) = programs else {
-            return Err("pass_at_k needs all programs of a problem".into());
+            return Err("pass_at_k needs all responses to a problem; remove take_first".into());
         };
         let mut n_passed = 0;
         for program in programs {
-            n_passed += usize::from(sandbox::passes(&format!("{}\n{tests}", program.text()))?);
+            n_passed += usize::from(sandbox::program_succeeds(&format!("{}\n{tests}", program.text()))?);
         }
         let enough = self.ks.iter().filter(|k| **k <= programs.len());
         Ok(enough.map(|k| (format!("pass@{k}"), MetricValue::Number(pass_at(*k, n_passed, programs.len())))).collect())
     }
 }
 
-/// 1 - C(n - c, k) / C(n, k).
+/// Computes 1 - C(n - c, k) / C(n, k), with c passed programs of n.
 fn pass_at(k: usize, n_passed: usize, n: usize) -> f64 {
     if n - n_passed < k {
         return 1.0;

@@ -1,4 +1,4 @@
-//! Comparison of the Python file beside a task with that of lm-eval.
+//! Check that a task's Python file equals lm-eval's.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 use crate::task::error::ConfigError;
 use crate::task::function::PythonFunction;
 
-/// The files of lm-eval 0.4.13, by the SHA-256 of their bytes.
+/// Python files of lm-eval 0.4.13, with the SHA-256 of their bytes.
 const KNOWN: [(&str, &str); 16] = [
     ("hellaswag/utils", "07d23b60b28f2a4f658dcf8440623a63fe6644854ce9b846a114dde980dc1214"),
     ("winogrande/preprocess_winogrande", "e55327629264a98f1d383fda24645b6779afb53fa0bce2150042b9416b1ae006"),
@@ -30,13 +30,13 @@ const KNOWN: [(&str, &str); 16] = [
 
 static IS_ALLOWED: AtomicBool = AtomicBool::new(false);
 
-/// Allows built-in implementations for Python files that differ from lm-eval's, from now on in this process.
+/// Allows built-in implementations for modified Python files, for the rest of the process.
 pub fn allow_modified_python() {
     IS_ALLOWED.store(true, Ordering::Relaxed);
 }
 
-/// Refuses a built-in implementation if the file that holds `function` is there and is another than that of lm-eval 0.4.13: it may do something
-/// else. Where that is allowed it is a warning.
+/// Returns an error if the Python file of `function` exists and differs from lm-eval 0.4.13, because the built-in
+/// implementation may then compute something else. After [`allow_modified_python`] it is a warning.
 pub(super) fn check(function: &PythonFunction, built_in: &str) -> Result<(), ConfigError> {
     let Some((path, _)) = function.name.rsplit_once('.') else { return Ok(()) };
     let module = built_in.rsplit_once('.').map_or(built_in, |(module, _)| module);
@@ -46,17 +46,17 @@ pub(super) fn check(function: &PythonFunction, built_in: &str) -> Result<(), Con
         return Ok(());
     }
     let problem = format!(
-        "{path}.py is not that of lm-eval 0.4.13; the built-in implementation {built_in} may do something else"
+        "{path}.py differs from lm-eval 0.4.13; the built-in implementation of {built_in} may compute something else"
     );
     if IS_ALLOWED.load(Ordering::Relaxed) {
         tracing::warn!("{problem}");
         return Ok(());
     }
     Err(ConfigError::at(function.place.clone(), problem)
-        .note("take the file away, or allow it with --allow-changed-python"))
+        .with_remedy("remove the file, or allow it with --allow-changed-python"))
 }
 
-/// Bytes as lower-case hexadecimal digits.
+/// Formats bytes as lower-case hexadecimal digits.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

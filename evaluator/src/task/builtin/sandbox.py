@@ -1,6 +1,7 @@
-# Runs a program in a child of its own and reports a word on stdout if the program comes to its end.
-# Arguments: seconds, bytes of memory, processes. Standard input: the word, a line; then the program.
-# Exit codes: 0 with the word, 10 if the program failed, any other if the child could not be prepared.
+# Runs a program in a child process and writes a secret word to stdout if the program succeeds.
+# Arguments: time limit in seconds, memory limit in bytes, process limit. Standard input: one line with the word, then
+# the program.
+# Exit codes: 0 with the word on success, 10 for a failed program, another code if the child could not be prepared.
 import ctypes, os, random, resource, select, signal, sys, time
 
 FAILED = 10
@@ -25,10 +26,10 @@ def limit(kind, most):
 
 
 def child(program, limits, key, done):
-    # Ends with the parent.
+    # The child is killed when its parent ends.
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)
     os.setsid()
-    # Numbers that a program does not know.
+    # File descriptors that the program cannot guess.
     high = random.SystemRandom().sample(range(100, 900), 2)
     for fd, number in zip((key, done), high):
         os.dup2(fd, number, inheritable=False)
@@ -96,7 +97,7 @@ def main():
     ]
     # Orphans of the child become children of this process.
     libc.prctl(36, 1, 0, 0, 0)
-    # New user, process and network namespaces, where the kernel allows them; the child is process 1 of its own.
+    # The child is process 1 of new user, process and network namespaces, where the kernel allows them.
     libc.unshare(0x10000000 | 0x20000000 | 0x40000000) == 0 or libc.unshare(0x10000000 | 0x40000000)
     key, done = os.pipe(), os.pipe()
     os.write(key[1], word)

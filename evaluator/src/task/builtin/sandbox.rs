@@ -1,8 +1,10 @@
-//! Runs a Python program that no person has read: in a child without our environment, in an empty folder, with limits on time,
-//! memory, files and processes, and without network where the kernel takes it away. The child can read what the user can.
+//! Runs a model-written Python program in a child process without network access where the kernel allows it.
 //!
-//! `sandbox.py` starts the program, ends all that it leaves behind, and reports. A program that searches its own process for
-//! the way to report can still deceive it.
+//! The child has only `PATH` in its environment, and an empty working folder. Time, memory, file sizes and the number of
+//! processes are limited. The child can read every file that the user can.
+//!
+//! `sandbox.py` starts the program, ends its remaining processes and reports success. A program that inspects its own
+//! process can fake that report.
 
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
@@ -11,22 +13,23 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time and memory of a program, as in the package evaluate.
+/// Time limit in seconds and memory limit in bytes, as in the package evaluate.
 const SECONDS: u64 = 3;
 const BYTES: u64 = 4 << 30;
-/// Processes and threads beyond those that the user has already.
+/// Maximum number of additional processes and threads of the user.
 const PROCESSES: u64 = 64;
-/// Time of the supervisor on top: its start, and the end of processes that a program left behind.
+/// Extra time of the supervisor: its start, and the end of the program's remaining processes.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Starts the program and reports its word on stdout if the program came to its end.
+/// Supervisor that starts the program and reports its success on stdout.
 const SUPERVISOR: &str = include_str!("sandbox.py");
-/// The supervisor's exit code for a program that failed.
+/// Exit code of the supervisor for a failed program.
 const FAILED: i32 = 10;
 
-/// Runs a program and returns true if it comes to its end without an exception. An error is one of ours, not of the program.
-pub(super) fn passes(program: &str) -> Result<bool, String> {
-    let folder = tempfile::tempdir().map_err(|error| format!("failed to make a folder for a program: {error}"))?;
+/// Runs a program and returns true if it ends without an exception. An error means that the sandbox itself failed.
+pub(super) fn program_succeeds(program: &str) -> Result<bool, String> {
+    let folder = tempfile::tempdir()
+        .map_err(|error| format!("failed to create a folder for a model-written program: {error}"))?;
     let word = format!("passed-{:016x}", nonce());
     let mut child = Command::new("python3")
         .args(["-I", "-c", SUPERVISOR])
@@ -39,15 +42,15 @@ pub(super) fn passes(program: &str) -> Result<bool, String> {
         .stderr(Stdio::null())
         .process_group(0)
         .spawn()
-        .map_err(|error| format!("failed to start python3, which runs the programs of the model: {error}"))?;
+        .map_err(|error| format!("failed to start python3, which runs model-written programs: {error}"))?;
     if let Some(mut stdin) = child.stdin.take() {
-        // A child that is gone already has failed.
+        // A write error means that the child has already failed.
         let _ = write!(stdin, "{word}\n{program}");
     }
     let status = wait(&mut child)?;
     match status.code() {
         Some(0) => Ok(child.stdout.take().is_some_and(|stdout| read(stdout) == word.as_bytes())),
-        // Ended by a signal, ours or the program's.
+        // The supervisor or the program ended by a signal.
         Some(FAILED) | None => Ok(false),
         Some(code) => Err(format!(
             "failed to prepare a process for a program of the model (exit code {code} of python3); the limits of this shell \
@@ -56,7 +59,7 @@ pub(super) fn passes(program: &str) -> Result<bool, String> {
     }
 }
 
-/// Reads the supervisor's report. A process that still holds the pipe is not waited for.
+/// Reads the supervisor's report without waiting for processes that keep the pipe open.
 fn read(stdout: ChildStdout) -> Vec<u8> {
     let (send, answer) = mpsc::channel();
     thread::spawn(move || {
@@ -67,7 +70,7 @@ fn read(stdout: ChildStdout) -> Vec<u8> {
     answer.recv_timeout(Duration::from_secs(1)).unwrap_or_default()
 }
 
-/// Waits for the supervisor's end, and ends its process group when time is over.
+/// Waits for the supervisor, and kills its process group after the time limit.
 fn wait(child: &mut Child) -> Result<ExitStatus, String> {
     let deadline = Instant::now() + Duration::from_secs(SECONDS) + GRACE;
     let failed = |error: std::io::Error| format!("failed to wait for a program: {error}");
@@ -75,13 +78,13 @@ fn wait(child: &mut Child) -> Result<ExitStatus, String> {
         thread::sleep(Duration::from_millis(5));
     }
     if let Some(group) = rustix::process::Pid::from_raw(child.id() as i32) {
-        // Nothing is left there, as a rule.
+        // The group is usually empty already.
         let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
     }
     child.wait().map_err(failed)
 }
 
-/// A number that a program cannot guess.
+/// Returns a random number, which the program cannot guess.
 fn nonce() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(std::process::id())
@@ -97,12 +100,12 @@ mod tests {
         if Command::new("python3").arg("-V").output().is_err() {
             return;
         }
-        assert!(passes("x = 1\nassert x == 1").unwrap());
-        assert!(!passes("assert False").unwrap());
-        assert!(!passes("import sys\nsys.exit(0)").unwrap());
-        assert!(!passes("import os\nos._exit(0)").unwrap());
-        assert!(!passes("def f(:").unwrap());
-        assert!(!passes("print('passed')\nraise SystemExit").unwrap());
+        assert!(program_succeeds("x = 1\nassert x == 1").unwrap());
+        assert!(!program_succeeds("assert False").unwrap());
+        assert!(!program_succeeds("import sys\nsys.exit(0)").unwrap());
+        assert!(!program_succeeds("import os\nos._exit(0)").unwrap());
+        assert!(!program_succeeds("def f(:").unwrap());
+        assert!(!program_succeeds("print('passed')\nraise SystemExit").unwrap());
     }
 
     #[test]
@@ -111,11 +114,11 @@ mod tests {
             return;
         }
         let began = Instant::now();
-        assert!(!passes("while True: pass").unwrap());
-        assert!(!passes("x = bytearray(8 << 30)").unwrap());
-        assert!(!passes("import time\ntime.sleep(60)").unwrap());
-        assert!(passes("import os\nassert 'HOME' not in os.environ").unwrap());
-        assert!(passes("import resource as r\nassert r.getrlimit(r.RLIMIT_NPROC)[0] < 1 << 20").unwrap());
+        assert!(!program_succeeds("while True: pass").unwrap());
+        assert!(!program_succeeds("x = bytearray(8 << 30)").unwrap());
+        assert!(!program_succeeds("import time\ntime.sleep(60)").unwrap());
+        assert!(program_succeeds("import os\nassert 'HOME' not in os.environ").unwrap());
+        assert!(program_succeeds("import resource as r\nassert r.getrlimit(r.RLIMIT_NPROC)[0] < 1 << 20").unwrap());
         assert!(began.elapsed() < Duration::from_secs(30));
     }
 
@@ -125,11 +128,11 @@ mod tests {
             return;
         }
         let forged = "import __main__, os\nos.write(__main__.answer, __main__.word.encode())\nos._exit(0)";
-        assert!(!passes(forged).unwrap());
-        assert!(!passes("import os\nos.write(1, b'passed')\nos.write(2, b'passed')\nos._exit(0)").unwrap());
+        assert!(!program_succeeds(forged).unwrap());
+        assert!(!program_succeeds("import os\nos.write(1, b'passed')\nos.write(2, b'passed')\nos._exit(0)").unwrap());
     }
 
-    /// A process in a session of its own is out of reach of its group's end.
+    /// A process in a session of its own is not in the process group.
     #[test]
     fn what_a_program_leaves_behind_ends_with_it() {
         if Command::new("python3").arg("-V").output().is_err() {
@@ -144,7 +147,7 @@ mod tests {
              os.wait()\ntime.sleep(0.5)"
         );
         let began = Instant::now();
-        assert!(passes(&escape).unwrap());
+        assert!(program_succeeds(&escape).unwrap());
         assert!(began.elapsed() < Duration::from_secs(SECONDS) + 2 * GRACE);
         let (mut left_behind, _) = listener.accept().unwrap();
         left_behind.set_read_timeout(Some(Duration::from_secs(10))).unwrap();

@@ -1,4 +1,4 @@
-//! TruthfulQA mc2: the probability mass of the true choices among all.
+//! TruthfulQA mc2: the probability mass of the true choices, normalized over all choices.
 
 use serde_json::Value as Json;
 
@@ -15,7 +15,7 @@ fn mass_of_truth(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, Me
     let (mut truth, mut all) = (0.0, 0.0);
     for (answer, label) in answers.iter().zip(labels) {
         let ResponseValue::Loglikelihood(logprob, _) = answer else {
-            return Err("an answer is no log-probability".into());
+            return Err("a response is not a log-probability".into());
         };
         let probability = logprob.exp();
         all += probability;

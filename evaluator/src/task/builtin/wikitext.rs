@@ -1,4 +1,4 @@
-//! WikiText: the text is scored as people write it, but words and bytes are counted as the data set has them.
+//! WikiText: scores the detokenized text, but counts words and bytes of the original.
 
 use std::sync::LazyLock;
 
@@ -14,7 +14,7 @@ pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
     ("wikitext/preprocess_wikitext.process_results", BuiltIn::Results(results)),
 ];
 
-/// What is written together, in the order in which it is put together.
+/// Replacements that remove the spaces around punctuation, in order.
 const JOINED: [(&str, &str); 9] = [
     (" @-@ ", "-"),
     (" @,@ ", ","),
@@ -27,7 +27,7 @@ const JOINED: [(&str, &str); 9] = [
     (" , ", ", "),
 ];
 
-/// Blanks inside of a pair of marks are taken out.
+/// Patterns of brackets and quotes whose inner whitespace is removed.
 const PAIRS: [(&str, char, char); 5] = [
     (r"\(\s*([^\)]*?)\s*\)", '(', ')'),
     (r"\[\s*([^\]]*?)\s*\]", '[', ']'),
@@ -68,7 +68,7 @@ fn detokenize(doc: &Doc) -> Result<Json, String> {
 }
 
 fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricValue)>, String> {
-    let [ResponseValue::Rolling(logprob)] = answers else { return Err("there is not one log-probability".into()) };
+    let [ResponseValue::Rolling(logprob)] = answers else { return Err("expected a single log-probability".into()) };
     let page = text(doc, "page")?;
     let (n_words, n_bytes) = (count_words(page)? as i64, page.len() as i64);
     let weighted =
@@ -80,7 +80,8 @@ fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricVa
     ])
 }
 
-/// The parts between blanks; blanks at the ends have an empty part behind them.
+/// Counts the parts between whitespace, as `re.split(r"\s+", text)`. Leading or trailing whitespace adds an empty
+/// part.
 pub(crate) fn count_words(text: &str) -> Result<usize, String> {
     static BLANKS: LazyLock<Pattern> = LazyLock::new(|| Pattern::new(r"\s+").expect("the pattern is a constant"));
     Ok(BLANKS.split(text)?.len())

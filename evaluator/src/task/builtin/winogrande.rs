@@ -1,4 +1,4 @@
-//! WinoGrande: the choices are two beginnings, the continuation is what both have in common.
+//! WinoGrande: each choice is a context, and both have the same continuation.
 
 use serde_json::{Value as Json, json};
 

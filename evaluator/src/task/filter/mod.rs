@@ -1,5 +1,5 @@
-//! Filters: what is done to answers before they are scored. A task may have several pipelines of them, each of which is
-//! scored by itself.
+//! Filters: transformations of responses before scoring. A task may have several filter pipelines, each with its own
+//! scores.
 
 mod multi_choice;
 mod regex;
@@ -15,7 +15,7 @@ use serde_json::{Map, Value as Json};
 use super::builtin;
 use super::error::ConfigError;
 use super::function::as_function;
-use super::keys::{YamlMap, wrong};
+use super::keys::{YamlMap, type_error};
 use super::python::text;
 use super::response_value::ResponseValue;
 use super::yaml::{Entry, Node, Value};
@@ -25,7 +25,7 @@ pub(crate) use regex::RegexExtract;
 pub(crate) use select::TakeFirst;
 pub(crate) use step::{Filter, each_text};
 
-/// A named pipeline.
+/// Named filter pipeline, an entry of `filter_list`.
 #[derive(Clone, Debug)]
 pub(crate) struct FilterConfig {
     pub(crate) name: String,
@@ -44,11 +44,11 @@ const KNOWN: [&str; 9] = [
     "map",
 ];
 
-/// What lm-eval has beside those and `custom`.
+/// Unsupported filters of lm-eval.
 const REFUSED: [&str; 3] = ["decontaminate", "format_span", "regex_pos"];
 
 impl FilterConfig {
-    /// Runs the pipeline on the answers to one request.
+    /// Applies the pipeline to the responses to one request.
     pub(crate) fn apply(&self, answers: Vec<ResponseValue>, doc: &Map<String, Json>) -> Result<ResponseValue, String> {
         let run = |answers, step: &Arc<dyn Filter>| step.apply(answers, doc);
         let fail = |problem| format!("filter {}: {problem}", self.name);
@@ -56,59 +56,59 @@ impl FilterConfig {
     }
 }
 
-/// Reads `filter_list`. Without one there is the pipeline `none`, which takes the first answer.
+/// Reads `filter_list`. The default is the pipeline `none` with the filter `take_first`.
 pub(crate) fn filter_list(entry: Option<&Entry>) -> Result<Vec<FilterConfig>, ConfigError> {
     let Some(entry) = entry else {
         return Ok(vec![FilterConfig { name: "none".into(), steps: vec![Arc::new(TakeFirst)] }]);
     };
-    let Value::List(pipelines) = &entry.node.value else { return Err(wrong(entry, "a list of filters")) };
+    let Value::List(pipelines) = &entry.node.value else { return Err(type_error(entry, "a list of filters")) };
     pipelines.iter().map(pipeline).collect()
 }
 
 fn pipeline(node: &Node) -> Result<FilterConfig, ConfigError> {
     let keys = YamlMap::new(node, "an entry of filter_list", &["name", "filter"])?;
     let name = keys.required_text("name")?;
-    let steps = keys.list("filter")?.ok_or_else(|| keys.fault("an entry of filter_list needs the key `filter`"))?;
+    let steps = keys.list("filter")?.ok_or_else(|| keys.error("an entry of filter_list needs the key `filter`"))?;
     Ok(FilterConfig { name, steps: steps.iter().map(step).collect::<Result<_, _>>()? })
 }
 
 fn step(node: &Node) -> Result<Arc<dyn Filter>, ConfigError> {
-    let keys = YamlMap::open(node, "a filter")?;
-    let entry = keys.get("function").ok_or_else(|| keys.fault("a filter needs the key `function`"))?;
+    let keys = YamlMap::with_any_keys(node, "a filter")?;
+    let entry = keys.get("function").ok_or_else(|| keys.error("a filter needs the key `function`"))?;
     if let Some(function) = as_function(entry) {
         return builtin::filter_class(&function, &keys);
     }
     let name = keys.required_text("function")?;
     if ["take_first", "majority_vote", "lowercase", "uppercase", "remove_whitespace"].contains(&name.as_str()) {
-        keys.only(&["function"])?;
+        keys.deny_unknown(&["function"])?;
     }
     Ok(match name.as_str() {
         "take_first" => Arc::new(TakeFirst),
         "take_first_k" => Arc::new(select::TakeFirstK::read(&keys)?),
         "majority_vote" => Arc::new(select::MajorityVote),
-        "lowercase" => Arc::new(transform::Texts(|text| text.to_lowercase())),
-        "uppercase" => Arc::new(transform::Texts(|text| text.to_uppercase())),
-        "remove_whitespace" => Arc::new(transform::Texts(|text| text::strip(text).to_owned())),
+        "lowercase" => Arc::new(transform::MapText(|text| text.to_lowercase())),
+        "uppercase" => Arc::new(transform::MapText(|text| text.to_uppercase())),
+        "remove_whitespace" => Arc::new(transform::MapText(|text| text::strip(text).to_owned())),
         "map" => Arc::new(transform::ValueMap::read(&keys)?),
         "regex" => Arc::new(RegexExtract::read(&keys)?),
-        "multi_choice_regex" => Arc::new(multi_choice::MultiChoice::read(&keys, multi_choice::Choices::Column)?),
+        "multi_choice_regex" => Arc::new(multi_choice::MultiChoice::read(&keys, multi_choice::ChoiceSource::Column)?),
         "custom" => custom(&keys)?,
         other => return Err(unknown(entry, other)),
     })
 }
 
 fn custom(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
-    let entry = keys.get("filter_fn").ok_or_else(|| keys.fault("the filter custom needs the key `filter_fn`"))?;
-    let function = as_function(entry).ok_or_else(|| wrong(entry, "a !function"))?;
+    let entry = keys.get("filter_fn").ok_or_else(|| keys.error("the filter custom needs the key `filter_fn`"))?;
+    let function = as_function(entry).ok_or_else(|| type_error(entry, "a !function"))?;
     builtin::filter_function(&function)
 }
 
 fn unknown(entry: &Entry, name: &str) -> ConfigError {
     let place = entry.node.place.clone();
     if REFUSED.contains(&name) {
-        return ConfigError::at(place, format!("filter {name} of lm-eval is not available here"));
+        return ConfigError::at(place, format!("lm-eval's filter {name} is not supported"));
     }
     let near = did_you_mean(name, KNOWN);
     ConfigError::at(place, format!("unknown filter {name:?}{near}"))
-        .note(format!("known are {}, custom", KNOWN.join(", ")))
+        .with_remedy(format!("known are {}, custom", KNOWN.join(", ")))
 }

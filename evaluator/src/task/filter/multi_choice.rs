@@ -1,4 +1,4 @@
-//! Filters that read a letter out of a long answer: by a pattern, by the words of a choice, or by a letter behind a colon.
+//! Filters that extract the letter of a choice: by a pattern, by the choice's text, or by a letter after a colon.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock};
@@ -14,7 +14,7 @@ use crate::task::python::pattern::{Pattern, escape};
 use crate::task::python::text;
 use crate::task::response_value::ResponseValue;
 
-/// What is taken out of a text before it is searched.
+/// Text that is removed before matching: case, punctuation and patterns.
 #[derive(Debug)]
 pub(crate) struct IgnoredText {
     case: bool,
@@ -22,42 +22,42 @@ pub(crate) struct IgnoredText {
     patterns: Vec<Pattern>,
 }
 
-/// What the filters of this family share: a pattern, which match of it, and what is ignored.
+/// Keys shared by the `multi_choice_regex` filters: the pattern, the index of its match, and the ignored text.
 #[derive(Debug)]
 pub(crate) struct RegexFilterConfig {
     pub(crate) extract: RegexExtract,
     pub(crate) ignored: IgnoredText,
 }
 
-/// Where the choices of a document stand.
+/// Source of a document's choices.
 #[derive(Debug)]
-pub(super) enum Choices {
-    /// In its column `choices`.
+pub(super) enum ChoiceSource {
+    /// Column `choices`, a list.
     Column,
-    /// In its column `input`, each behind a letter in parentheses.
+    /// Column `input`, with a letter in parentheses before each choice.
     Input,
 }
 
-/// The filter `multi_choice_regex`.
+/// Filter `multi_choice_regex`.
 #[derive(Debug)]
 pub(super) struct MultiChoice {
     family: RegexFilterConfig,
-    choices: Choices,
+    choices: ChoiceSource,
 }
 
 const KEYS: [&str; 7] =
     ["function", "regex_pattern", "group_select", "fallback", "ignore_case", "ignore_punctuation", "regexes_to_ignore"];
 
-/// Reads a `multi_choice_regex` filter that finds the choices in the column `input`.
+/// Reads a `multi_choice_regex` filter that takes the choices from the column `input`.
 pub(crate) fn multi_choice_in_input(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
-    Ok(Arc::new(MultiChoice::read(keys, Choices::Input)?))
+    Ok(Arc::new(MultiChoice::read(keys, ChoiceSource::Input)?))
 }
 
 impl IgnoredText {
     pub(crate) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
         let patterns = keys.texts("regexes_to_ignore")?.unwrap_or_default();
         let compile =
-            |pattern: &String| Pattern::new(pattern).map_err(|p| keys.fault(format!("regexes_to_ignore: {p}")));
+            |pattern: &String| Pattern::new(pattern).map_err(|p| keys.error(format!("regexes_to_ignore: {p}")));
         Ok(Self {
             case: keys.flag("ignore_case", false)?,
             punctuation: keys.flag("ignore_punctuation", false)?,
@@ -65,7 +65,7 @@ impl IgnoredText {
         })
     }
 
-    /// The text without all that is ignored.
+    /// Removes all ignored text.
     pub(crate) fn strip(&self, text: &str) -> Result<String, String> {
         let mut text = text.to_owned();
         for pattern in &self.patterns {
@@ -92,36 +92,36 @@ impl RegexFilterConfig {
         Ok(Self { extract, ignored: IgnoredText::read(keys)? })
     }
 
-    /// What `pattern` finds in `text`, at the place that is selected; empty for nothing.
+    /// Returns the match of `pattern` at `group_select`; empty if there is none.
     pub(crate) fn find(&self, pattern: &Pattern, text: &str) -> Result<String, String> {
         let found = pattern.find_all(text)?;
         let Some(found) = selected(&found, self.extract.group_select) else { return Ok(String::new()) };
         let several = pattern.has_several_groups();
-        let taken = pattern.texts(text, found).into_iter().find(|group| !several || !group.is_empty());
+        let taken = pattern.findall_item(text, found).into_iter().find(|group| !several || !group.is_empty());
         Ok(text::strip(taken.unwrap_or("")).to_owned())
     }
 
-    /// What the filter's own pattern finds.
-    pub(crate) fn find_own(&self, text: &str) -> Result<String, String> {
+    /// Returns the match of the configured pattern.
+    pub(crate) fn find_configured(&self, text: &str) -> Result<String, String> {
         self.find(&self.extract.pattern, text)
     }
 }
 
 impl MultiChoice {
-    pub(super) fn read(keys: &YamlMap, choices: Choices) -> Result<Self, ConfigError> {
-        keys.only(&KEYS)?;
+    pub(super) fn read(keys: &YamlMap, choices: ChoiceSource) -> Result<Self, ConfigError> {
+        keys.deny_unknown(&KEYS)?;
         Ok(Self { family: RegexFilterConfig::read(keys, None)?, choices })
     }
 
-    /// The choices, each without what is ignored.
+    /// Returns the choices without the ignored text.
     fn choices(&self, doc: &Map<String, Json>) -> Result<Vec<String>, String> {
         let found: Vec<String> = match self.choices {
-            Choices::Column => {
+            ChoiceSource::Column => {
                 let column = doc.get("choices").and_then(Json::as_array);
                 let column = column.ok_or("the document has no list `choices`")?;
                 column.iter().map(|choice| choice.as_str().unwrap_or_default().to_owned()).collect()
             }
-            Choices::Input => {
+            ChoiceSource::Input => {
                 static BEHIND_LETTER: LazyLock<Pattern> =
                     LazyLock::new(|| Pattern::new(r"\([A-Z]\)([^\n^(]*)").expect("the pattern is a constant"));
                 let input = doc.get("input").and_then(Json::as_str).ok_or("the document has no text `input`")?;
@@ -140,14 +140,14 @@ impl Filter for MultiChoice {
         for (choice, letter) in choices.iter().zip(&letters) {
             by_text.insert(choice.clone(), format!("({letter})"));
         }
-        // The longest first: a choice may begin another.
+        // Longer choices come first, because a choice may be a prefix of another.
         let mut alternatives: Vec<String> = choices.iter().map(|choice| escape(choice)).collect();
         alternatives.sort_by_key(|choice| std::cmp::Reverse(text::len(choice)));
         let by_words = Pattern::new(&alternatives.join("|"))?;
         let alternatives: Vec<String> = letters.iter().map(|letter| escape(&letter.to_string())).collect();
         let by_letter = Pattern::new(&format!(r":[\s]*({})", alternatives.join("|")))?;
         each_text(answers, |text| {
-            let mut found = self.family.find_own(text)?;
+            let mut found = self.family.find_configured(text)?;
             if found.is_empty() {
                 found = self.family.find(&by_words, &self.family.ignored.strip(text)?)?;
                 found = by_text.get(&found).cloned().unwrap_or(found);

@@ -1,4 +1,4 @@
-//! `regex`: takes what a pattern finds.
+//! Filter `regex`: extracts a match of a pattern.
 
 use serde_json::{Map, Value as Json};
 
@@ -9,7 +9,7 @@ use crate::task::python::pattern::Pattern;
 use crate::task::python::text;
 use crate::task::response_value::ResponseValue;
 
-/// A pattern, which of its matches is taken, and what stands for none.
+/// Filter `regex`: the pattern, the index of the match, and the value if nothing matches.
 #[derive(Debug)]
 pub(crate) struct RegexExtract {
     pub(crate) pattern: Pattern,
@@ -21,20 +21,20 @@ const DEFAULT_PATTERN: &str = r"#### (\-?[0-9\.\,]+)";
 
 impl RegexExtract {
     pub(super) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
-        keys.only(&["function", "regex_pattern", "group_select", "fallback"])?;
+        keys.deny_unknown(&["function", "regex_pattern", "group_select", "fallback"])?;
         Self::open(keys)
     }
 
-    /// Takes the pattern from elsewhere and the rest from `keys`.
+    /// Reads all keys except the pattern, which is given.
     pub(crate) fn with_pattern(keys: &YamlMap, pattern: &str) -> Result<Self, ConfigError> {
         Ok(Self {
-            pattern: Pattern::new(pattern).map_err(|problem| keys.fault(format!("regex_pattern: {problem}")))?,
+            pattern: Pattern::new(pattern).map_err(|problem| keys.error(format!("regex_pattern: {problem}")))?,
             group_select: keys.integer("group_select")?.unwrap_or(0),
             fallback: keys.text("fallback")?.unwrap_or_else(|| "[invalid]".into()),
         })
     }
 
-    /// The pattern of a filter of this family, by its keys.
+    /// Reads the pattern and the other keys.
     pub(crate) fn open(keys: &YamlMap) -> Result<Self, ConfigError> {
         let pattern = keys.text("regex_pattern")?;
         Self::with_pattern(keys, pattern.as_deref().unwrap_or(DEFAULT_PATTERN))
@@ -43,14 +43,14 @@ impl RegexExtract {
     fn extract(&self, text: &str) -> Result<String, String> {
         let found = self.pattern.find_all(text)?;
         let Some(found) = selected(&found, self.group_select) else { return Ok(self.fallback.clone()) };
-        let groups = self.pattern.texts(text, found);
+        let groups = self.pattern.findall_item(text, found);
         let several = self.pattern.has_several_groups();
         let taken = groups.into_iter().find(|group| !several || !group.is_empty());
         Ok(text::strip(taken.unwrap_or(&self.fallback)).to_owned())
     }
 }
 
-/// Python's `items[index]`, or nothing.
+/// Implements Python's `items[index]`; `None` if the index is out of range.
 pub(super) fn selected<T>(items: &[T], index: i64) -> Option<&T> {
     let index = if index < 0 { index + items.len() as i64 } else { index };
     usize::try_from(index).ok().and_then(|index| items.get(index))

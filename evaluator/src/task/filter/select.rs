@@ -1,4 +1,4 @@
-//! Filters that choose among several answers to one request.
+//! Filters that select among the responses to one request.
 
 use serde_json::{Map, Value as Json};
 
@@ -7,47 +7,45 @@ use crate::task::error::ConfigError;
 use crate::task::keys::YamlMap;
 use crate::task::response_value::ResponseValue;
 
-/// Takes the first answer.
+/// Filter `take_first`: keeps the first response.
 #[derive(Debug)]
 pub(crate) struct TakeFirst;
 
-/// Keeps the first k answers.
+/// Filter `take_first_k`: keeps the first k responses.
 #[derive(Debug)]
 pub(super) struct TakeFirstK {
     k: usize,
 }
 
-/// Keeps the answer that is there most often, of several such the first.
+/// Filter `majority_vote`: keeps the most frequent response, and the first of several equally frequent ones.
 #[derive(Debug)]
 pub(super) struct MajorityVote;
 
 impl Filter for TakeFirst {
     fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
         match answers {
-            ResponseValue::Many(answers) => {
-                answers.into_iter().next().ok_or_else(|| "there is no answer to take".into())
-            }
-            _ => Err("take_first stands twice".into()),
+            ResponseValue::Many(answers) => answers.into_iter().next().ok_or_else(|| "there is no response".into()),
+            _ => Err("take_first occurs twice".into()),
         }
     }
 }
 
 impl TakeFirstK {
     pub(super) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
-        keys.only(&["function", "k"])?;
+        keys.deny_unknown(&["function", "k"])?;
         let k = keys.count("k")?.filter(|k| *k > 0);
-        Ok(Self { k: k.ok_or_else(|| keys.fault("the filter take_first_k needs the key `k`, from 1 on"))? })
+        Ok(Self { k: k.ok_or_else(|| keys.error("the filter take_first_k needs the key `k`, from 1 on"))? })
     }
 }
 
 impl Filter for TakeFirstK {
     fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
         let ResponseValue::Many(mut answers) = answers else {
-            return Err("take_first_k stands behind take_first".into());
+            return Err("take_first_k must come before take_first".into());
         };
         if answers.len() < self.k {
             return Err(format!(
-                "{} answers a document are too few for the first {}; raise repeats",
+                "take_first_k has {} responses for each document, fewer than k = {}; increase repeats",
                 answers.len(),
                 self.k
             ));
@@ -59,9 +57,11 @@ impl Filter for TakeFirstK {
 
 impl Filter for MajorityVote {
     fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
-        let ResponseValue::Many(answers) = answers else { return Err("majority_vote stands behind take_first".into()) };
+        let ResponseValue::Many(answers) = answers else {
+            return Err("majority_vote must come before take_first".into());
+        };
         let votes = |answer: &ResponseValue| answers.iter().filter(|other| *other == answer).count();
-        let most = answers.iter().map(votes).max().ok_or("there is no answer to vote for")?;
+        let most = answers.iter().map(votes).max().ok_or("there is no response")?;
         let winner = answers.iter().find(|answer| votes(answer) == most).cloned();
         Ok(ResponseValue::Many(winner.into_iter().collect()))
     }
@@ -84,9 +84,9 @@ mod tests {
     }
 
     #[test]
-    fn too_few_answers_say_what_to_raise() {
+    fn too_few_responses_are_an_error_that_names_repeats() {
         let error = TakeFirstK { k: 3 }.apply(texts(&["a"]), &Map::new()).unwrap_err();
-        assert!(error.contains("raise repeats"), "{error}");
+        assert!(error.contains("increase repeats"), "{error}");
         assert_eq!(TakeFirstK { k: 1 }.apply(texts(&["a", "b"]), &Map::new()).unwrap(), texts(&["a"]));
     }
 }

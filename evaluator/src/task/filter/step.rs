@@ -1,4 +1,4 @@
-//! The interface of filters.
+//! Interface of filters.
 
 use std::fmt::Debug;
 
@@ -6,12 +6,13 @@ use serde_json::{Map, Value as Json};
 
 use crate::task::response_value::ResponseValue;
 
-/// A step of a pipeline. It gets all answers to one request: a [`ResponseValue::Many`], until a step takes one of them.
+/// Filter of a pipeline. Its input is a [`ResponseValue::Many`] with all responses, until `take_first` reduces it to
+/// one.
 pub(crate) trait Filter: Debug + Send + Sync {
     fn apply(&self, answers: ResponseValue, doc: &Map<String, Json>) -> Result<ResponseValue, String>;
 }
 
-/// Runs `change` on each text of several answers.
+/// Applies `change` to each of several texts.
 pub(crate) fn each_text(
     answers: ResponseValue,
     change: impl Fn(&str) -> Result<ResponseValue, String>,
@@ -21,6 +22,6 @@ pub(crate) fn each_text(
             let changed = answers.iter().map(|answer| change(answer.text())).collect::<Result<_, _>>()?;
             Ok(ResponseValue::Many(changed))
         }
-        _ => Err("it works on lists of texts; put it before take_first".into()),
+        _ => Err("it must come before take_first".into()),
     }
 }

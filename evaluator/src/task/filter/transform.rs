@@ -1,4 +1,4 @@
-//! Filters that change each answer by itself.
+//! Filters that transform each response by itself.
 
 use serde_json::{Map, Value as Json};
 
@@ -7,18 +7,18 @@ use crate::task::error::ConfigError;
 use crate::task::keys::YamlMap;
 use crate::task::response_value::ResponseValue;
 
-/// Changes texts by a plain function.
+/// Filter that applies a function to each text.
 #[derive(Debug)]
-pub(super) struct Texts(pub(super) fn(&str) -> String);
+pub(super) struct MapText(pub(super) fn(&str) -> String);
 
-/// Puts a value in the place of each text.
+/// Filter `map`: replaces each text by the value of its key.
 #[derive(Debug)]
 pub(super) struct ValueMap {
     values: Map<String, Json>,
     default: Json,
 }
 
-impl Filter for Texts {
+impl Filter for MapText {
     fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
         each_text(answers, |text| Ok(ResponseValue::Text((self.0)(text))))
     }
@@ -26,7 +26,7 @@ impl Filter for Texts {
 
 impl ValueMap {
     pub(super) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
-        keys.only(&["function", "mapping_dict", "default_value"])?;
+        keys.deny_unknown(&["function", "mapping_dict", "default_value"])?;
         let values = keys.map("mapping_dict")?.unwrap_or_default();
         let default = keys.get("default_value").map_or(Json::Null, |entry| entry.node.json());
         Ok(Self { values, default })

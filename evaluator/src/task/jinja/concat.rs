@@ -1,10 +1,10 @@
-//! `~` in templates: it joins what Python's `str` prints of both sides, and minijinja's joins what Rust prints. So each side
-//! gets the filter `string`, which is Python's, before a template is compiled.
+//! Python semantics for `~` in templates, which joins the `str` of both operands. minijinja formats operands as Rust
+//! does, so both get the filter `string`, which formats as Python, before a template is compiled.
 
 use std::ops::Range;
 
-/// Gives both sides of every `~` in a template's tags the filter `string`. A side that is more than a value with what is called
-/// on it (a product, a negative number) stays as it is.
+/// Appends the filter `string` to both operands of every `~`. An operand that contains an arithmetic operator is
+/// unchanged.
 pub(super) fn with_python_texts(source: &str) -> String {
     let mut inserted: Vec<usize> = Vec::new();
     for tag in tags(source) {
@@ -25,7 +25,7 @@ pub(super) fn with_python_texts(source: &str) -> String {
     out + &source[from..]
 }
 
-/// The insides of `{{ }}` and `{% %}`.
+/// Returns the ranges inside `{{ }}` and `{% %}`.
 fn tags(source: &str) -> Vec<Range<usize>> {
     let (mut tags, mut at) = (Vec::new(), 0);
     while let Some(found) = source[at..].find('{') {
@@ -49,7 +49,7 @@ fn tags(source: &str) -> Vec<Range<usize>> {
     tags
 }
 
-/// How far it is to `end`, which is not within a text.
+/// Returns the number of bytes up to `end`, which must be outside of string literals.
 fn length_up_to(text: &str, end: &str) -> Option<usize> {
     let mut at = 0;
     while !text[at..].starts_with(end) || end == "}}" && text[at..].starts_with("}}}") {
@@ -61,7 +61,7 @@ fn length_up_to(text: &str, end: &str) -> Option<usize> {
     Some(at)
 }
 
-/// The length of a text in quotes.
+/// Returns the length of a string literal in bytes.
 fn quoted(text: &str, quote: char) -> usize {
     let mut is_escaped = false;
     for (at, c) in text.char_indices().skip(1) {
@@ -73,7 +73,7 @@ fn quoted(text: &str, quote: char) -> usize {
     text.len()
 }
 
-/// Words and numbers, texts, and single marks.
+/// Splits a tag into words, numbers, string literals and single characters.
 fn tokens(source: &str, tag: Range<usize>) -> Vec<Range<usize>> {
     let (mut tokens, mut at) = (Vec::new(), tag.start);
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
@@ -94,12 +94,12 @@ fn tokens(source: &str, tag: Range<usize>) -> Vec<Range<usize>> {
 
 const OPERATORS: [&str; 4] = ["*", "/", "%", "-"];
 
-/// Where the value ends that stands before a `~`.
+/// Returns the end of the operand to the left of a `~`.
 fn end_of_left(source: &str, before: &[Range<usize>]) -> Option<usize> {
     let text = |token: &Range<usize>| &source[token.clone()];
     let last = before.last()?;
     let mut first = before.len();
-    // Back over what is called on a value, to the value.
+    // Skips calls, attributes and filters, back to the start of the operand.
     loop {
         first = beginning(source, &before[..first])?;
         match first.checked_sub(1).map(|at| text(&before[at])) {
@@ -111,7 +111,7 @@ fn end_of_left(source: &str, before: &[Range<usize>]) -> Option<usize> {
     }
 }
 
-/// Where a word, or a pair of brackets, that ends these tokens begins.
+/// Returns the index at which the last word or pair of brackets starts.
 fn beginning(source: &str, tokens: &[Range<usize>]) -> Option<usize> {
     let mut depth = 0_usize;
     for (at, token) in tokens.iter().enumerate().rev() {
@@ -128,28 +128,28 @@ fn beginning(source: &str, tokens: &[Range<usize>]) -> Option<usize> {
     None
 }
 
-/// Whether a value may end with this token.
+/// Returns true if an operand may end with this token.
 fn is_value_end(token: &str) -> bool {
     const NOT: [&str; 8] = ["if", "else", "in", "and", "or", "not", "is", "set"];
     let c = token.chars().next().unwrap_or(' ');
     c.is_alphanumeric() && !NOT.contains(&token) || "_\"')]}".contains(c)
 }
 
-/// Where the value ends that stands behind a `~`.
-fn end_of_right(source: &str, behind: &[Range<usize>]) -> Option<usize> {
-    let text = |at: usize| behind.get(at).map(|token| &source[token.clone()]);
-    let mut at = closing(source, behind, 0)?;
+/// Returns the end of the operand to the right of a `~`.
+fn end_of_right(source: &str, after: &[Range<usize>]) -> Option<usize> {
+    let text = |at: usize| after.get(at).map(|token| &source[token.clone()]);
+    let mut at = closing(source, after, 0)?;
     loop {
         at = match text(at + 1) {
-            Some("." | "|") => closing(source, behind, at + 2)?,
-            Some("(" | "[") => closing(source, behind, at + 1)?,
+            Some("." | "|") => closing(source, after, at + 2)?,
+            Some("(" | "[") => closing(source, after, at + 1)?,
             Some(operator) if OPERATORS[..3].contains(&operator) => return None,
-            _ => return Some(behind[at].end),
+            _ => return Some(after[at].end),
         };
     }
 }
 
-/// The last token of a word, or of a pair of brackets, that begins at `at`.
+/// Returns the index of the last token of the word or pair of brackets that starts at `at`.
 fn closing(source: &str, tokens: &[Range<usize>], at: usize) -> Option<usize> {
     let mut depth = 0_usize;
     for (at, token) in tokens.iter().enumerate().skip(at) {

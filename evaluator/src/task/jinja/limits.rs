@@ -1,12 +1,12 @@
-//! Limits of a task's templates: their length, the work of one rendering, and the size of a text.
+//! Limits on templates: their length, the instructions of one rendering, and the size of texts.
 
 use candlewick_text::template::limits::{self, MAX_OUTPUT};
 use minijinja::value::{Kwargs, StringInput};
 use minijinja::{Environment, Error, ErrorKind, State, Value, filters};
 
-/// The most bytes of a template. lm-eval's longest has 9 KB.
+/// Maximum length of a template in bytes. The longest in lm-eval has 9 KB.
 const MAX_SOURCE: usize = 64 << 10;
-/// The most instructions of a rendering.
+/// Maximum number of instructions in one rendering.
 const FUEL: u64 = 20_000_000;
 
 /// Adds a template to an environment and limits its renderings.
@@ -17,10 +17,10 @@ pub(super) fn add_template(
 ) -> Result<Environment<'static>, Error> {
     if source.len() > MAX_SOURCE {
         let n = source.len();
-        return Err(invalid(format!("the template has {n} bytes, more than the {MAX_SOURCE} that are allowed")));
+        return Err(invalid(format!("the template has {n} bytes; the maximum is {MAX_SOURCE}")));
     }
     environment.set_fuel(Some(FUEL));
-    // An error would hold the template's values, which may be nested too deep for the thread that drops it.
+    // With debug information, an error would hold values that may be nested too deeply to drop.
     environment.set_debug(false);
     environment.add_filter("replace", replace);
     environment.add_filter("indent", indent);
@@ -28,12 +28,12 @@ pub(super) fn add_template(
     Ok(environment)
 }
 
-/// Returns the error of a template's operation.
+/// Creates an error of a template operation.
 pub(super) fn invalid(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message.into())
 }
 
-/// Fails if a text would have more than [`MAX_OUTPUT`] bytes; `None` is a number beyond all.
+/// Returns an error if a text would exceed [`MAX_OUTPUT`] bytes. `None` means that its size overflows.
 pub(super) fn check_size(n_bytes: Option<usize>) -> Result<(), Error> {
     match n_bytes {
         Some(n) if n <= MAX_OUTPUT => Ok(()),
@@ -41,12 +41,12 @@ pub(super) fn check_size(n_bytes: Option<usize>) -> Result<(), Error> {
     }
 }
 
-/// Describes a text of more than [`MAX_OUTPUT`] bytes.
+/// Returns the message for a text above [`MAX_OUTPUT`] bytes.
 pub(super) fn too_large() -> String {
-    format!("a text has more than the {} MiB that are allowed", MAX_OUTPUT >> 20)
+    format!("a text is longer than {} MiB, the maximum", MAX_OUTPUT >> 20)
 }
 
-/// Checks the size of what `text.replace(from, to)` returns.
+/// Checks the size of the result of `text.replace(from, to)`.
 pub(super) fn check_replace(text: &str, from: &str, to: &str) -> Result<(), Error> {
     let n_found = if from.is_empty() { text.chars().count() + 1 } else { text.matches(from).count() };
     check_size(n_found.checked_mul(to.len()).and_then(|added| added.checked_add(text.len())))

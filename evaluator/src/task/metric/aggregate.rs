@@ -55,22 +55,22 @@ const NAMES: [(&str, Aggregation); 13] = [
 ];
 
 impl Aggregation {
-    /// Returns the names of aggregations in task files.
+    /// Returns the names of all aggregations, as task files spell them.
     pub(super) fn names() -> [&'static str; NAMES.len()] {
         NAMES.map(|(name, _)| name)
     }
 
-    /// Returns the aggregation of this name in task files.
-    pub(crate) fn named(name: &str) -> Option<Self> {
+    /// Returns the aggregation that task files call `name`.
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
         NAMES.iter().find(|(known, _)| *known == name).map(|(_, aggregation)| *aggregation)
     }
 
     /// Returns the aggregate of `scores`.
-    pub(crate) fn of(self, scores: &[MetricValue]) -> Result<f64, String> {
-        Ok(self.statistic(scores)?.over(&mut (0..scores.len())))
+    pub(crate) fn aggregate(self, scores: &[MetricValue]) -> Result<f64, String> {
+        Ok(self.statistic(scores)?.compute(&mut (0..scores.len())))
     }
 
-    /// Converts values for repeated aggregation. The error names the value of the wrong type.
+    /// Prepares the values for repeated aggregation. The error names a value of the wrong type.
     pub(crate) fn statistic(self, scores: &[MetricValue]) -> Result<Box<dyn Statistic>, String> {
         Ok(match self {
             Self::Mean => Box::new(Numbers(numbers(scores)?, |sum, n| sum / n)),
@@ -100,40 +100,40 @@ struct FlatMean(Vec<(f64, f64)>);
 struct Bypass;
 
 impl Statistic for Numbers {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
-        let (sum, n) = picked.fold((0.0, 0.0), |(sum, n), i| (sum + self.0[i], n + 1.0));
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
+        let (sum, n) = indices.fold((0.0, 0.0), |(sum, n), i| (sum + self.0[i], n + 1.0));
         (self.1)(sum, n)
     }
 }
 
 impl Statistic for NanMean {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
-        let values = picked.map(|i| self.0[i]).filter(|value| !value.is_nan());
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
+        let values = indices.map(|i| self.0[i]).filter(|value| !value.is_nan());
         let (sum, n) = values.fold((0.0, 0.0), |(sum, n), value| (sum + value, n + 1.0));
         sum / n
     }
 }
 
 impl Statistic for Median {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
-        let mut values: Vec<f64> = picked.map(|i| self.0[i]).collect();
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
+        let mut values: Vec<f64> = indices.map(|i| self.0[i]).collect();
         values.sort_by(f64::total_cmp);
         values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
     }
 }
 
 impl Statistic for Weighted {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
-        let (sum, weight) = picked.fold((0.0, 0.0), |(sum, weight), i| (sum + self.0[i].0, weight + self.0[i].1));
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
+        let (sum, weight) = indices.fold((0.0, 0.0), |(sum, weight), i| (sum + self.0[i].0, weight + self.0[i].1));
         (self.1)(sum, weight)
     }
 }
 
 impl Statistic for F1 {
-    /// F1 of class 1: 2 tp / (2 tp + fp + fn), or 0 if the class is absent.
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    /// Computes F1 of class 1: 2 tp / (2 tp + fp + fn), or 0 if the class is absent.
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
         let (mut right, mut either) = (0.0, 0.0);
-        for (gold, guess) in picked.map(|i| self.0[i]) {
+        for (gold, guess) in indices.map(|i| self.0[i]) {
             right += if gold == 1 && guess == 1 { 2.0 } else { 0.0 };
             either += f64::from(u8::from(gold == 1)) + f64::from(u8::from(guess == 1));
         }
@@ -142,14 +142,14 @@ impl Statistic for F1 {
 }
 
 impl Statistic for FlatMean {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
-        let (sum, n) = picked.fold((0.0, 0.0), |(sum, n), i| (sum + self.0[i].0, n + self.0[i].1));
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
+        let (sum, n) = indices.fold((0.0, 0.0), |(sum, n), i| (sum + self.0[i].0, n + self.0[i].1));
         sum / n
     }
 }
 
 impl Statistic for Bypass {
-    fn over(&self, _: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, _: &mut dyn Iterator<Item = usize>) -> f64 {
         999.0
     }
 }
@@ -172,10 +172,10 @@ impl Matthews {
 }
 
 impl Statistic for Matthews {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
         let (mut golds, mut guesses) = (vec![0.0; self.n_classes], vec![0.0; self.n_classes]);
         let (mut right, mut n) = (0.0, 0.0);
-        for (gold, guess) in picked.map(|i| self.values[i]) {
+        for (gold, guess) in indices.map(|i| self.values[i]) {
             golds[gold] += 1.0;
             guesses[guess] += 1.0;
             right += f64::from(u8::from(gold == guess));
@@ -198,7 +198,10 @@ fn pairs(scores: &[MetricValue]) -> Result<Vec<(f64, f64)>, String> {
         let (sum, weight) = score.as_pair()?;
         Some((sum.number()?, weight.number()?))
     };
-    scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a number with a weight"))).collect()
+    scores
+        .iter()
+        .map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a pair of a number and a weight")))
+        .collect()
 }
 
 fn classes(scores: &[MetricValue]) -> Result<Vec<(i64, i64)>, String> {
@@ -206,7 +209,10 @@ fn classes(scores: &[MetricValue]) -> Result<Vec<(i64, i64)>, String> {
         let (gold, guess) = score.as_pair()?;
         Some((gold.number()? as i64, guess.number()? as i64))
     };
-    scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a class and a guess"))).collect()
+    scores
+        .iter()
+        .map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a pair of target class and predicted class")))
+        .collect()
 }
 
 fn texts(scores: &[MetricValue]) -> Result<Vec<(&str, &str)>, String> {
@@ -214,10 +220,13 @@ fn texts(scores: &[MetricValue]) -> Result<Vec<(&str, &str)>, String> {
         let (reference, text) = MetricValue::as_pair(score)?;
         Some((reference.as_text()?, text.as_text()?))
     };
-    scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a target and a text"))).collect()
+    scores
+        .iter()
+        .map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a pair of target and generated text")))
+        .collect()
 }
 
-/// Sum and length of each list value.
+/// Returns sum and length of each list value.
 fn parts(scores: &[MetricValue]) -> Result<Vec<(f64, f64)>, String> {
     let list = |score: &MetricValue| match score {
         MetricValue::List(items) => numbers(items).map(|parts| (parts.iter().sum(), parts.len() as f64)),
@@ -226,7 +235,7 @@ fn parts(scores: &[MetricValue]) -> Result<Vec<(f64, f64)>, String> {
     scores.iter().map(list).collect()
 }
 
-/// Squared error of the class probabilities, summed for each document.
+/// Returns the squared error of each document's class probabilities, summed over the classes.
 fn brier(scores: &[MetricValue]) -> Result<Vec<f64>, String> {
     let off = |score: &MetricValue| {
         let (gold, probabilities) = score.as_pair()?;
@@ -236,7 +245,10 @@ fn brier(scores: &[MetricValue]) -> Result<Vec<f64>, String> {
         let target = |i: usize| f64::from(u8::from(i == gold as usize));
         is_class.then(|| probabilities.iter().enumerate().map(|(i, p)| (p - target(i)).powi(2)).sum())
     };
-    scores.iter().map(|score| off(score).ok_or_else(|| format!("{score:?} is not a class and probabilities"))).collect()
+    scores
+        .iter()
+        .map(|score| off(score).ok_or_else(|| format!("{score:?} is not a pair of a class and its probabilities")))
+        .collect()
 }
 
 #[cfg(test)]
@@ -245,7 +257,7 @@ mod tests {
     use super::*;
 
     fn of(aggregation: Aggregation, values: &[f64]) -> f64 {
-        aggregation.of(&values.iter().map(|value| MetricValue::Number(*value)).collect::<Vec<_>>()).unwrap()
+        aggregation.aggregate(&values.iter().map(|value| MetricValue::Number(*value)).collect::<Vec<_>>()).unwrap()
     }
 
     fn classes(pairs: &[(i64, i64)]) -> Vec<MetricValue> {
@@ -263,15 +275,15 @@ mod tests {
 
     #[test]
     fn classes_that_are_never_guessed_correlate_with_nothing() {
-        assert_eq!(Aggregation::Matthews.of(&classes(&[(1, 0), (0, 0)])).unwrap(), 0.0);
-        assert_eq!(Aggregation::Matthews.of(&classes(&[(1, 1), (0, 0)])).unwrap(), 1.0);
-        assert_eq!(Aggregation::F1.of(&classes(&[(0, 0)])).unwrap(), 0.0);
-        assert_eq!(Aggregation::F1.of(&classes(&[(1, 1), (0, 1)])).unwrap(), 2.0 / 3.0);
+        assert_eq!(Aggregation::Matthews.aggregate(&classes(&[(1, 0), (0, 0)])).unwrap(), 0.0);
+        assert_eq!(Aggregation::Matthews.aggregate(&classes(&[(1, 1), (0, 0)])).unwrap(), 1.0);
+        assert_eq!(Aggregation::F1.aggregate(&classes(&[(0, 0)])).unwrap(), 0.0);
+        assert_eq!(Aggregation::F1.aggregate(&classes(&[(1, 1), (0, 1)])).unwrap(), 2.0 / 3.0);
     }
 
     #[test]
     fn what_does_not_fit_says_so() {
-        assert!(Aggregation::Mean.of(&[MetricValue::Text("a".into())]).unwrap_err().contains("not a number"));
-        assert!(Aggregation::Brier.of(&classes(&[(1, 1)])).unwrap_err().contains("probabilities"));
+        assert!(Aggregation::Mean.aggregate(&[MetricValue::Text("a".into())]).unwrap_err().contains("not a number"));
+        assert!(Aggregation::Brier.aggregate(&classes(&[(1, 1)])).unwrap_err().contains("probabilities"));
     }
 }

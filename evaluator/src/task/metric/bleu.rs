@@ -1,4 +1,4 @@
-//! BLEU as sacrebleu computes it for a corpus: tokenizer 13a, n-grams up to 4, exponential smoothing.
+//! Corpus BLEU as in sacrebleu: tokenizer 13a, n-grams up to order 4, exponential smoothing.
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -28,8 +28,8 @@ impl BleuCounts {
 }
 
 impl Statistic for BleuCounts {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
-        picked.fold(Counts::default(), |sum, i| sum.plus(&self.0[i])).bleu()
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
+        indices.fold(Counts::default(), |sum, i| sum.plus(&self.0[i])).bleu()
     }
 }
 
@@ -93,7 +93,7 @@ fn split(text: &str) -> Vec<&str> {
     words(text).collect()
 }
 
-/// Tokenizes as mteval-v13a, and joins the tokens with spaces.
+/// Tokenizes a text as mteval-v13a does, with spaces between the tokens.
 fn tokenize(text: &str) -> String {
     static RULES: LazyLock<[(Pattern, &str); 4]> = LazyLock::new(|| {
         let rule = |pattern| Pattern::new(pattern).expect("the pattern is a constant");
@@ -139,8 +139,8 @@ mod tests {
     #[test]
     fn equal_texts_are_perfect_and_strangers_are_nothing() {
         let text = "the quick brown fox jumps";
-        let all = BleuCounts::new(&[(text, text)]).over(&mut (0..1));
+        let all = BleuCounts::new(&[(text, text)]).compute(&mut (0..1));
         assert!((all - 100.0).abs() < 1e-9);
-        assert_eq!(BleuCounts::new(&[("a b", "c d")]).over(&mut (0..1)), 0.0);
+        assert_eq!(BleuCounts::new(&[("a b", "c d")]).compute(&mut (0..1)), 0.0);
     }
 }

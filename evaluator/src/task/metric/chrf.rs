@@ -1,4 +1,4 @@
-//! chrF and chrF++ as sacrebleu computes them for a corpus: character n-grams up to 6, beta 2, and word n-grams if wanted.
+//! Corpus chrF and chrF++ as in sacrebleu: character n-grams up to order 6, beta 2, and word n-grams for chrF++.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -24,9 +24,9 @@ impl ChrfCounts {
 }
 
 impl Statistic for ChrfCounts {
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+    fn compute(&self, indices: &mut dyn Iterator<Item = usize>) -> f64 {
         let mut sums = vec![[0.0; 3]; self.n_orders];
-        for counts in picked.map(|i| &self.counts[i]) {
+        for counts in indices.map(|i| &self.counts[i]) {
             for (sum, count) in sums.iter_mut().flatten().zip(counts.iter().flatten()) {
                 *sum += count;
             }
@@ -77,7 +77,7 @@ fn count<T: Eq + Hash>(text: &[T], reference: &[T], n: usize) -> [f64; 3] {
     [if reference.len() < n { 0.0 } else { n_ngrams(text) }, n_ngrams(reference), both]
 }
 
-/// Splits words, and separates one punctuation mark at either end.
+/// Splits a text into words, and separates one leading or trailing punctuation mark of each.
 fn separated(text: &str) -> Vec<&str> {
     let is_mark = |c: char| PUNCTUATION.contains(c);
     let mut all = Vec::new();
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn short_texts_count_only_the_orders_they_have() {
         let counts = ChrfCounts::new(&[("ab", "ab")], 0);
-        assert!((counts.over(&mut (0..1)) - 100.0).abs() < 1e-9);
-        assert_eq!(ChrfCounts::new(&[("", "ab")], 2).over(&mut (0..1)), 0.0);
+        assert!((counts.compute(&mut (0..1)) - 100.0).abs() < 1e-9);
+        assert_eq!(ChrfCounts::new(&[("", "ab")], 2).compute(&mut (0..1)), 0.0);
     }
 }

@@ -20,10 +20,10 @@ pub(super) const KEYS: [&str; 4] = ["regexes_to_ignore", "ignore_case", "ignore_
 
 impl ExactMatch {
     pub(super) fn read(keys: &YamlMap, others: &[&str]) -> Result<Self, ConfigError> {
-        keys.only(&[others, &KEYS].concat())?;
+        keys.deny_unknown(&[others, &KEYS].concat())?;
         let patterns = keys.texts("regexes_to_ignore")?.unwrap_or_default();
         let compile =
-            |pattern: &String| Pattern::new(pattern).map_err(|p| keys.fault(format!("regexes_to_ignore: {p}")));
+            |pattern: &String| Pattern::new(pattern).map_err(|p| keys.error(format!("regexes_to_ignore: {p}")));
         Ok(Self {
             patterns: Arc::new(patterns.iter().map(compile).collect::<Result<_, _>>()?),
             case: keys.flag("ignore_case", false)?,

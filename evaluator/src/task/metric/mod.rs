@@ -13,16 +13,16 @@ use candlewick_text::suggestion::did_you_mean;
 use super::builtin;
 use super::error::ConfigError;
 use super::function::as_function;
-use super::keys::{YamlMap, wrong};
+use super::keys::{YamlMap, type_error};
 use super::output_type::OutputType;
 use super::yaml::{Entry, Node, Value};
 
 pub(crate) use aggregate::Aggregation;
 pub(crate) use exact_match::ExactMatch;
 pub use score::MetricValue;
-pub(crate) use stderr::{pooled, stderr, unweighted};
+pub(crate) use stderr::{pooled_stderr, stderr, unweighted_stderr};
 
-/// A metric of a task.
+/// Metric of a task, as configured in `metric_list`.
 #[derive(Clone, Debug)]
 pub(crate) struct MetricConfig {
     pub(crate) name: String,
@@ -39,7 +39,7 @@ pub(crate) enum Metric {
     /// Exact match of text and target.
     ExactMatch(ExactMatch),
     /// Pair of target and text, compared by the aggregation (BLEU, chrF).
-    Texts,
+    TextPair,
     /// Computed by the task's `process_results`.
     Processed,
     /// Computed by a built-in implementation, which may return several values.
@@ -49,7 +49,7 @@ pub(crate) enum Metric {
 }
 
 /// Metric registered by lm-eval: name, default aggregation and `higher_is_better`.
-struct Known {
+struct RegisteredMetric {
     name: &'static str,
     aggregation: Aggregation,
     higher_is_better: bool,
@@ -61,7 +61,7 @@ const LIKELY: &[OutputType] = &[OutputType::Loglikelihood];
 const ROLLING: &[OutputType] = &[OutputType::LoglikelihoodRolling];
 const TEXT: &[OutputType] = &[OutputType::GenerateUntil];
 
-const KNOWN: [Known; 16] = [
+const KNOWN: [RegisteredMetric; 16] = [
     known("acc", Aggregation::Mean, true, &[OutputType::MultipleChoice, OutputType::Loglikelihood]),
     known("acc_norm", Aggregation::Mean, true, CHOICE),
     known("acc_bytes", Aggregation::Mean, true, CHOICE),
@@ -80,11 +80,11 @@ const KNOWN: [Known; 16] = [
     known("bypass", Aggregation::Bypass, true, &[]),
 ];
 
-/// Metrics of lm-eval that are unsupported, with the reason.
+/// Unsupported metrics of lm-eval, with the reason.
 const REFUSED: [(&str, &str); 3] = [
-    ("ter", "translation error rate is not available here; bleu, chrf and chrf++ are"),
+    ("ter", "translation error rate is not supported; use bleu, chrf or chrf++"),
     ("likelihood", "lm-eval cannot aggregate it either; use brier_score"),
-    ("acc_all", "it belongs to a Python task (multirc)"),
+    ("acc_all", "only the Python task multirc uses it"),
 ];
 
 const fn known(
@@ -92,28 +92,29 @@ const fn known(
     aggregation: Aggregation,
     higher_is_better: bool,
     outputs: &'static [OutputType],
-) -> Known {
-    Known { name, aggregation, higher_is_better, outputs }
+) -> RegisteredMetric {
+    RegisteredMetric { name, aggregation, higher_is_better, outputs }
 }
 
-/// Reads `metric_list`, or returns lm-eval's defaults for the output type. A `processed` task has `process_results`.
+/// Reads `metric_list`, or returns lm-eval's default metrics of the output type. `processed` is true for a task with
+/// `process_results`.
 pub(crate) fn metric_list(
     entry: Option<&Entry>,
     output: OutputType,
     processed: bool,
 ) -> Result<Vec<MetricConfig>, ConfigError> {
-    let Some(entry) = entry else { return Ok(usual(output)) };
-    let Value::List(items) = &entry.node.value else { return Err(wrong(entry, "a list of metrics")) };
+    let Some(entry) = entry else { return Ok(default_metrics(output)) };
+    let Value::List(items) = &entry.node.value else { return Err(type_error(entry, "a list of metrics")) };
     items.iter().map(|item| metric(item, output, processed)).collect()
 }
 
-/// Returns the `bypass` metric of `--predict-only`.
+/// Returns the metric `bypass`, which `--predict-only` uses.
 pub(crate) fn bypass() -> MetricConfig {
     let (kind, aggregation) = (Metric::Bypass, Aggregation::Bypass);
     MetricConfig { name: "bypass".into(), kind, aggregation, higher_is_better: true }
 }
 
-fn usual(output: OutputType) -> Vec<MetricConfig> {
+fn default_metrics(output: OutputType) -> Vec<MetricConfig> {
     let names: &[&str] = match output {
         OutputType::Loglikelihood => &["perplexity", "acc"],
         OutputType::LoglikelihoodRolling => &["word_perplexity", "byte_perplexity", "bits_per_byte"],
@@ -121,7 +122,7 @@ fn usual(output: OutputType) -> Vec<MetricConfig> {
         OutputType::GenerateUntil => &["exact_match"],
     };
     let find = |name: &&str| KNOWN.iter().find(|known| known.name == *name);
-    let config = |known: &Known| MetricConfig {
+    let config = |known: &RegisteredMetric| MetricConfig {
         name: known.name.into(),
         kind: if output == OutputType::GenerateUntil {
             Metric::ExactMatch(ExactMatch::default())
@@ -137,14 +138,14 @@ fn usual(output: OutputType) -> Vec<MetricConfig> {
 const KEYS: [&str; 4] = ["metric", "aggregation", "higher_is_better", "hf_evaluate"];
 
 fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConfig, ConfigError> {
-    let keys = YamlMap::open(node, "a metric")?;
-    let entry = keys.get("metric").ok_or_else(|| keys.fault("an entry of metric_list needs the key `metric`"))?;
+    let keys = YamlMap::with_any_keys(node, "a metric")?;
+    let entry = keys.get("metric").ok_or_else(|| keys.error("an entry of metric_list needs the key `metric`"))?;
     let function = as_function(entry);
-    // lm-eval's own exact_match is that of the package.
+    // The package's exact_match equals lm-eval's own.
     if keys.flag("hf_evaluate", false)? && entry.node.text_or_empty() != "exact_match" {
-        return Err(
-            keys.fault("hf_evaluate: of the package evaluate only exact_match is here; its metrics are Python code")
-        );
+        return Err(keys.error(
+            "hf_evaluate: only exact_match of the package evaluate is supported; its other metrics are Python code",
+        ));
     }
     let name = match &function {
         Some(function) => function.name.rsplit('.').next().unwrap_or_default().to_owned(),
@@ -158,23 +159,23 @@ fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConf
     };
     let aggregation = match keys.get("aggregation") {
         Some(entry) => aggregation(entry)?,
-        None => known.map(|known| known.aggregation).ok_or_else(|| keys.fault(needs(&name, "aggregation")))?,
+        None => known.map(|known| known.aggregation).ok_or_else(|| keys.error(needs(&name, "aggregation")))?,
     };
     let higher_is_better = match known {
         _ if keys.get("higher_is_better").is_some() => keys.flag("higher_is_better", true)?,
         Some(known) => known.higher_is_better,
-        None => return Err(keys.fault(needs(&name, "higher_is_better"))),
+        None => return Err(keys.error(needs(&name, "higher_is_better"))),
     };
     Ok(MetricConfig { name, kind, aggregation, higher_is_better })
 }
 
 fn needs(name: &str, key: &str) -> String {
-    format!("the metric {name} has no usual {key}; give the key `{key}`")
+    format!("the metric {name} has no default {key}; set the key `{key}`")
 }
 
-/// Refuses metric options for a task with `process_results`, which ignores them.
+/// Returns an error for metric options of a task with `process_results`, which ignores them.
 fn unscored(keys: &YamlMap) -> Result<Metric, ConfigError> {
-    keys.only(&[&KEYS[..], &exact_match::KEYS].concat())?;
+    keys.deny_unknown(&[&KEYS[..], &exact_match::KEYS].concat())?;
     Ok(Metric::Processed)
 }
 
@@ -186,7 +187,9 @@ fn scored(keys: &YamlMap, entry: &Entry, name: &str, output: OutputType) -> Resu
     let Some(known) = KNOWN.iter().find(|known| known.name == name) else {
         let names: Vec<&str> = KNOWN.iter().map(|known| known.name).collect();
         let near = did_you_mean(name, names.iter().copied());
-        return Err(refuse(format!("unknown metric {name:?}{near}")).note(format!("known are {}", names.join(", "))));
+        return Err(
+            refuse(format!("unknown metric {name:?}{near}")).with_remedy(format!("known are {}", names.join(", ")))
+        );
     };
     if name == "bypass" {
         return Ok(Metric::Bypass);
@@ -198,18 +201,18 @@ fn scored(keys: &YamlMap, entry: &Entry, name: &str, output: OutputType) -> Resu
         return Err(refuse(problem));
     }
     if output != OutputType::GenerateUntil {
-        keys.only(&KEYS)?;
+        keys.deny_unknown(&KEYS)?;
         return Ok(Metric::ByName);
     }
     if name == "exact_match" {
         return Ok(Metric::ExactMatch(ExactMatch::read(keys, &KEYS)?));
     }
-    keys.only(&KEYS)?;
-    Ok(Metric::Texts)
+    keys.deny_unknown(&KEYS)?;
+    Ok(Metric::TextPair)
 }
 
 /// Returns lm-eval's default aggregation and `higher_is_better` of a metric.
-pub(crate) fn usual_aggregation(name: &str) -> Option<(Aggregation, bool)> {
+pub(crate) fn default_aggregation(name: &str) -> Option<(Aggregation, bool)> {
     KNOWN.iter().find(|known| known.name == name).map(|known| (known.aggregation, known.higher_is_better))
 }
 
@@ -218,11 +221,11 @@ fn aggregation(entry: &Entry) -> Result<Aggregation, ConfigError> {
     if let Some(function) = as_function(entry) {
         return builtin::aggregation(&function);
     }
-    let Value::Text(name) = &entry.node.value else { return Err(wrong(entry, "the name of an aggregation")) };
-    Aggregation::named(name).ok_or_else(|| {
+    let Value::Text(name) = &entry.node.value else { return Err(type_error(entry, "the name of an aggregation")) };
+    Aggregation::from_name(name).ok_or_else(|| {
         let names = Aggregation::names();
         let near = did_you_mean(name, names);
         let fault = ConfigError::at(entry.node.place.clone(), format!("unknown aggregation {name:?}{near}"));
-        fault.note(format!("known are {}", names.join(", ")))
+        fault.with_remedy(format!("known are {}", names.join(", ")))
     })
 }

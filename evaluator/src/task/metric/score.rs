@@ -10,7 +10,7 @@ pub enum MetricValue {
     None,
     /// Floating-point number.
     Number(f64),
-    /// Integer, such as a count or 0 and 1.
+    /// Integer, such as a count.
     Count(i64),
     /// Boolean.
     Flag(bool),
@@ -31,12 +31,12 @@ impl MetricValue {
         }
     }
 
-    /// Returns 1 for true and 0 for false.
-    pub(crate) fn of(is_right: bool) -> Self {
+    /// Returns the integer 1 for true and 0 for false.
+    pub(crate) fn from_bool(is_right: bool) -> Self {
         Self::Number(f64::from(u8::from(is_right)))
     }
 
-    /// A pair.
+    /// Creates a list of two values.
     pub(crate) fn pair(first: MetricValue, second: MetricValue) -> Self {
         Self::List(vec![first, second])
     }
@@ -49,7 +49,7 @@ impl MetricValue {
         }
     }
 
-    /// The text.
+    /// Returns the text, if the value is a text.
     pub(crate) fn as_text(&self) -> Option<&str> {
         match self {
             Self::Text(text) => Some(text),
@@ -59,7 +59,7 @@ impl MetricValue {
 }
 
 impl From<&Json> for MetricValue {
-    /// Returns the value as JSON for a sample record.
+    /// Converts a value of a sample record from JSON.
     fn from(value: &Json) -> Self {
         match value {
             Json::Null => Self::None,

@@ -1,4 +1,4 @@
-//! Standard errors: of means, by bootstrap with lm-eval's random stream, and of groups.
+//! Standard errors: closed form for means, bootstrap with lm-eval's random stream, and pooled errors of groups.
 
 use rayon::prelude::*;
 
@@ -6,9 +6,9 @@ use super::aggregate::Aggregation;
 use super::score::MetricValue;
 use crate::task::python_random::PythonRandom;
 
-/// Bootstrap resamples drawn from one random generator.
+/// Number of bootstrap resamples drawn from one random generator.
 const CHUNK: usize = 1000;
-/// Maximum bootstrap resamples of a corpus metric (BLEU, chrF).
+/// Maximum number of bootstrap resamples for a corpus metric (BLEU, chrF).
 const MOST_FOR_TEXTS: usize = 100;
 
 /// Returns the standard error of `aggregation` over `scores`; `None` where lm-eval prints "N/A".
@@ -43,11 +43,12 @@ fn deviation(numbers: &[f64]) -> f64 {
     (numbers.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (n - 1.0)).sqrt()
 }
 
-/// Returns the standard deviation over bootstrap resamples. Chunk i is seeded with i, so the result is independent of the thread count.
+/// Returns the standard deviation over bootstrap resamples. Chunk i is seeded with i, so the result is independent of
+/// the thread count.
 fn bootstrap(aggregation: Aggregation, scores: &[MetricValue], n_resamples: usize) -> Result<f64, String> {
     let statistic = aggregation.statistic(scores)?;
     let (chunk, n) = (n_resamples.min(CHUNK), scores.len());
-    let resample = |random: &mut PythonRandom| statistic.over(&mut (0..n).map(|_| random.choice(n)));
+    let resample = |random: &mut PythonRandom| statistic.compute(&mut (0..n).map(|_| random.choices_index(n)));
     let draw = |seed: usize| {
         let mut random = PythonRandom::new(seed as u64);
         (0..chunk).map(|_| resample(&mut random)).collect::<Vec<f64>>()
@@ -57,13 +58,13 @@ fn bootstrap(aggregation: Aggregation, scores: &[MetricValue], n_resamples: usiz
 }
 
 /// Returns the pooled standard error of a mean weighted by task sizes.
-pub(crate) fn pooled(stderrs: &[f64], sizes: &[usize]) -> f64 {
+pub(crate) fn pooled_stderr(stderrs: &[f64], sizes: &[usize]) -> f64 {
     let term = |(stderr, size): (&f64, &usize)| (*size as f64 - 1.0) * stderr.powi(2) * *size as f64;
     let (sum, n): (f64, usize) = (stderrs.iter().zip(sizes).map(term).sum(), sizes.iter().sum());
     (sum / (n as f64 - sizes.len() as f64) / n as f64).sqrt()
 }
 
 /// Returns the standard error of an unweighted mean over tasks.
-pub(crate) fn unweighted(stderrs: &[f64]) -> f64 {
+pub(crate) fn unweighted_stderr(stderrs: &[f64]) -> f64 {
     stderrs.iter().map(|stderr| stderr.powi(2)).sum::<f64>().sqrt() / stderrs.len() as f64
 }

@@ -1,8 +1,8 @@
-//! `ast.literal_eval` for what templates print: texts, numbers, lists, tuples, dicts, `True`, `False` and `None`.
+//! `ast.literal_eval`: strings, numbers, lists, tuples, sets, dicts, `True`, `False` and `None`.
 
 use serde_json::{Map, Number, Value as Json};
 
-/// Reads a Python literal. Tuples and sets become lists. The error says where it stopped making sense.
+/// Parses a Python literal. Tuples and sets become lists. The error names the first invalid character.
 pub(crate) fn literal_eval(text: &str) -> Result<Json, String> {
     let mut reader = Reader { text, at: 0 };
     reader.skip_blanks();
@@ -10,14 +10,14 @@ pub(crate) fn literal_eval(text: &str) -> Result<Json, String> {
     reader.skip_blanks();
     match reader.peek() {
         None => Ok(value),
-        // A bare tuple: `1, 2`.
+        // A tuple without parentheses: `1, 2`.
         Some(',') => reader.items(vec![value], None),
         Some(_) => Err(reader.stopped()),
     }
 }
 
-/// Reads the literal that a text begins with, whatever stands behind it.
-pub(crate) fn literal_beginning(text: &str) -> Result<Json, String> {
+/// Parses the literal at the beginning of a text, and ignores the rest.
+pub(crate) fn literal_prefix(text: &str) -> Result<Json, String> {
     let mut reader = Reader { text, at: 0 };
     reader.skip_blanks();
     reader.value()
@@ -76,7 +76,7 @@ impl Reader<'_> {
         self.items(Vec::new(), Some(close))
     }
 
-    /// `(a)` is a, `(a,)` and `(a, b)` are tuples.
+    /// Parses `(a)` as a, and `(a,)` and `(a, b)` as tuples.
     fn parenthesised(&mut self) -> Result<Json, String> {
         self.next();
         self.skip_blanks();
@@ -88,7 +88,7 @@ impl Reader<'_> {
         if self.take(")") { Ok(first) } else { self.items(vec![first], Some(')')) }
     }
 
-    /// The items after those that are read already, up to `close` or the end of the text.
+    /// Parses further items, up to `close` or the end of the text. `items` holds those already parsed.
     fn items(&mut self, mut items: Vec<Json>, close: Option<char>) -> Result<Json, String> {
         loop {
             self.skip_blanks();
@@ -130,7 +130,7 @@ impl Reader<'_> {
         }
     }
 
-    /// One text, or several that stand side by side.
+    /// Parses adjacent string literals, which Python concatenates.
     fn texts(&mut self) -> Result<Json, String> {
         let mut all = String::new();
         loop {
@@ -157,8 +157,8 @@ impl Reader<'_> {
                 return Ok(());
             }
             match self.next() {
-                None => return Err("not a Python literal: a text stays open".into()),
-                Some('\n') if quote.len() == 1 => return Err("not a Python literal: a line ends inside a text".into()),
+                None => return Err("not a Python literal: unterminated string".into()),
+                Some('\n') if quote.len() == 1 => return Err("not a Python literal: line break in a string".into()),
                 Some('\\') if raw => {
                     out.push('\\');
                     out.extend(self.next());
@@ -254,7 +254,7 @@ mod tests {
     #[test]
     fn what_is_no_literal_says_where() {
         assert!(literal_eval("[1, x]").unwrap_err().contains("character 5"));
-        assert!(literal_eval("['a").unwrap_err().contains("stays open"));
+        assert!(literal_eval("['a").unwrap_err().contains("unterminated string"));
         for text in ["", "[1 2]", "[", "{1: }", "'a' b", "1.2.3", "[,]", "\\", "'\\x4'"] {
             assert!(literal_eval(text).is_err(), "{text}");
         }

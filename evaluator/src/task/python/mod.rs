@@ -1,5 +1,5 @@
-//! What lm-evaluation-harness takes from Python without saying so: how values print, which characters are blank, what
-//! its regular expressions mean, how literals read. Prompts, filters and hashes depend on each of them.
+//! Python semantics that task files rely on: value formatting, whitespace, regular expressions and literals. Prompts,
+//! filters and hashes depend on each of them.
 
 pub(crate) mod literal;
 pub(crate) mod pattern;

@@ -1,25 +1,30 @@
-//! Python's regular expressions: patterns rewritten for `fancy_regex`, and `findall`, `sub` and `split` as `re` runs them.
+//! Python's regular expressions, rewritten for `fancy_regex`, with `re.findall`, `re.sub` and `re.split`.
 //!
-//! What differs is rewritten: `$` also matches before a last line feed, `\s` holds U+001C to U+001F, `\w` no marks, `[` and
-//! `&&` are plain characters inside a class, and a `{` that repeats nothing is plain too.
+//! Differences that the rewriting removes:
+//!
+//! - `$` also matches before a final line feed.
+//!
+//! - `\s` contains U+001C to U+001F, and `\w` contains no marks.
+//!
+//! - `[` and `&&` are literal inside a class, and so is a `{` that is not a repetition.
 
 use fancy_regex::{Regex, RegexBuilder};
 
-/// A pattern of Python's `re` module.
+/// Compiled pattern of Python's `re` module.
 #[derive(Debug)]
 pub(crate) struct Pattern {
     regex: Regex,
     n_groups: usize,
 }
 
-/// `re.IGNORECASE`, `re.MULTILINE`.
+/// Flags `re.IGNORECASE` and `re.MULTILINE`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Flags {
     pub(crate) ignore_case: bool,
     pub(crate) multi_line: bool,
 }
 
-/// A match: where it is, and its groups from the first on, empty where they took no part.
+/// Match: byte range, and the groups from group 1 on. A group without a match is empty.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct PatternMatch {
     pub(crate) start: usize,
@@ -28,23 +33,23 @@ pub(crate) struct PatternMatch {
 }
 
 impl Pattern {
-    /// Compiles a pattern. The error says what the engine objects to.
+    /// Compiles a pattern. The error contains the regex engine's message.
     pub(crate) fn new(pattern: &str) -> Result<Self, String> {
-        Self::with(pattern, Flags::default())
+        Self::with_flags(pattern, Flags::default())
     }
 
-    pub(crate) fn with(pattern: &str, flags: Flags) -> Result<Self, String> {
+    pub(crate) fn with_flags(pattern: &str, flags: Flags) -> Result<Self, String> {
         let regex = RegexBuilder::new(&rewrite(pattern, flags))
             .case_insensitive(flags.ignore_case)
             .multi_line(flags.multi_line)
             .backtrack_limit(50_000_000)
             .build()
-            .map_err(|error| format!("{pattern:?} is not a regular expression that is understood here: {error}"))?;
+            .map_err(|error| format!("unsupported regular expression {pattern:?}: {error}"))?;
         let n_groups = regex.captures_len() - 1;
         Ok(Self { regex, n_groups })
     }
 
-    /// All matches, in Python's order: an empty one may stand right behind another match.
+    /// Returns all matches. As in Python, an empty match may directly follow another match.
     pub(crate) fn find_all(&self, text: &str) -> Result<Vec<PatternMatch>, String> {
         let mut all = Vec::new();
         let (mut from, mut empty_at) = (0, None);
@@ -62,20 +67,20 @@ impl Pattern {
         Ok(all)
     }
 
-    /// What `re.findall` returns for each match: the match, its group, or its groups.
-    pub(crate) fn texts<'a>(&self, text: &'a str, found: &'a PatternMatch) -> Vec<&'a str> {
+    /// Returns an element of `re.findall`: the match, its only group, or all groups.
+    pub(crate) fn findall_item<'a>(&self, text: &'a str, found: &'a PatternMatch) -> Vec<&'a str> {
         match self.n_groups {
             0 => vec![&text[found.start..found.end]],
             _ => found.groups.iter().map(String::as_str).collect(),
         }
     }
 
-    /// Whether `re.findall` returns tuples.
+    /// Returns true if `re.findall` returns tuples.
     pub(crate) fn has_several_groups(&self) -> bool {
         self.n_groups > 1
     }
 
-    /// `re.sub` with what `with` makes of each match.
+    /// Implements `re.sub` with a function as the replacement.
     pub(crate) fn replace(&self, text: &str, with: impl Fn(&PatternMatch) -> String) -> Result<String, String> {
         let (mut out, mut at) = (String::new(), 0);
         for found in self.find_all(text)? {
@@ -87,12 +92,12 @@ impl Pattern {
         Ok(out)
     }
 
-    /// `re.sub(pattern, "", text)`.
+    /// Implements `re.sub(pattern, "", text)`.
     pub(crate) fn remove(&self, text: &str) -> Result<String, String> {
         self.replace(text, |_| String::new())
     }
 
-    /// `re.split` for a pattern without groups.
+    /// Implements `re.split` for a pattern without groups.
     pub(crate) fn split<'a>(&self, text: &'a str) -> Result<Vec<&'a str>, String> {
         let (mut parts, mut at) = (Vec::new(), 0);
         for found in self.find_all(text)? {
@@ -113,7 +118,7 @@ impl Pattern {
     }
 }
 
-/// `re.escape`.
+/// Implements `re.escape`.
 pub(crate) fn escape(text: &str) -> String {
     text.chars().flat_map(|c| [is_special(c).then_some('\\'), Some(c)]).flatten().collect()
 }
@@ -157,7 +162,7 @@ fn rewrite(pattern: &str, flags: Flags) -> String {
     out
 }
 
-/// The flags of `(?s)` at the head of a pattern, and the rest.
+/// Splits a pattern into its leading inline flags, such as `(?s)`, and the rest.
 fn inline_flags(pattern: &str) -> (&str, &str) {
     let flags = pattern.strip_prefix("(?").and_then(|rest| rest.split_once(')'));
     match flags {
@@ -166,7 +171,7 @@ fn inline_flags(pattern: &str) -> (&str, &str) {
     }
 }
 
-/// What a backslash and `c` mean outside of a class.
+/// Rewrites the escape sequence of `c` outside of a class.
 fn escaped(c: char) -> String {
     match c {
         's' => format!("[{SPACE}]"),
@@ -181,12 +186,12 @@ fn escaped(c: char) -> String {
     }
 }
 
-/// A character that means itself, in a class and outside of it.
+/// Escapes a character that matches itself, inside and outside of a class.
 fn literal(c: char) -> String {
     if c.is_ascii() && !c.is_ascii_alphanumeric() { format!("\\x{:02X}", u32::from(c)) } else { c.to_string() }
 }
 
-/// Rewrites the class that begins at `start`; returns where it ends. An open class is left to the engine to refuse.
+/// Rewrites the class at `start` and returns the index after it. The regex engine reports an unclosed class.
 fn class(chars: &[char], start: usize, out: &mut String) -> usize {
     out.push('[');
     let mut at = start + 1;
@@ -205,7 +210,7 @@ fn class(chars: &[char], start: usize, out: &mut String) -> usize {
                 out.push_str(&escaped_in_class(chars[at + 1]));
                 at += 1;
             }
-            // A range needs both its ends.
+            // A range needs both ends; otherwise the hyphen is literal.
             '-' if at > first && chars.get(at + 1).is_some_and(|next| *next != ']') => out.push('-'),
             c => out.push_str(&literal(c)),
         }
@@ -225,7 +230,7 @@ fn escaped_in_class(c: char) -> String {
     }
 }
 
-/// A repetition, or a plain brace.
+/// Rewrites a repetition such as `{2,3}`, or escapes a literal brace.
 fn repetition(chars: &[char], start: usize, out: &mut String) -> usize {
     let length = chars[start..].iter().position(|c| *c == '}');
     let inside: Option<String> = length.map(|length| chars[start + 1..start + length].iter().collect());
@@ -257,11 +262,11 @@ mod tests {
     fn check(pattern: &str, text: &str, want: &[&[&str]]) {
         let pattern = Pattern::new(pattern).unwrap();
         let found = pattern.find_all(text).unwrap();
-        let got: Vec<Vec<&str>> = found.iter().map(|found| pattern.texts(text, found)).collect();
+        let got: Vec<Vec<&str>> = found.iter().map(|found| pattern.findall_item(text, found)).collect();
         assert_eq!(got, want);
     }
 
-    // Each row is what CPython's `re.findall` returns.
+    // CPython's `re.findall` returns these values.
     #[test]
     fn findall_is_pythons() {
         check("x*", "axb", &[&[""], &["x"], &[""], &[""]]);
@@ -281,7 +286,7 @@ mod tests {
         let pattern = Pattern::new(r"\.$").unwrap();
         assert_eq!(pattern.remove("a.\n").unwrap(), "a\n");
         assert_eq!(pattern.remove("a.\n.").unwrap(), "a.\n");
-        let lines = Pattern::with(r"^\s*-.*$", Flags { multi_line: true, ..Flags::default() }).unwrap();
+        let lines = Pattern::with_flags(r"^\s*-.*$", Flags { multi_line: true, ..Flags::default() }).unwrap();
         assert_eq!(lines.find_all("- a\nb\n - c").unwrap().len(), 2);
     }
 
@@ -289,7 +294,7 @@ mod tests {
     fn flags_at_the_head_hold_for_all() {
         let pattern = Pattern::new("(?s).*#### ").unwrap();
         assert_eq!(pattern.remove("a\nb #### 7").unwrap(), "7");
-        let pattern = Pattern::with("Ab", Flags { ignore_case: true, ..Flags::default() }).unwrap();
+        let pattern = Pattern::with_flags("Ab", Flags { ignore_case: true, ..Flags::default() }).unwrap();
         assert_eq!(pattern.find_all("xaB").unwrap().len(), 1);
     }
 
@@ -310,7 +315,7 @@ mod tests {
     #[test]
     fn what_is_no_pattern_is_refused() {
         for pattern in ["(", "[", "a**", "(?P<a>"] {
-            assert!(Pattern::new(pattern).unwrap_err().contains("not a regular expression"), "{pattern}");
+            assert!(Pattern::new(pattern).unwrap_err().contains("unsupported regular expression"), "{pattern}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `str()` and `repr()` of JSON values as Python prints them.
+//! Python's `str()` and `repr()` of JSON values.
 
 use std::fmt::Write as _;
 use std::sync::LazyLock;
@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use fancy_regex::Regex;
 use serde_json::{Number, Value as Json};
 
-/// `str(value)`.
+/// Implements `str(value)`.
 pub(crate) fn str(value: &Json) -> String {
     match value {
         Json::String(text) => text.clone(),
@@ -14,7 +14,7 @@ pub(crate) fn str(value: &Json) -> String {
     }
 }
 
-/// `repr(value)`.
+/// Implements `repr(value)`.
 pub(crate) fn repr(value: &Json) -> String {
     let mut out = String::new();
     write_repr(&mut out, value);
@@ -49,7 +49,7 @@ fn write_repr(out: &mut String, value: &Json) {
     }
 }
 
-/// `repr` of an int or a float.
+/// Implements `repr` of an int or a float.
 pub(crate) fn number(number: &Number) -> String {
     match number.as_f64().filter(|_| number.is_f64()) {
         Some(value) => float(value),
@@ -57,7 +57,7 @@ pub(crate) fn number(number: &Number) -> String {
     }
 }
 
-/// `repr` of a float: the shortest digits that read back, with an exponent below 1e-4 and from 1e16 on.
+/// Implements `repr` of a float: the shortest digits that round-trip, with an exponent below 1e-4 and from 1e16 on.
 pub(crate) fn float(value: f64) -> String {
     if !value.is_finite() {
         return if value.is_nan() { "nan".into() } else { if value > 0.0 { "inf" } else { "-inf" }.into() };
@@ -99,7 +99,7 @@ fn escape(out: &mut String, c: char) {
     written.expect("a String takes all that is written");
 }
 
-/// `str.isprintable` of one character: neither a control nor a separator, but for the space.
+/// Implements `str.isprintable` for one character: no control character, and no separator except the space.
 fn is_printable(c: char) -> bool {
     static UNPRINTABLE: LazyLock<Regex> =
         LazyLock::new(|| Regex::new(r"[\p{C}\p{Z}]").expect("the pattern is a constant"));

@@ -1,71 +1,71 @@
-//! Python's methods of `str` where Rust's differ: the separators U+001C to U+001F are blank to Python.
+//! Methods of Python's `str` that differ from Rust's: Python counts U+001C to U+001F as whitespace.
 
-/// `str.isspace` of one character.
+/// Implements `str.isspace` for one character.
 pub(crate) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 
-/// `str.strip()`.
+/// Implements `str.strip()`.
 pub(crate) fn strip(text: &str) -> &str {
     text.trim_matches(is_space)
 }
 
-/// `str.lstrip()`.
+/// Implements `str.lstrip()`.
 pub(crate) fn lstrip(text: &str) -> &str {
     text.trim_start_matches(is_space)
 }
 
-/// `str.rstrip()`.
+/// Implements `str.rstrip()`.
 pub(crate) fn rstrip(text: &str) -> &str {
     text.trim_end_matches(is_space)
 }
 
-/// `str.split()`: the words between blanks.
+/// Implements `str.split()`: returns the words between whitespace.
 pub(crate) fn words(text: &str) -> impl Iterator<Item = &str> {
     text.split(is_space).filter(|word| !word.is_empty())
 }
 
-/// `text[-1].isspace()`, false for an empty text.
-pub(crate) fn ends_blank(text: &str) -> bool {
+/// Implements `text[-1].isspace()`; false for an empty text.
+pub(crate) fn ends_with_space(text: &str) -> bool {
     text.chars().next_back().is_some_and(is_space)
 }
 
-/// `text[0].isspace()`, false for an empty text.
-pub(crate) fn starts_blank(text: &str) -> bool {
+/// Implements `text[0].isspace()`; false for an empty text.
+pub(crate) fn starts_with_space(text: &str) -> bool {
     text.chars().next().is_some_and(is_space)
 }
 
-/// `len(text)`: Python counts code points.
+/// Implements `len(text)`: counts code points.
 pub(crate) fn len(text: &str) -> usize {
     text.chars().count()
 }
 
-/// `str.capitalize()`: the first character in title case, the others in lower case.
+/// Implements `str.capitalize()`: the first character in title case, the others in lower case.
 pub(crate) fn capitalize(text: &str) -> String {
     let mut chars = text.chars();
     let Some(first) = chars.next() else { return String::new() };
-    // What has several letters in upper case keeps only the first of them: title case.
+    // A title-case character that expands to several letters keeps only the first in upper case.
     let mut upper = first.to_uppercase();
     let head: String = upper.next().into_iter().chain(upper.flat_map(char::to_lowercase)).collect();
     head + &chars.as_str().to_lowercase()
 }
 
-/// `str.isupper()`: there are letters with case, and all of them are capital.
+/// Implements `str.isupper()`: all cased letters are upper case, and there is at least one.
 pub(crate) fn is_upper(text: &str) -> bool {
     text.chars().any(char::is_uppercase) && !text.chars().any(char::is_lowercase)
 }
 
-/// `str.islower()`.
+/// Implements `str.islower()`.
 pub(crate) fn is_lower(text: &str) -> bool {
     text.chars().any(char::is_lowercase) && !text.chars().any(char::is_uppercase)
 }
 
-/// `str.isdigit()` for the digits that a number can be read from.
+/// Implements `str.isdigit()` for decimal digits.
 pub(crate) fn is_digit(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit())
 }
 
-/// `string.punctuation`.
+/// Python's `string.punctuation`.
 pub(crate) const PUNCTUATION: &str = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~";
 
 #[cfg(test)]

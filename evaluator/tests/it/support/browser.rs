@@ -1,10 +1,10 @@
-//! A headless Chromium, where there is one.
+//! Headless Chromium for tests, if it is installed.
 #![allow(dead_code, clippy::unwrap_used, missing_docs, unreachable_pub)]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A browser that opens pages of this machine.
+/// Headless browser that opens local pages.
 pub struct Browser {
     program: PathBuf,
     profile: tempfile::TempDir,
@@ -13,7 +13,7 @@ pub struct Browser {
 const NAMES: [&str; 4] = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"];
 
 impl Browser {
-    /// Finds one in the PATH; says so if there is none.
+    /// Finds a browser in the PATH, and prints a note if there is none.
     pub fn find() -> Option<Self> {
         let folders: Vec<PathBuf> = std::env::split_paths(&std::env::var_os("PATH")?).collect();
         let programs = NAMES.iter().flat_map(|name| folders.iter().map(move |folder| folder.join(name)));
@@ -24,7 +24,7 @@ impl Browser {
         Some(Self { program: found?, profile: tempfile::tempdir().unwrap() })
     }
 
-    /// The elements of a page as they are when its scripts have run. `fragment` is what stands behind its address.
+    /// Returns the page's elements after its scripts have run. `fragment` is the URL fragment.
     pub fn dom(&self, page: &Path, fragment: &str) -> String {
         let mut command = Command::new(&self.program);
         command.args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom"]);
@@ -36,7 +36,7 @@ impl Browser {
     }
 }
 
-/// The texts of all elements that begin with `opening`, such as `<td class="value"`, without what is marked in them.
+/// Returns the texts of all elements that start with `opening`, such as `<td class="value"`, without nested tags.
 pub fn texts(dom: &str, opening: &str) -> Vec<String> {
     let tag = opening.trim_start_matches('<').split([' ', '>']).next().unwrap();
     let end = format!("</{tag}>");

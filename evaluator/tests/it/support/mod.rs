@@ -1,8 +1,8 @@
-//! A tiny model with random weights, in a folder as transformers writes it.
+//! Tiny model with random weights, in a Hugging Face folder.
 #![allow(dead_code, clippy::unwrap_used, missing_docs, unreachable_pub)]
 
 pub mod browser;
-pub mod room;
+pub mod workspace;
 
 use std::path::{Path, PathBuf};
 
@@ -11,10 +11,10 @@ use candlewick_model::checkpoint::{Companions, DEFAULT_SHARD_BYTES, Export};
 use candlewick_model::{Config, Model, ParamSpec};
 use serde_json::json;
 
-/// Tokens of the model's context.
+/// Context length in tokens.
 pub const CONTEXT: usize = 64;
 
-/// Writes a model that `seed` draws and returns its folder.
+/// Writes a model with weights from `seed`, and returns its folder.
 pub fn export(folder: &Path, seed: u64) -> PathBuf {
     let folder = folder.join("model");
     let config = json!({

@@ -293,7 +293,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
         apply: |_| (),
         command: &with_task("--num-fewshot", "4000000000"),
         code: 2,
-        words: &["4000000000 examples", "only 8 documents"],
+        words: &["4000000000 few-shot examples", "only 8 documents"],
     },
     Attack {
         name: "two tasks of one name in a folder",
@@ -305,7 +305,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
         },
         command: &["evaluator", "run", "--model", "model", "--tasks", "choose", "--include-path", "tasks"],
         code: 2,
-        words: &["choose is defined a second time", "tasks/a.yaml", "tasks/b.yaml"],
+        words: &["choose is defined twice", "tasks/a.yaml", "tasks/b.yaml"],
     },
     Attack {
         name: "an index with two names",

@@ -1,19 +1,19 @@
-//! The instructions of IFEval, each a check of a text.
+//! IFEval's instructions, each a check of a response.
 
 use serde_json::{Map, Value as Json};
 
-use super::language::{LanguageMatch, is_in};
+use super::language::{LanguageMatch, check_language};
 use super::{sentences, tokens};
 use crate::task::python::pattern::{Flags, Pattern};
 use crate::task::python::text::{is_lower, is_upper, strip, words};
 
-/// What an instruction was given; a key that is missing, null, 0 or empty was not.
+/// Arguments of an instruction. A key that is missing, null, 0 or empty counts as absent.
 struct InstructionArgs<'a> {
     name: &'a str,
     kwargs: &'a Map<String, Json>,
 }
 
-/// Whether `text` follows the instruction of this name.
+/// Returns true if `text` follows the instruction with this name and these arguments.
 pub(super) fn follows(name: &str, kwargs: &Map<String, Json>, text: &str) -> Result<bool, String> {
     let given = InstructionArgs { name, kwargs };
     match name {
@@ -27,7 +27,7 @@ pub(super) fn follows(name: &str, kwargs: &Map<String, Json>, text: &str) -> Res
             let letter = given.text("letter")?.to_lowercase();
             given.compare(text.to_lowercase().matches(&letter).count(), "let_frequency", "let_relation")
         }
-        "language:response_language" => Ok(is_in(given.text("language")?, text) != LanguageMatch::No),
+        "language:response_language" => Ok(check_language(given.text("language")?, text) != LanguageMatch::No),
         "length_constraints:number_sentences" => given.compare(sentences::count(text), "num_sentences", "relation"),
         "length_constraints:number_words" => given.compare(count(r"\w+", text, PLAIN)?, "num_words", "relation"),
         "length_constraints:number_paragraphs" => paragraphs(text, given.count("num_paragraphs")?),
@@ -65,11 +65,11 @@ pub(super) fn follows(name: &str, kwargs: &Map<String, Json>, text: &str) -> Res
             Ok(text.len() > 1 && text.starts_with('"') && text.ends_with('"'))
         }
         "change_case:capital_word_frequency" => {
-            let n_capital = tokens::of(text).iter().filter(|token| is_upper(token)).count();
+            let n_capital = tokens::tokenize(text).iter().filter(|token| is_upper(token)).count();
             given.compare(n_capital, "capital_frequency", "capital_relation")
         }
-        "change_case:english_capital" => Ok(is_upper(text) && is_in("en", text) != LanguageMatch::No),
-        "change_case:english_lowercase" => Ok(is_lower(text) && is_in("en", text) != LanguageMatch::No),
+        "change_case:english_capital" => Ok(is_upper(text) && check_language("en", text) != LanguageMatch::No),
+        "change_case:english_lowercase" => Ok(is_lower(text) && check_language("en", text) != LanguageMatch::No),
         "punctuation:no_comma" => Ok(!text.contains(',')),
         other => Err(format!("the instruction {other:?} is not one of IFEval's")),
     }
@@ -149,7 +149,7 @@ impl<'a> InstructionArgs<'a> {
 }
 
 fn find(pattern: &str, text: &str, flags: Flags) -> Result<Vec<String>, String> {
-    let found = Pattern::with(pattern, flags)?.find_all(text)?;
+    let found = Pattern::with_flags(pattern, flags)?.find_all(text)?;
     Ok(found.iter().map(|found| text[found.start..found.end].to_owned()).collect())
 }
 
@@ -157,7 +157,7 @@ fn count(pattern: &str, text: &str, flags: Flags) -> Result<usize, String> {
     find(pattern, text, flags).map(|found| found.len())
 }
 
-/// Paragraphs between `***`; an empty one counts only as a mistake in the middle.
+/// Checks the number of paragraphs separated by `***`. An empty paragraph is an error only between others.
 fn paragraphs(text: &str, n_wanted: usize) -> Result<bool, String> {
     let pattern = Pattern::new(r"\s?\*\*\*\s?")?;
     let parts = pattern.split(text)?;
@@ -192,7 +192,7 @@ fn is_json(text: &str) -> bool {
         text = text.strip_prefix(fence).unwrap_or(text);
     }
     let text = strip(text.strip_suffix("```").unwrap_or(text));
-    // Python also reads what JSON itself does not have.
+    // Python's parser also accepts these constants.
     serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok() || ["NaN", "Infinity", "-Infinity"].contains(&text)
 }
 

@@ -1,19 +1,19 @@
-//! Which language a text is in. lm-eval asks langdetect; this asks whatlang, and may answer otherwise for short texts.
+//! Language identification with whatlang. lm-eval uses langdetect, which may differ on short texts.
 
 use whatlang::Lang;
 
-/// Whether a text is in a language.
+/// Result of comparing a text's language with the expected one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LanguageMatch {
-    /// It is.
+    /// The text is in the language.
     Yes,
-    /// It is in another.
+    /// The text is in another language.
     No,
-    /// There is nothing in it that tells; IFEval counts that as followed.
-    Untold,
+    /// The language is not detectable; IFEval counts the instruction as followed.
+    Undetected,
 }
 
-/// The languages of IFEval by their codes of two letters.
+/// Languages of IFEval by ISO 639-1 code.
 const LANGUAGES: [(&str, Lang); 29] = [
     ("en", Lang::Eng),
     ("es", Lang::Spa),
@@ -46,9 +46,9 @@ const LANGUAGES: [(&str, Lang); 29] = [
     ("fi", Lang::Fin),
 ];
 
-/// Whether `text` is in the language of this code. Swahili, which whatlang does not know, is never found.
-pub(super) fn is_in(code: &str, text: &str) -> LanguageMatch {
-    let Some(found) = whatlang::detect_lang(text) else { return LanguageMatch::Untold };
+/// Checks whether `text` is in the language `code`. Swahili is never detected, because whatlang does not support it.
+pub(super) fn check_language(code: &str, text: &str) -> LanguageMatch {
+    let Some(found) = whatlang::detect_lang(text) else { return LanguageMatch::Undetected };
     let wanted = LANGUAGES.iter().find(|(known, _)| *known == code).map(|(_, language)| *language);
     if wanted == Some(found) { LanguageMatch::Yes } else { LanguageMatch::No }
 }
@@ -60,9 +60,9 @@ mod tests {
     #[test]
     fn languages_are_told_apart() {
         let english = "The quick brown fox jumps over the lazy dog, and nobody in the village was surprised.";
-        assert_eq!(is_in("en", english), LanguageMatch::Yes);
-        assert_eq!(is_in("de", english), LanguageMatch::No);
-        assert_eq!(is_in("ko", "안녕하세요, 만나서 반갑습니다. 오늘 날씨가 좋네요."), LanguageMatch::Yes);
-        assert_eq!(is_in("en", "123 456"), LanguageMatch::Untold);
+        assert_eq!(check_language("en", english), LanguageMatch::Yes);
+        assert_eq!(check_language("de", english), LanguageMatch::No);
+        assert_eq!(check_language("ko", "안녕하세요, 만나서 반갑습니다. 오늘 날씨가 좋네요."), LanguageMatch::Yes);
+        assert_eq!(check_language("en", "123 456"), LanguageMatch::Undetected);
     }
 }

@@ -1,5 +1,5 @@
-//! IFEval: whether an answer keeps to instructions that can be checked. Strictly, and loosely: with the first line, the last
-//! line or the asterisks taken off.
+//! IFEval: the share of verifiable instructions that a response follows. The loose score also accepts the response
+//! without its first line, its last line or its asterisks.
 
 mod instruction;
 mod language;
@@ -21,8 +21,8 @@ pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
 
 fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricValue)>, String> {
     let said = answers.first().map_or("", ResponseValue::text);
-    let strict = followed(doc, &[said.to_owned()])?;
-    let loose = followed(doc, &loosened(said))?;
+    let strict = follows_each(doc, &[said.to_owned()])?;
+    let loose = follows_each(doc, &loose_variants(said))?;
     let all = |list: &[bool]| MetricValue::Flag(list.iter().all(|followed| *followed));
     let each = |list: &[bool]| MetricValue::List(list.iter().map(|followed| MetricValue::Flag(*followed)).collect());
     Ok(vec![
@@ -33,8 +33,8 @@ fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricVa
     ])
 }
 
-/// For each instruction, whether one of the texts follows it.
-fn followed(doc: &Doc, texts: &[String]) -> Result<Vec<bool>, String> {
+/// Returns for each instruction true if one of `texts` follows it.
+fn follows_each(doc: &Doc, texts: &[String]) -> Result<Vec<bool>, String> {
     let names = super::texts(doc, "instruction_id_list")?;
     let none = Map::new();
     let kwargs = doc.get("kwargs").and_then(Json::as_array).ok_or("there is no list `kwargs`")?;
@@ -50,8 +50,8 @@ fn followed(doc: &Doc, texts: &[String]) -> Result<Vec<bool>, String> {
     names.iter().enumerate().map(check).collect()
 }
 
-/// The text, and what may be meant by it.
-fn loosened(text: &str) -> Vec<String> {
+/// Returns the response and its variants for the loose score.
+fn loose_variants(text: &str) -> Vec<String> {
     let lines: Vec<&str> = text.split('\n').collect();
     let joined = |lines: &[&str]| strip(&lines.join("\n")).to_owned();
     let without_first = joined(&lines[1..]);

@@ -1,16 +1,15 @@
-//! How many sentences a text has. lm-eval asks NLTK's Punkt, which was trained; these are the rules that it comes down to
-//! for plain English.
+//! Sentence count for plain English. lm-eval uses NLTK's trained Punkt tokenizer; these rules approximate it.
 
 use crate::task::python::text::words;
 
-/// What ends with a point and goes on.
+/// Abbreviations whose period does not end a sentence.
 const ABBREVIATIONS: [&str; 40] = [
     "mr", "mrs", "ms", "dr", "prof", "st", "jr", "sr", "vs", "etc", "e.g", "i.e", "u.s", "u.k", "inc", "ltd", "co",
     "corp", "no", "fig", "gen", "col", "capt", "lt", "sgt", "rep", "sen", "gov", "rev", "hon", "jan", "feb", "aug",
     "sept", "oct", "nov", "dec", "a.m", "p.m", "ph.d",
 ];
 
-/// Counts sentences.
+/// Returns the number of sentences in a text.
 pub(super) fn count(text: &str) -> usize {
     let all: Vec<&str> = words(text).collect();
     let ends = |(i, word): (usize, &&str)| i + 1 < all.len() && ends_sentence(word, all[i + 1]);

@@ -1,12 +1,12 @@
-//! Words and marks as NLTK's Treebank tokenizer separates them, as far as it matters to which of them are capital.
+//! NLTK's Treebank tokenizer, reduced to the rules that affect the count of capitalized words.
 
 use std::sync::LazyLock;
 
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::words;
 
-/// The tokens of a text.
-pub(super) fn of(text: &str) -> Vec<String> {
+/// Splits a text into Treebank tokens.
+pub(super) fn tokenize(text: &str) -> Vec<String> {
     static RULES: LazyLock<Vec<(Pattern, &str)>> = LazyLock::new(|| {
         let rule = |(pattern, write): &(&str, &'static str)| {
             (Pattern::new(pattern).expect("the pattern is a constant"), *write)
@@ -45,7 +45,7 @@ mod tests {
     #[test]
     fn contractions_and_marks_stand_alone() {
         assert_eq!(
-            of("DON'T SAY \"NO\", I'M (IN) U.S.A. CANNOT, A/B."),
+            tokenize("DON'T SAY \"NO\", I'M (IN) U.S.A. CANNOT, A/B."),
             [
                 "DO", "N'T", "SAY", "\"", "NO", "\"", ",", "I", "'M", "(", "IN", ")", "U.S.A.", "CAN", "NOT", ",",
                 "A/B", ".",

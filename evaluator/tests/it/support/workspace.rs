@@ -1,4 +1,4 @@
-//! A folder with what `evaluator run` needs.
+//! Temporary folder with the inputs of `evaluator run`.
 #![allow(dead_code, clippy::unwrap_used, missing_docs, unreachable_pub)]
 
 use std::fs;
@@ -9,23 +9,23 @@ use serde_json::{Value, json};
 
 use crate::support;
 
-/// A folder with a tiny model, its data and two tasks.
-pub struct Room {
+/// Temporary folder with a tiny model, data and two tasks.
+pub struct Workspace {
     folder: tempfile::TempDir,
     model: PathBuf,
 }
 
-impl Room {
+impl Workspace {
     pub fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let model = support::export(folder.path(), 1);
-        let room = Self { folder, model };
+        let workspace = Self { folder, model };
         let rows = (0..30).map(|i| {
             let choices = ["wolf", "cloud", "a b c", "yes"];
             json!({"q": format!("Say {} {i} times.", choices[i % 4]), "choices": choices, "gold": i % 4}).to_string()
         });
-        room.write("data.jsonl", &(rows.collect::<Vec<_>>().join("\n") + "\n"));
-        let data = room.path("data.jsonl");
+        workspace.write("data.jsonl", &(rows.collect::<Vec<_>>().join("\n") + "\n"));
+        let data = workspace.path("data.jsonl");
         let head = |name: &str, kind: &str| {
             format!(
                 "task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {}\ntest_split: test\n\
@@ -33,23 +33,23 @@ impl Room {
                 data.display()
             )
         };
-        room.write(
+        workspace.write(
             "choose.yaml",
             &(head("choose", "multiple_choice")
                 + "doc_to_choice: choices\ndoc_to_target: gold\nmetric_list:\n  - metric: acc\n"),
         );
-        room.write(
+        workspace.write(
             "speak.yaml",
             &(head("speak", "generate_until")
                 + "doc_to_target: \"{{choices[gold]}}\"\ngeneration_kwargs:\n  until: [\"e\"]\n  max_gen_toks: 12\n\
                    metric_list:\n  - metric: exact_match\n"),
         );
-        room.write(
+        workspace.write(
             "texts.yaml",
             &(head("texts", "loglikelihood_rolling").replace("doc_to_text: \"Q: {{q}}\\nA:\"", "doc_to_text: \"\"")
                 + "doc_to_target: q\nmetric_list:\n  - metric: byte_perplexity\n"),
         );
-        room
+        workspace
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -60,14 +60,14 @@ impl Room {
         fs::write(self.path(name), text).unwrap();
     }
 
-    /// The program with the room's model.
+    /// Returns the command with the folder's model.
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = self.evaluator(arguments);
         command.arg("--model").arg(&self.model).args(["--device", "cpu"]);
         command
     }
 
-    /// The program.
+    /// Returns the command.
     pub fn evaluator(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_evaluator"));
         command.args(arguments);
@@ -83,12 +83,12 @@ impl Room {
         self.command(&[&tasks[..], arguments].concat()).output().unwrap()
     }
 
-    /// The one file of the output folder whose name begins so.
+    /// Returns the only file in the output folder whose name has this prefix.
     pub fn written(&self, output: &str, beginning: &str) -> PathBuf {
         self.written_with(output, beginning, "")
     }
 
-    /// The same of those whose name ends so.
+    /// Returns the files in the output folder whose names have this suffix.
     pub fn written_with(&self, output: &str, beginning: &str, end: &str) -> PathBuf {
         let folder = fs::read_dir(self.path(output)).unwrap().next().unwrap().unwrap().path();
         let names = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
