@@ -94,7 +94,7 @@ enum Addend {
 
 const SIZES: [usize; 3] = [5, 7, 9];
 
-const NO_CLIP_NO_SCALE: Case = Case {
+const PLAIN: Case = Case {
     dtypes: [DType::BF16, DType::BF16],
     transposed: [false, true],
     gap: 0,
