@@ -256,7 +256,7 @@ fn wrong_pieces_are_named() {
     assert_error(seqs.chunk(3..6, 0..5), "a chunk of the queries 3..6, but there are 5");
     #[allow(clippy::reversed_empty_ranges)]
     let reversed = seqs.chunk(0..5, 4..2);
-    assert_error(reversed, "a piece of the keys 4..2, but there are 5");
+    assert_error(reversed, "a chunk of the keys 4..2, but there are 5");
     let (piece, q) = (seqs.chunk(0..5, 0..3).unwrap(), randn((5, 2, 4), 1));
     let k = q.narrow(0, 0, 3).unwrap();
     assert_error(attention_chunk(&q, &q, &q, &piece, &CAUSAL), "the sequences hold 5 queries and 3 keys");

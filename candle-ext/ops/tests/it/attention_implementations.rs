@@ -66,7 +66,7 @@ fn on_the_cpu_auto_is_fused_and_what_gpus_have_an_error_that_says_what_to_do() {
     assert_eq!(explain(AttentionImpl::Auto).unwrap(), None);
     assert_eq!(explain(AttentionImpl::Fused).unwrap(), None);
     assert!(explain(AttentionImpl::Reference).unwrap().unwrap().contains("reference"));
-    assert_error(explain(AttentionImpl::Cudnn), "it computes on GPUs only, and this is the CPU; `fused` is");
+    assert_error(explain(AttentionImpl::Cudnn), "it computes on GPUs only, and this is the CPU; choose `fused`");
     assert_error(explain(AttentionImpl::Flash), "flash is requested but unusable: it computes on GPUs only");
 }
 
