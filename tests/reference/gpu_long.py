@@ -15,7 +15,7 @@ from gpu_bench import GIB, LLAMA_8B, TINY, argument_parser, call, recipe_of, ste
 LENGTHS = [8, 16, 32, 64, 96, 128, 192, 256, 384, 512]
 KEYS = {
     "tiled_mlp_compute": True,
-    "data": {"order": "sequential", "pack_samples": False, "overlong": "truncate"},
+    "data": {"order": "sequential", "pack_samples": False, "truncation": "truncate"},
     "deepspeed": {
         "bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
         "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},

@@ -29,9 +29,9 @@ STRATEGIES = [
     ("ZeRO 2", [ZERO + "2"], 2),
     ("ZeRO 3", [ZERO + "3"], 2),
     ("tensor, tokens in parts", ["tensor_parallel_size=2"], 4),
-    ("tensor, all tokens", ["tensor_parallel_size=2", "sequence_parallel_norms=false"], 4),
+    ("tensor, all tokens", ["tensor_parallel_size=2", "sequence_parallel=false"], 4),
     ("pipeline, 1F1B", ["pipeline_parallel_size=2"], 4),
-    ("pipeline, two runs a stage", ["pipeline_parallel_size=2", "pipeline_chunks=2"], 4),
+    ("pipeline, two runs a stage", ["pipeline_parallel_size=2", "virtual_pipeline_parallel_size=2"], 4),
     ("Ulysses", ["sequence_parallel_size=2"], 4),
     ("ring", ["context_parallel_size=2"], 4),
 ]
@@ -62,7 +62,7 @@ def measure(asked, folder: Path, shape: dict, keys: list, micros: int) -> dict:
         "type": "causal", "device": "cpu", "output_dir": str(run), "train_iters": STEPS,
         "model": {"dtype": "f32", "config": shape},
         "tokenizer": {"name_or_path": str(root / "recipes/quickstart/tokenizer")},
-        "data": {"sources": [str(folder / "text.txt")], "max_length": 512, "overlong": "split",
+        "data": {"sources": [str(folder / "text.txt")], "max_length": 512, "truncation": "split",
                  "cache_dir": str(folder / "cache")},
         "scheduler": {"name": "constant"}, "checkpoint": "none",
     }))

@@ -347,7 +347,7 @@ mod tests {
 
     #[test]
     fn a_group_that_lies_does_not_pass() {
-        for arguments in [&[][..], &["tensor_parallel_size=2", "sequence_parallel_norms=false"]] {
+        for arguments in [&[][..], &["tensor_parallel_size=2", "sequence_parallel=false"]] {
             let plan = plan(arguments);
             let honest = verify_parallel(&plan).unwrap();
             assert!(honest.passes(), "{honest}");

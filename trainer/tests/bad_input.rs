@@ -81,7 +81,7 @@ fn text_that_is_not_utf8_is_found() {
 
 #[test]
 fn overlong_rows_stop_the_run_and_are_named() {
-    check(&Run::new(), &["data.max_length=40"], 3, &["train.jsonl:", "overlong"]);
+    check(&Run::new(), &["data.max_length=40"], 3, &["train.jsonl:", "truncation"]);
 }
 
 #[test]

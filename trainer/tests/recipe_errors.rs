@@ -80,7 +80,7 @@ fn a_key_that_stands_elsewhere_or_is_another_trainers_is_found() {
         ("base_model", "`model.name_or_path`"),
         ("gradient_checkpointing", "`model.activation_checkpoint`"),
         ("per_device_train_batch_size", "`micro_batch_size`"),
-        ("save_total_limit", "`checkpoint.N.keep`"),
+        ("save_total_limit", "`checkpoint.N.save_total_limit`"),
         ("lora_r", "`model.peft_config.r`"),
         ("sequence_len", "`data.max_length`"),
         ("zero_stage", "`deepspeed.zero_optimization.stage`"),
@@ -176,7 +176,10 @@ fn an_unknown_name_lists_the_known_ones() {
         "model: {dtype: bf61}",
         &["r.yaml:1:16: model.dtype: unknown value \"bf61\"", "did you mean `bf16`?", "values: bf16,"],
     );
-    check("data: {overlong: cut}", &["data.overlong: unknown value \"cut\"", "values: error, truncate, drop, split"]);
+    check(
+        "data: {truncation: cut}",
+        &["data.truncation: unknown value \"cut\"", "values: error, truncate, drop, split"],
+    );
     check("scheduler: {name: cosin}", &["did you mean `cosine`?"]);
     check("model: {activation_checkpoint: ful}", &["did you mean `full`?"]);
     check("model: {attn_implementation: cudn}", &["did you mean `cudnn`?", "values: auto,"]);

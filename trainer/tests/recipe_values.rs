@@ -149,8 +149,8 @@ model:
   config: {model_type: llama, hidden_size: 64, rope_theta: 1e4, tie_word_embeddings: true}
   activation_checkpoint: {every: 2}
 tokenizer: {name_or_path: tok, chat_template: a.jinja, chat_template_kwargs: {enable_thinking: false}}
-data: {sources: [x.jsonl], overlong: truncate, order: longest_first}
-checkpoint: {output_dir: out, keep: 2}
+data: {sources: [x.jsonl], truncation: truncate, order: longest_first}
+checkpoint: {output_dir: out, save_total_limit: 2}
 generate: {prompts: ["1 + 1 = ?"], max_new_tokens: 8, temperature: 0.7, top_p: 90%}
 on_nonfinite: skip
 gradient_clipping: 0
@@ -160,7 +160,7 @@ gradient_clipping: 0
     assert_eq!(config["rope_theta"], 1e4);
     assert_eq!(recipe.model.activation_checkpoint, Some(ActivationCheckpoint::Every(HumanInt(2))));
     assert_eq!(recipe.generate.unwrap().top_p, Some(HumanFloat(0.9)));
-    assert_eq!(recipe.checkpoint[0].keep, Some(HumanInt(2)));
+    assert_eq!(recipe.checkpoint[0].save_total_limit, Some(HumanInt(2)));
 }
 
 #[test]
@@ -264,4 +264,87 @@ proptest! {
             prop_assert!(value.is_finite());
         }
     }
+}
+
+#[track_caller]
+fn reads_old_name(old: &str, new: &str, note: &str) {
+    let parse = |text: &str, arguments: &[String]| Loaded::parse(Path::new("r.yaml"), text.into(), arguments);
+    let current = parse(new, &[]).unwrap();
+    assert!(current.notes().is_empty());
+    let deprecated = parse(old, &[]).unwrap();
+    assert_eq!(deprecated.recipe, current.recipe);
+    assert_eq!(deprecated.notes(), [note]);
+}
+
+#[test]
+fn the_old_names_of_keys_are_read_with_a_note() {
+    for (old, new, note) in [
+        (
+            "sequence_parallel_norms: false",
+            "sequence_parallel: false",
+            "r.yaml:1: sequence_parallel_norms is deprecated; write sequence_parallel",
+        ),
+        (
+            "pipeline_chunks: 2",
+            "virtual_pipeline_parallel_size: 2",
+            "r.yaml:1: pipeline_chunks is deprecated; write virtual_pipeline_parallel_size",
+        ),
+        (
+            "checkpoint:\n  - output_dir: out\n    keep: 2",
+            "checkpoint: [{output_dir: out, save_total_limit: 2}]",
+            "r.yaml:3: checkpoint.keep is deprecated; write checkpoint.save_total_limit",
+        ),
+        (
+            "data:\n  overlong: drop",
+            "data: {truncation: drop}",
+            "r.yaml:2: data.overlong is deprecated; write data.truncation",
+        ),
+    ] {
+        reads_old_name(old, new, note);
+    }
+}
+
+#[test]
+fn an_old_name_beside_the_new_one_is_refused() {
+    for (text, message) in [
+        (
+            "sequence_parallel_norms: false\nsequence_parallel: true",
+            "sequence_parallel_norms and sequence_parallel are the same key",
+        ),
+        (
+            "pipeline_chunks: 2\nvirtual_pipeline_parallel_size: 2",
+            "pipeline_chunks and virtual_pipeline_parallel_size are the same key",
+        ),
+        (
+            "checkpoint: {output_dir: out, keep: 2, save_total_limit: 2}",
+            "checkpoint.keep and checkpoint.save_total_limit are the same key",
+        ),
+        ("data: {overlong: drop, truncation: drop}", "data.overlong and data.truncation are the same key"),
+    ] {
+        let error = Loaded::parse(Path::new("r.yaml"), text.into(), &[]).unwrap_err().to_string();
+        assert!(error.contains("r.yaml:1") && error.contains(message), "{error}");
+    }
+}
+
+#[test]
+fn an_argument_may_have_an_old_name() {
+    let text = "data: {truncation: error}\ncheckpoint: {output_dir: out, save_total_limit: 1}\n";
+    for (argument, key) in [
+        ("data.overlong=drop", "data.truncation"),
+        ("data={overlong: drop}", "data.truncation"),
+        ("checkpoint.keep=2", "checkpoint.save_total_limit"),
+        ("checkpoint.0.keep=2", "checkpoint.save_total_limit"),
+        ("pipeline_chunks=2", "virtual_pipeline_parallel_size"),
+        ("sequence_parallel_norms=false", "sequence_parallel"),
+    ] {
+        let loaded = Loaded::parse(Path::new("r.yaml"), text.into(), &[argument.into()]).unwrap();
+        let [note] = loaded.notes() else { panic!("{:?}", loaded.notes()) };
+        assert!(
+            note.starts_with(&format!("argument `{argument}`: ")) && note.ends_with(&format!("write {key}")),
+            "{note}"
+        );
+    }
+    let arguments = ["data.overlong=drop".to_owned(), "data.truncation=split".to_owned()];
+    let error = Loaded::parse(Path::new("r.yaml"), text.into(), &arguments).unwrap_err().to_string();
+    assert!(error.contains("data.truncation is given twice, before in `data.overlong=drop`"), "{error}");
 }

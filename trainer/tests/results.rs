@@ -75,15 +75,18 @@ fn keep_deletes_what_the_run_wrote_and_says_so() {
     run.write_foreign("hf/global_step_2/thesis.txt");
     run.write_foreign("checkpoints/epoch_0_global_step_1/thesis.txt");
     let keep = [
-        "checkpoint.0.keep=1",
+        "checkpoint.0.save_total_limit=1",
         "checkpoint.0.auto_resume=false",
         "checkpoint.0.save_every_n_steps=3",
-        "checkpoint.1.keep=1",
+        "checkpoint.1.save_total_limit=1",
         "checkpoint.1.save_every_n_steps=3",
         "train_iters=6",
     ];
     let output = run.train(&keep);
-    said(&output, &["deleted", "hf/global_step_3 (keep)", "checkpoints/epoch_0_global_step_3 (keep)"]);
+    said(
+        &output,
+        &["deleted", "hf/global_step_3 (save_total_limit)", "checkpoints/epoch_0_global_step_3 (save_total_limit)"],
+    );
     assert_eq!(steps(&run, "hf"), [2, 6]);
     assert!(run.path().join("hf/global_step_2/thesis.txt").exists());
     assert!(run.path().join("checkpoints/epoch_0_global_step_1/thesis.txt").exists());
@@ -92,13 +95,14 @@ fn keep_deletes_what_the_run_wrote_and_says_so() {
 #[test]
 fn a_copied_checkpoint_begins_a_run_of_its_own() {
     let run = Run::new();
-    let exports = ["checkpoint.1.save_every_n_steps=2", "checkpoint.1.keep=1", "checkpoint.0.save_every_n_steps=2"];
+    let exports =
+        ["checkpoint.1.save_every_n_steps=2", "checkpoint.1.save_total_limit=1", "checkpoint.0.save_every_n_steps=2"];
     run.train_ok(&[exports[0], exports[2], "train_iters=4"]);
     assert_eq!(steps(&run, "hf"), [2, 4]);
     copy(&run.path().join("checkpoints"), &run.path().join("copy"));
     let elsewhere = format!("checkpoint.0.output_dir={}", run.path().join("copy").display());
     for train_iters in ["train_iters=6", "train_iters=8"] {
-        run.train_ok(&[&exports[..], &[&elsewhere, "checkpoint.0.keep=1", train_iters]].concat());
+        run.train_ok(&[&exports[..], &[&elsewhere, "checkpoint.0.save_total_limit=1", train_iters]].concat());
     }
     assert_eq!(steps(&run, "hf/run.1"), [2, 4]);
     assert_eq!(steps(&run, "hf"), [8]);
@@ -140,7 +144,9 @@ fn an_export_never_replaces_the_model_that_it_was_trained_from() {
     let run = Run::new();
     run.train_ok(&["train_iters=2"]);
     let model = format!("model={{name_or_path: {}, dtype: f32}}", run.export_folder().display());
-    for more in [&["train_iters=2"][..], &["train_iters=3", "checkpoint.1.keep=1"], &["model.peft_config={r: 2}"]] {
+    for more in
+        [&["train_iters=2"][..], &["train_iters=3", "checkpoint.1.save_total_limit=1"], &["model.peft_config={r: 2}"]]
+    {
         refused(&run, &[&[model.as_str()], more].concat(), 2, &["model.name_or_path", "is among the checkpoints"]);
     }
     assert_eq!(steps(&run, "hf"), [2]);

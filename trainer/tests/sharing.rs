@@ -51,7 +51,7 @@ fn every_way_of_sharing_passes_its_check() {
     for arguments in [
         &["--ranks", "2"][..],
         &["--ranks", "4", "deepspeed.zero_optimization.stage=3", "context_parallel_size=2"],
-        &["--ranks", "4", "tensor_parallel_size=2", "pipeline_parallel_size=2", "pipeline_chunks=1"],
+        &["--ranks", "4", "tensor_parallel_size=2", "pipeline_parallel_size=2", "virtual_pipeline_parallel_size=1"],
         // More ranks than 101 tokens go around for.
         &["--ranks", "14", "tensor_parallel_size=14", HEADS_OF_14],
     ] {

@@ -79,7 +79,7 @@ class Ours:
             "type": "causal", "device": "cpu", "output_dir": str(self.run_folder),
             "model": {"config": config(case), "dtype": "f32"},
             "tokenizer": {"name_or_path": str(self.inputs.tokenizer(case))},
-            "data": {"sources": [str(text)], "max_length": 1024, "overlong": "split", "pack_samples": True,
+            "data": {"sources": [str(text)], "max_length": 1024, "truncation": "split", "pack_samples": True,
                      "cache_dir": str(cache)},
         }))
         ran = run([self.trainer, "-q", "preprocess", recipe])

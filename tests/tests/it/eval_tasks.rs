@@ -178,7 +178,7 @@ fn ranks_share_the_documents_and_agree() {
 fn ranks_that_have_a_model_together_are_asked_together() {
     for (n_ranks, sharing) in [
         (2, vec!["tensor_parallel_size=2"]),
-        (2, vec!["pipeline_parallel_size=2", "pipeline_chunks=1"]),
+        (2, vec!["pipeline_parallel_size=2", "virtual_pipeline_parallel_size=1"]),
         (2, vec!["deepspeed={zero_optimization: {stage: 3}}"]),
         (2, vec!["sequence_parallel_size=2"]),
         (4, vec!["tensor_parallel_size=2", "context_parallel_size=2"]),

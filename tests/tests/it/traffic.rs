@@ -21,7 +21,7 @@ fn recipe(folder: &Path) -> Value {
         }},
         "tokenizer": {"name_or_path": root().join("recipes/quickstart/tokenizer")},
         "data": {
-            "sources": [folder.join("text.jsonl")], "max_length": T, "overlong": "split", "cache_dir": folder.join("cache"),
+            "sources": [folder.join("text.jsonl")], "max_length": T, "truncation": "split", "cache_dir": folder.join("cache"),
         },
         "scheduler": {"name": "constant"}, "checkpoint": "none",
     })
@@ -76,7 +76,7 @@ fn ranks_send_what_the_formulas_say() {
         (2, vec!["gradient_accumulation_steps=2", &two], 3 * params / 2 + published),
         (2, vec![&three], (params + gathered) / 2),
         (2, vec!["tensor_parallel_size=2"], (10 * N_BLOCKS + 4) * activation / 2),
-        (2, vec!["tensor_parallel_size=2", "sequence_parallel_norms=false"], (4 * N_BLOCKS + 2) * activation),
+        (2, vec!["tensor_parallel_size=2", "sequence_parallel=false"], (4 * N_BLOCKS + 2) * activation),
         (2, vec!["pipeline_parallel_size=2", "gradient_accumulation_steps=4"], 4 * activation + V * D),
         (2, vec!["sequence_parallel_size=2"], 2 * N_BLOCKS * T * (2 * D + 2 * KV) / 4 + 2 * params / 2),
         (2, vec!["context_parallel_size=2"], N_BLOCKS * 2 * T / 2 * 2 * KV + 2 * params / 2),

@@ -98,7 +98,7 @@ impl fmt::Display for CheckpointPlan {
             (self.async_save, ", in the background"),
         ];
         flags.iter().filter(|(is_so, _)| *is_so).try_for_each(|(_, words)| f.write_str(words))?;
-        self.keep.map_or(Ok(()), |keep| write!(f, ", keep {keep}"))
+        self.keep.map_or(Ok(()), |keep| write!(f, ", save_total_limit {keep}"))
     }
 }
 

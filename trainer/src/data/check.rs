@@ -92,7 +92,7 @@ impl Check<'_> {
             tokens: if tokens.is_empty() { "the special tokens".into() } else { tokens.join(", ") },
             place: self.dataset.locate(0),
             fix: "The chat template must print it after an assistant's turn, inside {% generation %} \
-                  if it has that; with overlong: truncate every answer may be cut before its end; \
+                  if it has that; with truncation: truncate every answer may be cut before its end; \
                   the tokenizer's eos_token may be missing",
         })
     }

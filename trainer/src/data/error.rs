@@ -159,7 +159,7 @@ impl std::fmt::Display for OverlongSamples {
         let longest = longest.first().map_or(0, |(_, length)| *length);
         write!(
             f,
-            "\nraise `data.max_length` (to {longest} for all of them), or set `data.overlong` to \
+            "\nraise `data.max_length` (to {longest} for all of them), or set `data.truncation` to \
              truncate, drop or split"
         )
     }

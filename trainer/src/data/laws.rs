@@ -363,7 +363,7 @@ fn overlong_samples_are_refused_with_the_three_longest() {
     let error = cut(of_lengths(&[40, 5, 90, 33, 70, 32]), &plan(), false).unwrap_err();
     let want = "fit 4 of 6 samples into max_length 32. The longest:\n  train.jsonl:3: 90 tokens\n  \
                 train.jsonl:5: 70 tokens\n  train.jsonl:1: 40 tokens\nraise `data.max_length` (to 90 \
-                for all of them), or set `data.overlong` to truncate, drop or split";
+                for all of them), or set `data.truncation` to truncate, drop or split";
     assert_eq!(error.to_string(), want);
 }
 

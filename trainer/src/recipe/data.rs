@@ -34,8 +34,8 @@ pub struct Data {
     /// The handling of samples longer than `max_length`: `error` (the run is refused with the three longest; default
     /// of `sft`), `truncate`, `drop` or `split` (into samples of `max_length`; default of `causal`). Packed causal data
     /// are always split.
-    pub overlong: Option<Overlong>,
-    /// ArcticTraining's spelling: an explicit `true` is `overlong: drop`.
+    pub truncation: Option<Truncation>,
+    /// ArcticTraining's spelling: an explicit `true` is `truncation: drop`.
     pub filter_samples: Option<bool>,
     /// The order of an epoch: `shuffle` (default; a new permutation every epoch, from `data.seed`), `sequential`, or
     /// `longest_first` (shuffled, but the longest rows come first, so that a run that does not fit fails at once).
@@ -106,7 +106,7 @@ pub enum DataType {
 /// What becomes of samples longer than `max_length`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Overlong {
+pub enum Truncation {
     /// The run is refused.
     Error,
     /// Their ends are cut off.

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use super::foreign::FOREIGN_KEYS;
 use super::json_schema;
 
-/// A key of the schema: `data.max_length`, `checkpoint.N.keep`.
+/// A key of the schema: `data.max_length`, `checkpoint.N.save_total_limit`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SchemaKey {
     pub(crate) path: String,
@@ -142,13 +142,18 @@ mod tests {
     #[test]
     fn a_list_has_the_keys_of_its_items() {
         let keys = schema_keys();
-        for path in
-            ["checkpoint.N.keep", "data.sources.N.split", "scheduler.scheduler_specific_kwargs.min_lr", "epochs"]
-        {
+        for path in [
+            "checkpoint.N.save_total_limit",
+            "data.sources.N.split",
+            "scheduler.scheduler_specific_kwargs.min_lr",
+            "epochs",
+        ] {
             assert!(keys.iter().any(|key| key.path == path), "{path}");
         }
-        assert!(!keys.iter().any(|key| key.path == "checkpoint.keep"));
-        for path in ["checkpoint.0.keep", "checkpoint.keep", "data.sources.3.split", "deepspeed.x.y"] {
+        assert!(!keys.iter().any(|key| key.path == "checkpoint.save_total_limit"));
+        for path in
+            ["checkpoint.0.save_total_limit", "checkpoint.save_total_limit", "data.sources.3.split", "deepspeed.x.y"]
+        {
             assert!(is_key(path), "{path}");
         }
         assert!(!is_key("checkpoint.0.keeep") && !is_key("deepsped.x"));
@@ -161,7 +166,7 @@ mod tests {
             ("--learning-rate", "optimizer.learning_rate"),
             ("--max_steps", "train_iters"),
             ("--optimizer.lr", "optimizer.lr"),
-            ("--save_total_limit", "checkpoint.0.keep"),
+            ("--save_total_limit", "checkpoint.0.save_total_limit"),
         ] {
             assert_eq!(of_option(option).as_deref(), Some(key), "{option}");
         }

@@ -10,6 +10,7 @@ use candlewick_text::suggestion::nearest;
 use super::decode::decode;
 use super::error::{Fault, RecipeError, Source};
 use super::node::{Mark, Node, Value, quoted};
+use super::renamed::rename_all;
 use super::{Recipe, home, node, overrides};
 
 /// A recipe, and where each of its keys was written.
@@ -19,6 +20,7 @@ pub struct Loaded {
     pub recipe: Recipe,
     tree: Node,
     source: Arc<Source>,
+    notes: Vec<String>,
 }
 
 /// Where a setting comes from.
@@ -61,18 +63,27 @@ impl Loaded {
         if tree.value == Value::Null {
             tree.value = Value::Map(Vec::new());
         }
-        overrides::apply_all(&mut tree, arguments).map_err(&fail)?;
+        let mut old_names = rename_all(&mut tree).map_err(&fail)?;
+        old_names.extend(overrides::apply_all(&mut tree, arguments).map_err(&fail)?);
+        // The value of an argument may be a map with keys of its own.
+        old_names.extend(rename_all(&mut tree).map_err(&fail)?);
         if let Ok(home) = std::env::var("HOME") {
             home::expand(&mut tree, &home);
         }
         check_type(&tree).map_err(&fail)?;
         let recipe = decode(&tree).map_err(&fail)?;
-        Ok(Self { recipe, tree, source: source.clone() })
+        let notes = old_names.iter().map(|name| name.note(&source)).collect();
+        Ok(Self { recipe, tree, source: source.clone(), notes })
     }
 
     /// Returns the file and the arguments.
     pub fn source(&self) -> &Source {
         &self.source
+    }
+
+    /// Returns one line for each deprecated key, with its file and line.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// Returns where the first of these keys that was given stands.

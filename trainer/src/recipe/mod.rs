@@ -18,6 +18,7 @@ mod optimizer;
 mod output;
 mod overrides;
 mod ranks;
+mod renamed;
 mod schema;
 
 use schemars::JsonSchema;
@@ -25,7 +26,7 @@ use serde::{Deserialize, Serialize};
 
 pub use arctic_moe::ArcticMoe;
 pub use data::{
-    CacheFs, Data, DataSource, DataType, Order, Overlong, PadTo, Pairs, SourceMap, SourceType, UnrenderedToolCalls,
+    CacheFs, Data, DataSource, DataType, Order, PadTo, Pairs, SourceMap, SourceType, Truncation, UnrenderedToolCalls,
 };
 pub use error::{Fault, RecipeError, Source};
 pub use eval::Eval;
@@ -104,15 +105,16 @@ pub struct Recipe {
     /// Ranks that share every matrix, as in Megatron-LM. It must divide the attention heads, the key heads and the width of the
     /// MLP. Default 1.
     pub tensor_parallel_size: Option<HumanInt>,
-    /// Whether ranks that share matrices have a part of the tokens each outside of attention and MLP: less memory, as much to
-    /// send. Default true.
-    pub sequence_parallel_norms: Option<bool>,
+    /// Megatron-LM's sequence parallelism: tensor-parallel ranks shard the tokens outside of attention and MLP. It saves
+    /// activation memory and sends as many bytes. Default true.
+    pub sequence_parallel: Option<bool>,
     /// Stages that have some of the blocks each. Default 1.
     pub pipeline_parallel_size: Option<HumanInt>,
     /// The order of a pipeline's forwards and backwards: `1f1b` (default) or `afab`, all forwards and then all backwards.
     pub pipeline_schedule: Option<PipelineSchedule>,
-    /// Runs of blocks that each stage has (interleaved, as in Megatron-LM): more of them wait less and send more. Default 1.
-    pub pipeline_chunks: Option<HumanInt>,
+    /// Model chunks (virtual stages) of each pipeline stage, as in Megatron-LM's interleaved schedule. More chunks shrink
+    /// the pipeline bubble and send more. Default 1.
+    pub virtual_pipeline_parallel_size: Option<HumanInt>,
     /// The number of blocks of each run, in the order of the model. Default: so many that no stage takes much longer than
     /// another, the last one's head counted.
     pub pipeline_layers: Option<Vec<HumanInt>>,
@@ -155,7 +157,7 @@ pub struct Recipe {
     pub eval_on_start: Option<bool>,
     /// Tasks of the evaluator that the model is asked during training.
     pub eval: Eval,
-    /// What says which save is the best, which `keep` then never deletes: `loss` (held-out), or `TASK/METRIC` of
+    /// What says which save is the best, which `save_total_limit` never deletes: `loss` (held-out), or `TASK/METRIC` of
     /// `eval.tasks` such as `arc_easy/acc_norm`. Default: with tasks the first one's first metric, else nothing.
     pub metric_for_best_model: Option<String>,
     /// Whether more of that metric is better. Default: what its task says; false for `loss`.

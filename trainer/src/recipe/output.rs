@@ -30,7 +30,7 @@ pub struct Checkpoint {
     /// Saves after the last step. Default false.
     pub save_end_of_training: Option<bool>,
     /// Keeps only this many of the newest checkpoints of this run, and the best (`metric_for_best_model`). Default: all.
-    pub keep: Option<HumanInt>,
+    pub save_total_limit: Option<HumanInt>,
     /// The dtype of the weights of a `huggingface` checkpoint: `bf16`, `f32` or `fp16`. Default: `model.dtype`.
     pub dtype: Option<Dtype>,
     /// Writes a `sharded` save while training goes on, from a copy of the weights and moments in memory. Default false.

@@ -3,6 +3,7 @@
 use super::error::Fault;
 use super::keys::is_key;
 use super::node::{Entry, Mark, Node, Value, parse_at};
+use super::renamed::{OldName, rename_path};
 
 /// Maps of which null is a value.
 const NULL_IS_A_VALUE: [&str; 4] =
@@ -13,13 +14,16 @@ struct Override<'a> {
     path: Vec<&'a str>,
     value: Node,
     mark: Mark,
+    old_name: Option<OldName>,
 }
 
-/// Writes all arguments into the tree, in their order. `key=null` removes a key.
-pub(super) fn apply_all(root: &mut Node, arguments: &[String]) -> Result<(), Fault> {
+/// Writes all arguments into the tree, in their order. `key=null` removes a key. Returns the old names of keys.
+pub(super) fn apply_all(root: &mut Node, arguments: &[String]) -> Result<Vec<OldName>, Fault> {
     let mut written: Vec<Vec<String>> = Vec::with_capacity(arguments.len());
+    let mut old_names = Vec::new();
     for (idx, argument) in arguments.iter().enumerate() {
-        let this = Override::parse(argument, idx)?;
+        let mut this = Override::parse(argument, idx)?;
+        old_names.extend(this.old_name.take());
         let path = canonical(&this.path);
         if let Some(earlier) = written.iter().position(|earlier| earlier.starts_with(&path)) {
             return Err(this.refuse(&arguments[earlier], written[earlier] == path));
@@ -27,7 +31,7 @@ pub(super) fn apply_all(root: &mut Node, arguments: &[String]) -> Result<(), Fau
         this.apply(root)?;
         written.push(path);
     }
-    Ok(())
+    Ok(old_names)
 }
 
 impl<'a> Override<'a> {
@@ -36,10 +40,11 @@ impl<'a> Override<'a> {
         let Some((path, text)) = argument.split_once('=') else {
             return Err(Fault::new(Some(mark), "expected `key=value`, such as `optimizer.lr=1e-4`"));
         };
-        let path: Vec<&str> = path.trim().split('.').collect();
+        let mut path: Vec<&str> = path.trim().split('.').collect();
         if path.iter().any(|segment| segment.is_empty()) {
             return Err(Fault::new(Some(mark), "the key has an empty part; parts are joined by single points"));
         }
+        let old_name = rename_path(&mut path, mark);
         if text.trim().is_empty() {
             let key = path.join(".");
             let fault = Fault::new(Some(mark), format!("{key}: expected a value, found nothing"));
@@ -49,7 +54,7 @@ impl<'a> Override<'a> {
             Fault::new(Some(mark), format!("the value is not YAML: {}", error.message))
                 .note("put texts with special characters into quotes, for YAML and for the shell: 'key=\"a: b\"'")
         })?;
-        Ok(Self { path, value, mark })
+        Ok(Self { path, value, mark, old_name })
     }
 
     fn apply(self, root: &mut Node) -> Result<(), Fault> {

@@ -264,7 +264,9 @@ impl<'a> Session<'a> {
     }
 
     fn log_removed(&self, removed: &[PathBuf]) {
-        removed.iter().for_each(|dir| self.reporter.terminal().line(&format!("deleted {} (keep)", dir.display())));
+        removed
+            .iter()
+            .for_each(|dir| self.reporter.terminal().line(&format!("deleted {} (save_total_limit)", dir.display())));
     }
 
     /// Makes every save that is due after this step.

@@ -47,15 +47,18 @@ fn overlong_samples_are_an_error_unless_the_recipe_says_otherwise() {
     assert_eq!(plan(&[]).data.overlong, Overlong::Error);
     assert_eq!(plan(&["data.filter_samples=true"]).data.overlong, Overlong::Drop);
     assert_eq!(plan(&["data.filter_samples=false"]).data.overlong, Overlong::Error);
-    assert_eq!(plan(&["data.overlong=truncate"]).data.overlong, Overlong::Truncate);
+    assert_eq!(plan(&["data.truncation=truncate"]).data.overlong, Overlong::Truncate);
     refused(
-        &["data.overlong=truncate", "data.filter_samples=true"],
-        &["data.filter_samples contradicts data.overlong"],
+        &["data.truncation=truncate", "data.filter_samples=true"],
+        &["data.filter_samples contradicts data.truncation"],
     );
     assert_eq!(plan(&["type=causal"]).data.overlong, Overlong::Split);
     assert_eq!(plan(&["type=causal", "data.pack_samples=false"]).data.overlong, Overlong::Split);
-    assert_eq!(plan(&["type=causal", "data.pack_samples=false", "data.overlong=error"]).data.overlong, Overlong::Error);
-    refused(&["type=causal", "data.overlong=drop"], &["rows of exactly max_length are cut"]);
+    assert_eq!(
+        plan(&["type=causal", "data.pack_samples=false", "data.truncation=error"]).data.overlong,
+        Overlong::Error
+    );
+    refused(&["type=causal", "data.truncation=drop"], &["rows of exactly max_length are cut"]);
 }
 
 #[test]

@@ -232,7 +232,7 @@ fn the_stop_file_is_in_the_runs_folder() {
     assert_eq!(plan(&["output_dir=/dev/null"]).exit.kill_switch_path, None);
 }
 
-/// An export, or what `keep` deletes, must never be what the run began with.
+/// An export, or what `save_total_limit` deletes, must never be what the run began with.
 #[test]
 fn the_model_in_use_is_not_among_the_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
@@ -315,7 +315,10 @@ fn one_checkpoint_may_resume_and_it_must_be_able_to() {
         &["checkpoint=[{output_dir: a}, {output_dir: a}]"],
         &["another checkpoint of the same type is saved there"],
     );
-    refused(&["checkpoint={output_dir: a, keep: 0}"], &["checkpoint.keep: expected at least 1"]);
+    refused(
+        &["checkpoint={output_dir: a, save_total_limit: 0}"],
+        &["checkpoint.save_total_limit: expected at least 1"],
+    );
     let plan = plan(&[
         "checkpoint=[{type: huggingface, output_dir: a, enabled: false}, {output_dir: b, save_every_n_steps: 1K}]",
     ]);

@@ -69,7 +69,7 @@ fn matrices_and_blocks_are_shared_as_the_recipe_says() {
     assert_eq!(of_ranks(8, &["pipeline_parallel_size=2", "tensor_parallel_size=2"]), plan(2, 2, 1, 2, 0));
     let stage_1 = "deepspeed.zero_optimization.stage=1";
     assert_eq!(of_ranks(8, &["pipeline_parallel_size=2", "tensor_parallel_size=2", stage_1]), plan(2, 1, 2, 2, 1));
-    let norms = of_ranks(2, &["tensor_parallel_size=2", "sequence_parallel_norms=false"]).unwrap();
+    let norms = of_ranks(2, &["tensor_parallel_size=2", "sequence_parallel=false"]).unwrap();
     assert!(!norms.norms_in_parts);
 }
 
@@ -125,7 +125,7 @@ fn what_has_no_effect_on_these_ranks_is_noted_and_so_is_a_pipeline_that_nothing_
     let pipeline = ["pipeline_parallel_size=2", "pipeline_schedule=afab", "gradient_accumulation_steps=1"];
     for (n_ranks, arguments, want) in [
         (2, &["pipeline_schedule=afab"][..], "pipeline_schedule has no effect: there is one stage"),
-        (2, &["sequence_parallel_norms=false"], "sequence_parallel_norms has no effect: no ranks share matrices"),
+        (2, &["sequence_parallel=false"], "sequence_parallel has no effect: no ranks share matrices"),
         (
             2,
             &pipeline,
@@ -135,7 +135,7 @@ fn what_has_no_effect_on_these_ranks_is_noted_and_so_is_a_pipeline_that_nothing_
         assert_eq!(notes_of_ranks(n_ranks, arguments), [want]);
     }
     assert!(notes_of_ranks(2, &["pipeline_parallel_size=2", "gradient_accumulation_steps=2"]).is_empty());
-    assert!(notes_of_ranks(2, &["tensor_parallel_size=2", "sequence_parallel_norms=false"]).is_empty());
+    assert!(notes_of_ranks(2, &["tensor_parallel_size=2", "sequence_parallel=false"]).is_empty());
 }
 
 /// On machines that are not known yet, neither this build nor this machine decides anything.

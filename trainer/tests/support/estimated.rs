@@ -26,7 +26,7 @@ fn recipe(folder: &Path) -> Value {
         }},
         "tokenizer": {"name_or_path": tokenizer},
         "data": {
-            "sources": [folder.join("text.txt")], "max_length": 512, "overlong": "split",
+            "sources": [folder.join("text.txt")], "max_length": 512, "truncation": "split",
             "cache_dir": folder.join("cache"),
         },
         "scheduler": {"name": "constant"},

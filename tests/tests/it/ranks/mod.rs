@@ -42,7 +42,7 @@ fn processes_make_the_run_that_one_makes() {
                 "pipeline_parallel_size=2",
                 "pipeline_schedule=afab",
                 "tensor_parallel_size=2",
-                "sequence_parallel_norms=false",
+                "sequence_parallel=false",
                 "gradient_accumulation_steps=8",
             ],
         ),

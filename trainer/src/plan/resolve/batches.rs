@@ -124,35 +124,35 @@ fn packing(resolver: &mut Resolver, kind: Kind) -> Packing {
 
 fn overlong(resolver: &mut Resolver, kind: Kind, packing: Packing) -> Overlong {
     let data = &resolver.recipe().data;
-    let asked = data.overlong.map(|asked| match asked {
-        recipe::Overlong::Error => Overlong::Error,
-        recipe::Overlong::Truncate => Overlong::Truncate,
-        recipe::Overlong::Drop => Overlong::Drop,
-        recipe::Overlong::Split => Overlong::Split,
+    let asked = data.truncation.map(|asked| match asked {
+        recipe::Truncation::Error => Overlong::Error,
+        recipe::Truncation::Truncate => Overlong::Truncate,
+        recipe::Truncation::Drop => Overlong::Drop,
+        recipe::Truncation::Split => Overlong::Split,
     });
     if let (Some(asked), Some(filter)) = (asked, data.filter_samples)
         && (asked == Overlong::Drop) != filter
     {
-        let message = "data.filter_samples contradicts data.overlong";
+        let message = "data.filter_samples contradicts data.truncation";
         resolver.wrong_because(
             &["data.filter_samples"],
             message,
-            "keep data.overlong; filter_samples: true is its `drop`",
+            "keep data.truncation; filter_samples: true is its `drop`",
         );
     }
     if packing == Packing::Exact {
         if asked.is_some_and(|asked| asked != Overlong::Split) {
-            let message = "data.overlong: rows of exactly max_length are cut from samples of any length";
-            resolver.wrong_because(&["data.overlong"], message, "remove the key, or set data.pack_samples: false");
+            let message = "data.truncation: rows of exactly max_length are cut from samples of any length";
+            resolver.wrong_because(&["data.truncation"], message, "remove the key, or set data.pack_samples: false");
         }
-        return resolver.record("data.overlong", Overlong::Split, Origin::Derived);
+        return resolver.record("data.truncation", Overlong::Split, Origin::Derived);
     }
     if data.filter_samples == Some(false) {
-        resolver.note("data.filter_samples: false has no effect: data.overlong says what becomes of long samples");
+        resolver.note("data.filter_samples: false has no effect: data.truncation says what becomes of long samples");
     }
     let filtered = (data.filter_samples == Some(true)).then_some(Overlong::Drop);
     let origin = match (asked, filtered) {
-        (Some(_), _) => resolver.loaded.origin(&["data.overlong"]),
+        (Some(_), _) => resolver.loaded.origin(&["data.truncation"]),
         (None, Some(_)) => resolver.loaded.origin(&["data.filter_samples"]),
         (None, None) => Origin::Default,
     };
@@ -160,7 +160,7 @@ fn overlong(resolver: &mut Resolver, kind: Kind, packing: Packing) -> Overlong {
         Kind::Sft => Overlong::Error,
         Kind::Causal => Overlong::Split,
     };
-    resolver.record("data.overlong", asked.or(filtered).unwrap_or(default), origin)
+    resolver.record("data.truncation", asked.or(filtered).unwrap_or(default), origin)
 }
 
 fn cache_dir(resolver: &mut Resolver) -> PathBuf {

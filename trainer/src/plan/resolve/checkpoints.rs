@@ -115,12 +115,12 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &Checkpoint)
         save_every_n_steps: checkpoint.save_every_n_steps.map_or(0, |n| n.0),
         save_every_n_epochs: checkpoint.save_every_n_epochs.map_or(0, |n| n.0),
         save_end_of_training: checkpoint.save_end_of_training == Some(true),
-        keep: checkpoint.keep.map(|n| n.0),
+        keep: checkpoint.save_total_limit.map(|n| n.0),
         async_save: checkpoint.async_save == Some(true),
         dtype: checkpoint.dtype.map(ComputeDtype::from),
     };
     if plan.keep == Some(0) {
-        let key = format!("{path}.keep");
+        let key = format!("{path}.save_total_limit");
         resolver.wrong(&[&key], format!("{key}: expected at least 1, found 0"));
     }
     if plan.save_every_n_steps == 0 && plan.save_every_n_epochs == 0 && !plan.save_end_of_training {

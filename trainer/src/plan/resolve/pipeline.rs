@@ -7,7 +7,7 @@ use crate::plan::PipelinePlan;
 use crate::recipe::PipelineSchedule;
 
 const SIZE: &str = "pipeline_parallel_size";
-const CHUNKS: &str = "pipeline_chunks";
+const CHUNKS: &str = "virtual_pipeline_parallel_size";
 const LAYERS: &str = "pipeline_layers";
 const SCHEDULE: &str = "pipeline_schedule";
 
@@ -15,7 +15,7 @@ pub(super) fn resolve(resolver: &mut Resolver, config: Option<&Config>) -> Pipel
     let recipe = resolver.recipe();
     let n_ranks = resolver.known.seat.n_ranks;
     let stages = resolver.positive(SIZE, recipe.pipeline_parallel_size, 1).max(1);
-    let chunks = resolver.positive(CHUNKS, recipe.pipeline_chunks, 1).max(1);
+    let chunks = resolver.positive(CHUNKS, recipe.virtual_pipeline_parallel_size, 1).max(1);
     let one = PipelineSchedule::OneForwardOneBackward;
     let schedule = resolver.pick(SCHEDULE, recipe.pipeline_schedule, one);
     let layers = recipe.pipeline_layers.as_ref().map(|layers| layers.iter().map(|n| n.0).collect::<Vec<usize>>());
@@ -25,7 +25,7 @@ pub(super) fn resolve(resolver: &mut Resolver, config: Option<&Config>) -> Pipel
         return PipelinePlan::alone();
     }
     if stages == 1 {
-        let is_chunked = recipe.pipeline_chunks.is_some_and(|n| n.0 > 1);
+        let is_chunked = recipe.virtual_pipeline_parallel_size.is_some_and(|n| n.0 > 1);
         let is_ordered = recipe.pipeline_schedule.is_some();
         let keys = [(CHUNKS, is_chunked), (LAYERS, layers.is_some()), (SCHEDULE, is_ordered)];
         for (key, _) in keys.into_iter().filter(|(_, given)| *given) {

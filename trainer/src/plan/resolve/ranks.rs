@@ -9,12 +9,12 @@ use super::{backend, deepspeed};
 use crate::plan::{ModelPlan, RanksPlan};
 
 const SEQUENCE: &str = "sequence_parallel_size";
-const NORMS: &str = "sequence_parallel_norms";
+const NORMS: &str = "sequence_parallel";
 
 pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize) -> RanksPlan {
     let n_in_stage = resolver.known.seat.n_ranks / stages;
     let tensor = tensor(resolver, n_in_stage, model.config.as_ref());
-    let given = resolver.recipe().sequence_parallel_norms;
+    let given = resolver.recipe().sequence_parallel;
     let norms_in_parts = resolver.pick(NORMS, given, true);
     if given.is_some() && tensor == 1 {
         resolver.note(format!("{NORMS} has no effect: no ranks share matrices"));

@@ -16,7 +16,7 @@ pub(super) struct Resolver<'a> {
 
 impl<'a> Resolver<'a> {
     pub(super) fn new(loaded: &'a Loaded, known: &'a Known) -> Self {
-        Self { loaded, known, faults: Vec::new(), settings: Vec::new(), notes: Vec::new() }
+        Self { loaded, known, faults: Vec::new(), settings: Vec::new(), notes: loaded.notes().to_vec() }
     }
 
     pub(super) fn recipe(&self) -> &'a Recipe {
