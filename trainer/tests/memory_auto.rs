@@ -13,7 +13,7 @@ use serde_json::json;
 use support::Run;
 use trainer::estimate::{Capacity, Category, ComputeDevice, Fixed, Resource, Setup, choose, estimate, usable};
 use trainer::metrics::Console;
-use trainer::plan::{Activations, Engines, Known, Plan, Seat, TempDir};
+use trainer::plan::{Activations, BuildFeatures, Known, Plan, TempDir, WorldInfo};
 use trainer::recipe::{Loaded, RecipeError};
 
 const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl], max_length: 1024}\nmemory: auto\n";
@@ -22,8 +22,8 @@ fn resolve(free: Option<u64>, arguments: &[&str]) -> Result<Plan, RecipeError> {
     resolve_with(free, false, arguments)
 }
 
-fn resolve_with(free: Option<u64>, parks_in_memory: bool, arguments: &[&str]) -> Result<Plan, RecipeError> {
-    resolve_on(free, None, parks_in_memory, arguments)
+fn resolve_with(free: Option<u64>, offloads_to_ram: bool, arguments: &[&str]) -> Result<Plan, RecipeError> {
+    resolve_on(free, None, offloads_to_ram, arguments)
 }
 
 fn of_test(free: Option<u64>) -> Capacity {
@@ -42,17 +42,17 @@ fn config(vocab_size: usize) -> Config {
 fn resolve_on(
     free: Option<u64>,
     parking: Option<u64>,
-    parks_in_memory: bool,
+    offloads_to_ram: bool,
     arguments: &[&str],
 ) -> Result<Plan, RecipeError> {
     let config = Some(config(1000));
     let capacity = Some(Capacity { parking, ..of_test(free) });
-    let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: parks_in_memory };
+    let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: offloads_to_ram };
     let known = Known {
         config,
         n_cores: 4,
-        seat: Seat::ALONE,
-        engines: Engines::BUILT,
+        seat: WorldInfo::ALONE,
+        engines: BuildFeatures::BUILT,
         temp_dir,
         has_train_py: false,
         tasks_generate: false,

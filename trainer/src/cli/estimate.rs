@@ -7,7 +7,7 @@ use super::Ui;
 use super::options::{Recipe, Verbosity, at_least_one, plan};
 use crate::estimate::{Capacity, Fixed, Report, Setup, choose};
 use crate::exit::ExitCode;
-use crate::plan::Seat;
+use crate::plan::WorldInfo;
 use crate::recipe::{Loaded, MemoryModes};
 
 #[derive(Debug, Args)]
@@ -37,7 +37,7 @@ Exits with 4 if the run does not fit.";
 pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let loaded = Loaded::read(&asked.recipe.path, &asked.recipe.overrides)?;
     // What `memory: auto` takes depends on the device that is asked about: such a seat leaves it open.
-    let plan = plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
+    let plan = plan(&asked.recipe, verbosity, WorldInfo::first_of(asked.ranks))?;
     let capacity = match &asked.device {
         Some(text) => {
             let parsed = Capacity::parse(text, plan.device);

@@ -10,7 +10,7 @@ use clap::Args;
 use super::Ui;
 use super::options::{Recipe, Verbosity, at_least_one, plan};
 use crate::exit::ExitCode;
-use crate::plan::{Plan, Seat};
+use crate::plan::{Plan, WorldInfo};
 
 #[derive(Debug, Args)]
 pub(super) struct MeshArgs {
@@ -31,7 +31,7 @@ Examples:
   trainer mesh recipe.yaml --ranks 4 --schedule pipeline_parallel_size=4 gradient_accumulation_steps=8";
 
 pub(super) fn run(asked: &MeshArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let plan = plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
+    let plan = plan(&asked.recipe, verbosity, WorldInfo::first_of(asked.ranks))?;
     let mesh =
         Mesh::new(plan.ranks.degrees(), asked.ranks).map_err(|error| anyhow!("failed to make the mesh: {error}"))?;
     let mut text = format!("{} ranks: {}\n{mesh}", asked.ranks, plan.ranks.degrees());

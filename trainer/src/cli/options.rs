@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 
 use super::Ui;
 use crate::metrics::Console;
-use crate::plan::{HubAccess, Known, KnownError, Machines, Plan, Seat};
+use crate::plan::{HubAccess, Known, KnownError, Machines, Plan, WorldInfo};
 use crate::recipe::Loaded;
 
 #[derive(Debug, Args)]
@@ -32,8 +32,8 @@ pub(super) struct Supposed {
 }
 
 impl Supposed {
-    pub(super) fn seat(&self) -> Result<Seat> {
-        self.ranks.map_or_else(|| Ok(seat(&place()?)), |n_ranks| Ok(Seat::first_of(n_ranks)))
+    pub(super) fn seat(&self) -> Result<WorldInfo> {
+        self.ranks.map_or_else(|| Ok(seat(&place()?)), |n_ranks| Ok(WorldInfo::first_of(n_ranks)))
     }
 }
 
@@ -72,7 +72,7 @@ pub(super) fn hub(ui: &Ui) -> Result<Hub> {
 }
 
 /// Resolves a recipe. What is wrong with the recipe alone is said before the Hub is asked for the model's config.
-pub(super) fn plan(recipe: &Recipe, verbosity: Verbosity, seat: Seat) -> Result<Plan> {
+pub(super) fn plan(recipe: &Recipe, verbosity: Verbosity, seat: WorldInfo) -> Result<Plan> {
     let loaded = Loaded::read(&recipe.path, &recipe.overrides)?;
     let here = known(&loaded, HubAccess::ThisMachine, verbosity, seat)?;
     let plan = Plan::resolve(&loaded, &here)?;
@@ -84,7 +84,7 @@ pub(super) fn plan(recipe: &Recipe, verbosity: Verbosity, seat: Seat) -> Result<
 }
 
 /// Looks at the machine and the Hub. An error names the purpose.
-pub(super) fn known(loaded: &Loaded, access: HubAccess, verbosity: Verbosity, seat: Seat) -> Result<Known> {
+pub(super) fn known(loaded: &Loaded, access: HubAccess, verbosity: Verbosity, seat: WorldInfo) -> Result<Known> {
     Known::gather(loaded, access, verbosity.console(), seat).map_err(|error| match error {
         KnownError::Recipe(error) => error.into(),
         error => anyhow::Error::new(error).context("failed to find the model's config"),
@@ -92,13 +92,13 @@ pub(super) fn known(loaded: &Loaded, access: HubAccess, verbosity: Verbosity, se
 }
 
 /// Returns the seat of the process that a launcher has started at `place`.
-pub(super) fn seat(place: &Place) -> Seat {
+pub(super) fn seat(place: &Place) -> WorldInfo {
     let machines = match place.source {
         _ if place.is_one_machine() => Machines::One,
         Source::Torchrun => Machines::Nodes,
         _ => Machines::Several,
     };
-    Seat { rank: place.rank, n_ranks: place.world_size, n_here: place.local_world_size, machines }
+    WorldInfo { rank: place.rank, n_ranks: place.world_size, n_here: place.local_world_size, machines }
 }
 
 /// Reads a number of processes.

@@ -6,7 +6,7 @@ use clap::Args;
 use super::Ui;
 use super::options::{Recipe, Verbosity, at_least_one, plan};
 use crate::exit::ExitCode;
-use crate::plan::Seat;
+use crate::plan::WorldInfo;
 use crate::verify_parallel::verify_parallel;
 
 #[derive(Debug, Args)]
@@ -29,7 +29,7 @@ Examples:
 Exits with 1 if they differ by more than rounding.";
 
 pub(super) fn run(asked: &VerifyParallel, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let plan = plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
+    let plan = plan(&asked.recipe, verbosity, WorldInfo::first_of(asked.ranks))?;
     let report = verify_parallel(&plan)?;
     match asked.json {
         true => ui.answer(&serde_json::to_string_pretty(&report).context("failed to write the report as JSON")?)?,

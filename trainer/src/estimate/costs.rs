@@ -14,7 +14,7 @@ pub(super) fn step(setup: &Setup) -> StepCost<'_> {
         layers: (0..setup.model.n_blocks()).map(|layer_idx| layer(setup, layer_idx)).collect(),
         head: head(setup),
         checkpointing: checkpointing(setup.modes.activations, setup.model.n_blocks()),
-        offloads_to_same_memory: setup.parks_in_memory,
+        offloads_to_same_memory: setup.offloads_to_ram,
         layout: &setup.layout,
         schedule: setup.schedule,
         stage: setup.stage,

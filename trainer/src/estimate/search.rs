@@ -75,7 +75,7 @@ pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
     let mut again: Vec<(Activations, f64)> = some.chain(selective).collect();
     again.sort_by(|(_, a), (_, b)| a.total_cmp(b));
     let again = again.into_iter().map(|(activations, _)| activations);
-    let shares: &[f64] = if setup.parks_in_memory { &[] } else { &[0.25, 0.5, 0.75, 1.0] };
+    let shares: &[f64] = if setup.offloads_to_ram { &[] } else { &[0.25, 0.5, 0.75, 1.0] };
     let parked = shares.iter().map(|share| Activations::Offload(*share));
     let activations = [Activations::Keep].into_iter().chain(again).chain([Activations::Recompute]).chain(parked);
     activations.map(|activations| Modes { activations, ..setup.modes }).collect()

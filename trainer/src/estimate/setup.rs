@@ -29,7 +29,7 @@ pub struct Setup {
     /// Rows of a micro-batch.
     pub rows: u64,
     /// Whether inputs that are parked stay in the memory that computes.
-    pub parks_in_memory: bool,
+    pub offloads_to_ram: bool,
     /// How the ranks share what they have in common.
     pub ranks: RanksPlan,
     /// Which stage of a pipeline has which blocks.
@@ -114,7 +114,7 @@ impl Setup {
             modes: Modes::of(plan),
             row_tokens: plan.data.max_length as u64,
             rows: plan.data.micro_batch_size as u64,
-            parks_in_memory: compute_device == ComputeDevice::Cpu && plan.model.parks_in_memory,
+            offloads_to_ram: compute_device == ComputeDevice::Cpu && plan.model.offloads_to_ram,
             ranks: plan.ranks,
             optimizer_on_host: if compute_device == ComputeDevice::Gpu { plan.optimizer_on_host } else { 0.0 },
             weights_on_host: compute_device == ComputeDevice::Gpu && plan.weights_on_host,
@@ -141,7 +141,7 @@ impl Setup {
 
     /// How many of them it has outside of branches, if it shares matrices with others.
     pub(super) fn tokens_outside(&self) -> u64 {
-        self.tokens().div_ceil(if self.ranks.norms_in_parts { self.ranks.tensor as u64 } else { 1 })
+        self.tokens().div_ceil(if self.ranks.sequence_parallel { self.ranks.tensor as u64 } else { 1 })
     }
 
     /// The units of which this stage has the parameters: its own, and those that its head borrows.

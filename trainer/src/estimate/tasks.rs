@@ -83,7 +83,7 @@ fn breakdown(wide: &Setup, cache: u64, block: u64, logits: u64) -> MemoryBreakdo
 /// Returns the setup of a forward with `tokens` tokens, of texts of `context` tokens. No other rank has a part of them,
 /// except in branches.
 fn of_tokens(setup: &Setup, tokens: u64, context: u64) -> Setup {
-    let ranks = RanksPlan { context: 1, sequence: 1, norms_in_parts: false, ..setup.ranks };
+    let ranks = RanksPlan { context: 1, sequence: 1, sequence_parallel: false, ..setup.ranks };
     Setup { row_tokens: context, rows: tokens.div_ceil(context.max(1)), ranks, ..setup.clone() }
 }
 

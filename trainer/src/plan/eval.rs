@@ -8,7 +8,7 @@ use crate::checkpoint::Moment;
 use crate::recipe::Free;
 
 /// The held-out loss as metrics call it.
-pub const HELD_OUT: &str = "loss/eval";
+pub const EVAL_LOSS: &str = "loss/eval";
 
 /// The held-out loss during training.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

@@ -12,12 +12,12 @@ mod run;
 mod setting;
 mod table;
 
-pub use eval::{BestPlan, EvalPlan, HELD_OUT, TasksPlan};
+pub use eval::{BestPlan, EVAL_LOSS, EvalPlan, TasksPlan};
 pub use model::{Activations, ChatTemplateSource, ComputeDtype, Init, ModelPlan, TokenizerPlan};
 pub(crate) use model::{checkpointing, dtype};
 pub use pipeline::PipelinePlan;
 pub use ranks::RanksPlan;
-pub use resolve::{Engines, HubAccess, Known, KnownError, Machines, Seat, TempDir};
+pub use resolve::{BuildFeatures, HubAccess, Known, KnownError, Machines, TempDir, WorldInfo};
 pub(crate) use resolve::{conversation, is_path};
 pub use run::{ExitPlan, GeneratePlan, LoggerPlan, OptimizerPlan, Plan};
 pub use setting::Setting;

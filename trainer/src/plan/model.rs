@@ -35,9 +35,9 @@ pub struct ModelPlan {
     /// What blocks keep for backward.
     pub activations: Activations,
     /// Where the CPU parks activations.
-    pub parking_folder: PathBuf,
+    pub activation_offload_dir: PathBuf,
     /// Whether that folder is memory itself, so that nothing is saved.
-    pub parks_in_memory: bool,
+    pub offloads_to_ram: bool,
     /// Whether MLPs are computed in tiles.
     pub tiled_mlp: bool,
     /// What computes attention.

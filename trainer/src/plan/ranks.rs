@@ -20,7 +20,7 @@ pub struct RanksPlan {
     /// Ranks that share every matrix.
     pub tensor: usize,
     /// Whether these have a part of the tokens each outside of branches.
-    pub norms_in_parts: bool,
+    pub sequence_parallel: bool,
     /// Stages of a pipeline.
     pub stages: usize,
     /// Seconds for which ranks wait for one that is silent.
@@ -40,7 +40,7 @@ impl RanksPlan {
             context: 1,
             sequence: 1,
             tensor: 1,
-            norms_in_parts: true,
+            sequence_parallel: true,
             stages: 1,
             timeout: 1800,
             backend: DdpBackend::Auto,
@@ -76,7 +76,7 @@ impl RanksPlan {
 
     /// What ranks that share matrices have outside of branches.
     pub fn sequence_parallel(&self) -> SequenceParallel {
-        if self.norms_in_parts { SequenceParallel::On } else { SequenceParallel::Off }
+        if self.sequence_parallel { SequenceParallel::On } else { SequenceParallel::Off }
     }
 
     /// Shares that something falls into.

@@ -56,7 +56,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         false => CpuOffload { optimizer: plan.optimizer_on_host, weights: plan.weights_on_host },
     };
     let offload_target = match device.is_cpu() {
-        true => OffloadTarget::Folder(plan.model.parking_folder.clone()),
+        true => OffloadTarget::Folder(plan.model.activation_offload_dir.clone()),
         false => OffloadTarget::HostMemory,
     };
     let formats = Formats { compute, masters, moments };

@@ -11,7 +11,7 @@ use serde_json::json;
 
 use crate::data::{Batch, Cursor, EvalStream};
 use crate::metrics::{EvalRecord, TasksRecord};
-use crate::plan::{EvalPlan, HELD_OUT};
+use crate::plan::{EVAL_LOSS, EvalPlan};
 
 use super::context::Run;
 use super::session::Session;
@@ -93,7 +93,7 @@ impl Session<'_> {
         let eval_time = started.elapsed().as_secs_f64();
         let record = EvalRecord { epoch, iter, loss, n_targets: n_targets as u64, eval_time };
         self.reporter.eval(&record);
-        self.judge(&Values::from([(HELD_OUT.to_owned(), loss)]));
+        self.judge(&Values::from([(EVAL_LOSS.to_owned(), loss)]));
         self.remember(|report| report.metrics["eval"] = json!(record));
         Ok(Ended::Whole)
     }
@@ -112,7 +112,7 @@ impl Session<'_> {
             tasks.ask(voice, ranks, stop, progress.as_ref()).context("failed to ask the tasks of eval.tasks")?;
         drop(progress);
         let Some(values) = asked else { return Ok(Ended::Stopped) };
-        let is_of_a_task = !["", HELD_OUT].contains(&scores.metric.as_str());
+        let is_of_a_task = !["", EVAL_LOSS].contains(&scores.metric.as_str());
         if is_of_a_task && !values.contains_key(&scores.metric) {
             let (metric, known) = (&scores.metric, values.keys().cloned().collect::<Vec<_>>().join(", "));
             let problem = format!("failed to find the metric_for_best_model `{metric}` among {known}");

@@ -106,7 +106,15 @@ impl<'w> Ranks<'w> {
 /// where its machine has room.
 fn in_common(plan: &Plan) -> Result<Value> {
     let mut shown = serde_json::to_value(plan)?;
-    let own = ["log", "logger", "settings", "notes", "data.num_proc", "model.parking_folder", "model.parks_in_memory"];
+    let own = [
+        "log",
+        "logger",
+        "settings",
+        "notes",
+        "data.num_proc",
+        "model.activation_offload_dir",
+        "model.offloads_to_ram",
+    ];
     for key in own {
         let (of, key) = key.split_once('.').unwrap_or(("", key));
         let keys = if of.is_empty() { Some(&mut shown) } else { shown.get_mut(of) };

@@ -16,7 +16,7 @@ use evaluator::task::{ChatFormatter, DataOverrides, PromptOptions, Task, TaskCon
 use super::Ranks;
 use super::assets::Assets;
 use crate::checkpoint::Scores;
-use crate::plan::{BestPlan, HELD_OUT, Plan, TasksPlan};
+use crate::plan::{BestPlan, EVAL_LOSS, Plan, TasksPlan};
 use crate::signals::StopRequests;
 
 /// What tasks came to: `TASK/METRIC` and its value. Errors are among them as `TASK/METRIC_stderr`.
@@ -69,7 +69,7 @@ pub fn check_tasks(plan: &Plan) -> Result<()> {
 pub(super) fn scores(plan: &Plan, selection: Option<&TaskSelection>) -> Result<Scores> {
     let Some(BestPlan { metric, greater_is_better }) = &plan.best else { return Ok(Scores::default()) };
     let (metric, of_task) = match (metric.as_deref(), selection) {
-        (Some(HELD_OUT), _) | (_, None) => (HELD_OUT.to_owned(), Some(false)),
+        (Some(EVAL_LOSS), _) | (_, None) => (EVAL_LOSS.to_owned(), Some(false)),
         (Some(name), Some(selection)) => (name.to_owned(), direction(name, selection)?),
         (None, Some(selection)) => first_score(selection)?,
     };

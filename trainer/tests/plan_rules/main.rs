@@ -11,7 +11,7 @@ use candlewick_model::Config;
 use serde_json::json;
 use trainer::checkpoint::{Kind, Moment};
 use trainer::metrics::Console;
-use trainer::plan::{ComputeDtype, Engines, Init, Known, Plan, Seat, Shown, TempDir};
+use trainer::plan::{BuildFeatures, ComputeDtype, Init, Known, Plan, Shown, TempDir, WorldInfo};
 use trainer::recipe::{Loaded, RecipeError};
 use trainer::schedule::{Floor, Shape, Span};
 
@@ -27,8 +27,8 @@ fn known() -> Known {
     Known {
         config,
         n_cores: 4,
-        seat: Seat::ALONE,
-        engines: Engines { mpi: false, nccl: false },
+        seat: WorldInfo::ALONE,
+        engines: BuildFeatures { mpi: false, nccl: false },
         temp_dir,
         has_train_py: false,
         tasks_generate: false,

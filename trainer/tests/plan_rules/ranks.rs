@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use trainer::plan::{Engines, Known, Machines, Plan, RanksPlan, Seat};
+use trainer::plan::{BuildFeatures, Known, Machines, Plan, RanksPlan, WorldInfo};
 use trainer::recipe::{DdpBackend, Loaded};
 
 use super::{BASE, known, plan};
@@ -11,7 +11,7 @@ use super::{BASE, known, plan};
 fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
-    let known = Known { seat: Seat::first_of(n_ranks), ..known() };
+    let known = Known { seat: WorldInfo::first_of(n_ranks), ..known() };
     Plan::resolve(&loaded, &known).map(|plan| plan.ranks).map_err(|error| error.to_string())
 }
 
@@ -70,7 +70,7 @@ fn matrices_and_blocks_are_shared_as_the_recipe_says() {
     let stage_1 = "deepspeed.zero_optimization.stage=1";
     assert_eq!(of_ranks(8, &["pipeline_parallel_size=2", "tensor_parallel_size=2", stage_1]), plan(2, 1, 2, 2, 1));
     let norms = of_ranks(2, &["tensor_parallel_size=2", "sequence_parallel=false"]).unwrap();
-    assert!(!norms.norms_in_parts);
+    assert!(!norms.sequence_parallel);
 }
 
 #[test]
@@ -100,10 +100,10 @@ fn what_cannot_be_shared_is_refused_with_what_could() {
 }
 
 /// What connects two ranks, or why nothing does.
-fn backend(engines: Engines, machines: Machines, arguments: &[&str]) -> Result<DdpBackend, String> {
+fn backend(engines: BuildFeatures, machines: Machines, arguments: &[&str]) -> Result<DdpBackend, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
-    let known = Known { seat: Seat { machines, ..Seat::first_of(2) }, engines, ..known() };
+    let known = Known { seat: WorldInfo { machines, ..WorldInfo::first_of(2) }, engines, ..known() };
     Plan::resolve(&loaded, &known).map(|plan| plan.ranks.backend).map_err(|error| error.to_string())
 }
 
@@ -111,7 +111,7 @@ fn backend(engines: Engines, machines: Machines, arguments: &[&str]) -> Result<D
 fn notes_of_ranks(n_ranks: usize, arguments: &[&str]) -> Vec<String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
-    let plan = Plan::resolve(&loaded, &Known { seat: Seat::first_of(n_ranks), ..known() }).unwrap();
+    let plan = Plan::resolve(&loaded, &Known { seat: WorldInfo::first_of(n_ranks), ..known() }).unwrap();
     plan.notes.into_iter().filter(|note| !is_general(note)).collect()
 }
 
@@ -151,8 +151,8 @@ fn ranks_that_are_only_asked_about_are_not_held_to_this_machine() {
     assert_eq!(notes, ["memory: auto chooses where the ranks run, by what is free there"]);
 }
 
-const PLAIN: Engines = Engines { mpi: false, nccl: false };
-const ALL: Engines = Engines { mpi: true, nccl: true };
+const PLAIN: BuildFeatures = BuildFeatures { mpi: false, nccl: false };
+const ALL: BuildFeatures = BuildFeatures { mpi: true, nccl: true };
 
 #[test]
 fn what_can_connect_the_ranks_is_accepted() {
@@ -178,7 +178,7 @@ fn what_can_connect_the_ranks_is_accepted() {
 #[test]
 fn what_cannot_connect_the_ranks_is_refused_with_what_can() {
     use Machines::{One, Several};
-    let no_mpi = Engines { mpi: false, ..ALL };
+    let no_mpi = BuildFeatures { mpi: false, ..ALL };
     for (engines, machines, arguments, want) in [
         (PLAIN, Several, &[][..], ["run on several machines", "build it with `--features mpi`"]),
         (no_mpi, Several, &["device=cpu"], ["run on several machines", "build it with `--features mpi`"]),

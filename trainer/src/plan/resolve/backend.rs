@@ -2,7 +2,7 @@
 
 use candlewick_ops::DeviceChoice;
 
-use super::known::{Engines, Machines};
+use super::known::{BuildFeatures, Machines};
 use super::resolver::Resolver;
 use crate::recipe::DdpBackend;
 
@@ -29,7 +29,7 @@ fn obstacle(resolver: &Resolver, backend: DdpBackend) -> Option<(String, String)
     let (machines, device) = (resolver.known.seat.machines, device(resolver)?);
     let is_several = machines == Machines::Several;
     // Another build may be there, where they will run.
-    let engines = if machines == Machines::Unknown { Engines::ALL } else { resolver.known.engines };
+    let engines = if machines == Machines::Unknown { BuildFeatures::ALL } else { resolver.known.engines };
     let on_cpu = device == DeviceChoice::Cpu || (device == DeviceChoice::Auto && !engines.nccl);
     let on_gpu = matches!(device, DeviceChoice::Cuda(_));
     let say = |message: &str, advice: &str| Some((format!("{KEY}: {message}"), advice.to_owned()));

@@ -4,14 +4,14 @@ use std::path::PathBuf;
 
 use super::resolver::Resolver;
 use crate::data::DataPlan;
-use crate::plan::{BestPlan, EvalPlan, HELD_OUT, TasksPlan};
+use crate::plan::{BestPlan, EVAL_LOSS, EvalPlan, TasksPlan};
 use crate::recipe::{HumanInt, Origin};
 
 const INTERVAL: &str = "eval_interval";
 const TASKS: &str = "eval.tasks";
 const METRIC: &str = "metric_for_best_model";
 
-pub(super) fn resolve_held_out(resolver: &mut Resolver, data: &DataPlan) -> Option<EvalPlan> {
+pub(super) fn resolve_eval_loss(resolver: &mut Resolver, data: &DataPlan) -> Option<EvalPlan> {
     let has_data = !data.eval_sources.is_empty() || data.eval_fraction > 0.0;
     let has_tasks = !resolver.recipe().eval.tasks.is_empty();
     let interval = interval(resolver, INTERVAL, resolver.recipe().eval_interval);
@@ -89,18 +89,18 @@ pub(super) fn resolve_best(
     let recipe = resolver.recipe();
     let given = recipe.metric_for_best_model.as_deref();
     let metric = given.map(|name| match name.strip_prefix("eval/").or(name.strip_prefix("eval_")).unwrap_or(name) {
-        "loss" | HELD_OUT => HELD_OUT.to_owned(),
+        "loss" | EVAL_LOSS => EVAL_LOSS.to_owned(),
         other => other.to_owned(),
     });
     if let Some(metric) = &metric {
         resolver.record(METRIC, metric.clone(), resolver.loaded.origin(&[METRIC]));
     }
     match metric.as_deref() {
-        Some(HELD_OUT) if held_out.is_none() => {
+        Some(EVAL_LOSS) if held_out.is_none() => {
             let advice = "give data.eval_sources or data.train_eval_split";
             resolver.wrong_because(&[METRIC], "metric_for_best_model: there are no evaluation data", advice);
         }
-        Some(HELD_OUT) | None => {}
+        Some(EVAL_LOSS) | None => {}
         Some(name) if tasks.is_none() || !name.contains('/') => {
             let message = format!("metric_for_best_model: `{name}` is not measured in this run");
             let advice = "write `loss`, or `TASK/METRIC` with the task in eval.tasks, such as `arc_easy/acc_norm`";
@@ -115,7 +115,7 @@ pub(super) fn resolve_best(
         }
         return None;
     }
-    let greater_is_better = recipe.greater_is_better.or((metric.as_deref() == Some(HELD_OUT)).then_some(false));
+    let greater_is_better = recipe.greater_is_better.or((metric.as_deref() == Some(EVAL_LOSS)).then_some(false));
     if let Some(greater) = greater_is_better {
         let key = "greater_is_better";
         let origin = if recipe.greater_is_better.is_some() { resolver.loaded.origin(&[key]) } else { Origin::Default };

@@ -21,9 +21,9 @@ pub struct Known {
     /// Threads that may run at once.
     pub n_cores: usize,
     /// Which of the processes that train together this one is.
-    pub seat: Seat,
+    pub seat: WorldInfo,
     /// What can connect them.
-    pub engines: Engines,
+    pub engines: BuildFeatures,
     /// Where temporary files go.
     pub temp_dir: TempDir,
     /// Whether ArcticTraining would find Python code beside the recipe.
@@ -38,7 +38,7 @@ pub struct Known {
 
 /// One of the processes that train together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Seat {
+pub struct WorldInfo {
     /// Its number.
     pub rank: usize,
     /// How many there are.
@@ -49,7 +49,7 @@ pub struct Seat {
     pub machines: Machines,
 }
 
-impl Seat {
+impl WorldInfo {
     /// A process by itself.
     pub const ALONE: Self = Self { rank: 0, n_ranks: 1, n_here: 1, machines: Machines::One };
 
@@ -74,14 +74,14 @@ pub enum Machines {
 
 /// What this build has to connect ranks with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Engines {
+pub struct BuildFeatures {
     /// MPI.
     pub mpi: bool,
     /// NCCL, and what computes on GPUs.
     pub nccl: bool,
 }
 
-impl Engines {
+impl BuildFeatures {
     /// Those of a build that has everything.
     pub const ALL: Self = Self { mpi: true, nccl: true };
     /// Those of this build.
@@ -115,14 +115,14 @@ pub enum KnownError {
 
 impl Known {
     /// Looks at the machine and, as `access` allows, at the Hub.
-    pub fn gather(loaded: &Loaded, access: HubAccess, console: Console, seat: Seat) -> Result<Self, KnownError> {
+    pub fn gather(loaded: &Loaded, access: HubAccess, console: Console, seat: WorldInfo) -> Result<Self, KnownError> {
         let settings = HubSettings::from_env();
         let wants_capacity = loaded.recipe.memory == Some(MemoryModes::Auto) && seat.machines != Machines::Unknown;
         Ok(Self {
             config: find_config(loaded, access, settings)?,
             n_cores: std::thread::available_parallelism().map_or(1, usize::from),
             seat,
-            engines: Engines::BUILT,
+            engines: BuildFeatures::BUILT,
             temp_dir: TempDir::look(std::env::temp_dir()),
             has_train_py: loaded.source().path.with_file_name("train.py").is_file(),
             tasks_generate: tasks_generate(loaded),

@@ -26,7 +26,7 @@ use crate::plan::Plan;
 use crate::recipe::{Loaded, MemoryModes, OnNonfinite, RecipeError};
 
 pub(crate) use known::is_path;
-pub use known::{Engines, HubAccess, Known, KnownError, Machines, Seat};
+pub use known::{BuildFeatures, HubAccess, Known, KnownError, Machines, WorldInfo};
 pub(crate) use output::conversation;
 pub use temp_dir::TempDir;
 
@@ -51,7 +51,7 @@ impl Plan {
         let weights_on_host = deepspeed::weights_on_host(&mut resolver);
         let schedule = optimizer::resolve_schedule(&mut resolver);
         optimizer::check_known_horizon(&mut resolver, &data, &optimizer, &schedule);
-        let eval = eval::resolve_held_out(&mut resolver, &data);
+        let eval = eval::resolve_eval_loss(&mut resolver, &data);
         let tasks = eval::resolve_tasks(&mut resolver);
         let best = eval::resolve_best(&mut resolver, eval.as_ref(), tasks.as_ref());
         let exit = output::resolve_exit(&mut resolver);

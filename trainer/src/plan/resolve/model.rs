@@ -40,8 +40,8 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         adapter,
         adapter_folder: model.adapter_name_or_path.as_ref().map(|name| folder_of(resolver, "adapter", name).into()),
         activations: activations(resolver),
-        parking_folder: resolver.known.temp_dir.path.clone(),
-        parks_in_memory: resolver.known.temp_dir.is_memory,
+        activation_offload_dir: resolver.known.temp_dir.path.clone(),
+        offloads_to_ram: resolver.known.temp_dir.is_memory,
         tiled_mlp: tiled_mlp(resolver, dtype),
         attention: attention(resolver),
     }

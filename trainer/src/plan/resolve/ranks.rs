@@ -15,7 +15,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
     let n_in_stage = resolver.known.seat.n_ranks / stages;
     let tensor = tensor(resolver, n_in_stage, model.config.as_ref());
     let given = resolver.recipe().sequence_parallel;
-    let norms_in_parts = resolver.pick(NORMS, given, true);
+    let sequence_parallel = resolver.pick(NORMS, given, true);
     if given.is_some() && tensor == 1 {
         resolver.note(format!("{NORMS} has no effect: no ranks share matrices"));
     }
@@ -59,7 +59,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
         context,
         sequence,
         tensor,
-        norms_in_parts,
+        sequence_parallel,
         stages,
         timeout,
         backend,
