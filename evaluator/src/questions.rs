@@ -8,7 +8,7 @@ use serde_json::{Value as Json, json};
 
 use crate::results::{Results, TaskRun, assemble};
 use crate::task::{Group, Instance, OutputType, PromptOptions, Task};
-use candlewick_inference::answer::{Answered, Answers, Unscorable};
+use candlewick_inference::answer::{LmBackend, RequestOutput, UnscorableRequests};
 use candlewick_inference::request::{Request, Response};
 
 /// What tasks ask of a model.
@@ -68,11 +68,11 @@ impl<'a> Questions<'a> {
 
     /// Asks all of it, and returns an answer to each of [`Questions::requests`]. A document with something that has no tokens to
     /// score is left out: there are no answers to its requests. Where lm-eval is reproduced, which ends there, it is an error.
-    pub fn ask(&self, answers: &mut dyn Answers) -> Result<Vec<Option<Answered>>> {
+    pub fn ask(&self, answers: &mut dyn LmBackend) -> Result<Vec<Option<RequestOutput>>> {
         let requests = self.requests();
         let unscorable = match answers.answer(&requests) {
             Ok(answered) => return Ok(answered.into_iter().map(Some).collect()),
-            Err(error) => error.downcast::<Unscorable>()?,
+            Err(error) => error.downcast::<UnscorableRequests>()?,
         };
         let is_left_out = self.left_out(&unscorable)?;
         let open = requests.into_iter().zip(&is_left_out).filter(|(_, is_left_out)| !**is_left_out);
@@ -81,7 +81,7 @@ impl<'a> Questions<'a> {
     }
 
     /// For each request whether its document is left out.
-    fn left_out(&self, unscorable: &Unscorable) -> Result<Vec<bool>> {
+    fn left_out(&self, unscorable: &UnscorableRequests) -> Result<Vec<bool>> {
         let (mut all, mut n_before) = (Vec::new(), 0);
         for ((task, options), instances) in self.tasks.iter().zip(&self.options).zip(&self.asked) {
             let own = unscorable.requests.iter().filter_map(|request| instances.get(request.checked_sub(n_before)?));
@@ -99,7 +99,7 @@ impl<'a> Questions<'a> {
     /// estimated from `n_resamples`.
     pub fn score(
         &self,
-        answered: &[Option<Answered>],
+        answered: &[Option<RequestOutput>],
         n_resamples: usize,
         mut scored: impl FnMut(&TaskRun) -> Result<()>,
     ) -> Result<Vec<TaskRun>> {
@@ -120,7 +120,7 @@ impl<'a> Questions<'a> {
     }
 
     /// Puts the scores together, and counts the documents that did not fit into the model's context.
-    pub fn results(&self, runs: &[TaskRun], answered: &[Option<Answered>]) -> Result<Results> {
+    pub fn results(&self, runs: &[TaskRun], answered: &[Option<RequestOutput>]) -> Result<Results> {
         let mut results = assemble(runs, &self.groups);
         for (task, _, instances, own) in self.each(answered)? {
             let (name, n) = (&task.config().task, n_truncated(&instances, &own));
@@ -139,14 +139,14 @@ impl<'a> Questions<'a> {
     #[allow(clippy::type_complexity, reason = "the parts are named where they are taken apart")]
     fn each<'s>(
         &'s self,
-        mut answered: &'s [Option<Answered>],
-    ) -> Result<Vec<(&'s Task, &'s PromptOptions<'a>, Cow<'s, [Instance]>, Vec<&'s Answered>)>> {
+        mut answered: &'s [Option<RequestOutput>],
+    ) -> Result<Vec<(&'s Task, &'s PromptOptions<'a>, Cow<'s, [Instance]>, Vec<&'s RequestOutput>)>> {
         let n_asked: usize = self.asked.iter().map(Vec::len).sum();
         ensure!(answered.len() == n_asked, "failed to score: {} answers to {n_asked} requests", answered.len());
         let each = self.tasks.iter().zip(&self.options).zip(&self.asked).map(|((task, options), instances)| {
             let (own, others) = answered.split_at(instances.len());
             answered = others;
-            let answers: Vec<&Answered> = own.iter().flatten().collect();
+            let answers: Vec<&RequestOutput> = own.iter().flatten().collect();
             let with_answer = || instances.iter().zip(own).filter(|(_, own)| own.is_some());
             let instances = match answers.len() == instances.len() {
                 true => Cow::Borrowed(instances.as_slice()),
@@ -159,7 +159,7 @@ impl<'a> Questions<'a> {
 }
 
 /// How many documents had a request that was cut.
-fn n_truncated(instances: &[Instance], answered: &[&Answered]) -> usize {
+fn n_truncated(instances: &[Instance], answered: &[&RequestOutput]) -> usize {
     let cut = instances.iter().zip(answered).filter(|(_, answered)| answered.n_cut > 0);
     let mut docs: Vec<usize> = cut.map(|(instance, _)| instance.doc_id).collect();
     docs.dedup();

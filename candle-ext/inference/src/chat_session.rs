@@ -5,7 +5,7 @@ use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::render_prompt;
 
 use crate::generate::GenerateOptions;
-use crate::lm::{Answer, Lm, OnText};
+use crate::lm::{GeneratedText, Lm, OnText};
 use candlewick_runtime::exit::ExitCode;
 
 /// A conversation with a model, one turn after the other.
@@ -19,9 +19,9 @@ pub struct ChatSession<'m> {
 
 /// An answer in a chat.
 #[derive(Clone, Debug)]
-pub struct Reply {
+pub struct ChatReply {
     /// The answer.
-    pub answer: Answer,
+    pub answer: GeneratedText,
     /// The number of old messages that were dropped, because they exceed the context.
     pub n_dropped: usize,
 }
@@ -43,14 +43,14 @@ impl<'m> ChatSession<'m> {
         self.messages.clear();
     }
 
-    /// Answers the user's next turn. After an error the turn is forgotten.
+    /// LmBackend the user's next turn. After an error the turn is forgotten.
     ///
     /// The oldest turns are dropped where they and the answer exceed the context.
-    pub fn reply(&mut self, text: &str, on_text: &mut OnText) -> Result<Reply> {
+    pub fn reply(&mut self, text: &str, on_text: &mut OnText) -> Result<ChatReply> {
         self.messages.push(Message::new("user", text));
         let replied = self.drop_oldest().and_then(|n_dropped| {
             let answer = self.lm.chat(&self.conversation(), &self.options, on_text)?;
-            Ok(Reply { answer, n_dropped })
+            Ok(ChatReply { answer, n_dropped })
         });
         match &replied {
             Ok(reply) => self.messages.push(Message::new("assistant", reply.answer.text.as_str())),

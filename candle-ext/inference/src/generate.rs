@@ -1,4 +1,4 @@
-//! Generation: continues one prompt, token by token, with a KV cache.
+//! GenerationPlan: continues one prompt, token by token, with a KV cache.
 
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -61,7 +61,7 @@ pub enum FinishReason {
 
 /// The tokens of one answer.
 #[derive(Clone, Debug)]
-pub struct Generated {
+pub struct GeneratedTokens {
     /// The new tokens, without the stop token that ended them.
     pub tokens: Vec<u32>,
     /// The reason for the end.
@@ -77,7 +77,7 @@ pub fn generate(
     stop: &[u32],
     options: &GenerateOptions,
     on_token: &mut dyn FnMut(u32) -> Result<ControlFlow<()>>,
-) -> Result<Generated> {
+) -> Result<GeneratedTokens> {
     let context = engine.model().config().max_positions();
     check_prompt(prompt, context)?;
     let n_left = context - prompt.len();
@@ -105,7 +105,7 @@ pub fn generate(
         fresh = vec![token];
     }
     let timings = timings(prompt.len(), tokens.len(), prompt_time.unwrap_or(0.0), began);
-    Ok(Generated { tokens, finish_reason, timings })
+    Ok(GeneratedTokens { tokens, finish_reason, timings })
 }
 
 /// Refuses a prompt that leaves no room for an answer in a context of `context` tokens.

@@ -7,11 +7,11 @@
 pub mod answer;
 pub mod chat_session;
 pub mod command;
+pub mod eval_loss;
 pub mod generate;
-pub mod held_out;
 pub mod lm;
 pub mod messages;
-pub mod parts;
+pub mod parallel_config;
 pub mod ranks;
 pub mod request;
 pub mod text_stream;

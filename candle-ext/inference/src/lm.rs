@@ -8,18 +8,18 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionChoice, Seqs};
-use candlewick_parallel::{Engine, EngineSpec, Groups, Layout, Micro, ZeroStage};
+use candlewick_parallel::{Engine, EngineSpec, Micro, ParallelGroups, PipelineLayout, ZeroStage};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::{RenderOptions, Sample, render_chat, render_prompt};
 use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::{Specials, Tokenizer};
 use serde::Serialize;
 
-use crate::generate::{FinishReason, GenerateOptions, Generated, Timings, generate};
-use crate::held_out::{HeldOut, HeldOutSums};
-use crate::parts::Parts;
+use crate::eval_loss::{EvalLoss, EvalLossSum};
+use crate::generate::{FinishReason, GenerateOptions, GeneratedTokens, Timings, generate};
+use crate::parallel_config::ParallelConfig;
 use crate::text_stream::TextStream;
-use crate::weights::{Origin, fill};
+use crate::weights::{WeightSource, load_weights};
 use candlewick_runtime::exit::ExitCode;
 
 /// A model that answers.
@@ -33,9 +33,9 @@ pub struct Lm {
     attention: AttentionChoice,
 }
 
-/// What speaks for a model: its engine, wherever that came from, and its way with tokens.
+/// What reports for a model: its engine, wherever that came from, and its way with tokens.
 #[derive(Clone, Copy)]
-pub struct Voice<'a> {
+pub struct LmHandle<'a> {
     pub(crate) engine: &'a Engine,
     pub(crate) tokenizer: &'a Tokenizer,
     /// Where `generation_config.json` is, if there is one.
@@ -44,7 +44,7 @@ pub struct Voice<'a> {
 
 /// The text of a generation.
 #[derive(Clone, Debug)]
-pub struct Answer {
+pub struct GeneratedText {
     /// The new text, without special tokens.
     pub text: String,
     /// The reason for its end.
@@ -58,7 +58,7 @@ pub type OnText<'a> = dyn FnMut(&str) -> Result<ControlFlow<()>> + 'a;
 
 /// A token and how likely it was after those before it.
 #[derive(Clone, Debug, Serialize)]
-pub struct ScoredToken {
+pub struct TokenLogprob {
     /// The token's id.
     pub id: u32,
     /// Its text.
@@ -67,7 +67,7 @@ pub struct ScoredToken {
     pub logprob: Option<f32>,
 }
 
-impl<'a> Voice<'a> {
+impl<'a> LmHandle<'a> {
     /// Speaks for a model in training. The first of `folders` that has a `generation_config.json` gives it, as in an export.
     pub fn new(engine: &'a Engine, tokenizer: &'a Tokenizer, folders: impl IntoIterator<Item = &'a Path>) -> Self {
         let mut folders = folders.into_iter();
@@ -79,32 +79,33 @@ impl<'a> Voice<'a> {
 impl Lm {
     /// Loads a Hugging Face folder, and an adapter folder on top of it, with weights in `dtype` on `device`.
     pub fn load(folder: &Path, adapter: Option<&Path>, dtype: DType, device: Device) -> Result<Self> {
-        Self::load_in_parts(folder, adapter, dtype, device, (Parts::WHOLE, &Parts::alone()?))
+        Self::load_sharded(folder, adapter, dtype, device, (ParallelConfig::WHOLE, &ParallelConfig::alone()?))
     }
 
     /// The same, this rank's part of it; the others of its `groups` load theirs.
-    pub fn load_in_parts(
+    pub fn load_sharded(
         folder: &Path,
         adapter: Option<&Path>,
         dtype: DType,
         device: Device,
-        (parts, groups): (Parts, &Groups),
+        (parallel_config, groups): (ParallelConfig, &ParallelGroups),
     ) -> Result<Self> {
         let tokenizer = tokenizer_of(folder, adapter)?;
         let template = tokenizer.chat_template(None)?;
         let folders = std::iter::once(folder).chain(adapter).map(Path::to_owned).collect();
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
         let config = Config::read(folder)?;
-        parts.check(&config)?;
+        parallel_config.check(&config)?;
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
         // The head is computed for few tokens.
-        let layout = Layout::balanced(model.n_blocks(), parts.stages, 1, 0.0);
-        let zero_stage = parts.in_shares.then_some(ZeroStage::Three);
+        let layout = PipelineLayout::balanced(model.n_blocks(), parallel_config.pipeline_parallel, 1, 0.0);
+        let zero_stage = parallel_config.zero3.then_some(ZeroStage::Three);
         let engine = EngineSpec { zero_stage, ..EngineSpec::inference(dtype, layout) }.build(model, groups, device)?;
         let base = Checkpoint::open(folder)?;
         adapter.as_ref().map_or(Ok(()), |adapter| adapter.check_base(&base))?;
-        let base = Origin::Checkpoint(&base);
-        let notes = fill(&engine, base, adapter.as_ref().map_or(base, |a| Origin::Checkpoint(&a.weights)))?;
+        let base = WeightSource::Checkpoint(&base);
+        let notes =
+            load_weights(&engine, base, adapter.as_ref().map_or(base, |a| WeightSource::Checkpoint(&a.weights)))?;
         notes.iter().for_each(|note| tracing::warn!("{note}"));
         Ok(Self { engine, tokenizer, template, folders, dtype, attention: AttentionChoice::default() })
     }
@@ -119,9 +120,9 @@ impl Lm {
         &self.engine
     }
 
-    /// Returns what speaks for it.
-    pub fn voice(&self) -> Voice<'_> {
-        Voice::new(&self.engine, &self.tokenizer, [self.folder()])
+    /// Returns what reports for it.
+    pub fn handle(&self) -> LmHandle<'_> {
+        LmHandle::new(&self.engine, &self.tokenizer, [self.folder()])
     }
 
     /// Returns the model's folder.
@@ -160,13 +161,13 @@ impl Lm {
     }
 
     /// Continues `text` as it stands.
-    pub fn complete(&self, text: &str, options: &GenerateOptions, on_text: &mut OnText) -> Result<Answer> {
+    pub fn complete(&self, text: &str, options: &GenerateOptions, on_text: &mut OnText) -> Result<GeneratedText> {
         let ids = self.tokenizer.encode(text, Specials::Add)?;
         complete(&self.engine, &self.tokenizer, &ids, options, on_text)
     }
 
-    /// Answers a conversation, with the chat template's prompt for an answer behind it.
-    pub fn chat(&self, chat: &Conversation, options: &GenerateOptions, on_text: &mut OnText) -> Result<Answer> {
+    /// LmBackend a conversation, with the chat template's prompt for an answer behind it.
+    pub fn chat(&self, chat: &Conversation, options: &GenerateOptions, on_text: &mut OnText) -> Result<GeneratedText> {
         answer_chat(&self.engine, &self.tokenizer, self.chat_template()?, chat, options, on_text)
     }
 
@@ -183,7 +184,7 @@ impl Lm {
     }
 
     /// Returns the log-probability of every token of `text`.
-    pub fn score(&self, text: &str) -> Result<Vec<ScoredToken>> {
+    pub fn score(&self, text: &str) -> Result<Vec<TokenLogprob>> {
         let ids = self.tokenizer.encode(text, Specials::Add)?;
         ensure!(!ids.is_empty(), anyhow!("failed to score: the text has no tokens").context(ExitCode::Data));
         self.check_length("text", ids.len())?;
@@ -193,15 +194,15 @@ impl Lm {
         }
         let score = |(i, &id): (usize, &u32)| {
             let text = self.tokenizer.id_to_token(id).unwrap_or_default();
-            ScoredToken { id, text, logprob: i.checked_sub(1).map(|before| -losses[before]) }
+            TokenLogprob { id, text, logprob: i.checked_sub(1).map(|before| -losses[before]) }
         };
         Ok(ids.iter().enumerate().map(score).collect())
     }
 
     /// Returns the mean loss of the targets of `samples`, each by itself, weighted by tokens. Each has the place that errors
     /// name.
-    pub fn held_out(&self, samples: impl Iterator<Item = Result<(String, Sample)>>) -> Result<HeldOut> {
-        let mut sums = HeldOutSums::default();
+    pub fn eval_loss(&self, samples: impl Iterator<Item = Result<(String, Sample)>>) -> Result<EvalLoss> {
+        let mut sums = EvalLossSum::default();
         for sample in samples {
             let (place, sample) = sample?;
             self.check_length(&place, sample.len())?;
@@ -260,7 +261,7 @@ fn micro(sample: &Sample, device: &Device) -> Result<Micro> {
     })
 }
 
-/// Answers a conversation with the model in `engine`. The end of a turn in the template ends the answer, too.
+/// LmBackend a conversation with the model in `engine`. The end of a turn in the template ends the answer, too.
 pub fn answer_chat(
     engine: &Engine,
     tokenizer: &Tokenizer,
@@ -268,7 +269,7 @@ pub fn answer_chat(
     chat: &Conversation,
     options: &GenerateOptions,
     on_text: &mut OnText,
-) -> Result<Answer> {
+) -> Result<GeneratedText> {
     let prompt = render_prompt(tokenizer, template, &template.with_argument_objects(chat))?;
     let stop = stops(tokenizer).into_iter().chain(end_of_turn(tokenizer, template)).collect::<Vec<_>>();
     answer(engine, tokenizer, &prompt, &stop, options, on_text)
@@ -281,7 +282,7 @@ pub fn complete(
     prompt: &[u32],
     options: &GenerateOptions,
     on_text: &mut OnText,
-) -> Result<Answer> {
+) -> Result<GeneratedText> {
     answer(engine, tokenizer, prompt, &stops(tokenizer), options, on_text)
 }
 
@@ -292,18 +293,18 @@ fn answer(
     stop: &[u32],
     options: &GenerateOptions,
     on_text: &mut OnText,
-) -> Result<Answer> {
+) -> Result<GeneratedText> {
     let mut stream = TextStream::new(tokenizer);
     let mut on_token = |token| match stream.push(token)? {
         text if text.is_empty() => Ok(ControlFlow::Continue(())),
         text => on_text(&text),
     };
-    let Generated { tokens, finish_reason, timings } = generate(engine, prompt, stop, options, &mut on_token)?;
+    let GeneratedTokens { tokens, finish_reason, timings } = generate(engine, prompt, stop, options, &mut on_token)?;
     let rest = stream.finish()?;
     if !rest.is_empty() {
         let _ = on_text(&rest)?;
     }
-    Ok(Answer { text: tokenizer.decode(&tokens, Specials::Omit)?, finish_reason, timings })
+    Ok(GeneratedText { text: tokenizer.decode(&tokens, Specials::Omit)?, finish_reason, timings })
 }
 
 fn stops(tokenizer: &Tokenizer) -> Vec<u32> {

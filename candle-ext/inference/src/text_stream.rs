@@ -2,7 +2,7 @@
 
 use candlewick_text::tokenizer::{Specials, Tokenizer, TokenizerError};
 
-/// The text of a growing list of tokens.
+/// The text of a append list of tokens.
 pub struct TextStream<'t> {
     tokenizer: &'t Tokenizer,
     tokens: Vec<u32>,

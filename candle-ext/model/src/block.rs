@@ -7,67 +7,76 @@ use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Columns, Preci
 
 use crate::{LayerSpec, Linear, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec, dropout::DropoutScope, norm::Norm};
 
+/// Arguments of one layer's attention. t tokens, h query heads, g KV heads, k head dim.
+#[derive(Clone, Copy)]
+pub struct AttentionCall<'a> {
+    /// Index of the layer.
+    pub layer_idx: usize,
+    /// Queries [t, h, k].
+    pub q: &'a Tensor,
+    /// Keys [t, g, k].
+    pub k: &'a Tensor,
+    /// Values [t, g, k].
+    pub v: &'a Tensor,
+    /// Sequence boundaries.
+    pub seqs: &'a Seqs,
+    /// Scale, mask and kernel.
+    pub spec: &'a AttentionSpec,
+}
+
 /// The questions a model may ask the world; the defaults answer for one device.
-pub trait Seams {
+pub trait ParallelOps {
     /// Looks tokens up: u32 [t] in a table of the vocabulary -> [t, d]. `padding` gets no gradient.
-    fn look_up(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
+    fn embedding(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
         ops::embedding(ids, table, padding)
     }
 
     /// What a branch reads, as its first matrices want it: [t, d] -> [t, d].
-    fn enter(&self, x: &Tensor) -> Result<Tensor> {
+    fn copy_to_tp(&self, x: &Tensor) -> Result<Tensor> {
         Ok(x.clone())
     }
 
     /// Returns the number of ranks that share the tokens outside of branches.
-    fn token_parts(&self) -> usize {
+    fn sequence_parallel_size(&self) -> usize {
         1
     }
 
     /// Which part of its input a branch's last matrix has here.
-    fn columns(&self) -> Columns {
+    fn input_shard(&self) -> Columns {
         Columns::ALL
     }
 
     /// What a branch's last matrix gives, as the residual stream wants it: [t, d] -> [t, d].
-    fn leave(&self, y: &Tensor) -> Result<Tensor> {
+    fn reduce_from_tp(&self, y: &Tensor) -> Result<Tensor> {
         Ok(y.clone())
     }
 
     /// Attention of block `block_idx`: q [t, h, k], k and v [t, g, k] -> [t, h, k].
-    fn attend(
-        &self,
-        block_idx: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        seqs: &Seqs,
-        spec: &AttentionSpec,
-    ) -> Result<Tensor> {
-        let _ = block_idx;
+    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
+        let AttentionCall { q, k, v, seqs, spec, .. } = *call;
         ops::attention(q, k, v, seqs, spec)
     }
 }
 
-/// The seams of a whole model on one device, without a cache.
+/// The parallel_ops of a whole model on one device, without a cache.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct OneDevice;
+pub struct SingleDevice;
 
-impl Seams for OneDevice {}
+impl ParallelOps for SingleDevice {}
 
 /// How the MLP of a block passes over the tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum MlpRows {
+pub enum TiledMlp {
     /// All at once: what backward needs of it is kept.
     #[default]
-    Together,
+    Off,
     /// In tiles of about as many tokens as the model is wide: nothing of a tile is kept, and backward computes it again.
-    InTiles,
+    On,
 }
 
 /// What all blocks of one forward have in common.
 #[derive(Clone, Copy)]
-pub struct Cx<'a> {
+pub struct ForwardContext<'a> {
     /// Cosines of the rotary angles, f32 [t, k/2].
     pub cos: &'a Tensor,
     /// Sines of the rotary angles, f32 [t, k/2].
@@ -81,12 +90,12 @@ pub struct Cx<'a> {
     /// What computes attention.
     pub attention: AttentionChoice,
     /// How the MLP passes over the tokens.
-    pub mlp_rows: MlpRows,
+    pub tiled_mlp: TiledMlp,
     /// The world around the block.
-    pub seams: &'a dyn Seams,
+    pub parallel_ops: &'a dyn ParallelOps,
 }
 
-impl Cx<'_> {
+impl ForwardContext<'_> {
     fn dropout(&self) -> Option<DropoutScope> {
         self.dropout_key.map(|key| DropoutScope::new(key, self.rows))
     }
@@ -141,12 +150,12 @@ impl Layer {
     }
 
     /// Computes [t, d] -> [t, d].
-    pub(crate) fn forward(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
+    pub(crate) fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let Mixer::Attention(attention) = &self.mixer;
-        let mixed_td = attention.forward(&self.input_norm.forward(x_td)?, cx)?;
+        let mixed_td = attention.forward(&self.input_norm.forward(x_td)?, context)?;
         let Norm { weight, eps } = &self.mlp_norm;
         let (x_td, normed_td) = ops::add_rms_norm(x_td, &mixed_td, weight, *eps)?;
-        ops::add(&x_td, &self.mlp.forward(&normed_td, cx)?)
+        ops::add(&x_td, &self.mlp.forward(&normed_td, context)?)
     }
 }
 
@@ -169,61 +178,75 @@ impl SelfAttention {
         Ok(Self { layer_idx, head_dim, window, qkv, qk_norms, o: Linear::build(&spec.o, get)? })
     }
 
-    fn forward(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let x_td = &cx.seams.enter(x_td)?;
-        let [q_thk, k_tgk, v_tgk] = self.qkv(x_td, cx)?;
+    fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let x_td = &context.parallel_ops.copy_to_tp(x_td)?;
+        let [q_thk, k_tgk, v_tgk] = self.qkv(x_td, context)?;
         let spec = AttentionSpec {
             scale: (self.head_dim as f64).powf(-0.5) as f32,
             causal: true,
             window: self.window,
-            choice: cx.attention,
+            choice: context.attention,
         };
         let n_out = q_thk.dim(1)? * q_thk.dim(2)?;
-        let y_thk = cx.seams.attend(self.layer_idx, &q_thk, &k_tgk, &v_tgk, cx.seqs, &spec)?;
+        let call = AttentionCall {
+            layer_idx: self.layer_idx,
+            q: &q_thk,
+            k: &k_tgk,
+            v: &v_tgk,
+            seqs: context.seqs,
+            spec: &spec,
+        };
+        let y_thk = context.parallel_ops.attention(&call)?;
         let y_td = ops::reshape(&y_thk, (x_td.dim(0)?, n_out))?;
-        let dropout = cx.dropout().map(|dropout| dropout.in_columns(cx.seams.columns()));
-        cx.seams.leave(&self.o.forward(&y_td, dropout.as_ref())?)
+        let dropout = context.dropout().map(|dropout| dropout.in_columns(context.parallel_ops.input_shard()));
+        context.parallel_ops.reduce_from_tp(&self.o.forward(&y_td, dropout.as_ref())?)
     }
 
     /// Returns queries and keys, rotated, and values: by one matmul where the weights are adjacent.
-    fn qkv(&self, x_td: &Tensor, cx: &Cx) -> Result<[Tensor; 3]> {
+    fn qkv(&self, x_td: &Tensor, context: &ForwardContext) -> Result<[Tensor; 3]> {
         let joined = if self.qk_norms.is_some() { None } else { Linear::joined(&self.qkv, x_td) };
         let Some(joined) = joined else {
             let [q, k, v] = &self.qkv;
             let [q_norm, k_norm] = self.qk_norms.as_ref().map_or([None; 2], |norms| norms.each_ref().map(Some));
             return Ok([
-                self.rotated_heads(q, q_norm, x_td, cx)?,
-                self.rotated_heads(k, k_norm, x_td, cx)?,
-                self.heads(v, x_td, cx)?,
+                self.rotated_heads(q, q_norm, x_td, context)?,
+                self.rotated_heads(k, k_norm, x_td, context)?,
+                self.heads(v, x_td, context)?,
             ]);
         };
         let [n_q, n_kv, _] = self.qkv.each_ref().map(|projection| projection.n_outputs() / self.head_dim);
         let heads = QkvHeads { n_q, n_kv, dim: self.head_dim };
-        ops::split_qkv(&ops::linear(x_td, &joined, None, Precision::Compute)?, heads, cx.cos, cx.sin)
+        ops::split_qkv(&ops::linear(x_td, &joined, None, Precision::Compute)?, heads, context.cos, context.sin)
     }
 
     /// Projects to heads [t, h, k], normalises each if there is a norm, and rotates them.
-    fn rotated_heads(&self, projection: &Linear, norm: Option<&Norm>, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let x_thk = self.heads(projection, x_td, cx)?;
+    fn rotated_heads(
+        &self,
+        projection: &Linear,
+        norm: Option<&Norm>,
+        x_td: &Tensor,
+        context: &ForwardContext,
+    ) -> Result<Tensor> {
+        let x_thk = self.heads(projection, x_td, context)?;
         let x_thk = norm.map_or_else(|| Ok(x_thk.clone()), |norm| norm.forward(&x_thk))?;
-        ops::rope(&x_thk, cx.cos, cx.sin)
+        ops::rope(&x_thk, context.cos, context.sin)
     }
 
     /// Projects to heads [t, h, k].
-    fn heads(&self, projection: &Linear, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let y = projection.forward(x_td, cx.dropout().as_ref())?;
+    fn heads(&self, projection: &Linear, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let y = projection.forward(x_td, context.dropout().as_ref())?;
         ops::reshape(&y, (y.dim(0)?, y.dim(D::Minus1)? / self.head_dim, self.head_dim))
     }
 }
 
 impl Mlp {
-    fn forward(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let (dropout, columns) = (cx.dropout(), cx.seams.columns());
-        let x_td = &cx.seams.enter(x_td)?;
+    fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let (dropout, columns) = (context.dropout(), context.parallel_ops.input_shard());
+        let x_td = &context.parallel_ops.copy_to_tp(x_td)?;
         let Self::SwiGlu(mlp) = self;
-        let y_td = match cx.mlp_rows {
-            MlpRows::Together => mlp.forward(x_td, dropout.as_ref(), columns)?,
-            MlpRows::InTiles => {
+        let y_td = match context.tiled_mlp {
+            TiledMlp::Off => mlp.forward(x_td, dropout.as_ref(), columns)?,
+            TiledMlp::On => {
                 let mlp = mlp.clone();
                 ops::tiled(x_td, ops::tile_rows(x_td.dim(0)?, x_td.dim(1)?), move |x_td, first_row| {
                     let dropout = dropout.as_ref().map(|dropout| dropout.at_row(first_row));
@@ -231,7 +254,7 @@ impl Mlp {
                 })?
             }
         };
-        cx.seams.leave(&y_td)
+        context.parallel_ops.reduce_from_tp(&y_td)
     }
 }
 

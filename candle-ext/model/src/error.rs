@@ -25,7 +25,7 @@ pub enum ModelError {
     },
     /// A key of config.json (or of an override) has a value that cannot be used.
     #[error("config key `{key}`: {problem}")]
-    Key {
+    ConfigKey {
         /// The key as config.json spells it.
         key: String,
         /// What is wrong with its value.
@@ -36,7 +36,7 @@ pub enum ModelError {
     Unsupported(String),
     /// A key of a LoRA configuration cannot be used.
     #[error("peft_config key `{key}`: {problem}")]
-    Lora {
+    LoraKey {
         /// The key as PEFT spells it.
         key: String,
         /// What is wrong with its value.
@@ -52,7 +52,7 @@ pub enum ModelError {
     },
     /// The target of a save is something that must not be replaced.
     #[error("write {}: {problem}", path.display())]
-    Target {
+    OutputPath {
         /// The folder that was to be written.
         path: PathBuf,
         /// Why it is refused.
@@ -60,7 +60,7 @@ pub enum ModelError {
     },
     /// Another error, with the file in which it was found.
     #[error("{}: {source}", path.display())]
-    In {
+    InFile {
         /// The file.
         path: PathBuf,
         /// What is wrong in it.
@@ -73,11 +73,11 @@ pub enum ModelError {
 
 impl ModelError {
     pub(crate) fn key(key: &str, problem: impl Into<String>) -> Self {
-        Self::Key { key: key.to_string(), problem: problem.into() }
+        Self::ConfigKey { key: key.to_string(), problem: problem.into() }
     }
 
     pub(crate) fn lora(key: &str, problem: impl Into<String>) -> Self {
-        Self::Lora { key: key.to_string(), problem: problem.into() }
+        Self::LoraKey { key: key.to_string(), problem: problem.into() }
     }
 
     pub(crate) fn malformed(path: &Path, problem: impl Into<String>) -> Self {
@@ -93,6 +93,6 @@ impl ModelError {
     }
 
     pub(crate) fn in_file(self, path: &Path) -> Self {
-        Self::In { path: path.to_path_buf(), source: Box::new(self) }
+        Self::InFile { path: path.to_path_buf(), source: Box::new(self) }
     }
 }

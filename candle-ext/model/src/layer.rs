@@ -2,7 +2,7 @@
 
 use candlewick_ops::WeightStorage;
 
-use crate::{AdapterSpec, Config, Dim, DimSize, Init, ParamSpec, Region};
+use crate::{AdapterSpec, Config, Dim, DimSize, Init, ParamScope, ParamSpec};
 
 /// One decoder layer: x + mixer(norm(x)), then + mlp(norm(x)).
 #[derive(Clone, Debug, PartialEq)]
@@ -163,14 +163,14 @@ impl LayerSpec {
     /// Returns the parameters; `std` is the standard deviation of a matrix's first values.
     pub(crate) fn params(&self, std: f64) -> Vec<ParamSpec> {
         let embed = DimSize { dim: Dim::Embed, len: self.hidden_size };
-        let mut params = vec![ParamSpec::norm(self.input_norm(), embed, Region::Residual)];
+        let mut params = vec![ParamSpec::norm(self.input_norm(), embed, ParamScope::ResidualStream)];
         params.extend(self.linears().flat_map(|linear| linear.params(std)));
         let MixerSpec::Attention(attention) = &self.mixer;
         if attention.qk_norm {
             let head = DimSize { dim: Dim::HeadDim, len: attention.head_dim };
-            params.extend(self.qk_norms().map(|name| ParamSpec::norm(name, head, Region::Branch)));
+            params.extend(self.qk_norms().map(|name| ParamSpec::norm(name, head, ParamScope::Sublayer)));
         }
-        params.push(ParamSpec::norm(self.mlp_norm(), embed, Region::Residual));
+        params.push(ParamSpec::norm(self.mlp_norm(), embed, ParamScope::ResidualStream));
         params
     }
 }
@@ -214,9 +214,10 @@ impl LinearSpec {
     /// Returns W and b, without the adapter's parameters.
     fn params(&self, std: f64) -> Vec<ParamSpec> {
         let init = Init::Normal { std, zero_row: None };
-        let mut params = vec![ParamSpec::matrix(self.weight_name(), [self.out, self.input], Region::Branch, init)];
+        let mut params =
+            vec![ParamSpec::matrix(self.weight_name(), [self.out, self.input], ParamScope::Sublayer, init)];
         if self.bias {
-            params.push(ParamSpec::vector(self.bias_name(), self.out, Region::Branch, Init::Zeros));
+            params.push(ParamSpec::vector(self.bias_name(), self.out, ParamScope::Sublayer, Init::Zeros));
         }
         params
     }

@@ -9,7 +9,7 @@ use candlewick_ops::{
     dropout_cost, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
 };
 
-use crate::{LayerSpec, LinearSpec, MixerSpec, MlpRows, MlpSpec, SelfAttentionSpec, SwiGluSpec};
+use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec, TiledMlp};
 
 /// Sizes of a decoder layer on one rank, for the bytes that `Layer::forward` and its backward allocate.
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +33,7 @@ pub struct LayerCost<'a> {
     /// Implementation of attention.
     pub attention: AttentionImpl,
     /// Tokens of the MLP at a time.
-    pub mlp_rows: MlpRows,
+    pub tiled_mlp: TiledMlp,
     /// Bytes of an attention that exchanges keys and values with other ranks.
     pub exchange: AttentionExchange,
 }
@@ -161,7 +161,7 @@ impl LayerCost<'_> {
         let (d, t) = (self.layer.hidden_size, self.n_tokens);
         let tile_rows = tile_rows(t as usize, d) as u64;
         let cost = TiledCost { n_rows: t, tile_rows, width: d as u64, dtype: self.dtype };
-        (self.mlp_rows == MlpRows::InTiles).then_some(cost)
+        (self.tiled_mlp == TiledMlp::On).then_some(cost)
     }
 
     /// Returns the bytes of the output, of rotated q, k and v, of attention's output, and of q and k before their norms.
@@ -237,7 +237,7 @@ mod tests {
             grad: None,
             device: DeviceKind::Cpu,
             attention: AttentionImpl::Auto,
-            mlp_rows: MlpRows::Together,
+            tiled_mlp: TiledMlp::Off,
             exchange: AttentionExchange::default(),
         };
         let MlpSpec::SwiGlu(mlp) = &layer.mlp;

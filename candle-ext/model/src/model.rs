@@ -6,7 +6,8 @@ use candle_core::{Device, Result, Tensor};
 use candlewick_ops::{Weight, WeightStorage};
 
 use crate::{
-    AdapterSpec, Config, Cx, LayerSpec, LoraConfig, ModelError, ParamSpec, Seams, Unit, Weights, rope::Rope, unit,
+    AdapterSpec, Config, ForwardContext, FsdpUnit, LayerSpec, LoraConfig, ModelError, ParallelOps, ParamSpec,
+    UnitWeights, rope::Rope, unit,
 };
 
 /// A model of one of the families, perhaps with an adapter on it.
@@ -14,7 +15,7 @@ use crate::{
 pub struct Model {
     config: Config,
     lora: Option<LoraConfig>,
-    units: Vec<Unit>,
+    units: Vec<FsdpUnit>,
     rope: Rope,
 }
 
@@ -43,13 +44,13 @@ impl Model {
     }
 
     /// Returns the units: [embed, block 0.., head].
-    pub fn units(&self) -> &[Unit] {
+    pub fn units(&self) -> &[FsdpUnit] {
         &self.units
     }
 
     /// Returns all adapters in the order of the blocks.
     pub fn adapters(&self) -> impl Iterator<Item = &AdapterSpec> {
-        self.units.iter().flat_map(Unit::adapters)
+        self.units.iter().flat_map(FsdpUnit::adapters)
     }
 
     /// Returns the parameters of the model proper: those of a Hugging Face folder.
@@ -68,7 +69,9 @@ impl Model {
         let base = read(name)?;
         let module = name.strip_suffix(".weight");
         match self.adapters().find(|adapter| Some(adapter.module.as_str()) == module) {
-            Some(adapter) => crate::merge(&base, &read(&adapter.a_name())?, &read(&adapter.b_name())?, adapter.scaling),
+            Some(adapter) => {
+                crate::merge_lora(&base, &read(&adapter.a_name())?, &read(&adapter.b_name())?, adapter.scaling)
+            }
             None => Ok(base),
         }
     }
@@ -79,8 +82,8 @@ impl Model {
     }
 
     /// Looks tokens up: u32 [t] -> [t, d]. The padding token's row gets no gradient from here.
-    pub fn embed(&self, w: &Weights, ids: &Tensor, seams: &dyn Seams) -> Result<Tensor> {
-        seams.look_up(ids, &w.embedding()?.table, self.config.pad_id())
+    pub fn embed(&self, w: &UnitWeights, ids: &Tensor, parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
+        parallel_ops.embedding(ids, &w.embedding()?.table, self.config.pad_id())
     }
 
     /// Returns the number of blocks.
@@ -90,26 +93,26 @@ impl Model {
 
     /// Returns the decoder layers as data, in their order.
     pub fn layers(&self) -> impl Iterator<Item = &LayerSpec> {
-        self.units.iter().filter_map(Unit::layer)
+        self.units.iter().filter_map(FsdpUnit::layer)
     }
 
     /// Computes one decoder layer: [t, d] -> [t, d].
-    pub fn block(&self, w: &Weights, x: &Tensor, cx: &Cx) -> Result<Tensor> {
-        w.layer()?.forward(x, cx)
+    pub fn block(&self, w: &UnitWeights, x: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        w.layer()?.forward(x, context)
     }
 
     /// Computes the norm after the last block: [t, d] -> [t, d].
-    pub fn norm(&self, w: &Weights, x: &Tensor) -> Result<Tensor> {
+    pub fn norm(&self, w: &UnitWeights, x: &Tensor) -> Result<Tensor> {
         w.head()?.norm(x)
     }
 
     /// Computes the scores of every token that the output layer's weight has a row for: normed [t, d] -> f32 [t, v].
-    pub fn logits(&self, w: &Weights, normed: &Tensor) -> Result<Tensor> {
+    pub fn logits(&self, w: &UnitWeights, normed: &Tensor) -> Result<Tensor> {
         w.head()?.logits(normed)
     }
 
     /// Returns the output layer's weight [v, d]: the embedding, if tied.
-    pub fn lm_head(&self, w: &Weights) -> Result<Weight> {
+    pub fn lm_head(&self, w: &UnitWeights) -> Result<Weight> {
         Ok(w.head()?.lm_head().clone())
     }
 }

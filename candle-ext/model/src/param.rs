@@ -15,7 +15,7 @@ pub struct ParamSpec {
     /// What each of its dims counts.
     pub dims: Vec<Dim>,
     /// Where the model uses it.
-    pub region: Region,
+    pub scope: ParamScope,
     /// What it starts from when there is no checkpoint.
     pub init: Init,
     /// Whether weight decay applies: not to norms and biases.
@@ -23,43 +23,43 @@ pub struct ParamSpec {
     /// Whether it is trained; false for the base of an adapter.
     pub trainable: bool,
     /// The process groups that shard it and reduce its gradient.
-    pub group: GroupKind,
+    pub group: ParamGroupKind,
     /// The storage of its elements.
     pub storage: WeightStorage,
 }
 
 /// A kind of parameter group: parameters of one kind are sharded and reduced over the same ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum GroupKind {
+pub enum ParamGroupKind {
     /// Everything but experts, over the data-parallel ranks.
     Dense,
     /// Experts, over the expert-data-parallel ranks.
     Expert,
 }
 
-impl GroupKind {
+impl ParamGroupKind {
     /// All kinds, in the order of a unit's groups.
     pub const ALL: [Self; 2] = [Self::Dense, Self::Expert];
 }
 
 impl ParamSpec {
     /// Returns a trainable matrix, which decays.
-    pub(crate) fn matrix(name: String, [rows, columns]: [DimSize; 2], region: Region, init: Init) -> Self {
+    pub(crate) fn matrix(name: String, [rows, columns]: [DimSize; 2], scope: ParamScope, init: Init) -> Self {
         let (shape, dims) = (vec![rows.len, columns.len], vec![rows.dim, columns.dim]);
-        let (group, storage) = (GroupKind::Dense, WeightStorage::Dense);
-        Self { name, shape, dims, region, init, decay: true, trainable: true, group, storage }
+        let (group, storage) = (ParamGroupKind::Dense, WeightStorage::Dense);
+        Self { name, shape, dims, scope, init, decay: true, trainable: true, group, storage }
     }
 
     /// Returns a trainable vector, which does not decay.
-    pub(crate) fn vector(name: String, width: DimSize, region: Region, init: Init) -> Self {
+    pub(crate) fn vector(name: String, width: DimSize, scope: ParamScope, init: Init) -> Self {
         let (shape, dims) = (vec![width.len], vec![width.dim]);
-        let (group, storage) = (GroupKind::Dense, WeightStorage::Dense);
-        Self { name, shape, dims, region, init, decay: false, trainable: true, group, storage }
+        let (group, storage) = (ParamGroupKind::Dense, WeightStorage::Dense);
+        Self { name, shape, dims, scope, init, decay: false, trainable: true, group, storage }
     }
 
     /// Returns the weight of an RMS norm.
-    pub(crate) fn norm(name: String, width: DimSize, region: Region) -> Self {
-        Self::vector(name, width, region, Init::Ones)
+    pub(crate) fn norm(name: String, width: DimSize, scope: ParamScope) -> Self {
+        Self::vector(name, width, scope, Init::Ones)
     }
 }
 
@@ -95,11 +95,11 @@ pub struct DimSize {
 
 /// Where a parameter acts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Region {
+pub enum ParamScope {
     /// On what all branches read and add to: norms of the model's width, the embedding, the output layer.
-    Residual,
-    /// Within a branch, between [`Seams::enter`](crate::Seams::enter) and [`Seams::leave`](crate::Seams::leave).
-    Branch,
+    ResidualStream,
+    /// Within a branch, between [`ParallelOps::copy_to_tp`](crate::ParallelOps::copy_to_tp) and [`ParallelOps::reduce_from_tp`](crate::ParallelOps::reduce_from_tp).
+    Sublayer,
 }
 
 /// What a parameter starts from.
@@ -195,8 +195,8 @@ mod tests {
 
     fn values(name: &str, shape: &[usize], init: Init, seed: u64) -> Vec<f32> {
         let (name, shape, dims) = (name.to_string(), shape.to_vec(), vec![Dim::Embed; shape.len()]);
-        let (region, group, storage) = (Region::Residual, GroupKind::Dense, WeightStorage::Dense);
-        let spec = ParamSpec { name, shape, dims, region, init, decay: true, trainable: true, group, storage };
+        let (scope, group, storage) = (ParamScope::ResidualStream, ParamGroupKind::Dense, WeightStorage::Dense);
+        let spec = ParamSpec { name, shape, dims, scope, init, decay: true, trainable: true, group, storage };
         let mut out = vec![f32::NAN; spec.numel()];
         spec.initialise(seed, &mut out);
         out

@@ -3,25 +3,25 @@
 use candlewick_ops::WeightStorage;
 
 use crate::{
-    AdapterSpec, Config, Dim, DimSize, Init, LayerSpec, LoraConfig, ModelError, ParamSpec, Region, lora::factors,
+    AdapterSpec, Config, Dim, DimSize, Init, LayerSpec, LoraConfig, ModelError, ParamScope, ParamSpec, lora::factors,
 };
 
 /// A group of parameters that is fetched, computed and differentiated together.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Unit {
+pub struct FsdpUnit {
     /// "embed", "block 0", ..., "head".
     pub name: String,
     /// The kind.
-    pub kind: UnitKind,
+    pub kind: FsdpUnitKind,
     /// The parameters it owns.
     pub params: Vec<ParamSpec>,
     /// The parameters it borrows.
-    pub shared: Vec<Shared>,
+    pub tied: Vec<TiedParam>,
 }
 
 /// A kind of unit.
 #[derive(Clone, Debug, PartialEq)]
-pub enum UnitKind {
+pub enum FsdpUnitKind {
     /// The embedding.
     Embedding,
     /// A decoder layer.
@@ -35,11 +35,11 @@ pub enum UnitKind {
     Named,
 }
 
-impl Unit {
+impl FsdpUnit {
     /// Returns the decoder layer, if the unit is one.
     pub fn layer(&self) -> Option<&LayerSpec> {
         match &self.kind {
-            UnitKind::Layer(layer) => Some(layer),
+            FsdpUnitKind::Layer(layer) => Some(layer),
             _ => None,
         }
     }
@@ -47,13 +47,13 @@ impl Unit {
     /// Removes the bias called `name`, which only another rank adds.
     pub fn remove_bias(&mut self, name: &str) {
         self.params.retain(|param| param.name != name);
-        let UnitKind::Layer(layer) = &mut self.kind else { return };
+        let FsdpUnitKind::Layer(layer) = &mut self.kind else { return };
         layer.linears_mut().filter(|linear| linear.bias_name() == name).for_each(|linear| linear.bias = false);
     }
 
     /// Stores the frozen matrices of its linear layers in `storage`. Biases, norms and adapters stay dense.
     pub(crate) fn store_frozen(&mut self, storage: WeightStorage) {
-        let UnitKind::Layer(layer) = &mut self.kind else { return };
+        let FsdpUnitKind::Layer(layer) = &mut self.kind else { return };
         for linear in layer.linears_mut() {
             let name = linear.weight_name();
             for param in self.params.iter_mut().filter(|param| param.name == name && !param.trainable) {
@@ -70,9 +70,9 @@ impl Unit {
 
 /// A parameter that another unit owns, such as the embedding that serves as the output layer.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Shared {
+pub struct TiedParam {
     /// The owner's index among the units.
-    pub unit: usize,
+    pub owner: usize,
     /// The parameter's name there and here.
     pub name: String,
 }
@@ -82,7 +82,7 @@ pub(crate) const FINAL_NORM: &str = "model.norm.weight";
 pub(crate) const LM_HEAD: &str = "lm_head.weight";
 
 /// All units; with an adapter, its factors beside a frozen base.
-pub(crate) fn units(config: &Config, lora: Option<&LoraConfig>) -> Result<Vec<Unit>, ModelError> {
+pub(crate) fn units(config: &Config, lora: Option<&LoraConfig>) -> Result<Vec<FsdpUnit>, ModelError> {
     let mut units = vec![embed(config)];
     units.extend((0..config.n_layers()).map(|layer_idx| layer(config, layer_idx)));
     units.push(head(config));
@@ -92,11 +92,11 @@ pub(crate) fn units(config: &Config, lora: Option<&LoraConfig>) -> Result<Vec<Un
     Ok(units)
 }
 
-fn attach(config: &Config, lora: &LoraConfig, units: &mut [Unit]) -> Result<(), ModelError> {
+fn attach(config: &Config, lora: &LoraConfig, units: &mut [FsdpUnit]) -> Result<(), ModelError> {
     units.iter_mut().flat_map(|unit| &mut unit.params).for_each(|param| param.trainable = false);
     let targets = lora.targets(config)?;
     for unit in units {
-        let UnitKind::Layer(layer) = &mut unit.kind else { continue };
+        let FsdpUnitKind::Layer(layer) = &mut unit.kind else { continue };
         for linear in layer.linears_mut() {
             let Some(adapter) = targets.iter().find(|adapter| adapter.module == linear.module) else { continue };
             linear.adapter = Some(adapter.clone());
@@ -106,35 +106,35 @@ fn attach(config: &Config, lora: &LoraConfig, units: &mut [Unit]) -> Result<(), 
     Ok(())
 }
 
-fn embed(config: &Config) -> Unit {
+fn embed(config: &Config) -> FsdpUnit {
     let zero_row = config.typed.pad_id.map(|id| id as usize);
     let init = Init::Normal { std: config.typed.initializer_range, zero_row };
     let params = vec![ParamSpec { init, ..vocabulary(EMBEDDING, config) }];
-    Unit { name: "embed".to_string(), kind: UnitKind::Embedding, params, shared: Vec::new() }
+    FsdpUnit { name: "embed".to_string(), kind: FsdpUnitKind::Embedding, params, tied: Vec::new() }
 }
 
-fn layer(config: &Config, layer_idx: usize) -> Unit {
+fn layer(config: &Config, layer_idx: usize) -> FsdpUnit {
     let layer = config.layer(layer_idx);
     let params = layer.params(config.typed.initializer_range);
-    let kind = UnitKind::Layer(Box::new(layer));
-    Unit { name: format!("block {layer_idx}"), kind, params, shared: Vec::new() }
+    let kind = FsdpUnitKind::Layer(Box::new(layer));
+    FsdpUnit { name: format!("block {layer_idx}"), kind, params, tied: Vec::new() }
 }
 
-fn head(config: &Config) -> Unit {
-    let mut params = vec![ParamSpec::norm(FINAL_NORM.to_string(), config.embed(), Region::Residual)];
-    let mut shared = Vec::new();
+fn head(config: &Config) -> FsdpUnit {
+    let mut params = vec![ParamSpec::norm(FINAL_NORM.to_string(), config.embed(), ParamScope::ResidualStream)];
+    let mut tied = Vec::new();
     if config.typed.tied {
-        shared.push(Shared { unit: 0, name: EMBEDDING.to_string() });
+        tied.push(TiedParam { owner: 0, name: EMBEDDING.to_string() });
     } else {
         params.push(vocabulary(LM_HEAD, config));
     }
-    let kind = UnitKind::Head { norm_eps: config.typed.rms_norm_eps };
-    Unit { name: "head".to_string(), kind, params, shared }
+    let kind = FsdpUnitKind::Head { norm_eps: config.typed.rms_norm_eps };
+    FsdpUnit { name: "head".to_string(), kind, params, tied }
 }
 
 /// A row for each token.
 fn vocabulary(name: &str, config: &Config) -> ParamSpec {
     let init = Init::Normal { std: config.typed.initializer_range, zero_row: None };
     let vocab = DimSize { dim: Dim::Vocab, len: config.typed.vocab_size };
-    ParamSpec::matrix(name.to_string(), [vocab, config.embed()], Region::Residual, init)
+    ParamSpec::matrix(name.to_string(), [vocab, config.embed()], ParamScope::ResidualStream, init)
 }

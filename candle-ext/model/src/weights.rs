@@ -6,55 +6,55 @@ use candle_core::{Result, Tensor, bail};
 use candlewick_ops::{self as ops, Precision, Weight};
 
 use crate::{
-    Unit,
+    FsdpUnit,
     block::Layer,
     norm::Norm,
-    unit::{EMBEDDING, FINAL_NORM, LM_HEAD, UnitKind},
+    unit::{EMBEDDING, FINAL_NORM, FsdpUnitKind, LM_HEAD},
 };
 
 /// The weights of one unit. They are views: the engine gathers and releases the elements.
-pub enum Weights {
+pub enum UnitWeights {
     /// The embedding.
-    Embedding(Embedding),
+    Embedding(EmbeddingTable),
     /// A decoder layer.
     Layer(Box<Layer>),
     /// The last norm and the output layer.
-    Head(Head),
+    Head(LmHead),
     /// Parameters that code outside of this crate finds by name.
     Named(HashMap<String, Weight>),
 }
 
 /// The embedding [v, d].
-pub struct Embedding {
+pub struct EmbeddingTable {
     pub(crate) table: Weight,
 }
 
 /// The last norm and the output layer.
-pub struct Head {
+pub struct LmHead {
     norm: Norm,
     lm_head: Weight,
 }
 
-impl Weights {
+impl UnitWeights {
     /// Builds the weights of `unit`; every parameter that it owns or shares must be among `weights`.
-    pub fn new(unit: &Unit, weights: impl IntoIterator<Item = (String, Weight)>) -> Result<Self> {
+    pub fn new(unit: &FsdpUnit, weights: impl IntoIterator<Item = (String, Weight)>) -> Result<Self> {
         let weights: HashMap<_, _> = weights.into_iter().collect();
         let mut get = |name: &str| match weights.get(name) {
             Some(weight) => Ok(weight.clone()),
             None => bail!("the weights of {} lack `{name}`", unit.name),
         };
         Ok(match &unit.kind {
-            UnitKind::Embedding => Self::Embedding(Embedding { table: get(EMBEDDING)? }),
-            UnitKind::Layer(spec) => Self::Layer(Box::new(Layer::build(spec, &mut get)?)),
-            UnitKind::Named => Self::Named(weights),
-            UnitKind::Head { norm_eps } => {
-                let lm_head = get(unit.shared.first().map_or(LM_HEAD, |shared| shared.name.as_str()))?;
-                Self::Head(Head { norm: Norm { weight: get(FINAL_NORM)?, eps: *norm_eps }, lm_head })
+            FsdpUnitKind::Embedding => Self::Embedding(EmbeddingTable { table: get(EMBEDDING)? }),
+            FsdpUnitKind::Layer(spec) => Self::Layer(Box::new(Layer::build(spec, &mut get)?)),
+            FsdpUnitKind::Named => Self::Named(weights),
+            FsdpUnitKind::Head { norm_eps } => {
+                let lm_head = get(unit.tied.first().map_or(LM_HEAD, |tied| tied.name.as_str()))?;
+                Self::Head(LmHead { norm: Norm { weight: get(FINAL_NORM)?, eps: *norm_eps }, lm_head })
             }
         })
     }
 
-    pub(crate) fn embedding(&self) -> Result<&Embedding> {
+    pub(crate) fn embedding(&self) -> Result<&EmbeddingTable> {
         match self {
             Self::Embedding(embedding) => Ok(embedding),
             other => bail!("expected an embedding, found {}", other.kind()),
@@ -68,7 +68,7 @@ impl Weights {
         }
     }
 
-    pub(crate) fn head(&self) -> Result<&Head> {
+    pub(crate) fn head(&self) -> Result<&LmHead> {
         match self {
             Self::Head(head) => Ok(head),
             other => bail!("expected an output layer, found {}", other.kind()),
@@ -96,7 +96,7 @@ impl Weights {
     }
 }
 
-impl Head {
+impl LmHead {
     /// Computes the norm after the last layer: [t, d] -> [t, d].
     pub(crate) fn norm(&self, x_td: &Tensor) -> Result<Tensor> {
         self.norm.forward(x_td)

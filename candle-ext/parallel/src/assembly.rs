@@ -6,28 +6,28 @@ use candle_core::{DType, Device, Result};
 use candlewick_comm::{Collective, Solo};
 use candlewick_model::Model;
 
+use crate::context_parallel::ContextParallel;
 use crate::engine::{ActivationCheckpointing, Engine};
-use crate::groups::Groups;
-use crate::params::{CpuOffload, Formats, Mode, ParamStore, StoreOptions, ZeroStage};
-use crate::pipeline::{Layout, Pipeline, Schedule};
+use crate::groups::ParallelGroups;
+use crate::params::{CpuOffload, ParamDtypes, ParamStore, StoreMode, StoreOptions, ZeroStage};
+use crate::pipeline::{Pipeline, PipelineLayout, PipelineScheduleKind};
 use crate::placement::SequenceParallel;
-use crate::sequence::Sequence;
 
 /// The dtypes, the parallel layout and the memory plan of an engine.
 #[derive(Clone, Debug)]
 pub struct EngineSpec {
     /// Training or inference.
-    pub mode: Mode,
+    pub mode: StoreMode,
     /// The dtypes of weights, masters and moments.
-    pub formats: Formats,
+    pub dtypes: ParamDtypes,
     /// The ZeRO stage, if parameters are sharded.
     pub zero_stage: Option<ZeroStage>,
-    /// Sequence parallelism of the tensor-parallel ranks.
+    /// ContextParallel parallelism of the tensor-parallel ranks.
     pub sequence_parallel: SequenceParallel,
     /// The blocks of each pipeline stage.
-    pub layout: Layout,
+    pub layout: PipelineLayout,
     /// The pipeline schedule.
-    pub schedule: Schedule,
+    pub schedule: PipelineScheduleKind,
     /// The parameters that lie in the memory of a GPU's host.
     pub cpu_offload: CpuOffload,
     /// The activations that each block keeps for backward.
@@ -36,44 +36,44 @@ pub struct EngineSpec {
 
 impl EngineSpec {
     /// Returns the spec of an engine that trains every block of `layout` with its whole tape kept.
-    pub fn training(formats: Formats, layout: Layout) -> Self {
+    pub fn training(dtypes: ParamDtypes, layout: PipelineLayout) -> Self {
         let checkpointing = vec![ActivationCheckpointing::None; layout.n_blocks()];
         Self {
-            mode: Mode::Train,
-            formats,
+            mode: StoreMode::Train,
+            dtypes,
             zero_stage: None,
             sequence_parallel: SequenceParallel::Off,
             layout,
-            schedule: Schedule::default(),
+            schedule: PipelineScheduleKind::default(),
             cpu_offload: CpuOffload::default(),
             checkpointing,
         }
     }
 
     /// Returns the spec of an engine that computes in `dtype` and trains nothing.
-    pub fn inference(dtype: DType, layout: Layout) -> Self {
-        Self { mode: Mode::Infer, ..Self::training(Formats::computing_in(dtype), layout) }
+    pub fn inference(dtype: DType, layout: PipelineLayout) -> Self {
+        Self { mode: StoreMode::Infer, ..Self::training(ParamDtypes::computing_in(dtype), layout) }
     }
 
     /// Builds one rank's engine over `groups`, with parameters that are not yet filled. All ranks call it.
     ///
     /// Training sums losses over the ranks of `groups.loss`. In inference each rank keeps its own.
-    pub fn build(self, model: Model, groups: &Groups, device: Device) -> Result<Engine> {
-        let Self { mode, formats, zero_stage, sequence_parallel, layout, schedule, cpu_offload, checkpointing } = self;
+    pub fn build(self, model: Model, groups: &ParallelGroups, device: Device) -> Result<Engine> {
+        let Self { mode, dtypes, zero_stage, sequence_parallel, layout, schedule, cpu_offload, checkpointing } = self;
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
-        let options = StoreOptions { formats, mode, cpu_offload };
+        let options = StoreOptions { dtypes, mode, cpu_offload };
         let store = ParamStore::of_units(model.units(), options, &device, sharding)?;
         let losses: Arc<dyn Collective> = match mode {
-            Mode::Train => Arc::clone(&groups.loss),
-            Mode::Infer => Arc::new(Solo),
+            StoreMode::Train => Arc::clone(&groups.loss),
+            StoreMode::Infer => Arc::new(Solo),
         };
         let pipeline = Pipeline::new(Arc::clone(&groups.pp), layout, schedule)?;
         let mut engine = Engine::new(model, store, checkpointing, losses, device).with_pipeline(pipeline);
         if groups.cp.size() * groups.sp.size() > 1 {
-            engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp)));
+            engine = engine.with_context_parallel(ContextParallel::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp)));
         }
         if groups.tp.size() > 1 {
-            engine = engine.with_tensor(groups.tensor_ranks(sequence_parallel));
+            engine = engine.with_tensor_parallel(groups.tensor_parallel(sequence_parallel));
         }
         Ok(engine)
     }

@@ -7,13 +7,13 @@ use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Collective, Solo};
 
 use crate::params::{GroupRanks, ShardingGroups, Stages, ZeroStage};
-use crate::pipeline::Layout;
+use crate::pipeline::PipelineLayout;
 use crate::placement::SequenceParallel;
-use crate::tensor::TensorRanks;
+use crate::tensor_parallel::TensorParallel;
 
 /// This rank's process groups. All ranks make them together.
 #[derive(Clone)]
-pub struct Groups {
+pub struct ParallelGroups {
     /// Data parallel ranks: those with different tokens.
     pub dp: Arc<dyn Collective>,
     /// Data parallel ranks of all pipeline stages; losses, known on the last stage alone, are summed over them.
@@ -36,11 +36,11 @@ pub struct Groups {
     pub model_parallel: Arc<dyn Collective>,
     /// Ranks that hold one copy of the model together, if each of `dp_shard` keeps a shard.
     pub model_parallel_shard: Arc<dyn Collective>,
-    /// Groups of the experts' parameters.
+    /// ParallelGroups of the experts' parameters.
     expert: Option<ExpertGroups>,
 }
 
-/// Groups of the experts' parameters.
+/// ParallelGroups of the experts' parameters.
 #[derive(Clone)]
 struct ExpertGroups {
     /// Ranks with the same experts: gradients are summed over them.
@@ -53,7 +53,7 @@ struct ExpertGroups {
     model_shards: Arc<dyn Collective>,
 }
 
-impl Groups {
+impl ParallelGroups {
     /// Makes the groups of `mesh`; `world` is the group of all its ranks.
     pub fn new(mesh: &Mesh, world: &dyn Collective) -> Result<Self> {
         let dp = [Axis::DpReplicate, Axis::DpShard, Axis::Cp, Axis::Sp];
@@ -92,8 +92,8 @@ impl Groups {
     }
 
     /// Returns the tensor parallel ranks.
-    pub fn tensor_ranks(&self, sequence_parallel: SequenceParallel) -> TensorRanks {
-        TensorRanks { ranks: Arc::clone(&self.tp), sequence_parallel }
+    pub fn tensor_parallel(&self, sequence_parallel: SequenceParallel) -> TensorParallel {
+        TensorParallel { ranks: Arc::clone(&self.tp), sequence_parallel }
     }
 
     /// Returns the process groups of parameters in a ZeRO stage. Without one each rank of `dp` keeps all parameters of its
@@ -101,7 +101,7 @@ impl Groups {
     pub fn sharding_groups(
         &self,
         zero_stage: Option<ZeroStage>,
-        layout: Layout,
+        layout: PipelineLayout,
         sequence_parallel: SequenceParallel,
     ) -> ShardingGroups {
         let solo: Arc<dyn Collective> = Arc::new(Solo);

@@ -3,8 +3,8 @@
 use std::sync::Mutex;
 
 use candle_core::{Result, Tensor};
-use candlewick_model::Seams;
-use candlewick_ops::{AttentionSpec, Seqs, attention};
+use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_ops::{Seqs, attention};
 
 /// The keys and values of one sequence, per block, in buffers of a fixed capacity.
 pub struct KvCache {
@@ -30,17 +30,10 @@ impl KvCache {
     }
 }
 
-impl Seams for KvCache {
+impl ParallelOps for KvCache {
     /// Appends the new keys and values of the one sequence and attends from the new queries to all of them.
-    fn attend(
-        &self,
-        block: usize,
-        q_thk: &Tensor,
-        k_thk: &Tensor,
-        v_thk: &Tensor,
-        _seqs: &Seqs,
-        spec: &AttentionSpec,
-    ) -> Result<Tensor> {
+    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
+        let AttentionCall { layer_idx: block, q: q_thk, k: k_thk, v: v_thk, spec, .. } = *call;
         let n_new = q_thk.dim(0)?;
         let mut cache = lock(&self.blocks[block]);
         let n_seen = cache.n_tokens;

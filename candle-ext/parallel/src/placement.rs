@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 use candlewick_comm::Collective;
-use candlewick_model::{Dim, GroupKind, ParamSpec, Region};
+use candlewick_model::{Dim, ParamGroupKind, ParamScope, ParamSpec};
 use candlewick_ops::WeightStorage;
 
 /// Tokens of the residual stream on each tensor parallel rank (Megatron-LM's sequence parallelism).
@@ -61,22 +61,22 @@ impl Placement {
     /// expert parallel ranks split experts.
     pub(crate) fn of(spec: &ParamSpec, sequence_parallel: SequenceParallel, rank: RankOf) -> Result<Self> {
         let is_split = |dim: &Dim| match spec.group {
-            GroupKind::Dense => matches!(dim, Dim::Vocab | Dim::Heads | Dim::KvHeads | Dim::Ffn),
-            GroupKind::Expert => *dim == Dim::Experts,
+            ParamGroupKind::Dense => matches!(dim, Dim::Vocab | Dim::Heads | Dim::KvHeads | Dim::Ffn),
+            ParamGroupKind::Expert => *dim == Dim::Experts,
         };
         if let Some(dim) = spec.dims.iter().position(is_split) {
             let slice = Slice::of(spec, dim, rank)?;
             slice.check_scales(spec)?;
             return Ok(Self::Shard(slice));
         }
-        if spec.group == GroupKind::Expert {
+        if spec.group == ParamGroupKind::Expert {
             bail!("{} belongs to an expert, but none of its dims {:?} counts experts", spec.name, spec.dims)
         }
-        Ok(match (spec.region, spec.dims.as_slice(), sequence_parallel) {
-            (Region::Residual, _, SequenceParallel::Off) => Self::Replicate,
+        Ok(match (spec.scope, spec.dims.as_slice(), sequence_parallel) {
+            (ParamScope::ResidualStream, _, SequenceParallel::Off) => Self::Replicate,
             // A bias as wide as the model: that of a branch's last matrix.
-            (Region::Branch, [Dim::Embed], _) => Self::Rank0Only,
-            (Region::Residual, _, SequenceParallel::On) | (Region::Branch, ..) => Self::Partial,
+            (ParamScope::Sublayer, [Dim::Embed], _) => Self::Rank0Only,
+            (ParamScope::ResidualStream, _, SequenceParallel::On) | (ParamScope::Sublayer, ..) => Self::Partial,
         })
     }
 
@@ -142,8 +142,8 @@ impl Slice {
     fn of(spec: &ParamSpec, dim: usize, RankOf { rank, n_ranks }: RankOf) -> Result<Self> {
         let n = spec.shape[dim];
         let kind = match spec.group {
-            GroupKind::Dense => "tensor",
-            GroupKind::Expert => "expert",
+            ParamGroupKind::Dense => "tensor",
+            ParamGroupKind::Expert => "expert",
         };
         // Only tokens may be shared out unevenly: heads are whole, and columns must fit together.
         if !n.is_multiple_of(n_ranks) && spec.dims[dim] != Dim::Vocab {
@@ -171,11 +171,11 @@ mod tests {
     use candlewick_comm::{Options, threads};
     use candlewick_model::Init;
 
-    fn spec(shape: &[usize], dims: &[Dim], region: Region) -> ParamSpec {
+    fn spec(shape: &[usize], dims: &[Dim], scope: ParamScope) -> ParamSpec {
         let (name, shape, dims) = ("w".to_owned(), shape.to_vec(), dims.to_vec());
-        let (init, group) = (Init::Zeros, GroupKind::Dense);
+        let (init, group) = (Init::Zeros, ParamGroupKind::Dense);
         let storage = WeightStorage::Dense;
-        ParamSpec { name, shape, dims, region, init, decay: true, trainable: true, group, storage }
+        ParamSpec { name, shape, dims, scope, init, decay: true, trainable: true, group, storage }
     }
 
     #[test]
@@ -187,7 +187,7 @@ mod tests {
             (&[6], &[Dim::KvHeads]),
             (&[4], &[Dim::HeadDim]),
         ] {
-            let spec = spec(shape, dims, Region::Branch);
+            let spec = spec(shape, dims, ParamScope::Sublayer);
             let n = spec.numel();
             let whole = Tensor::arange(0.0f32, n as f32, &Device::Cpu).unwrap().reshape(shape).unwrap();
             let all = threads::run(3, Options::default(), |world| -> Result<Tensor> {
@@ -211,7 +211,9 @@ mod tests {
     fn what_cannot_be_cut_is_refused_by_name() {
         let refused = |shape: &[usize], dims: &[Dim], rank, n_ranks| {
             let ranks = RankOf { rank, n_ranks };
-            Placement::of(&spec(shape, dims, Region::Branch), SequenceParallel::Off, ranks).unwrap_err().to_string()
+            Placement::of(&spec(shape, dims, ParamScope::Sublayer), SequenceParallel::Off, ranks)
+                .unwrap_err()
+                .to_string()
         };
         assert!(refused(&[5, 4], &[Dim::Heads, Dim::Embed], 0, 2).contains("w of [5, 4] over 2"));
         assert!(refused(&[3, 4], &[Dim::Vocab, Dim::Embed], 3, 4).contains("nothing is left for rank 3"));
@@ -221,10 +223,10 @@ mod tests {
 
     #[test]
     fn norms_see_all_tokens_or_a_part() {
-        let norm = spec(&[4], &[Dim::Embed], Region::Residual);
+        let norm = spec(&[4], &[Dim::Embed], ParamScope::ResidualStream);
         assert_eq!(Placement::of(&norm, SequenceParallel::Off, SECOND).unwrap(), Placement::Replicate);
         assert_eq!(Placement::of(&norm, SequenceParallel::On, SECOND).unwrap(), Placement::Partial);
-        let bias = spec(&[4], &[Dim::Embed], Region::Branch);
+        let bias = spec(&[4], &[Dim::Embed], ParamScope::Sublayer);
         assert_eq!(Placement::of(&bias, SequenceParallel::Off, SECOND).unwrap(), Placement::Rank0Only);
         let whole = Tensor::zeros(4, candle_core::DType::F32, &Device::Cpu).unwrap();
         assert_eq!(Placement::Replicate.cut(&whole).unwrap().i(0).unwrap().to_scalar::<f32>().unwrap(), 0.0);
@@ -232,7 +234,8 @@ mod tests {
 
     #[test]
     fn experts_are_split_over_expert_parallel_ranks() {
-        let expert = |dims: &[Dim]| ParamSpec { group: GroupKind::Expert, ..spec(&[6, 4], dims, Region::Branch) };
+        let expert =
+            |dims: &[Dim]| ParamSpec { group: ParamGroupKind::Expert, ..spec(&[6, 4], dims, ParamScope::Sublayer) };
         let rows = Slice { dim: 0, start: 3, len: 3, max_len: 3 };
         let place = |dims: &[Dim]| Placement::of(&expert(dims), SequenceParallel::Off, SECOND);
         assert_eq!(place(&[Dim::Experts, Dim::Embed]).unwrap(), Placement::Shard(rows));
@@ -244,7 +247,7 @@ mod tests {
         let four = RankOf { rank: 0, n_ranks: 4 };
         let refused = Placement::of(&expert(&[Dim::Experts, Dim::Embed]), SequenceParallel::Off, four).unwrap_err();
         assert!(refused.to_string().contains("over 4 expert parallel ranks: dim 0 is not divisible"), "{refused}");
-        let router = spec(&[6, 4], &[Dim::Experts, Dim::Embed], Region::Residual);
+        let router = spec(&[6, 4], &[Dim::Experts, Dim::Embed], ParamScope::ResidualStream);
         assert_eq!(Placement::of(&router, SequenceParallel::Off, SECOND).unwrap(), Placement::Replicate);
     }
 }

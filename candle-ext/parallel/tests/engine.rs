@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
-use candlewick_model::{Config, Cx, LoraConfig, MlpRows, Model, OneDevice};
+use candlewick_model::{Config, ForwardContext, LoraConfig, Model, SingleDevice, TiledMlp};
 use candlewick_ops::{
     AdamW, AttentionChoice, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Rows, Seqs, Tape,
     Upstream, Verdict, linear_cross_entropy,
 };
 use candlewick_parallel::{
-    ActivationCheckpointing, CpuOffload, Engine, Formats, KvCache, LossScale, Micro, Mode, ParamStore, ShardingGroups,
-    StoreOptions,
+    ActivationCheckpointing, CpuOffload, Engine, KvCache, LossScale, Micro, ParamDtypes, ParamStore, ShardingGroups,
+    StoreMode, StoreOptions,
 };
 use rand::{Rng, SeedableRng};
 use serde_json::json;
@@ -30,20 +30,20 @@ fn config(tied: bool) -> Config {
 }
 
 fn engine(model: Model, dtype: DType, checkpointing: ActivationCheckpointing) -> Engine {
-    engine_in(model, Formats::computing_in(dtype), checkpointing)
+    engine_in(model, ParamDtypes::computing_in(dtype), checkpointing)
 }
 
-fn engine_in(model: Model, formats: Formats, checkpointing: ActivationCheckpointing) -> Engine {
-    engine_with(model, formats, CpuOffload::default(), checkpointing)
+fn engine_in(model: Model, dtypes: ParamDtypes, checkpointing: ActivationCheckpointing) -> Engine {
+    engine_with(model, dtypes, CpuOffload::default(), checkpointing)
 }
 
 fn engine_with(
     model: Model,
-    formats: Formats,
+    dtypes: ParamDtypes,
     cpu_offload: CpuOffload,
     checkpointing: ActivationCheckpointing,
 ) -> Engine {
-    let options = StoreOptions { formats, mode: Mode::Train, cpu_offload };
+    let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload };
     let store = ParamStore::of_units(model.units(), options, &Device::Cpu, ShardingGroups::alone()).unwrap();
     store
         .fill(|spec| {
@@ -91,7 +91,7 @@ fn forward_backward(engine: &Engine, micro: &Micro, scale: &LossScale, key: u64)
     engine.forward_backward(std::slice::from_ref(micro), scale, |_| key).unwrap().micros.remove(0)
 }
 
-/// Fetched for each unit, they are the same weights: tied ones, frozen ones beside an adapter, in two formats.
+/// Fetched for each unit, they are the same weights: tied ones, frozen ones beside an adapter, in two dtypes.
 #[test]
 fn weights_that_the_host_keeps_give_the_same_gradients() {
     let lora = LoraConfig::from_json(&json!({"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})).unwrap();
@@ -100,7 +100,8 @@ fn weights_that_the_host_keeps_give_the_same_gradients() {
     for (adapter, dtype) in [(None, DType::F32), (None, DType::BF16), (Some(lora), DType::F32)] {
         let of = |cpu_offload| {
             let model = Model::new(config(true), adapter.clone()).unwrap();
-            let engine = engine_with(model, Formats::computing_in(dtype), cpu_offload, ActivationCheckpointing::Full);
+            let engine =
+                engine_with(model, ParamDtypes::computing_in(dtype), cpu_offload, ActivationCheckpointing::Full);
             let losses = [1, 2].map(|key| {
                 engine.store().zero_grads().unwrap();
                 let loss = train(&engine, &micro(&all), &all, key);
@@ -211,21 +212,21 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
         let whole = engine(Model::new(config(tied), None).unwrap(), DType::F32, ActivationCheckpointing::None);
         let (model, store, micro) = (whole.model(), whole.store(), micro(&batch));
         let (cos, sin) = model.rope(&micro.positions, &Device::Cpu).unwrap();
-        let cx = Cx {
+        let context = ForwardContext {
             cos: &cos,
             sin: &sin,
             seqs: &micro.seqs,
             dropout_key: None,
             rows: &Rows::all(),
             attention: AttentionChoice::default(),
-            mlp_rows: MlpRows::Together,
-            seams: &OneDevice,
+            tiled_mlp: TiledMlp::Off,
+            parallel_ops: &SingleDevice,
         };
         let head = store.fetch(model.n_blocks() + 1).unwrap();
         let tape = Tape::record(&[], || {
-            let mut x = model.embed(store.fetch(0)?, &micro.ids, &OneDevice)?;
+            let mut x = model.embed(store.fetch(0)?, &micro.ids, &SingleDevice)?;
             for block_idx in 0..model.n_blocks() {
-                x = model.block(store.fetch(block_idx + 1)?, &x, &cx)?;
+                x = model.block(store.fetch(block_idx + 1)?, &x, &context)?;
             }
             model.norm(head, &x)
         });
@@ -388,8 +389,8 @@ fn moments_in_bf16_take_half_the_room_and_nearly_the_same_steps() {
     let batch = sequences(&[10, 10]);
     let run = |moments| {
         let model = Model::new(config(true), None).unwrap();
-        let formats = Formats { moments, ..Formats::computing_in(DType::F32) };
-        let engine = engine_in(model, formats, ActivationCheckpointing::None);
+        let dtypes = ParamDtypes { moments, ..ParamDtypes::computing_in(DType::F32) };
+        let engine = engine_in(model, dtypes, ActivationCheckpointing::None);
         let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
         let scaler = scaler(GradPolicy::PLAIN);
         let mut loss = 0.0;
@@ -411,8 +412,8 @@ fn moments_in_bf16_take_half_the_room_and_nearly_the_same_steps() {
 fn masters_and_gradients_in_bf16_are_what_the_ops_read_and_write() {
     let batch = sequences(&[10, 10]);
     let run = |masters| {
-        let formats = Formats { masters, ..Formats::computing_in(DType::BF16) };
-        let engine = engine_in(Model::new(config(true), None).unwrap(), formats, ActivationCheckpointing::None);
+        let dtypes = ParamDtypes { masters, ..ParamDtypes::computing_in(DType::BF16) };
+        let engine = engine_in(Model::new(config(true), None).unwrap(), dtypes, ActivationCheckpointing::None);
         let hyper = AdamW { lr: 2e-2, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
         let scaler = scaler(GradPolicy::PLAIN);
         let mut losses = Vec::new();
@@ -440,7 +441,7 @@ fn a_cache_gives_the_logits_of_the_whole_sequence() {
         cached = engine.next_logits(&[*id], i, &cache).unwrap();
     }
     assert_eq!(cache.n_tokens(), ids.len());
-    let whole = engine.next_logits(&ids, 0, &OneDevice).unwrap();
+    let whole = engine.next_logits(&ids, 0, &SingleDevice).unwrap();
     let (cached, whole) = (flat(&cached), flat(&whole));
     for (a, b) in cached.iter().zip(&whole) {
         assert!((a - b).abs() < 1e-4 * (1.0 + b.abs()), "{a} {b}");

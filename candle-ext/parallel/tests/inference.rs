@@ -8,8 +8,8 @@ use candlewick_comm::Solo;
 use candlewick_model::{Config, Model};
 use candlewick_ops::Seqs;
 use candlewick_parallel::{
-    ActivationCheckpointing, Asked, Engine, Formats, Growth, KvPool, Micro, Mode, ParamStore, Path, Run,
-    ShardingGroups, Until,
+    ActivationCheckpointing, AppendTokens, Engine, KvCachePool, Micro, ParamDtypes, ParamStore, Prefix, PrefixKvCache,
+    ScoreQuery, ShardingGroups, StoreMode, TokenRun,
 };
 use serde_json::json;
 
@@ -25,8 +25,8 @@ fn engine(dtype: DType, window: Option<usize>) -> Engine {
         "sliding_window": window
     });
     let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
-    let formats = Formats::computing_in(dtype);
-    let store = ParamStore::new(&model, formats, Mode::Infer, &Device::Cpu, ShardingGroups::alone()).unwrap();
+    let dtypes = ParamDtypes::computing_in(dtype);
+    let store = ParamStore::new(&model, dtypes, StoreMode::Infer, &Device::Cpu, ShardingGroups::alone()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];
@@ -57,22 +57,22 @@ fn alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
 }
 
 /// One batch: its runs, and for each what comes after its tokens.
-type Batch<'a> = (Vec<(Until, &'a [u32])>, Until);
+type Batch<'a> = (Vec<(Prefix, &'a [u32])>, Prefix);
 
 /// Scores the second to last token of every run, batch by batch: a list for each run.
 fn scores(engine: &Engine, batches: &[Batch]) -> Vec<Vec<f32>> {
-    let mut path = Path::new(engine.model().n_blocks());
+    let mut path = PrefixKvCache::new(engine.model().n_blocks());
     let mut all = Vec::new();
     for (runs, kept) in batches {
-        let runs: Vec<Run> = runs.iter().map(|&(after, ids)| Run { after, ids }).collect();
-        let (mut asked, mut first) = (Vec::new(), 0);
+        let runs: Vec<TokenRun> = runs.iter().map(|&(prefix, ids)| TokenRun { prefix, ids }).collect();
+        let (mut queries, mut first) = (Vec::new(), 0);
         for run in &runs {
             let next = run.ids.iter().enumerate().skip(1);
-            asked.extend(next.map(|(i, &id)| Asked { row: (first + i - 1) as u32, id }));
+            queries.extend(next.map(|(i, &id)| ScoreQuery { row: (first + i - 1) as u32, id }));
             first += run.ids.len();
         }
-        let branches = path.branch(&runs, *kept, &Device::Cpu).unwrap();
-        let scores = engine.token_scores(branches.tokens(), &asked, &branches).unwrap();
+        let branches = path.plan_batch(&runs, *kept, &Device::Cpu).unwrap();
+        let scores = engine.token_scores(branches.tokens(), &queries, &branches).unwrap();
         let mut scores = scores.logprobs.into_iter();
         all.extend(runs.iter().map(|run| scores.by_ref().take(run.ids.len() - 1).collect::<Vec<_>>()));
     }
@@ -96,13 +96,13 @@ fn tree() -> [Vec<u32>; 5] {
 fn check_tree(dtype: DType, window: Option<usize>, bound: f32) {
     let engine = engine(dtype, window);
     let [trunk, first, second, third, stranger] = &tree();
-    let start = Until::Remembered(0);
+    let start = Prefix::Cached(0);
     let whole = [(
         vec![
             (start, &trunk[..]),
-            (Until::Run(0), first),
-            (Until::Run(0), second),
-            (Until::Run(2), third),
+            (Prefix::Run(0), first),
+            (Prefix::Run(0), second),
+            (Prefix::Run(2), third),
             (start, stranger),
         ],
         start,
@@ -110,12 +110,12 @@ fn check_tree(dtype: DType, window: Option<usize>, bound: f32) {
     let in_one = scores(&engine, &whole);
     // The trunk in two pieces, and everything by itself.
     let bit_by_bit = [
-        (vec![(start, &trunk[..100])], Until::Run(0)),
-        (vec![(Until::Remembered(100), &trunk[100..])], Until::Run(0)),
-        (vec![(Until::Remembered(150), first)], Until::Remembered(150)),
-        (vec![(start, stranger), (Until::Remembered(150), second)], Until::Run(1)),
-        (vec![(Until::Remembered(170), third)], Until::Remembered(170)),
-        (vec![(Until::Remembered(170), third)], start),
+        (vec![(start, &trunk[..100])], Prefix::Run(0)),
+        (vec![(Prefix::Cached(100), &trunk[100..])], Prefix::Run(0)),
+        (vec![(Prefix::Cached(150), first)], Prefix::Cached(150)),
+        (vec![(start, stranger), (Prefix::Cached(150), second)], Prefix::Run(1)),
+        (vec![(Prefix::Cached(170), third)], Prefix::Cached(170)),
+        (vec![(Prefix::Cached(170), third)], start),
     ];
     let in_many = scores(&engine, &bit_by_bit);
     for (run, parts) in [(1, [2].as_slice()), (2, &[4]), (3, &[5]), (3, &[6]), (4, &[3])] {
@@ -138,28 +138,28 @@ fn branches_score_what_their_whole_paths_do() {
 
 #[test]
 fn branches_of_what_is_not_there_are_refused() {
-    let mut path = Path::new(1);
-    let mut refused = |after| {
-        let run = Run { after, ids: &[1] };
-        path.branch(&[run], Until::Remembered(0), &Device::Cpu).err().unwrap().to_string()
+    let mut path = PrefixKvCache::new(1);
+    let mut refused = |prefix| {
+        let run = TokenRun { prefix, ids: &[1] };
+        path.plan_batch(&[run], Prefix::Cached(0), &Device::Cpu).err().unwrap().to_string()
     };
-    assert!(refused(Until::Remembered(3)).contains("after 3 remembered tokens: there are 0"));
-    assert!(refused(Until::Run(0)).contains("after run 0: 0 runs are before"));
+    assert!(refused(Prefix::Cached(3)).contains("after 3 remembered tokens: there are 0"));
+    assert!(refused(Prefix::Run(0)).contains("after run 0: 0 runs are before"));
 }
 
 /// The logits after each sequence of a forward.
-fn grow(engine: &Engine, pool: &KvPool, sequences: &[(usize, usize, &[u32])]) -> Vec<Vec<f32>> {
-    let growth = |&(start, n_seen, ids): &(usize, usize, &[u32])| Growth { start, n_seen, ids: ids.to_vec() };
-    let sequences: Vec<Growth> = sequences.iter().map(growth).collect();
-    let growing = pool.grow(&sequences).unwrap();
+fn append(engine: &Engine, pool: &KvCachePool, sequences: &[(usize, usize, &[u32])]) -> Vec<Vec<f32>> {
+    let growth = |&(start, n_seen, ids): &(usize, usize, &[u32])| AppendTokens { start, n_seen, ids: ids.to_vec() };
+    let sequences: Vec<AppendTokens> = sequences.iter().map(growth).collect();
+    let growing = pool.append(&sequences).unwrap();
     engine.logits(growing.tokens(), growing.last_rows(), &growing).unwrap().to_vec2().unwrap()
 }
 
 /// The logits after a sequence, by a forward of it alone.
 fn logits_alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
-    let mut path = Path::new(engine.model().n_blocks());
-    let run = Run { after: Until::Remembered(0), ids };
-    let branches = path.branch(&[run], Until::Remembered(0), &Device::Cpu).unwrap();
+    let mut path = PrefixKvCache::new(engine.model().n_blocks());
+    let run = TokenRun { prefix: Prefix::Cached(0), ids };
+    let branches = path.plan_batch(&[run], Prefix::Cached(0), &Device::Cpu).unwrap();
     engine.logits(branches.tokens(), &[ids.len() as u32 - 1], &branches).unwrap().to_vec2().unwrap().remove(0)
 }
 
@@ -167,24 +167,24 @@ fn logits_alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
 fn check_pool(dtype: DType, window: Option<usize>, bound: f32) {
     let engine = engine(dtype, window);
     let [a, b, c] = [text(40, 1), text(33, 2), text(150, 3)];
-    let pool = KvPool::new(engine.model().n_blocks(), 400);
+    let pool = KvCachePool::new(engine.model().n_blocks(), 400);
     // b before a in the pool, with rows between them that are free.
-    let first = grow(&engine, &pool, &[(100, 0, &a[..30]), (10, 0, &b[..20])]);
+    let first = append(&engine, &pool, &[(100, 0, &a[..30]), (10, 0, &b[..20])]);
     assert_near(&first[0], &logits_alone(&engine, &a[..30]), bound);
     assert_near(&first[1], &logits_alone(&engine, &b[..20]), bound);
     // One goes on, another begins in a part of the space between, and the third waits.
-    let second = grow(&engine, &pool, &[(200, 0, &c[..140]), (100, 30, &a[30..31])]);
+    let second = append(&engine, &pool, &[(200, 0, &c[..140]), (100, 30, &a[30..31])]);
     assert_near(&second[0], &logits_alone(&engine, &c[..140]), bound);
     assert_near(&second[1], &logits_alone(&engine, &a[..31]), bound);
     // A copy goes on as what it was copied from.
     pool.copy(10..30, 60).unwrap();
-    let third = grow(&engine, &pool, &[(60, 20, &b[20..]), (10, 20, &b[20..]), (200, 140, &c[140..])]);
+    let third = append(&engine, &pool, &[(60, 20, &b[20..]), (10, 20, &b[20..]), (200, 140, &c[140..])]);
     assert_eq!(third[0], third[1]);
     assert_near(&third[0], &logits_alone(&engine, &b), bound);
     assert_near(&third[2], &logits_alone(&engine, &c), bound);
     // A token alone gets the bits that it gets among others.
-    let among = grow(&engine, &pool, &[(60, 33, &[7]), (100, 31, &[8]), (10, 33, &[7])]);
-    let by_itself = grow(&engine, &pool, &[(60, 33, &[7])]);
+    let among = append(&engine, &pool, &[(60, 33, &[7]), (100, 31, &[8]), (10, 33, &[7])]);
+    let by_itself = append(&engine, &pool, &[(60, 33, &[7])]);
     assert_eq!(among[0], by_itself[0]);
     assert_eq!(among[0], among[2]);
 }

@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
-use candlewick_model::{Config, MlpRows, Model};
+use candlewick_model::{Config, Model, TiledMlp};
 use candlewick_ops::Seqs;
 use candlewick_parallel::{
-    ActivationCheckpointing, Engine, Formats, LossScale, Micro, Mode, OffloadTarget, ParamStore, ShardingGroups,
+    ActivationCheckpointing, Engine, LossScale, Micro, OffloadTarget, ParamDtypes, ParamStore, ShardingGroups,
+    StoreMode,
 };
 use peak_alloc::PeakAlloc;
 use serde_json::json;
@@ -34,27 +35,32 @@ fn model() -> Model {
 
 /// The bytes of a store's buffers: those that it tells, and those that it allocated.
 #[track_caller]
-fn check_store_bytes(formats: Formats, n_bytes_of_weight: u64) {
+fn check_store_bytes(dtypes: ParamDtypes, n_bytes_of_weight: u64) {
     let before = ALLOCATOR.current_usage();
-    let store = ParamStore::new(&model(), formats, Mode::Train, &Device::Cpu, ShardingGroups::alone()).unwrap();
+    let store = ParamStore::new(&model(), dtypes, StoreMode::Train, &Device::Cpu, ShardingGroups::alone()).unwrap();
     let allocated = (ALLOCATOR.current_usage() - before) as f64;
     let bytes = store.device_bytes();
     // Names and shapes are allocated, too.
     assert!((bytes.total() as f64 / allocated - 1.0).abs() < 0.05, "{bytes:?}, {allocated} allocated");
-    let n_weights = bytes.weights / formats.compute.size_in_bytes() as u64;
+    let n_weights = bytes.weights / dtypes.compute.size_in_bytes() as u64;
     assert!(bytes.total().abs_diff(n_weights * n_bytes_of_weight) < bytes.total() / 50, "{bytes:?}");
 }
 
 /// The most bytes alive during a forward and backward, above what was alive before.
-fn peak(checkpointing: Vec<ActivationCheckpointing>, mlp_rows: MlpRows) -> usize {
+fn peak(checkpointing: Vec<ActivationCheckpointing>, tiled_mlp: TiledMlp) -> usize {
     let model = model();
-    let store =
-        ParamStore::new(&model, Formats::computing_in(DType::F32), Mode::Train, &Device::Cpu, ShardingGroups::alone())
-            .unwrap();
+    let store = ParamStore::new(
+        &model,
+        ParamDtypes::computing_in(DType::F32),
+        StoreMode::Train,
+        &Device::Cpu,
+        ShardingGroups::alone(),
+    )
+    .unwrap();
     let folder = OffloadTarget::Folder(std::env::temp_dir());
     let engine = Engine::new(model, store, checkpointing, Arc::new(Solo), Device::Cpu)
         .with_offload_target(folder)
-        .with_mlp_rows(mlp_rows);
+        .with_tiled_mlp(tiled_mlp);
     let micro = Micro {
         ids: Tensor::zeros(N_TOKENS, DType::U32, &Device::Cpu).unwrap(),
         targets: Tensor::zeros(N_TOKENS, DType::I64, &Device::Cpu).unwrap(),
@@ -70,31 +76,31 @@ fn peak(checkpointing: Vec<ActivationCheckpointing>, mlp_rows: MlpRows) -> usize
 /// One test, because the counters are global.
 #[test]
 fn each_mode_saves_what_it_promises() {
-    check_store_bytes(Formats::computing_in(DType::F32), 16);
-    check_store_bytes(Formats::computing_in(DType::BF16), 18);
-    check_store_bytes(Formats { compute: DType::BF16, masters: DType::BF16, moments: DType::BF16 }, 8);
-    let of = |checkpointing, mlp_rows| peak(vec![checkpointing; N_BLOCKS], mlp_rows);
+    check_store_bytes(ParamDtypes::computing_in(DType::F32), 16);
+    check_store_bytes(ParamDtypes::computing_in(DType::BF16), 18);
+    check_store_bytes(ParamDtypes { compute: DType::BF16, masters: DType::BF16, moments: DType::BF16 }, 8);
+    let of = |checkpointing, tiled_mlp| peak(vec![checkpointing; N_BLOCKS], tiled_mlp);
     // Threads and thread-local scratch of the matrix product are made by the first run.
-    of(ActivationCheckpointing::None, MlpRows::Together);
-    let keep = of(ActivationCheckpointing::None, MlpRows::Together);
-    let tiled = of(ActivationCheckpointing::None, MlpRows::InTiles);
-    let full = of(ActivationCheckpointing::Full, MlpRows::Together);
-    let full_tiled = of(ActivationCheckpointing::Full, MlpRows::InTiles);
-    let selective = of(ActivationCheckpointing::Selective, MlpRows::Together);
-    let offloaded = of(ActivationCheckpointing::Offload, MlpRows::Together);
+    of(ActivationCheckpointing::None, TiledMlp::Off);
+    let keep = of(ActivationCheckpointing::None, TiledMlp::Off);
+    let tiled = of(ActivationCheckpointing::None, TiledMlp::On);
+    let full = of(ActivationCheckpointing::Full, TiledMlp::Off);
+    let full_tiled = of(ActivationCheckpointing::Full, TiledMlp::On);
+    let selective = of(ActivationCheckpointing::Selective, TiledMlp::Off);
+    let offloaded = of(ActivationCheckpointing::Offload, TiledMlp::Off);
     let mut half = vec![ActivationCheckpointing::Offload; N_BLOCKS / 2];
     half.resize(N_BLOCKS, ActivationCheckpointing::Full);
-    let half_offloaded = peak(half, MlpRows::Together);
+    let half_offloaded = peak(half, TiledMlp::Off);
     let all =
         [keep, tiled, full, full_tiled, selective, half_offloaded, offloaded].map(|bytes| bytes as f64 / INPUT as f64);
-    // Of each block's MLP gate and up are kept or not, 8 inputs.
+    // WeightCopy each block's MLP gate and up are kept or not, 8 inputs.
     assert!(keep > tiled + N_BLOCKS * 15 / 2 * INPUT, "{all:.1?}");
     assert!(keep > full + N_BLOCKS * 11 * INPUT, "{all:.1?}");
     // Attention's output is as wide as an input; of the last block's it is there anyway, and so are its sums, a sixteenth.
     assert!(selective > full + 13 * INPUT / 2 && selective < full + 8 * INPUT, "{all:.1?}");
     // Within the one block that is computed again the MLP is most, with its gradients.
     assert!(full > full_tiled + 12 * INPUT, "{all:.1?}");
-    // Of 8 inputs the last is in use when memory is at its peak.
+    // WeightCopy 8 inputs the last is in use when memory is at its peak.
     assert!(full > offloaded + 11 * INPUT / 2, "{all:.1?}");
     assert!(full > half_offloaded + 5 * INPUT / 2 && half_offloaded > offloaded + 5 * INPUT / 2, "{all:.1?}");
 }

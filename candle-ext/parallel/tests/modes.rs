@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
-use candlewick_model::{Config, LoraConfig, MlpRows, Model};
+use candlewick_model::{Config, LoraConfig, Model, TiledMlp};
 use candlewick_ops::Seqs;
 use candlewick_parallel::{
-    ActivationCheckpointing, Engine, Formats, KvCache, LossScale, Micro, Mode, OffloadTarget, ParamStore,
-    ShardingGroups,
+    ActivationCheckpointing, Engine, KvCache, LossScale, Micro, OffloadTarget, ParamDtypes, ParamStore, ShardingGroups,
+    StoreMode,
 };
 use serde_json::{Value, json};
 
@@ -52,11 +52,11 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-fn engine(case: &Case, checkpointing: Vec<ActivationCheckpointing>, mlp_rows: MlpRows) -> Engine {
+fn engine(case: &Case, checkpointing: Vec<ActivationCheckpointing>, tiled_mlp: TiledMlp) -> Engine {
     let lora = case.lora.as_ref().map(|lora| LoraConfig::from_json(lora).unwrap());
     let model = Model::new(Config::from_json(case.config.clone()).unwrap(), lora).unwrap();
-    let formats = Formats::computing_in(case.dtype);
-    let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, ShardingGroups::alone()).unwrap();
+    let dtypes = ParamDtypes::computing_in(case.dtype);
+    let store = ParamStore::new(&model, dtypes, StoreMode::Train, &Device::Cpu, ShardingGroups::alone()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];
@@ -67,7 +67,7 @@ fn engine(case: &Case, checkpointing: Vec<ActivationCheckpointing>, mlp_rows: Ml
             Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
         })
         .unwrap();
-    Engine::new(model, store, checkpointing, Arc::new(Solo), Device::Cpu).with_mlp_rows(mlp_rows)
+    Engine::new(model, store, checkpointing, Arc::new(Solo), Device::Cpu).with_tiled_mlp(tiled_mlp)
 }
 
 fn micro() -> Micro {
@@ -92,8 +92,8 @@ struct Results {
     grads: Vec<(String, Vec<f32>)>,
 }
 
-fn run(case: &Case, checkpointing: Vec<ActivationCheckpointing>, mlp_rows: MlpRows) -> Results {
-    run_on(engine(case, checkpointing, mlp_rows).with_offload_target(OffloadTarget::Folder(std::env::temp_dir())))
+fn run(case: &Case, checkpointing: Vec<ActivationCheckpointing>, tiled_mlp: TiledMlp) -> Results {
+    run_on(engine(case, checkpointing, tiled_mlp).with_offload_target(OffloadTarget::Folder(std::env::temp_dir())))
 }
 
 fn run_on(engine: Engine) -> Results {
@@ -113,8 +113,8 @@ fn what_a_block_keeps_changes_no_bit_in_any_family() {
     let mixed =
         vec![ActivationCheckpointing::Offload, ActivationCheckpointing::Selective, ActivationCheckpointing::None];
     for case in cases() {
-        for mlp_rows in [MlpRows::Together, MlpRows::InTiles] {
-            let keep = run(&case, all(ActivationCheckpointing::None), mlp_rows);
+        for tiled_mlp in [TiledMlp::Off, TiledMlp::On] {
+            let keep = run(&case, all(ActivationCheckpointing::None), tiled_mlp);
             assert!(keep.loss.is_finite() && keep.loss > 0.0);
             for checkpointing in
                 [ActivationCheckpointing::Full, ActivationCheckpointing::Selective, ActivationCheckpointing::Offload]
@@ -123,8 +123,8 @@ fn what_a_block_keeps_changes_no_bit_in_any_family() {
                     .chain([mixed.clone()])
             {
                 assert!(
-                    keep == run(&case, checkpointing.clone(), mlp_rows),
-                    "{checkpointing:?} {mlp_rows:?} {}",
+                    keep == run(&case, checkpointing.clone(), tiled_mlp),
+                    "{checkpointing:?} {tiled_mlp:?} {}",
                     case.config
                 );
             }
@@ -135,7 +135,7 @@ fn what_a_block_keeps_changes_no_bit_in_any_family() {
 #[test]
 fn where_an_input_is_offloaded_to_changes_no_bit() {
     for case in cases() {
-        let engine = || engine(&case, all(ActivationCheckpointing::Offload), MlpRows::Together);
+        let engine = || engine(&case, all(ActivationCheckpointing::Offload), TiledMlp::Off);
         let folder = OffloadTarget::Folder(std::env::temp_dir());
         assert!(
             run_on(engine().with_offload_target(folder))
@@ -149,14 +149,14 @@ fn where_an_input_is_offloaded_to_changes_no_bit() {
 #[test]
 fn a_tiled_mlp_gives_the_same_losses_and_gradients_in_every_family() {
     for case in cases() {
-        let whole = run(&case, all(ActivationCheckpointing::None), MlpRows::Together);
+        let whole = run(&case, all(ActivationCheckpointing::None), TiledMlp::Off);
         for checkpointing in [
             ActivationCheckpointing::None,
             ActivationCheckpointing::Full,
             ActivationCheckpointing::Selective,
             ActivationCheckpointing::Offload,
         ] {
-            let tiled = run(&case, all(checkpointing), MlpRows::InTiles);
+            let tiled = run(&case, all(checkpointing), TiledMlp::On);
             assert_eq!((tiled.loss, tiled.held_out), (whole.loss, whole.held_out), "{}", case.config);
             for ((name, tiled), (_, whole)) in tiled.grads.iter().zip(&whole.grads) {
                 let bound = if name.contains("mlp.") { 1e-6 } else { 0.0 };
@@ -179,11 +179,11 @@ fn assert_close(name: &str, ours: &[f32], other: &[f32], bound: f64) {
 #[test]
 fn generation_gives_the_same_logits_with_tiles() {
     let ids: Vec<u32> = (0..70).map(|i| (i * 7) % VOCAB as u32).collect();
-    let logits = |mlp_rows| {
-        let engine = engine(&cases()[0], all(ActivationCheckpointing::None), mlp_rows);
+    let logits = |tiled_mlp| {
+        let engine = engine(&cases()[0], all(ActivationCheckpointing::None), tiled_mlp);
         let cache = KvCache::new(N_BLOCKS, ids.len());
         let prompt = engine.next_logits(&ids[..69], 0, &cache).unwrap().to_vec1::<f32>().unwrap();
         (prompt, engine.next_logits(&ids[69..], 69, &cache).unwrap().to_vec1::<f32>().unwrap())
     };
-    assert!(logits(MlpRows::Together) == logits(MlpRows::InTiles));
+    assert!(logits(TiledMlp::Off) == logits(TiledMlp::On));
 }

@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{Config, Model};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler, LossScaling, copy_into};
-use candlewick_parallel::{CpuOffload, Formats, Mode, ParamStore, ShardingGroups, StoreOptions};
+use candlewick_parallel::{CpuOffload, ParamDtypes, ParamStore, ShardingGroups, StoreMode, StoreOptions};
 use serde_json::json;
 
 const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
@@ -19,9 +19,9 @@ fn model() -> Model {
     Model::new(Config::from_json(config).unwrap(), None).unwrap()
 }
 
-fn store(formats: Formats, cpu_offload: Option<CpuOffload>) -> ParamStore {
+fn store(dtypes: ParamDtypes, cpu_offload: Option<CpuOffload>) -> ParamStore {
     let (model, device) = (model(), Device::Cpu);
-    let options = StoreOptions { formats, mode: Mode::Train, cpu_offload: cpu_offload.unwrap_or_default() };
+    let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload: cpu_offload.unwrap_or_default() };
     let store = ParamStore::of_units(model.units(), options, &device, ShardingGroups::alone()).unwrap();
     store
         .fill(|spec| {
@@ -76,15 +76,15 @@ fn everything(store: &ParamStore) -> Vec<Vec<f32>> {
 fn where_the_optimizer_lives_changes_no_bit() {
     let (f32, bf16) = (DType::F32, DType::BF16);
     for (compute, masters, moments) in [(f32, f32, f32), (bf16, f32, f32), (bf16, f32, bf16), (bf16, bf16, bf16)] {
-        let formats = Formats { compute, masters, moments };
-        let together = after_steps(&store(formats, None));
-        let untouched = everything(&store(formats, None));
+        let dtypes = ParamDtypes { compute, masters, moments };
+        let together = after_steps(&store(dtypes, None));
+        let untouched = everything(&store(dtypes, None));
         assert!(together != untouched, "no step was taken");
         for (optimizer, weights) in [(0.0, false), (0.4, false), (1.0, false), (1.0, true)] {
             let cpu_offload = CpuOffload { optimizer, weights };
-            let apart = store(formats, Some(cpu_offload));
-            assert!(everything(&apart) == untouched, "{cpu_offload:?} of {formats:?} before the first step");
-            assert!(after_steps(&apart) == together, "{cpu_offload:?} of {formats:?}");
+            let apart = store(dtypes, Some(cpu_offload));
+            assert!(everything(&apart) == untouched, "{cpu_offload:?} of {dtypes:?} before the first step");
+            assert!(after_steps(&apart) == together, "{cpu_offload:?} of {dtypes:?}");
         }
     }
 }
@@ -93,7 +93,7 @@ fn where_the_optimizer_lives_changes_no_bit() {
 #[test]
 fn about_that_share_of_the_parameters_is_on_the_host() {
     let n_apart = |share| {
-        let store = store(Formats::computing_in(DType::F32), optimizer(share));
+        let store = store(ParamDtypes::computing_in(DType::F32), optimizer(share));
         for state in store.states().unwrap() {
             copy_into(&state.master, &state.master.ones_like().unwrap()).unwrap();
         }
@@ -107,7 +107,7 @@ fn about_that_share_of_the_parameters_is_on_the_host() {
 
 #[test]
 fn what_is_loaded_from_outside_reaches_the_ops_after_a_refresh() {
-    let store = store(Formats::computing_in(DType::BF16), optimizer(1.0));
+    let store = store(ParamDtypes::computing_in(DType::BF16), optimizer(1.0));
     let state = store.states().unwrap().remove(3);
     copy_into(&state.master, &(state.master.ones_like().unwrap() * 0.3).unwrap()).unwrap();
     store.refresh().unwrap();

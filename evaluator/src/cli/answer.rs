@@ -12,9 +12,9 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::answering::{Answering, InParts, bar};
-use candlewick_inference::answer::{Answered, Answers, LmAnswers};
-use candlewick_inference::command::Model;
-use candlewick_inference::ranks::together;
+use candlewick_inference::answer::{EngineBackend, LmBackend, RequestOutput};
+use candlewick_inference::command::ModelOptions;
+use candlewick_inference::ranks::run_on_ranks;
 use candlewick_inference::request::{GenerationSettings, Request, Response};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::place::place;
@@ -29,7 +29,7 @@ pub(super) struct Answer {
     /// temperature, top_p and top_k
     requests: PathBuf,
     #[command(flatten)]
-    model: Model,
+    model: ModelOptions,
     #[command(flatten)]
     parts: InParts,
     #[command(flatten)]
@@ -46,11 +46,11 @@ pub(super) struct Answer {
 }
 
 pub(super) fn run(args: &Answer, hub: &Hub) -> Result<()> {
-    together(&place()?, args.parts.parts(), args.model.compute.device, |ranks, device| {
+    run_on_ranks(&place()?, args.parts.parts(), args.model.compute.device, |ranks, device| {
         let requests = read(&args.requests)?;
         let lm = args.model.load_on(hub, ranks, device)?;
         let settings = args.answering.settings(args.seed, args.use_cache.clone());
-        let answers = LmAnswers::new(&lm, settings, ranks.crew())?;
+        let answers = EngineBackend::new(&lm, settings, ranks.inference_group())?;
         let answered = answers.with_progress(bar(ranks)).answer(&requests)?;
         ranks.process.on_first_rank(|| write(args.output_path.as_deref(), &answered)).map(drop)
     })
@@ -114,9 +114,9 @@ fn read(path: &Path) -> Result<Vec<Request>> {
     lines.map(parse).collect()
 }
 
-fn write(path: Option<&Path>, answered: &[Answered]) -> Result<()> {
+fn write(path: Option<&Path>, answered: &[RequestOutput]) -> Result<()> {
     let mut text = String::new();
-    for Answered { response, n_tokens, n_cut } in answered {
+    for RequestOutput { response, n_tokens, n_cut } in answered {
         let mut line = match response {
             Response::Loglikelihood { logprob, is_greedy } => json!({"logprob": logprob, "is_greedy": is_greedy}),
             Response::LoglikelihoodRolling(loglikelihood) => json!({"loglikelihood": loglikelihood}),

@@ -7,9 +7,9 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use candlewick_inference::answer::stop::ThinkEnd;
-use candlewick_inference::answer::{AnswerSettings, Progress};
-use candlewick_inference::parts::Parts;
-use candlewick_inference::ranks::Ranks;
+use candlewick_inference::answer::{BackendSettings, RequestProgress};
+use candlewick_inference::parallel_config::ParallelConfig;
+use candlewick_inference::ranks::EvalRanks;
 use candlewick_runtime::progress::ProgressLines;
 
 #[derive(Clone, Debug, Args)]
@@ -50,9 +50,9 @@ pub(super) struct InParts {
 }
 
 impl InParts {
-    pub(super) fn parts(&self) -> Parts {
+    pub(super) fn parts(&self) -> ParallelConfig {
         let Self { tensor_parallel_size: tensor, pipeline_parallel_size: stages, .. } = *self;
-        Parts { tensor, stages, in_shares: self.zero_stage == "3" }
+        ParallelConfig { tensor_parallel: tensor, pipeline_parallel: stages, zero3: self.zero_stage == "3" }
     }
 }
 
@@ -74,12 +74,12 @@ fn at_least_one(text: &str) -> Result<usize, String> {
 
 impl Answering {
     /// What the options say, with what is sampled seeded by `seed` and answers kept in `log`.
-    pub(super) fn settings(&self, seed: u64, log: Option<PathBuf>) -> AnswerSettings {
+    pub(super) fn settings(&self, seed: u64, log: Option<PathBuf>) -> BackendSettings {
         let Self { batch_size, max_length, max_gen_toks, add_bos_token, max_batch_size, .. } = *self;
         if batch_size.0.is_some() && max_batch_size.is_some() {
             tracing::warn!("--max-batch-size has no effect: --batch-size says how many");
         }
-        AnswerSettings {
+        BackendSettings {
             max_length,
             max_gen_toks,
             add_bos: add_bos_token,
@@ -87,7 +87,7 @@ impl Answering {
             max_batch_size,
             think_end: self.think_end_token.as_deref().map(ThinkEnd::read),
             seed,
-            log,
+            cache_folder: log,
         }
     }
 
@@ -98,7 +98,7 @@ impl Answering {
 }
 
 /// Shows the progress of the first rank: a bar where stderr is a terminal, else a line from time to time.
-pub(super) fn bar(ranks: &Ranks) -> impl FnMut(Progress) + use<> {
+pub(super) fn bar(ranks: &EvalRanks) -> impl FnMut(RequestProgress) + use<> {
     const BAR: &str = "answers {wide_bar} {pos}/{len} {per_sec} {eta}";
     let is_first = ranks.process.is_first();
     let target = if is_first { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
@@ -106,7 +106,7 @@ pub(super) fn bar(ranks: &Ranks) -> impl FnMut(Progress) + use<> {
     let bar = ProgressBar::with_draw_target(Some(0), target).with_style(style);
     bar.enable_steady_tick(Duration::from_secs(1));
     let mut lines = is_first.then(|| ProgressLines::on_stderr("evaluate", "requests")).flatten();
-    move |Progress { n_done, n_all }| {
+    move |RequestProgress { n_done, n_all }| {
         bar.set_length(n_all as u64);
         bar.set_position(n_done as u64);
         lines.iter().for_each(|lines| lines.set(n_done, n_all));

@@ -22,10 +22,10 @@ use crate::output::{Output, sanitized_task};
 use crate::questions::Questions;
 use crate::results::{Header, Report, Results, TaskRun, counts, groups_table, header, table};
 use crate::task::{ChatStyle, DataPaths, OutputType, PromptOptions, Selection, Task};
-use candlewick_inference::answer::LmAnswers;
-use candlewick_inference::command::Model;
+use candlewick_inference::answer::EngineBackend;
+use candlewick_inference::command::ModelOptions;
 use candlewick_inference::lm::Lm;
-use candlewick_inference::ranks::{Ranks, together};
+use candlewick_inference::ranks::{EvalRanks, run_on_ranks};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::place::place;
 use candlewick_runtime::run_id::RunId;
@@ -34,7 +34,7 @@ use candlewick_runtime::stdout::print_line;
 #[derive(Debug, Args)]
 pub(super) struct Run {
     #[command(flatten)]
-    model: Model,
+    model: ModelOptions,
     /// Tasks, groups, tags, patterns such as mmlu_* and YAML files, with commas or blanks between them
     #[arg(long, short, required = true, value_delimiter = ',', num_args = 1..)]
     tasks: Vec<String>,
@@ -113,7 +113,7 @@ fn level(text: &str) -> Result<tracing::Level, String> {
 
 pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
     args.foreign.check()?;
-    together(&place()?, args.parts.parts(), args.model.compute.device, |ranks, device| {
+    run_on_ranks(&place()?, args.parts.parts(), args.model.compute.device, |ranks, device| {
         let (id, began) = (RunId::agree(&ranks.process, Ok(RunId::now()))?, Instant::now());
         let selection = args.select()?;
         let paths = args.prompts.data_paths(&selection.tasks)?;
@@ -132,7 +132,7 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
         let output = args.output_path.as_ref().map(|path| Output::new(path, &args.model.model, id.file_stamp()));
         let log = args.use_cache.clone().or(output.as_ref().map(Output::answers));
         let settings = args.answering.settings(args.seeds().of_run(id.run).0, log);
-        let answers = LmAnswers::new(&lm, settings, ranks.crew())?;
+        let answers = EngineBackend::new(&lm, settings, ranks.inference_group())?;
         let max_length = answers.max_length();
         let mut answers = if args.is_quiet() { answers } else { answers.with_progress(bar(ranks)) };
         let answered = questions.ask(&mut answers)?;
@@ -242,7 +242,7 @@ impl Run {
     }
 
     /// Loads the documents of all tasks, after one rank has downloaded them.
-    fn open(&self, hub: &Hub, ranks: &Ranks, selection: &Selection, paths: &DataPaths) -> Result<Vec<Task>> {
+    fn open(&self, hub: &Hub, ranks: &EvalRanks, selection: &Selection, paths: &DataPaths) -> Result<Vec<Task>> {
         let Prompts { num_fewshot, compat, .. } = self.prompts;
         let options = PromptOptions { num_fewshot, compat: compat.is_some(), ..PromptOptions::default() };
         let open = |config| Ok(Task::open(hub, config, paths, &options)?);

@@ -12,7 +12,7 @@ use serde_json::{Value as Json, json};
 
 use super::tasks::{Prompts, TaskSource};
 use crate::task::{ChatStyle, DataPaths, Instance, PromptOptions, Task, TaskConfig};
-use candlewick_inference::answer::encode::{Encoder, NoTokens, Pair};
+use candlewick_inference::answer::encode::{EmptyContinuation, EncodedPair, RequestEncoder};
 use candlewick_inference::request::Request;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::stdout::print_line;
@@ -105,7 +105,7 @@ fn show(
 
 /// What makes tokens of requests, as for answers.
 struct Tokens<'t> {
-    encoder: Encoder<'t>,
+    encoder: RequestEncoder<'t>,
     /// Tokens of context, if the model's config is there.
     max_length: Option<usize>,
 }
@@ -115,7 +115,7 @@ impl<'t> Tokens<'t> {
         let folder = tokenizer.directory();
         let has_config = folder.join("config.json").is_file();
         let max_length = if has_config { Some(Config::read(folder)?.max_positions()) } else { None };
-        Ok(Self { encoder: Encoder::new(tokenizer, add_bos)?, max_length })
+        Ok(Self { encoder: RequestEncoder::new(tokenizer, add_bos)?, max_length })
     }
 
     /// The tokens that a model is shown of a request, those that are scored, and how many are cut off.
@@ -123,7 +123,7 @@ impl<'t> Tokens<'t> {
         let max_length = self.max_length.unwrap_or(usize::MAX / 2);
         Ok(match request {
             Request::Loglikelihood { context, continuation } => {
-                let Pair { mut context, continuation } = self.encoder.pair(context, continuation)?;
+                let EncodedPair { mut context, continuation } = self.encoder.pair(context, continuation)?;
                 // The last token of the continuation is scored and not seen.
                 let n_cut = (context.len() + continuation.len()).saturating_sub(max_length + 1).min(context.len());
                 context.drain(..n_cut);
@@ -181,7 +181,9 @@ fn request(instance: &Instance, tokens: Option<&Tokens>) -> Result<Json> {
             fields["truncated"] = json!(n_cut);
         }
         // It is shown why the document would be left out.
-        Err(error) if error.is::<NoTokens>() => fields["problem"] = json!("it has no tokens of its own to score"),
+        Err(error) if error.is::<EmptyContinuation>() => {
+            fields["problem"] = json!("it has no tokens of its own to score")
+        }
         Err(error) => return Err(error.context("failed to show tokens")),
     }
     Ok(fields)

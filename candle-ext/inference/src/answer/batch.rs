@@ -2,7 +2,7 @@
 
 /// The most that one forward takes. A single run of tokens that is longer has a forward of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Batching {
+pub struct BatchLimits {
     /// New tokens.
     pub n_tokens: usize,
     /// Keys that they look at, of all runs together.
@@ -16,14 +16,14 @@ pub struct Batching {
 }
 
 /// What a forward has been given so far.
-pub struct Load {
-    limits: Batching,
+pub struct BatchLoad {
+    limits: BatchLimits,
     n_tokens: usize,
     n_keys: usize,
     n_runs: usize,
 }
 
-impl Batching {
+impl BatchLimits {
     /// As many tokens as make a good forward: a CPU has read the weights often enough then, and what it computes stays in
     /// its caches. `row_bytes` is what a token's keys and values take in all blocks.
     pub fn auto(is_cpu: bool, row_bytes: usize) -> Self {
@@ -46,12 +46,12 @@ impl Batching {
     }
 
     /// A forward of nothing.
-    pub fn empty(&self) -> Load {
-        Load { limits: *self, n_tokens: 0, n_keys: 0, n_runs: 0 }
+    pub fn empty(&self) -> BatchLoad {
+        BatchLoad { limits: *self, n_tokens: 0, n_keys: 0, n_runs: 0 }
     }
 }
 
-impl Load {
+impl BatchLoad {
     /// Takes a run of tokens with all keys that it looks at, if there is room or nothing else is there.
     pub fn add(&mut self, n_tokens: usize, n_keys: usize) -> bool {
         let fits = self.n_tokens + n_tokens <= self.limits.n_tokens

@@ -9,15 +9,15 @@ use candlewick_text::tokenizer::{SpecialToken, Specials, Tokenizer};
 use serde_json::{Map, Value};
 
 /// Makes tokens of requests.
-pub struct Encoder<'t> {
+pub struct RequestEncoder<'t> {
     tokenizer: &'t Tokenizer,
-    added: Added,
+    added: SpecialTokensAdded,
     prefix: Option<SpecialToken>,
 }
 
 /// A context and what follows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pair {
+pub struct EncodedPair {
     /// At least one token.
     pub context: Vec<u32>,
     /// The tokens that are scored, at least one.
@@ -27,7 +27,7 @@ pub struct Pair {
 /// There is nothing to score.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("failed to score {continuation:?} after {context:?}: it has no tokens of its own")]
-pub struct NoTokens {
+pub struct EmptyContinuation {
     /// What was to be scored.
     pub continuation: String,
     /// What stands before.
@@ -37,16 +37,16 @@ pub struct NoTokens {
 /// Some requests cannot be scored, and so none is answered.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{why}")]
-pub struct Unscorable {
+pub struct UnscorableRequests {
     /// Their numbers.
     pub requests: Vec<usize>,
     /// The reason, of the first of them.
-    pub why: NoTokens,
+    pub why: EmptyContinuation,
 }
 
 /// What is put around a text.
 #[derive(Clone, Debug)]
-enum Added {
+enum SpecialTokensAdded {
     /// Nothing.
     Nothing,
     /// What tokenizer.json says.
@@ -55,7 +55,7 @@ enum Added {
     Tokens { before: Option<u32>, after: Option<u32> },
 }
 
-impl<'t> Encoder<'t> {
+impl<'t> RequestEncoder<'t> {
     /// Reads what the tokenizer's folder says about special tokens. `add_bos` says something else about the first.
     pub fn new(tokenizer: &'t Tokenizer, add_bos: Option<bool>) -> Result<Self> {
         let config = tokenizer_config(tokenizer.directory())?;
@@ -65,11 +65,11 @@ impl<'t> Encoder<'t> {
             token.filter(|_| is_added == Some(true)).map(|token| token.id)
         };
         let added = match add_bos {
-            Some(false) => Added::Nothing,
-            None if of_bos.is_none() && of_eos.is_none() => Added::OfTokenizer,
+            Some(false) => SpecialTokensAdded::Nothing,
+            None if of_bos.is_none() && of_eos.is_none() => SpecialTokensAdded::OfTokenizer,
             _ => {
                 let (bos, eos) = (tokenizer.bos(), tokenizer.eos());
-                Added::Tokens { before: id(bos, add_bos.or(of_bos)), after: id(eos, of_eos) }
+                SpecialTokensAdded::Tokens { before: id(bos, add_bos.or(of_bos)), after: id(eos, of_eos) }
             }
         };
         Ok(Self { tokenizer, added, prefix: tokenizer.bos().or(tokenizer.eos()).cloned() })
@@ -89,50 +89,52 @@ impl<'t> Encoder<'t> {
     /// The tokens of a text. It gets no special tokens if it begins with the prefix token, written out.
     pub fn text(&self, text: &str) -> Result<Vec<u32>> {
         let is_begun = self.prefix.as_ref().is_some_and(|prefix| text.starts_with(&prefix.text));
-        self.encode(text, if is_begun { &Added::Nothing } else { &self.added })
+        self.encode(text, if is_begun { &SpecialTokensAdded::Nothing } else { &self.added })
     }
 
     /// The tokens of a prompt. Only BOS keeps special tokens away.
     pub fn prompt(&self, text: &str) -> Result<Vec<u32>> {
         let is_begun = self.tokenizer.bos().is_some_and(|bos| text.starts_with(&bos.text));
-        let ids = self.encode(text, if is_begun { &Added::Nothing } else { &self.added })?;
+        let ids = self.encode(text, if is_begun { &SpecialTokensAdded::Nothing } else { &self.added })?;
         if ids.is_empty() { Ok(vec![self.prefix()?]) } else { Ok(ids) }
     }
 
     /// The tokens of both texts, as of one text. Blanks at the end of the context are the continuation's.
-    pub fn pair(&self, context: &str, continuation: &str) -> Result<Pair> {
+    pub fn pair(&self, context: &str, continuation: &str) -> Result<EncodedPair> {
         let pair = if context.is_empty() {
-            self.without_context(self.encode(continuation, &Added::Nothing)?)?
+            self.without_context(self.encode(continuation, &SpecialTokensAdded::Nothing)?)?
         } else {
             let whole = self.text(&[context, continuation].concat())?;
             let before = self.text(context.trim_end_matches(is_blank))?;
             let continuation = whole.get(before.len()..).unwrap_or_default().to_vec();
             match before.is_empty() {
                 true => self.without_context(continuation)?,
-                false => Pair { context: before, continuation },
+                false => EncodedPair { context: before, continuation },
             }
         };
         match pair.continuation.is_empty() {
-            true => Err(NoTokens { continuation: continuation.to_owned(), context: context.to_owned() }.into()),
+            true => {
+                Err(EmptyContinuation { continuation: continuation.to_owned(), context: context.to_owned() }.into())
+            }
             false => Ok(pair),
         }
     }
 
     /// The prefix token is the context, unless the text begins with it.
-    fn without_context(&self, continuation: Vec<u32>) -> Result<Pair> {
+    fn without_context(&self, continuation: Vec<u32>) -> Result<EncodedPair> {
         let prefix = self.prefix()?;
         let context = vec![prefix];
         match continuation.split_first() {
-            Some((first, rest)) if *first == prefix => Ok(Pair { context, continuation: rest.to_vec() }),
-            _ => Ok(Pair { context, continuation }),
+            Some((first, rest)) if *first == prefix => Ok(EncodedPair { context, continuation: rest.to_vec() }),
+            _ => Ok(EncodedPair { context, continuation }),
         }
     }
 
-    fn encode(&self, text: &str, added: &Added) -> Result<Vec<u32>> {
+    fn encode(&self, text: &str, added: &SpecialTokensAdded) -> Result<Vec<u32>> {
         Ok(match added {
-            Added::Nothing => self.tokenizer.encode(text, Specials::Omit)?,
-            Added::OfTokenizer => self.tokenizer.encode(text, Specials::Add)?,
-            Added::Tokens { before, after } => {
+            SpecialTokensAdded::Nothing => self.tokenizer.encode(text, Specials::Omit)?,
+            SpecialTokensAdded::OfTokenizer => self.tokenizer.encode(text, Specials::Add)?,
+            SpecialTokensAdded::Tokens { before, after } => {
                 let ids = self.tokenizer.encode(text, Specials::Omit)?;
                 before.iter().copied().chain(ids).chain(*after).collect()
             }

@@ -3,16 +3,16 @@
 use std::ops::Range;
 
 use anyhow::{Context, Result, bail};
-use candlewick_parallel::{Asked, Engine, Path, Run, Until};
+use candlewick_parallel::{Engine, Prefix, PrefixKvCache, ScoreQuery, TokenRun};
 
-use super::batch::Batching;
-use super::tree::{Node, Tree};
-use super::windows::Scored;
+use super::batch::BatchLimits;
+use super::prefix_tree::{PrefixNode, PrefixTree};
+use super::rolling::ScoredSequence;
 use candlewick_runtime::exit::ExitCode;
 
 /// How likely the targets of one sequence are together.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Score {
+pub struct SequenceScore {
     /// The sum of their log-probabilities.
     pub logprob: f64,
     /// Whether each was the likeliest.
@@ -21,23 +21,23 @@ pub struct Score {
 
 /// Sequences of which some are to be scored here: the others, which are scored elsewhere or were before, only decide how
 /// the tokens fall into runs, and with that the last bits of the scores.
-pub struct Scoring<'s> {
-    scored: &'s [Scored],
-    tree: Tree,
+pub struct ScoringPlan<'s> {
+    scored: &'s [ScoredSequence],
+    tree: PrefixTree,
 }
 
-/// A target: how likely is `id` after the token at `offset` of its node? Asked for sequence `sequence`.
-struct Question {
+/// A target: how likely is `id` after the token at `offset` of its node? ScoreQuery for sequence `sequence`.
+struct TargetQuery {
     sequence: usize,
     offset: usize,
     id: u32,
 }
 
-impl<'s> Scoring<'s> {
+impl<'s> ScoringPlan<'s> {
     /// Plans the scoring of all sequences.
-    pub fn new(scored: &'s [Scored]) -> Self {
-        let seen: Vec<&[u32]> = scored.iter().map(Scored::seen).collect();
-        Self { scored, tree: Tree::new(&seen) }
+    pub fn new(scored: &'s [ScoredSequence]) -> Self {
+        let seen: Vec<&[u32]> = scored.iter().map(ScoredSequence::seen).collect();
+        Self { scored, tree: PrefixTree::new(&seen) }
     }
 
     /// The order in which sequences are scored.
@@ -45,7 +45,7 @@ impl<'s> Scoring<'s> {
         &self.tree.order
     }
 
-    /// What each sequence costs, in the order of [`Scoring::order`], if those before it in the order are scored, too: the
+    /// What each sequence costs, in the order of [`ScoringPlan::order`], if those before it in the order are scored, too: the
     /// tokens that are new with it.
     pub fn costs(&self) -> Vec<usize> {
         let mut is_paid = vec![false; self.tree.nodes.len()];
@@ -66,25 +66,25 @@ impl<'s> Scoring<'s> {
     pub fn run(
         &self,
         engine: &Engine,
-        batching: &Batching,
+        limits: &BatchLimits,
         wanted: &[usize],
         go_on: impl Fn() -> Result<()>,
-        mut done: impl FnMut(Vec<(usize, Score)>) -> Result<()>,
+        mut done: impl FnMut(Vec<(usize, SequenceScore)>) -> Result<()>,
     ) -> Result<()> {
         let mut questions = self.questions(wanted);
         let nodes: Vec<usize> = self.needed(wanted);
-        let mut scores = vec![Score { logprob: 0.0, is_greedy: true }; self.scored.len()];
+        let mut scores = vec![SequenceScore { logprob: 0.0, is_greedy: true }; self.scored.len()];
         let mut n_open: Vec<usize> = self.scored.iter().map(|scored| scored.n_targets).collect();
-        let mut path = Path::new(engine.model().n_blocks());
-        let batches = self.batches(&nodes, batching);
+        let mut path = PrefixKvCache::new(engine.model().n_blocks());
+        let batches = self.batches(&nodes, limits);
         for (i, batch) in batches.iter().enumerate() {
             go_on()?;
             let next = batches.get(i + 1).map(|batch| nodes[batch.start]);
-            let asked: Vec<Vec<Question>> =
+            let asked: Vec<Vec<TargetQuery>> =
                 nodes[batch.clone()].iter().map(|node| std::mem::take(&mut questions[*node])).collect();
             let mut finished = Vec::new();
             let answers = self.forward(engine, &mut path, &nodes[batch.clone()], next, &asked)?;
-            for (Question { sequence, .. }, (logprob, is_top)) in asked.iter().flatten().zip(answers) {
+            for (TargetQuery { sequence, .. }, (logprob, is_top)) in asked.iter().flatten().zip(answers) {
                 let score = &mut scores[*sequence];
                 score.logprob += f64::from(logprob);
                 score.is_greedy &= is_top;
@@ -106,15 +106,15 @@ impl<'s> Scoring<'s> {
     }
 
     /// What is asked of each node. The targets of a sequence are asked in their order, for nodes come in that of their paths.
-    fn questions(&self, wanted: &[usize]) -> Vec<Vec<Question>> {
-        let mut questions: Vec<Vec<Question>> = self.tree.nodes.iter().map(|_| Vec::new()).collect();
+    fn questions(&self, wanted: &[usize]) -> Vec<Vec<TargetQuery>> {
+        let mut questions: Vec<Vec<TargetQuery>> = self.tree.nodes.iter().map(|_| Vec::new()).collect();
         for &sequence in wanted {
             let scored = &self.scored[sequence];
             let mut on_path = self.tree.path(sequence).into_iter().peekable();
             for (row, &id) in (scored.first_row()..).zip(scored.targets()) {
                 while on_path.next_if(|node| self.tree.nodes[*node].end <= row).is_some() {}
                 if let Some(&node) = on_path.peek() {
-                    questions[node].push(Question { sequence, offset: row - self.tree.nodes[node].start, id });
+                    questions[node].push(TargetQuery { sequence, offset: row - self.tree.nodes[node].start, id });
                 }
             }
         }
@@ -122,15 +122,15 @@ impl<'s> Scoring<'s> {
     }
 
     /// Cuts the nodes into batches: as many as fit.
-    fn batches(&self, nodes: &[usize], batching: &Batching) -> Vec<Range<usize>> {
+    fn batches(&self, nodes: &[usize], limits: &BatchLimits) -> Vec<Range<usize>> {
         let mut batches = Vec::new();
         let mut batch = 0..0;
-        let mut load = batching.empty();
+        let mut load = limits.empty();
         for (i, node) in nodes.iter().enumerate() {
-            let Node { start, end, .. } = self.tree.nodes[*node];
+            let PrefixNode { start, end, .. } = self.tree.nodes[*node];
             if !load.add(end - start, end) {
                 batches.push(std::mem::replace(&mut batch, i..i));
-                load = batching.empty();
+                load = limits.empty();
                 load.add(end - start, end);
             }
             batch.end = i + 1;
@@ -145,32 +145,33 @@ impl<'s> Scoring<'s> {
     fn forward(
         &self,
         engine: &Engine,
-        path: &mut Path,
+        path: &mut PrefixKvCache,
         batch: &[usize],
         next: Option<usize>,
-        asked: &[Vec<Question>],
+        asked: &[Vec<TargetQuery>],
     ) -> Result<Vec<(f32, bool)>> {
         let after = |node: usize| match self.tree.nodes[node].parent {
-            None => Until::Remembered(0),
+            None => Prefix::Cached(0),
             Some(parent) => match batch.binary_search(&parent) {
-                Ok(run) => Until::Run(run),
-                Err(_) => Until::Remembered(self.tree.nodes[parent].end),
+                Ok(run) => Prefix::Run(run),
+                Err(_) => Prefix::Cached(self.tree.nodes[parent].end),
             },
         };
         let run = |node: &usize| {
-            let Node { sequence, start, end, .. } = self.tree.nodes[*node];
-            Run { after: after(*node), ids: &self.scored[sequence].ids[start..end] }
+            let PrefixNode { sequence, start, end, .. } = self.tree.nodes[*node];
+            TokenRun { prefix: after(*node), ids: &self.scored[sequence].ids[start..end] }
         };
-        let runs: Vec<Run> = batch.iter().map(run).collect();
+        let runs: Vec<TokenRun> = batch.iter().map(run).collect();
         let mut questions = Vec::new();
         let mut first_row = 0;
         for (run, asked) in runs.iter().zip(asked) {
-            let ask = |question: &Question| Asked { row: (first_row + question.offset) as u32, id: question.id };
+            let ask =
+                |question: &TargetQuery| ScoreQuery { row: (first_row + question.offset) as u32, id: question.id };
             questions.extend(asked.iter().map(ask));
             first_row += run.ids.len();
         }
         let mut compute = || {
-            let branches = path.branch(&runs, next.map_or(Until::Remembered(0), after), engine.device())?;
+            let branches = path.plan_batch(&runs, next.map_or(Prefix::Cached(0), after), engine.device())?;
             engine.token_scores(branches.tokens(), &questions, &branches)
         };
         let scores = compute().context("failed to score a batch")?;

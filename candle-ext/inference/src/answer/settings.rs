@@ -6,7 +6,7 @@ use super::stop::ThinkEnd;
 
 /// The settings of answering.
 #[derive(Clone, Debug, PartialEq)]
-pub struct AnswerSettings {
+pub struct BackendSettings {
     /// Tokens of context, if not as many as the model was made for.
     pub max_length: Option<usize>,
     /// Tokens that are generated at most, where the request does not say it.
@@ -22,10 +22,10 @@ pub struct AnswerSettings {
     /// Seeds what is sampled. An answer depends on it, on the request and on how often the request came before.
     pub seed: u64,
     /// The folder that answers are written to as they come, and read from before anything is computed.
-    pub log: Option<PathBuf>,
+    pub cache_folder: Option<PathBuf>,
 }
 
-impl Default for AnswerSettings {
+impl Default for BackendSettings {
     fn default() -> Self {
         Self {
             max_length: None,
@@ -35,7 +35,7 @@ impl Default for AnswerSettings {
             max_batch_size: None,
             think_end: None,
             seed: 1234,
-            log: None,
+            cache_folder: None,
         }
     }
 }

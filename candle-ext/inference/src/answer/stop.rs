@@ -5,7 +5,7 @@ use candlewick_text::tokenizer::{Specials, Tokenizer};
 
 /// The ends of one generation.
 #[derive(Clone, Debug)]
-pub struct Stop {
+pub struct StopCriteria {
     until: Vec<String>,
     think_end: Option<ThinkEnd>,
     /// Tokens in which the longest of them has room.
@@ -45,7 +45,7 @@ impl ThinkEnd {
     }
 }
 
-impl Stop {
+impl StopCriteria {
     /// Stops at these texts, and at that of EOS; only behind the thinking, if there is some.
     pub fn new(until: &[String], think_end: Option<ThinkEnd>, tokenizer: &Tokenizer) -> Self {
         let mut until = until.to_vec();

@@ -11,9 +11,9 @@ use clap::Args;
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 
-use super::model::Compute;
-use super::sampling::Sampling;
-use crate::chat_session::{ChatSession, Reply};
+use super::model::ComputeOptions;
+use super::sampling::SamplingOptions;
+use crate::chat_session::{ChatReply, ChatSession};
 use crate::generate::FinishReason;
 use candlewick_runtime::exit::{ExitCode, classify};
 
@@ -21,12 +21,12 @@ use candlewick_runtime::exit::{ExitCode, classify};
 #[derive(Debug, Args)]
 pub struct ChatOptions {
     #[command(flatten)]
-    compute: Compute,
+    compute: ComputeOptions,
     /// The system message
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     #[command(flatten)]
-    sampling: Sampling,
+    sampling: SamplingOptions,
 }
 
 const MAX_NEW_TOKENS: usize = 512;
@@ -80,7 +80,7 @@ fn command_of(session: &mut ChatSession, command: &str) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// Answers one line. A line that is too long costs a note only; other errors end the chat.
+/// LmBackend one line. A line that is too long costs a note only; other errors end the chat.
 fn reply(session: &mut ChatSession, line: &str, interrupt: &Interrupt) -> Result<()> {
     interrupt.begin();
     let mut out = io::stdout().lock();
@@ -90,7 +90,7 @@ fn reply(session: &mut ChatSession, line: &str, interrupt: &Interrupt) -> Result
     };
     let replied = session.reply(line, &mut on_text);
     interrupt.end();
-    let Reply { answer, n_dropped } = match replied {
+    let ChatReply { answer, n_dropped } = match replied {
         Err(error) if classify(&error) == ExitCode::Data => {
             eprintln!("note: {error:#}");
             return Ok(());

@@ -10,10 +10,10 @@ use candlewick_text::hub::Hub;
 use candlewick_text::template::{ChatTemplate, Ending};
 use clap::{ArgGroup, Args};
 
-use super::model::Compute;
-use super::sampling::Sampling;
+use super::model::ComputeOptions;
+use super::sampling::SamplingOptions;
 use crate::generate::FinishReason;
-use crate::lm::Answer;
+use crate::lm::GeneratedText;
 use crate::messages::conversations;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::stdout::print_line;
@@ -23,7 +23,7 @@ use candlewick_runtime::stdout::print_line;
 #[command(group = ArgGroup::new("input").required(true))]
 pub struct GenerateArgs {
     #[command(flatten)]
-    compute: Compute,
+    compute: ComputeOptions,
     /// A user's message to answer; several of them are answered one by one; - reads one from stdin
     #[arg(long, group = "input")]
     prompt: Vec<String>,
@@ -38,7 +38,7 @@ pub struct GenerateArgs {
     #[arg(long)]
     raw: bool,
     #[command(flatten)]
-    sampling: Sampling,
+    sampling: SamplingOptions,
     /// Print the duration of prompt and new tokens on stderr, as JSON; loading is not in it
     #[arg(long)]
     timings: bool,
@@ -47,7 +47,7 @@ pub struct GenerateArgs {
 /// Tokens of an answer, unless the command line says otherwise.
 const MAX_NEW_TOKENS: usize = 64;
 
-/// Answers prompts and conversations with the model `name`, on stdout.
+/// LmBackend prompts and conversations with the model `name`, on stdout.
 pub fn generate(name: &str, args: &GenerateArgs, hub: &Hub) -> Result<()> {
     let prompts = args.prompt.iter().map(|prompt| text_or_stdin(prompt)).collect::<Result<Vec<_>>>()?;
     let chats = args.chats(&prompts)?;
@@ -100,7 +100,7 @@ impl GenerateArgs {
     }
 
     /// Prints an answer, after its prompt if there are several.
-    fn show(&self, n_answers: usize, prompt: &str, said: &Answer) -> Result<()> {
+    fn show(&self, n_answers: usize, prompt: &str, said: &GeneratedText) -> Result<()> {
         if said.finish_reason == FinishReason::Context {
             eprintln!("note: the answer ends where the model's context is full");
         }

@@ -7,5 +7,5 @@ mod sampling;
 
 pub use chat::{ChatOptions, chat};
 pub use generate::{GenerateArgs, generate};
-pub use model::{Compute, Dtype, Model};
-pub use sampling::Sampling;
+pub use model::{ComputeOptions, DtypeOption, ModelOptions};
+pub use sampling::SamplingOptions;

@@ -7,29 +7,29 @@ use candle_core::{DType, Device};
 use candlewick_model::Config;
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionPasses, DeviceChoice};
-use candlewick_parallel::Groups;
+use candlewick_parallel::ParallelGroups;
 use candlewick_text::hub::{Hub, HubError, ModelFolders, ModelPart};
 use clap::{Args, ValueEnum};
 
 use crate::lm::Lm;
-use crate::parts::Parts;
-use crate::ranks::Ranks;
+use crate::parallel_config::ParallelConfig;
+use crate::ranks::EvalRanks;
 use candlewick_runtime::exit::ExitCode;
 
 /// A model, and the options of its computation.
 #[derive(Debug, Args)]
-pub struct Model {
+pub struct ModelOptions {
     /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
     #[arg(long, short = 'M')]
     pub model: String,
     /// The options of its computation.
     #[command(flatten)]
-    pub compute: Compute,
+    pub compute: ComputeOptions,
 }
 
 /// The options of a model's computation.
 #[derive(Debug, Args)]
-pub struct Compute {
+pub struct ComputeOptions {
     /// The branch, tag or commit of a Hub id
     #[arg(long)]
     pub revision: Option<String>,
@@ -40,8 +40,8 @@ pub struct Compute {
     #[arg(long, default_value_t = DeviceChoice::Auto)]
     pub device: DeviceChoice,
     /// The dtype to compute in; auto is that of the model
-    #[arg(long, value_enum, default_value_t = Dtype::Auto)]
-    pub dtype: Dtype,
+    #[arg(long, value_enum, default_value_t = DtypeOption::Auto)]
+    pub dtype: DtypeOption,
     /// The implementation of attention
     #[arg(long, value_enum, default_value_t = Attention::Auto)]
     attn_implementation: Attention,
@@ -49,7 +49,7 @@ pub struct Compute {
 
 /// The dtype of weights and activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Dtype {
+pub enum DtypeOption {
     /// 32 bits
     #[value(alias = "float32")]
     F32,
@@ -72,41 +72,45 @@ enum Attention {
     Cudnn,
     /// Our kernels
     Fused,
-    /// Plain tensor operations with all scores in memory
+    /// ResponseJson tensor operations with all scores in memory
     #[value(alias = "eager")]
     Reference,
     /// FlashAttention 2 on a GPU, in 16 bits, if the program was built with the feature flash-attn
     Flash,
 }
 
-impl Model {
+impl ModelOptions {
     /// Loads the model on this process alone.
     pub fn load(&self, hub: &Hub) -> Result<Lm> {
         self.compute.load(&self.model, hub)
     }
 
     /// Loads the model on each rank, or its part of it, after one of them has downloaded it.
-    pub fn load_on(&self, hub: &Hub, ranks: &Ranks, device: Device) -> Result<Lm> {
+    pub fn load_on(&self, hub: &Hub, ranks: &EvalRanks, device: Device) -> Result<Lm> {
         let folders = ranks.process.one_rank_per_node_first(|| self.compute.find(&self.model, hub))?;
         if ranks.process.is_first() {
             folders.notes.iter().for_each(|note| eprintln!("{note}"));
         }
-        ranks
-            .process
-            .all_ok(Config::read(&folders.model).map_err(Into::into).and_then(|config| ranks.parts.check(&config)))?;
-        let load = || self.compute.load_from(&folders, device, (ranks.parts, &ranks.groups));
+        ranks.process.all_ok(
+            Config::read(&folders.model).map_err(Into::into).and_then(|config| ranks.parallel_config.check(&config)),
+        )?;
+        let load = || self.compute.load_from(&folders, device, (ranks.parallel_config, &ranks.groups));
         // Ranks that have a model together make groups of their own while they load it, and wait for each other.
-        ranks.process.all_ok(if ranks.parts.is_whole() { ranks.process.keep_alive().during(load) } else { load() })
+        ranks.process.all_ok(if ranks.parallel_config.is_whole() {
+            ranks.process.keep_alive().during(load)
+        } else {
+            load()
+        })
     }
 }
 
-impl Compute {
+impl ComputeOptions {
     /// Loads the model `name` on this process alone.
     pub fn load(&self, name: &str, hub: &Hub) -> Result<Lm> {
         let device = self.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
         let folders = self.find(name, hub)?;
         folders.notes.iter().for_each(|note| eprintln!("{note}"));
-        self.load_from(&folders, device, (Parts::WHOLE, &Parts::alone()?))
+        self.load_from(&folders, device, (ParallelConfig::WHOLE, &ParallelConfig::alone()?))
     }
 
     /// Finds the folders of the model and of the adapter on top of it, downloading what is not here.
@@ -128,13 +132,18 @@ impl Compute {
         Ok(ModelFolders { model: found.folder, adapter: Some(adapter), notes })
     }
 
-    fn load_from(&self, folders: &ModelFolders, device: Device, parts: (Parts, &Groups)) -> Result<Lm> {
+    fn load_from(
+        &self,
+        folders: &ModelFolders,
+        device: Device,
+        parallel_config: (ParallelConfig, &ParallelGroups),
+    ) -> Result<Lm> {
         let config = Config::read(&folders.model)?;
         let dtype = self.dtype.of(&config, &folders.model)?;
         let attention = self.attention();
         let said = attention.explain(&device, dtype, config.attention_heads(), AttentionPasses::Forward);
         said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
-        let lm = Lm::load_in_parts(&folders.model, folders.adapter.as_deref(), dtype, device, parts)?;
+        let lm = Lm::load_sharded(&folders.model, folders.adapter.as_deref(), dtype, device, parallel_config)?;
         Ok(lm.with_attention(attention))
     }
 
@@ -154,7 +163,7 @@ fn not_found(error: HubError) -> anyhow::Error {
     anyhow!("failed to {error}").context(ExitCode::Data)
 }
 
-impl Dtype {
+impl DtypeOption {
     /// Returns torch's name of a dtype that was named.
     pub fn in_torch(self) -> Option<&'static str> {
         match self {

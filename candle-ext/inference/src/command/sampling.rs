@@ -3,13 +3,13 @@
 use anyhow::Result;
 use clap::Args;
 
-use crate::answer::sample::Defaults;
+use crate::answer::sample::SamplingDefaults;
 use crate::generate::GenerateOptions;
 use crate::lm::Lm;
 
 /// Options of the choice of tokens.
 #[derive(Clone, Copy, Debug, Args)]
-pub struct Sampling {
+pub struct SamplingOptions {
     /// 0 takes the likeliest token
     #[arg(long, default_value_t = 0.0)]
     temperature: f64,
@@ -24,7 +24,7 @@ pub struct Sampling {
     max_new_tokens: Option<usize>,
 }
 
-impl Sampling {
+impl SamplingOptions {
     /// Returns the options for a model, checked against its context. A default gives way to a short context.
     pub(super) fn options(&self, lm: &Lm, default_max: usize) -> Result<GenerateOptions> {
         let Self { temperature, top_p, seed, max_new_tokens } = *self;
@@ -32,7 +32,7 @@ impl Sampling {
         let options = GenerateOptions { max_new_tokens, temperature, top_p, seed };
         options.check(lm.context())?;
         // A broken generation_config.json is refused here as in all evaluations.
-        Defaults::read(lm.folder())?;
+        SamplingDefaults::read(lm.folder())?;
         Ok(options)
     }
 }

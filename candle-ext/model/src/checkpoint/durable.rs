@@ -17,12 +17,12 @@ const STRETCH: u64 = 32 << 20;
 pub struct DurableFile {
     file: File,
     n_waiting: u64,
-    companion: Option<Companion>,
+    sync_thread: Option<SyncThread>,
 }
 
 /// A thread that waits for the disk, so that the writer need not.
 #[derive(Debug)]
-struct Companion {
+struct SyncThread {
     wake: SyncSender<()>,
     thread: JoinHandle<io::Result<()>>,
 }
@@ -30,22 +30,22 @@ struct Companion {
 impl DurableFile {
     /// Creates a file that was not there.
     pub fn create_new(path: &Path) -> io::Result<Self> {
-        Ok(Self { file: File::create_new(path)?, n_waiting: 0, companion: None })
+        Ok(Self { file: File::create_new(path)?, n_waiting: 0, sync_thread: None })
     }
 
     /// Waits until everything is on the disk.
     pub fn sync(&mut self) -> io::Result<()> {
-        self.companion.take().map_or(Ok(()), Companion::finish)?;
+        self.sync_thread.take().map_or(Ok(()), SyncThread::finish)?;
         self.file.sync_all()
     }
 
     /// Sends on its way what was written. The thread's failures are the file's: the system tells of each only once.
     fn send_off(&mut self) -> io::Result<()> {
-        if self.companion.is_none() {
-            self.companion = Some(Companion::start(self.file.try_clone()?)?);
+        if self.sync_thread.is_none() {
+            self.sync_thread = Some(SyncThread::start(self.file.try_clone()?)?);
         }
-        let failed = self.companion.take_if(|companion| companion.wake() == Err(TrySendError::Disconnected(())));
-        failed.map_or(Ok(()), Companion::finish)
+        let failed = self.sync_thread.take_if(|sync_thread| sync_thread.wake() == Err(TrySendError::Disconnected(())));
+        failed.map_or(Ok(()), SyncThread::finish)
     }
 }
 
@@ -65,7 +65,7 @@ impl Write for DurableFile {
     }
 }
 
-impl Companion {
+impl SyncThread {
     fn start(file: File) -> io::Result<Self> {
         let (wake, woken) = sync_channel(1);
         let work = move || woken.iter().try_for_each(|()| file.sync_data());
@@ -117,10 +117,10 @@ mod tests {
     fn a_failure_to_sync_is_the_files() {
         let (reader, writer) = io::pipe().unwrap();
         let file = File::from(std::os::fd::OwnedFd::from(writer));
-        let companion = Companion::start(file.try_clone().unwrap()).unwrap();
-        companion.wake().unwrap();
-        assert!(companion.finish().is_err());
-        let mut file = DurableFile { file, n_waiting: 0, companion: None };
+        let sync_thread = SyncThread::start(file.try_clone().unwrap()).unwrap();
+        sync_thread.wake().unwrap();
+        assert!(sync_thread.finish().is_err());
+        let mut file = DurableFile { file, n_waiting: 0, sync_thread: None };
         assert!(file.sync().is_err());
         drop(reader);
     }

@@ -5,16 +5,16 @@ use std::io;
 use std::path::Path;
 
 /// The file that marks such a folder.
-pub const UNFINISHED: &str = ".candlewick_unfinished";
+pub const UNFINISHED_MARKER: &str = ".candlewick_unfinished";
 
 /// Marks a folder. Mark it before it gets a temporary name.
 pub fn mark_unfinished(folder: &Path) -> io::Result<()> {
-    File::create(folder.join(UNFINISHED)).map(drop)
+    File::create(folder.join(UNFINISHED_MARKER)).map(drop)
 }
 
 /// Removes the mark of a folder that has its own name again.
 pub fn unmark_finished(folder: &Path) -> io::Result<()> {
-    ignore_missing(fs::remove_file(folder.join(UNFINISHED)))
+    ignore_missing(fs::remove_file(folder.join(UNFINISHED_MARKER)))
 }
 
 /// Deletes a marked or empty folder; a missing one is fine. The mark goes last, so that a deletion can be repeated.
@@ -30,10 +30,10 @@ pub fn remove_unfinished(folder: &Path) -> io::Result<()> {
         return Err(foreign("it is a file or a link"));
     }
     let names = fs::read_dir(folder)?.map(|entry| Ok(entry?.file_name())).collect::<io::Result<Vec<_>>>()?;
-    if !names.is_empty() && !names.iter().any(|name| name == UNFINISHED) {
+    if !names.is_empty() && !names.iter().any(|name| name == UNFINISHED_MARKER) {
         return Err(foreign("it is a folder with other contents"));
     }
-    for path in names.iter().filter(|name| *name != UNFINISHED).map(|name| folder.join(name)) {
+    for path in names.iter().filter(|name| *name != UNFINISHED_MARKER).map(|name| folder.join(name)) {
         let is_dir = fs::symlink_metadata(&path).is_ok_and(|found| found.is_dir());
         ignore_missing(if is_dir { fs::remove_dir_all(&path) } else { fs::remove_file(&path) })?;
     }

@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 use serde_json::{Map, Value, json};
 
 use super::{
-    DurableFile, Staging,
+    DurableFile, StagingFolder,
     element::{self, disk_dtype},
 };
 use crate::{Config, ModelError, ParamSpec};
@@ -36,7 +36,7 @@ const COMPANIONS: &[&str] = &[
 
 /// The files around the weights.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Companions<'a> {
+pub struct AuxiliaryFiles<'a> {
     /// Folders with tokenizer files and generation_config.json. All tokenizer files are those of the first folder that has a
     /// tokenizer.json; generation_config.json is that of the first folder that has one.
     pub folders: &'a [&'a Path],
@@ -48,20 +48,20 @@ pub struct Companions<'a> {
 
 /// What to save and how.
 #[derive(Clone, Debug)]
-pub struct Export<'a> {
+pub struct CheckpointExport<'a> {
     /// The folder to write or to replace.
     pub folder: &'a Path,
     /// The model's config; its dtype becomes the file's.
     pub config: &'a Config,
     /// The files around the weights.
-    pub companions: Companions<'a>,
+    pub auxiliary_files: AuxiliaryFiles<'a>,
     /// The number format on disk: F32, BF16 or F16.
     pub dtype: DType,
     /// The largest shard; [`DEFAULT_SHARD_BYTES`] if there is no wish.
     pub shard_bytes: u64,
 }
 
-impl Export<'_> {
+impl CheckpointExport<'_> {
     /// Returns the number of bytes the weights will take on disk.
     pub fn n_bytes<'p>(&self, params: impl IntoIterator<Item = &'p ParamSpec>) -> u64 {
         params.into_iter().map(|param| tensor_bytes(param, self.dtype)).sum()
@@ -74,7 +74,7 @@ impl Export<'_> {
         mut fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
     ) -> Result<(), ModelError> {
         let shards = split(params.into_iter().collect(), self.dtype, self.shard_bytes);
-        let staging = Staging::begin(self.folder)?;
+        let staging = StagingFolder::begin(self.folder)?;
         let mut weight_map = Map::new();
         for (shard_idx, shard) in shards.iter().enumerate() {
             let file = shard_name(shard_idx, shards.len());
@@ -88,7 +88,7 @@ impl Export<'_> {
             write_json(&staging.folder().join("model.safetensors.index.json"), &index)?;
         }
         write_json(&staging.folder().join("config.json"), &self.config.to_json_as(self.dtype))?;
-        self.companions.copy_into(staging.folder())?;
+        self.auxiliary_files.copy_into(staging.folder())?;
         staging.commit()
     }
 }
@@ -184,7 +184,7 @@ pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
     fs::write(path, format!("{value:#}\n")).map_err(ModelError::io("write", path))
 }
 
-impl Companions<'_> {
+impl AuxiliaryFiles<'_> {
     /// Fails if a file that would be copied is a link that leads out of its folder.
     pub fn check(&self) -> Result<(), ModelError> {
         self.sources().try_for_each(|(_, source)| refuse_link_outside(&source))
@@ -211,7 +211,7 @@ impl Companions<'_> {
         Ok(())
     }
 
-    /// Returns the files to copy: each companion's name and its source.
+    /// Returns the files to copy: each sync_thread's name and its source.
     fn sources(&self) -> impl Iterator<Item = (&'static str, PathBuf)> {
         let is_replaced = |name: &str| self.chat_template.is_some() && name.starts_with("chat_template");
         let names = COMPANIONS.iter().filter(move |name| !is_replaced(name));
@@ -231,5 +231,5 @@ fn refuse_link_outside(file: &Path) -> Result<(), ModelError> {
     }
     let problem =
         format!("a link to {}, outside of its folder, is not exported; replace it by a copy", target.display());
-    Err(ModelError::Target { path: file.to_path_buf(), problem })
+    Err(ModelError::OutputPath { path: file.to_path_buf(), problem })
 }

@@ -4,10 +4,10 @@ use std::path::Path;
 
 use candle_core::{DType, Tensor};
 
-use super::{BASE_RECORD, BaseRecord, LoraConfig};
+use super::{BASE_MODEL_RECORD, BaseModelRecord, LoraConfig};
 use crate::{
     Model, ModelError, ParamSpec,
-    checkpoint::{Checkpoint, Companions, ShardTensor, Staging, write_json, write_shard},
+    checkpoint::{AuxiliaryFiles, Checkpoint, ShardTensor, StagingFolder, write_json, write_shard},
 };
 
 /// PEFT's wrapper of a transformers model puts this before every name.
@@ -21,7 +21,7 @@ pub struct AdapterFolder {
     /// Its factors, under the names of [`Model::adapter_params`].
     pub weights: Checkpoint,
     /// The base weights that it was trained on, where the folder records them.
-    pub base: Option<BaseRecord>,
+    pub base: Option<BaseModelRecord>,
 }
 
 impl AdapterFolder {
@@ -35,7 +35,7 @@ impl AdapterFolder {
             return Err(ModelError::mismatch(folder, problem));
         }
         let weights = Checkpoint::open_file(&folder.join("adapter_model.safetensors"))?.strip_prefix(PREFIX);
-        Ok(Self { config, weights, base: BaseRecord::read(folder)? })
+        Ok(Self { config, weights, base: BaseModelRecord::read(folder)? })
     }
 
     /// Writes the adapter of `model` in number format `dtype`, asking `fetch` for one factor at a time, and the files that
@@ -44,20 +44,20 @@ impl AdapterFolder {
         folder: &Path,
         model: &Model,
         dtype: DType,
-        companions: Companions,
+        auxiliary_files: AuxiliaryFiles,
         fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
     ) -> Result<(), ModelError> {
         let Some(config) = model.lora() else {
             return Err(ModelError::lora("peft_type", "the model has no adapter to save"));
         };
-        let staging = Staging::begin(folder)?;
+        let staging = StagingFolder::begin(folder)?;
         let tensors: Vec<_> = model
             .adapter_params()
             .map(|param| ShardTensor { name: format!("{PREFIX}{}", param.name), param })
             .collect();
         write_shard(&staging.folder().join("adapter_model.safetensors"), &tensors, dtype, fetch)?;
         write_json(&staging.folder().join("adapter_config.json"), &config.to_json())?;
-        companions.copy_into(staging.folder())?;
+        auxiliary_files.copy_into(staging.folder())?;
         staging.commit()
     }
 
@@ -66,7 +66,7 @@ impl AdapterFolder {
     /// # Errors
     /// If they differ: the base model was trained again, converted or replaced.
     pub fn check_base(&self, base: &Checkpoint) -> Result<(), ModelError> {
-        let Some(BaseRecord { model, weights }) = &self.base else { return Ok(()) };
+        let Some(BaseModelRecord { model, weights }) = &self.base else { return Ok(()) };
         let found = base.identity();
         if found == *weights {
             return Ok(());
@@ -76,7 +76,7 @@ impl AdapterFolder {
             "the adapter was trained on other weights than those in {}: on {model} with the hash {weights}, found {found}; \
              give the base model that it was trained on, or remove {} to use it on these weights",
             base.folder().display(),
-            folder.join(BASE_RECORD).display(),
+            folder.join(BASE_MODEL_RECORD).display(),
         );
         Err(ModelError::mismatch(folder, problem))
     }

@@ -8,12 +8,12 @@ use candlewick_ops::to_host;
 use super::{AdapterFolder, AdapterSpec};
 use crate::{
     Config, Model, ModelError, ParamSpec,
-    checkpoint::{Checkpoint, Companions, Export},
+    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
 };
 
 /// A merge: what is read, and what is written.
 #[derive(Clone, Copy, Debug)]
-pub struct Merge<'a> {
+pub struct AdapterMerge<'a> {
     /// The folder of the base model.
     pub base: &'a Path,
     /// The adapter's folder.
@@ -28,7 +28,7 @@ pub struct Merge<'a> {
 
 /// The outcome of a merge.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Merged {
+pub struct MergeReport {
     /// The dtype of the weights on disk.
     pub dtype: DType,
     /// The number of weight matrices that changed.
@@ -39,20 +39,20 @@ pub struct Merged {
     pub rounding: f64,
 }
 
-impl Merge<'_> {
+impl AdapterMerge<'_> {
     /// Writes the merged model, reads it again, and compares every value with what it must be.
     ///
     /// Tokenizer and chat template are the adapter's, if its folder has them. No more than one tensor is in memory at a time,
     /// in f32, with its change.
-    pub fn run(&self) -> Result<Merged, ModelError> {
+    pub fn run(&self) -> Result<MergeReport, ModelError> {
         self.check_output()?;
         let source = Source::open(self.base, self.adapter)?;
         let dtype = self.dtype.or(source.base.float_dtype()).unwrap_or(DType::F32);
         let folders = [self.adapter, self.base];
-        let export = Export {
+        let export = CheckpointExport {
             folder: self.output,
             config: source.model.config(),
-            companions: Companions { folders: &folders, chat_template: None, files: &[] },
+            auxiliary_files: AuxiliaryFiles { folders: &folders, chat_template: None, files: &[] },
             dtype,
             shard_bytes: self.shard_bytes,
         };
@@ -63,8 +63,9 @@ impl Merge<'_> {
 
     /// The base model, a run's folder or anything else of worth is never written into.
     fn check_output(&self) -> Result<(), ModelError> {
-        let refuse =
-            |problem: &str| Err(ModelError::Target { path: self.output.to_path_buf(), problem: problem.to_owned() });
+        let refuse = |problem: &str| {
+            Err(ModelError::OutputPath { path: self.output.to_path_buf(), problem: problem.to_owned() })
+        };
         match std::fs::read_dir(self.output).map(|mut entries| entries.next().is_none()) {
             Ok(true) => Ok(()),
             Ok(false) => refuse("the folder is not empty; name a new one"),
@@ -76,7 +77,7 @@ impl Merge<'_> {
         }
     }
 
-    fn verify(&self, source: &Source, dtype: DType) -> Result<Merged, ModelError> {
+    fn verify(&self, source: &Source, dtype: DType) -> Result<MergeReport, ModelError> {
         let written = Checkpoint::open(self.output)?;
         let (mut n_matrices, mut n_params) = (0, 0);
         let (mut lost, mut changed) = (0.0, 0.0);
@@ -103,7 +104,7 @@ impl Merge<'_> {
             }
         }
         let rounding = if changed > 0.0 { (lost / changed).sqrt() } else { 0.0 };
-        Ok(Merged { dtype, n_matrices, n_params, rounding })
+        Ok(MergeReport { dtype, n_matrices, n_params, rounding })
     }
 }
 
@@ -144,7 +145,7 @@ impl Source {
         };
         let factor = |name: String, shape: [usize; 2]| self.adapter.tensor(&name, &shape, DType::F32, &Device::Cpu);
         let (a, b) = (factor(adapter.a_name(), [adapter.r, n_in])?, factor(adapter.b_name(), [n_out, adapter.r])?);
-        Ok(super::merge(&base, &a, &b, adapter.scaling)?)
+        Ok(super::merge_lora(&base, &a, &b, adapter.scaling)?)
     }
 }
 

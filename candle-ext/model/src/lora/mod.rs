@@ -10,13 +10,13 @@ mod target;
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::{Dim, DimSize, Init, ParamSpec, Region};
+use crate::{Dim, DimSize, Init, ParamScope, ParamSpec};
 
-pub use base::{BASE_RECORD, BaseRecord};
+pub use base::{BASE_MODEL_RECORD, BaseModelRecord};
 pub use config::LoraConfig;
 pub use folder::AdapterFolder;
 pub use layer::Lora;
-pub use merge::{Merge, Merged};
+pub use merge::{AdapterMerge, MergeReport};
 
 /// An adapter on one linear layer.
 #[derive(Clone, Debug, PartialEq)]
@@ -53,13 +53,13 @@ pub(crate) fn factors(adapter: &AdapterSpec, [out, input]: [DimSize; 2]) -> [Par
     let rank = DimSize { dim: Dim::Rank, len: adapter.r };
     let bound = (input.len as f64).powf(-0.5);
     [
-        ParamSpec::matrix(adapter.a_name(), [rank, input], Region::Branch, Init::Uniform { bound }),
-        ParamSpec::matrix(adapter.b_name(), [out, rank], Region::Branch, Init::Zeros),
+        ParamSpec::matrix(adapter.a_name(), [rank, input], ParamScope::Sublayer, Init::Uniform { bound }),
+        ParamSpec::matrix(adapter.b_name(), [out, rank], ParamScope::Sublayer, Init::Zeros),
     ]
 }
 
 /// W + scaling B A in f32.
-pub fn merge(base: &Tensor, a: &Tensor, b: &Tensor, scaling: f64) -> Result<Tensor> {
+pub fn merge_lora(base: &Tensor, a: &Tensor, b: &Tensor, scaling: f64) -> Result<Tensor> {
     let delta = b.to_dtype(DType::F32)?.matmul(&a.to_dtype(DType::F32)?)?;
     base.to_dtype(DType::F32)? + delta.affine(scaling, 0.0)?
 }

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{
-    AdapterFolder, BASE_RECORD, BaseRecord, Config, LoraConfig, Merge, Model,
-    checkpoint::{Checkpoint, Companions, Export},
+    AdapterFolder, AdapterMerge, BASE_MODEL_RECORD, BaseModelRecord, Config, LoraConfig, Model,
+    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
 };
 use serde_json::{Value, json};
 
@@ -40,7 +40,7 @@ fn an_adapter_folder_survives_a_round_trip() {
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("adapter");
     let value = |name: &str| tiny.value(name).unwrap();
-    AdapterFolder::save(&target, &tiny.model, DType::F32, Companions::default(), |param| Ok(value(&param.name)))
+    AdapterFolder::save(&target, &tiny.model, DType::F32, AuxiliaryFiles::default(), |param| Ok(value(&param.name)))
         .unwrap();
     let again = Tiny::load_with_adapter("qwen2", &target);
     assert_eq!(again.model.lora().unwrap(), tiny.model.lora().unwrap());
@@ -48,8 +48,8 @@ fn an_adapter_folder_survives_a_round_trip() {
     assert_eq!(logits(&again), logits(&tiny));
 }
 
-fn merge<'a>(output: &'a Path, base: &'a Path, adapter: &'a Path) -> Merge<'a> {
-    Merge { base, adapter, output, dtype: Some(DType::F32), shard_bytes: 4000 }
+fn merge<'a>(output: &'a Path, base: &'a Path, adapter: &'a Path) -> AdapterMerge<'a> {
+    AdapterMerge { base, adapter, output, dtype: Some(DType::F32), shard_bytes: 4000 }
 }
 
 fn load(folder: &Path) -> Tiny {
@@ -81,7 +81,7 @@ fn a_merge_in_16_bits_rounds_each_value_once() {
     merge(&whole, &base, &adapter).run().unwrap();
     for dtype in [DType::BF16, DType::F16] {
         let target = folder.path().join(format!("{dtype:?}"));
-        let merged = Merge { dtype: Some(dtype), ..merge(&target, &base, &adapter) }.run().unwrap();
+        let merged = AdapterMerge { dtype: Some(dtype), ..merge(&target, &base, &adapter) }.run().unwrap();
         assert!(merged.rounding > 0.0 && merged.rounding < 0.5, "{merged:?}");
         let (exact, rounded) = (Checkpoint::open(&whole).unwrap(), Checkpoint::open(&target).unwrap());
         let model = Model::new(Config::read(&whole).unwrap(), None).unwrap();
@@ -100,27 +100,33 @@ fn an_adapter_records_its_base_weights() {
     let (tiny, adapter) = (Tiny::load_with_adapter("qwen2", &fixture("qwen2-lora")), folder.path().join("adapter"));
     let value = |name: &str| tiny.value(name).unwrap();
     let weights = Checkpoint::open(&base).unwrap().identity();
-    let record = BaseRecord { model: "me/qwen2".to_owned(), weights }.to_json();
-    let companions = Companions { files: &[(BASE_RECORD, &record)], ..Companions::default() };
-    AdapterFolder::save(&adapter, &tiny.model, DType::F32, companions, |param| Ok(value(&param.name))).unwrap();
+    let record = BaseModelRecord { model: "me/qwen2".to_owned(), weights }.to_json();
+    let auxiliary_files = AuxiliaryFiles { files: &[(BASE_MODEL_RECORD, &record)], ..AuxiliaryFiles::default() };
+    AdapterFolder::save(&adapter, &tiny.model, DType::F32, auxiliary_files, |param| Ok(value(&param.name))).unwrap();
     // The same weights in more files are the same base; those of the merge are another one.
     let [split, merged, again] = ["split", "merged", "again"].map(|name| folder.path().join(name));
     let plain = Model::new(Config::read(&base).unwrap(), None).unwrap();
     let source = Checkpoint::open(&base).unwrap();
     let dtype = source.float_dtype().unwrap();
     let config = plain.config();
-    let export = Export { folder: &split, config, companions: Companions::default(), dtype, shard_bytes: 4000 };
+    let export = CheckpointExport {
+        folder: &split,
+        config,
+        auxiliary_files: AuxiliaryFiles::default(),
+        dtype,
+        shard_bytes: 4000,
+    };
     export
         .save(plain.base_params(), |param| Ok(source.tensor(&param.name, &param.shape, dtype, &Device::Cpu).unwrap()))
         .unwrap();
     assert!(split.join("model.safetensors.index.json").exists());
-    Merge { dtype: None, ..merge(&merged, &split, &adapter) }.run().unwrap();
+    AdapterMerge { dtype: None, ..merge(&merged, &split, &adapter) }.run().unwrap();
     let error = merge(&again, &merged, &adapter).run().unwrap_err().to_string();
-    for word in ["on other weights", "me/qwen2", merged.to_str().unwrap(), BASE_RECORD] {
+    for word in ["on other weights", "me/qwen2", merged.to_str().unwrap(), BASE_MODEL_RECORD] {
         assert!(error.contains(word), "{word} is not in {error}");
     }
     assert!(!again.exists());
-    std::fs::remove_file(adapter.join(BASE_RECORD)).unwrap();
+    std::fs::remove_file(adapter.join(BASE_MODEL_RECORD)).unwrap();
     merge(&again, &merged, &adapter).run().unwrap();
 }
 

@@ -5,7 +5,7 @@ use std::{fs, path::Path};
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
     Config, Model, ParamSpec,
-    checkpoint::{Checkpoint, Companions, Export},
+    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
 };
 use serde_json::{Value, json};
 
@@ -28,7 +28,8 @@ impl Source {
 
     fn save(&self, folder: &Path, dtype: DType, shard_bytes: u64) {
         let config = self.model.config();
-        let export = Export { folder, config, companions: Companions::default(), dtype, shard_bytes };
+        let export =
+            CheckpointExport { folder, config, auxiliary_files: AuxiliaryFiles::default(), dtype, shard_bytes };
         export.save(self.model.base_params(), |param| Ok(self.read(param, DType::F32))).unwrap();
     }
 }
@@ -74,10 +75,10 @@ fn shards_are_bounded_indexed_and_named_as_transformers_names_them() {
         assert_eq!(**shard, format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len()));
         assert!(fs::metadata(target.join(shard)).unwrap().len() < 6000 + 2000, "a header and the tensors");
     }
-    let export = Export {
+    let export = CheckpointExport {
         folder: &target,
         config: source.model.config(),
-        companions: Companions::default(),
+        auxiliary_files: AuxiliaryFiles::default(),
         dtype: DType::F32,
         shard_bytes: 6000,
     };
@@ -103,10 +104,10 @@ fn companions_are_copied_from_the_first_folder_that_has_them() {
         fs::create_dir_all(dir).unwrap();
         fs::write(dir.join(name), dir.to_str().unwrap()).unwrap();
     }
-    let export = Export {
+    let export = CheckpointExport {
         folder: &target,
         config: source.model.config(),
-        companions: Companions { folders: &[&a, &b], chat_template: None, files: &[] },
+        auxiliary_files: AuxiliaryFiles { folders: &[&a, &b], chat_template: None, files: &[] },
         dtype: DType::F32,
         shard_bytes: 1 << 30,
     };
@@ -115,8 +116,8 @@ fn companions_are_copied_from_the_first_folder_that_has_them() {
     assert!(target.join("generation_config.json").is_file() && !target.join("x.py").exists());
 
     fs::write(a.join("chat_template.json"), "{}").unwrap();
-    let companions = Companions { folders: &[&a], chat_template: Some("{{ messages }}"), files: &[] };
-    let export = Export { companions, ..export };
+    let auxiliary_files = AuxiliaryFiles { folders: &[&a], chat_template: Some("{{ messages }}"), files: &[] };
+    let export = CheckpointExport { auxiliary_files, ..export };
     export.save(source.model.base_params(), |param| Ok(source.read(param, DType::F32))).unwrap();
     assert_eq!(fs::read_to_string(target.join("chat_template.jinja")).unwrap(), "{{ messages }}");
     assert!(!target.join("chat_template.json").exists(), "the template of the folder is not the one trained with");
@@ -138,7 +139,9 @@ fn a_companion_may_be_a_link_within_its_folder_or_into_the_hubs_cache() {
         let link = folder.join("vocab.json");
         let _ = fs::remove_file(&link);
         std::os::unix::fs::symlink(target, link).unwrap();
-        Companions { folders: &[folder], chat_template: None, files: &[] }.check().map_err(|error| error.to_string())
+        AuxiliaryFiles { folders: &[folder], chat_template: None, files: &[] }
+            .check()
+            .map_err(|error| error.to_string())
     };
     assert_eq!(check(&snapshot, "../../blobs/abc"), Ok(()));
     assert_eq!(check(&path("plain"), "real.json"), Ok(()));
@@ -155,10 +158,10 @@ fn a_save_that_fails_leaves_the_old_folder() {
     source.save(&target, DType::F32, 1 << 30);
     let before = fs::read(target.join("model.safetensors")).unwrap();
     let mut n_asked = 0;
-    let export = Export {
+    let export = CheckpointExport {
         folder: &target,
         config: source.model.config(),
-        companions: Companions::default(),
+        auxiliary_files: AuxiliaryFiles::default(),
         dtype: DType::F16,
         shard_bytes: 1000,
     };

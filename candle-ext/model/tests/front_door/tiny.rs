@@ -7,7 +7,8 @@ use std::{
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, Cx, MlpRows, Model, OneDevice, ParamSpec, Unit, Weights, checkpoint::Checkpoint,
+    AdapterFolder, Config, ForwardContext, FsdpUnit, Model, ParamSpec, SingleDevice, TiledMlp, UnitWeights,
+    checkpoint::Checkpoint,
 };
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, GradSink, Reduction, Rows, Seqs, Tape, Upstream, Weight, linear_cross_entropy,
@@ -20,7 +21,7 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
 /// A model with its weights at hand, unit by unit.
 pub(crate) struct Tiny {
     pub(crate) model: Model,
-    pub(crate) weights: Vec<Weights>,
+    pub(crate) weights: Vec<UnitWeights>,
     params: HashMap<String, Weight>,
     sinks: HashMap<String, GradSink>,
 }
@@ -59,7 +60,7 @@ impl Tiny {
             };
             weights.insert(param.name.clone(), weight);
         }
-        let of_unit = |unit: &Unit| Weights::new(unit, weights.clone()).unwrap();
+        let of_unit = |unit: &FsdpUnit| UnitWeights::new(unit, weights.clone()).unwrap();
         let units = model.units().iter().map(of_unit).collect();
         Self { model, weights: units, params: weights, sinks }
     }
@@ -84,24 +85,24 @@ impl Tiny {
         let positions: Vec<u32> = lengths.iter().flat_map(|&n| 0..n as u32).collect();
         let (cos, sin) = self.model.rope(&positions, &Device::Cpu)?;
         let seqs = Seqs::packed(cu)?;
-        let cx = Cx {
+        let context = ForwardContext {
             cos: &cos,
             sin: &sin,
             seqs: &seqs,
             dropout_key: None,
             rows: &Rows::all(),
             attention: AttentionChoice::default(),
-            mlp_rows: MlpRows::Together,
-            seams: &OneDevice,
+            tiled_mlp: TiledMlp::Off,
+            parallel_ops: &SingleDevice,
         };
-        let mut x = self.model.embed(&self.weights[0], ids, &OneDevice)?;
+        let mut x = self.model.embed(&self.weights[0], ids, &SingleDevice)?;
         for block_idx in 0..self.model.n_blocks() {
-            x = self.model.block(&self.weights[block_idx + 1], &x, &cx)?;
+            x = self.model.block(&self.weights[block_idx + 1], &x, &context)?;
         }
         self.model.norm(self.head(), &x)
     }
 
-    pub(crate) fn head(&self) -> &Weights {
+    pub(crate) fn head(&self) -> &UnitWeights {
         &self.weights[self.weights.len() - 1]
     }
 

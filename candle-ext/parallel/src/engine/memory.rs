@@ -4,7 +4,7 @@ use candlewick_model::LayerCost;
 use candlewick_ops::{CrossEntropyCost, GemmSize};
 
 use super::ActivationCheckpointing;
-use crate::pipeline::{Layout, PipelineSchedule, Schedule, StageStep};
+use crate::pipeline::{PipelineLayout, PipelineSchedule, PipelineScheduleKind, StageStep};
 
 /// Sizes of the steps of one rank of a pipeline stage, for the bytes that they allocate.
 #[derive(Clone, Debug)]
@@ -18,9 +18,9 @@ pub struct StepCost<'a> {
     /// True if offloaded activations stay in the memory that computes.
     pub offloads_to_same_memory: bool,
     /// Layers of each stage.
-    pub layout: &'a Layout,
+    pub layout: &'a PipelineLayout,
     /// Order of forwards and backwards.
-    pub schedule: Schedule,
+    pub schedule: PipelineScheduleKind,
     /// The stage.
     pub stage: usize,
     /// Micro-batches of a step.
@@ -32,7 +32,7 @@ pub struct StepCost<'a> {
 pub struct HeadCost {
     /// Slices that the head is split into. A rank has one of them.
     pub n_slices: usize,
-    /// Tokens outside of sublayers.
+    /// PackedTokens outside of sublayers.
     pub n_residual_tokens: u64,
     /// The head and its loss.
     pub loss: CrossEntropyCost,

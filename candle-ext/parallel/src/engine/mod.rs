@@ -15,23 +15,23 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor};
 use candlewick_comm::Collective;
-use candlewick_model::{Cx, MlpRows, Model, OneDevice, Seams, Weights};
+use candlewick_model::{ForwardContext, Model, ParallelOps, SingleDevice, TiledMlp, UnitWeights};
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, LossAndGrad, Reduction, Rows, Seqs, Upstream, Weight, linear_cross_entropy,
     linear_cross_entropy_part, logits_bytes, rows_of_logits,
 };
 
+use crate::context_parallel::{ContextParallel, TokenShard};
 use crate::offload::OffloadTarget;
 use crate::params::ParamStore;
 use crate::pipeline::{HiddenStates, Pipeline};
-use crate::sequence::{Part, Sequence};
-use crate::tensor::{Shared, TensorRanks};
+use crate::tensor_parallel::{TensorParallel, TensorParallelOps};
 
-pub use inference::{Asked, Tokens};
+pub use inference::{PackedTokens, ScoreQuery};
 pub use loss::{LossScale, StepLoss, StepLosses};
 pub use memory::{HeadCost, StepBytes, StepCost};
 pub use micro::Micro;
-pub use train_step::{Optimizer, StepReport, StepResult, TrainBatch};
+pub use train_step::{InFlightStep, OptimizerStep, StepResult, TrainBatch};
 
 /// Activations of a block that are saved between its forward and its backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,12 +55,12 @@ pub struct Engine {
     group: Arc<dyn Collective>,
     device: Device,
     attention: AttentionChoice,
-    mlp_rows: MlpRows,
+    tiled_mlp: TiledMlp,
     /// Bytes of logits that the loss may hold at once.
     logits_bytes: usize,
-    attention_hook: Option<Arc<dyn Seams + Send + Sync>>,
-    sequence: Option<Sequence>,
-    tensor: Option<TensorRanks>,
+    attention_hook: Option<Arc<dyn ParallelOps + Send + Sync>>,
+    sequence: Option<ContextParallel>,
+    tensor: Option<TensorParallel>,
     pipeline: Pipeline,
 }
 
@@ -76,8 +76,8 @@ impl Engine {
     ) -> Self {
         assert_eq!(checkpointing.len(), model.n_blocks(), "every block has its activation checkpointing");
         let pipeline = Pipeline::alone(model.n_blocks());
-        let (offload_target, attention, mlp_rows) =
-            (OffloadTarget::HostMemory, AttentionChoice::default(), MlpRows::default());
+        let (offload_target, attention, tiled_mlp) =
+            (OffloadTarget::HostMemory, AttentionChoice::default(), TiledMlp::default());
         let logits_bytes = logits_bytes(&device) as usize;
         let (attention_hook, sequence, tensor) = (None, None, None);
         Self {
@@ -88,7 +88,7 @@ impl Engine {
             group,
             device,
             attention,
-            mlp_rows,
+            tiled_mlp,
             logits_bytes,
             attention_hook,
             sequence,
@@ -104,7 +104,7 @@ impl Engine {
 
     /// Computes the attention of every layer in training and evaluation by `hook`, which may add auxiliary losses of queries and
     /// keys. It replaces the exchange of a sequence that ranks share.
-    pub fn with_attention_hook(self, hook: Arc<dyn Seams + Send + Sync>) -> Self {
+    pub fn with_attention_hook(self, hook: Arc<dyn ParallelOps + Send + Sync>) -> Self {
         Self { attention_hook: Some(hook), ..self }
     }
 
@@ -113,9 +113,9 @@ impl Engine {
         Self { offload_target, ..self }
     }
 
-    /// The same engine with its MLPs passing over the tokens as `mlp_rows` says.
-    pub fn with_mlp_rows(self, mlp_rows: MlpRows) -> Self {
-        Self { mlp_rows, ..self }
+    /// The same engine with its MLPs passing over the tokens as `tiled_mlp` says.
+    pub fn with_tiled_mlp(self, tiled_mlp: TiledMlp) -> Self {
+        Self { tiled_mlp, ..self }
     }
 
     /// The same engine with a loss that holds at most so many bytes of logits at once, though always those of a token.
@@ -124,12 +124,12 @@ impl Engine {
     }
 
     /// The same engine with the tokens of each micro-batch shared among these ranks: all of them give the same ones.
-    pub fn with_sequence(self, sequence: Sequence) -> Self {
+    pub fn with_context_parallel(self, sequence: ContextParallel) -> Self {
         Self { sequence: Some(sequence), ..self }
     }
 
     /// The same engine with every matrix shared among these ranks, as its store has them: all of them give the same tokens.
-    pub fn with_tensor(self, ranks: TensorRanks) -> Self {
+    pub fn with_tensor_parallel(self, ranks: TensorParallel) -> Self {
         Self { tensor: Some(ranks), ..self }
     }
 
@@ -155,8 +155,8 @@ impl Engine {
     }
 
     /// Returns how MLPs pass over the tokens.
-    pub fn mlp_rows(&self) -> MlpRows {
-        self.mlp_rows
+    pub fn tiled_mlp(&self) -> TiledMlp {
+        self.tiled_mlp
     }
 
     /// Returns the device that the engine computes on.
@@ -170,16 +170,16 @@ impl Engine {
     }
 
     /// Tells whether the loss of a micro-batch is known here: on the last stage of a pipeline.
-    pub fn knows_losses(&self) -> bool {
+    pub fn has_loss(&self) -> bool {
         let layout = self.pipeline.layout();
         layout.is_last(self.pipeline.stage(), layout.n_chunks() - 1)
     }
 
     /// What this rank computes of a micro-batch, of which there must be as many tokens as the ranks can share evenly.
-    fn part<'m>(&self, micro: &'m Micro) -> Result<Part<'m>> {
+    fn part<'m>(&self, micro: &'m Micro) -> Result<TokenShard<'m>> {
         match &self.sequence {
             Some(sequence) => sequence.part(micro),
-            None => Ok(Part { micro: Cow::Borrowed(micro), rows: Rows::all() }),
+            None => Ok(TokenShard { micro: Cow::Borrowed(micro), rows: Rows::all() }),
         }
     }
 
@@ -210,38 +210,44 @@ impl Engine {
 
     /// The number that those of the tokens must be a multiple of.
     fn multiple(&self) -> usize {
-        let parts = self.tensor.as_ref().map_or(1, TensorRanks::token_parts);
-        parts * self.sequence.as_ref().map_or(1, Sequence::n_parts)
+        let parts = self.tensor.as_ref().map_or(1, TensorParallel::sequence_parallel_size);
+        parts * self.sequence.as_ref().map_or(1, ContextParallel::n_parts)
     }
 
-    /// Calls `f` with the seams of this rank; attention is answered by `attend`, or else by this engine.
-    fn with_seams<T>(&self, attend: Option<&dyn Seams>, f: impl FnOnce(&dyn Seams) -> T) -> T {
-        let own: &dyn Seams = match (&self.attention_hook, &self.sequence) {
+    /// Calls `f` with the parallel_ops of this rank; attention is answered by `attend`, or else by this engine.
+    fn with_parallel_ops<T>(&self, attention: Option<&dyn ParallelOps>, f: impl FnOnce(&dyn ParallelOps) -> T) -> T {
+        let own: &dyn ParallelOps = match (&self.attention_hook, &self.sequence) {
             (Some(hook), _) => &**hook,
             (None, Some(sequence)) => sequence,
-            (None, None) => &OneDevice,
+            (None, None) => &SingleDevice,
         };
-        let attend = attend.unwrap_or(own);
+        let attention = attention.unwrap_or(own);
         match &self.tensor {
-            None => f(attend),
-            Some(tensor) => f(&Shared { tensor, n_vocab: self.model.config().vocab_size(), attend }),
+            None => f(attention),
+            Some(tensor) => f(&TensorParallelOps { tensor, n_vocab: self.model.config().vocab_size(), attention }),
         }
     }
 
     /// Describes the hidden states of `n_tokens` tokens of this rank between blocks: [t/n, d].
-    fn hidden_states(&self, n_tokens: usize, seams: &dyn Seams) -> HiddenStates {
-        let shape = vec![n_tokens / seams.token_parts(), self.model.config().hidden_size()];
+    fn hidden_states(&self, n_tokens: usize, parallel_ops: &dyn ParallelOps) -> HiddenStates {
+        let shape = vec![n_tokens / parallel_ops.sequence_parallel_size(), self.model.config().hidden_size()];
         HiddenStates { dtype: self.store.compute_dtype(), shape }
     }
 
     /// What the blocks of a forward have in common, outside of training.
-    fn cx<'a>(&self, [cos, sin]: [&'a Tensor; 2], seqs: &'a Seqs, rows: &'a Rows, seams: &'a dyn Seams) -> Cx<'a> {
-        let (attention, mlp_rows) = (self.attention, self.mlp_rows);
-        Cx { cos, sin, seqs, dropout_key: None, rows, attention, mlp_rows, seams }
+    fn context<'a>(
+        &self,
+        [cos, sin]: [&'a Tensor; 2],
+        seqs: &'a Seqs,
+        rows: &'a Rows,
+        parallel_ops: &'a dyn ParallelOps,
+    ) -> ForwardContext<'a> {
+        let (attention, tiled_mlp) = (self.attention, self.tiled_mlp);
+        ForwardContext { cos, sin, seqs, dropout_key: None, rows, attention, tiled_mlp, parallel_ops }
     }
 
     /// The weights of a unit, while those of the one that is wanted after it are on their way.
-    fn fetch(&self, unit_idx: usize, next: Option<usize>) -> Result<&Weights> {
+    fn fetch(&self, unit_idx: usize, next: Option<usize>) -> Result<&UnitWeights> {
         let weights = self.store.fetch(unit_idx)?;
         next.map_or(Ok(()), |next| self.store.prefetch(next))?;
         Ok(weights)

@@ -22,7 +22,7 @@ pub struct TrainBatch<'a> {
 }
 
 /// The update of the weights.
-pub struct Optimizer<'a> {
+pub struct OptimizerStep<'a> {
     /// AdamW's hyperparameters of this step.
     pub adamw: AdamW,
     /// Clips gradients, or skips the step.
@@ -30,7 +30,7 @@ pub struct Optimizer<'a> {
 }
 
 /// A step that the device may still be computing.
-pub struct StepReport {
+pub struct InFlightStep {
     n_micros: usize,
     auxiliary: Vec<AuxiliaryLoss>,
     readout: Readout,
@@ -55,9 +55,9 @@ impl Engine {
         &self,
         batch: &TrainBatch<'_>,
         objective: &dyn Objective,
-        optimizer: &Optimizer<'_>,
-    ) -> Result<StepReport> {
-        let Optimizer { adamw, scaler } = optimizer;
+        optimizer: &OptimizerStep<'_>,
+    ) -> Result<InFlightStep> {
+        let OptimizerStep { adamw, scaler } = optimizer;
         let scale = LossScale::mean_over(batch.n_targets).times(scaler.loss_scale()?);
         self.store.zero_grads()?;
         let loss = StepLoss { objective, scale, auxiliary: batch.auxiliary };
@@ -68,12 +68,12 @@ impl Engine {
         scaler.judge(&self.store.grad_squares()?, &of_all, [adamw.beta1, adamw.beta2])?;
         self.store.step(adamw, scaler)?;
         let readout = Readout::start(&Tensor::cat(&[&own, &of_all, scaler.state()], 0)?)?;
-        Ok(StepReport { n_micros: batch.micros.len(), auxiliary: batch.auxiliary.to_vec(), readout })
+        Ok(InFlightStep { n_micros: batch.micros.len(), auxiliary: batch.auxiliary.to_vec(), readout })
     }
 }
 
-impl StepReport {
-    /// Returns true if [`StepReport::wait`] returns at once.
+impl InFlightStep {
+    /// Returns true if [`InFlightStep::wait`] returns at once.
     pub fn is_ready(&self) -> bool {
         self.readout.is_ready()
     }

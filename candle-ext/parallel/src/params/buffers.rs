@@ -1,4 +1,4 @@
-//! Weights as ops read them: flat runs that stay whole, or are all-gathered (unsharded) when a unit needs them.
+//! UnitWeights as ops read them: flat runs that stay whole, or are all-gathered (unsharded) when a unit needs them.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,7 +13,7 @@ use super::offload::MemoryLocation;
 use super::reducer::GradReducer;
 use super::sharding::ZeroStage;
 
-/// Weights of all groups of a stage.
+/// UnitWeights of all groups of a stage.
 pub(crate) struct ShardedBuffers {
     /// In the order of the layout's groups.
     runs: Vec<WeightRun>,

@@ -6,7 +6,7 @@ use candlewick_ops::Buffer;
 /// Bytes of the parameters on the device that computes, by class. Bytes on the host are left out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StoreBytes {
-    /// Weights that ops read: frozen ones and compute copies.
+    /// UnitWeights that ops read: frozen ones and compute copies.
     pub weights: u64,
     /// Master weights, where they are not the compute copies.
     pub masters: u64,

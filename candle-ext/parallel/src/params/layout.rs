@@ -1,27 +1,27 @@
 //! Placement arithmetic: the unit, group and elements of a flat run of each parameter. No tensors.
 //!
-//! A unit's parameters lie in one flat run for each group; between them lie zeros that stay zeros. Of the trainable ones
+//! A unit's parameters lie in one flat run for each group; between them lie zeros that stay zeros. WeightCopy the trainable ones
 //! those with weight decay come first, so that one optimizer call serves each half.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use candle_core::{Result, bail};
-use candlewick_model::{GroupKind, ParamSpec, Unit};
+use candlewick_model::{FsdpUnit, ParamGroupKind, ParamSpec};
 use candlewick_ops::WeightStorage;
 
 use super::offload::UnitOffload;
-use super::options::{Mode, StoreOptions};
+use super::options::{StoreMode, StoreOptions};
 use super::sharding::{ALIGNMENT, GroupRanks, ShardingGroups};
 use crate::placement::Placement;
 
 /// All parameters of a model, and this stage's groups of them.
 pub(crate) struct ParamLayout {
     /// Units of the whole model.
-    pub(crate) units: Vec<Unit>,
+    pub(crate) units: Vec<FsdpUnit>,
     /// This stage's own units, and those that its head borrows.
     stage_units: Vec<Option<StageUnit>>,
-    /// Groups of the stage's units, in unit order.
+    /// ParallelGroups of the stage's units, in unit order.
     pub(crate) groups: Vec<ParamGroup>,
     pub(crate) sharding: ShardingGroups,
 }
@@ -29,16 +29,16 @@ pub(crate) struct ParamLayout {
 /// A unit that this stage has.
 struct StageUnit {
     /// The unit without parameters that only other ranks use.
-    used: Unit,
+    used: FsdpUnit,
     /// Indices of its groups.
     groups: Range<usize>,
     /// Group and position of each parameter.
-    places: BTreeMap<String, (usize, usize)>,
+    partition: BTreeMap<String, (usize, usize)>,
 }
 
 /// Parameters of one unit with the same process groups and storage: one flat run.
 pub(crate) struct ParamGroup {
-    pub(crate) kind: GroupKind,
+    pub(crate) kind: ParamGroupKind,
     pub(crate) is_trainable: bool,
     pub(crate) storage: WeightStorage,
     pub(crate) ranks: GroupRanks,
@@ -55,7 +55,7 @@ pub(crate) struct ParamGroup {
 
 /// Properties that all groups of a unit share.
 struct PlaceContext {
-    mode: Mode,
+    mode: StoreMode,
     offload: UnitOffload,
 }
 
@@ -68,8 +68,8 @@ pub(crate) struct PlacedParam {
 }
 
 impl ParamLayout {
-    /// Places the parameters of `units`.
-    pub(crate) fn new(units: &[Unit], options: &StoreOptions, sharding: ShardingGroups) -> Result<Self> {
+    /// TokenPartition the parameters of `units`.
+    pub(crate) fn new(units: &[FsdpUnit], options: &StoreOptions, sharding: ShardingGroups) -> Result<Self> {
         let mut layout = Self { units: units.to_vec(), stage_units: Vec::new(), groups: Vec::new(), sharding };
         for (unit_idx, offload) in options.cpu_offload.of_units(units).into_iter().enumerate() {
             let context = PlaceContext { mode: options.mode, offload };
@@ -80,9 +80,9 @@ impl ParamLayout {
     }
 
     /// Adds the groups of a unit.
-    fn place(&mut self, unit: &Unit, context: &PlaceContext) -> Result<StageUnit> {
+    fn place(&mut self, unit: &FsdpUnit, context: &PlaceContext) -> Result<StageUnit> {
         let first = self.groups.len();
-        for kind in GroupKind::ALL {
+        for kind in ParamGroupKind::ALL {
             let (trainable, frozen): (Vec<&ParamSpec>, Vec<&ParamSpec>) =
                 unit.params.iter().filter(|spec| spec.group == kind).partition(|spec| context.mode.trains(spec));
             for specs in by_storage(frozen).iter().chain(&by_storage(trainable)) {
@@ -90,23 +90,23 @@ impl ParamLayout {
             }
         }
         let mut used = unit.clone();
-        let mut places = BTreeMap::new();
+        let mut partition = BTreeMap::new();
         for (i, group) in self.groups[first..].iter().enumerate() {
             for (param_idx, param) in group.params.iter().enumerate() {
-                places.insert(param.spec.name.clone(), (first + i, param_idx));
+                partition.insert(param.spec.name.clone(), (first + i, param_idx));
                 if param.placement == Placement::Rank0Only && group.ranks.split.rank() > 0 {
                     used.remove_bias(&param.spec.name);
                 }
             }
         }
-        Ok(StageUnit { used, groups: first..self.groups.len(), places })
+        Ok(StageUnit { used, groups: first..self.groups.len(), partition })
     }
 
     /// Returns whether this stage has a unit: its own, or one that its head borrows.
     pub(crate) fn has(&self, unit_idx: usize) -> bool {
         let stages = &self.sharding.stages;
         let head = self.units.len() - 1;
-        let is_borrowed = || self.units[head].shared.iter().any(|shared| shared.unit == unit_idx);
+        let is_borrowed = || self.units[head].tied.iter().any(|tied| tied.owner == unit_idx);
         stages.owns(unit_idx) || (stages.owns(head) && is_borrowed())
     }
 
@@ -116,7 +116,7 @@ impl ParamLayout {
     }
 
     /// Returns a unit of this stage without parameters that only other ranks use.
-    pub(crate) fn used(&self, unit_idx: usize) -> Option<&Unit> {
+    pub(crate) fn used(&self, unit_idx: usize) -> Option<&FsdpUnit> {
         self.stage_units[unit_idx].as_ref().map(|unit| &unit.used)
     }
 
@@ -128,13 +128,13 @@ impl ParamLayout {
     /// Returns the indices of the groups of a unit and of those that it borrows; none if another stage has it.
     pub(crate) fn groups_with_borrowed(&self, unit_idx: usize) -> impl Iterator<Item = usize> {
         let unit = self.stage_units.get(unit_idx).and_then(Option::as_ref);
-        let shared = unit.into_iter().flat_map(|unit| &unit.used.shared).map(|shared| shared.unit);
+        let shared = unit.into_iter().flat_map(|unit| &unit.used.tied).map(|tied| tied.owner);
         unit.map(|_| unit_idx).into_iter().chain(shared).flat_map(|unit_idx| self.groups_of(unit_idx))
     }
 
     /// Returns the indices of the trainable groups of units that other units borrow.
     pub(crate) fn tied_groups(&self) -> impl Iterator<Item = usize> {
-        let tied: BTreeSet<usize> = self.units.iter().flat_map(|unit| &unit.shared).map(|shared| shared.unit).collect();
+        let tied: BTreeSet<usize> = self.units.iter().flat_map(|unit| &unit.tied).map(|tied| tied.owner).collect();
         let groups = tied.into_iter().flat_map(|unit_idx| self.groups_of(unit_idx));
         groups.filter(|group_idx| self.groups[*group_idx].is_trainable)
     }
@@ -145,16 +145,16 @@ impl ParamLayout {
     }
 
     /// Returns the kinds of groups that the whole model has, and their process groups. Dense ones are always among them.
-    pub(crate) fn kinds(&self) -> impl Iterator<Item = (GroupKind, &GroupRanks)> {
+    pub(crate) fn kinds(&self) -> impl Iterator<Item = (ParamGroupKind, &GroupRanks)> {
         let has = |kind| self.units.iter().flat_map(|unit| &unit.params).any(|spec| spec.group == kind);
-        let kinds = GroupKind::ALL.into_iter().filter(move |kind| *kind == GroupKind::Dense || has(*kind));
+        let kinds = ParamGroupKind::ALL.into_iter().filter(move |kind| *kind == ParamGroupKind::Dense || has(*kind));
         kinds.filter_map(|kind| Some((kind, self.sharding.ranks(kind)?)))
     }
 
     /// Returns a parameter of a unit that this stage has, with its group and the group's index.
     pub(crate) fn find(&self, unit_idx: usize, name: &str) -> (usize, &ParamGroup, &PlacedParam) {
         let unit = self.stage_units[unit_idx].as_ref().expect("this stage has the unit");
-        let (group_idx, param_idx) = unit.places[name];
+        let (group_idx, param_idx) = unit.partition[name];
         (group_idx, &self.groups[group_idx], &self.groups[group_idx].params[param_idx])
     }
 }

@@ -18,12 +18,12 @@ mod state;
 use std::iter::once;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candlewick_model::{Model, ParamSpec, Unit, Weights};
+use candlewick_model::{FsdpUnit, Model, ParamSpec, UnitWeights};
 use candlewick_ops::{AdamW, GradScaler, WeightStorage, copy_into, dequantize, quantize};
 
 pub use bytes::StoreBytes;
 pub use offload::CpuOffload;
-pub use options::{Formats, Mode, StoreOptions};
+pub use options::{ParamDtypes, StoreMode, StoreOptions};
 pub use sharding::{ShardingGroups, ZeroStage};
 pub use state::ParamState;
 
@@ -31,7 +31,7 @@ pub(crate) use sharding::{GroupRanks, Stages};
 
 use buffers::{ShardedBuffers, WeightRun};
 use layout::ParamLayout;
-use optimizer::Optimizer;
+use optimizer::ShardedAdamW;
 use reducer::GradReducer;
 
 /// Position of a micro-batch in an optimizer step.
@@ -50,30 +50,41 @@ pub struct ParamStore {
     layout: ParamLayout,
     buffers: ShardedBuffers,
     /// The layers of this stage, views of the buffers.
-    layers: Vec<Option<Weights>>,
+    layers: Vec<Option<UnitWeights>>,
     reducer: GradReducer,
-    optimizer: Optimizer,
+    optimizer: ShardedAdamW,
     options: StoreOptions,
     device: Device,
 }
 
 impl ParamStore {
     /// Allocates the buffers of `model`'s parameters, all zero. [`ParamStore::fill`] sets the weights.
-    pub fn new(model: &Model, formats: Formats, mode: Mode, device: &Device, sharding: ShardingGroups) -> Result<Self> {
-        let options = StoreOptions { formats, mode, cpu_offload: CpuOffload::default() };
+    pub fn new(
+        model: &Model,
+        dtypes: ParamDtypes,
+        mode: StoreMode,
+        device: &Device,
+        sharding: ShardingGroups,
+    ) -> Result<Self> {
+        let options = StoreOptions { dtypes, mode, cpu_offload: CpuOffload::default() };
         Self::of_units(model.units(), options, device, sharding)
     }
 
     /// Allocates the buffers of the parameters of `units`, all zero, some of them in the host's memory.
-    pub fn of_units(units: &[Unit], options: StoreOptions, device: &Device, sharding: ShardingGroups) -> Result<Self> {
-        let StoreOptions { formats, mode, cpu_offload } = options;
-        if cpu_offload.weights && mode == Mode::Train && cpu_offload.optimizer < 1.0 {
+    pub fn of_units(
+        units: &[FsdpUnit],
+        options: StoreOptions,
+        device: &Device,
+        sharding: ShardingGroups,
+    ) -> Result<Self> {
+        let StoreOptions { dtypes, mode, cpu_offload } = options;
+        if cpu_offload.weights && mode == StoreMode::Train && cpu_offload.optimizer < 1.0 {
             bail!("weights in the host's memory while AdamW updates them elsewhere")
         }
         let layout = ParamLayout::new(units, &options, sharding)?;
-        let reducer = GradReducer::new(&layout, formats.masters, device)?;
-        let buffers = ShardedBuffers::new(&layout, &reducer, formats.compute, device)?;
-        let optimizer = Optimizer::new(&layout, &buffers, formats, device)?;
+        let reducer = GradReducer::new(&layout, dtypes.masters, device)?;
+        let buffers = ShardedBuffers::new(&layout, &reducer, dtypes.compute, device)?;
+        let optimizer = ShardedAdamW::new(&layout, &buffers, dtypes, device)?;
         let layers = (0..units.len()).map(|unit_idx| layer(&layout, &buffers, unit_idx)).collect::<Result<_>>()?;
         Ok(Self { layout, buffers, layers, reducer, optimizer, options, device: device.clone() })
     }
@@ -86,7 +97,7 @@ impl ParamStore {
 
     /// Returns the dtype of the weights that ops read.
     pub(crate) fn compute_dtype(&self) -> DType {
-        self.options.formats.compute
+        self.options.dtypes.compute
     }
 
     /// Sets every parameter of this stage from `source`, which returns the whole in any float dtype. All ranks call it.
@@ -124,7 +135,7 @@ impl ParamStore {
 
     /// Returns the weights of one unit, the trainable ones with their sinks, all-gathered where they are sharded. All ranks
     /// call it.
-    pub fn fetch(&self, unit_idx: usize) -> Result<&Weights> {
+    pub fn fetch(&self, unit_idx: usize) -> Result<&UnitWeights> {
         self.runs(unit_idx).try_for_each(WeightRun::unshard)?;
         match &self.layers[unit_idx] {
             Some(layer) => Ok(layer),
@@ -151,7 +162,7 @@ impl ParamStore {
     /// Starts to reduce the gradients of a unit after its backward, and those that it borrows from another stage. Gradients that
     /// accumulate in place are reduced after the last micro-batch. All ranks call it.
     pub fn start_grad_reduction(&self, unit_idx: usize, micro_batch: MicroBatch) -> Result<()> {
-        let borrowed = self.layout.units[unit_idx].shared.iter().map(|shared| shared.unit);
+        let borrowed = self.layout.units[unit_idx].tied.iter().map(|tied| tied.owner);
         let units = once(unit_idx).chain(borrowed.filter(|unit_idx| !self.layout.owns(*unit_idx)));
         for group_idx in units.flat_map(|unit_idx| self.layout.groups_of(unit_idx)) {
             if self.reducer.run(group_idx).is_some_and(|run| micro_batch == MicroBatch::Last || !run.is_resident()) {
@@ -168,16 +179,16 @@ impl ParamStore {
 
     /// Returns every parameter in the compute dtype, in model order. All ranks call it and exhaust the iterator.
     pub fn values(&self) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
-        self.of_each_unit(Of::Compute)
+        self.gather_units(WeightCopy::Compute)
     }
 
     /// Returns every parameter in full precision (its master where there is one), in model order. All ranks call it and exhaust
     /// the iterator.
     pub fn masters(&self) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
-        self.of_each_unit(Of::Masters)
+        self.gather_units(WeightCopy::Masters)
     }
 
-    fn of_each_unit(&self, of: Of) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
+    fn gather_units(&self, of: WeightCopy) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
         let specs = self.layout.units.iter().enumerate();
         specs.flat_map(move |(unit_idx, unit)| match self.whole(unit_idx, of) {
             Ok(values) => unit.params.iter().zip(values).map(Ok).collect(),
@@ -186,7 +197,7 @@ impl ParamStore {
     }
 
     /// Returns all parameters of a unit, gathered from the ranks that have it. All ranks call it.
-    fn whole(&self, unit_idx: usize, of: Of) -> Result<Vec<Tensor>> {
+    fn whole(&self, unit_idx: usize, of: WeightCopy) -> Result<Vec<Tensor>> {
         let stages = &self.layout.sharding.stages;
         let owner = stages.owner(unit_idx);
         let values = if self.layout.owns(unit_idx) { self.gather(unit_idx, of)? } else { self.zeros(unit_idx, of)? };
@@ -194,10 +205,10 @@ impl ParamStore {
     }
 
     /// Gathers all parameters of a unit from the ranks of its stage.
-    fn gather(&self, unit_idx: usize, of: Of) -> Result<Vec<Tensor>> {
+    fn gather(&self, unit_idx: usize, of: WeightCopy) -> Result<Vec<Tensor>> {
         let groups = self.layout.groups_of(unit_idx);
         groups.clone().try_for_each(|group_idx| self.buffers.run(group_idx).unshard())?;
-        let run = |group_idx| match self.optimizer.shard(group_idx).filter(|_| of == Of::Masters) {
+        let run = |group_idx| match self.optimizer.shard(group_idx).filter(|_| of == WeightCopy::Masters) {
             Some(shard) => Ok(self.layout.groups[group_idx].ranks.shard.all_gather(&shard.master)?),
             None => self.buffers.run(group_idx).whole(),
         };
@@ -219,10 +230,10 @@ impl ParamStore {
     }
 
     /// Returns tensors to receive the parameters of another stage's unit into.
-    fn zeros(&self, unit_idx: usize, of: Of) -> Result<Vec<Tensor>> {
-        let StoreOptions { formats, mode, .. } = self.options;
+    fn zeros(&self, unit_idx: usize, of: WeightCopy) -> Result<Vec<Tensor>> {
+        let StoreOptions { dtypes, mode, .. } = self.options;
         let zeros = |spec: &ParamSpec| {
-            let dtype = if of == Of::Masters && mode.trains(spec) { formats.masters } else { formats.compute };
+            let dtype = if of == WeightCopy::Masters && mode.trains(spec) { dtypes.masters } else { dtypes.compute };
             Tensor::zeros(spec.shape.as_slice(), dtype, &self.device)
         };
         self.layout.units[unit_idx].params.iter().map(zeros).collect()
@@ -272,15 +283,15 @@ impl ParamStore {
 
 /// Version of the weights that is read.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Of {
+enum WeightCopy {
     Compute,
     Masters,
 }
 
 /// Builds the layer of a unit; `None` if another stage has it.
-fn layer(layout: &ParamLayout, buffers: &ShardedBuffers, unit_idx: usize) -> Result<Option<Weights>> {
+fn layer(layout: &ParamLayout, buffers: &ShardedBuffers, unit_idx: usize) -> Result<Option<UnitWeights>> {
     let Some(unit) = layout.used(unit_idx) else { return Ok(None) };
-    let shared = unit.shared.iter().filter(|shared| layout.has(shared.unit)).map(|shared| &shared.name);
+    let shared = unit.tied.iter().filter(|tied| layout.has(tied.owner)).map(|tied| &tied.name);
     let names = unit.params.iter().map(|spec| &spec.name).chain(shared);
-    Weights::new(unit, names.map(|name| (name.clone(), buffers.weight(name)))).map(Some)
+    UnitWeights::new(unit, names.map(|name| (name.clone(), buffers.weight(name)))).map(Some)
 }

@@ -1,9 +1,9 @@
 //! Memory of masters, moments and weights: the device that computes, or the host.
 
 use candle_core::Device;
-use candlewick_model::{ParamSpec, Unit};
+use candlewick_model::{FsdpUnit, ParamSpec};
 
-/// Part of the parameters and of the optimizer in the memory of a GPU's host.
+/// TokenShard of the parameters and of the optimizer in the memory of a GPU's host.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CpuOffload {
     /// The fraction of the parameters whose masters and moments are there: the first units. AdamW updates them on the host.
@@ -40,10 +40,10 @@ impl MemoryLocation {
 
 impl CpuOffload {
     /// Returns the memory of each unit: the first ones are offloaded, as many as come closest to the fraction.
-    pub(crate) fn of_units(self, units: &[Unit]) -> Vec<UnitOffload> {
+    pub(crate) fn of_units(self, units: &[FsdpUnit]) -> Vec<UnitOffload> {
         let wanted = self.optimizer * units.iter().map(n_trainable).sum::<f64>();
         let mut n_seen = 0.0;
-        let of_unit = |unit: &Unit| {
+        let of_unit = |unit: &FsdpUnit| {
             // A unit is offloaded whole, if more than half of it falls below the fraction.
             let is_offloaded = self.optimizer > 0.0 && n_seen + n_trainable(unit) / 2.0 <= wanted;
             n_seen += n_trainable(unit);
@@ -54,6 +54,6 @@ impl CpuOffload {
     }
 }
 
-fn n_trainable(unit: &Unit) -> f64 {
+fn n_trainable(unit: &FsdpUnit) -> f64 {
     unit.params.iter().filter(|spec| spec.trainable).map(ParamSpec::numel).sum::<usize>() as f64
 }

@@ -12,11 +12,11 @@ use super::buffers::ShardedBuffers;
 use super::bytes::{StoreBytes, of_tensor};
 use super::layout::{ParamGroup, ParamLayout};
 use super::offload::{MemoryLocation, UnitOffload};
-use super::options::Formats;
+use super::options::ParamDtypes;
 use super::reducer::GradReducer;
 
-/// Optimizer state of all trainable groups of a stage, by group index.
-pub(crate) struct Optimizer {
+/// ShardedAdamW state of all trainable groups of a stage, by group index.
+pub(crate) struct ShardedAdamW {
     shards: BTreeMap<usize, AdamWShard>,
 }
 
@@ -33,16 +33,16 @@ pub(crate) struct AdamWShard {
     n_decayed: usize,
 }
 
-impl Optimizer {
+impl ShardedAdamW {
     /// Allocates masters and moments, all zero.
     pub(crate) fn new(
         layout: &ParamLayout,
         buffers: &ShardedBuffers,
-        formats: Formats,
+        dtypes: ParamDtypes,
         device: &Device,
     ) -> Result<Self> {
         let shard = |(group_idx, group): (usize, &ParamGroup)| {
-            Ok((group_idx, AdamWShard::zeros(group, &buffers.run(group_idx).own, formats, device)?))
+            Ok((group_idx, AdamWShard::zeros(group, &buffers.run(group_idx).own, dtypes, device)?))
         };
         Ok(Self { shards: layout.trainable().map(shard).collect::<Result<_>>()? })
     }
@@ -79,8 +79,8 @@ impl Optimizer {
 }
 
 impl AdamWShard {
-    fn zeros(group: &ParamGroup, weights: &Tensor, formats: Formats, device: &Device) -> Result<Self> {
-        let Formats { compute, masters, moments } = formats;
+    fn zeros(group: &ParamGroup, weights: &Tensor, dtypes: ParamDtypes, device: &Device) -> Result<Self> {
+        let ParamDtypes { compute, masters, moments } = dtypes;
         if ![DType::F32, compute].contains(&masters) {
             bail!("master weights in {masters:?} cannot be computed with in {compute:?}")
         }

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::{Pending, Reduce};
-use candlewick_model::GroupKind;
+use candlewick_model::ParamGroupKind;
 use candlewick_ops::{GradSink, copy_into, sum_of_squares};
 
 use super::bytes::StoreBytes;
@@ -24,7 +24,7 @@ pub(crate) struct GradReducer {
     in_flight: Mutex<InFlight>,
 }
 
-/// Groups whose gradients are being reduced, oldest first. A group advances when another one enters: all ranks call the collectives
+/// ParallelGroups whose gradients are being reduced, oldest first. A group advances when another one enters: all ranks call the collectives
 /// in one order.
 #[derive(Default)]
 struct InFlight {
@@ -34,7 +34,7 @@ struct InFlight {
     summing: VecDeque<(usize, Pending)>,
 }
 
-/// Groups in each of the two collectives at a time.
+/// ParallelGroups in each of the two collectives at a time.
 const MAX_IN_FLIGHT: usize = 1;
 
 impl GradReducer {
@@ -100,7 +100,7 @@ impl GradReducer {
     }
 
     /// Sums the partial gradients of parameters without slices over `split`, all at once: they are small.
-    fn reduce_partial_grads(&self, layout: &ParamLayout, kind: GroupKind) -> Result<()> {
+    fn reduce_partial_grads(&self, layout: &ParamLayout, kind: ParamGroupKind) -> Result<()> {
         let groups = || layout.trainable().filter(|(_, group)| group.kind == kind);
         let Some((_, first)) = groups().find(|(_, group)| group.params.iter().any(|it| it.placement.is_partial()))
         else {
@@ -149,7 +149,7 @@ impl GradReducer {
     ///
     /// Each kind is summed over the ranks that hold distinct elements of it.
     pub(crate) fn squares(&self, layout: &ParamLayout) -> Result<Tensor> {
-        let of_kind = |(kind, ranks): (GroupKind, &GroupRanks)| {
+        let of_kind = |(kind, ranks): (ParamGroupKind, &GroupRanks)| {
             let of_unit = |unit_idx| {
                 let mut groups = layout.groups_of(unit_idx).filter(|_| layout.owns(unit_idx));
                 let group = groups.find(|idx| layout.groups[*idx].kind == kind && self.grads.contains_key(idx));

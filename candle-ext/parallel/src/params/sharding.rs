@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use candle_core::{Result, bail};
 use candlewick_comm::{Collective, Solo};
-use candlewick_model::{GroupKind, ParamSpec};
+use candlewick_model::{ParamGroupKind, ParamSpec};
 
-use crate::pipeline::Layout;
+use crate::pipeline::PipelineLayout;
 use crate::placement::{RankOf, SequenceParallel};
 
 /// Alignment of parameters and shards, in elements: 256 bytes of bf16, for fast GEMMs on GPUs.
@@ -29,9 +29,9 @@ pub enum ZeroStage {
 pub struct ShardingGroups {
     /// Buffers that are sharded.
     pub(crate) zero_stage: ZeroStage,
-    /// Groups of everything but experts; they are split over the tensor parallel ranks.
+    /// ParallelGroups of everything but experts; they are split over the tensor parallel ranks.
     pub(crate) dense: GroupRanks,
-    /// Groups of experts, which are split over the expert parallel ranks; `None` on a mesh made without them.
+    /// ParallelGroups of experts, which are split over the expert parallel ranks; `None` on a mesh made without them.
     pub(crate) expert: Option<GroupRanks>,
     /// Tokens that a tensor parallel rank sees outside of branches.
     pub(crate) sequence_parallel: SequenceParallel,
@@ -58,7 +58,7 @@ pub(crate) struct Stages {
     /// The stages.
     pub(crate) ranks: Arc<dyn Collective>,
     /// The stage of each block; `None` for a single stage.
-    pub(crate) layout: Option<Layout>,
+    pub(crate) layout: Option<PipelineLayout>,
     /// Stages that hold the same tied parameter: the first and the last one. Others are alone.
     pub(crate) tied_embedding: Arc<dyn Collective>,
 }
@@ -86,10 +86,10 @@ impl ShardingGroups {
     }
 
     /// Returns the process groups of a kind, if there are any.
-    pub(crate) fn ranks(&self, kind: GroupKind) -> Option<&GroupRanks> {
+    pub(crate) fn ranks(&self, kind: ParamGroupKind) -> Option<&GroupRanks> {
         match kind {
-            GroupKind::Dense => Some(&self.dense),
-            GroupKind::Expert => self.expert.as_ref(),
+            ParamGroupKind::Dense => Some(&self.dense),
+            ParamGroupKind::Expert => self.expert.as_ref(),
         }
     }
 }

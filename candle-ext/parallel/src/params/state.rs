@@ -20,11 +20,11 @@ pub struct ParamState {
     pub range: Range<usize>,
     /// True if this rank writes it to a checkpoint: of the ranks with the same elements, one does.
     pub writes_checkpoint: bool,
-    /// The weights that the optimizer updates, in [`Formats::masters`](super::Formats::masters).
+    /// The weights that the optimizer updates, in [`ParamDtypes::masters`](super::ParamDtypes::masters).
     pub master: Tensor,
     /// The gradient summed since [`ParamStore::zero_grads`], over the ranks once [`ParamStore::wait_grad_reduction`] has been called.
     pub grad: Tensor,
-    /// Adam's running mean of the gradient, in [`Formats::moments`](super::Formats::moments).
+    /// Adam's running mean of the gradient, in [`ParamDtypes::moments`](super::ParamDtypes::moments).
     pub exp_avg: Tensor,
     /// Adam's running mean of the squared gradient, likewise.
     pub exp_avg_sq: Tensor,

@@ -5,13 +5,13 @@ use std::ops::Range;
 /// The blocks of a model in runs, one after another. A stage has one run, or several: with s stages those of number i, i + s,
 /// i + 2s and so on (interleaved, as Megatron-LM does). The embedding goes with the first run, the head with the last.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct PipelineLayout {
     n_stages: usize,
     /// Where each run ends.
     ends: Vec<usize>,
 }
 
-impl Layout {
+impl PipelineLayout {
     /// One stage with `n_blocks` blocks.
     pub fn whole(n_blocks: usize) -> Self {
         Self { n_stages: 1, ends: vec![n_blocks] }
@@ -99,11 +99,11 @@ mod tests {
     #[test]
     fn every_unit_is_with_the_stage_whose_run_has_it() {
         for layout in [
-            Layout::whole(5),
-            Layout::new(2, &[3, 2]),
-            Layout::new(3, &[2, 0, 1]),
-            Layout::new(2, &[1, 2, 2, 1]),
-            Layout::balanced(30, 4, 2, 3.5),
+            PipelineLayout::whole(5),
+            PipelineLayout::new(2, &[3, 2]),
+            PipelineLayout::new(3, &[2, 0, 1]),
+            PipelineLayout::new(2, &[1, 2, 2, 1]),
+            PipelineLayout::balanced(30, 4, 2, 3.5),
         ] {
             let mut seen = Vec::new();
             for chunk in 0..layout.n_chunks() {
@@ -123,9 +123,9 @@ mod tests {
 
     #[test]
     fn the_stage_with_the_head_has_fewer_blocks() {
-        assert_eq!(Layout::balanced(8, 2, 1, 0.0), Layout::new(2, &[4, 4]));
-        assert_eq!(Layout::balanced(8, 2, 1, 2.0), Layout::new(2, &[5, 3]));
-        assert_eq!(Layout::balanced(8, 2, 1, 100.0), Layout::new(2, &[7, 1]));
-        assert_eq!(Layout::balanced(1, 2, 1, 0.0), Layout::new(2, &[1, 0]));
+        assert_eq!(PipelineLayout::balanced(8, 2, 1, 0.0), PipelineLayout::new(2, &[4, 4]));
+        assert_eq!(PipelineLayout::balanced(8, 2, 1, 2.0), PipelineLayout::new(2, &[5, 3]));
+        assert_eq!(PipelineLayout::balanced(8, 2, 1, 100.0), PipelineLayout::new(2, &[7, 1]));
+        assert_eq!(PipelineLayout::balanced(1, 2, 1, 0.0), PipelineLayout::new(2, &[1, 0]));
     }
 }

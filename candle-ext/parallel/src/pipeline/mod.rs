@@ -9,14 +9,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{DType, Result, Tensor, bail};
 use candlewick_comm::{Collective, Pending, Recv, Solo};
 
-pub use layout::Layout;
-pub use schedule::{ChunkPass, PipelineSchedule, Schedule, StageStep};
+pub use layout::PipelineLayout;
+pub use schedule::{ChunkPass, PipelineSchedule, PipelineScheduleKind, StageStep};
 
 /// A stage of a pipeline, and its channels to its neighbours.
 pub struct Pipeline {
     stages: Arc<dyn Collective>,
-    layout: Layout,
-    schedule: Schedule,
+    layout: PipelineLayout,
+    schedule: PipelineScheduleKind,
     activations: P2pChannels,
     gradients: P2pChannels,
     /// What is on its way to neighbours.
@@ -30,7 +30,7 @@ pub(crate) struct HiddenStates {
     pub(crate) shape: Vec<usize>,
 }
 
-/// Groups of two, this stage and a neighbour, for tensors of one kind in one direction. Both ends of a group send and receive in
+/// ParallelGroups of two, this stage and a neighbour, for tensors of one kind in one direction. Both ends of a group send and receive in
 /// one order.
 struct P2pChannels {
     /// The group with the next stage; the last one's is the first, which may have the next chunk.
@@ -47,12 +47,13 @@ impl Pipeline {
     pub fn alone(n_blocks: usize) -> Self {
         let solo = || Arc::new(Solo) as Arc<dyn Collective>;
         let channels = || P2pChannels { next: solo(), previous: solo() };
-        let (layout, schedule, sent) = (Layout::whole(n_blocks), Schedule::default(), Mutex::default());
+        let (layout, schedule, sent) =
+            (PipelineLayout::whole(n_blocks), PipelineScheduleKind::default(), Mutex::default());
         Self { stages: solo(), layout, schedule, activations: channels(), gradients: channels(), sent }
     }
 
     /// Connects `stages`, which have the runs of `layout` and all call this.
-    pub fn new(stages: Arc<dyn Collective>, layout: Layout, schedule: Schedule) -> Result<Self> {
+    pub fn new(stages: Arc<dyn Collective>, layout: PipelineLayout, schedule: PipelineScheduleKind) -> Result<Self> {
         if layout.n_stages() != stages.size() {
             bail!("a pipeline of {} stages among {} ranks", layout.n_stages(), stages.size())
         }
@@ -72,7 +73,7 @@ impl Pipeline {
     }
 
     /// Returns which blocks each stage has.
-    pub fn layout(&self) -> &Layout {
+    pub fn layout(&self) -> &PipelineLayout {
         &self.layout
     }
 
@@ -164,8 +165,8 @@ mod tests {
     fn stages_reach_their_neighbours_around_the_ring() {
         for n in 2..=5 {
             let heard = threads::run(n, Options::default(), |world| -> Result<[f32; 2]> {
-                let layout = Layout::new(n, &vec![1; n]);
-                let pipeline = Pipeline::new(world.group(), layout, Schedule::default())?;
+                let layout = PipelineLayout::new(n, &vec![1; n]);
+                let pipeline = Pipeline::new(world.group(), layout, PipelineScheduleKind::default())?;
                 let own = Tensor::new(world.rank() as f32, &Device::Cpu)?;
                 pipeline.send_activation(&own)?;
                 pipeline.send_gradient(&own)?;

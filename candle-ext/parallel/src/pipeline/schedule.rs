@@ -4,9 +4,9 @@ use std::fmt;
 
 /// The order of forwards and backwards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Schedule {
+pub enum PipelineScheduleKind {
     /// All forwards, then all backwards (GPipe; Huang et al., 2019; <https://arxiv.org/abs/1811.06965>).
-    AllForwardAllBackward,
+    GPipe,
     /// One forward, one backward, as soon as the first backward can begin; with several runs a stage interleaved.
     /// (Narayanan et al., 2021; <https://arxiv.org/abs/2104.04473>, figures 3 and 4.)
     #[default]
@@ -47,7 +47,7 @@ const BACKWARD: usize = 2;
 
 impl PipelineSchedule {
     /// Makes the table of `n_stages` stages with `n_chunks` runs each for `n_micros` micro-batches.
-    pub fn new(schedule: Schedule, n_stages: usize, n_chunks: usize, n_micros: usize) -> Self {
+    pub fn new(schedule: PipelineScheduleKind, n_stages: usize, n_chunks: usize, n_micros: usize) -> Self {
         let mut stages: Vec<_> =
             (0..n_stages).map(|stage| Stage::new(schedule, stage, [n_stages, n_chunks, n_micros])).collect();
         let mut done = Done::new([n_stages, n_chunks, n_micros]);
@@ -131,11 +131,11 @@ struct Done {
 }
 
 impl Stage {
-    fn new(schedule: Schedule, stage: usize, [n_stages, n_chunks, n_micros]: [usize; 3]) -> Self {
+    fn new(schedule: PipelineScheduleKind, stage: usize, [n_stages, n_chunks, n_micros]: [usize; 3]) -> Self {
         let max_in_flight = match schedule {
-            Schedule::AllForwardAllBackward => n_chunks * n_micros,
-            Schedule::OneForwardOneBackward if n_chunks == 1 => n_stages - stage,
-            Schedule::OneForwardOneBackward => 2 * (n_stages - stage - 1) + (n_chunks - 1) * n_stages + 1,
+            PipelineScheduleKind::GPipe => n_chunks * n_micros,
+            PipelineScheduleKind::OneForwardOneBackward if n_chunks == 1 => n_stages - stage,
+            PipelineScheduleKind::OneForwardOneBackward => 2 * (n_stages - stage - 1) + (n_chunks - 1) * n_stages + 1,
         };
         let (forwards, backwards) = (
             passes(n_stages, n_chunks, n_micros, |chunk| chunk),
@@ -283,11 +283,11 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
-    use Schedule::{AllForwardAllBackward, OneForwardOneBackward};
+    use PipelineScheduleKind::{GPipe, OneForwardOneBackward};
 
     /// Every pass once each way, forwards before backwards, no pass before what it reads, and one order on each edge.
     #[track_caller]
-    fn check(schedule: Schedule, n_stages: usize, n_chunks: usize, n_micros: usize) -> PipelineSchedule {
+    fn check(schedule: PipelineScheduleKind, n_stages: usize, n_chunks: usize, n_micros: usize) -> PipelineSchedule {
         let table = PipelineSchedule::new(schedule, n_stages, n_chunks, n_micros);
         let mut ends = HashMap::new();
         for (stage, steps) in table.stages.iter().enumerate() {
@@ -336,7 +336,7 @@ mod tests {
 
     #[test]
     fn every_table_is_complete_and_in_order() {
-        for schedule in [AllForwardAllBackward, OneForwardOneBackward] {
+        for schedule in [GPipe, OneForwardOneBackward] {
             for n_stages in 1..=4 {
                 for n_chunks in 1..=3 {
                     for n_micros in 0..=9 {
@@ -354,7 +354,7 @@ mod tests {
         for (p, m) in [(2, 2), (4, 4), (4, 8), (3, 7)] {
             let want = (p - 1) as f64 / (m + p - 1) as f64;
             assert!((bubble(OneForwardOneBackward, p, 1, m) - want).abs() < 1e-12, "{p} {m}");
-            assert!((bubble(AllForwardAllBackward, p, 1, m) - want).abs() < 1e-12, "{p} {m}");
+            assert!((bubble(GPipe, p, 1, m) - want).abs() < 1e-12, "{p} {m}");
         }
         for (p, v, m) in [(2, 2, 4), (4, 2, 8), (4, 3, 8)] {
             let want = (p - 1) as f64 / (m * v + p - 1) as f64;
@@ -370,7 +370,7 @@ mod tests {
     fn one_forward_one_backward_keeps_as_many_as_there_are_stages() {
         let live = |schedule, m| (0..4).map(|stage| check(schedule, 4, 1, m).max_in_flight(stage)).collect::<Vec<_>>();
         assert_eq!(live(OneForwardOneBackward, 8), [4, 3, 2, 1]);
-        assert_eq!(live(AllForwardAllBackward, 8), [8, 8, 8, 8]);
+        assert_eq!(live(GPipe, 8), [8, 8, 8, 8]);
         assert_eq!(live(OneForwardOneBackward, 2), [2, 2, 2, 1]);
     }
 

@@ -12,7 +12,7 @@ use crate::mixture::units;
 pub(crate) type Saved = BTreeMap<String, Vec<f32>>;
 
 /// Elements of a whole parameter that a state is about, in its order.
-fn places(state: &ParamState) -> impl Iterator<Item = usize> + use<> {
+fn partition(state: &ParamState) -> impl Iterator<Item = usize> + use<> {
     let (width, columns) = (*state.shape.last().unwrap(), state.columns.clone());
     state.range.clone().map(move |at| at / columns.len() * width + columns.start + at % columns.len())
 }
@@ -32,7 +32,7 @@ pub(crate) struct Piece {
     pub(crate) name: String,
     /// Elements of the whole tensor.
     numel: usize,
-    /// Places in the whole tensor, and their values.
+    /// TokenPartition in the whole tensor, and their values.
     pub(crate) values: Vec<(usize, f32)>,
     is_written: bool,
 }
@@ -42,7 +42,7 @@ pub(crate) fn pieces(store: &ParamStore) -> Result<Vec<Piece>> {
     for state in store.states()? {
         let (numel, is_written) = (state.shape.iter().product(), state.writes_checkpoint);
         for (name, tensor) in tensors(&state) {
-            let values = places(&state).zip(tensor.to_vec1::<f32>()?).collect();
+            let values = partition(&state).zip(tensor.to_vec1::<f32>()?).collect();
             pieces.push(Piece { name, numel, values, is_written });
         }
     }
@@ -74,7 +74,7 @@ pub(crate) fn join(pieces: &[Piece]) -> Saved {
 pub(crate) fn load(store: &ParamStore, saved: &Saved) -> Result<()> {
     for state in store.states()? {
         for (name, tensor) in tensors(&state) {
-            let values: Vec<f32> = places(&state).map(|at| saved[&name][at]).collect();
+            let values: Vec<f32> = partition(&state).map(|at| saved[&name][at]).collect();
             copy_into(&tensor, &Tensor::new(values, &Device::Cpu)?)?;
         }
     }

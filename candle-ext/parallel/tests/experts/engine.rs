@@ -5,11 +5,11 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::{Degrees, Mesh};
 use candlewick_comm::{Options, threads};
-use candlewick_model::{Config, Dim, GroupKind, Model};
+use candlewick_model::{Config, Dim, Model, ParamGroupKind};
 use candlewick_ops::{GradPolicy, GradScaler, Seqs};
 use candlewick_parallel::{
-    ActivationCheckpointing, CpuOffload, Engine, Formats, Groups, Layout, LossScale, Micro, Mode, ParamStore,
-    SequenceParallel, StoreOptions, ZeroStage,
+    ActivationCheckpointing, CpuOffload, Engine, LossScale, Micro, ParallelGroups, ParamDtypes, ParamStore,
+    PipelineLayout, SequenceParallel, StoreMode, StoreOptions, ZeroStage,
 };
 use serde_json::json;
 
@@ -39,14 +39,15 @@ fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<
         let model = Model::new(Config::from_json(config.clone()).unwrap(), None).unwrap();
         let mut units = model.units().to_vec();
         for spec in units.iter_mut().flat_map(|unit| &mut unit.params).filter(|spec| spec.name.contains(".mlp.")) {
-            spec.group = GroupKind::Expert;
+            spec.group = ParamGroupKind::Expert;
             spec.dims.iter_mut().filter(|dim| **dim == Dim::Ffn).for_each(|dim| *dim = Dim::Experts);
         }
         let mesh = Mesh::new(mesh, world.size()).unwrap();
-        let groups = Groups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
-        let sharding = groups.sharding_groups(zero_stage, Layout::whole(model.n_blocks()), SequenceParallel::Off);
-        let formats = Formats::computing_in(DType::F32);
-        let options = StoreOptions { formats, mode: Mode::Train, cpu_offload: CpuOffload::default() };
+        let groups = ParallelGroups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
+        let sharding =
+            groups.sharding_groups(zero_stage, PipelineLayout::whole(model.n_blocks()), SequenceParallel::Off);
+        let dtypes = ParamDtypes::computing_in(DType::F32);
+        let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload: CpuOffload::default() };
         let store = ParamStore::of_units(&units, options, &Device::Cpu, sharding)?;
         store.fill(initial)?;
         let checkpointing = vec![ActivationCheckpointing::None, ActivationCheckpointing::Full];

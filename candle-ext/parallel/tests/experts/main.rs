@@ -12,7 +12,8 @@ use candlewick_comm::mesh::{Degrees, Mesh};
 use candlewick_comm::{Options, threads};
 use candlewick_ops::{GradPolicy, GradScaler};
 use candlewick_parallel::{
-    CpuOffload, Formats, Groups, Layout, Mode, ParamStore, SequenceParallel, StoreOptions, ZeroStage,
+    CpuOffload, ParallelGroups, ParamDtypes, ParamStore, PipelineLayout, SequenceParallel, StoreMode, StoreOptions,
+    ZeroStage,
 };
 
 use checkpoint::{Piece, Saved, join, load, pieces};
@@ -133,18 +134,18 @@ fn each_group_has_writers_of_its_own() {
 
 #[test]
 fn experts_without_expert_groups_are_refused_by_name() {
-    let groups = Groups::new(&Mesh::new(Degrees::default(), 1).unwrap(), &candlewick_comm::Solo).unwrap();
-    let sharding = groups.sharding_groups(None, Layout::whole(1), SequenceParallel::Off);
+    let groups = ParallelGroups::new(&Mesh::new(Degrees::default(), 1).unwrap(), &candlewick_comm::Solo).unwrap();
+    let sharding = groups.sharding_groups(None, PipelineLayout::whole(1), SequenceParallel::Off);
     let options = StoreOptions {
-        formats: Formats::computing_in(DType::F32),
-        mode: Mode::Train,
+        dtypes: ParamDtypes::computing_in(DType::F32),
+        mode: StoreMode::Train,
         cpu_offload: CpuOffload::default(),
     };
     let refused = ParamStore::of_units(&units(), options, &Device::Cpu, sharding).err().unwrap().to_string();
     assert!(refused.contains("up belongs to an expert"), "{refused}");
     let mesh = Mesh::new(Degrees { dp_shard: 2, etp: 2, ..Degrees::default() }, 2).unwrap();
     let refused = threads::run(2, Options::default(), |world| -> Result<String> {
-        let groups = Groups::new(&mesh, &*world.group())?;
+        let groups = ParallelGroups::new(&mesh, &*world.group())?;
         Ok(groups.with_experts(&mesh, &*world.group()).err().unwrap().to_string())
     });
     assert!(refused.unwrap()[0].contains("etp 2"));

@@ -8,13 +8,14 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Collective, World, sum};
-use candlewick_model::{Dim, GroupKind, Init, ParamSpec, Region, Unit, UnitKind, Weights};
+use candlewick_model::{Dim, FsdpUnit, FsdpUnitKind, Init, ParamGroupKind, ParamScope, ParamSpec, UnitWeights};
 use candlewick_ops::{
     AdamW, CrossEntropy, GradScaler, Precision, Reduction, Tape, Upstream, WeightStorage, add, embedding, linear,
     linear_cross_entropy, record, rms_norm,
 };
 use candlewick_parallel::{
-    CpuOffload, Formats, Groups, Layout, Micro, MicroBatch, Mode, ParamStore, SequenceParallel, StoreOptions, ZeroStage,
+    CpuOffload, Micro, MicroBatch, ParallelGroups, ParamDtypes, ParamStore, PipelineLayout, SequenceParallel,
+    StoreMode, StoreOptions, ZeroStage,
 };
 
 pub(crate) const V: usize = 40;
@@ -33,31 +34,32 @@ pub(crate) struct Setup {
     pub(crate) cpu_offload: CpuOffload,
 }
 
-fn spec(name: &str, dims: &[(Dim, usize)], group: GroupKind) -> ParamSpec {
+fn spec(name: &str, dims: &[(Dim, usize)], group: ParamGroupKind) -> ParamSpec {
     let (name, is_matrix) = (name.to_owned(), dims.len() > 1);
     let (dims, shape) = dims.iter().copied().unzip();
     let init = Init::Normal { std: 0.3, zero_row: None };
-    let (region, storage) = (Region::Branch, WeightStorage::Dense);
-    ParamSpec { name, shape, dims, region, init, decay: is_matrix, trainable: true, group, storage }
+    let (scope, storage) = (ParamScope::Sublayer, WeightStorage::Dense);
+    ParamSpec { name, shape, dims, scope, init, decay: is_matrix, trainable: true, group, storage }
 }
 
 /// A token's embedding, plus what its expert makes of it, to logits.
-pub(crate) fn units() -> Vec<Unit> {
-    let unit = |name: &str, params| Unit { name: name.to_owned(), params, shared: Vec::new(), kind: UnitKind::Named };
+pub(crate) fn units() -> Vec<FsdpUnit> {
+    let unit =
+        |name: &str, params| FsdpUnit { name: name.to_owned(), params, tied: Vec::new(), kind: FsdpUnitKind::Named };
     let (d, experts) = ((Dim::Embed, D), (Dim::Experts, E * F));
     vec![
-        unit("embed", vec![spec("embed", &[(Dim::Vocab, V), d], GroupKind::Dense)]),
+        unit("embed", vec![spec("embed", &[(Dim::Vocab, V), d], ParamGroupKind::Dense)]),
         unit(
             "block",
             vec![
-                spec("norm", &[(Dim::HeadDim, D)], GroupKind::Dense),
-                spec("up", &[experts, d], GroupKind::Expert),
-                spec("up_bias", &[experts], GroupKind::Expert),
-                spec("mix", &[(Dim::HeadDim, D), d], GroupKind::Dense),
-                spec("down", &[d, experts], GroupKind::Expert),
+                spec("norm", &[(Dim::HeadDim, D)], ParamGroupKind::Dense),
+                spec("up", &[experts, d], ParamGroupKind::Expert),
+                spec("up_bias", &[experts], ParamGroupKind::Expert),
+                spec("mix", &[(Dim::HeadDim, D), d], ParamGroupKind::Dense),
+                spec("down", &[d, experts], ParamGroupKind::Expert),
             ],
         ),
-        unit("head", vec![spec("head", &[(Dim::Vocab, V), d], GroupKind::Dense)]),
+        unit("head", vec![spec("head", &[(Dim::Vocab, V), d], ParamGroupKind::Dense)]),
     ]
 }
 
@@ -95,10 +97,10 @@ impl Rank {
     pub(crate) fn new(world: &World, setup: Setup) -> Result<Self> {
         let Setup { degrees, zero_stage, cpu_offload } = setup;
         let mesh = Mesh::new(degrees, world.size()).unwrap();
-        let groups = Groups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
-        let sharding = groups.sharding_groups(zero_stage, Layout::whole(1), SequenceParallel::Off);
-        let formats = Formats::computing_in(DType::F32);
-        let options = StoreOptions { formats, mode: Mode::Train, cpu_offload };
+        let groups = ParallelGroups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
+        let sharding = groups.sharding_groups(zero_stage, PipelineLayout::whole(1), SequenceParallel::Off);
+        let dtypes = ParamDtypes::computing_in(DType::F32);
+        let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload };
         let store = ParamStore::of_units(&units(), options, &Device::Cpu, sharding)?;
         store.fill(initial)?;
         Ok(Self { mesh, rank: world.rank(), all: world.group(), store })
@@ -117,8 +119,8 @@ impl Rank {
         mine.skip(self.mesh.place(self.rank, Axis::Edp)).step_by(self.mesh.degrees().of(Axis::Edp)).collect()
     }
 
-    /// Returns the output of the block: [t, d] -> [t, d]. Of its experts' rows a token uses those of its own expert.
-    fn block(&self, w: &Weights, x_td: &Tensor, tokens: &[Token]) -> Result<Tensor> {
+    /// Returns the output of the block: [t, d] -> [t, d]. WeightCopy its experts' rows a token uses those of its own expert.
+    fn block(&self, w: &UnitWeights, x_td: &Tensor, tokens: &[Token]) -> Result<Tensor> {
         let experts = self.experts();
         let is_own = |token: &Token, row: usize| experts.start + row / F == token.expert;
         let rows = 0..experts.len() * F;

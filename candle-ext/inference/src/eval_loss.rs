@@ -7,14 +7,14 @@ use serde::Serialize;
 
 /// The loss on data that was not trained on.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct HeldOut {
+pub struct EvalLoss {
     /// Mean negative log-likelihood of a target token, in nats.
     pub loss: f64,
     /// The number of target tokens.
     pub n_targets: usize,
 }
 
-impl HeldOut {
+impl EvalLoss {
     /// e to the loss.
     pub fn perplexity(&self) -> f64 {
         self.loss.exp()
@@ -23,12 +23,12 @@ impl HeldOut {
 
 /// What this rank has added up so far.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct HeldOutSums {
+pub struct EvalLossSum {
     loss: f64,
     n_targets: usize,
 }
 
-impl HeldOutSums {
+impl EvalLossSum {
     /// Adds a micro-batch with `n_targets` targets, and returns the sum of its losses. All ranks call it as often.
     pub fn add(&mut self, engine: &Engine, micro: &Micro, n_targets: usize) -> Result<f64> {
         let loss = engine.loss(micro).context("failed to compute the held-out loss")?;
@@ -38,8 +38,8 @@ impl HeldOutSums {
     }
 
     /// Returns the loss over all micro-batches of all ranks, weighted by target tokens. Without any target it is NaN.
-    pub fn over_ranks(self, ranks: &dyn Collective) -> Result<HeldOut> {
+    pub fn over_ranks(self, ranks: &dyn Collective) -> Result<EvalLoss> {
         let (loss, n_targets) = (sum(ranks, self.loss)?, sum(ranks, self.n_targets as f64)?);
-        Ok(HeldOut { loss: loss / n_targets, n_targets: n_targets as usize })
+        Ok(EvalLoss { loss: loss / n_targets, n_targets: n_targets as usize })
     }
 }

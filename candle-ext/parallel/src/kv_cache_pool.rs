@@ -6,21 +6,21 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use candle_core::{Result, Tensor};
-use candlewick_model::Seams;
-use candlewick_ops::{AttentionSpec, Seqs, attention, kv_cache_dtype, set_rows};
+use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_ops::{Seqs, attention, kv_cache_dtype, set_rows};
 
-use crate::engine::Tokens;
+use crate::engine::PackedTokens;
 use crate::kv_cache::lock;
 
 /// One buffer for each block's keys and one for its values, in which each sequence has a run of rows.
-pub struct KvPool {
+pub struct KvCachePool {
     blocks: Vec<Mutex<Option<[Tensor; 2]>>>,
     n_rows: usize,
 }
 
 /// New tokens of a sequence.
 #[derive(Clone, Debug)]
-pub struct Growth {
+pub struct AppendTokens {
     /// The first row of the sequence in the pool.
     pub start: usize,
     /// How many of its tokens the pool holds.
@@ -29,10 +29,10 @@ pub struct Growth {
     pub ids: Vec<u32>,
 }
 
-/// The seams of one forward, in which some sequences grow.
-pub struct Growing<'p> {
-    pool: &'p KvPool,
-    tokens: Tokens,
+/// The parallel_ops of one forward, in which some sequences grow.
+pub struct KvAppend<'p> {
+    pool: &'p KvCachePool,
+    tokens: PackedTokens,
     last_rows: Vec<u32>,
     seqs: Seqs,
     /// Where the new keys and values belong.
@@ -41,7 +41,7 @@ pub struct Growing<'p> {
     used: Range<usize>,
 }
 
-impl KvPool {
+impl KvCachePool {
     /// Makes room for `n_rows` tokens in each of `n_blocks` blocks; memory is taken by the first forward.
     pub fn new(n_blocks: usize, n_rows: usize) -> Self {
         Self { blocks: (0..n_blocks).map(|_| Mutex::default()).collect(), n_rows }
@@ -59,22 +59,22 @@ impl KvPool {
     }
 
     /// Lays out a forward of these sequences, whose runs in the pool do not overlap.
-    pub fn grow(&self, sequences: &[Growth]) -> Result<Growing<'_>> {
+    pub fn append(&self, sequences: &[AppendTokens]) -> Result<KvAppend<'_>> {
         let mut order: Vec<usize> = (0..sequences.len()).collect();
         order.sort_unstable_by_key(|i| sequences[*i].start);
         let used = order.first().map_or(0, |first| sequences[*first].start);
-        let mut layout = Layout { last_rows: vec![0; sequences.len()], ..Layout::new(used) };
+        let mut layout = BatchLayout { last_rows: vec![0; sequences.len()], ..BatchLayout::new(used) };
         for i in order {
             layout.add(&sequences[i]);
             layout.last_rows[i] = layout.tokens.ids.len() as u32 - 1;
         }
         // One token alone would take another way through the products, and round otherwise than among others.
         if layout.tokens.ids.len() == 1 {
-            layout.add(&Growth { start: self.n_rows, n_seen: 0, ids: vec![0] });
+            layout.add(&AppendTokens { start: self.n_rows, n_seen: 0, ids: vec![0] });
         }
-        let Layout { tokens, last_rows, rows, ends_q, ends_k, .. } = layout;
+        let BatchLayout { tokens, last_rows, rows, ends_q, ends_k, .. } = layout;
         let used = used..used + ends_k[ends_k.len() - 1];
-        Ok(Growing { pool: self, tokens, last_rows, seqs: Seqs::with_keys(ends_q, ends_k)?, rows, used })
+        Ok(KvAppend { pool: self, tokens, last_rows, seqs: Seqs::with_keys(ends_q, ends_k)?, rows, used })
     }
 
     /// Buffers for what looks like this. The last row is for a token that nobody asks for. A CPU computes attention in f32
@@ -88,22 +88,22 @@ impl KvPool {
 }
 
 /// The sequences of a forward in the order of their rows. What is free between them is a sequence that asks nothing.
-struct Layout {
+struct BatchLayout {
     first: usize,
-    tokens: Tokens,
+    tokens: PackedTokens,
     last_rows: Vec<u32>,
     rows: Vec<u32>,
     ends_q: Vec<usize>,
     ends_k: Vec<usize>,
 }
 
-impl Layout {
+impl BatchLayout {
     fn new(first: usize) -> Self {
         let (ends_q, ends_k) = (vec![0], vec![0]);
-        Self { first, tokens: Tokens::default(), last_rows: Vec::new(), rows: Vec::new(), ends_q, ends_k }
+        Self { first, tokens: PackedTokens::default(), last_rows: Vec::new(), rows: Vec::new(), ends_q, ends_k }
     }
 
-    fn add(&mut self, Growth { start, n_seen, ids }: &Growth) {
+    fn add(&mut self, AppendTokens { start, n_seen, ids }: &AppendTokens) {
         let (n_keys, end) = (n_seen + ids.len(), self.first + self.ends_k[self.ends_k.len() - 1]);
         if *start > end {
             self.ends_q.push(self.tokens.ids.len());
@@ -117,9 +117,9 @@ impl Layout {
     }
 }
 
-impl Growing<'_> {
+impl KvAppend<'_> {
     /// Returns the tokens of the forward.
-    pub fn tokens(&self) -> &Tokens {
+    pub fn tokens(&self) -> &PackedTokens {
         &self.tokens
     }
 
@@ -129,17 +129,10 @@ impl Growing<'_> {
     }
 }
 
-impl Seams for Growing<'_> {
+impl ParallelOps for KvAppend<'_> {
     /// Puts the new keys and values into the pool and attends from the new queries to their sequences.
-    fn attend(
-        &self,
-        block_idx: usize,
-        q_thk: &Tensor,
-        k_tgk: &Tensor,
-        v_tgk: &Tensor,
-        _seqs: &Seqs,
-        spec: &AttentionSpec,
-    ) -> Result<Tensor> {
+    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
+        let AttentionCall { layer_idx: block_idx, q: q_thk, k: k_tgk, v: v_tgk, spec, .. } = *call;
         let mut block = lock(&self.pool.blocks[block_idx]);
         let [k, v] = match &mut *block {
             Some(buffers) => buffers,

@@ -3,7 +3,7 @@
 //! In attention the ranks of one context rank exchange tokens for heads ([`ulysses`]), and with all tokens of the context rank
 //! for their heads they attend to the keys and values that come from the other context ranks ([`ring`]).
 
-mod places;
+mod partition;
 mod ring;
 mod ulysses;
 
@@ -12,11 +12,11 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor, bail};
 use candlewick_comm::Collective;
-use candlewick_model::Seams;
-use candlewick_ops::{AttentionSpec, Rows, Seqs};
+use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_ops::Rows;
 
 use crate::engine::Micro;
-use places::Places;
+use partition::TokenPartition;
 use ring::Ring;
 use ulysses::Ulysses;
 
@@ -24,19 +24,19 @@ pub use ring::ring_exchange;
 
 /// The ranks that share the tokens of each micro-batch, as the `attend` seam of all blocks.
 #[derive(Clone)]
-pub struct Sequence {
+pub struct ContextParallel {
     context: Arc<dyn Collective>,
     heads: Arc<dyn Collective>,
 }
 
 /// What a rank computes of a micro-batch: some of its tokens, and all of its sequences.
-pub(crate) struct Part<'m> {
+pub(crate) struct TokenShard<'m> {
     pub(crate) micro: Cow<'m, Micro>,
     /// Which tokens these are.
     pub(crate) rows: Rows,
 }
 
-impl Sequence {
+impl ContextParallel {
     /// Shares tokens among `context` x `heads`: keys and values go around among the ranks of `context`, tokens are
     /// exchanged for heads among those of `heads`. Either may be a group of one.
     pub fn new(context: Arc<dyn Collective>, heads: Arc<dyn Collective>) -> Self {
@@ -49,30 +49,30 @@ impl Sequence {
     }
 
     /// This rank's part of a micro-batch, whose sequences stay known in full. Its tokens must fall into even parts.
-    pub(crate) fn part<'m>(&self, micro: &Micro) -> Result<Part<'m>> {
+    pub(crate) fn part<'m>(&self, micro: &Micro) -> Result<TokenShard<'m>> {
         let n_tokens = micro.seqs.n_tokens();
         if !n_tokens.is_multiple_of(self.n_parts()) {
             bail!("{n_tokens} tokens over {} ranks: not divisible", self.n_parts())
         }
-        let rows = Rows::new(self.places(n_tokens).rows(self.context.rank(), self.heads.rank()));
+        let rows = Rows::new(self.partition(n_tokens).rows(self.context.rank(), self.heads.rank()));
         let part = Micro {
             ids: select(&micro.ids, rows.ranges())?,
             targets: select(&micro.targets, rows.ranges())?,
             positions: rows.ranges().iter().flat_map(|range| &micro.positions[range.clone()]).copied().collect(),
             seqs: micro.seqs.clone(),
         };
-        Ok(Part { micro: Cow::Owned(part), rows })
+        Ok(TokenShard { micro: Cow::Owned(part), rows })
     }
 
     /// Puts what each rank has of its tokens, `[tokens of a rank]`, together for all tokens of a micro-batch. All ranks call it.
     pub(crate) fn join(&self, values: &Tensor, n_tokens: usize) -> Result<Tensor> {
         let all = self.context.all_gather(&self.heads.all_gather(values)?)?;
-        select(&all, &self.places(n_tokens).in_order())?.narrow(0, 0, n_tokens)
+        select(&all, &self.partition(n_tokens).in_order())?.narrow(0, 0, n_tokens)
     }
 
     /// Selects this rank's tokens of values of all tokens of a micro-batch, `[n_tokens]`.
     pub(crate) fn own(&self, values: &Tensor, n_tokens: usize) -> Result<Tensor> {
-        select(values, &self.places(n_tokens).rows(self.context.rank(), self.heads.rank()))
+        select(values, &self.partition(n_tokens).rows(self.context.rank(), self.heads.rank()))
     }
 
     /// Returns true on one of the ranks that share the tokens.
@@ -80,21 +80,14 @@ impl Sequence {
         self.context.rank() == 0 && self.heads.rank() == 0
     }
 
-    fn places(&self, n_tokens: usize) -> Places {
-        Places::new(n_tokens, self.context.size(), self.heads.size())
+    fn partition(&self, n_tokens: usize) -> TokenPartition {
+        TokenPartition::new(n_tokens, self.context.size(), self.heads.size())
     }
 }
 
-impl Seams for Sequence {
-    fn attend(
-        &self,
-        _block_idx: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        seqs: &Seqs,
-        spec: &AttentionSpec,
-    ) -> Result<Tensor> {
+impl ParallelOps for ContextParallel {
+    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
+        let AttentionCall { q, k, v, seqs, spec, .. } = *call;
         let ring = Ring::new(Arc::clone(&self.context));
         Ulysses::new(Arc::clone(&self.heads)).attend([q, k, v], |[q, k, v]| ring.attend([q, k, v], seqs, spec))
     }

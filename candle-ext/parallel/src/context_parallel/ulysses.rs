@@ -1,4 +1,4 @@
-//! Sequence parallelism as DeepSpeed-Ulysses has it: a rank has a part of the tokens, and within attention all tokens of a part
+//! ContextParallel parallelism as DeepSpeed-Ulysses has it: a rank has a part of the tokens, and within attention all tokens of a part
 //! of the heads. (Jacobs et al., 2023; <https://arxiv.org/abs/2309.14509>.)
 //!
 //! t tokens of a micro-batch, s ranks, h query heads, g key heads, k head dim; a rank has t/s tokens, h/s and at least one of
@@ -129,7 +129,7 @@ mod tests {
                 let queries = rank * (h / n_ranks)..(rank + 1) * (h / n_ranks);
                 let own = &indices[rank * keys.of_each..][..keys.of_each];
                 let wanted: Vec<u32> = queries.map(|query| (query / (h / g)) as u32).collect();
-                // Attention reads the key of a query off their places.
+                // Attention reads the key of a query off their partition.
                 let group = (h / n_ranks) / keys.of_each;
                 let read: Vec<u32> = (0..h / n_ranks).map(|query| own[query / group]).collect();
                 assert_eq!(read, wanted, "{h} {g} {n_ranks}, rank {rank}");

@@ -8,25 +8,23 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 use candlewick_comm::{Collective, Reduce};
-use candlewick_model::Seams;
-use candlewick_ops::{
-    self as ops, AttentionSpec, Columns, PendingExchange, Seqs, VocabPart, Weight, record, record_exchange,
-};
+use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_ops::{self as ops, Columns, PendingExchange, VocabPart, Weight, record, record_exchange};
 
 use crate::placement::SequenceParallel;
 
 /// The ranks that share every matrix.
 #[derive(Clone)]
-pub struct TensorRanks {
+pub struct TensorParallel {
     /// The ranks.
     pub ranks: Arc<dyn Collective>,
     /// What they see outside of branches.
     pub sequence_parallel: SequenceParallel,
 }
 
-impl TensorRanks {
+impl TensorParallel {
     /// How many parts the tokens fall into outside of branches.
-    pub(crate) fn token_parts(&self) -> usize {
+    pub(crate) fn sequence_parallel_size(&self) -> usize {
         match self.sequence_parallel {
             SequenceParallel::Off => 1,
             SequenceParallel::On => self.ranks.size(),
@@ -51,12 +49,12 @@ impl TensorRanks {
         Ok(Box::new(move || Ok(pending.wait()?)))
     }
 
-    fn enter(&self, x: &Tensor) -> Result<Tensor> {
+    fn copy_to_tp(&self, x: &Tensor) -> Result<Tensor> {
         let (to, back) = (self.clone(), self.clone());
         record_exchange("tensor_enter", x, move |x| to.gather(x), move |dx| back.start_sum(dx))
     }
 
-    fn leave(&self, y: &Tensor) -> Result<Tensor> {
+    fn reduce_from_tp(&self, y: &Tensor) -> Result<Tensor> {
         let (x, ranks) = (self.start_sum(y)?()?, self.clone());
         Ok(record("tensor_leave", [y.into()], x, move |dx, _| Ok([Some(ranks.gather(dx)?)])))
     }
@@ -74,7 +72,7 @@ impl TensorRanks {
     }
 
     /// Puts the scores of all tokens together: f32 [t, rows here] -> [t, v].
-    pub(crate) fn whole_logits(&self, part: &Tensor, n_all: usize) -> Result<Tensor> {
+    pub(crate) fn gather_logits(&self, part: &Tensor, n_all: usize) -> Result<Tensor> {
         let n_largest = n_all.div_ceil(self.ranks.size());
         let missing = n_largest - part.dim(1)?;
         let padded = part.pad_with_zeros(1, 0, missing)?.t()?.contiguous()?;
@@ -82,44 +80,36 @@ impl TensorRanks {
     }
 }
 
-/// The seams of a rank: matrices shared by some ranks, attention answered by another.
-pub(crate) struct Shared<'a> {
-    pub(crate) tensor: &'a TensorRanks,
+/// The parallel_ops of a rank: matrices shared by some ranks, attention answered by another.
+pub(crate) struct TensorParallelOps<'a> {
+    pub(crate) tensor: &'a TensorParallel,
     pub(crate) n_vocab: usize,
-    pub(crate) attend: &'a dyn Seams,
+    pub(crate) attention: &'a dyn ParallelOps,
 }
 
-impl Seams for Shared<'_> {
-    fn look_up(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
+impl ParallelOps for TensorParallelOps<'_> {
+    fn embedding(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
         let first = self.tensor.first_token(self.n_vocab);
-        self.leave(&ops::embedding_part(ids, table, first as u32, padding)?)
+        self.reduce_from_tp(&ops::embedding_part(ids, table, first as u32, padding)?)
     }
 
-    fn enter(&self, x: &Tensor) -> Result<Tensor> {
-        self.tensor.enter(x)
+    fn copy_to_tp(&self, x: &Tensor) -> Result<Tensor> {
+        self.tensor.copy_to_tp(x)
     }
 
-    fn token_parts(&self) -> usize {
-        self.tensor.token_parts()
+    fn sequence_parallel_size(&self) -> usize {
+        self.tensor.sequence_parallel_size()
     }
 
-    fn columns(&self) -> Columns {
+    fn input_shard(&self) -> Columns {
         Columns { part: self.tensor.ranks.rank(), n_parts: self.tensor.ranks.size() }
     }
 
-    fn leave(&self, y: &Tensor) -> Result<Tensor> {
-        self.tensor.leave(y)
+    fn reduce_from_tp(&self, y: &Tensor) -> Result<Tensor> {
+        self.tensor.reduce_from_tp(y)
     }
 
-    fn attend(
-        &self,
-        block_idx: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        seqs: &Seqs,
-        spec: &AttentionSpec,
-    ) -> Result<Tensor> {
-        self.attend.attend(block_idx, q, k, v, seqs, spec)
+    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
+        self.attention.attention(call)
     }
 }

@@ -7,7 +7,7 @@ use candlewick_comm::Collective;
 
 /// This rank's share of `order`, in that order: of the items whose owners are `open`, as much work as any other rank has.
 /// An owner's items are together on one rank. `costs` go with `order`.
-pub(super) fn share_of<O: Copy + Eq + Hash>(
+pub(super) fn assign_to_rank<O: Copy + Eq + Hash>(
     ranks: &dyn Collective,
     order: &[usize],
     costs: &[usize],
@@ -47,7 +47,7 @@ mod tests {
         let costs: Vec<usize> = order.iter().map(|item| 1 + item % 7).collect();
         let owners: Vec<usize> = (0..100).map(|item| if item < 10 { 0 } else { item }).collect();
         let open = |owner: &usize| owner % 5 != 1;
-        let share = |ranks: &dyn Collective| share_of(ranks, &order, &costs, &owners, open);
+        let share = |ranks: &dyn Collective| assign_to_rank(ranks, &order, &costs, &owners, open);
         let alone = share(&Solo);
         assert!(alone.iter().eq(order.iter().filter(|item| open(&owners[**item]))));
         let shares =
@@ -65,6 +65,6 @@ mod tests {
 
     #[test]
     fn nothing_is_shared_out_if_nothing_is_open() {
-        assert!(share_of(&Solo, &[0, 1], &[1, 1], &[0, 1], |_| false).is_empty());
+        assert!(assign_to_rank(&Solo, &[0, 1], &[1, 1], &[0, 1], |_| false).is_empty());
     }
 }

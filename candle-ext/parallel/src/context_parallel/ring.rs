@@ -1,8 +1,8 @@
 //! Ring attention (Liu et al., 2023; <https://arxiv.org/abs/2310.01889>) with balanced causal work: a rank has two chunks of the
-//! tokens (`places`), and keys and values come to it step by step from the other ranks, while it computes with those of the
+//! tokens (`partition`), and keys and values come to it step by step from the other ranks, while it computes with those of the
 //! step before.
 //!
-//! In step i a rank gets those of the rank i places before it, from that rank itself: as many bytes as if they were handed on
+//! In step i a rank gets those of the rank i partition before it, from that rank itself: as many bytes as if they were handed on
 //! from neighbour to neighbour, and what a rank sees nothing of is not sent at all. The way back is the same: keys and values
 //! come again, and their gradients are sent back in f32.
 //!
@@ -19,7 +19,7 @@ use candlewick_ops::{
     attention_piece_backward, compute_or_replay, record,
 };
 
-use super::places::Places;
+use super::partition::TokenPartition;
 
 /// The ranks that send each other keys and values.
 #[derive(Clone)]
@@ -100,13 +100,13 @@ impl Ring {
 
     fn plan(&self, seqs: &Seqs, spec: &AttentionSpec) -> Result<RingPlan> {
         let (me, n) = (self.ranks.rank(), self.ranks.size());
-        let places = Places::new(seqs.n_tokens(), n, 1);
+        let partition = TokenPartition::new(seqs.n_tokens(), n, 1);
         let steps = (0..n).map(|step| {
             let (from, to) = ((me + n - step) % n, (me + step) % n);
-            let (work, theirs) = (work(&places, seqs, spec, me, from)?, work(&places, seqs, spec, to, me)?);
+            let (work, theirs) = (work(&partition, seqs, spec, me, from)?, work(&partition, seqs, spec, to, me)?);
             Ok(RingStep { from, to, work, sent: seen(&theirs) })
         });
-        let lens = places.chunks(me).map(|chunk| chunk.len());
+        let lens = partition.chunks(me).map(|chunk| chunk.len());
         Ok(RingPlan { steps: steps.collect::<Result<_>>()?, lens, spec: *spec })
     }
 
@@ -219,22 +219,22 @@ impl RingPlan {
 
     /// Views of the keys and of the values of a chunk that is here.
     fn keys_and_values(&self, here: &PerChunk<Tensor>, chunk: usize) -> Result<[Tensor; 2]> {
-        let (kv, n) = (here[chunk].as_ref().expect("what is worked on was asked for"), self.lens[chunk]);
+        let (kv, n) = (here[chunk].as_ref().expect("what is worked on was queries for"), self.lens[chunk]);
         Ok([kv.narrow(0, 0, n)?, kv.narrow(0, n, n)?])
     }
 }
 
 /// What a rank computes with the keys of another: each pair of chunks of which some query sees some key.
 fn work(
-    places: &Places,
+    partition: &TokenPartition,
     seqs: &Seqs,
     spec: &AttentionSpec,
     rank: usize,
     other: usize,
 ) -> Result<Vec<(usize, usize, Piece)>> {
     let mut work = Vec::new();
-    for (queries, of_queries) in places.chunks(rank).into_iter().enumerate() {
-        for (keys, of_keys) in places.chunks(other).into_iter().enumerate() {
+    for (queries, of_queries) in partition.chunks(rank).into_iter().enumerate() {
+        for (keys, of_keys) in partition.chunks(other).into_iter().enumerate() {
             let piece = seqs.piece(of_queries.clone(), of_keys)?;
             if !piece.is_hidden(spec) {
                 work.push((queries, keys, piece));

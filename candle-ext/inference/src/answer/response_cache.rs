@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::request::{Request, Response};
 
 /// A rank's file of answers.
-pub struct AnswerLog {
+pub struct ResponseCache {
     path: PathBuf,
     file: File,
     /// Lines that are not in the file yet.
@@ -23,13 +23,13 @@ pub struct AnswerLog {
 struct Line {
     key: String,
     #[serde(flatten)]
-    answer: Plain,
+    answer: ResponseJson,
 }
 
 /// An answer as JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
-pub(super) enum Plain {
+pub(super) enum ResponseJson {
     Loglikelihood { logprob: f64, is_greedy: bool },
     Rolling { loglikelihood: f64 },
     Text { text: String },
@@ -52,7 +52,7 @@ pub fn key(identity: &str, request: &Request, max_gen_toks: usize, draw: Option<
     blake3::hash(format!("{identity}\n{request}").as_bytes())
 }
 
-impl AnswerLog {
+impl ResponseCache {
     /// Opens this rank's file for the model `identity`, to add to. A line that was not finished is cut off.
     pub fn open(folder: &Path, identity: &str, rank: usize) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("failed to create {}", folder.display()))?;
@@ -81,9 +81,9 @@ impl AnswerLog {
         }
     }
 
-    /// Adds an answer, which [`AnswerLog::write`] writes.
+    /// Adds an answer, which [`ResponseCache::write`] writes.
     pub fn add(&mut self, key: &str, response: &Response) -> Result<()> {
-        let line = Line { key: key.to_owned(), answer: Plain::from(response) };
+        let line = Line { key: key.to_owned(), answer: ResponseJson::from(response) };
         serde_json::to_writer(&mut self.lines, &line)?;
         self.lines.push(b'\n');
         Ok(())
@@ -136,7 +136,7 @@ fn short(identity: &str) -> &str {
     identity.get(..16).unwrap_or(identity)
 }
 
-impl From<&Response> for Plain {
+impl From<&Response> for ResponseJson {
     fn from(response: &Response) -> Self {
         match response {
             Response::Loglikelihood { logprob, is_greedy } => {
@@ -148,12 +148,12 @@ impl From<&Response> for Plain {
     }
 }
 
-impl From<Plain> for Response {
-    fn from(answer: Plain) -> Self {
+impl From<ResponseJson> for Response {
+    fn from(answer: ResponseJson) -> Self {
         match answer {
-            Plain::Loglikelihood { logprob, is_greedy } => Self::Loglikelihood { logprob, is_greedy },
-            Plain::Rolling { loglikelihood } => Self::LoglikelihoodRolling(loglikelihood),
-            Plain::Text { text } => Self::Text(text),
+            ResponseJson::Loglikelihood { logprob, is_greedy } => Self::Loglikelihood { logprob, is_greedy },
+            ResponseJson::Rolling { loglikelihood } => Self::LoglikelihoodRolling(loglikelihood),
+            ResponseJson::Text { text } => Self::Text(text),
         }
     }
 }
@@ -178,7 +178,7 @@ mod tests {
     fn what_was_written_is_read_back_whatever_rank_wrote_it_and_how_it_ended() {
         let folder = tempfile::tempdir().unwrap();
         for (rank, response) in responses().iter().enumerate() {
-            let mut log = AnswerLog::open(folder.path(), MODEL, rank).unwrap();
+            let mut log = ResponseCache::open(folder.path(), MODEL, rank).unwrap();
             log.add(&format!("key {rank}"), response).unwrap();
             log.write().unwrap();
         }
@@ -190,7 +190,7 @@ mod tests {
             responses().iter().enumerate().for_each(|(i, want)| assert_eq!(known[&format!("key {i}")], *want));
         };
         check(3);
-        let mut log = AnswerLog::open(folder.path(), MODEL, 1).unwrap();
+        let mut log = ResponseCache::open(folder.path(), MODEL, 1).unwrap();
         log.add("key 3", &responses()[0]).unwrap();
         log.write().unwrap();
         check(4);
@@ -200,8 +200,8 @@ mod tests {
     #[test]
     fn a_file_that_is_written_to_or_broken_is_refused() {
         let folder = tempfile::tempdir().unwrap();
-        let mut log = AnswerLog::open(folder.path(), MODEL, 0).unwrap();
-        let error = AnswerLog::open(folder.path(), MODEL, 0).err().unwrap();
+        let mut log = ResponseCache::open(folder.path(), MODEL, 0).unwrap();
+        let error = ResponseCache::open(folder.path(), MODEL, 0).err().unwrap();
         assert!(error.to_string().contains("another evaluation of this model writes to it"));
         log.lines = b"{\"key\": 5}\n{}\n".to_vec();
         log.write().unwrap();

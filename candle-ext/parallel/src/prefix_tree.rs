@@ -7,40 +7,40 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use candle_core::{Device, Result, Tensor, bail};
-use candlewick_model::Seams;
-use candlewick_ops::{AttentionSpec, Seqs, Weight, attention, embedding};
+use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_ops::{Seqs, Weight, attention, embedding};
 
-use crate::engine::Tokens;
+use crate::engine::PackedTokens;
 use crate::kv_cache::lock;
 
 /// What a run continues, and what is remembered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Until {
+pub enum Prefix {
     /// The first so many tokens of what was remembered; 0 is the beginning.
-    Remembered(usize),
+    Cached(usize),
     /// The end of this run of the same batch, which comes before.
     Run(usize),
 }
 
-/// Tokens that continue others.
+/// PackedTokens that continue others.
 #[derive(Clone, Copy, Debug)]
-pub struct Run<'a> {
+pub struct TokenRun<'a> {
     /// What is before them.
-    pub after: Until,
+    pub prefix: Prefix,
     /// The tokens, at least one.
     pub ids: &'a [u32],
 }
 
 /// The keys and values of one path through the tree, kept from one batch to the next.
-pub struct Path {
+pub struct PrefixKvCache {
     blocks: Vec<Mutex<Option<[Tensor; 2]>>>,
     n_tokens: usize,
 }
 
-/// The seams of one batch's forward. The tokens of its runs are rows, one run after the other.
-pub struct Branches<'p> {
-    path: &'p Path,
-    tokens: Tokens,
+/// The parallel_ops of one batch's forward. The tokens of its runs are rows, one run after the other.
+pub struct PrefixTreeAttention<'p> {
+    path: &'p PrefixKvCache,
+    tokens: PackedTokens,
     seqs: Seqs,
     /// Which of the p + t rows are the keys of the runs, u32 [s]; `None` if each run has its own and no more.
     keys: Option<Tensor>,
@@ -48,7 +48,7 @@ pub struct Branches<'p> {
     kept: Option<Tensor>,
 }
 
-impl Path {
+impl PrefixKvCache {
     /// Remembers nothing yet, of `n_blocks` blocks.
     pub fn new(n_blocks: usize) -> Self {
         Self { blocks: (0..n_blocks).map(|_| Mutex::default()).collect(), n_tokens: 0 }
@@ -60,51 +60,51 @@ impl Path {
     }
 
     /// Lays out a batch. Its forward, which has to follow, leaves the path up to `kept`.
-    pub fn branch(&mut self, runs: &[Run], kept: Until, device: &Device) -> Result<Branches<'_>> {
-        let mut layout = Layout::new(self.n_tokens);
+    pub fn plan_batch(&mut self, runs: &[TokenRun], kept: Prefix, device: &Device) -> Result<PrefixTreeAttention<'_>> {
+        let mut layout = BatchLayout::new(self.n_tokens);
         runs.iter().try_for_each(|run| layout.add(run))?;
         let kept = layout.rows(kept)?;
         // One token alone would take another way through the products, and round otherwise than among others.
         if layout.tokens.ids.len() == 1 {
-            layout.add(&Run { after: Until::Remembered(0), ids: &[0] })?;
+            layout.add(&TokenRun { prefix: Prefix::Cached(0), ids: &[0] })?;
         }
         let n_kept = kept.iter().map(Range::len).sum();
-        let keys = match runs.iter().all(|run| run.after == Until::Remembered(0)) {
+        let keys = match runs.iter().all(|run| run.prefix == Prefix::Cached(0)) {
             true => None,
             false => Some(index(layout.paths.iter().flatten(), device)?),
         };
         let kept = (n_kept > 0).then(|| index(kept.iter(), device)).transpose()?;
         let seqs = Seqs::with_keys(layout.ends_q, layout.ends_k)?;
         self.n_tokens = n_kept;
-        Ok(Branches { path: self, tokens: layout.tokens, seqs, keys, kept })
+        Ok(PrefixTreeAttention { path: self, tokens: layout.tokens, seqs, keys, kept })
     }
 }
 
-impl Branches<'_> {
+impl PrefixTreeAttention<'_> {
     /// Returns the tokens of all runs.
-    pub fn tokens(&self) -> &Tokens {
+    pub fn tokens(&self) -> &PackedTokens {
         &self.tokens
     }
 }
 
 /// Where the runs of a batch lie among the remembered and the new rows.
-struct Layout {
+struct BatchLayout {
     n_remembered: usize,
-    tokens: Tokens,
+    tokens: PackedTokens,
     ends_q: Vec<usize>,
     ends_k: Vec<usize>,
     /// The rows from the beginning of each run's path to its end.
     paths: Vec<Vec<Range<usize>>>,
 }
 
-impl Layout {
+impl BatchLayout {
     fn new(n_remembered: usize) -> Self {
         let (ends_q, ends_k) = (vec![0], vec![0]);
-        Self { n_remembered, tokens: Tokens::default(), ends_q, ends_k, paths: Vec::new() }
+        Self { n_remembered, tokens: PackedTokens::default(), ends_q, ends_k, paths: Vec::new() }
     }
 
-    fn add(&mut self, run: &Run) -> Result<()> {
-        let mut path = self.rows(run.after)?;
+    fn add(&mut self, run: &TokenRun) -> Result<()> {
+        let mut path = self.rows(run.prefix)?;
         let n_before: usize = path.iter().map(Range::len).sum();
         let first = self.n_remembered + self.tokens.ids.len();
         path.push(first..first + run.ids.len());
@@ -116,12 +116,12 @@ impl Layout {
         Ok(())
     }
 
-    fn rows(&self, until: Until) -> Result<Vec<Range<usize>>> {
+    fn rows(&self, until: Prefix) -> Result<Vec<Range<usize>>> {
         match until {
-            Until::Remembered(0) => Ok(Vec::new()),
-            Until::Remembered(n) if n <= self.n_remembered => Ok(iter::once(0..n).collect()),
-            Until::Remembered(n) => bail!("branch after {n} remembered tokens: there are {}", self.n_remembered),
-            Until::Run(run_idx) => match self.paths.get(run_idx) {
+            Prefix::Cached(0) => Ok(Vec::new()),
+            Prefix::Cached(n) if n <= self.n_remembered => Ok(iter::once(0..n).collect()),
+            Prefix::Cached(n) => bail!("branch after {n} remembered tokens: there are {}", self.n_remembered),
+            Prefix::Run(run_idx) => match self.paths.get(run_idx) {
                 Some(path) => Ok(path.clone()),
                 None => bail!("branch after run {run_idx}: {} runs are before", self.paths.len()),
             },
@@ -129,17 +129,10 @@ impl Layout {
     }
 }
 
-impl Seams for Branches<'_> {
+impl ParallelOps for PrefixTreeAttention<'_> {
     /// Attends from each run to its whole path.
-    fn attend(
-        &self,
-        block_idx: usize,
-        q_thk: &Tensor,
-        k_tgk: &Tensor,
-        v_tgk: &Tensor,
-        _seqs: &Seqs,
-        spec: &AttentionSpec,
-    ) -> Result<Tensor> {
+    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
+        let AttentionCall { layer_idx: block_idx, q: q_thk, k: k_tgk, v: v_tgk, spec, .. } = *call;
         let mut remembered = lock(&self.path.blocks[block_idx]);
         let [k, v] = match &*remembered {
             Some([k, v]) => [Tensor::cat(&[k, k_tgk], 0)?, Tensor::cat(&[v, v_tgk], 0)?],

@@ -1,9 +1,9 @@
 //! Which token sequences begin alike: a prefix tree, whose nodes are the runs of tokens that are computed once.
 
 /// The tree of a set of sequences. Its shape depends on the set alone.
-pub struct Tree {
+pub struct PrefixTree {
     /// Parents before their children, and a node's descendants right behind it.
-    pub nodes: Vec<Node>,
+    pub nodes: Vec<PrefixNode>,
     /// The node at whose end each sequence ends; an empty one has none.
     ends: Vec<Option<usize>>,
     /// The sequences in the order in which the nodes reach their ends.
@@ -12,7 +12,7 @@ pub struct Tree {
 
 /// A run of tokens that some sequences have in common, behind what they have in common with others, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Node {
+pub struct PrefixNode {
     /// What comes before; `None` at the beginning.
     pub parent: Option<usize>,
     /// A sequence that has these tokens.
@@ -33,7 +33,7 @@ struct Group {
     start: usize,
 }
 
-impl Tree {
+impl PrefixTree {
     /// Builds the tree of these sequences. Equal ones end at one node.
     pub fn new(sequences: &[&[u32]]) -> Self {
         let mut order: Vec<usize> = (0..sequences.len()).collect();
@@ -58,7 +58,7 @@ impl Tree {
         let n_ended = members.iter().take_while(|i| sequences[**i].len() == shared).count();
         if n_ended == members.len() || shared - start >= MIN_SHARED {
             let node = self.nodes.len();
-            self.nodes.push(Node { parent, sequence: members[0], start, end: shared });
+            self.nodes.push(PrefixNode { parent, sequence: members[0], start, end: shared });
             members[..n_ended].iter().for_each(|i| self.ends[*i] = Some(node));
             (parent, start) = (Some(node), shared);
             range.start += n_ended;
@@ -97,9 +97,9 @@ mod tests {
 
     /// The nodes of a tree: the tokens of each behind those of its parents.
     fn shown(sequences: &[&[u32]]) -> Vec<String> {
-        let tree = Tree::new(sequences);
+        let tree = PrefixTree::new(sequences);
         let piece = |node: &usize| {
-            let Node { sequence, start, end, .. } = tree.nodes[*node];
+            let PrefixNode { sequence, start, end, .. } = tree.nodes[*node];
             format!("{:?}", &sequences[sequence][start..end])
         };
         (0..tree.nodes.len())
@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn an_empty_sequence_has_no_nodes() {
-        let tree = Tree::new(&[&LONG, &[], &[]]);
+        let tree = PrefixTree::new(&[&LONG, &[], &[]]);
         assert_eq!((tree.path(0), tree.path(1), tree.order), (vec![0], vec![], vec![1, 2, 0]));
     }
 
@@ -134,13 +134,13 @@ mod tests {
     fn equal_sequences_and_beginnings_of_others_end_within() {
         let (a, b) = (after(&LONG, &[9]), after(&LONG, &[9, 10]));
         let sequences: [&[u32]; 6] = [&b, &LONG, &a, &b, &LONG[..2], &LONG];
-        let tree = Tree::new(&sequences);
+        let tree = PrefixTree::new(&sequences);
         for (i, sequence) in sequences.iter().enumerate() {
             let path = tree.path(i);
             let tokens: Vec<u32> = path
                 .iter()
                 .flat_map(|node| {
-                    let Node { sequence, start, end, .. } = tree.nodes[*node];
+                    let PrefixNode { sequence, start, end, .. } = tree.nodes[*node];
                     sequences[sequence][start..end].to_vec()
                 })
                 .collect();
@@ -177,7 +177,7 @@ mod tests {
         for seed in 0..200 {
             let sequences = random(1 + seed as usize % 40, seed);
             let sequences: Vec<&[u32]> = sequences.iter().map(Vec::as_slice).collect();
-            let tree = Tree::new(&sequences);
+            let tree = PrefixTree::new(&sequences);
             for (i, node) in tree.nodes.iter().enumerate() {
                 assert!(node.start < node.end && node.parent.is_none_or(|parent| parent < i), "{seed}");
                 assert_eq!(node.start, node.parent.map_or(0, |parent| tree.nodes[parent].end), "{seed}");
@@ -190,7 +190,7 @@ mod tests {
                 let path = tree.path(i);
                 assert_eq!(path.last().map(|node| tree.nodes[*node].end), Some(sequence.len()), "{seed}");
                 assert!(path.iter().all(|node| {
-                    let Node { sequence: other, start, end, .. } = tree.nodes[*node];
+                    let PrefixNode { sequence: other, start, end, .. } = tree.nodes[*node];
                     sequences[other][start..end] == sequence[start..end]
                 }));
             }

@@ -8,13 +8,13 @@ use std::ops::Range;
 
 /// The ranks that share a micro-batch, and its tokens with those that fill up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Places {
+pub(super) struct TokenPartition {
     n_context: usize,
     n_sequence: usize,
     n_total: usize,
 }
 
-impl Places {
+impl TokenPartition {
     /// Gives each rank as many of `n_tokens` as any other: some more may have to follow them.
     pub(super) fn new(n_tokens: usize, n_context: usize, n_sequence: usize) -> Self {
         Self { n_context, n_sequence, n_total: n_tokens.next_multiple_of(n_context * n_sequence) }
@@ -35,8 +35,8 @@ impl Places {
         let in_early = own.start.min(early.len())..own.end.min(early.len());
         let in_late = own.start.max(early.len()) - early.len()..own.end.max(early.len()) - early.len();
         let parts = [(early, in_early), (late, in_late)];
-        let places = parts.map(|(chunk, part)| chunk.start + part.start..chunk.start + part.end);
-        match places {
+        let partition = parts.map(|(chunk, part)| chunk.start + part.start..chunk.start + part.end);
+        match partition {
             [first, second] if first.end == second.start => std::iter::once(first.start..second.end).collect(),
             both => both.into_iter().filter(|range| !range.is_empty()).collect(),
         }
@@ -62,63 +62,67 @@ impl Places {
 mod tests {
     use super::*;
 
-    fn all() -> impl Iterator<Item = (usize, Places)> {
+    fn all() -> impl Iterator<Item = (usize, TokenPartition)> {
         let degrees = (1..6).flat_map(|context| (1..5).map(move |sequence| (context, sequence)));
-        degrees.flat_map(|(context, sequence)| (0..70).map(move |n| (n, Places::new(n, context, sequence))))
+        degrees.flat_map(|(context, sequence)| (0..70).map(move |n| (n, TokenPartition::new(n, context, sequence))))
     }
 
     #[test]
     fn every_token_is_on_one_rank_and_all_ranks_have_as_many() {
-        for (n_tokens, places) in all() {
-            let ranks = (0..places.n_context).flat_map(|c| (0..places.n_sequence).map(move |s| (c, s)));
+        for (n_tokens, partition) in all() {
+            let ranks = (0..partition.n_context).flat_map(|c| (0..partition.n_sequence).map(move |s| (c, s)));
             let mut tokens = Vec::new();
             for (context, sequence) in ranks {
-                let own: Vec<usize> = places.rows(context, sequence).into_iter().flatten().collect();
-                assert_eq!(own.len() * places.n_context * places.n_sequence, places.n_total, "{places:?}");
+                let own: Vec<usize> = partition.rows(context, sequence).into_iter().flatten().collect();
+                assert_eq!(own.len() * partition.n_context * partition.n_sequence, partition.n_total, "{partition:?}");
                 tokens.extend(own);
             }
             tokens.sort_unstable();
-            assert!(tokens.into_iter().eq(0..places.n_total), "{places:?}");
-            assert!(places.n_total < n_tokens + places.n_context * places.n_sequence, "{places:?}");
+            assert!(tokens.into_iter().eq(0..partition.n_total), "{partition:?}");
+            assert!(partition.n_total < n_tokens + partition.n_context * partition.n_sequence, "{partition:?}");
         }
     }
 
     #[test]
     fn the_parts_of_a_context_rank_are_its_chunks() {
-        for (_, places) in all() {
-            for context in 0..places.n_context {
-                let parts = (0..places.n_sequence).flat_map(|sequence| places.rows(context, sequence)).flatten();
-                assert!(parts.eq(places.chunks(context).into_iter().flatten()), "{places:?}");
+        for (_, partition) in all() {
+            for context in 0..partition.n_context {
+                let parts = (0..partition.n_sequence).flat_map(|sequence| partition.rows(context, sequence)).flatten();
+                assert!(parts.eq(partition.chunks(context).into_iter().flatten()), "{partition:?}");
             }
         }
     }
 
     #[test]
     fn gathered_chunks_are_put_in_order() {
-        for (_, places) in all() {
-            let gathered: Vec<usize> = (0..places.n_context).flat_map(|rank| places.chunks(rank)).flatten().collect();
-            assert!(places.in_order().into_iter().flatten().map(|at| gathered[at]).eq(0..places.n_total), "{places:?}");
+        for (_, partition) in all() {
+            let gathered: Vec<usize> =
+                (0..partition.n_context).flat_map(|rank| partition.chunks(rank)).flatten().collect();
+            assert!(
+                partition.in_order().into_iter().flatten().map(|at| gathered[at]).eq(0..partition.n_total),
+                "{partition:?}"
+            );
         }
     }
 
     #[test]
     fn chunks_are_dealt_out_from_both_ends() {
-        let places = Places::new(16, 4, 1);
+        let partition = TokenPartition::new(16, 4, 1);
         assert_eq!(
-            [0, 1, 2, 3].map(|rank| places.rows(rank, 0)).concat(),
+            [0, 1, 2, 3].map(|rank| partition.rows(rank, 0)).concat(),
             [0..2, 14..16, 2..4, 12..14, 4..6, 10..12, 6..10]
         );
-        let places = Places::new(15, 2, 2);
-        assert_eq!([0, 1].map(|rank| places.rows(0, rank)).concat(), [0..4, 12..16]);
-        assert_eq!(Places::new(7, 1, 2).rows(0, 1), [4..8]);
+        let partition = TokenPartition::new(15, 2, 2);
+        assert_eq!([0, 1].map(|rank| partition.rows(0, rank)).concat(), [0..4, 12..16]);
+        assert_eq!(TokenPartition::new(7, 1, 2).rows(0, 1), [4..8]);
     }
 
     /// Pairs of a token and one that it sees.
     #[test]
     fn causal_work_is_balanced() {
         for n_context in [2, 3, 4, 8] {
-            let places = Places::new(64 * n_context, n_context, 1);
-            let work = |rank| -> usize { places.chunks(rank).into_iter().flatten().map(|token| token + 1).sum() };
+            let partition = TokenPartition::new(64 * n_context, n_context, 1);
+            let work = |rank| -> usize { partition.chunks(rank).into_iter().flatten().map(|token| token + 1).sum() };
             assert!((1..n_context).all(|rank| work(rank) == work(0)), "{n_context}");
         }
     }

@@ -5,10 +5,11 @@ use std::time::Duration;
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Options, World, threads};
-use candlewick_model::Seams;
+use candlewick_model::AttentionCall;
+use candlewick_model::ParallelOps;
 use candlewick_ops::{AttentionChoice, AttentionSpec, SavedOutputs, Seqs, Tape, attention, save_outputs};
 
-use super::{Sequence, places::Places, select};
+use super::{ContextParallel, partition::TokenPartition, select};
 
 const HEADS: (usize, usize, usize) = (4, 2, 8);
 
@@ -70,12 +71,12 @@ fn on_ranks(
     let ranks = threads::run(n_ranks, options, |world: &World| -> Result<_> {
         let mesh = Mesh::new(Degrees { cp, sp, ..Degrees::default() }, n_ranks).unwrap();
         let [context, heads] = [Axis::Cp, Axis::Sp].map(|axis| mesh.group(&*world.group(), &[axis]));
-        let sequence = Sequence::new(context?, heads?);
-        let places = Places::new(seqs.n_tokens(), cp, sp);
-        let rows = places.rows(mesh.place(world.rank(), Axis::Cp), mesh.place(world.rank(), Axis::Sp));
+        let sequence = ContextParallel::new(context?, heads?);
+        let partition = TokenPartition::new(seqs.n_tokens(), cp, sp);
+        let rows = partition.rows(mesh.place(world.rank(), Axis::Cp), mesh.place(world.rank(), Axis::Sp));
         let [q, k, v, d_out] = x.each_ref().map(|x| select(x, &rows));
         let own = [q?, k?, v?, d_out?];
-        let attend = |[q, k, v]: [&Tensor; 3]| sequence.attend(0, q, k, v, seqs, spec);
+        let attend = |[q, k, v]: [&Tensor; 3]| sequence.attention(&AttentionCall { layer_idx: 0, q, k, v, seqs, spec });
         let saved = match forwards {
             Forwards::One => SavedOutputs::default(),
             Forwards::Two => save_outputs(|| attend([&own[0], &own[1], &own[2]]))?.1,
