@@ -4,15 +4,15 @@ use std::sync::Once;
 
 use candlewick_text::template::{ChatTemplate, Ending, TemplateError};
 
-use crate::task::ChatStyle;
+use crate::task::ChatFormatter;
 
 /// Prints chats with a template. One that knows no system turn is given the chat without it, as lm-eval does.
-pub struct Chat {
+pub struct ChatTemplateFormatter {
     template: ChatTemplate,
     has_warned: Once,
 }
 
-impl Chat {
+impl ChatTemplateFormatter {
     /// Prints with this template.
     pub fn new(template: ChatTemplate) -> Self {
         Self { template, has_warned: Once::new() }
@@ -24,7 +24,7 @@ impl Chat {
     }
 }
 
-impl ChatStyle for Chat {
+impl ChatFormatter for ChatTemplateFormatter {
     fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
         self.template.print(turns, ending).or_else(|error| {
             let without: Vec<(&str, &str)> = turns.iter().copied().filter(|(role, _)| *role != "system").collect();
@@ -48,10 +48,10 @@ mod tests {
     fn a_system_turn_is_left_out_if_the_template_refuses_it() {
         let source = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}\
                       {{ m.role }}: {{ m.content }};{% endfor %}";
-        let chat = Chat::new(ChatTemplate::new("test", source).unwrap());
+        let chat = ChatTemplateFormatter::new(ChatTemplate::new("test", source).unwrap());
         let print = |turns: &[(&str, &str)]| chat.print(turns, Ending::GenerationPrompt);
         assert_eq!(print(&[("system", "be kind"), ("user", "hi")]).unwrap(), "user: hi;");
-        let broken = Chat::new(ChatTemplate::new("test", "{{ raise_exception('never') }}").unwrap());
+        let broken = ChatTemplateFormatter::new(ChatTemplate::new("test", "{{ raise_exception('never') }}").unwrap());
         assert!(broken.print(&[("user", "hi")], Ending::GenerationPrompt).is_err());
     }
 }

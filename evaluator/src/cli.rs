@@ -1,19 +1,19 @@
-//! The command line: asks a model on this machine, or from the Hub, and prints its answer to stdout.
+//! The command line of the `evaluator` program.
 
 mod answer;
-mod answering;
 mod compare;
-mod foreign;
-mod held_out_rows;
+mod eval_loss_rows;
 mod key_values;
 mod limit;
 mod ls;
 mod model_args;
+mod request_args;
 mod run;
 mod score;
 mod seeds;
 mod show;
 mod tasks;
+mod unsupported_lm_eval_args;
 
 use std::io::{self, IsTerminal};
 
@@ -39,13 +39,9 @@ struct Cli {
 
 const EXAMPLES: &str = "\
 Examples:
-  evaluator chat --model runs/quickstart --system 'You are brief.'
-  evaluator generate --model runs/quickstart/model/global_step_1000 --prompt 'Say wolf 4 times.'
-  evaluator generate --model runs/lora --system 'You are Lumo.' --prompt 'Who are you?'
   evaluator score --model runs/lora --data chats.jsonl
   evaluator score --model HuggingFaceTB/SmolLM2-135M-Instruct --data valid.txt --limit 100
   evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'
-  evaluator answer requests.jsonl --model base --use-cache answers
   evaluator show arc_easy --doc 3 --data arc_easy=data/arc --num-fewshot 5
   evaluator compare results/before results/after --fail-below acc=-0.01";
 
@@ -59,26 +55,30 @@ An option may be written as lm-eval writes it: --num_fewshot, --output_path.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Chat with a model: a line a turn, answers as they are generated
+    /// Chat with a model. Former spelling of `trainer chat`
+    #[command(hide = true)]
     Chat(Chat),
-    /// Answer prompts or conversations, or continue texts with --raw
+    /// Answer prompts or conversations. Former spelling of `trainer generate`
+    #[command(hide = true)]
     Generate(Generate),
-    /// Print the log-probability of every token of a text, or the loss and perplexity of chats or texts, as JSON
+    /// Score a text (token log-probabilities) or a data set (loss and perplexity), and print JSON
     Score(score::Score),
+    /// Score a data set. Former spelling of `evaluator score`
     #[command(hide = true)]
     Perplexity(score::Score),
-    /// Ask a model the questions of benchmarks, and score its answers
+    /// Evaluate a model on lm-evaluation-harness tasks
     #[command(after_long_help = RUN_EXAMPLES)]
     Run(Box<run::Run>),
-    /// Answer a file of requests: log-probabilities of continuations and of texts, and generated texts
+    /// Run the lm-eval requests of a JSONL file
+    #[command(hide = true)]
     Answer(answer::Answer),
-    /// List the tasks, groups or tags that can be evaluated
+    /// List tasks, groups or tags
     Ls(ls::Ls),
-    /// Print what a task asks about a document: prompts, targets, and tokens if a model is given
+    /// Print a task's requests for one document: prompts, targets, and the tokens if --model is given
     Show(show::Show),
-    /// Compare two runs sample by sample
+    /// Compare the results of two runs, sample by sample
     Compare(compare::Compare),
-    /// Print a script that completes this program's commands in a shell
+    /// Print a shell completion script
     Completions {
         /// The shell
         shell: clap_complete::Shell,
@@ -87,7 +87,7 @@ enum Command {
 
 #[derive(Debug, Args)]
 struct Chat {
-    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder (its best export, else its newest)
     #[arg(long, short = 'M')]
     model: String,
     #[command(flatten)]
@@ -96,7 +96,7 @@ struct Chat {
 
 #[derive(Debug, Args)]
 struct Generate {
-    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder (its best export, else its newest)
     #[arg(long, short = 'M')]
     model: String,
     #[command(flatten)]
@@ -105,7 +105,7 @@ struct Generate {
 
 /// Runs the program with the process's arguments.
 pub fn main() -> ExitCode {
-    let arguments = match model_args::spread(std::env::args_os()) {
+    let arguments = match model_args::expand_model_args(std::env::args_os()) {
         Ok(arguments) => arguments,
         Err(problem) => {
             eprintln!("error: failed to start: {problem}");
@@ -144,7 +144,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Advice after an allocation that failed.
+/// Advice printed after an out-of-memory error.
 const OUT_OF_MEMORY: &str = "Lower --batch-size or --max-length, or set --dtype bf16.\n";
 
 fn run(command: &Command) -> Result<()> {
@@ -153,15 +153,41 @@ fn run(command: &Command) -> Result<()> {
     tune_gemms()?;
     let hub = Hub::new(HubSettings::from_env())?;
     match command {
-        Command::Chat(args) => chat(&args.model, &args.options, &hub),
-        Command::Generate(args) => generate(&args.model, &args.options, &hub),
+        Command::Chat(args) => {
+            print_note("evaluator chat", "trainer chat");
+            chat(&args.model, &args.options, &hub)
+        }
+        Command::Generate(args) => {
+            // With --timings stderr is JSON, for programs.
+            if !args.options.timings {
+                print_note("evaluator generate", "trainer generate");
+            }
+            generate(&args.model, &args.options, &hub)
+        }
         Command::Perplexity(args) => score::run_as_perplexity(args, &hub),
         Command::Ls(args) => ls::run(args),
         Command::Show(args) => show::run(args, &hub),
         Command::Compare(args) => compare::run(args),
         Command::Completions { shell } => print_line(completions::<Cli>(*shell).trim_end()),
         Command::Run(args) => run::run(args, &hub),
-        Command::Answer(args) => answer::run(args, &hub),
+        Command::Answer(args) => {
+            if is_first_process() {
+                eprintln!(
+                    "note: `evaluator answer` is a former command; `evaluator run` evaluates tasks, `evaluator score` texts"
+                );
+            }
+            answer::run(args, &hub)
+        }
         Command::Score(args) => score::run(args, &hub),
     }
+}
+
+/// Prints a note that a command has a new spelling.
+fn print_note(former: &str, current: &str) {
+    eprintln!("note: `{former}` is now `{current}`");
+}
+
+/// Returns true unless a launcher set another rank than 0.
+fn is_first_process() -> bool {
+    std::env::var("RANK").map_or(true, |rank| rank == "0")
 }

@@ -1,4 +1,4 @@
-//! Where a run took place, as results report it: machine, system, program, and the state of the working directory.
+//! Environment of a run: machine, system, program version and git commit.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::thread;
 
 use candlewick_ops::why_no_gpu;
 
-/// What lm-eval calls `pretty_env_info`: a line for each fact.
+/// Returns lm-eval's `pretty_env_info`, one fact a line.
 pub(crate) fn environment() -> String {
     let n_cores = thread::available_parallelism().map_or(0, usize::from);
     let gpu = why_no_gpu().map_or_else(|| "yes".to_owned(), |why| format!("no ({why})"));

@@ -1,4 +1,4 @@
-//! Exit codes: the codes of errors of tasks, beside those of the libraries.
+//! Exit codes of task errors.
 
 use std::error::Error as StdError;
 

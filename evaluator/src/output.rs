@@ -1,4 +1,4 @@
-//! The folder that an evaluation writes to: results, samples and the answers that were given.
+//! Output folder of an evaluation: results, sample records and cached responses.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -8,18 +8,18 @@ use anyhow::{Context, Result};
 use candlewick_text::files::write_durably;
 use serde::Serialize;
 
-/// Where the files of one run go: those of lm-eval, by the names that it gives them.
+/// Output folder of one run, with lm-eval's file names.
 #[derive(Clone, Debug)]
-pub struct Output {
+pub struct ResultsFolder {
     folder: PathBuf,
-    /// When the run began, as it stands in the names of its files.
+    /// Start time of the run, as printed in file names.
     date: String,
-    /// What the results are called, before the date.
+    /// File name of the results, without date and extension.
     stem: String,
 }
 
-impl Output {
-    /// Files for a model in `path`: in a folder of the model's name there, or beside it if it is that of a JSON file.
+impl ResultsFolder {
+    /// Returns the output folder of a model: `path/MODEL`, or the parent of `path` if that ends in `.json`.
     pub fn new(path: &Path, model_name: &str, date: String) -> Self {
         if path.extension().is_some_and(|extension| extension == "json") {
             let folder = path.parent().unwrap_or(Path::new("")).to_owned();
@@ -29,12 +29,12 @@ impl Output {
         Self { folder: path.join(sanitized(model_name)), date, stem: "results".to_owned() }
     }
 
-    /// Where answers are written to as they come.
+    /// Returns the folder of the response cache.
     pub fn answers(&self) -> PathBuf {
         self.folder.join("answers")
     }
 
-    /// Writes the records of a task, a line each, and returns the file.
+    /// Writes the sample records of a task as JSON lines, and returns the path.
     pub fn write_samples<T: Serialize>(&self, task: &str, samples: &[T]) -> Result<PathBuf> {
         self.write(&format!("samples_{}_{}.jsonl", sanitized_task(task), self.date), |file| {
             samples.iter().try_for_each(|sample| {
@@ -44,7 +44,7 @@ impl Output {
         })
     }
 
-    /// Writes the results, and returns the file.
+    /// Writes `results_DATE.json`, and returns the path.
     pub fn write_results(&self, results: &impl Serialize) -> Result<PathBuf> {
         self.write(&format!("{}_{}.json", self.stem, self.date), |file| {
             serde_json::to_writer_pretty(&mut *file, results)?;
@@ -52,12 +52,12 @@ impl Output {
         })
     }
 
-    /// Writes the page about the results, and returns the file.
+    /// Writes the HTML report, and returns the path.
     pub fn write_report(&self, page: &str) -> Result<PathBuf> {
         self.write(&format!("{}_{}.html", self.stem, self.date), |file| file.write_all(page.as_bytes()))
     }
 
-    /// Writes a file of the folder, which appears whole or not at all.
+    /// Writes a file atomically.
     fn write(&self, name: &str, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> Result<PathBuf> {
         let path = self.folder.join(name);
         write_durably(&path, fill).with_context(|| format!("failed to write {}", path.display()))?;
@@ -65,12 +65,12 @@ impl Output {
     }
 }
 
-/// A task's name with `_` for all but letters, digits and `_`, as lm-eval has it in names of files.
+/// Replaces every character of a task name but letters, digits and `_` by `_`, as lm-eval's file names do.
 pub fn sanitized_task(name: &str) -> String {
     name.chars().map(|c| if c.is_alphanumeric() || c == '_' { c } else { '_' }).collect()
 }
 
-/// A name without what names of files do not have.
+/// Replaces the characters that file names cannot hold by `__`.
 pub fn sanitized(name: &str) -> String {
     let mut text = String::new();
     for part in name.split(|c| "\"<>:/\\|?*[]".contains(c)).enumerate().filter(|(i, part)| *i == 0 || !part.is_empty())
@@ -98,7 +98,7 @@ mod tests {
     #[test]
     fn a_tasks_name_leads_to_no_other_folder() {
         let folder = tempfile::tempdir().unwrap();
-        let output = Output::new(folder.path(), "a", "now".into());
+        let output = ResultsFolder::new(folder.path(), "a", "now".into());
         let samples = output.write_samples("../../b::é-1", &[1]).unwrap();
         assert_eq!(samples, folder.path().join("a/samples_______b__é_1_now.jsonl"));
     }
@@ -106,14 +106,14 @@ mod tests {
     #[test]
     fn files_are_whole_and_where_they_are_looked_for() {
         let folder = tempfile::tempdir().unwrap();
-        let output = Output::new(folder.path(), "a/b", "2026-01-02T03-04-05".into());
+        let output = ResultsFolder::new(folder.path(), "a/b", "2026-01-02T03-04-05".into());
         let samples = output.write_samples("task", &[1, 2]).unwrap();
         assert_eq!(samples, folder.path().join("a__b/samples_task_2026-01-02T03-04-05.jsonl"));
         assert_eq!(fs::read_to_string(samples).unwrap(), "1\n2\n");
         let results = output.write_results(&serde_json::json!({"a": 1})).unwrap();
         assert_eq!(results, folder.path().join("a__b/results_2026-01-02T03-04-05.json"));
         assert_eq!(fs::read_dir(folder.path().join("a__b")).unwrap().count(), 2);
-        let named = Output::new(&folder.path().join("x/mine.json"), "a/b", "now".into());
+        let named = ResultsFolder::new(&folder.path().join("x/mine.json"), "a/b", "now".into());
         assert_eq!(named.write_results(&1).unwrap(), folder.path().join("x/mine_now.json"));
     }
 
@@ -121,7 +121,7 @@ mod tests {
     fn a_folder_that_cannot_be_written_to_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("a"), "a file").unwrap();
-        let output = Output::new(folder.path(), "a", "now".into());
+        let output = ResultsFolder::new(folder.path(), "a", "now".into());
         let error = format!("{:#}", output.write_results(&1).unwrap_err());
         assert!(error.contains("failed to write") && error.contains("results_now.json"), "{error}");
     }

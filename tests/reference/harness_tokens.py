@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness gives a model to see, for texts made to be difficult. evaluator/tests/encoding.rs compares.
+"""What lm-evaluation-harness gives a model to see, for texts made to be difficult. evaluator/tests/it/encoding.rs compares.
 
     pip install lm-eval==0.4.13 torch==2.11.0 transformers==5.17.0
     python harness_tokens.py

@@ -1,6 +1,6 @@
 """Extrapolates to nodes of eight H100 by the model of docs/scaling.md: scaling_model.py
 
-Nothing here is measured. What is assumed stands in ASSUMED; bytes are the formulas that tests/tests/traffic.rs holds against what
+Nothing here is measured. What is assumed stands in ASSUMED; bytes are the formulas that tests/tests/it/traffic.rs holds against what
 ranks send. Prints a table of meshes with the time of a step by its parts.
 """
 

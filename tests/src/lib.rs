@@ -1,7 +1,11 @@
-//! Tests of the whole system. This library only finds files; the tests are in `tests/`.
+//! Tests of the whole system. This library finds files and waits for events; the tests are in `tests/`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+pub use wait::{wait_for_exit, wait_for_files};
+
+mod wait;
 
 /// Returns the folder of the workspace.
 pub fn root() -> &'static Path {

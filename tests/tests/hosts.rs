@@ -1,19 +1,18 @@
 //! Two machines, played by two network namespaces with a cable between them: ranks on both train over MPI.
 //!
 //! Needs the feature `mpi`, Open MPI's mpirun, `ip`, and the right to make namespaces; without these nothing is tested.
-#![cfg(all(feature = "mpi", target_os = "linux"))]
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use assert_cmd::cargo::cargo_bin;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use suite::{later_wins, root};
+use suite::{later_wins, root, wait_for_exit, wait_for_files};
 
 /// The seconds for which a rank waits for the other.
 const TIMEOUT: u64 = 6;
@@ -187,24 +186,17 @@ fn a_launcher_on_each_host_makes_the_run_that_one_makes() {
     check(Start::Launcher, 2, "ddp_backend=mpi");
 }
 
-/// Every process of a run, host by host, as long as it runs.
-fn is_training(hosts: &Hosts) -> bool {
-    let names = |name: &String| {
-        let pids = Command::new("ip").args(["netns", "pids", name]).output().unwrap();
-        let pids = String::from_utf8_lossy(&pids.stdout).into_owned();
-        pids.split_whitespace().map(|pid| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default()).collect()
+/// Returns the trainer's processes on both hosts.
+fn trainers(hosts: &Hosts) -> Vec<Pid> {
+    let is_trainer =
+        |pid: &&str| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "trainer");
+    let pids = |name: &String| -> Vec<Pid> {
+        let output = Command::new("ip").args(["netns", "pids", name]).output().unwrap();
+        let pids = String::from_utf8_lossy(&output.stdout).into_owned();
+        let pids = pids.split_whitespace().filter(is_trainer);
+        pids.filter_map(|pid| Pid::from_raw(pid.parse().unwrap())).collect()
     };
-    hosts.names.iter().flat_map(|name| -> Vec<String> { names(name) }).any(|name| name.trim() == "trainer")
-}
-
-#[track_caller]
-fn until(what: &str, within: Duration, is_so: impl Fn() -> bool) -> Duration {
-    let began = Instant::now();
-    while !is_so() {
-        assert!(began.elapsed() < within, "{what}: not within {within:?}");
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    began.elapsed()
+    hosts.names.iter().flat_map(pids).collect()
 }
 
 /// What a process has written, whether or not it has ended.
@@ -230,10 +222,12 @@ fn a_cut_cable_ends_both_hosts_and_the_run_goes_on_later() {
     let line = Start::Trainer.line(&hosts.addresses[0]);
     let line = format!("{} 2>{}/stderr-$OMPI_COMM_WORLD_RANK", line, hosts.folder.path().display());
     let child = hosts.mpirun(&line, &keys(&folder, &["train_iters=100000", &save, &timeout])).spawn().unwrap();
-    until("the third step", Duration::from_secs(120), || losses(&folder).len() >= 3);
+    wait_for_files(&folder, "the third step", Duration::from_secs(120), || losses(&folder).len() >= 3);
+    let trainers = trainers(&hosts);
+    assert_eq!(trainers.len(), 2);
     hosts.cut();
-    let took = until("the end", Duration::from_secs(60), || !is_training(&hosts));
-    assert!(took < Duration::from_secs(TIMEOUT + 20), "{took:?}");
+    let running = wait_for_exit(&trainers, Duration::from_secs(TIMEOUT + 20));
+    assert!(running.is_empty(), "{running:?} still run");
     let n_steps = losses(&folder).len() as u64;
     let said = said_by(child, &logs);
     for rank in [0, 1] {

@@ -177,7 +177,7 @@ impl Lm {
             let folder = self.tokenizer.directory().display();
             format!(
                 "failed to chat: {folder} has no chat template; use the chat version of the model, put a \
-                 chat_template.jinja there, or continue plain text with `evaluator generate \
+                 chat_template.jinja there, or continue plain text with `trainer generate \
                  --raw`"
             )
         })

@@ -11,7 +11,7 @@ use clap::Args;
 use serde::Deserialize;
 use serde_json::json;
 
-use super::answering::{Answering, InParts, bar};
+use super::request_args::{ParallelArgs, RequestArgs, progress_reporter};
 use candlewick_inference::answer::{EngineBackend, LmBackend, RequestOutput};
 use candlewick_inference::command::ModelOptions;
 use candlewick_inference::ranks::run_on_ranks;
@@ -31,9 +31,9 @@ pub(super) struct Answer {
     #[command(flatten)]
     model: ModelOptions,
     #[command(flatten)]
-    parts: InParts,
+    parallel: ParallelArgs,
     #[command(flatten)]
-    answering: Answering,
+    request_args: RequestArgs,
     /// Where the answers go, in the order of the requests [default: stdout]
     #[arg(long, short, alias = "output_path", value_name = "FILE")]
     output_path: Option<PathBuf>,
@@ -46,12 +46,12 @@ pub(super) struct Answer {
 }
 
 pub(super) fn run(args: &Answer, hub: &Hub) -> Result<()> {
-    run_on_ranks(&place()?, args.parts.parts(), args.model.compute.device, |ranks, device| {
+    run_on_ranks(&place()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
         let requests = read(&args.requests)?;
         let lm = args.model.load_on(hub, ranks, device)?;
-        let settings = args.answering.settings(args.seed, args.use_cache.clone());
+        let settings = args.request_args.settings(args.seed, args.use_cache.clone());
         let answers = EngineBackend::new(&lm, settings, ranks.inference_group())?;
-        let answered = answers.with_progress(bar(ranks)).answer(&requests)?;
+        let answered = answers.with_progress(progress_reporter(ranks)).answer(&requests)?;
         ranks.process.on_first_rank(|| write(args.output_path.as_deref(), &answered)).map(drop)
     })
 }
@@ -59,7 +59,7 @@ pub(super) fn run(args: &Answer, hub: &Hub) -> Result<()> {
 /// A line of the file of requests.
 #[derive(Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
-enum Line {
+enum RequestLine {
     Loglikelihood {
         #[serde(default)]
         context: String,
@@ -87,12 +87,12 @@ fn one() -> f64 {
     1.0
 }
 
-impl From<Line> for Request {
-    fn from(line: Line) -> Self {
+impl From<RequestLine> for Request {
+    fn from(line: RequestLine) -> Self {
         match line {
-            Line::Loglikelihood { context, continuation } => Self::Loglikelihood { context, continuation },
-            Line::LoglikelihoodRolling { text } => Self::LoglikelihoodRolling { text },
-            Line::GenerateUntil { context, until, max_gen_toks, do_sample, temperature, top_p, top_k } => {
+            RequestLine::Loglikelihood { context, continuation } => Self::Loglikelihood { context, continuation },
+            RequestLine::LoglikelihoodRolling { text } => Self::LoglikelihoodRolling { text },
+            RequestLine::GenerateUntil { context, until, max_gen_toks, do_sample, temperature, top_p, top_k } => {
                 let settings = GenerationSettings { until, max_gen_toks, do_sample, temperature, top_p, top_k };
                 Self::GenerateUntil { context, settings }
             }
@@ -106,7 +106,7 @@ fn read(path: &Path) -> Result<Vec<Request>> {
     let text = text.with_context(|| format!("failed to read {}", path.display())).context(ExitCode::Data)?;
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     let parse = |(i, line): (usize, &str)| {
-        let line = serde_json::from_str::<Line>(line);
+        let line = serde_json::from_str::<RequestLine>(line);
         line.map(Request::from).map_err(|error| {
             anyhow!("failed to read line {} of {} as a request: {error}", i + 1, path.display()).context(ExitCode::Data)
         })

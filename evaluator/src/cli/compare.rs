@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 
-use crate::results::{Comparison, IntervalBy, LeftOut, MetricDifference, compare, comparison_page};
+use crate::results::{Comparison, IntervalBy, MetricDifference, SkippedMetric, compare, comparison_page};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::stdout::print_line;
 
@@ -19,11 +19,11 @@ pub(super) struct Compare {
     /// Fail with exit code 1 if a metric gained less than this, such as acc=-0.01, or if some of its samples are in one run
     /// only; with TASK: for one task only. Where a lower value is better, it gains by falling
     #[arg(long, alias = "fail_below", value_name = "[TASK:]METRIC=CHANGE")]
-    fail_below: Vec<Bound>,
+    fail_below: Vec<MinChange>,
     /// Let --fail-below look at the samples that both runs have, even if one has others
     #[arg(long, alias = "allow_unpaired", requires = "fail_below")]
     allow_unpaired: bool,
-    /// List at most so many of the samples that flipped, for each metric
+    /// Maximum number of flipped samples listed for each metric
     #[arg(long, default_value_t = 20, value_name = "N")]
     flips: usize,
     /// Print JSON
@@ -36,7 +36,7 @@ pub(super) struct Compare {
 
 /// The least gain of a metric that is not a failure.
 #[derive(Clone, Debug, PartialEq)]
-struct Bound {
+struct MinChange {
     task: Option<String>,
     metric: String,
     change: f64,
@@ -106,7 +106,7 @@ fn text(comparison: &Comparison, most_flips: usize) -> String {
             }
         }
     }
-    for LeftOut { task, metric, filter, why } in &comparison.left_out {
+    for SkippedMetric { task, metric, filter, why } in &comparison.left_out {
         lines.push(format!("{task} {metric},{filter}: not compared: {why}"));
     }
     if !comparison.unpaired.is_empty() {
@@ -115,7 +115,7 @@ fn text(comparison: &Comparison, most_flips: usize) -> String {
     lines.join("\n")
 }
 
-impl Bound {
+impl MinChange {
     fn is_about(&self, difference: &MetricDifference) -> bool {
         self.metric == difference.metric && self.task.as_ref().is_none_or(|task| *task == difference.task)
     }
@@ -127,7 +127,7 @@ impl Bound {
     }
 }
 
-impl std::fmt::Display for Bound {
+impl std::fmt::Display for MinChange {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if let Some(task) = &self.task {
             write!(f, "{task}:")?;
@@ -136,7 +136,7 @@ impl std::fmt::Display for Bound {
     }
 }
 
-impl std::str::FromStr for Bound {
+impl std::str::FromStr for MinChange {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {

@@ -3,24 +3,24 @@
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 
-use super::tasks::TaskSource;
-use crate::task::Listed;
+use super::tasks::TaskArgs;
+use crate::task::TaskListing;
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
 pub(super) struct Ls {
-    /// What is listed
-    #[arg(value_enum, default_value_t = What::Tasks)]
-    what: What,
+    /// Kind of entries to list
+    #[arg(value_enum, default_value_t = ListKind::Tasks)]
+    what: ListKind,
     #[command(flatten)]
-    source: TaskSource,
+    source: TaskArgs,
     /// Print a JSON list
     #[arg(long)]
     json: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum What {
+enum ListKind {
     /// Single tasks
     #[value(alias = "subtasks")]
     Tasks,
@@ -33,9 +33,9 @@ enum What {
 pub(super) fn run(args: &Ls) -> Result<()> {
     let registry = args.source.registry()?;
     let listed = match args.what {
-        What::Tasks => registry.tasks(),
-        What::Groups => registry.groups(),
-        What::Tags => registry.tags(),
+        ListKind::Tasks => registry.tasks(),
+        ListKind::Groups => registry.groups(),
+        ListKind::Tags => registry.tags(),
     };
     if args.json {
         return print_line(&serde_json::to_string_pretty(&listed)?);
@@ -45,7 +45,7 @@ pub(super) fn run(args: &Ls) -> Result<()> {
     print_line(&lines.join("\n"))
 }
 
-fn line(entry: &Listed, width: usize) -> String {
+fn line(entry: &TaskListing, width: usize) -> String {
     let file = entry.file.as_ref().map(|file| file.display().to_string());
     let about = match (&entry.output_type, file) {
         (Some(output_type), Some(file)) => format!("{output_type:<22} {file}"),

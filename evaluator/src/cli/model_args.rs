@@ -58,26 +58,26 @@ const REFUSED: [(&str, &str); 14] = [
 
 /// Puts options in the place of `--model-args` behind `run`. `--model hf`, which is what lm-eval calls such models, is taken
 /// away if they name one. The error says what cannot be meant.
-pub(super) fn spread(arguments: impl Iterator<Item = OsString>) -> Result<Vec<OsString>, String> {
+pub(super) fn expand_model_args(arguments: impl Iterator<Item = OsString>) -> Result<Vec<OsString>, String> {
     let mut arguments = arguments.peekable();
-    let mut spread: Vec<OsString> = Vec::new();
+    let mut expanded: Vec<OsString> = Vec::new();
     let mut words = Vec::new();
     let mut is_run = false;
     while let Some(argument) = arguments.next() {
-        is_run |= spread.len() == 1 && argument == "run";
+        is_run |= expanded.len() == 1 && argument == "run";
         match argument.to_str().filter(|_| is_run).and_then(value_of_option) {
-            None => spread.push(argument),
+            None => expanded.push(argument),
             Some(Some(value)) => words.push(value),
             Some(None) => words.extend(values(&mut arguments)),
         }
     }
     let options = options(&words)?;
     if let Some(at) = options.iter().position(|option| option == "--model") {
-        without_backend(&mut spread);
-        check_backend(&spread, options.get(at + 1).map_or("", String::as_str))?;
+        without_backend(&mut expanded);
+        check_backend(&expanded, options.get(at + 1).map_or("", String::as_str))?;
     }
-    spread.extend(options.into_iter().map(OsString::from));
-    Ok(spread)
+    expanded.extend(options.into_iter().map(OsString::from));
+    Ok(expanded)
 }
 
 /// Whether an argument is `--model-args`, and the value that is glued to it.
@@ -158,8 +158,8 @@ mod tests {
     use super::*;
 
     fn spread_of(words: &[&str]) -> Result<Vec<String>, String> {
-        let spread = spread(words.iter().map(OsString::from))?;
-        Ok(spread.into_iter().map(|word| word.into_string().unwrap()).collect())
+        let expanded = expand_model_args(words.iter().map(OsString::from))?;
+        Ok(expanded.into_iter().map(|word| word.into_string().unwrap()).collect())
     }
 
     #[track_caller]

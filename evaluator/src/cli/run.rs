@@ -10,18 +10,18 @@ use candlewick_text::hub::Hub;
 use clap::Args;
 use serde_json::{Map, Value as Json, json};
 
-use super::answering::{Answering, InParts, bar};
-use super::foreign::Foreign;
 use super::key_values::key_values;
 use super::limit::Limit;
+use super::request_args::{ParallelArgs, RequestArgs, progress_reporter};
 use super::seeds::{Seeds, seeds};
-use super::tasks::{Prompts, TaskSource};
-use crate::about::{About, about};
-use crate::chat::Chat;
-use crate::output::{Output, sanitized_task};
-use crate::questions::Questions;
-use crate::results::{Header, Report, Results, TaskRun, counts, groups_table, header, table};
-use crate::task::{ChatStyle, DataPaths, OutputType, PromptOptions, Selection, Task};
+use super::tasks::{PromptArgs, TaskArgs};
+use super::unsupported_lm_eval_args::UnsupportedLmEvalArgs;
+use crate::chat::ChatTemplateFormatter;
+use crate::evaluation::Evaluation;
+use crate::output::{ResultsFolder, sanitized_task};
+use crate::results::{HtmlReport, Results, ResultsHeader, TaskRun, counts, groups_table, header, table};
+use crate::run_metadata::{RunMetadata, run_metadata};
+use crate::task::{ChatFormatter, DataOverrides, OutputType, PromptOptions, Task, TaskSelection};
 use candlewick_inference::answer::EngineBackend;
 use candlewick_inference::command::ModelOptions;
 use candlewick_inference::lm::Lm;
@@ -43,23 +43,23 @@ pub(super) struct Run {
     #[arg(long, short = 'a', alias = "model_args", value_name = "KEY=VALUE", num_args = 1..)]
     model_args: Vec<String>,
     #[command(flatten)]
-    parts: InParts,
+    parallel: ParallelArgs,
     #[command(flatten)]
-    answering: Answering,
+    request_args: RequestArgs,
     #[command(flatten)]
-    source: TaskSource,
+    source: TaskArgs,
     #[command(flatten)]
-    prompts: Prompts,
+    prompts: PromptArgs,
     /// Documents of each task: a number, or below 1 a share
     #[arg(long, short = 'L', value_name = "N", allow_negative_numbers = true)]
     limit: Option<Limit>,
     /// The documents that are asked about, as JSON or in a file of it: {"arc_easy": [0, 5]}
     #[arg(long, short = 'E', value_name = "JSON", conflicts_with = "limit")]
     samples: Option<String>,
-    /// Answer only, score nothing; the answers are in the records of --log-samples, which it implies
+    /// Generate responses without scoring; implies --log-samples
     #[arg(long, short = 'x', alias = "predict_only", requires = "output_path")]
     predict_only: bool,
-    /// Allow tasks that run code which the model wrote
+    /// Allow tasks that run model-written code
     #[arg(long, alias = "confirm_run_unsafe_code")]
     confirm_run_unsafe_code: bool,
     /// A folder for results_*.json, a report for a browser, samples and answers; the same command goes on where it was
@@ -91,11 +91,11 @@ pub(super) struct Run {
     /// Print the prompt of the first document of each task to stderr
     #[arg(long, short = 'w', alias = "write_out")]
     write_out: bool,
-    /// What is said on stderr: critical, error, warning, info or debug
+    /// Log level on stderr: critical, error, warning, info or debug
     #[arg(long, short, value_name = "LEVEL", default_value = "warning", value_parser = level)]
     verbosity: tracing::Level,
     #[command(flatten)]
-    foreign: Foreign,
+    unsupported_lm_eval_args: UnsupportedLmEvalArgs,
 }
 
 /// lm-eval's warning, word for word.
@@ -112,11 +112,11 @@ fn level(text: &str) -> Result<tracing::Level, String> {
 }
 
 pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
-    args.foreign.check()?;
-    run_on_ranks(&place()?, args.parts.parts(), args.model.compute.device, |ranks, device| {
+    args.unsupported_lm_eval_args.check()?;
+    run_on_ranks(&place()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
         let (id, began) = (RunId::agree(&ranks.process, Ok(RunId::now()))?, Instant::now());
         let selection = args.select()?;
-        let paths = args.prompts.data_paths(&selection.tasks)?;
+        let paths = args.prompts.data_overrides(&selection.tasks)?;
         let mut tasks = args.open(hub, ranks, &selection, &paths)?;
         args.check_thinking(&tasks)?;
         if args.predict_only {
@@ -124,28 +124,28 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
         }
         let lm = args.model.load_on(hub, ranks, device)?;
         let chat = args.chat(&lm, id)?;
-        let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatStyle), &tasks, id)?;
-        let questions = ranks.process.keep_alive().during(|| Questions::new(tasks, selection.groups, options))?;
+        let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatFormatter), &tasks, id)?;
+        let evaluation = ranks.process.keep_alive().during(|| Evaluation::new(tasks, selection.groups, options))?;
         if ranks.process.is_first() {
-            args.remark(&questions);
+            args.remark(&evaluation);
         }
-        let output = args.output_path.as_ref().map(|path| Output::new(path, &args.model.model, id.file_stamp()));
-        let log = args.use_cache.clone().or(output.as_ref().map(Output::answers));
-        let settings = args.answering.settings(args.seeds().of_run(id.run).0, log);
+        let output = args.output_path.as_ref().map(|path| ResultsFolder::new(path, &args.model.model, id.file_stamp()));
+        let log = args.use_cache.clone().or(output.as_ref().map(ResultsFolder::answers));
+        let settings = args.request_args.settings(args.seeds().resolve(id.run).0, log);
         let answers = EngineBackend::new(&lm, settings, ranks.inference_group())?;
         let max_length = answers.max_length();
-        let mut answers = if args.is_quiet() { answers } else { answers.with_progress(bar(ranks)) };
-        let answered = questions.ask(&mut answers)?;
+        let mut answers = if args.is_quiet() { answers } else { answers.with_progress(progress_reporter(ranks)) };
+        let answered = evaluation.run_requests(&mut answers)?;
         let report = || {
             let samples = output.as_ref().filter(|_| args.log_samples || args.predict_only);
             let write = |run: &TaskRun| match samples {
                 Some(output) => output.write_samples(&run.config.task, &run.scores.samples).map(drop),
                 None => Ok(()),
             };
-            let runs = questions.score(&answered, args.bootstrap_iters, write)?;
-            let mut results = questions.results(&runs, &answered)?;
-            results.run = args.about(&lm, chat.as_ref(), max_length, (id, began))?;
-            args.report(&results, &runs, &questions, output.as_ref())
+            let runs = evaluation.score(&answered, args.bootstrap_iters, write)?;
+            let mut results = evaluation.results(&runs, &answered)?;
+            results.run = args.metadata(&lm, chat.as_ref(), max_length, (id, began))?;
+            args.report(&results, &runs, &evaluation, output.as_ref())
         };
         ranks.process.on_first_rank(report).map(drop)
     })
@@ -163,16 +163,16 @@ impl Run {
     }
 
     /// Lists the tasks' data, warns of options without effect, and prints the first prompts if that is wanted.
-    fn remark(&self, questions: &Questions) {
+    fn remark(&self, evaluation: &Evaluation) {
         if !self.is_quiet() {
-            questions.data().for_each(|line| eprintln!("{line}"));
+            evaluation.data().for_each(|line| eprintln!("{line}"));
         }
         if self.limit.is_some() {
             tracing::warn!("{LIMIT_WARNING}");
         }
-        let said = self.foreign.without_effect().into_iter().map(str::to_owned);
-        said.chain(questions.warnings()).for_each(|warning| tracing::warn!("{warning}"));
-        if self.prompts.enable_thinking == Some(true) && self.answering.think_end_token.is_none() {
+        let said = self.unsupported_lm_eval_args.warnings().into_iter().map(str::to_owned);
+        said.chain(evaluation.warnings()).for_each(|warning| tracing::warn!("{warning}"));
+        if self.prompts.enable_thinking == Some(true) && self.request_args.think_end_token.is_none() {
             tracing::warn!(
                 "--enable-thinking without --think-end-token: the thinking is taken for a part of the answer"
             );
@@ -181,7 +181,7 @@ impl Run {
             tracing::warn!("--seed: of three seeds that of the examples is 1234");
         }
         if self.write_out {
-            questions.first().for_each(|text| eprintln!("{text}"));
+            evaluation.first().for_each(|text| eprintln!("{text}"));
         }
     }
 
@@ -205,7 +205,7 @@ impl Run {
         let all = json!({
             "pretrained": self.model.model,
             "peft": self.model.compute.adapter,
-            "think_end_token": self.answering.think_end_token,
+            "think_end_token": self.request_args.think_end_token,
             "enable_thinking": self.prompts.enable_thinking,
             "chat_template_args": self.prompts.chat_template_args,
         });
@@ -219,14 +219,14 @@ impl Run {
         let more = json!({
             "revision": self.model.compute.revision,
             "dtype": self.model.compute.dtype.in_torch(),
-            "max_length": self.answering.max_length,
-            "add_bos_token": self.answering.add_bos_token,
+            "max_length": self.request_args.max_length,
+            "add_bos_token": self.request_args.add_bos_token,
         });
         let more = more.as_object().cloned().unwrap_or_default();
         self.model_args().into_iter().chain(more).filter(|(_, value)| !value.is_null()).collect()
     }
 
-    fn select(&self) -> Result<Selection> {
+    fn select(&self) -> Result<TaskSelection> {
         let selection = self.source.registry()?.select(&self.tasks.join(","))?;
         let runs_code = selection.tasks.iter().find(|task| task.unsafe_code);
         ensure!(
@@ -242,14 +242,20 @@ impl Run {
     }
 
     /// Loads the documents of all tasks, after one rank has downloaded them.
-    fn open(&self, hub: &Hub, ranks: &EvalRanks, selection: &Selection, paths: &DataPaths) -> Result<Vec<Task>> {
-        let Prompts { num_fewshot, compat, .. } = self.prompts;
+    fn open(
+        &self,
+        hub: &Hub,
+        ranks: &EvalRanks,
+        selection: &TaskSelection,
+        paths: &DataOverrides,
+    ) -> Result<Vec<Task>> {
+        let PromptArgs { num_fewshot, compat, .. } = self.prompts;
         let options = PromptOptions { num_fewshot, compat: compat.is_some(), ..PromptOptions::default() };
         let open = |config| Ok(Task::open(hub, config, paths, &options)?);
         ranks.process.one_rank_per_node_first(|| selection.tasks.iter().cloned().map(open).collect())
     }
 
-    fn chat(&self, lm: &Lm, id: RunId) -> Result<Option<Chat>> {
+    fn chat(&self, lm: &Lm, id: RunId) -> Result<Option<ChatTemplateFormatter>> {
         if self.prompts.apply_chat_template.is_none() {
             return Ok(None);
         }
@@ -257,18 +263,18 @@ impl Run {
         let template = template.ok_or_else(|| {
             anyhow!("failed to print prompts as chats: the model has no chat template").context(ExitCode::Usage)
         })?;
-        Ok(Some(Chat::new(self.prompts.dressed(template)?.with_clock(id.clock()))))
+        Ok(Some(ChatTemplateFormatter::new(self.prompts.with_template_args(template)?.with_clock(id.clock()))))
     }
 
     /// What each task's prompts are made by.
     fn options<'a>(
         &'a self,
-        chat: Option<&'a dyn ChatStyle>,
+        chat: Option<&'a dyn ChatFormatter>,
         tasks: &[Task],
         id: RunId,
     ) -> Result<Vec<PromptOptions<'a>>> {
         let mut samples = self.samples.as_deref().map(read_samples).transpose()?.unwrap_or_default();
-        let fewshot_seed = self.seeds().of_run(id.run).1;
+        let fewshot_seed = self.seeds().resolve(id.run).1;
         let confirm_run_unsafe_code = self.confirm_run_unsafe_code;
         let limit = self.limit.map(Limit::value);
         let all = PromptOptions { fewshot_seed, limit, confirm_run_unsafe_code, ..self.prompts.options(chat)? };
@@ -284,20 +290,20 @@ impl Run {
     }
 
     fn seeds(&self) -> Seeds {
-        self.seed.unwrap_or(Seeds::usual(self.prompts.fewshot_seed))
+        self.seed.unwrap_or(Seeds::lm_eval_defaults(self.prompts.fewshot_seed))
     }
 
-    fn about(
+    fn metadata(
         &self,
         lm: &Lm,
-        chat: Option<&Chat>,
+        chat: Option<&ChatTemplateFormatter>,
         max_length: usize,
         (id, began): (RunId, Instant),
     ) -> Result<Map<String, Json>> {
-        let options = self.prompts.options(chat.map(|chat| chat as &dyn ChatStyle))?;
+        let options = self.prompts.options(chat.map(|chat| chat as &dyn ChatFormatter))?;
         let [python, numpy, torch, fewshot] = self.seeds().all;
         let reported = json!({
-            "batch_size": self.answering.batch_size(),
+            "batch_size": self.request_args.batch_size(),
             "batch_sizes": [],
             "device": format!("{:?}", lm.engine().device().location()),
             "use_cache": self.use_cache,
@@ -309,9 +315,9 @@ impl Run {
             "torch_seed": torch,
             "fewshot_seed": fewshot,
         });
-        Ok(about(
+        Ok(run_metadata(
             lm,
-            &About {
+            &RunMetadata {
                 model_name: &self.model.model,
                 revision: self.model.compute.revision.as_deref(),
                 model_args: self.model_args(),
@@ -330,14 +336,14 @@ impl Run {
         &self,
         results: &Results,
         runs: &[TaskRun],
-        questions: &Questions,
-        output: Option<&Output>,
+        evaluation: &Evaluation,
+        output: Option<&ResultsFolder>,
     ) -> Result<()> {
         if let Some(output) = output {
             let path = output.write_results(results)?;
             eprintln!("{}", path.display());
             let sample_bytes = self.report_samples << 20;
-            let page = Report { results, runs, command: &command(), sample_bytes }.html()?;
+            let page = HtmlReport { results, runs, command: &command(), sample_bytes }.html()?;
             eprintln!("{}", output.write_report(&page)?.display());
         }
         if self.json {
@@ -347,19 +353,19 @@ impl Run {
             print_line(&serde_json::to_string_pretty(results)?)?;
         }
         let tables = format!("{}\n{}", table(results), groups_table(results));
-        let notes: Vec<String> = std::iter::once(counts(results)).chain(questions.fewshot_notes()).collect();
+        let notes: Vec<String> = std::iter::once(counts(results)).chain(evaluation.fewshot_notes()).collect();
         print_line(&format!("{}\n{}\n\n{}", header(&self.header()?), tables.trim_end(), notes.join("\n")))
     }
 
     /// The options that stand above the table.
-    fn header(&self) -> Result<Header> {
+    fn header(&self) -> Result<ResultsHeader> {
         let gen_kwargs = key_values("--gen-kwargs", &self.prompts.gen_kwargs);
-        Ok(Header {
+        Ok(ResultsHeader {
             model_args: self.given_model_args(),
             gen_kwargs: gen_kwargs.map_err(|problem| anyhow!("failed to print the results: {problem}"))?,
             limit: self.limit.map(|limit| limit.to_string()),
             num_fewshot: self.prompts.num_fewshot,
-            batch_size: self.answering.batch_size(),
+            batch_size: self.request_args.batch_size(),
         })
     }
 }
@@ -376,7 +382,7 @@ fn command() -> String {
 }
 
 /// Fails if two tasks would write their samples to one file.
-fn refuse_equal_file_names(selection: &Selection) -> Result<()> {
+fn refuse_equal_file_names(selection: &TaskSelection) -> Result<()> {
     let mut names = BTreeMap::new();
     for task in selection.tasks.iter().map(|task| &task.task) {
         let other = names.insert(sanitized_task(task), task).filter(|other| *other != task);

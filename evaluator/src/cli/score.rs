@@ -10,7 +10,7 @@ use candlewick_text::source::{SampleBy, Source};
 use clap::{ArgAction, ArgGroup, Args, ValueEnum};
 use serde_json::json;
 
-use super::held_out_rows::HeldOutRows;
+use super::eval_loss_rows::EvalLossRows;
 use candlewick_inference::command::ModelOptions;
 use candlewick_inference::lm::Lm;
 use candlewick_runtime::exit::ExitCode;
@@ -194,8 +194,8 @@ impl ScoredRows {
         format: &Format,
         n_rows: usize,
         max_length: usize,
-    ) -> Result<HeldOutRows> {
-        let mut rows = HeldOutRows::default();
+    ) -> Result<EvalLossRows> {
+        let mut rows = EvalLossRows::default();
         for row_idx in 0..n_rows {
             let place = source.locate(row_idx);
             let sample = self.sample(lm, source, format, row_idx);

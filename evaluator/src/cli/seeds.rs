@@ -11,12 +11,12 @@ pub(super) struct Seeds {
 
 impl Seeds {
     /// lm-eval's own, with this one for the examples.
-    pub(super) fn usual(fewshot: u64) -> Self {
+    pub(super) fn lm_eval_defaults(fewshot: u64) -> Self {
         Self { all: [Some(0), Some(1234), Some(1234), Some(fewshot)], is_completed: false }
     }
 
     /// What seeds sampling, and what the examples. `drawn` stands in for one that is not set.
-    pub(super) fn of_run(&self, drawn: u64) -> (u64, u64) {
+    pub(super) fn resolve(&self, drawn: u64) -> (u64, u64) {
         let [_, _, torch, fewshot] = self.all;
         (torch.unwrap_or(drawn), fewshot.unwrap_or(drawn))
     }
@@ -53,6 +53,6 @@ mod tests {
         for wrong in ["1,2", "1,2,3,4,5", "x", "", "1.5"] {
             assert!(seeds(wrong).is_err(), "{wrong}");
         }
-        assert_eq!(seeds("1,2,None,4").unwrap().of_run(99), (99, 4));
+        assert_eq!(seeds("1,2,None,4").unwrap().resolve(99), (99, 4));
     }
 }

@@ -10,8 +10,8 @@ use candlewick_text::tokenizer::{Specials, Tokenizer};
 use clap::Args;
 use serde_json::{Value as Json, json};
 
-use super::tasks::{Prompts, TaskSource};
-use crate::task::{ChatStyle, DataPaths, Instance, PromptOptions, Task, TaskConfig};
+use super::tasks::{PromptArgs, TaskArgs};
+use crate::task::{ChatFormatter, DataOverrides, Instance, PromptOptions, Task, TaskConfig};
 use candlewick_inference::answer::encode::{EmptyContinuation, EncodedPair, RequestEncoder};
 use candlewick_inference::request::Request;
 use candlewick_runtime::exit::ExitCode;
@@ -25,13 +25,13 @@ pub(super) struct Show {
     #[arg(long, default_value_t = 0, value_name = "N")]
     doc: usize,
     #[command(flatten)]
-    source: TaskSource,
+    source: TaskArgs,
     #[command(flatten)]
-    prompts: Prompts,
+    prompts: PromptArgs,
     /// A model's folder or Hub id: its tokenizer shows where tokens begin, and its chat template is there to be applied
     #[arg(long, visible_alias = "tokenizer", value_name = "MODEL")]
     model: Option<String>,
-    /// Whether BOS is put before texts [default: as the tokenizer has it]
+    /// Prepend BOS to texts [default: as the tokenizer]
     #[arg(long, alias = "add_bos_token", value_name = "BOOL")]
     add_bos_token: Option<bool>,
     /// Print JSON
@@ -44,7 +44,7 @@ const MAX_GEN_TOKS: usize = 256;
 
 pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
     let selection = args.source.registry()?.select(&args.tasks)?;
-    let paths = args.prompts.data_paths(&selection.tasks)?;
+    let paths = args.prompts.data_overrides(&selection.tasks)?;
     let folder = args.model.as_ref().map(|model| hub.model(model, None, ModelPart::WithoutWeights)).transpose()?;
     let tokenizer = folder.map(Tokenizer::from_directory).transpose()?;
     let template = tokenizer
@@ -52,9 +52,9 @@ pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
         .map(|tokenizer| tokenizer.chat_template(args.prompts.template_name()))
         .transpose()?
         .flatten()
-        .map(|template| args.prompts.dressed(template))
+        .map(|template| args.prompts.with_template_args(template))
         .transpose()?;
-    let template = template.as_ref().map(|template| template as &dyn ChatStyle);
+    let template = template.as_ref().map(|template| template as &dyn ChatFormatter);
     let options = PromptOptions { samples: Some(vec![args.doc]), ..args.prompts.options(template)? };
     let mut shown = Vec::new();
     for config in selection.tasks {
@@ -72,7 +72,7 @@ pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
 fn show(
     args: &Show,
     hub: &Hub,
-    (config, paths): (TaskConfig, &DataPaths),
+    (config, paths): (TaskConfig, &DataOverrides),
     options: &PromptOptions,
     tokenizer: Option<&Tokenizer>,
 ) -> Result<Json> {
@@ -85,7 +85,7 @@ fn show(
         return Err(anyhow!(problem).context(ExitCode::Usage));
     }
     let instances = task.instances(if options.compat { &before } else { options })?;
-    let tokens = tokenizer.map(|tokenizer| Tokens::new(tokenizer, args.add_bos_token)).transpose()?;
+    let tokens = tokenizer.map(|tokenizer| RequestTokenizer::new(tokenizer, args.add_bos_token)).transpose()?;
     let asked = instances.iter().filter(|instance| instance.doc_id == args.doc && instance.repeat == 0);
     let requests = asked.map(|instance| request(instance, tokens.as_ref())).collect::<Result<Vec<_>>>()?;
     Ok(json!({
@@ -104,13 +104,13 @@ fn show(
 }
 
 /// What makes tokens of requests, as for answers.
-struct Tokens<'t> {
+struct RequestTokenizer<'t> {
     encoder: RequestEncoder<'t>,
     /// Tokens of context, if the model's config is there.
     max_length: Option<usize>,
 }
 
-impl<'t> Tokens<'t> {
+impl<'t> RequestTokenizer<'t> {
     fn new(tokenizer: &'t Tokenizer, add_bos: Option<bool>) -> Result<Self> {
         let folder = tokenizer.directory();
         let has_config = folder.join("config.json").is_file();
@@ -159,7 +159,7 @@ impl<'t> Tokens<'t> {
     }
 }
 
-fn request(instance: &Instance, tokens: Option<&Tokens>) -> Result<Json> {
+fn request(instance: &Instance, tokens: Option<&RequestTokenizer>) -> Result<Json> {
     let (kind, context, continuation) = match &instance.request {
         Request::Loglikelihood { context, continuation } => {
             ("loglikelihood", context.as_str(), Some(continuation.as_str()))

@@ -8,13 +8,13 @@ use clap::{Args, ValueEnum};
 use serde_json::Value as Json;
 
 use super::key_values::key_values;
-use crate::task::{ChatStyle, DataPaths, PromptOptions, Registry, TaskConfig, allow_other_python};
+use crate::task::{ChatFormatter, DataOverrides, PromptOptions, TaskConfig, TaskRegistry, allow_modified_python};
 use candlewick_runtime::exit::ExitCode;
 
-/// Where tasks are looked for.
+/// Options that select task files.
 #[derive(Debug, Args)]
-pub(super) struct TaskSource {
-    /// A file or folder of task files, beside the built-in ones and before them; may be given more than once
+pub(super) struct TaskArgs {
+    /// Additional task file or folder, which overrides built-in tasks; repeatable
     #[arg(long, alias = "include_path", value_name = "PATH")]
     pub(super) include_path: Vec<PathBuf>,
     /// Use built-in implementations although a task's Python file differs from that of lm-eval 0.4.13
@@ -22,18 +22,18 @@ pub(super) struct TaskSource {
     allow_changed_python: bool,
 }
 
-/// How prompts are written.
+/// Options of prompts.
 #[derive(Debug, Args)]
-pub(super) struct Prompts {
+pub(super) struct PromptArgs {
     /// Data of a task, instead of what its file names: a file (all of it is the evaluated split), a folder with a file for
     /// each split (virology_test.csv, arc_easy/test.jsonl, test.jsonl), a pattern, or a Hub id. TASK may be a pattern such
     /// as 'mmlu_*'
     #[arg(long, value_name = "TASK=PATH")]
     pub(super) data: Vec<String>,
-    /// How many examples stand before a question; a task that insists on none has none
+    /// Number of few-shot examples; a task that requires zero has none
     #[arg(long, short = 'f', alias = "num_fewshot", value_name = "N")]
     pub(super) num_fewshot: Option<usize>,
-    /// Seeds the choice of examples
+    /// Seed of few-shot sampling
     #[arg(long, alias = "fewshot_seed", default_value_t = 1234, value_name = "N")]
     pub(super) fewshot_seed: u64,
     /// Reproduce another program to the digit; by default each document's examples depend on nothing but the seed, the
@@ -53,7 +53,7 @@ pub(super) struct Prompts {
     #[arg(long, alias = "enable_thinking", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true",
           requires = "apply_chat_template")]
     pub(super) enable_thinking: Option<bool>,
-    /// What the system says first
+    /// System instruction
     #[arg(long, alias = "system_instruction", value_name = "TEXT")]
     pub(super) system_instruction: Option<String>,
     /// Changes to the tasks' generation_kwargs: key=value with commas or blanks between them, such as until=["a","b"], or a
@@ -62,19 +62,19 @@ pub(super) struct Prompts {
     pub(super) gen_kwargs: Vec<String>,
 }
 
-/// What is reproduced.
+/// Program whose results are reproduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Compat {
     /// lm-evaluation-harness 0.4.13 in one process
     LmEval,
 }
 
-impl TaskSource {
-    pub(super) fn registry(&self) -> Result<Registry> {
+impl TaskArgs {
+    pub(super) fn registry(&self) -> Result<TaskRegistry> {
         if self.allow_changed_python {
-            allow_other_python();
+            allow_modified_python();
         }
-        let registry = Registry::load(&self.include_path)?;
+        let registry = TaskRegistry::load(&self.include_path)?;
         for error in registry.broken().iter().take(3) {
             tracing::warn!("left aside: {error}");
         }
@@ -82,14 +82,14 @@ impl TaskSource {
     }
 }
 
-impl Prompts {
+impl PromptArgs {
     /// The chat template that is asked for by name.
     pub(super) fn template_name(&self) -> Option<&str> {
         self.apply_chat_template.as_deref().filter(|name| !name.is_empty())
     }
 
     /// A chat template with the variables that it is to have.
-    pub(super) fn dressed(&self, template: ChatTemplate) -> Result<ChatTemplate> {
+    pub(super) fn with_template_args(&self, template: ChatTemplate) -> Result<ChatTemplate> {
         let given = key_values("--chat-template-args", &self.chat_template_args);
         let mut given = given.map_err(|problem| anyhow!("failed to start: {problem}").context(ExitCode::Usage))?;
         for name in given.keys() {
@@ -102,12 +102,12 @@ impl Prompts {
     }
 
     /// Reads `--data` for the selected tasks.
-    pub(super) fn data_paths(&self, tasks: &[TaskConfig]) -> Result<DataPaths> {
-        Ok(DataPaths::read("--data", &self.data, tasks)?)
+    pub(super) fn data_overrides(&self, tasks: &[TaskConfig]) -> Result<DataOverrides> {
+        Ok(DataOverrides::read("--data", &self.data, tasks)?)
     }
 
     /// What the tasks are told. `chat` is the model's template, if there is one.
-    pub(super) fn options<'a>(&self, chat: Option<&'a dyn ChatStyle>) -> Result<PromptOptions<'a>> {
+    pub(super) fn options<'a>(&self, chat: Option<&'a dyn ChatFormatter>) -> Result<PromptOptions<'a>> {
         let usage = |problem: &str| anyhow!("failed to start: {problem}").context(ExitCode::Usage);
         let is_chat = self.apply_chat_template.is_some();
         if is_chat && chat.is_none() {

@@ -11,7 +11,7 @@ use serde_json::{Map, Value as Json};
 
 use super::paired::{IntervalBy, paired};
 use crate::output::sanitized_task;
-use crate::task::{Aggregation, Score, usual_aggregation};
+use crate::task::{Aggregation, MetricValue, usual_aggregation};
 
 /// The records of one task of a run.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,21 +28,21 @@ pub struct Comparison {
     /// For each task, metric and filter the difference of the two runs.
     pub differences: Vec<MetricDifference>,
     /// Metrics that cannot be compared.
-    pub left_out: Vec<LeftOut>,
+    pub left_out: Vec<SkippedMetric>,
     /// Tasks that only one run has.
     pub unpaired: Vec<String>,
 }
 
 /// A metric that is not compared.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct LeftOut {
+pub struct SkippedMetric {
     /// The task.
     pub task: String,
     /// The metric.
     pub metric: String,
     /// The filter.
     pub filter: String,
-    /// What it lacks.
+    /// Reason.
     pub why: String,
 }
 
@@ -55,9 +55,9 @@ pub struct MetricDifference {
     pub metric: String,
     /// The filter.
     pub filter: String,
-    /// How many samples both runs have.
+    /// Number of samples in both runs.
     pub n: usize,
-    /// How many samples only one run has, or asked otherwise.
+    /// Number of samples in one run only, or with different prompts.
     pub n_unpaired: usize,
     /// The metric of the first run over the samples of both.
     pub a: f64,
@@ -65,19 +65,19 @@ pub struct MetricDifference {
     pub b: f64,
     /// b - a.
     pub difference: f64,
-    /// Where the difference lies with 95 % confidence.
+    /// 95 % confidence interval of the difference.
     pub interval: [f64; 2],
-    /// How that was found.
+    /// Method of the interval.
     pub interval_by: IntervalBy,
-    /// Whether a higher value is better.
+    /// True if a higher value is better.
     pub higher_is_better: bool,
     /// The samples that were right in one run and wrong in the other.
-    pub flips: Vec<Flip>,
+    pub flips: Vec<FlippedSample>,
 }
 
 /// A sample that is right in one run and wrong in the other.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Flip {
+pub struct FlippedSample {
     /// The document.
     pub doc_id: usize,
     /// Its value in the first run.
@@ -90,7 +90,7 @@ pub struct Flip {
 struct Record {
     doc_id: usize,
     doc_hash: String,
-    values: BTreeMap<String, Score>,
+    values: BTreeMap<String, MetricValue>,
 }
 
 impl MetricDifference {
@@ -179,7 +179,7 @@ fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> 
                 Ok(difference) => comparison.differences.push(difference),
                 Err(why) => {
                     let [task, metric, filter] = names.map(String::clone);
-                    comparison.left_out.push(LeftOut { task, metric, filter, why });
+                    comparison.left_out.push(SkippedMetric { task, metric, filter, why });
                 }
             }
         }
@@ -191,8 +191,9 @@ fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> 
 }
 
 /// The metrics of a filter that only one run has.
-fn of_one_run(task: &str, filter: &str, records: &[Record], why: &str) -> impl Iterator<Item = LeftOut> {
-    let left_out = |metric| LeftOut { task: task.to_owned(), metric, filter: filter.to_owned(), why: why.to_owned() };
+fn of_one_run(task: &str, filter: &str, records: &[Record], why: &str) -> impl Iterator<Item = SkippedMetric> {
+    let left_out =
+        |metric| SkippedMetric { task: task.to_owned(), metric, filter: filter.to_owned(), why: why.to_owned() };
     named(records).into_iter().map(left_out)
 }
 
@@ -215,20 +216,20 @@ fn difference(
     let [task, metric, filter] = names.map(String::clone);
     let value =
         |(a, b): &(&Record, &Record)| Some((a.doc_id, a.values.get(&metric)?.clone(), b.values.get(&metric)?.clone()));
-    let values: Vec<(usize, Score, Score)> =
-        pairs.iter().filter_map(value).filter(|(_, a, b)| *a != Score::None && *b != Score::None).collect();
+    let values: Vec<(usize, MetricValue, MetricValue)> =
+        pairs.iter().filter_map(value).filter(|(_, a, b)| *a != MetricValue::None && *b != MetricValue::None).collect();
     if values.is_empty() {
         return Err(
             if pairs.is_empty() { "no document is in both runs" } else { "no document has it in both runs" }.into()
         );
     }
-    let (a, b): (Vec<Score>, Vec<Score>) = values.iter().map(|(_, a, b)| (a.clone(), b.clone())).unzip();
+    let (a, b): (Vec<MetricValue>, Vec<MetricValue>) = values.iter().map(|(_, a, b)| (a.clone(), b.clone())).unzip();
     let (aggregation, higher_is_better) = of_task.metric(&metric, &a)?;
     let found = paired(aggregation, &a, &b)?;
-    let truth = |score: &Score| score.number().filter(|value| *value == 0.0 || *value == 1.0);
-    let flip = |(doc_id, a, b): &(usize, Score, Score)| {
+    let truth = |score: &MetricValue| score.number().filter(|value| *value == 0.0 || *value == 1.0);
+    let flip = |(doc_id, a, b): &(usize, MetricValue, MetricValue)| {
         let (a, b) = (truth(a)?, truth(b)?);
-        (a != b).then_some(Flip { doc_id: *doc_id, a, b })
+        (a != b).then_some(FlippedSample { doc_id: *doc_id, a, b })
     };
     Ok(MetricDifference {
         task,
@@ -269,7 +270,7 @@ impl MetricsOfTask {
 
     /// What a metric is put together by, and whether a higher value is better: as the task says, else as is usual for its
     /// name, else as its values look.
-    fn metric(&self, name: &str, values: &[Score]) -> Result<(Aggregation, bool), String> {
+    fn metric(&self, name: &str, values: &[MetricValue]) -> Result<(Aggregation, bool), String> {
         let listed = self.listed.iter().find(|entry| entry.get("metric").and_then(Json::as_str) == Some(name));
         let said = listed.and_then(|entry| Aggregation::named(entry.get("aggregation")?.as_str()?));
         let usual = usual_aggregation(name);
@@ -290,9 +291,9 @@ impl MetricsOfTask {
 }
 
 /// Numbers have a mean, lists of truth values one over all parts.
-fn by_shape(values: &[Score]) -> Option<Aggregation> {
-    let is_truths = |value: &Score| match value {
-        Score::List(items) => items.iter().all(|item| matches!(item, Score::Flag(_))),
+fn by_shape(values: &[MetricValue]) -> Option<Aggregation> {
+    let is_truths = |value: &MetricValue| match value {
+        MetricValue::List(items) => items.iter().all(|item| matches!(item, MetricValue::Flag(_))),
         _ => false,
     };
     if values.iter().all(|value| value.number().is_some()) {
@@ -302,7 +303,7 @@ fn by_shape(values: &[Score]) -> Option<Aggregation> {
 }
 
 /// The beginning of a value.
-fn shown(value: &Score) -> String {
+fn shown(value: &MetricValue) -> String {
     let text = serde_json::to_string(value).unwrap_or_default();
     match text.char_indices().nth(60) {
         Some((end, _)) => format!("{}...", &text[..end]),
@@ -329,7 +330,7 @@ fn record(fields: &Map<String, Json>) -> Result<Record> {
     let doc_id = fields.get("doc_id").and_then(Json::as_u64).context("the record has no number `doc_id`")?;
     let doc_hash = fields.get("doc_hash").and_then(Json::as_str).context("the record has no text `doc_hash`")?;
     let names = fields.get("metrics").and_then(Json::as_array).context("the record has no list `metrics`")?;
-    let value = |name: &str| (name.to_owned(), fields.get(name).map_or(Score::None, Score::from));
+    let value = |name: &str| (name.to_owned(), fields.get(name).map_or(MetricValue::None, MetricValue::from));
     let values = names.iter().filter_map(Json::as_str).map(value);
     Ok(Record { doc_id: doc_id as usize, doc_hash: doc_hash.to_owned(), values: values.collect() })
 }

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::schema::{Results, TaskRun, TaskScore, sample_counts};
-use crate::task::{Aggregate, Group, pooled, task_hash, unweighted};
+use super::schema::{ResultEntry, Results, TaskRun, sample_counts};
+use crate::task::{GroupAggregate, TaskGroup, pooled, task_hash, unweighted};
 
 /// Puts the results of a run together.
-pub fn assemble(runs: &[TaskRun], groups: &[Group]) -> Results {
-    let scores: Vec<TaskScore> = runs.iter().map(TaskScore::of).collect();
+pub fn assemble(runs: &[TaskRun], groups: &[TaskGroup]) -> Results {
+    let scores: Vec<ResultEntry> = runs.iter().map(ResultEntry::of).collect();
     let mut results = Results::default();
     for (run, score) in runs.iter().zip(&scores) {
         results.results.insert(score.name.clone(), score.json());
@@ -33,9 +33,9 @@ pub fn assemble(runs: &[TaskRun], groups: &[Group]) -> Results {
 }
 
 /// Groups that lie in others before those.
-fn bottom_up(groups: &[Group]) -> Vec<&Group> {
-    let mut ordered: Vec<&Group> = Vec::new();
-    fn visit<'a>(group: &'a Group, groups: &'a [Group], ordered: &mut Vec<&'a Group>) {
+fn bottom_up(groups: &[TaskGroup]) -> Vec<&TaskGroup> {
+    let mut ordered: Vec<&TaskGroup> = Vec::new();
+    fn visit<'a>(group: &'a TaskGroup, groups: &'a [TaskGroup], ordered: &mut Vec<&'a TaskGroup>) {
         if ordered.iter().any(|other| other.name == group.name) {
             return;
         }
@@ -43,19 +43,19 @@ fn bottom_up(groups: &[Group]) -> Vec<&Group> {
         inner.for_each(|inner| visit(inner, groups, ordered));
         ordered.push(group);
     }
-    let is_inner = |group: &Group| groups.iter().any(|other| other.children.contains(&group.name));
+    let is_inner = |group: &TaskGroup| groups.iter().any(|other| other.children.contains(&group.name));
     groups.iter().filter(|group| !is_inner(group)).for_each(|group| visit(group, groups, &mut ordered));
     ordered
 }
 
-fn aggregate(group: &Group, scores: &[TaskScore]) -> Map<String, Json> {
+fn aggregate(group: &TaskGroup, scores: &[ResultEntry]) -> Map<String, Json> {
     let mut fields = Map::new();
     fields.insert("alias".into(), json!(group.alias.as_ref().unwrap_or(&group.name)));
     fields.insert("name".into(), json!(group.name));
     if group.aggregates.is_empty() {
         return fields;
     }
-    let tasks: Vec<&TaskScore> =
+    let tasks: Vec<&ResultEntry> =
         group.tasks.iter().filter_map(|name| scores.iter().find(|score| score.name == *name)).collect();
     fields.insert("sample_len".into(), json!(tasks.iter().map(|task| task.sample_len).sum::<usize>()));
     let mut counts = Map::new();
@@ -66,8 +66,10 @@ fn aggregate(group: &Group, scores: &[TaskScore]) -> Map<String, Json> {
                 continue;
             };
             counts.insert(format!("{},{filter}", aggregate.metric), json!(n));
-            let score =
-                TaskScore { values: vec![(aggregate.metric.clone(), filter, value, stderr)], ..TaskScore::default() };
+            let score = ResultEntry {
+                values: vec![(aggregate.metric.clone(), filter, value, stderr)],
+                ..ResultEntry::default()
+            };
             score.write_values(&mut fields);
         }
     }
@@ -78,7 +80,7 @@ fn aggregate(group: &Group, scores: &[TaskScore]) -> Map<String, Json> {
 }
 
 /// The filters that are named, or all that the tasks have for the metric.
-fn filters(aggregate: &Aggregate, tasks: &[&TaskScore]) -> Vec<String> {
+fn filters(aggregate: &GroupAggregate, tasks: &[&ResultEntry]) -> Vec<String> {
     if let Some(filters) = &aggregate.filters {
         return filters.clone();
     }
@@ -90,7 +92,7 @@ fn filters(aggregate: &Aggregate, tasks: &[&TaskScore]) -> Vec<String> {
 }
 
 /// The mean over those tasks that have the metric, its error, and how many documents it stands on.
-fn over_tasks(aggregate: &Aggregate, filter: &str, tasks: &[&TaskScore]) -> Option<(f64, Option<f64>, usize)> {
+fn over_tasks(aggregate: &GroupAggregate, filter: &str, tasks: &[&ResultEntry]) -> Option<(f64, Option<f64>, usize)> {
     let found: Vec<(f64, Option<f64>, usize)> = tasks
         .iter()
         .filter_map(|task| task.get(&aggregate.metric, filter).map(|(value, stderr)| (value, stderr, task.sample_len)))
@@ -112,17 +114,17 @@ fn sorted(pairs: impl Iterator<Item = (String, Json)>) -> Map<String, Json> {
     pairs.collect::<BTreeMap<_, _>>().into_iter().collect()
 }
 
-fn versions(runs: &[TaskRun], groups: &[Group]) -> Map<String, Json> {
+fn versions(runs: &[TaskRun], groups: &[TaskGroup]) -> Map<String, Json> {
     let of_task = |run: &TaskRun| {
         let version = if run.config.version.is_null() { json!("Yaml") } else { run.config.version.clone() };
         (run.config.task.clone(), version)
     };
-    let of_group = |group: &Group| (group.name.clone(), json!(group.version));
+    let of_group = |group: &TaskGroup| (group.name.clone(), json!(group.version));
     sorted(runs.iter().map(of_task).chain(groups.iter().map(of_group)))
 }
 
 /// A group has the number that all its members share.
-fn n_shot(runs: &[TaskRun], groups: &[Group]) -> Map<String, Json> {
+fn n_shot(runs: &[TaskRun], groups: &[TaskGroup]) -> Map<String, Json> {
     let mut all: BTreeMap<String, Json> =
         runs.iter().map(|run| (run.config.task.clone(), json!(run.num_fewshot))).collect();
     for group in groups {
@@ -136,7 +138,7 @@ fn n_shot(runs: &[TaskRun], groups: &[Group]) -> Map<String, Json> {
 }
 
 /// A group has its members' directions; where they disagree there is none.
-fn higher_is_better(runs: &[TaskRun], groups: &[Group]) -> Map<String, Json> {
+fn higher_is_better(runs: &[TaskRun], groups: &[TaskGroup]) -> Map<String, Json> {
     let mut all: BTreeMap<String, Map<String, Json>> =
         runs.iter().map(|run| (run.config.task.clone(), run.config.higher_is_better())).collect();
     for group in groups {

@@ -6,7 +6,7 @@ use crate::task::repr;
 
 /// The options that lm-eval names above its table.
 #[derive(Clone, Debug, Default)]
-pub struct Header {
+pub struct ResultsHeader {
     /// The model, and what else is given for it.
     pub model_args: Map<String, Json>,
     /// Changes to the tasks' `generation_kwargs`.
@@ -20,7 +20,7 @@ pub struct Header {
 }
 
 /// Prints `hf ({'pretrained': 'gpt2'}), gen_kwargs: ({}), limit: None, num_fewshot: None, batch_size: 1`.
-pub fn header(header: &Header) -> String {
+pub fn header(header: &ResultsHeader) -> String {
     let or_none = |value: Option<String>| value.unwrap_or_else(|| "None".into());
     format!(
         "hf ({}), gen_kwargs: ({}), limit: {}, num_fewshot: {}, batch_size: {}",
@@ -43,7 +43,7 @@ mod tests {
     #[test]
     fn a_header_is_lm_evals() {
         let object = |value: Json| value.as_object().cloned().unwrap();
-        let all = Header {
+        let all = ResultsHeader {
             model_args: object(json!({"pretrained": "it's", "dtype": "float32", "max_length": 64})),
             gen_kwargs: object(json!({"temperature": 0.5, "do_sample": true})),
             limit: Some("20.0".into()),
@@ -55,7 +55,7 @@ mod tests {
             "hf ({'pretrained': \"it's\", 'dtype': 'float32', 'max_length': 64}), gen_kwargs: ({'temperature': 0.5, \
              'do_sample': True}), limit: 20.0, num_fewshot: 5, batch_size: 8"
         );
-        let none = Header { batch_size: "1".into(), ..Header::default() };
+        let none = ResultsHeader { batch_size: "1".into(), ..ResultsHeader::default() };
         assert_eq!(header(&none), "hf ({}), gen_kwargs: ({}), limit: None, num_fewshot: None, batch_size: 1");
     }
 }

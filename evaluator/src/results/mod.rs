@@ -9,12 +9,12 @@ mod report;
 mod schema;
 mod table;
 
-pub use compare::{Comparison, Flip, LeftOut, MetricDifference, SampleFile, compare};
+pub use compare::{Comparison, FlippedSample, MetricDifference, SampleFile, SkippedMetric, compare};
 pub use groups::assemble;
-pub use header::{Header, header};
+pub use header::{ResultsHeader, header};
 pub use paired::IntervalBy;
-pub use report::{Report, comparison_page};
-pub use schema::{Results, TaskRun, TaskScore};
+pub use report::{HtmlReport, comparison_page};
+pub use schema::{ResultEntry, Results, TaskRun};
 pub use table::{counts, groups_table, table};
 
 /// The quantile of the normal distribution that leaves 2.5 % above it.

@@ -4,13 +4,13 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use super::Z;
-use crate::task::{Aggregation, Random, Score};
+use crate::task::{Aggregation, MetricValue, PythonRandom};
 
 /// Resamples of the documents, and those of metrics that compare whole corpora of texts.
 const RESAMPLES: usize = 1000;
 const RESAMPLES_OF_TEXTS: usize = 100;
 
-/// How an interval was found.
+/// Method of a confidence interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum IntervalBy {
@@ -21,7 +21,7 @@ pub enum IntervalBy {
 }
 
 /// A metric of two runs.
-pub(super) struct Paired {
+pub(super) struct PairedDifference {
     pub(super) a: f64,
     pub(super) b: f64,
     /// b - a.
@@ -31,12 +31,16 @@ pub(super) struct Paired {
 }
 
 /// Aggregates the values of the same documents in both runs. The error says what a value lacks.
-pub(super) fn paired(aggregation: Aggregation, a: &[Score], b: &[Score]) -> Result<Paired, String> {
+pub(super) fn paired(
+    aggregation: Aggregation,
+    a: &[MetricValue],
+    b: &[MetricValue],
+) -> Result<PairedDifference, String> {
     if aggregation == Aggregation::Mean { of_means(a, b) } else { by_bootstrap(aggregation, a, b) }
 }
 
-fn of_means(a: &[Score], b: &[Score]) -> Result<Paired, String> {
-    let number = |score: &Score| score.number().ok_or_else(|| format!("{score:?} is not a number"));
+fn of_means(a: &[MetricValue], b: &[MetricValue]) -> Result<PairedDifference, String> {
+    let number = |score: &MetricValue| score.number().ok_or_else(|| format!("{score:?} is not a number"));
     let pair = |(a, b)| Ok((number(a)?, number(b)?));
     let values: Vec<(f64, f64)> = a.iter().zip(b).map(pair).collect::<Result<_, String>>()?;
     let n = values.len() as f64;
@@ -44,7 +48,7 @@ fn of_means(a: &[Score], b: &[Score]) -> Result<Paired, String> {
     let difference = mean(|v| v.1 - v.0);
     let squares: f64 = values.iter().map(|(a, b)| (b - a - difference).powi(2)).sum();
     let stderr = if values.len() < 2 { f64::NAN } else { (squares / (n - 1.0) / n).sqrt() };
-    Ok(Paired {
+    Ok(PairedDifference {
         a: mean(|v| v.0),
         b: mean(|v| v.1),
         difference,
@@ -53,7 +57,7 @@ fn of_means(a: &[Score], b: &[Score]) -> Result<Paired, String> {
     })
 }
 
-fn by_bootstrap(aggregation: Aggregation, a: &[Score], b: &[Score]) -> Result<Paired, String> {
+fn by_bootstrap(aggregation: Aggregation, a: &[MetricValue], b: &[MetricValue]) -> Result<PairedDifference, String> {
     let n = a.len();
     let (of_a, of_b) = (aggregation.statistic(a)?, aggregation.statistic(b)?);
     let value = [&of_a, &of_b].map(|statistic| statistic.over(&mut (0..n)));
@@ -63,7 +67,7 @@ fn by_bootstrap(aggregation: Aggregation, a: &[Score], b: &[Score]) -> Result<Pa
     };
     // A generator for each resample, so that any number of threads gives the same.
     let resample = |seed: usize| {
-        let mut random = Random::new(seed as u64);
+        let mut random = PythonRandom::new(seed as u64);
         let picked: Vec<usize> = (0..n).map(|_| random.choice(n)).collect();
         of_b.over(&mut picked.iter().copied()) - of_a.over(&mut picked.iter().copied())
     };
@@ -72,7 +76,7 @@ fn by_bootstrap(aggregation: Aggregation, a: &[Score], b: &[Score]) -> Result<Pa
     let quantile = |share: f64| drawn[((n_resamples - 1) as f64 * share).round() as usize];
     let interval = if n < 2 { [f64::NAN; 2] } else { [quantile(0.025), quantile(0.975)] };
     let [a, b] = value;
-    Ok(Paired { a, b, difference: b - a, interval, interval_by: IntervalBy::Bootstrap })
+    Ok(PairedDifference { a, b, difference: b - a, interval, interval_by: IntervalBy::Bootstrap })
 }
 
 #[cfg(test)]
@@ -80,8 +84,11 @@ fn by_bootstrap(aggregation: Aggregation, a: &[Score], b: &[Score]) -> Result<Pa
 mod tests {
     use super::*;
 
-    fn weighted(values: &[(f64, i64)]) -> Vec<Score> {
-        values.iter().map(|(sum, n)| Score::List(vec![Score::Number(*sum), Score::Count(*n)])).collect()
+    fn weighted(values: &[(f64, i64)]) -> Vec<MetricValue> {
+        values
+            .iter()
+            .map(|(sum, n)| MetricValue::List(vec![MetricValue::Number(*sum), MetricValue::Count(*n)]))
+            .collect()
     }
 
     #[test]
@@ -101,14 +108,14 @@ mod tests {
     fn runs_that_are_the_same_differ_by_nothing() {
         let a = weighted(&[(-10.0, 5), (-30.0, 10), (-2.0, 1)]);
         assert_eq!(paired(Aggregation::BitsPerByte, &a, &a).unwrap().interval, [0.0, 0.0]);
-        assert!(paired(Aggregation::F1, &a, &[Score::None]).is_err());
+        assert!(paired(Aggregation::F1, &a, &[MetricValue::None]).is_err());
     }
 
     /// What the interval of a mean is by the normal distribution, resampling finds, too.
     #[test]
     fn a_bootstrap_is_as_wide_as_the_normal_distribution_says() {
-        let values = |shift: usize| -> Vec<Score> {
-            (0..400).map(|i| Score::Number(((i * 7919 + shift * 104_729) % 1000) as f64 / 1000.0)).collect()
+        let values = |shift: usize| -> Vec<MetricValue> {
+            (0..400).map(|i| MetricValue::Number(((i * 7919 + shift * 104_729) % 1000) as f64 / 1000.0)).collect()
         };
         let (a, b) = (values(0), values(3));
         let want = paired(Aggregation::Mean, &a, &b).unwrap();

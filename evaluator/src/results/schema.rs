@@ -5,17 +5,17 @@ use std::collections::BTreeMap;
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value as Json, json};
 
-use crate::task::{Counts, TaskConfig, TaskScores};
+use crate::task::{DocCounts, TaskConfig, TaskScores};
 
-/// A task that was run.
+/// Evaluated task.
 pub struct TaskRun {
     /// Its configuration.
     pub config: TaskConfig,
-    /// How many examples stood before its questions.
+    /// Number of few-shot examples.
     pub num_fewshot: usize,
     /// Its `generation_kwargs` as they were asked for.
     pub generation_kwargs: Map<String, Json>,
-    /// What its answers are worth.
+    /// Scores.
     pub scores: TaskScores,
 }
 
@@ -30,13 +30,13 @@ pub struct Results {
     /// The files and the number of documents of each task, which lm-eval does not list.
     #[serde(skip_serializing_if = "Map::is_empty")]
     pub data: Map<String, Json>,
-    /// What each group holds.
+    /// Members of each group.
     pub group_subtasks: Map<String, Json>,
     /// The configuration of each task.
     pub configs: Map<String, Json>,
     /// The version of each task and group.
     pub versions: Map<String, Json>,
-    /// How many examples stood before the questions of each task.
+    /// Number of few-shot examples of each task.
     #[serde(rename = "n-shot")]
     pub n_shot: Map<String, Json>,
     /// For each task whether a higher value of its metrics is better.
@@ -46,7 +46,7 @@ pub struct Results {
     pub n_samples: Map<String, Json>,
     /// One hash for all records of a task.
     pub task_hashes: Map<String, Json>,
-    /// What the run says about itself.
+    /// Metadata of the run.
     #[serde(flatten)]
     pub run: Map<String, Json>,
 }
@@ -75,18 +75,18 @@ impl Results {
 
 /// The scores of a task or a group as one JSON object.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct TaskScore {
-    /// Its name.
+pub struct ResultEntry {
+    /// Name.
     pub name: String,
     /// Its name in tables.
     pub alias: String,
-    /// How many documents were scored.
+    /// Number of scored documents.
     pub sample_len: usize,
     /// The values: metric, filter, value, error.
     pub values: Vec<(String, String, f64, Option<f64>)>,
 }
 
-impl TaskScore {
+impl ResultEntry {
     /// The scores of a task.
     pub(crate) fn of(run: &TaskRun) -> Self {
         let name = run.config.task.clone();
@@ -124,7 +124,7 @@ impl TaskScore {
     }
 }
 
-impl Serialize for TaskScore {
+impl Serialize for ResultEntry {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         self.json().serialize(serializer)
     }
@@ -132,7 +132,7 @@ impl Serialize for TaskScore {
 
 /// How many documents a task has, and what became of them.
 pub(crate) fn sample_counts(scores: &TaskScores) -> Json {
-    let Counts { skipped, empty, no_target } = scores.counts;
+    let DocCounts { skipped, empty, no_target } = scores.counts;
     json!({
         "original": scores.original,
         "effective": scores.sample_len,

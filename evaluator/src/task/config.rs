@@ -4,10 +4,10 @@
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json, json};
 
-use super::error::{Fault, Place, TaskError};
+use super::error::{ConfigError, SourceLocation, TaskError};
 use super::filter::{FilterConfig, filter_list};
-use super::function::{Function, as_function};
-use super::keys::{Keys, wrong};
+use super::function::{PythonFunction, as_function};
+use super::keys::{YamlMap, wrong};
 use super::metric::{Metric, MetricConfig, metric_list};
 use super::output_type::OutputType;
 use super::yaml::{Node, Value};
@@ -15,9 +15,9 @@ use super::yaml::{Node, Value};
 /// A field of a document: a column's name or a Jinja template, a constant, or a built-in implementation.
 #[derive(Clone, Debug)]
 pub(crate) enum Field {
-    Template(String, Place),
+    Template(String, SourceLocation),
     Constant(Json),
-    Function(Function),
+    Function(PythonFunction),
 }
 
 /// Where a task's documents come from.
@@ -26,7 +26,7 @@ pub(crate) struct DatasetConfig {
     pub(crate) path: Option<String>,
     pub(crate) name: Option<String>,
     pub(crate) kwargs: Map<String, Json>,
-    pub(crate) kwargs_place: Option<Place>,
+    pub(crate) kwargs_place: Option<SourceLocation>,
 }
 
 /// How the examples before the question are chosen and written.
@@ -34,9 +34,9 @@ pub(crate) struct DatasetConfig {
 pub(crate) struct FewshotConfig {
     pub(crate) is_first_n: bool,
     pub(crate) split: Option<String>,
-    pub(crate) process_docs: Option<Function>,
+    pub(crate) process_docs: Option<PythonFunction>,
     pub(crate) indices: Option<Vec<usize>>,
-    pub(crate) samples: Option<Samples>,
+    pub(crate) samples: Option<FewshotSamples>,
     pub(crate) doc_to_text: Option<Field>,
     pub(crate) doc_to_choice: Option<Field>,
     pub(crate) doc_to_target: Option<Field>,
@@ -47,39 +47,39 @@ pub(crate) struct FewshotConfig {
 
 /// Examples written into the task.
 #[derive(Clone, Debug)]
-pub(crate) enum Samples {
+pub(crate) enum FewshotSamples {
     Listed(Vec<Map<String, Json>>),
-    Function(Function),
+    Function(PythonFunction),
 }
 
-/// A task.
+/// Configuration of a task, as read from YAML.
 #[derive(Clone, Debug)]
 pub struct TaskConfig {
-    /// Its name.
+    /// Name.
     pub task: String,
     /// Its name in tables, if it has another there.
     pub alias: Option<String>,
     /// The tags that it can be selected by.
     pub tags: Vec<String>,
-    /// How it asks.
+    /// Output type.
     pub output_type: OutputType,
     /// `metadata.version`, null if there is none.
     pub version: Json,
-    /// How many examples stand before a question, if the task says so.
+    /// Number of few-shot examples, if the task sets it.
     pub num_fewshot: Option<usize>,
-    /// Whether it runs code that the model wrote.
+    /// True if scoring runs model-written code.
     pub unsafe_code: bool,
-    /// How often each document is asked.
+    /// Number of requests for each instance (lm-eval's `repeats`).
     pub repeats: usize,
     pub(crate) dataset: DatasetConfig,
     pub(crate) training_split: Option<String>,
     pub(crate) validation_split: Option<String>,
     pub(crate) test_split: Option<String>,
-    pub(crate) process_docs: Option<Function>,
+    pub(crate) process_docs: Option<PythonFunction>,
     pub(crate) doc_to_text: Option<Field>,
     pub(crate) doc_to_target: Option<Field>,
     pub(crate) doc_to_choice: Option<Field>,
-    pub(crate) process_results: Option<Function>,
+    pub(crate) process_results: Option<PythonFunction>,
     pub(crate) description: Option<Field>,
     pub(crate) target_delimiter: String,
     fewshot_delimiter: String,
@@ -88,7 +88,7 @@ pub struct TaskConfig {
     pub(crate) metrics: Vec<MetricConfig>,
     pub(crate) filters: Vec<FilterConfig>,
     pub(crate) generation_kwargs: Map<String, Json>,
-    pub(crate) place: Place,
+    pub(crate) place: SourceLocation,
     pub(crate) written: Map<String, Json>,
 }
 
@@ -132,7 +132,7 @@ const TASK_KEYS: [&str; 37] = [
     "metadata",
 ];
 
-/// What lm-eval knows and this program does not do, and why.
+/// Unsupported lm-eval keys, with the reason.
 const REFUSED: [(&str, &str); 5] = [
     ("class", "tasks written as Python classes are not run; write the task as YAML"),
     ("custom_dataset", "data sets made by Python code are not run; name files with dataset_path and data_files"),
@@ -157,8 +157,8 @@ const FEWSHOT_KEYS: [&str; 11] = [
 
 impl TaskConfig {
     /// Reads a task whose includes are merged already.
-    pub(crate) fn read(node: &Node) -> Result<Self, Fault> {
-        let keys = Keys::new(node, "a task", &TASK_KEYS)?;
+    pub(crate) fn read(node: &Node) -> Result<Self, ConfigError> {
+        let keys = YamlMap::new(node, "a task", &TASK_KEYS)?;
         refuse(&keys)?;
         let output_type = OutputType::read(&keys)?;
         let fewshot_delimiter = keys.text("fewshot_delimiter")?.unwrap_or_else(|| "\n\n".into());
@@ -211,15 +211,15 @@ impl TaskConfig {
         Err(TaskError::Refused { task: self.task.clone(), problem })
     }
 
-    /// The split that is evaluated.
-    pub(crate) fn eval_split(&self) -> Result<&str, Fault> {
+    /// Returns the name of the evaluated split.
+    pub(crate) fn eval_split(&self) -> Result<&str, ConfigError> {
         self.test_split.as_deref().or(self.validation_split.as_deref()).ok_or_else(|| {
             let message = format!("task {} names no split to evaluate; give test_split or validation_split", self.task);
-            Fault::at(self.place.clone(), message)
+            ConfigError::at(self.place.clone(), message)
         })
     }
 
-    /// For each metric whether a higher value is better.
+    /// Returns `higher_is_better` of each metric.
     pub fn higher_is_better(&self) -> Map<String, Json> {
         self.metrics.iter().map(|metric| (metric.name.clone(), json!(metric.higher_is_better))).collect()
     }
@@ -235,12 +235,12 @@ impl TaskConfig {
         self.metrics.iter().flat_map(of_metric).collect()
     }
 
-    /// Whether its own code may give its scores other names.
-    pub fn names_scores_itself(&self) -> bool {
+    /// Returns true if `process_results` may return other metric names.
+    pub fn has_custom_metric_names(&self) -> bool {
         self.process_results.is_some() || self.metrics.iter().any(|metric| matches!(metric.kind, Metric::BuiltIn(_)))
     }
 
-    /// What stands between the parts of a prompt.
+    /// Returns the delimiter between few-shot examples.
     pub(crate) fn fewshot_delimiter(&self) -> &str {
         &self.fewshot_delimiter
     }
@@ -308,7 +308,7 @@ impl TaskConfig {
             .collect()
     }
 
-    fn check_fields(&self, keys: &Keys) -> Result<(), Fault> {
+    fn check_fields(&self, keys: &YamlMap) -> Result<(), ConfigError> {
         let needs = |field: &Option<Field>, key: &str| match field {
             Some(_) => Ok(()),
             None => Err(keys.fault(format!("task {} needs the key `{key}`", self.task))),
@@ -326,12 +326,12 @@ impl TaskConfig {
 }
 
 impl FewshotConfig {
-    fn read(task: &Keys, fewshot_delimiter: &str) -> Result<Self, Fault> {
-        let empty = Node { value: Value::Map(Vec::new()), place: Place::default() };
+    fn read(task: &YamlMap, fewshot_delimiter: &str) -> Result<Self, ConfigError> {
+        let empty = Node { value: Value::Map(Vec::new()), place: SourceLocation::default() };
         let entry = task.get("fewshot_config");
-        let keys = Keys::new(entry.map_or(&empty, |entry| &entry.node), "fewshot_config", &FEWSHOT_KEYS)?;
+        let keys = YamlMap::new(entry.map_or(&empty, |entry| &entry.node), "fewshot_config", &FEWSHOT_KEYS)?;
         let own = |key| field(&keys, key).and_then(|own| own.map_or_else(|| field(task, key), |own| Ok(Some(own))));
-        let text = |key: &str, default: &str| -> Result<String, Fault> {
+        let text = |key: &str, default: &str| -> Result<String, ConfigError> {
             Ok(keys.text(key)?.or(task.text(key)?).unwrap_or_else(|| default.to_owned()))
         };
         Ok(Self {
@@ -350,12 +350,12 @@ impl FewshotConfig {
     }
 }
 
-fn refuse(keys: &Keys) -> Result<(), Fault> {
+fn refuse(keys: &YamlMap) -> Result<(), ConfigError> {
     let refused = REFUSED.iter().find_map(|(key, why)| Some((keys.get(key)?, key, why)));
-    refused.map_or(Ok(()), |(entry, key, why)| Err(Fault::at(entry.place.clone(), format!("{key}: {why}"))))
+    refused.map_or(Ok(()), |(entry, key, why)| Err(ConfigError::at(entry.place.clone(), format!("{key}: {why}"))))
 }
 
-fn sampler(keys: &Keys) -> Result<bool, Fault> {
+fn sampler(keys: &YamlMap) -> Result<bool, ConfigError> {
     match keys.text("sampler")?.as_deref() {
         None | Some("default") => Ok(false),
         Some("first_n") => Ok(true),
@@ -366,21 +366,21 @@ fn sampler(keys: &Keys) -> Result<bool, Fault> {
     }
 }
 
-fn indices(keys: &Keys) -> Result<Option<Vec<usize>>, Fault> {
+fn indices(keys: &YamlMap) -> Result<Option<Vec<usize>>, ConfigError> {
     let Some(entry) = keys.get("fewshot_indices") else { return Ok(None) };
     serde_json::from_value(entry.node.json()).map(Some).map_err(|_| wrong(entry, "a list of document numbers"))
 }
 
-fn samples(keys: &Keys) -> Result<Option<Samples>, Fault> {
+fn samples(keys: &YamlMap) -> Result<Option<FewshotSamples>, ConfigError> {
     let Some(entry) = keys.get("samples") else { return Ok(None) };
     if let Some(function) = as_function(entry) {
-        return Ok(Some(Samples::Function(function)));
+        return Ok(Some(FewshotSamples::Function(function)));
     }
     let listed = serde_json::from_value(entry.node.json()).map_err(|_| wrong(entry, "a list of documents"))?;
-    Ok(Some(Samples::Listed(listed)))
+    Ok(Some(FewshotSamples::Listed(listed)))
 }
 
-fn field(keys: &Keys, key: &str) -> Result<Option<Field>, Fault> {
+fn field(keys: &YamlMap, key: &str) -> Result<Option<Field>, ConfigError> {
     let Some(entry) = keys.get(key) else { return Ok(None) };
     let template = |text: &str| Field::Template(text.to_owned(), entry.node.place.clone());
     Ok(Some(match &entry.node.value {
@@ -400,23 +400,25 @@ const MAX_REPEATS: usize = 10_000;
 /// The most bytes of a task's name: names of files hold it.
 const MAX_NAME: usize = 180;
 
-fn task_name(keys: &Keys) -> Result<String, Fault> {
+fn task_name(keys: &YamlMap) -> Result<String, ConfigError> {
     let name = keys.required_text("task")?;
     let problem = match name.len() {
         0 => "task: the name is empty; write one".to_owned(),
         1..=MAX_NAME => return Ok(name),
         n => format!("task: the name has {n} bytes; at most {MAX_NAME} fit into names of files"),
     };
-    Err(keys.get("task").map_or_else(|| keys.fault(&problem), |entry| Fault::at(entry.node.place.clone(), &problem)))
+    Err(keys
+        .get("task")
+        .map_or_else(|| keys.fault(&problem), |entry| ConfigError::at(entry.node.place.clone(), &problem)))
 }
 
-fn function(keys: &Keys, key: &str) -> Result<Option<Function>, Fault> {
+fn function(keys: &YamlMap, key: &str) -> Result<Option<PythonFunction>, ConfigError> {
     let Some(entry) = keys.get(key) else { return Ok(None) };
     as_function(entry).map(Some).ok_or_else(|| wrong(entry, "a !function"))
 }
 
 /// The keys of generation, and nothing for a task that does not generate.
-fn generation_kwargs(keys: &Keys, output: OutputType, delimiter: &str) -> Result<Map<String, Json>, Fault> {
+fn generation_kwargs(keys: &YamlMap, output: OutputType, delimiter: &str) -> Result<Map<String, Json>, ConfigError> {
     let given = keys.map("generation_kwargs")?;
     let Some(mut kwargs) = given else {
         let default = json!({"temperature": 0.0, "do_sample": false, "max_gen_toks": 256, "until": [delimiter]});
@@ -440,7 +442,7 @@ fn as_object(value: Json) -> Map<String, Json> {
 }
 
 /// What the results show of the YAML: all but what only the registry reads.
-fn written(keys: &Keys) -> Map<String, Json> {
+fn written(keys: &YamlMap) -> Map<String, Json> {
     let shown = keys.entries().iter().filter(|entry| !["tag", "group", "task_list"].contains(&entry.key.as_str()));
     shown.map(|e| (e.key.clone(), e.node.json())).filter(|(_, value)| !value.is_null()).collect()
 }

@@ -12,31 +12,31 @@ use serde_json::{Map, Value as Json};
 
 use super::builtin::{Doc, ProcessDocs};
 use super::config::{DatasetConfig, TaskConfig};
-use super::data_paths::DataPaths;
-use super::error::{Fault, TaskError};
-use super::mersenne::Random;
+use super::data_override::DataOverrides;
+use super::error::{ConfigError, TaskError};
 use super::python::literal::literal_eval;
+use super::python_random::PythonRandom;
 
-/// The documents of one split, in order.
-pub(crate) struct Split {
+/// Documents of one split, in order.
+pub(crate) struct DatasetSplit {
     name: String,
     docs: Vec<Doc>,
     rows: Vec<usize>,
     source: Box<dyn Source>,
 }
 
-/// A split as results list it: its files, and its documents after the task's own selection.
+/// Metadata of a split in results: its files and its number of documents.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct SplitData {
-    /// The split's name in the task.
+pub struct SplitInfo {
+    /// Split name in the task file.
     pub split: String,
-    /// Paths, or paths in a data set of the Hub.
+    /// File paths, local or within the Hub data set.
     pub files: Vec<String>,
-    /// The number of documents.
+    /// Number of documents after `process_docs`.
     pub documents: usize,
 }
 
-impl fmt::Display for SplitData {
+impl fmt::Display for SplitInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { split, files, documents } = self;
         let plural = if *documents == 1 { "" } else { "s" };
@@ -44,47 +44,47 @@ impl fmt::Display for SplitData {
     }
 }
 
-impl Split {
-    /// The documents.
+impl DatasetSplit {
+    /// Returns the documents.
     pub(crate) fn docs(&self) -> &[Doc] {
         &self.docs
     }
 
-    /// Describes the split for results and messages.
-    pub(crate) fn data(&self) -> SplitData {
+    /// Returns the split's metadata.
+    pub(crate) fn data(&self) -> SplitInfo {
         let files = self.source.files().full_paths();
-        SplitData { split: self.name.clone(), files, documents: self.docs.len() }
+        SplitInfo { split: self.name.clone(), files, documents: self.docs.len() }
     }
 
-    /// The documents alone.
+    /// Returns the documents without row indices.
     pub(crate) fn into_docs(self) -> Vec<Doc> {
         self.docs
     }
 
-    /// The row of each document.
+    /// Returns the row index of each document.
     pub(crate) fn rows(&self) -> &[usize] {
         &self.rows
     }
 
-    /// The row of a document.
+    /// Returns the row index of a document.
     pub(crate) fn row(&self, doc_id: usize) -> Option<usize> {
         self.rows.get(doc_id).copied()
     }
 
-    /// Says where a document stands, for messages.
+    /// Returns file and line of a document, for messages.
     pub(crate) fn locate(&self, doc_id: usize) -> String {
         self.rows.get(doc_id).map_or_else(|| format!("document {doc_id}"), |row| self.source.locate(*row))
     }
 }
 
-/// Opens a split of a task's data and reads all of it.
+/// Loads all documents of a split.
 pub(crate) fn open(
     hub: &Hub,
     config: &TaskConfig,
     split: &str,
-    paths: &DataPaths,
+    paths: &DataOverrides,
     process: Option<ProcessDocs>,
-) -> Result<Split, TaskError> {
+) -> Result<DatasetSplit, TaskError> {
     let request = match paths.of(&config.task) {
         Some(path) => DatasetRequest { files: paths.file_rule(config), ..elsewhere(path, &config.dataset, split) },
         None => as_written(&config.dataset, split)?,
@@ -107,13 +107,13 @@ pub(crate) fn open(
             read_list(doc, CHOICES).map_err(|problem| TaskError::Document { task: task(), place: place(), problem })?;
         }
     }
-    Ok(Split { name: split.to_owned(), docs, rows, source })
+    Ok(DatasetSplit { name: split.to_owned(), docs, rows, source })
 }
 
-/// The column of the choices, which CSV files hold as a text.
+/// Column of the choices, a string in CSV files.
 const CHOICES: &str = "choices";
 
-/// Reads a list in a column that holds it as text: a JSON list, or a Python literal.
+/// Parses a list that a column holds as text: JSON or a Python literal.
 fn read_list(doc: &mut Doc, column: &str) -> Result<(), String> {
     let Some(Json::String(text)) = doc.get(column) else { return Ok(()) };
     let list = serde_json::from_str::<Json>(text).or_else(|_| literal_eval(text)).ok().filter(Json::is_array);
@@ -123,7 +123,7 @@ fn read_list(doc: &mut Doc, column: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// A file holds the one split that is asked for; a folder or a data set of the Hub has splits.
+/// Returns the data source of a split. A single file is the requested split; a folder or Hub data set has splits.
 fn elsewhere(path: &str, dataset: &DatasetConfig, split: &str) -> DatasetRequest {
     let is_file = Path::new(path).is_file();
     let part = SplitPart { split: split.to_owned(), slice: Default::default() };
@@ -156,7 +156,7 @@ const KWARGS: [&str; 7] = ["data_files", "data_dir", "revision", "field", "sep",
 fn as_written(dataset: &DatasetConfig, split: &str) -> Result<DatasetRequest, TaskError> {
     let fault = |problem: String| {
         let message = format!("dataset_kwargs: {problem}");
-        TaskError::Config(Fault { place: dataset.kwargs_place.clone(), message })
+        TaskError::Config(ConfigError { place: dataset.kwargs_place.clone(), message })
     };
     let kwargs = &dataset.kwargs;
     if let Some(key) = kwargs.keys().find(|key| !KWARGS.contains(&key.as_str())) {
@@ -196,7 +196,7 @@ fn as_written(dataset: &DatasetConfig, split: &str) -> Result<DatasetRequest, Ta
     })
 }
 
-/// `data_files` as patterns for splits; those without a split are its `train`.
+/// Returns `data_files` as patterns for each split. Files without a split name are `train`.
 fn data_files(kwargs: &Map<String, Json>) -> Result<Vec<(Option<String>, String)>, String> {
     let Some(files) = kwargs.get("data_files") else { return Ok(Vec::new()) };
     let patterns = |value: &Json| match value {
@@ -220,7 +220,7 @@ fn data_files(kwargs: &Map<String, Json>) -> Result<Vec<(Option<String>, String)
     }
 }
 
-/// Gives every document all columns, as a table has them: those that a row lacks are null.
+/// Gives every document all columns; missing columns become null.
 fn with_all_columns(docs: Vec<Doc>) -> Vec<Doc> {
     let mut columns: Map<String, Json> = Map::new();
     for doc in &docs {
@@ -239,14 +239,14 @@ fn with_all_columns(docs: Vec<Doc>) -> Vec<Doc> {
     docs.into_iter().map(fill).collect()
 }
 
-/// The documents that stay, each with its row; or the row that cannot be processed.
+/// Applies `process_docs`: returns the remaining documents with row indices, or the row that failed.
 fn process_all(docs: Vec<Doc>, process: Option<ProcessDocs>) -> Result<Vec<(usize, Doc)>, (usize, String)> {
     let docs = docs.into_iter().enumerate();
     match process {
         None => Ok(docs.collect()),
         Some(ProcessDocs::Each(change)) => docs.map(|(row, doc)| in_row(row, change(doc))).collect(),
         Some(ProcessDocs::Random(seed, change)) => {
-            let mut random = Random::new(seed);
+            let mut random = PythonRandom::new(seed);
             docs.map(|(row, doc)| in_row(row, change(doc, &mut random))).collect()
         }
         Some(ProcessDocs::Some(change)) => docs

@@ -1,4 +1,4 @@
-//! What can be wrong with a task, told with file, line and key, and with the way out.
+//! Errors of tasks, with file, line, key and remedy.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,9 +8,9 @@ use candlewick_text::hub::HubError;
 use candlewick_text::source::SourceError;
 use candlewick_text::template::TemplateError;
 
-/// Where something was written. Lines and columns count from one; 0 is unknown.
+/// Location in a file. Lines and columns start at 1; 0 is unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Place {
+pub struct SourceLocation {
     /// The file.
     pub file: Arc<PathBuf>,
     /// The line.
@@ -19,94 +19,94 @@ pub struct Place {
     pub column: usize,
 }
 
-/// One thing that is wrong in a task file.
+/// Error in a task file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fault {
-    /// Where, if one place is to blame.
-    pub place: Option<Place>,
-    /// What is wrong, with the key in it.
+pub struct ConfigError {
+    /// Location, if it is known.
+    pub place: Option<SourceLocation>,
+    /// Problem, with the key.
     pub message: String,
 }
 
-/// A task that cannot be read, or not be asked. Completes "failed to ...".
+/// Error of a task: its file, data, prompts or scores. Messages complete "failed to ...".
 #[derive(Debug, thiserror::Error)]
 pub enum TaskError {
-    /// A task file is not one, or says what cannot be done.
+    /// Invalid or unsupported task file.
     #[error("read a task: {0}")]
-    Config(Fault),
-    /// A task file or folder cannot be read.
+    Config(ConfigError),
+    /// Unreadable task file or folder.
     #[error("read {}: {source}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// The system's reason.
+        /// I/O error.
         source: std::io::Error,
     },
-    /// There is no such task, group or tag.
+    /// Unknown task, group or tag.
     #[error("find {0}")]
     Unknown(String),
-    /// Two things that were asked for do not go together.
+    /// Conflicting selections.
     #[error("select tasks: {0}")]
     Selection(String),
-    /// The data cannot be had.
+    /// Unavailable data.
     #[error("load the data of task {task}: {source}")]
     Hub {
         /// The task.
         task: String,
-        /// Why.
+        /// Reason.
         source: HubError,
     },
-    /// A row cannot be read.
+    /// Unreadable row.
     #[error("load the data of task {task}: {source}")]
     Source {
         /// The task.
         task: String,
-        /// Why.
+        /// Reason.
         source: SourceError,
     },
-    /// A row is there, but the task cannot ask it.
+    /// Row that the task cannot process.
     #[error("ask {task} about {place}: {problem}")]
     Document {
         /// The task.
         task: String,
         /// File and line, or document number.
         place: String,
-        /// What was expected.
+        /// Expected content.
         problem: String,
     },
-    /// The chat template cannot print the prompt.
+    /// Error of the chat template.
     #[error("write the prompt of task {task}: {source}")]
     Chat {
         /// The task.
         task: String,
-        /// Why.
+        /// Reason.
         source: TemplateError,
     },
-    /// The task asks for something that must be allowed first.
+    /// Refused operation that needs an explicit option.
     #[error("run task {task}: {problem}")]
     Refused {
         /// The task.
         task: String,
-        /// What, and how to allow it.
+        /// Refused operation, and the option that allows it.
         problem: String,
     },
-    /// Answers cannot be scored.
+    /// Error of a metric or filter.
     #[error("score task {task}: {problem}")]
     Score {
         /// The task.
         task: String,
-        /// Why.
+        /// Reason.
         problem: String,
     },
 }
 
-impl Fault {
-    /// Blames a place.
-    pub fn at(place: Place, message: impl Into<String>) -> Self {
+impl ConfigError {
+    /// Creates an error at a location.
+    pub fn at(place: SourceLocation, message: impl Into<String>) -> Self {
         Self { place: Some(place), message: message.into() }
     }
 
-    /// Adds advice.
+    /// Adds a remedy to the message.
     #[must_use]
     pub fn note(mut self, note: impl AsRef<str>) -> Self {
         self.message.push_str("; ");
@@ -115,20 +115,20 @@ impl Fault {
     }
 }
 
-impl From<Fault> for TaskError {
-    fn from(fault: Fault) -> Self {
+impl From<ConfigError> for TaskError {
+    fn from(fault: ConfigError) -> Self {
         Self::Config(fault)
     }
 }
 
 impl TaskError {
-    /// Whether it is the command line or a task file that must change, and not the data.
+    /// Returns true for errors of the command line or a task file, false for errors of the data.
     pub fn is_usage(&self) -> bool {
         matches!(self, Self::Config(_) | Self::Unknown(_) | Self::Selection(_) | Self::Refused { .. })
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for SourceLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.line {
             0 => write!(f, "{}", self.file.display()),
@@ -137,7 +137,7 @@ impl fmt::Display for Place {
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(place) = &self.place {
             write!(f, "{place}: ")?;

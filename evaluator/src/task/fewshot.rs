@@ -1,29 +1,29 @@
-//! Which examples stand before a question.
+//! Sampling of few-shot examples.
 //!
 //! By default the choice depends on the seed, the task and the document, so that no number of ranks and no order changes a
-//! prompt. lm-eval draws all choices of a task from one stream; `Draws::Stream` reproduces it.
+//! prompt. lm-eval draws all choices of a task from one stream; `FewshotRng::Stream` reproduces it.
 
 use serde_json::Value as Json;
 use sha2::{Digest, Sha256};
 
 use super::builtin::Doc;
-use super::mersenne::Random;
+use super::python_random::PythonRandom;
 
-/// The examples that there are, and how they are chosen.
-pub(crate) struct Sampler<'a> {
-    /// What is chosen from.
+/// Sampler of few-shot examples.
+pub(crate) struct FewshotSampler<'a> {
+    /// Candidate documents.
     pub(crate) docs: &'a [Doc],
-    /// Whether the first are taken instead of random ones.
+    /// True for the sampler `first_n`.
     pub(crate) is_first_n: bool,
-    /// Whether a document may be among its own examples, so that it has to be left out.
+    /// True if the evaluated document must be excluded.
     pub(crate) leaves_out: bool,
-    /// The rows of the split that is evaluated, where the examples are from there; else empty.
+    /// Row indices in the evaluated split; empty if the examples come from another split.
     pub(crate) rows: &'a [usize],
 }
 
-/// The document that examples are chosen for.
+/// Evaluated document whose examples are sampled.
 #[derive(Clone, Copy)]
-pub(crate) struct Asking<'a> {
+pub(crate) struct EvalDoc<'a> {
     /// Its number.
     pub(crate) doc_id: usize,
     /// Its row in the split.
@@ -32,11 +32,11 @@ pub(crate) struct Asking<'a> {
     pub(crate) doc: &'a Doc,
 }
 
-/// Where random choices come from.
-pub(crate) enum Draws<'a> {
-    /// From one stream for all documents, in their order.
-    Stream(Box<Random>),
-    /// From a stream for each document.
+/// Random stream of few-shot sampling.
+pub(crate) enum FewshotRng<'a> {
+    /// One stream for all documents, in their order, as in lm-eval.
+    Stream(Box<PythonRandom>),
+    /// One stream for each document.
     Keyed {
         /// The user's seed.
         seed: u64,
@@ -45,30 +45,30 @@ pub(crate) enum Draws<'a> {
     },
 }
 
-impl<'s> Sampler<'s> {
-    /// Chooses `n` examples for a document.
-    pub(crate) fn sample(&self, draws: &mut Draws, n: usize, asking: Asking) -> Result<Vec<&'s Doc>, String> {
+impl<'s> FewshotSampler<'s> {
+    /// Samples `n` examples for a document.
+    pub(crate) fn sample(&self, draws: &mut FewshotRng, n: usize, asking: EvalDoc) -> Result<Vec<&'s Doc>, String> {
         let chosen = match draws {
             _ if self.is_first_n => self.others(asking).take(n).collect(),
-            Draws::Stream(random) => self.drawn_from_stream(random, n, asking)?,
-            Draws::Keyed { seed, task } => self.drawn(n, asking, &mut keyed(*seed, task, asking.doc_id)),
+            FewshotRng::Stream(random) => self.drawn_from_stream(random, n, asking)?,
+            FewshotRng::Keyed { seed, task } => self.drawn(n, asking, &mut keyed(*seed, task, asking.doc_id)),
         };
         enough(n, chosen.len())?;
         Ok(chosen.into_iter().map(|at| &self.docs[at]).collect())
     }
 
-    fn is_own(&self, at: usize, asking: Asking) -> bool {
+    fn is_own(&self, at: usize, asking: EvalDoc) -> bool {
         let is_row = || asking.row.is_some() && self.rows.get(at).copied() == asking.row;
         self.leaves_out && (is_row() || self.docs[at] == *asking.doc)
     }
 
-    fn others(&self, asking: Asking) -> impl Iterator<Item = usize> {
+    fn others(&self, asking: EvalDoc) -> impl Iterator<Item = usize> {
         (0..self.docs.len()).filter(move |at| !self.is_own(*at, asking))
     }
 
     /// Draws until there are enough that are different and not the document itself. Where there are hardly enough, they are
     /// drawn from a list of the others.
-    fn drawn(&self, n: usize, asking: Asking, random: &mut Random) -> Vec<usize> {
+    fn drawn(&self, n: usize, asking: EvalDoc, random: &mut PythonRandom) -> Vec<usize> {
         let mut drawn: Vec<usize> = Vec::with_capacity(n);
         if self.docs.len() > 2 * n {
             for _ in 0..8 * (n + 8) {
@@ -87,9 +87,10 @@ impl<'s> Sampler<'s> {
     }
 
     /// lm-eval draws one more than it needs, and draws anew from the others if the document came more than once.
-    fn drawn_from_stream(&self, random: &mut Random, n: usize, asking: Asking) -> Result<Vec<usize>, String> {
-        let pick =
-            |random: &mut Random, n: usize, n_docs: usize| random.sample(n_docs, n).ok_or_else(|| too_few(n, n_docs));
+    fn drawn_from_stream(&self, random: &mut PythonRandom, n: usize, asking: EvalDoc) -> Result<Vec<usize>, String> {
+        let pick = |random: &mut PythonRandom, n: usize, n_docs: usize| {
+            random.sample(n_docs, n).ok_or_else(|| too_few(n, n_docs))
+        };
         if !self.leaves_out {
             return pick(random, n, self.docs.len());
         }
@@ -113,11 +114,11 @@ fn too_few(n: usize, n_docs: usize) -> String {
 }
 
 /// A stream of its own for a seed, a task and a document.
-fn keyed(seed: u64, task: &str, doc_id: usize) -> Random {
+fn keyed(seed: u64, task: &str, doc_id: usize) -> PythonRandom {
     let hash = Sha256::digest(Json::from(vec![Json::from(seed), task.into(), doc_id.into()]).to_string());
     let words: Vec<u32> =
         hash.chunks_exact(4).map(|bytes| bytes.iter().fold(0, |word, b| word << 8 | u32::from(*b))).collect();
-    Random::from_key(&words)
+    PythonRandom::from_key(&words)
 }
 
 #[cfg(test)]
@@ -135,25 +136,25 @@ mod tests {
         docs.iter().map(|doc| doc["q"].as_str().unwrap().to_owned()).collect()
     }
 
-    fn sampler(docs: &[Doc], is_first_n: bool) -> Sampler<'_> {
-        Sampler { docs, is_first_n, leaves_out: true, rows: &[] }
+    fn sampler(docs: &[Doc], is_first_n: bool) -> FewshotSampler<'_> {
+        FewshotSampler { docs, is_first_n, leaves_out: true, rows: &[] }
     }
 
-    fn asking(docs: &[Doc], doc_id: usize) -> Asking<'_> {
-        Asking { doc_id, row: None, doc: &docs[doc_id] }
+    fn asking(docs: &[Doc], doc_id: usize) -> EvalDoc<'_> {
+        EvalDoc { doc_id, row: None, doc: &docs[doc_id] }
     }
 
     #[test]
     fn keyed_choices_depend_on_nothing_else() {
         let docs = docs(&["a", "b", "c", "d", "e", "f", "g", "h"]);
         let sampler = sampler(&docs, false);
-        let mut draws = Draws::Keyed { seed: 1234, task: "t" };
+        let mut draws = FewshotRng::Keyed { seed: 1234, task: "t" };
         // Of eight documents three are drawn, of seven others six are picked.
         for n in [3, 6] {
             let forward: Vec<_> =
                 (0..8).map(|i| names(&sampler.sample(&mut draws, n, asking(&docs, i)).unwrap())).collect();
             for i in (0..8).rev() {
-                let mut draws = Draws::Keyed { seed: 1234, task: "t" };
+                let mut draws = FewshotRng::Keyed { seed: 1234, task: "t" };
                 let mut chosen = names(&sampler.sample(&mut draws, n, asking(&docs, i)).unwrap());
                 assert_eq!(chosen, forward[i]);
                 assert!(!chosen.contains(&docs[i]["q"].as_str().unwrap().to_owned()));
@@ -171,7 +172,7 @@ mod tests {
         let docs = docs(&names.iter().map(String::as_str).collect::<Vec<_>>());
         let mut n_drawn = [0; 40];
         for seed in 0..400 {
-            let mut draws = Draws::Keyed { seed, task: "t" };
+            let mut draws = FewshotRng::Keyed { seed, task: "t" };
             for doc in sampler(&docs, false).sample(&mut draws, 4, asking(&docs, 0)).unwrap() {
                 n_drawn[doc["q"].as_str().unwrap().parse::<usize>().unwrap()] += 1;
             }
@@ -184,10 +185,10 @@ mod tests {
     fn a_row_is_left_out_also_if_it_is_written_otherwise() {
         let docs = docs(&["a", "b", "c"]);
         let other = self::docs(&["written otherwise"]);
-        let sampler = Sampler { rows: &[10, 11, 12], ..sampler(&docs, false) };
+        let sampler = FewshotSampler { rows: &[10, 11, 12], ..sampler(&docs, false) };
         for seed in 0..20 {
-            let asking = Asking { doc_id: 0, row: Some(11), doc: &other[0] };
-            let mut draws = Draws::Keyed { seed, task: "t" };
+            let asking = EvalDoc { doc_id: 0, row: Some(11), doc: &other[0] };
+            let mut draws = FewshotRng::Keyed { seed, task: "t" };
             assert!(!names(&sampler.sample(&mut draws, 2, asking).unwrap()).contains(&"b".to_owned()));
         }
     }
@@ -195,7 +196,8 @@ mod tests {
     #[test]
     fn a_document_that_comes_twice_is_left_out_twice() {
         let docs = docs(&["a", "a", "b"]);
-        for mut draws in [Draws::Stream(Box::new(Random::new(0))), Draws::Keyed { seed: 0, task: "t" }] {
+        for mut draws in [FewshotRng::Stream(Box::new(PythonRandom::new(0))), FewshotRng::Keyed { seed: 0, task: "t" }]
+        {
             for _ in 0..5 {
                 assert_eq!(names(&sampler(&docs, false).sample(&mut draws, 1, asking(&docs, 0)).unwrap()), ["b"]);
             }
@@ -207,7 +209,7 @@ mod tests {
     #[test]
     fn the_first_are_taken_in_order() {
         let docs = docs(&["a", "b", "c"]);
-        let mut draws = Draws::Keyed { seed: 0, task: "t" };
+        let mut draws = FewshotRng::Keyed { seed: 0, task: "t" };
         assert_eq!(names(&sampler(&docs, true).sample(&mut draws, 2, asking(&docs, 0)).unwrap()), ["b", "c"]);
         assert!(sampler(&docs, true).sample(&mut draws, 3, asking(&docs, 0)).unwrap_err().contains("only 2"));
     }

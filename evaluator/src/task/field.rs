@@ -1,30 +1,30 @@
-//! A field of a task, ready to be read from documents: prompts, targets and choices by lm-eval's rules of resolution.
+//! Compiled task fields (`doc_to_text`, `doc_to_target`, `doc_to_choice`), resolved by lm-eval's rules.
 
 use serde_json::{Value as Json, json};
 
 use super::builtin::{self, Doc, FieldFunction};
 use super::config::Field;
-use super::error::Fault;
+use super::error::ConfigError;
 use super::jinja::Template;
 use super::python::literal::literal_eval;
 use super::python::text::is_digit;
 
-/// A field, compiled.
+/// Compiled field of a task.
 #[derive(Clone, Debug)]
-pub(crate) enum Reader {
+pub(crate) enum CompiledField {
     Column(String),
     Template(Box<Template>),
     Constant(Json),
     Native(FieldFunction),
 }
 
-impl Reader {
-    /// Compiles a field. A text that is the name of one of `columns` means the column.
-    pub(crate) fn new(field: &Field, columns: &Doc) -> Result<Self, Fault> {
+impl CompiledField {
+    /// Compiles a field. A string equal to one of `columns` reads that column.
+    pub(crate) fn new(field: &Field, columns: &Doc) -> Result<Self, ConfigError> {
         Ok(match field {
             Field::Template(text, _) if columns.contains_key(text) => Self::Column(text.clone()),
             Field::Template(text, place) => {
-                let template = Template::new(text).map_err(|problem| Fault::at(place.clone(), problem))?;
+                let template = Template::new(text).map_err(|problem| ConfigError::at(place.clone(), problem))?;
                 Self::Template(Box::new(template))
             }
             Field::Constant(value) => Self::Constant(value.clone()),
@@ -32,7 +32,7 @@ impl Reader {
         })
     }
 
-    /// The prompt: a text, or the number of the right choice where the choices are prompts.
+    /// Returns `doc_to_text`: the prompt, or the index of the correct choice.
     pub(crate) fn text(&self, doc: &Doc, has_choices: bool) -> Result<Json, String> {
         match self {
             Self::Template(template) => {
@@ -43,7 +43,7 @@ impl Reader {
         }
     }
 
-    /// The target: a text, the number of a choice, or a list of targets.
+    /// Returns `doc_to_target`: a text, a choice index, or a list of targets.
     pub(crate) fn target(&self, doc: &Doc, has_choices: bool) -> Result<Json, String> {
         let Self::Template(template) = self else { return self.value(doc) };
         let text = template.render(doc)?;
@@ -57,7 +57,7 @@ impl Reader {
         })
     }
 
-    /// The choices.
+    /// Returns `doc_to_choice`.
     pub(crate) fn choices(&self, doc: &Doc) -> Result<Vec<String>, String> {
         let value = match self {
             Self::Template(template) => literal_eval(&template.render(doc)?)?,
@@ -68,7 +68,7 @@ impl Reader {
         texts.ok_or_else(|| format!("doc_to_choice gives {value}, which is not a list of texts"))
     }
 
-    /// The text of a description or a prefix.
+    /// Renders the field as plain text.
     pub(crate) fn plain(&self, doc: &Doc) -> Result<String, String> {
         match self {
             Self::Template(template) => template.render(doc),
@@ -86,7 +86,7 @@ impl Reader {
     }
 }
 
-/// The number of a choice that a target is; Python's truth values are numbers too.
+/// Returns the choice index of a target. Python booleans count as 0 and 1.
 pub(crate) fn as_index(target: &Json) -> Option<i64> {
     match target {
         Json::Bool(value) => Some(i64::from(*value)),

@@ -1,9 +1,9 @@
-//! `generation_kwargs`: what a task says about generation, and what of it the model's side is told.
+//! `generation_kwargs` of a task, and their conversion to generation settings.
 
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
-use super::error::Fault;
+use super::error::ConfigError;
 use super::yaml::Entry;
 use candlewick_inference::request::GenerationSettings;
 
@@ -19,17 +19,17 @@ const KNOWN: [&str; 9] = [
     "max_completion_tokens",
 ];
 
-/// The names of the most tokens that are generated; the first that is given counts.
+/// Keys for the maximum number of generated tokens; the first key present wins.
 const OF_LENGTH: [&str; 4] = ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"];
 
-/// Complains about what a task cannot ask of generation.
-pub(crate) fn check(kwargs: &Map<String, Json>, entry: &Entry) -> Result<(), Fault> {
+/// Returns an error for unsupported `generation_kwargs`.
+pub(crate) fn check(kwargs: &Map<String, Json>, entry: &Entry) -> Result<(), ConfigError> {
     settings(kwargs)
         .map(|_| ())
-        .map_err(|problem| Fault::at(entry.place.clone(), format!("generation_kwargs: {problem}")))
+        .map_err(|problem| ConfigError::at(entry.place.clone(), format!("generation_kwargs: {problem}")))
 }
 
-/// What the model's side is told, as lm-eval's Hugging Face model understands the keys.
+/// Converts `generation_kwargs` to settings, as lm-eval's Hugging Face model reads the keys.
 pub fn settings(kwargs: &Map<String, Json>) -> Result<GenerationSettings, String> {
     if let Some(key) = kwargs.keys().find(|key| !KNOWN.contains(&key.as_str())) {
         return Err(format!("unknown key `{key}`{}; known are {}", did_you_mean(key, KNOWN), KNOWN.join(", ")));
@@ -52,8 +52,8 @@ pub fn settings(kwargs: &Map<String, Json>) -> Result<GenerationSettings, String
     })
 }
 
-/// What of these keys has no effect, in words. lm-eval warns of the same.
-pub(crate) fn without_effect(kwargs: &Map<String, Json>) -> Vec<String> {
+/// Returns a warning for each key without effect. lm-eval prints the same warnings.
+pub(crate) fn ignored_kwargs(kwargs: &Map<String, Json>) -> Vec<String> {
     let given = |key: &&str| kwargs.get(*key).is_some_and(|value| !value.is_null());
     let mut of_length = OF_LENGTH.iter().filter(|key| given(key));
     let counts = of_length.next();
@@ -87,7 +87,7 @@ fn optional<T>(
     }
 }
 
-/// A number, also one that is written as text.
+/// Reads a number, or a string that holds a number.
 pub(crate) fn number(value: &Json) -> Option<f64> {
     value.as_f64().or_else(|| value.as_str()?.trim().parse().ok())
 }
@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn what_has_no_effect_is_said() {
-        let said = |kwargs: Json| without_effect(kwargs.as_object().unwrap());
+        let said = |kwargs: Json| ignored_kwargs(kwargs.as_object().unwrap());
         let lengths = json!({"max_gen_toks": 7, "max_new_tokens": 3, "max_tokens": null});
         assert_eq!(said(lengths), ["max_new_tokens=3 has no effect: max_gen_toks=7 counts"]);
         assert!(said(json!({"do_sample": false, "temperature": 0.5}))[0].contains("needs do_sample=true"));

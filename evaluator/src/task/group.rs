@@ -2,14 +2,14 @@
 
 use serde_json::{Map, Value as Json};
 
-use super::error::Fault;
-use super::keys::Keys;
+use super::error::ConfigError;
+use super::keys::YamlMap;
 use super::yaml::Node;
 
 /// A group with the names of what it holds.
 #[derive(Clone, Debug)]
-pub struct Group {
-    /// Its name.
+pub struct TaskGroup {
+    /// Name.
     pub name: String,
     /// Its name in tables.
     pub alias: Option<String>,
@@ -18,14 +18,14 @@ pub struct Group {
     /// All tasks in it and in its groups, in order.
     pub tasks: Vec<String>,
     /// The scores over its tasks; empty if it is only a name for them.
-    pub aggregates: Vec<Aggregate>,
+    pub aggregates: Vec<GroupAggregate>,
     /// `metadata.version` as text, or "N/A".
     pub version: String,
 }
 
 /// A score over the tasks of a group: a mean.
 #[derive(Clone, Debug)]
-pub struct Aggregate {
+pub struct GroupAggregate {
     /// The metric.
     pub metric: String,
     /// The filters whose scores are put together, each by itself; all that there are if `None`.
@@ -37,15 +37,15 @@ pub struct Aggregate {
 /// The keys of a group that are not passed on to its tasks.
 pub(crate) const GROUP_KEYS: [&str; 6] = ["group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag"];
 
-impl Group {
+impl TaskGroup {
     /// Reads the group's own keys. What it holds is found by the registry.
-    pub(crate) fn read(node: &Node, name: &str) -> Result<Self, Fault> {
-        let keys = Keys::open(node, "a group")?;
+    pub(crate) fn read(node: &Node, name: &str) -> Result<Self, ConfigError> {
+        let keys = YamlMap::open(node, "a group")?;
         let aggregates = match keys.get("aggregate_metric_list").map(|entry| &entry.node) {
             None => Vec::new(),
             Some(node) => match keys.list("aggregate_metric_list") {
-                Ok(items) => items.unwrap_or_default().iter().map(Aggregate::read).collect::<Result<_, _>>()?,
-                Err(_) => vec![Aggregate::read(node)?],
+                Ok(items) => items.unwrap_or_default().iter().map(GroupAggregate::read).collect::<Result<_, _>>()?,
+                Err(_) => vec![GroupAggregate::read(node)?],
             },
         };
         let version = keys.map("metadata")?.and_then(|metadata: Map<String, Json>| metadata.get("version").cloned());
@@ -60,10 +60,10 @@ impl Group {
     }
 }
 
-impl Aggregate {
-    fn read(node: &Node) -> Result<Self, Fault> {
+impl GroupAggregate {
+    fn read(node: &Node) -> Result<Self, ConfigError> {
         const KEYS: [&str; 4] = ["metric", "filter_list", "aggregation", "weight_by_size"];
-        let keys = Keys::new(node, "an entry of aggregate_metric_list", &KEYS)?;
+        let keys = YamlMap::new(node, "an entry of aggregate_metric_list", &KEYS)?;
         match keys.text("aggregation")?.as_deref() {
             None | Some("mean") => {}
             Some(other) => {

@@ -1,4 +1,4 @@
-//! The templates of task files: Jinja set up as lm-eval sets it up, with Python's methods and Python's way of printing.
+//! Jinja templates of task files, with lm-eval's settings, Python's string methods and Python's formatting.
 
 mod concat;
 mod limits;
@@ -14,21 +14,21 @@ use serde_json::Value as Json;
 use limits::{add_template, check_replace, check_size, invalid, too_large};
 
 use super::builtin::Doc;
-use super::python::pattern::{Found, Pattern};
+use super::python::pattern::{Pattern, PatternMatch};
 use super::python::{repr, text};
 
-/// A compiled template.
+/// Compiled template.
 #[derive(Clone, Debug)]
 pub(crate) struct Template {
     environment: Arc<Environment<'static>>,
-    /// The reason why a rendering was given up. No further one is tried.
+    /// Error of an earlier rendering that exceeded a limit. Later renderings fail at once.
     given_up: Arc<OnceLock<String>>,
 }
 
 const NAME: &str = "field";
 
 impl Template {
-    /// Compiles. The error says what is wrong, and in which line of the template.
+    /// Compiles a template. The error names the line.
     pub(crate) fn new(source: &str) -> Result<Self, String> {
         let mut environment = Environment::new();
         let syntax = minijinja::syntax::SyntaxConfig::builder().keep_trailing_newline(true).build();
@@ -111,7 +111,7 @@ fn regex_replace(text: &str, pattern: &str, replacement: &str, count: Option<usi
 }
 
 /// A replacement with its `\1` and `\g<1>` filled in.
-fn expand(replacement: &str, text: &str, found: &Found) -> String {
+fn expand(replacement: &str, text: &str, found: &PatternMatch) -> String {
     let group = |index: usize| match index {
         0 => &text[found.start..found.end],
         index => found.groups.get(index - 1).map_or("", String::as_str),

@@ -3,49 +3,49 @@
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
-use super::error::Fault;
+use super::error::ConfigError;
 use super::yaml::{Entry, Node, Value};
 
 /// A map of a task file. `what` names it in complaints: "a task", "a metric".
 #[derive(Clone, Copy)]
-pub(crate) struct Keys<'a> {
+pub(crate) struct YamlMap<'a> {
     node: &'a Node,
     entries: &'a [Entry],
     what: &'static str,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> YamlMap<'a> {
     /// Takes a node as a map with no other keys than `known`.
-    pub(crate) fn new(node: &'a Node, what: &'static str, known: &[&str]) -> Result<Self, Fault> {
+    pub(crate) fn new(node: &'a Node, what: &'static str, known: &[&str]) -> Result<Self, ConfigError> {
         let keys = Self::open(node, what)?;
         keys.only(known)?;
         Ok(keys)
     }
 
     /// Checks that there are no other keys than `known`.
-    pub(crate) fn only(&self, known: &[&str]) -> Result<(), Fault> {
+    pub(crate) fn only(&self, known: &[&str]) -> Result<(), ConfigError> {
         let stranger = self.entries.iter().find(|entry| !known.contains(&entry.key.as_str()));
         stranger.map_or(Ok(()), |entry| Err(self.unknown(entry, known)))
     }
 
     /// Takes a node as a map with any keys.
-    pub(crate) fn open(node: &'a Node, what: &'static str) -> Result<Self, Fault> {
+    pub(crate) fn open(node: &'a Node, what: &'static str) -> Result<Self, ConfigError> {
         match &node.value {
             Value::Map(entries) => Ok(Self { node, entries, what }),
-            _ => Err(Fault::at(node.place.clone(), format!("{what} is a map of keys, not {}", node.describe()))),
+            _ => Err(ConfigError::at(node.place.clone(), format!("{what} is a map of keys, not {}", node.describe()))),
         }
     }
 
-    fn unknown(&self, entry: &Entry, known: &[&str]) -> Fault {
+    fn unknown(&self, entry: &Entry, known: &[&str]) -> ConfigError {
         let near = did_you_mean(&entry.key, known.iter().copied());
         let message = format!("unknown key `{}` in {}{near}", entry.key, self.what);
-        let fault = Fault::at(entry.place.clone(), message);
+        let fault = ConfigError::at(entry.place.clone(), message);
         if near.is_empty() { fault.note(format!("known are {}", known.join(", "))) } else { fault }
     }
 
     /// Blames the map as a whole.
-    pub(crate) fn fault(&self, message: impl Into<String>) -> Fault {
-        Fault::at(self.node.place.clone(), message)
+    pub(crate) fn fault(&self, message: impl Into<String>) -> ConfigError {
+        ConfigError::at(self.node.place.clone(), message)
     }
 
     /// All keys, in the order of writing.
@@ -58,15 +58,15 @@ impl<'a> Keys<'a> {
         self.entries.iter().find(|entry| entry.key == key).filter(|entry| !matches!(entry.node.value, Value::Null))
     }
 
-    pub(crate) fn text(&self, key: &str) -> Result<Option<String>, Fault> {
+    pub(crate) fn text(&self, key: &str) -> Result<Option<String>, ConfigError> {
         self.get(key).map(text_of).transpose()
     }
 
-    pub(crate) fn required_text(&self, key: &str) -> Result<String, Fault> {
+    pub(crate) fn required_text(&self, key: &str) -> Result<String, ConfigError> {
         self.text(key)?.ok_or_else(|| self.fault(format!("{} needs the key `{key}`", self.what)))
     }
 
-    pub(crate) fn flag(&self, key: &str, default: bool) -> Result<bool, Fault> {
+    pub(crate) fn flag(&self, key: &str, default: bool) -> Result<bool, ConfigError> {
         match self.get(key) {
             None => Ok(default),
             Some(entry) => match &entry.node.value {
@@ -76,7 +76,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    pub(crate) fn count(&self, key: &str) -> Result<Option<usize>, Fault> {
+    pub(crate) fn count(&self, key: &str) -> Result<Option<usize>, ConfigError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match entry.node.value {
             Value::Int(number) => usize::try_from(number).ok(),
@@ -86,7 +86,7 @@ impl<'a> Keys<'a> {
     }
 
     /// Reads a count of at most `most`.
-    pub(crate) fn count_up_to(&self, key: &str, most: usize) -> Result<Option<usize>, Fault> {
+    pub(crate) fn count_up_to(&self, key: &str, most: usize) -> Result<Option<usize>, ConfigError> {
         let count = self.count(key)?;
         match (self.get(key), count) {
             (Some(entry), Some(count)) if count > most => Err(wrong(entry, &format!("at most {most}"))),
@@ -94,7 +94,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    pub(crate) fn integer(&self, key: &str) -> Result<Option<i64>, Fault> {
+    pub(crate) fn integer(&self, key: &str) -> Result<Option<i64>, ConfigError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match entry.node.value {
             Value::Int(number) => i64::try_from(number).ok(),
@@ -104,13 +104,13 @@ impl<'a> Keys<'a> {
     }
 
     /// One text, or a list of them.
-    pub(crate) fn texts(&self, key: &str) -> Result<Option<Vec<String>>, Fault> {
+    pub(crate) fn texts(&self, key: &str) -> Result<Option<Vec<String>>, ConfigError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match &entry.node.value {
             Value::Text(text) => Ok(Some(vec![text.clone()])),
             Value::List(items) => {
                 let expected = |item: &Node| format!("{key}: expected texts, found {}", item.describe());
-                let text = |item| scalar(item).ok_or_else(|| Fault::at(item.place.clone(), expected(item)));
+                let text = |item| scalar(item).ok_or_else(|| ConfigError::at(item.place.clone(), expected(item)));
                 let texts = items.iter().map(text);
                 texts.collect::<Result<_, _>>().map(Some)
             }
@@ -118,7 +118,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    pub(crate) fn list(&self, key: &str) -> Result<Option<&'a [Node]>, Fault> {
+    pub(crate) fn list(&self, key: &str) -> Result<Option<&'a [Node]>, ConfigError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match &entry.node.value {
             Value::List(items) => Ok(Some(items)),
@@ -126,7 +126,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    pub(crate) fn map(&self, key: &str) -> Result<Option<Map<String, Json>>, Fault> {
+    pub(crate) fn map(&self, key: &str) -> Result<Option<Map<String, Json>>, ConfigError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match entry.node.json() {
             Json::Object(fields) => Ok(Some(fields)),
@@ -136,11 +136,14 @@ impl<'a> Keys<'a> {
 }
 
 /// Says what was expected of a key.
-pub(crate) fn wrong(entry: &Entry, wanted: &str) -> Fault {
-    Fault::at(entry.node.place.clone(), format!("{}: expected {wanted}, found {}", entry.key, entry.node.describe()))
+pub(crate) fn wrong(entry: &Entry, wanted: &str) -> ConfigError {
+    ConfigError::at(
+        entry.node.place.clone(),
+        format!("{}: expected {wanted}, found {}", entry.key, entry.node.describe()),
+    )
 }
 
-fn text_of(entry: &Entry) -> Result<String, Fault> {
+fn text_of(entry: &Entry) -> Result<String, ConfigError> {
     scalar(&entry.node).ok_or_else(|| wrong(entry, "a text"))
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_text_file};
 
-use super::error::{Fault, TaskError};
+use super::error::{ConfigError, TaskError};
 use super::keys::wrong;
 use super::yaml::{Entry, Node, Value, parse};
 
@@ -17,7 +17,7 @@ static BUILT_IN: include_dir::Dir<'static> = include_dir::include_dir!("$CARGO_M
 const MAX_DEPTH: usize = 16;
 
 /// All configurations of the program itself.
-pub(super) fn built_in() -> Result<Vec<Node>, Fault> {
+pub(super) fn built_in() -> Result<Vec<Node>, ConfigError> {
     let mut files: Vec<_> = BUILT_IN.files().collect();
     files.sort_by_key(|file| file.path());
     let mut all = Vec::new();
@@ -30,21 +30,21 @@ pub(super) fn built_in() -> Result<Vec<Node>, Fault> {
 
 /// What a folder's files hold: configurations, and why some files could not be read.
 #[derive(Default)]
-pub(super) struct Loaded {
+pub(super) struct LoadedConfigs {
     pub(super) nodes: Vec<Node>,
     pub(super) broken: Vec<TaskError>,
 }
 
 /// All configurations of a file, or of a folder's files below it that end in `.yaml`. In a folder, a file that cannot be
 /// read is left aside.
-pub(super) fn from_path(path: &Path) -> Result<Loaded, TaskError> {
+pub(super) fn from_path(path: &Path) -> Result<LoadedConfigs, TaskError> {
     if !path.is_dir() {
-        return Ok(Loaded { nodes: from_file(path, MAX_DEPTH)?, broken: Vec::new() });
+        return Ok(LoadedConfigs { nodes: from_file(path, MAX_DEPTH)?, broken: Vec::new() });
     }
     let mut files = Vec::new();
     collect(path, MAX_DEPTH, &mut files)?;
     files.sort();
-    let mut loaded = Loaded::default();
+    let mut loaded = LoadedConfigs::default();
     for file in &files {
         match from_file(file, MAX_DEPTH) {
             Ok(nodes) => loaded.nodes.extend(nodes),
@@ -88,22 +88,26 @@ fn documents(node: Node) -> Vec<Node> {
 /// What a configuration includes comes first, so that its own keys win.
 fn included(node: Node, depth: usize) -> Result<Node, TaskError> {
     let Value::Map(own) = &node.value else {
-        return Err(
-            Fault::at(node.place.clone(), format!("a task file is a map of keys, not {}", node.describe())).into()
-        );
+        return Err(ConfigError::at(
+            node.place.clone(),
+            format!("a task file is a map of keys, not {}", node.describe()),
+        )
+        .into());
     };
     let Some(entry) = own.iter().find(|entry| entry.key == "include") else { return Ok(node) };
     if depth == 0 {
-        return Err(Fault::at(entry.place.clone(), "include: the files include each other in a circle").into());
+        return Err(ConfigError::at(entry.place.clone(), "include: the files include each other in a circle").into());
     }
     let mut merged: Vec<Entry> = Vec::new();
     for name in names(entry)? {
         let path = node.place.file.parent().unwrap_or(Path::new("")).join(name);
         let mut parts = from_file(&path, depth - 1).map_err(|error| blame(entry, error))?;
         let [part] = parts.as_mut_slice() else {
-            return Err(
-                Fault::at(entry.place.clone(), "include: a file with a list of tasks cannot be included").into()
-            );
+            return Err(ConfigError::at(
+                entry.place.clone(),
+                "include: a file with a list of tasks cannot be included",
+            )
+            .into());
         };
         if let Value::Map(entries) = std::mem::replace(&mut part.value, Value::Null) {
             entries.into_iter().filter(|entry| entry.key != "task_list").for_each(|entry| put(&mut merged, entry));
@@ -113,7 +117,7 @@ fn included(node: Node, depth: usize) -> Result<Node, TaskError> {
     Ok(Node { value: Value::Map(merged), place: node.place })
 }
 
-fn names(entry: &Entry) -> Result<Vec<&str>, Fault> {
+fn names(entry: &Entry) -> Result<Vec<&str>, ConfigError> {
     let text = |node: &Node| match &node.value {
         Value::Text(_) => Ok(()),
         _ => Err(wrong(entry, "a file name or a list of them")),
@@ -129,7 +133,7 @@ fn names(entry: &Entry) -> Result<Vec<&str>, Fault> {
 fn blame(entry: &Entry, error: TaskError) -> TaskError {
     match error {
         TaskError::Io { path, source } => {
-            Fault::at(entry.place.clone(), format!("include: cannot read {}: {source}", path.display())).into()
+            ConfigError::at(entry.place.clone(), format!("include: cannot read {}: {source}", path.display())).into()
         }
         other => other,
     }

@@ -6,61 +6,61 @@ use serde_json::{Map, Value as Json};
 
 use super::python::text::{ends_blank, rstrip, starts_blank, strip};
 
-/// Prints a conversation as a model reads it.
-pub trait ChatStyle: Sync {
+/// Formatter that renders chat turns as a prompt.
+pub trait ChatFormatter: Sync {
     /// Prints role and content of each turn, with the words that make the model speak if `ending` says so.
     fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError>;
 }
 
-impl ChatStyle for ChatTemplate {
+impl ChatFormatter for ChatTemplate {
     fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
         let messages = turns.iter().map(|(role, content)| ChatMessage::new(*role, *content));
         self.render(&Conversation::new(messages), ending)
     }
 }
 
-/// The options of a run for its tasks' prompts.
+/// Prompt options of a run.
 #[derive(Clone, Default)]
 pub struct PromptOptions<'a> {
-    /// How many examples stand before a question, where the task does not insist on none.
+    /// Number of few-shot examples; a task that requires zero overrides it.
     pub num_fewshot: Option<usize>,
-    /// Seeds the choice of examples.
+    /// Seed of few-shot sampling.
     pub fewshot_seed: u64,
-    /// Whether to reproduce lm-eval in one process to the letter.
+    /// True to reproduce lm-eval exactly (`--compat lm-eval`).
     pub compat: bool,
-    /// Prints prompts as a chat.
-    pub chat: Option<&'a dyn ChatStyle>,
-    /// What the system says, before a task's own description.
+    /// Chat template for prompts, if they are chats.
+    pub chat: Option<&'a dyn ChatFormatter>,
+    /// System instruction, before the task's `description`.
     pub system_instruction: Option<String>,
-    /// Whether examples are turns of the chat.
+    /// True if each few-shot example is a chat turn.
     pub fewshot_as_multiturn: bool,
-    /// How many documents are asked: a number, or below 1 a share, rounded up.
+    /// Number of evaluated documents; below 1 a fraction, rounded up.
     pub limit: Option<f64>,
-    /// The documents that are asked, instead of the first.
+    /// Indices of the evaluated documents.
     pub samples: Option<Vec<usize>>,
-    /// What changes the task's `generation_kwargs`.
+    /// Overrides of the task's `generation_kwargs`.
     pub gen_kwargs: Map<String, Json>,
-    /// Whether programs that the model wrote may be run.
+    /// True to allow running model-written code.
     pub confirm_run_unsafe_code: bool,
 }
 
-/// A turn, and what stands behind it in plain text.
+/// Chat turn, with the delimiter that follows it in plain text.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Turn {
+pub(crate) struct PromptTurn {
     pub(crate) role: &'static str,
     pub(crate) content: String,
     pub(crate) delimiter: String,
 }
 
-/// How turns become a prompt.
+/// Format of prompts: plain text or chat template.
 #[derive(Clone, Copy)]
-pub(crate) struct Style<'a> {
-    pub(crate) chat: Option<&'a dyn ChatStyle>,
+pub(crate) struct PromptFormat<'a> {
+    pub(crate) chat: Option<&'a dyn ChatFormatter>,
     /// Whether examples are turns of their own, or all stand in the user's one turn.
     pub(crate) as_multiturn: bool,
 }
 
-impl Turn {
+impl PromptTurn {
     pub(crate) fn new(role: &'static str, content: impl Into<String>, delimiter: &str) -> Self {
         Self { role, content: content.into(), delimiter: delimiter.to_owned() }
     }
@@ -71,19 +71,24 @@ impl Turn {
 }
 
 /// The question, and the answer or what the answer begins with, if there is one.
-pub(crate) fn turns(question: &str, answer: Option<&str>, prefix: Option<&str>, delimiters: (&str, &str)) -> Vec<Turn> {
+pub(crate) fn turns(
+    question: &str,
+    answer: Option<&str>,
+    prefix: Option<&str>,
+    delimiters: (&str, &str),
+) -> Vec<PromptTurn> {
     let (target, fewshot) = delimiters;
     let (answer, prefix) = (answer.filter(|a| !a.is_empty()), prefix.filter(|p| !p.is_empty()));
     let is_delimited = match (answer, prefix) {
         (_, Some(prefix)) => !question.is_empty() && !ends_blank(question) && !starts_blank(prefix),
         (answer, None) => answer.is_some(),
     };
-    let mut turns = vec![Turn::new("user", question, if is_delimited { target } else { "" })];
+    let mut turns = vec![PromptTurn::new("user", question, if is_delimited { target } else { "" })];
     match (answer, prefix) {
         (Some(answer), prefix) => {
-            turns.push(Turn::new("assistant", joined(prefix.unwrap_or(""), answer, " "), fewshot));
+            turns.push(PromptTurn::new("assistant", joined(prefix.unwrap_or(""), answer, " "), fewshot));
         }
-        (None, Some(prefix)) => turns.push(Turn::new("assistant", prefix, "")),
+        (None, Some(prefix)) => turns.push(PromptTurn::new("assistant", prefix, "")),
         (None, None) => {}
     }
     turns
@@ -95,11 +100,11 @@ pub(crate) fn joined(first: &str, second: &str, delimiter: &str) -> String {
     if is_plain { format!("{first}{second}") } else { format!("{first}{delimiter}{second}") }
 }
 
-impl Style<'_> {
+impl PromptFormat<'_> {
     /// Prints turns. If the last is the assistant's, the model goes on with it.
-    pub(crate) fn print(&self, turns: &[Turn], has_prefix: bool) -> Result<String, TemplateError> {
+    pub(crate) fn print(&self, turns: &[PromptTurn], has_prefix: bool) -> Result<String, TemplateError> {
         let Some(chat) = self.chat else {
-            return Ok(turns.iter().flat_map(Turn::as_text).collect());
+            return Ok(turns.iter().flat_map(PromptTurn::as_text).collect());
         };
         let turns = if self.as_multiturn { plain(turns) } else { single(turns) };
         let turns: Vec<(&str, &str)> = turns.iter().map(|(role, content)| (*role, content.as_str())).collect();
@@ -114,7 +119,7 @@ impl Style<'_> {
     }
 }
 
-fn print(chat: &dyn ChatStyle, turns: &[(&str, &str)], has_prefix: bool) -> Result<String, TemplateError> {
+fn print(chat: &dyn ChatFormatter, turns: &[(&str, &str)], has_prefix: bool) -> Result<String, TemplateError> {
     if !has_prefix {
         return chat.print(turns, Ending::GenerationPrompt);
     }
@@ -131,12 +136,12 @@ fn cut_behind(text: &str, content: &str) -> String {
     text[..at + kept.len()].to_owned()
 }
 
-fn plain(turns: &[Turn]) -> Vec<(&'static str, String)> {
+fn plain(turns: &[PromptTurn]) -> Vec<(&'static str, String)> {
     turns.iter().map(|turn| (turn.role, turn.content.clone())).collect()
 }
 
 /// All turns but the system's and the last of the assistant as one turn of the user.
-fn single(turns: &[Turn]) -> Vec<(&'static str, String)> {
+fn single(turns: &[PromptTurn]) -> Vec<(&'static str, String)> {
     let (system, turns) = match turns.split_first() {
         Some((first, rest)) if first.role == "system" => (Some(first), rest),
         _ => (None, turns),
@@ -145,7 +150,7 @@ fn single(turns: &[Turn]) -> Vec<(&'static str, String)> {
         Some((last, rest)) if last.role == "assistant" => (rest, Some(last)),
         _ => (turns, None),
     };
-    let mut texts: Vec<&str> = turns.iter().flat_map(Turn::as_text).collect();
+    let mut texts: Vec<&str> = turns.iter().flat_map(PromptTurn::as_text).collect();
     // What stands behind the last turn would stand at the end of the user's.
     texts.pop();
     let user = ("user", texts.concat());
@@ -161,29 +166,29 @@ mod tests {
 
     struct Tags;
 
-    impl ChatStyle for Tags {
+    impl ChatFormatter for Tags {
         fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
             let turns: String = turns.iter().map(|(role, content)| format!("<{role}>{content}</{role}>")).collect();
             Ok(turns + if ending == Ending::GenerationPrompt { "<assistant>" } else { "" })
         }
     }
 
-    fn shot() -> Vec<Turn> {
-        let mut all = vec![Turn::new("system", "S\n\n", "")];
+    fn shot() -> Vec<PromptTurn> {
+        let mut all = vec![PromptTurn::new("system", "S\n\n", "")];
         all.extend(turns("Q1", Some("A1"), None, (" ", "\n\n")));
         all.extend(turns("Q2", None, None, (" ", "")));
         all
     }
 
     #[track_caller]
-    fn check(as_multiturn: bool, turns: &[Turn], has_prefix: bool, want: &str) {
-        let style = Style { chat: Some(&Tags), as_multiturn };
+    fn check(as_multiturn: bool, turns: &[PromptTurn], has_prefix: bool, want: &str) {
+        let style = PromptFormat { chat: Some(&Tags), as_multiturn };
         assert_eq!(style.print(turns, has_prefix).unwrap(), want);
     }
 
     #[test]
     fn examples_are_turns_or_one_turn() {
-        let text = Style { chat: None, as_multiturn: false }.print(&shot(), false).unwrap();
+        let text = PromptFormat { chat: None, as_multiturn: false }.print(&shot(), false).unwrap();
         assert_eq!(text, "S\n\nQ1 A1\n\nQ2");
         let turns = "<system>S\n\n</system><user>Q1</user><assistant>A1</assistant><user>Q2</user><assistant>";
         check(true, &shot(), false, turns);

@@ -1,4 +1,4 @@
-//! Which tasks, groups and tags there are, and what names on a command line mean.
+//! Registry of tasks, groups and tags, and resolution of their names.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -7,20 +7,20 @@ use candlewick_text::suggestion::did_you_mean;
 use globset::GlobBuilder;
 
 use super::config::TaskConfig;
-use super::error::{Fault, Place, TaskError};
-use super::group::{GROUP_KEYS, Group};
-use super::keys::Keys;
+use super::error::{ConfigError, SourceLocation, TaskError};
+use super::group::{GROUP_KEYS, TaskGroup};
+use super::keys::YamlMap;
 use super::load::{built_in, from_path, put};
 use super::yaml::{Entry, Node, Value};
 
-/// Everything that can be selected, by name.
+/// Registry of tasks, groups and tags by name, as lm-eval's `TaskManager`.
 #[derive(Debug)]
-pub struct Registry {
+pub struct TaskRegistry {
     known: BTreeMap<String, Known>,
     tags: BTreeMap<String, Vec<String>>,
     broken: Vec<TaskError>,
-    /// Names that one folder gives to two things, and where they stand.
-    twice: BTreeMap<String, [Place; 2]>,
+    /// Names defined twice in one folder, with both locations.
+    twice: BTreeMap<String, [SourceLocation; 2]>,
 }
 
 #[derive(Clone, Debug)]
@@ -29,33 +29,33 @@ enum Known {
     Group(Node),
 }
 
-/// A task, group or tag, as a list of them shows it.
+/// Task, group or tag in the output of `evaluator ls`.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
-pub struct Listed {
-    /// Its name.
+pub struct TaskListing {
+    /// Name.
     pub name: String,
-    /// The file it stands in; for a tag nothing.
+    /// File of the definition; `None` for a tag.
     pub file: Option<PathBuf>,
-    /// A task's output type; for a group or a tag nothing.
+    /// Output type of a task; `None` for a group or tag.
     pub output_type: Option<String>,
-    /// What a group or a tag holds.
+    /// Members of a group or tag.
     pub holds: Vec<String>,
 }
 
-/// What was selected: tasks, each once, and the groups that they were selected by.
+/// Tasks selected by name, each once, with the groups that contain them.
 #[derive(Clone, Debug, Default)]
-pub struct Selection {
-    /// The tasks, in order.
+pub struct TaskSelection {
+    /// Tasks, in order.
     pub tasks: Vec<TaskConfig>,
-    /// The groups and the groups in them, in order.
-    pub groups: Vec<Group>,
+    /// Groups and subgroups, in order.
+    pub groups: Vec<TaskGroup>,
 }
 
-/// How deep groups may lie in groups.
+/// Maximum nesting depth of groups.
 const MAX_DEPTH: usize = 16;
 
-impl Registry {
-    /// The program's own tasks, and those of each file or folder in `include_paths`, which win over them.
+impl TaskRegistry {
+    /// Loads the built-in tasks and those of `include_paths`. Later paths override earlier ones.
     pub fn load(include_paths: &[PathBuf]) -> Result<Self, TaskError> {
         let mut registry =
             Self { known: BTreeMap::new(), tags: BTreeMap::new(), broken: Vec::new(), twice: BTreeMap::new() };
@@ -69,22 +69,22 @@ impl Registry {
         Ok(registry)
     }
 
-    /// All tasks.
-    pub fn tasks(&self) -> Vec<Listed> {
+    /// Returns all tasks.
+    pub fn tasks(&self) -> Vec<TaskListing> {
         let tasks = self.known.iter().filter_map(|(name, known)| match known {
             Known::Task(node) => Some((name, node)),
             Known::Group(_) => None,
         });
         let output = |node: &Node| node.get("output_type").map(|entry| entry.node.text_or_empty().to_owned());
-        let listed = |(name, node): (&String, &Node)| Listed {
+        let listed = |(name, node): (&String, &Node)| TaskListing {
             output_type: Some(output(node).unwrap_or_else(|| "generate_until".into())),
             ..listed(name, Some(node), Vec::new())
         };
         tasks.map(listed).collect()
     }
 
-    /// All groups.
-    pub fn groups(&self) -> Vec<Listed> {
+    /// Returns all groups.
+    pub fn groups(&self) -> Vec<TaskListing> {
         let groups = self.known.iter().filter_map(|(name, known)| match known {
             Known::Group(node) => Some(listed(name, Some(node), members(node).iter().filter_map(name_of).collect())),
             Known::Task(_) => None,
@@ -92,18 +92,18 @@ impl Registry {
         groups.collect()
     }
 
-    /// All tags.
-    pub fn tags(&self) -> Vec<Listed> {
+    /// Returns all tags.
+    pub fn tags(&self) -> Vec<TaskListing> {
         self.tags.iter().map(|(name, tasks)| listed(name, None, tasks.clone())).collect()
     }
 
-    /// The files of included folders that could not be read, and why.
+    /// Returns the errors of unreadable files in included folders.
     pub fn broken(&self) -> &[TaskError] {
         &self.broken
     }
 
-    /// What `names` mean: tasks, groups, tags, patterns such as `mmlu_*`, and files, with commas between them.
-    pub fn select(&self, names: &str) -> Result<Selection, TaskError> {
+    /// Selects tasks by comma-separated names: tasks, groups, tags, patterns such as `mmlu_*`, and files.
+    pub fn select(&self, names: &str) -> Result<TaskSelection, TaskError> {
         let mut built = Built::default();
         let mut wanted: Vec<String> = Vec::new();
         for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
@@ -119,13 +119,13 @@ impl Registry {
         if built.tasks.is_empty() {
             return Err(TaskError::Selection("no task was named; `evaluator ls tasks` lists them".into()));
         }
-        Ok(Selection { tasks: built.tasks, groups: built.groups })
+        Ok(TaskSelection { tasks: built.tasks, groups: built.groups })
     }
 
     fn add(&mut self, nodes: Vec<Node>) -> Result<(), TaskError> {
         for node in nodes {
             let Some((name, is_group)) = given_name(&node) else {
-                let fault = Fault::at(node.place.clone(), "it has neither the key `task` nor the key `group`");
+                let fault = ConfigError::at(node.place.clone(), "it has neither the key `task` nor the key `group`");
                 self.broken.push(fault.into());
                 continue;
             };
@@ -145,9 +145,9 @@ impl Registry {
         Ok(())
     }
 
-    /// Notes the names that are given twice in one folder. Another folder may replace a task; one folder must not.
+    /// Records names defined twice in one folder. Only another folder may override a task.
     fn find_twice(&mut self, nodes: &[Node]) {
-        let mut seen: BTreeMap<String, &Place> = BTreeMap::new();
+        let mut seen: BTreeMap<String, &SourceLocation> = BTreeMap::new();
         for node in nodes {
             let Some((name, _)) = given_name(node) else { continue };
             match seen.insert(name.clone(), &node.place) {
@@ -160,18 +160,18 @@ impl Registry {
         }
     }
 
-    /// Refuses a name that stands for two things.
+    /// Returns an error for a name defined twice in one folder.
     fn refuse_twice(&self, name: &str) -> Result<(), TaskError> {
         let Some([first, second]) = self.twice.get(name) else { return Ok(()) };
         let message = format!("{name} is defined a second time, first in {}; rename one of them", first.file.display());
-        Err(Fault::at(second.clone(), message).into())
+        Err(ConfigError::at(second.clone(), message).into())
     }
 
     fn names(&self) -> impl Iterator<Item = &str> {
         self.known.keys().chain(self.tags.keys()).map(String::as_str)
     }
 
-    /// The names that a pattern means, or the name itself: tasks if it matches any, else groups, else tags.
+    /// Expands a pattern to task names, else group names, else tags. A plain name is returned unchanged.
     fn expand(&self, name: &str) -> Result<Vec<String>, TaskError> {
         if !name.contains(['*', '?', '[']) {
             return Ok(vec![name.to_owned()]);
@@ -196,7 +196,7 @@ impl Registry {
         Ok(found)
     }
 
-    /// A name that is a file: a registry of what is in it, on top of this one.
+    /// Loads a task file on top of this registry.
     fn file(&self, name: &str) -> Result<Option<FileTasks<'_>>, TaskError> {
         let path = Path::new(name);
         if self.known.contains_key(name) || self.tags.contains_key(name) || !path.is_file() {
@@ -205,7 +205,7 @@ impl Registry {
         Ok(Some(FileTasks { registry: self, nodes: from_path(path)?.nodes }))
     }
 
-    /// Builds what a name means; returns the names of what was built at the top.
+    /// Builds the tasks of a name, and returns the top-level names.
     fn build(
         &self,
         name: &str,
@@ -246,12 +246,13 @@ impl Registry {
         depth: usize,
     ) -> Result<(), TaskError> {
         if depth == 0 {
-            return Err(Fault::at(node.place.clone(), format!("the group {name} lies in itself")).into());
+            return Err(ConfigError::at(node.place.clone(), format!("the group {name} lies in itself")).into());
         }
-        let mut group = Group::read(node, name)?;
+        let mut group = TaskGroup::read(node, name)?;
         let at = built.groups.len();
         built.groups.push(group.clone());
-        let passed_on = Keys::open(node, "a group")?.entries().iter().filter(|e| !GROUP_KEYS.contains(&e.key.as_str()));
+        let passed_on =
+            YamlMap::open(node, "a group")?.entries().iter().filter(|e| !GROUP_KEYS.contains(&e.key.as_str()));
         let mut inherited: Vec<Entry> = passed_on.cloned().collect();
         overrides.iter().cloned().for_each(|entry| put(&mut inherited, entry));
         for member in members(node) {
@@ -267,7 +268,7 @@ impl Registry {
         Ok(())
     }
 
-    /// A member of a group: a name, a name with keys of its own, or a whole configuration.
+    /// Builds a group member: a name, a name with overrides, or a full configuration.
     fn member(
         &self,
         member: &Node,
@@ -278,7 +279,7 @@ impl Registry {
     ) -> Result<Vec<String>, TaskError> {
         let Value::Map(own) = &member.value else {
             let name = name_of(member)
-                .ok_or_else(|| Fault::at(member.place.clone(), "a member of a group is a name or a map"))?;
+                .ok_or_else(|| ConfigError::at(member.place.clone(), "a member of a group is a name or a map"))?;
             return self.build(&name, inherited, built, depth - 1);
         };
         let own_key = |key: &str| member.get(key).and_then(|entry| name_of(&entry.node));
@@ -291,7 +292,7 @@ impl Registry {
             own.iter().filter(|entry| entry.key != "group").cloned().for_each(|entry| put(&mut entries, entry));
             return self.build(&name, &entries, built, depth - 1);
         }
-        let missing = || Fault::at(member.place.clone(), "a member of a group needs the key `task` or `group`");
+        let missing = || ConfigError::at(member.place.clone(), "a member of a group needs the key `task` or `group`");
         let name = own_key("task").ok_or_else(missing)?;
         own.iter().cloned().for_each(|entry| put(&mut entries, entry));
         if self.known.contains_key(&name) || self.tags.contains_key(&name) {
@@ -318,9 +319,9 @@ impl Registry {
     }
 }
 
-/// What is in a file that was named instead of a task.
+/// Tasks of a file that was selected by path.
 struct FileTasks<'a> {
-    registry: &'a Registry,
+    registry: &'a TaskRegistry,
     nodes: Vec<Node>,
 }
 
@@ -336,17 +337,17 @@ impl FileTasks<'_> {
     }
 }
 
-/// What is built so far, and for each task by which name it was asked for.
+/// Tasks built so far, with the name that selected each.
 #[derive(Default)]
 struct Built {
     tasks: Vec<TaskConfig>,
-    groups: Vec<Group>,
+    groups: Vec<TaskGroup>,
     sources: Vec<String>,
     source: String,
 }
 
 impl Built {
-    /// Adds a task. What was asked for by one name may hold it twice, two names may not.
+    /// Adds a task. Two different names must not select it with different settings.
     fn add(&mut self, config: TaskConfig) -> Result<(), TaskError> {
         let Some(at) = self.tasks.iter().position(|task| task.task == config.task) else {
             self.sources.push(self.source.clone());
@@ -369,9 +370,9 @@ fn merged(node: &Node, overrides: &[Entry]) -> Node {
     node
 }
 
-fn listed(name: &str, node: Option<&Node>, holds: Vec<String>) -> Listed {
-    let file = |place: &Place| place.file.as_ref().clone();
-    Listed { name: name.to_owned(), file: node.map(|node| file(&node.place)), output_type: None, holds }
+fn listed(name: &str, node: Option<&Node>, holds: Vec<String>) -> TaskListing {
+    let file = |place: &SourceLocation| place.file.as_ref().clone();
+    TaskListing { name: name.to_owned(), file: node.map(|node| file(&node.place)), output_type: None, holds }
 }
 
 fn members(node: &Node) -> &[Node] {
@@ -382,7 +383,7 @@ fn members(node: &Node) -> &[Node] {
     }
 }
 
-/// A name, or the name of a member with keys of its own.
+/// Returns the name of a member.
 fn name_of(node: &Node) -> Option<String> {
     match &node.value {
         Value::Text(text) => Some(text.clone()),
@@ -392,16 +393,16 @@ fn name_of(node: &Node) -> Option<String> {
     }
 }
 
-/// The name of a configuration, and whether it is a group.
+/// Returns the name of a configuration, and true for a group.
 fn given_name(node: &Node) -> Option<(String, bool)> {
     let named = |key: &str| node.get(key).and_then(|entry| name_of(&entry.node));
     let group = named("group").filter(|_| node.get("class").is_none());
     group.map(|name| (name, true)).or_else(|| named("task").map(|name| (name, false)))
 }
 
-/// Compares two places: a file may be reached by two paths.
-fn is_one_place(one: &Place, other: &Place) -> bool {
-    let real = |place: &Place| (place.file.canonicalize().ok(), place.line);
+/// Returns true if both locations are one file.
+fn is_one_place(one: &SourceLocation, other: &SourceLocation) -> bool {
+    let real = |place: &SourceLocation| (place.file.canonicalize().ok(), place.line);
     one.file == other.file && one.line == other.line || one.file != other.file && real(one) == real(other)
 }
 

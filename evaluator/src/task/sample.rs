@@ -4,17 +4,17 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::{Map, Value as Json, json};
 use sha2::{Digest, Sha256};
 
-use super::answer::Answer;
-use super::answered::AnsweredRequest;
 use super::builtin::{Doc, hex};
-use super::metric::Score;
+use super::instance_responses::InstanceResponses;
+use super::metric::MetricValue;
 use super::python::repr;
+use super::response_value::ResponseValue;
 use candlewick_inference::request::Request;
 
-/// What was asked about a document, what was answered, and what that is worth by one filter.
+/// Sample record of one document and filter, as in lm-eval's `samples_*.jsonl`.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Sample {
-    /// The document's number in its split.
+pub struct SampleRecord {
+    /// Index of the document in its split.
     pub doc_id: usize,
     /// The document.
     pub doc: Map<String, Json>,
@@ -35,38 +35,38 @@ pub struct Sample {
     /// SHA-256 of the target.
     pub target_hash: String,
     /// The value of each metric.
-    pub metrics: Vec<(String, Score)>,
-    /// Which choices are right, where that is known. It is not in the record.
-    pub choices: Option<Choices>,
+    pub metrics: Vec<(String, MetricValue)>,
+    /// Correct choices, if known; omitted from the record.
+    pub choices: Option<ChoiceTargets>,
 }
 
-/// The choices of a document.
+/// Number of choices and correct choices of a document.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Choices {
+pub struct ChoiceTargets {
     /// How many there are: so many of the requests are about them, from the first on.
     pub n: usize,
-    /// The numbers of those that are right, from 0 on; of several any will do.
+    /// Indices of the correct choices; any of them counts.
     pub right: Vec<usize>,
 }
 
-impl Sample {
+impl SampleRecord {
     #[allow(clippy::too_many_arguments, reason = "one record has as many parts")]
     pub(crate) fn new(
         doc_id: usize,
         doc: &Doc,
         target: &Json,
-        requests: &[AnsweredRequest],
+        requests: &[InstanceResponses],
         kwargs: &Map<String, Json>,
-        filtered: &[Answer],
+        filtered: &[ResponseValue],
         filter: &str,
-        metrics: &[(String, Score)],
-        choices: Option<Choices>,
+        metrics: &[(String, MetricValue)],
+        choices: Option<ChoiceTargets>,
     ) -> Self {
         let arguments: Vec<Vec<Json>> =
             requests.iter().map(|asked| arguments(&asked.instance.request, kwargs)).collect();
         let prompt = arguments.first().and_then(|first| first[0].as_str()).unwrap_or_default();
         let target = repr::str(target);
-        let listed = |asked: &AnsweredRequest| asked.answers.iter().map(Answer::listed).collect::<Json>();
+        let listed = |asked: &InstanceResponses| asked.answers.iter().map(ResponseValue::listed).collect::<Json>();
         Self {
             doc_id,
             doc_hash: hash(&serde_json::to_string_pretty(doc).unwrap_or_default()),
@@ -76,7 +76,7 @@ impl Sample {
             target,
             arguments,
             resps: requests.iter().map(listed).collect(),
-            filtered_resps: filtered.iter().map(Answer::listed).collect(),
+            filtered_resps: filtered.iter().map(ResponseValue::listed).collect(),
             filter: filter.to_owned(),
             metrics: metrics.to_vec(),
             choices,
@@ -84,7 +84,7 @@ impl Sample {
     }
 }
 
-impl Serialize for Sample {
+impl Serialize for SampleRecord {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let names: Vec<&str> = self.metrics.iter().map(|(name, _)| name.as_str()).collect();
         let mut map = serializer.serialize_map(None)?;
@@ -112,8 +112,8 @@ impl Serialize for Sample {
     }
 }
 
-/// What lm-eval calls a task's hash: one over those of all records.
-pub fn task_hash(samples: &[Sample]) -> String {
+/// Returns lm-eval's task hash, computed over the hashes of all records.
+pub fn task_hash(samples: &[SampleRecord]) -> String {
     let hashes = samples.iter().flat_map(|sample| [&sample.doc_hash, &sample.prompt_hash, &sample.target_hash]);
     hash(&hashes.map(String::as_str).collect::<String>())
 }

@@ -1,49 +1,49 @@
-//! From answers to scores: filters, what each document's answers are worth, and what all of them are worth together.
+//! Scoring: filters, per-document metrics and aggregation.
 
 use std::collections::BTreeMap;
 
 use serde_json::Value as Json;
 
-use super::answer::Answer;
-use super::answered::AnsweredRequest;
-use super::ask::{Instance, Task, is_empty};
 use super::builtin::count_words;
 use super::error::TaskError;
 use super::field::as_index;
-use super::metric::{Aggregation, Metric, MetricConfig, Score, stderr};
+use super::instance::{Instance, Task, is_empty};
+use super::instance_responses::InstanceResponses;
+use super::metric::{Aggregation, Metric, MetricConfig, MetricValue, stderr};
 use super::output_type::OutputType;
 use super::prompt::PromptOptions;
 use super::python::{repr, text};
-use super::sample::{Choices, Sample};
+use super::response_value::ResponseValue;
+use super::sample::{ChoiceTargets, SampleRecord};
 use candlewick_inference::request::Response;
 
-/// What a task's answers are worth.
+/// Scores of a task.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TaskScores {
-    /// For each metric and filter the value over all documents.
+    /// Aggregate of each metric and filter.
     pub metrics: Vec<MetricScore>,
-    /// A record of each document for each filter.
-    pub samples: Vec<Sample>,
-    /// How many documents were scored.
+    /// Sample records, one for each document and filter.
+    pub samples: Vec<SampleRecord>,
+    /// Number of scored documents.
     pub sample_len: usize,
-    /// How many documents the split has.
+    /// Number of documents in the split.
     pub original: usize,
-    /// What was left out or cannot be right.
-    pub counts: Counts,
+    /// Counts of documents that cannot be scored properly.
+    pub counts: DocCounts,
 }
 
-/// What stands beside the scores of a task.
+/// Counts of documents that cannot be scored properly.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Counts {
-    /// Documents that were not asked about because there is nothing in them to score.
+pub struct DocCounts {
+    /// Skipped documents without text to score.
     pub skipped: usize,
-    /// Documents that were scored although there is nothing in them to score, as lm-eval does.
+    /// Documents without text to score that were scored, as lm-eval does.
     pub empty: usize,
-    /// Documents none of whose choices is right.
+    /// Documents without a correct choice.
     pub no_target: usize,
 }
 
-/// A metric over all documents.
+/// Aggregate of one metric over all documents.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MetricScore {
     /// The metric.
@@ -52,11 +52,11 @@ pub struct MetricScore {
     pub filter: String,
     /// Its value.
     pub value: f64,
-    /// How sure it is; `None` where that is not known.
+    /// Standard error; `None` if unknown.
     pub stderr: Option<f64>,
-    /// How many documents have a value.
+    /// Number of documents with a value.
     pub n: usize,
-    /// Whether a higher value is better.
+    /// True if a higher value is better.
     pub higher_is_better: Option<bool>,
 }
 
@@ -64,11 +64,11 @@ pub struct MetricScore {
 const OF_CHOICES: [&str; 8] =
     ["acc", "f1", "mcc", "acc_norm", "acc_bytes", "exact_match", "brier_score", "acc_mutual_info"];
 
-/// A document's answers with one filter applied, and what they are worth.
-type Scored = Vec<(String, Score)>;
+/// Filtered responses of a document, with their metric values.
+type Scored = Vec<(String, MetricValue)>;
 
 impl Task {
-    /// Scores the answers to [`Task::instances`], given in the same order. Errors are estimated from `n_resamples`.
+    /// Scores the responses to [`Task::instances`], in the same order. Standard errors use `n_resamples` bootstrap resamples.
     pub fn score(
         &self,
         options: &PromptOptions,
@@ -81,20 +81,22 @@ impl Task {
             let problem = format!("there are {} answers to {} requests", responses.len(), instances.len());
             return Err(self.unscored(problem));
         }
-        let asked = AnsweredRequest::group(instances, responses);
+        let asked = InstanceResponses::group(instances, responses);
         let kwargs = self.generation_kwargs(options);
         let mut samples = Vec::new();
-        let mut values: Vec<(String, String, Vec<Score>)> = Vec::new();
+        let mut values: Vec<(String, String, Vec<MetricValue>)> = Vec::new();
         for filter in &self.config.filters {
             for (doc_id, requests) in &asked {
                 let doc = &self.docs()[*doc_id];
                 let blame = |problem| self.blame(*doc_id, problem);
-                let apply = |request: &AnsweredRequest| filter.apply(request.answers.clone(), doc);
+                let apply = |request: &InstanceResponses| filter.apply(request.answers.clone(), doc);
                 let filtered = requests.iter().map(apply).collect::<Result<Vec<_>, _>>().map_err(blame)?;
                 let scored = self.process(*doc_id, &filtered).map_err(blame)?;
                 let target = self.target(*doc_id)?;
                 let (name, choices) = (&filter.name, self.right_choices(*doc_id)?);
-                samples.push(Sample::new(*doc_id, doc, &target, requests, &kwargs, &filtered, name, &scored, choices));
+                samples.push(SampleRecord::new(
+                    *doc_id, doc, &target, requests, &kwargs, &filtered, name, &scored, choices,
+                ));
                 for (metric, score) in scored {
                     match values.iter_mut().find(|(m, f, _)| *m == metric && *f == filter.name) {
                         Some((_, _, scores)) => scores.push(score),
@@ -124,7 +126,7 @@ impl Task {
         &self,
         metric: String,
         filter: String,
-        scores: &[Score],
+        scores: &[MetricValue],
         n_resamples: usize,
     ) -> Result<MetricScore, TaskError> {
         let config = self.metric_of(&metric);
@@ -142,23 +144,24 @@ impl Task {
         own.or_else(|| self.config.metrics.iter().find(|metric| matches!(metric.kind, Metric::BuiltIn(_))))
     }
 
-    fn process(&self, doc_id: usize, answers: &[Answer]) -> Result<Scored, String> {
+    fn process(&self, doc_id: usize, answers: &[ResponseValue]) -> Result<Scored, String> {
         let doc = &self.docs()[doc_id];
         if let Some(process) = self.process_results {
             return process(doc, answers);
         }
         match (self.config.output_type, answers) {
-            (OutputType::Loglikelihood, [Answer::Loglikelihood(logprob, is_greedy)]) => {
+            (OutputType::Loglikelihood, [ResponseValue::Loglikelihood(logprob, is_greedy)]) => {
                 Ok(self.named(&["perplexity", "acc"], |name| match name {
-                    "perplexity" => Some(Score::Number(*logprob)),
-                    "acc" => Some(Score::Count(i64::from(*is_greedy))),
+                    "perplexity" => Some(MetricValue::Number(*logprob)),
+                    "acc" => Some(MetricValue::Count(i64::from(*is_greedy))),
                     _ => None,
                 }))
             }
-            (OutputType::LoglikelihoodRolling, [Answer::Rolling(logprob)]) => {
+            (OutputType::LoglikelihoodRolling, [ResponseValue::Rolling(logprob)]) => {
                 let target = repr::str(&self.doc_to_target.target(doc, self.doc_to_choice.is_some())?);
                 let (n_words, n_bytes) = (count_words(&target)?, target.len());
-                let weighted = |n: usize| Some(Score::pair(Score::Number(*logprob), Score::Count(n as i64)));
+                let weighted =
+                    |n: usize| Some(MetricValue::pair(MetricValue::Number(*logprob), MetricValue::Count(n as i64)));
                 let order = ["word_perplexity", "byte_perplexity", "bits_per_byte"];
                 Ok(self.named(&order, |name| match name {
                     "word_perplexity" => weighted(n_words),
@@ -173,17 +176,17 @@ impl Task {
     }
 
     /// The values of those metrics that the task has, in lm-eval's order.
-    fn named(&self, order: &[&str], value: impl Fn(&str) -> Option<Score>) -> Scored {
+    fn named(&self, order: &[&str], value: impl Fn(&str) -> Option<MetricValue>) -> Scored {
         let has = |name: &&&str| self.config.metrics.iter().any(|metric| metric.name == **name);
         order.iter().filter(has).filter_map(|name| Some(((*name).to_owned(), value(name)?))).collect()
     }
 
     /// Scores a choice: the likeliest is taken, the first of several as likely.
-    fn choose(&self, doc_id: usize, answers: &[Answer]) -> Result<Scored, String> {
+    fn choose(&self, doc_id: usize, answers: &[ResponseValue]) -> Result<Scored, String> {
         let doc = &self.docs()[doc_id];
         let choices = self.doc_to_choice.as_ref().map(|reader| reader.choices(doc)).transpose()?.unwrap_or_default();
-        let likely = |answer: &Answer| match answer {
-            Answer::Loglikelihood(logprob, is_greedy) => Ok((*logprob, *is_greedy)),
+        let likely = |answer: &ResponseValue| match answer {
+            ResponseValue::Loglikelihood(logprob, is_greedy) => Ok((*logprob, *is_greedy)),
             _ => Err("an answer is no log-probability; end each filter with take_first".to_owned()),
         };
         let answers = answers.iter().map(likely).collect::<Result<Vec<_>, _>>()?;
@@ -199,20 +202,20 @@ impl Task {
         let guess = likeliest(logprobs.iter().copied());
         Ok(self.named(&OF_CHOICES, |name| {
             Some(match name {
-                "acc" => Score::of(gold.holds(guess)),
-                "acc_norm" => Score::of(by_length(text::len)),
-                "acc_bytes" => Score::of(by_length(str::len)),
+                "acc" => MetricValue::of(gold.holds(guess)),
+                "acc_norm" => MetricValue::of(by_length(text::len)),
+                "acc_bytes" => MetricValue::of(by_length(str::len)),
                 "acc_mutual_info" => {
                     let gains = asked.iter().zip(alone).map(|((with, _), (without, _))| with - without);
-                    Score::of(gold.holds(likeliest(gains)))
+                    MetricValue::of(gold.holds(likeliest(gains)))
                 }
                 "exact_match" => {
-                    Score::Count(i64::from(gold.any(|at| asked.get(at).is_some_and(|(_, greedy)| *greedy))))
+                    MetricValue::Count(i64::from(gold.any(|at| asked.get(at).is_some_and(|(_, greedy)| *greedy))))
                 }
-                "f1" | "mcc" => Score::pair(gold.listed(), Score::Count(guess as i64)),
+                "f1" | "mcc" => MetricValue::pair(gold.listed(), MetricValue::Count(guess as i64)),
                 // Without a right choice there is nothing that the probabilities could be off from.
                 "brier_score" => match gold {
-                    Gold::One(Some(_)) => Score::pair(gold.listed(), probabilities(&logprobs)),
+                    Gold::One(Some(_)) => MetricValue::pair(gold.listed(), probabilities(&logprobs)),
                     _ => return None,
                 },
                 _ => return None,
@@ -239,7 +242,7 @@ impl Task {
     }
 
     /// Compares a text with the target.
-    fn compare(&self, doc_id: usize, answer: &Answer) -> Result<Scored, String> {
+    fn compare(&self, doc_id: usize, answer: &ResponseValue) -> Result<Scored, String> {
         let doc = &self.docs()[doc_id];
         let target = self.doc_to_target.target(doc, self.doc_to_choice.is_some())?;
         let choices = self.doc_to_choice.as_ref().map(|reader| reader.choices(doc)).transpose()?;
@@ -252,21 +255,23 @@ impl Task {
         for metric in &self.config.metrics {
             let one = |score| vec![(metric.name.clone(), score)];
             scored.extend(match (&metric.kind, answer) {
-                (Metric::Bypass, _) => one(Score::None),
+                (Metric::Bypass, _) => one(MetricValue::None),
                 (Metric::BuiltIn(metric), answer) => metric.score(&targets[0], answer)?,
-                (_, Answer::Many(_)) => return Err("a filter leaves several answers; end it with take_first".into()),
+                (_, ResponseValue::Many(_)) => {
+                    return Err("a filter leaves several answers; end it with take_first".into());
+                }
                 (Metric::ExactMatch(exact), answer) => {
                     let mut is_match = false;
                     for target in &targets {
                         is_match |= exact.is_match(&plain(answer), target)?;
                     }
-                    one(Score::of(is_match))
+                    one(MetricValue::of(is_match))
                 }
                 (Metric::Texts, answer) => {
                     let [target] = targets.as_slice() else {
                         return Err(format!("the metric {} compares with one target, not with several", metric.name));
                     };
-                    one(Score::pair(Score::Text(target.clone()), Score::Text(plain(answer))))
+                    one(MetricValue::pair(MetricValue::Text(target.clone()), MetricValue::Text(plain(answer))))
                 }
                 (Metric::ByName | Metric::Processed, _) => Vec::new(),
             });
@@ -274,8 +279,8 @@ impl Task {
         Ok(scored)
     }
 
-    fn counts(&self, asked: &BTreeMap<usize, Vec<AnsweredRequest>>, n_asked: usize) -> Result<Counts, TaskError> {
-        let mut counts = Counts { skipped: n_asked - asked.len(), ..Counts::default() };
+    fn counts(&self, asked: &BTreeMap<usize, Vec<InstanceResponses>>, n_asked: usize) -> Result<DocCounts, TaskError> {
+        let mut counts = DocCounts { skipped: n_asked - asked.len(), ..DocCounts::default() };
         for (doc_id, requests) in asked {
             counts.empty += usize::from(requests.iter().all(|asked| is_empty(&asked.instance.request)));
             let choices = self.right_choices(*doc_id)?;
@@ -284,16 +289,16 @@ impl Task {
         Ok(counts)
     }
 
-    /// Which choices are right, if the task's own code does not decide it.
-    fn right_choices(&self, doc_id: usize) -> Result<Option<Choices>, TaskError> {
+    /// Returns the correct choices, unless `process_results` decides.
+    fn right_choices(&self, doc_id: usize) -> Result<Option<ChoiceTargets>, TaskError> {
         let is_choice = self.config.output_type == OutputType::MultipleChoice && self.process_results.is_none();
         let Some(choices) = self.choices(doc_id)?.filter(|_| is_choice) else { return Ok(None) };
         let gold = self.gold(doc_id, &choices).map_err(|problem| self.blame(doc_id, problem))?;
-        Ok(Some(Choices { n: choices.len(), right: gold.indices() }))
+        Ok(Some(ChoiceTargets { n: choices.len(), right: gold.indices() }))
     }
 }
 
-/// The right choice, or all that are.
+/// Index of the correct choice, or all of them.
 enum Gold {
     One(Option<usize>),
     Any(Vec<usize>),
@@ -319,10 +324,10 @@ impl Gold {
     }
 
     /// As records list it: -100 is none, as in lm-eval.
-    fn listed(&self) -> Score {
+    fn listed(&self) -> MetricValue {
         match self {
-            Self::One(gold) => Score::Count(gold.map_or(-100, |at| at as i64)),
-            Self::Any(golds) => Score::List(golds.iter().map(|at| Score::Count(*at as i64)).collect()),
+            Self::One(gold) => MetricValue::Count(gold.map_or(-100, |at| at as i64)),
+            Self::Any(golds) => MetricValue::List(golds.iter().map(|at| MetricValue::Count(*at as i64)).collect()),
         }
     }
 }
@@ -338,11 +343,11 @@ fn likeliest(values: impl Iterator<Item = f64>) -> usize {
     values.fold(first, larger).0
 }
 
-fn probabilities(logprobs: &[f64]) -> Score {
+fn probabilities(logprobs: &[f64]) -> MetricValue {
     let most = logprobs.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let powers: Vec<f64> = logprobs.iter().map(|logprob| (logprob - most).exp()).collect();
     let sum: f64 = powers.iter().sum();
-    Score::List(powers.iter().map(|power| Score::Number(power / sum)).collect())
+    MetricValue::List(powers.iter().map(|power| MetricValue::Number(power / sum)).collect())
 }
 
 fn chosen(choices: &[String], target: &Json) -> Result<String, String> {
@@ -351,9 +356,9 @@ fn chosen(choices: &[String], target: &Json) -> Result<String, String> {
         .ok_or_else(|| format!("the target {target} is none of the {} choices", choices.len()))
 }
 
-fn plain(answer: &Answer) -> String {
+fn plain(answer: &ResponseValue) -> String {
     match answer {
-        Answer::Value(value) => repr::str(value),
+        ResponseValue::Value(value) => repr::str(value),
         other => other.text().to_owned(),
     }
 }

@@ -10,35 +10,35 @@ use serde::de::{Deserialize, Deserializer, Error as _};
 use serde_json::Value as Json;
 use serde_saphyr::{DuplicateKeyPolicy, NonFiniteFloatPolicy};
 
-use super::error::{Fault, Place};
+use super::error::{ConfigError, SourceLocation};
 
 /// A value of a task.
-pub(crate) type Node = yaml::Node<Place>;
+pub(crate) type Node = yaml::Node<SourceLocation>;
 
 /// A YAML value of a task.
-pub(crate) type Value = yaml::Value<Place>;
+pub(crate) type Value = yaml::Value<SourceLocation>;
 
 /// One key of a map in a task.
-pub(crate) type Entry = yaml::Entry<Place>;
+pub(crate) type Entry = yaml::Entry<SourceLocation>;
 
 /// Reads one YAML document of a task. Errors name `file`.
-pub(crate) fn parse(file: &Path, text: &str) -> Result<Node, Fault> {
+pub(crate) fn parse(file: &Path, text: &str) -> Result<Node, ConfigError> {
     let options = serde_saphyr::options! {
         duplicate_keys: DuplicateKeyPolicy::LastWins,
         non_finite_float_policy: NonFiniteFloatPolicy::AsString,
         with_snippet: false,
     };
     let file: Arc<PathBuf> = Arc::new(file.to_owned());
-    let place = |line, column| Place { file: file.clone(), line, column };
+    let place = |line, column| SourceLocation { file: file.clone(), line, column };
     let tree = yaml::Node::parse::<Key>(text, options).map_err(|error| {
         let (line, column) = error.at.unwrap_or((0, 0));
-        Fault::at(place(line, column), error.message)
+        ConfigError::at(place(line, column), error.message)
     })?;
     tree.try_map(&|Span { line, column, .. }| place(line, column), &|node| checked(node, text))
 }
 
 /// Checks the keys and the tag of a value, and types a lone `y` or `n` as PyYAML does.
-fn checked(mut node: Node, text: &str) -> Result<Node, Fault> {
+fn checked(mut node: Node, text: &str) -> Result<Node, ConfigError> {
     match &node.value {
         Value::Bool(_) => {
             if let Some(word) = lone_letter(text, &node.place) {
@@ -47,7 +47,10 @@ fn checked(mut node: Node, text: &str) -> Result<Node, Fault> {
         }
         Value::Map(entries) => check_keys(entries)?,
         Value::Tagged(tag, tagged) if tag != "!function" || !matches!(tagged.value, Value::Text(_)) => {
-            return Err(Fault::at(node.place, format!("unknown tag `{tag}`; the only one is !function before a text")));
+            return Err(ConfigError::at(
+                node.place,
+                format!("unknown tag `{tag}`; the only one is !function before a text"),
+            ));
         }
         _ => {}
     }
@@ -55,7 +58,7 @@ fn checked(mut node: Node, text: &str) -> Result<Node, Fault> {
 }
 
 /// Returns the word at a place if it is a lone `y` or `n`, which is text to PyYAML.
-fn lone_letter(text: &str, place: &Place) -> Option<String> {
+fn lone_letter(text: &str, place: &SourceLocation) -> Option<String> {
     let line = text.lines().nth(place.line.checked_sub(1)?)?;
     let from: String = line.chars().skip(place.column.checked_sub(1)?).collect();
     let word: String = from.chars().take_while(|c| c.is_alphanumeric()).collect();
@@ -63,12 +66,12 @@ fn lone_letter(text: &str, place: &Place) -> Option<String> {
 }
 
 /// Refuses a key that comes twice: PyYAML takes the last, other readers the first.
-fn check_keys(entries: &[Entry]) -> Result<(), Fault> {
+fn check_keys(entries: &[Entry]) -> Result<(), ConfigError> {
     let mut seen: HashMap<&str, &Entry> = HashMap::new();
     for entry in entries {
         if let Some(first) = seen.insert(&entry.key, entry) {
             let message = format!("`{}` is given twice, first in line {}; remove one", entry.key, first.place.line);
-            return Err(Fault::at(entry.place.clone(), message));
+            return Err(ConfigError::at(entry.place.clone(), message));
         }
     }
     Ok(())

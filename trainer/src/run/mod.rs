@@ -28,8 +28,8 @@ use candlewick_ops::span;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::Hub;
-use evaluator::chat::Chat;
-use evaluator::task::Selection;
+use evaluator::chat::ChatTemplateFormatter;
+use evaluator::task::TaskSelection;
 
 use crate::checkpoint::CheckpointError;
 use crate::data::{Prepared, prepare};
@@ -133,8 +133,8 @@ fn refuse_stale_stop(plan: &Plan) -> Result<()> {
 /// Reads the documents of the plan's tasks.
 fn open_tasks<'a>(
     plan: &'a Plan,
-    selection: Option<&Selection>,
-    chat: Option<&'a Chat>,
+    selection: Option<&TaskSelection>,
+    chat: Option<&'a ChatTemplateFormatter>,
     hub: &Hub,
 ) -> Result<Option<Tasks<'a>>> {
     let selection = selection.filter(|_| plan.tasks.is_some());

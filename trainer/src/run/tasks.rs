@@ -9,9 +9,9 @@ use candlewick_inference::parallel_config::InferenceGroup;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::progress::ProgressLines;
 use candlewick_text::hub::Hub;
-use evaluator::chat::Chat;
-use evaluator::questions::Questions;
-use evaluator::task::{ChatStyle, DataPaths, PromptOptions, Registry, Selection, Task, TaskConfig};
+use evaluator::chat::ChatTemplateFormatter;
+use evaluator::evaluation::Evaluation;
+use evaluator::task::{ChatFormatter, DataOverrides, PromptOptions, Task, TaskConfig, TaskRegistry, TaskSelection};
 
 use super::Ranks;
 use super::assets::Assets;
@@ -27,24 +27,24 @@ pub(super) struct Tasks<'a> {
     plan: &'a TasksPlan,
     /// Whether no rank has all weights (ZeRO stage 3).
     zero3: bool,
-    questions: Questions<'a>,
+    evaluation: Evaluation<'a>,
 }
 
 /// The template that prompts are printed with, if they are chats.
-pub(super) fn chat(plan: &Plan, assets: &Assets) -> Result<Option<Chat>> {
+pub(super) fn chat(plan: &Plan, assets: &Assets) -> Result<Option<ChatTemplateFormatter>> {
     if !plan.tasks.as_ref().is_some_and(|tasks| tasks.chat) {
         return Ok(None);
     }
     let missing =
         "failed to start: eval.apply_chat_template needs a tokenizer with a chat template, or tokenizer.chat_template";
     let template = assets.template()?.ok_or_else(|| anyhow!(missing).context(ExitCode::Usage))?;
-    Ok(Some(Chat::new(template)))
+    Ok(Some(ChatTemplateFormatter::new(template)))
 }
 
 /// Finds what the plan names. No data are read.
-pub(super) fn select(plan: &Plan) -> Result<Option<Selection>> {
+pub(super) fn select(plan: &Plan) -> Result<Option<TaskSelection>> {
     let Some(tasks) = &plan.tasks else { return Ok(None) };
-    let selection = Registry::load(&tasks.include_path)?.select(&tasks.tasks.join(","))?;
+    let selection = TaskRegistry::load(&tasks.include_path)?.select(&tasks.tasks.join(","))?;
     data_paths(tasks, &selection)?;
     let runs_code = selection.tasks.iter().find(|task| task.unsafe_code).filter(|_| !tasks.confirm_run_unsafe_code);
     match runs_code {
@@ -56,8 +56,8 @@ pub(super) fn select(plan: &Plan) -> Result<Option<Selection>> {
     }
 }
 
-fn data_paths(plan: &TasksPlan, selection: &Selection) -> Result<DataPaths> {
-    Ok(DataPaths::read("eval.data", &plan.data, &selection.tasks)?)
+fn data_paths(plan: &TasksPlan, selection: &TaskSelection) -> Result<DataOverrides> {
+    Ok(DataOverrides::read("eval.data", &plan.data, &selection.tasks)?)
 }
 
 /// Fails if the tasks of a plan, or the metric that says which save is the best, are unknown. No data are read.
@@ -66,7 +66,7 @@ pub fn check_tasks(plan: &Plan) -> Result<()> {
 }
 
 /// What says which save is the best, with no values yet.
-pub(super) fn scores(plan: &Plan, selection: Option<&Selection>) -> Result<Scores> {
+pub(super) fn scores(plan: &Plan, selection: Option<&TaskSelection>) -> Result<Scores> {
     let Some(BestPlan { metric, greater_is_better }) = &plan.best else { return Ok(Scores::default()) };
     let (metric, of_task) = match (metric.as_deref(), selection) {
         (Some(HELD_OUT), _) | (_, None) => (HELD_OUT.to_owned(), Some(false)),
@@ -77,7 +77,7 @@ pub(super) fn scores(plan: &Plan, selection: Option<&Selection>) -> Result<Score
 }
 
 /// The first score of the first task.
-fn first_score(selection: &Selection) -> Result<(String, Option<bool>)> {
+fn first_score(selection: &TaskSelection) -> Result<(String, Option<bool>)> {
     let first = selection.tasks.first().context("failed to start: eval.tasks selects no task")?;
     let (name, greater) =
         first.score_names().into_iter().next().context("failed to start: the first task has no metric")?;
@@ -85,7 +85,7 @@ fn first_score(selection: &Selection) -> Result<(String, Option<bool>)> {
 }
 
 /// Whether more of `TASK/METRIC` is better, as far as its task says. It must be a task or a group that is selected.
-fn direction(name: &str, selection: &Selection) -> Result<Option<bool>> {
+fn direction(name: &str, selection: &TaskSelection) -> Result<Option<bool>> {
     let usage = |problem: String| anyhow!("failed to start: metric_for_best_model: {problem}").context(ExitCode::Usage);
     let (task, metric) = name.split_once('/').unwrap_or((name, ""));
     let in_group = selection.groups.iter().find(|group| group.name == task).map(|group| &group.tasks);
@@ -98,7 +98,7 @@ fn direction(name: &str, selection: &Selection) -> Result<Option<bool>> {
     let mut names: Vec<(String, bool)> = meant.iter().flat_map(|config| config.score_names()).collect();
     match names.iter().find(|(known, _)| known == metric) {
         Some((_, greater)) => Ok(Some(*greater)),
-        None if meant.iter().any(|config| config.names_scores_itself()) => Ok(None),
+        None if meant.iter().any(|config| config.has_custom_metric_names()) => Ok(None),
         None => {
             names.dedup();
             let names: Vec<String> = names.into_iter().map(|(name, _)| name).collect();
@@ -109,13 +109,18 @@ fn direction(name: &str, selection: &Selection) -> Result<Option<bool>> {
 
 impl<'a> Tasks<'a> {
     /// Reads the documents and writes the prompts.
-    pub(super) fn open(plan: &'a Plan, selection: Selection, chat: Option<&'a Chat>, hub: &Hub) -> Result<Self> {
+    pub(super) fn open(
+        plan: &'a Plan,
+        selection: TaskSelection,
+        chat: Option<&'a ChatTemplateFormatter>,
+        hub: &Hub,
+    ) -> Result<Self> {
         let zero3 = plan.ranks.zero_stage == 3;
         let plan = plan.tasks.as_ref().context("failed to start: eval.tasks selects no task")?;
         let options = PromptOptions {
             num_fewshot: plan.num_fewshot,
             fewshot_seed: plan.fewshot_seed,
-            chat: chat.map(|chat| chat as &dyn ChatStyle),
+            chat: chat.map(|chat| chat as &dyn ChatFormatter),
             system_instruction: plan.system_instruction.clone(),
             fewshot_as_multiturn: plan.fewshot_as_multiturn,
             limit: plan.limit,
@@ -127,12 +132,12 @@ impl<'a> Tasks<'a> {
         let open = |config| Ok(Task::open(hub, config, &paths, &options)?);
         let tasks = selection.tasks.into_iter().map(open).collect::<Result<Vec<Task>>>()?;
         let options = vec![options; tasks.len()];
-        Ok(Self { plan, zero3, questions: Questions::new(tasks, selection.groups, options)? })
+        Ok(Self { plan, zero3, evaluation: Evaluation::new(tasks, selection.groups, options)? })
     }
 
     /// Describes the data of each task, and names those whose examples come from the evaluated split.
     pub(super) fn notes(&self) -> Vec<String> {
-        self.questions.data().chain(self.questions.fewshot_notes()).collect()
+        self.evaluation.data().chain(self.evaluation.fewshot_notes()).collect()
     }
 
     fn inference_group(&self, ranks: &Ranks) -> InferenceGroup {
@@ -159,13 +164,13 @@ impl<'a> Tasks<'a> {
         let answers =
             EngineBackend::for_training(lm_handle, settings, self.inference_group(ranks))?.with_progress(show);
         let mut answers = answers.with_stop(|| stop.poll().is_some());
-        let answered = match self.questions.ask(&mut answers) {
+        let answered = match self.evaluation.run_requests(&mut answers) {
             Err(error) if error.is::<RequestsInterrupted>() => return Ok(None),
             answered => answered?,
         };
         let score = || -> Result<Values> {
-            let runs = self.questions.score(&answered, self.plan.bootstrap_iters, |_| Ok(()))?;
-            Ok(self.questions.results(&runs, &answered)?.values())
+            let runs = self.evaluation.score(&answered, self.plan.bootstrap_iters, |_| Ok(()))?;
+            Ok(self.evaluation.results(&runs, &answered)?.values())
         };
         let own = match ranks.process.is_first() {
             true => ranks.process.keep_alive().during(score).and_then(|values| Ok(serde_json::to_vec(&values)?)),

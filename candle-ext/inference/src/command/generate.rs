@@ -41,7 +41,7 @@ pub struct GenerateArgs {
     sampling: SamplingOptions,
     /// Print the duration of prompt and new tokens on stderr, as JSON; loading is not in it
     #[arg(long)]
-    timings: bool,
+    pub timings: bool,
 }
 
 /// Tokens of an answer, unless the command line says otherwise.

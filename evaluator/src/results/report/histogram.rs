@@ -1,11 +1,11 @@
-//! How a task's documents fall: by the margin between the right choice and the likeliest wrong one where choices are known,
-//! else by how likely their texts are, else by their score.
+//! Histogram of a task's documents. The axis is the log-probability margin between the correct choice
+//! and the likeliest wrong one, else the log-likelihood, else the score.
 
 use serde::Serialize;
 use serde_json::Value as Json;
 
 use super::interval::round_up;
-use crate::task::{Sample, Score, TaskScores};
+use crate::task::{MetricValue, SampleRecord, TaskScores};
 
 /// Bars over a line of values. Places are parts of 100 of the width and of the height.
 #[derive(Debug, PartialEq, Serialize)]
@@ -46,7 +46,7 @@ impl Histogram {
     /// Counts a task's documents by its first filter; `None` if nothing about them is a number.
     pub(super) fn of(scores: &TaskScores) -> Option<Self> {
         let filter = &scores.samples.first()?.filter;
-        let samples: Vec<&Sample> = scores.samples.iter().filter(|sample| sample.filter == *filter).collect();
+        let samples: Vec<&SampleRecord> = scores.samples.iter().filter(|sample| sample.filter == *filter).collect();
         let measure = measures(&samples).into_iter().find(|measure| measure.values.iter().any(Option::is_some))?;
         Some(Self::counting(&measure))
     }
@@ -93,8 +93,8 @@ impl Histogram {
     }
 }
 
-fn measures(samples: &[&Sample]) -> Vec<Measure> {
-    let of_all = |title: String, is_margin, value: &dyn Fn(&Sample) -> Option<f64>| {
+fn measures(samples: &[&SampleRecord]) -> Vec<Measure> {
+    let of_all = |title: String, is_margin, value: &dyn Fn(&SampleRecord) -> Option<f64>| {
         let values = samples.iter().map(|sample| value(sample).filter(|value| value.is_finite())).collect();
         Measure { title, values, is_margin }
     };
@@ -112,7 +112,7 @@ fn measures(samples: &[&Sample]) -> Vec<Measure> {
 }
 
 /// By how much the likeliest right choice is likelier than the likeliest wrong one; negative if it is not.
-fn margin_of(sample: &Sample) -> Option<f64> {
+fn margin_of(sample: &SampleRecord) -> Option<f64> {
     let choices = sample.choices.as_ref()?;
     let answers = sample.resps.as_array()?;
     let best = |is_right: bool| {
@@ -129,10 +129,10 @@ pub(super) fn logprob(answer: &Json) -> Option<f64> {
 }
 
 /// The pair of a text's log-likelihood and its length that perplexities are made of.
-fn likelihood_per_part(sample: &Sample) -> Option<f64> {
+fn likelihood_per_part(sample: &SampleRecord) -> Option<f64> {
     sample.metrics.iter().find_map(|(_, score)| match score {
-        Score::List(pair) => match pair.as_slice() {
-            [Score::Number(logprob), Score::Count(n)] if *n > 0 => Some(logprob / *n as f64),
+        MetricValue::List(pair) => match pair.as_slice() {
+            [MetricValue::Number(logprob), MetricValue::Count(n)] if *n > 0 => Some(logprob / *n as f64),
             _ => None,
         },
         _ => None,
@@ -145,12 +145,12 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::task::Choices;
+    use crate::task::ChoiceTargets;
 
-    fn sample(resps: Json, right: &[usize], metrics: Vec<(String, Score)>) -> Sample {
+    fn sample(resps: Json, right: &[usize], metrics: Vec<(String, MetricValue)>) -> SampleRecord {
         let n = resps.as_array().map_or(0, Vec::len);
         let [target, filter, doc_hash, prompt_hash, target_hash] = ["t", "none", "a", "b", "c"].map(str::to_owned);
-        Sample {
+        SampleRecord {
             doc_id: 0,
             doc: serde_json::Map::new(),
             target,
@@ -162,12 +162,12 @@ mod tests {
             prompt_hash,
             target_hash,
             metrics,
-            choices: Some(Choices { n, right: right.to_vec() }).filter(|choices| choices.n > 1),
+            choices: Some(ChoiceTargets { n, right: right.to_vec() }).filter(|choices| choices.n > 1),
         }
     }
 
-    fn scores(samples: Vec<Sample>) -> TaskScores {
-        let counts = crate::task::Counts::default();
+    fn scores(samples: Vec<SampleRecord>) -> TaskScores {
+        let counts = crate::task::DocCounts::default();
         TaskScores { metrics: Vec::new(), sample_len: samples.len(), original: samples.len(), counts, samples }
     }
 
@@ -193,11 +193,11 @@ mod tests {
     #[test]
     fn one_value_is_one_bar() {
         for value in [0.0, 1.0, -3.0] {
-            let metrics = vec![("acc".to_owned(), Score::Number(value))];
+            let metrics = vec![("acc".to_owned(), MetricValue::Number(value))];
             let histogram = Histogram::of(&scores(vec![sample(json!([["text"]]), &[], metrics)])).unwrap();
             assert_eq!((histogram.title.as_str(), histogram.bars.len()), ("acc", 1), "{value}");
         }
-        let texts = vec![("exact".to_owned(), Score::Text("a".into()))];
+        let texts = vec![("exact".to_owned(), MetricValue::Text("a".into()))];
         assert_eq!(Histogram::of(&scores(vec![sample(json!([["text"]]), &[], texts)])), None);
         assert_eq!(Histogram::of(&scores(Vec::new())), None);
     }

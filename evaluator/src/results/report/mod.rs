@@ -31,8 +31,8 @@ const TEMPLATES: [(&str, &str); 3] = [
     ("comparison.html", include_str!("comparison.html")),
 ];
 
-/// What a page of results is made of.
-pub struct Report<'a> {
+/// Contents of the HTML report.
+pub struct HtmlReport<'a> {
     /// The results.
     pub results: &'a Results,
     /// The tasks with their samples.
@@ -58,10 +58,10 @@ struct Section {
     docs: String,
 }
 
-impl Report<'_> {
+impl HtmlReport<'_> {
     /// Writes the page.
     pub fn html(&self) -> Result<String> {
-        let head = Head::of(self.results, self.command);
+        let head = ReportHead::of(self.results, self.command);
         let (rows, unit_axis) = summary::rows(self.results);
         let sections = self.sections()?;
         let is_open = sections.len() <= 3;
@@ -97,7 +97,7 @@ impl Report<'_> {
 
 /// What the page begins with.
 #[derive(Serialize)]
-struct Head {
+struct ReportHead {
     model: String,
     /// Short facts with their names.
     facts: Vec<(&'static str, String)>,
@@ -106,7 +106,7 @@ struct Head {
     settings: Vec<(String, String)>,
 }
 
-impl Head {
+impl ReportHead {
     fn of(results: &Results, command: &str) -> Self {
         let run = |key: &str| results.run.get(key).filter(|value| !value.is_null());
         let config = run("config").and_then(Json::as_object);

@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
 use super::histogram::logprob;
-use crate::task::{Sample, Score};
+use crate::task::{MetricValue, SampleRecord};
 
 /// A document.
 #[derive(Serialize)]
@@ -15,13 +15,13 @@ struct Document<'s> {
     /// The prompt that the first requests have in common.
     prompt: &'s str,
     target: &'s str,
-    asked: Vec<Asked<'s>>,
+    asked: Vec<ReportRequest<'s>>,
     filters: Vec<Filtered<'s>>,
 }
 
 /// A request.
 #[derive(Serialize)]
-struct Asked<'s> {
+struct ReportRequest<'s> {
     /// The prompt, if it is another than the document's.
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt: Option<&'s str>,
@@ -52,19 +52,19 @@ struct Filtered<'s> {
 }
 
 /// The documents of a task in their order, each as JSON that may stand in a script.
-pub(super) fn documents(samples: &[Sample]) -> Vec<String> {
-    let mut docs: BTreeMap<usize, Vec<&Sample>> = BTreeMap::new();
+pub(super) fn documents(samples: &[SampleRecord]) -> Vec<String> {
+    let mut docs: BTreeMap<usize, Vec<&SampleRecord>> = BTreeMap::new();
     samples.iter().for_each(|sample| docs.entry(sample.doc_id).or_default().push(sample));
     let written = docs.values().filter_map(|filters| serde_json::to_string(&document(filters)?).ok());
     // No text ends the script that it stands in.
     written.map(|json| json.replace('<', "\\u003c")).collect()
 }
 
-fn document<'s>(filters: &[&'s Sample]) -> Option<Document<'s>> {
+fn document<'s>(filters: &[&'s SampleRecord]) -> Option<Document<'s>> {
     let first = *filters.first()?;
     let prompt = first.arguments.first().and_then(|arguments| arguments.first()?.as_str()).unwrap_or_default();
     let answers = first.resps.as_array().map(Vec::as_slice).unwrap_or_default();
-    let asked: Vec<Asked> = first
+    let asked: Vec<ReportRequest> = first
         .arguments
         .iter()
         .zip(answers)
@@ -72,12 +72,13 @@ fn document<'s>(filters: &[&'s Sample]) -> Option<Document<'s>> {
         .map(|(i, (args, answer))| asked(first, i, args, answer))
         .collect();
     let is_text = asked.iter().any(|asked| !asked.answers.is_empty());
-    let filtered = |sample: &&'s Sample| Filtered {
+    let filtered = |sample: &&'s SampleRecord| Filtered {
         name: &sample.filter,
         answer: is_text.then_some(&sample.filtered_resps),
         metrics: sample.metrics.iter().map(|(name, score)| (name.clone(), json(score))).collect(),
     };
-    let asked = asked.into_iter().map(|asked| Asked { prompt: asked.prompt.filter(|own| *own != prompt), ..asked });
+    let asked =
+        asked.into_iter().map(|asked| ReportRequest { prompt: asked.prompt.filter(|own| *own != prompt), ..asked });
     Some(Document {
         id: first.doc_id,
         prompt,
@@ -87,12 +88,12 @@ fn document<'s>(filters: &[&'s Sample]) -> Option<Document<'s>> {
     })
 }
 
-fn asked<'s>(sample: &'s Sample, i: usize, arguments: &'s [Json], answer: &'s Json) -> Asked<'s> {
+fn asked<'s>(sample: &'s SampleRecord, i: usize, arguments: &'s [Json], answer: &'s Json) -> ReportRequest<'s> {
     let number = logprob(answer);
     let is_scored = !matches!(arguments.get(1), Some(Json::Object(_)));
     let choices = sample.choices.as_ref().filter(|choices| i < choices.n);
     let said = answer.as_array().map(Vec::as_slice).unwrap_or_default();
-    Asked {
+    ReportRequest {
         prompt: arguments.first().and_then(Json::as_str),
         text: arguments.get(1).and_then(Json::as_str),
         right: choices.map(|choices| choices.right.contains(&i)),
@@ -102,7 +103,7 @@ fn asked<'s>(sample: &'s Sample, i: usize, arguments: &'s [Json], answer: &'s Js
     }
 }
 
-fn json(score: &Score) -> Json {
+fn json(score: &MetricValue) -> Json {
     serde_json::to_value(score).unwrap_or(Json::Null)
 }
 

@@ -3,12 +3,12 @@
 use std::sync::{Arc, LazyLock};
 
 use super::{BuiltIn, Doc, text};
-use crate::task::answer::Answer;
-use crate::task::error::Fault;
-use crate::task::filter::{Family, Filter, each_text, multi_choice_in_input};
-use crate::task::keys::Keys;
+use crate::task::error::ConfigError;
+use crate::task::filter::{Filter, RegexFilterConfig, each_text, multi_choice_in_input};
+use crate::task::keys::YamlMap;
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::{strip, words};
+use crate::task::response_value::ResponseValue;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
     ("bbh/zeroshot/utils.MultiChoiceRegexFilter", BuiltIn::FilterClass(multi_choice_in_input)),
@@ -27,72 +27,72 @@ const SHARED: [&str; 6] =
 /// Puts a value in the place of what one of several patterns finds.
 #[derive(Debug)]
 struct MapFilter {
-    family: Family,
+    family: RegexFilterConfig,
     values: Vec<(Pattern, String)>,
 }
 
 /// Reads a number, in digits or in English words.
 #[derive(Debug)]
-struct NumberFilter(Family);
+struct NumberFilter(RegexFilterConfig);
 
 /// Keeps the words of the document's list, in the order of their last places in the text.
 #[derive(Debug)]
 struct WordFilter;
 
-fn map_filter(keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
+fn map_filter(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
     keys.only(&[&SHARED[..], &["regex_pattern_to_value"]].concat())?;
     let values = keys.map("regex_pattern_to_value")?.unwrap_or_default();
     let all: Vec<&str> = values.keys().map(String::as_str).collect();
-    let family = Family::read(keys, Some(&all.join("|")))?;
+    let family = RegexFilterConfig::read(keys, Some(&all.join("|")))?;
     let compile = |(pattern, value): (&String, &serde_json::Value)| {
         let pattern = Pattern::new(pattern).map_err(|p| keys.fault(format!("regex_pattern_to_value: {p}")))?;
         Ok((pattern, crate::task::python::repr::str(value)))
     };
-    let values = values.iter().map(compile).collect::<Result<_, Fault>>()?;
+    let values = values.iter().map(compile).collect::<Result<_, ConfigError>>()?;
     Ok(Arc::new(MapFilter { family, values }))
 }
 
-fn number_filter(keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
+fn number_filter(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
     keys.only(&[&SHARED[..], &["regex_pattern"]].concat())?;
-    Ok(Arc::new(NumberFilter(Family::read(keys, None)?)))
+    Ok(Arc::new(NumberFilter(RegexFilterConfig::read(keys, None)?)))
 }
 
-fn word_filter(keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
+fn word_filter(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
     keys.only(&["function"])?;
     Ok(Arc::new(WordFilter))
 }
 
 impl Filter for MapFilter {
-    fn apply(&self, answers: Answer, _: &Doc) -> Result<Answer, String> {
+    fn apply(&self, answers: ResponseValue, _: &Doc) -> Result<ResponseValue, String> {
         let ignored = &self.family.ignored;
         each_text(answers, |text| {
             let found = ignored.strip(&self.family.find_own(&ignored.strip(text)?)?)?;
             for (pattern, value) in &self.values {
                 if !found.is_empty() && !self.family.find(pattern, &found)?.is_empty() {
-                    return Ok(Answer::Text(value.clone()));
+                    return Ok(ResponseValue::Text(value.clone()));
                 }
             }
-            Ok(Answer::Text(self.family.extract.fallback.clone()))
+            Ok(ResponseValue::Text(self.family.extract.fallback.clone()))
         })
     }
 }
 
 impl Filter for NumberFilter {
-    fn apply(&self, answers: Answer, _: &Doc) -> Result<Answer, String> {
+    fn apply(&self, answers: ResponseValue, _: &Doc) -> Result<ResponseValue, String> {
         each_text(answers, |text| {
             let found = self.0.find_own(text)?;
             if !found.is_empty() {
-                return Ok(Answer::Text(found));
+                return Ok(ResponseValue::Text(found));
             }
             let named = self.0.find(&NUMBER_WORDS, &text.to_lowercase())?;
             let number = number_of(&named).map(|number| number.to_string());
-            Ok(Answer::Text(number.unwrap_or_else(|| self.0.extract.fallback.clone())))
+            Ok(ResponseValue::Text(number.unwrap_or_else(|| self.0.extract.fallback.clone())))
         })
     }
 }
 
 impl Filter for WordFilter {
-    fn apply(&self, answers: Answer, doc: &Doc) -> Result<Answer, String> {
+    fn apply(&self, answers: ResponseValue, doc: &Doc) -> Result<ResponseValue, String> {
         let input = text(doc, "input")?;
         let list = input.split("List:").nth(1).ok_or_else(|| format!("the input {input:?} has no \"List:\""))?;
         let alternatives: Vec<String> = words(strip(list)).map(|word| format!(r"\b{word}\b")).collect();
@@ -106,7 +106,7 @@ impl Filter for WordFilter {
                 }
             }
             kept.reverse();
-            Ok(Answer::Text(kept.join(" ")))
+            Ok(ResponseValue::Text(kept.join(" ")))
         })
     }
 }

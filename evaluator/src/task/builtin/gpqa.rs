@@ -6,9 +6,9 @@ use std::sync::LazyLock;
 use serde_json::{Value as Json, json};
 
 use super::{BuiltIn, Doc, ProcessDocs};
-use crate::task::mersenne::Random;
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::strip;
+use crate::task::python_random::PythonRandom;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
     ("gpqa/zeroshot/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, plain))),
@@ -20,16 +20,16 @@ pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
 
 const ANSWERS: [&str; 4] = ["Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3", "Correct Answer"];
 
-fn plain(doc: Doc, random: &mut Random) -> Result<Doc, String> {
+fn plain(doc: Doc, random: &mut PythonRandom) -> Result<Doc, String> {
     shuffled(doc, random, false)
 }
 
-fn with_list(doc: Doc, random: &mut Random) -> Result<Doc, String> {
+fn with_list(doc: Doc, random: &mut PythonRandom) -> Result<Doc, String> {
     shuffled(doc, random, true)
 }
 
 /// The same with what stands in brackets taken away.
-pub(super) fn without_brackets(mut doc: Doc, random: &mut Random) -> Result<Doc, String> {
+pub(super) fn without_brackets(mut doc: Doc, random: &mut PythonRandom) -> Result<Doc, String> {
     static BRACKETS: LazyLock<Pattern> = LazyLock::new(|| Pattern::new(r"\[.*?\]").expect("the pattern is a constant"));
     let written: Vec<Option<Json>> = ANSWERS.iter().map(|column| doc.get(*column).cloned()).collect();
     for column in ANSWERS {
@@ -45,7 +45,7 @@ pub(super) fn without_brackets(mut doc: Doc, random: &mut Random) -> Result<Doc,
     Ok(doc)
 }
 
-fn shuffled(mut doc: Doc, random: &mut Random, with_list: bool) -> Result<Doc, String> {
+fn shuffled(mut doc: Doc, random: &mut PythonRandom, with_list: bool) -> Result<Doc, String> {
     let mut choices = ANSWERS.map(|column| clean(doc.get(column)));
     let right = choices[3].clone();
     random.shuffle(&mut choices);

@@ -3,9 +3,9 @@
 use serde_json::json;
 
 use super::{BuiltIn, Doc, ProcessDocs, text};
-use crate::task::answer::Answer;
-use crate::task::metric::Score;
+use crate::task::metric::MetricValue;
 use crate::task::python::text::is_digit;
+use crate::task::response_value::ResponseValue;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
     ("hendrycks_math/utils.process_docs", BuiltIn::Docs(ProcessDocs::Each(process))),
@@ -18,10 +18,10 @@ fn process(mut doc: Doc) -> Result<Doc, String> {
     Ok(doc)
 }
 
-fn results(doc: &Doc, answers: &[Answer]) -> Result<Vec<(String, Score)>, String> {
-    let said = answers.first().map_or("", Answer::text);
+fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricValue)>, String> {
+    let said = answers.first().map_or("", ResponseValue::text);
     let is_right = is_equivalent(between_dollars(said), &boxed_answer(text(doc, "solution")?)?);
-    Ok(vec![("exact_match".into(), Score::Count(i64::from(is_right)))])
+    Ok(vec![("exact_match".into(), MetricValue::Count(i64::from(is_right)))])
 }
 
 /// What stands between the first and the last dollar sign; the whole if there are not two.

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::pass_at_k::GenerationMetric;
 use super::{BuiltIn, Doc, text};
-use crate::task::answer::Answer;
 use crate::task::filter::{Filter, each_text};
+use crate::task::response_value::ResponseValue;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
     ("humaneval/utils.pass_at_k", BuiltIn::Metric(GenerationMetric::read)),
@@ -20,12 +20,12 @@ struct Programs {
 }
 
 impl Filter for Programs {
-    fn apply(&self, answers: Answer, doc: &Doc) -> Result<Answer, String> {
+    fn apply(&self, answers: ResponseValue, doc: &Doc) -> Result<ResponseValue, String> {
         let prompt = text(doc, "prompt")?;
         let code = |text: &'_ str| match text.find("```").filter(|_| self.in_fence) {
             Some(end) => text[..end].to_owned(),
             None => text.to_owned(),
         };
-        each_text(answers, |text| Ok(Answer::Text(format!("{prompt}{}", code(text)))))
+        each_text(answers, |text| Ok(ResponseValue::Text(format!("{prompt}{}", code(text)))))
     }
 }

@@ -6,13 +6,13 @@ use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
 use super::pass_at_k::GenerationMetric;
-use crate::task::answer::Answer;
-use crate::task::error::Fault;
+use crate::task::error::ConfigError;
 use crate::task::filter::Filter;
-use crate::task::function::Function;
-use crate::task::keys::Keys;
-use crate::task::mersenne::Random;
-use crate::task::metric::{Aggregation, Score};
+use crate::task::function::PythonFunction;
+use crate::task::keys::YamlMap;
+use crate::task::metric::{Aggregation, MetricValue};
+use crate::task::python_random::PythonRandom;
+use crate::task::response_value::ResponseValue;
 
 /// A document: column names to values.
 pub(crate) type Doc = Map<String, Json>;
@@ -23,7 +23,7 @@ pub(crate) enum ProcessDocs {
     /// Each document is changed by itself.
     Each(fn(Doc) -> Result<Doc, String>),
     /// Each is changed with random choices.
-    Random(u64, fn(Doc, &mut Random) -> Result<Doc, String>),
+    Random(u64, fn(Doc, &mut PythonRandom) -> Result<Doc, String>),
     /// Some are left out, the others changed.
     Some(fn(Doc) -> Result<Option<Doc>, String>),
     /// Those stay whose column has the value.
@@ -31,7 +31,7 @@ pub(crate) enum ProcessDocs {
 }
 
 /// Finds a document's metrics from the answers to its requests.
-pub(crate) type ProcessResults = fn(&Doc, &[Answer]) -> Result<Vec<(String, Score)>, String>;
+pub(crate) type ProcessResults = fn(&Doc, &[ResponseValue]) -> Result<Vec<(String, MetricValue)>, String>;
 
 /// A text, a number or a list, from a document.
 pub(crate) type FieldFunction = fn(&Doc) -> Result<Json, String>;
@@ -43,12 +43,12 @@ pub(super) enum BuiltIn {
     Results(ProcessResults),
     Field(FieldFunction),
     /// A class of filters, built from the keys beside `function`.
-    FilterClass(fn(&Keys) -> Result<Arc<dyn Filter>, Fault>),
+    FilterClass(fn(&YamlMap) -> Result<Arc<dyn Filter>, ConfigError>),
     /// The `filter_fn` of a custom filter.
     FilterFunction(fn() -> Arc<dyn Filter>),
     /// Examples that are written into a Python file.
-    Samples(fn(&Function) -> Result<Vec<Doc>, String>),
-    Metric(fn(&Keys) -> Result<GenerationMetric, Fault>),
+    Samples(fn(&PythonFunction) -> Result<Vec<Doc>, String>),
+    Metric(fn(&YamlMap) -> Result<GenerationMetric, ConfigError>),
     Aggregation(Aggregation),
 }
 

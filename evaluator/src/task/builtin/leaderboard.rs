@@ -10,12 +10,12 @@ use serde_json::{Value as Json, json};
 
 use super::hendrycks_math::{is_equivalent, last_boxed};
 use super::{BuiltIn, Doc, ProcessDocs, gpqa, text, texts};
-use crate::task::answer::Answer;
-use crate::task::function::Function;
-use crate::task::metric::Score;
+use crate::task::function::PythonFunction;
+use crate::task::metric::MetricValue;
 use crate::task::python::literal::{literal_beginning, literal_eval};
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::{is_digit, strip};
+use crate::task::response_value::ResponseValue;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
     ("leaderboard/gpqa/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, gpqa::without_brackets))),
@@ -76,8 +76,8 @@ fn problem(doc: &Doc) -> Result<Json, String> {
     Ok(json!(format!("Problem:\n{}\n\nSolution:", text(doc, "problem")?)))
 }
 
-fn results(doc: &Doc, answers: &[Answer]) -> Result<Vec<(String, Score)>, String> {
-    let said = answers.first().map_or("", Answer::text);
+fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricValue)>, String> {
+    let said = answers.first().map_or("", ResponseValue::text);
     let gold = text(doc, "answer")?;
     let announced = announced(said)?;
     let is_same = |found: &str| -> Result<bool, String> {
@@ -93,7 +93,7 @@ fn results(doc: &Doc, answers: &[Answer]) -> Result<Vec<(String, Score)>, String
         Some(found) => is_same(&found)?,
         None => false,
     };
-    let score = |is_right: bool| Score::Count(i64::from(is_right));
+    let score = |is_right: bool| MetricValue::Count(i64::from(is_right));
     Ok(vec![
         ("exact_match".into(), score(is_announced || is_boxed)),
         ("exact_match_original".into(), score(is_announced)),
@@ -200,7 +200,7 @@ fn plain_answer(answer: &str) -> Result<String, String> {
 }
 
 /// The list that a function of a Python file returns as it is written there. It is read, and nothing is run.
-fn returned_list(function: &Function) -> Result<Vec<Doc>, String> {
+fn returned_list(function: &PythonFunction) -> Result<Vec<Doc>, String> {
     let (path, name) = function.name.rsplit_once('.').ok_or("it names no function")?;
     let path = Path::new(path).with_extension("py");
     let text = std::fs::read_to_string(&path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
@@ -222,9 +222,9 @@ mod tests {
     fn check(said: &str, solution: &str, want: [i64; 2]) {
         let doc = json!({"problem": "p", "solution": solution, "level": "Level 5"});
         let doc = hard(doc.as_object().unwrap().clone()).unwrap().unwrap();
-        let found = results(&doc, &[Answer::Text(said.into())]).unwrap();
-        assert_eq!(found[0].1, Score::Count(want[0]), "{said}");
-        assert_eq!(found[1].1, Score::Count(want[1]), "{said}");
+        let found = results(&doc, &[ResponseValue::Text(said.into())]).unwrap();
+        assert_eq!(found[0].1, MetricValue::Count(want[0]), "{said}");
+        assert_eq!(found[1].1, MetricValue::Count(want[1]), "{said}");
     }
 
     #[test]

@@ -22,16 +22,16 @@ use std::sync::Arc;
 
 use candlewick_text::suggestion::did_you_mean;
 
-use super::error::Fault;
+use super::error::ConfigError;
 use super::filter::Filter;
-use super::function::Function;
-use super::keys::Keys;
+use super::function::PythonFunction;
+use super::keys::YamlMap;
 use super::metric::Aggregation;
 
 use implementation::{BuiltIn, text, texts};
 pub(crate) use implementation::{Doc, FieldFunction, ProcessDocs, ProcessResults};
 pub(crate) use pass_at_k::GenerationMetric;
-pub use python_file::allow_other_python;
+pub use python_file::allow_modified_python;
 pub(crate) use python_file::hex;
 pub(crate) use wikitext::count_words;
 
@@ -50,21 +50,21 @@ const MODULES: [&[(&str, BuiltIn)]; 11] = [
     leaderboard::BUILT_INS,
 ];
 
-pub(crate) fn process_docs(function: &Function) -> Result<ProcessDocs, Fault> {
+pub(crate) fn process_docs(function: &PythonFunction) -> Result<ProcessDocs, ConfigError> {
     find(function, "process_docs", |built_in| match built_in {
         BuiltIn::Docs(it) => Some(it),
         _ => None,
     })
 }
 
-pub(crate) fn process_results(function: &Function) -> Result<ProcessResults, Fault> {
+pub(crate) fn process_results(function: &PythonFunction) -> Result<ProcessResults, ConfigError> {
     find(function, "process_results", |built_in| match built_in {
         BuiltIn::Results(it) => Some(it),
         _ => None,
     })
 }
 
-pub(crate) fn field(function: &Function) -> Result<FieldFunction, Fault> {
+pub(crate) fn field(function: &PythonFunction) -> Result<FieldFunction, ConfigError> {
     find(function, "a field", |built_in| match built_in {
         BuiltIn::Field(it) => Some(it),
         _ => None,
@@ -72,15 +72,15 @@ pub(crate) fn field(function: &Function) -> Result<FieldFunction, Fault> {
 }
 
 /// The examples that a function lists.
-pub(crate) fn samples(function: &Function) -> Result<Vec<Doc>, Fault> {
+pub(crate) fn samples(function: &PythonFunction) -> Result<Vec<Doc>, ConfigError> {
     let samples = find(function, "samples", |built_in| match built_in {
         BuiltIn::Samples(it) => Some(it),
         _ => None,
     });
-    samples?(function).map_err(|problem| Fault::at(function.place.clone(), format!("samples: {problem}")))
+    samples?(function).map_err(|problem| ConfigError::at(function.place.clone(), format!("samples: {problem}")))
 }
 
-pub(crate) fn filter_class(function: &Function, keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
+pub(crate) fn filter_class(function: &PythonFunction, keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
     let class = find(function, "a filter", |built_in| match built_in {
         BuiltIn::FilterClass(it) => Some(it),
         _ => None,
@@ -88,7 +88,7 @@ pub(crate) fn filter_class(function: &Function, keys: &Keys) -> Result<Arc<dyn F
     class?(keys)
 }
 
-pub(crate) fn filter_function(function: &Function) -> Result<Arc<dyn Filter>, Fault> {
+pub(crate) fn filter_function(function: &PythonFunction) -> Result<Arc<dyn Filter>, ConfigError> {
     let filter = find(function, "filter_fn", |built_in| match built_in {
         BuiltIn::FilterFunction(it) => Some(it),
         _ => None,
@@ -96,7 +96,7 @@ pub(crate) fn filter_function(function: &Function) -> Result<Arc<dyn Filter>, Fa
     Ok(filter?())
 }
 
-pub(crate) fn generation_metric(function: &Function, keys: &Keys) -> Result<GenerationMetric, Fault> {
+pub(crate) fn generation_metric(function: &PythonFunction, keys: &YamlMap) -> Result<GenerationMetric, ConfigError> {
     let metric = find(function, "a metric", |built_in| match built_in {
         BuiltIn::Metric(it) => Some(it),
         _ => None,
@@ -104,7 +104,7 @@ pub(crate) fn generation_metric(function: &Function, keys: &Keys) -> Result<Gene
     metric?(keys)
 }
 
-pub(crate) fn aggregation(function: &Function) -> Result<Aggregation, Fault> {
+pub(crate) fn aggregation(function: &PythonFunction) -> Result<Aggregation, ConfigError> {
     find(function, "an aggregation", |built_in| match built_in {
         BuiltIn::Aggregation(it) => Some(it),
         _ => None,
@@ -112,7 +112,7 @@ pub(crate) fn aggregation(function: &Function) -> Result<Aggregation, Fault> {
 }
 
 /// Finds the built-in implementation of a function for a role.
-fn find<T>(function: &Function, role: &str, take: impl Fn(BuiltIn) -> Option<T>) -> Result<T, Fault> {
+fn find<T>(function: &PythonFunction, role: &str, take: impl Fn(BuiltIn) -> Option<T>) -> Result<T, ConfigError> {
     let is_named =
         |name: &str| function.name.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('/'));
     let built_ins = || MODULES.iter().copied().flatten();
@@ -125,10 +125,10 @@ fn find<T>(function: &Function, role: &str, take: impl Fn(BuiltIn) -> Option<T>)
         modules.dedup();
         let message =
             format!("!function {} is Python, which is not run here, and has no built-in implementation", function.name);
-        let fault = Fault::at(function.place.clone(), message + &near);
+        let fault = ConfigError::at(function.place.clone(), message + &near);
         return Err(fault.note(format!("as {role} there are functions of {}", modules.join(", "))));
     };
-    let wrong = || Fault::at(function.place.clone(), format!("!function {name} is not {role}"));
+    let wrong = || ConfigError::at(function.place.clone(), format!("!function {name} is not {role}"));
     let found = take(*built_in).ok_or_else(wrong)?;
     python_file::check(function, name)?;
     Ok(found)

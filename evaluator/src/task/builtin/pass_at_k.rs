@@ -1,10 +1,10 @@
 //! pass@k, from running all programs that the model wrote.
 
 use super::sandbox;
-use crate::task::answer::Answer;
-use crate::task::error::Fault;
-use crate::task::keys::{Keys, wrong};
-use crate::task::metric::Score;
+use crate::task::error::ConfigError;
+use crate::task::keys::{YamlMap, wrong};
+use crate::task::metric::MetricValue;
+use crate::task::response_value::ResponseValue;
 use crate::task::yaml::Value;
 
 /// The probability that one of k programs passes, estimated from all.
@@ -15,7 +15,7 @@ pub(crate) struct GenerationMetric {
 
 impl GenerationMetric {
     /// Reads the keys of a metric.
-    pub(super) fn read(keys: &Keys) -> Result<Self, Fault> {
+    pub(super) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
         keys.only(&["metric", "aggregation", "higher_is_better", "hf_evaluate", "k"])?;
         let entry = keys.get("k").ok_or_else(|| keys.fault("pass_at_k needs the key `k`"))?;
         let ks = match &entry.node.value {
@@ -27,14 +27,16 @@ impl GenerationMetric {
     }
 
     /// The values of one document, by name.
-    pub(crate) fn score(&self, tests: &str, programs: &Answer) -> Result<Vec<(String, Score)>, String> {
-        let Answer::Many(programs) = programs else { return Err("pass_at_k needs all programs of a problem".into()) };
+    pub(crate) fn score(&self, tests: &str, programs: &ResponseValue) -> Result<Vec<(String, MetricValue)>, String> {
+        let ResponseValue::Many(programs) = programs else {
+            return Err("pass_at_k needs all programs of a problem".into());
+        };
         let mut n_passed = 0;
         for program in programs {
             n_passed += usize::from(sandbox::passes(&format!("{}\n{tests}", program.text()))?);
         }
         let enough = self.ks.iter().filter(|k| **k <= programs.len());
-        Ok(enough.map(|k| (format!("pass@{k}"), Score::Number(pass_at(*k, n_passed, programs.len())))).collect())
+        Ok(enough.map(|k| (format!("pass@{k}"), MetricValue::Number(pass_at(*k, n_passed, programs.len())))).collect())
     }
 }
 

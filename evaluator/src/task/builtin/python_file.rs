@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use sha2::{Digest, Sha256};
 
-use crate::task::error::Fault;
-use crate::task::function::Function;
+use crate::task::error::ConfigError;
+use crate::task::function::PythonFunction;
 
 /// The files of lm-eval 0.4.13, by the SHA-256 of their bytes.
 const KNOWN: [(&str, &str); 16] = [
@@ -31,13 +31,13 @@ const KNOWN: [(&str, &str); 16] = [
 static IS_ALLOWED: AtomicBool = AtomicBool::new(false);
 
 /// Allows built-in implementations for Python files that differ from lm-eval's, from now on in this process.
-pub fn allow_other_python() {
+pub fn allow_modified_python() {
     IS_ALLOWED.store(true, Ordering::Relaxed);
 }
 
 /// Refuses a built-in implementation if the file that holds `function` is there and is another than that of lm-eval 0.4.13: it may do something
 /// else. Where that is allowed it is a warning.
-pub(super) fn check(function: &Function, built_in: &str) -> Result<(), Fault> {
+pub(super) fn check(function: &PythonFunction, built_in: &str) -> Result<(), ConfigError> {
     let Some((path, _)) = function.name.rsplit_once('.') else { return Ok(()) };
     let module = built_in.rsplit_once('.').map_or(built_in, |(module, _)| module);
     let Some((_, known)) = KNOWN.iter().find(|(name, _)| *name == module) else { return Ok(()) };
@@ -52,7 +52,8 @@ pub(super) fn check(function: &Function, built_in: &str) -> Result<(), Fault> {
         tracing::warn!("{problem}");
         return Ok(());
     }
-    Err(Fault::at(function.place.clone(), problem).note("take the file away, or allow it with --allow-changed-python"))
+    Err(ConfigError::at(function.place.clone(), problem)
+        .note("take the file away, or allow it with --allow-changed-python"))
 }
 
 /// Bytes as lower-case hexadecimal digits.

@@ -5,9 +5,9 @@ use std::sync::LazyLock;
 use serde_json::{Value as Json, json};
 
 use super::{BuiltIn, Doc, text};
-use crate::task::answer::Answer;
-use crate::task::metric::Score;
+use crate::task::metric::MetricValue;
 use crate::task::python::pattern::Pattern;
+use crate::task::response_value::ResponseValue;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
     ("wikitext/preprocess_wikitext.wikitext_detokenizer", BuiltIn::Field(detokenize)),
@@ -67,11 +67,12 @@ fn detokenize(doc: &Doc) -> Result<Json, String> {
     Ok(json!(text))
 }
 
-fn results(doc: &Doc, answers: &[Answer]) -> Result<Vec<(String, Score)>, String> {
-    let [Answer::Rolling(logprob)] = answers else { return Err("there is not one log-probability".into()) };
+fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricValue)>, String> {
+    let [ResponseValue::Rolling(logprob)] = answers else { return Err("there is not one log-probability".into()) };
     let page = text(doc, "page")?;
     let (n_words, n_bytes) = (count_words(page)? as i64, page.len() as i64);
-    let weighted = |name: &str, n: i64| (name.to_owned(), Score::pair(Score::Number(*logprob), Score::Count(n)));
+    let weighted =
+        |name: &str, n: i64| (name.to_owned(), MetricValue::pair(MetricValue::Number(*logprob), MetricValue::Count(n)));
     Ok(vec![
         weighted("word_perplexity", n_words),
         weighted("byte_perplexity", n_bytes),

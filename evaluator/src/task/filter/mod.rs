@@ -12,16 +12,16 @@ use std::sync::Arc;
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
-use super::answer::Answer;
 use super::builtin;
-use super::error::Fault;
+use super::error::ConfigError;
 use super::function::as_function;
-use super::keys::{Keys, wrong};
+use super::keys::{YamlMap, wrong};
 use super::python::text;
+use super::response_value::ResponseValue;
 use super::yaml::{Entry, Node, Value};
 
-pub(crate) use multi_choice::{Family, multi_choice_in_input};
-pub(crate) use regex::Extract;
+pub(crate) use multi_choice::{RegexFilterConfig, multi_choice_in_input};
+pub(crate) use regex::RegexExtract;
 pub(crate) use select::TakeFirst;
 pub(crate) use step::{Filter, each_text};
 
@@ -49,15 +49,15 @@ const REFUSED: [&str; 3] = ["decontaminate", "format_span", "regex_pos"];
 
 impl FilterConfig {
     /// Runs the pipeline on the answers to one request.
-    pub(crate) fn apply(&self, answers: Vec<Answer>, doc: &Map<String, Json>) -> Result<Answer, String> {
+    pub(crate) fn apply(&self, answers: Vec<ResponseValue>, doc: &Map<String, Json>) -> Result<ResponseValue, String> {
         let run = |answers, step: &Arc<dyn Filter>| step.apply(answers, doc);
         let fail = |problem| format!("filter {}: {problem}", self.name);
-        self.steps.iter().try_fold(Answer::Many(answers), run).map_err(fail)
+        self.steps.iter().try_fold(ResponseValue::Many(answers), run).map_err(fail)
     }
 }
 
 /// Reads `filter_list`. Without one there is the pipeline `none`, which takes the first answer.
-pub(crate) fn filter_list(entry: Option<&Entry>) -> Result<Vec<FilterConfig>, Fault> {
+pub(crate) fn filter_list(entry: Option<&Entry>) -> Result<Vec<FilterConfig>, ConfigError> {
     let Some(entry) = entry else {
         return Ok(vec![FilterConfig { name: "none".into(), steps: vec![Arc::new(TakeFirst)] }]);
     };
@@ -65,15 +65,15 @@ pub(crate) fn filter_list(entry: Option<&Entry>) -> Result<Vec<FilterConfig>, Fa
     pipelines.iter().map(pipeline).collect()
 }
 
-fn pipeline(node: &Node) -> Result<FilterConfig, Fault> {
-    let keys = Keys::new(node, "an entry of filter_list", &["name", "filter"])?;
+fn pipeline(node: &Node) -> Result<FilterConfig, ConfigError> {
+    let keys = YamlMap::new(node, "an entry of filter_list", &["name", "filter"])?;
     let name = keys.required_text("name")?;
     let steps = keys.list("filter")?.ok_or_else(|| keys.fault("an entry of filter_list needs the key `filter`"))?;
     Ok(FilterConfig { name, steps: steps.iter().map(step).collect::<Result<_, _>>()? })
 }
 
-fn step(node: &Node) -> Result<Arc<dyn Filter>, Fault> {
-    let keys = Keys::open(node, "a filter")?;
+fn step(node: &Node) -> Result<Arc<dyn Filter>, ConfigError> {
+    let keys = YamlMap::open(node, "a filter")?;
     let entry = keys.get("function").ok_or_else(|| keys.fault("a filter needs the key `function`"))?;
     if let Some(function) = as_function(entry) {
         return builtin::filter_class(&function, &keys);
@@ -89,25 +89,26 @@ fn step(node: &Node) -> Result<Arc<dyn Filter>, Fault> {
         "lowercase" => Arc::new(transform::Texts(|text| text.to_lowercase())),
         "uppercase" => Arc::new(transform::Texts(|text| text.to_uppercase())),
         "remove_whitespace" => Arc::new(transform::Texts(|text| text::strip(text).to_owned())),
-        "map" => Arc::new(transform::Mapped::read(&keys)?),
-        "regex" => Arc::new(Extract::read(&keys)?),
+        "map" => Arc::new(transform::ValueMap::read(&keys)?),
+        "regex" => Arc::new(RegexExtract::read(&keys)?),
         "multi_choice_regex" => Arc::new(multi_choice::MultiChoice::read(&keys, multi_choice::Choices::Column)?),
         "custom" => custom(&keys)?,
         other => return Err(unknown(entry, other)),
     })
 }
 
-fn custom(keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
+fn custom(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
     let entry = keys.get("filter_fn").ok_or_else(|| keys.fault("the filter custom needs the key `filter_fn`"))?;
     let function = as_function(entry).ok_or_else(|| wrong(entry, "a !function"))?;
     builtin::filter_function(&function)
 }
 
-fn unknown(entry: &Entry, name: &str) -> Fault {
+fn unknown(entry: &Entry, name: &str) -> ConfigError {
     let place = entry.node.place.clone();
     if REFUSED.contains(&name) {
-        return Fault::at(place, format!("filter {name} of lm-eval is not available here"));
+        return ConfigError::at(place, format!("filter {name} of lm-eval is not available here"));
     }
     let near = did_you_mean(name, KNOWN);
-    Fault::at(place, format!("unknown filter {name:?}{near}")).note(format!("known are {}, custom", KNOWN.join(", ")))
+    ConfigError::at(place, format!("unknown filter {name:?}{near}"))
+        .note(format!("known are {}, custom", KNOWN.join(", ")))
 }

@@ -6,17 +6,17 @@ use std::sync::{Arc, LazyLock};
 use fancy_regex::Regex;
 use serde_json::{Map, Value as Json};
 
-use super::regex::{Extract, selected};
+use super::regex::{RegexExtract, selected};
 use super::{Filter, each_text};
-use crate::task::answer::Answer;
-use crate::task::error::Fault;
-use crate::task::keys::Keys;
+use crate::task::error::ConfigError;
+use crate::task::keys::YamlMap;
 use crate::task::python::pattern::{Pattern, escape};
 use crate::task::python::text;
+use crate::task::response_value::ResponseValue;
 
 /// What is taken out of a text before it is searched.
 #[derive(Debug)]
-pub(crate) struct Ignored {
+pub(crate) struct IgnoredText {
     case: bool,
     punctuation: bool,
     patterns: Vec<Pattern>,
@@ -24,9 +24,9 @@ pub(crate) struct Ignored {
 
 /// What the filters of this family share: a pattern, which match of it, and what is ignored.
 #[derive(Debug)]
-pub(crate) struct Family {
-    pub(crate) extract: Extract,
-    pub(crate) ignored: Ignored,
+pub(crate) struct RegexFilterConfig {
+    pub(crate) extract: RegexExtract,
+    pub(crate) ignored: IgnoredText,
 }
 
 /// Where the choices of a document stand.
@@ -41,7 +41,7 @@ pub(super) enum Choices {
 /// The filter `multi_choice_regex`.
 #[derive(Debug)]
 pub(super) struct MultiChoice {
-    family: Family,
+    family: RegexFilterConfig,
     choices: Choices,
 }
 
@@ -49,12 +49,12 @@ const KEYS: [&str; 7] =
     ["function", "regex_pattern", "group_select", "fallback", "ignore_case", "ignore_punctuation", "regexes_to_ignore"];
 
 /// Reads a `multi_choice_regex` filter that finds the choices in the column `input`.
-pub(crate) fn multi_choice_in_input(keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
+pub(crate) fn multi_choice_in_input(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
     Ok(Arc::new(MultiChoice::read(keys, Choices::Input)?))
 }
 
-impl Ignored {
-    pub(crate) fn read(keys: &Keys) -> Result<Self, Fault> {
+impl IgnoredText {
+    pub(crate) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
         let patterns = keys.texts("regexes_to_ignore")?.unwrap_or_default();
         let compile =
             |pattern: &String| Pattern::new(pattern).map_err(|p| keys.fault(format!("regexes_to_ignore: {p}")));
@@ -83,13 +83,13 @@ impl Ignored {
     }
 }
 
-impl Family {
-    pub(crate) fn read(keys: &Keys, pattern: Option<&str>) -> Result<Self, Fault> {
+impl RegexFilterConfig {
+    pub(crate) fn read(keys: &YamlMap, pattern: Option<&str>) -> Result<Self, ConfigError> {
         let extract = match pattern {
-            Some(pattern) => Extract::with_pattern(keys, pattern)?,
-            None => Extract::open(keys)?,
+            Some(pattern) => RegexExtract::with_pattern(keys, pattern)?,
+            None => RegexExtract::open(keys)?,
         };
-        Ok(Self { extract, ignored: Ignored::read(keys)? })
+        Ok(Self { extract, ignored: IgnoredText::read(keys)? })
     }
 
     /// What `pattern` finds in `text`, at the place that is selected; empty for nothing.
@@ -108,9 +108,9 @@ impl Family {
 }
 
 impl MultiChoice {
-    pub(super) fn read(keys: &Keys, choices: Choices) -> Result<Self, Fault> {
+    pub(super) fn read(keys: &YamlMap, choices: Choices) -> Result<Self, ConfigError> {
         keys.only(&KEYS)?;
-        Ok(Self { family: Family::read(keys, None)?, choices })
+        Ok(Self { family: RegexFilterConfig::read(keys, None)?, choices })
     }
 
     /// The choices, each without what is ignored.
@@ -133,7 +133,7 @@ impl MultiChoice {
 }
 
 impl Filter for MultiChoice {
-    fn apply(&self, answers: Answer, doc: &Map<String, Json>) -> Result<Answer, String> {
+    fn apply(&self, answers: ResponseValue, doc: &Map<String, Json>) -> Result<ResponseValue, String> {
         let choices = self.choices(doc)?;
         let letters: Vec<char> = (0..choices.len()).map(letter).collect();
         let mut by_text = HashMap::new();
@@ -156,7 +156,7 @@ impl Filter for MultiChoice {
                 found = self.family.find(&by_letter, text)?;
                 found = if found.is_empty() { found } else { format!("({found})") };
             }
-            Ok(Answer::Text(if found.is_empty() { self.family.extract.fallback.clone() } else { found }))
+            Ok(ResponseValue::Text(if found.is_empty() { self.family.extract.fallback.clone() } else { found }))
         })
     }
 }

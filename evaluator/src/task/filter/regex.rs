@@ -3,15 +3,15 @@
 use serde_json::{Map, Value as Json};
 
 use super::{Filter, each_text};
-use crate::task::answer::Answer;
-use crate::task::error::Fault;
-use crate::task::keys::Keys;
+use crate::task::error::ConfigError;
+use crate::task::keys::YamlMap;
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text;
+use crate::task::response_value::ResponseValue;
 
 /// A pattern, which of its matches is taken, and what stands for none.
 #[derive(Debug)]
-pub(crate) struct Extract {
+pub(crate) struct RegexExtract {
     pub(crate) pattern: Pattern,
     pub(crate) group_select: i64,
     pub(crate) fallback: String,
@@ -19,14 +19,14 @@ pub(crate) struct Extract {
 
 const DEFAULT_PATTERN: &str = r"#### (\-?[0-9\.\,]+)";
 
-impl Extract {
-    pub(super) fn read(keys: &Keys) -> Result<Self, Fault> {
+impl RegexExtract {
+    pub(super) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
         keys.only(&["function", "regex_pattern", "group_select", "fallback"])?;
         Self::open(keys)
     }
 
     /// Takes the pattern from elsewhere and the rest from `keys`.
-    pub(crate) fn with_pattern(keys: &Keys, pattern: &str) -> Result<Self, Fault> {
+    pub(crate) fn with_pattern(keys: &YamlMap, pattern: &str) -> Result<Self, ConfigError> {
         Ok(Self {
             pattern: Pattern::new(pattern).map_err(|problem| keys.fault(format!("regex_pattern: {problem}")))?,
             group_select: keys.integer("group_select")?.unwrap_or(0),
@@ -35,7 +35,7 @@ impl Extract {
     }
 
     /// The pattern of a filter of this family, by its keys.
-    pub(crate) fn open(keys: &Keys) -> Result<Self, Fault> {
+    pub(crate) fn open(keys: &YamlMap) -> Result<Self, ConfigError> {
         let pattern = keys.text("regex_pattern")?;
         Self::with_pattern(keys, pattern.as_deref().unwrap_or(DEFAULT_PATTERN))
     }
@@ -56,9 +56,9 @@ pub(super) fn selected<T>(items: &[T], index: i64) -> Option<&T> {
     usize::try_from(index).ok().and_then(|index| items.get(index))
 }
 
-impl Filter for Extract {
-    fn apply(&self, answers: Answer, _: &Map<String, Json>) -> Result<Answer, String> {
-        each_text(answers, |text| self.extract(text).map(Answer::Text))
+impl Filter for RegexExtract {
+    fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
+        each_text(answers, |text| self.extract(text).map(ResponseValue::Text))
     }
 }
 
@@ -70,7 +70,7 @@ mod tests {
     #[track_caller]
     fn check(pattern: &str, group_select: i64, text: &str, want: &str) {
         let pattern = Pattern::new(pattern).unwrap();
-        let filter = Extract { pattern, group_select, fallback: "[invalid]".into() };
+        let filter = RegexExtract { pattern, group_select, fallback: "[invalid]".into() };
         assert_eq!(filter.extract(text).unwrap(), want);
     }
 

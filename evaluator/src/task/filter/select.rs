@@ -3,9 +3,9 @@
 use serde_json::{Map, Value as Json};
 
 use super::Filter;
-use crate::task::answer::Answer;
-use crate::task::error::Fault;
-use crate::task::keys::Keys;
+use crate::task::error::ConfigError;
+use crate::task::keys::YamlMap;
+use crate::task::response_value::ResponseValue;
 
 /// Takes the first answer.
 #[derive(Debug)]
@@ -22,16 +22,18 @@ pub(super) struct TakeFirstK {
 pub(super) struct MajorityVote;
 
 impl Filter for TakeFirst {
-    fn apply(&self, answers: Answer, _: &Map<String, Json>) -> Result<Answer, String> {
+    fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
         match answers {
-            Answer::Many(answers) => answers.into_iter().next().ok_or_else(|| "there is no answer to take".into()),
+            ResponseValue::Many(answers) => {
+                answers.into_iter().next().ok_or_else(|| "there is no answer to take".into())
+            }
             _ => Err("take_first stands twice".into()),
         }
     }
 }
 
 impl TakeFirstK {
-    pub(super) fn read(keys: &Keys) -> Result<Self, Fault> {
+    pub(super) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
         keys.only(&["function", "k"])?;
         let k = keys.count("k")?.filter(|k| *k > 0);
         Ok(Self { k: k.ok_or_else(|| keys.fault("the filter take_first_k needs the key `k`, from 1 on"))? })
@@ -39,8 +41,10 @@ impl TakeFirstK {
 }
 
 impl Filter for TakeFirstK {
-    fn apply(&self, answers: Answer, _: &Map<String, Json>) -> Result<Answer, String> {
-        let Answer::Many(mut answers) = answers else { return Err("take_first_k stands behind take_first".into()) };
+    fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
+        let ResponseValue::Many(mut answers) = answers else {
+            return Err("take_first_k stands behind take_first".into());
+        };
         if answers.len() < self.k {
             return Err(format!(
                 "{} answers a document are too few for the first {}; raise repeats",
@@ -49,17 +53,17 @@ impl Filter for TakeFirstK {
             ));
         }
         answers.truncate(self.k);
-        Ok(Answer::Many(answers))
+        Ok(ResponseValue::Many(answers))
     }
 }
 
 impl Filter for MajorityVote {
-    fn apply(&self, answers: Answer, _: &Map<String, Json>) -> Result<Answer, String> {
-        let Answer::Many(answers) = answers else { return Err("majority_vote stands behind take_first".into()) };
-        let votes = |answer: &Answer| answers.iter().filter(|other| *other == answer).count();
+    fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
+        let ResponseValue::Many(answers) = answers else { return Err("majority_vote stands behind take_first".into()) };
+        let votes = |answer: &ResponseValue| answers.iter().filter(|other| *other == answer).count();
         let most = answers.iter().map(votes).max().ok_or("there is no answer to vote for")?;
         let winner = answers.iter().find(|answer| votes(answer) == most).cloned();
-        Ok(Answer::Many(winner.into_iter().collect()))
+        Ok(ResponseValue::Many(winner.into_iter().collect()))
     }
 }
 
@@ -68,8 +72,8 @@ impl Filter for MajorityVote {
 mod tests {
     use super::*;
 
-    fn texts(texts: &[&str]) -> Answer {
-        Answer::Many(texts.iter().map(|text| Answer::Text((*text).into())).collect())
+    fn texts(texts: &[&str]) -> ResponseValue {
+        ResponseValue::Many(texts.iter().map(|text| ResponseValue::Text((*text).into())).collect())
     }
 
     #[test]

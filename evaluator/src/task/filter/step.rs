@@ -4,19 +4,22 @@ use std::fmt::Debug;
 
 use serde_json::{Map, Value as Json};
 
-use crate::task::answer::Answer;
+use crate::task::response_value::ResponseValue;
 
-/// A step of a pipeline. It gets all answers to one request: a [`Answer::Many`], until a step takes one of them.
+/// A step of a pipeline. It gets all answers to one request: a [`ResponseValue::Many`], until a step takes one of them.
 pub(crate) trait Filter: Debug + Send + Sync {
-    fn apply(&self, answers: Answer, doc: &Map<String, Json>) -> Result<Answer, String>;
+    fn apply(&self, answers: ResponseValue, doc: &Map<String, Json>) -> Result<ResponseValue, String>;
 }
 
 /// Runs `change` on each text of several answers.
-pub(crate) fn each_text(answers: Answer, change: impl Fn(&str) -> Result<Answer, String>) -> Result<Answer, String> {
+pub(crate) fn each_text(
+    answers: ResponseValue,
+    change: impl Fn(&str) -> Result<ResponseValue, String>,
+) -> Result<ResponseValue, String> {
     match answers {
-        Answer::Many(answers) => {
+        ResponseValue::Many(answers) => {
             let changed = answers.iter().map(|answer| change(answer.text())).collect::<Result<_, _>>()?;
-            Ok(Answer::Many(changed))
+            Ok(ResponseValue::Many(changed))
         }
         _ => Err("it works on lists of texts; put it before take_first".into()),
     }

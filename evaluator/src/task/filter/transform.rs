@@ -3,9 +3,9 @@
 use serde_json::{Map, Value as Json};
 
 use super::{Filter, each_text};
-use crate::task::answer::Answer;
-use crate::task::error::Fault;
-use crate::task::keys::Keys;
+use crate::task::error::ConfigError;
+use crate::task::keys::YamlMap;
+use crate::task::response_value::ResponseValue;
 
 /// Changes texts by a plain function.
 #[derive(Debug)]
@@ -13,19 +13,19 @@ pub(super) struct Texts(pub(super) fn(&str) -> String);
 
 /// Puts a value in the place of each text.
 #[derive(Debug)]
-pub(super) struct Mapped {
+pub(super) struct ValueMap {
     values: Map<String, Json>,
     default: Json,
 }
 
 impl Filter for Texts {
-    fn apply(&self, answers: Answer, _: &Map<String, Json>) -> Result<Answer, String> {
-        each_text(answers, |text| Ok(Answer::Text((self.0)(text))))
+    fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
+        each_text(answers, |text| Ok(ResponseValue::Text((self.0)(text))))
     }
 }
 
-impl Mapped {
-    pub(super) fn read(keys: &Keys) -> Result<Self, Fault> {
+impl ValueMap {
+    pub(super) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
         keys.only(&["function", "mapping_dict", "default_value"])?;
         let values = keys.map("mapping_dict")?.unwrap_or_default();
         let default = keys.get("default_value").map_or(Json::Null, |entry| entry.node.json());
@@ -33,12 +33,12 @@ impl Mapped {
     }
 }
 
-impl Filter for Mapped {
-    fn apply(&self, answers: Answer, _: &Map<String, Json>) -> Result<Answer, String> {
+impl Filter for ValueMap {
+    fn apply(&self, answers: ResponseValue, _: &Map<String, Json>) -> Result<ResponseValue, String> {
         each_text(answers, |text| {
             Ok(match self.values.get(text).unwrap_or(&self.default) {
-                Json::String(text) => Answer::Text(text.clone()),
-                value => Answer::Value(value.clone()),
+                Json::String(text) => ResponseValue::Text(text.clone()),
+                value => ResponseValue::Value(value.clone()),
             })
         })
     }

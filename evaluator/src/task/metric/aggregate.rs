@@ -1,40 +1,40 @@
-//! Aggregations: one number from the values of all documents, also from a resample of them.
+//! Aggregations of per-document metric values.
 
 use super::bleu::BleuCounts;
 use super::chrf::ChrfCounts;
-use super::score::Score;
+use super::score::MetricValue;
 use super::statistic::Statistic;
 
-/// How values become one.
+/// Aggregation of per-document metric values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Aggregation {
-    /// Sum over count.
+    /// Arithmetic mean.
     Mean,
-    /// The upper of the middle values.
+    /// Upper median.
     Median,
-    /// The mean of those that are numbers.
+    /// Mean that skips NaN.
     NanMean,
-    /// e to minus the mean.
+    /// Perplexity: exp(-mean).
     Perplexity,
-    /// e to minus the sum over the sum of weights.
+    /// Weighted perplexity: exp(-sum / sum of weights).
     WeightedPerplexity,
-    /// The same in bits.
+    /// Bits per byte: the negative sum over the sum of weights, divided by ln 2.
     BitsPerByte,
-    /// F1 of the class 1.
+    /// F1 score of class 1.
     F1,
     /// Matthews' correlation coefficient.
     Matthews,
-    /// The mean square of what the probabilities are off.
+    /// Brier score.
     Brier,
-    /// BLEU of the whole.
+    /// Corpus BLEU.
     Bleu,
-    /// chrF of the whole.
+    /// Corpus chrF.
     Chrf,
-    /// chrF++ of the whole.
+    /// Corpus chrF++.
     ChrfWords,
-    /// The mean over all parts of all values.
+    /// Mean over the elements of all list values.
     FlatMean,
-    /// 999, as in lm-eval: there is nothing to aggregate.
+    /// lm-eval's `bypass`: always 999.
     Bypass,
 }
 
@@ -65,13 +65,13 @@ impl Aggregation {
         NAMES.iter().find(|(known, _)| *known == name).map(|(_, aggregation)| *aggregation)
     }
 
-    /// Aggregates.
-    pub(crate) fn of(self, scores: &[Score]) -> Result<f64, String> {
+    /// Returns the aggregate of `scores`.
+    pub(crate) fn of(self, scores: &[MetricValue]) -> Result<f64, String> {
         Ok(self.statistic(scores)?.over(&mut (0..scores.len())))
     }
 
-    /// Prepares values for being aggregated. The error says what a value lacks.
-    pub(crate) fn statistic(self, scores: &[Score]) -> Result<Box<dyn Statistic>, String> {
+    /// Converts values for repeated aggregation. The error names the value of the wrong type.
+    pub(crate) fn statistic(self, scores: &[MetricValue]) -> Result<Box<dyn Statistic>, String> {
         Ok(match self {
             Self::Mean => Box::new(Numbers(numbers(scores)?, |sum, n| sum / n)),
             Self::Perplexity => Box::new(Numbers(numbers(scores)?, |sum, n| (-(sum / n)).exp())),
@@ -130,7 +130,7 @@ impl Statistic for Weighted {
 }
 
 impl Statistic for F1 {
-    /// 2 tp / (2 tp + fp + fn) of the class 1; 0 where nothing is of it.
+    /// F1 of class 1: 2 tp / (2 tp + fp + fn), or 0 if the class is absent.
     fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
         let (mut right, mut either) = (0.0, 0.0);
         for (gold, guess) in picked.map(|i| self.0[i]) {
@@ -154,7 +154,7 @@ impl Statistic for Bypass {
     }
 }
 
-/// The correlation of two classifications: gold and guess, as numbers from 0.
+/// Matthews correlation of gold and predicted class indices.
 struct Matthews {
     values: Vec<(usize, usize)>,
     n_classes: usize,
@@ -188,49 +188,49 @@ impl Statistic for Matthews {
     }
 }
 
-fn numbers(scores: &[Score]) -> Result<Vec<f64>, String> {
-    let number = |score: &Score| score.number().ok_or_else(|| format!("{score:?} is not a number"));
+fn numbers(scores: &[MetricValue]) -> Result<Vec<f64>, String> {
+    let number = |score: &MetricValue| score.number().ok_or_else(|| format!("{score:?} is not a number"));
     scores.iter().map(number).collect()
 }
 
-fn pairs(scores: &[Score]) -> Result<Vec<(f64, f64)>, String> {
-    let pair = |score: &Score| {
+fn pairs(scores: &[MetricValue]) -> Result<Vec<(f64, f64)>, String> {
+    let pair = |score: &MetricValue| {
         let (sum, weight) = score.as_pair()?;
         Some((sum.number()?, weight.number()?))
     };
     scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a number with a weight"))).collect()
 }
 
-fn classes(scores: &[Score]) -> Result<Vec<(i64, i64)>, String> {
-    let pair = |score: &Score| {
+fn classes(scores: &[MetricValue]) -> Result<Vec<(i64, i64)>, String> {
+    let pair = |score: &MetricValue| {
         let (gold, guess) = score.as_pair()?;
         Some((gold.number()? as i64, guess.number()? as i64))
     };
     scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a class and a guess"))).collect()
 }
 
-fn texts(scores: &[Score]) -> Result<Vec<(&str, &str)>, String> {
+fn texts(scores: &[MetricValue]) -> Result<Vec<(&str, &str)>, String> {
     let pair = |score| {
-        let (reference, text) = Score::as_pair(score)?;
+        let (reference, text) = MetricValue::as_pair(score)?;
         Some((reference.as_text()?, text.as_text()?))
     };
     scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a target and a text"))).collect()
 }
 
-/// The sum of each list and its length.
-fn parts(scores: &[Score]) -> Result<Vec<(f64, f64)>, String> {
-    let list = |score: &Score| match score {
-        Score::List(items) => numbers(items).map(|parts| (parts.iter().sum(), parts.len() as f64)),
+/// Sum and length of each list value.
+fn parts(scores: &[MetricValue]) -> Result<Vec<(f64, f64)>, String> {
+    let list = |score: &MetricValue| match score {
+        MetricValue::List(items) => numbers(items).map(|parts| (parts.iter().sum(), parts.len() as f64)),
         other => Err(format!("{other:?} is not a list")),
     };
     scores.iter().map(list).collect()
 }
 
-/// What the probabilities of each document are off, squared and summed.
-fn brier(scores: &[Score]) -> Result<Vec<f64>, String> {
-    let off = |score: &Score| {
+/// Squared error of the class probabilities, summed for each document.
+fn brier(scores: &[MetricValue]) -> Result<Vec<f64>, String> {
+    let off = |score: &MetricValue| {
         let (gold, probabilities) = score.as_pair()?;
-        let (gold, Score::List(probabilities)) = (gold.number()?, probabilities) else { return None };
+        let (gold, MetricValue::List(probabilities)) = (gold.number()?, probabilities) else { return None };
         let probabilities = numbers(probabilities).ok()?;
         let is_class = gold >= 0.0 && (gold as usize) < probabilities.len();
         let target = |i: usize| f64::from(u8::from(i == gold as usize));
@@ -245,11 +245,14 @@ mod tests {
     use super::*;
 
     fn of(aggregation: Aggregation, values: &[f64]) -> f64 {
-        aggregation.of(&values.iter().map(|value| Score::Number(*value)).collect::<Vec<_>>()).unwrap()
+        aggregation.of(&values.iter().map(|value| MetricValue::Number(*value)).collect::<Vec<_>>()).unwrap()
     }
 
-    fn classes(pairs: &[(i64, i64)]) -> Vec<Score> {
-        pairs.iter().map(|(gold, guess)| Score::pair(Score::Count(*gold), Score::Count(*guess))).collect()
+    fn classes(pairs: &[(i64, i64)]) -> Vec<MetricValue> {
+        pairs
+            .iter()
+            .map(|(gold, guess)| MetricValue::pair(MetricValue::Count(*gold), MetricValue::Count(*guess)))
+            .collect()
     }
 
     #[test]
@@ -268,7 +271,7 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_says_so() {
-        assert!(Aggregation::Mean.of(&[Score::Text("a".into())]).unwrap_err().contains("not a number"));
+        assert!(Aggregation::Mean.of(&[MetricValue::Text("a".into())]).unwrap_err().contains("not a number"));
         assert!(Aggregation::Brier.of(&classes(&[(1, 1)])).unwrap_err().contains("probabilities"));
     }
 }

@@ -9,7 +9,7 @@ use crate::task::python::text::{rstrip, words};
 
 const ORDER: usize = 4;
 
-/// What BLEU counts in each pair of texts.
+/// BLEU statistics of each text pair.
 pub(super) struct BleuCounts(Vec<Counts>);
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -21,7 +21,7 @@ struct Counts {
 }
 
 impl BleuCounts {
-    /// Counts in pairs of a reference and a text.
+    /// Counts n-grams of (reference, hypothesis) pairs.
     pub(super) fn new(texts: &[(&str, &str)]) -> Self {
         Self(texts.iter().map(|(reference, text)| Counts::new(reference, text)).collect())
     }
@@ -93,7 +93,7 @@ fn split(text: &str) -> Vec<&str> {
     words(text).collect()
 }
 
-/// mteval-v13a's tokens, with blanks between them.
+/// Tokenizes as mteval-v13a, and joins the tokens with spaces.
 fn tokenize(text: &str) -> String {
     static RULES: LazyLock<[(Pattern, &str); 4]> = LazyLock::new(|| {
         let rule = |pattern| Pattern::new(pattern).expect("the pattern is a constant");
@@ -112,7 +112,7 @@ fn tokenize(text: &str) -> String {
     })
 }
 
-/// A group by its digit, or the blank itself.
+/// Replacement of one rule: a capture group by its digit, or a space.
 fn piece(c: char, groups: &[String]) -> String {
     let group = c.to_digit(10).and_then(|digit| groups.get(digit as usize - 1));
     group.cloned().unwrap_or_else(|| c.to_string())

@@ -9,14 +9,14 @@ use crate::task::python::text::{PUNCTUATION, words};
 const CHARS: usize = 6;
 const BETA_SQUARED: f64 = 4.0;
 
-/// What chrF counts in each pair of texts: for each order the n-grams of the text, of the reference, and of both.
+/// chrF statistics of each text pair: n-gram counts of hypothesis, reference and both, for each order.
 pub(super) struct ChrfCounts {
     counts: Vec<Vec<[f64; 3]>>,
     n_orders: usize,
 }
 
 impl ChrfCounts {
-    /// Counts in pairs of a reference and a text, with words up to `word_order`.
+    /// Counts n-grams of (reference, hypothesis) pairs, with word n-grams up to `word_order`.
     pub(super) fn new(texts: &[(&str, &str)], word_order: usize) -> Self {
         let counts = texts.iter().map(|(reference, text)| pair(reference, text, word_order)).collect();
         Self { counts, n_orders: CHARS + word_order }
@@ -60,7 +60,7 @@ fn pair(reference: &str, text: &str, word_order: usize) -> Vec<[f64; 3]> {
     by_chars.chain(by_words).collect()
 }
 
-/// N-grams of a text, if the reference has any, of the reference, and of both.
+/// Returns n-gram counts of hypothesis, reference and their intersection.
 fn count<T: Eq + Hash>(text: &[T], reference: &[T], n: usize) -> [f64; 3] {
     let n_ngrams = |items: &[T]| (items.len() + 1).saturating_sub(n) as f64;
     let mut known = HashMap::new();
@@ -77,7 +77,7 @@ fn count<T: Eq + Hash>(text: &[T], reference: &[T], n: usize) -> [f64; 3] {
     [if reference.len() < n { 0.0 } else { n_ngrams(text) }, n_ngrams(reference), both]
 }
 
-/// The words, each with a mark of punctuation at one end taken off it.
+/// Splits words, and separates one punctuation mark at either end.
 fn separated(text: &str) -> Vec<&str> {
     let is_mark = |c: char| PUNCTUATION.contains(c);
     let mut all = Vec::new();

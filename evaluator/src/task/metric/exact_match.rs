@@ -1,13 +1,13 @@
-//! `exact_match`: whether a text is the target, once what is to be ignored is taken out of both.
+//! `exact_match`: equality of text and target after removal of ignored patterns.
 
 use std::sync::Arc;
 
-use crate::task::error::Fault;
-use crate::task::keys::Keys;
+use crate::task::error::ConfigError;
+use crate::task::keys::YamlMap;
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::PUNCTUATION;
 
-/// What is ignored.
+/// Options of `exact_match`: ignored patterns, case, punctuation and numbers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ExactMatch {
     patterns: Arc<Vec<Pattern>>,
@@ -19,7 +19,7 @@ pub(crate) struct ExactMatch {
 pub(super) const KEYS: [&str; 4] = ["regexes_to_ignore", "ignore_case", "ignore_punctuation", "ignore_numbers"];
 
 impl ExactMatch {
-    pub(super) fn read(keys: &Keys, others: &[&str]) -> Result<Self, Fault> {
+    pub(super) fn read(keys: &YamlMap, others: &[&str]) -> Result<Self, ConfigError> {
         keys.only(&[others, &KEYS].concat())?;
         let patterns = keys.texts("regexes_to_ignore")?.unwrap_or_default();
         let compile =
@@ -32,7 +32,7 @@ impl ExactMatch {
         })
     }
 
-    /// Whether two texts are one.
+    /// Returns true if both texts are equal after normalization.
     pub(crate) fn is_match(&self, prediction: &str, reference: &str) -> Result<bool, String> {
         Ok(self.reduce(prediction)? == self.reduce(reference)?)
     }

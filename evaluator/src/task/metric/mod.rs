@@ -1,4 +1,4 @@
-//! Metrics: what a document's answers are worth, how that is put together over documents, and how sure it is.
+//! Metrics: per-document values, aggregations and standard errors.
 
 mod aggregate;
 mod bleu;
@@ -11,15 +11,15 @@ mod stderr;
 use candlewick_text::suggestion::did_you_mean;
 
 use super::builtin;
-use super::error::Fault;
+use super::error::ConfigError;
 use super::function::as_function;
-use super::keys::{Keys, wrong};
+use super::keys::{YamlMap, wrong};
 use super::output_type::OutputType;
 use super::yaml::{Entry, Node, Value};
 
 pub(crate) use aggregate::Aggregation;
 pub(crate) use exact_match::ExactMatch;
-pub use score::Score;
+pub use score::MetricValue;
 pub(crate) use stderr::{pooled, stderr, unweighted};
 
 /// A metric of a task.
@@ -31,24 +31,24 @@ pub(crate) struct MetricConfig {
     pub(crate) higher_is_better: bool,
 }
 
-/// How a document's value of a metric is found.
+/// Source of a metric's per-document values.
 #[derive(Clone, Debug)]
 pub(crate) enum Metric {
-    /// By the output type: what it is, is in the name.
+    /// Computed from log-probabilities according to the output type.
     ByName,
-    /// Whether a text is the target.
+    /// Exact match of text and target.
     ExactMatch(ExactMatch),
-    /// Target and text, which only the aggregation compares.
+    /// Pair of target and text, compared by the aggregation (BLEU, chrF).
     Texts,
-    /// By the task's `process_results`.
+    /// Computed by the task's `process_results`.
     Processed,
-    /// By a built-in implementation, which may return several values.
+    /// Computed by a built-in implementation, which may return several values.
     BuiltIn(builtin::GenerationMetric),
-    /// Not at all.
+    /// `bypass`: no value.
     Bypass,
 }
 
-/// A metric that lm-eval registers: its name, what it aggregates by, and which way is up.
+/// Metric registered by lm-eval: name, default aggregation and `higher_is_better`.
 struct Known {
     name: &'static str,
     aggregation: Aggregation,
@@ -80,7 +80,7 @@ const KNOWN: [Known; 16] = [
     known("bypass", Aggregation::Bypass, true, &[]),
 ];
 
-/// What lm-eval registers and this program does not compute, and why.
+/// Metrics of lm-eval that are unsupported, with the reason.
 const REFUSED: [(&str, &str); 3] = [
     ("ter", "translation error rate is not available here; bleu, chrf and chrf++ are"),
     ("likelihood", "lm-eval cannot aggregate it either; use brier_score"),
@@ -96,18 +96,18 @@ const fn known(
     Known { name, aggregation, higher_is_better, outputs }
 }
 
-/// Reads `metric_list`; without one, what lm-eval takes for the output type. A `processed` task finds values by itself.
+/// Reads `metric_list`, or returns lm-eval's defaults for the output type. A `processed` task has `process_results`.
 pub(crate) fn metric_list(
     entry: Option<&Entry>,
     output: OutputType,
     processed: bool,
-) -> Result<Vec<MetricConfig>, Fault> {
+) -> Result<Vec<MetricConfig>, ConfigError> {
     let Some(entry) = entry else { return Ok(usual(output)) };
     let Value::List(items) = &entry.node.value else { return Err(wrong(entry, "a list of metrics")) };
     items.iter().map(|item| metric(item, output, processed)).collect()
 }
 
-/// What `--predict-only` scores: nothing.
+/// Returns the `bypass` metric of `--predict-only`.
 pub(crate) fn bypass() -> MetricConfig {
     let (kind, aggregation) = (Metric::Bypass, Aggregation::Bypass);
     MetricConfig { name: "bypass".into(), kind, aggregation, higher_is_better: true }
@@ -136,8 +136,8 @@ fn usual(output: OutputType) -> Vec<MetricConfig> {
 
 const KEYS: [&str; 4] = ["metric", "aggregation", "higher_is_better", "hf_evaluate"];
 
-fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConfig, Fault> {
-    let keys = Keys::open(node, "a metric")?;
+fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConfig, ConfigError> {
+    let keys = YamlMap::open(node, "a metric")?;
     let entry = keys.get("metric").ok_or_else(|| keys.fault("an entry of metric_list needs the key `metric`"))?;
     let function = as_function(entry);
     // lm-eval's own exact_match is that of the package.
@@ -172,14 +172,14 @@ fn needs(name: &str, key: &str) -> String {
     format!("the metric {name} has no usual {key}; give the key `{key}`")
 }
 
-/// The values come from the task itself; what would change a metric has nothing to change.
-fn unscored(keys: &Keys) -> Result<Metric, Fault> {
+/// Refuses metric options for a task with `process_results`, which ignores them.
+fn unscored(keys: &YamlMap) -> Result<Metric, ConfigError> {
     keys.only(&[&KEYS[..], &exact_match::KEYS].concat())?;
     Ok(Metric::Processed)
 }
 
-fn scored(keys: &Keys, entry: &Entry, name: &str, output: OutputType) -> Result<Metric, Fault> {
-    let refuse = |problem: String| Fault::at(entry.node.place.clone(), problem);
+fn scored(keys: &YamlMap, entry: &Entry, name: &str, output: OutputType) -> Result<Metric, ConfigError> {
+    let refuse = |problem: String| ConfigError::at(entry.node.place.clone(), problem);
     if let Some((_, why)) = REFUSED.iter().find(|(refused, _)| *refused == name) {
         return Err(refuse(format!("metric {name}: {why}")));
     }
@@ -208,13 +208,13 @@ fn scored(keys: &Keys, entry: &Entry, name: &str, output: OutputType) -> Result<
     Ok(Metric::Texts)
 }
 
-/// What a metric that lm-eval registers aggregates by, and whether a higher value is better.
+/// Returns lm-eval's default aggregation and `higher_is_better` of a metric.
 pub(crate) fn usual_aggregation(name: &str) -> Option<(Aggregation, bool)> {
     KNOWN.iter().find(|known| known.name == name).map(|known| (known.aggregation, known.higher_is_better))
 }
 
-/// Reads the aggregation of a metric: a name, or a function that has a built-in implementation.
-fn aggregation(entry: &Entry) -> Result<Aggregation, Fault> {
+/// Reads the aggregation of a metric: a name, or a `!function` with a built-in implementation.
+fn aggregation(entry: &Entry) -> Result<Aggregation, ConfigError> {
     if let Some(function) = as_function(entry) {
         return builtin::aggregation(&function);
     }
@@ -222,7 +222,7 @@ fn aggregation(entry: &Entry) -> Result<Aggregation, Fault> {
     Aggregation::named(name).ok_or_else(|| {
         let names = Aggregation::names();
         let near = did_you_mean(name, names);
-        let fault = Fault::at(entry.node.place.clone(), format!("unknown aggregation {name:?}{near}"));
+        let fault = ConfigError::at(entry.node.place.clone(), format!("unknown aggregation {name:?}{near}"));
         fault.note(format!("known are {}", names.join(", ")))
     })
 }

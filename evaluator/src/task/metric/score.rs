@@ -1,27 +1,27 @@
-//! A document's value of a metric.
+//! Metric values of one document.
 
 use serde::{Serialize, Serializer};
 use serde_json::Value as Json;
 
-/// A value, or the parts that only the aggregation puts together.
+/// Metric value of one document, or the inputs that the aggregation combines.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Score {
-    /// No value.
+pub enum MetricValue {
+    /// Missing value.
     None,
-    /// A number.
+    /// Floating-point number.
     Number(f64),
-    /// A count, or 0 and 1.
+    /// Integer, such as a count or 0 and 1.
     Count(i64),
-    /// A truth value.
+    /// Boolean.
     Flag(bool),
-    /// A text.
+    /// Text.
     Text(String),
-    /// Several.
-    List(Vec<Score>),
+    /// List of values.
+    List(Vec<MetricValue>),
 }
 
-impl Score {
-    /// The value as a number; truth is 1.
+impl MetricValue {
+    /// Returns the value as a number; `true` is 1.
     pub fn number(&self) -> Option<f64> {
         match self {
             Self::Number(value) => Some(*value),
@@ -31,18 +31,18 @@ impl Score {
         }
     }
 
-    /// 1.0 or 0.0.
+    /// Returns 1 for true and 0 for false.
     pub(crate) fn of(is_right: bool) -> Self {
         Self::Number(f64::from(u8::from(is_right)))
     }
 
     /// A pair.
-    pub(crate) fn pair(first: Score, second: Score) -> Self {
+    pub(crate) fn pair(first: MetricValue, second: MetricValue) -> Self {
         Self::List(vec![first, second])
     }
 
-    /// The two of a pair.
-    pub(crate) fn as_pair(&self) -> Option<(&Score, &Score)> {
+    /// Returns the two elements of a pair.
+    pub(crate) fn as_pair(&self) -> Option<(&MetricValue, &MetricValue)> {
         match self {
             Self::List(items) if items.len() == 2 => Some((&items[0], &items[1])),
             _ => None,
@@ -58,8 +58,8 @@ impl Score {
     }
 }
 
-impl From<&Json> for Score {
-    /// A value as a record lists it.
+impl From<&Json> for MetricValue {
+    /// Returns the value as JSON for a sample record.
     fn from(value: &Json) -> Self {
         match value {
             Json::Null => Self::None,
@@ -74,7 +74,7 @@ impl From<&Json> for Score {
     }
 }
 
-impl Serialize for Score {
+impl Serialize for MetricValue {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
             Self::None => serializer.serialize_unit(),

@@ -1,7 +1,7 @@
-//! The interface of aggregations over resamples.
+//! Interface of aggregations over bootstrap resamples.
 
-/// Values in the form in which they are aggregated fast, over and over.
+/// Metric values prepared for repeated aggregation over bootstrap resamples.
 pub(crate) trait Statistic: Sync {
-    /// The aggregate of the values at these places, a place as often as it comes.
+    /// Returns the aggregate of the values at `indices`, with repetition.
     fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64;
 }

@@ -1,18 +1,22 @@
-//! How sure an aggregate is: the error of a mean, the bootstrap with lm-eval's own random stream, and the errors of groups.
+//! Standard errors: of means, by bootstrap with lm-eval's random stream, and of groups.
 
 use rayon::prelude::*;
 
 use super::aggregate::Aggregation;
-use super::score::Score;
-use crate::task::mersenne::Random;
+use super::score::MetricValue;
+use crate::task::python_random::PythonRandom;
 
-/// The resamples that one generator draws.
+/// Bootstrap resamples drawn from one random generator.
 const CHUNK: usize = 1000;
-/// The most resamples of a metric that compares whole corpora of texts.
+/// Maximum bootstrap resamples of a corpus metric (BLEU, chrF).
 const MOST_FOR_TEXTS: usize = 100;
 
-/// The standard error of `aggregation` over `scores`; `None` where lm-eval has "N/A".
-pub(crate) fn stderr(aggregation: Aggregation, scores: &[Score], n_resamples: usize) -> Result<Option<f64>, String> {
+/// Returns the standard error of `aggregation` over `scores`; `None` where lm-eval prints "N/A".
+pub(crate) fn stderr(
+    aggregation: Aggregation,
+    scores: &[MetricValue],
+    n_resamples: usize,
+) -> Result<Option<f64>, String> {
     use Aggregation as A;
     if n_resamples == 0 || scores.len() < 2 {
         return Ok(None);
@@ -26,40 +30,40 @@ pub(crate) fn stderr(aggregation: Aggregation, scores: &[Score], n_resamples: us
     bootstrap(aggregation, scores, n_resamples).map(Some)
 }
 
-fn of_mean(scores: &[Score]) -> Result<f64, String> {
-    let numbers: Option<Vec<f64>> = scores.iter().map(Score::number).collect();
+fn of_mean(scores: &[MetricValue]) -> Result<f64, String> {
+    let numbers: Option<Vec<f64>> = scores.iter().map(MetricValue::number).collect();
     let numbers = numbers.ok_or("a value is not a number")?;
     Ok(deviation(&numbers) / (numbers.len() as f64).sqrt())
 }
 
-/// The deviation of a sample.
+/// Returns the sample standard deviation.
 fn deviation(numbers: &[f64]) -> f64 {
     let n = numbers.len() as f64;
     let mean = numbers.iter().sum::<f64>() / n;
     (numbers.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (n - 1.0)).sqrt()
 }
 
-/// The deviation over resamples. Chunk i draws from CPython's generator of seed i, so any number of threads gives the same.
-fn bootstrap(aggregation: Aggregation, scores: &[Score], n_resamples: usize) -> Result<f64, String> {
+/// Returns the standard deviation over bootstrap resamples. Chunk i is seeded with i, so the result is independent of the thread count.
+fn bootstrap(aggregation: Aggregation, scores: &[MetricValue], n_resamples: usize) -> Result<f64, String> {
     let statistic = aggregation.statistic(scores)?;
     let (chunk, n) = (n_resamples.min(CHUNK), scores.len());
-    let resample = |random: &mut Random| statistic.over(&mut (0..n).map(|_| random.choice(n)));
+    let resample = |random: &mut PythonRandom| statistic.over(&mut (0..n).map(|_| random.choice(n)));
     let draw = |seed: usize| {
-        let mut random = Random::new(seed as u64);
+        let mut random = PythonRandom::new(seed as u64);
         (0..chunk).map(|_| resample(&mut random)).collect::<Vec<f64>>()
     };
     let drawn: Vec<Vec<f64>> = (0..n_resamples / chunk).into_par_iter().map(draw).collect();
     Ok(deviation(&drawn.concat()))
 }
 
-/// The error of a mean over tasks that is weighted by their sizes.
+/// Returns the pooled standard error of a mean weighted by task sizes.
 pub(crate) fn pooled(stderrs: &[f64], sizes: &[usize]) -> f64 {
     let term = |(stderr, size): (&f64, &usize)| (*size as f64 - 1.0) * stderr.powi(2) * *size as f64;
     let (sum, n): (f64, usize) = (stderrs.iter().zip(sizes).map(term).sum(), sizes.iter().sum());
     (sum / (n as f64 - sizes.len() as f64) / n as f64).sqrt()
 }
 
-/// The error of a plain mean over tasks.
+/// Returns the standard error of an unweighted mean over tasks.
 pub(crate) fn unweighted(stderrs: &[f64]) -> f64 {
     stderrs.iter().map(|stderr| stderr.powi(2)).sum::<f64>().sqrt() / stderrs.len() as f64
 }

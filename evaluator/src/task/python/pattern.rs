@@ -21,7 +21,7 @@ pub(crate) struct Flags {
 
 /// A match: where it is, and its groups from the first on, empty where they took no part.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Found {
+pub(crate) struct PatternMatch {
     pub(crate) start: usize,
     pub(crate) end: usize,
     pub(crate) groups: Vec<String>,
@@ -45,7 +45,7 @@ impl Pattern {
     }
 
     /// All matches, in Python's order: an empty one may stand right behind another match.
-    pub(crate) fn find_all(&self, text: &str) -> Result<Vec<Found>, String> {
+    pub(crate) fn find_all(&self, text: &str) -> Result<Vec<PatternMatch>, String> {
         let mut all = Vec::new();
         let (mut from, mut empty_at) = (0, None);
         while let Some(found) = self.find_from(text, from)? {
@@ -63,7 +63,7 @@ impl Pattern {
     }
 
     /// What `re.findall` returns for each match: the match, its group, or its groups.
-    pub(crate) fn texts<'a>(&self, text: &'a str, found: &'a Found) -> Vec<&'a str> {
+    pub(crate) fn texts<'a>(&self, text: &'a str, found: &'a PatternMatch) -> Vec<&'a str> {
         match self.n_groups {
             0 => vec![&text[found.start..found.end]],
             _ => found.groups.iter().map(String::as_str).collect(),
@@ -76,7 +76,7 @@ impl Pattern {
     }
 
     /// `re.sub` with what `with` makes of each match.
-    pub(crate) fn replace(&self, text: &str, with: impl Fn(&Found) -> String) -> Result<String, String> {
+    pub(crate) fn replace(&self, text: &str, with: impl Fn(&PatternMatch) -> String) -> Result<String, String> {
         let (mut out, mut at) = (String::new(), 0);
         for found in self.find_all(text)? {
             out.push_str(&text[at..found.start]);
@@ -103,13 +103,13 @@ impl Pattern {
         Ok(parts)
     }
 
-    fn find_from(&self, text: &str, from: usize) -> Result<Option<Found>, String> {
+    fn find_from(&self, text: &str, from: usize) -> Result<Option<PatternMatch>, String> {
         let captures = self.regex.captures_from_pos(text, from).map_err(|error| error.to_string())?;
         let Some(captures) = captures else { return Ok(None) };
         let Some(whole) = captures.get(0) else { return Ok(None) };
         let group = |i| captures.get(i).map_or(String::new(), |group| group.as_str().to_owned());
         let groups = (1..=self.n_groups).map(group).collect();
-        Ok(Some(Found { start: whole.start(), end: whole.end(), groups }))
+        Ok(Some(PatternMatch { start: whole.start(), end: whole.end(), groups }))
     }
 }
 

@@ -6,7 +6,7 @@ use candlewick_comm::{Engine, Host};
 use candlewick_model::{Config, ModelError};
 use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
 use candlewick_text::hub::{Contents, Hub, HubError, HubSettings, LocalModel, ModelPart, local_model};
-use evaluator::task::{OutputType, Registry, TaskConfig};
+use evaluator::task::{OutputType, TaskConfig, TaskRegistry};
 
 use super::TempDir;
 use crate::estimate::Capacity;
@@ -136,7 +136,7 @@ impl Known {
 fn tasks_generate(loaded: &Loaded) -> bool {
     let eval = &loaded.recipe.eval;
     let include_path: Vec<PathBuf> = eval.include_path.iter().map(PathBuf::from).collect();
-    let select = || Registry::load(&include_path)?.select(&eval.tasks.join(","));
+    let select = || TaskRegistry::load(&include_path)?.select(&eval.tasks.join(","));
     let writes = |task: &TaskConfig| task.output_type == OutputType::GenerateUntil;
     !eval.tasks.is_empty() && select().is_ok_and(|selection| selection.tasks.iter().any(writes))
 }

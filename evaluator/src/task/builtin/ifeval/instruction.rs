@@ -2,20 +2,20 @@
 
 use serde_json::{Map, Value as Json};
 
-use super::language::{Spoken, is_in};
+use super::language::{LanguageMatch, is_in};
 use super::{sentences, tokens};
 use crate::task::python::pattern::{Flags, Pattern};
 use crate::task::python::text::{is_lower, is_upper, strip, words};
 
 /// What an instruction was given; a key that is missing, null, 0 or empty was not.
-struct Given<'a> {
+struct InstructionArgs<'a> {
     name: &'a str,
     kwargs: &'a Map<String, Json>,
 }
 
 /// Whether `text` follows the instruction of this name.
 pub(super) fn follows(name: &str, kwargs: &Map<String, Json>, text: &str) -> Result<bool, String> {
-    let given = Given { name, kwargs };
+    let given = InstructionArgs { name, kwargs };
     match name {
         "keywords:existence" => given.all_found(text, "keywords", false),
         "keywords:forbidden_words" => given.none_found(text),
@@ -27,7 +27,7 @@ pub(super) fn follows(name: &str, kwargs: &Map<String, Json>, text: &str) -> Res
             let letter = given.text("letter")?.to_lowercase();
             given.compare(text.to_lowercase().matches(&letter).count(), "let_frequency", "let_relation")
         }
-        "language:response_language" => Ok(is_in(given.text("language")?, text) != Spoken::No),
+        "language:response_language" => Ok(is_in(given.text("language")?, text) != LanguageMatch::No),
         "length_constraints:number_sentences" => given.compare(sentences::count(text), "num_sentences", "relation"),
         "length_constraints:number_words" => given.compare(count(r"\w+", text, PLAIN)?, "num_words", "relation"),
         "length_constraints:number_paragraphs" => paragraphs(text, given.count("num_paragraphs")?),
@@ -68,8 +68,8 @@ pub(super) fn follows(name: &str, kwargs: &Map<String, Json>, text: &str) -> Res
             let n_capital = tokens::of(text).iter().filter(|token| is_upper(token)).count();
             given.compare(n_capital, "capital_frequency", "capital_relation")
         }
-        "change_case:english_capital" => Ok(is_upper(text) && is_in("en", text) != Spoken::No),
-        "change_case:english_lowercase" => Ok(is_lower(text) && is_in("en", text) != Spoken::No),
+        "change_case:english_capital" => Ok(is_upper(text) && is_in("en", text) != LanguageMatch::No),
+        "change_case:english_lowercase" => Ok(is_lower(text) && is_in("en", text) != LanguageMatch::No),
         "punctuation:no_comma" => Ok(!text.contains(',')),
         other => Err(format!("the instruction {other:?} is not one of IFEval's")),
     }
@@ -80,7 +80,7 @@ const LINES: Flags = Flags { ignore_case: false, multi_line: true };
 const IGNORE_CASE: Flags = Flags { ignore_case: true, multi_line: false };
 const OPTIONS: [&str; 3] = ["My answer is yes.", "My answer is no.", "My answer is maybe."];
 
-impl<'a> Given<'a> {
+impl<'a> InstructionArgs<'a> {
     fn get(&self, key: &str) -> Result<&'a Json, String> {
         let is_given = |value: &&Json| match value {
             Json::Null => false,

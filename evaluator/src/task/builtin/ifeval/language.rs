@@ -4,7 +4,7 @@ use whatlang::Lang;
 
 /// Whether a text is in a language.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Spoken {
+pub(super) enum LanguageMatch {
     /// It is.
     Yes,
     /// It is in another.
@@ -47,10 +47,10 @@ const LANGUAGES: [(&str, Lang); 29] = [
 ];
 
 /// Whether `text` is in the language of this code. Swahili, which whatlang does not know, is never found.
-pub(super) fn is_in(code: &str, text: &str) -> Spoken {
-    let Some(found) = whatlang::detect_lang(text) else { return Spoken::Untold };
+pub(super) fn is_in(code: &str, text: &str) -> LanguageMatch {
+    let Some(found) = whatlang::detect_lang(text) else { return LanguageMatch::Untold };
     let wanted = LANGUAGES.iter().find(|(known, _)| *known == code).map(|(_, language)| *language);
-    if wanted == Some(found) { Spoken::Yes } else { Spoken::No }
+    if wanted == Some(found) { LanguageMatch::Yes } else { LanguageMatch::No }
 }
 
 #[cfg(test)]
@@ -60,9 +60,9 @@ mod tests {
     #[test]
     fn languages_are_told_apart() {
         let english = "The quick brown fox jumps over the lazy dog, and nobody in the village was surprised.";
-        assert_eq!(is_in("en", english), Spoken::Yes);
-        assert_eq!(is_in("de", english), Spoken::No);
-        assert_eq!(is_in("ko", "안녕하세요, 만나서 반갑습니다. 오늘 날씨가 좋네요."), Spoken::Yes);
-        assert_eq!(is_in("en", "123 456"), Spoken::Untold);
+        assert_eq!(is_in("en", english), LanguageMatch::Yes);
+        assert_eq!(is_in("de", english), LanguageMatch::No);
+        assert_eq!(is_in("ko", "안녕하세요, 만나서 반갑습니다. 오늘 날씨가 좋네요."), LanguageMatch::Yes);
+        assert_eq!(is_in("en", "123 456"), LanguageMatch::Untold);
     }
 }

@@ -10,21 +10,21 @@ use serde_json::{Map, Value as Json};
 
 use self::instruction::follows;
 use super::{BuiltIn, Doc};
-use crate::task::answer::Answer;
-use crate::task::metric::{Aggregation, Score};
+use crate::task::metric::{Aggregation, MetricValue};
 use crate::task::python::text::strip;
+use crate::task::response_value::ResponseValue;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
     ("ifeval/utils.process_results", BuiltIn::Results(results)),
     ("ifeval/utils.agg_inst_level_acc", BuiltIn::Aggregation(Aggregation::FlatMean)),
 ];
 
-fn results(doc: &Doc, answers: &[Answer]) -> Result<Vec<(String, Score)>, String> {
-    let said = answers.first().map_or("", Answer::text);
+fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricValue)>, String> {
+    let said = answers.first().map_or("", ResponseValue::text);
     let strict = followed(doc, &[said.to_owned()])?;
     let loose = followed(doc, &loosened(said))?;
-    let all = |list: &[bool]| Score::Flag(list.iter().all(|followed| *followed));
-    let each = |list: &[bool]| Score::List(list.iter().map(|followed| Score::Flag(*followed)).collect());
+    let all = |list: &[bool]| MetricValue::Flag(list.iter().all(|followed| *followed));
+    let each = |list: &[bool]| MetricValue::List(list.iter().map(|followed| MetricValue::Flag(*followed)).collect());
     Ok(vec![
         ("prompt_level_strict_acc".into(), all(&strict)),
         ("inst_level_strict_acc".into(), each(&strict)),

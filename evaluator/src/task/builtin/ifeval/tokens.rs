@@ -14,7 +14,7 @@ pub(super) fn of(text: &str) -> Vec<String> {
         SPLITS.iter().map(rule).collect()
     });
     let spaced = RULES.iter().fold(format!(" {text} "), |text, (pattern, write)| {
-        let piece = |found: &crate::task::python::pattern::Found| {
+        let piece = |found: &crate::task::python::pattern::PatternMatch| {
             found
                 .groups
                 .iter()

@@ -1,0 +1,136 @@
+//! Rows of a data set, rendered for a held-out loss, with their oddities counted.
+
+use anyhow::{Result, anyhow};
+use candlewick_text::findings::Finding;
+use candlewick_text::render::Sample;
+
+use candlewick_runtime::exit::ExitCode;
+
+/// The oddities that are errors or warnings, in the order of the warnings.
+const FINDINGS: [Finding; 5] = [
+    Finding::ToolDefinitionsNotRendered,
+    Finding::ReasoningNotRendered,
+    Finding::EmptyAnswer,
+    Finding::MergedBoundary,
+    Finding::UnknownRole,
+];
+
+/// Rendered rows.
+#[derive(Debug, Default)]
+pub(super) struct EvalLossRows {
+    /// Sequences with targets, each with the place of its row.
+    pub(super) sequences: Vec<(String, Sample)>,
+    /// The number of rows with a sequence.
+    pub(super) n_rows: usize,
+    n_read: usize,
+    found: [Found; FINDINGS.len()],
+    without_targets: Found,
+    unrendered: Found,
+}
+
+/// The number of rows with an oddity, and the place of the first.
+#[derive(Clone, Debug, Default)]
+struct Found {
+    n_rows: usize,
+    first: String,
+}
+
+impl EvalLossRows {
+    /// Adds a row and the sequences that it is cut into. Sequences without targets are left out.
+    pub(super) fn add(&mut self, place: String, whole: &Sample, sequences: Vec<Sample>) {
+        self.n_read += 1;
+        for (finding, found) in FINDINGS.into_iter().zip(&mut self.found) {
+            found.count_if(whole.findings.contains(finding), &place);
+        }
+        self.unrendered.count_if(whole.findings.contains(Finding::AnswerNotRendered), &place);
+        self.without_targets.count_if(!has_targets(whole), &place);
+        let n_before = self.sequences.len();
+        let with_targets = sequences.into_iter().filter(has_targets);
+        self.sequences.extend(with_targets.map(|sequence| (place.clone(), sequence)));
+        self.n_rows += usize::from(self.sequences.len() > n_before);
+    }
+
+    /// Refuses rows with tool calls that the chat template does not render, as training does.
+    pub(super) fn refuse_unrendered(&self, template: &str) -> Result<()> {
+        let Found { n_rows, first } = &self.unrendered;
+        if *n_rows == 0 {
+            return Ok(());
+        }
+        let what = Finding::AnswerNotRendered.describe(template);
+        let problem = format!(
+            "failed to render {n_rows} of {} rows: they {what}, the first at {first}; use a chat template that prints \
+             `tool_calls`, or remove these rows",
+            self.n_read
+        );
+        Err(anyhow!(problem).context(ExitCode::Data))
+    }
+
+    /// Returns one warning for each oddity, with its count and first row.
+    pub(super) fn warnings(&self, template: &str) -> Vec<String> {
+        let described = FINDINGS.iter().map(|finding| finding.describe(template));
+        let found = described.zip(&self.found);
+        let all = found.chain([("have no targets and are left out".to_owned(), &self.without_targets)]);
+        let warning = |(what, Found { n_rows, first }): (String, &Found)| {
+            (*n_rows > 0).then(|| format!("warning: {n_rows} of {} rows {what}, the first at {first}", self.n_read))
+        };
+        all.filter_map(warning).collect()
+    }
+}
+
+impl Found {
+    fn count_if(&mut self, is_found: bool, place: &str) {
+        if is_found && self.n_rows == 0 {
+            place.clone_into(&mut self.first);
+        }
+        self.n_rows += usize::from(is_found);
+    }
+}
+
+/// Returns true if a token after the first is a target: nothing predicts the first.
+fn has_targets(sample: &Sample) -> bool {
+    sample.is_target.iter().skip(1).any(|is_target| *is_target)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample(is_target: &[bool], finding: Option<Finding>) -> Sample {
+        let mut sample = Sample { ids: vec![1; is_target.len()], is_target: is_target.into(), ..Sample::default() };
+        if let Some(finding) = finding {
+            sample.findings.insert(finding);
+        }
+        sample
+    }
+
+    #[test]
+    fn oddities_of_rows_are_counted_and_the_first_is_named() {
+        let mut rows = EvalLossRows::default();
+        let all = [
+            sample(&[false, true], None),
+            sample(&[true, false], Some(Finding::EmptyAnswer)),
+            sample(&[false, false], Some(Finding::EmptyAnswer)),
+        ];
+        for (i, sample) in all.iter().enumerate() {
+            rows.add(format!("a:{i}"), sample, vec![sample.clone()]);
+        }
+        assert_eq!((rows.n_rows, rows.sequences.len()), (1, 1));
+        let warnings = [
+            "warning: 2 of 3 rows hold an empty answer, the first at a:1",
+            "warning: 2 of 3 rows have no targets and are left out, the first at a:1",
+        ];
+        assert_eq!(rows.warnings("chat template x"), warnings);
+        assert!(rows.refuse_unrendered("chat template x").is_ok());
+    }
+
+    #[test]
+    fn tool_calls_that_are_not_rendered_are_refused() {
+        let mut rows = EvalLossRows::default();
+        let whole = sample(&[false, true], Some(Finding::AnswerNotRendered));
+        rows.add("a:7".into(), &whole, vec![whole.clone()]);
+        let said = rows.refuse_unrendered("chat template x").map_err(|error| format!("{error:#}")).err();
+        assert!(
+            said.is_some_and(|said| said.contains("tool calls that chat template x does not render, the first at a:7"))
+        );
+    }
+}

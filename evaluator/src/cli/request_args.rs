@@ -1,0 +1,118 @@
+//! How requests are answered, as options that commands have in common.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use candlewick_inference::answer::stop::ThinkEnd;
+use candlewick_inference::answer::{BackendSettings, RequestProgress};
+use candlewick_inference::parallel_config::ParallelConfig;
+use candlewick_inference::ranks::EvalRanks;
+use candlewick_runtime::progress::ProgressLines;
+
+#[derive(Clone, Debug, Args)]
+pub(super) struct RequestArgs {
+    /// Sequences per forward pass, or auto. Results do not depend on it
+    #[arg(long, short, alias = "batch_size", default_value = "auto", value_parser = batch_size)]
+    batch_size: BatchSize,
+    /// Maximum context length in tokens [default: the model's]
+    #[arg(long, alias = "max_length", value_name = "N", value_parser = at_least_one)]
+    pub(super) max_length: Option<usize>,
+    /// Maximum number of generated tokens, if the request or task sets none
+    #[arg(long, alias = "max_gen_toks", value_name = "N", default_value_t = 256)]
+    max_gen_toks: usize,
+    /// Prepend BOS to texts [default: as the tokenizer]
+    #[arg(long, alias = "add_bos_token", value_name = "BOOL")]
+    pub(super) add_bos_token: Option<bool>,
+    /// Maximum sequences per forward pass with --batch-size auto
+    #[arg(long, alias = "max_batch_size", value_name = "N", value_parser = at_least_one)]
+    max_batch_size: Option<usize>,
+    /// What ends a model's thinking, as text or token id: only what is generated behind it is the answer, and only there do
+    /// stops count
+    #[arg(long, alias = "think_end_token", value_name = "TOKEN")]
+    pub(super) think_end_token: Option<String>,
+}
+
+/// Options of tensor, pipeline and ZeRO parallelism.
+#[derive(Clone, Debug, Args)]
+pub(super) struct ParallelArgs {
+    /// Tensor-parallel size
+    #[arg(long, alias = "tensor_parallel_size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
+    tensor_parallel_size: usize,
+    /// Pipeline-parallel size
+    #[arg(long, alias = "pipeline_parallel_size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
+    pipeline_parallel_size: usize,
+    /// ZeRO stage: 3 shards the weights over all ranks, 0 replicates them
+    #[arg(long, alias = "zero_stage", value_name = "STAGE", default_value = "0", value_parser = ["0", "3"])]
+    zero_stage: String,
+}
+
+impl ParallelArgs {
+    pub(super) fn config(&self) -> ParallelConfig {
+        let Self { tensor_parallel_size: tensor, pipeline_parallel_size: stages, .. } = *self;
+        ParallelConfig { tensor_parallel: tensor, pipeline_parallel: stages, zero3: self.zero_stage == "3" }
+    }
+}
+
+/// Sequences of a forward; `None` for as many as are good.
+#[derive(Clone, Copy, Debug)]
+struct BatchSize(Option<usize>);
+
+fn batch_size(text: &str) -> Result<BatchSize, String> {
+    // lm-eval's auto:N looks for the size N times.
+    match text.split_once(':').map_or(text, |(auto, _)| auto) {
+        "auto" => Ok(BatchSize(None)),
+        _ => at_least_one(text).map(|n| BatchSize(Some(n))).map_err(|_| "expected auto or a number, at least 1".into()),
+    }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number, at least 1".into())
+}
+
+impl RequestArgs {
+    /// What the options say, with what is sampled seeded by `seed` and answers kept in `log`.
+    pub(super) fn settings(&self, seed: u64, log: Option<PathBuf>) -> BackendSettings {
+        let Self { batch_size, max_length, max_gen_toks, add_bos_token, max_batch_size, .. } = *self;
+        if batch_size.0.is_some() && max_batch_size.is_some() {
+            tracing::warn!("--max-batch-size has no effect: --batch-size says how many");
+        }
+        BackendSettings {
+            max_length,
+            max_gen_toks,
+            add_bos: add_bos_token,
+            batch_size: batch_size.0,
+            max_batch_size,
+            think_end: self.think_end_token.as_deref().map(ThinkEnd::read),
+            seed,
+            cache_folder: log,
+        }
+    }
+
+    /// The batch size as it was given.
+    pub(super) fn batch_size(&self) -> String {
+        self.batch_size.0.map_or_else(|| "auto".to_owned(), |n| n.to_string())
+    }
+}
+
+/// Shows the progress of the first rank: a bar where stderr is a terminal, else a line from time to time.
+pub(super) fn progress_reporter(ranks: &EvalRanks) -> impl FnMut(RequestProgress) + use<> {
+    const BAR: &str = "answers {wide_bar} {pos}/{len} {per_sec} {eta}";
+    let is_first = ranks.process.is_first();
+    let target = if is_first { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+    let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let bar = ProgressBar::with_draw_target(Some(0), target).with_style(style);
+    bar.enable_steady_tick(Duration::from_secs(1));
+    let mut lines = is_first.then(|| ProgressLines::on_stderr("evaluate", "requests")).flatten();
+    move |RequestProgress { n_done, n_all }| {
+        bar.set_length(n_all as u64);
+        bar.set_position(n_done as u64);
+        lines.iter().for_each(|lines| lines.set(n_done, n_all));
+        if n_done == n_all {
+            bar.finish_and_clear();
+            lines = None;
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! Evaluation of tasks: instances, requests, scores and results. Used by `evaluator run` and by the trainer.
+
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+
+use anyhow::{Result, ensure};
+use serde_json::{Value as Json, json};
+
+use crate::results::{Results, TaskRun, assemble};
+use crate::task::{Instance, OutputType, PromptOptions, Task, TaskGroup};
+use candlewick_inference::answer::{LmBackend, RequestOutput, UnscorableRequests};
+use candlewick_inference::request::{Request, Response};
+
+/// Tasks with their instances: requests to a model, scores and results.
+pub struct Evaluation<'a> {
+    tasks: Vec<Task>,
+    groups: Vec<TaskGroup>,
+    /// One entry for each task.
+    options: Vec<PromptOptions<'a>>,
+    /// One entry for each task.
+    instances: Vec<Vec<Instance>>,
+}
+
+impl<'a> Evaluation<'a> {
+    /// Builds all instances. `options` holds one entry for each task; `groups` are the scored groups.
+    pub fn new(tasks: Vec<Task>, groups: Vec<TaskGroup>, options: Vec<PromptOptions<'a>>) -> Result<Self> {
+        let instances = tasks.iter().zip(&options).map(|(task, options)| Ok(task.instances(options)?));
+        let instances = instances.collect::<Result<Vec<Vec<Instance>>>>()?;
+        Ok(Self { tasks, groups, options, instances })
+    }
+
+    /// Returns a warning for each of the tasks' `generation_kwargs` without effect.
+    pub fn warnings(&self) -> Vec<String> {
+        let of_task = |(task, options): (&Task, &PromptOptions)| {
+            let name = task.config().task.clone();
+            let said = crate::task::ignored_kwargs(&task.generation_kwargs(options));
+            said.into_iter().map(move |said| format!("{name}: generation_kwargs: {said}"))
+        };
+        let generates = |(task, _): &(&Task, &PromptOptions)| task.config().output_type == OutputType::GenerateUntil;
+        self.tasks.iter().zip(&self.options).filter(generates).flat_map(of_task).collect()
+    }
+
+    /// Describes the data of each task, as `arc_easy: test = data/arc_easy_test.jsonl (2376 documents)`.
+    pub fn data(&self) -> impl Iterator<Item = String> {
+        self.tasks.iter().map(|task| format!("{}: {}", task.config().task, task.data()))
+    }
+
+    /// Returns a note for each task whose few-shot examples come from the evaluated split.
+    pub fn fewshot_notes(&self) -> impl Iterator<Item = String> {
+        let note = |task: &Task| Some(format!("{}: {}", task.config().task, task.data().fewshot_note()?));
+        self.tasks.iter().filter_map(note)
+    }
+
+    /// Returns the prompt and target of each task's first document.
+    pub fn first(&self) -> impl Iterator<Item = String> {
+        self.tasks.iter().zip(&self.instances).filter_map(|(task, instances)| {
+            let Instance { doc_id, request, .. } = instances.first()?;
+            let name = &task.config().task;
+            let target = task.target(*doc_id).ok()?;
+            Some(format!("{name}: document {doc_id}; prompt:\n{}\n{name}: target: {target}", request.context()))
+        })
+    }
+
+    /// Returns all requests, task by task.
+    pub fn requests(&self) -> Vec<Request> {
+        self.instances.iter().flatten().map(|instance| instance.request.clone()).collect()
+    }
+
+    /// Runs [`Evaluation::requests`] and returns one response each. A document without tokens to
+    /// score is skipped: its responses are `None`. With `compat` it is an error, as in lm-eval.
+    pub fn run_requests(&self, answers: &mut dyn LmBackend) -> Result<Vec<Option<RequestOutput>>> {
+        let requests = self.requests();
+        let unscorable = match answers.answer(&requests) {
+            Ok(answered) => return Ok(answered.into_iter().map(Some).collect()),
+            Err(error) => error.downcast::<UnscorableRequests>()?,
+        };
+        let is_left_out = self.left_out(&unscorable)?;
+        let open = requests.into_iter().zip(&is_left_out).filter(|(_, is_left_out)| !**is_left_out);
+        let mut answered = answers.answer(&open.map(|(request, _)| request).collect::<Vec<_>>())?.into_iter();
+        Ok(is_left_out.into_iter().map(|is_left_out| if is_left_out { None } else { answered.next() }).collect())
+    }
+
+    /// Returns true for each request whose document is skipped.
+    fn left_out(&self, unscorable: &UnscorableRequests) -> Result<Vec<bool>> {
+        let (mut all, mut n_before) = (Vec::new(), 0);
+        for ((task, options), instances) in self.tasks.iter().zip(&self.options).zip(&self.instances) {
+            let own = unscorable.requests.iter().filter_map(|request| instances.get(request.checked_sub(n_before)?));
+            let docs: BTreeSet<usize> = own.map(|instance| instance.doc_id).collect();
+            if let Some(first) = docs.first().filter(|_| options.compat) {
+                return Err(task.blame(*first, unscorable.why.to_string()).into());
+            }
+            all.extend(instances.iter().map(|instance| docs.contains(&instance.doc_id)));
+            n_before += instances.len();
+        }
+        Ok(all)
+    }
+
+    /// Scores the responses of [`Evaluation::run_requests`], and calls `scored` after each task. Standard errors are
+    /// estimated from `n_resamples` bootstrap resamples.
+    pub fn score(
+        &self,
+        answered: &[Option<RequestOutput>],
+        n_resamples: usize,
+        mut scored: impl FnMut(&TaskRun) -> Result<()>,
+    ) -> Result<Vec<TaskRun>> {
+        let mut runs = Vec::new();
+        for (task, options, instances, own) in self.each(answered)? {
+            let responses: Vec<Response> = own.iter().map(|answered| answered.response.clone()).collect();
+            let scores = task.score(options, &instances, &responses, n_resamples)?;
+            let run = TaskRun {
+                config: task.config().clone(),
+                num_fewshot: task.num_fewshot(options),
+                generation_kwargs: task.generation_kwargs(options),
+                scores,
+            };
+            scored(&run)?;
+            runs.push(run);
+        }
+        Ok(runs)
+    }
+
+    /// Assembles the results, and counts the truncated documents.
+    pub fn results(&self, runs: &[TaskRun], answered: &[Option<RequestOutput>]) -> Result<Results> {
+        let mut results = assemble(runs, &self.groups);
+        for (task, _, instances, own) in self.each(answered)? {
+            let (name, n) = (&task.config().task, n_truncated(&instances, &own));
+            results.data.insert(name.clone(), json!(task.data()));
+            if n > 0 {
+                tracing::warn!("{name}: {n} documents were truncated: the model's context is shorter");
+            }
+            if let Some(Json::Object(counts)) = results.n_samples.get_mut(name) {
+                counts.insert("truncated".into(), json!(n));
+            }
+        }
+        Ok(results)
+    }
+
+    /// Each task with its options, those of its requests that have an answer, and the answers.
+    #[allow(clippy::type_complexity, reason = "the parts are named where they are taken apart")]
+    fn each<'s>(
+        &'s self,
+        mut answered: &'s [Option<RequestOutput>],
+    ) -> Result<Vec<(&'s Task, &'s PromptOptions<'a>, Cow<'s, [Instance]>, Vec<&'s RequestOutput>)>> {
+        let n_asked: usize = self.instances.iter().map(Vec::len).sum();
+        ensure!(answered.len() == n_asked, "failed to score: {} answers to {n_asked} requests", answered.len());
+        let each = self.tasks.iter().zip(&self.options).zip(&self.instances).map(|((task, options), instances)| {
+            let (own, others) = answered.split_at(instances.len());
+            answered = others;
+            let answers: Vec<&RequestOutput> = own.iter().flatten().collect();
+            let with_answer = || instances.iter().zip(own).filter(|(_, own)| own.is_some());
+            let instances = match answers.len() == instances.len() {
+                true => Cow::Borrowed(instances.as_slice()),
+                false => with_answer().map(|(instance, _)| instance.clone()).collect(),
+            };
+            (task, options, instances, answers)
+        });
+        Ok(each.collect())
+    }
+}
+
+/// Counts the documents with a truncated request.
+fn n_truncated(instances: &[Instance], answered: &[&RequestOutput]) -> usize {
+    let cut = instances.iter().zip(answered).filter(|(_, answered)| answered.n_cut > 0);
+    let mut docs: Vec<usize> = cut.map(|(instance, _)| instance.doc_id).collect();
+    docs.dedup();
+    docs.len()
+}

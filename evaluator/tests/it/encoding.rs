@@ -1,0 +1,87 @@
+//! What a model is given to see of a request is what lm-evaluation-harness gives it: tests/reference/harness_tokens.py wrote
+//! down what that is.
+
+use candlewick_inference::answer::encode::RequestEncoder;
+use candlewick_inference::answer::rolling::{ScoredSequence, rolling_windows};
+use candlewick_text::tokenizer::Tokenizer;
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+struct Case {
+    tokenizer: String,
+    max_length: usize,
+    add_bos_token: Option<bool>,
+    pairs: Vec<(String, String, Option<Seen>)>,
+    rolling: Vec<(String, Option<Vec<Seen>>)>,
+    prompts: Vec<(String, usize, Vec<u32>)>,
+}
+
+#[derive(Debug, PartialEq, Deserialize)]
+struct Seen {
+    seen: Vec<u32>,
+    n_targets: usize,
+}
+
+impl From<&ScoredSequence> for Seen {
+    fn from(scored: &ScoredSequence) -> Self {
+        Self { seen: scored.seen().to_vec(), n_targets: scored.n_targets }
+    }
+}
+
+fn cases() -> Vec<(Tokenizer, Case)> {
+    let text =
+        std::fs::read_to_string(crate::support::root().join("evaluator/tests/fixtures/harness_tokens.json")).unwrap();
+    let cases: Vec<Case> = serde_json::from_str(&text).unwrap();
+    let load = |case: Case| (Tokenizer::from_directory(crate::support::root().join(&case.tokenizer)).unwrap(), case);
+    cases.into_iter().map(load).collect()
+}
+
+#[test]
+fn pairs_are_cut_and_divided_as_by_the_harness() {
+    let mut n_alike = 0;
+    for (tokenizer, case) in cases() {
+        let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token).unwrap();
+        for (context, continuation, want) in &case.pairs {
+            let pair = encoder.pair(context, continuation);
+            let Some(want) = want else {
+                // The harness has no answer: an empty continuation, or nothing before it, or more than fits.
+                let is_refused = pair.as_ref().map_or(true, |pair| pair.continuation.len() > case.max_length);
+                assert!(is_refused || context.trim().is_empty(), "{} {context:?} {continuation:?}", case.tokenizer);
+                continue;
+            };
+            let scored = ScoredSequence::new(pair.unwrap(), case.max_length);
+            assert_eq!(Seen::from(&scored), *want, "{} {context:?} {continuation:?}", case.tokenizer);
+            assert_eq!(scored.ids.len(), want.seen.len() + 1);
+            n_alike += 1;
+        }
+    }
+    assert!(n_alike > 200, "{n_alike}");
+}
+
+#[test]
+fn long_texts_roll_as_in_the_harness() {
+    for (tokenizer, case) in cases() {
+        let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token).unwrap();
+        for (text, want) in &case.rolling {
+            let got = rolling_windows(&encoder.text(text).unwrap(), encoder.prefix().unwrap(), case.max_length);
+            let mut got: Vec<Seen> = got.iter().map(Seen::from).collect();
+            let mut want: Vec<Seen> = want.iter().flatten().map(|w| Seen { seen: w.seen.clone(), ..*w }).collect();
+            // The harness computes a batch of rolling_windows, the longest first.
+            got.sort_by_key(|window| (window.seen.clone(), window.n_targets));
+            want.sort_by_key(|window| (window.seen.clone(), window.n_targets));
+            assert_eq!(got, want, "{} {text:?}", case.tokenizer);
+        }
+    }
+}
+
+#[test]
+fn prompts_are_cut_as_by_the_harness() {
+    for (tokenizer, case) in cases() {
+        let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token).unwrap();
+        for (text, max_gen_toks, want) in &case.prompts {
+            let ids = encoder.prompt(text).unwrap();
+            let n_cut = ids.len().saturating_sub(case.max_length - max_gen_toks);
+            assert_eq!(ids[n_cut..], *want, "{} {text:?}", case.tokenizer);
+        }
+    }
+}

@@ -1,0 +1,12 @@
+//! Integration tests of the evaluator: one binary, one module for each subject.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod answers;
+mod encoding;
+mod lm_eval;
+mod report;
+mod run;
+mod scoring;
+mod support;
+mod tasks_cli;
+mod timings;

@@ -1,0 +1,386 @@
+//! `evaluator run` and `evaluator answer` from the command line to the files.
+
+use std::fs;
+use std::net::TcpListener;
+use std::process::{Command, Output};
+
+use crate::support::room::{Room, json_of, success};
+use serde_json::Value;
+
+#[test]
+fn a_run_writes_what_lm_eval_writes() {
+    let room = Room::new();
+    let output = success(room.run(&["--limit", "20", "--output-path", "out", "--log-samples", "--num_fewshot", "0"]));
+    let shown = String::from_utf8(output.stdout).unwrap();
+    assert!(shown.contains("|choose") && shown.contains("|speak") && shown.contains("exact_match"), "{shown}");
+    let results = json_of(&room.written_with("out", "results_", ".json"));
+    assert_eq!(results["n-samples"]["choose"]["effective"], 20);
+    assert_eq!(results["n-samples"]["choose"]["truncated"], 0);
+    assert_eq!(results["config"]["model_dtype"], "torch.float32");
+    assert_eq!(results["config"]["fewshot_seed"], 1234);
+    assert_eq!(results["max_length"], crate::support::CONTEXT);
+    // Those of lm-eval's, but for the version of transformers, which is not here.
+    for key in [
+        "results group_subtasks configs versions n-shot higher_is_better n-samples config git_hash date pretty_env_info",
+        "lm_eval_version upper_git_hash tokenizer_pad_token tokenizer_eos_token tokenizer_bos_token eot_token_id max_length",
+        "model_source model_name model_name_sanitized system_instruction system_instruction_sha fewshot_as_multiturn",
+        "chat_template chat_template_sha task_hashes total_evaluation_time_seconds",
+    ]
+    .iter()
+    .flat_map(|keys| keys.split(' '))
+    {
+        assert!(results.get(key).is_some(), "{key}");
+    }
+    assert!(shown.ends_with("No document was truncated, skipped or empty.\n"), "{shown}");
+    let header = shown.lines().next().unwrap();
+    assert!(header.starts_with("hf ({'pretrained': '") && header.contains("model'}), gen_kwargs: ({}), "), "{header}");
+    assert!(header.ends_with("limit: 20.0, num_fewshot: 0, batch_size: auto"), "{header}");
+    let remarks = String::from_utf8(output.stderr).unwrap();
+    let data = format!("choose: test = {} (30 documents)\n", room.path("data.jsonl").display());
+    assert!(remarks.contains(&data) && remarks.contains("--limit SHOULD ONLY BE USED FOR TESTING."), "{remarks}");
+    assert_eq!(results["data"]["choose"]["documents"], 30);
+    assert!(results["data"]["choose"].get("fewshot").is_none());
+    assert!(results["results"]["choose"]["acc,none"].is_number(), "{results}");
+    let samples = fs::read_to_string(room.written("out", "samples_speak_")).unwrap();
+    assert_eq!(samples.lines().count(), 20);
+    // The same as JSON, and nothing is asked again.
+    let answers = room.written("out", "answers").join("..");
+    let log = fs::read_dir(answers.join("answers")).unwrap().next().unwrap().unwrap().path();
+    let before = fs::read_to_string(&log).unwrap();
+    let output = success(room.run(&["--limit", "20", "--output-path", "out", "--batch-size", "3", "--json"]));
+    let again: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(again["results"], results["results"]);
+    assert_eq!(fs::read_to_string(&log).unwrap(), before);
+}
+
+#[test]
+fn examples_from_the_evaluated_split_are_named() {
+    let room = Room::new();
+    let run = ["--limit", "2", "--num-fewshot", "1", "--output-path", "out", "--verbosity", "error"];
+    let output = success(room.run(&run));
+    let shown = String::from_utf8(output.stdout).unwrap();
+    let note = "choose: its few-shot examples come from the evaluated split (test)\nspeak: its few-shot examples come";
+    assert!(shown.contains(note), "{shown}");
+    let results = json_of(&room.written_with("out", "results_", ".json"));
+    let fewshot = &results["data"]["choose"]["fewshot"];
+    assert_eq!((&fewshot["split"], &fewshot["is_evaluated_split"]), (&Value::from("test"), &Value::from(true)));
+    // Nothing but the names of the files that were written.
+    let remarks = String::from_utf8(output.stderr).unwrap();
+    assert!(remarks.lines().all(|line| line.starts_with("out/")), "{remarks}");
+}
+
+#[test]
+fn programs_of_the_model_are_run_if_that_is_confirmed() {
+    if Command::new("python3").arg("-V").output().is_err() {
+        return;
+    }
+    let room = Room::new();
+    let row = serde_json::json!({
+        "task_id": "T/0", "prompt": "def one():\n", "entry_point": "one", "test": "def check(f):\n    assert f() == 1\n",
+    });
+    room.write("test.jsonl", &row.to_string());
+    let run =
+        ["run", "--tasks", "humaneval", "--data", "humaneval=test.jsonl", "--gen-kwargs", "max_gen_toks=4", "--json"];
+    let output = success(room.command(&[&run[..], &["--confirm_run_unsafe_code"]].concat()).output().unwrap());
+    let results: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(results["results"]["humaneval"]["pass@1,create_test"], 0.0, "{}", results["results"]);
+    let output = room.command(&run).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code() == Some(2) && said.contains("--confirm-run-unsafe-code"), "{said}");
+}
+
+#[test]
+fn a_model_of_nan_generates_nothing_that_is_scored() {
+    let room = Room::new();
+    let path = room.path("model/model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    bytes[8 + header..].chunks_exact_mut(4).for_each(|value| value.copy_from_slice(&f32::NAN.to_le_bytes()));
+    fs::write(&path, bytes).unwrap();
+    let sampled = ["--gen-kwargs", "do_sample=true,temperature=1.0"];
+    for (task, more) in [("choose", &[][..]), ("speak", &[][..]), ("speak", &sampled[..])] {
+        let run = ["run", "--tasks", task, "--include-path", ".", "--limit", "2"];
+        let output = room.command(&[&run[..], more].concat()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(5) && said.contains("NaN"), "{task}: {said}");
+    }
+}
+
+#[test]
+fn a_tasks_name_is_no_path() {
+    let room = Room::new();
+    let task = fs::read_to_string(room.path("choose.yaml")).unwrap().replace("task: choose", "task: ../../a/b");
+    room.write("slash.yaml", &task);
+    let run = ["run", "--tasks", "slash.yaml", "--limit", "2", "--output-path", "out", "--log-samples"];
+    success(room.command(&run).output().unwrap());
+    let samples = room.written("out", "samples_______a_b_");
+    assert_eq!(fs::read_to_string(&samples).unwrap().lines().count(), 2);
+    // The results beside them are those of the task.
+    let (samples, again) = (samples.to_str().unwrap(), samples.to_str().unwrap());
+    let output = success(room.evaluator(&["compare", samples, again, "--fail-below", "acc=0"]).output().unwrap());
+    assert!(String::from_utf8(output.stdout).unwrap().contains("acc,none"));
+}
+
+/// What two processes and more say, the first one in JSON.
+fn together(room: &Room, n_ranks: usize, arguments: &[&str]) -> Vec<Output> {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let tasks = ["run", "--tasks", "choose,speak", "--include-path", ".", "--json"];
+    let start = |rank: usize| {
+        let mut command = room.command(&[&tasks[..], arguments].concat());
+        let (rank, n) = (rank.to_string(), n_ranks.to_string());
+        let variables = [("RANK", &*rank), ("LOCAL_RANK", &*rank), ("WORLD_SIZE", &*n), ("LOCAL_WORLD_SIZE", &*n)];
+        command.envs(variables).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+        command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap()
+    };
+    let ranks: Vec<_> = (0..n_ranks).map(start).collect();
+    ranks.into_iter().map(|process| process.wait_with_output().unwrap()).collect()
+}
+
+#[test]
+fn two_processes_make_the_results_of_one() {
+    let room = Room::new();
+    let alone: Value = serde_json::from_slice(&success(room.run(&["--json"])).stdout).unwrap();
+    let ranks: Vec<_> = together(&room, 2, &["--output-path", "out"]).into_iter().map(success).collect();
+    let together: Value = serde_json::from_slice(&ranks[0].stdout).unwrap();
+    assert_eq!(together["results"], alone["results"]);
+    assert_eq!(together["task_hashes"], alone["task_hashes"]);
+    assert!(ranks[1].stdout.is_empty());
+    assert_eq!(fs::read_dir(room.written("out", "answers")).unwrap().count(), 2);
+}
+
+/// Scores, records and their order, for tasks of all kinds with examples.
+#[test]
+fn any_number_of_ranks_makes_what_one_makes() {
+    let room = Room::new();
+    for mode in [&[][..], &["--compat", "lm-eval"]] {
+        let made = |n_ranks: usize| {
+            let out = format!("out-{}-{n_ranks}", mode.len());
+            let arguments = ["--tasks", "texts", "--num-fewshot", "2", "--log-samples", "--output-path", &out];
+            let ranks = together(&room, n_ranks, &[&arguments[..], mode].concat());
+            let results: Value =
+                serde_json::from_slice(&ranks.into_iter().map(success).next().unwrap().stdout).unwrap();
+            let samples = ["choose", "speak", "texts"]
+                .map(|task| fs::read_to_string(room.written(&out, &format!("samples_{task}_"))).unwrap());
+            let scores = ["results", "n-samples", "n-shot", "task_hashes"].map(|key| results[key].clone());
+            (scores, samples)
+        };
+        let (scores, samples) = made(1);
+        assert!(samples.iter().all(|samples| samples.lines().count() == 30));
+        assert!(scores[0]["texts"]["byte_perplexity,none"].is_number() && scores[2]["choose"] == 2, "{scores:?}");
+        for n_ranks in 2..=4 {
+            let found = made(n_ranks);
+            assert_eq!(found.0, scores, "{n_ranks} {mode:?}");
+            assert!(found.1 == samples, "the records of {n_ranks} ranks are others: {mode:?}");
+        }
+    }
+}
+
+/// Sums over parts of a matrix round otherwise: no score of these tasks is so close that it matters.
+#[test]
+fn ranks_that_have_a_model_together_make_the_results_of_one() {
+    let room = Room::new();
+    let alone: Value = serde_json::from_slice(&success(room.run(&["--json"])).stdout).unwrap();
+    for (n_ranks, arguments, n_copies) in [
+        (2, vec!["--tensor-parallel-size", "2"], 1),
+        (2, vec!["--pipeline_parallel_size", "2"], 1),
+        (2, vec!["--zero-stage", "3"], 1),
+        (4, vec!["--tensor-parallel-size", "2"], 2),
+        (4, vec!["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"], 1),
+    ] {
+        let out = format!("out-{n_ranks}-{}", arguments.join("-"));
+        let ranks = together(&room, n_ranks, &[&arguments[..], &["--output-path", &out]].concat());
+        let ranks: Vec<_> = ranks.into_iter().map(success).collect();
+        let results: Value = serde_json::from_slice(&ranks[0].stdout).unwrap();
+        assert_eq!(results["results"], alone["results"], "{arguments:?}");
+        assert_eq!(fs::read_dir(room.written(&out, "answers")).unwrap().count(), n_copies, "{arguments:?}");
+    }
+}
+
+#[test]
+fn parts_that_a_model_does_not_fall_into_are_refused() {
+    let room = Room::new();
+    for (n_ranks, arguments, said) in [
+        (3, ["--tensor-parallel-size", "2"], "3 ranks cannot hold copies of a model over 2 ranks each"),
+        (3, ["--tensor-parallel-size", "3"], "cannot all be divided by it; use 1 or 2"),
+        (3, ["--pipeline-parallel-size", "3"], "--pipeline-parallel-size 3: the model has 2 blocks"),
+    ] {
+        let ended = together(&room, n_ranks, &arguments);
+        for output in &ended {
+            // Who hears of another's end before its own says that.
+            let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!([Some(2), Some(7)].contains(&output.status.code()) && stderr.contains(said), "{stderr}");
+        }
+        assert!(ended.iter().any(|output| output.status.code() == Some(2)));
+    }
+}
+
+#[test]
+fn what_cannot_be_written_is_a_failure() {
+    let room = Room::new();
+    room.write("out", "a file where a folder should be");
+    let output = room.run(&["--limit", "2", "--output-path", "out"]);
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("failed to create") && said.contains("out"), "{said}");
+}
+
+#[test]
+fn documents_that_do_not_fit_are_counted() {
+    let room = Room::new();
+    let output = success(room.run(&["--limit", "4", "--max-length", "16", "--json"]));
+    let results: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(results["n-samples"]["choose"]["truncated"], 4, "{}", results["n-samples"]);
+    assert!(String::from_utf8_lossy(&output.stderr).contains("choose: 4 documents were truncated"));
+}
+
+#[test]
+fn requests_are_answered_line_by_line() {
+    let room = Room::new();
+    room.write(
+        "requests.jsonl",
+        "{\"type\": \"loglikelihood\", \"context\": \"Say\", \"continuation\": \" wolf\"}\n\n\
+         {\"type\": \"loglikelihood_rolling\", \"text\": \"Say wolf 4 times.\"}\n\
+         {\"type\": \"generate_until\", \"context\": \"Say\", \"until\": [\"x\"], \"max_gen_toks\": 3}\n",
+    );
+    let output = success(room.command(&["answer", "requests.jsonl"]).output().unwrap());
+    let lines: Vec<Value> =
+        String::from_utf8(output.stdout).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 3);
+    assert!(lines[0]["logprob"].is_number() && lines[1]["loglikelihood"].is_number() && lines[2]["text"].is_string());
+    room.write("wrong.jsonl", "{\"type\": \"loglikelihood\", \"contxt\": \"Say\", \"continuation\": \" wolf\"}\n");
+    let output = room.command(&["answer", "wrong.jsonl"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(3));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("line 1 of wrong.jsonl") && said.contains("unknown field `contxt`"), "{said}");
+}
+
+#[test]
+fn options_may_be_written_as_for_lm_eval() {
+    let room = Room::new();
+    let mut command =
+        room.evaluator(&["run", "--model", "hf", "--model_args", "pretrained=model,dtype=float32", "device=cpu"]);
+    command.args([
+        "--tasks",
+        "choose",
+        "speak",
+        "--include_path",
+        ".",
+        "--seed",
+        "0,None,8,52",
+        "--limit",
+        "3",
+        "--json",
+    ]);
+    command.args([
+        "--gen_kwargs",
+        r#"until=["a, b","\n"],max_gen_toks=5"#,
+        "max_new_tokens=7",
+        "--trust_remote_code",
+        "-w",
+    ]);
+    command.args(["--max_batch_size", "2", "--verbosity", "INFO"]);
+    let output = success(command.output().unwrap());
+    let said = String::from_utf8(output.stderr).unwrap();
+    for words in [
+        "speak: generation_kwargs: max_new_tokens=7 has no effect",
+        "--trust-remote-code has no effect",
+        "choose: target: 0",
+    ] {
+        assert!(said.contains(words), "{words:?} is not in {said}");
+    }
+    let results: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let config = &results["config"];
+    assert_eq!(config["model_args"]["pretrained"], "model");
+    let seeds = ["random_seed", "numpy_seed", "torch_seed", "fewshot_seed"].map(|key| config[key].clone());
+    assert_eq!(seeds, [Value::from(0), Value::Null, Value::from(8), Value::from(52)]);
+    let kwargs = &results["configs"]["speak"]["generation_kwargs"];
+    assert_eq!((&kwargs["until"], &kwargs["max_gen_toks"]), (&serde_json::json!(["a, b", "\n"]), &Value::from(5)));
+    assert_eq!(results["configs"]["speak"]["num_fewshot"], 0);
+}
+
+#[test]
+fn options_that_have_no_effect_are_refused() {
+    let room = Room::new();
+    let refused = |arguments: &[&str], words: &str| {
+        let output = room.run(arguments);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(words), "{words:?} is not in {said}");
+    };
+    refused(&["--check_integrity"], "`evaluator show TASK`");
+    refused(&["--wandb_args", "project=x"], "--output-path holds");
+    refused(&["--metadata", "a=1"], "--metadata is not understood here");
+    refused(&["--model-args", "max_lenght=3"], "did you mean `max_length`?");
+    refused(&["--gen-kwargs", "greedy"], "is not key=value");
+    refused(&["--predict-only"], "--output-path");
+    refused(&["--chat-template-args", "a=1"], "--apply-chat-template");
+    refused(&["--seed", "1,2"], "four with commas");
+    refused(
+        &["--apply-chat-template", "--enable-thinking"],
+        "--enable-thinking is for tasks that generate, and choose",
+    );
+}
+
+#[test]
+fn predictions_are_written_down() {
+    let room = Room::new();
+    let output = success(room.run(&["--predict-only", "--output-path", "out", "--limit", "4", "--json"]));
+    let results: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(results["results"]["speak"]["bypass,none"], 999.0, "{results}");
+    assert_eq!(fs::read_to_string(room.written("out", "samples_speak_")).unwrap().lines().count(), 4);
+}
+
+/// In a chat nothing stands before a choice, so an empty one has no tokens.
+#[test]
+fn a_document_with_a_choice_of_no_tokens_is_left_out_and_counted() {
+    let room = Room::new();
+    let row = |i: usize| {
+        let choices = if i == 2 { ["yes", ""] } else { ["yes", "no"] };
+        serde_json::json!({"q": format!("Say {i}"), "choices": choices, "gold": 0, "goal": 1}).to_string()
+    };
+    room.write("data.jsonl", &(0..5).map(row).collect::<Vec<_>>().join("\n"));
+    room.write(
+        "model/chat_template.jinja",
+        "{% for turn in messages %}{{ turn.content }}{% endfor %} {{ mood|default('so') }}:",
+    );
+    let run = |more: &[&str]| {
+        let tasks = ["run", "--tasks", "choose", "--include-path", "choose.yaml", "--apply-chat-template"];
+        room.command(&[&tasks[..], more].concat()).output().unwrap()
+    };
+    let shown = String::from_utf8(success(run(&[])).stdout).unwrap();
+    assert!(shown.ends_with("choose: of 5 documents 1 skipped\n"), "{shown}");
+    let results: Value = serde_json::from_slice(&success(run(&["--json"])).stdout).unwrap();
+    assert_eq!(results["n-samples"]["choose"]["effective"], 4);
+    let output = run(&["--compat", "lm-eval"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("ask choose about") && said.contains("data.jsonl:3"), "{said}");
+    assert!(said.contains("it has no tokens of its own") && output.status.code() == Some(3), "{said}");
+}
+
+#[test]
+fn a_template_is_given_its_variables() {
+    let room = Room::new();
+    room.write(
+        "model/chat_template.jinja",
+        "{% for turn in messages %}{{ turn.content }}{% endfor %} {{ mood|default('so') }}:",
+    );
+    let shown = |more: &[&str]| {
+        let show =
+            ["show", "choose", "--include-path", "choose.yaml", "--model", "model", "--apply-chat-template", "--json"];
+        let output = success(room.evaluator(&[&show[..], more].concat()).output().unwrap());
+        let shown: Value = serde_json::from_slice(&output.stdout).unwrap();
+        shown[0]["requests"][0].clone()
+    };
+    let context = |more: &[&str]| shown(more)["context"].as_str().unwrap().to_owned();
+    assert!(context(&[]).ends_with(" so:"));
+    assert!(context(&["--chat-template-args", r#"{"mood": "glad"}"#]).ends_with(" glad:"));
+    assert!(context(&["--chat_template_args", "mood=sad"]).ends_with(" sad:"));
+    // The tokens are those that are scored: what stands before is the context's, cut to the model's 64.
+    let request = shown(&["--num-fewshot", "3"]);
+    let n = |key: &str| request[key].as_array().unwrap().len();
+    assert_eq!(n("context_tokens") + n("continuation_tokens"), crate::support::CONTEXT + 1, "{request}");
+    assert!(request["truncated"].as_u64().unwrap() > 0, "{request}");
+    let joined: Vec<&str> =
+        request["continuation_tokens"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+    assert_eq!(joined.concat().trim(), request["continuation"].as_str().unwrap().trim());
+}

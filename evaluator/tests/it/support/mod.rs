@@ -1,0 +1,40 @@
+//! A tiny model with random weights, in a folder as transformers writes it.
+#![allow(dead_code, clippy::unwrap_used, missing_docs, unreachable_pub)]
+
+pub mod browser;
+pub mod room;
+
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES};
+use candlewick_model::{Config, Model, ParamSpec};
+use serde_json::json;
+
+/// Tokens of the model's context.
+pub const CONTEXT: usize = 64;
+
+/// Writes a model that `seed` draws and returns its folder.
+pub fn export(folder: &Path, seed: u64) -> PathBuf {
+    let folder = folder.join("model");
+    let config = json!({
+        "model_type": "llama", "vocab_size": 600, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.3,
+    });
+    let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
+    let tokenizer = root().join("recipes/quickstart/tokenizer");
+    let auxiliary_files = AuxiliaryFiles { folders: &[&tokenizer], chat_template: None, files: &[] };
+    let (config, dtype, shard_bytes) = (model.config(), DType::F32, DEFAULT_SHARD_BYTES);
+    let export = CheckpointExport { folder: &folder, config, auxiliary_files, dtype, shard_bytes };
+    let random = |spec: &ParamSpec| {
+        let mut values = vec![0.0; spec.numel()];
+        spec.initialise(seed, &mut values);
+        Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
+    };
+    export.save(model.base_params(), random).unwrap();
+    folder
+}
+
+pub fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+}

@@ -1,0 +1,57 @@
+//! What the documents promise: the README's two commands, CI that runs them, no private paths.
+
+use suite::{read, tracked_files};
+
+/// The contents of a Markdown text's fenced blocks of one language.
+fn blocks<'a>(markdown: &'a str, language: &str) -> Vec<&'a str> {
+    let opening = format!("```{language}\n");
+    markdown.split(&opening).skip(1).map(|rest| rest.split("\n```").next().unwrap()).collect()
+}
+
+#[test]
+fn the_readme_starts_with_one_line_to_run_and_one_to_test() {
+    let readme = read("README.md");
+    let blocks = blocks(&readme, "sh");
+    assert_eq!(blocks[0], "cargo run --release --bin trainer -- train recipes/quickstart.yaml");
+    assert_eq!(blocks[1], "cargo test --workspace --locked");
+}
+
+#[test]
+fn ci_runs_the_readmes_test_command() {
+    assert!(read(".ci/run").contains("exec scripts/check"));
+    let check = read("scripts/check");
+    assert!(check.contains("test_command=$(sh_block 2)") && check.contains("run \"$test_command\""));
+    assert!(!check.contains("cargo test") && !check.contains("nextest"), "scripts/check has a test command of its own");
+}
+
+#[test]
+fn links_between_documents_lead_somewhere() {
+    for path in tracked_files().iter().filter(|path| path.extension().is_some_and(|e| e == "md")) {
+        let folder = path.parent().unwrap();
+        for link in read(path).split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            let target = link.split('#').next().unwrap();
+            let is_local = !target.is_empty() && !target.contains("://");
+            assert!(
+                !is_local || suite::root().join(folder).join(target).exists(),
+                "{} links to {link}, which does not exist",
+                path.display()
+            );
+        }
+    }
+}
+
+/// What is committed must not name a place on somebody's machine.
+#[test]
+fn no_file_names_a_private_path() {
+    // In two halves, so that this file does not accuse itself.
+    let private = ["/ro,ot/", "/ho,me/", "/Us,ers/", "/wo,rk/", "/tmp/pl,an", "candlewick-as,sets", "ref,env"];
+    let private: Vec<_> = private.iter().map(|halves| halves.replace(',', "")).collect();
+    for path in tracked_files() {
+        let Ok(text) = String::from_utf8(std::fs::read(suite::root().join(&path)).unwrap()) else { continue };
+        for (i, line) in text.lines().enumerate() {
+            for word in &private {
+                assert!(!line.contains(word.as_str()), "{}:{} names {word}", path.display(), i + 1);
+            }
+        }
+    }
+}

@@ -1,0 +1,16 @@
+//! Tests of the whole system: the programs, the documents, the recipes and the layering.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod documents;
+mod eval_tasks;
+mod golden;
+mod gpu_scripts;
+mod hostile;
+mod module_cycles;
+mod parity;
+mod ranks;
+mod recipes;
+mod traffic;
+mod use_model;
+mod walls;

@@ -1,0 +1,174 @@
+//! The files of one crate and the files that each depends on.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use suite::{read, root};
+
+use super::source::{Import, Source};
+
+/// The modules of a crate, the root first.
+pub(crate) struct CrateFiles(Vec<Module>);
+
+struct Module {
+    file: PathBuf,
+    parent: usize,
+    children: BTreeMap<String, usize>,
+    source: Source,
+}
+
+/// The meaning of a path: a module, or an item of one.
+#[derive(Clone, Copy)]
+enum Named {
+    Module(usize),
+    Item(usize),
+}
+
+/// The longest chain of re-exports that is followed.
+const MAX_DEPTH: usize = 16;
+
+/// Files that depend on each other in a circle.
+pub(crate) struct Cycle {
+    /// In the order of their names.
+    pub(crate) files: Vec<String>,
+    /// The imports that close it, a line each.
+    pub(crate) imports: String,
+}
+
+/// The text of a file, if there is one.
+type Read<'a> = &'a dyn Fn(&Path) -> Option<String>;
+
+impl CrateFiles {
+    /// Reads the files that `mod` declarations reach from a crate's root in the workspace, tests apart.
+    pub(crate) fn of(root_file: &Path) -> Self {
+        Self::read(root_file.to_owned(), &|path| root().join(path).is_file().then(|| read(path)))
+    }
+
+    /// Reads the files of a crate by `read`.
+    pub(crate) fn read(root_file: PathBuf, read: Read) -> Self {
+        let mut files = Self(Vec::new());
+        let text = read(&root_file).unwrap_or_else(|| panic!("no file {}", root_file.display()));
+        files.add(root_file, &text, 0, read);
+        files
+    }
+
+    fn add(&mut self, file: PathBuf, text: &str, parent: usize, read: Read) -> usize {
+        let source = Source::parse(text);
+        let names = source.children.clone();
+        let folder = match file.file_name().and_then(|name| name.to_str()) {
+            Some("lib.rs" | "main.rs" | "mod.rs") => file.parent().expect("a file is in a folder").to_owned(),
+            _ => file.with_extension(""),
+        };
+        let own = self.0.len();
+        self.0.push(Module { file, parent, children: BTreeMap::new(), source });
+        for name in names {
+            let files = [folder.join(format!("{name}.rs")), folder.join(&name).join("mod.rs")];
+            let found = files.into_iter().find_map(|file| Some((read(&file)?, file)));
+            let (text, file) = found.unwrap_or_else(|| panic!("no file of module {name} in {}", folder.display()));
+            let child = self.add(file, &text, own, read);
+            self.0[own].children.insert(name, child);
+        }
+        own
+    }
+
+    /// Returns the largest groups of files that depend on each other in a circle.
+    pub(crate) fn cycles(&self) -> Vec<Cycle> {
+        let edges: Vec<BTreeMap<usize, String>> = (0..self.0.len()).map(|from| self.dependencies(from)).collect();
+        let reached: Vec<BTreeSet<usize>> = (0..self.0.len()).map(|from| reachable(&edges, from)).collect();
+        let ring_of = |at: usize| reached[at].iter().copied().filter(|to| reached[*to].contains(&at)).collect();
+        let rings: BTreeSet<Vec<usize>> = (0..self.0.len()).map(ring_of).collect();
+        rings.iter().filter(|ring| !ring.is_empty()).map(|ring| self.cycle(ring, &edges)).collect()
+    }
+
+    fn cycle(&self, ring: &[usize], edges: &[BTreeMap<usize, String>]) -> Cycle {
+        let name = |at: usize| self.0[at].file.display().to_string();
+        let mut imports = String::new();
+        for from in ring {
+            for (to, path) in edges[*from].iter().filter(|(to, _)| ring.contains(to)) {
+                imports += &format!("  {} uses {} ({path})\n", name(*from), name(*to));
+            }
+        }
+        let mut files: Vec<_> = ring.iter().map(|at| name(*at)).collect();
+        files.sort();
+        Cycle { files, imports }
+    }
+
+    /// Returns the other files that a file depends on, each with a path that names it.
+    fn dependencies(&self, from: usize) -> BTreeMap<usize, String> {
+        let source = &self.0[from].source;
+        let counts = |import: &&Import| !import.is_reexport || source.words.contains(&import.name);
+        let imported = source.imports.iter().filter(counts).map(|import| &import.path);
+        let items = imported.chain(&source.paths).flat_map(|path| {
+            self.named(from, path, MAX_DEPTH).into_iter().filter_map(move |named| match named {
+                Named::Item(to) if to != from => Some((to, path.join("::"))),
+                _ => None,
+            })
+        });
+        items.collect()
+    }
+
+    /// Returns what a path of module `from` names in this crate; nothing if it is another crate's.
+    fn named(&self, from: usize, path: &[String], depth: usize) -> Vec<Named> {
+        match path[0].as_str() {
+            _ if depth == 0 => Vec::new(),
+            "crate" => self.below(0, &path[1..], depth),
+            "self" => self.below(from, &path[1..], depth),
+            "super" => {
+                let n_up = path.iter().take_while(|segment| *segment == "super").count();
+                let module = (0..n_up).fold(from, |module, _| self.0[module].parent);
+                self.below(module, &path[n_up..], depth)
+            }
+            _ if self.is_in_scope(from, &path[0]) => self.below(from, path, depth),
+            _ => Vec::new(),
+        }
+    }
+
+    fn is_in_scope(&self, module: usize, name: &String) -> bool {
+        let Module { children, source, .. } = &self.0[module];
+        children.contains_key(name)
+            || source.imports.iter().any(|import| import.name == *name && import.path != [name.as_str()])
+    }
+
+    /// Returns what `path` names below `module`: child modules come first, then imports, then the module's own items.
+    fn below(&self, module: usize, path: &[String], depth: usize) -> Vec<Named> {
+        let Some((first, rest)) = path.split_first() else { return vec![Named::Module(module)] };
+        let Module { children, source, .. } = &self.0[module];
+        if let Some(child) = children.get(first) {
+            return self.below(*child, rest, depth);
+        }
+        if self.is_in_scope(module, first) {
+            let imports = source.imports.iter().filter(|import| import.name == *first);
+            let targets = imports.flat_map(|import| self.named(module, &import.path, depth.saturating_sub(1)));
+            return targets.flat_map(|named| self.member(named, rest, depth)).collect();
+        }
+        let globs = source.imports.iter().filter(|import| import.name == "*" && !source.definitions.contains(first));
+        let mut through_glob = globs
+            .flat_map(|glob| self.named(module, &glob.path, depth.saturating_sub(1)))
+            .filter_map(|named| match named {
+                Named::Module(other) if self.defines(other, first) => {
+                    Some(self.below(other, path, depth.saturating_sub(1)))
+                }
+                _ => None,
+            });
+        through_glob.next().unwrap_or_else(|| vec![Named::Item(module)])
+    }
+
+    fn member(&self, named: Named, rest: &[String], depth: usize) -> Vec<Named> {
+        match named {
+            Named::Module(module) => self.below(module, rest, depth.saturating_sub(1)),
+            Named::Item(_) => vec![named],
+        }
+    }
+
+    fn defines(&self, module: usize, name: &String) -> bool {
+        self.0[module].source.definitions.contains(name) || self.is_in_scope(module, name)
+    }
+}
+
+fn reachable(edges: &[BTreeMap<usize, String>], from: usize) -> BTreeSet<usize> {
+    let (mut reached, mut waiting) = (BTreeSet::new(), vec![from]);
+    while let Some(at) = waiting.pop() {
+        waiting.extend(edges[at].keys().copied().filter(|to| reached.insert(*to)));
+    }
+    reached
+}

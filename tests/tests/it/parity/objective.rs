@@ -1,0 +1,222 @@
+//! Objectives whose token weights depend on the forward, and auxiliary losses: on every way of sharing as on one rank.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_comm::mesh::Degrees;
+use candlewick_comm::{Options, World, sum, threads};
+use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_ops::{self as ops, GradPolicy, GradScaler};
+use candlewick_parallel::{
+    AuxiliaryLoss, CausalLm, Engine, LossScale, MicroLoss, Objective, OptimizerStep, PipelineScheduleKind,
+    SequenceParallel, StepLoss, TokenLosses, TrainBatch, ZeroStage,
+};
+
+use super::case::{Batching, Kind, MODELS, micros};
+use super::rank::{HYPER, Way, engine, joined, pieces, same, seat};
+use super::{ONE, dp, pipeline, ring, tensor, ulysses, zero};
+
+const BATCHING: Batching = Batching::Accumulated(2);
+
+/// The half sum of squared token losses: its derivative by a token's loss is that loss.
+struct Squared;
+
+impl Objective for Squared {
+    fn loss(&self, tokens: &TokenLosses<'_>) -> Result<MicroLoss> {
+        let weights = tokens.losses()?;
+        let loss = (weights.sqr()?.sum_all()? * 0.5)?;
+        Ok(MicroLoss::Weighted { loss, weights })
+    }
+}
+
+/// Attention that adds the sum of squared queries as an auxiliary loss.
+struct QueryEnergy;
+
+impl ParallelOps for QueryEnergy {
+    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
+        let AttentionCall { q, k, v, seqs, spec, .. } = *call;
+        let twice_q = (q * 2.0)?;
+        let energy = ops::record("query_energy", [q.into()], q.sqr()?.sum_all()?, move |dy, _| {
+            Ok([Some(twice_q.broadcast_mul(dy)?)])
+        });
+        ops::auxiliary_loss("query_energy", &energy)?;
+        ops::attention(q, k, v, seqs, spec)
+    }
+}
+
+/// The mean loss, the means of auxiliary losses and the gradients of a step.
+#[derive(Debug)]
+struct Step {
+    loss: f64,
+    auxiliary: BTreeMap<String, f64>,
+    grads: BTreeMap<String, Vec<f32>>,
+}
+
+fn auxiliary(coefficient: f64) -> Vec<AuxiliaryLoss> {
+    vec![AuxiliaryLoss { name: "query_energy".to_owned(), coefficient, normalizer: 1000.0 }]
+}
+
+fn with_energy(engine: Engine) -> Engine {
+    engine.with_attention_hook(Arc::new(QueryEnergy))
+}
+
+/// Takes one step on as many ranks as `way` has. Without auxiliary losses the layers compute none.
+fn step(way: Way, kind: Kind, objective: &'static dyn Objective, auxiliary: &[AuxiliaryLoss]) -> Step {
+    let rank = |world: &World| -> Result<_> {
+        let (rank, n_ranks) = seat(world, way);
+        let mut engine = engine(world, way, kind, None)?;
+        if !auxiliary.is_empty() {
+            engine = with_energy(engine);
+        }
+        let (micros, n_targets) = micros(BATCHING, 0, rank, n_ranks);
+        let n_targets = sum(engine.group(), n_targets)? / way.n_counts();
+        let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::PLAIN }, 0, &Device::Cpu)?;
+        let batch = TrainBatch { micros: &micros, dropout_keys: &[5, 6], n_targets, auxiliary };
+        let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler };
+        let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
+        let loss = result.losses.iter().copied().map(f64::from).sum::<f64>() / n_targets;
+        Ok((loss, result.auxiliary, pieces(&engine, |state| &state.grad)?))
+    };
+    let options = Options { timeout: Duration::from_secs(120), record: false };
+    let ranks = threads::run(way.degrees.n_ranks(), options, rank).unwrap();
+    for (loss, auxiliary, _) in &ranks {
+        assert_eq!((loss, auxiliary), (&ranks[0].0, &ranks[0].1), "{way:?}: ranks disagree");
+    }
+    let grads = joined(ranks.iter().flat_map(|(.., pieces)| pieces));
+    Step { loss: ranks[0].0, auxiliary: ranks[0].1.clone(), grads }
+}
+
+#[track_caller]
+fn check_close(way: Way, ours: &Step, one_rank: &Step) {
+    let is_close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs();
+    assert!(is_close(ours.loss, one_rank.loss), "{way:?}: {} {}", ours.loss, one_rank.loss);
+    assert!(ours.auxiliary.keys().eq(one_rank.auxiliary.keys()));
+    for (name, value) in &ours.auxiliary {
+        assert!(is_close(*value, one_rank.auxiliary[name]), "{way:?}: {name}: {value}");
+    }
+    same("gradient", &ours.grads, &one_rank.grads).unwrap_or_else(|difference| panic!("{way:?}: {difference}"));
+}
+
+/// A step of one token's loss alone gives its gradient; their sum, each times its loss, is the closed form.
+#[test]
+fn weights_that_depend_on_the_forward_give_the_closed_form() {
+    let gradients = |objective: &'static dyn Objective, only: Option<usize>| {
+        let rank = |world: &World| -> Result<_> {
+            let engine = engine(world, Way::ONE_RANK, MODELS[1], None)?;
+            let (mut micros, _) = micros(Batching::Accumulated(5), 0, 0, 1);
+            micros.truncate(1);
+            let losses = engine.token_losses(&micros[0])?;
+            if let Some(only) = only {
+                let ignored = |(i, target): (usize, i64)| if i == only { target } else { -100 };
+                let targets = micros[0].targets.to_vec1::<i64>()?.into_iter().enumerate().map(ignored);
+                micros[0].targets = Tensor::new(targets.collect::<Vec<_>>(), &Device::Cpu)?;
+            }
+            let loss = StepLoss { objective, scale: LossScale::mean_over(1.0), auxiliary: &[] };
+            let sums = engine.forward_backward(&micros, loss, |_| 5)?;
+            Ok((sums.micros[0].to_scalar::<f32>()?, losses, joined(pieces(&engine, |state| &state.grad)?.iter())))
+        };
+        threads::run(1, Options { timeout: Duration::from_secs(120), record: false }, rank).unwrap().remove(0)
+    };
+    let (loss, token_losses, ours) = gradients(&Squared, None);
+    let half_squares: f32 = token_losses.iter().map(|loss| loss * loss / 2.0).sum();
+    assert!((loss - half_squares).abs() <= 1e-5 * half_squares, "{loss} {half_squares}");
+    let mut want: BTreeMap<String, Vec<f32>> =
+        ours.iter().map(|(name, x)| (name.clone(), vec![0.0; x.len()])).collect();
+    for (i, loss) in token_losses.iter().enumerate().filter(|(_, loss)| **loss != 0.0) {
+        for (name, grad) in gradients(&CausalLm, Some(i)).2 {
+            want.get_mut(&name).unwrap().iter_mut().zip(grad).for_each(|(sum, grad)| *sum += loss * grad);
+        }
+    }
+    assert!(token_losses.len() > 20);
+    same("gradient", &ours, &want).unwrap();
+}
+
+#[test]
+fn parity_of_an_objective_that_reads_token_losses() {
+    let one_rank = step(Way::ONE_RANK, MODELS[1], &Squared, &[]);
+    let plain = step(Way::ONE_RANK, MODELS[1], &CausalLm, &[]);
+    assert!(same("gradient", &plain.grads, &one_rank.grads).is_err(), "the objective has no effect");
+    let ways = [
+        dp(4),
+        zero(4, ZeroStage::Three),
+        ulysses(1, 2, None),
+        ring::ring(2),
+        tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On),
+        tensor(Degrees { tp: 2, sp: 2, ..ONE }, SequenceParallel::Off),
+        pipeline(Degrees { pp: 2, dp_replicate: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2]),
+    ];
+    for way in ways {
+        check_close(way, &step(way, MODELS[1], &Squared, &[]), &one_rank);
+    }
+}
+
+#[test]
+fn parity_of_an_auxiliary_loss() {
+    let losses = auxiliary(0.1);
+    let one_rank = step(Way::ONE_RANK, MODELS[1], &CausalLm, &losses);
+    assert!(one_rank.auxiliary["query_energy"] > 0.0);
+    let without = step(Way::ONE_RANK, MODELS[1], &CausalLm, &auxiliary(0.0));
+    assert_eq!(without.auxiliary, one_rank.auxiliary);
+    assert!(same("gradient", &without.grads, &one_rank.grads).is_err(), "the coefficient has no effect");
+    let ways = [
+        dp(4),
+        zero(4, ZeroStage::One),
+        zero(4, ZeroStage::Three),
+        pipeline(Degrees { pp: 2, dp_replicate: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2]),
+    ];
+    for way in ways {
+        check_close(way, &step(way, MODELS[1], &CausalLm, &losses), &one_rank);
+    }
+}
+
+/// The gradient of coefficient * sum / normalizer along itself, by central differences of the reported sum.
+#[test]
+fn the_gradient_of_an_auxiliary_loss_is_its_derivative() {
+    let rank = |world: &World| -> Result<_> {
+        let engine = with_energy(engine(world, Way::ONE_RANK, MODELS[1], None)?);
+        let (micros, _) = micros(BATCHING, 0, 0, 1);
+        let losses = auxiliary(1000.0);
+        let run = |mean: f64| {
+            let loss = StepLoss { objective: &CausalLm, scale: LossScale::mean_over(mean), auxiliary: &losses };
+            engine.store().zero_grads()?;
+            engine.forward_backward(&micros, loss, |_| 5)?.auxiliary[0].to_scalar::<f32>()
+        };
+        // Next to no cross-entropy is left beside the auxiliary loss.
+        run(1e12)?;
+        let states = engine.store().states()?;
+        let grads = states.iter().map(|state| state.grad.copy()).collect::<Result<Vec<_>>>()?;
+        let norm: f64 = f64::from(
+            ops::to_host(&engine.store().grad_squares()?.to_dtype(DType::F32)?.sum_all()?)?.to_scalar::<f32>()?,
+        )
+        .sqrt();
+        let at = |step: f64| {
+            for (state, grad) in states.iter().zip(&grads) {
+                let moved = (&state.master + (grad * (step / norm))?)?;
+                ops::copy_into(&state.master, &moved)?;
+            }
+            engine.store().refresh()?;
+            run(1e12)
+        };
+        let h = 1e-2;
+        let (above, below) = (f64::from(at(h)?), f64::from(at(-2.0 * h)?));
+        Ok(((above - below) / (2.0 * h), norm))
+    };
+    let options = Options { timeout: Duration::from_secs(120), record: false };
+    let (difference, norm) = threads::run(1, options, rank).unwrap().remove(0);
+    // f32 sums of some thousand squares; a third derivative of a few thousandths.
+    assert!((difference - norm).abs() < 5e-3 * norm, "{difference} {norm}");
+}
+
+#[test]
+fn an_auxiliary_loss_without_a_coefficient_is_refused_by_name() {
+    let rank = |world: &World| -> Result<_> {
+        let engine = with_energy(engine(world, Way::ONE_RANK, MODELS[1], None)?);
+        let (micros, n_targets) = micros(BATCHING, 0, 0, 1);
+        Ok(engine.forward_backward(&micros, &LossScale::mean_over(n_targets), |_| 5).unwrap_err().to_string())
+    };
+    let options = Options { timeout: Duration::from_secs(120), record: false };
+    let said = threads::run(1, options, rank).unwrap().remove(0);
+    assert!(said.contains("the auxiliary loss `query_energy`, for which the step has no coefficient"), "{said}");
+}

@@ -1,0 +1,161 @@
+//! A base of 8-bit weights under an adapter: any number of ranks trains as one, and as a dense base of the same values does.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Result, Tensor};
+use candlewick_comm::mesh::Degrees;
+use candlewick_comm::{Options, World, threads};
+use candlewick_ops::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};
+use candlewick_parallel::{Engine, LossScale, SequenceParallel, ZeroStage};
+
+use super::case::{BATCHINGS, DENSE_BASE, Kind, micros};
+use super::rank::{Way, engine};
+use super::{IN_PARTS, ONE, SHARES, STAGES, check_all, hybrid, pipeline, tensor, zero};
+
+/// Signed integers; a scale for each 8 by 8 elements. No product uses this format.
+static INT8: QuantFormat = QuantFormat {
+    name: "int8",
+    codes: &{
+        let mut codes = [0.0; 256];
+        let mut code = 0;
+        while code < 256 {
+            codes[code] = code as u8 as i8 as f32;
+            code += 1;
+        }
+        codes
+    },
+    block: ScaleBlock::Tile { rows: 8, columns: 8 },
+    scales: ScaleRounding::PowerOfTwo,
+};
+
+const QUANTIZED: Kind = DENSE_BASE.stored_as(WeightStorage::Quantized(&INT8));
+
+#[track_caller]
+fn check(way: Way, known: &[&str]) {
+    check_all(way, &[QUANTIZED], &BATCHINGS, known);
+}
+
+#[test]
+fn parity_of_a_quantized_base_in_shards() {
+    check(zero(2, ZeroStage::One), &SHARES);
+    check(zero(2, ZeroStage::Two), &SHARES);
+    check(zero(3, ZeroStage::Three), &SHARES);
+    check(hybrid(2, 2, ZeroStage::Three), &SHARES);
+}
+
+#[test]
+fn parity_of_a_quantized_base_in_matrix_slices() {
+    check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On), &IN_PARTS);
+    let way = tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On);
+    check(Way { zero_stage: Some(ZeroStage::Three), ..way }, &IN_PARTS);
+}
+
+#[test]
+fn parity_of_a_quantized_base_in_pipeline_stages() {
+    let way =
+        pipeline(Degrees { pp: 2, ..ONE }, candlewick_parallel::PipelineScheduleKind::OneForwardOneBackward, &[2, 2]);
+    check_all(way, &[QUANTIZED], &[super::case::Batching::Accumulated(5)], &[STAGES]);
+}
+
+/// Scales of 8 columns do not divide 48 columns of the MLP by four.
+#[test]
+fn slices_that_split_a_scale_are_refused_by_name() {
+    let way = tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::Off);
+    let built = on_ranks(way, |world| Ok(engine(world, way, QUANTIZED, None).err().map(|error| error.to_string())));
+    for error in built {
+        let error = error.unwrap();
+        assert!(error.contains("mlp.") && error.contains("int8 values with one scale cannot be split at"), "{error}");
+    }
+}
+
+fn on_ranks<T: Send>(way: Way, run: impl Fn(&World) -> Result<T> + Sync) -> Vec<T> {
+    threads::run(way.degrees.n_ranks(), Options::default(), run).unwrap()
+}
+
+fn flat(x: &Tensor) -> Vec<f32> {
+    x.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+type Values = BTreeMap<String, Tensor>;
+
+fn masters(engine: &Engine) -> Values {
+    engine.store().masters().map(|master| master.map(|(spec, value)| (spec.name.clone(), value)).unwrap()).collect()
+}
+
+/// Loss and gradients of one rank with these weights.
+fn gradients(kind: Kind, weights: &Values) -> (f32, Vec<(String, Vec<f32>)>) {
+    let run = |world: &World| {
+        let engine = engine(world, Way::ONE_RANK, kind, None)?;
+        engine.store().fill(|spec| Ok::<_, candle_core::Error>(weights[&spec.name].clone()))?;
+        let (micros, n_targets) = micros(BATCHINGS[0], 0, 0, 1);
+        let sums = engine.forward_backward(&micros, &LossScale::mean_over(n_targets), |_| 5)?;
+        let grads = engine.store().states()?.into_iter().map(|state| (state.name, flat(&state.grad))).collect();
+        Ok((sums.micros[0].to_scalar()?, grads))
+    };
+    on_ranks(Way::ONE_RANK, run).remove(0)
+}
+
+#[test]
+fn a_quantized_base_gives_the_bits_of_a_dense_one_with_its_values() {
+    let weights =
+        on_ranks(Way::ONE_RANK, |world| Ok(masters(&engine(world, Way::ONE_RANK, QUANTIZED, None)?))).remove(0);
+    let random =
+        on_ranks(Way::ONE_RANK, |world| Ok(masters(&engine(world, Way::ONE_RANK, DENSE_BASE, None)?))).remove(0);
+    let mut n_quantized = 0;
+    for (name, value) in &random {
+        let is_quantized = name.contains("_proj.weight");
+        let want = match is_quantized {
+            true => dequantize(&quantize(value, &INT8).unwrap(), &INT8, value.dims(), value.dtype()).unwrap(),
+            false => value.clone(),
+        };
+        assert_eq!(flat(&weights[name]), flat(&want), "{name}");
+        n_quantized += usize::from(is_quantized);
+    }
+    assert_eq!(n_quantized, 4 * 7);
+    let (quantized, dense) = (gradients(QUANTIZED, &weights), gradients(DENSE_BASE, &weights));
+    assert!(quantized == dense, "losses {} and {}", quantized.0, dense.0);
+    assert!(gradients(DENSE_BASE, &random).0 != dense.0, "quantizing changes the loss");
+}
+
+/// What an export holds is quantized to the same bytes again, on any mesh.
+#[test]
+fn an_export_of_a_quantized_base_is_filled_into_another_mesh() {
+    let saved = {
+        let way = zero(2, ZeroStage::Three);
+        on_ranks(way, |world| Ok(masters(&engine(world, way, QUANTIZED, None)?))).remove(0)
+    };
+    for way in
+        [Way::ONE_RANK, zero(3, ZeroStage::One), tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On)]
+    {
+        let again = on_ranks(way, |world| {
+            let engine = engine(world, way, QUANTIZED, None)?;
+            engine.store().fill(|spec| Ok::<_, candle_core::Error>(saved[&spec.name].clone()))?;
+            Ok(masters(&engine))
+        });
+        for again in again {
+            for (name, value) in &saved {
+                assert_eq!(flat(&again[name]), flat(value), "{way:?}: {name}");
+            }
+        }
+    }
+}
+
+/// The weights of a rank's store take the bytes that the storage declares.
+#[test]
+fn a_store_takes_the_bytes_of_the_storage() {
+    let bytes = |kind: Kind| {
+        on_ranks(Way::ONE_RANK, |world| Ok(engine(world, Way::ONE_RANK, kind, None)?.store().device_bytes().weights))
+            .remove(0)
+    };
+    let specs = QUANTIZED.model();
+    let saved: usize = specs
+        .units()
+        .iter()
+        .flat_map(|unit| &unit.params)
+        .filter(|spec| spec.storage != WeightStorage::Dense)
+        .map(|spec| 4 * spec.numel() - spec.storage.n_bytes(&spec.shape, candle_core::DType::F32).unwrap())
+        .sum();
+    let padding = 4 * 7 * 512;
+    let (dense, quantized) = (bytes(DENSE_BASE), bytes(QUANTIZED));
+    assert!(dense.abs_diff(quantized + saved as u64) <= padding, "dense {dense}, quantized {quantized}, {saved} fewer");
+}

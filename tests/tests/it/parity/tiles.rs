@@ -1,0 +1,77 @@
+//! Rows of what trades time for memory: MLPs and losses in tiles, and what lies in the host's memory.
+
+use candlewick_comm::mesh::Degrees;
+use candlewick_model::TiledMlp;
+use candlewick_parallel::{CpuOffload, PipelineScheduleKind, SequenceParallel, ZeroStage};
+
+use super::case::{ADAPTER, BATCHINGS, Batching, MODELS};
+use super::rank::{STEPS, Way, compare, one_rank, run};
+use super::{ONE, hybrid, pipeline, tensor, ulysses, zero};
+
+/// Both are as on one rank, which has neither.
+#[track_caller]
+fn check(way: Way) {
+    for kind in [MODELS[1], MODELS[2], ADAPTER] {
+        for batching in [BATCHINGS[0], BATCHINGS[1], Batching::Accumulated(3)] {
+            // Without a whole micro-batch dropout drops something else.
+            if kind.has_dropout() && way.degrees.dp_replicate * way.degrees.dp_shard > 1 {
+                continue;
+            }
+            if let Err(difference) = compare(&run(way, kind, batching), &one_rank(kind, batching, STEPS)) {
+                panic!("{way:?}, {kind:?}, {batching:?}: {difference}");
+            }
+        }
+    }
+}
+
+/// Some tiles of the MLP, of at most 32 tokens, and some of the loss: of at most 16 rows of half of the vocabulary.
+fn tiled(way: Way) -> Way {
+    Way { tiled_mlp: TiledMlp::On, logits_bytes: Some(1600), ..way }
+}
+
+#[test]
+fn parity_of_tiles_and_parts_of_matrices() {
+    for sequence_parallel in [SequenceParallel::On, SequenceParallel::Off] {
+        check(tiled(tensor(Degrees { tp: 2, ..ONE }, sequence_parallel)));
+    }
+    check(tiled(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::On)));
+}
+
+#[test]
+fn parity_of_tiles_and_stages() {
+    check(tiled(pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2])));
+    check(tiled(pipeline(Degrees { pp: 2, tp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 1, 1, 1])));
+}
+
+#[test]
+fn parity_of_tiles_and_sharded_weights() {
+    check(tiled(zero(2, ZeroStage::Three)));
+}
+
+#[test]
+fn parity_of_tiles_and_sequences_in_parts() {
+    check(tiled(ulysses(1, 2, None)));
+    check(tiled(ulysses(1, 4, Some(ZeroStage::Three))));
+}
+
+#[test]
+fn parity_of_shards_in_the_hosts_memory() {
+    let (half, all) = (CpuOffload { optimizer: 0.5, weights: false }, CpuOffload { optimizer: 1.0, weights: false });
+    let weights = CpuOffload { optimizer: 1.0, weights: true };
+    for (way, cpu_offload) in [
+        (zero(2, ZeroStage::One), half),
+        (zero(3, ZeroStage::One), all),
+        (zero(2, ZeroStage::Three), half),
+        (zero(3, ZeroStage::Three), weights),
+        (hybrid(2, 2, ZeroStage::Three), weights),
+        (
+            Way {
+                zero_stage: Some(ZeroStage::Three),
+                ..tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On)
+            },
+            weights,
+        ),
+    ] {
+        check(Way { cpu_offload, ..way });
+    }
+}

@@ -1,0 +1,353 @@
+//! What goes wrong with processes, machines and disks: nobody waits longer than told, everybody says what it was, and no save
+//! is lost.
+
+use std::fs;
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use candlewick_comm::store::{Client, Server};
+use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
+use suite::root;
+
+use super::run::{Ranks, Run, until};
+
+/// For what happens at once, on a busy machine.
+const SOON: Duration = Duration::from_secs(20);
+
+/// A run that nothing ends, with a save after each step, from the newest of which it goes on.
+fn endless(folder: &Path, n_ranks: usize, more: &[&str]) -> Run {
+    saving_in(&folder.join("saves"), folder, n_ranks, more)
+}
+
+fn saving_in(saves: &Path, folder: &Path, n_ranks: usize, more: &[&str]) -> Run {
+    let checkpoint =
+        format!("checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1, keep: 3}}]", saves.display());
+    let keys = [
+        &checkpoint,
+        "train_iters=100000",
+        "eval_interval=100000",
+        "deepspeed.zero_optimization.stage=3",
+        "data.max_length=64",
+    ];
+    Run::new(&folder.join("run"), n_ranks, &[&keys[..], more].concat())
+}
+
+/// The newest step that the run has said is saved.
+fn saved(run: &Run) -> u64 {
+    let steps = run.records().into_iter().filter(|record| record.get("saved").is_some());
+    steps.filter_map(|record| record["iter"].as_u64()).max().unwrap_or(0)
+}
+
+/// The steps at which the run was taken up.
+fn resumed(run: &Run) -> Vec<u64> {
+    let resumes = run.records().into_iter().filter(|record| record.get("resumed_from").is_some());
+    resumes.filter_map(|record| record["iter"].as_u64()).collect()
+}
+
+#[track_caller]
+fn check_end((status, stderr): &(ExitStatus, String), code: i32, parts: &[&str]) {
+    assert_eq!(status.code(), Some(code), "{stderr}");
+    for part in parts {
+        assert!(stderr.contains(part), "no {part:?} in: {stderr}");
+    }
+}
+
+/// Started again, the run goes on from a step that is no older than what it has said is saved.
+#[track_caller]
+fn check_goes_on(run: &Run) {
+    let newest = saved(run);
+    let n_resumes = resumed(run).len();
+    run.with(&["exit_iteration_this_run=1"]).finish();
+    let resumes = resumed(run);
+    assert!(resumes.len() == n_resumes + 1 && *resumes.last().unwrap() >= newest, "{newest} was saved: {resumes:?}");
+    assert_eq!(saved(run), resumes.last().unwrap() + 1);
+}
+
+/// Ranks that need each other within a micro-batch: stages, parts of matrices, and both.
+const STAGES: [&str; 2] = ["pipeline_parallel_size=2", "gradient_accumulation_steps=3"];
+const PARTS: [&str; 1] = ["tensor_parallel_size=2"];
+const BOTH: [&str; 3] = [STAGES[0], STAGES[1], PARTS[0]];
+
+#[test]
+fn a_killed_rank_ends_the_others_at_once() {
+    check_kill(3, &[]);
+}
+
+#[test]
+fn a_killed_rank_that_has_a_part_of_the_model_ends_the_others_at_once() {
+    check_kill(2, &STAGES);
+    check_kill(2, &PARTS);
+    check_kill(4, &BOTH);
+}
+
+#[track_caller]
+fn check_kill(n_ranks: usize, more: &[&str]) {
+    let folder = tempfile::tempdir().unwrap();
+    let run = endless(folder.path(), n_ranks, more);
+    let ranks = run.start();
+    until(&run.folder, "the second save", || saved(&run) >= 2);
+    ranks.signal(1, Signal::KILL);
+    let ended = ranks.wait_within(SOON);
+    let said = ["rank 1 (pid ", ") ended without leaving", "the last output of rank 1", "goes on from the newest save"];
+    for rank in (0..n_ranks).filter(|rank| *rank != 1) {
+        check_end(&ended[rank], 7, &said);
+    }
+    check_goes_on(&run);
+}
+
+#[test]
+fn a_rank_that_stops_is_given_up_after_the_time_out() {
+    check_stop(3, &[]);
+}
+
+/// Of four, one waits for the stopped one and the others for that one: all name the stopped one.
+#[test]
+fn a_rank_that_stops_with_a_part_of_the_model_is_given_up_after_the_time_out() {
+    check_stop(2, &STAGES);
+    check_stop(2, &PARTS);
+    check_stop(4, &BOTH);
+}
+
+#[track_caller]
+fn check_stop(n_ranks: usize, more: &[&str]) {
+    let folder = tempfile::tempdir().unwrap();
+    let run = endless(folder.path(), n_ranks, &[&["ddp_timeout=3"], more].concat());
+    let mut ranks = run.start();
+    until(&run.folder, "the second save", || saved(&run) >= 2);
+    ranks.signal(1, Signal::STOP);
+    let stopped = ranks.take(1);
+    for end in &ranks.wait_within(Duration::from_secs(3) + SOON) {
+        check_end(end, 7, &["rank 1 (pid ", ") silent for 3s", "ddp_timeout"]);
+    }
+    stopped.signal(0, Signal::CONT);
+    // Told by the others, it says what they say.
+    check_end(&stopped.wait_within(SOON)[0], 7, &["rank 1 (pid ", ") silent for 3s"]);
+    check_goes_on(&run);
+}
+
+/// No file of rank 1 may grow any more: a full disk, for the one rank alone.
+#[test]
+fn a_save_that_one_rank_cannot_write_ends_all_and_leaves_the_earlier_ones() {
+    for more in ["async_save: false", "async_save: true"] {
+        let folder = tempfile::tempdir().unwrap();
+        let run = endless(folder.path(), 2, &[&format!("checkpoint.0.{}", more.replace(": ", "="))]);
+        let ranks = run.start();
+        until(&run.folder, "the first save", || saved(&run) >= 1);
+        let nothing = Rlimit { current: Some(4096), maximum: Some(4096) };
+        prlimit(Some(ranks.pid(1)), Resource::Fsize, nothing).unwrap();
+        let ended = ranks.wait_within(SOON);
+        check_end(&ended[0], 7, &["rank 1", "shard_00001_00001.safetensors"]);
+        check_end(&ended[1], 6, &["shard_00001_00001.safetensors", "File too large"]);
+        let left: Vec<_> =
+            fs::read_dir(folder.path().join("saves")).unwrap().map(|it| it.unwrap().file_name()).collect();
+        assert!(!left.iter().any(|name| name.to_string_lossy().ends_with(".tmp")), "{left:?}");
+        check_goes_on(&run);
+    }
+}
+
+/// A store of the launcher's, here the test's, and the word that a rank is there.
+struct Meeting {
+    server: Server,
+    store: Client,
+}
+
+impl Meeting {
+    fn new() -> Self {
+        let server = Server::bind("127.0.0.1:0").unwrap();
+        let store = Client::connect("127.0.0.1", server.port(), Duration::from_secs(60)).unwrap();
+        Self { store: store.with_prefix("candlewick/0/local"), server }
+    }
+
+    fn start(&self, run: &Run, rank: usize) -> Ranks {
+        Ranks::of([run.rank(rank, self.server.port(), true)])
+    }
+
+    fn await_rank(&self, rank: usize) {
+        self.store.wait(&[&format!("{rank}/peer")]).unwrap();
+    }
+}
+
+#[test]
+fn a_rank_that_starts_late_is_waited_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = endless(folder.path(), 2, &["exit_iteration=1"]);
+    let meeting = Meeting::new();
+    let first = meeting.start(&run, 0);
+    meeting.await_rank(0);
+    let second = meeting.start(&run, 1);
+    for ranks in [first, second] {
+        check_end(&ranks.wait_within(SOON)[0], 0, &[]);
+    }
+}
+
+#[test]
+fn a_rank_that_starts_too_late_is_told_who_has_gone() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = endless(folder.path(), 2, &["ddp_timeout=2"]);
+    let meeting = Meeting::new();
+    let said = ["rank 1 did not join within 2s", "ddp_timeout"];
+    check_end(&meeting.start(&run, 0).wait_within(SOON)[0], 7, &said);
+    check_end(&meeting.start(&run, 1).wait_within(SOON)[0], 7, &["rank 0 (pid ", ") cannot be reached"]);
+    // Where rank 0 has the store there is nobody to ask.
+    let port = free_port();
+    let second = Ranks::of([run.rank(1, port, false)]);
+    let said = format!("connect to the store at 127.0.0.1:{port}");
+    check_end(&second.wait_within(SOON)[0], 7, &[&said, "rank 0"]);
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+#[test]
+fn ranks_that_count_differently_say_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = endless(folder.path(), 2, &[]);
+    for is_store_there in [true, false] {
+        let server = Server::bind("127.0.0.1:0").unwrap();
+        let port = if is_store_there { server.port() } else { free_port() };
+        let mut other = run.rank(1, port, is_store_there);
+        other.envs([("WORLD_SIZE", "3"), ("LOCAL_WORLD_SIZE", "3")]);
+        let ended = Ranks::of([run.rank(0, port, is_store_there), other]).wait_within(SOON);
+        check_end(&ended[0], 2, &["rank 1 was started for 3 ranks", "WORLD_SIZE"]);
+        check_end(&ended[1], 2, &["rank 0 was started for 2 ranks", "WORLD_SIZE"]);
+    }
+}
+
+/// Answers each caller as somebody does who is no store.
+fn stranger(answer: fn(&mut TcpStream)) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        let mut callers = Vec::new();
+        for mut caller in listener.incoming().map_while(Result::ok) {
+            answer(&mut caller);
+            callers.push(caller);
+        }
+    });
+    port
+}
+
+#[test]
+fn a_port_that_a_stranger_has_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = endless(folder.path(), 2, &["ddp_timeout=2"]);
+    let silent: fn(&mut TcpStream) = |_| ();
+    let speaking: fn(&mut TcpStream) = |caller| caller.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+    let closing: fn(&mut TcpStream) = |caller| caller.shutdown(std::net::Shutdown::Both).unwrap_or_default();
+    for answer in [silent, speaking, closing] {
+        let port = stranger(answer);
+        let ended = run.start_at(port).wait_within(SOON);
+        check_end(&ended[0], 1, &[&format!("{port}): Address already in use"), "another MASTER_PORT"]);
+        let said = [&format!("connect to the store at 127.0.0.1:{port}: what listens there"), "another MASTER_PORT"];
+        check_end(&ended[1], 1, &said);
+    }
+}
+
+#[test]
+fn a_save_that_lacks_a_part_is_passed_over_by_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = endless(folder.path(), 2, &[]);
+    run.with(&["exit_iteration=2"]).finish();
+    let file = |step: usize, name: &str| folder.path().join(format!("saves/epoch_0_global_step_{step}/{name}"));
+    for name in ["shard_00001_00001.safetensors", "manifest.json"] {
+        fs::remove_file(file(2, name)).unwrap();
+        for (rank, end) in run.with(&["exit_iteration=2"]).start().wait_within(2 * SOON).iter().enumerate() {
+            let said = if rank == 0 { vec!["epoch_0_global_step_2 is skipped: ", name] } else { vec![] };
+            check_end(end, 0, &said);
+        }
+        assert_eq!((resumed(&run).pop(), saved(&run)), (Some(1), 2));
+    }
+    // What is cut keeps its name.
+    fs::write(file(1, "state.json"), "{").unwrap();
+    fs::remove_file(file(2, "manifest.json")).unwrap();
+    for end in run.start().wait_within(2 * SOON) {
+        check_end(&end, 6, &["no save there is whole", "state.json has 1 bytes", "no manifest.json", "Restore one"]);
+    }
+}
+
+/// Ranks in two folders, in each of which a relative path is another file.
+#[test]
+fn ranks_that_do_not_see_one_folder_of_saves_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let rooms = ["here", "there"].map(|name| folder.path().join(name));
+    for room in &rooms {
+        fs::create_dir(room).unwrap();
+        for shared in ["tests", "recipes"] {
+            symlink(root().join(shared), room.join(shared)).unwrap();
+        }
+    }
+    let run = saving_in(Path::new("saves"), folder.path(), 2, &["exit_iteration=1"]);
+    let start = |places: [&PathBuf; 2]| {
+        let meeting = Meeting::new();
+        let command = |(rank, place): (usize, &&PathBuf)| {
+            let mut command = run.rank(rank, meeting.server.port(), true);
+            command.current_dir(place);
+            command
+        };
+        let commands: Vec<_> = places.iter().enumerate().map(command).collect();
+        Ranks::of(commands).wait_within(2 * SOON)
+    };
+    let [here, there] = &rooms;
+    let ended = start([here, there]);
+    check_end(&ended[0], 7, &["rank 1", "one folder"]);
+    check_end(&ended[1], 6, &["saves", "one folder"]);
+    start([here, here]).iter().for_each(|end| check_end(end, 0, &[]));
+    for end in start([here, there]) {
+        check_end(&end, 6, &["rank 1 sees other saves than rank 0", "one folder"]);
+    }
+}
+
+#[test]
+fn a_launcher_that_is_told_to_stop_stops_with_a_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = endless(folder.path(), 2, &["checkpoint.0.save_every_n_steps=100000"]);
+    let launcher = Ranks::of([run.launch(&[])]);
+    until(&run.folder, "the second step", || run.curve().len() >= 2);
+    launcher.signal(0, Signal::TERM);
+    check_end(&launcher.wait_within(SOON)[0], 75, &[]);
+    let done = run.curve().last().unwrap().0;
+    assert_eq!(saved(&run), done, "the save is of the last step");
+    // The very same command goes on.
+    let again = Ranks::of([run.launch(&[])]);
+    until(&run.folder, "another step", || run.curve().last().unwrap().0 > done);
+    again.signal(0, Signal::TERM);
+    check_end(&again.wait_within(SOON)[0], 75, &[]);
+    assert_eq!(resumed(&run), [done]);
+}
+
+#[test]
+fn a_launcher_starts_again_from_the_newest_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = endless(folder.path(), 2, &[]);
+    let launcher = Ranks::of([run.launch(&["--max-restarts", "1"])]);
+    until(&run.folder, "the second save", || saved(&run) >= 2);
+    kill_process(worker(&run, 1), Signal::KILL).unwrap();
+    until(&run.folder, "a start from a save", || !resumed(&run).is_empty());
+    assert!(resumed(&run)[0] >= 2);
+    let newest = saved(&run);
+    until(&run.folder, "another save", || saved(&run) > newest);
+    launcher.signal(0, Signal::TERM);
+    check_end(&launcher.wait_within(SOON)[0], 75, &["rank 1 failed first", "signal 9"]);
+}
+
+/// The process of one rank of a run, whoever has started it.
+fn worker(run: &Run, rank: usize) -> Pid {
+    let folder = run.folder.display().to_string();
+    let words = |process: &Path, file: &str| {
+        let bytes = fs::read(process.join(file)).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).split('\0').map(str::to_owned).collect::<Vec<_>>()
+    };
+    let is_it = |process: &PathBuf| {
+        words(process, "comm") == ["trainer\n"]
+            && words(process, "cmdline").iter().any(|word| word.contains(&folder))
+            && words(process, "environ").contains(&format!("RANK={rank}"))
+    };
+    let processes = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
+    let found = processes.into_iter().find(is_it).expect("the rank runs");
+    Pid::from_raw(found.file_name().unwrap().to_str().unwrap().parse().unwrap()).unwrap()
+}

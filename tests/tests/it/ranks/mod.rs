@@ -1,0 +1,270 @@
+//! The trainer as several processes, started as torchrun starts them: the same run as one process makes.
+
+mod faults;
+mod run;
+mod starters;
+
+use std::fs;
+use std::net::TcpListener;
+
+use candlewick_comm::store::Server;
+use rustix::process::Signal;
+
+use run::{Ranks, Run, until};
+
+/// Sums over ranks round in another order than those of one rank do; over five steps that moves a loss by less than 1e-6.
+#[track_caller]
+fn same_curve(ours: &[(u64, [f64; 2])], one_rank: &[(u64, [f64; 2])]) {
+    assert_eq!(ours.len(), one_rank.len(), "{ours:?} against {one_rank:?}");
+    for ((step, a), (other_step, b)) in ours.iter().zip(one_rank) {
+        let close = a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 1e-5 * b.abs());
+        assert!(step == other_step && close, "step {step}: {a:?}, one rank has {b:?}");
+    }
+}
+
+#[test]
+fn processes_make_the_run_that_one_makes() {
+    let folder = tempfile::tempdir().unwrap();
+    let one = Run::new(&folder.path().join("one"), 1, &[]);
+    let one_curve = one.finish().curve();
+    assert_eq!(one_curve.len(), 6, "five steps and an evaluation");
+    for (n_ranks, arguments) in [
+        (2, vec!["memory=auto"]),
+        (4, vec!["deepspeed.zero_optimization.stage=1"]),
+        (2, vec!["deepspeed.zero_optimization.stage=2", "model.activation_checkpoint=full"]),
+        (4, vec!["deepspeed.zero_optimization.stage=3", "deepspeed.zero_optimization.mics_shard_size=2"]),
+        (2, vec!["sequence_parallel_size=2", "gradient_accumulation_steps=8"]),
+        (2, vec!["tensor_parallel_size=2", "gradient_accumulation_steps=8"]),
+        (2, vec!["pipeline_parallel_size=2", "gradient_accumulation_steps=8"]),
+        (
+            4,
+            vec![
+                "pipeline_parallel_size=2",
+                "pipeline_schedule=afab",
+                "tensor_parallel_size=2",
+                "sequence_parallel_norms=false",
+                "gradient_accumulation_steps=8",
+            ],
+        ),
+        (4, vec!["sequence_parallel_size=2", "gradient_accumulation_steps=4", "deepspeed.zero_optimization.stage=3"]),
+        (3, vec!["context_parallel_size=3", "gradient_accumulation_steps=8", "tiled_mlp_compute=true"]),
+        (2, vec!["context_parallel_size=2", "gradient_accumulation_steps=8", "model.activation_checkpoint=selective"]),
+        (4, vec!["context_parallel_size=2", "sequence_parallel_size=2", "gradient_accumulation_steps=8"]),
+    ] {
+        let name = format!("{n_ranks}-{}", arguments.join("-")).replace(['.', '='], "-");
+        let run = Run::new(&folder.path().join(name), n_ranks, &arguments);
+        same_curve(&run.finish().curve(), &one_curve);
+    }
+}
+
+/// As without a launcher: rank 0 has the store.
+#[test]
+fn ranks_meet_at_rank_0() {
+    let folder = tempfile::tempdir().unwrap();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let run = Run::new(folder.path(), 2, &[]);
+    for (status, stderr) in run.start_at(port).wait() {
+        assert!(status.success(), "{status}: {stderr}");
+    }
+}
+
+/// Three ranks, and an epoch whose last step has too few micro-batches for all of them.
+#[test]
+fn a_rank_without_a_micro_batch_takes_part_all_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let n_rows = suite::read("recipes/quickstart/eval.jsonl").lines().count();
+    assert_eq!(n_rows % 6, 2, "the last step is to leave one rank without a micro-batch");
+    let short = ["data.drop_last=false", "train_iters=0", "epochs=1", "gradient_accumulation_steps=2"];
+    let run = |n_ranks, name: &str, more: &[&str]| {
+        let arguments = [&short[..], more].concat();
+        Run::new(&folder.path().join(name), n_ranks, &arguments).finish().curve()
+    };
+    let one = run(1, "one", &["gradient_accumulation_steps=6"]);
+    same_curve(&run(3, "three", &["deepspeed.zero_optimization.stage=3"]), &one);
+}
+
+#[test]
+fn a_save_of_some_ranks_is_taken_up_by_any_number_of_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = Run::new(&folder.path().join("whole"), 1, &[]).finish().curve();
+    let saves = |name: &str| {
+        let dir = folder.path().join(name).join("saves");
+        format!("checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1}}]", dir.display())
+    };
+    let parts = [
+        (2, "deepspeed.zero_optimization.stage=3", "exit_iteration=2"),
+        (1, "deepspeed.zero_optimization.stage=0", "exit_iteration=3"),
+        (4, "deepspeed.zero_optimization.stage=1", "exit_iteration=4"),
+        (2, "deepspeed.zero_optimization.stage=0", "exit_iteration=9"),
+    ];
+    for (n_ranks, stage, exit) in parts {
+        Run::new(&folder.path().join("parts"), n_ranks, &[&saves("parts"), stage, exit]).finish();
+    }
+    let parts = Run::new(&folder.path().join("parts"), 1, &[]);
+    // A resume notes itself among the steps.
+    same_curve(&parts.curve(), &whole);
+}
+
+/// Each of `parts` takes up what the one before it has saved in the background; all together make the run of one rank. `common`
+/// is said to all.
+#[track_caller]
+fn check_saves(common: &[&str], parts: &[(usize, &[&str])]) {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = Run::new(&folder.path().join("whole"), 1, common).finish().curve();
+    let dir = folder.path().join("saves");
+    let saves = format!(
+        "checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1, async_save: true}}]",
+        dir.display()
+    );
+    let said = [common, &[saves.as_str()]].concat();
+    let run =
+        |n_ranks, arguments: &[&str]| Run::new(&folder.path().join("parts"), n_ranks, &[&said[..], arguments].concat());
+    for (step, (n_ranks, arguments)) in (1..).zip(parts) {
+        let exit = format!("exit_iteration={step}");
+        run(*n_ranks, &[*arguments, &[exit.as_str()]].concat()).finish();
+    }
+    same_curve(&run(1, &[]).finish().curve(), &whole);
+    let newest = dir.join("epoch_0_global_step_5").join("manifest.json");
+    assert!(newest.exists() || fs::read_dir(&dir).unwrap().count() >= 5);
+}
+
+/// A step has eight micro-batches, however many ranks have the same.
+const ALL: &str = "gradient_accumulation_steps=8";
+const STAGE_1: &str = "deepspeed.zero_optimization.stage=1";
+const STAGE_3: &str = "deepspeed.zero_optimization.stage=3";
+
+#[test]
+fn a_save_of_parts_and_stages_is_taken_up_by_others() {
+    check_saves(
+        &[],
+        &[
+            (4, &["tensor_parallel_size=2", "pipeline_parallel_size=2", ALL]),
+            (2, &[STAGE_3]),
+            (4, &["tensor_parallel_size=2", STAGE_1, "gradient_accumulation_steps=4"]),
+            (2, &["pipeline_parallel_size=2", ALL]),
+        ],
+    );
+}
+
+#[test]
+fn a_save_of_sequences_in_parts_is_taken_up_by_others() {
+    let both = ["context_parallel_size=2", "sequence_parallel_size=2", ALL];
+    check_saves(
+        &[],
+        &[
+            (4, &both),
+            (2, &[STAGE_3]),
+            (4, &[both[0], both[1], both[2], STAGE_3]),
+            (2, &["sequence_parallel_size=2", ALL]),
+        ],
+    );
+}
+
+#[test]
+fn a_save_of_an_adapter_in_parts_is_taken_up_by_others() {
+    let adapter = "model.peft_config={peft_type: LORA, r: 4, lora_alpha: 8, target_modules: all-linear}";
+    check_saves(
+        &[adapter],
+        &[
+            (4, &["tensor_parallel_size=2", "pipeline_parallel_size=2", ALL]),
+            (2, &["tensor_parallel_size=2", ALL]),
+            (2, &["pipeline_parallel_size=2", ALL]),
+            (4, &["tensor_parallel_size=2", STAGE_1, "gradient_accumulation_steps=4"]),
+        ],
+    );
+}
+
+#[test]
+fn another_batch_is_refused_with_the_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves =
+        format!("checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1}}]", folder.path().display());
+    Run::new(&folder.path().join("run"), 1, &[&saves, "exit_iteration=1"]).finish();
+    let other = Run::new(&folder.path().join("run"), 2, &[&saves, "gradient_accumulation_steps=8"]);
+    for (status, stderr) in other.start().wait() {
+        assert_eq!(status.code(), Some(3), "{stderr}");
+        assert!(stderr.contains("rows a step was 8, now 16") || stderr.contains("another rank"), "{stderr}");
+    }
+}
+
+#[test]
+fn exports_of_shards_are_those_of_one_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let export = |n_ranks, name: &str, stage: &str| {
+        let dir = folder.path().join(name).join("weights");
+        let checkpoint =
+            format!("checkpoint=[{{type: huggingface, output_dir: {}, save_end_of_training: true}}]", dir.display());
+        Run::new(&folder.path().join(name), n_ranks, &[&checkpoint, stage]).finish();
+        let bytes = fs::read(dir.join("global_step_5/model.safetensors")).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let floats =
+            |data: &[u8]| data.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect::<Vec<_>>();
+        let mut named: Vec<_> = tensors.iter().map(|(name, view)| (name.to_owned(), floats(view.data()))).collect();
+        named.sort_by(|a, b| a.0.cmp(&b.0));
+        named
+    };
+    let one = export(1, "one", "deepspeed.zero_optimization.stage=0");
+    let shards = export(4, "four", "deepspeed.zero_optimization.stage=3");
+    assert_eq!(one.len(), shards.len());
+    assert!(one.len() > 20);
+    for ((name, one), (other_name, other)) in one.iter().zip(&shards) {
+        let square = |x: f32| f64::from(x).powi(2);
+        let difference: f64 = one.iter().zip(other).map(|(a, b)| square(a - b)).sum();
+        let norm: f64 = one.iter().map(|x| square(*x)).sum();
+        // Adam's first steps are of one size, whatever the gradient: where that is nearly zero, rounding decides its sign.
+        assert!(name == other_name && difference <= 1e-6 * norm, "{name}: {difference:e} of {norm:e}");
+    }
+}
+
+#[test]
+fn one_rank_that_is_told_to_stop_stops_all_with_a_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves = folder.path().join("saves");
+    let checkpoint = format!("checkpoint=[{{output_dir: {}, auto_resume: true}}]", saves.display());
+    let run = Run::new(&folder.path().join("run"), 2, &[&checkpoint, "train_iters=100000", "eval_interval=100000"]);
+    let ranks = run.start();
+    let metrics = run.folder.join("metrics.jsonl");
+    until(metrics.parent().unwrap(), "a first step", || {
+        fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() > 1)
+    });
+    ranks.signal(1, Signal::TERM);
+    for (status, stderr) in ranks.wait() {
+        assert_eq!(status.code(), Some(75), "{stderr}");
+    }
+    let saved: Vec<_> = fs::read_dir(&saves).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(saved.iter().any(|name| name.to_string_lossy().starts_with("epoch_")), "{saved:?}");
+}
+
+/// Cores, and where there is room, are a machine's own; all else must be the same.
+#[test]
+fn ranks_of_unequal_machines_train_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = Run::new(&folder.path().join("run"), 2, &["model.activation_checkpoint=offload"]);
+    let room = folder.path().join("room");
+    fs::create_dir(&room).unwrap();
+    let start = |more: &[&str]| {
+        let store = Server::bind("127.0.0.1:0").unwrap();
+        let mut second = run.rank(1, store.port(), true);
+        second.env("TMPDIR", &room).arg("data.num_proc=1").args(more);
+        Ranks::of([run.rank(0, store.port(), true), second]).wait()
+    };
+    for (status, stderr) in start(&[]) {
+        assert!(status.success(), "{status}: {stderr}");
+    }
+    let ended = start(&["seed=8"]);
+    for ((status, stderr), said) in ended.iter().zip([
+        "rank 1 has another plan than rank 0: seed is 8 there, and here 7",
+        "rank 0 has another plan than rank 1: seed is 7 there, and here 8",
+    ]) {
+        assert!(status.code() == Some(2) && stderr.contains(said), "{status}: {stderr}");
+    }
+}
+
+#[test]
+fn data_that_one_rank_cannot_read_are_everybodys_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = Run::new(folder.path(), 2, &["data.sources=[/nowhere/at/all.jsonl]"]);
+    let ended = run.start().wait();
+    let codes: Vec<_> = ended.iter().map(|(status, _)| status.code().unwrap()).collect();
+    assert!(codes.contains(&3) && codes.iter().all(|code| [3, 7].contains(code)), "{codes:?} {ended:?}");
+}

@@ -1,0 +1,184 @@
+//! A run of the small recipe on several ranks, each a process of its own.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use assert_cmd::cargo::cargo_bin;
+use candlewick_comm::store::Server;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use suite::{later_wins, root, wait_for_exit, wait_for_files};
+
+/// One run in a folder of its own. All runs of a test see the same steps: 8 micro-batches each, over all ranks.
+pub(crate) struct Run {
+    pub(crate) folder: PathBuf,
+    pub(crate) n_ranks: usize,
+    arguments: Vec<String>,
+}
+
+impl Run {
+    pub(crate) fn new(folder: &Path, n_ranks: usize, arguments: &[&str]) -> Self {
+        let mut all = vec![
+            "device=cpu".to_owned(),
+            "train_iters=5".to_owned(),
+            "data.pack_samples=false".to_owned(),
+            format!("gradient_accumulation_steps={}", 8 / n_ranks),
+            format!("output_dir={}", folder.display()),
+            format!("data.cache_dir={}/cache", folder.display()),
+            "data.eval_sources=[recipes/quickstart/eval.jsonl]".to_owned(),
+            "eval_interval=5".to_owned(),
+        ];
+        all.extend(arguments.iter().map(|argument| (*argument).to_owned()));
+        Self { folder: folder.to_owned(), n_ranks, arguments: later_wins(all) }
+    }
+
+    /// The same run with other keys.
+    pub(crate) fn with(&self, more: &[&str]) -> Self {
+        let more = more.iter().map(|argument| (*argument).to_owned());
+        Self { arguments: later_wins(self.arguments.iter().cloned().chain(more)), folder: self.folder.clone(), ..*self }
+    }
+
+    /// The trainer with its arguments, as whatever it is started as.
+    pub(crate) fn trainer(&self) -> Command {
+        let mut trainer = Command::new(cargo_bin("trainer"));
+        trainer.args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
+        as_in_a_test(trainer)
+    }
+
+    /// The same, started by the launcher.
+    pub(crate) fn launch(&self, flags: &[&str]) -> Command {
+        let mut launch = Command::new(cargo_bin("launch"));
+        launch.args(["--standalone", "--nproc-per-node", &self.n_ranks.to_string()]).args(flags).arg("--");
+        self.started_by(launch)
+    }
+
+    /// The same, started as many times by another program: `starter` is all that stands before the trainer.
+    pub(crate) fn started_by(&self, mut starter: Command) -> Command {
+        starter.arg(cargo_bin("trainer")).args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
+        as_in_a_test(starter)
+    }
+
+    /// One rank of those that meet at `port`, in a store that is there already or rank 0's.
+    pub(crate) fn rank(&self, rank: usize, port: u16, is_store_there: bool) -> Command {
+        let mut trainer = self.trainer();
+        if self.n_ranks > 1 {
+            let n = self.n_ranks.to_string();
+            trainer.envs([("RANK", rank.to_string()), ("LOCAL_RANK", rank.to_string()), ("WORLD_SIZE", n.clone())]);
+            trainer.envs([("LOCAL_WORLD_SIZE", n), ("MASTER_PORT", port.to_string())]);
+            trainer.env("MASTER_ADDR", "127.0.0.1");
+            trainer.env("TORCHELASTIC_USE_AGENT_STORE", if is_store_there { "True" } else { "False" });
+        }
+        trainer
+    }
+
+    /// Starts the ranks, which meet in a store of the launcher's, here the test's.
+    pub(crate) fn start(&self) -> Ranks {
+        let store = Server::bind("127.0.0.1:0").unwrap();
+        let mut ranks = Ranks::of((0..self.n_ranks).map(|rank| self.rank(rank, store.port(), true)));
+        ranks.store = Some(store);
+        ranks
+    }
+
+    /// Starts the ranks, which meet in a store of rank 0's.
+    pub(crate) fn start_at(&self, port: u16) -> Ranks {
+        Ranks::of((0..self.n_ranks).map(|rank| self.rank(rank, port, false)))
+    }
+
+    /// Runs to its end, which must be a good one.
+    #[track_caller]
+    pub(crate) fn finish(&self) -> &Self {
+        for (rank, (status, stderr)) in self.start().wait().into_iter().enumerate() {
+            assert!(status.success(), "rank {rank} of {}: {status}: {stderr}", self.n_ranks);
+        }
+        self
+    }
+
+    /// What was recorded so far.
+    pub(crate) fn records(&self) -> Vec<Value> {
+        let lines = fs::read_to_string(self.folder.join("metrics.jsonl")).unwrap_or_default();
+        // The last line may be half written.
+        lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+    }
+
+    /// Losses and gradient norms by step, and held-out losses.
+    pub(crate) fn curve(&self) -> Vec<(u64, [f64; 2])> {
+        let numbers = self.records().into_iter().filter_map(|record| {
+            let norm = record.get("grad_norm").and_then(Value::as_f64).unwrap_or(0.0);
+            let loss = record.get("loss").or_else(|| record.get("loss/eval"))?;
+            Some((record["iter"].as_u64()?, [loss.as_f64()?, norm]))
+        });
+        numbers.collect()
+    }
+}
+
+fn as_in_a_test(mut command: Command) -> Command {
+    command.current_dir(root()).env("RAYON_NUM_THREADS", "1").env("RUST_LOG", "warn").env_remove("RUST_BACKTRACE");
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    command
+}
+
+/// Processes that run. They are gone when it is dropped.
+pub(crate) struct Ranks {
+    pub(crate) children: Vec<Child>,
+    store: Option<Server>,
+}
+
+impl Ranks {
+    pub(crate) fn of(commands: impl IntoIterator<Item = Command>) -> Self {
+        Self { children: commands.into_iter().map(|mut command| command.spawn().unwrap()).collect(), store: None }
+    }
+
+    /// Waits for all to end; returns how each did, and what it said.
+    pub(crate) fn wait(mut self) -> Vec<(ExitStatus, String)> {
+        let outputs = std::mem::take(&mut self.children).into_iter().map(|child| child.wait_with_output().unwrap());
+        outputs.map(|output| (output.status, String::from_utf8_lossy(&output.stderr).into_owned())).collect()
+    }
+
+    /// Waits for all to exit, and panics if one still runs after `limit`.
+    #[track_caller]
+    pub(crate) fn wait_within(mut self, limit: Duration) -> Vec<(ExitStatus, String)> {
+        let pids: Vec<Pid> = self.children.iter().map(Pid::from_child).collect();
+        let running = wait_for_exit(&pids, limit);
+        if !running.is_empty() {
+            self.kill();
+            panic!("{running:?} still ran after {limit:?}; stderr of all: {:?}", self.wait());
+        }
+        self.wait()
+    }
+
+    /// Takes one process out of these.
+    pub(crate) fn take(&mut self, rank: usize) -> Self {
+        Self { children: vec![self.children.remove(rank)], store: None }
+    }
+
+    pub(crate) fn signal(&self, rank: usize, signal: Signal) {
+        kill_process(self.pid(rank), signal).unwrap();
+    }
+
+    pub(crate) fn pid(&self, rank: usize) -> Pid {
+        Pid::from_child(&self.children[rank])
+    }
+
+    fn kill(&mut self) {
+        for child in &mut self.children {
+            let _ = child.kill();
+        }
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        self.kill();
+        for child in &mut self.children {
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Waits for at most a minute until the files under `folder` fulfil a condition.
+#[track_caller]
+pub(crate) fn until(folder: &Path, name: &str, condition: impl Fn() -> bool) {
+    wait_for_files(folder, name, Duration::from_secs(60), condition);
+}

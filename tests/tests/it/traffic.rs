@@ -1,0 +1,88 @@
+//! What rank 0 sends in a step, as the profile says it, beside the formulas of docs/scaling.md.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use assert_cmd::cargo::cargo_bin;
+use serde_json::{Value, json};
+use suite::root;
+
+/// A causal run over rows that are all full.
+fn recipe(folder: &Path) -> Value {
+    let text: String = (0..6000).map(|i| format!("After {i} comes {}, and before it {}.\n", i + 1, i - 1)).collect();
+    fs::write(folder.join("text.jsonl"), json!({"text": text}).to_string()).unwrap();
+    json!({
+        "type": "causal", "device": "cpu", "output_dir": folder.join("run"), "train_iters": N_STEPS,
+        "model": {"dtype": "f32", "config": {
+            "model_type": "llama", "hidden_size": D, "intermediate_size": F, "num_hidden_layers": N_BLOCKS,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": V, "max_position_embeddings": T,
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": true,
+        }},
+        "tokenizer": {"name_or_path": root().join("recipes/quickstart/tokenizer")},
+        "data": {
+            "sources": [folder.join("text.jsonl")], "max_length": T, "overlong": "split", "cache_dir": folder.join("cache"),
+        },
+        "scheduler": {"name": "constant"}, "checkpoint": "none",
+    })
+}
+
+const N_STEPS: usize = 3;
+const N_BLOCKS: usize = 4;
+/// The model's width, its MLP's, its vocabulary, and the tokens of a row.
+const D: usize = 128;
+const F: usize = 256;
+const V: usize = 1024;
+const T: usize = 512;
+/// The width of keys, and so of values.
+const KV: usize = D / 2;
+
+/// Bytes of f32 that rank 0 sent in a step, without what the ranks agree on before and after.
+fn sent(n_ranks: usize, arguments: &[&str]) -> f64 {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("recipe.yaml");
+    fs::write(&path, recipe(folder.path()).to_string()).unwrap();
+    let mut launch = Command::new(cargo_bin("launch"));
+    launch.args(["--standalone", "--nproc-per-node", &n_ranks.to_string(), "--"]).arg(cargo_bin("trainer"));
+    launch.args(["-q", "train"]).arg(&path).args(arguments).args(["--profile", "tottime"]);
+    launch.env("RAYON_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1").stdin(Stdio::null());
+    let output = launch.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let table = fs::read_to_string(folder.path().join("run/profile.txt")).unwrap();
+    let rows = table.lines().filter(|row| !row.contains("  world "));
+    let megabytes = rows.filter_map(|row| {
+        let (_, sent) = row.strip_suffix(" MB sent")?.rsplit_once(", ")?;
+        Some(sent.parse::<f64>().unwrap())
+    });
+    megabytes.sum::<f64>() * 1e6 / N_STEPS as f64
+}
+
+#[test]
+fn ranks_send_what_the_formulas_say() {
+    let block = 2 * D * D + 2 * KV * D + 3 * F * D + 2 * D;
+    let params = V * D + N_BLOCKS * block + D;
+    // Of the weights in stage 3: forward and backward of all blocks but the last, which is still there; the embedding for
+    // itself, for the head, and never again.
+    let gathered = 2 * N_BLOCKS * block - block + 2 * V * D + D;
+    let activation = T * D;
+    let stage = |stage| format!("deepspeed.zero_optimization.stage={stage}");
+    let (one, two, three) = (stage(1), stage(2), stage(3));
+    // Before the first step the owners of shares publish the weights that they were given.
+    let published = params / N_STEPS / 2;
+    for (n, arguments, want) in [
+        (2, vec!["gradient_accumulation_steps=2"], 2 * params / 2),
+        (4, vec![], 2 * params * 3 / 4),
+        (2, vec!["gradient_accumulation_steps=2", &one], 2 * params / 2 + published),
+        (2, vec!["gradient_accumulation_steps=2", &two], 3 * params / 2 + published),
+        (2, vec![&three], (params + gathered) / 2),
+        (2, vec!["tensor_parallel_size=2"], (10 * N_BLOCKS + 4) * activation / 2),
+        (2, vec!["tensor_parallel_size=2", "sequence_parallel_norms=false"], (4 * N_BLOCKS + 2) * activation),
+        (2, vec!["pipeline_parallel_size=2", "gradient_accumulation_steps=4"], 4 * activation + V * D),
+        (2, vec!["sequence_parallel_size=2"], 2 * N_BLOCKS * T * (2 * D + 2 * KV) / 4 + 2 * params / 2),
+        (2, vec!["context_parallel_size=2"], N_BLOCKS * 2 * T / 2 * 2 * KV + 2 * params / 2),
+    ] {
+        let (sent, want) = (sent(n, &arguments), 4.0 * want as f64);
+        eprintln!("{n} {arguments:?}: {sent:.0} bytes, {want:.0} by the formula, {:.4}", sent / want);
+        assert!((sent / want - 1.0).abs() < 0.02, "{n} {arguments:?}: {sent} bytes, {want} by the formula");
+    }
+}
