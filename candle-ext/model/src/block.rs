@@ -1,13 +1,13 @@
-//! One decoder block, and what it asks of the world around it.
+//! A decoder layer, and the parallel operations that it calls.
 //!
-//! t tokens (packed), d model, h query heads, g key heads, k head dim, f MLP width
+//! Dimensions: t tokens (packed), d hidden size, h query heads, g KV heads, k head size, f MLP intermediate size
 
 use candle_core::{D, Result, Tensor};
 use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Columns, Precision, QkvHeads, Rows, Seqs, Weight};
 
 use crate::{LayerSpec, Linear, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec, dropout::DropoutScope, norm::Norm};
 
-/// Arguments of one layer's attention. t tokens, h query heads, g KV heads, k head dim.
+/// Arguments of one layer's attention: t tokens, h query heads, g KV heads, k head size.
 #[derive(Clone, Copy)]
 pub struct AttentionCall<'a> {
     /// Index of the layer.
@@ -24,74 +24,75 @@ pub struct AttentionCall<'a> {
     pub spec: &'a AttentionSpec,
 }
 
-/// The questions a model may ask the world; the defaults answer for one device.
+/// Collectives and attention of a layer under parallelism. The default methods are those of one device.
 pub trait ParallelOps {
-    /// Looks tokens up: u32 [t] in a table of the vocabulary -> [t, d]. `padding` gets no gradient.
+    /// Looks up embeddings: u32 token ids [t] -> [t, d]. The row of token `padding` gets no gradient.
     fn embedding(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
         ops::embedding(ids, table, padding)
     }
 
-    /// What a branch reads, as its first matrices want it: [t, d] -> [t, d].
+    /// Prepares the input of attention or of the MLP: [t, d] -> [t, d]. Under sequence parallelism it all-gathers the
+    /// tokens.
     fn copy_to_tp(&self, x: &Tensor) -> Result<Tensor> {
         Ok(x.clone())
     }
 
-    /// Returns the number of ranks that share the tokens outside of branches.
+    /// Returns the number of ranks that split the residual stream along the sequence; 1 without sequence parallelism.
     fn sequence_parallel_size(&self) -> usize {
         1
     }
 
-    /// Which part of its input a branch's last matrix has here.
+    /// Returns the input columns of the row-parallel output projection that this rank holds.
     fn input_shard(&self) -> Columns {
         Columns::ALL
     }
 
-    /// What a branch's last matrix gives, as the residual stream wants it: [t, d] -> [t, d].
+    /// Reduces the output of attention or of the MLP over the tensor parallel ranks: [t, d] -> [t, d].
     fn reduce_from_tp(&self, y: &Tensor) -> Result<Tensor> {
         Ok(y.clone())
     }
 
-    /// Attention of block `block_idx`: q [t, h, k], k and v [t, g, k] -> [t, h, k].
+    /// Computes attention: q [t, h, k], k and v [t, g, k] -> [t, h, k].
     fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
         let AttentionCall { q, k, v, seqs, spec, .. } = *call;
         ops::attention(q, k, v, seqs, spec)
     }
 }
 
-/// The parallel_ops of a whole model on one device, without a cache.
+/// The operations of an unsharded model on one device, without a KV cache.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SingleDevice;
 
 impl ParallelOps for SingleDevice {}
 
-/// How the MLP of a block passes over the tokens.
+/// Tiling of a layer's MLP over the tokens (ArcticTraining's `tiled_mlp`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TiledMlp {
-    /// All at once: what backward needs of it is kept.
+    /// All tokens at once. Activations are saved for backward.
     #[default]
     Off,
-    /// In tiles of about as many tokens as the model is wide: nothing of a tile is kept, and backward computes it again.
+    /// Tiles of about hidden_size tokens each. Backward recomputes each tile's activations.
     On,
 }
 
-/// What all blocks of one forward have in common.
+/// Inputs of a forward pass that all layers share.
 #[derive(Clone, Copy)]
 pub struct ForwardContext<'a> {
     /// Cosines of the rotary angles, f32 [t, k/2].
     pub cos: &'a Tensor,
     /// Sines of the rotary angles, f32 [t, k/2].
     pub sin: &'a Tensor,
-    /// Where the sequences begin and end.
+    /// Boundaries of the packed sequences.
     pub seqs: &'a Seqs,
-    /// Chooses what dropout drops; `None` outside of training, where nothing is.
+    /// Seed of dropout masks; `None` disables dropout.
     pub dropout_key: Option<u64>,
-    /// Which of the micro-batch's tokens these are.
+    /// Rows of the micro-batch that this rank computes.
     pub rows: &'a Rows,
-    /// What computes attention.
+    /// Attention implementation.
     pub attention: AttentionChoice,
-    /// How the MLP passes over the tokens.
+    /// Tiling of the MLP over the tokens.
     pub tiled_mlp: TiledMlp,
-    /// The world around the block.
+    /// Collectives and attention of this rank.
     pub parallel_ops: &'a dyn ParallelOps,
 }
 
@@ -101,7 +102,7 @@ impl ForwardContext<'_> {
     }
 }
 
-/// A decoder layer: x + mixer(norm(x)), then + mlp(norm(x)).
+/// A decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
 pub struct Layer {
     input_norm: Norm,
     mixer: Mixer,
@@ -109,12 +110,12 @@ pub struct Layer {
     mlp: Mlp,
 }
 
-/// A sublayer that mixes tokens.
+/// A token-mixing sublayer.
 enum Mixer {
     Attention(SelfAttention),
 }
 
-/// Causal self-attention. Head counts are those of the weights: a rank may have some of the heads.
+/// Causal self-attention over the heads of this rank, which may be a subset under tensor parallelism.
 struct SelfAttention {
     layer_idx: usize,
     head_dim: usize,
@@ -124,7 +125,7 @@ struct SelfAttention {
     o: Linear,
 }
 
-/// A sublayer that computes on each token.
+/// A sublayer that acts on each token separately.
 #[derive(Clone)]
 enum Mlp {
     SwiGlu(SwiGlu),
@@ -202,7 +203,7 @@ impl SelfAttention {
         context.parallel_ops.reduce_from_tp(&self.o.forward(&y_td, dropout.as_ref())?)
     }
 
-    /// Returns queries and keys, rotated, and values: by one matmul where the weights are adjacent.
+    /// Returns queries and keys with RoPE applied, and values. Adjacent weights need a single matmul.
     fn qkv(&self, x_td: &Tensor, context: &ForwardContext) -> Result<[Tensor; 3]> {
         let joined = if self.qk_norms.is_some() { None } else { Linear::joined(&self.qkv, x_td) };
         let Some(joined) = joined else {
@@ -219,7 +220,7 @@ impl SelfAttention {
         ops::split_qkv(&ops::linear(x_td, &joined, None, Precision::Compute)?, heads, context.cos, context.sin)
     }
 
-    /// Projects to heads [t, h, k], normalises each if there is a norm, and rotates them.
+    /// Projects to heads [t, h, k], applies the QK norm if there is one, and RoPE.
     fn rotated_heads(
         &self,
         projection: &Linear,

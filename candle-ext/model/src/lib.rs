@@ -1,8 +1,8 @@
-//! Decoder blocks and model families; Hugging Face names in and out.
+//! Decoder layers, model families and Hugging Face checkpoints.
 //!
-//! A model is a list of [`FsdpUnit`]s (embedding, blocks, head): what its parameters are called, and functions from
-//! weights and activations to activations. It owns no weights and knows of no rank: where a weight lives is the
-//! caller's business. Start at [`Model`]; files are read and written by [`checkpoint`].
+//! A model is a list of [`FsdpUnit`]s (embedding, layers, head). Each has parameter specifications and forward
+//! functions. The weights are owned by the caller, which may shard them. Start at [`Model`]; [`checkpoint`] reads and
+//! writes files.
 
 pub mod checkpoint;
 

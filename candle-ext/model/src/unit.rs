@@ -1,4 +1,4 @@
-//! The units of a model, [embedding, block 0.., head], with every parameter's name and shape.
+//! FSDP units of a model (embedding, layers, head) with the names and shapes of their parameters.
 
 use candlewick_ops::WeightStorage;
 
@@ -6,32 +6,32 @@ use crate::{
     AdapterSpec, Config, Dim, DimSize, Init, LayerSpec, LoraConfig, ModelError, ParamScope, ParamSpec, lora::factors,
 };
 
-/// A group of parameters that is fetched, computed and differentiated together.
+/// Parameters that are all-gathered, computed and freed together, as by FSDP's `fully_shard`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FsdpUnit {
-    /// "embed", "block 0", ..., "head".
+    /// Name of the unit: `embed`, `block 0`, ... or `head`.
     pub name: String,
-    /// The kind.
+    /// Kind of the unit.
     pub kind: FsdpUnitKind,
-    /// The parameters it owns.
+    /// Parameters that this unit owns.
     pub params: Vec<ParamSpec>,
-    /// The parameters it borrows.
+    /// Parameters of other units that this unit also reads, such as tied embeddings.
     pub tied: Vec<TiedParam>,
 }
 
-/// A kind of unit.
+/// Kind of an FSDP unit.
 #[derive(Clone, Debug, PartialEq)]
 pub enum FsdpUnitKind {
-    /// The embedding.
+    /// Token embedding.
     Embedding,
     /// A decoder layer.
     Layer(Box<LayerSpec>),
-    /// The last norm and the output layer.
+    /// Final norm and output layer (`lm_head`).
     Head {
-        /// Epsilon of the norm.
+        /// Epsilon of the final norm.
         norm_eps: f64,
     },
-    /// Parameters that code outside of this crate finds by name.
+    /// Parameters that a caller outside of this crate reads by name.
     Named,
 }
 
@@ -44,14 +44,14 @@ impl FsdpUnit {
         }
     }
 
-    /// Removes the bias called `name`, which only another rank adds.
+    /// Removes the bias `name`. Under tensor parallelism one rank alone adds the bias of a row-parallel layer.
     pub fn remove_bias(&mut self, name: &str) {
         self.params.retain(|param| param.name != name);
         let FsdpUnitKind::Layer(layer) = &mut self.kind else { return };
         layer.linears_mut().filter(|linear| linear.bias_name() == name).for_each(|linear| linear.bias = false);
     }
 
-    /// Stores the frozen matrices of its linear layers in `storage`. Biases, norms and adapters stay dense.
+    /// Sets the storage of the frozen linear weights. Biases, norms and adapters stay dense.
     pub(crate) fn store_frozen(&mut self, storage: WeightStorage) {
         let FsdpUnitKind::Layer(layer) = &mut self.kind else { return };
         for linear in layer.linears_mut() {
@@ -62,18 +62,18 @@ impl FsdpUnit {
         }
     }
 
-    /// Returns the adapters on its linear layers.
+    /// Returns the LoRA adapters of the unit's linear layers.
     pub fn adapters(&self) -> impl Iterator<Item = &AdapterSpec> {
         self.layer().into_iter().flat_map(LayerSpec::linears).filter_map(|linear| linear.adapter.as_ref())
     }
 }
 
-/// A parameter that another unit owns, such as the embedding that serves as the output layer.
+/// A parameter that another unit owns, such as tied embeddings in the output layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TiedParam {
-    /// The owner's index among the units.
+    /// Index of the owning unit.
     pub owner: usize,
-    /// The parameter's name there and here.
+    /// Name of the parameter, equal in both units.
     pub name: String,
 }
 
@@ -81,7 +81,7 @@ pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const FINAL_NORM: &str = "model.norm.weight";
 pub(crate) const LM_HEAD: &str = "lm_head.weight";
 
-/// All units; with an adapter, its factors beside a frozen base.
+/// Returns all units. With LoRA the base is frozen and the units hold the factors, too.
 pub(crate) fn units(config: &Config, lora: Option<&LoraConfig>) -> Result<Vec<FsdpUnit>, ModelError> {
     let mut units = vec![embed(config)];
     units.extend((0..config.n_layers()).map(|layer_idx| layer(config, layer_idx)));

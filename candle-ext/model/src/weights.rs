@@ -1,4 +1,4 @@
-//! The weights of one unit as values, found by name once.
+//! Weights of one FSDP unit, looked up by name once.
 
 use std::collections::HashMap;
 
@@ -12,31 +12,31 @@ use crate::{
     unit::{EMBEDDING, FINAL_NORM, FsdpUnitKind, LM_HEAD},
 };
 
-/// The weights of one unit. They are views: the engine gathers and releases the elements.
+/// Weights of one FSDP unit: views of buffers that the engine all-gathers and frees.
 pub enum UnitWeights {
-    /// The embedding.
+    /// Token embedding.
     Embedding(EmbeddingTable),
     /// A decoder layer.
     Layer(Box<Layer>),
-    /// The last norm and the output layer.
+    /// Final norm and output layer (`lm_head`).
     Head(LmHead),
-    /// Parameters that code outside of this crate finds by name.
+    /// Parameters that a caller outside of this crate reads by name.
     Named(HashMap<String, Weight>),
 }
 
-/// The embedding [v, d].
+/// Token embedding [v, d].
 pub struct EmbeddingTable {
     pub(crate) table: Weight,
 }
 
-/// The last norm and the output layer.
+/// Final norm and output layer (`lm_head`).
 pub struct LmHead {
     norm: Norm,
     lm_head: Weight,
 }
 
 impl UnitWeights {
-    /// Builds the weights of `unit`; every parameter that it owns or shares must be among `weights`.
+    /// Builds the weights of `unit`. `weights` must contain all parameters that it owns or ties.
     pub fn new(unit: &FsdpUnit, weights: impl IntoIterator<Item = (String, Weight)>) -> Result<Self> {
         let weights: HashMap<_, _> = weights.into_iter().collect();
         let mut get = |name: &str| match weights.get(name) {
@@ -75,7 +75,7 @@ impl UnitWeights {
         }
     }
 
-    /// Returns a parameter of a unit of named parameters.
+    /// Returns parameter `name` of a [`UnitWeights::Named`].
     pub fn named(&self, name: &str) -> Result<&Weight> {
         match self {
             Self::Named(weights) => match weights.get(name) {
@@ -97,7 +97,7 @@ impl UnitWeights {
 }
 
 impl LmHead {
-    /// Computes the norm after the last layer: [t, d] -> [t, d].
+    /// Applies the final norm: [t, d] -> [t, d].
     pub(crate) fn norm(&self, x_td: &Tensor) -> Result<Tensor> {
         self.norm.forward(x_td)
     }
@@ -107,7 +107,7 @@ impl LmHead {
         &self.lm_head
     }
 
-    /// Computes f32 logits: normed [t, d] -> [t, v].
+    /// Computes f32 logits: hidden states after the final norm [t, d] -> [t, v].
     pub(crate) fn logits(&self, normed_td: &Tensor) -> Result<Tensor> {
         ops::linear(normed_td, &self.lm_head, None, Precision::Full)
     }

@@ -1,4 +1,4 @@
-//! Assembly of an engine from a model, the groups of a mesh, dtypes and a memory plan.
+//! Construction of an engine from a model, the process groups of a mesh, dtypes and memory settings.
 
 use std::sync::Arc;
 
@@ -13,29 +13,29 @@ use crate::params::{CpuOffload, ParamDtypes, ParamStore, StoreMode, StoreOptions
 use crate::pipeline::{Pipeline, PipelineLayout, PipelineScheduleKind};
 use crate::placement::SequenceParallel;
 
-/// The dtypes, the parallel layout and the memory plan of an engine.
+/// Configuration of an engine: dtypes, parallelism and memory.
 #[derive(Clone, Debug)]
 pub struct EngineSpec {
     /// Training or inference.
     pub mode: StoreMode,
-    /// The dtypes of weights, masters and moments.
+    /// Dtypes of weights, master weights and AdamW moments.
     pub dtypes: ParamDtypes,
-    /// The ZeRO stage, if parameters are sharded.
+    /// ZeRO stage; `None` without sharding.
     pub zero_stage: Option<ZeroStage>,
-    /// ContextParallel parallelism of the tensor-parallel ranks.
+    /// Megatron-LM's sequence parallelism over the tensor parallel ranks.
     pub sequence_parallel: SequenceParallel,
-    /// The blocks of each pipeline stage.
+    /// Layers of each pipeline stage.
     pub layout: PipelineLayout,
-    /// The pipeline schedule.
+    /// Pipeline schedule.
     pub schedule: PipelineScheduleKind,
-    /// The parameters that lie in the memory of a GPU's host.
+    /// Parameters and optimizer states that are offloaded to CPU memory.
     pub cpu_offload: CpuOffload,
-    /// The activations that each block keeps for backward.
+    /// Activation checkpointing of each layer.
     pub checkpointing: Vec<ActivationCheckpointing>,
 }
 
 impl EngineSpec {
-    /// Returns the spec of an engine that trains every block of `layout` with its whole tape kept.
+    /// Returns the configuration of an engine that trains, without activation checkpointing or ZeRO.
     pub fn training(dtypes: ParamDtypes, layout: PipelineLayout) -> Self {
         let checkpointing = vec![ActivationCheckpointing::None; layout.n_blocks()];
         Self {
@@ -50,14 +50,14 @@ impl EngineSpec {
         }
     }
 
-    /// Returns the spec of an engine that computes in `dtype` and trains nothing.
+    /// Returns the configuration of an inference engine that computes in `dtype`.
     pub fn inference(dtype: DType, layout: PipelineLayout) -> Self {
         Self { mode: StoreMode::Infer, ..Self::training(ParamDtypes::computing_in(dtype), layout) }
     }
 
-    /// Builds one rank's engine over `groups`, with parameters that are not yet filled. All ranks call it.
+    /// Builds this rank's engine over `groups`, with uninitialized parameters. Collective: all ranks must call it.
     ///
-    /// Training sums losses over the ranks of `groups.loss`. In inference each rank keeps its own.
+    /// Training sums losses over `groups.loss`. Inference returns each rank's own losses.
     pub fn build(self, model: Model, groups: &ParallelGroups, device: Device) -> Result<Engine> {
         let Self { mode, dtypes, zero_stage, sequence_parallel, layout, schedule, cpu_offload, checkpointing } = self;
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);

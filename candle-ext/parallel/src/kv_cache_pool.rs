@@ -1,6 +1,6 @@
-//! Keys and values of many sequences that grow by themselves: the `attend` seam of generation in batches.
+//! KV cache of many sequences, for batched generation.
 //!
-//! n rows of the pool, t new tokens, g key heads, k head dim
+//! Dimensions: n rows of the pool, t new tokens, g KV heads, k head size
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -12,42 +12,42 @@ use candlewick_ops::{Seqs, attention, kv_cache_dtype, set_rows};
 use crate::engine::PackedTokens;
 use crate::kv_cache::lock;
 
-/// One buffer for each block's keys and one for its values, in which each sequence has a run of rows.
+/// KV cache of many sequences. Each sequence occupies contiguous rows of one key and one value buffer per layer.
 pub struct KvCachePool {
     blocks: Vec<Mutex<Option<[Tensor; 2]>>>,
     n_rows: usize,
 }
 
-/// New tokens of a sequence.
+/// New tokens to append to a cached sequence.
 #[derive(Clone, Debug)]
 pub struct AppendTokens {
-    /// The first row of the sequence in the pool.
+    /// First row of the sequence in the pool.
     pub start: usize,
-    /// How many of its tokens the pool holds.
+    /// Number of the sequence's cached tokens.
     pub n_seen: usize,
-    /// The tokens behind them, at least one.
+    /// New tokens, at least one.
     pub ids: Vec<u32>,
 }
 
-/// The parallel_ops of one forward, in which some sequences grow.
+/// Attention of one forward that appends tokens to cached sequences.
 pub struct KvAppend<'p> {
     pool: &'p KvCachePool,
     tokens: PackedTokens,
     last_rows: Vec<u32>,
     seqs: Seqs,
-    /// Where the new keys and values belong.
+    /// Pool rows that receive the new keys and values.
     rows: Vec<u32>,
-    /// The rows of the pool that are looked at.
+    /// Pool rows that attention reads.
     used: Range<usize>,
 }
 
 impl KvCachePool {
-    /// Makes room for `n_rows` tokens in each of `n_blocks` blocks; memory is taken by the first forward.
+    /// Creates a pool of `n_rows` tokens for each of `n_blocks` layers. The first forward allocates the memory.
     pub fn new(n_blocks: usize, n_rows: usize) -> Self {
         Self { blocks: (0..n_blocks).map(|_| Mutex::default()).collect(), n_rows }
     }
 
-    /// Copies the keys and values of some rows to those from `to` on. The two do not overlap.
+    /// Copies cached rows `from` to the rows that begin at `to`. The ranges must not overlap.
     pub fn copy(&self, from: Range<usize>, to: usize) -> Result<()> {
         let rows: Vec<u32> = (to..to + from.len()).map(|row| row as u32).collect();
         for block in &self.blocks {
@@ -58,7 +58,7 @@ impl KvCachePool {
         Ok(())
     }
 
-    /// Lays out a forward of these sequences, whose runs in the pool do not overlap.
+    /// Plans a forward of these sequences, whose rows must not overlap.
     pub fn append(&self, sequences: &[AppendTokens]) -> Result<KvAppend<'_>> {
         let mut order: Vec<usize> = (0..sequences.len()).collect();
         order.sort_unstable_by_key(|i| sequences[*i].start);
@@ -68,7 +68,7 @@ impl KvCachePool {
             layout.add(&sequences[i]);
             layout.last_rows[i] = layout.tokens.ids.len() as u32 - 1;
         }
-        // One token alone would take another way through the products, and round otherwise than among others.
+        // A GEMM of one row takes another kernel and rounds differently, so a padding token is added.
         if layout.tokens.ids.len() == 1 {
             layout.add(&AppendTokens { start: self.n_rows, n_seen: 0, ids: vec![0] });
         }
@@ -77,8 +77,8 @@ impl KvCachePool {
         Ok(KvAppend { pool: self, tokens, last_rows, seqs: Seqs::with_keys(ends_q, ends_k)?, rows, used })
     }
 
-    /// Buffers for what looks like this. The last row is for a token that nobody asks for. A CPU computes attention in f32
-    /// and would widen all rows each time.
+    /// Allocates buffers for keys and values like `like_tgk`. The last row is for a padding token. On the CPU they are
+    /// f32, which saves a conversion in every forward.
     fn buffers(&self, like_tgk: &Tensor) -> Result<[Tensor; 2]> {
         let (_, n_heads, head_dim) = like_tgk.dims3()?;
         let dtype = kv_cache_dtype(like_tgk);
@@ -87,7 +87,7 @@ impl KvCachePool {
     }
 }
 
-/// The sequences of a forward in the order of their rows. What is free between them is a sequence that asks nothing.
+/// Sequences of a forward in row order. Free rows in between are a sequence without queries.
 struct BatchLayout {
     first: usize,
     tokens: PackedTokens,
@@ -123,14 +123,14 @@ impl KvAppend<'_> {
         &self.tokens
     }
 
-    /// Returns the row of each sequence's last token, in the order in which the sequences were given.
+    /// Returns the row of each sequence's last token, in the order of the sequences passed in.
     pub fn last_rows(&self) -> &[u32] {
         &self.last_rows
     }
 }
 
 impl ParallelOps for KvAppend<'_> {
-    /// Puts the new keys and values into the pool and attends from the new queries to their sequences.
+    /// Stores the new keys and values in the pool, and computes attention of the new queries over their sequences.
     fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
         let AttentionCall { layer_idx: block_idx, q: q_thk, k: k_tgk, v: v_tgk, spec, .. } = *call;
         let mut block = lock(&self.pool.blocks[block_idx]);

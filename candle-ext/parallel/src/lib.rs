@@ -1,6 +1,6 @@
-//! Where each weight and activation lives, and when it moves: the block engine and the parameter store.
+//! Distributed training and inference engine: parameter sharding, pipeline, tensor, sequence and context parallelism.
 //!
-//! No kernels and no family names: kernels are in `candlewick-ops`, what a block computes is in `candlewick-model`.
+//! Kernels are in `candlewick-ops`, model families in `candlewick-model`.
 
 mod assembly;
 mod context_parallel;

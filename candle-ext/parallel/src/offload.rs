@@ -1,4 +1,4 @@
-//! Activations offloaded from the memory that computes: to a file, or to the memory of the host.
+//! Activation offloading: to CPU memory, or to files.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -8,16 +8,16 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Error, Result, Tensor};
 use candlewick_ops::{HostCopy, of_bytes, with_bytes};
 
-/// Memory of offloaded activations between forward and backward.
+/// Destination of offloaded activations.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OffloadTarget {
-    /// In the host's memory: what a GPU has besides its own.
+    /// CPU memory, for activations of a GPU.
     HostMemory,
-    /// In unlinked files in this folder, for what is computed on the CPU. They vanish with the process.
+    /// Unlinked temporary files in this folder, for activations computed on the CPU.
     Folder(PathBuf),
 }
 
-/// An offloaded tensor, whose memory is freed. [`OffloadedActivation::fetch`] returns it, bit for bit.
+/// An offloaded activation. [`OffloadedActivation::fetch`] restores it bit for bit.
 pub(crate) enum OffloadedActivation {
     Host(HostCopy),
     InFile { file: File, shape: Vec<usize>, dtype: DType },

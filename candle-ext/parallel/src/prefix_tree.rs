@@ -1,6 +1,6 @@
-//! Runs of tokens that branch: what several continue is computed once. The `attend` seam of a forward over a prefix tree.
+//! Attention over a prefix tree: shared prefixes of several sequences are computed once.
 //!
-//! p remembered tokens, t new ones, s keys of all runs, g key heads, k head dim
+//! Dimensions: p cached tokens, t new tokens, s keys of all runs, g KV heads, k head size
 
 use std::iter;
 use std::ops::Range;
@@ -13,58 +13,58 @@ use candlewick_ops::{Seqs, Weight, attention, embedding};
 use crate::engine::PackedTokens;
 use crate::kv_cache::lock;
 
-/// What a run continues, and what is remembered.
+/// Prefix of a run of tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prefix {
-    /// The first so many tokens of what was remembered; 0 is the beginning.
+    /// The first n cached tokens; 0 for the beginning of a sequence.
     Cached(usize),
-    /// The end of this run of the same batch, which comes before.
+    /// The path that ends with an earlier run of the batch, given by its index.
     Run(usize),
 }
 
-/// PackedTokens that continue others.
+/// A run of tokens that continues a prefix.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenRun<'a> {
-    /// What is before them.
+    /// Prefix of the run.
     pub prefix: Prefix,
     /// The tokens, at least one.
     pub ids: &'a [u32],
 }
 
-/// The keys and values of one path through the tree, kept from one batch to the next.
+/// KV cache of one path through a prefix tree, kept from batch to batch.
 pub struct PrefixKvCache {
     blocks: Vec<Mutex<Option<[Tensor; 2]>>>,
     n_tokens: usize,
 }
 
-/// The parallel_ops of one batch's forward. The tokens of its runs are rows, one run after the other.
+/// Attention of one batch over a prefix tree. The rows of its runs are adjacent.
 pub struct PrefixTreeAttention<'p> {
     path: &'p PrefixKvCache,
     tokens: PackedTokens,
     seqs: Seqs,
-    /// Which of the p + t rows are the keys of the runs, u32 [s]; `None` if each run has its own and no more.
+    /// Indices of the keys of all runs among the p + t rows, u32 [s]; `None` if each run attends to itself alone.
     keys: Option<Tensor>,
-    /// Which of them are remembered, u32; `None` for nothing.
+    /// Indices of the rows to keep cached, u32; `None` for none.
     kept: Option<Tensor>,
 }
 
 impl PrefixKvCache {
-    /// Remembers nothing yet, of `n_blocks` blocks.
+    /// Creates an empty cache for `n_blocks` layers.
     pub fn new(n_blocks: usize) -> Self {
         Self { blocks: (0..n_blocks).map(|_| Mutex::default()).collect(), n_tokens: 0 }
     }
 
-    /// Returns the number of tokens that are remembered.
+    /// Returns the number of cached tokens.
     pub fn n_tokens(&self) -> usize {
         self.n_tokens
     }
 
-    /// Lays out a batch. Its forward, which has to follow, leaves the path up to `kept`.
+    /// Plans a batch. Its forward must follow; afterwards the path up to `kept` is cached.
     pub fn plan_batch(&mut self, runs: &[TokenRun], kept: Prefix, device: &Device) -> Result<PrefixTreeAttention<'_>> {
         let mut layout = BatchLayout::new(self.n_tokens);
         runs.iter().try_for_each(|run| layout.add(run))?;
         let kept = layout.rows(kept)?;
-        // One token alone would take another way through the products, and round otherwise than among others.
+        // A GEMM of one row takes another kernel and rounds differently, so a padding token is added.
         if layout.tokens.ids.len() == 1 {
             layout.add(&TokenRun { prefix: Prefix::Cached(0), ids: &[0] })?;
         }
@@ -87,13 +87,13 @@ impl PrefixTreeAttention<'_> {
     }
 }
 
-/// Where the runs of a batch lie among the remembered and the new rows.
+/// Rows of a batch's runs among the cached and new rows.
 struct BatchLayout {
     n_remembered: usize,
     tokens: PackedTokens,
     ends_q: Vec<usize>,
     ends_k: Vec<usize>,
-    /// The rows from the beginning of each run's path to its end.
+    /// Rows of each run's path, from the beginning of the sequence to the run's end.
     paths: Vec<Vec<Range<usize>>>,
 }
 
@@ -130,7 +130,7 @@ impl BatchLayout {
 }
 
 impl ParallelOps for PrefixTreeAttention<'_> {
-    /// Attends from each run to its whole path.
+    /// Computes attention of each run over its path.
     fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
         let AttentionCall { layer_idx: block_idx, q: q_thk, k: k_tgk, v: v_tgk, spec, .. } = *call;
         let mut remembered = lock(&self.path.blocks[block_idx]);
@@ -155,7 +155,7 @@ fn index<'r>(ranges: impl Iterator<Item = &'r Range<usize>>, device: &Device) ->
     Tensor::new(rows, device)
 }
 
-/// Rows of a tensor [.., g, k].
+/// Gathers rows of a tensor [.., g, k].
 fn gather(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     let (n, g, k) = x.dims3()?;
     let table = Weight::frozen(x.contiguous()?.reshape((n, g * k))?);

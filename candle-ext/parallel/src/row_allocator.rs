@@ -1,22 +1,22 @@
-//! Which rows of a buffer are allocated: runs of rows, handed out and given back.
+//! Allocation of contiguous rows of a buffer.
 
 use std::collections::BTreeMap;
 
-/// The allocated runs of a buffer of so many rows.
+/// A first-fit allocator of contiguous rows.
 #[derive(Clone, Debug)]
 pub struct RowAllocator {
     n_rows: usize,
-    /// The length of each by its first row.
+    /// Length of each allocation by its first row.
     allocated: BTreeMap<usize, usize>,
 }
 
 impl RowAllocator {
-    /// All rows are free.
+    /// Creates an allocator of `n_rows` free rows.
     pub fn new(n_rows: usize) -> Self {
         Self { n_rows, allocated: BTreeMap::new() }
     }
 
-    /// Takes the first free run of `len` rows, at least one, and returns its first row; `None` if there is no such run.
+    /// Allocates `len` contiguous rows (at least one) and returns the first; `None` if they do not fit.
     pub fn allocate(&mut self, len: usize) -> Option<usize> {
         let mut start = 0;
         for (&first, &allocated) in &self.allocated {
@@ -32,7 +32,7 @@ impl RowAllocator {
         Some(start)
     }
 
-    /// Frees the run that begins at `start`.
+    /// Frees the rows that were allocated at `start`.
     pub fn free(&mut self, start: usize) {
         self.allocated.remove(&start);
     }

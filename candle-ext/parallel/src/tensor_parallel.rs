@@ -1,8 +1,11 @@
-//! Tensor parallelism as Megatron-LM has it: a rank has some rows of a branch's first matrices and some columns of its last
-//! one, so that a branch costs one exchange at either end. (Shoeybi et al., 2019; <https://arxiv.org/abs/1909.08053>. The
-//! residual stream in parts: Korthikanti et al., 2022; <https://arxiv.org/abs/2205.05198>.)
+//! Megatron-LM's tensor parallelism: column-parallel input projections and row-parallel output projections.
 //!
-//! t tokens, n ranks, d model; with [`SequenceParallel::On`] a rank has t/n tokens outside of branches
+//! A layer's attention and MLP need one collective at their input and one at their output. See Shoeybi et al., 2019,
+//! <https://arxiv.org/abs/1909.08053>; sequence parallelism: Korthikanti et al., 2022,
+//! <https://arxiv.org/abs/2205.05198>.
+//!
+//! Dimensions: t tokens, n ranks, d hidden size; with [`SequenceParallel::On`] a rank has t/n tokens of the residual
+//! stream
 
 use std::sync::Arc;
 
@@ -13,17 +16,17 @@ use candlewick_ops::{self as ops, Columns, PendingExchange, VocabPart, Weight, r
 
 use crate::placement::SequenceParallel;
 
-/// The ranks that share every matrix.
+/// Tensor parallel group of a rank.
 #[derive(Clone)]
 pub struct TensorParallel {
-    /// The ranks.
+    /// Process group of the tensor parallel ranks.
     pub ranks: Arc<dyn Collective>,
-    /// What they see outside of branches.
+    /// Sequence parallelism of the residual stream.
     pub sequence_parallel: SequenceParallel,
 }
 
 impl TensorParallel {
-    /// How many parts the tokens fall into outside of branches.
+    /// Returns the number of ranks that split the residual stream.
     pub(crate) fn sequence_parallel_size(&self) -> usize {
         match self.sequence_parallel {
             SequenceParallel::Off => 1,
@@ -31,16 +34,16 @@ impl TensorParallel {
         }
     }
 
-    /// [t/n, d] -> [t, d], or all of them already.
+    /// All-gathers the tokens: [t/n, d] -> [t, d]. Without sequence parallelism it copies the input.
     fn gather(&self, x: &Tensor) -> Result<Tensor> {
         match self.sequence_parallel {
-            // An exchange gives a tensor of its own.
+            // A collective returns a new tensor, and so does this.
             SequenceParallel::Off => x.reshape(x.shape()),
             SequenceParallel::On => Ok(self.ranks.all_gather(x)?),
         }
     }
 
-    /// Begins to sum over the ranks: [t, d] -> [t/n, d], or [t, d] for all.
+    /// Starts the reduce-scatter [t, d] -> [t/n, d], or the all-reduce without sequence parallelism.
     fn start_sum(&self, y: &Tensor) -> Result<PendingExchange> {
         let pending = match self.sequence_parallel {
             SequenceParallel::Off => self.ranks.start_all_reduce(y, Reduce::Sum)?,
@@ -59,19 +62,19 @@ impl TensorParallel {
         Ok(record("tensor_leave", [y.into()], x, move |dx, _| Ok([Some(ranks.gather(dx)?)])))
     }
 
-    /// The first of the tokens, of `n_all`, whose rows this rank has.
+    /// Returns the first vocabulary row of this rank, of `n_all` rows.
     fn first_token(&self, n_all: usize) -> usize {
         self.ranks.rank() * n_all.div_ceil(self.ranks.size())
     }
 
-    /// Calls `f` with the part of a vocabulary of `n_all` tokens that this rank has.
+    /// Calls `f` with this rank's shard of a vocabulary of `n_all` tokens.
     pub(crate) fn with_vocab<T>(&self, n_all: usize, f: impl FnOnce(&VocabPart<'_>) -> T) -> T {
         let n_largest = n_all.div_ceil(self.ranks.size());
         let gather = |own: &Tensor| Ok(self.ranks.all_gather(own)?);
         f(&VocabPart { first: self.first_token(n_all), n_all, n_largest, gather: &gather })
     }
 
-    /// Puts the scores of all tokens together: f32 [t, rows here] -> [t, v].
+    /// All-gathers vocabulary-parallel logits: f32 [t, rows of this rank] -> [t, v].
     pub(crate) fn gather_logits(&self, part: &Tensor, n_all: usize) -> Result<Tensor> {
         let n_largest = n_all.div_ceil(self.ranks.size());
         let missing = n_largest - part.dim(1)?;
@@ -80,7 +83,7 @@ impl TensorParallel {
     }
 }
 
-/// The parallel_ops of a rank: matrices shared by some ranks, attention answered by another.
+/// Operations of a tensor parallel rank. Attention is delegated to `inner`.
 pub(crate) struct TensorParallelOps<'a> {
     pub(crate) tensor: &'a TensorParallel,
     pub(crate) n_vocab: usize,

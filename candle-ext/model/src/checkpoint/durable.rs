@@ -1,5 +1,6 @@
-//! A file that goes to the disk while it is written, so that little is left to wait for at its end: the system by itself
-//! begins only when a tenth of the memory waits.
+//! A file that is flushed to disk while it is written, which shortens the final fsync.
+//!
+//! Linux starts writeback only when a tenth of memory is dirty.
 
 use std::{
     fs::File,
@@ -9,10 +10,10 @@ use std::{
     thread::{Builder, JoinHandle},
 };
 
-/// Bytes after which the disk is asked for what there is so far.
+/// Bytes between two flushes.
 const STRETCH: u64 = 32 << 20;
 
-/// A new file. When [`DurableFile::sync`] has returned, what was written is on the disk.
+/// A new file. [`DurableFile::sync`] returns once its contents are on disk.
 #[derive(Debug)]
 pub struct DurableFile {
     file: File,
@@ -20,7 +21,7 @@ pub struct DurableFile {
     sync_thread: Option<SyncThread>,
 }
 
-/// A thread that waits for the disk, so that the writer need not.
+/// A thread that calls fsync in the background.
 #[derive(Debug)]
 struct SyncThread {
     wake: SyncSender<()>,
@@ -28,18 +29,19 @@ struct SyncThread {
 }
 
 impl DurableFile {
-    /// Creates a file that was not there.
+    /// Creates a file; an existing one is an error.
     pub fn create_new(path: &Path) -> io::Result<Self> {
         Ok(Self { file: File::create_new(path)?, n_waiting: 0, sync_thread: None })
     }
 
-    /// Waits until everything is on the disk.
+    /// Waits until all contents are on disk.
     pub fn sync(&mut self) -> io::Result<()> {
         self.sync_thread.take().map_or(Ok(()), SyncThread::finish)?;
         self.file.sync_all()
     }
 
-    /// Sends on its way what was written. The thread's failures are the file's: the system tells of each only once.
+    /// Requests a flush of the written bytes. Errors of the thread are returned here: the kernel reports each only
+    /// once.
     fn send_off(&mut self) -> io::Result<()> {
         if self.sync_thread.is_none() {
             self.sync_thread = Some(SyncThread::start(self.file.try_clone()?)?);
@@ -72,7 +74,7 @@ impl SyncThread {
         Ok(Self { wake, thread: Builder::new().name("sync".to_string()).spawn(work)? })
     }
 
-    /// A full channel wakes it as well.
+    /// A full channel already holds a request.
     fn wake(&self) -> Result<(), TrySendError<()>> {
         self.wake.try_send(())
     }

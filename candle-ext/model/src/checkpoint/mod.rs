@@ -1,7 +1,7 @@
-//! Hugging Face folders: safetensors in and out, with config.json and the tokenizer's files beside them.
+//! Hugging Face checkpoints: safetensors, config.json and tokenizer files.
 //!
-//! Reading maps the files and converts one tensor at a time into the caller's buffer; writing streams one tensor at a
-//! time into a folder that appears whole or not at all.
+//! Reading memory-maps the files and converts one tensor at a time. Writing streams one tensor at a time, and the
+//! folder appears atomically.
 
 mod durable;
 mod element;

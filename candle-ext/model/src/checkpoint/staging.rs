@@ -1,4 +1,4 @@
-//! A folder that appears whole or not at all: written beside its target under another name, flushed to disk, renamed.
+//! Atomic replacement of a folder: written under a temporary name, flushed to disk, then renamed.
 
 use std::{
     ffi::OsStr,
@@ -9,7 +9,7 @@ use std::{
 use super::unfinished::{UNFINISHED_MARKER, mark_unfinished, remove_unfinished, unmark_finished};
 use crate::ModelError;
 
-/// A folder in the making. Dropped before [`StagingFolder::commit`], it leaves nothing behind and the target as it was.
+/// A temporary folder. If it is dropped before [`StagingFolder::commit`], it is deleted and the target stays unchanged.
 #[derive(Debug)]
 pub struct StagingFolder {
     folder: PathBuf,
@@ -17,7 +17,7 @@ pub struct StagingFolder {
 }
 
 impl StagingFolder {
-    /// Begins a folder that is to become `target`. A target that exists must be empty or a model or adapter folder.
+    /// Creates the temporary folder for `target`. An existing target must be empty, or a model or adapter folder.
     pub fn begin(target: &Path) -> Result<Self, ModelError> {
         let target = fs::canonicalize(target).unwrap_or_else(|_| target.to_path_buf());
         recover(&target)?;
@@ -25,7 +25,7 @@ impl StagingFolder {
         let parent = parent(&target);
         fs::create_dir_all(&parent).map_err(ModelError::io("create", &parent))?;
         let staging = Self { folder: sibling(&target, "tmp"), target };
-        // A foreign folder of this name is refused now, not when everything is written.
+        // An unrelated folder of this name is an error now, before the weights are written.
         remove(&sibling(&staging.target, "old"))?;
         remove(&staging.folder)?;
         fs::create_dir(&staging.folder).map_err(ModelError::io("create", &staging.folder))?;
@@ -33,13 +33,13 @@ impl StagingFolder {
         Ok(staging)
     }
 
-    /// Returns the folder to write into.
+    /// Returns the temporary folder.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Flushes every file and puts the folder in the target's place. Files of the old folder that belong to no
-    /// checkpoint (logs, a README) move into the new one.
+    /// Flushes all files to disk and renames the folder to the target. Logs and other files of the old folder are moved
+    /// into the new one.
     pub fn commit(self) -> Result<(), ModelError> {
         flush(&self.folder)?;
         let old = sibling(&self.target, "old");
@@ -67,7 +67,7 @@ impl StagingFolder {
 
 impl Drop for StagingFolder {
     fn drop(&mut self) {
-        // After a commit there is nothing under this name.
+        // After a commit this name no longer exists.
         let _ = remove_unfinished(&self.folder);
     }
 }
@@ -84,7 +84,7 @@ fn sibling(target: &Path, role: &str) -> PathBuf {
     parent(target).join(format!(".{name}.{role}"))
 }
 
-/// A process that was killed between the two renames of a commit left the old folder beside its place.
+/// Restores a target whose process was killed between the two renames of a commit.
 fn recover(target: &Path) -> Result<(), ModelError> {
     let old = sibling(target, "old");
     match old.join(UNFINISHED_MARKER).is_file() && !target.exists() {
@@ -131,7 +131,7 @@ fn is_weights(name: &str) -> bool {
     ["model", "adapter_model", "pytorch_model"].iter().any(|stem| name.starts_with(stem))
 }
 
-/// fsyncs a folder and everything in it.
+/// Flushes a folder and all its contents to disk.
 fn flush(folder: &Path) -> Result<(), ModelError> {
     for item in fs::read_dir(folder).map_err(ModelError::io("read", folder))? {
         let path = item.map_err(ModelError::io("read", folder))?.path();

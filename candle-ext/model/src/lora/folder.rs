@@ -10,22 +10,22 @@ use crate::{
     checkpoint::{AuxiliaryFiles, Checkpoint, ShardTensor, StagingFolder, write_json, write_shard},
 };
 
-/// PEFT's wrapper of a transformers model puts this before every name.
+/// Prefix that PEFT puts before every parameter name.
 const PREFIX: &str = "base_model.model.";
 
-/// An adapter folder, mapped.
+/// A memory-mapped PEFT adapter folder.
 #[derive(Debug)]
 pub struct AdapterFolder {
-    /// Its configuration.
+    /// LoRA configuration.
     pub config: LoraConfig,
-    /// Its factors, under the names of [`Model::adapter_params`].
+    /// LoRA factors, named as by [`Model::adapter_params`].
     pub weights: Checkpoint,
-    /// The base weights that it was trained on, where the folder records them.
+    /// Identity of the base weights, if the folder records it.
     pub base: Option<BaseModelRecord>,
 }
 
 impl AdapterFolder {
-    /// Maps an adapter folder. That the factors fit is checked by [`Checkpoint::check`] with [`Model::adapter_params`].
+    /// Opens an adapter folder. [`Checkpoint::check`] with [`Model::adapter_params`] verifies the factors' shapes.
     pub fn open(folder: &Path) -> Result<Self, ModelError> {
         let config = LoraConfig::read(folder)?;
         let has = |name: &str| folder.join(name).is_file();
@@ -38,8 +38,9 @@ impl AdapterFolder {
         Ok(Self { config, weights, base: BaseModelRecord::read(folder)? })
     }
 
-    /// Writes the adapter of `model` in number format `dtype`, asking `fetch` for one factor at a time, and the files that
-    /// tell how it was prompted. The folder appears when all of it is on disk.
+    /// Saves the adapter of `model` in `dtype` together with tokenizer and chat template.
+    ///
+    /// `fetch` returns one factor at a time. The folder appears atomically once all files are on disk.
     pub fn save(
         folder: &Path,
         model: &Model,
@@ -61,10 +62,10 @@ impl AdapterFolder {
         staging.commit()
     }
 
-    /// Compares the weights of `base` with those that the adapter was trained on, if its folder records them.
+    /// Verifies that `base` has the weights that the adapter was trained on, if the folder records them.
     ///
     /// # Errors
-    /// If they differ: the base model was trained again, converted or replaced.
+    /// If the weights differ: the base model was retrained, converted or replaced.
     pub fn check_base(&self, base: &Checkpoint) -> Result<(), ModelError> {
         let Some(BaseModelRecord { model, weights }) = &self.base else { return Ok(()) };
         let found = base.identity();

@@ -1,4 +1,4 @@
-//! An adapter merged into its base model: a Hugging Face folder with W + scaling B A, written one tensor at a time.
+//! Merge of a LoRA adapter into its base model, one tensor at a time.
 
 use std::path::Path;
 
@@ -11,39 +11,39 @@ use crate::{
     checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
 };
 
-/// A merge: what is read, and what is written.
+/// A merge of a LoRA adapter into its base model.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterMerge<'a> {
-    /// The folder of the base model.
+    /// Folder of the base model.
     pub base: &'a Path,
-    /// The adapter's folder.
+    /// Adapter folder.
     pub adapter: &'a Path,
-    /// The folder to write. It must be empty or missing.
+    /// Output folder. It must be empty or missing.
     pub output: &'a Path,
-    /// The dtype of the weights on disk; `None` takes that of the base model.
+    /// Dtype of the merged weights on disk; `None` for that of the base model.
     pub dtype: Option<DType>,
-    /// The largest file of weights, in bytes.
+    /// Maximum size of a safetensors shard, in bytes.
     pub shard_bytes: u64,
 }
 
-/// The outcome of a merge.
+/// Report of a merge.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MergeReport {
-    /// The dtype of the weights on disk.
+    /// Dtype of the merged weights on disk.
     pub dtype: DType,
-    /// The number of weight matrices that changed.
+    /// Number of merged weight matrices.
     pub n_matrices: usize,
-    /// The number of parameters that were written.
+    /// Number of parameters written.
     pub n_params: usize,
-    /// The norm of what rounding to the dtype took from the changed matrices, over the norm of the adapter's change.
+    /// Relative rounding error: norm of the rounding to `dtype` over norm of the LoRA update.
     pub rounding: f64,
 }
 
 impl AdapterMerge<'_> {
-    /// Writes the merged model, reads it again, and compares every value with what it must be.
+    /// Writes the merged model, reads it back and compares every value.
     ///
-    /// Tokenizer and chat template are the adapter's, if its folder has them. No more than one tensor is in memory at a time,
-    /// in f32, with its change.
+    /// Tokenizer and chat template come from the adapter folder if it has them. At most one f32 tensor and its update
+    /// are in memory.
     pub fn run(&self) -> Result<MergeReport, ModelError> {
         self.check_output()?;
         let source = Source::open(self.base, self.adapter)?;
@@ -57,11 +57,11 @@ impl AdapterMerge<'_> {
             shard_bytes: self.shard_bytes,
         };
         export.save(source.model.base_params(), |param| source.merged(param).map_err(candle_core::Error::wrap))?;
-        // The folder was empty before: a model that is not what it should be does not stay.
+        // The folder was empty before, so a failed merge can be deleted.
         self.verify(&source, dtype).inspect_err(|_| drop(std::fs::remove_dir_all(self.output)))
     }
 
-    /// The base model, a run's folder or anything else of worth is never written into.
+    /// Rejects an output folder that holds a model, a run's output or other files.
     fn check_output(&self) -> Result<(), ModelError> {
         let refuse = |problem: &str| {
             Err(ModelError::OutputPath { path: self.output.to_path_buf(), problem: problem.to_owned() })
@@ -108,7 +108,7 @@ impl AdapterMerge<'_> {
     }
 }
 
-/// A base model and an adapter on it, mapped.
+/// A memory-mapped base model and adapter.
 struct Source {
     model: Model,
     base: Checkpoint,
@@ -131,12 +131,12 @@ impl Source {
         self.model.adapters().find(|adapter| adapter.module == module)
     }
 
-    /// The base model's value of a parameter, in f32.
+    /// Returns the base value of a parameter, in f32.
     fn read(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
         self.base.tensor(&param.name, &param.shape, DType::F32, &Device::Cpu)
     }
 
-    /// The value of a parameter with the adapter's change, in f32.
+    /// Returns the merged value of a parameter, in f32.
     fn merged(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
         let base = self.read(param)?;
         let Some(adapter) = self.adapter_on(param) else { return Ok(base) };
@@ -149,7 +149,7 @@ impl Source {
     }
 }
 
-/// The sum of the squares, in f64 from row to row.
+/// Returns the sum of squares, accumulated in f64.
 fn square(tensor: &Tensor) -> Result<f64, ModelError> {
     let values = to_host(&tensor.flatten_all()?)?.to_vec1::<f32>()?;
     Ok(values.iter().map(|value| f64::from(*value) * f64::from(*value)).sum())

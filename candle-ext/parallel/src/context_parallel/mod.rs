@@ -1,7 +1,7 @@
-//! The tokens of a micro-batch shared among ranks: which of them a rank has, and attention over all of them.
+//! Context parallelism: tokens of a micro-batch split over ranks, and attention over all of them.
 //!
-//! In attention the ranks of one context rank exchange tokens for heads ([`ulysses`]), and with all tokens of the context rank
-//! for their heads they attend to the keys and values that come from the other context ranks ([`ring`]).
+//! [`ulysses`] exchanges tokens for heads. [`ring`] passes keys and values around. They combine: Ulysses within a ring
+//! rank.
 
 mod partition;
 mod ring;
@@ -22,33 +22,33 @@ use ulysses::Ulysses;
 
 pub use ring::ring_exchange;
 
-/// The ranks that share the tokens of each micro-batch, as the `attend` seam of all blocks.
+/// Context parallel groups of a rank, and their attention.
 #[derive(Clone)]
 pub struct ContextParallel {
     context: Arc<dyn Collective>,
     heads: Arc<dyn Collective>,
 }
 
-/// What a rank computes of a micro-batch: some of its tokens, and all of its sequences.
+/// This rank's share of a micro-batch: some of the tokens, with all sequence boundaries.
 pub(crate) struct TokenShard<'m> {
     pub(crate) micro: Cow<'m, Micro>,
-    /// Which tokens these are.
+    /// Rows of the tokens in the whole micro-batch.
     pub(crate) rows: Rows,
 }
 
 impl ContextParallel {
-    /// Shares tokens among `context` x `heads`: keys and values go around among the ranks of `context`, tokens are
-    /// exchanged for heads among those of `heads`. Either may be a group of one.
+    /// Creates the context parallel groups: ring attention over `context`, Ulysses over `heads`. Either may be a group
+    /// of one.
     pub fn new(context: Arc<dyn Collective>, heads: Arc<dyn Collective>) -> Self {
         Self { context, heads }
     }
 
-    /// Returns the number of parts that the tokens fall into.
+    /// Returns the number of ranks that split the tokens.
     pub(crate) fn n_parts(&self) -> usize {
         self.context.size() * self.heads.size()
     }
 
-    /// This rank's part of a micro-batch, whose sequences stay known in full. Its tokens must fall into even parts.
+    /// Returns this rank's share of a micro-batch, whose length must be divisible by the ranks.
     pub(crate) fn part<'m>(&self, micro: &Micro) -> Result<TokenShard<'m>> {
         let n_tokens = micro.seqs.n_tokens();
         if !n_tokens.is_multiple_of(self.n_parts()) {
@@ -64,18 +64,18 @@ impl ContextParallel {
         Ok(TokenShard { micro: Cow::Owned(part), rows })
     }
 
-    /// Puts what each rank has of its tokens, `[tokens of a rank]`, together for all tokens of a micro-batch. All ranks call it.
+    /// All-gathers a value per token from this rank's `[tokens of a rank]` to `[n_tokens]`. Collective.
     pub(crate) fn join(&self, values: &Tensor, n_tokens: usize) -> Result<Tensor> {
         let all = self.context.all_gather(&self.heads.all_gather(values)?)?;
         select(&all, &self.partition(n_tokens).in_order())?.narrow(0, 0, n_tokens)
     }
 
-    /// Selects this rank's tokens of values of all tokens of a micro-batch, `[n_tokens]`.
+    /// Selects this rank's tokens of a value per token, `[n_tokens]`.
     pub(crate) fn own(&self, values: &Tensor, n_tokens: usize) -> Result<Tensor> {
         select(values, &self.partition(n_tokens).rows(self.context.rank(), self.heads.rank()))
     }
 
-    /// Returns true on one of the ranks that share the tokens.
+    /// Returns true on one rank of those that split the tokens.
     pub(crate) fn is_first(&self) -> bool {
         self.context.rank() == 0 && self.heads.rank() == 0
     }
@@ -93,7 +93,7 @@ impl ParallelOps for ContextParallel {
     }
 }
 
-/// The rows of x in these ranges, one range after another.
+/// Selects rows of x by ranges, in the order of the ranges.
 fn select(x: &Tensor, ranges: &[std::ops::Range<usize>]) -> Result<Tensor> {
     let parts = ranges.iter().map(|range| x.narrow(0, range.start, range.len())).collect::<Result<Vec<_>>>()?;
     match parts.as_slice() {

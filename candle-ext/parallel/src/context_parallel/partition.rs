@@ -1,12 +1,11 @@
-//! Which tokens of a micro-batch each rank has: pure arithmetic.
+//! Assignment of tokens to context parallel ranks, balanced for causal attention.
 //!
-//! The tokens of a context rank are two chunks, one of the first half and one of the second: of n ranks, rank r has the chunks
-//! r and 2n - 1 - r of 2n. What a token sees lies before it, so the early chunk is as much less work as the late one is more.
-//! Within a context rank, sequence ranks have equal parts of its tokens, in order.
+//! Of 2n chunks, rank r of n has chunks r and 2n - 1 - r. A late chunk costs as much more as the early one costs less.
+//! Ulysses ranks split these tokens evenly, in order.
 
 use std::ops::Range;
 
-/// The ranks that share a micro-batch, and its tokens with those that fill up.
+/// Assignment of a padded micro-batch to ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TokenPartition {
     n_context: usize,
@@ -15,19 +14,19 @@ pub(super) struct TokenPartition {
 }
 
 impl TokenPartition {
-    /// Gives each rank as many of `n_tokens` as any other: some more may have to follow them.
+    /// Creates the partition. `n_tokens` is padded to equal shares.
     pub(super) fn new(n_tokens: usize, n_context: usize, n_sequence: usize) -> Self {
         Self { n_context, n_sequence, n_total: n_tokens.next_multiple_of(n_context * n_sequence) }
     }
 
-    /// The early and the late chunk of a context rank.
+    /// Returns the early and the late chunk of a context parallel rank.
     pub(super) fn chunks(&self, context_rank: usize) -> [Range<usize>; 2] {
         let [early, late] = self.chunk_lens();
         let late_start = self.n_context * early + (self.n_context - 1 - context_rank) * late;
         [context_rank * early..(context_rank + 1) * early, late_start..late_start + late]
     }
 
-    /// The tokens of a sequence rank of a context rank, in the order in which it has them.
+    /// Returns the tokens of a Ulysses rank within a context parallel rank, in its order.
     pub(super) fn rows(&self, context_rank: usize, sequence_rank: usize) -> Vec<Range<usize>> {
         let n_own = self.n_total / self.n_context / self.n_sequence;
         let own = sequence_rank * n_own..(sequence_rank + 1) * n_own;
@@ -42,7 +41,7 @@ impl TokenPartition {
         }
     }
 
-    /// Where the chunks begin and end among all ranks' tokens, context rank after context rank, in the order of the tokens.
+    /// Returns the position of each chunk in the concatenation of all ranks' tokens, in token order.
     pub(super) fn in_order(&self) -> Vec<Range<usize>> {
         let [early, late] = self.chunk_lens();
         let start = |rank: usize| rank * (early + late);

@@ -1,12 +1,10 @@
-//! Ring attention (Liu et al., 2023; <https://arxiv.org/abs/2310.01889>) with balanced causal work: a rank has two chunks of the
-//! tokens (`partition`), and keys and values come to it step by step from the other ranks, while it computes with those of the
-//! step before.
+//! Ring attention (Liu et al., 2023; <https://arxiv.org/abs/2310.01889>) with balanced causal work (see `partition`).
 //!
-//! In step i a rank gets those of the rank i partition before it, from that rank itself: as many bytes as if they were handed on
-//! from neighbour to neighbour, and what a rank sees nothing of is not sent at all. The way back is the same: keys and values
-//! come again, and their gradients are sent back in f32.
+//! Communication of keys and values overlaps with computation. In step i a rank receives those of the rank i places
+//! before it, directly, and chunks that no query sees are not sent. Backward receives keys and values again, and sends
+//! their gradients in f32.
 //!
-//! t tokens of a rank, c tokens of a chunk, h query heads, g key heads, k head dim
+//! Dimensions: t tokens of a rank, c tokens of a chunk, h query heads, g KV heads, k head size
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -21,34 +19,34 @@ use candlewick_ops::{
 
 use super::partition::TokenPartition;
 
-/// The ranks that send each other keys and values.
+/// Ring of context parallel ranks.
 #[derive(Clone)]
 pub(super) struct Ring {
     ranks: Arc<dyn Collective>,
 }
 
-/// A value for a rank's early and late chunk each; `None` where no other rank needs it.
+/// A value for the early and the late chunk; `None` for a chunk that no rank needs.
 type PerChunk<T> = [Option<T>; 2];
 
-/// Chunks in transit.
+/// Receives of the early and the late chunk.
 type PendingChunks = [Pending<Option<Tensor>>; 2];
 
-/// The steps of this rank.
+/// Steps of this rank.
 struct RingPlan {
     steps: Vec<RingStep>,
-    /// Tokens of the early and of the late chunk.
+    /// Lengths of the early and the late chunk, in tokens.
     lens: [usize; 2],
     spec: AttentionSpec,
 }
 
 struct RingStep {
-    /// The rank whose keys and values are received.
+    /// Rank that sends its keys and values.
     from: usize,
-    /// The rank that receives this rank's.
+    /// Rank that receives this rank's keys and values.
     to: usize,
-    /// The pieces computed: a chunk of this rank's queries, a chunk of the received keys.
+    /// Attention chunks to compute: query chunk, key chunk, and mask.
     work: Vec<(usize, usize, Piece)>,
-    /// The chunks of this rank that `to` needs.
+    /// True for each chunk that `to` needs.
     sent: [bool; 2],
 }
 
@@ -62,8 +60,8 @@ struct Saved {
 
 /// Returns the bytes that ring attention allocates on a rank with `n_tokens` tokens.
 ///
-/// Forward: the f32 sum of queries; keys and values of this rank, of the current step and of the next. Backward: dq in f32;
-/// dk and dv in f32 of this rank, of the current step, on their way and received; keys and values of two steps.
+/// Forward: an f32 output; keys and values of this rank, of the current and of the next step. Backward: dq in f32; f32
+/// dk and dv of this rank, of the current step, in flight and received; keys and values of two steps.
 pub fn ring_exchange(n_tokens: u64, heads: AttentionHeads, dtype: DType) -> AttentionExchange {
     let bytes = |n_elements: usize, dtype: DType| n_tokens * (n_elements * dtype.size_in_bytes()) as u64;
     let (q, kv) = (heads.n_query * heads.dim, 2 * heads.n_kv * heads.dim);
@@ -78,10 +76,11 @@ impl Ring {
         Self { ranks }
     }
 
-    /// Attention of this rank's queries to the keys of all ranks: q [t, h, k], k and v [t, g, k] -> [t, h, k].
+    /// Computes attention of this rank's queries over the keys of all ranks: q [t, h, k], k and v [t, g, k] -> [t, h,
+    /// k].
     pub(super) fn attend(&self, [q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec) -> Result<Tensor> {
         if q.dim(0)? == seqs.n_tokens() {
-            // All is here: whatever computes attention elsewhere will do.
+            // Without other ranks, any attention implementation will do.
             return ops::attention(q, k, v, seqs, spec);
         }
         let plan = self.plan(seqs, spec)?;
@@ -155,7 +154,7 @@ impl Ring {
         Ok([dq.to_dtype(q.dtype())?, dk.to_dtype(q.dtype())?, dv.to_dtype(q.dtype())?])
     }
 
-    /// Computes each step with its keys and values, while those of the next step are received.
+    /// Runs each step on its keys and values, while those of the next step are received.
     fn steps(
         &self,
         plan: &RingPlan,
@@ -173,19 +172,19 @@ impl Ring {
         Ok(())
     }
 
-    /// Starts to send this rank's chunks to the rank that needs them, and to receive those that this rank needs.
+    /// Starts sending this rank's chunks and receiving those of the next step.
     fn start(&self, step: &RingStep, kv: &[Tensor; 2]) -> Result<PendingChunks> {
         let seen = seen(&step.work);
         let one = |chunk: usize| {
             let x = step.sent[chunk].then_some(&kv[chunk]);
-            // Chunks of one place are of one size on all ranks.
+            // Early chunks have one size on all ranks, and so have late chunks.
             let recv = seen[chunk].then(|| Recv::like(&kv[chunk], step.from));
             self.ranks.start_send_recv(x, x.map(|_| step.to), recv)
         };
         Ok([one(0)?, one(1)?])
     }
 
-    /// Starts to send the gradients of received chunks to their rank, and to receive those of this rank's chunks.
+    /// Starts sending gradients of received chunks to their owner, and receiving those of this rank's chunks.
     fn start_send_grads(&self, step: &RingStep, sums: PerChunk<Tensor>, own: &[Tensor; 2]) -> Result<PendingChunks> {
         let one = |chunk: usize| {
             let x = sums[chunk].as_ref();
@@ -197,12 +196,12 @@ impl Ring {
 }
 
 impl RingPlan {
-    /// Where a chunk's tokens begin among this rank's, and how many they are.
+    /// Returns the first row and the length of a chunk among this rank's tokens.
     fn rows(&self, chunk: usize) -> (usize, usize) {
         [(0, self.lens[0]), (self.lens[0], self.lens[1])][chunk]
     }
 
-    /// Keys and values of each chunk together, to travel as one: [2c, g, k].
+    /// Packs keys and values of each chunk into one tensor [2c, g, k].
     fn packed(&self, k: &Tensor, v: &Tensor) -> Result<[Tensor; 2]> {
         let one = |chunk: usize| {
             let (first, n) = self.rows(chunk);
@@ -211,20 +210,20 @@ impl RingPlan {
         Ok([one(0)?, one(1)?])
     }
 
-    /// Keys and values, of all chunks again.
+    /// Unpacks keys and values of both chunks.
     fn unpacked(&self, kv: &[Tensor; 2]) -> Result<[Tensor; 2]> {
         let part = |which: usize, chunk: usize| kv[chunk].narrow(0, which * self.lens[chunk], self.lens[chunk]);
         Ok([Tensor::cat(&[part(0, 0)?, part(0, 1)?], 0)?, Tensor::cat(&[part(1, 0)?, part(1, 1)?], 0)?])
     }
 
-    /// Views of the keys and of the values of a chunk that is here.
+    /// Returns views of the keys and values of a received chunk.
     fn keys_and_values(&self, here: &PerChunk<Tensor>, chunk: usize) -> Result<[Tensor; 2]> {
         let (kv, n) = (here[chunk].as_ref().expect("what is worked on was queries for"), self.lens[chunk]);
         Ok([kv.narrow(0, 0, n)?, kv.narrow(0, n, n)?])
     }
 }
 
-/// What a rank computes with the keys of another: each pair of chunks of which some query sees some key.
+/// Returns the attention chunks between two ranks' tokens: pairs of chunks of which some query sees some key.
 fn work(
     partition: &TokenPartition,
     seqs: &Seqs,
@@ -244,7 +243,7 @@ fn work(
     Ok(work)
 }
 
-/// Which chunks of keys there is work with.
+/// Returns true for each key chunk that appears in `work`.
 fn seen(work: &[(usize, usize, Piece)]) -> [bool; 2] {
     [0, 1].map(|chunk| work.iter().any(|(_, keys, _)| *keys == chunk))
 }
@@ -269,7 +268,7 @@ fn zeros_for(chunks: &PerChunk<Tensor>) -> Result<PerChunk<Tensor>> {
     Ok([early?, late?])
 }
 
-/// f32, whatever the format of x.
+/// Returns f32 zeros of the shape of x.
 fn zeros_like(x: &Tensor) -> Result<Tensor> {
     Tensor::zeros(x.shape(), DType::F32, x.device())
 }

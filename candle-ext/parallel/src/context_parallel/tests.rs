@@ -1,4 +1,4 @@
-//! Attention over ranks against attention over one, and what travels.
+//! Context parallel attention compared with single-rank attention, and its communication volume.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ fn packed(lens: &[usize]) -> Seqs {
     Seqs::packed(std::iter::once(0).chain(ends).collect()).unwrap()
 }
 
-/// q, k, v and a gradient of the output for n tokens.
+/// Returns q, k, v and a gradient of the output for n tokens.
 fn inputs(n: usize, dtype: DType) -> [Tensor; 4] {
     let (h, g, k) = HEADS;
     let values = |seed: usize, heads: usize| {
@@ -36,7 +36,7 @@ fn inputs(n: usize, dtype: DType) -> [Tensor; 4] {
     [values(1, h), values(2, g), values(3, g), values(4, h)]
 }
 
-/// The output and the gradients of q, k and v.
+/// Returns the output and the gradients of q, k and v.
 fn results(
     x: &[Tensor; 4],
     saved: SavedOutputs,
@@ -49,15 +49,16 @@ fn results(
     Ok([vec![out], [q, k, v].map(|x| grads.get(x).unwrap().clone()).to_vec()].concat())
 }
 
-/// Forwards before a backward.
+/// Number of forwards before a backward.
 #[derive(Clone, Copy, PartialEq)]
 enum Forwards {
     One,
-    /// One that saves attention's output, and another that replays it.
+    /// A forward that saves attention's output, and another that replays it.
     Two,
 }
 
-/// The same on `cp` times `sp` ranks, put together again; and the bytes that each rank sent to single others.
+/// Computes the same on `cp` times `sp` ranks and gathers the results; also returns the bytes that each rank sent to
+/// single peers.
 fn on_ranks(
     (cp, sp): (usize, usize),
     seqs: &Seqs,
@@ -94,7 +95,7 @@ fn on_ranks(
     (all.remove(0), bytes)
 }
 
-/// The norm of the elements.
+/// Returns the norm of the elements.
 fn norm(x: &Tensor) -> f64 {
     x.to_dtype(DType::F64).unwrap().sqr().unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap().sqrt()
 }
@@ -106,7 +107,7 @@ fn check(ranks: (usize, usize), lens: &[usize], window: Option<usize>, dtype: DT
         results(&inputs(seqs.n_tokens(), dtype), SavedOutputs::default(), |[q, k, v]| attention(q, k, v, &seqs, &spec))
             .unwrap();
     let (got, _) = on_ranks(ranks, &seqs, &spec, dtype, Forwards::One);
-    // With one key each, dq and dk are zero but for rounding.
+    // With one key each, dq and dk are zero except for rounding.
     let floor = 0.1 * norm(&want[0]);
     for (what, (got, want)) in ["out", "dq", "dk", "dv"].iter().zip(got.iter().zip(&want)) {
         assert_eq!(got.dtype(), dtype);
@@ -128,7 +129,7 @@ fn attention_over_ranks_is_attention() {
     }
 }
 
-/// Sums are those of f32: what is rounded is the output, and each gradient once.
+/// Accumulation is in f32; the output and each gradient are rounded once.
 #[test]
 fn sixteen_bits_are_summed_in_f32() {
     for ranks in [(3, 1), (2, 2)] {
@@ -136,7 +137,7 @@ fn sixteen_bits_are_summed_in_f32() {
     }
 }
 
-/// What docs/distributed.md says.
+/// Checks the volume stated in docs/distributed.md.
 #[test]
 fn a_ring_sends_three_quarters_of_what_would_go_around() {
     let (_, g, k) = HEADS;
@@ -144,18 +145,18 @@ fn a_ring_sends_three_quarters_of_what_would_go_around() {
         let t = 8 * n;
         let kv = |tokens: usize, dtype: DType| 2 * tokens * g * k * dtype.size_in_bytes();
         let (_, bytes) = on_ranks((n, 1), &packed(&[t]), &spec(None), DType::BF16, Forwards::One);
-        // Forward; backward again, and the gradients home in f32: half a rank's tokens over each pair of ranks one way, all
-        // of them the other way.
+        // Keys and values in forward and backward, and f32 gradients: half a rank's tokens per pair of ranks in one
+        // direction, all of them in the other.
         let tokens = 3 * (n - 1) * t / 4;
         let want = 2 * kv(tokens, DType::BF16) + kv(tokens, DType::F32);
         assert_eq!(bytes.iter().flatten().sum::<usize>(), want, "{n} ranks");
-        // Early chunks are seen by all ranks behind, both chunks by those before.
+        // Later ranks see early chunks; earlier ranks see both chunks.
         let first: usize = (n - 1) * t / n / 2;
         assert_eq!(bytes[0].iter().take(2 * (n - 1)).sum::<usize>(), kv(first, DType::BF16), "{n} ranks");
     }
 }
 
-/// Sequences that end where chunks do, and windows: nobody asks for what it does not see.
+/// Sequences that end with chunks, and sliding windows: chunks that no query sees are not sent.
 #[test]
 fn what_nobody_sees_is_not_sent() {
     let n_messages = |lens: &[usize], window| -> Vec<usize> {
@@ -163,8 +164,8 @@ fn what_nobody_sees_is_not_sent() {
         bytes.iter().map(|bytes| bytes.iter().filter(|n| **n > 0).count()).collect()
     };
     assert_eq!(n_messages(&[8; 8], None), [0; 4]);
-    // Each chunk sees the end of the one before: of the chunks 0 1 2 3 | 3 2 1 0, all but one pair lie on different ranks.
-    // Keys come twice and gradients go once.
+    // Each chunk sees the end of the previous one: of the chunks 0 1 2 3 | 3 2 1 0, all but one pair are on different
+    // ranks. Keys are sent twice and gradients once.
     let sent = n_messages(&[64], Some(2));
     assert_eq!(sent.iter().sum::<usize>(), 3 * 6);
 }

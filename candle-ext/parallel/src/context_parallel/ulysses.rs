@@ -1,8 +1,8 @@
-//! ContextParallel parallelism as DeepSpeed-Ulysses has it: a rank has a part of the tokens, and within attention all tokens of a part
-//! of the heads. (Jacobs et al., 2023; <https://arxiv.org/abs/2309.14509>.)
+//! Sequence parallelism of DeepSpeed-Ulysses: outside of attention a rank has some of the tokens, inside all tokens of
+//! some heads. (Jacobs et al., 2023; <https://arxiv.org/abs/2309.14509>.)
 //!
-//! t tokens of a micro-batch, s ranks, h query heads, g key heads, k head dim; a rank has t/s tokens, h/s and at least one of
-//! the g heads
+//! Dimensions: t tokens of a micro-batch, s ranks, h query heads, g KV heads, k head size; a rank has t/s tokens, h/s
+//! query heads and at least one KV head
 
 use std::sync::Arc;
 
@@ -10,19 +10,19 @@ use candle_core::{Result, Tensor, bail};
 use candlewick_comm::Collective;
 use candlewick_ops::record;
 
-/// The ranks that exchange tokens for heads.
+/// Ulysses ranks, which exchange tokens for heads.
 #[derive(Clone)]
 pub(super) struct Ulysses {
     ranks: Arc<dyn Collective>,
 }
 
 impl Ulysses {
-    /// Shares tokens and heads among `ranks`.
+    /// Creates the Ulysses group of `ranks`.
     pub(super) fn new(ranks: Arc<dyn Collective>) -> Self {
         Self { ranks }
     }
 
-    /// Attention as `inner` computes it for all tokens: q [t/s, h, k], k and v [t/s, g, k] -> [t/s, h, k].
+    /// Computes attention by `inner` over all tokens: q [t/s, h, k], k and v [t/s, g, k] -> [t/s, h, k].
     pub(super) fn attend(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -36,15 +36,15 @@ impl Ulysses {
         self.tokens(&inner([&q, &k, &v])?, &of_queries)
     }
 
-    /// [t/s, h, k] -> [t, h/s, k]: this rank's tokens of all heads become all tokens of its heads. A head may be wanted by
-    /// several ranks, whose gradients for it are added.
+    /// All-to-all [t/s, h, k] -> [t, h/s, k]. A KV head that several ranks need is replicated; its gradients are
+    /// summed.
     fn heads(&self, x: &Tensor, heads: &Heads) -> Result<Tensor> {
         let y = self.scatter(x, heads)?;
         let (ulysses, heads) = (self.clone(), heads.clone());
         Ok(record("ulysses_heads", [x.into()], y, move |dy, _| Ok([Some(ulysses.gather(dy, &heads)?)])))
     }
 
-    /// [t, h/s, k] -> [t/s, h, k]: the way back, for what attention gives.
+    /// All-to-all [t, h/s, k] -> [t/s, h, k], for attention's output.
     fn tokens(&self, y: &Tensor, heads: &Heads) -> Result<Tensor> {
         let x = self.gather(y, heads)?;
         let (ulysses, heads) = (self.clone(), heads.clone());
@@ -78,19 +78,19 @@ impl Ulysses {
         }
     }
 
-    /// As many rows to each rank as from each.
+    /// Runs an all-to-all with equal splits.
     fn exchange(&self, rows: &Tensor) -> Result<Tensor> {
         let counts = vec![rows.dim(0)? / self.ranks.size(); self.ranks.size()];
         Ok(self.ranks.all_to_all(rows, &counts, &counts)?)
     }
 }
 
-/// Which heads each rank has within attention.
+/// Heads of each rank in attention.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Heads {
     n_all: usize,
     of_each: usize,
-    /// Those of the first rank, then of the next, and so on; `None` if these are all heads once and in order.
+    /// Head indices, rank after rank; `None` if they are all heads in order.
     indices: Option<Vec<u32>>,
 }
 
@@ -102,7 +102,7 @@ impl Heads {
         Ok(Self { n_all: h, of_each: h / n_ranks, indices: None })
     }
 
-    /// The key heads that a rank's queries use; with fewer of them than ranks, several ranks have the same.
+    /// Returns the KV heads that each rank's queries use. With fewer KV heads than ranks, they are replicated.
     fn of_keys(h: usize, g: usize, n_ranks: usize) -> Result<Self> {
         if g.is_multiple_of(n_ranks) {
             return Self::of_queries(g, n_ranks);

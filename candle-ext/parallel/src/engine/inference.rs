@@ -1,6 +1,6 @@
-//! Forwards that nothing is learnt from: losses and scores of tokens, and the logits that the next token is chosen by.
+//! Evaluation and inference: token losses, log-probabilities and next-token logits.
 //!
-//! t tokens (packed), d model, v vocabulary, n rows that are queries about
+//! Dimensions: t tokens (packed), d hidden size, v vocabulary size, n queried rows
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::ParallelOps;
@@ -11,27 +11,28 @@ use crate::context_parallel::TokenShard;
 use crate::placement::SequenceParallel;
 use crate::tensor_parallel::{TensorParallel, TensorParallelOps};
 
-/// PackedTokens of a forward. Which sequences they belong to, and what those remember, is the parallel_ops' affair.
+/// Packed tokens of a forward. Sequence boundaries and caches belong to the attention that is passed along.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PackedTokens {
     /// Token ids, t of them.
     pub ids: Vec<u32>,
-    /// The place of each in its sequence.
+    /// Position of each token in its sequence.
     pub positions: Vec<u32>,
 }
 
-/// A question: how likely is `id` after the token in row `row`?
+/// A query for the log-probability of token `id` after row `row`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScoreQuery {
-    /// The token before, as a row of the forward.
+    /// Row of the preceding token.
     pub row: u32,
-    /// The token.
+    /// Token whose log-probability is queried.
     pub id: u32,
 }
 
 impl Engine {
-    /// Returns the sum of the token losses of a micro-batch: of this rank's tokens, where ranks share them, and 0 where it [does
-    /// not know them](Engine::has_loss). Records nothing.
+    /// Returns the summed token losses of a micro-batch, over this rank's tokens, without autograd.
+    ///
+    /// Returns 0 on ranks without [losses](Engine::has_loss).
     pub fn loss(&self, micro: &Micro) -> Result<f64> {
         match self.evaluate(&*micro.padded(self.multiple())?, Reduction::Sum)? {
             Some(loss) => to_host(&loss.to_dtype(DType::F64)?)?.to_scalar(),
@@ -39,8 +40,10 @@ impl Engine {
         }
     }
 
-    /// Returns the loss of each token of a micro-batch, f32 `[t]`; zero where there is no target, or where this rank [does not
-    /// know it](Engine::has_loss). Records nothing. Ranks that share the tokens all get the losses of all.
+    /// Returns the loss of each token, f32 `[t]`, without autograd. Context parallel ranks all get the losses of all
+    /// tokens.
+    ///
+    /// Losses are 0 where there is no target, and on ranks without [losses](Engine::has_loss).
     pub fn token_losses(&self, micro: &Micro) -> Result<Vec<f32>> {
         let n_tokens = micro.seqs.n_tokens();
         let padded = micro.padded(self.multiple())?;
@@ -50,7 +53,7 @@ impl Engine {
         to_host(&all.unwrap_or(own).narrow(0, 0, n_tokens)?)?.to_vec1()
     }
 
-    /// The loss of as many tokens as ranks can share evenly.
+    /// Computes the losses of a micro-batch that has been padded to split evenly over the ranks.
     fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Option<Tensor>> {
         let _span = span("evaluation", "forward");
         let _awake = stay_awake(&self.device);
@@ -67,16 +70,18 @@ impl Engine {
         })
     }
 
-    /// Returns the f32 logits `[v]` after the last token of one sequence that continues what `parallel_ops` remembers. All ranks that
-    /// share the model call it, and get the same.
+    /// Returns the f32 logits `[v]` after the last token of a sequence, whose earlier tokens `parallel_ops` caches.
+    /// Collective: all ranks of the model replica must call it, and all get the result.
     pub fn next_logits(&self, ids: &[u32], first_position: usize, parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
         let positions = (0..ids.len()).map(|i| (first_position + i) as u32).collect();
         let tokens = PackedTokens { ids: ids.to_vec(), positions };
         self.logits_of(&tokens, &[ids.len() as u32 - 1], parallel_ops)?.squeeze(0)
     }
 
-    /// Returns the f32 logits `[n, v]` after the tokens in `rows`. On the CPU the bits of a row do not depend on what else
-    /// is computed; one token alone in a forward is the exception. All ranks that share the model call it, and get the same.
+    /// Returns the f32 logits `[n, v]` after the tokens in `rows`. Collective: all ranks of the model replica must call
+    /// it.
+    ///
+    /// On the CPU a row's bits do not depend on the other tokens of the forward, except in a forward of a single token.
     pub fn logits(&self, tokens: &PackedTokens, rows: &[u32], parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
         self.logits_of(tokens, &pad_to_two_rows(rows), parallel_ops)?.narrow(0, 0, rows.len())
     }
@@ -95,9 +100,10 @@ impl Engine {
         self.broadcast_from_last_stage(&logits)
     }
 
-    /// Returns how likely the tokens are that are queries about: logits exist for their rows only, and for a part of them at a
-    /// time. On the CPU the bits of an answer do not depend on what else is queries; one token alone in a forward is the
-    /// exception. All ranks that share the model call it, and get the same.
+    /// Returns the log-probabilities of the queried tokens. Logits are computed in chunks, for queried rows only.
+    /// Collective.
+    ///
+    /// On the CPU a result's bits do not depend on the other queries, except in a forward of a single token.
     pub fn token_scores(
         &self,
         tokens: &PackedTokens,
@@ -133,7 +139,7 @@ impl Engine {
         })
     }
 
-    /// The scores of tokens where each rank has the logits of a part of the vocabulary.
+    /// Returns the log-probabilities when each rank has the logits of a vocabulary shard.
     fn vocab_parallel_scores(
         &self,
         normed: &Tensor,
@@ -156,7 +162,7 @@ impl Engine {
         Ok(scores)
     }
 
-    /// The logits of all tokens after some rows, f32 `[n, v]`.
+    /// Returns the logits over the whole vocabulary, f32 `[n, v]`.
     fn logits_of_rows(&self, normed: &Tensor, weights: &candlewick_model::UnitWeights) -> Result<Tensor> {
         let logits = self.model.logits(weights, normed)?;
         match &self.tensor {
@@ -165,7 +171,7 @@ impl Engine {
         }
     }
 
-    /// What the last stage knows, told to all.
+    /// Broadcasts a tensor from the last pipeline stage.
     fn broadcast_from_last_stage(&self, x: &Tensor) -> Result<Tensor> {
         let stages = self.pipeline.stages();
         Ok(stages.broadcast(x, stages.size() - 1)?)
@@ -175,7 +181,7 @@ impl Engine {
         self.model.config().vocab_size()
     }
 
-    /// Some rows of what the last block gives, on the stage that has it.
+    /// Returns rows of the last layer's output, on the last pipeline stage.
     fn last_hidden_rows(
         &self,
         tokens: &PackedTokens,
@@ -185,7 +191,7 @@ impl Engine {
         let _span = span("evaluation", "forward");
         let PackedTokens { ids, positions } = tokens;
         let seqs = Seqs::packed(vec![0, ids.len()])?;
-        // A few tokens cannot be shared out.
+        // A few rows cannot be split over the sequence parallel ranks.
         let tensor = self
             .tensor
             .as_ref()
@@ -197,7 +203,7 @@ impl Engine {
         x_td.map(|x_td| x_td.index_select(&Tensor::new(rows, &self.device)?, 0)).transpose()
     }
 
-    /// What the last block gives, on the stage that has it.
+    /// Returns the last layer's output, on the last pipeline stage.
     fn hidden(
         &self,
         ids: &Tensor,
@@ -229,8 +235,7 @@ impl Engine {
     }
 }
 
-/// The same with the last once more if their number is odd: a product of one row takes another way and rounds otherwise, so
-/// rows are computed by twos at least.
+/// Repeats the last row if the number of rows is odd. A GEMM of one row takes another kernel and rounds differently.
 fn pad_to_two_rows(rows: &[u32]) -> Vec<u32> {
     rows.iter().chain(rows.last().filter(|_| rows.len() % 2 == 1)).copied().collect()
 }

@@ -1,5 +1,6 @@
-//! A step: forwards and backwards in the order of the pipeline schedule; on a single stage, one micro-batch after another.
-//! `memory` declares the bytes that each of these functions allocates: change both.
+//! Forward and backward passes of a step in the order of the pipeline schedule.
+//!
+//! The `memory` module mirrors the allocations of these functions: change both.
 
 use std::collections::HashMap;
 
@@ -15,11 +16,11 @@ use crate::offload::OffloadedActivation;
 use crate::params::MicroBatch;
 use crate::pipeline::{ChunkPass, StageStep};
 
-/// Activations of a block between its forward and its backward.
+/// Activations of a layer between its forward and its backward.
 enum SavedActivation {
-    /// The input and the tape.
+    /// Input and tape.
     Tape(Tensor, Tape),
-    /// The input and outputs that are not recomputed.
+    /// Input, and outputs that are not recomputed.
     Input(Tensor, SavedOutputs),
     Offloaded(OffloadedActivation),
 }
@@ -29,13 +30,13 @@ struct ChunkActivations {
     /// Tape of the embedding, if the chunk begins with it.
     embedded: Option<Tape>,
     blocks: Vec<SavedActivation>,
-    /// The gradient of the chunk's output, if the head follows it.
+    /// Gradient of the chunk's output, if the head follows it.
     dy: Option<Tensor>,
 }
 
 /// A micro-batch between its first forward and its last backward.
 struct MicroBatchState<'m> {
-    /// All of its tokens, also where ranks share them.
+    /// The whole micro-batch, before it is split over context parallel ranks.
     whole: &'m Micro,
     part: TokenShard<'m>,
     cos: Tensor,
@@ -45,20 +46,21 @@ struct MicroBatchState<'m> {
     activations: HashMap<usize, ChunkActivations>,
 }
 
-/// A pass over a chunk, with its position in the step.
+/// A pass over a model chunk, with its position in the step.
 struct Pass {
     chunk_pass: ChunkPass,
     micro_batch: MicroBatch,
-    /// True if the next pass is its own backward.
+    /// True if the next pass is this one's backward.
     backward_is_next: bool,
 }
 
 impl Engine {
-    /// Runs forward and backward over the micro-batches of a step. Afterwards the main gradients hold the gradient of `loss`,
-    /// summed over micro-batches and ranks.
+    /// Runs forward and backward over the micro-batches of a step, and accumulates gradients of `loss`, summed over
+    /// micro-batches and ranks.
     ///
-    /// Returns this rank's losses before normalisation, zeros where it [does not know them](Engine::has_loss).
-    /// `dropout_key` seeds the dropout of a micro-batch. Nothing here waits for a GPU: read the losses at the end of the step.
+    /// Returns this rank's losses before normalization; zeros on ranks without [losses](Engine::has_loss).
+    /// `dropout_keys` seed the dropout of each micro-batch. Does not synchronize with the GPU: read the losses at the
+    /// end of the step.
     pub fn forward_backward<'l>(
         &self,
         micros: &[Micro],
@@ -119,7 +121,7 @@ impl Engine {
         Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, activations: HashMap::new() })
     }
 
-    /// Forward through a model chunk, and through the embedding and the head if it has them.
+    /// Runs the forward of a model chunk, including embedding and head if it has them.
     fn forward_chunk(
         &self,
         pass: &Pass,
@@ -146,7 +148,7 @@ impl Engine {
         let mut blocks = Vec::with_capacity(run.len());
         for block_idx in run.clone() {
             let (y, keep) = self.forward_block(block_idx, x, &context)?;
-            // The last one's are wanted again at once where its backward comes next.
+            // If the backward comes next, it uses the last layer's weights at once.
             if block_idx + 1 < run.end || !pass.backward_is_next {
                 self.store.release(block_idx + 1);
             }
@@ -163,7 +165,7 @@ impl Engine {
         Ok((Some(loss), ChunkActivations { embedded, blocks, dy: Some(dx) }))
     }
 
-    /// Backward through a model chunk, and through the embedding if it begins with that.
+    /// Runs the backward of a model chunk, including the embedding if it has one.
     fn backward_chunk(
         &self,
         pass: &Pass,
@@ -204,7 +206,7 @@ impl Engine {
         }
     }
 
-    /// Releases a unit's weights after its backward, and starts the reduction of its gradients.
+    /// Reshards a unit's weights after its backward, and starts its gradient reduction.
     fn release_unit(&self, unit_idx: usize, micro_batch: MicroBatch) -> Result<()> {
         self.store.release(unit_idx);
         self.store.start_grad_reduction(unit_idx, micro_batch)
@@ -258,7 +260,7 @@ impl Engine {
         auxiliary.input_grad(tape, &x, dy)
     }
 
-    /// Returns the loss of a micro-batch, and the gradient of the scaled loss with respect to the last block's output.
+    /// Returns the loss of a micro-batch, and the gradient of the scaled loss with respect to the last layer's output.
     fn loss_and_grad(
         &self,
         x_td: &Tensor,

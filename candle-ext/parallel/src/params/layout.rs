@@ -1,7 +1,7 @@
-//! Placement arithmetic: the unit, group and elements of a flat run of each parameter. No tensors.
+//! Flat-buffer layout of parameters: group and offsets of each, without tensors.
 //!
-//! A unit's parameters lie in one flat run for each group; between them lie zeros that stay zeros. WeightCopy the trainable ones
-//! those with weight decay come first, so that one optimizer call serves each half.
+//! A unit has one flat buffer for each parameter group, padded with zeros for alignment. Trainable parameters with
+//! weight decay come first, so that each half needs one optimizer call.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -15,41 +15,41 @@ use super::options::{StoreMode, StoreOptions};
 use super::sharding::{ALIGNMENT, GroupRanks, ShardingGroups};
 use crate::placement::Placement;
 
-/// All parameters of a model, and this stage's groups of them.
+/// Layout of all parameters, and this stage's parameter groups.
 pub(crate) struct ParamLayout {
     /// Units of the whole model.
     pub(crate) units: Vec<FsdpUnit>,
-    /// This stage's own units, and those that its head borrows.
+    /// Units of this stage, and units that its head ties.
     stage_units: Vec<Option<StageUnit>>,
-    /// ParallelGroups of the stage's units, in unit order.
+    /// Parameter groups of the stage, in unit order.
     pub(crate) groups: Vec<ParamGroup>,
     pub(crate) sharding: ShardingGroups,
 }
 
-/// A unit that this stage has.
+/// A unit of this stage.
 struct StageUnit {
     /// The unit without parameters that only other ranks use.
     used: FsdpUnit,
-    /// Indices of its groups.
+    /// Indices of its parameter groups.
     groups: Range<usize>,
-    /// Group and position of each parameter.
+    /// Group and position of each parameter, by name.
     partition: BTreeMap<String, (usize, usize)>,
 }
 
-/// Parameters of one unit with the same process groups and storage: one flat run.
+/// Parameters of one unit with the same process groups and storage: one flat buffer.
 pub(crate) struct ParamGroup {
     pub(crate) kind: ParamGroupKind,
     pub(crate) is_trainable: bool,
     pub(crate) storage: WeightStorage,
     pub(crate) ranks: GroupRanks,
     pub(crate) offload: UnitOffload,
-    /// In the order of the run.
+    /// Parameters in buffer order.
     pub(crate) params: Vec<PlacedParam>,
-    /// Elements of the run, padded: bytes of a quantized one.
+    /// Elements of the padded buffer; bytes if it is quantized.
     pub(crate) numel: usize,
-    /// This rank's elements of it.
+    /// This rank's shard of the buffer.
     pub(crate) shard: Range<usize>,
-    /// The end of the parameters with weight decay.
+    /// Number of elements with weight decay, which come first.
     pub(crate) n_decayed: usize,
 }
 
@@ -59,16 +59,16 @@ struct PlaceContext {
     offload: UnitOffload,
 }
 
-/// A parameter in its group's flat run.
+/// A parameter in its group's flat buffer.
 pub(crate) struct PlacedParam {
     pub(crate) spec: ParamSpec,
     pub(crate) placement: Placement,
-    /// Its elements in the run, with padding up to those of the rank that has the most.
+    /// Elements in the buffer, padded to the largest shard of any rank.
     pub(crate) range: Range<usize>,
 }
 
 impl ParamLayout {
-    /// TokenPartition the parameters of `units`.
+    /// Lays out the parameters of `units`.
     pub(crate) fn new(units: &[FsdpUnit], options: &StoreOptions, sharding: ShardingGroups) -> Result<Self> {
         let mut layout = Self { units: units.to_vec(), stage_units: Vec::new(), groups: Vec::new(), sharding };
         for (unit_idx, offload) in options.cpu_offload.of_units(units).into_iter().enumerate() {
@@ -79,7 +79,7 @@ impl ParamLayout {
         Ok(layout)
     }
 
-    /// Adds the groups of a unit.
+    /// Adds the parameter groups of a unit.
     fn place(&mut self, unit: &FsdpUnit, context: &PlaceContext) -> Result<StageUnit> {
         let first = self.groups.len();
         for kind in ParamGroupKind::ALL {
@@ -102,7 +102,7 @@ impl ParamLayout {
         Ok(StageUnit { used, groups: first..self.groups.len(), partition })
     }
 
-    /// Returns whether this stage has a unit: its own, or one that its head borrows.
+    /// Returns true if this stage has the unit or ties it.
     pub(crate) fn has(&self, unit_idx: usize) -> bool {
         let stages = &self.sharding.stages;
         let head = self.units.len() - 1;
@@ -110,7 +110,7 @@ impl ParamLayout {
         stages.owns(unit_idx) || (stages.owns(head) && is_borrowed())
     }
 
-    /// Returns whether this stage owns a unit.
+    /// Returns true if this stage owns the unit.
     pub(crate) fn owns(&self, unit_idx: usize) -> bool {
         self.sharding.stages.owns(unit_idx)
     }
@@ -120,19 +120,19 @@ impl ParamLayout {
         self.stage_units[unit_idx].as_ref().map(|unit| &unit.used)
     }
 
-    /// Returns the indices of a unit's groups; none if another stage has it.
+    /// Returns the indices of a unit's groups; empty on other stages.
     pub(crate) fn groups_of(&self, unit_idx: usize) -> Range<usize> {
         self.stage_units[unit_idx].as_ref().map_or(0..0, |unit| unit.groups.clone())
     }
 
-    /// Returns the indices of the groups of a unit and of those that it borrows; none if another stage has it.
+    /// Returns the indices of the groups of a unit and of the units that it ties; empty on other stages.
     pub(crate) fn groups_with_borrowed(&self, unit_idx: usize) -> impl Iterator<Item = usize> {
         let unit = self.stage_units.get(unit_idx).and_then(Option::as_ref);
         let shared = unit.into_iter().flat_map(|unit| &unit.used.tied).map(|tied| tied.owner);
         unit.map(|_| unit_idx).into_iter().chain(shared).flat_map(|unit_idx| self.groups_of(unit_idx))
     }
 
-    /// Returns the indices of the trainable groups of units that other units borrow.
+    /// Returns the indices of the trainable groups that another unit ties.
     pub(crate) fn tied_groups(&self) -> impl Iterator<Item = usize> {
         let tied: BTreeSet<usize> = self.units.iter().flat_map(|unit| &unit.tied).map(|tied| tied.owner).collect();
         let groups = tied.into_iter().flat_map(|unit_idx| self.groups_of(unit_idx));
@@ -144,7 +144,7 @@ impl ParamLayout {
         self.groups.iter().enumerate().filter(|(_, group)| group.is_trainable)
     }
 
-    /// Returns the kinds of groups that the whole model has, and their process groups. Dense ones are always among them.
+    /// Returns the parameter group kinds of the model with their process groups. Dense is always included.
     pub(crate) fn kinds(&self) -> impl Iterator<Item = (ParamGroupKind, &GroupRanks)> {
         let has = |kind| self.units.iter().flat_map(|unit| &unit.params).any(|spec| spec.group == kind);
         let kinds = ParamGroupKind::ALL.into_iter().filter(move |kind| *kind == ParamGroupKind::Dense || has(*kind));
@@ -160,7 +160,7 @@ impl ParamLayout {
 }
 
 impl ParamGroup {
-    /// Lays `specs` out, which are of one kind and storage, and all trainable or all frozen.
+    /// Lays out `specs`, which have one kind and storage and are all trainable or all frozen.
     fn new(specs: &[&ParamSpec], context: &PlaceContext, sharding: &ShardingGroups) -> Result<Self> {
         let PlaceContext { mode, offload } = *context;
         let (kind, is_trainable, ranks) = (specs[0].group, mode.trains(specs[0]), sharding.ranks_of(specs[0])?.clone());
@@ -185,7 +185,7 @@ impl ParamGroup {
         Ok(Self { kind, is_trainable, storage, ranks, offload, params, numel, shard, n_decayed })
     }
 
-    /// Returns the elements of these parameters in this rank's shard, counted from its start.
+    /// Returns the ranges of these parameters within this rank's shard.
     pub(crate) fn in_shard<'a>(
         &'a self,
         is_wanted: impl Fn(&PlacedParam) -> bool + 'a,
@@ -203,12 +203,12 @@ impl PlacedParam {
         self.placement.shape(&self.spec.shape)
     }
 
-    /// Returns the number of elements of the run that this rank's slice takes.
+    /// Returns the number of elements of this rank's slice.
     pub(crate) fn n_elements(&self) -> usize {
         self.spec.storage.n_elements(&self.shape()).expect("the layout has checked the shape")
     }
 
-    /// Returns the elements of the run that this rank's slice and a shard have in common.
+    /// Returns the intersection of this rank's slice with a shard, in buffer elements.
     pub(crate) fn piece(&self, shard: &Range<usize>) -> Option<Range<usize>> {
         let end = self.range.start + self.n_elements();
         let piece = self.range.start.max(shard.start)..end.min(shard.end);
@@ -227,7 +227,7 @@ impl PlacedParam {
     }
 }
 
-/// Splits parameters by their storage, in the order of the first of each.
+/// Groups parameters by storage, in order of first occurrence.
 fn by_storage(specs: Vec<&ParamSpec>) -> Vec<Vec<&ParamSpec>> {
     let mut groups: Vec<Vec<&ParamSpec>> = Vec::new();
     for spec in specs {

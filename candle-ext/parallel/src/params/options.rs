@@ -1,21 +1,21 @@
-//! Purpose, dtypes and memory of a parameter store.
+//! Settings of a parameter store: mode, dtypes and CPU offload.
 
 use candle_core::DType;
 use candlewick_model::ParamSpec;
 
 use super::offload::CpuOffload;
 
-/// Purpose of a store.
+/// Mode of a parameter store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoreMode {
-    /// Trainable parameters have a master, a gradient and optimizer state.
+    /// Training: trainable parameters have master weights, gradients and optimizer states.
     Train,
-    /// Every parameter is only read.
+    /// Inference: all parameters are read-only.
     Infer,
 }
 
 impl StoreMode {
-    /// Returns whether a parameter is trained.
+    /// Returns true if the parameter is trained in this mode.
     pub(crate) fn trains(self, spec: &ParamSpec) -> bool {
         self == Self::Train && spec.trainable
     }
@@ -24,17 +24,17 @@ impl StoreMode {
 /// Dtypes of the parameters and their state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ParamDtypes {
-    /// WeightCopy the weights that ops read, and of frozen ones: f32, bf16 or f16.
+    /// Dtype of the weights that ops read, and of frozen ones: f32, bf16 or f16.
     pub compute: DType,
-    /// WeightCopy the weights that AdamW updates, and of their gradients: f32, or bf16 if `compute` is that, too. Small updates
-    /// of a bf16 weight are lost in rounding.
+    /// Dtype of master weights and gradients: f32, or bf16 if `compute` is bf16. bf16 master weights lose small updates
+    /// to rounding.
     pub masters: DType,
-    /// WeightCopy AdamW's moments: f32 or bf16.
+    /// Dtype of AdamW's moments: f32 or bf16.
     pub moments: DType,
 }
 
 impl ParamDtypes {
-    /// Returns `compute` with all else in f32.
+    /// Returns dtypes with weights in `compute` and all else in f32.
     pub fn computing_in(compute: DType) -> Self {
         Self { compute, masters: DType::F32, moments: DType::F32 }
     }
@@ -45,8 +45,8 @@ impl ParamDtypes {
 pub struct StoreOptions {
     /// Dtypes of the parameters and their state.
     pub dtypes: ParamDtypes,
-    /// Purpose of the store.
+    /// Training or inference.
     pub mode: StoreMode,
-    /// Parts in the host's memory.
+    /// CPU offload settings.
     pub cpu_offload: CpuOffload,
 }
