@@ -1,4 +1,4 @@
-//! A model that is too large for one rank: some have it together, and there may be several copies of it.
+//! Parallelism of inference: model replicas, each sharded over several ranks.
 
 use std::sync::Arc;
 
@@ -12,43 +12,43 @@ use candlewick_parallel::ParallelGroups;
 
 use candlewick_runtime::exit::ExitCode;
 
-/// Who has what of a copy of a model.
+/// Parallelism of one model replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ParallelConfig {
-    /// Ranks that share every matrix.
+    /// Tensor parallel size.
     pub tensor_parallel: usize,
-    /// Stages of a pipeline, which have some blocks each.
+    /// Pipeline parallel size.
     pub pipeline_parallel: usize,
-    /// Whether all ranks keep one copy, in shares besides: a unit's weights are gathered when they are wanted (ZeRO stage 3), and
-    /// each rank computes the same.
+    /// True to shard the weights over all ranks (ZeRO stage 3). A unit's weights are all-gathered before use, and each
+    /// rank computes the same.
     pub zero3: bool,
 }
 
-/// The ranks that answer together.
+/// Process groups of batched inference.
 #[derive(Clone)]
 pub struct InferenceGroup {
-    /// All of them.
+    /// All ranks.
     pub world: Arc<dyn Collective>,
-    /// Those that answer different requests: this one, and its like in every other copy of the model.
+    /// Data parallel ranks, one per model replica, which process different requests.
     pub data_parallel: Arc<dyn Collective>,
-    /// Those that have this copy of the model together.
+    /// Ranks of this model replica.
     pub replica: Arc<dyn Collective>,
-    /// Whether this one says what its copy has answered: one rank of each does.
+    /// True on the one rank of each replica that returns responses.
     pub reports: bool,
-    /// What keeps the others waiting while this rank is busy, if anything does.
+    /// Keep-alive signals that prevent timeouts of waiting ranks.
     pub keep_alive: Option<KeepAlive>,
 }
 
 impl ParallelConfig {
-    /// A whole model on each rank.
+    /// One whole model per rank.
     pub const WHOLE: Self = Self { tensor_parallel: 1, pipeline_parallel: 1, zero3: false };
 
-    /// Tells whether each rank has all of the model.
+    /// Returns true if each rank has the whole model.
     pub fn is_whole(self) -> bool {
         self == Self::WHOLE
     }
 
-    /// Refuses a number of ranks that does not fall into copies.
+    /// Checks that `n_ranks` is divisible by the ranks of a replica.
     pub fn check_ranks(self, n_ranks: usize) -> Result<()> {
         let Self { tensor_parallel, pipeline_parallel, .. } = self;
         let n_parts = tensor_parallel * pipeline_parallel;
@@ -62,7 +62,7 @@ impl ParallelConfig {
         Ok(())
     }
 
-    /// Makes the groups of `world`'s ranks, which all call it.
+    /// Creates the process groups. Collective: all ranks of `world` must call it.
     pub fn groups(self, world: &dyn Collective) -> Result<ParallelGroups> {
         self.check_ranks(world.size())?;
         let rest = world.size() / (self.tensor_parallel * self.pipeline_parallel);
@@ -78,12 +78,12 @@ impl ParallelConfig {
         Ok(ParallelGroups::new(&mesh, world)?)
     }
 
-    /// Makes the groups of a process by itself.
+    /// Creates the process groups of a single process.
     pub fn alone() -> Result<ParallelGroups> {
         Self::WHOLE.groups(&Solo)
     }
 
-    /// Refuses parallel_config that a model does not fall into.
+    /// Checks that the model's heads, MLP and layers can be split by these sizes.
     pub fn check(self, config: &Config) -> Result<()> {
         let AttentionHeads { n_query, n_kv, .. } = config.attention_heads();
         let (width, n_layers) = (config.intermediate_size(), config.n_layers());
@@ -111,12 +111,12 @@ fn usage(problem: String) -> Error {
 }
 
 impl InferenceGroup {
-    /// The ranks of `all`, with a whole model each.
+    /// Creates a group of ranks with a whole model each.
     pub fn replicated(world: Arc<dyn Collective>) -> Self {
         Self { data_parallel: Arc::clone(&world), world, replica: Arc::new(Solo), reports: true, keep_alive: None }
     }
 
-    /// The ranks of `all` with their groups: weights may be in shares, of which each copy is put together when it is computed.
+    /// Creates a group of sharded replicas. With `zero3` each replica spans the `dp_shard` ranks.
     pub fn from_groups(world: Arc<dyn Collective>, groups: &ParallelGroups, zero3: bool) -> Self {
         let (data_parallel, replica) = match zero3 {
             true => (&groups.dp_replicate, &groups.model_parallel_shard),
@@ -131,26 +131,28 @@ impl InferenceGroup {
         }
     }
 
-    /// The same, which keep each other waiting by `keep_alive`.
+    /// Sets the keep-alive signals.
     #[must_use]
     pub fn with_keep_alive(self, keep_alive: KeepAlive) -> Self {
         Self { keep_alive: Some(keep_alive), ..self }
     }
 
-    /// Does what waits for no other rank, while the others wait for this one as long as it takes.
+    /// Runs `what`, which waits for no other rank. Keep-alive signals prevent timeouts of the others meanwhile.
     pub(crate) fn alone<T>(&self, what: impl FnOnce() -> T) -> T {
         let _working = self.keep_alive.as_ref().map(KeepAlive::begin);
         what()
     }
 
-    /// Does this copy's work, while the other copies wait. Ranks that have the copy together wait for each other in it, which
-    /// must end if one of them hangs; so they show that they are at work by [`InferenceGroup::step`] only.
+    /// Runs this replica's work while other replicas wait.
+    ///
+    /// In a replica of several ranks a hang must still time out, so [`InferenceGroup::step`] alone sends keep-alive
+    /// signals.
     pub(crate) fn together<T>(&self, what: impl FnOnce() -> T) -> T {
         if self.is_single_rank_replica() { self.alone(what) } else { what() }
     }
 
-    /// Shows the other copies that this one has done another step of [`InferenceGroup::together`]. A rank that has a copy for itself
-    /// shows it all the while.
+    /// Sends a keep-alive signal after a step of [`InferenceGroup::together`]. A single-rank replica signals
+    /// continuously instead.
     pub(crate) fn step(&self) {
         if let Some(keep_alive) = self.keep_alive.as_ref().filter(|_| !self.is_single_rank_replica()) {
             keep_alive.beat();
@@ -161,7 +163,7 @@ impl InferenceGroup {
         self.replica.size() == 1
     }
 
-    /// Returns true if any rank of this copy passes true. All ranks of the copy call it.
+    /// Returns true if any rank of this replica passes true. Collective: all ranks of the replica must call it.
     pub fn any_in_replica(&self, own: bool) -> Result<bool> {
         let all = self.replica.all_reduce(&Tensor::new(u32::from(own), &Device::Cpu)?, Reduce::Max)?;
         Ok(to_host(&all)?.to_scalar::<u32>()? > 0)

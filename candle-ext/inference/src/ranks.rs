@@ -1,4 +1,4 @@
-//! This process among those that evaluate together.
+//! Ranks of a distributed evaluation.
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::Device;
@@ -11,18 +11,19 @@ use candlewick_runtime::process_group::{ProcessGroup, fail};
 
 use crate::parallel_config::{InferenceGroup, ParallelConfig};
 
-/// This rank and the others.
+/// This rank of a distributed evaluation.
 pub struct EvalRanks {
-    /// All ranks, on the host.
+    /// Process group of all ranks, on the CPU.
     pub process: ProcessGroup,
-    /// The part of a model that each rank has.
+    /// Parallelism of the model.
     pub parallel_config: ParallelConfig,
-    /// See [`ParallelConfig::groups`].
+    /// Process groups, see [`ParallelConfig::groups`].
     pub groups: ParallelGroups,
 }
 
-/// Joins the ranks that were started together, does the part of the rank at `place` on the device that `choice` means for it, and
-/// leaves. If it fails, the other ranks fail, too. They share a model as `parallel_config` says.
+/// Joins the process group, runs this rank's work and leaves the group. If it fails, all ranks fail.
+///
+/// `place` is the rank in the launch environment, and `choice` the device option.
 pub fn run_on_ranks<T>(
     place: &Place,
     parallel_config: ParallelConfig,
@@ -32,7 +33,7 @@ pub fn run_on_ranks<T>(
     parallel_config.check_ranks(place.world_size)?;
     let device = device(choice, place.local_rank).open();
     let device = device.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
-    // Ranks with a whole model each tell each other text and numbers, on the host.
+    // Ranks with a whole model each exchange text and numbers only, on the CPU.
     let engine = match parallel_config.is_whole() || device.is_cpu() {
         true => Engine::Host(Host::of(place)),
         false => Engine::Nccl(device.clone()),
@@ -46,7 +47,7 @@ pub fn run_on_ranks<T>(
 }
 
 impl EvalRanks {
-    /// Makes one rank of `world`. All ranks call it.
+    /// Creates the process groups of this rank. Collective: all ranks of `world` must call it.
     pub fn new(world: &World, parallel_config: ParallelConfig) -> Result<Self> {
         Ok(Self {
             process: ProcessGroup::new(world)?,
@@ -55,14 +56,14 @@ impl EvalRanks {
         })
     }
 
-    /// Returns the ranks that answer together.
+    /// Returns the process groups of batched inference.
     pub fn inference_group(&self) -> InferenceGroup {
         InferenceGroup::from_groups(self.process.group(), &self.groups, self.parallel_config.zero3)
             .with_keep_alive(self.process.keep_alive())
     }
 }
 
-/// The device of one of a machine's ranks: each takes a GPU of its own, unless one is named.
+/// Returns the device of a local rank: the GPU of its index, unless the user chose one.
 fn device(choice: DeviceChoice, local_rank: usize) -> DeviceChoice {
     match choice {
         DeviceChoice::Auto if why_no_gpu().is_none() => DeviceChoice::Cuda(local_rank),

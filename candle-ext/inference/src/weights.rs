@@ -1,25 +1,25 @@
-//! A model's parameters from their origin: a checkpoint, a seed, or a base of one and an adapter of the other.
+//! Initialization of model parameters: from a checkpoint, at random, or LoRA factors on a base.
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterSpec, ModelError, ParamSpec};
 use candlewick_parallel::Engine;
 
-/// Where parameters come from.
+/// Source of parameters.
 #[derive(Clone, Copy, Debug)]
 pub enum WeightSource<'a> {
-    /// Safetensors files.
+    /// A checkpoint.
     Checkpoint(&'a Checkpoint),
-    /// The model's own initialisation.
+    /// Random initialization.
     Random {
-        /// Seeds it.
+        /// Random seed.
         seed: u64,
     },
 }
 
-/// Sets all parameters of `engine`: the model's own from `base`, an adapter's factors from `adapter`.
+/// Initializes all parameters of `engine`: base weights from `base`, LoRA factors from `adapter`.
 ///
-/// Returns what the user should know, such as tensors that are there but not used.
+/// Returns warnings, such as unused tensors.
 pub fn load_weights(engine: &Engine, base: WeightSource, adapter: WeightSource) -> Result<Vec<String>, ModelError> {
     let model = engine.model();
     let mut notes = base.check(model.base_params())?;

@@ -50,7 +50,7 @@ fn write(file: &File, bytes: &[u8], folder: &Path) -> Result<()> {
 fn failed(doing: &str, folder: &Path, error: &io::Error) -> Error {
     let advice = match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
-            "; set TMPDIR to a folder with more room, or offload the inputs of fewer blocks"
+            "; set TMPDIR to a folder with more space, or offload the activations of fewer layers"
         }
         _ => "; set TMPDIR to a folder that this user may write to",
     };
@@ -100,6 +100,6 @@ mod tests {
         let full = File::options().write(true).open("/dev/full").unwrap();
         let message = write(&full, &[0; 1 << 19], Path::new("/big")).unwrap_err().to_string();
         assert!(message.starts_with("failed to offload an activation of 0.5 MiB in /big: "), "{message}");
-        assert!(message.contains("set TMPDIR to a folder with more room"), "{message}");
+        assert!(message.contains("set TMPDIR to a folder with more space"), "{message}");
     }
 }

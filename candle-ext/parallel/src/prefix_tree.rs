@@ -89,7 +89,7 @@ impl PrefixTreeAttention<'_> {
 
 /// Rows of a batch's runs among the cached and new rows.
 struct BatchLayout {
-    n_remembered: usize,
+    n_cached: usize,
     tokens: PackedTokens,
     ends_q: Vec<usize>,
     ends_k: Vec<usize>,
@@ -98,15 +98,15 @@ struct BatchLayout {
 }
 
 impl BatchLayout {
-    fn new(n_remembered: usize) -> Self {
+    fn new(n_cached: usize) -> Self {
         let (ends_q, ends_k) = (vec![0], vec![0]);
-        Self { n_remembered, tokens: PackedTokens::default(), ends_q, ends_k, paths: Vec::new() }
+        Self { n_cached, tokens: PackedTokens::default(), ends_q, ends_k, paths: Vec::new() }
     }
 
     fn add(&mut self, run: &TokenRun) -> Result<()> {
         let mut path = self.rows(run.prefix)?;
         let n_before: usize = path.iter().map(Range::len).sum();
-        let first = self.n_remembered + self.tokens.ids.len();
+        let first = self.n_cached + self.tokens.ids.len();
         path.push(first..first + run.ids.len());
         self.tokens.ids.extend(run.ids);
         self.tokens.positions.extend((n_before..n_before + run.ids.len()).map(|position| position as u32));
@@ -119,11 +119,11 @@ impl BatchLayout {
     fn rows(&self, until: Prefix) -> Result<Vec<Range<usize>>> {
         match until {
             Prefix::Cached(0) => Ok(Vec::new()),
-            Prefix::Cached(n) if n <= self.n_remembered => Ok(iter::once(0..n).collect()),
-            Prefix::Cached(n) => bail!("branch after {n} remembered tokens: there are {}", self.n_remembered),
+            Prefix::Cached(n) if n <= self.n_cached => Ok(iter::once(0..n).collect()),
+            Prefix::Cached(n) => bail!("continue a prefix of {n} cached tokens: {} are cached", self.n_cached),
             Prefix::Run(run_idx) => match self.paths.get(run_idx) {
                 Some(path) => Ok(path.clone()),
-                None => bail!("branch after run {run_idx}: {} runs are before", self.paths.len()),
+                None => bail!("continue run {run_idx}: the batch has {} runs before", self.paths.len()),
             },
         }
     }
@@ -133,8 +133,8 @@ impl ParallelOps for PrefixTreeAttention<'_> {
     /// Computes attention of each run over its path.
     fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
         let AttentionCall { layer_idx: block_idx, q: q_thk, k: k_tgk, v: v_tgk, spec, .. } = *call;
-        let mut remembered = lock(&self.path.blocks[block_idx]);
-        let [k, v] = match &*remembered {
+        let mut cached = lock(&self.path.blocks[block_idx]);
+        let [k, v] = match &*cached {
             Some([k, v]) => [Tensor::cat(&[k, k_tgk], 0)?, Tensor::cat(&[v, v_tgk], 0)?],
             None => [k_tgk.clone(), v_tgk.clone()],
         };
@@ -142,7 +142,7 @@ impl ParallelOps for PrefixTreeAttention<'_> {
             None => attention(q_thk, k_tgk, v_tgk, &self.seqs, spec)?,
             Some(keys) => attention(q_thk, &gather(&k, keys)?, &gather(&v, keys)?, &self.seqs, spec)?,
         };
-        *remembered = match &self.kept {
+        *cached = match &self.kept {
             None => None,
             Some(rows) => Some([gather(&k, rows)?, gather(&v, rows)?]),
         };

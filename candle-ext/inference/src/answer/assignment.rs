@@ -1,12 +1,12 @@
-//! Which rank answers what: neighbours in the order of the work, so that what they share is computed on one rank.
+//! Assignment of requests to data parallel ranks. Neighbors share prefixes, so they go to one rank.
 
 use std::collections::HashMap;
 use std::hash::Hash;
 
 use candlewick_comm::Collective;
 
-/// This rank's share of `order`, in that order: of the items whose owners are `open`, as much work as any other rank has.
-/// An owner's items are together on one rank. `costs` go with `order`.
+/// Returns this rank's share of `order`, balanced by `costs`, among items whose owners are `open`. Items of one owner
+/// stay on one rank. `costs` are in the order of `order`.
 pub(super) fn assign_to_rank<O: Copy + Eq + Hash>(
     ranks: &dyn Collective,
     order: &[usize],
@@ -20,13 +20,13 @@ pub(super) fn assign_to_rank<O: Copy + Eq + Hash>(
         *cost_of.entry(owners[*item]).or_default() += cost.max(&1);
     }
     let total: usize = cost_of.values().sum();
-    // An owner is where the first of its items comes in the order.
+    // An owner's position is that of its first item.
     let (mut before, mut rank_of) = (0, HashMap::new());
     for owner in order.iter().map(|item| owners[*item]).filter(|owner| open(owner)) {
         rank_of.entry(owner).or_insert_with(|| {
             let cost = cost_of[&owner];
             before += cost;
-            // Its middle decides.
+            // The midpoint of its cost decides the rank.
             (2 * before - cost) * ranks.size() / (2 * total)
         });
     }

@@ -1,5 +1,4 @@
-//! From the texts of requests to tokens, as lm-evaluation-harness makes them: where special tokens are added, and whose
-//! token a blank between context and continuation is.
+//! Tokenization of requests as in lm-eval: special tokens, and whitespace between context and continuation.
 
 use std::path::Path;
 
@@ -8,55 +7,55 @@ use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
 use candlewick_text::tokenizer::{SpecialToken, Specials, Tokenizer};
 use serde_json::{Map, Value};
 
-/// Makes tokens of requests.
+/// Tokenizer of requests.
 pub struct RequestEncoder<'t> {
     tokenizer: &'t Tokenizer,
     added: SpecialTokensAdded,
     prefix: Option<SpecialToken>,
 }
 
-/// A context and what follows it.
+/// A tokenized context with its continuation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EncodedPair {
-    /// At least one token.
+    /// Context, at least one token.
     pub context: Vec<u32>,
-    /// The tokens that are scored, at least one.
+    /// Continuation to score, at least one token.
     pub continuation: Vec<u32>,
 }
 
-/// There is nothing to score.
+/// Error: a continuation without tokens.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("failed to score {continuation:?} after {context:?}: it has no tokens of its own")]
 pub struct EmptyContinuation {
-    /// What was to be scored.
+    /// Text of the continuation.
     pub continuation: String,
-    /// What stands before.
+    /// Text of the context.
     pub context: String,
 }
 
-/// Some requests cannot be scored, and so none is answered.
+/// Error: requests that cannot be scored. No request is processed.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{why}")]
 pub struct UnscorableRequests {
-    /// Their numbers.
+    /// Indices of the requests.
     pub requests: Vec<usize>,
-    /// The reason, of the first of them.
+    /// Reason for the first of them.
     pub why: EmptyContinuation,
 }
 
-/// What is put around a text.
+/// Special tokens added to a text.
 #[derive(Clone, Debug)]
 enum SpecialTokensAdded {
-    /// Nothing.
+    /// No special tokens.
     Nothing,
-    /// What tokenizer.json says.
+    /// The post-processor of tokenizer.json.
     OfTokenizer,
-    /// What tokenizer_config.json says instead.
+    /// `add_bos_token` and `add_eos_token` of tokenizer_config.json.
     Tokens { before: Option<u32>, after: Option<u32> },
 }
 
 impl<'t> RequestEncoder<'t> {
-    /// Reads what the tokenizer's folder says about special tokens. `add_bos` says something else about the first.
+    /// Creates an encoder from the tokenizer's special-token settings. `add_bos` overrides its BOS setting.
     pub fn new(tokenizer: &'t Tokenizer, add_bos: Option<bool>) -> Result<Self> {
         let config = tokenizer_config(tokenizer.directory())?;
         let of_config = |key: &str| config.get(key).and_then(Value::as_bool);
@@ -80,26 +79,27 @@ impl<'t> RequestEncoder<'t> {
         self.tokenizer
     }
 
-    /// The token that stands where no context is: BOS, else EOS.
+    /// Returns the token used as an empty context: BOS, else EOS.
     pub fn prefix(&self) -> Result<u32> {
         let prefix = self.prefix.as_ref().map(|token| token.id);
         prefix.context("failed to score a text without a context: the tokenizer names neither a BOS nor an EOS token")
     }
 
-    /// The tokens of a text. It gets no special tokens if it begins with the prefix token, written out.
+    /// Tokenizes a text. No special tokens are added if it begins with the BOS (or EOS) token's text.
     pub fn text(&self, text: &str) -> Result<Vec<u32>> {
         let is_begun = self.prefix.as_ref().is_some_and(|prefix| text.starts_with(&prefix.text));
         self.encode(text, if is_begun { &SpecialTokensAdded::Nothing } else { &self.added })
     }
 
-    /// The tokens of a prompt. Only BOS keeps special tokens away.
+    /// Tokenizes a prompt. No special tokens are added if it begins with BOS.
     pub fn prompt(&self, text: &str) -> Result<Vec<u32>> {
         let is_begun = self.tokenizer.bos().is_some_and(|bos| text.starts_with(&bos.text));
         let ids = self.encode(text, if is_begun { &SpecialTokensAdded::Nothing } else { &self.added })?;
         if ids.is_empty() { Ok(vec![self.prefix()?]) } else { Ok(ids) }
     }
 
-    /// The tokens of both texts, as of one text. Blanks at the end of the context are the continuation's.
+    /// Tokenizes context and continuation as one text, and splits it. Trailing whitespace of the context moves to the
+    /// continuation.
     pub fn pair(&self, context: &str, continuation: &str) -> Result<EncodedPair> {
         let pair = if context.is_empty() {
             self.without_context(self.encode(continuation, &SpecialTokensAdded::Nothing)?)?
@@ -120,7 +120,7 @@ impl<'t> RequestEncoder<'t> {
         }
     }
 
-    /// The prefix token is the context, unless the text begins with it.
+    /// Scores a text without a context: the BOS (or EOS) token is the context, unless the text begins with it.
     fn without_context(&self, continuation: Vec<u32>) -> Result<EncodedPair> {
         let prefix = self.prefix()?;
         let context = vec![prefix];
@@ -142,7 +142,7 @@ impl<'t> RequestEncoder<'t> {
     }
 }
 
-/// What Python's `str.rstrip` takes away.
+/// Returns true for characters that Python's `str.rstrip` strips.
 fn is_blank(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }

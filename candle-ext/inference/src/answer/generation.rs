@@ -1,4 +1,4 @@
-//! Generates texts in a batch that is never the same for long: a text that ends leaves its place to the next prompt.
+//! Continuous batching: a finished sequence is replaced by the next prompt.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::mem::take;
@@ -15,24 +15,24 @@ use super::sample::TokenSampler;
 use super::stop::StopCriteria;
 use crate::generate::check_finite;
 
-/// A prompt and how it goes on.
+/// A generation request as tokens.
 pub struct GenerationRequest {
-    /// The tokens, at least one.
+    /// Prompt tokens, at least one.
     pub ids: Vec<u32>,
-    /// The most tokens to generate.
+    /// Maximum number of new tokens.
     pub n_max: usize,
-    /// What ends it before that.
+    /// Stop criteria.
     pub stop: StopCriteria,
-    /// Which tokens are taken.
+    /// Sampler of the next token.
     pub sampler: TokenSampler,
 }
 
-/// Prompts of which some are to be continued here.
+/// Plan of a set of generation requests, of which this rank runs some.
 pub struct GenerationPlan<'p> {
     prompts: &'p [GenerationRequest],
-    /// Of all prompts without their last tokens: each prompt has one token at least that is computed for it alone.
+    /// Prefix tree of all prompts without their last tokens, so that each prompt computes at least one token.
     tree: PrefixTree,
-    /// Whether a node is on the path of several prompts.
+    /// True for each tree node that several prompts share.
     is_shared: Vec<bool>,
 }
 
@@ -46,13 +46,12 @@ impl<'p> GenerationPlan<'p> {
         Self { prompts, tree, is_shared: n_users.into_iter().map(|n| n > 1).collect() }
     }
 
-    /// The order in which prompts are continued.
+    /// Returns the order in which prompts are generated.
     pub fn order(&self) -> &[usize] {
         &self.tree.order
     }
 
-    /// What each prompt costs, in the order of [`GenerationPlan::order`]: the tokens that it does not share, and those that it
-    /// may make.
+    /// Returns each prompt's cost in the order of [`GenerationPlan::order`]: its unshared tokens plus `n_max`.
     pub fn costs(&self) -> Vec<usize> {
         let cost = |i: &usize| self.prompts[*i].ids.len() - self.n_shared(*i) + self.prompts[*i].n_max;
         self.tree.order.iter().map(cost).collect()
@@ -62,13 +61,14 @@ impl<'p> GenerationPlan<'p> {
         self.shared(prompt).last().map_or(0, |node| self.tree.nodes[*node].end)
     }
 
-    /// The nodes of a prompt that others have, too, from the beginning.
+    /// Returns the nodes that a prompt shares with others, from the root.
     fn shared(&self, prompt: usize) -> Vec<usize> {
         self.tree.path(prompt).into_iter().filter(|node| self.is_shared[*node]).collect()
     }
 
-    /// Continues the prompts `wanted`, which are in order, and hands each text over when it is there. Before each forward it
-    /// asks whether to go on: an error ends it.
+    /// Generates completions of the prompts `wanted` (in plan order), and passes each to `on_text` when it is complete.
+    ///
+    /// `go_on` is called before each forward; its error ends the run.
     pub fn run(
         &self,
         engine: &Engine,
@@ -103,7 +103,8 @@ impl<'p> GenerationPlan<'p> {
         Ok(())
     }
 
-    /// Rows for as many texts as are written at a time, and at least for the largest with all that it shares.
+    /// Returns the size of the KV cache pool: the concurrent sequences, and at least the largest one with its shared
+    /// prefix.
     fn pool_rows(&self, wanted: &[usize], limits: &BatchLimits) -> usize {
         let own = |i: &usize| self.prompts[*i].ids.len() + self.prompts[*i].n_max;
         let beginnings = |i: &usize| self.shared(*i).iter().map(|node| self.tree.nodes[*node].end).sum::<usize>();
@@ -115,23 +116,23 @@ impl<'p> GenerationPlan<'p> {
     }
 }
 
-/// What several prompts begin with, in the pool.
+/// A shared prefix in the KV cache pool.
 struct Beginning {
     node: usize,
     start: usize,
 }
 
-/// A text that is being written.
+/// A sequence that is being generated.
 struct Text {
     prompt: usize,
     start: usize,
-    /// Tokens in the pool.
+    /// Number of cached tokens.
     n_seen: usize,
-    /// Tokens that come next into the pool.
+    /// Tokens to compute next.
     fresh: Vec<u32>,
     generated: Vec<u32>,
     sampler: TokenSampler,
-    /// All tokens of prompt and text, if the sampler looks at them.
+    /// Tokens of prompt and completion, if the sampler has a repetition penalty.
     seen: BTreeSet<u32>,
     has_ended: bool,
 }
@@ -142,16 +143,16 @@ struct State<'s, 'p> {
     tokenizer: &'s Tokenizer,
     pool: KvCachePool,
     allocator: RowAllocator,
-    /// Each continues the one before.
+    /// Cached shared prefixes, each a continuation of the previous one.
     beginnings: Vec<Beginning>,
-    /// The last of them, if the pool has not got its tokens yet.
+    /// The newest prefix, if it is not yet computed.
     new_beginning: Option<AppendTokens>,
     texts: Vec<Text>,
     waiting: VecDeque<usize>,
 }
 
 impl State<'_, '_> {
-    /// Lets prompts in while there is room, up to one whose beginning has to be computed first.
+    /// Admits prompts while the cache has space, up to one whose shared prefix must be computed first.
     fn let_in(&mut self, limits: &BatchLimits) -> Result<()> {
         let mut n_fresh = self.texts.len();
         while self.texts.len() < limits.n_texts && n_fresh < limits.n_tokens {
@@ -161,7 +162,7 @@ impl State<'_, '_> {
                 if !has_nothing_to_do {
                     return Ok(());
                 }
-                // What is remembered stands in the way: in an empty pool there is room for any prompt.
+                // Cached prefixes block the next prompt; any prompt fits an empty pool.
                 self.forget_beginnings(0);
                 continue;
             }
@@ -171,7 +172,7 @@ impl State<'_, '_> {
         Ok(())
     }
 
-    /// Begins a text if its shared beginnings are there and there is room; else begins the next of those, if there is room.
+    /// Starts a sequence if its shared prefix is cached and it fits; else starts computing the prefix, if that fits.
     fn begin(&mut self, prompt: usize) -> Result<bool> {
         let shared = self.plan.shared(prompt);
         let n_kept =
@@ -194,7 +195,7 @@ impl State<'_, '_> {
         Ok(true)
     }
 
-    /// Finds room for `len` tokens and copies the first `n_seen` from the last beginning.
+    /// Allocates `len` rows and copies the first `n_seen` from the newest prefix; `None` if they do not fit.
     fn place(&mut self, len: usize, n_seen: usize) -> Result<Option<usize>> {
         let Some(start) = self.allocator.allocate(len) else { return Ok(None) };
         if let Some(Beginning { start: from, .. }) = self.beginnings.last() {
@@ -207,14 +208,14 @@ impl State<'_, '_> {
         self.beginnings.drain(n_kept..).for_each(|beginning| self.allocator.free(beginning.start));
     }
 
-    /// One token for every text, and the beginning that is waited for.
+    /// Runs one decode step, together with the prefix that is being computed.
     fn step(&mut self) -> Result<()> {
         let grow =
             |text: &mut Text| AppendTokens { start: text.start, n_seen: text.n_seen, ids: take(&mut text.fresh) };
         let mut sequences: Vec<AppendTokens> = self.texts.iter_mut().map(grow).collect();
         sequences.extend(self.new_beginning.take());
         let append = self.pool.append(&sequences)?;
-        // What comes after the beginning is asked, too, but not looked at.
+        // The logits after the prefix are computed and ignored.
         let logits = self.engine.logits(append.tokens(), append.last_rows(), &append)?;
         if !self.texts.is_empty() {
             check_finite(&logits.narrow(0, 0, self.texts.len())?)?;
@@ -239,7 +240,7 @@ impl State<'_, '_> {
     }
 }
 
-/// The next token of each text, by the logits in the first rows.
+/// Samples the next token of each sequence from the first rows of the logits.
 fn choose(texts: &mut [Text], logits: &Tensor) -> Result<Vec<u32>> {
     if texts.iter().all(|text| text.sampler.is_greedy()) {
         return Ok(to_host(&logits.argmax(D::Minus1)?)?.to_vec1()?);

@@ -1,7 +1,7 @@
-//! LmBackend requests with a model, as lm-evaluation-harness does with its Hugging Face model, but each run of tokens once.
+//! Batched processing of lm-eval requests, in which shared prefixes are computed once.
 //!
-//! Texts become tokens in [`encode`] and are cut in [`rolling`]. What begins alike is found by a prefix [`prefix_tree`]; [`score`]
-//! and [`generation`] compute it. [`response_cache`] remembers answers from one evaluation to the next.
+//! [`encode`] tokenizes requests, [`rolling`] truncates and splits them. [`prefix_tree`] finds shared prefixes;
+//! [`score`] and [`generation`] run them. [`response_cache`] keeps responses between evaluations.
 
 mod assignment;
 pub mod batch;
@@ -37,28 +37,28 @@ use sample::SamplingDefaults;
 use score::{ScoringPlan, SequenceScore};
 pub use settings::BackendSettings;
 
-/// Which way of answering it is. A change that gives the same request another answer takes another number, so that a log of
-/// before is not read.
+/// Version of the response cache. Increment it with every change that alters responses.
 const FORMAT: u32 = 2;
 
-/// A model or another source of answers to requests.
+/// A source of responses to requests, as lm-eval's `LM`.
 pub trait LmBackend {
-    /// LmBackend all requests, in their order. All ranks give the same requests, and get all answers.
+    /// Returns the responses in the order of `requests`. Collective: all ranks pass the same requests and get all
+    /// responses.
     fn answer(&mut self, requests: &[Request]) -> Result<Vec<RequestOutput>>;
 }
 
-/// An answer, and how much of the request was looked at.
+/// A response, with the size of its request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RequestOutput {
-    /// The answer.
+    /// Response.
     pub response: Response,
-    /// Tokens of the request, those that were cut off among them.
+    /// Tokens of the request before truncation.
     pub n_tokens: usize,
-    /// Tokens that were cut off in front, because the model's context is no longer.
+    /// Tokens truncated from the left to fit the context length.
     pub n_cut: usize,
 }
 
-/// A model that answers, together with those of the other ranks.
+/// Backend that runs requests on an engine, over all ranks of an [`InferenceGroup`].
 pub struct EngineBackend<'a> {
     handle: LmHandle<'a>,
     encoder: RequestEncoder<'a>,
@@ -66,28 +66,28 @@ pub struct EngineBackend<'a> {
     settings: BackendSettings,
     limits: BatchLimits,
     group: InferenceGroup,
-    /// Known if there is a log.
+    /// Model identity; empty without a response cache.
     identity: String,
     on_progress: Box<dyn FnMut(RequestProgress) + 'a>,
     asked_to_stop: Option<Box<dyn Fn() -> bool + 'a>>,
 }
 
-/// A stop was requested before all requests were answered.
+/// Error: a stop was requested before all requests were processed.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("stopped before all requests were answered")]
 pub struct RequestsInterrupted;
 
-/// How far this rank is with its share of the requests.
+/// Progress of this rank's share of the requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestProgress {
-    /// Requests that are answered.
+    /// Completed requests.
     pub n_done: usize,
-    /// All that this rank answers.
+    /// All requests of this rank.
     pub n_all: usize,
 }
 
 impl<'a> EngineBackend<'a> {
-    /// Gets ready to answer together with a group.
+    /// Creates a backend. Collective: all ranks of `group` must call it.
     pub fn new(lm: &'a Lm, settings: BackendSettings, group: InferenceGroup) -> Result<Self> {
         let cache_folder = settings.cache_folder.clone();
         let mut answers = Self::for_training(lm.handle(), settings, group)?;
@@ -98,7 +98,7 @@ impl<'a> EngineBackend<'a> {
         Ok(answers)
     }
 
-    /// Gets ready to answer for a model whose weights change, and so without a log of answers.
+    /// Creates a backend for a model in training, without a response cache.
     pub fn for_training(handle: LmHandle<'a>, settings: BackendSettings, group: InferenceGroup) -> Result<Self> {
         let LmHandle { engine, tokenizer, generation_config } = handle;
         let heads = engine.model().config().attention_heads();
@@ -120,24 +120,25 @@ impl<'a> EngineBackend<'a> {
         })
     }
 
-    /// Calls `on_progress` while requests are answered.
+    /// Sets a callback for progress.
     #[must_use]
     pub fn with_progress(self, on_progress: impl FnMut(RequestProgress) + 'a) -> Self {
         Self { on_progress: Box::new(on_progress), ..self }
     }
 
-    /// Asks before each forward; if it is so on any rank, all end with [`RequestsInterrupted`]. Every rank is to ask, or none.
+    /// Sets a callback that requests a stop, polled before each forward. If any rank's returns true, all end with
+    /// [`RequestsInterrupted`]. Set it on all ranks or on none.
     #[must_use]
     pub fn with_stop(self, asked_to_stop: impl Fn() -> bool + 'a) -> Self {
         Self { asked_to_stop: Some(Box::new(asked_to_stop)), ..self }
     }
 
-    /// Tokens of context.
+    /// Returns the context length, in tokens.
     pub fn max_length(&self) -> usize {
         self.settings.max_length.unwrap_or(self.handle.engine.model().config().max_positions())
     }
 
-    /// Hashes the model on the first rank; the others believe it.
+    /// Hashes the model on rank 0 and broadcasts the result.
     fn identify(&self, lm: &Lm) -> Result<String> {
         let own = match self.group.world.rank() {
             0 => {
@@ -174,8 +175,10 @@ impl LmBackend for EngineBackend<'_> {
         plan.places
             .iter()
             .map(|question| {
-                let response =
-                    found.get(question).cloned().context("failed to answer: a rank has forgotten a request")?;
+                let response = found
+                    .get(question)
+                    .cloned()
+                    .context("failed to answer: no rank returned a response to a request")?;
                 let (n_tokens, n_cut) = plan.questions[*question].size;
                 Ok(RequestOutput { response, n_tokens, n_cut })
             })
@@ -183,7 +186,7 @@ impl LmBackend for EngineBackend<'_> {
     }
 }
 
-/// An answer with the number of its question.
+/// A response with the index of its unique request.
 #[derive(Serialize, Deserialize)]
 struct IndexedResponse(usize, ResponseJson);
 
@@ -194,7 +197,7 @@ impl IndexedResponse {
 }
 
 impl EngineBackend<'_> {
-    /// What the log knows, as the first rank reads it.
+    /// Returns cached responses, read by rank 0 and broadcast.
     fn known(&self, plan: &RequestPlan) -> Result<HashMap<usize, Response>> {
         let Some(folder) = &self.settings.cache_folder else { return Ok(HashMap::new()) };
         let mut own = Vec::new();
@@ -206,12 +209,12 @@ impl EngineBackend<'_> {
             own.extend(found);
         }
         let all = exchange_bytes(&*self.group.world, &serde_json::to_vec(&own)?)?;
-        let of_first = all.first().ok_or_else(|| anyhow!("failed to hear from the first rank"))?;
+        let of_first = all.first().ok_or_else(|| anyhow!("failed to receive the cached responses of rank 0"))?;
         let known: Vec<IndexedResponse> = serde_json::from_slice(of_first)?;
         Ok(known.into_iter().map(IndexedResponse::unpack).collect())
     }
 
-    /// LmBackend this rank's share of what is not known, and writes it to the log as it comes.
+    /// Runs this rank's share of the requests that are not cached, and appends responses to the cache.
     fn compute(&mut self, plan: &RequestPlan, known: &HashMap<usize, Response>) -> Result<Vec<IndexedResponse>> {
         let LmHandle { engine, tokenizer, .. } = self.handle;
         let TokenizedRequests { scored, owners, prompts, prompt_owners } = &plan.work;
@@ -255,7 +258,7 @@ impl EngineBackend<'_> {
     }
 }
 
-/// Where answers arrive.
+/// Collector of responses.
 struct ResponseSink<'d> {
     plan: &'d RequestPlan,
     log: Option<ResponseCache>,

@@ -1,4 +1,4 @@
-//! Requests as work for a model: each different one once, as tokens.
+//! Plan of a batch of requests: deduplicated and tokenized.
 
 use std::collections::HashMap;
 
@@ -16,27 +16,27 @@ use super::stop::StopCriteria;
 use crate::request::{GenerationSettings, Request, Response};
 use candlewick_runtime::exit::ExitCode;
 
-/// All requests of a call.
+/// Deduplicated requests of one call.
 pub(super) struct RequestPlan {
-    /// The different ones.
+    /// Unique requests.
     pub(super) questions: Vec<UniqueRequest>,
-    /// The question that each request is.
+    /// Index of the unique request of each request.
     pub(super) places: Vec<usize>,
     pub(super) work: TokenizedRequests,
 }
 
-/// A request.
+/// A unique request.
 pub(super) struct UniqueRequest {
-    /// What the log knows it by.
+    /// Key in the response cache.
     pub(super) key: String,
-    /// Its tokens, and how many of them are cut off.
+    /// Number of tokens, and number of truncated tokens.
     pub(super) size: (usize, usize),
-    /// The sequences that are scored for it.
+    /// Number of sequences to score.
     pub(super) n_scored: usize,
     is_rolling: bool,
 }
 
-/// What has to be computed, with the questions that it is for.
+/// Tokenized requests, with the unique request of each.
 #[derive(Default)]
 pub(super) struct TokenizedRequests {
     pub(super) scored: Vec<ScoredSequence>,
@@ -45,7 +45,7 @@ pub(super) struct TokenizedRequests {
     pub(super) prompt_owners: Vec<usize>,
 }
 
-/// A question's tokens.
+/// Tokens of a request.
 enum Tokens {
     ScoredSequence(Vec<ScoredSequence>),
     GenerationRequest(Box<GenerationRequest>, usize),
@@ -65,7 +65,7 @@ impl RequestPlan {
         let (mut places, mut different) = (Vec::new(), Vec::new());
         for request in requests {
             let key_of = |draw| key(identity, request, settings.max_gen_toks, Some((settings.seed, draw)));
-            // A request that is sampled once more is another question.
+            // Repeated sampling of a request is another unique request.
             let n_asked = n_asked.entry(key_of(0)).or_default();
             let key = key_of(if is_sampled(request) { *n_asked } else { 0 });
             *n_asked += 1;
@@ -95,14 +95,14 @@ impl RequestPlan {
         Ok(Self { questions, places, work })
     }
 
-    /// The answers to questions about texts without tokens.
+    /// Returns the responses to rolling requests of empty texts.
     pub(super) fn about_nothing(&self) -> impl Iterator<Item = (usize, Response)> {
         let is_empty = |(_, question): &(usize, &UniqueRequest)| question.is_rolling && question.n_scored == 0;
         let empty = self.questions.iter().enumerate().filter(is_empty);
         empty.map(|(i, _)| (i, Response::LoglikelihoodRolling(0.0)))
     }
 
-    /// How many questions these scored sequences belong to.
+    /// Returns the number of requests that these scored sequences belong to.
     pub(super) fn n_questions(&self, scored: &[usize]) -> usize {
         let mut owners: Vec<usize> = scored.iter().map(|item| self.work.owners[*item]).collect();
         owners.sort_unstable();
@@ -110,7 +110,7 @@ impl RequestPlan {
         owners.len()
     }
 
-    /// The answer to a question of which all sequences are scored.
+    /// Returns the response to a request whose sequences are all scored.
     pub(super) fn response(&self, question: usize, mut scores: Vec<(usize, SequenceScore)>) -> Response {
         scores.sort_unstable_by_key(|(item, _)| *item);
         let logprob = scores.iter().map(|(_, score)| score.logprob).sum();
@@ -122,7 +122,7 @@ impl RequestPlan {
 }
 
 impl TokenizedRequests {
-    /// Takes a question's tokens; returns its size and the number of sequences that are scored for it.
+    /// Adds a request's tokens; returns its size and number of scored sequences.
     fn add(&mut self, question: usize, tokens: Tokens) -> ((usize, usize), usize) {
         match tokens {
             Tokens::ScoredSequence(scored) => {
@@ -147,7 +147,7 @@ fn is_sampled(request: &Request) -> bool {
     matches!(request, Request::GenerateUntil { settings: GenerationSettings { do_sample: true, .. }, .. })
 }
 
-/// Makes tokens of requests.
+/// Tokenizes requests.
 struct Reader<'r> {
     encoder: &'r RequestEncoder<'r>,
     settings: &'r BackendSettings,
@@ -187,7 +187,7 @@ impl Reader<'_> {
         ensure!(
             n_max < self.max_length,
             anyhow::anyhow!(
-                "failed to generate {n_max} tokens: the model's context has {}, and the prompt needs room, too; lower \
+                "failed to generate {n_max} tokens: the model's context has {}, which also holds the prompt; lower \
                  max_gen_toks",
                 self.max_length
             )

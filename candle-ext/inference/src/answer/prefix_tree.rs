@@ -1,32 +1,32 @@
-//! Which token sequences begin alike: a prefix tree, whose nodes are the runs of tokens that are computed once.
+//! Prefix tree of token sequences, whose nodes are computed once.
 
-/// The tree of a set of sequences. Its shape depends on the set alone.
+/// Prefix tree of a set of sequences. Its shape depends on the set alone.
 pub struct PrefixTree {
-    /// Parents before their children, and a node's descendants right behind it.
+    /// Nodes in depth-first order.
     pub nodes: Vec<PrefixNode>,
-    /// The node at whose end each sequence ends; an empty one has none.
+    /// Node at which each sequence ends; `None` for an empty sequence.
     ends: Vec<Option<usize>>,
-    /// The sequences in the order in which the nodes reach their ends.
+    /// Sequence indices in depth-first order of their ends.
     pub order: Vec<usize>,
 }
 
-/// A run of tokens that some sequences have in common, behind what they have in common with others, too.
+/// A node: tokens that some sequences share after a common prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefixNode {
-    /// What comes before; `None` at the beginning.
+    /// Parent node; `None` at the root.
     pub parent: Option<usize>,
-    /// A sequence that has these tokens.
+    /// Index of a sequence that contains these tokens.
     pub sequence: usize,
-    /// Where they begin in it.
+    /// Start of the tokens in the sequence.
     pub start: usize,
-    /// Where they end.
+    /// End of the tokens in the sequence.
     pub end: usize,
 }
 
-/// Shorter runs are not worth a node: to gather the keys of a path costs about what a few tokens do.
+/// Minimum length of a shared node: gathering keys of a path costs as much as a few tokens.
 const MIN_SHARED: usize = 8;
 
-/// Sequences in lexicographic order that are equal up to `start`, of which all nodes reach.
+/// Sequences in lexicographic order that share their first `start` tokens and are longer.
 struct Group {
     sequences: std::ops::Range<usize>,
     parent: Option<usize>,
@@ -34,7 +34,7 @@ struct Group {
 }
 
 impl PrefixTree {
-    /// Builds the tree of these sequences. Equal ones end at one node.
+    /// Builds the tree. Equal sequences end at one node.
     pub fn new(sequences: &[&[u32]]) -> Self {
         let mut order: Vec<usize> = (0..sequences.len()).collect();
         order.sort_by_key(|i| sequences[*i]);
@@ -49,12 +49,12 @@ impl PrefixTree {
         tree
     }
 
-    /// Makes the node that a group shares, if it is worth one, and returns the groups that part behind it.
+    /// Adds the node that a group shares, if it is long enough, and returns the groups that diverge after it.
     fn split(&mut self, group: Group, sequences: &[&[u32]]) -> Vec<Group> {
         let Group { sequences: mut range, mut parent, mut start } = group;
         let members = &self.order[range.clone()];
         let shared = common(sequences[members[0]], sequences[members[members.len() - 1]]);
-        // The shortest come first.
+        // Shorter sequences sort first.
         let n_ended = members.iter().take_while(|i| sequences[**i].len() == shared).count();
         if n_ended == members.len() || shared - start >= MIN_SHARED {
             let node = self.nodes.len();
@@ -74,7 +74,7 @@ impl PrefixTree {
             .collect()
     }
 
-    /// The nodes that make up a sequence, from its beginning.
+    /// Returns the nodes of a sequence, from the root.
     pub fn path(&self, sequence: usize) -> Vec<usize> {
         self.path_to(self.ends[sequence])
     }
@@ -86,7 +86,7 @@ impl PrefixTree {
     }
 }
 
-/// How many tokens two sequences have in common at their beginnings.
+/// Returns the length of the common prefix.
 fn common(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
@@ -95,7 +95,7 @@ fn common(a: &[u32], b: &[u32]) -> usize {
 mod tests {
     use super::*;
 
-    /// The nodes of a tree: the tokens of each behind those of its parents.
+    /// Prints the nodes of a tree: tokens of the parents, then of the node.
     fn shown(sequences: &[&[u32]]) -> Vec<String> {
         let tree = PrefixTree::new(sequences);
         let piece = |node: &usize| {
@@ -181,7 +181,7 @@ mod tests {
             for (i, node) in tree.nodes.iter().enumerate() {
                 assert!(node.start < node.end && node.parent.is_none_or(|parent| parent < i), "{seed}");
                 assert_eq!(node.start, node.parent.map_or(0, |parent| tree.nodes[parent].end), "{seed}");
-                // Behind a node come its descendants, and nothing else before the last of them.
+                // The descendants of a node follow it without a gap.
                 let on_path = |other: usize| tree.path_to(Some(other)).contains(&i);
                 let last = (i..tree.nodes.len()).rev().find(|other| on_path(*other)).unwrap_or(i);
                 assert!((i..=last).all(on_path), "{seed}");

@@ -1,4 +1,5 @@
-//! The answers that were given, line by line in a file for each rank, so that an evaluation that was interrupted goes on.
+//! Response cache (lm-eval's `--use_cache`): JSON lines, one file per rank, so that an interrupted evaluation can
+//! resume.
 
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -10,15 +11,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::request::{Request, Response};
 
-/// A rank's file of answers.
+/// Response cache file of one rank.
 pub struct ResponseCache {
     path: PathBuf,
     file: File,
-    /// Lines that are not in the file yet.
+    /// Lines not yet written.
     lines: Vec<u8>,
 }
 
-/// A line: a request by its key, and the answer.
+/// One line: key of the request, and response.
 #[derive(Serialize, Deserialize)]
 struct Line {
     key: String,
@@ -26,7 +27,7 @@ struct Line {
     answer: ResponseJson,
 }
 
-/// An answer as JSON.
+/// A response as JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub(super) enum ResponseJson {
@@ -35,8 +36,8 @@ pub(super) enum ResponseJson {
     Text { text: String },
 }
 
-/// The key of a request for the model `identity`. What is sampled is another answer for each `draw`, of which nothing else
-/// knows.
+/// Returns the key of a request to model `identity`. `draw` is the seed and index of a sampled response; `None` for
+/// deterministic ones.
 pub fn key(identity: &str, request: &Request, max_gen_toks: usize, draw: Option<(u64, usize)>) -> blake3::Hash {
     let request = match request {
         Request::Loglikelihood { context, continuation } => {
@@ -53,7 +54,7 @@ pub fn key(identity: &str, request: &Request, max_gen_toks: usize, draw: Option<
 }
 
 impl ResponseCache {
-    /// Opens this rank's file for the model `identity`, to add to. A line that was not finished is cut off.
+    /// Opens this rank's file for model `identity`, for appending. An incomplete last line is truncated.
     pub fn open(folder: &Path, identity: &str, rank: usize) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("failed to create {}", folder.display()))?;
         let path = folder.join(format!("{}.{rank}.jsonl", short(identity)));
@@ -61,7 +62,7 @@ impl ResponseCache {
             let mut file = OpenOptions::new().read(true).append(true).create(true).open(&path)?;
             match file.try_lock() {
                 Err(TryLockError::WouldBlock) => return Ok(None),
-                // A file system without locks cannot say.
+                // Some file systems do not support locks.
                 Ok(()) | Err(TryLockError::Error(_)) => {}
             }
             let mut bytes = Vec::new();
@@ -81,7 +82,7 @@ impl ResponseCache {
         }
     }
 
-    /// Adds an answer, which [`ResponseCache::write`] writes.
+    /// Adds a response; [`ResponseCache::write`] writes it to the file.
     pub fn add(&mut self, key: &str, response: &Response) -> Result<()> {
         let line = Line { key: key.to_owned(), answer: ResponseJson::from(response) };
         serde_json::to_writer(&mut self.lines, &line)?;
@@ -89,7 +90,7 @@ impl ResponseCache {
         Ok(())
     }
 
-    /// Hands what was added to the operating system.
+    /// Writes the added responses to the file.
     pub fn write(&mut self) -> Result<()> {
         let written = self.file.write_all(&self.lines).and_then(|()| self.file.flush());
         written.with_context(|| format!("failed to write answers to {}", self.path.display()))?;
@@ -98,7 +99,7 @@ impl ResponseCache {
     }
 }
 
-/// The answers of the model `identity` in a folder, by their keys: those of all ranks that there were.
+/// Returns the cached responses of model `identity` by key, from all ranks' files.
 pub fn read(folder: &Path, identity: &str) -> Result<HashMap<String, Response>> {
     let mut known = HashMap::new();
     if !folder.is_dir() {
@@ -116,7 +117,7 @@ pub fn read(folder: &Path, identity: &str) -> Result<HashMap<String, Response>> 
 
 fn read_file(path: &Path, known: &mut HashMap<String, Response>) -> Result<()> {
     let bytes = fs::read(path).with_context(|| format!("failed to read {}", path.display()))?;
-    // Behind the last line break is what an interrupted evaluation began to write.
+    // An interrupted evaluation leaves an incomplete last line.
     let n_whole = bytes.iter().rposition(|byte| *byte == b'\n').unwrap_or(0);
     for (i, line) in bytes[..n_whole].split(|byte| *byte == b'\n').enumerate().filter(|(_, line)| !line.is_empty()) {
         let Line { key, answer } = serde_json::from_slice(line).map_err(|error| {
@@ -131,7 +132,7 @@ fn read_file(path: &Path, known: &mut HashMap<String, Response>) -> Result<()> {
     Ok(())
 }
 
-/// What is enough to tell models apart in the names of files.
+/// Returns the first characters of the identity, for file names.
 fn short(identity: &str) -> &str {
     identity.get(..16).unwrap_or(identity)
 }

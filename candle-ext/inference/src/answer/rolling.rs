@@ -1,20 +1,20 @@
-//! What of a request a model is shown at once: cut to its context, or a long text in windows.
+//! Truncation of requests to the context length, and rolling windows over long texts.
 
 use super::encode::EncodedPair;
 
-/// Tokens of which the last ones are scored.
+/// A token sequence whose last tokens are scored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ScoredSequence {
-    /// At most the model's context and one more: the last is scored and never seen.
+    /// Tokens; at most one more than the context length, because the last is a target only.
     pub ids: Vec<u32>,
-    /// How many of them are scored.
+    /// Number of scored tokens at the end.
     pub n_targets: usize,
-    /// How many tokens were cut off in front.
+    /// Number of tokens truncated from the left.
     pub n_cut: usize,
 }
 
 impl ScoredSequence {
-    /// Cuts a pair to a context of `max_length` tokens. The continuation must fit into it.
+    /// Truncates a pair from the left to a context of `max_length` tokens. The continuation must fit.
     pub fn new(pair: EncodedPair, max_length: usize) -> Self {
         let EncodedPair { context, continuation } = pair;
         assert!(continuation.len() <= max_length, "the caller has checked the continuation");
@@ -26,25 +26,26 @@ impl ScoredSequence {
         Self { ids, n_targets, n_cut }
     }
 
-    /// The tokens that the model sees.
+    /// Returns the input tokens: all but the last.
     pub fn seen(&self) -> &[u32] {
         &self.ids[..self.ids.len() - 1]
     }
 
-    /// The row of the model after which the first target comes.
+    /// Returns the row of the input that predicts the first target.
     pub fn first_row(&self) -> usize {
         self.ids.len() - 1 - self.n_targets
     }
 
-    /// The targets.
+    /// Returns the scored tokens.
     pub fn targets(&self) -> &[u32] {
         &self.ids[self.ids.len() - self.n_targets..]
     }
 }
 
-/// Cuts a text into windows in each of which `max_length` tokens are seen, and of which every token is scored once. Each
-/// window sees as much as fits of what is before: the first nothing but `prefix`, the middle ones a single token, and the
-/// last one all that it has room for.
+/// Splits a text into windows of `max_length` input tokens, so that every token is scored once.
+///
+/// The first window's context is `prefix`, that of later ones a single token. The last window is filled up with
+/// preceding tokens.
 pub fn rolling_windows(ids: &[u32], prefix: u32, max_length: usize) -> Vec<ScoredSequence> {
     let n_first = ids.len().min(max_length);
     let mut windows = Vec::new();

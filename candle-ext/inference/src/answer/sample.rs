@@ -1,4 +1,4 @@
-//! Which token comes next: the likeliest, or one drawn by its probability. The steps are those of transformers.
+//! Sampling of the next token, with transformers' steps.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -12,14 +12,14 @@ use serde_json::{Map, Value};
 use crate::request::GenerationSettings;
 use candlewick_runtime::exit::ExitCode;
 
-/// What a model's `generation_config.json` says of the choice of tokens.
+/// Sampling defaults of `generation_config.json`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingDefaults {
-    /// Divides positive logits of tokens that have occurred, and multiplies negative ones.
+    /// Repetition penalty: divides positive logits of earlier tokens, multiplies negative ones.
     pub repetition_penalty: f32,
-    /// Where the task names none. transformers samples from 50 tokens unless it is told otherwise.
+    /// Default `top_k`; 50 in transformers.
     pub top_k: usize,
-    /// Where the task leaves it at 1.
+    /// `top_p`, if the task has 1.
     pub top_p: f64,
 }
 
@@ -29,7 +29,7 @@ impl Default for SamplingDefaults {
     }
 }
 
-/// Keys of `generation_config.json` that change what transformers generates, and their harmless values.
+/// Unsupported keys of `generation_config.json`, with their neutral values.
 const UNKNOWN: [(&str, f64); 8] = [
     ("no_repeat_ngram_size", 0.0),
     ("encoder_repetition_penalty", 1.0),
@@ -42,7 +42,7 @@ const UNKNOWN: [(&str, f64); 8] = [
 ];
 
 impl SamplingDefaults {
-    /// Reads them from a model's folder. What is there and not done here is a warning.
+    /// Reads the defaults from a model folder. Unsupported settings are logged as warnings.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("generation_config.json");
         if !path.exists() {
@@ -77,7 +77,7 @@ impl SamplingDefaults {
     }
 }
 
-/// Chooses the tokens of one generation.
+/// Sampler of the tokens of one generation.
 #[derive(Clone, Debug)]
 pub struct TokenSampler {
     penalty: f32,
@@ -93,7 +93,7 @@ struct Sampling {
 }
 
 impl TokenSampler {
-    /// Chooses as a task says; what it leaves open is in `defaults`. What is drawn depends on `seed` alone.
+    /// Creates a sampler of a task's settings, completed by `defaults`. The tokens depend on `seed` alone.
     pub fn new(settings: &GenerationSettings, defaults: SamplingDefaults, seed: [u8; 32]) -> Result<Self> {
         let GenerationSettings { do_sample, temperature, top_p, top_k, .. } = settings;
         let penalty = defaults.repetition_penalty;
@@ -119,12 +119,12 @@ impl TokenSampler {
         Ok(Self { penalty, sampling: Some(sampling) })
     }
 
-    /// Tells whether the likeliest token is taken and nothing else is looked at.
+    /// Returns true if the sampler is greedy and has no penalties.
     pub fn is_greedy(&self) -> bool {
         self.sampling.is_none() && self.penalty == 1.0
     }
 
-    /// Chooses by the logits after a text of which `seen` has all tokens. The logits are spoilt.
+    /// Samples a token and overwrites `logits`. `seen` are the tokens of the text so far.
     pub fn sample(&mut self, logits: &mut [f32], seen: &BTreeSet<u32>) -> u32 {
         if self.penalty != 1.0 {
             for id in seen {
@@ -139,7 +139,7 @@ impl TokenSampler {
     }
 }
 
-/// The first of the largest.
+/// Returns the index of the largest logit (argmax), the first of equal ones.
 pub fn likeliest(logits: &[f32]) -> u32 {
     let larger = |best: (usize, f32), (id, &logit): (usize, &f32)| if logit > best.1 { (id, logit) } else { best };
     logits.iter().enumerate().fold((0, f32::NEG_INFINITY), larger).0 as u32
@@ -150,7 +150,7 @@ impl Sampling {
         let mut ids: Vec<usize> = (0..logits.len()).collect();
         ids.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
         if self.top_k > 0 && self.top_k < ids.len() {
-            // As many as are not below the last of k.
+            // All tokens with at least the k-th logit.
             let least = logits[ids[self.top_k - 1]];
             ids.truncate(ids.partition_point(|id| logits[*id] >= least));
         }
@@ -185,7 +185,7 @@ mod tests {
         GenerationSettings { until: Vec::new(), max_gen_toks: None, do_sample: true, temperature, top_p, top_k }
     }
 
-    /// How often each of four tokens comes of 4000 draws.
+    /// Returns the counts of four tokens in 4000 draws.
     fn draws(settings: &GenerationSettings, defaults: SamplingDefaults) -> [usize; 4] {
         let logits = [0.4f32, 0.3, 0.1, 0.2].map(f32::ln);
         let mut counts = [0; 4];

@@ -1,4 +1,4 @@
-//! Scores token sequences: the prefix tree of all of them in batches, each run of tokens once.
+//! Scoring of token sequences: a prefix tree in batches, each shared prefix once.
 
 use std::ops::Range;
 
@@ -10,23 +10,25 @@ use super::prefix_tree::{PrefixNode, PrefixTree};
 use super::rolling::ScoredSequence;
 use candlewick_runtime::exit::ExitCode;
 
-/// How likely the targets of one sequence are together.
+/// Log-likelihood of one sequence's targets.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SequenceScore {
-    /// The sum of their log-probabilities.
+    /// Sum of the targets' log-probabilities, in nats.
     pub logprob: f64,
-    /// Whether each was the likeliest.
+    /// True if greedy decoding would generate the targets.
     pub is_greedy: bool,
 }
 
-/// Sequences of which some are to be scored here: the others, which are scored elsewhere or were before, only decide how
-/// the tokens fall into runs, and with that the last bits of the scores.
+/// Plan of sequences to score, of which this rank runs some.
+///
+/// All sequences shape the prefix tree, so the bits of a score do not depend on the number of ranks or on cached
+/// responses.
 pub struct ScoringPlan<'s> {
     scored: &'s [ScoredSequence],
     tree: PrefixTree,
 }
 
-/// A target: how likely is `id` after the token at `offset` of its node? ScoreQuery for sequence `sequence`.
+/// A query for token `id` of `sequence`, after the token at `offset` of its node.
 struct TargetQuery {
     sequence: usize,
     offset: usize,
@@ -40,13 +42,12 @@ impl<'s> ScoringPlan<'s> {
         Self { scored, tree: PrefixTree::new(&seen) }
     }
 
-    /// The order in which sequences are scored.
+    /// Returns the order in which sequences are scored.
     pub fn order(&self) -> &[usize] {
         &self.tree.order
     }
 
-    /// What each sequence costs, in the order of [`ScoringPlan::order`], if those before it in the order are scored, too: the
-    /// tokens that are new with it.
+    /// Returns each sequence's cost in the order of [`ScoringPlan::order`]: tokens not shared with earlier ones.
     pub fn costs(&self) -> Vec<usize> {
         let mut is_paid = vec![false; self.tree.nodes.len()];
         let mut cost_of = |sequence: &usize| {
@@ -61,8 +62,9 @@ impl<'s> ScoringPlan<'s> {
         self.tree.order.iter().map(&mut cost_of).collect()
     }
 
-    /// Scores the sequences `wanted` and hands them over, those of a batch together. Before each forward it asks whether to go
-    /// on: an error ends it.
+    /// Scores the sequences `wanted`, and passes on the results of each batch.
+    ///
+    /// `go_on` is called before each forward; its error ends the run.
     pub fn run(
         &self,
         engine: &Engine,
@@ -98,14 +100,14 @@ impl<'s> ScoringPlan<'s> {
         Ok(())
     }
 
-    /// The nodes on the paths of these sequences, in the order of the tree.
+    /// Returns the nodes on the paths of these sequences, in tree order.
     fn needed(&self, wanted: &[usize]) -> Vec<usize> {
         let mut is_needed = vec![false; self.tree.nodes.len()];
         wanted.iter().flat_map(|sequence| self.tree.path(*sequence)).for_each(|node| is_needed[node] = true);
         (0..is_needed.len()).filter(|node| is_needed[*node]).collect()
     }
 
-    /// What is asked of each node. The targets of a sequence are asked in their order, for nodes come in that of their paths.
+    /// Returns the queries of each node. A sequence's targets are in order, because its nodes are.
     fn questions(&self, wanted: &[usize]) -> Vec<Vec<TargetQuery>> {
         let mut questions: Vec<Vec<TargetQuery>> = self.tree.nodes.iter().map(|_| Vec::new()).collect();
         for &sequence in wanted {
@@ -121,7 +123,7 @@ impl<'s> ScoringPlan<'s> {
         questions
     }
 
-    /// Cuts the nodes into batches: as many as fit.
+    /// Splits the nodes into batches within the limits.
     fn batches(&self, nodes: &[usize], limits: &BatchLimits) -> Vec<Range<usize>> {
         let mut batches = Vec::new();
         let mut batch = 0..0;
@@ -140,8 +142,9 @@ impl<'s> ScoringPlan<'s> {
         batches
     }
 
-    /// Runs a batch of nodes and answers what is asked of each. The parents of all of them are in the batch, or on the path
-    /// that is remembered; the path of `next` is remembered in turn, as far as it is known.
+    /// Runs a batch of nodes and answers their queries.
+    ///
+    /// Parents are in the batch or on the cached path. Afterwards the known part of `next`'s path is cached.
     fn forward(
         &self,
         engine: &Engine,

@@ -70,12 +70,12 @@ const PEFT: &[&str] = &[
 const FIXED: &[(&str, &str, &str)] = &[
     ("peft_type", "LORA", "LORA is the only adapter"),
     ("task_type", "CAUSAL_LM", "only CAUSAL_LM models are trained"),
-    ("bias", "none", "training biases beside an adapter is not implemented; use none"),
+    ("bias", "none", "training biases together with an adapter is not implemented; use none"),
     ("init_lora_weights", "true", "only PEFT's default initialisation is implemented; use true"),
 ];
 
 const NOT_IMPLEMENTED: &[(&str, &str)] = &[
-    ("modules_to_save", "training whole modules beside an adapter is not implemented"),
+    ("modules_to_save", "training whole modules together with an adapter is not implemented"),
     ("use_dora", "DoRA is not implemented"),
     ("lora_bias", "a bias on B is not implemented"),
     ("fan_in_fan_out", "the linear layers of these models store [outputs, inputs]"),

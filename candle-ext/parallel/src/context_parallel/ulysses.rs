@@ -1,8 +1,8 @@
 //! Sequence parallelism of DeepSpeed-Ulysses: outside of attention a rank has some of the tokens, inside all tokens of
 //! some heads. (Jacobs et al., 2023; <https://arxiv.org/abs/2309.14509>.)
 //!
-//! Dimensions: t tokens of a micro-batch, s ranks, h query heads, g KV heads, k head size; a rank has t/s tokens, h/s
-//! query heads and at least one KV head
+//! Dimensions: t tokens of a micro-batch, s ranks, h query heads, g KV heads, k head size. A rank has t/s tokens, h/s
+//! query heads and at least one KV head.
 
 use std::sync::Arc;
 
@@ -108,7 +108,7 @@ impl Heads {
             return Self::of_queries(g, n_ranks);
         }
         if !n_ranks.is_multiple_of(g) || !h.is_multiple_of(n_ranks) {
-            bail!("{g} key heads over {n_ranks} ranks: one must divide the other")
+            bail!("{g} KV heads over {n_ranks} ranks: one must be a multiple of the other")
         }
         let indices = (0..n_ranks).map(|rank| (rank * g / n_ranks) as u32).collect();
         Ok(Self { n_all: g, of_each: 1, indices: Some(indices) })

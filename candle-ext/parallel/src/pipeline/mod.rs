@@ -129,7 +129,7 @@ impl Pipeline {
 fn receive(channel: &dyn Collective, from: usize, HiddenStates { dtype, shape }: HiddenStates) -> Result<Tensor> {
     match channel.send_recv(None, None, Some(Recv { from, dtype, shape }))? {
         Some(x) => Ok(x),
-        None => bail!("a stage of a pipeline was sent nothing"),
+        None => bail!("a pipeline stage received no tensor"),
     }
 }
 
@@ -160,7 +160,7 @@ mod tests {
     use candle_core::Device;
     use candlewick_comm::{Options, threads};
 
-    /// Every stage hears from the one before, the first one from the last.
+    /// Every stage receives from the previous one, the first stage from the last.
     #[test]
     fn stages_reach_their_neighbours_around_the_ring() {
         for n in 2..=5 {
