@@ -1,5 +1,4 @@
-//! Masters and moments on the host, and weights: the same weights, to the bit, as where they lie with the weights.
-#![allow(clippy::unwrap_used, missing_docs)]
+//! CPU offload of master weights, moments and weights: training results are bit-identical.
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{Config, Model};

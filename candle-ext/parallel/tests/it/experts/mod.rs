@@ -1,5 +1,4 @@
-//! Parameters of two groups, dense ones and experts, each reduced over its own ranks: any number of ranks trains as one does.
-#![allow(clippy::unwrap_used, missing_docs)]
+//! Dense and expert parameter groups, each reduced over its own ranks: training is independent of the number of ranks.
 
 mod checkpoint;
 mod engine;

@@ -1,5 +1,4 @@
-//! The engine's loss and gradients, whatever each block keeps and however the tokens are batched.
-#![allow(clippy::unwrap_used, missing_docs)]
+//! Loss and gradients of the engine under every activation checkpointing and batching.
 
 use std::sync::Arc;
 
@@ -91,7 +90,7 @@ fn forward_backward(engine: &Engine, micro: &Micro, scale: &LossScale, key: u64)
     engine.forward_backward(std::slice::from_ref(micro), scale, |_| key).unwrap().micros.remove(0)
 }
 
-/// Fetched for each unit, they are the same weights: tied ones, frozen ones beside an adapter, in two dtypes.
+/// Fetched for each unit, they are the same weights: tied ones, frozen ones under LoRA, in two dtypes.
 #[test]
 fn weights_that_the_host_keeps_give_the_same_gradients() {
     let lora = LoraConfig::from_json(&json!({"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})).unwrap();

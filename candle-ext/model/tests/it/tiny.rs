@@ -18,7 +18,7 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// A model with its weights at hand, unit by unit.
+/// A model with its weights, unit by unit.
 pub(crate) struct Tiny {
     pub(crate) model: Model,
     pub(crate) weights: Vec<UnitWeights>,
@@ -126,7 +126,7 @@ fn read(checkpoint: &Checkpoint, param: &ParamSpec) -> Tensor {
     checkpoint.tensor(&param.name, &param.shape, DType::F32, &Device::Cpu).unwrap()
 }
 
-/// What torch computed.
+/// Values that torch computed.
 pub(crate) struct Reference {
     tensors: HashMap<String, Tensor>,
     pub(crate) ids: Tensor,

@@ -1,5 +1,4 @@
-//! The modes that trade time for memory: for every family the same loss and the same gradients.
-#![allow(clippy::unwrap_used, missing_docs)]
+//! Activation checkpointing, offload and tiling: loss and gradients are unchanged for every model family.
 
 use std::sync::Arc;
 
@@ -84,7 +83,7 @@ fn micro() -> Micro {
     }
 }
 
-/// What one micro-batch gives: losses with and without a tape, and all gradients by name.
+/// Results of one micro-batch: losses with and without a tape, and all gradients by name.
 #[derive(PartialEq)]
 struct Results {
     loss: f32,

@@ -1,4 +1,4 @@
-//! The crate through its public API, against fixtures that transformers and peft made (tests/reference/tiny_models.py).
+//! Integration tests of the model crate: one binary, one module for each subject.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 

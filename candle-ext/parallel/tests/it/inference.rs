@@ -1,5 +1,4 @@
-//! Forwards that share and remember: what several sequences have in common is computed once, and nobody can tell.
-#![allow(clippy::unwrap_used, missing_docs)]
+//! Prefix sharing and KV caches: the results equal those of a forward of each sequence alone.
 
 use std::sync::Arc;
 
@@ -137,14 +136,14 @@ fn branches_score_what_their_whole_paths_do() {
 }
 
 #[test]
-fn branches_of_what_is_not_there_are_refused() {
+fn a_prefix_that_is_not_cached_is_an_error() {
     let mut path = PrefixKvCache::new(1);
     let mut refused = |prefix| {
         let run = TokenRun { prefix, ids: &[1] };
         path.plan_batch(&[run], Prefix::Cached(0), &Device::Cpu).err().unwrap().to_string()
     };
-    assert!(refused(Prefix::Cached(3)).contains("after 3 remembered tokens: there are 0"));
-    assert!(refused(Prefix::Run(0)).contains("after run 0: 0 runs are before"));
+    assert!(refused(Prefix::Cached(3)).contains("a prefix of 3 cached tokens: 0 are cached"));
+    assert!(refused(Prefix::Run(0)).contains("continue run 0: the batch has 0 runs before"));
 }
 
 /// The logits after each sequence of a forward.

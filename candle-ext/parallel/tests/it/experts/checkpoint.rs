@@ -1,4 +1,4 @@
-//! A checkpoint in memory: whole tensors, put together from the pieces that the ranks write.
+//! A checkpoint in memory: whole tensors, assembled from the shards that the ranks write.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use candle_core::{Device, Result, Tensor};
 use candlewick_ops::copy_into;
 use candlewick_parallel::{ParamState, ParamStore};
 
-use crate::mixture::units;
+use super::mixture::units;
 
 /// Whole tensors of a checkpoint by name.
 pub(crate) type Saved = BTreeMap<String, Vec<f32>>;
@@ -32,7 +32,7 @@ pub(crate) struct Piece {
     pub(crate) name: String,
     /// Elements of the whole tensor.
     numel: usize,
-    /// TokenPartition in the whole tensor, and their values.
+    /// Positions in the whole tensor, and their values.
     pub(crate) values: Vec<(usize, f32)>,
     is_written: bool,
 }

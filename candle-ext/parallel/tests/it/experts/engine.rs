@@ -1,4 +1,4 @@
-//! A model of a known family with the matrices of its MLPs as experts, trained by the engine.
+//! A model of a known family whose MLP matrices are experts, trained by the engine.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ use candlewick_parallel::{
 };
 use serde_json::json;
 
-use crate::mixture::{D, HYPER, N_TOKENS, Token, V, initial, tokens};
-use crate::{MAX_NORM, STAGES, TOLERANCE, degrees};
+use super::mixture::{D, HYPER, N_TOKENS, Token, V, initial, tokens};
+use super::{MAX_NORM, STAGES, TOLERANCE, degrees};
 
-/// A step's micro-batch for one of so many data parallel ranks, and the targets of all.
+/// Returns the micro-batch of one data parallel rank, and the target count of all ranks.
 fn micro(step: usize, rank: usize, n_ranks: usize) -> Micro {
     let tokens: Vec<Token> = tokens(step).into_iter().skip(rank).step_by(n_ranks).collect();
     Micro {

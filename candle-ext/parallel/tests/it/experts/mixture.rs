@@ -1,4 +1,6 @@
-//! A block whose experts are chosen by the token, and a rank that trains it.
+//! A mixture-of-experts block, and a rank that trains it.
+//!
+//! Tokens choose their experts.
 //!
 //! t tokens, d width, v vocabulary, e experts, f rows of an expert
 
@@ -119,7 +121,7 @@ impl Rank {
         mine.skip(self.mesh.place(self.rank, Axis::Edp)).step_by(self.mesh.degrees().of(Axis::Edp)).collect()
     }
 
-    /// Returns the output of the block: [t, d] -> [t, d]. WeightCopy its experts' rows a token uses those of its own expert.
+    /// Returns the output of the block: [t, d] -> [t, d]. A token uses the rows of its own expert alone.
     fn block(&self, w: &UnitWeights, x_td: &Tensor, tokens: &[Token]) -> Result<Tensor> {
         let experts = self.experts();
         let is_own = |token: &Token, row: usize| experts.start + row / F == token.expert;
