@@ -160,7 +160,7 @@ impl<'a> Evaluation<'a> {
 
 /// Counts the documents with a truncated request.
 fn n_truncated(instances: &[Instance], answered: &[&RequestOutput]) -> usize {
-    let cut = instances.iter().zip(answered).filter(|(_, answered)| answered.n_cut > 0);
+    let cut = instances.iter().zip(answered).filter(|(_, answered)| answered.n_truncated > 0);
     let mut docs: Vec<usize> = cut.map(|(instance, _)| instance.doc_id).collect();
     docs.dedup();
     docs.len()

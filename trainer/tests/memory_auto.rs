@@ -257,7 +257,7 @@ fn a_base_of_8_bits_is_estimated_at_the_bytes_of_its_store() {
     let quantized = Setup { model, ..dense.clone() };
     let stored = |setup: &Setup| {
         let dtypes = ParamDtypes::computing_in(DType::BF16);
-        let alone = ShardingGroups::alone();
+        let alone = ShardingGroups::single_rank();
         ParamStore::new(&setup.model, dtypes, StoreMode::Train, &Device::Cpu, alone).unwrap().device_bytes().weights
     };
     let weights = |setup: &Setup| estimate(setup).peak().breakdown.of(Category::Weights);

@@ -80,7 +80,13 @@ impl<'a> LmHandle<'a> {
 impl Lm {
     /// Loads a Hugging Face model folder, and optionally a PEFT adapter, with weights in `dtype` on `device`.
     pub fn load(folder: &Path, adapter: Option<&Path>, dtype: DType, device: Device) -> Result<Self> {
-        Self::load_sharded(folder, adapter, dtype, device, (ParallelConfig::WHOLE, &ParallelConfig::alone()?))
+        Self::load_sharded(
+            folder,
+            adapter,
+            dtype,
+            device,
+            (ParallelConfig::SINGLE_RANK, &ParallelConfig::single_rank_groups()?),
+        )
     }
 
     /// Loads this rank's shard of a model. Collective: all ranks of `groups` must call it.

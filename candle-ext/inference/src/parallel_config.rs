@@ -41,11 +41,11 @@ pub struct InferenceGroup {
 
 impl ParallelConfig {
     /// One whole model per rank.
-    pub const WHOLE: Self = Self { tensor_parallel: 1, pipeline_parallel: 1, zero3: false };
+    pub const SINGLE_RANK: Self = Self { tensor_parallel: 1, pipeline_parallel: 1, zero3: false };
 
     /// Returns true if each rank has the whole model.
-    pub fn is_whole(self) -> bool {
-        self == Self::WHOLE
+    pub fn is_single_rank(self) -> bool {
+        self == Self::SINGLE_RANK
     }
 
     /// Checks that `n_ranks` is divisible by the ranks of a replica.
@@ -79,8 +79,8 @@ impl ParallelConfig {
     }
 
     /// Creates the process groups of a single process.
-    pub fn alone() -> Result<ParallelGroups> {
-        Self::WHOLE.groups(&Solo)
+    pub fn single_rank_groups() -> Result<ParallelGroups> {
+        Self::SINGLE_RANK.groups(&Solo)
     }
 
     /// Checks that the model's heads, MLP and layers can be split by these sizes.

@@ -34,7 +34,7 @@ pub fn run_on_ranks<T>(
     let device = device(choice, place.local_rank).open();
     let device = device.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
     // Ranks with a whole model each exchange text and numbers only, on the CPU.
-    let engine = match parallel_config.is_whole() || device.is_cpu() {
+    let engine = match parallel_config.is_single_rank() || device.is_cpu() {
         true => Engine::Host(Host::of(place)),
         false => Engine::Nccl(device.clone()),
     };

@@ -116,20 +116,20 @@ fn read(path: &Path) -> Result<Vec<Request>> {
 
 fn write(path: Option<&Path>, answered: &[RequestOutput]) -> Result<()> {
     let mut text = String::new();
-    for RequestOutput { response, n_tokens, n_cut } in answered {
+    for RequestOutput { response, n_tokens, n_truncated } in answered {
         let mut line = match response {
             Response::Loglikelihood { logprob, is_greedy } => json!({"logprob": logprob, "is_greedy": is_greedy}),
             Response::LoglikelihoodRolling(loglikelihood) => json!({"loglikelihood": loglikelihood}),
             Response::Text(text) => json!({"text": text}),
         };
         line["tokens"] = json!(n_tokens);
-        line["truncated"] = json!(n_cut);
+        line["truncated"] = json!(n_truncated);
         text += &line.to_string();
         text.push('\n');
     }
-    let n_cut = answered.iter().filter(|answered| answered.n_cut > 0).count();
-    if n_cut > 0 {
-        tracing::warn!("{n_cut} of {} requests were truncated: the model's context is shorter", answered.len());
+    let n_truncated = answered.iter().filter(|answered| answered.n_truncated > 0).count();
+    if n_truncated > 0 {
+        tracing::warn!("{n_truncated} of {} requests were truncated: the model's context is shorter", answered.len());
     }
     match path {
         None => print_line(text.trim_end()),

@@ -218,7 +218,7 @@ impl Run {
     fn given_model_args(&self) -> Map<String, Json> {
         let more = json!({
             "revision": self.model.compute.revision,
-            "dtype": self.model.compute.dtype.in_torch(),
+            "dtype": self.model.compute.dtype.torch_name(),
             "max_length": self.request_args.max_length,
             "add_bos_token": self.request_args.add_bos_token,
         });

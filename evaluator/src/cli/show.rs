@@ -125,9 +125,10 @@ impl<'t> RequestTokenizer<'t> {
             Request::Loglikelihood { context, continuation } => {
                 let EncodedPair { mut context, continuation } = self.encoder.pair(context, continuation)?;
                 // The last token of the continuation is scored and not seen.
-                let n_cut = (context.len() + continuation.len()).saturating_sub(max_length + 1).min(context.len());
-                context.drain(..n_cut);
-                (context, continuation, n_cut)
+                let n_truncated =
+                    (context.len() + continuation.len()).saturating_sub(max_length + 1).min(context.len());
+                context.drain(..n_truncated);
+                (context, continuation, n_truncated)
             }
             Request::LoglikelihoodRolling { text } => {
                 let ids = self.encoder.text(text)?;
@@ -136,9 +137,9 @@ impl<'t> RequestTokenizer<'t> {
             Request::GenerateUntil { context, settings } => {
                 let mut ids = self.encoder.prompt(context)?;
                 let room = max_length.saturating_sub(settings.max_gen_toks.unwrap_or(MAX_GEN_TOKS));
-                let n_cut = ids.len().saturating_sub(room);
-                ids.drain(..n_cut);
-                (ids, Vec::new(), n_cut)
+                let n_truncated = ids.len().saturating_sub(room);
+                ids.drain(..n_truncated);
+                (ids, Vec::new(), n_truncated)
             }
         })
     }
@@ -173,12 +174,12 @@ fn request(instance: &Instance, tokens: Option<&RequestTokenizer>) -> Result<Jso
     }
     let Some(tokens) = tokens else { return Ok(fields) };
     match tokens.of(&instance.request) {
-        Ok((seen, scored, n_cut)) => {
+        Ok((seen, scored, n_truncated)) => {
             fields["context_tokens"] = json!(tokens.texts(&seen));
             if kind != "generate_until" {
                 fields["continuation_tokens"] = json!(tokens.texts(&scored));
             }
-            fields["truncated"] = json!(n_cut);
+            fields["truncated"] = json!(n_truncated);
         }
         // It is shown why the document would be left out.
         Err(error) if error.is::<EmptyContinuation>() => {

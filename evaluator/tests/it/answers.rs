@@ -150,13 +150,15 @@ fn answers_are_those_to_each_request_by_itself() {
     let encoder = RequestEncoder::new(lm.tokenizer(), None).unwrap();
     let requests = requests();
     let mut n_greedy = 0;
-    for (request, RequestOutput { response, n_cut, .. }) in requests.iter().zip(answer(&lm, settings(), &requests)) {
+    for (request, RequestOutput { response, n_truncated, .. }) in
+        requests.iter().zip(answer(&lm, settings(), &requests))
+    {
         match (request, response) {
             (Request::Loglikelihood { context, continuation }, Response::Loglikelihood { logprob, is_greedy }) => {
                 let alone = ScoredSequence::new(encoder.pair(context, continuation).unwrap(), CONTEXT);
                 let want = score_alone(&lm, &alone);
                 assert_near(logprob, want.0, request);
-                assert_eq!((is_greedy, n_cut), (want.1, alone.n_cut), "{request:?}");
+                assert_eq!((is_greedy, n_truncated), (want.1, alone.n_truncated), "{request:?}");
                 n_greedy += usize::from(is_greedy);
             }
             (Request::LoglikelihoodRolling { text }, Response::LoglikelihoodRolling(logprob)) => {

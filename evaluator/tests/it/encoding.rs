@@ -80,8 +80,8 @@ fn prompts_are_cut_as_by_the_harness() {
         let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token).unwrap();
         for (text, max_gen_toks, want) in &case.prompts {
             let ids = encoder.prompt(text).unwrap();
-            let n_cut = ids.len().saturating_sub(case.max_length - max_gen_toks);
-            assert_eq!(ids[n_cut..], *want, "{} {text:?}", case.tokenizer);
+            let n_truncated = ids.len().saturating_sub(case.max_length - max_gen_toks);
+            assert_eq!(ids[n_truncated..], *want, "{} {text:?}", case.tokenizer);
         }
     }
 }

@@ -98,7 +98,8 @@ mod tests {
         });
         let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
         let dtypes = ParamDtypes::computing_in(DType::F32);
-        let store = ParamStore::new(&model, dtypes, StoreMode::Train, &Device::Cpu, ShardingGroups::alone()).unwrap();
+        let store =
+            ParamStore::new(&model, dtypes, StoreMode::Train, &Device::Cpu, ShardingGroups::single_rank()).unwrap();
         let engine =
             Engine::new(model, store, vec![ActivationCheckpointing::None], std::sync::Arc::new(Solo), Device::Cpu);
         let mut state = EngineState::of(&engine).unwrap();

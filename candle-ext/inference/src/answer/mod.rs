@@ -55,7 +55,7 @@ pub struct RequestOutput {
     /// Tokens of the request before truncation.
     pub n_tokens: usize,
     /// Tokens truncated from the left to fit the context length.
-    pub n_cut: usize,
+    pub n_truncated: usize,
 }
 
 /// Backend that runs requests on an engine, over all ranks of an [`InferenceGroup`].
@@ -179,8 +179,8 @@ impl LmBackend for EngineBackend<'_> {
                     .get(question)
                     .cloned()
                     .context("failed to answer: no rank returned a response to a request")?;
-                let (n_tokens, n_cut) = plan.questions[*question].size;
-                Ok(RequestOutput { response, n_tokens, n_cut })
+                let (n_tokens, n_truncated) = plan.questions[*question].size;
+                Ok(RequestOutput { response, n_tokens, n_truncated })
             })
             .collect()
     }

@@ -126,18 +126,18 @@ impl TokenizedRequests {
     fn add(&mut self, question: usize, tokens: Tokens) -> ((usize, usize), usize) {
         match tokens {
             Tokens::ScoredSequence(scored) => {
-                let n_cut = scored.iter().map(|scored| scored.n_cut).sum();
-                let n_tokens = scored.iter().map(|scored| scored.ids.len() + scored.n_cut).sum();
+                let n_truncated = scored.iter().map(|scored| scored.n_truncated).sum();
+                let n_tokens = scored.iter().map(|scored| scored.ids.len() + scored.n_truncated).sum();
                 let n_scored = scored.len();
                 self.scored.extend(scored);
                 self.owners.resize(self.scored.len(), question);
-                ((n_tokens, n_cut), n_scored)
+                ((n_tokens, n_truncated), n_scored)
             }
-            Tokens::GenerationRequest(prompt, n_cut) => {
-                let n_tokens = prompt.ids.len() + n_cut;
+            Tokens::GenerationRequest(prompt, n_truncated) => {
+                let n_tokens = prompt.ids.len() + n_truncated;
                 self.prompts.push(*prompt);
                 self.prompt_owners.push(question);
-                ((n_tokens, n_cut), 0)
+                ((n_tokens, n_truncated), 0)
             }
         }
     }
@@ -194,10 +194,10 @@ impl Reader<'_> {
             .context(ExitCode::Usage)
         );
         let mut ids = self.encoder.prompt(context)?;
-        let n_cut = ids.len().saturating_sub(self.max_length - n_max);
-        ids.drain(..n_cut);
+        let n_truncated = ids.len().saturating_sub(self.max_length - n_max);
+        ids.drain(..n_truncated);
         let stop = StopCriteria::new(&settings.until, self.settings.think_end.clone(), self.encoder.tokenizer());
         let sampler = TokenSampler::new(settings, self.defaults, seed)?;
-        Ok(Tokens::GenerationRequest(Box::new(GenerationRequest { ids, n_max, stop, sampler }), n_cut))
+        Ok(Tokens::GenerationRequest(Box::new(GenerationRequest { ids, n_max, stop, sampler }), n_truncated))
     }
 }

@@ -10,7 +10,7 @@ pub struct ScoredSequence {
     /// Number of scored tokens at the end.
     pub n_targets: usize,
     /// Number of tokens truncated from the left.
-    pub n_cut: usize,
+    pub n_truncated: usize,
 }
 
 impl ScoredSequence {
@@ -21,9 +21,9 @@ impl ScoredSequence {
         let n_targets = continuation.len();
         let mut ids = context;
         ids.extend(continuation);
-        let n_cut = ids.len().saturating_sub(max_length + 1);
-        ids.drain(..n_cut);
-        Self { ids, n_targets, n_cut }
+        let n_truncated = ids.len().saturating_sub(max_length + 1);
+        ids.drain(..n_truncated);
+        Self { ids, n_targets, n_truncated }
     }
 
     /// Returns the input tokens: all but the last.
@@ -50,13 +50,13 @@ pub fn rolling_windows(ids: &[u32], prefix: u32, max_length: usize) -> Vec<Score
     let n_first = ids.len().min(max_length);
     let mut windows = Vec::new();
     if n_first > 0 {
-        windows.push(ScoredSequence { ids: [&[prefix], &ids[..n_first]].concat(), n_targets: n_first, n_cut: 0 });
+        windows.push(ScoredSequence { ids: [&[prefix], &ids[..n_first]].concat(), n_targets: n_first, n_truncated: 0 });
     }
     let mut done = n_first;
     while done < ids.len() {
         let n_targets = (ids.len() - done).min(max_length);
         done += n_targets;
-        windows.push(ScoredSequence { ids: ids[done - max_length - 1..done].to_vec(), n_targets, n_cut: 0 });
+        windows.push(ScoredSequence { ids: ids[done - max_length - 1..done].to_vec(), n_targets, n_truncated: 0 });
     }
     windows
 }
@@ -88,16 +88,16 @@ mod tests {
         let pair = |n: u32| EncodedPair { context: (0..n).collect(), continuation: vec![90, 91] };
         let scored = ScoredSequence::new(pair(3), 4);
         assert_eq!(
-            (scored.seen(), scored.targets(), scored.first_row(), scored.n_cut),
+            (scored.seen(), scored.targets(), scored.first_row(), scored.n_truncated),
             (&[0, 1, 2, 90][..], &[90, 91][..], 2, 0)
         );
         let scored = ScoredSequence::new(pair(6), 4);
         assert_eq!(
-            (scored.seen(), scored.targets(), scored.first_row(), scored.n_cut),
+            (scored.seen(), scored.targets(), scored.first_row(), scored.n_truncated),
             (&[3, 4, 5, 90][..], &[90, 91][..], 2, 3)
         );
         // The first target may be all that the model sees.
         let scored = ScoredSequence::new(pair(6), 2);
-        assert_eq!((scored.seen(), scored.first_row(), scored.n_cut), (&[5, 90][..], 0, 5));
+        assert_eq!((scored.seen(), scored.first_row(), scored.n_truncated), (&[5, 90][..], 0, 5));
     }
 }

@@ -133,14 +133,14 @@ impl TokenSampler {
             }
         }
         match &mut self.sampling {
-            None => likeliest(logits),
+            None => argmax(logits),
             Some(sampling) => sampling.draw(logits),
         }
     }
 }
 
 /// Returns the index of the largest logit (argmax), the first of equal ones.
-pub fn likeliest(logits: &[f32]) -> u32 {
+pub fn argmax(logits: &[f32]) -> u32 {
     let larger = |best: (usize, f32), (id, &logit): (usize, &f32)| if logit > best.1 { (id, logit) } else { best };
     logits.iter().enumerate().fold((0, f32::NEG_INFINITY), larger).0 as u32
 }

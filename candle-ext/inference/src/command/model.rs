@@ -96,7 +96,7 @@ impl ModelOptions {
         )?;
         let load = || self.compute.load_from(&folders, device, (ranks.parallel_config, &ranks.groups));
         // Ranks of a sharded model create process groups while loading, and wait for each other.
-        ranks.process.all_ok(if ranks.parallel_config.is_whole() {
+        ranks.process.all_ok(if ranks.parallel_config.is_single_rank() {
             ranks.process.keep_alive().during(load)
         } else {
             load()
@@ -110,7 +110,7 @@ impl ComputeOptions {
         let device = self.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
         let folders = self.find(name, hub)?;
         folders.notes.iter().for_each(|note| eprintln!("{note}"));
-        self.load_from(&folders, device, (ParallelConfig::WHOLE, &ParallelConfig::alone()?))
+        self.load_from(&folders, device, (ParallelConfig::SINGLE_RANK, &ParallelConfig::single_rank_groups()?))
     }
 
     /// Finds the folders of model and adapter, and downloads missing ones.
@@ -165,7 +165,7 @@ fn not_found(error: HubError) -> anyhow::Error {
 
 impl DtypeOption {
     /// Returns torch's name of the chosen dtype; `None` for `auto`.
-    pub fn in_torch(self) -> Option<&'static str> {
+    pub fn torch_name(self) -> Option<&'static str> {
         match self {
             Self::F32 => Some("float32"),
             Self::Bf16 => Some("bfloat16"),

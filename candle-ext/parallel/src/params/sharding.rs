@@ -65,7 +65,7 @@ pub(crate) struct Stages {
 
 impl ShardingGroups {
     /// Returns the groups of a single rank.
-    pub fn alone() -> Self {
+    pub fn single_rank() -> Self {
         let solo = || Arc::new(Solo) as Arc<dyn Collective>;
         let ranks = || GroupRanks { shard: solo(), replicate: solo(), split: solo(), distinct: solo() };
         Self {

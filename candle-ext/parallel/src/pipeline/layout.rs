@@ -15,7 +15,7 @@ pub struct PipelineLayout {
 
 impl PipelineLayout {
     /// Returns the layout of a single stage with `n_blocks` layers.
-    pub fn whole(n_blocks: usize) -> Self {
+    pub fn single_stage(n_blocks: usize) -> Self {
         Self { n_stages: 1, ends: vec![n_blocks] }
     }
 
@@ -101,7 +101,7 @@ mod tests {
     #[test]
     fn every_unit_is_with_the_stage_whose_run_has_it() {
         for layout in [
-            PipelineLayout::whole(5),
+            PipelineLayout::single_stage(5),
             PipelineLayout::new(2, &[3, 2]),
             PipelineLayout::new(3, &[2, 0, 1]),
             PipelineLayout::new(2, &[1, 2, 2, 1]),

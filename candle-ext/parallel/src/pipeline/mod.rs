@@ -48,7 +48,7 @@ impl Pipeline {
         let solo = || Arc::new(Solo) as Arc<dyn Collective>;
         let channels = || P2pChannels { next: solo(), previous: solo() };
         let (layout, schedule, sent) =
-            (PipelineLayout::whole(n_blocks), PipelineScheduleKind::default(), Mutex::default());
+            (PipelineLayout::single_stage(n_blocks), PipelineScheduleKind::default(), Mutex::default());
         Self { stages: solo(), layout, schedule, activations: channels(), gradients: channels(), sent }
     }
 

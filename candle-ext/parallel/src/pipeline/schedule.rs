@@ -71,7 +71,7 @@ impl PipelineSchedule {
     }
 
     /// Returns the duration of the slowest stage.
-    pub fn length(&self) -> usize {
+    pub fn duration(&self) -> usize {
         let ends = self.stages.iter().filter_map(|steps| steps.last());
         ends.map(|(begin, step)| begin + step.time()).max().unwrap_or(0)
     }
@@ -79,7 +79,7 @@ impl PipelineSchedule {
     /// Returns the pipeline bubble: the idle fraction of all stages' time.
     pub fn bubble(&self) -> f64 {
         let busy = (FORWARD + BACKWARD) * self.n_chunks * self.n_micros;
-        match self.length() {
+        match self.duration() {
             0 => 0.0,
             length => 1.0 - busy as f64 / length as f64,
         }
@@ -274,7 +274,7 @@ impl fmt::Display for PipelineSchedule {
             }
             writeln!(f, "  {} live", self.max_in_flight(stage))?;
         }
-        write!(f, "bubble {:.1} % of {} units", 100.0 * self.bubble(), self.length())
+        write!(f, "bubble {:.1} % of {} units", 100.0 * self.bubble(), self.duration())
     }
 }
 

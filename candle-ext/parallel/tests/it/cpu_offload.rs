@@ -21,7 +21,7 @@ fn model() -> Model {
 fn store(dtypes: ParamDtypes, cpu_offload: Option<CpuOffload>) -> ParamStore {
     let (model, device) = (model(), Device::Cpu);
     let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload: cpu_offload.unwrap_or_default() };
-    let store = ParamStore::of_units(model.units(), options, &device, ShardingGroups::alone()).unwrap();
+    let store = ParamStore::of_units(model.units(), options, &device, ShardingGroups::single_rank()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];

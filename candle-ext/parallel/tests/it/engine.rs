@@ -43,7 +43,7 @@ fn engine_with(
     checkpointing: ActivationCheckpointing,
 ) -> Engine {
     let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload };
-    let store = ParamStore::of_units(model.units(), options, &Device::Cpu, ShardingGroups::alone()).unwrap();
+    let store = ParamStore::of_units(model.units(), options, &Device::Cpu, ShardingGroups::single_rank()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];

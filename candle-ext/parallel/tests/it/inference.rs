@@ -25,7 +25,7 @@ fn engine(dtype: DType, window: Option<usize>) -> Engine {
     });
     let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
     let dtypes = ParamDtypes::computing_in(dtype);
-    let store = ParamStore::new(&model, dtypes, StoreMode::Infer, &Device::Cpu, ShardingGroups::alone()).unwrap();
+    let store = ParamStore::new(&model, dtypes, StoreMode::Infer, &Device::Cpu, ShardingGroups::single_rank()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];

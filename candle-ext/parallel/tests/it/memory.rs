@@ -40,7 +40,8 @@ fn model() -> Model {
 #[track_caller]
 fn check_store_bytes(dtypes: ParamDtypes, n_bytes_of_weight: u64) {
     let before = ALLOCATOR.current_usage();
-    let store = ParamStore::new(&model(), dtypes, StoreMode::Train, &Device::Cpu, ShardingGroups::alone()).unwrap();
+    let store =
+        ParamStore::new(&model(), dtypes, StoreMode::Train, &Device::Cpu, ShardingGroups::single_rank()).unwrap();
     let allocated = (ALLOCATOR.current_usage() - before) as f64;
     let bytes = store.device_bytes();
     // Names and shapes are allocated, too.
@@ -57,7 +58,7 @@ fn peak(checkpointing: Vec<ActivationCheckpointing>, tiled_mlp: TiledMlp) -> usi
         ParamDtypes::computing_in(DType::F32),
         StoreMode::Train,
         &Device::Cpu,
-        ShardingGroups::alone(),
+        ShardingGroups::single_rank(),
     )
     .unwrap();
     let folder = OffloadTarget::Folder(std::env::temp_dir());

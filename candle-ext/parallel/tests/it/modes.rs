@@ -55,7 +55,7 @@ fn engine(case: &Case, checkpointing: Vec<ActivationCheckpointing>, tiled_mlp: T
     let lora = case.lora.as_ref().map(|lora| LoraConfig::from_json(lora).unwrap());
     let model = Model::new(Config::from_json(case.config.clone()).unwrap(), lora).unwrap();
     let dtypes = ParamDtypes::computing_in(case.dtype);
-    let store = ParamStore::new(&model, dtypes, StoreMode::Train, &Device::Cpu, ShardingGroups::alone()).unwrap();
+    let store = ParamStore::new(&model, dtypes, StoreMode::Train, &Device::Cpu, ShardingGroups::single_rank()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];

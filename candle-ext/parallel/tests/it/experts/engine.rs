@@ -45,7 +45,7 @@ fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<
         let mesh = Mesh::new(mesh, world.size()).unwrap();
         let groups = ParallelGroups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
         let sharding =
-            groups.sharding_groups(zero_stage, PipelineLayout::whole(model.n_blocks()), SequenceParallel::Off);
+            groups.sharding_groups(zero_stage, PipelineLayout::single_stage(model.n_blocks()), SequenceParallel::Off);
         let dtypes = ParamDtypes::computing_in(DType::F32);
         let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload: CpuOffload::default() };
         let store = ParamStore::of_units(&units, options, &Device::Cpu, sharding)?;

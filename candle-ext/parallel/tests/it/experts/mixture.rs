@@ -100,7 +100,7 @@ impl Rank {
         let Setup { degrees, zero_stage, cpu_offload } = setup;
         let mesh = Mesh::new(degrees, world.size()).unwrap();
         let groups = ParallelGroups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
-        let sharding = groups.sharding_groups(zero_stage, PipelineLayout::whole(1), SequenceParallel::Off);
+        let sharding = groups.sharding_groups(zero_stage, PipelineLayout::single_stage(1), SequenceParallel::Off);
         let dtypes = ParamDtypes::computing_in(DType::F32);
         let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload };
         let store = ParamStore::of_units(&units(), options, &Device::Cpu, sharding)?;

@@ -134,7 +134,7 @@ fn each_group_has_writers_of_its_own() {
 #[test]
 fn experts_without_expert_groups_are_refused_by_name() {
     let groups = ParallelGroups::new(&Mesh::new(Degrees::default(), 1).unwrap(), &candlewick_comm::Solo).unwrap();
-    let sharding = groups.sharding_groups(None, PipelineLayout::whole(1), SequenceParallel::Off);
+    let sharding = groups.sharding_groups(None, PipelineLayout::single_stage(1), SequenceParallel::Off);
     let options = StoreOptions {
         dtypes: ParamDtypes::computing_in(DType::F32),
         mode: StoreMode::Train,
