@@ -9,7 +9,7 @@ use serde_json::{Value as Json, json};
 
 use crate::results::{Results, TaskRun, assemble_results};
 use crate::task::{Instance, OutputType, PromptOptions, Task, TaskGroup};
-use candlewick_inference::answer::{Answered, Answers, Unscorable};
+use candlewick_inference::answer::{LmBackend, RequestOutput, UnscorableRequests};
 use candlewick_inference::request::{Request, Response};
 
 /// Tasks with their instances, ready to be evaluated by a model.
@@ -69,11 +69,11 @@ impl<'a> Evaluation<'a> {
 
     /// Sends [`Evaluation::requests`] to the model and returns one response each. A document without tokens to score
     /// is skipped: its responses are `None`. With `compat` such a document is an error, as in lm-eval.
-    pub fn run_requests(&self, answers: &mut dyn Answers) -> Result<Vec<Option<Answered>>> {
+    pub fn run_requests(&self, answers: &mut dyn LmBackend) -> Result<Vec<Option<RequestOutput>>> {
         let requests = self.requests();
         let unscorable = match answers.answer(&requests) {
             Ok(answered) => return Ok(answered.into_iter().map(Some).collect()),
-            Err(error) => error.downcast::<Unscorable>()?,
+            Err(error) => error.downcast::<UnscorableRequests>()?,
         };
         let is_skipped = self.skipped_requests(&unscorable)?;
         let open = requests.into_iter().zip(&is_skipped).filter(|(_, is_skipped)| !**is_skipped);
@@ -82,7 +82,7 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Returns true for each request whose document is skipped.
-    fn skipped_requests(&self, unscorable: &Unscorable) -> Result<Vec<bool>> {
+    fn skipped_requests(&self, unscorable: &UnscorableRequests) -> Result<Vec<bool>> {
         let (mut all, mut n_before) = (Vec::new(), 0);
         for ((task, options), instances) in self.tasks.iter().zip(&self.options).zip(&self.instances) {
             let own = unscorable.requests.iter().filter_map(|request| instances.get(request.checked_sub(n_before)?));
@@ -100,7 +100,7 @@ impl<'a> Evaluation<'a> {
     /// without a formula come from `n_resamples` bootstrap resamples.
     pub fn score(
         &self,
-        answered: &[Option<Answered>],
+        answered: &[Option<RequestOutput>],
         n_resamples: usize,
         mut scored: impl FnMut(&TaskRun) -> Result<()>,
     ) -> Result<Vec<TaskRun>> {
@@ -121,7 +121,7 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Assembles the results and counts the documents with a truncated request.
-    pub fn results(&self, runs: &[TaskRun], answered: &[Option<Answered>]) -> Result<Results> {
+    pub fn results(&self, runs: &[TaskRun], answered: &[Option<RequestOutput>]) -> Result<Results> {
         let mut results = assemble_results(runs, &self.groups);
         for (task, _, instances, own) in self.by_task(answered)? {
             let (name, n) = (&task.config().task, n_truncated(&instances, &own));
@@ -140,14 +140,14 @@ impl<'a> Evaluation<'a> {
     #[allow(clippy::type_complexity, reason = "the caller destructures the tuple")]
     fn by_task<'s>(
         &'s self,
-        mut answered: &'s [Option<Answered>],
-    ) -> Result<Vec<(&'s Task, &'s PromptOptions<'a>, Cow<'s, [Instance]>, Vec<&'s Answered>)>> {
+        mut answered: &'s [Option<RequestOutput>],
+    ) -> Result<Vec<(&'s Task, &'s PromptOptions<'a>, Cow<'s, [Instance]>, Vec<&'s RequestOutput>)>> {
         let n_asked: usize = self.instances.iter().map(Vec::len).sum();
         ensure!(answered.len() == n_asked, "failed to score: {} responses to {n_asked} requests", answered.len());
         let each = self.tasks.iter().zip(&self.options).zip(&self.instances).map(|((task, options), instances)| {
             let (own, others) = answered.split_at(instances.len());
             answered = others;
-            let answers: Vec<&Answered> = own.iter().flatten().collect();
+            let answers: Vec<&RequestOutput> = own.iter().flatten().collect();
             let with_answer = || instances.iter().zip(own).filter(|(_, own)| own.is_some());
             let instances = match answers.len() == instances.len() {
                 true => Cow::Borrowed(instances.as_slice()),
@@ -160,8 +160,8 @@ impl<'a> Evaluation<'a> {
 }
 
 /// Counts the documents with a truncated request.
-fn n_truncated(instances: &[Instance], answered: &[&Answered]) -> usize {
-    let cut = instances.iter().zip(answered).filter(|(_, answered)| answered.n_cut > 0);
+fn n_truncated(instances: &[Instance], answered: &[&RequestOutput]) -> usize {
+    let cut = instances.iter().zip(answered).filter(|(_, answered)| answered.n_truncated > 0);
     let mut docs: Vec<usize> = cut.map(|(instance, _)| instance.doc_id).collect();
     docs.dedup();
     docs.len()

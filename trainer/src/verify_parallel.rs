@@ -10,7 +10,7 @@ use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Collective, Options, World, sum, threads};
 use candlewick_model::{AdapterSpec, Config, Model};
 use candlewick_ops::{AdamW, CuSeqlens, GradPolicy, GradScaler, to_host};
-use candlewick_parallel::{Engine, Groups, LossScale, Micro};
+use candlewick_parallel::{Engine, LossScale, Micro, ParallelGroups};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -136,10 +136,10 @@ fn run(model: &Model, way: Way, over: &impl Over) -> Result<Outcome> {
 fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome> {
     let Way { ranks, pipeline, plan } = way;
     let mesh = Mesh::new(ranks.degrees(), everyone.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
-    let groups = Groups::new(&mesh, everyone)?;
+    let groups = ParallelGroups::new(&mesh, everyone)?;
     let engine = engine_spec(plan, &ranks, pipeline, model.config())
         .build(model.clone(), &groups, Device::Cpu)?
-        .with_mlp_rows(plan.model.mlp_rows());
+        .with_tiled_mlp(plan.model.tiled_mlp());
     engine.store().fill(|spec| {
         let mut values = vec![0.0; spec.numel()];
         spec.initialise(plan.seed, &mut values);

@@ -8,7 +8,7 @@ use std::path::Path;
 use candle_core::{DType, Device};
 use candlewick_model::Config;
 use candlewick_ops::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage};
-use candlewick_parallel::{Formats, Mode, ParamStore, ShardingGroups};
+use candlewick_parallel::{ParamDtypes, ParamStore, ShardingGroups, StoreMode};
 use serde_json::json;
 use support::Run;
 use trainer::estimate::{Capacity, Category, ComputeDevice, Fixed, Resource, Setup, choose, estimate, usable};
@@ -256,9 +256,9 @@ fn a_base_of_8_bits_is_estimated_at_the_bytes_of_its_store() {
     let model = dense.model.clone().with_frozen_storage(WeightStorage::Quantized(&INT8));
     let quantized = Setup { model, ..dense.clone() };
     let stored = |setup: &Setup| {
-        let formats = Formats::computing_in(DType::BF16);
-        let alone = ShardingGroups::alone();
-        ParamStore::new(&setup.model, formats, Mode::Train, &Device::Cpu, alone).unwrap().device_bytes().weights
+        let dtypes = ParamDtypes::computing_in(DType::BF16);
+        let alone = ShardingGroups::single_rank();
+        ParamStore::new(&setup.model, dtypes, StoreMode::Train, &Device::Cpu, alone).unwrap().device_bytes().weights
     };
     let weights = |setup: &Setup| estimate(setup).peak().breakdown.of(Category::Weights);
     for setup in [&dense, &quantized] {

@@ -7,7 +7,7 @@ use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Output, Stdio};
 
-use candlewick_model::BASE_RECORD;
+use candlewick_model::BASE_MODEL_RECORD;
 use support::{Run, stderr};
 
 /// Expects a refusal before the first step, with `code` and these words.
@@ -171,9 +171,9 @@ fn an_adapter_is_used_on_the_weights_it_was_trained_on() {
     let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     bytes[data..].iter_mut().step_by(64).for_each(|byte| *byte ^= 1);
     fs::write(&weights, bytes).unwrap();
-    let names = [model.to_str().unwrap(), adapter.to_str().unwrap(), "on other weights", BASE_RECORD];
+    let names = [model.to_str().unwrap(), adapter.to_str().unwrap(), "on other weights", BASE_MODEL_RECORD];
     refused(&run, &[&keys[..], &[&more]].concat(), 6, &names);
-    fs::remove_file(adapter.join(BASE_RECORD)).unwrap();
+    fs::remove_file(adapter.join(BASE_MODEL_RECORD)).unwrap();
     run.train_ok(&[&keys[..], &[&more]].concat());
 }
 

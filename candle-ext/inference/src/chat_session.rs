@@ -1,33 +1,33 @@
-//! A chat with a model: the messages so far, cut to the model's context.
+//! A chat session: the conversation so far, truncated to the model's context length.
 
 use anyhow::{Result, ensure};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::render_prompt;
 
 use crate::generate::GenerateOptions;
-use crate::lm::{Answer, Lm, OnText};
+use crate::lm::{GeneratedText, Lm, OnText};
 use candlewick_runtime::exit::ExitCode;
 
-/// A conversation with a model, one turn after the other.
+/// A multi-turn conversation with a model.
 pub struct ChatSession<'m> {
     lm: &'m Lm,
     options: GenerateOptions,
     system: Option<Message>,
-    /// Turns of the user and the assistant.
+    /// User and assistant messages.
     messages: Vec<Message>,
 }
 
-/// An answer in a chat.
+/// Reply of the model in a chat.
 #[derive(Clone, Debug)]
-pub struct Reply {
-    /// The answer.
-    pub answer: Answer,
-    /// The number of old messages that were dropped, because they exceed the context.
+pub struct ChatReply {
+    /// Generated reply.
+    pub answer: GeneratedText,
+    /// Number of messages dropped from the history to fit the context length.
     pub n_dropped: usize,
 }
 
 impl<'m> ChatSession<'m> {
-    /// Begins a chat. The model must have a chat template.
+    /// Starts a conversation. The model must have a chat template.
     pub fn new(lm: &'m Lm, options: GenerateOptions) -> Result<Self> {
         lm.chat_template()?;
         Ok(Self { lm, options, system: None, messages: Vec::new() })
@@ -38,19 +38,19 @@ impl<'m> ChatSession<'m> {
         self.system = (!text.is_empty()).then(|| Message::new("system", text));
     }
 
-    /// Forgets all turns. The system message stays.
+    /// Clears the history except the system message.
     pub fn reset(&mut self) {
         self.messages.clear();
     }
 
-    /// Answers the user's next turn. After an error the turn is forgotten.
+    /// Generates the reply to the user's next message. On an error the message is removed from the history.
     ///
-    /// The oldest turns are dropped where they and the answer exceed the context.
-    pub fn reply(&mut self, text: &str, on_text: &mut OnText) -> Result<Reply> {
+    /// The oldest turns are dropped if they and the reply exceed the context length.
+    pub fn reply(&mut self, text: &str, on_text: &mut OnText) -> Result<ChatReply> {
         self.messages.push(Message::new("user", text));
         let replied = self.drop_oldest().and_then(|n_dropped| {
             let answer = self.lm.chat(&self.conversation(), &self.options, on_text)?;
-            Ok(Reply { answer, n_dropped })
+            Ok(ChatReply { answer, n_dropped })
         });
         match &replied {
             Ok(reply) => self.messages.push(Message::new("assistant", reply.answer.text.as_str())),
@@ -63,8 +63,8 @@ impl<'m> ChatSession<'m> {
         Conversation::new(self.system.iter().chain(&self.messages).cloned())
     }
 
-    /// Drops the oldest turns until the prompt leaves room for an answer: a quarter of the context, or less if fewer tokens
-    /// are wanted. Returns the number of dropped messages.
+    /// Drops the oldest turns until a quarter of the context length (or `max_new_tokens`, if less) is free for the
+    /// reply. Returns the number of dropped messages.
     fn drop_oldest(&mut self) -> Result<usize> {
         let context = self.lm.context();
         let room = self.options.max_new_tokens.min(context / 4).max(1);

@@ -1,4 +1,4 @@
-//! Generation: continues one prompt, token by token, with a KV cache.
+//! Generation of one completion, token by token, with a KV cache.
 
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -12,16 +12,16 @@ use serde::Serialize;
 
 use candlewick_runtime::exit::ExitCode;
 
-/// The choice of the next token, and the length of the answer.
+/// Sampling and length options of a generation.
 #[derive(Clone, Debug)]
 pub struct GenerateOptions {
-    /// The most tokens to generate. The model's context may end the answer before.
+    /// Maximum number of new tokens. The context length may end the generation earlier.
     pub max_new_tokens: usize,
-    /// 0 takes the likeliest token; above, the logits are divided by it before sampling.
+    /// Sampling temperature: logits are divided by it. 0 is greedy decoding.
     pub temperature: f64,
-    /// Samples only from the likeliest tokens whose probabilities reach this sum. 1 means all.
+    /// Nucleus sampling: samples from the most probable tokens whose probabilities add up to `top_p`. 1 disables it.
     pub top_p: f64,
-    /// Seeds the sampling.
+    /// Seed of sampling.
     pub seed: u64,
 }
 
@@ -31,53 +31,53 @@ impl Default for GenerateOptions {
     }
 }
 
-/// The duration of a generation. Loading the model and reading the prompt are not in it.
+/// Timings of a generation, without model loading.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Timings {
-    /// Tokens of the prompt.
+    /// Number of prompt tokens.
     pub prompt_tokens: usize,
-    /// Seconds until the first new token was chosen.
+    /// Seconds until the first new token (prefill).
     pub prompt_time: f64,
-    /// New tokens, without the stop token that ended them.
+    /// Number of new tokens, excluding the stop token.
     pub new_tokens: usize,
-    /// Seconds for those after the first.
+    /// Seconds for the tokens after the first (decode).
     pub decode_time: f64,
-    /// `new_tokens` over both times.
+    /// New tokens divided by prefill and decode time.
     pub tokens_per_second: f64,
 }
 
-/// The reason why a generation ended.
+/// Reason why a generation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// The model chose a stop token.
+    /// The model generated a stop token.
     Stop,
     /// `max_new_tokens` were generated.
     Length,
-    /// The model's context is full.
+    /// The context length was reached.
     Context,
-    /// The receiver of the tokens asked to stop.
+    /// The callback requested a stop.
     Interrupted,
 }
 
-/// The tokens of one answer.
+/// Result of a generation, as tokens.
 #[derive(Clone, Debug)]
-pub struct Generated {
-    /// The new tokens, without the stop token that ended them.
+pub struct GeneratedTokens {
+    /// New tokens, excluding the stop token.
     pub tokens: Vec<u32>,
-    /// The reason for the end.
+    /// Reason why the generation ended.
     pub finish_reason: FinishReason,
-    /// The duration.
+    /// Timings.
     pub timings: Timings,
 }
 
-/// Continues `prompt`, hands each new token to `on_token`, and ends before one of `stop`.
+/// Generates a completion of `prompt`, passes each new token to `on_token`, and ends before a token of `stop`.
 pub fn generate(
     engine: &Engine,
     prompt: &[u32],
     stop: &[u32],
     options: &GenerateOptions,
     on_token: &mut dyn FnMut(u32) -> Result<ControlFlow<()>>,
-) -> Result<Generated> {
+) -> Result<GeneratedTokens> {
     let context = engine.model().config().max_positions();
     check_prompt(prompt, context)?;
     let n_left = context - prompt.len();
@@ -105,10 +105,10 @@ pub fn generate(
         fresh = vec![token];
     }
     let timings = timings(prompt.len(), tokens.len(), prompt_time.unwrap_or(0.0), began);
-    Ok(Generated { tokens, finish_reason, timings })
+    Ok(GeneratedTokens { tokens, finish_reason, timings })
 }
 
-/// Refuses a prompt that leaves no room for an answer in a context of `context` tokens.
+/// Rejects an empty prompt, and one that fills the context of `context` tokens.
 fn check_prompt(prompt: &[u32], context: usize) -> Result<()> {
     ensure!(!prompt.is_empty(), anyhow!("failed to generate: the prompt has no tokens").context(ExitCode::Data));
     ensure!(
@@ -123,9 +123,9 @@ fn check_prompt(prompt: &[u32], context: usize) -> Result<()> {
     Ok(())
 }
 
-/// Refuses logits of which one is NaN or infinite: a token chosen from them means nothing.
+/// Rejects logits with NaN or infinity.
 pub(crate) fn check_finite(logits: &Tensor) -> Result<()> {
-    // One value that is not finite makes the sum so, and a sum is all that leaves a GPU.
+    // A single non-finite value makes the sum non-finite, and only the sum is copied from the GPU.
     let sum = to_host(&logits.sum_all()?)?.to_scalar::<f32>()?;
     ensure!(
         sum.is_finite(),
@@ -150,7 +150,10 @@ fn timings(prompt_tokens: usize, new_tokens: usize, prompt_time: f64, began: Ins
 }
 
 impl GenerateOptions {
-    /// Refuses numbers that cannot be sampled with, and more new tokens than a context of `context` tokens holds.
+    /// Validates the options for a context of `context` tokens.
+    ///
+    /// # Errors
+    /// If a value is out of range, or `max_new_tokens` exceeds the context.
     pub fn check(&self, context: usize) -> Result<()> {
         let Self { max_new_tokens, temperature, top_p, .. } = self;
         let refuse = |problem: String| Err(anyhow!("failed to start: {problem}").context(ExitCode::Usage));

@@ -1,17 +1,18 @@
-//! A loaded model that answers: scores of texts, generation and sampling, chats, and lists of requests on one rank or several.
+//! Inference with a loaded model: log-likelihoods, generation, chat and batches of lm-eval requests, on one rank or
+//! several.
 //!
-//! [`lm::Lm`] is a model with its tokenizer. [`answer`] answers many requests at once, [`generate`] and [`chat_session`] one at a
-//! time. [`command`] holds the commands of programs that chat and
-//! generate, with options for their command lines. Nothing here reads the environment or the command line.
+//! [`lm::Lm`] is a model with its tokenizer. [`answer`] runs batches of requests, [`generate`] and [`chat_session`] one
+//! generation at a time. [`command`] has the command-line options and loops of `chat` and `generate`. This crate reads
+//! neither environment nor command line.
 
 pub mod answer;
 pub mod chat_session;
 pub mod command;
+pub mod eval_loss;
 pub mod generate;
-pub mod held_out;
 pub mod lm;
 pub mod messages;
-pub mod parts;
+pub mod parallel_config;
 pub mod ranks;
 pub mod request;
 pub mod text_stream;

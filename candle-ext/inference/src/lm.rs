@@ -1,4 +1,4 @@
-//! A language model at hand: weights, tokenizer and chat template from a folder, to be asked, not trained.
+//! A language model for inference: weights, tokenizer and chat template.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -8,67 +8,68 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionChoice, CuSeqlens};
-use candlewick_parallel::{Engine, EngineSpec, Groups, Layout, Micro, ZeroStage};
+use candlewick_parallel::{Engine, EngineSpec, Micro, ParallelGroups, PipelineLayout, ZeroStage};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::{RenderOptions, Sample, render_chat, render_prompt};
 use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::{Specials, Tokenizer};
 use serde::Serialize;
 
-use crate::generate::{FinishReason, GenerateOptions, Generated, Timings, generate};
-use crate::held_out::{HeldOut, HeldOutSums};
-use crate::parts::Parts;
+use crate::eval_loss::{EvalLoss, EvalLossSum};
+use crate::generate::{FinishReason, GenerateOptions, GeneratedTokens, Timings, generate};
+use crate::parallel_config::ParallelConfig;
 use crate::text_stream::TextStream;
-use crate::weights::{Origin, fill};
+use crate::weights::{WeightSource, load_weights};
 use candlewick_runtime::exit::ExitCode;
 
-/// A model that answers.
+/// A language model with its tokenizer and chat template.
 pub struct Lm {
     engine: Engine,
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
-    /// The model's own, and the adapter's.
+    /// Model folder, then the adapter folder if there is one.
     folders: Vec<PathBuf>,
     dtype: DType,
     attention: AttentionChoice,
 }
 
-/// What speaks for a model: its engine, wherever that came from, and its way with tokens.
+/// A borrowed model for evaluation: engine and tokenizer, also of a model in training.
 #[derive(Clone, Copy)]
-pub struct Voice<'a> {
+pub struct LmHandle<'a> {
     pub(crate) engine: &'a Engine,
     pub(crate) tokenizer: &'a Tokenizer,
-    /// Where `generation_config.json` is, if there is one.
+    /// Folder of `generation_config.json`, if there is one.
     pub(crate) generation_config: Option<&'a Path>,
 }
 
-/// The text of a generation.
+/// Result of a generation, as text.
 #[derive(Clone, Debug)]
-pub struct Answer {
-    /// The new text, without special tokens.
+pub struct GeneratedText {
+    /// Generated text, without special tokens.
     pub text: String,
-    /// The reason for its end.
+    /// Reason why the generation ended.
     pub finish_reason: FinishReason,
-    /// The duration of the generation.
+    /// Timings of the generation.
     pub timings: Timings,
 }
 
-/// A receiver of text as it is generated, which may end the generation.
+/// Callback that receives text as it is generated, and may stop the generation.
 pub type OnText<'a> = dyn FnMut(&str) -> Result<ControlFlow<()>> + 'a;
 
-/// A token and how likely it was after those before it.
+/// A token with its log-probability given the preceding tokens.
 #[derive(Clone, Debug, Serialize)]
-pub struct ScoredToken {
-    /// The token's id.
+pub struct TokenLogprob {
+    /// Token id.
     pub id: u32,
-    /// Its text.
+    /// Text of the token.
     pub text: String,
-    /// Its log-probability in nats; `None` for the first token, which nothing precedes.
+    /// Log-probability in nats; `None` for the first token.
     pub logprob: Option<f32>,
 }
 
-impl<'a> Voice<'a> {
-    /// Speaks for a model in training. The first of `folders` that has a `generation_config.json` gives it, as in an export.
+impl<'a> LmHandle<'a> {
+    /// Creates a handle of a model in training. `generation_config.json` is read from the first of `folders` that has
+    /// one.
     pub fn new(engine: &'a Engine, tokenizer: &'a Tokenizer, folders: impl IntoIterator<Item = &'a Path>) -> Self {
         let mut folders = folders.into_iter();
         let generation_config = folders.find(|folder| folder.join("generation_config.json").is_file());
@@ -77,39 +78,46 @@ impl<'a> Voice<'a> {
 }
 
 impl Lm {
-    /// Loads a Hugging Face folder, and an adapter folder on top of it, with weights in `dtype` on `device`.
+    /// Loads a Hugging Face model folder, and optionally a PEFT adapter, with weights in `dtype` on `device`.
     pub fn load(folder: &Path, adapter: Option<&Path>, dtype: DType, device: Device) -> Result<Self> {
-        Self::load_in_parts(folder, adapter, dtype, device, (Parts::WHOLE, &Parts::alone()?))
+        Self::load_sharded(
+            folder,
+            adapter,
+            dtype,
+            device,
+            (ParallelConfig::SINGLE_RANK, &ParallelConfig::single_rank_groups()?),
+        )
     }
 
-    /// The same, this rank's part of it; the others of its `groups` load theirs.
-    pub fn load_in_parts(
+    /// Loads this rank's shard of a model. Collective: all ranks of `groups` must call it.
+    pub fn load_sharded(
         folder: &Path,
         adapter: Option<&Path>,
         dtype: DType,
         device: Device,
-        (parts, groups): (Parts, &Groups),
+        (parallel_config, groups): (ParallelConfig, &ParallelGroups),
     ) -> Result<Self> {
         let tokenizer = tokenizer_of(folder, adapter)?;
         let template = tokenizer.chat_template(None)?;
         let folders = std::iter::once(folder).chain(adapter).map(Path::to_owned).collect();
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
         let config = Config::read(folder)?;
-        parts.check(&config)?;
+        parallel_config.check(&config)?;
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
-        // The head is computed for few tokens.
-        let layout = Layout::balanced(model.n_blocks(), parts.stages, 1, 0.0);
-        let zero_stage = parts.in_shares.then_some(ZeroStage::Three);
+        // The output layer runs on few tokens, so its cost is neglected.
+        let layout = PipelineLayout::balanced(model.n_blocks(), parallel_config.pipeline_parallel, 1, 0.0);
+        let zero_stage = parallel_config.zero3.then_some(ZeroStage::Three);
         let engine = EngineSpec { zero_stage, ..EngineSpec::inference(dtype, layout) }.build(model, groups, device)?;
         let base = Checkpoint::open(folder)?;
         adapter.as_ref().map_or(Ok(()), |adapter| adapter.check_base(&base))?;
-        let base = Origin::Checkpoint(&base);
-        let notes = fill(&engine, base, adapter.as_ref().map_or(base, |a| Origin::Checkpoint(&a.weights)))?;
+        let base = WeightSource::Checkpoint(&base);
+        let notes =
+            load_weights(&engine, base, adapter.as_ref().map_or(base, |a| WeightSource::Checkpoint(&a.weights)))?;
         notes.iter().for_each(|note| tracing::warn!("{note}"));
         Ok(Self { engine, tokenizer, template, folders, dtype, attention: AttentionChoice::default() })
     }
 
-    /// The same model with its attention computed as `attention` says.
+    /// Sets the attention implementation.
     pub fn with_attention(self, attention: AttentionChoice) -> Self {
         Self { engine: self.engine.with_attention(attention), attention, ..self }
     }
@@ -119,9 +127,9 @@ impl Lm {
         &self.engine
     }
 
-    /// Returns what speaks for it.
-    pub fn voice(&self) -> Voice<'_> {
-        Voice::new(&self.engine, &self.tokenizer, [self.folder()])
+    /// Returns a handle for evaluation.
+    pub fn handle(&self) -> LmHandle<'_> {
+        LmHandle::new(&self.engine, &self.tokenizer, [self.folder()])
     }
 
     /// Returns the model's folder.
@@ -129,17 +137,17 @@ impl Lm {
         &self.folders[0]
     }
 
-    /// Returns the model's folder, and the adapter's if there is one.
+    /// Returns the model folder, and the adapter folder if there is one.
     pub fn folders(&self) -> impl Iterator<Item = &Path> {
         self.folders.iter().map(PathBuf::as_path)
     }
 
-    /// Returns the number format that it computes in.
+    /// Returns the compute dtype.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Returns what computes its attention.
+    /// Returns the attention implementation.
     pub fn attention(&self) -> AttentionChoice {
         self.attention
     }
@@ -154,23 +162,26 @@ impl Lm {
         &self.tokenizer
     }
 
-    /// Returns the number of tokens that the model was made for.
+    /// Returns the context length, in tokens.
     pub fn context(&self) -> usize {
         self.engine.model().config().max_positions()
     }
 
-    /// Continues `text` as it stands.
-    pub fn complete(&self, text: &str, options: &GenerateOptions, on_text: &mut OnText) -> Result<Answer> {
+    /// Generates a completion of `text`, without a chat template.
+    pub fn complete(&self, text: &str, options: &GenerateOptions, on_text: &mut OnText) -> Result<GeneratedText> {
         let ids = self.tokenizer.encode(text, Specials::Add)?;
         complete(&self.engine, &self.tokenizer, &ids, options, on_text)
     }
 
-    /// Answers a conversation, with the chat template's prompt for an answer behind it.
-    pub fn chat(&self, chat: &Conversation, options: &GenerateOptions, on_text: &mut OnText) -> Result<Answer> {
+    /// Generates the assistant's reply to a conversation, with the chat template's generation prompt.
+    pub fn chat(&self, chat: &Conversation, options: &GenerateOptions, on_text: &mut OnText) -> Result<GeneratedText> {
         answer_chat(&self.engine, &self.tokenizer, self.chat_template()?, chat, options, on_text)
     }
 
-    /// Returns the chat template, or an error where the model has none.
+    /// Returns the chat template.
+    ///
+    /// # Errors
+    /// If the model has none.
     pub fn chat_template(&self) -> Result<&ChatTemplate> {
         self.template.as_ref().with_context(|| {
             let folder = self.tokenizer.directory().display();
@@ -183,7 +194,7 @@ impl Lm {
     }
 
     /// Returns the log-probability of every token of `text`.
-    pub fn score(&self, text: &str) -> Result<Vec<ScoredToken>> {
+    pub fn score(&self, text: &str) -> Result<Vec<TokenLogprob>> {
         let ids = self.tokenizer.encode(text, Specials::Add)?;
         ensure!(!ids.is_empty(), anyhow!("failed to score: the text has no tokens").context(ExitCode::Data));
         self.check_length("text", ids.len())?;
@@ -193,15 +204,15 @@ impl Lm {
         }
         let score = |(i, &id): (usize, &u32)| {
             let text = self.tokenizer.id_to_token(id).unwrap_or_default();
-            ScoredToken { id, text, logprob: i.checked_sub(1).map(|before| -losses[before]) }
+            TokenLogprob { id, text, logprob: i.checked_sub(1).map(|before| -losses[before]) }
         };
         Ok(ids.iter().enumerate().map(score).collect())
     }
 
-    /// Returns the mean loss of the targets of `samples`, each by itself, weighted by tokens. Each has the place that errors
-    /// name.
-    pub fn held_out(&self, samples: impl Iterator<Item = Result<(String, Sample)>>) -> Result<HeldOut> {
-        let mut sums = HeldOutSums::default();
+    /// Returns the mean loss per target token over `samples`, each evaluated as a sequence of its own. The string of a
+    /// sample names its source in errors.
+    pub fn eval_loss(&self, samples: impl Iterator<Item = Result<(String, Sample)>>) -> Result<EvalLoss> {
+        let mut sums = EvalLossSum::default();
         for sample in samples {
             let (place, sample) = sample?;
             self.check_length(&place, sample.len())?;
@@ -237,8 +248,8 @@ fn not_finite(what: &str) -> anyhow::Error {
     .context(ExitCode::NonFinite)
 }
 
-/// Loads the tokenizer and chat template that an adapter was trained with, if its folder has them, else the model's. The
-/// model's stop tokens are stop tokens of both.
+/// Loads tokenizer and chat template from the adapter folder if it has them, else from the model folder. The model's
+/// stop tokens apply to both.
 fn tokenizer_of(folder: &Path, adapter: Option<&Path>) -> Result<Tokenizer> {
     let own = adapter.filter(|adapter| adapter.join("tokenizer.json").is_file());
     match own {
@@ -247,7 +258,7 @@ fn tokenizer_of(folder: &Path, adapter: Option<&Path>) -> Result<Tokenizer> {
     }
 }
 
-/// One sequence. The first token is never a target.
+/// Builds a micro-batch of one sequence. Its first token is never a target.
 fn micro(sample: &Sample, device: &Device) -> Result<Micro> {
     let target = |(id, is_target): (&u32, &bool)| if *is_target { i64::from(*id) } else { Micro::IGNORED };
     let mut targets: Vec<i64> = sample.ids.iter().zip(&sample.is_target).skip(1).map(target).collect();
@@ -260,7 +271,7 @@ fn micro(sample: &Sample, device: &Device) -> Result<Micro> {
     })
 }
 
-/// Answers a conversation with the model in `engine`. The end of a turn in the template ends the answer, too.
+/// Generates the assistant's reply with the model in `engine`. The template's end-of-turn token is a stop token, too.
 pub fn answer_chat(
     engine: &Engine,
     tokenizer: &Tokenizer,
@@ -268,20 +279,20 @@ pub fn answer_chat(
     chat: &Conversation,
     options: &GenerateOptions,
     on_text: &mut OnText,
-) -> Result<Answer> {
+) -> Result<GeneratedText> {
     let prompt = render_prompt(tokenizer, template, &template.with_argument_objects(chat))?;
     let stop = stops(tokenizer).into_iter().chain(end_of_turn(tokenizer, template)).collect::<Vec<_>>();
     answer(engine, tokenizer, &prompt, &stop, options, on_text)
 }
 
-/// Continues `prompt` with the model in `engine` up to a stop token of the tokenizer.
+/// Generates a completion of `prompt` with the model in `engine`, up to a stop token of the tokenizer.
 pub fn complete(
     engine: &Engine,
     tokenizer: &Tokenizer,
     prompt: &[u32],
     options: &GenerateOptions,
     on_text: &mut OnText,
-) -> Result<Answer> {
+) -> Result<GeneratedText> {
     answer(engine, tokenizer, prompt, &stops(tokenizer), options, on_text)
 }
 
@@ -292,25 +303,25 @@ fn answer(
     stop: &[u32],
     options: &GenerateOptions,
     on_text: &mut OnText,
-) -> Result<Answer> {
+) -> Result<GeneratedText> {
     let mut stream = TextStream::new(tokenizer);
     let mut on_token = |token| match stream.push(token)? {
         text if text.is_empty() => Ok(ControlFlow::Continue(())),
         text => on_text(&text),
     };
-    let Generated { tokens, finish_reason, timings } = generate(engine, prompt, stop, options, &mut on_token)?;
+    let GeneratedTokens { tokens, finish_reason, timings } = generate(engine, prompt, stop, options, &mut on_token)?;
     let rest = stream.finish()?;
     if !rest.is_empty() {
         let _ = on_text(&rest)?;
     }
-    Ok(Answer { text: tokenizer.decode(&tokens, Specials::Omit)?, finish_reason, timings })
+    Ok(GeneratedText { text: tokenizer.decode(&tokens, Specials::Omit)?, finish_reason, timings })
 }
 
 fn stops(tokenizer: &Tokenizer) -> Vec<u32> {
     tokenizer.eos_ids().iter().copied().collect()
 }
 
-/// Returns the special token that ends an assistant's turn in a template, if one does. It may be no EOS of the tokenizer.
+/// Returns the template's end-of-turn token, if it has one. It may differ from the tokenizer's EOS.
 fn end_of_turn(tokenizer: &Tokenizer, template: &ChatTemplate) -> Option<u32> {
     let chat = Conversation::new([Message::new("user", "a"), Message::new("assistant", "b")]);
     let sample = render_chat(tokenizer, template, &chat, RenderOptions::default()).ok()?;

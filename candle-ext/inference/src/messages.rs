@@ -1,14 +1,14 @@
-//! Conversations from a file of messages: a JSON list, an object with `messages`, or JSON lines of either.
+//! Conversations in a file: a JSON list of messages, an object with `messages`, or JSON lines of either.
 
 use anyhow::{Result, anyhow, bail};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::format::message_from_fields;
 use serde_json::{Map, Value as Json};
 
-/// Reads the conversations of a text.
+/// Parses the conversations of a text.
 ///
-/// A list of messages, and lines of one message each, are one conversation. An object with the key `messages`, and if it
-/// likes `tools`, is a conversation; a list or lines of those are several.
+/// A list of messages, or lines of one message each, is one conversation. An object with `messages` (and optionally
+/// `tools`) is a conversation; lists or lines of such objects are several.
 pub fn conversations(text: &str) -> Result<Vec<Conversation>> {
     let text = text.trim_start_matches('\u{feff}');
     let values: Vec<(String, Json)> = match serde_json::from_str(text) {
@@ -33,7 +33,7 @@ fn lines(text: &str, whole: &serde_json::Error) -> Result<Vec<(String, Json)>> {
     for (line, i) in full {
         match serde_json::from_str(line) {
             Ok(value) => values.push((format!("line {i}"), value)),
-            // A first line that is none is the beginning of a broken whole.
+            // If the first line is not JSON, the file is reported as malformed JSON.
             Err(_) if values.is_empty() => bail!("it is neither JSON nor JSON lines: {whole}"),
             Err(error) => bail!("line {i} is not JSON: {error}"),
         }

@@ -1,63 +1,69 @@
-//! This process among those that evaluate together.
+//! Ranks of a distributed evaluation.
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::Device;
 use candlewick_comm::place::Place;
 use candlewick_comm::{Engine, Failure, Host, Options, World};
 use candlewick_ops::{DeviceChoice, gpu_unavailable_reason};
-use candlewick_parallel::Groups;
+use candlewick_parallel::ParallelGroups;
 use candlewick_runtime::exit::{ExitCode, classify};
 use candlewick_runtime::process_group::{ProcessGroup, fail};
 
-use crate::parts::{Crew, Parts};
+use crate::parallel_config::{InferenceGroup, ParallelConfig};
 
-/// This rank and the others.
-pub struct Ranks {
-    /// All ranks, on the host.
+/// This rank of a distributed evaluation.
+pub struct EvalRanks {
+    /// Process group of all ranks, on the CPU.
     pub process: ProcessGroup,
-    /// The part of a model that each rank has.
-    pub parts: Parts,
-    /// See [`Parts::groups`].
-    pub groups: Groups,
+    /// Parallelism of the model.
+    pub parallel_config: ParallelConfig,
+    /// Process groups, see [`ParallelConfig::groups`].
+    pub groups: ParallelGroups,
 }
 
-/// Joins the ranks that were started together, does the part of the rank at `place` on the device that `choice` means for it, and
-/// leaves. If it fails, the other ranks fail, too. They share a model as `parts` says.
-pub fn together<T>(
+/// Joins the process group, runs this rank's work and leaves the group. If it fails, all ranks fail.
+///
+/// `place` is the rank in the launch environment, and `choice` the device option.
+pub fn run_on_ranks<T>(
     place: &Place,
-    parts: Parts,
+    parallel_config: ParallelConfig,
     choice: DeviceChoice,
-    part: impl FnOnce(&Ranks, Device) -> Result<T>,
+    part: impl FnOnce(&EvalRanks, Device) -> Result<T>,
 ) -> Result<T> {
-    parts.check_ranks(place.world_size)?;
+    parallel_config.check_ranks(place.world_size)?;
     let device = device(choice, place.local_rank).open();
     let device = device.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
-    // Ranks with a whole model each tell each other text and numbers, on the host.
-    let engine = match parts.is_whole() || device.is_cpu() {
+    // Ranks with a whole model each exchange text and numbers only, on the CPU.
+    let engine = match parallel_config.is_single_rank() || device.is_cpu() {
         true => Engine::Host(Host::of(place)),
         false => Engine::Nccl(device.clone()),
     };
     let world = World::join(place, &engine, Options::default()).map_err(|error| anyhow!("failed to {error}"))?;
-    let done = Ranks::new(&world, parts).and_then(|ranks| part(&ranks, device));
+    let done = EvalRanks::new(&world, parallel_config).and_then(|ranks| part(&ranks, device));
     let ended_by = |failure: &Failure| anyhow!("failed to {failure}").context(ExitCode::Peer);
     let value = done.map_err(|error| fail(&world, "evaluate", (classify(&error), error), ended_by))?;
     world.leave().context("failed to end together with the other ranks")?;
     Ok(value)
 }
 
-impl Ranks {
-    /// Makes one rank of `world`. All ranks call it.
-    pub fn new(world: &World, parts: Parts) -> Result<Self> {
-        Ok(Self { process: ProcessGroup::new(world)?, parts, groups: parts.groups(&*world.group())? })
+impl EvalRanks {
+    /// Creates the process groups of this rank. Collective: all ranks of `world` must call it.
+    pub fn new(world: &World, parallel_config: ParallelConfig) -> Result<Self> {
+        Ok(Self {
+            process: ProcessGroup::new(world)?,
+            parallel_config,
+            groups: parallel_config.groups(&*world.group())?,
+        })
     }
 
-    /// Returns the ranks that answer together.
-    pub fn crew(&self) -> Crew {
-        Crew::of(self.process.group(), &self.groups, self.parts.in_shares).with_at_work(self.process.keep_alive())
+    /// Returns the process groups of batched inference.
+    pub fn inference_group(&self) -> InferenceGroup {
+        InferenceGroup::from_groups(self.process.group(), &self.groups, self.parallel_config.zero3)
+            .with_keep_alive(self.process.keep_alive())
     }
 }
 
-/// The device of one of a machine's ranks: each takes a GPU of its own, unless one is named.
+/// Returns the device of a local rank: the GPU of its index, unless the user chose one.
 fn device(choice: DeviceChoice, local_rank: usize) -> DeviceChoice {
     match choice {
         DeviceChoice::Auto if gpu_unavailable_reason().is_none() => DeviceChoice::Cuda(local_rank),

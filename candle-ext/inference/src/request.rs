@@ -1,32 +1,31 @@
-//! What a task asks of a model, and what it answers: the border between tasks, which know no tokens, and models, which know no
-//! tasks.
+//! Requests of lm-eval tasks, and responses of models.
 
-/// A question to a model.
+/// A request to a model, as lm-eval's `Instance`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Request {
-    /// How likely `continuation` is after `context`.
+    /// Log-likelihood of `continuation` given `context`.
     Loglikelihood {
-        /// What stands before; empty if nothing does.
+        /// Context; may be empty.
         context: String,
-        /// The text that is scored. The tokenizer decides to which side blanks at its border with the context belong.
+        /// Continuation to score. The tokenizer decides where whitespace at the border belongs.
         continuation: String,
     },
-    /// How likely a whole text is, in windows of the model's context.
+    /// Log-likelihood of a whole text, in rolling windows of the context length.
     LoglikelihoodRolling {
-        /// The text.
+        /// Text to score.
         text: String,
     },
-    /// What comes after `context`.
+    /// Generation after `context`, until a stop string.
     GenerateUntil {
-        /// The prompt as it goes to the tokenizer.
+        /// Prompt, after the chat template.
         context: String,
-        /// How to generate.
+        /// Generation settings.
         settings: GenerationSettings,
     },
 }
 
 impl Request {
-    /// What the model is given first: a context, or all of a text.
+    /// Returns the context, or the whole text of a rolling request.
     pub fn context(&self) -> &str {
         match self {
             Self::Loglikelihood { context, .. } | Self::GenerateUntil { context, .. } => context,
@@ -35,35 +34,35 @@ impl Request {
     }
 }
 
-/// How a text is generated.
+/// Generation settings of a request (lm-eval's `generation_kwargs`).
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerationSettings {
-    /// The texts that end it; none of them is in the answer. The model's own end of text always ends it.
+    /// Stop strings, which the response excludes. EOS always ends the generation.
     pub until: Vec<String>,
-    /// The most tokens to generate; `None` leaves it to the model's side (256, or what its command line says).
+    /// Maximum number of new tokens; `None` for the backend's default (256, unless the command line changes it).
     pub max_gen_toks: Option<usize>,
-    /// Whether to sample; otherwise the likeliest token is taken.
+    /// True to sample; false for greedy decoding.
     pub do_sample: bool,
-    /// Sampling's temperature.
+    /// Sampling temperature.
     pub temperature: f64,
-    /// Sample from the likeliest tokens whose probabilities reach this sum; 1 leaves it to the model's side.
+    /// Nucleus sampling; 1 means the model's default.
     pub top_p: f64,
-    /// Sample from so many of the likeliest tokens; 0 is all, `None` leaves it to the model's side.
+    /// Number of most probable tokens to sample from; 0 for all, `None` for the model's default.
     pub top_k: Option<usize>,
 }
 
-/// The answer to a [`Request`] of the same kind.
+/// Response to a [`Request`] of the same kind.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Response {
-    /// To [`Request::Loglikelihood`].
+    /// Response to [`Request::Loglikelihood`].
     Loglikelihood {
-        /// The sum of the tokens' log-probabilities, in nats.
+        /// Sum of the tokens' log-probabilities, in nats.
         logprob: f64,
-        /// Whether each token was the likeliest.
+        /// True if greedy decoding would generate the continuation.
         is_greedy: bool,
     },
-    /// To [`Request::LoglikelihoodRolling`]: the sum of the tokens' log-probabilities, in nats.
+    /// Response to [`Request::LoglikelihoodRolling`]: the sum of the tokens' log-probabilities, in nats.
     LoglikelihoodRolling(f64),
-    /// To [`Request::GenerateUntil`]: the text before the first stop.
+    /// Response to [`Request::GenerateUntil`]: the text before the first stop string.
     Text(String),
 }

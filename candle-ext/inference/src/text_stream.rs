@@ -1,37 +1,38 @@
-//! Token ids to text as they come: a character appears when all of its bytes are there.
+//! Incremental detokenization: a character is emitted once all of its bytes are decoded.
 
 use candlewick_text::tokenizer::{Specials, Tokenizer, TokenizerError};
 
-/// The text of a growing list of tokens.
+/// Incremental decoder of a growing token list.
 pub struct TextStream<'t> {
     tokenizer: &'t Tokenizer,
     tokens: Vec<u32>,
-    /// Tokens before this one are no longer looked at.
+    /// Start of the tokens that are decoded again with each push.
     window: usize,
-    /// The text of the tokens before this one has been given out.
+    /// End of the tokens whose text was emitted.
     given: usize,
 }
 
 impl<'t> TextStream<'t> {
-    /// Begins an empty text.
+    /// Creates an empty stream.
     pub fn new(tokenizer: &'t Tokenizer) -> Self {
         Self { tokenizer, tokens: Vec::new(), window: 0, given: 0 }
     }
 
-    /// Adds a token and returns the text that is complete with it, which may be none.
+    /// Adds a token and returns the newly completed text, which may be empty.
     pub fn push(&mut self, token: u32) -> Result<String, TokenizerError> {
         self.tokens.push(token);
         self.advance(|text| !text.ends_with(char::REPLACEMENT_CHARACTER))
     }
 
-    /// Returns the rest of the text, complete or not.
+    /// Returns the remaining text, including incomplete characters.
     pub fn finish(mut self) -> Result<String, TokenizerError> {
         self.advance(|_| true)
     }
 
     fn advance(&mut self, is_complete: impl Fn(&str) -> bool) -> Result<String, TokenizerError> {
         let decode = |tokens: &[u32]| self.tokenizer.decode(tokens, Specials::Omit);
-        // Decoders treat the first token otherwise (its blank is dropped): the tokens given last stand before the new ones.
+        // Decoders strip the first token's whitespace, so the last emitted tokens are decoded together with the new
+        // ones.
         let before = decode(&self.tokens[self.window..self.given])?;
         let all = decode(&self.tokens[self.window..])?;
         if all.len() <= before.len() || !is_complete(&all) {

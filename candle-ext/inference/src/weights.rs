@@ -1,26 +1,26 @@
-//! A model's parameters from their origin: a checkpoint, a seed, or a base of one and an adapter of the other.
+//! Initialization of model parameters: from a checkpoint, at random, or LoRA factors on a base.
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterSpec, ModelError, ParamSpec};
 use candlewick_parallel::Engine;
 
-/// Where parameters come from.
+/// Source of parameters.
 #[derive(Clone, Copy, Debug)]
-pub enum Origin<'a> {
-    /// Safetensors files.
+pub enum WeightSource<'a> {
+    /// A checkpoint.
     Checkpoint(&'a Checkpoint),
-    /// The model's own initialisation.
+    /// Random initialization.
     Random {
-        /// Seeds it.
+        /// Random seed.
         seed: u64,
     },
 }
 
-/// Sets all parameters of `engine`: the model's own from `base`, an adapter's factors from `adapter`.
+/// Initializes all parameters of `engine`: base weights from `base`, LoRA factors from `adapter`.
 ///
-/// Returns what the user should know, such as tensors that are there but not used.
-pub fn fill(engine: &Engine, base: Origin, adapter: Origin) -> Result<Vec<String>, ModelError> {
+/// Returns warnings, such as unused tensors.
+pub fn load_weights(engine: &Engine, base: WeightSource, adapter: WeightSource) -> Result<Vec<String>, ModelError> {
     let model = engine.model();
     let mut notes = base.check(model.base_params())?;
     if model.lora().is_some() {
@@ -30,18 +30,20 @@ pub fn fill(engine: &Engine, base: Origin, adapter: Origin) -> Result<Vec<String
     Ok(notes)
 }
 
-impl Origin<'_> {
+impl WeightSource<'_> {
     fn check<'p>(&self, params: impl Iterator<Item = &'p ParamSpec>) -> Result<Vec<String>, ModelError> {
         match self {
-            Origin::Checkpoint(checkpoint) => checkpoint.check(params),
-            Origin::Random { .. } => Ok(Vec::new()),
+            WeightSource::Checkpoint(checkpoint) => checkpoint.check(params),
+            WeightSource::Random { .. } => Ok(Vec::new()),
         }
     }
 
     fn read(&self, spec: &ParamSpec) -> Result<Tensor, ModelError> {
         match self {
-            Origin::Checkpoint(checkpoint) => checkpoint.tensor(&spec.name, &spec.shape, DType::F32, &Device::Cpu),
-            Origin::Random { seed } => {
+            WeightSource::Checkpoint(checkpoint) => {
+                checkpoint.tensor(&spec.name, &spec.shape, DType::F32, &Device::Cpu)
+            }
+            WeightSource::Random { seed } => {
                 let mut values = vec![0.0; spec.numel()];
                 spec.initialise(*seed, &mut values);
                 Ok(Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)?)

@@ -12,8 +12,8 @@ use std::{collections::HashMap, path::Path};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, Cx, MlpRows, Model, OneDevice, ParamSpec, Weights,
-    checkpoint::{Checkpoint, Companions, Export},
+    AdapterFolder, Config, ForwardContext, Model, ParamSpec, SingleDevice, TiledMlp, UnitWeights,
+    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
 };
 use candlewick_ops::{AttentionChoice, CuSeqlens, RowRanges, Weight};
 
@@ -40,16 +40,16 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     std::fs::create_dir_all(out)?;
     let logits = HashMap::from([("logits".to_string(), logits(&model, &values, &ids)?)]);
     candle_core::safetensors::save(&logits, out.join("logits.safetensors"))?;
-    let export = Export {
+    let export = CheckpointExport {
         folder: &out.join("model"),
         config: model.config(),
-        companions: Companions { folders: &[folder], chat_template: None, files: &[] },
+        auxiliary_files: AuxiliaryFiles { folders: &[folder], chat_template: None, files: &[] },
         dtype: DType::F32,
         shard_bytes: checkpoint.n_bytes() as u64,
     };
     export.save(model.base_params(), |param| model.merged(&param.name, |name| Ok(values[name].clone())))?;
     if adapter.is_some() {
-        AdapterFolder::save(&out.join("adapter"), &model, DType::F32, Companions::default(), |param| {
+        AdapterFolder::save(&out.join("adapter"), &model, DType::F32, AuxiliaryFiles::default(), |param| {
             Ok(values[&param.name].clone())
         })?;
     }
@@ -70,24 +70,25 @@ fn read<'a>(
 }
 
 fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
-    let weights = |unit| Weights::new(unit, values.iter().map(|(name, v)| (name.clone(), Weight::frozen(v.clone()))));
+    let weights =
+        |unit| UnitWeights::new(unit, values.iter().map(|(name, v)| (name.clone(), Weight::frozen(v.clone()))));
     let units = model.units().iter().map(weights).collect::<Result<Vec<_>>>()?;
     let positions: Vec<u32> = (0..ids.len() as u32).collect();
     let (cos, sin) = model.rope(&positions, &Device::Cpu)?;
     let seqs = CuSeqlens::packed(vec![0, ids.len()])?;
-    let cx = Cx {
+    let context = ForwardContext {
         cos: &cos,
         sin: &sin,
         seqs: &seqs,
         dropout_key: None,
         rows: &RowRanges::all(),
         attention: AttentionChoice::default(),
-        mlp_rows: MlpRows::Together,
-        seams: &OneDevice,
+        tiled_mlp: TiledMlp::Off,
+        parallel_ops: &SingleDevice,
     };
-    let mut x = model.embed(&units[0], &Tensor::new(ids, &Device::Cpu)?, &OneDevice)?;
+    let mut x = model.embed(&units[0], &Tensor::new(ids, &Device::Cpu)?, &SingleDevice)?;
     for block_idx in 0..model.n_blocks() {
-        x = model.block(&units[block_idx + 1], &x, &cx)?;
+        x = model.block(&units[block_idx + 1], &x, &context)?;
     }
     let head = &units[units.len() - 1];
     model.logits(head, &model.norm(head, &x)?)

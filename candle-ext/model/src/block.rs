@@ -1,6 +1,6 @@
-//! One decoder block, and what it asks of the world around it.
+//! A decoder layer, and the parallel operations that it calls.
 //!
-//! t tokens (packed), d model, h query heads, g key heads, k head dim, f MLP width
+//! Dimensions: t tokens (packed), d hidden size, h query heads, g KV heads, k head size, f MLP intermediate size
 
 use candle_core::{D, Result, Tensor};
 use candlewick_ops::{
@@ -9,92 +9,102 @@ use candlewick_ops::{
 
 use crate::{LayerSpec, Linear, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec, dropout::DropoutScope, norm::Norm};
 
-/// The questions a model may ask the world; the defaults answer for one device.
-pub trait Seams {
-    /// Looks tokens up: u32 [t] in a table of the vocabulary -> [t, d]. `padding` gets no gradient.
-    fn look_up(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
+/// Arguments of one layer's attention: t tokens, h query heads, g KV heads, k head size.
+#[derive(Clone, Copy)]
+pub struct AttentionCall<'a> {
+    /// Index of the layer.
+    pub layer_idx: usize,
+    /// Queries [t, h, k].
+    pub q: &'a Tensor,
+    /// Keys [t, g, k].
+    pub k: &'a Tensor,
+    /// Values [t, g, k].
+    pub v: &'a Tensor,
+    /// Sequence boundaries.
+    pub seqs: &'a CuSeqlens,
+    /// Scale, mask and kernel.
+    pub spec: &'a AttentionSpec,
+}
+
+/// Collectives and attention of a layer under parallelism. The default methods are those of one device.
+pub trait ParallelOps {
+    /// Looks up embeddings: u32 token ids [t] -> [t, d]. The row of token `padding` gets no gradient.
+    fn embedding(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
         ops::embedding(ids, table, padding)
     }
 
-    /// What a branch reads, as its first matrices want it: [t, d] -> [t, d].
-    fn enter(&self, x: &Tensor) -> Result<Tensor> {
+    /// Prepares the input of attention or of the MLP: [t, d] -> [t, d]. Under sequence parallelism it all-gathers the
+    /// tokens.
+    fn copy_to_tp(&self, x: &Tensor) -> Result<Tensor> {
         Ok(x.clone())
     }
 
-    /// Returns the number of ranks that share the tokens outside of branches.
-    fn token_parts(&self) -> usize {
+    /// Returns the number of ranks that split the residual stream along the sequence; 1 without sequence parallelism.
+    fn sequence_parallel_size(&self) -> usize {
         1
     }
 
-    /// Which part of its input a branch's last matrix has here.
-    fn columns(&self) -> ColumnShard {
+    /// Returns the input columns of the row-parallel output projection that this rank holds.
+    fn input_shard(&self) -> ColumnShard {
         ColumnShard::ALL
     }
 
-    /// What a branch's last matrix gives, as the residual stream wants it: [t, d] -> [t, d].
-    fn leave(&self, y: &Tensor) -> Result<Tensor> {
+    /// Reduces the output of attention or of the MLP over the tensor parallel ranks: [t, d] -> [t, d].
+    fn reduce_from_tp(&self, y: &Tensor) -> Result<Tensor> {
         Ok(y.clone())
     }
 
-    /// Attention of block `block_idx`: q [t, h, k], k and v [t, g, k] -> [t, h, k].
-    fn attend(
-        &self,
-        block_idx: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        seqs: &CuSeqlens,
-        spec: &AttentionSpec,
-    ) -> Result<Tensor> {
-        let _ = block_idx;
+    /// Computes attention: q [t, h, k], k and v [t, g, k] -> [t, h, k].
+    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
+        let AttentionCall { q, k, v, seqs, spec, .. } = *call;
         ops::attention(q, k, v, seqs, spec)
     }
 }
 
-/// The seams of a whole model on one device, without a cache.
+/// The operations of an unsharded model on one device, without a KV cache.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct OneDevice;
+pub struct SingleDevice;
 
-impl Seams for OneDevice {}
+impl ParallelOps for SingleDevice {}
 
-/// How the MLP of a block passes over the tokens.
+/// Tiling of a layer's MLP over the tokens (ArcticTraining's `tiled_mlp`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum MlpRows {
-    /// All at once: what backward needs of it is kept.
+pub enum TiledMlp {
+    /// All tokens at once. Activations are saved for backward.
     #[default]
-    Together,
-    /// In tiles of about as many tokens as the model is wide: nothing of a tile is kept, and backward computes it again.
-    InTiles,
+    Off,
+    /// Tiles of about hidden_size tokens each. Backward recomputes each tile's activations.
+    On,
 }
 
-/// What all blocks of one forward have in common.
+/// Inputs of a forward pass that all layers share.
 #[derive(Clone, Copy)]
-pub struct Cx<'a> {
+pub struct ForwardContext<'a> {
     /// Cosines of the rotary angles, f32 [t, k/2].
     pub cos: &'a Tensor,
     /// Sines of the rotary angles, f32 [t, k/2].
     pub sin: &'a Tensor,
-    /// Where the sequences begin and end.
+    /// Boundaries of the packed sequences.
     pub seqs: &'a CuSeqlens,
-    /// Chooses what dropout drops; `None` outside of training, where nothing is.
+    /// Seed of dropout masks; `None` disables dropout.
     pub dropout_key: Option<u64>,
-    /// Which of the micro-batch's tokens these are.
+    /// Rows of the micro-batch that this rank computes.
     pub rows: &'a RowRanges,
-    /// What computes attention.
+    /// Attention implementation.
     pub attention: AttentionChoice,
-    /// How the MLP passes over the tokens.
-    pub mlp_rows: MlpRows,
-    /// The world around the block.
-    pub seams: &'a dyn Seams,
+    /// Tiling of the MLP over the tokens.
+    pub tiled_mlp: TiledMlp,
+    /// Collectives and attention of this rank.
+    pub parallel_ops: &'a dyn ParallelOps,
 }
 
-impl Cx<'_> {
+impl ForwardContext<'_> {
     fn dropout(&self) -> Option<DropoutScope> {
         self.dropout_key.map(|key| DropoutScope::new(key, self.rows))
     }
 }
 
-/// A decoder layer: x + mixer(norm(x)), then + mlp(norm(x)).
+/// A decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
 pub struct Layer {
     input_norm: Norm,
     mixer: Mixer,
@@ -102,12 +112,12 @@ pub struct Layer {
     mlp: Mlp,
 }
 
-/// A sublayer that mixes tokens.
+/// A token-mixing sublayer.
 enum Mixer {
     Attention(SelfAttention),
 }
 
-/// Causal self-attention. Head counts are those of the weights: a rank may have some of the heads.
+/// Causal self-attention over the heads of this rank, which may be a subset under tensor parallelism.
 struct SelfAttention {
     layer_idx: usize,
     head_dim: usize,
@@ -117,7 +127,7 @@ struct SelfAttention {
     o: Linear,
 }
 
-/// A sublayer that computes on each token.
+/// A sublayer that acts on each token separately.
 #[derive(Clone)]
 enum Mlp {
     SwiGlu(SwiGlu),
@@ -143,12 +153,12 @@ impl Layer {
     }
 
     /// Computes [t, d] -> [t, d].
-    pub(crate) fn forward(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
+    pub(crate) fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let Mixer::Attention(attention) = &self.mixer;
-        let mixed_td = attention.forward(&self.input_norm.forward(x_td)?, cx)?;
+        let mixed_td = attention.forward(&self.input_norm.forward(x_td)?, context)?;
         let Norm { weight, eps } = &self.mlp_norm;
         let (x_td, normed_td) = ops::add_rms_norm(x_td, &mixed_td, weight, *eps)?;
-        ops::add(&x_td, &self.mlp.forward(&normed_td, cx)?)
+        ops::add(&x_td, &self.mlp.forward(&normed_td, context)?)
     }
 }
 
@@ -171,61 +181,75 @@ impl SelfAttention {
         Ok(Self { layer_idx, head_dim, window, qkv, qk_norms, o: Linear::build(&spec.o, get)? })
     }
 
-    fn forward(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let x_td = &cx.seams.enter(x_td)?;
-        let [q_thk, k_tgk, v_tgk] = self.qkv(x_td, cx)?;
+    fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let x_td = &context.parallel_ops.copy_to_tp(x_td)?;
+        let [q_thk, k_tgk, v_tgk] = self.qkv(x_td, context)?;
         let spec = AttentionSpec {
             scale: (self.head_dim as f64).powf(-0.5) as f32,
             causal: true,
             window: self.window,
-            choice: cx.attention,
+            choice: context.attention,
         };
         let n_out = q_thk.dim(1)? * q_thk.dim(2)?;
-        let y_thk = cx.seams.attend(self.layer_idx, &q_thk, &k_tgk, &v_tgk, cx.seqs, &spec)?;
+        let call = AttentionCall {
+            layer_idx: self.layer_idx,
+            q: &q_thk,
+            k: &k_tgk,
+            v: &v_tgk,
+            seqs: context.seqs,
+            spec: &spec,
+        };
+        let y_thk = context.parallel_ops.attention(&call)?;
         let y_td = ops::reshape(&y_thk, (x_td.dim(0)?, n_out))?;
-        let dropout = cx.dropout().map(|dropout| dropout.in_columns(cx.seams.columns()));
-        cx.seams.leave(&self.o.forward(&y_td, dropout.as_ref())?)
+        let dropout = context.dropout().map(|dropout| dropout.in_columns(context.parallel_ops.input_shard()));
+        context.parallel_ops.reduce_from_tp(&self.o.forward(&y_td, dropout.as_ref())?)
     }
 
-    /// Returns queries and keys, rotated, and values: by one matmul where the weights are adjacent.
-    fn qkv(&self, x_td: &Tensor, cx: &Cx) -> Result<[Tensor; 3]> {
+    /// Returns queries and keys with RoPE applied, and values. Adjacent weights need a single matmul.
+    fn qkv(&self, x_td: &Tensor, context: &ForwardContext) -> Result<[Tensor; 3]> {
         let joined = if self.qk_norms.is_some() { None } else { Linear::joined(&self.qkv, x_td) };
         let Some(joined) = joined else {
             let [q, k, v] = &self.qkv;
             let [q_norm, k_norm] = self.qk_norms.as_ref().map_or([None; 2], |norms| norms.each_ref().map(Some));
             return Ok([
-                self.rotated_heads(q, q_norm, x_td, cx)?,
-                self.rotated_heads(k, k_norm, x_td, cx)?,
-                self.heads(v, x_td, cx)?,
+                self.rotated_heads(q, q_norm, x_td, context)?,
+                self.rotated_heads(k, k_norm, x_td, context)?,
+                self.heads(v, x_td, context)?,
             ]);
         };
         let [n_q, n_kv, _] = self.qkv.each_ref().map(|projection| projection.n_outputs() / self.head_dim);
         let heads = QkvHeads { n_q, n_kv, dim: self.head_dim };
-        ops::split_qkv(&ops::linear(x_td, &joined, None, OutputDtype::SameAsInput)?, heads, cx.cos, cx.sin)
+        ops::split_qkv(&ops::linear(x_td, &joined, None, OutputDtype::SameAsInput)?, heads, context.cos, context.sin)
     }
 
-    /// Projects to heads [t, h, k], normalises each if there is a norm, and rotates them.
-    fn rotated_heads(&self, projection: &Linear, norm: Option<&Norm>, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let x_thk = self.heads(projection, x_td, cx)?;
+    /// Projects to heads [t, h, k], applies the QK norm if there is one, and RoPE.
+    fn rotated_heads(
+        &self,
+        projection: &Linear,
+        norm: Option<&Norm>,
+        x_td: &Tensor,
+        context: &ForwardContext,
+    ) -> Result<Tensor> {
+        let x_thk = self.heads(projection, x_td, context)?;
         let x_thk = norm.map_or_else(|| Ok(x_thk.clone()), |norm| norm.forward(&x_thk))?;
-        ops::rope(&x_thk, cx.cos, cx.sin)
+        ops::rope(&x_thk, context.cos, context.sin)
     }
 
     /// Projects to heads [t, h, k].
-    fn heads(&self, projection: &Linear, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let y = projection.forward(x_td, cx.dropout().as_ref())?;
+    fn heads(&self, projection: &Linear, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let y = projection.forward(x_td, context.dropout().as_ref())?;
         ops::reshape(&y, (y.dim(0)?, y.dim(D::Minus1)? / self.head_dim, self.head_dim))
     }
 }
 
 impl Mlp {
-    fn forward(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let (dropout, columns) = (cx.dropout(), cx.seams.columns());
-        let x_td = &cx.seams.enter(x_td)?;
+    fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let (dropout, columns) = (context.dropout(), context.parallel_ops.input_shard());
+        let x_td = &context.parallel_ops.copy_to_tp(x_td)?;
         let Self::SwiGlu(mlp) = self;
-        let y_td = match cx.mlp_rows {
-            MlpRows::Together => mlp.forward(x_td, dropout.as_ref(), columns)?,
-            MlpRows::InTiles => {
+        let y_td = match context.tiled_mlp {
+            TiledMlp::Off => mlp.forward(x_td, dropout.as_ref(), columns)?,
+            TiledMlp::On => {
                 let mlp = mlp.clone();
                 ops::tiled(x_td, ops::tile_rows(x_td.dim(0)?, x_td.dim(1)?), move |x_td, first_row| {
                     let dropout = dropout.as_ref().map(|dropout| dropout.at_row(first_row));
@@ -233,7 +257,7 @@ impl Mlp {
                 })?
             }
         };
-        cx.seams.leave(&y_td)
+        context.parallel_ops.reduce_from_tp(&y_td)
     }
 }
 

@@ -3,13 +3,13 @@
 use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, ColumnShard, Dropout, RowRanges};
 
-/// The rows and columns of a micro-batch that a dropout mask is drawn for.
+/// Rows and columns of a micro-batch that a dropout mask covers.
 #[derive(Clone)]
 pub(crate) struct DropoutScope {
     key: u64,
-    /// The rows of the micro-batch.
+    /// Rows of the micro-batch.
     rows: RowRanges,
-    /// The elements of these rows.
+    /// Columns of these rows.
     columns: ColumnShard,
 }
 
@@ -18,17 +18,17 @@ impl DropoutScope {
         Self { key, rows: rows.clone(), columns: ColumnShard::ALL }
     }
 
-    /// Returns the scope of the rows from `row` of these on.
+    /// Returns the scope that begins `row` rows later.
     pub(crate) fn at_row(&self, row: usize) -> Self {
         Self { rows: self.rows.skip(row), ..self.clone() }
     }
 
-    /// Returns the scope of some columns of these rows.
+    /// Returns the scope restricted to `columns`.
     pub(crate) fn in_columns(&self, columns: ColumnShard) -> Self {
         Self { columns, ..self.clone() }
     }
 
-    /// Drops inputs `x` of a module with probability `p`. The mask does not depend on how the rows are cut.
+    /// Applies dropout with probability `p` to `x`. The mask does not depend on tiling or sharding.
     pub(crate) fn apply(&self, module_hash: u64, p: f64, x: &Tensor) -> Result<Tensor> {
         let key = ops::derive_key(self.key, module_hash);
         ops::sharded_dropout(x, Dropout { p, key }, &self.rows, self.columns)

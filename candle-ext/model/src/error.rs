@@ -1,69 +1,69 @@
-//! What can be wrong with a config, a checkpoint or an adapter: each error names the file, the key and the fix.
+//! Errors of configs, checkpoints and adapters. Each names the file, the key and the remedy.
 
 use std::path::{Path, PathBuf};
 
-/// Why a config, a checkpoint or an adapter could not be used. Each message completes "failed to load the model: ...".
+/// An error in a config, checkpoint or adapter. Each message completes "failed to load the model: ...".
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
-    /// The operating system refused to read or write.
+    /// Reading or writing failed.
     #[error("{doing} {}: {source}", path.display())]
     Io {
-        /// What was attempted, such as "read".
+        /// Attempted operation, such as "read".
         doing: &'static str,
-        /// The file or folder.
+        /// File or folder.
         path: PathBuf,
-        /// The system's answer.
+        /// Error of the operating system.
         source: std::io::Error,
     },
-    /// A file is not what its name says: not UTF-8, not JSON, not safetensors.
+    /// A malformed file: invalid UTF-8, JSON or safetensors.
     #[error("read {}: {problem}", path.display())]
     Malformed {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong, where, and what to do.
+        /// Description of the defect, with its position and the remedy.
         problem: String,
     },
-    /// A key of config.json (or of an override) has a value that cannot be used.
+    /// An invalid value in config.json or in an override.
     #[error("config key `{key}`: {problem}")]
-    Key {
-        /// The key as config.json spells it.
+    ConfigKey {
+        /// Key as spelled in config.json.
         key: String,
-        /// What is wrong with its value.
+        /// Description of the defect in the value.
         problem: String,
     },
-    /// The architecture is not one of the families.
+    /// An unsupported architecture.
     #[error("{0}")]
     Unsupported(String),
-    /// A key of a LoRA configuration cannot be used.
+    /// An invalid key of a LoRA configuration.
     #[error("peft_config key `{key}`: {problem}")]
-    Lora {
-        /// The key as PEFT spells it.
+    LoraKey {
+        /// Key as spelled by PEFT.
         key: String,
-        /// What is wrong with its value.
+        /// Description of the defect in the value.
         problem: String,
     },
-    /// The checkpoint's tensors are not the model's.
+    /// A checkpoint whose tensors differ from the model's parameters.
     #[error("{}: {problem}", folder.display())]
     Mismatch {
-        /// The checkpoint's folder or file.
+        /// Folder or file of the checkpoint.
         folder: PathBuf,
-        /// Which tensors, and how they differ.
+        /// Names of the tensors and their differences.
         problem: String,
     },
-    /// The target of a save is something that must not be replaced.
+    /// An output path that must not be overwritten.
     #[error("write {}: {problem}", path.display())]
-    Target {
-        /// The folder that was to be written.
+    OutputPath {
+        /// Output folder.
         path: PathBuf,
-        /// Why it is refused.
+        /// Reason for the refusal.
         problem: String,
     },
-    /// Another error, with the file in which it was found.
+    /// Another error, with the file in which it occurred.
     #[error("{}: {source}", path.display())]
-    In {
-        /// The file.
+    InFile {
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong in it.
+        /// Underlying error.
         source: Box<ModelError>,
     },
     /// A tensor operation failed.
@@ -73,11 +73,11 @@ pub enum ModelError {
 
 impl ModelError {
     pub(crate) fn key(key: &str, problem: impl Into<String>) -> Self {
-        Self::Key { key: key.to_string(), problem: problem.into() }
+        Self::ConfigKey { key: key.to_string(), problem: problem.into() }
     }
 
     pub(crate) fn lora(key: &str, problem: impl Into<String>) -> Self {
-        Self::Lora { key: key.to_string(), problem: problem.into() }
+        Self::LoraKey { key: key.to_string(), problem: problem.into() }
     }
 
     pub(crate) fn malformed(path: &Path, problem: impl Into<String>) -> Self {
@@ -93,6 +93,6 @@ impl ModelError {
     }
 
     pub(crate) fn in_file(self, path: &Path) -> Self {
-        Self::In { path: path.to_path_buf(), source: Box::new(self) }
+        Self::InFile { path: path.to_path_buf(), source: Box::new(self) }
     }
 }

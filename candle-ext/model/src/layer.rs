@@ -1,32 +1,32 @@
-//! A decoder layer as data: the model is built, and memory and FLOPs are counted, from this.
+//! Specification of a decoder layer, from which the layer is built and memory and FLOPs are estimated.
 
 use candlewick_ops::WeightStorage;
 
-use crate::{AdapterSpec, Config, Dim, DimSize, Init, ParamSpec, Region};
+use crate::{AdapterSpec, Config, Dim, DimSize, Init, ParamScope, ParamSpec};
 
-/// One decoder layer: x + mixer(norm(x)), then + mlp(norm(x)).
+/// One decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerSpec {
-    /// The index among the layers.
+    /// Index of the layer.
     pub layer_idx: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
     /// Epsilon of every RMS norm.
     pub norm_eps: f64,
-    /// The sublayer that mixes tokens.
+    /// Token-mixing sublayer (attention).
     pub mixer: MixerSpec,
-    /// The sublayer that computes on each token.
+    /// MLP sublayer.
     pub mlp: MlpSpec,
 }
 
-/// A sublayer that mixes tokens.
+/// Kind of the token-mixing sublayer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum MixerSpec {
     /// Softmax attention.
     Attention(SelfAttentionSpec),
 }
 
-/// Causal self-attention with rotary position embedding and grouped KV heads.
+/// Causal self-attention with RoPE and grouped KV heads (GQA).
 #[derive(Clone, Debug, PartialEq)]
 pub struct SelfAttentionSpec {
     /// Number of query heads.
@@ -45,7 +45,7 @@ pub struct SelfAttentionSpec {
     pub o: LinearSpec,
 }
 
-/// A sublayer that computes on each token.
+/// Kind of the MLP sublayer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum MlpSpec {
     /// down(silu(gate(x)) * up(x)).
@@ -70,16 +70,16 @@ pub struct LinearSpec {
     pub out: DimSize,
     /// Input features.
     pub input: DimSize,
-    /// True if there is a bias.
+    /// True if the layer has a bias.
     pub bias: bool,
-    /// The storage of W.
+    /// Storage of the weight: dense or quantized.
     pub storage: WeightStorage,
-    /// The adapter on this layer.
+    /// LoRA adapter of the layer.
     pub adapter: Option<AdapterSpec>,
 }
 
 impl Config {
-    /// Returns layer `layer_idx` without adapters.
+    /// Returns the specification of layer `layer_idx` without LoRA.
     pub fn layer(&self, layer_idx: usize) -> LayerSpec {
         LayerSpec {
             layer_idx,
@@ -120,7 +120,7 @@ impl Config {
         }
     }
 
-    /// Returns the width of the residual stream, as a dim.
+    /// Returns the hidden size as a named dimension.
     pub(crate) fn embed(&self) -> DimSize {
         DimSize { dim: Dim::Embed, len: self.typed.hidden_size }
     }
@@ -132,12 +132,12 @@ impl LayerSpec {
         layer_name(self.layer_idx)
     }
 
-    /// Returns the linear layers in the order of the forward.
+    /// Returns the linear layers in forward order.
     pub fn linears(&self) -> impl Iterator<Item = &LinearSpec> {
         self.mixer.linears().chain(self.mlp.linears())
     }
 
-    /// Returns the linear layers in the order of the forward.
+    /// Returns the linear layers in forward order.
     pub fn linears_mut(&mut self) -> impl Iterator<Item = &mut LinearSpec> {
         let MixerSpec::Attention(attention) = &mut self.mixer;
         let MlpSpec::SwiGlu(mlp) = &mut self.mlp;
@@ -155,28 +155,28 @@ impl LayerSpec {
         format!("{}.post_attention_layernorm.weight", self.name())
     }
 
-    /// Returns the names of the norms of query and key heads.
+    /// Returns the names of the query norm and the key norm (QK norm).
     pub(crate) fn qk_norms(&self) -> [String; 2] {
         ["q_norm", "k_norm"].map(|norm| format!("{}.self_attn.{norm}.weight", self.name()))
     }
 
-    /// Returns the parameters; `std` is the standard deviation of a matrix's first values.
+    /// Returns the parameters. Matrices are initialized with standard deviation `std`.
     pub(crate) fn params(&self, std: f64) -> Vec<ParamSpec> {
         let embed = DimSize { dim: Dim::Embed, len: self.hidden_size };
-        let mut params = vec![ParamSpec::norm(self.input_norm(), embed, Region::Residual)];
+        let mut params = vec![ParamSpec::norm(self.input_norm(), embed, ParamScope::ResidualStream)];
         params.extend(self.linears().flat_map(|linear| linear.params(std)));
         let MixerSpec::Attention(attention) = &self.mixer;
         if attention.qk_norm {
             let head = DimSize { dim: Dim::HeadDim, len: attention.head_dim };
-            params.extend(self.qk_norms().map(|name| ParamSpec::norm(name, head, Region::Branch)));
+            params.extend(self.qk_norms().map(|name| ParamSpec::norm(name, head, ParamScope::Sublayer)));
         }
-        params.push(ParamSpec::norm(self.mlp_norm(), embed, Region::Residual));
+        params.push(ParamSpec::norm(self.mlp_norm(), embed, ParamScope::ResidualStream));
         params
     }
 }
 
 impl MixerSpec {
-    /// Returns the linear layers in the order of the forward.
+    /// Returns the linear layers in forward order.
     pub fn linears(&self) -> impl Iterator<Item = &LinearSpec> {
         let Self::Attention(attention) = self;
         attention.qkv.iter().chain([&attention.o])
@@ -184,7 +184,7 @@ impl MixerSpec {
 }
 
 impl MlpSpec {
-    /// Returns the linear layers in the order of the forward.
+    /// Returns the linear layers in forward order.
     pub fn linears(&self) -> impl Iterator<Item = &LinearSpec> {
         let Self::SwiGlu(mlp) = self;
         mlp.gate_up.iter().chain([&mlp.down])
@@ -211,12 +211,13 @@ impl LinearSpec {
         self.out.len * self.input.len
     }
 
-    /// Returns W and b, without the adapter's parameters.
+    /// Returns weight and bias, without LoRA factors.
     fn params(&self, std: f64) -> Vec<ParamSpec> {
         let init = Init::Normal { std, zero_row: None };
-        let mut params = vec![ParamSpec::matrix(self.weight_name(), [self.out, self.input], Region::Branch, init)];
+        let mut params =
+            vec![ParamSpec::matrix(self.weight_name(), [self.out, self.input], ParamScope::Sublayer, init)];
         if self.bias {
-            params.push(ParamSpec::vector(self.bias_name(), self.out, Region::Branch, Init::Zeros));
+            params.push(ParamSpec::vector(self.bias_name(), self.out, ParamScope::Sublayer, Init::Zeros));
         }
         params
     }

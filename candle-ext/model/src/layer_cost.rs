@@ -1,7 +1,7 @@
-//! Memory of a decoder layer: bytes that its tape saves, and bytes that its forward and backward allocate.
+//! Memory estimate of a decoder layer: activations saved for backward, and peak bytes of forward and backward.
 //!
-//! t tokens, o of them outside of sublayers (fewer than t under sequence parallelism), d model, q and kv the widths of the
-//! query and KV heads and f of the MLP on this rank, s bytes of an element
+//! Dimensions: t tokens, d hidden size, s bytes of an element. Under sequence parallelism, o < t tokens are in the
+//! residual stream, else o = t. q, kv and f are this rank's widths of queries, KV heads and the MLP.
 
 use candle_core::DType;
 use candlewick_ops::{
@@ -9,45 +9,45 @@ use candlewick_ops::{
     dropout_cost, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
 };
 
-use crate::{LayerSpec, LinearSpec, MixerSpec, MlpRows, MlpSpec, SelfAttentionSpec, SwiGluSpec};
+use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec, TiledMlp};
 
-/// Sizes of a decoder layer on one rank, for the bytes that `Layer::forward` and its backward allocate.
+/// Sizes of a decoder layer on one rank, from which activation memory is estimated.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerCost<'a> {
-    /// The layer, as the whole model has it.
+    /// Specification of the unsharded layer.
     pub layer: &'a LayerSpec,
-    /// Slices that every matrix is split into. A rank has one of them.
+    /// Tensor parallel size.
     pub n_slices: usize,
-    /// t.
+    /// Tokens of a micro-batch (t).
     pub n_tokens: u64,
-    /// o.
+    /// Tokens of the residual stream on this rank (o): t, or t / tensor parallel size under sequence parallelism.
     pub n_residual_tokens: u64,
-    /// Tokens of the longest sequence.
+    /// Length of the longest packed sequence, in tokens.
     pub longest: u64,
     /// Dtype of forward and backward.
     pub dtype: DType,
-    /// Dtype of the base weights' gradients; `None` if they are frozen.
+    /// Dtype of the base weights' gradients; `None` if the base weights are frozen.
     pub grad: Option<DType>,
-    /// Kind of the device.
+    /// Device that computes.
     pub device: DeviceKind,
-    /// Implementation of attention.
+    /// Attention implementation.
     pub attention: AttentionImpl,
-    /// Tokens of the MLP at a time.
-    pub mlp_rows: MlpRows,
-    /// Bytes of an attention that exchanges keys and values with other ranks.
+    /// Tiling of the MLP.
+    pub tiled_mlp: TiledMlp,
+    /// Buffers of context parallel attention.
     pub exchange: AttentionExchange,
 }
 
-/// Bytes that attention allocates besides the op's own where ranks exchange keys and values.
+/// Buffers that attention allocates to exchange keys and values under context parallelism.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AttentionExchange {
-    /// Bytes of the forward.
+    /// Peak bytes in forward.
     pub forward_bytes: u64,
-    /// Bytes of the backward.
+    /// Peak bytes in backward.
     pub backward_bytes: u64,
 }
 
-/// Elements of a token, on this rank.
+/// Elements of a token on this rank.
 struct Widths {
     d: u64,
     q: u64,
@@ -56,29 +56,29 @@ struct Widths {
 }
 
 impl LayerCost<'_> {
-    /// Returns the bytes of the layer's input or output, or of their gradients.
+    /// Returns the bytes of the layer's input, which equal those of its output and of their gradients.
     pub fn activation_bytes(&self) -> u64 {
         self.n_residual_tokens * self.widths().d * self.n_bytes()
     }
 
-    /// Returns the bytes of keys and values of `n_tokens` tokens in elements of `n_bytes` bytes.
+    /// Returns the bytes of keys and values of `n_tokens` tokens, at `n_bytes` bytes an element.
     pub fn kv_bytes(&self, n_tokens: u64, n_bytes: u64) -> u64 {
         n_tokens * 2 * self.widths().kv * n_bytes
     }
 
-    /// Returns the bytes that the tape saves for backward, with the output and without the input.
+    /// Returns the bytes of activations saved for backward, including the output and excluding the input.
     ///
     /// Outputs of norms, gated activations and dropout are recomputed.
     pub fn saved_bytes(&self) -> u64 {
         self.saved_until_attention() + self.saved_after_attention()
     }
 
-    /// Returns the bytes of attention's output and log-sum-exp, which a selective checkpoint saves.
+    /// Returns the bytes of attention's output and log-sum-exp, which selective activation checkpointing saves.
     pub fn attention_output_bytes(&self) -> u64 {
         self.attention_cost().replay_bytes()
     }
 
-    /// Returns the most bytes at once of a forward that records nothing, without the input.
+    /// Returns the peak bytes of a forward without autograd, excluding the input.
     pub fn forward_bytes(&self) -> u64 {
         let (Widths { d, q, kv, f }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
         let (u, tile) = self.tiled().map_or((t, 0), |tiled| (tiled.tile_rows, tiled.forward().scratch_bytes));
@@ -90,12 +90,12 @@ impl LayerCost<'_> {
         mlp.max(attention) + self.attention_cost().reference_forward_bytes()
     }
 
-    /// Returns the most bytes at once of a backward and the tape that it consumes, without the output's gradient.
+    /// Returns the peak bytes of a backward with its saved activations, excluding the output's gradient.
     pub fn backward_bytes(&self) -> u64 {
         let (Widths { d, q, kv, .. }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
         let mlp = match self.tiled() {
             None => self.saved_bytes() + self.mlp_backward(t) - self.mlp_saved(t),
-            // The gradient of the MLP's input, and a tile's own tape, output and gradient of its input.
+            // The gradient of the MLP's input, and a tile's tape, output and input gradient.
             Some(tiled) => {
                 self.saved_bytes() + t * s * d + tiled.backward().scratch_bytes + self.mlp_backward(tiled.tile_rows)
             }
@@ -106,12 +106,12 @@ impl LayerCost<'_> {
         mlp.max(self.saved_until_attention() + grads + scratch) + self.sublayer_bytes()
     }
 
-    /// Returns the bytes of the cosines and sines of the rotary angles, which all layers share.
+    /// Returns the bytes of the RoPE tables, which all layers share.
     pub fn rope_bytes(&self) -> u64 {
         rope_cost(self.n_tokens, self.specs().0.head_dim as u64).saved_bytes
     }
 
-    /// Returns the sizes of the MLP's matmuls, forward and backward.
+    /// Returns the GEMM sizes of the MLP, forward and backward.
     pub fn mlp_matmuls(&self) -> [GemmSize; 3] {
         let (Widths { d, f, .. }, t) = (self.widths(), self.n_tokens);
         [(t, f, d), (t, d, f), (d, f, t)].map(|(m, n, k)| GemmSize { m, n, k })
@@ -133,7 +133,7 @@ impl LayerCost<'_> {
         self.dtype.size_in_bytes() as u64
     }
 
-    /// Returns the bytes of a sublayer's input or output of all tokens, where ranks with a slice each exchange it.
+    /// Returns the bytes of a gathered sublayer input or output; zero without tensor parallelism.
     fn sublayer_bytes(&self) -> u64 {
         if self.n_slices > 1 { self.n_tokens * self.widths().d * self.n_bytes() } else { 0 }
     }
@@ -156,15 +156,15 @@ impl LayerCost<'_> {
         LinearCost { n_tokens, n_in, n_out, dtype, device, input, grad, storage }
     }
 
-    /// Returns the sizes of a tiled MLP; `None` if it takes all tokens at once.
+    /// Returns the cost of a tiled MLP; `None` if tiling is off.
     fn tiled(&self) -> Option<TiledCost> {
         let (d, t) = (self.layer.hidden_size, self.n_tokens);
         let tile_rows = tile_rows(t as usize, d) as u64;
         let cost = TiledCost { n_rows: t, tile_rows, width: d as u64, dtype: self.dtype };
-        (self.mlp_rows == MlpRows::InTiles).then_some(cost)
+        (self.tiled_mlp == TiledMlp::On).then_some(cost)
     }
 
-    /// Returns the bytes of the output, of rotated q, k and v, of attention's output, and of q and k before their norms.
+    /// Returns the bytes saved up to attention: output, q, k, v, attention's output, and q and k before their norms.
     fn saved_until_attention(&self) -> u64 {
         let (Widths { q, kv, .. }, t) = (self.widths(), self.n_tokens);
         let normed = if self.specs().0.qk_norm { t * (q + kv) } else { 0 };
@@ -173,19 +173,19 @@ impl LayerCost<'_> {
         self.activation_bytes() + norms + self.attention_cost().forward().saved_bytes + adapters
     }
 
-    /// Returns the bytes of the sum after attention, of gate and up. A tiled MLP saves its input alone.
+    /// Returns the bytes saved after attention: the residual sum, gate and up. A tiled MLP saves its input alone.
     fn saved_after_attention(&self) -> u64 {
         let sum = rms_norm_cost(self.n_residual_tokens * self.widths().d, self.dtype).saved_bytes;
         sum + self.tiled().map_or_else(|| self.mlp_saved(self.n_tokens), |tiled| tiled.forward().saved_bytes)
     }
 
-    /// Returns the bytes of gate and up of some tokens, and of what adapters save.
+    /// Returns the bytes that the MLP saves for `rows` tokens: gate, up and LoRA activations.
     fn mlp_saved(&self, rows: u64) -> u64 {
         let adapters = self.adapters_saved(rows, self.layer.mlp.linears());
         swiglu_cost(rows * self.widths().f, self.dtype).saved_bytes + adapters
     }
 
-    /// Returns the bytes of the outputs of adapters' A, which their B saves.
+    /// Returns the bytes of the outputs of LoRA's A, which B's backward reads.
     fn adapters_saved<'l>(&self, rows: u64, linears: impl Iterator<Item = &'l LinearSpec>) -> u64 {
         let adapters = linears.filter_map(|linear| linear.adapter.as_ref());
         adapters.map(|adapter| rows * self.n_bytes() * adapter.r as u64).sum()
@@ -193,7 +193,7 @@ impl LayerCost<'_> {
 
     /// Returns the scratch bytes of the backward of linear layers that read one input.
     ///
-    /// The input is recomputed for their gradients, or for an adapter's A. An adapter's dropout comes on top.
+    /// The input is recomputed if a weight or a LoRA factor needs it. LoRA dropout allocates a masked copy.
     fn linears_backward(&self, rows: u64, sizes: [u64; 2], linears: &[LinearSpec]) -> u64 {
         let adapters = || linears.iter().filter_map(|linear| linear.adapter.as_ref());
         let is_read = self.grad.is_some() || adapters().next().is_some();
@@ -203,7 +203,7 @@ impl LayerCost<'_> {
         self.linear(rows, sizes, (&linears[0], input)).backward().scratch_bytes + dropout
     }
 
-    /// Returns the bytes of the MLP's backward and tape on some tokens: at down, at the gate, or at gate and up.
+    /// Returns the peak bytes of the MLP's backward for `rows` tokens, with its saved activations.
     fn mlp_backward(&self, rows: u64) -> u64 {
         let (Widths { d, f, .. }, (_, mlp)) = (self.widths(), self.specs());
         let elements = |n: u64| rows * self.n_bytes() * n;
@@ -237,7 +237,7 @@ mod tests {
             grad: None,
             device: DeviceKind::Cpu,
             attention: AttentionImpl::Auto,
-            mlp_rows: MlpRows::Together,
+            tiled_mlp: TiledMlp::Off,
             exchange: AttentionExchange::default(),
         };
         let MlpSpec::SwiGlu(mlp) = &layer.mlp;

@@ -1,8 +1,8 @@
-//! Decoder blocks and model families; Hugging Face names in and out.
+//! Decoder layers, model families and Hugging Face checkpoints.
 //!
-//! A model is a list of [`Unit`]s (embedding, blocks, head): what its parameters are called, and functions from
-//! weights and activations to activations. It owns no weights and knows of no rank: where a weight lives is the
-//! caller's business. Start at [`Model`]; files are read and written by [`checkpoint`].
+//! A model is a list of [`FsdpUnit`]s (embedding, layers, head). Each has parameter specifications and forward
+//! functions. The weights are owned by the caller, which may shard them. Start at [`Model`]; [`checkpoint`] reads and
+//! writes files.
 
 pub mod checkpoint;
 
@@ -22,15 +22,18 @@ mod rope;
 mod unit;
 mod weights;
 
-pub use block::{Cx, Layer, MlpRows, OneDevice, Seams};
+pub use block::{AttentionCall, ForwardContext, Layer, ParallelOps, SingleDevice, TiledMlp};
 pub use config::Config;
 pub use error::ModelError;
 pub use family::Family;
 pub use layer::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec};
 pub use layer_cost::{AttentionExchange, LayerCost};
 pub use linear::{Adapter, Linear};
-pub use lora::{AdapterFolder, AdapterSpec, BASE_RECORD, BaseRecord, Lora, LoraConfig, Merge, Merged, merge};
+pub use lora::{
+    AdapterFolder, AdapterMerge, AdapterSpec, BASE_MODEL_RECORD, BaseModelRecord, Lora, LoraConfig, MergeReport,
+    merge_lora,
+};
 pub use model::Model;
-pub use param::{Dim, DimSize, GroupKind, Init, ParamSpec, Region};
-pub use unit::{Shared, Unit, UnitKind};
-pub use weights::{Embedding, Head, Weights};
+pub use param::{Dim, DimSize, Init, ParamGroupKind, ParamScope, ParamSpec};
+pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
+pub use weights::{EmbeddingTable, LmHead, UnitWeights};

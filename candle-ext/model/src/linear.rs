@@ -1,11 +1,11 @@
-//! A linear layer as a value: its weight, bias and adapter are found once, when the layer is built.
+//! A linear layer with its weight, bias and LoRA adapter.
 
 use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, OutputDtype, Weight};
 
 use crate::{LinearSpec, dropout::DropoutScope, lora::Lora};
 
-/// y = x W^T + b, plus what the adapter adds.
+/// A linear layer: y = x W^T + b, plus the adapter's output.
 #[derive(Clone, Debug)]
 pub struct Linear {
     weight: Weight,
@@ -13,10 +13,10 @@ pub struct Linear {
     adapter: Option<Adapter>,
 }
 
-/// A trained change of a frozen linear layer.
+/// A trainable adapter on a frozen linear layer.
 #[derive(Clone, Debug)]
 pub enum Adapter {
-    /// Low-rank adaptation.
+    /// LoRA.
     Lora(Lora),
 }
 
@@ -30,7 +30,7 @@ impl Linear {
         })
     }
 
-    /// Computes [.., inputs] -> [.., outputs]. Adapters drop no inputs without a dropout scope.
+    /// Computes [.., in_features] -> [.., out_features]. LoRA dropout applies only with a `dropout` scope.
     pub(crate) fn forward(&self, x: &Tensor, dropout: Option<&DropoutScope>) -> Result<Tensor> {
         let base = ops::linear(x, &self.weight, self.bias.as_ref(), OutputDtype::SameAsInput)?;
         match &self.adapter {
@@ -39,12 +39,14 @@ impl Linear {
         }
     }
 
-    /// Returns the number of outputs on this rank.
+    /// Returns the number of output features on this rank.
     pub(crate) fn n_outputs(&self) -> usize {
         self.weight.dims()[0]
     }
 
-    /// Joins the weights of layers into one, if one matmul with `x` is as good and the layers have neither bias nor adapter.
+    /// Returns the fused weight of several layers, for one matmul instead of several.
+    ///
+    /// Returns `None` if the layers have a bias or an adapter, or if fusing does not pay for this `x`.
     pub(crate) fn joined(layers: &[Self], x: &Tensor) -> Option<Weight> {
         let is_plain = |layer: &&Self| layer.bias.is_none() && layer.adapter.is_none();
         let weights = layers.iter().map(|layer| Some(layer).filter(is_plain).map(|layer| &layer.weight));
@@ -53,7 +55,7 @@ impl Linear {
 }
 
 impl Adapter {
-    /// Adds what the adapter computes from `x` to the output `base` of the frozen layer.
+    /// Adds the adapter's output for `x` to `base`, the output of the frozen layer.
     fn add_to(&self, base: &Tensor, x: &Tensor, dropout: Option<&DropoutScope>) -> Result<Tensor> {
         match self {
             Self::Lora(lora) => lora.add_to(base, x, dropout),

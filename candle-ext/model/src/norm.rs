@@ -1,9 +1,9 @@
-//! An RMS norm as a value.
+//! RMS norm.
 
 use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, Weight};
 
-/// An RMS norm.
+/// RMS norm with its weight.
 #[derive(Clone, Debug)]
 pub(crate) struct Norm {
     pub(crate) weight: Weight,
@@ -11,7 +11,7 @@ pub(crate) struct Norm {
 }
 
 impl Norm {
-    /// Normalises the last dim of `x`.
+    /// Normalizes the last dimension of `x`.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         ops::rms_norm(x, &self.weight, self.eps)
     }

@@ -1,120 +1,122 @@
-//! A parameter: its name, shape and what it starts from. Random values depend on the seed and the name only, so that no
-//! order of units, thread or rank changes them.
+//! Parameter specifications: names, shapes and initialization.
+//!
+//! Initial values depend on the seed and the parameter's name alone. Thread and rank counts do not change them.
 
 use candlewick_ops::WeightStorage;
 use rand_chacha::{ChaCha8Rng, rand_core::RngCore, rand_core::SeedableRng};
 use rayon::prelude::*;
 
-/// One parameter of the model.
+/// Specification of one parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
-    /// The Hugging Face name; an adapter's factor is `<module>.lora_A.weight` or `<module>.lora_B.weight`.
+    /// Hugging Face name. LoRA factors are `<module>.lora_A.weight` and `<module>.lora_B.weight`.
     pub name: String,
-    /// The shape on disk and in memory.
+    /// Shape, equal on disk and in memory.
     pub shape: Vec<usize>,
-    /// What each of its dims counts.
+    /// Meaning of each dimension.
     pub dims: Vec<Dim>,
-    /// Where the model uses it.
-    pub region: Region,
-    /// What it starts from when there is no checkpoint.
+    /// Position of the parameter in a layer.
+    pub scope: ParamScope,
+    /// Initialization of a model that is trained from scratch.
     pub init: Init,
-    /// Whether weight decay applies: not to norms and biases.
+    /// True if weight decay applies; false for norms and biases.
     pub decay: bool,
-    /// Whether it is trained; false for the base of an adapter.
+    /// True if the parameter is trained; false for the frozen base of LoRA.
     pub trainable: bool,
-    /// The process groups that shard it and reduce its gradient.
-    pub group: GroupKind,
-    /// The storage of its elements.
+    /// Kind of process groups that shard the parameter and reduce its gradient.
+    pub group: ParamGroupKind,
+    /// Storage of the elements: dense or quantized.
     pub storage: WeightStorage,
 }
 
-/// A kind of parameter group: parameters of one kind are sharded and reduced over the same ranks.
+/// Kind of process groups over which parameters are sharded and their gradients reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum GroupKind {
-    /// Everything but experts, over the data-parallel ranks.
+pub enum ParamGroupKind {
+    /// All parameters except experts, sharded over the data parallel ranks.
     Dense,
-    /// Experts, over the expert-data-parallel ranks.
+    /// Experts, sharded over the expert-data parallel ranks.
     Expert,
 }
 
-impl GroupKind {
-    /// All kinds, in the order of a unit's groups.
+impl ParamGroupKind {
+    /// All kinds, in the order of a unit's parameter groups.
     pub const ALL: [Self; 2] = [Self::Dense, Self::Expert];
 }
 
 impl ParamSpec {
-    /// Returns a trainable matrix, which decays.
-    pub(crate) fn matrix(name: String, [rows, columns]: [DimSize; 2], region: Region, init: Init) -> Self {
+    /// Returns a trainable matrix with weight decay.
+    pub(crate) fn matrix(name: String, [rows, columns]: [DimSize; 2], scope: ParamScope, init: Init) -> Self {
         let (shape, dims) = (vec![rows.len, columns.len], vec![rows.dim, columns.dim]);
-        let (group, storage) = (GroupKind::Dense, WeightStorage::Dense);
-        Self { name, shape, dims, region, init, decay: true, trainable: true, group, storage }
+        let (group, storage) = (ParamGroupKind::Dense, WeightStorage::Dense);
+        Self { name, shape, dims, scope, init, decay: true, trainable: true, group, storage }
     }
 
-    /// Returns a trainable vector, which does not decay.
-    pub(crate) fn vector(name: String, width: DimSize, region: Region, init: Init) -> Self {
+    /// Returns a trainable vector without weight decay.
+    pub(crate) fn vector(name: String, width: DimSize, scope: ParamScope, init: Init) -> Self {
         let (shape, dims) = (vec![width.len], vec![width.dim]);
-        let (group, storage) = (GroupKind::Dense, WeightStorage::Dense);
-        Self { name, shape, dims, region, init, decay: false, trainable: true, group, storage }
+        let (group, storage) = (ParamGroupKind::Dense, WeightStorage::Dense);
+        Self { name, shape, dims, scope, init, decay: false, trainable: true, group, storage }
     }
 
     /// Returns the weight of an RMS norm.
-    pub(crate) fn norm(name: String, width: DimSize, region: Region) -> Self {
-        Self::vector(name, width, region, Init::Ones)
+    pub(crate) fn norm(name: String, width: DimSize, scope: ParamScope) -> Self {
+        Self::vector(name, width, scope, Init::Ones)
     }
 }
 
-/// What a dim of a parameter counts.
+/// Meaning of a parameter's dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dim {
-    /// Tokens of the vocabulary.
+    /// Vocabulary entries.
     Vocab,
-    /// The model's width.
+    /// Hidden size.
     Embed,
-    /// All query heads, each with all of its dims.
+    /// Query heads times head size.
     Heads,
-    /// All key or value heads, likewise.
+    /// KV heads times head size.
     KvHeads,
-    /// The dims of one head.
+    /// Head size.
     HeadDim,
-    /// The MLP's width.
+    /// MLP intermediate size.
     Ffn,
-    /// All experts, each with all of its rows or columns.
+    /// Experts times the rows or columns of each.
     Experts,
-    /// An adapter's rank.
+    /// LoRA rank.
     Rank,
 }
 
-/// A dim and its length.
+/// A named dimension with its length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DimSize {
-    /// The dim.
+    /// Meaning of the dimension.
     pub dim: Dim,
-    /// The length.
+    /// Number of elements along the dimension.
     pub len: usize,
 }
 
-/// Where a parameter acts.
+/// Position of a parameter in a layer, which decides its tensor parallel placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Region {
-    /// On what all branches read and add to: norms of the model's width, the embedding, the output layer.
-    Residual,
-    /// Within a branch, between [`Seams::enter`](crate::Seams::enter) and [`Seams::leave`](crate::Seams::leave).
-    Branch,
+pub enum ParamScope {
+    /// The residual stream: norms, embedding and output layer.
+    ResidualStream,
+    /// Attention or MLP, between [`ParallelOps::copy_to_tp`](crate::ParallelOps::copy_to_tp) and
+    /// [`ParallelOps::reduce_from_tp`](crate::ParallelOps::reduce_from_tp).
+    Sublayer,
 }
 
-/// What a parameter starts from.
+/// Initialization of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
-    /// A normal distribution around 0.
+    /// Normal distribution with mean 0.
     Normal {
-        /// Its standard deviation.
+        /// Standard deviation.
         std: f64,
-        /// A row left at zero: the padding token's.
+        /// Index of a row that stays zero: the padding token's.
         zero_row: Option<usize>,
     },
-    /// A uniform distribution over [-bound, bound).
+    /// Uniform distribution over [-bound, bound).
     Uniform {
-        /// Its bound.
+        /// Bound of the distribution.
         bound: f64,
     },
     /// All zeros.
@@ -129,7 +131,7 @@ impl ParamSpec {
         self.shape.iter().product()
     }
 
-    /// Fills `out`, which holds [`ParamSpec::numel`] elements, with initial values.
+    /// Fills `out` with initial values. Its length must be [`ParamSpec::numel`].
     pub fn initialise(&self, seed: u64, out: &mut [f32]) {
         assert_eq!(out.len(), self.numel(), "the buffer of {} has its shape", self.name);
         match self.init {
@@ -146,7 +148,7 @@ impl ParamSpec {
         }
     }
 
-    /// Two uniform numbers in, two values out. Each piece starts at its own place of the stream.
+    /// Fills `out` in parallel chunks. `pair` maps two uniform numbers to two values.
     fn fill(&self, seed: u64, out: &mut [f32], pair: impl Fn(f64, f64) -> [f64; 2] + Sync) {
         const PIECE: usize = 1 << 14;
         let key = stream_key(seed, &self.name);
@@ -161,7 +163,7 @@ impl ParamSpec {
     }
 }
 
-/// The middle of one of 2^32 equal parts of (0, 1): never 0, whose logarithm is infinite.
+/// Maps 32 random bits to the open interval (0, 1), whose logarithms are finite.
 fn unit_interval(bits: u32) -> f64 {
     (f64::from(bits) + 0.5) / 4_294_967_296.0
 }
@@ -172,15 +174,15 @@ fn box_muller(a: f64, b: f64) -> [f64; 2] {
     [radius * cos, radius * sin]
 }
 
-/// FNV-1a's usual start.
+/// Offset basis of FNV-1a.
 pub(crate) const FNV_START: u64 = 0xcbf2_9ce4_8422_2325;
 
-/// FNV-1a of a text.
+/// Returns the FNV-1a hash of a text.
 pub(crate) fn fnv1a(start: u64, text: &str) -> u64 {
     text.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
-/// The name's hash, twice with different starts, beside the seed.
+/// Returns the key of a parameter's random stream: the seed and two hashes of its name.
 fn stream_key(seed: u64, name: &str) -> [u8; 32] {
     let words = [seed, fnv1a(FNV_START, name), fnv1a(0x6c62_272e_07bb_0142, name), name.len() as u64];
     let mut key = [0; 32];
@@ -195,8 +197,8 @@ mod tests {
 
     fn values(name: &str, shape: &[usize], init: Init, seed: u64) -> Vec<f32> {
         let (name, shape, dims) = (name.to_string(), shape.to_vec(), vec![Dim::Embed; shape.len()]);
-        let (region, group, storage) = (Region::Residual, GroupKind::Dense, WeightStorage::Dense);
-        let spec = ParamSpec { name, shape, dims, region, init, decay: true, trainable: true, group, storage };
+        let (scope, group, storage) = (ParamScope::ResidualStream, ParamGroupKind::Dense, WeightStorage::Dense);
+        let spec = ParamSpec { name, shape, dims, scope, init, decay: true, trainable: true, group, storage };
         let mut out = vec![f32::NAN; spec.numel()];
         spec.initialise(seed, &mut out);
         out

@@ -1,4 +1,4 @@
-//! Rotary tables: the cosine and sine of position times frequency, with the arithmetic of torch in f32.
+//! RoPE tables: cosines and sines in f32, bit-identical to torch's.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -7,7 +7,7 @@ use candlewick_ops::{Weight, embedding, upload};
 
 use crate::{Config, config::RopeKind};
 
-/// One frequency for each pair of a head's dims.
+/// Returns the inverse frequencies, one for each pair of a head's dimensions.
 fn inverse_frequencies(config: &Config) -> Vec<f32> {
     let typed = &config.typed;
     let frequency = |pair: usize| {
@@ -37,14 +37,14 @@ fn scaled(kind: &RopeKind, frequency: f32) -> f32 {
     }
 }
 
-/// The rotary tables of a model. What was computed stays on its device, for all positions up to the last one asked for.
+/// RoPE tables of a model. They are cached on the device and extended when a longer position occurs.
 #[derive(Clone, Debug)]
 pub(crate) struct Rope {
     frequencies: Vec<f32>,
     known: Arc<Mutex<Option<Tables>>>,
 }
 
-/// Cosines and sines [positions, k/2] in f32.
+/// Cosines and sines, f32 [positions, k/2] each.
 #[derive(Clone, Debug)]
 struct Tables {
     cos: Tensor,
@@ -56,7 +56,7 @@ impl Rope {
         Self { frequencies: inverse_frequencies(config), known: Arc::default() }
     }
 
-    /// Cosines and sines [t, k/2] at these positions, in f32.
+    /// Returns the cosines and sines at `positions`, f32 [t, k/2] each.
     pub(crate) fn at(&self, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
         let n_positions = positions.iter().max().map_or(0, |last| *last as usize + 1);
         let tables = self.tables(n_positions, device)?;
@@ -73,7 +73,7 @@ impl Rope {
         {
             return Ok(tables.clone());
         }
-        // Doubled: decoding asks for one more each time.
+        // Doubling the table keeps the cost of decoding linear in the number of tokens.
         let tables = compute(&self.frequencies, n_positions.next_power_of_two(), device)?;
         *known = Some(tables.clone());
         Ok(tables)

@@ -1,59 +1,59 @@
-//! The units of a model, [embedding, block 0.., head], with every parameter's name and shape.
+//! FSDP units of a model (embedding, layers, head) with the names and shapes of their parameters.
 
 use candlewick_ops::WeightStorage;
 
 use crate::{
-    AdapterSpec, Config, Dim, DimSize, Init, LayerSpec, LoraConfig, ModelError, ParamSpec, Region, lora::factors,
+    AdapterSpec, Config, Dim, DimSize, Init, LayerSpec, LoraConfig, ModelError, ParamScope, ParamSpec, lora::factors,
 };
 
-/// A group of parameters that is fetched, computed and differentiated together.
+/// Parameters that are all-gathered, computed and freed together, as by FSDP's `fully_shard`.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Unit {
-    /// "embed", "block 0", ..., "head".
+pub struct FsdpUnit {
+    /// Name of the unit: `embed`, `block 0`, ... or `head`.
     pub name: String,
-    /// The kind.
-    pub kind: UnitKind,
-    /// The parameters it owns.
+    /// Kind of the unit.
+    pub kind: FsdpUnitKind,
+    /// Parameters that this unit owns.
     pub params: Vec<ParamSpec>,
-    /// The parameters it borrows.
-    pub shared: Vec<Shared>,
+    /// Parameters of other units that this unit also reads, such as tied embeddings.
+    pub tied: Vec<TiedParam>,
 }
 
-/// A kind of unit.
+/// Kind of an FSDP unit.
 #[derive(Clone, Debug, PartialEq)]
-pub enum UnitKind {
-    /// The embedding.
+pub enum FsdpUnitKind {
+    /// Token embedding.
     Embedding,
     /// A decoder layer.
     Layer(Box<LayerSpec>),
-    /// The last norm and the output layer.
+    /// Final norm and output layer (`lm_head`).
     Head {
-        /// Epsilon of the norm.
+        /// Epsilon of the final norm.
         norm_eps: f64,
     },
-    /// Parameters that code outside of this crate finds by name.
+    /// Parameters that a caller outside of this crate reads by name.
     Named,
 }
 
-impl Unit {
+impl FsdpUnit {
     /// Returns the decoder layer, if the unit is one.
     pub fn layer(&self) -> Option<&LayerSpec> {
         match &self.kind {
-            UnitKind::Layer(layer) => Some(layer),
+            FsdpUnitKind::Layer(layer) => Some(layer),
             _ => None,
         }
     }
 
-    /// Removes the bias called `name`, which only another rank adds.
+    /// Removes the bias `name`. Under tensor parallelism one rank alone adds the bias of a row-parallel layer.
     pub fn remove_bias(&mut self, name: &str) {
         self.params.retain(|param| param.name != name);
-        let UnitKind::Layer(layer) = &mut self.kind else { return };
+        let FsdpUnitKind::Layer(layer) = &mut self.kind else { return };
         layer.linears_mut().filter(|linear| linear.bias_name() == name).for_each(|linear| linear.bias = false);
     }
 
-    /// Stores the frozen matrices of its linear layers in `storage`. Biases, norms and adapters stay dense.
+    /// Sets the storage of the frozen linear weights. Biases, norms and adapters stay dense.
     pub(crate) fn store_frozen(&mut self, storage: WeightStorage) {
-        let UnitKind::Layer(layer) = &mut self.kind else { return };
+        let FsdpUnitKind::Layer(layer) = &mut self.kind else { return };
         for linear in layer.linears_mut() {
             let name = linear.weight_name();
             for param in self.params.iter_mut().filter(|param| param.name == name && !param.trainable) {
@@ -62,18 +62,18 @@ impl Unit {
         }
     }
 
-    /// Returns the adapters on its linear layers.
+    /// Returns the LoRA adapters of the unit's linear layers.
     pub fn adapters(&self) -> impl Iterator<Item = &AdapterSpec> {
         self.layer().into_iter().flat_map(LayerSpec::linears).filter_map(|linear| linear.adapter.as_ref())
     }
 }
 
-/// A parameter that another unit owns, such as the embedding that serves as the output layer.
+/// A parameter that another unit owns, such as tied embeddings in the output layer.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Shared {
-    /// The owner's index among the units.
-    pub unit: usize,
-    /// The parameter's name there and here.
+pub struct TiedParam {
+    /// Index of the owning unit.
+    pub owner: usize,
+    /// Name of the parameter, equal in both units.
     pub name: String,
 }
 
@@ -81,8 +81,8 @@ pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const FINAL_NORM: &str = "model.norm.weight";
 pub(crate) const LM_HEAD: &str = "lm_head.weight";
 
-/// All units; with an adapter, its factors beside a frozen base.
-pub(crate) fn units(config: &Config, lora: Option<&LoraConfig>) -> Result<Vec<Unit>, ModelError> {
+/// Returns all units. With LoRA the base is frozen and the units hold the factors, too.
+pub(crate) fn units(config: &Config, lora: Option<&LoraConfig>) -> Result<Vec<FsdpUnit>, ModelError> {
     let mut units = vec![embed(config)];
     units.extend((0..config.n_layers()).map(|layer_idx| layer(config, layer_idx)));
     units.push(head(config));
@@ -92,11 +92,11 @@ pub(crate) fn units(config: &Config, lora: Option<&LoraConfig>) -> Result<Vec<Un
     Ok(units)
 }
 
-fn attach(config: &Config, lora: &LoraConfig, units: &mut [Unit]) -> Result<(), ModelError> {
+fn attach(config: &Config, lora: &LoraConfig, units: &mut [FsdpUnit]) -> Result<(), ModelError> {
     units.iter_mut().flat_map(|unit| &mut unit.params).for_each(|param| param.trainable = false);
     let targets = lora.targets(config)?;
     for unit in units {
-        let UnitKind::Layer(layer) = &mut unit.kind else { continue };
+        let FsdpUnitKind::Layer(layer) = &mut unit.kind else { continue };
         for linear in layer.linears_mut() {
             let Some(adapter) = targets.iter().find(|adapter| adapter.module == linear.module) else { continue };
             linear.adapter = Some(adapter.clone());
@@ -106,35 +106,35 @@ fn attach(config: &Config, lora: &LoraConfig, units: &mut [Unit]) -> Result<(), 
     Ok(())
 }
 
-fn embed(config: &Config) -> Unit {
+fn embed(config: &Config) -> FsdpUnit {
     let zero_row = config.typed.pad_id.map(|id| id as usize);
     let init = Init::Normal { std: config.typed.initializer_range, zero_row };
     let params = vec![ParamSpec { init, ..vocabulary(EMBEDDING, config) }];
-    Unit { name: "embed".to_string(), kind: UnitKind::Embedding, params, shared: Vec::new() }
+    FsdpUnit { name: "embed".to_string(), kind: FsdpUnitKind::Embedding, params, tied: Vec::new() }
 }
 
-fn layer(config: &Config, layer_idx: usize) -> Unit {
+fn layer(config: &Config, layer_idx: usize) -> FsdpUnit {
     let layer = config.layer(layer_idx);
     let params = layer.params(config.typed.initializer_range);
-    let kind = UnitKind::Layer(Box::new(layer));
-    Unit { name: format!("block {layer_idx}"), kind, params, shared: Vec::new() }
+    let kind = FsdpUnitKind::Layer(Box::new(layer));
+    FsdpUnit { name: format!("block {layer_idx}"), kind, params, tied: Vec::new() }
 }
 
-fn head(config: &Config) -> Unit {
-    let mut params = vec![ParamSpec::norm(FINAL_NORM.to_string(), config.embed(), Region::Residual)];
-    let mut shared = Vec::new();
+fn head(config: &Config) -> FsdpUnit {
+    let mut params = vec![ParamSpec::norm(FINAL_NORM.to_string(), config.embed(), ParamScope::ResidualStream)];
+    let mut tied = Vec::new();
     if config.typed.tied {
-        shared.push(Shared { unit: 0, name: EMBEDDING.to_string() });
+        tied.push(TiedParam { owner: 0, name: EMBEDDING.to_string() });
     } else {
         params.push(vocabulary(LM_HEAD, config));
     }
-    let kind = UnitKind::Head { norm_eps: config.typed.rms_norm_eps };
-    Unit { name: "head".to_string(), kind, params, shared }
+    let kind = FsdpUnitKind::Head { norm_eps: config.typed.rms_norm_eps };
+    FsdpUnit { name: "head".to_string(), kind, params, tied }
 }
 
 /// A row for each token.
 fn vocabulary(name: &str, config: &Config) -> ParamSpec {
     let init = Init::Normal { std: config.typed.initializer_range, zero_row: None };
     let vocab = DimSize { dim: Dim::Vocab, len: config.typed.vocab_size };
-    ParamSpec::matrix(name.to_string(), [vocab, config.embed()], Region::Residual, init)
+    ParamSpec::matrix(name.to_string(), [vocab, config.embed()], ParamScope::ResidualStream, init)
 }

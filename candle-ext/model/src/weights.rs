@@ -1,4 +1,4 @@
-//! The weights of one unit as values, found by name once.
+//! Weights of one FSDP unit, looked up by name once.
 
 use std::collections::HashMap;
 
@@ -6,55 +6,55 @@ use candle_core::{Result, Tensor, bail};
 use candlewick_ops::{self as ops, OutputDtype, Weight};
 
 use crate::{
-    Unit,
+    FsdpUnit,
     block::Layer,
     norm::Norm,
-    unit::{EMBEDDING, FINAL_NORM, LM_HEAD, UnitKind},
+    unit::{EMBEDDING, FINAL_NORM, FsdpUnitKind, LM_HEAD},
 };
 
-/// The weights of one unit. They are views: the engine gathers and releases the elements.
-pub enum Weights {
-    /// The embedding.
-    Embedding(Embedding),
+/// Weights of one FSDP unit: views of buffers that the engine all-gathers and frees.
+pub enum UnitWeights {
+    /// Token embedding.
+    Embedding(EmbeddingTable),
     /// A decoder layer.
     Layer(Box<Layer>),
-    /// The last norm and the output layer.
-    Head(Head),
-    /// Parameters that code outside of this crate finds by name.
+    /// Final norm and output layer (`lm_head`).
+    Head(LmHead),
+    /// Parameters that a caller outside of this crate reads by name.
     Named(HashMap<String, Weight>),
 }
 
-/// The embedding [v, d].
-pub struct Embedding {
+/// Token embedding [v, d].
+pub struct EmbeddingTable {
     pub(crate) table: Weight,
 }
 
-/// The last norm and the output layer.
-pub struct Head {
+/// Final norm and output layer (`lm_head`).
+pub struct LmHead {
     norm: Norm,
     lm_head: Weight,
 }
 
-impl Weights {
-    /// Builds the weights of `unit`; every parameter that it owns or shares must be among `weights`.
-    pub fn new(unit: &Unit, weights: impl IntoIterator<Item = (String, Weight)>) -> Result<Self> {
+impl UnitWeights {
+    /// Builds the weights of `unit`. `weights` must contain all parameters that it owns or ties.
+    pub fn new(unit: &FsdpUnit, weights: impl IntoIterator<Item = (String, Weight)>) -> Result<Self> {
         let weights: HashMap<_, _> = weights.into_iter().collect();
         let mut get = |name: &str| match weights.get(name) {
             Some(weight) => Ok(weight.clone()),
             None => bail!("the weights of {} lack `{name}`", unit.name),
         };
         Ok(match &unit.kind {
-            UnitKind::Embedding => Self::Embedding(Embedding { table: get(EMBEDDING)? }),
-            UnitKind::Layer(spec) => Self::Layer(Box::new(Layer::build(spec, &mut get)?)),
-            UnitKind::Named => Self::Named(weights),
-            UnitKind::Head { norm_eps } => {
-                let lm_head = get(unit.shared.first().map_or(LM_HEAD, |shared| shared.name.as_str()))?;
-                Self::Head(Head { norm: Norm { weight: get(FINAL_NORM)?, eps: *norm_eps }, lm_head })
+            FsdpUnitKind::Embedding => Self::Embedding(EmbeddingTable { table: get(EMBEDDING)? }),
+            FsdpUnitKind::Layer(spec) => Self::Layer(Box::new(Layer::build(spec, &mut get)?)),
+            FsdpUnitKind::Named => Self::Named(weights),
+            FsdpUnitKind::Head { norm_eps } => {
+                let lm_head = get(unit.tied.first().map_or(LM_HEAD, |tied| tied.name.as_str()))?;
+                Self::Head(LmHead { norm: Norm { weight: get(FINAL_NORM)?, eps: *norm_eps }, lm_head })
             }
         })
     }
 
-    pub(crate) fn embedding(&self) -> Result<&Embedding> {
+    pub(crate) fn embedding(&self) -> Result<&EmbeddingTable> {
         match self {
             Self::Embedding(embedding) => Ok(embedding),
             other => bail!("expected an embedding, found {}", other.kind()),
@@ -68,14 +68,14 @@ impl Weights {
         }
     }
 
-    pub(crate) fn head(&self) -> Result<&Head> {
+    pub(crate) fn head(&self) -> Result<&LmHead> {
         match self {
             Self::Head(head) => Ok(head),
             other => bail!("expected an output layer, found {}", other.kind()),
         }
     }
 
-    /// Returns a parameter of a unit of named parameters.
+    /// Returns parameter `name` of a [`UnitWeights::Named`].
     pub fn named(&self, name: &str) -> Result<&Weight> {
         match self {
             Self::Named(weights) => match weights.get(name) {
@@ -96,8 +96,8 @@ impl Weights {
     }
 }
 
-impl Head {
-    /// Computes the norm after the last layer: [t, d] -> [t, d].
+impl LmHead {
+    /// Applies the final norm: [t, d] -> [t, d].
     pub(crate) fn norm(&self, x_td: &Tensor) -> Result<Tensor> {
         self.norm.forward(x_td)
     }
@@ -107,7 +107,7 @@ impl Head {
         &self.lm_head
     }
 
-    /// Computes f32 logits: normed [t, d] -> [t, v].
+    /// Computes f32 logits: hidden states after the final norm [t, d] -> [t, v].
     pub(crate) fn logits(&self, normed_td: &Tensor) -> Result<Tensor> {
         ops::linear(normed_td, &self.lm_head, None, OutputDtype::F32)
     }

@@ -1,4 +1,4 @@
-//! Assembly of an engine from a model, the groups of a mesh, dtypes and a memory plan.
+//! Construction of an engine from a model, the process groups of a mesh, dtypes and memory settings.
 
 use std::sync::Arc;
 
@@ -6,74 +6,74 @@ use candle_core::{DType, Device, Result};
 use candlewick_comm::{Collective, Solo};
 use candlewick_model::Model;
 
+use crate::context_parallel::ContextParallel;
 use crate::engine::{ActivationCheckpointing, Engine};
-use crate::groups::Groups;
-use crate::params::{CpuOffload, Formats, Mode, ParamStore, StoreOptions, ZeroStage};
-use crate::pipeline::{Layout, Pipeline, Schedule};
+use crate::groups::ParallelGroups;
+use crate::params::{CpuOffload, ParamDtypes, ParamStore, StoreMode, StoreOptions, ZeroStage};
+use crate::pipeline::{Pipeline, PipelineLayout, PipelineScheduleKind};
 use crate::placement::SequenceParallel;
-use crate::sequence::Sequence;
 
-/// The dtypes, the parallel layout and the memory plan of an engine.
+/// Configuration of an engine: dtypes, parallelism and memory.
 #[derive(Clone, Debug)]
 pub struct EngineSpec {
     /// Training or inference.
-    pub mode: Mode,
-    /// The dtypes of weights, masters and moments.
-    pub formats: Formats,
-    /// The ZeRO stage, if parameters are sharded.
+    pub mode: StoreMode,
+    /// Dtypes of weights, master weights and AdamW moments.
+    pub dtypes: ParamDtypes,
+    /// ZeRO stage; `None` without sharding.
     pub zero_stage: Option<ZeroStage>,
-    /// Sequence parallelism of the tensor-parallel ranks.
+    /// Megatron-LM's sequence parallelism over the tensor parallel ranks.
     pub sequence_parallel: SequenceParallel,
-    /// The blocks of each pipeline stage.
-    pub layout: Layout,
-    /// The pipeline schedule.
-    pub schedule: Schedule,
-    /// The parameters that lie in the memory of a GPU's host.
+    /// Layers of each pipeline stage.
+    pub layout: PipelineLayout,
+    /// Pipeline schedule.
+    pub schedule: PipelineScheduleKind,
+    /// Parameters and optimizer states that are offloaded to CPU memory.
     pub cpu_offload: CpuOffload,
-    /// The activations that each block keeps for backward.
+    /// Activation checkpointing of each layer.
     pub checkpointing: Vec<ActivationCheckpointing>,
 }
 
 impl EngineSpec {
-    /// Returns the spec of an engine that trains every block of `layout` with its whole tape kept.
-    pub fn training(formats: Formats, layout: Layout) -> Self {
+    /// Returns the configuration of an engine that trains, without activation checkpointing or ZeRO.
+    pub fn training(dtypes: ParamDtypes, layout: PipelineLayout) -> Self {
         let checkpointing = vec![ActivationCheckpointing::None; layout.n_blocks()];
         Self {
-            mode: Mode::Train,
-            formats,
+            mode: StoreMode::Train,
+            dtypes,
             zero_stage: None,
             sequence_parallel: SequenceParallel::Off,
             layout,
-            schedule: Schedule::default(),
+            schedule: PipelineScheduleKind::default(),
             cpu_offload: CpuOffload::default(),
             checkpointing,
         }
     }
 
-    /// Returns the spec of an engine that computes in `dtype` and trains nothing.
-    pub fn inference(dtype: DType, layout: Layout) -> Self {
-        Self { mode: Mode::Infer, ..Self::training(Formats::computing_in(dtype), layout) }
+    /// Returns the configuration of an inference engine that computes in `dtype`.
+    pub fn inference(dtype: DType, layout: PipelineLayout) -> Self {
+        Self { mode: StoreMode::Infer, ..Self::training(ParamDtypes::computing_in(dtype), layout) }
     }
 
-    /// Builds one rank's engine over `groups`, with parameters that are not yet filled. All ranks call it.
+    /// Builds this rank's engine over `groups`, with uninitialized parameters. Collective: all ranks must call it.
     ///
-    /// Training sums losses over the ranks of `groups.loss`. In inference each rank keeps its own.
-    pub fn build(self, model: Model, groups: &Groups, device: Device) -> Result<Engine> {
-        let Self { mode, formats, zero_stage, sequence_parallel, layout, schedule, cpu_offload, checkpointing } = self;
+    /// Training sums losses over `groups.loss`. Inference returns each rank's own losses.
+    pub fn build(self, model: Model, groups: &ParallelGroups, device: Device) -> Result<Engine> {
+        let Self { mode, dtypes, zero_stage, sequence_parallel, layout, schedule, cpu_offload, checkpointing } = self;
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
-        let options = StoreOptions { formats, mode, cpu_offload };
+        let options = StoreOptions { dtypes, mode, cpu_offload };
         let store = ParamStore::of_units(model.units(), options, &device, sharding)?;
         let losses: Arc<dyn Collective> = match mode {
-            Mode::Train => Arc::clone(&groups.loss),
-            Mode::Infer => Arc::new(Solo),
+            StoreMode::Train => Arc::clone(&groups.loss),
+            StoreMode::Infer => Arc::new(Solo),
         };
         let pipeline = Pipeline::new(Arc::clone(&groups.pp), layout, schedule)?;
         let mut engine = Engine::new(model, store, checkpointing, losses, device).with_pipeline(pipeline);
         if groups.cp.size() * groups.sp.size() > 1 {
-            engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp)));
+            engine = engine.with_context_parallel(ContextParallel::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp)));
         }
         if groups.tp.size() > 1 {
-            engine = engine.with_tensor(groups.tensor_ranks(sequence_parallel));
+            engine = engine.with_tensor_parallel(groups.tensor_parallel(sequence_parallel));
         }
         Ok(engine)
     }

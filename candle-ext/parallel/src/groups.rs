@@ -1,4 +1,4 @@
-//! The groups of a mesh that training needs.
+//! Process groups of a device mesh.
 
 use std::sync::Arc;
 
@@ -7,54 +7,54 @@ use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Collective, Solo};
 
 use crate::params::{GroupRanks, ShardingGroups, Stages, ZeroStage};
-use crate::pipeline::Layout;
+use crate::pipeline::PipelineLayout;
 use crate::placement::SequenceParallel;
-use crate::tensor::TensorRanks;
+use crate::tensor_parallel::TensorParallel;
 
-/// This rank's process groups. All ranks make them together.
+/// Process groups of this rank. Creating them is a collective call.
 #[derive(Clone)]
-pub struct Groups {
-    /// Data parallel ranks: those with different tokens.
+pub struct ParallelGroups {
+    /// Data parallel ranks, which train on different tokens.
     pub dp: Arc<dyn Collective>,
-    /// Data parallel ranks of all pipeline stages; losses, known on the last stage alone, are summed over them.
+    /// Data parallel ranks of all pipeline stages, over which losses are summed.
     pub loss: Arc<dyn Collective>,
-    /// Data parallel ranks that keep one shard each.
+    /// Ranks that shard parameters (`dp_shard`, as in torchtitan).
     pub dp_shard: Arc<dyn Collective>,
-    /// Data parallel ranks that keep the same shard.
+    /// Ranks that replicate a shard (`dp_replicate`, as in HSDP).
     pub dp_replicate: Arc<dyn Collective>,
-    /// Ranks that split a micro-batch's tokens and exchange heads in attention (Ulysses).
+    /// Ulysses sequence parallel ranks, which exchange tokens for heads in attention.
     pub sp: Arc<dyn Collective>,
-    /// Ranks that split a micro-batch's tokens and send each other keys and values (ring attention).
+    /// Context parallel ranks, which exchange keys and values (ring attention).
     pub cp: Arc<dyn Collective>,
-    /// Tensor parallel ranks: those with a slice each of every matrix.
+    /// Tensor parallel ranks.
     pub tp: Arc<dyn Collective>,
-    /// Stages of one pipeline.
+    /// Pipeline stages.
     pub pp: Arc<dyn Collective>,
-    /// Stages that hold a tied embedding: the first and the last one. Others are alone.
+    /// First and last pipeline stage, which hold tied embeddings. On other stages a group of one.
     pub tied_embedding: Arc<dyn Collective>,
-    /// Ranks that hold one copy of the model together.
+    /// Tensor and pipeline parallel ranks of one model replica.
     pub model_parallel: Arc<dyn Collective>,
-    /// Ranks that hold one copy of the model together, if each of `dp_shard` keeps a shard.
+    /// Ranks of one model replica that is also sharded over `dp_shard`.
     pub model_parallel_shard: Arc<dyn Collective>,
-    /// Groups of the experts' parameters.
+    /// Process groups of expert parameters.
     expert: Option<ExpertGroups>,
 }
 
-/// Groups of the experts' parameters.
+/// Process groups of expert parameters.
 #[derive(Clone)]
 struct ExpertGroups {
-    /// Ranks with the same experts: gradients are summed over them.
+    /// Expert-data parallel ranks, over which gradients of experts are reduced.
     edp: Arc<dyn Collective>,
-    /// Ranks with other experts each.
+    /// Expert parallel ranks.
     ep: Arc<dyn Collective>,
-    /// Ranks that have all experts of all stages once.
+    /// Ranks that hold all experts of all stages exactly once.
     model: Arc<dyn Collective>,
-    /// Ranks that have them once if each of `edp` keeps a shard.
+    /// Ranks that hold all experts once if `edp` shards them.
     model_shards: Arc<dyn Collective>,
 }
 
-impl Groups {
-    /// Makes the groups of `mesh`; `world` is the group of all its ranks.
+impl ParallelGroups {
+    /// Creates the process groups of `mesh`. `world` is the group of all its ranks. Collective: all ranks must call it.
     pub fn new(mesh: &Mesh, world: &dyn Collective) -> Result<Self> {
         let dp = [Axis::DpReplicate, Axis::DpShard, Axis::Cp, Axis::Sp];
         let loss = [Axis::Pp, Axis::DpReplicate, Axis::DpShard, Axis::Cp, Axis::Sp];
@@ -76,7 +76,7 @@ impl Groups {
         })
     }
 
-    /// Adds the groups of experts, for a model that has some. All ranks of `world` call it.
+    /// Adds expert parallel groups, for a mixture-of-experts model. Collective: all ranks of `world` must call it.
     pub fn with_experts(self, mesh: &Mesh, world: &dyn Collective) -> Result<Self> {
         let etp = mesh.degrees().etp;
         if etp > 1 {
@@ -91,17 +91,18 @@ impl Groups {
         Ok(Self { expert: Some(expert), ..self })
     }
 
-    /// Returns the tensor parallel ranks.
-    pub fn tensor_ranks(&self, sequence_parallel: SequenceParallel) -> TensorRanks {
-        TensorRanks { ranks: Arc::clone(&self.tp), sequence_parallel }
+    /// Returns the tensor parallel group with or without sequence parallelism.
+    pub fn tensor_parallel(&self, sequence_parallel: SequenceParallel) -> TensorParallel {
+        TensorParallel { ranks: Arc::clone(&self.tp), sequence_parallel }
     }
 
-    /// Returns the process groups of parameters in a ZeRO stage. Without one each rank of `dp` keeps all parameters of its
-    /// stage and tensor parallel rank.
+    /// Returns the process groups that shard parameters in a ZeRO stage.
+    ///
+    /// Without a stage, each rank of `dp` holds all parameters of its pipeline stage and tensor parallel rank.
     pub fn sharding_groups(
         &self,
         zero_stage: Option<ZeroStage>,
-        layout: Layout,
+        layout: PipelineLayout,
         sequence_parallel: SequenceParallel,
     ) -> ShardingGroups {
         let solo: Arc<dyn Collective> = Arc::new(Solo);
@@ -127,7 +128,7 @@ impl Groups {
     }
 }
 
-/// The first and the last stage of a pipeline, the others alone.
+/// Returns the group of the first and last pipeline stage; on other stages, a group of one.
 fn first_and_last(stages: &dyn Collective) -> Result<Arc<dyn Collective>> {
     let last = stages.size() - 1;
     let ends = if last == 0 { vec![0] } else { vec![0, last] };

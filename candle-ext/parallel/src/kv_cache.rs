@@ -1,12 +1,12 @@
-//! Keys and values of the tokens already seen, for generation: the `attend` seam with a memory.
+//! KV cache of one sequence, for generation.
 
 use std::sync::Mutex;
 
 use candle_core::{Result, Tensor};
-use candlewick_model::Seams;
-use candlewick_ops::{AttentionSpec, CuSeqlens, attention};
+use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_ops::{CuSeqlens, attention};
 
-/// The keys and values of one sequence, per block, in buffers of a fixed capacity.
+/// KV cache of one sequence: a buffer of fixed capacity for each layer.
 pub struct KvCache {
     blocks: Vec<Mutex<BlockCache>>,
     capacity: usize,
@@ -19,28 +19,21 @@ struct BlockCache {
 }
 
 impl KvCache {
-    /// Makes an empty cache for `n_blocks` blocks and up to `capacity` tokens.
+    /// Creates an empty cache for `n_blocks` layers and up to `capacity` tokens.
     pub fn new(n_blocks: usize, capacity: usize) -> Self {
         Self { blocks: (0..n_blocks).map(|_| Mutex::default()).collect(), capacity }
     }
 
-    /// Returns the number of tokens seen by every block.
+    /// Returns the number of cached tokens.
     pub fn n_tokens(&self) -> usize {
         self.blocks.iter().map(|block| lock(block).n_tokens).min().unwrap_or(0)
     }
 }
 
-impl Seams for KvCache {
-    /// Appends the new keys and values of the one sequence and attends from the new queries to all of them.
-    fn attend(
-        &self,
-        block: usize,
-        q_thk: &Tensor,
-        k_thk: &Tensor,
-        v_thk: &Tensor,
-        _seqs: &CuSeqlens,
-        spec: &AttentionSpec,
-    ) -> Result<Tensor> {
+impl ParallelOps for KvCache {
+    /// Appends the new keys and values, and computes attention of the new queries over all cached tokens.
+    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
+        let AttentionCall { layer_idx: block, q: q_thk, k: k_thk, v: v_thk, spec, .. } = *call;
         let n_new = q_thk.dim(0)?;
         let mut cache = lock(&self.blocks[block]);
         let n_seen = cache.n_tokens;

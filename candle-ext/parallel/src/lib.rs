@@ -1,38 +1,39 @@
-//! Where each weight and activation lives, and when it moves: the block engine and the parameter store.
+//! Distributed training and inference engine: parameter sharding, pipeline, tensor, sequence and context parallelism.
 //!
-//! No kernels and no family names: kernels are in `candlewick-ops`, what a block computes is in `candlewick-model`.
+//! Kernels are in `candlewick-ops`, model families in `candlewick-model`.
 
 mod assembly;
-mod branches;
+mod context_parallel;
 mod engine;
 mod groups;
 mod kv_cache;
-mod kv_pool;
+mod kv_cache_pool;
 mod objective;
 mod offload;
 mod params;
 mod pipeline;
 mod placement;
-mod regions;
-mod sequence;
-mod tensor;
+mod prefix_tree;
+mod row_allocator;
+mod tensor_parallel;
 
 pub use assembly::EngineSpec;
-pub use branches::{Branches, Path, Run, Until};
+pub use context_parallel::{ContextParallel, ring_exchange};
 pub use engine::{
-    ActivationCheckpointing, Asked, Engine, HeadCost, LossScale, Micro, Optimizer, StepBytes, StepCost, StepLoss,
-    StepLosses, StepReport, StepResult, Tokens, TrainBatch,
+    ActivationCheckpointing, Engine, HeadCost, InFlightStep, LossScale, Micro, OptimizerStep, PackedTokens, ScoreQuery,
+    StepBytes, StepCost, StepLoss, StepLosses, StepResult, TrainBatch,
 };
-pub use groups::Groups;
+pub use groups::ParallelGroups;
 pub use kv_cache::KvCache;
-pub use kv_pool::{Growing, Growth, KvPool};
+pub use kv_cache_pool::{AppendTokens, KvAppend, KvCachePool};
 pub use objective::{AuxiliaryLoss, CausalLm, MicroLoss, Objective, TokenLosses};
 pub use offload::OffloadTarget;
 pub use params::{
-    CpuOffload, Formats, MicroBatch, Mode, ParamState, ParamStore, ShardingGroups, StoreBytes, StoreOptions, ZeroStage,
+    CpuOffload, MicroBatch, ParamDtypes, ParamState, ParamStore, ShardingGroups, StoreBytes, StoreMode, StoreOptions,
+    ZeroStage,
 };
-pub use pipeline::{ChunkPass, Layout, Pipeline, PipelineSchedule, Schedule, StageStep};
+pub use pipeline::{ChunkPass, Pipeline, PipelineLayout, PipelineSchedule, PipelineScheduleKind, StageStep};
 pub use placement::{SequenceParallel, max_shard_bytes, max_shard_numel};
-pub use regions::Regions;
-pub use sequence::{Sequence, ring_exchange};
-pub use tensor::TensorRanks;
+pub use prefix_tree::{Prefix, PrefixKvCache, PrefixTreeAttention, TokenRun};
+pub use row_allocator::RowAllocator;
+pub use tensor_parallel::TensorParallel;

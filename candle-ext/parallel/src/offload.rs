@@ -1,4 +1,4 @@
-//! Activations offloaded from the memory that computes: to a file, or to the memory of the host.
+//! Activation offloading: to CPU memory, or to files.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -8,16 +8,16 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Error, Result, Tensor};
 use candlewick_ops::{HostBuffer, tensor_from_bytes, with_bytes};
 
-/// Memory of offloaded activations between forward and backward.
+/// Destination of offloaded activations.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OffloadTarget {
-    /// In the host's memory: what a GPU has besides its own.
+    /// CPU memory, for activations of a GPU.
     HostMemory,
-    /// In unlinked files in this folder, for what is computed on the CPU. They vanish with the process.
+    /// Unlinked temporary files in this folder, for activations computed on the CPU.
     Folder(PathBuf),
 }
 
-/// An offloaded tensor, whose memory is freed. [`OffloadedActivation::fetch`] returns it, bit for bit.
+/// An offloaded activation. [`OffloadedActivation::fetch`] restores it bit for bit.
 pub(crate) enum OffloadedActivation {
     Host(HostBuffer),
     InFile { file: File, shape: Vec<usize>, dtype: DType },
@@ -52,7 +52,7 @@ fn write(file: &File, bytes: &[u8], folder: &Path) -> Result<()> {
 fn failed(doing: &str, folder: &Path, error: &io::Error) -> Error {
     let advice = match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
-            "; set TMPDIR to a folder with more room, or offload the inputs of fewer blocks"
+            "; set TMPDIR to a folder with more space, or offload the activations of fewer layers"
         }
         _ => "; set TMPDIR to a folder that this user may write to",
     };
@@ -102,6 +102,6 @@ mod tests {
         let full = File::options().write(true).open("/dev/full").unwrap();
         let message = write(&full, &[0; 1 << 19], Path::new("/big")).unwrap_err().to_string();
         assert!(message.starts_with("failed to offload an activation of 0.5 MiB in /big: "), "{message}");
-        assert!(message.contains("set TMPDIR to a folder with more room"), "{message}");
+        assert!(message.contains("set TMPDIR to a folder with more space"), "{message}");
     }
 }

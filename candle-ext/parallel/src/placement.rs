@@ -1,86 +1,86 @@
-//! What of each parameter a rank of a tensor parallel group keeps: the model says what a dim counts, and this table what
-//! that means.
+//! Tensor parallel placement of each parameter (shard, replicate or partial), from the meaning of its dimensions.
 
 use candle_core::{DType, Result, Tensor, bail};
 use candlewick_comm::Collective;
-use candlewick_model::{Dim, GroupKind, ParamSpec, Region};
+use candlewick_model::{Dim, ParamGroupKind, ParamScope, ParamSpec};
 use candlewick_ops::WeightStorage;
 
-/// Tokens of the residual stream on each tensor parallel rank (Megatron-LM's sequence parallelism).
+/// Megatron-LM's sequence parallelism: sharding of the residual stream over the tensor parallel ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SequenceParallel {
-    /// All of them.
+    /// Each rank holds all tokens of the residual stream.
     Off,
-    /// A part of them.
+    /// Each rank holds a share of the tokens of the residual stream.
     On,
 }
 
-/// Elements of a parameter on one rank, and the share of their gradient that the rank computes.
+/// Tensor parallel placement of a parameter, as DTensor's placements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Placement {
-    /// A slice of it, with the whole gradient of that slice.
+    /// A slice of the parameter, with its complete gradient.
     Shard(Slice),
-    /// All of it; each rank computes its whole gradient.
+    /// The whole parameter. Each rank computes the complete gradient.
     Replicate,
-    /// All of it; the ranks' gradients are partial sums.
+    /// The whole parameter. Gradients are partial sums to all-reduce.
     Partial,
-    /// All of it, used by rank 0 alone: a bias that is added once to the reduced output.
+    /// The whole parameter, used by rank 0 alone: a bias added once to the reduced output.
     Rank0Only,
 }
 
-/// Some rows or columns of a parameter.
+/// Rows or columns of a parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Slice {
     pub(crate) dim: usize,
     pub(crate) start: usize,
     pub(crate) len: usize,
-    /// Length on the first rank: no other has more.
+    /// Length on the first rank, which has the most.
     pub(crate) max_len: usize,
 }
 
-/// A rank among those that hold a slice each of a parameter.
+/// Rank and size of the group that splits a parameter.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RankOf {
     pub(crate) rank: usize,
     pub(crate) n_ranks: usize,
 }
 
-/// Returns the most bytes of a parameter's weights that any of `n_ranks` ranks with a slice each keeps; dense ones are in `dense`.
+/// Returns the maximum bytes of a parameter's shard on any of `n_ranks` ranks. `dense` is the dtype of unquantized
+/// weights.
 pub fn max_shard_bytes(spec: &ParamSpec, n_ranks: usize, dense: DType) -> Result<usize> {
     let placement = Placement::of(spec, SequenceParallel::Off, RankOf { rank: 0, n_ranks })?;
     spec.storage.n_bytes(&placement.max_shape(&spec.shape), dense)
 }
 
-/// Returns the largest number of elements of a parameter that any of `n_ranks` ranks with a slice each keeps.
+/// Returns the maximum number of elements of a parameter's shard on any of `n_ranks` ranks.
 pub fn max_shard_numel(spec: &ParamSpec, n_ranks: usize) -> Result<usize> {
     Ok(Placement::of(spec, SequenceParallel::Off, RankOf { rank: 0, n_ranks })?.max_numel(&spec.shape))
 }
 
 impl Placement {
-    /// Returns the placement of a parameter on one of the ranks that hold a slice each: tensor parallel ranks split dense ones,
-    /// expert parallel ranks split experts.
+    /// Returns the placement of a parameter on one rank. Tensor parallel ranks split dense parameters, expert parallel
+    /// ranks split experts.
     pub(crate) fn of(spec: &ParamSpec, sequence_parallel: SequenceParallel, rank: RankOf) -> Result<Self> {
         let is_split = |dim: &Dim| match spec.group {
-            GroupKind::Dense => matches!(dim, Dim::Vocab | Dim::Heads | Dim::KvHeads | Dim::Ffn),
-            GroupKind::Expert => *dim == Dim::Experts,
+            ParamGroupKind::Dense => matches!(dim, Dim::Vocab | Dim::Heads | Dim::KvHeads | Dim::Ffn),
+            ParamGroupKind::Expert => *dim == Dim::Experts,
         };
         if let Some(dim) = spec.dims.iter().position(is_split) {
             let slice = Slice::of(spec, dim, rank)?;
             slice.check_scales(spec)?;
             return Ok(Self::Shard(slice));
         }
-        if spec.group == GroupKind::Expert {
+        if spec.group == ParamGroupKind::Expert {
             bail!("{} belongs to an expert, but none of its dims {:?} counts experts", spec.name, spec.dims)
         }
-        Ok(match (spec.region, spec.dims.as_slice(), sequence_parallel) {
-            (Region::Residual, _, SequenceParallel::Off) => Self::Replicate,
-            // A bias as wide as the model: that of a branch's last matrix.
-            (Region::Branch, [Dim::Embed], _) => Self::Rank0Only,
-            (Region::Residual, _, SequenceParallel::On) | (Region::Branch, ..) => Self::Partial,
+        Ok(match (spec.scope, spec.dims.as_slice(), sequence_parallel) {
+            (ParamScope::ResidualStream, _, SequenceParallel::Off) => Self::Replicate,
+            // The bias of a row-parallel projection.
+            (ParamScope::Sublayer, [Dim::Embed], _) => Self::Rank0Only,
+            (ParamScope::ResidualStream, _, SequenceParallel::On) | (ParamScope::Sublayer, ..) => Self::Partial,
         })
     }
 
-    /// Returns the shape of what is kept.
+    /// Returns the shape of this rank's shard.
     pub(crate) fn shape(&self, whole: &[usize]) -> Vec<usize> {
         let mut shape = whole.to_vec();
         if let Self::Shard(slice) = self {
@@ -89,12 +89,12 @@ impl Placement {
         shape
     }
 
-    /// Returns the number of elements that the rank with most of them keeps.
+    /// Returns the maximum number of elements on any rank.
     pub(crate) fn max_numel(&self, whole: &[usize]) -> usize {
         self.max_shape(whole).iter().product()
     }
 
-    /// Returns the shape of what the rank with most elements keeps.
+    /// Returns the shape of the largest shard.
     pub(crate) fn max_shape(&self, whole: &[usize]) -> Vec<usize> {
         let mut shape = whole.to_vec();
         if let Self::Shard(slice) = self {
@@ -103,7 +103,7 @@ impl Placement {
         shape
     }
 
-    /// Cuts what is kept out of all.
+    /// Returns this rank's shard of the whole parameter.
     pub(crate) fn cut(&self, whole: &Tensor) -> Result<Tensor> {
         match self {
             Self::Shard(Slice { dim, start, len, .. }) => whole.narrow(*dim, *start, *len)?.contiguous(),
@@ -111,7 +111,8 @@ impl Placement {
         }
     }
 
-    /// Puts all together from what each rank keeps, a flat piece of [`Placement::max_numel`] elements. All ranks call it.
+    /// Gathers the whole parameter from padded shards of [`Placement::max_numel`] elements. Collective: all ranks must
+    /// call it.
     pub(crate) fn gather(&self, piece: &Tensor, whole: &[usize], ranks: &dyn Collective) -> Result<Tensor> {
         let Self::Shard(slice) = self else { return piece.reshape(whole) };
         let all = ranks.all_gather(piece)?;
@@ -122,14 +123,14 @@ impl Placement {
         by_rank.transpose(0, 1)?.contiguous()?.reshape(whole)
     }
 
-    /// Tells whether the ranks' gradients are partial sums.
+    /// Returns true if gradients are partial sums.
     pub(crate) fn is_partial(&self) -> bool {
         matches!(self, Self::Partial | Self::Rank0Only)
     }
 }
 
 impl Slice {
-    /// Fails if a scale of a quantized parameter covers elements within and outside of the slice.
+    /// Rejects a slice whose border lies within a quantization block.
     fn check_scales(&self, spec: &ParamSpec) -> Result<()> {
         let WeightStorage::Quantized(format) = spec.storage else { return Ok(()) };
         let (start, end, n) = (self.start, self.start + self.len, spec.shape[self.dim]);
@@ -142,10 +143,10 @@ impl Slice {
     fn of(spec: &ParamSpec, dim: usize, RankOf { rank, n_ranks }: RankOf) -> Result<Self> {
         let n = spec.shape[dim];
         let kind = match spec.group {
-            GroupKind::Dense => "tensor",
-            GroupKind::Expert => "expert",
+            ParamGroupKind::Dense => "tensor",
+            ParamGroupKind::Expert => "expert",
         };
-        // Only tokens may be shared out unevenly: heads are whole, and columns must fit together.
+        // Only the vocabulary may be split unevenly. Heads are whole, and columns must match rows of the next matrix.
         if !n.is_multiple_of(n_ranks) && spec.dims[dim] != Dim::Vocab {
             bail!("{} of {:?} over {n_ranks} {kind} parallel ranks: dim {dim} is not divisible", spec.name, spec.shape)
         }
@@ -171,11 +172,11 @@ mod tests {
     use candlewick_comm::{Options, threads};
     use candlewick_model::Init;
 
-    fn spec(shape: &[usize], dims: &[Dim], region: Region) -> ParamSpec {
+    fn spec(shape: &[usize], dims: &[Dim], scope: ParamScope) -> ParamSpec {
         let (name, shape, dims) = ("w".to_owned(), shape.to_vec(), dims.to_vec());
-        let (init, group) = (Init::Zeros, GroupKind::Dense);
+        let (init, group) = (Init::Zeros, ParamGroupKind::Dense);
         let storage = WeightStorage::Dense;
-        ParamSpec { name, shape, dims, region, init, decay: true, trainable: true, group, storage }
+        ParamSpec { name, shape, dims, scope, init, decay: true, trainable: true, group, storage }
     }
 
     #[test]
@@ -187,7 +188,7 @@ mod tests {
             (&[6], &[Dim::KvHeads]),
             (&[4], &[Dim::HeadDim]),
         ] {
-            let spec = spec(shape, dims, Region::Branch);
+            let spec = spec(shape, dims, ParamScope::Sublayer);
             let n = spec.numel();
             let whole = Tensor::arange(0.0f32, n as f32, &Device::Cpu).unwrap().reshape(shape).unwrap();
             let all = threads::run(3, Options::default(), |world| -> Result<Tensor> {
@@ -211,7 +212,9 @@ mod tests {
     fn what_cannot_be_cut_is_refused_by_name() {
         let refused = |shape: &[usize], dims: &[Dim], rank, n_ranks| {
             let ranks = RankOf { rank, n_ranks };
-            Placement::of(&spec(shape, dims, Region::Branch), SequenceParallel::Off, ranks).unwrap_err().to_string()
+            Placement::of(&spec(shape, dims, ParamScope::Sublayer), SequenceParallel::Off, ranks)
+                .unwrap_err()
+                .to_string()
         };
         assert!(refused(&[5, 4], &[Dim::Heads, Dim::Embed], 0, 2).contains("w of [5, 4] over 2"));
         assert!(refused(&[3, 4], &[Dim::Vocab, Dim::Embed], 3, 4).contains("nothing is left for rank 3"));
@@ -221,10 +224,10 @@ mod tests {
 
     #[test]
     fn norms_see_all_tokens_or_a_part() {
-        let norm = spec(&[4], &[Dim::Embed], Region::Residual);
+        let norm = spec(&[4], &[Dim::Embed], ParamScope::ResidualStream);
         assert_eq!(Placement::of(&norm, SequenceParallel::Off, SECOND).unwrap(), Placement::Replicate);
         assert_eq!(Placement::of(&norm, SequenceParallel::On, SECOND).unwrap(), Placement::Partial);
-        let bias = spec(&[4], &[Dim::Embed], Region::Branch);
+        let bias = spec(&[4], &[Dim::Embed], ParamScope::Sublayer);
         assert_eq!(Placement::of(&bias, SequenceParallel::Off, SECOND).unwrap(), Placement::Rank0Only);
         let whole = Tensor::zeros(4, candle_core::DType::F32, &Device::Cpu).unwrap();
         assert_eq!(Placement::Replicate.cut(&whole).unwrap().i(0).unwrap().to_scalar::<f32>().unwrap(), 0.0);
@@ -232,7 +235,8 @@ mod tests {
 
     #[test]
     fn experts_are_split_over_expert_parallel_ranks() {
-        let expert = |dims: &[Dim]| ParamSpec { group: GroupKind::Expert, ..spec(&[6, 4], dims, Region::Branch) };
+        let expert =
+            |dims: &[Dim]| ParamSpec { group: ParamGroupKind::Expert, ..spec(&[6, 4], dims, ParamScope::Sublayer) };
         let rows = Slice { dim: 0, start: 3, len: 3, max_len: 3 };
         let place = |dims: &[Dim]| Placement::of(&expert(dims), SequenceParallel::Off, SECOND);
         assert_eq!(place(&[Dim::Experts, Dim::Embed]).unwrap(), Placement::Shard(rows));
@@ -244,7 +248,7 @@ mod tests {
         let four = RankOf { rank: 0, n_ranks: 4 };
         let refused = Placement::of(&expert(&[Dim::Experts, Dim::Embed]), SequenceParallel::Off, four).unwrap_err();
         assert!(refused.to_string().contains("over 4 expert parallel ranks: dim 0 is not divisible"), "{refused}");
-        let router = spec(&[6, 4], &[Dim::Experts, Dim::Embed], Region::Residual);
+        let router = spec(&[6, 4], &[Dim::Experts, Dim::Embed], ParamScope::ResidualStream);
         assert_eq!(Placement::of(&router, SequenceParallel::Off, SECOND).unwrap(), Placement::Replicate);
     }
 }

@@ -92,8 +92,8 @@ fn is_text_error(error: &(dyn StdError + 'static)) -> bool {
 /// A config is the user's to change, a file of weights is a checkpoint.
 pub fn model_code(error: &ModelError) -> ExitCode {
     match error {
-        ModelError::Key { .. } | ModelError::Unsupported(_) | ModelError::Lora { .. } => ExitCode::Usage,
-        ModelError::In { source, .. } => model_code(source),
+        ModelError::ConfigKey { .. } | ModelError::Unsupported(_) | ModelError::LoraKey { .. } => ExitCode::Usage,
+        ModelError::InFile { source, .. } => model_code(source),
         ModelError::Tensor(_) => ExitCode::Failed,
         _ => ExitCode::Checkpoint,
     }
@@ -217,7 +217,7 @@ mod tests {
         check(io::Error::from(io::ErrorKind::OutOfMemory).into(), ExitCode::OutOfMemory);
         check(io::Error::from(io::ErrorKind::NotFound).into(), ExitCode::Failed);
         let unsupported = ModelError::Unsupported("bert".into());
-        check(ModelError::In { path: "config.json".into(), source: Box::new(unsupported) }.into(), ExitCode::Usage);
+        check(ModelError::InFile { path: "config.json".into(), source: Box::new(unsupported) }.into(), ExitCode::Usage);
         let mismatch = ModelError::Mismatch { folder: "m".into(), problem: "a tensor is missing".into() };
         check(mismatch.into(), ExitCode::Checkpoint);
     }

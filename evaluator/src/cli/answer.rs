@@ -12,9 +12,9 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::request_args::{ParallelArgs, RequestArgs, progress_reporter};
-use candlewick_inference::answer::{Answered, Answers, LmAnswers};
-use candlewick_inference::command::Model;
-use candlewick_inference::ranks::together;
+use candlewick_inference::answer::{EngineBackend, LmBackend, RequestOutput};
+use candlewick_inference::command::ModelOptions;
+use candlewick_inference::ranks::run_on_ranks;
 use candlewick_inference::request::{GenerationSettings, Request, Response};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::place::place;
@@ -27,7 +27,7 @@ pub(super) struct AnswerArgs {
     /// max_gen_toks, do_sample, temperature, top_p and top_k
     requests: PathBuf,
     #[command(flatten)]
-    model: Model,
+    model: ModelOptions,
     #[command(flatten)]
     parallel: ParallelArgs,
     #[command(flatten)]
@@ -44,11 +44,11 @@ pub(super) struct AnswerArgs {
 }
 
 pub(super) fn run(args: &AnswerArgs, hub: &Hub) -> Result<()> {
-    together(&place()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
+    run_on_ranks(&place()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
         let requests = read(&args.requests)?;
         let lm = args.model.load_on(hub, ranks, device)?;
         let settings = args.request_args.settings(args.seed, args.use_cache.clone());
-        let answers = LmAnswers::new(&lm, settings, ranks.crew())?;
+        let answers = EngineBackend::new(&lm, settings, ranks.inference_group())?;
         let answered = answers.with_progress(progress_reporter(ranks)).answer(&requests)?;
         ranks.process.on_first_rank(|| write(args.output_path.as_deref(), &answered)).map(drop)
     })
@@ -112,22 +112,22 @@ fn read(path: &Path) -> Result<Vec<Request>> {
     lines.map(parse).collect()
 }
 
-fn write(path: Option<&Path>, answered: &[Answered]) -> Result<()> {
+fn write(path: Option<&Path>, answered: &[RequestOutput]) -> Result<()> {
     let mut text = String::new();
-    for Answered { response, n_tokens, n_cut } in answered {
+    for RequestOutput { response, n_tokens, n_truncated } in answered {
         let mut line = match response {
             Response::Loglikelihood { logprob, is_greedy } => json!({"logprob": logprob, "is_greedy": is_greedy}),
             Response::LoglikelihoodRolling(loglikelihood) => json!({"loglikelihood": loglikelihood}),
             Response::Text(text) => json!({"text": text}),
         };
         line["tokens"] = json!(n_tokens);
-        line["truncated"] = json!(n_cut);
+        line["truncated"] = json!(n_truncated);
         text += &line.to_string();
         text.push('\n');
     }
-    let n_cut = answered.iter().filter(|answered| answered.n_cut > 0).count();
-    if n_cut > 0 {
-        tracing::warn!("{n_cut} of {} requests were truncated to the model's context length", answered.len());
+    let n_truncated = answered.iter().filter(|answered| answered.n_truncated > 0).count();
+    if n_truncated > 0 {
+        tracing::warn!("{n_truncated} of {} requests were truncated to the model's context length", answered.len());
     }
     match path {
         None => print_line(text.trim_end()),

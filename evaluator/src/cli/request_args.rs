@@ -7,9 +7,9 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use candlewick_inference::answer::stop::ThinkEnd;
-use candlewick_inference::answer::{AnswerSettings, Progress};
-use candlewick_inference::parts::Parts;
-use candlewick_inference::ranks::Ranks;
+use candlewick_inference::answer::{BackendSettings, RequestProgress};
+use candlewick_inference::parallel_config::ParallelConfig;
+use candlewick_inference::ranks::EvalRanks;
 use candlewick_runtime::progress::ProgressLines;
 
 #[derive(Clone, Debug, Args)]
@@ -50,9 +50,9 @@ pub(super) struct ParallelArgs {
 }
 
 impl ParallelArgs {
-    pub(super) fn config(&self) -> Parts {
+    pub(super) fn config(&self) -> ParallelConfig {
         let Self { tensor_parallel_size: tensor, pipeline_parallel_size: stages, .. } = *self;
-        Parts { tensor, stages, in_shares: self.zero_stage == "3" }
+        ParallelConfig { tensor_parallel: tensor, pipeline_parallel: stages, zero3: self.zero_stage == "3" }
     }
 }
 
@@ -77,12 +77,12 @@ fn at_least_one(text: &str) -> Result<usize, String> {
 impl RequestArgs {
     /// Returns the settings of the inference engine, with the seed of sampled generations and the folder of the
     /// response cache.
-    pub(super) fn settings(&self, seed: u64, log: Option<PathBuf>) -> AnswerSettings {
+    pub(super) fn settings(&self, seed: u64, log: Option<PathBuf>) -> BackendSettings {
         let Self { batch_size, max_length, max_gen_toks, add_bos_token, max_batch_size, .. } = *self;
         if batch_size.0.is_some() && max_batch_size.is_some() {
             tracing::warn!("--max-batch-size has no effect: it needs --batch-size auto");
         }
-        AnswerSettings {
+        BackendSettings {
             max_length,
             max_gen_toks,
             add_bos: add_bos_token,
@@ -90,7 +90,7 @@ impl RequestArgs {
             max_batch_size,
             think_end: self.think_end_token.as_deref().map(ThinkEnd::read),
             seed,
-            log,
+            cache_folder: log,
         }
     }
 
@@ -101,7 +101,7 @@ impl RequestArgs {
 }
 
 /// Creates the progress display on the first rank: a progress bar in a terminal, else log lines at intervals.
-pub(super) fn progress_reporter(ranks: &Ranks) -> impl FnMut(Progress) + use<> {
+pub(super) fn progress_reporter(ranks: &EvalRanks) -> impl FnMut(RequestProgress) + use<> {
     const BAR: &str = "requests {wide_bar} {pos}/{len} {per_sec} {eta}";
     let is_first = ranks.process.is_first();
     let target = if is_first { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
@@ -109,7 +109,7 @@ pub(super) fn progress_reporter(ranks: &Ranks) -> impl FnMut(Progress) + use<> {
     let bar = ProgressBar::with_draw_target(Some(0), target).with_style(style);
     bar.enable_steady_tick(Duration::from_secs(1));
     let mut lines = is_first.then(|| ProgressLines::on_stderr("evaluate", "requests")).flatten();
-    move |Progress { n_done, n_all }| {
+    move |RequestProgress { n_done, n_all }| {
         bar.set_length(n_all as u64);
         bar.set_position(n_done as u64);
         lines.iter().for_each(|lines| lines.set(n_done, n_all));

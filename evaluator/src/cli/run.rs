@@ -24,10 +24,10 @@ use crate::results::{
 };
 use crate::run_metadata::{RunMetadata, run_metadata};
 use crate::task::{ChatFormatter, DataOverrides, OutputType, PromptOptions, Task, TaskSelection};
-use candlewick_inference::answer::LmAnswers;
-use candlewick_inference::command::Model;
+use candlewick_inference::answer::EngineBackend;
+use candlewick_inference::command::ModelOptions;
 use candlewick_inference::lm::Lm;
-use candlewick_inference::ranks::{Ranks, together};
+use candlewick_inference::ranks::{EvalRanks, run_on_ranks};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::place::place;
 use candlewick_runtime::run_id::RunId;
@@ -36,11 +36,11 @@ use candlewick_runtime::stdout::print_line;
 #[derive(Debug, Args)]
 pub(super) struct RunArgs {
     #[command(flatten)]
-    model: Model,
+    model: ModelOptions,
     /// Comma-separated tasks, groups, tags, patterns such as mmlu_* and YAML files
     #[arg(long, short, required = true, value_delimiter = ',', num_args = 1..)]
     tasks: Vec<String>,
-    /// Model options in lm-eval's form: pretrained=NAME,dtype=bfloat16,peft=FOLDER,max_length=2048, ... or a JSON
+    /// ModelOptions options in lm-eval's form: pretrained=NAME,dtype=bfloat16,peft=FOLDER,max_length=2048, ... or a JSON
     /// object
     #[arg(long, short = 'a', alias = "model_args", value_name = "KEY=VALUE", num_args = 1..)]
     model_args: Vec<String>,
@@ -115,7 +115,7 @@ fn level(text: &str) -> Result<tracing::Level, String> {
 
 pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<()> {
     args.unsupported_lm_eval_args.check()?;
-    together(&place()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
+    run_on_ranks(&place()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
         let (id, began) = (RunId::agree(&ranks.process, Ok(RunId::now()))?, Instant::now());
         let selection = args.select()?;
         let paths = args.prompts.data_overrides(&selection.tasks)?;
@@ -134,7 +134,7 @@ pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<()> {
         let output = args.output_path.as_ref().map(|path| ResultsFolder::new(path, &args.model.model, id.file_stamp()));
         let log = args.use_cache.clone().or(output.as_ref().map(ResultsFolder::response_cache));
         let settings = args.request_args.settings(args.seeds().resolve(id.run).0, log);
-        let answers = LmAnswers::new(&lm, settings, ranks.crew())?;
+        let answers = EngineBackend::new(&lm, settings, ranks.inference_group())?;
         let max_length = answers.max_length();
         let mut answers = if args.is_quiet() { answers } else { answers.with_progress(progress_reporter(ranks)) };
         let answered = evaluation.run_requests(&mut answers)?;
@@ -218,7 +218,7 @@ impl RunArgs {
     fn given_model_args(&self) -> Map<String, Json> {
         let more = json!({
             "revision": self.model.compute.revision,
-            "dtype": self.model.compute.dtype.in_torch(),
+            "dtype": self.model.compute.dtype.torch_name(),
             "max_length": self.request_args.max_length,
             "add_bos_token": self.request_args.add_bos_token,
         });
@@ -242,7 +242,13 @@ impl RunArgs {
     }
 
     /// Loads the documents of all tasks. One rank per node downloads first.
-    fn open(&self, hub: &Hub, ranks: &Ranks, selection: &TaskSelection, paths: &DataOverrides) -> Result<Vec<Task>> {
+    fn open(
+        &self,
+        hub: &Hub,
+        ranks: &EvalRanks,
+        selection: &TaskSelection,
+        paths: &DataOverrides,
+    ) -> Result<Vec<Task>> {
         let PromptArgs { num_fewshot, compat, .. } = self.prompts;
         let options = PromptOptions { num_fewshot, compat: compat.is_some(), ..PromptOptions::default() };
         let open = |config| Ok(Task::open(hub, config, paths, &options)?);

@@ -11,7 +11,7 @@ use clap::{ArgAction, ArgGroup, Args, ValueEnum};
 use serde_json::json;
 
 use super::eval_loss_rows::EvalLossRows;
-use candlewick_inference::command::Model;
+use candlewick_inference::command::ModelOptions;
 use candlewick_inference::lm::Lm;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::progress::ProgressLines;
@@ -21,7 +21,7 @@ use candlewick_runtime::stdout::print_line;
 #[command(group = ArgGroup::new("scored").required(true))]
 pub(super) struct ScoreArgs {
     #[command(flatten)]
-    model: Model,
+    model: ModelOptions,
     /// Print the log-probability of every token of this text
     #[arg(long, group = "scored")]
     text: Option<String>,
@@ -134,7 +134,7 @@ fn score_rows(ScoreArgs { model, rows: args, .. }: &ScoreArgs, data: &str, hub: 
         progress.iter().for_each(|progress| progress.set(n_done, n_sequences));
         Ok(sequence)
     });
-    let held_out = lm.held_out(sequences)?;
+    let held_out = lm.eval_loss(sequences)?;
     let eval_time = began.elapsed().as_secs_f64();
     let (loss, n_targets) = (held_out.loss, held_out.n_targets);
     ensure!(

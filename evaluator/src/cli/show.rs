@@ -12,7 +12,7 @@ use serde_json::{Value as Json, json};
 
 use super::tasks::{PromptArgs, TaskArgs};
 use crate::task::{ChatFormatter, DataOverrides, Instance, PromptOptions, Task, TaskConfig};
-use candlewick_inference::answer::encode::{Encoder, NoTokens, Pair};
+use candlewick_inference::answer::encode::{EmptyContinuation, EncodedPair, RequestEncoder};
 use candlewick_inference::request::Request;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::stdout::print_line;
@@ -105,7 +105,7 @@ fn show(
 
 /// Tokenizer of requests, as the inference engine encodes them.
 struct RequestTokenizer<'t> {
-    encoder: Encoder<'t>,
+    encoder: RequestEncoder<'t>,
     /// Context length in tokens, if the model's config is available.
     max_length: Option<usize>,
 }
@@ -115,7 +115,7 @@ impl<'t> RequestTokenizer<'t> {
         let folder = tokenizer.directory();
         let has_config = folder.join("config.json").is_file();
         let max_length = if has_config { Some(Config::read(folder)?.max_positions()) } else { None };
-        Ok(Self { encoder: Encoder::new(tokenizer, add_bos)?, max_length })
+        Ok(Self { encoder: RequestEncoder::new(tokenizer, add_bos)?, max_length })
     }
 
     /// Returns the input tokens of a request, its scored tokens, and the number of tokens truncated from the left.
@@ -123,11 +123,12 @@ impl<'t> RequestTokenizer<'t> {
         let max_length = self.max_length.unwrap_or(usize::MAX / 2);
         Ok(match request {
             Request::Loglikelihood { context, continuation } => {
-                let Pair { mut context, continuation } = self.encoder.pair(context, continuation)?;
+                let EncodedPair { mut context, continuation } = self.encoder.pair(context, continuation)?;
                 // The last token of the continuation is a target only, not an input.
-                let n_cut = (context.len() + continuation.len()).saturating_sub(max_length + 1).min(context.len());
-                context.drain(..n_cut);
-                (context, continuation, n_cut)
+                let n_truncated =
+                    (context.len() + continuation.len()).saturating_sub(max_length + 1).min(context.len());
+                context.drain(..n_truncated);
+                (context, continuation, n_truncated)
             }
             Request::LoglikelihoodRolling { text } => {
                 let ids = self.encoder.text(text)?;
@@ -136,9 +137,9 @@ impl<'t> RequestTokenizer<'t> {
             Request::GenerateUntil { context, settings } => {
                 let mut ids = self.encoder.prompt(context)?;
                 let room = max_length.saturating_sub(settings.max_gen_toks.unwrap_or(MAX_GEN_TOKS));
-                let n_cut = ids.len().saturating_sub(room);
-                ids.drain(..n_cut);
-                (ids, Vec::new(), n_cut)
+                let n_truncated = ids.len().saturating_sub(room);
+                ids.drain(..n_truncated);
+                (ids, Vec::new(), n_truncated)
             }
         })
     }
@@ -173,15 +174,15 @@ fn request(instance: &Instance, tokens: Option<&RequestTokenizer>) -> Result<Jso
     }
     let Some(tokens) = tokens else { return Ok(fields) };
     match tokens.of(&instance.request) {
-        Ok((seen, scored, n_cut)) => {
+        Ok((seen, scored, n_truncated)) => {
             fields["context_tokens"] = json!(tokens.texts(&seen));
             if kind != "generate_until" {
                 fields["continuation_tokens"] = json!(tokens.texts(&scored));
             }
-            fields["truncated"] = json!(n_cut);
+            fields["truncated"] = json!(n_truncated);
         }
         // The output states why the document would be skipped.
-        Err(error) if error.is::<NoTokens>() => fields["problem"] = json!("its continuation has no tokens"),
+        Err(error) if error.is::<EmptyContinuation>() => fields["problem"] = json!("its continuation has no tokens"),
         Err(error) => return Err(error.context("failed to show tokens")),
     }
     Ok(fields)

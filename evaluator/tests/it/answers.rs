@@ -10,19 +10,21 @@ use std::time::Duration;
 use crate::support::CONTEXT;
 use candle_core::{DType, Device};
 use candlewick_comm::{Options, Solo, World, threads};
-use candlewick_inference::answer::encode::Encoder;
-use candlewick_inference::answer::stop::{Stop, ThinkEnd};
-use candlewick_inference::answer::windows::{Scored, windows};
-use candlewick_inference::answer::{AnswerSettings, Answered, Answers, LmAnswers, Progress, Stopped};
+use candlewick_inference::answer::encode::RequestEncoder;
+use candlewick_inference::answer::rolling::{ScoredSequence, rolling_windows};
+use candlewick_inference::answer::stop::{StopCriteria, ThinkEnd};
+use candlewick_inference::answer::{
+    BackendSettings, EngineBackend, LmBackend, RequestOutput, RequestProgress, RequestsInterrupted,
+};
 use candlewick_inference::lm::Lm;
-use candlewick_inference::parts::Crew;
+use candlewick_inference::parallel_config::InferenceGroup;
 use candlewick_inference::request::{GenerationSettings, Request, Response};
 use candlewick_ops::{AttentionChoice, AttentionImpl};
 use candlewick_parallel::KvCache;
 use candlewick_text::tokenizer::{Specials, Tokenizer};
 
-fn alone() -> Crew {
-    Crew::of_copies(Arc::new(Solo))
+fn alone() -> InferenceGroup {
+    InferenceGroup::replicated(Arc::new(Solo))
 }
 
 fn lm(folder: &Path) -> Lm {
@@ -83,15 +85,15 @@ fn requests() -> Vec<Request> {
     requests
 }
 
-fn settings() -> AnswerSettings {
-    AnswerSettings::default()
+fn settings() -> BackendSettings {
+    BackendSettings::default()
 }
 
-fn answer(lm: &Lm, settings: AnswerSettings, requests: &[Request]) -> Vec<Answered> {
-    LmAnswers::new(lm, settings, alone()).unwrap().answer(requests).unwrap()
+fn answer(lm: &Lm, settings: BackendSettings, requests: &[Request]) -> Vec<RequestOutput> {
+    EngineBackend::new(lm, settings, alone()).unwrap().answer(requests).unwrap()
 }
 
-fn responses(answered: &[Answered]) -> Vec<Response> {
+fn responses(answered: &[RequestOutput]) -> Vec<Response> {
     answered.iter().map(|answered| answered.response.clone()).collect()
 }
 
@@ -107,7 +109,7 @@ fn likeliest(logits: &[f64]) -> usize {
 }
 
 /// Scores a sequence token by token.
-fn score_alone(lm: &Lm, scored: &Scored) -> (f64, bool) {
+fn score_alone(lm: &Lm, scored: &ScoredSequence) -> (f64, bool) {
     let (mut sum, mut is_greedy) = (0.0, true);
     for (i, target) in scored.targets().iter().enumerate() {
         let logits = logits(lm, &scored.ids[..=scored.first_row() + i]);
@@ -147,20 +149,22 @@ fn assert_near(got: f64, want: f64, request: &Request) {
 #[test]
 fn answers_are_those_to_each_request_by_itself() {
     let (_folder, lm) = model(1);
-    let encoder = Encoder::new(lm.tokenizer(), None).unwrap();
+    let encoder = RequestEncoder::new(lm.tokenizer(), None).unwrap();
     let requests = requests();
     let mut n_greedy = 0;
-    for (request, Answered { response, n_cut, .. }) in requests.iter().zip(answer(&lm, settings(), &requests)) {
+    for (request, RequestOutput { response, n_truncated, .. }) in
+        requests.iter().zip(answer(&lm, settings(), &requests))
+    {
         match (request, response) {
             (Request::Loglikelihood { context, continuation }, Response::Loglikelihood { logprob, is_greedy }) => {
-                let alone = Scored::new(encoder.pair(context, continuation).unwrap(), CONTEXT);
+                let alone = ScoredSequence::new(encoder.pair(context, continuation).unwrap(), CONTEXT);
                 let want = score_alone(&lm, &alone);
                 assert_near(logprob, want.0, request);
-                assert_eq!((is_greedy, n_cut), (want.1, alone.n_cut), "{request:?}");
+                assert_eq!((is_greedy, n_truncated), (want.1, alone.n_truncated), "{request:?}");
                 n_greedy += usize::from(is_greedy);
             }
             (Request::LoglikelihoodRolling { text }, Response::LoglikelihoodRolling(logprob)) => {
-                let windows = windows(&encoder.text(text).unwrap(), encoder.prefix().unwrap(), CONTEXT);
+                let windows = rolling_windows(&encoder.text(text).unwrap(), encoder.prefix().unwrap(), CONTEXT);
                 let want = windows.iter().map(|window| score_alone(&lm, window).0).sum::<f64>();
                 assert_near(logprob, want + 0.0, request);
             }
@@ -178,7 +182,7 @@ fn answers_are_those_to_each_request_by_itself() {
         }
         let again = answer(&lm, settings(), &[scored(prompt, &said)]);
         let Response::Loglikelihood { is_greedy, .. } = again[0].response else { panic!("{again:?}") };
-        assert_eq!(is_greedy, score_alone(&lm, &Scored::new(encoder.pair(prompt, &said).unwrap(), CONTEXT)).1);
+        assert_eq!(is_greedy, score_alone(&lm, &ScoredSequence::new(encoder.pair(prompt, &said).unwrap(), CONTEXT)).1);
         n_greedy += usize::from(is_greedy);
     }
     assert!(n_greedy > 0, "no request has a greedy answer");
@@ -192,7 +196,7 @@ fn answers_have_the_same_bits_in_every_batch() {
         let lm = Lm::load(&folder.path().join("model"), None, dtype, Device::Cpu).unwrap();
         let want = answer(&lm, settings(), &requests);
         for n in [1, 2, 5, 100] {
-            let settings = AnswerSettings { batch_size: Some(n), ..settings() };
+            let settings = BackendSettings { batch_size: Some(n), ..settings() };
             assert_eq!(answer(&lm, settings, &requests), want, "{n} {dtype:?}");
         }
     }
@@ -206,8 +210,9 @@ fn answers_have_the_same_bits_on_any_number_of_ranks() {
         let load = || Lm::load(&folder.path().join("model"), None, dtype, Device::Cpu).unwrap();
         let want = answer(&load(), settings(), &requests);
         for n in n_ranks {
-            let on_rank =
-                |world: &World| LmAnswers::new(&load(), settings(), Crew::of_copies(world.group()))?.answer(&requests);
+            let on_rank = |world: &World| {
+                EngineBackend::new(&load(), settings(), InferenceGroup::replicated(world.group()))?.answer(&requests)
+            };
             for answers in threads::run(n, Options::default(), on_rank).unwrap() {
                 assert_eq!(answers, want, "{n} {dtype:?}");
             }
@@ -219,20 +224,20 @@ fn answers_have_the_same_bits_on_any_number_of_ranks() {
 fn with_a_slow_rank(
     pause: Duration,
     batch_size: Option<usize>,
-    crew: impl Fn(&World) -> Crew + Sync,
+    inference_group: impl Fn(&World) -> InferenceGroup + Sync,
 ) -> Result<Vec<usize>, candlewick_comm::Error> {
     let (folder, _lm) = model(1);
     let (requests, options) = (requests(), Options { timeout: TIMEOUT, ..Options::default() });
     let on_rank = |world: &World| {
         let lm = self::lm(&folder.path().join("model"));
-        let slow = |_: Progress| {
+        let slow = |_: RequestProgress| {
             if world.rank() == 1 {
                 let _ = world.await_failure(pause);
             }
         };
-        let crew = crew(world).with_at_work(world.keep_alive());
-        let settings = AnswerSettings { batch_size, ..settings() };
-        let mut answers = LmAnswers::new(&lm, settings, crew)?.with_progress(slow);
+        let inference_group = inference_group(world).with_keep_alive(world.keep_alive());
+        let settings = BackendSettings { batch_size, ..settings() };
+        let mut answers = EngineBackend::new(&lm, settings, inference_group)?.with_progress(slow);
         Ok::<_, anyhow::Error>(answers.answer(&requests)?.len())
     };
     threads::run(3, options, on_rank)
@@ -242,14 +247,15 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 
 #[test]
 fn a_rank_with_a_copy_of_its_own_is_waited_for_as_long_as_it_takes() {
-    let answered = with_a_slow_rank(2 * TIMEOUT, Some(100), |world| Crew::of_copies(world.group())).unwrap();
+    let answered = with_a_slow_rank(2 * TIMEOUT, Some(100), |world| InferenceGroup::replicated(world.group())).unwrap();
     assert_eq!(answered, [requests().len(); 3]);
 }
 
 /// Ranks wait for each other during computation, so the watchdog must notice a step that never ends.
 #[test]
 fn ranks_that_have_a_copy_together_are_waited_for_step_by_step() {
-    let together = |world: &World| Crew { copy: world.group(), ..Crew::of_copies(world.group()) };
+    let together =
+        |world: &World| InferenceGroup { replica: world.group(), ..InferenceGroup::replicated(world.group()) };
     let answered = with_a_slow_rank(TIMEOUT / 3, Some(2), together).unwrap();
     assert_eq!(answered, [requests().len(); 3]);
     assert!(with_a_slow_rank(3 * TIMEOUT, Some(2), together).is_err());
@@ -260,14 +266,20 @@ fn ranks_that_have_a_copy_together_are_waited_for_step_by_step() {
 fn a_stop_on_one_rank_ends_all_of_them() {
     let (folder, _lm) = model(1);
     let requests = requests();
-    let crews: [fn(&World) -> Crew; 2] = [
-        |world| Crew::of_copies(world.group()),
+    let inference_groups: [fn(&World) -> InferenceGroup; 2] = [
+        |world| InferenceGroup::replicated(world.group()),
         |world| {
             let copy = world.group();
-            Crew { all: world.group(), copies: Arc::new(Solo), speaks: copy.rank() == 0, copy, at_work: None }
+            InferenceGroup {
+                world: world.group(),
+                data_parallel: Arc::new(Solo),
+                reports: copy.rank() == 0,
+                replica: copy,
+                keep_alive: None,
+            }
         },
     ];
-    for crew in crews {
+    for inference_group in inference_groups {
         let on_rank = |world: &World| {
             let lm = self::lm(&folder.path().join("model"));
             let n_asked = Cell::new(0);
@@ -275,9 +287,10 @@ fn a_stop_on_one_rank_ends_all_of_them() {
                 n_asked.set(n_asked.get() + 1);
                 world.rank() == 1 && n_asked.get() == 3
             };
-            let settings = AnswerSettings { batch_size: Some(1), ..settings() };
-            let answered = LmAnswers::new(&lm, settings, crew(world))?.with_stop(asked).answer(&requests);
-            Ok::<_, anyhow::Error>((answered.unwrap_err().is::<Stopped>(), n_asked.get()))
+            let settings = BackendSettings { batch_size: Some(1), ..settings() };
+            let answered =
+                EngineBackend::new(&lm, settings, inference_group(world))?.with_stop(asked).answer(&requests);
+            Ok::<_, anyhow::Error>((answered.unwrap_err().is::<RequestsInterrupted>(), n_asked.get()))
         };
         let ends = threads::run(2, Options::default(), on_rank).unwrap();
         assert!(ends.iter().all(|(is_stopped, _)| *is_stopped), "{ends:?}");
@@ -291,17 +304,18 @@ fn what_is_sampled_depends_on_the_seed_and_the_draw_and_not_on_the_batch() {
     let sampled = GenerationSettings { do_sample: true, temperature: 1.0, ..greedy(&[], 8) };
     let requests: Vec<Request> =
         ["Say", "Spell", "Say", "Say"].iter().map(|prompt| generate(prompt, sampled.clone())).collect();
-    let with = |seed, batch_size| responses(&answer(&lm, AnswerSettings { seed, batch_size, ..settings() }, &requests));
+    let with =
+        |seed, batch_size| responses(&answer(&lm, BackendSettings { seed, batch_size, ..settings() }, &requests));
     let one = with(1, None);
     assert_eq!(one, with(1, Some(1)));
     assert_ne!(one, with(2, None));
     assert!(one[0] != one[2] && one[2] != one[3] && one[0] != one[3]);
     // The first sample does not depend on the other requests.
-    assert_eq!(responses(&answer(&lm, AnswerSettings { seed: 1, ..settings() }, &requests[..1])), one[..1]);
+    assert_eq!(responses(&answer(&lm, BackendSettings { seed: 1, ..settings() }, &requests[..1])), one[..1]);
 }
 
-fn with_log(folder: &Path) -> AnswerSettings {
-    AnswerSettings { log: Some(folder.to_owned()), ..settings() }
+fn with_log(folder: &Path) -> BackendSettings {
+    BackendSettings { cache_folder: Some(folder.to_owned()), ..settings() }
 }
 
 fn files(folder: &Path) -> Vec<PathBuf> {
@@ -325,7 +339,7 @@ fn an_interrupted_evaluation_goes_on_with_another_number_of_ranks() {
     let on_ranks = |n| {
         let on_rank = |world: &World| {
             let lm = self::lm(&folder.path().join("model"));
-            LmAnswers::new(&lm, with_log(&logs), Crew::of_copies(world.group()))?.answer(&requests)
+            EngineBackend::new(&lm, with_log(&logs), InferenceGroup::replicated(world.group()))?.answer(&requests)
         };
         for answers in threads::run(n, Options::default(), on_rank).unwrap() {
             assert_eq!(answers, want, "{n}");
@@ -363,7 +377,7 @@ fn answers_are_read_for_the_same_model_and_for_no_other() {
     // Other weights, another context, another dtype, another attention kernel, another tokenizer.
     let (_other, of_another) = model(2);
     assert_ne!(answer(&of_another, with_log(&logs), &requests)[0].response, marked);
-    let shorter = AnswerSettings { max_length: Some(32), ..with_log(&logs) };
+    let shorter = BackendSettings { max_length: Some(32), ..with_log(&logs) };
     assert_eq!(answer(&lm, shorter, &requests), first);
     let model = folder.path().join("model");
     let halved = Lm::load(&model, None, DType::BF16, Device::Cpu).unwrap();
@@ -381,7 +395,7 @@ fn stops_count_behind_the_thinking() {
     let tokenizer = Tokenizer::from_directory(crate::support::root().join("recipes/quickstart/tokenizer")).unwrap();
     let thought = tokenizer.encode("I stop here. END  The answer. stop it", Specials::Omit).unwrap();
     let check = |end: Option<ThinkEnd>, want: &str, n_stops: usize| {
-        let stop = Stop::new(&["stop".to_owned()], end, &tokenizer);
+        let stop = StopCriteria::new(&["stop".to_owned()], end, &tokenizer);
         let ended = (1..=thought.len()).find(|n| stop.ends(&thought[..*n], &tokenizer).unwrap()).unwrap();
         assert_eq!(stop.text(&thought[..ended], &tokenizer).unwrap(), want);
         let seen = tokenizer.decode(&thought[..ended], Specials::Omit).unwrap();
@@ -395,7 +409,7 @@ fn stops_count_behind_the_thinking() {
     assert!(!thought[last + 1..].contains(&thought[last]));
     check(Some(ThinkEnd::read(&thought[last].to_string())), "The answer. ", 2);
     // Thinking without an end token is part of the response, as in lm-eval.
-    let stop = Stop::new(&["stop".to_owned()], Some(ThinkEnd::read("NEVER")), &tokenizer);
+    let stop = StopCriteria::new(&["stop".to_owned()], Some(ThinkEnd::read("NEVER")), &tokenizer);
     assert!(!stop.ends(&thought, &tokenizer).unwrap());
     assert_eq!(stop.text(&thought, &tokenizer).unwrap(), "I ");
 }
@@ -404,7 +418,7 @@ fn stops_count_behind_the_thinking() {
 fn what_cannot_be_answered_is_said_before_anything_is_computed() {
     let (_folder, lm) = model(1);
     let refused = |request: Request| {
-        let error = LmAnswers::new(&lm, settings(), alone()).unwrap().answer(&[request]).unwrap_err();
+        let error = EngineBackend::new(&lm, settings(), alone()).unwrap().answer(&[request]).unwrap_err();
         format!("{error:#}")
     };
     assert!(refused(scored("a", "")).contains("it has no tokens of its own"));

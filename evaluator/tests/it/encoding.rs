@@ -1,7 +1,7 @@
 //! The input tokens of requests equal lm-evaluation-harness's, as recorded by tests/reference/harness_tokens.py.
 
-use candlewick_inference::answer::encode::Encoder;
-use candlewick_inference::answer::windows::{Scored, windows};
+use candlewick_inference::answer::encode::RequestEncoder;
+use candlewick_inference::answer::rolling::{ScoredSequence, rolling_windows};
 use candlewick_text::tokenizer::Tokenizer;
 use serde::Deserialize;
 
@@ -21,8 +21,8 @@ struct Seen {
     n_targets: usize,
 }
 
-impl From<&Scored> for Seen {
-    fn from(scored: &Scored) -> Self {
+impl From<&ScoredSequence> for Seen {
+    fn from(scored: &ScoredSequence) -> Self {
         Self { seen: scored.seen().to_vec(), n_targets: scored.n_targets }
     }
 }
@@ -39,7 +39,7 @@ fn cases() -> Vec<(Tokenizer, Case)> {
 fn pairs_are_cut_and_divided_as_by_the_harness() {
     let mut n_alike = 0;
     for (tokenizer, case) in cases() {
-        let encoder = Encoder::new(&tokenizer, case.add_bos_token).unwrap();
+        let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token).unwrap();
         for (context, continuation, want) in &case.pairs {
             let pair = encoder.pair(context, continuation);
             let Some(want) = want else {
@@ -49,7 +49,7 @@ fn pairs_are_cut_and_divided_as_by_the_harness() {
                 assert!(is_refused || context.trim().is_empty(), "{} {context:?} {continuation:?}", case.tokenizer);
                 continue;
             };
-            let scored = Scored::new(pair.unwrap(), case.max_length);
+            let scored = ScoredSequence::new(pair.unwrap(), case.max_length);
             assert_eq!(Seen::from(&scored), *want, "{} {context:?} {continuation:?}", case.tokenizer);
             assert_eq!(scored.ids.len(), want.seen.len() + 1);
             n_alike += 1;
@@ -61,9 +61,9 @@ fn pairs_are_cut_and_divided_as_by_the_harness() {
 #[test]
 fn long_texts_roll_as_in_the_harness() {
     for (tokenizer, case) in cases() {
-        let encoder = Encoder::new(&tokenizer, case.add_bos_token).unwrap();
+        let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token).unwrap();
         for (text, want) in &case.rolling {
-            let got = windows(&encoder.text(text).unwrap(), encoder.prefix().unwrap(), case.max_length);
+            let got = rolling_windows(&encoder.text(text).unwrap(), encoder.prefix().unwrap(), case.max_length);
             let mut got: Vec<Seen> = got.iter().map(Seen::from).collect();
             let mut want: Vec<Seen> = want.iter().flatten().map(|w| Seen { seen: w.seen.clone(), ..*w }).collect();
             // The harness sorts the windows of a batch by length, longest first.
@@ -77,11 +77,11 @@ fn long_texts_roll_as_in_the_harness() {
 #[test]
 fn prompts_are_cut_as_by_the_harness() {
     for (tokenizer, case) in cases() {
-        let encoder = Encoder::new(&tokenizer, case.add_bos_token).unwrap();
+        let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token).unwrap();
         for (text, max_gen_toks, want) in &case.prompts {
             let ids = encoder.prompt(text).unwrap();
-            let n_cut = ids.len().saturating_sub(case.max_length - max_gen_toks);
-            assert_eq!(ids[n_cut..], *want, "{} {text:?}", case.tokenizer);
+            let n_truncated = ids.len().saturating_sub(case.max_length - max_gen_toks);
+            assert_eq!(ids[n_truncated..], *want, "{} {text:?}", case.tokenizer);
         }
     }
 }

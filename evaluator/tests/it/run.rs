@@ -201,8 +201,8 @@ fn ranks_that_have_a_model_together_make_the_results_of_one() {
 fn parts_that_a_model_does_not_fall_into_are_refused() {
     let workspace = Workspace::new();
     for (n_ranks, arguments, said) in [
-        (3, ["--tensor-parallel-size", "2"], "3 ranks cannot have copies of a model in 2 parts each"),
-        (3, ["--tensor-parallel-size", "3"], "cannot be shared so; use 1 or 2"),
+        (3, ["--tensor-parallel-size", "2"], "3 ranks cannot hold copies of a model over 2 ranks each"),
+        (3, ["--tensor-parallel-size", "3"], "cannot all be divided by it; use 1 or 2"),
         (3, ["--pipeline-parallel-size", "3"], "--pipeline-parallel-size 3: the model has 2 blocks"),
     ] {
         let ended = together(&workspace, n_ranks, &arguments);

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candlewick_model::checkpoint::UNFINISHED;
+use candlewick_model::checkpoint::UNFINISHED_MARKER;
 
 use super::error::CheckpointError;
 use super::plan::{CheckpointPlan, Kind, Tag};
@@ -97,7 +97,7 @@ pub(crate) fn old_name(name: &str) -> String {
 
 fn settle_old(old: &Path, dir: &Path) -> Result<String, CheckpointError> {
     let name = Tag::name_of(dir);
-    if dir.exists() || !old.join(UNFINISHED).is_file() {
+    if dir.exists() || !old.join(UNFINISHED_MARKER).is_file() {
         Drive.remove_dir(old).map_err(CheckpointError::io("remove", old))?;
         return Ok(format!("removed the replaced {name}"));
     }

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
-use candlewick_model::checkpoint::{DurableFile, UNFINISHED, remove_unfinished};
+use candlewick_model::checkpoint::{DurableFile, UNFINISHED_MARKER, remove_unfinished};
 
 /// Stands for a disk.
 pub(crate) trait Storage {
@@ -21,13 +21,13 @@ pub(crate) trait Storage {
 impl dyn Storage + '_ {
     /// Marks a folder as unfinished before it gets a temporary name.
     pub(crate) fn mark(&self, dir: &Path) -> io::Result<()> {
-        let mark = dir.join(UNFINISHED);
+        let mark = dir.join(UNFINISHED_MARKER);
         if mark.exists() { Ok(()) } else { self.create_file(&mark).map(drop) }
     }
 
     /// Removes the mark of a folder that has its own name.
     pub(crate) fn unmark(&self, dir: &Path) -> io::Result<()> {
-        let mark = dir.join(UNFINISHED);
+        let mark = dir.join(UNFINISHED_MARKER);
         if mark.exists() { self.remove_file(&mark) } else { Ok(()) }
     }
 }

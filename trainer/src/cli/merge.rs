@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow};
-use candlewick_inference::command::Dtype;
-use candlewick_model::{LoraConfig, Merge, Merged};
+use candlewick_inference::command::DtypeOption;
+use candlewick_model::{AdapterMerge, LoraConfig, MergeReport};
 use candlewick_text::hub::{Hub, ModelPart};
 use clap::Args;
 
@@ -24,8 +24,8 @@ pub(super) struct MergeArgs {
     #[arg(long, value_name = "MODEL")]
     base: Option<String>,
     /// The dtype of the merged weights; auto is that of the base model
-    #[arg(long, value_enum, default_value_t = Dtype::Auto)]
-    dtype: Dtype,
+    #[arg(long, value_enum, default_value_t = DtypeOption::Auto)]
+    dtype: DtypeOption,
     /// The largest file of weights, such as 5GB or 500MiB
     #[arg(long, value_name = "BYTES", default_value = "5GB", value_parser = shard_bytes)]
     max_shard_size: u64,
@@ -50,7 +50,7 @@ pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
         }
     };
     ui.remark(&format!("base model: {}", base.display()));
-    let merge = Merge {
+    let merge = AdapterMerge {
         base: &base,
         adapter: &adapter,
         output: &args.output,
@@ -61,8 +61,8 @@ pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     ui.answer(&describe(&merged, args))
 }
 
-fn describe(merged: &Merged, args: &MergeArgs) -> String {
-    let Merged { dtype, n_matrices, n_params, rounding } = *merged;
+fn describe(merged: &MergeReport, args: &MergeArgs) -> String {
+    let MergeReport { dtype, n_matrices, n_params, rounding } = *merged;
     let mut text = format!(
         "{}: {n_params} parameters in {}, {n_matrices} matrices changed by the adapter; read again and compared",
         args.output.display(),

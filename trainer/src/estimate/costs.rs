@@ -35,7 +35,7 @@ pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
         grad: setup.base_grad(),
         device: setup.compute_device.kind(),
         attention: setup.attention,
-        mlp_rows: setup.modes.mlp_rows(),
+        tiled_mlp: setup.modes.tiled_mlp(),
         exchange: exchange(setup, layer),
     }
 }

@@ -1,6 +1,6 @@
 //! The parameters and their training state, as `parallel`'s store lays them out.
 
-use candlewick_model::Unit;
+use candlewick_model::FsdpUnit;
 
 use super::Setup;
 use super::memory_breakdown::{Category, MemoryBreakdown};
@@ -48,7 +48,7 @@ pub(super) fn travelling(setup: &Setup) -> u64 {
 
 /// The whole weights of the unit at work and of the next one, where each rank keeps a share.
 pub(super) fn whole_weights(setup: &Setup) -> u64 {
-    let of = |unit: &Unit| unit.params.iter().map(|param| setup.weight_bytes(param)).sum::<u64>();
+    let of = |unit: &FsdpUnit| unit.params.iter().map(|param| setup.weight_bytes(param)).sum::<u64>();
     match setup.ranks.zero_stage {
         3 => 2 * setup.units().map(of).max().unwrap_or(0),
         _ => 0,
@@ -94,7 +94,7 @@ fn on_host(setup: &Setup) -> u64 {
     n_there
 }
 
-fn trained_of(setup: &Setup, unit: &Unit) -> u64 {
+fn trained_of(setup: &Setup, unit: &FsdpUnit) -> u64 {
     unit.params.iter().filter(|param| param.trainable).map(|param| setup.kept(param)).sum()
 }
 

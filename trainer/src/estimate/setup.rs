@@ -1,9 +1,9 @@
 //! What of a plan decides its memory.
 
 use candle_core::DType;
-use candlewick_model::{MlpRows, Model, ModelError, ParamSpec, Unit};
+use candlewick_model::{FsdpUnit, Model, ModelError, ParamSpec, TiledMlp};
 use candlewick_ops::AttentionImpl;
-use candlewick_parallel::{Layout, Schedule, max_shard_bytes, max_shard_numel};
+use candlewick_parallel::{PipelineLayout, PipelineScheduleKind, max_shard_bytes, max_shard_numel};
 use serde_json::{Value, json};
 
 use super::Capacity;
@@ -33,9 +33,9 @@ pub struct Setup {
     /// How the ranks share what they have in common.
     pub ranks: RanksPlan,
     /// Which stage of a pipeline has which blocks.
-    pub layout: Layout,
+    pub layout: PipelineLayout,
     /// The order in which stages compute.
-    pub schedule: Schedule,
+    pub schedule: PipelineScheduleKind,
     /// Micro-batches of a step that a stage computes.
     pub n_micros: usize,
     /// The stage that is looked at.
@@ -145,9 +145,9 @@ impl Setup {
     }
 
     /// The units of which this stage has the parameters: its own, and those that its head borrows.
-    pub(super) fn units(&self) -> impl Iterator<Item = &Unit> {
+    pub(super) fn units(&self) -> impl Iterator<Item = &FsdpUnit> {
         let units = self.model.units();
-        let borrowed = |unit_idx| units[units.len() - 1].shared.iter().any(|shared| shared.unit == unit_idx);
+        let borrowed = |unit_idx| units[units.len() - 1].tied.iter().any(|tied| tied.owner == unit_idx);
         let is_here = move |unit_idx: &usize| {
             self.layout.stage_of(*unit_idx) == self.stage || (self.has_head() && borrowed(*unit_idx))
         };
@@ -179,8 +179,8 @@ impl Modes {
     }
 
     /// Returns the tokens of an MLP at a time.
-    pub(super) fn mlp_rows(self) -> MlpRows {
-        if self.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together }
+    pub(super) fn tiled_mlp(self) -> TiledMlp {
+        if self.tiled_mlp { TiledMlp::On } else { TiledMlp::Off }
     }
 
     /// The recipe's keys and values that switch these modes on.

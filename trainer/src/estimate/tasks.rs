@@ -2,7 +2,7 @@
 //!
 //! Prompts are not looked at: this is the most that batches of them take. t tokens of a forward, p tokens of context
 
-use candlewick_inference::answer::batch::Batching;
+use candlewick_inference::answer::batch::BatchLimits;
 
 use super::compute_device::ComputeDevice;
 use super::memory_breakdown::{Category, MemoryBreakdown};
@@ -36,7 +36,7 @@ impl Sizes {
         let config = setup.model.config();
         let heads = config.attention_heads();
         let row_bytes = 2 * config.n_layers() * heads.n_kv * heads.dim * F32 as usize;
-        let auto = Batching::auto(setup.compute_device == ComputeDevice::Cpu, row_bytes);
+        let auto = BatchLimits::auto(setup.compute_device == ComputeDevice::Cpu, row_bytes);
         let longest = eval_load.max_length.unwrap_or(config.max_positions());
         // A text that is longer than a forward has one of its own; none is, unless `eval.max_length` allows such long ones.
         let context = if eval_load.max_length.is_some() { longest } else { longest.min(auto.n_tokens) };

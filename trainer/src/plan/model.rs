@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use candle_core::DType;
-use candlewick_model::{Config, LoraConfig, MlpRows};
+use candlewick_model::{Config, LoraConfig, TiledMlp};
 use candlewick_ops::AttentionChoice;
 use candlewick_parallel::ActivationCheckpointing;
 use serde::{Deserialize, Serialize, Serializer};
@@ -46,8 +46,8 @@ pub struct ModelPlan {
 
 impl ModelPlan {
     /// Returns how MLPs pass over the tokens.
-    pub fn mlp_rows(&self) -> MlpRows {
-        if self.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together }
+    pub fn tiled_mlp(&self) -> TiledMlp {
+        if self.tiled_mlp { TiledMlp::On } else { TiledMlp::Off }
     }
 }
 

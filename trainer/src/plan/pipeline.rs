@@ -1,7 +1,7 @@
 //! The stages of a pipeline, as a plan has them: how many, which blocks each has, and in which order they compute.
 
 use candlewick_model::{Config, Model, ParamSpec};
-use candlewick_parallel::{Layout, Schedule};
+use candlewick_parallel::{PipelineLayout, PipelineScheduleKind};
 use serde::Serialize;
 
 use crate::recipe::PipelineSchedule;
@@ -26,18 +26,18 @@ impl PipelinePlan {
     }
 
     /// Returns which stage has which blocks of a model.
-    pub fn layout(&self, config: &Config) -> Layout {
+    pub fn layout(&self, config: &Config) -> PipelineLayout {
         match &self.layers {
-            Some(layers) => Layout::new(self.stages, layers),
-            None => Layout::balanced(config.n_layers(), self.stages, self.chunks, head(config)),
+            Some(layers) => PipelineLayout::new(self.stages, layers),
+            None => PipelineLayout::balanced(config.n_layers(), self.stages, self.chunks, head(config)),
         }
     }
 
     /// Returns the order of forwards and backwards, as the engine knows it.
-    pub fn order(&self) -> Schedule {
+    pub fn order(&self) -> PipelineScheduleKind {
         match self.schedule {
-            PipelineSchedule::OneForwardOneBackward => Schedule::OneForwardOneBackward,
-            PipelineSchedule::AllForwardAllBackward => Schedule::AllForwardAllBackward,
+            PipelineSchedule::OneForwardOneBackward => PipelineScheduleKind::OneForwardOneBackward,
+            PipelineSchedule::AllForwardAllBackward => PipelineScheduleKind::GPipe,
         }
     }
 }

@@ -2,11 +2,11 @@
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device, DeviceLocation};
-use candlewick_inference::weights::{Origin, fill};
+use candlewick_inference::weights::{WeightSource, load_weights};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionPasses, gpus, measure_cpu_gemm_rate};
-use candlewick_parallel::{CpuOffload, Engine, EngineSpec, Formats, OffloadTarget};
+use candlewick_parallel::{CpuOffload, Engine, EngineSpec, OffloadTarget, ParamDtypes};
 
 use crate::exit::ExitCode;
 use crate::metrics::gpu_peak;
@@ -59,13 +59,13 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         true => OffloadTarget::Folder(plan.model.activation_offload_dir.clone()),
         false => OffloadTarget::HostMemory,
     };
-    let formats = Formats { compute, masters, moments };
-    let spec = EngineSpec { formats, cpu_offload, ..engine_spec(plan, &plan.ranks, &plan.pipeline, model.config()) };
+    let dtypes = ParamDtypes { compute, masters, moments };
+    let spec = EngineSpec { dtypes, cpu_offload, ..engine_spec(plan, &plan.ranks, &plan.pipeline, model.config()) };
     let engine = spec
         .build(model, &ranks.groups, device)?
         .with_attention(attention)
         .with_offload_target(offload_target)
-        .with_mlp_rows(plan.model.mlp_rows());
+        .with_tiled_mlp(plan.model.tiled_mlp());
     for note in load(plan, assets, &engine)? {
         tracing::warn!("{note}");
     }
@@ -79,13 +79,13 @@ pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePla
         sequence_parallel: ranks.sequence_parallel(),
         schedule: pipeline.order(),
         checkpointing: checkpointing(plan.model.activations, config.n_layers()),
-        ..EngineSpec::training(Formats::computing_in(DType::F32), pipeline.layout(config))
+        ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), pipeline.layout(config))
     }
 }
 
 /// Sets the weights from the plan's checkpoint and adapter, or from its seed. Returns notes for the user.
 fn load(plan: &Plan, assets: &Assets, engine: &Engine) -> Result<Vec<String>> {
-    let random = Origin::Random { seed: plan.seed };
+    let random = WeightSource::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {
         (Init::Load, Some(folder)) => Some(Checkpoint::open(folder)?),
         _ => None,
@@ -94,8 +94,8 @@ fn load(plan: &Plan, assets: &Assets, engine: &Engine) -> Result<Vec<String>> {
     if let (Some(adapter), Some(base)) = (&adapter, &base) {
         adapter.check_base(base)?;
     }
-    let base = base.as_ref().map_or(random, Origin::Checkpoint);
-    Ok(fill(engine, base, adapter.as_ref().map_or(random, |it| Origin::Checkpoint(&it.weights)))?)
+    let base = base.as_ref().map_or(random, WeightSource::Checkpoint);
+    Ok(load_weights(engine, base, adapter.as_ref().map_or(random, |it| WeightSource::Checkpoint(&it.weights)))?)
 }
 
 /// What products reach: on a GPU in bf16, the format of nearly all of them, by its name; on the CPU as measured now.

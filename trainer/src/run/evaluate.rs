@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use candlewick_inference::held_out::{HeldOut, HeldOutSums};
-use candlewick_inference::lm::Voice;
+use candlewick_inference::eval_loss::{EvalLoss, EvalLossSum};
+use candlewick_inference::lm::LmHandle;
 use candlewick_ops::span;
 use candlewick_runtime::exit::ExitCode;
 use serde_json::json;
@@ -75,7 +75,7 @@ impl Session<'_> {
         // Every rank takes its turn as often, if need be with nothing: all have their part in what others compute.
         let n_batches = stream.n_batches();
         let rounds = n_batches.div_ceil(n_ranks);
-        let mut sums = HeldOutSums::default();
+        let mut sums = EvalLossSum::default();
         let progress = self.reporter.terminal().progress("held-out loss", "micro-batches");
         for round in 0..rounds {
             progress.iter().for_each(|lines| lines.set(round * n_ranks, n_batches));
@@ -87,7 +87,7 @@ impl Session<'_> {
             let n_targets = if ranks.counts() { own.n_targets } else { 0 };
             sums.add(engine, &step::micro(&own, engine)?, n_targets)?;
         }
-        let HeldOut { loss, n_targets } = sums.over_ranks(engine.group())?;
+        let EvalLoss { loss, n_targets } = sums.over_ranks(engine.group())?;
         drop(progress);
         let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
         let eval_time = started.elapsed().as_secs_f64();
@@ -106,10 +106,10 @@ impl Session<'_> {
         let started = Instant::now();
         let Run { assets, engine, ranks, scores, stop, .. } = self.run;
         let folders = [Some(assets.tokenizer.directory()), assets.model_folder.as_deref()];
-        let voice = Voice::new(engine, &assets.tokenizer, folders.into_iter().flatten());
+        let lm_handle = LmHandle::new(engine, &assets.tokenizer, folders.into_iter().flatten());
         let progress = self.reporter.terminal().progress("eval.tasks", "requests");
         let asked =
-            tasks.ask(voice, ranks, stop, progress.as_ref()).context("failed to ask the tasks of eval.tasks")?;
+            tasks.ask(lm_handle, ranks, stop, progress.as_ref()).context("failed to ask the tasks of eval.tasks")?;
         drop(progress);
         let Some(values) = asked else { return Ok(Ended::Stopped) };
         let is_of_a_task = !["", EVAL_LOSS].contains(&scores.metric.as_str());

@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Cause, Failure, Reduce, World};
 use candlewick_ops::to_host;
-use candlewick_parallel::Groups;
+use candlewick_parallel::ParallelGroups;
 use candlewick_runtime::process_group::{ProcessGroup, fail};
 use serde_json::Value;
 
@@ -23,7 +23,7 @@ pub(super) struct Ranks<'w> {
     pub(super) process: ProcessGroup,
     /// What this one computes on.
     pub(super) device: Device,
-    pub(super) groups: Groups,
+    pub(super) groups: ParallelGroups,
     /// This rank's place among those that compute different micro-batches, and how many places there are.
     pub(super) seat: (usize, usize),
     /// All ranks, for checkpoints that are written in the background.
@@ -35,7 +35,7 @@ impl<'w> Ranks<'w> {
     pub(super) fn new(world: &'w World, device: &Device, plan: &RanksPlan) -> Result<Self> {
         let device = device.clone();
         let mesh = Mesh::new(plan.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
-        let groups = Groups::new(&mesh, &*world.group())?;
+        let groups = ParallelGroups::new(&mesh, &*world.group())?;
         let place = |axis| mesh.place(world.rank(), axis);
         let seat = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
         let background = world.group().split("saves", &[(0..world.size()).collect()])?;
@@ -46,7 +46,7 @@ impl<'w> Ranks<'w> {
 
     /// Tells whether this is the one rank, of those that share a micro-batch, that counts its tokens.
     pub(super) fn counts(&self) -> bool {
-        let Groups { cp, sp, pp, .. } = &self.groups;
+        let ParallelGroups { cp, sp, pp, .. } = &self.groups;
         [cp, sp, pp].iter().all(|group| group.rank() == 0)
     }
 

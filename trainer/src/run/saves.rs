@@ -6,8 +6,8 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
-use candlewick_model::checkpoint::{Checkpoint, Companions, DEFAULT_SHARD_BYTES, Export};
-use candlewick_model::{AdapterFolder, BASE_RECORD, BaseRecord, ParamSpec};
+use candlewick_model::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, DEFAULT_SHARD_BYTES};
+use candlewick_model::{AdapterFolder, BASE_MODEL_RECORD, BaseModelRecord, ParamSpec};
 use candlewick_runtime::run_id::RunId;
 use serde_json::{Value, json};
 
@@ -28,7 +28,7 @@ pub(super) struct Saves<'a> {
     fingerprint: Fingerprint,
     settings: Fingerprint,
     /// The frozen weights of an adapter.
-    base: Option<BaseRecord>,
+    base: Option<BaseModelRecord>,
     /// The newest checkpoint of each entry of the plan: its step and its folder.
     last: HashMap<(Kind, PathBuf), (usize, PathBuf)>,
     /// The one that is written in the background.
@@ -119,7 +119,7 @@ impl<'a> Saves<'a> {
             preflight(&planned)?;
             let exports = self.run.plan.checkpoints.iter().any(|plan| plan.kind == Kind::HuggingFace);
             if exports {
-                self.companions(&self.folders(), &[]).check()?;
+                self.auxiliary_files(&self.folders(), &[]).check()?;
             }
             Ok(())
         };
@@ -277,15 +277,15 @@ impl<'a> Saves<'a> {
         let model = self.run.engine.model();
         let dtype = self.export_dtype(checkpoint);
         let (folders, mark) = (self.folders(), self.mark(state.step));
-        let base = self.base.as_ref().map(BaseRecord::to_json);
-        let files = [Some((EXPORT_MARK, mark.as_str())), base.as_deref().map(|base| (BASE_RECORD, base))];
+        let base = self.base.as_ref().map(BaseModelRecord::to_json);
+        let files = [Some((EXPORT_MARK, mark.as_str())), base.as_deref().map(|base| (BASE_MODEL_RECORD, base))];
         let files: Vec<_> = files.into_iter().flatten().collect();
-        let companions = self.companions(&folders, &files);
+        let auxiliary_files = self.auxiliary_files(&folders, &files);
         if model.lora().is_some() {
-            AdapterFolder::save(&dir, model, dtype, companions, fetch).context("failed to write the adapter")?;
+            AdapterFolder::save(&dir, model, dtype, auxiliary_files, fetch).context("failed to write the adapter")?;
         } else {
             let (config, shard_bytes) = (model.config(), DEFAULT_SHARD_BYTES);
-            let export = Export { folder: &dir, config, companions, dtype, shard_bytes };
+            let export = CheckpointExport { folder: &dir, config, auxiliary_files, dtype, shard_bytes };
             export.save(model.base_params(), fetch).context("failed to write the weights")?;
         }
         update_latest_link(&dir);
@@ -299,8 +299,8 @@ impl<'a> Saves<'a> {
         folders.into_iter().flatten().collect()
     }
 
-    fn companions<'b>(&'b self, folders: &'b [&'b Path], files: &'b [(&'b str, &'b str)]) -> Companions<'b> {
-        Companions { folders, chat_template: self.run.assets.own_template(), files }
+    fn auxiliary_files<'b>(&'b self, folders: &'b [&'b Path], files: &'b [(&'b str, &'b str)]) -> AuxiliaryFiles<'b> {
+        AuxiliaryFiles { folders, chat_template: self.run.assets.own_template(), files }
     }
 
     fn mark(&self, step: usize) -> String {
@@ -322,18 +322,18 @@ impl Drop for Saves<'_> {
 }
 
 /// Identifies the weights that an adapter is trained on, where they were loaded.
-fn base_record(run: Run) -> Option<BaseRecord> {
+fn base_record(run: Run) -> Option<BaseModelRecord> {
     let model = &run.plan.model;
     let folder = run.assets.model_folder.as_deref().filter(|_| model.init == Init::Load)?;
     let name = model.adapter.as_ref()?.base_model().unwrap_or_default();
     let weights = Checkpoint::open(folder).ok()?.identity();
-    Some(BaseRecord { model: name.to_owned(), weights })
+    Some(BaseModelRecord { model: name.to_owned(), weights })
 }
 
 /// What must be the same for a run to go on from a save. The data cursor guards what decides the order of the data.
 ///
 /// `base` names the frozen weights of an adapter, which are in no save. Their hash counts, their folder does not.
-fn fingerprint(plan: &Plan, base: Option<&BaseRecord>) -> Fingerprint {
+fn fingerprint(plan: &Plan, base: Option<&BaseModelRecord>) -> Fingerprint {
     let config = plan.model.config.as_ref().map(|config| config.to_json());
     let mut adapter = plan.model.adapter.as_ref().map(|adapter| adapter.to_json());
     if let Some(Value::Object(adapter)) = &mut adapter {

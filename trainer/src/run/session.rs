@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candle_core::DeviceLocation;
-use candlewick_model::MlpRows;
+use candlewick_model::TiledMlp;
 use candlewick_ops::{GradPolicy, GradScaler, LossScaling, UpdateOutcome, derive_key, span};
 use candlewick_parallel::ActivationCheckpointing;
 use serde_json::json;
@@ -221,7 +221,7 @@ impl<'a> Session<'a> {
     fn flops(&self, step: &Step, work: Work) -> f64 {
         let shape = ModelShape::of(self.run.engine.model());
         let (visibility, again) = match work {
-            Work::All => (Visibility::Full, recomputed(self.run.engine.checkpointing(), self.run.engine.mlp_rows())),
+            Work::All => (Visibility::Full, recomputed(self.run.engine.checkpointing(), self.run.engine.tiled_mlp())),
             Work::Useful => (Visibility::Causal, Vec::new()),
         };
         let pass = if self.run.plan.model.adapter.is_some() { Pass::ADAPTER } else { Pass::TRAIN };
@@ -380,11 +380,11 @@ enum Work {
 }
 
 /// Returns the parts of each layer that backward computes again: tiled MLPs once more than their layer.
-fn recomputed(kept: &[ActivationCheckpointing], mlp_rows: MlpRows) -> Vec<Recomputed> {
+fn recomputed(kept: &[ActivationCheckpointing], tiled_mlp: TiledMlp) -> Vec<Recomputed> {
     let of_layer = |kept: &ActivationCheckpointing| {
         let layer = *kept != ActivationCheckpointing::None;
         let attention = layer && *kept != ActivationCheckpointing::Selective;
-        Recomputed { layer, attention, tiled_mlp: mlp_rows == MlpRows::InTiles }
+        Recomputed { layer, attention, tiled_mlp: tiled_mlp == TiledMlp::On }
     };
     kept.iter().map(of_layer).collect()
 }
@@ -409,15 +409,15 @@ mod tests {
     #[test]
     fn blocks_without_a_tape_and_tiled_mlps_are_computed_again() {
         use ActivationCheckpointing::{Full, None, Offload, Selective};
-        let counts = |kept: &[ActivationCheckpointing], mlp_rows| {
-            let again = recomputed(kept, mlp_rows);
+        let counts = |kept: &[ActivationCheckpointing], tiled_mlp| {
+            let again = recomputed(kept, tiled_mlp);
             let n = |is_again: fn(&Recomputed) -> bool| again.iter().filter(|layer| is_again(layer)).count();
             (n(|layer| layer.layer), n(|layer| layer.attention), n(|layer| layer.tiled_mlp))
         };
-        assert_eq!(counts(&[None; 3], MlpRows::Together), (0, 0, 0));
-        assert_eq!(counts(&[Full, None, Full], MlpRows::Together), (2, 2, 0));
-        assert_eq!(counts(&[Selective, None, Full], MlpRows::Together), (2, 1, 0));
-        assert_eq!(counts(&[Offload, Offload, Full], MlpRows::InTiles), (3, 3, 3));
-        assert_eq!(counts(&[None; 3], MlpRows::InTiles), (0, 0, 3));
+        assert_eq!(counts(&[None; 3], TiledMlp::Off), (0, 0, 0));
+        assert_eq!(counts(&[Full, None, Full], TiledMlp::Off), (2, 2, 0));
+        assert_eq!(counts(&[Selective, None, Full], TiledMlp::Off), (2, 1, 0));
+        assert_eq!(counts(&[Offload, Offload, Full], TiledMlp::On), (3, 3, 3));
+        assert_eq!(counts(&[None; 3], TiledMlp::On), (0, 0, 3));
     }
 }

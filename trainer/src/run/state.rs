@@ -87,7 +87,7 @@ mod tests {
     use candle_core::Device;
     use candlewick_comm::Solo;
     use candlewick_model::{Config, Model};
-    use candlewick_parallel::{ActivationCheckpointing, Formats, Mode, ParamStore, ShardingGroups};
+    use candlewick_parallel::{ActivationCheckpointing, ParamDtypes, ParamStore, ShardingGroups, StoreMode};
 
     #[test]
     fn what_is_loaded_is_read_back_and_reaches_the_store() {
@@ -97,8 +97,9 @@ mod tests {
             "rms_norm_eps": 1e-5, "tie_word_embeddings": true,
         });
         let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
-        let formats = Formats::computing_in(DType::F32);
-        let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, ShardingGroups::alone()).unwrap();
+        let dtypes = ParamDtypes::computing_in(DType::F32);
+        let store =
+            ParamStore::new(&model, dtypes, StoreMode::Train, &Device::Cpu, ShardingGroups::single_rank()).unwrap();
         let engine =
             Engine::new(model, store, vec![ActivationCheckpointing::None], std::sync::Arc::new(Solo), Device::Cpu);
         let mut state = EngineState::of(&engine).unwrap();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candlewick_ops::{AdamW, CuSeqlens, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload};
-use candlewick_parallel::{CausalLm, Engine, Micro, Optimizer, StepReport, StepResult, TrainBatch};
+use candlewick_parallel::{CausalLm, Engine, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch};
 
 use crate::data::{Batch, Dataset, Step};
 use crate::plan::OptimizerPlan;
@@ -77,7 +77,7 @@ pub(super) struct Launched {
     /// When the host began with it, and how long it was until all work was handed out: on the CPU until it was done.
     began: Instant,
     handed_out: Duration,
-    report: StepReport,
+    report: InFlightStep,
 }
 
 /// Starts the gradient of `step` and the update of the weights with it. Nothing waits for a GPU.
@@ -100,7 +100,7 @@ pub(super) fn launch(
         own.iter().map(|micro_idx| derive_key(update.dropout_key, *micro_idx as u64)).collect();
     let n_targets = step.n_targets as f64;
     let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets, auxiliary: &[] };
-    let optimizer = Optimizer { adamw: update.hyper(), scaler };
+    let optimizer = OptimizerStep { adamw: update.hyper(), scaler };
     let report = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
     let (number, lr, handed_out) = (update.number, update.lr, began.elapsed());
     Ok(Launched { step, own, n_ranks: update.seat.1, number, lr, began, handed_out, report })

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use candlewick_inference::answer::{AnswerSettings, LmAnswers, Progress, Stopped};
-use candlewick_inference::lm::Voice;
-use candlewick_inference::parts::Crew;
+use candlewick_inference::answer::{BackendSettings, EngineBackend, RequestProgress, RequestsInterrupted};
+use candlewick_inference::lm::LmHandle;
+use candlewick_inference::parallel_config::InferenceGroup;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::progress::ProgressLines;
 use candlewick_text::hub::Hub;
@@ -26,7 +26,7 @@ pub(super) type Values = BTreeMap<String, f64>;
 pub(super) struct Tasks<'a> {
     plan: &'a TasksPlan,
     /// Whether no rank has all weights (ZeRO stage 3).
-    in_shares: bool,
+    zero3: bool,
     evaluation: Evaluation<'a>,
 }
 
@@ -115,7 +115,7 @@ impl<'a> Tasks<'a> {
         chat: Option<&'a ChatTemplateFormatter>,
         hub: &Hub,
     ) -> Result<Self> {
-        let in_shares = plan.ranks.zero_stage == 3;
+        let zero3 = plan.ranks.zero_stage == 3;
         let plan = plan.tasks.as_ref().context("failed to start: eval.tasks selects no task")?;
         let options = PromptOptions {
             num_fewshot: plan.num_fewshot,
@@ -132,7 +132,7 @@ impl<'a> Tasks<'a> {
         let open = |config| Ok(Task::open(hub, config, &paths, &options)?);
         let tasks = selection.tasks.into_iter().map(open).collect::<Result<Vec<Task>>>()?;
         let options = vec![options; tasks.len()];
-        Ok(Self { plan, in_shares, evaluation: Evaluation::new(tasks, selection.groups, options)? })
+        Ok(Self { plan, zero3, evaluation: Evaluation::new(tasks, selection.groups, options)? })
     }
 
     /// Describes the data of each task, and names those whose examples come from the evaluated split.
@@ -140,30 +140,32 @@ impl<'a> Tasks<'a> {
         self.evaluation.data().chain(self.evaluation.fewshot_notes()).collect()
     }
 
-    fn crew(&self, ranks: &Ranks) -> Crew {
-        Crew::of(ranks.process.group(), &ranks.groups, self.in_shares).with_at_work(ranks.process.keep_alive())
+    fn inference_group(&self, ranks: &Ranks) -> InferenceGroup {
+        InferenceGroup::from_groups(ranks.process.group(), &ranks.groups, self.zero3)
+            .with_keep_alive(ranks.process.keep_alive())
     }
 
     /// Asks the model, each copy of it its share, and returns what the first rank makes of the answers; `None` if a stop
     /// is requested in between. `progress` shows how many requests are answered. All ranks call it.
     pub(super) fn ask(
         &self,
-        voice: Voice,
+        lm_handle: LmHandle,
         ranks: &Ranks,
         stop: &StopRequests,
         progress: Option<&ProgressLines>,
     ) -> Result<Option<Values>> {
-        let settings = AnswerSettings {
+        let settings = BackendSettings {
             max_length: self.plan.max_length,
             max_gen_toks: self.plan.max_gen_toks,
             batch_size: self.plan.batch_size,
-            ..AnswerSettings::default()
+            ..BackendSettings::default()
         };
-        let show = |shown: Progress| progress.iter().for_each(|lines| lines.set(shown.n_done, shown.n_all));
-        let answers = LmAnswers::of(voice, settings, self.crew(ranks))?.with_progress(show);
+        let show = |shown: RequestProgress| progress.iter().for_each(|lines| lines.set(shown.n_done, shown.n_all));
+        let answers =
+            EngineBackend::for_training(lm_handle, settings, self.inference_group(ranks))?.with_progress(show);
         let mut answers = answers.with_stop(|| stop.poll().is_some());
         let answered = match self.evaluation.run_requests(&mut answers) {
-            Err(error) if error.is::<Stopped>() => return Ok(None),
+            Err(error) if error.is::<RequestsInterrupted>() => return Ok(None),
             answered => answered?,
         };
         let score = || -> Result<Values> {

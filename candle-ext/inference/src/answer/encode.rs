@@ -1,5 +1,4 @@
-//! From the texts of requests to tokens, as lm-evaluation-harness makes them: where special tokens are added, and whose
-//! token a blank between context and continuation is.
+//! Tokenization of requests as in lm-eval: special tokens, and whitespace between context and continuation.
 
 use std::path::Path;
 
@@ -8,55 +7,55 @@ use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
 use candlewick_text::tokenizer::{SpecialToken, Specials, Tokenizer};
 use serde_json::{Map, Value};
 
-/// Makes tokens of requests.
-pub struct Encoder<'t> {
+/// Tokenizer of requests.
+pub struct RequestEncoder<'t> {
     tokenizer: &'t Tokenizer,
-    added: Added,
+    added: SpecialTokensAdded,
     prefix: Option<SpecialToken>,
 }
 
-/// A context and what follows it.
+/// A tokenized context with its continuation.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pair {
-    /// At least one token.
+pub struct EncodedPair {
+    /// Context, at least one token.
     pub context: Vec<u32>,
-    /// The tokens that are scored, at least one.
+    /// Continuation to score, at least one token.
     pub continuation: Vec<u32>,
 }
 
-/// There is nothing to score.
+/// Error: a continuation without tokens.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("failed to score {continuation:?} after {context:?}: it has no tokens of its own")]
-pub struct NoTokens {
-    /// What was to be scored.
+pub struct EmptyContinuation {
+    /// Text of the continuation.
     pub continuation: String,
-    /// What stands before.
+    /// Text of the context.
     pub context: String,
 }
 
-/// Some requests cannot be scored, and so none is answered.
+/// Error: requests that cannot be scored. No request is processed.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{why}")]
-pub struct Unscorable {
-    /// Their numbers.
+pub struct UnscorableRequests {
+    /// Indices of the requests.
     pub requests: Vec<usize>,
-    /// The reason, of the first of them.
-    pub why: NoTokens,
+    /// Reason for the first of them.
+    pub why: EmptyContinuation,
 }
 
-/// What is put around a text.
+/// Special tokens added to a text.
 #[derive(Clone, Debug)]
-enum Added {
-    /// Nothing.
+enum SpecialTokensAdded {
+    /// No special tokens.
     Nothing,
-    /// What tokenizer.json says.
+    /// The post-processor of tokenizer.json.
     OfTokenizer,
-    /// What tokenizer_config.json says instead.
+    /// `add_bos_token` and `add_eos_token` of tokenizer_config.json.
     Tokens { before: Option<u32>, after: Option<u32> },
 }
 
-impl<'t> Encoder<'t> {
-    /// Reads what the tokenizer's folder says about special tokens. `add_bos` says something else about the first.
+impl<'t> RequestEncoder<'t> {
+    /// Creates an encoder from the tokenizer's special-token settings. `add_bos` overrides its BOS setting.
     pub fn new(tokenizer: &'t Tokenizer, add_bos: Option<bool>) -> Result<Self> {
         let config = tokenizer_config(tokenizer.directory())?;
         let of_config = |key: &str| config.get(key).and_then(Value::as_bool);
@@ -65,11 +64,11 @@ impl<'t> Encoder<'t> {
             token.filter(|_| is_added == Some(true)).map(|token| token.id)
         };
         let added = match add_bos {
-            Some(false) => Added::Nothing,
-            None if of_bos.is_none() && of_eos.is_none() => Added::OfTokenizer,
+            Some(false) => SpecialTokensAdded::Nothing,
+            None if of_bos.is_none() && of_eos.is_none() => SpecialTokensAdded::OfTokenizer,
             _ => {
                 let (bos, eos) = (tokenizer.bos(), tokenizer.eos());
-                Added::Tokens { before: id(bos, add_bos.or(of_bos)), after: id(eos, of_eos) }
+                SpecialTokensAdded::Tokens { before: id(bos, add_bos.or(of_bos)), after: id(eos, of_eos) }
             }
         };
         Ok(Self { tokenizer, added, prefix: tokenizer.bos().or(tokenizer.eos()).cloned() })
@@ -80,59 +79,62 @@ impl<'t> Encoder<'t> {
         self.tokenizer
     }
 
-    /// The token that stands where no context is: BOS, else EOS.
+    /// Returns the token used as an empty context: BOS, else EOS.
     pub fn prefix(&self) -> Result<u32> {
         let prefix = self.prefix.as_ref().map(|token| token.id);
         prefix.context("failed to score a text without a context: the tokenizer names neither a BOS nor an EOS token")
     }
 
-    /// The tokens of a text. It gets no special tokens if it begins with the prefix token, written out.
+    /// Tokenizes a text. No special tokens are added if it begins with the BOS (or EOS) token's text.
     pub fn text(&self, text: &str) -> Result<Vec<u32>> {
         let is_begun = self.prefix.as_ref().is_some_and(|prefix| text.starts_with(&prefix.text));
-        self.encode(text, if is_begun { &Added::Nothing } else { &self.added })
+        self.encode(text, if is_begun { &SpecialTokensAdded::Nothing } else { &self.added })
     }
 
-    /// The tokens of a prompt. Only BOS keeps special tokens away.
+    /// Tokenizes a prompt. No special tokens are added if it begins with BOS.
     pub fn prompt(&self, text: &str) -> Result<Vec<u32>> {
         let is_begun = self.tokenizer.bos().is_some_and(|bos| text.starts_with(&bos.text));
-        let ids = self.encode(text, if is_begun { &Added::Nothing } else { &self.added })?;
+        let ids = self.encode(text, if is_begun { &SpecialTokensAdded::Nothing } else { &self.added })?;
         if ids.is_empty() { Ok(vec![self.prefix()?]) } else { Ok(ids) }
     }
 
-    /// The tokens of both texts, as of one text. Blanks at the end of the context are the continuation's.
-    pub fn pair(&self, context: &str, continuation: &str) -> Result<Pair> {
+    /// Tokenizes context and continuation as one text, and splits it. Trailing whitespace of the context moves to the
+    /// continuation.
+    pub fn pair(&self, context: &str, continuation: &str) -> Result<EncodedPair> {
         let pair = if context.is_empty() {
-            self.without_context(self.encode(continuation, &Added::Nothing)?)?
+            self.without_context(self.encode(continuation, &SpecialTokensAdded::Nothing)?)?
         } else {
             let whole = self.text(&[context, continuation].concat())?;
             let before = self.text(context.trim_end_matches(is_blank))?;
             let continuation = whole.get(before.len()..).unwrap_or_default().to_vec();
             match before.is_empty() {
                 true => self.without_context(continuation)?,
-                false => Pair { context: before, continuation },
+                false => EncodedPair { context: before, continuation },
             }
         };
         match pair.continuation.is_empty() {
-            true => Err(NoTokens { continuation: continuation.to_owned(), context: context.to_owned() }.into()),
+            true => {
+                Err(EmptyContinuation { continuation: continuation.to_owned(), context: context.to_owned() }.into())
+            }
             false => Ok(pair),
         }
     }
 
-    /// The prefix token is the context, unless the text begins with it.
-    fn without_context(&self, continuation: Vec<u32>) -> Result<Pair> {
+    /// Scores a text without a context: the BOS (or EOS) token is the context, unless the text begins with it.
+    fn without_context(&self, continuation: Vec<u32>) -> Result<EncodedPair> {
         let prefix = self.prefix()?;
         let context = vec![prefix];
         match continuation.split_first() {
-            Some((first, rest)) if *first == prefix => Ok(Pair { context, continuation: rest.to_vec() }),
-            _ => Ok(Pair { context, continuation }),
+            Some((first, rest)) if *first == prefix => Ok(EncodedPair { context, continuation: rest.to_vec() }),
+            _ => Ok(EncodedPair { context, continuation }),
         }
     }
 
-    fn encode(&self, text: &str, added: &Added) -> Result<Vec<u32>> {
+    fn encode(&self, text: &str, added: &SpecialTokensAdded) -> Result<Vec<u32>> {
         Ok(match added {
-            Added::Nothing => self.tokenizer.encode(text, Specials::Omit)?,
-            Added::OfTokenizer => self.tokenizer.encode(text, Specials::Add)?,
-            Added::Tokens { before, after } => {
+            SpecialTokensAdded::Nothing => self.tokenizer.encode(text, Specials::Omit)?,
+            SpecialTokensAdded::OfTokenizer => self.tokenizer.encode(text, Specials::Add)?,
+            SpecialTokensAdded::Tokens { before, after } => {
                 let ids = self.tokenizer.encode(text, Specials::Omit)?;
                 before.iter().copied().chain(ids).chain(*after).collect()
             }
@@ -140,7 +142,7 @@ impl<'t> Encoder<'t> {
     }
 }
 
-/// What Python's `str.rstrip` takes away.
+/// Returns true for characters that Python's `str.rstrip` strips.
 fn is_blank(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }

@@ -1,4 +1,4 @@
-//! Generates texts in a batch that is never the same for long: a text that ends leaves its place to the next prompt.
+//! Continuous batching: a finished sequence is replaced by the next prompt.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::mem::take;
@@ -6,53 +6,52 @@ use std::mem::take;
 use anyhow::{Context, Result};
 use candle_core::{D, Tensor};
 use candlewick_ops::to_host;
-use candlewick_parallel::{Engine, Growth, KvPool, Regions};
+use candlewick_parallel::{AppendTokens, Engine, KvCachePool, RowAllocator};
 use candlewick_text::tokenizer::Tokenizer;
 
-use super::batch::Batching;
-use super::sample::Chooser;
-use super::stop::Stop;
-use super::tree::{Node, Tree};
+use super::batch::BatchLimits;
+use super::prefix_tree::{PrefixNode, PrefixTree};
+use super::sample::TokenSampler;
+use super::stop::StopCriteria;
 use crate::generate::check_finite;
 
-/// A prompt and how it goes on.
-pub struct Prompt {
-    /// The tokens, at least one.
+/// A generation request as tokens.
+pub struct GenerationRequest {
+    /// Prompt tokens, at least one.
     pub ids: Vec<u32>,
-    /// The most tokens to generate.
+    /// Maximum number of new tokens.
     pub n_max: usize,
-    /// What ends it before that.
-    pub stop: Stop,
-    /// Which tokens are taken.
-    pub chooser: Chooser,
+    /// Stop criteria.
+    pub stop: StopCriteria,
+    /// Sampler of the next token.
+    pub sampler: TokenSampler,
 }
 
-/// Prompts of which some are to be continued here.
-pub struct Generation<'p> {
-    prompts: &'p [Prompt],
-    /// Of all prompts without their last tokens: each prompt has one token at least that is computed for it alone.
-    tree: Tree,
-    /// Whether a node is on the path of several prompts.
+/// Plan of a set of generation requests, of which this rank runs some.
+pub struct GenerationPlan<'p> {
+    prompts: &'p [GenerationRequest],
+    /// Prefix tree of all prompts without their last tokens, so that each prompt computes at least one token.
+    tree: PrefixTree,
+    /// True for each tree node that several prompts share.
     is_shared: Vec<bool>,
 }
 
-impl<'p> Generation<'p> {
+impl<'p> GenerationPlan<'p> {
     /// Plans all prompts.
-    pub fn new(prompts: &'p [Prompt]) -> Self {
+    pub fn new(prompts: &'p [GenerationRequest]) -> Self {
         let beginnings: Vec<&[u32]> = prompts.iter().map(|prompt| &prompt.ids[..prompt.ids.len() - 1]).collect();
-        let tree = Tree::new(&beginnings);
+        let tree = PrefixTree::new(&beginnings);
         let mut n_users = vec![0; tree.nodes.len()];
         (0..prompts.len()).flat_map(|prompt| tree.path(prompt)).for_each(|node| n_users[node] += 1);
         Self { prompts, tree, is_shared: n_users.into_iter().map(|n| n > 1).collect() }
     }
 
-    /// The order in which prompts are continued.
+    /// Returns the order in which prompts are generated.
     pub fn order(&self) -> &[usize] {
         &self.tree.order
     }
 
-    /// What each prompt costs, in the order of [`Generation::order`]: the tokens that it does not share, and those that it
-    /// may make.
+    /// Returns each prompt's cost in the order of [`GenerationPlan::order`]: its unshared tokens plus `n_max`.
     pub fn costs(&self) -> Vec<usize> {
         let cost = |i: &usize| self.prompts[*i].ids.len() - self.n_shared(*i) + self.prompts[*i].n_max;
         self.tree.order.iter().map(cost).collect()
@@ -62,31 +61,32 @@ impl<'p> Generation<'p> {
         self.shared(prompt).last().map_or(0, |node| self.tree.nodes[*node].end)
     }
 
-    /// The nodes of a prompt that others have, too, from the beginning.
+    /// Returns the nodes that a prompt shares with others, from the root.
     fn shared(&self, prompt: usize) -> Vec<usize> {
         self.tree.path(prompt).into_iter().filter(|node| self.is_shared[*node]).collect()
     }
 
-    /// Continues the prompts `wanted`, which are in order, and hands each text over when it is there. Before each forward it
-    /// asks whether to go on: an error ends it.
+    /// Generates completions of the prompts `wanted` (in plan order), and passes each to `on_text` when it is complete.
+    ///
+    /// `go_on` is called before each forward; its error ends the run.
     pub fn run(
         &self,
         engine: &Engine,
         tokenizer: &Tokenizer,
-        batching: &Batching,
+        limits: &BatchLimits,
         wanted: &[usize],
         go_on: impl Fn() -> Result<()>,
         mut done: impl FnMut(usize, String) -> Result<()>,
     ) -> Result<()> {
         let (nothing, wanted): (Vec<usize>, Vec<usize>) = wanted.iter().partition(|i| self.prompts[**i].n_max == 0);
         nothing.into_iter().try_for_each(|prompt| done(prompt, String::new()))?;
-        let pool_rows = self.pool_rows(&wanted, batching);
+        let pool_rows = self.pool_rows(&wanted, limits);
         let mut state = State {
             plan: self,
             engine,
             tokenizer,
-            pool: KvPool::new(engine.model().n_blocks(), pool_rows),
-            regions: Regions::new(pool_rows),
+            pool: KvCachePool::new(engine.model().n_blocks(), pool_rows),
+            allocator: RowAllocator::new(pool_rows),
             beginnings: Vec::new(),
             new_beginning: None,
             texts: Vec::new(),
@@ -94,7 +94,7 @@ impl<'p> Generation<'p> {
         };
         while !state.texts.is_empty() || !state.waiting.is_empty() {
             go_on()?;
-            state.let_in(batching)?;
+            state.let_in(limits)?;
             state.step().context("failed to generate")?;
             for text in state.take_ended() {
                 done(text.prompt, self.prompts[text.prompt].stop.text(&text.generated, tokenizer)?)?;
@@ -103,65 +103,66 @@ impl<'p> Generation<'p> {
         Ok(())
     }
 
-    /// Rows for as many texts as are written at a time, and at least for the largest with all that it shares.
-    fn pool_rows(&self, wanted: &[usize], batching: &Batching) -> usize {
+    /// Returns the size of the KV cache pool: the concurrent sequences, and at least the largest one with its shared
+    /// prefix.
+    fn pool_rows(&self, wanted: &[usize], limits: &BatchLimits) -> usize {
         let own = |i: &usize| self.prompts[*i].ids.len() + self.prompts[*i].n_max;
         let beginnings = |i: &usize| self.shared(*i).iter().map(|node| self.tree.nodes[*node].end).sum::<usize>();
         let largest = wanted.iter().map(|i| own(i) + beginnings(i)).max().unwrap_or(0);
         let mut sizes: Vec<usize> = wanted.iter().map(own).collect();
         sizes.sort_unstable_by(|a, b| b.cmp(a));
-        let at_once: usize = sizes.iter().take(batching.n_texts).sum();
-        (at_once + largest).min(batching.pool_rows.max(largest))
+        let at_once: usize = sizes.iter().take(limits.n_texts).sum();
+        (at_once + largest).min(limits.pool_rows.max(largest))
     }
 }
 
-/// What several prompts begin with, in the pool.
+/// A shared prefix in the KV cache pool.
 struct Beginning {
     node: usize,
     start: usize,
 }
 
-/// A text that is being written.
+/// A sequence that is being generated.
 struct Text {
     prompt: usize,
     start: usize,
-    /// Tokens in the pool.
+    /// Number of cached tokens.
     n_seen: usize,
-    /// Tokens that come next into the pool.
+    /// Tokens to compute next.
     fresh: Vec<u32>,
     generated: Vec<u32>,
-    chooser: Chooser,
-    /// All tokens of prompt and text, if the chooser looks at them.
+    sampler: TokenSampler,
+    /// Tokens of prompt and completion, if the sampler has a repetition penalty.
     seen: BTreeSet<u32>,
     has_ended: bool,
 }
 
 struct State<'s, 'p> {
-    plan: &'s Generation<'p>,
+    plan: &'s GenerationPlan<'p>,
     engine: &'s Engine,
     tokenizer: &'s Tokenizer,
-    pool: KvPool,
-    regions: Regions,
-    /// Each continues the one before.
+    pool: KvCachePool,
+    allocator: RowAllocator,
+    /// Cached shared prefixes, each a continuation of the previous one.
     beginnings: Vec<Beginning>,
-    /// The last of them, if the pool has not got its tokens yet.
-    new_beginning: Option<Growth>,
+    /// The newest prefix, if it is not yet computed.
+    new_beginning: Option<AppendTokens>,
     texts: Vec<Text>,
     waiting: VecDeque<usize>,
 }
 
 impl State<'_, '_> {
-    /// Lets prompts in while there is room, up to one whose beginning has to be computed first.
-    fn let_in(&mut self, batching: &Batching) -> Result<()> {
+    /// Admits prompts while the cache has space, up to one whose shared prefix must be computed first.
+    fn let_in(&mut self, limits: &BatchLimits) -> Result<()> {
         let mut n_fresh = self.texts.len();
-        while self.texts.len() < batching.n_texts && n_fresh < batching.n_tokens {
+        while self.texts.len() < limits.n_texts && n_fresh < limits.n_tokens {
             let Some(&prompt) = self.waiting.front() else { return Ok(()) };
             if !self.begin(prompt)? {
                 let has_nothing_to_do = self.texts.is_empty() && self.new_beginning.is_none();
                 if !has_nothing_to_do {
                     return Ok(());
                 }
-                // What is remembered stands in the way: in an empty pool there is room for any prompt.
+                // Cached prefixes block the next prompt; any prompt fits an empty pool.
                 self.forget_beginnings(0);
                 continue;
             }
@@ -171,32 +172,32 @@ impl State<'_, '_> {
         Ok(())
     }
 
-    /// Begins a text if its shared beginnings are there and there is room; else begins the next of those, if there is room.
+    /// Starts a sequence if its shared prefix is cached and it fits; else starts computing the prefix, if that fits.
     fn begin(&mut self, prompt: usize) -> Result<bool> {
         let shared = self.plan.shared(prompt);
         let n_kept =
             self.beginnings.iter().zip(&shared).take_while(|(beginning, node)| beginning.node == **node).count();
         self.forget_beginnings(n_kept);
-        let Prompt { ids, n_max, chooser, .. } = &self.plan.prompts[prompt];
+        let GenerationRequest { ids, n_max, sampler, .. } = &self.plan.prompts[prompt];
         if let Some(&node) = shared.get(n_kept) {
-            let Node { start: n_seen, end, .. } = self.plan.tree.nodes[node];
+            let PrefixNode { start: n_seen, end, .. } = self.plan.tree.nodes[node];
             if let Some(start) = self.place(end, n_seen)? {
                 self.beginnings.push(Beginning { node, start });
-                self.new_beginning = Some(Growth { start, n_seen, ids: ids[n_seen..end].to_vec() });
+                self.new_beginning = Some(AppendTokens { start, n_seen, ids: ids[n_seen..end].to_vec() });
             }
             return Ok(false);
         }
         let n_seen = shared.last().map_or(0, |node| self.plan.tree.nodes[*node].end);
         let Some(start) = self.place(ids.len() + n_max, n_seen)? else { return Ok(false) };
-        let (fresh, chooser) = (ids[n_seen..].to_vec(), chooser.clone());
-        let seen = if chooser.takes_likeliest() { BTreeSet::new() } else { ids.iter().copied().collect() };
-        self.texts.push(Text { prompt, start, n_seen, fresh, generated: Vec::new(), chooser, seen, has_ended: false });
+        let (fresh, sampler) = (ids[n_seen..].to_vec(), sampler.clone());
+        let seen = if sampler.is_greedy() { BTreeSet::new() } else { ids.iter().copied().collect() };
+        self.texts.push(Text { prompt, start, n_seen, fresh, generated: Vec::new(), sampler, seen, has_ended: false });
         Ok(true)
     }
 
-    /// Finds room for `len` tokens and copies the first `n_seen` from the last beginning.
+    /// Allocates `len` rows and copies the first `n_seen` from the newest prefix; `None` if they do not fit.
     fn place(&mut self, len: usize, n_seen: usize) -> Result<Option<usize>> {
-        let Some(start) = self.regions.take(len) else { return Ok(None) };
+        let Some(start) = self.allocator.allocate(len) else { return Ok(None) };
         if let Some(Beginning { start: from, .. }) = self.beginnings.last() {
             self.pool.copy(*from..from + n_seen, start)?;
         }
@@ -204,17 +205,18 @@ impl State<'_, '_> {
     }
 
     fn forget_beginnings(&mut self, n_kept: usize) {
-        self.beginnings.drain(n_kept..).for_each(|beginning| self.regions.give_back(beginning.start));
+        self.beginnings.drain(n_kept..).for_each(|beginning| self.allocator.free(beginning.start));
     }
 
-    /// One token for every text, and the beginning that is waited for.
+    /// Runs one decode step, together with the prefix that is being computed.
     fn step(&mut self) -> Result<()> {
-        let grow = |text: &mut Text| Growth { start: text.start, n_seen: text.n_seen, ids: take(&mut text.fresh) };
-        let mut sequences: Vec<Growth> = self.texts.iter_mut().map(grow).collect();
+        let grow =
+            |text: &mut Text| AppendTokens { start: text.start, n_seen: text.n_seen, ids: take(&mut text.fresh) };
+        let mut sequences: Vec<AppendTokens> = self.texts.iter_mut().map(grow).collect();
         sequences.extend(self.new_beginning.take());
-        let growing = self.pool.grow(&sequences)?;
-        // What comes after the beginning is asked, too, but not looked at.
-        let logits = self.engine.logits(growing.tokens(), growing.last_rows(), &growing)?;
+        let append = self.pool.append(&sequences)?;
+        // The logits after the prefix are computed and ignored.
+        let logits = self.engine.logits(append.tokens(), append.last_rows(), &append)?;
         if !self.texts.is_empty() {
             check_finite(&logits.narrow(0, 0, self.texts.len())?)?;
         }
@@ -223,7 +225,7 @@ impl State<'_, '_> {
             text.n_seen += growth.ids.len();
             text.generated.push(token);
             text.fresh = vec![token];
-            let Prompt { n_max, stop, .. } = &self.plan.prompts[text.prompt];
+            let GenerationRequest { n_max, stop, .. } = &self.plan.prompts[text.prompt];
             text.has_ended = text.generated.len() == *n_max || stop.ends(&text.generated, self.tokenizer)?;
         }
         Ok(())
@@ -233,19 +235,19 @@ impl State<'_, '_> {
         let (ended, going_on) = take(&mut self.texts).into_iter().partition(|text| text.has_ended);
         self.texts = going_on;
         let ended: Vec<Text> = ended;
-        ended.iter().for_each(|text| self.regions.give_back(text.start));
+        ended.iter().for_each(|text| self.allocator.free(text.start));
         ended
     }
 }
 
-/// The next token of each text, by the logits in the first rows.
+/// Samples the next token of each sequence from the first rows of the logits.
 fn choose(texts: &mut [Text], logits: &Tensor) -> Result<Vec<u32>> {
-    if texts.iter().all(|text| text.chooser.takes_likeliest()) {
+    if texts.iter().all(|text| text.sampler.is_greedy()) {
         return Ok(to_host(&logits.argmax(D::Minus1)?)?.to_vec1()?);
     }
     let rows = to_host(logits)?.to_vec2::<f32>()?;
     let choose = |(text, mut logits): (&mut Text, Vec<f32>)| {
-        let token = text.chooser.choose(&mut logits, &text.seen);
+        let token = text.sampler.sample(&mut logits, &text.seen);
         text.seen.insert(token);
         token
     };

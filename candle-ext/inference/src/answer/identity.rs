@@ -1,4 +1,4 @@
-//! Which model answers: a hash of its files, so that no model is given another's answers.
+//! Identity of a model: a hash of its files, which keys the response cache.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use rayon::prelude::*;
 
-/// Files of a model's folder that decide what it says, besides its weights.
+/// Files of a model folder that influence responses, besides the weights.
 const SMALL: [&str; 9] = [
     "config.json",
     "generation_config.json",
@@ -20,8 +20,8 @@ const SMALL: [&str; 9] = [
     "chat_template.json",
 ];
 
-/// Hashes the weights, the tokenizer and the chat templates of these folders, and what else decides an answer. Where the
-/// folders lie does not matter.
+/// Returns a hash of weights, tokenizers and chat templates of `folders`, and of `settings`. It does not depend on the
+/// folders' paths.
 pub fn identity<'f>(folders: impl IntoIterator<Item = &'f Path>, settings: &str) -> Result<String> {
     let mut hash = blake3::Hasher::new();
     for folder in folders {

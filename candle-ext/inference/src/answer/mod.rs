@@ -1,21 +1,21 @@
-//! Answers requests with a model, as lm-evaluation-harness does with its Hugging Face model, but each run of tokens once.
+//! Batched processing of lm-eval requests, in which shared prefixes are computed once.
 //!
-//! Texts become tokens in [`encode`] and are cut in [`windows`]. What begins alike is found by a prefix [`tree`]; [`score`]
-//! and [`generation`] compute it. [`log`] remembers answers from one evaluation to the next.
+//! [`encode`] tokenizes requests, [`rolling`] truncates and splits them. [`prefix_tree`] finds shared prefixes;
+//! [`score`] and [`generation`] run them. [`response_cache`] keeps responses between evaluations.
 
+mod assignment;
 pub mod batch;
 pub mod encode;
 pub mod generation;
 pub mod identity;
-pub mod log;
 mod plan;
+pub mod prefix_tree;
+pub mod response_cache;
+pub mod rolling;
 pub mod sample;
 pub mod score;
 mod settings;
-mod share;
 pub mod stop;
-pub mod tree;
-pub mod windows;
 
 use std::collections::HashMap;
 
@@ -23,254 +23,261 @@ use anyhow::{Context, Result, anyhow};
 use candlewick_comm::exchange_bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::lm::{Lm, Voice};
-use crate::parts::Crew;
+use crate::lm::{Lm, LmHandle};
+use crate::parallel_config::InferenceGroup;
 use crate::request::{Request, Response};
-use batch::Batching;
-use encode::Encoder;
-pub use encode::Unscorable;
-use generation::Generation;
-use log::{AnswerLog, Plain};
-use plan::{Plan, Work};
-use sample::Defaults;
-use score::{Score, Scoring};
-pub use settings::AnswerSettings;
-use share::share_of;
+use assignment::assign_to_rank;
+use batch::BatchLimits;
+use encode::RequestEncoder;
+pub use encode::UnscorableRequests;
+use generation::GenerationPlan;
+use plan::{RequestPlan, TokenizedRequests};
+use response_cache::{ResponseCache, ResponseJson};
+use sample::SamplingDefaults;
+use score::{ScoringPlan, SequenceScore};
+pub use settings::BackendSettings;
 
-/// Which way of answering it is. A change that gives the same request another answer takes another number, so that a log of
-/// before is not read.
+/// Version of the response cache. Increment it with every change that alters responses.
 const FORMAT: u32 = 2;
 
-/// A model or another source of answers to requests.
-pub trait Answers {
-    /// Answers all requests, in their order. All ranks give the same requests, and get all answers.
-    fn answer(&mut self, requests: &[Request]) -> Result<Vec<Answered>>;
+/// A source of responses to requests, as lm-eval's `LM`.
+pub trait LmBackend {
+    /// Returns the responses in the order of `requests`. Collective: all ranks pass the same requests and get all
+    /// responses.
+    fn answer(&mut self, requests: &[Request]) -> Result<Vec<RequestOutput>>;
 }
 
-/// An answer, and how much of the request was looked at.
+/// A response, with the size of its request.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Answered {
-    /// The answer.
+pub struct RequestOutput {
+    /// Response.
     pub response: Response,
-    /// Tokens of the request, those that were cut off among them.
+    /// Tokens of the request before truncation.
     pub n_tokens: usize,
-    /// Tokens that were cut off in front, because the model's context is no longer.
-    pub n_cut: usize,
+    /// Tokens truncated from the left to fit the context length.
+    pub n_truncated: usize,
 }
 
-/// A model that answers, together with those of the other ranks.
-pub struct LmAnswers<'a> {
-    voice: Voice<'a>,
-    encoder: Encoder<'a>,
-    defaults: Defaults,
-    settings: AnswerSettings,
-    batching: Batching,
-    crew: Crew,
-    /// Known if there is a log.
+/// Backend that runs requests on an engine, over all ranks of an [`InferenceGroup`].
+pub struct EngineBackend<'a> {
+    handle: LmHandle<'a>,
+    encoder: RequestEncoder<'a>,
+    defaults: SamplingDefaults,
+    settings: BackendSettings,
+    limits: BatchLimits,
+    group: InferenceGroup,
+    /// Model identity; empty without a response cache.
     identity: String,
-    on_progress: Box<dyn FnMut(Progress) + 'a>,
+    on_progress: Box<dyn FnMut(RequestProgress) + 'a>,
     asked_to_stop: Option<Box<dyn Fn() -> bool + 'a>>,
 }
 
-/// A stop was requested before all requests were answered.
+/// Error: a stop was requested before all requests were processed.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("stopped before all requests were answered")]
-pub struct Stopped;
+pub struct RequestsInterrupted;
 
-/// How far this rank is with its share of the requests.
+/// Progress of this rank's share of the requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Progress {
-    /// Requests that are answered.
+pub struct RequestProgress {
+    /// Completed requests.
     pub n_done: usize,
-    /// All that this rank answers.
+    /// All requests of this rank.
     pub n_all: usize,
 }
 
-impl<'a> LmAnswers<'a> {
-    /// Gets ready to answer together with a crew.
-    pub fn new(lm: &'a Lm, settings: AnswerSettings, crew: Crew) -> Result<Self> {
-        let log = settings.log.clone();
-        let mut answers = Self::of(lm.voice(), settings, crew)?;
-        if log.is_some() {
+impl<'a> EngineBackend<'a> {
+    /// Creates a backend. Collective: all ranks of `group` must call it.
+    pub fn new(lm: &'a Lm, settings: BackendSettings, group: InferenceGroup) -> Result<Self> {
+        let cache_folder = settings.cache_folder.clone();
+        let mut answers = Self::for_training(lm.handle(), settings, group)?;
+        if cache_folder.is_some() {
             answers.identity = answers.identify(lm)?;
-            answers.settings.log = log;
+            answers.settings.cache_folder = cache_folder;
         }
         Ok(answers)
     }
 
-    /// Gets ready to answer for a model whose weights change, and so without a log of answers.
-    pub fn of(voice: Voice<'a>, settings: AnswerSettings, crew: Crew) -> Result<Self> {
-        let Voice { engine, tokenizer, generation_config } = voice;
+    /// Creates a backend for a model in training, without a response cache.
+    pub fn for_training(handle: LmHandle<'a>, settings: BackendSettings, group: InferenceGroup) -> Result<Self> {
+        let LmHandle { engine, tokenizer, generation_config } = handle;
         let heads = engine.model().config().attention_heads();
         let row_bytes = 2 * engine.model().n_blocks() * heads.n_kv * heads.dim * size_of::<f32>();
-        let batching = match settings.batch_size {
-            Some(n) => Batching::sequences(n),
-            None => Batching::auto(engine.device().is_cpu(), row_bytes).at_most(settings.max_batch_size),
+        let limits = match settings.batch_size {
+            Some(n) => BatchLimits::sequences(n),
+            None => BatchLimits::auto(engine.device().is_cpu(), row_bytes).at_most(settings.max_batch_size),
         };
         Ok(Self {
-            voice,
-            encoder: Encoder::new(tokenizer, settings.add_bos)?,
-            defaults: generation_config.map(Defaults::read).transpose()?.unwrap_or_default(),
-            settings: AnswerSettings { log: None, ..settings },
-            batching,
-            crew,
+            handle,
+            encoder: RequestEncoder::new(tokenizer, settings.add_bos)?,
+            defaults: generation_config.map(SamplingDefaults::read).transpose()?.unwrap_or_default(),
+            settings: BackendSettings { cache_folder: None, ..settings },
+            limits,
+            group,
             identity: String::new(),
             on_progress: Box::new(|_| {}),
             asked_to_stop: None,
         })
     }
 
-    /// Calls `on_progress` while requests are answered.
+    /// Sets a callback for progress.
     #[must_use]
-    pub fn with_progress(self, on_progress: impl FnMut(Progress) + 'a) -> Self {
+    pub fn with_progress(self, on_progress: impl FnMut(RequestProgress) + 'a) -> Self {
         Self { on_progress: Box::new(on_progress), ..self }
     }
 
-    /// Asks before each forward; if it is so on any rank, all end with [`Stopped`]. Every rank is to ask, or none.
+    /// Sets a callback that requests a stop, polled before each forward. If any rank's returns true, all end with
+    /// [`RequestsInterrupted`]. Set it on all ranks or on none.
     #[must_use]
     pub fn with_stop(self, asked_to_stop: impl Fn() -> bool + 'a) -> Self {
         Self { asked_to_stop: Some(Box::new(asked_to_stop)), ..self }
     }
 
-    /// Tokens of context.
+    /// Returns the context length, in tokens.
     pub fn max_length(&self) -> usize {
-        self.settings.max_length.unwrap_or(self.voice.engine.model().config().max_positions())
+        self.settings.max_length.unwrap_or(self.handle.engine.model().config().max_positions())
     }
 
-    /// Hashes the model on the first rank; the others believe it.
+    /// Hashes the model on rank 0 and broadcasts the result.
     fn identify(&self, lm: &Lm) -> Result<String> {
-        let own = match self.crew.all.rank() {
+        let own = match self.group.world.rank() {
             0 => {
-                let AnswerSettings { add_bos, think_end, .. } = &self.settings;
+                let BackendSettings { add_bos, think_end, .. } = &self.settings;
                 let (dtype, attention, max_length) = (lm.dtype(), lm.attention().implementation, self.max_length());
                 let settings = format!("{FORMAT} {dtype:?} {attention:?} {max_length} {add_bos:?} {think_end:?}");
-                self.crew.alone(|| identity::identity(lm.folders(), &settings))?
+                self.group.alone(|| identity::identity(lm.folders(), &settings))?
             }
             _ => String::new(),
         };
-        let of_first = exchange_bytes(&*self.crew.all, own.as_bytes())?.into_iter().next().unwrap_or_default();
+        let of_first = exchange_bytes(&*self.group.world, own.as_bytes())?.into_iter().next().unwrap_or_default();
         Ok(String::from_utf8(of_first)?)
     }
 }
 
-impl Answers for LmAnswers<'_> {
-    fn answer(&mut self, requests: &[Request]) -> Result<Vec<Answered>> {
+impl LmBackend for EngineBackend<'_> {
+    fn answer(&mut self, requests: &[Request]) -> Result<Vec<RequestOutput>> {
         let max_length = self.max_length();
-        let plan = self
-            .crew
-            .alone(|| Plan::new(requests, &self.encoder, &self.settings, self.defaults, max_length, &self.identity))?;
+        let plan = self.group.alone(|| {
+            RequestPlan::new(requests, &self.encoder, &self.settings, self.defaults, max_length, &self.identity)
+        })?;
         let mut found = self.known(&plan)?;
         found.extend(plan.about_nothing());
-        let crew = self.crew.clone();
-        let computed = match crew.together(|| self.compute(&plan, &found)) {
-            Err(error) if error.is::<Stopped>() => None,
+        let group = self.group.clone();
+        let computed = match group.together(|| self.compute(&plan, &found)) {
+            Err(error) if error.is::<RequestsInterrupted>() => None,
             computed => Some(computed?),
         };
-        let own = if self.crew.speaks { computed } else { computed.map(|_| Vec::new()) };
-        for answers in exchange_bytes(&*self.crew.all, &serde_json::to_vec(&own)?)? {
-            let answers: Option<Vec<Numbered>> = serde_json::from_slice(&answers)?;
-            found.extend(answers.ok_or(Stopped)?.into_iter().map(Numbered::unpack));
+        let own = if self.group.reports { computed } else { computed.map(|_| Vec::new()) };
+        for answers in exchange_bytes(&*self.group.world, &serde_json::to_vec(&own)?)? {
+            let answers: Option<Vec<IndexedResponse>> = serde_json::from_slice(&answers)?;
+            found.extend(answers.ok_or(RequestsInterrupted)?.into_iter().map(IndexedResponse::unpack));
         }
         plan.places
             .iter()
             .map(|question| {
-                let response =
-                    found.get(question).cloned().context("failed to answer: a rank has forgotten a request")?;
-                let (n_tokens, n_cut) = plan.questions[*question].size;
-                Ok(Answered { response, n_tokens, n_cut })
+                let response = found
+                    .get(question)
+                    .cloned()
+                    .context("failed to answer: no rank returned a response to a request")?;
+                let (n_tokens, n_truncated) = plan.questions[*question].size;
+                Ok(RequestOutput { response, n_tokens, n_truncated })
             })
             .collect()
     }
 }
 
-/// An answer with the number of its question.
+/// A response with the index of its unique request.
 #[derive(Serialize, Deserialize)]
-struct Numbered(usize, Plain);
+struct IndexedResponse(usize, ResponseJson);
 
-impl Numbered {
+impl IndexedResponse {
     fn unpack(self) -> (usize, Response) {
         (self.0, self.1.into())
     }
 }
 
-impl LmAnswers<'_> {
-    /// What the log knows, as the first rank reads it.
-    fn known(&self, plan: &Plan) -> Result<HashMap<usize, Response>> {
-        let Some(folder) = &self.settings.log else { return Ok(HashMap::new()) };
+impl EngineBackend<'_> {
+    /// Returns cached responses, read by rank 0 and broadcast.
+    fn known(&self, plan: &RequestPlan) -> Result<HashMap<usize, Response>> {
+        let Some(folder) = &self.settings.cache_folder else { return Ok(HashMap::new()) };
         let mut own = Vec::new();
-        if self.crew.all.rank() == 0 {
-            let known = self.crew.alone(|| log::read(folder, &self.identity))?;
+        if self.group.world.rank() == 0 {
+            let known = self.group.alone(|| response_cache::read(folder, &self.identity))?;
             let questions = plan.questions.iter().enumerate();
-            let found = questions.filter_map(|(i, question)| Some(Numbered(i, known.get(&question.key)?.into())));
+            let found =
+                questions.filter_map(|(i, question)| Some(IndexedResponse(i, known.get(&question.key)?.into())));
             own.extend(found);
         }
-        let all = exchange_bytes(&*self.crew.all, &serde_json::to_vec(&own)?)?;
-        let of_first = all.first().ok_or_else(|| anyhow!("failed to hear from the first rank"))?;
-        let known: Vec<Numbered> = serde_json::from_slice(of_first)?;
-        Ok(known.into_iter().map(Numbered::unpack).collect())
+        let all = exchange_bytes(&*self.group.world, &serde_json::to_vec(&own)?)?;
+        let of_first = all.first().ok_or_else(|| anyhow!("failed to receive the cached responses of rank 0"))?;
+        let known: Vec<IndexedResponse> = serde_json::from_slice(of_first)?;
+        Ok(known.into_iter().map(IndexedResponse::unpack).collect())
     }
 
-    /// Answers this rank's share of what is not known, and writes it to the log as it comes.
-    fn compute(&mut self, plan: &Plan, known: &HashMap<usize, Response>) -> Result<Vec<Numbered>> {
-        let Voice { engine, tokenizer, .. } = self.voice;
-        let Work { scored, owners, prompts, prompt_owners } = &plan.work;
-        let (scoring, generation) = (Scoring::new(scored), Generation::new(prompts));
+    /// Runs this rank's share of the requests that are not cached, and appends responses to the cache.
+    fn compute(&mut self, plan: &RequestPlan, known: &HashMap<usize, Response>) -> Result<Vec<IndexedResponse>> {
+        let LmHandle { engine, tokenizer, .. } = self.handle;
+        let TokenizedRequests { scored, owners, prompts, prompt_owners } = &plan.work;
+        let (scoring, generation) = (ScoringPlan::new(scored), GenerationPlan::new(prompts));
         let open = |question: &usize| !known.contains_key(question);
-        let own_scored = share_of(&*self.crew.copies, scoring.order(), &scoring.costs(), owners, open);
-        let own_prompts = share_of(&*self.crew.copies, generation.order(), &generation.costs(), prompt_owners, open);
-        let folder = self.settings.log.as_ref().filter(|_| self.crew.speaks);
-        let log = folder.map(|folder| AnswerLog::open(folder, &self.identity, self.crew.copies.rank())).transpose()?;
+        let own_scored = assign_to_rank(&*self.group.data_parallel, scoring.order(), &scoring.costs(), owners, open);
+        let own_prompts =
+            assign_to_rank(&*self.group.data_parallel, generation.order(), &generation.costs(), prompt_owners, open);
+        let folder = self.settings.cache_folder.as_ref().filter(|_| self.group.reports);
+        let log = folder
+            .map(|folder| ResponseCache::open(folder, &self.identity, self.group.data_parallel.rank()))
+            .transpose()?;
         let n_all = own_prompts.len() + plan.n_questions(&own_scored);
-        let (crew, asked_to_stop) = (&self.crew, &self.asked_to_stop);
+        let (group, asked_to_stop) = (&self.group, &self.asked_to_stop);
         let go_on = || {
-            crew.step();
+            group.step();
             match asked_to_stop {
-                Some(asked) if crew.any_of_copy(asked())? => Err(Stopped.into()),
+                Some(asked) if group.any_in_replica(asked())? => Err(RequestsInterrupted.into()),
                 _ => Ok(()),
             }
         };
-        (self.on_progress)(Progress { n_done: 0, n_all });
-        let mut desk = Desk { plan, log, done: Vec::new(), n_all, on_progress: &mut self.on_progress };
-        let mut scores: HashMap<usize, Vec<(usize, Score)>> = HashMap::new();
-        scoring.run(engine, &self.batching, &own_scored, go_on, |finished| {
+        (self.on_progress)(RequestProgress { n_done: 0, n_all });
+        let mut sink = ResponseSink { plan, log, done: Vec::new(), n_all, on_progress: &mut self.on_progress };
+        let mut scores: HashMap<usize, Vec<(usize, SequenceScore)>> = HashMap::new();
+        scoring.run(engine, &self.limits, &own_scored, go_on, |finished| {
             for (item, score) in finished {
                 let question = owners[item];
                 let of_question = scores.entry(question).or_default();
                 of_question.push((item, score));
                 if of_question.len() == plan.questions[question].n_scored {
-                    desk.take(question, plan.response(question, scores.remove(&question).unwrap_or_default()))?;
+                    sink.take(question, plan.response(question, scores.remove(&question).unwrap_or_default()))?;
                 }
             }
-            desk.write()
+            sink.write()
         })?;
-        generation.run(engine, tokenizer, &self.batching, &own_prompts, go_on, |prompt, text| {
-            desk.take(prompt_owners[prompt], Response::Text(text))?;
-            desk.write()
+        generation.run(engine, tokenizer, &self.limits, &own_prompts, go_on, |prompt, text| {
+            sink.take(prompt_owners[prompt], Response::Text(text))?;
+            sink.write()
         })?;
-        Ok(desk.done)
+        Ok(sink.done)
     }
 }
 
-/// Where answers arrive.
-struct Desk<'d> {
-    plan: &'d Plan,
-    log: Option<AnswerLog>,
-    done: Vec<Numbered>,
+/// Collector of responses.
+struct ResponseSink<'d> {
+    plan: &'d RequestPlan,
+    log: Option<ResponseCache>,
+    done: Vec<IndexedResponse>,
     n_all: usize,
-    on_progress: &'d mut dyn FnMut(Progress),
+    on_progress: &'d mut dyn FnMut(RequestProgress),
 }
 
-impl Desk<'_> {
+impl ResponseSink<'_> {
     fn take(&mut self, question: usize, response: Response) -> Result<()> {
         if let Some(log) = &mut self.log {
             log.add(&self.plan.questions[question].key, &response)?;
         }
-        self.done.push(Numbered(question, Plain::from(&response)));
+        self.done.push(IndexedResponse(question, ResponseJson::from(&response)));
         Ok(())
     }
 
     fn write(&mut self) -> Result<()> {
-        (self.on_progress)(Progress { n_done: self.done.len(), n_all: self.n_all });
-        self.log.as_mut().map_or(Ok(()), AnswerLog::write)
+        (self.on_progress)(RequestProgress { n_done: self.done.len(), n_all: self.n_all });
+        self.log.as_mut().map_or(Ok(()), ResponseCache::write)
     }
 }

@@ -1,62 +1,62 @@
-//! Requests as work for a model: each different one once, as tokens.
+//! Plan of a batch of requests: deduplicated and tokenized.
 
 use std::collections::HashMap;
 
 use anyhow::{Error, Result, ensure};
 use rayon::prelude::*;
 
-use super::encode::{Encoder, NoTokens, Unscorable};
-use super::generation::Prompt;
-use super::log::key;
-use super::sample::{Chooser, Defaults};
-use super::score::Score;
-use super::settings::AnswerSettings;
-use super::stop::Stop;
-use super::windows::{Scored, windows};
+use super::encode::{EmptyContinuation, RequestEncoder, UnscorableRequests};
+use super::generation::GenerationRequest;
+use super::response_cache::key;
+use super::rolling::{ScoredSequence, rolling_windows};
+use super::sample::{SamplingDefaults, TokenSampler};
+use super::score::SequenceScore;
+use super::settings::BackendSettings;
+use super::stop::StopCriteria;
 use crate::request::{GenerationSettings, Request, Response};
 use candlewick_runtime::exit::ExitCode;
 
-/// All requests of a call.
-pub(super) struct Plan {
-    /// The different ones.
-    pub(super) questions: Vec<Question>,
-    /// The question that each request is.
+/// Deduplicated requests of one call.
+pub(super) struct RequestPlan {
+    /// Unique requests.
+    pub(super) questions: Vec<UniqueRequest>,
+    /// Index of the unique request of each request.
     pub(super) places: Vec<usize>,
-    pub(super) work: Work,
+    pub(super) work: TokenizedRequests,
 }
 
-/// A request.
-pub(super) struct Question {
-    /// What the log knows it by.
+/// A unique request.
+pub(super) struct UniqueRequest {
+    /// Key in the response cache.
     pub(super) key: String,
-    /// Its tokens, and how many of them are cut off.
+    /// Number of tokens, and number of truncated tokens.
     pub(super) size: (usize, usize),
-    /// The sequences that are scored for it.
+    /// Number of sequences to score.
     pub(super) n_scored: usize,
     is_rolling: bool,
 }
 
-/// What has to be computed, with the questions that it is for.
+/// Tokenized requests, with the unique request of each.
 #[derive(Default)]
-pub(super) struct Work {
-    pub(super) scored: Vec<Scored>,
+pub(super) struct TokenizedRequests {
+    pub(super) scored: Vec<ScoredSequence>,
     pub(super) owners: Vec<usize>,
-    pub(super) prompts: Vec<Prompt>,
+    pub(super) prompts: Vec<GenerationRequest>,
     pub(super) prompt_owners: Vec<usize>,
 }
 
-/// A question's tokens.
+/// Tokens of a request.
 enum Tokens {
-    Scored(Vec<Scored>),
-    Prompt(Box<Prompt>, usize),
+    ScoredSequence(Vec<ScoredSequence>),
+    GenerationRequest(Box<GenerationRequest>, usize),
 }
 
-impl Plan {
+impl RequestPlan {
     pub(super) fn new(
         requests: &[Request],
-        encoder: &Encoder,
-        settings: &AnswerSettings,
-        defaults: Defaults,
+        encoder: &RequestEncoder,
+        settings: &BackendSettings,
+        defaults: SamplingDefaults,
         max_length: usize,
         identity: &str,
     ) -> Result<Self> {
@@ -65,7 +65,7 @@ impl Plan {
         let (mut places, mut different) = (Vec::new(), Vec::new());
         for request in requests {
             let key_of = |draw| key(identity, request, settings.max_gen_toks, Some((settings.seed, draw)));
-            // A request that is sampled once more is another question.
+            // Repeated sampling of a request is another unique request.
             let n_asked = n_asked.entry(key_of(0)).or_default();
             let key = key_of(if is_sampled(request) { *n_asked } else { 0 });
             *n_asked += 1;
@@ -77,29 +77,32 @@ impl Plan {
         let reader = Reader { encoder, settings, defaults, max_length };
         let read = |(request, key): &(&Request, blake3::Hash)| reader.read(request, *key.as_bytes());
         let tokens: Vec<Result<Tokens>> = different.par_iter().map(read).collect();
-        if let Some(why) = tokens.iter().find_map(|tokens| tokens.as_ref().err()?.downcast_ref::<NoTokens>()).cloned() {
-            let is_unscorable = |question: usize| tokens[question].as_ref().is_err_and(|error| error.is::<NoTokens>());
+        if let Some(why) =
+            tokens.iter().find_map(|tokens| tokens.as_ref().err()?.downcast_ref::<EmptyContinuation>()).cloned()
+        {
+            let is_unscorable =
+                |question: usize| tokens[question].as_ref().is_err_and(|error| error.is::<EmptyContinuation>());
             let requests = (0..places.len()).filter(|request| is_unscorable(places[*request])).collect();
-            return Err(Error::from(Unscorable { requests, why }).context(ExitCode::Data));
+            return Err(Error::from(UnscorableRequests { requests, why }).context(ExitCode::Data));
         }
         let tokens = tokens.into_iter().collect::<Result<Vec<Tokens>>>()?;
-        let (mut questions, mut work) = (Vec::new(), Work::default());
+        let (mut questions, mut work) = (Vec::new(), TokenizedRequests::default());
         for ((request, key), tokens) in different.into_iter().zip(tokens) {
             let (size, n_scored) = work.add(questions.len(), tokens);
             let is_rolling = matches!(request, Request::LoglikelihoodRolling { .. });
-            questions.push(Question { key: key.to_hex()[..32].to_owned(), size, n_scored, is_rolling });
+            questions.push(UniqueRequest { key: key.to_hex()[..32].to_owned(), size, n_scored, is_rolling });
         }
         Ok(Self { questions, places, work })
     }
 
-    /// The answers to questions about texts without tokens.
+    /// Returns the responses to rolling requests of empty texts.
     pub(super) fn about_nothing(&self) -> impl Iterator<Item = (usize, Response)> {
-        let is_empty = |(_, question): &(usize, &Question)| question.is_rolling && question.n_scored == 0;
+        let is_empty = |(_, question): &(usize, &UniqueRequest)| question.is_rolling && question.n_scored == 0;
         let empty = self.questions.iter().enumerate().filter(is_empty);
         empty.map(|(i, _)| (i, Response::LoglikelihoodRolling(0.0)))
     }
 
-    /// How many questions these scored sequences belong to.
+    /// Returns the number of requests that these scored sequences belong to.
     pub(super) fn n_questions(&self, scored: &[usize]) -> usize {
         let mut owners: Vec<usize> = scored.iter().map(|item| self.work.owners[*item]).collect();
         owners.sort_unstable();
@@ -107,8 +110,8 @@ impl Plan {
         owners.len()
     }
 
-    /// The answer to a question of which all sequences are scored.
-    pub(super) fn response(&self, question: usize, mut scores: Vec<(usize, Score)>) -> Response {
+    /// Returns the response to a request whose sequences are all scored.
+    pub(super) fn response(&self, question: usize, mut scores: Vec<(usize, SequenceScore)>) -> Response {
         scores.sort_unstable_by_key(|(item, _)| *item);
         let logprob = scores.iter().map(|(_, score)| score.logprob).sum();
         match self.questions[question].is_rolling {
@@ -118,23 +121,23 @@ impl Plan {
     }
 }
 
-impl Work {
-    /// Takes a question's tokens; returns its size and the number of sequences that are scored for it.
+impl TokenizedRequests {
+    /// Adds a request's tokens; returns its size and number of scored sequences.
     fn add(&mut self, question: usize, tokens: Tokens) -> ((usize, usize), usize) {
         match tokens {
-            Tokens::Scored(scored) => {
-                let n_cut = scored.iter().map(|scored| scored.n_cut).sum();
-                let n_tokens = scored.iter().map(|scored| scored.ids.len() + scored.n_cut).sum();
+            Tokens::ScoredSequence(scored) => {
+                let n_truncated = scored.iter().map(|scored| scored.n_truncated).sum();
+                let n_tokens = scored.iter().map(|scored| scored.ids.len() + scored.n_truncated).sum();
                 let n_scored = scored.len();
                 self.scored.extend(scored);
                 self.owners.resize(self.scored.len(), question);
-                ((n_tokens, n_cut), n_scored)
+                ((n_tokens, n_truncated), n_scored)
             }
-            Tokens::Prompt(prompt, n_cut) => {
-                let n_tokens = prompt.ids.len() + n_cut;
+            Tokens::GenerationRequest(prompt, n_truncated) => {
+                let n_tokens = prompt.ids.len() + n_truncated;
                 self.prompts.push(*prompt);
                 self.prompt_owners.push(question);
-                ((n_tokens, n_cut), 0)
+                ((n_tokens, n_truncated), 0)
             }
         }
     }
@@ -144,11 +147,11 @@ fn is_sampled(request: &Request) -> bool {
     matches!(request, Request::GenerateUntil { settings: GenerationSettings { do_sample: true, .. }, .. })
 }
 
-/// Makes tokens of requests.
+/// Tokenizes requests.
 struct Reader<'r> {
-    encoder: &'r Encoder<'r>,
-    settings: &'r AnswerSettings,
-    defaults: Defaults,
+    encoder: &'r RequestEncoder<'r>,
+    settings: &'r BackendSettings,
+    defaults: SamplingDefaults,
     max_length: usize,
 }
 
@@ -168,12 +171,12 @@ impl Reader<'_> {
                     )
                     .context(ExitCode::Data)
                 );
-                Ok(Tokens::Scored(vec![Scored::new(pair, max_length)]))
+                Ok(Tokens::ScoredSequence(vec![ScoredSequence::new(pair, max_length)]))
             }
             Request::LoglikelihoodRolling { text } => {
                 let ids = encoder.text(text)?;
                 let prefix = if ids.is_empty() { 0 } else { encoder.prefix()? };
-                Ok(Tokens::Scored(windows(&ids, prefix, max_length)))
+                Ok(Tokens::ScoredSequence(rolling_windows(&ids, prefix, max_length)))
             }
             Request::GenerateUntil { context, settings } => self.prompt(context, settings, seed),
         }
@@ -184,17 +187,17 @@ impl Reader<'_> {
         ensure!(
             n_max < self.max_length,
             anyhow::anyhow!(
-                "failed to generate {n_max} tokens: the model's context has {}, and the prompt needs room, too; lower \
+                "failed to generate {n_max} tokens: the model's context has {}, which also holds the prompt; lower \
                  max_gen_toks",
                 self.max_length
             )
             .context(ExitCode::Usage)
         );
         let mut ids = self.encoder.prompt(context)?;
-        let n_cut = ids.len().saturating_sub(self.max_length - n_max);
-        ids.drain(..n_cut);
-        let stop = Stop::new(&settings.until, self.settings.think_end.clone(), self.encoder.tokenizer());
-        let chooser = Chooser::new(settings, self.defaults, seed)?;
-        Ok(Tokens::Prompt(Box::new(Prompt { ids, n_max, stop, chooser }), n_cut))
+        let n_truncated = ids.len().saturating_sub(self.max_length - n_max);
+        ids.drain(..n_truncated);
+        let stop = StopCriteria::new(&settings.until, self.settings.think_end.clone(), self.encoder.tokenizer());
+        let sampler = TokenSampler::new(settings, self.defaults, seed)?;
+        Ok(Tokens::GenerationRequest(Box::new(GenerationRequest { ids, n_max, stop, sampler }), n_truncated))
     }
 }

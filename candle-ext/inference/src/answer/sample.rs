@@ -1,4 +1,4 @@
-//! Which token comes next: the likeliest, or one drawn by its probability. The steps are those of transformers.
+//! Sampling of the next token, with transformers' steps.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -12,24 +12,24 @@ use serde_json::{Map, Value};
 use crate::request::GenerationSettings;
 use candlewick_runtime::exit::ExitCode;
 
-/// What a model's `generation_config.json` says of the choice of tokens.
+/// Sampling defaults of `generation_config.json`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Defaults {
-    /// Divides positive logits of tokens that have occurred, and multiplies negative ones.
+pub struct SamplingDefaults {
+    /// Repetition penalty: divides positive logits of earlier tokens, multiplies negative ones.
     pub repetition_penalty: f32,
-    /// Where the task names none. transformers samples from 50 tokens unless it is told otherwise.
+    /// Default `top_k`; 50 in transformers.
     pub top_k: usize,
-    /// Where the task leaves it at 1.
+    /// `top_p`, if the task has 1.
     pub top_p: f64,
 }
 
-impl Default for Defaults {
+impl Default for SamplingDefaults {
     fn default() -> Self {
         Self { repetition_penalty: 1.0, top_k: 50, top_p: 1.0 }
     }
 }
 
-/// Keys of `generation_config.json` that change what transformers generates, and their harmless values.
+/// Unsupported keys of `generation_config.json`, with their neutral values.
 const UNKNOWN: [(&str, f64); 8] = [
     ("no_repeat_ngram_size", 0.0),
     ("encoder_repetition_penalty", 1.0),
@@ -41,8 +41,8 @@ const UNKNOWN: [(&str, f64); 8] = [
     ("num_beams", 1.0),
 ];
 
-impl Defaults {
-    /// Reads them from a model's folder. What is there and not done here is a warning.
+impl SamplingDefaults {
+    /// Reads the defaults from a model folder. Unsupported settings are logged as warnings.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("generation_config.json");
         if !path.exists() {
@@ -77,9 +77,9 @@ impl Defaults {
     }
 }
 
-/// Chooses the tokens of one generation.
+/// Sampler of the tokens of one generation.
 #[derive(Clone, Debug)]
-pub struct Chooser {
+pub struct TokenSampler {
     penalty: f32,
     sampling: Option<Sampling>,
 }
@@ -92,9 +92,9 @@ struct Sampling {
     random: ChaCha8Rng,
 }
 
-impl Chooser {
-    /// Chooses as a task says; what it leaves open is in `defaults`. What is drawn depends on `seed` alone.
-    pub fn new(settings: &GenerationSettings, defaults: Defaults, seed: [u8; 32]) -> Result<Self> {
+impl TokenSampler {
+    /// Creates a sampler of a task's settings, completed by `defaults`. The tokens depend on `seed` alone.
+    pub fn new(settings: &GenerationSettings, defaults: SamplingDefaults, seed: [u8; 32]) -> Result<Self> {
         let GenerationSettings { do_sample, temperature, top_p, top_k, .. } = settings;
         let penalty = defaults.repetition_penalty;
         if !do_sample {
@@ -119,13 +119,13 @@ impl Chooser {
         Ok(Self { penalty, sampling: Some(sampling) })
     }
 
-    /// Tells whether the likeliest token is taken and nothing else is looked at.
-    pub fn takes_likeliest(&self) -> bool {
+    /// Returns true if the sampler is greedy and has no penalties.
+    pub fn is_greedy(&self) -> bool {
         self.sampling.is_none() && self.penalty == 1.0
     }
 
-    /// Chooses by the logits after a text of which `seen` has all tokens. The logits are spoilt.
-    pub fn choose(&mut self, logits: &mut [f32], seen: &BTreeSet<u32>) -> u32 {
+    /// Samples a token and overwrites `logits`. `seen` are the tokens of the text so far.
+    pub fn sample(&mut self, logits: &mut [f32], seen: &BTreeSet<u32>) -> u32 {
         if self.penalty != 1.0 {
             for id in seen {
                 let logit = &mut logits[*id as usize];
@@ -133,14 +133,14 @@ impl Chooser {
             }
         }
         match &mut self.sampling {
-            None => likeliest(logits),
+            None => argmax(logits),
             Some(sampling) => sampling.draw(logits),
         }
     }
 }
 
-/// The first of the largest.
-pub fn likeliest(logits: &[f32]) -> u32 {
+/// Returns the index of the largest logit (argmax), the first of equal ones.
+pub fn argmax(logits: &[f32]) -> u32 {
     let larger = |best: (usize, f32), (id, &logit): (usize, &f32)| if logit > best.1 { (id, logit) } else { best };
     logits.iter().enumerate().fold((0, f32::NEG_INFINITY), larger).0 as u32
 }
@@ -150,7 +150,7 @@ impl Sampling {
         let mut ids: Vec<usize> = (0..logits.len()).collect();
         ids.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
         if self.top_k > 0 && self.top_k < ids.len() {
-            // As many as are not below the last of k.
+            // All tokens with at least the k-th logit.
             let least = logits[ids[self.top_k - 1]];
             ids.truncate(ids.partition_point(|id| logits[*id] >= least));
         }
@@ -185,12 +185,12 @@ mod tests {
         GenerationSettings { until: Vec::new(), max_gen_toks: None, do_sample: true, temperature, top_p, top_k }
     }
 
-    /// How often each of four tokens comes of 4000 draws.
-    fn draws(settings: &GenerationSettings, defaults: Defaults) -> [usize; 4] {
+    /// Returns the counts of four tokens in 4000 draws.
+    fn draws(settings: &GenerationSettings, defaults: SamplingDefaults) -> [usize; 4] {
         let logits = [0.4f32, 0.3, 0.1, 0.2].map(f32::ln);
         let mut counts = [0; 4];
-        let mut chooser = Chooser::new(settings, defaults, [1; 32]).unwrap();
-        (0..4000).for_each(|_| counts[chooser.choose(&mut logits.clone(), &BTreeSet::new()) as usize] += 1);
+        let mut sampler = TokenSampler::new(settings, defaults, [1; 32]).unwrap();
+        (0..4000).for_each(|_| counts[sampler.sample(&mut logits.clone(), &BTreeSet::new()) as usize] += 1);
         counts
     }
 
@@ -203,24 +203,27 @@ mod tests {
 
     #[test]
     fn tokens_come_as_often_as_they_are_likely() {
-        let all = Defaults::default();
+        let all = SamplingDefaults::default();
         assert_shares(draws(&settings(1.0, 1.0, None), all), [0.4, 0.3, 0.1, 0.2]);
         assert_shares(draws(&settings(0.5, 1.0, None), all), [16.0 / 30.0, 9.0 / 30.0, 1.0 / 30.0, 4.0 / 30.0]);
         assert_shares(draws(&settings(1.0, 1.0, Some(2)), all), [4.0 / 7.0, 3.0 / 7.0, 0.0, 0.0]);
         assert_shares(draws(&settings(1.0, 0.75, None), all), [4.0 / 9.0, 3.0 / 9.0, 0.0, 2.0 / 9.0]);
-        assert_shares(draws(&settings(1.0, 1.0, None), Defaults { top_k: 1, ..all }), [1.0, 0.0, 0.0, 0.0]);
-        assert_shares(draws(&settings(1.0, 1.0, Some(0)), Defaults { top_p: 0.3, ..all }), [1.0, 0.0, 0.0, 0.0]);
+        assert_shares(draws(&settings(1.0, 1.0, None), SamplingDefaults { top_k: 1, ..all }), [1.0, 0.0, 0.0, 0.0]);
+        assert_shares(
+            draws(&settings(1.0, 1.0, Some(0)), SamplingDefaults { top_p: 0.3, ..all }),
+            [1.0, 0.0, 0.0, 0.0],
+        );
     }
 
     #[test]
     fn what_has_occurred_is_less_likely_with_a_penalty() {
         let greedy = GenerationSettings { do_sample: false, ..settings(0.0, 1.0, None) };
-        let defaults = Defaults { repetition_penalty: 2.0, ..Defaults::default() };
-        let mut chooser = Chooser::new(&greedy, defaults, [0; 32]).unwrap();
-        assert!(!chooser.takes_likeliest());
-        assert_eq!(chooser.choose(&mut [3.0, 2.0, -1.0], &BTreeSet::from([0])), 1);
-        assert_eq!(chooser.choose(&mut [-3.0, -2.0, -2.5], &BTreeSet::from([1])), 2);
-        assert_eq!(chooser.choose(&mut [1.0, 2.0, 2.0], &BTreeSet::new()), 1);
+        let defaults = SamplingDefaults { repetition_penalty: 2.0, ..SamplingDefaults::default() };
+        let mut sampler = TokenSampler::new(&greedy, defaults, [0; 32]).unwrap();
+        assert!(!sampler.is_greedy());
+        assert_eq!(sampler.sample(&mut [3.0, 2.0, -1.0], &BTreeSet::from([0])), 1);
+        assert_eq!(sampler.sample(&mut [-3.0, -2.0, -2.5], &BTreeSet::from([1])), 2);
+        assert_eq!(sampler.sample(&mut [1.0, 2.0, 2.0], &BTreeSet::new()), 1);
     }
 
     #[test]
@@ -229,7 +232,7 @@ mod tests {
         let read = |penalty: &str| {
             let text = format!("{{\"repetition_penalty\": {penalty}}}");
             std::fs::write(folder.path().join("generation_config.json"), text).unwrap();
-            Defaults::read(folder.path())
+            SamplingDefaults::read(folder.path())
         };
         assert_eq!(read("1.5").unwrap().repetition_penalty, 1.5);
         assert_eq!(read("null").unwrap().repetition_penalty, 1.0);
@@ -241,7 +244,7 @@ mod tests {
 
     #[test]
     fn sampling_without_a_temperature_is_refused() {
-        let error = Chooser::new(&settings(0.0, 1.0, None), Defaults::default(), [0; 32]).unwrap_err();
+        let error = TokenSampler::new(&settings(0.0, 1.0, None), SamplingDefaults::default(), [0; 32]).unwrap_err();
         assert!(format!("{error:#}").contains("temperature 0 and top_p 1: both must be greater than 0"));
     }
 }

@@ -1,52 +1,53 @@
-//! Scores token sequences: the prefix tree of all of them in batches, each run of tokens once.
+//! Scoring of token sequences: a prefix tree in batches, each shared prefix once.
 
 use std::ops::Range;
 
 use anyhow::{Context, Result, bail};
-use candlewick_parallel::{Asked, Engine, Path, Run, Until};
+use candlewick_parallel::{Engine, Prefix, PrefixKvCache, ScoreQuery, TokenRun};
 
-use super::batch::Batching;
-use super::tree::{Node, Tree};
-use super::windows::Scored;
+use super::batch::BatchLimits;
+use super::prefix_tree::{PrefixNode, PrefixTree};
+use super::rolling::ScoredSequence;
 use candlewick_runtime::exit::ExitCode;
 
-/// How likely the targets of one sequence are together.
+/// Log-likelihood of one sequence's targets.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Score {
-    /// The sum of their log-probabilities.
+pub struct SequenceScore {
+    /// Sum of the targets' log-probabilities, in nats.
     pub logprob: f64,
-    /// Whether each was the likeliest.
+    /// True if greedy decoding would generate the targets.
     pub is_greedy: bool,
 }
 
-/// Sequences of which some are to be scored here: the others, which are scored elsewhere or were before, only decide how
-/// the tokens fall into runs, and with that the last bits of the scores.
-pub struct Scoring<'s> {
-    scored: &'s [Scored],
-    tree: Tree,
+/// Plan of sequences to score, of which this rank runs some.
+///
+/// All sequences shape the prefix tree, so the bits of a score do not depend on the number of ranks or on cached
+/// responses.
+pub struct ScoringPlan<'s> {
+    scored: &'s [ScoredSequence],
+    tree: PrefixTree,
 }
 
-/// A target: how likely is `id` after the token at `offset` of its node? Asked for sequence `sequence`.
-struct Question {
+/// A query for token `id` of `sequence`, after the token at `offset` of its node.
+struct TargetQuery {
     sequence: usize,
     offset: usize,
     id: u32,
 }
 
-impl<'s> Scoring<'s> {
+impl<'s> ScoringPlan<'s> {
     /// Plans the scoring of all sequences.
-    pub fn new(scored: &'s [Scored]) -> Self {
-        let seen: Vec<&[u32]> = scored.iter().map(Scored::seen).collect();
-        Self { scored, tree: Tree::new(&seen) }
+    pub fn new(scored: &'s [ScoredSequence]) -> Self {
+        let seen: Vec<&[u32]> = scored.iter().map(ScoredSequence::seen).collect();
+        Self { scored, tree: PrefixTree::new(&seen) }
     }
 
-    /// The order in which sequences are scored.
+    /// Returns the order in which sequences are scored.
     pub fn order(&self) -> &[usize] {
         &self.tree.order
     }
 
-    /// What each sequence costs, in the order of [`Scoring::order`], if those before it in the order are scored, too: the
-    /// tokens that are new with it.
+    /// Returns each sequence's cost in the order of [`ScoringPlan::order`]: tokens not shared with earlier ones.
     pub fn costs(&self) -> Vec<usize> {
         let mut is_paid = vec![false; self.tree.nodes.len()];
         let mut cost_of = |sequence: &usize| {
@@ -61,30 +62,31 @@ impl<'s> Scoring<'s> {
         self.tree.order.iter().map(&mut cost_of).collect()
     }
 
-    /// Scores the sequences `wanted` and hands them over, those of a batch together. Before each forward it asks whether to go
-    /// on: an error ends it.
+    /// Scores the sequences `wanted`, and passes on the results of each batch.
+    ///
+    /// `go_on` is called before each forward; its error ends the run.
     pub fn run(
         &self,
         engine: &Engine,
-        batching: &Batching,
+        limits: &BatchLimits,
         wanted: &[usize],
         go_on: impl Fn() -> Result<()>,
-        mut done: impl FnMut(Vec<(usize, Score)>) -> Result<()>,
+        mut done: impl FnMut(Vec<(usize, SequenceScore)>) -> Result<()>,
     ) -> Result<()> {
         let mut questions = self.questions(wanted);
         let nodes: Vec<usize> = self.needed(wanted);
-        let mut scores = vec![Score { logprob: 0.0, is_greedy: true }; self.scored.len()];
+        let mut scores = vec![SequenceScore { logprob: 0.0, is_greedy: true }; self.scored.len()];
         let mut n_open: Vec<usize> = self.scored.iter().map(|scored| scored.n_targets).collect();
-        let mut path = Path::new(engine.model().n_blocks());
-        let batches = self.batches(&nodes, batching);
+        let mut path = PrefixKvCache::new(engine.model().n_blocks());
+        let batches = self.batches(&nodes, limits);
         for (i, batch) in batches.iter().enumerate() {
             go_on()?;
             let next = batches.get(i + 1).map(|batch| nodes[batch.start]);
-            let asked: Vec<Vec<Question>> =
+            let asked: Vec<Vec<TargetQuery>> =
                 nodes[batch.clone()].iter().map(|node| std::mem::take(&mut questions[*node])).collect();
             let mut finished = Vec::new();
             let answers = self.forward(engine, &mut path, &nodes[batch.clone()], next, &asked)?;
-            for (Question { sequence, .. }, (logprob, is_greedy)) in asked.iter().flatten().zip(answers) {
+            for (TargetQuery { sequence, .. }, (logprob, is_greedy)) in asked.iter().flatten().zip(answers) {
                 let score = &mut scores[*sequence];
                 score.logprob += f64::from(logprob);
                 score.is_greedy &= is_greedy;
@@ -98,39 +100,39 @@ impl<'s> Scoring<'s> {
         Ok(())
     }
 
-    /// The nodes on the paths of these sequences, in the order of the tree.
+    /// Returns the nodes on the paths of these sequences, in tree order.
     fn needed(&self, wanted: &[usize]) -> Vec<usize> {
         let mut is_needed = vec![false; self.tree.nodes.len()];
         wanted.iter().flat_map(|sequence| self.tree.path(*sequence)).for_each(|node| is_needed[node] = true);
         (0..is_needed.len()).filter(|node| is_needed[*node]).collect()
     }
 
-    /// What is asked of each node. The targets of a sequence are asked in their order, for nodes come in that of their paths.
-    fn questions(&self, wanted: &[usize]) -> Vec<Vec<Question>> {
-        let mut questions: Vec<Vec<Question>> = self.tree.nodes.iter().map(|_| Vec::new()).collect();
+    /// Returns the queries of each node. A sequence's targets are in order, because its nodes are.
+    fn questions(&self, wanted: &[usize]) -> Vec<Vec<TargetQuery>> {
+        let mut questions: Vec<Vec<TargetQuery>> = self.tree.nodes.iter().map(|_| Vec::new()).collect();
         for &sequence in wanted {
             let scored = &self.scored[sequence];
             let mut on_path = self.tree.path(sequence).into_iter().peekable();
             for (row, &id) in (scored.first_row()..).zip(scored.targets()) {
                 while on_path.next_if(|node| self.tree.nodes[*node].end <= row).is_some() {}
                 if let Some(&node) = on_path.peek() {
-                    questions[node].push(Question { sequence, offset: row - self.tree.nodes[node].start, id });
+                    questions[node].push(TargetQuery { sequence, offset: row - self.tree.nodes[node].start, id });
                 }
             }
         }
         questions
     }
 
-    /// Cuts the nodes into batches: as many as fit.
-    fn batches(&self, nodes: &[usize], batching: &Batching) -> Vec<Range<usize>> {
+    /// Splits the nodes into batches within the limits.
+    fn batches(&self, nodes: &[usize], limits: &BatchLimits) -> Vec<Range<usize>> {
         let mut batches = Vec::new();
         let mut batch = 0..0;
-        let mut load = batching.empty();
+        let mut load = limits.empty();
         for (i, node) in nodes.iter().enumerate() {
-            let Node { start, end, .. } = self.tree.nodes[*node];
+            let PrefixNode { start, end, .. } = self.tree.nodes[*node];
             if !load.add(end - start, end) {
                 batches.push(std::mem::replace(&mut batch, i..i));
-                load = batching.empty();
+                load = limits.empty();
                 load.add(end - start, end);
             }
             batch.end = i + 1;
@@ -140,37 +142,39 @@ impl<'s> Scoring<'s> {
         batches
     }
 
-    /// Runs a batch of nodes and answers what is asked of each. The parents of all of them are in the batch, or on the path
-    /// that is remembered; the path of `next` is remembered in turn, as far as it is known.
+    /// Runs a batch of nodes and answers their queries.
+    ///
+    /// Parents are in the batch or on the cached path. Afterwards the known part of `next`'s path is cached.
     fn forward(
         &self,
         engine: &Engine,
-        path: &mut Path,
+        path: &mut PrefixKvCache,
         batch: &[usize],
         next: Option<usize>,
-        asked: &[Vec<Question>],
+        asked: &[Vec<TargetQuery>],
     ) -> Result<Vec<(f32, bool)>> {
         let after = |node: usize| match self.tree.nodes[node].parent {
-            None => Until::Remembered(0),
+            None => Prefix::Cached(0),
             Some(parent) => match batch.binary_search(&parent) {
-                Ok(run) => Until::Run(run),
-                Err(_) => Until::Remembered(self.tree.nodes[parent].end),
+                Ok(run) => Prefix::Run(run),
+                Err(_) => Prefix::Cached(self.tree.nodes[parent].end),
             },
         };
         let run = |node: &usize| {
-            let Node { sequence, start, end, .. } = self.tree.nodes[*node];
-            Run { after: after(*node), ids: &self.scored[sequence].ids[start..end] }
+            let PrefixNode { sequence, start, end, .. } = self.tree.nodes[*node];
+            TokenRun { prefix: after(*node), ids: &self.scored[sequence].ids[start..end] }
         };
-        let runs: Vec<Run> = batch.iter().map(run).collect();
+        let runs: Vec<TokenRun> = batch.iter().map(run).collect();
         let mut questions = Vec::new();
         let mut first_row = 0;
         for (run, asked) in runs.iter().zip(asked) {
-            let ask = |question: &Question| Asked { row: (first_row + question.offset) as u32, id: question.id };
+            let ask =
+                |question: &TargetQuery| ScoreQuery { row: (first_row + question.offset) as u32, id: question.id };
             questions.extend(asked.iter().map(ask));
             first_row += run.ids.len();
         }
         let mut compute = || {
-            let branches = path.branch(&runs, next.map_or(Until::Remembered(0), after), engine.device())?;
+            let branches = path.plan_batch(&runs, next.map_or(Prefix::Cached(0), after), engine.device())?;
             engine.token_scores(branches.tokens(), &questions, &branches)
         };
         let scores = compute().context("failed to score a batch")?;

@@ -1,31 +1,31 @@
-//! The settings of answering.
+//! Settings of batched request processing.
 
 use std::path::PathBuf;
 
 use super::stop::ThinkEnd;
 
-/// The settings of answering.
+/// Settings of batched request processing.
 #[derive(Clone, Debug, PartialEq)]
-pub struct AnswerSettings {
-    /// Tokens of context, if not as many as the model was made for.
+pub struct BackendSettings {
+    /// Context length in tokens; `None` for the model's.
     pub max_length: Option<usize>,
-    /// Tokens that are generated at most, where the request does not say it.
+    /// Maximum number of new tokens, if the request has none.
     pub max_gen_toks: usize,
-    /// True puts BOS before texts, false does not; `None` follows the tokenizer.
+    /// True prepends BOS to texts, false does not; `None` for the tokenizer's setting.
     pub add_bos: Option<bool>,
-    /// Sequences of a forward; `None` finds a good number.
+    /// Sequences per forward; `None` for automatic.
     pub batch_size: Option<usize>,
-    /// The most of them, where a good number is found.
+    /// Maximum of the automatic batch size.
     pub max_batch_size: Option<usize>,
-    /// The end of the thinking before an answer, if a model thinks.
+    /// End of a reasoning model's thinking, which responses exclude.
     pub think_end: Option<ThinkEnd>,
-    /// Seeds what is sampled. An answer depends on it, on the request and on how often the request came before.
+    /// Sampling seed. A response depends on it, on the request, and on how often the request occurred before.
     pub seed: u64,
-    /// The folder that answers are written to as they come, and read from before anything is computed.
-    pub log: Option<PathBuf>,
+    /// Folder of the response cache; `None` for no cache.
+    pub cache_folder: Option<PathBuf>,
 }
 
-impl Default for AnswerSettings {
+impl Default for BackendSettings {
     fn default() -> Self {
         Self {
             max_length: None,
@@ -35,7 +35,7 @@ impl Default for AnswerSettings {
             max_batch_size: None,
             think_end: None,
             seed: 1234,
-            log: None,
+            cache_folder: None,
         }
     }
 }

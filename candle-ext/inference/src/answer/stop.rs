@@ -1,36 +1,36 @@
-//! What ends a generated text: the model's end token, or a text that the task names, wherever token borders are.
+//! Stop criteria of a generation: EOS and stop strings, which may span tokens.
 
 use anyhow::Result;
 use candlewick_text::tokenizer::{Specials, Tokenizer};
 
-/// The ends of one generation.
+/// Stop criteria of one generation.
 #[derive(Clone, Debug)]
-pub struct Stop {
+pub struct StopCriteria {
     until: Vec<String>,
     think_end: Option<ThinkEnd>,
-    /// Tokens in which the longest of them has room.
+    /// Number of recent tokens that cover the longest stop string.
     n_recent: usize,
 }
 
-/// What ends a model's thinking: the answer is behind the last of it.
+/// End of thinking: the response follows its last occurrence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ThinkEnd {
-    /// A text.
+    /// A string.
     Text(String),
-    /// A token.
+    /// A token id.
     Id(u32),
 }
 
-/// Tokens that may stand for no byte of a text, or for a part of a character.
+/// Spare tokens, which may decode to no character or part of one.
 const SPARE: usize = 8;
 
 impl ThinkEnd {
-    /// Reads a token's text, or its number, as lm-eval does.
+    /// Parses a string or a token id, as lm-eval's `think_end_token`.
     pub fn read(word: &str) -> Self {
         word.parse().map_or_else(|_| Self::Text(word.to_owned()), Self::Id)
     }
 
-    /// The text behind the thinking; `None` while it goes on.
+    /// Returns the text after the thinking; `None` while it goes on.
     fn behind(&self, generated: &[u32], specials: Specials, tokenizer: &Tokenizer) -> Result<Option<String>> {
         Ok(match self {
             Self::Id(id) => match generated.iter().rposition(|token| token == id) {
@@ -45,8 +45,8 @@ impl ThinkEnd {
     }
 }
 
-impl Stop {
-    /// Stops at these texts, and at that of EOS; only behind the thinking, if there is some.
+impl StopCriteria {
+    /// Creates stop criteria of `until` and EOS, which apply after the thinking only.
     pub fn new(until: &[String], think_end: Option<ThinkEnd>, tokenizer: &Tokenizer) -> Self {
         let mut until = until.to_vec();
         if let Some(eos) = tokenizer.eos().filter(|eos| !until.contains(&eos.text)) {
@@ -56,7 +56,7 @@ impl Stop {
         Self { until, think_end, n_recent }
     }
 
-    /// Tells whether a generation ends with its newest token.
+    /// Returns true if the newest token ends the generation.
     pub fn ends(&self, generated: &[u32], tokenizer: &Tokenizer) -> Result<bool> {
         let Some(newest) = generated.last() else { return Ok(false) };
         if tokenizer.eos_ids().contains(newest) {
@@ -64,7 +64,7 @@ impl Stop {
         }
         let recent = &generated[generated.len().saturating_sub(self.n_recent)..];
         let holds_a_stop = |text: &str| self.until.iter().any(|stop| text.contains(stop.as_str()));
-        // Special tokens written out: a stop may be one.
+        // Special tokens are decoded as text: a stop string may be one.
         let has_stopped = holds_a_stop(&tokenizer.decode(recent, Specials::Add)?);
         match &self.think_end {
             Some(end) if has_stopped => {
@@ -74,8 +74,8 @@ impl Stop {
         }
     }
 
-    /// The text of a generation, without special tokens, without thinking, and cut before the first of each stop, one stop after
-    /// the other.
+    /// Returns the generated text without special tokens and thinking, truncated at the first occurrence of each stop
+    /// string.
     pub fn text(&self, generated: &[u32], tokenizer: &Tokenizer) -> Result<String> {
         let mut text = match &self.think_end {
             None => tokenizer.decode(generated, Specials::Omit)?,

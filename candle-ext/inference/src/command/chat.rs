@@ -11,22 +11,22 @@ use clap::Args;
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 
-use super::model::Compute;
-use super::sampling::Sampling;
-use crate::chat_session::{ChatSession, Reply};
+use super::model::ComputeOptions;
+use super::sampling::SamplingOptions;
+use crate::chat_session::{ChatReply, ChatSession};
 use crate::generate::FinishReason;
 use candlewick_runtime::exit::{ExitCode, classify};
 
-/// Options of a chat.
+/// Options of `chat`.
 #[derive(Debug, Args)]
 pub struct ChatOptions {
     #[command(flatten)]
-    compute: Compute,
+    compute: ComputeOptions,
     /// The system message
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     #[command(flatten)]
-    sampling: Sampling,
+    sampling: SamplingOptions,
 }
 
 const MAX_NEW_TOKENS: usize = 512;
@@ -37,7 +37,7 @@ const HELP: &str = "\
 /quit         end, as Ctrl-D does
 Ctrl-C ends an answer. A line that begins with a blank is sent as it is.";
 
-/// Chats with the model `name`: lines from stdin, answers to stdout as they are generated.
+/// Runs a chat with model `name`: reads lines from stdin and streams replies to stdout.
 pub fn chat(name: &str, options: &ChatOptions, hub: &Hub) -> Result<()> {
     let lm = options.compute.load(name, hub)?;
     let mut session = ChatSession::new(&lm, options.sampling.options(&lm, MAX_NEW_TOKENS)?)?;
@@ -80,7 +80,7 @@ fn command_of(session: &mut ChatSession, command: &str) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// Answers one line. A line that is too long costs a note only; other errors end the chat.
+/// Generates the reply to one line. If the line exceeds the context, prints a note; other errors end the chat.
 fn reply(session: &mut ChatSession, line: &str, interrupt: &Interrupt) -> Result<()> {
     interrupt.begin();
     let mut out = io::stdout().lock();
@@ -90,7 +90,7 @@ fn reply(session: &mut ChatSession, line: &str, interrupt: &Interrupt) -> Result
     };
     let replied = session.reply(line, &mut on_text);
     interrupt.end();
-    let Reply { answer, n_dropped } = match replied {
+    let ChatReply { answer, n_dropped } = match replied {
         Err(error) if classify(&error) == ExitCode::Data => {
             eprintln!("note: {error:#}");
             return Ok(());
@@ -109,7 +109,7 @@ fn reply(session: &mut ChatSession, line: &str, interrupt: &Interrupt) -> Result
     Ok(())
 }
 
-/// Ctrl-C: ends an answer while there is one, else the program.
+/// Ctrl-C handler: stops a running generation, else ends the program.
 struct Interrupt {
     asked: Arc<AtomicBool>,
     is_idle: Arc<AtomicBool>,

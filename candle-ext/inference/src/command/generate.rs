@@ -1,4 +1,4 @@
-//! The command `generate`: answers to prompts and conversations.
+//! The command `generate`: replies to prompts and conversations.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -10,44 +10,44 @@ use candlewick_text::hub::Hub;
 use candlewick_text::template::{ChatTemplate, Ending};
 use clap::{ArgGroup, Args};
 
-use super::model::Compute;
-use super::sampling::Sampling;
+use super::model::ComputeOptions;
+use super::sampling::SamplingOptions;
 use crate::generate::FinishReason;
-use crate::lm::Answer;
+use crate::lm::GeneratedText;
 use crate::messages::conversations;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::stdout::print_line;
 
-/// Options of a generation.
+/// Options of `generate`.
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("input").required(true))]
 pub struct GenerateArgs {
     #[command(flatten)]
-    compute: Compute,
-    /// A user's message to answer; several of them are answered one by one; - reads one from stdin
+    compute: ComputeOptions,
+    /// A prompt; repeat it for several; - reads one from stdin
     #[arg(long, group = "input")]
     prompt: Vec<String>,
-    /// The system message before each prompt or conversation
+    /// System message of each prompt or conversation
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     system: Option<String>,
-    /// Conversations to answer: a file, or - for stdin. A JSON list of messages, an object with `messages` and perhaps
+    /// Conversations: a file, or - for stdin. A JSON list of messages, an object with `messages` and optionally
     /// `tools`, or JSON lines of either
     #[arg(long, value_name = "FILE", group = "input", conflicts_with = "raw")]
     messages: Option<PathBuf>,
-    /// Continue the prompt as it stands, without a chat template
+    /// Complete the prompt without a chat template
     #[arg(long)]
     raw: bool,
     #[command(flatten)]
-    sampling: Sampling,
-    /// Print the duration of prompt and new tokens on stderr, as JSON; loading is not in it
+    sampling: SamplingOptions,
+    /// Print prefill and decode times as JSON to stderr, without model loading
     #[arg(long)]
     pub timings: bool,
 }
 
-/// Tokens of an answer, unless the command line says otherwise.
+/// Default number of new tokens.
 const MAX_NEW_TOKENS: usize = 64;
 
-/// Answers prompts and conversations with the model `name`, on stdout.
+/// Generates replies to prompts and conversations with model `name`, and prints them to stdout.
 pub fn generate(name: &str, args: &GenerateArgs, hub: &Hub) -> Result<()> {
     let prompts = args.prompt.iter().map(|prompt| text_or_stdin(prompt)).collect::<Result<Vec<_>>>()?;
     let chats = args.chats(&prompts)?;
@@ -70,7 +70,7 @@ pub fn generate(name: &str, args: &GenerateArgs, hub: &Hub) -> Result<()> {
 }
 
 impl GenerateArgs {
-    /// The conversations to answer. Each has the system message that the command line gives.
+    /// Returns the conversations, each with the system message of the command line.
     fn chats(&self, prompts: &[String]) -> Result<Vec<Conversation>> {
         let of_prompt = |prompt: &String| Conversation::new([Message::new("user", prompt)]);
         let mut chats = match &self.messages {
@@ -84,7 +84,7 @@ impl GenerateArgs {
         Ok(chats)
     }
 
-    /// Puts the system message before a conversation, and refuses one that has nothing to answer.
+    /// Prepends the system message to a conversation, and rejects one without a message to reply to.
     fn complete(&self, chat: &mut Conversation) -> Result<()> {
         if let Some(system) = &self.system {
             let has_own = chat.messages.first().is_some_and(|first| first.role() == "system");
@@ -99,8 +99,8 @@ impl GenerateArgs {
         Ok(())
     }
 
-    /// Prints an answer, after its prompt if there are several.
-    fn show(&self, n_answers: usize, prompt: &str, said: &Answer) -> Result<()> {
+    /// Prints a reply, after its prompt if there are several.
+    fn show(&self, n_answers: usize, prompt: &str, said: &GeneratedText) -> Result<()> {
         if said.finish_reason == FinishReason::Context {
             eprintln!("note: the answer ends where the model's context is full");
         }
@@ -114,7 +114,7 @@ impl GenerateArgs {
     }
 }
 
-/// Warns of a system message or tools that a template leaves out of the prompt.
+/// Warns if the chat template ignores the system message or the tools.
 fn warn_of_what_is_not_printed(template: &ChatTemplate, chat: &Conversation) {
     let render = |chat: &Conversation| template.render(chat, Ending::GenerationPrompt).ok();
     let Some(whole) = render(chat) else { return };

@@ -1,4 +1,4 @@
-//! The commands `chat` and `generate`, for every program that has them: their options, the model that they load, and their loops.
+//! The commands `chat` and `generate`: options, model loading and loops, shared by all programs.
 
 mod chat;
 mod generate;
@@ -7,5 +7,5 @@ mod sampling;
 
 pub use chat::{ChatOptions, chat};
 pub use generate::{GenerateArgs, generate};
-pub use model::{Compute, Dtype, Model};
-pub use sampling::Sampling;
+pub use model::{ComputeOptions, DtypeOption, ModelOptions};
+pub use sampling::SamplingOptions;

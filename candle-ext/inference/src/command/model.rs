@@ -1,4 +1,4 @@
-//! The model that a command loads, and what computes it.
+//! Loading of a model by command-line options.
 
 use std::path::Path;
 
@@ -7,109 +7,113 @@ use candle_core::{DType, Device};
 use candlewick_model::Config;
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionPasses, DeviceChoice};
-use candlewick_parallel::Groups;
+use candlewick_parallel::ParallelGroups;
 use candlewick_text::hub::{Hub, HubError, ModelFolders, ModelPart};
 use clap::{Args, ValueEnum};
 
 use crate::lm::Lm;
-use crate::parts::Parts;
-use crate::ranks::Ranks;
+use crate::parallel_config::ParallelConfig;
+use crate::ranks::EvalRanks;
 use candlewick_runtime::exit::ExitCode;
 
-/// A model, and the options of its computation.
+/// Model and compute options.
 #[derive(Debug, Args)]
-pub struct Model {
-    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
+pub struct ModelOptions {
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder (its best export, else its newest)
     #[arg(long, short = 'M')]
     pub model: String,
-    /// The options of its computation.
+    /// Compute options.
     #[command(flatten)]
-    pub compute: Compute,
+    pub compute: ComputeOptions,
 }
 
-/// The options of a model's computation.
+/// Compute options of a model.
 #[derive(Debug, Args)]
-pub struct Compute {
+pub struct ComputeOptions {
     /// The branch, tag or commit of a Hub id
     #[arg(long)]
     pub revision: Option<String>,
     /// A PEFT adapter on top of the model: its folder, a Hub id, or the output folder of a run that trained one
     #[arg(long)]
     pub adapter: Option<String>,
-    /// The device: auto (the first GPU, if there is one), cpu, cuda or cuda:N
+    /// Device: auto (the first GPU, if there is one), cpu, cuda or cuda:N
     #[arg(long, default_value_t = DeviceChoice::Auto)]
     pub device: DeviceChoice,
-    /// The dtype to compute in; auto is that of the model
-    #[arg(long, value_enum, default_value_t = Dtype::Auto)]
-    pub dtype: Dtype,
-    /// The implementation of attention
+    /// Compute dtype; auto is the model's
+    #[arg(long, value_enum, default_value_t = DtypeOption::Auto)]
+    pub dtype: DtypeOption,
+    /// Attention implementation
     #[arg(long, value_enum, default_value_t = Attention::Auto)]
     attn_implementation: Attention,
 }
 
-/// The dtype of weights and activations.
+/// Compute dtype option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Dtype {
-    /// 32 bits
+pub enum DtypeOption {
+    /// float32
     #[value(alias = "float32")]
     F32,
-    /// 16 bits with the exponents of f32
+    /// bfloat16
     #[value(alias = "bfloat16")]
     Bf16,
-    /// 16 bits of IEEE 754
+    /// float16
     #[value(alias = "float16")]
     F16,
-    /// The one that the model's config names, or else that of its weights
+    /// The dtype in config.json, else that of the weights
     Auto,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Attention {
-    /// cuDNN on a GPU where it is there and takes the case, else fused
+    /// cuDNN on a GPU if it is available and supports the shape, else fused
     #[value(aliases = ["sdpa", "flash_attention_2", "flash_attention_3"])]
     Auto,
-    /// cuDNN, in 16 bits
+    /// cuDNN, for bf16 and f16
     Cudnn,
-    /// Our kernels
+    /// Candlewick's fused kernels
     Fused,
-    /// Plain tensor operations with all scores in memory
+    /// Tensor operations that materialize all attention scores
     #[value(alias = "eager")]
     Reference,
-    /// FlashAttention 2 on a GPU, in 16 bits, if the program was built with the feature flash-attn
+    /// FlashAttention 2 on a GPU, for bf16 and f16; needs a build with the feature flash-attn
     Flash,
 }
 
-impl Model {
-    /// Loads the model on this process alone.
+impl ModelOptions {
+    /// Loads the model in this process.
     pub fn load(&self, hub: &Hub) -> Result<Lm> {
         self.compute.load(&self.model, hub)
     }
 
-    /// Loads the model on each rank, or its part of it, after one of them has downloaded it.
-    pub fn load_on(&self, hub: &Hub, ranks: &Ranks, device: Device) -> Result<Lm> {
+    /// Loads the model, or this rank's shard, on each rank; one rank downloads it first.
+    pub fn load_on(&self, hub: &Hub, ranks: &EvalRanks, device: Device) -> Result<Lm> {
         let folders = ranks.process.one_rank_per_node_first(|| self.compute.find(&self.model, hub))?;
         if ranks.process.is_first() {
             folders.notes.iter().for_each(|note| eprintln!("{note}"));
         }
-        ranks
-            .process
-            .all_ok(Config::read(&folders.model).map_err(Into::into).and_then(|config| ranks.parts.check(&config)))?;
-        let load = || self.compute.load_from(&folders, device, (ranks.parts, &ranks.groups));
-        // Ranks that have a model together make groups of their own while they load it, and wait for each other.
-        ranks.process.all_ok(if ranks.parts.is_whole() { ranks.process.keep_alive().during(load) } else { load() })
+        ranks.process.all_ok(
+            Config::read(&folders.model).map_err(Into::into).and_then(|config| ranks.parallel_config.check(&config)),
+        )?;
+        let load = || self.compute.load_from(&folders, device, (ranks.parallel_config, &ranks.groups));
+        // Ranks of a sharded model create process groups while loading, and wait for each other.
+        ranks.process.all_ok(if ranks.parallel_config.is_single_rank() {
+            ranks.process.keep_alive().during(load)
+        } else {
+            load()
+        })
     }
 }
 
-impl Compute {
-    /// Loads the model `name` on this process alone.
+impl ComputeOptions {
+    /// Loads the model `name` in this process.
     pub fn load(&self, name: &str, hub: &Hub) -> Result<Lm> {
         let device = self.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
         let folders = self.find(name, hub)?;
         folders.notes.iter().for_each(|note| eprintln!("{note}"));
-        self.load_from(&folders, device, (Parts::WHOLE, &Parts::alone()?))
+        self.load_from(&folders, device, (ParallelConfig::SINGLE_RANK, &ParallelConfig::single_rank_groups()?))
     }
 
-    /// Finds the folders of the model and of the adapter on top of it, downloading what is not here.
+    /// Finds the folders of model and adapter, and downloads missing ones.
     fn find(&self, name: &str, hub: &Hub) -> Result<ModelFolders> {
         let revision = self.revision.as_deref();
         let Some(adapter) = &self.adapter else {
@@ -128,13 +132,18 @@ impl Compute {
         Ok(ModelFolders { model: found.folder, adapter: Some(adapter), notes })
     }
 
-    fn load_from(&self, folders: &ModelFolders, device: Device, parts: (Parts, &Groups)) -> Result<Lm> {
+    fn load_from(
+        &self,
+        folders: &ModelFolders,
+        device: Device,
+        parallel_config: (ParallelConfig, &ParallelGroups),
+    ) -> Result<Lm> {
         let config = Config::read(&folders.model)?;
         let dtype = self.dtype.of(&config, &folders.model)?;
         let attention = self.attention();
         let said = attention.explain(&device, dtype, config.attention_heads(), AttentionPasses::Forward);
         said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
-        let lm = Lm::load_in_parts(&folders.model, folders.adapter.as_deref(), dtype, device, parts)?;
+        let lm = Lm::load_sharded(&folders.model, folders.adapter.as_deref(), dtype, device, parallel_config)?;
         Ok(lm.with_attention(attention))
     }
 
@@ -154,9 +163,9 @@ fn not_found(error: HubError) -> anyhow::Error {
     anyhow!("failed to {error}").context(ExitCode::Data)
 }
 
-impl Dtype {
-    /// Returns torch's name of a dtype that was named.
-    pub fn in_torch(self) -> Option<&'static str> {
+impl DtypeOption {
+    /// Returns torch's name of the chosen dtype; `None` for `auto`.
+    pub fn torch_name(self) -> Option<&'static str> {
         match self {
             Self::F32 => Some("float32"),
             Self::Bf16 => Some("bfloat16"),
@@ -165,7 +174,7 @@ impl Dtype {
         }
     }
 
-    /// Returns the dtype that was named; none for `auto`.
+    /// Returns the chosen dtype; `None` for `auto`.
     pub fn named(self) -> Option<DType> {
         match self {
             Self::F32 => Some(DType::F32),

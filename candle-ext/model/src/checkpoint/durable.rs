@@ -1,5 +1,6 @@
-//! A file that goes to the disk while it is written, so that little is left to wait for at its end: the system by itself
-//! begins only when a tenth of the memory waits.
+//! A file that is flushed to disk while it is written, which shortens the final fsync.
+//!
+//! Linux starts writeback only when a tenth of memory is dirty.
 
 use std::{
     fs::File,
@@ -9,43 +10,44 @@ use std::{
     thread::{Builder, JoinHandle},
 };
 
-/// Bytes after which the disk is asked for what there is so far.
+/// Bytes between two flushes.
 const STRETCH: u64 = 32 << 20;
 
-/// A new file. When [`DurableFile::sync`] has returned, what was written is on the disk.
+/// A new file. [`DurableFile::sync`] returns once its contents are on disk.
 #[derive(Debug)]
 pub struct DurableFile {
     file: File,
     n_waiting: u64,
-    companion: Option<Companion>,
+    sync_thread: Option<SyncThread>,
 }
 
-/// A thread that waits for the disk, so that the writer need not.
+/// A thread that calls fsync in the background.
 #[derive(Debug)]
-struct Companion {
+struct SyncThread {
     wake: SyncSender<()>,
     thread: JoinHandle<io::Result<()>>,
 }
 
 impl DurableFile {
-    /// Creates a file that was not there.
+    /// Creates a file; an existing one is an error.
     pub fn create_new(path: &Path) -> io::Result<Self> {
-        Ok(Self { file: File::create_new(path)?, n_waiting: 0, companion: None })
+        Ok(Self { file: File::create_new(path)?, n_waiting: 0, sync_thread: None })
     }
 
-    /// Waits until everything is on the disk.
+    /// Waits until all contents are on disk.
     pub fn sync(&mut self) -> io::Result<()> {
-        self.companion.take().map_or(Ok(()), Companion::finish)?;
+        self.sync_thread.take().map_or(Ok(()), SyncThread::finish)?;
         self.file.sync_all()
     }
 
-    /// Sends on its way what was written. The thread's failures are the file's: the system tells of each only once.
+    /// Requests a flush of the written bytes. Errors of the thread are returned here: the kernel reports each only
+    /// once.
     fn send_off(&mut self) -> io::Result<()> {
-        if self.companion.is_none() {
-            self.companion = Some(Companion::start(self.file.try_clone()?)?);
+        if self.sync_thread.is_none() {
+            self.sync_thread = Some(SyncThread::start(self.file.try_clone()?)?);
         }
-        let failed = self.companion.take_if(|companion| companion.wake() == Err(TrySendError::Disconnected(())));
-        failed.map_or(Ok(()), Companion::finish)
+        let failed = self.sync_thread.take_if(|sync_thread| sync_thread.wake() == Err(TrySendError::Disconnected(())));
+        failed.map_or(Ok(()), SyncThread::finish)
     }
 }
 
@@ -65,14 +67,14 @@ impl Write for DurableFile {
     }
 }
 
-impl Companion {
+impl SyncThread {
     fn start(file: File) -> io::Result<Self> {
         let (wake, woken) = sync_channel(1);
         let work = move || woken.iter().try_for_each(|()| file.sync_data());
         Ok(Self { wake, thread: Builder::new().name("sync".to_string()).spawn(work)? })
     }
 
-    /// A full channel wakes it as well.
+    /// A full channel already holds a request.
     fn wake(&self) -> Result<(), TrySendError<()>> {
         self.wake.try_send(())
     }
@@ -117,10 +119,10 @@ mod tests {
     fn a_failure_to_sync_is_the_files() {
         let (reader, writer) = io::pipe().unwrap();
         let file = File::from(std::os::fd::OwnedFd::from(writer));
-        let companion = Companion::start(file.try_clone().unwrap()).unwrap();
-        companion.wake().unwrap();
-        assert!(companion.finish().is_err());
-        let mut file = DurableFile { file, n_waiting: 0, companion: None };
+        let sync_thread = SyncThread::start(file.try_clone().unwrap()).unwrap();
+        sync_thread.wake().unwrap();
+        assert!(sync_thread.finish().is_err());
+        let mut file = DurableFile { file, n_waiting: 0, sync_thread: None };
         assert!(file.sync().is_err());
         drop(reader);
     }

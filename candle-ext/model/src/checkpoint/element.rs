@@ -1,4 +1,4 @@
-//! The number formats of a checkpoint and the conversions between them, through f32.
+//! Dtypes of a checkpoint, and conversions between them through f32.
 
 use std::borrow::Cow;
 
@@ -9,13 +9,13 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::Dtype;
 
-/// A float that weights are kept in: f32, bf16 or f16.
+/// A floating-point element of weights: f32, bf16 or f16.
 pub trait Element: Copy + Send + Sync + 'static {
-    /// Candle's name of the format.
+    /// Dtype of the element.
     const DTYPE: DType;
-    /// Rounds to nearest, ties to even.
+    /// Converts from f32, rounding to nearest, ties to even.
     fn from_f32(x: f32) -> Self;
-    /// Widens exactly.
+    /// Converts to f32 without rounding.
     fn to_f32(self) -> f32;
 }
 
@@ -37,7 +37,7 @@ element!(f32, F32, |x| x, |x| x);
 element!(bf16, BF16, bf16::from_f32, bf16::to_f32);
 element!(f16, F16, f16::from_f32, f16::to_f32);
 
-/// The safetensors name of a format weights can be kept in.
+/// Returns the safetensors dtype of a supported weight dtype.
 pub(super) fn disk_dtype(dtype: DType) -> Option<Dtype> {
     match dtype {
         DType::F32 => Some(Dtype::F32),
@@ -47,7 +47,7 @@ pub(super) fn disk_dtype(dtype: DType) -> Option<Dtype> {
     }
 }
 
-/// Decodes little-endian `bytes` of format `dtype`, which [`disk_dtype`] knows, into `out`, which they fill.
+/// Decodes little-endian `bytes` of `dtype` into `out`, whose length must fit.
 pub(super) fn decode<T: Element>(dtype: Dtype, bytes: &[u8], out: &mut [T]) {
     match dtype {
         Dtype::F32 => decode_from(bytes, out, |b: [u8; 4]| f32::from_le_bytes(b)),
@@ -66,7 +66,7 @@ fn decode_from<T: Element, const W: usize>(bytes: &[u8], out: &mut [T], widen: i
     });
 }
 
-/// Encodes a tensor in format `dtype`, handing over a piece of bytes at a time.
+/// Encodes a tensor in `dtype` and passes the bytes on chunk by chunk.
 pub(super) fn encode(
     tensor: &Tensor,
     dtype: DType,
@@ -87,7 +87,7 @@ pub(super) fn encode(
     }
 }
 
-/// The bytes of numbers as our files have them: their own, on most machines.
+/// Returns little-endian bytes: a borrowed view on little-endian machines.
 pub fn little_endian<T: NoUninit>(values: &[T]) -> Cow<'_, [u8]> {
     let bytes = bytemuck::cast_slice(values);
     match cfg!(target_endian = "little") {
@@ -125,7 +125,7 @@ fn encode_piece<S: Element, const W: usize>(values: &[S], narrow: impl Fn(f32) -
     bytes
 }
 
-/// A finite value must not become infinite without a word.
+/// Rejects a finite value that overflows to infinity.
 fn refuse_overflow<S: Element>(values: &[S]) -> candle_core::Result<()> {
     match values.iter().map(|x| x.to_f32()).find(|x| x.is_finite() && f16::from_f32(*x).is_infinite()) {
         Some(x) => candle_core::bail!("{x} does not fit in float16 (at most 65504); save as bfloat16 or float32"),

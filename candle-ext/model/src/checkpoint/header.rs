@@ -1,4 +1,4 @@
-//! The header of a safetensors file: checked before anything is believed.
+//! The header of a safetensors file, with validation.
 
 use std::{ops::Range, path::Path};
 
@@ -6,22 +6,21 @@ use safetensors::{Dtype, SafeTensorError, SafeTensors, tensor::Metadata};
 
 use crate::ModelError;
 
-/// Where a tensor lies in its file.
+/// Metadata of a tensor in a file.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Entry {
     pub(super) name: String,
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
-    /// Byte offsets in the file.
+    /// Byte range in the file.
     pub(super) bytes: Range<usize>,
 }
 
-/// The length of the header stands in the first bytes.
+/// Bytes of the header's length field.
 const PRELUDE: usize = 8;
 const LONGEST_HEADER: usize = 100_000_000;
 
-/// All tensors of a safetensors file, given its bytes. Offsets are inside the file, fit shape and dtype, and do not
-/// overlap.
+/// Parses the tensors of a safetensors file. Offsets must lie inside the file, fit shape and dtype, and not overlap.
 pub(super) fn parse(path: &Path, file: &[u8]) -> Result<Vec<Entry>, ModelError> {
     let bad = |problem: String| ModelError::malformed(path, problem);
     let header = header_bytes(file).map_err(bad)?;

@@ -1,14 +1,14 @@
-//! The identity of weights: a hash that another training, another dtype or another model changes.
+//! Identity of weights: a hash that changes with training, dtype or model.
 
 use std::ops::Range;
 
 use super::Checkpoint;
 
-/// Bytes of each tensor that are hashed. Training changes nearly all values of a tensor.
+/// Hashed bytes of each tensor. Training changes nearly all values of a tensor, so a sample suffices.
 const SAMPLE: usize = 16 << 10;
 
 impl Checkpoint {
-    /// Returns a hash of every tensor's name, dtype, shape and middle bytes. The split into files does not change it.
+    /// Returns a hash of every tensor's name, dtype, shape and sampled bytes. Sharding into files does not change it.
     pub fn identity(&self) -> String {
         let mut hash = blake3::Hasher::new();
         for (name, dtype, shape, bytes) in self.contents() {

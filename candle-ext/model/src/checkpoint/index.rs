@@ -1,4 +1,4 @@
-//! model.safetensors.index.json: which shard has which tensor.
+//! model.safetensors.index.json: shard file of each tensor.
 
 use std::{
     collections::BTreeMap,
@@ -12,7 +12,7 @@ use crate::{
     config::json::{parse_object, shorten},
 };
 
-/// Tensor name -> file name. A file name is one plain component: it cannot point outside the folder.
+/// Parses the shard file of each tensor. File names must be plain names inside the folder.
 pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, String>, ModelError> {
     let object = parse_object(path, bytes)?;
     let bad = |problem: String| ModelError::malformed(path, problem);

@@ -1,7 +1,7 @@
-//! Hugging Face folders: safetensors in and out, with config.json and the tokenizer's files beside them.
+//! Hugging Face checkpoints: safetensors, config.json and tokenizer files.
 //!
-//! Reading maps the files and converts one tensor at a time into the caller's buffer; writing streams one tensor at a
-//! time into a folder that appears whole or not at all.
+//! Reading memory-maps the files and converts one tensor at a time. Writing streams one tensor at a time, and the
+//! folder appears atomically.
 
 mod durable;
 mod element;
@@ -16,7 +16,7 @@ mod writer;
 pub use durable::DurableFile;
 pub use element::{Element, little_endian};
 pub use reader::Checkpoint;
-pub use staging::Staging;
-pub use unfinished::{UNFINISHED, mark_unfinished, remove_unfinished, unmark_finished};
-pub use writer::{Companions, DEFAULT_SHARD_BYTES, Export};
+pub use staging::StagingFolder;
+pub use unfinished::{UNFINISHED_MARKER, mark_unfinished, remove_unfinished, unmark_finished};
+pub use writer::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES};
 pub(crate) use writer::{ShardTensor, write_json, write_shard};

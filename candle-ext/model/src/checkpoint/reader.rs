@@ -1,4 +1,4 @@
-//! A checkpoint folder, mapped: what tensors there are, and their values in the format the caller wants.
+//! Memory-mapped checkpoints: lookup of tensors and conversion to a dtype.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,12 +18,12 @@ use super::{
 use crate::config::json::read_bytes;
 use crate::{ModelError, ParamSpec};
 
-/// The safetensors files of a folder.
+/// The memory-mapped safetensors files of a folder.
 #[derive(Debug)]
 pub struct Checkpoint {
     folder: PathBuf,
     files: Vec<MappedFile>,
-    /// Name -> file and entry.
+    /// File and entry of each tensor, by name.
     tensors: BTreeMap<String, (usize, Entry)>,
 }
 
@@ -34,7 +34,7 @@ struct MappedFile {
 }
 
 impl Checkpoint {
-    /// Maps `model.safetensors`, or the shards of `model.safetensors.index.json`, in a model folder.
+    /// Opens `model.safetensors`, or the shards of `model.safetensors.index.json`, in a model folder.
     pub fn open(folder: &Path) -> Result<Self, ModelError> {
         let (single, index) = (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
         match (single.is_file(), index.is_file()) {
@@ -44,7 +44,7 @@ impl Checkpoint {
         }
     }
 
-    /// Maps one safetensors file.
+    /// Opens one safetensors file.
     pub fn open_file(path: &Path) -> Result<Self, ModelError> {
         let mut checkpoint = Self::empty(path.parent().unwrap_or(Path::new(".")));
         for entry in checkpoint.map(path.to_path_buf())? {
@@ -83,27 +83,27 @@ impl Checkpoint {
     }
 
     fn map(&mut self, path: PathBuf) -> Result<Vec<Entry>, ModelError> {
-        // To open a pipe waits for its writer.
+        // Opening a pipe would wait for its writer.
         if std::fs::metadata(&path).is_ok_and(|file| !file.is_file()) {
             return Err(ModelError::malformed(&path, "it is no regular file"));
         }
         let file = File::open(&path).map_err(ModelError::io("open", &path))?;
-        // SAFETY: the map is read-only and private to this process. A file that another process shortens meanwhile ends
-        // this one with SIGBUS, as for every program that maps its input; saves never shorten a file in place.
+        // SAFETY: the map is read-only and private to this process. If another process truncates the file, this process
+        // gets SIGBUS, as with every memory-mapped file; checkpoint writes never truncate in place.
         let bytes = unsafe { Mmap::map(&file) }.map_err(ModelError::io("map", &path))?;
         let entries = header::parse(&path, &bytes)?;
         self.files.push(MappedFile { path, bytes });
         Ok(entries)
     }
 
-    /// Removes `prefix` from every name that has it.
+    /// Removes `prefix` from the names that have it.
     pub(crate) fn strip_prefix(mut self, prefix: &str) -> Self {
         let strip = |name: String| name.strip_prefix(prefix).map(str::to_string).unwrap_or(name);
         self.tensors = self.tensors.into_iter().map(|(name, place)| (strip(name), place)).collect();
         self
     }
 
-    /// Returns the folder of the files.
+    /// Returns the checkpoint's folder.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -121,7 +121,7 @@ impl Checkpoint {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// Returns the number format of the first tensor, by name, that is in one of those that are read.
+    /// Returns the dtype of the first tensor (by name) with a supported floating-point dtype.
     pub fn float_dtype(&self) -> Option<DType> {
         let known = [DType::F32, DType::BF16, DType::F16];
         let of = |entry: &Entry| known.into_iter().find(|dtype| element::disk_dtype(*dtype) == Some(entry.dtype));
@@ -133,8 +133,9 @@ impl Checkpoint {
         self.tensors.values().map(|(_, entry)| entry.bytes.len()).sum()
     }
 
-    /// Checks that every one of `params` is there with its shape in a format that can be read. Returns what the user
-    /// should know: tensors that are there but not used.
+    /// Checks that the checkpoint contains every one of `params` with its shape and a supported dtype.
+    ///
+    /// Returns warnings about unused tensors.
     pub fn check<'a>(&self, params: impl IntoIterator<Item = &'a ParamSpec>) -> Result<Vec<String>, ModelError> {
         let (mut missing, mut expected) = (Vec::new(), BTreeSet::new());
         for param in params {
@@ -177,7 +178,7 @@ impl Checkpoint {
         }
     }
 
-    /// Reads a tensor of the given shape into `out`, which has as many elements, converting to its format.
+    /// Reads tensor `name` of the given shape into `out`, converting its dtype.
     pub fn read_into<T: Element>(&self, name: &str, shape: &[usize], out: &mut [T]) -> Result<(), ModelError> {
         let (file, entry) = self.entry(name, shape)?;
         assert_eq!(out.len(), shape.iter().product::<usize>(), "the buffer of {name} has its shape");
@@ -207,7 +208,7 @@ impl Checkpoint {
     }
 }
 
-/// What stands in a folder without safetensors, and the fix.
+/// Describes the contents of a folder without safetensors, and the remedy.
 fn what_is_there(folder: &Path) -> String {
     if !folder.is_dir() {
         return "there is no such folder".to_string();
@@ -238,7 +239,7 @@ fn count(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { " is" } else { "s are" })
 }
 
-/// The first few names, and that there are more.
+/// Returns the first few names, followed by "..." if there are more.
 fn first(names: &[&str]) -> String {
     let shown = names[..names.len().min(5)].join(", ");
     if names.len() > 5 { format!("{shown}, ...") } else { shown }

@@ -1,4 +1,4 @@
-//! A folder that appears whole or not at all: written beside its target under another name, flushed to disk, renamed.
+//! Atomic replacement of a folder: written under a temporary name, flushed to disk, then renamed.
 
 use std::{
     ffi::OsStr,
@@ -6,18 +6,18 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::unfinished::{UNFINISHED, mark_unfinished, remove_unfinished, unmark_finished};
+use super::unfinished::{UNFINISHED_MARKER, mark_unfinished, remove_unfinished, unmark_finished};
 use crate::ModelError;
 
-/// A folder in the making. Dropped before [`Staging::commit`], it leaves nothing behind and the target as it was.
+/// A temporary folder. If it is dropped before [`StagingFolder::commit`], it is deleted and the target stays unchanged.
 #[derive(Debug)]
-pub struct Staging {
+pub struct StagingFolder {
     folder: PathBuf,
     target: PathBuf,
 }
 
-impl Staging {
-    /// Begins a folder that is to become `target`. A target that exists must be empty or a model or adapter folder.
+impl StagingFolder {
+    /// Creates the temporary folder for `target`. An existing target must be empty, or a model or adapter folder.
     pub fn begin(target: &Path) -> Result<Self, ModelError> {
         let target = fs::canonicalize(target).unwrap_or_else(|_| target.to_path_buf());
         recover(&target)?;
@@ -25,7 +25,7 @@ impl Staging {
         let parent = parent(&target);
         fs::create_dir_all(&parent).map_err(ModelError::io("create", &parent))?;
         let staging = Self { folder: sibling(&target, "tmp"), target };
-        // A foreign folder of this name is refused now, not when everything is written.
+        // An unrelated folder of this name is an error now, before the weights are written.
         remove(&sibling(&staging.target, "old"))?;
         remove(&staging.folder)?;
         fs::create_dir(&staging.folder).map_err(ModelError::io("create", &staging.folder))?;
@@ -33,13 +33,13 @@ impl Staging {
         Ok(staging)
     }
 
-    /// Returns the folder to write into.
+    /// Returns the temporary folder.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Flushes every file and puts the folder in the target's place. Files of the old folder that belong to no
-    /// checkpoint (logs, a README) move into the new one.
+    /// Flushes all files to disk and renames the folder to the target. Logs and other files of the old folder are moved
+    /// into the new one.
     pub fn commit(self) -> Result<(), ModelError> {
         flush(&self.folder)?;
         let old = sibling(&self.target, "old");
@@ -65,9 +65,9 @@ impl Staging {
     }
 }
 
-impl Drop for Staging {
+impl Drop for StagingFolder {
     fn drop(&mut self) {
-        // After a commit there is nothing under this name.
+        // After a commit this name no longer exists.
         let _ = remove_unfinished(&self.folder);
     }
 }
@@ -84,10 +84,10 @@ fn sibling(target: &Path, role: &str) -> PathBuf {
     parent(target).join(format!(".{name}.{role}"))
 }
 
-/// A process that was killed between the two renames of a commit left the old folder beside its place.
+/// Restores a target whose process was killed between the two renames of a commit.
 fn recover(target: &Path) -> Result<(), ModelError> {
     let old = sibling(target, "old");
-    match old.join(UNFINISHED).is_file() && !target.exists() {
+    match old.join(UNFINISHED_MARKER).is_file() && !target.exists() {
         true => restore(&old, target),
         false => Ok(()),
     }
@@ -102,7 +102,8 @@ fn remove(folder: &Path) -> Result<(), ModelError> {
 }
 
 fn refuse_foreign(target: &Path) -> Result<(), ModelError> {
-    let refuse = |problem: &str| Err(ModelError::Target { path: target.to_path_buf(), problem: problem.to_string() });
+    let refuse =
+        |problem: &str| Err(ModelError::OutputPath { path: target.to_path_buf(), problem: problem.to_string() });
     if !target.exists() {
         return Ok(());
     }
@@ -119,7 +120,7 @@ fn keep_foreign_files(old: &Path, new: &Path) -> Result<(), ModelError> {
         let item = item.map_err(ModelError::io("read", old))?;
         let place = new.join(item.file_name());
         let name = item.file_name();
-        if name != UNFINISHED && !is_weights(&name.to_string_lossy()) && !place.exists() {
+        if name != UNFINISHED_MARKER && !is_weights(&name.to_string_lossy()) && !place.exists() {
             fs::rename(item.path(), &place).map_err(ModelError::io("keep", &place))?;
         }
     }
@@ -130,7 +131,7 @@ fn is_weights(name: &str) -> bool {
     ["model", "adapter_model", "pytorch_model"].iter().any(|stem| name.starts_with(stem))
 }
 
-/// fsyncs a folder and everything in it.
+/// Flushes a folder and all its contents to disk.
 fn flush(folder: &Path) -> Result<(), ModelError> {
     for item in fs::read_dir(folder).map_err(ModelError::io("read", folder))? {
         let path = item.map_err(ModelError::io("read", folder))?.path();
@@ -170,7 +171,7 @@ mod tests {
         write(&target, "config.json", "old");
         write(&target, "model-00001-of-00002.safetensors", "old");
         write(&target, "notes.txt", "mine");
-        let staging = Staging::begin(&target).unwrap();
+        let staging = StagingFolder::begin(&target).unwrap();
         write(staging.folder(), "config.json", "new");
         staging.commit().unwrap();
         assert_eq!(names(&target), ["config.json", "notes.txt"]);
@@ -183,7 +184,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let target = root.path().join("out");
         write(&target, "config.json", "old");
-        let staging = Staging::begin(&target).unwrap();
+        let staging = StagingFolder::begin(&target).unwrap();
         write(staging.folder(), "config.json", "half");
         drop(staging);
         assert_eq!(names(root.path()), ["out"]);
@@ -196,9 +197,9 @@ mod tests {
         let target = root.path().join("out");
         for (folder, name, text) in [(".out.old", "config.json", "old"), (".out.tmp", "model.safetensors", "half")] {
             write(&root.path().join(folder), name, text);
-            write(&root.path().join(folder), UNFINISHED, "");
+            write(&root.path().join(folder), UNFINISHED_MARKER, "");
         }
-        drop(Staging::begin(&target).unwrap());
+        drop(StagingFolder::begin(&target).unwrap());
         assert_eq!(names(root.path()), ["out"]);
         assert_eq!(fs::read_to_string(target.join("config.json")).unwrap(), "old");
     }
@@ -209,7 +210,7 @@ mod tests {
             let root = tempfile::tempdir().unwrap();
             write(&root.path().join(name), "config.json", "mine");
             write(&root.path().join("out"), "config.json", "old");
-            let error = Staging::begin(&root.path().join("out")).unwrap_err().to_string();
+            let error = StagingFolder::begin(&root.path().join("out")).unwrap_err().to_string();
             assert!(error.contains(name) && error.contains("move it away"), "{error}");
             assert_eq!(fs::read_to_string(root.path().join(name).join("config.json")).unwrap(), "mine");
         }
@@ -219,10 +220,10 @@ mod tests {
     fn a_folder_with_other_things_is_not_replaced() {
         let root = tempfile::tempdir().unwrap();
         write(&root.path().join("home"), "thesis.tex", "years");
-        let refused = |name: &str| Staging::begin(&root.path().join(name)).unwrap_err().to_string();
+        let refused = |name: &str| StagingFolder::begin(&root.path().join(name)).unwrap_err().to_string();
         assert!(refused("home").contains("other things"));
         write(root.path(), "file", "");
         assert!(refused("file").contains("not a folder"));
-        assert!(Staging::begin(&root.path().join("a/b/c")).is_ok());
+        assert!(StagingFolder::begin(&root.path().join("a/b/c")).is_ok());
     }
 }

@@ -1,26 +1,27 @@
-//! The mark in a folder that this program is writing, replacing or deleting. A folder without it is never deleted.
+//! Marker file of a folder that is being written, replaced or deleted. Only marked or empty folders are ever deleted.
 
 use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 
-/// The file that marks such a folder.
-pub const UNFINISHED: &str = ".candlewick_unfinished";
+/// Name of the marker file.
+pub const UNFINISHED_MARKER: &str = ".candlewick_unfinished";
 
-/// Marks a folder. Mark it before it gets a temporary name.
+/// Marks a folder. Call it before the folder gets a temporary name.
 pub fn mark_unfinished(folder: &Path) -> io::Result<()> {
-    File::create(folder.join(UNFINISHED)).map(drop)
+    File::create(folder.join(UNFINISHED_MARKER)).map(drop)
 }
 
-/// Removes the mark of a folder that has its own name again.
+/// Removes the marker of a folder that has its final name.
 pub fn unmark_finished(folder: &Path) -> io::Result<()> {
-    ignore_missing(fs::remove_file(folder.join(UNFINISHED)))
+    ignore_missing(fs::remove_file(folder.join(UNFINISHED_MARKER)))
 }
 
-/// Deletes a marked or empty folder; a missing one is fine. The mark goes last, so that a deletion can be repeated.
+/// Deletes a marked or empty folder; a missing one is not an error. The marker is deleted last, so an interrupted
+/// deletion can be repeated.
 ///
 /// # Errors
-/// If it is a file, a link or a folder with contents but no mark, or cannot be deleted.
+/// If the path is a file, a link or an unmarked folder with contents, or cannot be deleted.
 pub fn remove_unfinished(folder: &Path) -> io::Result<()> {
     let found = match fs::symlink_metadata(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -30,10 +31,10 @@ pub fn remove_unfinished(folder: &Path) -> io::Result<()> {
         return Err(foreign("it is a file or a link"));
     }
     let names = fs::read_dir(folder)?.map(|entry| Ok(entry?.file_name())).collect::<io::Result<Vec<_>>>()?;
-    if !names.is_empty() && !names.iter().any(|name| name == UNFINISHED) {
+    if !names.is_empty() && !names.iter().any(|name| name == UNFINISHED_MARKER) {
         return Err(foreign("it is a folder with other contents"));
     }
-    for path in names.iter().filter(|name| *name != UNFINISHED).map(|name| folder.join(name)) {
+    for path in names.iter().filter(|name| *name != UNFINISHED_MARKER).map(|name| folder.join(name)) {
         let is_dir = fs::symlink_metadata(&path).is_ok_and(|found| found.is_dir());
         ignore_missing(if is_dir { fs::remove_dir_all(&path) } else { fs::remove_file(&path) })?;
     }

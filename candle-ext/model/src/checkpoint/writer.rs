@@ -1,4 +1,4 @@
-//! A Hugging Face folder out: shards of bounded size, their index, config.json and the files around them.
+//! Export of Hugging Face checkpoints: shards, index, config.json and tokenizer files.
 
 use std::{
     fs,
@@ -10,17 +10,17 @@ use candle_core::{DType, Tensor};
 use serde_json::{Map, Value, json};
 
 use super::{
-    DurableFile, Staging,
+    DurableFile, StagingFolder,
     element::{self, disk_dtype},
 };
 use crate::{Config, ModelError, ParamSpec};
 
-/// The largest shard unless the caller says otherwise: 5 GB, as transformers has it.
+/// Default maximum shard size, in bytes: 5 GB, as in transformers.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
 const GENERATION_CONFIG: &str = "generation_config.json";
 
-/// The files that say how a model of this kind generates and reads: copied if a folder has them.
+/// Tokenizer and generation files, copied if a folder has them.
 const COMPANIONS: &[&str] = &[
     GENERATION_CONFIG,
     "tokenizer.json",
@@ -34,47 +34,49 @@ const COMPANIONS: &[&str] = &[
     "chat_template.json",
 ];
 
-/// The files around the weights.
+/// Files of a checkpoint besides the weights.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Companions<'a> {
-    /// Folders with tokenizer files and generation_config.json. All tokenizer files are those of the first folder that has a
-    /// tokenizer.json; generation_config.json is that of the first folder that has one.
+pub struct AuxiliaryFiles<'a> {
+    /// Source folders of tokenizer files and generation_config.json.
+    ///
+    /// All tokenizer files come from the first folder with a tokenizer.json, generation_config.json from the first
+    /// folder that has one.
     pub folders: &'a [&'a Path],
-    /// The chat template, where it is not the one of those folders.
+    /// Chat template that overrides the one of the source folders.
     pub chat_template: Option<&'a str>,
-    /// Further small files: name and text.
+    /// Additional text files: name and content.
     pub files: &'a [(&'a str, &'a str)],
 }
 
-/// What to save and how.
+/// A checkpoint to export.
 #[derive(Clone, Debug)]
-pub struct Export<'a> {
-    /// The folder to write or to replace.
+pub struct CheckpointExport<'a> {
+    /// Folder to write or replace.
     pub folder: &'a Path,
-    /// The model's config; its dtype becomes the file's.
+    /// Config of the model. Its dtype is set to `dtype`.
     pub config: &'a Config,
-    /// The files around the weights.
-    pub companions: Companions<'a>,
-    /// The number format on disk: F32, BF16 or F16.
+    /// Files of a checkpoint besides the weights.
+    pub auxiliary_files: AuxiliaryFiles<'a>,
+    /// Dtype of the weights on disk: F32, BF16 or F16.
     pub dtype: DType,
-    /// The largest shard; [`DEFAULT_SHARD_BYTES`] if there is no wish.
+    /// Maximum shard size, in bytes; see [`DEFAULT_SHARD_BYTES`].
     pub shard_bytes: u64,
 }
 
-impl Export<'_> {
-    /// Returns the number of bytes the weights will take on disk.
+impl CheckpointExport<'_> {
+    /// Returns the size of the weights on disk, in bytes.
     pub fn n_bytes<'p>(&self, params: impl IntoIterator<Item = &'p ParamSpec>) -> u64 {
         params.into_iter().map(|param| tensor_bytes(param, self.dtype)).sum()
     }
 
-    /// Writes `params`, asking `fetch` for one value at a time. The folder appears when all of it is on disk.
+    /// Writes `params`. `fetch` returns one value at a time. The folder appears atomically once all files are on disk.
     pub fn save<'p>(
         &self,
         params: impl IntoIterator<Item = &'p ParamSpec>,
         mut fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
     ) -> Result<(), ModelError> {
         let shards = split(params.into_iter().collect(), self.dtype, self.shard_bytes);
-        let staging = Staging::begin(self.folder)?;
+        let staging = StagingFolder::begin(self.folder)?;
         let mut weight_map = Map::new();
         for (shard_idx, shard) in shards.iter().enumerate() {
             let file = shard_name(shard_idx, shards.len());
@@ -88,7 +90,7 @@ impl Export<'_> {
             write_json(&staging.folder().join("model.safetensors.index.json"), &index)?;
         }
         write_json(&staging.folder().join("config.json"), &self.config.to_json_as(self.dtype))?;
-        self.companions.copy_into(staging.folder())?;
+        self.auxiliary_files.copy_into(staging.folder())?;
         staging.commit()
     }
 }
@@ -97,7 +99,7 @@ fn tensor_bytes(param: &ParamSpec, dtype: DType) -> u64 {
     (param.numel() * dtype.size_in_bytes()) as u64
 }
 
-/// Fills shards in order; a tensor larger than the limit has one to itself. There is at least one shard.
+/// Splits parameters into shards of at most `limit` bytes, in order. A larger tensor gets a shard of its own.
 fn split(params: Vec<&ParamSpec>, dtype: DType, limit: u64) -> Vec<Vec<&ParamSpec>> {
     let mut shards = vec![Vec::new()];
     let mut room = limit;
@@ -122,13 +124,13 @@ fn shard_name(shard_idx: usize, n_shards: usize) -> String {
     }
 }
 
-/// A parameter and the name it has in the file.
+/// A parameter and its name in the file.
 pub(crate) struct ShardTensor<'a> {
     pub(crate) name: String,
     pub(crate) param: &'a ParamSpec,
 }
 
-/// Writes one safetensors file, a tensor at a time, and waits for the disk.
+/// Writes one safetensors file, a tensor at a time, and flushes it to disk.
 pub(crate) fn write_shard(
     path: &Path,
     tensors: &[ShardTensor],
@@ -161,7 +163,7 @@ pub(crate) fn write_shard(
     out.into_inner().map_err(|e| io(e.into_error()))?.sync().map_err(io)
 }
 
-/// The length and the JSON, padded with spaces so that the data is aligned.
+/// Returns the length field and the JSON header, padded with spaces to align the data.
 fn header(path: &Path, tensors: &[ShardTensor], dtype: DType) -> Result<Vec<u8>, ModelError> {
     let Some(disk) = disk_dtype(dtype) else {
         return Err(ModelError::mismatch(path, format!("weights cannot be saved as {dtype:?}; use F32, BF16 or F16")));
@@ -184,13 +186,17 @@ pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
     fs::write(path, format!("{value:#}\n")).map_err(ModelError::io("write", path))
 }
 
-impl Companions<'_> {
-    /// Fails if a file that would be copied is a link that leads out of its folder.
+impl AuxiliaryFiles<'_> {
+    /// Checks that no file to copy is a link that points outside of its folder.
+    ///
+    /// # Errors
+    /// If one does.
     pub fn check(&self) -> Result<(), ModelError> {
         self.sources().try_for_each(|(_, source)| refuse_link_outside(&source))
     }
 
-    /// A tokenizer's files belong together: a chat template of another folder would take the place of the tokenizer's own.
+    /// Returns the source of a file. Tokenizer files come from one folder, so that no foreign chat template overrides
+    /// the tokenizer's.
     fn source_of(&self, name: &str) -> Option<PathBuf> {
         let first_with = |name: &str| self.folders.iter().find(|folder| folder.join(name).is_file());
         let of_tokenizer = first_with("tokenizer.json").filter(|_| name != GENERATION_CONFIG);
@@ -211,7 +217,7 @@ impl Companions<'_> {
         Ok(())
     }
 
-    /// Returns the files to copy: each companion's name and its source.
+    /// Returns the name and source path of each file to copy.
     fn sources(&self) -> impl Iterator<Item = (&'static str, PathBuf)> {
         let is_replaced = |name: &str| self.chat_template.is_some() && name.starts_with("chat_template");
         let names = COMPANIONS.iter().filter(move |name| !is_replaced(name));
@@ -219,7 +225,7 @@ impl Companions<'_> {
     }
 }
 
-/// Fails if `file` is a link to a file that is neither in its folder nor, in the Hub's cache, among the `blobs` of its model.
+/// Rejects a link that points outside of its folder. Links of the Hub cache into its `blobs` folder are allowed.
 fn refuse_link_outside(file: &Path) -> Result<(), ModelError> {
     let real = |path: &Path| fs::canonicalize(path).map_err(ModelError::io("read", path));
     let target = real(file)?;
@@ -231,5 +237,5 @@ fn refuse_link_outside(file: &Path) -> Result<(), ModelError> {
     }
     let problem =
         format!("a link to {}, outside of its folder, is not exported; replace it by a copy", target.display());
-    Err(ModelError::Target { path: file.to_path_buf(), problem })
+    Err(ModelError::OutputPath { path: file.to_path_buf(), problem })
 }

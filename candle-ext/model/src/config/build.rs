@@ -1,4 +1,4 @@
-//! From the raw object to [`Typed`]: family defaults, sanity of every number, and refusal of what is not implemented.
+//! Validation of config.json: family defaults, ranges of numbers, and rejection of unsupported features.
 
 use candle_core::DType;
 use serde_json::{Map, Value};
@@ -47,7 +47,7 @@ pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
     Ok(typed)
 }
 
-/// Larger than any model; small enough that products of three do not overflow by accident.
+/// Upper bound of any size. Products of three such sizes do not overflow.
 const MAX_SIZE: usize = 1 << 28;
 const MAX_LAYERS: usize = 1 << 12;
 
@@ -66,7 +66,7 @@ fn positive(keys: Keys, key: &str, default: f64) -> Result<f64, ModelError> {
     }
 }
 
-/// transformers reads 0 as its default, 0.02.
+/// Reads the standard deviation of initialization. transformers replaces 0 by its default, 0.02.
 fn initializer_range(keys: Keys) -> Result<f64, ModelError> {
     match keys.number("initializer_range")? {
         None | Some(0.0) => Ok(0.02),
@@ -84,7 +84,7 @@ struct Heads {
 fn heads(keys: Keys, raw: &Map<String, Value>, family_spec: &FamilySpec) -> Result<Heads, ModelError> {
     let hidden_size = size(keys, "hidden_size", family_spec.hidden_size, MAX_SIZE)?;
     let n_heads = size(keys, "num_attention_heads", family_spec.n_heads, MAX_SIZE)?;
-    // An explicit null means one key head a query head; an absent key, the family's default.
+    // An explicit null means as many KV heads as query heads; an absent key means the family's default.
     let kv_default = if raw.contains_key("num_key_value_heads") { None } else { family_spec.n_kv_heads };
     let n_kv_heads = size(keys, "num_key_value_heads", kv_default.unwrap_or(n_heads), MAX_SIZE)?;
     let given_dim = keys.count("head_dim")?.or(family_spec.head_dim);
@@ -160,7 +160,7 @@ fn late_windows(
     types.iter().enumerate().map(window).collect()
 }
 
-/// A negative id counts from the end of the vocabulary, as in torch's embedding.
+/// Reads the padding token. A negative id counts from the end of the vocabulary, as in torch's embedding.
 fn pad_id(keys: Keys, vocab_size: usize) -> Result<Option<u32>, ModelError> {
     let Some(id) = keys.integer("pad_token_id")? else { return Ok(None) };
     let row = if id < 0 { id.checked_add_unsigned(vocab_size as u64) } else { Some(id) };
@@ -207,7 +207,7 @@ fn refuse_unimplemented(keys: Keys) -> Result<(), ModelError> {
     }
 }
 
-/// The parameters must be countable and addressable: a config of plausible single numbers can still ask for exabytes.
+/// Rejects a config whose total parameter size cannot be addressed.
 fn refuse_absurd_total(typed: &Typed) -> Result<(), ModelError> {
     let product = |a: usize, b: usize| a.checked_mul(b);
     let total = || {

@@ -1,4 +1,4 @@
-//! Typed reads of a JSON object: a wrong type names the key, what was expected and what stands there.
+//! Typed access to a JSON object. Errors name the key, the expected type and the actual value.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::ModelError;
 #[derive(Clone, Copy)]
 pub(crate) struct Keys<'a> {
     map: &'a Map<String, Value>,
-    /// Put before a key in messages, such as "rope_scaling.".
+    /// Prefix of keys in error messages, such as `rope_scaling.`.
     prefix: &'a str,
 }
 
@@ -60,7 +60,7 @@ impl<'a> Keys<'a> {
         self.read(key, "an object", Value::as_object)
     }
 
-    /// The first key whose value is an object.
+    /// Returns the first key whose value is an object.
     pub(crate) fn first_object(&self) -> Option<&'a str> {
         self.map.iter().find(|(_, value)| value.is_object()).map(|(key, _)| key.as_str())
     }
@@ -69,7 +69,7 @@ impl<'a> Keys<'a> {
         self.read(key, "a list of strings", |v| v.as_array()?.iter().map(Value::as_str).collect())
     }
 
-    /// One token id or a list of them.
+    /// Reads a token id or a list of token ids.
     pub(crate) fn ids(&self, key: &str) -> Result<Option<Vec<u32>>, ModelError> {
         let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
         self.read(key, "a token id or a list of them", |v| match v {
@@ -79,11 +79,10 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// The most bytes of a JSON file.
+/// Maximum size of a JSON file, in bytes.
 const MOST_BYTES: u64 = 1 << 26;
 
-/// The object in a JSON file; an error names the file, the line and the column. A pipe or a device, which may never end, is
-/// refused.
+/// Reads the object in a JSON file. Errors name the file, line and column. Pipes and devices are rejected.
 pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
     parse_object(path, &read_bytes(path)?)
 }
@@ -101,7 +100,7 @@ pub(crate) fn read_bytes(path: &Path) -> Result<Vec<u8>, ModelError> {
     std::fs::read(path).map_err(ModelError::io("read", path))
 }
 
-/// The object in a JSON file's bytes.
+/// Parses the object in a JSON file's contents.
 pub(crate) fn parse_object(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, ModelError> {
     let text = std::str::from_utf8(bytes).map_err(|e| {
         let line = bytes[..e.valid_up_to()].iter().filter(|&&b| b == b'\n').count() + 1;
@@ -114,7 +113,7 @@ pub(crate) fn parse_object(path: &Path, bytes: &[u8]) -> Result<Map<String, Valu
     }
 }
 
-/// A value on one short line.
+/// Returns a value on one short line.
 pub(crate) fn shorten(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(60) {

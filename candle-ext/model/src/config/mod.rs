@@ -1,4 +1,4 @@
-//! config.json of a Hugging Face model: typed, checked, and kept whole so that it can be written back.
+//! config.json of a Hugging Face model. Unknown keys are preserved for export.
 
 mod build;
 pub(crate) mod json;
@@ -16,7 +16,7 @@ use crate::{Family, ModelError};
 pub(crate) use rope::RopeKind;
 use typed::Typed;
 
-/// A model's config.json. Values are read through the accessors; keys this crate does not know are kept as they are.
+/// Config of a model, from config.json. Unknown keys are preserved.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     raw: Map<String, Value>,
@@ -34,45 +34,45 @@ macro_rules! accessors {
 accessors! {
     /// Returns the model family.
     family: Family,
-    /// Returns the number of rows of the embedding.
+    /// Returns the vocabulary size.
     vocab_size: usize,
-    /// Returns the model width.
+    /// Returns the hidden size.
     hidden_size: usize,
-    /// Returns the width of the MLP.
+    /// Returns the MLP intermediate size.
     intermediate_size: usize,
-    /// Returns the number of blocks.
+    /// Returns the number of decoder layers.
     n_layers: usize,
     /// Returns the number of query heads.
     n_heads: usize,
-    /// Returns the number of key and value heads.
+    /// Returns the number of KV heads.
     n_kv_heads: usize,
-    /// Returns the width of one head; it need not be hidden_size / n_heads.
+    /// Returns the head size, which may differ from hidden_size / n_heads.
     head_dim: usize,
-    /// Returns the longest sequence the model was made for (`max_position_embeddings`).
+    /// Returns the model's context length (`max_position_embeddings`), in tokens.
     max_positions: usize,
     /// Returns the epsilon of every RMS norm.
     rms_norm_eps: f64,
-    /// Returns whether the output layer is the embedding.
+    /// Returns true if input and output embeddings are tied.
     tied: bool,
-    /// Returns whether every head's query and key are normalised.
+    /// Returns true if each query and key head has an RMS norm (QK norm).
     qk_norm: bool,
-    /// Returns the token that begins a sequence, if config.json names one.
+    /// Returns the BOS token id, if config.json has one.
     bos_id: Option<u32>,
-    /// Returns the padding token, if config.json names one.
+    /// Returns the padding token id, if config.json has one.
     pad_id: Option<u32>,
-    /// Returns the number format of the checkpoint (`dtype` or `torch_dtype`), if config.json names one.
+    /// Returns the checkpoint's dtype (`dtype` or `torch_dtype`), if config.json has one.
     dtype: Option<DType>,
 }
 
 impl Config {
-    /// Reads `config.json` in a model folder.
+    /// Reads `config.json` from a model folder.
     pub fn read(folder: &Path) -> Result<Self, ModelError> {
         let path = folder.join("config.json");
         let raw = json::read_object(&path)?;
         Self::from_map(raw).map_err(|e| e.in_file(&path))
     }
 
-    /// Checks a config given as a JSON value, from a file or from a recipe.
+    /// Parses and validates a config from a JSON value.
     pub fn from_json(value: Value) -> Result<Self, ModelError> {
         match value {
             Value::Object(raw) => Self::from_map(raw),
@@ -88,8 +88,7 @@ impl Config {
         Ok(Self { raw, typed })
     }
 
-    /// Returns the config as config.json has it: every key that came in, in the same order, plus the two names by which
-    /// transformers finds the class, if they were missing.
+    /// Returns the config as JSON: all original keys in order, plus `architectures` and `model_type` if absent.
     pub fn to_json(&self) -> Value {
         let mut raw = self.raw.clone();
         let family = self.typed.family;
@@ -98,7 +97,7 @@ impl Config {
         Value::Object(raw)
     }
 
-    /// Returns [`Config::to_json`] for weights written in `dtype`.
+    /// Returns [`Config::to_json`] with the dtype set to `dtype`.
     pub fn to_json_as(&self, dtype: DType) -> Value {
         let mut value = self.to_json();
         if let (Some(name), Some(raw)) = (build::dtype_name(dtype), value.as_object_mut()) {
@@ -108,17 +107,17 @@ impl Config {
         value
     }
 
-    /// Returns the tokens that end a sequence; empty if config.json names none.
+    /// Returns the EOS token ids; empty if config.json has none.
     pub fn eos_ids(&self) -> &[u32] {
         &self.typed.eos_ids
     }
 
-    /// Returns the heads of attention.
+    /// Returns the head counts and head size of attention.
     pub fn attention_heads(&self) -> AttentionHeads {
         AttentionHeads { n_query: self.n_heads(), n_kv: self.n_kv_heads(), dim: self.head_dim() }
     }
 
-    /// Returns the sliding window of a block, if it has one: key j is visible to query i while i - j < window.
+    /// Returns the sliding window of layer `block_idx`: query i attends to key j if i - j < window.
     pub fn window(&self, block_idx: usize) -> Option<usize> {
         self.typed.windows.get(block_idx).copied().flatten()
     }

@@ -1,4 +1,4 @@
-//! `hf_config_kwargs`: keys of config.json that a recipe sets otherwise.
+//! `hf_config_kwargs`: overrides of config.json in a recipe.
 
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value};
@@ -9,7 +9,7 @@ use crate::{
     family::{Bias, Window},
 };
 
-/// Keys that config.json may have and that an override may set, apart from those the file already has.
+/// Keys that an override may set even if config.json lacks them.
 const KNOWN: &[&str] = &[
     "architectures",
     "attention_bias",
@@ -42,7 +42,7 @@ const KNOWN: &[&str] = &[
     "vocab_size",
 ];
 
-/// Keys of transformers that change nothing here, or that are refused by name if they would.
+/// Keys of transformers without effect here.
 const INERT: &[&str] = &[
     "_attn_implementation",
     "_name_or_path",
@@ -64,21 +64,23 @@ const INERT: &[&str] = &[
 ];
 
 impl Config {
-    /// Reads a config that somebody wrote by hand: as [`Config::from_json`], but refuses keys that nothing reads.
+    /// Parses a config written by hand, as [`Config::from_json`], and rejects unknown keys.
     pub fn from_handwritten(map: &Map<String, Value>) -> Result<Self, ModelError> {
-        // A misspelt key is a better reason than what its absence leads to.
+        // A misspelled key is reported before errors that follow from it.
         map.keys().try_for_each(|key| refuse_unknown(key, "model"))?;
         let config = Self::from_json(Value::Object(map.clone()))?;
         map.iter().try_for_each(|(key, value)| config.refuse_unread(key, value))?;
         Ok(config)
     }
 
-    /// Sets keys of config.json and checks the whole again. Returns the keys that changed which parameters there are or
-    /// their shapes: unless it is empty, the checkpoint's weights no longer fit and the model must be initialised anew.
+    /// Overrides keys of config.json and validates the result.
+    ///
+    /// Returns the overridden keys that change parameter names or shapes. If there are any, the checkpoint's weights no
+    /// longer fit.
     pub fn apply_overrides(&mut self, overrides: &Map<String, Value>) -> Result<Vec<String>, ModelError> {
         let mut raw = self.raw.clone();
         for (key, value) in overrides {
-            // A key of the file is written back into exports, read or not.
+            // Keys of the file are exported even if nothing reads them.
             if !self.raw.contains_key(key) {
                 refuse_unknown(key, self.typed.family.model_type())?;
             }
@@ -95,7 +97,7 @@ impl Config {
         Ok(reshaped)
     }
 
-    /// Fails if this family does not read a key, unless its value asks for nothing.
+    /// Rejects a key that this family does not use, unless its value has no effect.
     fn refuse_unread(&self, key: &str, value: &Value) -> Result<(), ModelError> {
         let family_spec = self.typed.family.spec();
         let is_late = matches!(family_spec.window, Window::Late { .. });
@@ -123,7 +125,7 @@ fn refuse_unknown(key: &str, family: &str) -> Result<(), ModelError> {
     Err(ModelError::key(key, format!("not a key of a {family} config that is read here{hint}")))
 }
 
-/// A `rope_theta` inside `rope_parameters` hides the one beside it.
+/// Sets `rope_theta` inside `rope_parameters` if it is there: the inner key takes precedence.
 fn set_theta_where_it_is_read(raw: &mut Map<String, Value>, key: &str, value: &Value) {
     if key != "rope_theta" {
         return;
@@ -137,7 +139,7 @@ fn set_theta_where_it_is_read(raw: &mut Map<String, Value>, key: &str, value: &V
     }
 }
 
-/// Fewer layers keep the first layers' types.
+/// Truncates `layer_types` to the number of layers.
 fn shorten_layer_types(raw: &mut Map<String, Value>) {
     let n_layers = raw.get("num_hidden_layers").and_then(Value::as_u64);
     let types = raw.get_mut("layer_types").and_then(Value::as_array_mut);

@@ -1,20 +1,20 @@
-//! The rotary keys in both spellings: `rope_theta` beside `rope_scaling`, or all of it in `rope_parameters`.
+//! RoPE keys in both spellings: `rope_theta` and `rope_scaling`, or all in `rope_parameters`.
 
 use super::json::Keys;
 use crate::ModelError;
 
-/// How the rotary frequencies are scaled.
+/// Scaling of RoPE frequencies.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum RopeKind {
-    /// Not at all.
+    /// No scaling.
     Default,
-    /// Every frequency divided by a factor.
+    /// Linear scaling: every frequency is divided by a factor.
     Linear { factor: f64 },
-    /// Long wavelengths divided by a factor, short ones kept, a ramp between (Llama 3.1).
+    /// Llama 3.1 scaling: long wavelengths are divided by a factor, short ones unchanged, with a ramp between.
     Llama3 { factor: f64, low: f64, high: f64, original_positions: f64 },
 }
 
-/// The object with the scaling keys. Where both spellings stand, transformers lets `rope_scaling` win.
+/// Returns the object with the scaling keys. If both spellings are present, `rope_scaling` wins, as in transformers.
 fn parameters(keys: Keys<'_>) -> Result<Option<Keys<'_>>, ModelError> {
     for (name, prefix) in [("rope_scaling", "rope_scaling."), ("rope_parameters", "rope_parameters.")] {
         if let Some(map) = keys.object(name)?.filter(|map| !map.is_empty()) {

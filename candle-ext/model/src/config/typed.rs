@@ -26,7 +26,7 @@ pub(crate) struct Typed {
     pub(crate) o_bias: bool,
     pub(crate) mlp_bias: bool,
     pub(crate) qk_norm: bool,
-    /// Per layer: the sliding window, if it has one.
+    /// Sliding window of each layer, if it has one.
     pub(crate) windows: Vec<Option<usize>>,
     pub(crate) bos_id: Option<u32>,
     pub(crate) eos_ids: Vec<u32>,

@@ -1,4 +1,4 @@
-//! Llama: the layout the others are told apart from.
+//! Llama. The other families are defined by their differences from it.
 
 use super::{Bias, FamilySpec, Window};
 

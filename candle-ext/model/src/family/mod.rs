@@ -1,6 +1,7 @@
-//! The families: one decoder, and for each family a table of how it differs. A new one is a file and a word in `families!`.
+//! Model families: one decoder, and a table of differences for each family.
 //!
-//! rustfmt does not see modules that a macro declares; `scripts/check` formats them by name.
+//! To add a family, add a file and its name in `families!`. rustfmt does not find modules declared by a macro;
+//! `scripts/check` formats them by name.
 
 use std::fmt;
 
@@ -8,7 +9,7 @@ use candlewick_text::suggestion::nearest;
 
 use crate::ModelError;
 
-/// Declares the families: a file each, which holds its `SPEC`.
+/// Declares the families: one file each, which defines its `SPEC`.
 macro_rules! families {
     ($($family:ident),* $(,)?) => {
         $(mod $family;)*
@@ -32,7 +33,7 @@ impl fmt::Debug for Family {
     }
 }
 
-/// How a family differs from the others: names, the defaults of keys that config.json leaves out, and flags.
+/// Definition of a family: names, defaults of config.json keys, and flags.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FamilySpec {
     pub(crate) model_type: &'static str,
@@ -42,9 +43,9 @@ pub(crate) struct FamilySpec {
     pub(crate) vocab_size: usize,
     pub(crate) n_layers: usize,
     pub(crate) n_heads: usize,
-    /// None: as many as there are heads.
+    /// `None` for as many as query heads.
     pub(crate) n_kv_heads: Option<usize>,
-    /// None: hidden_size / heads.
+    /// `None` for hidden_size / n_heads.
     pub(crate) head_dim: Option<usize>,
     pub(crate) max_positions: usize,
     pub(crate) bos_id: Option<u32>,
@@ -54,26 +55,26 @@ pub(crate) struct FamilySpec {
     pub(crate) mlp_bias: Bias,
     pub(crate) qk_norm: bool,
     pub(crate) window: Window,
-    /// Whether hidden_size must be a multiple of the heads even where head_dim is given.
+    /// True if hidden_size must be a multiple of the heads even if head_dim is set.
     pub(crate) divisible_hidden: bool,
 }
 
-/// Whether linear layers have a bias.
+/// Biases of linear layers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Bias {
     Always,
     Never,
-    /// As this key of config.json says; false if absent.
+    /// As set by this key of config.json; false if absent.
     Key(&'static str),
 }
 
-/// Which layers have a sliding window.
+/// Layers with sliding window attention.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Window {
     None,
-    /// All, unless `sliding_window` is null. The number is the default of the key.
+    /// All layers, unless `sliding_window` is null. The number is the key's default.
     Every(usize),
-    /// Those that `layer_types` names, else from `max_window_layers` on; and only if `use_sliding_window`.
+    /// Layers listed in `layer_types`, or those from `max_window_layers` on. Needs `use_sliding_window`.
     Late {
         window: usize,
         from_layer: usize,
@@ -93,23 +94,23 @@ impl Family {
         self.0
     }
 
-    /// Returns the name for people, such as "Qwen2".
+    /// Returns the display name, such as "Qwen2".
     pub fn name(self) -> &'static str {
         let architecture = self.architecture();
         architecture.strip_suffix("ForCausalLM").unwrap_or(architecture)
     }
 
-    /// The name in config.json's `model_type`, such as "qwen2".
+    /// Returns config.json's `model_type`, such as "qwen2".
     pub fn model_type(self) -> &'static str {
         self.0.model_type
     }
 
-    /// The name in config.json's `architectures`, such as "Qwen2ForCausalLM".
+    /// Returns config.json's `architectures` entry, such as "Qwen2ForCausalLM".
     pub fn architecture(self) -> &'static str {
         self.0.architecture
     }
 
-    /// Finds the family by config.json's `architectures` and `model_type`, which must not contradict each other.
+    /// Finds the family by `architectures` and `model_type` of config.json, which must agree.
     pub(crate) fn find(architectures: &[&str], model_type: Option<&str>) -> Result<Family, ModelError> {
         let by_architecture = Self::ALL.iter().copied().find(|f| architectures.contains(&f.architecture()));
         let by_type = Self::ALL.iter().copied().find(|f| model_type == Some(f.model_type()));

@@ -1,4 +1,4 @@
-//! The base weights that an adapter was trained on: recorded in its folder, compared before the adapter is used.
+//! Record of the base weights of an adapter, compared before the adapter is loaded.
 
 use std::path::Path;
 
@@ -6,27 +6,27 @@ use serde_json::json;
 
 use crate::{ModelError, config::json::read_object};
 
-/// The file of an adapter folder that records the base weights. PEFT ignores it.
-pub const BASE_RECORD: &str = ".candlewick_base.json";
+/// File in an adapter folder that identifies the base weights. PEFT ignores it.
+pub const BASE_MODEL_RECORD: &str = ".candlewick_base.json";
 
-/// The base weights that an adapter was trained on.
+/// Identity of the base weights that an adapter was trained on.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BaseRecord {
-    /// The name or path of the base model.
+pub struct BaseModelRecord {
+    /// Name or path of the base model.
     pub model: String,
-    /// The [`Checkpoint::identity`] of its weights.
+    /// [`Checkpoint::identity`] of the base weights.
     pub weights: String,
 }
 
-impl BaseRecord {
-    /// Returns the text of [`BASE_RECORD`].
+impl BaseModelRecord {
+    /// Returns the record as the JSON text of [`BASE_MODEL_RECORD`].
     pub fn to_json(&self) -> String {
         json!({"model": self.model, "weights": self.weights}).to_string() + "\n"
     }
 
-    /// Reads the record of an adapter folder; PEFT's own folders have none.
+    /// Reads the record of an adapter folder; `None` for an adapter that PEFT saved.
     pub(super) fn read(folder: &Path) -> Result<Option<Self>, ModelError> {
-        let path = folder.join(BASE_RECORD);
+        let path = folder.join(BASE_MODEL_RECORD);
         if !path.exists() {
             return Ok(None);
         }

@@ -1,4 +1,4 @@
-//! PEFT's adapter_config.json and a recipe's `peft_config`: what is supported is read, everything else refused by name.
+//! PEFT's adapter_config.json and a recipe's `peft_config`. Unsupported keys are errors.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::{
     config::json::{Keys, read_object, shorten},
 };
 
-/// The configuration of a LoRA adapter.
+/// LoRA configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoraConfig {
     pub(super) r: usize,
@@ -21,13 +21,13 @@ pub struct LoraConfig {
     pub(super) target_modules: Names,
     pub(super) exclude_modules: Option<Names>,
     pub(super) layers_to_transform: Option<Vec<usize>>,
-    /// Name or regular expression -> rank; the first that matches a module wins.
+    /// Rank by module name or regular expression; the first match applies (PEFT's `rank_pattern`).
     pub(super) rank_pattern: Vec<(String, usize)>,
     pub(super) alpha_pattern: Vec<(String, f64)>,
     base_model: Option<String>,
 }
 
-/// Keys that are read.
+/// Supported keys.
 const READ: &[&str] = &[
     "r",
     "lora_alpha",
@@ -42,7 +42,7 @@ const READ: &[&str] = &[
     "base_model_name_or_path",
 ];
 
-/// Keys that change nothing here.
+/// Keys without effect on training.
 const INERT: &[&str] = &[
     "auto_mapping",
     "inference_mode",
@@ -53,7 +53,7 @@ const INERT: &[&str] = &[
     "runtime_config",
 ];
 
-/// Further keys of PEFT, which must be null, false, 0 or empty.
+/// Unsupported keys of PEFT, which must be null, false, 0 or empty.
 const PEFT: &[&str] = &[
     "alora_invocation_tokens",
     "arrow_config",
@@ -66,16 +66,16 @@ const PEFT: &[&str] = &[
     "use_qalora",
 ];
 
-/// Keys that are accepted with one value only, and why no other. Any further key must be null, false, 0 or empty.
+/// Keys with a single supported value, and the reason.
 const FIXED: &[(&str, &str, &str)] = &[
     ("peft_type", "LORA", "LORA is the only adapter"),
     ("task_type", "CAUSAL_LM", "only CAUSAL_LM models are trained"),
-    ("bias", "none", "training biases beside an adapter is not implemented; use none"),
+    ("bias", "none", "training biases together with an adapter is not implemented; use none"),
     ("init_lora_weights", "true", "only PEFT's default initialisation is implemented; use true"),
 ];
 
 const NOT_IMPLEMENTED: &[(&str, &str)] = &[
-    ("modules_to_save", "training whole modules beside an adapter is not implemented"),
+    ("modules_to_save", "training whole modules together with an adapter is not implemented"),
     ("use_dora", "DoRA is not implemented"),
     ("lora_bias", "a bias on B is not implemented"),
     ("fan_in_fan_out", "the linear layers of these models store [outputs, inputs]"),
@@ -86,14 +86,14 @@ const NOT_IMPLEMENTED: &[(&str, &str)] = &[
 ];
 
 impl LoraConfig {
-    /// Reads `adapter_config.json` in an adapter folder.
+    /// Reads `adapter_config.json` from an adapter folder.
     pub fn read(folder: &Path) -> Result<Self, ModelError> {
         let path = folder.join("adapter_config.json");
         let map = read_object(&path)?;
         Self::from_map(&map).map_err(|e| e.in_file(&path))
     }
 
-    /// Checks a configuration given as a JSON value, from a recipe's `peft_config`.
+    /// Parses a recipe's `peft_config`.
     pub fn from_json(value: &Value) -> Result<Self, ModelError> {
         match value {
             Value::Object(map) => {
@@ -112,7 +112,7 @@ impl LoraConfig {
             lora_alpha: alpha("lora_alpha", keys.number("lora_alpha")?.unwrap_or(8.0))?,
             lora_dropout: dropout(keys.number("lora_dropout")?.unwrap_or(0.0))?,
             use_rslora: keys.flag("use_rslora")?.unwrap_or(false),
-            // PEFT's choice for these families.
+            // PEFT's default for these model families.
             target_modules: Names::read(keys, "target_modules")?
                 .unwrap_or_else(|| Names::List(vec!["q_proj".to_string(), "v_proj".to_string()])),
             exclude_modules: Names::read(keys, "exclude_modules")?.filter(|names| !names.is_empty()),
@@ -132,18 +132,18 @@ impl LoraConfig {
         }
     }
 
-    /// Names the model the adapter belongs to, for adapter_config.json.
+    /// Sets the base model's name for adapter_config.json.
     pub fn with_base_model(mut self, name_or_path: &str) -> Self {
         self.base_model = Some(name_or_path.to_string());
         self
     }
 
-    /// Returns the name of the model the adapter belongs to, if it is known.
+    /// Returns the base model's name, if it is known.
     pub fn base_model(&self) -> Option<&str> {
         self.base_model.as_deref()
     }
 
-    /// Returns the configuration as PEFT's adapter_config.json has it.
+    /// Returns the configuration in the format of PEFT's adapter_config.json.
     pub fn to_json(&self) -> Value {
         json!({
             "peft_type": "LORA",
@@ -169,7 +169,7 @@ impl LoraConfig {
     }
 }
 
-/// A person's misspelt key is refused whatever its value; one that a newer PEFT wrote into a file is not.
+/// Rejects an unknown key of a recipe. Unknown keys in a file of a newer PEFT are accepted.
 fn refuse_unknown(key: &str) -> Result<(), ModelError> {
     let known = READ.iter().chain(INERT).chain(PEFT).copied();
     let known: Vec<&str> =
@@ -268,7 +268,7 @@ fn object<T>(pairs: &[(String, T)], value: impl Fn(&T) -> Value) -> Value {
     Value::Object(pairs.iter().map(|(name, v)| (name.clone(), value(v))).collect())
 }
 
-/// PEFT declares alpha an integer; only a fraction is written as a float.
+/// Returns an integer as JSON integer: PEFT declares `lora_alpha` an integer.
 fn whole(x: f64) -> Value {
     if x.fract() == 0.0 && x.abs() < 1e15 { json!(x as i64) } else { json!(x) }
 }

@@ -4,28 +4,28 @@ use std::path::Path;
 
 use candle_core::{DType, Tensor};
 
-use super::{BASE_RECORD, BaseRecord, LoraConfig};
+use super::{BASE_MODEL_RECORD, BaseModelRecord, LoraConfig};
 use crate::{
     Model, ModelError, ParamSpec,
-    checkpoint::{Checkpoint, Companions, ShardTensor, Staging, write_json, write_shard},
+    checkpoint::{AuxiliaryFiles, Checkpoint, ShardTensor, StagingFolder, write_json, write_shard},
 };
 
-/// PEFT's wrapper of a transformers model puts this before every name.
+/// Prefix that PEFT puts before every parameter name.
 const PREFIX: &str = "base_model.model.";
 
-/// An adapter folder, mapped.
+/// A memory-mapped PEFT adapter folder.
 #[derive(Debug)]
 pub struct AdapterFolder {
-    /// Its configuration.
+    /// LoRA configuration.
     pub config: LoraConfig,
-    /// Its factors, under the names of [`Model::adapter_params`].
+    /// LoRA factors, named as by [`Model::adapter_params`].
     pub weights: Checkpoint,
-    /// The base weights that it was trained on, where the folder records them.
-    pub base: Option<BaseRecord>,
+    /// Identity of the base weights, if the folder records it.
+    pub base: Option<BaseModelRecord>,
 }
 
 impl AdapterFolder {
-    /// Maps an adapter folder. That the factors fit is checked by [`Checkpoint::check`] with [`Model::adapter_params`].
+    /// Opens an adapter folder. [`Checkpoint::check`] with [`Model::adapter_params`] verifies the factors' shapes.
     pub fn open(folder: &Path) -> Result<Self, ModelError> {
         let config = LoraConfig::read(folder)?;
         let has = |name: &str| folder.join(name).is_file();
@@ -35,38 +35,39 @@ impl AdapterFolder {
             return Err(ModelError::mismatch(folder, problem));
         }
         let weights = Checkpoint::open_file(&folder.join("adapter_model.safetensors"))?.strip_prefix(PREFIX);
-        Ok(Self { config, weights, base: BaseRecord::read(folder)? })
+        Ok(Self { config, weights, base: BaseModelRecord::read(folder)? })
     }
 
-    /// Writes the adapter of `model` in number format `dtype`, asking `fetch` for one factor at a time, and the files that
-    /// tell how it was prompted. The folder appears when all of it is on disk.
+    /// Saves the adapter of `model` in `dtype` together with tokenizer and chat template.
+    ///
+    /// `fetch` returns one factor at a time. The folder appears atomically once all files are on disk.
     pub fn save(
         folder: &Path,
         model: &Model,
         dtype: DType,
-        companions: Companions,
+        auxiliary_files: AuxiliaryFiles,
         fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
     ) -> Result<(), ModelError> {
         let Some(config) = model.lora() else {
             return Err(ModelError::lora("peft_type", "the model has no adapter to save"));
         };
-        let staging = Staging::begin(folder)?;
+        let staging = StagingFolder::begin(folder)?;
         let tensors: Vec<_> = model
             .adapter_params()
             .map(|param| ShardTensor { name: format!("{PREFIX}{}", param.name), param })
             .collect();
         write_shard(&staging.folder().join("adapter_model.safetensors"), &tensors, dtype, fetch)?;
         write_json(&staging.folder().join("adapter_config.json"), &config.to_json())?;
-        companions.copy_into(staging.folder())?;
+        auxiliary_files.copy_into(staging.folder())?;
         staging.commit()
     }
 
-    /// Compares the weights of `base` with those that the adapter was trained on, if its folder records them.
+    /// Verifies that `base` has the weights that the adapter was trained on, if the folder records them.
     ///
     /// # Errors
-    /// If they differ: the base model was trained again, converted or replaced.
+    /// If the weights differ: the base model was retrained, converted or replaced.
     pub fn check_base(&self, base: &Checkpoint) -> Result<(), ModelError> {
-        let Some(BaseRecord { model, weights }) = &self.base else { return Ok(()) };
+        let Some(BaseModelRecord { model, weights }) = &self.base else { return Ok(()) };
         let found = base.identity();
         if found == *weights {
             return Ok(());
@@ -76,7 +77,7 @@ impl AdapterFolder {
             "the adapter was trained on other weights than those in {}: on {model} with the hash {weights}, found {found}; \
              give the base model that it was trained on, or remove {} to use it on these weights",
             base.folder().display(),
-            folder.join(BASE_RECORD).display(),
+            folder.join(BASE_MODEL_RECORD).display(),
         );
         Err(ModelError::mismatch(folder, problem))
     }

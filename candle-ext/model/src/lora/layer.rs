@@ -1,4 +1,4 @@
-//! The low-rank factors on one linear layer, as values.
+//! LoRA factors of one linear layer.
 
 use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, OutputDtype, Weight};
@@ -9,14 +9,14 @@ use crate::{
     param::{FNV_START, fnv1a},
 };
 
-/// scaling * (dropout(x) A^T) B^T.
+/// A LoRA adapter: scaling * (dropout(x) A^T) B^T.
 #[derive(Clone, Debug)]
 pub struct Lora {
     a: Weight,
     b: Weight,
     scaling: f64,
     dropout: f64,
-    /// Hash of the module's name, by which its dropout mask differs from those of other layers.
+    /// Hash of the module's name, which makes dropout masks differ between layers.
     module_hash: u64,
 }
 
@@ -36,7 +36,7 @@ impl Lora {
             Some(dropout) => dropout.apply(self.module_hash, self.dropout, x)?,
             None => x.clone(),
         };
-        // Scaled while it is small and unrounded.
+        // The scaling applies to the smallest tensor, before rounding.
         let down = ops::linear(&x, &self.a, None, OutputDtype::F32)?;
         let down = ops::scale(&down, self.scaling, x.dtype())?;
         ops::add(base, &ops::linear(&down, &self.b, None, OutputDtype::SameAsInput)?)

@@ -1,4 +1,4 @@
-//! An adapter merged into its base model: a Hugging Face folder with W + scaling B A, written one tensor at a time.
+//! Merge of a LoRA adapter into its base model, one tensor at a time.
 
 use std::path::Path;
 
@@ -8,63 +8,64 @@ use candlewick_ops::to_host;
 use super::{AdapterFolder, AdapterSpec};
 use crate::{
     Config, Model, ModelError, ParamSpec,
-    checkpoint::{Checkpoint, Companions, Export},
+    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
 };
 
-/// A merge: what is read, and what is written.
+/// A merge of a LoRA adapter into its base model.
 #[derive(Clone, Copy, Debug)]
-pub struct Merge<'a> {
-    /// The folder of the base model.
+pub struct AdapterMerge<'a> {
+    /// Folder of the base model.
     pub base: &'a Path,
-    /// The adapter's folder.
+    /// Adapter folder.
     pub adapter: &'a Path,
-    /// The folder to write. It must be empty or missing.
+    /// Output folder. It must be empty or missing.
     pub output: &'a Path,
-    /// The dtype of the weights on disk; `None` takes that of the base model.
+    /// Dtype of the merged weights on disk; `None` for that of the base model.
     pub dtype: Option<DType>,
-    /// The largest file of weights, in bytes.
+    /// Maximum size of a safetensors shard, in bytes.
     pub shard_bytes: u64,
 }
 
-/// The outcome of a merge.
+/// Report of a merge.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Merged {
-    /// The dtype of the weights on disk.
+pub struct MergeReport {
+    /// Dtype of the merged weights on disk.
     pub dtype: DType,
-    /// The number of weight matrices that changed.
+    /// Number of merged weight matrices.
     pub n_matrices: usize,
-    /// The number of parameters that were written.
+    /// Number of parameters written.
     pub n_params: usize,
-    /// The norm of what rounding to the dtype took from the changed matrices, over the norm of the adapter's change.
+    /// Relative rounding error: norm of the rounding to `dtype` over norm of the LoRA update.
     pub rounding: f64,
 }
 
-impl Merge<'_> {
-    /// Writes the merged model, reads it again, and compares every value with what it must be.
+impl AdapterMerge<'_> {
+    /// Writes the merged model, reads it back and compares every value.
     ///
-    /// Tokenizer and chat template are the adapter's, if its folder has them. No more than one tensor is in memory at a time,
-    /// in f32, with its change.
-    pub fn run(&self) -> Result<Merged, ModelError> {
+    /// Tokenizer and chat template come from the adapter folder if it has them. At most one f32 tensor and its update
+    /// are in memory.
+    pub fn run(&self) -> Result<MergeReport, ModelError> {
         self.check_output()?;
         let source = Source::open(self.base, self.adapter)?;
         let dtype = self.dtype.or(source.base.float_dtype()).unwrap_or(DType::F32);
         let folders = [self.adapter, self.base];
-        let export = Export {
+        let export = CheckpointExport {
             folder: self.output,
             config: source.model.config(),
-            companions: Companions { folders: &folders, chat_template: None, files: &[] },
+            auxiliary_files: AuxiliaryFiles { folders: &folders, chat_template: None, files: &[] },
             dtype,
             shard_bytes: self.shard_bytes,
         };
         export.save(source.model.base_params(), |param| source.merged(param).map_err(candle_core::Error::wrap))?;
-        // The folder was empty before: a model that is not what it should be does not stay.
+        // The folder was empty before, so a failed merge can be deleted.
         self.verify(&source, dtype).inspect_err(|_| drop(std::fs::remove_dir_all(self.output)))
     }
 
-    /// The base model, a run's folder or anything else of worth is never written into.
+    /// Rejects an output folder that holds a model, a run's output or other files.
     fn check_output(&self) -> Result<(), ModelError> {
-        let refuse =
-            |problem: &str| Err(ModelError::Target { path: self.output.to_path_buf(), problem: problem.to_owned() });
+        let refuse = |problem: &str| {
+            Err(ModelError::OutputPath { path: self.output.to_path_buf(), problem: problem.to_owned() })
+        };
         match std::fs::read_dir(self.output).map(|mut entries| entries.next().is_none()) {
             Ok(true) => Ok(()),
             Ok(false) => refuse("the folder is not empty; name a new one"),
@@ -76,7 +77,7 @@ impl Merge<'_> {
         }
     }
 
-    fn verify(&self, source: &Source, dtype: DType) -> Result<Merged, ModelError> {
+    fn verify(&self, source: &Source, dtype: DType) -> Result<MergeReport, ModelError> {
         let written = Checkpoint::open(self.output)?;
         let (mut n_matrices, mut n_params) = (0, 0);
         let (mut lost, mut changed) = (0.0, 0.0);
@@ -103,11 +104,11 @@ impl Merge<'_> {
             }
         }
         let rounding = if changed > 0.0 { (lost / changed).sqrt() } else { 0.0 };
-        Ok(Merged { dtype, n_matrices, n_params, rounding })
+        Ok(MergeReport { dtype, n_matrices, n_params, rounding })
     }
 }
 
-/// A base model and an adapter on it, mapped.
+/// A memory-mapped base model and adapter.
 struct Source {
     model: Model,
     base: Checkpoint,
@@ -130,12 +131,12 @@ impl Source {
         self.model.adapters().find(|adapter| adapter.module == module)
     }
 
-    /// The base model's value of a parameter, in f32.
+    /// Returns the base value of a parameter, in f32.
     fn read(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
         self.base.tensor(&param.name, &param.shape, DType::F32, &Device::Cpu)
     }
 
-    /// The value of a parameter with the adapter's change, in f32.
+    /// Returns the merged value of a parameter, in f32.
     fn merged(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
         let base = self.read(param)?;
         let Some(adapter) = self.adapter_on(param) else { return Ok(base) };
@@ -144,11 +145,11 @@ impl Source {
         };
         let factor = |name: String, shape: [usize; 2]| self.adapter.tensor(&name, &shape, DType::F32, &Device::Cpu);
         let (a, b) = (factor(adapter.a_name(), [adapter.r, n_in])?, factor(adapter.b_name(), [n_out, adapter.r])?);
-        Ok(super::merge(&base, &a, &b, adapter.scaling)?)
+        Ok(super::merge_lora(&base, &a, &b, adapter.scaling)?)
     }
 }
 
-/// The sum of the squares, in f64 from row to row.
+/// Returns the sum of squares, accumulated in f64.
 fn square(tensor: &Tensor) -> Result<f64, ModelError> {
     let values = to_host(&tensor.flatten_all()?)?.to_vec1::<f32>()?;
     Ok(values.iter().map(|value| f64::from(*value) * f64::from(*value)).sum())

@@ -1,4 +1,4 @@
-//! Module names and expressions, as PEFT takes them.
+//! Module selection by names and regular expressions, as in PEFT.
 
 use fancy_regex::Regex;
 use serde_json::{Value, json};
@@ -8,14 +8,14 @@ use crate::{
     config::json::{Keys, shorten},
 };
 
-/// Module names as PEFT takes them.
+/// PEFT's `target_modules`.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Names {
-    /// A whole name, or what follows a dot at its end.
+    /// Full module names, or suffixes after a dot.
     List(Vec<String>),
-    /// An expression that matches the whole name.
+    /// Regular expression that matches a full module name.
     Regex(String),
-    /// Every linear layer but the output layer.
+    /// All linear layers except the output layer.
     AllLinear,
 }
 

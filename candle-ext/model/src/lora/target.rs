@@ -1,4 +1,4 @@
-//! Which linear layers get an adapter, and of what rank: PEFT's rules for names, expressions and patterns.
+//! Selection of the linear layers that get LoRA, and of their ranks, by PEFT's rules.
 
 use candlewick_text::suggestion::did_you_mean;
 
@@ -7,7 +7,7 @@ use super::{AdapterSpec, LoraConfig};
 use crate::{Config, ModelError};
 
 impl LoraConfig {
-    /// The adapters, in the order of the blocks.
+    /// Returns the adapters in layer order.
     pub(crate) fn targets(&self, config: &Config) -> Result<Vec<AdapterSpec>, ModelError> {
         self.refuse_embeddings()?;
         self.refuse_unmatched(config)?;
@@ -46,7 +46,8 @@ impl LoraConfig {
         Ok(AdapterSpec { module, r, scaling, dropout: self.lora_dropout })
     }
 
-    /// The loss is fused with the output layer, and the embedding is no matrix product: neither can carry an adapter.
+    /// Rejects embedding and output layer as targets. The loss is fused with the output layer, and the embedding is a
+    /// lookup.
     fn refuse_embeddings(&self) -> Result<(), ModelError> {
         for module in ["lm_head", "model.embed_tokens"] {
             if self.target_modules != Names::AllLinear && self.hits(module)? {
@@ -57,7 +58,7 @@ impl LoraConfig {
         Ok(())
     }
 
-    /// Every name in the list must match something: a misspelt one would otherwise train less than was asked for.
+    /// Rejects a target name that matches no module; a misspelled name would train fewer layers.
     fn refuse_unmatched(&self, config: &Config) -> Result<(), ModelError> {
         let Names::List(list) = &self.target_modules else { return Ok(()) };
         let modules = modules(config);
@@ -73,7 +74,7 @@ impl LoraConfig {
 }
 
 impl LoraConfig {
-    /// A pattern, an exclusion or a layer that matches nothing is a slip of the pen.
+    /// Rejects a pattern, exclusion or layer index that matches nothing.
     fn refuse_idle(&self, config: &Config) -> Result<(), ModelError> {
         let last = config.n_layers() - 1;
         if let Some(layer) = self.layers_to_transform.iter().flatten().find(|layer| **layer > last) {
@@ -103,7 +104,7 @@ impl LoraConfig {
     }
 }
 
-/// Every linear layer of every block.
+/// Returns the names of the linear layers of all decoder layers.
 fn modules(config: &Config) -> Vec<String> {
     (0..config.n_layers()).flat_map(|layer_idx| layer_modules(config, layer_idx)).collect()
 }

@@ -1,39 +1,40 @@
-//! Forwards that nothing is learnt from: losses and scores of tokens, and the logits that the next token is chosen by.
+//! Evaluation and inference: token losses, log-probabilities and next-token logits.
 //!
-//! t tokens (packed), d model, v vocabulary, n rows that are asked about
+//! Dimensions: t tokens (packed), d hidden size, v vocabulary size, n queried rows
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_model::Seams;
+use candlewick_model::ParallelOps;
 use candlewick_ops::{
     CuSeqlens, LossGrad, Reduction, RowRanges, TokenScores, span, spin_workers, to_host, token_scores,
 };
 
 use super::{Engine, Micro};
+use crate::context_parallel::TokenShard;
 use crate::placement::SequenceParallel;
-use crate::sequence::Part;
-use crate::tensor::{Shared, TensorRanks};
+use crate::tensor_parallel::{TensorParallel, TensorParallelOps};
 
-/// Tokens of a forward. Which sequences they belong to, and what those remember, is the seams' affair.
+/// Packed tokens of a forward. Sequence boundaries and caches belong to the attention that is passed along.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Tokens {
+pub struct PackedTokens {
     /// Token ids, t of them.
     pub ids: Vec<u32>,
-    /// The place of each in its sequence.
+    /// Position of each token in its sequence.
     pub positions: Vec<u32>,
 }
 
-/// A question: how likely is `id` after the token in row `row`?
+/// A query for the log-probability of token `id` after row `row`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Asked {
-    /// The token before, as a row of the forward.
+pub struct ScoreQuery {
+    /// Row of the preceding token.
     pub row: u32,
-    /// The token.
+    /// Token whose log-probability is queried.
     pub id: u32,
 }
 
 impl Engine {
-    /// Returns the sum of the token losses of a micro-batch: of this rank's tokens, where ranks share them, and 0 where it [does
-    /// not know them](Engine::knows_losses). Records nothing.
+    /// Returns the summed token losses of a micro-batch, over this rank's tokens, without autograd.
+    ///
+    /// Returns 0 on ranks without [losses](Engine::has_loss).
     pub fn loss(&self, micro: &Micro) -> Result<f64> {
         match self.evaluate(&*micro.padded(self.multiple())?, Reduction::Sum)? {
             Some(loss) => to_host(&loss.to_dtype(DType::F64)?)?.to_scalar(),
@@ -41,8 +42,10 @@ impl Engine {
         }
     }
 
-    /// Returns the loss of each token of a micro-batch, f32 `[t]`; zero where there is no target, or where this rank [does not
-    /// know it](Engine::knows_losses). Records nothing. Ranks that share the tokens all get the losses of all.
+    /// Returns the loss of each token, f32 `[t]`, without autograd. Context parallel ranks all get the losses of all
+    /// tokens.
+    ///
+    /// Losses are 0 where there is no target, and on ranks without [losses](Engine::has_loss).
     pub fn token_losses(&self, micro: &Micro) -> Result<Vec<f32>> {
         let n_tokens = micro.seqs.n_tokens();
         let padded = micro.padded(self.multiple())?;
@@ -52,40 +55,42 @@ impl Engine {
         to_host(&all.unwrap_or(own).narrow(0, 0, n_tokens)?)?.to_vec1()
     }
 
-    /// The loss of as many tokens as ranks can share evenly.
+    /// Computes the losses of a micro-batch that has been padded to split evenly over the ranks.
     fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Option<Tensor>> {
         let _span = span("evaluation", "forward");
         let _spinning = spin_workers(&self.device);
-        let Part { micro, .. } = &self.part(micro)?;
-        self.with_seams(None, |seams| {
-            let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, seams)?;
+        let TokenShard { micro, .. } = &self.part(micro)?;
+        self.with_parallel_ops(None, |parallel_ops| {
+            let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, parallel_ops)?;
             let Some(x_td) = x_td else { return Ok(None) };
             let weights = self.store.fetch(self.head())?;
             let lm_head = self.model.lm_head(weights)?;
-            let normed = seams.enter(&self.model.norm(weights, &x_td)?)?;
+            let normed = parallel_ops.copy_to_tp(&self.model.norm(weights, &x_td)?)?;
             let loss = self.cross_entropy(&normed, &lm_head, &micro.targets, reduction, LossGrad::NoGrad)?.loss;
             self.store.release(self.head());
             Ok(Some(loss))
         })
     }
 
-    /// Returns the f32 logits `[v]` after the last token of one sequence that continues what `seams` remembers. All ranks that
-    /// share the model call it, and get the same.
-    pub fn next_logits(&self, ids: &[u32], first_position: usize, seams: &dyn Seams) -> Result<Tensor> {
+    /// Returns the f32 logits `[v]` after the last token of a sequence, whose earlier tokens `parallel_ops` caches.
+    /// Collective: all ranks of the model replica must call it, and all get the result.
+    pub fn next_logits(&self, ids: &[u32], first_position: usize, parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
         let positions = (0..ids.len()).map(|i| (first_position + i) as u32).collect();
-        let tokens = Tokens { ids: ids.to_vec(), positions };
-        self.logits_of(&tokens, &[ids.len() as u32 - 1], seams)?.squeeze(0)
+        let tokens = PackedTokens { ids: ids.to_vec(), positions };
+        self.logits_of(&tokens, &[ids.len() as u32 - 1], parallel_ops)?.squeeze(0)
     }
 
-    /// Returns the f32 logits `[n, v]` after the tokens in `rows`. On the CPU the bits of a row do not depend on what else
-    /// is computed; one token alone in a forward is the exception. All ranks that share the model call it, and get the same.
-    pub fn logits(&self, tokens: &Tokens, rows: &[u32], seams: &dyn Seams) -> Result<Tensor> {
-        self.logits_of(tokens, &in_pairs(rows), seams)?.narrow(0, 0, rows.len())
+    /// Returns the f32 logits `[n, v]` after the tokens in `rows`. Collective: all ranks of the model replica must call
+    /// it.
+    ///
+    /// On the CPU a row's bits do not depend on the other tokens of the forward, except in a forward of a single token.
+    pub fn logits(&self, tokens: &PackedTokens, rows: &[u32], parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
+        self.logits_of(tokens, &pad_to_two_rows(rows), parallel_ops)?.narrow(0, 0, rows.len())
     }
 
-    fn logits_of(&self, tokens: &Tokens, rows: &[u32], seams: &dyn Seams) -> Result<Tensor> {
+    fn logits_of(&self, tokens: &PackedTokens, rows: &[u32], parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
         let _spinning = spin_workers(&self.device);
-        let logits = match self.rows_of(tokens, rows, seams)? {
+        let logits = match self.last_hidden_rows(tokens, rows, parallel_ops)? {
             Some(x_td) => {
                 let weights = self.store.fetch(self.head())?;
                 let logits = self.logits_of_rows(&self.model.norm(weights, &x_td)?, weights)?;
@@ -94,17 +99,23 @@ impl Engine {
             }
             None => Tensor::zeros((rows.len(), self.n_vocab()), DType::F32, &self.device)?,
         };
-        self.told_by_last_stage(&logits)
+        self.broadcast_from_last_stage(&logits)
     }
 
-    /// Returns how likely the tokens are that are asked about: logits exist for their rows only, and for a part of them at a
-    /// time. On the CPU the bits of an answer do not depend on what else is asked; one token alone in a forward is the
-    /// exception. All ranks that share the model call it, and get the same.
-    pub fn token_scores(&self, tokens: &Tokens, asked: &[Asked], seams: &dyn Seams) -> Result<TokenScores> {
+    /// Returns the log-probabilities of the queried tokens. Logits are computed in chunks, for queried rows only.
+    /// Collective.
+    ///
+    /// On the CPU a result's bits do not depend on the other queries, except in a forward of a single token.
+    pub fn token_scores(
+        &self,
+        tokens: &PackedTokens,
+        queries: &[ScoreQuery],
+        parallel_ops: &dyn ParallelOps,
+    ) -> Result<TokenScores> {
         let _spinning = spin_workers(&self.device);
-        let (rows, ids): (Vec<u32>, Vec<u32>) = asked.iter().map(|asked| (asked.row, asked.id)).unzip();
-        let (rows, ids) = (in_pairs(&rows), in_pairs(&ids));
-        let scores = match self.rows_of(tokens, &rows, seams)? {
+        let (rows, ids): (Vec<u32>, Vec<u32>) = queries.iter().map(|queries| (queries.row, queries.id)).unzip();
+        let (rows, ids) = (pad_to_two_rows(&rows), pad_to_two_rows(&ids));
+        let scores = match self.last_hidden_rows(tokens, &rows, parallel_ops)? {
             Some(x_td) => {
                 let weights = self.store.fetch(self.head())?;
                 let lm_head = self.model.lm_head(weights)?;
@@ -112,7 +123,7 @@ impl Engine {
                 let chunk = self.max_logit_rows(self.n_vocab()).next_multiple_of(2);
                 let scores = match &self.tensor {
                     None => token_scores(&normed, &lm_head, &ids, chunk)?,
-                    Some(_) => self.scores_of_parts(&normed, weights, &ids, chunk)?,
+                    Some(_) => self.vocab_parallel_scores(&normed, weights, &ids, chunk)?,
                 };
                 self.store.release(self.head());
                 scores
@@ -121,20 +132,20 @@ impl Engine {
         };
         let marks = scores.is_greedy.iter().map(|is_greedy| f32::from(u8::from(*is_greedy)));
         let numbers: Vec<f32> = scores.logprobs.iter().copied().chain(marks).collect();
-        let all = self.told_by_last_stage(&Tensor::from_vec(numbers, (2, ids.len()), &self.device)?)?;
+        let all = self.broadcast_from_last_stage(&Tensor::from_vec(numbers, (2, ids.len()), &self.device)?)?;
         let all = to_host(&all)?.to_vec2::<f32>()?;
-        let n = asked.len();
+        let n = queries.len();
         Ok(TokenScores {
             logprobs: all[0][..n].to_vec(),
             is_greedy: all[1][..n].iter().map(|mark| *mark != 0.0).collect(),
         })
     }
 
-    /// The scores of tokens where each rank has the logits of a part of the vocabulary.
-    fn scores_of_parts(
+    /// Returns the log-probabilities when each rank has the logits of a vocabulary shard.
+    fn vocab_parallel_scores(
         &self,
         normed: &Tensor,
-        weights: &candlewick_model::Weights,
+        weights: &candlewick_model::UnitWeights,
         ids: &[u32],
         chunk: usize,
     ) -> Result<TokenScores> {
@@ -153,17 +164,17 @@ impl Engine {
         Ok(scores)
     }
 
-    /// The logits of all tokens after some rows, f32 `[n, v]`.
-    fn logits_of_rows(&self, normed: &Tensor, weights: &candlewick_model::Weights) -> Result<Tensor> {
+    /// Returns the logits over the whole vocabulary, f32 `[n, v]`.
+    fn logits_of_rows(&self, normed: &Tensor, weights: &candlewick_model::UnitWeights) -> Result<Tensor> {
         let logits = self.model.logits(weights, normed)?;
         match &self.tensor {
             None => Ok(logits),
-            Some(tensor) => tensor.whole_logits(&logits, self.n_vocab()),
+            Some(tensor) => tensor.gather_logits(&logits, self.n_vocab()),
         }
     }
 
-    /// What the last stage knows, told to all.
-    fn told_by_last_stage(&self, x: &Tensor) -> Result<Tensor> {
+    /// Broadcasts a tensor from the last pipeline stage.
+    fn broadcast_from_last_stage(&self, x: &Tensor) -> Result<Tensor> {
         let stages = self.pipeline.stages();
         Ok(stages.broadcast(x, stages.size() - 1)?)
     }
@@ -172,37 +183,48 @@ impl Engine {
         self.model.config().vocab_size()
     }
 
-    /// Some rows of what the last block gives, on the stage that has it.
-    fn rows_of(&self, tokens: &Tokens, rows: &[u32], seams: &dyn Seams) -> Result<Option<Tensor>> {
+    /// Returns rows of the last layer's output, on the last pipeline stage.
+    fn last_hidden_rows(
+        &self,
+        tokens: &PackedTokens,
+        rows: &[u32],
+        parallel_ops: &dyn ParallelOps,
+    ) -> Result<Option<Tensor>> {
         let _span = span("evaluation", "forward");
-        let Tokens { ids, positions } = tokens;
+        let PackedTokens { ids, positions } = tokens;
         let seqs = CuSeqlens::packed(vec![0, ids.len()])?;
-        // A few tokens cannot be shared out.
+        // A few rows cannot be split over the sequence parallel ranks.
         let tensor = self
             .tensor
             .as_ref()
-            .map(|tensor| TensorRanks { sequence_parallel: SequenceParallel::Off, ..tensor.clone() });
+            .map(|tensor| TensorParallel { sequence_parallel: SequenceParallel::Off, ..tensor.clone() });
         let n_vocab = self.n_vocab();
-        let shared = tensor.as_ref().map(|tensor| Shared { tensor, n_vocab, attend: seams });
-        let seams = shared.as_ref().map_or(seams, |shared| shared);
-        let x_td = self.hidden(&Tensor::new(ids.as_slice(), &self.device)?, positions, &seqs, seams)?;
+        let shared = tensor.as_ref().map(|tensor| TensorParallelOps { tensor, n_vocab, attention: parallel_ops });
+        let parallel_ops = shared.as_ref().map_or(parallel_ops, |shared| shared);
+        let x_td = self.hidden(&Tensor::new(ids.as_slice(), &self.device)?, positions, &seqs, parallel_ops)?;
         x_td.map(|x_td| x_td.index_select(&Tensor::new(rows, &self.device)?, 0)).transpose()
     }
 
-    /// What the last block gives, on the stage that has it.
-    fn hidden(&self, ids: &Tensor, positions: &[u32], seqs: &CuSeqlens, seams: &dyn Seams) -> Result<Option<Tensor>> {
+    /// Returns the last layer's output, on the last pipeline stage.
+    fn hidden(
+        &self,
+        ids: &Tensor,
+        positions: &[u32],
+        seqs: &CuSeqlens,
+        parallel_ops: &dyn ParallelOps,
+    ) -> Result<Option<Tensor>> {
         let (cos, sin) = self.model.rope(positions, &self.device)?;
         let rows = RowRanges::all();
-        let cx = self.cx([&cos, &sin], seqs, &rows, seams);
+        let context = self.context([&cos, &sin], seqs, &rows, parallel_ops);
         let (layout, stage) = (self.pipeline.layout(), self.pipeline.stage());
         for chunk in 0..layout.n_chunks() {
             let mut x = match layout.is_first(stage, chunk) {
-                true => self.model.embed(self.store.fetch(0)?, ids, seams)?,
-                false => self.pipeline.receive_activation(self.hidden_states(positions.len(), seams))?,
+                true => self.model.embed(self.store.fetch(0)?, ids, parallel_ops)?,
+                false => self.pipeline.receive_activation(self.hidden_states(positions.len(), parallel_ops))?,
             };
             self.store.release(0);
             for block_idx in layout.blocks(stage, chunk) {
-                x = self.model.block(self.fetch(block_idx + 1, Some(block_idx + 2))?, &x, &cx)?;
+                x = self.model.block(self.fetch(block_idx + 1, Some(block_idx + 2))?, &x, &context)?;
                 self.store.release(block_idx + 1);
             }
             if layout.is_last(stage, chunk) {
@@ -215,8 +237,7 @@ impl Engine {
     }
 }
 
-/// The same with the last once more if their number is odd: a product of one row takes another way and rounds otherwise, so
-/// rows are computed by twos at least.
-fn in_pairs(rows: &[u32]) -> Vec<u32> {
+/// Repeats the last row if the number of rows is odd. A GEMM of one row takes another kernel and rounds differently.
+fn pad_to_two_rows(rows: &[u32]) -> Vec<u32> {
     rows.iter().chain(rows.last().filter(|_| rows.len() % 2 == 1)).copied().collect()
 }

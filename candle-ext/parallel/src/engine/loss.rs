@@ -1,37 +1,37 @@
-//! The loss of a step: its objective, normaliser and auxiliary losses; and what a step reports of them.
+//! Loss of a training step: objective, normalization and auxiliary losses.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candlewick_ops::{LossGrad, Tape, add};
 
 use crate::objective::{AuxiliaryLoss, CausalLm, Objective};
 
-/// The factor on the losses of micro-batches: one over the number of target tokens of the whole step.
+/// Factor on the loss of each micro-batch: one over the target tokens of the whole step.
 ///
-/// It is made from the step's count, so that no micro-batch or rank is normalised by its own.
+/// All micro-batches and ranks share the factor, so each target token has the same weight.
 #[derive(Clone, Debug)]
 pub struct LossScale {
     mean: f64,
-    /// The loss scale of half precision, an f32 scalar on the device.
+    /// Loss scale of f16 training, an f32 scalar on the device.
     factor: Option<Tensor>,
 }
 
-/// The loss that a step minimises: scale * (objective of each micro-batch), plus auxiliary losses.
+/// Loss that a step minimizes: scale * (objective of each micro-batch), plus auxiliary losses.
 #[derive(Clone)]
 pub struct StepLoss<'a> {
-    /// The loss of a micro-batch.
+    /// Loss function of a micro-batch.
     pub objective: &'a dyn Objective,
-    /// The factor on the loss of each micro-batch.
+    /// Factor on the loss of each micro-batch.
     pub scale: LossScale,
-    /// The auxiliary losses. A layer that computes another one is an error.
+    /// Auxiliary losses. It is an error if a layer computes one that is not listed.
     pub auxiliary: &'a [AuxiliaryLoss],
 }
 
-/// The losses of a step on this rank, before normalisation.
+/// Losses of a step on this rank, before normalization.
 #[derive(Clone, Debug)]
 pub struct StepLosses {
-    /// The loss of each micro-batch, f32 scalars.
+    /// Loss of each micro-batch, f32 scalars.
     pub micros: Vec<Tensor>,
-    /// The sum of each auxiliary loss over layers and micro-batches, f32 scalars in the order of [`StepLoss::auxiliary`].
+    /// Sum of each auxiliary loss over layers and micro-batches, f32 scalars in the order of [`StepLoss::auxiliary`].
     pub auxiliary: Vec<Tensor>,
 }
 
@@ -43,12 +43,12 @@ pub(super) struct AuxiliarySums<'a> {
 }
 
 impl LossScale {
-    /// Returns the scale of a mean over the target tokens of a step: those of all its micro-batches on all ranks.
+    /// Returns the scale of a mean over `n_targets_of_step` target tokens of all micro-batches and ranks.
     pub fn mean_over(n_targets_of_step: f64) -> Self {
         Self { mean: 1.0 / n_targets_of_step.max(1.0), factor: None }
     }
 
-    /// Multiplies by a scalar on the device: [`GradScaler::loss_scale`](candlewick_ops::GradScaler).
+    /// Multiplies by a scalar on the device, such as [`GradScaler::loss_scale`](candlewick_ops::GradScaler).
     pub fn times(self, factor: Option<Tensor>) -> Self {
         Self { factor, ..self }
     }
@@ -60,7 +60,7 @@ impl LossScale {
         }
     }
 
-    /// Returns the derivative of the scaled loss by the sum of an auxiliary loss, an f32 scalar.
+    /// Returns the derivative of the scaled loss with respect to an auxiliary loss, an f32 scalar.
     fn auxiliary_weight(&self, loss: &AuxiliaryLoss, device: &Device) -> Result<Tensor> {
         let weight = loss.mean(loss.coefficient);
         match &self.factor {
@@ -69,7 +69,7 @@ impl LossScale {
         }
     }
 
-    /// Multiplies the weights of tokens, f32 [t].
+    /// Multiplies token weights, f32 [t], by the scale.
     pub(super) fn times_weights(&self, weights: &Tensor) -> Result<Tensor> {
         let scaled = weights.affine(self.mean, 0.0)?;
         self.factor.as_ref().map_or_else(|| Ok(scaled.clone()), |factor| scaled.broadcast_mul(factor))
@@ -87,7 +87,7 @@ impl<'a> AuxiliarySums<'a> {
         Self { losses: loss.auxiliary, scale: &loss.scale, sums: vec![None; loss.auxiliary.len()] }
     }
 
-    /// Runs the backward of a layer's tape from `dy` and its auxiliary losses, and returns the gradient of its one input.
+    /// Runs the backward of a layer from `dy` and its auxiliary losses, and returns the gradient of its input.
     pub(super) fn input_grad(&mut self, tape: Tape, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let mut weights = Vec::new();
         for (name, value) in tape.auxiliary_losses() {
@@ -110,7 +110,7 @@ impl<'a> AuxiliarySums<'a> {
     }
 }
 
-/// Runs the backward of a tape from `dy` and from weights of its auxiliary losses, and returns the gradient of its one input.
+/// Runs the backward of a tape from `dy` and weights of its auxiliary losses, and returns the gradient of its input.
 pub(super) fn input_grad(tape: Tape, x: &Tensor, dy: &Tensor, weights: &[Tensor]) -> Result<Tensor> {
     match tape.backward_with_losses(dy, weights)?.remove(x) {
         Some(dx) => Ok(dx),

@@ -1,64 +1,64 @@
-//! Memory of a step: the bytes live at each moment of `train` and of an evaluation, in the order of their code.
+//! Activation memory estimate of training and evaluation steps.
 
 use candlewick_model::LayerCost;
 use candlewick_ops::{CrossEntropyCost, GemmSize};
 
 use super::ActivationCheckpointing;
-use crate::pipeline::{Layout, PipelineSchedule, Schedule, StageStep};
+use crate::pipeline::{PipelineLayout, PipelineSchedule, PipelineScheduleKind, StageStep};
 
-/// Sizes of the steps of one rank of a pipeline stage, for the bytes that they allocate.
+/// Sizes of a training step on one rank, from which activation memory is estimated.
 #[derive(Clone, Debug)]
 pub struct StepCost<'a> {
     /// All layers of the model, at least one.
     pub layers: Vec<LayerCost<'a>>,
-    /// The head and its loss.
+    /// Output layer and loss.
     pub head: HeadCost,
-    /// Activations that each layer keeps for backward.
+    /// Activation checkpointing of each layer.
     pub checkpointing: Vec<ActivationCheckpointing>,
-    /// True if offloaded activations stay in the memory that computes.
+    /// True if offloaded activations stay in the computing device's memory.
     pub offloads_to_same_memory: bool,
-    /// Layers of each stage.
-    pub layout: &'a Layout,
-    /// Order of forwards and backwards.
-    pub schedule: Schedule,
-    /// The stage.
+    /// Layers of each pipeline stage.
+    pub layout: &'a PipelineLayout,
+    /// Pipeline schedule.
+    pub schedule: PipelineScheduleKind,
+    /// Index of the pipeline stage.
     pub stage: usize,
     /// Micro-batches of a step.
     pub n_micros: usize,
 }
 
-/// Sizes of the last norm, the head and its loss on one rank.
+/// Sizes of final norm, output layer and loss on one rank.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadCost {
-    /// Slices that the head is split into. A rank has one of them.
+    /// Tensor parallel size.
     pub n_slices: usize,
-    /// Tokens outside of sublayers.
+    /// Tokens of the residual stream on this rank.
     pub n_residual_tokens: u64,
-    /// The head and its loss.
+    /// Output layer and loss.
     pub loss: CrossEntropyCost,
 }
 
-/// Bytes live at one moment, besides parameters and their state.
+/// Activation bytes at the peak, by category.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepBytes {
-    /// Activations between the forward and the backward of their layers.
+    /// Activations saved between the forward and the backward of their layers.
     pub activations: u64,
-    /// Activations and scratch of the layer that is computed.
+    /// Activations and scratch of the running layer.
     pub layer: u64,
-    /// Activations and scratch of the head and its loss.
+    /// Activations and scratch of output layer and loss.
     pub logits: u64,
 }
 
 /// Bytes of one model chunk.
 struct ChunkBytes {
-    /// Bytes kept between forward and backward.
+    /// Bytes saved between forward and backward.
     saved: u64,
-    /// The worst moment: the loss, or the backward of a layer.
+    /// Peak of the chunk: the loss, or the backward of a layer.
     worst: StepBytes,
 }
 
 impl StepBytes {
-    /// Returns the bytes of all kinds.
+    /// Returns the sum of all categories.
     pub fn total(&self) -> u64 {
         self.activations + self.layer + self.logits
     }
@@ -69,8 +69,8 @@ impl StepBytes {
 }
 
 impl StepCost<'_> {
-    /// Returns the worst moment of [`Engine::forward_backward`](super::Engine::forward_backward): a pass over one chunk, with
-    /// what the chunks between their forward and backward keep.
+    /// Returns the peak of [`Engine::forward_backward`](super::Engine::forward_backward): the running model chunk plus
+    /// all saved activations.
     pub fn training(&self) -> StepBytes {
         let chunks: Vec<_> = (0..self.layout.n_chunks()).map(|chunk| self.chunk(chunk)).collect();
         let (table, mut saved) = (self.pipeline_schedule(), 0);
@@ -87,7 +87,7 @@ impl StepCost<'_> {
         StepBytes::worst(moments)
     }
 
-    /// Returns the worst moment of an evaluation: one forward that records nothing, then the losses.
+    /// Returns the peak of an evaluation: one forward without autograd, then the losses.
     pub fn evaluation(&self) -> StepBytes {
         let layer = self.layers.iter().map(LayerCost::forward_bytes).max().unwrap_or(0);
         let logits = if self.has_head() { self.head.forward_bytes() } else { 0 };
@@ -99,7 +99,7 @@ impl StepCost<'_> {
         }
     }
 
-    /// Returns the bytes of offloaded activations, most at once. With several chunks each counts as the largest.
+    /// Returns the peak bytes of offloaded activations. With several model chunks each counts as the largest.
     pub fn offloaded_bytes(&self) -> u64 {
         let is_here = |layer_idx: usize| self.layout.stage_of(layer_idx + 1) == self.stage;
         let offloaded = self
@@ -116,19 +116,19 @@ impl StepCost<'_> {
         PipelineSchedule::new(self.schedule, self.layout.n_stages(), self.layout.n_chunks(), self.n_micros)
     }
 
-    /// Returns true if the stage computes the losses.
+    /// Returns true if the stage computes losses.
     fn has_head(&self) -> bool {
         self.stage + 1 == self.layout.n_stages()
     }
 
-    /// Follows `forward_chunk` and `backward_chunk`. The input stays to the end: it is the first layer's.
+    /// Mirrors `forward_chunk` and `backward_chunk`. The input stays to the end: it is the first layer's.
     fn chunk(&self, chunk: usize) -> ChunkBytes {
         let run = self.layout.blocks(self.stage, chunk);
         let input = self.layers[0].activation_bytes();
         let mut saved = input + self.layers[0].rope_bytes();
         let mut moments = Vec::new();
         for layer_idx in run.clone() {
-            // The output at the end of a kept tape is the next layer's input.
+            // The output at the end of a saved tape is the next layer's input.
             let is_saved = layer_idx == run.start || self.checkpointing[layer_idx - 1] == ActivationCheckpointing::None;
             moments.extend(self.layer(layer_idx, if is_saved { 0 } else { input }, &mut saved));
         }
@@ -140,13 +140,13 @@ impl StepCost<'_> {
         ChunkBytes { saved, worst: StepBytes::worst(moments) }
     }
 
-    /// Follows `forward_block` and `backward_block`. Adds to `saved` what the layer keeps, of its input `unsaved_input` bytes.
+    /// Mirrors `forward_block` and `backward_block`. Adds to `saved` the bytes that the layer saves.
     fn layer(&self, layer_idx: usize, unsaved_input: u64, saved: &mut u64) -> Vec<StepBytes> {
         let cost = &self.layers[layer_idx];
         let input = cost.activation_bytes();
         let moment = |activations: u64, layer: u64| StepBytes { activations, layer, logits: 0 };
         if self.checkpointing[layer_idx] == ActivationCheckpointing::Offload {
-            // While the layer is computed its input is in memory.
+            // The input is in memory while the layer computes.
             let moments = vec![moment(*saved, input + cost.forward_bytes().max(input + cost.backward_bytes()))];
             *saved += if self.offloads_to_same_memory { input } else { 0 };
             return moments;
@@ -167,12 +167,12 @@ impl StepCost<'_> {
 }
 
 impl HeadCost {
-    /// Returns the bytes of the losses alone, with the norm's output.
+    /// Returns the bytes of a loss without backward, with the final norm's output.
     pub fn forward_bytes(&self) -> u64 {
         self.normed_bytes() + self.loss.forward().scratch_bytes
     }
 
-    /// Returns the bytes of `loss_and_grad`. The norm's output and its gradient stay while the logits exist.
+    /// Returns the bytes of `loss_and_grad`. The final norm's output and its gradient stay while logits exist.
     pub fn backward_bytes(&self) -> u64 {
         let residual = self.n_residual_tokens * self.token_bytes();
         // The gradient of the norm's input is allocated after the logits are freed.
@@ -181,7 +181,7 @@ impl HeadCost {
         residual + self.normed_bytes() + logits + exchanged
     }
 
-    /// Returns the sizes of the matmuls of one chunk of logits.
+    /// Returns the GEMM sizes of one chunk of logits.
     pub fn matmuls(&self) -> [GemmSize; 2] {
         let (n, v, d) = (self.loss.rows_per_chunk(), self.loss.n_vocab, self.loss.n_in);
         [GemmSize { m: n, n: v, k: d }, GemmSize { m: n, n: d, k: v }]

@@ -1,29 +1,29 @@
-//! A micro-batch as the engine gets it.
+//! Micro-batches.
 
 use std::borrow::Cow;
 
 use candle_core::{Result, Tensor};
 use candlewick_ops::CuSeqlens;
 
-/// One micro-batch: packed sequences on the device.
+/// A micro-batch of packed sequences.
 #[derive(Clone)]
 pub struct Micro {
     /// Token ids, u32 `[t]`.
     pub ids: Tensor,
-    /// The token that each position must predict, i64 `[t]` on the CPU, or [`Micro::IGNORED`].
+    /// Target token of each position, i64 `[t]` on the CPU, or [`Micro::IGNORED`].
     pub targets: Tensor,
-    /// The place of each token in its sequence, `t` of them.
+    /// Position of each token in its sequence, t of them.
     pub positions: Vec<u32>,
-    /// Where the sequences begin.
+    /// Boundaries of the packed sequences.
     pub seqs: CuSeqlens,
 }
 
 impl Micro {
-    /// The target of a position that predicts nothing.
+    /// Target of a position without loss, as torch's `ignore_index`.
     pub const IGNORED: i64 = -100;
 
-    /// The same with tokens that teach nothing behind it, as a sequence of their own, so that their number is a multiple of
-    /// this.
+    /// Returns the micro-batch padded to a multiple of `multiple` tokens. Padding is a sequence of its own without
+    /// targets.
     pub(crate) fn padded(&self, multiple: usize) -> Result<Cow<'_, Self>> {
         let n_tokens = self.seqs.n_tokens();
         let n_filler = n_tokens.next_multiple_of(multiple) - n_tokens;

@@ -1,7 +1,6 @@
-//! The block engine: forward through the blocks, loss, and backward block by block, last first. What a rank does not have,
-//! other tokens, other heads, other blocks, it asks the ranks that have it.
+//! The training and inference engine: forward, loss and backward, layer by layer.
 //!
-//! t tokens (packed), d model, v vocabulary
+//! Dimensions: t tokens (packed), d hidden size, v vocabulary size
 
 mod inference;
 mod loss;
@@ -15,38 +14,38 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor};
 use candlewick_comm::Collective;
-use candlewick_model::{Cx, MlpRows, Model, OneDevice, Seams, Weights};
+use candlewick_model::{ForwardContext, Model, ParallelOps, SingleDevice, TiledMlp, UnitWeights};
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, LossAndGrad, LossGrad, Reduction, RowRanges, Weight,
     linear_cross_entropy, logits_bytes, max_logit_rows, vocab_parallel_cross_entropy,
 };
 
+use crate::context_parallel::{ContextParallel, TokenShard};
 use crate::offload::OffloadTarget;
 use crate::params::ParamStore;
 use crate::pipeline::{HiddenStates, Pipeline};
-use crate::sequence::{Part, Sequence};
-use crate::tensor::{Shared, TensorRanks};
+use crate::tensor_parallel::{TensorParallel, TensorParallelOps};
 
-pub use inference::{Asked, Tokens};
+pub use inference::{PackedTokens, ScoreQuery};
 pub use loss::{LossScale, StepLoss, StepLosses};
 pub use memory::{HeadCost, StepBytes, StepCost};
 pub use micro::Micro;
-pub use train_step::{Optimizer, StepReport, StepResult, TrainBatch};
+pub use train_step::{InFlightStep, OptimizerStep, StepResult, TrainBatch};
 
-/// Activations of a block that are saved between its forward and its backward.
+/// Activation checkpointing of a layer: the activations saved between its forward and its backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ActivationCheckpointing {
-    /// The whole tape: fastest, most memory.
+    /// All activations are saved: fastest, most memory.
     None,
-    /// The input; the forward runs again in backward.
+    /// The input is saved. Backward reruns the forward.
     Full,
-    /// The input and attention's output; the rest of the forward runs again in backward.
+    /// Input and attention output are saved. Backward recomputes the rest.
     Selective,
-    /// The input, offloaded where [`Engine::with_offload_target`] says.
+    /// The input is offloaded, see [`Engine::with_offload_target`]. Backward reruns the forward.
     Offload,
 }
 
-/// The model, its parameters and the plan of what each block keeps.
+/// A model, its parameters, and the parallelism and checkpointing of a rank.
 pub struct Engine {
     model: Model,
     store: ParamStore,
@@ -55,18 +54,18 @@ pub struct Engine {
     group: Arc<dyn Collective>,
     device: Device,
     attention: AttentionChoice,
-    mlp_rows: MlpRows,
-    /// Bytes of logits that the loss may hold at once.
+    tiled_mlp: TiledMlp,
+    /// Maximum bytes of logits at once.
     logits_bytes: usize,
-    attention_hook: Option<Arc<dyn Seams + Send + Sync>>,
-    sequence: Option<Sequence>,
-    tensor: Option<TensorRanks>,
+    attention_hook: Option<Arc<dyn ParallelOps + Send + Sync>>,
+    sequence: Option<ContextParallel>,
+    tensor: Option<TensorParallel>,
     pipeline: Pipeline,
 }
 
 impl Engine {
-    /// Joins a model with its parameters. `checkpointing` has an entry for each block. Losses and
-    /// counts are summed over `group`.
+    /// Creates an engine of a model and its parameters. `checkpointing` has one entry per layer. Losses and counts are
+    /// summed over `group`.
     pub fn new(
         model: Model,
         store: ParamStore,
@@ -76,8 +75,8 @@ impl Engine {
     ) -> Self {
         assert_eq!(checkpointing.len(), model.n_blocks(), "every block has its activation checkpointing");
         let pipeline = Pipeline::alone(model.n_blocks());
-        let (offload_target, attention, mlp_rows) =
-            (OffloadTarget::HostMemory, AttentionChoice::default(), MlpRows::default());
+        let (offload_target, attention, tiled_mlp) =
+            (OffloadTarget::HostMemory, AttentionChoice::default(), TiledMlp::default());
         let logits_bytes = logits_bytes(&device) as usize;
         let (attention_hook, sequence, tensor) = (None, None, None);
         Self {
@@ -88,7 +87,7 @@ impl Engine {
             group,
             device,
             attention,
-            mlp_rows,
+            tiled_mlp,
             logits_bytes,
             attention_hook,
             sequence,
@@ -97,43 +96,44 @@ impl Engine {
         }
     }
 
-    /// The same engine with its attention computed as `attention` says.
+    /// Sets the attention implementation.
     pub fn with_attention(self, attention: AttentionChoice) -> Self {
         Self { attention, ..self }
     }
 
-    /// Computes the attention of every layer in training and evaluation by `hook`, which may add auxiliary losses of queries and
-    /// keys. It replaces the exchange of a sequence that ranks share.
-    pub fn with_attention_hook(self, hook: Arc<dyn Seams + Send + Sync>) -> Self {
+    /// Sets a hook that computes attention of every layer and may add auxiliary losses. It replaces the attention of
+    /// context parallelism.
+    pub fn with_attention_hook(self, hook: Arc<dyn ParallelOps + Send + Sync>) -> Self {
         Self { attention_hook: Some(hook), ..self }
     }
 
-    /// The same engine with the inputs of [`ActivationCheckpointing::Offload`] offloaded there, not in the host's memory.
+    /// Sets the destination of activations under [`ActivationCheckpointing::Offload`]; the default is CPU memory.
     pub fn with_offload_target(self, offload_target: OffloadTarget) -> Self {
         Self { offload_target, ..self }
     }
 
-    /// The same engine with its MLPs passing over the tokens as `mlp_rows` says.
-    pub fn with_mlp_rows(self, mlp_rows: MlpRows) -> Self {
-        Self { mlp_rows, ..self }
+    /// Sets the tiling of MLPs.
+    pub fn with_tiled_mlp(self, tiled_mlp: TiledMlp) -> Self {
+        Self { tiled_mlp, ..self }
     }
 
-    /// The same engine with a loss that holds at most so many bytes of logits at once, though always those of a token.
+    /// Limits the bytes of logits at once. The logits of one token are always allowed.
     pub fn with_logits_bytes(self, logits_bytes: usize) -> Self {
         Self { logits_bytes, ..self }
     }
 
-    /// The same engine with the tokens of each micro-batch shared among these ranks: all of them give the same ones.
-    pub fn with_sequence(self, sequence: Sequence) -> Self {
+    /// Splits the tokens of each micro-batch over context parallel ranks. All of them must pass the same micro-batches.
+    pub fn with_context_parallel(self, sequence: ContextParallel) -> Self {
         Self { sequence: Some(sequence), ..self }
     }
 
-    /// The same engine with every matrix shared among these ranks, as its store has them: all of them give the same tokens.
-    pub fn with_tensor(self, ranks: TensorRanks) -> Self {
+    /// Sets the tensor parallel group, which must be that of the parameter store. All its ranks must pass the same
+    /// tokens.
+    pub fn with_tensor_parallel(self, ranks: TensorParallel) -> Self {
         Self { tensor: Some(ranks), ..self }
     }
 
-    /// The same engine with the blocks that its stage has, as its store does: all stages give the same tokens.
+    /// Sets the pipeline, which must be that of the parameter store. All stages must pass the same tokens.
     pub fn with_pipeline(self, pipeline: Pipeline) -> Self {
         assert_eq!(pipeline.layout().n_blocks(), self.model.n_blocks(), "the stages have every block");
         Self { pipeline, ..self }
@@ -149,14 +149,14 @@ impl Engine {
         &self.store
     }
 
-    /// Returns the activation checkpointing of each block.
+    /// Returns the activation checkpointing of each layer.
     pub fn checkpointing(&self) -> &[ActivationCheckpointing] {
         &self.checkpointing
     }
 
-    /// Returns how MLPs pass over the tokens.
-    pub fn mlp_rows(&self) -> MlpRows {
-        self.mlp_rows
+    /// Returns the tiling of MLPs.
+    pub fn tiled_mlp(&self) -> TiledMlp {
+        self.tiled_mlp
     }
 
     /// Returns the device that the engine computes on.
@@ -169,21 +169,21 @@ impl Engine {
         self.group.as_ref()
     }
 
-    /// Tells whether the loss of a micro-batch is known here: on the last stage of a pipeline.
-    pub fn knows_losses(&self) -> bool {
+    /// Returns true if this rank computes losses: on the last pipeline stage.
+    pub fn has_loss(&self) -> bool {
         let layout = self.pipeline.layout();
         layout.is_last(self.pipeline.stage(), layout.n_chunks() - 1)
     }
 
-    /// What this rank computes of a micro-batch, of which there must be as many tokens as the ranks can share evenly.
-    fn part<'m>(&self, micro: &'m Micro) -> Result<Part<'m>> {
+    /// Returns this rank's share of a micro-batch. The number of tokens must be divisible by the ranks.
+    fn part<'m>(&self, micro: &'m Micro) -> Result<TokenShard<'m>> {
         match &self.sequence {
             Some(sequence) => sequence.part(micro),
-            None => Ok(Part { micro: Cow::Borrowed(micro), rows: RowRanges::all() }),
+            None => Ok(TokenShard { micro: Cow::Borrowed(micro), rows: RowRanges::all() }),
         }
     }
 
-    /// Gathers a number of each of this rank's tokens for all tokens of a micro-batch, [t]. All ranks that share it call it.
+    /// All-gathers a value per token, [t], from the context parallel ranks. Collective.
     fn of_all_tokens(&self, own: &Tensor, micro: &Micro) -> Result<Tensor> {
         match &self.sequence {
             Some(sequence) => sequence.join(own, micro.seqs.n_tokens()),
@@ -191,7 +191,7 @@ impl Engine {
         }
     }
 
-    /// Selects this rank's tokens of a number of each token of a micro-batch, [t].
+    /// Selects this rank's tokens of a value per token, [t].
     fn of_own_tokens(&self, all: &Tensor, micro: &Micro) -> Result<Tensor> {
         match &self.sequence {
             Some(sequence) => sequence.own(all, micro.seqs.n_tokens()),
@@ -199,8 +199,8 @@ impl Engine {
         }
     }
 
-    /// Returns the loss of a whole micro-batch on the first of the ranks that share its tokens, and zero on the others: losses
-    /// are summed over these ranks.
+    /// Returns the loss of a whole micro-batch on the first context parallel rank and zero on the others, because
+    /// losses are summed over them.
     fn counted_once(&self, loss: Tensor) -> Result<Tensor> {
         match &self.sequence {
             Some(sequence) if !sequence.is_first() => loss.zeros_like(),
@@ -208,46 +208,46 @@ impl Engine {
         }
     }
 
-    /// The number that those of the tokens must be a multiple of.
+    /// Returns the divisor that token counts must have.
     fn multiple(&self) -> usize {
-        let parts = self.tensor.as_ref().map_or(1, TensorRanks::token_parts);
-        parts * self.sequence.as_ref().map_or(1, Sequence::n_parts)
+        let parts = self.tensor.as_ref().map_or(1, TensorParallel::sequence_parallel_size);
+        parts * self.sequence.as_ref().map_or(1, ContextParallel::n_parts)
     }
 
-    /// Calls `f` with the seams of this rank; attention is answered by `attend`, or else by this engine.
-    fn with_seams<T>(&self, attend: Option<&dyn Seams>, f: impl FnOnce(&dyn Seams) -> T) -> T {
-        let own: &dyn Seams = match (&self.attention_hook, &self.sequence) {
+    /// Calls `f` with the operations of this rank. `attention` overrides the engine's attention.
+    fn with_parallel_ops<T>(&self, attention: Option<&dyn ParallelOps>, f: impl FnOnce(&dyn ParallelOps) -> T) -> T {
+        let own: &dyn ParallelOps = match (&self.attention_hook, &self.sequence) {
             (Some(hook), _) => &**hook,
             (None, Some(sequence)) => sequence,
-            (None, None) => &OneDevice,
+            (None, None) => &SingleDevice,
         };
-        let attend = attend.unwrap_or(own);
+        let attention = attention.unwrap_or(own);
         match &self.tensor {
-            None => f(attend),
-            Some(tensor) => f(&Shared { tensor, n_vocab: self.model.config().vocab_size(), attend }),
+            None => f(attention),
+            Some(tensor) => f(&TensorParallelOps { tensor, n_vocab: self.model.config().vocab_size(), attention }),
         }
     }
 
     /// Describes the hidden states of `n_tokens` tokens of this rank between blocks: [t/n, d].
-    fn hidden_states(&self, n_tokens: usize, seams: &dyn Seams) -> HiddenStates {
-        let shape = vec![n_tokens / seams.token_parts(), self.model.config().hidden_size()];
+    fn hidden_states(&self, n_tokens: usize, parallel_ops: &dyn ParallelOps) -> HiddenStates {
+        let shape = vec![n_tokens / parallel_ops.sequence_parallel_size(), self.model.config().hidden_size()];
         HiddenStates { dtype: self.store.compute_dtype(), shape }
     }
 
-    /// What the blocks of a forward have in common, outside of training.
-    fn cx<'a>(
+    /// Returns the forward context of inference.
+    fn context<'a>(
         &self,
         [cos, sin]: [&'a Tensor; 2],
         seqs: &'a CuSeqlens,
         rows: &'a RowRanges,
-        seams: &'a dyn Seams,
-    ) -> Cx<'a> {
-        let (attention, mlp_rows) = (self.attention, self.mlp_rows);
-        Cx { cos, sin, seqs, dropout_key: None, rows, attention, mlp_rows, seams }
+        parallel_ops: &'a dyn ParallelOps,
+    ) -> ForwardContext<'a> {
+        let (attention, tiled_mlp) = (self.attention, self.tiled_mlp);
+        ForwardContext { cos, sin, seqs, dropout_key: None, rows, attention, tiled_mlp, parallel_ops }
     }
 
-    /// The weights of a unit, while those of the one that is wanted after it are on their way.
-    fn fetch(&self, unit_idx: usize, next: Option<usize>) -> Result<&Weights> {
+    /// Returns the weights of a unit, and prefetches those of `next`.
+    fn fetch(&self, unit_idx: usize, next: Option<usize>) -> Result<&UnitWeights> {
         let weights = self.store.fetch(unit_idx)?;
         next.map_or(Ok(()), |next| self.store.prefetch(next))?;
         Ok(weights)
@@ -257,7 +257,7 @@ impl Engine {
         self.model.n_blocks() + 1
     }
 
-    /// The loss of the tokens that the head reads, and with an upstream gradient theirs.
+    /// Computes the loss of the output layer's tokens, and their gradient if an upstream gradient is given.
     fn cross_entropy(
         &self,
         normed_td: &Tensor,
@@ -276,7 +276,7 @@ impl Engine {
         }
     }
 
-    /// How many rows of logits, of so many tokens each, may exist at once.
+    /// Returns the number of token rows whose logits fit the limit.
     fn max_logit_rows(&self, n_vocab: usize) -> usize {
         max_logit_rows(self.logits_bytes as u64, n_vocab as u64) as usize
     }

@@ -1,25 +1,26 @@
-//! A step: forwards and backwards in the order of the pipeline schedule; on a single stage, one micro-batch after another.
-//! `memory` declares the bytes that each of these functions allocates: change both.
+//! Forward and backward passes of a step in the order of the pipeline schedule.
+//!
+//! The `memory` module mirrors the allocations of these functions: change both.
 
 use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_model::{Cx, Seams};
+use candlewick_model::{ForwardContext, ParallelOps};
 use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, save_outputs, span, spin_workers};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
 use super::{ActivationCheckpointing, Engine, Micro};
+use crate::context_parallel::TokenShard;
 use crate::objective::{MicroLoss, TokenLosses};
 use crate::offload::OffloadedActivation;
 use crate::params::MicroBatch;
 use crate::pipeline::{ChunkPass, StageStep};
-use crate::sequence::Part;
 
-/// Activations of a block between its forward and its backward.
+/// Activations of a layer between its forward and its backward.
 enum SavedActivation {
-    /// The input and the tape.
+    /// Input and tape.
     Tape(Tensor, Tape),
-    /// The input and outputs that are not recomputed.
+    /// Input, and outputs that are not recomputed.
     Input(Tensor, SavedOutputs),
     Offloaded(OffloadedActivation),
 }
@@ -29,15 +30,15 @@ struct ChunkActivations {
     /// Tape of the embedding, if the chunk begins with it.
     embedded: Option<Tape>,
     blocks: Vec<SavedActivation>,
-    /// The gradient of the chunk's output, if the head follows it.
+    /// Gradient of the chunk's output, if the head follows it.
     dy: Option<Tensor>,
 }
 
 /// A micro-batch between its first forward and its last backward.
 struct MicroBatchState<'m> {
-    /// All of its tokens, also where ranks share them.
+    /// The whole micro-batch, before it is split over context parallel ranks.
     whole: &'m Micro,
-    part: Part<'m>,
+    part: TokenShard<'m>,
     cos: Tensor,
     sin: Tensor,
     dropout_key: u64,
@@ -45,20 +46,21 @@ struct MicroBatchState<'m> {
     activations: HashMap<usize, ChunkActivations>,
 }
 
-/// A pass over a chunk, with its position in the step.
+/// A pass over a model chunk, with its position in the step.
 struct Pass {
     chunk_pass: ChunkPass,
     micro_batch: MicroBatch,
-    /// True if the next pass is its own backward.
+    /// True if the next pass is this one's backward.
     backward_is_next: bool,
 }
 
 impl Engine {
-    /// Runs forward and backward over the micro-batches of a step. Afterwards the main gradients hold the gradient of `loss`,
-    /// summed over micro-batches and ranks.
+    /// Runs forward and backward over the micro-batches of a step, and accumulates gradients of `loss`, summed over
+    /// micro-batches and ranks.
     ///
-    /// Returns this rank's losses before normalisation, zeros where it [does not know them](Engine::knows_losses).
-    /// `dropout_key` seeds the dropout of a micro-batch. Nothing here waits for a GPU: read the losses at the end of the step.
+    /// Returns this rank's losses before normalization; zeros on ranks without [losses](Engine::has_loss).
+    /// `dropout_keys` seed the dropout of each micro-batch. Does not synchronize with the GPU: read the losses at the
+    /// end of the step.
     pub fn forward_backward<'l>(
         &self,
         micros: &[Micro],
@@ -85,8 +87,8 @@ impl Engine {
                         none => none.insert(self.begin(&micros[chunk_pass.micro], dropout_key(chunk_pass.micro))?),
                     };
                     let pass = Pass { chunk_pass, micro_batch, backward_is_next };
-                    let (loss, activations) =
-                        self.with_seams(None, |seams| self.forward_chunk(&pass, state, loss, seams))?;
+                    let (loss, activations) = self
+                        .with_parallel_ops(None, |parallel_ops| self.forward_chunk(&pass, state, loss, parallel_ops))?;
                     state.activations.insert(chunk_pass.chunk, activations);
                     if let Some(loss) = loss {
                         sums[chunk_pass.micro] = loss;
@@ -98,8 +100,8 @@ impl Engine {
                     let state = states[chunk_pass.micro].as_mut().expect("a forward comes before its backward");
                     let activations =
                         state.activations.remove(&chunk_pass.chunk).expect("a chunk's activations are saved once");
-                    self.with_seams(None, |seams| {
-                        self.backward_chunk(&pass, state, activations, seams, &mut auxiliary)
+                    self.with_parallel_ops(None, |parallel_ops| {
+                        self.backward_chunk(&pass, state, activations, parallel_ops, &mut auxiliary)
                     })?;
                     // The first chunk's backward is last.
                     if chunk_pass.chunk == 0 {
@@ -119,34 +121,34 @@ impl Engine {
         Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, activations: HashMap::new() })
     }
 
-    /// Forward through a model chunk, and through the embedding and the head if it has them.
+    /// Runs the forward of a model chunk, including embedding and head if it has them.
     fn forward_chunk(
         &self,
         pass: &Pass,
         state: &MicroBatchState,
         loss: &StepLoss,
-        seams: &dyn Seams,
+        parallel_ops: &dyn ParallelOps,
     ) -> Result<(Option<Tensor>, ChunkActivations)> {
         let (layout, stage, chunk) = (self.pipeline.layout(), self.pipeline.stage(), pass.chunk_pass.chunk);
         let micro = &state.part.micro;
-        let cx = self.training_cx(state, seams);
+        let context = self.training_context(state, parallel_ops);
         let (embedded, mut x) = match layout.is_first(stage, chunk) {
             true => {
-                let tape = Tape::record(&[], || self.model.embed(self.store.fetch(0)?, &micro.ids, seams))?;
+                let tape = Tape::record(&[], || self.model.embed(self.store.fetch(0)?, &micro.ids, parallel_ops))?;
                 self.store.release(0);
                 let x = tape.output().clone();
                 (Some(tape), x)
             }
             false => {
-                let expected = self.hidden_states(micro.positions.len(), seams);
+                let expected = self.hidden_states(micro.positions.len(), parallel_ops);
                 (None, self.pipeline.receive_activation(expected)?)
             }
         };
         let run = layout.blocks(stage, chunk);
         let mut blocks = Vec::with_capacity(run.len());
         for block_idx in run.clone() {
-            let (y, keep) = self.forward_block(block_idx, x, &cx)?;
-            // The last one's are wanted again at once where its backward comes next.
+            let (y, keep) = self.forward_block(block_idx, x, &context)?;
+            // If the backward comes next, it uses the last layer's weights at once.
             if block_idx + 1 < run.end || !pass.backward_is_next {
                 self.store.release(block_idx + 1);
             }
@@ -157,33 +159,33 @@ impl Engine {
             self.pipeline.send_activation(&x)?;
             return Ok((None, ChunkActivations { embedded, blocks, dy: None }));
         }
-        let (loss, dx) = self.loss_and_grad(&x, state, loss, seams)?;
+        let (loss, dx) = self.loss_and_grad(&x, state, loss, parallel_ops)?;
         drop(x);
         self.release_unit(self.head(), pass.micro_batch)?;
         Ok((Some(loss), ChunkActivations { embedded, blocks, dy: Some(dx) }))
     }
 
-    /// Backward through a model chunk, and through the embedding if it begins with that.
+    /// Runs the backward of a model chunk, including the embedding if it has one.
     fn backward_chunk(
         &self,
         pass: &Pass,
         state: &MicroBatchState,
         activations: ChunkActivations,
-        seams: &dyn Seams,
+        parallel_ops: &dyn ParallelOps,
         auxiliary: &mut AuxiliarySums,
     ) -> Result<()> {
         let ChunkActivations { embedded, blocks, dy } = activations;
-        let cx = self.training_cx(state, seams);
+        let context = self.training_context(state, parallel_ops);
         let mut dx = match dy {
             Some(dy) => dy,
             None => {
-                let expected = self.hidden_states(state.part.micro.positions.len(), seams);
+                let expected = self.hidden_states(state.part.micro.positions.len(), parallel_ops);
                 self.pipeline.receive_gradient(expected)?
             }
         };
         let run = self.pipeline.layout().blocks(self.pipeline.stage(), pass.chunk_pass.chunk);
         for (block_idx, keep) in run.zip(blocks).rev() {
-            dx = self.backward_block(block_idx, keep, &dx, &cx, auxiliary)?;
+            dx = self.backward_block(block_idx, keep, &dx, &context, auxiliary)?;
             self.release_unit(block_idx + 1, pass.micro_batch)?;
         }
         let Some(embedded) = embedded else { return self.pipeline.send_gradient(&dx) };
@@ -192,25 +194,37 @@ impl Engine {
         self.release_unit(0, pass.micro_batch)
     }
 
-    fn training_cx<'a>(&self, state: &'a MicroBatchState, seams: &'a dyn Seams) -> Cx<'a> {
+    fn training_context<'a>(
+        &self,
+        state: &'a MicroBatchState,
+        parallel_ops: &'a dyn ParallelOps,
+    ) -> ForwardContext<'a> {
         let MicroBatchState { part, cos, sin, dropout_key, .. } = state;
-        Cx { dropout_key: Some(*dropout_key), ..self.cx([cos, sin], &part.micro.seqs, &part.rows, seams) }
+        ForwardContext {
+            dropout_key: Some(*dropout_key),
+            ..self.context([cos, sin], &part.micro.seqs, &part.rows, parallel_ops)
+        }
     }
 
-    /// Releases a unit's weights after its backward, and starts the reduction of its gradients.
+    /// Reshards a unit's weights after its backward, and starts its gradient reduction.
     fn release_unit(&self, unit_idx: usize, micro_batch: MicroBatch) -> Result<()> {
         self.store.release(unit_idx);
         self.store.start_grad_reduction(unit_idx, micro_batch)
     }
 
-    fn forward_block(&self, block_idx: usize, x: Tensor, cx: &Cx) -> Result<(Tensor, SavedActivation)> {
+    fn forward_block(
+        &self,
+        block_idx: usize,
+        x: Tensor,
+        context: &ForwardContext,
+    ) -> Result<(Tensor, SavedActivation)> {
         let _span = span("block", "forward");
         let weights = self.fetch(block_idx + 1, Some(block_idx + 2))?;
         if self.checkpointing[block_idx] == ActivationCheckpointing::None {
-            let tape = Tape::record(&[&x], || self.model.block(weights, &x, cx))?;
+            let tape = Tape::record(&[&x], || self.model.block(weights, &x, context))?;
             return Ok((tape.output().clone(), SavedActivation::Tape(x, tape)));
         }
-        let forward = || self.model.block(weights, &x, cx);
+        let forward = || self.model.block(weights, &x, context);
         let (y, outputs) = match self.checkpointing[block_idx] {
             ActivationCheckpointing::Selective => save_outputs(forward)?,
             _ => (forward()?, SavedOutputs::default()),
@@ -229,7 +243,7 @@ impl Engine {
         block_idx: usize,
         kept: SavedActivation,
         dy: &Tensor,
-        cx: &Cx,
+        context: &ForwardContext,
         auxiliary: &mut AuxiliarySums,
     ) -> Result<Tensor> {
         let _span = span("block", "backward");
@@ -241,23 +255,23 @@ impl Engine {
             SavedActivation::Input(x, outputs) => (x, outputs),
             SavedActivation::Offloaded(offloaded) => (offloaded.fetch()?, SavedOutputs::default()),
         };
-        let forward = || self.model.block(weights, &x, cx);
+        let forward = || self.model.block(weights, &x, context);
         let tape = Tape::replay(outputs, &[&x], forward)?;
         auxiliary.input_grad(tape, &x, dy)
     }
 
-    /// Returns the loss of a micro-batch, and the gradient of the scaled loss with respect to the last block's output.
+    /// Returns the loss of a micro-batch, and the gradient of the scaled loss with respect to the last layer's output.
     fn loss_and_grad(
         &self,
         x_td: &Tensor,
         state: &MicroBatchState,
         loss: &StepLoss,
-        seams: &dyn Seams,
+        parallel_ops: &dyn ParallelOps,
     ) -> Result<(Tensor, Tensor)> {
         let _span = span("head", "forward and backward");
         let weights = self.store.fetch(self.head())?;
         self.store.prepare_grads(self.head())?;
-        let tape = Tape::record(&[x_td], || seams.enter(&self.model.norm(weights, x_td)?))?;
+        let tape = Tape::record(&[x_td], || parallel_ops.copy_to_tp(&self.model.norm(weights, x_td)?))?;
         let lm_head = self.model.lm_head(weights)?;
         let (normed_td, part) = (tape.output(), &state.part);
         let cross_entropy =

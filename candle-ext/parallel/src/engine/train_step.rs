@@ -1,4 +1,4 @@
-//! One optimizer step: forward and backward over its micro-batches, reduction, clipping and update.
+//! One optimizer step: forward and backward, gradient reduction, clipping and update.
 
 use std::collections::BTreeMap;
 
@@ -9,55 +9,56 @@ use candlewick_ops::{AdamW, DeviceReadback, GradScaler, StepDecision, span};
 use super::{Engine, LossScale, Micro, StepLoss};
 use crate::objective::{AuxiliaryLoss, Objective};
 
-/// The micro-batches that this rank computes in a step.
+/// Micro-batches of this rank in a step, with loss settings.
 pub struct TrainBatch<'a> {
-    /// The micro-batches. All ranks have as many.
+    /// Micro-batches; their number is equal on all ranks.
     pub micros: &'a [Micro],
-    /// Seeds of the dropout of each.
+    /// Dropout seed of each micro-batch.
     pub dropout_keys: &'a [u64],
-    /// Target tokens of the step on all ranks: the loss is a mean over them.
+    /// Target tokens of the step on all ranks, over which the loss is a mean.
     pub n_targets: f64,
-    /// The auxiliary losses that the layers compute.
+    /// Auxiliary losses of the layers.
     pub auxiliary: &'a [AuxiliaryLoss],
 }
 
-/// The update of the weights.
-pub struct Optimizer<'a> {
-    /// AdamW's hyperparameters of this step.
+/// Optimizer settings of a step.
+pub struct OptimizerStep<'a> {
+    /// AdamW hyperparameters of this step.
     pub adamw: AdamW,
-    /// Clips gradients, or skips the step.
+    /// Gradient clipping, loss scaling and the policy for non-finite gradients.
     pub scaler: &'a GradScaler,
 }
 
-/// A step that the device may still be computing.
-pub struct StepReport {
+/// A step that may still be running on the device.
+pub struct InFlightStep {
     n_micros: usize,
     auxiliary: Vec<AuxiliaryLoss>,
     readout: DeviceReadback,
 }
 
-/// The numbers of a finished step.
+/// Results of a finished step.
 #[derive(Clone, Debug)]
 pub struct StepResult {
-    /// The loss of each of this rank's micro-batches, before normalisation.
+    /// Loss of each of this rank's micro-batches, before normalization.
     pub own_losses: Vec<f32>,
-    /// The sums of these over all ranks.
+    /// Losses summed over all ranks.
     pub losses: Vec<f32>,
-    /// The mean of each auxiliary loss, without its coefficient, by name.
+    /// Mean of each auxiliary loss by name, without its coefficient.
     pub auxiliary: BTreeMap<String, f64>,
-    /// The norm of the gradient and the decision about the update.
+    /// Gradient norm, and the decision to update, skip or stop.
     pub verdict: StepDecision,
 }
 
 impl Engine {
-    /// Takes one optimizer step. It waits for a GPU only where the optimizer is on the host. All ranks call it.
+    /// Runs one optimizer step. It waits for the GPU only if the optimizer is offloaded. Collective: all ranks must
+    /// call it.
     pub fn train_step(
         &self,
         batch: &TrainBatch<'_>,
         objective: &dyn Objective,
-        optimizer: &Optimizer<'_>,
-    ) -> Result<StepReport> {
-        let Optimizer { adamw, scaler } = optimizer;
+        optimizer: &OptimizerStep<'_>,
+    ) -> Result<InFlightStep> {
+        let OptimizerStep { adamw, scaler } = optimizer;
         let scale = LossScale::mean_over(batch.n_targets).times(scaler.loss_scale()?);
         self.store.zero_grads()?;
         let loss = StepLoss { objective, scale, auxiliary: batch.auxiliary };
@@ -68,17 +69,17 @@ impl Engine {
         scaler.update(&self.store.grad_squares()?, &of_all, [adamw.beta1, adamw.beta2])?;
         self.store.step(adamw, scaler)?;
         let readout = DeviceReadback::start(&Tensor::cat(&[&own, &of_all, scaler.state()], 0)?)?;
-        Ok(StepReport { n_micros: batch.micros.len(), auxiliary: batch.auxiliary.to_vec(), readout })
+        Ok(InFlightStep { n_micros: batch.micros.len(), auxiliary: batch.auxiliary.to_vec(), readout })
     }
 }
 
-impl StepReport {
-    /// Returns true if [`StepReport::wait`] returns at once.
+impl InFlightStep {
+    /// Returns true if [`InFlightStep::wait`] would return immediately.
     pub fn is_ready(&self) -> bool {
         self.readout.is_ready()
     }
 
-    /// Waits for the step and returns its numbers.
+    /// Waits for the step and returns its results.
     pub fn wait(self) -> Result<StepResult> {
         let numbers = self.readout.wait()?;
         let (own, rest) = numbers.split_at(self.n_micros + self.auxiliary.len());

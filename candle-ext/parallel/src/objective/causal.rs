@@ -4,7 +4,7 @@ use candle_core::Result;
 
 use super::{MicroLoss, Objective, TokenLosses};
 
-/// Cross-entropy of the next token: all tokens with a target have the same weight.
+/// Causal language modeling: cross-entropy of the next token, with equal weight for each target token.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CausalLm;
 

@@ -1,4 +1,4 @@
-//! Training objectives: the loss of a micro-batch as a function of the losses of its tokens, and auxiliary losses.
+//! Training objectives: the loss of a micro-batch as a function of its token losses, and auxiliary losses.
 
 mod causal;
 
@@ -10,29 +10,29 @@ use crate::engine::Micro;
 
 pub use causal::CausalLm;
 
-/// The loss that a step minimises.
+/// Loss function of a training step.
 pub trait Objective: Send + Sync {
     /// Returns the loss of a micro-batch.
     ///
-    /// An objective that reads no token losses costs one pass over the output layer. One that reads them costs two.
+    /// Objectives that read no token losses need one pass over the output layer, others two.
     fn loss(&self, tokens: &TokenLosses<'_>) -> Result<MicroLoss>;
 }
 
-/// The loss of a micro-batch before normalisation.
+/// Loss of a micro-batch before normalization.
 #[derive(Clone, Debug)]
 pub enum MicroLoss {
-    /// The sum of the token losses.
+    /// Sum of the token losses.
     SumOfTokens,
-    /// A function of the token losses.
+    /// A differentiable function of the token losses.
     Weighted {
-        /// The loss, an f32 scalar on the engine's device.
+        /// Loss, an f32 scalar on the engine's device.
         loss: Tensor,
-        /// Derivatives of the loss by the loss of each token, f32 [t] on the engine's device.
+        /// Derivatives of the loss with respect to each token loss, f32 [t] on the engine's device.
         weights: Tensor,
     },
 }
 
-/// The token losses of one micro-batch, computed when an objective reads them.
+/// Token losses of one micro-batch, computed on first use.
 pub struct TokenLosses<'a> {
     micro: &'a Micro,
     compute: &'a dyn Fn() -> Result<Tensor>,
@@ -44,14 +44,14 @@ impl<'a> TokenLosses<'a> {
         Self { micro, compute, losses: OnceCell::new() }
     }
 
-    /// Returns the whole micro-batch, also where ranks share its tokens. Padding is a sequence without targets.
+    /// Returns the whole micro-batch, even if context parallel ranks split it. Padding is a sequence without targets.
     pub fn micro(&self) -> &Micro {
         self.micro
     }
 
-    /// Returns -log p of each target under the current weights, f32 [t], and 0 where there is no target.
+    /// Returns -log p of each target under the current weights, f32 [t]; 0 where there is no target.
     ///
-    /// All ranks that share the micro-batch must call it alike.
+    /// Collective: all ranks that split the micro-batch must call it.
     pub fn losses(&self) -> Result<Tensor> {
         if let Some(losses) = self.losses.get() {
             return Ok(losses.clone());
@@ -61,14 +61,14 @@ impl<'a> TokenLosses<'a> {
     }
 }
 
-/// The share of an auxiliary loss, which layers compute, in the gradient.
+/// An auxiliary loss that layers compute, such as a load-balancing loss.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AuxiliaryLoss {
-    /// The name that layers give it and that metrics show.
+    /// Name of the loss in layers and metrics.
     pub name: String,
-    /// The factor on its mean.
+    /// Coefficient of its mean.
     pub coefficient: f64,
-    /// The number that its sum over layers, micro-batches and ranks is divided by, such as the tokens of the step.
+    /// Divisor of its sum over layers, micro-batches and ranks, such as the step's tokens.
     pub normalizer: f64,
 }
 

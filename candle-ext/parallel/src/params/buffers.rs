@@ -1,4 +1,4 @@
-//! Weights as ops read them: flat runs that stay whole, or are all-gathered (unsharded) when a unit needs them.
+//! Weights that ops read: flat buffers that stay resident, or are all-gathered (unsharded) before use.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,30 +13,30 @@ use super::offload::MemoryLocation;
 use super::reducer::GradReducer;
 use super::sharding::ZeroStage;
 
-/// Weights of all groups of a stage.
+/// Weight buffers of all parameter groups of a stage.
 pub(crate) struct ShardedBuffers {
-    /// In the order of the layout's groups.
+    /// Buffers in the order of the layout's groups.
     runs: Vec<WeightRun>,
-    /// Views of the runs by parameter name.
+    /// Views of the buffers by parameter name.
     weights: HashMap<String, Weight>,
 }
 
-/// Flat run of one group's weights.
+/// Flat weight buffer of one parameter group.
 pub(crate) struct WeightRun {
-    /// The whole run; ops hold views of it.
+    /// The unsharded buffer, of which ops hold views.
     all: FlatBuffer,
-    /// This rank's shard: a view of `all` where that is resident. It may lie in the host's memory.
+    /// This rank's shard: a view of `all` if that is resident. It may be in CPU memory.
     pub(crate) own: Tensor,
-    /// True if the whole run stays on the device.
+    /// True if the unsharded buffer stays on the device.
     is_resident: bool,
     shard: Arc<dyn Collective>,
-    /// The device that computes.
+    /// Device that computes.
     device: Device,
     gathering: Mutex<Option<Pending>>,
 }
 
 impl ShardedBuffers {
-    /// Allocates the runs, all zero. Trainable weights get the sinks of `reducer`.
+    /// Allocates zero-filled buffers. Trainable weights get the gradient sinks of `reducer`.
     pub(crate) fn new(layout: &ParamLayout, reducer: &GradReducer, dtype: DType, device: &Device) -> Result<Self> {
         let zero_stage = layout.sharding.zero_stage;
         let (mut runs, mut weights) = (Vec::new(), HashMap::new());
@@ -50,17 +50,17 @@ impl ShardedBuffers {
         Ok(Self { runs, weights })
     }
 
-    /// Returns a parameter as ops take it.
+    /// Returns a parameter as an op's weight.
     pub(crate) fn weight(&self, name: &str) -> Weight {
         self.weights[name].clone()
     }
 
-    /// Returns a group's run.
+    /// Returns the buffer of a group.
     pub(crate) fn run(&self, group_idx: usize) -> &WeightRun {
         &self.runs[group_idx]
     }
 
-    /// Returns the bytes that the weights take on `device`.
+    /// Returns the bytes of the weights on `device`.
     pub(crate) fn device_bytes(&self, device: &Device) -> StoreBytes {
         StoreBytes { weights: self.runs.iter().map(|run| run.bytes(device)).sum(), ..StoreBytes::default() }
     }
@@ -83,7 +83,7 @@ impl WeightRun {
         Ok(Self { all, own, is_resident, shard, device: device.clone(), gathering: Mutex::default() })
     }
 
-    /// Returns a parameter's view of the run.
+    /// Returns the view of a parameter.
     fn weight(&self, param: &PlacedParam, reducer: &GradReducer) -> Result<Weight> {
         let (shape, start) = (param.shape(), param.range.start);
         match (param.spec.storage, shape.as_slice()) {
@@ -100,7 +100,7 @@ impl WeightRun {
         }
     }
 
-    /// Starts the all-gather of a run that is not whole.
+    /// Starts the all-gather of a sharded buffer.
     pub(crate) fn prefetch(&self) -> Result<()> {
         let mut gathering = self.gathering.lock().unwrap_or_else(PoisonError::into_inner);
         if gathering.is_none() && !self.all.is_allocated() {
@@ -118,7 +118,7 @@ impl WeightRun {
         Ok(own)
     }
 
-    /// Makes the whole run available on the device.
+    /// Makes the unsharded buffer available on the device.
     pub(crate) fn unshard(&self) -> Result<()> {
         self.prefetch()?;
         match self.gathering.lock().unwrap_or_else(PoisonError::into_inner).take() {
@@ -127,17 +127,17 @@ impl WeightRun {
         }
     }
 
-    /// Frees what other ranks or the host keep.
+    /// Frees the unsharded buffer (FSDP's reshard).
     pub(crate) fn reshard(&self) {
         if !self.is_resident {
             self.all.release();
         }
     }
 
-    /// Gives the other ranks this rank's changed shard, and takes theirs. A run that is not resident is gathered anew later.
+    /// Distributes this rank's updated shard. A buffer that is not resident is all-gathered at its next use.
     pub(crate) fn publish(&self) -> Result<()> {
         if !self.is_resident {
-            // A run that is gathered, or being gathered, holds stale values.
+            // A buffer that is or is being gathered holds stale values.
             self.gathering.lock().unwrap_or_else(PoisonError::into_inner).take();
             self.all.release();
             return Ok(());
@@ -147,18 +147,18 @@ impl WeightRun {
         if gathered.id() == self.own.id() { Ok(()) } else { copy_into(&self.all.data()?, &gathered) }
     }
 
-    /// Returns the whole run, which must be unsharded.
+    /// Returns the unsharded buffer, which must be available.
     pub(crate) fn whole(&self) -> Result<Tensor> {
         self.all.data()
     }
 
-    /// Returns whether the run is stored whole on each rank.
+    /// Returns true if the unsharded buffer stays on the device.
     pub(crate) fn is_resident(&self) -> bool {
         self.is_resident
     }
 
     fn bytes(&self, device: &Device) -> u64 {
-        // The shard of a resident run is a view of it.
+        // The shard of a resident buffer is a view of it.
         of_buffer(&self.all) + if self.is_resident { 0 } else { of_tensor(&self.own, device) }
     }
 }

@@ -1,23 +1,23 @@
-//! Bytes that the parameters and their training state take on the device.
+//! Memory of parameters and their training state.
 
 use candle_core::{Device, Tensor};
 use candlewick_ops::FlatBuffer;
 
-/// Bytes of the parameters on the device that computes, by class. Bytes on the host are left out.
+/// Bytes of parameters and training state on the computing device, by category.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StoreBytes {
-    /// Weights that ops read: frozen ones and compute copies.
+    /// Weights that ops read: frozen ones and copies in the compute dtype.
     pub weights: u64,
-    /// Master weights, where they are not the compute copies.
+    /// Master weights, if they are separate from the weights that ops read.
     pub masters: u64,
     /// Gradients.
     pub gradients: u64,
-    /// AdamW's moments.
+    /// AdamW moments.
     pub moments: u64,
 }
 
 impl StoreBytes {
-    /// Returns the bytes of all classes.
+    /// Returns the sum of all categories.
     pub fn total(&self) -> u64 {
         self.weights + self.masters + self.gradients + self.moments
     }
@@ -32,12 +32,12 @@ impl StoreBytes {
     }
 }
 
-/// Returns the bytes of a buffer's elements, zero while it has none.
+/// Returns the bytes of a buffer; zero while it is unallocated.
 pub(super) fn of_buffer(buffer: &FlatBuffer) -> u64 {
     buffer.data().map_or(0, |flat| n_bytes(&flat))
 }
 
-/// Returns the bytes of a tensor on `device`, zero if it lies elsewhere.
+/// Returns the bytes of a tensor on `device`; zero if it is elsewhere.
 pub(super) fn of_tensor(flat: &Tensor, device: &Device) -> u64 {
     if flat.device().same_device(device) { n_bytes(flat) } else { 0 }
 }

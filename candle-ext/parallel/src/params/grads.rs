@@ -1,4 +1,4 @@
-//! Flat run of one group's gradients.
+//! Flat gradient buffer of one parameter group.
 
 use std::collections::HashMap;
 
@@ -9,16 +9,16 @@ use super::bytes::of_buffer;
 use super::layout::{ParamGroup, PlacedParam};
 use super::sharding::ZeroStage;
 
-/// Gradients of a trainable group.
+/// Gradients of a trainable parameter group.
 pub(crate) struct GradRun {
-    /// This rank's gradients of the whole run; backward adds to them.
+    /// Unreduced gradients of this rank, accumulated by backward.
     all: FlatBuffer,
-    /// This rank's shard of the reduced gradients: a view of `all` where that is resident.
+    /// This rank's shard of the reduced gradients: a view of `all` if that is resident.
     own: FlatBuffer,
-    /// Gradients of matrices, which ops overwrite in a step's first micro-batch. All lie before `n_matrices`.
+    /// Gradient sinks of matrices, which ops overwrite in a step's first micro-batch. They precede `n_matrices`.
     matrices: Vec<GradSink>,
     n_matrices: usize,
-    /// True if gradients accumulate over micro-batches in place, to be reduced once a step.
+    /// True if gradients accumulate over micro-batches in place and are reduced once a step.
     is_resident: bool,
     n: usize,
     dtype: DType,
@@ -48,7 +48,7 @@ impl GradRun {
             sinks.insert(param.spec.name.clone(), sink);
         }
         let is_matrix = |param: &&PlacedParam| param.range.start < group.n_decayed;
-        // Gradients that are not resident are new zeros in every micro-batch.
+        // Gradients that are not resident start as zeros in every micro-batch.
         let (matrices, n_matrices) = match is_resident {
             true => {
                 let params = group.params.iter().filter(is_matrix);
@@ -59,12 +59,12 @@ impl GradRun {
         Ok((Self { all, own, matrices, n_matrices, is_resident, n, dtype, device: device.clone() }, sinks))
     }
 
-    /// Returns whether gradients accumulate in place, to be reduced once a step.
+    /// Returns true if gradients accumulate in place and are reduced once a step.
     pub(crate) fn is_resident(&self) -> bool {
         self.is_resident
     }
 
-    /// Discards all gradients: the next backward writes them.
+    /// Clears all gradients; the next backward overwrites them.
     pub(crate) fn clear(&self) -> Result<()> {
         if !self.is_resident {
             self.own.release();
@@ -80,7 +80,7 @@ impl GradRun {
         self.matrices.iter().try_for_each(|matrix| matrix.grad().map(drop))
     }
 
-    /// Allocates the run that backward adds to, if it is not resident.
+    /// Allocates the unreduced gradients, if they are not resident.
     pub(crate) fn prepare(&self) -> Result<()> {
         match self.all.is_allocated() {
             true => Ok(()),
@@ -88,7 +88,7 @@ impl GradRun {
         }
     }
 
-    /// Returns what backward has added, to be reduced; frees it if it is not resident.
+    /// Returns the unreduced gradients, and frees them if they are not resident.
     pub(crate) fn take_unreduced(&self) -> Result<Tensor> {
         self.complete()?;
         let all = self.all.data()?;
@@ -98,7 +98,7 @@ impl GradRun {
         Ok(all)
     }
 
-    /// Stores this rank's shard of the reduced gradients; those of several micro-batches are added up.
+    /// Accumulates this rank's shard of the reduced gradients.
     pub(crate) fn store_reduced(&self, sum: Tensor) -> Result<()> {
         if self.is_resident {
             // A group of one returns its input.
@@ -110,7 +110,7 @@ impl GradRun {
         }
     }
 
-    /// Returns this rank's shard of the reduced gradients: zeros if there was no gradient.
+    /// Returns this rank's shard of the reduced gradients; zeros if backward wrote none.
     pub(crate) fn reduced(&self) -> Result<Tensor> {
         self.complete()?;
         if !self.own.is_allocated() {
@@ -119,9 +119,9 @@ impl GradRun {
         self.own.data()
     }
 
-    /// Returns the bytes of the run and of the shard.
+    /// Returns the bytes of the gradient buffers.
     pub(crate) fn bytes(&self) -> u64 {
-        // The shard of a resident run is a view of it.
+        // The shard of a resident buffer is a view of it.
         of_buffer(&self.all) + if self.is_resident { 0 } else { of_buffer(&self.own) }
     }
 }

@@ -1,75 +1,75 @@
-//! Placement arithmetic: the unit, group and elements of a flat run of each parameter. No tensors.
+//! Flat-buffer layout of parameters: group and offsets of each, without tensors.
 //!
-//! A unit's parameters lie in one flat run for each group; between them lie zeros that stay zeros. Of the trainable ones
-//! those with weight decay come first, so that one optimizer call serves each half.
+//! A unit has one flat buffer for each parameter group, padded with zeros for alignment. Trainable parameters with
+//! weight decay come first, so that each half needs one optimizer call.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use candle_core::{Result, bail};
-use candlewick_model::{GroupKind, ParamSpec, Unit};
+use candlewick_model::{FsdpUnit, ParamGroupKind, ParamSpec};
 use candlewick_ops::WeightStorage;
 
 use super::offload::UnitOffload;
-use super::options::{Mode, StoreOptions};
+use super::options::{StoreMode, StoreOptions};
 use super::sharding::{ALIGNMENT, GroupRanks, ShardingGroups};
 use crate::placement::Placement;
 
-/// All parameters of a model, and this stage's groups of them.
+/// Layout of all parameters, and this stage's parameter groups.
 pub(crate) struct ParamLayout {
     /// Units of the whole model.
-    pub(crate) units: Vec<Unit>,
-    /// This stage's own units, and those that its head borrows.
+    pub(crate) units: Vec<FsdpUnit>,
+    /// Units of this stage, and units that its head ties.
     stage_units: Vec<Option<StageUnit>>,
-    /// Groups of the stage's units, in unit order.
+    /// Parameter groups of the stage, in unit order.
     pub(crate) groups: Vec<ParamGroup>,
     pub(crate) sharding: ShardingGroups,
 }
 
-/// A unit that this stage has.
+/// A unit of this stage.
 struct StageUnit {
     /// The unit without parameters that only other ranks use.
-    used: Unit,
-    /// Indices of its groups.
+    used: FsdpUnit,
+    /// Indices of its parameter groups.
     groups: Range<usize>,
-    /// Group and position of each parameter.
-    places: BTreeMap<String, (usize, usize)>,
+    /// Group and position of each parameter, by name.
+    partition: BTreeMap<String, (usize, usize)>,
 }
 
-/// Parameters of one unit with the same process groups and storage: one flat run.
+/// Parameters of one unit with the same process groups and storage: one flat buffer.
 pub(crate) struct ParamGroup {
-    pub(crate) kind: GroupKind,
+    pub(crate) kind: ParamGroupKind,
     pub(crate) is_trainable: bool,
     pub(crate) storage: WeightStorage,
     pub(crate) ranks: GroupRanks,
     pub(crate) offload: UnitOffload,
-    /// In the order of the run.
+    /// Parameters in buffer order.
     pub(crate) params: Vec<PlacedParam>,
-    /// Elements of the run, padded: bytes of a quantized one.
+    /// Elements of the padded buffer; bytes if it is quantized.
     pub(crate) numel: usize,
-    /// This rank's elements of it.
+    /// This rank's shard of the buffer.
     pub(crate) shard: Range<usize>,
-    /// The end of the parameters with weight decay.
+    /// Number of elements with weight decay, which come first.
     pub(crate) n_decayed: usize,
 }
 
 /// Properties that all groups of a unit share.
 struct PlaceContext {
-    mode: Mode,
+    mode: StoreMode,
     offload: UnitOffload,
 }
 
-/// A parameter in its group's flat run.
+/// A parameter in its group's flat buffer.
 pub(crate) struct PlacedParam {
     pub(crate) spec: ParamSpec,
     pub(crate) placement: Placement,
-    /// Its elements in the run, with padding up to those of the rank that has the most.
+    /// Elements in the buffer, padded to the largest shard of any rank.
     pub(crate) range: Range<usize>,
 }
 
 impl ParamLayout {
-    /// Places the parameters of `units`.
-    pub(crate) fn new(units: &[Unit], options: &StoreOptions, sharding: ShardingGroups) -> Result<Self> {
+    /// Lays out the parameters of `units`.
+    pub(crate) fn new(units: &[FsdpUnit], options: &StoreOptions, sharding: ShardingGroups) -> Result<Self> {
         let mut layout = Self { units: units.to_vec(), stage_units: Vec::new(), groups: Vec::new(), sharding };
         for (unit_idx, offload) in options.cpu_offload.of_units(units).into_iter().enumerate() {
             let context = PlaceContext { mode: options.mode, offload };
@@ -79,10 +79,10 @@ impl ParamLayout {
         Ok(layout)
     }
 
-    /// Adds the groups of a unit.
-    fn place(&mut self, unit: &Unit, context: &PlaceContext) -> Result<StageUnit> {
+    /// Adds the parameter groups of a unit.
+    fn place(&mut self, unit: &FsdpUnit, context: &PlaceContext) -> Result<StageUnit> {
         let first = self.groups.len();
-        for kind in GroupKind::ALL {
+        for kind in ParamGroupKind::ALL {
             let (trainable, frozen): (Vec<&ParamSpec>, Vec<&ParamSpec>) =
                 unit.params.iter().filter(|spec| spec.group == kind).partition(|spec| context.mode.trains(spec));
             for specs in by_storage(frozen).iter().chain(&by_storage(trainable)) {
@@ -90,51 +90,51 @@ impl ParamLayout {
             }
         }
         let mut used = unit.clone();
-        let mut places = BTreeMap::new();
+        let mut partition = BTreeMap::new();
         for (i, group) in self.groups[first..].iter().enumerate() {
             for (param_idx, param) in group.params.iter().enumerate() {
-                places.insert(param.spec.name.clone(), (first + i, param_idx));
+                partition.insert(param.spec.name.clone(), (first + i, param_idx));
                 if param.placement == Placement::Rank0Only && group.ranks.split.rank() > 0 {
                     used.remove_bias(&param.spec.name);
                 }
             }
         }
-        Ok(StageUnit { used, groups: first..self.groups.len(), places })
+        Ok(StageUnit { used, groups: first..self.groups.len(), partition })
     }
 
-    /// Returns whether this stage has a unit: its own, or one that its head borrows.
+    /// Returns true if this stage has the unit or ties it.
     pub(crate) fn has(&self, unit_idx: usize) -> bool {
         let stages = &self.sharding.stages;
         let head = self.units.len() - 1;
-        let is_borrowed = || self.units[head].shared.iter().any(|shared| shared.unit == unit_idx);
+        let is_borrowed = || self.units[head].tied.iter().any(|tied| tied.owner == unit_idx);
         stages.owns(unit_idx) || (stages.owns(head) && is_borrowed())
     }
 
-    /// Returns whether this stage owns a unit.
+    /// Returns true if this stage owns the unit.
     pub(crate) fn owns(&self, unit_idx: usize) -> bool {
         self.sharding.stages.owns(unit_idx)
     }
 
     /// Returns a unit of this stage without parameters that only other ranks use.
-    pub(crate) fn used(&self, unit_idx: usize) -> Option<&Unit> {
+    pub(crate) fn used(&self, unit_idx: usize) -> Option<&FsdpUnit> {
         self.stage_units[unit_idx].as_ref().map(|unit| &unit.used)
     }
 
-    /// Returns the indices of a unit's groups; none if another stage has it.
+    /// Returns the indices of a unit's groups; empty on other stages.
     pub(crate) fn groups_of(&self, unit_idx: usize) -> Range<usize> {
         self.stage_units[unit_idx].as_ref().map_or(0..0, |unit| unit.groups.clone())
     }
 
-    /// Returns the indices of the groups of a unit and of those that it borrows; none if another stage has it.
+    /// Returns the indices of the groups of a unit and of the units that it ties; empty on other stages.
     pub(crate) fn groups_with_borrowed(&self, unit_idx: usize) -> impl Iterator<Item = usize> {
         let unit = self.stage_units.get(unit_idx).and_then(Option::as_ref);
-        let shared = unit.into_iter().flat_map(|unit| &unit.used.shared).map(|shared| shared.unit);
+        let shared = unit.into_iter().flat_map(|unit| &unit.used.tied).map(|tied| tied.owner);
         unit.map(|_| unit_idx).into_iter().chain(shared).flat_map(|unit_idx| self.groups_of(unit_idx))
     }
 
-    /// Returns the indices of the trainable groups of units that other units borrow.
+    /// Returns the indices of the trainable groups that another unit ties.
     pub(crate) fn tied_groups(&self) -> impl Iterator<Item = usize> {
-        let tied: BTreeSet<usize> = self.units.iter().flat_map(|unit| &unit.shared).map(|shared| shared.unit).collect();
+        let tied: BTreeSet<usize> = self.units.iter().flat_map(|unit| &unit.tied).map(|tied| tied.owner).collect();
         let groups = tied.into_iter().flat_map(|unit_idx| self.groups_of(unit_idx));
         groups.filter(|group_idx| self.groups[*group_idx].is_trainable)
     }
@@ -144,23 +144,23 @@ impl ParamLayout {
         self.groups.iter().enumerate().filter(|(_, group)| group.is_trainable)
     }
 
-    /// Returns the kinds of groups that the whole model has, and their process groups. Dense ones are always among them.
-    pub(crate) fn kinds(&self) -> impl Iterator<Item = (GroupKind, &GroupRanks)> {
+    /// Returns the parameter group kinds of the model with their process groups. Dense is always included.
+    pub(crate) fn kinds(&self) -> impl Iterator<Item = (ParamGroupKind, &GroupRanks)> {
         let has = |kind| self.units.iter().flat_map(|unit| &unit.params).any(|spec| spec.group == kind);
-        let kinds = GroupKind::ALL.into_iter().filter(move |kind| *kind == GroupKind::Dense || has(*kind));
+        let kinds = ParamGroupKind::ALL.into_iter().filter(move |kind| *kind == ParamGroupKind::Dense || has(*kind));
         kinds.filter_map(|kind| Some((kind, self.sharding.ranks(kind)?)))
     }
 
     /// Returns a parameter of a unit that this stage has, with its group and the group's index.
     pub(crate) fn find(&self, unit_idx: usize, name: &str) -> (usize, &ParamGroup, &PlacedParam) {
         let unit = self.stage_units[unit_idx].as_ref().expect("this stage has the unit");
-        let (group_idx, param_idx) = unit.places[name];
+        let (group_idx, param_idx) = unit.partition[name];
         (group_idx, &self.groups[group_idx], &self.groups[group_idx].params[param_idx])
     }
 }
 
 impl ParamGroup {
-    /// Lays `specs` out, which are of one kind and storage, and all trainable or all frozen.
+    /// Lays out `specs`, which have one kind and storage and are all trainable or all frozen.
     fn new(specs: &[&ParamSpec], context: &PlaceContext, sharding: &ShardingGroups) -> Result<Self> {
         let PlaceContext { mode, offload } = *context;
         let (kind, is_trainable, ranks) = (specs[0].group, mode.trains(specs[0]), sharding.ranks_of(specs[0])?.clone());
@@ -185,7 +185,7 @@ impl ParamGroup {
         Ok(Self { kind, is_trainable, storage, ranks, offload, params, numel, shard, n_decayed })
     }
 
-    /// Returns the elements of these parameters in this rank's shard, counted from its start.
+    /// Returns the ranges of these parameters within this rank's shard.
     pub(crate) fn in_shard<'a>(
         &'a self,
         is_wanted: impl Fn(&PlacedParam) -> bool + 'a,
@@ -203,12 +203,12 @@ impl PlacedParam {
         self.placement.shape(&self.spec.shape)
     }
 
-    /// Returns the number of elements of the run that this rank's slice takes.
+    /// Returns the number of elements of this rank's slice.
     pub(crate) fn n_elements(&self) -> usize {
         self.spec.storage.n_elements(&self.shape()).expect("the layout has checked the shape")
     }
 
-    /// Returns the elements of the run that this rank's slice and a shard have in common.
+    /// Returns the intersection of this rank's slice with a shard, in buffer elements.
     pub(crate) fn piece(&self, shard: &Range<usize>) -> Option<Range<usize>> {
         let end = self.range.start + self.n_elements();
         let piece = self.range.start.max(shard.start)..end.min(shard.end);
@@ -227,7 +227,7 @@ impl PlacedParam {
     }
 }
 
-/// Splits parameters by their storage, in the order of the first of each.
+/// Groups parameters by storage, in order of first occurrence.
 fn by_storage(specs: Vec<&ParamSpec>) -> Vec<Vec<&ParamSpec>> {
     let mut groups: Vec<Vec<&ParamSpec>> = Vec::new();
     for spec in specs {

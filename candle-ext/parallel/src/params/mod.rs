@@ -1,8 +1,9 @@
-//! Parameters and their training state: placement, sharded buffers, gradient reduction, optimizer.
+//! Parameters and their training state: layout, sharded buffers, gradient reduction, optimizer.
 //!
-//! A unit's parameters belong to groups: dense ones and experts, frozen and trainable. Each group is one flat run with its own
-//! process groups. Frozen runs are in the compute dtype, or the bytes of quantized weights. Trainable ones have masters, gradients and AdamW's moments, and a
-//! compute copy if its dtype differs. Ops get zero-copy views. Masters and moments may lie on the host.
+//! A unit's parameters form groups (dense or expert, frozen or trainable), each with its own process groups and one
+//! flat buffer. Frozen buffers are in the compute dtype or quantized. Trainable groups have master weights, gradients
+//! and AdamW moments, and a copy in the compute dtype if that differs. Ops read zero-copy views. Master weights and
+//! moments may be in CPU memory.
 
 mod buffers;
 mod bytes;
@@ -18,12 +19,12 @@ mod state;
 use std::iter::once;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candlewick_model::{Model, ParamSpec, Unit, Weights};
+use candlewick_model::{FsdpUnit, Model, ParamSpec, UnitWeights};
 use candlewick_ops::{AdamW, GradScaler, WeightStorage, copy_into, dequantize, quantize};
 
 pub use bytes::StoreBytes;
 pub use offload::CpuOffload;
-pub use options::{Formats, Mode, StoreOptions};
+pub use options::{ParamDtypes, StoreMode, StoreOptions};
 pub use sharding::{ShardingGroups, ZeroStage};
 pub use state::ParamState;
 
@@ -31,65 +32,76 @@ pub(crate) use sharding::{GroupRanks, Stages};
 
 use buffers::{ShardedBuffers, WeightRun};
 use layout::ParamLayout;
-use optimizer::Optimizer;
+use optimizer::ShardedAdamW;
 use reducer::GradReducer;
 
-/// Position of a micro-batch in an optimizer step.
+/// Position of a micro-batch in gradient accumulation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MicroBatch {
-    /// Another one follows.
+    /// A micro-batch that is followed by another one of the step.
     Earlier,
-    /// The last one of the step.
+    /// The last micro-batch of the step.
     Last,
 }
 
-/// This rank's part of a model's parameters and their training state.
+/// This rank's shards of parameters and training state.
 ///
-/// Methods that say so must be called by all ranks of the [`ShardingGroups`], in one order.
+/// Methods marked "Collective" must be called by all ranks of the [`ShardingGroups`], in the same order.
 pub struct ParamStore {
     layout: ParamLayout,
     buffers: ShardedBuffers,
-    /// The layers of this stage, views of the buffers.
-    layers: Vec<Option<Weights>>,
+    /// Weights of this stage's units, as views of the buffers.
+    layers: Vec<Option<UnitWeights>>,
     reducer: GradReducer,
-    optimizer: Optimizer,
+    optimizer: ShardedAdamW,
     options: StoreOptions,
     device: Device,
 }
 
 impl ParamStore {
-    /// Allocates the buffers of `model`'s parameters, all zero. [`ParamStore::fill`] sets the weights.
-    pub fn new(model: &Model, formats: Formats, mode: Mode, device: &Device, sharding: ShardingGroups) -> Result<Self> {
-        let options = StoreOptions { formats, mode, cpu_offload: CpuOffload::default() };
+    /// Allocates zero-filled buffers for `model`. Call [`ParamStore::fill`] to set the weights.
+    pub fn new(
+        model: &Model,
+        dtypes: ParamDtypes,
+        mode: StoreMode,
+        device: &Device,
+        sharding: ShardingGroups,
+    ) -> Result<Self> {
+        let options = StoreOptions { dtypes, mode, cpu_offload: CpuOffload::default() };
         Self::of_units(model.units(), options, device, sharding)
     }
 
-    /// Allocates the buffers of the parameters of `units`, all zero, some of them in the host's memory.
-    pub fn of_units(units: &[Unit], options: StoreOptions, device: &Device, sharding: ShardingGroups) -> Result<Self> {
-        let StoreOptions { formats, mode, cpu_offload } = options;
-        if cpu_offload.weights && mode == Mode::Train && cpu_offload.optimizer < 1.0 {
+    /// Allocates zero-filled buffers for `units`, some of them in CPU memory.
+    pub fn of_units(
+        units: &[FsdpUnit],
+        options: StoreOptions,
+        device: &Device,
+        sharding: ShardingGroups,
+    ) -> Result<Self> {
+        let StoreOptions { dtypes, mode, cpu_offload } = options;
+        if cpu_offload.weights && mode == StoreMode::Train && cpu_offload.optimizer < 1.0 {
             bail!("weights in the host's memory while AdamW updates them elsewhere")
         }
         let layout = ParamLayout::new(units, &options, sharding)?;
-        let reducer = GradReducer::new(&layout, formats.masters, device)?;
-        let buffers = ShardedBuffers::new(&layout, &reducer, formats.compute, device)?;
-        let optimizer = Optimizer::new(&layout, &buffers, formats, device)?;
+        let reducer = GradReducer::new(&layout, dtypes.masters, device)?;
+        let buffers = ShardedBuffers::new(&layout, &reducer, dtypes.compute, device)?;
+        let optimizer = ShardedAdamW::new(&layout, &buffers, dtypes, device)?;
         let layers = (0..units.len()).map(|unit_idx| layer(&layout, &buffers, unit_idx)).collect::<Result<_>>()?;
         Ok(Self { layout, buffers, layers, reducer, optimizer, options, device: device.clone() })
     }
 
-    /// Returns the bytes that the parameters take on the device now, by class.
+    /// Returns the current bytes on the device, by category.
     pub fn device_bytes(&self) -> StoreBytes {
         let weights = self.buffers.device_bytes(&self.device);
         weights.plus(self.reducer.device_bytes()).plus(self.optimizer.device_bytes(&self.device))
     }
 
-    /// Returns the dtype of the weights that ops read.
+    /// Returns the compute dtype.
     pub(crate) fn compute_dtype(&self) -> DType {
-        self.options.formats.compute
+        self.options.dtypes.compute
     }
 
-    /// Sets every parameter of this stage from `source`, which returns the whole in any float dtype. All ranks call it.
+    /// Sets all parameters of this stage. `source` returns a whole parameter in any floating-point dtype. Collective.
     pub fn fill<E: From<candle_core::Error>>(
         &self,
         mut source: impl FnMut(&ParamSpec) -> std::result::Result<Tensor, E>,
@@ -102,7 +114,8 @@ impl ParamStore {
         Ok(self.refresh()?)
     }
 
-    /// Sets this rank's part of a parameter from the whole. A trainable one needs [`ParamStore::refresh`] before ops read it.
+    /// Sets this rank's shard from the whole parameter. Trainable ones need [`ParamStore::refresh`] before ops read
+    /// them.
     fn set(&self, unit_idx: usize, spec: &ParamSpec, whole: &Tensor) -> Result<()> {
         let (group_idx, group, param) = self.layout.find(unit_idx, &spec.name);
         let run = self.buffers.run(group_idx);
@@ -122,9 +135,8 @@ impl ParamStore {
         copy_into(&target, &value.to_device(target.device())?)
     }
 
-    /// Returns the weights of one unit, the trainable ones with their sinks, all-gathered where they are sharded. All ranks
-    /// call it.
-    pub fn fetch(&self, unit_idx: usize) -> Result<&Weights> {
+    /// Returns the weights of a unit, all-gathered if they are sharded. Collective.
+    pub fn fetch(&self, unit_idx: usize) -> Result<&UnitWeights> {
         self.runs(unit_idx).try_for_each(WeightRun::unshard)?;
         match &self.layers[unit_idx] {
             Some(layer) => Ok(layer),
@@ -132,26 +144,27 @@ impl ParamStore {
         }
     }
 
-    /// Starts to all-gather the weights of one unit; does nothing if another stage has it. All ranks call it.
+    /// Starts the all-gather of a unit's weights; no-op if another stage has the unit. Collective.
     pub fn prefetch(&self, unit_idx: usize) -> Result<()> {
         self.runs(unit_idx).try_for_each(WeightRun::prefetch)
     }
 
-    /// Frees the other ranks' shards of a unit's weights. They must be fetched before they are used again.
+    /// Frees the unsharded weights of a unit (FSDP's reshard).
     pub fn release(&self, unit_idx: usize) {
         self.runs(unit_idx).for_each(WeightRun::reshard);
     }
 
-    /// Allocates the gradients that a unit's backward adds to.
+    /// Allocates the gradients that a unit's backward accumulates into.
     pub fn prepare_grads(&self, unit_idx: usize) -> Result<()> {
         let mut groups = self.layout.groups_with_borrowed(unit_idx).filter_map(|group_idx| self.reducer.run(group_idx));
         groups.try_for_each(|run| run.prepare())
     }
 
-    /// Starts to reduce the gradients of a unit after its backward, and those that it borrows from another stage. Gradients that
-    /// accumulate in place are reduced after the last micro-batch. All ranks call it.
+    /// Starts the gradient reduction of a unit and of the parameters that it ties. Collective.
+    ///
+    /// Gradients that accumulate in place are reduced after the last micro-batch.
     pub fn start_grad_reduction(&self, unit_idx: usize, micro_batch: MicroBatch) -> Result<()> {
-        let borrowed = self.layout.units[unit_idx].shared.iter().map(|shared| shared.unit);
+        let borrowed = self.layout.units[unit_idx].tied.iter().map(|tied| tied.owner);
         let units = once(unit_idx).chain(borrowed.filter(|unit_idx| !self.layout.owns(*unit_idx)));
         for group_idx in units.flat_map(|unit_idx| self.layout.groups_of(unit_idx)) {
             if self.reducer.run(group_idx).is_some_and(|run| micro_batch == MicroBatch::Last || !run.is_resident()) {
@@ -161,23 +174,23 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Waits until the gradients of this step are reduced. All ranks call it.
+    /// Waits until the gradient reductions of this step are complete. Collective.
     pub fn wait_grad_reduction(&self) -> Result<()> {
         self.reducer.wait(&self.layout)
     }
 
-    /// Returns every parameter in the compute dtype, in model order. All ranks call it and exhaust the iterator.
+    /// Returns every parameter in the compute dtype, in model order. Collective; exhaust the iterator on every rank.
     pub fn values(&self) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
-        self.of_each_unit(Of::Compute)
+        self.gather_units(WeightCopy::Compute)
     }
 
-    /// Returns every parameter in full precision (its master where there is one), in model order. All ranks call it and exhaust
-    /// the iterator.
+    /// Returns every parameter in full precision (master weights where there are any), in model order. Collective;
+    /// exhaust the iterator on every rank.
     pub fn masters(&self) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
-        self.of_each_unit(Of::Masters)
+        self.gather_units(WeightCopy::Masters)
     }
 
-    fn of_each_unit(&self, of: Of) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
+    fn gather_units(&self, of: WeightCopy) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
         let specs = self.layout.units.iter().enumerate();
         specs.flat_map(move |(unit_idx, unit)| match self.whole(unit_idx, of) {
             Ok(values) => unit.params.iter().zip(values).map(Ok).collect(),
@@ -185,19 +198,19 @@ impl ParamStore {
         })
     }
 
-    /// Returns all parameters of a unit, gathered from the ranks that have it. All ranks call it.
-    fn whole(&self, unit_idx: usize, of: Of) -> Result<Vec<Tensor>> {
+    /// Returns all whole parameters of a unit, broadcast from the stage that has it. Collective.
+    fn whole(&self, unit_idx: usize, of: WeightCopy) -> Result<Vec<Tensor>> {
         let stages = &self.layout.sharding.stages;
         let owner = stages.owner(unit_idx);
         let values = if self.layout.owns(unit_idx) { self.gather(unit_idx, of)? } else { self.zeros(unit_idx, of)? };
         values.iter().map(|value| Ok(stages.ranks.broadcast(value, owner)?)).collect()
     }
 
-    /// Gathers all parameters of a unit from the ranks of its stage.
-    fn gather(&self, unit_idx: usize, of: Of) -> Result<Vec<Tensor>> {
+    /// Gathers all whole parameters of a unit from the ranks of its stage.
+    fn gather(&self, unit_idx: usize, of: WeightCopy) -> Result<Vec<Tensor>> {
         let groups = self.layout.groups_of(unit_idx);
         groups.clone().try_for_each(|group_idx| self.buffers.run(group_idx).unshard())?;
-        let run = |group_idx| match self.optimizer.shard(group_idx).filter(|_| of == Of::Masters) {
+        let run = |group_idx| match self.optimizer.shard(group_idx).filter(|_| of == WeightCopy::Masters) {
             Some(shard) => Ok(self.layout.groups[group_idx].ranks.shard.all_gather(&shard.master)?),
             None => self.buffers.run(group_idx).whole(),
         };
@@ -218,40 +231,41 @@ impl ParamStore {
         values
     }
 
-    /// Returns tensors to receive the parameters of another stage's unit into.
-    fn zeros(&self, unit_idx: usize, of: Of) -> Result<Vec<Tensor>> {
-        let StoreOptions { formats, mode, .. } = self.options;
+    /// Returns receive buffers for the parameters of another stage's unit.
+    fn zeros(&self, unit_idx: usize, of: WeightCopy) -> Result<Vec<Tensor>> {
+        let StoreOptions { dtypes, mode, .. } = self.options;
         let zeros = |spec: &ParamSpec| {
-            let dtype = if of == Of::Masters && mode.trains(spec) { formats.masters } else { formats.compute };
+            let dtype = if of == WeightCopy::Masters && mode.trains(spec) { dtypes.masters } else { dtypes.compute };
             Tensor::zeros(spec.shape.as_slice(), dtype, &self.device)
         };
         self.layout.units[unit_idx].params.iter().map(zeros).collect()
     }
 
-    /// Rewrites the weights that ops read after the masters were set from outside. All ranks call it.
+    /// Updates the weights that ops read after the master weights were set. Collective.
     pub fn refresh(&self) -> Result<()> {
         self.optimizer.write_weights()?;
         self.publish()
     }
 
-    /// Gives all ranks the updated shards of the trainable weights.
+    /// Distributes the updated shards of the trainable weights.
     fn publish(&self) -> Result<()> {
         self.layout.trainable().try_for_each(|(group_idx, _)| self.buffers.run(group_idx).publish())
     }
 
-    /// Discards all gradients; the next step's first micro-batch overwrites them.
+    /// Clears all gradients; the next step's first micro-batch overwrites them.
     pub fn zero_grads(&self) -> Result<()> {
         self.reducer.clear()
     }
 
-    /// Returns the sums of the squares of all gradients, f64 `[n]` on their device: for each kind of parameter group, one for
-    /// each unit. All ranks call it.
+    /// Returns the sums of squares of all gradients, f64 `[n]` on their device: one for each group kind and unit.
+    /// Collective.
     pub fn grad_squares(&self) -> Result<Tensor> {
         self.reducer.squares(&self.layout)
     }
 
-    /// Takes the AdamW step that `scaler` has decided upon. Norms and biases get no weight decay. Waits for a GPU only if masters
-    /// are offloaded. All ranks call it.
+    /// Runs the AdamW step that `scaler` has decided on. Norms and biases get no weight decay. Collective.
+    ///
+    /// It waits for the GPU only if the optimizer is offloaded.
     pub fn step(&self, hyper: &AdamW, scaler: &GradScaler) -> Result<()> {
         self.optimizer.step(hyper, scaler, &self.reducer)?;
         self.publish()
@@ -270,17 +284,17 @@ impl ParamStore {
     }
 }
 
-/// Version of the weights that is read.
+/// Copy of the weights to read.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Of {
+enum WeightCopy {
     Compute,
     Masters,
 }
 
-/// Builds the layer of a unit; `None` if another stage has it.
-fn layer(layout: &ParamLayout, buffers: &ShardedBuffers, unit_idx: usize) -> Result<Option<Weights>> {
+/// Builds the weights of a unit; `None` if another stage has it.
+fn layer(layout: &ParamLayout, buffers: &ShardedBuffers, unit_idx: usize) -> Result<Option<UnitWeights>> {
     let Some(unit) = layout.used(unit_idx) else { return Ok(None) };
-    let shared = unit.shared.iter().filter(|shared| layout.has(shared.unit)).map(|shared| &shared.name);
+    let shared = unit.tied.iter().filter(|tied| layout.has(tied.owner)).map(|tied| &tied.name);
     let names = unit.params.iter().map(|spec| &spec.name).chain(shared);
-    Weights::new(unit, names.map(|name| (name.clone(), buffers.weight(name)))).map(Some)
+    UnitWeights::new(unit, names.map(|name| (name.clone(), buffers.weight(name)))).map(Some)
 }

@@ -1,35 +1,36 @@
-//! Memory of masters, moments and weights: the device that computes, or the host.
+//! CPU offload of master weights, moments and weights.
 
 use candle_core::Device;
-use candlewick_model::{ParamSpec, Unit};
+use candlewick_model::{FsdpUnit, ParamSpec};
 
-/// Part of the parameters and of the optimizer in the memory of a GPU's host.
+/// CPU offload of parameters and optimizer states, as ZeRO-Offload.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CpuOffload {
-    /// The fraction of the parameters whose masters and moments are there: the first units. AdamW updates them on the host.
+    /// Fraction of the parameters whose master weights and moments are in CPU memory, beginning with the first units.
+    /// AdamW updates them on the CPU.
     pub optimizer: f64,
-    /// True if all weights are there, too; a unit's are copied to the device when it is computed. Needs `optimizer` 1.
+    /// True if all weights are in CPU memory, too, and are copied to the device for each use. Requires `optimizer` 1.
     pub weights: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemoryLocation {
-    /// On the device that computes.
+    /// Memory of the computing device.
     Device,
-    /// In the host's memory.
+    /// CPU memory.
     Host,
 }
 
-/// Memory of one unit's parameters.
+/// Memory locations of one unit's parameters.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UnitOffload {
     pub(crate) weights: MemoryLocation,
-    /// Masters and moments.
+    /// Location of master weights and moments.
     pub(crate) optimizer: MemoryLocation,
 }
 
 impl MemoryLocation {
-    /// Returns the device with this memory; `device` computes.
+    /// Returns the device of this memory; `device` computes.
     pub(crate) fn device(self, device: &Device) -> &Device {
         match self {
             Self::Device => device,
@@ -39,12 +40,12 @@ impl MemoryLocation {
 }
 
 impl CpuOffload {
-    /// Returns the memory of each unit: the first ones are offloaded, as many as come closest to the fraction.
-    pub(crate) fn of_units(self, units: &[Unit]) -> Vec<UnitOffload> {
+    /// Returns the locations for each unit. The first units are offloaded, closest to the requested fraction.
+    pub(crate) fn of_units(self, units: &[FsdpUnit]) -> Vec<UnitOffload> {
         let wanted = self.optimizer * units.iter().map(n_trainable).sum::<f64>();
         let mut n_seen = 0.0;
-        let of_unit = |unit: &Unit| {
-            // A unit is offloaded whole, if more than half of it falls below the fraction.
+        let of_unit = |unit: &FsdpUnit| {
+            // A unit is offloaded as a whole if more than half of it falls within the fraction.
             let is_offloaded = self.optimizer > 0.0 && n_seen + n_trainable(unit) / 2.0 <= wanted;
             n_seen += n_trainable(unit);
             let location = |on_host| if on_host { MemoryLocation::Host } else { MemoryLocation::Device };
@@ -54,6 +55,6 @@ impl CpuOffload {
     }
 }
 
-fn n_trainable(unit: &Unit) -> f64 {
+fn n_trainable(unit: &FsdpUnit) -> f64 {
     unit.params.iter().filter(|spec| spec.trainable).map(ParamSpec::numel).sum::<usize>() as f64
 }

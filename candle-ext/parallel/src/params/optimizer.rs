@@ -1,7 +1,6 @@
-//! AdamW over this rank's shards of the masters and moments.
+//! AdamW over this rank's shards of master weights and moments.
 //!
-//! They lie with the weights, or on the host (CPU offload). Then gradients are copied to the host, AdamW updates the masters
-//! there, and the weights that ops read are copied back.
+//! With CPU offload, gradients are copied to the CPU, AdamW runs there, and the updated weights are copied back.
 
 use std::collections::BTreeMap;
 
@@ -12,37 +11,37 @@ use super::buffers::ShardedBuffers;
 use super::bytes::{StoreBytes, of_tensor};
 use super::layout::{ParamGroup, ParamLayout};
 use super::offload::{MemoryLocation, UnitOffload};
-use super::options::Formats;
+use super::options::ParamDtypes;
 use super::reducer::GradReducer;
 
-/// Optimizer state of all trainable groups of a stage, by group index.
-pub(crate) struct Optimizer {
+/// AdamW state of all trainable groups of a stage, by group index.
+pub(crate) struct ShardedAdamW {
     shards: BTreeMap<usize, AdamWShard>,
 }
 
 /// This rank's shard of a group's optimizer state.
 pub(crate) struct AdamWShard {
-    /// The weights that AdamW updates: the ops' own where they have one format and place.
+    /// Master weights; the weights that ops read, if dtype and device agree.
     pub(crate) master: Tensor,
     pub(crate) exp_avg: Tensor,
     pub(crate) exp_avg_sq: Tensor,
     /// This rank's shard of the weights that ops read.
     weights: Tensor,
     offload: UnitOffload,
-    /// Elements with weight decay: those before.
+    /// Number of elements with weight decay, which come first.
     n_decayed: usize,
 }
 
-impl Optimizer {
-    /// Allocates masters and moments, all zero.
+impl ShardedAdamW {
+    /// Allocates master weights and moments, zero-filled.
     pub(crate) fn new(
         layout: &ParamLayout,
         buffers: &ShardedBuffers,
-        formats: Formats,
+        dtypes: ParamDtypes,
         device: &Device,
     ) -> Result<Self> {
         let shard = |(group_idx, group): (usize, &ParamGroup)| {
-            Ok((group_idx, AdamWShard::zeros(group, &buffers.run(group_idx).own, formats, device)?))
+            Ok((group_idx, AdamWShard::zeros(group, &buffers.run(group_idx).own, dtypes, device)?))
         };
         Ok(Self { shards: layout.trainable().map(shard).collect::<Result<_>>()? })
     }
@@ -52,12 +51,12 @@ impl Optimizer {
         self.shards.get(&group_idx)
     }
 
-    /// Writes the masters to the weights that ops read.
+    /// Copies the master weights to the weights that ops read.
     pub(crate) fn write_weights(&self) -> Result<()> {
         self.shards.values().try_for_each(AdamWShard::write_weights)
     }
 
-    /// Takes the AdamW step that `scaler` has decided upon.
+    /// Runs the AdamW step that `scaler` has decided on.
     pub(crate) fn step(&self, hyper: &AdamW, scaler: &GradScaler, reducer: &GradReducer) -> Result<()> {
         let (on_host, on_device): (Vec<_>, Vec<_>) =
             self.shards.iter().partition(|(_, shard)| shard.offload.optimizer == MemoryLocation::Host);
@@ -67,7 +66,7 @@ impl Optimizer {
         step_on_host(&on_host, hyper, scaler, reducer)
     }
 
-    /// Returns the bytes of masters and moments on `device`.
+    /// Returns the bytes of master weights and moments on `device`.
     pub(crate) fn device_bytes(&self, device: &Device) -> StoreBytes {
         let sum = |of: fn(&AdamWShard, &Device) -> u64| self.shards.values().map(|shard| of(shard, device)).sum();
         StoreBytes {
@@ -79,8 +78,8 @@ impl Optimizer {
 }
 
 impl AdamWShard {
-    fn zeros(group: &ParamGroup, weights: &Tensor, formats: Formats, device: &Device) -> Result<Self> {
-        let Formats { compute, masters, moments } = formats;
+    fn zeros(group: &ParamGroup, weights: &Tensor, dtypes: ParamDtypes, device: &Device) -> Result<Self> {
+        let ParamDtypes { compute, masters, moments } = dtypes;
         if ![DType::F32, compute].contains(&masters) {
             bail!("master weights in {masters:?} cannot be computed with in {compute:?}")
         }
@@ -94,7 +93,7 @@ impl AdamWShard {
         Ok(Self { master, exp_avg, exp_avg_sq, weights, offload, n_decayed })
     }
 
-    /// Returns whether the ops read what AdamW updates.
+    /// Returns true if ops read the master weights directly.
     fn has_one_copy(&self) -> bool {
         self.weights.dtype() == self.master.dtype() && self.offload.weights == self.offload.optimizer
     }
@@ -107,12 +106,12 @@ impl AdamWShard {
         }
     }
 
-    /// Takes the step where the weights are.
+    /// Runs the step on the computing device.
     fn step(&self, hyper: &AdamW, scaler: &GradScaler, grad: &Tensor) -> Result<()> {
         self.update(hyper, scaler, grad, (!self.has_one_copy()).then_some(&self.weights))
     }
 
-    /// Takes the step on the host, and sends the weights to where the ops read them.
+    /// Runs the step on the CPU and copies the weights to the device.
     fn step_on_host(&self, hyper: &AdamW, scaler: &GradScaler, grad: &Tensor) -> Result<()> {
         if self.offload.weights == MemoryLocation::Host {
             return self.step(hyper, scaler, grad);
@@ -126,7 +125,7 @@ impl AdamWShard {
         upload_into(&self.weights, &compute)
     }
 
-    /// Updates masters and moments by `grad`, and their copy in another format if there is one.
+    /// Updates master weights and moments by `grad`, and the copy in the compute dtype if there is one.
     fn update(&self, hyper: &AdamW, scaler: &GradScaler, grad: &Tensor, compute: Option<&Tensor>) -> Result<()> {
         let exempt = AdamW { weight_decay: 0.0, ..*hyper };
         let n = self.master.elem_count();
@@ -157,7 +156,8 @@ impl AdamWShard {
     }
 }
 
-/// Takes the step of offloaded shards. It waits for the scaler's decision once, and copies the next gradient while one is used.
+/// Runs the step of offloaded shards. It waits for the scaler's decision once, and overlaps gradient copies with
+/// updates.
 fn step_on_host(
     shards: &[(&usize, &AdamWShard)],
     hyper: &AdamW,

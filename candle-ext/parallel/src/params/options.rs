@@ -1,21 +1,21 @@
-//! Purpose, dtypes and memory of a parameter store.
+//! Settings of a parameter store: mode, dtypes and CPU offload.
 
 use candle_core::DType;
 use candlewick_model::ParamSpec;
 
 use super::offload::CpuOffload;
 
-/// Purpose of a store.
+/// Mode of a parameter store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// Trainable parameters have a master, a gradient and optimizer state.
+pub enum StoreMode {
+    /// Training: trainable parameters have master weights, gradients and optimizer states.
     Train,
-    /// Every parameter is only read.
+    /// Inference: all parameters are read-only.
     Infer,
 }
 
-impl Mode {
-    /// Returns whether a parameter is trained.
+impl StoreMode {
+    /// Returns true if the parameter is trained in this mode.
     pub(crate) fn trains(self, spec: &ParamSpec) -> bool {
         self == Self::Train && spec.trainable
     }
@@ -23,18 +23,18 @@ impl Mode {
 
 /// Dtypes of the parameters and their state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Formats {
-    /// Of the weights that ops read, and of frozen ones: f32, bf16 or f16.
+pub struct ParamDtypes {
+    /// Dtype of the weights that ops read, and of frozen ones: f32, bf16 or f16.
     pub compute: DType,
-    /// Of the weights that AdamW updates, and of their gradients: f32, or bf16 if `compute` is that, too. Small updates
-    /// of a bf16 weight are lost in rounding.
+    /// Dtype of master weights and gradients: f32, or bf16 if `compute` is bf16. bf16 master weights lose small updates
+    /// to rounding.
     pub masters: DType,
-    /// Of AdamW's moments: f32 or bf16.
+    /// Dtype of AdamW's moments: f32 or bf16.
     pub moments: DType,
 }
 
-impl Formats {
-    /// Returns `compute` with all else in f32.
+impl ParamDtypes {
+    /// Returns dtypes with weights in `compute` and all else in f32.
     pub fn computing_in(compute: DType) -> Self {
         Self { compute, masters: DType::F32, moments: DType::F32 }
     }
@@ -44,9 +44,9 @@ impl Formats {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StoreOptions {
     /// Dtypes of the parameters and their state.
-    pub formats: Formats,
-    /// Purpose of the store.
-    pub mode: Mode,
-    /// Parts in the host's memory.
+    pub dtypes: ParamDtypes,
+    /// Training or inference.
+    pub mode: StoreMode,
+    /// CPU offload settings.
     pub cpu_offload: CpuOffload,
 }

@@ -1,11 +1,11 @@
-//! Gradient reduction: reduce-scatter over a group's shards, all-reduce over its replicas, while backward goes on.
+//! Gradient reduction that overlaps with backward: reduce-scatter over shards, all-reduce over replicas.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::{Pending, Reduce};
-use candlewick_model::GroupKind;
+use candlewick_model::ParamGroupKind;
 use candlewick_ops::{GradSink, copy_into, sum_of_squares};
 
 use super::bytes::StoreBytes;
@@ -16,7 +16,7 @@ use crate::placement::Placement;
 
 /// Gradients of all trainable groups of a stage.
 pub(crate) struct GradReducer {
-    /// By group index.
+    /// Gradient buffers by group index.
     grads: BTreeMap<usize, GradRun>,
     sinks: HashMap<String, GradSink>,
     dtype: DType,
@@ -24,21 +24,20 @@ pub(crate) struct GradReducer {
     in_flight: Mutex<InFlight>,
 }
 
-/// Groups whose gradients are being reduced, oldest first. A group advances when another one enters: all ranks call the collectives
-/// in one order.
+/// Parameter groups whose gradients are being reduced, oldest first. All ranks start collectives in the same order.
 #[derive(Default)]
 struct InFlight {
-    /// Reduce-scatters over the shards.
+    /// Running reduce-scatters.
     scattering: VecDeque<(usize, Pending)>,
-    /// All-reduces over the replicas of a shard.
+    /// Running all-reduces over replicas.
     summing: VecDeque<(usize, Pending)>,
 }
 
-/// Groups in each of the two collectives at a time.
+/// Maximum number of groups in each collective at a time.
 const MAX_IN_FLIGHT: usize = 1;
 
 impl GradReducer {
-    /// Allocates the gradients of the trainable groups, all zero.
+    /// Allocates zero-filled gradients of the trainable groups.
     pub(crate) fn new(layout: &ParamLayout, dtype: DType, device: &Device) -> Result<Self> {
         let (mut grads, mut sinks) = (BTreeMap::new(), HashMap::new());
         for (group_idx, group) in layout.trainable() {
@@ -49,7 +48,7 @@ impl GradReducer {
         Ok(Self { grads, sinks, dtype, device: device.clone(), in_flight: Mutex::default() })
     }
 
-    /// Returns the sink of a trainable parameter's gradient.
+    /// Returns the gradient sink of a trainable parameter.
     pub(crate) fn sink(&self, name: &str) -> Option<&GradSink> {
         self.sinks.get(name)
     }
@@ -64,12 +63,12 @@ impl GradReducer {
         self.grads[&group_idx].reduced()
     }
 
-    /// Discards all gradients.
+    /// Clears all gradients.
     pub(crate) fn clear(&self) -> Result<()> {
         self.grads.values().try_for_each(GradRun::clear)
     }
 
-    /// Starts to reduce what backward has added to a trainable group's gradients.
+    /// Starts the reduction of a trainable group's gradients.
     pub(crate) fn start(&self, layout: &ParamLayout, group_idx: usize) -> Result<()> {
         let unreduced = self.grads[&group_idx].take_unreduced()?;
         let mut in_flight = self.in_flight.lock().unwrap_or_else(PoisonError::into_inner);
@@ -99,8 +98,8 @@ impl GradReducer {
         Ok(())
     }
 
-    /// Sums the partial gradients of parameters without slices over `split`, all at once: they are small.
-    fn reduce_partial_grads(&self, layout: &ParamLayout, kind: GroupKind) -> Result<()> {
+    /// All-reduces the partial gradients of replicated parameters over `split`, in one call because they are small.
+    fn reduce_partial_grads(&self, layout: &ParamLayout, kind: ParamGroupKind) -> Result<()> {
         let groups = || layout.trainable().filter(|(_, group)| group.kind == kind);
         let Some((_, first)) = groups().find(|(_, group)| group.params.iter().any(|it| it.placement.is_partial()))
         else {
@@ -114,7 +113,7 @@ impl GradReducer {
             }
         }
         if views.is_empty() {
-            // Other shards hold some, and all ranks of `split` must call.
+            // Every rank of `split` must take part, with an element even if its shard has none of them.
             views.push(Tensor::zeros(1, self.dtype, &self.device)?);
         }
         let own = Tensor::cat(&views, 0)?;
@@ -131,7 +130,7 @@ impl GradReducer {
         Ok(())
     }
 
-    /// Sums the gradients of parameters that two stages hold.
+    /// All-reduces the gradients of parameters that two stages tie.
     fn reduce_tied_grads(&self, layout: &ParamLayout) -> Result<()> {
         let tied_embedding = &layout.sharding.stages.tied_embedding;
         for group_idx in layout.tied_groups() {
@@ -145,11 +144,11 @@ impl GradReducer {
         Ok(())
     }
 
-    /// Returns the sums of the squares of all gradients, f64, one for each kind of group and unit: kind by kind.
+    /// Returns the sums of squares of all gradients, f64, one for each group kind and unit.
     ///
     /// Each kind is summed over the ranks that hold distinct elements of it.
     pub(crate) fn squares(&self, layout: &ParamLayout) -> Result<Tensor> {
-        let of_kind = |(kind, ranks): (GroupKind, &GroupRanks)| {
+        let of_kind = |(kind, ranks): (ParamGroupKind, &GroupRanks)| {
             let of_unit = |unit_idx| {
                 let mut groups = layout.groups_of(unit_idx).filter(|_| layout.owns(unit_idx));
                 let group = groups.find(|idx| layout.groups[*idx].kind == kind && self.grads.contains_key(idx));
@@ -164,7 +163,7 @@ impl GradReducer {
         Tensor::cat(&layout.kinds().map(of_kind).collect::<Result<Vec<_>>>()?, 0)
     }
 
-    /// Returns the sum of the squares of this rank's shard, f64. Rank 0 of `split` counts parameters without slices.
+    /// Returns the sum of squares of this rank's shard, f64. Rank 0 of `split` counts replicated parameters.
     fn distinct_squares(&self, group_idx: usize, group: &ParamGroup) -> Result<Tensor> {
         let reduced = self.reduced(group_idx)?;
         if group.ranks.split.rank() == 0 {

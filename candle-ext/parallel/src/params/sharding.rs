@@ -1,71 +1,71 @@
-//! Process groups that shard and replicate parameters (ZeRO), a set for each kind of parameter group.
+//! Process groups that shard and replicate parameters (ZeRO), by parameter group kind.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, bail};
 use candlewick_comm::{Collective, Solo};
-use candlewick_model::{GroupKind, ParamSpec};
+use candlewick_model::{ParamGroupKind, ParamSpec};
 
-use crate::pipeline::Layout;
+use crate::pipeline::PipelineLayout;
 use crate::placement::{RankOf, SequenceParallel};
 
 /// Alignment of parameters and shards, in elements: 256 bytes of bf16, for fast GEMMs on GPUs.
 pub(crate) const ALIGNMENT: usize = 128;
 
-/// Buffers of which a rank keeps only its shard (ZeRO). Each stage includes those before it.
+/// ZeRO stage: buffers that are sharded over the data parallel ranks. Each stage includes the earlier ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ZeroStage {
-    /// Masters and moments.
+    /// Master weights and AdamW moments.
     One,
-    /// And the reduced gradients: those of a unit are whole during its backward.
+    /// Also gradients: a unit's are unsharded only during its backward.
     Two,
-    /// And the weights: those of a unit are whole while it is computed.
+    /// Also weights (as FSDP): a unit's are unsharded only while it computes.
     Three,
 }
 
 /// Process groups of all parameters.
 #[derive(Clone)]
 pub struct ShardingGroups {
-    /// Buffers that are sharded.
+    /// ZeRO stage.
     pub(crate) zero_stage: ZeroStage,
-    /// Groups of everything but experts; they are split over the tensor parallel ranks.
+    /// Groups of dense parameters, which tensor parallel ranks split.
     pub(crate) dense: GroupRanks,
-    /// Groups of experts, which are split over the expert parallel ranks; `None` on a mesh made without them.
+    /// Groups of experts, which expert parallel ranks split; `None` without expert parallelism.
     pub(crate) expert: Option<GroupRanks>,
-    /// Tokens that a tensor parallel rank sees outside of branches.
+    /// Sequence parallelism of the residual stream.
     pub(crate) sequence_parallel: SequenceParallel,
-    /// Stages of the pipeline.
+    /// Pipeline stages.
     pub(crate) stages: Stages,
 }
 
-/// Process groups of one kind of parameter group. Gradients are summed over `shard` and `replicate`.
+/// Process groups of one parameter group kind. Gradients are reduced over `shard` and `replicate`.
 #[derive(Clone)]
 pub(crate) struct GroupRanks {
-    /// Ranks that keep one shard each, in shard order.
+    /// Ranks that shard the parameters, in shard order.
     pub(crate) shard: Arc<dyn Collective>,
-    /// Ranks that keep the same shard.
+    /// Ranks that replicate a shard.
     pub(crate) replicate: Arc<dyn Collective>,
-    /// Ranks that hold a slice each of every matrix: tensor parallel or expert parallel ranks.
+    /// Ranks that split each matrix: tensor or expert parallel ranks.
     pub(crate) split: Arc<dyn Collective>,
-    /// Ranks of all stages that hold no element twice, but for parameters without slices; a norm sums their squares.
+    /// Ranks of all stages that hold distinct elements, over which gradient norms are summed.
     pub(crate) distinct: Arc<dyn Collective>,
 }
 
 /// Stages of a pipeline.
 #[derive(Clone)]
 pub(crate) struct Stages {
-    /// The stages.
+    /// Process group of the stages.
     pub(crate) ranks: Arc<dyn Collective>,
-    /// The stage of each block; `None` for a single stage.
-    pub(crate) layout: Option<Layout>,
-    /// Stages that hold the same tied parameter: the first and the last one. Others are alone.
+    /// Layers of each stage; `None` for a single stage.
+    pub(crate) layout: Option<PipelineLayout>,
+    /// First and last stage, which hold tied parameters. On other stages a group of one.
     pub(crate) tied_embedding: Arc<dyn Collective>,
 }
 
 impl ShardingGroups {
     /// Returns the groups of a single rank.
-    pub fn alone() -> Self {
+    pub fn single_rank() -> Self {
         let solo = || Arc::new(Solo) as Arc<dyn Collective>;
         let ranks = || GroupRanks { shard: solo(), replicate: solo(), split: solo(), distinct: solo() };
         Self {
@@ -86,27 +86,27 @@ impl ShardingGroups {
     }
 
     /// Returns the process groups of a kind, if there are any.
-    pub(crate) fn ranks(&self, kind: GroupKind) -> Option<&GroupRanks> {
+    pub(crate) fn ranks(&self, kind: ParamGroupKind) -> Option<&GroupRanks> {
         match kind {
-            GroupKind::Dense => Some(&self.dense),
-            GroupKind::Expert => self.expert.as_ref(),
+            ParamGroupKind::Dense => Some(&self.dense),
+            ParamGroupKind::Expert => self.expert.as_ref(),
         }
     }
 }
 
 impl GroupRanks {
-    /// Returns the length of a flat run of `n` elements, padded to even shards.
+    /// Returns the length of a flat buffer of `n` elements, padded to equal shards.
     pub(crate) fn padded(&self, n: usize) -> usize {
         n.next_multiple_of(ALIGNMENT * self.shard.size())
     }
 
-    /// Returns this rank's shard of a padded flat run of `n` elements.
+    /// Returns this rank's shard of a padded flat buffer of `n` elements.
     pub(crate) fn own(&self, n: usize) -> Range<usize> {
         let len = n / self.shard.size();
         self.shard.rank() * len..(self.shard.rank() + 1) * len
     }
 
-    /// Returns this rank's place among those that hold a slice each.
+    /// Returns this rank's index in `split`.
     pub(crate) fn split_rank(&self) -> RankOf {
         RankOf { rank: self.split.rank(), n_ranks: self.split.size() }
     }
@@ -118,7 +118,7 @@ impl Stages {
         self.layout.as_ref().map_or(0, |layout| layout.stage_of(unit_idx))
     }
 
-    /// Returns whether this stage owns a unit.
+    /// Returns true if this stage owns a unit.
     pub(crate) fn owns(&self, unit_idx: usize) -> bool {
         self.owner(unit_idx) == self.ranks.rank()
     }

@@ -1,4 +1,4 @@
-//! Trainable parameters with their optimizer state, as a checkpoint reads and writes them.
+//! Trainable parameters with optimizer states, as checkpoints store them.
 
 use std::ops::Range;
 
@@ -8,37 +8,39 @@ use candlewick_model::ParamSpec;
 use super::ParamStore;
 use crate::placement::Placement;
 
-/// This rank's part of one trainable parameter with its state: flat views of the part, written in place.
+/// This rank's shard of a trainable parameter and its optimizer state: flat views that a checkpoint reads and writes in
+/// place.
 pub struct ParamState {
-    /// The parameter's Hugging Face name.
+    /// Hugging Face name of the parameter.
     pub name: String,
-    /// The shape of all of it.
+    /// Shape of the whole parameter.
     pub shape: Vec<usize>,
-    /// The columns (the elements of a vector) of which this is a part.
+    /// Columns of the whole parameter that this shard belongs to; elements if it is a vector.
     pub columns: Range<usize>,
-    /// The elements of these columns, in the order of the rows.
+    /// Range of the shard within these columns, in row-major order.
     pub range: Range<usize>,
-    /// True if this rank writes it to a checkpoint: of the ranks with the same elements, one does.
+    /// True if this rank writes the shard to a checkpoint: one of its replicas does.
     pub writes_checkpoint: bool,
-    /// The weights that the optimizer updates, in [`Formats::masters`](super::Formats::masters).
+    /// Master weights, in [`ParamDtypes::masters`](super::ParamDtypes::masters).
     pub master: Tensor,
-    /// The gradient summed since [`ParamStore::zero_grads`], over the ranks once [`ParamStore::wait_grad_reduction`] has been called.
+    /// Gradient accumulated since [`ParamStore::zero_grads`]. It is reduced over the ranks after
+    /// [`ParamStore::wait_grad_reduction`].
     pub grad: Tensor,
-    /// Adam's running mean of the gradient, in [`Formats::moments`](super::Formats::moments).
+    /// AdamW's first moment (`exp_avg`), in [`ParamDtypes::moments`](super::ParamDtypes::moments).
     pub exp_avg: Tensor,
-    /// Adam's running mean of the squared gradient, likewise.
+    /// AdamW's second moment (`exp_avg_sq`), in the same dtype.
     pub exp_avg_sq: Tensor,
 }
 
 impl ParamStore {
-    /// Returns this rank's part of the trainable parameters with their gradients and optimizer state, in model order.
+    /// Returns this rank's shards of all trainable parameters with gradients and optimizer states, in model order.
     pub fn states(&self) -> Result<Vec<ParamState>> {
         let here = self.layout.units.iter().enumerate().filter(|(unit_idx, _)| self.layout.has(*unit_idx));
         let specs = here.flat_map(|(unit_idx, unit)| unit.params.iter().map(move |spec| (unit_idx, spec)));
         specs.filter_map(|(unit_idx, spec)| self.state(unit_idx, spec).transpose()).collect()
     }
 
-    /// Returns the state of a trainable parameter if this rank's shard has some of it.
+    /// Returns the state of a trainable parameter, if this rank's shard overlaps it.
     fn state(&self, unit_idx: usize, spec: &ParamSpec) -> Result<Option<ParamState>> {
         let (group_idx, group, param) = self.layout.find(unit_idx, &spec.name);
         let (Some(optimizer), Some(piece)) = (self.optimizer.shard(group_idx), param.piece(&group.shard)) else {

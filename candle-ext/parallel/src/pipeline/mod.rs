@@ -1,4 +1,4 @@
-//! Pipeline parallelism: a stage has some of the blocks, and sends their output to the next stage.
+//! Pipeline parallelism: each stage computes some of the layers and sends activations to the next stage.
 
 mod layout;
 mod schedule;
@@ -9,50 +9,51 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{DType, Result, Tensor, bail};
 use candlewick_comm::{Collective, Pending, Recv, Solo};
 
-pub use layout::Layout;
-pub use schedule::{ChunkPass, PipelineSchedule, Schedule, StageStep};
+pub use layout::PipelineLayout;
+pub use schedule::{ChunkPass, PipelineSchedule, PipelineScheduleKind, StageStep};
 
-/// A stage of a pipeline, and its channels to its neighbours.
+/// A pipeline stage and its point-to-point channels.
 pub struct Pipeline {
     stages: Arc<dyn Collective>,
-    layout: Layout,
-    schedule: Schedule,
+    layout: PipelineLayout,
+    schedule: PipelineScheduleKind,
     activations: P2pChannels,
     gradients: P2pChannels,
-    /// What is on its way to neighbours.
+    /// Sends that are not yet complete.
     sent: Mutex<VecDeque<Pending<Option<Tensor>>>>,
 }
 
-/// The dtype and shape of the hidden states that stages send each other, and of their gradients.
+/// Dtype and shape of hidden states (or their gradients) between stages.
 #[derive(Clone, Debug)]
 pub(crate) struct HiddenStates {
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
 }
 
-/// Groups of two, this stage and a neighbour, for tensors of one kind in one direction. Both ends of a group send and receive in
-/// one order.
+/// Process groups of two adjacent stages, for one direction. Both ends must send and receive in the same order.
 struct P2pChannels {
-    /// The group with the next stage; the last one's is the first, which may have the next chunk.
+    /// Group with the next stage. The last stage's is with the first, for interleaved schedules.
     next: Arc<dyn Collective>,
     previous: Arc<dyn Collective>,
 }
 
-/// Ranks within a group of two.
+/// Rank of the sender in a group of two.
 const SENDER: usize = 0;
+/// Rank of the receiver in a group of two.
 const RECEIVER: usize = 1;
 
 impl Pipeline {
-    /// Makes the pipeline of one stage.
+    /// Creates a pipeline of a single stage.
     pub fn alone(n_blocks: usize) -> Self {
         let solo = || Arc::new(Solo) as Arc<dyn Collective>;
         let channels = || P2pChannels { next: solo(), previous: solo() };
-        let (layout, schedule, sent) = (Layout::whole(n_blocks), Schedule::default(), Mutex::default());
+        let (layout, schedule, sent) =
+            (PipelineLayout::single_stage(n_blocks), PipelineScheduleKind::default(), Mutex::default());
         Self { stages: solo(), layout, schedule, activations: channels(), gradients: channels(), sent }
     }
 
-    /// Connects `stages`, which have the runs of `layout` and all call this.
-    pub fn new(stages: Arc<dyn Collective>, layout: Layout, schedule: Schedule) -> Result<Self> {
+    /// Connects the stages of `layout`. Collective: all of `stages` must call it.
+    pub fn new(stages: Arc<dyn Collective>, layout: PipelineLayout, schedule: PipelineScheduleKind) -> Result<Self> {
         if layout.n_stages() != stages.size() {
             bail!("a pipeline of {} stages among {} ranks", layout.n_stages(), stages.size())
         }
@@ -61,18 +62,18 @@ impl Pipeline {
         Ok(Self { stages, layout, schedule, activations, gradients, sent: Mutex::default() })
     }
 
-    /// Returns which stage this is.
+    /// Returns the index of this stage.
     pub fn stage(&self) -> usize {
         self.stages.rank()
     }
 
-    /// Returns the stages of one copy of the model.
+    /// Returns the process group of the stages.
     pub(crate) fn stages(&self) -> &dyn Collective {
         &*self.stages
     }
 
-    /// Returns which blocks each stage has.
-    pub fn layout(&self) -> &Layout {
+    /// Returns the layers of each stage.
+    pub fn layout(&self) -> &PipelineLayout {
         &self.layout
     }
 
@@ -82,32 +83,32 @@ impl Pipeline {
         table.of_stage(self.stage()).collect()
     }
 
-    /// Hands what a run gave to the next one.
+    /// Sends a chunk's output to the next chunk.
     pub(crate) fn send_activation(&self, y: &Tensor) -> Result<()> {
         self.send(&*self.activations.next, y, RECEIVER)
     }
 
-    /// Waits for what the run before gave.
+    /// Receives the input of a chunk.
     pub(crate) fn receive_activation(&self, expected: HiddenStates) -> Result<Tensor> {
         receive(&*self.activations.previous, SENDER, expected)
     }
 
-    /// Hands the gradient of what a run read to the one before.
+    /// Sends the gradient of a chunk's input to the previous chunk.
     pub(crate) fn send_gradient(&self, dx: &Tensor) -> Result<()> {
         self.send(&*self.gradients.previous, dx, SENDER)
     }
 
-    /// Waits for the gradient of what a run gave.
+    /// Receives the gradient of a chunk's output.
     pub(crate) fn receive_gradient(&self, expected: HiddenStates) -> Result<Tensor> {
         receive(&*self.gradients.next, RECEIVER, expected)
     }
 
-    /// Waits until all that was sent is received.
+    /// Waits until all sends are complete.
     pub(crate) fn finish(&self) -> Result<()> {
         self.finish_all_but(0)
     }
 
-    /// Waits until all but the last few of what was sent is received.
+    /// Waits until all but the last `n_last` sends are complete.
     pub(crate) fn finish_all_but(&self, n_last: usize) -> Result<()> {
         let mut sent = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
         while sent.len() > n_last {
@@ -128,14 +129,14 @@ impl Pipeline {
 fn receive(channel: &dyn Collective, from: usize, HiddenStates { dtype, shape }: HiddenStates) -> Result<Tensor> {
     match channel.send_recv(None, None, Some(Recv { from, dtype, shape }))? {
         Some(x) => Ok(x),
-        None => bail!("a stage of a pipeline was sent nothing"),
+        None => bail!("a pipeline stage received no tensor"),
     }
 }
 
 impl P2pChannels {
     fn new(stages: &dyn Collective, what: &str) -> Result<Self> {
         let (rank, n) = (stages.rank(), stages.size());
-        // Edges of one colour meet at no stage: one split makes their groups.
+        // Edges of one color share no stage, so one group split creates their groups.
         let colour = |from: usize| if from + 1 == n && !n.is_multiple_of(2) { 2 } else { from % 2 };
         let groups: Vec<_> = (0..3)
             .map(|of| {
@@ -159,13 +160,13 @@ mod tests {
     use candle_core::Device;
     use candlewick_comm::{Options, threads};
 
-    /// Every stage hears from the one before, the first one from the last.
+    /// Every stage receives from the previous one, the first stage from the last.
     #[test]
     fn stages_reach_their_neighbours_around_the_ring() {
         for n in 2..=5 {
             let heard = threads::run(n, Options::default(), |world| -> Result<[f32; 2]> {
-                let layout = Layout::new(n, &vec![1; n]);
-                let pipeline = Pipeline::new(world.group(), layout, Schedule::default())?;
+                let layout = PipelineLayout::new(n, &vec![1; n]);
+                let pipeline = Pipeline::new(world.group(), layout, PipelineScheduleKind::default())?;
                 let own = Tensor::new(world.rank() as f32, &Device::Cpu)?;
                 pipeline.send_activation(&own)?;
                 pipeline.send_gradient(&own)?;

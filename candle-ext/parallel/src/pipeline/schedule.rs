@@ -1,53 +1,53 @@
-//! The steps of each pipeline stage and their times: one table for all stages, made by running the rules of a schedule.
+//! Pipeline schedules, simulated for all stages by the rules of the schedule.
 
 use std::fmt;
 
-/// The order of forwards and backwards.
+/// Pipeline schedule: order of forwards and backwards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Schedule {
+pub enum PipelineScheduleKind {
     /// All forwards, then all backwards (GPipe; Huang et al., 2019; <https://arxiv.org/abs/1811.06965>).
-    AllForwardAllBackward,
-    /// One forward, one backward, as soon as the first backward can begin; with several runs a stage interleaved.
-    /// (Narayanan et al., 2021; <https://arxiv.org/abs/2104.04473>, figures 3 and 4.)
+    GPipe,
+    /// 1F1B: alternates forwards and backwards; interleaved with several model chunks per stage. (Narayanan et al.,
+    /// 2021; <https://arxiv.org/abs/2104.04473>, figures 3 and 4.)
     #[default]
     OneForwardOneBackward,
 }
 
-/// A pass over the blocks of one run.
+/// A forward or backward pass of a micro-batch through a model chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ChunkPass {
-    /// The stage's chunk.
+    /// Index of the model chunk on its stage.
     pub chunk: usize,
-    /// The micro-batch.
+    /// Index of the micro-batch.
     pub micro: usize,
 }
 
-/// One step of a stage.
+/// One step of a stage's schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StageStep {
-    /// Forward.
+    /// Forward pass.
     Forward(ChunkPass),
-    /// Backward.
+    /// Backward pass.
     Backward(ChunkPass),
 }
 
-/// The steps of every stage, in order, with their times.
+/// Simulated schedule of all stages, in time units of one chunk's forward.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PipelineSchedule {
     n_chunks: usize,
     n_micros: usize,
-    /// Steps of each stage and their beginnings, a forward taking one unit of time and a backward two.
+    /// Steps of each stage with their start times.
     stages: Vec<Vec<(usize, StageStep)>>,
 }
 
-/// The time that the forward of a run takes.
+/// Duration of a chunk's forward.
 const FORWARD: usize = 1;
-/// The time that its backward takes.
+/// Duration of a chunk's backward.
 const BACKWARD: usize = 2;
 
 impl PipelineSchedule {
-    /// Makes the table of `n_stages` stages with `n_chunks` runs each for `n_micros` micro-batches.
-    pub fn new(schedule: Schedule, n_stages: usize, n_chunks: usize, n_micros: usize) -> Self {
+    /// Simulates `schedule` with `n_stages` stages, `n_chunks` model chunks each and `n_micros` micro-batches.
+    pub fn new(schedule: PipelineScheduleKind, n_stages: usize, n_chunks: usize, n_micros: usize) -> Self {
         let mut stages: Vec<_> =
             (0..n_stages).map(|stage| Stage::new(schedule, stage, [n_stages, n_chunks, n_micros])).collect();
         let mut done = Done::new([n_stages, n_chunks, n_micros]);
@@ -56,7 +56,7 @@ impl PipelineSchedule {
                 break;
             }
             let started: Vec<_> = stages.iter_mut().map(|stage| stage.start(time, &done)).collect();
-            // Nobody works and nobody can begin: a limit on what is kept stands in the way.
+            // All stages are idle and blocked by their in-flight limits.
             if started.iter().all(|step| !step) && stages.iter().all(|stage| stage.is_idle(time)) {
                 stages.iter_mut().for_each(|stage| stage.max_in_flight += 1);
             }
@@ -70,22 +70,22 @@ impl PipelineSchedule {
         self.stages[stage].iter().map(|(_, step)| *step)
     }
 
-    /// Returns how long the slowest stage takes.
-    pub fn length(&self) -> usize {
+    /// Returns the duration of the slowest stage.
+    pub fn duration(&self) -> usize {
         let ends = self.stages.iter().filter_map(|steps| steps.last());
         ends.map(|(begin, step)| begin + step.time()).max().unwrap_or(0)
     }
 
-    /// Returns the share of all stages' time in which they wait.
+    /// Returns the pipeline bubble: the idle fraction of all stages' time.
     pub fn bubble(&self) -> f64 {
         let busy = (FORWARD + BACKWARD) * self.n_chunks * self.n_micros;
-        match self.length() {
+        match self.duration() {
             0 => 0.0,
             length => 1.0 - busy as f64 / length as f64,
         }
     }
 
-    /// Returns the most passes between their forward and their backward on a stage.
+    /// Returns the maximum number of in-flight passes (forward done, backward pending) on a stage.
     pub fn max_in_flight(&self, stage: usize) -> usize {
         let (mut live, mut most) = (0usize, 0);
         for step in self.of_stage(stage) {
@@ -108,7 +108,7 @@ impl StageStep {
     }
 }
 
-/// A stage while the table is made.
+/// A stage during simulation.
 struct Stage {
     stage: usize,
     n_stages: usize,
@@ -117,13 +117,13 @@ struct Stage {
     backwards: Vec<ChunkPass>,
     n_forwards: usize,
     n_backwards: usize,
-    /// Limit of passes between their forward and their backward.
+    /// Limit of in-flight passes.
     max_in_flight: usize,
     free_at: usize,
     steps: Vec<(usize, StageStep)>,
 }
 
-/// When each pass ends, by direction, stage, chunk and micro-batch.
+/// End time of each pass, by direction, stage, chunk and micro-batch.
 struct Done {
     sizes: [usize; 3],
     forward: Vec<Option<usize>>,
@@ -131,11 +131,11 @@ struct Done {
 }
 
 impl Stage {
-    fn new(schedule: Schedule, stage: usize, [n_stages, n_chunks, n_micros]: [usize; 3]) -> Self {
+    fn new(schedule: PipelineScheduleKind, stage: usize, [n_stages, n_chunks, n_micros]: [usize; 3]) -> Self {
         let max_in_flight = match schedule {
-            Schedule::AllForwardAllBackward => n_chunks * n_micros,
-            Schedule::OneForwardOneBackward if n_chunks == 1 => n_stages - stage,
-            Schedule::OneForwardOneBackward => 2 * (n_stages - stage - 1) + (n_chunks - 1) * n_stages + 1,
+            PipelineScheduleKind::GPipe => n_chunks * n_micros,
+            PipelineScheduleKind::OneForwardOneBackward if n_chunks == 1 => n_stages - stage,
+            PipelineScheduleKind::OneForwardOneBackward => 2 * (n_stages - stage - 1) + (n_chunks - 1) * n_stages + 1,
         };
         let (forwards, backwards) = (
             passes(n_stages, n_chunks, n_micros, |chunk| chunk),
@@ -163,8 +163,8 @@ impl Stage {
         self.free_at <= time
     }
 
-    /// Begins the next pass if what it reads is there: a forward while one more may be kept, else a backward. Tells whether
-    /// it did.
+    /// Starts the next pass whose input is ready: a forward below the in-flight limit, else a backward. Returns true if
+    /// one started.
     fn start(&mut self, time: usize, done: &Done) -> bool {
         if !self.is_idle(time) {
             return false;
@@ -190,8 +190,8 @@ impl Stage {
     }
 }
 
-/// All passes of a stage in the order in which it makes them: as many micro-batches as there are stages go through a run, then
-/// through the next.
+/// Returns the passes of a stage in order: as many micro-batches as there are stages per model chunk, then the next
+/// chunk.
 fn passes(n_stages: usize, n_chunks: usize, n_micros: usize, chunk: impl Fn(usize) -> usize + Copy) -> Vec<ChunkPass> {
     let groups = (0..n_micros).step_by(n_stages);
     let of_group = |first: usize| {
@@ -212,7 +212,7 @@ impl Done {
         (stage * n_chunks + chunk) * n_micros + micro
     }
 
-    /// Notes when the last pass of a stage ends.
+    /// Records the end of a stage's last pass.
     fn note(&mut self, stage: &Stage) {
         let Some((begin, step)) = stage.steps.last() else { return };
         let end = Some(begin + step.time());
@@ -228,7 +228,7 @@ impl Done {
         }
     }
 
-    /// Tells whether what a forward reads is there.
+    /// Returns true if a forward's input is ready.
     fn can_forward(&self, stage: usize, pass: ChunkPass, n_stages: usize, time: usize) -> bool {
         let before = match (stage, pass.chunk) {
             (0, 0) => return true,
@@ -238,7 +238,7 @@ impl Done {
         self.forward[self.at(before.0, before.1)].is_some_and(|end| end <= time)
     }
 
-    /// Tells whether what a backward reads is there.
+    /// Returns true if a backward's input is ready.
     fn can_backward(&self, stage: usize, pass: ChunkPass, n_chunks: usize, time: usize) -> bool {
         let [n_stages, ..] = self.sizes;
         let is_there = |end: Option<usize>| end.is_some_and(|end| end <= time);
@@ -251,8 +251,8 @@ impl Done {
     }
 }
 
-/// A line for each stage: a column for each unit of time with the micro-batch, forwards of the first run as digits, of later
-/// runs with letters behind them; backwards in brackets.
+/// Prints one line per stage and one column per time unit, with the micro-batch number. Later chunks add a letter;
+/// backwards are in brackets.
 impl fmt::Display for PipelineSchedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let label = |ChunkPass { chunk, micro }: ChunkPass| match self.n_chunks {
@@ -274,7 +274,7 @@ impl fmt::Display for PipelineSchedule {
             }
             writeln!(f, "  {} live", self.max_in_flight(stage))?;
         }
-        write!(f, "bubble {:.1} % of {} units", 100.0 * self.bubble(), self.length())
+        write!(f, "bubble {:.1} % of {} units", 100.0 * self.bubble(), self.duration())
     }
 }
 
@@ -283,11 +283,11 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
-    use Schedule::{AllForwardAllBackward, OneForwardOneBackward};
+    use PipelineScheduleKind::{GPipe, OneForwardOneBackward};
 
     /// Every pass once each way, forwards before backwards, no pass before what it reads, and one order on each edge.
     #[track_caller]
-    fn check(schedule: Schedule, n_stages: usize, n_chunks: usize, n_micros: usize) -> PipelineSchedule {
+    fn check(schedule: PipelineScheduleKind, n_stages: usize, n_chunks: usize, n_micros: usize) -> PipelineSchedule {
         let table = PipelineSchedule::new(schedule, n_stages, n_chunks, n_micros);
         let mut ends = HashMap::new();
         for (stage, steps) in table.stages.iter().enumerate() {
@@ -336,7 +336,7 @@ mod tests {
 
     #[test]
     fn every_table_is_complete_and_in_order() {
-        for schedule in [AllForwardAllBackward, OneForwardOneBackward] {
+        for schedule in [GPipe, OneForwardOneBackward] {
             for n_stages in 1..=4 {
                 for n_chunks in 1..=3 {
                     for n_micros in 0..=9 {
@@ -354,7 +354,7 @@ mod tests {
         for (p, m) in [(2, 2), (4, 4), (4, 8), (3, 7)] {
             let want = (p - 1) as f64 / (m + p - 1) as f64;
             assert!((bubble(OneForwardOneBackward, p, 1, m) - want).abs() < 1e-12, "{p} {m}");
-            assert!((bubble(AllForwardAllBackward, p, 1, m) - want).abs() < 1e-12, "{p} {m}");
+            assert!((bubble(GPipe, p, 1, m) - want).abs() < 1e-12, "{p} {m}");
         }
         for (p, v, m) in [(2, 2, 4), (4, 2, 8), (4, 3, 8)] {
             let want = (p - 1) as f64 / (m * v + p - 1) as f64;
@@ -370,7 +370,7 @@ mod tests {
     fn one_forward_one_backward_keeps_as_many_as_there_are_stages() {
         let live = |schedule, m| (0..4).map(|stage| check(schedule, 4, 1, m).max_in_flight(stage)).collect::<Vec<_>>();
         assert_eq!(live(OneForwardOneBackward, 8), [4, 3, 2, 1]);
-        assert_eq!(live(AllForwardAllBackward, 8), [8, 8, 8, 8]);
+        assert_eq!(live(GPipe, 8), [8, 8, 8, 8]);
         assert_eq!(live(OneForwardOneBackward, 2), [2, 2, 2, 1]);
     }
 

@@ -7,7 +7,7 @@ pub mod workspace;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_model::checkpoint::{Companions, DEFAULT_SHARD_BYTES, Export};
+use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES};
 use candlewick_model::{Config, Model, ParamSpec};
 use serde_json::json;
 
@@ -23,9 +23,9 @@ pub fn export(folder: &Path, seed: u64) -> PathBuf {
     });
     let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
     let tokenizer = root().join("recipes/quickstart/tokenizer");
-    let companions = Companions { folders: &[&tokenizer], chat_template: None, files: &[] };
+    let auxiliary_files = AuxiliaryFiles { folders: &[&tokenizer], chat_template: None, files: &[] };
     let (config, dtype, shard_bytes) = (model.config(), DType::F32, DEFAULT_SHARD_BYTES);
-    let export = Export { folder: &folder, config, companions, dtype, shard_bytes };
+    let export = CheckpointExport { folder: &folder, config, auxiliary_files, dtype, shard_bytes };
     let random = |spec: &ParamSpec| {
         let mut values = vec![0.0; spec.numel()];
         spec.initialise(seed, &mut values);

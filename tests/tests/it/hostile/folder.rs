@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use assert_cmd::cargo::cargo_bin;
 use candle_core::{DType, Device, Tensor};
-use candlewick_model::checkpoint::{Companions, DEFAULT_SHARD_BYTES, Export};
+use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES};
 use candlewick_model::{AdapterFolder, Config, LoraConfig, Model, ParamSpec};
 use rustix::process::Pid;
 use serde_json::json;
@@ -94,20 +94,20 @@ fn write_model(folder: &Path) {
     let lora = LoraConfig::from_json(&json!({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]})).unwrap();
     let model = Model::new(Config::from_json(config).unwrap(), Some(lora)).unwrap();
     let tokenizer = root().join("recipes/quickstart/tokenizer");
-    let companions = Companions { folders: &[&tokenizer], chat_template: None, files: &[] };
+    let auxiliary_files = AuxiliaryFiles { folders: &[&tokenizer], chat_template: None, files: &[] };
     let random = |spec: &ParamSpec| {
         let mut values = vec![0.0; spec.numel()];
         spec.initialise(1, &mut values);
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
     };
     let (config, dtype, shard_bytes) = (model.config(), DType::F32, DEFAULT_SHARD_BYTES);
-    let export = Export { folder: &folder.join("model"), config, companions, dtype, shard_bytes };
+    let export = CheckpointExport { folder: &folder.join("model"), config, auxiliary_files, dtype, shard_bytes };
     export.save(model.base_params(), random).unwrap();
     fs::write(folder.join("model/generation_config.json"), r#"{"eos_token_id": 0}"#).unwrap();
     let config: serde_json::Value =
         serde_json::from_slice(&fs::read(folder.join("model/tokenizer_config.json")).unwrap()).unwrap();
     fs::write(folder.join("model/chat_template.jinja"), config["chat_template"].as_str().unwrap()).unwrap();
-    AdapterFolder::save(&folder.join("adapter"), &model, dtype, companions, random).unwrap();
+    AdapterFolder::save(&folder.join("adapter"), &model, dtype, auxiliary_files, random).unwrap();
 }
 
 fn write_texts(folder: &Path) {

@@ -15,7 +15,7 @@ mod tiles;
 use std::collections::BTreeSet;
 
 use candlewick_comm::mesh::Degrees;
-use candlewick_parallel::{Schedule, SequenceParallel, ZeroStage};
+use candlewick_parallel::{PipelineScheduleKind, SequenceParallel, ZeroStage};
 
 use case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS};
 use rank::{FEW, Outcome, STEPS, Way, compare, one_rank, run, run_with};
@@ -194,33 +194,45 @@ fn parity_of_matrices_and_sequences_in_parts() {
     check(Way { zero_stage: Some(ZeroStage::Three), ..way }, &[HEADS, IN_PARTS[0], SHARES[0]]);
 }
 
-fn pipeline(degrees: Degrees, schedule: Schedule, runs: &'static [usize]) -> Way {
+fn pipeline(degrees: Degrees, schedule: PipelineScheduleKind, runs: &'static [usize]) -> Way {
     Way { degrees, schedule, runs: Some(runs), ..Way::ONE_RANK }
 }
 
 #[test]
 fn parity_of_all_forward_all_backward() {
-    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::AllForwardAllBackward, &[2, 2]), &[STAGES, TIE]);
-    check(pipeline(Degrees { pp: 3, ..ONE }, Schedule::AllForwardAllBackward, &[2, 1, 1]), &[STAGES, TIE]);
+    check(pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::GPipe, &[2, 2]), &[STAGES, TIE]);
+    check(pipeline(Degrees { pp: 3, ..ONE }, PipelineScheduleKind::GPipe, &[2, 1, 1]), &[STAGES, TIE]);
 }
 
 #[test]
 fn parity_of_one_forward_one_backward() {
-    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::OneForwardOneBackward, &[1, 3]), &[STAGES, TIE]);
-    check(pipeline(Degrees { pp: 4, ..ONE }, Schedule::OneForwardOneBackward, &[1, 1, 1, 1]), &[STAGES, TIE]);
-    check(pipeline(Degrees { pp: 3, ..ONE }, Schedule::OneForwardOneBackward, &[2, 2, 0]), &[STAGES, TIE]);
+    check(pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 3]), &[STAGES, TIE]);
+    check(
+        pipeline(Degrees { pp: 4, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 1, 1, 1]),
+        &[STAGES, TIE],
+    );
+    check(pipeline(Degrees { pp: 3, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2, 0]), &[STAGES, TIE]);
 }
 
 #[test]
 fn parity_of_interleaved_runs() {
-    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::OneForwardOneBackward, &[1, 1, 1, 1]), &[STAGES, TIE]);
-    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::AllForwardAllBackward, &[1, 0, 2, 1]), &[STAGES, TIE]);
-    check(pipeline(Degrees { pp: 3, ..ONE }, Schedule::OneForwardOneBackward, &[1, 1, 1, 1, 0, 0]), &[STAGES, TIE]);
+    check(
+        pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 1, 1, 1]),
+        &[STAGES, TIE],
+    );
+    check(pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::GPipe, &[1, 0, 2, 1]), &[STAGES, TIE]);
+    check(
+        pipeline(Degrees { pp: 3, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 1, 1, 1, 0, 0]),
+        &[STAGES, TIE],
+    );
 }
 
 #[test]
 fn parity_of_a_pipeline_of_replicas_and_shards() {
-    let way = |degrees, zero_stage| Way { zero_stage, ..pipeline(degrees, Schedule::OneForwardOneBackward, &[2, 2]) };
+    let way = |degrees, zero_stage| Way {
+        zero_stage,
+        ..pipeline(degrees, PipelineScheduleKind::OneForwardOneBackward, &[2, 2])
+    };
     check(way(Degrees { pp: 2, dp_replicate: 2, ..ONE }, None), &[STAGES, TIE, SUM]);
     check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(ZeroStage::One)), &[STAGES, TIE, SHARES[0]]);
     check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(ZeroStage::Two)), &[STAGES, TIE, SHARES[0]]);
@@ -230,7 +242,7 @@ fn parity_of_a_pipeline_of_replicas_and_shards() {
 #[test]
 fn parity_of_a_pipeline_of_parts() {
     let way = |degrees, sequence_parallel, zero_stage, runs| {
-        let schedule = Schedule::OneForwardOneBackward;
+        let schedule = PipelineScheduleKind::OneForwardOneBackward;
         Way { sequence_parallel, zero_stage, ..pipeline(degrees, schedule, runs) }
     };
     check(way(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::On, None, &[2, 2]), &[STAGES, TIE, IN_PARTS[0]]);
@@ -254,7 +266,7 @@ fn parity_of_a_pipeline_of_parts() {
 #[test]
 fn parity_of_two_runs_is_to_the_bit() {
     let all = Way { runs: Some(&[2, 2]), ..tensor(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::On) };
-    let afab = pipeline(Degrees { pp: 2, ..ONE }, Schedule::AllForwardAllBackward, &[2, 2]);
+    let afab = pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::GPipe, &[2, 2]);
     let ring = Way { degrees: Degrees { cp: 3, ..ONE }, ..Way::ONE_RANK };
     for way in [dp(3), zero(4, ZeroStage::Three), all, ulysses(1, 4, None), ring, afab] {
         let run = || run(way, MODELS[0], BATCHINGS[2]);

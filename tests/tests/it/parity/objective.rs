@@ -7,11 +7,11 @@ use std::time::Duration;
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, sum, threads};
-use candlewick_model::Seams;
-use candlewick_ops::{self as ops, AttentionSpec, CuSeqlens, GradPolicy, GradScaler};
+use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_ops::{self as ops, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, Engine, LossScale, MicroLoss, Objective, Optimizer, Schedule, SequenceParallel, StepLoss,
-    TokenLosses, TrainBatch, ZeroStage,
+    AuxiliaryLoss, CausalLm, Engine, LossScale, MicroLoss, Objective, OptimizerStep, PipelineScheduleKind,
+    SequenceParallel, StepLoss, TokenLosses, TrainBatch, ZeroStage,
 };
 
 use super::case::{Batching, Kind, MODELS, micros};
@@ -34,16 +34,9 @@ impl Objective for Squared {
 /// Attention that adds the sum of squared queries as an auxiliary loss.
 struct QueryEnergy;
 
-impl Seams for QueryEnergy {
-    fn attend(
-        &self,
-        _: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        seqs: &CuSeqlens,
-        spec: &AttentionSpec,
-    ) -> Result<Tensor> {
+impl ParallelOps for QueryEnergy {
+    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
+        let AttentionCall { q, k, v, seqs, spec, .. } = *call;
         let twice_q = (q * 2.0)?;
         let energy = ops::record("query_energy", [q.into()], q.sqr()?.sum_all()?, move |dy, _| {
             Ok([Some(twice_q.broadcast_mul(dy)?)])
@@ -82,7 +75,7 @@ fn step(way: Way, kind: Kind, objective: &'static dyn Objective, auxiliary: &[Au
         let scaler =
             GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
         let batch = TrainBatch { micros: &micros, dropout_keys: &[5, 6], n_targets, auxiliary };
-        let optimizer = Optimizer { adamw: HYPER, scaler: &scaler };
+        let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let loss = result.losses.iter().copied().map(f64::from).sum::<f64>() / n_targets;
         Ok((loss, result.auxiliary, pieces(&engine, |state| &state.grad)?))
@@ -153,7 +146,7 @@ fn parity_of_an_objective_that_reads_token_losses() {
         ring::ring(2),
         tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On),
         tensor(Degrees { tp: 2, sp: 2, ..ONE }, SequenceParallel::Off),
-        pipeline(Degrees { pp: 2, dp_replicate: 2, ..ONE }, Schedule::OneForwardOneBackward, &[2, 2]),
+        pipeline(Degrees { pp: 2, dp_replicate: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2]),
     ];
     for way in ways {
         check_close(way, &step(way, MODELS[1], &Squared, &[]), &one_rank);
@@ -172,7 +165,7 @@ fn parity_of_an_auxiliary_loss() {
         dp(4),
         zero(4, ZeroStage::One),
         zero(4, ZeroStage::Three),
-        pipeline(Degrees { pp: 2, dp_replicate: 2, ..ONE }, Schedule::OneForwardOneBackward, &[2, 2]),
+        pipeline(Degrees { pp: 2, dp_replicate: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2]),
     ];
     for way in ways {
         check_close(way, &step(way, MODELS[1], &CausalLm, &losses), &one_rank);

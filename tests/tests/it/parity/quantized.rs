@@ -52,7 +52,8 @@ fn parity_of_a_quantized_base_in_matrix_slices() {
 
 #[test]
 fn parity_of_a_quantized_base_in_pipeline_stages() {
-    let way = pipeline(Degrees { pp: 2, ..ONE }, candlewick_parallel::Schedule::OneForwardOneBackward, &[2, 2]);
+    let way =
+        pipeline(Degrees { pp: 2, ..ONE }, candlewick_parallel::PipelineScheduleKind::OneForwardOneBackward, &[2, 2]);
     check_all(way, &[QUANTIZED], &[super::case::Batching::Accumulated(5)], &[STAGES]);
 }
 

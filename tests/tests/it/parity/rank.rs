@@ -8,11 +8,11 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Call, Options, World, sum, threads};
-use candlewick_model::MlpRows;
+use candlewick_model::TiledMlp;
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    ActivationCheckpointing, CpuOffload, Engine, EngineSpec, Formats, Groups, Layout, LossScale, ParamState, Schedule,
-    SequenceParallel, ZeroStage,
+    ActivationCheckpointing, CpuOffload, Engine, EngineSpec, LossScale, ParallelGroups, ParamDtypes, ParamState,
+    PipelineLayout, PipelineScheduleKind, SequenceParallel, ZeroStage,
 };
 
 use super::case::{Batching, Kind, micros};
@@ -32,10 +32,10 @@ pub(crate) struct Way {
     pub(crate) degrees: Degrees,
     pub(crate) zero_stage: Option<ZeroStage>,
     pub(crate) sequence_parallel: SequenceParallel,
-    pub(crate) schedule: Schedule,
+    pub(crate) schedule: PipelineScheduleKind,
     /// Blocks of each run, in the order of the runs; `None` shares them out evenly, a run a stage.
     pub(crate) runs: Option<&'static [usize]>,
-    pub(crate) mlp_rows: MlpRows,
+    pub(crate) tiled_mlp: TiledMlp,
     /// Bytes of logits that the loss holds at once, if not so many that all fit.
     pub(crate) logits_bytes: Option<usize>,
     pub(crate) cpu_offload: CpuOffload,
@@ -46,9 +46,9 @@ impl Way {
         degrees: Degrees { pp: 1, dp_replicate: 1, dp_shard: 1, cp: 1, sp: 1, tp: 1, ep: 1, etp: 1 },
         zero_stage: None,
         sequence_parallel: SequenceParallel::Off,
-        schedule: Schedule::OneForwardOneBackward,
+        schedule: PipelineScheduleKind::OneForwardOneBackward,
         runs: None,
-        mlp_rows: MlpRows::Together,
+        tiled_mlp: TiledMlp::Off,
         logits_bytes: None,
         cpu_offload: CpuOffload { optimizer: 0.0, weights: false },
     };
@@ -58,10 +58,10 @@ impl Way {
         (self.degrees.cp * self.degrees.sp * self.degrees.pp) as f64
     }
 
-    fn layout(&self, n_blocks: usize) -> Layout {
+    fn layout(&self, n_blocks: usize) -> PipelineLayout {
         match self.runs {
-            Some(runs) => Layout::new(self.degrees.pp, runs),
-            None => Layout::balanced(n_blocks, self.degrees.pp, 1, 0.0),
+            Some(runs) => PipelineLayout::new(self.degrees.pp, runs),
+            None => PipelineLayout::balanced(n_blocks, self.degrees.pp, 1, 0.0),
         }
     }
 }
@@ -179,7 +179,7 @@ pub(crate) fn seat(world: &World, way: Way) -> (usize, usize) {
 pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> candle_core::Result<Engine> {
     let mesh = Mesh::new(way.degrees, world.size()).unwrap();
     let everyone = Lying { group: world.group(), name: "world".to_owned(), lie: lie.cloned() };
-    let groups = Groups::new(&mesh, &everyone)?;
+    let groups = ParallelGroups::new(&mesh, &everyone)?;
     let model = kind.model();
     // Every kind of activation checkpointing: weights come and go differently for each.
     let checkpointing = (0..model.n_blocks()).map(|block| match block % 4 {
@@ -194,9 +194,9 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> 
         schedule: way.schedule,
         cpu_offload: way.cpu_offload,
         checkpointing: checkpointing.collect(),
-        ..EngineSpec::training(Formats::computing_in(DType::F32), way.layout(model.n_blocks()))
+        ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), way.layout(model.n_blocks()))
     };
-    let engine = spec.build(model, &groups, Device::Cpu)?.with_mlp_rows(way.mlp_rows);
+    let engine = spec.build(model, &groups, Device::Cpu)?.with_tiled_mlp(way.tiled_mlp);
     engine.store().fill(|spec| {
         let mut values = vec![0f32; spec.numel()];
         spec.initialise(3, &mut values);

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, threads};
-use candlewick_model::MlpRows;
-use candlewick_parallel::{Micro, Schedule, SequenceParallel, ZeroStage};
+use candlewick_model::TiledMlp;
+use candlewick_parallel::{Micro, PipelineScheduleKind, SequenceParallel, ZeroStage};
 
 use super::case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS, WINDOW, micros};
 use super::rank::{STEPS, Way, compare, engine, one_rank, run, seat};
@@ -88,7 +88,7 @@ fn parity_of_a_ring_and_parts_of_matrices() {
 #[test]
 fn parity_of_a_ring_in_each_stage_of_a_pipeline() {
     for (schedule, zero_stage) in
-        [(Schedule::OneForwardOneBackward, Some(ZeroStage::One)), (Schedule::AllForwardAllBackward, None)]
+        [(PipelineScheduleKind::OneForwardOneBackward, Some(ZeroStage::One)), (PipelineScheduleKind::GPipe, None)]
     {
         let degrees = Degrees { pp: 2, cp: 2, ..ONE };
         let way = Way { degrees, schedule, zero_stage, runs: Some(&[3, 1]), ..Way::ONE_RANK };
@@ -112,10 +112,10 @@ fn parity_of_replicas_of_sequences_in_parts() {
 #[test]
 fn parity_of_a_ring_with_dropout_and_tiles() {
     for way in [ring(2), ring(3), with_ulysses(2, 2), with_ulysses(2, 4)] {
-        for mlp_rows in [MlpRows::Together, MlpRows::InTiles] {
+        for tiled_mlp in [TiledMlp::Off, TiledMlp::On] {
             for batching in AND_LONG {
                 let one_rank = one_rank(ADAPTER, batching, STEPS);
-                compare(&run(Way { mlp_rows, ..way }, ADAPTER, batching), &one_rank).unwrap();
+                compare(&run(Way { tiled_mlp, ..way }, ADAPTER, batching), &one_rank).unwrap();
             }
         }
     }
@@ -125,7 +125,7 @@ fn parity_of_a_ring_with_dropout_and_tiles() {
 fn parity_of_a_ring_with_tiled_mlps() {
     for kind in IN_RINGS {
         let one_rank = one_rank(kind, Batching::Long, STEPS);
-        let tiled = Way { mlp_rows: MlpRows::InTiles, ..ring(2) };
+        let tiled = Way { tiled_mlp: TiledMlp::On, ..ring(2) };
         compare(&run(tiled, kind, Batching::Long), &one_rank).unwrap();
     }
 }

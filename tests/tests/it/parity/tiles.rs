@@ -1,8 +1,8 @@
 //! Rows of what trades time for memory: MLPs and losses in tiles, and what lies in the host's memory.
 
 use candlewick_comm::mesh::Degrees;
-use candlewick_model::MlpRows;
-use candlewick_parallel::{CpuOffload, Schedule, SequenceParallel, ZeroStage};
+use candlewick_model::TiledMlp;
+use candlewick_parallel::{CpuOffload, PipelineScheduleKind, SequenceParallel, ZeroStage};
 
 use super::case::{ADAPTER, BATCHINGS, Batching, MODELS};
 use super::rank::{STEPS, Way, compare, one_rank, run};
@@ -26,7 +26,7 @@ fn check(way: Way) {
 
 /// Some tiles of the MLP, of at most 32 tokens, and some of the loss: of at most 16 rows of half of the vocabulary.
 fn tiled(way: Way) -> Way {
-    Way { mlp_rows: MlpRows::InTiles, logits_bytes: Some(1600), ..way }
+    Way { tiled_mlp: TiledMlp::On, logits_bytes: Some(1600), ..way }
 }
 
 #[test]
@@ -39,8 +39,8 @@ fn parity_of_tiles_and_parts_of_matrices() {
 
 #[test]
 fn parity_of_tiles_and_stages() {
-    check(tiled(pipeline(Degrees { pp: 2, ..ONE }, Schedule::OneForwardOneBackward, &[2, 2])));
-    check(tiled(pipeline(Degrees { pp: 2, tp: 2, ..ONE }, Schedule::OneForwardOneBackward, &[1, 1, 1, 1])));
+    check(tiled(pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2])));
+    check(tiled(pipeline(Degrees { pp: 2, tp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 1, 1, 1])));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
-use candlewick_model::checkpoint::UNFINISHED;
+use candlewick_model::checkpoint::UNFINISHED_MARKER;
 
 use super::*;
 use crate::checkpoint::storage::StoredFile;
@@ -59,7 +59,7 @@ impl Storage for Faulty {
     fn remove_dir(&self, dir: &Path) -> io::Result<()> {
         self.operation()?;
         let paths = fs::read_dir(dir).into_iter().flatten().map(|entry| entry.map(|entry| entry.path()));
-        if let Some(path) = paths.flatten().find(|path| !path.ends_with(UNFINISHED)) {
+        if let Some(path) = paths.flatten().find(|path| !path.ends_with(UNFINISHED_MARKER)) {
             fs::remove_file(path)?;
         }
         self.operation().and_then(|()| Drive.remove_dir(dir))

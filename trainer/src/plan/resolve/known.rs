@@ -214,7 +214,7 @@ fn read_file(path: &str) -> Result<Config, ModelError> {
     let bytes = read_regular_file(&path, MAX_WRITTEN_BYTES).map_err(read)?;
     let value = serde_json::from_slice(without_bom(&bytes))
         .map_err(|error| ModelError::Malformed { path: path.clone(), problem: format!("not JSON: {error}") })?;
-    Config::from_json(value).map_err(|source| ModelError::In { path: path.clone(), source: Box::new(source) })
+    Config::from_json(value).map_err(|source| ModelError::InFile { path: path.clone(), source: Box::new(source) })
 }
 
 /// Reads the config from the Hub. `None` if the cache lacks it and the caller forbids the network.

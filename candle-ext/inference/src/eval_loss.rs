@@ -1,0 +1,46 @@
+//! Evaluation loss: the mean over target tokens, independent of batching.
+
+use anyhow::{Context, Result};
+use candlewick_comm::{Collective, sum};
+use candlewick_parallel::{Engine, Micro};
+use serde::Serialize;
+
+/// Loss on evaluation data.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct EvalLoss {
+    /// Mean negative log-likelihood per target token, in nats.
+    pub loss: f64,
+    /// Number of target tokens.
+    pub n_targets: usize,
+}
+
+impl EvalLoss {
+    /// Returns the perplexity, exp(loss).
+    pub fn perplexity(&self) -> f64 {
+        self.loss.exp()
+    }
+}
+
+/// Running sum of evaluation losses on this rank.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EvalLossSum {
+    loss: f64,
+    n_targets: usize,
+}
+
+impl EvalLossSum {
+    /// Adds a micro-batch with `n_targets` targets, and returns the sum of its losses. Collective: all ranks must call
+    /// it equally often.
+    pub fn add(&mut self, engine: &Engine, micro: &Micro, n_targets: usize) -> Result<f64> {
+        let loss = engine.loss(micro).context("failed to compute the held-out loss")?;
+        self.loss += loss;
+        self.n_targets += n_targets;
+        Ok(loss)
+    }
+
+    /// Returns the loss over all micro-batches of all ranks, weighted by target tokens; NaN without targets.
+    pub fn over_ranks(self, ranks: &dyn Collective) -> Result<EvalLoss> {
+        let (loss, n_targets) = (sum(ranks, self.loss)?, sum(ranks, self.n_targets as f64)?);
+        Ok(EvalLoss { loss: loss / n_targets, n_targets: n_targets as usize })
+    }
+}

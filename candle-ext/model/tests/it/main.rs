@@ -1,0 +1,9 @@
+//! Integration tests of the model crate: one binary, one module for each subject.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod adapters;
+mod candle_transformers;
+mod checkpoints;
+mod parity;
+mod tiny;

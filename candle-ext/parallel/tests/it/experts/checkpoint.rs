@@ -1,0 +1,82 @@
+//! A checkpoint in memory: whole tensors, assembled from the shards that the ranks write.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Result, Tensor};
+use candlewick_ops::copy_into;
+use candlewick_parallel::{ParamState, ParamStore};
+
+use super::mixture::units;
+
+/// Whole tensors of a checkpoint by name.
+pub(crate) type Saved = BTreeMap<String, Vec<f32>>;
+
+/// Elements of a whole parameter that a state is about, in its order.
+fn partition(state: &ParamState) -> impl Iterator<Item = usize> + use<> {
+    let (width, columns) = (*state.shape.last().unwrap(), state.columns.clone());
+    state.range.clone().map(move |at| at / columns.len() * width + columns.start + at % columns.len())
+}
+
+fn tensors(state: &ParamState) -> [(String, Tensor); 4] {
+    let named = |part: &str, x: &Tensor| (format!("{part}/{}", state.name), x.clone());
+    [
+        named("master", &state.master),
+        named("exp_avg", &state.exp_avg),
+        named("exp_avg_sq", &state.exp_avg_sq),
+        named("grad", &state.grad),
+    ]
+}
+
+/// A rank's part of a tensor.
+pub(crate) struct Piece {
+    pub(crate) name: String,
+    /// Elements of the whole tensor.
+    numel: usize,
+    /// Positions in the whole tensor, and their values.
+    pub(crate) values: Vec<(usize, f32)>,
+    is_written: bool,
+}
+
+pub(crate) fn pieces(store: &ParamStore) -> Result<Vec<Piece>> {
+    let mut pieces = Vec::new();
+    for state in store.states()? {
+        let (numel, is_written) = (state.shape.iter().product(), state.writes_checkpoint);
+        for (name, tensor) in tensors(&state) {
+            let values = partition(&state).zip(tensor.to_vec1::<f32>()?).collect();
+            pieces.push(Piece { name, numel, values, is_written });
+        }
+    }
+    Ok(pieces)
+}
+
+/// Joins what the ranks write: every element once, and the same as on ranks that hold it without writing it.
+pub(crate) fn join(pieces: &[Piece]) -> Saved {
+    let mut saved = Saved::new();
+    let (written, held): (Vec<_>, Vec<_>) = pieces.iter().partition(|piece| piece.is_written);
+    for Piece { name, numel, values, .. } in written {
+        let whole = saved.entry(name.clone()).or_insert_with(|| vec![f32::NAN; *numel]);
+        for (at, value) in values {
+            assert!(whole[*at].is_nan(), "element {at} of {name} is written twice");
+            whole[*at] = *value;
+        }
+    }
+    let n_names = 4 * units().iter().map(|unit| unit.params.len()).sum::<usize>();
+    assert_eq!(saved.len(), n_names, "written were {:?}", saved.keys());
+    for (name, whole) in &saved {
+        assert!(whole.iter().all(|x| !x.is_nan()), "{name} is not written whole");
+    }
+    for Piece { name, values, .. } in held {
+        assert!(values.iter().all(|(at, value)| saved[name][*at] == *value), "replicas of {name} differ");
+    }
+    saved
+}
+
+pub(crate) fn load(store: &ParamStore, saved: &Saved) -> Result<()> {
+    for state in store.states()? {
+        for (name, tensor) in tensors(&state) {
+            let values: Vec<f32> = partition(&state).map(|at| saved[&name][at]).collect();
+            copy_into(&tensor, &Tensor::new(values, &Device::Cpu)?)?;
+        }
+    }
+    store.refresh()
+}

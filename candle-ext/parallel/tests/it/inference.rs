@@ -1,0 +1,196 @@
+//! Prefix sharing and KV caches: the results equal those of a forward of each sequence alone.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use candlewick_comm::Solo;
+use candlewick_model::{Config, Model};
+use candlewick_ops::CuSeqlens;
+use candlewick_parallel::{
+    ActivationCheckpointing, AppendTokens, Engine, KvCachePool, Micro, ParamDtypes, ParamStore, Prefix, PrefixKvCache,
+    ScoreQuery, ShardingGroups, StoreMode, TokenRun,
+};
+use serde_json::json;
+
+const VOCAB: u32 = 50;
+const WINDOW: usize = 9;
+
+fn engine(dtype: DType, window: Option<usize>) -> Engine {
+    let config = json!({
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral",
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": false, "initializer_range": 0.2,
+        "sliding_window": window
+    });
+    let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
+    let dtypes = ParamDtypes::computing_in(dtype);
+    let store = ParamStore::new(&model, dtypes, StoreMode::Infer, &Device::Cpu, ShardingGroups::single_rank()).unwrap();
+    store
+        .fill(|spec| {
+            let mut values = vec![0f32; spec.numel()];
+            spec.initialise(3, &mut values);
+            Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
+        })
+        .unwrap();
+    let plan = vec![ActivationCheckpointing::None; model.n_blocks()];
+    Engine::new(model, store, plan, Arc::new(Solo), Device::Cpu)
+}
+
+fn text(len: usize, seed: usize) -> Vec<u32> {
+    (0..len).map(|i| ((i * 31 + seed * 17 + i * i * (seed + 3)) % VOCAB as usize) as u32).collect()
+}
+
+/// The log-probability of every token of a sequence but the first, by a forward of it alone.
+fn alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
+    let mut targets: Vec<i64> = ids[1..].iter().map(|&id| i64::from(id)).collect();
+    targets.push(Micro::IGNORED);
+    let micro = Micro {
+        ids: Tensor::new(ids, &Device::Cpu).unwrap(),
+        targets: Tensor::new(targets, &Device::Cpu).unwrap(),
+        positions: (0..ids.len() as u32).collect(),
+        seqs: CuSeqlens::packed(vec![0, ids.len()]).unwrap(),
+    };
+    let losses = engine.token_losses(&micro).unwrap();
+    losses[..ids.len() - 1].iter().map(|loss| -loss).collect()
+}
+
+/// One batch: its runs, and for each what comes after its tokens.
+type Batch<'a> = (Vec<(Prefix, &'a [u32])>, Prefix);
+
+/// Scores the second to last token of every run, batch by batch: a list for each run.
+fn scores(engine: &Engine, batches: &[Batch]) -> Vec<Vec<f32>> {
+    let mut path = PrefixKvCache::new(engine.model().n_blocks());
+    let mut all = Vec::new();
+    for (runs, kept) in batches {
+        let runs: Vec<TokenRun> = runs.iter().map(|&(prefix, ids)| TokenRun { prefix, ids }).collect();
+        let (mut queries, mut first) = (Vec::new(), 0);
+        for run in &runs {
+            let next = run.ids.iter().enumerate().skip(1);
+            queries.extend(next.map(|(i, &id)| ScoreQuery { row: (first + i - 1) as u32, id }));
+            first += run.ids.len();
+        }
+        let branches = path.plan_batch(&runs, *kept, &Device::Cpu).unwrap();
+        let scores = engine.token_scores(branches.tokens(), &queries, &branches).unwrap();
+        let mut scores = scores.logprobs.into_iter();
+        all.extend(runs.iter().map(|run| scores.by_ref().take(run.ids.len() - 1).collect::<Vec<_>>()));
+    }
+    all
+}
+
+#[track_caller]
+fn assert_near(ours: &[f32], want: &[f32], bound: f32) {
+    assert_eq!(ours.len(), want.len());
+    for (i, (a, b)) in ours.iter().zip(want).enumerate() {
+        assert!((a - b).abs() <= bound, "{i}: {a} {b}");
+    }
+}
+
+/// A trunk, two branches of it, a branch of the second, and a stranger.
+fn tree() -> [Vec<u32>; 5] {
+    [text(150, 1), text(7, 2), text(20, 3), text(3, 4), text(11, 5)]
+}
+
+#[track_caller]
+fn check_tree(dtype: DType, window: Option<usize>, bound: f32) {
+    let engine = engine(dtype, window);
+    let [trunk, first, second, third, stranger] = &tree();
+    let start = Prefix::Cached(0);
+    let whole = [(
+        vec![
+            (start, &trunk[..]),
+            (Prefix::Run(0), first),
+            (Prefix::Run(0), second),
+            (Prefix::Run(2), third),
+            (start, stranger),
+        ],
+        start,
+    )];
+    let in_one = scores(&engine, &whole);
+    // The trunk in two pieces, and everything by itself.
+    let bit_by_bit = [
+        (vec![(start, &trunk[..100])], Prefix::Run(0)),
+        (vec![(Prefix::Cached(100), &trunk[100..])], Prefix::Run(0)),
+        (vec![(Prefix::Cached(150), first)], Prefix::Cached(150)),
+        (vec![(start, stranger), (Prefix::Cached(150), second)], Prefix::Run(1)),
+        (vec![(Prefix::Cached(170), third)], Prefix::Cached(170)),
+        (vec![(Prefix::Cached(170), third)], start),
+    ];
+    let in_many = scores(&engine, &bit_by_bit);
+    for (run, parts) in [(1, [2].as_slice()), (2, &[4]), (3, &[5]), (3, &[6]), (4, &[3])] {
+        assert_eq!(in_one[run], parts.iter().flat_map(|i| in_many[*i].clone()).collect::<Vec<_>>(), "run {run}");
+    }
+    for (path, run) in [(vec![trunk], 0), (vec![trunk, first], 1), (vec![trunk, second, third], 3), (vec![stranger], 4)]
+    {
+        let ids = path.into_iter().flatten().copied().collect::<Vec<_>>();
+        let want = alone(&engine, &ids);
+        assert_near(&in_one[run], &want[want.len() - in_one[run].len()..], bound);
+    }
+}
+
+#[test]
+fn branches_score_what_their_whole_paths_do() {
+    check_tree(DType::F32, None, 2e-5);
+    check_tree(DType::F32, Some(WINDOW), 2e-5);
+    check_tree(DType::BF16, None, 0.1);
+}
+
+#[test]
+fn a_prefix_that_is_not_cached_is_an_error() {
+    let mut path = PrefixKvCache::new(1);
+    let mut refused = |prefix| {
+        let run = TokenRun { prefix, ids: &[1] };
+        path.plan_batch(&[run], Prefix::Cached(0), &Device::Cpu).err().unwrap().to_string()
+    };
+    assert!(refused(Prefix::Cached(3)).contains("a prefix of 3 cached tokens: 0 are cached"));
+    assert!(refused(Prefix::Run(0)).contains("continue run 0: the batch has 0 runs before"));
+}
+
+/// The logits after each sequence of a forward.
+fn append(engine: &Engine, pool: &KvCachePool, sequences: &[(usize, usize, &[u32])]) -> Vec<Vec<f32>> {
+    let growth = |&(start, n_seen, ids): &(usize, usize, &[u32])| AppendTokens { start, n_seen, ids: ids.to_vec() };
+    let sequences: Vec<AppendTokens> = sequences.iter().map(growth).collect();
+    let growing = pool.append(&sequences).unwrap();
+    engine.logits(growing.tokens(), growing.last_rows(), &growing).unwrap().to_vec2().unwrap()
+}
+
+/// The logits after a sequence, by a forward of it alone.
+fn logits_alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
+    let mut path = PrefixKvCache::new(engine.model().n_blocks());
+    let run = TokenRun { prefix: Prefix::Cached(0), ids };
+    let branches = path.plan_batch(&[run], Prefix::Cached(0), &Device::Cpu).unwrap();
+    engine.logits(branches.tokens(), &[ids.len() as u32 - 1], &branches).unwrap().to_vec2().unwrap().remove(0)
+}
+
+#[track_caller]
+fn check_pool(dtype: DType, window: Option<usize>, bound: f32) {
+    let engine = engine(dtype, window);
+    let [a, b, c] = [text(40, 1), text(33, 2), text(150, 3)];
+    let pool = KvCachePool::new(engine.model().n_blocks(), 400);
+    // b before a in the pool, with rows between them that are free.
+    let first = append(&engine, &pool, &[(100, 0, &a[..30]), (10, 0, &b[..20])]);
+    assert_near(&first[0], &logits_alone(&engine, &a[..30]), bound);
+    assert_near(&first[1], &logits_alone(&engine, &b[..20]), bound);
+    // One goes on, another begins in a part of the space between, and the third waits.
+    let second = append(&engine, &pool, &[(200, 0, &c[..140]), (100, 30, &a[30..31])]);
+    assert_near(&second[0], &logits_alone(&engine, &c[..140]), bound);
+    assert_near(&second[1], &logits_alone(&engine, &a[..31]), bound);
+    // A copy goes on as what it was copied from.
+    pool.copy(10..30, 60).unwrap();
+    let third = append(&engine, &pool, &[(60, 20, &b[20..]), (10, 20, &b[20..]), (200, 140, &c[140..])]);
+    assert_eq!(third[0], third[1]);
+    assert_near(&third[0], &logits_alone(&engine, &b), bound);
+    assert_near(&third[2], &logits_alone(&engine, &c), bound);
+    // A token alone gets the bits that it gets among others.
+    let among = append(&engine, &pool, &[(60, 33, &[7]), (100, 31, &[8]), (10, 33, &[7])]);
+    let by_itself = append(&engine, &pool, &[(60, 33, &[7])]);
+    assert_eq!(among[0], by_itself[0]);
+    assert_eq!(among[0], among[2]);
+}
+
+#[test]
+fn sequences_of_a_pool_are_what_they_are_alone() {
+    check_pool(DType::F32, None, 2e-5);
+    check_pool(DType::F32, Some(WINDOW), 2e-5);
+    check_pool(DType::BF16, None, 0.1);
+}
