@@ -122,7 +122,7 @@ impl Message {
     }
 
     /// Whether an assistant's message is something to learn: it is, unless its `weight` is 0.
-    pub fn is_learned(&self) -> bool {
+    pub fn is_trained_on(&self) -> bool {
         self.0.get("weight").and_then(Json::as_f64) != Some(0.0)
     }
 

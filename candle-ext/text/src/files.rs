@@ -8,10 +8,10 @@ use std::path::Path;
 use tempfile::Builder;
 
 /// The most bytes of a file that a person writes: a recipe, a task, a list of messages.
-pub const MAX_WRITTEN_BYTES: u64 = 64 << 20;
+pub const MAX_CONFIG_FILE_BYTES: u64 = 64 << 20;
 /// The most bytes of a file that a program writes: a vocabulary, a list of requests. The largest vocabularies in use take
 /// 35 MB.
-pub const MAX_GENERATED_BYTES: u64 = 1 << 30;
+pub const MAX_GENERATED_FILE_BYTES: u64 = 1 << 30;
 
 /// Reads a regular file of at most `most` bytes.
 ///

@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::Path;
 
 use candlewick_text::hub::{DatasetRequest, Hub};
-use candlewick_text::source::{FileSelector, ReadOptions, Source, Spec, SplitPart, named};
+use candlewick_text::source::{DatasetSpec, FileSelector, ReadOptions, RowSource, SplitSlice, named};
 use candlewick_text::suggestion::did_you_mean;
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
@@ -22,7 +22,7 @@ pub(crate) struct DatasetSplit {
     name: String,
     docs: Vec<Doc>,
     rows: Vec<usize>,
-    source: Box<dyn Source>,
+    source: Box<dyn RowSource>,
 }
 
 /// Metadata of a split in results: its files and its number of documents.
@@ -126,12 +126,12 @@ fn read_list(doc: &mut Doc, column: &str) -> Result<(), String> {
 /// Returns the data source of a split. A single file is the requested split; a folder or Hub data set has splits.
 fn elsewhere(path: &str, dataset: &DatasetConfig, split: &str) -> DatasetRequest {
     let is_file = Path::new(path).is_file();
-    let part = SplitPart { split: split.to_owned(), slice: Default::default() };
+    let part = SplitSlice { split: split.to_owned(), slice: Default::default() };
     let parts = if is_file { Vec::new() } else { vec![part] };
     let is_card = || Path::new(path).join("README.md").is_file();
     let below = |name: &String| !Path::new(path).exists() || is_card() && Path::new(path).join(name).is_dir();
     DatasetRequest {
-        spec: Spec { name: path.to_owned(), parts },
+        spec: DatasetSpec { name: path.to_owned(), parts },
         config: dataset.name.clone().filter(below),
         default_split: split.to_owned(),
         ..request(path)
@@ -140,7 +140,7 @@ fn elsewhere(path: &str, dataset: &DatasetConfig, split: &str) -> DatasetRequest
 
 fn request(path: &str) -> DatasetRequest {
     DatasetRequest {
-        spec: Spec { name: path.to_owned(), parts: Vec::new() },
+        spec: DatasetSpec { name: path.to_owned(), parts: Vec::new() },
         revision: None,
         config: None,
         default_split: String::new(),
@@ -179,9 +179,9 @@ fn as_written(dataset: &DatasetConfig, split: &str) -> Result<DatasetRequest, Ta
     }
     let delimiter = text("sep")?.or(text("delimiter")?);
     Ok(DatasetRequest {
-        spec: Spec {
+        spec: DatasetSpec {
             name: path.clone(),
-            parts: vec![SplitPart { split: split.to_owned(), slice: Default::default() }],
+            parts: vec![SplitSlice { split: split.to_owned(), slice: Default::default() }],
         },
         revision: text("revision")?,
         config: dataset.name.clone(),

@@ -1,7 +1,7 @@
 //! A prompt from its turns: as plain text, or through a chat template.
 
 use candlewick_text::conversation::{Conversation, Message as ChatMessage};
-use candlewick_text::template::{ChatTemplate, Ending, TemplateError};
+use candlewick_text::template::{AddGenerationPrompt, ChatTemplate, TemplateError};
 use serde_json::{Map, Value as Json};
 
 use super::python::text::{ends_blank, rstrip, starts_blank, strip};
@@ -9,11 +9,11 @@ use super::python::text::{ends_blank, rstrip, starts_blank, strip};
 /// Formatter that renders chat turns as a prompt.
 pub trait ChatFormatter: Sync {
     /// Prints role and content of each turn, with the words that make the model speak if `ending` says so.
-    fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError>;
+    fn print(&self, turns: &[(&str, &str)], ending: AddGenerationPrompt) -> Result<String, TemplateError>;
 }
 
 impl ChatFormatter for ChatTemplate {
-    fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+    fn print(&self, turns: &[(&str, &str)], ending: AddGenerationPrompt) -> Result<String, TemplateError> {
         let messages = turns.iter().map(|(role, content)| ChatMessage::new(*role, *content));
         self.render(&Conversation::new(messages), ending)
     }
@@ -121,9 +121,9 @@ impl PromptFormat<'_> {
 
 fn print(chat: &dyn ChatFormatter, turns: &[(&str, &str)], has_prefix: bool) -> Result<String, TemplateError> {
     if !has_prefix {
-        return chat.print(turns, Ending::GenerationPrompt);
+        return chat.print(turns, AddGenerationPrompt::Yes);
     }
-    let text = chat.print(turns, Ending::Closed)?;
+    let text = chat.print(turns, AddGenerationPrompt::No)?;
     let last = turns.last().map_or("", |(_, content)| content);
     Ok(cut_behind(&text, last))
 }
@@ -167,9 +167,9 @@ mod tests {
     struct Tags;
 
     impl ChatFormatter for Tags {
-        fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+        fn print(&self, turns: &[(&str, &str)], ending: AddGenerationPrompt) -> Result<String, TemplateError> {
             let turns: String = turns.iter().map(|(role, content)| format!("<{role}>{content}</{role}>")).collect();
-            Ok(turns + if ending == Ending::GenerationPrompt { "<assistant>" } else { "" })
+            Ok(turns + if ending == AddGenerationPrompt::Yes { "<assistant>" } else { "" })
         }
     }
 

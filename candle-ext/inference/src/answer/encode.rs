@@ -4,8 +4,8 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
-use candlewick_text::tokenizer::{SpecialToken, Specials, Tokenizer};
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom};
+use candlewick_text::tokenizer::{SpecialToken, SpecialTokens, Tokenizer};
 use serde_json::{Map, Value};
 
 /// Makes tokens of requests.
@@ -130,10 +130,10 @@ impl<'t> Encoder<'t> {
 
     fn encode(&self, text: &str, added: &Added) -> Result<Vec<u32>> {
         Ok(match added {
-            Added::Nothing => self.tokenizer.encode(text, Specials::Omit)?,
-            Added::OfTokenizer => self.tokenizer.encode(text, Specials::Add)?,
+            Added::Nothing => self.tokenizer.encode(text, SpecialTokens::Exclude)?,
+            Added::OfTokenizer => self.tokenizer.encode(text, SpecialTokens::Include)?,
             Added::Tokens { before, after } => {
-                let ids = self.tokenizer.encode(text, Specials::Omit)?;
+                let ids = self.tokenizer.encode(text, SpecialTokens::Exclude)?;
                 before.iter().copied().chain(ids).chain(*after).collect()
             }
         })
@@ -151,6 +151,6 @@ fn tokenizer_config(folder: &Path) -> Result<Map<String, Value>> {
         return Ok(Map::new());
     }
     let read =
-        || -> Result<_> { Ok(serde_json::from_slice(without_bom(&read_regular_file(&path, MAX_WRITTEN_BYTES)?))?) };
+        || -> Result<_> { Ok(serde_json::from_slice(without_bom(&read_regular_file(&path, MAX_CONFIG_FILE_BYTES)?))?) };
     read().with_context(|| format!("failed to read {}", path.display()))
 }

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::Document;
 use super::chat::conversation;
-use super::error::{Fault, optional_text, text};
+use super::error::{RowProblem, optional_text, text};
 use crate::conversation::Message;
 use crate::source::Row;
 
@@ -29,7 +29,7 @@ impl Alpaca {
         all.into_iter().flatten().cloned().collect()
     }
 
-    pub(crate) fn parse(&self, row: &Row) -> Result<Document, Fault> {
+    pub(crate) fn parse(&self, row: &Row) -> Result<Document, RowProblem> {
         let mut messages = match &self.history {
             Some(column) => history(row, column)?,
             None => Vec::new(),
@@ -50,18 +50,18 @@ impl Alpaca {
     }
 }
 
-fn history(row: &Row, column: &str) -> Result<Vec<Message>, Fault> {
+fn history(row: &Row, column: &str) -> Result<Vec<Message>, RowProblem> {
     let turns = match row.get(column) {
         None | Some(Value::Null) => return Ok(Vec::new()),
         Some(Value::Array(turns)) => turns,
-        other => return Err(Fault::type_of(column, other, "a list of [user, assistant] texts")),
+        other => return Err(RowProblem::type_of(column, other, "a list of [user, assistant] texts")),
     };
     let mut messages = Vec::new();
     for (idx, turn) in turns.iter().enumerate() {
         let texts: Option<Vec<&str>> = turn.as_array().and_then(|texts| texts.iter().map(Value::as_str).collect());
         let Some(&[user, assistant]) = texts.as_deref() else {
             let problem = format!("column `{column}`, item {idx} is not a pair of texts");
-            return Err(Fault::new(problem, "write earlier turns as [[\"user\", \"assistant\"], ...]"));
+            return Err(RowProblem::new(problem, "write earlier turns as [[\"user\", \"assistant\"], ...]"));
         };
         messages.push(Message::new("user", user));
         messages.push(Message::new("assistant", assistant));

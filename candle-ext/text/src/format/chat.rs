@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::error::{Fault, optional_text, type_name};
+use super::error::{RowProblem, optional_text, type_name};
 use crate::conversation::{Conversation, Message};
 use crate::source::Row;
 
@@ -32,7 +32,7 @@ pub(crate) fn known_names() -> String {
 }
 
 /// Puts a conversation together with the row's `system` text and tool definitions.
-pub(crate) fn conversation(row: &Row, mut messages: Vec<Message>) -> Result<Conversation, Fault> {
+pub(crate) fn conversation(row: &Row, mut messages: Vec<Message>) -> Result<Conversation, RowProblem> {
     check_media(row)?;
     let system = optional_text(row, "system").unwrap_or_default();
     let has_system = messages.iter().any(|message| message.role() == "system");
@@ -40,15 +40,15 @@ pub(crate) fn conversation(row: &Row, mut messages: Vec<Message>) -> Result<Conv
         messages.insert(0, Message::new("system", system));
     }
     if messages.is_empty() {
-        return Err(Fault::new("the conversation has no messages", "correct or delete the row"));
+        return Err(RowProblem::new("the conversation has no messages", "correct or delete the row"));
     }
     let tools = tools(row)?;
     Ok(Conversation { messages, tools })
 }
 
 /// The list in `column`, which may also be kept as JSON text.
-pub(crate) fn list(row: &Row, column: &str) -> Result<Vec<Value>, Fault> {
-    let expected = || Fault::type_of(column, row.get(column), "a list of messages");
+pub(crate) fn list(row: &Row, column: &str) -> Result<Vec<Value>, RowProblem> {
+    let expected = || RowProblem::type_of(column, row.get(column), "a list of messages");
     match row.get(column) {
         Some(Value::Array(items)) => Ok(items.clone()),
         Some(Value::String(text)) => match serde_json::from_str(text) {
@@ -60,7 +60,7 @@ pub(crate) fn list(row: &Row, column: &str) -> Result<Vec<Value>, Fault> {
 }
 
 /// Reads item `message_idx` of a list of messages; a fault names both.
-pub(crate) fn message(column: &str, message_idx: usize, fields: Map<String, Value>) -> Result<Message, Fault> {
+pub(crate) fn message(column: &str, message_idx: usize, fields: Map<String, Value>) -> Result<Message, RowProblem> {
     regular(fields).map_err(|fault| fault.within(column, message_idx))
 }
 
@@ -71,7 +71,7 @@ pub fn message_from_fields(fields: Map<String, Value>) -> Result<Message, String
 
 /// One message's fields, made regular: usual names for user and assistant, no null fields, text parts joined into
 /// one text, one name for the weight, a `function_call` as `tool_calls`. An answer of null is an empty text.
-fn regular(mut fields: Map<String, Value>) -> Result<Message, Fault> {
+fn regular(mut fields: Map<String, Value>) -> Result<Message, RowProblem> {
     let role = fields.get("role").and_then(Value::as_str).and_then(role_of_alias);
     if let Some(role) = role.filter(|role| ["user", "assistant"].contains(role)) {
         fields.insert("role".into(), role.into());
@@ -91,7 +91,7 @@ fn regular(mut fields: Map<String, Value>) -> Result<Message, Fault> {
                 clean.insert(key, join_parts(value)?);
             }
             "train" | "training" | "loss_weight" | "weight" => {
-                if is_assistant && !is_learned(&value).ok_or_else(|| no_weight(&key, &value))? {
+                if is_assistant && !is_trained_on(&value).ok_or_else(|| no_weight(&key, &value))? {
                     clean.insert("weight".into(), json!(0));
                 }
             }
@@ -104,7 +104,7 @@ fn regular(mut fields: Map<String, Value>) -> Result<Message, Fault> {
     Message::from_fields(clean).map_err(|error| {
         let fix = "correct the row, or name the roles with role_mapping and the key of the text with content_key";
         let reason = error.to_string();
-        Fault::new(reason.strip_prefix("read a message: ").unwrap_or(&reason), fix)
+        RowProblem::new(reason.strip_prefix("read a message: ").unwrap_or(&reason), fix)
     })
 }
 
@@ -121,14 +121,17 @@ fn function_call_as_tool_call(fields: &mut Map<String, Value>) {
 }
 
 /// Refuses a row with images, videos or audio in a column of their own.
-fn check_media(row: &Row) -> Result<(), Fault> {
+fn check_media(row: &Row) -> Result<(), RowProblem> {
     let has_media = |column: &&&str| row.get(**column).is_some_and(|value| !is_empty_media(value));
     let Some(column) = MEDIA_COLUMNS.iter().find(has_media) else { return Ok(()) };
     let media = match column.trim_end_matches('s') {
         "audio" => "audio is".to_owned(),
         media => format!("{media}s are"),
     };
-    Err(Fault::new(format!("column `{column}` is not empty; {media} not supported"), "delete the row or the column"))
+    Err(RowProblem::new(
+        format!("column `{column}` is not empty; {media} not supported"),
+        "delete the row or the column",
+    ))
 }
 
 fn is_empty_media(value: &Value) -> bool {
@@ -141,10 +144,10 @@ fn is_empty_media(value: &Value) -> bool {
 }
 
 /// The object in item `item_idx` of a list.
-pub(crate) fn object(column: &str, item_idx: usize, item: Value) -> Result<Map<String, Value>, Fault> {
+pub(crate) fn object(column: &str, item_idx: usize, item: Value) -> Result<Map<String, Value>, RowProblem> {
     match item {
         Value::Object(fields) => Ok(fields),
-        other => Err(Fault::new(
+        other => Err(RowProblem::new(
             format!("column `{column}`, item {item_idx} is {}, expected an object", type_name(&other)),
             "correct the row",
         )),
@@ -164,7 +167,7 @@ pub(crate) fn calls_in_text(text: &str) -> Option<Value> {
     })
 }
 
-fn tools(row: &Row) -> Result<Option<Value>, Fault> {
+fn tools(row: &Row) -> Result<Option<Value>, RowProblem> {
     let Some((column, value)) = TOOL_COLUMNS.iter().find_map(|c| Some((*c, row.get(*c)?))) else {
         return Ok(None);
     };
@@ -172,7 +175,7 @@ fn tools(row: &Row) -> Result<Option<Value>, Fault> {
         Value::String(text) if text.trim().is_empty() => Value::Null,
         Value::String(text) => serde_json::from_str(text).map_err(|error| {
             let problem = format!("column `{column}` is not JSON: {error}");
-            Fault::new(problem, "write the tools as a list of JSON schemas")
+            RowProblem::new(problem, "write the tools as a list of JSON schemas")
         })?,
         other => other.clone(),
     };
@@ -181,7 +184,7 @@ fn tools(row: &Row) -> Result<Option<Value>, Fault> {
         Value::Array(items) if items.is_empty() => Ok(None),
         Value::Array(items) => Ok(Some(items.into_iter().map(definition).collect())),
         tool @ Value::Object(_) => Ok(Some(json!([definition(tool)]))),
-        other => Err(Fault::type_of(column, Some(&other), "a list of tool definitions")),
+        other => Err(RowProblem::type_of(column, Some(&other), "a list of tool definitions")),
     }
 }
 
@@ -194,7 +197,7 @@ fn definition(tool: Value) -> Value {
 }
 
 /// A list of text parts as one text; anything else as it is. Other parts are refused.
-fn join_parts(content: Value) -> Result<Value, Fault> {
+fn join_parts(content: Value) -> Result<Value, RowProblem> {
     let Value::Array(parts) = &content else { return Ok(content) };
     let texts = parts.iter().enumerate().map(|(idx, part)| text_of_part(part).ok_or_else(|| no_text(idx, part)));
     Ok(Value::String(texts.collect::<Result<Vec<_>, _>>()?.concat()))
@@ -207,7 +210,7 @@ fn text_of_part(part: &Value) -> Option<&str> {
 }
 
 /// Images are tell-tale by the part's type or by its keys.
-fn no_text(part_idx: usize, part: &Value) -> Fault {
+fn no_text(part_idx: usize, part: &Value) -> RowProblem {
     let kind = part.get("type").and_then(Value::as_str).unwrap_or("unknown");
     let has = |word: &str| kind.contains(word) || part.get(word).is_some() || part.get(format!("{word}_url")).is_some();
     let media = ["image", "audio", "video"].into_iter().find(|word| has(word));
@@ -216,7 +219,7 @@ fn no_text(part_idx: usize, part: &Value) -> Fault {
         Some(media) => format!("part {part_idx} of `content` is {media} ({kind}); {media}s are not supported"),
         None => format!("part {part_idx} of `content` is of type {kind:?}; only text is supported"),
     };
-    Fault::new(problem, "keep only the parts of type text, or delete the row")
+    RowProblem::new(problem, "keep only the parts of type text, or delete the row")
 }
 
 fn is_nothing(value: &Value) -> bool {
@@ -224,17 +227,17 @@ fn is_nothing(value: &Value) -> bool {
 }
 
 /// Whether a turn is learned by its weight: it has one or it has none.
-fn is_learned(weight: &Value) -> Option<bool> {
+fn is_trained_on(weight: &Value) -> Option<bool> {
     match weight {
         Value::Null => Some(true),
-        Value::Bool(is_learned) => Some(*is_learned),
+        Value::Bool(is_trained_on) => Some(*is_trained_on),
         _ if weight.as_f64() == Some(0.0) => Some(false),
         _ if weight.as_f64() == Some(1.0) => Some(true),
         _ => None,
     }
 }
 
-fn no_weight(key: &str, value: &Value) -> Fault {
+fn no_weight(key: &str, value: &Value) -> RowProblem {
     let problem = format!("key `{key}` is {}, expected 0 or 1", type_name(value));
-    Fault::new(problem, "write 1 where the answer is to be learned and 0 where it is only context")
+    RowProblem::new(problem, "write 1 where the answer is to be learned and 0 where it is only context")
 }

@@ -12,7 +12,7 @@ pub enum FormatError {
     Source(#[from] SourceError),
     /// One row is not as the format wants it.
     #[error("read {place} as {format}: {problem}; {fix}")]
-    Row {
+    InvalidRow {
         /// File and line.
         place: String,
         /// The format's name.
@@ -24,7 +24,7 @@ pub enum FormatError {
     },
     /// The columns are of no known format, or of several.
     #[error("tell the format of {place}: {problem}\n  columns: {columns}\n  {help}")]
-    Unknown {
+    UnknownFormat {
         /// The first row's place.
         place: String,
         /// Why no format was chosen.
@@ -36,7 +36,7 @@ pub enum FormatError {
     },
     /// What the recipe says about the format cannot be used.
     #[error("use {key}: {problem}")]
-    Request {
+    InvalidOption {
         /// The recipe's key.
         key: &'static str,
         /// What is wrong with it.
@@ -46,12 +46,12 @@ pub enum FormatError {
 
 /// What is wrong with a row, before it is known where the row stands.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Fault {
+pub(crate) struct RowProblem {
     pub(crate) problem: String,
     pub(crate) fix: String,
 }
 
-impl Fault {
+impl RowProblem {
     pub(crate) fn new(problem: impl Into<String>, fix: impl Into<String>) -> Self {
         Self { problem: problem.into(), fix: fix.into() }
     }
@@ -70,15 +70,15 @@ impl Fault {
 }
 
 /// The text in `column`; missing is a fault, and so is any other type.
-pub(crate) fn text<'a>(row: &'a Row, column: &str) -> Result<&'a str, Fault> {
+pub(crate) fn text<'a>(row: &'a Row, column: &str) -> Result<&'a str, RowProblem> {
     match row.get(column) {
         Some(Value::String(text)) => Ok(text),
-        other => Err(Fault::type_of(column, other, "a text")),
+        other => Err(RowProblem::type_of(column, other, "a text")),
     }
 }
 
 /// The text in `column`, empty when the column is missing or null.
-pub(crate) fn optional_text<'a>(row: &'a Row, column: &str) -> Result<&'a str, Fault> {
+pub(crate) fn optional_text<'a>(row: &'a Row, column: &str) -> Result<&'a str, RowProblem> {
     match row.get(column) {
         None | Some(Value::Null) => Ok(""),
         Some(_) => text(row, column),

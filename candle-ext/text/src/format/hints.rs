@@ -60,12 +60,12 @@ fn text_key<'a>(items: &[&'a Map<String, Value>], role_key: &str) -> Option<&'a 
 
 /// The roles of some rows with their counts.
 #[derive(Debug, Default)]
-pub struct Roles {
+pub struct RoleCounts {
     counts: Vec<(String, usize)>,
     paste: Option<String>,
 }
 
-impl Roles {
+impl RoleCounts {
     /// Counts the roles of a row's messages as they are written.
     pub fn count(&mut self, row: &Row) {
         for (column, value) in row {
@@ -98,7 +98,7 @@ impl Roles {
     }
 }
 
-impl std::fmt::Display for Roles {
+impl std::fmt::Display for RoleCounts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let counts: Vec<String> = self.counts.iter().map(|(role, n)| format!("{role} {n}")).collect();
         f.write_str(&counts.join(", "))

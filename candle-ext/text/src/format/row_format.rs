@@ -2,13 +2,13 @@
 
 use super::alpaca::Alpaca;
 use super::document::Document;
-use super::error::{Fault, FormatError};
-use super::mapped::RoleMapping;
+use super::error::{FormatError, RowProblem};
 use super::messages::Messages;
-use super::pairs::Pairs;
+use super::prompt_completion::PromptCompletionColumns;
+use super::role_mapping::RoleMapping;
 use super::sharegpt::ShareGpt;
-use super::text::TextColumn;
-use crate::source::{Row, Source};
+use super::text_column::TextColumn;
+use crate::source::{Row, RowSource};
 
 /// The format of one data set's rows.
 #[derive(Debug, Clone, PartialEq)]
@@ -20,9 +20,9 @@ pub enum Format {
     /// Instruction, input and output.
     Alpaca(Alpaca),
     /// A prompt and its completion.
-    Pairs(Pairs),
+    PromptCompletion(PromptCompletionColumns),
     /// Roles taken from columns as the recipe says.
-    Mapped(RoleMapping),
+    RoleMapping(RoleMapping),
     /// One column of text.
     Text(TextColumn),
 }
@@ -39,16 +39,16 @@ impl Format {
             Self::Messages(_) => "messages",
             Self::ShareGpt(_) => "sharegpt",
             Self::Alpaca(_) => "alpaca",
-            Self::Pairs(_) => "prompt/completion",
-            Self::Mapped(_) => "role_mapping",
+            Self::PromptCompletion(_) => "prompt/completion",
+            Self::RoleMapping(_) => "role_mapping",
             Self::Text(_) => "text",
         }
     }
 
     /// Reads row `row_idx` of `source`.
-    pub fn read(&self, source: &dyn Source, row_idx: usize) -> Result<Document, FormatError> {
+    pub fn read(&self, source: &dyn RowSource, row_idx: usize) -> Result<Document, FormatError> {
         let row = source.row(row_idx)?;
-        self.parse(&row).map_err(|fault| FormatError::Row {
+        self.parse(&row).map_err(|fault| FormatError::InvalidRow {
             place: source.locate(row_idx),
             format: self.name(),
             problem: fault.problem,
@@ -64,16 +64,16 @@ impl Format {
 
     /// Returns true if the recipe's mapping names this role.
     fn maps_role(&self, role: &str) -> bool {
-        matches!(self, Self::Mapped(mapping) if mapping.has_role(role))
+        matches!(self, Self::RoleMapping(mapping) if mapping.has_role(role))
     }
 
-    pub(super) fn parse(&self, row: &Row) -> Result<Document, Fault> {
+    pub(super) fn parse(&self, row: &Row) -> Result<Document, RowProblem> {
         match self {
             Self::Messages(format) => format.parse(row),
             Self::ShareGpt(format) => format.parse(row),
             Self::Alpaca(format) => format.parse(row),
-            Self::Pairs(format) => format.parse(row),
-            Self::Mapped(format) => format.parse(row),
+            Self::PromptCompletion(format) => format.parse(row),
+            Self::RoleMapping(format) => format.parse(row),
             Self::Text(format) => format.parse(row),
         }
     }
@@ -86,8 +86,8 @@ impl Format {
             }
             Self::ShareGpt(format) => vec![format.column.clone()],
             Self::Alpaca(format) => format.columns(),
-            Self::Pairs(format) => vec![format.prompt.clone(), format.completion.clone()],
-            Self::Mapped(format) => format.describe(),
+            Self::PromptCompletion(format) => vec![format.prompt.clone(), format.completion.clone()],
+            Self::RoleMapping(format) => format.describe(),
             Self::Text(format) => vec![format.column.clone()],
         }
     }

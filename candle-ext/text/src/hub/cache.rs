@@ -18,7 +18,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Component, Path, PathBuf};
 
-use super::{HubError, Listed, RepoId};
+use super::{HubError, ListedFile, RepoId};
 use crate::files::{replace_atomically, write_atomically};
 
 pub(crate) struct Cache {
@@ -60,13 +60,13 @@ impl Cache {
     }
 
     /// What the Hub listed for a commit, if it was asked from here.
-    pub(crate) fn listing(&self, repo: &RepoId, commit: &str) -> Option<Vec<Listed>> {
+    pub(crate) fn listing(&self, repo: &RepoId, commit: &str) -> Option<Vec<ListedFile>> {
         serde_json::from_slice(&fs::read(self.listing_path(repo, commit)).ok()?).ok()
     }
 
     /// Notes what the Hub lists for a commit: without it an offline run could not tell whether a
     /// snapshot is whole.
-    pub(crate) fn set_listing(&self, repo: &RepoId, commit: &str, files: &[Listed]) -> Result<(), HubError> {
+    pub(crate) fn set_listing(&self, repo: &RepoId, commit: &str, files: &[ListedFile]) -> Result<(), HubError> {
         if self.listing(repo, commit).is_some_and(|known| known == files) {
             return Ok(());
         }
@@ -75,7 +75,7 @@ impl Cache {
     }
 
     /// All files of a snapshot that lead to a blob.
-    pub(crate) fn files(&self, repo: &RepoId, commit: &str) -> Result<Vec<Listed>, HubError> {
+    pub(crate) fn files(&self, repo: &RepoId, commit: &str) -> Result<Vec<ListedFile>, HubError> {
         let root = self.snapshot(repo, commit);
         let mut files = Vec::new();
         let mut folders = vec![String::new()];
@@ -89,7 +89,7 @@ impl Cache {
                 let name = format!("{folder}{}", entry.file_name().to_string_lossy());
                 match fs::metadata(entry.path()) {
                     Ok(found) if found.is_dir() => folders.push(format!("{name}/")),
-                    Ok(found) => files.push(Listed { path: name, size: found.len() }),
+                    Ok(found) => files.push(ListedFile { path: name, size: found.len() }),
                     Err(_) => {}
                 }
             }
@@ -99,7 +99,7 @@ impl Cache {
     }
 
     /// Says whether the file is here with its listed size. One of another size is removed.
-    pub(crate) fn holds(&self, repo: &RepoId, commit: &str, listed: &Listed) -> Result<bool, HubError> {
+    pub(crate) fn holds(&self, repo: &RepoId, commit: &str, listed: &ListedFile) -> Result<bool, HubError> {
         let pointer = self.pointer(repo, commit, &listed.path);
         match fs::metadata(&pointer) {
             Ok(found) if found.len() == listed.size => Ok(true),
@@ -116,7 +116,7 @@ impl Cache {
     }
 
     /// Says whether the file is here with its listed size, and leaves it be.
-    pub(crate) fn has(&self, repo: &RepoId, commit: &str, listed: &Listed) -> bool {
+    pub(crate) fn has(&self, repo: &RepoId, commit: &str, listed: &ListedFile) -> bool {
         fs::metadata(self.pointer(repo, commit, &listed.path)).is_ok_and(|found| found.len() == listed.size)
     }
 

@@ -5,15 +5,16 @@ use std::path::Path;
 use super::{Hub, HubError, Listing, RepoId, RepoKind};
 use crate::format::known_split_mapping;
 use crate::source::{
-    Card, FileSelector, Kind, LocalRequest, ReadOptions, Source, SourceFiles, Spec, SplitPart, SplitQuery, WithFiles,
-    choose, data_files, join, near_sibling, open_files, open_local, patterns_of, slice,
+    DatasetCard, DatasetSpec, FileFormat, FileSelector, LocalRequest, ReadOptions, RowSource, SourceFiles,
+    SourceWithFiles, SplitQuery, SplitSlice, data_files, join, near_sibling, open_files, open_local, patterns_of,
+    select_split_files, slice,
 };
 
 /// A data set and the rows wanted of it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DatasetRequest {
     /// The name, and the splits as written.
-    pub spec: Spec,
+    pub spec: DatasetSpec,
     /// The branch, tag or commit; `main` if missing.
     pub revision: Option<String>,
     /// The configuration (`subset`).
@@ -34,7 +35,7 @@ impl DatasetRequest {
     /// Reads `name`, `name:split` or `name:split[10:20]`.
     pub fn parse(spec: &str, default_split: &str) -> Result<Self, HubError> {
         Ok(Self {
-            spec: Spec::parse(spec, |path| Path::new(path).exists())?,
+            spec: DatasetSpec::parse(spec, |path| Path::new(path).exists())?,
             revision: None,
             config: None,
             default_split: default_split.to_owned(),
@@ -46,8 +47,8 @@ impl DatasetRequest {
     }
 
     /// The splits to open, by the names that the data set has for them.
-    fn parts(&self) -> Vec<SplitPart> {
-        let default = SplitPart { split: self.default_split.clone(), slice: Default::default() };
+    fn parts(&self) -> Vec<SplitSlice> {
+        let default = SplitSlice { split: self.default_split.clone(), slice: Default::default() };
         let mut parts = match self.spec.parts.is_empty() {
             true => vec![default],
             false => self.spec.parts.clone(),
@@ -97,7 +98,7 @@ impl DatasetRequest {
             // A link that leads nowhere is meant as a file, too.
             || std::fs::symlink_metadata(name).is_ok()
             || name.contains(['*', '?', '[', '{'])
-            || Kind::of(name).is_some()
+            || FileFormat::from_path(name).is_some()
             || name.matches('/').count() > 1
             || (name.contains('/') && near_sibling(Path::new(name)).is_some())
             || is_near_data_file(Path::new("."), name)
@@ -106,7 +107,7 @@ impl DatasetRequest {
 
 impl Hub {
     /// Opens a data set: a path that exists here wins over a Hub id.
-    pub fn dataset(&self, request: &DatasetRequest) -> Result<Box<dyn Source>, HubError> {
+    pub fn dataset(&self, request: &DatasetRequest) -> Result<Box<dyn RowSource>, HubError> {
         if request.is_local() {
             return Ok(open_local(&request.local())?);
         }
@@ -123,19 +124,20 @@ impl Hub {
         })
     }
 
-    fn rows(&self, listing: &Listing, request: &DatasetRequest) -> Result<Box<dyn Source>, HubError> {
+    fn rows(&self, listing: &Listing, request: &DatasetRequest) -> Result<Box<dyn RowSource>, HubError> {
         let card = self.card(listing);
         let mut sources = Vec::new();
         for part in request.parts() {
-            let patterns = patterns_of(&request.data_files, &part.split).map_err(|problem| listing.unfit(problem))?;
+            let patterns =
+                patterns_of(&request.data_files, &part.split).map_err(|problem| listing.unusable(problem))?;
             let query = SplitQuery {
                 split: &part.split,
                 is_default: request.spec.parts.is_empty(),
                 config: request.config.as_deref(),
                 data_files: &patterns,
             };
-            let selection =
-                choose(&listing.paths(), card.as_ref(), &query).map_err(|problem| listing.unfit(problem))?;
+            let selection = select_split_files(&listing.paths(), card.as_ref(), &query)
+                .map_err(|problem| listing.unusable(problem))?;
             selection.warn_of_stand_in(&request.spec.name, &query);
             let inner = open_files(&self.fetch(listing, &selection.files)?, &request.read)?;
             let files = SourceFiles {
@@ -144,17 +146,17 @@ impl Hub {
                 n_available: data_files(listing.paths()).len(),
                 split: Some(selection.split),
             };
-            sources.push(slice(Box::new(WithFiles { inner, files }), &part)?);
+            sources.push(slice(Box::new(SourceWithFiles { inner, files }), &part)?);
         }
         Ok(join(sources))
     }
 
     /// The README's word on splits, if there is a README that can be read.
-    fn card(&self, listing: &Listing) -> Option<Card> {
+    fn card(&self, listing: &Listing) -> Option<DatasetCard> {
         let readme = "README.md".to_owned();
         let places = listing.has(&readme).then(|| self.fetch(listing, &[readme]))?;
         let place = places.inspect_err(|error| tracing::warn!("the README is left aside: {error}")).ok()?.remove(0);
-        Card::parse(&std::fs::read_to_string(place).ok()?)
+        DatasetCard::parse(&std::fs::read_to_string(place).ok()?)
     }
 }
 
@@ -166,7 +168,7 @@ fn is_near_data_file(folder: &Path, name: &str) -> bool {
     }
     let Ok(entries) = std::fs::read_dir(folder) else { return false };
     let others = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
-    others.filter(|other| Kind::of(other).is_some()).any(|other| strsim::jaro_winkler(&other, name) > 0.9)
+    others.filter(|other| FileFormat::from_path(other).is_some()).any(|other| strsim::jaro_winkler(&other, name) > 0.9)
 }
 
 #[cfg(test)]

@@ -11,10 +11,10 @@ use crate::source::SourceError;
 pub enum HubError {
     /// The id cannot be one.
     #[error(transparent)]
-    Id(#[from] RepoIdError),
+    InvalidId(#[from] RepoIdError),
     /// A folder on this machine that cannot serve as a model.
     #[error("use {name} as a model: {problem}")]
-    Local {
+    NotAModel {
         /// The name as it was written.
         name: String,
         /// The missing files, and the remedy.
@@ -22,7 +22,7 @@ pub enum HubError {
     },
     /// A path that leads nowhere.
     #[error("find the model {name}: it is neither a folder here nor a Hub id{near} {advice}")]
-    Missing {
+    PathNotFound {
         /// The name as it was written.
         name: String,
         /// The end of the sentence: the most similar path, if there is one.
@@ -32,7 +32,7 @@ pub enum HubError {
     },
     /// An id that is no folder here, and that the Hub does not give.
     #[error("find the model {name}: it is no folder here{near} The Hub does not give it either: failed to {source}")]
-    Nowhere {
+    NotFound {
         /// The name as it was written.
         name: String,
         /// The end of the sentence: the most similar path, if there is one.
@@ -46,7 +46,7 @@ pub enum HubError {
          adapter_config.json, or merge the adapter with `trainer merge --base MODEL`",
         adapter.display()
     )]
-    Base {
+    BaseModel {
         /// The adapter's folder.
         adapter: PathBuf,
         /// Why there is none.
@@ -54,7 +54,7 @@ pub enum HubError {
     },
     /// The Hub wants to know who asks, or knows and refuses.
     #[error("download {id}: access is refused ({status}); {advice}")]
-    Refused {
+    AccessDenied {
         /// The repository.
         id: String,
         /// 401 or 403.
@@ -115,7 +115,7 @@ pub enum HubError {
     },
     /// An answer that is no use.
     #[error("download {id}: {url} answers {status}{message}")]
-    Status {
+    HttpStatus {
         /// The repository.
         id: String,
         /// What was asked.
@@ -137,7 +137,7 @@ pub enum HubError {
     },
     /// What arrived is not what was announced, twice.
     #[error("download {file} of {id}: {problem}; try again later")]
-    Unverified {
+    CorruptDownload {
         /// The repository.
         id: String,
         /// The file.
@@ -160,7 +160,7 @@ pub enum HubError {
     },
     /// The repository does not hold what it should.
     #[error("use {id}: {problem}")]
-    Contents {
+    WrongContents {
         /// The repository.
         id: String,
         /// What is there and what is not.
@@ -194,10 +194,10 @@ impl HubError {
     }
 
     /// Whether the Hub is to blame and not the question: what the cache holds may stand in.
-    pub(crate) fn is_weather(&self) -> bool {
+    pub(crate) fn is_transient(&self) -> bool {
         match self {
             Self::Unreachable { .. } | Self::RateLimited { .. } => true,
-            Self::Status { status, .. } => *status >= 500,
+            Self::HttpStatus { status, .. } => *status >= 500,
             _ => false,
         }
     }

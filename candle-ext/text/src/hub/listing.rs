@@ -10,14 +10,14 @@ pub(crate) struct Listing {
     pub(super) repo: RepoId,
     pub(super) revision: String,
     pub(super) commit: String,
-    pub(super) files: Vec<Listed>,
+    pub(super) files: Vec<ListedFile>,
     /// The cached listing: the Hub was not or could not be asked, so nothing can be fetched.
     pub(super) is_cached: bool,
 }
 
 /// One file of a listing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Listed {
+pub(crate) struct ListedFile {
     pub(super) path: String,
     pub(super) size: u64,
 }
@@ -32,7 +32,7 @@ impl Listing {
     }
 
     /// A file that is wanted is not there.
-    pub(crate) fn lacks(&self, path: &str) -> HubError {
+    pub(crate) fn missing_file(&self, path: &str) -> HubError {
         if self.is_cached {
             return HubError::offline(&self.repo, &self.revision, format!("{path} is not in the cache"));
         }
@@ -40,11 +40,11 @@ impl Listing {
     }
 
     /// The files that are there are not enough.
-    pub(crate) fn unfit(&self, problem: String) -> HubError {
+    pub(crate) fn unusable(&self, problem: String) -> HubError {
         if self.is_cached {
             let missing = format!("what the cache holds does not do: {problem}");
             return HubError::offline(&self.repo, &self.revision, missing);
         }
-        HubError::Contents { id: self.repo.to_string(), problem }
+        HubError::WrongContents { id: self.repo.to_string(), problem }
     }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::HubError;
-use crate::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
+use crate::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom};
 use crate::suggestion::nearest;
 
 pub(super) const CONFIG: &str = "config.json";
@@ -21,7 +21,7 @@ pub struct LocalModel {
     /// The folder with the files.
     pub folder: PathBuf,
     /// The contents of the folder.
-    pub contents: Contents,
+    pub contents: LocalModelKind,
     /// The rule that chose among several exports, such as "newest of 3".
     pub choice: Option<String>,
 }
@@ -29,7 +29,7 @@ pub struct LocalModel {
 impl LocalModel {
     /// Tells whether the folder holds an adapter.
     pub fn is_adapter(&self) -> bool {
-        matches!(self.contents, Contents::Adapter { .. })
+        matches!(self.contents, LocalModelKind::Adapter { .. })
     }
 
     /// Returns a line that says which folder was taken, if that was a choice: "model: runs/x/global_step_9 (newest of 3)".
@@ -41,7 +41,7 @@ impl LocalModel {
 
 /// The kind of model that a folder holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Contents {
+pub enum LocalModelKind {
     /// A model, or its tokenizer alone.
     Model,
     /// A PEFT adapter.
@@ -62,7 +62,7 @@ const MARKS: [&str; 7] =
 /// One folder `global_step_N`.
 struct Export {
     folder: PathBuf,
-    contents: Contents,
+    contents: LocalModelKind,
     step: u64,
 }
 
@@ -87,12 +87,12 @@ pub fn local_model(name: &str) -> Result<Option<LocalModel>, HubError> {
         found.truncate(1);
     }
     match found.len() {
-        0 => Err(HubError::Local { name: shorten(name), problem: without_exports(path, &parents) }),
+        0 => Err(HubError::NotAModel { name: shorten(name), problem: without_exports(path, &parents) }),
         1 => Ok(found.pop().map(|(parent, exports)| choose(path, parent, exports))),
         _ => {
             let names: Vec<String> = found.iter().map(|(parent, _)| parent.display().to_string()).collect();
             let problem = format!("several of its folders hold exports; name one of {}", names.join(", "));
-            Err(HubError::Local { name: shorten(name), problem })
+            Err(HubError::NotAModel { name: shorten(name), problem })
         }
     }
 }
@@ -120,13 +120,13 @@ pub(crate) fn shorten(name: &str) -> String {
     }
 }
 
-fn contents_of(folder: &Path) -> Option<Contents> {
+fn contents_of(folder: &Path) -> Option<LocalModelKind> {
     let has = |name: &&str| folder.join(name).is_file();
     let is_adapter = has(&ADAPTER_CONFIG) && ![WEIGHTS, INDEX].iter().any(has);
     if is_adapter {
-        return Some(Contents::Adapter { base: base_of(folder) });
+        return Some(LocalModelKind::Adapter { base: base_of(folder) });
     }
-    (MARKS.iter().any(has) || has(&ADAPTER_WEIGHTS)).then_some(Contents::Model)
+    (MARKS.iter().any(has) || has(&ADAPTER_WEIGHTS)).then_some(LocalModelKind::Model)
 }
 
 /// The base model that an adapter folder names. Errors of the file are left to the code that reads all of it.
@@ -136,7 +136,7 @@ pub(crate) fn base_of(folder: &Path) -> Option<String> {
 }
 
 fn json_in(path: &Path) -> Option<Value> {
-    serde_json::from_slice(without_bom(&read_regular_file(path, MAX_WRITTEN_BYTES).ok()?)).ok()
+    serde_json::from_slice(without_bom(&read_regular_file(path, MAX_CONFIG_FILE_BYTES).ok()?)).ok()
 }
 
 /// The folders in a folder, links to folders left out, in the order of their names.
@@ -163,8 +163,8 @@ fn exports_in(parent: &Path) -> Vec<Export> {
         let step = name_of(&folder).strip_prefix("global_step_")?.parse().ok()?;
         let contents = contents_of(&folder)?;
         let weights = match contents {
-            Contents::Model => &[WEIGHTS, INDEX][..],
-            Contents::Adapter { .. } => &[ADAPTER_WEIGHTS],
+            LocalModelKind::Model => &[WEIGHTS, INDEX][..],
+            LocalModelKind::Adapter { .. } => &[ADAPTER_WEIGHTS],
         };
         let is_complete = weights.iter().any(|name| folder.join(name).is_file());
         is_complete.then_some(Export { folder, contents, step })
@@ -268,7 +268,7 @@ mod tests {
         }
 
         #[track_caller]
-        fn finds(&self, name: &str, want: &str, choice: Option<&str>) -> Contents {
+        fn finds(&self, name: &str, want: &str, choice: Option<&str>) -> LocalModelKind {
             let found = local_model(&self.name(name)).unwrap().unwrap();
             assert_eq!((found.folder, found.choice.as_deref()), (self.0.path().join(want), choice));
             found.contents
@@ -312,7 +312,10 @@ mod tests {
         let run = Run::new();
         run.adapter("r/adapter/global_step_4");
         let base = Some("org/base".to_owned());
-        assert_eq!(run.finds("r", "r/adapter/global_step_4", Some("the only export")), Contents::Adapter { base });
+        assert_eq!(
+            run.finds("r", "r/adapter/global_step_4", Some("the only export")),
+            LocalModelKind::Adapter { base }
+        );
     }
 
     #[test]

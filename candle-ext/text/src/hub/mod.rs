@@ -7,11 +7,11 @@
 //! | module | check |
 //! |---|---|
 //! | [`fetch`](fetch) | status, ETag and redirects of a file's HEAD; a rate below which a download is given up |
-//! | [`body`](body) | size and SHA-256 of a body, and those of one that is continued |
-//! | [`patience`](patience) | a bound on each wait that a server asks for |
+//! | [`partial_download`](partial_download) | size and SHA-256 of a body, and those of one that is continued |
+//! | [`retry`](retry) | a bound on each wait that a server asks for |
 //! | [`cache`](cache) | sizes of cached files, and whole snapshots offline |
 
-mod body;
+mod api;
 mod cache;
 mod dataset;
 mod error;
@@ -19,17 +19,17 @@ mod fetch;
 mod listing;
 mod local;
 mod model;
-mod patience;
-mod remote;
+mod partial_download;
 mod repo;
+mod retry;
 mod retry_after;
 mod settings;
 
 pub use dataset::DatasetRequest;
 pub use error::HubError;
-pub use fetch::{OnProgress, Progress};
-pub use local::{Contents, LocalModel, local_model};
-pub use model::{ModelFolders, ModelPart};
+pub use fetch::{DownloadCallback, DownloadProgress};
+pub use local::{LocalModel, LocalModelKind, local_model};
+pub use model::{ModelAndAdapter, ModelFiles};
 pub use repo::{RepoId, RepoIdError, RepoKind};
 pub use settings::HubSettings;
 
@@ -37,40 +37,40 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use api::HubApi;
 use cache::Cache;
-use fetch::Wire;
-pub(crate) use listing::{Listed, Listing};
-use remote::Remote;
+use fetch::Downloader;
+pub(crate) use listing::{ListedFile, Listing};
 
 /// The Hub as one process sees it. Cheap to share between threads by reference.
 pub struct Hub {
     settings: HubSettings,
     cache: Cache,
     /// Missing when offline: then nothing may be asked.
-    online: Option<(Remote, Wire)>,
+    online: Option<(HubApi, Downloader)>,
 }
 
 /// Directives of a log filter that silence the Hub's libraries: what matters of their messages is in [`HubError`].
-pub const QUIET_LIBRARIES: &str = "hf_hub=off,hf_xet=off,xet_client=off,xet_data=off";
+pub const LIBRARY_LOG_FILTER: &str = "hf_hub=off,hf_xet=off,xet_client=off,xet_data=off";
 
 /// How many files are downloaded at once.
-const N_AT_ONCE: usize = 4;
+const N_PARALLEL_DOWNLOADS: usize = 4;
 
 impl Hub {
     /// Prepares access; asks nothing yet.
     pub fn new(settings: HubSettings) -> Result<Self, HubError> {
         let online = match settings.offline {
             true => None,
-            false => Some((Remote::new(&settings)?, Wire::new(&settings)?)),
+            false => Some((HubApi::new(&settings)?, Downloader::new(&settings)?)),
         };
         Ok(Self { cache: Cache::new(&settings.cache), settings, online })
     }
 
     /// Calls `on_progress` while bytes arrive.
     #[must_use]
-    pub fn with_progress(mut self, on_progress: OnProgress) -> Self {
-        if let Some((_, wire)) = &mut self.online {
-            wire.on_progress = Some(on_progress);
+    pub fn with_progress(mut self, on_progress: DownloadCallback) -> Self {
+        if let Some((_, downloader)) = &mut self.online {
+            downloader.on_progress = Some(on_progress);
         }
         self
     }
@@ -93,7 +93,7 @@ impl Hub {
         };
         let (commit, files) = match remote.list(repo, revision) {
             Ok(found) => found,
-            Err(error) if error.is_weather() => {
+            Err(error) if error.is_transient() => {
                 return match self.cached(repo, revision).and_then(|listing| work(&listing)) {
                     Err(HubError::Offline { .. }) => Err(error),
                     other => {
@@ -116,7 +116,7 @@ impl Hub {
         let (next, failed) = (AtomicUsize::new(0), OnceLock::new());
         let previous = self.cache.commit_of(&listing.repo, &listing.revision);
         std::thread::scope(|scope| {
-            for _ in 0..N_AT_ONCE.min(paths.len()) {
+            for _ in 0..N_PARALLEL_DOWNLOADS.min(paths.len()) {
                 scope.spawn(|| {
                     while let Some(path) = paths.get(next.fetch_add(1, Ordering::Relaxed)) {
                         if let Err(error) = self.fetch_one(listing, path, previous.as_deref()) {
@@ -136,16 +136,16 @@ impl Hub {
 
     fn fetch_one(&self, listing: &Listing, path: &str, previous: Option<&str>) -> Result<(), HubError> {
         let (repo, commit) = (&listing.repo, listing.commit.as_str());
-        let listed = listing.files.iter().find(|file| file.path == path).ok_or_else(|| listing.lacks(path))?;
-        let Some((_, wire)) = self.online.as_ref().filter(|_| !listing.is_cached) else {
-            return if self.cache.has(repo, commit, listed) { Ok(()) } else { Err(listing.lacks(path)) };
+        let listed = listing.files.iter().find(|file| file.path == path).ok_or_else(|| listing.missing_file(path))?;
+        let Some((_, downloader)) = self.online.as_ref().filter(|_| !listing.is_cached) else {
+            return if self.cache.has(repo, commit, listed) { Ok(()) } else { Err(listing.missing_file(path)) };
         };
         if self.cache.holds(repo, commit, listed)? {
             return Ok(());
         }
         let old = previous.filter(|old| *old != commit);
         let known = old.and_then(|old| self.cache.etag(repo, old, path));
-        wire.fetch(&self.cache, repo, commit, listed, known)
+        downloader.fetch(&self.cache, repo, commit, listed, known)
     }
 
     fn cached(&self, repo: &RepoId, revision: &str) -> Result<Listing, HubError> {

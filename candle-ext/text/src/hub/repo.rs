@@ -48,14 +48,14 @@ impl RepoId {
         match problem_of(id) {
             None => Ok(Self { kind, id: id.to_owned() }),
             Some(problem) => {
-                let near = Self::meant(id).map_or(String::new(), |m| format!("; did you mean {m}?"));
+                let near = Self::suggestion_for(id).map_or(String::new(), |m| format!("; did you mean {m}?"));
                 Err(RepoIdError { id: id.to_owned(), kind, problem: format!("{problem}{near}") })
             }
         }
     }
 
     /// Returns the id that an address or a folder of the cache stands for.
-    pub(crate) fn meant(id: &str) -> Option<String> {
+    pub(crate) fn suggestion_for(id: &str) -> Option<String> {
         let stripped = id.split_once("://").map_or(id, |(_, rest)| rest);
         let stripped = stripped.trim_start_matches("www.").trim_start_matches("huggingface.co/");
         let stripped =

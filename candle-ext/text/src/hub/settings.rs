@@ -15,13 +15,13 @@ pub struct HubSettings {
     /// Never ask the network.
     pub offline: bool,
     /// How often a request is tried when the Hub is busy or out of reach.
-    pub n_tries: usize,
+    pub max_attempts: usize,
     /// The wait before the second try; it doubles from try to try.
     pub backoff: Duration,
     /// A longer wait than this, if the Hub asks for one, is reported instead.
-    pub longest_wait: Duration,
+    pub max_retry_wait: Duration,
     /// The longest silence in the middle of an answer, or before one; then it is tried again.
-    pub longest_silence: Duration,
+    pub read_timeout: Duration,
 }
 
 impl HubSettings {
@@ -32,10 +32,10 @@ impl HubSettings {
             token: None,
             cache: cache.into(),
             offline: false,
-            n_tries: 5,
+            max_attempts: 5,
             backoff: Duration::from_millis(300),
-            longest_wait: Duration::from_secs(300),
-            longest_silence: Duration::from_secs(60),
+            max_retry_wait: Duration::from_secs(300),
+            read_timeout: Duration::from_secs(60),
         }
     }
 

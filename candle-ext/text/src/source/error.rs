@@ -15,7 +15,7 @@ pub enum SourceError {
     },
     /// The words that name a data set make no sense.
     #[error("understand the data set {spec:?}: {problem}")]
-    Spec {
+    InvalidSpec {
         /// What was written.
         spec: String,
         /// Why it cannot be used, and what would do.
@@ -23,7 +23,7 @@ pub enum SourceError {
     },
     /// The data set exists, but what was asked of it does not.
     #[error("open {place}: {problem}")]
-    Choice {
+    NotAvailable {
         /// File, folder or Hub id.
         place: String,
         /// What is there and what to write instead.
@@ -31,7 +31,7 @@ pub enum SourceError {
     },
     /// A row or a file is not what its name promises.
     #[error("read {place}: {problem}; {fix}")]
-    Bad {
+    InvalidData {
         /// File and line, or file and row.
         place: String,
         /// What was found.
@@ -54,15 +54,15 @@ impl SourceError {
         Self::Io { path: path.to_owned(), source }
     }
 
-    pub(crate) fn choice(place: impl ToString, problem: impl Into<String>) -> Self {
-        Self::Choice { place: place.to_string(), problem: problem.into() }
+    pub(crate) fn not_available(place: impl ToString, problem: impl Into<String>) -> Self {
+        Self::NotAvailable { place: place.to_string(), problem: problem.into() }
     }
 
     pub(crate) fn empty(place: impl ToString, problem: impl Into<String>) -> Self {
         Self::Empty { place: place.to_string(), problem: problem.into() }
     }
 
-    pub(crate) fn bad(place: impl ToString, problem: impl Into<String>, fix: impl Into<String>) -> Self {
-        Self::Bad { place: place.to_string(), problem: problem.into(), fix: fix.into() }
+    pub(crate) fn invalid_data(place: impl ToString, problem: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self::InvalidData { place: place.to_string(), problem: problem.into(), fix: fix.into() }
     }
 }

@@ -3,10 +3,13 @@
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use super::kind::open_file;
-use super::one_file::{FileNames, Unnamed, choose_one, of_split};
-use super::splits::{Selection, SplitQuery, choose, matching, patterns_of};
-use super::{Card, Joined, ReadOptions, Sliced, Source, SourceError, SourceFiles, SplitPart, WithFiles};
+use super::file_format::open_file;
+use super::splits::{SplitQuery, SplitSelection, matching, patterns_of, select_split_files};
+use super::task_file::{TaskFileNames, UnnamedFiles, of_split, select_task_file};
+use super::{
+    ConcatSource, DatasetCard, ReadOptions, RowSource, SliceSource, SourceError, SourceFiles, SourceWithFiles,
+    SplitSlice,
+};
 use crate::suggestion::nearest;
 
 /// A data set on this machine and the rows wanted of it.
@@ -17,7 +20,7 @@ pub struct LocalRequest {
     /// The configuration: a folder below `path`, or a name in its README.
     pub config: Option<String>,
     /// The splits as written; empty takes `default_split`.
-    pub parts: Vec<SplitPart>,
+    pub parts: Vec<SplitSlice>,
     /// The split to take when none is written.
     pub default_split: String,
     /// Patterns below a folder that name the files outright, each for one split or for any.
@@ -37,28 +40,28 @@ pub enum FileSelector {
     #[default]
     All,
     /// One file or one set of shards, by these names; of a pattern all files that name the split.
-    One(FileNames),
+    ForTask(TaskFileNames),
 }
 
 /// How deep a folder is searched for files.
 const MAX_DEPTH: usize = 16;
 
 /// Opens the rows that `request` asks for.
-pub fn open_local(request: &LocalRequest) -> Result<Box<dyn Source>, SourceError> {
+pub fn open_local(request: &LocalRequest) -> Result<Box<dyn RowSource>, SourceError> {
     let path = Path::new(&request.path);
-    let default = [SplitPart { split: request.default_split.clone(), slice: Default::default() }];
+    let default = [SplitSlice { split: request.default_split.clone(), slice: Default::default() }];
     let parts = if request.parts.is_empty() { &default[..] } else { &request.parts };
     let sources = parts.iter().map(|part| {
         let files = if request.is_pattern_list {
             let patterns = patterns_of(&request.data_files, &part.split)
-                .map_err(|problem| SourceError::choice(&request.path, problem))?;
+                .map_err(|problem| SourceError::not_available(&request.path, problem))?;
             of_themselves(patterns.iter().map(|pattern| expand(pattern)).collect::<Result<Vec<_>, _>>()?.concat())
         } else if path.is_dir() {
             files_of_split(path, &part.split, request)?
         } else if path.exists() {
             if !request.data_files.is_empty() {
                 let problem = "it is a file; data_files name files of a folder. Remove one of the two".to_owned();
-                return Err(SourceError::choice(&request.path, problem));
+                return Err(SourceError::not_available(&request.path, problem));
             }
             check_split_of_file(path, part, request)?;
             of_themselves(vec![path.to_owned()])
@@ -67,13 +70,13 @@ pub fn open_local(request: &LocalRequest) -> Result<Box<dyn Source>, SourceError
         };
         let paths: Vec<PathBuf> = files.full_paths().into_iter().map(PathBuf::from).collect();
         let inner = open_files(&paths, &request.read)?;
-        slice(Box::new(WithFiles { inner, files }), part)
+        slice(Box::new(SourceWithFiles { inner, files }), part)
     });
     Ok(join(sources.collect::<Result<_, _>>()?))
 }
 
 /// Opens files of one kind as one source, in the order given. An empty one is an error.
-pub fn open_files(files: &[PathBuf], options: &ReadOptions) -> Result<Box<dyn Source>, SourceError> {
+pub fn open_files(files: &[PathBuf], options: &ReadOptions) -> Result<Box<dyn RowSource>, SourceError> {
     let parts = files.iter().map(|file| open_file(file, options)).collect::<Result<Vec<_>, _>>()?;
     let source = join(parts);
     if source.is_empty() {
@@ -83,18 +86,18 @@ pub fn open_files(files: &[PathBuf], options: &ReadOptions) -> Result<Box<dyn So
     Ok(source)
 }
 
-pub(crate) fn slice(source: Box<dyn Source>, part: &SplitPart) -> Result<Box<dyn Source>, SourceError> {
+pub(crate) fn slice(source: Box<dyn RowSource>, part: &SplitSlice) -> Result<Box<dyn RowSource>, SourceError> {
     let range = part
         .slice
         .resolve(source.len())
-        .map_err(|problem| SourceError::choice(format!("split {:?}", part.split), problem))?;
-    Ok(if range == (0..source.len()) { source } else { Box::new(Sliced::new(source, range)) })
+        .map_err(|problem| SourceError::not_available(format!("split {:?}", part.split), problem))?;
+    Ok(if range == (0..source.len()) { source } else { Box::new(SliceSource::new(source, range)) })
 }
 
-pub(crate) fn join(mut parts: Vec<Box<dyn Source>>) -> Box<dyn Source> {
+pub(crate) fn join(mut parts: Vec<Box<dyn RowSource>>) -> Box<dyn RowSource> {
     match parts.len() {
         1 => parts.remove(0),
-        _ => Box::new(Joined::new(parts)),
+        _ => Box::new(ConcatSource::new(parts)),
     }
 }
 
@@ -152,10 +155,10 @@ fn of_themselves(files: Vec<PathBuf>) -> SourceFiles {
 }
 
 fn files_of_split(folder: &Path, split: &str, request: &LocalRequest) -> Result<SourceFiles, SourceError> {
-    let wrong = |problem| SourceError::choice(folder.display(), problem);
+    let wrong = |problem| SourceError::not_available(folder.display(), problem);
     let data_files = patterns_of(&request.data_files, split).map_err(wrong)?;
     let card = std::fs::read_to_string(folder.join("README.md")).ok();
-    let card = card.as_deref().and_then(Card::parse);
+    let card = card.as_deref().and_then(DatasetCard::parse);
     let query = SplitQuery {
         split,
         is_default: request.parts.is_empty(),
@@ -165,14 +168,14 @@ fn files_of_split(folder: &Path, split: &str, request: &LocalRequest) -> Result<
     let paths = list(folder)?;
     let usable = super::data_files(paths.iter().cloned());
     let selection = match &request.files {
-        FileSelector::One(names) if card.is_none() && data_files.is_empty() && !usable.is_empty() => {
-            choose_one(&usable, &query, names)
+        FileSelector::ForTask(names) if card.is_none() && data_files.is_empty() && !usable.is_empty() => {
+            select_task_file(&usable, &query, names)
         }
-        _ => choose(&paths, card.as_ref(), &query),
+        _ => select_split_files(&paths, card.as_ref(), &query),
     };
     let selection = selection.map_err(wrong)?;
     selection.warn_of_stand_in(folder.display(), &query);
-    let Selection { files, split } = selection;
+    let SplitSelection { files, split } = selection;
     let paths = once_each(folder, files);
     let place = Some(folder.display().to_string());
     Ok(SourceFiles { place, paths, n_available: usable.len(), split: Some(split) })
@@ -183,10 +186,13 @@ fn files_of_pattern(split: &str, request: &LocalRequest) -> Result<SourceFiles, 
     let query = SplitQuery { split, is_default: false, config: None, data_files: &[] };
     let selection = match &request.files {
         FileSelector::All => return Ok(SourceFiles { paths: once_each(Path::new(""), found.paths), ..found }),
-        FileSelector::One(names) if names.unnamed == Unnamed::None => choose_one(&found.paths, &query, names),
-        FileSelector::One(_) => of_split(&found.paths, &query),
+        FileSelector::ForTask(names) if names.unnamed == UnnamedFiles::Reject => {
+            select_task_file(&found.paths, &query, names)
+        }
+        FileSelector::ForTask(_) => of_split(&found.paths, &query),
     };
-    let Selection { files, split } = selection.map_err(|problem| SourceError::choice(&request.path, problem))?;
+    let SplitSelection { files, split } =
+        selection.map_err(|problem| SourceError::not_available(&request.path, problem))?;
     let paths = once_each(Path::new(""), files);
     Ok(SourceFiles { paths, split: Some(split), ..found })
 }
@@ -200,7 +206,7 @@ fn once_each(folder: &Path, mut paths: Vec<String>) -> Vec<String> {
     paths
 }
 
-fn check_split_of_file(path: &Path, part: &SplitPart, request: &LocalRequest) -> Result<(), SourceError> {
+fn check_split_of_file(path: &Path, part: &SplitSlice, request: &LocalRequest) -> Result<(), SourceError> {
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     if request.parts.is_empty() || ["train", "all", stem.as_ref()].contains(&part.split.as_str()) {
         return Ok(());
@@ -211,7 +217,7 @@ fn check_split_of_file(path: &Path, part: &SplitPart, request: &LocalRequest) ->
         part.split,
         path.display()
     );
-    Err(SourceError::choice(path.display(), problem))
+    Err(SourceError::not_available(path.display(), problem))
 }
 
 /// The files that a pattern names.
@@ -221,7 +227,7 @@ fn expand(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
         return Ok(vec![pattern.into()]);
     }
     if !is_pattern(pattern) {
-        return Err(SourceError::choice(pattern, missing(Path::new(pattern))));
+        return Err(SourceError::not_available(pattern, missing(Path::new(pattern))));
     }
     let fixed: Vec<&str> = pattern.split('/').take_while(|part| !is_pattern(part)).collect();
     let folder = match fixed.join("/") {
@@ -231,11 +237,11 @@ fn expand(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
     };
     let rest: Vec<&str> = pattern.split('/').skip(fixed.len()).collect();
     let paths = list(Path::new(&folder))?;
-    let found = matching(&rest.join("/"), &paths).map_err(|p| SourceError::choice(pattern, p))?;
+    let found = matching(&rest.join("/"), &paths).map_err(|p| SourceError::not_available(pattern, p))?;
     if found.is_empty() {
-        return Err(SourceError::choice(pattern, format!("no file in {folder} matches the pattern")));
+        return Err(SourceError::not_available(pattern, format!("no file in {folder} matches the pattern")));
     }
-    super::kind::check_one_kind(&found).map_err(|p| SourceError::choice(pattern, p))?;
+    super::file_format::check_one_kind(&found).map_err(|p| SourceError::not_available(pattern, p))?;
     Ok(found.iter().map(|path| Path::new(&folder).join(path)).collect())
 }
 

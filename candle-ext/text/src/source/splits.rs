@@ -4,9 +4,9 @@
 
 use globset::GlobBuilder;
 
-use super::Card;
-use super::cards::Config;
-use super::kind::{check_one_kind, data_files};
+use super::DatasetCard;
+use super::dataset_card::CardConfig;
+use super::file_format::{check_one_kind, data_files};
 use crate::suggestion::nearest;
 
 /// What is wanted of a set of files.
@@ -24,7 +24,7 @@ pub struct SplitQuery<'a> {
 
 /// The files of a split, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Selection {
+pub struct SplitSelection {
     /// Paths as they were listed.
     pub files: Vec<String>,
     /// The split's name as the data set spells it.
@@ -39,7 +39,11 @@ const SPELLINGS: [(&str, &[&str]); 3] = [
 ];
 
 /// Picks the files for `query` out of `paths` (relative, with `/`). The error says what is there.
-pub fn choose(paths: &[String], card: Option<&Card>, query: &SplitQuery) -> Result<Selection, String> {
+pub fn select_split_files(
+    paths: &[String],
+    card: Option<&DatasetCard>,
+    query: &SplitQuery,
+) -> Result<SplitSelection, String> {
     let files = data_files(paths.iter().cloned());
     if files.is_empty() {
         return Err(nothing_to_read(paths));
@@ -56,7 +60,7 @@ pub fn choose(paths: &[String], card: Option<&Card>, query: &SplitQuery) -> Resu
     Ok(selection)
 }
 
-impl Selection {
+impl SplitSelection {
     /// Says so if all rows of `place` stand in for an evaluation split that it does not have.
     pub(crate) fn warn_of_stand_in(&self, place: impl std::fmt::Display, query: &SplitQuery) {
         let is_wanted = query.is_default && !["train", "all"].contains(&query.split);
@@ -90,7 +94,7 @@ pub(crate) fn patterns_of(data_files: &[(Option<String>, String)], split: &str) 
     Ok(patterns)
 }
 
-fn named_outright(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
+fn named_outright(files: &[String], query: &SplitQuery) -> Result<SplitSelection, String> {
     let mut chosen = Vec::new();
     for pattern in query.data_files {
         let found = matching(pattern, files)?;
@@ -99,10 +103,10 @@ fn named_outright(files: &[String], query: &SplitQuery) -> Result<Selection, Str
         }
         chosen.extend(found);
     }
-    Ok(Selection { files: chosen, split: query.split.to_owned() })
+    Ok(SplitSelection { files: chosen, split: query.split.to_owned() })
 }
 
-fn by_card(files: &[String], config: &Config, query: &SplitQuery) -> Result<Selection, String> {
+fn by_card(files: &[String], config: &CardConfig, query: &SplitQuery) -> Result<SplitSelection, String> {
     let splits = config.splits();
     if splits.is_empty() {
         let below = config.data_dir.as_deref().map(|dir| dir.trim_matches('/'));
@@ -117,13 +121,13 @@ fn by_card(files: &[String], config: &Config, query: &SplitQuery) -> Result<Sele
     if chosen.is_empty() {
         return Err(format!("the README names files for {name:?} that are not there"));
     }
-    Ok(Selection { files: chosen, split: name.to_owned() })
+    Ok(SplitSelection { files: chosen, split: name.to_owned() })
 }
 
-fn by_names(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
+fn by_names(files: &[String], query: &SplitQuery) -> Result<SplitSelection, String> {
     let exact: Vec<String> = files.iter().filter(|path| own_name(path) == query.split).cloned().collect();
     if !exact.is_empty() {
-        return Ok(Selection { files: exact, split: query.split.to_owned() });
+        return Ok(SplitSelection { files: exact, split: query.split.to_owned() });
     }
     let labels: Vec<Option<String>> = files.iter().map(|path| label(path)).collect();
     let mut names: Vec<&str> = labels.iter().flatten().map(String::as_str).collect();
@@ -132,7 +136,7 @@ fn by_names(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
     if names.is_empty() {
         return match query.split {
             split if query.is_default || split == "train" || split == "all" => {
-                Ok(Selection { files: files.to_vec(), split: "train".into() })
+                Ok(SplitSelection { files: files.to_vec(), split: "train".into() })
             }
             split => Err(format!(
                 "its files name no splits, so all of it is \"train\"; there is no {split:?} among {}",
@@ -142,7 +146,7 @@ fn by_names(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
     }
     let name = pick(&names, query)?;
     let chosen = files.iter().zip(&labels).filter(|(_, label)| label.as_deref() == Some(name));
-    Ok(Selection { files: chosen.map(|(path, _)| path.clone()).collect(), split: name.into() })
+    Ok(SplitSelection { files: chosen.map(|(path, _)| path.clone()).collect(), split: name.into() })
 }
 
 /// The name among `names` that is meant: as written, by another spelling, or for the default
@@ -278,12 +282,12 @@ mod tests {
 
     #[track_caller]
     fn check(paths: &[&str], split: &str, want: &[&str]) {
-        assert_eq!(choose(&strings(paths), None, &query(split)).unwrap().files, want);
+        assert_eq!(select_split_files(&strings(paths), None, &query(split)).unwrap().files, want);
     }
 
     #[track_caller]
     fn refused(paths: &[&str], split: &str, want: &str) {
-        let problem = choose(&strings(paths), None, &query(split)).unwrap_err();
+        let problem = select_split_files(&strings(paths), None, &query(split)).unwrap_err();
         assert!(problem.contains(want), "{want:?} is not in {problem:?}");
     }
 
@@ -327,7 +331,7 @@ mod tests {
         check(&["MetaMathQA-395K.json", "README.md"], "train", &["MetaMathQA-395K.json"]);
         refused(&["MetaMathQA-395K.json"], "test", "all of it is \"train\"");
         let default = SplitQuery { is_default: true, ..query("eval") };
-        let chosen = choose(&strings(&["a.jsonl"]), None, &default).unwrap();
+        let chosen = select_split_files(&strings(&["a.jsonl"]), None, &default).unwrap();
         assert_eq!(chosen.files, ["a.jsonl"]);
     }
 
@@ -349,26 +353,26 @@ mod tests {
 
     #[test]
     fn the_readme_decides_when_it_speaks() {
-        let card = Card::parse(GSM8K).unwrap();
+        let card = DatasetCard::parse(GSM8K).unwrap();
         let paths = strings(&[
             "main/train-00000-of-00001.parquet",
             "main/test-00000-of-00001.parquet",
             "socratic/train-00000-of-00001.parquet",
         ]);
         let with = |config| SplitQuery { config, ..query("train") };
-        let chosen = choose(&paths, Some(&card), &with(Some("socratic"))).unwrap();
+        let chosen = select_split_files(&paths, Some(&card), &with(Some("socratic"))).unwrap();
         assert_eq!(chosen.files, ["socratic/train-00000-of-00001.parquet"]);
-        let problem = choose(&paths, Some(&card), &with(None)).unwrap_err();
+        let problem = select_split_files(&paths, Some(&card), &with(None)).unwrap_err();
         assert!(problem.contains("name one of: main, socratic"), "{problem}");
-        let problem = choose(&paths, Some(&card), &with(Some("mian"))).unwrap_err();
+        let problem = select_split_files(&paths, Some(&card), &with(Some("mian"))).unwrap_err();
         assert!(problem.contains("no configuration \"mian\""), "{problem}");
     }
 
     #[test]
     fn a_readme_without_configs_says_nothing() {
-        assert!(Card::parse("---\nlicense: mit\n---\n").is_none());
-        assert!(Card::parse("# just a title").is_none());
-        assert!(Card::parse("---\n: : [\n---\n").is_none());
+        assert!(DatasetCard::parse("---\nlicense: mit\n---\n").is_none());
+        assert!(DatasetCard::parse("# just a title").is_none());
+        assert!(DatasetCard::parse("---\n: : [\n---\n").is_none());
     }
 
     #[test]
@@ -376,8 +380,8 @@ mod tests {
         let patterns = strings(&["extra/*.jsonl"]);
         let query = SplitQuery { data_files: &patterns, ..query("train") };
         let paths = strings(&["train.jsonl", "extra/b.jsonl", "extra/a.jsonl"]);
-        assert_eq!(choose(&paths, None, &query).unwrap().files, ["extra/a.jsonl", "extra/b.jsonl"]);
-        let problem = choose(&strings(&["train.jsonl"]), None, &query).unwrap_err();
+        assert_eq!(select_split_files(&paths, None, &query).unwrap().files, ["extra/a.jsonl", "extra/b.jsonl"]);
+        let problem = select_split_files(&strings(&["train.jsonl"]), None, &query).unwrap_err();
         assert!(problem.contains("no file matches"), "{problem}");
     }
 }

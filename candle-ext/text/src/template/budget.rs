@@ -14,7 +14,7 @@ use std::time::Duration;
 use minijinja::{Environment, Error, Value};
 
 use super::limits::LimitedOutput;
-use crate::panics::caught;
+use crate::catch_panic::catch_panic;
 
 /// The time between two looks at a rendering. Nearly all end before the first.
 const TICK: Duration = Duration::from_millis(20);
@@ -30,15 +30,19 @@ const STACKS: [usize; 4] = [8 << 30, 1 << 30, 128 << 20, 16 << 20];
 
 /// A reason why there is no text.
 #[derive(Debug)]
-pub enum Failure {
+pub enum RenderFailure {
     /// The template or its data are wrong.
     Template(Error),
     /// The rendering was given up; its thread may go on until the process ends.
-    Budget(String),
+    LimitExceeded(String),
 }
 
 /// Renders a template of `environment` with the variables `context`.
-pub fn render(environment: &Arc<Environment<'static>>, name: &'static str, context: Value) -> Result<String, Failure> {
+pub fn render(
+    environment: &Arc<Environment<'static>>,
+    name: &'static str,
+    context: Value,
+) -> Result<String, RenderFailure> {
     let job = Job { environment: Arc::clone(environment), name, context };
     WORKER.with_borrow_mut(|slot| {
         if slot.is_none() {
@@ -46,7 +50,7 @@ pub fn render(environment: &Arc<Environment<'static>>, name: &'static str, conte
         }
         let Some(worker) = slot else { return job.run() };
         let result = worker.render(job);
-        if matches!(result, Err(Failure::Budget(_))) {
+        if matches!(result, Err(RenderFailure::LimitExceeded(_))) {
             *slot = None;
         }
         result
@@ -64,15 +68,15 @@ struct Job {
 }
 
 impl Job {
-    fn run(self) -> Result<String, Failure> {
+    fn run(self) -> Result<String, RenderFailure> {
         let mut output = LimitedOutput::default();
         let print = || {
             let template = self.environment.get_template(self.name)?;
             template.render_captured_to(self.context, &mut output).map(drop)
         };
-        match caught(print) {
-            Ok(printed) => printed.map(|()| output.into_text()).map_err(Failure::Template),
-            Err(panic) => Err(Failure::Budget(format!("the template engine gave up: {panic}"))),
+        match catch_panic(print) {
+            Ok(printed) => printed.map(|()| output.into_text()).map_err(RenderFailure::Template),
+            Err(panic) => Err(RenderFailure::LimitExceeded(format!("the template engine gave up: {panic}"))),
         }
     }
 }
@@ -80,7 +84,7 @@ impl Job {
 /// A thread that renders for the thread that owns this.
 struct Worker {
     jobs: Sender<Job>,
-    results: Receiver<Result<String, Failure>>,
+    results: Receiver<Result<String, RenderFailure>>,
 }
 
 impl Worker {
@@ -99,8 +103,8 @@ impl Worker {
         Ok(Self { jobs, results })
     }
 
-    fn render(&self, job: Job) -> Result<String, Failure> {
-        let gone = || Failure::Budget("the template engine gave up".to_owned());
+    fn render(&self, job: Job) -> Result<String, RenderFailure> {
+        let gone = || RenderFailure::LimitExceeded("the template engine gave up".to_owned());
         self.jobs.send(job).map_err(|_| gone())?;
         let mut before = None;
         for tick in 0..MAX_TICKS {
@@ -113,11 +117,13 @@ impl Worker {
             let grown = now.unwrap_or(0).saturating_sub(*before.get_or_insert(now.unwrap_or(0)));
             if tick >= MIN_TICKS && grown > MAX_GROWTH {
                 let most = MAX_GROWTH >> 20;
-                return Err(Failure::Budget(format!("one rendering takes more than {most} MiB of memory")));
+                return Err(RenderFailure::LimitExceeded(format!(
+                    "one rendering takes more than {most} MiB of memory"
+                )));
             }
         }
         let seconds = (TICK * MAX_TICKS).as_secs();
-        Err(Failure::Budget(format!("one rendering takes more than {seconds} seconds")))
+        Err(RenderFailure::LimitExceeded(format!("one rendering takes more than {seconds} seconds")))
     }
 }
 

@@ -15,13 +15,13 @@ pub(super) const MAX_SOURCE: usize = 256 << 10;
 /// Parses a template on a thread whose stack suffices for a source of nothing but nesting.
 ///
 /// # Errors
-/// If the source is no template. Its source is [`NoStack`] if there is no memory for the thread.
+/// If the source is no template. Its source is [`ThreadSpawnError`] if there is no memory for the thread.
 pub fn add_template(environment: &mut Environment<'static>, name: &'static str, source: String) -> Result<(), Error> {
     // Two bytes open a level, and a level takes up to 8 KiB of stack in a build for debugging.
     let stack = (8 << 20) + source.len() / 2 * (8 << 10);
     let parse = || environment.add_template_owned(name, source);
     let no_thread = |error: io::Error| {
-        let error = NoStack { mib: stack >> 20, reason: error.to_string() };
+        let error = ThreadSpawnError { mib: stack >> 20, reason: error.to_string() };
         Error::new(ErrorKind::InvalidOperation, error.to_string()).with_source(error)
     };
     thread::scope(|scope| {
@@ -33,7 +33,7 @@ pub fn add_template(environment: &mut Environment<'static>, name: &'static str, 
 /// A thread that the system did not start. It says "try again" where an address space or a number of threads is used up.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("no memory for a thread with a stack of {mib} MiB: {reason}")]
-pub struct NoStack {
+pub struct ThreadSpawnError {
     mib: usize,
     reason: String,
 }

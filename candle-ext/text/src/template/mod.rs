@@ -10,16 +10,16 @@
 //! `turns` then takes off the header (what `add_generation_prompt` prints) and the white space
 //! behind the end of turn. What does not come out clearly is an error, never a guess.
 
-mod arguments;
 pub mod budget;
 mod clock;
 mod environment;
 mod fallback;
-mod identity;
+mod fingerprint;
 mod json;
 pub mod limits;
 mod markers;
 mod source;
+mod tool_arguments;
 mod turns;
 mod unrendered;
 
@@ -34,13 +34,13 @@ use minijinja::{Environment, Value};
 use serde_json::{Map, Value as Json};
 
 use crate::conversation::{Conversation, Message};
-use budget::Failure;
+use budget::RenderFailure;
 use markers::Turn;
-use turns::{Frame, Piece, Probe, Prompts};
+use turns::{Piece, Probe, Prompts, TurnDelimiters};
 
 pub use clock::Clock;
 pub use turns::TurnError;
-pub use unrendered::Unrendered;
+pub use unrendered::UnrenderedParts;
 
 /// A compiled chat template with the values it prints besides the messages.
 pub struct ChatTemplate {
@@ -51,32 +51,32 @@ pub struct ChatTemplate {
     given_up: OnceLock<String>,
     variables: Map<String, Json>,
     has_generation: bool,
-    frame: OnceLock<Frame>,
+    delimiters: OnceLock<TurnDelimiters>,
     renders_reasoning: OnceLock<bool>,
     with_tools: Option<Box<ChatTemplate>>,
 }
 
 /// How a rendering ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ending {
+pub enum AddGenerationPrompt {
     /// With the last message.
-    Closed,
+    No,
     /// With the words that make the model speak (`add_generation_prompt`).
-    GenerationPrompt,
+    Yes,
 }
 
 /// A rendered conversation.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rendered {
+pub struct RenderedChat {
     /// The whole text.
     pub text: String,
     /// The bytes of it that the model writes: in order, disjoint, none of them empty.
-    pub spans: Vec<Span>,
+    pub spans: Vec<AssistantSpan>,
 }
 
 /// Text that the model writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Span {
+pub struct AssistantSpan {
     /// Which message's turn it stands in, from 0. A turn may have several spans, or none. Not known
     /// of `{% generation %}` blocks outside of any loop over the messages.
     pub message: Option<usize>,
@@ -103,7 +103,7 @@ pub enum TemplateError {
         /// The file or argument that holds the template.
         name: String,
         /// The thread that did not start.
-        source: limits::NoStack,
+        source: limits::ThreadSpawnError,
     },
     /// It stopped at this conversation: a mistake, or its own `raise_exception`.
     #[error("render chat template {name}, line {line}: {message}")]
@@ -117,7 +117,7 @@ pub enum TemplateError {
     },
     /// It takes too much time or memory.
     #[error("render chat template {name}: {reason}; look for loops or texts that grow without end")]
-    Budget {
+    LimitExceeded {
         /// The file or argument that holds the template.
         name: String,
         /// The limit that one rendering exceeded.
@@ -134,7 +134,7 @@ pub enum TemplateError {
         "find the assistant's text in what chat template {name} prints: {reason}. Put \
          {{% generation %}} ... {{% endgeneration %}} around it in the template"
     )]
-    Turns {
+    AssistantTextNotFound {
         /// The file or argument that holds the template.
         name: String,
         /// What was expected.
@@ -187,7 +187,7 @@ impl ChatTemplate {
         let mut environment = environment::environment(Clock::System);
         let unusable = |error: minijinja::Error| {
             let name = name.clone();
-            match error.source().and_then(|source| source.downcast_ref::<limits::NoStack>()) {
+            match error.source().and_then(|source| source.downcast_ref::<limits::ThreadSpawnError>()) {
                 Some(source) => TemplateError::Memory { name, source: source.clone() },
                 None => TemplateError::Syntax { name, line: error.line().unwrap_or(1), message: describe(&error) },
             }
@@ -206,7 +206,7 @@ impl ChatTemplate {
             given_up: OnceLock::new(),
             variables: Map::new(),
             has_generation,
-            frame: OnceLock::new(),
+            delimiters: OnceLock::new(),
             renders_reasoning: OnceLock::new(),
             with_tools: None,
         })
@@ -225,7 +225,7 @@ impl ChatTemplate {
         let with_tools = self.with_tools.take();
         self.with_tools = with_tools.map(|it| Box::new(it.with_variable(name.clone(), value.clone())));
         self.variables.insert(name, value);
-        self.frame = OnceLock::new();
+        self.delimiters = OnceLock::new();
         self.renders_reasoning = OnceLock::new();
         self
     }
@@ -255,22 +255,22 @@ impl ChatTemplate {
 
     /// Prints a conversation as it is. A template that fails on it is given the objects that arguments of tool
     /// calls mean, and empty texts for missing contents.
-    pub fn render(&self, chat: &Conversation, ending: Ending) -> Result<String, TemplateError> {
+    pub fn render(&self, chat: &Conversation, ending: AddGenerationPrompt) -> Result<String, TemplateError> {
         Ok(self.print(chat, ending)?.1)
     }
 
     /// Prints a conversation and says which part of it the assistant wrote.
-    pub fn render_turns(&self, chat: &Conversation) -> Result<Rendered, TemplateError> {
-        let (chat, text) = self.print(chat, Ending::Closed)?;
+    pub fn render_turns(&self, chat: &Conversation) -> Result<RenderedChat, TemplateError> {
+        let (chat, text) = self.print(chat, AddGenerationPrompt::No)?;
         let spans = if chat.has_assistant() { self.for_chat(&chat).spans(&chat, &text)? } else { Vec::new() };
-        Ok(Rendered { text, spans })
+        Ok(RenderedChat { text, spans })
     }
 
     /// The text, and the conversation as the template could read it.
     fn print<'a>(
         &self,
         chat: &'a Conversation,
-        ending: Ending,
+        ending: AddGenerationPrompt,
     ) -> Result<(Cow<'a, Conversation>, String), TemplateError> {
         let template = self.for_chat(chat);
         if chat.messages.is_empty() {
@@ -278,7 +278,7 @@ impl ChatTemplate {
         }
         let error = match template.run(TEXT, template.context(chat, ending, None)) {
             Ok(text) => return Ok((Cow::Borrowed(chat), text)),
-            Err(error @ TemplateError::Budget { .. }) => return Err(error),
+            Err(error @ TemplateError::LimitExceeded { .. }) => return Err(error),
             Err(error) => error,
         };
         for form in fallback::forms(chat) {
@@ -296,8 +296,8 @@ impl ChatTemplate {
         }
     }
 
-    fn spans(&self, chat: &Conversation, text: &str) -> Result<Vec<Span>, TemplateError> {
-        let marks = |template| self.marks(template, chat, Ending::Closed, text);
+    fn spans(&self, chat: &Conversation, text: &str) -> Result<Vec<AssistantSpan>, TemplateError> {
+        let marks = |template| self.marks(template, chat, AddGenerationPrompt::No, text);
         if !self.has_generation {
             return self.spans_by_turn(chat, text, &turns::pieces(&marks(MARKED)?));
         }
@@ -305,39 +305,44 @@ impl ChatTemplate {
         let marks = marks(MARKED).or_else(|_| marks(BLOCKS))?;
         let blocks = turns::generation_spans(&marks).map_err(|reason| self.unclear(reason))?;
         let pieces = turns::pieces(&marks);
-        Ok(blocks.into_iter().map(|range| Span { message: turns::owner(&pieces, &range), range }).collect())
+        Ok(blocks.into_iter().map(|range| AssistantSpan { message: turns::owner(&pieces, &range), range }).collect())
     }
 
-    fn spans_by_turn(&self, chat: &Conversation, text: &str, pieces: &[Piece]) -> Result<Vec<Span>, TemplateError> {
-        let frame = self.frame()?;
-        let mut spans: Vec<Span> = Vec::new();
+    fn spans_by_turn(
+        &self,
+        chat: &Conversation,
+        text: &str,
+        pieces: &[Piece],
+    ) -> Result<Vec<AssistantSpan>, TemplateError> {
+        let delimiters = self.delimiters()?;
+        let mut spans: Vec<AssistantSpan> = Vec::new();
         for (message, _) in chat.messages.iter().enumerate().filter(|(_, m)| m.is_assistant()) {
             let piece = match piece_of(pieces, message) {
-                Err(TurnError::Missing { .. }) if chat.messages[message].is_empty_answer() => continue,
+                Err(TurnError::NoText { .. }) if chat.messages[message].is_empty_answer() => continue,
                 piece => piece.map_err(|reason| self.unclear(reason))?,
             };
-            let range = match frame.written(text, piece) {
-                Err(TurnError::Missing { .. }) if chat.messages[message].is_empty_answer() => continue,
+            let range = match delimiters.written(text, piece) {
+                Err(TurnError::NoText { .. }) if chat.messages[message].is_empty_answer() => continue,
                 written => written.map_err(|reason| self.unclear(reason))?,
             };
             if spans.last().is_some_and(|last| last.range.end > range.start) {
-                return Err(self.unclear(TurnError::Scattered { message }));
+                return Err(self.unclear(TurnError::NotContiguous { message }));
             }
-            spans.push(Span { message: Some(message), range });
+            spans.push(AssistantSpan { message: Some(message), range });
         }
         Ok(spans)
     }
 
     /// What stands around an assistant's words, learnt by printing small chats.
-    fn frame(&self) -> Result<&Frame, TemplateError> {
-        if let Some(frame) = self.frame.get() {
-            return Ok(frame);
+    fn delimiters(&self) -> Result<&TurnDelimiters, TemplateError> {
+        if let Some(delimiters) = self.delimiters.get() {
+            return Ok(delimiters);
         }
         let question = Conversation::new([Message::new("user", "question")]);
-        let closed = self.run(TEXT, self.context(&question, Ending::Closed, None))?;
-        let open = self.run(TEXT, self.context(&question, Ending::GenerationPrompt, None))?;
+        let closed = self.run(TEXT, self.context(&question, AddGenerationPrompt::No, None))?;
+        let open = self.run(TEXT, self.context(&question, AddGenerationPrompt::Yes, None))?;
         let added = open.strip_prefix(closed.as_str()).unwrap_or_default();
-        let marks = self.marks(MARKED, &question, Ending::GenerationPrompt, &open)?;
+        let marks = self.marks(MARKED, &question, AddGenerationPrompt::Yes, &open)?;
         let tail = &open[marks.last().map_or(open.len(), |(at, _)| *at)..];
         // Each pair differs from its first letter to its last.
         let (first, second) = (self.probe("one", "two")?, self.probe("six", "four")?);
@@ -348,7 +353,7 @@ impl ChatTemplate {
                 Probe { text, piece, other }
             })
             .collect();
-        Ok(self.frame.get_or_init(|| Frame::learn(&Prompts { added, tail }, &probes)))
+        Ok(self.delimiters.get_or_init(|| TurnDelimiters::learn(&Prompts { added, tail }, &probes)))
     }
 
     /// The assistant's two turns in a chat where it says these words.
@@ -359,8 +364,8 @@ impl ChatTemplate {
             Message::new("user", "question"),
             Message::new("assistant", late),
         ]);
-        let text = self.run(TEXT, self.context(&chat, Ending::Closed, None))?;
-        let pieces = turns::pieces(&self.marks(MARKED, &chat, Ending::Closed, &text)?);
+        let text = self.run(TEXT, self.context(&chat, AddGenerationPrompt::No, None))?;
+        let pieces = turns::pieces(&self.marks(MARKED, &chat, AddGenerationPrompt::No, &text)?);
         let turn = |message| piece_of(&pieces, message).map(|piece| (text.clone(), piece.clone()));
         [1, 3].into_iter().map(turn).collect::<Result<_, _>>().map_err(|reason| self.unclear(reason))
     }
@@ -370,17 +375,17 @@ impl ChatTemplate {
         &self,
         template: &'static str,
         chat: &Conversation,
-        ending: Ending,
+        ending: AddGenerationPrompt,
         text: &str,
     ) -> Result<Vec<(usize, markers::Mark)>, TemplateError> {
-        let disturbed = || self.unclear(TurnError::Disturbed);
+        let disturbed = || self.unclear(TurnError::OutputChangedByMarkers);
         let fence = markers::fence(text).ok_or_else(disturbed)?;
         let marked = self.run(template, self.context(chat, ending, Some(fence)))?;
         let (unmarked, marks) = markers::extract(&marked, fence).ok_or_else(disturbed)?;
         if unmarked == text { Ok(marks) } else { Err(disturbed()) }
     }
 
-    fn context(&self, chat: &Conversation, ending: Ending, fence: Option<char>) -> Value {
+    fn context(&self, chat: &Conversation, ending: AddGenerationPrompt, fence: Option<char>) -> Value {
         let turn = |(index, message): (usize, &Message)| {
             let fields = Value::from(Serde(fields_for_template(message.fields())));
             Value::from_object(Turn { index, fields })
@@ -389,7 +394,7 @@ impl ChatTemplate {
         let own = [
             ("messages", Value::from(messages)),
             ("tools", Value::from(Serde(&chat.tools))),
-            ("add_generation_prompt", Value::from(ending == Ending::GenerationPrompt)),
+            ("add_generation_prompt", Value::from(ending == AddGenerationPrompt::Yes)),
         ];
         let documents = ("documents", Value::from(()));
         let extra = self.variables.iter().map(|(name, v)| (name.as_str(), Value::from(Serde(v))));
@@ -402,11 +407,11 @@ impl ChatTemplate {
             return Err(self.over_budget(reason));
         }
         budget::render(&self.environment, template, context).map_err(|failure| match failure {
-            Failure::Budget(reason) => self.over_budget(self.given_up.get_or_init(|| reason)),
-            Failure::Template(error) if error.kind() == minijinja::ErrorKind::OutOfFuel => {
+            RenderFailure::LimitExceeded(reason) => self.over_budget(self.given_up.get_or_init(|| reason)),
+            RenderFailure::Template(error) if error.kind() == minijinja::ErrorKind::OutOfFuel => {
                 self.over_budget(self.given_up.get_or_init(|| describe(&error)))
             }
-            Failure::Template(error) => TemplateError::Render {
+            RenderFailure::Template(error) => TemplateError::Render {
                 name: self.name.clone(),
                 line: error.line().unwrap_or(1),
                 message: describe(&error),
@@ -415,11 +420,11 @@ impl ChatTemplate {
     }
 
     fn over_budget(&self, reason: &str) -> TemplateError {
-        TemplateError::Budget { name: self.name.clone(), reason: reason.to_owned() }
+        TemplateError::LimitExceeded { name: self.name.clone(), reason: reason.to_owned() }
     }
 
     fn unclear(&self, reason: TurnError) -> TemplateError {
-        TemplateError::Turns { name: self.name.clone(), reason }
+        TemplateError::AssistantTextNotFound { name: self.name.clone(), reason }
     }
 }
 
@@ -435,9 +440,9 @@ impl fmt::Debug for ChatTemplate {
 fn piece_of(pieces: &[Piece], message: usize) -> Result<&Piece, TurnError> {
     let mut own = pieces.iter().filter(|piece| piece.message == message);
     match (own.next(), own.next()) {
-        (None, _) => Err(TurnError::Missing { message }),
+        (None, _) => Err(TurnError::NoText { message }),
         (Some(piece), None) => Ok(piece),
-        (Some(_), Some(_)) => Err(TurnError::Scattered { message }),
+        (Some(_), Some(_)) => Err(TurnError::NotContiguous { message }),
     }
 }
 

@@ -10,22 +10,22 @@ use super::markers::Mark;
 pub enum TurnError {
     /// The template reacts to markers, or prints characters that Unicode reserves.
     #[error("the template prints something else when its turns are marked")]
-    Disturbed,
+    OutputChangedByMarkers,
     /// An assistant message left no text.
     #[error("message {message} (assistant) leaves no text of its own in the rendering")]
-    Missing {
+    NoText {
         /// Which message, from 0.
         message: usize,
     },
     /// An assistant message left text in several places.
     #[error("message {message} (assistant) is printed in several places")]
-    Scattered {
+    NotContiguous {
         /// Which message, from 0.
         message: usize,
     },
     /// The assistant's turn does not begin as the generation prompt does.
     #[error("message {message} (assistant) does not begin with the generation prompt {prompt:?}")]
-    Header {
+    NoGenerationPrompt {
         /// Which message, from 0.
         message: usize,
         /// What the template prints to make the model speak.
@@ -33,7 +33,7 @@ pub enum TurnError {
     },
     /// A `generation` block is not closed where it should be.
     #[error("a generation block begins or ends inside another one")]
-    Blocks,
+    UnbalancedBlocks,
 }
 
 /// What lies between the marks of `generation` blocks.
@@ -48,13 +48,13 @@ pub(super) fn generation_spans(marks: &[(usize, Mark)]) -> Result<Vec<Range<usiz
                 start = None;
             }
             (Mark::Turn { .. } | Mark::LoopCloses { .. }, _) => {}
-            _ => return Err(TurnError::Blocks),
+            _ => return Err(TurnError::UnbalancedBlocks),
         }
     }
     spans.retain(|span| !span.is_empty());
     match start {
         None => Ok(spans),
-        Some(_) => Err(TurnError::Blocks),
+        Some(_) => Err(TurnError::UnbalancedBlocks),
     }
 }
 
@@ -106,7 +106,7 @@ fn push(pieces: &mut Vec<Piece>, piece: Piece) {
 /// What stands around the model's words in an assistant's piece. Learnt once a template, from
 /// chats of our own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Frame {
+pub(super) struct TurnDelimiters {
     /// What may stand before the words: beginnings of the generation prompt, shortest first.
     headers: Vec<String>,
     /// What stands behind the words of every turn, longest first: the end of turn, which is the
@@ -145,7 +145,7 @@ pub(super) struct Prompts<'a> {
     pub(super) tail: &'a str,
 }
 
-impl Frame {
+impl TurnDelimiters {
     /// Learns from how chats end and from turns that differ in their words only: what two such
     /// turns share at their beginning is a header as far as the prompt says it too.
     pub(super) fn learn(prompts: &Prompts<'_>, probes: &[Probe]) -> Self {
@@ -159,7 +159,7 @@ impl Frame {
         let with = |headers| Self { headers, footers: footers.clone(), closing: closing.clone() };
         let fitting = candidates
             .map(|prompt| with(headers(prompt, probes)))
-            .find(|frame| probes.iter().all(|probe| frame.fits(probe)));
+            .find(|delimiters| probes.iter().all(|probe| delimiters.fits(probe)));
         // A prompt that fits nowhere is kept, so that every turn is refused.
         let added = [prompts.added.to_owned()].into_iter().filter(|prompt| !prompt.is_empty());
         fitting.unwrap_or_else(|| with(added.collect()))
@@ -173,15 +173,16 @@ impl Frame {
     /// The part of an assistant's piece that the model writes: its words and the end of its turn.
     pub(super) fn written(&self, text: &str, piece: &Piece) -> Result<Range<usize>, TurnError> {
         let Piece { message, range } = piece.clone();
-        let start = self
-            .end_of_header(text, &range)
-            .ok_or_else(|| TurnError::Header { message, prompt: self.headers.last().cloned().unwrap_or_default() })?;
+        let start = self.end_of_header(text, &range).ok_or_else(|| TurnError::NoGenerationPrompt {
+            message,
+            prompt: self.headers.last().cloned().unwrap_or_default(),
+        })?;
         let words = &text[start..range.end];
         let footer = self.footers.iter().find(|footer| words.ends_with(footer.as_str()));
         let blank = footer.map_or(0, |footer| footer.len() - footer.trim_end().len());
         let closing = if text[range.end..].starts_with(&self.closing) { self.closing.len() } else { 0 };
         let written = start..range.end - blank + closing;
-        if written.is_empty() { Err(TurnError::Missing { message }) } else { Ok(written) }
+        if written.is_empty() { Err(TurnError::NoText { message }) } else { Ok(written) }
     }
 
     /// Where the first header ends that ends in this piece. It may begin in the one before: some
@@ -285,73 +286,73 @@ mod tests {
             generation_spans(&[(1, open), (4, close), (4, open), (4, close), (4, open), (5, close)]),
             Ok(vec![1..4, 4..5])
         );
-        assert_eq!(generation_spans(&[(1, open), (2, open)]), Err(TurnError::Blocks));
-        assert_eq!(generation_spans(&[(1, close)]), Err(TurnError::Blocks));
-        assert_eq!(generation_spans(&[(1, open)]), Err(TurnError::Blocks));
+        assert_eq!(generation_spans(&[(1, open), (2, open)]), Err(TurnError::UnbalancedBlocks));
+        assert_eq!(generation_spans(&[(1, close)]), Err(TurnError::UnbalancedBlocks));
+        assert_eq!(generation_spans(&[(1, open)]), Err(TurnError::UnbalancedBlocks));
     }
 
     /// `probes`: what stands before a turn, and the turn with two different words.
-    fn frame(added: &str, tail: &str, probes: &[(&str, &str, &str)]) -> Frame {
+    fn delimiters(added: &str, tail: &str, probes: &[(&str, &str, &str)]) -> TurnDelimiters {
         let probe = |(before, turn, other): &(&str, &str, &str)| Probe {
             text: format!("{before}{turn}"),
             piece: Piece { message: 1, range: before.len()..before.len() + turn.len() },
             other: (*other).to_owned(),
         };
-        Frame::learn(&Prompts { added, tail }, &probes.iter().map(probe).collect::<Vec<_>>())
+        TurnDelimiters::learn(&Prompts { added, tail }, &probes.iter().map(probe).collect::<Vec<_>>())
     }
 
     #[track_caller]
-    fn check(frame: &Frame, before: &str, turn: &str, want: &str) {
+    fn check(delimiters: &TurnDelimiters, before: &str, turn: &str, want: &str) {
         let text = format!("{before}{turn}");
         let piece = Piece { message: 0, range: before.len()..text.len() };
-        assert_eq!(&text[frame.written(&text, &piece).unwrap()], want);
+        assert_eq!(&text[delimiters.written(&text, &piece).unwrap()], want);
     }
 
     #[track_caller]
-    fn refuses(frame: &Frame, turn: &str, prompt: &str) {
-        let error = frame.written(turn, &Piece { message: 5, range: 0..turn.len() }).unwrap_err();
-        assert_eq!(error, TurnError::Header { message: 5, prompt: prompt.into() });
+    fn refuses(delimiters: &TurnDelimiters, turn: &str, prompt: &str) {
+        let error = delimiters.written(turn, &Piece { message: 5, range: 0..turn.len() }).unwrap_err();
+        assert_eq!(error, TurnError::NoGenerationPrompt { message: 5, prompt: prompt.into() });
     }
 
     #[test]
     fn a_header_is_as_much_of_the_prompt_as_the_turn_repeats() {
         let prompt = "<a><think>";
-        let frame = frame(prompt, prompt, &[("", "<a>xx</a>\n", "<a>yy</a>\n")]);
-        check(&frame, "", "<a>hi</a>\n", "hi</a>");
-        check(&frame, "", "<a><think>hi</a>\n", "hi</a>");
-        check(&frame, "", "<s>system</s><a>hi <a></a>\n", "hi <a></a>");
-        check(&frame, "<a>", "hi \n", "hi \n");
-        refuses(&frame, "hi", prompt);
+        let delimiters = delimiters(prompt, prompt, &[("", "<a>xx</a>\n", "<a>yy</a>\n")]);
+        check(&delimiters, "", "<a>hi</a>\n", "hi</a>");
+        check(&delimiters, "", "<a><think>hi</a>\n", "hi</a>");
+        check(&delimiters, "", "<s>system</s><a>hi <a></a>\n", "hi <a></a>");
+        check(&delimiters, "<a>", "hi \n", "hi \n");
+        refuses(&delimiters, "hi", prompt);
     }
 
     #[test]
     fn a_header_may_begin_in_the_turn_before() {
         let turns = [("q\n\n", "Answer:\nxx", "Answer:\nyy"), ("é\n\n", "Answer:\nxx", "Answer:\nyy")];
-        let frame = frame("\n\nAnswer:\n", "", &turns);
-        check(&frame, "é\n\n", "Answer:\nAnswer:\n", "Answer:\n");
-        refuses(&frame, "Answer:\nhi", "\n\nAnswer:\n");
+        let delimiters = delimiters("\n\nAnswer:\n", "", &turns);
+        check(&delimiters, "é\n\n", "Answer:\nAnswer:\n", "Answer:\n");
+        refuses(&delimiters, "Answer:\nhi", "\n\nAnswer:\n");
     }
 
     #[test]
     fn a_prompt_that_is_printed_unasked_is_a_prompt() {
         let turns = [("", "<a><say>xx</a>", "<a><say>yy</a>")];
-        check(&frame("", "<a><say>", &turns), "", "<a><say>hi</a>", "hi</a>");
-        check(&frame("<say>", "<a><say>", &turns), "", "<a><say>hi</a>", "hi</a>");
-        check(&frame("", "</a>", &turns), "", "<a><say>hi</a>", "<a><say>hi</a>");
-        check(&frame("", "</s>", &turns), "", "<a><say>hi</a>", "<a><say>hi</a>");
+        check(&delimiters("", "<a><say>", &turns), "", "<a><say>hi</a>", "hi</a>");
+        check(&delimiters("<say>", "<a><say>", &turns), "", "<a><say>hi</a>", "hi</a>");
+        check(&delimiters("", "</a>", &turns), "", "<a><say>hi</a>", "<a><say>hi</a>");
+        check(&delimiters("", "</s>", &turns), "", "<a><say>hi</a>", "<a><say>hi</a>");
     }
 
     #[test]
     fn half_a_token_is_no_header() {
         let turns = [("", "<|START_TURN|>xx", "<|START_TURN|>yy")];
-        refuses(&frame("<|START_ANSWER|>", "", &turns), "<|START_TURN|>hi", "<|START_ANSWER|>");
+        refuses(&delimiters("<|START_ANSWER|>", "", &turns), "<|START_TURN|>hi", "<|START_ANSWER|>");
         let turns = [("", "<|start|>assistant xx", "<|start|>assistant yy")];
-        refuses(&frame("<|start|>model", "", &turns), "<|start|>assistant hi", "<|start|>model");
+        refuses(&delimiters("<|start|>model", "", &turns), "<|start|>assistant hi", "<|start|>model");
     }
 
     #[test]
     fn white_space_behind_nothing_else_is_the_models_own() {
-        check(&frame("", "", &[("", "xx\n", "yy\n")]), "", "hi\n", "hi\n");
+        check(&delimiters("", "", &[("", "xx\n", "yy\n")]), "", "hi\n", "hi\n");
     }
 
     #[test]

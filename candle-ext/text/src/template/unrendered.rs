@@ -5,12 +5,12 @@
 
 use serde_json::{Value as Json, json};
 
-use super::{ChatTemplate, Ending};
+use super::{AddGenerationPrompt, ChatTemplate};
 use crate::conversation::{Conversation, Message};
 
 /// The parts of a conversation that its rendering lacks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Unrendered {
+pub struct UnrenderedParts {
     /// Messages with a tool call that is not rendered.
     pub tool_calls: Vec<usize>,
     /// Messages with reasoning that is not rendered.
@@ -23,17 +23,17 @@ impl ChatTemplate {
     /// Finds the tool calls, tools and reasoning that a rendering of this conversation lacks.
     ///
     /// A template that refuses the markers is taken to render everything, because it looked at them.
-    pub fn unrendered(&self, chat: &Conversation) -> Unrendered {
+    pub fn unrendered_parts(&self, chat: &Conversation) -> UnrenderedParts {
         let has_tools = chat.tools.as_ref().is_some_and(Json::is_array);
         let is_probed = |message: &Message| message.has_tool_calls() || message.reasoning().is_some();
         if !has_tools && !chat.messages.iter().any(is_probed) {
-            return Unrendered::default();
+            return UnrenderedParts::default();
         }
-        let Ok(text) = self.render(&marked(chat), Ending::Closed) else { return Unrendered::default() };
+        let Ok(text) = self.render(&marked(chat), AddGenerationPrompt::No) else { return UnrenderedParts::default() };
         let lacks = |what: &str, message: usize| !text.contains(&marker(what, message));
         let messages = || chat.messages.iter().enumerate();
         let n_calls = |message: &Message| calls(message).filter(|call| name_of(call).is_some()).count();
-        Unrendered {
+        UnrenderedParts {
             tool_calls: messages()
                 .filter(|(idx, message)| (0..n_calls(message)).any(|call| lacks(&format!("call{call}"), *idx)))
                 .map(|(idx, _)| idx)
@@ -52,7 +52,7 @@ impl ChatTemplate {
         *self.renders_reasoning.get_or_init(|| {
             let answer = Message::new("assistant", "answer").with("reasoning_content", json!("thought"));
             let chat = Conversation::new([Message::new("user", "question"), answer]);
-            self.unrendered(&chat).reasoning.is_empty()
+            self.unrendered_parts(&chat).reasoning.is_empty()
         })
     }
 }

@@ -14,7 +14,7 @@ pub enum TokenizerError {
          folder that holds tokenizer.json and tokenizer_config.json (save one with transformers' \
          AutoTokenizer.from_pretrained(...).save_pretrained(...))"
     )]
-    Missing {
+    NoTokenizerJson {
         /// The folder or file that was searched.
         directory: PathBuf,
         /// The files that are there instead.
@@ -30,7 +30,7 @@ pub enum TokenizerError {
     },
     /// A file does not hold what it should.
     #[error("parse {path}: {message}")]
-    Content {
+    InvalidFile {
         /// The file.
         path: PathBuf,
         /// The fault, and its place.
@@ -38,7 +38,7 @@ pub enum TokenizerError {
     },
     /// A key holds a value of the wrong kind.
     #[error("read {path}: key `{key}` is {found}, expected {expected}")]
-    Value {
+    InvalidValue {
         /// The file.
         path: PathBuf,
         /// The key.
@@ -76,7 +76,7 @@ pub enum TokenizerError {
     Template(#[from] TemplateError),
     /// The tokenizer refused a text or ids.
     #[error("{action} with the tokenizer of {directory}: {message}")]
-    Run {
+    EncodeOrDecode {
         /// The folder.
         directory: PathBuf,
         /// `encode` or `decode`.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value as Json};
 
 use super::TokenizerError;
-use crate::files::{MAX_GENERATED_BYTES, read_regular_file, without_bom};
+use crate::files::{MAX_GENERATED_FILE_BYTES, read_regular_file, without_bom};
 
 /// A chat template's name (`default`, `tool_use`, ...), the file it stands in, and its source.
 #[derive(Clone, Debug)]
@@ -18,8 +18,8 @@ pub(super) struct NamedTemplate {
 
 /// Reads a text file; `None` where there is none. A pipe or a device, which may never end, is refused.
 pub(super) fn read(path: &Path) -> Result<Option<String>, TokenizerError> {
-    match read_regular_file(path, MAX_GENERATED_BYTES) {
-        Ok(bytes) => String::from_utf8(bytes).map(Some).map_err(|error| TokenizerError::Content {
+    match read_regular_file(path, MAX_GENERATED_FILE_BYTES) {
+        Ok(bytes) => String::from_utf8(bytes).map(Some).map_err(|error| TokenizerError::InvalidFile {
             path: path.to_owned(),
             message: format!("not UTF-8 at byte {}", error.utf8_error().valid_up_to()),
         }),
@@ -31,7 +31,7 @@ pub(super) fn read(path: &Path) -> Result<Option<String>, TokenizerError> {
 /// Reads a file that holds a JSON object; an empty one where there is no file.
 pub(super) fn read_object(path: &Path) -> Result<Map<String, Json>, TokenizerError> {
     let Some(text) = read(path)? else { return Ok(Map::new()) };
-    let content = |message| TokenizerError::Content { path: path.to_owned(), message };
+    let content = |message| TokenizerError::InvalidFile { path: path.to_owned(), message };
     match serde_json::from_slice(without_bom(text.as_bytes())) {
         Ok(Json::Object(object)) => Ok(object),
         Ok(_) => Err(content("expected a JSON object".into())),
@@ -90,7 +90,7 @@ fn templates_of_key(path: &Path, object: &Map<String, Json>) -> Result<Vec<Named
         Json::Array(items) => items.iter().map(listed).collect(),
         _ => None,
     };
-    templates.ok_or_else(|| TokenizerError::Value {
+    templates.ok_or_else(|| TokenizerError::InvalidValue {
         path: path.to_owned(),
         key: "chat_template",
         found: value.to_string().chars().take(60).collect(),

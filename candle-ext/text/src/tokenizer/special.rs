@@ -18,14 +18,14 @@ pub struct SpecialToken {
 
 /// The special tokens that a tokenizer puts around a text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct AddedTokens {
+pub struct PostProcessorTokens {
     /// The ids before the text, usually BOS or none.
     pub before: Vec<u32>,
     /// The ids after the text.
     pub after: Vec<u32>,
 }
 
-impl AddedTokens {
+impl PostProcessorTokens {
     /// Reads off what the post-processor puts around a text. Of no text, BOS and what is before it stand before.
     pub(super) fn of(inner: &tokenizers::Tokenizer, bos: Option<&SpecialToken>) -> tokenizers::Result<Self> {
         let ids = |text: &str, adds: bool| Ok::<_, tokenizers::Error>(inner.encode(text, adds)?.get_ids().to_vec());
@@ -38,7 +38,7 @@ impl AddedTokens {
     }
 }
 
-impl AddedTokens {
+impl PostProcessorTokens {
     /// Refuses ids that no token has: a model has no embedding for them.
     pub(super) fn check(&self, inner: &tokenizers::Tokenizer) -> Result<(), String> {
         let unknown = self.before.iter().chain(&self.after).find(|id| inner.id_to_token(**id).is_none());
@@ -51,14 +51,14 @@ impl AddedTokens {
 }
 
 /// What the folder's files say of special tokens, not yet looked up.
-pub(super) struct Named {
+pub(super) struct SpecialTokenConfig {
     /// Every `*_token` by key, in the order of the files. Templates see them all.
     pub(super) tokens: Vec<(String, String)>,
     pub(super) add_bos: Option<bool>,
     pub(super) add_eos: Option<bool>,
 }
 
-impl Named {
+impl SpecialTokenConfig {
     /// Reads `tokenizer_config.json` and, for keys it lacks, `special_tokens_map.json`.
     pub(super) fn from_configs(config: &Map<String, Json>, map: &Map<String, Json>) -> Self {
         let mut tokens: Vec<(String, String)> = Vec::new();
@@ -93,7 +93,7 @@ pub(super) fn check_roles(directory: &Path, config: &Map<String, Json>) -> Resul
     for key in ["bos_token", "eos_token", "pad_token", "unk_token"] {
         let is_token = |value: &Json| value.is_string() || value.get("content").is_some_and(Json::is_string);
         let Some(value) = config.get(key).filter(|value| !value.is_null() && !is_token(value)) else { continue };
-        return Err(TokenizerError::Value {
+        return Err(TokenizerError::InvalidValue {
             path: directory.join("tokenizer_config.json"),
             key,
             found: value.to_string().chars().take(60).collect(),
@@ -114,7 +114,7 @@ pub(super) fn eos_ids(directory: &Path) -> Result<BTreeSet<u32>, TokenizerError>
         let listed = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
         for id in listed {
             let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
-            ids.insert(id.ok_or_else(|| TokenizerError::Value {
+            ids.insert(id.ok_or_else(|| TokenizerError::InvalidValue {
                 path: directory.join(file),
                 key: "eos_token_id",
                 found: value.to_string(),

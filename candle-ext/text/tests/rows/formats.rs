@@ -1,6 +1,6 @@
 //! Rows as documents, format by format.
 
-use candlewick_text::format::{Document, Format, FormatRequest, Purpose};
+use candlewick_text::format::{DatasetType, Document, Format, FormatRequest};
 use candlewick_text::source::ReadOptions;
 
 use super::Folder;
@@ -167,7 +167,7 @@ fn prompts_and_completions() {
 #[test]
 fn plain_text_by_default_or_by_column() {
     check(r#"{"text":"hello","url":"x"}"#, &["reads as text: text", "hello"]);
-    let causal = FormatRequest { purpose: Purpose::Causal, ..request() };
+    let causal = FormatRequest { purpose: DatasetType::Causal, ..request() };
     let row = r#"{"text":"hello","messages":[]}"#;
     assert_eq!(read(row, &causal).unwrap(), "reads as text: text\nhello");
     let column = FormatRequest { column: Some("body".into()), ..causal.clone() };
@@ -230,7 +230,7 @@ fn keys_without_effect_are_refused() {
             "format: sharegpt",
         ),
         (
-            FormatRequest { purpose: Purpose::Causal, content_key: named("x"), ..base() },
+            FormatRequest { purpose: DatasetType::Causal, content_key: named("x"), ..base() },
             "use content_key",
             "plain text",
         ),

@@ -4,7 +4,7 @@ use aho_corasick::{AhoCorasick, MatchKind};
 use tokenizers::{AddedToken, NormalizedString, Normalizer};
 
 /// What is searched for: some tokens in the text as it is written, and between those others in the normalised text.
-pub(super) struct Added {
+pub(super) struct AddedTokenSearch {
     written: Search,
     normalized: Search,
 }
@@ -14,7 +14,7 @@ struct Search {
     ids: Vec<u32>,
 }
 
-impl Added {
+impl AddedTokenSearch {
     /// `None`: a token takes the white space around it along, or has to stand alone.
     pub(super) fn of(tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
         let (mut written, mut normalized) = (Vec::new(), Vec::new());

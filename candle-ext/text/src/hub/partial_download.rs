@@ -7,32 +7,32 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 use super::HubError;
-use super::patience::Failure;
+use super::retry::AttemptError;
 
 /// What a HEAD tells about a file.
-pub(super) struct Announced {
+pub(super) struct FileMetadata {
     pub(super) etag: String,
     pub(super) size: u64,
 }
 
 /// A body on its way into a file.
-pub(super) struct Body<'a> {
+pub(super) struct PartialDownload<'a> {
     path: PathBuf,
     file: File,
     hash: Sha256,
     pub(super) n_bytes: u64,
-    announced: &'a Announced,
+    metadata: &'a FileMetadata,
 }
 
-impl<'a> Body<'a> {
+impl<'a> PartialDownload<'a> {
     /// Opens `path`; what it already holds is kept if a hash will prove it in the end.
-    pub(super) fn resume(path: &Path, announced: &'a Announced) -> Result<Self, Failure> {
-        let told = |e| Failure::Told(HubError::cache(path, e));
+    pub(super) fn resume(path: &Path, metadata: &'a FileMetadata) -> Result<Self, AttemptError> {
+        let told = |e| AttemptError::Hub(HubError::cache(path, e));
         let file = OpenOptions::new().create(true).truncate(false).read(true).append(true).open(path);
         let file = file.map_err(told)?;
-        let mut body = Self { path: path.to_owned(), file, hash: Sha256::new(), n_bytes: 0, announced };
+        let mut body = Self { path: path.to_owned(), file, hash: Sha256::new(), n_bytes: 0, metadata };
         let n_here = body.file.metadata().map_err(told)?.len();
-        if n_here >= announced.size || announced.sha256().is_none() {
+        if n_here >= metadata.size || metadata.sha256().is_none() {
             body.restart()?;
             return Ok(body);
         }
@@ -48,30 +48,30 @@ impl<'a> Body<'a> {
         }
     }
 
-    pub(super) fn restart(&mut self) -> Result<(), Failure> {
-        self.file.set_len(0).map_err(|e| Failure::Told(HubError::cache(&self.path, e)))?;
+    pub(super) fn restart(&mut self) -> Result<(), AttemptError> {
+        self.file.set_len(0).map_err(|e| AttemptError::Hub(HubError::cache(&self.path, e)))?;
         self.hash = Sha256::new();
         self.n_bytes = 0;
         Ok(())
     }
 
-    pub(super) fn write(&mut self, piece: &[u8]) -> Result<(), Failure> {
+    pub(super) fn write(&mut self, piece: &[u8]) -> Result<(), AttemptError> {
         self.n_bytes += piece.len() as u64;
-        if self.n_bytes > self.announced.size {
-            let problem = format!("more than the {} bytes announced arrived", self.announced.size);
+        if self.n_bytes > self.metadata.size {
+            let problem = format!("more than the {} bytes announced arrived", self.metadata.size);
             return self.discard(problem);
         }
         self.hash.update(piece);
-        self.file.write_all(piece).map_err(|e| Failure::Told(HubError::cache(&self.path, e)))
+        self.file.write_all(piece).map_err(|e| AttemptError::Hub(HubError::cache(&self.path, e)))
     }
 
-    pub(super) fn prove(mut self) -> Result<(), Failure> {
-        let (n_bytes, size) = (self.n_bytes, self.announced.size);
+    pub(super) fn verify(mut self) -> Result<(), AttemptError> {
+        let (n_bytes, size) = (self.n_bytes, self.metadata.size);
         if n_bytes != size {
             return self.discard(format!("{n_bytes} bytes arrived where {size} were announced"));
         }
         let found = hex(&self.hash.clone().finalize());
-        match self.announced.sha256() {
+        match self.metadata.sha256() {
             Some(sha256) if sha256 != found => {
                 self.discard(format!("its sha256 is {found} where {sha256} was announced"))
             }
@@ -79,30 +79,30 @@ impl<'a> Body<'a> {
         }
     }
 
-    pub(super) fn broke_off(&self, reason: &str) -> Failure {
-        let (n_bytes, size) = (self.n_bytes, self.announced.size);
-        let next = match self.announced.sha256() {
+    pub(super) fn interrupted(&self, reason: &str) -> AttemptError {
+        let (n_bytes, size) = (self.n_bytes, self.metadata.size);
+        let next = match self.metadata.sha256() {
             Some(_) if n_bytes > 0 => "they are kept, and the next try continues there",
             _ => "the next try starts over",
         };
-        Failure::Cut(format!("it broke off after {n_bytes} of {size} bytes ({reason}); {next}"))
+        AttemptError::Interrupted(format!("it broke off after {n_bytes} of {size} bytes ({reason}); {next}"))
     }
 
-    pub(super) fn too_slow(&self, rate: u64) -> Failure {
-        let (n_bytes, size) = (self.n_bytes, self.announced.size);
-        Failure::Slow(format!(
+    pub(super) fn too_slow(&self, rate: u64) -> AttemptError {
+        let (n_bytes, size) = (self.n_bytes, self.metadata.size);
+        AttemptError::TooSlow(format!(
             "fewer than {rate} bytes a second arrive, {n_bytes} of {size} are here; try again later, or set HF_ENDPOINT to a \
              mirror"
         ))
     }
 
-    fn discard(&mut self, problem: String) -> Result<(), Failure> {
+    fn discard(&mut self, problem: String) -> Result<(), AttemptError> {
         self.restart()?;
-        Err(Failure::Wrong(format!("{problem}; what arrived was removed")))
+        Err(AttemptError::InvalidResponse(format!("{problem}; what arrived was removed")))
     }
 }
 
-impl Announced {
+impl FileMetadata {
     /// The hash that proves the whole, if the etag is one.
     pub(super) fn sha256(&self) -> Option<&str> {
         let is_sha256 = self.etag.len() == 64 && self.etag.bytes().all(|b| b.is_ascii_hexdigit());

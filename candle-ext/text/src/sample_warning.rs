@@ -3,34 +3,34 @@
 /// One oddity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Finding {
+pub enum SampleWarning {
     /// An assistant message without content, tool calls or reasoning.
-    EmptyAnswer,
+    EmptyResponse,
     /// Tool calls, or an answer that is all reasoning, that the chat template does not render.
-    AnswerNotRendered,
+    ResponseNotRendered,
     /// Tool definitions that the chat template does not render.
     ToolDefinitionsNotRendered,
     /// Reasoning that the chat template never renders.
     ReasoningNotRendered,
     /// A first target token that begins in the prompt: generation never produces it.
-    MergedBoundary,
+    TokenSpansPromptBoundary,
     /// A role that chat templates do not know.
     UnknownRole,
 }
 
 /// A set of oddities.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Findings(u32);
+pub struct SampleWarnings(u32);
 
-impl Finding {
+impl SampleWarning {
     /// Completes "these rows ...". `template` is the origin of the chat template.
     pub fn describe(self, template: &str) -> String {
         match self {
-            Self::EmptyAnswer => "hold an empty answer".to_owned(),
-            Self::AnswerNotRendered => format!("hold tool calls that {template} does not render"),
+            Self::EmptyResponse => "hold an empty answer".to_owned(),
+            Self::ResponseNotRendered => format!("hold tool calls that {template} does not render"),
             Self::ToolDefinitionsNotRendered => format!("offer tools that {template} does not render"),
             Self::ReasoningNotRendered => format!("hold reasoning that {template} never renders"),
-            Self::MergedBoundary => "hold an answer whose first token begins in the prompt".to_owned(),
+            Self::TokenSpansPromptBoundary => "hold an answer whose first token begins in the prompt".to_owned(),
             Self::UnknownRole => "hold roles that chat templates do not know".to_owned(),
         }
     }
@@ -40,9 +40,9 @@ impl Finding {
     }
 }
 
-impl Findings {
+impl SampleWarnings {
     /// Adds an oddity.
-    pub fn insert(&mut self, finding: Finding) {
+    pub fn insert(&mut self, finding: SampleWarning) {
         self.0 |= finding.bit();
     }
 
@@ -52,7 +52,7 @@ impl Findings {
     }
 
     /// Returns true if the set holds an oddity.
-    pub fn contains(self, finding: Finding) -> bool {
+    pub fn contains(self, finding: SampleWarning) -> bool {
         self.0 & finding.bit() != 0
     }
 
@@ -61,7 +61,7 @@ impl Findings {
         self.0
     }
 
-    /// Reads a set that [`Findings::bits`] wrote.
+    /// Reads a set that [`SampleWarnings::bits`] wrote.
     pub fn from_bits(bits: u32) -> Self {
         Self(bits)
     }
@@ -73,11 +73,11 @@ mod tests {
 
     #[test]
     fn a_stored_set_is_read_back() {
-        let mut findings = Findings::default();
-        findings.insert(Finding::MergedBoundary);
-        findings.insert(Finding::EmptyAnswer);
-        let read = Findings::from_bits(findings.bits());
-        assert!(read.contains(Finding::EmptyAnswer) && read.contains(Finding::MergedBoundary));
-        assert!(!read.contains(Finding::UnknownRole) && !read.contains(Finding::AnswerNotRendered));
+        let mut sample_warnings = SampleWarnings::default();
+        sample_warnings.insert(SampleWarning::TokenSpansPromptBoundary);
+        sample_warnings.insert(SampleWarning::EmptyResponse);
+        let read = SampleWarnings::from_bits(sample_warnings.bits());
+        assert!(read.contains(SampleWarning::EmptyResponse) && read.contains(SampleWarning::TokenSpansPromptBoundary));
+        assert!(!read.contains(SampleWarning::UnknownRole) && !read.contains(SampleWarning::ResponseNotRendered));
     }
 }

@@ -27,7 +27,7 @@ impl SourceFiles {
     }
 
     /// Describes a choice among several files, as `1 of 50 files: training.jsonl (split train)`.
-    pub fn choice(&self) -> Option<String> {
+    pub fn describe_selection(&self) -> Option<String> {
         let n = self.paths.len();
         let split = self.split.as_ref().map_or(String::new(), |split| format!(" (split {split})"));
         (self.n_available > 1).then(|| format!("{n} of {} files: {}{split}", self.n_available, named(&self.paths)))
@@ -68,17 +68,17 @@ mod tests {
     #[test]
     fn a_choice_among_files_is_described() {
         let one = files(&["a.jsonl"], 50, "train");
-        assert_eq!(one.choice().as_deref(), Some("1 of 50 files: a.jsonl (split train)"));
+        assert_eq!(one.describe_selection().as_deref(), Some("1 of 50 files: a.jsonl (split train)"));
         assert_eq!(one.full_paths(), ["data/a.jsonl"]);
-        assert_eq!(files(&["a.jsonl"], 1, "train").choice(), None);
-        let many = files(&["a", "b", "c", "d", "e"], 5, "test").choice();
+        assert_eq!(files(&["a.jsonl"], 1, "train").describe_selection(), None);
+        let many = files(&["a", "b", "c", "d", "e"], 5, "test").describe_selection();
         assert_eq!(many.as_deref(), Some("5 of 5 files: a, b, c and 2 more (split test)"));
     }
 
     #[test]
     fn files_of_two_splits_are_joined() {
         let both = files(&["a"], 3, "train").join(files(&["b", "a"], 3, "test"));
-        assert_eq!(both.choice().as_deref(), Some("2 of 3 files: a, b (split train+test)"));
+        assert_eq!(both.describe_selection().as_deref(), Some("2 of 3 files: a, b (split train+test)"));
         let elsewhere = SourceFiles { place: Some("other".into()), ..files(&["b"], 1, "train") };
         assert_eq!(files(&["a"], 1, "train").join(elsewhere).paths, ["data/a", "other/b"]);
     }

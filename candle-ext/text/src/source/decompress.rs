@@ -58,18 +58,26 @@ fn copy(path: &Path, mut reader: impl Read, unpacked: &mut File, limit: u64) -> 
         }
         if n_bytes > limit {
             let problem = format!("it unpacks to more than {MAX_RATIO} times its size");
-            return Err(SourceError::bad(path.display(), problem, "unpack it by hand if that is right"));
+            return Err(SourceError::invalid_data(path.display(), problem, "unpack it by hand if that is right"));
         }
         unpacked.write_all(&chunk[..n_read]).map_err(|error| no_room(path, &error))?;
     }
 }
 
 fn broken(path: &Path, error: &io::Error) -> SourceError {
-    SourceError::bad(path.display(), format!("it cannot be unpacked ({error})"), "fetch or write the file again")
+    SourceError::invalid_data(
+        path.display(),
+        format!("it cannot be unpacked ({error})"),
+        "fetch or write the file again",
+    )
 }
 
 fn no_room(path: &Path, error: &io::Error) -> SourceError {
     let folder = std::env::temp_dir();
     let problem = format!("it cannot be unpacked into {} ({error})", folder.display());
-    SourceError::bad(path.display(), problem, "set TMPDIR to a folder on a disk with room, or unpack it by hand")
+    SourceError::invalid_data(
+        path.display(),
+        problem,
+        "set TMPDIR to a folder on a disk with room, or unpack it by hand",
+    )
 }

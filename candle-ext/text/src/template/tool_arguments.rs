@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use serde_json::Value as Json;
 
 use super::fallback::{as_objects, object};
-use super::{ChatTemplate, Ending};
+use super::{AddGenerationPrompt, ChatTemplate};
 use crate::conversation::{Conversation, Message};
 
 impl ChatTemplate {
@@ -13,11 +13,11 @@ impl ChatTemplate {
     ///
     /// OpenAI writes `"arguments": "{\"x\": 1}"`, and `arguments | tojson` prints that with escaped quotes. A template
     /// that prints texts as they are keeps the text of the row.
-    pub fn with_argument_objects<'a>(&self, chat: &'a Conversation) -> Cow<'a, Conversation> {
+    pub fn with_parsed_tool_arguments<'a>(&self, chat: &'a Conversation) -> Cow<'a, Conversation> {
         let Some(objects) = as_objects(chat) else { return Cow::Borrowed(chat) };
         let texts: Vec<String> = chat.messages.iter().flat_map(encoded).collect();
         let n_encoded = |chat: &Conversation| {
-            let text = self.render(chat, Ending::Closed).ok()?;
+            let text = self.render(chat, AddGenerationPrompt::No).ok()?;
             Some(texts.iter().map(|encoded| text.matches(encoded).count()).sum::<usize>())
         };
         match (n_encoded(chat), n_encoded(&objects)) {

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 use proptest::prelude::*;
 use serde_json::{Value as Json, json};
 
-use super::super::{Encoded, Specials, Tokenizer};
+use super::super::{Encoding, SpecialTokens, Tokenizer};
 
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// Of these tokens' contents some are parts of others, and one is not normalised.
@@ -110,9 +110,9 @@ fn tokenizers() -> Vec<Tokenizer> {
     tokenizers
 }
 
-fn slowly(tokenizer: &Tokenizer, text: &str) -> (Vec<u32>, Encoded) {
-    let ids = tokenizer.encode_by_the_book(text).unwrap();
-    (ids, tokenizer.encode_with_offsets_by_the_book(text).unwrap())
+fn slowly(tokenizer: &Tokenizer, text: &str) -> (Vec<u32>, Encoding) {
+    let ids = tokenizer.encode_with_tokenizers_crate(text).unwrap();
+    (ids, tokenizer.encode_with_offsets_with_tokenizers_crate(text).unwrap())
 }
 
 /// Twice, as what was learned is used the second time.
@@ -120,7 +120,8 @@ fn slowly(tokenizer: &Tokenizer, text: &str) -> (Vec<u32>, Encoded) {
 fn check(tokenizer: &Tokenizer, text: &str) {
     let want = slowly(tokenizer, text);
     for _ in 0..2 {
-        let found = (tokenizer.encode(text, Specials::Omit).unwrap(), tokenizer.encode_with_offsets(text).unwrap());
+        let found =
+            (tokenizer.encode(text, SpecialTokens::Exclude).unwrap(), tokenizer.encode_with_offsets(text).unwrap());
         assert_eq!(found, want, "{text:?} by {:?}", tokenizer.inner.get_pre_tokenizer());
     }
 }
@@ -185,7 +186,7 @@ fn more_words_than_are_remembered_are_still_the_same() {
     let tokenizer = &TOKENIZERS[0];
     let text: String =
         (0..300_000).map(|n| format!(" w{}", char::from_u32(0x4e00 + n % 70_000).unwrap_or('x'))).collect();
-    assert_eq!(tokenizer.encode(&text, Specials::Omit).unwrap(), slowly(tokenizer, &text).0);
+    assert_eq!(tokenizer.encode(&text, SpecialTokens::Exclude).unwrap(), slowly(tokenizer, &text).0);
 }
 
 /// Tokenizers that do something else keep to their own way.
@@ -206,6 +207,6 @@ fn other_steps_are_left_to_the_tokenizer() {
     ] {
         let tokenizer = changed("smollm2", &[(key, value)]);
         assert!(tokenizer.words.is_none(), "{key}");
-        check(&tokenizer, "Some  Words, <m> 12\n");
+        check(&tokenizer, "Some  ByteLevelBpe, <m> 12\n");
     }
 }

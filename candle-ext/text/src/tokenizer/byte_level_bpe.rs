@@ -11,23 +11,23 @@ use tokenizers::processors::PostProcessorWrapper;
 use tokenizers::{Model, OffsetType, PreTokenizedString, PreTokenizer};
 use unicode_normalization_alignments::{IsNormalized, is_nfc_quick};
 
-use super::added::Added;
-use super::cut::{Cut, words};
-use super::known::{Known, Token};
+use super::added_tokens::AddedTokenSearch;
+use super::split_rule::{SplitRule, words};
+use super::word_cache::{Token, WordCache};
 
 /// A tokenizer's steps, as far as they are those of byte-level BPE.
-pub(super) struct Words {
-    added: Added,
+pub(super) struct ByteLevelBpe {
+    added: AddedTokenSearch,
     normalizes: bool,
-    cuts: Vec<Cut>,
-    trim: Trim,
+    cuts: Vec<SplitRule>,
+    trim: TrimOffsets,
     /// What threads that encode no text just now left behind.
-    idle: Mutex<Vec<Memory>>,
+    idle: Mutex<Vec<ThreadScratch>>,
 }
 
 /// What the post-processor takes off the bytes of a token: spaces, or nothing.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Trim {
+enum TrimOffsets {
     Nothing,
     Spaces {
         /// One space at the beginning of a text is taken for one that was put there.
@@ -36,12 +36,12 @@ enum Trim {
 }
 
 /// What one thread needs.
-struct Memory {
-    known: Known,
+struct ThreadScratch {
+    known: WordCache,
     searches: Vec<Option<Cache>>,
 }
 
-impl Words {
+impl ByteLevelBpe {
     /// `None`: the tokenizer is of another kind.
     pub(super) fn of(tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
         let ModelWrapper::BPE(model) = tokenizer.get_model() else { return None };
@@ -55,10 +55,10 @@ impl Words {
             Some(_) => return None,
         };
         Some(Self {
-            added: Added::of(tokenizer)?,
+            added: AddedTokenSearch::of(tokenizer)?,
             normalizes,
-            cuts: Cut::all_of(tokenizer.get_pre_tokenizer()?)?,
-            trim: Trim::of(tokenizer.get_post_processor())?,
+            cuts: SplitRule::all_of(tokenizer.get_pre_tokenizer()?)?,
+            trim: TrimOffsets::of(tokenizer.get_post_processor())?,
             idle: Mutex::default(),
         })
     }
@@ -80,18 +80,18 @@ impl Words {
         encoded
     }
 
-    fn memory(&self) -> Memory {
-        Memory { known: Known::default(), searches: self.cuts.iter().map(Cut::cache).collect() }
+    fn memory(&self) -> ThreadScratch {
+        ThreadScratch { known: WordCache::default(), searches: self.cuts.iter().map(SplitRule::cache).collect() }
     }
 
     fn pieces(
         &self,
         tokenizer: &tokenizers::Tokenizer,
-        memory: &mut Memory,
+        memory: &mut ThreadScratch,
         text: &str,
         token: &mut impl FnMut(u32, usize, usize),
     ) -> Option<()> {
-        let Memory { known, searches } = memory;
+        let ThreadScratch { known, searches } = memory;
         let mut start = 0;
         self.added.pieces(text, &mut |piece, id| {
             if let Some(id) = id {
@@ -110,7 +110,7 @@ impl Words {
                 match known.get(word).filter(|_| start > 0) {
                     Some(tokens) => give(tokens),
                     None => {
-                        let tokens = self.spell(tokenizer, word, start == 0)?;
+                        let tokens = self.tokenize_word(tokenizer, word, start == 0)?;
                         give(&tokens);
                         if start > 0 {
                             known.learn(word, &tokens);
@@ -124,7 +124,7 @@ impl Words {
     }
 
     /// Asks the tokenizer what a word becomes.
-    fn spell(&self, tokenizer: &tokenizers::Tokenizer, word: &str, is_first: bool) -> Option<Vec<Token>> {
+    fn tokenize_word(&self, tokenizer: &tokenizers::Tokenizer, word: &str, is_first: bool) -> Option<Vec<Token>> {
         let mut split = PreTokenizedString::from(word);
         ByteLevel::new(false, false, false).pre_tokenize(&mut split).ok()?;
         tokenizer.get_model().tokenize_in_pretokenized(&mut split, None).ok()?;
@@ -140,7 +140,7 @@ impl Words {
     }
 }
 
-impl Trim {
+impl TrimOffsets {
     /// `None`: the post-processor changes more than that.
     fn of(processor: Option<&PostProcessorWrapper>) -> Option<Self> {
         let steps = match processor {

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use compact_str::CompactString;
 use foldhash::fast::RandomState;
 
-/// Words that are remembered at a time: then all are forgotten, and those of the texts at hand are learned anew.
+/// ByteLevelBpe that are remembered at a time: then all are forgotten, and those of the texts at hand are learned anew.
 const MOST: usize = 1 << 17;
 /// A longer word, in bytes, hardly comes back.
 const LONGEST: usize = 128;
@@ -27,11 +27,11 @@ enum Tokens {
 
 /// The words of one thread.
 #[derive(Default)]
-pub(super) struct Known {
+pub(super) struct WordCache {
     words: HashMap<CompactString, Tokens, RandomState>,
 }
 
-impl Known {
+impl WordCache {
     pub(super) fn get(&self, word: &str) -> Option<&[Token]> {
         Some(match self.words.get(word)? {
             Tokens::One(token) => std::slice::from_ref(token),

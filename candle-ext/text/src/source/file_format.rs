@@ -6,14 +6,14 @@ use std::path::Path;
 use super::csv_file::CsvFile;
 use super::json_file::JsonFile;
 use super::json_lines::JsonLines;
-use super::mapped::Mapped;
+use super::mapped_file::MappedFile;
 use super::parquet_file::ParquetFile;
 use super::text_file::{SampleBy, TextFile};
-use super::{Source, SourceError};
+use super::{RowSource, SourceError};
 
 /// A family of file formats that can stand in one data set together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
+pub enum FileFormat {
     /// `.json`, `.jsonl`, `.ndjson`
     Json,
     /// `.parquet`
@@ -50,9 +50,9 @@ const METADATA: [&str; 7] = [
     "croissant.json",
 ];
 
-impl Kind {
+impl FileFormat {
     /// Tells the kind by the name's ending, behind which `.gz` or `.zst` may stand.
-    pub fn of(path: &str) -> Option<Self> {
+    pub fn from_path(path: &str) -> Option<Self> {
         let is_packed = is_packed(path);
         match ending(path).as_str() {
             "parquet" | "pq" if is_packed => None,
@@ -69,9 +69,9 @@ impl Kind {
 /// `.txt` beside files of another kind (those are notes and licences).
 pub fn data_files(paths: impl IntoIterator<Item = String>) -> Vec<String> {
     let mut files: Vec<String> =
-        paths.into_iter().filter(|path| Kind::of(path).is_some() && !is_metadata(path)).collect();
-    if files.iter().any(|path| Kind::of(path) != Some(Kind::Text)) {
-        files.retain(|path| Kind::of(path) != Some(Kind::Text));
+        paths.into_iter().filter(|path| FileFormat::from_path(path).is_some() && !is_metadata(path)).collect();
+    if files.iter().any(|path| FileFormat::from_path(path) != Some(FileFormat::Text)) {
+        files.retain(|path| FileFormat::from_path(path) != Some(FileFormat::Text));
     }
     files.sort();
     files
@@ -81,7 +81,7 @@ pub fn data_files(paths: impl IntoIterator<Item = String>) -> Vec<String> {
 pub(crate) fn check_one_kind(files: &[String]) -> Result<(), String> {
     let mut counts = BTreeMap::new();
     for file in files {
-        *counts.entry(Kind::of(file)).or_insert(0) += 1;
+        *counts.entry(FileFormat::from_path(file)).or_insert(0) += 1;
     }
     if counts.len() < 2 {
         return Ok(());
@@ -94,23 +94,23 @@ pub(crate) fn check_one_kind(files: &[String]) -> Result<(), String> {
 }
 
 /// Opens one file of rows.
-pub(crate) fn open_file(path: &Path, options: &ReadOptions) -> Result<Box<dyn Source>, SourceError> {
+pub(crate) fn open_file(path: &Path, options: &ReadOptions) -> Result<Box<dyn RowSource>, SourceError> {
     let name = path.to_string_lossy();
-    Ok(match Kind::of(&name) {
-        Some(Kind::Json) => open_json(path, options)?,
-        Some(Kind::Parquet) => Box::new(ParquetFile::open(path)?),
-        Some(Kind::Csv) => {
+    Ok(match FileFormat::from_path(&name) {
+        Some(FileFormat::Json) => open_json(path, options)?,
+        Some(FileFormat::Parquet) => Box::new(ParquetFile::open(path)?),
+        Some(FileFormat::Csv) => {
             let usual = if ending(&name) == "tsv" { b'\t' } else { b',' };
-            Box::new(CsvFile::index(Mapped::open(path)?, options.delimiter.unwrap_or(usual))?)
+            Box::new(CsvFile::index(MappedFile::open(path)?, options.delimiter.unwrap_or(usual))?)
         }
-        Some(Kind::Text) => Box::new(TextFile::index(Mapped::open(path)?, options.sample_by)),
+        Some(FileFormat::Text) => Box::new(TextFile::index(MappedFile::open(path)?, options.sample_by)),
         None => return Err(unknown(path)),
     })
 }
 
 /// By content more than by name: a `.jsonl` that begins with `[` is one list.
-fn open_json(path: &Path, options: &ReadOptions) -> Result<Box<dyn Source>, SourceError> {
-    let file = Mapped::open(path)?;
+fn open_json(path: &Path, options: &ReadOptions) -> Result<Box<dyn RowSource>, SourceError> {
+    let file = MappedFile::open(path)?;
     let starts_list = file.bytes().iter().find(|b| !b.is_ascii_whitespace()) == Some(&b'[');
     if ending(&path.to_string_lossy()) == "json" || starts_list {
         Ok(Box::new(JsonFile::index(file, options.field.as_deref())?))
@@ -128,7 +128,7 @@ fn unknown(path: &Path) -> SourceError {
     } else {
         "rows are read from .json, .jsonl, .parquet, .csv, .tsv and .txt files (.gz and .zst too)".to_owned()
     };
-    SourceError::choice(path.display(), problem)
+    SourceError::not_available(path.display(), problem)
 }
 
 /// The ending of a file's name, of the unpacked file if it is compressed.

@@ -7,7 +7,7 @@
 use serde_json::{Map, Value};
 
 use super::chat::{calls_in_text, conversation, message, object, role_of_alias};
-use super::error::{Fault, type_name};
+use super::error::{RowProblem, type_name};
 use super::sharegpt::CALLS;
 use super::{Document, FormatError};
 use crate::conversation::{Conversation, Message};
@@ -44,7 +44,7 @@ impl RoleMapping {
     pub fn new(roles: &[(String, String)], content_key: Option<&str>) -> Result<Self, FormatError> {
         if roles.is_empty() {
             let problem = "it maps no role; write {user: question, assistant: response}".to_owned();
-            return Err(FormatError::Request { key: "role_mapping", problem });
+            return Err(FormatError::InvalidOption { key: "role_mapping", problem });
         }
         let roles = roles
             .iter()
@@ -86,7 +86,7 @@ impl RoleMapping {
         unused.collect()
     }
 
-    pub(crate) fn parse(&self, row: &Row) -> Result<Document, Fault> {
+    pub(crate) fn parse(&self, row: &Row) -> Result<Document, RowProblem> {
         let mut messages = Vec::new();
         let mut read: Vec<&str> = Vec::new();
         for (role, path) in &self.roles {
@@ -101,7 +101,7 @@ impl RoleMapping {
         }
         if messages.is_empty() {
             let problem = format!("no message at {}", self.describe().join(", "));
-            return Err(Fault::new(problem, format!("the row holds {}", shape(row))));
+            return Err(RowProblem::new(problem, format!("the row holds {}", shape(row))));
         }
         Ok(Document::Conversation(match read.is_empty() {
             true => Conversation::new(messages),
@@ -109,16 +109,16 @@ impl RoleMapping {
         }))
     }
 
-    fn turn_in(&self, row: &Row, role: &str, column: &str) -> Result<Option<Message>, Fault> {
-        let text = plain(row.get(column)).map_err(|found| Fault::type_of(column, Some(found), "a text"))?;
+    fn turn_in(&self, row: &Row, role: &str, column: &str) -> Result<Option<Message>, RowProblem> {
+        let text = plain(row.get(column)).map_err(|found| RowProblem::type_of(column, Some(found), "a text"))?;
         Ok(text.map(|text| Message::new(role, text)))
     }
 
-    fn turns_in(&self, row: &Row, list: &str) -> Result<Vec<Message>, Fault> {
+    fn turns_in(&self, row: &Row, list: &str) -> Result<Vec<Message>, RowProblem> {
         let items = match row.get(list) {
             None | Some(Value::Null) => return Ok(Vec::new()),
             Some(Value::Array(items)) => items,
-            other => return Err(Fault::type_of(list, other, "a list of objects")),
+            other => return Err(RowProblem::type_of(list, other, "a list of objects")),
         };
         let is_known =
             |item: &Value| self.role_of(list, item).is_some() || self.name_of(list, item).is_some_and(is_standard);
@@ -129,12 +129,12 @@ impl RoleMapping {
     }
 
     /// One item as a message, with every key that is neither the speaker's nor the text's.
-    fn turn(&self, list: &str, idx: usize, item: &Value) -> Result<Message, Fault> {
+    fn turn(&self, list: &str, idx: usize, item: &Value) -> Result<Message, RowProblem> {
         let mut rest = object(list, idx, item.clone())?;
         let Some(name) = self.name_of(list, item) else {
             let fields: Vec<&str> = self.fields_of(list).collect();
             let problem = format!("column `{list}`, item {idx}: there is no text under {}", fields.join(" or "));
-            return Err(Fault::new(problem, "correct the row, or name the key of the speaker in role_mapping"));
+            return Err(RowProblem::new(problem, "correct the row, or name the key of the speaker in role_mapping"));
         };
         let content = match self.content_key_of(item) {
             Some(key) => rest.shift_remove(key).unwrap_or_default(),
@@ -145,7 +145,7 @@ impl RoleMapping {
             content @ (Value::Null | Value::String(_) | Value::Array(_)) => content,
             found => {
                 let problem = format!("column `{list}`, item {idx}: the content is {}", type_name(&found));
-                return Err(Fault::new(problem, "name the text's key with content_key"));
+                return Err(RowProblem::new(problem, "name the text's key with content_key"));
             }
         };
         rest.retain(|key, _| !CONTENT_KEYS.contains(&key.as_str()) && self.fields_of(list).all(|field| field != key));
@@ -208,7 +208,7 @@ impl RolePath {
             [list, field, value] if parts.iter().all(|part| !part.is_empty()) => {
                 Ok(Self::Items { list: (*list).to_owned(), field: (*field).to_owned(), value: (*value).to_owned() })
             }
-            _ => Err(FormatError::Request {
+            _ => Err(FormatError::InvalidOption {
                 key: "role_mapping",
                 problem: format!(
                     "role {role:?} is at {path:?}, which is neither a column nor list.field.value, \

@@ -1,7 +1,7 @@
 //! Plain text: one column, all of it to be learned.
 
 use super::Document;
-use super::error::{Fault, text};
+use super::error::{RowProblem, text};
 use crate::source::Row;
 
 /// A column of text.
@@ -12,7 +12,7 @@ pub struct TextColumn {
 }
 
 impl TextColumn {
-    pub(crate) fn parse(&self, row: &Row) -> Result<Document, Fault> {
+    pub(crate) fn parse(&self, row: &Row) -> Result<Document, RowProblem> {
         Ok(Document::Text(text(row, &self.column)?.to_owned()))
     }
 }

@@ -4,21 +4,21 @@ use serde_json::{Value, json};
 
 use super::Document;
 use super::chat::{conversation, message, object};
-use super::error::Fault;
+use super::error::RowProblem;
 use crate::conversation::Message;
 use crate::source::Row;
 
 /// The columns of a data set of prompts and completions.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Pairs {
+pub struct PromptCompletionColumns {
     /// What is given.
     pub prompt: String,
     /// What is to be learned.
     pub completion: String,
 }
 
-impl Pairs {
-    pub(crate) fn parse(&self, row: &Row) -> Result<Document, Fault> {
+impl PromptCompletionColumns {
+    pub(crate) fn parse(&self, row: &Row) -> Result<Document, RowProblem> {
         match (row.get(&self.prompt), row.get(&self.completion)) {
             (Some(Value::String(prompt)), Some(Value::String(completion))) => {
                 Ok(Document::PromptCompletion { prompt: prompt.clone(), completion: completion.clone() })
@@ -30,15 +30,17 @@ impl Pairs {
                 Ok(Document::Conversation(conversation(row, messages)?))
             }
             (Some(Value::Array(_)), other) => {
-                Err(Fault::type_of(&self.completion, other, "a list of messages, as the prompt is"))
+                Err(RowProblem::type_of(&self.completion, other, "a list of messages, as the prompt is"))
             }
-            (Some(Value::String(_)), other) => Err(Fault::type_of(&self.completion, other, "a text, as the prompt is")),
-            (other, _) => Err(Fault::type_of(&self.prompt, other, "a text or a list of messages")),
+            (Some(Value::String(_)), other) => {
+                Err(RowProblem::type_of(&self.completion, other, "a text, as the prompt is"))
+            }
+            (other, _) => Err(RowProblem::type_of(&self.prompt, other, "a text or a list of messages")),
         }
     }
 }
 
-fn turns(column: &str, items: &[Value]) -> Result<Vec<Message>, Fault> {
+fn turns(column: &str, items: &[Value]) -> Result<Vec<Message>, RowProblem> {
     let items = items.iter().cloned().enumerate();
     items.map(|(idx, item)| message(column, idx, object(column, idx, item)?)).collect()
 }

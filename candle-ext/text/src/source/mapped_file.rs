@@ -5,22 +5,22 @@ use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 
-use super::{SourceError, compressed};
+use super::{SourceError, decompress};
 
 const UTF8_MARK: &[u8] = &[0xEF, 0xBB, 0xBF];
 
 #[derive(Debug)]
-pub(crate) struct Mapped {
+pub(crate) struct MappedFile {
     path: PathBuf,
     map: Option<Mmap>,
     body: usize,
 }
 
-impl Mapped {
+impl MappedFile {
     /// Maps `path`, unpacked if it is compressed. Refuses UTF-16 and UTF-32, skips the mark of UTF-8.
     pub(crate) fn open(path: &Path) -> Result<Self, SourceError> {
         let file = open_regular(path)?;
-        let file = compressed::unpacked(path, &file)?.unwrap_or(file);
+        let file = decompress::unpacked(path, &file)?.unwrap_or(file);
         let n_bytes = file.metadata().map_err(|e| SourceError::io(path, e))?.len();
         let map = match n_bytes {
             0 => None,
@@ -31,7 +31,7 @@ impl Mapped {
         let mut mapped = Self { path: path.to_owned(), map, body: 0 };
         if let Some(name) = other_unicode(mapped.bytes()) {
             let fix = format!("convert it: iconv -f {name} -t UTF-8 {}", path.display());
-            return Err(SourceError::bad(path.display(), format!("the text is {name}"), fix));
+            return Err(SourceError::invalid_data(path.display(), format!("the text is {name}"), fix));
         }
         if mapped.bytes().starts_with(UTF8_MARK) {
             mapped.body = UTF8_MARK.len();
@@ -69,7 +69,7 @@ pub(crate) fn open_regular(path: &Path) -> Result<File, SourceError> {
     let is_file = std::fs::metadata(path).map_err(|e| SourceError::io(path, e))?.is_file();
     if !is_file {
         let problem = "it is a pipe, a device or a folder, not a regular file";
-        return Err(SourceError::bad(path.display(), problem, "write the rows to a file first"));
+        return Err(SourceError::invalid_data(path.display(), problem, "write the rows to a file first"));
     }
     File::open(path).map_err(|e| SourceError::io(path, e))
 }

@@ -4,14 +4,14 @@ use serde::Deserialize;
 
 /// What a data set's README says about its files.
 #[derive(Debug, Clone, Default, Deserialize)]
-pub struct Card {
+pub struct DatasetCard {
     #[serde(default)]
-    configs: Vec<Config>,
+    configs: Vec<CardConfig>,
 }
 
 /// One configuration (`subset`) of a data set.
 #[derive(Debug, Clone, Deserialize)]
-pub(crate) struct Config {
+pub(crate) struct CardConfig {
     pub(crate) config_name: String,
     #[serde(default)]
     data_files: Option<DataFiles>,
@@ -42,7 +42,7 @@ enum Patterns {
     Many(Vec<String>),
 }
 
-impl Card {
+impl DatasetCard {
     /// Reads the block between the `---` lines at the head of a README; `None` if it has none
     /// that says anything about files.
     pub fn parse(readme: &str) -> Option<Self> {
@@ -60,7 +60,7 @@ impl Card {
     }
 
     /// The configuration of that name; without a name the default one.
-    pub(crate) fn config(&self, name: Option<&str>) -> Result<&Config, String> {
+    pub(crate) fn config(&self, name: Option<&str>) -> Result<&CardConfig, String> {
         let names = || {
             let names: Vec<_> = self.configs.iter().map(|c| c.config_name.as_str()).collect();
             names.join(", ")
@@ -77,7 +77,7 @@ impl Card {
     }
 }
 
-impl Config {
+impl CardConfig {
     /// Splits and the patterns of their files; empty when the README leaves it to the names.
     pub(crate) fn splits(&self) -> Vec<(&str, Vec<&str>)> {
         match &self.data_files {

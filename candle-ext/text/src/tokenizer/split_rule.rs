@@ -13,7 +13,7 @@ const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]
 const WHITE_SPACE: &str = r"|\s+(?!\S)|\s+";
 
 /// One cut. Nothing of the text is lost.
-pub(super) enum Cut {
+pub(super) enum SplitRule {
     /// Each match and all between two matches.
     Pattern(Pattern),
     /// Each digit, and all between two digits.
@@ -30,7 +30,7 @@ pub(super) struct Pattern {
 /// Matches of this part of a pattern are white space that may have to leave its last character.
 const RUN: usize = 1;
 
-impl Cut {
+impl SplitRule {
     /// The cuts of a byte-level pre-tokenizer. `None`: it is another one, or does something else as well.
     pub(super) fn all_of(pre_tokenizer: &PreTokenizerWrapper) -> Option<Vec<Self>> {
         let steps = match pre_tokenizer {
@@ -86,7 +86,7 @@ impl Cut {
 
 /// Hands out the words of a text, in order.
 pub(super) fn words<'t>(
-    cuts: &[Cut],
+    cuts: &[SplitRule],
     caches: &mut [Option<Cache>],
     text: &'t str,
     word: &mut dyn FnMut(&'t str) -> Option<()>,
