@@ -1,4 +1,4 @@
-//! Hub access, tokenizers, chat templates, conversations, data sources.
+//! Text side of training and evaluation: Hub downloads, tokenizers, chat templates, conversations and data sources.
 
 mod catch_panic;
 pub mod conversation;

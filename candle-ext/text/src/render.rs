@@ -1,4 +1,4 @@
-//! Conversations, prompts and texts to token ids, each marked as a target or not.
+//! Tokenization of conversations, prompts and texts, with a loss mask.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -9,46 +9,48 @@ use crate::sample_warning::{SampleWarning, SampleWarnings};
 use crate::template::{AddGenerationPrompt, AssistantSpan, ChatTemplate, TemplateError};
 use crate::tokenizer::{Encoding, SpecialTokens, Tokenizer, TokenizerError};
 
-/// What the model reads, and which of it the model must learn to say.
+/// Tokenized training sample with its loss mask.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sample {
-    /// The token ids.
+    /// Token ids, `[n_tokens]`.
     pub ids: Vec<u32>,
-    /// `is_target[i]`: the model must learn to predict token `i`. As long as `ids`.
+    /// Loss mask, `[n_tokens]`: true if token `i` is a target, that is, its label is not -100.
     pub is_target: Vec<bool>,
-    /// The oddities of the row.
+    /// Warnings about the sample.
     pub sample_warnings: SampleWarnings,
 }
 
 impl Sample {
-    /// The number of tokens.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.ids.len()
     }
 
-    /// A sequence in which every token is a target.
+    /// Creates a sample in which every token has loss.
     pub fn all_targets(ids: Vec<u32>) -> Self {
         Self { is_target: vec![true; ids.len()], ids, ..Self::default() }
     }
 
-    /// The sequence in slices of at most `max_length` tokens.
+    /// Splits the sample into chunks of at most `max_length` tokens.
     pub fn slices(&self, max_length: usize) -> impl Iterator<Item = Self> {
         let pieces = self.ids.chunks(max_length).zip(self.is_target.chunks(max_length));
         pieces.map(|(ids, is_target)| Self { ids: ids.to_vec(), is_target: is_target.to_vec(), ..Self::default() })
     }
 
-    /// Whether there is no token.
+    /// Returns true if there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }
 
-    /// The number of tokens that are targets.
+    /// Returns the number of tokens with loss.
     pub fn n_targets(&self) -> usize {
         self.is_target.iter().filter(|target| **target).count()
     }
 
-    /// Whether the model learns to stop: a target is one of the tokenizer's EOS, or a stretch of
-    /// targets ends with a special token (an end of turn that is not the tokenizer's EOS).
+    /// Returns true if the sample trains the model to stop.
+    ///
+    /// That holds if a target is one of the tokenizer's EOS tokens. It also holds if a run of targets ends with a
+    /// special token, such as an end of turn.
     pub fn has_eos_target(&self, tokenizer: &Tokenizer) -> bool {
         let targets = (0..self.len()).filter(|token_idx| self.is_target[*token_idx]);
         targets.into_iter().any(|token_idx| {
@@ -58,16 +60,16 @@ impl Sample {
         })
     }
 
-    /// Whether the sample begins with BOS twice.
+    /// Returns true if the sample begins with BOS twice.
     pub fn has_doubled_bos(&self, tokenizer: &Tokenizer) -> bool {
         tokenizer.has_doubled_bos(&self.ids)
     }
 }
 
-/// Which of a chat's tokens are targets.
+/// Tokens of a chat that have loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum LossMask {
-    /// Every assistant turn, with its end of turn.
+    /// Every assistant turn, including its end-of-turn token.
     #[default]
     AssistantTokens,
     /// The last assistant turn only.
@@ -76,32 +78,32 @@ pub enum LossMask {
     AllTokens,
 }
 
-/// What to do with the empty `<think></think>` that some templates put before an answer.
+/// Loss on the empty `<think></think>` that some templates put before an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum EmptyThinkLoss {
-    /// The model learns to write it.
+    /// The empty block has loss.
     #[default]
     Include,
-    /// It is no target (`ignore_empty_think: true`).
+    /// The empty block is masked (`ignore_empty_think: true`).
     Mask,
 }
 
-/// The handling of an assistant message that has no content, tool calls or reasoning.
+/// Loss on assistant messages without content, tool calls and reasoning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum EmptyAnswerLoss {
-    /// Its end of turn is no target.
+    /// The end-of-turn token is masked.
     #[default]
     Mask,
-    /// The model learns to write an empty answer (`train_on_empty_answers: true`).
+    /// The end-of-turn token has loss (`train_on_empty_answers: true`).
     Include,
 }
 
-/// The special tokens around a text that no chat template renders.
+/// Special tokens around text that is rendered without a chat template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TextSpecialTokens {
-    /// Puts BOS before the text. `None`: as the tokenizer adds it.
+    /// Adds BOS before the text. `None` follows the tokenizer's configuration.
     pub add_bos_token: Option<bool>,
-    /// Puts EOS after the text. It separates documents.
+    /// Adds EOS after the text, as a document separator.
     pub add_eos_token: bool,
 }
 
@@ -111,57 +113,57 @@ impl Default for TextSpecialTokens {
     }
 }
 
-/// The options of rendering.
+/// Options of rendering a document to a sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct RenderOptions {
-    /// Which tokens are targets.
+    /// Tokens that have loss.
     pub targets: LossMask,
-    /// Whether an empty thought is one.
+    /// Loss on an empty `<think></think>`.
     pub empty_think: EmptyThinkLoss,
-    /// The handling of empty answers.
+    /// Loss on empty assistant messages.
     pub empty_answers: EmptyAnswerLoss,
-    /// The special tokens around texts without a template.
+    /// Special tokens around text without a chat template.
     pub specials: TextSpecialTokens,
 }
 
-/// Why something could not be turned into ids.
+/// Error of rendering a document to token ids.
 #[derive(Debug, thiserror::Error)]
 pub enum RenderError {
-    /// The chat template failed.
+    /// The chat template fails.
     #[error(transparent)]
     Template(#[from] TemplateError),
-    /// A turn is not to be learned, and it is not known which of the text it is.
+    /// A message must be masked, but the template's generation blocks do not show its text.
     #[error(
         "leave out message {message} (it is empty, not rendered or of weight 0): chat template {template} has generation blocks that are \
          not printed in their own message's turn; put each inside the loop over the messages"
     )]
     CannotMaskMessage {
-        /// The first message that is to be left out, from 0.
+        /// Index of the first message to mask.
         message: usize,
-        /// The file or argument that holds the template.
+        /// File or argument of the template.
         template: String,
     },
-    /// A chat, and nothing to print it with.
+    /// The tokenizer has no chat template for a chat.
     #[error("render a chat: {} has no chat template; use the model's chat version, or put a chat_template.jinja there", .0.display())]
     NoTemplate(PathBuf),
-    /// A token is asked for that the tokenizer does not name.
+    /// BOS is requested, but the tokenizer has no `bos_token`.
     #[error("add BOS to a text: the tokenizer names no bos_token; remove `data.add_bos_token`")]
     NoBosToken,
-    /// Text is dropped.
+    /// The tokenizer drops all characters of the text.
     #[error(
         "tokenize {text:?}: the tokenizer has no token for any of its characters; the vocabulary of its \
          tokenizer.json may be empty or of another model"
     )]
     OnlyUnknownCharacters {
-        /// The beginning of the text.
+        /// Beginning of the text.
         text: String,
     },
-    /// The tokenizer failed.
+    /// The tokenizer fails.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
 }
 
-/// Renders a document that `format` read, as [`render_document`], and marks roles that nothing knows as a finding.
+/// Renders a document that `format` read, and warns about roles that neither the mapping nor chat templates define.
 pub fn render_row(
     tokenizer: &Tokenizer,
     template: Option<&ChatTemplate>,
@@ -177,8 +179,10 @@ pub fn render_row(
     Ok(sample)
 }
 
-/// Renders a document as training and evaluation do: a chat by the template, a prompt and its completion as a chat where
-/// there is a template, and plain text as it is.
+/// Renders a document to a sample, for training and evaluation.
+///
+/// The template renders chats. A prompt and its completion become a chat if there is a template. Plain text is
+/// tokenized without a template.
 pub fn render_document(
     tokenizer: &Tokenizer,
     template: Option<&ChatTemplate>,
@@ -202,8 +206,10 @@ pub fn render_document(
     Ok(sample)
 }
 
-/// Renders a chat once, tokenizes that text, and marks the tokens that touch what the assistant
-/// wrote. The template writes BOS and the like; nothing is added.
+/// Renders a chat with the template, and sets loss on the assistant's tokens.
+///
+/// The text is rendered and tokenized once. A token has loss if it overlaps text of the assistant. The template
+/// writes BOS; no special tokens are added.
 pub fn render_chat(
     tokenizer: &Tokenizer,
     template: &ChatTemplate,
@@ -243,7 +249,7 @@ pub fn render_chat(
     Ok(sample)
 }
 
-/// Finds the oddities of a conversation under this template, and for each message the reason not to learn it.
+/// Returns the warnings of a conversation, and for each message the reason to mask it.
 fn examine(template: &ChatTemplate, chat: &Conversation) -> (SampleWarnings, Vec<Option<SampleWarning>>) {
     let unrendered = template.unrendered_parts(chat);
     let mut sample_warnings = SampleWarnings::default();
@@ -260,7 +266,7 @@ fn examine(template: &ChatTemplate, chat: &Conversation) -> (SampleWarnings, Vec
             () if unrendered.tool_calls.contains(&idx) => Some(SampleWarning::ResponseNotRendered),
             () if message.is_empty_answer() => Some(SampleWarning::EmptyResponse),
             () if is_bare && unrendered.reasoning.contains(&idx) => match template.renders_reasoning() {
-                // It is an earlier answer, whose reasoning the template leaves out by design.
+                // The template omits the reasoning of earlier answers by design.
                 true => Some(SampleWarning::EmptyResponse),
                 false => Some(SampleWarning::ResponseNotRendered),
             },
@@ -274,7 +280,7 @@ fn examine(template: &ChatTemplate, chat: &Conversation) -> (SampleWarnings, Vec
     (sample_warnings, lost)
 }
 
-/// Keeps the spans of the messages that are learned.
+/// Keeps the spans of the messages that have loss.
 fn spans_with_loss(
     template: &ChatTemplate,
     chat: &Conversation,
@@ -291,7 +297,7 @@ fn spans_with_loss(
     Ok(spans)
 }
 
-/// All spans of the last turn, or the last span if turns are not known.
+/// Keeps the spans of the last turn, or the last span if turns are unknown.
 fn keep_last_turn(spans: &mut Vec<AssistantSpan>) {
     let last = spans.pop();
     let message = last.as_ref().and_then(|span| span.message);
@@ -299,7 +305,7 @@ fn keep_last_turn(spans: &mut Vec<AssistantSpan>) {
     spans.extend(last);
 }
 
-/// The ids that make the model answer a chat: rendered with the generation prompt.
+/// Renders a chat with the generation prompt and returns its token ids.
 pub fn render_prompt(
     tokenizer: &Tokenizer,
     template: &ChatTemplate,
@@ -309,7 +315,7 @@ pub fn render_prompt(
     Ok(tokenizer.encode(&text, SpecialTokens::Exclude)?)
 }
 
-/// Renders plain text: all of it is a target, and EOS after it. A blank text has no tokens.
+/// Renders plain text, followed by EOS. Every token has loss. Blank text gives no tokens.
 pub fn render_text(tokenizer: &Tokenizer, text: &str, specials: TextSpecialTokens) -> Result<Sample, RenderError> {
     if text.trim().is_empty() {
         return Ok(Sample::default());
@@ -321,8 +327,9 @@ pub fn render_text(tokenizer: &Tokenizer, text: &str, specials: TextSpecialToken
     surround(tokenizer, Sample { is_target: vec![true; ids.len()], ids, ..Sample::default() }, specials)
 }
 
-/// Renders a prompt and its completion for a model without a chat template: BOS, both texts as one, EOS.
-/// The completion and EOS are targets. After an empty completion nothing is, unless the options say so.
+/// Renders a prompt and its completion without a chat template: BOS, both texts as one, EOS.
+///
+/// The completion and EOS have loss. After an empty completion, `empty_answers` decides.
 pub fn render_completion(
     tokenizer: &Tokenizer,
     prompt: &str,
@@ -341,7 +348,7 @@ pub fn render_completion(
     Ok(sample)
 }
 
-/// Puts BOS, which is no target, and EOS, which is one, around a text.
+/// Adds BOS without loss and EOS with loss.
 fn surround(tokenizer: &Tokenizer, sample: Sample, specials: TextSpecialTokens) -> Result<Sample, RenderError> {
     let own = tokenizer.post_processor_tokens();
     let before = match specials.add_bos_token {
@@ -362,7 +369,7 @@ fn surround(tokenizer: &Tokenizer, sample: Sample, specials: TextSpecialTokens) 
     })
 }
 
-/// Tokenizes a text; the tokens that touch a span are targets. Spans are in order and disjoint.
+/// Tokenizes text and sets loss on tokens that overlap a span. The spans are ordered and disjoint.
 fn mark(tokenizer: &Tokenizer, text: &str, spans: &[Range<usize>]) -> Result<Sample, RenderError> {
     let encoded = tokenizer.encode_with_offsets(text)?;
     refuse_dropped_text(tokenizer, text, &encoded)?;
@@ -380,7 +387,7 @@ fn mark(tokenizer: &Tokenizer, text: &str, spans: &[Range<usize>]) -> Result<Sam
     Ok(Sample { ids: encoded.ids, is_target, sample_warnings })
 }
 
-/// Refuses a text of which only special tokens are left.
+/// Rejects text of which only special tokens remain.
 fn refuse_dropped_text(tokenizer: &Tokenizer, text: &str, encoded: &Encoding) -> Result<(), RenderError> {
     if encoded.ids.iter().any(|id| !tokenizer.is_special(*id)) {
         return Ok(());
@@ -394,7 +401,7 @@ fn no_tokens(text: &str) -> RenderError {
     RenderError::OnlyUnknownCharacters { text: text.chars().take(40).collect() }
 }
 
-/// The length of a leading `<think>`, white space, `</think>` and white space.
+/// Returns the length in bytes of a leading empty `<think></think>` with its white space.
 fn empty_think_len(text: &str) -> usize {
     let behind =
         text.strip_prefix("<think>").and_then(|rest| rest.trim_start().strip_prefix("</think>")).map(str::trim_start);

@@ -1,29 +1,30 @@
-//! Oddities of a rendered row that a user has to know of.
+//! Warnings about a tokenized sample that change what it trains.
 
-/// One oddity.
+/// One warning about a tokenized sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum SampleWarning {
     /// An assistant message without content, tool calls or reasoning.
     EmptyResponse,
-    /// Tool calls, or an answer that is all reasoning, that the chat template does not render.
+    /// Tool calls, or a response of reasoning alone, that the chat template omits.
     ResponseNotRendered,
-    /// Tool definitions that the chat template does not render.
+    /// Tool definitions that the chat template omits.
     ToolDefinitionsNotRendered,
-    /// Reasoning that the chat template never renders.
+    /// Reasoning that the chat template always omits.
     ReasoningNotRendered,
-    /// A first target token that begins in the prompt: generation never produces it.
+    /// A token that spans the boundary of prompt and response. Generation never produces this token.
     TokenSpansPromptBoundary,
-    /// A role that chat templates do not know.
+    /// A role that chat templates do not define.
     UnknownRole,
 }
 
-/// A set of oddities.
+/// Set of [`SampleWarning`]s, stored as a bit mask.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleWarnings(u32);
 
 impl SampleWarning {
-    /// Completes "these rows ...". `template` is the origin of the chat template.
+    /// Returns the words that complete "these rows ...". `template` is the file or argument that holds the chat
+    /// template.
     pub fn describe(self, template: &str) -> String {
         match self {
             Self::EmptyResponse => "hold an empty answer".to_owned(),
@@ -41,19 +42,19 @@ impl SampleWarning {
 }
 
 impl SampleWarnings {
-    /// Adds an oddity.
-    pub fn insert(&mut self, finding: SampleWarning) {
-        self.0 |= finding.bit();
+    /// Adds a warning.
+    pub fn insert(&mut self, warning: SampleWarning) {
+        self.0 |= warning.bit();
     }
 
-    /// Adds all oddities of another set.
+    /// Adds all warnings of another set.
     pub fn extend(&mut self, other: Self) {
         self.0 |= other.0;
     }
 
-    /// Returns true if the set holds an oddity.
-    pub fn contains(self, finding: SampleWarning) -> bool {
-        self.0 & finding.bit() != 0
+    /// Returns true if the set contains `warning`.
+    pub fn contains(self, warning: SampleWarning) -> bool {
+        self.0 & warning.bit() != 0
     }
 
     /// Returns the set as a number, for storage.

@@ -1,4 +1,4 @@
-//! YAML documents as trees in which every key and value has its place.
+//! YAML documents as trees with the source position of every key and value.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -7,7 +7,7 @@ use serde::de::{Deserialize, DeserializeOwned, Deserializer, Error, MapAccess, S
 use serde_json::{Map, Number, Value as Json};
 use serde_saphyr::{Location, Options, Spanned, Tagged};
 
-/// The place of a key or value in its text. Lines and columns count from one.
+/// Source position of a key or value. Lines and columns count from one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct YamlSpan {
     /// Line.
@@ -18,19 +18,19 @@ pub struct YamlSpan {
     pub len: usize,
 }
 
-/// A value and its place.
+/// YAML value with its source position of type `P`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct YamlNode<P> {
     /// The value.
     pub value: YamlValue<P>,
-    /// Its place.
+    /// Source position of the value.
     pub place: P,
 }
 
-/// A YAML value.
+/// YAML value: scalar, list or map.
 #[derive(Clone, Debug, PartialEq)]
 pub enum YamlValue<P> {
-    /// Nothing.
+    /// Null.
     Null,
     /// `true` or `false`.
     Bool(bool),
@@ -44,31 +44,31 @@ pub enum YamlValue<P> {
     List(Vec<YamlNode<P>>),
     /// A map, in the order of writing.
     Map(Vec<YamlEntry<P>>),
-    /// A value behind a tag that is not one of YAML's own.
+    /// A value with an application-specific tag, such as `!function`.
     Tagged(String, Box<YamlNode<P>>),
 }
 
-/// One key of a map.
+/// Map entry: a key with its value.
 #[derive(Clone, Debug, PartialEq)]
 pub struct YamlEntry<P> {
     /// The key.
     pub key: String,
-    /// The key's place.
+    /// Source position of the key.
     pub place: P,
     /// Its value.
     pub node: YamlNode<P>,
 }
 
-/// A reason why a text is not YAML.
+/// Syntax error of a YAML document.
 #[derive(Clone, Debug, PartialEq)]
 pub struct YamlSyntaxError {
-    /// The parser's message, without the place.
+    /// Message of the parser, without the position.
     pub message: String,
-    /// Line and column, where known.
+    /// Line and column, if known.
     pub at: Option<(usize, usize)>,
 }
 
-/// The scalar that stands for a key.
+/// Type that deserializes map keys, such as `String`.
 pub trait YamlKey: DeserializeOwned {
     /// Returns the key as text.
     fn into_text(self) -> String;
@@ -81,7 +81,7 @@ impl YamlKey for String {
 }
 
 impl YamlNode<YamlSpan> {
-    /// Reads one YAML document with keys of the type `K`. An empty document is `Null`.
+    /// Parses one YAML document with keys of the type `K`. An empty document is `Null`.
     ///
     /// # Errors
     /// If the text is not one YAML document under `options`.
@@ -96,7 +96,7 @@ impl YamlNode<YamlSpan> {
 }
 
 impl<P> YamlNode<P> {
-    /// Returns the value under `key`, if this is a map that has it.
+    /// Returns the entry of `key`, if this is a map that has it.
     pub fn get(&self, key: &str) -> Option<&YamlEntry<P>> {
         match &self.value {
             YamlValue::Map(entries) => entries.iter().find(|entry| entry.key == key),
@@ -104,7 +104,7 @@ impl<P> YamlNode<P> {
         }
     }
 
-    /// Returns the value at a path such as `data.sources.0.split`, with the place of its key.
+    /// Returns the value at a path such as `data.sources.0.split`, with the position of its key.
     pub fn at(&self, path: &str) -> Option<(&Self, P)>
     where
         P: Copy,
@@ -120,10 +120,10 @@ impl<P> YamlNode<P> {
         Some(found)
     }
 
-    /// Rebuilds the tree from its leaves: `place` converts each place, then `finish` each node.
+    /// Rebuilds the tree bottom-up: `place` converts each position, then `finish` each node.
     ///
     /// # Errors
-    /// If `finish` refuses a node.
+    /// If `finish` returns one.
     pub fn try_map<Q, E>(
         self,
         place: &impl Fn(P) -> Q,
@@ -149,7 +149,7 @@ impl<P> YamlNode<P> {
         finish(YamlNode { value, place: place(self.place) })
     }
 
-    /// Returns the value as text, empty for other kinds.
+    /// Returns the value as text, or an empty string for other types.
     pub fn text_or_empty(&self) -> &str {
         match &self.value {
             YamlValue::Text(text) => text,
@@ -157,7 +157,7 @@ impl<P> YamlNode<P> {
         }
     }
 
-    /// Returns the value as JSON. A tagged text is one with its tag.
+    /// Converts the value to JSON. A tagged value becomes a string with its tag.
     pub fn json(&self) -> Json {
         match &self.value {
             YamlValue::Null => Json::Null,
@@ -172,7 +172,7 @@ impl<P> YamlNode<P> {
         }
     }
 
-    /// Names the kind of value for a message, with the value where it is short.
+    /// Names the type of the value for a message, with short values included.
     pub fn describe(&self) -> String {
         match &self.value {
             YamlValue::Null => "nothing (null)".into(),
@@ -188,7 +188,7 @@ impl<P> YamlNode<P> {
 }
 
 impl<P> YamlValue<P> {
-    /// Returns the number as JSON has it. An integer beyond 64 bits is rounded.
+    /// Converts a number to JSON. An integer beyond 64 bits is rounded.
     pub fn number(&self) -> Option<Number> {
         match self {
             YamlValue::Int(value) => i64::try_from(*value)
@@ -201,7 +201,7 @@ impl<P> YamlValue<P> {
     }
 }
 
-/// Quotes a text for a message, shortened.
+/// Quotes a text for a message, shortened to 40 characters.
 pub fn quoted(text: &str) -> String {
     let mut chars = text.chars();
     let head: String = chars.by_ref().take(40).collect();
@@ -209,7 +209,7 @@ pub fn quoted(text: &str) -> String {
     format!("{:?}", format!("{head}{tail}"))
 }
 
-/// The tree as the parser gives it.
+/// Tree as the parser returns it.
 enum Raw<K> {
     Scalar(YamlValue<YamlSpan>),
     List(Vec<Spanned<Tagged<Self>>>),

@@ -198,7 +198,7 @@ fn a_special_token_of_a_wrong_type_is_refused() {
     for (key, value) in [("eos_token", json!(5)), ("bos_token", json!(["<s>"])), ("pad_token", json!({"id": 1}))] {
         let folder = folder(&[("tokenizer_config.json", json!({ key: value }))]);
         let error = Tokenizer::from_directory(folder.path()).unwrap_err().to_string();
-        assert!(error.contains(key) && error.contains("expected a text"), "{error}");
+        assert!(error.contains(key) && error.contains("expected a string"), "{error}");
     }
     let folder = folder(&[("tokenizer_config.json", json!({"eos_token": {"content": "</s>"}, "bos_token": null}))]);
     assert_eq!(Tokenizer::from_directory(folder.path()).unwrap().eos().unwrap().id, 1);

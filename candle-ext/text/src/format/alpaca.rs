@@ -1,6 +1,6 @@
-//! Alpaca's form: an instruction, an input to it, the output; earlier turns in `history`.
+//! The Alpaca format: an instruction, an optional input, the output; earlier turns in `history`.
 //!
-//! In chat form the user says the instruction and, on the next line, the input.
+//! In the chat, the user message is the instruction and, on the next line, the input.
 
 use serde_json::Value;
 
@@ -10,16 +10,16 @@ use super::error::{RowProblem, optional_text, text};
 use crate::conversation::Message;
 use crate::source::Row;
 
-/// The columns of an instruction data set.
+/// Column names of an Alpaca data set.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Alpaca {
-    /// What is to be done.
+    /// Column of the instruction.
     pub instruction: String,
-    /// What it is to be done with, if there is such a column.
+    /// Column of the input, if there is one.
     pub input: Option<String>,
-    /// The answer.
+    /// Column of the response.
     pub output: String,
-    /// Earlier turns: a list of `[user, assistant]`.
+    /// Column of earlier turns: a list of `[user, assistant]` strings.
     pub history: Option<String>,
 }
 
@@ -60,7 +60,7 @@ fn history(row: &Row, column: &str) -> Result<Vec<Message>, RowProblem> {
     for (idx, turn) in turns.iter().enumerate() {
         let texts: Option<Vec<&str>> = turn.as_array().and_then(|texts| texts.iter().map(Value::as_str).collect());
         let Some(&[user, assistant]) = texts.as_deref() else {
-            let problem = format!("column `{column}`, item {idx} is not a pair of texts");
+            let problem = format!("column `{column}`, item {idx} is not a pair of strings");
             return Err(RowProblem::new(problem, "write earlier turns as [[\"user\", \"assistant\"], ...]"));
         };
         messages.push(Message::new("user", user));

@@ -1,4 +1,4 @@
-//! What all chat formats share: JSON kept as text, tool definitions, tool calls, content parts.
+//! Parts shared by all chat formats: JSON stored as a string, tool definitions, tool calls, content parts.
 
 use serde_json::{Map, Value, json};
 
@@ -6,12 +6,12 @@ use super::error::{RowProblem, optional_text, type_name};
 use crate::conversation::{Conversation, Message};
 use crate::source::Row;
 
-/// Columns that hold the tools a conversation was offered.
+/// Columns that hold the tool definitions.
 const TOOL_COLUMNS: [&str; 2] = ["tools", "functions"];
-/// Columns that hold what a text model cannot read.
+/// Columns that hold images, video or audio.
 const MEDIA_COLUMNS: [&str; 6] = ["images", "image", "videos", "video", "audios", "audio"];
 
-/// Names of speakers and the roles they mean.
+/// Speaker names and the chat roles that they stand for.
 const ALIASES: [(&str, &[&str]); 4] = [
     ("system", &["system"]),
     ("user", &["human", "user"]),
@@ -19,19 +19,19 @@ const ALIASES: [(&str, &[&str]); 4] = [
     ("tool", &["tool", "observation", "tool_response", "function_response", "function-response"]),
 ];
 
-/// The role that a speaker's name means, whatever its case.
+/// Returns the chat role that a speaker name stands for, whatever its case.
 pub(crate) fn role_of_alias(name: &str) -> Option<&'static str> {
     let wanted = name.to_ascii_lowercase();
     ALIASES.iter().find(|(_, names)| names.contains(&wanted.as_str())).map(|(role, _)| *role)
 }
 
-/// Every known name of a speaker.
+/// Lists every known speaker name.
 pub(crate) fn known_names() -> String {
     let names: Vec<_> = ALIASES.iter().flat_map(|(_, names)| *names).copied().collect();
     names.join(", ")
 }
 
-/// Puts a conversation together with the row's `system` text and tool definitions.
+/// Builds a conversation from messages, the row's `system` column and its tool definitions.
 pub(crate) fn conversation(row: &Row, mut messages: Vec<Message>) -> Result<Conversation, RowProblem> {
     check_media(row)?;
     let system = optional_text(row, "system").unwrap_or_default();
@@ -46,7 +46,7 @@ pub(crate) fn conversation(row: &Row, mut messages: Vec<Message>) -> Result<Conv
     Ok(Conversation { messages, tools })
 }
 
-/// The list in `column`, which may also be kept as JSON text.
+/// Returns the list in `column`, which may be stored as JSON text.
 pub(crate) fn list(row: &Row, column: &str) -> Result<Vec<Value>, RowProblem> {
     let expected = || RowProblem::type_of(column, row.get(column), "a list of messages");
     match row.get(column) {
@@ -59,18 +59,21 @@ pub(crate) fn list(row: &Row, column: &str) -> Result<Vec<Value>, RowProblem> {
     }
 }
 
-/// Reads item `message_idx` of a list of messages; a fault names both.
+/// Reads item `message_idx` of a list of messages. The error names column and item.
 pub(crate) fn message(column: &str, message_idx: usize, fields: Map<String, Value>) -> Result<Message, RowProblem> {
     regular(fields).map_err(|fault| fault.within(column, message_idx))
 }
 
-/// Reads the fields of a message as the rows of a data set are read. The error says what is wrong and what to do.
+/// Reads the fields of a message as those of a data set row. The error states the problem and the remedy.
 pub fn message_from_fields(fields: Map<String, Value>) -> Result<Message, String> {
     regular(fields).map_err(|fault| format!("{}; {}", fault.problem, fault.fix))
 }
 
-/// One message's fields, made regular: usual names for user and assistant, no null fields, text parts joined into
-/// one text, one name for the weight, a `function_call` as `tool_calls`. An answer of null is an empty text.
+/// Normalizes the fields of one message.
+///
+/// Maps speaker names to `user` and `assistant`, drops null fields, joins text parts into one string, and renames
+/// the loss weight to `weight`. Converts `function_call` to `tool_calls`. A null assistant content becomes an empty
+/// string.
 fn regular(mut fields: Map<String, Value>) -> Result<Message, RowProblem> {
     let role = fields.get("role").and_then(Value::as_str).and_then(role_of_alias);
     if let Some(role) = role.filter(|role| ["user", "assistant"].contains(role)) {
@@ -108,7 +111,7 @@ fn regular(mut fields: Map<String, Value>) -> Result<Message, RowProblem> {
     })
 }
 
-/// Rewrites OpenAI's former `function_call` as a list of one tool call.
+/// Converts OpenAI's deprecated `function_call` to a list of one tool call.
 fn function_call_as_tool_call(fields: &mut Map<String, Value>) {
     let has_calls = fields.get("tool_calls").is_some_and(|calls| !is_nothing(calls));
     let is_call = fields.get("function_call").is_some_and(|call| call.get("name").is_some());
@@ -120,7 +123,7 @@ fn function_call_as_tool_call(fields: &mut Map<String, Value>) {
     }
 }
 
-/// Refuses a row with images, videos or audio in a column of their own.
+/// Rejects a row with images, video or audio in a column of their own.
 fn check_media(row: &Row) -> Result<(), RowProblem> {
     let has_media = |column: &&&str| row.get(**column).is_some_and(|value| !is_empty_media(value));
     let Some(column) = MEDIA_COLUMNS.iter().find(has_media) else { return Ok(()) };
@@ -143,7 +146,7 @@ fn is_empty_media(value: &Value) -> bool {
     }
 }
 
-/// The object in item `item_idx` of a list.
+/// Returns item `item_idx` of a list as an object.
 pub(crate) fn object(column: &str, item_idx: usize, item: Value) -> Result<Map<String, Value>, RowProblem> {
     match item {
         Value::Object(fields) => Ok(fields),
@@ -154,7 +157,7 @@ pub(crate) fn object(column: &str, item_idx: usize, item: Value) -> Result<Map<S
     }
 }
 
-/// A call, or a list of calls, `{"name": ..., "arguments": ...}` as JSON text.
+/// Parses JSON text that holds one call or a list of calls: `{"name": ..., "arguments": ...}`.
 pub(crate) fn calls_in_text(text: &str) -> Option<Value> {
     let calls = match serde_json::from_str(text).ok()? {
         Value::Array(calls) => calls,
@@ -188,7 +191,7 @@ fn tools(row: &Row) -> Result<Option<Value>, RowProblem> {
     }
 }
 
-/// `{"name", "parameters"}` as the `{"type": "function", "function": ...}` that templates expect.
+/// Wraps `{"name", "parameters"}` in `{"type": "function", "function": ...}`, as templates expect.
 fn definition(tool: Value) -> Value {
     match tool.get("function").is_none() && tool.get("name").is_some_and(Value::is_string) {
         true => json!({"type": "function", "function": tool}),
@@ -196,7 +199,8 @@ fn definition(tool: Value) -> Value {
     }
 }
 
-/// A list of text parts as one text; anything else as it is. Other parts are refused.
+/// Joins a list of text parts to one string and returns other content unchanged. Rejects image, audio and video
+/// parts.
 fn join_parts(content: Value) -> Result<Value, RowProblem> {
     let Value::Array(parts) = &content else { return Ok(content) };
     let texts = parts.iter().enumerate().map(|(idx, part)| text_of_part(part).ok_or_else(|| no_text(idx, part)));
@@ -209,7 +213,7 @@ fn text_of_part(part: &Value) -> Option<&str> {
     part.as_str().or(text.filter(|_| is_text))
 }
 
-/// Images are tell-tale by the part's type or by its keys.
+/// Returns the error for a content part that is not text. The part's type or its keys identify images.
 fn no_text(part_idx: usize, part: &Value) -> RowProblem {
     let kind = part.get("type").and_then(Value::as_str).unwrap_or("unknown");
     let has = |word: &str| kind.contains(word) || part.get(word).is_some() || part.get(format!("{word}_url")).is_some();
@@ -226,7 +230,7 @@ fn is_nothing(value: &Value) -> bool {
     value.is_null() || value.as_array().is_some_and(Vec::is_empty)
 }
 
-/// Whether a turn is learned by its weight: it has one or it has none.
+/// Converts a loss weight to a flag: false for 0, true for 1 or null. `None` for any other value.
 fn is_trained_on(weight: &Value) -> Option<bool> {
     match weight {
         Value::Null => Some(true),

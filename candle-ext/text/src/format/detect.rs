@@ -1,4 +1,4 @@
-//! Which format a data set has: what the recipe says, else what its first rows look like.
+//! Row format detection: the recipe's options, else the first rows.
 
 use serde_json::Value;
 
@@ -10,34 +10,34 @@ use super::{Alpaca, FormatError, Messages, PromptCompletionColumns, RoleMapping,
 use crate::source::{Row, RowSource};
 use crate::suggestion::nearest;
 
-/// What the recipe says about the columns of a data set; the default says nothing.
+/// Recipe options about the columns of a data set. By default none is set.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct FormatRequest {
-    /// What the documents are for.
+    /// Kind of training that the data set serves.
     pub purpose: DatasetType,
-    /// A format by name.
+    /// Name of the row format, such as `alpaca`.
     pub format: Option<String>,
-    /// Role to path, in the order the roles speak.
+    /// Pairs of a chat role and the column path of its text, in message order.
     pub role_mapping: Vec<(String, String)>,
-    /// The key of an item's text in a mapped list, or else of a message's text.
+    /// Key of the message text: in the mapped list, or else in the messages.
     pub content_key: Option<String>,
-    /// The column of plain text, or of the messages.
+    /// Column of plain text, or of the messages.
     pub column: Option<String>,
-    /// The Hub id, which names the columns of some data sets.
+    /// Hub id. Some well-known ids have a built-in role mapping.
     pub id: Option<String>,
 }
 
-/// What documents are for, which decides what a column named `text` is worth.
+/// Kind of training that a data set serves.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum DatasetType {
-    /// Chats and answers; plain text only if there is nothing else.
+    /// Supervised fine-tuning on chats. A `text` column is used only if no chat columns exist.
     #[default]
     Instruct,
-    /// Plain text.
+    /// Causal language modelling on plain text.
     Causal,
 }
 
-/// The names a recipe may give.
+/// Format names that a recipe accepts.
 const NAMES: [&str; 5] = ["messages", "sharegpt", "alpaca", "prompt_completion", "text"];
 const MESSAGES_NAMES: [&str; 3] = ["messages", "openai", "chatml"];
 const PAIR_NAMES: [&str; 3] = ["prompt_completion", "prompt-completion", "prompt/completion"];
@@ -55,11 +55,11 @@ const PAIRS: [(&str, &str); 9] = [
     ("user", "assistant"),
     ("input", "output"),
 ];
-/// How many rows are looked at: JSON rows may leave columns out.
+/// Number of rows inspected. JSON rows may omit columns, so one row is not enough.
 const N_LOOKED_AT: usize = 16;
 
 impl Format {
-    /// Returns the format that `request` names, else the one that the first rows of `source` have.
+    /// Returns the format that `request` names, else the format detected from the first rows of `source`.
     pub fn find(request: &FormatRequest, source: &dyn RowSource) -> Result<Self, FormatError> {
         check_keys(request)?;
         let first_rows = FirstRows::of(source)?;
@@ -93,10 +93,10 @@ impl Format {
     }
 }
 
-/// Refuses keys that another one would leave without effect.
+/// Rejects options that another option would leave without effect.
 fn check_keys(request: &FormatRequest) -> Result<(), FormatError> {
     let clash = |key: &'static str, with: &str| {
-        let problem = format!("it has no effect beside {with}; remove one of the two");
+        let problem = format!("it has no effect together with {with}; remove one of the two");
         Err(FormatError::InvalidOption { key, problem })
     };
     let format = request.format.as_deref();
@@ -117,7 +117,7 @@ fn check_keys(request: &FormatRequest) -> Result<(), FormatError> {
     }
 }
 
-/// The first rows of a data set.
+/// First rows of a data set, with their locations and columns.
 struct FirstRows {
     rows: Vec<Row>,
     places: Vec<String>,
@@ -153,7 +153,7 @@ impl FirstRows {
         Err(self.unknown(format!("there is no column {column:?}{}", self.near(column))))
     }
 
-    /// A value of the column that is not null.
+    /// Returns the first value of the column that is not null.
     fn value(&self, column: &str) -> Option<&Value> {
         self.rows.iter().filter_map(|row| row.get(column)).find(|value| !value.is_null())
     }
@@ -225,7 +225,7 @@ fn detect_format(first_rows: &FirstRows) -> Result<Format, FormatError> {
     Err(first_rows.unknown(format!("its columns are of no known format{}", near_column(first_rows))))
 }
 
-/// A list in a chat's column whose items lack what messages have.
+/// Describes a list in a chat column whose items are not messages.
 fn nearly_chat(first_rows: &FirstRows) -> Option<String> {
     let (column, items) =
         CHAT_COLUMNS.iter().find_map(|column| Some((*column, first_rows.value(column)?.as_array()?)))?;
@@ -240,7 +240,7 @@ fn nearly_chat(first_rows: &FirstRows) -> Option<String> {
     Some(problem + &paste.unwrap_or_default())
 }
 
-/// The column that would do if another stood beside it, or is nearly one that would.
+/// Names one column of an incomplete pair, or a column with a name similar to a known one.
 fn near_column(first_rows: &FirstRows) -> String {
     let halves =
         ["instruction"].into_iter().chain(PAIRS.iter().flat_map(|(prompt, completion)| [*prompt, *completion]));
@@ -272,7 +272,7 @@ fn chat(first_rows: &FirstRows) -> Result<Option<Format>, FormatError> {
     }
 }
 
-/// How the list in `column` is read, by the keys of its items.
+/// Returns the chat format of the list in `column`, by the keys of its items.
 fn chat_in(first_rows: &FirstRows, column: &str) -> Option<Format> {
     let value = first_rows.value(column)?;
     let parsed;

@@ -1,4 +1,4 @@
-//! OpenAI's form: a list of `{role, content}`, with tool calls and tools.
+//! The OpenAI format: a list of `{role, content}`, with tool calls and tool definitions.
 
 use serde_json::{Map, Value};
 
@@ -7,12 +7,12 @@ use super::chat::{conversation, list, message, object};
 use super::error::RowProblem;
 use crate::source::Row;
 
-/// A column with a list of `{role, content, ...}`.
+/// Column with a list of `{role, content, ...}`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Messages {
-    /// The list's column.
+    /// Name of the column.
     pub column: String,
-    /// The key of a message's text, if it is not `content`.
+    /// Key of the message text, if it is not `content`.
     pub content_key: Option<String>,
 }
 
@@ -24,7 +24,7 @@ impl Messages {
             .collect::<Result<_, _>>()?;
         Ok(Document::Conversation(conversation(row, messages)?))
     }
-    /// The fields with the text under `content`.
+    /// Renames the text's key to `content`.
     fn renamed(&self, idx: usize, mut fields: Map<String, Value>) -> Result<Map<String, Value>, RowProblem> {
         let Some(key) = &self.content_key else { return Ok(fields) };
         match fields.shift_remove(key) {

@@ -1,7 +1,7 @@
-//! Rows into documents: what the columns of a data set mean.
+//! Row formats: conversion of data set rows to documents.
 //!
-//! A [`Format`] is found once for a data set, from what the recipe says or from the first rows,
-//! and then reads every row into a [`Document`]. One file holds one format; `detect` lists them.
+//! A [`Format`] is chosen once per data set, by the recipe or by the first rows, and reads every row into a
+//! [`Document`]. Each file holds one format; `detect` lists them.
 
 mod alpaca;
 mod chat;

@@ -1,4 +1,4 @@
-//! A prompt and its completion: two texts, or two lists of messages as TRL has them.
+//! The prompt/completion format: two strings, or two lists of messages as in TRL.
 
 use serde_json::{Value, json};
 
@@ -8,12 +8,12 @@ use super::error::RowProblem;
 use crate::conversation::Message;
 use crate::source::Row;
 
-/// The columns of a data set of prompts and completions.
+/// Column names of a prompt/completion data set.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PromptCompletionColumns {
-    /// What is given.
+    /// Column of the prompt, without loss.
     pub prompt: String,
-    /// What is to be learned.
+    /// Column of the completion, with loss.
     pub completion: String,
 }
 
@@ -33,9 +33,9 @@ impl PromptCompletionColumns {
                 Err(RowProblem::type_of(&self.completion, other, "a list of messages, as the prompt is"))
             }
             (Some(Value::String(_)), other) => {
-                Err(RowProblem::type_of(&self.completion, other, "a text, as the prompt is"))
+                Err(RowProblem::type_of(&self.completion, other, "a string, as the prompt is"))
             }
-            (other, _) => Err(RowProblem::type_of(&self.prompt, other, "a text or a list of messages")),
+            (other, _) => Err(RowProblem::type_of(&self.prompt, other, "a string or a list of messages")),
         }
     }
 }
@@ -45,7 +45,7 @@ fn turns(column: &str, items: &[Value]) -> Result<Vec<Message>, RowProblem> {
     items.map(|(idx, item)| message(column, idx, object(column, idx, item)?)).collect()
 }
 
-/// The prompt's own answers are given, not learned.
+/// Masks the assistant messages of the prompt from the loss.
 fn as_context(message: Message) -> Message {
     if message.is_assistant() { message.with("weight", json!(0)) } else { message }
 }

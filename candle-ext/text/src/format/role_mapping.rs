@@ -1,8 +1,8 @@
-//! Roles taken from columns as the recipe's `role_mapping` says.
+//! Chat messages from arbitrary columns, by the recipe's `role_mapping`.
 //!
-//! A path is a column (`question`), or `list.field.value` (`messages.role.user`): the items of a
-//! list whose field has that value. Items of one list keep the list's order. An item that no path
-//! names keeps its standard role, or is context under its own name.
+//! A path is a column (`question`), or `list.field.value` (`messages.role.user`): the items of a list whose field
+//! has that value. Items of one list keep the list's order. An item that no path matches keeps its own role.
+//! Standard speaker names are converted to chat roles.
 
 use serde_json::{Map, Value};
 
@@ -13,34 +13,34 @@ use super::{Document, FormatError};
 use crate::conversation::{Conversation, Message};
 use crate::source::Row;
 
-/// Where each role's text stands, in the order the roles speak.
+/// The recipe's `role_mapping`: a column path for each chat role, in message order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RoleMapping {
     roles: Vec<(String, RolePath)>,
     content_key: Option<String>,
 }
 
-/// Where one role's text stands.
+/// Column path of one chat role.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RolePath {
-    /// In a column of its own.
+    /// A column that holds the text.
     Column(String),
-    /// In the items of a list that carry a mark.
+    /// The items of a list whose `field` equals `value`.
     Items {
-        /// The list's column.
+        /// The column of the list.
         list: String,
-        /// The item's key that tells the role.
+        /// The item's key that holds the role.
         field: String,
-        /// The value it has for this role.
+        /// The value of `field` for this role.
         value: String,
     },
 }
 
-/// Keys that hold an item's text when `content_key` does not say.
+/// Default keys of an item's text, if `content_key` is not set.
 const CONTENT_KEYS: [&str; 4] = ["content", "text", "message", "value"];
 
 impl RoleMapping {
-    /// Reads the recipe's `role_mapping` and `content_key`.
+    /// Parses the recipe's `role_mapping` and `content_key`.
     pub fn new(roles: &[(String, String)], content_key: Option<&str>) -> Result<Self, FormatError> {
         if roles.is_empty() {
             let problem = "it maps no role; write {user: question, assistant: response}".to_owned();
@@ -57,7 +57,7 @@ impl RoleMapping {
         self.roles.iter().map(|(role, path)| format!("{role} = {path}")).collect()
     }
 
-    /// The columns it reads, for a check against what is there.
+    /// Returns the columns that the mapping reads.
     pub(crate) fn columns(&self) -> impl Iterator<Item = &str> {
         self.roles.iter().map(|(_, path)| match path {
             RolePath::Column(column) => column.as_str(),
@@ -70,10 +70,10 @@ impl RoleMapping {
         self.roles.iter().any(|(own, _)| own == role)
     }
 
-    /// The mapped names that no item of these rows has, each with the names that the items have.
+    /// Returns the mapped values that no item of these rows has, each with the values found.
     pub(crate) fn unused(&self, rows: &[Row]) -> Vec<(String, Vec<String>)> {
         let items = self.roles.iter().filter_map(|(role, path)| match path {
-            // A name that means its role anyway is no mistake.
+            // A standard name for its own role is valid although no item has it.
             RolePath::Items { list, field, value } if role_of_alias(value) != Some(role) => {
                 Some((path, list, field, value))
             }
@@ -110,7 +110,7 @@ impl RoleMapping {
     }
 
     fn turn_in(&self, row: &Row, role: &str, column: &str) -> Result<Option<Message>, RowProblem> {
-        let text = plain(row.get(column)).map_err(|found| RowProblem::type_of(column, Some(found), "a text"))?;
+        let text = plain(row.get(column)).map_err(|found| RowProblem::type_of(column, Some(found), "a string"))?;
         Ok(text.map(|text| Message::new(role, text)))
     }
 
@@ -128,7 +128,7 @@ impl RoleMapping {
         items.iter().enumerate().map(|(idx, item)| self.turn(list, idx, item)).collect()
     }
 
-    /// One item as a message, with every key that is neither the speaker's nor the text's.
+    /// Converts one item to a message. Keeps all keys except the role's and the text's.
     fn turn(&self, list: &str, idx: usize, item: &Value) -> Result<Message, RowProblem> {
         let mut rest = object(list, idx, item.clone())?;
         let Some(name) = self.name_of(list, item) else {
@@ -168,7 +168,7 @@ impl RoleMapping {
         message(list, idx, turn)
     }
 
-    /// The keys that name the speaker of an item, as the paths into this list have them.
+    /// Returns the fields that hold the role, by the paths into this list.
     fn fields_of<'a>(&'a self, list: &'a str) -> impl Iterator<Item = &'a str> {
         self.roles.iter().filter_map(move |(_, path)| match path {
             RolePath::Items { list: own, field, .. } if own == list => Some(field.as_str()),
@@ -176,7 +176,7 @@ impl RoleMapping {
         })
     }
 
-    /// The speaker of an item as the row names it.
+    /// Returns the role value of an item, as spelled in the row.
     fn name_of<'a>(&self, list: &str, item: &'a Value) -> Option<&'a str> {
         self.fields_of(list).find_map(|field| item.get(field)?.as_str())
     }
@@ -228,12 +228,12 @@ impl std::fmt::Display for RolePath {
     }
 }
 
-/// Returns true for a name that has a role without a mapping.
+/// Returns true for a speaker name that has a role without a mapping.
 fn is_standard(name: &str) -> bool {
     role_of_alias(name).is_some() || CALLS.contains(&name)
 }
 
-/// The speakers that the items of a list have in these rows.
+/// Returns the distinct values of `field` in the items of `list`.
 fn names(rows: &[Row], list: &str, field: &str) -> Vec<String> {
     let items = rows.iter().filter_map(|row| row.get(list)?.as_array()).flatten();
     let mut names: Vec<String> = Vec::new();
@@ -245,7 +245,7 @@ fn names(rows: &[Row], list: &str, field: &str) -> Vec<String> {
     names
 }
 
-/// A text or a number as text; `None` for nothing; the value itself if it is neither.
+/// Converts a string or a number to a string. `None` if missing, null or empty; the value itself if of another type.
 fn plain(value: Option<&Value>) -> Result<Option<String>, &Value> {
     match value {
         None | Some(Value::Null) => Ok(None),
@@ -255,7 +255,7 @@ fn plain(value: Option<&Value>) -> Result<Option<String>, &Value> {
     }
 }
 
-/// The row's columns with what the first item of a list holds.
+/// Lists the row's columns, and the keys of the first item of each list.
 fn shape(row: &Row) -> String {
     let columns = row.iter().map(|(column, value)| {
         match value.as_array().and_then(|items| items.first()).and_then(Value::as_object) {

@@ -1,4 +1,4 @@
-//! The formats of rows: one variant for each.
+//! The known row formats.
 
 use super::alpaca::Alpaca;
 use super::document::Document;
@@ -10,7 +10,7 @@ use super::sharegpt::ShareGpt;
 use super::text_column::TextColumn;
 use crate::source::{Row, RowSource};
 
-/// The format of one data set's rows.
+/// Row format of a data set.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Format {
     /// A list of `{role, content}`.
@@ -21,19 +21,19 @@ pub enum Format {
     Alpaca(Alpaca),
     /// A prompt and its completion.
     PromptCompletion(PromptCompletionColumns),
-    /// Roles taken from columns as the recipe says.
+    /// Roles mapped to columns by the recipe's `role_mapping`.
     RoleMapping(RoleMapping),
     /// One column of text.
     Text(TextColumn),
 }
 
 impl Format {
-    /// Says in one line how rows are read: "reads as alpaca: instruction, input, output".
+    /// Describes the format in one line: "reads as alpaca: instruction, input, output".
     pub fn describe(&self) -> String {
         format!("reads as {}: {}", self.name(), self.columns().join(", "))
     }
 
-    /// The format's name, as a recipe spells it.
+    /// Returns the format's name, as a recipe spells it.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Messages(_) => "messages",
@@ -45,7 +45,7 @@ impl Format {
         }
     }
 
-    /// Reads row `row_idx` of `source`.
+    /// Reads row `row_idx` of `source` into a document.
     pub fn read(&self, source: &dyn RowSource, row_idx: usize) -> Result<Document, FormatError> {
         let row = source.row(row_idx)?;
         self.parse(&row).map_err(|fault| FormatError::InvalidRow {
@@ -56,13 +56,13 @@ impl Format {
         })
     }
 
-    /// Tells whether a document has a role that neither this format's mapping nor the chat templates know.
+    /// Returns true if a message has a role that neither the mapping nor chat templates define.
     pub(crate) fn has_unknown_role(&self, document: &Document) -> bool {
         let is_unknown = |role: &str| !self.maps_role(role);
         matches!(document, Document::Conversation(chat) if chat.unknown_roles().any(is_unknown))
     }
 
-    /// Returns true if the recipe's mapping names this role.
+    /// Returns true if the recipe's `role_mapping` has this role.
     fn maps_role(&self, role: &str) -> bool {
         matches!(self, Self::RoleMapping(mapping) if mapping.has_role(role))
     }

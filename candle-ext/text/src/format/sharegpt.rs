@@ -1,4 +1,4 @@
-//! ShareGPT's form: a list of `{from, value}` with its own names for the roles.
+//! The ShareGPT format: a list of `{from, value}` with role names of its own.
 
 use serde_json::{Map, Value};
 
@@ -9,15 +9,15 @@ use super::hints;
 use crate::conversation::Message;
 use crate::source::Row;
 
-/// A column with a list of `{from, value}`.
+/// Column with a list of `{from, value}`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShareGpt {
-    /// The list's column.
+    /// Name of the column.
     pub column: String,
 }
 
 const MAP_IT: &str = "correct the row, or name the roles in the recipe with role_mapping";
-/// Speakers whose text is a tool call.
+/// Speaker names whose text is a tool call.
 pub(super) const CALLS: [&str; 4] = ["function_call", "function-call", "tool_call", "tool_calls"];
 
 impl ShareGpt {

@@ -1,13 +1,13 @@
-//! Plain text: one column, all of it to be learned.
+//! The plain text format: one column, every token with loss.
 
 use super::Document;
 use super::error::{RowProblem, text};
 use crate::source::Row;
 
-/// A column of text.
+/// Column of plain text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TextColumn {
-    /// Its name.
+    /// Name of the column.
     pub column: String,
 }
 

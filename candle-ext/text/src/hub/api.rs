@@ -1,4 +1,4 @@
-//! What the Hub says about a repository: the commit of a revision and the files in it.
+//! Hub API: the commit of a revision and its file list.
 
 use std::time::Duration;
 
@@ -22,13 +22,13 @@ impl HubApi {
             let [endpoint, reason] = [&settings.endpoint, &reason].map(|text| settings.redact(text));
             HubError::Unreachable { endpoint, reason }
         };
-        // hf-hub's own client waits forever, and its own tries do not wait for as long as the Hub asks.
+        // The client of hf-hub has no timeout, and its retries ignore the wait that the Hub requests.
         let mut builder = HFClient::builder()
             .client(listing_client(settings).build().map_err(|e| lost(innermost(&e)))?)
             .endpoint(settings.endpoint.clone())
             .cache_dir(settings.cache.clone())
             .retry_max_attempts(0);
-        // Without a token hf-hub looks for one itself, in the places `HubSettings::from_env` knows.
+        // Without a token hf-hub searches for one, in the same places as `HubSettings::from_env`.
         if let Some(token) = &settings.token {
             builder = builder.token(token.clone());
         }
@@ -36,7 +36,7 @@ impl HubApi {
         Ok(Self { client, settings: settings.clone() })
     }
 
-    /// The commit of `revision` and its files.
+    /// Returns the commit of `revision` and its files.
     pub(crate) fn list(&self, repo: &RepoId, revision: &str) -> Result<(String, Vec<ListedFile>), HubError> {
         let asked = RequestTarget { repo, revision, file: None };
         let commit = with_retries(&self.settings, &asked, || self.commit(repo, revision).map_err(failure))?;
@@ -107,7 +107,7 @@ fn failure(error: HFError) -> AttemptError {
     }
 }
 
-/// Returns whether a time-out is among the causes: of a body that is read, it is not the outermost.
+/// Returns true if a timeout is among the causes. While a body is read, it is not the outermost error.
 fn is_timeout(error: &reqwest::Error) -> bool {
     error.is_timeout() || innermost(error).contains("timed out")
 }

@@ -1,4 +1,4 @@
-//! A data set's rows: from a path that exists here, else from the Hub's files for a split.
+//! Data sets: local if the path exists, otherwise downloaded from the Hub.
 
 use std::path::Path;
 
@@ -10,29 +10,29 @@ use crate::source::{
     select_split_files, slice,
 };
 
-/// A data set and the rows wanted of it.
+/// Request for the rows of a data set.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DatasetRequest {
-    /// The name, and the splits as written.
+    /// Name, splits and row ranges.
     pub spec: DatasetSpec,
-    /// The branch, tag or commit; `main` if missing.
+    /// Branch, tag or commit. `None` for `main`.
     pub revision: Option<String>,
-    /// The configuration (`subset`).
+    /// Configuration (subset).
     pub config: Option<String>,
-    /// The split when none is written: `train`, or `eval`.
+    /// Split that is used if none is given: `train` or `eval`.
     pub default_split: String,
-    /// What splits are called in this data set, such as `train` to `train_sft`.
+    /// Names of splits in this data set, such as `train` to `train_sft`.
     pub split_mapping: Vec<(String, String)>,
-    /// Patterns that name the files outright, each for one split or for any.
+    /// Glob patterns of the files, each for one split or for all.
     pub data_files: Vec<(Option<String>, String)>,
-    /// The files of a folder on this machine that make a split.
+    /// Rule that selects the files of a split in a local folder.
     pub files: FileSelector,
-    /// How files are read.
+    /// Options for reading the files.
     pub read: ReadOptions,
 }
 
 impl DatasetRequest {
-    /// Reads `name`, `name:split` or `name:split[10:20]`.
+    /// Parses `name`, `name:split` or `name:split[10:20]`.
     pub fn parse(spec: &str, default_split: &str) -> Result<Self, HubError> {
         Ok(Self {
             spec: DatasetSpec::parse(spec, |path| Path::new(path).exists())?,
@@ -46,7 +46,7 @@ impl DatasetRequest {
         })
     }
 
-    /// The splits to open, by the names that the data set has for them.
+    /// Returns the requested splits, under the names that the data set has for them.
     fn parts(&self) -> Vec<SplitSlice> {
         let default = SplitSlice { split: self.default_split.clone(), slice: Default::default() };
         let mut parts = match self.spec.parts.is_empty() {
@@ -84,18 +84,18 @@ impl DatasetRequest {
         }
     }
 
-    /// The name of one of `datasets`' loaders instead of a data set: the files are all in `data_files`.
+    /// Returns true if the name is a loader of `datasets`, such as `json`, and `data_files` has the paths.
     fn is_loader(&self) -> bool {
         !self.data_files.is_empty() && ["json", "csv", "parquet", "text"].contains(&self.spec.name.as_str())
     }
 
-    /// A name that can only be meant for this machine, or that a folder here nearly has.
+    /// Returns true if the name is a local path, or is similar to one.
     fn is_local(&self) -> bool {
         let name = &self.spec.name;
         self.is_loader()
             || Path::new(name).exists()
             || name.starts_with(['.', '/', '~'])
-            // A link that leads nowhere is meant as a file, too.
+            // A dangling link is meant as a file.
             || std::fs::symlink_metadata(name).is_ok()
             || name.contains(['*', '?', '[', '{'])
             || FileFormat::from_path(name).is_some()
@@ -106,7 +106,7 @@ impl DatasetRequest {
 }
 
 impl Hub {
-    /// Opens a data set: a path that exists here wins over a Hub id.
+    /// Opens a data set. An existing path takes precedence over a Hub id.
     pub fn dataset(&self, request: &DatasetRequest) -> Result<Box<dyn RowSource>, HubError> {
         if request.is_local() {
             return Ok(open_local(&request.local())?);
@@ -151,18 +151,18 @@ impl Hub {
         Ok(join(sources))
     }
 
-    /// The README's word on splits, if there is a README that can be read.
+    /// Returns the dataset card, if the repository has a readable README.
     fn card(&self, listing: &Listing) -> Option<DatasetCard> {
         let readme = "README.md".to_owned();
         let places = listing.has(&readme).then(|| self.fetch(listing, &[readme]))?;
-        let place = places.inspect_err(|error| tracing::warn!("the README is left aside: {error}")).ok()?.remove(0);
+        let place = places.inspect_err(|error| tracing::warn!("the README is ignored: {error}")).ok()?.remove(0);
         DatasetCard::parse(&std::fs::read_to_string(place).ok()?)
     }
 }
 
-/// Returns true if `name`, an ending included, is very near to the name of a data file in `folder`.
+/// Returns true if `name` has an extension and is very similar to a data file's name in `folder`.
 fn is_near_data_file(folder: &Path, name: &str) -> bool {
-    // A Hub id seldom has an ending, and `gsm8k` beside `gsm8k.jsonl` may mean the Hub's.
+    // A Hub id seldom has an extension: next to `gsm8k.jsonl`, `gsm8k` may still be a Hub id.
     if name.contains('/') || !name.contains('.') {
         return false;
     }

@@ -1,9 +1,11 @@
-//! One file from the Hub into the cache, verified before anyone can see it.
+//! Download of one file into the cache, verified before it becomes visible.
 //!
-//! A HEAD tells etag and size; the body goes to `<etag>.incomplete`, is counted and hashed on the
-//! way, and only a body of the announced size (and sha256, which is the etag of large files)
-//! becomes the blob. A wrong one is removed and asked for once more. What broke off is continued
-//! where it stopped if there is a hash to prove the whole, as often as some more of it arrives.
+//! A HEAD request returns ETag and size. The body is written to `<etag>.incomplete` while its bytes are counted and
+//! hashed. Only a body of the announced size becomes a blob. The ETag of a large file is its SHA-256, which must
+//! match too.
+//!
+//! A wrong body is removed and requested once more. An interrupted body is resumed while retries make progress, if a
+//! SHA-256 can verify the whole file.
 
 use std::fs;
 use std::path::Path;
@@ -22,18 +24,18 @@ use super::retry::{AttemptError, ErrorResponse, RequestTarget, with_retries};
 use super::retry_after::retry_after;
 use super::{HubError, HubSettings, ListedFile, RepoId};
 
-/// How far a download has come.
+/// Progress of one file's download.
 #[derive(Debug, Clone, Copy)]
 pub struct DownloadProgress<'a> {
-    /// The file's path in its repository.
+    /// Path of the file in its repository.
     pub file: &'a str,
-    /// Bytes here.
+    /// Bytes received.
     pub done: u64,
-    /// Bytes in all.
+    /// Size of the file in bytes.
     pub total: u64,
 }
 
-/// Told of every piece that arrives, from several threads.
+/// Callback for download progress. Several threads call it after each chunk.
 pub type DownloadCallback = Arc<dyn Fn(DownloadProgress) + Send + Sync>;
 
 pub(crate) struct Downloader {
@@ -41,11 +43,11 @@ pub(crate) struct Downloader {
     settings: HubSettings,
     runtime: tokio::runtime::Runtime,
     client: Client,
-    /// Large files are answered with a redirect whose own headers tell etag and size.
+    /// Client without redirects. The redirect response for a large file has its ETag and size.
     unredirected: Client,
 }
 
-/// A file on its way here.
+/// Download of one file.
 struct Download<'a> {
     asked: RequestTarget<'a>,
     url: Url,
@@ -61,9 +63,9 @@ impl Download<'_> {
 
 const MAX_REDIRECTS: usize = 10;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
-/// Bytes a second below which a download is given up: a read time-out alone lets a server send one byte a minute.
+/// Least accepted rate in bytes per second. A read timeout alone lets a server send one byte a minute.
 const MIN_RATE: u64 = 1024;
-/// The time for a whole answer without a large body, in spans of [`HubSettings::read_timeout`].
+/// Timeout of a response without a large body, as a multiple of [`HubSettings::read_timeout`].
 const RESPONSE_TIMEOUT_FACTOR: u32 = 4;
 
 impl Downloader {
@@ -84,7 +86,7 @@ impl Downloader {
         })
     }
 
-    /// Brings a listed file here. `known` is the etag of an earlier version in the cache.
+    /// Downloads a listed file. `known` is the ETag of an earlier version in the cache.
     pub(crate) fn fetch(
         &self,
         cache: &Cache,
@@ -111,7 +113,7 @@ impl Downloader {
         cache.link(repo, commit, &listed.path, &metadata.etag)
     }
 
-    /// Brings the body in as many rounds of tries as it takes, while each round brings some of it.
+    /// Downloads the body, and starts a new series of retries while each series makes progress.
     fn download_with_retries(&self, download: &Download) -> Result<(), HubError> {
         let Download { asked, partial, metadata, .. } = download;
         let (mut is_second, mut is_slow) = (false, false);
@@ -119,7 +121,7 @@ impl Downloader {
             let n_before = n_bytes(partial);
             let tried = with_retries(&self.settings, asked, || match self.runtime.block_on(self.body(download)) {
                 Err(AttemptError::InvalidResponse(problem)) if !is_second => {
-                    tracing::warn!("{} of {}: {problem}; once more", download.path(), asked.repo);
+                    tracing::warn!("{} of {}: {problem}; trying once more", download.path(), asked.repo);
                     is_second = true;
                     self.runtime.block_on(self.body(download))
                 }
@@ -147,7 +149,7 @@ impl Downloader {
         Ok(url)
     }
 
-    /// Asks for etag and size, following redirects within the Hub only.
+    /// Requests ETag and size. Follows redirects within the Hub only.
     async fn head(&self, url: &Url, listed: &ListedFile, known: Option<&str>) -> Result<FileMetadata, AttemptError> {
         let mut url = url.clone();
         for _ in 0..MAX_REDIRECTS {
@@ -174,7 +176,7 @@ impl Downloader {
         Err(AttemptError::InvalidResponse(format!("more than {MAX_REDIRECTS} redirects from {url}")))
     }
 
-    /// Brings what is missing of the body, and proves the whole.
+    /// Downloads the missing part of the body and verifies the whole file.
     async fn body(&self, download: &Download<'_>) -> Result<(), AttemptError> {
         let mut body = PartialDownload::resume(download.partial, download.metadata)?;
         let mut request = self.client.get(download.url.clone()).headers(self.headers());
@@ -229,12 +231,12 @@ impl Downloader {
     }
 }
 
-/// The client of listings, which are small: the whole of one has a time-out.
+/// Builds the HTTP client for listings. They are small, so the whole response has a timeout.
 pub(crate) fn listing_client(settings: &HubSettings) -> ClientBuilder {
     client(settings).timeout(RESPONSE_TIMEOUT_FACTOR * settings.read_timeout)
 }
 
-/// The client of bodies.
+/// Builds the HTTP client for file downloads.
 fn client(settings: &HubSettings) -> ClientBuilder {
     Client::builder()
         .user_agent(concat!("candlewick/", env!("CARGO_PKG_VERSION")))
@@ -246,7 +248,7 @@ fn n_bytes(path: &Path) -> u64 {
     fs::metadata(path).map_or(0, |found| found.len())
 }
 
-/// What cannot be continued is not left lying about.
+/// Removes a partial download that cannot be resumed.
 fn drop_unless_resumable(partial: &Path, metadata: &FileMetadata) {
     if metadata.sha256().is_none() || n_bytes(partial) == 0 {
         let _ = fs::remove_file(partial);

@@ -1,15 +1,15 @@
 //! Models and data sets of the Hugging Face Hub, as verified local files.
 //!
-//! Repository facts and listings come through hf-hub; the bytes do not, because hf-hub 1.0 stores
-//! a body without looking at its status, size or hash, and gives up on a lock after ten seconds.
-//! Files land in the cache layout that all Hub tools share. Each own module adds checks that hf-hub lacks:
+//! hf-hub provides repository metadata and file lists. This crate downloads the files itself: hf-hub 1.0 does not
+//! check status, size or hash of a download. It also stops waiting for a lock after ten seconds. The files use the
+//! standard Hugging Face cache layout.
 //!
-//! | module | check |
+//! | module | check that hf-hub lacks |
 //! |---|---|
-//! | [`fetch`](fetch) | status, ETag and redirects of a file's HEAD; a rate below which a download is given up |
-//! | [`partial_download`](partial_download) | size and SHA-256 of a body, and those of one that is continued |
-//! | [`retry`](retry) | a bound on each wait that a server asks for |
-//! | [`cache`](cache) | sizes of cached files, and whole snapshots offline |
+//! | [`fetch`](fetch) | status, ETag and redirects of a file's HEAD response; least accepted download rate |
+//! | [`partial_download`](partial_download) | size and SHA-256 of a file, also after a resumed download |
+//! | [`retry`](retry) | limit on each wait that a server requests |
+//! | [`cache`](cache) | sizes of cached files, and complete snapshots offline |
 
 mod api;
 mod cache;
@@ -42,22 +42,22 @@ use cache::Cache;
 use fetch::Downloader;
 pub(crate) use listing::{ListedFile, Listing};
 
-/// The Hub as one process sees it. Cheap to share between threads by reference.
+/// Client of the Hugging Face Hub. Threads share it by reference.
 pub struct Hub {
     settings: HubSettings,
     cache: Cache,
-    /// Missing when offline: then nothing may be asked.
+    /// `None` when offline.
     online: Option<(HubApi, Downloader)>,
 }
 
-/// Directives of a log filter that silence the Hub's libraries: what matters of their messages is in [`HubError`].
+/// Log filter directives that silence the Hub's libraries. [`HubError`] reports their failures.
 pub const LIBRARY_LOG_FILTER: &str = "hf_hub=off,hf_xet=off,xet_client=off,xet_data=off";
 
-/// How many files are downloaded at once.
+/// Number of concurrent downloads.
 const N_PARALLEL_DOWNLOADS: usize = 4;
 
 impl Hub {
-    /// Prepares access; asks nothing yet.
+    /// Creates a client without sending a request.
     pub fn new(settings: HubSettings) -> Result<Self, HubError> {
         let online = match settings.offline {
             true => None,
@@ -66,7 +66,7 @@ impl Hub {
         Ok(Self { cache: Cache::new(&settings.cache), settings, online })
     }
 
-    /// Calls `on_progress` while bytes arrive.
+    /// Sets a callback for download progress.
     #[must_use]
     pub fn with_progress(mut self, on_progress: DownloadCallback) -> Self {
         if let Some((_, downloader)) = &mut self.online {
@@ -75,13 +75,15 @@ impl Hub {
         self
     }
 
-    /// What this Hub was made with.
+    /// Returns the settings.
     pub fn settings(&self) -> &HubSettings {
         &self.settings
     }
 
-    /// Does `work` with the files of `repo` as the Hub lists them; offline, or when the Hub cannot
-    /// answer and the cache holds all that `work` needs, as they are known here.
+    /// Calls `work` with the file list of `repo`.
+    ///
+    /// Uses the cached list when offline, or when the Hub does not respond and the cache has all files that `work`
+    /// needs.
     pub(crate) fn with_listing<T>(
         &self,
         repo: &RepoId,
@@ -97,7 +99,7 @@ impl Hub {
                 return match self.cached(repo, revision).and_then(|listing| work(&listing)) {
                     Err(HubError::Offline { .. }) => Err(error),
                     other => {
-                        tracing::warn!("{repo} is taken from the cache, for the Hub does not answer: {error}");
+                        tracing::warn!("{repo} is loaded from the cache, because the Hub does not respond: {error}");
                         other
                     }
                 };
@@ -111,7 +113,7 @@ impl Hub {
         Ok(done)
     }
 
-    /// Brings `paths` of a listing here, several at once, and gives their places in that order.
+    /// Downloads `paths` concurrently and returns their local paths in the same order.
     pub(crate) fn fetch(&self, listing: &Listing, paths: &[String]) -> Result<Vec<PathBuf>, HubError> {
         let (next, failed) = (AtomicUsize::new(0), OnceLock::new());
         let previous = self.cache.commit_of(&listing.repo, &listing.revision);
@@ -153,14 +155,14 @@ impl Hub {
         let commit = self
             .cache
             .commit_of(repo, revision)
-            .ok_or_else(|| nothing(format!("the cache holds nothing of revision {revision:?}")))?;
-        // A cache that other tools filled has no listing; there what is here counts as all there is.
+            .ok_or_else(|| nothing(format!("the cache has no files of revision {revision:?}")))?;
+        // Other tools store no file list. Their cached files count as complete.
         let files = match self.cache.listing(repo, &commit) {
             Some(files) => files,
             None => self.cache.files(repo, &commit)?,
         };
         if files.is_empty() {
-            return Err(nothing(format!("the cache holds nothing of revision {revision:?}")));
+            return Err(nothing(format!("the cache has no files of revision {revision:?}")));
         }
         let revision = revision.to_owned();
         Ok(Listing { repo: repo.clone(), revision, commit, files, is_cached: true })

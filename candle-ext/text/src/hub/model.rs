@@ -1,4 +1,4 @@
-//! A model's folder: configuration, tokenizer and safetensors, nothing else of the repository.
+//! Model downloads: configuration, tokenizer and safetensors, without the repository's other files.
 
 use std::path::{Path, PathBuf};
 
@@ -11,27 +11,27 @@ use super::local::{
 use super::{Hub, HubError, Listing, RepoId, RepoKind};
 use crate::files::{MAX_GENERATED_FILE_BYTES, read_regular_text_file, without_bom};
 
-/// How much of a model is wanted.
+/// Files of a model to download.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ModelFiles {
-    /// With its weights.
+    /// Configuration, tokenizer and weights.
     All,
     /// Configuration and tokenizer only.
     WithoutWeights,
 }
 
-/// The folders of a model, found.
+/// Local folders of a model and its adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelAndAdapter {
-    /// The model's.
+    /// Folder of the model.
     pub model: PathBuf,
-    /// The adapter's on top of it, if there is one.
+    /// Folder of the adapter, if there is one.
     pub adapter: Option<PathBuf>,
-    /// Lines that say which folders were taken, where the name left that open.
+    /// Log lines that name the selected folders, where the name was ambiguous.
     pub notes: Vec<String>,
 }
 
-/// Taken where they are there.
+/// Optional small files of a model.
 const SMALL: [&str; 13] = [
     CONFIG,
     ADAPTER_CONFIG,
@@ -49,14 +49,15 @@ const SMALL: [&str; 13] = [
 ];
 
 impl Hub {
-    /// Returns the folder of a model or adapter: the one that `name` means on this machine, see [`local_model`], else that of
-    /// the Hub's model of this id, downloaded as far as `part` says.
+    /// Returns the folder of a model or adapter.
+    ///
+    /// A local folder takes precedence, see [`local_model`]. Otherwise downloads `part` of the Hub model with this
+    /// id.
     pub fn model(&self, name: &str, revision: Option<&str>, part: ModelFiles) -> Result<PathBuf, HubError> {
         Ok(self.find_model(name, revision, part)?.folder)
     }
 
-    /// Finds a model with the adapter on top of it, if `name` means an adapter: then the base model is the one that the
-    /// adapter names.
+    /// Returns the folders of a model, or of an adapter with the base model that it names.
     pub fn model_and_adapter(&self, name: &str, revision: Option<&str>) -> Result<ModelAndAdapter, HubError> {
         let found = self.find_model(name, revision, ModelFiles::All)?;
         let note = found.note("model");
@@ -77,7 +78,7 @@ impl Hub {
         Ok(ModelAndAdapter { model, adapter: Some(found.folder), notes })
     }
 
-    /// Returns the folder of an adapter, and the note that says which export it is.
+    /// Returns the folder of an adapter, and a log line if it is one of several exports.
     pub fn adapter(&self, name: &str) -> Result<(PathBuf, Option<String>), HubError> {
         let found = self.find_model(name, None, ModelFiles::All)?;
         let note = found.note("adapter").pop();
@@ -90,8 +91,9 @@ impl Hub {
         }
     }
 
-    /// Returns the folder of the model that an adapter names, or an error if that is an adapter itself. A relative path starts
-    /// at the current folder, as in PEFT, or else at the adapter's.
+    /// Returns the folder of the base model that an adapter names. Fails if that is an adapter too.
+    ///
+    /// A relative path starts at the current folder, as in PEFT, or else at the adapter's folder.
     pub fn base_model(&self, adapter: &Path, base: &str) -> Result<PathBuf, HubError> {
         let beside = adapter.join(base);
         let name = match !Path::new(base).is_dir() && beside.is_dir() {
@@ -110,7 +112,7 @@ impl Hub {
         }
     }
 
-    /// Finds a model or adapter on this machine, or on the Hub, downloaded as far as `part` says.
+    /// Finds a local model or adapter. Otherwise downloads `part` of it from the Hub.
     pub fn find_model(&self, name: &str, revision: Option<&str>, part: ModelFiles) -> Result<LocalModel, HubError> {
         if let Some(found) = local_model(name)? {
             return Ok(found);
@@ -134,9 +136,9 @@ impl Hub {
         Ok(LocalModel { folder, contents, choice: None })
     }
 
-    /// Tells whether a name that is no folder was meant as a path: it looks like one, or its first part is a folder here.
+    /// Returns true if a name without a local folder means a path: it looks like one, or its first part is a folder.
     ///
-    /// A revision, or a copy in the Hub's cache, make `owner/name` an id even where a folder `owner` is here.
+    /// A revision, or a copy in the cache, makes `owner/name` an id even if a folder `owner` exists.
     fn is_missing_path(&self, name: &str, revision: Option<&str>) -> bool {
         let looks_like_a_path = name.starts_with(['.', '/', '~']) || name.ends_with('/') || name.contains('\\');
         let has_slashes =
@@ -162,7 +164,7 @@ impl Hub {
         })
     }
 
-    /// The safetensors files: one, or those that the index names, or an adapter's.
+    /// Returns the safetensors files: one, those in the index, or an adapter's.
     fn weights(&self, listing: &Listing, folder: &Path) -> Result<Vec<String>, HubError> {
         if listing.has(WEIGHTS) {
             return Ok(vec![WEIGHTS.into()]);
@@ -185,7 +187,7 @@ impl Hub {
 }
 
 fn small_files(listing: &Listing, part: ModelFiles) -> Result<Vec<String>, HubError> {
-    // An index beside a whole file would promise shards that are not fetched.
+    // An index next to a single weight file lists shards that are not downloaded.
     let takes_index = part == ModelFiles::All && !listing.has(WEIGHTS);
     let is_wanted = |path: &&str| takes_index || **path != *INDEX;
     let found: Vec<String> =
@@ -202,7 +204,7 @@ fn small_files(listing: &Listing, part: ModelFiles) -> Result<Vec<String>, HubEr
     }
 }
 
-/// The shards that an index names, each once.
+/// Returns the distinct shards that an index names.
 fn shards_of(index: &Path) -> Result<Vec<String>, String> {
     let text = read_regular_text_file(index, MAX_GENERATED_FILE_BYTES).map_err(|e| format!("{INDEX}: {e}"))?;
     let index: Value = serde_json::from_slice(without_bom(text.as_bytes())).map_err(|e| format!("{INDEX}: {e}"))?;

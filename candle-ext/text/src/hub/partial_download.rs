@@ -1,4 +1,4 @@
-//! A body on its way into the cache: counted, hashed, continued where it stopped, and proven.
+//! File download into the cache: byte count, SHA-256, resumption after an interruption, verification.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
@@ -9,13 +9,13 @@ use sha2::{Digest, Sha256};
 use super::HubError;
 use super::retry::AttemptError;
 
-/// What a HEAD tells about a file.
+/// ETag and size of a file, from its HEAD response.
 pub(super) struct FileMetadata {
     pub(super) etag: String,
     pub(super) size: u64,
 }
 
-/// A body on its way into a file.
+/// Partial download of a file on disk.
 pub(super) struct PartialDownload<'a> {
     path: PathBuf,
     file: File,
@@ -25,7 +25,7 @@ pub(super) struct PartialDownload<'a> {
 }
 
 impl<'a> PartialDownload<'a> {
-    /// Opens `path`; what it already holds is kept if a hash will prove it in the end.
+    /// Opens the partial download at `path`. Keeps its bytes if a SHA-256 can verify the whole file.
     pub(super) fn resume(path: &Path, metadata: &'a FileMetadata) -> Result<Self, AttemptError> {
         let told = |e| AttemptError::Hub(HubError::cache(path, e));
         let file = OpenOptions::new().create(true).truncate(false).read(true).append(true).open(path);
@@ -85,7 +85,7 @@ impl<'a> PartialDownload<'a> {
             Some(_) if n_bytes > 0 => "they are kept, and the next try continues there",
             _ => "the next try starts over",
         };
-        AttemptError::Interrupted(format!("it broke off after {n_bytes} of {size} bytes ({reason}); {next}"))
+        AttemptError::Interrupted(format!("the connection closed after {n_bytes} of {size} bytes ({reason}); {next}"))
     }
 
     pub(super) fn too_slow(&self, rate: u64) -> AttemptError {
@@ -103,7 +103,7 @@ impl<'a> PartialDownload<'a> {
 }
 
 impl FileMetadata {
-    /// The hash that proves the whole, if the etag is one.
+    /// Returns the SHA-256 of the file, if the ETag is one.
     pub(super) fn sha256(&self) -> Option<&str> {
         let is_sha256 = self.etag.len() == 64 && self.etag.bytes().all(|b| b.is_ascii_hexdigit());
         is_sha256.then_some(self.etag.as_str())

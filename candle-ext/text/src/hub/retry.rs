@@ -1,45 +1,45 @@
-//! Trying again when the Hub is busy or out of reach, for as long as it asks and no longer.
+//! Retries while the Hub is busy or unreachable, with the waits that it requests, up to a limit.
 
 use std::time::Duration;
 
 use super::{HubError, HubSettings, RepoId};
 
-/// Why a request came to nothing, before it is known what that means.
+/// Failure of one attempt.
 #[derive(Debug)]
 pub(crate) enum AttemptError {
-    /// The server answered with a status that is none of success.
+    /// The server answers with an error status.
     Status(ErrorResponse),
-    /// No answer came.
+    /// The server does not respond.
     NoResponse(String),
-    /// The answer began and broke off.
+    /// The response is interrupted.
     Interrupted(String),
-    /// The answer arrives too slowly to wait for it.
+    /// The response is slower than the least accepted rate.
     TooSlow(String),
-    /// The answer is not what was announced.
+    /// The response is not valid.
     InvalidResponse(String),
-    /// Already explained.
+    /// Final error that needs no further context.
     Hub(HubError),
 }
 
-/// An answer that refuses.
+/// Error response of the Hub.
 #[derive(Debug)]
 pub(crate) struct ErrorResponse {
     pub(crate) status: u16,
-    /// The Hub's `X-Error-Code`: `RepoNotFound`, `GatedRepo`, ...
+    /// The `X-Error-Code` header: `RepoNotFound`, `GatedRepo`, ...
     pub(crate) code: String,
     pub(crate) message: String,
     pub(crate) url: String,
     pub(crate) wait: Option<Duration>,
 }
 
-/// What was asked, to tell which thing a 404 means.
+/// Repository, revision and file of a request, to interpret a 404.
 pub(crate) struct RequestTarget<'a> {
     pub(crate) repo: &'a RepoId,
     pub(crate) revision: &'a str,
     pub(crate) file: Option<&'a str>,
 }
 
-/// Calls `attempt` until it succeeds, fails for good, or has been tried often enough.
+/// Calls `attempt` until it succeeds, fails permanently, or reaches the limit of attempts.
 pub(crate) fn with_retries<T>(
     settings: &HubSettings,
     asked: &RequestTarget,

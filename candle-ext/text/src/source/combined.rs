@@ -1,17 +1,17 @@
-//! Sources made of other sources: several in a row, a part of one, one with the names of its files.
+//! Row sources built from other sources: concatenation, slice, and a source with its file names.
 
 use std::ops::Range;
 
 use super::{Row, RowSource, SourceError, SourceFiles};
 
-/// Several sources, one after another.
+/// Concatenation of several row sources.
 pub struct ConcatSource {
     parts: Vec<Box<dyn RowSource>>,
     ends: Vec<usize>,
 }
 
 impl ConcatSource {
-    /// Puts `parts` one after another.
+    /// Concatenates `parts`.
     pub fn new(parts: Vec<Box<dyn RowSource>>) -> Self {
         let ends = parts
             .iter()
@@ -47,14 +47,14 @@ impl RowSource for ConcatSource {
     }
 }
 
-/// The rows of a range of another source.
+/// Range of rows of another source.
 pub struct SliceSource {
     inner: Box<dyn RowSource>,
     range: Range<usize>,
 }
 
 impl SliceSource {
-    /// Keeps `range`, which must lie within `inner`.
+    /// Restricts `inner` to `range`, which must lie within it.
     pub fn new(inner: Box<dyn RowSource>, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= inner.len(), "the slice was resolved");
         Self { inner, range }
@@ -76,7 +76,7 @@ impl RowSource for SliceSource {
     }
 }
 
-/// A source together with the files that it reads.
+/// Row source together with the names of its files.
 pub(crate) struct SourceWithFiles {
     pub(crate) inner: Box<dyn RowSource>,
     pub(crate) files: SourceFiles,

@@ -1,4 +1,4 @@
-//! CSV and TSV with a header: an index of record starts; every value is a string.
+//! CSV and TSV files with a header. The offset of each record is indexed; every value is a string.
 
 use std::path::Path;
 
@@ -60,7 +60,7 @@ impl RowSource for CsvFile {
     }
 }
 
-/// Refuses a quote that is never closed: all that follows it would be one value.
+/// Rejects an unclosed quote, which would join all following rows to one value.
 fn check_closed(file: &MappedFile, delimiter: u8, last_record: usize) -> Result<(), SourceError> {
     let bytes = file.bytes();
     let (mut at, mut begins_value) = (last_record, true);
@@ -79,7 +79,7 @@ fn check_closed(file: &MappedFile, delimiter: u8, last_record: usize) -> Result<
     Ok(())
 }
 
-/// Behind the quote that closes the one at `start`. Two in a row are one that is part of the value.
+/// Returns the offset after the quote that closes the one at `start`. Two quotes in a row are an escaped quote.
 fn end_of_quotes(bytes: &[u8], start: usize) -> Option<usize> {
     let mut at = start + 1;
     loop {

@@ -1,15 +1,15 @@
-//! The `configs` block at the head of a data set's README: which files make which split.
+//! Dataset card: the YAML front matter of a data set's README, whose `configs` assign files to splits.
 
 use serde::Deserialize;
 
-/// What a data set's README says about its files.
+/// The `configs` of a dataset card.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct DatasetCard {
     #[serde(default)]
     configs: Vec<CardConfig>,
 }
 
-/// One configuration (`subset`) of a data set.
+/// One configuration (subset) of a data set.
 #[derive(Debug, Clone, Deserialize)]
 pub(crate) struct CardConfig {
     pub(crate) config_name: String,
@@ -43,8 +43,7 @@ enum Patterns {
 }
 
 impl DatasetCard {
-    /// Reads the block between the `---` lines at the head of a README; `None` if it has none
-    /// that says anything about files.
+    /// Parses the YAML front matter between the `---` lines of a README. `None` if it has no `configs`.
     pub fn parse(readme: &str) -> Option<Self> {
         let readme = readme.trim_start_matches('\u{feff}');
         let rest = readme.strip_prefix("---\n").or_else(|| readme.strip_prefix("---\r\n"))?;
@@ -52,14 +51,14 @@ impl DatasetCard {
         let card: Self = match serde_saphyr::from_str(head) {
             Ok(card) => card,
             Err(error) => {
-                tracing::warn!("the README's head is left aside: {error}");
+                tracing::warn!("the README's YAML front matter is ignored: {error}");
                 return None;
             }
         };
         (!card.configs.is_empty()).then_some(card)
     }
 
-    /// The configuration of that name; without a name the default one.
+    /// Returns the configuration of that name, or the default one.
     pub(crate) fn config(&self, name: Option<&str>) -> Result<&CardConfig, String> {
         let names = || {
             let names: Vec<_> = self.configs.iter().map(|c| c.config_name.as_str()).collect();
@@ -78,7 +77,7 @@ impl DatasetCard {
 }
 
 impl CardConfig {
-    /// Splits and the patterns of their files; empty when the README leaves it to the names.
+    /// Returns the splits with their file patterns. Empty if the card leaves the splits to the file names.
     pub(crate) fn splits(&self) -> Vec<(&str, Vec<&str>)> {
         match &self.data_files {
             None => Vec::new(),

@@ -1,5 +1,6 @@
-//! A `.json` file: a list of objects, one object that holds such a list, or objects one after
-//! another. Where each row begins and ends is found once; a row is parsed when it is asked for.
+//! A `.json` file: a list of objects, one object that contains such a list, or concatenated objects.
+//!
+//! The byte range of each row is indexed once. A row is parsed on access.
 
 use std::ops::Range;
 
@@ -10,9 +11,9 @@ use super::mapped_file::MappedFile;
 use super::strict_json::{JsonProblem, MAX_ROW_BYTES, parse_row};
 use super::{Row, RowSource, SourceError};
 
-/// Keys under which data sets keep their rows, beside other facts about themselves.
+/// Keys that hold the list of rows, when the object has other keys too.
 const ROW_KEYS: [&str; 6] = ["data", "rows", "examples", "instances", "records", "train"];
-/// Lists under these keys are one conversation, never a data set.
+/// Keys whose lists are one conversation, not a list of rows.
 const CHAT_KEYS: [&str; 5] = ["messages", "conversations", "conversation", "prompt", "completion"];
 
 #[derive(Debug)]
@@ -22,7 +23,7 @@ pub(crate) struct JsonFile {
 }
 
 impl JsonFile {
-    /// Finds the rows; `field` names the key of the list when the file is one object.
+    /// Indexes the rows. `field` is the key of the list if the file is one object.
     pub(crate) fn index(file: MappedFile, field: Option<&str>) -> Result<Self, SourceError> {
         let spans = match file.bytes().iter().find(|b| !b.is_ascii_whitespace()) {
             None => Vec::new(),
@@ -63,7 +64,7 @@ fn at(file: &MappedFile, start: usize, fault: JsonProblem) -> SourceError {
     SourceError::invalid_data(format!("{}:{line}", file.path().display()), fault.problem, fault.fix)
 }
 
-/// Spans of the items of the list that begins at `start`.
+/// Returns the byte ranges of the items of the list that begins at `start`.
 fn in_list(file: &MappedFile, start: usize) -> Result<Vec<Range<usize>>, SourceError> {
     let bytes = file.bytes();
     let mut spans = Vec::new();
@@ -99,7 +100,7 @@ fn one_after_another(file: &MappedFile) -> Result<Vec<Range<usize>>, SourceError
     Ok(spans)
 }
 
-/// Where the list of rows begins, if the file is one object that holds it.
+/// Returns the offset of the list of rows, if the file is one object that contains it.
 fn list_inside(
     file: &MappedFile,
     objects: &[Range<usize>],
@@ -144,7 +145,7 @@ fn key_of_rows<'a>(row: &'a Row, field: Option<&str>) -> Option<&'a str> {
     Some(key)
 }
 
-/// Walks the top level of the object at `start` to the value of `key`.
+/// Returns the offset of the value of `key` in the object at `start`.
 fn value_of_key(file: &MappedFile, start: usize, key: &str) -> Result<usize, SourceError> {
     let bytes = file.bytes();
     let mut next = skip_space(bytes, start + 1);

@@ -1,4 +1,4 @@
-//! JSON lines: an index of line starts over a map; a row is parsed when it is asked for.
+//! JSON Lines files, memory-mapped. The offset of each line is indexed; a row is parsed on access.
 
 use super::mapped_file::{MappedFile, find_break, is_blank};
 use super::strict_json::{MAX_ROW_BYTES, parse_row, too_long};

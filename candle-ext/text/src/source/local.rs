@@ -1,4 +1,4 @@
-//! Data sets on this machine: a file, a folder, or a pattern.
+//! Local data sets: a file, a folder or a glob pattern.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -12,41 +12,41 @@ use super::{
 };
 use crate::suggestion::nearest;
 
-/// A data set on this machine and the rows wanted of it.
+/// Request for rows of a local data set.
 #[derive(Debug, Clone, Default)]
 pub struct LocalRequest {
-    /// A file, a folder, or a pattern such as `data/*.jsonl`.
+    /// A file, a folder, or a glob pattern such as `data/*.jsonl`.
     pub path: String,
-    /// The configuration: a folder below `path`, or a name in its README.
+    /// Configuration (subset): a folder below `path`, or a name in the dataset card.
     pub config: Option<String>,
-    /// The splits as written; empty takes `default_split`.
+    /// Requested splits. If empty, `default_split` is used.
     pub parts: Vec<SplitSlice>,
-    /// The split to take when none is written.
+    /// Split that is used if none is requested.
     pub default_split: String,
-    /// Patterns below a folder that name the files outright, each for one split or for any.
+    /// Glob patterns of files, each for one split or for all.
     pub data_files: Vec<(Option<String>, String)>,
-    /// The patterns are all there is: they are paths of their own, and `path` is none.
+    /// True if `data_files` are complete paths, so that `path` is unused.
     pub is_pattern_list: bool,
-    /// The files of a folder that make a split.
+    /// Rule that selects the files of a split in a folder.
     pub files: FileSelector,
-    /// How the files are read.
+    /// Options for reading the files.
     pub read: ReadOptions,
 }
 
-/// The files of a folder or a pattern that make a split.
+/// Rule that selects the files of a split in a folder or glob pattern.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum FileSelector {
-    /// All that name the split, as `datasets` takes them.
+    /// Every file whose name contains the split, as in Hugging Face `datasets`.
     #[default]
     All,
-    /// One file or one set of shards, by these names; of a pattern all files that name the split.
+    /// One file or one set of shards with a name of the evaluation task. Of a glob pattern, every file of the split.
     ForTask(TaskFileNames),
 }
 
-/// How deep a folder is searched for files.
+/// Depth limit of the file search.
 const MAX_DEPTH: usize = 16;
 
-/// Opens the rows that `request` asks for.
+/// Opens the requested rows.
 pub fn open_local(request: &LocalRequest) -> Result<Box<dyn RowSource>, SourceError> {
     let path = Path::new(&request.path);
     let default = [SplitSlice { split: request.default_split.clone(), slice: Default::default() }];
@@ -75,7 +75,7 @@ pub fn open_local(request: &LocalRequest) -> Result<Box<dyn RowSource>, SourceEr
     Ok(join(sources.collect::<Result<_, _>>()?))
 }
 
-/// Opens files of one kind as one source, in the order given. An empty one is an error.
+/// Opens files of one format as one source, in the given order. No rows at all is an error.
 pub fn open_files(files: &[PathBuf], options: &ReadOptions) -> Result<Box<dyn RowSource>, SourceError> {
     let parts = files.iter().map(|file| open_file(file, options)).collect::<Result<Vec<_>, _>>()?;
     let source = join(parts);
@@ -101,7 +101,7 @@ pub(crate) fn join(mut parts: Vec<Box<dyn RowSource>>) -> Box<dyn RowSource> {
     }
 }
 
-/// All files below a folder, relative to it, sorted, with `/`.
+/// Lists all files below a folder, as sorted relative paths with `/`.
 pub(crate) fn list(folder: &Path) -> Result<Vec<String>, SourceError> {
     let mut walk = Walk { root: folder.canonicalize().map_err(|e| SourceError::io(folder, e))?, ..Walk::default() };
     walk.folder(folder, "", MAX_DEPTH)?;
@@ -109,7 +109,7 @@ pub(crate) fn list(folder: &Path) -> Result<Vec<String>, SourceError> {
     Ok(walk.paths)
 }
 
-/// A search for files that enters each folder once, by whatever links it is reached.
+/// File search that enters each folder once, whatever links lead to it.
 #[derive(Default)]
 struct Walk {
     root: PathBuf,
@@ -118,7 +118,8 @@ struct Walk {
 }
 
 impl Walk {
-    /// Returns true for a new folder. One above the root is never new: a link upwards would take in its neighbours.
+    /// Returns true if the folder is new. A folder above the root is never entered, since a link to it would add its
+    /// other subfolders.
     fn enters(&mut self, folder: &Path) -> bool {
         let Ok(real) = folder.canonicalize() else { return false };
         let is_above = self.root.starts_with(&real) && self.root != real;
@@ -148,7 +149,7 @@ impl Walk {
     }
 }
 
-/// Files that were named outright.
+/// Wraps explicitly named files.
 fn of_themselves(files: Vec<PathBuf>) -> SourceFiles {
     let paths: Vec<String> = files.iter().map(|file| file.to_string_lossy().into_owned()).collect();
     SourceFiles { n_available: paths.len(), paths, ..SourceFiles::default() }
@@ -197,7 +198,7 @@ fn files_of_pattern(split: &str, request: &LocalRequest) -> Result<SourceFiles, 
     Ok(SourceFiles { paths, split: Some(split), ..found })
 }
 
-/// Drops links to other files of the list: their rows would be read twice.
+/// Drops links to other files of the list, whose rows would be read twice.
 fn once_each(folder: &Path, mut paths: Vec<String>) -> Vec<String> {
     let is_link = |path: &String| std::fs::symlink_metadata(folder.join(path)).is_ok_and(|found| found.is_symlink());
     let real = |path: &String| folder.join(path).canonicalize().ok();
@@ -220,7 +221,7 @@ fn check_split_of_file(path: &Path, part: &SplitSlice, request: &LocalRequest) -
     Err(SourceError::not_available(path.display(), problem))
 }
 
-/// The files that a pattern names.
+/// Returns the files that match a glob pattern.
 fn expand(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
     let is_pattern = |text: &str| text.contains(['*', '?', '[', '{']);
     if Path::new(pattern).is_file() {
@@ -245,10 +246,10 @@ fn expand(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
     Ok(found.iter().map(|path| Path::new(&folder).join(path)).collect())
 }
 
-/// Says that a path is not there, and what stands beside it that looks like it.
+/// Describes a missing path and suggests a similar name in its folder.
 fn missing(path: &Path) -> String {
     if std::fs::symlink_metadata(path).is_ok() {
-        return "it is a link that leads nowhere".into();
+        return "it is a dangling link".into();
     }
     if std::fs::read_dir(folder_of(path)).is_err() {
         return format!("there is no folder {}", folder_of(path).display());
@@ -263,7 +264,7 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."))
 }
 
-/// The file or folder whose name is nearest to that of a path that is missing.
+/// Returns the existing file or folder with the most similar name.
 pub(crate) fn near_sibling(path: &Path) -> Option<PathBuf> {
     let name = path.file_name()?.to_string_lossy().into_owned();
     let entries = std::fs::read_dir(folder_of(path)).ok()?.flatten();

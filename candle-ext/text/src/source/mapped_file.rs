@@ -1,4 +1,4 @@
-//! A text file mapped into memory: its bytes after a byte order mark, and line numbers.
+//! Memory-mapped text file, with its byte order mark removed and line numbers.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ pub(crate) struct MappedFile {
 }
 
 impl MappedFile {
-    /// Maps `path`, unpacked if it is compressed. Refuses UTF-16 and UTF-32, skips the mark of UTF-8.
+    /// Maps `path`, decompressed if needed. Rejects UTF-16 and UTF-32; skips the byte order mark of UTF-8.
     pub(crate) fn open(path: &Path) -> Result<Self, SourceError> {
         let file = open_regular(path)?;
         let file = decompress::unpacked(path, &file)?.unwrap_or(file);
@@ -43,12 +43,12 @@ impl MappedFile {
         &self.path
     }
 
-    /// The bytes after the byte order mark.
+    /// Returns the bytes after the byte order mark.
     pub(crate) fn bytes(&self) -> &[u8] {
         self.map.as_deref().map_or(&[], |map| &map[self.body..])
     }
 
-    /// `file:line` of a byte, counting from line 1.
+    /// Returns `file:line` of a byte offset. Lines count from 1.
     pub(crate) fn place(&self, offset: usize) -> String {
         format!("{}:{}", self.path.display(), self.line(offset))
     }
@@ -57,14 +57,14 @@ impl MappedFile {
         1 + count_lines(&self.bytes()[..offset.min(self.bytes().len())])
     }
 
-    /// The bytes from `start` to the end of its line, without the line break.
+    /// Returns the bytes from `start` to the end of its line, without the line break.
     pub(crate) fn line_at(&self, start: usize) -> &[u8] {
         let rest = &self.bytes()[start..];
         trim_return(&rest[..find_break(rest).unwrap_or(rest.len())])
     }
 }
 
-/// Opens a regular file. A pipe or a device may never end.
+/// Opens a regular file. Rejects pipes and devices, whose bytes may never end.
 pub(crate) fn open_regular(path: &Path) -> Result<File, SourceError> {
     let is_file = std::fs::metadata(path).map_err(|e| SourceError::io(path, e))?.is_file();
     if !is_file {

@@ -1,7 +1,7 @@
-//! Rows by index: local files of JSON, JSON lines, Parquet, CSV and plain text behind one trait.
+//! Data set rows by index, from JSON, JSON Lines, Parquet, CSV and text files.
 //!
-//! A [`RowSource`] hands out a row as a JSON object and says where it came from. It knows nothing of
-//! chat formats (see [`crate::format`]) or of the Hub (see [`crate::hub`]).
+//! A [`RowSource`] returns a row as a JSON object, and the row's file and line. [`crate::format`] interprets the
+//! columns; [`crate::hub`] downloads the files.
 
 mod bus_error;
 mod combined;
@@ -41,26 +41,26 @@ pub(crate) use combined::SourceWithFiles;
 pub(crate) use local::{join, near_sibling, slice};
 pub(crate) use splits::patterns_of;
 
-/// One row: column names to values, in the file's order.
+/// One row: a JSON object from column names to values, in the file's order.
 pub type Row = serde_json::Map<String, serde_json::Value>;
 
-/// Rows that can be read in any order, from any thread.
+/// Rows with random access, from any thread.
 pub trait RowSource: Send + Sync {
-    /// Counts the rows.
+    /// Returns the number of rows.
     fn len(&self) -> usize;
 
-    /// Reads row `row_idx`, which must be below [`RowSource::len`].
+    /// Reads row `row_idx`, which must be less than [`RowSource::len`].
     fn row(&self, row_idx: usize) -> Result<Row, SourceError>;
 
-    /// Says where row `row_idx` stands, for messages: `train.jsonl:17`.
+    /// Returns the location of row `row_idx` for messages, such as `train.jsonl:17`.
     fn locate(&self, row_idx: usize) -> String;
 
-    /// Returns the files that the rows are in, as far as they are known.
+    /// Returns the files of the rows, as far as they are known.
     fn files(&self) -> SourceFiles {
         SourceFiles::default()
     }
 
-    /// Says whether there are no rows at all.
+    /// Returns true if there are no rows.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -1,7 +1,7 @@
-//! Parquet through the record API: nested lists and structs come out as JSON lists and objects.
+//! Parquet files, read with the record API. Nested lists and structs become JSON lists and objects.
 //!
-//! Parquet can only be read a row group at a time, so decoded groups are kept for a while, as
-//! compact JSON (see `row_group_cache`); reading in order decodes each group once.
+//! Parquet is decoded one row group at a time. Decoded groups are cached as compact JSON (see `row_group_cache`), so
+//! reading in order decodes each group once.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -19,12 +19,12 @@ use crate::catch_panic::catch_panic;
 pub(crate) struct ParquetFile {
     path: PathBuf,
     reader: SerializedFileReader<File>,
-    /// The row after the last of each group.
+    /// Index of the first row after each row group.
     ends: Vec<usize>,
     groups: CachedRowGroups,
 }
 
-/// Why a file or a row of it cannot be read.
+/// Problem of a Parquet file or row, and its remedy.
 struct ParquetProblem {
     problem: String,
     fix: &'static str,
@@ -123,8 +123,8 @@ impl From<ParquetError> for ParquetProblem {
     }
 }
 
-/// The record API panics on schemas and pages that make no sense; that is an error like any other.
+/// Converts panics of the record API to errors. Invalid schemas and pages cause them.
 fn guarded<T>(read: impl FnOnce() -> Result<T, ParquetProblem>) -> Result<T, ParquetProblem> {
-    let panicked = |_| Err(ParquetProblem { problem: "its schema or its pages make no sense".into(), fix: DAMAGED });
+    let panicked = |_| Err(ParquetProblem { problem: "its schema or its pages are invalid".into(), fix: DAMAGED });
     catch_panic(read).unwrap_or_else(panicked)
 }

@@ -1,34 +1,33 @@
-//! Decoded row groups of all Parquet files of the process, within one bound: a data set of a
-//! hundred shards takes no more memory than one file does.
+//! Process-wide cache of decoded Parquet row groups, with one memory limit for all files.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::SourceError;
 
-/// Text kept in memory for all files together, as long as each thread has a group to read from.
+/// Limit in bytes of cached text, over all files. One row group per thread is always cached.
 const MAX_BYTES: usize = 256 << 20;
 
 static CACHE: Mutex<RowGroupCache> = Mutex::new(RowGroupCache { entries: Vec::new() });
 static N_FILES: AtomicU64 = AtomicU64::new(0);
 
-/// Rows as JSON text, one after another.
+/// Decoded row group: JSON text of its rows and the end offset of each.
 #[derive(Default)]
 pub(super) struct RowGroup {
     pub(super) text: Vec<u8>,
     pub(super) ends: Vec<usize>,
 }
 
-/// One file's groups among those that are kept.
+/// Handle to the cached row groups of one file.
 pub(super) struct CachedRowGroups {
     file: u64,
 }
 
-/// Empty until a thread has decoded the group; that thread holds the lock.
+/// Slot that is empty until a thread has decoded the row group. That thread holds the lock.
 type Slot = Arc<Mutex<Option<Arc<RowGroup>>>>;
 
 struct RowGroupCache {
-    /// The most recently used one stands last.
+    /// Entries in least-recently-used order, the latest last.
     entries: Vec<Entry>,
 }
 
@@ -43,8 +42,9 @@ impl CachedRowGroups {
         Self { file: N_FILES.fetch_add(1, Ordering::Relaxed) }
     }
 
-    /// The group, decoded if it is not kept. CachedRowGroups are decoded beside each other; of threads that
-    /// want the same one, the first decodes and the others wait.
+    /// Returns the row group, decoded unless it is cached.
+    ///
+    /// Threads decode different groups concurrently. Threads that request the same group wait for the first one.
     pub(super) fn get(
         &self,
         group_idx: usize,
@@ -80,7 +80,7 @@ impl RowGroupCache {
         slot
     }
 
-    /// Notes the size of a group, and lets go of the groups that are too many now.
+    /// Records the size of a row group, and evicts the least recently used groups above the limit.
     fn record_size(&mut self, key: (u64, usize), n_bytes: usize) {
         if let Some(entry) = self.entries.iter_mut().find(|entry| entry.key == key) {
             entry.n_bytes = n_bytes;

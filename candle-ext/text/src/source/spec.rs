@@ -1,48 +1,47 @@
-//! The words that name a data set: `name`, `name:split`, `name:split[10:20]`, `name:a[:5%]+b`.
+//! Data set specifications: `name`, `name:split`, `name:split[10:20]`, `name:a[:5%]+b`.
 
 use std::ops::Range;
 
 use super::SourceError;
 
-/// A data set as written: where it is, and which rows of it.
+/// Data set specification: name, splits and row ranges.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DatasetSpec {
-    /// A local path or a Hub id.
+    /// Local path or Hub id.
     pub name: String,
-    /// The splits to put one after another; empty when none was written.
+    /// Splits to concatenate. Empty if none is given.
     pub parts: Vec<SplitSlice>,
 }
 
-/// One split, or a part of it.
+/// One split, or a range of its rows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SplitSlice {
-    /// The name before the bracket.
+    /// Name of the split.
     pub split: String,
-    /// The rows between the brackets.
+    /// Rows of the split.
     pub slice: RowRange,
 }
 
-/// A half-open range of rows, in rows or in percent; a missing bound is the start or the end.
+/// Half-open range of rows, as row numbers or percentages. A missing bound means the start or the end.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RowRange {
-    /// The first row.
+    /// First row.
     pub from: Option<RangeBound>,
-    /// The row after the last.
+    /// Row after the last.
     pub to: Option<RangeBound>,
 }
 
-/// One end of a [`RowRange`]; negative values count from the end.
+/// Bound of a [`RowRange`]. Negative values count from the end.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RangeBound {
-    /// A row number.
+    /// Row number.
     Row(i64),
-    /// A share of all rows, rounded to the nearest row.
+    /// Percentage of all rows, rounded to the nearest row.
     Percent(f64),
 }
 
 impl DatasetSpec {
-    /// Reads `text`. `exists` says whether a path is there: a path that exists is a name as it
-    /// stands, even with a colon in it.
+    /// Parses a data set specification. A path for which `exists` is true is taken whole, even with a colon in it.
     pub fn parse(text: &str, exists: impl Fn(&str) -> bool) -> Result<Self, SourceError> {
         let text = text.trim();
         let wrong = |problem: String| SourceError::InvalidSpec { spec: text.to_owned(), problem };
@@ -66,7 +65,7 @@ impl DatasetSpec {
 }
 
 impl SplitSlice {
-    /// Reads `train`, `train[:10]` or several joined by `+`.
+    /// Parses `train`, `train[:10]` or several such slices joined by `+`.
     pub fn parse_all(text: &str) -> Result<Vec<Self>, SourceError> {
         text.split('+').map(|part| Self::parse(part.trim())).collect()
     }
@@ -88,7 +87,8 @@ impl SplitSlice {
 }
 
 impl RowRange {
-    /// The rows meant out of `n_rows`. Says why not if they are not there.
+    /// Converts the range to row indices of a split with `n_rows` rows. Fails if rows are missing or the range is
+    /// empty.
     pub fn resolve(&self, n_rows: usize) -> Result<Range<usize>, String> {
         let from = self.from.map_or(0, |bound| bound.resolve(n_rows));
         let to = self.to.map_or(n_rows as i64, |bound| bound.resolve(n_rows));

@@ -1,4 +1,4 @@
-//! One JSON object from bytes, strictly: UTF-8, no key twice, nothing after it.
+//! Strict JSON parsing: UTF-8, no duplicate keys, no trailing text.
 
 use std::fmt;
 
@@ -7,10 +7,10 @@ use serde_json::{Map, Number, Value};
 
 use super::Row;
 
-/// A row longer than this is a file that is not what its name says, or a mistake.
+/// Size limit of a row in bytes. A longer row means a malformed file.
 pub(crate) const MAX_ROW_BYTES: usize = 256 << 20;
 
-/// Why bytes are not a row. Lines and columns count from 1 within the bytes.
+/// Problem of a row, its remedy and its line, counted from 1 within the row.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct JsonProblem {
     pub(crate) line: usize,
@@ -18,7 +18,7 @@ pub(crate) struct JsonProblem {
     pub(crate) fix: &'static str,
 }
 
-/// Reads one JSON object.
+/// Parses one JSON object.
 pub(crate) fn parse_row(bytes: &[u8]) -> Result<Row, JsonProblem> {
     if bytes.len() > MAX_ROW_BYTES {
         return Err(too_long(bytes.len()));
@@ -42,7 +42,7 @@ pub(crate) fn too_long(n_bytes: usize) -> JsonProblem {
     }
 }
 
-/// Names a JSON value's type the way a person would: "a list of 3".
+/// Names a JSON value's type for messages, such as "a list of 3".
 pub(crate) fn name_of(value: &Value) -> String {
     match value {
         Value::Null => "null".into(),
@@ -54,10 +54,10 @@ pub(crate) fn name_of(value: &Value) -> String {
     }
 }
 
-/// Reads a JSON value.
+/// Parses a JSON value.
 ///
 /// # Errors
-/// If the text is not JSON, or an object has a key twice.
+/// If the text is not JSON, or an object has a duplicate key.
 pub fn parse_value(text: &str) -> serde_json::Result<Value> {
     let mut deserializer = serde_json::Deserializer::from_str(text);
     let value = Strict.deserialize(&mut deserializer)?;
@@ -99,7 +99,7 @@ fn offset_of(text: &str, line: usize, column: usize) -> usize {
     (start + column).min(text.len())
 }
 
-/// The two dozen bytes before `end`, widened to whole characters.
+/// Returns about 24 bytes before `end`, extended to character boundaries.
 fn excerpt(text: &str, end: usize) -> &str {
     let whole = |at: &usize| text.is_char_boundary(*at);
     let end = (end..=text.len()).find(whole).unwrap_or(text.len());

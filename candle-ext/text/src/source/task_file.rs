@@ -1,44 +1,45 @@
-//! The one file, or set of shards, that makes a split of an evaluation task in a folder with files of several tasks.
+//! Selection of an evaluation task's file in a folder that holds files of several tasks.
 //!
-//! [`select_split_files`](super::choose) takes every file of a split, as `datasets` does. That would mix the documents of tasks here.
+//! [`select_split_files`](super::select_split_files) takes every file of a split, as `datasets` does. Here that
+//! would mix the documents of several tasks.
 
 use super::splits::{SplitQuery, SplitSelection, canonical, check_shards, label, own_name, pick, shard};
 
-/// Names by which a task's files are recognised.
+/// Names that identify the data file of an evaluation task.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TaskFileNames {
     /// Names of the task and of its data set, such as `mmlu_virology` and `virology`.
     pub own: Vec<String>,
-    /// The name that the data set shares with others, such as `mmlu`.
+    /// Name that several data sets share, such as `mmlu`.
     pub family: Option<String>,
-    /// The rule for a file that has none of the task's own names.
+    /// Rule for files without a name of the task.
     pub unnamed: UnnamedFiles,
-    /// The words that name a file outright, such as `--data arc_easy=FILE`, for messages.
+    /// Option to suggest in errors, such as `--data arc_easy=FILE`.
     pub remedy: String,
 }
 
-/// Files that may be taken though they are not named after the task.
+/// Rule for files that are not named after the task.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum UnnamedFiles {
-    /// A lone file of the split.
+    /// Accepts the file if it is the only one of the split.
     #[default]
     AcceptOnly,
-    /// A lone file whose name is the split's and nothing else, such as `test.jsonl`.
+    /// Accepts the file if it is the only one of the split and has only the split's name, such as `test.jsonl`.
     AcceptSplitNamed,
-    /// None: several data sets share the folder.
+    /// Rejects the file, because several data sets share the folder.
     Reject,
 }
 
-/// One file, or all shards of one, that could be a split.
+/// Candidate file of a split, or all shards of one.
 struct Candidate {
     files: Vec<String>,
     split: Option<String>,
-    /// Words of the file's name other than the split's; empty if a folder names the split.
+    /// Words of the file name except the split's. Empty if a folder names the split.
     task_words: Vec<String>,
     naming: Naming,
 }
 
-/// The relation of a file's path to the names of a task, from weak to strong.
+/// Match between a file's path and the task's names, from weak to strong.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Naming {
     Unnamed,
@@ -47,7 +48,7 @@ enum Naming {
     Own,
 }
 
-/// Picks the file of `query.split` out of data files. The error lists the candidates.
+/// Selects the file of `query.split`. The error lists the candidates.
 pub(super) fn select_task_file(
     files: &[String],
     query: &SplitQuery,
@@ -66,7 +67,7 @@ pub(super) fn select_task_file(
     Ok(SplitSelection { files: one.files.clone(), split: one.split.clone().unwrap_or_else(|| query.split.to_owned()) })
 }
 
-/// Returns the files of a pattern that make `query.split`: all that name it, or all if none names a split.
+/// Returns the files whose name contains `query.split`, or all files if no name contains a split.
 pub(super) fn of_split(files: &[String], query: &SplitQuery) -> Result<SplitSelection, String> {
     let all = candidates(files, query.split, &TaskFileNames::default());
     if all.iter().all(|candidate| candidate.split.is_none()) {
@@ -77,7 +78,7 @@ pub(super) fn of_split(files: &[String], query: &SplitQuery) -> Result<SplitSele
     Ok(SplitSelection { files: files.collect(), split: split.unwrap_or_default() })
 }
 
-/// Splits a name into lower-case words at everything that is neither a letter nor a digit.
+/// Splits a name into lower-case words at every character that is neither a letter nor a digit.
 pub fn name_words(name: &str) -> Vec<String> {
     let words = name.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
     words.map(str::to_lowercase).collect()
@@ -122,13 +123,13 @@ impl Candidate {
         Self { files: vec![path.to_owned()], split, task_words: if names_split { words } else { Vec::new() }, naming }
     }
 
-    /// Returns the file's name, or that of its first shard.
+    /// Returns the file's name, or the first shard's.
     fn shown(&self) -> &str {
         self.files.first().map_or("", String::as_str)
     }
 }
 
-/// Finds the name that the files have for the split; `None` if no file names a split and all of them are its.
+/// Returns the split's name as the files spell it. `None` if no file name contains a split.
 fn split_name(all: &[Candidate], query: &SplitQuery, remedy: &str) -> Result<Option<String>, String> {
     let mut labels: Vec<&str> = all.iter().filter_map(|candidate| candidate.split.as_deref()).collect();
     labels.sort_unstable();
@@ -143,7 +144,7 @@ fn split_name(all: &[Candidate], query: &SplitQuery, remedy: &str) -> Result<Opt
     pick(&labels, query).map(|name| Some(name.to_owned()))
 }
 
-/// Refuses a lone file that may belong to another task.
+/// Rejects an only file that may belong to another task.
 fn check_unnamed(one: &Candidate, all: &[Candidate], split: &str, names: &TaskFileNames) -> Result<(), String> {
     let named: Vec<&Candidate> = all.iter().filter(|candidate| candidate.naming >= Naming::OwnFolder).collect();
     if !named.is_empty() {
@@ -182,7 +183,7 @@ fn several(best: &[&Candidate], split: &str, names: &TaskFileNames) -> String {
     )
 }
 
-/// Lists candidates, each by its first file.
+/// Lists candidates by their first file.
 fn listed<'a>(candidates: impl IntoIterator<Item = &'a Candidate>) -> String {
     super::splits::some(&candidates.into_iter().map(|candidate| candidate.shown().to_owned()).collect::<Vec<_>>())
 }

@@ -1,20 +1,20 @@
-//! Plain text as rows with one column, `text`: a line, a paragraph, or the whole file each.
+//! Text files as rows with one column, `text`: a line, a paragraph or the whole file each.
 //!
-//! The three ways carry the names of the Hugging Face `text` loader. Blank lines and empty
-//! paragraphs are no rows here: an empty row would teach nothing but an end of text.
+//! The units have the names of the Hugging Face `text` loader. Blank lines and empty paragraphs are skipped, since
+//! an empty row would train on EOS alone.
 
 use serde_json::Value;
 
 use super::mapped_file::{MappedFile, find_break, is_blank};
 use super::{Row, RowSource, SourceError};
 
-/// What a row of a text file is.
+/// Unit of a text file that becomes a row.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum SampleBy {
     /// Each line that is not blank.
     #[default]
     Line,
-    /// What stands between blank lines.
+    /// Each paragraph: lines between blank lines.
     Paragraph,
     /// The whole file.
     Document,
@@ -75,7 +75,7 @@ impl RowSource for TextFile {
     }
 }
 
-/// Start and end of each line that is not blank, without its line break.
+/// Returns the byte range of each line that is not blank, without its line break.
 fn lines(bytes: &[u8]) -> Vec<(u64, u64)> {
     let mut spans = Vec::new();
     let mut start = 0;

@@ -1,7 +1,8 @@
-//! Renderings within a budget of time and memory.
+//! Template rendering with limits on time and memory.
 //!
-//! The engine counts instructions, but one instruction may double a list, join a million texts or drop a value nested a
-//! million deep. So a rendering runs on a thread of its own with a large stack, and this thread watches it.
+//! The engine counts instructions, but one instruction may double a list, join a million strings or drop a deeply
+//! nested value. So a template is rendered on its own thread with a large stack, and the caller's thread enforces
+//! the limits.
 
 use std::cell::RefCell;
 use std::fs;
@@ -16,28 +17,31 @@ use minijinja::{Environment, Error, Value};
 use super::limits::LimitedOutput;
 use crate::catch_panic::catch_panic;
 
-/// The time between two looks at a rendering. Nearly all end before the first.
+/// Interval between two checks of a rendering. Nearly all renderings end before the first.
 const TICK: Duration = Duration::from_millis(20);
-/// Looks before a rendering is given up: 10 seconds in which this process runs.
+/// Number of checks before a rendering is aborted: 10 seconds in which this process runs.
 const MAX_TICKS: u32 = 500;
-/// Bytes by which the process may grow meanwhile.
+/// Largest growth of the process during a rendering, in bytes.
 const MAX_GROWTH: u64 = 512 << 20;
-/// Looks before the growth counts: other threads grow the process, too, and a rendering within its means has ended by then.
+/// Number of checks before memory growth counts. Other threads allocate memory too, and normal renderings have ended
+/// by then.
 const MIN_TICKS: u32 = 25;
-/// Stacks to try, of address space alone. A level of a nested value takes 80 bytes and more, and its recursion less than 1 KiB
-/// of stack: values that fit [`MAX_GROWTH`] fit the largest stack.
+/// Stack sizes to try, in bytes of address space.
+///
+/// One level of a nested value takes at least 80 bytes, and its recursion less than 1 KiB of stack. Values within
+/// [`MAX_GROWTH`] therefore fit the largest stack.
 const STACKS: [usize; 4] = [8 << 30, 1 << 30, 128 << 20, 16 << 20];
 
-/// A reason why there is no text.
+/// Failure of a rendering.
 #[derive(Debug)]
 pub enum RenderFailure {
-    /// The template or its data are wrong.
+    /// The template or its data are invalid.
     Template(Error),
-    /// The rendering was given up; its thread may go on until the process ends.
+    /// The rendering exceeded a limit. Its thread may run until the process ends.
     LimitExceeded(String),
 }
 
-/// Renders a template of `environment` with the variables `context`.
+/// Renders a template of `environment` with the variables `context`, within the limits.
 pub fn render(
     environment: &Arc<Environment<'static>>,
     name: &'static str,
@@ -76,12 +80,12 @@ impl Job {
         };
         match catch_panic(print) {
             Ok(printed) => printed.map(|()| output.into_text()).map_err(RenderFailure::Template),
-            Err(panic) => Err(RenderFailure::LimitExceeded(format!("the template engine gave up: {panic}"))),
+            Err(panic) => Err(RenderFailure::LimitExceeded(format!("the template engine failed: {panic}"))),
         }
     }
 }
 
-/// A thread that renders for the thread that owns this.
+/// Thread that renders for its owner.
 struct Worker {
     jobs: Sender<Job>,
     results: Receiver<Result<String, RenderFailure>>,
@@ -104,7 +108,7 @@ impl Worker {
     }
 
     fn render(&self, job: Job) -> Result<String, RenderFailure> {
-        let gone = || RenderFailure::LimitExceeded("the template engine gave up".to_owned());
+        let gone = || RenderFailure::LimitExceeded("the template engine failed".to_owned());
         self.jobs.send(job).map_err(|_| gone())?;
         let mut before = None;
         for tick in 0..MAX_TICKS {
@@ -127,7 +131,7 @@ impl Worker {
     }
 }
 
-/// Returns the anonymous memory of this process in bytes, where the system reports it.
+/// Returns the anonymous memory of this process in bytes, if the system reports it.
 fn resident_bytes() -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;

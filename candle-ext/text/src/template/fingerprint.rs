@@ -1,4 +1,4 @@
-//! What a template's texts depend on besides the chat: what a cache of samples is known by.
+//! Fingerprint of a chat template, for the key of a token cache.
 
 use std::collections::BTreeMap;
 
@@ -8,9 +8,10 @@ use sha2::{Digest, Sha256};
 use super::ChatTemplate;
 
 impl ChatTemplate {
-    /// A hash of all that decides what the template prints for a chat: its source, its variables and
-    /// those of the template for chats with tools. Neither where it is from nor the clock is part of
-    /// it: see [`ChatTemplate::reads_clock`].
+    /// Returns a SHA-256 of the template's source and variables, in hexadecimal.
+    ///
+    /// Covers the template for chats with tools. Excludes the template's path and the clock: see
+    /// [`ChatTemplate::reads_clock`].
     pub fn fingerprint(&self) -> String {
         let variables: BTreeMap<&str, &Json> = self.variables.iter().map(|(name, v)| (name.as_str(), v)).collect();
         let with_tools = self.with_tools.as_ref().map(|template| template.fingerprint());
@@ -18,7 +19,7 @@ impl ChatTemplate {
         Sha256::digest(parts.to_string()).iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Whether what it prints may depend on the day (`strftime_now`).
+    /// Returns true if the output may depend on the date, that is, the template calls `strftime_now`.
     pub fn reads_clock(&self) -> bool {
         let with_tools = self.with_tools.as_ref();
         self.source.contains("strftime_now") || with_tools.is_some_and(|template| template.reads_clock())

@@ -1,14 +1,15 @@
-//! Chat templates: Jinja programs that print a conversation the way a model was taught to read it.
+//! Chat templates: Jinja programs that render a conversation in the format that a model was trained on.
 //!
-//! Besides the text we need to know which part of it the model wrote, for that is what it learns
-//! from. A template with `{% generation %}` blocks says so itself. For the others (nearly all) the
-//! answer comes from how the template runs, never from searching for the content, which fails on
-//! repeated, trimmed or rewritten messages: `source` puts a marker at each step of each loop, a
-//! marker speaks if the loop stands at a message, and so each piece of text has its message.
-//! Unlike recording which message was read last, this is not misled by templates that look ahead
-//! (`messages[loop.index0 + 1]`), scan all messages first, or read a message into a variable.
-//! `turns` then takes off the header (what `add_generation_prompt` prints) and the white space
-//! behind the end of turn. What does not come out clearly is an error, never a guess.
+//! Training also needs the spans of the assistant's text, to set the loss mask. A template with `{% generation %}`
+//! blocks marks them itself. For all others they are derived from the template's execution. A search for the message
+//! content would fail on repeated, trimmed or rewritten messages.
+//!
+//! 1. `source` inserts a marker at each iteration of each loop.
+//! 2. A marker is printed if the loop variable is a message, which assigns each piece of text to a message.
+//! 3. `turns` removes the header (the output of `add_generation_prompt`) and white space after the end of turn.
+//!
+//! Templates may look ahead (`messages[loop.index0 + 1]`), scan all messages first, or copy a message to a variable.
+//! An ambiguous result is an error.
 
 pub mod budget;
 mod clock;
@@ -42,12 +43,12 @@ pub use clock::Clock;
 pub use turns::TurnError;
 pub use unrendered::UnrenderedParts;
 
-/// A compiled chat template with the values it prints besides the messages.
+/// Compiled chat template with its variables.
 pub struct ChatTemplate {
     name: String,
     source: String,
     environment: Arc<Environment<'static>>,
-    /// The reason why a rendering was given up. No further one is tried.
+    /// Reason why an earlier rendering was aborted. Later renderings then fail at once.
     given_up: OnceLock<String>,
     variables: Map<String, Json>,
     has_generation: bool,
@@ -56,94 +57,94 @@ pub struct ChatTemplate {
     with_tools: Option<Box<ChatTemplate>>,
 }
 
-/// How a rendering ends.
+/// Option to append the generation prompt, as `add_generation_prompt` in transformers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AddGenerationPrompt {
-    /// With the last message.
+    /// The text ends with the last message.
     No,
-    /// With the words that make the model speak (`add_generation_prompt`).
+    /// The text ends with the generation prompt, such as `<|im_start|>assistant`.
     Yes,
 }
 
-/// A rendered conversation.
+/// Rendered conversation with the spans of the assistant's text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RenderedChat {
     /// The whole text.
     pub text: String,
-    /// The bytes of it that the model writes: in order, disjoint, none of them empty.
+    /// Spans of the assistant's text: ordered, disjoint, not empty.
     pub spans: Vec<AssistantSpan>,
 }
 
-/// Text that the model writes.
+/// Span of text that the assistant writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AssistantSpan {
-    /// Which message's turn it stands in, from 0. A turn may have several spans, or none. Not known
-    /// of `{% generation %}` blocks outside of any loop over the messages.
+    /// Index of the message. A message may have several spans or none. `None` for `{% generation %}` blocks outside
+    /// of any loop over the messages.
     pub message: Option<usize>,
-    /// Where it is in the text.
+    /// Byte range in the text.
     pub range: Range<usize>,
 }
 
-/// Why a template could not be used.
+/// Error of a chat template.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum TemplateError {
-    /// It is not Jinja.
+    /// The source is not valid Jinja.
     #[error("parse chat template {name}, line {line}: {message}")]
     Syntax {
-        /// The file or argument that holds the template.
+        /// File or argument of the template.
         name: String,
-        /// Its line, from 1.
+        /// Line in the template, from 1.
         line: usize,
-        /// What is wrong there.
+        /// The syntax error.
         message: String,
     },
-    /// There is no memory to parse it.
+    /// There is no memory to parse the template.
     #[error("parse chat template {name}: {source}")]
     Memory {
-        /// The file or argument that holds the template.
+        /// File or argument of the template.
         name: String,
-        /// The thread that did not start.
+        /// Error of the thread that did not start.
         source: limits::ThreadSpawnError,
     },
-    /// It stopped at this conversation: a mistake, or its own `raise_exception`.
+    /// The template fails on this conversation, or calls `raise_exception`.
     #[error("render chat template {name}, line {line}: {message}")]
     Render {
-        /// The file or argument that holds the template.
+        /// File or argument of the template.
         name: String,
-        /// Its line, from 1.
+        /// Line in the template, from 1.
         line: usize,
-        /// What it said.
+        /// Message of the template engine.
         message: String,
     },
-    /// It takes too much time or memory.
+    /// The rendering exceeds a limit on time or memory.
     #[error("render chat template {name}: {reason}; look for loops or texts that grow without end")]
     LimitExceeded {
-        /// The file or argument that holds the template.
+        /// File or argument of the template.
         name: String,
-        /// The limit that one rendering exceeded.
+        /// The exceeded limit.
         reason: String,
     },
-    /// There is nothing to render.
+    /// The conversation has no messages.
     #[error("render chat template {name}: the conversation has no messages")]
     Empty {
-        /// The file or argument that holds the template.
+        /// File or argument of the template.
         name: String,
     },
-    /// The text is there, but not which part of it is the assistant's.
+    /// The assistant's text cannot be located in the rendered text.
     #[error(
         "find the assistant's text in what chat template {name} prints: {reason}. Put \
          {{% generation %}} ... {{% endgeneration %}} around it in the template"
     )]
     AssistantTextNotFound {
-        /// The file or argument that holds the template.
+        /// File or argument of the template.
         name: String,
-        /// What was expected.
+        /// Reason why the text cannot be located.
         reason: TurnError,
     },
 }
 
 impl TemplateError {
-    /// Adds the cause to what the template engine says.
+    /// Adds a cause to the message of the template engine.
     fn because(self, cause: Option<String>) -> Self {
         match (self, cause) {
             (Self::Render { name, line, message }, Some(cause)) => {
@@ -155,15 +156,15 @@ impl TemplateError {
 }
 
 const TEXT: &str = "text";
-/// With marks at turns and at generation blocks.
+/// Name of the template with marks at turns and generation blocks.
 const MARKED: &str = "marked";
-/// With marks at generation blocks only.
+/// Name of the template with marks at generation blocks only.
 const BLOCKS: &str = "blocks";
 
-/// Variables that every rendering sets: a value given for one would be lost.
+/// Variables that every rendering sets. A user's value would be overwritten.
 const OWN_VARIABLES: [&str; 4] = ["messages", "tools", "add_generation_prompt", markers::FENCE];
 
-/// Refuses the name of a variable that renderings set themselves. The error completes "failed to start: ".
+/// Rejects the name of a variable that every rendering sets. The error completes "failed to start: ".
 pub fn check_variable(name: &str) -> Result<(), String> {
     match OWN_VARIABLES.contains(&name) {
         false => Ok(()),
@@ -174,10 +175,11 @@ pub fn check_variable(name: &str) -> Result<(), String> {
 }
 
 impl ChatTemplate {
-    /// Compiles a template. `name` stands in errors: say where it is from.
+    /// Compiles a template. Errors show `name`: its file or argument.
     pub fn new(name: impl Into<String>, source: &str) -> Result<Self, TemplateError> {
         let name = name.into();
-        // Jinja reads every kind of line end as "\n".
+        // Jinja converts every kind of line break to "
+        // ".
         let source = source.replace("\r\n", "\n").replace('\r', "\n");
         if source.len() > limits::MAX_SOURCE {
             let message = format!("it has {} bytes, over the limit of {}", source.len(), limits::MAX_SOURCE);
@@ -212,13 +214,13 @@ impl ChatTemplate {
         })
     }
 
-    /// Uses another template for conversations that offer tools.
+    /// Sets the template for conversations with tool definitions.
     #[must_use]
     pub fn with_tool_use(self, template: ChatTemplate) -> Self {
         Self { with_tools: Some(Box::new(template)), ..self }
     }
 
-    /// Gives the template a variable: `bos_token`, `enable_thinking`, `documents`, ...
+    /// Sets a template variable: `bos_token`, `enable_thinking`, `documents`, ...
     #[must_use]
     pub fn with_variable(mut self, name: impl Into<String>, value: impl Into<Json>) -> Self {
         let (name, value) = (name.into(), value.into());
@@ -230,12 +232,12 @@ impl ChatTemplate {
         self
     }
 
-    /// Returns the template's text.
+    /// Returns the template's source.
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// Lets `strftime_now` tell this clock's time.
+    /// Sets the clock of `strftime_now`.
     #[must_use]
     pub fn with_clock(mut self, clock: Clock) -> Self {
         self.with_tools = self.with_tools.take().map(|it| Box::new(it.with_clock(clock)));
@@ -243,30 +245,31 @@ impl ChatTemplate {
         self
     }
 
-    /// The file or argument that holds the template.
+    /// File or argument of the template.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Whether the template marks the assistant's text itself.
+    /// Returns true if the template has `{% generation %}` blocks.
     pub fn has_generation_blocks(&self) -> bool {
         self.has_generation
     }
 
-    /// Prints a conversation as it is. A template that fails on it is given the objects that arguments of tool
-    /// calls mean, and empty texts for missing contents.
+    /// Renders a conversation.
+    ///
+    /// If the template fails, retries with parsed tool call arguments, and with empty strings for missing contents.
     pub fn render(&self, chat: &Conversation, ending: AddGenerationPrompt) -> Result<String, TemplateError> {
         Ok(self.print(chat, ending)?.1)
     }
 
-    /// Prints a conversation and says which part of it the assistant wrote.
+    /// Renders a conversation and locates the assistant's text.
     pub fn render_turns(&self, chat: &Conversation) -> Result<RenderedChat, TemplateError> {
         let (chat, text) = self.print(chat, AddGenerationPrompt::No)?;
         let spans = if chat.has_assistant() { self.for_chat(&chat).spans(&chat, &text)? } else { Vec::new() };
         Ok(RenderedChat { text, spans })
     }
 
-    /// The text, and the conversation as the template could read it.
+    /// Renders a conversation. Returns the text and the form of the conversation that the template accepted.
     fn print<'a>(
         &self,
         chat: &'a Conversation,
@@ -301,7 +304,7 @@ impl ChatTemplate {
         if !self.has_generation {
             return self.spans_by_turn(chat, text, &turns::pieces(&marks(MARKED)?));
         }
-        // A block says what is generated even where the turns cannot be told.
+        // Generation blocks are valid even if the turns cannot be located.
         let marks = marks(MARKED).or_else(|_| marks(BLOCKS))?;
         let blocks = turns::generation_spans(&marks).map_err(|reason| self.unclear(reason))?;
         let pieces = turns::pieces(&marks);
@@ -333,7 +336,7 @@ impl ChatTemplate {
         Ok(spans)
     }
 
-    /// What stands around an assistant's words, learnt by printing small chats.
+    /// Returns the text around an assistant message, found by rendering small example chats.
     fn delimiters(&self) -> Result<&TurnDelimiters, TemplateError> {
         if let Some(delimiters) = self.delimiters.get() {
             return Ok(delimiters);
@@ -344,7 +347,7 @@ impl ChatTemplate {
         let added = open.strip_prefix(closed.as_str()).unwrap_or_default();
         let marks = self.marks(MARKED, &question, AddGenerationPrompt::Yes, &open)?;
         let tail = &open[marks.last().map_or(open.len(), |(at, _)| *at)..];
-        // Each pair differs from its first letter to its last.
+        // The messages of each pair differ in their first and last character.
         let (first, second) = (self.probe("one", "two")?, self.probe("six", "four")?);
         let pairs = first.into_iter().zip(second);
         let probes: Vec<Probe> = pairs
@@ -356,7 +359,7 @@ impl ChatTemplate {
         Ok(self.delimiters.get_or_init(|| TurnDelimiters::learn(&Prompts { added, tail }, &probes)))
     }
 
-    /// The assistant's two turns in a chat where it says these words.
+    /// Renders an example chat with two assistant messages and returns both turns.
     fn probe(&self, early: &str, late: &str) -> Result<Vec<(String, Piece)>, TemplateError> {
         let chat = Conversation::new([
             Message::new("user", "question"),
@@ -370,7 +373,7 @@ impl ChatTemplate {
         [1, 3].into_iter().map(turn).collect::<Result<_, _>>().map_err(|reason| self.unclear(reason))
     }
 
-    /// Prints the conversation with markers and takes them out again.
+    /// Renders the conversation with markers, removes them and returns their positions.
     fn marks(
         &self,
         template: &'static str,
@@ -446,8 +449,9 @@ fn piece_of(pieces: &[Piece], message: usize) -> Result<&Piece, TurnError> {
     }
 }
 
-/// A message as transformers gives it to a template: without the keys that are null, and with
-/// reasoning, which goes by three names, under the two that templates read.
+/// Returns the fields of a message as transformers passes them to a template.
+///
+/// Omits null keys. Passes the reasoning, which has three names, under the two that templates read.
 fn fields_for_template(fields: &Map<String, Json>) -> Map<String, Json> {
     let own = fields.iter().filter(|(_, value)| !value.is_null());
     let own = own.map(|(key, value)| (key.clone(), value.clone()));

@@ -1,42 +1,41 @@
-//! Which part of a rendered chat is whose: pieces of text by message, and of an assistant's piece
-//! the part that the model itself writes.
+//! Location of messages in a rendered chat, and of the assistant's text within its messages.
 
 use std::ops::Range;
 
 use super::markers::Mark;
 
-/// Why the assistant's text was not found in a rendering.
+/// Reason why the assistant's text cannot be located in a rendered chat.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TurnError {
-    /// The template reacts to markers, or prints characters that Unicode reserves.
+    /// The output changes with markers, or contains characters that Unicode reserves.
     #[error("the template prints something else when its turns are marked")]
     OutputChangedByMarkers,
-    /// An assistant message left no text.
+    /// An assistant message has no text in the output.
     #[error("message {message} (assistant) leaves no text of its own in the rendering")]
     NoText {
-        /// Which message, from 0.
+        /// Index of the message, from 0.
         message: usize,
     },
-    /// An assistant message left text in several places.
+    /// The text of an assistant message is not contiguous.
     #[error("message {message} (assistant) is printed in several places")]
     NotContiguous {
-        /// Which message, from 0.
+        /// Index of the message, from 0.
         message: usize,
     },
-    /// The assistant's turn does not begin as the generation prompt does.
+    /// The assistant's turn does not begin with the generation prompt.
     #[error("message {message} (assistant) does not begin with the generation prompt {prompt:?}")]
     NoGenerationPrompt {
-        /// Which message, from 0.
+        /// Index of the message, from 0.
         message: usize,
-        /// What the template prints to make the model speak.
+        /// Generation prompt of the template.
         prompt: String,
     },
-    /// A `generation` block is not closed where it should be.
+    /// A `generation` block is nested or not closed.
     #[error("a generation block begins or ends inside another one")]
     UnbalancedBlocks,
 }
 
-/// What lies between the marks of `generation` blocks.
+/// Returns the byte ranges of the `generation` blocks.
 pub(super) fn generation_spans(marks: &[(usize, Mark)]) -> Result<Vec<Range<usize>>, TurnError> {
     let mut spans = Vec::new();
     let mut start = None;
@@ -58,21 +57,22 @@ pub(super) fn generation_spans(marks: &[(usize, Mark)]) -> Result<Vec<Range<usiz
     }
 }
 
-/// The message whose piece holds a span, if one piece holds all of it.
+/// Returns the message whose text contains the whole span.
 pub(super) fn owner(pieces: &[Piece], span: &Range<usize>) -> Option<usize> {
     let holds = |piece: &&Piece| piece.range.start <= span.start && span.end <= piece.range.end;
     pieces.iter().find(holds).map(|piece| piece.message)
 }
 
-/// A stretch of text printed while a loop stood at a message.
+/// Text printed during a loop iteration over a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) message: usize,
     pub(super) range: Range<usize>,
 }
 
-/// Splits a text by the innermost loop over messages. Text outside of all of them (a hoisted
-/// system prompt, a generation prompt at the end) belongs to no message.
+/// Splits a text by the innermost loop over messages.
+///
+/// Text outside of all loops belongs to no message, such as a system prompt or a generation prompt.
 pub(super) fn pieces(marks: &[(usize, Mark)]) -> Vec<Piece> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut open: Vec<(usize, usize)> = Vec::new();
@@ -103,25 +103,24 @@ fn push(pieces: &mut Vec<Piece>, piece: Piece) {
     }
 }
 
-/// What stands around the model's words in an assistant's piece. Learnt once a template, from
-/// chats of our own.
+/// Text before and after the assistant's words in its turns, found once per template from example chats.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct TurnDelimiters {
-    /// What may stand before the words: beginnings of the generation prompt, shortest first.
+    /// Headers before the words: prefixes of the generation prompt, shortest first.
     headers: Vec<String>,
-    /// What stands behind the words of every turn, longest first: the end of turn, which is the
-    /// model's to write, and white space, which is not.
+    /// Footers after the words of every turn, longest first: the end of turn, which the model writes, and white
+    /// space, which it does not.
     footers: Vec<String>,
-    /// The end of turn of templates that print it between turns and behind the last one.
+    /// End of turn of templates that print it between turns and after the last one.
     closing: String,
 }
 
-/// An assistant's turn in two chats that differ in its words only.
+/// Assistant's turn in two example chats that differ in its words only.
 pub(super) struct Probe {
-    /// The first chat's text and the turn's place in it.
+    /// Text of the first chat, and the turn's range in it.
     pub(super) text: String,
     pub(super) piece: Piece,
-    /// The turn as the second chat has it.
+    /// The turn in the second chat.
     pub(super) other: String,
 }
 
@@ -130,24 +129,25 @@ impl Probe {
         &self.text[self.piece.range.clone()]
     }
 
-    /// The beginning that is not the words.
+    /// Returns the beginning that both turns share.
     fn head(&self) -> &str {
         common_prefix(self.turn(), &self.other)
     }
 }
 
-/// How a chat that waits for an answer ends.
+/// End of a rendered chat whose next message is the assistant's.
 pub(super) struct Prompts<'a> {
-    /// What `add_generation_prompt` adds.
+    /// Text that `add_generation_prompt` adds.
     pub(super) added: &'a str,
-    /// All that stands behind the last turn. More than what is added in templates that print the
-    /// prompt, or its beginning, unasked; or something else, such as EOS.
+    /// Text after the last turn. It exceeds `added` if the template always prints a prompt, or prints another text
+    /// such as EOS.
     pub(super) tail: &'a str,
 }
 
 impl TurnDelimiters {
-    /// Learns from how chats end and from turns that differ in their words only: what two such
-    /// turns share at their beginning is a header as far as the prompt says it too.
+    /// Derives headers and footers from chat ends and from turns that differ in their words only.
+    ///
+    /// A header is the common beginning of two such turns, as far as the generation prompt agrees.
     pub(super) fn learn(prompts: &Prompts<'_>, probes: &[Probe]) -> Self {
         let footers = probes.iter().map(|probe| common_suffix(probe.turn(), &probe.other).to_owned());
         let mut footers: Vec<String> = footers.filter(|footer| !footer.trim_end().is_empty()).collect();
@@ -160,7 +160,7 @@ impl TurnDelimiters {
         let fitting = candidates
             .map(|prompt| with(headers(prompt, probes)))
             .find(|delimiters| probes.iter().all(|probe| delimiters.fits(probe)));
-        // A prompt that fits nowhere is kept, so that every turn is refused.
+        // A prompt that matches no turn is kept, so that every turn is rejected.
         let added = [prompts.added.to_owned()].into_iter().filter(|prompt| !prompt.is_empty());
         fitting.unwrap_or_else(|| with(added.collect()))
     }
@@ -170,7 +170,7 @@ impl TurnDelimiters {
         end.is_some_and(|end| end <= probe.piece.range.start + probe.head().len())
     }
 
-    /// The part of an assistant's piece that the model writes: its words and the end of its turn.
+    /// Returns the range that the model writes: its words and the end of turn.
     pub(super) fn written(&self, text: &str, piece: &Piece) -> Result<Range<usize>, TurnError> {
         let Piece { message, range } = piece.clone();
         let start = self.end_of_header(text, &range).ok_or_else(|| TurnError::NoGenerationPrompt {
@@ -185,8 +185,10 @@ impl TurnDelimiters {
         if written.is_empty() { Err(TurnError::NoText { message }) } else { Ok(written) }
     }
 
-    /// Where the first header ends that ends in this piece. It may begin in the one before: some
-    /// templates print it, or the line break it begins with, at the end of the turn before.
+    /// Returns the end of the first header that ends in this range.
+    ///
+    /// The header may begin before the range: some templates print it, or its first line break, at the end of the
+    /// previous turn.
     fn end_of_header(&self, text: &str, piece: &Range<usize>) -> Option<usize> {
         let (Some(shortest), Some(longest)) = (self.headers.first(), self.headers.last()) else {
             return Some(piece.start);
@@ -205,7 +207,7 @@ impl TurnDelimiters {
     }
 }
 
-/// What stands behind the last turn of a chat, if it stands behind every other one too.
+/// Returns the text after the last turn, if it follows every other turn too.
 fn closing(probes: &[Probe]) -> String {
     let behind = |probe: &'_ Probe| probe.text[probe.piece.range.end..].to_owned();
     let last = probes.last().map(behind).unwrap_or_default();
@@ -214,8 +216,7 @@ fn closing(probes: &[Probe]) -> String {
     if is_closing { closing.to_owned() } else { String::new() }
 }
 
-/// The generation prompt, and the shorter forms of it that turns begin with (without an opened
-/// thought, for one).
+/// Returns the generation prompt and its shorter forms that begin turns, such as one without `<think>`.
 fn headers(prompt: &str, probes: &[Probe]) -> Vec<String> {
     let starts = probes.iter().map(|probe| whole_words(prompt, common_prefix(prompt, probe.head())));
     let mut headers: Vec<String> = starts.chain([prompt]).map(str::to_owned).collect();
@@ -225,8 +226,8 @@ fn headers(prompt: &str, probes: &[Probe]) -> Vec<String> {
     headers
 }
 
-/// As much of a prompt's beginning as ends with a word: `<|START_` is no header, though two
-/// different tokens begin with it.
+/// Shortens a common beginning to whole words and tokens: `<|START_` is not a header, though two tokens begin with
+/// it.
 fn whole_words<'a>(prompt: &'a str, start: &str) -> &'a str {
     let is_end = |at: usize| {
         let closes = |letter: char| letter.is_whitespace() || ">]}):".contains(letter);

@@ -1,5 +1,7 @@
-//! The quick way from text to ids for byte-level BPE, which is what most models have: a text is cut into words where the
-//! tokenizer cuts it, and the tokenizer is asked once what a word becomes.
+//! Fast path for byte-level BPE, which most models use.
+//!
+//! A text is split into words by the tokenizer's own rules. The tokenizers crate encodes each distinct word once;
+//! the result is cached.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -15,37 +17,37 @@ use super::added_tokens::AddedTokenSearch;
 use super::split_rule::{SplitRule, words};
 use super::word_cache::{Token, WordCache};
 
-/// A tokenizer's steps, as far as they are those of byte-level BPE.
+/// Byte-level BPE tokenizer with a word cache.
 pub(super) struct ByteLevelBpe {
     added: AddedTokenSearch,
     normalizes: bool,
     cuts: Vec<SplitRule>,
     trim: TrimOffsets,
-    /// What threads that encode no text just now left behind.
+    /// Scratch memory of threads that are not encoding.
     idle: Mutex<Vec<ThreadScratch>>,
 }
 
-/// What the post-processor takes off the bytes of a token: spaces, or nothing.
+/// White space that the post-processor trims from a token's byte range.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum TrimOffsets {
     Nothing,
     Spaces {
-        /// One space at the beginning of a text is taken for one that was put there.
+        /// True if one space at the beginning of a text is kept, as an added prefix space.
         but_the_first: bool,
     },
 }
 
-/// What one thread needs.
+/// Scratch memory of one thread.
 struct ThreadScratch {
     known: WordCache,
     searches: Vec<Option<Cache>>,
 }
 
 impl ByteLevelBpe {
-    /// `None`: the tokenizer is of another kind.
+    /// Builds the fast path. `None` for other kinds of tokenizers.
     pub(super) fn of(tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
         let ModelWrapper::BPE(model) = tokenizer.get_model() else { return None };
-        // With dropout a word becomes something else each time.
+        // With BPE dropout the tokens of a word are random.
         if model.dropout.is_some_and(|dropout| dropout > 0.0) {
             return None;
         }
@@ -63,7 +65,7 @@ impl ByteLevelBpe {
         })
     }
 
-    /// Hands out the id of each token and the bytes it stands for. `None`: the text is not for the quick way.
+    /// Calls `token` with the id and the byte range of each token. `None` if the text needs the tokenizers crate.
     pub(super) fn encode(
         &self,
         tokenizer: &tokenizers::Tokenizer,
@@ -106,7 +108,7 @@ impl ByteLevelBpe {
                         token(id, start + from as usize, start + to as usize);
                     }
                 };
-                // A text's first word has offsets of its own.
+                // The first word of a text has other offsets, so it is not cached.
                 match known.get(word).filter(|_| start > 0) {
                     Some(tokens) => give(tokens),
                     None => {
@@ -123,7 +125,7 @@ impl ByteLevelBpe {
         })
     }
 
-    /// Asks the tokenizer what a word becomes.
+    /// Encodes a word with the tokenizers crate.
     fn tokenize_word(&self, tokenizer: &tokenizers::Tokenizer, word: &str, is_first: bool) -> Option<Vec<Token>> {
         let mut split = PreTokenizedString::from(word);
         ByteLevel::new(false, false, false).pre_tokenize(&mut split).ok()?;
@@ -135,13 +137,13 @@ impl ByteLevelBpe {
             Some(Token { id, start: u32::try_from(start).ok()?, end: u32::try_from(end).ok()? })
         });
         let tokens = tokens.collect::<Option<Vec<_>>>()?;
-        // Where the vocabulary lacks a word's only character, which token is the first of the text is not known here.
+        // If all characters are unknown, the first token of the text is undefined here.
         (!tokens.is_empty()).then_some(tokens)
     }
 }
 
 impl TrimOffsets {
-    /// `None`: the post-processor changes more than that.
+    /// Returns the trimming of a post-processor. `None` if it changes more than that.
     fn of(processor: Option<&PostProcessorWrapper>) -> Option<Self> {
         let steps = match processor {
             None => return Some(Self::Nothing),
@@ -166,7 +168,7 @@ impl TrimOffsets {
         Some(trim)
     }
 
-    /// The bytes of a token, as `ByteLevel` leaves them.
+    /// Returns the trimmed byte range of a token, as `ByteLevel` does.
     fn token(self, written: &str, start: usize, end: usize, is_first: bool) -> (usize, usize) {
         let Self::Spaces { but_the_first } = self else { return (start, end) };
         let is_space = |c: &char| *c == 'Ġ' || c.is_whitespace();

@@ -1,5 +1,7 @@
-//! A tokenizer as a Hugging Face folder holds it: `tokenizer.json` for text and ids, and the
-//! files beside it for the special tokens' roles and the chat templates.
+//! Tokenizers in Hugging Face folders.
+//!
+//! `tokenizer.json` holds the vocabulary. Other files of the folder hold the roles of special tokens and the chat
+//! templates.
 
 mod added_tokens;
 mod byte_level_bpe;
@@ -26,10 +28,10 @@ use files::NamedTemplate;
 pub use error::TokenizerError;
 pub use special::{PostProcessorTokens, SpecialToken};
 
-/// Text to ids and back, with the special tokens' roles.
+/// Tokenizer with its special tokens and chat templates.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// A quicker way to the same ids, for tokenizers that have one.
+    /// Fast path for byte-level BPE, with the same ids. `None` for other tokenizers.
     words: Option<ByteLevelBpe>,
     directory: PathBuf,
     named: Vec<(String, String)>,
@@ -43,29 +45,30 @@ pub struct Tokenizer {
     templates: Vec<NamedTemplate>,
 }
 
-/// The special tokens that encoding adds: those of transformers' `tokenizer(text)` (BOS, for many), or none.
+/// Treatment of special tokens: `add_special_tokens` in encoding, the inverse of `skip_special_tokens` in decoding.
 ///
-/// That is what the post-processor of tokenizer.json says, and before it `add_bos_token` and `add_eos_token` of
-/// tokenizer_config.json.
+/// Encoding adds the tokens of the post-processor in tokenizer.json. `add_bos_token` and `add_eos_token` of
+/// tokenizer_config.json override them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpecialTokens {
-    /// Adds them.
+    /// Encoding adds special tokens, such as BOS; decoding keeps them.
     Include,
-    /// The text's own tokens only.
+    /// Encoding adds none; decoding drops special tokens.
     Exclude,
 }
 
-/// Ids of a text and where in it each comes from.
+/// Token ids of a text and the byte range of each.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Encoding {
-    /// The token ids.
+    /// Token ids, `[n_tokens]`.
     pub ids: Vec<u32>,
-    /// The bytes of the text that each token stands for. Tokens that share a character share its
-    /// bytes; where the tokenizer drops characters, they count to the token behind them.
+    /// Byte range of each token in the text, `[n_tokens]`.
+    ///
+    /// Tokens that share a character share its bytes. Bytes of dropped characters belong to the next token.
     pub offsets: Vec<Range<usize>>,
 }
 
-/// Tokens whose bytes leave nothing out.
+/// Encoding whose byte ranges cover the whole text.
 #[derive(Default)]
 struct EncodingBuilder {
     encoded: Encoding,
@@ -73,8 +76,7 @@ struct EncodingBuilder {
 }
 
 impl EncodingBuilder {
-    /// Post-processors may trim the white space of a token from its bytes. What several tokens share begins where the
-    /// first of them does.
+    /// Appends a token. Extends its range to the previous one, since post-processors may trim white space.
     fn push(&mut self, id: u32, start: usize, end: usize) {
         self.encoded.ids.push(id);
         self.encoded.offsets.push(start.min(self.covered)..end);
@@ -83,10 +85,10 @@ impl EncodingBuilder {
 }
 
 impl Tokenizer {
-    /// Bytes in memory per token of a byte-pair vocabulary: its text, its merges and their tables. Measured.
+    /// Measured memory in bytes per token of a BPE vocabulary, with text, merges and tables.
     pub const BYTES_PER_TOKEN: u64 = 400;
 
-    /// Loads a folder. `tokenizer.json` must be there; the other files may be missing.
+    /// Loads a tokenizer folder. Only `tokenizer.json` is required.
     pub fn from_directory(directory: impl AsRef<Path>) -> Result<Self, TokenizerError> {
         let directory = directory.as_ref();
         let inner = load(directory)?;
@@ -131,20 +133,21 @@ impl Tokenizer {
         })
     }
 
-    /// Adds the stop tokens of another folder's `generation_config.json` and `config.json`.
+    /// Adds the EOS ids of another folder's `generation_config.json` and `config.json`.
     pub fn with_eos_ids_from(mut self, directory: &Path) -> Result<Self, TokenizerError> {
         self.eos_ids.extend(special::eos_ids(directory)?);
         Ok(self)
     }
 
-    /// The folder it was loaded from.
+    /// Returns the folder of the tokenizer.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// Compiles the chat template of this name, by default `default`, with the special tokens as
-    /// its variables and, unless a name is asked for, `tool_use` for conversations with tools.
-    /// `None`: the folder has no chat template at all.
+    /// Compiles the chat template of this name, by default `default`. `None` if the folder has no chat template.
+    ///
+    /// The special tokens become template variables. Without a name, conversations with tools use the template
+    /// `tool_use`.
     pub fn chat_template(&self, name: Option<&str>) -> Result<Option<ChatTemplate>, TokenizerError> {
         if self.templates.is_empty() && name.is_none() {
             return Ok(None);
@@ -159,7 +162,7 @@ impl Tokenizer {
         }))
     }
 
-    /// Gives a chat template this tokenizer's special tokens (`bos_token`, ...) as variables.
+    /// Sets this tokenizer's special tokens (`bos_token`, ...) as template variables.
     #[must_use]
     pub fn with_special_tokens(&self, template: ChatTemplate) -> ChatTemplate {
         let given =
@@ -184,16 +187,16 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of a text. Special tokens written out in it become their ids.
+    /// Encodes a text to token ids. Special tokens spelled out in the text become their ids.
     pub fn encode(&self, text: &str, specials: SpecialTokens) -> Result<Vec<u32>, TokenizerError> {
         self.catch_panic("encode", || self.encode_uncaught(text, specials))?
     }
 
-    /// Some tokenizer.json files make the tokenizers crate panic.
+    /// Converts a panic of the tokenizers crate to an error. Some tokenizer.json files cause panics.
     fn catch_panic<T>(&self, action: &'static str, run: impl FnOnce() -> T) -> Result<T, TokenizerError> {
         let (directory, message) = match catch_panic(run) {
             Ok(result) => return Ok(result),
-            Err(panic) => (self.directory.clone(), format!("its tokenizer.json makes no sense ({panic})")),
+            Err(panic) => (self.directory.clone(), format!("its tokenizer.json is invalid ({panic})")),
         };
         Err(TokenizerError::EncodeOrDecode { directory, action, message })
     }
@@ -220,7 +223,7 @@ impl Tokenizer {
         Ok(encoding.map_err(|error| self.refused("encode", error))?.get_ids().to_vec())
     }
 
-    /// The ids of a text without added specials, and the bytes each stands for.
+    /// Encodes a text without added special tokens, with the byte range of each token.
     pub fn encode_with_offsets(&self, text: &str) -> Result<Encoding, TokenizerError> {
         self.catch_panic("encode", || self.encode_with_offsets_uncaught(text))?
     }
@@ -244,7 +247,7 @@ impl Tokenizer {
         Ok(encoding_builder.encoded)
     }
 
-    /// The text of ids, with special tokens written out or left out.
+    /// Decodes token ids to text, with or without special tokens.
     pub fn decode(&self, ids: &[u32], specials: SpecialTokens) -> Result<String, TokenizerError> {
         let text = self.catch_panic("decode", || self.inner.decode(ids, specials == SpecialTokens::Exclude))?;
         text.map_err(|error| self.refused("decode", error))
@@ -255,63 +258,62 @@ impl Tokenizer {
         TokenizerError::EncodeOrDecode { directory, action, message }
     }
 
-    /// The number of tokens, added ones included. A model's embedding may be larger.
+    /// Returns the number of tokens, including added tokens. A model's embedding may have more rows.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
 
-    /// The largest id, plus one: what an embedding must at least hold.
+    /// Returns the largest token id plus one: the least number of embedding rows.
     pub fn min_embedding_rows(&self) -> u32 {
         self.inner.get_vocab(true).values().max().map_or(0, |id| id + 1)
     }
 
-    /// The id of a token as it is written in the vocabulary.
+    /// Returns the id of a token as spelled in the vocabulary.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// The token of an id as it is written in the vocabulary.
+    /// Returns the token of an id as spelled in the vocabulary.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
 
-    /// The token that begins a text.
+    /// Returns the BOS token.
     pub fn bos(&self) -> Option<&SpecialToken> {
         self.bos.as_ref()
     }
 
-    /// The token that ends a text.
+    /// Returns the EOS token.
     pub fn eos(&self) -> Option<&SpecialToken> {
         self.eos.as_ref()
     }
 
-    /// The token that fills a batch; EOS where none is named.
+    /// Returns the padding token, or EOS if none is configured.
     pub fn pad(&self) -> Option<&SpecialToken> {
         self.pad.as_ref()
     }
 
-    /// The token for what the vocabulary lacks.
+    /// Returns the token for unknown text.
     pub fn unk(&self) -> Option<&SpecialToken> {
         self.unk.as_ref()
     }
 
-    /// Every id that ends a generation: EOS, and those of `generation_config.json` and
-    /// `config.json`.
+    /// Returns every id that ends generation: EOS, and those of `generation_config.json` and `config.json`.
     pub fn eos_ids(&self) -> &BTreeSet<u32> {
         &self.eos_ids
     }
 
-    /// Whether an id is a special token's.
+    /// Returns true if the id belongs to a special token.
     pub fn is_special(&self, id: u32) -> bool {
         self.special_ids.contains(&id)
     }
 
-    /// The special tokens that it puts around a text ([`SpecialTokens::Include`]).
+    /// Returns the special tokens that encoding adds around a text ([`SpecialTokens::Include`]).
     pub fn post_processor_tokens(&self) -> &PostProcessorTokens {
         &self.added
     }
 
-    /// Whether a sample begins with BOS twice: once from its text, once added.
+    /// Returns true if the ids begin with BOS twice: once from the text, once added.
     pub fn has_doubled_bos(&self, ids: &[u32]) -> bool {
         let bos = self.bos.as_ref().map(|bos| bos.id);
         bos.is_some_and(|bos| ids.starts_with(&[bos, bos]))
@@ -337,7 +339,7 @@ fn load(directory: &Path) -> Result<tokenizers::Tokenizer, TokenizerError> {
         });
     };
     let content = |message| TokenizerError::InvalidFile { path: path.clone(), message };
-    // Truncation and padding are the trainer's; files saved during a training may hold them.
+    // The trainer truncates and pads. Files saved during a training may enable both.
     let mut json: Json =
         serde_json::from_slice(without_bom(text.as_bytes())).map_err(|error| content(error.to_string()))?;
     for key in ["truncation", "padding"] {
@@ -349,7 +351,7 @@ fn load(directory: &Path) -> Result<tokenizers::Tokenizer, TokenizerError> {
     let ids = added_ids(&json);
     let read = catch_panic(|| serde_json::from_value(json).map_err(|error| error.to_string()));
     let inner: tokenizers::Tokenizer = read.and_then(|read| read).map_err(content)?;
-    // The tokenizers crate gives an added token the next free id and logs a line.
+    // The tokenizers crate renumbers such an added token and only logs it.
     for (text, id) in ids {
         let own = inner.token_to_id(&text);
         if own.is_some_and(|own| u64::from(own) != id) {

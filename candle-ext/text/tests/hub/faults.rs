@@ -305,7 +305,7 @@ fn offline_uses_the_cache_and_only_the_cache() {
         &bench.offline(),
         ID,
         None,
-        &["offline: the cache holds nothing of revision \"main\"; fetch", "hf download tiny/llama`"],
+        &["offline: the cache has no files of revision \"main\"; fetch", "hf download tiny/llama`"],
     );
     let online = bench.hub().model(ID, None, ModelFiles::WithoutWeights).unwrap();
     let n_requests = bench.server.log().len();
