@@ -207,7 +207,7 @@ fn detect_format(first_rows: &FirstRows) -> Result<Format, FormatError> {
         return Ok(format);
     }
     if first_rows.has("chosen") && first_rows.has("rejected") {
-        let problem = "its rows are preferences (chosen, rejected), not answers to learn".to_owned();
+        let problem = "its rows are preferences (chosen, rejected), not responses to train on".to_owned();
         return Err(first_rows.unknown(problem));
     }
     if let Some(format) = alpaca(first_rows) {

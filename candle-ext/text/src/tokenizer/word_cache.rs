@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use compact_str::CompactString;
 use foldhash::fast::RandomState;
 
-/// ByteLevelBpe that are remembered at a time: then all are forgotten, and those of the texts at hand are learned anew.
+/// Largest number of cached words. A full cache is cleared.
 const MOST: usize = 1 << 17;
 /// Length limit of a cached word, in bytes. Longer words rarely repeat.
 const LONGEST: usize = 128;

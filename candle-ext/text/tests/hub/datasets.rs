@@ -1,4 +1,4 @@
-//! Which files of a data set make a split, through the Hub and from the cache.
+//! Selection of a split's files, through the Hub and from the cache.
 
 use candlewick_text::hub::{DatasetRequest, Hub, HubSettings};
 use candlewick_text::source::RowSource;

@@ -1,4 +1,4 @@
-//! What the Hub does wrong, and what is left behind: never a bad blob.
+//! Faults of the Hub. None of them leaves a bad blob in the cache.
 
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ fn fails(hub: &Hub, id: &str, revision: Option<&str>, want: &[&str]) -> HubError
     error
 }
 
-/// The weights are not in the cache in any form, and come when the Hub behaves again.
+/// Checks that the cache has no weights, and that a later download succeeds.
 #[track_caller]
 fn recovers(bench: &Bench) {
     assert_eq!(bench.blobs(), [etag("config.json", b"{}")]);
@@ -135,11 +135,11 @@ fn a_body_is_continued_as_often_as_some_more_of_it_arrives() {
 fn a_body_that_never_comes_is_an_error_and_no_blob() {
     let bench = bench();
     bench.server.answer("GET", "model.safetensors", 5, Reply::new(200, WEIGHTS).cut_at(0));
-    fails(&bench.hub(), ID, None, &["model.safetensors", "broke off after 0 of 15 bytes", "starts over"]);
+    fails(&bench.hub(), ID, None, &["model.safetensors", "closed after 0 of 15 bytes", "starts over"]);
     recovers(&bench);
 }
 
-/// The weights' first 7 bytes are kept, and the rest is asked for when the Hub behaves again.
+/// Checks that the first 7 bytes of the weights are kept and the download is resumed.
 #[track_caller]
 fn goes_on_after_7(bench: &Bench) {
     let partial = format!("{}.incomplete", etag("model.safetensors", WEIGHTS.as_bytes()));
@@ -166,11 +166,11 @@ fn a_broken_download_says_whether_its_bytes_were_kept() {
     let bench = bench();
     bench.server.answer("GET", "model.safetensors", 1, Reply::new(200, WEIGHTS).cut_at(7));
     bench.server.answer("GET", "model.safetensors", 9, Reply::new(206, &WEIGHTS[7..]).cut_at(0));
-    fails(&bench.hub(), ID, None, &["broke off after 7 of 15 bytes", "they are kept"]);
+    fails(&bench.hub(), ID, None, &["closed after 7 of 15 bytes", "they are kept"]);
     goes_on_after_7(&bench);
     let bench = self::bench();
     bench.server.answer("GET", "config.json", 5, Reply::new(200, "{}").cut_at(1));
-    fails(&bench.hub(), ID, None, &["broke off after 1 of 2 bytes", "starts over"]);
+    fails(&bench.hub(), ID, None, &["closed after 1 of 2 bytes", "starts over"]);
     assert!(bench.blobs().is_empty());
 }
 

@@ -1,4 +1,4 @@
-//! Which files of a model come, and how often they are asked for.
+//! Downloaded files of a model, and the number of requests for them.
 
 use candlewick_text::hub::{Hub, HubSettings, ModelFiles};
 
