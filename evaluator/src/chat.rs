@@ -2,7 +2,7 @@
 
 use std::sync::Once;
 
-use candlewick_text::template::{ChatTemplate, Ending, TemplateError};
+use candlewick_text::template::{AddGenerationPrompt, ChatTemplate, TemplateError};
 
 use crate::task::ChatFormatter;
 
@@ -26,7 +26,11 @@ impl ChatTemplateFormatter {
 }
 
 impl ChatFormatter for ChatTemplateFormatter {
-    fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+    fn apply_chat_template(
+        &self,
+        turns: &[(&str, &str)],
+        ending: AddGenerationPrompt,
+    ) -> Result<String, TemplateError> {
         self.template.apply_chat_template(turns, ending).or_else(|error| {
             let without: Vec<(&str, &str)> = turns.iter().copied().filter(|(role, _)| *role != "system").collect();
             if without.len() == turns.len() {
@@ -50,9 +54,9 @@ mod tests {
         let source = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}\
                       {{ m.role }}: {{ m.content }};{% endfor %}";
         let chat = ChatTemplateFormatter::new(ChatTemplate::new("test", source).unwrap());
-        let print = |turns: &[(&str, &str)]| chat.apply_chat_template(turns, Ending::GenerationPrompt);
+        let print = |turns: &[(&str, &str)]| chat.apply_chat_template(turns, AddGenerationPrompt::Yes);
         assert_eq!(print(&[("system", "be kind"), ("user", "hi")]).unwrap(), "user: hi;");
         let broken = ChatTemplateFormatter::new(ChatTemplate::new("test", "{{ raise_exception('never') }}").unwrap());
-        assert!(broken.apply_chat_template(&[("user", "hi")], Ending::GenerationPrompt).is_err());
+        assert!(broken.apply_chat_template(&[("user", "hi")], AddGenerationPrompt::Yes).is_err());
     }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use candlewick_text::hub::{Hub, HubSettings};
 use candlewick_text::template::ChatTemplate;
-use candlewick_text::tokenizer::{Specials, Tokenizer};
+use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde_json::{Map, json};
 use trainer::data::{
     Cursor, DataError, DataPlan, Dataset, Horizon, Kind, Order, Overlong, Packing, Padding, Prepared, Sampling,
@@ -120,7 +120,7 @@ impl Bench {
     /// Each sequence's text, with what is learned of it in brackets.
     fn shown(&self, dataset: &Dataset) -> Vec<String> {
         let tokenizer = self.tokenizer();
-        let text = |id: u32| tokenizer.decode(&[id], Specials::Add).unwrap();
+        let text = |id: u32| tokenizer.decode(&[id], SpecialTokens::Include).unwrap();
         let show = |index: usize| {
             let sample = dataset.get(index);
             let (mut shown, mut inside) = (String::new(), false);

@@ -12,7 +12,7 @@ use candlewick_parallel::{Engine, EngineSpec, Micro, ParallelGroups, PipelineLay
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::{RenderOptions, Sample, render_chat, render_prompt};
 use candlewick_text::template::ChatTemplate;
-use candlewick_text::tokenizer::{Specials, Tokenizer};
+use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde::Serialize;
 
 use crate::eval_loss::{EvalLoss, EvalLossSum};
@@ -169,7 +169,7 @@ impl Lm {
 
     /// Generates a completion of `text`, without a chat template.
     pub fn complete(&self, text: &str, options: &GenerateOptions, on_text: &mut OnText) -> Result<GeneratedText> {
-        let ids = self.tokenizer.encode(text, Specials::Add)?;
+        let ids = self.tokenizer.encode(text, SpecialTokens::Include)?;
         complete(&self.engine, &self.tokenizer, &ids, options, on_text)
     }
 
@@ -195,7 +195,7 @@ impl Lm {
 
     /// Returns the log-probability of every token of `text`.
     pub fn score(&self, text: &str) -> Result<Vec<TokenLogprob>> {
-        let ids = self.tokenizer.encode(text, Specials::Add)?;
+        let ids = self.tokenizer.encode(text, SpecialTokens::Include)?;
         ensure!(!ids.is_empty(), anyhow!("failed to score: the text has no tokens").context(ExitCode::Data));
         self.check_length("text", ids.len())?;
         let losses = self.engine.token_losses(&micro(&Sample::all_targets(ids.clone()), self.engine.device())?)?;
@@ -253,7 +253,7 @@ fn not_finite(what: &str) -> anyhow::Error {
 fn tokenizer_of(folder: &Path, adapter: Option<&Path>) -> Result<Tokenizer> {
     let own = adapter.filter(|adapter| adapter.join("tokenizer.json").is_file());
     match own {
-        Some(own) => Ok(Tokenizer::from_directory(own)?.with_stops_of(folder)?),
+        Some(own) => Ok(Tokenizer::from_directory(own)?.with_eos_ids_from(folder)?),
         None => Ok(Tokenizer::from_directory(folder)?),
     }
 }
@@ -280,7 +280,7 @@ pub fn answer_chat(
     options: &GenerateOptions,
     on_text: &mut OnText,
 ) -> Result<GeneratedText> {
-    let prompt = render_prompt(tokenizer, template, &template.with_argument_objects(chat))?;
+    let prompt = render_prompt(tokenizer, template, &template.with_parsed_tool_arguments(chat))?;
     let stop = stops(tokenizer).into_iter().chain(end_of_turn(tokenizer, template)).collect::<Vec<_>>();
     answer(engine, tokenizer, &prompt, &stop, options, on_text)
 }
@@ -314,7 +314,7 @@ fn answer(
     if !rest.is_empty() {
         let _ = on_text(&rest)?;
     }
-    Ok(GeneratedText { text: tokenizer.decode(&tokens, Specials::Omit)?, finish_reason, timings })
+    Ok(GeneratedText { text: tokenizer.decode(&tokens, SpecialTokens::Exclude)?, finish_reason, timings })
 }
 
 fn stops(tokenizer: &Tokenizer) -> Vec<u32> {

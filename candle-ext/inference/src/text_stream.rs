@@ -1,6 +1,6 @@
 //! Incremental detokenization: a character is emitted once all of its bytes are decoded.
 
-use candlewick_text::tokenizer::{Specials, Tokenizer, TokenizerError};
+use candlewick_text::tokenizer::{SpecialTokens, Tokenizer, TokenizerError};
 
 /// Incremental decoder of a growing token list.
 pub struct TextStream<'t> {
@@ -30,7 +30,7 @@ impl<'t> TextStream<'t> {
     }
 
     fn advance(&mut self, is_complete: impl Fn(&str) -> bool) -> Result<String, TokenizerError> {
-        let decode = |tokens: &[u32]| self.tokenizer.decode(tokens, Specials::Omit);
+        let decode = |tokens: &[u32]| self.tokenizer.decode(tokens, SpecialTokens::Exclude);
         // Decoders strip the first token's whitespace, so the last emitted tokens are decoded together with the new
         // ones.
         let before = decode(&self.tokens[self.window..self.given])?;
@@ -56,12 +56,12 @@ mod tests {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart/tokenizer");
         let tokenizer = Tokenizer::from_directory(folder).unwrap();
         for text in ["", "Say wolf 4 times.", " a  b\n\nc ", "naïve 中文 🙂🙂 end", "🙂"] {
-            let ids = tokenizer.encode(text, Specials::Omit).unwrap();
+            let ids = tokenizer.encode(text, SpecialTokens::Exclude).unwrap();
             let mut stream = TextStream::new(&tokenizer);
             let mut pieces: Vec<String> = ids.iter().map(|id| stream.push(*id).unwrap()).collect();
             assert!(pieces.iter().all(|piece| !piece.contains(char::REPLACEMENT_CHARACTER)), "{pieces:?}");
             pieces.push(stream.finish().unwrap());
-            assert_eq!(pieces.concat(), tokenizer.decode(&ids, Specials::Omit).unwrap());
+            assert_eq!(pieces.concat(), tokenizer.decode(&ids, SpecialTokens::Exclude).unwrap());
         }
     }
 
@@ -69,7 +69,7 @@ mod tests {
     fn half_a_character_comes_out_at_the_end() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart/tokenizer");
         let tokenizer = Tokenizer::from_directory(folder).unwrap();
-        let ids = tokenizer.encode("🙂", Specials::Omit).unwrap();
+        let ids = tokenizer.encode("🙂", SpecialTokens::Exclude).unwrap();
         assert!(ids.len() > 1);
         let mut stream = TextStream::new(&tokenizer);
         assert_eq!(stream.push(ids[0]).unwrap(), "");

@@ -14,7 +14,7 @@ use candlewick_text::printable::printable;
 use candlewick_text::render::RenderError;
 use candlewick_text::source::SourceError;
 use candlewick_text::template::TemplateError;
-use candlewick_text::template::limits::NoStack;
+use candlewick_text::template::limits::ThreadSpawnError;
 use candlewick_text::tokenizer::TokenizerError;
 
 /// Says how a program ended. The numbers are an interface: they do not change.
@@ -77,7 +77,7 @@ pub fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
 
 /// Tells whether an error, or one of its causes, is a thread without memory for its stack.
 fn is_without_stack(error: &(dyn StdError + 'static)) -> bool {
-    error.is::<NoStack>() || error.source().is_some_and(is_without_stack)
+    error.is::<ThreadSpawnError>() || error.source().is_some_and(is_without_stack)
 }
 
 fn is_text_error(error: &(dyn StdError + 'static)) -> bool {

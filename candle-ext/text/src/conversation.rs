@@ -1,11 +1,12 @@
-//! What a chat data set holds once its format is understood: messages and the tools offered.
-//! A message is kept as the JSON object a chat template sees, with every extra key in its place.
-//! Reading rows into conversations is `format`'s; turning them into ids is `render`'s.
+//! Chat conversations: messages and tool definitions.
+//!
+//! A message keeps the JSON object that the chat template sees, with every extra key in its place. [`crate::format`]
+//! reads data set rows into conversations; [`crate::render`] tokenizes them.
 
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
-/// A chat: messages in order, and the tool definitions the model was offered, if any.
+/// A chat: messages in order, and the tool definitions offered to the model, if any.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Conversation {
     /// The messages, oldest first.
@@ -16,65 +17,67 @@ pub struct Conversation {
 }
 
 impl Conversation {
-    /// A conversation without tools.
+    /// Creates a conversation without tools.
     pub fn new(messages: impl IntoIterator<Item = Message>) -> Self {
         let messages = messages.into_iter().collect();
         Self { messages, tools: None }
     }
 
-    /// The same conversation with these tool definitions offered.
+    /// Sets the tool definitions, as JSON schemas.
     #[must_use]
     pub fn with_tools(self, tools: Json) -> Self {
         Self { tools: Some(tools), ..self }
     }
 
-    /// The roles of messages that chat templates do not know.
+    /// Returns the message roles that chat templates do not define.
     pub fn unknown_roles(&self) -> impl Iterator<Item = &str> {
         self.messages.iter().map(Message::role).filter(|role| !ROLES.contains(role))
     }
 
-    /// Whether any message is the assistant's, that is, whether there is something to learn.
+    /// Returns true if any message has the role `assistant`. Without one, no token has loss.
     pub fn has_assistant(&self) -> bool {
         self.messages.iter().any(Message::is_assistant)
     }
 }
 
-/// One message: a JSON object with a `role`, a `content` (text, a list of parts, or null beside
-/// tool calls) and any further keys (`tool_calls`, `reasoning_content`, `name`, ...).
+/// One message: a JSON object with a `role`, a `content` and any further keys, such as `tool_calls`,
+/// `reasoning_content` or `name`.
+///
+/// `content` is a string or a list of parts. With `tool_calls` it may be null.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(transparent)]
 pub struct Message(Map<String, Json>);
 
-/// The keys of reasoning that is kept apart from the content.
+/// Keys that hold reasoning outside of the content.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
-/// Roles that chat templates know.
+/// Roles that chat templates define.
 const ROLES: [&str; 9] =
     ["system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "tool_response"];
 
-/// Why a JSON object is not a message.
+/// Reason why a JSON object is not a message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MessageError {
-    /// There is no `role`, or it is not text.
-    #[error("read a message: key `role` is {found}, expected a text such as \"user\"")]
+    /// `role` is missing or is not a string.
+    #[error("read a message: key `role` is {found}, expected a string such as \"user\"")]
     Role {
-        /// What stands there instead.
+        /// The type of the value found, or `missing`.
         found: &'static str,
     },
-    /// `content` has a type no chat template reads.
+    /// `content` has a type that chat templates do not accept.
     #[error(
-        "read a {role} message: key `content` is {found}, expected a text or a list of parts \
-         (null only beside `tool_calls`)"
+        "read a {role} message: key `content` is {found}, expected a string or a list of parts \
+         (null only with `tool_calls`)"
     )]
     Content {
         /// The message's role.
         role: String,
-        /// What stands there instead.
+        /// The type of the value found, or `missing`.
         found: &'static str,
     },
 }
 
 impl Message {
-    /// A plain text message.
+    /// Creates a message with plain text as its content.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
         let mut fields = Map::new();
         fields.insert("role".into(), Json::String(role.into()));
@@ -82,7 +85,7 @@ impl Message {
         Self(fields)
     }
 
-    /// Takes a JSON object as a message, keys in the order they came.
+    /// Converts a JSON object to a message. The keys keep their order.
     pub fn from_fields(fields: Map<String, Json>) -> Result<Self, MessageError> {
         let Some(Json::String(role)) = fields.get("role") else {
             return Err(MessageError::Role { found: kind(fields.get("role")) });
@@ -99,39 +102,39 @@ impl Message {
         Ok(Self(fields))
     }
 
-    /// The same message with one more key, or another value for it.
+    /// Sets a key of the message.
     #[must_use]
     pub fn with(mut self, key: impl Into<String>, value: Json) -> Self {
         self.0.insert(key.into(), value);
         self
     }
 
-    /// Who speaks: `system`, `user`, `assistant`, `tool`, ...
+    /// Returns the role: `system`, `user`, `assistant`, `tool`, ...
     pub fn role(&self) -> &str {
         self.0.get("role").and_then(Json::as_str).unwrap_or_default()
     }
 
-    /// The content where it is plain text.
+    /// Returns the content if it is plain text.
     pub fn text(&self) -> Option<&str> {
         self.0.get("content").and_then(Json::as_str)
     }
 
-    /// Whether the model is the one who speaks.
+    /// Returns true if the role is `assistant`.
     pub fn is_assistant(&self) -> bool {
         self.role() == "assistant"
     }
 
-    /// Whether an assistant's message is something to learn: it is, unless its `weight` is 0.
-    pub fn is_learned(&self) -> bool {
+    /// Returns false if the message has `"weight": 0`, which masks it from the loss.
+    pub fn is_trained_on(&self) -> bool {
         self.0.get("weight").and_then(Json::as_f64) != Some(0.0)
     }
 
-    /// Returns true if it calls a tool.
+    /// Returns true if the message calls a tool.
     pub fn has_tool_calls(&self) -> bool {
         self.0.get("tool_calls").and_then(Json::as_array).is_some_and(|calls| !calls.is_empty())
     }
 
-    /// The reasoning that is kept apart from the content, under one of its three names.
+    /// Returns the reasoning, from `reasoning_content`, `thinking` or `reasoning`.
     pub fn reasoning(&self) -> Option<&str> {
         let texts = REASONING.iter().filter_map(|key| self.0.get(*key)?.as_str());
         texts.into_iter().find(|text| !text.trim().is_empty())
@@ -152,7 +155,7 @@ impl Message {
         self.is_assistant() && self.is_blank() && !self.has_tool_calls() && self.reasoning().is_none()
     }
 
-    /// Every key of the message, in order.
+    /// Returns every key of the message, in order.
     pub fn fields(&self) -> &Map<String, Json> {
         &self.0
     }
@@ -162,9 +165,9 @@ fn kind(value: Option<&Json>) -> &'static str {
     match value {
         None => "missing",
         Some(Json::Null) => "null",
-        Some(Json::Bool(_)) => "a truth value",
+        Some(Json::Bool(_)) => "a boolean",
         Some(Json::Number(_)) => "a number",
-        Some(Json::String(_)) => "a text",
+        Some(Json::String(_)) => "a string",
         Some(Json::Array(_)) => "a list",
         Some(Json::Object(_)) => "an object",
     }

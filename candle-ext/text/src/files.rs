@@ -1,5 +1,6 @@
-//! Whole files: reads with a limit on their bytes, and atomic writes. A foreign file may be a pipe, a device or a link to one,
-//! and never end.
+//! Whole files: reads with a size limit, and atomic writes.
+//!
+//! A path given by a user may be a pipe, a device or a link to one, whose bytes never end.
 
 use std::fs::{File, Metadata, create_dir_all, metadata};
 use std::io::{self, BufWriter, Read, Write};
@@ -7,41 +8,41 @@ use std::path::Path;
 
 use tempfile::Builder;
 
-/// The most bytes of a file that a person writes: a recipe, a task, a list of messages.
-pub const MAX_WRITTEN_BYTES: u64 = 64 << 20;
-/// The most bytes of a file that a program writes: a vocabulary, a list of requests. The largest vocabularies in use take
-/// 35 MB.
-pub const MAX_GENERATED_BYTES: u64 = 1 << 30;
+/// Size limit in bytes of a file that a person writes: a recipe, a task, a list of messages.
+pub const MAX_CONFIG_FILE_BYTES: u64 = 64 << 20;
+/// Size limit in bytes of a file that a program writes: a vocabulary, a list of requests. The largest vocabularies
+/// in use take 35 MB.
+pub const MAX_GENERATED_FILE_BYTES: u64 = 1 << 30;
 
 /// Reads a regular file of at most `most` bytes.
 ///
 /// # Errors
-/// If it cannot be read, is a folder, a pipe or a device, or has more bytes.
+/// If the file cannot be read, is a folder, a pipe or a device, or has more bytes.
 pub fn read_regular_file(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     require_regular(&metadata(path)?)?;
     read_to_end(File::open(path)?, most)
 }
 
-/// Reads a UTF-8 text of at most `most` bytes from a regular file.
+/// Reads UTF-8 text of at most `most` bytes from a regular file.
 ///
 /// # Errors
-/// As [`read_regular_file`], and if it is not UTF-8.
+/// Those of [`read_regular_file`], and text that is not UTF-8.
 pub fn read_regular_text_file(path: &Path, most: u64) -> io::Result<String> {
     text_of(read_regular_file(path, most)?)
 }
 
-/// Reads at most `most` bytes from a file or a pipe: shells pass a pipe for `<(command)`.
+/// Reads at most `most` bytes from a file or a pipe. Shells pass a pipe for `<(command)`.
 ///
 /// # Errors
-/// If it cannot be read, or has more bytes.
+/// If the file cannot be read, or has more bytes.
 pub fn read_file_or_pipe(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     read_to_end(File::open(path)?, most)
 }
 
-/// Reads a UTF-8 text of at most `most` bytes from a file or a pipe, or from the standard input for the path `-`.
+/// Reads UTF-8 text of at most `most` bytes from a file or a pipe, or from standard input for the path `-`.
 ///
 /// # Errors
-/// As [`read_file_or_pipe`], and if it is not UTF-8.
+/// Those of [`read_file_or_pipe`], and text that is not UTF-8.
 pub fn read_text_or_stdin(path: &Path, most: u64) -> io::Result<String> {
     match path == Path::new("-") {
         true => text_of(read_to_end(io::stdin().lock(), most)?),
@@ -49,9 +50,9 @@ pub fn read_text_or_stdin(path: &Path, most: u64) -> io::Result<String> {
     }
 }
 
-/// Replaces the file at `path` with what `write` writes. A reader finds the old file or the whole new one.
+/// Replaces the file at `path` atomically: a concurrent reader sees the old file or the whole new one.
 ///
-/// The folders above `path` are created. A power cut may lose the new file.
+/// Creates missing parent folders. Does not sync the disk, so a power failure may lose the new file.
 ///
 /// # Errors
 /// If a folder or a file cannot be created, or `write` fails. The old file then stays.
@@ -63,10 +64,10 @@ pub fn write_atomically(path: &Path, write: impl FnOnce(&mut BufWriter<File>) ->
     })
 }
 
-/// Replaces the file at `path` as [`write_atomically`] does, once the new bytes are on the disk.
+/// Replaces the file at `path` atomically, as [`write_atomically`] does, and syncs it to disk first.
 ///
 /// # Errors
-/// Errors of [`write_atomically`], and of the disk that cannot take the bytes.
+/// Those of [`write_atomically`], and a failed sync.
 pub fn write_durably(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
     write_atomically(path, |file| {
         write(file)?;
@@ -75,10 +76,10 @@ pub fn write_durably(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io
     })
 }
 
-/// Replaces `path` with the file or link that `create` makes under another name in its folder.
+/// Replaces `path` with the file or link that `create` makes under a temporary name in the same folder.
 ///
 /// # Errors
-/// Errors of [`write_atomically`].
+/// Those of [`write_atomically`].
 pub fn replace_atomically(path: &Path, create: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
     let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
     create_dir_all(folder)?;

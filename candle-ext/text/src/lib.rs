@@ -1,13 +1,13 @@
-//! Hub access, tokenizers, chat templates, conversations, data sources.
+//! Text side of training and evaluation: Hub downloads, tokenizers, chat templates, conversations and data sources.
 
+mod catch_panic;
 pub mod conversation;
 pub mod files;
-pub mod findings;
 pub mod format;
 pub mod hub;
-mod panics;
 pub mod printable;
 pub mod render;
+pub mod sample_warning;
 pub mod source;
 pub mod suggestion;
 pub mod template;

@@ -1,10 +1,10 @@
-//! Text of other people on a terminal: control and format characters are escaped.
+//! Escaping of control and format characters in untrusted text, for terminals.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// Escapes what a terminal would act on or hide: control characters except line breaks and tabs, bidirectional and other
-/// invisible format characters. `\u{1b}` is an escape, as in Rust.
+/// Escapes control characters, bidirectional marks and invisible format characters, as in `\u{1b}`. Keeps line
+/// breaks and tabs.
 pub fn printable(text: &str) -> Cow<'_, str> {
     if !text.contains(is_hidden) {
         return Cow::Borrowed(text);
@@ -19,7 +19,8 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Joiners (U+200C, U+200D) and variation selectors are part of words and emoji.
+/// Returns true for characters to escape. Joiners and variation selectors are not escaped: they are part of words
+/// and emoji.
 fn is_hidden(letter: char) -> bool {
     match letter {
         '\n' | '\t' => false,

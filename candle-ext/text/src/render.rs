@@ -1,55 +1,57 @@
-//! Conversations, prompts and texts to token ids, each marked as a target or not.
+//! Tokenization of conversations, prompts and texts, with a loss mask.
 
 use std::ops::Range;
 use std::path::PathBuf;
 
 use crate::conversation::{Conversation, Message};
-use crate::findings::{Finding, Findings};
 use crate::format::{Document, Format};
-use crate::template::{ChatTemplate, Ending, Span, TemplateError};
-use crate::tokenizer::{Encoded, Specials, Tokenizer, TokenizerError};
+use crate::sample_warning::{SampleWarning, SampleWarnings};
+use crate::template::{AddGenerationPrompt, AssistantSpan, ChatTemplate, TemplateError};
+use crate::tokenizer::{Encoding, SpecialTokens, Tokenizer, TokenizerError};
 
-/// What the model reads, and which of it the model must learn to say.
+/// Tokenized training sample with its loss mask.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sample {
-    /// The token ids.
+    /// Token ids, `[n_tokens]`.
     pub ids: Vec<u32>,
-    /// `is_target[i]`: the model must learn to predict token `i`. As long as `ids`.
+    /// Loss mask, `[n_tokens]`: true if token `i` is a target, that is, its label is not -100.
     pub is_target: Vec<bool>,
-    /// The oddities of the row.
-    pub findings: Findings,
+    /// Warnings about the sample.
+    pub sample_warnings: SampleWarnings,
 }
 
 impl Sample {
-    /// The number of tokens.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.ids.len()
     }
 
-    /// A sequence in which every token is a target.
+    /// Creates a sample in which every token has loss.
     pub fn all_targets(ids: Vec<u32>) -> Self {
         Self { is_target: vec![true; ids.len()], ids, ..Self::default() }
     }
 
-    /// The sequence in slices of at most `max_length` tokens.
+    /// Splits the sample into chunks of at most `max_length` tokens.
     pub fn slices(&self, max_length: usize) -> impl Iterator<Item = Self> {
         let pieces = self.ids.chunks(max_length).zip(self.is_target.chunks(max_length));
         pieces.map(|(ids, is_target)| Self { ids: ids.to_vec(), is_target: is_target.to_vec(), ..Self::default() })
     }
 
-    /// Whether there is no token.
+    /// Returns true if there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }
 
-    /// The number of tokens that are targets.
+    /// Returns the number of tokens with loss.
     pub fn n_targets(&self) -> usize {
         self.is_target.iter().filter(|target| **target).count()
     }
 
-    /// Whether the model learns to stop: a target is one of the tokenizer's EOS, or a stretch of
-    /// targets ends with a special token (an end of turn that is not the tokenizer's EOS).
-    pub fn teaches_to_stop(&self, tokenizer: &Tokenizer) -> bool {
+    /// Returns true if the sample trains the model to stop.
+    ///
+    /// That holds if a target is one of the tokenizer's EOS tokens. It also holds if a run of targets ends with a
+    /// special token, such as an end of turn.
+    pub fn has_eos_target(&self, tokenizer: &Tokenizer) -> bool {
         let targets = (0..self.len()).filter(|token_idx| self.is_target[*token_idx]);
         targets.into_iter().any(|token_idx| {
             let id = self.ids[token_idx];
@@ -58,110 +60,110 @@ impl Sample {
         })
     }
 
-    /// Whether the sample begins with BOS twice.
+    /// Returns true if the sample begins with BOS twice.
     pub fn has_doubled_bos(&self, tokenizer: &Tokenizer) -> bool {
         tokenizer.has_doubled_bos(&self.ids)
     }
 }
 
-/// Which of a chat's tokens are targets.
+/// Tokens of a chat that have loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Targets {
-    /// Every assistant turn, with its end of turn.
+pub enum LossMask {
+    /// Every assistant turn, including its end-of-turn token.
     #[default]
-    Assistant,
+    AssistantTokens,
     /// The last assistant turn only.
-    LastAssistant,
+    LastAssistantTurn,
     /// Every token (`mask_inputs: false`).
-    Everything,
+    AllTokens,
 }
 
-/// What to do with the empty `<think></think>` that some templates put before an answer.
+/// Loss on the empty `<think></think>` that some templates put before an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum EmptyThink {
-    /// The model learns to write it.
+pub enum EmptyThinkLoss {
+    /// The empty block has loss.
     #[default]
-    Learn,
-    /// It is no target (`ignore_empty_think: true`).
-    Ignore,
+    Include,
+    /// The empty block is masked (`ignore_empty_think: true`).
+    Mask,
 }
 
-/// The handling of an assistant message that has no content, tool calls or reasoning.
+/// Loss on assistant messages without content, tool calls and reasoning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum EmptyAnswers {
-    /// Its end of turn is no target.
+pub enum EmptyAnswerLoss {
+    /// The end-of-turn token is masked.
     #[default]
-    Ignore,
-    /// The model learns to write an empty answer (`train_on_empty_answers: true`).
-    Learn,
+    Mask,
+    /// The end-of-turn token has loss (`train_on_empty_answers: true`).
+    Include,
 }
 
-/// The special tokens around a text that no chat template renders.
+/// Special tokens around text that is rendered without a chat template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TextSpecials {
-    /// Puts BOS before the text. `None`: as the tokenizer adds it.
+pub struct TextSpecialTokens {
+    /// Adds BOS before the text. `None` follows the tokenizer's configuration.
     pub add_bos_token: Option<bool>,
-    /// Puts EOS after the text. It separates documents.
+    /// Adds EOS after the text, as a document separator.
     pub add_eos_token: bool,
 }
 
-impl Default for TextSpecials {
+impl Default for TextSpecialTokens {
     fn default() -> Self {
         Self { add_bos_token: None, add_eos_token: true }
     }
 }
 
-/// The options of rendering.
+/// Options of rendering a document to a sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct RenderOptions {
-    /// Which tokens are targets.
-    pub targets: Targets,
-    /// Whether an empty thought is one.
-    pub empty_think: EmptyThink,
-    /// The handling of empty answers.
-    pub empty_answers: EmptyAnswers,
-    /// The special tokens around texts without a template.
-    pub specials: TextSpecials,
+    /// Tokens that have loss.
+    pub targets: LossMask,
+    /// Loss on an empty `<think></think>`.
+    pub empty_think: EmptyThinkLoss,
+    /// Loss on empty assistant messages.
+    pub empty_answers: EmptyAnswerLoss,
+    /// Special tokens around text without a chat template.
+    pub specials: TextSpecialTokens,
 }
 
-/// Why something could not be turned into ids.
+/// Error of rendering a document to token ids.
 #[derive(Debug, thiserror::Error)]
 pub enum RenderError {
-    /// The chat template failed.
+    /// The chat template fails.
     #[error(transparent)]
     Template(#[from] TemplateError),
-    /// A turn is not to be learned, and it is not known which of the text it is.
+    /// A message must be masked, but the template's generation blocks do not show its text.
     #[error(
         "leave out message {message} (it is empty, not rendered or of weight 0): chat template {template} has generation blocks that are \
          not printed in their own message's turn; put each inside the loop over the messages"
     )]
-    Weight {
-        /// The first message that is to be left out, from 0.
+    CannotMaskMessage {
+        /// Index of the first message to mask.
         message: usize,
-        /// The file or argument that holds the template.
+        /// File or argument of the template.
         template: String,
     },
-    /// A chat, and nothing to print it with.
+    /// The tokenizer has no chat template for a chat.
     #[error("render a chat: {} has no chat template; use the model's chat version, or put a chat_template.jinja there", .0.display())]
     NoTemplate(PathBuf),
-    /// A token is asked for that the tokenizer does not name.
+    /// BOS is requested, but the tokenizer has no `bos_token`.
     #[error("add BOS to a text: the tokenizer names no bos_token; remove `data.add_bos_token`")]
-    NoBos,
-    /// Text is dropped.
+    NoBosToken,
+    /// The tokenizer drops all characters of the text.
     #[error(
         "tokenize {text:?}: the tokenizer has no token for any of its characters; the vocabulary of its \
          tokenizer.json may be empty or of another model"
     )]
-    NoTokens {
-        /// The beginning of the text.
+    OnlyUnknownCharacters {
+        /// Beginning of the text.
         text: String,
     },
-    /// The tokenizer failed.
+    /// The tokenizer fails.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
 }
 
-/// Renders a document that `format` read, as [`render_document`], and marks roles that nothing knows as a finding.
+/// Renders a document that `format` read, and warns about roles that neither the mapping nor chat templates define.
 pub fn render_row(
     tokenizer: &Tokenizer,
     template: Option<&ChatTemplate>,
@@ -172,13 +174,15 @@ pub fn render_row(
     let has_unknown_role = format.has_unknown_role(&document);
     let mut sample = render_document(tokenizer, template, document, options)?;
     if has_unknown_role {
-        sample.findings.insert(Finding::UnknownRole);
+        sample.sample_warnings.insert(SampleWarning::UnknownRole);
     }
     Ok(sample)
 }
 
-/// Renders a document as training and evaluation do: a chat by the template, a prompt and its completion as a chat where
-/// there is a template, and plain text as it is.
+/// Renders a document to a sample, for training and evaluation.
+///
+/// The template renders chats. A prompt and its completion become a chat if there is a template. Plain text is
+/// tokenized without a template.
 pub fn render_document(
     tokenizer: &Tokenizer,
     template: Option<&ChatTemplate>,
@@ -192,137 +196,140 @@ pub fn render_document(
             render_completion(tokenizer, prompt, completion, options)?
         }
         (Document::Conversation(chat), Some(template)) => {
-            render_chat(tokenizer, template, &template.with_argument_objects(chat), options)?
+            render_chat(tokenizer, template, &template.with_parsed_tool_arguments(chat), options)?
         }
         (Document::Conversation(_), None) => return Err(RenderError::NoTemplate(tokenizer.directory().to_owned())),
     };
-    if options.targets == Targets::Everything {
+    if options.targets == LossMask::AllTokens {
         sample.is_target.fill(true);
     }
     Ok(sample)
 }
 
-/// Renders a chat once, tokenizes that text, and marks the tokens that touch what the assistant
-/// wrote. The template writes BOS and the like; nothing is added.
+/// Renders a chat with the template, and sets loss on the assistant's tokens.
+///
+/// The text is rendered and tokenized once. A token has loss if it overlaps text of the assistant. The template
+/// writes BOS; no special tokens are added.
 pub fn render_chat(
     tokenizer: &Tokenizer,
     template: &ChatTemplate,
     chat: &Conversation,
     options: RenderOptions,
 ) -> Result<Sample, RenderError> {
-    let (mut findings, lost) = examine(template, chat);
-    if options.targets == Targets::Everything {
-        let text = template.render(chat, Ending::Closed)?;
-        let ids = tokenizer.encode(&text, Specials::Omit)?;
-        return Ok(Sample { is_target: vec![true; ids.len()], ids, findings });
+    let (mut sample_warnings, lost) = examine(template, chat);
+    if options.targets == LossMask::AllTokens {
+        let text = template.render(chat, AddGenerationPrompt::No)?;
+        let ids = tokenizer.encode(&text, SpecialTokens::Exclude)?;
+        return Ok(Sample { is_target: vec![true; ids.len()], ids, sample_warnings });
     }
-    let is_empty = |idx: usize| lost[idx] == Some(Finding::EmptyAnswer) && chat.messages[idx].is_learned();
+    let is_empty = |idx: usize| lost[idx] == Some(SampleWarning::EmptyResponse) && chat.messages[idx].is_trained_on();
     if (0..lost.len()).any(is_empty) {
-        findings.insert(Finding::EmptyAnswer);
+        sample_warnings.insert(SampleWarning::EmptyResponse);
     }
-    let is_learned = |idx: usize| {
+    let is_trained_on = |idx: usize| {
         let is_kept = match lost[idx] {
-            Some(Finding::EmptyAnswer) => options.empty_answers == EmptyAnswers::Learn,
+            Some(SampleWarning::EmptyResponse) => options.empty_answers == EmptyAnswerLoss::Include,
             lost => lost.is_none(),
         };
-        is_kept && chat.messages[idx].is_learned()
+        is_kept && chat.messages[idx].is_trained_on()
     };
     let rendered = template.render_turns(chat)?;
-    let mut spans = learned_spans(template, chat, rendered.spans, is_learned)?;
-    if options.targets == Targets::LastAssistant {
+    let mut spans = spans_with_loss(template, chat, rendered.spans, is_trained_on)?;
+    if options.targets == LossMask::LastAssistantTurn {
         keep_last_turn(&mut spans);
     }
     let mut ranges: Vec<Range<usize>> = spans.into_iter().map(|span| span.range).collect();
-    if options.empty_think == EmptyThink::Ignore {
+    if options.empty_think == EmptyThinkLoss::Mask {
         for range in &mut ranges {
             range.start += empty_think_len(&rendered.text[range.clone()]);
         }
     }
     let mut sample = mark(tokenizer, &rendered.text, &ranges)?;
-    sample.findings.extend(findings);
+    sample.sample_warnings.extend(sample_warnings);
     Ok(sample)
 }
 
-/// Finds the oddities of a conversation under this template, and for each message the reason not to learn it.
-fn examine(template: &ChatTemplate, chat: &Conversation) -> (Findings, Vec<Option<Finding>>) {
-    let unrendered = template.unrendered(chat);
-    let mut findings = Findings::default();
+/// Returns the warnings of a conversation, and for each message the reason to mask it.
+fn examine(template: &ChatTemplate, chat: &Conversation) -> (SampleWarnings, Vec<Option<SampleWarning>>) {
+    let unrendered = template.unrendered_parts(chat);
+    let mut sample_warnings = SampleWarnings::default();
     if unrendered.tools {
-        findings.insert(Finding::ToolDefinitionsNotRendered);
+        sample_warnings.insert(SampleWarning::ToolDefinitionsNotRendered);
     }
     if !unrendered.reasoning.is_empty() && !template.renders_reasoning() {
-        findings.insert(Finding::ReasoningNotRendered);
+        sample_warnings.insert(SampleWarning::ReasoningNotRendered);
     }
     let nothing = |(idx, message): (usize, &Message)| {
         let is_bare = message.is_blank() && !message.has_tool_calls();
         match () {
             () if !message.is_assistant() => None,
-            () if unrendered.tool_calls.contains(&idx) => Some(Finding::AnswerNotRendered),
-            () if message.is_empty_answer() => Some(Finding::EmptyAnswer),
+            () if unrendered.tool_calls.contains(&idx) => Some(SampleWarning::ResponseNotRendered),
+            () if message.is_empty_answer() => Some(SampleWarning::EmptyResponse),
             () if is_bare && unrendered.reasoning.contains(&idx) => match template.renders_reasoning() {
-                // It is an earlier answer, whose reasoning the template leaves out by design.
-                true => Some(Finding::EmptyAnswer),
-                false => Some(Finding::AnswerNotRendered),
+                // The template omits the reasoning of earlier answers by design.
+                true => Some(SampleWarning::EmptyResponse),
+                false => Some(SampleWarning::ResponseNotRendered),
             },
             () => None,
         }
     };
     let lost: Vec<_> = chat.messages.iter().enumerate().map(nothing).collect();
-    if lost.contains(&Some(Finding::AnswerNotRendered)) {
-        findings.insert(Finding::AnswerNotRendered);
+    if lost.contains(&Some(SampleWarning::ResponseNotRendered)) {
+        sample_warnings.insert(SampleWarning::ResponseNotRendered);
     }
-    (findings, lost)
+    (sample_warnings, lost)
 }
 
-/// Keeps the spans of the messages that are learned.
-fn learned_spans(
+/// Keeps the spans of the messages that have loss.
+fn spans_with_loss(
     template: &ChatTemplate,
     chat: &Conversation,
-    mut spans: Vec<Span>,
-    is_learned: impl Fn(usize) -> bool,
-) -> Result<Vec<Span>, RenderError> {
-    let left_out = (0..chat.messages.len()).find(|idx| chat.messages[*idx].is_assistant() && !is_learned(*idx));
+    mut spans: Vec<AssistantSpan>,
+    is_trained_on: impl Fn(usize) -> bool,
+) -> Result<Vec<AssistantSpan>, RenderError> {
+    let left_out = (0..chat.messages.len()).find(|idx| chat.messages[*idx].is_assistant() && !is_trained_on(*idx));
     let Some(message) = left_out else { return Ok(spans) };
-    let is_an_answer = |span: &Span| span.message.is_some_and(|message| chat.messages[message].is_assistant());
+    let is_an_answer = |span: &AssistantSpan| span.message.is_some_and(|message| chat.messages[message].is_assistant());
     if !spans.iter().all(is_an_answer) {
-        return Err(RenderError::Weight { message, template: template.name().to_owned() });
+        return Err(RenderError::CannotMaskMessage { message, template: template.name().to_owned() });
     }
-    spans.retain(|span| span.message.is_some_and(&is_learned));
+    spans.retain(|span| span.message.is_some_and(&is_trained_on));
     Ok(spans)
 }
 
-/// All spans of the last turn, or the last span if turns are not known.
-fn keep_last_turn(spans: &mut Vec<Span>) {
+/// Keeps the spans of the last turn, or the last span if turns are unknown.
+fn keep_last_turn(spans: &mut Vec<AssistantSpan>) {
     let last = spans.pop();
     let message = last.as_ref().and_then(|span| span.message);
     spans.retain(|span| message.is_some() && span.message == message);
     spans.extend(last);
 }
 
-/// The ids that make the model answer a chat: rendered with the generation prompt.
+/// Renders a chat with the generation prompt and returns its token ids.
 pub fn render_prompt(
     tokenizer: &Tokenizer,
     template: &ChatTemplate,
     chat: &Conversation,
 ) -> Result<Vec<u32>, RenderError> {
-    let text = template.render(chat, Ending::GenerationPrompt)?;
-    Ok(tokenizer.encode(&text, Specials::Omit)?)
+    let text = template.render(chat, AddGenerationPrompt::Yes)?;
+    Ok(tokenizer.encode(&text, SpecialTokens::Exclude)?)
 }
 
-/// Renders plain text: all of it is a target, and EOS after it. A blank text has no tokens.
-pub fn render_text(tokenizer: &Tokenizer, text: &str, specials: TextSpecials) -> Result<Sample, RenderError> {
+/// Renders plain text, followed by EOS. Every token has loss. Blank text gives no tokens.
+pub fn render_text(tokenizer: &Tokenizer, text: &str, specials: TextSpecialTokens) -> Result<Sample, RenderError> {
     if text.trim().is_empty() {
         return Ok(Sample::default());
     }
-    let ids = tokenizer.encode(text, Specials::Omit)?;
+    let ids = tokenizer.encode(text, SpecialTokens::Exclude)?;
     if ids.is_empty() {
         return Err(no_tokens(text));
     }
     surround(tokenizer, Sample { is_target: vec![true; ids.len()], ids, ..Sample::default() }, specials)
 }
 
-/// Renders a prompt and its completion for a model without a chat template: BOS, both texts as one, EOS.
-/// The completion and EOS are targets. After an empty completion nothing is, unless the options say so.
+/// Renders a prompt and its completion without a chat template: BOS, both texts as one, EOS.
+///
+/// The completion and EOS have loss. After an empty completion, `empty_answers` decides.
 pub fn render_completion(
     tokenizer: &Tokenizer,
     prompt: &str,
@@ -333,21 +340,21 @@ pub fn render_completion(
     let sample = mark(tokenizer, &text, std::slice::from_ref(&(prompt.len()..text.len())))?;
     let mut sample = surround(tokenizer, sample, options.specials)?;
     if completion.trim().is_empty() {
-        sample.findings.insert(Finding::EmptyAnswer);
-        if options.empty_answers == EmptyAnswers::Ignore {
+        sample.sample_warnings.insert(SampleWarning::EmptyResponse);
+        if options.empty_answers == EmptyAnswerLoss::Mask {
             sample.is_target.fill(false);
         }
     }
     Ok(sample)
 }
 
-/// Puts BOS, which is no target, and EOS, which is one, around a text.
-fn surround(tokenizer: &Tokenizer, sample: Sample, specials: TextSpecials) -> Result<Sample, RenderError> {
-    let own = tokenizer.added_tokens();
+/// Adds BOS without loss and EOS with loss.
+fn surround(tokenizer: &Tokenizer, sample: Sample, specials: TextSpecialTokens) -> Result<Sample, RenderError> {
+    let own = tokenizer.post_processor_tokens();
     let before = match specials.add_bos_token {
         None => own.before.clone(),
         Some(false) => Vec::new(),
-        Some(true) => vec![tokenizer.bos().ok_or(RenderError::NoBos)?.id],
+        Some(true) => vec![tokenizer.bos().ok_or(RenderError::NoBosToken)?.id],
     };
     let after = match (specials.add_eos_token, tokenizer.eos()) {
         (true, Some(eos)) if own.after.is_empty() => vec![eos.id],
@@ -358,11 +365,11 @@ fn surround(tokenizer: &Tokenizer, sample: Sample, specials: TextSpecials) -> Re
     Ok(Sample {
         ids: [before, sample.ids, after].concat(),
         is_target: [vec![false; n_before], sample.is_target, vec![true; n_after]].concat(),
-        findings: sample.findings,
+        sample_warnings: sample.sample_warnings,
     })
 }
 
-/// Tokenizes a text; the tokens that touch a span are targets. Spans are in order and disjoint.
+/// Tokenizes text and sets loss on tokens that overlap a span. The spans are ordered and disjoint.
 fn mark(tokenizer: &Tokenizer, text: &str, spans: &[Range<usize>]) -> Result<Sample, RenderError> {
     let encoded = tokenizer.encode_with_offsets(text)?;
     refuse_dropped_text(tokenizer, text, &encoded)?;
@@ -370,18 +377,18 @@ fn mark(tokenizer: &Tokenizer, text: &str, spans: &[Range<usize>]) -> Result<Sam
         let span_idx = spans.partition_point(|span| span.end <= token.start);
         spans.get(span_idx).filter(|span| span.start < token.end)
     };
-    let mut findings = Findings::default();
+    let mut sample_warnings = SampleWarnings::default();
     let is_merged =
         |token: &Range<usize>| touched(token).is_some_and(|span| token.start < span.start && span.start > 0);
     if encoded.offsets.iter().any(is_merged) {
-        findings.insert(Finding::MergedBoundary);
+        sample_warnings.insert(SampleWarning::TokenSpansPromptBoundary);
     }
     let is_target = encoded.offsets.iter().map(|token| touched(token).is_some()).collect();
-    Ok(Sample { ids: encoded.ids, is_target, findings })
+    Ok(Sample { ids: encoded.ids, is_target, sample_warnings })
 }
 
-/// Refuses a text of which only special tokens are left.
-fn refuse_dropped_text(tokenizer: &Tokenizer, text: &str, encoded: &Encoded) -> Result<(), RenderError> {
+/// Rejects text of which only special tokens remain.
+fn refuse_dropped_text(tokenizer: &Tokenizer, text: &str, encoded: &Encoding) -> Result<(), RenderError> {
     if encoded.ids.iter().any(|id| !tokenizer.is_special(*id)) {
         return Ok(());
     }
@@ -391,10 +398,10 @@ fn refuse_dropped_text(tokenizer: &Tokenizer, text: &str, encoded: &Encoded) -> 
 }
 
 fn no_tokens(text: &str) -> RenderError {
-    RenderError::NoTokens { text: text.chars().take(40).collect() }
+    RenderError::OnlyUnknownCharacters { text: text.chars().take(40).collect() }
 }
 
-/// The length of a leading `<think>`, white space, `</think>` and white space.
+/// Returns the length in bytes of a leading empty `<think></think>` with its white space.
 fn empty_think_len(text: &str) -> usize {
     let behind =
         text.strip_prefix("<think>").and_then(|rest| rest.trim_start().strip_prefix("</think>")).map(str::trim_start);

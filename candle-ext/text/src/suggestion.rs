@@ -1,15 +1,15 @@
 //! Suggestions for misspelt names.
 
-/// Jaro-Winkler similarity above which a candidate is suggested.
+/// Least Jaro-Winkler similarity of a suggested name.
 const SIMILARITY: f64 = 0.84;
 
-/// Edits within which a candidate is suggested for a word of more than [`SHORT`] bytes.
+/// Largest edit distance of a suggested name, for words of more than [`SHORT`] bytes.
 const EDITS: usize = 2;
 
-/// Length of the words in which two edits leave nothing of the original.
+/// Word length in bytes up to which the edit distance is not used.
 const SHORT: usize = 3;
 
-/// Returns the candidate nearest to `word`, if one is near. Case does not count.
+/// Returns the candidate most similar to `word`, if one is similar. Case is ignored.
 pub fn nearest<S: AsRef<str>>(word: &str, candidates: impl IntoIterator<Item = S>) -> Option<S> {
     let lower = word.to_lowercase();
     let scored = candidates.into_iter().filter_map(|candidate| {
@@ -21,7 +21,7 @@ pub fn nearest<S: AsRef<str>>(word: &str, candidates: impl IntoIterator<Item = S
     scored.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, candidate)| candidate)
 }
 
-/// Returns "; did you mean `x`?" with the nearest of `known`, or an empty string if none is near.
+/// Returns "; did you mean `x`?" with the most similar of `known`, or an empty string if none is similar.
 pub fn did_you_mean<S: AsRef<str>>(word: &str, known: impl IntoIterator<Item = S>) -> String {
     nearest(word, known).map_or_else(String::new, |name| format!("; did you mean `{}`?", name.as_ref()))
 }

@@ -1,4 +1,4 @@
-//! YAML documents as trees in which every key and value has its place.
+//! YAML documents as trees with the source position of every key and value.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -7,9 +7,9 @@ use serde::de::{Deserialize, DeserializeOwned, Deserializer, Error, MapAccess, S
 use serde_json::{Map, Number, Value as Json};
 use serde_saphyr::{Location, Options, Spanned, Tagged};
 
-/// The place of a key or value in its text. Lines and columns count from one.
+/// Source position of a key or value. Lines and columns count from one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
+pub struct YamlSpan {
     /// Line.
     pub line: usize,
     /// Column, in characters.
@@ -18,19 +18,19 @@ pub struct Span {
     pub len: usize,
 }
 
-/// A value and its place.
+/// YAML value with its source position of type `P`.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Node<P> {
+pub struct YamlNode<P> {
     /// The value.
-    pub value: Value<P>,
-    /// Its place.
+    pub value: YamlValue<P>,
+    /// Source position of the value.
     pub place: P,
 }
 
-/// A YAML value.
+/// YAML value: scalar, list or map.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Value<P> {
-    /// Nothing.
+pub enum YamlValue<P> {
+    /// Null.
     Null,
     /// `true` or `false`.
     Bool(bool),
@@ -41,70 +41,70 @@ pub enum Value<P> {
     /// Text.
     Text(String),
     /// A list.
-    List(Vec<Node<P>>),
+    List(Vec<YamlNode<P>>),
     /// A map, in the order of writing.
-    Map(Vec<Entry<P>>),
-    /// A value behind a tag that is not one of YAML's own.
-    Tagged(String, Box<Node<P>>),
+    Map(Vec<YamlEntry<P>>),
+    /// A value with an application-specific tag, such as `!function`.
+    Tagged(String, Box<YamlNode<P>>),
 }
 
-/// One key of a map.
+/// Map entry: a key with its value.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Entry<P> {
+pub struct YamlEntry<P> {
     /// The key.
     pub key: String,
-    /// The key's place.
+    /// Source position of the key.
     pub place: P,
     /// Its value.
-    pub node: Node<P>,
+    pub node: YamlNode<P>,
 }
 
-/// A reason why a text is not YAML.
+/// Syntax error of a YAML document.
 #[derive(Clone, Debug, PartialEq)]
-pub struct SyntaxError {
-    /// The parser's message, without the place.
+pub struct YamlSyntaxError {
+    /// Message of the parser, without the position.
     pub message: String,
-    /// Line and column, where known.
+    /// Line and column, if known.
     pub at: Option<(usize, usize)>,
 }
 
-/// The scalar that stands for a key.
-pub trait Key: DeserializeOwned {
+/// Type that deserializes map keys, such as `String`.
+pub trait YamlKey: DeserializeOwned {
     /// Returns the key as text.
     fn into_text(self) -> String;
 }
 
-impl Key for String {
+impl YamlKey for String {
     fn into_text(self) -> String {
         self
     }
 }
 
-impl Node<Span> {
-    /// Reads one YAML document with keys of the type `K`. An empty document is `Null`.
+impl YamlNode<YamlSpan> {
+    /// Parses one YAML document with keys of the type `K`. An empty document is `Null`.
     ///
     /// # Errors
     /// If the text is not one YAML document under `options`.
-    pub fn parse<K: Key>(text: &str, options: Options) -> Result<Self, SyntaxError> {
+    pub fn parse<K: YamlKey>(text: &str, options: Options) -> Result<Self, YamlSyntaxError> {
         let raw = serde_saphyr::from_str_with_options::<Spanned<Tagged<Raw<K>>>>(text, options);
         raw.map(node).map_err(|error| {
             let at = error.location().map(|at| (at.line() as usize, at.column() as usize));
             let message = error.without_snippet().to_string();
-            SyntaxError { message: message.split(" at line ").next().unwrap_or(&message).to_owned(), at }
+            YamlSyntaxError { message: message.split(" at line ").next().unwrap_or(&message).to_owned(), at }
         })
     }
 }
 
-impl<P> Node<P> {
-    /// Returns the value under `key`, if this is a map that has it.
-    pub fn get(&self, key: &str) -> Option<&Entry<P>> {
+impl<P> YamlNode<P> {
+    /// Returns the entry of `key`, if this is a map that has it.
+    pub fn get(&self, key: &str) -> Option<&YamlEntry<P>> {
         match &self.value {
-            Value::Map(entries) => entries.iter().find(|entry| entry.key == key),
+            YamlValue::Map(entries) => entries.iter().find(|entry| entry.key == key),
             _ => None,
         }
     }
 
-    /// Returns the value at a path such as `data.sources.0.split`, with the place of its key.
+    /// Returns the value at a path such as `data.sources.0.split`, with the position of its key.
     pub fn at(&self, path: &str) -> Option<(&Self, P)>
     where
         P: Copy,
@@ -112,96 +112,96 @@ impl<P> Node<P> {
         let mut found = (self, self.place);
         for segment in path.split('.').filter(|segment| !segment.is_empty()) {
             found = match &found.0.value {
-                Value::Map(_) => found.0.get(segment).map(|entry| (&entry.node, entry.place))?,
-                Value::List(items) => items.get(segment.parse::<usize>().ok()?).map(|node| (node, node.place))?,
+                YamlValue::Map(_) => found.0.get(segment).map(|entry| (&entry.node, entry.place))?,
+                YamlValue::List(items) => items.get(segment.parse::<usize>().ok()?).map(|node| (node, node.place))?,
                 _ => return None,
             };
         }
         Some(found)
     }
 
-    /// Rebuilds the tree from its leaves: `place` converts each place, then `finish` each node.
+    /// Rebuilds the tree bottom-up: `place` converts each position, then `finish` each node.
     ///
     /// # Errors
-    /// If `finish` refuses a node.
+    /// If `finish` returns one.
     pub fn try_map<Q, E>(
         self,
         place: &impl Fn(P) -> Q,
-        finish: &impl Fn(Node<Q>) -> Result<Node<Q>, E>,
-    ) -> Result<Node<Q>, E> {
+        finish: &impl Fn(YamlNode<Q>) -> Result<YamlNode<Q>, E>,
+    ) -> Result<YamlNode<Q>, E> {
         let value = match self.value {
-            Value::Null => Value::Null,
-            Value::Bool(value) => Value::Bool(value),
-            Value::Int(value) => Value::Int(value),
-            Value::Float(value) => Value::Float(value),
-            Value::Text(text) => Value::Text(text),
-            Value::List(items) => {
-                Value::List(items.into_iter().map(|item| item.try_map(place, finish)).collect::<Result<_, _>>()?)
+            YamlValue::Null => YamlValue::Null,
+            YamlValue::Bool(value) => YamlValue::Bool(value),
+            YamlValue::Int(value) => YamlValue::Int(value),
+            YamlValue::Float(value) => YamlValue::Float(value),
+            YamlValue::Text(text) => YamlValue::Text(text),
+            YamlValue::List(items) => {
+                YamlValue::List(items.into_iter().map(|item| item.try_map(place, finish)).collect::<Result<_, _>>()?)
             }
-            Value::Map(entries) => {
-                let entry = |Entry { key, place: at, node }| {
-                    Ok(Entry { key, place: place(at), node: Node::try_map(node, place, finish)? })
+            YamlValue::Map(entries) => {
+                let entry = |YamlEntry { key, place: at, node }| {
+                    Ok(YamlEntry { key, place: place(at), node: YamlNode::try_map(node, place, finish)? })
                 };
-                Value::Map(entries.into_iter().map(entry).collect::<Result<_, _>>()?)
+                YamlValue::Map(entries.into_iter().map(entry).collect::<Result<_, _>>()?)
             }
-            Value::Tagged(tag, node) => Value::Tagged(tag, Box::new(node.try_map(place, finish)?)),
+            YamlValue::Tagged(tag, node) => YamlValue::Tagged(tag, Box::new(node.try_map(place, finish)?)),
         };
-        finish(Node { value, place: place(self.place) })
+        finish(YamlNode { value, place: place(self.place) })
     }
 
-    /// Returns the value as text, empty for other kinds.
+    /// Returns the value as text, or an empty string for other types.
     pub fn text_or_empty(&self) -> &str {
         match &self.value {
-            Value::Text(text) => text,
+            YamlValue::Text(text) => text,
             _ => "",
         }
     }
 
-    /// Returns the value as JSON. A tagged text is one with its tag.
+    /// Converts the value to JSON. A tagged value becomes a string with its tag.
     pub fn json(&self) -> Json {
         match &self.value {
-            Value::Null => Json::Null,
-            Value::Bool(value) => Json::Bool(*value),
-            Value::Int(_) | Value::Float(_) => self.value.number().map_or(Json::Null, Json::Number),
-            Value::Text(text) => Json::String(text.clone()),
-            Value::List(items) => items.iter().map(Node::json).collect(),
-            Value::Map(entries) => {
+            YamlValue::Null => Json::Null,
+            YamlValue::Bool(value) => Json::Bool(*value),
+            YamlValue::Int(_) | YamlValue::Float(_) => self.value.number().map_or(Json::Null, Json::Number),
+            YamlValue::Text(text) => Json::String(text.clone()),
+            YamlValue::List(items) => items.iter().map(YamlNode::json).collect(),
+            YamlValue::Map(entries) => {
                 Json::Object(entries.iter().map(|e| (e.key.clone(), e.node.json())).collect::<Map<_, _>>())
             }
-            Value::Tagged(tag, node) => Json::String(format!("{tag} {}", node.text_or_empty())),
+            YamlValue::Tagged(tag, node) => Json::String(format!("{tag} {}", node.text_or_empty())),
         }
     }
 
-    /// Names the kind of value for a message, with the value where it is short.
+    /// Names the type of the value for a message, with short values included.
     pub fn describe(&self) -> String {
         match &self.value {
-            Value::Null => "nothing (null)".into(),
-            Value::Bool(value) => format!("the boolean {value}"),
-            Value::Int(value) => format!("the integer {value}"),
-            Value::Float(value) => format!("the number {value}"),
-            Value::Text(text) => format!("the text {}", quoted(text)),
-            Value::List(_) => "a list".into(),
-            Value::Map(_) => "a map".into(),
-            Value::Tagged(tag, node) => format!("{} with the tag `{tag}`", node.describe()),
+            YamlValue::Null => "nothing (null)".into(),
+            YamlValue::Bool(value) => format!("the boolean {value}"),
+            YamlValue::Int(value) => format!("the integer {value}"),
+            YamlValue::Float(value) => format!("the number {value}"),
+            YamlValue::Text(text) => format!("the text {}", quoted(text)),
+            YamlValue::List(_) => "a list".into(),
+            YamlValue::Map(_) => "a map".into(),
+            YamlValue::Tagged(tag, node) => format!("{} with the tag `{tag}`", node.describe()),
         }
     }
 }
 
-impl<P> Value<P> {
-    /// Returns the number as JSON has it. An integer beyond 64 bits is rounded.
+impl<P> YamlValue<P> {
+    /// Converts a number to JSON. An integer beyond 64 bits is rounded.
     pub fn number(&self) -> Option<Number> {
         match self {
-            Value::Int(value) => i64::try_from(*value)
+            YamlValue::Int(value) => i64::try_from(*value)
                 .map(Number::from)
                 .or_else(|_| u64::try_from(*value).map(Number::from))
                 .map_or_else(|_| Number::from_f64(*value as f64), Some),
-            Value::Float(value) => Number::from_f64(*value),
+            YamlValue::Float(value) => Number::from_f64(*value),
             _ => None,
         }
     }
 }
 
-/// Quotes a text for a message, shortened.
+/// Quotes a text for a message, shortened to 40 characters.
 pub fn quoted(text: &str) -> String {
     let mut chars = text.chars();
     let head: String = chars.by_ref().take(40).collect();
@@ -209,38 +209,38 @@ pub fn quoted(text: &str) -> String {
     format!("{:?}", format!("{head}{tail}"))
 }
 
-/// The tree as the parser gives it.
+/// Tree as the parser returns it.
 enum Raw<K> {
-    Scalar(Value<Span>),
+    Scalar(YamlValue<YamlSpan>),
     List(Vec<Spanned<Tagged<Self>>>),
     Map(Vec<(Spanned<K>, Spanned<Tagged<Self>>)>),
 }
 
-fn node<K: Key>(raw: Spanned<Tagged<Raw<K>>>) -> Node<Span> {
+fn node<K: YamlKey>(raw: Spanned<Tagged<Raw<K>>>) -> YamlNode<YamlSpan> {
     let place = span(raw.referenced);
     let Tagged(value, tag) = raw.value;
-    let entry = |(key, raw): (Spanned<K>, _)| Entry {
+    let entry = |(key, raw): (Spanned<K>, _)| YamlEntry {
         place: span(key.referenced),
         key: key.value.into_text(),
         node: node(raw),
     };
     let value = match value {
         Raw::Scalar(value) => value,
-        Raw::List(items) => Value::List(items.into_iter().map(node).collect()),
-        Raw::Map(entries) => Value::Map(entries.into_iter().map(entry).collect()),
+        Raw::List(items) => YamlValue::List(items.into_iter().map(node).collect()),
+        Raw::Map(entries) => YamlValue::Map(entries.into_iter().map(entry).collect()),
     };
-    let untagged = Node { value, place };
+    let untagged = YamlNode { value, place };
     match tag.filter(|tag| !tag.starts_with("tag:yaml.org,2002:")) {
-        Some(tag) => Node { value: Value::Tagged(tag, Box::new(untagged)), place },
+        Some(tag) => YamlNode { value: YamlValue::Tagged(tag, Box::new(untagged)), place },
         None => untagged,
     }
 }
 
-fn span(at: Location) -> Span {
-    Span { line: at.line() as usize, column: at.column() as usize, len: at.span().len() as usize }
+fn span(at: Location) -> YamlSpan {
+    YamlSpan { line: at.line() as usize, column: at.column() as usize, len: at.span().len() as usize }
 }
 
-impl<'de, K: Key> Deserialize<'de> for Raw<K> {
+impl<'de, K: YamlKey> Deserialize<'de> for Raw<K> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(RawVisitor(PhantomData))
     }
@@ -248,41 +248,41 @@ impl<'de, K: Key> Deserialize<'de> for Raw<K> {
 
 struct RawVisitor<K>(PhantomData<K>);
 
-impl<'de, K: Key> Visitor<'de> for RawVisitor<K> {
+impl<'de, K: YamlKey> Visitor<'de> for RawVisitor<K> {
     type Value = Raw<K>;
 
     fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str("a YAML value")
     }
     fn visit_unit<E>(self) -> Result<Raw<K>, E> {
-        Ok(Raw::Scalar(Value::Null))
+        Ok(Raw::Scalar(YamlValue::Null))
     }
     fn visit_none<E>(self) -> Result<Raw<K>, E> {
-        Ok(Raw::Scalar(Value::Null))
+        Ok(Raw::Scalar(YamlValue::Null))
     }
     fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Raw<K>, D::Error> {
         deserializer.deserialize_any(self)
     }
     fn visit_bool<E>(self, value: bool) -> Result<Raw<K>, E> {
-        Ok(Raw::Scalar(Value::Bool(value)))
+        Ok(Raw::Scalar(YamlValue::Bool(value)))
     }
     fn visit_i64<E>(self, value: i64) -> Result<Raw<K>, E> {
-        Ok(Raw::Scalar(Value::Int(value.into())))
+        Ok(Raw::Scalar(YamlValue::Int(value.into())))
     }
     fn visit_u64<E>(self, value: u64) -> Result<Raw<K>, E> {
-        Ok(Raw::Scalar(Value::Int(value.into())))
+        Ok(Raw::Scalar(YamlValue::Int(value.into())))
     }
     fn visit_i128<E>(self, value: i128) -> Result<Raw<K>, E> {
-        Ok(Raw::Scalar(Value::Int(value)))
+        Ok(Raw::Scalar(YamlValue::Int(value)))
     }
     fn visit_u128<E: Error>(self, value: u128) -> Result<Raw<K>, E> {
-        i128::try_from(value).map(|v| Raw::Scalar(Value::Int(v))).map_err(|_| E::custom("the integer is too large"))
+        i128::try_from(value).map(|v| Raw::Scalar(YamlValue::Int(v))).map_err(|_| E::custom("the integer is too large"))
     }
     fn visit_f64<E>(self, value: f64) -> Result<Raw<K>, E> {
-        Ok(Raw::Scalar(Value::Float(value)))
+        Ok(Raw::Scalar(YamlValue::Float(value)))
     }
     fn visit_str<E>(self, value: &str) -> Result<Raw<K>, E> {
-        Ok(Raw::Scalar(Value::Text(value.to_owned())))
+        Ok(Raw::Scalar(YamlValue::Text(value.to_owned())))
     }
     fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Raw<K>, A::Error> {
         let mut items = Vec::new();
@@ -305,16 +305,16 @@ impl<'de, K: Key> Visitor<'de> for RawVisitor<K> {
 mod tests {
     use super::*;
 
-    fn parse(text: &str) -> Node<Span> {
-        Node::parse::<String>(text, serde_saphyr::options! { with_snippet: false }).unwrap()
+    fn parse(text: &str) -> YamlNode<YamlSpan> {
+        YamlNode::parse::<String>(text, serde_saphyr::options! { with_snippet: false }).unwrap()
     }
 
     #[test]
     fn keys_and_values_have_their_places() {
         let tree = parse("a: 1\nb:\n  - x\n  - {c: 2.5}\n");
         let (node, key) = tree.at("b.1.c").unwrap();
-        assert_eq!((&node.value, key), (&Value::Float(2.5), Span { line: 4, column: 6, len: 1 }));
-        assert_eq!(node.place, Span { line: 4, column: 9, len: 3 });
+        assert_eq!((&node.value, key), (&YamlValue::Float(2.5), YamlSpan { line: 4, column: 6, len: 1 }));
+        assert_eq!(node.place, YamlSpan { line: 4, column: 9, len: 3 });
         assert_eq!(tree.json(), serde_json::json!({"a": 1, "b": ["x", {"c": 2.5}]}));
         assert!(tree.at("b.2").is_none() && tree.at("a.b").is_none());
     }

@@ -6,13 +6,13 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use candlewick_text::conversation::{Conversation, Message};
-use candlewick_text::findings::Finding;
 use candlewick_text::render::{
-    EmptyAnswers, EmptyThink, RenderOptions, Sample, Targets, TextSpecials, render_chat, render_completion,
-    render_prompt, render_text,
+    EmptyAnswerLoss, EmptyThinkLoss, LossMask, RenderOptions, Sample, TextSpecialTokens, render_chat,
+    render_completion, render_prompt, render_text,
 };
-use candlewick_text::template::{ChatTemplate, Clock, Ending};
-use candlewick_text::tokenizer::{Specials, Tokenizer};
+use candlewick_text::sample_warning::SampleWarning;
+use candlewick_text::template::{AddGenerationPrompt, ChatTemplate, Clock};
+use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde_json::{Map, Value as Json};
 
 const FAMILIES: [&str; 5] = ["smollm2", "llama3", "llama3_2", "qwen2_5", "qwen3"];
@@ -95,7 +95,7 @@ fn mask_of(golden: &Json) -> Vec<bool> {
 #[test]
 fn texts_are_those_of_transformers() {
     for_each_golden(|title, _, template, chat, golden| {
-        let closed = template.render(chat, Ending::Closed);
+        let closed = template.render(chat, AddGenerationPrompt::No);
         if golden.get("error").is_some() {
             // The goldens' errors are the stock templates'. A missing content is an empty text here.
             let is_filled = chat.messages.iter().any(|message| message.text().is_none());
@@ -103,7 +103,7 @@ fn texts_are_those_of_transformers() {
             return;
         }
         assert_eq!(closed.unwrap(), golden["text"].as_str().unwrap(), "{title}");
-        let prompt = template.render(chat, Ending::GenerationPrompt).unwrap();
+        let prompt = template.render(chat, AddGenerationPrompt::Yes).unwrap();
         assert_eq!(prompt, golden["prompt"].as_str().unwrap(), "{title}");
     });
 }
@@ -131,17 +131,17 @@ fn spans_are_those_of_generation_blocks() {
 fn ids_and_masks_are_those_of_transformers() {
     for_each_golden(|title, tokenizer, template, chat, golden| {
         if golden.get("error").is_none() {
-            let options = RenderOptions { empty_answers: EmptyAnswers::Learn, ..RenderOptions::default() };
+            let options = RenderOptions { empty_answers: EmptyAnswerLoss::Include, ..RenderOptions::default() };
             let sample = render_chat(tokenizer, template, chat, options).unwrap();
             assert_eq!(sample.ids, ids_of(golden), "{title}");
-            if !sample.findings.contains(Finding::AnswerNotRendered) {
+            if !sample.sample_warnings.contains(SampleWarning::ResponseNotRendered) {
                 assert_eq!(sample.is_target, mask_of(golden), "{title}");
             }
-            assert_eq!(sample.teaches_to_stop(tokenizer), sample.n_targets() > 0, "{title}");
+            assert_eq!(sample.has_eos_target(tokenizer), sample.n_targets() > 0, "{title}");
             assert!(!sample.has_doubled_bos(tokenizer), "{title}");
             let prompt = render_prompt(tokenizer, template, chat).unwrap();
             let text = golden["prompt"].as_str().unwrap();
-            assert_eq!(prompt, tokenizer.encode(text, Specials::Omit).unwrap(), "{title}");
+            assert_eq!(prompt, tokenizer.encode(text, SpecialTokens::Exclude).unwrap(), "{title}");
         }
     });
 }
@@ -159,14 +159,14 @@ fn targets(tokenizer: &Tokenizer, sample: &Sample) -> Vec<String> {
     let stretches = marked.chunk_by(|left, right| left.1 == right.1);
     let decode = |stretch: &[(u32, bool)]| {
         let ids: Vec<u32> = stretch.iter().map(|(id, _)| *id).collect();
-        tokenizer.decode(&ids, Specials::Add).unwrap()
+        tokenizer.decode(&ids, SpecialTokens::Include).unwrap()
     };
     stretches.filter(|stretch| stretch[0].1).map(decode).collect()
 }
 
 #[test]
 fn every_token_is_a_target_when_inputs_are_not_masked() {
-    let options = RenderOptions { targets: Targets::Everything, ..Default::default() };
+    let options = RenderOptions { targets: LossMask::AllTokens, ..Default::default() };
     let (_, all) = sample("qwen3", "repeated_answers", options);
     assert_eq!(all.n_targets(), all.len());
     assert_eq!(all.ids, sample("qwen3", "repeated_answers", RenderOptions::default()).1.ids);
@@ -174,7 +174,7 @@ fn every_token_is_a_target_when_inputs_are_not_masked() {
 
 #[test]
 fn the_last_answer_alone_can_be_the_target() {
-    let options = RenderOptions { targets: Targets::LastAssistant, ..Default::default() };
+    let options = RenderOptions { targets: LossMask::LastAssistantTurn, ..Default::default() };
     let (tokenizer, last) = sample("qwen2_5", "repeated_answers", options);
     assert_eq!(targets(&tokenizer, &last), ["Yes.<|im_end|>"]);
     assert_eq!(last.is_target.iter().rposition(|target| *target), Some(last.len() - 2));
@@ -186,7 +186,7 @@ fn the_last_answer_alone_can_be_the_target() {
 fn an_empty_thought_can_be_left_out() {
     let (tokenizer, with) = sample("qwen3", "one_turn", RenderOptions::default());
     assert_eq!(targets(&tokenizer, &with), ["<think>\n\n</think>\n\nHello!<|im_end|>"]);
-    let options = RenderOptions { empty_think: EmptyThink::Ignore, ..Default::default() };
+    let options = RenderOptions { empty_think: EmptyThinkLoss::Mask, ..Default::default() };
     let (tokenizer, without) = sample("qwen3", "one_turn", options);
     assert_eq!(targets(&tokenizer, &without), ["Hello!<|im_end|>"]);
     assert_eq!(with.ids, without.ids);
@@ -195,20 +195,20 @@ fn an_empty_thought_can_be_left_out() {
 }
 
 fn as_text(tokenizer: &Tokenizer, add_bos_token: Option<bool>, add_eos_token: bool) -> String {
-    let sample = render_text(tokenizer, "Yes.", TextSpecials { add_bos_token, add_eos_token }).unwrap();
-    tokenizer.decode(&sample.ids, Specials::Add).unwrap()
+    let sample = render_text(tokenizer, "Yes.", TextSpecialTokens { add_bos_token, add_eos_token }).unwrap();
+    tokenizer.decode(&sample.ids, SpecialTokens::Include).unwrap()
 }
 
 #[test]
 fn bos_of_plain_text_is_the_tokenizers_and_eos_ends_it() {
     let llama = tokenizer("llama3_2");
-    let text = |text| render_text(&llama, text, TextSpecials::default()).unwrap();
+    let text = |text| render_text(&llama, text, TextSpecialTokens::default()).unwrap();
     assert_eq!(as_text(&llama, None, true), "<|begin_of_text|>Yes.<|eot_id|>");
     assert_eq!(text("Yes.").is_target, [false, true, true, true]);
-    assert!(text("Yes.").teaches_to_stop(&llama));
+    assert!(text("Yes.").has_eos_target(&llama));
     assert!(!text("Yes.").has_doubled_bos(&llama));
     assert!(text("<|begin_of_text|>Yes.").has_doubled_bos(&llama));
-    let doubled = llama.encode("<|begin_of_text|>Yes.", Specials::Add).unwrap();
+    let doubled = llama.encode("<|begin_of_text|>Yes.", SpecialTokens::Include).unwrap();
     assert!(llama.has_doubled_bos(&doubled));
 
     // SmolLM2 names a BOS token, `<|im_start|>`, that its tokenizer does not add.
@@ -220,22 +220,22 @@ fn bos_of_plain_text_is_the_tokenizers_and_eos_ends_it() {
 
     let qwen = tokenizer("qwen2_5");
     assert_eq!(as_text(&qwen, None, true), "Yes.<|im_end|>");
-    let sample = render_text(&qwen, "Yes.", TextSpecials::default()).unwrap();
+    let sample = render_text(&qwen, "Yes.", TextSpecialTokens::default()).unwrap();
     assert_eq!(sample.n_targets(), sample.len());
-    assert!(render_text(&qwen, " \n", TextSpecials::default()).unwrap().is_empty());
-    let error = render_text(&qwen, "Yes.", TextSpecials { add_bos_token: Some(true), add_eos_token: true });
+    assert!(render_text(&qwen, " \n", TextSpecialTokens::default()).unwrap().is_empty());
+    let error = render_text(&qwen, "Yes.", TextSpecialTokens { add_bos_token: Some(true), add_eos_token: true });
     assert!(error.unwrap_err().to_string().contains("the tokenizer names no bos_token"));
 }
 
-/// A text is scored as [`Specials::Add`] encodes it: training sees the same tokens, and EOS after them.
+/// A text is scored as [`SpecialTokens::Include`] encodes it: training sees the same tokens, and EOS after them.
 #[test]
 fn training_and_scoring_give_a_text_the_same_tokens() {
     for family in FAMILIES {
         let tokenizer = tokenizer(family);
         let text = "The cat sat.\nAnd stood up.";
-        let scored = tokenizer.encode(text, Specials::Add).unwrap();
+        let scored = tokenizer.encode(text, SpecialTokens::Include).unwrap();
         let ids = |add_eos_token| {
-            let specials = TextSpecials { add_eos_token, ..TextSpecials::default() };
+            let specials = TextSpecialTokens { add_eos_token, ..TextSpecialTokens::default() };
             render_text(&tokenizer, text, specials).unwrap().ids
         };
         assert_eq!(ids(false), scored, "{family}");
@@ -248,8 +248,8 @@ fn a_completion_and_eos_are_targets_and_its_prompt_is_not() {
     let qwen = tokenizer("qwen2_5");
     let sample = render_completion(&qwen, "Weather", " in 東京?", RenderOptions::default()).unwrap();
     assert_eq!(targets(&qwen, &sample), [" in 東京?<|im_end|>"]);
-    assert_eq!(qwen.decode(&sample.ids, Specials::Omit).unwrap(), "Weather in 東京?");
-    assert!(sample.teaches_to_stop(&qwen));
+    assert_eq!(qwen.decode(&sample.ids, SpecialTokens::Exclude).unwrap(), "Weather in 東京?");
+    assert!(sample.has_eos_target(&qwen));
 }
 
 /// Several tokens may share one character: they are targets together or not at all.
@@ -296,7 +296,7 @@ fn a_weight_is_that_of_all_blocks_of_its_turn() {
                   {% endgeneration %}|{% generation %}{{ m.content }}{% endgeneration %}|{% else %}\
                   {{ m.content }}|{% endif %}{% endfor %}";
     let template = ChatTemplate::new("blocks", source).unwrap();
-    let check = |weights: [i32; 3], targets: Targets, want: &[&str]| {
+    let check = |weights: [i32; 3], targets: LossMask, want: &[&str]| {
         let turn = |text: &str, weight: i32| Message::new("assistant", text).with("weight", weight.into());
         let thoughtful = |text, weight| turn(text, weight).with("thought", "hm".into());
         let answers = [thoughtful("one", weights[0]), turn("two", weights[1]), thoughtful("three", weights[2])];
@@ -305,12 +305,12 @@ fn a_weight_is_that_of_all_blocks_of_its_turn() {
         let sample = render_chat(&tokenizer, &template, &chat, options).unwrap();
         assert_eq!(self::targets(&tokenizer, &sample), want);
     };
-    check([1, 1, 1], Targets::Assistant, &["hm", "one", "two", "hm", "three"]);
-    check([0, 1, 1], Targets::Assistant, &["two", "hm", "three"]);
-    check([1, 0, 1], Targets::Assistant, &["hm", "one", "hm", "three"]);
-    check([1, 1, 0], Targets::Assistant, &["hm", "one", "two"]);
-    check([1, 1, 1], Targets::LastAssistant, &["hm", "three"]);
-    check([1, 1, 0], Targets::LastAssistant, &["two"]);
+    check([1, 1, 1], LossMask::AssistantTokens, &["hm", "one", "two", "hm", "three"]);
+    check([0, 1, 1], LossMask::AssistantTokens, &["two", "hm", "three"]);
+    check([1, 0, 1], LossMask::AssistantTokens, &["hm", "one", "hm", "three"]);
+    check([1, 1, 0], LossMask::AssistantTokens, &["hm", "one", "two"]);
+    check([1, 1, 1], LossMask::LastAssistantTurn, &["hm", "three"]);
+    check([1, 1, 0], LossMask::LastAssistantTurn, &["two"]);
 }
 
 #[test]

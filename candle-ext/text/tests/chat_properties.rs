@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use candlewick_text::conversation::{Conversation, Message};
-use candlewick_text::findings::Finding;
 use candlewick_text::render::{RenderOptions, render_chat};
-use candlewick_text::template::{ChatTemplate, Ending};
+use candlewick_text::sample_warning::SampleWarning;
+use candlewick_text::template::{AddGenerationPrompt, ChatTemplate};
 use candlewick_text::tokenizer::Tokenizer;
 use proptest::prelude::*;
 use serde_json::json;
@@ -105,10 +105,10 @@ proptest! {
     fn spans_lie_in_order_one_for_each_answer(chat in conversation()) {
         for (tokenizer, template) in FAMILIES.iter() {
             let Ok(rendered) = template.render_turns(&chat) else { continue };
-            let is_learned = |message: &&Message| message.is_assistant() && !message.is_empty_answer();
-            let n_learned = chat.messages.iter().filter(is_learned).count();
+            let is_trained_on = |message: &&Message| message.is_assistant() && !message.is_empty_answer();
+            let n_learned = chat.messages.iter().filter(is_trained_on).count();
             // An empty answer may leave no text.
-            let is_answer = |message: &usize| is_learned(&&chat.messages[*message]);
+            let is_answer = |message: &usize| is_trained_on(&&chat.messages[*message]);
             let messages = rendered.spans.iter().filter_map(|span| span.message);
             let messages: Vec<_> = messages.filter(is_answer).collect();
             let answers: Vec<_> = (0..chat.messages.len()).filter(is_answer).collect();
@@ -121,8 +121,8 @@ proptest! {
             }
             let sample = render_chat(tokenizer, template, &chat, RenderOptions::default()).unwrap();
             prop_assert_eq!(sample.ids.len(), sample.is_target.len());
-            let lost = [Finding::AnswerNotRendered, Finding::EmptyAnswer];
-            let is_lost = lost.into_iter().any(|finding| sample.findings.contains(finding));
+            let lost = [SampleWarning::ResponseNotRendered, SampleWarning::EmptyResponse];
+            let is_lost = lost.into_iter().any(|finding| sample.sample_warnings.contains(finding));
             prop_assert!(is_lost || (sample.n_targets() > 0) == (n_learned > 0));
         }
     }
@@ -130,7 +130,7 @@ proptest! {
     #[test]
     fn a_template_of_any_source_renders_or_is_refused(source in source(), chat in conversation()) {
         let Ok(template) = ChatTemplate::new("any", &source) else { return Ok(()) };
-        let text = template.render(&chat, Ending::Closed);
+        let text = template.render(&chat, AddGenerationPrompt::No);
         if let Ok(rendered) = template.render_turns(&chat) {
             prop_assert_eq!(Ok(rendered.text), text.map_err(|error| error.to_string()));
         }

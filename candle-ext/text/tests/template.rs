@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use candlewick_text::conversation::{Conversation, Message};
-use candlewick_text::template::{ChatTemplate, Clock, Ending, TemplateError};
+use candlewick_text::template::{AddGenerationPrompt, ChatTemplate, Clock, TemplateError};
 use serde_json::{Value as Json, json};
 
 fn chat(messages: &[(&str, &str)]) -> Conversation {
@@ -23,7 +23,7 @@ fn snippets_print_what_transformers_prints() {
         let template = ChatTemplate::new("snippet", source);
         let got = template
             .map(|template| template.with_clock(Clock::Fixed(1_721_984_703)))
-            .and_then(|template| template.render(&chat, Ending::Closed));
+            .and_then(|template| template.render(&chat, AddGenerationPrompt::No));
         if got.as_deref().ok() != want {
             differences.push(format!("{source}\n  want {want:?}\n  got  {got:?}"));
         }
@@ -175,8 +175,8 @@ fn characters_set_aside_for_markers_may_be_in_the_text() {
 
 #[track_caller]
 fn fails(source: &str, want: &str) {
-    let rendered =
-        ChatTemplate::new("test.jinja", source).and_then(|template| template.render(&chat(&TALK), Ending::Closed));
+    let rendered = ChatTemplate::new("test.jinja", source)
+        .and_then(|template| template.render(&chat(&TALK), AddGenerationPrompt::No));
     assert_eq!(rendered.unwrap_err().to_string(), want);
 }
 
@@ -192,7 +192,7 @@ fn errors_name_the_template_the_line_and_the_reason() {
     );
     fails("{% generation %}\n{% for x in %}", "parse chat template test.jinja, line 2: unexpected end of block");
     let template = ChatTemplate::new("test.jinja", "{{ messages }}").unwrap();
-    let error = template.render(&Conversation::default(), Ending::Closed).unwrap_err();
+    let error = template.render(&Conversation::default(), AddGenerationPrompt::No).unwrap_err();
     assert_eq!(error.to_string(), "render chat template test.jinja: the conversation has no messages");
 }
 
@@ -206,7 +206,7 @@ fn arguments_are_text_where_the_template_can_print_text() {
         let source = format!("{head}{source}{{% endgeneration %}}{{% endfor %}}");
         let template = ChatTemplate::new("calls", &source).unwrap();
         let rendered = template.render_turns(&chat).map_err(|error| error.to_string())?;
-        assert_eq!(Ok(&rendered.text), template.render(&chat, Ending::Closed).as_ref().map_err(|_| ()));
+        assert_eq!(Ok(&rendered.text), template.render(&chat, AddGenerationPrompt::No).as_ref().map_err(|_| ()));
         Ok::<_, String>(rendered.text)
     };
     let (text, object) = (json!("{\"x\":  1}"), json!({"x": 1}));
@@ -228,15 +228,16 @@ fn tools_choose_their_own_template() {
     let tools = ChatTemplate::new("tools", "{{ tools | length }} tools {{ x }}").unwrap();
     let template = template.with_tool_use(tools).with_variable("x", "y");
     let chat = chat(&TALK);
-    assert_eq!(template.render(&chat, Ending::Closed).unwrap(), "plain y");
+    assert_eq!(template.render(&chat, AddGenerationPrompt::No).unwrap(), "plain y");
     let chat = chat.with_tools(json!([{}]));
-    assert_eq!(template.render(&chat, Ending::Closed).unwrap(), "1 tools y");
+    assert_eq!(template.render(&chat, AddGenerationPrompt::No).unwrap(), "1 tools y");
 }
 
 #[track_caller]
 fn refused(source: &str, want: &str) {
     let chat = Conversation::new([Message::new("user", "x")]);
-    let rendered = ChatTemplate::new("test", source).and_then(|template| template.render(&chat, Ending::Closed));
+    let rendered =
+        ChatTemplate::new("test", source).and_then(|template| template.render(&chat, AddGenerationPrompt::No));
     let error = rendered.unwrap_err().to_string();
     assert!(error.contains(want), "{want:?} is not in {error:.300}");
 }
@@ -267,8 +268,8 @@ fn check_given_up(body: &str) {
     let chat = Conversation::new([Message::new("user", "x")]);
     let source = format!("{{% set ns = namespace(x=['x'], t='x' * 1000) %}}{body}");
     let template = ChatTemplate::new("test", &source).unwrap();
-    let error = template.render(&chat, Ending::Closed).unwrap_err();
-    assert!(matches!(error, TemplateError::Budget { .. }), "{error:.300}");
+    let error = template.render(&chat, AddGenerationPrompt::No).unwrap_err();
+    assert!(matches!(error, TemplateError::LimitExceeded { .. }), "{error:.300}");
     // Further renderings are refused at once.
     let again = std::time::Instant::now();
     assert!(template.render_turns(&chat).unwrap_err().to_string().contains("one rendering takes more than"));
@@ -300,7 +301,7 @@ fn a_deep_value_does_not_exhaust_the_stack() {
         let render = |body: &str, print: &str| {
             let loops = format!("{{% for i in range(100000) %}}{{% set ns.x = {body} %}}{{% endfor %}}");
             let source = format!("{{% set ns = namespace(x=[1]) %}}{loops}{print}");
-            ChatTemplate::new("test", &source).unwrap().render(&chat, Ending::Closed)
+            ChatTemplate::new("test", &source).unwrap().render(&chat, AddGenerationPrompt::No)
         };
         assert_eq!(render("[ns.x]", "fine").unwrap(), "fine");
         assert_eq!(render("{'a': ns.x}", "fine").unwrap(), "fine");
@@ -320,6 +321,6 @@ fn nesting_does_not_exhaust_the_stack() {
         format!("{{{{ {}1{} }}}}", "(".repeat(50_000), ")".repeat(50_000)),
     ] {
         let template = ChatTemplate::new("test", &source);
-        let _ = template.map(|template| template.render(&chat, Ending::Closed));
+        let _ = template.map(|template| template.render(&chat, AddGenerationPrompt::No));
     }
 }

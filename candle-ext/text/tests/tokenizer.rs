@@ -4,8 +4,8 @@
 use std::path::Path;
 
 use candlewick_text::conversation::{Conversation, Message};
-use candlewick_text::template::Ending;
-use candlewick_text::tokenizer::{Specials, Tokenizer};
+use candlewick_text::template::AddGenerationPrompt;
+use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 
@@ -96,13 +96,13 @@ fn every_id_that_ends_a_generation_is_known() {
 fn ids_come_with_and_without_specials_and_back() {
     let tokenizer = load(&[("tokenizer_config.json", json!({"bos_token": "<s>"}))]);
     let text = "hello world hello";
-    assert_eq!(tokenizer.encode(text, Specials::Omit).unwrap(), [3, 4, 3], "never truncated or padded");
-    assert_eq!(tokenizer.encode(text, Specials::Add).unwrap(), [0, 3, 4, 3]);
-    assert_eq!(tokenizer.decode(&[0, 3, 4], Specials::Omit).unwrap(), "hello world");
-    assert_eq!(tokenizer.decode(&[0, 3, 4], Specials::Add).unwrap(), "<s> hello world");
+    assert_eq!(tokenizer.encode(text, SpecialTokens::Exclude).unwrap(), [3, 4, 3], "never truncated or padded");
+    assert_eq!(tokenizer.encode(text, SpecialTokens::Include).unwrap(), [0, 3, 4, 3]);
+    assert_eq!(tokenizer.decode(&[0, 3, 4], SpecialTokens::Exclude).unwrap(), "hello world");
+    assert_eq!(tokenizer.decode(&[0, 3, 4], SpecialTokens::Include).unwrap(), "<s> hello world");
     let encoded = tokenizer.encode_with_offsets(text).unwrap();
     assert_eq!(encoded.offsets, [0..5, 5..11, 11..17], "a dropped space counts to what follows");
-    assert_eq!((tokenizer.vocab_size(), tokenizer.id_bound()), (6, 6));
+    assert_eq!((tokenizer.vocab_size(), tokenizer.min_embedding_rows()), (6, 6));
     assert_eq!(tokenizer.token_to_id("world"), Some(4));
     assert_eq!(tokenizer.id_to_token(9), None);
 }
@@ -120,8 +120,8 @@ fn the_config_decides_on_bos_and_eos_before_the_post_processor_does() {
         config["bos_token"] = json!("<s>");
         config["eos_token"] = json!("</s>");
         let tokenizer = load(&[("tokenizer_config.json", config.clone())]);
-        assert_eq!(tokenizer.encode("hello", Specials::Add).unwrap(), want, "{config}");
-        assert_eq!(tokenizer.encode("hello", Specials::Omit).unwrap(), [3], "{config}");
+        assert_eq!(tokenizer.encode("hello", SpecialTokens::Include).unwrap(), want, "{config}");
+        assert_eq!(tokenizer.encode("hello", SpecialTokens::Exclude).unwrap(), [3], "{config}");
     }
 }
 
@@ -129,7 +129,7 @@ fn render(tokenizer: &Tokenizer, name: Option<&str>, tools: bool) -> String {
     let template = tokenizer.chat_template(name).unwrap().unwrap();
     let mut chat = Conversation::new([Message::new("user", "x")]);
     chat.tools = tools.then(|| json!([]));
-    template.render(&chat, Ending::Closed).unwrap()
+    template.render(&chat, AddGenerationPrompt::No).unwrap()
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn a_special_token_of_a_wrong_type_is_refused() {
     for (key, value) in [("eos_token", json!(5)), ("bos_token", json!(["<s>"])), ("pad_token", json!({"id": 1}))] {
         let folder = folder(&[("tokenizer_config.json", json!({ key: value }))]);
         let error = Tokenizer::from_directory(folder.path()).unwrap_err().to_string();
-        assert!(error.contains(key) && error.contains("expected a text"), "{error}");
+        assert!(error.contains(key) && error.contains("expected a string"), "{error}");
     }
     let folder = folder(&[("tokenizer_config.json", json!({"eos_token": {"content": "</s>"}, "bos_token": null}))]);
     assert_eq!(Tokenizer::from_directory(folder.path()).unwrap().eos().unwrap().id, 1);
@@ -226,7 +226,7 @@ fn files_that_make_the_tokenizers_crate_panic_are_refused() {
         json["normalizer"] = json!({"type": "Replace", "pattern": {"Regex": ""}, "content": content});
         let Ok(tokenizer) = Tokenizer::from_directory(folder(&[("tokenizer.json", json)]).path()) else { continue };
         for text in ["hello", "", "é world"] {
-            let _ = tokenizer.encode(text, Specials::Add);
+            let _ = tokenizer.encode(text, SpecialTokens::Include);
             let _ = tokenizer.encode_with_offsets(text);
         }
     }
@@ -239,7 +239,7 @@ fn the_stops_of_a_model_are_added_to_those_of_an_adapters_tokenizer() {
         ("generation_config.json", json!({"eos_token_id": [4]})),
         ("config.json", json!({"eos_token_id": 5})),
     ]);
-    let tokenizer = Tokenizer::from_directory(adapter.path()).unwrap().with_stops_of(model.path()).unwrap();
+    let tokenizer = Tokenizer::from_directory(adapter.path()).unwrap().with_eos_ids_from(model.path()).unwrap();
     assert_eq!(tokenizer.eos_ids().iter().copied().collect::<Vec<_>>(), [1, 4, 5]);
 }
 

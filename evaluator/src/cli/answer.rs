@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
-use candlewick_text::files::{MAX_GENERATED_BYTES, read_text_or_stdin};
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_text_or_stdin};
 use candlewick_text::hub::Hub;
 use clap::Args;
 use serde::Deserialize;
@@ -100,7 +100,7 @@ impl From<RequestLine> for Request {
 
 /// Reads the requests of a JSONL file. Empty lines are skipped.
 fn read(path: &Path) -> Result<Vec<Request>> {
-    let text = read_text_or_stdin(path, MAX_GENERATED_BYTES);
+    let text = read_text_or_stdin(path, MAX_GENERATED_FILE_BYTES);
     let text = text.with_context(|| format!("failed to read {}", path.display())).context(ExitCode::Data)?;
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     let parse = |(i, line): (usize, &str)| {

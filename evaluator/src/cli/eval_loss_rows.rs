@@ -1,18 +1,18 @@
 //! Tokenized rows of a data set for `evaluator score`, with warnings about malformed rows.
 
 use anyhow::{Result, anyhow};
-use candlewick_text::findings::Finding;
 use candlewick_text::render::Sample;
+use candlewick_text::sample_warning::SampleWarning;
 
 use candlewick_runtime::exit::ExitCode;
 
 /// Findings that are reported as errors or warnings, in the order of the warnings.
-const FINDINGS: [Finding; 5] = [
-    Finding::ToolDefinitionsNotRendered,
-    Finding::ReasoningNotRendered,
-    Finding::EmptyAnswer,
-    Finding::MergedBoundary,
-    Finding::UnknownRole,
+const FINDINGS: [SampleWarning; 5] = [
+    SampleWarning::ToolDefinitionsNotRendered,
+    SampleWarning::ReasoningNotRendered,
+    SampleWarning::EmptyResponse,
+    SampleWarning::TokenSpansPromptBoundary,
+    SampleWarning::UnknownRole,
 ];
 
 /// Tokenized rows of a data set.
@@ -40,9 +40,9 @@ impl EvalLossRows {
     pub(super) fn add(&mut self, place: String, whole: &Sample, sequences: Vec<Sample>) {
         self.n_read += 1;
         for (finding, found) in FINDINGS.into_iter().zip(&mut self.found) {
-            found.count_if(whole.findings.contains(finding), &place);
+            found.count_if(whole.sample_warnings.contains(finding), &place);
         }
-        self.unrendered.count_if(whole.findings.contains(Finding::AnswerNotRendered), &place);
+        self.unrendered.count_if(whole.sample_warnings.contains(SampleWarning::ResponseNotRendered), &place);
         self.without_targets.count_if(!has_targets(whole), &place);
         let n_before = self.sequences.len();
         let with_targets = sequences.into_iter().filter(has_targets);
@@ -56,7 +56,7 @@ impl EvalLossRows {
         if *n_rows == 0 {
             return Ok(());
         }
-        let what = Finding::AnswerNotRendered.describe(template);
+        let what = SampleWarning::ResponseNotRendered.describe(template);
         let problem = format!(
             "failed to render {n_rows} of {} rows: they {what}, the first at {first}; use a chat template that prints \
              `tool_calls`, or remove these rows",
@@ -95,10 +95,10 @@ fn has_targets(sample: &Sample) -> bool {
 mod tests {
     use super::*;
 
-    fn sample(is_target: &[bool], finding: Option<Finding>) -> Sample {
+    fn sample(is_target: &[bool], finding: Option<SampleWarning>) -> Sample {
         let mut sample = Sample { ids: vec![1; is_target.len()], is_target: is_target.into(), ..Sample::default() };
         if let Some(finding) = finding {
-            sample.findings.insert(finding);
+            sample.sample_warnings.insert(finding);
         }
         sample
     }
@@ -108,8 +108,8 @@ mod tests {
         let mut rows = EvalLossRows::default();
         let all = [
             sample(&[false, true], None),
-            sample(&[true, false], Some(Finding::EmptyAnswer)),
-            sample(&[false, false], Some(Finding::EmptyAnswer)),
+            sample(&[true, false], Some(SampleWarning::EmptyResponse)),
+            sample(&[false, false], Some(SampleWarning::EmptyResponse)),
         ];
         for (i, sample) in all.iter().enumerate() {
             rows.add(format!("a:{i}"), sample, vec![sample.clone()]);
@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn tool_calls_that_are_not_rendered_are_refused() {
         let mut rows = EvalLossRows::default();
-        let whole = sample(&[false, true], Some(Finding::AnswerNotRendered));
+        let whole = sample(&[false, true], Some(SampleWarning::ResponseNotRendered));
         rows.add("a:7".into(), &whole, vec![whole.clone()]);
         let said = rows.refuse_unrendered("chat template x").map_err(|error| format!("{error:#}")).err();
         assert!(

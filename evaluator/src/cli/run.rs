@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_text_file};
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_text_file};
 use candlewick_text::hub::Hub;
 use clap::Args;
 use serde_json::{Map, Value as Json, json};
@@ -402,7 +402,7 @@ fn read_samples(text: &str) -> Result<std::collections::HashMap<String, Vec<usiz
     let json = match text.trim_start().starts_with('{') {
         true => text.to_owned(),
         false => {
-            let read = read_regular_text_file(Path::new(text), MAX_WRITTEN_BYTES);
+            let read = read_regular_text_file(Path::new(text), MAX_CONFIG_FILE_BYTES);
             read.with_context(|| format!("failed to read --samples {text}")).context(ExitCode::Usage)?
         }
     };

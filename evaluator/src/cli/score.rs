@@ -5,8 +5,8 @@ use std::time::Instant;
 use anyhow::{Result, anyhow, ensure};
 use candlewick_text::format::{Document, Format, FormatError, FormatRequest};
 use candlewick_text::hub::{DatasetRequest, Hub};
-use candlewick_text::render::{EmptyThink, RenderOptions, Sample, Targets, TextSpecials, render_row};
-use candlewick_text::source::{SampleBy, Source};
+use candlewick_text::render::{EmptyThinkLoss, LossMask, RenderOptions, Sample, TextSpecialTokens, render_row};
+use candlewick_text::source::{RowSource, SampleBy};
 use clap::{ArgAction, ArgGroup, Args, ValueEnum};
 use serde_json::json;
 
@@ -167,9 +167,9 @@ impl DatasetArgs {
         let is_completion = matches!(document, Document::PromptCompletion { .. });
         let add_eos_token = self.add_eos_token.unwrap_or(is_completion);
         RenderOptions {
-            targets: if self.mask_inputs { Targets::Assistant } else { Targets::Everything },
-            empty_think: if self.ignore_empty_think { EmptyThink::Ignore } else { EmptyThink::Learn },
-            specials: TextSpecials { add_bos_token: self.add_bos_token, add_eos_token },
+            targets: if self.mask_inputs { LossMask::AssistantTokens } else { LossMask::AllTokens },
+            empty_think: if self.ignore_empty_think { EmptyThinkLoss::Mask } else { EmptyThinkLoss::Include },
+            specials: TextSpecialTokens { add_bos_token: self.add_bos_token, add_eos_token },
             ..RenderOptions::default()
         }
     }
@@ -191,7 +191,7 @@ impl DatasetArgs {
     fn rows(
         &self,
         lm: &Lm,
-        source: &dyn Source,
+        source: &dyn RowSource,
         format: &Format,
         n_rows: usize,
         max_length: usize,
@@ -207,7 +207,7 @@ impl DatasetArgs {
         Ok(rows)
     }
 
-    fn sample(&self, lm: &Lm, source: &dyn Source, format: &Format, row_idx: usize) -> Result<Sample> {
+    fn sample(&self, lm: &Lm, source: &dyn RowSource, format: &Format, row_idx: usize) -> Result<Sample> {
         let document = format.read(source, row_idx).map_err(with_options)?;
         let options = self.render_options(&document);
         Ok(render_row(lm.tokenizer(), lm.template(), format, document, options)?)
@@ -239,14 +239,14 @@ fn role_and_path(text: &str) -> Result<(String, String), String> {
 /// Replaces recipe keys in a format error by this command's options.
 fn with_options(error: FormatError) -> FormatError {
     match error {
-        FormatError::Unknown { place, problem, columns, help } => {
-            FormatError::Unknown { place, problem: as_options(&problem), columns, help: as_options(&help) }
+        FormatError::UnknownFormat { place, problem, columns, help } => {
+            FormatError::UnknownFormat { place, problem: as_options(&problem), columns, help: as_options(&help) }
         }
-        FormatError::Row { place, format, problem, fix } => {
-            FormatError::Row { place, format, problem: as_options(&problem), fix: as_options(&fix) }
+        FormatError::InvalidRow { place, format, problem, fix } => {
+            FormatError::InvalidRow { place, format, problem: as_options(&problem), fix: as_options(&fix) }
         }
-        FormatError::Request { key: "role_mapping", problem } => {
-            FormatError::Request { key: "--role-mapping", problem }
+        FormatError::InvalidOption { key: "role_mapping", problem } => {
+            FormatError::InvalidOption { key: "--role-mapping", problem }
         }
         other => other,
     }

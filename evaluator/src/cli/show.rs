@@ -4,9 +4,9 @@ use std::fmt::Write as _;
 
 use anyhow::{Result, anyhow};
 use candlewick_model::Config;
-use candlewick_text::hub::{Hub, ModelPart};
+use candlewick_text::hub::{Hub, ModelFiles};
 use candlewick_text::printable::printable;
-use candlewick_text::tokenizer::{Specials, Tokenizer};
+use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use clap::Args;
 use serde_json::{Value as Json, json};
 
@@ -45,7 +45,7 @@ const MAX_GEN_TOKS: usize = 256;
 pub(super) fn run(args: &ShowArgs, hub: &Hub) -> Result<()> {
     let selection = args.source.registry()?.select(&args.tasks)?;
     let paths = args.prompts.data_overrides(&selection.tasks)?;
-    let folder = args.model.as_ref().map(|model| hub.model(model, None, ModelPart::WithoutWeights)).transpose()?;
+    let folder = args.model.as_ref().map(|model| hub.model(model, None, ModelFiles::WithoutWeights)).transpose()?;
     let tokenizer = folder.map(Tokenizer::from_directory).transpose()?;
     let template = tokenizer
         .as_ref()
@@ -148,7 +148,7 @@ impl<'t> RequestTokenizer<'t> {
     fn texts(&self, ids: &[u32]) -> Vec<String> {
         let tokenizer = self.encoder.tokenizer();
         let token = |id: &u32| {
-            let plain = tokenizer.decode(&[*id], Specials::Add).unwrap_or_default();
+            let plain = tokenizer.decode(&[*id], SpecialTokens::Include).unwrap_or_default();
             // A token that holds part of a UTF-8 character has no text; its vocabulary entry is printed.
             if plain.is_empty() || plain.contains('\u{fffd}') {
                 tokenizer.id_to_token(*id).unwrap_or_default()

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use candlewick_text::files::{MAX_GENERATED_BYTES, read_regular_text_file};
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_text_file};
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
@@ -315,7 +315,7 @@ fn shown(value: &MetricValue) -> String {
 
 /// Reads the sample records of a file, grouped by filter.
 fn records(path: &Path) -> Result<BTreeMap<String, Vec<Record>>> {
-    let text = read_regular_text_file(path, MAX_GENERATED_BYTES);
+    let text = read_regular_text_file(path, MAX_GENERATED_FILE_BYTES);
     let text = text.with_context(|| format!("failed to read {}", path.display()))?;
     let mut records: BTreeMap<String, Vec<Record>> = BTreeMap::new();
     for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {

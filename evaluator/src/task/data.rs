@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::Path;
 
 use candlewick_text::hub::{DatasetRequest, Hub};
-use candlewick_text::source::{FileSelector, ReadOptions, Source, Spec, SplitPart, named};
+use candlewick_text::source::{DatasetSpec, FileSelector, ReadOptions, RowSource, SplitSlice, named};
 use candlewick_text::suggestion::did_you_mean;
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
@@ -22,7 +22,7 @@ pub(crate) struct DatasetSplit {
     name: String,
     docs: Vec<Doc>,
     rows: Vec<usize>,
-    source: Box<dyn Source>,
+    source: Box<dyn RowSource>,
 }
 
 /// Metadata of a split in results: its files and its number of documents.
@@ -129,12 +129,12 @@ fn read_list(doc: &mut Doc, column: &str) -> Result<(), String> {
 /// has splits.
 fn override_request(path: &str, dataset: &DatasetConfig, split: &str) -> DatasetRequest {
     let is_file = Path::new(path).is_file();
-    let part = SplitPart { split: split.to_owned(), slice: Default::default() };
+    let part = SplitSlice { split: split.to_owned(), slice: Default::default() };
     let parts = if is_file { Vec::new() } else { vec![part] };
     let is_card = || Path::new(path).join("README.md").is_file();
     let below = |name: &String| !Path::new(path).exists() || is_card() && Path::new(path).join(name).is_dir();
     DatasetRequest {
-        spec: Spec { name: path.to_owned(), parts },
+        spec: DatasetSpec { name: path.to_owned(), parts },
         config: dataset.name.clone().filter(below),
         default_split: split.to_owned(),
         ..request(path)
@@ -143,7 +143,7 @@ fn override_request(path: &str, dataset: &DatasetConfig, split: &str) -> Dataset
 
 fn request(path: &str) -> DatasetRequest {
     DatasetRequest {
-        spec: Spec { name: path.to_owned(), parts: Vec::new() },
+        spec: DatasetSpec { name: path.to_owned(), parts: Vec::new() },
         revision: None,
         config: None,
         default_split: String::new(),
@@ -182,9 +182,9 @@ fn task_file_request(dataset: &DatasetConfig, split: &str) -> Result<DatasetRequ
     }
     let delimiter = text("sep")?.or(text("delimiter")?);
     Ok(DatasetRequest {
-        spec: Spec {
+        spec: DatasetSpec {
             name: path.clone(),
-            parts: vec![SplitPart { split: split.to_owned(), slice: Default::default() }],
+            parts: vec![SplitSlice { split: split.to_owned(), slice: Default::default() }],
         },
         revision: text("revision")?,
         config: dataset.name.clone(),

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use candlewick_text::source::{FileNames, FileSelector, Unnamed, name_words};
+use candlewick_text::source::{FileSelector, TaskFileNames, UnnamedFiles, name_words};
 use candlewick_text::suggestion::did_you_mean;
 use globset::GlobBuilder;
 
@@ -84,12 +84,12 @@ impl DataOverrides {
     pub(super) fn file_selector(&self, config: &TaskConfig) -> FileSelector {
         let Some(entry) = self.entry_of(&config.task) else { return FileSelector::All };
         let unnamed = match (entry.is_shared, entry.task == config.task) {
-            (true, _) => Unnamed::None,
-            (false, true) => Unnamed::Lone,
-            (false, false) => Unnamed::PlainLone,
+            (true, _) => UnnamedFiles::Reject,
+            (false, true) => UnnamedFiles::AcceptOnly,
+            (false, false) => UnnamedFiles::AcceptSplitNamed,
         };
         let remedy = format!("{} {}=FILE", self.option, config.task);
-        FileSelector::One(FileNames { unnamed, remedy, ..file_names(&config.task, &config.dataset) })
+        FileSelector::ForTask(TaskFileNames { unnamed, remedy, ..file_names(&config.task, &config.dataset) })
     }
 
     fn entry_of(&self, task: &str) -> Option<&DataPath> {
@@ -156,7 +156,7 @@ fn listed(tasks: &[&TaskConfig]) -> String {
 }
 
 /// Returns the file names that identify the data of a task.
-fn file_names(task: &str, dataset: &DatasetConfig) -> FileNames {
+fn file_names(task: &str, dataset: &DatasetConfig) -> TaskFileNames {
     let family = dataset.path.as_deref().and_then(|path| path.trim_end_matches('/').rsplit('/').next());
     let mut own = vec![task.to_owned()];
     own.extend(dataset.name.clone());
@@ -164,7 +164,7 @@ fn file_names(task: &str, dataset: &DatasetConfig) -> FileNames {
     let prefix = name_words(family.unwrap_or_default());
     let rest = words.strip_prefix(prefix.as_slice()).filter(|rest| !rest.is_empty()).map(|rest| rest.join("_"));
     own.extend(rest.filter(|rest| !own.contains(rest)));
-    FileNames { own, family: family.map(str::to_owned), ..FileNames::default() }
+    TaskFileNames { own, family: family.map(str::to_owned), ..TaskFileNames::default() }
 }
 
 #[cfg(test)]
@@ -177,13 +177,13 @@ mod tests {
         TaskRegistry::load(&[]).unwrap().select(names).unwrap().tasks
     }
 
-    fn rules(selected: &str, words: &[&str]) -> Vec<FileNames> {
+    fn rules(selected: &str, words: &[&str]) -> Vec<TaskFileNames> {
         let tasks = tasks(selected);
         let words: Vec<String> = words.iter().map(ToString::to_string).collect();
         let paths = DataOverrides::read("--data", &words, &tasks).unwrap();
         let rule = |task: &TaskConfig| match paths.file_selector(task) {
-            FileSelector::One(names) => names,
-            FileSelector::All => FileNames::default(),
+            FileSelector::ForTask(names) => names,
+            FileSelector::All => TaskFileNames::default(),
         };
         tasks.iter().map(rule).collect()
     }
@@ -192,19 +192,22 @@ mod tests {
     fn a_tasks_files_have_its_name_or_that_of_its_data() {
         let names = rules("mmlu_virology", &["mmlu_virology=x"]).remove(0);
         assert_eq!(names.own, ["mmlu_virology", "virology"]);
-        assert_eq!((names.family.as_deref(), names.unnamed), (Some("mmlu"), Unnamed::Lone));
+        assert_eq!((names.family.as_deref(), names.unnamed), (Some("mmlu"), UnnamedFiles::AcceptOnly));
         assert_eq!(rules("arc_easy", &["arc_easy=x"])[0].own, ["arc_easy", "ARC-Easy"]);
         assert_eq!(rules("mmlu_pro_biology", &["*=x"])[0].own, ["mmlu_pro_biology", "biology"]);
     }
 
     #[test]
     fn a_pattern_for_several_data_sets_needs_files_with_their_names() {
-        let unnamed = |selected: &str, words: &[&str]| -> Vec<Unnamed> {
+        let unnamed = |selected: &str, words: &[&str]| -> Vec<UnnamedFiles> {
             rules(selected, words).into_iter().map(|names| names.unnamed).collect()
         };
-        assert_eq!(unnamed("arc_easy,arc_challenge", &["arc_*=x"]), [Unnamed::None; 2]);
-        assert_eq!(unnamed("gsm8k,gsm8k_cot_zeroshot", &["gsm8k*=x"]), [Unnamed::PlainLone; 2]);
-        assert_eq!(unnamed("arc_easy,arc_challenge", &["arc_*=x", "arc_easy=y"]), [Unnamed::Lone, Unnamed::PlainLone]);
+        assert_eq!(unnamed("arc_easy,arc_challenge", &["arc_*=x"]), [UnnamedFiles::Reject; 2]);
+        assert_eq!(unnamed("gsm8k,gsm8k_cot_zeroshot", &["gsm8k*=x"]), [UnnamedFiles::AcceptSplitNamed; 2]);
+        assert_eq!(
+            unnamed("arc_easy,arc_challenge", &["arc_*=x", "arc_easy=y"]),
+            [UnnamedFiles::AcceptOnly, UnnamedFiles::AcceptSplitNamed]
+        );
     }
 
     #[test]

@@ -5,7 +5,7 @@ mod limits;
 
 use std::sync::{Arc, OnceLock};
 
-use candlewick_text::template::budget::{self, Failure};
+use candlewick_text::template::budget::{self, RenderFailure};
 use minijinja::value::{Serde, ValueKind, from_args};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value};
 use minijinja_contrib::pycompat;
@@ -50,8 +50,8 @@ impl Template {
             return Err(reason.clone());
         }
         budget::render(&self.environment, NAME, Value::from(Serde(doc))).map_err(|failure| match failure {
-            Failure::Budget(reason) => self.given_up.get_or_init(|| reason).clone(),
-            Failure::Template(error) => explain(&error, doc),
+            RenderFailure::LimitExceeded(reason) => self.given_up.get_or_init(|| reason).clone(),
+            RenderFailure::Template(error) => explain(&error, doc),
         })
     }
 }

@@ -4,7 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_text_file};
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_text_file};
 
 use super::error::{ConfigError, TaskError};
 use super::keys::type_error;
@@ -72,7 +72,7 @@ fn collect(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), 
 
 /// Loads the configurations of a file, with includes merged.
 fn from_file(path: &Path, depth: usize) -> Result<Vec<Node>, TaskError> {
-    let text = read_regular_text_file(path, MAX_WRITTEN_BYTES)
+    let text = read_regular_text_file(path, MAX_CONFIG_FILE_BYTES)
         .map_err(|source| TaskError::Io { path: path.to_owned(), source })?;
     let whole = parse(path, &text)?;
     documents(whole).into_iter().map(|node| merge_includes(node, depth)).collect()

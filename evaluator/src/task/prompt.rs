@@ -1,7 +1,7 @@
 //! Prompt formats: chat turns joined as plain text, or formatted by a chat template.
 
 use candlewick_text::conversation::{Conversation, Message as ChatMessage};
-use candlewick_text::template::{ChatTemplate, Ending, TemplateError};
+use candlewick_text::template::{AddGenerationPrompt, ChatTemplate, TemplateError};
 use serde_json::{Map, Value as Json};
 
 use super::python::text::{ends_with_space, rstrip, starts_with_space, strip};
@@ -9,11 +9,16 @@ use super::python::text::{ends_with_space, rstrip, starts_with_space, strip};
 /// Formatter that renders chat turns as a prompt.
 pub trait ChatFormatter: Sync {
     /// Renders (role, content) pairs as a prompt. `ending` selects whether the assistant's header follows.
-    fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError>;
+    fn apply_chat_template(&self, turns: &[(&str, &str)], ending: AddGenerationPrompt)
+    -> Result<String, TemplateError>;
 }
 
 impl ChatFormatter for ChatTemplate {
-    fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+    fn apply_chat_template(
+        &self,
+        turns: &[(&str, &str)],
+        ending: AddGenerationPrompt,
+    ) -> Result<String, TemplateError> {
         let messages = turns.iter().map(|(role, content)| ChatMessage::new(*role, *content));
         self.render(&Conversation::new(messages), ending)
     }
@@ -122,9 +127,9 @@ impl PromptFormat<'_> {
 
 fn print(chat: &dyn ChatFormatter, turns: &[(&str, &str)], has_prefix: bool) -> Result<String, TemplateError> {
     if !has_prefix {
-        return chat.apply_chat_template(turns, Ending::GenerationPrompt);
+        return chat.apply_chat_template(turns, AddGenerationPrompt::Yes);
     }
-    let text = chat.apply_chat_template(turns, Ending::Closed)?;
+    let text = chat.apply_chat_template(turns, AddGenerationPrompt::No)?;
     let last = turns.last().map_or("", |(_, content)| content);
     Ok(truncate_after(&text, last))
 }
@@ -168,9 +173,13 @@ mod tests {
     struct Tags;
 
     impl ChatFormatter for Tags {
-        fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+        fn apply_chat_template(
+            &self,
+            turns: &[(&str, &str)],
+            ending: AddGenerationPrompt,
+        ) -> Result<String, TemplateError> {
             let turns: String = turns.iter().map(|(role, content)| format!("<{role}>{content}</{role}>")).collect();
-            Ok(turns + if ending == Ending::GenerationPrompt { "<assistant>" } else { "" })
+            Ok(turns + if ending == AddGenerationPrompt::Yes { "<assistant>" } else { "" })
         }
     }
 

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candlewick_text::yaml::{self, Span};
+use candlewick_text::yaml::{self, YamlSpan};
 use serde::de::{Deserialize, Deserializer, Error as _};
 use serde_json::Value as Json;
 use serde_saphyr::{DuplicateKeyPolicy, NonFiniteFloatPolicy};
@@ -13,13 +13,13 @@ use serde_saphyr::{DuplicateKeyPolicy, NonFiniteFloatPolicy};
 use super::error::{ConfigError, SourceLocation};
 
 /// YAML node of a task file, with its location.
-pub(crate) type Node = yaml::Node<SourceLocation>;
+pub(crate) type Node = yaml::YamlNode<SourceLocation>;
 
 /// YAML value of a task file.
-pub(crate) type Value = yaml::Value<SourceLocation>;
+pub(crate) type Value = yaml::YamlValue<SourceLocation>;
 
 /// Key and value in a map of a task file.
-pub(crate) type Entry = yaml::Entry<SourceLocation>;
+pub(crate) type Entry = yaml::YamlEntry<SourceLocation>;
 
 /// Parses a task file. Errors name `file`.
 pub(crate) fn parse(file: &Path, text: &str) -> Result<Node, ConfigError> {
@@ -30,11 +30,11 @@ pub(crate) fn parse(file: &Path, text: &str) -> Result<Node, ConfigError> {
     };
     let file: Arc<PathBuf> = Arc::new(file.to_owned());
     let place = |line, column| SourceLocation { file: file.clone(), line, column };
-    let tree = yaml::Node::parse::<Key>(text, options).map_err(|error| {
+    let tree = yaml::YamlNode::parse::<Key>(text, options).map_err(|error| {
         let (line, column) = error.at.unwrap_or((0, 0));
         ConfigError::at(place(line, column), error.message)
     })?;
-    tree.try_map(&|Span { line, column, .. }| place(line, column), &|node| checked(node, text))
+    tree.try_map(&|YamlSpan { line, column, .. }| place(line, column), &|node| checked(node, text))
 }
 
 /// Checks the keys and the tag of a value, and reads a lone `y` or `n` as a string, as PyYAML does.
@@ -80,7 +80,7 @@ fn check_keys(entries: &[Entry]) -> Result<(), ConfigError> {
 /// Map key: a string, or a scalar as Python prints it.
 struct Key(String);
 
-impl yaml::Key for Key {
+impl yaml::YamlKey for Key {
     fn into_text(self) -> String {
         self.0
     }

@@ -21,7 +21,7 @@ use candlewick_inference::parallel_config::InferenceGroup;
 use candlewick_inference::request::{GenerationSettings, Request, Response};
 use candlewick_ops::{AttentionChoice, AttentionImpl};
 use candlewick_parallel::KvCache;
-use candlewick_text::tokenizer::{Specials, Tokenizer};
+use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 
 fn alone() -> InferenceGroup {
     InferenceGroup::replicated(Arc::new(Solo))
@@ -123,7 +123,7 @@ fn score_alone(lm: &Lm, scored: &ScoredSequence) -> (f64, bool) {
 /// Generates with a forward pass of the whole text for each token.
 fn generate_alone(lm: &Lm, context: &str, settings: &GenerationSettings) -> String {
     let n_max = settings.max_gen_toks.unwrap();
-    let mut ids = lm.tokenizer().encode(context, Specials::Add).unwrap();
+    let mut ids = lm.tokenizer().encode(context, SpecialTokens::Include).unwrap();
     ids.drain(..ids.len().saturating_sub(CONTEXT - n_max));
     let n_prompt = ids.len();
     let mut text = String::new();
@@ -133,7 +133,7 @@ fn generate_alone(lm: &Lm, context: &str, settings: &GenerationSettings) -> Stri
             break;
         }
         ids.push(token);
-        text = lm.tokenizer().decode(&ids[n_prompt..], Specials::Omit).unwrap();
+        text = lm.tokenizer().decode(&ids[n_prompt..], SpecialTokens::Exclude).unwrap();
         if settings.until.iter().any(|stop| text.contains(stop)) {
             break;
         }
@@ -393,18 +393,18 @@ fn answers_are_read_for_the_same_model_and_for_no_other() {
 #[test]
 fn stops_count_behind_the_thinking() {
     let tokenizer = Tokenizer::from_directory(crate::support::root().join("recipes/quickstart/tokenizer")).unwrap();
-    let thought = tokenizer.encode("I stop here. END  The answer. stop it", Specials::Omit).unwrap();
+    let thought = tokenizer.encode("I stop here. END  The answer. stop it", SpecialTokens::Exclude).unwrap();
     let check = |end: Option<ThinkEnd>, want: &str, n_stops: usize| {
         let stop = StopCriteria::new(&["stop".to_owned()], end, &tokenizer);
         let ended = (1..=thought.len()).find(|n| stop.ends(&thought[..*n], &tokenizer).unwrap()).unwrap();
         assert_eq!(stop.text(&thought[..ended], &tokenizer).unwrap(), want);
-        let seen = tokenizer.decode(&thought[..ended], Specials::Omit).unwrap();
+        let seen = tokenizer.decode(&thought[..ended], SpecialTokens::Exclude).unwrap();
         assert_eq!(seen.matches("stop").count(), n_stops, "{seen}");
     };
     check(None, "I ", 1);
     check(Some(ThinkEnd::read("END")), "The answer. ", 2);
     // The last token of "END" as an id.
-    let is_behind = |n: &usize| tokenizer.decode(&thought[..*n], Specials::Omit).unwrap().contains("END");
+    let is_behind = |n: &usize| tokenizer.decode(&thought[..*n], SpecialTokens::Exclude).unwrap().contains("END");
     let last = (1..=thought.len()).find(is_behind).unwrap() - 1;
     assert!(!thought[last + 1..].contains(&thought[last]));
     check(Some(ThinkEnd::read(&thought[last].to_string())), "The answer. ", 2);

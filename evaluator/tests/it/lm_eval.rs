@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use candlewick_inference::request::{Request, Response};
 use candlewick_text::hub::{Hub, HubSettings};
-use candlewick_text::template::{Ending, TemplateError};
+use candlewick_text::template::{AddGenerationPrompt, TemplateError};
 use evaluator::results::{TaskRun, assemble_results, groups_table, results_table};
 use evaluator::task::{ChatFormatter, DataOverrides, Instance, PromptOptions, Task, TaskConfig, TaskRegistry};
 use serde_json::{Value as Json, json};
@@ -24,9 +24,13 @@ fn fixtures() -> PathBuf {
 struct Tags;
 
 impl ChatFormatter for Tags {
-    fn apply_chat_template(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+    fn apply_chat_template(
+        &self,
+        turns: &[(&str, &str)],
+        ending: AddGenerationPrompt,
+    ) -> Result<String, TemplateError> {
         let turns: String = turns.iter().map(|(role, content)| format!("<{role}>{content}</{role}>")).collect();
-        Ok(turns + if ending == Ending::GenerationPrompt { "<assistant>" } else { "" })
+        Ok(turns + if ending == AddGenerationPrompt::Yes { "<assistant>" } else { "" })
     }
 }
 

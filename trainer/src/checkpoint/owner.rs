@@ -5,7 +5,7 @@ use std::fs;
 use std::iter;
 use std::path::{Path, PathBuf};
 
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file};
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file};
 use serde::{Deserialize, Serialize};
 
 use super::error::CheckpointError;
@@ -49,7 +49,7 @@ impl Kind {
         });
         let began = |bytes: Vec<u8>| serde_json::from_slice(&bytes).ok().map(|Began { began }| began);
         let is_damaged = || self == Kind::Sharded && dir.join(STATE).is_file();
-        read_regular_file(&mark, MAX_WRITTEN_BYTES)
+        read_regular_file(&mark, MAX_CONFIG_FILE_BYTES)
             .ok()
             .and_then(began)
             .or_else(|| is_damaged().then_some(0))

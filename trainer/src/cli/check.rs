@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow};
 use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::{Hub, HubSettings};
-use candlewick_text::source::Kind;
+use candlewick_text::source::FileFormat;
 use clap::Args;
 
 use super::Ui;
@@ -74,7 +74,7 @@ fn stat_local_files(plan: &Plan) -> Result<()> {
     let names = sources(plan).filter(|source| source.data_files.is_empty()).map(|source| source.name_or_path.as_str());
     for name in names.chain([plan.tokenizer.name_or_path.as_str()]) {
         let path = if Path::new(name).exists() { name } else { name.split(':').next().unwrap_or(name) };
-        let is_local = is_path(path) || Kind::of(path).is_some();
+        let is_local = is_path(path) || FileFormat::from_path(path).is_some();
         if is_local && !path.contains(['*', '?', '[', '{']) && !Path::new(path).exists() {
             let here = std::env::current_dir().unwrap_or_default();
             let problem = format!("failed to find {path}: paths start at the current folder, {}", here.display());

@@ -5,7 +5,7 @@ use std::io::IsTerminal;
 use std::sync::Mutex;
 
 use anyhow::{Context, Result};
-use candlewick_text::hub::QUIET_LIBRARIES;
+use candlewick_text::hub::LIBRARY_LOG_FILTER;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
@@ -25,7 +25,7 @@ pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, profile: Option<&mu
         (false, 1) => "info",
         (false, _) => "debug",
     };
-    let quiet = if verbosity.verbose > 1 { "" } else { QUIET_LIBRARIES };
+    let quiet = if verbosity.verbose > 1 { "" } else { LIBRARY_LOG_FILTER };
     let directives = format!("{level},{quiet}");
     let filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(&directives));
     let stderr = plan.print.then(|| {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, anyhow};
 use candlewick_inference::command::DtypeOption;
 use candlewick_model::{AdapterMerge, LoraConfig, MergeReport};
-use candlewick_text::hub::{Hub, ModelPart};
+use candlewick_text::hub::{Hub, ModelFiles};
 use clap::Args;
 
 use super::Ui;
@@ -36,7 +36,7 @@ pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     note.iter().for_each(|note| ui.remark(note));
     let base = match &args.base {
         Some(base) => {
-            let found = hub.local_or_hub(base, None, ModelPart::Whole).map_err(failed)?;
+            let found = hub.find_model(base, None, ModelFiles::All).map_err(failed)?;
             found.note("base model").iter().for_each(|note| ui.remark(note));
             found.folder
         }

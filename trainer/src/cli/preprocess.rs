@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::Hub;
 use candlewick_text::printable::printable;
-use candlewick_text::tokenizer::{Specials, Tokenizer};
+use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use clap::Args;
 use serde_json::json;
 
@@ -108,7 +108,7 @@ fn marked(tokenizer: &Tokenizer, batch: &Batch, range: std::ops::Range<usize>) -
     for i in range.clone() {
         let ends = i + 1 == range.end || is_target(i + 1) != is_target(start);
         if ends {
-            let piece = tokenizer.decode(&batch.ids[start..=i], Specials::Add).unwrap_or_default();
+            let piece = tokenizer.decode(&batch.ids[start..=i], SpecialTokens::Include).unwrap_or_default();
             text += &if is_target(start) { format!("[[{piece}]]") } else { piece };
             start = i + 1;
         }

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
-use candlewick_text::hub::OnProgress;
+use candlewick_text::hub::DownloadCallback;
 use candlewick_text::printable::printable;
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -44,7 +44,7 @@ impl Ui {
     }
 
     /// Shows a bar for each file that is downloaded; none if quiet or if stderr is no terminal.
-    pub fn downloads(&self) -> OnProgress {
+    pub fn downloads(&self) -> DownloadCallback {
         const BAR: &str = "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}";
         let by_file: Mutex<HashMap<String, ProgressBar>> = Mutex::default();
         let quiet = self.quiet;

@@ -84,7 +84,7 @@ impl Check<'_> {
     }
 
     fn end_is_a_target(&self) -> Result<(), DataError> {
-        if self.learned().any(|sample| sample.teaches_to_stop(self.tokenizer)) {
+        if self.learned().any(|sample| sample.has_eos_target(self.tokenizer)) {
             return Ok(());
         }
         let tokens: Vec<String> = self.ends().map(|text| format!("{text:?}")).collect();

@@ -1,6 +1,6 @@
 //! Samples become sequences: no longer than a row, or exactly as long.
 
-use candlewick_text::findings::Finding;
+use candlewick_text::sample_warning::SampleWarning;
 
 use super::DataError;
 use super::dataset::{Dataset, Piece};
@@ -52,7 +52,7 @@ fn fit(dataset: &Dataset, plan: &DataPlan) -> Result<Vec<Piece>, DataError> {
 }
 
 fn is_wanted(dataset: &Dataset, plan: &DataPlan, whole: &Piece) -> bool {
-    let is_unrendered = || dataset.findings(whole.sample as usize).contains(Finding::AnswerNotRendered);
+    let is_unrendered = || dataset.sample_warnings(whole.sample as usize).contains(SampleWarning::ResponseNotRendered);
     plan.unrendered_tool_calls != UnrenderedToolCalls::Drop || !is_unrendered()
 }
 

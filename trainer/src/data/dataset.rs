@@ -4,8 +4,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use candlewick_text::findings::Findings;
-use candlewick_text::source::{Row, Source, SourceError};
+use candlewick_text::sample_warning::SampleWarnings;
+use candlewick_text::source::{Row, RowSource, SourceError};
 
 use super::store::Store;
 
@@ -26,7 +26,7 @@ pub struct Dataset {
 pub(crate) struct Part {
     pub(crate) store: Arc<Store>,
     /// Where the samples were rendered from, for messages.
-    pub(crate) source: Arc<dyn Source>,
+    pub(crate) source: Arc<dyn RowSource>,
     /// Tells stores with different content apart.
     pub(crate) key: String,
 }
@@ -158,9 +158,9 @@ impl Dataset {
     }
 
     /// Returns the oddities of a sample.
-    pub(crate) fn findings(&self, sample: usize) -> Findings {
+    pub(crate) fn sample_warnings(&self, sample: usize) -> SampleWarnings {
         let (part, local) = self.find(sample);
-        part.store.findings(local)
+        part.store.sample_warnings(local)
     }
 
     /// The row that a sample was made of.

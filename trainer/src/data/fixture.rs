@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use candlewick_text::render::Sample;
-use candlewick_text::source::{Row, Source, SourceError};
+use candlewick_text::source::{Row, RowSource, SourceError};
 
 use super::dataset::{Dataset, Part};
 use super::plan::{DataPlan, Horizon, Kind, Order, Overlong, Packing, Padding, UnrenderedToolCalls};
@@ -13,7 +13,7 @@ use super::store::{Store, StoreWriter};
 /// Rows that only know where they stand.
 pub(crate) struct Lines(pub(crate) usize);
 
-impl Source for Lines {
+impl RowSource for Lines {
     fn len(&self) -> usize {
         self.0
     }

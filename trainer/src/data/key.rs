@@ -6,8 +6,8 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use candlewick_text::conversation::{Conversation, Message};
-use candlewick_text::source::{Source, SourceError};
-use candlewick_text::template::{ChatTemplate, Ending};
+use candlewick_text::source::{RowSource, SourceError};
+use candlewick_text::template::{AddGenerationPrompt, ChatTemplate};
 use candlewick_text::tokenizer::Tokenizer;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -81,7 +81,7 @@ impl Hash {
 }
 
 /// Hashes the rows that are used. An edit elsewhere in the file changes nothing, nor does its name.
-pub(crate) fn of_rows(source: &dyn Source, chosen: &[u32]) -> Result<String, SourceError> {
+pub(crate) fn of_rows(source: &dyn RowSource, chosen: &[u32]) -> Result<String, SourceError> {
     let chunks: Result<Vec<String>, SourceError> = chosen
         .par_chunks(ROWS)
         .map(|chunk| {
@@ -112,11 +112,11 @@ pub(crate) fn of_tokenizer(tokenizer: &Tokenizer) -> String {
 /// Hashes a template: its source and variables, and what it prints, if that holds a date.
 pub(crate) fn of_template(template: &ChatTemplate) -> String {
     let mut hash = Hash::default();
-    hash.add(template.identity().as_bytes());
+    hash.add(template.fingerprint().as_bytes());
     if template.reads_clock() {
         let turns = [("system", "Be brief."), ("user", "Two?"), ("assistant", "2")];
         let chat = Conversation::new(turns.map(|(role, text)| Message::new(role, text)));
-        let printed = template.render(&chat, Ending::GenerationPrompt);
+        let printed = template.render(&chat, AddGenerationPrompt::Yes);
         hash.add(printed.unwrap_or_else(|error| error.to_string()).as_bytes());
     }
     hash.finish()

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use candlewick_text::findings::{Finding, Findings};
+use candlewick_text::sample_warning::{SampleWarning, SampleWarnings};
 use serde::{Deserialize, Serialize};
 
 use super::batch::Step;
@@ -107,7 +107,7 @@ impl Counts {
         for sample in 0..dataset.n_samples() {
             let n_tokens = dataset.sample_length(sample);
             counts.add(n_tokens, kept[sample], supervised[sample]);
-            counts.add_findings(n_tokens, dataset.findings(sample));
+            counts.add_warnings(n_tokens, dataset.sample_warnings(sample));
             if kept[sample] == 0 && !dataset.sequence(&dataset.whole(sample)).has_targets() {
                 counts.without_targets.add(n_tokens);
             }
@@ -115,13 +115,13 @@ impl Counts {
         counts
     }
 
-    fn add_findings(&mut self, n_tokens: usize, findings: Findings) {
+    fn add_warnings(&mut self, n_tokens: usize, sample_warnings: SampleWarnings) {
         for (finding, count) in [
-            (Finding::EmptyAnswer, &mut self.empty_answers),
-            (Finding::AnswerNotRendered, &mut self.unrendered_tool_calls),
-            (Finding::MergedBoundary, &mut self.merged_boundaries),
+            (SampleWarning::EmptyResponse, &mut self.empty_answers),
+            (SampleWarning::ResponseNotRendered, &mut self.unrendered_tool_calls),
+            (SampleWarning::TokenSpansPromptBoundary, &mut self.merged_boundaries),
         ] {
-            if findings.contains(finding) {
+            if sample_warnings.contains(finding) {
                 count.add(n_tokens);
             }
         }

@@ -2,8 +2,8 @@
 
 use std::fmt::Display;
 
-use candlewick_text::findings::Finding;
-use candlewick_text::format::Roles;
+use candlewick_text::format::RoleCounts;
+use candlewick_text::sample_warning::SampleWarning;
 
 use super::DataError;
 use super::dataset::Dataset;
@@ -26,7 +26,7 @@ pub(crate) struct Oddities<'a> {
 impl Oddities<'_> {
     /// Refuses rows with tool calls that are not rendered, unless the plan says what becomes of them.
     pub(crate) fn refuse_unrendered(&self) -> Result<(), DataError> {
-        let mut found = self.samples(Finding::AnswerNotRendered);
+        let mut found = self.samples(SampleWarning::ResponseNotRendered);
         let Some(first) = found.next().filter(|_| self.plan.unrendered_tool_calls == UnrenderedToolCalls::Error) else {
             return Ok(());
         };
@@ -50,20 +50,23 @@ impl Oddities<'_> {
             false => "these turns are not learned; `data.train_on_empty_answers: true` trains on them",
         };
         let warnings = [
-            (Finding::AnswerNotRendered, calls_advice),
-            (Finding::ToolDefinitionsNotRendered, "use a chat template that prints `tools`"),
+            (SampleWarning::ResponseNotRendered, calls_advice),
+            (SampleWarning::ToolDefinitionsNotRendered, "use a chat template that prints `tools`"),
             (
-                Finding::ReasoningNotRendered,
+                SampleWarning::ReasoningNotRendered,
                 "only the rest of the answer is learned; use a chat template that prints `reasoning_content`",
             ),
-            (Finding::EmptyAnswer, empty_advice),
-            (Finding::MergedBoundary, "generation never produces that token; begin answers without white space"),
+            (SampleWarning::EmptyResponse, empty_advice),
+            (
+                SampleWarning::TokenSpansPromptBoundary,
+                "generation never produces that token; begin answers without white space",
+            ),
         ];
         let warnings = warnings.into_iter().filter_map(|(finding, advice)| self.warning(finding, advice));
         warnings.chain(self.without_targets(counts)).chain(self.unknown_roles()).collect()
     }
 
-    fn warning(&self, finding: Finding, advice: impl Display) -> Option<String> {
+    fn warning(&self, finding: SampleWarning, advice: impl Display) -> Option<String> {
         let what = finding.describe(self.template);
         let mut found = self.samples(finding);
         let first = found.next()?;
@@ -87,20 +90,20 @@ impl Oddities<'_> {
     }
 
     fn unknown_roles(&self) -> Option<String> {
-        let roles = count_roles(self.dataset, self.samples(Finding::UnknownRole));
+        let roles = count_roles(self.dataset, self.samples(SampleWarning::UnknownRole));
         let mapping = roles.mapping().map(|mapping| format!("; to change that: {mapping}")).unwrap_or_default();
         let advice = format!("only the assistant is learned (roles: {roles}){mapping}");
-        self.warning(Finding::UnknownRole, advice)
+        self.warning(SampleWarning::UnknownRole, advice)
     }
 
-    fn samples(&self, finding: Finding) -> impl Iterator<Item = usize> + '_ {
-        (0..self.dataset.n_samples()).filter(move |sample| self.dataset.findings(*sample).contains(finding))
+    fn samples(&self, finding: SampleWarning) -> impl Iterator<Item = usize> + '_ {
+        (0..self.dataset.n_samples()).filter(move |sample| self.dataset.sample_warnings(*sample).contains(finding))
     }
 }
 
 /// Counts the roles in the rows of the first of these samples.
-pub(crate) fn count_roles(dataset: &Dataset, samples: impl Iterator<Item = usize>) -> Roles {
-    let mut roles = Roles::default();
+pub(crate) fn count_roles(dataset: &Dataset, samples: impl Iterator<Item = usize>) -> RoleCounts {
+    let mut roles = RoleCounts::default();
     for sample in samples.take(ROWS_READ) {
         // A row that could be rendered can be read; a file that has gone since is no reason to fail here.
         if let Ok(row) = dataset.row_of_sample(sample) {

@@ -1,8 +1,10 @@
 //! Rows become samples, many at a time.
 
-use candlewick_text::format::{Format, Purpose};
-use candlewick_text::render::{EmptyAnswers, EmptyThink, RenderOptions, Sample, Targets, TextSpecials, render_row};
-use candlewick_text::source::Source;
+use candlewick_text::format::{DatasetType, Format};
+use candlewick_text::render::{
+    EmptyAnswerLoss, EmptyThinkLoss, LossMask, RenderOptions, Sample, TextSpecialTokens, render_row,
+};
+use candlewick_text::source::RowSource;
 use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::Tokenizer;
 use rayon::prelude::*;
@@ -41,10 +43,10 @@ impl<'a> Renderer<'a> {
         }
     }
 
-    pub(crate) fn purpose(&self) -> Purpose {
+    pub(crate) fn purpose(&self) -> DatasetType {
         match self.plan.kind {
-            Kind::Sft => Purpose::Instruct,
-            Kind::Causal => Purpose::Causal,
+            Kind::Sft => DatasetType::Instruct,
+            Kind::Causal => DatasetType::Causal,
         }
     }
 
@@ -68,7 +70,7 @@ impl<'a> Renderer<'a> {
     /// Renders rows in their order and hands each to `keep`. Stops at the first that fails.
     pub(crate) fn render(
         &self,
-        source: &dyn Source,
+        source: &dyn RowSource,
         format: &Format,
         rows: &[u32],
         mut keep: impl FnMut(u32, &Sample) -> Result<(), DataError> + Send,
@@ -90,7 +92,7 @@ impl<'a> Renderer<'a> {
         keep(rendered)
     }
 
-    fn row(&self, source: &dyn Source, format: &Format, row: usize) -> Result<Sample, DataError> {
+    fn row(&self, source: &dyn RowSource, format: &Format, row: usize) -> Result<Sample, DataError> {
         let document = format.read(source, row)?;
         let sample = render_row(self.tokenizer, self.template.as_ref(), format, document, self.options());
         sample.map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })
@@ -98,7 +100,7 @@ impl<'a> Renderer<'a> {
 
     /// Refuses chats where no template can print them.
     pub(crate) fn check(&self, name: &str, format: &Format) -> Result<(), DataError> {
-        let is_chat = !matches!(format, Format::Text(_) | Format::Pairs(_));
+        let is_chat = !matches!(format, Format::Text(_) | Format::PromptCompletion(_));
         if !is_chat || self.template.is_some() {
             return Ok(());
         }
@@ -112,17 +114,18 @@ impl<'a> Renderer<'a> {
     }
 
     fn options(&self) -> RenderOptions {
-        let empty_think = if self.plan.ignore_empty_think { EmptyThink::Ignore } else { EmptyThink::Learn };
-        let empty_answers = if self.plan.train_on_empty_answers { EmptyAnswers::Learn } else { EmptyAnswers::Ignore };
+        let empty_think = if self.plan.ignore_empty_think { EmptyThinkLoss::Mask } else { EmptyThinkLoss::Include };
+        let empty_answers =
+            if self.plan.train_on_empty_answers { EmptyAnswerLoss::Include } else { EmptyAnswerLoss::Mask };
         let DataPlan { add_bos_token, add_eos_token, .. } = *self.plan;
-        let specials = TextSpecials { add_bos_token, add_eos_token };
+        let specials = TextSpecialTokens { add_bos_token, add_eos_token };
         RenderOptions { targets: self.targets(), empty_think, empty_answers, specials }
     }
 
-    fn targets(&self) -> Targets {
+    fn targets(&self) -> LossMask {
         match self.plan.kind {
-            Kind::Sft if self.plan.mask_inputs => Targets::Assistant,
-            Kind::Sft | Kind::Causal => Targets::Everything,
+            Kind::Sft if self.plan.mask_inputs => LossMask::AssistantTokens,
+            Kind::Sft | Kind::Causal => LossMask::AllTokens,
         }
     }
 }

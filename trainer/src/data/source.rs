@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candlewick_text::format::{Format, FormatRequest};
 use candlewick_text::hub::{DatasetRequest, Hub};
-use candlewick_text::source::{ReadOptions, SampleBy, Source, SplitPart};
+use candlewick_text::source::{ReadOptions, RowSource, SampleBy, SplitSlice};
 
 use super::DataError;
 use super::cache::{Cache, Found};
@@ -23,7 +23,7 @@ pub(crate) enum Split {
 }
 
 /// Opens a source for a look at it: as training data would be, or where there is none of that split, as evaluation data.
-pub fn open(plan: &SourcePlan, kind: Kind, hub: &Hub) -> Result<Arc<dyn Source>, DataError> {
+pub fn open(plan: &SourcePlan, kind: Kind, hub: &Hub) -> Result<Arc<dyn RowSource>, DataError> {
     let as_split = |split| Ok::<_, DataError>(hub.dataset(&request(plan, kind, split)?)?.into());
     as_split(Split::Train).or_else(|error| as_split(Split::Eval).map_err(|_| error))
 }
@@ -40,11 +40,11 @@ impl Opener<'_> {
     pub(crate) fn tokens(&self, plan: &SourcePlan, split: Split, notes: &mut Vec<String>) -> Result<Part, DataError> {
         let name = &plan.name_or_path;
         let request = request(plan, self.renderer.plan.kind, split)?;
-        let source: Arc<dyn Source> = self.hub.dataset(&request)?.into();
+        let source: Arc<dyn RowSource> = self.hub.dataset(&request)?.into();
         let format = Format::find(&self.format_request(plan, &request), &*source)?;
         self.renderer.check(name, &format)?;
         let rows = chosen(plan, source.len())?;
-        notes.extend(source.files().choice().map(|choice| format!("{name}: {choice}")));
+        notes.extend(source.files().describe_selection().map(|choice| format!("{name}: {choice}")));
         notes.push(format!("{name}: {}; {}", format.describe(), of_rows(rows.len(), source.len())));
         let key = self
             .renderer
@@ -91,7 +91,7 @@ impl Opener<'_> {
 
 /// Rows that are not in the cache.
 struct Rows<'a> {
-    source: &'a dyn Source,
+    source: &'a dyn RowSource,
     format: Format,
     rows: Vec<u32>,
     why: String,
@@ -112,7 +112,7 @@ fn request(plan: &SourcePlan, kind: Kind, split: Split) -> Result<DatasetRequest
             let problem = "the split is named twice, behind the colon and in `split`; keep one".into();
             return Err(DataError::Plan { name: plan.name_or_path.clone(), problem });
         }
-        request.spec.parts = SplitPart::parse_all(split)?;
+        request.spec.parts = SplitSlice::parse_all(split)?;
     }
     let sample_by = match kind {
         Kind::Causal => SampleBy::Document,

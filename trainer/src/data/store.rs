@@ -2,7 +2,7 @@
 //! index. A store is written once, in order, and never changed.
 //!
 //! `ids`: u32, little-endian. `targets`: bit `i % 8` of byte `i / 8` belongs to token `i`.
-//! `index`: two u64 a sample, the end of its tokens, and the number of its row in the source with its findings in
+//! `index`: two u64 a sample, the end of its tokens, and the number of its row in the source with its warnings in
 //! the upper half.
 
 use std::fs::File;
@@ -11,8 +11,8 @@ use std::ops::Range;
 use std::path::Path;
 
 use candlewick_model::checkpoint::little_endian;
-use candlewick_text::findings::Findings;
 use candlewick_text::render::Sample;
+use candlewick_text::sample_warning::SampleWarnings;
 use memmap2::Mmap;
 
 const IDS: &str = "ids";
@@ -66,8 +66,8 @@ impl Store {
     }
 
     /// Returns the oddities of a sample.
-    pub(crate) fn findings(&self, sample: usize) -> Findings {
-        Findings::from_bits((self.entry(sample, 1) >> ROW_BITS) as u32)
+    pub(crate) fn sample_warnings(&self, sample: usize) -> SampleWarnings {
+        SampleWarnings::from_bits((self.entry(sample, 1) >> ROW_BITS) as u32)
     }
 
     pub(crate) fn ids(&self, span: Range<usize>) -> impl ExactSizeIterator<Item = u32> + '_ {
@@ -130,12 +130,12 @@ impl StoreWriter {
     }
 
     pub(crate) fn push(&mut self, row: u32, sample: &Sample) -> io::Result<()> {
-        let Sample { ids, is_target, findings } = sample;
+        let Sample { ids, is_target, sample_warnings } = sample;
         assert_eq!(ids.len(), is_target.len(), "each token is a target or is not");
         self.ids.write_all(&little_endian(ids))?;
         is_target.iter().try_for_each(|&is_target| self.push_bit(is_target))?;
         self.index.write_all(&self.n_tokens.to_le_bytes())?;
-        let row = u64::from(row) | u64::from(findings.bits()) << ROW_BITS;
+        let row = u64::from(row) | u64::from(sample_warnings.bits()) << ROW_BITS;
         self.index.write_all(&row.to_le_bytes())
     }
 
@@ -170,7 +170,7 @@ fn map(path: &Path) -> io::Result<Mmap> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use candlewick_text::findings::Finding;
+    use candlewick_text::sample_warning::SampleWarning;
 
     use super::*;
 
@@ -215,13 +215,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut writer = StoreWriter::create(folder.path()).unwrap();
         let mut odd = sample(&[1, 2], &[false, true]);
-        odd.findings.insert(Finding::MergedBoundary);
+        odd.sample_warnings.insert(SampleWarning::TokenSpansPromptBoundary);
         writer.push(u32::MAX, &odd).unwrap();
         writer.push(7, &sample(&[3], &[true])).unwrap();
         writer.finish().unwrap();
         let store = Store::open(folder.path()).unwrap();
         assert_eq!((store.row(0), store.row(1)), (u32::MAX as usize, 7));
-        assert_eq!((store.findings(0), store.findings(1)), (odd.findings, Findings::default()));
+        assert_eq!(
+            (store.sample_warnings(0), store.sample_warnings(1)),
+            (odd.sample_warnings, SampleWarnings::default())
+        );
     }
 
     #[test]

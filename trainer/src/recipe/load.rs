@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_file_or_pipe};
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_file_or_pipe};
 use candlewick_text::suggestion::nearest;
 
 use super::decode::decode;
@@ -43,7 +43,7 @@ impl Loaded {
     pub fn read(path: &Path, arguments: &[String]) -> Result<Self, RecipeError> {
         let source = Source { path: path.to_owned(), text: String::new(), arguments: arguments.to_vec() };
         let unreadable = |message: String| RecipeError::new(Arc::new(source.clone()), vec![Fault::new(None, message)]);
-        let bytes = read_file_or_pipe(path, MAX_WRITTEN_BYTES)
+        let bytes = read_file_or_pipe(path, MAX_CONFIG_FILE_BYTES)
             .map_err(|error| unreadable(format!("cannot read the recipe: {error}")))?;
         let text = String::from_utf8(bytes).map_err(|error| {
             let line = error.as_bytes()[..error.utf8_error().valid_up_to()].iter().filter(|b| **b == b'\n').count() + 1;

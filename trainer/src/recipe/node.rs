@@ -5,10 +5,10 @@
 
 use std::convert::Infallible;
 
-use candlewick_text::yaml::{self, Span};
+use candlewick_text::yaml::{self, YamlSpan};
 use serde_saphyr::{DuplicateKeyPolicy, NonFiniteFloatPolicy};
 
-pub(crate) use candlewick_text::yaml::{SyntaxError, quoted};
+pub(crate) use candlewick_text::yaml::{YamlSyntaxError, quoted};
 
 /// The place of a key or value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,29 +27,29 @@ pub enum Mark {
 }
 
 /// A value of a recipe. Scalars are typed by YAML 1.2, except that `yes`, `no`, `on` and `off` stay text.
-pub type Node = yaml::Node<Mark>;
+pub type Node = yaml::YamlNode<Mark>;
 
 /// A YAML value of a recipe.
-pub type Value = yaml::Value<Mark>;
+pub type Value = yaml::YamlValue<Mark>;
 
 /// One key of a map in a recipe.
-pub type Entry = yaml::Entry<Mark>;
+pub type Entry = yaml::YamlEntry<Mark>;
 
 /// Reads one YAML document of a recipe file. An empty one is `Null`.
-pub(crate) fn parse(text: &str) -> Result<Node, SyntaxError> {
-    parse_at(text, |Span { line, column, len }| Mark::File { line, column, len })
+pub(crate) fn parse(text: &str) -> Result<Node, YamlSyntaxError> {
+    parse_at(text, |YamlSpan { line, column, len }| Mark::File { line, column, len })
 }
 
 /// Reads one YAML document whose parts are at the places that `mark` returns.
-pub(crate) fn parse_at(text: &str, mark: impl Fn(Span) -> Mark) -> Result<Node, SyntaxError> {
+pub(crate) fn parse_at(text: &str, mark: impl Fn(YamlSpan) -> Mark) -> Result<Node, YamlSyntaxError> {
     let options = serde_saphyr::options! {
         duplicate_keys: DuplicateKeyPolicy::Error,
         strict_booleans: true,
         non_finite_float_policy: NonFiniteFloatPolicy::AsString,
         with_snippet: false,
     };
-    let tree = yaml::Node::parse::<String>(text, options);
-    let tree = tree.map_err(|SyntaxError { message, at }| SyntaxError { message: plain(message), at })?;
+    let tree = yaml::YamlNode::parse::<String>(text, options);
+    let tree = tree.map_err(|YamlSyntaxError { message, at }| YamlSyntaxError { message: plain(message), at })?;
     let Ok(tree) = tree.try_map(&mark, &|node| Ok::<_, Infallible>(untagged(node)));
     Ok(tree)
 }

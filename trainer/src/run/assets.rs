@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
 use candlewick_runtime::run_id::RunId;
-use candlewick_text::hub::{Hub, ModelPart};
+use candlewick_text::hub::{Hub, ModelFiles};
 use candlewick_text::template::{ChatTemplate, Clock};
 use candlewick_text::tokenizer::Tokenizer;
 
@@ -29,8 +29,8 @@ impl Assets {
     /// prints that of `began`.
     pub fn find(plan: &Plan, hub: &Hub, began: RunId) -> Result<Self> {
         let part = match plan.model.init {
-            Init::Load => ModelPart::Whole,
-            Init::Random => ModelPart::WithoutWeights,
+            Init::Load => ModelFiles::All,
+            Init::Random => ModelFiles::WithoutWeights,
         };
         let model = plan.model.name_or_path.as_deref();
         let model_folder = model.map(|name| hub.model(name, plan.model.revision.as_deref(), part)).transpose()?;
@@ -41,7 +41,7 @@ impl Assets {
                 format!("failed to find {name_or_path}: paths start at the current folder, {}", here.display());
             return Err(anyhow!(problem).context(ExitCode::Data));
         }
-        let tokenizer_folder = hub.model(name_or_path, revision.as_deref(), ModelPart::WithoutWeights)?;
+        let tokenizer_folder = hub.model(name_or_path, revision.as_deref(), ModelFiles::WithoutWeights)?;
         Ok(Self {
             model_folder,
             tokenizer: Tokenizer::from_directory(tokenizer_folder)?,

@@ -26,7 +26,7 @@ pub(super) struct Built {
 /// Builds the model and sets its weights.
 pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Built> {
     let config = plan.model.config.clone().context("failed to build the model: its config is not known")?;
-    let n_ids = assets.tokenizer.id_bound() as usize;
+    let n_ids = assets.tokenizer.min_embedding_rows() as usize;
     if n_ids > config.vocab_size() {
         let error = anyhow!(
             "failed to fit the tokenizer to the model: it has ids up to {}, the model's vocab_size is {}; use the \

@@ -8,7 +8,7 @@ use candlewick_inference::generate::GenerateOptions;
 use candlewick_inference::lm;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_text::conversation::{Conversation, Message};
-use candlewick_text::tokenizer::Specials;
+use candlewick_text::tokenizer::SpecialTokens;
 
 use crate::data::Kind;
 use crate::plan::{GeneratePlan, conversation};
@@ -111,9 +111,13 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
             (Kind::Sft, Some(template), _) => {
                 lm::answer_chat(engine, tokenizer, template, &chat, &options, &mut ignored)?
             }
-            (_, _, Prompt::Text(text)) => {
-                lm::complete(engine, tokenizer, &tokenizer.encode(text, Specials::Add)?, &options, &mut ignored)?
-            }
+            (_, _, Prompt::Text(text)) => lm::complete(
+                engine,
+                tokenizer,
+                &tokenizer.encode(text, SpecialTokens::Include)?,
+                &options,
+                &mut ignored,
+            )?,
             (_, _, Prompt::Messages(_)) => {
                 let problem = "failed to answer the messages of generate.prompts: the tokenizer has no chat template";
                 return Err(anyhow::anyhow!(problem).context(ExitCode::Data));

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
-use candlewick_text::tokenizer::{SpecialToken, Specials, Tokenizer};
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom};
+use candlewick_text::tokenizer::{SpecialToken, SpecialTokens, Tokenizer};
 use serde_json::{Map, Value};
 
 /// Tokenizer of requests.
@@ -132,10 +132,10 @@ impl<'t> RequestEncoder<'t> {
 
     fn encode(&self, text: &str, added: &SpecialTokensAdded) -> Result<Vec<u32>> {
         Ok(match added {
-            SpecialTokensAdded::Nothing => self.tokenizer.encode(text, Specials::Omit)?,
-            SpecialTokensAdded::OfTokenizer => self.tokenizer.encode(text, Specials::Add)?,
+            SpecialTokensAdded::Nothing => self.tokenizer.encode(text, SpecialTokens::Exclude)?,
+            SpecialTokensAdded::OfTokenizer => self.tokenizer.encode(text, SpecialTokens::Include)?,
             SpecialTokensAdded::Tokens { before, after } => {
-                let ids = self.tokenizer.encode(text, Specials::Omit)?;
+                let ids = self.tokenizer.encode(text, SpecialTokens::Exclude)?;
                 before.iter().copied().chain(ids).chain(*after).collect()
             }
         })
@@ -153,6 +153,6 @@ fn tokenizer_config(folder: &Path) -> Result<Map<String, Value>> {
         return Ok(Map::new());
     }
     let read =
-        || -> Result<_> { Ok(serde_json::from_slice(without_bom(&read_regular_file(&path, MAX_WRITTEN_BYTES)?))?) };
+        || -> Result<_> { Ok(serde_json::from_slice(without_bom(&read_regular_file(&path, MAX_CONFIG_FILE_BYTES)?))?) };
     read().with_context(|| format!("failed to read {}", path.display()))
 }

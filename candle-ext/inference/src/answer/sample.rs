@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value};
@@ -49,7 +49,7 @@ impl SamplingDefaults {
             return Ok(Self::default());
         }
         let read = || -> Result<Map<String, Value>> {
-            Ok(serde_json::from_slice(without_bom(&read_regular_file(&path, MAX_WRITTEN_BYTES)?))?)
+            Ok(serde_json::from_slice(without_bom(&read_regular_file(&path, MAX_CONFIG_FILE_BYTES)?))?)
         };
         let config = read().with_context(|| format!("failed to read {}", path.display()))?;
         for (key, harmless) in UNKNOWN {

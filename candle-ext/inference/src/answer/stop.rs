@@ -1,7 +1,7 @@
 //! Stop criteria of a generation: EOS and stop strings, which may span tokens.
 
 use anyhow::Result;
-use candlewick_text::tokenizer::{Specials, Tokenizer};
+use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 
 /// Stop criteria of one generation.
 #[derive(Clone, Debug)]
@@ -31,7 +31,7 @@ impl ThinkEnd {
     }
 
     /// Returns the text after the thinking; `None` while it goes on.
-    fn behind(&self, generated: &[u32], specials: Specials, tokenizer: &Tokenizer) -> Result<Option<String>> {
+    fn behind(&self, generated: &[u32], specials: SpecialTokens, tokenizer: &Tokenizer) -> Result<Option<String>> {
         Ok(match self {
             Self::Id(id) => match generated.iter().rposition(|token| token == id) {
                 Some(last) => Some(tokenizer.decode(&generated[last + 1..], specials)?),
@@ -65,10 +65,10 @@ impl StopCriteria {
         let recent = &generated[generated.len().saturating_sub(self.n_recent)..];
         let holds_a_stop = |text: &str| self.until.iter().any(|stop| text.contains(stop.as_str()));
         // Special tokens are decoded as text: a stop string may be one.
-        let has_stopped = holds_a_stop(&tokenizer.decode(recent, Specials::Add)?);
+        let has_stopped = holds_a_stop(&tokenizer.decode(recent, SpecialTokens::Include)?);
         match &self.think_end {
             Some(end) if has_stopped => {
-                Ok(end.behind(generated, Specials::Add, tokenizer)?.is_some_and(|text| holds_a_stop(&text)))
+                Ok(end.behind(generated, SpecialTokens::Include, tokenizer)?.is_some_and(|text| holds_a_stop(&text)))
             }
             _ => Ok(has_stopped),
         }
@@ -78,10 +78,10 @@ impl StopCriteria {
     /// string.
     pub fn text(&self, generated: &[u32], tokenizer: &Tokenizer) -> Result<String> {
         let mut text = match &self.think_end {
-            None => tokenizer.decode(generated, Specials::Omit)?,
+            None => tokenizer.decode(generated, SpecialTokens::Exclude)?,
             Some(end) => {
-                let behind = end.behind(generated, Specials::Omit, tokenizer)?;
-                let text = behind.map_or_else(|| tokenizer.decode(generated, Specials::Omit), Ok)?;
+                let behind = end.behind(generated, SpecialTokens::Exclude, tokenizer)?;
+                let text = behind.map_or_else(|| tokenizer.decode(generated, SpecialTokens::Exclude), Ok)?;
                 text.trim_start().to_owned()
             }
         };

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candlewick_text::conversation::{Conversation, Message};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_text_or_stdin};
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_text_or_stdin};
 use candlewick_text::hub::Hub;
-use candlewick_text::template::{ChatTemplate, Ending};
+use candlewick_text::template::{AddGenerationPrompt, ChatTemplate};
 use clap::{ArgGroup, Args};
 
 use super::model::ComputeOptions;
@@ -116,7 +116,7 @@ impl GenerateArgs {
 
 /// Warns if the chat template ignores the system message or the tools.
 fn warn_of_what_is_not_printed(template: &ChatTemplate, chat: &Conversation) {
-    let render = |chat: &Conversation| template.render(chat, Ending::GenerationPrompt).ok();
+    let render = |chat: &Conversation| template.render(chat, AddGenerationPrompt::Yes).ok();
     let Some(whole) = render(chat) else { return };
     let system = chat.messages.first().filter(|first| first.role() == "system").and_then(Message::text);
     if system.is_some_and(|system| !whole.contains(system.trim())) {
@@ -142,6 +142,6 @@ fn read_conversations(path: &Path) -> Result<Vec<Conversation>> {
 }
 
 fn read(path: &Path) -> Result<String> {
-    let text = read_text_or_stdin(path, MAX_WRITTEN_BYTES);
+    let text = read_text_or_stdin(path, MAX_CONFIG_FILE_BYTES);
     text.with_context(|| format!("failed to read {}", path.display())).context(ExitCode::Data)
 }

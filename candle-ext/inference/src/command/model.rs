@@ -8,7 +8,7 @@ use candlewick_model::Config;
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionPasses, DeviceChoice};
 use candlewick_parallel::ParallelGroups;
-use candlewick_text::hub::{Hub, HubError, ModelFolders, ModelPart};
+use candlewick_text::hub::{Hub, HubError, ModelAndAdapter, ModelFiles};
 use clap::{Args, ValueEnum};
 
 use crate::lm::Lm;
@@ -114,13 +114,13 @@ impl ComputeOptions {
     }
 
     /// Finds the folders of model and adapter, and downloads missing ones.
-    fn find(&self, name: &str, hub: &Hub) -> Result<ModelFolders> {
+    fn find(&self, name: &str, hub: &Hub) -> Result<ModelAndAdapter> {
         let revision = self.revision.as_deref();
         let Some(adapter) = &self.adapter else {
             return hub.model_and_adapter(name, revision).map_err(not_found);
         };
         let (adapter, note) = hub.adapter(adapter).map_err(not_found)?;
-        let found = hub.local_or_hub(name, revision, ModelPart::Whole).map_err(not_found)?;
+        let found = hub.find_model(name, revision, ModelFiles::All).map_err(not_found)?;
         if found.is_adapter() {
             let error = anyhow!(
                 "failed to load the model {}: it is an adapter, and --adapter names another; give the base model as --model",
@@ -129,12 +129,12 @@ impl ComputeOptions {
             bail!(error.context(ExitCode::Usage));
         }
         let notes = found.note("model").into_iter().chain(note).collect();
-        Ok(ModelFolders { model: found.folder, adapter: Some(adapter), notes })
+        Ok(ModelAndAdapter { model: found.folder, adapter: Some(adapter), notes })
     }
 
     fn load_from(
         &self,
-        folders: &ModelFolders,
+        folders: &ModelAndAdapter,
         device: Device,
         parallel_config: (ParallelConfig, &ParallelGroups),
     ) -> Result<Lm> {

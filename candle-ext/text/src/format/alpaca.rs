@@ -1,25 +1,25 @@
-//! Alpaca's form: an instruction, an input to it, the output; earlier turns in `history`.
+//! The Alpaca format: an instruction, an optional input, the output; earlier turns in `history`.
 //!
-//! In chat form the user says the instruction and, on the next line, the input.
+//! In the chat, the user message is the instruction and, on the next line, the input.
 
 use serde_json::Value;
 
 use super::Document;
 use super::chat::conversation;
-use super::error::{Fault, optional_text, text};
+use super::error::{RowProblem, optional_text, text};
 use crate::conversation::Message;
 use crate::source::Row;
 
-/// The columns of an instruction data set.
+/// Column names of an Alpaca data set.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Alpaca {
-    /// What is to be done.
+    /// Column of the instruction.
     pub instruction: String,
-    /// What it is to be done with, if there is such a column.
+    /// Column of the input, if there is one.
     pub input: Option<String>,
-    /// The answer.
+    /// Column of the response.
     pub output: String,
-    /// Earlier turns: a list of `[user, assistant]`.
+    /// Column of earlier turns: a list of `[user, assistant]` strings.
     pub history: Option<String>,
 }
 
@@ -29,7 +29,7 @@ impl Alpaca {
         all.into_iter().flatten().cloned().collect()
     }
 
-    pub(crate) fn parse(&self, row: &Row) -> Result<Document, Fault> {
+    pub(crate) fn parse(&self, row: &Row) -> Result<Document, RowProblem> {
         let mut messages = match &self.history {
             Some(column) => history(row, column)?,
             None => Vec::new(),
@@ -50,18 +50,18 @@ impl Alpaca {
     }
 }
 
-fn history(row: &Row, column: &str) -> Result<Vec<Message>, Fault> {
+fn history(row: &Row, column: &str) -> Result<Vec<Message>, RowProblem> {
     let turns = match row.get(column) {
         None | Some(Value::Null) => return Ok(Vec::new()),
         Some(Value::Array(turns)) => turns,
-        other => return Err(Fault::type_of(column, other, "a list of [user, assistant] texts")),
+        other => return Err(RowProblem::type_of(column, other, "a list of [user, assistant] texts")),
     };
     let mut messages = Vec::new();
     for (idx, turn) in turns.iter().enumerate() {
         let texts: Option<Vec<&str>> = turn.as_array().and_then(|texts| texts.iter().map(Value::as_str).collect());
         let Some(&[user, assistant]) = texts.as_deref() else {
-            let problem = format!("column `{column}`, item {idx} is not a pair of texts");
-            return Err(Fault::new(problem, "write earlier turns as [[\"user\", \"assistant\"], ...]"));
+            let problem = format!("column `{column}`, item {idx} is not a pair of strings");
+            return Err(RowProblem::new(problem, "write earlier turns as [[\"user\", \"assistant\"], ...]"));
         };
         messages.push(Message::new("user", user));
         messages.push(Message::new("assistant", assistant));

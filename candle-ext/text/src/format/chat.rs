@@ -1,17 +1,17 @@
-//! What all chat formats share: JSON kept as text, tool definitions, tool calls, content parts.
+//! Parts shared by all chat formats: JSON stored as a string, tool definitions, tool calls, content parts.
 
 use serde_json::{Map, Value, json};
 
-use super::error::{Fault, optional_text, type_name};
+use super::error::{RowProblem, optional_text, type_name};
 use crate::conversation::{Conversation, Message};
 use crate::source::Row;
 
-/// Columns that hold the tools a conversation was offered.
+/// Columns that hold the tool definitions.
 const TOOL_COLUMNS: [&str; 2] = ["tools", "functions"];
-/// Columns that hold what a text model cannot read.
+/// Columns that hold images, video or audio.
 const MEDIA_COLUMNS: [&str; 6] = ["images", "image", "videos", "video", "audios", "audio"];
 
-/// Names of speakers and the roles they mean.
+/// Speaker names and the chat roles that they stand for.
 const ALIASES: [(&str, &[&str]); 4] = [
     ("system", &["system"]),
     ("user", &["human", "user"]),
@@ -19,20 +19,20 @@ const ALIASES: [(&str, &[&str]); 4] = [
     ("tool", &["tool", "observation", "tool_response", "function_response", "function-response"]),
 ];
 
-/// The role that a speaker's name means, whatever its case.
+/// Returns the chat role that a speaker name stands for, whatever its case.
 pub(crate) fn role_of_alias(name: &str) -> Option<&'static str> {
     let wanted = name.to_ascii_lowercase();
     ALIASES.iter().find(|(_, names)| names.contains(&wanted.as_str())).map(|(role, _)| *role)
 }
 
-/// Every known name of a speaker.
+/// Lists every known speaker name.
 pub(crate) fn known_names() -> String {
     let names: Vec<_> = ALIASES.iter().flat_map(|(_, names)| *names).copied().collect();
     names.join(", ")
 }
 
-/// Puts a conversation together with the row's `system` text and tool definitions.
-pub(crate) fn conversation(row: &Row, mut messages: Vec<Message>) -> Result<Conversation, Fault> {
+/// Builds a conversation from messages, the row's `system` column and its tool definitions.
+pub(crate) fn conversation(row: &Row, mut messages: Vec<Message>) -> Result<Conversation, RowProblem> {
     check_media(row)?;
     let system = optional_text(row, "system").unwrap_or_default();
     let has_system = messages.iter().any(|message| message.role() == "system");
@@ -40,15 +40,15 @@ pub(crate) fn conversation(row: &Row, mut messages: Vec<Message>) -> Result<Conv
         messages.insert(0, Message::new("system", system));
     }
     if messages.is_empty() {
-        return Err(Fault::new("the conversation has no messages", "correct or delete the row"));
+        return Err(RowProblem::new("the conversation has no messages", "correct or delete the row"));
     }
     let tools = tools(row)?;
     Ok(Conversation { messages, tools })
 }
 
-/// The list in `column`, which may also be kept as JSON text.
-pub(crate) fn list(row: &Row, column: &str) -> Result<Vec<Value>, Fault> {
-    let expected = || Fault::type_of(column, row.get(column), "a list of messages");
+/// Returns the list in `column`, which may be stored as JSON text.
+pub(crate) fn list(row: &Row, column: &str) -> Result<Vec<Value>, RowProblem> {
+    let expected = || RowProblem::type_of(column, row.get(column), "a list of messages");
     match row.get(column) {
         Some(Value::Array(items)) => Ok(items.clone()),
         Some(Value::String(text)) => match serde_json::from_str(text) {
@@ -59,19 +59,22 @@ pub(crate) fn list(row: &Row, column: &str) -> Result<Vec<Value>, Fault> {
     }
 }
 
-/// Reads item `message_idx` of a list of messages; a fault names both.
-pub(crate) fn message(column: &str, message_idx: usize, fields: Map<String, Value>) -> Result<Message, Fault> {
+/// Reads item `message_idx` of a list of messages. The error names column and item.
+pub(crate) fn message(column: &str, message_idx: usize, fields: Map<String, Value>) -> Result<Message, RowProblem> {
     regular(fields).map_err(|fault| fault.within(column, message_idx))
 }
 
-/// Reads the fields of a message as the rows of a data set are read. The error says what is wrong and what to do.
+/// Reads the fields of a message as those of a data set row. The error states the problem and the remedy.
 pub fn message_from_fields(fields: Map<String, Value>) -> Result<Message, String> {
     regular(fields).map_err(|fault| format!("{}; {}", fault.problem, fault.fix))
 }
 
-/// One message's fields, made regular: usual names for user and assistant, no null fields, text parts joined into
-/// one text, one name for the weight, a `function_call` as `tool_calls`. An answer of null is an empty text.
-fn regular(mut fields: Map<String, Value>) -> Result<Message, Fault> {
+/// Normalizes the fields of one message.
+///
+/// Maps speaker names to `user` and `assistant`, drops null fields, joins text parts into one string, and renames
+/// the loss weight to `weight`. Converts `function_call` to `tool_calls`. A null assistant content becomes an empty
+/// string.
+fn regular(mut fields: Map<String, Value>) -> Result<Message, RowProblem> {
     let role = fields.get("role").and_then(Value::as_str).and_then(role_of_alias);
     if let Some(role) = role.filter(|role| ["user", "assistant"].contains(role)) {
         fields.insert("role".into(), role.into());
@@ -91,7 +94,7 @@ fn regular(mut fields: Map<String, Value>) -> Result<Message, Fault> {
                 clean.insert(key, join_parts(value)?);
             }
             "train" | "training" | "loss_weight" | "weight" => {
-                if is_assistant && !is_learned(&value).ok_or_else(|| no_weight(&key, &value))? {
+                if is_assistant && !is_trained_on(&value).ok_or_else(|| no_weight(&key, &value))? {
                     clean.insert("weight".into(), json!(0));
                 }
             }
@@ -104,11 +107,11 @@ fn regular(mut fields: Map<String, Value>) -> Result<Message, Fault> {
     Message::from_fields(clean).map_err(|error| {
         let fix = "correct the row, or name the roles with role_mapping and the key of the text with content_key";
         let reason = error.to_string();
-        Fault::new(reason.strip_prefix("read a message: ").unwrap_or(&reason), fix)
+        RowProblem::new(reason.strip_prefix("read a message: ").unwrap_or(&reason), fix)
     })
 }
 
-/// Rewrites OpenAI's former `function_call` as a list of one tool call.
+/// Converts OpenAI's deprecated `function_call` to a list of one tool call.
 fn function_call_as_tool_call(fields: &mut Map<String, Value>) {
     let has_calls = fields.get("tool_calls").is_some_and(|calls| !is_nothing(calls));
     let is_call = fields.get("function_call").is_some_and(|call| call.get("name").is_some());
@@ -120,15 +123,18 @@ fn function_call_as_tool_call(fields: &mut Map<String, Value>) {
     }
 }
 
-/// Refuses a row with images, videos or audio in a column of their own.
-fn check_media(row: &Row) -> Result<(), Fault> {
+/// Rejects a row with images, video or audio in a column of their own.
+fn check_media(row: &Row) -> Result<(), RowProblem> {
     let has_media = |column: &&&str| row.get(**column).is_some_and(|value| !is_empty_media(value));
     let Some(column) = MEDIA_COLUMNS.iter().find(has_media) else { return Ok(()) };
     let media = match column.trim_end_matches('s') {
         "audio" => "audio is".to_owned(),
         media => format!("{media}s are"),
     };
-    Err(Fault::new(format!("column `{column}` is not empty; {media} not supported"), "delete the row or the column"))
+    Err(RowProblem::new(
+        format!("column `{column}` is not empty; {media} not supported"),
+        "delete the row or the column",
+    ))
 }
 
 fn is_empty_media(value: &Value) -> bool {
@@ -140,18 +146,18 @@ fn is_empty_media(value: &Value) -> bool {
     }
 }
 
-/// The object in item `item_idx` of a list.
-pub(crate) fn object(column: &str, item_idx: usize, item: Value) -> Result<Map<String, Value>, Fault> {
+/// Returns item `item_idx` of a list as an object.
+pub(crate) fn object(column: &str, item_idx: usize, item: Value) -> Result<Map<String, Value>, RowProblem> {
     match item {
         Value::Object(fields) => Ok(fields),
-        other => Err(Fault::new(
+        other => Err(RowProblem::new(
             format!("column `{column}`, item {item_idx} is {}, expected an object", type_name(&other)),
             "correct the row",
         )),
     }
 }
 
-/// A call, or a list of calls, `{"name": ..., "arguments": ...}` as JSON text.
+/// Parses JSON text that holds one call or a list of calls: `{"name": ..., "arguments": ...}`.
 pub(crate) fn calls_in_text(text: &str) -> Option<Value> {
     let calls = match serde_json::from_str(text).ok()? {
         Value::Array(calls) => calls,
@@ -164,7 +170,7 @@ pub(crate) fn calls_in_text(text: &str) -> Option<Value> {
     })
 }
 
-fn tools(row: &Row) -> Result<Option<Value>, Fault> {
+fn tools(row: &Row) -> Result<Option<Value>, RowProblem> {
     let Some((column, value)) = TOOL_COLUMNS.iter().find_map(|c| Some((*c, row.get(*c)?))) else {
         return Ok(None);
     };
@@ -172,7 +178,7 @@ fn tools(row: &Row) -> Result<Option<Value>, Fault> {
         Value::String(text) if text.trim().is_empty() => Value::Null,
         Value::String(text) => serde_json::from_str(text).map_err(|error| {
             let problem = format!("column `{column}` is not JSON: {error}");
-            Fault::new(problem, "write the tools as a list of JSON schemas")
+            RowProblem::new(problem, "write the tools as a list of JSON schemas")
         })?,
         other => other.clone(),
     };
@@ -181,11 +187,11 @@ fn tools(row: &Row) -> Result<Option<Value>, Fault> {
         Value::Array(items) if items.is_empty() => Ok(None),
         Value::Array(items) => Ok(Some(items.into_iter().map(definition).collect())),
         tool @ Value::Object(_) => Ok(Some(json!([definition(tool)]))),
-        other => Err(Fault::type_of(column, Some(&other), "a list of tool definitions")),
+        other => Err(RowProblem::type_of(column, Some(&other), "a list of tool definitions")),
     }
 }
 
-/// `{"name", "parameters"}` as the `{"type": "function", "function": ...}` that templates expect.
+/// Wraps `{"name", "parameters"}` in `{"type": "function", "function": ...}`, as templates expect.
 fn definition(tool: Value) -> Value {
     match tool.get("function").is_none() && tool.get("name").is_some_and(Value::is_string) {
         true => json!({"type": "function", "function": tool}),
@@ -193,8 +199,9 @@ fn definition(tool: Value) -> Value {
     }
 }
 
-/// A list of text parts as one text; anything else as it is. Other parts are refused.
-fn join_parts(content: Value) -> Result<Value, Fault> {
+/// Joins a list of text parts to one string and returns other content unchanged. Rejects image, audio and video
+/// parts.
+fn join_parts(content: Value) -> Result<Value, RowProblem> {
     let Value::Array(parts) = &content else { return Ok(content) };
     let texts = parts.iter().enumerate().map(|(idx, part)| text_of_part(part).ok_or_else(|| no_text(idx, part)));
     Ok(Value::String(texts.collect::<Result<Vec<_>, _>>()?.concat()))
@@ -206,8 +213,8 @@ fn text_of_part(part: &Value) -> Option<&str> {
     part.as_str().or(text.filter(|_| is_text))
 }
 
-/// Images are tell-tale by the part's type or by its keys.
-fn no_text(part_idx: usize, part: &Value) -> Fault {
+/// Returns the error for a content part that is not text. The part's type or its keys identify images.
+fn no_text(part_idx: usize, part: &Value) -> RowProblem {
     let kind = part.get("type").and_then(Value::as_str).unwrap_or("unknown");
     let has = |word: &str| kind.contains(word) || part.get(word).is_some() || part.get(format!("{word}_url")).is_some();
     let media = ["image", "audio", "video"].into_iter().find(|word| has(word));
@@ -216,25 +223,25 @@ fn no_text(part_idx: usize, part: &Value) -> Fault {
         Some(media) => format!("part {part_idx} of `content` is {media} ({kind}); {media}s are not supported"),
         None => format!("part {part_idx} of `content` is of type {kind:?}; only text is supported"),
     };
-    Fault::new(problem, "keep only the parts of type text, or delete the row")
+    RowProblem::new(problem, "keep only the parts of type text, or delete the row")
 }
 
 fn is_nothing(value: &Value) -> bool {
     value.is_null() || value.as_array().is_some_and(Vec::is_empty)
 }
 
-/// Whether a turn is learned by its weight: it has one or it has none.
-fn is_learned(weight: &Value) -> Option<bool> {
+/// Converts a loss weight to a flag: false for 0, true for 1 or null. `None` for any other value.
+fn is_trained_on(weight: &Value) -> Option<bool> {
     match weight {
         Value::Null => Some(true),
-        Value::Bool(is_learned) => Some(*is_learned),
+        Value::Bool(is_trained_on) => Some(*is_trained_on),
         _ if weight.as_f64() == Some(0.0) => Some(false),
         _ if weight.as_f64() == Some(1.0) => Some(true),
         _ => None,
     }
 }
 
-fn no_weight(key: &str, value: &Value) -> Fault {
+fn no_weight(key: &str, value: &Value) -> RowProblem {
     let problem = format!("key `{key}` is {}, expected 0 or 1", type_name(value));
-    Fault::new(problem, "write 1 where the answer is to be learned and 0 where it is only context")
+    RowProblem::new(problem, "write 1 where the answer is to be learned and 0 where it is only context")
 }

@@ -1,43 +1,43 @@
-//! Which format a data set has: what the recipe says, else what its first rows look like.
+//! Row format detection: the recipe's options, else the first rows.
 
 use serde_json::Value;
 
 use super::error::type_name;
 use super::hints;
-use super::known::known_role_mapping;
+use super::known_datasets::known_role_mapping;
 use super::row_format::Format;
-use super::{Alpaca, FormatError, Messages, Pairs, RoleMapping, ShareGpt, TextColumn};
-use crate::source::{Row, Source};
+use super::{Alpaca, FormatError, Messages, PromptCompletionColumns, RoleMapping, ShareGpt, TextColumn};
+use crate::source::{Row, RowSource};
 use crate::suggestion::nearest;
 
-/// What the recipe says about the columns of a data set; the default says nothing.
+/// Recipe options about the columns of a data set. By default none is set.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct FormatRequest {
-    /// What the documents are for.
-    pub purpose: Purpose,
-    /// A format by name.
+    /// Kind of training that the data set serves.
+    pub purpose: DatasetType,
+    /// Name of the row format, such as `alpaca`.
     pub format: Option<String>,
-    /// Role to path, in the order the roles speak.
+    /// Pairs of a chat role and the column path of its text, in message order.
     pub role_mapping: Vec<(String, String)>,
-    /// The key of an item's text in a mapped list, or else of a message's text.
+    /// Key of the message text: in the mapped list, or else in the messages.
     pub content_key: Option<String>,
-    /// The column of plain text, or of the messages.
+    /// Column of plain text, or of the messages.
     pub column: Option<String>,
-    /// The Hub id, which names the columns of some data sets.
+    /// Hub id. Some well-known ids have a built-in role mapping.
     pub id: Option<String>,
 }
 
-/// What documents are for, which decides what a column named `text` is worth.
+/// Kind of training that a data set serves.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Purpose {
-    /// Chats and answers; plain text only if there is nothing else.
+pub enum DatasetType {
+    /// Supervised fine-tuning on chats. A `text` column is used only if no chat columns exist.
     #[default]
     Instruct,
-    /// Plain text.
+    /// Causal language modelling on plain text.
     Causal,
 }
 
-/// The names a recipe may give.
+/// Format names that a recipe accepts.
 const NAMES: [&str; 5] = ["messages", "sharegpt", "alpaca", "prompt_completion", "text"];
 const MESSAGES_NAMES: [&str; 3] = ["messages", "openai", "chatml"];
 const PAIR_NAMES: [&str; 3] = ["prompt_completion", "prompt-completion", "prompt/completion"];
@@ -55,34 +55,34 @@ const PAIRS: [(&str, &str); 9] = [
     ("user", "assistant"),
     ("input", "output"),
 ];
-/// How many rows are looked at: JSON rows may leave columns out.
+/// Number of rows inspected. JSON rows may omit columns, so one row is not enough.
 const N_LOOKED_AT: usize = 16;
 
 impl Format {
-    /// Returns the format that `request` names, else the one that the first rows of `source` have.
-    pub fn find(request: &FormatRequest, source: &dyn Source) -> Result<Self, FormatError> {
+    /// Returns the format that `request` names, else the format detected from the first rows of `source`.
+    pub fn find(request: &FormatRequest, source: &dyn RowSource) -> Result<Self, FormatError> {
         check_keys(request)?;
-        let sight = Sight::of(source)?;
+        let first_rows = FirstRows::of(source)?;
         let known = request.id.as_deref().filter(|_| request.column.is_none()).and_then(known_role_mapping);
         let format = if !request.role_mapping.is_empty() {
-            mapped(&sight, &request.role_mapping, request.content_key.as_deref())?
+            mapped(&first_rows, &request.role_mapping, request.content_key.as_deref())?
         } else if let Some(name) = &request.format {
-            by_name(&sight, name, request)?
+            by_name(&first_rows, name, request)?
         } else if let Some(known) = known {
             let own = |(role, path): &(&str, &str)| ((*role).to_owned(), (*path).to_owned());
             let roles: Vec<_> = known.iter().map(own).collect();
-            mapped(&sight, &roles, request.content_key.as_deref())?
-        } else if request.purpose == Purpose::Causal {
-            text(&sight, request)?
+            mapped(&first_rows, &roles, request.content_key.as_deref())?
+        } else if request.purpose == DatasetType::Causal {
+            text(&first_rows, request)?
         } else if request.content_key.is_some() {
-            by_name(&sight, "messages", request)?
+            by_name(&first_rows, "messages", request)?
         } else if let Some(column) = &request.column {
-            chat_in(&sight, sight.require(column)?).unwrap_or_else(|| text_in(column))
+            chat_in(&first_rows, first_rows.require(column)?).unwrap_or_else(|| text_in(column))
         } else {
-            by_sight(&sight)?
+            detect_format(&first_rows)?
         };
-        for (row, place) in sight.rows.iter().zip(&sight.places).take(1) {
-            format.parse(row).map_err(|fault| FormatError::Row {
+        for (row, place) in first_rows.rows.iter().zip(&first_rows.places).take(1) {
+            format.parse(row).map_err(|fault| FormatError::InvalidRow {
                 place: place.clone(),
                 format: format.name(),
                 problem: fault.problem,
@@ -93,11 +93,11 @@ impl Format {
     }
 }
 
-/// Refuses keys that another one would leave without effect.
+/// Rejects options that another option would leave without effect.
 fn check_keys(request: &FormatRequest) -> Result<(), FormatError> {
     let clash = |key: &'static str, with: &str| {
-        let problem = format!("it has no effect beside {with}; remove one of the two");
-        Err(FormatError::Request { key, problem })
+        let problem = format!("it has no effect together with {with}; remove one of the two");
+        Err(FormatError::InvalidOption { key, problem })
     };
     let format = request.format.as_deref();
     if !request.role_mapping.is_empty() {
@@ -108,7 +108,7 @@ fn check_keys(request: &FormatRequest) -> Result<(), FormatError> {
         };
     }
     let has_column = !format.is_some_and(|name| name == "alpaca" || PAIR_NAMES.contains(&name));
-    let is_text = request.purpose == Purpose::Causal && format.is_none();
+    let is_text = request.purpose == DatasetType::Causal && format.is_none();
     match (&request.column, &request.content_key, format) {
         (Some(_), _, Some(name)) if !has_column => clash("column", &format!("format: {name}")),
         (_, Some(_), Some(name)) if !MESSAGES_NAMES.contains(&name) => clash("content_key", &format!("format: {name}")),
@@ -117,15 +117,15 @@ fn check_keys(request: &FormatRequest) -> Result<(), FormatError> {
     }
 }
 
-/// The first rows of a data set.
-struct Sight {
+/// First rows of a data set, with their locations and columns.
+struct FirstRows {
     rows: Vec<Row>,
     places: Vec<String>,
     columns: Vec<String>,
 }
 
-impl Sight {
-    fn of(source: &dyn Source) -> Result<Self, FormatError> {
+impl FirstRows {
+    fn of(source: &dyn RowSource) -> Result<Self, FormatError> {
         let n_rows = source.len().min(N_LOOKED_AT);
         let rows = (0..n_rows).map(|i| source.row(i)).collect::<Result<Vec<_>, _>>()?;
         let mut columns: Vec<String> = Vec::new();
@@ -153,7 +153,7 @@ impl Sight {
         Err(self.unknown(format!("there is no column {column:?}{}", self.near(column))))
     }
 
-    /// A value of the column that is not null.
+    /// Returns the first value of the column that is not null.
     fn value(&self, column: &str) -> Option<&Value> {
         self.rows.iter().filter_map(|row| row.get(column)).find(|value| !value.is_null())
     }
@@ -164,7 +164,7 @@ impl Sight {
     }
 
     fn unknown(&self, problem: String) -> FormatError {
-        FormatError::Unknown {
+        FormatError::UnknownFormat {
             place: self.places.first().cloned().unwrap_or_else(|| "an empty data set".into()),
             problem,
             columns: self.columns.join(", "),
@@ -177,57 +177,58 @@ impl Sight {
     }
 }
 
-fn by_name(sight: &Sight, name: &str, request: &FormatRequest) -> Result<Format, FormatError> {
+fn by_name(first_rows: &FirstRows, name: &str, request: &FormatRequest) -> Result<Format, FormatError> {
     let column = request.column.as_deref();
-    let missing = |wanted: &str| sight.unknown(format!("it has no columns for {name}: {wanted}"));
+    let missing = |wanted: &str| first_rows.unknown(format!("it has no columns for {name}: {wanted}"));
     match name {
         name if MESSAGES_NAMES.contains(&name) => {
-            let column = column.or_else(|| sight.first_of(&CHAT_COLUMNS));
-            let column = sight.require(column.unwrap_or("messages"))?.to_owned();
+            let column = column.or_else(|| first_rows.first_of(&CHAT_COLUMNS));
+            let column = first_rows.require(column.unwrap_or("messages"))?.to_owned();
             Ok(Format::Messages(Messages { column, content_key: request.content_key.clone() }))
         }
         "sharegpt" => {
-            let column = column.or_else(|| sight.first_of(&["conversations", "conversation", "messages"]));
-            let column = sight.require(column.unwrap_or("conversations"))?.to_owned();
+            let column = column.or_else(|| first_rows.first_of(&["conversations", "conversation", "messages"]));
+            let column = first_rows.require(column.unwrap_or("conversations"))?.to_owned();
             Ok(Format::ShareGpt(ShareGpt { column }))
         }
-        "alpaca" => alpaca(sight).ok_or_else(|| missing("instruction, output")),
-        name if PAIR_NAMES.contains(&name) => pairs(sight)?.ok_or_else(|| missing("prompt, completion")),
-        "text" => text(sight, request),
+        "alpaca" => alpaca(first_rows).ok_or_else(|| missing("instruction, output")),
+        name if PAIR_NAMES.contains(&name) => pairs(first_rows)?.ok_or_else(|| missing("prompt, completion")),
+        "text" => text(first_rows, request),
         other => {
             let near = nearest(other, NAMES).map_or(".".to_owned(), |near| format!("; did you mean {near:?}?"));
             let problem = format!("{other:?} is not a format{near} There are: {}", NAMES.join(", "));
-            Err(FormatError::Request { key: "format", problem })
+            Err(FormatError::InvalidOption { key: "format", problem })
         }
     }
 }
 
-fn by_sight(sight: &Sight) -> Result<Format, FormatError> {
-    if let Some(format) = chat(sight)? {
+fn detect_format(first_rows: &FirstRows) -> Result<Format, FormatError> {
+    if let Some(format) = chat(first_rows)? {
         return Ok(format);
     }
-    if sight.has("chosen") && sight.has("rejected") {
-        let problem = "its rows are preferences (chosen, rejected), not answers to learn".to_owned();
-        return Err(sight.unknown(problem));
+    if first_rows.has("chosen") && first_rows.has("rejected") {
+        let problem = "its rows are preferences (chosen, rejected), not responses to train on".to_owned();
+        return Err(first_rows.unknown(problem));
     }
-    if let Some(format) = alpaca(sight) {
+    if let Some(format) = alpaca(first_rows) {
         return Ok(format);
     }
-    if let Some(format) = pairs(sight)? {
+    if let Some(format) = pairs(first_rows)? {
         return Ok(format);
     }
-    if sight.has("text") {
+    if first_rows.has("text") {
         return Ok(text_in("text"));
     }
-    if let Some(problem) = nearly_chat(sight) {
-        return Err(sight.unknown(problem));
+    if let Some(problem) = nearly_chat(first_rows) {
+        return Err(first_rows.unknown(problem));
     }
-    Err(sight.unknown(format!("its columns are of no known format{}", near_column(sight))))
+    Err(first_rows.unknown(format!("its columns are of no known format{}", near_column(first_rows))))
 }
 
-/// A list in a chat's column whose items lack what messages have.
-fn nearly_chat(sight: &Sight) -> Option<String> {
-    let (column, items) = CHAT_COLUMNS.iter().find_map(|column| Some((*column, sight.value(column)?.as_array()?)))?;
+/// Describes a list in a chat column whose items are not messages.
+fn nearly_chat(first_rows: &FirstRows) -> Option<String> {
+    let (column, items) =
+        CHAT_COLUMNS.iter().find_map(|column| Some((*column, first_rows.value(column)?.as_array()?)))?;
     let problem = match items.first()? {
         Value::Object(item) => {
             let keys: Vec<&str> = item.keys().map(String::as_str).collect();
@@ -239,41 +240,41 @@ fn nearly_chat(sight: &Sight) -> Option<String> {
     Some(problem + &paste.unwrap_or_default())
 }
 
-/// The column that would do if another stood beside it, or is nearly one that would.
-fn near_column(sight: &Sight) -> String {
+/// Names one column of an incomplete pair, or a column with a name similar to a known one.
+fn near_column(first_rows: &FirstRows) -> String {
     let halves =
         ["instruction"].into_iter().chain(PAIRS.iter().flat_map(|(prompt, completion)| [*prompt, *completion]));
-    if let Some(half) = halves.clone().find(|half| sight.has(half)) {
+    if let Some(half) = halves.clone().find(|half| first_rows.has(half)) {
         return format!("; {half:?} is there, but not what goes with it");
     }
     let near = CHAT_COLUMNS
         .into_iter()
         .chain(halves)
         .chain(["text"])
-        .flat_map(|known| sight.columns.iter().map(move |own| (known, own)))
+        .flat_map(|known| first_rows.columns.iter().map(move |own| (known, own)))
         .map(|(known, own)| (strsim::jaro_winkler(known, &own.to_lowercase()), known, own))
         .filter(|(score, ..)| *score > 0.85)
         .max_by(|a, b| a.0.total_cmp(&b.0));
     near.map_or(String::new(), |(_, known, own)| format!("; {own:?} is near {known:?}"))
 }
 
-fn chat(sight: &Sight) -> Result<Option<Format>, FormatError> {
+fn chat(first_rows: &FirstRows) -> Result<Option<Format>, FormatError> {
     let found: Vec<(&str, Format)> =
-        CHAT_COLUMNS.iter().filter_map(|column| Some((*column, chat_in(sight, column)?))).collect();
+        CHAT_COLUMNS.iter().filter_map(|column| Some((*column, chat_in(first_rows, column)?))).collect();
     match found.as_slice() {
         [] => Ok(None),
         [(_, format)] => Ok(Some(format.clone())),
         several => {
             let columns: Vec<_> = several.iter().map(|(column, _)| *column).collect();
             let columns = columns.join(" and ");
-            Err(sight.unknown(format!("{columns} both hold chats; name one with column: ...")))
+            Err(first_rows.unknown(format!("{columns} both hold chats; name one with column: ...")))
         }
     }
 }
 
-/// How the list in `column` is read, by the keys of its items.
-fn chat_in(sight: &Sight, column: &str) -> Option<Format> {
-    let value = sight.value(column)?;
+/// Returns the chat format of the list in `column`, by the keys of its items.
+fn chat_in(first_rows: &FirstRows, column: &str) -> Option<Format> {
+    let value = first_rows.value(column)?;
     let parsed;
     let items = match value {
         Value::Array(items) => items,
@@ -296,51 +297,57 @@ fn messages_in(column: String) -> Format {
     Format::Messages(Messages { column, content_key: None })
 }
 
-fn alpaca(sight: &Sight) -> Option<Format> {
-    let output = sight.first_of(&OUTPUTS)?;
-    sight.has("instruction").then(|| {
+fn alpaca(first_rows: &FirstRows) -> Option<Format> {
+    let output = first_rows.first_of(&OUTPUTS)?;
+    first_rows.has("instruction").then(|| {
         Format::Alpaca(Alpaca {
             instruction: "instruction".into(),
-            input: sight.first_of(&INPUTS).map(str::to_owned),
+            input: first_rows.first_of(&INPUTS).map(str::to_owned),
             output: output.into(),
-            history: sight.first_of(&["history"]).map(str::to_owned),
+            history: first_rows.first_of(&["history"]).map(str::to_owned),
         })
     })
 }
 
-fn pairs(sight: &Sight) -> Result<Option<Format>, FormatError> {
-    let found: Vec<_> = PAIRS.iter().filter(|(p, c)| sight.has(p) && sight.has(c)).collect();
+fn pairs(first_rows: &FirstRows) -> Result<Option<Format>, FormatError> {
+    let found: Vec<_> = PAIRS.iter().filter(|(p, c)| first_rows.has(p) && first_rows.has(c)).collect();
     match found.as_slice() {
         [] => Ok(None),
-        [(prompt, completion)] => {
-            Ok(Some(Format::Pairs(Pairs { prompt: (*prompt).into(), completion: (*completion).into() })))
-        }
+        [(prompt, completion)] => Ok(Some(Format::PromptCompletion(PromptCompletionColumns {
+            prompt: (*prompt).into(),
+            completion: (*completion).into(),
+        }))),
         several => {
             let names: Vec<_> = several.iter().map(|(p, c)| format!("{p} and {c}")).collect();
-            Err(sight.unknown(format!("several of its columns could be prompt and completion: {}", names.join("; "))))
+            Err(first_rows
+                .unknown(format!("several of its columns could be prompt and completion: {}", names.join("; "))))
         }
     }
 }
 
-fn text(sight: &Sight, request: &FormatRequest) -> Result<Format, FormatError> {
-    Ok(text_in(sight.require(request.column.as_deref().unwrap_or("text"))?))
+fn text(first_rows: &FirstRows, request: &FormatRequest) -> Result<Format, FormatError> {
+    Ok(text_in(first_rows.require(request.column.as_deref().unwrap_or("text"))?))
 }
 
 fn text_in(column: &str) -> Format {
     Format::Text(TextColumn { column: column.to_owned() })
 }
 
-fn mapped(sight: &Sight, roles: &[(String, String)], content_key: Option<&str>) -> Result<Format, FormatError> {
+fn mapped(
+    first_rows: &FirstRows,
+    roles: &[(String, String)],
+    content_key: Option<&str>,
+) -> Result<Format, FormatError> {
     let mapping = RoleMapping::new(roles, content_key)?;
-    if let Some(missing) = mapping.columns().find(|column| !sight.has(column)) {
-        let paste = sight.rows.iter().find_map(hints::mapping_of_row);
+    if let Some(missing) = mapping.columns().find(|column| !first_rows.has(column)) {
+        let paste = first_rows.rows.iter().find_map(hints::mapping_of_row);
         let paste = paste.map(|mapping| format!("; for the list that is there write {mapping}"));
-        let problem = format!("role_mapping: there is no column {missing:?}{}", sight.near(missing));
-        return Err(sight.unknown(problem + &paste.unwrap_or_default()));
+        let problem = format!("role_mapping: there is no column {missing:?}{}", first_rows.near(missing));
+        return Err(first_rows.unknown(problem + &paste.unwrap_or_default()));
     }
-    for (path, found) in mapping.unused(&sight.rows) {
-        let (n_rows, found) = (sight.rows.len(), found.join(", "));
+    for (path, found) in mapping.unused(&first_rows.rows) {
+        let (n_rows, found) = (first_rows.rows.len(), found.join(", "));
         tracing::warn!("role_mapping: {path} names no message of the first {n_rows} rows; their roles are {found}");
     }
-    Ok(Format::Mapped(mapping))
+    Ok(Format::RoleMapping(mapping))
 }

@@ -1,26 +1,26 @@
-//! The content of a row, apart from its columns' names.
+//! Content of a data set row, independent of its columns.
 
 use crate::conversation::{Conversation, Message};
 
-/// The content of a row, whatever its columns were called.
+/// Content of a data set row: a chat, a prompt with its completion, or plain text.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Document {
-    /// A chat. Assistant messages with `"weight": 0` are context, not something to learn.
+    /// A chat. Assistant messages with `"weight": 0` are masked from the loss.
     Conversation(Conversation),
-    /// Two plain texts, the second to be learned.
+    /// A prompt and its completion as plain text. Only the completion has loss.
     PromptCompletion {
-        /// The text that is given.
+        /// The prompt, without loss.
         prompt: String,
-        /// The text that must follow.
+        /// The completion, with loss.
         completion: String,
     },
-    /// Plain text, all of it to be learned.
+    /// Plain text. Every token has loss.
     Text(String),
 }
 
 impl Document {
-    /// The document as a chat: a prompt becomes the user's turn, its completion the answer.
-    /// Plain text has no turns and stays as it is.
+    /// Converts a prompt and its completion to a chat of one user and one assistant message. Returns other documents
+    /// unchanged.
     #[must_use]
     pub fn into_chat(self) -> Self {
         match self {

@@ -1,67 +1,67 @@
-//! Rows that do not say what their format promises.
+//! Errors of row formats.
 
 use serde_json::Value;
 
 use crate::source::{Row, SourceError};
 
-/// A data set whose columns cannot be understood, or a row that breaks its format.
+/// Error of a data set with unknown columns, or of a row that violates its format.
 #[derive(Debug, thiserror::Error)]
 pub enum FormatError {
-    /// The row could not be read at all.
+    /// The row cannot be read.
     #[error(transparent)]
     Source(#[from] SourceError),
-    /// One row is not as the format wants it.
+    /// The row violates the format.
     #[error("read {place} as {format}: {problem}; {fix}")]
-    Row {
-        /// File and line.
+    InvalidRow {
+        /// File and line of the row.
         place: String,
         /// The format's name.
         format: &'static str,
-        /// The column and what is wrong with it.
+        /// The column and its problem.
         problem: String,
-        /// What to do about it.
+        /// The remedy.
         fix: String,
     },
-    /// The columns are of no known format, or of several.
-    #[error("tell the format of {place}: {problem}\n  columns: {columns}\n  {help}")]
-    Unknown {
-        /// The first row's place.
+    /// The columns match no known format, or several.
+    #[error("detect the format of {place}: {problem}\n  columns: {columns}\n  {help}")]
+    UnknownFormat {
+        /// File and line of the first row.
         place: String,
-        /// Why no format was chosen.
+        /// Reason why no format was chosen.
         problem: String,
-        /// The columns that are there.
+        /// Columns of the first rows.
         columns: String,
-        /// The formats there are and how to name the columns.
+        /// Known formats, and the options that name columns.
         help: String,
     },
-    /// What the recipe says about the format cannot be used.
+    /// The recipe's option cannot be used.
     #[error("use {key}: {problem}")]
-    Request {
-        /// The recipe's key.
+    InvalidOption {
+        /// The option's key.
         key: &'static str,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
 }
 
-/// What is wrong with a row, before it is known where the row stands.
+/// Problem of a row and its remedy, without the row's location.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Fault {
+pub(crate) struct RowProblem {
     pub(crate) problem: String,
     pub(crate) fix: String,
 }
 
-impl Fault {
+impl RowProblem {
     pub(crate) fn new(problem: impl Into<String>, fix: impl Into<String>) -> Self {
         Self { problem: problem.into(), fix: fix.into() }
     }
 
-    /// Adds the list's column and the item.
+    /// Adds the list's column and the item index to the problem.
     pub(crate) fn within(self, column: &str, item_idx: usize) -> Self {
         Self { problem: format!("column `{column}`, item {item_idx}: {}", self.problem), ..self }
     }
 
-    /// `column` holds something else than `expected`.
+    /// Returns the problem of a column whose type is not `expected`.
     pub(crate) fn type_of(column: &str, found: Option<&Value>, expected: &str) -> Self {
         let found = found.map_or("missing".to_owned(), type_name);
         let fix = "correct the row, or name the right column in the recipe";
@@ -69,29 +69,29 @@ impl Fault {
     }
 }
 
-/// The text in `column`; missing is a fault, and so is any other type.
-pub(crate) fn text<'a>(row: &'a Row, column: &str) -> Result<&'a str, Fault> {
+/// Returns the string in `column`. A missing column and any other type are errors.
+pub(crate) fn text<'a>(row: &'a Row, column: &str) -> Result<&'a str, RowProblem> {
     match row.get(column) {
         Some(Value::String(text)) => Ok(text),
-        other => Err(Fault::type_of(column, other, "a text")),
+        other => Err(RowProblem::type_of(column, other, "a string")),
     }
 }
 
-/// The text in `column`, empty when the column is missing or null.
-pub(crate) fn optional_text<'a>(row: &'a Row, column: &str) -> Result<&'a str, Fault> {
+/// Returns the string in `column`, or an empty string if the column is missing or null.
+pub(crate) fn optional_text<'a>(row: &'a Row, column: &str) -> Result<&'a str, RowProblem> {
     match row.get(column) {
         None | Some(Value::Null) => Ok(""),
         Some(_) => text(row, column),
     }
 }
 
-/// Names a value's type the way a person would.
+/// Names a JSON value's type for messages.
 pub(crate) fn type_name(value: &Value) -> String {
     match value {
         Value::Null => "null".into(),
-        Value::Bool(_) => "a truth value".into(),
+        Value::Bool(_) => "a boolean".into(),
         Value::Number(number) => format!("the number {number}"),
-        Value::String(_) => "a text".into(),
+        Value::String(_) => "a string".into(),
         Value::Array(items) => format!("a list of {}", items.len()),
         Value::Object(_) => "an object".into(),
     }

@@ -1,4 +1,4 @@
-//! Mappings to paste: what a list of messages with keys or roles of its own would need in a recipe.
+//! Suggested `role_mapping` entries for lists of messages with unknown keys or roles.
 
 use std::collections::HashSet;
 
@@ -7,12 +7,13 @@ use serde_json::{Map, Value};
 use super::chat::role_of_alias;
 use crate::source::Row;
 
-/// Keys that name who speaks, the most usual first.
+/// Keys that hold the speaker, most common first.
 const ROLE_KEYS: [&str; 7] = ["role", "from", "speaker", "author", "sender", "user", "name"];
 
-/// The `role_mapping` that reads the items of a list, ready for a recipe: "role_mapping: {user: ...}".
+/// Suggests the `role_mapping` for the items of a list: "role_mapping: {user: ...}".
 ///
-/// The user is the first to speak that is no system, the assistant the next one, unless their names say otherwise.
+/// The first speaker other than the system becomes the user and the next one the assistant, unless their names are
+/// known.
 pub(super) fn mapping(column: &str, items: &[Value]) -> Option<String> {
     let items: Vec<&Map<String, Value>> = items.iter().map(Value::as_object).collect::<Option<_>>()?;
     let role_key = role_key(&items)?;
@@ -36,7 +37,7 @@ pub(super) fn mapping(column: &str, items: &[Value]) -> Option<String> {
     Some(if is_usual { mapping } else { format!("{mapping}, content_key: {text_key}") })
 }
 
-/// The mapping of the first list among a row's columns that has items with roles.
+/// Suggests the mapping of the row's first list column whose items have roles.
 pub(super) fn mapping_of_row(row: &Row) -> Option<String> {
     row.iter().find_map(|(column, value)| mapping(column, value.as_array()?))
 }
@@ -51,22 +52,22 @@ fn role_key<'a>(items: &[&'a Map<String, Value>]) -> Option<&'a str> {
     keys.filter(|(n, _)| (2..=4).contains(n) && *n < items.len()).min().map(|(_, key)| key)
 }
 
-/// The key with the longest texts, apart from the role's.
+/// Returns the key with the longest strings, except the role's key.
 fn text_key<'a>(items: &[&'a Map<String, Value>], role_key: &str) -> Option<&'a str> {
     let n_bytes = |key: &str| -> usize { items.iter().filter_map(|item| Some(item.get(key)?.as_str()?.len())).sum() };
     let keys = items.first()?.keys().map(String::as_str).filter(|key| *key != role_key && n_bytes(key) > 0);
     keys.max_by_key(|key| n_bytes(key))
 }
 
-/// The roles of some rows with their counts.
+/// Number of messages per role, over some rows.
 #[derive(Debug, Default)]
-pub struct Roles {
+pub struct RoleCounts {
     counts: Vec<(String, usize)>,
     paste: Option<String>,
 }
 
-impl Roles {
-    /// Counts the roles of a row's messages as they are written.
+impl RoleCounts {
+    /// Counts the roles of a row's messages, as spelled in the row.
     pub fn count(&mut self, row: &Row) {
         for (column, value) in row {
             let has_key =
@@ -87,18 +88,18 @@ impl Roles {
         self.counts.is_empty()
     }
 
-    /// Returns true if one of them is the assistant's.
+    /// Returns true if one of the roles means `assistant`.
     pub fn has_assistant(&self) -> bool {
         self.counts.iter().any(|(role, _)| role_of_alias(role) == Some("assistant"))
     }
 
-    /// The mapping that names a user and an assistant, ready for a recipe.
+    /// Returns the suggested `role_mapping` with a user and an assistant, if there is one.
     pub fn mapping(&self) -> Option<&str> {
         self.paste.as_deref()
     }
 }
 
-impl std::fmt::Display for Roles {
+impl std::fmt::Display for RoleCounts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let counts: Vec<String> = self.counts.iter().map(|(role, n)| format!("{role} {n}")).collect();
         f.write_str(&counts.join(", "))

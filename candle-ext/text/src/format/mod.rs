@@ -1,7 +1,7 @@
-//! Rows into documents: what the columns of a data set mean.
+//! Row formats: conversion of data set rows to documents.
 //!
-//! A [`Format`] is found once for a data set, from what the recipe says or from the first rows,
-//! and then reads every row into a [`Document`]. One file holds one format; `detect` lists them.
+//! A [`Format`] is chosen once per data set, by the recipe or by the first rows, and reads every row into a
+//! [`Document`]. Each file holds one format; `detect` lists them.
 
 mod alpaca;
 mod chat;
@@ -9,24 +9,24 @@ mod detect;
 mod document;
 mod error;
 mod hints;
-mod known;
-mod mapped;
+mod known_datasets;
 mod messages;
-mod pairs;
+mod prompt_completion;
+mod role_mapping;
 mod row_format;
 mod sharegpt;
-mod text;
+mod text_column;
 
 pub use alpaca::Alpaca;
 pub use chat::message_from_fields;
-pub use detect::{FormatRequest, Purpose};
+pub use detect::{DatasetType, FormatRequest};
 pub use document::Document;
 pub use error::FormatError;
-pub use hints::Roles;
-pub use known::{known_role_mapping, known_split_mapping};
-pub use mapped::{RoleMapping, RolePath};
+pub use hints::RoleCounts;
+pub use known_datasets::{known_role_mapping, known_split_mapping};
 pub use messages::Messages;
-pub use pairs::Pairs;
+pub use prompt_completion::PromptCompletionColumns;
+pub use role_mapping::{RoleMapping, RolePath};
 pub use row_format::Format;
 pub use sharegpt::ShareGpt;
-pub use text::TextColumn;
+pub use text_column::TextColumn;

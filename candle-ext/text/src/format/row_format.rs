@@ -1,16 +1,16 @@
-//! The formats of rows: one variant for each.
+//! The known row formats.
 
 use super::alpaca::Alpaca;
 use super::document::Document;
-use super::error::{Fault, FormatError};
-use super::mapped::RoleMapping;
+use super::error::{FormatError, RowProblem};
 use super::messages::Messages;
-use super::pairs::Pairs;
+use super::prompt_completion::PromptCompletionColumns;
+use super::role_mapping::RoleMapping;
 use super::sharegpt::ShareGpt;
-use super::text::TextColumn;
-use crate::source::{Row, Source};
+use super::text_column::TextColumn;
+use crate::source::{Row, RowSource};
 
-/// The format of one data set's rows.
+/// Row format of a data set.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Format {
     /// A list of `{role, content}`.
@@ -20,35 +20,35 @@ pub enum Format {
     /// Instruction, input and output.
     Alpaca(Alpaca),
     /// A prompt and its completion.
-    Pairs(Pairs),
-    /// Roles taken from columns as the recipe says.
-    Mapped(RoleMapping),
+    PromptCompletion(PromptCompletionColumns),
+    /// Roles mapped to columns by the recipe's `role_mapping`.
+    RoleMapping(RoleMapping),
     /// One column of text.
     Text(TextColumn),
 }
 
 impl Format {
-    /// Says in one line how rows are read: "reads as alpaca: instruction, input, output".
+    /// Describes the format in one line: "reads as alpaca: instruction, input, output".
     pub fn describe(&self) -> String {
         format!("reads as {}: {}", self.name(), self.columns().join(", "))
     }
 
-    /// The format's name, as a recipe spells it.
+    /// Returns the format's name, as a recipe spells it.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Messages(_) => "messages",
             Self::ShareGpt(_) => "sharegpt",
             Self::Alpaca(_) => "alpaca",
-            Self::Pairs(_) => "prompt/completion",
-            Self::Mapped(_) => "role_mapping",
+            Self::PromptCompletion(_) => "prompt/completion",
+            Self::RoleMapping(_) => "role_mapping",
             Self::Text(_) => "text",
         }
     }
 
-    /// Reads row `row_idx` of `source`.
-    pub fn read(&self, source: &dyn Source, row_idx: usize) -> Result<Document, FormatError> {
+    /// Reads row `row_idx` of `source` into a document.
+    pub fn read(&self, source: &dyn RowSource, row_idx: usize) -> Result<Document, FormatError> {
         let row = source.row(row_idx)?;
-        self.parse(&row).map_err(|fault| FormatError::Row {
+        self.parse(&row).map_err(|fault| FormatError::InvalidRow {
             place: source.locate(row_idx),
             format: self.name(),
             problem: fault.problem,
@@ -56,24 +56,24 @@ impl Format {
         })
     }
 
-    /// Tells whether a document has a role that neither this format's mapping nor the chat templates know.
+    /// Returns true if a message has a role that neither the mapping nor chat templates define.
     pub(crate) fn has_unknown_role(&self, document: &Document) -> bool {
         let is_unknown = |role: &str| !self.maps_role(role);
         matches!(document, Document::Conversation(chat) if chat.unknown_roles().any(is_unknown))
     }
 
-    /// Returns true if the recipe's mapping names this role.
+    /// Returns true if the recipe's `role_mapping` has this role.
     fn maps_role(&self, role: &str) -> bool {
-        matches!(self, Self::Mapped(mapping) if mapping.has_role(role))
+        matches!(self, Self::RoleMapping(mapping) if mapping.has_role(role))
     }
 
-    pub(super) fn parse(&self, row: &Row) -> Result<Document, Fault> {
+    pub(super) fn parse(&self, row: &Row) -> Result<Document, RowProblem> {
         match self {
             Self::Messages(format) => format.parse(row),
             Self::ShareGpt(format) => format.parse(row),
             Self::Alpaca(format) => format.parse(row),
-            Self::Pairs(format) => format.parse(row),
-            Self::Mapped(format) => format.parse(row),
+            Self::PromptCompletion(format) => format.parse(row),
+            Self::RoleMapping(format) => format.parse(row),
             Self::Text(format) => format.parse(row),
         }
     }
@@ -86,8 +86,8 @@ impl Format {
             }
             Self::ShareGpt(format) => vec![format.column.clone()],
             Self::Alpaca(format) => format.columns(),
-            Self::Pairs(format) => vec![format.prompt.clone(), format.completion.clone()],
-            Self::Mapped(format) => format.describe(),
+            Self::PromptCompletion(format) => vec![format.prompt.clone(), format.completion.clone()],
+            Self::RoleMapping(format) => format.describe(),
             Self::Text(format) => vec![format.column.clone()],
         }
     }

@@ -1,24 +1,25 @@
-//! The cache layout that all Hub tools share: `blobs/<etag>`, `snapshots/<commit>/<path>` links to
-//! them, `refs/<revision>` names the commit, `.locks` keeps two downloads of one blob apart. Our own are
-//! `.listings/<commit>.json`.
+//! The Hugging Face cache layout.
 //!
-//! hf-hub 1.0 has the same layout and keeps the functions for it private. Its public `scan_cache` walks every repository, and
-//! `local_files_only` returns any file that is there. Our functions add these checks:
+//! `snapshots/<commit>/<path>` are links to `blobs/<etag>`. `refs/<revision>` holds the commit, and `.locks`
+//! serializes downloads of one blob. `.listings/<commit>.json` is added by this crate.
+//!
+//! hf-hub 1.0 keeps its functions for this layout private. Its public `scan_cache` walks every repository, and
+//! `local_files_only` returns any file that exists. These functions add checks:
 //!
 //! | function | check that hf-hub lacks |
 //! |---|---|
 //! | `holds`, `has` | a file has the listed size |
 //! | `listing`, `set_listing` | offline, a snapshot has every file that the Hub listed |
-//! | `set_commit` | a revision is recorded only when all its files are here, by a rename |
-//! | `commit_of` | a reference holds a commit's hash and lies below `refs` |
-//! | `lock` | a lock is waited for as long as the other download takes, not ten seconds |
-//! | `link` | a pointer is replaced by a rename, never removed first |
+//! | `set_commit` | a revision is recorded, by a rename, after all its files are cached |
+//! | `commit_of` | a reference holds a commit hash and lies below `refs` |
+//! | `lock` | waits for a lock as long as the other download runs, not ten seconds |
+//! | `link` | a link is replaced by a rename, never removed first |
 
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Component, Path, PathBuf};
 
-use super::{HubError, Listed, RepoId};
+use super::{HubError, ListedFile, RepoId};
 use crate::files::{replace_atomically, write_atomically};
 
 pub(crate) struct Cache {
@@ -42,7 +43,7 @@ impl Cache {
         self.root.join(repo.folder()).join("blobs").join(etag)
     }
 
-    /// The commit that `revision` was when it was last asked for.
+    /// Returns the commit of `revision` at the last request to the Hub.
     pub(crate) fn commit_of(&self, repo: &RepoId, revision: &str) -> Option<String> {
         if is_commit(revision) {
             return Some(revision.to_owned());
@@ -51,7 +52,7 @@ impl Cache {
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 
-    /// Notes that `revision` is `commit` now.
+    /// Records `commit` as the commit of `revision`.
     pub(crate) fn set_commit(&self, repo: &RepoId, revision: &str, commit: &str) -> Result<(), HubError> {
         match self.ref_path(repo, revision).filter(|_| !is_commit(revision)) {
             Some(path) => write(&path, commit.as_bytes()),
@@ -59,14 +60,13 @@ impl Cache {
         }
     }
 
-    /// What the Hub listed for a commit, if it was asked from here.
-    pub(crate) fn listing(&self, repo: &RepoId, commit: &str) -> Option<Vec<Listed>> {
+    /// Returns the file list of a commit, if it was downloaded.
+    pub(crate) fn listing(&self, repo: &RepoId, commit: &str) -> Option<Vec<ListedFile>> {
         serde_json::from_slice(&fs::read(self.listing_path(repo, commit)).ok()?).ok()
     }
 
-    /// Notes what the Hub lists for a commit: without it an offline run could not tell whether a
-    /// snapshot is whole.
-    pub(crate) fn set_listing(&self, repo: &RepoId, commit: &str, files: &[Listed]) -> Result<(), HubError> {
+    /// Stores the file list of a commit. Offline runs need it to check that a snapshot is complete.
+    pub(crate) fn set_listing(&self, repo: &RepoId, commit: &str, files: &[ListedFile]) -> Result<(), HubError> {
         if self.listing(repo, commit).is_some_and(|known| known == files) {
             return Ok(());
         }
@@ -74,8 +74,8 @@ impl Cache {
         write(&self.listing_path(repo, commit), &text)
     }
 
-    /// All files of a snapshot that lead to a blob.
-    pub(crate) fn files(&self, repo: &RepoId, commit: &str) -> Result<Vec<Listed>, HubError> {
+    /// Lists the files of a snapshot whose links lead to a blob.
+    pub(crate) fn files(&self, repo: &RepoId, commit: &str) -> Result<Vec<ListedFile>, HubError> {
         let root = self.snapshot(repo, commit);
         let mut files = Vec::new();
         let mut folders = vec![String::new()];
@@ -89,7 +89,7 @@ impl Cache {
                 let name = format!("{folder}{}", entry.file_name().to_string_lossy());
                 match fs::metadata(entry.path()) {
                     Ok(found) if found.is_dir() => folders.push(format!("{name}/")),
-                    Ok(found) => files.push(Listed { path: name, size: found.len() }),
+                    Ok(found) => files.push(ListedFile { path: name, size: found.len() }),
                     Err(_) => {}
                 }
             }
@@ -98,8 +98,8 @@ impl Cache {
         Ok(files)
     }
 
-    /// Says whether the file is here with its listed size. One of another size is removed.
-    pub(crate) fn holds(&self, repo: &RepoId, commit: &str, listed: &Listed) -> Result<bool, HubError> {
+    /// Returns true if the file is cached with its listed size. Removes a file of another size.
+    pub(crate) fn holds(&self, repo: &RepoId, commit: &str, listed: &ListedFile) -> Result<bool, HubError> {
         let pointer = self.pointer(repo, commit, &listed.path);
         match fs::metadata(&pointer) {
             Ok(found) if found.len() == listed.size => Ok(true),
@@ -115,18 +115,18 @@ impl Cache {
         }
     }
 
-    /// Says whether the file is here with its listed size, and leaves it be.
-    pub(crate) fn has(&self, repo: &RepoId, commit: &str, listed: &Listed) -> bool {
+    /// Returns true if the file is cached with its listed size. Never removes a file.
+    pub(crate) fn has(&self, repo: &RepoId, commit: &str, listed: &ListedFile) -> bool {
         fs::metadata(self.pointer(repo, commit, &listed.path)).is_ok_and(|found| found.len() == listed.size)
     }
 
-    /// The etag under which a file of an earlier snapshot is kept.
+    /// Returns the ETag of a file in an earlier snapshot.
     pub(crate) fn etag(&self, repo: &RepoId, commit: &str, path: &str) -> Option<String> {
         let blob = fs::canonicalize(self.pointer(repo, commit, path)).ok()?;
         Some(blob.file_name()?.to_str()?.to_owned())
     }
 
-    /// Keeps other threads and processes from the blob until the lock is dropped.
+    /// Locks a blob against other threads and processes until the lock is dropped.
     pub(crate) fn lock(&self, repo: &RepoId, etag: &str) -> Result<File, HubError> {
         let path = self.root.join(".locks").join(repo.folder()).join(format!("{etag}.lock"));
         make_parent(&path)?;
@@ -135,7 +135,7 @@ impl Cache {
         Ok(file)
     }
 
-    /// Puts the link to a blob into a snapshot.
+    /// Creates the link from a snapshot to a blob.
     pub(crate) fn link(&self, repo: &RepoId, commit: &str, path: &str, etag: &str) -> Result<(), HubError> {
         let pointer = self.pointer(repo, commit, path);
         let blob = self.blob(repo, etag);
@@ -154,7 +154,7 @@ impl Cache {
     }
 }
 
-/// Says whether a path from the outside stays inside the folder it is joined to.
+/// Returns true if an untrusted path stays inside the folder that it is joined to.
 pub(crate) fn is_inside(path: &str) -> bool {
     let mut parts = Path::new(path).components().peekable();
     parts.peek().is_some() && parts.all(|part| matches!(part, Component::Normal(_)))

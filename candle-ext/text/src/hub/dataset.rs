@@ -1,40 +1,41 @@
-//! A data set's rows: from a path that exists here, else from the Hub's files for a split.
+//! Data sets: local if the path exists, otherwise downloaded from the Hub.
 
 use std::path::Path;
 
 use super::{Hub, HubError, Listing, RepoId, RepoKind};
 use crate::format::known_split_mapping;
 use crate::source::{
-    Card, FileSelector, Kind, LocalRequest, ReadOptions, Source, SourceFiles, Spec, SplitPart, SplitQuery, WithFiles,
-    choose, data_files, join, near_sibling, open_files, open_local, patterns_of, slice,
+    DatasetCard, DatasetSpec, FileFormat, FileSelector, LocalRequest, ReadOptions, RowSource, SourceFiles,
+    SourceWithFiles, SplitQuery, SplitSlice, data_files, join, near_sibling, open_files, open_local, patterns_of,
+    select_split_files, slice,
 };
 
-/// A data set and the rows wanted of it.
+/// Request for the rows of a data set.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DatasetRequest {
-    /// The name, and the splits as written.
-    pub spec: Spec,
-    /// The branch, tag or commit; `main` if missing.
+    /// Name, splits and row ranges.
+    pub spec: DatasetSpec,
+    /// Branch, tag or commit. `None` for `main`.
     pub revision: Option<String>,
-    /// The configuration (`subset`).
+    /// Configuration (subset).
     pub config: Option<String>,
-    /// The split when none is written: `train`, or `eval`.
+    /// Split that is used if none is given: `train` or `eval`.
     pub default_split: String,
-    /// What splits are called in this data set, such as `train` to `train_sft`.
+    /// Names of splits in this data set, such as `train` to `train_sft`.
     pub split_mapping: Vec<(String, String)>,
-    /// Patterns that name the files outright, each for one split or for any.
+    /// Glob patterns of the files, each for one split or for all.
     pub data_files: Vec<(Option<String>, String)>,
-    /// The files of a folder on this machine that make a split.
+    /// Rule that selects the files of a split in a local folder.
     pub files: FileSelector,
-    /// How files are read.
+    /// Options for reading the files.
     pub read: ReadOptions,
 }
 
 impl DatasetRequest {
-    /// Reads `name`, `name:split` or `name:split[10:20]`.
+    /// Parses `name`, `name:split` or `name:split[10:20]`.
     pub fn parse(spec: &str, default_split: &str) -> Result<Self, HubError> {
         Ok(Self {
-            spec: Spec::parse(spec, |path| Path::new(path).exists())?,
+            spec: DatasetSpec::parse(spec, |path| Path::new(path).exists())?,
             revision: None,
             config: None,
             default_split: default_split.to_owned(),
@@ -45,9 +46,9 @@ impl DatasetRequest {
         })
     }
 
-    /// The splits to open, by the names that the data set has for them.
-    fn parts(&self) -> Vec<SplitPart> {
-        let default = SplitPart { split: self.default_split.clone(), slice: Default::default() };
+    /// Returns the requested splits, under the names that the data set has for them.
+    fn parts(&self) -> Vec<SplitSlice> {
+        let default = SplitSlice { split: self.default_split.clone(), slice: Default::default() };
         let mut parts = match self.spec.parts.is_empty() {
             true => vec![default],
             false => self.spec.parts.clone(),
@@ -83,21 +84,21 @@ impl DatasetRequest {
         }
     }
 
-    /// The name of one of `datasets`' loaders instead of a data set: the files are all in `data_files`.
+    /// Returns true if the name is a loader of `datasets`, such as `json`, and `data_files` has the paths.
     fn is_loader(&self) -> bool {
         !self.data_files.is_empty() && ["json", "csv", "parquet", "text"].contains(&self.spec.name.as_str())
     }
 
-    /// A name that can only be meant for this machine, or that a folder here nearly has.
+    /// Returns true if the name is a local path, or is similar to one.
     fn is_local(&self) -> bool {
         let name = &self.spec.name;
         self.is_loader()
             || Path::new(name).exists()
             || name.starts_with(['.', '/', '~'])
-            // A link that leads nowhere is meant as a file, too.
+            // A dangling link is meant as a file.
             || std::fs::symlink_metadata(name).is_ok()
             || name.contains(['*', '?', '[', '{'])
-            || Kind::of(name).is_some()
+            || FileFormat::from_path(name).is_some()
             || name.matches('/').count() > 1
             || (name.contains('/') && near_sibling(Path::new(name)).is_some())
             || is_near_data_file(Path::new("."), name)
@@ -105,8 +106,8 @@ impl DatasetRequest {
 }
 
 impl Hub {
-    /// Opens a data set: a path that exists here wins over a Hub id.
-    pub fn dataset(&self, request: &DatasetRequest) -> Result<Box<dyn Source>, HubError> {
+    /// Opens a data set. An existing path takes precedence over a Hub id.
+    pub fn dataset(&self, request: &DatasetRequest) -> Result<Box<dyn RowSource>, HubError> {
         if request.is_local() {
             return Ok(open_local(&request.local())?);
         }
@@ -123,19 +124,20 @@ impl Hub {
         })
     }
 
-    fn rows(&self, listing: &Listing, request: &DatasetRequest) -> Result<Box<dyn Source>, HubError> {
+    fn rows(&self, listing: &Listing, request: &DatasetRequest) -> Result<Box<dyn RowSource>, HubError> {
         let card = self.card(listing);
         let mut sources = Vec::new();
         for part in request.parts() {
-            let patterns = patterns_of(&request.data_files, &part.split).map_err(|problem| listing.unfit(problem))?;
+            let patterns =
+                patterns_of(&request.data_files, &part.split).map_err(|problem| listing.unusable(problem))?;
             let query = SplitQuery {
                 split: &part.split,
                 is_default: request.spec.parts.is_empty(),
                 config: request.config.as_deref(),
                 data_files: &patterns,
             };
-            let selection =
-                choose(&listing.paths(), card.as_ref(), &query).map_err(|problem| listing.unfit(problem))?;
+            let selection = select_split_files(&listing.paths(), card.as_ref(), &query)
+                .map_err(|problem| listing.unusable(problem))?;
             selection.warn_of_stand_in(&request.spec.name, &query);
             let inner = open_files(&self.fetch(listing, &selection.files)?, &request.read)?;
             let files = SourceFiles {
@@ -144,29 +146,29 @@ impl Hub {
                 n_available: data_files(listing.paths()).len(),
                 split: Some(selection.split),
             };
-            sources.push(slice(Box::new(WithFiles { inner, files }), &part)?);
+            sources.push(slice(Box::new(SourceWithFiles { inner, files }), &part)?);
         }
         Ok(join(sources))
     }
 
-    /// The README's word on splits, if there is a README that can be read.
-    fn card(&self, listing: &Listing) -> Option<Card> {
+    /// Returns the dataset card, if the repository has a readable README.
+    fn card(&self, listing: &Listing) -> Option<DatasetCard> {
         let readme = "README.md".to_owned();
         let places = listing.has(&readme).then(|| self.fetch(listing, &[readme]))?;
-        let place = places.inspect_err(|error| tracing::warn!("the README is left aside: {error}")).ok()?.remove(0);
-        Card::parse(&std::fs::read_to_string(place).ok()?)
+        let place = places.inspect_err(|error| tracing::warn!("the README is ignored: {error}")).ok()?.remove(0);
+        DatasetCard::parse(&std::fs::read_to_string(place).ok()?)
     }
 }
 
-/// Returns true if `name`, an ending included, is very near to the name of a data file in `folder`.
+/// Returns true if `name` has an extension and is very similar to a data file's name in `folder`.
 fn is_near_data_file(folder: &Path, name: &str) -> bool {
-    // A Hub id seldom has an ending, and `gsm8k` beside `gsm8k.jsonl` may mean the Hub's.
+    // A Hub id seldom has an extension: next to `gsm8k.jsonl`, `gsm8k` may still be a Hub id.
     if name.contains('/') || !name.contains('.') {
         return false;
     }
     let Ok(entries) = std::fs::read_dir(folder) else { return false };
     let others = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
-    others.filter(|other| Kind::of(other).is_some()).any(|other| strsim::jaro_winkler(&other, name) > 0.9)
+    others.filter(|other| FileFormat::from_path(other).is_some()).any(|other| strsim::jaro_winkler(&other, name) > 0.9)
 }
 
 #[cfg(test)]

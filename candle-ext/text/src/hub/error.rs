@@ -1,4 +1,4 @@
-//! What can go wrong between here and the Hub, told to a person who wants it to go right.
+//! Errors of Hub access, with the remedy.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,55 +6,55 @@ use std::time::Duration;
 use super::repo::{RepoId, RepoIdError, RepoKind};
 use crate::source::SourceError;
 
-/// A repository or file that cannot be had. Completes "failed to ...".
+/// Error of a repository, model or file that cannot be found, downloaded or read. Completes "failed to ...".
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
-    /// The id cannot be one.
+    /// The text is not a valid repository id.
     #[error(transparent)]
-    Id(#[from] RepoIdError),
-    /// A folder on this machine that cannot serve as a model.
+    InvalidId(#[from] RepoIdError),
+    /// A local folder is not usable as a model.
     #[error("use {name} as a model: {problem}")]
-    Local {
-        /// The name as it was written.
+    NotAModel {
+        /// Name as given by the user.
         name: String,
-        /// The missing files, and the remedy.
+        /// The missing files and the remedy.
         problem: String,
     },
-    /// A path that leads nowhere.
+    /// A local path does not exist.
     #[error("find the model {name}: it is neither a folder here nor a Hub id{near} {advice}")]
-    Missing {
-        /// The name as it was written.
+    PathNotFound {
+        /// Name as given by the user.
         name: String,
-        /// The end of the sentence: the most similar path, if there is one.
+        /// End of the message: the most similar path, if there is one.
         near: String,
         /// The remedy.
         advice: &'static str,
     },
-    /// An id that is no folder here, and that the Hub does not give.
+    /// The name is neither a local folder nor an accessible Hub repository.
     #[error("find the model {name}: it is no folder here{near} The Hub does not give it either: failed to {source}")]
-    Nowhere {
-        /// The name as it was written.
+    NotFound {
+        /// Name as given by the user.
         name: String,
-        /// The end of the sentence: the most similar path, if there is one.
+        /// End of the message: the most similar path, if there is one.
         near: String,
         /// The Hub's error.
         source: Box<HubError>,
     },
-    /// The base model of an adapter that cannot be found.
+    /// The base model of an adapter cannot be found.
     #[error(
         "find the base model of the adapter {}: failed to {source}; correct base_model_name_or_path in its \
          adapter_config.json, or merge the adapter with `trainer merge --base MODEL`",
         adapter.display()
     )]
-    Base {
-        /// The adapter's folder.
+    BaseModel {
+        /// Folder of the adapter.
         adapter: PathBuf,
-        /// Why there is none.
+        /// Reason why the base model cannot be found.
         source: Box<HubError>,
     },
-    /// The Hub wants to know who asks, or knows and refuses.
+    /// The Hub denies access, with or without a token.
     #[error("download {id}: access is refused ({status}); {advice}")]
-    Refused {
+    AccessDenied {
         /// The repository.
         id: String,
         /// 401 or 403.
@@ -62,7 +62,7 @@ pub enum HubError {
         /// The remedy.
         advice: String,
     },
-    /// There is no such repository.
+    /// The repository does not exist, or is private.
     #[error(
         "find the {} {id}: the Hub has none of that name, or it is private; check the spelling \
          (owner/name), or set HF_TOKEN if it is yours",
@@ -71,7 +71,7 @@ pub enum HubError {
     RepoNotFound {
         /// The repository.
         id: String,
-        /// What was looked for.
+        /// Kind of the repository.
         kind: RepoKind,
     },
     /// The repository has no such branch, tag or commit.
@@ -92,17 +92,17 @@ pub enum HubError {
         /// The file.
         file: String,
     },
-    /// Too many requests, and waiting did not help.
+    /// The Hub answers 429 (too many requests) after all retries.
     #[error("download {id}: the Hub answers \"too many requests\" ({}); {}", tried(*n_tries), later(*wait))]
     RateLimited {
         /// The repository.
         id: String,
-        /// How often it was tried.
+        /// Number of attempts.
         n_tries: usize,
-        /// How long the Hub wants us to wait.
+        /// Wait that the Hub requests.
         wait: Option<Duration>,
     },
-    /// No answer.
+    /// The Hub cannot be reached.
     #[error(
         "reach {endpoint}: {reason}; check the network, or set HF_ENDPOINT to a mirror, or \
          HF_HUB_OFFLINE=1 to use only what is cached"
@@ -110,42 +110,42 @@ pub enum HubError {
     Unreachable {
         /// The Hub's address.
         endpoint: String,
-        /// What the network said.
+        /// The network error.
         reason: String,
     },
-    /// An answer that is no use.
+    /// The Hub answers with an unexpected HTTP status.
     #[error("download {id}: {url} answers {status}{message}")]
-    Status {
+    HttpStatus {
         /// The repository.
         id: String,
-        /// What was asked.
+        /// URL of the request.
         url: String,
-        /// The status code.
+        /// HTTP status code.
         status: u16,
-        /// What the server said, with a colon before it.
+        /// Message of the server, with a leading colon.
         message: String,
     },
-    /// The connection broke again and again without a byte more, or was too slow.
+    /// The connection is interrupted repeatedly without progress, or is too slow.
     #[error("download {file} of {id}: {problem}")]
     Interrupted {
         /// The repository.
         id: String,
         /// The file.
         file: String,
-        /// How far it came, and whether that was kept.
+        /// Bytes received, and whether they are kept.
         problem: String,
     },
-    /// What arrived is not what was announced, twice.
+    /// The downloaded file has a wrong size or hash, twice.
     #[error("download {file} of {id}: {problem}; try again later")]
-    Unverified {
+    CorruptDownload {
         /// The repository.
         id: String,
         /// The file.
         file: String,
-        /// Size or hash, announced and found.
+        /// Expected and received size or hash.
         problem: String,
     },
-    /// Offline, and the cache does not have it.
+    /// Offline mode, and the cache lacks the files.
     #[error(
         "load {id} offline: {missing}; fetch it once with a network: unset HF_HUB_OFFLINE, or run \
          `{prefetch}`"
@@ -153,17 +153,17 @@ pub enum HubError {
     Offline {
         /// The repository.
         id: String,
-        /// What the cache lacks, as a sentence.
+        /// Missing files or revision, as a clause.
         missing: String,
-        /// A command that fetches it.
+        /// Command that downloads the repository.
         prefetch: String,
     },
-    /// The repository does not hold what it should.
+    /// The repository lacks required files.
     #[error("use {id}: {problem}")]
-    Contents {
+    WrongContents {
         /// The repository.
         id: String,
-        /// What is there and what is not.
+        /// Present and missing files.
         problem: String,
     },
     /// The cache cannot be read or written.
@@ -171,10 +171,10 @@ pub enum HubError {
     Cache {
         /// The file or folder.
         path: PathBuf,
-        /// The system's reason.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// Rows could not be read after all files were here.
+    /// The downloaded data set cannot be read.
     #[error(transparent)]
     Source(#[from] SourceError),
 }
@@ -193,11 +193,11 @@ impl HubError {
         Self::Offline { id: repo.to_string(), missing, prefetch }
     }
 
-    /// Whether the Hub is to blame and not the question: what the cache holds may stand in.
-    pub(crate) fn is_weather(&self) -> bool {
+    /// Returns true for network and server errors, on which the cache is used instead.
+    pub(crate) fn is_transient(&self) -> bool {
         match self {
             Self::Unreachable { .. } | Self::RateLimited { .. } => true,
-            Self::Status { status, .. } => *status >= 500,
+            Self::HttpStatus { status, .. } => *status >= 500,
             _ => false,
         }
     }

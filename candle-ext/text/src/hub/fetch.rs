@@ -1,9 +1,11 @@
-//! One file from the Hub into the cache, verified before anyone can see it.
+//! Download of one file into the cache, verified before it becomes visible.
 //!
-//! A HEAD tells etag and size; the body goes to `<etag>.incomplete`, is counted and hashed on the
-//! way, and only a body of the announced size (and sha256, which is the etag of large files)
-//! becomes the blob. A wrong one is removed and asked for once more. What broke off is continued
-//! where it stopped if there is a hash to prove the whole, as often as some more of it arrives.
+//! A HEAD request returns ETag and size. The body is written to `<etag>.incomplete` while its bytes are counted and
+//! hashed. Only a body of the announced size becomes a blob. The ETag of a large file is its SHA-256, which must
+//! match too.
+//!
+//! A wrong body is removed and requested once more. An interrupted body is resumed while retries make progress, if a
+//! SHA-256 can verify the whole file.
 
 use std::fs;
 use std::path::Path;
@@ -15,42 +17,42 @@ use reqwest::header::{
 };
 use reqwest::{Client, ClientBuilder, Response, StatusCode, Url};
 
-use super::body::{Announced, Body};
 use super::cache::{Cache, is_inside, make_parent};
 use super::error::innermost;
-use super::patience::{Asked, Failure, Refusal, patiently};
+use super::partial_download::{FileMetadata, PartialDownload};
+use super::retry::{AttemptError, ErrorResponse, RequestTarget, with_retries};
 use super::retry_after::retry_after;
-use super::{HubError, HubSettings, Listed, RepoId};
+use super::{HubError, HubSettings, ListedFile, RepoId};
 
-/// How far a download has come.
+/// Progress of one file's download.
 #[derive(Debug, Clone, Copy)]
-pub struct Progress<'a> {
-    /// The file's path in its repository.
+pub struct DownloadProgress<'a> {
+    /// Path of the file in its repository.
     pub file: &'a str,
-    /// Bytes here.
+    /// Bytes received.
     pub done: u64,
-    /// Bytes in all.
+    /// Size of the file in bytes.
     pub total: u64,
 }
 
-/// Told of every piece that arrives, from several threads.
-pub type OnProgress = Arc<dyn Fn(Progress) + Send + Sync>;
+/// Callback for download progress. Several threads call it after each chunk.
+pub type DownloadCallback = Arc<dyn Fn(DownloadProgress) + Send + Sync>;
 
-pub(crate) struct Wire {
-    pub(crate) on_progress: Option<OnProgress>,
+pub(crate) struct Downloader {
+    pub(crate) on_progress: Option<DownloadCallback>,
     settings: HubSettings,
     runtime: tokio::runtime::Runtime,
     client: Client,
-    /// Large files are answered with a redirect whose own headers tell etag and size.
+    /// Client without redirects. The redirect response for a large file has its ETag and size.
     unredirected: Client,
 }
 
-/// A file on its way here.
+/// Download of one file.
 struct Download<'a> {
-    asked: Asked<'a>,
+    asked: RequestTarget<'a>,
     url: Url,
     partial: &'a Path,
-    announced: &'a Announced,
+    metadata: &'a FileMetadata,
 }
 
 impl Download<'_> {
@@ -61,12 +63,12 @@ impl Download<'_> {
 
 const MAX_REDIRECTS: usize = 10;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
-/// Bytes a second below which a download is given up: a read time-out alone lets a server send one byte a minute.
+/// Least accepted rate in bytes per second. A read timeout alone lets a server send one byte a minute.
 const MIN_RATE: u64 = 1024;
-/// The time for a whole answer without a large body, in spans of [`HubSettings::longest_silence`].
-const SILENCES: u32 = 4;
+/// Timeout of a response without a large body, as a multiple of [`HubSettings::read_timeout`].
+const RESPONSE_TIMEOUT_FACTOR: u32 = 4;
 
-impl Wire {
+impl Downloader {
     pub(crate) fn new(settings: &HubSettings) -> Result<Self, HubError> {
         let lost = |reason: String| {
             let [endpoint, reason] = [&settings.endpoint, &reason].map(|text| settings.redact(text));
@@ -84,52 +86,52 @@ impl Wire {
         })
     }
 
-    /// Brings a listed file here. `known` is the etag of an earlier version in the cache.
+    /// Downloads a listed file. `known` is the ETag of an earlier version in the cache.
     pub(crate) fn fetch(
         &self,
         cache: &Cache,
         repo: &RepoId,
         commit: &str,
-        listed: &Listed,
+        listed: &ListedFile,
         known: Option<String>,
     ) -> Result<(), HubError> {
-        let asked = Asked { repo, revision: commit, file: Some(&listed.path) };
+        let asked = RequestTarget { repo, revision: commit, file: Some(&listed.path) };
         let url = self.url(repo, commit, &listed.path)?;
-        let announced =
-            patiently(&self.settings, &asked, || self.runtime.block_on(self.head(&url, listed, known.as_deref())))?;
-        let _lock = cache.lock(repo, &announced.etag)?;
-        let blob = cache.blob(repo, &announced.etag);
-        if fs::metadata(&blob).is_ok_and(|found| found.len() == announced.size) {
-            return cache.link(repo, commit, &listed.path, &announced.etag);
+        let metadata =
+            with_retries(&self.settings, &asked, || self.runtime.block_on(self.head(&url, listed, known.as_deref())))?;
+        let _lock = cache.lock(repo, &metadata.etag)?;
+        let blob = cache.blob(repo, &metadata.etag);
+        if fs::metadata(&blob).is_ok_and(|found| found.len() == metadata.size) {
+            return cache.link(repo, commit, &listed.path, &metadata.etag);
         }
         make_parent(&blob)?;
-        let partial = blob.with_file_name(format!("{}.incomplete", announced.etag));
-        tracing::info!("downloading {} of {repo}, {} bytes", listed.path, announced.size);
-        let download = Download { asked, url, partial: &partial, announced: &announced };
-        self.bring(&download).inspect_err(|_| drop_unless_resumable(&partial, &announced))?;
+        let partial = blob.with_file_name(format!("{}.incomplete", metadata.etag));
+        tracing::info!("downloading {} of {repo}, {} bytes", listed.path, metadata.size);
+        let download = Download { asked, url, partial: &partial, metadata: &metadata };
+        self.download_with_retries(&download).inspect_err(|_| drop_unless_resumable(&partial, &metadata))?;
         fs::rename(&partial, &blob).map_err(|e| HubError::cache(&blob, e))?;
-        cache.link(repo, commit, &listed.path, &announced.etag)
+        cache.link(repo, commit, &listed.path, &metadata.etag)
     }
 
-    /// Brings the body in as many rounds of tries as it takes, while each round brings some of it.
-    fn bring(&self, download: &Download) -> Result<(), HubError> {
-        let Download { asked, partial, announced, .. } = download;
+    /// Downloads the body, and starts a new series of retries while each series makes progress.
+    fn download_with_retries(&self, download: &Download) -> Result<(), HubError> {
+        let Download { asked, partial, metadata, .. } = download;
         let (mut is_second, mut is_slow) = (false, false);
         loop {
             let n_before = n_bytes(partial);
-            let tried = patiently(&self.settings, asked, || match self.runtime.block_on(self.body(download)) {
-                Err(Failure::Wrong(problem)) if !is_second => {
-                    tracing::warn!("{} of {}: {problem}; once more", download.path(), asked.repo);
+            let tried = with_retries(&self.settings, asked, || match self.runtime.block_on(self.body(download)) {
+                Err(AttemptError::InvalidResponse(problem)) if !is_second => {
+                    tracing::warn!("{} of {}: {problem}; trying once more", download.path(), asked.repo);
                     is_second = true;
                     self.runtime.block_on(self.body(download))
                 }
-                slow @ Err(Failure::Slow(_)) => {
+                slow @ Err(AttemptError::TooSlow(_)) => {
                     is_slow = true;
                     slow
                 }
                 other => other,
             });
-            let has_advanced = announced.sha256().is_some() && n_bytes(partial) > n_before;
+            let has_advanced = metadata.sha256().is_some() && n_bytes(partial) > n_before;
             if tried.is_ok() || is_slow || !has_advanced {
                 return tried;
             }
@@ -138,7 +140,7 @@ impl Wire {
 
     fn url(&self, repo: &RepoId, commit: &str, path: &str) -> Result<Url, HubError> {
         let base = format!("{}/{}/resolve/{commit}/", self.settings.endpoint, repo.web_path());
-        let wrong = |problem: String| HubError::Contents { id: repo.to_string(), problem };
+        let wrong = |problem: String| HubError::WrongContents { id: repo.to_string(), problem };
         let mut url = Url::parse(&base).map_err(|e| wrong(format!("{base} is no address: {e}")))?;
         url.path_segments_mut()
             .map_err(|()| wrong(format!("{base} is no address for files")))?
@@ -147,23 +149,23 @@ impl Wire {
         Ok(url)
     }
 
-    /// Asks for etag and size, following redirects within the Hub only.
-    async fn head(&self, url: &Url, listed: &Listed, known: Option<&str>) -> Result<Announced, Failure> {
+    /// Requests ETag and size. Follows redirects within the Hub only.
+    async fn head(&self, url: &Url, listed: &ListedFile, known: Option<&str>) -> Result<FileMetadata, AttemptError> {
         let mut url = url.clone();
         for _ in 0..MAX_REDIRECTS {
             let mut request = self.unredirected.head(url.clone()).headers(self.headers());
-            request = request.timeout(SILENCES * self.settings.longest_silence);
+            request = request.timeout(RESPONSE_TIMEOUT_FACTOR * self.settings.read_timeout);
             if let Some(etag) = known {
                 request = request.header(IF_NONE_MATCH, format!("\"{etag}\""));
             }
-            let answer = request.send().await.map_err(|e| Failure::Lost(innermost(&e)))?;
+            let answer = request.send().await.map_err(|e| AttemptError::NoResponse(innermost(&e)))?;
             let status = answer.status();
             if let (StatusCode::NOT_MODIFIED, Some(etag)) = (status, known) {
-                return Ok(Announced { etag: etag.to_owned(), size: listed.size });
+                return Ok(FileMetadata { etag: etag.to_owned(), size: listed.size });
             }
             match redirect_within(&answer) {
                 Some(location) => {
-                    url = url.join(location).map_err(|e| Failure::Wrong(e.to_string()))?;
+                    url = url.join(location).map_err(|e| AttemptError::InvalidResponse(e.to_string()))?;
                 }
                 None if status.is_success() || status.is_redirection() => {
                     return announced(&answer, listed);
@@ -171,25 +173,25 @@ impl Wire {
                 None => return Err(refusal(answer).await),
             }
         }
-        Err(Failure::Wrong(format!("more than {MAX_REDIRECTS} redirects from {url}")))
+        Err(AttemptError::InvalidResponse(format!("more than {MAX_REDIRECTS} redirects from {url}")))
     }
 
-    /// Brings what is missing of the body, and proves the whole.
-    async fn body(&self, download: &Download<'_>) -> Result<(), Failure> {
-        let mut body = Body::resume(download.partial, download.announced)?;
+    /// Downloads the missing part of the body and verifies the whole file.
+    async fn body(&self, download: &Download<'_>) -> Result<(), AttemptError> {
+        let mut body = PartialDownload::resume(download.partial, download.metadata)?;
         let mut request = self.client.get(download.url.clone()).headers(self.headers());
         if body.n_bytes > 0 {
             request = request.header(RANGE, format!("bytes={}-", body.n_bytes));
         }
-        let answer = tokio::time::timeout(SILENCES * self.settings.longest_silence, request.send()).await;
-        let answer = answer.map_err(|_| Failure::Lost("no answer in time".to_owned()))?;
-        let mut answer = answer.map_err(|e| Failure::Lost(innermost(&e)))?;
+        let answer = tokio::time::timeout(RESPONSE_TIMEOUT_FACTOR * self.settings.read_timeout, request.send()).await;
+        let answer = answer.map_err(|_| AttemptError::NoResponse("no answer in time".to_owned()))?;
+        let mut answer = answer.map_err(|e| AttemptError::NoResponse(innermost(&e)))?;
         match answer.status() {
             StatusCode::PARTIAL_CONTENT if body.n_bytes > 0 => {}
             StatusCode::OK => body.restart()?,
             StatusCode::RANGE_NOT_SATISFIABLE => {
                 body.restart()?;
-                return Err(Failure::Wrong("the server cannot continue the file".into()));
+                return Err(AttemptError::InvalidResponse("the server cannot continue the file".into()));
             }
             _ => return Err(refusal(answer).await),
         }
@@ -197,18 +199,22 @@ impl Wire {
         loop {
             match answer.chunk().await {
                 Ok(Some(piece)) => body.write(&piece)?,
-                Ok(None) => return body.prove(),
-                Err(error) => return Err(body.broke_off(&innermost(&error))),
+                Ok(None) => return body.verify(),
+                Err(error) => return Err(body.interrupted(&innermost(&error))),
             }
             let elapsed = since.elapsed();
-            if elapsed > self.settings.longest_silence {
+            if elapsed > self.settings.read_timeout {
                 if ((body.n_bytes - n_before) as f64) < MIN_RATE as f64 * elapsed.as_secs_f64() {
                     return Err(body.too_slow(MIN_RATE));
                 }
                 (since, n_before) = (Instant::now(), body.n_bytes);
             }
             if let Some(on_progress) = &self.on_progress {
-                on_progress(Progress { file: download.path(), done: body.n_bytes, total: download.announced.size });
+                on_progress(DownloadProgress {
+                    file: download.path(),
+                    done: body.n_bytes,
+                    total: download.metadata.size,
+                });
             }
         }
     }
@@ -225,40 +231,40 @@ impl Wire {
     }
 }
 
-/// The client of listings, which are small: the whole of one has a time-out.
+/// Builds the HTTP client for listings. They are small, so the whole response has a timeout.
 pub(crate) fn listing_client(settings: &HubSettings) -> ClientBuilder {
-    client(settings).timeout(SILENCES * settings.longest_silence)
+    client(settings).timeout(RESPONSE_TIMEOUT_FACTOR * settings.read_timeout)
 }
 
-/// The client of bodies.
+/// Builds the HTTP client for file downloads.
 fn client(settings: &HubSettings) -> ClientBuilder {
     Client::builder()
         .user_agent(concat!("candlewick/", env!("CARGO_PKG_VERSION")))
         .connect_timeout(CONNECT_TIMEOUT)
-        .read_timeout(settings.longest_silence)
+        .read_timeout(settings.read_timeout)
 }
 
 fn n_bytes(path: &Path) -> u64 {
     fs::metadata(path).map_or(0, |found| found.len())
 }
 
-/// What cannot be continued is not left lying about.
-fn drop_unless_resumable(partial: &Path, announced: &Announced) {
-    if announced.sha256().is_none() || n_bytes(partial) == 0 {
+/// Removes a partial download that cannot be resumed.
+fn drop_unless_resumable(partial: &Path, metadata: &FileMetadata) {
+    if metadata.sha256().is_none() || n_bytes(partial) == 0 {
         let _ = fs::remove_file(partial);
     }
 }
 
-fn announced(answer: &Response, listed: &Listed) -> Result<Announced, Failure> {
+fn announced(answer: &Response, listed: &ListedFile) -> Result<FileMetadata, AttemptError> {
     let header = |name: &str| answer.headers().get(name).and_then(|value| value.to_str().ok());
     let etag = header("x-linked-etag").or_else(|| header(ETAG.as_str())).unwrap_or_default();
     let etag = etag.trim_start_matches("W/").trim_matches('"').to_owned();
     if !is_inside(&etag) || etag.contains(['/', '\\']) {
-        return Err(Failure::Wrong(format!("{} answers without a usable ETag", answer.url())));
+        return Err(AttemptError::InvalidResponse(format!("{} answers without a usable ETag", answer.url())));
     }
     let length = || header(CONTENT_LENGTH.as_str()).filter(|_| answer.status().is_success());
     let size = header("x-linked-size").or_else(length).and_then(|size| size.parse().ok());
-    Ok(Announced { etag, size: size.unwrap_or(listed.size) })
+    Ok(FileMetadata { etag, size: size.unwrap_or(listed.size) })
 }
 
 fn redirect_within(answer: &Response) -> Option<&str> {
@@ -267,12 +273,12 @@ fn redirect_within(answer: &Response) -> Option<&str> {
     (answer.status().is_redirection() && is_relative).then_some(location)
 }
 
-async fn refusal(answer: Response) -> Failure {
+async fn refusal(answer: Response) -> AttemptError {
     let header = |name: &str| {
         let value = answer.headers().get(name).and_then(|value| value.to_str().ok());
         value.unwrap_or_default().to_owned()
     };
-    Failure::Status(Refusal {
+    AttemptError::Status(ErrorResponse {
         status: answer.status().as_u16(),
         code: header("x-error-code"),
         message: header("x-error-message"),

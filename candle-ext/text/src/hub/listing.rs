@@ -1,23 +1,23 @@
-//! The files of a repository.
+//! File lists of repositories.
 
 use serde::{Deserialize, Serialize};
 
 use super::error::HubError;
 use super::repo::RepoId;
 
-/// The files of a repository at one commit.
+/// File list of a repository at one commit.
 pub(crate) struct Listing {
     pub(super) repo: RepoId,
     pub(super) revision: String,
     pub(super) commit: String,
-    pub(super) files: Vec<Listed>,
-    /// The cached listing: the Hub was not or could not be asked, so nothing can be fetched.
+    pub(super) files: Vec<ListedFile>,
+    /// True for the cached list. The Hub was not reachable, so no file can be downloaded.
     pub(super) is_cached: bool,
 }
 
-/// One file of a listing.
+/// One file of a repository: path and size in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Listed {
+pub(crate) struct ListedFile {
     pub(super) path: String,
     pub(super) size: u64,
 }
@@ -31,20 +31,20 @@ impl Listing {
         self.files.iter().any(|file| file.path == path)
     }
 
-    /// A file that is wanted is not there.
-    pub(crate) fn lacks(&self, path: &str) -> HubError {
+    /// Returns the error for a file that the repository or the cache lacks.
+    pub(crate) fn missing_file(&self, path: &str) -> HubError {
         if self.is_cached {
             return HubError::offline(&self.repo, &self.revision, format!("{path} is not in the cache"));
         }
         HubError::FileNotFound { id: self.repo.to_string(), revision: self.revision.clone(), file: path.to_owned() }
     }
 
-    /// The files that are there are not enough.
-    pub(crate) fn unfit(&self, problem: String) -> HubError {
+    /// Returns the error for a repository or a cached copy that lacks required files.
+    pub(crate) fn unusable(&self, problem: String) -> HubError {
         if self.is_cached {
-            let missing = format!("what the cache holds does not do: {problem}");
+            let missing = format!("the cached copy is incomplete: {problem}");
             return HubError::offline(&self.repo, &self.revision, missing);
         }
-        HubError::Contents { id: self.repo.to_string(), problem }
+        HubError::WrongContents { id: self.repo.to_string(), problem }
     }
 }

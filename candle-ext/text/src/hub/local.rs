@@ -1,4 +1,4 @@
-//! Models on this machine: the folder that a run, a checkpoint folder or an adapter stands for.
+//! Local models: a model folder, an adapter folder, or the output folder of a training run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::HubError;
-use crate::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
+use crate::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom};
 use crate::suggestion::nearest;
 
 pub(super) const CONFIG: &str = "config.json";
@@ -15,61 +15,61 @@ pub(super) const WEIGHTS: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 pub(super) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 
-/// A model or adapter folder that was found on this machine.
+/// Model or adapter folder found on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocalModel {
-    /// The folder with the files.
+    /// Folder with the files.
     pub folder: PathBuf,
-    /// The contents of the folder.
-    pub contents: Contents,
-    /// The rule that chose among several exports, such as "newest of 3".
+    /// Kind of the folder: model or adapter.
+    pub contents: LocalModelKind,
+    /// Rule that selected one of several exports, such as "newest of 3".
     pub choice: Option<String>,
 }
 
 impl LocalModel {
-    /// Tells whether the folder holds an adapter.
+    /// Returns true if the folder holds an adapter.
     pub fn is_adapter(&self) -> bool {
-        matches!(self.contents, Contents::Adapter { .. })
+        matches!(self.contents, LocalModelKind::Adapter { .. })
     }
 
-    /// Returns a line that says which folder was taken, if that was a choice: "model: runs/x/global_step_9 (newest of 3)".
+    /// Returns a log line if one of several exports was selected: "model: runs/x/global_step_9 (newest of 3)".
     pub fn note(&self, what: &str) -> Vec<String> {
         let note = |choice: &String| format!("{what}: {} ({choice})", self.folder.display());
         self.choice.iter().map(note).collect()
     }
 }
 
-/// The kind of model that a folder holds.
+/// Kind of model in a folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Contents {
-    /// A model, or its tokenizer alone.
+pub enum LocalModelKind {
+    /// Full model, or its tokenizer alone.
     Model,
-    /// A PEFT adapter.
+    /// PEFT adapter.
     Adapter {
-        /// The adapter's `base_model_name_or_path`.
+        /// `base_model_name_or_path` of the adapter.
         base: Option<String>,
     },
 }
 
-/// The link that training keeps beside its exports, to the newest of them.
+/// Link to the newest export, which training maintains.
 const LATEST: &str = "latest";
-/// The record of a run, which names the best step.
+/// Record of a training run, which names the best step.
 const RUN_JSON: &str = "run.json";
-/// Files by which a folder is taken as it is: what they lack is the business of their reader.
+/// Files that mark a model folder. The loader reports what else is missing.
 const MARKS: [&str; 7] =
     [CONFIG, WEIGHTS, INDEX, "tokenizer.json", "tokenizer.model", "pytorch_model.bin", "pytorch_model.bin.index.json"];
 
-/// One folder `global_step_N`.
+/// Exported model in a folder `global_step_N`.
 struct Export {
     folder: PathBuf,
-    contents: Contents,
+    contents: LocalModelKind,
     step: u64,
 }
 
-/// Finds the model that `name` means on this machine. Returns `None` where `name` is no folder.
+/// Finds the local model at the path `name`. Returns `None` if `name` is not a folder.
 ///
-/// A model or adapter folder is taken as it is. A run's output folder, or a checkpoint's, stands for the best of its
-/// exports where `run.json` names one, and else for the newest.
+/// Returns a model or adapter folder unchanged. In the output folder of a training run, selects the best export that
+/// `run.json` names, else the newest.
 pub fn local_model(name: &str) -> Result<Option<LocalModel>, HubError> {
     let path = Path::new(name);
     if !path.is_dir() {
@@ -82,27 +82,27 @@ pub fn local_model(name: &str) -> Result<Option<LocalModel>, HubError> {
     let parents: Vec<PathBuf> = std::iter::once(path.to_path_buf()).chain(current).collect();
     let mut found: Vec<(&PathBuf, Vec<Export>)> = parents.iter().map(|parent| (parent, exports_in(parent))).collect();
     found.retain(|(_, exports)| !exports.is_empty());
-    // Exports of the folder itself go before those one level down.
+    // Exports of the folder itself take precedence over those one level down.
     if found.first().is_some_and(|(parent, _)| *parent == path) {
         found.truncate(1);
     }
     match found.len() {
-        0 => Err(HubError::Local { name: shorten(name), problem: without_exports(path, &parents) }),
+        0 => Err(HubError::NotAModel { name: shorten(name), problem: without_exports(path, &parents) }),
         1 => Ok(found.pop().map(|(parent, exports)| choose(path, parent, exports))),
         _ => {
             let names: Vec<String> = found.iter().map(|(parent, _)| parent.display().to_string()).collect();
             let problem = format!("several of its folders hold exports; name one of {}", names.join(", "));
-            Err(HubError::Local { name: shorten(name), problem })
+            Err(HubError::NotAModel { name: shorten(name), problem })
         }
     }
 }
 
-/// Returns the end of a sentence about a missing path: `; did you mean X?`, or a full stop where no path is like it.
+/// Returns the end of a message about a missing path: `; did you mean X?`, or a period.
 pub(crate) fn near(name: &str) -> String {
     near_path(Path::new(name)).map_or_else(|| ".".to_owned(), |path| format!("; did you mean {}?", path.display()))
 }
 
-/// The existing path that is most like a missing one, if one is.
+/// Returns the existing path most similar to a missing one.
 fn near_path(path: &Path) -> Option<PathBuf> {
     let parent = path.ancestors().skip(1).find(|ancestor| ancestor.is_dir() || *ancestor == Path::new(""))?;
     let wanted = path.strip_prefix(parent).ok()?.iter().next()?.to_string_lossy().into_owned();
@@ -111,7 +111,7 @@ fn near_path(path: &Path) -> Option<PathBuf> {
     Some(parent.join(nearest(&wanted, names)?))
 }
 
-/// A name of reasonable length for a message.
+/// Shortens a name for a message.
 pub(crate) fn shorten(name: &str) -> String {
     const MOST: usize = 200;
     match name.char_indices().nth(MOST) {
@@ -120,26 +120,26 @@ pub(crate) fn shorten(name: &str) -> String {
     }
 }
 
-fn contents_of(folder: &Path) -> Option<Contents> {
+fn contents_of(folder: &Path) -> Option<LocalModelKind> {
     let has = |name: &&str| folder.join(name).is_file();
     let is_adapter = has(&ADAPTER_CONFIG) && ![WEIGHTS, INDEX].iter().any(has);
     if is_adapter {
-        return Some(Contents::Adapter { base: base_of(folder) });
+        return Some(LocalModelKind::Adapter { base: base_of(folder) });
     }
-    (MARKS.iter().any(has) || has(&ADAPTER_WEIGHTS)).then_some(Contents::Model)
+    (MARKS.iter().any(has) || has(&ADAPTER_WEIGHTS)).then_some(LocalModelKind::Model)
 }
 
-/// The base model that an adapter folder names. Errors of the file are left to the code that reads all of it.
+/// Returns the base model that an adapter folder names. The loader reports errors of the file.
 pub(crate) fn base_of(folder: &Path) -> Option<String> {
     let config = json_in(&folder.join(ADAPTER_CONFIG))?;
     config.get("base_model_name_or_path")?.as_str().map(str::to_owned).filter(|base| !base.is_empty())
 }
 
 fn json_in(path: &Path) -> Option<Value> {
-    serde_json::from_slice(without_bom(&read_regular_file(path, MAX_WRITTEN_BYTES).ok()?)).ok()
+    serde_json::from_slice(without_bom(&read_regular_file(path, MAX_CONFIG_FILE_BYTES).ok()?)).ok()
 }
 
-/// The folders in a folder, links to folders left out, in the order of their names.
+/// Lists the subfolders by name, without links.
 fn subfolders(folder: &Path) -> impl Iterator<Item = PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let is_folder = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
@@ -148,7 +148,7 @@ fn subfolders(folder: &Path) -> impl Iterator<Item = PathBuf> {
     folders.into_iter()
 }
 
-/// Tells whether training moved an earlier run's checkpoints into a folder: `run.1`, `run.2`, ...
+/// Returns true for a folder `run.N`, to which training moves an earlier run's checkpoints.
 fn is_of_earlier_run(folder: &Path) -> bool {
     name_of(folder).strip_prefix("run.").is_some_and(|number| number.parse::<u32>().is_ok())
 }
@@ -157,14 +157,14 @@ fn name_of(folder: &Path) -> String {
     folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// The exports in a folder that have their weights, the fewest steps first.
+/// Lists the exports with weights, ordered by step.
 fn exports_in(parent: &Path) -> Vec<Export> {
     let export = |folder: PathBuf| {
         let step = name_of(&folder).strip_prefix("global_step_")?.parse().ok()?;
         let contents = contents_of(&folder)?;
         let weights = match contents {
-            Contents::Model => &[WEIGHTS, INDEX][..],
-            Contents::Adapter { .. } => &[ADAPTER_WEIGHTS],
+            LocalModelKind::Model => &[WEIGHTS, INDEX][..],
+            LocalModelKind::Adapter { .. } => &[ADAPTER_WEIGHTS],
         };
         let is_complete = weights.iter().any(|name| folder.join(name).is_file());
         is_complete.then_some(Export { folder, contents, step })
@@ -174,7 +174,7 @@ fn exports_in(parent: &Path) -> Vec<Export> {
     exports
 }
 
-/// The best of some exports, or else the one that was written last.
+/// Selects the best export, or else the newest.
 fn choose(run: &Path, parent: &Path, mut exports: Vec<Export>) -> LocalModel {
     let n = exports.len();
     let steps: Vec<u64> = exports.iter().map(|export| export.step).collect();
@@ -194,14 +194,14 @@ fn choose(run: &Path, parent: &Path, mut exports: Vec<Export>) -> LocalModel {
     LocalModel { folder, contents, choice: Some(choice) }
 }
 
-/// The best step that `run.json` names, and by which metric. It names one if the recipe has a `metric_for_best_model`.
+/// Returns the best step in `run.json` and its metric. The recipe's `metric_for_best_model` enables it.
 fn best_step(run: &Path) -> Option<(u64, String)> {
     let report = json_in(&run.join(RUN_JSON))?;
     let best = report.get("metrics")?.get("best")?;
     Some((best.get("iter")?.as_u64()?, best.get("metric")?.as_str()?.to_owned()))
 }
 
-/// The reason why a folder is no model, and what to do.
+/// Describes why a folder has no model, with the remedy.
 fn without_exports(path: &Path, parents: &[PathBuf]) -> String {
     let is_sharded = |folder: &PathBuf| {
         let name = name_of(folder);
@@ -268,7 +268,7 @@ mod tests {
         }
 
         #[track_caller]
-        fn finds(&self, name: &str, want: &str, choice: Option<&str>) -> Contents {
+        fn finds(&self, name: &str, want: &str, choice: Option<&str>) -> LocalModelKind {
             let found = local_model(&self.name(name)).unwrap().unwrap();
             assert_eq!((found.folder, found.choice.as_deref()), (self.0.path().join(want), choice));
             found.contents
@@ -312,7 +312,10 @@ mod tests {
         let run = Run::new();
         run.adapter("r/adapter/global_step_4");
         let base = Some("org/base".to_owned());
-        assert_eq!(run.finds("r", "r/adapter/global_step_4", Some("the only export")), Contents::Adapter { base });
+        assert_eq!(
+            run.finds("r", "r/adapter/global_step_4", Some("the only export")),
+            LocalModelKind::Adapter { base }
+        );
     }
 
     #[test]

@@ -1,17 +1,17 @@
 //! Models and data sets of the Hugging Face Hub, as verified local files.
 //!
-//! Repository facts and listings come through hf-hub; the bytes do not, because hf-hub 1.0 stores
-//! a body without looking at its status, size or hash, and gives up on a lock after ten seconds.
-//! Files land in the cache layout that all Hub tools share. Each own module adds checks that hf-hub lacks:
+//! hf-hub provides repository metadata and file lists. This crate downloads the files itself: hf-hub 1.0 does not
+//! check status, size or hash of a download. It also stops waiting for a lock after ten seconds. The files use the
+//! standard Hugging Face cache layout.
 //!
-//! | module | check |
+//! | module | check that hf-hub lacks |
 //! |---|---|
-//! | [`fetch`](fetch) | status, ETag and redirects of a file's HEAD; a rate below which a download is given up |
-//! | [`body`](body) | size and SHA-256 of a body, and those of one that is continued |
-//! | [`patience`](patience) | a bound on each wait that a server asks for |
-//! | [`cache`](cache) | sizes of cached files, and whole snapshots offline |
+//! | [`fetch`](fetch) | status, ETag and redirects of a file's HEAD response; least accepted download rate |
+//! | [`partial_download`](partial_download) | size and SHA-256 of a file, also after a resumed download |
+//! | [`retry`](retry) | limit on each wait that a server requests |
+//! | [`cache`](cache) | sizes of cached files, and complete snapshots offline |
 
-mod body;
+mod api;
 mod cache;
 mod dataset;
 mod error;
@@ -19,17 +19,17 @@ mod fetch;
 mod listing;
 mod local;
 mod model;
-mod patience;
-mod remote;
+mod partial_download;
 mod repo;
+mod retry;
 mod retry_after;
 mod settings;
 
 pub use dataset::DatasetRequest;
 pub use error::HubError;
-pub use fetch::{OnProgress, Progress};
-pub use local::{Contents, LocalModel, local_model};
-pub use model::{ModelFolders, ModelPart};
+pub use fetch::{DownloadCallback, DownloadProgress};
+pub use local::{LocalModel, LocalModelKind, local_model};
+pub use model::{ModelAndAdapter, ModelFiles};
 pub use repo::{RepoId, RepoIdError, RepoKind};
 pub use settings::HubSettings;
 
@@ -37,51 +37,53 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use api::HubApi;
 use cache::Cache;
-use fetch::Wire;
-pub(crate) use listing::{Listed, Listing};
-use remote::Remote;
+use fetch::Downloader;
+pub(crate) use listing::{ListedFile, Listing};
 
-/// The Hub as one process sees it. Cheap to share between threads by reference.
+/// Client of the Hugging Face Hub. Threads share it by reference.
 pub struct Hub {
     settings: HubSettings,
     cache: Cache,
-    /// Missing when offline: then nothing may be asked.
-    online: Option<(Remote, Wire)>,
+    /// `None` when offline.
+    online: Option<(HubApi, Downloader)>,
 }
 
-/// Directives of a log filter that silence the Hub's libraries: what matters of their messages is in [`HubError`].
-pub const QUIET_LIBRARIES: &str = "hf_hub=off,hf_xet=off,xet_client=off,xet_data=off";
+/// Log filter directives that silence the Hub's libraries. [`HubError`] reports their failures.
+pub const LIBRARY_LOG_FILTER: &str = "hf_hub=off,hf_xet=off,xet_client=off,xet_data=off";
 
-/// How many files are downloaded at once.
-const N_AT_ONCE: usize = 4;
+/// Number of concurrent downloads.
+const N_PARALLEL_DOWNLOADS: usize = 4;
 
 impl Hub {
-    /// Prepares access; asks nothing yet.
+    /// Creates a client without sending a request.
     pub fn new(settings: HubSettings) -> Result<Self, HubError> {
         let online = match settings.offline {
             true => None,
-            false => Some((Remote::new(&settings)?, Wire::new(&settings)?)),
+            false => Some((HubApi::new(&settings)?, Downloader::new(&settings)?)),
         };
         Ok(Self { cache: Cache::new(&settings.cache), settings, online })
     }
 
-    /// Calls `on_progress` while bytes arrive.
+    /// Sets a callback for download progress.
     #[must_use]
-    pub fn with_progress(mut self, on_progress: OnProgress) -> Self {
-        if let Some((_, wire)) = &mut self.online {
-            wire.on_progress = Some(on_progress);
+    pub fn with_progress(mut self, on_progress: DownloadCallback) -> Self {
+        if let Some((_, downloader)) = &mut self.online {
+            downloader.on_progress = Some(on_progress);
         }
         self
     }
 
-    /// What this Hub was made with.
+    /// Returns the settings.
     pub fn settings(&self) -> &HubSettings {
         &self.settings
     }
 
-    /// Does `work` with the files of `repo` as the Hub lists them; offline, or when the Hub cannot
-    /// answer and the cache holds all that `work` needs, as they are known here.
+    /// Calls `work` with the file list of `repo`.
+    ///
+    /// Uses the cached list when offline, or when the Hub does not respond and the cache has all files that `work`
+    /// needs.
     pub(crate) fn with_listing<T>(
         &self,
         repo: &RepoId,
@@ -93,11 +95,11 @@ impl Hub {
         };
         let (commit, files) = match remote.list(repo, revision) {
             Ok(found) => found,
-            Err(error) if error.is_weather() => {
+            Err(error) if error.is_transient() => {
                 return match self.cached(repo, revision).and_then(|listing| work(&listing)) {
                     Err(HubError::Offline { .. }) => Err(error),
                     other => {
-                        tracing::warn!("{repo} is taken from the cache, for the Hub does not answer: {error}");
+                        tracing::warn!("{repo} is loaded from the cache, because the Hub does not respond: {error}");
                         other
                     }
                 };
@@ -111,12 +113,12 @@ impl Hub {
         Ok(done)
     }
 
-    /// Brings `paths` of a listing here, several at once, and gives their places in that order.
+    /// Downloads `paths` concurrently and returns their local paths in the same order.
     pub(crate) fn fetch(&self, listing: &Listing, paths: &[String]) -> Result<Vec<PathBuf>, HubError> {
         let (next, failed) = (AtomicUsize::new(0), OnceLock::new());
         let previous = self.cache.commit_of(&listing.repo, &listing.revision);
         std::thread::scope(|scope| {
-            for _ in 0..N_AT_ONCE.min(paths.len()) {
+            for _ in 0..N_PARALLEL_DOWNLOADS.min(paths.len()) {
                 scope.spawn(|| {
                     while let Some(path) = paths.get(next.fetch_add(1, Ordering::Relaxed)) {
                         if let Err(error) = self.fetch_one(listing, path, previous.as_deref()) {
@@ -136,16 +138,16 @@ impl Hub {
 
     fn fetch_one(&self, listing: &Listing, path: &str, previous: Option<&str>) -> Result<(), HubError> {
         let (repo, commit) = (&listing.repo, listing.commit.as_str());
-        let listed = listing.files.iter().find(|file| file.path == path).ok_or_else(|| listing.lacks(path))?;
-        let Some((_, wire)) = self.online.as_ref().filter(|_| !listing.is_cached) else {
-            return if self.cache.has(repo, commit, listed) { Ok(()) } else { Err(listing.lacks(path)) };
+        let listed = listing.files.iter().find(|file| file.path == path).ok_or_else(|| listing.missing_file(path))?;
+        let Some((_, downloader)) = self.online.as_ref().filter(|_| !listing.is_cached) else {
+            return if self.cache.has(repo, commit, listed) { Ok(()) } else { Err(listing.missing_file(path)) };
         };
         if self.cache.holds(repo, commit, listed)? {
             return Ok(());
         }
         let old = previous.filter(|old| *old != commit);
         let known = old.and_then(|old| self.cache.etag(repo, old, path));
-        wire.fetch(&self.cache, repo, commit, listed, known)
+        downloader.fetch(&self.cache, repo, commit, listed, known)
     }
 
     fn cached(&self, repo: &RepoId, revision: &str) -> Result<Listing, HubError> {
@@ -153,14 +155,14 @@ impl Hub {
         let commit = self
             .cache
             .commit_of(repo, revision)
-            .ok_or_else(|| nothing(format!("the cache holds nothing of revision {revision:?}")))?;
-        // A cache that other tools filled has no listing; there what is here counts as all there is.
+            .ok_or_else(|| nothing(format!("the cache has no files of revision {revision:?}")))?;
+        // Other tools store no file list. Their cached files count as complete.
         let files = match self.cache.listing(repo, &commit) {
             Some(files) => files,
             None => self.cache.files(repo, &commit)?,
         };
         if files.is_empty() {
-            return Err(nothing(format!("the cache holds nothing of revision {revision:?}")));
+            return Err(nothing(format!("the cache has no files of revision {revision:?}")));
         }
         let revision = revision.to_owned();
         Ok(Listing { repo: repo.clone(), revision, commit, files, is_cached: true })

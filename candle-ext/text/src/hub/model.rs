@@ -1,36 +1,37 @@
-//! A model's folder: configuration, tokenizer and safetensors, nothing else of the repository.
+//! Model downloads: configuration, tokenizer and safetensors, without the repository's other files.
 
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
 use super::local::{
-    ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, Contents, INDEX, LocalModel, WEIGHTS, base_of, local_model, near, shorten,
+    ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, INDEX, LocalModel, LocalModelKind, WEIGHTS, base_of, local_model, near,
+    shorten,
 };
 use super::{Hub, HubError, Listing, RepoId, RepoKind};
-use crate::files::{MAX_GENERATED_BYTES, read_regular_text_file, without_bom};
+use crate::files::{MAX_GENERATED_FILE_BYTES, read_regular_text_file, without_bom};
 
-/// How much of a model is wanted.
+/// Files of a model to download.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ModelPart {
-    /// With its weights.
-    Whole,
+pub enum ModelFiles {
+    /// Configuration, tokenizer and weights.
+    All,
     /// Configuration and tokenizer only.
     WithoutWeights,
 }
 
-/// The folders of a model, found.
+/// Local folders of a model and its adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ModelFolders {
-    /// The model's.
+pub struct ModelAndAdapter {
+    /// Folder of the model.
     pub model: PathBuf,
-    /// The adapter's on top of it, if there is one.
+    /// Folder of the adapter, if there is one.
     pub adapter: Option<PathBuf>,
-    /// Lines that say which folders were taken, where the name left that open.
+    /// Log lines that name the selected folders, where the name was ambiguous.
     pub notes: Vec<String>,
 }
 
-/// Taken where they are there.
+/// Optional small files of a model.
 const SMALL: [&str; 13] = [
     CONFIG,
     ADAPTER_CONFIG,
@@ -48,49 +49,51 @@ const SMALL: [&str; 13] = [
 ];
 
 impl Hub {
-    /// Returns the folder of a model or adapter: the one that `name` means on this machine, see [`local_model`], else that of
-    /// the Hub's model of this id, downloaded as far as `part` says.
-    pub fn model(&self, name: &str, revision: Option<&str>, part: ModelPart) -> Result<PathBuf, HubError> {
-        Ok(self.local_or_hub(name, revision, part)?.folder)
+    /// Returns the folder of a model or adapter.
+    ///
+    /// A local folder takes precedence, see [`local_model`]. Otherwise downloads `part` of the Hub model with this
+    /// id.
+    pub fn model(&self, name: &str, revision: Option<&str>, part: ModelFiles) -> Result<PathBuf, HubError> {
+        Ok(self.find_model(name, revision, part)?.folder)
     }
 
-    /// Finds a model with the adapter on top of it, if `name` means an adapter: then the base model is the one that the
-    /// adapter names.
-    pub fn model_and_adapter(&self, name: &str, revision: Option<&str>) -> Result<ModelFolders, HubError> {
-        let found = self.local_or_hub(name, revision, ModelPart::Whole)?;
+    /// Returns the folders of a model, or of an adapter with the base model that it names.
+    pub fn model_and_adapter(&self, name: &str, revision: Option<&str>) -> Result<ModelAndAdapter, HubError> {
+        let found = self.find_model(name, revision, ModelFiles::All)?;
         let note = found.note("model");
         let base = match found.contents {
-            Contents::Model => return Ok(ModelFolders { model: found.folder, adapter: None, notes: note }),
-            Contents::Adapter { base } => base,
+            LocalModelKind::Model => return Ok(ModelAndAdapter { model: found.folder, adapter: None, notes: note }),
+            LocalModelKind::Adapter { base } => base,
         };
         let Some(base) = base else {
             let problem = format!(
                 "it is an adapter whose {ADAPTER_CONFIG} names no base_model_name_or_path; give the base as --model and \
                  the adapter as --adapter"
             );
-            return Err(HubError::Local { name: shorten(name), problem });
+            return Err(HubError::NotAModel { name: shorten(name), problem });
         };
         let model = self.base_model(&found.folder, &base)?;
         let base_note = format!("base model: {}, named by the adapter {}", model.display(), found.folder.display());
         let notes = note.into_iter().chain([base_note]).collect();
-        Ok(ModelFolders { model, adapter: Some(found.folder), notes })
+        Ok(ModelAndAdapter { model, adapter: Some(found.folder), notes })
     }
 
-    /// Returns the folder of an adapter, and the note that says which export it is.
+    /// Returns the folder of an adapter, and a log line if it is one of several exports.
     pub fn adapter(&self, name: &str) -> Result<(PathBuf, Option<String>), HubError> {
-        let found = self.local_or_hub(name, None, ModelPart::Whole)?;
+        let found = self.find_model(name, None, ModelFiles::All)?;
         let note = found.note("adapter").pop();
         match found.contents {
-            Contents::Adapter { .. } => Ok((found.folder, note)),
-            Contents::Model => {
+            LocalModelKind::Adapter { .. } => Ok((found.folder, note)),
+            LocalModelKind::Model => {
                 let problem = format!("it is no adapter: it has no {ADAPTER_CONFIG}; name a PEFT adapter folder");
-                Err(HubError::Local { name: shorten(name), problem })
+                Err(HubError::NotAModel { name: shorten(name), problem })
             }
         }
     }
 
-    /// Returns the folder of the model that an adapter names, or an error if that is an adapter itself. A relative path starts
-    /// at the current folder, as in PEFT, or else at the adapter's.
+    /// Returns the folder of the base model that an adapter names. Fails if that is an adapter too.
+    ///
+    /// A relative path starts at the current folder, as in PEFT, or else at the adapter's folder.
     pub fn base_model(&self, adapter: &Path, base: &str) -> Result<PathBuf, HubError> {
         let beside = adapter.join(base);
         let name = match !Path::new(base).is_dir() && beside.is_dir() {
@@ -98,19 +101,19 @@ impl Hub {
             false => base.to_owned(),
         };
         let found = self
-            .local_or_hub(&name, None, ModelPart::Whole)
-            .map_err(|error| HubError::Base { adapter: adapter.to_path_buf(), source: Box::new(error) })?;
+            .find_model(&name, None, ModelFiles::All)
+            .map_err(|error| HubError::BaseModel { adapter: adapter.to_path_buf(), source: Box::new(error) })?;
         match found.contents {
-            Contents::Model => Ok(found.folder),
-            Contents::Adapter { .. } => {
+            LocalModelKind::Model => Ok(found.folder),
+            LocalModelKind::Adapter { .. } => {
                 let problem = "it is an adapter itself, and one adapter on another is not supported".to_owned();
-                Err(HubError::Local { name: shorten(base), problem })
+                Err(HubError::NotAModel { name: shorten(base), problem })
             }
         }
     }
 
-    /// Finds a model or adapter on this machine, or on the Hub, downloaded as far as `part` says.
-    pub fn local_or_hub(&self, name: &str, revision: Option<&str>, part: ModelPart) -> Result<LocalModel, HubError> {
+    /// Finds a local model or adapter. Otherwise downloads `part` of it from the Hub.
+    pub fn find_model(&self, name: &str, revision: Option<&str>, part: ModelFiles) -> Result<LocalModel, HubError> {
         if let Some(found) = local_model(name)? {
             return Ok(found);
         }
@@ -119,25 +122,27 @@ impl Hub {
                 Ok(_) => "For the Hub's model of this id, give a revision, such as main",
                 Err(_) => "Relative paths start at the current folder",
             };
-            return Err(HubError::Missing { name: shorten(name), near: near(name), advice });
+            return Err(HubError::PathNotFound { name: shorten(name), near: near(name), advice });
         }
         let folder = self.download(name, revision, part).map_err(|error| match error {
             HubError::Unreachable { .. } | HubError::Offline { .. } | HubError::RepoNotFound { .. } => {
-                HubError::Nowhere { name: shorten(name), near: near(name), source: Box::new(error) }
+                HubError::NotFound { name: shorten(name), near: near(name), source: Box::new(error) }
             }
             error => error,
         })?;
         let is_adapter = folder.join(ADAPTER_CONFIG).is_file() && !folder.join(CONFIG).is_file();
-        let contents = if is_adapter { Contents::Adapter { base: base_of(&folder) } } else { Contents::Model };
+        let contents =
+            if is_adapter { LocalModelKind::Adapter { base: base_of(&folder) } } else { LocalModelKind::Model };
         Ok(LocalModel { folder, contents, choice: None })
     }
 
-    /// Tells whether a name that is no folder was meant as a path: it looks like one, or its first part is a folder here.
+    /// Returns true if a name without a local folder means a path: it looks like one, or its first part is a folder.
     ///
-    /// A revision, or a copy in the Hub's cache, make `owner/name` an id even where a folder `owner` is here.
+    /// A revision, or a copy in the cache, makes `owner/name` an id even if a folder `owner` exists.
     fn is_missing_path(&self, name: &str, revision: Option<&str>) -> bool {
         let looks_like_a_path = name.starts_with(['.', '/', '~']) || name.ends_with('/') || name.contains('\\');
-        let has_slashes = name.matches('/').count() > 1 && !name.contains("://") && RepoId::meant(name).is_none();
+        let has_slashes =
+            name.matches('/').count() > 1 && !name.contains("://") && RepoId::suggestion_for(name).is_none();
         let begins_here = || name.split_once('/').is_some_and(|(first, _)| Path::new(first).is_dir());
         let is_cached = || {
             let repo = RepoId::parse(RepoKind::Model, name).ok();
@@ -146,28 +151,28 @@ impl Hub {
         looks_like_a_path || has_slashes || (revision.is_none() && begins_here() && !is_cached())
     }
 
-    fn download(&self, name: &str, revision: Option<&str>, part: ModelPart) -> Result<PathBuf, HubError> {
+    fn download(&self, name: &str, revision: Option<&str>, part: ModelFiles) -> Result<PathBuf, HubError> {
         let repo = RepoId::parse(RepoKind::Model, name)?;
         let revision = revision.unwrap_or("main");
         self.with_listing(&repo, revision, |listing| {
             let folder = self.cache.snapshot(&repo, &listing.commit);
             self.fetch(listing, &small_files(listing, part)?)?;
-            if part == ModelPart::Whole {
+            if part == ModelFiles::All {
                 self.fetch(listing, &self.weights(listing, &folder)?)?;
             }
             Ok(folder)
         })
     }
 
-    /// The safetensors files: one, or those that the index names, or an adapter's.
+    /// Returns the safetensors files: one, those in the index, or an adapter's.
     fn weights(&self, listing: &Listing, folder: &Path) -> Result<Vec<String>, HubError> {
         if listing.has(WEIGHTS) {
             return Ok(vec![WEIGHTS.into()]);
         }
         if listing.has(INDEX) {
-            let shards = shards_of(&folder.join(INDEX)).map_err(|p| listing.unfit(p))?;
+            let shards = shards_of(&folder.join(INDEX)).map_err(|p| listing.unusable(p))?;
             if let Some(missing) = shards.iter().find(|shard| !listing.has(shard)) {
-                return Err(listing.lacks(missing));
+                return Err(listing.missing_file(missing));
             }
             return Ok(shards);
         }
@@ -175,33 +180,33 @@ impl Hub {
             return Ok(vec![ADAPTER_WEIGHTS.into()]);
         }
         match listing.is_cached {
-            true => Err(listing.lacks(WEIGHTS)),
-            false => Err(listing.unfit(no_weights(&listing.paths()))),
+            true => Err(listing.missing_file(WEIGHTS)),
+            false => Err(listing.unusable(no_weights(&listing.paths()))),
         }
     }
 }
 
-fn small_files(listing: &Listing, part: ModelPart) -> Result<Vec<String>, HubError> {
-    // An index beside a whole file would promise shards that are not fetched.
-    let takes_index = part == ModelPart::Whole && !listing.has(WEIGHTS);
+fn small_files(listing: &Listing, part: ModelFiles) -> Result<Vec<String>, HubError> {
+    // An index next to a single weight file lists shards that are not downloaded.
+    let takes_index = part == ModelFiles::All && !listing.has(WEIGHTS);
     let is_wanted = |path: &&str| takes_index || **path != *INDEX;
     let found: Vec<String> =
         SMALL.iter().filter(|path| listing.has(path) && is_wanted(path)).map(ToString::to_string).collect();
-    if part == ModelPart::Whole && !listing.has(CONFIG) && !listing.has(ADAPTER_CONFIG) {
+    if part == ModelFiles::All && !listing.has(CONFIG) && !listing.has(ADAPTER_CONFIG) {
         return Err(match listing.is_cached {
-            true => listing.lacks(CONFIG),
-            false => listing.unfit(no_config(&listing.paths())),
+            true => listing.missing_file(CONFIG),
+            false => listing.unusable(no_config(&listing.paths())),
         });
     }
     match found.is_empty() {
-        true => Err(listing.lacks(CONFIG)),
+        true => Err(listing.missing_file(CONFIG)),
         false => Ok(found),
     }
 }
 
-/// The shards that an index names, each once.
+/// Returns the distinct shards that an index names.
 fn shards_of(index: &Path) -> Result<Vec<String>, String> {
-    let text = read_regular_text_file(index, MAX_GENERATED_BYTES).map_err(|e| format!("{INDEX}: {e}"))?;
+    let text = read_regular_text_file(index, MAX_GENERATED_FILE_BYTES).map_err(|e| format!("{INDEX}: {e}"))?;
     let index: Value = serde_json::from_slice(without_bom(text.as_bytes())).map_err(|e| format!("{INDEX}: {e}"))?;
     let map = index.get("weight_map").and_then(Value::as_object);
     let map = map.ok_or_else(|| format!("{INDEX} has no weight_map"))?;

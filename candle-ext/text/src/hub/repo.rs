@@ -1,39 +1,39 @@
-//! Names of repositories: `owner/name`, or `name` for the oldest ones.
+//! Repository ids: `owner/name`, or `name` for the oldest ones.
 
 use std::fmt;
 
-/// What a repository holds.
+/// Kind of a Hub repository.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RepoKind {
-    /// Weights and a tokenizer.
+    /// Model repository.
     Model,
-    /// Rows.
+    /// Data set repository.
     Dataset,
 }
 
-/// A repository's kind and well-formed id.
+/// Valid repository id with its kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RepoId {
     kind: RepoKind,
     id: String,
 }
 
-/// A text that cannot be the id of a repository.
+/// Error of a text that is not a valid repository id.
 #[derive(Debug, thiserror::Error)]
 #[error("find the {} {id:?}: {problem}", kind.name())]
 pub struct RepoIdError {
-    /// The text as it was written.
+    /// Text as given by the user.
     pub id: String,
-    /// The kind of repository that it was to name.
+    /// Kind of the requested repository.
     pub kind: RepoKind,
-    /// Why it is no id, and what may be meant.
+    /// Problem of the id, and a suggestion.
     pub problem: String,
 }
 
 const MAX_LEN: usize = 96;
 
 impl RepoKind {
-    /// `model` or `dataset`.
+    /// Returns `model` or `dataset`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Model => "model",
@@ -43,25 +43,25 @@ impl RepoKind {
 }
 
 impl RepoId {
-    /// Checks that `id` can be a Hub id; the error proposes what may be meant.
+    /// Validates a repository id. The error suggests a similar valid id.
     pub fn parse(kind: RepoKind, id: &str) -> Result<Self, RepoIdError> {
         match problem_of(id) {
             None => Ok(Self { kind, id: id.to_owned() }),
             Some(problem) => {
-                let near = Self::meant(id).map_or(String::new(), |m| format!("; did you mean {m}?"));
+                let near = Self::suggestion_for(id).map_or(String::new(), |m| format!("; did you mean {m}?"));
                 Err(RepoIdError { id: id.to_owned(), kind, problem: format!("{problem}{near}") })
             }
         }
     }
 
-    /// Returns the id that an address or a folder of the cache stands for.
-    pub(crate) fn meant(id: &str) -> Option<String> {
+    /// Suggests the id for a URL or for a folder of the cache.
+    pub(crate) fn suggestion_for(id: &str) -> Option<String> {
         let stripped = id.split_once("://").map_or(id, |(_, rest)| rest);
         let stripped = stripped.trim_start_matches("www.").trim_start_matches("huggingface.co/");
         let stripped =
             stripped.trim_start_matches("hf.co/").trim_start_matches("datasets/").trim_start_matches("models/");
         let plain = stripped.replace('\\', "/").replace(' ', "-").replace("--", "/");
-        // A path of this machine stands for no id.
+        // A local path suggests no id.
         if id.starts_with(['.', '/', '~']) || (stripped == id && id.matches('/').count() > 1) {
             return None;
         }
@@ -70,7 +70,7 @@ impl RepoId {
         (parts.len() == 2 && problem_of(&near).is_none()).then_some(near)
     }
 
-    /// What it holds.
+    /// Returns the kind of the repository.
     pub fn kind(&self) -> RepoKind {
         self.kind
     }
@@ -79,7 +79,7 @@ impl RepoId {
         self.id.split_once('/').unwrap_or(("", &self.id))
     }
 
-    /// The part of a web address that leads to it: `owner/name`, `datasets/owner/name`.
+    /// Returns the URL path: `owner/name` or `datasets/owner/name`.
     pub(crate) fn web_path(&self) -> String {
         match self.kind {
             RepoKind::Model => self.id.clone(),
@@ -87,7 +87,7 @@ impl RepoId {
         }
     }
 
-    /// Its folder in the cache: `models--owner--name`.
+    /// Returns the folder in the cache: `models--owner--name`.
     pub(crate) fn folder(&self) -> String {
         format!("{}s--{}", self.kind.name(), self.id.replace('/', "--"))
     }

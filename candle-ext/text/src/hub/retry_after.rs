@@ -1,8 +1,8 @@
-//! How long a server asks to wait: seconds, or a date.
+//! The `Retry-After` header: seconds, or a date.
 
 use std::time::{Duration, SystemTime};
 
-/// Reads the header `Retry-After`. A date that is over is no wait at all.
+/// Parses the `Retry-After` header. A date in the past means no wait.
 pub(super) fn retry_after(value: &str, now: SystemTime) -> Option<Duration> {
     let value = value.trim();
     match value.parse() {

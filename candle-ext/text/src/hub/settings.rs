@@ -1,51 +1,53 @@
-//! Where the Hub is, who asks, and where files are kept.
+//! Settings of Hub access: endpoint, token, cache, timeouts.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Everything Hub access depends on. Binaries take it from the environment once.
+/// Settings of Hub access. Binaries read them from the environment once.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HubSettings {
-    /// The Hub's address.
+    /// URL of the Hub.
     pub endpoint: String,
-    /// The user's token.
+    /// Access token of the user.
     pub token: Option<String>,
-    /// The folder of cached repositories.
+    /// Cache folder of repositories.
     pub cache: PathBuf,
-    /// Never ask the network.
+    /// Offline mode: only cached files are used.
     pub offline: bool,
-    /// How often a request is tried when the Hub is busy or out of reach.
-    pub n_tries: usize,
-    /// The wait before the second try; it doubles from try to try.
+    /// Largest number of attempts of a request while the Hub is busy or unreachable.
+    pub max_attempts: usize,
+    /// Wait before the second attempt. It doubles with each attempt.
     pub backoff: Duration,
-    /// A longer wait than this, if the Hub asks for one, is reported instead.
-    pub longest_wait: Duration,
-    /// The longest silence in the middle of an answer, or before one; then it is tried again.
-    pub longest_silence: Duration,
+    /// Longest wait that the Hub may request. A longer one is reported as an error.
+    pub max_retry_wait: Duration,
+    /// Longest time without data before or during a response. The request is then retried.
+    pub read_timeout: Duration,
 }
 
 impl HubSettings {
-    /// The public Hub without a token, cached in `cache`.
+    /// Returns settings for the public Hub without a token, cached in `cache`.
     pub fn new(cache: impl Into<PathBuf>) -> Self {
         Self {
             endpoint: "https://huggingface.co".into(),
             token: None,
             cache: cache.into(),
             offline: false,
-            n_tries: 5,
+            max_attempts: 5,
             backoff: Duration::from_millis(300),
-            longest_wait: Duration::from_secs(300),
-            longest_silence: Duration::from_secs(60),
+            max_retry_wait: Duration::from_secs(300),
+            read_timeout: Duration::from_secs(60),
         }
     }
 
-    /// Reads `HF_ENDPOINT`, `HF_TOKEN`, `HF_TOKEN_PATH`, `HF_HUB_DISABLE_IMPLICIT_TOKEN`,
-    /// `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE` and `XDG_CACHE_HOME`. For binaries only.
+    /// Reads the settings from the Hugging Face environment variables, for binaries only.
+    ///
+    /// These are `HF_ENDPOINT`, `HF_TOKEN`, `HF_TOKEN_PATH`, `HF_HUB_DISABLE_IMPLICIT_TOKEN`, `HF_HOME`,
+    /// `HF_HUB_CACHE`, `HF_HUB_OFFLINE` and `XDG_CACHE_HOME`.
     pub fn from_env() -> Self {
         Self::from_vars(|name| std::env::var(name).ok())
     }
 
-    /// The same from any table of variables.
+    /// Reads the settings from any lookup of variables, as [`HubSettings::from_env`] does.
     pub fn from_vars(var: impl Fn(&str) -> Option<String>) -> Self {
         let var = |name: &str| var(name).map(|v| v.trim().to_owned()).filter(|v| !v.is_empty());
         let is_set =
@@ -72,7 +74,7 @@ impl HubSettings {
 }
 
 impl HubSettings {
-    /// Masks what must not reach a log: the token, and name and password in the Hub's address.
+    /// Masks the token, and user name and password in the Hub's URL.
     pub(crate) fn redact(&self, text: &str) -> String {
         let masked = match &self.token {
             Some(token) => text.replace(token.as_str(), "(token)"),
@@ -84,7 +86,7 @@ impl HubSettings {
         }
     }
 
-    /// `name:password` in the Hub's address.
+    /// Returns `name:password` of the Hub's URL.
     fn userinfo(&self) -> Option<&str> {
         let (_, rest) = self.endpoint.split_once("://")?;
         let host = rest.split('/').next()?;
@@ -103,7 +105,7 @@ impl std::fmt::Debug for HubSettings {
     }
 }
 
-/// A path with `~` for the user's folder, which a shell leaves alone inside quotes.
+/// Expands `~` to the home folder. Shells do not expand it inside quotes.
 fn expanded(path: &str, user: &Path) -> PathBuf {
     match path.strip_prefix('~').map(|rest| rest.strip_prefix('/').unwrap_or(rest)) {
         Some(rest) if path == "~" || path.starts_with("~/") => user.join(rest),

@@ -1,14 +1,14 @@
-//! The end of a process whose mapped file was shortened while it was read.
+//! SIGBUS handler that names a memory-mapped file truncated during a read.
 //!
-//! Reading beyond the new end raises SIGBUS, which ends a process without a message. The handler names the file, which
-//! it finds in `/proc/self/maps`: data, tokens and weights alike.
+//! Reading beyond the new end of the file raises SIGBUS, which ends a process without a message. The handler finds
+//! the file's name in `/proc/self/maps`. It covers data sets, token caches and weights.
 
 use std::sync::Once;
 
-/// The exit code of data that cannot be read.
+/// Exit code for unreadable data.
 const EXIT_CODE: i32 = 3;
 
-/// Reports the file and exits with 3 where a mapped file is shortened while it is read.
+/// Installs a handler that names a memory-mapped file truncated by another process, and exits with code 3.
 pub fn report_shortened_files() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
@@ -39,7 +39,7 @@ fn write(bytes: &[u8]) {
     unsafe { libc::write(libc::STDERR_FILENO, bytes.as_ptr().cast(), bytes.len()) };
 }
 
-/// Writes the path of the mapping that holds `address`. Allocates nothing.
+/// Writes the path of the mapping that contains `address`, without allocating.
 fn write_path(address: usize) {
     // SAFETY: the path ends with a zero byte.
     let file = unsafe { libc::open(c"/proc/self/maps".as_ptr(), libc::O_RDONLY) };

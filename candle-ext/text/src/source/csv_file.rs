@@ -1,23 +1,23 @@
-//! CSV and TSV with a header: an index of record starts; every value is a string.
+//! CSV and TSV files with a header. The offset of each record is indexed; every value is a string.
 
 use std::path::Path;
 
 use csv::{ByteRecord, ReaderBuilder, StringRecord};
 use serde_json::Value;
 
-use super::mapped::Mapped;
-use super::{Row, Source, SourceError};
+use super::mapped_file::MappedFile;
+use super::{Row, RowSource, SourceError};
 
 #[derive(Debug)]
 pub(crate) struct CsvFile {
-    file: Mapped,
+    file: MappedFile,
     delimiter: u8,
     header: Vec<String>,
     starts: Vec<u64>,
 }
 
 impl CsvFile {
-    pub(crate) fn index(file: Mapped, delimiter: u8) -> Result<Self, SourceError> {
+    pub(crate) fn index(file: MappedFile, delimiter: u8) -> Result<Self, SourceError> {
         let mut reader =
             ReaderBuilder::new().delimiter(delimiter).has_headers(false).flexible(true).from_reader(file.bytes());
         let mut record = ByteRecord::new();
@@ -37,7 +37,7 @@ impl CsvFile {
     }
 }
 
-impl Source for CsvFile {
+impl RowSource for CsvFile {
     fn len(&self) -> usize {
         self.starts.len()
     }
@@ -45,7 +45,7 @@ impl Source for CsvFile {
     fn row(&self, row_idx: usize) -> Result<Row, SourceError> {
         let record = read_record(&self.file, self.delimiter, self.starts[row_idx] as usize)?;
         if record.len() != self.header.len() {
-            return Err(SourceError::bad(
+            return Err(SourceError::invalid_data(
                 self.locate(row_idx),
                 format!("{} values under {} columns", record.len(), self.header.len()),
                 "quote values that hold the delimiter, a quote or a line break",
@@ -60,15 +60,15 @@ impl Source for CsvFile {
     }
 }
 
-/// Refuses a quote that is never closed: all that follows it would be one value.
-fn check_closed(file: &Mapped, delimiter: u8, last_record: usize) -> Result<(), SourceError> {
+/// Rejects an unclosed quote, which would join all following rows to one value.
+fn check_closed(file: &MappedFile, delimiter: u8, last_record: usize) -> Result<(), SourceError> {
     let bytes = file.bytes();
     let (mut at, mut begins_value) = (last_record, true);
     while at < bytes.len() {
         if bytes[at] == b'"' && begins_value {
             at = end_of_quotes(bytes, at).ok_or_else(|| {
                 let problem = "a quote is opened here and never closed";
-                SourceError::bad(file.place(at), problem, "close it, or write quotes inside a value twice")
+                SourceError::invalid_data(file.place(at), problem, "close it, or write quotes inside a value twice")
             })?;
             begins_value = false;
         } else {
@@ -79,7 +79,7 @@ fn check_closed(file: &Mapped, delimiter: u8, last_record: usize) -> Result<(), 
     Ok(())
 }
 
-/// Behind the quote that closes the one at `start`. Two in a row are one that is part of the value.
+/// Returns the offset after the quote that closes the one at `start`. Two quotes in a row are an escaped quote.
 fn end_of_quotes(bytes: &[u8], start: usize) -> Option<usize> {
     let mut at = start + 1;
     loop {
@@ -91,7 +91,7 @@ fn end_of_quotes(bytes: &[u8], start: usize) -> Option<usize> {
     }
 }
 
-fn read_record(file: &Mapped, delimiter: u8, start: usize) -> Result<StringRecord, SourceError> {
+fn read_record(file: &MappedFile, delimiter: u8, start: usize) -> Result<StringRecord, SourceError> {
     let mut reader =
         ReaderBuilder::new().delimiter(delimiter).has_headers(false).flexible(true).from_reader(&file.bytes()[start..]);
     let mut record = StringRecord::new();
@@ -99,20 +99,20 @@ fn read_record(file: &Mapped, delimiter: u8, start: usize) -> Result<StringRecor
     Ok(record)
 }
 
-fn broken(file: &Mapped, start: usize, error: &csv::Error) -> SourceError {
+fn broken(file: &MappedFile, start: usize, error: &csv::Error) -> SourceError {
     let (problem, fix) = match error.kind() {
         csv::ErrorKind::Utf8 { err, .. } => {
             (format!("value {} is not UTF-8", err.field() + 1), "save the file as UTF-8")
         }
         _ => (error.to_string(), "correct or delete the row"),
     };
-    SourceError::bad(file.place(start), problem, fix)
+    SourceError::invalid_data(file.place(start), problem, fix)
 }
 
 fn check_header(path: &Path, header: &[String]) -> Result<(), SourceError> {
     for (idx, name) in header.iter().enumerate() {
         if header[..idx].contains(name) {
-            return Err(SourceError::bad(
+            return Err(SourceError::invalid_data(
                 format!("{}:1", path.display()),
                 format!("the header names the column {name:?} twice"),
                 "give each column its own name",

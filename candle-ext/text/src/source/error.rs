@@ -1,50 +1,50 @@
-//! What can go wrong with a data set, told with the place and the way out.
+//! Errors of data sets, with location and remedy.
 
 use std::path::{Path, PathBuf};
 
-/// A data set that cannot be found, chosen or read. Completes "failed to ...".
+/// Error of a data set that cannot be found, selected or read. Completes "failed to ...".
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
-    /// The operating system refused.
+    /// The operating system reports an error.
     #[error("read {}: {source}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// The system's reason.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The words that name a data set make no sense.
-    #[error("understand the data set {spec:?}: {problem}")]
-    Spec {
-        /// What was written.
+    /// The data set specification cannot be parsed.
+    #[error("parse the data set name {spec:?}: {problem}")]
+    InvalidSpec {
+        /// The specification as given.
         spec: String,
-        /// Why it cannot be used, and what would do.
+        /// The problem and a valid example.
         problem: String,
     },
-    /// The data set exists, but what was asked of it does not.
+    /// The data set exists, but lacks the requested split, configuration, file or rows.
     #[error("open {place}: {problem}")]
-    Choice {
+    NotAvailable {
         /// File, folder or Hub id.
         place: String,
-        /// What is there and what to write instead.
+        /// The available names and the remedy.
         problem: String,
     },
-    /// A row or a file is not what its name promises.
+    /// A row or a file is malformed.
     #[error("read {place}: {problem}; {fix}")]
-    Bad {
+    InvalidData {
         /// File and line, or file and row.
         place: String,
-        /// What was found.
+        /// The problem.
         problem: String,
-        /// What to do about it.
+        /// The remedy.
         fix: String,
     },
-    /// There is nothing in it.
+    /// The data set has no rows.
     #[error("read {place}: {problem}")]
     Empty {
         /// File, folder or Hub id.
         place: String,
-        /// Why there are no rows.
+        /// Reason why there are no rows.
         problem: String,
     },
 }
@@ -54,15 +54,15 @@ impl SourceError {
         Self::Io { path: path.to_owned(), source }
     }
 
-    pub(crate) fn choice(place: impl ToString, problem: impl Into<String>) -> Self {
-        Self::Choice { place: place.to_string(), problem: problem.into() }
+    pub(crate) fn not_available(place: impl ToString, problem: impl Into<String>) -> Self {
+        Self::NotAvailable { place: place.to_string(), problem: problem.into() }
     }
 
     pub(crate) fn empty(place: impl ToString, problem: impl Into<String>) -> Self {
         Self::Empty { place: place.to_string(), problem: problem.into() }
     }
 
-    pub(crate) fn bad(place: impl ToString, problem: impl Into<String>, fix: impl Into<String>) -> Self {
-        Self::Bad { place: place.to_string(), problem: problem.into(), fix: fix.into() }
+    pub(crate) fn invalid_data(place: impl ToString, problem: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self::InvalidData { place: place.to_string(), problem: problem.into(), fix: fix.into() }
     }
 }

@@ -1,29 +1,30 @@
-//! A `.json` file: a list of objects, one object that holds such a list, or objects one after
-//! another. Where each row begins and ends is found once; a row is parsed when it is asked for.
+//! A `.json` file: a list of objects, one object that contains such a list, or concatenated objects.
+//!
+//! The byte range of each row is indexed once. A row is parsed on access.
 
 use std::ops::Range;
 
 use serde::de::IgnoredAny;
 use serde_json::Value;
 
-use super::mapped::Mapped;
-use super::strict::{Fault, MAX_ROW_BYTES, parse_row};
-use super::{Row, Source, SourceError};
+use super::mapped_file::MappedFile;
+use super::strict_json::{JsonProblem, MAX_ROW_BYTES, parse_row};
+use super::{Row, RowSource, SourceError};
 
-/// Keys under which data sets keep their rows, beside other facts about themselves.
+/// Keys that hold the list of rows, when the object has other keys too.
 const ROW_KEYS: [&str; 6] = ["data", "rows", "examples", "instances", "records", "train"];
-/// Lists under these keys are one conversation, never a data set.
+/// Keys whose lists are one conversation, not a list of rows.
 const CHAT_KEYS: [&str; 5] = ["messages", "conversations", "conversation", "prompt", "completion"];
 
 #[derive(Debug)]
 pub(crate) struct JsonFile {
-    file: Mapped,
+    file: MappedFile,
     spans: Vec<Range<usize>>,
 }
 
 impl JsonFile {
-    /// Finds the rows; `field` names the key of the list when the file is one object.
-    pub(crate) fn index(file: Mapped, field: Option<&str>) -> Result<Self, SourceError> {
+    /// Indexes the rows. `field` is the key of the list if the file is one object.
+    pub(crate) fn index(file: MappedFile, field: Option<&str>) -> Result<Self, SourceError> {
         let spans = match file.bytes().iter().find(|b| !b.is_ascii_whitespace()) {
             None => Vec::new(),
             Some(b'[') => in_list(&file, first_byte(&file))?,
@@ -39,7 +40,7 @@ impl JsonFile {
     }
 }
 
-impl Source for JsonFile {
+impl RowSource for JsonFile {
     fn len(&self) -> usize {
         self.spans.len()
     }
@@ -54,17 +55,17 @@ impl Source for JsonFile {
     }
 }
 
-fn first_byte(file: &Mapped) -> usize {
+fn first_byte(file: &MappedFile) -> usize {
     skip_space(file.bytes(), 0)
 }
 
-fn at(file: &Mapped, start: usize, fault: Fault) -> SourceError {
+fn at(file: &MappedFile, start: usize, fault: JsonProblem) -> SourceError {
     let line = file.line(start) + fault.line - 1;
-    SourceError::bad(format!("{}:{line}", file.path().display()), fault.problem, fault.fix)
+    SourceError::invalid_data(format!("{}:{line}", file.path().display()), fault.problem, fault.fix)
 }
 
-/// Spans of the items of the list that begins at `start`.
-fn in_list(file: &Mapped, start: usize) -> Result<Vec<Range<usize>>, SourceError> {
+/// Returns the byte ranges of the items of the list that begins at `start`.
+fn in_list(file: &MappedFile, start: usize) -> Result<Vec<Range<usize>>, SourceError> {
     let bytes = file.bytes();
     let mut spans = Vec::new();
     let mut next = skip_space(bytes, start + 1);
@@ -84,7 +85,7 @@ fn in_list(file: &Mapped, start: usize) -> Result<Vec<Range<usize>>, SourceError
     }
 }
 
-fn one_after_another(file: &Mapped) -> Result<Vec<Range<usize>>, SourceError> {
+fn one_after_another(file: &MappedFile) -> Result<Vec<Range<usize>>, SourceError> {
     let bytes = file.bytes();
     let mut spans = Vec::new();
     let mut next = first_byte(file);
@@ -99,9 +100,9 @@ fn one_after_another(file: &Mapped) -> Result<Vec<Range<usize>>, SourceError> {
     Ok(spans)
 }
 
-/// Where the list of rows begins, if the file is one object that holds it.
+/// Returns the offset of the list of rows, if the file is one object that contains it.
 fn list_inside(
-    file: &Mapped,
+    file: &MappedFile,
     objects: &[Range<usize>],
     field: Option<&str>,
     max_bytes: usize,
@@ -109,7 +110,7 @@ fn list_inside(
     let [span] = objects else {
         return match field {
             None => Ok(None),
-            Some(field) => Err(SourceError::choice(
+            Some(field) => Err(SourceError::not_available(
                 file.path().display(),
                 format!("field {field:?} needs a file of one object, this one holds {}", objects.len()),
             )),
@@ -118,13 +119,13 @@ fn list_inside(
     if span.len() > max_bytes {
         let problem = format!("the file is one object of {} bytes, over the limit of {max_bytes}", span.len());
         let fix = "write the rows that it holds one a line, and name the file .jsonl";
-        return Err(SourceError::bad(file.place(span.start), problem, fix));
+        return Err(SourceError::invalid_data(file.place(span.start), problem, fix));
     }
     let row = parse_row(&file.bytes()[span.clone()]).map_err(|f| at(file, span.start, f))?;
     let Some(key) = key_of_rows(&row, field) else {
         return match field {
             None => Ok(None),
-            Some(field) => Err(SourceError::choice(
+            Some(field) => Err(SourceError::not_available(
                 file.path().display(),
                 format!("no list under the field {field:?}; keys: {}", keys(&row)),
             )),
@@ -144,8 +145,8 @@ fn key_of_rows<'a>(row: &'a Row, field: Option<&str>) -> Option<&'a str> {
     Some(key)
 }
 
-/// Walks the top level of the object at `start` to the value of `key`.
-fn value_of_key(file: &Mapped, start: usize, key: &str) -> Result<usize, SourceError> {
+/// Returns the offset of the value of `key` in the object at `start`.
+fn value_of_key(file: &MappedFile, start: usize, key: &str) -> Result<usize, SourceError> {
     let bytes = file.bytes();
     let mut next = skip_space(bytes, start + 1);
     loop {
@@ -163,7 +164,7 @@ fn value_of_key(file: &Mapped, start: usize, key: &str) -> Result<usize, SourceE
     }
 }
 
-fn value_at(file: &Mapped, start: usize) -> Result<Range<usize>, SourceError> {
+fn value_at(file: &MappedFile, start: usize) -> Result<Range<usize>, SourceError> {
     let rest = file.bytes().get(start..).unwrap_or(&[]);
     let mut values = serde_json::Deserializer::from_slice(rest).into_iter::<IgnoredAny>();
     match values.next() {
@@ -173,25 +174,25 @@ fn value_at(file: &Mapped, start: usize) -> Result<Range<usize>, SourceError> {
     }
 }
 
-fn broken(error: &serde_json::Error) -> Fault {
-    Fault {
+fn broken(error: &serde_json::Error) -> JsonProblem {
+    JsonProblem {
         line: error.line().max(1),
         problem: format!("not valid JSON: {error} of this row"),
         fix: "correct the file, or write one row a line and name it .jsonl",
     }
 }
 
-fn unexpected(file: &Mapped, offset: usize, wanted: &str) -> SourceError {
+fn unexpected(file: &MappedFile, offset: usize, wanted: &str) -> SourceError {
     let found = char::from(file.bytes()[offset]);
-    SourceError::bad(
+    SourceError::invalid_data(
         file.place(offset),
         format!("expected {wanted}, found {found:?}"),
         "a data file is a list of objects, or objects one after another",
     )
 }
 
-fn cut_short(file: &Mapped) -> SourceError {
-    SourceError::bad(
+fn cut_short(file: &MappedFile) -> SourceError {
+    SourceError::invalid_data(
         file.place(file.bytes().len()),
         "the file ends in the middle of a value",
         "it may be cut short: fetch or write it again",
@@ -217,7 +218,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.json");
         std::fs::write(&path, r#"{"data": [{"a": 1}]}"#).unwrap();
-        let file = Mapped::open(&path).unwrap();
+        let file = MappedFile::open(&path).unwrap();
         let objects = one_after_another(&file).unwrap();
         assert_eq!(list_inside(&file, &objects, None, 20).unwrap(), Some(9));
         let error = list_inside(&file, &objects, None, 19).unwrap_err().to_string();

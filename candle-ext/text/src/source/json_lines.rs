@@ -1,17 +1,17 @@
-//! JSON lines: an index of line starts over a map; a row is parsed when it is asked for.
+//! JSON Lines files, memory-mapped. The offset of each line is indexed; a row is parsed on access.
 
-use super::mapped::{Mapped, find_break, is_blank};
-use super::strict::{MAX_ROW_BYTES, parse_row, too_long};
-use super::{Row, Source, SourceError};
+use super::mapped_file::{MappedFile, find_break, is_blank};
+use super::strict_json::{MAX_ROW_BYTES, parse_row, too_long};
+use super::{Row, RowSource, SourceError};
 
 #[derive(Debug)]
 pub(crate) struct JsonLines {
-    file: Mapped,
+    file: MappedFile,
     starts: Vec<u64>,
 }
 
 impl JsonLines {
-    pub(crate) fn index(file: Mapped) -> Result<Self, SourceError> {
+    pub(crate) fn index(file: MappedFile) -> Result<Self, SourceError> {
         let mut starts = Vec::new();
         let mut start = 0;
         while start < file.bytes().len() {
@@ -19,7 +19,7 @@ impl JsonLines {
             let n_bytes = find_break(rest).unwrap_or(rest.len());
             if n_bytes > MAX_ROW_BYTES {
                 let fault = too_long(n_bytes);
-                return Err(SourceError::bad(file.place(start), fault.problem, fault.fix));
+                return Err(SourceError::invalid_data(file.place(start), fault.problem, fault.fix));
             }
             if !is_blank(&rest[..n_bytes]) {
                 starts.push(start as u64);
@@ -30,14 +30,14 @@ impl JsonLines {
     }
 }
 
-impl Source for JsonLines {
+impl RowSource for JsonLines {
     fn len(&self) -> usize {
         self.starts.len()
     }
 
     fn row(&self, row_idx: usize) -> Result<Row, SourceError> {
         let line = self.file.line_at(self.starts[row_idx] as usize);
-        parse_row(line).map_err(|fault| SourceError::bad(self.locate(row_idx), fault.problem, fault.fix))
+        parse_row(line).map_err(|fault| SourceError::invalid_data(self.locate(row_idx), fault.problem, fault.fix))
     }
 
     fn locate(&self, row_idx: usize) -> String {

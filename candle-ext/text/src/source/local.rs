@@ -1,64 +1,67 @@
-//! Data sets on this machine: a file, a folder, or a pattern.
+//! Local data sets: a file, a folder or a glob pattern.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use super::kind::open_file;
-use super::one_file::{FileNames, Unnamed, choose_one, of_split};
-use super::splits::{Selection, SplitQuery, choose, matching, patterns_of};
-use super::{Card, Joined, ReadOptions, Sliced, Source, SourceError, SourceFiles, SplitPart, WithFiles};
+use super::file_format::open_file;
+use super::splits::{SplitQuery, SplitSelection, matching, patterns_of, select_split_files};
+use super::task_file::{TaskFileNames, UnnamedFiles, of_split, select_task_file};
+use super::{
+    ConcatSource, DatasetCard, ReadOptions, RowSource, SliceSource, SourceError, SourceFiles, SourceWithFiles,
+    SplitSlice,
+};
 use crate::suggestion::nearest;
 
-/// A data set on this machine and the rows wanted of it.
+/// Request for rows of a local data set.
 #[derive(Debug, Clone, Default)]
 pub struct LocalRequest {
-    /// A file, a folder, or a pattern such as `data/*.jsonl`.
+    /// A file, a folder, or a glob pattern such as `data/*.jsonl`.
     pub path: String,
-    /// The configuration: a folder below `path`, or a name in its README.
+    /// Configuration (subset): a folder below `path`, or a name in the dataset card.
     pub config: Option<String>,
-    /// The splits as written; empty takes `default_split`.
-    pub parts: Vec<SplitPart>,
-    /// The split to take when none is written.
+    /// Requested splits. If empty, `default_split` is used.
+    pub parts: Vec<SplitSlice>,
+    /// Split that is used if none is requested.
     pub default_split: String,
-    /// Patterns below a folder that name the files outright, each for one split or for any.
+    /// Glob patterns of files, each for one split or for all.
     pub data_files: Vec<(Option<String>, String)>,
-    /// The patterns are all there is: they are paths of their own, and `path` is none.
+    /// True if `data_files` are complete paths, so that `path` is unused.
     pub is_pattern_list: bool,
-    /// The files of a folder that make a split.
+    /// Rule that selects the files of a split in a folder.
     pub files: FileSelector,
-    /// How the files are read.
+    /// Options for reading the files.
     pub read: ReadOptions,
 }
 
-/// The files of a folder or a pattern that make a split.
+/// Rule that selects the files of a split in a folder or glob pattern.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum FileSelector {
-    /// All that name the split, as `datasets` takes them.
+    /// Every file whose name contains the split, as in Hugging Face `datasets`.
     #[default]
     All,
-    /// One file or one set of shards, by these names; of a pattern all files that name the split.
-    One(FileNames),
+    /// One file or one set of shards with a name of the evaluation task. Of a glob pattern, every file of the split.
+    ForTask(TaskFileNames),
 }
 
-/// How deep a folder is searched for files.
+/// Depth limit of the file search.
 const MAX_DEPTH: usize = 16;
 
-/// Opens the rows that `request` asks for.
-pub fn open_local(request: &LocalRequest) -> Result<Box<dyn Source>, SourceError> {
+/// Opens the requested rows.
+pub fn open_local(request: &LocalRequest) -> Result<Box<dyn RowSource>, SourceError> {
     let path = Path::new(&request.path);
-    let default = [SplitPart { split: request.default_split.clone(), slice: Default::default() }];
+    let default = [SplitSlice { split: request.default_split.clone(), slice: Default::default() }];
     let parts = if request.parts.is_empty() { &default[..] } else { &request.parts };
     let sources = parts.iter().map(|part| {
         let files = if request.is_pattern_list {
             let patterns = patterns_of(&request.data_files, &part.split)
-                .map_err(|problem| SourceError::choice(&request.path, problem))?;
+                .map_err(|problem| SourceError::not_available(&request.path, problem))?;
             of_themselves(patterns.iter().map(|pattern| expand(pattern)).collect::<Result<Vec<_>, _>>()?.concat())
         } else if path.is_dir() {
             files_of_split(path, &part.split, request)?
         } else if path.exists() {
             if !request.data_files.is_empty() {
                 let problem = "it is a file; data_files name files of a folder. Remove one of the two".to_owned();
-                return Err(SourceError::choice(&request.path, problem));
+                return Err(SourceError::not_available(&request.path, problem));
             }
             check_split_of_file(path, part, request)?;
             of_themselves(vec![path.to_owned()])
@@ -67,13 +70,13 @@ pub fn open_local(request: &LocalRequest) -> Result<Box<dyn Source>, SourceError
         };
         let paths: Vec<PathBuf> = files.full_paths().into_iter().map(PathBuf::from).collect();
         let inner = open_files(&paths, &request.read)?;
-        slice(Box::new(WithFiles { inner, files }), part)
+        slice(Box::new(SourceWithFiles { inner, files }), part)
     });
     Ok(join(sources.collect::<Result<_, _>>()?))
 }
 
-/// Opens files of one kind as one source, in the order given. An empty one is an error.
-pub fn open_files(files: &[PathBuf], options: &ReadOptions) -> Result<Box<dyn Source>, SourceError> {
+/// Opens files of one format as one source, in the given order. No rows at all is an error.
+pub fn open_files(files: &[PathBuf], options: &ReadOptions) -> Result<Box<dyn RowSource>, SourceError> {
     let parts = files.iter().map(|file| open_file(file, options)).collect::<Result<Vec<_>, _>>()?;
     let source = join(parts);
     if source.is_empty() {
@@ -83,22 +86,22 @@ pub fn open_files(files: &[PathBuf], options: &ReadOptions) -> Result<Box<dyn So
     Ok(source)
 }
 
-pub(crate) fn slice(source: Box<dyn Source>, part: &SplitPart) -> Result<Box<dyn Source>, SourceError> {
+pub(crate) fn slice(source: Box<dyn RowSource>, part: &SplitSlice) -> Result<Box<dyn RowSource>, SourceError> {
     let range = part
         .slice
         .resolve(source.len())
-        .map_err(|problem| SourceError::choice(format!("split {:?}", part.split), problem))?;
-    Ok(if range == (0..source.len()) { source } else { Box::new(Sliced::new(source, range)) })
+        .map_err(|problem| SourceError::not_available(format!("split {:?}", part.split), problem))?;
+    Ok(if range == (0..source.len()) { source } else { Box::new(SliceSource::new(source, range)) })
 }
 
-pub(crate) fn join(mut parts: Vec<Box<dyn Source>>) -> Box<dyn Source> {
+pub(crate) fn join(mut parts: Vec<Box<dyn RowSource>>) -> Box<dyn RowSource> {
     match parts.len() {
         1 => parts.remove(0),
-        _ => Box::new(Joined::new(parts)),
+        _ => Box::new(ConcatSource::new(parts)),
     }
 }
 
-/// All files below a folder, relative to it, sorted, with `/`.
+/// Lists all files below a folder, as sorted relative paths with `/`.
 pub(crate) fn list(folder: &Path) -> Result<Vec<String>, SourceError> {
     let mut walk = Walk { root: folder.canonicalize().map_err(|e| SourceError::io(folder, e))?, ..Walk::default() };
     walk.folder(folder, "", MAX_DEPTH)?;
@@ -106,7 +109,7 @@ pub(crate) fn list(folder: &Path) -> Result<Vec<String>, SourceError> {
     Ok(walk.paths)
 }
 
-/// A search for files that enters each folder once, by whatever links it is reached.
+/// File search that enters each folder once, whatever links lead to it.
 #[derive(Default)]
 struct Walk {
     root: PathBuf,
@@ -115,7 +118,8 @@ struct Walk {
 }
 
 impl Walk {
-    /// Returns true for a new folder. One above the root is never new: a link upwards would take in its neighbours.
+    /// Returns true if the folder is new. A folder above the root is never entered, since a link to it would add its
+    /// other subfolders.
     fn enters(&mut self, folder: &Path) -> bool {
         let Ok(real) = folder.canonicalize() else { return false };
         let is_above = self.root.starts_with(&real) && self.root != real;
@@ -145,17 +149,17 @@ impl Walk {
     }
 }
 
-/// Files that were named outright.
+/// Wraps explicitly named files.
 fn of_themselves(files: Vec<PathBuf>) -> SourceFiles {
     let paths: Vec<String> = files.iter().map(|file| file.to_string_lossy().into_owned()).collect();
     SourceFiles { n_available: paths.len(), paths, ..SourceFiles::default() }
 }
 
 fn files_of_split(folder: &Path, split: &str, request: &LocalRequest) -> Result<SourceFiles, SourceError> {
-    let wrong = |problem| SourceError::choice(folder.display(), problem);
+    let wrong = |problem| SourceError::not_available(folder.display(), problem);
     let data_files = patterns_of(&request.data_files, split).map_err(wrong)?;
     let card = std::fs::read_to_string(folder.join("README.md")).ok();
-    let card = card.as_deref().and_then(Card::parse);
+    let card = card.as_deref().and_then(DatasetCard::parse);
     let query = SplitQuery {
         split,
         is_default: request.parts.is_empty(),
@@ -165,14 +169,14 @@ fn files_of_split(folder: &Path, split: &str, request: &LocalRequest) -> Result<
     let paths = list(folder)?;
     let usable = super::data_files(paths.iter().cloned());
     let selection = match &request.files {
-        FileSelector::One(names) if card.is_none() && data_files.is_empty() && !usable.is_empty() => {
-            choose_one(&usable, &query, names)
+        FileSelector::ForTask(names) if card.is_none() && data_files.is_empty() && !usable.is_empty() => {
+            select_task_file(&usable, &query, names)
         }
-        _ => choose(&paths, card.as_ref(), &query),
+        _ => select_split_files(&paths, card.as_ref(), &query),
     };
     let selection = selection.map_err(wrong)?;
     selection.warn_of_stand_in(folder.display(), &query);
-    let Selection { files, split } = selection;
+    let SplitSelection { files, split } = selection;
     let paths = once_each(folder, files);
     let place = Some(folder.display().to_string());
     Ok(SourceFiles { place, paths, n_available: usable.len(), split: Some(split) })
@@ -183,15 +187,18 @@ fn files_of_pattern(split: &str, request: &LocalRequest) -> Result<SourceFiles, 
     let query = SplitQuery { split, is_default: false, config: None, data_files: &[] };
     let selection = match &request.files {
         FileSelector::All => return Ok(SourceFiles { paths: once_each(Path::new(""), found.paths), ..found }),
-        FileSelector::One(names) if names.unnamed == Unnamed::None => choose_one(&found.paths, &query, names),
-        FileSelector::One(_) => of_split(&found.paths, &query),
+        FileSelector::ForTask(names) if names.unnamed == UnnamedFiles::Reject => {
+            select_task_file(&found.paths, &query, names)
+        }
+        FileSelector::ForTask(_) => of_split(&found.paths, &query),
     };
-    let Selection { files, split } = selection.map_err(|problem| SourceError::choice(&request.path, problem))?;
+    let SplitSelection { files, split } =
+        selection.map_err(|problem| SourceError::not_available(&request.path, problem))?;
     let paths = once_each(Path::new(""), files);
     Ok(SourceFiles { paths, split: Some(split), ..found })
 }
 
-/// Drops links to other files of the list: their rows would be read twice.
+/// Drops links to other files of the list, whose rows would be read twice.
 fn once_each(folder: &Path, mut paths: Vec<String>) -> Vec<String> {
     let is_link = |path: &String| std::fs::symlink_metadata(folder.join(path)).is_ok_and(|found| found.is_symlink());
     let real = |path: &String| folder.join(path).canonicalize().ok();
@@ -200,7 +207,7 @@ fn once_each(folder: &Path, mut paths: Vec<String>) -> Vec<String> {
     paths
 }
 
-fn check_split_of_file(path: &Path, part: &SplitPart, request: &LocalRequest) -> Result<(), SourceError> {
+fn check_split_of_file(path: &Path, part: &SplitSlice, request: &LocalRequest) -> Result<(), SourceError> {
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     if request.parts.is_empty() || ["train", "all", stem.as_ref()].contains(&part.split.as_str()) {
         return Ok(());
@@ -211,17 +218,17 @@ fn check_split_of_file(path: &Path, part: &SplitPart, request: &LocalRequest) ->
         part.split,
         path.display()
     );
-    Err(SourceError::choice(path.display(), problem))
+    Err(SourceError::not_available(path.display(), problem))
 }
 
-/// The files that a pattern names.
+/// Returns the files that match a glob pattern.
 fn expand(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
     let is_pattern = |text: &str| text.contains(['*', '?', '[', '{']);
     if Path::new(pattern).is_file() {
         return Ok(vec![pattern.into()]);
     }
     if !is_pattern(pattern) {
-        return Err(SourceError::choice(pattern, missing(Path::new(pattern))));
+        return Err(SourceError::not_available(pattern, missing(Path::new(pattern))));
     }
     let fixed: Vec<&str> = pattern.split('/').take_while(|part| !is_pattern(part)).collect();
     let folder = match fixed.join("/") {
@@ -231,18 +238,18 @@ fn expand(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
     };
     let rest: Vec<&str> = pattern.split('/').skip(fixed.len()).collect();
     let paths = list(Path::new(&folder))?;
-    let found = matching(&rest.join("/"), &paths).map_err(|p| SourceError::choice(pattern, p))?;
+    let found = matching(&rest.join("/"), &paths).map_err(|p| SourceError::not_available(pattern, p))?;
     if found.is_empty() {
-        return Err(SourceError::choice(pattern, format!("no file in {folder} matches the pattern")));
+        return Err(SourceError::not_available(pattern, format!("no file in {folder} matches the pattern")));
     }
-    super::kind::check_one_kind(&found).map_err(|p| SourceError::choice(pattern, p))?;
+    super::file_format::check_one_kind(&found).map_err(|p| SourceError::not_available(pattern, p))?;
     Ok(found.iter().map(|path| Path::new(&folder).join(path)).collect())
 }
 
-/// Says that a path is not there, and what stands beside it that looks like it.
+/// Describes a missing path and suggests a similar name in its folder.
 fn missing(path: &Path) -> String {
     if std::fs::symlink_metadata(path).is_ok() {
-        return "it is a link that leads nowhere".into();
+        return "it is a dangling link".into();
     }
     if std::fs::read_dir(folder_of(path)).is_err() {
         return format!("there is no folder {}", folder_of(path).display());
@@ -257,7 +264,7 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."))
 }
 
-/// The file or folder whose name is nearest to that of a path that is missing.
+/// Returns the existing file or folder with the most similar name.
 pub(crate) fn near_sibling(path: &Path) -> Option<PathBuf> {
     let name = path.file_name()?.to_string_lossy().into_owned();
     let entries = std::fs::read_dir(folder_of(path)).ok()?.flatten();

@@ -1,7 +1,7 @@
-//! Parquet through the record API: nested lists and structs come out as JSON lists and objects.
+//! Parquet files, read with the record API. Nested lists and structs become JSON lists and objects.
 //!
-//! Parquet can only be read a row group at a time, so decoded groups are kept for a while, as
-//! compact JSON (see `parquet_groups`); reading in order decodes each group once.
+//! Parquet is decoded one row group at a time. Decoded groups are cached as compact JSON (see `row_group_cache`), so
+//! reading in order decodes each group once.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -9,23 +9,23 @@ use std::path::{Path, PathBuf};
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::mapped::open_regular;
-use super::parquet_groups::{Group, Groups};
+use super::mapped_file::open_regular;
 use super::parquet_values::{object, unreadable};
-use super::strict::parse_row;
-use super::{Row, Source, SourceError};
-use crate::panics::caught;
+use super::row_group_cache::{CachedRowGroups, RowGroup};
+use super::strict_json::parse_row;
+use super::{Row, RowSource, SourceError};
+use crate::catch_panic::catch_panic;
 
 pub(crate) struct ParquetFile {
     path: PathBuf,
     reader: SerializedFileReader<File>,
-    /// The row after the last of each group.
+    /// Index of the first row after each row group.
     ends: Vec<usize>,
-    groups: Groups,
+    groups: CachedRowGroups,
 }
 
-/// Why a file or a row of it cannot be read.
-struct Fault {
+/// Problem of a Parquet file or row, and its remedy.
+struct ParquetProblem {
     problem: String,
     fix: &'static str,
 }
@@ -37,11 +37,15 @@ impl ParquetFile {
         let file = open_regular(path)?;
         let reader = guarded(|| Ok(SerializedFileReader::new(file)?)).map_err(|fault| {
             let fix = "it may be cut short or not be Parquet at all: fetch or write it again";
-            SourceError::bad(path.display(), fault.problem, fix)
+            SourceError::invalid_data(path.display(), fault.problem, fix)
         })?;
         if let Some((column, name)) = unreadable(reader.metadata().file_metadata().schema()) {
             let problem = format!("column `{column}` is of the type {name}, which is not read");
-            return Err(SourceError::bad(path.display(), problem, "write the file without it, or with text in it"));
+            return Err(SourceError::invalid_data(
+                path.display(),
+                problem,
+                "write the file without it, or with text in it",
+            ));
         }
         let mut ends = Vec::new();
         let mut end = 0_usize;
@@ -49,33 +53,33 @@ impl ParquetFile {
             let n_rows = usize::try_from(group.num_rows()).ok();
             end = n_rows.and_then(|n_rows| end.checked_add(n_rows)).ok_or_else(|| {
                 let problem = format!("a row group claims {} rows", group.num_rows());
-                SourceError::bad(path.display(), problem, "the file is damaged: write it again")
+                SourceError::invalid_data(path.display(), problem, "the file is damaged: write it again")
             })?;
             ends.push(end);
         }
-        Ok(Self { path: path.to_owned(), reader, ends, groups: Groups::new() })
+        Ok(Self { path: path.to_owned(), reader, ends, groups: CachedRowGroups::new() })
     }
 
-    fn decode(&self, group_idx: usize) -> Result<Group, SourceError> {
+    fn decode(&self, group_idx: usize) -> Result<RowGroup, SourceError> {
         let first = self.first_row(group_idx);
         let n_rows = self.ends[group_idx] - first;
-        let mut group = Group::default();
+        let mut group = RowGroup::default();
         let read = guarded(|| self.read_into(&mut group, group_idx));
         let fault = match read {
             Err(fault) => fault,
             Ok(()) if group.ends.len() == n_rows => return Ok(group),
             Ok(()) => {
                 let problem = format!("{} rows where the file promises {n_rows}", group.ends.len());
-                Fault { problem, fix: DAMAGED }
+                ParquetProblem { problem, fix: DAMAGED }
             }
         };
-        Err(SourceError::bad(place(&self.path, first + group.ends.len()), fault.problem, fault.fix))
+        Err(SourceError::invalid_data(place(&self.path, first + group.ends.len()), fault.problem, fault.fix))
     }
 
-    fn read_into(&self, group: &mut Group, group_idx: usize) -> Result<(), Fault> {
+    fn read_into(&self, group: &mut RowGroup, group_idx: usize) -> Result<(), ParquetProblem> {
         let reader = self.reader.get_row_group(group_idx)?;
         for record in reader.get_row_iter(None)? {
-            let row = object(&record?).map_err(|bytes| Fault {
+            let row = object(&record?).map_err(|bytes| ParquetProblem {
                 problem: format!("column `{}` holds bytes that are not UTF-8 text", bytes.column),
                 fix: "write the column as text, or the file without it",
             })?;
@@ -90,7 +94,7 @@ impl ParquetFile {
     }
 }
 
-impl Source for ParquetFile {
+impl RowSource for ParquetFile {
     fn len(&self) -> usize {
         self.ends.last().copied().unwrap_or(0)
     }
@@ -101,7 +105,7 @@ impl Source for ParquetFile {
         let at = row_idx - self.first_row(group_idx);
         let start = if at == 0 { 0 } else { group.ends[at - 1] };
         parse_row(&group.text[start..group.ends[at]])
-            .map_err(|fault| SourceError::bad(self.locate(row_idx), fault.problem, fault.fix))
+            .map_err(|fault| SourceError::invalid_data(self.locate(row_idx), fault.problem, fault.fix))
     }
 
     fn locate(&self, row_idx: usize) -> String {
@@ -113,14 +117,14 @@ fn place(path: &Path, row_idx: usize) -> String {
     format!("{} row {row_idx}", path.display())
 }
 
-impl From<ParquetError> for Fault {
+impl From<ParquetError> for ParquetProblem {
     fn from(error: ParquetError) -> Self {
         Self { problem: error.to_string(), fix: DAMAGED }
     }
 }
 
-/// The record API panics on schemas and pages that make no sense; that is an error like any other.
-fn guarded<T>(read: impl FnOnce() -> Result<T, Fault>) -> Result<T, Fault> {
-    let panicked = |_| Err(Fault { problem: "its schema or its pages make no sense".into(), fix: DAMAGED });
-    caught(read).unwrap_or_else(panicked)
+/// Converts panics of the record API to errors. Invalid schemas and pages cause them.
+fn guarded<T>(read: impl FnOnce() -> Result<T, ParquetProblem>) -> Result<T, ParquetProblem> {
+    let panicked = |_| Err(ParquetProblem { problem: "its schema or its pages are invalid".into(), fix: DAMAGED });
+    catch_panic(read).unwrap_or_else(panicked)
 }

@@ -1,16 +1,16 @@
-//! What Parquet's types are in JSON, and which of them cannot be read.
+//! Conversion of Parquet values to JSON.
 
 use parquet::basic::{ConvertedType, Type as PhysicalType};
 use parquet::record::{Field, Row as Record};
 use parquet::schema::types::Type;
 use serde_json::{Map, Value};
 
-/// Bytes that are no text, and the column they stand in: `image.bytes`.
+/// Column path, such as `image.bytes`, of a value that is not UTF-8 text.
 pub(super) struct NotText {
     pub(super) column: String,
 }
 
-/// The first column of a type that the record API has no rule for: its path, and the type.
+/// Returns the path and the type of the first column that the record API cannot read.
 pub(super) fn unreadable(schema: &Type) -> Option<(String, String)> {
     schema.get_fields().iter().find_map(|field| {
         if field.is_primitive() {
@@ -56,7 +56,7 @@ fn type_name(field: &Type) -> String {
     }
 }
 
-/// A record as JSON.
+/// Converts a record to a JSON object.
 pub(super) fn object(record: &Record) -> Result<Value, NotText> {
     let columns = record.get_column_iter();
     let pairs = columns.map(|(name, field)| Ok((name.clone(), value(field).map_err(|e| e.below(name))?)));

@@ -1,51 +1,50 @@
-//! The words that name a data set: `name`, `name:split`, `name:split[10:20]`, `name:a[:5%]+b`.
+//! Data set specifications: `name`, `name:split`, `name:split[10:20]`, `name:a[:5%]+b`.
 
 use std::ops::Range;
 
 use super::SourceError;
 
-/// A data set as written: where it is, and which rows of it.
+/// Data set specification: name, splits and row ranges.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Spec {
-    /// A local path or a Hub id.
+pub struct DatasetSpec {
+    /// Local path or Hub id.
     pub name: String,
-    /// The splits to put one after another; empty when none was written.
-    pub parts: Vec<SplitPart>,
+    /// Splits to concatenate. Empty if none is given.
+    pub parts: Vec<SplitSlice>,
 }
 
-/// One split, or a part of it.
+/// One split, or a range of its rows.
 #[derive(Debug, Clone, PartialEq)]
-pub struct SplitPart {
-    /// The name before the bracket.
+pub struct SplitSlice {
+    /// Name of the split.
     pub split: String,
-    /// The rows between the brackets.
-    pub slice: Slice,
+    /// Rows of the split.
+    pub slice: RowRange,
 }
 
-/// A half-open range of rows, in rows or in percent; a missing bound is the start or the end.
+/// Half-open range of rows, as row numbers or percentages. A missing bound means the start or the end.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Slice {
-    /// The first row.
-    pub from: Option<Bound>,
-    /// The row after the last.
-    pub to: Option<Bound>,
+pub struct RowRange {
+    /// First row.
+    pub from: Option<RangeBound>,
+    /// Row after the last.
+    pub to: Option<RangeBound>,
 }
 
-/// One end of a [`Slice`]; negative values count from the end.
+/// Bound of a [`RowRange`]. Negative values count from the end.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Bound {
-    /// A row number.
+pub enum RangeBound {
+    /// Row number.
     Row(i64),
-    /// A share of all rows, rounded to the nearest row.
+    /// Percentage of all rows, rounded to the nearest row.
     Percent(f64),
 }
 
-impl Spec {
-    /// Reads `text`. `exists` says whether a path is there: a path that exists is a name as it
-    /// stands, even with a colon in it.
+impl DatasetSpec {
+    /// Parses a data set specification. A path for which `exists` is true is taken whole, even with a colon in it.
     pub fn parse(text: &str, exists: impl Fn(&str) -> bool) -> Result<Self, SourceError> {
         let text = text.trim();
-        let wrong = |problem: String| SourceError::Spec { spec: text.to_owned(), problem };
+        let wrong = |problem: String| SourceError::InvalidSpec { spec: text.to_owned(), problem };
         if text.is_empty() {
             return Err(wrong("write a path or a Hub id, such as data/train.jsonl".into()));
         }
@@ -58,26 +57,26 @@ impl Spec {
                 if name.trim().is_empty() {
                     return Err(wrong("there is no name before the colon".into()));
                 }
-                Ok(Self { name: name.trim().to_owned(), parts: SplitPart::parse_all(split)? })
+                Ok(Self { name: name.trim().to_owned(), parts: SplitSlice::parse_all(split)? })
             }
             _ => Ok(Self { name: text.to_owned(), parts: Vec::new() }),
         }
     }
 }
 
-impl SplitPart {
-    /// Reads `train`, `train[:10]` or several joined by `+`.
+impl SplitSlice {
+    /// Parses `train`, `train[:10]` or several such slices joined by `+`.
     pub fn parse_all(text: &str) -> Result<Vec<Self>, SourceError> {
         text.split('+').map(|part| Self::parse(part.trim())).collect()
     }
 
     fn parse(text: &str) -> Result<Self, SourceError> {
-        let wrong = |problem: &str| SourceError::Spec { spec: text.to_owned(), problem: problem.into() };
+        let wrong = |problem: &str| SourceError::InvalidSpec { spec: text.to_owned(), problem: problem.into() };
         let (split, slice) = match text.split_once('[') {
-            None => (text, Slice::default()),
+            None => (text, RowRange::default()),
             Some((split, rest)) => {
                 let inside = rest.strip_suffix(']').ok_or_else(|| wrong("a bracket stays open"))?;
-                (split, Slice::parse(inside).map_err(|problem| wrong(&problem))?)
+                (split, RowRange::parse(inside).map_err(|problem| wrong(&problem))?)
             }
         };
         match split.trim() {
@@ -87,8 +86,9 @@ impl SplitPart {
     }
 }
 
-impl Slice {
-    /// The rows meant out of `n_rows`. Says why not if they are not there.
+impl RowRange {
+    /// Converts the range to row indices of a split with `n_rows` rows. Fails if rows are missing or the range is
+    /// empty.
     pub fn resolve(&self, n_rows: usize) -> Result<Range<usize>, String> {
         let from = self.from.map_or(0, |bound| bound.resolve(n_rows));
         let to = self.to.map_or(n_rows as i64, |bound| bound.resolve(n_rows));
@@ -105,11 +105,11 @@ impl Slice {
         let (from, to) = inside
             .split_once(':')
             .ok_or_else(|| format!("[{inside}] is not a range; write [10:20], [:5%] or [-100:]"))?;
-        Ok(Self { from: Bound::parse(from)?, to: Bound::parse(to)? })
+        Ok(Self { from: RangeBound::parse(from)?, to: RangeBound::parse(to)? })
     }
 }
 
-impl Bound {
+impl RangeBound {
     fn parse(text: &str) -> Result<Option<Self>, String> {
         let text = text.trim().replace('_', "");
         if text.is_empty() {
@@ -146,23 +146,23 @@ mod tests {
     use super::*;
 
     fn rows(slice: &str, n_rows: usize) -> Result<Range<usize>, String> {
-        let parts = SplitPart::parse_all(slice).map_err(|e| e.to_string())?;
+        let parts = SplitSlice::parse_all(slice).map_err(|e| e.to_string())?;
         parts[0].slice.resolve(n_rows)
     }
 
     #[test]
     fn a_name_with_or_without_a_split() {
-        let spec = Spec::parse("HuggingFaceH4/ultrachat_200k", |_| false).unwrap();
+        let spec = DatasetSpec::parse("HuggingFaceH4/ultrachat_200k", |_| false).unwrap();
         assert_eq!((spec.name.as_str(), spec.parts.len()), ("HuggingFaceH4/ultrachat_200k", 0));
-        let spec = Spec::parse("a/b:train[10:20]+test[:5%]", |_| false).unwrap();
+        let spec = DatasetSpec::parse("a/b:train[10:20]+test[:5%]", |_| false).unwrap();
         assert_eq!(spec.name, "a/b");
         assert_eq!(spec.parts[0].split, "train");
-        assert_eq!(spec.parts[1].slice.to, Some(Bound::Percent(5.0)));
+        assert_eq!(spec.parts[1].slice.to, Some(RangeBound::Percent(5.0)));
     }
 
     #[test]
     fn a_path_that_exists_keeps_its_colon() {
-        let spec = Spec::parse("odd:name.jsonl", |path| path == "odd:name.jsonl").unwrap();
+        let spec = DatasetSpec::parse("odd:name.jsonl", |path| path == "odd:name.jsonl").unwrap();
         assert_eq!((spec.name.as_str(), spec.parts.len()), ("odd:name.jsonl", 0));
     }
 
@@ -187,14 +187,14 @@ mod tests {
 
     #[test]
     fn an_address_is_answered_with_the_id() {
-        let error = Spec::parse("https://huggingface.co/datasets/a/b", |_| false).unwrap_err();
+        let error = DatasetSpec::parse("https://huggingface.co/datasets/a/b", |_| false).unwrap_err();
         assert!(error.to_string().ends_with("write the Hub id alone: a/b"), "{error}");
     }
 
     proptest! {
         #[test]
         fn any_words_are_a_spec_or_an_error(text in ".{0,40}", n_rows in 0usize..1000) {
-            if let Ok(spec) = Spec::parse(&text, |_| false) {
+            if let Ok(spec) = DatasetSpec::parse(&text, |_| false) {
                 for part in spec.parts {
                     if let Ok(range) = part.slice.resolve(n_rows) {
                         prop_assert!(range.start < range.end && range.end <= n_rows);
@@ -206,7 +206,7 @@ mod tests {
         #[test]
         fn any_brackets_are_a_slice_or_an_error(inside in "[-0-9:%_. e]{0,14}", n_rows: usize) {
             let n_rows = n_rows >> 2;
-            if let Ok(parts) = SplitPart::parse_all(&format!("train[{inside}]"))
+            if let Ok(parts) = SplitSlice::parse_all(&format!("train[{inside}]"))
                 && let Ok(range) = parts[0].slice.resolve(n_rows)
             {
                 prop_assert!(range.start < range.end && range.end <= n_rows);

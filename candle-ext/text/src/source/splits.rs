@@ -1,45 +1,53 @@
-//! Which files of a folder or a repository make a split, by the Hub's conventions: what the
-//! README says, else `data/train-00000-of-00002.parquet`, else `train` as a word of a file's or
-//! folder's name, else all files are the one split.
+//! Selection of a split's files in a folder or repository, by the Hub's conventions.
+//!
+//! The first rule that applies decides:
+//! 1. the `configs` of the dataset card,
+//! 2. shard names such as `data/train-00000-of-00002.parquet`,
+//! 3. a split name as a word of a file or folder name,
+//! 4. otherwise all files form the split `train`.
 
 use globset::GlobBuilder;
 
-use super::Card;
-use super::cards::Config;
-use super::kind::{check_one_kind, data_files};
+use super::DatasetCard;
+use super::dataset_card::CardConfig;
+use super::file_format::{check_one_kind, data_files};
 use crate::suggestion::nearest;
 
-/// What is wanted of a set of files.
+/// Request for the files of one split.
 #[derive(Debug, Clone, Copy)]
 pub struct SplitQuery<'a> {
-    /// The split's name.
+    /// Name of the split.
     pub split: &'a str,
-    /// The user left the split to us, so that files without split names are taken as they are.
+    /// True if the user named no split. Files without split names are then accepted.
     pub is_default: bool,
-    /// The configuration (`subset`), a name in the README or a folder.
+    /// Configuration (subset): a name in the dataset card, or a folder.
     pub config: Option<&'a str>,
-    /// Patterns that name the files outright.
+    /// Glob patterns of the files. They override the other rules.
     pub data_files: &'a [String],
 }
 
-/// The files of a split, in order.
+/// Files of a split, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Selection {
-    /// Paths as they were listed.
+pub struct SplitSelection {
+    /// Paths as listed.
     pub files: Vec<String>,
-    /// The split's name as the data set spells it.
+    /// Name of the split as the data set spells it.
     pub split: String,
 }
 
-/// Other spellings of the three common splits.
+/// Spellings of the three common splits.
 const SPELLINGS: [(&str, &[&str]); 3] = [
     ("train", &["train", "training"]),
     ("validation", &["validation", "valid", "dev", "val"]),
     ("test", &["test", "testing", "eval", "evaluation"]),
 ];
 
-/// Picks the files for `query` out of `paths` (relative, with `/`). The error says what is there.
-pub fn choose(paths: &[String], card: Option<&Card>, query: &SplitQuery) -> Result<Selection, String> {
+/// Selects the files of a split out of relative `paths`. The error lists the available names.
+pub fn select_split_files(
+    paths: &[String],
+    card: Option<&DatasetCard>,
+    query: &SplitQuery,
+) -> Result<SplitSelection, String> {
     let files = data_files(paths.iter().cloned());
     if files.is_empty() {
         return Err(nothing_to_read(paths));
@@ -56,8 +64,8 @@ pub fn choose(paths: &[String], card: Option<&Card>, query: &SplitQuery) -> Resu
     Ok(selection)
 }
 
-impl Selection {
-    /// Says so if all rows of `place` stand in for an evaluation split that it does not have.
+impl SplitSelection {
+    /// Warns if an evaluation split is missing and all rows are used instead.
     pub(crate) fn warn_of_stand_in(&self, place: impl std::fmt::Display, query: &SplitQuery) {
         let is_wanted = query.is_default && !["train", "all"].contains(&query.split);
         if is_wanted && query.data_files.is_empty() && self.split == "train" {
@@ -66,7 +74,7 @@ impl Selection {
     }
 }
 
-/// The paths that match a pattern; `*` stops at a `/`, `**` does not.
+/// Returns the paths that match a glob pattern. `*` does not match `/`; `**` does.
 pub(crate) fn matching<'a>(pattern: &str, paths: impl IntoIterator<Item = &'a String>) -> Result<Vec<String>, String> {
     let pattern = pattern.trim_start_matches("./");
     let glob = GlobBuilder::new(pattern)
@@ -79,7 +87,7 @@ pub(crate) fn matching<'a>(pattern: &str, paths: impl IntoIterator<Item = &'a St
     Ok(found)
 }
 
-/// The patterns for `split`, of those that are for one split or for any.
+/// Returns the patterns for `split`: those of the split and those of all splits.
 pub(crate) fn patterns_of(data_files: &[(Option<String>, String)], split: &str) -> Result<Vec<String>, String> {
     let is_for = |of: &Option<String>| of.as_ref().is_none_or(|of| of == split);
     let patterns: Vec<String> = data_files.iter().filter(|(of, _)| is_for(of)).map(|(_, p)| p.clone()).collect();
@@ -90,7 +98,7 @@ pub(crate) fn patterns_of(data_files: &[(Option<String>, String)], split: &str) 
     Ok(patterns)
 }
 
-fn named_outright(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
+fn named_outright(files: &[String], query: &SplitQuery) -> Result<SplitSelection, String> {
     let mut chosen = Vec::new();
     for pattern in query.data_files {
         let found = matching(pattern, files)?;
@@ -99,10 +107,10 @@ fn named_outright(files: &[String], query: &SplitQuery) -> Result<Selection, Str
         }
         chosen.extend(found);
     }
-    Ok(Selection { files: chosen, split: query.split.to_owned() })
+    Ok(SplitSelection { files: chosen, split: query.split.to_owned() })
 }
 
-fn by_card(files: &[String], config: &Config, query: &SplitQuery) -> Result<Selection, String> {
+fn by_card(files: &[String], config: &CardConfig, query: &SplitQuery) -> Result<SplitSelection, String> {
     let splits = config.splits();
     if splits.is_empty() {
         let below = config.data_dir.as_deref().map(|dir| dir.trim_matches('/'));
@@ -117,13 +125,13 @@ fn by_card(files: &[String], config: &Config, query: &SplitQuery) -> Result<Sele
     if chosen.is_empty() {
         return Err(format!("the README names files for {name:?} that are not there"));
     }
-    Ok(Selection { files: chosen, split: name.to_owned() })
+    Ok(SplitSelection { files: chosen, split: name.to_owned() })
 }
 
-fn by_names(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
+fn by_names(files: &[String], query: &SplitQuery) -> Result<SplitSelection, String> {
     let exact: Vec<String> = files.iter().filter(|path| own_name(path) == query.split).cloned().collect();
     if !exact.is_empty() {
-        return Ok(Selection { files: exact, split: query.split.to_owned() });
+        return Ok(SplitSelection { files: exact, split: query.split.to_owned() });
     }
     let labels: Vec<Option<String>> = files.iter().map(|path| label(path)).collect();
     let mut names: Vec<&str> = labels.iter().flatten().map(String::as_str).collect();
@@ -132,7 +140,7 @@ fn by_names(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
     if names.is_empty() {
         return match query.split {
             split if query.is_default || split == "train" || split == "all" => {
-                Ok(Selection { files: files.to_vec(), split: "train".into() })
+                Ok(SplitSelection { files: files.to_vec(), split: "train".into() })
             }
             split => Err(format!(
                 "its files name no splits, so all of it is \"train\"; there is no {split:?} among {}",
@@ -142,11 +150,11 @@ fn by_names(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
     }
     let name = pick(&names, query)?;
     let chosen = files.iter().zip(&labels).filter(|(_, label)| label.as_deref() == Some(name));
-    Ok(Selection { files: chosen.map(|(path, _)| path.clone()).collect(), split: name.into() })
+    Ok(SplitSelection { files: chosen.map(|(path, _)| path.clone()).collect(), split: name.into() })
 }
 
-/// The name among `names` that is meant: as written, by another spelling, or for the default
-/// `eval` whatever the data set keeps for evaluation.
+/// Returns the name that a split query means: the exact name, or another spelling. `eval` means `validation`, else
+/// `test`.
 pub(super) fn pick<'a>(names: &[&'a str], query: &SplitQuery) -> Result<&'a str, String> {
     let find = |wanted: &str| names.iter().copied().find(|name| *name == wanted);
     let other =
@@ -176,7 +184,7 @@ fn below_config(files: Vec<String>, config: Option<&str>) -> Result<Vec<String>,
     Ok(below)
 }
 
-/// The split a file belongs to, if its name says so.
+/// Returns the split that a file's name contains, if any.
 pub(super) fn label(path: &str) -> Option<String> {
     let own = own_name(path);
     if shard(path).is_some() {
@@ -194,7 +202,7 @@ pub(super) fn canonical(word: &str) -> Option<&'static str> {
     SPELLINGS.iter().find(|(_, words)| words.contains(&word)).map(|(name, _)| *name)
 }
 
-/// A file's name without folders, ending and shard number.
+/// Returns a file's name without folders, extension and shard number.
 pub(super) fn own_name(path: &str) -> &str {
     let stem = stem(path);
     shard(path).map_or(stem, |(name, ..)| name)
@@ -205,7 +213,7 @@ fn stem(path: &str) -> &str {
     name.split_once('.').map_or(name, |(stem, _)| stem)
 }
 
-/// `name-00001-of-00003` as its name, number and count.
+/// Parses a shard name such as `name-00001-of-00003` into name, number and count.
 pub(super) fn shard(path: &str) -> Option<(&str, usize, usize)> {
     let mut parts = stem(path).rsplitn(2, "-of-");
     let (count, rest) = (parts.next()?, parts.next()?);
@@ -217,7 +225,7 @@ pub(super) fn shard(path: &str) -> Option<(&str, usize, usize)> {
     Some((name, digits(number)?, digits(count)?))
 }
 
-/// Says which shard is missing when names promise more files than there are.
+/// Checks that no shard is missing.
 pub(super) fn check_shards(files: &[String]) -> Result<(), String> {
     for path in files {
         let Some((_, _, count)) = shard(path) else { continue };
@@ -229,7 +237,7 @@ pub(super) fn check_shards(files: &[String]) -> Result<(), String> {
             .collect();
         if let Some(missing) = (0..count).find(|i| !siblings.contains(i)) {
             return Err(format!(
-                "{} of {count} files are there, number {missing:05} beside {path} is missing",
+                "{} of {count} files are there, number {missing:05} next to {path} is missing",
                 siblings.len()
             ));
         }
@@ -278,12 +286,12 @@ mod tests {
 
     #[track_caller]
     fn check(paths: &[&str], split: &str, want: &[&str]) {
-        assert_eq!(choose(&strings(paths), None, &query(split)).unwrap().files, want);
+        assert_eq!(select_split_files(&strings(paths), None, &query(split)).unwrap().files, want);
     }
 
     #[track_caller]
     fn refused(paths: &[&str], split: &str, want: &str) {
-        let problem = choose(&strings(paths), None, &query(split)).unwrap_err();
+        let problem = select_split_files(&strings(paths), None, &query(split)).unwrap_err();
         assert!(problem.contains(want), "{want:?} is not in {problem:?}");
     }
 
@@ -327,7 +335,7 @@ mod tests {
         check(&["MetaMathQA-395K.json", "README.md"], "train", &["MetaMathQA-395K.json"]);
         refused(&["MetaMathQA-395K.json"], "test", "all of it is \"train\"");
         let default = SplitQuery { is_default: true, ..query("eval") };
-        let chosen = choose(&strings(&["a.jsonl"]), None, &default).unwrap();
+        let chosen = select_split_files(&strings(&["a.jsonl"]), None, &default).unwrap();
         assert_eq!(chosen.files, ["a.jsonl"]);
     }
 
@@ -349,26 +357,26 @@ mod tests {
 
     #[test]
     fn the_readme_decides_when_it_speaks() {
-        let card = Card::parse(GSM8K).unwrap();
+        let card = DatasetCard::parse(GSM8K).unwrap();
         let paths = strings(&[
             "main/train-00000-of-00001.parquet",
             "main/test-00000-of-00001.parquet",
             "socratic/train-00000-of-00001.parquet",
         ]);
         let with = |config| SplitQuery { config, ..query("train") };
-        let chosen = choose(&paths, Some(&card), &with(Some("socratic"))).unwrap();
+        let chosen = select_split_files(&paths, Some(&card), &with(Some("socratic"))).unwrap();
         assert_eq!(chosen.files, ["socratic/train-00000-of-00001.parquet"]);
-        let problem = choose(&paths, Some(&card), &with(None)).unwrap_err();
+        let problem = select_split_files(&paths, Some(&card), &with(None)).unwrap_err();
         assert!(problem.contains("name one of: main, socratic"), "{problem}");
-        let problem = choose(&paths, Some(&card), &with(Some("mian"))).unwrap_err();
+        let problem = select_split_files(&paths, Some(&card), &with(Some("mian"))).unwrap_err();
         assert!(problem.contains("no configuration \"mian\""), "{problem}");
     }
 
     #[test]
     fn a_readme_without_configs_says_nothing() {
-        assert!(Card::parse("---\nlicense: mit\n---\n").is_none());
-        assert!(Card::parse("# just a title").is_none());
-        assert!(Card::parse("---\n: : [\n---\n").is_none());
+        assert!(DatasetCard::parse("---\nlicense: mit\n---\n").is_none());
+        assert!(DatasetCard::parse("# just a title").is_none());
+        assert!(DatasetCard::parse("---\n: : [\n---\n").is_none());
     }
 
     #[test]
@@ -376,8 +384,8 @@ mod tests {
         let patterns = strings(&["extra/*.jsonl"]);
         let query = SplitQuery { data_files: &patterns, ..query("train") };
         let paths = strings(&["train.jsonl", "extra/b.jsonl", "extra/a.jsonl"]);
-        assert_eq!(choose(&paths, None, &query).unwrap().files, ["extra/a.jsonl", "extra/b.jsonl"]);
-        let problem = choose(&strings(&["train.jsonl"]), None, &query).unwrap_err();
+        assert_eq!(select_split_files(&paths, None, &query).unwrap().files, ["extra/a.jsonl", "extra/b.jsonl"]);
+        let problem = select_split_files(&strings(&["train.jsonl"]), None, &query).unwrap_err();
         assert!(problem.contains("no file matches"), "{problem}");
     }
 }

@@ -1,20 +1,20 @@
-//! Plain text as rows with one column, `text`: a line, a paragraph, or the whole file each.
+//! Text files as rows with one column, `text`: a line, a paragraph or the whole file each.
 //!
-//! The three ways carry the names of the Hugging Face `text` loader. Blank lines and empty
-//! paragraphs are no rows here: an empty row would teach nothing but an end of text.
+//! The units have the names of the Hugging Face `text` loader. Blank lines and empty paragraphs are skipped, since
+//! an empty row would train on EOS alone.
 
 use serde_json::Value;
 
-use super::mapped::{Mapped, find_break, is_blank};
-use super::{Row, Source, SourceError};
+use super::mapped_file::{MappedFile, find_break, is_blank};
+use super::{Row, RowSource, SourceError};
 
-/// What a row of a text file is.
+/// Unit of a text file that becomes a row.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum SampleBy {
     /// Each line that is not blank.
     #[default]
     Line,
-    /// What stands between blank lines.
+    /// Each paragraph: lines between blank lines.
     Paragraph,
     /// The whole file.
     Document,
@@ -27,7 +27,7 @@ impl std::str::FromStr for SampleBy {
             "line" => Ok(Self::Line),
             "paragraph" => Ok(Self::Paragraph),
             "document" => Ok(Self::Document),
-            other => Err(SourceError::choice(
+            other => Err(SourceError::not_available(
                 "a text file",
                 format!("sample_by is {other:?}; it is one of line, paragraph, document"),
             )),
@@ -37,12 +37,12 @@ impl std::str::FromStr for SampleBy {
 
 #[derive(Debug)]
 pub(crate) struct TextFile {
-    file: Mapped,
+    file: MappedFile,
     spans: Vec<(u64, u64)>,
 }
 
 impl TextFile {
-    pub(crate) fn index(file: Mapped, by: SampleBy) -> Self {
+    pub(crate) fn index(file: MappedFile, by: SampleBy) -> Self {
         let spans = match by {
             SampleBy::Line => lines(file.bytes()),
             SampleBy::Paragraph => paragraphs(file.bytes()),
@@ -53,7 +53,7 @@ impl TextFile {
     }
 }
 
-impl Source for TextFile {
+impl RowSource for TextFile {
     fn len(&self) -> usize {
         self.spans.len()
     }
@@ -64,7 +64,7 @@ impl Source for TextFile {
         let text = std::str::from_utf8(bytes).map_err(|e| {
             let place = self.file.place(start as usize + e.valid_up_to());
             let problem = format!("byte 0x{:02X} is not UTF-8", bytes[e.valid_up_to()]);
-            SourceError::bad(place, problem, "save the file as UTF-8")
+            SourceError::invalid_data(place, problem, "save the file as UTF-8")
         })?;
         let text = if text.contains('\r') { text.replace("\r\n", "\n") } else { text.to_owned() };
         Ok(Row::from_iter([("text".to_owned(), Value::String(text))]))
@@ -75,7 +75,7 @@ impl Source for TextFile {
     }
 }
 
-/// Start and end of each line that is not blank, without its line break.
+/// Returns the byte range of each line that is not blank, without its line break.
 fn lines(bytes: &[u8]) -> Vec<(u64, u64)> {
     let mut spans = Vec::new();
     let mut start = 0;

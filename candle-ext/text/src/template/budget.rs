@@ -1,7 +1,8 @@
-//! Renderings within a budget of time and memory.
+//! Template rendering with limits on time and memory.
 //!
-//! The engine counts instructions, but one instruction may double a list, join a million texts or drop a value nested a
-//! million deep. So a rendering runs on a thread of its own with a large stack, and this thread watches it.
+//! The engine counts instructions, but one instruction may double a list, join a million strings or drop a deeply
+//! nested value. So a template is rendered on its own thread with a large stack, and the caller's thread enforces
+//! the limits.
 
 use std::cell::RefCell;
 use std::fs;
@@ -14,31 +15,38 @@ use std::time::Duration;
 use minijinja::{Environment, Error, Value};
 
 use super::limits::LimitedOutput;
-use crate::panics::caught;
+use crate::catch_panic::catch_panic;
 
-/// The time between two looks at a rendering. Nearly all end before the first.
+/// Interval between two checks of a rendering. Nearly all renderings end before the first.
 const TICK: Duration = Duration::from_millis(20);
-/// Looks before a rendering is given up: 10 seconds in which this process runs.
+/// Number of checks before a rendering is aborted: 10 seconds in which this process runs.
 const MAX_TICKS: u32 = 500;
-/// Bytes by which the process may grow meanwhile.
+/// Largest growth of the process during a rendering, in bytes.
 const MAX_GROWTH: u64 = 512 << 20;
-/// Looks before the growth counts: other threads grow the process, too, and a rendering within its means has ended by then.
+/// Number of checks before memory growth counts. Other threads allocate memory too, and normal renderings have ended
+/// by then.
 const MIN_TICKS: u32 = 25;
-/// Stacks to try, of address space alone. A level of a nested value takes 80 bytes and more, and its recursion less than 1 KiB
-/// of stack: values that fit [`MAX_GROWTH`] fit the largest stack.
+/// Stack sizes to try, in bytes of address space.
+///
+/// One level of a nested value takes at least 80 bytes, and its recursion less than 1 KiB of stack. Values within
+/// [`MAX_GROWTH`] therefore fit the largest stack.
 const STACKS: [usize; 4] = [8 << 30, 1 << 30, 128 << 20, 16 << 20];
 
-/// A reason why there is no text.
+/// Failure of a rendering.
 #[derive(Debug)]
-pub enum Failure {
-    /// The template or its data are wrong.
+pub enum RenderFailure {
+    /// The template or its data are invalid.
     Template(Error),
-    /// The rendering was given up; its thread may go on until the process ends.
-    Budget(String),
+    /// The rendering exceeded a limit. Its thread may run until the process ends.
+    LimitExceeded(String),
 }
 
-/// Renders a template of `environment` with the variables `context`.
-pub fn render(environment: &Arc<Environment<'static>>, name: &'static str, context: Value) -> Result<String, Failure> {
+/// Renders a template of `environment` with the variables `context`, within the limits.
+pub fn render(
+    environment: &Arc<Environment<'static>>,
+    name: &'static str,
+    context: Value,
+) -> Result<String, RenderFailure> {
     let job = Job { environment: Arc::clone(environment), name, context };
     WORKER.with_borrow_mut(|slot| {
         if slot.is_none() {
@@ -46,7 +54,7 @@ pub fn render(environment: &Arc<Environment<'static>>, name: &'static str, conte
         }
         let Some(worker) = slot else { return job.run() };
         let result = worker.render(job);
-        if matches!(result, Err(Failure::Budget(_))) {
+        if matches!(result, Err(RenderFailure::LimitExceeded(_))) {
             *slot = None;
         }
         result
@@ -64,23 +72,23 @@ struct Job {
 }
 
 impl Job {
-    fn run(self) -> Result<String, Failure> {
+    fn run(self) -> Result<String, RenderFailure> {
         let mut output = LimitedOutput::default();
         let print = || {
             let template = self.environment.get_template(self.name)?;
             template.render_captured_to(self.context, &mut output).map(drop)
         };
-        match caught(print) {
-            Ok(printed) => printed.map(|()| output.into_text()).map_err(Failure::Template),
-            Err(panic) => Err(Failure::Budget(format!("the template engine gave up: {panic}"))),
+        match catch_panic(print) {
+            Ok(printed) => printed.map(|()| output.into_text()).map_err(RenderFailure::Template),
+            Err(panic) => Err(RenderFailure::LimitExceeded(format!("the template engine failed: {panic}"))),
         }
     }
 }
 
-/// A thread that renders for the thread that owns this.
+/// Thread that renders for its owner.
 struct Worker {
     jobs: Sender<Job>,
-    results: Receiver<Result<String, Failure>>,
+    results: Receiver<Result<String, RenderFailure>>,
 }
 
 impl Worker {
@@ -99,8 +107,8 @@ impl Worker {
         Ok(Self { jobs, results })
     }
 
-    fn render(&self, job: Job) -> Result<String, Failure> {
-        let gone = || Failure::Budget("the template engine gave up".to_owned());
+    fn render(&self, job: Job) -> Result<String, RenderFailure> {
+        let gone = || RenderFailure::LimitExceeded("the template engine failed".to_owned());
         self.jobs.send(job).map_err(|_| gone())?;
         let mut before = None;
         for tick in 0..MAX_TICKS {
@@ -113,15 +121,17 @@ impl Worker {
             let grown = now.unwrap_or(0).saturating_sub(*before.get_or_insert(now.unwrap_or(0)));
             if tick >= MIN_TICKS && grown > MAX_GROWTH {
                 let most = MAX_GROWTH >> 20;
-                return Err(Failure::Budget(format!("one rendering takes more than {most} MiB of memory")));
+                return Err(RenderFailure::LimitExceeded(format!(
+                    "one rendering takes more than {most} MiB of memory"
+                )));
             }
         }
         let seconds = (TICK * MAX_TICKS).as_secs();
-        Err(Failure::Budget(format!("one rendering takes more than {seconds} seconds")))
+        Err(RenderFailure::LimitExceeded(format!("one rendering takes more than {seconds} seconds")))
     }
 }
 
-/// Returns the anonymous memory of this process in bytes, where the system reports it.
+/// Returns the anonymous memory of this process in bytes, if the system reports it.
 fn resident_bytes() -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;

@@ -1,5 +1,4 @@
-//! The time a template may print (`strftime_now`): the machine's clock, or a fixed one, so that
-//! a run's data do not depend on the day it was started.
+//! Clock for `strftime_now` in templates: the system's, or a fixed one for reproducible data.
 
 use std::fmt::Write;
 
@@ -7,19 +6,18 @@ use jiff::Timestamp;
 use jiff::civil::DateTime;
 use jiff::tz::TimeZone;
 
-/// Where a template's date comes from.
+/// Time source of a template.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Clock {
-    /// The system's clock, in UTC.
+    /// System clock, in UTC.
     #[default]
     System,
-    /// Always this moment, in seconds since 1970-01-01 UTC.
+    /// Fixed time, in seconds since 1970-01-01 UTC.
     Fixed(i64),
 }
 
 impl Clock {
-    /// Formats the current moment as C's `strftime` does in the C locale. A directive that is not
-    /// known is an error that names it.
+    /// Formats the current time like C's `strftime` in the C locale. The error is an unknown directive.
     pub fn format(self, format: &str) -> Result<String, char> {
         let seconds = match self {
             Clock::Fixed(seconds) => seconds,
@@ -51,7 +49,7 @@ struct Moment {
 }
 
 impl Moment {
-    /// Returns the moment `unix` seconds after 1970, or the nearest that has a date of four digits.
+    /// Returns the time `unix` seconds after 1970, limited to years of four digits.
     fn from_unix(unix: i64) -> Self {
         let (first, last) = (Timestamp::MIN, Timestamp::MAX);
         let timestamp = Timestamp::from_second(unix).unwrap_or(if unix < 0 { first } else { last });
@@ -109,7 +107,7 @@ impl Moment {
             'R' => out.push_str(&self.format("%H:%M")?),
             'D' | 'x' => out.push_str(&self.format("%m/%d/%y")?),
             'c' => out.push_str(&self.format("%a %b %e %H:%M:%S %Y")?),
-            // As Python prints them for a time without a zone.
+            // Empty, as in Python for a time without a zone.
             'Z' | 'z' => {}
             'n' => out.push('\n'),
             't' => out.push('\t'),

@@ -1,5 +1,7 @@
-//! minijinja set up as transformers sets up Jinja: the same whitespace rules, filters, functions
-//! and tests, and the Python methods that templates call on text, lists and dicts.
+//! minijinja environment configured like Jinja in transformers.
+//!
+//! Whitespace rules, filters, functions and tests are the same, as are the Python methods of strings, lists and
+//! dicts.
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, from_args};
@@ -9,16 +11,16 @@ use minijinja_contrib::pycompat;
 use super::clock::Clock;
 use super::{json, limits, markers};
 
-/// Bytes of a date's format.
+/// Length limit of a date format, in bytes.
 const MAX_DATE_FORMAT: usize = 1000;
 
-/// An environment without templates.
+/// Creates an environment without templates.
 pub(super) fn environment(clock: Clock) -> Environment<'static> {
     let mut environment = Environment::new();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     environment.set_syntax(syntax.expect("the default delimiters differ from each other"));
     environment.set_fuel(Some(limits::FUEL));
-    // An error would hold the template's values, which may be nested too deep for the thread that drops it.
+    // An error would hold the template's values. These may be nested too deep for the thread that drops it.
     environment.set_debug(false);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_unknown_method_callback(method);
@@ -34,7 +36,7 @@ pub(super) fn environment(clock: Clock) -> Environment<'static> {
     environment
 }
 
-/// Makes `strftime_now` tell this clock's time.
+/// Sets the clock of `strftime_now`.
 pub(super) fn set_clock(environment: &mut Environment<'_>, clock: Clock) {
     environment.add_function("strftime_now", move |format: &str| {
         if format.len() > MAX_DATE_FORMAT {
@@ -57,7 +59,7 @@ fn invalid(message: String) -> Error {
     Error::new(ErrorKind::InvalidOperation, message)
 }
 
-/// What is no number is the default, which is 0 as in Jinja; minijinja refuses it.
+/// Converts to an integer, with a default of 0 for other values as in Jinja. minijinja fails on them.
 fn int(
     state: &mut State<'_, '_>,
     value: &Value,
@@ -87,13 +89,13 @@ fn is_bool(value: &Value) -> bool {
     value.kind() == ValueKind::Bool
 }
 
-/// Python calls a sequence what has a length and items: text and dicts too.
+/// Returns true for values with a length and items, as Python does: strings and dicts too.
 fn is_sequence(value: &Value) -> bool {
     let kind = value.kind();
     matches!(kind, ValueKind::Seq | ValueKind::String | ValueKind::Map | ValueKind::Undefined)
 }
 
-/// Python's methods: those that minijinja-contrib has, and a few it lacks.
+/// Calls a Python method: one of minijinja-contrib's, or one of those it lacks.
 fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let own = match value.as_str() {
         Some(text) => text_method(text, name, args)?,
@@ -134,7 +136,7 @@ fn three(before: &str, separator: &str, after: &str) -> Value {
     Value::from(Tuple::from([before, separator, after].map(Value::from).to_vec()))
 }
 
-/// Without a limit `rsplit` is `split`, which is left to minijinja-contrib.
+/// Implements `rsplit` with a limit. Without one it equals `split`, which minijinja-contrib provides.
 fn rsplit(text: &str, args: &[Value]) -> Result<Option<Value>, Error> {
     let (separator, limit, _): (&str, Option<usize>, Rest<Value>) = from_args(args)?;
     if separator.is_empty() {

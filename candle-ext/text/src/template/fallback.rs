@@ -1,10 +1,10 @@
-//! Conversations that mean the same and that stricter templates can render.
+//! Equivalent conversations for templates that fail on the original.
 
 use serde_json::Value as Json;
 
 use crate::conversation::{Conversation, Message};
 
-/// The forms to try in turn: arguments of tool calls as objects, missing contents as empty texts, and both.
+/// Returns the alternatives to try: parsed tool call arguments, empty strings for missing contents, and both.
 pub(super) fn forms(chat: &Conversation) -> impl Iterator<Item = Conversation> {
     let objects = as_objects(chat);
     let contents = with_contents(chat);
@@ -12,7 +12,7 @@ pub(super) fn forms(chat: &Conversation) -> impl Iterator<Item = Conversation> {
     [objects, contents, both].into_iter().flatten()
 }
 
-/// Returns the conversation with objects where arguments were JSON text, if there are any such.
+/// Returns the conversation with tool call arguments parsed from JSON text, if there are any.
 pub(super) fn as_objects(chat: &Conversation) -> Option<Conversation> {
     let messages: Vec<Option<Message>> = chat.messages.iter().map(with_objects).collect();
     if messages.iter().all(Option::is_none) {
@@ -36,12 +36,13 @@ fn with_objects(message: &Message) -> Option<Message> {
     has_changed.then(|| message.clone().with("tool_calls", calls))
 }
 
-/// Returns the object that arguments hold as JSON text.
+/// Parses arguments that are JSON text of an object.
 pub(super) fn object(arguments: &Json) -> Option<Json> {
     serde_json::from_str(arguments.as_str()?).ok().filter(Json::is_object)
 }
 
-/// Data sets write `content: null` beside tool calls, and templates add texts to it.
+/// Replaces missing contents by empty strings. Data sets write `content: null` with tool calls, and templates
+/// concatenate it.
 fn with_contents(chat: &Conversation) -> Option<Conversation> {
     let lacks = |message: &Message| message.fields().get("content").is_none_or(Json::is_null);
     if !chat.messages.iter().any(lacks) {
@@ -54,7 +55,7 @@ fn with_contents(chat: &Conversation) -> Option<Conversation> {
     Some(Conversation { messages: chat.messages.iter().map(fill).collect(), tools: chat.tools.clone() })
 }
 
-/// The first message whose content is no text, for errors of templates that expect one.
+/// Describes the first message whose content is not a string, for errors of templates that expect one.
 pub(super) fn odd_content(chat: &Conversation) -> Option<String> {
     let is_odd = |message: &Message| message.text().is_none();
     let (idx, message) = chat.messages.iter().enumerate().find(|(_, message)| is_odd(message))?;

@@ -1,12 +1,12 @@
-//! The `tojson` filter as transformers defines it: Python's `json.dumps` with
-//! `ensure_ascii=False`, nothing escaped for HTML, keys in their order.
+//! The `tojson` filter of transformers: Python's `json.dumps` with `ensure_ascii=False`, without HTML escapes, keys
+//! in order.
 
 use std::fmt::Write;
 
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
-/// `json.dumps(value, ensure_ascii, indent, separators, sort_keys)`.
+/// Implements `json.dumps(value, ensure_ascii, indent, separators, sort_keys)`.
 pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let layout = Layout::from_options(&options)?;
     options.assert_all_used()?;
@@ -16,7 +16,7 @@ pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
 }
 
 struct Layout {
-    /// What one level of indentation is; none: everything on one line.
+    /// Text of one indentation level. `None` puts everything on one line.
     indent: Option<String>,
     item_separator: String,
     key_separator: String,
@@ -163,7 +163,7 @@ fn number(value: &Value) -> String {
     }
 }
 
-/// Python's `repr` of a float: the shortest digits, an exponent from 1e16 and below 1e-4.
+/// Formats a float like Python's `repr`: shortest digits, an exponent from 1e16 and below 1e-4.
 fn python_float(float: f64) -> String {
     if float.is_nan() {
         return "NaN".into();

@@ -1,44 +1,45 @@
-//! Bounds on the cost of a template: chat templates and task files come from anywhere.
+//! Limits on the cost of templates, which come from untrusted sources.
 
 use std::io::{self, Write};
 use std::thread;
 
 use minijinja::{Environment, Error, ErrorKind};
 
-/// Instructions of one rendering. A chat of a thousand messages takes some hundred thousand.
+/// Instruction limit of one rendering. A chat of a thousand messages takes some hundred thousand.
 pub(super) const FUEL: u64 = 50_000_000;
-/// Bytes of one rendering.
+/// Output limit of one rendering, in bytes.
 pub const MAX_OUTPUT: usize = 64 << 20;
-/// Bytes of a source. The longest templates in use have 20,000.
+/// Size limit of a template's source, in bytes. The longest templates in use have 20,000.
 pub(super) const MAX_SOURCE: usize = 256 << 10;
 
-/// Parses a template on a thread whose stack suffices for a source of nothing but nesting.
+/// Parses a template on a thread whose stack suffices for the deepest possible nesting.
 ///
 /// # Errors
-/// If the source is no template. Its source is [`NoStack`] if there is no memory for the thread.
+/// If the source is not a valid template. The error's source is [`ThreadSpawnError`] if there is no memory for the
+/// thread.
 pub fn add_template(environment: &mut Environment<'static>, name: &'static str, source: String) -> Result<(), Error> {
-    // Two bytes open a level, and a level takes up to 8 KiB of stack in a build for debugging.
+    // Two bytes open a nesting level. A level needs up to 8 KiB of stack in a debug build.
     let stack = (8 << 20) + source.len() / 2 * (8 << 10);
     let parse = || environment.add_template_owned(name, source);
     let no_thread = |error: io::Error| {
-        let error = NoStack { mib: stack >> 20, reason: error.to_string() };
+        let error = ThreadSpawnError { mib: stack >> 20, reason: error.to_string() };
         Error::new(ErrorKind::InvalidOperation, error.to_string()).with_source(error)
     };
     thread::scope(|scope| {
         let thread = thread::Builder::new().stack_size(stack).spawn_scoped(scope, parse).map_err(no_thread)?;
-        thread.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::SyntaxError, "the parser gave up on it")))
+        thread.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::SyntaxError, "the parser failed on it")))
     })
 }
 
-/// A thread that the system did not start. It says "try again" where an address space or a number of threads is used up.
+/// Error of a thread that the system did not start, for lack of address space or threads.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("no memory for a thread with a stack of {mib} MiB: {reason}")]
-pub struct NoStack {
+pub struct ThreadSpawnError {
     mib: usize,
     reason: String,
 }
 
-/// The text of one rendering: writing fails where it grows beyond [`MAX_OUTPUT`].
+/// Output of one rendering. Writing beyond [`MAX_OUTPUT`] bytes fails.
 #[derive(Debug, Default)]
 pub(super) struct LimitedOutput(Vec<u8>);
 
@@ -63,7 +64,7 @@ impl Write for LimitedOutput {
     }
 }
 
-/// Puts the errors of these bounds into words.
+/// Describes an exceeded limit.
 pub(super) fn explain(error: &Error) -> Option<String> {
     match error.kind() {
         ErrorKind::OutOfFuel => Some(format!("it takes more than {FUEL} instructions; a loop may be endless")),

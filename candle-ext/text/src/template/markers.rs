@@ -1,9 +1,9 @@
-//! Positions printed into a rendered text and taken out again.
+//! Position markers in a rendered text.
 //!
-//! A marker is a command between two copies of a character that the text itself does not hold.
-//! Because markers travel in the text they survive macros, `set` blocks and filters, where an
-//! output offset would be wrong. The caller compares what remains with a rendering made without
-//! markers: if a template looked at them (measured a length, tested for emptiness), it shows.
+//! A marker is a command between two copies of a fence: a character that the text itself does not contain. Markers
+//! are part of the text, so they survive macros, `set` blocks and filters, where an output offset would be wrong.
+//! The caller compares the text without its markers to an unmarked rendering. They differ if the template inspected
+//! a marker, for example its length.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,15 +14,15 @@ use minijinja::{Environment, State, Value};
 pub(super) const GENERATION: &str = "__candlewick_generation";
 pub(super) const TURN: &str = "__candlewick_turn";
 pub(super) const CLOSE_LOOP: &str = "__candlewick_close_loop";
-/// The variable that holds the fence. An argument of every call, so that a macro has it too.
+/// Template variable of the fence. Every call has it as an argument, so macros receive it too.
 pub(super) const FENCE: &str = "__candlewick_fence";
 
-/// What a marker says of the place where it stands.
+/// Meaning of a marker at its position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mark {
     GenerationOpens,
     GenerationCloses,
-    /// An iteration over the messages has come to this one.
+    /// Start of a loop iteration over this message.
     Turn {
         loop_id: usize,
         message: usize,
@@ -32,13 +32,12 @@ pub(super) enum Mark {
     },
 }
 
-/// A character that `text` does not hold, for fencing markers in it. Unicode sets these aside for
-/// a program's internal use.
+/// Returns a character that `text` does not contain, from those that Unicode reserves for internal use.
 pub(super) fn fence(text: &str) -> Option<char> {
     ('\u{FDD0}'..='\u{FDEF}').find(|candidate| !text.contains(*candidate))
 }
 
-/// Takes the markers out: what remains, and each mark with its place in that.
+/// Removes the markers. Returns the text, and each mark with its byte offset in that text.
 pub(super) fn extract(marked: &str, fence: char) -> Option<(String, Vec<(usize, Mark)>)> {
     let mut text = String::with_capacity(marked.len());
     let mut marks = Vec::new();
@@ -63,15 +62,14 @@ fn parse(command: &str) -> Option<Mark> {
     })
 }
 
-/// Gives templates the calls that `source` writes into them.
+/// Registers the functions that `source` inserts into templates.
 pub(super) fn install(environment: &mut Environment<'_>) {
     environment.add_function(GENERATION, |fence: &str, opens: bool| fenced(fence, if opens { "0" } else { "1" }));
     environment.add_function(TURN, turn);
     environment.add_function(CLOSE_LOOP, close_loop);
 }
 
-/// Prints nothing unless one of the loop's variables is a message: a loop over tool calls or
-/// parts of a content has no say in whose text it is.
+/// Prints a marker if a loop variable is a message. Loops over tool calls or content parts print none.
 fn turn(state: &mut State, fence: &str, loop_id: usize, variables: Rest<Value>) -> String {
     let turns = |value: &Value| value.downcast_object_ref::<Turn>().map(|turn| turn.index);
     let Some(message) = variables.iter().find_map(turns) else {
@@ -96,7 +94,7 @@ fn fenced(fence: &str, command: &str) -> String {
     format!("{fence}{command}{fence}")
 }
 
-/// A message that knows which one it is. To a template it is a dict like any other.
+/// Message with its index in the conversation. Templates see it as an ordinary dict.
 pub(super) struct Turn {
     pub(super) index: usize,
     pub(super) fields: Value,

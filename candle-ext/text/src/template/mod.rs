@@ -1,25 +1,26 @@
-//! Chat templates: Jinja programs that print a conversation the way a model was taught to read it.
+//! Chat templates: Jinja programs that render a conversation in the format that a model was trained on.
 //!
-//! Besides the text we need to know which part of it the model wrote, for that is what it learns
-//! from. A template with `{% generation %}` blocks says so itself. For the others (nearly all) the
-//! answer comes from how the template runs, never from searching for the content, which fails on
-//! repeated, trimmed or rewritten messages: `source` puts a marker at each step of each loop, a
-//! marker speaks if the loop stands at a message, and so each piece of text has its message.
-//! Unlike recording which message was read last, this is not misled by templates that look ahead
-//! (`messages[loop.index0 + 1]`), scan all messages first, or read a message into a variable.
-//! `turns` then takes off the header (what `add_generation_prompt` prints) and the white space
-//! behind the end of turn. What does not come out clearly is an error, never a guess.
+//! Training also needs the spans of the assistant's text, to set the loss mask. A template with `{% generation %}`
+//! blocks marks them itself. For all others they are derived from the template's execution. A search for the message
+//! content would fail on repeated, trimmed or rewritten messages.
+//!
+//! 1. `source` inserts a marker at each iteration of each loop.
+//! 2. A marker is printed if the loop variable is a message, which assigns each piece of text to a message.
+//! 3. `turns` removes the header (the output of `add_generation_prompt`) and white space after the end of turn.
+//!
+//! Templates may look ahead (`messages[loop.index0 + 1]`), scan all messages first, or copy a message to a variable.
+//! An ambiguous result is an error.
 
-mod arguments;
 pub mod budget;
 mod clock;
 mod environment;
 mod fallback;
-mod identity;
+mod fingerprint;
 mod json;
 pub mod limits;
 mod markers;
 mod source;
+mod tool_arguments;
 mod turns;
 mod unrendered;
 
@@ -34,116 +35,116 @@ use minijinja::{Environment, Value};
 use serde_json::{Map, Value as Json};
 
 use crate::conversation::{Conversation, Message};
-use budget::Failure;
+use budget::RenderFailure;
 use markers::Turn;
-use turns::{Frame, Piece, Probe, Prompts};
+use turns::{Piece, Probe, Prompts, TurnDelimiters};
 
 pub use clock::Clock;
 pub use turns::TurnError;
-pub use unrendered::Unrendered;
+pub use unrendered::UnrenderedParts;
 
-/// A compiled chat template with the values it prints besides the messages.
+/// Compiled chat template with its variables.
 pub struct ChatTemplate {
     name: String,
     source: String,
     environment: Arc<Environment<'static>>,
-    /// The reason why a rendering was given up. No further one is tried.
+    /// Reason why an earlier rendering was aborted. Later renderings then fail at once.
     given_up: OnceLock<String>,
     variables: Map<String, Json>,
     has_generation: bool,
-    frame: OnceLock<Frame>,
+    delimiters: OnceLock<TurnDelimiters>,
     renders_reasoning: OnceLock<bool>,
     with_tools: Option<Box<ChatTemplate>>,
 }
 
-/// How a rendering ends.
+/// Option to append the generation prompt, as `add_generation_prompt` in transformers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ending {
-    /// With the last message.
-    Closed,
-    /// With the words that make the model speak (`add_generation_prompt`).
-    GenerationPrompt,
+pub enum AddGenerationPrompt {
+    /// The text ends with the last message.
+    No,
+    /// The text ends with the generation prompt, such as `<|im_start|>assistant`.
+    Yes,
 }
 
-/// A rendered conversation.
+/// Rendered conversation with the spans of the assistant's text.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rendered {
+pub struct RenderedChat {
     /// The whole text.
     pub text: String,
-    /// The bytes of it that the model writes: in order, disjoint, none of them empty.
-    pub spans: Vec<Span>,
+    /// Spans of the assistant's text: ordered, disjoint, not empty.
+    pub spans: Vec<AssistantSpan>,
 }
 
-/// Text that the model writes.
+/// Span of text that the assistant writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Span {
-    /// Which message's turn it stands in, from 0. A turn may have several spans, or none. Not known
-    /// of `{% generation %}` blocks outside of any loop over the messages.
+pub struct AssistantSpan {
+    /// Index of the message. A message may have several spans or none. `None` for `{% generation %}` blocks outside
+    /// of any loop over the messages.
     pub message: Option<usize>,
-    /// Where it is in the text.
+    /// Byte range in the text.
     pub range: Range<usize>,
 }
 
-/// Why a template could not be used.
+/// Error of a chat template.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum TemplateError {
-    /// It is not Jinja.
+    /// The source is not valid Jinja.
     #[error("parse chat template {name}, line {line}: {message}")]
     Syntax {
-        /// The file or argument that holds the template.
+        /// File or argument of the template.
         name: String,
-        /// Its line, from 1.
+        /// Line in the template, from 1.
         line: usize,
-        /// What is wrong there.
+        /// The syntax error.
         message: String,
     },
-    /// There is no memory to parse it.
+    /// There is no memory to parse the template.
     #[error("parse chat template {name}: {source}")]
     Memory {
-        /// The file or argument that holds the template.
+        /// File or argument of the template.
         name: String,
-        /// The thread that did not start.
-        source: limits::NoStack,
+        /// Error of the thread that did not start.
+        source: limits::ThreadSpawnError,
     },
-    /// It stopped at this conversation: a mistake, or its own `raise_exception`.
+    /// The template fails on this conversation, or calls `raise_exception`.
     #[error("render chat template {name}, line {line}: {message}")]
     Render {
-        /// The file or argument that holds the template.
+        /// File or argument of the template.
         name: String,
-        /// Its line, from 1.
+        /// Line in the template, from 1.
         line: usize,
-        /// What it said.
+        /// Message of the template engine.
         message: String,
     },
-    /// It takes too much time or memory.
+    /// The rendering exceeds a limit on time or memory.
     #[error("render chat template {name}: {reason}; look for loops or texts that grow without end")]
-    Budget {
-        /// The file or argument that holds the template.
+    LimitExceeded {
+        /// File or argument of the template.
         name: String,
-        /// The limit that one rendering exceeded.
+        /// The exceeded limit.
         reason: String,
     },
-    /// There is nothing to render.
+    /// The conversation has no messages.
     #[error("render chat template {name}: the conversation has no messages")]
     Empty {
-        /// The file or argument that holds the template.
+        /// File or argument of the template.
         name: String,
     },
-    /// The text is there, but not which part of it is the assistant's.
+    /// The assistant's text cannot be located in the rendered text.
     #[error(
         "find the assistant's text in what chat template {name} prints: {reason}. Put \
          {{% generation %}} ... {{% endgeneration %}} around it in the template"
     )]
-    Turns {
-        /// The file or argument that holds the template.
+    AssistantTextNotFound {
+        /// File or argument of the template.
         name: String,
-        /// What was expected.
+        /// Reason why the text cannot be located.
         reason: TurnError,
     },
 }
 
 impl TemplateError {
-    /// Adds the cause to what the template engine says.
+    /// Adds a cause to the message of the template engine.
     fn because(self, cause: Option<String>) -> Self {
         match (self, cause) {
             (Self::Render { name, line, message }, Some(cause)) => {
@@ -155,15 +156,15 @@ impl TemplateError {
 }
 
 const TEXT: &str = "text";
-/// With marks at turns and at generation blocks.
+/// Name of the template with marks at turns and generation blocks.
 const MARKED: &str = "marked";
-/// With marks at generation blocks only.
+/// Name of the template with marks at generation blocks only.
 const BLOCKS: &str = "blocks";
 
-/// Variables that every rendering sets: a value given for one would be lost.
+/// Variables that every rendering sets. A user's value would be overwritten.
 const OWN_VARIABLES: [&str; 4] = ["messages", "tools", "add_generation_prompt", markers::FENCE];
 
-/// Refuses the name of a variable that renderings set themselves. The error completes "failed to start: ".
+/// Rejects the name of a variable that every rendering sets. The error completes "failed to start: ".
 pub fn check_variable(name: &str) -> Result<(), String> {
     match OWN_VARIABLES.contains(&name) {
         false => Ok(()),
@@ -174,10 +175,11 @@ pub fn check_variable(name: &str) -> Result<(), String> {
 }
 
 impl ChatTemplate {
-    /// Compiles a template. `name` stands in errors: say where it is from.
+    /// Compiles a template. Errors show `name`: its file or argument.
     pub fn new(name: impl Into<String>, source: &str) -> Result<Self, TemplateError> {
         let name = name.into();
-        // Jinja reads every kind of line end as "\n".
+        // Jinja converts every kind of line break to "
+        // ".
         let source = source.replace("\r\n", "\n").replace('\r', "\n");
         if source.len() > limits::MAX_SOURCE {
             let message = format!("it has {} bytes, over the limit of {}", source.len(), limits::MAX_SOURCE);
@@ -187,7 +189,7 @@ impl ChatTemplate {
         let mut environment = environment::environment(Clock::System);
         let unusable = |error: minijinja::Error| {
             let name = name.clone();
-            match error.source().and_then(|source| source.downcast_ref::<limits::NoStack>()) {
+            match error.source().and_then(|source| source.downcast_ref::<limits::ThreadSpawnError>()) {
                 Some(source) => TemplateError::Memory { name, source: source.clone() },
                 None => TemplateError::Syntax { name, line: error.line().unwrap_or(1), message: describe(&error) },
             }
@@ -206,36 +208,36 @@ impl ChatTemplate {
             given_up: OnceLock::new(),
             variables: Map::new(),
             has_generation,
-            frame: OnceLock::new(),
+            delimiters: OnceLock::new(),
             renders_reasoning: OnceLock::new(),
             with_tools: None,
         })
     }
 
-    /// Uses another template for conversations that offer tools.
+    /// Sets the template for conversations with tool definitions.
     #[must_use]
     pub fn with_tool_use(self, template: ChatTemplate) -> Self {
         Self { with_tools: Some(Box::new(template)), ..self }
     }
 
-    /// Gives the template a variable: `bos_token`, `enable_thinking`, `documents`, ...
+    /// Sets a template variable: `bos_token`, `enable_thinking`, `documents`, ...
     #[must_use]
     pub fn with_variable(mut self, name: impl Into<String>, value: impl Into<Json>) -> Self {
         let (name, value) = (name.into(), value.into());
         let with_tools = self.with_tools.take();
         self.with_tools = with_tools.map(|it| Box::new(it.with_variable(name.clone(), value.clone())));
         self.variables.insert(name, value);
-        self.frame = OnceLock::new();
+        self.delimiters = OnceLock::new();
         self.renders_reasoning = OnceLock::new();
         self
     }
 
-    /// Returns the template's text.
+    /// Returns the template's source.
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// Lets `strftime_now` tell this clock's time.
+    /// Sets the clock of `strftime_now`.
     #[must_use]
     pub fn with_clock(mut self, clock: Clock) -> Self {
         self.with_tools = self.with_tools.take().map(|it| Box::new(it.with_clock(clock)));
@@ -243,34 +245,35 @@ impl ChatTemplate {
         self
     }
 
-    /// The file or argument that holds the template.
+    /// File or argument of the template.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Whether the template marks the assistant's text itself.
+    /// Returns true if the template has `{% generation %}` blocks.
     pub fn has_generation_blocks(&self) -> bool {
         self.has_generation
     }
 
-    /// Prints a conversation as it is. A template that fails on it is given the objects that arguments of tool
-    /// calls mean, and empty texts for missing contents.
-    pub fn render(&self, chat: &Conversation, ending: Ending) -> Result<String, TemplateError> {
+    /// Renders a conversation.
+    ///
+    /// If the template fails, retries with parsed tool call arguments, and with empty strings for missing contents.
+    pub fn render(&self, chat: &Conversation, ending: AddGenerationPrompt) -> Result<String, TemplateError> {
         Ok(self.print(chat, ending)?.1)
     }
 
-    /// Prints a conversation and says which part of it the assistant wrote.
-    pub fn render_turns(&self, chat: &Conversation) -> Result<Rendered, TemplateError> {
-        let (chat, text) = self.print(chat, Ending::Closed)?;
+    /// Renders a conversation and locates the assistant's text.
+    pub fn render_turns(&self, chat: &Conversation) -> Result<RenderedChat, TemplateError> {
+        let (chat, text) = self.print(chat, AddGenerationPrompt::No)?;
         let spans = if chat.has_assistant() { self.for_chat(&chat).spans(&chat, &text)? } else { Vec::new() };
-        Ok(Rendered { text, spans })
+        Ok(RenderedChat { text, spans })
     }
 
-    /// The text, and the conversation as the template could read it.
+    /// Renders a conversation. Returns the text and the form of the conversation that the template accepted.
     fn print<'a>(
         &self,
         chat: &'a Conversation,
-        ending: Ending,
+        ending: AddGenerationPrompt,
     ) -> Result<(Cow<'a, Conversation>, String), TemplateError> {
         let template = self.for_chat(chat);
         if chat.messages.is_empty() {
@@ -278,7 +281,7 @@ impl ChatTemplate {
         }
         let error = match template.run(TEXT, template.context(chat, ending, None)) {
             Ok(text) => return Ok((Cow::Borrowed(chat), text)),
-            Err(error @ TemplateError::Budget { .. }) => return Err(error),
+            Err(error @ TemplateError::LimitExceeded { .. }) => return Err(error),
             Err(error) => error,
         };
         for form in fallback::forms(chat) {
@@ -296,50 +299,55 @@ impl ChatTemplate {
         }
     }
 
-    fn spans(&self, chat: &Conversation, text: &str) -> Result<Vec<Span>, TemplateError> {
-        let marks = |template| self.marks(template, chat, Ending::Closed, text);
+    fn spans(&self, chat: &Conversation, text: &str) -> Result<Vec<AssistantSpan>, TemplateError> {
+        let marks = |template| self.marks(template, chat, AddGenerationPrompt::No, text);
         if !self.has_generation {
             return self.spans_by_turn(chat, text, &turns::pieces(&marks(MARKED)?));
         }
-        // A block says what is generated even where the turns cannot be told.
+        // Generation blocks are valid even if the turns cannot be located.
         let marks = marks(MARKED).or_else(|_| marks(BLOCKS))?;
         let blocks = turns::generation_spans(&marks).map_err(|reason| self.unclear(reason))?;
         let pieces = turns::pieces(&marks);
-        Ok(blocks.into_iter().map(|range| Span { message: turns::owner(&pieces, &range), range }).collect())
+        Ok(blocks.into_iter().map(|range| AssistantSpan { message: turns::owner(&pieces, &range), range }).collect())
     }
 
-    fn spans_by_turn(&self, chat: &Conversation, text: &str, pieces: &[Piece]) -> Result<Vec<Span>, TemplateError> {
-        let frame = self.frame()?;
-        let mut spans: Vec<Span> = Vec::new();
+    fn spans_by_turn(
+        &self,
+        chat: &Conversation,
+        text: &str,
+        pieces: &[Piece],
+    ) -> Result<Vec<AssistantSpan>, TemplateError> {
+        let delimiters = self.delimiters()?;
+        let mut spans: Vec<AssistantSpan> = Vec::new();
         for (message, _) in chat.messages.iter().enumerate().filter(|(_, m)| m.is_assistant()) {
             let piece = match piece_of(pieces, message) {
-                Err(TurnError::Missing { .. }) if chat.messages[message].is_empty_answer() => continue,
+                Err(TurnError::NoText { .. }) if chat.messages[message].is_empty_answer() => continue,
                 piece => piece.map_err(|reason| self.unclear(reason))?,
             };
-            let range = match frame.written(text, piece) {
-                Err(TurnError::Missing { .. }) if chat.messages[message].is_empty_answer() => continue,
+            let range = match delimiters.written(text, piece) {
+                Err(TurnError::NoText { .. }) if chat.messages[message].is_empty_answer() => continue,
                 written => written.map_err(|reason| self.unclear(reason))?,
             };
             if spans.last().is_some_and(|last| last.range.end > range.start) {
-                return Err(self.unclear(TurnError::Scattered { message }));
+                return Err(self.unclear(TurnError::NotContiguous { message }));
             }
-            spans.push(Span { message: Some(message), range });
+            spans.push(AssistantSpan { message: Some(message), range });
         }
         Ok(spans)
     }
 
-    /// What stands around an assistant's words, learnt by printing small chats.
-    fn frame(&self) -> Result<&Frame, TemplateError> {
-        if let Some(frame) = self.frame.get() {
-            return Ok(frame);
+    /// Returns the text around an assistant message, found by rendering small example chats.
+    fn delimiters(&self) -> Result<&TurnDelimiters, TemplateError> {
+        if let Some(delimiters) = self.delimiters.get() {
+            return Ok(delimiters);
         }
         let question = Conversation::new([Message::new("user", "question")]);
-        let closed = self.run(TEXT, self.context(&question, Ending::Closed, None))?;
-        let open = self.run(TEXT, self.context(&question, Ending::GenerationPrompt, None))?;
+        let closed = self.run(TEXT, self.context(&question, AddGenerationPrompt::No, None))?;
+        let open = self.run(TEXT, self.context(&question, AddGenerationPrompt::Yes, None))?;
         let added = open.strip_prefix(closed.as_str()).unwrap_or_default();
-        let marks = self.marks(MARKED, &question, Ending::GenerationPrompt, &open)?;
+        let marks = self.marks(MARKED, &question, AddGenerationPrompt::Yes, &open)?;
         let tail = &open[marks.last().map_or(open.len(), |(at, _)| *at)..];
-        // Each pair differs from its first letter to its last.
+        // The messages of each pair differ in their first and last character.
         let (first, second) = (self.probe("one", "two")?, self.probe("six", "four")?);
         let pairs = first.into_iter().zip(second);
         let probes: Vec<Probe> = pairs
@@ -348,10 +356,10 @@ impl ChatTemplate {
                 Probe { text, piece, other }
             })
             .collect();
-        Ok(self.frame.get_or_init(|| Frame::learn(&Prompts { added, tail }, &probes)))
+        Ok(self.delimiters.get_or_init(|| TurnDelimiters::learn(&Prompts { added, tail }, &probes)))
     }
 
-    /// The assistant's two turns in a chat where it says these words.
+    /// Renders an example chat with two assistant messages and returns both turns.
     fn probe(&self, early: &str, late: &str) -> Result<Vec<(String, Piece)>, TemplateError> {
         let chat = Conversation::new([
             Message::new("user", "question"),
@@ -359,28 +367,28 @@ impl ChatTemplate {
             Message::new("user", "question"),
             Message::new("assistant", late),
         ]);
-        let text = self.run(TEXT, self.context(&chat, Ending::Closed, None))?;
-        let pieces = turns::pieces(&self.marks(MARKED, &chat, Ending::Closed, &text)?);
+        let text = self.run(TEXT, self.context(&chat, AddGenerationPrompt::No, None))?;
+        let pieces = turns::pieces(&self.marks(MARKED, &chat, AddGenerationPrompt::No, &text)?);
         let turn = |message| piece_of(&pieces, message).map(|piece| (text.clone(), piece.clone()));
         [1, 3].into_iter().map(turn).collect::<Result<_, _>>().map_err(|reason| self.unclear(reason))
     }
 
-    /// Prints the conversation with markers and takes them out again.
+    /// Renders the conversation with markers, removes them and returns their positions.
     fn marks(
         &self,
         template: &'static str,
         chat: &Conversation,
-        ending: Ending,
+        ending: AddGenerationPrompt,
         text: &str,
     ) -> Result<Vec<(usize, markers::Mark)>, TemplateError> {
-        let disturbed = || self.unclear(TurnError::Disturbed);
+        let disturbed = || self.unclear(TurnError::OutputChangedByMarkers);
         let fence = markers::fence(text).ok_or_else(disturbed)?;
         let marked = self.run(template, self.context(chat, ending, Some(fence)))?;
         let (unmarked, marks) = markers::extract(&marked, fence).ok_or_else(disturbed)?;
         if unmarked == text { Ok(marks) } else { Err(disturbed()) }
     }
 
-    fn context(&self, chat: &Conversation, ending: Ending, fence: Option<char>) -> Value {
+    fn context(&self, chat: &Conversation, ending: AddGenerationPrompt, fence: Option<char>) -> Value {
         let turn = |(index, message): (usize, &Message)| {
             let fields = Value::from(Serde(fields_for_template(message.fields())));
             Value::from_object(Turn { index, fields })
@@ -389,7 +397,7 @@ impl ChatTemplate {
         let own = [
             ("messages", Value::from(messages)),
             ("tools", Value::from(Serde(&chat.tools))),
-            ("add_generation_prompt", Value::from(ending == Ending::GenerationPrompt)),
+            ("add_generation_prompt", Value::from(ending == AddGenerationPrompt::Yes)),
         ];
         let documents = ("documents", Value::from(()));
         let extra = self.variables.iter().map(|(name, v)| (name.as_str(), Value::from(Serde(v))));
@@ -402,11 +410,11 @@ impl ChatTemplate {
             return Err(self.over_budget(reason));
         }
         budget::render(&self.environment, template, context).map_err(|failure| match failure {
-            Failure::Budget(reason) => self.over_budget(self.given_up.get_or_init(|| reason)),
-            Failure::Template(error) if error.kind() == minijinja::ErrorKind::OutOfFuel => {
+            RenderFailure::LimitExceeded(reason) => self.over_budget(self.given_up.get_or_init(|| reason)),
+            RenderFailure::Template(error) if error.kind() == minijinja::ErrorKind::OutOfFuel => {
                 self.over_budget(self.given_up.get_or_init(|| describe(&error)))
             }
-            Failure::Template(error) => TemplateError::Render {
+            RenderFailure::Template(error) => TemplateError::Render {
                 name: self.name.clone(),
                 line: error.line().unwrap_or(1),
                 message: describe(&error),
@@ -415,11 +423,11 @@ impl ChatTemplate {
     }
 
     fn over_budget(&self, reason: &str) -> TemplateError {
-        TemplateError::Budget { name: self.name.clone(), reason: reason.to_owned() }
+        TemplateError::LimitExceeded { name: self.name.clone(), reason: reason.to_owned() }
     }
 
     fn unclear(&self, reason: TurnError) -> TemplateError {
-        TemplateError::Turns { name: self.name.clone(), reason }
+        TemplateError::AssistantTextNotFound { name: self.name.clone(), reason }
     }
 }
 
@@ -435,14 +443,15 @@ impl fmt::Debug for ChatTemplate {
 fn piece_of(pieces: &[Piece], message: usize) -> Result<&Piece, TurnError> {
     let mut own = pieces.iter().filter(|piece| piece.message == message);
     match (own.next(), own.next()) {
-        (None, _) => Err(TurnError::Missing { message }),
+        (None, _) => Err(TurnError::NoText { message }),
         (Some(piece), None) => Ok(piece),
-        (Some(_), Some(_)) => Err(TurnError::Scattered { message }),
+        (Some(_), Some(_)) => Err(TurnError::NotContiguous { message }),
     }
 }
 
-/// A message as transformers gives it to a template: without the keys that are null, and with
-/// reasoning, which goes by three names, under the two that templates read.
+/// Returns the fields of a message as transformers passes them to a template.
+///
+/// Omits null keys. Passes the reasoning, which has three names, under the two that templates read.
 fn fields_for_template(fields: &Map<String, Json>) -> Map<String, Json> {
     let own = fields.iter().filter(|(_, value)| !value.is_null());
     let own = own.map(|(key, value)| (key.clone(), value.clone()));

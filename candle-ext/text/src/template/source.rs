@@ -1,14 +1,14 @@
-//! Rewrites a template's source before it is parsed.
+//! Rewriting of a template's source before it is parsed.
 //!
-//! `{% generation %}` is transformers' own tag, which minijinja does not know, and no template
-//! says where a message begins. Both are answered by markers: calls that print a position
-//! into the text, to be taken out again by `markers`. A marker stands between block tags and
-//! takes over the whitespace control of the tag it stands beside, so that it changes nothing
-//! else; lines are not moved, so that an error still names the author's line.
+//! minijinja lacks transformers' `{% generation %}` tag, and templates do not mark where a message begins. Both are
+//! replaced by markers: calls that print a position into the text, which `markers` removes again.
+//!
+//! A marker is placed between block tags and copies the whitespace control of the tag next to it, so the rest of the
+//! output is unchanged. Line numbers stay the same, for errors.
 
 use super::markers::{CLOSE_LOOP, FENCE, GENERATION, TURN};
 
-/// The source without `generation` tags, which mean nothing when only text is wanted.
+/// Removes `generation` tags, which have no effect on the text.
 pub(super) fn plain(source: &str) -> String {
     rewrite(source, |tag| match tag.keyword {
         "generation" => Some(tag.replaced("if true")),
@@ -17,13 +17,14 @@ pub(super) fn plain(source: &str) -> String {
     })
 }
 
-/// The source with a marker at each end of a `generation` block.
+/// Inserts a marker at each end of a `generation` block.
 pub(super) fn with_generation_marks(source: &str) -> String {
     rewrite(source, generation_mark)
 }
 
-/// The same, with a marker also where each iteration of a loop begins, carrying the loop's
-/// variables, and one where each loop has ended.
+/// Inserts markers as [`with_generation_marks`] does, and also in loops.
+///
+/// Each iteration begins with a marker that has the loop's variables. Each loop ends with one.
 pub(super) fn with_loop_marks(source: &str) -> String {
     let mut open_loops = Vec::new();
     let mut n_loops = 0;
@@ -32,7 +33,7 @@ pub(super) fn with_loop_marks(source: &str) -> String {
             n_loops += 1;
             open_loops.push(n_loops);
             let mut arguments = loop_variables(tag.body)?;
-            // Some templates count: `for i in range(messages | length)`, then `messages[i]`.
+            // Some templates use an index: `for i in range(messages | length)`, then `messages[i]`.
             if source.contains(&format!("messages[{arguments}]")) {
                 arguments = format!("messages[{arguments}]");
             }
@@ -55,7 +56,7 @@ fn generation_mark(tag: &Tag<'_>) -> Option<String> {
     }
 }
 
-/// Whether the template says itself what the assistant generates.
+/// Returns true if the template has `generation` blocks.
 pub(super) fn has_generation(source: &str) -> bool {
     let mut found = false;
     rewrite(source, |tag| {
@@ -65,7 +66,7 @@ pub(super) fn has_generation(source: &str) -> bool {
     found
 }
 
-/// `for a, b in xs` binds `a, b`.
+/// Returns the loop variables: `a, b` of `for a, b in xs`.
 fn loop_variables(body: &str) -> Option<String> {
     let target = body.strip_prefix("for")?;
     let end = target.match_indices("in").map(|(at, _)| at).find(|at| {
@@ -80,11 +81,11 @@ fn is_word(letter: char) -> bool {
     letter.is_alphanumeric() || letter == '_'
 }
 
-/// A block tag, `{%- body -%}`.
+/// Block tag, `{%- body -%}`.
 struct Tag<'a> {
     keyword: &'a str,
     body: &'a str,
-    /// The whitespace control behind the opening delimiter and before the closing one.
+    /// Whitespace control after the opening delimiter and before the closing one.
     open_sign: &'a str,
     close_sign: &'a str,
 }
@@ -100,7 +101,7 @@ impl Tag<'_> {
     }
 }
 
-/// Copies the source, with each block tag replaced by what `change` says, if it says something.
+/// Copies the source and replaces each block tag by the result of `change`, if there is one.
 fn rewrite<'a>(source: &'a str, mut change: impl FnMut(&Tag<'a>) -> Option<String>) -> String {
     let mut out = String::with_capacity(source.len() + 256);
     let mut rest = source;
@@ -121,7 +122,7 @@ fn rewrite<'a>(source: &'a str, mut change: impl FnMut(&Tag<'a>) -> Option<Strin
                 out.push_str(&change(&tag).unwrap_or_else(|| code.to_owned()));
                 rest = after;
             }
-            // In raw text a delimiter is only text: go on behind its first character.
+            // In raw text a delimiter is plain text: continue after its first character.
             Some(_) => {
                 out.push('{');
                 rest = &from[1..];
@@ -151,8 +152,8 @@ fn parse_tag(code: &str) -> Option<Tag<'_>> {
     Some(Tag { keyword: &body[..end], body, open_sign, close_sign })
 }
 
-/// The length of the code that `from` begins with, up to and with its closing delimiter. As in
-/// Jinja, a delimiter inside quotes or brackets closes nothing.
+/// Returns the length of the code at the start of `from`, including its closing delimiter. As in Jinja, delimiters
+/// inside quotes or brackets do not count.
 fn end_of_code(from: &str, delimiter: &str) -> usize {
     let bytes = from.as_bytes();
     let mut depth = 0usize;

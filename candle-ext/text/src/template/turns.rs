@@ -1,42 +1,41 @@
-//! Which part of a rendered chat is whose: pieces of text by message, and of an assistant's piece
-//! the part that the model itself writes.
+//! Location of messages in a rendered chat, and of the assistant's text within its messages.
 
 use std::ops::Range;
 
 use super::markers::Mark;
 
-/// Why the assistant's text was not found in a rendering.
+/// Reason why the assistant's text cannot be located in a rendered chat.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TurnError {
-    /// The template reacts to markers, or prints characters that Unicode reserves.
+    /// The output changes with markers, or contains characters that Unicode reserves.
     #[error("the template prints something else when its turns are marked")]
-    Disturbed,
-    /// An assistant message left no text.
+    OutputChangedByMarkers,
+    /// An assistant message has no text in the output.
     #[error("message {message} (assistant) leaves no text of its own in the rendering")]
-    Missing {
-        /// Which message, from 0.
+    NoText {
+        /// Index of the message, from 0.
         message: usize,
     },
-    /// An assistant message left text in several places.
+    /// The text of an assistant message is not contiguous.
     #[error("message {message} (assistant) is printed in several places")]
-    Scattered {
-        /// Which message, from 0.
+    NotContiguous {
+        /// Index of the message, from 0.
         message: usize,
     },
-    /// The assistant's turn does not begin as the generation prompt does.
+    /// The assistant's turn does not begin with the generation prompt.
     #[error("message {message} (assistant) does not begin with the generation prompt {prompt:?}")]
-    Header {
-        /// Which message, from 0.
+    NoGenerationPrompt {
+        /// Index of the message, from 0.
         message: usize,
-        /// What the template prints to make the model speak.
+        /// Generation prompt of the template.
         prompt: String,
     },
-    /// A `generation` block is not closed where it should be.
+    /// A `generation` block is nested or not closed.
     #[error("a generation block begins or ends inside another one")]
-    Blocks,
+    UnbalancedBlocks,
 }
 
-/// What lies between the marks of `generation` blocks.
+/// Returns the byte ranges of the `generation` blocks.
 pub(super) fn generation_spans(marks: &[(usize, Mark)]) -> Result<Vec<Range<usize>>, TurnError> {
     let mut spans = Vec::new();
     let mut start = None;
@@ -48,31 +47,32 @@ pub(super) fn generation_spans(marks: &[(usize, Mark)]) -> Result<Vec<Range<usiz
                 start = None;
             }
             (Mark::Turn { .. } | Mark::LoopCloses { .. }, _) => {}
-            _ => return Err(TurnError::Blocks),
+            _ => return Err(TurnError::UnbalancedBlocks),
         }
     }
     spans.retain(|span| !span.is_empty());
     match start {
         None => Ok(spans),
-        Some(_) => Err(TurnError::Blocks),
+        Some(_) => Err(TurnError::UnbalancedBlocks),
     }
 }
 
-/// The message whose piece holds a span, if one piece holds all of it.
+/// Returns the message whose text contains the whole span.
 pub(super) fn owner(pieces: &[Piece], span: &Range<usize>) -> Option<usize> {
     let holds = |piece: &&Piece| piece.range.start <= span.start && span.end <= piece.range.end;
     pieces.iter().find(holds).map(|piece| piece.message)
 }
 
-/// A stretch of text printed while a loop stood at a message.
+/// Text printed during a loop iteration over a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) message: usize,
     pub(super) range: Range<usize>,
 }
 
-/// Splits a text by the innermost loop over messages. Text outside of all of them (a hoisted
-/// system prompt, a generation prompt at the end) belongs to no message.
+/// Splits a text by the innermost loop over messages.
+///
+/// Text outside of all loops belongs to no message, such as a system prompt or a generation prompt.
 pub(super) fn pieces(marks: &[(usize, Mark)]) -> Vec<Piece> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut open: Vec<(usize, usize)> = Vec::new();
@@ -103,25 +103,24 @@ fn push(pieces: &mut Vec<Piece>, piece: Piece) {
     }
 }
 
-/// What stands around the model's words in an assistant's piece. Learnt once a template, from
-/// chats of our own.
+/// Text before and after the assistant's words in its turns, found once per template from example chats.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Frame {
-    /// What may stand before the words: beginnings of the generation prompt, shortest first.
+pub(super) struct TurnDelimiters {
+    /// Headers before the words: prefixes of the generation prompt, shortest first.
     headers: Vec<String>,
-    /// What stands behind the words of every turn, longest first: the end of turn, which is the
-    /// model's to write, and white space, which is not.
+    /// Footers after the words of every turn, longest first: the end of turn, which the model writes, and white
+    /// space, which it does not.
     footers: Vec<String>,
-    /// The end of turn of templates that print it between turns and behind the last one.
+    /// End of turn of templates that print it between turns and after the last one.
     closing: String,
 }
 
-/// An assistant's turn in two chats that differ in its words only.
+/// Assistant's turn in two example chats that differ in its words only.
 pub(super) struct Probe {
-    /// The first chat's text and the turn's place in it.
+    /// Text of the first chat, and the turn's range in it.
     pub(super) text: String,
     pub(super) piece: Piece,
-    /// The turn as the second chat has it.
+    /// The turn in the second chat.
     pub(super) other: String,
 }
 
@@ -130,24 +129,25 @@ impl Probe {
         &self.text[self.piece.range.clone()]
     }
 
-    /// The beginning that is not the words.
+    /// Returns the beginning that both turns share.
     fn head(&self) -> &str {
         common_prefix(self.turn(), &self.other)
     }
 }
 
-/// How a chat that waits for an answer ends.
+/// End of a rendered chat whose next message is the assistant's.
 pub(super) struct Prompts<'a> {
-    /// What `add_generation_prompt` adds.
+    /// Text that `add_generation_prompt` adds.
     pub(super) added: &'a str,
-    /// All that stands behind the last turn. More than what is added in templates that print the
-    /// prompt, or its beginning, unasked; or something else, such as EOS.
+    /// Text after the last turn. It exceeds `added` if the template always prints a prompt, or prints another text
+    /// such as EOS.
     pub(super) tail: &'a str,
 }
 
-impl Frame {
-    /// Learns from how chats end and from turns that differ in their words only: what two such
-    /// turns share at their beginning is a header as far as the prompt says it too.
+impl TurnDelimiters {
+    /// Derives headers and footers from chat ends and from turns that differ in their words only.
+    ///
+    /// A header is the common beginning of two such turns, as far as the generation prompt agrees.
     pub(super) fn learn(prompts: &Prompts<'_>, probes: &[Probe]) -> Self {
         let footers = probes.iter().map(|probe| common_suffix(probe.turn(), &probe.other).to_owned());
         let mut footers: Vec<String> = footers.filter(|footer| !footer.trim_end().is_empty()).collect();
@@ -159,8 +159,8 @@ impl Frame {
         let with = |headers| Self { headers, footers: footers.clone(), closing: closing.clone() };
         let fitting = candidates
             .map(|prompt| with(headers(prompt, probes)))
-            .find(|frame| probes.iter().all(|probe| frame.fits(probe)));
-        // A prompt that fits nowhere is kept, so that every turn is refused.
+            .find(|delimiters| probes.iter().all(|probe| delimiters.fits(probe)));
+        // A prompt that matches no turn is kept, so that every turn is rejected.
         let added = [prompts.added.to_owned()].into_iter().filter(|prompt| !prompt.is_empty());
         fitting.unwrap_or_else(|| with(added.collect()))
     }
@@ -170,22 +170,25 @@ impl Frame {
         end.is_some_and(|end| end <= probe.piece.range.start + probe.head().len())
     }
 
-    /// The part of an assistant's piece that the model writes: its words and the end of its turn.
+    /// Returns the range that the model writes: its words and the end of turn.
     pub(super) fn written(&self, text: &str, piece: &Piece) -> Result<Range<usize>, TurnError> {
         let Piece { message, range } = piece.clone();
-        let start = self
-            .end_of_header(text, &range)
-            .ok_or_else(|| TurnError::Header { message, prompt: self.headers.last().cloned().unwrap_or_default() })?;
+        let start = self.end_of_header(text, &range).ok_or_else(|| TurnError::NoGenerationPrompt {
+            message,
+            prompt: self.headers.last().cloned().unwrap_or_default(),
+        })?;
         let words = &text[start..range.end];
         let footer = self.footers.iter().find(|footer| words.ends_with(footer.as_str()));
         let blank = footer.map_or(0, |footer| footer.len() - footer.trim_end().len());
         let closing = if text[range.end..].starts_with(&self.closing) { self.closing.len() } else { 0 };
         let written = start..range.end - blank + closing;
-        if written.is_empty() { Err(TurnError::Missing { message }) } else { Ok(written) }
+        if written.is_empty() { Err(TurnError::NoText { message }) } else { Ok(written) }
     }
 
-    /// Where the first header ends that ends in this piece. It may begin in the one before: some
-    /// templates print it, or the line break it begins with, at the end of the turn before.
+    /// Returns the end of the first header that ends in this range.
+    ///
+    /// The header may begin before the range: some templates print it, or its first line break, at the end of the
+    /// previous turn.
     fn end_of_header(&self, text: &str, piece: &Range<usize>) -> Option<usize> {
         let (Some(shortest), Some(longest)) = (self.headers.first(), self.headers.last()) else {
             return Some(piece.start);
@@ -204,7 +207,7 @@ impl Frame {
     }
 }
 
-/// What stands behind the last turn of a chat, if it stands behind every other one too.
+/// Returns the text after the last turn, if it follows every other turn too.
 fn closing(probes: &[Probe]) -> String {
     let behind = |probe: &'_ Probe| probe.text[probe.piece.range.end..].to_owned();
     let last = probes.last().map(behind).unwrap_or_default();
@@ -213,8 +216,7 @@ fn closing(probes: &[Probe]) -> String {
     if is_closing { closing.to_owned() } else { String::new() }
 }
 
-/// The generation prompt, and the shorter forms of it that turns begin with (without an opened
-/// thought, for one).
+/// Returns the generation prompt and its shorter forms that begin turns, such as one without `<think>`.
 fn headers(prompt: &str, probes: &[Probe]) -> Vec<String> {
     let starts = probes.iter().map(|probe| whole_words(prompt, common_prefix(prompt, probe.head())));
     let mut headers: Vec<String> = starts.chain([prompt]).map(str::to_owned).collect();
@@ -224,8 +226,8 @@ fn headers(prompt: &str, probes: &[Probe]) -> Vec<String> {
     headers
 }
 
-/// As much of a prompt's beginning as ends with a word: `<|START_` is no header, though two
-/// different tokens begin with it.
+/// Shortens a common beginning to whole words and tokens: `<|START_` is not a header, though two tokens begin with
+/// it.
 fn whole_words<'a>(prompt: &'a str, start: &str) -> &'a str {
     let is_end = |at: usize| {
         let closes = |letter: char| letter.is_whitespace() || ">]}):".contains(letter);
@@ -285,73 +287,73 @@ mod tests {
             generation_spans(&[(1, open), (4, close), (4, open), (4, close), (4, open), (5, close)]),
             Ok(vec![1..4, 4..5])
         );
-        assert_eq!(generation_spans(&[(1, open), (2, open)]), Err(TurnError::Blocks));
-        assert_eq!(generation_spans(&[(1, close)]), Err(TurnError::Blocks));
-        assert_eq!(generation_spans(&[(1, open)]), Err(TurnError::Blocks));
+        assert_eq!(generation_spans(&[(1, open), (2, open)]), Err(TurnError::UnbalancedBlocks));
+        assert_eq!(generation_spans(&[(1, close)]), Err(TurnError::UnbalancedBlocks));
+        assert_eq!(generation_spans(&[(1, open)]), Err(TurnError::UnbalancedBlocks));
     }
 
     /// `probes`: what stands before a turn, and the turn with two different words.
-    fn frame(added: &str, tail: &str, probes: &[(&str, &str, &str)]) -> Frame {
+    fn delimiters(added: &str, tail: &str, probes: &[(&str, &str, &str)]) -> TurnDelimiters {
         let probe = |(before, turn, other): &(&str, &str, &str)| Probe {
             text: format!("{before}{turn}"),
             piece: Piece { message: 1, range: before.len()..before.len() + turn.len() },
             other: (*other).to_owned(),
         };
-        Frame::learn(&Prompts { added, tail }, &probes.iter().map(probe).collect::<Vec<_>>())
+        TurnDelimiters::learn(&Prompts { added, tail }, &probes.iter().map(probe).collect::<Vec<_>>())
     }
 
     #[track_caller]
-    fn check(frame: &Frame, before: &str, turn: &str, want: &str) {
+    fn check(delimiters: &TurnDelimiters, before: &str, turn: &str, want: &str) {
         let text = format!("{before}{turn}");
         let piece = Piece { message: 0, range: before.len()..text.len() };
-        assert_eq!(&text[frame.written(&text, &piece).unwrap()], want);
+        assert_eq!(&text[delimiters.written(&text, &piece).unwrap()], want);
     }
 
     #[track_caller]
-    fn refuses(frame: &Frame, turn: &str, prompt: &str) {
-        let error = frame.written(turn, &Piece { message: 5, range: 0..turn.len() }).unwrap_err();
-        assert_eq!(error, TurnError::Header { message: 5, prompt: prompt.into() });
+    fn refuses(delimiters: &TurnDelimiters, turn: &str, prompt: &str) {
+        let error = delimiters.written(turn, &Piece { message: 5, range: 0..turn.len() }).unwrap_err();
+        assert_eq!(error, TurnError::NoGenerationPrompt { message: 5, prompt: prompt.into() });
     }
 
     #[test]
     fn a_header_is_as_much_of_the_prompt_as_the_turn_repeats() {
         let prompt = "<a><think>";
-        let frame = frame(prompt, prompt, &[("", "<a>xx</a>\n", "<a>yy</a>\n")]);
-        check(&frame, "", "<a>hi</a>\n", "hi</a>");
-        check(&frame, "", "<a><think>hi</a>\n", "hi</a>");
-        check(&frame, "", "<s>system</s><a>hi <a></a>\n", "hi <a></a>");
-        check(&frame, "<a>", "hi \n", "hi \n");
-        refuses(&frame, "hi", prompt);
+        let delimiters = delimiters(prompt, prompt, &[("", "<a>xx</a>\n", "<a>yy</a>\n")]);
+        check(&delimiters, "", "<a>hi</a>\n", "hi</a>");
+        check(&delimiters, "", "<a><think>hi</a>\n", "hi</a>");
+        check(&delimiters, "", "<s>system</s><a>hi <a></a>\n", "hi <a></a>");
+        check(&delimiters, "<a>", "hi \n", "hi \n");
+        refuses(&delimiters, "hi", prompt);
     }
 
     #[test]
     fn a_header_may_begin_in_the_turn_before() {
         let turns = [("q\n\n", "Answer:\nxx", "Answer:\nyy"), ("é\n\n", "Answer:\nxx", "Answer:\nyy")];
-        let frame = frame("\n\nAnswer:\n", "", &turns);
-        check(&frame, "é\n\n", "Answer:\nAnswer:\n", "Answer:\n");
-        refuses(&frame, "Answer:\nhi", "\n\nAnswer:\n");
+        let delimiters = delimiters("\n\nAnswer:\n", "", &turns);
+        check(&delimiters, "é\n\n", "Answer:\nAnswer:\n", "Answer:\n");
+        refuses(&delimiters, "Answer:\nhi", "\n\nAnswer:\n");
     }
 
     #[test]
     fn a_prompt_that_is_printed_unasked_is_a_prompt() {
         let turns = [("", "<a><say>xx</a>", "<a><say>yy</a>")];
-        check(&frame("", "<a><say>", &turns), "", "<a><say>hi</a>", "hi</a>");
-        check(&frame("<say>", "<a><say>", &turns), "", "<a><say>hi</a>", "hi</a>");
-        check(&frame("", "</a>", &turns), "", "<a><say>hi</a>", "<a><say>hi</a>");
-        check(&frame("", "</s>", &turns), "", "<a><say>hi</a>", "<a><say>hi</a>");
+        check(&delimiters("", "<a><say>", &turns), "", "<a><say>hi</a>", "hi</a>");
+        check(&delimiters("<say>", "<a><say>", &turns), "", "<a><say>hi</a>", "hi</a>");
+        check(&delimiters("", "</a>", &turns), "", "<a><say>hi</a>", "<a><say>hi</a>");
+        check(&delimiters("", "</s>", &turns), "", "<a><say>hi</a>", "<a><say>hi</a>");
     }
 
     #[test]
     fn half_a_token_is_no_header() {
         let turns = [("", "<|START_TURN|>xx", "<|START_TURN|>yy")];
-        refuses(&frame("<|START_ANSWER|>", "", &turns), "<|START_TURN|>hi", "<|START_ANSWER|>");
+        refuses(&delimiters("<|START_ANSWER|>", "", &turns), "<|START_TURN|>hi", "<|START_ANSWER|>");
         let turns = [("", "<|start|>assistant xx", "<|start|>assistant yy")];
-        refuses(&frame("<|start|>model", "", &turns), "<|start|>assistant hi", "<|start|>model");
+        refuses(&delimiters("<|start|>model", "", &turns), "<|start|>assistant hi", "<|start|>model");
     }
 
     #[test]
     fn white_space_behind_nothing_else_is_the_models_own() {
-        check(&frame("", "", &[("", "xx\n", "yy\n")]), "", "hi\n", "hi\n");
+        check(&delimiters("", "", &[("", "xx\n", "yy\n")]), "", "hi\n", "hi\n");
     }
 
     #[test]

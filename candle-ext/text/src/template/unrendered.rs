@@ -1,39 +1,39 @@
-//! Detection of tool calls, tools and reasoning that a chat template does not render.
+//! Detection of tool calls, tool definitions and reasoning that a chat template omits.
 //!
-//! A template may read a key and print nothing of it, so reading is no evidence. The conversation
-//! is rendered once more with markers in the values in question, and the markers are looked for.
+//! A template may read a key without printing it. So the conversation is rendered again with markers in these
+//! values, and the output is searched for the markers.
 
 use serde_json::{Value as Json, json};
 
-use super::{ChatTemplate, Ending};
+use super::{AddGenerationPrompt, ChatTemplate};
 use crate::conversation::{Conversation, Message};
 
-/// The parts of a conversation that its rendering lacks.
+/// Parts of a conversation that the rendered text omits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Unrendered {
-    /// Messages with a tool call that is not rendered.
+pub struct UnrenderedParts {
+    /// Indices of messages with an omitted tool call.
     pub tool_calls: Vec<usize>,
-    /// Messages with reasoning that is not rendered.
+    /// Indices of messages with omitted reasoning.
     pub reasoning: Vec<usize>,
-    /// Tool definitions are offered and not rendered.
+    /// True if tool definitions are given and omitted.
     pub tools: bool,
 }
 
 impl ChatTemplate {
-    /// Finds the tool calls, tools and reasoning that a rendering of this conversation lacks.
+    /// Finds tool calls, tool definitions and reasoning that the template omits.
     ///
-    /// A template that refuses the markers is taken to render everything, because it looked at them.
-    pub fn unrendered(&self, chat: &Conversation) -> Unrendered {
+    /// Returns none if the template fails on the markers, because it then inspects these values.
+    pub fn unrendered_parts(&self, chat: &Conversation) -> UnrenderedParts {
         let has_tools = chat.tools.as_ref().is_some_and(Json::is_array);
         let is_probed = |message: &Message| message.has_tool_calls() || message.reasoning().is_some();
         if !has_tools && !chat.messages.iter().any(is_probed) {
-            return Unrendered::default();
+            return UnrenderedParts::default();
         }
-        let Ok(text) = self.render(&marked(chat), Ending::Closed) else { return Unrendered::default() };
+        let Ok(text) = self.render(&marked(chat), AddGenerationPrompt::No) else { return UnrenderedParts::default() };
         let lacks = |what: &str, message: usize| !text.contains(&marker(what, message));
         let messages = || chat.messages.iter().enumerate();
         let n_calls = |message: &Message| calls(message).filter(|call| name_of(call).is_some()).count();
-        Unrendered {
+        UnrenderedParts {
             tool_calls: messages()
                 .filter(|(idx, message)| (0..n_calls(message)).any(|call| lacks(&format!("call{call}"), *idx)))
                 .map(|(idx, _)| idx)
@@ -46,13 +46,13 @@ impl ChatTemplate {
         }
     }
 
-    /// Returns true if the template renders the reasoning of a last answer. Many leave out that of earlier ones by
-    /// design.
+    /// Returns true if the template renders the reasoning of the last answer. Many templates omit that of earlier
+    /// answers by design.
     pub fn renders_reasoning(&self) -> bool {
         *self.renders_reasoning.get_or_init(|| {
             let answer = Message::new("assistant", "answer").with("reasoning_content", json!("thought"));
             let chat = Conversation::new([Message::new("user", "question"), answer]);
-            self.unrendered(&chat).reasoning.is_empty()
+            self.unrendered_parts(&chat).reasoning.is_empty()
         })
     }
 }
@@ -61,7 +61,7 @@ fn marker(what: &str, message: usize) -> String {
     format!("candlewick{what}of{message}marker")
 }
 
-/// The conversation with a marker in each value in question.
+/// Returns the conversation with a marker in each tool call, tool definition and reasoning.
 fn marked(chat: &Conversation) -> Conversation {
     let messages = chat.messages.iter().enumerate().map(|(idx, message)| {
         let fields = message.fields().iter();

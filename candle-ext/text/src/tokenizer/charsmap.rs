@@ -1,10 +1,11 @@
-//! The normalizer `Precompiled`: SentencePiece's table, base64 of a length, a trie of that length and texts.
+//! Validation of the `Precompiled` normalizer: SentencePiece's table in base64.
 //!
-//! The tokenizers crate allocates what the length says before it reads the trie.
+//! The table is a length, a trie of that length and strings. The tokenizers crate allocates the length before it
+//! reads the trie.
 
 use serde_json::Value as Json;
 
-/// Characters of base64 in the first bytes, which hold the length.
+/// Number of base64 characters that hold the length.
 const HEAD: usize = 8;
 
 /// Checks the length in every `precompiled_charsmap` of a tokenizer.json.
@@ -31,7 +32,7 @@ fn check_length(charsmap: &str) -> Result<(), String> {
     }
 }
 
-/// The little-endian number of the first four bytes.
+/// Decodes the little-endian number of the first four bytes.
 fn length(charsmap: &str) -> Option<usize> {
     let digit = |c: u8| match c {
         b'A'..=b'Z' => Some(c - b'A'),
@@ -44,7 +45,7 @@ fn length(charsmap: &str) -> Option<usize> {
     };
     let head = charsmap.as_bytes().get(..HEAD)?;
     let bits = head.iter().try_fold(0_u64, |bits, c| Some(bits << 6 | u64::from(digit(*c)?)))?;
-    // Six bytes are in the lower 48 bits; the first four of them are the number.
+    // The lower 48 bits hold six bytes; the first four of them are the number.
     let bytes = [40, 32, 24, 16].map(|shift| (bits >> shift) as u8);
     usize::try_from(u32::from_le_bytes(bytes)).ok()
 }

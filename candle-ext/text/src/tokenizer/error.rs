@@ -1,11 +1,11 @@
-//! Errors of a tokenizer and its folder.
+//! Errors of tokenizers and their folders.
 
 use std::io;
 use std::path::PathBuf;
 
 use crate::template::TemplateError;
 
-/// An error of loading or using a tokenizer.
+/// Error of loading or using a tokenizer.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
     /// The folder has no `tokenizer.json`.
@@ -14,13 +14,13 @@ pub enum TokenizerError {
          folder that holds tokenizer.json and tokenizer_config.json (save one with transformers' \
          AutoTokenizer.from_pretrained(...).save_pretrained(...))"
     )]
-    Missing {
+    NoTokenizerJson {
         /// The folder or file that was searched.
         directory: PathBuf,
         /// The files that are there instead.
         found: String,
     },
-    /// A file is there but cannot be read.
+    /// A file exists but cannot be read.
     #[error("read {path}: {source}")]
     Read {
         /// The file.
@@ -28,17 +28,17 @@ pub enum TokenizerError {
         /// The system's error.
         source: io::Error,
     },
-    /// A file does not hold what it should.
+    /// A file has invalid content.
     #[error("parse {path}: {message}")]
-    Content {
+    InvalidFile {
         /// The file.
         path: PathBuf,
-        /// The fault, and its place.
+        /// The problem and its location.
         message: String,
     },
-    /// A key holds a value of the wrong kind.
+    /// A key has a value of the wrong type.
     #[error("read {path}: key `{key}` is {found}, expected {expected}")]
-    Value {
+    InvalidValue {
         /// The file.
         path: PathBuf,
         /// The key.
@@ -48,7 +48,7 @@ pub enum TokenizerError {
         /// The value that was expected.
         expected: &'static str,
     },
-    /// A special token is named that the vocabulary lacks.
+    /// The configuration names a special token that the vocabulary lacks.
     #[error(
         "load a tokenizer from {directory}: {key} is {text:?}, which tokenizer.json has no id \
          for. Fix: the files are of two different tokenizers, or the token has to be added"
@@ -61,27 +61,27 @@ pub enum TokenizerError {
         /// The text of the token.
         text: String,
     },
-    /// There is no chat template of this name.
+    /// The folder has no chat template of this name.
     #[error("find chat template {name:?} in {directory}: it has {available}")]
     NoTemplate {
         /// The folder.
         directory: PathBuf,
-        /// The request.
+        /// Requested name.
         name: String,
-        /// The alternatives that exist.
+        /// Available names.
         available: String,
     },
-    /// The chat template is broken.
+    /// The chat template is invalid.
     #[error(transparent)]
     Template(#[from] TemplateError),
-    /// The tokenizer refused a text or ids.
+    /// The tokenizer fails to encode or decode.
     #[error("{action} with the tokenizer of {directory}: {message}")]
-    Run {
+    EncodeOrDecode {
         /// The folder.
         directory: PathBuf,
         /// `encode` or `decode`.
         action: &'static str,
-        /// Its message.
+        /// Message of the tokenizer.
         message: String,
     },
 }

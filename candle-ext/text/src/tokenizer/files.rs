@@ -1,4 +1,4 @@
-//! The files of a tokenizer's folder.
+//! Files of a tokenizer's folder.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value as Json};
 
 use super::TokenizerError;
-use crate::files::{MAX_GENERATED_BYTES, read_regular_file, without_bom};
+use crate::files::{MAX_GENERATED_FILE_BYTES, read_regular_file, without_bom};
 
-/// A chat template's name (`default`, `tool_use`, ...), the file it stands in, and its source.
+/// Chat template with its name (`default`, `tool_use`, ...), its file and its source.
 #[derive(Clone, Debug)]
 pub(super) struct NamedTemplate {
     pub(super) name: String,
@@ -16,10 +16,10 @@ pub(super) struct NamedTemplate {
     pub(super) source: String,
 }
 
-/// Reads a text file; `None` where there is none. A pipe or a device, which may never end, is refused.
+/// Reads a text file. `None` if it does not exist. Rejects pipes and devices, whose bytes may never end.
 pub(super) fn read(path: &Path) -> Result<Option<String>, TokenizerError> {
-    match read_regular_file(path, MAX_GENERATED_BYTES) {
-        Ok(bytes) => String::from_utf8(bytes).map(Some).map_err(|error| TokenizerError::Content {
+    match read_regular_file(path, MAX_GENERATED_FILE_BYTES) {
+        Ok(bytes) => String::from_utf8(bytes).map(Some).map_err(|error| TokenizerError::InvalidFile {
             path: path.to_owned(),
             message: format!("not UTF-8 at byte {}", error.utf8_error().valid_up_to()),
         }),
@@ -28,10 +28,10 @@ pub(super) fn read(path: &Path) -> Result<Option<String>, TokenizerError> {
     }
 }
 
-/// Reads a file that holds a JSON object; an empty one where there is no file.
+/// Reads a file with a JSON object. Returns an empty object if the file does not exist.
 pub(super) fn read_object(path: &Path) -> Result<Map<String, Json>, TokenizerError> {
     let Some(text) = read(path)? else { return Ok(Map::new()) };
-    let content = |message| TokenizerError::Content { path: path.to_owned(), message };
+    let content = |message| TokenizerError::InvalidFile { path: path.to_owned(), message };
     match serde_json::from_slice(without_bom(text.as_bytes())) {
         Ok(Json::Object(object)) => Ok(object),
         Ok(_) => Err(content("expected a JSON object".into())),
@@ -39,9 +39,11 @@ pub(super) fn read_object(path: &Path) -> Result<Map<String, Json>, TokenizerErr
     }
 }
 
-/// Every chat template of the folder, the newest way of storing them first:
-/// `chat_template.jinja` with `additional_chat_templates/`, `chat_template.json`, and the key
-/// `chat_template` of `tokenizer_config.json`, a text or a list of `{name, template}`.
+/// Reads every chat template of the folder, from the newest storage layout that exists.
+///
+/// 1. `chat_template.jinja` with `additional_chat_templates/`
+/// 2. `chat_template.json`
+/// 3. `chat_template` in `tokenizer_config.json`: a string or a list of `{name, template}`
 pub(super) fn chat_templates(
     directory: &Path,
     config: &Map<String, Json>,
@@ -90,7 +92,7 @@ fn templates_of_key(path: &Path, object: &Map<String, Json>) -> Result<Vec<Named
         Json::Array(items) => items.iter().map(listed).collect(),
         _ => None,
     };
-    templates.ok_or_else(|| TokenizerError::Value {
+    templates.ok_or_else(|| TokenizerError::InvalidValue {
         path: path.to_owned(),
         key: "chat_template",
         found: value.to_string().chars().take(60).collect(),

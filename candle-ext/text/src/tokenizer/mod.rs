@@ -1,14 +1,16 @@
-//! A tokenizer as a Hugging Face folder holds it: `tokenizer.json` for text and ids, and the
-//! files beside it for the special tokens' roles and the chat templates.
+//! Tokenizers in Hugging Face folders.
+//!
+//! `tokenizer.json` holds the vocabulary. Other files of the folder hold the roles of special tokens and the chat
+//! templates.
 
-mod added;
+mod added_tokens;
+mod byte_level_bpe;
 mod charsmap;
-mod cut;
 mod error;
 mod files;
-mod known;
 mod special;
-mod words;
+mod split_rule;
+mod word_cache;
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -17,20 +19,20 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
 
+use crate::catch_panic::catch_panic;
 use crate::files::without_bom;
-use crate::panics::caught;
 use crate::template::{ChatTemplate, TemplateError};
+use byte_level_bpe::ByteLevelBpe;
 use files::NamedTemplate;
-use words::Words;
 
 pub use error::TokenizerError;
-pub use special::{AddedTokens, SpecialToken};
+pub use special::{PostProcessorTokens, SpecialToken};
 
-/// Text to ids and back, with the special tokens' roles.
+/// Tokenizer with its special tokens and chat templates.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// A quicker way to the same ids, for tokenizers that have one.
-    words: Option<Words>,
+    /// Fast path for byte-level BPE, with the same ids. `None` for other tokenizers.
+    words: Option<ByteLevelBpe>,
     directory: PathBuf,
     named: Vec<(String, String)>,
     bos: Option<SpecialToken>,
@@ -39,42 +41,42 @@ pub struct Tokenizer {
     unk: Option<SpecialToken>,
     eos_ids: BTreeSet<u32>,
     special_ids: BTreeSet<u32>,
-    added: AddedTokens,
+    added: PostProcessorTokens,
     templates: Vec<NamedTemplate>,
 }
 
-/// The special tokens that encoding adds: those of transformers' `tokenizer(text)` (BOS, for many), or none.
+/// Treatment of special tokens: `add_special_tokens` in encoding, the inverse of `skip_special_tokens` in decoding.
 ///
-/// That is what the post-processor of tokenizer.json says, and before it `add_bos_token` and `add_eos_token` of
-/// tokenizer_config.json.
+/// Encoding adds the tokens of the post-processor in tokenizer.json. `add_bos_token` and `add_eos_token` of
+/// tokenizer_config.json override them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Specials {
-    /// Adds them.
-    Add,
-    /// The text's own tokens only.
-    Omit,
+pub enum SpecialTokens {
+    /// Encoding adds special tokens, such as BOS; decoding keeps them.
+    Include,
+    /// Encoding adds none; decoding drops special tokens.
+    Exclude,
 }
 
-/// Ids of a text and where in it each comes from.
+/// Token ids of a text and the byte range of each.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Encoded {
-    /// The token ids.
+pub struct Encoding {
+    /// Token ids, `[n_tokens]`.
     pub ids: Vec<u32>,
-    /// The bytes of the text that each token stands for. Tokens that share a character share its
-    /// bytes; where the tokenizer drops characters, they count to the token behind them.
+    /// Byte range of each token in the text, `[n_tokens]`.
+    ///
+    /// Tokens that share a character share its bytes. Bytes of dropped characters belong to the next token.
     pub offsets: Vec<Range<usize>>,
 }
 
-/// Tokens whose bytes leave nothing out.
+/// Encoding whose byte ranges cover the whole text.
 #[derive(Default)]
-struct Covering {
-    encoded: Encoded,
+struct EncodingBuilder {
+    encoded: Encoding,
     covered: usize,
 }
 
-impl Covering {
-    /// Post-processors may trim the white space of a token from its bytes. What several tokens share begins where the
-    /// first of them does.
+impl EncodingBuilder {
+    /// Appends a token. Extends its range to the previous one, since post-processors may trim white space.
     fn push(&mut self, id: u32, start: usize, end: usize) {
         self.encoded.ids.push(id);
         self.encoded.offsets.push(start.min(self.covered)..end);
@@ -83,23 +85,23 @@ impl Covering {
 }
 
 impl Tokenizer {
-    /// Bytes in memory per token of a byte-pair vocabulary: its text, its merges and their tables. Measured.
+    /// Measured memory in bytes per token of a BPE vocabulary, with text, merges and tables.
     pub const BYTES_PER_TOKEN: u64 = 400;
 
-    /// Loads a folder. `tokenizer.json` must be there; the other files may be missing.
+    /// Loads a tokenizer folder. Only `tokenizer.json` is required.
     pub fn from_directory(directory: impl AsRef<Path>) -> Result<Self, TokenizerError> {
         let directory = directory.as_ref();
         let inner = load(directory)?;
         let config = files::read_object(&directory.join("tokenizer_config.json"))?;
         let map = files::read_object(&directory.join("special_tokens_map.json"))?;
-        let named = special::Named::from_configs(&config, &map);
+        let named = special::SpecialTokenConfig::from_configs(&config, &map);
         special::check_roles(directory, &config)?;
         let find = |key| find(&inner, directory, key, named.text(key));
         let (bos, eos, unk) = (find("bos_token")?, find("eos_token")?, find("unk_token")?);
         let pad = find("pad_token")?.or_else(|| eos.clone());
 
-        let around = caught(|| AddedTokens::of(&inner, bos.as_ref()).map_err(|error| error.to_string()));
-        let mut around = around.and_then(|around| around).map_err(|message| TokenizerError::Content {
+        let around = catch_panic(|| PostProcessorTokens::of(&inner, bos.as_ref()).map_err(|error| error.to_string()));
+        let mut around = around.and_then(|around| around).map_err(|message| TokenizerError::InvalidFile {
             path: directory.join("tokenizer.json"),
             message: format!("it cannot encode a text: {message}"),
         })?;
@@ -107,7 +109,7 @@ impl Tokenizer {
             |token: &Option<SpecialToken>, is_added: bool| token.iter().filter(|_| is_added).map(|it| it.id).collect();
         around
             .check(&inner)
-            .map_err(|message| TokenizerError::Content { path: directory.join("tokenizer.json"), message })?;
+            .map_err(|message| TokenizerError::InvalidFile { path: directory.join("tokenizer.json"), message })?;
         around.before = named.add_bos.map_or(around.before, |is_added| ids(&bos, is_added));
         around.after = named.add_eos.map_or(around.after, |is_added| ids(&eos, is_added));
 
@@ -121,7 +123,7 @@ impl Tokenizer {
             directory: directory.to_owned(),
             added: around,
             named: named.tokens,
-            words: Words::of(&inner),
+            words: ByteLevelBpe::of(&inner),
             inner,
             bos,
             eos,
@@ -131,20 +133,21 @@ impl Tokenizer {
         })
     }
 
-    /// Adds the stop tokens of another folder's `generation_config.json` and `config.json`.
-    pub fn with_stops_of(mut self, directory: &Path) -> Result<Self, TokenizerError> {
+    /// Adds the EOS ids of another folder's `generation_config.json` and `config.json`.
+    pub fn with_eos_ids_from(mut self, directory: &Path) -> Result<Self, TokenizerError> {
         self.eos_ids.extend(special::eos_ids(directory)?);
         Ok(self)
     }
 
-    /// The folder it was loaded from.
+    /// Returns the folder of the tokenizer.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// Compiles the chat template of this name, by default `default`, with the special tokens as
-    /// its variables and, unless a name is asked for, `tool_use` for conversations with tools.
-    /// `None`: the folder has no chat template at all.
+    /// Compiles the chat template of this name, by default `default`. `None` if the folder has no chat template.
+    ///
+    /// The special tokens become template variables. Without a name, conversations with tools use the template
+    /// `tool_use`.
     pub fn chat_template(&self, name: Option<&str>) -> Result<Option<ChatTemplate>, TokenizerError> {
         if self.templates.is_empty() && name.is_none() {
             return Ok(None);
@@ -159,7 +162,7 @@ impl Tokenizer {
         }))
     }
 
-    /// Gives a chat template this tokenizer's special tokens (`bos_token`, ...) as variables.
+    /// Sets this tokenizer's special tokens (`bos_token`, ...) as template variables.
     #[must_use]
     pub fn with_special_tokens(&self, template: ChatTemplate) -> ChatTemplate {
         let given =
@@ -184,132 +187,133 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of a text. Special tokens written out in it become their ids.
-    pub fn encode(&self, text: &str, specials: Specials) -> Result<Vec<u32>, TokenizerError> {
-        self.caught("encode", || self.encode_uncaught(text, specials))?
+    /// Encodes a text to token ids. Special tokens spelled out in the text become their ids.
+    pub fn encode(&self, text: &str, specials: SpecialTokens) -> Result<Vec<u32>, TokenizerError> {
+        self.catch_panic("encode", || self.encode_uncaught(text, specials))?
     }
 
-    /// Some tokenizer.json files make the tokenizers crate panic.
-    fn caught<T>(&self, action: &'static str, run: impl FnOnce() -> T) -> Result<T, TokenizerError> {
-        let (directory, message) = match caught(run) {
+    /// Converts a panic of the tokenizers crate to an error. Some tokenizer.json files cause panics.
+    fn catch_panic<T>(&self, action: &'static str, run: impl FnOnce() -> T) -> Result<T, TokenizerError> {
+        let (directory, message) = match catch_panic(run) {
             Ok(result) => return Ok(result),
-            Err(panic) => (self.directory.clone(), format!("its tokenizer.json makes no sense ({panic})")),
+            Err(panic) => (self.directory.clone(), format!("its tokenizer.json is invalid ({panic})")),
         };
-        Err(TokenizerError::Run { directory, action, message })
+        Err(TokenizerError::EncodeOrDecode { directory, action, message })
     }
 
-    fn encode_uncaught(&self, text: &str, specials: Specials) -> Result<Vec<u32>, TokenizerError> {
+    fn encode_uncaught(&self, text: &str, specials: SpecialTokens) -> Result<Vec<u32>, TokenizerError> {
         let mut ids = match specials {
-            Specials::Add => self.added.before.clone(),
-            Specials::Omit => Vec::new(),
+            SpecialTokens::Include => self.added.before.clone(),
+            SpecialTokens::Exclude => Vec::new(),
         };
         let n_before = ids.len();
         let words = self.words.as_ref();
         if words.and_then(|words| words.encode(&self.inner, text, |id, _, _| ids.push(id))).is_none() {
             ids.truncate(n_before);
-            ids.extend(self.encode_by_the_book(text)?);
+            ids.extend(self.encode_with_tokenizers_crate(text)?);
         }
-        if specials == Specials::Add {
+        if specials == SpecialTokens::Include {
             ids.extend(&self.added.after);
         }
         Ok(ids)
     }
 
-    fn encode_by_the_book(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+    fn encode_with_tokenizers_crate(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
         let encoding = self.inner.encode_fast(text, false);
         Ok(encoding.map_err(|error| self.refused("encode", error))?.get_ids().to_vec())
     }
 
-    /// The ids of a text without added specials, and the bytes each stands for.
-    pub fn encode_with_offsets(&self, text: &str) -> Result<Encoded, TokenizerError> {
-        self.caught("encode", || self.encode_with_offsets_uncaught(text))?
+    /// Encodes a text without added special tokens, with the byte range of each token.
+    pub fn encode_with_offsets(&self, text: &str) -> Result<Encoding, TokenizerError> {
+        self.catch_panic("encode", || self.encode_with_offsets_uncaught(text))?
     }
 
-    fn encode_with_offsets_uncaught(&self, text: &str) -> Result<Encoded, TokenizerError> {
-        let mut covering = Covering::default();
+    fn encode_with_offsets_uncaught(&self, text: &str) -> Result<Encoding, TokenizerError> {
+        let mut encoding_builder = EncodingBuilder::default();
         let words = self.words.as_ref();
-        match words.and_then(|words| words.encode(&self.inner, text, |id, from, to| covering.push(id, from, to))) {
-            Some(()) => Ok(covering.encoded),
-            None => self.encode_with_offsets_by_the_book(text),
+        match words
+            .and_then(|words| words.encode(&self.inner, text, |id, from, to| encoding_builder.push(id, from, to)))
+        {
+            Some(()) => Ok(encoding_builder.encoded),
+            None => self.encode_with_offsets_with_tokenizers_crate(text),
         }
     }
 
-    fn encode_with_offsets_by_the_book(&self, text: &str) -> Result<Encoded, TokenizerError> {
+    fn encode_with_offsets_with_tokenizers_crate(&self, text: &str) -> Result<Encoding, TokenizerError> {
         let encoding = self.inner.encode(text, false).map_err(|error| self.refused("encode", error))?;
-        let mut covering = Covering::default();
+        let mut encoding_builder = EncodingBuilder::default();
         let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
-        tokens.for_each(|(&id, &(start, end))| covering.push(id, start, end));
-        Ok(covering.encoded)
+        tokens.for_each(|(&id, &(start, end))| encoding_builder.push(id, start, end));
+        Ok(encoding_builder.encoded)
     }
 
-    /// The text of ids, with special tokens written out or left out.
-    pub fn decode(&self, ids: &[u32], specials: Specials) -> Result<String, TokenizerError> {
-        let text = self.caught("decode", || self.inner.decode(ids, specials == Specials::Omit))?;
+    /// Decodes token ids to text, with or without special tokens.
+    pub fn decode(&self, ids: &[u32], specials: SpecialTokens) -> Result<String, TokenizerError> {
+        let text = self.catch_panic("decode", || self.inner.decode(ids, specials == SpecialTokens::Exclude))?;
         text.map_err(|error| self.refused("decode", error))
     }
 
     fn refused(&self, action: &'static str, error: tokenizers::Error) -> TokenizerError {
         let (directory, message) = (self.directory.clone(), error.to_string());
-        TokenizerError::Run { directory, action, message }
+        TokenizerError::EncodeOrDecode { directory, action, message }
     }
 
-    /// The number of tokens, added ones included. A model's embedding may be larger.
+    /// Returns the number of tokens, including added tokens. A model's embedding may have more rows.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
 
-    /// The largest id, plus one: what an embedding must at least hold.
-    pub fn id_bound(&self) -> u32 {
+    /// Returns the largest token id plus one: the least number of embedding rows.
+    pub fn min_embedding_rows(&self) -> u32 {
         self.inner.get_vocab(true).values().max().map_or(0, |id| id + 1)
     }
 
-    /// The id of a token as it is written in the vocabulary.
+    /// Returns the id of a token as spelled in the vocabulary.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// The token of an id as it is written in the vocabulary.
+    /// Returns the token of an id as spelled in the vocabulary.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
 
-    /// The token that begins a text.
+    /// Returns the BOS token.
     pub fn bos(&self) -> Option<&SpecialToken> {
         self.bos.as_ref()
     }
 
-    /// The token that ends a text.
+    /// Returns the EOS token.
     pub fn eos(&self) -> Option<&SpecialToken> {
         self.eos.as_ref()
     }
 
-    /// The token that fills a batch; EOS where none is named.
+    /// Returns the padding token, or EOS if none is configured.
     pub fn pad(&self) -> Option<&SpecialToken> {
         self.pad.as_ref()
     }
 
-    /// The token for what the vocabulary lacks.
+    /// Returns the token for unknown text.
     pub fn unk(&self) -> Option<&SpecialToken> {
         self.unk.as_ref()
     }
 
-    /// Every id that ends a generation: EOS, and those of `generation_config.json` and
-    /// `config.json`.
+    /// Returns every id that ends generation: EOS, and those of `generation_config.json` and `config.json`.
     pub fn eos_ids(&self) -> &BTreeSet<u32> {
         &self.eos_ids
     }
 
-    /// Whether an id is a special token's.
+    /// Returns true if the id belongs to a special token.
     pub fn is_special(&self, id: u32) -> bool {
         self.special_ids.contains(&id)
     }
 
-    /// The special tokens that it puts around a text ([`Specials::Add`]).
-    pub fn added_tokens(&self) -> &AddedTokens {
+    /// Returns the special tokens that encoding adds around a text ([`SpecialTokens::Include`]).
+    pub fn post_processor_tokens(&self) -> &PostProcessorTokens {
         &self.added
     }
 
-    /// Whether a sample begins with BOS twice: once from its text, once added.
+    /// Returns true if the ids begin with BOS twice: once from the text, once added.
     pub fn has_doubled_bos(&self, ids: &[u32]) -> bool {
         let bos = self.bos.as_ref().map(|bos| bos.id);
         bos.is_some_and(|bos| ids.starts_with(&[bos, bos]))
@@ -329,13 +333,13 @@ impl fmt::Debug for Tokenizer {
 fn load(directory: &Path) -> Result<tokenizers::Tokenizer, TokenizerError> {
     let path = directory.join("tokenizer.json");
     let Some(text) = files::read(&path)? else {
-        return Err(TokenizerError::Missing {
+        return Err(TokenizerError::NoTokenizerJson {
             directory: directory.to_owned(),
             found: what_is_there(directory).to_owned(),
         });
     };
-    let content = |message| TokenizerError::Content { path: path.clone(), message };
-    // Truncation and padding are the trainer's; files saved during a training may hold them.
+    let content = |message| TokenizerError::InvalidFile { path: path.clone(), message };
+    // The trainer truncates and pads. Files saved during a training may enable both.
     let mut json: Json =
         serde_json::from_slice(without_bom(text.as_bytes())).map_err(|error| content(error.to_string()))?;
     for key in ["truncation", "padding"] {
@@ -345,9 +349,9 @@ fn load(directory: &Path) -> Result<tokenizers::Tokenizer, TokenizerError> {
     }
     charsmap::check(&json).map_err(content)?;
     let ids = added_ids(&json);
-    let read = caught(|| serde_json::from_value(json).map_err(|error| error.to_string()));
+    let read = catch_panic(|| serde_json::from_value(json).map_err(|error| error.to_string()));
     let inner: tokenizers::Tokenizer = read.and_then(|read| read).map_err(content)?;
-    // The tokenizers crate gives an added token the next free id and logs a line.
+    // The tokenizers crate renumbers such an added token and only logs it.
     for (text, id) in ids {
         let own = inner.token_to_id(&text);
         if own.is_some_and(|own| u64::from(own) != id) {

@@ -1,4 +1,4 @@
-//! The special tokens a tokenizer's folder names: which they are, as text and as id.
+//! Special tokens that a tokenizer's folder configures.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -7,26 +7,26 @@ use serde_json::{Map, Value as Json};
 
 use super::{TokenizerError, files};
 
-/// A special token as text and as id.
+/// Special token with its text and id.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpecialToken {
-    /// How it is written.
+    /// Text of the token.
     pub text: String,
-    /// Its id.
+    /// Token id.
     pub id: u32,
 }
 
-/// The special tokens that a tokenizer puts around a text.
+/// Special tokens that the post-processor adds around a text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct AddedTokens {
-    /// The ids before the text, usually BOS or none.
+pub struct PostProcessorTokens {
+    /// Ids before the text, usually BOS or none.
     pub before: Vec<u32>,
-    /// The ids after the text.
+    /// Ids after the text.
     pub after: Vec<u32>,
 }
 
-impl AddedTokens {
-    /// Reads off what the post-processor puts around a text. Of no text, BOS and what is before it stand before.
+impl PostProcessorTokens {
+    /// Finds the tokens that the post-processor adds around a text. If encoding drops the text, BOS ends the prefix.
     pub(super) fn of(inner: &tokenizers::Tokenizer, bos: Option<&SpecialToken>) -> tokenizers::Result<Self> {
         let ids = |text: &str, adds: bool| Ok::<_, tokenizers::Error>(inner.encode(text, adds)?.get_ids().to_vec());
         let (own, all) = (ids("a", false)?, ids("a", true)?);
@@ -38,8 +38,8 @@ impl AddedTokens {
     }
 }
 
-impl AddedTokens {
-    /// Refuses ids that no token has: a model has no embedding for them.
+impl PostProcessorTokens {
+    /// Rejects ids without a token, for which a model has no embedding.
     pub(super) fn check(&self, inner: &tokenizers::Tokenizer) -> Result<(), String> {
         let unknown = self.before.iter().chain(&self.after).find(|id| inner.id_to_token(**id).is_none());
         unknown.map_or(Ok(()), |id| {
@@ -50,21 +50,21 @@ impl AddedTokens {
     }
 }
 
-/// What the folder's files say of special tokens, not yet looked up.
-pub(super) struct Named {
-    /// Every `*_token` by key, in the order of the files. Templates see them all.
+/// Special token settings of the folder's files, without ids.
+pub(super) struct SpecialTokenConfig {
+    /// Every `*_token` key with its text, in file order. Templates receive all of them.
     pub(super) tokens: Vec<(String, String)>,
     pub(super) add_bos: Option<bool>,
     pub(super) add_eos: Option<bool>,
 }
 
-impl Named {
-    /// Reads `tokenizer_config.json` and, for keys it lacks, `special_tokens_map.json`.
+impl SpecialTokenConfig {
+    /// Reads `tokenizer_config.json` and, for missing keys, `special_tokens_map.json`.
     pub(super) fn from_configs(config: &Map<String, Json>, map: &Map<String, Json>) -> Self {
         let mut tokens: Vec<(String, String)> = Vec::new();
-        // A key that the config sets to null is no token, whatever the older file says.
+        // A null key in the config disables the token, whatever the older file holds.
         let older = map.iter().filter(|(key, _)| !config.contains_key(*key));
-        // transformers 5 keeps a model's own tokens (image_token, ...) apart.
+        // transformers 5 stores model-specific tokens (image_token, ...) separately.
         let extra = config.get("extra_special_tokens").and_then(Json::as_object);
         let model = config.get("model_specific_special_tokens").and_then(Json::as_object);
         let nested = [extra, model].into_iter().flatten().flatten();
@@ -83,17 +83,17 @@ impl Named {
     }
 }
 
-/// `"<s>"`, or an AddedToken written out as `{"content": "<s>", ...}`.
+/// Returns the text of a token: `"<s>"`, or an AddedToken `{"content": "<s>", ...}`.
 fn token_text(value: &Json) -> Option<&str> {
     value.as_str().or_else(|| value.get("content")?.as_str()).filter(|text| !text.is_empty())
 }
 
-/// Refuses a special token of `tokenizer_config.json` that is neither a text nor an AddedToken.
+/// Rejects a special token of `tokenizer_config.json` that is neither a string nor an AddedToken.
 pub(super) fn check_roles(directory: &Path, config: &Map<String, Json>) -> Result<(), TokenizerError> {
     for key in ["bos_token", "eos_token", "pad_token", "unk_token"] {
         let is_token = |value: &Json| value.is_string() || value.get("content").is_some_and(Json::is_string);
         let Some(value) = config.get(key).filter(|value| !value.is_null() && !is_token(value)) else { continue };
-        return Err(TokenizerError::Value {
+        return Err(TokenizerError::InvalidValue {
             path: directory.join("tokenizer_config.json"),
             key,
             found: value.to_string().chars().take(60).collect(),
@@ -103,7 +103,8 @@ pub(super) fn check_roles(directory: &Path, config: &Map<String, Json>) -> Resul
     Ok(())
 }
 
-/// The ids that end a generation: `eos_token_id`, a number or a list, in `generation_config.json` and `config.json`.
+/// Reads the ids that end generation: `eos_token_id`, a number or a list, in `generation_config.json` and
+/// `config.json`.
 pub(super) fn eos_ids(directory: &Path) -> Result<BTreeSet<u32>, TokenizerError> {
     let mut ids = BTreeSet::new();
     for file in ["generation_config.json", "config.json"] {
@@ -114,7 +115,7 @@ pub(super) fn eos_ids(directory: &Path) -> Result<BTreeSet<u32>, TokenizerError>
         let listed = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
         for id in listed {
             let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
-            ids.insert(id.ok_or_else(|| TokenizerError::Value {
+            ids.insert(id.ok_or_else(|| TokenizerError::InvalidValue {
                 path: directory.join(file),
                 key: "eos_token_id",
                 found: value.to_string(),

@@ -1,7 +1,7 @@
-//! Which files of a data set make a split, through the Hub and from the cache.
+//! Selection of a split's files, through the Hub and from the cache.
 
 use candlewick_text::hub::{DatasetRequest, Hub, HubSettings};
-use candlewick_text::source::Source;
+use candlewick_text::source::RowSource;
 
 use super::Bench;
 use super::server::{HubServer, Reply, Repo};
@@ -19,12 +19,12 @@ fn by_name() -> Repo {
     )
 }
 
-fn open(hub: &Hub, spec: &str) -> Result<Box<dyn Source>, String> {
+fn open(hub: &Hub, spec: &str) -> Result<Box<dyn RowSource>, String> {
     let request = DatasetRequest::parse(spec, "train").map_err(|e| e.to_string())?;
     hub.dataset(&request).map_err(|e| e.to_string())
 }
 
-fn texts(source: &dyn Source) -> Vec<String> {
+fn texts(source: &dyn RowSource) -> Vec<String> {
     (0..source.len()).map(|i| source.row(i).unwrap()["text"].as_str().unwrap().to_owned()).collect()
 }
 

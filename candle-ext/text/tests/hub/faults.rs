@@ -1,8 +1,8 @@
-//! What the Hub does wrong, and what is left behind: never a bad blob.
+//! Faults of the Hub. None of them leaves a bad blob in the cache.
 
 use std::time::Duration;
 
-use candlewick_text::hub::{Hub, HubError, HubSettings, ModelPart};
+use candlewick_text::hub::{Hub, HubError, HubSettings, ModelFiles};
 
 use super::Bench;
 use super::server::{FOREVER, HubServer, Reply, Repo, etag};
@@ -20,7 +20,7 @@ fn bench() -> Bench {
 
 #[track_caller]
 fn fails(hub: &Hub, id: &str, revision: Option<&str>, want: &[&str]) -> HubError {
-    let error = hub.model(id, revision, ModelPart::Whole).unwrap_err();
+    let error = hub.model(id, revision, ModelFiles::All).unwrap_err();
     let text = error.to_string();
     for want in want {
         assert!(text.contains(want), "{want:?} is not in {text:?}");
@@ -28,11 +28,11 @@ fn fails(hub: &Hub, id: &str, revision: Option<&str>, want: &[&str]) -> HubError
     error
 }
 
-/// The weights are not in the cache in any form, and come when the Hub behaves again.
+/// Checks that the cache has no weights, and that a later download succeeds.
 #[track_caller]
 fn recovers(bench: &Bench) {
     assert_eq!(bench.blobs(), [etag("config.json", b"{}")]);
-    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    let folder = bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), WEIGHTS);
 }
 
@@ -63,7 +63,7 @@ fn too_many_requests_are_waited_out() {
     bench.server.answer("GET", "/tree/", 1, busy());
     bench.server.answer("HEAD", "model.safetensors", 1, busy());
     bench.server.answer("GET", "model.safetensors", 1, busy());
-    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(bench.server.count("GET", "/revision/"), 3);
 }
 
@@ -72,7 +72,7 @@ fn retry_after_is_obeyed() {
     let bench = bench();
     bench.server.answer("HEAD", "config.json", 1, Reply::new(429, "").header("Retry-After", 1));
     let start = std::time::Instant::now();
-    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert!(start.elapsed().as_secs_f64() >= 1.0);
 }
 
@@ -95,7 +95,7 @@ fn a_wait_beyond_reason_is_reported_at_once() {
 fn a_server_error_may_pass() {
     let bench = bench();
     bench.server.answer("GET", "/tree/", 2, Reply::new(503, ""));
-    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    bench.hub().model(ID, None, ModelFiles::All).unwrap();
     let bench = self::bench();
     bench.server.answer("GET", "/revision/", FOREVER, Reply::new(500, "{\"error\":\"out of order\"}"));
     fails(&bench.hub(), ID, None, &["answers 500: out of order"]);
@@ -113,7 +113,7 @@ fn a_refused_body_after_a_good_head_is_no_blob() {
 fn a_cut_body_is_continued_where_it_stopped() {
     let bench = bench();
     bench.server.answer("GET", "model.safetensors", 1, Reply::new(200, WEIGHTS).cut_at(7));
-    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    let folder = bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), WEIGHTS);
     let log = bench.server.log();
     assert!(log.iter().any(|request| request.header("range") == Some("bytes=7-")));
@@ -126,7 +126,7 @@ fn a_body_is_continued_as_often_as_some_more_of_it_arrives() {
     for n_bytes in 1..14 {
         bench.server.answer("GET", "model.safetensors", 1, Reply::new(206, &WEIGHTS[n_bytes..]).cut_at(1));
     }
-    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    let folder = bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), WEIGHTS);
     assert_eq!(bench.server.log().last().unwrap().header("range"), Some("bytes=14-"));
 }
@@ -135,16 +135,16 @@ fn a_body_is_continued_as_often_as_some_more_of_it_arrives() {
 fn a_body_that_never_comes_is_an_error_and_no_blob() {
     let bench = bench();
     bench.server.answer("GET", "model.safetensors", 5, Reply::new(200, WEIGHTS).cut_at(0));
-    fails(&bench.hub(), ID, None, &["model.safetensors", "broke off after 0 of 15 bytes", "starts over"]);
+    fails(&bench.hub(), ID, None, &["model.safetensors", "closed after 0 of 15 bytes", "starts over"]);
     recovers(&bench);
 }
 
-/// The weights' first 7 bytes are kept, and the rest is asked for when the Hub behaves again.
+/// Checks that the first 7 bytes of the weights are kept and the download is resumed.
 #[track_caller]
 fn goes_on_after_7(bench: &Bench) {
     let partial = format!("{}.incomplete", etag("model.safetensors", WEIGHTS.as_bytes()));
     assert!(bench.blobs().contains(&partial), "{:?}", bench.blobs());
-    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    let folder = bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), WEIGHTS);
     assert_eq!(bench.server.log().last().unwrap().header("range"), Some("bytes=7-"));
     assert_eq!(bench.blobs().len(), 2);
@@ -166,11 +166,11 @@ fn a_broken_download_says_whether_its_bytes_were_kept() {
     let bench = bench();
     bench.server.answer("GET", "model.safetensors", 1, Reply::new(200, WEIGHTS).cut_at(7));
     bench.server.answer("GET", "model.safetensors", 9, Reply::new(206, &WEIGHTS[7..]).cut_at(0));
-    fails(&bench.hub(), ID, None, &["broke off after 7 of 15 bytes", "they are kept"]);
+    fails(&bench.hub(), ID, None, &["closed after 7 of 15 bytes", "they are kept"]);
     goes_on_after_7(&bench);
     let bench = self::bench();
     bench.server.answer("GET", "config.json", 5, Reply::new(200, "{}").cut_at(1));
-    fails(&bench.hub(), ID, None, &["broke off after 1 of 2 bytes", "starts over"]);
+    fails(&bench.hub(), ID, None, &["closed after 1 of 2 bytes", "starts over"]);
     assert!(bench.blobs().is_empty());
 }
 
@@ -178,16 +178,16 @@ fn a_broken_download_says_whether_its_bytes_were_kept() {
 fn a_silent_hub_is_given_up() {
     let bench = bench();
     bench.server.answer("GET", "/revision/", FOREVER, Reply::silence());
-    let settings = HubSettings { longest_silence: Duration::from_millis(100), n_tries: 2, ..bench.settings() };
+    let settings = HubSettings { read_timeout: Duration::from_millis(100), max_attempts: 2, ..bench.settings() };
     fails(&Hub::new(settings).unwrap(), ID, None, &["reach", "timed out"]);
     assert_eq!(bench.server.count("GET", "/revision/"), 2);
 }
 
 #[test]
 fn a_hub_that_drips_is_given_up() {
-    let impatient = |bench: &Bench, longest_silence: u64| {
-        let longest_silence = Duration::from_millis(longest_silence);
-        Hub::new(HubSettings { longest_silence, n_tries: 2, ..bench.settings() }).unwrap()
+    let impatient = |bench: &Bench, read_timeout: u64| {
+        let read_timeout = Duration::from_millis(read_timeout);
+        Hub::new(HubSettings { read_timeout, max_attempts: 2, ..bench.settings() }).unwrap()
     };
     let text = " ".repeat(100_000);
     let slow = Reply::new(200, &text).drip();
@@ -205,13 +205,13 @@ fn a_hub_that_drips_is_given_up() {
 fn a_hub_that_only_refuses_to_serve_leaves_the_cache() {
     for (status, said) in [(429, "too many requests"), (503, "answers 503")] {
         let bench = bench();
-        let small = bench.hub().model(ID, None, ModelPart::WithoutWeights).unwrap();
+        let small = bench.hub().model(ID, None, ModelFiles::WithoutWeights).unwrap();
         bench.server.answer("GET", "/revision/", FOREVER, Reply::new(status, "").header("Retry-After", 0));
-        assert_eq!(bench.hub().model(ID, None, ModelPart::WithoutWeights).unwrap(), small);
+        assert_eq!(bench.hub().model(ID, None, ModelFiles::WithoutWeights).unwrap(), small);
         fails(&bench.hub(), ID, None, &[said]);
     }
     let bench = bench();
-    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    bench.hub().model(ID, None, ModelFiles::All).unwrap();
     bench.server.answer("GET", "/revision/", FOREVER, Reply::new(403, ""));
     fails(&bench.hub(), ID, None, &["access is refused (403)"]);
 }
@@ -220,7 +220,7 @@ fn a_hub_that_only_refuses_to_serve_leaves_the_cache() {
 fn a_small_file_that_is_cut_starts_over() {
     let bench = bench();
     bench.server.answer("GET", "config.json", 1, Reply::new(200, "{}").cut_at(1));
-    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    let folder = bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(std::fs::read_to_string(folder.join("config.json")).unwrap(), "{}");
     assert!(bench.server.log().iter().all(|request| request.header("range").is_none()));
 }
@@ -229,7 +229,7 @@ fn a_small_file_that_is_cut_starts_over() {
 fn a_body_of_the_wrong_size_is_removed_and_asked_for_once_more() {
     let bench = bench();
     bench.server.answer("GET", "model.safetensors", 1, Reply::new(200, "short"));
-    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    bench.hub().model(ID, None, ModelFiles::All).unwrap();
 
     let bench = self::bench();
     bench.server.answer("GET", "model.safetensors", 2, Reply::new(200, "short"));
@@ -255,9 +255,9 @@ fn a_body_of_the_wrong_hash_is_removed_and_asked_for_once_more() {
 #[test]
 fn a_cached_file_of_the_wrong_size_is_replaced() {
     let bench = bench();
-    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    let folder = bench.hub().model(ID, None, ModelFiles::All).unwrap();
     std::fs::write(folder.join("model.safetensors"), "damaged").unwrap();
-    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), WEIGHTS);
 }
 
@@ -294,8 +294,8 @@ fn out_of_reach_without_a_cache_names_the_endpoint() {
     let settings = HubSettings { endpoint: format!("http://{port}"), ..bench.settings() };
     let hub = Hub::new(settings).unwrap();
     fails(&hub, ID, None, &[&port.to_string(), "refused", "HF_HUB_OFFLINE=1"]);
-    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
-    hub.model(ID, None, ModelPart::Whole).unwrap();
+    bench.hub().model(ID, None, ModelFiles::All).unwrap();
+    hub.model(ID, None, ModelFiles::All).unwrap();
 }
 
 #[test]
@@ -305,11 +305,11 @@ fn offline_uses_the_cache_and_only_the_cache() {
         &bench.offline(),
         ID,
         None,
-        &["offline: the cache holds nothing of revision \"main\"; fetch", "hf download tiny/llama`"],
+        &["offline: the cache has no files of revision \"main\"; fetch", "hf download tiny/llama`"],
     );
-    let online = bench.hub().model(ID, None, ModelPart::WithoutWeights).unwrap();
+    let online = bench.hub().model(ID, None, ModelFiles::WithoutWeights).unwrap();
     let n_requests = bench.server.log().len();
-    assert_eq!(bench.offline().model(ID, None, ModelPart::WithoutWeights).unwrap(), online);
+    assert_eq!(bench.offline().model(ID, None, ModelFiles::WithoutWeights).unwrap(), online);
     fails(&bench.offline(), ID, None, &["model.safetensors is not in the cache", "unset HF_HUB_OFFLINE"]);
     fails(&bench.offline(), ID, Some("v2"), &["hf download tiny/llama --revision v2"]);
     assert_eq!(bench.server.log().len(), n_requests);

@@ -1,6 +1,6 @@
-//! Which files of a model come, and how often they are asked for.
+//! Downloaded files of a model, and the number of requests for them.
 
-use candlewick_text::hub::{Hub, HubSettings, ModelPart};
+use candlewick_text::hub::{Hub, HubSettings, ModelFiles};
 
 use super::server::{HubServer, Reply, Repo, etag};
 use super::{Bench, names_in};
@@ -36,7 +36,7 @@ fn single() -> Repo {
 #[test]
 fn the_index_decides_which_shards_come() {
     let bench = Bench::new(HubServer::start([sharded()]));
-    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    let folder = bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(
         names_in(&folder),
         ["config.json", "model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json", "tokenizer.json"]
@@ -49,21 +49,21 @@ fn the_index_decides_which_shards_come() {
 #[test]
 fn a_whole_file_is_preferred_to_shards() {
     let bench = Bench::new(HubServer::start([sharded().with("model.safetensors", b"all weights")]));
-    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    let folder = bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(names_in(&folder), ["config.json", "model.safetensors", "tokenizer.json"]);
 }
 
 #[test]
 fn without_weights_only_small_files_come() {
     let bench = Bench::new(HubServer::start([sharded()]));
-    let folder = bench.hub().model(ID, None, ModelPart::WithoutWeights).unwrap();
+    let folder = bench.hub().model(ID, None, ModelFiles::WithoutWeights).unwrap();
     assert_eq!(names_in(&folder), ["config.json", "tokenizer.json"]);
 }
 
 #[test]
 fn the_listing_is_read_page_by_page() {
     let bench = Bench::new(HubServer::start([sharded().in_pages_of(2)]));
-    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    let folder = bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(names_in(&folder).len(), 5);
     assert_eq!(bench.server.count("GET", "/tree/"), 5);
 }
@@ -71,9 +71,9 @@ fn the_listing_is_read_page_by_page() {
 #[test]
 fn a_second_time_nothing_is_downloaded() {
     let bench = Bench::new(HubServer::start([single()]));
-    let first = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    let first = bench.hub().model(ID, None, ModelFiles::All).unwrap();
     let n_requests = bench.server.count("GET", "/resolve/") + bench.server.count("HEAD", "/resolve/");
-    let second = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    let second = bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(first, second);
     let n_now = bench.server.count("GET", "/resolve/") + bench.server.count("HEAD", "/resolve/");
     assert_eq!(n_now, n_requests);
@@ -82,10 +82,10 @@ fn a_second_time_nothing_is_downloaded() {
 #[test]
 fn a_new_commit_brings_only_what_changed() {
     let bench = Bench::new(HubServer::start([single()]));
-    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    bench.hub().model(ID, None, ModelFiles::All).unwrap();
     let renewed = single().with("config.json", b"{\"new\": 1}");
     bench.server.replace(renewed.clone());
-    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    let folder = bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert!(folder.ends_with(renewed.commit()));
     assert_eq!(std::fs::read_to_string(folder.join("config.json")).unwrap(), "{\"new\": 1}");
     assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), "all weights");
@@ -100,7 +100,7 @@ fn redirects_inside_the_hub_are_followed() {
     let old = Repo::new("models/old/llama", &[("config.json", "{}"), ("model.safetensors", "w")]);
     let new = Repo::new("models/new/llama", &[("config.json", "{}"), ("model.safetensors", "w")]);
     let bench = Bench::new(HubServer::start([old.moved_to("new/llama"), new]));
-    let folder = bench.hub().model("old/llama", None, ModelPart::Whole).unwrap();
+    let folder = bench.hub().model("old/llama", None, ModelFiles::All).unwrap();
     assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), "w");
 }
 
@@ -108,7 +108,7 @@ fn redirects_inside_the_hub_are_followed() {
 fn the_token_goes_to_the_hub_and_not_to_the_cdn() {
     let bench = Bench::new(HubServer::start([single().gated_by("hf_secret")]));
     let settings = HubSettings { token: Some("hf_secret".into()), ..bench.settings() };
-    Hub::new(settings).unwrap().model(ID, None, ModelPart::Whole).unwrap();
+    Hub::new(settings).unwrap().model(ID, None, ModelFiles::All).unwrap();
     let log = bench.server.log();
     let (cdn, hub): (Vec<_>, Vec<_>) = log.iter().partition(|request| request.at_cdn);
     assert!(hub.iter().all(|request| request.header("authorization") == Some("Bearer hf_secret")));
@@ -122,9 +122,9 @@ fn threads_that_want_one_file_download_it_once() {
     let hub = bench.hub();
     std::thread::scope(|scope| {
         for _ in 0..4 {
-            scope.spawn(|| hub.model(ID, None, ModelPart::Whole).unwrap());
+            scope.spawn(|| hub.model(ID, None, ModelFiles::All).unwrap());
         }
-        scope.spawn(|| bench.hub().model(ID, None, ModelPart::Whole).unwrap());
+        scope.spawn(|| bench.hub().model(ID, None, ModelFiles::All).unwrap());
     });
     let cdn = bench.server.log().into_iter().filter(|request| request.at_cdn).count();
     assert_eq!(cdn, 1);
@@ -141,7 +141,7 @@ fn progress_ends_at_the_whole() {
             *seen.lock().unwrap() = (progress.done, progress.total);
         }
     }));
-    hub.model(ID, None, ModelPart::Whole).unwrap();
+    hub.model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(*last.lock().unwrap(), (11, 11));
 }
 
@@ -151,7 +151,7 @@ fn a_folder_here_wins_over_the_hub() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("config.json"), "{}").unwrap();
     let path = folder.path().to_str().unwrap();
-    assert_eq!(bench.hub().model(path, None, ModelPart::Whole).unwrap(), folder.path());
+    assert_eq!(bench.hub().model(path, None, ModelFiles::All).unwrap(), folder.path());
     assert!(bench.server.log().is_empty());
 }
 
@@ -161,16 +161,16 @@ fn a_path_that_leads_nowhere_is_not_asked_of_the_hub() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::create_dir(folder.path().join("quickstart")).unwrap();
     let missing = folder.path().join("quikstart");
-    let error = bench.hub().model(missing.to_str().unwrap(), None, ModelPart::Whole).unwrap_err().to_string();
+    let error = bench.hub().model(missing.to_str().unwrap(), None, ModelFiles::All).unwrap_err().to_string();
     assert!(
         error.contains("neither a folder here nor a Hub id; did you mean") && error.contains("quickstart?"),
         "{error}"
     );
     // The folder `src` is here.
-    let error = bench.hub().model("src/llama", None, ModelPart::Whole).unwrap_err().to_string();
+    let error = bench.hub().model("src/llama", None, ModelFiles::All).unwrap_err().to_string();
     assert!(error.contains("give a revision, such as main"), "{error}");
     assert!(bench.server.log().is_empty());
-    bench.hub().model("src/llama", Some("main"), ModelPart::Whole).unwrap_err();
+    bench.hub().model("src/llama", Some("main"), ModelFiles::All).unwrap_err();
     assert!(!bench.server.log().is_empty());
 }
 
@@ -192,7 +192,7 @@ fn an_answer_of_the_server_gives_no_secret_away() {
     let bench = Bench::new(HubServer::start([single()]));
     bench.server.answer("GET", "/api/", 99, Reply::new(401, "").header("X-Error-Message", "bad token hf_secret"));
     let settings = HubSettings { token: Some("hf_secret".into()), ..bench.settings() };
-    let error = Hub::new(settings).unwrap().model(ID, None, ModelPart::Whole).unwrap_err().to_string();
+    let error = Hub::new(settings).unwrap().model(ID, None, ModelFiles::All).unwrap_err().to_string();
     assert!(error.contains("bad token (token)") && !error.contains("hf_secret"), "{error}");
 }
 
@@ -201,7 +201,7 @@ fn models_without_safetensors_are_explained() {
     #[track_caller]
     fn check(files: &[(&str, &str)], want: &str) {
         let bench = Bench::new(HubServer::start([Repo::new("models/tiny/llama", files)]));
-        let error = bench.hub().model(ID, None, ModelPart::Whole).unwrap_err().to_string();
+        let error = bench.hub().model(ID, None, ModelFiles::All).unwrap_err().to_string();
         assert!(error.contains(want), "{want:?} is not in {error:?}");
     }
     check(&[("config.json", "{}"), ("pytorch_model.bin", "x")], "1 pickled .bin files");

@@ -1,5 +1,7 @@
-//! A small Hub on 127.0.0.1: repositories in memory, every request recorded, and rules that make
-//! single answers go wrong. Large files are served by a second address, as the real Hub does.
+//! Hub server on 127.0.0.1 with repositories in memory.
+//!
+//! It records every request, and rules make single responses fail. A second address serves large files, as in the
+//! real Hub.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -32,7 +34,7 @@ pub(crate) struct Repo {
     moved_to: Option<String>,
 }
 
-/// What was asked of the server.
+/// Recorded request.
 #[derive(Clone, Debug)]
 pub(crate) struct Request {
     pub(crate) method: String,
@@ -41,17 +43,17 @@ pub(crate) struct Request {
     headers: Vec<(String, String)>,
 }
 
-/// An answer.
+/// Response.
 #[derive(Clone, Default)]
 pub(crate) struct Reply {
     status: u16,
     headers: Vec<(String, String)>,
     body: Vec<u8>,
-    /// Close the connection after so many bytes of the body.
+    /// Number of body bytes after which the connection is closed.
     cut_at: Option<usize>,
-    /// Say nothing until the other side hangs up.
+    /// True to send no response until the client disconnects.
     is_silent: bool,
-    /// Send one byte of the body each few milliseconds.
+    /// True to send the body slowly, byte by byte.
     drips: bool,
 }
 
@@ -159,7 +161,7 @@ impl HubServer {
         format!("http://{}", self.state.hub)
     }
 
-    /// The next `n_times` requests of `method` whose target holds `part` get `reply`.
+    /// Sends `reply` to the next `n_times` requests of `method` whose target contains `part`.
     pub(crate) fn answer(&self, method: &'static str, part: &str, n_times: usize, reply: Reply) {
         let rule = Rule { method, part: part.to_owned(), n_left: n_times, reply };
         self.state.rules.lock().unwrap().push(rule);
@@ -175,7 +177,7 @@ impl HubServer {
         self.state.log.lock().unwrap().clone()
     }
 
-    /// How many requests of `method` had a target with `part` in it.
+    /// Returns the number of requests of `method` whose target contains `part`.
     pub(crate) fn count(&self, method: &str, part: &str) -> usize {
         self.log().iter().filter(|r| r.method == method && r.target.contains(part)).count()
     }
@@ -300,7 +302,7 @@ impl State {
     }
 }
 
-/// The sha256 of a large file; something else of the length of a git hash for a small one.
+/// Returns the SHA-256 of a large file, or a text of a git hash's length for a small one.
 pub(crate) fn etag(path: &str, bytes: &[u8]) -> String {
     let hash = hash(bytes);
     if is_large(path) { hash } else { hash[..40].to_owned() }

@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
 
-use candlewick_text::source::{LocalRequest, Spec, open_local};
+use candlewick_text::source::{DatasetSpec, LocalRequest, open_local};
 
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -13,7 +13,7 @@ use super::{Folder, show};
 
 fn open(folder: &Folder, spec: &str, default_split: &str) -> Result<Vec<String>, String> {
     let text = folder.path(spec).display().to_string();
-    let spec = Spec::parse(&text, |path| std::path::Path::new(path).exists()).unwrap();
+    let spec = DatasetSpec::parse(&text, |path| std::path::Path::new(path).exists()).unwrap();
     let request = LocalRequest {
         path: spec.name,
         parts: spec.parts,
@@ -50,10 +50,10 @@ fn a_source_names_the_files_that_it_reads() {
     let folder = splits();
     let choice = |spec: &str| {
         let text = folder.path(spec).display().to_string();
-        let spec = Spec::parse(&text, |path| std::path::Path::new(path).exists()).unwrap();
+        let spec = DatasetSpec::parse(&text, |path| std::path::Path::new(path).exists()).unwrap();
         let (path, parts, default_split) = (spec.name, spec.parts, "train".to_owned());
         let source = open_local(&LocalRequest { path, parts, default_split, ..LocalRequest::default() }).unwrap();
-        folder.short(source.files().choice().unwrap_or_default())
+        folder.short(source.files().describe_selection().unwrap_or_default())
     };
     assert_eq!(choice(""), "2 of 3 files: train-1.jsonl, train-2.json (split train)");
     assert_eq!(choice(":test+train[:1]"), "3 of 3 files: test.jsonl, train-1.jsonl, train-2.json (split test+train)");

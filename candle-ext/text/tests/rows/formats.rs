@@ -1,6 +1,6 @@
 //! Rows as documents, format by format.
 
-use candlewick_text::format::{Document, Format, FormatRequest, Purpose};
+use candlewick_text::format::{DatasetType, Document, Format, FormatRequest};
 use candlewick_text::source::ReadOptions;
 
 use super::Folder;
@@ -87,7 +87,7 @@ fn a_weight_is_0_or_1() {
     }
     let want = "read a.jsonl:1 as messages: column `messages`, item 1: key `weight` is the number 0.5, expected 0 or 1";
     refused(&row("weight", "0.5"), &request(), &[want]);
-    refused(&row("loss_weight", "\"0\""), &request(), &["key `loss_weight` is a text"]);
+    refused(&row("loss_weight", "\"0\""), &request(), &["key `loss_weight` is a string"]);
     let users = r#"{"messages":[{"role":"user","content":"hi","weight":0.5},{"role":"assistant","content":"yo"}]}"#;
     check(users, &["reads as messages: messages", USER, ASSISTANT]);
 }
@@ -167,7 +167,7 @@ fn prompts_and_completions() {
 #[test]
 fn plain_text_by_default_or_by_column() {
     check(r#"{"text":"hello","url":"x"}"#, &["reads as text: text", "hello"]);
-    let causal = FormatRequest { purpose: Purpose::Causal, ..request() };
+    let causal = FormatRequest { purpose: DatasetType::Causal, ..request() };
     let row = r#"{"text":"hello","messages":[]}"#;
     assert_eq!(read(row, &causal).unwrap(), "reads as text: text\nhello");
     let column = FormatRequest { column: Some("body".into()), ..causal.clone() };
@@ -230,12 +230,12 @@ fn keys_without_effect_are_refused() {
             "format: sharegpt",
         ),
         (
-            FormatRequest { purpose: Purpose::Causal, content_key: named("x"), ..base() },
+            FormatRequest { purpose: DatasetType::Causal, content_key: named("x"), ..base() },
             "use content_key",
             "plain text",
         ),
     ] {
-        refused(row, &request, &[key, &format!("it has no effect beside {with}")]);
+        refused(row, &request, &[key, &format!("it has no effect together with {with}")]);
     }
 }
 
@@ -254,7 +254,7 @@ fn role_mapping_that_does_not_fit_is_explained() {
         &roles(&[("user", "c.role.user")]),
         &["no message at user = c.role.user", "the row holds c (a list of {role, content})"],
     );
-    refused(r#"{"q":{"x":1}}"#, &roles(&[("user", "q")]), &["column `q` is an object, expected a text"]);
+    refused(r#"{"q":{"x":1}}"#, &roles(&[("user", "q")]), &["column `q` is an object, expected a string"]);
 }
 
 #[test]
@@ -282,7 +282,7 @@ fn unknown_and_ambiguous_columns_list_what_is_there() {
         r#"{"id":1,"mesages":[]}"#,
         &request(),
         &[
-            "tell the format of a.jsonl:1",
+            "detect the format of a.jsonl:1",
             "\"mesages\" is near \"messages\"",
             "columns: id, mesages",
             "known: messages (role, content), sharegpt",
@@ -304,7 +304,7 @@ fn broken_rows_name_column_type_and_fix() {
     refused(
         r#"{"instruction":"x","output":3}"#,
         &request(),
-        &["read a.jsonl:1 as alpaca: column `output` is the number 3, expected a text; correct the row"],
+        &["read a.jsonl:1 as alpaca: column `output` is the number 3, expected a string; correct the row"],
     );
     refused(r#"{"prompt":"x","completion":["a"]}"#, &request(), &["column `completion` is a list of 1"]);
     refused(
@@ -338,7 +338,7 @@ fn a_later_row_is_blamed_by_its_own_line() {
     let error = folder.short(format.read(&*source, 1).unwrap_err());
     assert_eq!(
         error,
-        "read a.jsonl:3 as text: column `text` is null, expected a text; correct the row, or name \
+        "read a.jsonl:3 as text: column `text` is null, expected a string; correct the row, or name \
          the right column in the recipe"
     );
 }

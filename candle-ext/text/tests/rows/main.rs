@@ -9,7 +9,7 @@ mod properties;
 
 use std::path::PathBuf;
 
-use candlewick_text::source::{ReadOptions, Source, open_files};
+use candlewick_text::source::{ReadOptions, RowSource, open_files};
 use tempfile::TempDir;
 
 /// A folder of files for one test.
@@ -31,7 +31,7 @@ impl Folder {
     }
 
     /// Opens one file; the error loses the folder's own path.
-    fn open(&self, name: &str, options: &ReadOptions) -> Result<Box<dyn Source>, String> {
+    fn open(&self, name: &str, options: &ReadOptions) -> Result<Box<dyn RowSource>, String> {
         open_files(&[self.path(name)], options).map_err(|e| self.short(e))
     }
 
@@ -41,7 +41,7 @@ impl Folder {
 }
 
 /// All rows as JSON, or the first error.
-fn show(source: &dyn Source) -> Result<Vec<String>, String> {
+fn show(source: &dyn RowSource) -> Result<Vec<String>, String> {
     let rows = (0..source.len()).map(|i| source.row(i).map_err(|e| e.to_string()));
     rows.map(|row| Ok(serde_json::to_string(&row?).unwrap())).collect()
 }

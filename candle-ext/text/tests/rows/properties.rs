@@ -1,7 +1,7 @@
 //! Anything at all in a file or a row: an error or a document, never a panic.
 
 use candlewick_text::format::{Format, FormatRequest};
-use candlewick_text::source::{ReadOptions, Source};
+use candlewick_text::source::{ReadOptions, RowSource};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -61,7 +61,7 @@ fn row() -> impl Strategy<Value = Value> {
 }
 
 /// Reads every row in every way there is.
-fn read_all(source: &dyn Source) {
+fn read_all(source: &dyn RowSource) {
     for format in [None, Some("messages"), Some("sharegpt"), Some("alpaca"), Some("text")] {
         for role_mapping in [vec![], vec![("user".to_owned(), "messages.role.user".to_owned())]] {
             let format = format.map(str::to_owned);

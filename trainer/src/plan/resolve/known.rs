@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use candlewick_comm::{Engine, Host};
 use candlewick_model::{Config, ModelError};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
-use candlewick_text::hub::{Contents, Hub, HubError, HubSettings, LocalModel, ModelPart, local_model};
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom};
+use candlewick_text::hub::{Hub, HubError, HubSettings, LocalModel, LocalModelKind, ModelFiles, local_model};
 use evaluator::task::{OutputType, TaskConfig, TaskRegistry};
 
 use super::TempDir;
@@ -172,7 +172,7 @@ fn find_config(loaded: &Loaded, access: HubAccess, settings: HubSettings) -> Res
         (None, Some(name)) => {
             let draws = model.kind == Some(ModelType::RandomWeightHf);
             let part =
-                if access == HubAccess::Offline && !draws { ModelPart::Whole } else { ModelPart::WithoutWeights };
+                if access == HubAccess::Offline && !draws { ModelFiles::All } else { ModelFiles::WithoutWeights };
             from_hub(name, model.revision.as_deref(), part, access, settings)
         }
         (None, None) => Ok(None),
@@ -185,7 +185,7 @@ fn model_folder(loaded: &Loaded, name: &str) -> Result<PathBuf, KnownError> {
     let refuse = |fault: Fault| Err(loaded.error(vec![fault]).into());
     match local_model(name) {
         Err(error) => refuse(loaded.fault(&[key], format!("{key}: failed to {error}"))),
-        Ok(Some(LocalModel { folder, contents: Contents::Adapter { base }, .. })) => {
+        Ok(Some(LocalModel { folder, contents: LocalModelKind::Adapter { base }, .. })) => {
             let message = format!("{key}: {} is an adapter, not a model", folder.display());
             let base = base.unwrap_or_else(|| "the adapter's base model".to_owned());
             let advice = format!(
@@ -211,7 +211,7 @@ fn read_file(path: &str) -> Result<Config, ModelError> {
         return Config::read(&path);
     }
     let read = |source| ModelError::Io { doing: "read", path: path.clone(), source };
-    let bytes = read_regular_file(&path, MAX_WRITTEN_BYTES).map_err(read)?;
+    let bytes = read_regular_file(&path, MAX_CONFIG_FILE_BYTES).map_err(read)?;
     let value = serde_json::from_slice(without_bom(&bytes))
         .map_err(|error| ModelError::Malformed { path: path.clone(), problem: format!("not JSON: {error}") })?;
     Config::from_json(value).map_err(|source| ModelError::InFile { path: path.clone(), source: Box::new(source) })
@@ -221,14 +221,16 @@ fn read_file(path: &str) -> Result<Config, ModelError> {
 fn from_hub(
     name: &str,
     revision: Option<&str>,
-    part: ModelPart,
+    part: ModelFiles,
     access: HubAccess,
     mut settings: HubSettings,
 ) -> Result<Option<Config>, KnownError> {
     settings.offline |= access != HubAccess::Network;
     match Hub::new(settings)?.model(name, revision, part) {
         Ok(folder) => Ok(Some(Config::read(&folder)?)),
-        Err(error @ (HubError::Id { .. } | HubError::Missing { .. } | HubError::Local { .. })) => Err(error.into()),
+        Err(error @ (HubError::InvalidId { .. } | HubError::PathNotFound { .. } | HubError::NotAModel { .. })) => {
+            Err(error.into())
+        }
         Err(_) if access == HubAccess::ThisMachine => Ok(None),
         Err(error) => Err(error.into()),
     }

@@ -1,18 +1,18 @@
-//! Sources made of other sources: several in a row, a part of one, one with the names of its files.
+//! Row sources built from other sources: concatenation, slice, and a source with its file names.
 
 use std::ops::Range;
 
-use super::{Row, Source, SourceError, SourceFiles};
+use super::{Row, RowSource, SourceError, SourceFiles};
 
-/// Several sources, one after another.
-pub struct Joined {
-    parts: Vec<Box<dyn Source>>,
+/// Concatenation of several row sources.
+pub struct ConcatSource {
+    parts: Vec<Box<dyn RowSource>>,
     ends: Vec<usize>,
 }
 
-impl Joined {
-    /// Puts `parts` one after another.
-    pub fn new(parts: Vec<Box<dyn Source>>) -> Self {
+impl ConcatSource {
+    /// Concatenates `parts`.
+    pub fn new(parts: Vec<Box<dyn RowSource>>) -> Self {
         let ends = parts
             .iter()
             .scan(0, |end, part| {
@@ -23,14 +23,14 @@ impl Joined {
         Self { parts, ends }
     }
 
-    fn find(&self, row_idx: usize) -> (&dyn Source, usize) {
+    fn find(&self, row_idx: usize) -> (&dyn RowSource, usize) {
         let part_idx = self.ends.partition_point(|&end| end <= row_idx);
         let start = if part_idx == 0 { 0 } else { self.ends[part_idx - 1] };
         (self.parts[part_idx].as_ref(), row_idx - start)
     }
 }
 
-impl Source for Joined {
+impl RowSource for ConcatSource {
     fn len(&self) -> usize {
         self.ends.last().copied().unwrap_or(0)
     }
@@ -47,21 +47,21 @@ impl Source for Joined {
     }
 }
 
-/// The rows of a range of another source.
-pub struct Sliced {
-    inner: Box<dyn Source>,
+/// Range of rows of another source.
+pub struct SliceSource {
+    inner: Box<dyn RowSource>,
     range: Range<usize>,
 }
 
-impl Sliced {
-    /// Keeps `range`, which must lie within `inner`.
-    pub fn new(inner: Box<dyn Source>, range: Range<usize>) -> Self {
+impl SliceSource {
+    /// Restricts `inner` to `range`, which must lie within it.
+    pub fn new(inner: Box<dyn RowSource>, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= inner.len(), "the slice was resolved");
         Self { inner, range }
     }
 }
 
-impl Source for Sliced {
+impl RowSource for SliceSource {
     fn len(&self) -> usize {
         self.range.len()
     }
@@ -76,13 +76,13 @@ impl Source for Sliced {
     }
 }
 
-/// A source together with the files that it reads.
-pub(crate) struct WithFiles {
-    pub(crate) inner: Box<dyn Source>,
+/// Row source together with the names of its files.
+pub(crate) struct SourceWithFiles {
+    pub(crate) inner: Box<dyn RowSource>,
     pub(crate) files: SourceFiles,
 }
 
-impl Source for WithFiles {
+impl RowSource for SourceWithFiles {
     fn len(&self) -> usize {
         self.inner.len()
     }

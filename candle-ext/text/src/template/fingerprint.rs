@@ -1,4 +1,4 @@
-//! What a template's texts depend on besides the chat: what a cache of samples is known by.
+//! Fingerprint of a chat template, for the key of a token cache.
 
 use std::collections::BTreeMap;
 
@@ -8,17 +8,18 @@ use sha2::{Digest, Sha256};
 use super::ChatTemplate;
 
 impl ChatTemplate {
-    /// A hash of all that decides what the template prints for a chat: its source, its variables and
-    /// those of the template for chats with tools. Neither where it is from nor the clock is part of
-    /// it: see [`ChatTemplate::reads_clock`].
-    pub fn identity(&self) -> String {
+    /// Returns a SHA-256 of the template's source and variables, in hexadecimal.
+    ///
+    /// Covers the template for chats with tools. Excludes the template's path and the clock: see
+    /// [`ChatTemplate::reads_clock`].
+    pub fn fingerprint(&self) -> String {
         let variables: BTreeMap<&str, &Json> = self.variables.iter().map(|(name, v)| (name.as_str(), v)).collect();
-        let with_tools = self.with_tools.as_ref().map(|template| template.identity());
+        let with_tools = self.with_tools.as_ref().map(|template| template.fingerprint());
         let parts = serde_json::json!([self.source, variables, with_tools]);
         Sha256::digest(parts.to_string()).iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Whether what it prints may depend on the day (`strftime_now`).
+    /// Returns true if the output may depend on the date, that is, the template calls `strftime_now`.
     pub fn reads_clock(&self) -> bool {
         let with_tools = self.with_tools.as_ref();
         self.source.contains("strftime_now") || with_tools.is_some_and(|template| template.reads_clock())
@@ -38,18 +39,21 @@ mod tests {
     #[test]
     fn an_identity_is_what_is_printed_and_not_where_it_is_from_or_when() {
         let plain = template("a.jinja", "{{ x }}");
-        assert_eq!(plain.identity(), template("/other/b.jinja", "{{ x }}").identity());
-        assert_eq!(plain.identity(), template("a.jinja", "{{ x }}").with_clock(Clock::Fixed(1)).identity());
+        assert_eq!(plain.fingerprint(), template("/other/b.jinja", "{{ x }}").fingerprint());
+        assert_eq!(plain.fingerprint(), template("a.jinja", "{{ x }}").with_clock(Clock::Fixed(1)).fingerprint());
         let with = |first, second| {
             let template = template("a.jinja", "{{ x }}");
-            template.with_variable(first, "1").with_variable(second, "2").identity()
+            template.with_variable(first, "1").with_variable(second, "2").fingerprint()
         };
-        assert_eq!(with("x", "y"), template("a", "{{ x }}").with_variable("y", "2").with_variable("x", "1").identity());
-        let tools = |source| template("a.jinja", "{{ x }}").with_tool_use(template("t", source)).identity();
-        let all = [plain.identity(), template("a.jinja", "{{ y }}").identity(), with("x", "y"), with("y", "x")];
+        assert_eq!(
+            with("x", "y"),
+            template("a", "{{ x }}").with_variable("y", "2").with_variable("x", "1").fingerprint()
+        );
+        let tools = |source| template("a.jinja", "{{ x }}").with_tool_use(template("t", source)).fingerprint();
+        let all = [plain.fingerprint(), template("a.jinja", "{{ y }}").fingerprint(), with("x", "y"), with("y", "x")];
         let all: Vec<_> = all.into_iter().chain([tools("{{ x }}"), tools("{{ y }}")]).collect();
-        for (index, identity) in all.iter().enumerate() {
-            assert!(!all[..index].contains(identity), "{index}");
+        for (index, fingerprint) in all.iter().enumerate() {
+            assert!(!all[..index].contains(fingerprint), "{index}");
         }
     }
 

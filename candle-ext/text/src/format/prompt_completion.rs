@@ -1,24 +1,24 @@
-//! A prompt and its completion: two texts, or two lists of messages as TRL has them.
+//! The prompt/completion format: two strings, or two lists of messages as in TRL.
 
 use serde_json::{Value, json};
 
 use super::Document;
 use super::chat::{conversation, message, object};
-use super::error::Fault;
+use super::error::RowProblem;
 use crate::conversation::Message;
 use crate::source::Row;
 
-/// The columns of a data set of prompts and completions.
+/// Column names of a prompt/completion data set.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Pairs {
-    /// What is given.
+pub struct PromptCompletionColumns {
+    /// Column of the prompt, without loss.
     pub prompt: String,
-    /// What is to be learned.
+    /// Column of the completion, with loss.
     pub completion: String,
 }
 
-impl Pairs {
-    pub(crate) fn parse(&self, row: &Row) -> Result<Document, Fault> {
+impl PromptCompletionColumns {
+    pub(crate) fn parse(&self, row: &Row) -> Result<Document, RowProblem> {
         match (row.get(&self.prompt), row.get(&self.completion)) {
             (Some(Value::String(prompt)), Some(Value::String(completion))) => {
                 Ok(Document::PromptCompletion { prompt: prompt.clone(), completion: completion.clone() })
@@ -30,20 +30,22 @@ impl Pairs {
                 Ok(Document::Conversation(conversation(row, messages)?))
             }
             (Some(Value::Array(_)), other) => {
-                Err(Fault::type_of(&self.completion, other, "a list of messages, as the prompt is"))
+                Err(RowProblem::type_of(&self.completion, other, "a list of messages, as the prompt is"))
             }
-            (Some(Value::String(_)), other) => Err(Fault::type_of(&self.completion, other, "a text, as the prompt is")),
-            (other, _) => Err(Fault::type_of(&self.prompt, other, "a text or a list of messages")),
+            (Some(Value::String(_)), other) => {
+                Err(RowProblem::type_of(&self.completion, other, "a string, as the prompt is"))
+            }
+            (other, _) => Err(RowProblem::type_of(&self.prompt, other, "a string or a list of messages")),
         }
     }
 }
 
-fn turns(column: &str, items: &[Value]) -> Result<Vec<Message>, Fault> {
+fn turns(column: &str, items: &[Value]) -> Result<Vec<Message>, RowProblem> {
     let items = items.iter().cloned().enumerate();
     items.map(|(idx, item)| message(column, idx, object(column, idx, item)?)).collect()
 }
 
-/// The prompt's own answers are given, not learned.
+/// Masks the assistant messages of the prompt from the loss.
 fn as_context(message: Message) -> Message {
     if message.is_assistant() { message.with("weight", json!(0)) } else { message }
 }

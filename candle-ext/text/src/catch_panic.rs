@@ -1,4 +1,4 @@
-//! Panics of other crates on broken files, as errors.
+//! Conversion of panics in other crates, on malformed files, to errors.
 
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe, catch_unwind};
@@ -8,8 +8,8 @@ thread_local! {
     static IS_QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs code of another crate and returns what it says if it panics, without the message on stderr.
-pub(crate) fn caught<T>(run: impl FnOnce() -> T) -> Result<T, String> {
+/// Runs `run` and returns the panic message as an error if it panics. Suppresses the message on stderr.
+pub(crate) fn catch_panic<T>(run: impl FnOnce() -> T) -> Result<T, String> {
     hush_once();
     let before = IS_QUIET.replace(true);
     let result = catch_unwind(AssertUnwindSafe(run));
@@ -20,7 +20,7 @@ pub(crate) fn caught<T>(run: impl FnOnce() -> T) -> Result<T, String> {
     })
 }
 
-/// Keeps the panic hook from printing what [`caught`] returns.
+/// Installs a panic hook that is silent within [`catch_panic`].
 fn hush_once() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -39,8 +39,8 @@ mod tests {
 
     #[test]
     fn a_panic_is_its_message() {
-        assert_eq!(caught(|| 3), Ok(3));
-        assert_eq!(caught(|| panic!("no {}", "entry")), Err::<(), _>("no entry".to_owned()));
+        assert_eq!(catch_panic(|| 3), Ok(3));
+        assert_eq!(catch_panic(|| panic!("no {}", "entry")), Err::<(), _>("no entry".to_owned()));
         assert!(!IS_QUIET.get());
     }
 }

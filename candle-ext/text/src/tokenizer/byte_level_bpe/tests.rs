@@ -1,4 +1,4 @@
-//! The quick way beside the tokenizer's own, on text that looks for a difference.
+//! The fast path compared with the tokenizers crate, on adversarial text.
 #![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
@@ -7,10 +7,10 @@ use std::sync::LazyLock;
 use proptest::prelude::*;
 use serde_json::{Value as Json, json};
 
-use super::super::{Encoded, Specials, Tokenizer};
+use super::super::{Encoding, SpecialTokens, Tokenizer};
 
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// Of these tokens' contents some are parts of others, and one is not normalised.
+/// Added tokens: some contain others, and one is not normalized.
 const ADDED: [(&str, bool); 8] = [
     ("<|a|>", false),
     ("<|a|>b", false),
@@ -30,7 +30,7 @@ fn fixture(name: &str) -> PathBuf {
     root().join("candle-ext/text/tests/fixtures/chat").join(name)
 }
 
-/// A tokenizer whose steps are changed.
+/// Loads a tokenizer with changed steps.
 fn changed(name: &str, changes: &[(&str, Json)]) -> Tokenizer {
     let mut json: Json = serde_json::from_slice(&std::fs::read(fixture(name).join("tokenizer.json")).unwrap()).unwrap();
     for (key, value) in changes {
@@ -42,7 +42,7 @@ fn changed(name: &str, changes: &[(&str, Json)]) -> Tokenizer {
     Tokenizer::from_directory(folder.path()).unwrap()
 }
 
-/// Gives added tokens that the vocabulary lacks the ids behind it.
+/// Assigns ids after the vocabulary to added tokens that it lacks.
 fn number_added_tokens(json: &mut Json) {
     let vocab = json["model"]["vocab"].as_object().unwrap().clone();
     let mut next = vocab.len();
@@ -81,7 +81,7 @@ fn template() -> Json {
            "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}}})
 }
 
-/// Every tokenizer of the repository, and the steps that those do not have.
+/// Loads every tokenizer of the repository, and variants with other steps.
 fn tokenizers() -> Vec<Tokenizer> {
     let folders = ["smollm2", "llama3", "llama3_2", "qwen2_5", "qwen3"].map(fixture);
     let folders = folders.into_iter().chain([root().join("recipes/quickstart/tokenizer")]);
@@ -110,24 +110,25 @@ fn tokenizers() -> Vec<Tokenizer> {
     tokenizers
 }
 
-fn slowly(tokenizer: &Tokenizer, text: &str) -> (Vec<u32>, Encoded) {
-    let ids = tokenizer.encode_by_the_book(text).unwrap();
-    (ids, tokenizer.encode_with_offsets_by_the_book(text).unwrap())
+fn slowly(tokenizer: &Tokenizer, text: &str) -> (Vec<u32>, Encoding) {
+    let ids = tokenizer.encode_with_tokenizers_crate(text).unwrap();
+    (ids, tokenizer.encode_with_offsets_with_tokenizers_crate(text).unwrap())
 }
 
-/// Twice, as what was learned is used the second time.
+/// Compares twice: the second time the words are cached.
 #[track_caller]
 fn check(tokenizer: &Tokenizer, text: &str) {
     let want = slowly(tokenizer, text);
     for _ in 0..2 {
-        let found = (tokenizer.encode(text, Specials::Omit).unwrap(), tokenizer.encode_with_offsets(text).unwrap());
+        let found =
+            (tokenizer.encode(text, SpecialTokens::Exclude).unwrap(), tokenizer.encode_with_offsets(text).unwrap());
         assert_eq!(found, want, "{text:?} by {:?}", tokenizer.inner.get_pre_tokenizer());
     }
 }
 
 static TOKENIZERS: LazyLock<Vec<Tokenizer>> = LazyLock::new(tokenizers);
 
-/// Pieces that pre-tokenizers, normalisers and searches for special tokens look at.
+/// Generates text that pre-tokenizers, normalizers and token searches treat specially.
 fn piece() -> impl Strategy<Value = String> {
     let spaces = prop::sample::select(vec![" ", "\n", "\r\n", "\t", "\u{a0}", "\u{3000}", "\u{85}", "\u{200b}"]);
     let marked =
@@ -185,10 +186,10 @@ fn more_words_than_are_remembered_are_still_the_same() {
     let tokenizer = &TOKENIZERS[0];
     let text: String =
         (0..300_000).map(|n| format!(" w{}", char::from_u32(0x4e00 + n % 70_000).unwrap_or('x'))).collect();
-    assert_eq!(tokenizer.encode(&text, Specials::Omit).unwrap(), slowly(tokenizer, &text).0);
+    assert_eq!(tokenizer.encode(&text, SpecialTokens::Exclude).unwrap(), slowly(tokenizer, &text).0);
 }
 
-/// Tokenizers that do something else keep to their own way.
+/// Other tokenizers have no fast path.
 #[test]
 fn other_steps_are_left_to_the_tokenizer() {
     let stripping = json!([{"id": 1, "content": "<m>", "single_word": false, "lstrip": true, "rstrip": false,
@@ -206,6 +207,6 @@ fn other_steps_are_left_to_the_tokenizer() {
     ] {
         let tokenizer = changed("smollm2", &[(key, value)]);
         assert!(tokenizer.words.is_none(), "{key}");
-        check(&tokenizer, "Some  Words, <m> 12\n");
+        check(&tokenizer, "Some  ByteLevelBpe, <m> 12\n");
     }
 }

@@ -1,37 +1,37 @@
-//! What words become, remembered.
+//! Cache of the tokens of words.
 
 use std::collections::HashMap;
 
 use compact_str::CompactString;
 use foldhash::fast::RandomState;
 
-/// Words that are remembered at a time: then all are forgotten, and those of the texts at hand are learned anew.
+/// Largest number of cached words. A full cache is cleared.
 const MOST: usize = 1 << 17;
-/// A longer word, in bytes, hardly comes back.
+/// Length limit of a cached word, in bytes. Longer words rarely repeat.
 const LONGEST: usize = 128;
 
-/// One token of a word.
+/// Token of a word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Token {
     pub(super) id: u32,
-    /// The bytes of the word that it stands for.
+    /// Byte range within the word.
     pub(super) start: u32,
     pub(super) end: u32,
 }
 
-/// A word's tokens. Most words have one, and stand in the table with it: what is looked up lies in one place.
+/// Tokens of a word. Most words have one, which is stored inline to save a memory access.
 enum Tokens {
     One(Token),
     Several(Box<[Token]>),
 }
 
-/// The words of one thread.
+/// Word cache of one thread.
 #[derive(Default)]
-pub(super) struct Known {
+pub(super) struct WordCache {
     words: HashMap<CompactString, Tokens, RandomState>,
 }
 
-impl Known {
+impl WordCache {
     pub(super) fn get(&self, word: &str) -> Option<&[Token]> {
         Some(match self.words.get(word)? {
             Tokens::One(token) => std::slice::from_ref(token),

@@ -1,44 +1,45 @@
-//! The one file, or set of shards, that makes a split of an evaluation task in a folder with files of several tasks.
+//! Selection of an evaluation task's file in a folder that holds files of several tasks.
 //!
-//! [`choose`](super::choose) takes every file of a split, as `datasets` does. That would mix the documents of tasks here.
+//! [`select_split_files`](super::select_split_files) takes every file of a split, as `datasets` does. Here that
+//! would mix the documents of several tasks.
 
-use super::splits::{Selection, SplitQuery, canonical, check_shards, label, own_name, pick, shard};
+use super::splits::{SplitQuery, SplitSelection, canonical, check_shards, label, own_name, pick, shard};
 
-/// Names by which a task's files are recognised.
+/// Names that identify the data file of an evaluation task.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct FileNames {
+pub struct TaskFileNames {
     /// Names of the task and of its data set, such as `mmlu_virology` and `virology`.
     pub own: Vec<String>,
-    /// The name that the data set shares with others, such as `mmlu`.
+    /// Name that several data sets share, such as `mmlu`.
     pub family: Option<String>,
-    /// The rule for a file that has none of the task's own names.
-    pub unnamed: Unnamed,
-    /// The words that name a file outright, such as `--data arc_easy=FILE`, for messages.
+    /// Rule for files without a name of the task.
+    pub unnamed: UnnamedFiles,
+    /// Option to suggest in errors, such as `--data arc_easy=FILE`.
     pub remedy: String,
 }
 
-/// Files that may be taken though they are not named after the task.
+/// Rule for files that are not named after the task.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Unnamed {
-    /// A lone file of the split.
+pub enum UnnamedFiles {
+    /// Accepts the file if it is the only one of the split.
     #[default]
-    Lone,
-    /// A lone file whose name is the split's and nothing else, such as `test.jsonl`.
-    PlainLone,
-    /// None: several data sets share the folder.
-    None,
+    AcceptOnly,
+    /// Accepts the file if it is the only one of the split and has only the split's name, such as `test.jsonl`.
+    AcceptSplitNamed,
+    /// Rejects the file, because several data sets share the folder.
+    Reject,
 }
 
-/// One file, or all shards of one, that could be a split.
+/// Candidate file of a split, or all shards of one.
 struct Candidate {
     files: Vec<String>,
     split: Option<String>,
-    /// Words of the file's name other than the split's; empty if a folder names the split.
-    identity: Vec<String>,
+    /// Words of the file name except the split's. Empty if a folder names the split.
+    task_words: Vec<String>,
     naming: Naming,
 }
 
-/// The relation of a file's path to the names of a task, from weak to strong.
+/// Match between a file's path and the task's names, from weak to strong.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Naming {
     Unnamed,
@@ -47,8 +48,12 @@ enum Naming {
     Own,
 }
 
-/// Picks the file of `query.split` out of data files. The error lists the candidates.
-pub(super) fn choose_one(files: &[String], query: &SplitQuery, names: &FileNames) -> Result<Selection, String> {
+/// Selects the file of `query.split`. The error lists the candidates.
+pub(super) fn select_task_file(
+    files: &[String],
+    query: &SplitQuery,
+    names: &TaskFileNames,
+) -> Result<SplitSelection, String> {
     let all = candidates(files, query.split, names);
     let split = split_name(&all, query, &names.remedy)?;
     let of_split: Vec<&Candidate> = all.iter().filter(|candidate| candidate.split == split).collect();
@@ -59,27 +64,27 @@ pub(super) fn choose_one(files: &[String], query: &SplitQuery, names: &FileNames
         check_unnamed(one, &all, query.split, names)?;
     }
     check_shards(&one.files)?;
-    Ok(Selection { files: one.files.clone(), split: one.split.clone().unwrap_or_else(|| query.split.to_owned()) })
+    Ok(SplitSelection { files: one.files.clone(), split: one.split.clone().unwrap_or_else(|| query.split.to_owned()) })
 }
 
-/// Returns the files of a pattern that make `query.split`: all that name it, or all if none names a split.
-pub(super) fn of_split(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
-    let all = candidates(files, query.split, &FileNames::default());
+/// Returns the files whose name contains `query.split`, or all files if no name contains a split.
+pub(super) fn of_split(files: &[String], query: &SplitQuery) -> Result<SplitSelection, String> {
+    let all = candidates(files, query.split, &TaskFileNames::default());
     if all.iter().all(|candidate| candidate.split.is_none()) {
-        return Ok(Selection { files: files.to_vec(), split: query.split.to_owned() });
+        return Ok(SplitSelection { files: files.to_vec(), split: query.split.to_owned() });
     }
     let split = split_name(&all, query, "")?;
     let files = all.into_iter().filter(|candidate| candidate.split == split).flat_map(|candidate| candidate.files);
-    Ok(Selection { files: files.collect(), split: split.unwrap_or_default() })
+    Ok(SplitSelection { files: files.collect(), split: split.unwrap_or_default() })
 }
 
-/// Splits a name into lower-case words at everything that is neither a letter nor a digit.
+/// Splits a name into lower-case words at every character that is neither a letter nor a digit.
 pub fn name_words(name: &str) -> Vec<String> {
     let words = name.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
     words.map(str::to_lowercase).collect()
 }
 
-fn candidates(files: &[String], split: &str, names: &FileNames) -> Vec<Candidate> {
+fn candidates(files: &[String], split: &str, names: &TaskFileNames) -> Vec<Candidate> {
     let mut all: Vec<(Option<String>, Candidate)> = Vec::new();
     for path in files {
         let set = shard(path).map(|(_, _, count)| format!("{}/{}/{count}", folder(path), own_name(path)));
@@ -92,7 +97,7 @@ fn candidates(files: &[String], split: &str, names: &FileNames) -> Vec<Candidate
 }
 
 impl Candidate {
-    fn new(path: &str, split: &str, names: &FileNames) -> Self {
+    fn new(path: &str, split: &str, names: &TaskFileNames) -> Self {
         let whole = name_words(own_name(path));
         let wanted = name_words(split);
         let is_wanted = !wanted.is_empty() && whole.ends_with(&wanted);
@@ -115,16 +120,16 @@ impl Candidate {
             Naming::Unnamed
         };
         let split = if is_wanted { Some(split.to_owned()) } else { label(path) };
-        Self { files: vec![path.to_owned()], split, identity: if names_split { words } else { Vec::new() }, naming }
+        Self { files: vec![path.to_owned()], split, task_words: if names_split { words } else { Vec::new() }, naming }
     }
 
-    /// Returns the file's name, or that of its first shard.
+    /// Returns the file's name, or the first shard's.
     fn shown(&self) -> &str {
         self.files.first().map_or("", String::as_str)
     }
 }
 
-/// Finds the name that the files have for the split; `None` if no file names a split and all of them are its.
+/// Returns the split's name as the files spell it. `None` if no file name contains a split.
 fn split_name(all: &[Candidate], query: &SplitQuery, remedy: &str) -> Result<Option<String>, String> {
     let mut labels: Vec<&str> = all.iter().filter_map(|candidate| candidate.split.as_deref()).collect();
     labels.sort_unstable();
@@ -139,20 +144,20 @@ fn split_name(all: &[Candidate], query: &SplitQuery, remedy: &str) -> Result<Opt
     pick(&labels, query).map(|name| Some(name.to_owned()))
 }
 
-/// Refuses a lone file that may belong to another task.
-fn check_unnamed(one: &Candidate, all: &[Candidate], split: &str, names: &FileNames) -> Result<(), String> {
+/// Rejects an only file that may belong to another task.
+fn check_unnamed(one: &Candidate, all: &[Candidate], split: &str, names: &TaskFileNames) -> Result<(), String> {
     let named: Vec<&Candidate> = all.iter().filter(|candidate| candidate.naming >= Naming::OwnFolder).collect();
     if !named.is_empty() {
         let shown = listed(named);
         return Err(format!("no file of the split {split:?} is named after the task; files of its name: {shown}"));
     }
-    let is_other = |other: &&Candidate| !other.identity.is_empty() && other.identity != one.identity;
-    let is_of_several = !one.identity.is_empty() && all.iter().any(|other| is_other(&other));
+    let is_other = |other: &&Candidate| !other.task_words.is_empty() && other.task_words != one.task_words;
+    let is_of_several = !one.task_words.is_empty() && all.iter().any(|other| is_other(&other));
     let is_refused = match (names.unnamed, one.naming) {
-        (Unnamed::None, _) => true,
+        (UnnamedFiles::Reject, _) => true,
         (_, Naming::Family) => false,
-        (Unnamed::PlainLone, _) => !one.identity.is_empty(),
-        (Unnamed::Lone, _) => is_of_several,
+        (UnnamedFiles::AcceptSplitNamed, _) => !one.task_words.is_empty(),
+        (UnnamedFiles::AcceptOnly, _) => is_of_several,
     };
     match is_refused {
         false => Ok(()),
@@ -165,7 +170,7 @@ fn check_unnamed(one: &Candidate, all: &[Candidate], split: &str, names: &FileNa
     }
 }
 
-fn several(best: &[&Candidate], split: &str, names: &FileNames) -> String {
+fn several(best: &[&Candidate], split: &str, names: &TaskFileNames) -> String {
     let why = match best.first().map(|candidate| candidate.naming) {
         Some(Naming::Own | Naming::OwnFolder) => "are named after the task".to_owned(),
         _ => format!("are there, and none is named {}", names.own.join(" or ")),
@@ -178,7 +183,7 @@ fn several(best: &[&Candidate], split: &str, names: &FileNames) -> String {
     )
 }
 
-/// Lists candidates, each by its first file.
+/// Lists candidates by their first file.
 fn listed<'a>(candidates: impl IntoIterator<Item = &'a Candidate>) -> String {
     super::splits::some(&candidates.into_iter().map(|candidate| candidate.shown().to_owned()).collect::<Vec<_>>())
 }
@@ -192,36 +197,36 @@ fn folder(path: &str) -> &str {
 mod tests {
     use super::*;
 
-    fn names(own: &[&str], family: &str, unnamed: Unnamed) -> FileNames {
+    fn names(own: &[&str], family: &str, unnamed: UnnamedFiles) -> TaskFileNames {
         let own = own.iter().map(ToString::to_string).collect();
-        FileNames { own, family: Some(family.into()), unnamed, remedy: "--data TASK=FILE".into() }
+        TaskFileNames { own, family: Some(family.into()), unnamed, remedy: "--data TASK=FILE".into() }
     }
 
-    fn chosen(paths: &[&str], split: &str, names: &FileNames) -> Result<Vec<String>, String> {
+    fn chosen(paths: &[&str], split: &str, names: &TaskFileNames) -> Result<Vec<String>, String> {
         let paths: Vec<String> = paths.iter().map(ToString::to_string).collect();
         let query = SplitQuery { split, is_default: false, config: None, data_files: &[] };
-        choose_one(&paths, &query, names).map(|selection| selection.files)
+        select_task_file(&paths, &query, names).map(|selection| selection.files)
     }
 
     #[track_caller]
-    fn check(paths: &[&str], split: &str, names: &FileNames, want: &[&str]) {
+    fn check(paths: &[&str], split: &str, names: &TaskFileNames, want: &[&str]) {
         assert_eq!(chosen(paths, split, names).unwrap(), want);
     }
 
     #[track_caller]
-    fn refused(paths: &[&str], split: &str, names: &FileNames, words: &[&str]) {
+    fn refused(paths: &[&str], split: &str, names: &TaskFileNames, words: &[&str]) {
         let problem = chosen(paths, split, names).unwrap_err();
         for word in words {
             assert!(problem.contains(word), "{word:?} is not in {problem:?}");
         }
     }
 
-    fn virology() -> FileNames {
-        names(&["mmlu_virology", "virology"], "mmlu", Unnamed::None)
+    fn virology() -> TaskFileNames {
+        names(&["mmlu_virology", "virology"], "mmlu", UnnamedFiles::Reject)
     }
 
-    fn arc() -> FileNames {
-        names(&["arc_easy", "ARC-Easy"], "ai2_arc", Unnamed::Lone)
+    fn arc() -> TaskFileNames {
+        names(&["arc_easy", "ARC-Easy"], "ai2_arc", UnnamedFiles::AcceptOnly)
     }
 
     #[test]
@@ -242,14 +247,14 @@ mod tests {
 
     #[test]
     fn a_name_counts_as_a_whole() {
-        let biology = names(&["mmlu_high_school_biology", "high_school_biology"], "mmlu", Unnamed::None);
+        let biology = names(&["mmlu_high_school_biology", "high_school_biology"], "mmlu", UnnamedFiles::Reject);
         let both = ["biology_test.csv", "high_school_biology_test.csv"];
         check(&both, "test", &biology, &["high_school_biology_test.csv"]);
-        let short = names(&["biology"], "mmlu", Unnamed::Lone);
+        let short = names(&["biology"], "mmlu", UnnamedFiles::AcceptOnly);
         check(&both, "test", &short, &["biology_test.csv"]);
         check(&["arc_easy_test.jsonl", "arc_easy_v2_test.jsonl"], "test", &arc(), &["arc_easy_test.jsonl"]);
         refused(&["arc_easy_v2_test.jsonl", "arc_challenge_test.jsonl"], "test", &arc(), &["none is named arc_easy"]);
-        let my_test = names(&["my_test"], "own", Unnamed::None);
+        let my_test = names(&["my_test"], "own", UnnamedFiles::Reject);
         check(&["my_test_test.jsonl", "x_test.jsonl"], "test", &my_test, &["my_test_test.jsonl"]);
     }
 
@@ -285,7 +290,7 @@ mod tests {
             &["files of its name: arc_easy_train.jsonl"],
         );
         refused(&["mine_train.jsonl", "piqa_test.jsonl"], "test", &arc(), &["there is piqa_test.jsonl"]);
-        let by_pattern = FileNames { unnamed: Unnamed::PlainLone, ..arc() };
+        let by_pattern = TaskFileNames { unnamed: UnnamedFiles::AcceptSplitNamed, ..arc() };
         check(&["test.jsonl"], "test", &by_pattern, &["test.jsonl"]);
         refused(
             &["piqa_test.jsonl"],

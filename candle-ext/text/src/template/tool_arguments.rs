@@ -1,23 +1,23 @@
-//! The arguments of tool calls, which data sets keep as objects or as JSON text.
+//! Arguments of tool calls, which data sets store as objects or as JSON text.
 
 use std::borrow::Cow;
 
 use serde_json::Value as Json;
 
 use super::fallback::{as_objects, object};
-use super::{ChatTemplate, Ending};
+use super::{AddGenerationPrompt, ChatTemplate};
 use crate::conversation::{Conversation, Message};
 
 impl ChatTemplate {
-    /// Returns the conversation with arguments of tool calls as objects if this template encodes JSON text twice.
+    /// Parses tool call arguments from JSON text to objects, if this template would encode the text twice.
     ///
-    /// OpenAI writes `"arguments": "{\"x\": 1}"`, and `arguments | tojson` prints that with escaped quotes. A template
-    /// that prints texts as they are keeps the text of the row.
-    pub fn with_argument_objects<'a>(&self, chat: &'a Conversation) -> Cow<'a, Conversation> {
+    /// OpenAI writes `"arguments": "{\"x\": 1}"`, and `arguments | tojson` prints that with escaped quotes. For a
+    /// template that prints strings unchanged, the conversation stays as it is.
+    pub fn with_parsed_tool_arguments<'a>(&self, chat: &'a Conversation) -> Cow<'a, Conversation> {
         let Some(objects) = as_objects(chat) else { return Cow::Borrowed(chat) };
         let texts: Vec<String> = chat.messages.iter().flat_map(encoded).collect();
         let n_encoded = |chat: &Conversation| {
-            let text = self.render(chat, Ending::Closed).ok()?;
+            let text = self.render(chat, AddGenerationPrompt::No).ok()?;
             Some(texts.iter().map(|encoded| text.matches(encoded).count()).sum::<usize>())
         };
         match (n_encoded(chat), n_encoded(&objects)) {
@@ -27,7 +27,7 @@ impl ChatTemplate {
     }
 }
 
-/// The message's arguments that are JSON text, each as a JSON string.
+/// Returns the message's arguments that are JSON text, each encoded as a JSON string.
 fn encoded(message: &Message) -> Vec<String> {
     let calls = message.fields().get("tool_calls").and_then(Json::as_array).into_iter().flatten();
     let arguments = calls.filter_map(|call| call.get("function").unwrap_or(call).get("arguments"));

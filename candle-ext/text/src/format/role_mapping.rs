@@ -1,50 +1,50 @@
-//! Roles taken from columns as the recipe's `role_mapping` says.
+//! Chat messages from arbitrary columns, by the recipe's `role_mapping`.
 //!
-//! A path is a column (`question`), or `list.field.value` (`messages.role.user`): the items of a
-//! list whose field has that value. Items of one list keep the list's order. An item that no path
-//! names keeps its standard role, or is context under its own name.
+//! A path is a column (`question`), or `list.field.value` (`messages.role.user`): the items of a list whose field
+//! has that value. Items of one list keep the list's order. An item that no path matches keeps its own role.
+//! Standard speaker names are converted to chat roles.
 
 use serde_json::{Map, Value};
 
 use super::chat::{calls_in_text, conversation, message, object, role_of_alias};
-use super::error::{Fault, type_name};
+use super::error::{RowProblem, type_name};
 use super::sharegpt::CALLS;
 use super::{Document, FormatError};
 use crate::conversation::{Conversation, Message};
 use crate::source::Row;
 
-/// Where each role's text stands, in the order the roles speak.
+/// The recipe's `role_mapping`: a column path for each chat role, in message order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RoleMapping {
     roles: Vec<(String, RolePath)>,
     content_key: Option<String>,
 }
 
-/// Where one role's text stands.
+/// Column path of one chat role.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RolePath {
-    /// In a column of its own.
+    /// A column that holds the text.
     Column(String),
-    /// In the items of a list that carry a mark.
+    /// The items of a list whose `field` equals `value`.
     Items {
-        /// The list's column.
+        /// The column of the list.
         list: String,
-        /// The item's key that tells the role.
+        /// The item's key that holds the role.
         field: String,
-        /// The value it has for this role.
+        /// The value of `field` for this role.
         value: String,
     },
 }
 
-/// Keys that hold an item's text when `content_key` does not say.
+/// Default keys of an item's text, if `content_key` is not set.
 const CONTENT_KEYS: [&str; 4] = ["content", "text", "message", "value"];
 
 impl RoleMapping {
-    /// Reads the recipe's `role_mapping` and `content_key`.
+    /// Parses the recipe's `role_mapping` and `content_key`.
     pub fn new(roles: &[(String, String)], content_key: Option<&str>) -> Result<Self, FormatError> {
         if roles.is_empty() {
             let problem = "it maps no role; write {user: question, assistant: response}".to_owned();
-            return Err(FormatError::Request { key: "role_mapping", problem });
+            return Err(FormatError::InvalidOption { key: "role_mapping", problem });
         }
         let roles = roles
             .iter()
@@ -57,7 +57,7 @@ impl RoleMapping {
         self.roles.iter().map(|(role, path)| format!("{role} = {path}")).collect()
     }
 
-    /// The columns it reads, for a check against what is there.
+    /// Returns the columns that the mapping reads.
     pub(crate) fn columns(&self) -> impl Iterator<Item = &str> {
         self.roles.iter().map(|(_, path)| match path {
             RolePath::Column(column) => column.as_str(),
@@ -70,10 +70,10 @@ impl RoleMapping {
         self.roles.iter().any(|(own, _)| own == role)
     }
 
-    /// The mapped names that no item of these rows has, each with the names that the items have.
+    /// Returns the mapped values that no item of these rows has, each with the values found.
     pub(crate) fn unused(&self, rows: &[Row]) -> Vec<(String, Vec<String>)> {
         let items = self.roles.iter().filter_map(|(role, path)| match path {
-            // A name that means its role anyway is no mistake.
+            // A standard name for its own role is valid although no item has it.
             RolePath::Items { list, field, value } if role_of_alias(value) != Some(role) => {
                 Some((path, list, field, value))
             }
@@ -86,7 +86,7 @@ impl RoleMapping {
         unused.collect()
     }
 
-    pub(crate) fn parse(&self, row: &Row) -> Result<Document, Fault> {
+    pub(crate) fn parse(&self, row: &Row) -> Result<Document, RowProblem> {
         let mut messages = Vec::new();
         let mut read: Vec<&str> = Vec::new();
         for (role, path) in &self.roles {
@@ -101,7 +101,7 @@ impl RoleMapping {
         }
         if messages.is_empty() {
             let problem = format!("no message at {}", self.describe().join(", "));
-            return Err(Fault::new(problem, format!("the row holds {}", shape(row))));
+            return Err(RowProblem::new(problem, format!("the row holds {}", shape(row))));
         }
         Ok(Document::Conversation(match read.is_empty() {
             true => Conversation::new(messages),
@@ -109,16 +109,16 @@ impl RoleMapping {
         }))
     }
 
-    fn turn_in(&self, row: &Row, role: &str, column: &str) -> Result<Option<Message>, Fault> {
-        let text = plain(row.get(column)).map_err(|found| Fault::type_of(column, Some(found), "a text"))?;
+    fn turn_in(&self, row: &Row, role: &str, column: &str) -> Result<Option<Message>, RowProblem> {
+        let text = plain(row.get(column)).map_err(|found| RowProblem::type_of(column, Some(found), "a string"))?;
         Ok(text.map(|text| Message::new(role, text)))
     }
 
-    fn turns_in(&self, row: &Row, list: &str) -> Result<Vec<Message>, Fault> {
+    fn turns_in(&self, row: &Row, list: &str) -> Result<Vec<Message>, RowProblem> {
         let items = match row.get(list) {
             None | Some(Value::Null) => return Ok(Vec::new()),
             Some(Value::Array(items)) => items,
-            other => return Err(Fault::type_of(list, other, "a list of objects")),
+            other => return Err(RowProblem::type_of(list, other, "a list of objects")),
         };
         let is_known =
             |item: &Value| self.role_of(list, item).is_some() || self.name_of(list, item).is_some_and(is_standard);
@@ -128,13 +128,13 @@ impl RoleMapping {
         items.iter().enumerate().map(|(idx, item)| self.turn(list, idx, item)).collect()
     }
 
-    /// One item as a message, with every key that is neither the speaker's nor the text's.
-    fn turn(&self, list: &str, idx: usize, item: &Value) -> Result<Message, Fault> {
+    /// Converts one item to a message. Keeps all keys except the role's and the text's.
+    fn turn(&self, list: &str, idx: usize, item: &Value) -> Result<Message, RowProblem> {
         let mut rest = object(list, idx, item.clone())?;
         let Some(name) = self.name_of(list, item) else {
             let fields: Vec<&str> = self.fields_of(list).collect();
             let problem = format!("column `{list}`, item {idx}: there is no text under {}", fields.join(" or "));
-            return Err(Fault::new(problem, "correct the row, or name the key of the speaker in role_mapping"));
+            return Err(RowProblem::new(problem, "correct the row, or name the key of the speaker in role_mapping"));
         };
         let content = match self.content_key_of(item) {
             Some(key) => rest.shift_remove(key).unwrap_or_default(),
@@ -145,7 +145,7 @@ impl RoleMapping {
             content @ (Value::Null | Value::String(_) | Value::Array(_)) => content,
             found => {
                 let problem = format!("column `{list}`, item {idx}: the content is {}", type_name(&found));
-                return Err(Fault::new(problem, "name the text's key with content_key"));
+                return Err(RowProblem::new(problem, "name the text's key with content_key"));
             }
         };
         rest.retain(|key, _| !CONTENT_KEYS.contains(&key.as_str()) && self.fields_of(list).all(|field| field != key));
@@ -168,7 +168,7 @@ impl RoleMapping {
         message(list, idx, turn)
     }
 
-    /// The keys that name the speaker of an item, as the paths into this list have them.
+    /// Returns the fields that hold the role, by the paths into this list.
     fn fields_of<'a>(&'a self, list: &'a str) -> impl Iterator<Item = &'a str> {
         self.roles.iter().filter_map(move |(_, path)| match path {
             RolePath::Items { list: own, field, .. } if own == list => Some(field.as_str()),
@@ -176,7 +176,7 @@ impl RoleMapping {
         })
     }
 
-    /// The speaker of an item as the row names it.
+    /// Returns the role value of an item, as spelled in the row.
     fn name_of<'a>(&self, list: &str, item: &'a Value) -> Option<&'a str> {
         self.fields_of(list).find_map(|field| item.get(field)?.as_str())
     }
@@ -208,7 +208,7 @@ impl RolePath {
             [list, field, value] if parts.iter().all(|part| !part.is_empty()) => {
                 Ok(Self::Items { list: (*list).to_owned(), field: (*field).to_owned(), value: (*value).to_owned() })
             }
-            _ => Err(FormatError::Request {
+            _ => Err(FormatError::InvalidOption {
                 key: "role_mapping",
                 problem: format!(
                     "role {role:?} is at {path:?}, which is neither a column nor list.field.value, \
@@ -228,12 +228,12 @@ impl std::fmt::Display for RolePath {
     }
 }
 
-/// Returns true for a name that has a role without a mapping.
+/// Returns true for a speaker name that has a role without a mapping.
 fn is_standard(name: &str) -> bool {
     role_of_alias(name).is_some() || CALLS.contains(&name)
 }
 
-/// The speakers that the items of a list have in these rows.
+/// Returns the distinct values of `field` in the items of `list`.
 fn names(rows: &[Row], list: &str, field: &str) -> Vec<String> {
     let items = rows.iter().filter_map(|row| row.get(list)?.as_array()).flatten();
     let mut names: Vec<String> = Vec::new();
@@ -245,7 +245,7 @@ fn names(rows: &[Row], list: &str, field: &str) -> Vec<String> {
     names
 }
 
-/// A text or a number as text; `None` for nothing; the value itself if it is neither.
+/// Converts a string or a number to a string. `None` if missing, null or empty; the value itself if of another type.
 fn plain(value: Option<&Value>) -> Result<Option<String>, &Value> {
     match value {
         None | Some(Value::Null) => Ok(None),
@@ -255,7 +255,7 @@ fn plain(value: Option<&Value>) -> Result<Option<String>, &Value> {
     }
 }
 
-/// The row's columns with what the first item of a list holds.
+/// Lists the row's columns, and the keys of the first item of each list.
 fn shape(row: &Row) -> String {
     let columns = row.iter().map(|(column, value)| {
         match value.as_array().and_then(|items| items.first()).and_then(Value::as_object) {

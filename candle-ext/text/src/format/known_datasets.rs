@@ -1,11 +1,11 @@
-//! Data sets whose columns and splits are known by their Hub id.
+//! Column and split names of well-known Hub data sets.
 
-/// Roles and paths of a well-known data set, in the order the roles speak.
+/// Returns the role mapping of a well-known data set: pairs of role and column path, in message order.
 pub fn known_role_mapping(id: &str) -> Option<&'static [(&'static str, &'static str)]> {
     const MESSAGES: &[(&str, &str)] = &[("user", "messages.role.user"), ("assistant", "messages.role.assistant")];
     Some(match id {
         "HuggingFaceH4/ultrachat_200k" | "THUDM/LongAlign-10k" => MESSAGES,
-        // Its messages end with the question; the answer is a column of its own.
+        // The messages end with the question; the answer is a separate column.
         "nvidia/AceMath-Instruct-Training-Data" => {
             &[("user", "messages.role.user"), ("assistant", "messages.role.assistant"), ("assistant", "answer")]
         }
@@ -23,7 +23,7 @@ pub fn known_role_mapping(id: &str) -> Option<&'static [(&'static str, &'static 
     })
 }
 
-/// What `train` and `eval` are called in a well-known data set.
+/// Returns the names of `train` and `eval` in a well-known data set.
 pub fn known_split_mapping(id: &str) -> &'static [(&'static str, &'static str)] {
     match id {
         "HuggingFaceH4/ultrachat_200k" => &[("train", "train_sft"), ("eval", "test_sft")],

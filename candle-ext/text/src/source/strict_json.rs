@@ -1,4 +1,4 @@
-//! One JSON object from bytes, strictly: UTF-8, no key twice, nothing after it.
+//! Strict JSON parsing: UTF-8, no duplicate keys, no trailing text.
 
 use std::fmt;
 
@@ -7,26 +7,26 @@ use serde_json::{Map, Number, Value};
 
 use super::Row;
 
-/// A row longer than this is a file that is not what its name says, or a mistake.
+/// Size limit of a row in bytes. A longer row means a malformed file.
 pub(crate) const MAX_ROW_BYTES: usize = 256 << 20;
 
-/// Why bytes are not a row. Lines and columns count from 1 within the bytes.
+/// Problem of a row, its remedy and its line, counted from 1 within the row.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Fault {
+pub(crate) struct JsonProblem {
     pub(crate) line: usize,
     pub(crate) problem: String,
     pub(crate) fix: &'static str,
 }
 
-/// Reads one JSON object.
-pub(crate) fn parse_row(bytes: &[u8]) -> Result<Row, Fault> {
+/// Parses one JSON object.
+pub(crate) fn parse_row(bytes: &[u8]) -> Result<Row, JsonProblem> {
     if bytes.len() > MAX_ROW_BYTES {
         return Err(too_long(bytes.len()));
     }
     let text = std::str::from_utf8(bytes).map_err(|e| not_utf8(bytes, e.valid_up_to()))?;
     match parse_value(text).map_err(|e| not_json(text, &e))? {
         Value::Object(row) => Ok(row),
-        other => Err(Fault {
+        other => Err(JsonProblem {
             line: 1,
             problem: format!("the row is {}, not an object", name_of(&other)),
             fix: "write each row as {\"column\": value, ...}",
@@ -34,15 +34,15 @@ pub(crate) fn parse_row(bytes: &[u8]) -> Result<Row, Fault> {
     }
 }
 
-pub(crate) fn too_long(n_bytes: usize) -> Fault {
-    Fault {
+pub(crate) fn too_long(n_bytes: usize) -> JsonProblem {
+    JsonProblem {
         line: 1,
         problem: format!("a row of {n_bytes} bytes is over the limit of {MAX_ROW_BYTES}"),
         fix: "check that each row stands on its own line, or split the row",
     }
 }
 
-/// Names a JSON value's type the way a person would: "a list of 3".
+/// Names a JSON value's type for messages, such as "a list of 3".
 pub(crate) fn name_of(value: &Value) -> String {
     match value {
         Value::Null => "null".into(),
@@ -54,10 +54,10 @@ pub(crate) fn name_of(value: &Value) -> String {
     }
 }
 
-/// Reads a JSON value.
+/// Parses a JSON value.
 ///
 /// # Errors
-/// If the text is not JSON, or an object has a key twice.
+/// If the text is not JSON, or an object has a duplicate key.
 pub fn parse_value(text: &str) -> serde_json::Result<Value> {
     let mut deserializer = serde_json::Deserializer::from_str(text);
     let value = Strict.deserialize(&mut deserializer)?;
@@ -65,29 +65,29 @@ pub fn parse_value(text: &str) -> serde_json::Result<Value> {
     Ok(value)
 }
 
-fn not_utf8(bytes: &[u8], at: usize) -> Fault {
+fn not_utf8(bytes: &[u8], at: usize) -> JsonProblem {
     let before = &bytes[..at];
     let line_start = before.iter().rposition(|&b| b == b'\n').map_or(0, |i| i + 1);
-    Fault {
+    JsonProblem {
         line: 1 + before.iter().filter(|&&b| b == b'\n').count(),
         problem: format!("byte 0x{:02X} at column {} is not UTF-8", bytes[at], at - line_start + 1),
         fix: "save the file as UTF-8",
     }
 }
 
-fn not_json(text: &str, error: &serde_json::Error) -> Fault {
+fn not_json(text: &str, error: &serde_json::Error) -> JsonProblem {
     let message = error.to_string();
     let reason = message.split(" at line ").next().unwrap_or(&message);
     if error.is_eof() {
         let end = excerpt(text, text.len());
-        return Fault {
+        return JsonProblem {
             line: error.line().max(1),
             problem: format!("the row breaks off after {end:?}"),
             fix: "the file may be cut short: fetch or write it again",
         };
     }
     let near = excerpt(text, offset_of(text, error.line(), error.column()));
-    Fault {
+    JsonProblem {
         line: error.line().max(1),
         problem: format!("not valid JSON at column {}: {reason}, near {near:?}", error.column()),
         fix: "correct or delete the row",
@@ -99,7 +99,7 @@ fn offset_of(text: &str, line: usize, column: usize) -> usize {
     (start + column).min(text.len())
 }
 
-/// The two dozen bytes before `end`, widened to whole characters.
+/// Returns about 24 bytes before `end`, extended to character boundaries.
 fn excerpt(text: &str, end: usize) -> &str {
     let whole = |at: &usize| text.is_char_boundary(*at);
     let end = (end..=text.len()).find(whole).unwrap_or(text.len());

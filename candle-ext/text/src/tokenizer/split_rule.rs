@@ -1,4 +1,4 @@
-//! How a byte-level tokenizer cuts a text into words, without the tokenizers crate's bookkeeping of every character.
+//! Pre-tokenization of byte-level tokenizers, without the per-character bookkeeping of the tokenizers crate.
 
 use regex_automata::meta::{Cache, Regex};
 use regex_automata::util::syntax::parse;
@@ -7,31 +7,31 @@ use tokenizers::SplitDelimiterBehavior;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::split::SplitPattern;
 
-/// What GPT-2 cuts at, and what `ByteLevel` does unless it is told not to.
+/// Split pattern of GPT-2, the default of `ByteLevel`.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-/// How these patterns end: white space before a word leaves its last character to the word.
+/// End of these patterns: white space before a word leaves its last character to the word.
 const WHITE_SPACE: &str = r"|\s+(?!\S)|\s+";
 
-/// One cut. Nothing of the text is lost.
-pub(super) enum Cut {
-    /// Each match and all between two matches.
+/// One pre-tokenization step. It keeps every character of the text.
+pub(super) enum SplitRule {
+    /// Splits around each match of a pattern.
     Pattern(Pattern),
-    /// Each digit, and all between two digits.
+    /// Splits around each digit.
     Digits,
-    /// Runs of digits, and all between them.
+    /// Splits around each run of digits.
     Numbers,
 }
 
-/// A pattern without look-around: its one look ahead is done by hand.
+/// Split pattern without look-around. Its one look-ahead is implemented by hand.
 pub(super) struct Pattern {
     regex: Regex,
 }
 
-/// Matches of this part of a pattern are white space that may have to leave its last character.
+/// Index of the white space part of a pattern, whose match may leave its last character.
 const RUN: usize = 1;
 
-impl Cut {
-    /// The cuts of a byte-level pre-tokenizer. `None`: it is another one, or does something else as well.
+impl SplitRule {
+    /// Returns the steps of a byte-level pre-tokenizer. `None` for any other pre-tokenizer.
     pub(super) fn all_of(pre_tokenizer: &PreTokenizerWrapper) -> Option<Vec<Self>> {
         let steps = match pre_tokenizer {
             PreTokenizerWrapper::Sequence(sequence) => sequence.as_ref(),
@@ -62,7 +62,7 @@ impl Cut {
         }
     }
 
-    /// What a search writes to. A thread has its own.
+    /// Creates the scratch memory of a search. Each thread has its own.
     pub(super) fn cache(&self) -> Option<Cache> {
         match self {
             Self::Pattern(pattern) => Some(pattern.regex.create_cache()),
@@ -70,7 +70,7 @@ impl Cut {
         }
     }
 
-    /// The end of the piece that begins at `start`, which is within the text.
+    /// Returns the end of the piece that begins at byte `start`.
     fn end(&self, cache: &mut Option<Cache>, text: &str, start: usize) -> usize {
         let rest = &text[start..];
         let is_digit = rest.starts_with(char::is_numeric);
@@ -84,9 +84,9 @@ impl Cut {
     }
 }
 
-/// Hands out the words of a text, in order.
+/// Calls `word` with each word of a text, in order.
 pub(super) fn words<'t>(
-    cuts: &[Cut],
+    cuts: &[SplitRule],
     caches: &mut [Option<Cache>],
     text: &'t str,
     word: &mut dyn FnMut(&'t str) -> Option<()>,
@@ -104,7 +104,8 @@ pub(super) fn words<'t>(
 }
 
 impl Pattern {
-    /// `None`: the pattern looks around in another way than [`WHITE_SPACE`], is possessive, or matches nothing at all.
+    /// Compiles a pattern. `None` for other look-around than [`WHITE_SPACE`], possessive quantifiers and empty
+    /// matches.
     fn new(pattern: &str) -> Option<Self> {
         let (rest, parts) = match pattern.strip_suffix(WHITE_SPACE) {
             Some(rest) => (rest, vec![rest, r"\s+"]),
@@ -117,7 +118,7 @@ impl Pattern {
 
     fn end(&self, cache: &mut Cache, text: &str, start: usize) -> usize {
         let input = Input::new(text).range(start..);
-        // Matches stand behind one another but for rare gaps: the end is all there is to find.
+        // Matches are nearly always adjacent, so finding the end suffices.
         if let Some(found) = self.regex.search_half_with(cache, &input.clone().anchored(Anchored::Yes)) {
             let is_run = found.pattern().as_usize() == RUN;
             return if is_run { end_of_run(text, start, found.offset()) } else { found.offset() };
@@ -126,13 +127,15 @@ impl Pattern {
     }
 }
 
-/// `\s+(?!\S)|\s+`: all of the run at a text's end, else all but its last character, else that character.
+/// Implements `\s+(?!\S)|\s+`: the whole run at the end of a text, else all but its last character, if more than
+/// one.
 fn end_of_run(text: &str, start: usize, end: usize) -> usize {
     let n_last = text[start..end].chars().next_back().map_or(0, char::len_utf8);
     if end == text.len() || start + n_last == end { end } else { end - n_last }
 }
 
-/// Whether a repetition is followed by `+`, which forbids going back in one dialect and is a second repetition in another.
+/// Returns true if a quantifier is followed by `+`. That means possessive in one regex dialect and repetition in
+/// another.
 fn is_possessive(pattern: &str) -> bool {
     pattern.match_indices('+').any(|(at, _)| {
         let before = &pattern[..at];
@@ -141,7 +144,7 @@ fn is_possessive(pattern: &str) -> bool {
     })
 }
 
-/// Whether a brace opens the name of a property: `\p{L}`.
+/// Returns true if a brace opens the name of a property: `\p{L}`.
 fn is_property(before_brace: &str) -> bool {
     before_brace.ends_with(r"\p") || before_brace.ends_with(r"\P")
 }

@@ -1,5 +1,7 @@
-//! The quick way from text to ids for byte-level BPE, which is what most models have: a text is cut into words where the
-//! tokenizer cuts it, and the tokenizer is asked once what a word becomes.
+//! Fast path for byte-level BPE, which most models use.
+//!
+//! A text is split into words by the tokenizer's own rules. The tokenizers crate encodes each distinct word once;
+//! the result is cached.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -11,41 +13,41 @@ use tokenizers::processors::PostProcessorWrapper;
 use tokenizers::{Model, OffsetType, PreTokenizedString, PreTokenizer};
 use unicode_normalization_alignments::{IsNormalized, is_nfc_quick};
 
-use super::added::Added;
-use super::cut::{Cut, words};
-use super::known::{Known, Token};
+use super::added_tokens::AddedTokenSearch;
+use super::split_rule::{SplitRule, words};
+use super::word_cache::{Token, WordCache};
 
-/// A tokenizer's steps, as far as they are those of byte-level BPE.
-pub(super) struct Words {
-    added: Added,
+/// Byte-level BPE tokenizer with a word cache.
+pub(super) struct ByteLevelBpe {
+    added: AddedTokenSearch,
     normalizes: bool,
-    cuts: Vec<Cut>,
-    trim: Trim,
-    /// What threads that encode no text just now left behind.
-    idle: Mutex<Vec<Memory>>,
+    cuts: Vec<SplitRule>,
+    trim: TrimOffsets,
+    /// Scratch memory of threads that are not encoding.
+    idle: Mutex<Vec<ThreadScratch>>,
 }
 
-/// What the post-processor takes off the bytes of a token: spaces, or nothing.
+/// White space that the post-processor trims from a token's byte range.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Trim {
+enum TrimOffsets {
     Nothing,
     Spaces {
-        /// One space at the beginning of a text is taken for one that was put there.
+        /// True if one space at the beginning of a text is kept, as an added prefix space.
         but_the_first: bool,
     },
 }
 
-/// What one thread needs.
-struct Memory {
-    known: Known,
+/// Scratch memory of one thread.
+struct ThreadScratch {
+    known: WordCache,
     searches: Vec<Option<Cache>>,
 }
 
-impl Words {
-    /// `None`: the tokenizer is of another kind.
+impl ByteLevelBpe {
+    /// Builds the fast path. `None` for other kinds of tokenizers.
     pub(super) fn of(tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
         let ModelWrapper::BPE(model) = tokenizer.get_model() else { return None };
-        // With dropout a word becomes something else each time.
+        // With BPE dropout the tokens of a word are random.
         if model.dropout.is_some_and(|dropout| dropout > 0.0) {
             return None;
         }
@@ -55,15 +57,15 @@ impl Words {
             Some(_) => return None,
         };
         Some(Self {
-            added: Added::of(tokenizer)?,
+            added: AddedTokenSearch::of(tokenizer)?,
             normalizes,
-            cuts: Cut::all_of(tokenizer.get_pre_tokenizer()?)?,
-            trim: Trim::of(tokenizer.get_post_processor())?,
+            cuts: SplitRule::all_of(tokenizer.get_pre_tokenizer()?)?,
+            trim: TrimOffsets::of(tokenizer.get_post_processor())?,
             idle: Mutex::default(),
         })
     }
 
-    /// Hands out the id of each token and the bytes it stands for. `None`: the text is not for the quick way.
+    /// Calls `token` with the id and the byte range of each token. `None` if the text needs the tokenizers crate.
     pub(super) fn encode(
         &self,
         tokenizer: &tokenizers::Tokenizer,
@@ -80,18 +82,18 @@ impl Words {
         encoded
     }
 
-    fn memory(&self) -> Memory {
-        Memory { known: Known::default(), searches: self.cuts.iter().map(Cut::cache).collect() }
+    fn memory(&self) -> ThreadScratch {
+        ThreadScratch { known: WordCache::default(), searches: self.cuts.iter().map(SplitRule::cache).collect() }
     }
 
     fn pieces(
         &self,
         tokenizer: &tokenizers::Tokenizer,
-        memory: &mut Memory,
+        memory: &mut ThreadScratch,
         text: &str,
         token: &mut impl FnMut(u32, usize, usize),
     ) -> Option<()> {
-        let Memory { known, searches } = memory;
+        let ThreadScratch { known, searches } = memory;
         let mut start = 0;
         self.added.pieces(text, &mut |piece, id| {
             if let Some(id) = id {
@@ -106,11 +108,11 @@ impl Words {
                         token(id, start + from as usize, start + to as usize);
                     }
                 };
-                // A text's first word has offsets of its own.
+                // The first word of a text has other offsets, so it is not cached.
                 match known.get(word).filter(|_| start > 0) {
                     Some(tokens) => give(tokens),
                     None => {
-                        let tokens = self.spell(tokenizer, word, start == 0)?;
+                        let tokens = self.tokenize_word(tokenizer, word, start == 0)?;
                         give(&tokens);
                         if start > 0 {
                             known.learn(word, &tokens);
@@ -123,8 +125,8 @@ impl Words {
         })
     }
 
-    /// Asks the tokenizer what a word becomes.
-    fn spell(&self, tokenizer: &tokenizers::Tokenizer, word: &str, is_first: bool) -> Option<Vec<Token>> {
+    /// Encodes a word with the tokenizers crate.
+    fn tokenize_word(&self, tokenizer: &tokenizers::Tokenizer, word: &str, is_first: bool) -> Option<Vec<Token>> {
         let mut split = PreTokenizedString::from(word);
         ByteLevel::new(false, false, false).pre_tokenize(&mut split).ok()?;
         tokenizer.get_model().tokenize_in_pretokenized(&mut split, None).ok()?;
@@ -135,13 +137,13 @@ impl Words {
             Some(Token { id, start: u32::try_from(start).ok()?, end: u32::try_from(end).ok()? })
         });
         let tokens = tokens.collect::<Option<Vec<_>>>()?;
-        // Where the vocabulary lacks a word's only character, which token is the first of the text is not known here.
+        // If all characters are unknown, the first token of the text is undefined here.
         (!tokens.is_empty()).then_some(tokens)
     }
 }
 
-impl Trim {
-    /// `None`: the post-processor changes more than that.
+impl TrimOffsets {
+    /// Returns the trimming of a post-processor. `None` if it changes more than that.
     fn of(processor: Option<&PostProcessorWrapper>) -> Option<Self> {
         let steps = match processor {
             None => return Some(Self::Nothing),
@@ -166,7 +168,7 @@ impl Trim {
         Some(trim)
     }
 
-    /// The bytes of a token, as `ByteLevel` leaves them.
+    /// Returns the trimmed byte range of a token, as `ByteLevel` does.
     fn token(self, written: &str, start: usize, end: usize, is_first: bool) -> (usize, usize) {
         let Self::Spaces { but_the_first } = self else { return (start, end) };
         let is_space = |c: &char| *c == 'Ġ' || c.is_whitespace();

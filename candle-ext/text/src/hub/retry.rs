@@ -1,49 +1,49 @@
-//! Trying again when the Hub is busy or out of reach, for as long as it asks and no longer.
+//! Retries while the Hub is busy or unreachable, with the waits that it requests, up to a limit.
 
 use std::time::Duration;
 
 use super::{HubError, HubSettings, RepoId};
 
-/// Why a request came to nothing, before it is known what that means.
+/// Failure of one attempt.
 #[derive(Debug)]
-pub(crate) enum Failure {
-    /// The server answered with a status that is none of success.
-    Status(Refusal),
-    /// No answer came.
-    Lost(String),
-    /// The answer began and broke off.
-    Cut(String),
-    /// The answer arrives too slowly to wait for it.
-    Slow(String),
-    /// The answer is not what was announced.
-    Wrong(String),
-    /// Already explained.
-    Told(HubError),
+pub(crate) enum AttemptError {
+    /// The server answers with an error status.
+    Status(ErrorResponse),
+    /// The server does not respond.
+    NoResponse(String),
+    /// The response is interrupted.
+    Interrupted(String),
+    /// The response is slower than the least accepted rate.
+    TooSlow(String),
+    /// The response is not valid.
+    InvalidResponse(String),
+    /// Final error that needs no further context.
+    Hub(HubError),
 }
 
-/// An answer that refuses.
+/// Error response of the Hub.
 #[derive(Debug)]
-pub(crate) struct Refusal {
+pub(crate) struct ErrorResponse {
     pub(crate) status: u16,
-    /// The Hub's `X-Error-Code`: `RepoNotFound`, `GatedRepo`, ...
+    /// The `X-Error-Code` header: `RepoNotFound`, `GatedRepo`, ...
     pub(crate) code: String,
     pub(crate) message: String,
     pub(crate) url: String,
     pub(crate) wait: Option<Duration>,
 }
 
-/// What was asked, to tell which thing a 404 means.
-pub(crate) struct Asked<'a> {
+/// Repository, revision and file of a request, to interpret a 404.
+pub(crate) struct RequestTarget<'a> {
     pub(crate) repo: &'a RepoId,
     pub(crate) revision: &'a str,
     pub(crate) file: Option<&'a str>,
 }
 
-/// Calls `attempt` until it succeeds, fails for good, or has been tried often enough.
-pub(crate) fn patiently<T>(
+/// Calls `attempt` until it succeeds, fails permanently, or reaches the limit of attempts.
+pub(crate) fn with_retries<T>(
     settings: &HubSettings,
-    asked: &Asked,
-    mut attempt: impl FnMut() -> Result<T, Failure>,
+    asked: &RequestTarget,
+    mut attempt: impl FnMut() -> Result<T, AttemptError>,
 ) -> Result<T, HubError> {
     let mut n_tries = 0;
     loop {
@@ -53,7 +53,7 @@ pub(crate) fn patiently<T>(
             Err(failure) => failure,
         };
         let wait = failure.wait().unwrap_or(settings.backoff * (1 << (n_tries - 1).min(10)));
-        let is_last = n_tries >= settings.n_tries || wait > settings.longest_wait;
+        let is_last = n_tries >= settings.max_attempts || wait > settings.max_retry_wait;
         if is_last || !failure.may_pass() {
             return Err(explain(settings, asked, failure, n_tries));
         }
@@ -62,12 +62,12 @@ pub(crate) fn patiently<T>(
     }
 }
 
-impl Failure {
+impl AttemptError {
     fn may_pass(&self) -> bool {
         match self {
             Self::Status(refusal) => matches!(refusal.status, 408 | 429 | 500 | 502 | 503 | 504),
-            Self::Lost(_) | Self::Cut(_) => true,
-            Self::Slow(_) | Self::Wrong(_) | Self::Told(_) => false,
+            Self::NoResponse(_) | Self::Interrupted(_) => true,
+            Self::TooSlow(_) | Self::InvalidResponse(_) | Self::Hub(_) => false,
         }
     }
 
@@ -79,22 +79,24 @@ impl Failure {
     }
 }
 
-fn explain(settings: &HubSettings, asked: &Asked, failure: Failure, n_tries: usize) -> HubError {
+fn explain(settings: &HubSettings, asked: &RequestTarget, failure: AttemptError, n_tries: usize) -> HubError {
     let id = asked.repo.to_string();
     let redact = |text: String| settings.redact(&text);
     match failure {
-        Failure::Told(error) => error,
-        Failure::Lost(reason) => {
+        AttemptError::Hub(error) => error,
+        AttemptError::NoResponse(reason) => {
             HubError::Unreachable { endpoint: redact(settings.endpoint.clone()), reason: redact(reason) }
         }
-        Failure::Cut(problem) | Failure::Slow(problem) => {
+        AttemptError::Interrupted(problem) | AttemptError::TooSlow(problem) => {
             HubError::Interrupted { id, file: name_of(asked), problem: redact(problem) }
         }
-        Failure::Wrong(problem) => HubError::Unverified { id, file: name_of(asked), problem: redact(problem) },
-        Failure::Status(refusal) => match refusal.status {
+        AttemptError::InvalidResponse(problem) => {
+            HubError::CorruptDownload { id, file: name_of(asked), problem: redact(problem) }
+        }
+        AttemptError::Status(refusal) => match refusal.status {
             401 | 403 if refusal.code != "RepoNotFound" => {
                 let (status, advice) = (refusal.status, redact(advice(settings, asked, &refusal)));
-                HubError::Refused { id, status, advice }
+                HubError::AccessDenied { id, status, advice }
             }
             401 | 404 => not_found(asked, &refusal),
             429 => HubError::RateLimited { id, n_tries, wait: refusal.wait },
@@ -103,17 +105,17 @@ fn explain(settings: &HubSettings, asked: &Asked, failure: Failure, n_tries: usi
                     "" => String::new(),
                     message => redact(format!(": {message}")),
                 };
-                HubError::Status { id, url: redact(refusal.url), status, message }
+                HubError::HttpStatus { id, url: redact(refusal.url), status, message }
             }
         },
     }
 }
 
-fn name_of(asked: &Asked) -> String {
+fn name_of(asked: &RequestTarget) -> String {
     asked.file.unwrap_or("the listing").to_owned()
 }
 
-fn not_found(asked: &Asked, refusal: &Refusal) -> HubError {
+fn not_found(asked: &RequestTarget, refusal: &ErrorResponse) -> HubError {
     let (id, revision) = (asked.repo.to_string(), asked.revision.to_owned());
     match (refusal.code.as_str(), asked.file) {
         ("EntryNotFound", Some(file)) => HubError::FileNotFound { id, revision, file: file.into() },
@@ -123,7 +125,7 @@ fn not_found(asked: &Asked, refusal: &Refusal) -> HubError {
     }
 }
 
-fn advice(settings: &HubSettings, asked: &Asked, refusal: &Refusal) -> String {
+fn advice(settings: &HubSettings, asked: &RequestTarget, refusal: &ErrorResponse) -> String {
     let page = format!("{}/{}", settings.endpoint, asked.repo.web_path());
     let said = match refusal.message.as_str() {
         "" => String::new(),

@@ -1,10 +1,11 @@
-//! Tokens beside the model's vocabulary, special ones most of them, found in a text as the tokenizers crate finds them.
+//! Search for added tokens in text, with the same results as the tokenizers crate. Most added tokens are special
+//! tokens.
 
 use aho_corasick::{AhoCorasick, MatchKind};
 use tokenizers::{AddedToken, NormalizedString, Normalizer};
 
-/// What is searched for: some tokens in the text as it is written, and between those others in the normalised text.
-pub(super) struct Added {
+/// Search for added tokens: first in the raw text, then between the matches in the normalized text.
+pub(super) struct AddedTokenSearch {
     written: Search,
     normalized: Search,
 }
@@ -14,8 +15,8 @@ struct Search {
     ids: Vec<u32>,
 }
 
-impl Added {
-    /// `None`: a token takes the white space around it along, or has to stand alone.
+impl AddedTokenSearch {
+    /// Builds the search. `None` if a token strips white space around it or must be a single word.
     pub(super) fn of(tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
         let (mut written, mut normalized) = (Vec::new(), Vec::new());
         for (id, token) in tokenizer.get_added_tokens_decoder() {
@@ -33,7 +34,7 @@ impl Added {
         Some(Self { written: Search::of(&written)?, normalized: Search::of(&normalized)? })
     }
 
-    /// Hands out the pieces of a text that is normalised, each with the id of the token that it is, if it is one.
+    /// Splits a normalized text at added tokens. Calls `piece` with each part, and with the token id if it is one.
     pub(super) fn pieces<'t>(
         &self,
         text: &'t str,

@@ -1,4 +1,4 @@
-//! Compressed data files, unpacked into an unnamed temporary file.
+//! Decompression of data files into an unnamed temporary file.
 
 use std::fs::File;
 use std::io::{self, BufReader, Read, Write};
@@ -6,21 +6,21 @@ use std::path::Path;
 
 use super::SourceError;
 
-/// A file that grows beyond this is checked for its ratio.
+/// Decompressed size in bytes above which the compression ratio is checked.
 const UNCHECKED_BYTES: u64 = 1 << 30;
-/// Text shrinks 3 to 20 times. A file of nothing but zeros shrinks a thousand times.
+/// Largest accepted compression ratio. Text shrinks 3 to 20 times, a file of zeros a thousand times.
 const MAX_RATIO: u64 = 200;
 
-/// A kind of compression.
+/// Compression algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Compression {
     Gzip,
     Zstd,
 }
 
-/// Unpacks `file` if it is compressed with gzip or zstd, which its first bytes tell. `None`: it is not.
+/// Decompresses `file` if its first bytes mark gzip or zstd. `None` if it is not compressed.
 ///
-/// The unpacked file lies in the folder of temporary files and vanishes with the process.
+/// The decompressed file has no name and disappears with the process.
 pub(super) fn unpacked(path: &Path, file: &File) -> Result<Option<File>, SourceError> {
     let failed = |error| SourceError::io(path, error);
     let mut head = [0; 4];
@@ -58,18 +58,26 @@ fn copy(path: &Path, mut reader: impl Read, unpacked: &mut File, limit: u64) -> 
         }
         if n_bytes > limit {
             let problem = format!("it unpacks to more than {MAX_RATIO} times its size");
-            return Err(SourceError::bad(path.display(), problem, "unpack it by hand if that is right"));
+            return Err(SourceError::invalid_data(path.display(), problem, "unpack it by hand if that is right"));
         }
         unpacked.write_all(&chunk[..n_read]).map_err(|error| no_room(path, &error))?;
     }
 }
 
 fn broken(path: &Path, error: &io::Error) -> SourceError {
-    SourceError::bad(path.display(), format!("it cannot be unpacked ({error})"), "fetch or write the file again")
+    SourceError::invalid_data(
+        path.display(),
+        format!("it cannot be unpacked ({error})"),
+        "fetch or write the file again",
+    )
 }
 
 fn no_room(path: &Path, error: &io::Error) -> SourceError {
     let folder = std::env::temp_dir();
     let problem = format!("it cannot be unpacked into {} ({error})", folder.display());
-    SourceError::bad(path.display(), problem, "set TMPDIR to a folder on a disk with room, or unpack it by hand")
+    SourceError::invalid_data(
+        path.display(),
+        problem,
+        "set TMPDIR to a folder on a disk with free space, or unpack it by hand",
+    )
 }

@@ -1,34 +1,33 @@
-//! Decoded row groups of all Parquet files of the process, within one bound: a data set of a
-//! hundred shards takes no more memory than one file does.
+//! Process-wide cache of decoded Parquet row groups, with one memory limit for all files.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::SourceError;
 
-/// Text kept in memory for all files together, as long as each thread has a group to read from.
+/// Limit in bytes of cached text, over all files. One row group per thread is always cached.
 const MAX_BYTES: usize = 256 << 20;
 
-static KEPT: Mutex<Kept> = Mutex::new(Kept { entries: Vec::new() });
+static CACHE: Mutex<RowGroupCache> = Mutex::new(RowGroupCache { entries: Vec::new() });
 static N_FILES: AtomicU64 = AtomicU64::new(0);
 
-/// Rows as JSON text, one after another.
+/// Decoded row group: JSON text of its rows and the end offset of each.
 #[derive(Default)]
-pub(super) struct Group {
+pub(super) struct RowGroup {
     pub(super) text: Vec<u8>,
     pub(super) ends: Vec<usize>,
 }
 
-/// One file's groups among those that are kept.
-pub(super) struct Groups {
+/// Handle to the cached row groups of one file.
+pub(super) struct CachedRowGroups {
     file: u64,
 }
 
-/// Empty until a thread has decoded the group; that thread holds the lock.
-type Slot = Arc<Mutex<Option<Arc<Group>>>>;
+/// Slot that is empty until a thread has decoded the row group. That thread holds the lock.
+type Slot = Arc<Mutex<Option<Arc<RowGroup>>>>;
 
-struct Kept {
-    /// The most recently used one stands last.
+struct RowGroupCache {
+    /// Entries in least-recently-used order, the latest last.
     entries: Vec<Entry>,
 }
 
@@ -38,38 +37,39 @@ struct Entry {
     slot: Slot,
 }
 
-impl Groups {
+impl CachedRowGroups {
     pub(super) fn new() -> Self {
         Self { file: N_FILES.fetch_add(1, Ordering::Relaxed) }
     }
 
-    /// The group, decoded if it is not kept. Groups are decoded beside each other; of threads that
-    /// want the same one, the first decodes and the others wait.
+    /// Returns the row group, decoded unless it is cached.
+    ///
+    /// Threads decode different groups concurrently. Threads that request the same group wait for the first one.
     pub(super) fn get(
         &self,
         group_idx: usize,
-        decode: impl FnOnce() -> Result<Group, SourceError>,
-    ) -> Result<Arc<Group>, SourceError> {
+        decode: impl FnOnce() -> Result<RowGroup, SourceError>,
+    ) -> Result<Arc<RowGroup>, SourceError> {
         let key = (self.file, group_idx);
-        let slot = lock(&KEPT).slot(key);
+        let slot = lock(&CACHE).slot(key);
         let mut held = lock(&slot);
         if let Some(group) = &*held {
             return Ok(group.clone());
         }
         let group = Arc::new(decode()?);
         *held = Some(group.clone());
-        lock(&KEPT).weigh(key, group.text.len());
+        lock(&CACHE).record_size(key, group.text.len());
         Ok(group)
     }
 }
 
-impl Drop for Groups {
+impl Drop for CachedRowGroups {
     fn drop(&mut self) {
-        lock(&KEPT).entries.retain(|entry| entry.key.0 != self.file);
+        lock(&CACHE).entries.retain(|entry| entry.key.0 != self.file);
     }
 }
 
-impl Kept {
+impl RowGroupCache {
     fn slot(&mut self, key: (u64, usize)) -> Slot {
         let entry = match self.entries.iter().position(|entry| entry.key == key) {
             Some(at) => self.entries.remove(at),
@@ -80,8 +80,8 @@ impl Kept {
         slot
     }
 
-    /// Notes the size of a group, and lets go of the groups that are too many now.
-    fn weigh(&mut self, key: (u64, usize), n_bytes: usize) {
+    /// Records the size of a row group, and evicts the least recently used groups above the limit.
+    fn record_size(&mut self, key: (u64, usize), n_bytes: usize) {
         if let Some(entry) = self.entries.iter_mut().find(|entry| entry.key == key) {
             entry.n_bytes = n_bytes;
         }
@@ -104,40 +104,40 @@ mod tests {
 
     use super::*;
 
-    fn group(text: &str) -> Result<Group, SourceError> {
-        Ok(Group { text: text.into(), ends: vec![text.len()] })
+    fn group(text: &str) -> Result<RowGroup, SourceError> {
+        Ok(RowGroup { text: text.into(), ends: vec![text.len()] })
     }
 
     #[test]
     fn the_files_of_a_process_share_one_bound() {
-        let mut kept = Kept { entries: Vec::new() };
+        let mut kept = RowGroupCache { entries: Vec::new() };
         for file in 0..100 {
             kept.slot((file, 0));
-            kept.weigh((file, 0), MAX_BYTES / 4);
+            kept.record_size((file, 0), MAX_BYTES / 4);
         }
         assert_eq!(kept.entries.len(), rayon::current_num_threads().max(4));
         assert_eq!(kept.entries.last().unwrap().key, (99, 0));
         kept.slot((200, 0));
-        kept.weigh((200, 0), 2 * MAX_BYTES);
+        kept.record_size((200, 0), 2 * MAX_BYTES);
         assert!(kept.entries.len() <= rayon::current_num_threads(), "a group over the bound is read all the same");
         assert_eq!(kept.entries.last().unwrap().key, (200, 0));
     }
 
     #[test]
     fn a_group_is_decoded_once_and_let_go_with_its_file() {
-        let groups = Groups::new();
+        let groups = CachedRowGroups::new();
         assert_eq!(groups.get(0, || group("a")).unwrap().text, b"a");
         assert_eq!(groups.get(0, || panic!("it is kept")).unwrap().text, b"a");
         assert!(groups.get(1, || Err(SourceError::empty("x", "y"))).is_err());
         assert_eq!(groups.get(1, || group("b")).unwrap().text, b"b");
         let file = groups.file;
         drop(groups);
-        assert!(lock(&KEPT).entries.iter().all(|entry| entry.key.0 != file));
+        assert!(lock(&CACHE).entries.iter().all(|entry| entry.key.0 != file));
     }
 
     #[test]
     fn two_groups_are_decoded_beside_each_other() {
-        let groups = Groups::new();
+        let groups = CachedRowGroups::new();
         let (to_first, from_second) = channel();
         let (to_second, from_first) = channel();
         let patience = Duration::from_secs(20);

@@ -1,17 +1,17 @@
-//! The `configs` block at the head of a data set's README: which files make which split.
+//! Dataset card: the YAML front matter of a data set's README, whose `configs` assign files to splits.
 
 use serde::Deserialize;
 
-/// What a data set's README says about its files.
+/// The `configs` of a dataset card.
 #[derive(Debug, Clone, Default, Deserialize)]
-pub struct Card {
+pub struct DatasetCard {
     #[serde(default)]
-    configs: Vec<Config>,
+    configs: Vec<CardConfig>,
 }
 
-/// One configuration (`subset`) of a data set.
+/// One configuration (subset) of a data set.
 #[derive(Debug, Clone, Deserialize)]
-pub(crate) struct Config {
+pub(crate) struct CardConfig {
     pub(crate) config_name: String,
     #[serde(default)]
     data_files: Option<DataFiles>,
@@ -42,9 +42,8 @@ enum Patterns {
     Many(Vec<String>),
 }
 
-impl Card {
-    /// Reads the block between the `---` lines at the head of a README; `None` if it has none
-    /// that says anything about files.
+impl DatasetCard {
+    /// Parses the YAML front matter between the `---` lines of a README. `None` if it has no `configs`.
     pub fn parse(readme: &str) -> Option<Self> {
         let readme = readme.trim_start_matches('\u{feff}');
         let rest = readme.strip_prefix("---\n").or_else(|| readme.strip_prefix("---\r\n"))?;
@@ -52,15 +51,15 @@ impl Card {
         let card: Self = match serde_saphyr::from_str(head) {
             Ok(card) => card,
             Err(error) => {
-                tracing::warn!("the README's head is left aside: {error}");
+                tracing::warn!("the README's YAML front matter is ignored: {error}");
                 return None;
             }
         };
         (!card.configs.is_empty()).then_some(card)
     }
 
-    /// The configuration of that name; without a name the default one.
-    pub(crate) fn config(&self, name: Option<&str>) -> Result<&Config, String> {
+    /// Returns the configuration of that name, or the default one.
+    pub(crate) fn config(&self, name: Option<&str>) -> Result<&CardConfig, String> {
         let names = || {
             let names: Vec<_> = self.configs.iter().map(|c| c.config_name.as_str()).collect();
             names.join(", ")
@@ -77,8 +76,8 @@ impl Card {
     }
 }
 
-impl Config {
-    /// Splits and the patterns of their files; empty when the README leaves it to the names.
+impl CardConfig {
+    /// Returns the splits with their file patterns. Empty if the card leaves the splits to the file names.
     pub(crate) fn splits(&self) -> Vec<(&str, Vec<&str>)> {
         match &self.data_files {
             None => Vec::new(),

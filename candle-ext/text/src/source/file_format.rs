@@ -1,4 +1,4 @@
-//! Which files hold rows, and of what kind.
+//! File formats of data sets, and the selection of data files by name.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -6,14 +6,14 @@ use std::path::Path;
 use super::csv_file::CsvFile;
 use super::json_file::JsonFile;
 use super::json_lines::JsonLines;
-use super::mapped::Mapped;
+use super::mapped_file::MappedFile;
 use super::parquet_file::ParquetFile;
 use super::text_file::{SampleBy, TextFile};
-use super::{Source, SourceError};
+use super::{RowSource, SourceError};
 
-/// A family of file formats that can stand in one data set together.
+/// File format of a data set. All files of a data set have one format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
+pub enum FileFormat {
     /// `.json`, `.jsonl`, `.ndjson`
     Json,
     /// `.parquet`
@@ -24,22 +24,22 @@ pub enum Kind {
     Text,
 }
 
-/// The choices that the content of files leaves open.
+/// Options for reading data files.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ReadOptions {
-    /// The part of a `.txt` file that is a row.
+    /// Unit of a `.txt` file that becomes a row.
     pub sample_by: SampleBy,
-    /// The key of a `.json` object that holds the list of rows.
+    /// Key of the list of rows in a `.json` file that is one object.
     pub field: Option<String>,
-    /// The character between the columns of a `.csv` or `.tsv` file; `None`: a comma, or a tab.
+    /// Column delimiter of `.csv` and `.tsv` files. `None` for a comma or a tab.
     pub delimiter: Option<u8>,
 }
 
-/// Endings of compressed files that are unpacked.
+/// File name extensions of supported compression.
 const UNPACKED: [&str; 2] = ["gz", "zst"];
-/// Endings of those that are not.
+/// File name extensions of unsupported compression.
 const PACKED: [&str; 3] = ["bz2", "xz", "zip"];
-/// Facts about a data set, not its rows.
+/// Names of metadata files, which hold no rows.
 const METADATA: [&str; 7] = [
     "dataset_infos.json",
     "dataset_info.json",
@@ -50,9 +50,9 @@ const METADATA: [&str; 7] = [
     "croissant.json",
 ];
 
-impl Kind {
-    /// Tells the kind by the name's ending, behind which `.gz` or `.zst` may stand.
-    pub fn of(path: &str) -> Option<Self> {
+impl FileFormat {
+    /// Returns the format for a file name extension, which `.gz` or `.zst` may follow.
+    pub fn from_path(path: &str) -> Option<Self> {
         let is_packed = is_packed(path);
         match ending(path).as_str() {
             "parquet" | "pq" if is_packed => None,
@@ -65,23 +65,25 @@ impl Kind {
     }
 }
 
-/// Keeps the files that hold rows, sorted: known endings, no hidden files, no metadata, and no
-/// `.txt` beside files of another kind (those are notes and licences).
+/// Returns the data files among `paths`, sorted.
+///
+/// Drops hidden files, metadata and unknown extensions. Drops `.txt` files if other formats exist, since those are
+/// notes and licences.
 pub fn data_files(paths: impl IntoIterator<Item = String>) -> Vec<String> {
     let mut files: Vec<String> =
-        paths.into_iter().filter(|path| Kind::of(path).is_some() && !is_metadata(path)).collect();
-    if files.iter().any(|path| Kind::of(path) != Some(Kind::Text)) {
-        files.retain(|path| Kind::of(path) != Some(Kind::Text));
+        paths.into_iter().filter(|path| FileFormat::from_path(path).is_some() && !is_metadata(path)).collect();
+    if files.iter().any(|path| FileFormat::from_path(path) != Some(FileFormat::Text)) {
+        files.retain(|path| FileFormat::from_path(path) != Some(FileFormat::Text));
     }
     files.sort();
     files
 }
 
-/// Says that `files` are of one kind, or which kinds there are.
+/// Checks that `files` have one format. The error counts the formats.
 pub(crate) fn check_one_kind(files: &[String]) -> Result<(), String> {
     let mut counts = BTreeMap::new();
     for file in files {
-        *counts.entry(Kind::of(file)).or_insert(0) += 1;
+        *counts.entry(FileFormat::from_path(file)).or_insert(0) += 1;
     }
     if counts.len() < 2 {
         return Ok(());
@@ -93,24 +95,24 @@ pub(crate) fn check_one_kind(files: &[String]) -> Result<(), String> {
     Err(format!("it mixes {}; name the files of one kind, such as *.parquet", counts.join(" and ")))
 }
 
-/// Opens one file of rows.
-pub(crate) fn open_file(path: &Path, options: &ReadOptions) -> Result<Box<dyn Source>, SourceError> {
+/// Opens one data file.
+pub(crate) fn open_file(path: &Path, options: &ReadOptions) -> Result<Box<dyn RowSource>, SourceError> {
     let name = path.to_string_lossy();
-    Ok(match Kind::of(&name) {
-        Some(Kind::Json) => open_json(path, options)?,
-        Some(Kind::Parquet) => Box::new(ParquetFile::open(path)?),
-        Some(Kind::Csv) => {
+    Ok(match FileFormat::from_path(&name) {
+        Some(FileFormat::Json) => open_json(path, options)?,
+        Some(FileFormat::Parquet) => Box::new(ParquetFile::open(path)?),
+        Some(FileFormat::Csv) => {
             let usual = if ending(&name) == "tsv" { b'\t' } else { b',' };
-            Box::new(CsvFile::index(Mapped::open(path)?, options.delimiter.unwrap_or(usual))?)
+            Box::new(CsvFile::index(MappedFile::open(path)?, options.delimiter.unwrap_or(usual))?)
         }
-        Some(Kind::Text) => Box::new(TextFile::index(Mapped::open(path)?, options.sample_by)),
+        Some(FileFormat::Text) => Box::new(TextFile::index(MappedFile::open(path)?, options.sample_by)),
         None => return Err(unknown(path)),
     })
 }
 
-/// By content more than by name: a `.jsonl` that begins with `[` is one list.
-fn open_json(path: &Path, options: &ReadOptions) -> Result<Box<dyn Source>, SourceError> {
-    let file = Mapped::open(path)?;
+/// Opens a JSON file by its content: a `.jsonl` file that begins with `[` is one list.
+fn open_json(path: &Path, options: &ReadOptions) -> Result<Box<dyn RowSource>, SourceError> {
+    let file = MappedFile::open(path)?;
     let starts_list = file.bytes().iter().find(|b| !b.is_ascii_whitespace()) == Some(&b'[');
     if ending(&path.to_string_lossy()) == "json" || starts_list {
         Ok(Box::new(JsonFile::index(file, options.field.as_deref())?))
@@ -128,10 +130,10 @@ fn unknown(path: &Path) -> SourceError {
     } else {
         "rows are read from .json, .jsonl, .parquet, .csv, .tsv and .txt files (.gz and .zst too)".to_owned()
     };
-    SourceError::choice(path.display(), problem)
+    SourceError::not_available(path.display(), problem)
 }
 
-/// The ending of a file's name, of the unpacked file if it is compressed.
+/// Returns the lower-case extension, without a compression extension.
 fn ending(path: &str) -> String {
     let name = path.rsplit('/').next().unwrap_or(path);
     let name = if is_packed(name) { name.rsplit_once('.').map_or(name, |(unpacked, _)| unpacked) } else { name };

@@ -1,26 +1,26 @@
-//! A text file mapped into memory: its bytes after a byte order mark, and line numbers.
+//! Memory-mapped text file, with its byte order mark removed and line numbers.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 
-use super::{SourceError, compressed};
+use super::{SourceError, decompress};
 
 const UTF8_MARK: &[u8] = &[0xEF, 0xBB, 0xBF];
 
 #[derive(Debug)]
-pub(crate) struct Mapped {
+pub(crate) struct MappedFile {
     path: PathBuf,
     map: Option<Mmap>,
     body: usize,
 }
 
-impl Mapped {
-    /// Maps `path`, unpacked if it is compressed. Refuses UTF-16 and UTF-32, skips the mark of UTF-8.
+impl MappedFile {
+    /// Maps `path`, decompressed if needed. Rejects UTF-16 and UTF-32; skips the byte order mark of UTF-8.
     pub(crate) fn open(path: &Path) -> Result<Self, SourceError> {
         let file = open_regular(path)?;
-        let file = compressed::unpacked(path, &file)?.unwrap_or(file);
+        let file = decompress::unpacked(path, &file)?.unwrap_or(file);
         let n_bytes = file.metadata().map_err(|e| SourceError::io(path, e))?.len();
         let map = match n_bytes {
             0 => None,
@@ -31,7 +31,7 @@ impl Mapped {
         let mut mapped = Self { path: path.to_owned(), map, body: 0 };
         if let Some(name) = other_unicode(mapped.bytes()) {
             let fix = format!("convert it: iconv -f {name} -t UTF-8 {}", path.display());
-            return Err(SourceError::bad(path.display(), format!("the text is {name}"), fix));
+            return Err(SourceError::invalid_data(path.display(), format!("the text is {name}"), fix));
         }
         if mapped.bytes().starts_with(UTF8_MARK) {
             mapped.body = UTF8_MARK.len();
@@ -43,12 +43,12 @@ impl Mapped {
         &self.path
     }
 
-    /// The bytes after the byte order mark.
+    /// Returns the bytes after the byte order mark.
     pub(crate) fn bytes(&self) -> &[u8] {
         self.map.as_deref().map_or(&[], |map| &map[self.body..])
     }
 
-    /// `file:line` of a byte, counting from line 1.
+    /// Returns `file:line` of a byte offset. Lines count from 1.
     pub(crate) fn place(&self, offset: usize) -> String {
         format!("{}:{}", self.path.display(), self.line(offset))
     }
@@ -57,19 +57,19 @@ impl Mapped {
         1 + count_lines(&self.bytes()[..offset.min(self.bytes().len())])
     }
 
-    /// The bytes from `start` to the end of its line, without the line break.
+    /// Returns the bytes from `start` to the end of its line, without the line break.
     pub(crate) fn line_at(&self, start: usize) -> &[u8] {
         let rest = &self.bytes()[start..];
         trim_return(&rest[..find_break(rest).unwrap_or(rest.len())])
     }
 }
 
-/// Opens a regular file. A pipe or a device may never end.
+/// Opens a regular file. Rejects pipes and devices, whose bytes may never end.
 pub(crate) fn open_regular(path: &Path) -> Result<File, SourceError> {
     let is_file = std::fs::metadata(path).map_err(|e| SourceError::io(path, e))?.is_file();
     if !is_file {
         let problem = "it is a pipe, a device or a folder, not a regular file";
-        return Err(SourceError::bad(path.display(), problem, "write the rows to a file first"));
+        return Err(SourceError::invalid_data(path.display(), problem, "write the rows to a file first"));
     }
     File::open(path).map_err(|e| SourceError::io(path, e))
 }

@@ -1,19 +1,19 @@
 //! Names of the files that a source reads, for logs and results.
 
-/// Files that a source reads, and the split that they make.
+/// Files that a source reads, and the split that they form.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SourceFiles {
-    /// The folder or the Hub id that the paths are relative to; `None` if they stand for themselves.
+    /// Folder or Hub id that the paths are relative to. `None` if the paths are complete.
     pub place: Option<String>,
-    /// Paths in the order of their rows.
+    /// Paths in row order.
     pub paths: Vec<String>,
-    /// The number of data files that the paths were chosen from.
+    /// Number of data files that the paths were selected from.
     pub n_available: usize,
-    /// The split's name as the data set spells it, if the files were chosen by it.
+    /// Split name as the data set spells it, if the split selected the files.
     pub split: Option<String>,
 }
 
-/// The most files that a description names.
+/// Largest number of files listed in a description.
 const MAX_NAMED: usize = 3;
 
 impl SourceFiles {
@@ -26,14 +26,15 @@ impl SourceFiles {
         self.paths.iter().map(full).collect()
     }
 
-    /// Describes a choice among several files, as `1 of 50 files: training.jsonl (split train)`.
-    pub fn choice(&self) -> Option<String> {
+    /// Describes the selection, as in `1 of 50 files: training.jsonl (split train)`. `None` if there is one file
+    /// only.
+    pub fn describe_selection(&self) -> Option<String> {
         let n = self.paths.len();
         let split = self.split.as_ref().map_or(String::new(), |split| format!(" (split {split})"));
         (self.n_available > 1).then(|| format!("{n} of {} files: {}{split}", self.n_available, named(&self.paths)))
     }
 
-    /// Adds the files of a source that is read after this one.
+    /// Appends the files of a source that is read after this one.
     pub(super) fn join(mut self, other: Self) -> Self {
         if self.place == other.place {
             self.n_available = self.n_available.max(other.n_available);
@@ -47,7 +48,7 @@ impl SourceFiles {
     }
 }
 
-/// Names the first of several files and counts the others.
+/// Lists the first three paths and counts the others.
 pub fn named(paths: &[String]) -> String {
     let shown = paths.iter().take(MAX_NAMED).map(String::as_str).collect::<Vec<_>>().join(", ");
     match paths.len().saturating_sub(MAX_NAMED) {
@@ -68,17 +69,17 @@ mod tests {
     #[test]
     fn a_choice_among_files_is_described() {
         let one = files(&["a.jsonl"], 50, "train");
-        assert_eq!(one.choice().as_deref(), Some("1 of 50 files: a.jsonl (split train)"));
+        assert_eq!(one.describe_selection().as_deref(), Some("1 of 50 files: a.jsonl (split train)"));
         assert_eq!(one.full_paths(), ["data/a.jsonl"]);
-        assert_eq!(files(&["a.jsonl"], 1, "train").choice(), None);
-        let many = files(&["a", "b", "c", "d", "e"], 5, "test").choice();
+        assert_eq!(files(&["a.jsonl"], 1, "train").describe_selection(), None);
+        let many = files(&["a", "b", "c", "d", "e"], 5, "test").describe_selection();
         assert_eq!(many.as_deref(), Some("5 of 5 files: a, b, c and 2 more (split test)"));
     }
 
     #[test]
     fn files_of_two_splits_are_joined() {
         let both = files(&["a"], 3, "train").join(files(&["b", "a"], 3, "test"));
-        assert_eq!(both.choice().as_deref(), Some("2 of 3 files: a, b (split train+test)"));
+        assert_eq!(both.describe_selection().as_deref(), Some("2 of 3 files: a, b (split train+test)"));
         let elsewhere = SourceFiles { place: Some("other".into()), ..files(&["b"], 1, "train") };
         assert_eq!(files(&["a"], 1, "train").join(elsewhere).paths, ["data/a", "other/b"]);
     }

@@ -1,4 +1,4 @@
-//! What the Hub says about a repository: the commit of a revision and the files in it.
+//! Hub API: the commit of a revision and its file list.
 
 use std::time::Duration;
 
@@ -8,27 +8,27 @@ use hf_hub::{HFClient, HFClientSync, HFError, HFResult};
 use super::cache::{is_commit, is_inside};
 use super::error::innermost;
 use super::fetch::listing_client;
-use super::patience::{Asked, Failure, Refusal, patiently};
-use super::{HubError, HubSettings, Listed, RepoId, RepoKind};
+use super::retry::{AttemptError, ErrorResponse, RequestTarget, with_retries};
+use super::{HubError, HubSettings, ListedFile, RepoId, RepoKind};
 
-pub(crate) struct Remote {
+pub(crate) struct HubApi {
     client: HFClientSync,
     settings: HubSettings,
 }
 
-impl Remote {
+impl HubApi {
     pub(crate) fn new(settings: &HubSettings) -> Result<Self, HubError> {
         let lost = |reason: String| {
             let [endpoint, reason] = [&settings.endpoint, &reason].map(|text| settings.redact(text));
             HubError::Unreachable { endpoint, reason }
         };
-        // hf-hub's own client waits forever, and its own tries do not wait for as long as the Hub asks.
+        // The client of hf-hub has no timeout, and its retries ignore the wait that the Hub requests.
         let mut builder = HFClient::builder()
             .client(listing_client(settings).build().map_err(|e| lost(innermost(&e)))?)
             .endpoint(settings.endpoint.clone())
             .cache_dir(settings.cache.clone())
             .retry_max_attempts(0);
-        // Without a token hf-hub looks for one itself, in the places `HubSettings::from_env` knows.
+        // Without a token hf-hub searches for one, in the same places as `HubSettings::from_env`.
         if let Some(token) = &settings.token {
             builder = builder.token(token.clone());
         }
@@ -36,17 +36,17 @@ impl Remote {
         Ok(Self { client, settings: settings.clone() })
     }
 
-    /// The commit of `revision` and its files.
-    pub(crate) fn list(&self, repo: &RepoId, revision: &str) -> Result<(String, Vec<Listed>), HubError> {
-        let asked = Asked { repo, revision, file: None };
-        let commit = patiently(&self.settings, &asked, || self.commit(repo, revision).map_err(failure))?;
+    /// Returns the commit of `revision` and its files.
+    pub(crate) fn list(&self, repo: &RepoId, revision: &str) -> Result<(String, Vec<ListedFile>), HubError> {
+        let asked = RequestTarget { repo, revision, file: None };
+        let commit = with_retries(&self.settings, &asked, || self.commit(repo, revision).map_err(failure))?;
         if !is_commit(&commit) {
             let problem = format!("the Hub names {commit:?} as the commit of {revision:?}");
-            return Err(HubError::Contents { id: repo.to_string(), problem });
+            return Err(HubError::WrongContents { id: repo.to_string(), problem });
         }
-        let entries = patiently(&self.settings, &asked, || self.tree(repo, &commit).map_err(failure))?;
+        let entries = with_retries(&self.settings, &asked, || self.tree(repo, &commit).map_err(failure))?;
         let files = entries.into_iter().filter_map(|entry| match entry {
-            RepoTreeEntry::File { path, size, .. } if is_inside(&path) => Some(Listed { path, size }),
+            RepoTreeEntry::File { path, size, .. } if is_inside(&path) => Some(ListedFile { path, size }),
             _ => None,
         });
         Ok((commit, files.collect()))
@@ -83,7 +83,7 @@ impl Remote {
     }
 }
 
-fn failure(error: HFError) -> Failure {
+fn failure(error: HFError) -> AttemptError {
     match &error {
         HFError::RateLimited { context, .. }
         | HFError::Http { context }
@@ -92,7 +92,7 @@ fn failure(error: HFError) -> Failure {
         | HFError::Conflict { context }
         | HFError::RepoNotFound { context: Some(context), .. }
         | HFError::RevisionNotFound { context: Some(context), .. }
-        | HFError::EntryNotFound { context: Some(context), .. } => Failure::Status(Refusal {
+        | HFError::EntryNotFound { context: Some(context), .. } => AttemptError::Status(ErrorResponse {
             status: context.status.as_u16(),
             code: context.error_code.clone().unwrap_or_default(),
             message: context.server_message.clone().unwrap_or_default(),
@@ -100,14 +100,14 @@ fn failure(error: HFError) -> Failure {
             wait: wait(&error),
         }),
         HFError::Request { source, .. } if source.is_decode() && !is_timeout(source) => {
-            Failure::Wrong(format!("the answer cannot be read: {}", innermost(source)))
+            AttemptError::InvalidResponse(format!("the answer cannot be read: {}", innermost(source)))
         }
-        HFError::Request { source, .. } => Failure::Lost(innermost(source)),
-        other => Failure::Wrong(other.to_string()),
+        HFError::Request { source, .. } => AttemptError::NoResponse(innermost(source)),
+        other => AttemptError::InvalidResponse(other.to_string()),
     }
 }
 
-/// Returns whether a time-out is among the causes: of a body that is read, it is not the outermost.
+/// Returns true if a timeout is among the causes. While a body is read, it is not the outermost error.
 fn is_timeout(error: &reqwest::Error) -> bool {
     error.is_timeout() || innermost(error).contains("timed out")
 }
