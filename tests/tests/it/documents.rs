@@ -55,3 +55,16 @@ fn no_file_names_a_private_path() {
         }
     }
 }
+
+/// A test that is renamed would silently join the quick profile.
+#[test]
+fn every_test_that_the_quick_profile_skips_exists() {
+    let config = read(".config/nextest.toml");
+    let names: Vec<_> = config.split("test(/\\b").skip(1).map(|rest| rest.split(['$', '/']).next().unwrap()).collect();
+    assert!(names.len() > 20, "{names:?}");
+    let sources: Vec<_> = tracked_files().into_iter().filter(|p| p.extension().is_some_and(|e| e == "rs")).collect();
+    let sources: Vec<_> = sources.iter().map(read).collect();
+    for name in names {
+        assert!(sources.iter().any(|text| text.contains(&format!("fn {name}"))), "no test is named {name}");
+    }
+}

@@ -1,4 +1,4 @@
-//! `trainer check`: the plan, printed, and whether what it names is there.
+//! `trainer check`: prints the plan and checks that the files it names exist.
 
 use std::path::Path;
 
@@ -29,7 +29,7 @@ pub(super) struct Check {
     offline: bool,
     #[command(flatten)]
     supposed: Supposed,
-    /// How the plan is printed
+    /// Format of the printed plan
     #[arg(long, value_enum, default_value_t = Format::Text)]
     output_format: Format,
 }
@@ -69,7 +69,7 @@ fn sources(plan: &Plan) -> impl Iterator<Item = &SourcePlan> {
     plan.data.sources.iter().chain(&plan.data.eval_sources)
 }
 
-/// A name that can only be meant for this machine must be there. What might be on the Hub is not asked for.
+/// Checks that names which can only be local paths exist. Names that may be Hub ids are skipped.
 fn stat_local_files(plan: &Plan) -> Result<()> {
     let names = sources(plan).filter(|source| source.data_files.is_empty()).map(|source| source.name_or_path.as_str());
     for name in names.chain([plan.tokenizer.name_or_path.as_str()]) {
@@ -84,7 +84,7 @@ fn stat_local_files(plan: &Plan) -> Result<()> {
     Ok(())
 }
 
-/// Opens the tokenizer and every data set as a run would, from this machine alone.
+/// Opens the tokenizer and every data set as a run would, from local files and the Hub's cache alone.
 fn open_everything(plan: &Plan) -> Result<()> {
     let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env() })?;
     Assets::find(plan, &hub, RunId::now())?;

@@ -1,4 +1,4 @@
-//! `trainer doctor`: what this machine has of what a run may want.
+//! `trainer doctor`: the CPU, GPUs, libraries, disks and Hub access of this machine.
 
 use std::net::{TcpStream, ToSocketAddrs};
 use std::path::{Path, PathBuf};
@@ -25,15 +25,15 @@ struct Findings {
     host: Host,
     /// SIMD instructions that kernels look for.
     cpu_features: Vec<&'static str>,
-    /// The kernel of f32 products on the CPU.
+    /// The f32 GEMM kernel in use on the CPU.
     cpu_product: &'static str,
-    /// Those that there are, the fastest first: CANDLEWICK_CPU_GEMM chooses.
+    /// The f32 GEMM kernels of this CPU, fastest first; CANDLEWICK_CPU_GEMM chooses one.
     cpu_products: Vec<&'static str>,
     gpus: Vec<GpuInfo>,
-    /// Why there is none.
+    /// The reason why no GPU is usable.
     no_gpu: Option<String>,
     libraries: Vec<NvidiaLibrary>,
-    /// What `attn_implementation: auto` takes.
+    /// The kernel that `attn_implementation: auto` selects.
     attention: String,
     hub: HubState,
     disks: Vec<Disk>,
@@ -44,7 +44,7 @@ struct HubState {
     endpoint: String,
     is_offline: bool,
     has_token: bool,
-    /// Whether a connection can be made; `None` if the network is not to be asked.
+    /// True if the Hub accepts a connection; `None` if the network may not be used.
     is_reachable: Option<bool>,
     cache: PathBuf,
 }
@@ -139,7 +139,7 @@ impl HubState {
     }
 }
 
-/// Returns whether a server listens at an address such as https://huggingface.co.
+/// Returns true if a server listens at an address such as https://huggingface.co.
 fn connects(endpoint: &str) -> bool {
     const PATIENCE: Duration = Duration::from_secs(3);
     let (scheme, rest) = endpoint.split_once("://").unwrap_or(("https", endpoint));
@@ -150,7 +150,7 @@ fn connects(endpoint: &str) -> bool {
     addresses.any(|address| TcpStream::connect_timeout(&address, PATIENCE).is_ok())
 }
 
-/// What computes the attention of a usual model in bf16.
+/// Returns the attention kernel for a typical model in bf16 (32 query heads, 8 KV heads, head dim 128).
 fn attention() -> String {
     let heads = AttentionHeads { n_query: 32, n_kv: 8, dim: 128 };
     let explain = |device| AttentionChoice::default().explain(&device, DType::BF16, heads, AttentionPasses::Both);
@@ -160,7 +160,7 @@ fn attention() -> String {
     }
 }
 
-/// The free bytes of the disk on which a folder is, or would be.
+/// Returns the free bytes of the disk that holds a folder, or its nearest existing parent.
 fn free_above(path: &Path) -> Option<u64> {
     path.ancestors().find(|folder| folder.exists()).and_then(|folder| free_bytes(folder).ok())
 }

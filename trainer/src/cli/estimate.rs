@@ -14,8 +14,8 @@ use crate::recipe::{Loaded, MemoryModes};
 pub(super) struct EstimateArgs {
     #[command(flatten)]
     recipe: Recipe,
-    /// What must hold it: cpu, cuda, a GPU such as h100-80g, or bytes such as 24GiB [default: what the recipe's device has
-    /// free now]
+    /// Memory to compare with: cpu, cuda, a GPU such as h100-80g, or bytes such as 24GiB [default: the free memory of
+    /// the recipe's device]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
     /// Processes that train together; the answer is for each of them
@@ -36,7 +36,7 @@ Exits with 4 if the run does not fit.";
 
 pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let loaded = Loaded::read(&asked.recipe.path, &asked.recipe.overrides)?;
-    // What `memory: auto` takes depends on the device that is asked about: such a seat leaves it open.
+    // `WorldInfo::first_of` leaves `memory: auto` open: its choice depends on the device of --device.
     let plan = plan(&asked.recipe, verbosity, WorldInfo::first_of(asked.ranks))?;
     let capacity = match &asked.device {
         Some(text) => {

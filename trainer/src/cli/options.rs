@@ -23,7 +23,7 @@ pub(super) struct Recipe {
     pub(super) overrides: Vec<String>,
 }
 
-/// Processes that are not there yet.
+/// Options for processes that are not started yet.
 #[derive(Debug, Args)]
 pub(super) struct Supposed {
     /// Processes that will train together, wherever that is [default: those that this one was started with]
@@ -37,7 +37,7 @@ impl Supposed {
     }
 }
 
-/// The form of a printed answer.
+/// The format of printed output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Format {
     /// For people.
@@ -66,12 +66,12 @@ impl Verbosity {
     }
 }
 
-/// The Hub as the environment describes it, with a bar for each download.
+/// Opens the Hub with the environment's settings and a progress bar for each download.
 pub(super) fn hub(ui: &Ui) -> Result<Hub> {
     Ok(Hub::new(HubSettings::from_env())?.with_progress(ui.downloads()))
 }
 
-/// Resolves a recipe. What is wrong with the recipe alone is said before the Hub is asked for the model's config.
+/// Resolves a recipe. Errors of the recipe itself are reported before the Hub is asked for the model's config.
 pub(super) fn plan(recipe: &Recipe, verbosity: Verbosity, seat: WorldInfo) -> Result<Plan> {
     let loaded = Loaded::read(&recipe.path, &recipe.overrides)?;
     let here = known(&loaded, HubAccess::ThisMachine, verbosity, seat)?;
@@ -83,7 +83,7 @@ pub(super) fn plan(recipe: &Recipe, verbosity: Verbosity, seat: WorldInfo) -> Re
     Ok(Plan::resolve(&loaded, &known)?)
 }
 
-/// Looks at the machine and the Hub. An error names the purpose.
+/// Gathers the facts about the machine and the Hub that a plan needs. An error names the purpose.
 pub(super) fn known(loaded: &Loaded, access: HubAccess, verbosity: Verbosity, seat: WorldInfo) -> Result<Known> {
     Known::gather(loaded, access, verbosity.console(), seat).map_err(|error| match error {
         KnownError::Recipe(error) => error.into(),
@@ -91,7 +91,7 @@ pub(super) fn known(loaded: &Loaded, access: HubAccess, verbosity: Verbosity, se
     })
 }
 
-/// Returns the seat of the process that a launcher has started at `place`.
+/// Returns the rank, the world size and the machines of the process that a launcher started at `place`.
 pub(super) fn seat(place: &Place) -> WorldInfo {
     let machines = match place.source {
         _ if place.is_one_machine() => Machines::One,

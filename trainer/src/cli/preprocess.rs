@@ -26,7 +26,7 @@ pub(super) struct Preprocess {
     steps: usize,
     #[command(flatten)]
     supposed: Supposed,
-    /// How the data are printed
+    /// Format of the printed data
     #[arg(long, value_enum, default_value_t = Format::Text)]
     output_format: Format,
 }
@@ -42,7 +42,7 @@ Examples:
 /// Prepares the data of a recipe and prints them.
 pub(super) fn run(args: &Preprocess, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let mut plan = plan(&args.recipe, verbosity, args.supposed.seat()?)?;
-    // It is this command that fills the cache.
+    // Only this command may fill the cache.
     plan.data.fail_on_missing_cache = false;
     logging::start(verbosity, &plan.logger, None)?;
     show(&plan, &hub(ui)?, args.steps, args.output_format)
@@ -100,7 +100,7 @@ fn text(
     Ok(())
 }
 
-/// A sequence's text with what is learned from it in brackets.
+/// Returns a sequence's text with its target tokens in brackets.
 fn marked(tokenizer: &Tokenizer, batch: &Batch, range: std::ops::Range<usize>) -> String {
     let is_target = |i: usize| i > range.start && batch.targets[i - 1] != IGNORE_INDEX;
     let mut text = String::new();

@@ -1,8 +1,8 @@
-//! Where the time of a run goes: a table, and a trace of its first steps for Perfetto or chrome://tracing.
+//! The profiler of a run: a table of times, and a trace of its first steps for Perfetto or chrome://tracing.
 //!
-//! Both are made of the spans that ops, blocks and phases open ([`candlewick_ops::span`]), and the exchanges between ranks: how long
-//! each takes on a thread of its own, and how long it is waited for. On a GPU a span is as long as it
-//! takes to hand the work over.
+//! Both are made from the spans that ops, blocks and phases open ([`candlewick_ops::span`]). They also show
+//! collectives: the time of each on its own thread, and the time spent waiting for it. On a GPU, a span measures the
+//! time to launch the kernels.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -25,7 +25,7 @@ use tracing_subscriber::filter::{FilterFn, dynamic_filter_fn};
 use tracing_subscriber::layer::Context as LayerContext;
 use tracing_subscriber::registry::LookupSpan;
 
-/// What the rows of the table are sorted by; the names are those of Python's profilers.
+/// The sort order of the table's rows, with the names of Python's profilers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Sort {
     /// The time of a span without that of the spans inside
@@ -34,7 +34,7 @@ pub(super) enum Sort {
     Cumtime,
 }
 
-/// A profile in the making.
+/// A profile that is being recorded.
 pub(super) struct Profile {
     folder: PathBuf,
     sort: Sort,
@@ -46,7 +46,7 @@ pub(super) struct Profile {
 
 type BoxedLayer = Box<dyn Layer<tracing_subscriber::Registry> + Send + Sync>;
 
-/// Time by the name of spans.
+/// The times of spans by name.
 #[derive(Default)]
 struct Table {
     rows: Mutex<HashMap<String, Row>>,
@@ -58,18 +58,18 @@ struct Row {
     n_calls: usize,
     tottime: Duration,
     cumtime: Duration,
-    /// What it has sent to other ranks.
+    /// The bytes sent to other ranks.
     n_bytes: u64,
 }
 
-/// The bytes that a span has sent.
+/// The bytes that a span sent to other ranks.
 #[derive(Default)]
 struct Sent(u64);
 
 /// The name of a span, with its pass.
 struct Name(String);
 
-/// A span that a thread is in.
+/// An open span of a thread.
 struct Frame {
     entered: Instant,
     inside: Duration,
@@ -80,7 +80,7 @@ thread_local! {
 }
 
 impl Profile {
-    /// Begins a profile whose trace of `n_steps` steps goes into `folder`.
+    /// Starts a profile that writes a trace of `n_steps` steps into `folder`.
     pub(super) fn create(folder: PathBuf, sort: Sort, n_steps: usize) -> Result<Self> {
         let path = folder.join("trace.json");
         let failed = || format!("failed to write the trace {}", path.display());
@@ -103,14 +103,14 @@ impl Profile {
         Ok(Self { folder, sort, table, chrome: Some(chrome), guard, began: Instant::now() })
     }
 
-    /// What listens to the spans. The trace has one listener: only the first call gets it.
+    /// Returns the tracing layer that records the spans. Only the first call includes the trace writer.
     pub(super) fn layer(&mut self) -> BoxedLayer {
         let table = Listener(self.table.clone()).with_filter(FilterFn::new(is_profiled as fn(&Metadata<'_>) -> bool));
         // The table names the spans that the trace shows.
         Box::new(table.and_then(self.chrome.take()))
     }
 
-    /// Writes what is left and returns the table.
+    /// Writes the remaining events and returns the table.
     pub(super) fn finish(self) -> Result<String> {
         self.guard.flush();
         let table = self.table.show(self.sort, self.began.elapsed());

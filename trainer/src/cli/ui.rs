@@ -1,4 +1,4 @@
-//! Where words go: answers to stdout, remarks to stderr.
+//! Terminal output: results go to stdout, remarks to stderr.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -12,19 +12,19 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::exit::ExitCode;
 use crate::metrics::{AboveBars, show_bar};
 
-/// Speaks to the person at the terminal. Metrics have their own way ([`crate::metrics::Reporter`]).
+/// The terminal output of a command. Metrics are printed by [`crate::metrics::Reporter`].
 #[derive(Clone, Copy, Debug)]
 pub struct Ui {
     quiet: bool,
 }
 
 impl Ui {
-    /// Makes remarks unless told to be quiet.
+    /// Creates a `Ui` that prints remarks unless `quiet`.
     pub fn new(quiet: bool) -> Self {
         Self { quiet }
     }
 
-    /// Prints what was asked for, to stdout. A reader that has gone away is no failure.
+    /// Prints a command's result to stdout. A closed pipe is no error.
     pub fn answer(&self, text: &str) -> Result<ExitCode> {
         let mut stdout = io::stdout().lock();
         match writeln!(stdout, "{}", printable(text)).and_then(|()| stdout.flush()) {
@@ -38,12 +38,12 @@ impl Ui {
     /// Prints a remark to stderr, unless quiet.
     pub fn remark(&self, text: &str) {
         if !self.quiet {
-            // A reader that has gone away is no failure.
+            // A closed pipe is no error.
             let _ = AboveBars.write_all(format!("{}\n", printable(text)).as_bytes());
         }
     }
 
-    /// Shows a bar for each file that is downloaded; none if quiet or if stderr is no terminal.
+    /// Returns a callback that shows a bar for each download; none if quiet or if stderr is no terminal.
     pub fn downloads(&self) -> DownloadCallback {
         const BAR: &str = "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}";
         let by_file: Mutex<HashMap<String, ProgressBar>> = Mutex::default();

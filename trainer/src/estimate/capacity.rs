@@ -1,4 +1,4 @@
-//! How much memory there is: of a device by its name, or free at this moment.
+//! The memory of a device: by the device's name, or the bytes that are free now.
 
 use candlewick_ops::{DeviceChoice, gpu_unavailable_reason};
 
@@ -10,7 +10,7 @@ use crate::recipe::parse_number;
 
 const MIB: u64 = 1 << 20;
 
-/// GPUs by name, with the memory that NVIDIA's tools report of them.
+/// GPUs by name, with the memory that nvidia-smi reports.
 const GPUS: [(&str, u64); 9] = [
     ("a100-40g", 40_960 * MIB),
     ("a100-80g", 81_920 * MIB),
@@ -23,31 +23,31 @@ const GPUS: [(&str, u64); 9] = [
     ("t4", 15_360 * MIB),
 ];
 
-/// What an estimate is compared with.
+/// The memory that an estimate is compared with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capacity {
-    /// What computes.
+    /// The kind of device that computes.
     pub compute_device: ComputeDevice,
     /// The memory that a run may use; `None` if it is not known.
     pub bytes: Option<u64>,
     /// All the memory of a GPU, in use or free; `None` if it is not known.
     pub gpu_bytes: Option<u64>,
-    /// What it is, for people.
+    /// Its name in messages.
     pub name: String,
-    /// The RAM of a GPU's host that a run may use, if it is this machine's.
+    /// The bytes of host RAM that a GPU run may use; `None` if the host is unknown.
     pub host: Option<u64>,
-    /// The bytes that may be parked in temporary files, if that is a folder of this machine.
+    /// The free bytes of disk for offloaded activations; `None` if the folder is not on this machine.
     pub parking: Option<u64>,
 }
 
 impl Capacity {
-    /// A device of which nothing else is known, all of whose memory is free.
+    /// Returns the capacity of an idle device with `bytes` of memory; host RAM and disk are unknown.
     pub fn of(compute_device: ComputeDevice, bytes: Option<u64>, name: String) -> Self {
         let gpu_bytes = bytes.filter(|_| compute_device == ComputeDevice::Gpu);
         Self { compute_device, bytes, gpu_bytes, name, host: None, parking: None }
     }
 
-    /// What is free at this moment where a run on `device` would compute.
+    /// Returns the memory that is free now on the device of a run with `device`.
     pub fn now(device: DeviceChoice) -> Self {
         let gpu = match device {
             DeviceChoice::Cpu => None,
@@ -70,7 +70,7 @@ impl Capacity {
         }
     }
 
-    /// What one of so many processes of a machine has of it: they share its RAM and its disks, and have a GPU each.
+    /// Returns the share of one of `n_here` processes on a machine. They share RAM and disk; each has its own GPU.
     #[must_use]
     pub fn of_one(self, n_here: usize) -> Self {
         let share = |bytes: Option<u64>| bytes.map(|bytes| bytes / n_here.max(1) as u64);
@@ -78,13 +78,13 @@ impl Capacity {
         Self { bytes, host: share(self.host), parking: share(self.parking), ..self }
     }
 
-    /// What a run may be planned for: the data, and other programs, want some memory, too.
+    /// Returns this capacity less 10% headroom for the data and other programs.
     #[must_use]
     pub fn usable(&self) -> Self {
         Self { bytes: self.bytes.map(usable), host: self.host.map(usable), ..self.clone() }
     }
 
-    /// Reads the name of a device, or a number of bytes for the kind of device that `device` is.
+    /// Parses the name of a device, or a number of bytes of the kind of device that `device` is.
     pub fn parse(text: &str, device: DeviceChoice) -> Result<Self, String> {
         if let Some((name, bytes)) = GPUS.iter().find(|(name, _)| *name == text) {
             return Ok(Self::of(ComputeDevice::Gpu, Some(*bytes), (*name).to_owned()));
@@ -106,12 +106,12 @@ impl Capacity {
     }
 }
 
-/// What a run may be planned for of the bytes that are free: the data, and other programs, want some, too.
+/// Returns 90% of the free bytes: 10% is headroom for the data and other programs.
 pub fn usable(free: u64) -> u64 {
     free - free / 10
 }
 
-/// Reads a number of bytes above 0: `24GiB`, `24Gi`, `24GB`, `24G` or `24`.
+/// Parses a number of bytes above 0: `24GiB`, `24Gi`, `24GB`, `24G` or `24`.
 pub fn parse_bytes(text: &str) -> Option<u64> {
     const UNITS: [(&str, u32); 4] = [("K", 1), ("M", 2), ("G", 3), ("T", 4)];
     let text = text.strip_suffix('B').unwrap_or(text);

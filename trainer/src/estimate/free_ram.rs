@@ -1,10 +1,10 @@
-//! The RAM that this process may still take: what the kernel could free, or less where a control group sets a limit.
+//! The RAM that this process may still allocate, limited by the kernel and by cgroups.
 
 use std::path::{Path, PathBuf};
 
 use crate::metrics::Memory;
 
-/// Returns the bytes; `None` where the kernel does not tell.
+/// Returns the free bytes; `None` where /proc has no memory statistics.
 pub(super) fn free_ram() -> Option<u64> {
     let memory = Memory::now()?;
     let machine = memory.node_total_bytes.saturating_sub(memory.node_used_bytes);
@@ -12,7 +12,7 @@ pub(super) fn free_ram() -> Option<u64> {
     Some(folders(&groups).iter().filter_map(|folder| left(folder)).fold(machine, u64::min))
 }
 
-/// The folders of the groups that limit this process's memory: its own, and all above it.
+/// Returns the folders of the cgroups that limit this process's memory: its own and all parents.
 fn folders(groups: &str) -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for line in groups.lines() {
@@ -23,14 +23,14 @@ fn folders(groups: &str) -> Vec<PathBuf> {
             names if names.split(',').any(|name| name == "memory") => Path::new("/sys/fs/cgroup/memory"),
             _ => continue,
         };
-        // Inside a container the path may be of the host, and only the root is there.
+        // In a container the path may be the host's; then only the root exists.
         let own = root.join(path.trim_start_matches('/'));
         folders.extend(own.ancestors().take_while(|folder| folder.starts_with(root)).map(Path::to_path_buf));
     }
     folders
 }
 
-/// What a group's limit leaves; `None` if it sets none. Cached files count as used, but are given up when needed.
+/// Returns the bytes below a cgroup's memory limit; `None` without a limit. Inactive page cache counts as free.
 fn left(folder: &Path) -> Option<u64> {
     let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
     let (limit, used) = match read("memory.max") {

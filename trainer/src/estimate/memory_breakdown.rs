@@ -1,43 +1,43 @@
-//! Bytes by what they are for.
+//! Bytes of memory by category.
 
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-/// What memory is used for.
+/// The use of a part of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Category {
-    /// What forward and backward read: frozen weights and the compute copies of trained ones.
+    /// Weights that forward and backward read: frozen weights and the compute copies of trained ones.
     Weights,
-    /// What the optimizer updates, where that is not the compute copy itself.
+    /// Master weights that the optimizer updates, where they are separate from the compute copy.
     Masters,
-    /// The sums of the gradients.
+    /// Accumulated gradients.
     Gradients,
     /// AdamW's two moments.
     Moments,
-    /// What blocks keep between forward and backward.
+    /// Activations that blocks save from forward to backward.
     Activations,
-    /// What the block at work needs besides: its tape if it is computed again, cotangents, widened copies.
+    /// Temporaries of the current block: recomputed activations, gradients of activations, f32 copies.
     Block,
-    /// The logits of some tokens and what is made of them.
+    /// The logits of a chunk of tokens, and the loss's temporaries.
     Logits,
-    /// A parameter on its way in, or a piece on its way out.
+    /// Staging buffers of a parameter that is loaded, or of a chunk that is written.
     Transfer,
-    /// A unit's weights or gradients on their way between ranks.
+    /// A unit's weights or gradients in an all-gather or reduce-scatter.
     Exchange,
-    /// Keys and values of tokens that tasks have shown the model.
+    /// The KV cache of task evaluation.
     Cache,
-    /// What is saved while training goes on.
+    /// The copy of masters and moments that an asynchronous checkpoint writes.
     Copy,
-    /// The program, the tokenizer, the index of the data; on a GPU its context and libraries.
+    /// The program, the tokenizer and the data index; on a GPU also the CUDA context and libraries.
     Program,
-    /// Freed memory that the allocator has not given back, or cannot use again.
+    /// Freed memory that the allocator caches or has fragmented.
     Allocator,
 }
 
 impl Category {
-    /// All of them, in the order of a table.
+    /// All categories, in the order of the table's columns.
     pub const ALL: [Self; 13] = [
         Self::Weights,
         Self::Masters,
@@ -54,7 +54,7 @@ impl Category {
         Self::Allocator,
     ];
 
-    /// Its name in a table.
+    /// Returns its name in a table.
     pub fn name(self) -> &'static str {
         match self {
             Self::Weights => "weights",
@@ -74,13 +74,13 @@ impl Category {
     }
 }
 
-/// Bytes by category. A category that is not there has none.
+/// Bytes by category. An absent category has 0 bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub struct MemoryBreakdown(BTreeMap<Category, u64>);
 
 impl MemoryBreakdown {
-    /// The same with `bytes` more of a category.
+    /// Returns this breakdown with `bytes` added to a category.
     #[must_use]
     pub fn with(mut self, category: Category, bytes: u64) -> Self {
         if bytes > 0 {
@@ -89,24 +89,24 @@ impl MemoryBreakdown {
         self
     }
 
-    /// The sum of two accounts.
+    /// Returns the sum of two breakdowns.
     #[must_use]
     pub fn plus(self, other: &Self) -> Self {
         other.0.iter().fold(self, |sum, (category, bytes)| sum.with(*category, *bytes))
     }
 
-    /// The bytes of a category.
+    /// Returns the bytes of a category.
     pub fn of(&self, category: Category) -> u64 {
         self.0.get(&category).copied().unwrap_or(0)
     }
 
-    /// The bytes of all categories.
+    /// Returns the bytes of all categories.
     pub fn total(&self) -> u64 {
         self.0.values().sum()
     }
 }
 
-/// Writes bytes in the unit that fits: `512 B`, `37.5 MiB`, `1.25 GiB`.
+/// Formats bytes in the unit that fits: `512 B`, `37.5 MiB`, `1.25 GiB`.
 pub fn bytes(n: u64) -> String {
     const UNITS: [(u64, &str, usize); 3] = [(1 << 30, "GiB", 2), (1 << 20, "MiB", 1), (1 << 10, "KiB", 1)];
     match UNITS.iter().find(|(unit, ..)| n >= *unit) {

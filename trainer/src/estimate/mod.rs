@@ -1,4 +1,4 @@
-//! What memory a run will need, computed from its plan alone: no weights are loaded, no device and no data are touched.
+//! The memory estimate of a run, computed from its plan. It loads no weights and opens no device or data.
 //!
 //! [`Setup`] is the part of a plan that memory depends on. `costs` hands its sizes to the crates that allocate, which declare
 //! their bytes; `parameters`, `tasks` and `program` add the rest, and `phases` the sums. `search` compares modes.

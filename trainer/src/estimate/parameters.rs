@@ -6,10 +6,10 @@ use super::Setup;
 use super::memory_breakdown::{Category, MemoryBreakdown};
 use crate::plan::RanksPlan;
 
-/// What stays from the beginning of a run to its end. A frozen parameter has a compute copy alone. A trained one has a
-/// master with a gradient, two moments, and a compute copy unless the master has that format and lies beside it. (The
-/// store's zeros between parameters, at most 127 elements each, are left out.) With several ranks a ZeRO stage says of what
-/// each keeps a share only.
+/// Returns the bytes that stay allocated from the start of a run to its end. A frozen parameter has a compute copy
+/// alone. A trained parameter has a master weight, a gradient and two moments. It has a separate compute copy unless
+/// the master has the same dtype in the same memory. The ZeRO stage decides which of these are sharded over ranks.
+/// Padding between parameters, at most 127 elements each, is not counted.
 pub(super) fn resident(setup: &Setup) -> MemoryBreakdown {
     let (frozen, trained) = counts_here(setup);
     let here = trained - on_host(setup);
@@ -23,7 +23,7 @@ pub(super) fn resident(setup: &Setup) -> MemoryBreakdown {
         .with(Category::Moments, 2 * share(setup, 1, here) * moments)
 }
 
-/// What a rank keeps of `n` elements or bytes that are sharded from a ZeRO stage on.
+/// Returns a rank's shard of `n` elements or bytes, which ZeRO stages from `from_stage` on divide over ranks.
 fn share(setup: &Setup, from_stage: usize, n: u64) -> u64 {
     match setup.ranks.zero_stage >= from_stage {
         true => n.div_ceil(setup.ranks.n_shards() as u64),
@@ -31,8 +31,9 @@ fn share(setup: &Setup, from_stage: usize, n: u64) -> u64 {
     }
 }
 
-/// What a step has of units besides, while they are at work or on their way between ranks: whole weights (two units, and what
-/// the head borrows), whole gradients (of one unit at work and one on its way), and a sum that has come.
+/// Returns the bytes of a step's buffers for all-gathered weights and for gradients that are being reduced. The
+/// weights are those of [`whole_weights`]. From ZeRO stage 2 on there are two full gradients: one in backward, one in
+/// a reduce-scatter. Two reduced shards are added.
 pub(super) fn travelling(setup: &Setup) -> u64 {
     let largest_trained = setup.units().map(|unit| trained_of(setup, unit)).max().unwrap_or(0);
     let RanksPlan { zero_stage, dp_replicate, .. } = setup.ranks;
@@ -46,7 +47,7 @@ pub(super) fn travelling(setup: &Setup) -> u64 {
     weights + gradients + 2 * share * setup.masters.n_bytes()
 }
 
-/// The whole weights of the unit at work and of the next one, where each rank keeps a share.
+/// Returns the bytes of the all-gathered weights of the current and the next unit; 0 below ZeRO stage 3.
 pub(super) fn whole_weights(setup: &Setup) -> u64 {
     let of = |unit: &FsdpUnit| unit.params.iter().map(|param| setup.weight_bytes(param)).sum::<u64>();
     match setup.ranks.zero_stage {
@@ -55,13 +56,13 @@ pub(super) fn whole_weights(setup: &Setup) -> u64 {
     }
 }
 
-/// What is copied to be saved while training goes on: a rank's share of masters and moments, in f32.
+/// Returns the bytes that an asynchronous checkpoint copies: a rank's shard of masters and two moments, in f32.
 pub(super) fn copied(setup: &Setup) -> u64 {
     let (_, trained) = counts_here(setup);
     if setup.copies_to_save { share(setup, 1, trained) * 3 * 4 } else { 0 }
 }
 
-/// What the update has besides where weights stay whole and their owners changed them: a unit's, gathered.
+/// Returns the bytes that the optimizer step all-gathers at ZeRO stages 1 and 2: the largest unit's trained weights.
 pub(super) fn gathered(setup: &Setup) -> u64 {
     match setup.ranks.zero_stage {
         0 | 3 => 0,
@@ -69,18 +70,19 @@ pub(super) fn gathered(setup: &Setup) -> u64 {
     }
 }
 
-/// The bytes of the weights, masters and moments that are in the RAM of a GPU's host, and of two gradients on their way.
+/// Returns the bytes of weights, masters and moments in the host's RAM, and of two gradients being copied.
 pub(super) fn bytes_on_host(setup: &Setup) -> u64 {
     let n = share(setup, 1, on_host(setup));
     let largest = setup.units().map(|unit| trained_of(setup, unit)).max().filter(|_| n > 0).unwrap_or(0);
     let (frozen, trained) = counts_here(setup);
-    // Trained ones have one copy there if they have one format.
+    // Trained weights have one copy there if masters have the compute dtype.
     let trained_copies = if setup.compute == setup.masters { 0 } else { trained * setup.compute.n_bytes() };
     let weights = if setup.weights_on_host { share(setup, 3, frozen + trained_copies) } else { 0 };
     weights + n * (setup.masters.n_bytes() + 2 * setup.moments.n_bytes()) + 2 * largest * setup.masters.n_bytes()
 }
 
-/// The number of parameters whose optimizer is on the host: whole units, the first ones (`parallel::ParamStore`).
+/// Returns the number of parameters whose optimizer is on the host: whole units, the first ones
+/// (`parallel::ParamStore`).
 fn on_host(setup: &Setup) -> u64 {
     let units = || setup.units().map(|unit| trained_of(setup, unit));
     let wanted = setup.optimizer_on_host * units().sum::<u64>() as f64;
@@ -106,7 +108,7 @@ pub fn counts(setup: &Setup) -> (u64, u64) {
     (numel(false).sum(), numel(true).sum())
 }
 
-/// Returns the bytes of the frozen and the number of the trained parameters that a rank keeps, before ZeRO shards them.
+/// Returns the bytes of a rank's frozen parameters and the number of its trained ones, before ZeRO shards them.
 fn counts_here(setup: &Setup) -> (u64, u64) {
     let params = || setup.units().flat_map(|unit| &unit.params);
     let frozen = params().filter(|param| !param.trainable).map(|param| setup.weight_bytes(param));
@@ -114,7 +116,7 @@ fn counts_here(setup: &Setup) -> (u64, u64) {
     (frozen.sum(), trained.sum())
 }
 
-/// The number of elements of the largest parameter: weights are read whole.
+/// Returns the number of elements of the largest parameter: each is read as a whole.
 pub(super) fn largest(setup: &Setup) -> u64 {
     let params = setup.units().flat_map(|unit| &unit.params);
     params.map(|param| param.numel() as u64).max().unwrap_or(0)

@@ -1,4 +1,4 @@
-//! The phases of a run, and the moment of each at which it needs most.
+//! The phases of a run and the peak memory of each.
 
 use candlewick_parallel::StepBytes;
 use serde::Serialize;
@@ -11,22 +11,22 @@ use super::{Setup, costs, parameters, program, tasks};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// Buffers are made and weights set.
+    /// Allocation of buffers, and loading of weights.
     Load,
     /// Forward, loss and backward of a micro-batch.
     Step,
-    /// The update.
+    /// The optimizer step.
     Optimizer,
-    /// Held-out data.
+    /// Evaluation on held-out data.
     Evaluation,
-    /// Tasks.
+    /// Task evaluation.
     Tasks,
     /// Checkpoints.
     Save,
 }
 
 impl Phase {
-    /// Its name in a table.
+    /// Returns its name in a table.
     pub fn name(self) -> &'static str {
         match self {
             Self::Load => "load",
@@ -39,42 +39,42 @@ impl Phase {
     }
 }
 
-/// The memory of a phase at its worst moment.
+/// The peak memory of a phase.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct PhaseEstimate {
-    /// Which one.
+    /// The phase.
     pub phase: Phase,
     /// Its bytes by category.
     #[serde(rename = "account")]
     pub breakdown: MemoryBreakdown,
 }
 
-/// The memory of a run.
+/// The memory of a run on the rank that needs most.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Estimate {
-    /// The stage of the pipeline whose ranks need that much; 0 without one.
+    /// The pipeline stage of that rank; 0 without a pipeline.
     pub stage: usize,
     /// The phases that the plan has, in their order.
     pub phases: Vec<PhaseEstimate>,
-    /// What lies elsewhere meanwhile: inputs of blocks, in temporary files or in the RAM of a GPU's host.
+    /// The bytes of offloaded block inputs, in temporary files or in the RAM of a GPU's host.
     pub parked: u64,
-    /// What a run on a GPU needs of the machine's RAM; `None` on the CPU, where everything is RAM.
+    /// The bytes of host RAM that a GPU run needs; `None` on the CPU, where everything is RAM.
     pub host: Option<u64>,
 }
 
 impl Estimate {
-    /// The phase that needs most.
+    /// Returns the phase that needs most.
     pub fn peak(&self) -> &PhaseEstimate {
         self.phases.iter().rev().max_by_key(|phase| phase.breakdown.total()).expect("every run loads")
     }
 
-    /// The bytes of that phase.
+    /// Returns the bytes of that phase.
     pub fn peak_bytes(&self) -> u64 {
         self.peak().breakdown.total()
     }
 }
 
-/// Estimates the memory of a setup: of the rank that needs most.
+/// Estimates the memory of the rank that needs most.
 pub fn estimate(setup: &Setup) -> Estimate {
     let of_stage = |stage| estimate_stage(&Setup { stage, ..setup.clone() });
     let stages = (1..setup.layout.n_stages()).map(of_stage);
@@ -85,7 +85,7 @@ pub fn estimate(setup: &Setup) -> Estimate {
     })
 }
 
-/// Estimates the memory of a rank of the stage that is looked at.
+/// Estimates the memory of a rank of the pipeline stage `setup.stage`.
 pub fn estimate_stage(setup: &Setup) -> Estimate {
     let program = MemoryBreakdown::default().with(Category::Program, program::on_device(setup));
     let copied = parameters::copied(setup);
@@ -119,8 +119,8 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
     }
 }
 
-/// The store's buffers; on the CPU the zeros of gradients and moments take no memory until they are written. A parameter
-/// is read or drawn in f32 and copied into its place (`candlewick_inference::weights`).
+/// Returns the peak while weights are loaded. On the CPU, zeroed gradients and moments use no memory until they are
+/// written. A parameter is read or initialized in f32 and copied into the store (`candlewick_inference::weights`).
 fn load(setup: &Setup) -> MemoryBreakdown {
     let resident = parameters::resident(setup);
     match setup.compute_device {
@@ -145,7 +145,8 @@ fn breakdown(bytes: StepBytes) -> MemoryBreakdown {
         .with(Category::Logits, logits)
 }
 
-/// Values leave in pieces of 4 MiB: as they are, in f32, as a vector and as bytes (`checkpoint::shard`).
+/// Returns the peak of a checkpoint, written in chunks of 4 MiB. A chunk exists in its dtype, in f32, as a vector and
+/// as bytes (`checkpoint::shard`).
 fn save(setup: &Setup) -> MemoryBreakdown {
     const PIECES: u64 = 4 * (4 << 20);
     MemoryBreakdown::default()

@@ -1,4 +1,4 @@
-//! The answer of `trainer estimate`: a table for people, JSON for programs.
+//! The output of `trainer estimate`: a table, or JSON for programs.
 
 use std::fmt;
 
@@ -13,58 +13,58 @@ use super::{
 use crate::metrics::quantity;
 use crate::plan::{Activations, ComputeDtype};
 
-/// Everything that there is to say. As JSON it is an interface: keys may be added, none changes its meaning.
+/// The estimate with its comparison. Its JSON is a stable interface: keys may be added, none changes its meaning.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// The version of this form: 1.
+    /// The version of the JSON format: 1.
     pub format: u32,
-    /// The recipe.
+    /// The recipe's path.
     pub recipe: String,
-    /// What the estimate is compared with: a device's name.
+    /// The name of the device that the estimate is compared with.
     pub device: String,
-    /// Its bytes; null if they are not known.
+    /// The bytes of memory of that device; null if unknown.
     pub device_bytes: Option<u64>,
     /// Parameters of the model and its adapter.
     pub n_parameters: u64,
-    /// Those of them that are trained.
+    /// Trained parameters.
     pub n_trained: u64,
-    /// The number format of forward and backward.
+    /// The dtype of forward and backward.
     pub dtype: ComputeDtype,
     /// The most tokens of a micro-batch.
     pub tokens: u64,
     /// Stages of a pipeline; 1 without one.
     pub n_stages: usize,
-    /// The modes that trade time for memory, as keys of the recipe: those it sets, or those that `memory: auto` takes.
+    /// The modes that trade time for memory, as recipe keys: the recipe's, or those that `memory: auto` selects.
     pub modes: Map<String, Value>,
-    /// The bytes of the worst phase.
+    /// The bytes of the phase that needs most.
     pub peak_bytes: u64,
-    /// The worst phase.
+    /// The phase that needs most.
     pub peak_phase: Phase,
-    /// Whether that fits; null if the device's bytes are not known, and nothing else is short.
+    /// True if the run fits; null if the device's bytes are unknown and no other resource is short.
     pub fits: Option<bool>,
-    /// What there is too little of, as far as that is known.
+    /// The resources that are known to be too small.
     pub short: Vec<Shortage>,
-    /// Bytes by category for each phase, and what is parked and in the host's RAM.
+    /// Bytes by category for each phase, the offloaded bytes, and the host RAM.
     #[serde(flatten)]
     pub estimate: Estimate,
-    /// The most tokens of a row that fit as the recipe stands; null if none do, or the device's bytes are not known.
+    /// The most tokens of a row that fit with this recipe; null if none do, or the device's bytes are unknown.
     pub longest_row: Option<u64>,
-    /// If it does not fit: what could be changed, what costs least time first.
+    /// If the run does not fit: changes of the recipe, in the order of the time they cost.
     pub advice: Vec<Advice>,
 }
 
-/// A change of the recipe, and what it would give.
+/// A change of the recipe, with its estimate.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Advice {
     /// The keys and their values.
     pub set: Map<String, Value>,
-    /// The bytes of the worst phase.
+    /// The bytes of the phase that needs most.
     pub peak_bytes: u64,
-    /// Whether that fits.
+    /// True if the run then fits.
     pub fits: bool,
-    /// What there is too little of for it.
+    /// The resources that are then too small.
     pub short: Vec<Shortage>,
-    /// Whether the trained weights stay the same to the bit.
+    /// True if the trained weights stay bit-identical.
     pub same_result: bool,
 }
 
@@ -98,8 +98,8 @@ impl Report {
     }
 }
 
-/// The cheapest modes that fit and those that need least; then the same with what also changes results by rounding: tiled
-/// MLPs, moments in bf16, a GPU's optimizer on its host.
+/// Returns the cheapest modes that fit and those that need least memory. Then adds options that change results by
+/// rounding: tiled MLPs, moments in bf16, and CPU optimizer offload of a GPU run.
 fn advice(setup: &Setup, capacity: &Capacity) -> Vec<Advice> {
     let mut advice = ladder(setup, capacity, &[]);
     let (mut setup, mut switches) = (setup.clone(), Vec::new());
@@ -140,7 +140,7 @@ fn ladder(setup: &Setup, capacity: &Capacity, switches: &[(&str, Value)]) -> Vec
     found.into_iter().chain(most).map(to_advice).collect()
 }
 
-/// Writes keys and values as they may stand behind a recipe on the command line: `'key={every: 2}'`.
+/// Formats keys and values as `key=value` arguments for the command line: `'key={every: 2}'`.
 pub fn written<'a>(set: impl IntoIterator<Item = (&'a str, &'a Value)>) -> String {
     let pair = |(key, value): (&str, &Value)| match value {
         Value::String(text) => format!("{key}={text}"),
@@ -155,7 +155,7 @@ fn flow(map: &Map<String, Value>) -> String {
     map.iter().map(|(key, value)| format!("{key}: {}", plain(value))).collect::<Vec<_>>().join(", ")
 }
 
-/// What is short beside the memory of the device, of which more is said.
+/// Returns the shortages of resources other than the device's memory, which the report covers separately.
 fn besides(short: &[Shortage]) -> impl Iterator<Item = &Shortage> {
     short.iter().filter(|shortage| shortage.of != Resource::Device)
 }
@@ -228,7 +228,7 @@ impl Report {
         self.other_ways(f)
     }
 
-    /// Writes the methods that no switch of the recipe stands for, where none of the switches is enough.
+    /// Writes the methods that are no switch of the recipe, where no switch is enough.
     fn other_ways(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.advice.is_empty() || self.advice.iter().any(|advice| advice.fits) {
             return Ok(());

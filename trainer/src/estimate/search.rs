@@ -1,7 +1,7 @@
-//! Which modes trade time for memory, what each of them costs, and which are the cheapest that fit.
+//! The search for modes that trade time for memory: their cost, and the cheapest that fit.
 //!
-//! Modes that are chosen change no result, so that a run may choose others whenever it is taken up. Tiled MLPs sum the
-//! gradients of weights in another order: those are advised, never chosen.
+//! Chosen modes change no result, so a resumed run may choose others. Tiled MLPs sum the gradients of weights in
+//! another order: the report advises them, and the search leaves them as they are.
 
 use candlewick_ops::AttentionImpl;
 
@@ -9,36 +9,36 @@ use super::{Capacity, Modes, Setup, Shortage, estimate};
 use crate::metrics::{ModelShape, Recomputed, recomputed_flops};
 use crate::plan::Activations;
 
-/// The modes that the recipe sets: they are never changed.
+/// The modes that the recipe sets: the search leaves them unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fixed {
     /// `model.activation_checkpoint`, or one of its other names.
     pub activations: bool,
 }
 
-/// Modes and what a run needs with them.
+/// Modes with the memory that a run needs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
     /// The modes.
     pub modes: Modes,
-    /// The most bytes at once.
+    /// The peak in bytes.
     pub peak_bytes: u64,
-    /// What there is too little of for them.
+    /// The resources that are too small for them.
     pub short: Vec<Shortage>,
 }
 
-/// What a search found.
+/// The result of a search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
     /// The cheapest modes that fit, if any do.
     pub found: Option<Candidate>,
-    /// All that were tried, in the order of what they cost.
+    /// All candidates that were tried, in the order of their time.
     pub tried: Vec<Candidate>,
-    /// The longest row that would fit with those of the tried modes that need least.
+    /// The tokens of the longest row that fits, with the tried modes that need least memory.
     pub longest: Option<u64>,
 }
 
-/// Finds the cheapest modes with which `setup` needs no more than there is. Those that are `fixed` stay as they are.
+/// Finds the cheapest modes with which `setup` fits `capacity`. `fixed` modes stay unchanged.
 pub fn choose(setup: &Setup, fixed: Fixed, capacity: &Capacity) -> Choice {
     let mut tried = Vec::new();
     for modes in by_cost(setup, fixed) {
@@ -56,8 +56,9 @@ pub fn choose(setup: &Setup, fixed: Fixed, capacity: &Capacity) -> Choice {
     Choice { found: None, tried, longest }
 }
 
-/// All modes, those that cost least time first: nothing again; every k-th block for ever smaller k, or all without their
-/// attention where that is less on the longest row; all; all with ever more inputs parked, if that leaves memory.
+/// Returns all modes in the order of their extra time. First is no checkpointing. Then come every k-th block and
+/// `selective`, sorted by recomputed FLOPs, then `full`. Last is `offload` of 25% to 100% of the blocks, unless the
+/// offload folder is in RAM.
 pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
     if fixed.activations {
         return vec![setup.modes];
@@ -69,7 +70,7 @@ pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
         let n_recomputed = n_blocks.div_ceil(k);
         (Activations::RecomputeEvery(k), n_recomputed as f64 / n_blocks as f64)
     });
-    // The reference's attention is not kept for itself.
+    // The reference implementation's attention output cannot be saved separately.
     let is_kept = setup.attention != AttentionImpl::Reference;
     let selective = is_kept.then(|| (Activations::Selective, 1.0 - attention_share(setup)));
     let mut again: Vec<(Activations, f64)> = some.chain(selective).collect();
@@ -81,21 +82,21 @@ pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
     activations.map(|activations| Modes { activations, ..setup.modes }).collect()
 }
 
-/// How much of a block's forward is attention, on a row of the greatest length.
+/// Returns attention's share of a block's forward FLOPs, on a row of `row_tokens` tokens.
 fn attention_share(setup: &Setup) -> f64 {
     let (shape, row) = (ModelShape::of(&setup.model), [setup.row_tokens as usize]);
     let of = |again: Recomputed| recomputed_flops(&shape, &[again], &row);
     let matmuls = of(Recomputed { layer: true, ..Recomputed::default() });
-    // Half of the pairs are masked.
+    // The causal mask leaves half of the pairs.
     let attention = of(Recomputed { attention: true, ..Recomputed::default() }) / 2.0;
     attention / (matmuls + attention)
 }
 
-/// Returns the most tokens of a row with which `setup` needs no more than there is; `None` if even one is too many.
+/// Returns the most tokens of a row with which `setup` fits `capacity`; `None` if even one is too many.
 ///
-/// Every term grows with the tokens, so halving an interval finds it.
+/// Every term grows with the tokens, so a binary search finds it.
 pub fn longest(setup: &Setup, capacity: &Capacity) -> Option<u64> {
-    /// More tokens than any model reads at once.
+    /// More tokens than any model's context.
     const MOST: u64 = 1 << 24;
     let fits = |row_tokens: u64| estimate(&Setup { row_tokens, ..setup.clone() }).shortages(capacity).is_empty();
     if !fits(1) {

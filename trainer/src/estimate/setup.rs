@@ -1,4 +1,4 @@
-//! What of a plan decides its memory.
+//! The settings of a plan that decide its memory.
 
 use candle_core::DType;
 use candlewick_model::{FsdpUnit, Model, ModelError, ParamSpec, TiledMlp};
@@ -11,95 +11,95 @@ use super::compute_device::ComputeDevice;
 use crate::checkpoint::Kind;
 use crate::plan::{Activations, ComputeDtype, Init, Plan, RanksPlan, TasksPlan, dtype};
 
-/// The part of a plan that the formulas read.
+/// The settings of a plan that the formulas read.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// The units with every parameter's shape.
+    /// The units, with every parameter's shape.
     pub model: Model,
-    /// The number format of forward and backward.
+    /// The dtype of forward and backward.
     pub compute: ComputeDtype,
-    /// Of master weights and gradients.
+    /// The dtype of master weights and gradients.
     pub masters: ComputeDtype,
-    /// Of AdamW's moments.
+    /// The dtype of AdamW's moments.
     pub moments: ComputeDtype,
-    /// What trades time for memory.
+    /// The modes that trade time for memory.
     pub modes: Modes,
     /// The most tokens of a row.
     pub row_tokens: u64,
     /// Rows of a micro-batch.
     pub rows: u64,
-    /// Whether inputs that are parked stay in the memory that computes.
+    /// True if offloaded activations stay in the memory of the device that computes.
     pub offloads_to_ram: bool,
-    /// How the ranks share what they have in common.
+    /// The degrees of parallelism and the ZeRO stage.
     pub ranks: RanksPlan,
-    /// Which stage of a pipeline has which blocks.
+    /// The blocks of each pipeline stage.
     pub layout: PipelineLayout,
-    /// The order in which stages compute.
+    /// The pipeline schedule.
     pub schedule: PipelineScheduleKind,
-    /// Micro-batches of a step that a stage computes.
+    /// Micro-batches of a step that a pipeline stage computes.
     pub n_micros: usize,
-    /// The stage that is looked at.
+    /// The pipeline stage to estimate.
     pub stage: usize,
-    /// The share of the parameters whose masters and moments are in the RAM of a GPU's host.
+    /// The share of the parameters whose masters and moments are offloaded to a GPU's host.
     pub optimizer_on_host: f64,
-    /// Whether the weights are there, too.
+    /// True if the weights are offloaded to the host, too.
     pub weights_on_host: bool,
-    /// What computes.
+    /// The kind of device that computes.
     pub compute_device: ComputeDevice,
-    /// All the memory of the GPU that computes, if it is known.
+    /// The total memory of the GPU in bytes; `None` if unknown.
     pub gpu_bytes: Option<u64>,
-    /// What computes attention.
+    /// The attention implementation.
     pub attention: AttentionImpl,
-    /// Where the weights come from.
+    /// The source of the initial weights.
     pub init: Init,
-    /// Whether there is evaluation.
+    /// True if the run evaluates on held-out data.
     pub evaluates: bool,
-    /// The load of tasks, if there are some.
+    /// The batches of task evaluation; `None` without tasks.
     pub eval_load: Option<EvalLoad>,
-    /// What is saved.
+    /// The checkpoints that the run writes.
     pub saves: Vec<Kind>,
-    /// Whether a save is written from a copy while training goes on.
+    /// True if a checkpoint is written asynchronously, from a copy.
     pub copies_to_save: bool,
 }
 
-/// What trades time for memory.
+/// The modes that trade time for memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Modes {
-    /// What blocks keep for backward.
+    /// The activations that blocks save for backward.
     pub activations: Activations,
-    /// Whether MLPs are computed in tiles.
+    /// True if MLPs are computed in tiles of tokens.
     pub tiled_mlp: bool,
 }
 
 /// Batches of the tasks evaluated during training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EvalLoad {
-    /// True if one of them generates text.
+    /// True if a task generates text.
     pub generates: bool,
-    /// Sequences of a forward, if the number is set.
+    /// Sequences of a forward; `None` chooses by tokens.
     pub batch_size: Option<usize>,
-    /// Tokens of context, if the number is set.
+    /// Tokens of context; `None` takes the model's.
     pub max_length: Option<usize>,
 }
 
-/// Why nothing can be said about a plan. Completes "failed to ...".
+/// The reason why a plan cannot be estimated. Completes "failed to ...".
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
     /// The model's config is on the Hub only.
     #[error("estimate the memory: the model's config is not known")]
     NoConfig,
-    /// The config makes no model.
+    /// The config does not describe a supported model.
     #[error(transparent)]
     Model(#[from] ModelError),
 }
 
 impl Setup {
-    /// Takes what matters from a plan that runs on a device.
+    /// Extracts the settings of a plan for a device of known capacity.
     pub fn on(plan: &Plan, capacity: &Capacity) -> Result<Self, SetupError> {
         Ok(Self { gpu_bytes: capacity.gpu_bytes, ..Self::of(plan, capacity.compute_device)? })
     }
 
-    /// Takes what matters from a plan that runs on a device of which nothing is known.
+    /// Extracts the settings of a plan for a kind of device whose memory is unknown.
     pub fn of(plan: &Plan, compute_device: ComputeDevice) -> Result<Self, SetupError> {
         let config = plan.model.config.clone().ok_or(SetupError::NoConfig)?;
         Ok(Self {
@@ -134,17 +134,18 @@ impl Setup {
         self.model.lora().is_none().then(|| dtype(self.masters))
     }
 
-    /// The most tokens of a micro-batch that a rank computes.
+    /// Returns the most tokens of a micro-batch that a rank computes.
     pub fn tokens(&self) -> u64 {
         (self.row_tokens * self.rows).div_ceil(self.ranks.n_of_micro_batch() as u64)
     }
 
-    /// How many of them it has outside of branches, if it shares matrices with others.
+    /// Returns a rank's tokens outside of attention and MLP: sequence parallelism shards them over tensor-parallel
+    /// ranks.
     pub(super) fn tokens_outside(&self) -> u64 {
         self.tokens().div_ceil(if self.ranks.sequence_parallel { self.ranks.tensor as u64 } else { 1 })
     }
 
-    /// The units of which this stage has the parameters: its own, and those that its head borrows.
+    /// Returns the units whose parameters this stage holds: its own, and those tied to its head.
     pub(super) fn units(&self) -> impl Iterator<Item = &FsdpUnit> {
         let units = self.model.units();
         let borrowed = |unit_idx| units[units.len() - 1].tied.iter().any(|tied| tied.owner == unit_idx);
@@ -154,36 +155,36 @@ impl Setup {
         (0..units.len()).filter(is_here).map(|unit_idx| &units[unit_idx])
     }
 
-    /// Whether this stage computes the losses.
+    /// Returns true if this stage computes the loss.
     pub(super) fn has_head(&self) -> bool {
         self.stage + 1 == self.layout.n_stages()
     }
 
-    /// Returns the bytes of a parameter's weights on a rank: the most that any has.
+    /// Returns the bytes of a parameter's weights on the rank that holds most of it.
     pub(super) fn weight_bytes(&self, param: &ParamSpec) -> u64 {
         let dense = self.kept(param) * self.compute.n_bytes();
         max_shard_bytes(param, self.ranks.tensor, dtype(self.compute)).map_or(dense, |bytes| bytes as u64)
     }
 
-    /// The number of elements that a rank keeps of a parameter: the most that any does.
+    /// Returns the number of a parameter's elements on the rank that holds most of it.
     pub(super) fn kept(&self, param: &ParamSpec) -> u64 {
-        // The plan has refused what cannot be shared out.
+        // The plan has refused shapes that cannot be sharded.
         max_shard_numel(param, self.ranks.tensor).unwrap_or_else(|_| param.numel()) as u64
     }
 }
 
 impl Modes {
-    /// The modes of a plan.
+    /// Returns the modes of a plan.
     pub fn of(plan: &Plan) -> Self {
         Self { activations: plan.model.activations, tiled_mlp: plan.model.tiled_mlp }
     }
 
-    /// Returns the tokens of an MLP at a time.
+    /// Returns the setting of tiled MLPs.
     pub(super) fn tiled_mlp(self) -> TiledMlp {
         if self.tiled_mlp { TiledMlp::On } else { TiledMlp::Off }
     }
 
-    /// The recipe's keys and values that switch these modes on.
+    /// Returns the recipe keys and values that switch these modes on.
     pub fn keys(self) -> Vec<(&'static str, Value)> {
         let activations = ("model.activation_checkpoint", json!(self.activations.to_recipe()));
         let tiled_mlp = self.tiled_mlp.then_some(("tiled_mlp_compute", json!(true)));

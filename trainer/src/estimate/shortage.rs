@@ -1,5 +1,4 @@
-//! What there is less of than a run needs: of the device's memory, of the RAM of a GPU's host, or of the disk that inputs of
-//! blocks are parked on.
+//! Resources that are smaller than a run needs: device memory, host RAM of a GPU, or disk for offloaded activations.
 
 use std::fmt;
 
@@ -8,31 +7,31 @@ use serde::Serialize;
 use super::compute_device::ComputeDevice;
 use super::{Capacity, Estimate, bytes};
 
-/// Something that a run takes.
+/// A resource that a run uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Resource {
-    /// The memory of what computes.
+    /// The memory of the device that computes.
     Device,
-    /// The RAM of the machine whose GPU computes.
+    /// The RAM of a GPU's host.
     Host,
-    /// The disk of the folder for temporary files.
+    /// The disk of the folder for temporary files, which holds offloaded activations.
     Parking,
 }
 
-/// Something that there is too little of.
+/// A resource that is too small.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Shortage {
-    /// What.
+    /// The resource.
     pub of: Resource,
-    /// How much of it a run takes.
+    /// The bytes that a run needs.
     pub needed_bytes: u64,
-    /// How much of it there is for the run.
+    /// The bytes that are free for the run.
     pub free_bytes: u64,
 }
 
 impl Estimate {
-    /// Compares what a run takes with what there is, as far as that is known. Nothing is short if it fits.
+    /// Returns the resources that are smaller than a run needs, as far as they are known; empty if it fits.
     pub fn shortages(&self, capacity: &Capacity) -> Vec<Shortage> {
         let in_folder = if capacity.compute_device == ComputeDevice::Cpu { self.parked } else { 0 };
         let compared = [

@@ -11,7 +11,7 @@ use crate::plan::RanksPlan;
 
 const F32: u64 = 4;
 
-/// The worst moment, beside what stays: a batch that is scored, or one that writes.
+/// Returns the larger peak of a scored and a generated batch, without the resident bytes.
 pub(super) fn worst_batch(setup: &Setup, eval_load: EvalLoad) -> MemoryBreakdown {
     let sizes = Sizes::of(setup, eval_load);
     let scored = scored(setup, &sizes);
@@ -22,9 +22,9 @@ pub(super) fn worst_batch(setup: &Setup, eval_load: EvalLoad) -> MemoryBreakdown
 }
 
 struct Sizes {
-    /// Of a forward.
+    /// Tokens of a forward.
     tokens: u64,
-    /// What they look at, if texts begin alike.
+    /// Keys of prefix and texts that a forward attends to, with shared prefixes.
     keys: u64,
     context: u64,
     texts: u64,
@@ -38,7 +38,7 @@ impl Sizes {
         let row_bytes = 2 * config.n_layers() * heads.n_kv * heads.dim * F32 as usize;
         let auto = BatchLimits::auto(setup.compute_device == ComputeDevice::Cpu, row_bytes);
         let longest = eval_load.max_length.unwrap_or(config.max_positions());
-        // A text that is longer than a forward has one of its own; none is, unless `eval.max_length` allows such long ones.
+        // A text that is longer than a forward gets its own forward; only `eval.max_length` allows such texts.
         let context = if eval_load.max_length.is_some() { longest } else { longest.min(auto.n_tokens) };
         let (tokens, keys, texts, most_rows) = match eval_load.batch_size {
             Some(n) => (n * context, n * context, n, usize::MAX),
@@ -50,8 +50,9 @@ impl Sizes {
     }
 }
 
-/// A batch whose texts branch off others: keys and values of the path that is remembered, in all blocks; in the block at
-/// work those of the path and the batch as one, and those of each text's path, which a CPU widens.
+/// Returns the bytes of a scored batch, whose texts extend a shared prefix. All blocks cache the prefix's keys and
+/// values. The current block also joins those of prefix and batch, and gathers those of each text. A CPU widens the
+/// latter to f32.
 fn scored(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens, sizes.context);
     let block = costs::layer(&wide, 0);
@@ -63,7 +64,7 @@ fn scored(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     breakdown(&wide, path, block.forward_bytes() + keys, logits)
 }
 
-/// Texts that are written: a pool of keys and values, in f32 on a CPU, and a forward of prompts that begin.
+/// Returns the bytes of a generated batch: a KV cache pool (f32 on a CPU) and a forward of prompts.
 fn written(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens + sizes.context, sizes.context);
     let block = costs::layer(&wide, 0);
@@ -80,8 +81,8 @@ fn breakdown(wide: &Setup, cache: u64, block: u64, logits: u64) -> MemoryBreakdo
     if block > logits { breakdown.with(Category::Block, block) } else { breakdown.with(Category::Logits, logits) }
 }
 
-/// Returns the setup of a forward with `tokens` tokens, of texts of `context` tokens. No other rank has a part of them,
-/// except in branches.
+/// Returns the setup of a forward with `tokens` tokens of texts with `context` tokens. Context parallelism is off;
+/// tensor parallelism stays on.
 fn of_tokens(setup: &Setup, tokens: u64, context: u64) -> Setup {
     let ranks = RanksPlan { context: 1, sequence: 1, sequence_parallel: false, ..setup.ranks };
     Setup { row_tokens: context, rows: tokens.div_ceil(context.max(1)), ranks, ..setup.clone() }

@@ -1,4 +1,4 @@
-//! Evaluation during training, as a plan has it: when, on what, and which number says which save is the best.
+//! Evaluation during training, as a plan has it: its interval, its data, and the metric of the best checkpoint.
 
 use std::path::PathBuf;
 
@@ -7,68 +7,68 @@ use serde::Serialize;
 use crate::checkpoint::Moment;
 use crate::recipe::Free;
 
-/// The held-out loss as metrics call it.
+/// The metric name of the held-out loss.
 pub const EVAL_LOSS: &str = "loss/eval";
 
-/// The held-out loss during training.
+/// Evaluation of the held-out loss during training.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct EvalPlan {
     /// Steps between evaluations; `None` evaluates after each epoch. The last step is always evaluated.
     pub interval: Option<usize>,
-    /// Whether a fresh run is evaluated before its first step.
+    /// True if a fresh run is evaluated before its first step.
     pub on_start: bool,
 }
 
-/// Tasks during training.
+/// Task evaluation during training.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TasksPlan {
-    /// When.
+    /// The interval.
     pub when: EvalPlan,
-    /// What selects them.
+    /// Names of tasks, groups and tags, patterns, and YAML files.
     pub tasks: Vec<String>,
-    /// Whether one of them lets the model write.
+    /// True if a task generates text.
     pub generates: bool,
-    /// Where others than the built-in ones are.
+    /// Folders and files of further tasks.
     pub include_path: Vec<PathBuf>,
-    /// Where their data are, as `TASK=PATH`.
+    /// Overrides of the tasks' data, as `TASK=PATH`.
     pub data: Vec<String>,
-    /// Documents of each: a number, or below 1 a share.
+    /// Documents of each task: a number, or below 1 a share.
     pub limit: Option<f64>,
-    /// Examples before a question.
+    /// Few-shot examples of a question.
     pub num_fewshot: Option<usize>,
-    /// Seeds their choice.
+    /// Seeds the choice of few-shot examples.
     pub fewshot_seed: u64,
-    /// Whether prompts are written with the chat template.
+    /// True if prompts are rendered with the chat template.
     pub chat: bool,
-    /// Whether examples are turns of the chat.
+    /// True if few-shot examples are turns of the chat.
     pub fewshot_as_multiturn: bool,
-    /// What the system says first.
+    /// The system message.
     pub system_instruction: Option<String>,
-    /// What changes the tasks' `generation_kwargs`.
+    /// Changes to the tasks' `generation_kwargs`.
     pub gen_kwargs: Free,
     /// Sequences of a forward.
     pub batch_size: Option<usize>,
     /// Tokens of context.
     pub max_length: Option<usize>,
-    /// Tokens that are generated at most.
+    /// The most generated tokens of an answer.
     pub max_gen_toks: usize,
-    /// Resamples for errors.
+    /// Bootstrap resamples for standard errors.
     pub bootstrap_iters: usize,
-    /// Whether tasks may run code that the model wrote.
+    /// True if tasks may run code that the model generated.
     pub confirm_run_unsafe_code: bool,
 }
 
-/// Which save is the best, and stays.
+/// The metric of the best checkpoint, which is never deleted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct BestPlan {
     /// `loss/eval` or `TASK/METRIC`; `None` is the first task's first metric.
     pub metric: Option<String>,
-    /// Whether more is better; `None` is what the metric's task says.
+    /// True if a higher metric is better; `None` takes the direction of the metric's task.
     pub greater_is_better: Option<bool>,
 }
 
 impl EvalPlan {
-    /// Tells whether to evaluate now.
+    /// Returns true if this step is evaluated.
     pub fn is_due(&self, moment: Moment) -> bool {
         let Moment { step, finished_epoch, end_of_training } = moment;
         let falls_on = self.interval.map_or(finished_epoch.is_some(), |interval| step.is_multiple_of(interval));

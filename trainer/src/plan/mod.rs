@@ -1,4 +1,4 @@
-//! What will happen: every check, every default and every derived number of a run, made once.
+//! The resolved run: every check, every default and every derived value, computed once.
 //!
 //! The files of this folder have the plan's types, plain data. `resolve` makes them of a recipe.
 

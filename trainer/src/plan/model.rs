@@ -17,51 +17,50 @@ pub struct ModelPlan {
     pub name_or_path: Option<String>,
     /// The branch, tag or commit of a Hub id; `None` is `main`.
     pub revision: Option<String>,
-    /// Where the weights come from.
+    /// The source of the initial weights.
     pub init: Init,
-    /// The config with the recipe's overrides. `None` if the Hub has it and this machine has not: never in a run, only
-    /// in a check.
+    /// The config with the recipe's overrides. `None` if the Hub's config is not cached: only `check` allows that.
     #[serde(serialize_with = "config_json")]
     pub config: Option<Config>,
-    /// The overrides that are in `config` already.
+    /// The overrides that `config` already contains.
     pub hf_config_kwargs: Free,
-    /// The number format of the weights in forward and backward. Master weights are f32.
+    /// The dtype of the weights in forward and backward. `OptimizerPlan::masters` is the dtype of master weights.
     pub dtype: ComputeDtype,
     /// LoRA, if only an adapter is trained.
     #[serde(serialize_with = "adapter_json")]
     pub adapter: Option<LoraConfig>,
-    /// The folder whose adapter is trained on; `None` draws a new one.
+    /// The adapter folder to continue from; `None` initializes a new adapter.
     pub adapter_folder: Option<PathBuf>,
-    /// What blocks keep for backward.
+    /// The activations that blocks save for backward.
     pub activations: Activations,
-    /// Where the CPU parks activations.
+    /// The folder to which a CPU run offloads activations.
     pub activation_offload_dir: PathBuf,
-    /// Whether that folder is memory itself, so that nothing is saved.
+    /// True if that folder is in RAM (tmpfs), so that offloading frees no memory.
     pub offloads_to_ram: bool,
-    /// Whether MLPs are computed in tiles.
+    /// True if MLPs are computed in tiles of tokens.
     pub tiled_mlp: bool,
-    /// What computes attention.
+    /// The attention implementation.
     pub attention: AttentionChoice,
 }
 
 impl ModelPlan {
-    /// Returns how MLPs pass over the tokens.
+    /// Returns the setting of tiled MLPs.
     pub fn tiled_mlp(&self) -> TiledMlp {
         if self.tiled_mlp { TiledMlp::On } else { TiledMlp::Off }
     }
 }
 
-/// Where a model's weights come from.
+/// The source of a model's initial weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Init {
     /// From the checkpoint.
     Load,
-    /// Drawn, as transformers draws them.
+    /// Random initialization, as in transformers.
     Random,
 }
 
-/// The number format of forward and backward.
+/// The dtype of forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ComputeDtype {
@@ -74,7 +73,7 @@ pub enum ComputeDtype {
 }
 
 impl ComputeDtype {
-    /// The bytes of a number.
+    /// Returns the bytes of an element.
     pub fn n_bytes(self) -> u64 {
         match self {
             Self::F32 => 4,
@@ -83,7 +82,7 @@ impl ComputeDtype {
     }
 }
 
-/// What blocks keep for backward.
+/// The activations that blocks save for backward.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activations {
@@ -93,17 +92,17 @@ pub enum Activations {
     Recompute,
     /// Their inputs and attention's outputs.
     Selective,
-    /// Their inputs, those of this share of the blocks parked outside of the memory that computes.
+    /// Their inputs; this share of the blocks offloads them to host memory or disk.
     Offload(f64),
     /// Every k-th block its input, the others everything.
     RecomputeEvery(usize),
 }
 
 impl Activations {
-    /// The one of two that keeps less.
+    /// Returns the one of two that saves fewer activations.
     #[must_use]
     pub fn leaner(self, other: Self) -> Self {
-        // Blocks that are computed again, and those of them that are parked besides.
+        // The share of blocks that are recomputed, plus the share that is offloaded.
         let spared = |it| match it {
             Self::Keep => 0.0,
             Self::RecomputeEvery(k) => 1.0 / k as f64,
@@ -115,7 +114,7 @@ impl Activations {
         if spared(other) > spared(self) { other } else { self }
     }
 
-    /// The value of `model.activation_checkpoint` that means this.
+    /// Returns the value of `model.activation_checkpoint` with this meaning.
     pub fn to_recipe(self) -> ActivationCheckpoint {
         match self {
             Self::Keep => ActivationCheckpoint::None,
@@ -141,7 +140,7 @@ pub struct TokenizerPlan {
     pub chat_template_kwargs: Free,
 }
 
-/// Where a chat template is.
+/// The source of a chat template.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ChatTemplateSource {
@@ -161,7 +160,7 @@ impl From<Dtype> for ComputeDtype {
     }
 }
 
-/// The number format of a plan, as candle names it.
+/// Returns the candle dtype.
 pub(crate) fn dtype(dtype: ComputeDtype) -> DType {
     match dtype {
         ComputeDtype::Bf16 => DType::BF16,
@@ -170,7 +169,7 @@ pub(crate) fn dtype(dtype: ComputeDtype) -> DType {
     }
 }
 
-/// What each block keeps. Where not all inputs are parked, the first blocks' are: backward needs them last.
+/// Returns the checkpointing mode of each block. A partial offload takes the first blocks: backward reads them last.
 pub(crate) fn checkpointing(activations: Activations, n_blocks: usize) -> Vec<ActivationCheckpointing> {
     let of_block = |block_idx: usize| match activations {
         Activations::Keep => ActivationCheckpointing::None,

@@ -1,4 +1,4 @@
-//! The stages of a pipeline, as a plan has them: how many, which blocks each has, and in which order they compute.
+//! The pipeline stages, as a plan has them: their number, their blocks, and the schedule.
 
 use candlewick_model::{Config, Model, ParamSpec};
 use candlewick_parallel::{PipelineLayout, PipelineScheduleKind};
@@ -6,26 +6,26 @@ use serde::Serialize;
 
 use crate::recipe::PipelineSchedule;
 
-/// The stages of a run.
+/// The pipeline of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct PipelinePlan {
-    /// How many there are.
+    /// The number of pipeline stages.
     pub stages: usize,
-    /// Runs of blocks that each has.
+    /// Model chunks (virtual stages) of each stage.
     pub chunks: usize,
-    /// The order of forwards and backwards.
+    /// The schedule of forwards and backwards.
     pub schedule: PipelineSchedule,
-    /// The number of blocks of each run; `None` shares them out by time.
+    /// The number of blocks of each model chunk; `None` balances them by time.
     pub layers: Option<Vec<usize>>,
 }
 
 impl PipelinePlan {
-    /// The plan without a pipeline.
+    /// Returns the plan without a pipeline.
     pub fn alone() -> Self {
         Self { stages: 1, chunks: 1, schedule: PipelineSchedule::OneForwardOneBackward, layers: None }
     }
 
-    /// Returns which stage has which blocks of a model.
+    /// Returns the assignment of a model's blocks to stages.
     pub fn layout(&self, config: &Config) -> PipelineLayout {
         match &self.layers {
             Some(layers) => PipelineLayout::new(self.stages, layers),
@@ -33,7 +33,7 @@ impl PipelinePlan {
         }
     }
 
-    /// Returns the order of forwards and backwards, as the engine knows it.
+    /// Returns the schedule as the engine's type.
     pub fn order(&self) -> PipelineScheduleKind {
         match self.schedule {
             PipelineSchedule::OneForwardOneBackward => PipelineScheduleKind::OneForwardOneBackward,
@@ -42,7 +42,7 @@ impl PipelinePlan {
     }
 }
 
-/// How many blocks take as long as the head: by the weights that a token is multiplied by.
+/// Returns the head's time in units of a block's time, by the number of weights of each.
 fn head(config: &Config) -> f64 {
     let Ok(model) = Model::new(config.clone(), None) else { return 0.0 };
     let block: usize = model.units().get(1).map_or(0, |unit| unit.params.iter().map(ParamSpec::numel).sum());

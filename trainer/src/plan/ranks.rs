@@ -6,33 +6,33 @@ use serde::Serialize;
 
 use crate::recipe::DdpBackend;
 
-/// The ranks of a run and what each of them has.
+/// The degrees of parallelism of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct RanksPlan {
-    /// Copies of what falls into shards.
+    /// Data-parallel replicas of the sharded model (HSDP).
     pub dp_replicate: usize,
-    /// Shares of it, among ranks that compute different micro-batches.
+    /// Shards over data-parallel ranks, which compute different micro-batches.
     pub dp_shard: usize,
-    /// Parts that the tokens of a micro-batch fall into, between which keys and values go around (a ring).
+    /// Context parallelism: ranks that exchange keys and values of a micro-batch in a ring.
     pub context: usize,
-    /// Parts that those fall into, whose ranks exchange heads (Ulysses); with `dp_shard` and `context` the number of shares.
+    /// Ulysses: ranks that exchange attention heads. With `dp_shard` and `context` it is the number of shards.
     pub sequence: usize,
-    /// Ranks that share every matrix.
+    /// Tensor-parallel ranks.
     pub tensor: usize,
-    /// Whether these have a part of the tokens each outside of branches.
+    /// True if tensor-parallel ranks shard the tokens outside of attention and MLP.
     pub sequence_parallel: bool,
-    /// Stages of a pipeline.
+    /// Pipeline stages.
     pub stages: usize,
-    /// Seconds for which ranks wait for one that is silent.
+    /// Seconds without a heartbeat after which a rank counts as failed.
     pub timeout: usize,
-    /// What connects them.
+    /// The communication backend.
     pub backend: DdpBackend,
-    /// The ZeRO stage: nothing is sharded (0), the optimizer's state (1), gradients too (2), weights too (3).
+    /// The ZeRO stage: shards nothing (0), optimizer state (1), gradients too (2), weights too (3).
     pub zero_stage: usize,
 }
 
 impl RanksPlan {
-    /// The plan of a single rank.
+    /// Returns the plan of a single rank.
     pub fn alone() -> Self {
         Self {
             dp_replicate: 1,
@@ -48,43 +48,43 @@ impl RanksPlan {
         }
     }
 
-    /// Ranks that compute different micro-batches.
+    /// Returns the number of ranks that compute different micro-batches.
     pub fn n_data(&self) -> usize {
         self.dp_replicate * self.dp_shard
     }
 
-    /// Ranks that share the tokens of a micro-batch.
+    /// Returns the number of ranks that share the tokens of a micro-batch.
     pub fn n_of_micro_batch(&self) -> usize {
         self.context * self.sequence
     }
 
-    /// The degrees of the mesh.
+    /// Returns the degrees of the mesh.
     pub fn degrees(&self) -> Degrees {
         let Self { dp_replicate, dp_shard, context: cp, sequence: sp, tensor: tp, stages: pp, .. } = *self;
         Degrees { pp, dp_replicate, dp_shard, cp, sp, tp, ..Degrees::default() }
     }
 
-    /// Ranks that have one copy of the model together: each has a part of it.
+    /// Returns the number of ranks that hold one copy of the model together.
     pub fn n_of_model(&self) -> usize {
         self.tensor * self.stages
     }
 
-    /// All ranks.
+    /// Returns the number of all ranks.
     pub fn n_ranks(&self) -> usize {
         self.n_data() * self.n_of_micro_batch() * self.n_of_model()
     }
 
-    /// What ranks that share matrices have outside of branches.
+    /// Returns the setting of sequence parallelism.
     pub fn sequence_parallel(&self) -> SequenceParallel {
         if self.sequence_parallel { SequenceParallel::On } else { SequenceParallel::Off }
     }
 
-    /// Shares that something falls into.
+    /// Returns the number of ZeRO shards.
     pub fn n_shards(&self) -> usize {
         self.dp_shard * self.n_of_micro_batch()
     }
 
-    /// What falls into shares, if anything does.
+    /// Returns the ZeRO stage; `None` for stage 0.
     pub fn zero_stage(&self) -> Option<ZeroStage> {
         match self.zero_stage {
             3 => Some(ZeroStage::Three),

@@ -1,4 +1,4 @@
-//! Everything that a run does, decided: plain data without logic.
+//! The resolved run: plain data without logic.
 
 use std::fmt::Display;
 use std::path::PathBuf;
@@ -17,57 +17,57 @@ use crate::metrics::LogPlan;
 use crate::recipe::{MemoryModes, OnNonfinite, Prompt};
 use crate::schedule::Schedule;
 
-/// A run, resolved.
+/// A resolved run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Plan {
     /// The recipe file.
     pub recipe: PathBuf,
     /// Seeds the initial weights and LoRA factors.
     pub seed: u64,
-    /// What computes.
+    /// The device that computes.
     #[serde(serialize_with = "shown")]
     pub device: DeviceChoice,
-    /// How the ranks share the work.
+    /// The degrees of parallelism.
     pub ranks: RanksPlan,
-    /// The stages of a pipeline, if there is one.
+    /// The pipeline stages; one stage means no pipeline.
     pub pipeline: PipelinePlan,
-    /// Who chose what trades time for memory.
+    /// The mode of memory settings: `manual` or `auto`.
     pub memory: MemoryModes,
     /// The model.
     pub model: ModelPlan,
     /// The tokenizer.
     pub tokenizer: TokenizerPlan,
-    /// The data, and how they become steps.
+    /// The data and the batches.
     pub data: DataPlan,
     /// The optimizer.
     pub optimizer: OptimizerPlan,
-    /// The share of the parameters whose masters and moments a GPU run keeps, and updates, in the host's memory.
+    /// The share of the parameters whose masters and moments a GPU run offloads to, and updates in, host memory.
     pub optimizer_on_host: f64,
-    /// Whether a GPU run keeps the weights there too, and fetches those of each unit when it is computed.
+    /// True if a GPU run offloads the weights too, and copies each unit's to the GPU when it is computed.
     pub weights_on_host: bool,
     /// The learning rate over the run. It is checked against the number of steps once the data are counted.
     pub schedule: Schedule,
     /// Evaluation, if there are data for it.
     pub eval: Option<EvalPlan>,
-    /// Tasks that are asked during training.
+    /// Task evaluation during training.
     pub tasks: Option<TasksPlan>,
-    /// Which save is the best.
+    /// The metric of the best checkpoint.
     pub best: Option<BestPlan>,
-    /// When the run ends early.
+    /// The events that end the run early.
     pub exit: ExitPlan,
-    /// What is saved.
+    /// The checkpoints.
     pub checkpoints: Vec<CheckpointPlan>,
-    /// What is reported.
+    /// Metrics and their files.
     pub log: LogPlan,
-    /// What happens when a loss or gradient is not finite.
+    /// The reaction to a loss or gradient that is not finite.
     pub on_nonfinite: OnNonfinite,
     /// Sample generations after training.
     pub generate: Option<GeneratePlan>,
     /// Log messages.
     pub logger: LoggerPlan,
-    /// Every setting with its origin, for people.
+    /// Every setting with its origin.
     pub settings: Vec<Setting>,
-    /// What the user may want to know: keys that were accepted and have no effect, and why.
+    /// Notes for the user, such as keys that are accepted and have no effect, with the reason.
     pub notes: Vec<String>,
 }
 
@@ -76,21 +76,21 @@ pub struct Plan {
 pub struct OptimizerPlan {
     /// The base learning rate.
     pub learning_rate: f64,
-    /// Decoupled; spares norms and biases.
+    /// Decoupled weight decay, not applied to norms and biases.
     pub weight_decay: f64,
     /// Decay rate of the first moment.
     pub beta1: f64,
     /// Decay rate of the second moment.
     pub beta2: f64,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f64,
     /// The largest global norm of a gradient; `None` does not clip.
     pub gradient_clipping: Option<f64>,
-    /// The number format of master weights and gradients: f32, or bf16 like the model.
+    /// The dtype of master weights and gradients: f32, or bf16 if the model is bf16.
     pub masters: ComputeDtype,
-    /// The number format of the moments: f32 or bf16.
+    /// The dtype of the moments: f32 or bf16.
     pub moments: ComputeDtype,
-    /// The factor on losses, which half precision needs.
+    /// The loss scaling of fp16.
     pub loss_scaling: LossScaling,
 }
 
@@ -112,26 +112,26 @@ pub struct GeneratePlan {
     pub prompts: Vec<Prompt>,
     /// The most tokens of an answer.
     pub max_new_tokens: usize,
-    /// 0 takes the likeliest token.
+    /// The sampling temperature; 0 is greedy decoding.
     pub temperature: f64,
-    /// The share of probability that is sampled from.
+    /// The cumulative probability of nucleus sampling.
     pub top_p: f64,
     /// Seeds the sampling.
     pub seed: u64,
 }
 
-/// Log messages: not the metrics, which are [`LogPlan`]'s.
+/// The settings of log messages; [`LogPlan`] has those of metrics.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LoggerPlan {
     /// A directive of tracing's filter: `debug`, `info`, `warn` or `error`; `None` is the program's default.
     pub level: Option<String>,
-    /// Whether they go to stderr.
+    /// True if log messages go to stderr.
     pub print: bool,
     /// The log file.
     pub file: Option<PathBuf>,
 }
 
-/// For commands without a recipe.
+/// The settings of commands without a recipe.
 impl Default for LoggerPlan {
     fn default() -> Self {
         Self { level: None, print: true, file: None }

@@ -1,17 +1,17 @@
-//! A setting of a plan: key, value, where it came from.
+//! A setting of a plan: key, value and origin.
 
 use serde::{Serialize, Serializer};
 
 use crate::recipe::Origin;
 
-/// One line of the table.
+/// A line of the table of settings.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Setting {
     /// The recipe's key.
     pub key: String,
     /// Its value.
     pub value: serde_json::Value,
-    /// Where the value came from.
+    /// The origin of the value.
     #[serde(serialize_with = "in_words")]
     pub origin: Origin,
 }

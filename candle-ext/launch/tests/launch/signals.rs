@@ -61,7 +61,16 @@ fn a_worker_that_saves_slowly_hears_the_signal_once() {
 #[test]
 fn the_same_signal_is_passed_on() {
     for (signal, code) in [(Signal::INT, 130), (Signal::HUP, 129), (Signal::QUIT, 131), (Signal::TERM, 143)] {
-        check(":", &[signal], code);
+        let (_folder, path) = folder();
+        let own = command(&script_arguments(2, &[], &prepared(&path, ":")));
+        // Processes inherit ignored signals, and nohup ignores SIGHUP.
+        let mut with_default_signals = std::process::Command::new("env");
+        with_default_signals.env_clear().env("PATH", std::env::var_os("PATH").unwrap());
+        with_default_signals.arg("--default-signal").arg(own.get_program()).args(own.get_args());
+        let running = start(&mut with_default_signals);
+        wait_for_both(&path);
+        running.signal(signal);
+        running.finish().has_code(code);
     }
 }
 

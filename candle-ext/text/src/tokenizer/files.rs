@@ -96,6 +96,6 @@ fn templates_of_key(path: &Path, object: &Map<String, Json>) -> Result<Vec<Named
         path: path.to_owned(),
         key: "chat_template",
         found: value.to_string().chars().take(60).collect(),
-        expected: "a text or a list of {\"name\": ..., \"template\": ...}",
+        expected: "a string or a list of {\"name\": ..., \"template\": ...}",
     })
 }

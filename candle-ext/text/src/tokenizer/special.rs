@@ -97,7 +97,7 @@ pub(super) fn check_roles(directory: &Path, config: &Map<String, Json>) -> Resul
             path: directory.join("tokenizer_config.json"),
             key,
             found: value.to_string().chars().take(60).collect(),
-            expected: "a text, or an object with a text under `content`",
+            expected: "a string, or an object with a string under `content`",
         });
     }
     Ok(())

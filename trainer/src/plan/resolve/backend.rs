@@ -1,4 +1,4 @@
-//! What connects the ranks, as far as that can be known before a device is opened.
+//! The choice of the communication backend, as far as possible before a device is opened.
 
 use candlewick_ops::DeviceChoice;
 
@@ -23,12 +23,12 @@ pub(super) fn resolve(resolver: &mut Resolver) -> DdpBackend {
     backend
 }
 
-/// Why several ranks cannot be connected so, and what to do instead.
+/// Returns the reason why a backend cannot connect the ranks, and the remedy.
 fn obstacle(resolver: &Resolver, backend: DdpBackend) -> Option<(String, String)> {
     use DdpBackend::{Auto, Local, Mpi, Nccl, Staged};
     let (machines, device) = (resolver.known.seat.machines, device(resolver)?);
     let is_several = machines == Machines::Several;
-    // Another build may be there, where they will run.
+    // The ranks may run another build.
     let engines = if machines == Machines::Unknown { BuildFeatures::ALL } else { resolver.known.engines };
     let on_cpu = device == DeviceChoice::Cpu || (device == DeviceChoice::Auto && !engines.nccl);
     let on_gpu = matches!(device, DeviceChoice::Cuda(_));
@@ -61,7 +61,7 @@ fn obstacle(resolver: &Resolver, backend: DdpBackend) -> Option<(String, String)
     }
 }
 
-/// The recipe's device; `None` if its name makes no sense, which is said elsewhere.
+/// Returns the recipe's device; `None` if its name is invalid, which is reported elsewhere.
 fn device(resolver: &Resolver) -> Option<DeviceChoice> {
     resolver.recipe().device.as_deref().map_or(Some(DeviceChoice::Auto), |name| name.parse().ok())
 }

@@ -1,4 +1,4 @@
-//! The `deepspeed` section: keys that only time or divide what travels are accepted, the others read or refused by name.
+//! The `deepspeed` section: accepts keys that only tune communication, reads some, and refuses all others by name.
 
 use serde_json::Value;
 
@@ -8,7 +8,7 @@ use super::resolver::Resolver;
 use crate::plan::ComputeDtype;
 use crate::recipe::{Dtype, foreign_key, parse_number};
 
-/// Keys that only divide or time what travels between ranks: here that goes unit by unit, each while others are computed.
+/// Keys that only tune bucket sizes or overlap. Here each unit is communicated while others are computed.
 const WITHOUT_EFFECT: &[&str] = &[
     "allgather_bucket_size",
     "communication_data_type",
@@ -33,7 +33,7 @@ const WITHOUT_EFFECT: &[&str] = &[
     "zero_optimization.sub_group_size",
 ];
 
-/// Keys that may only have their harmless value.
+/// Keys that are only accepted with the value that disables them.
 const ONLY: &[(&str, Harmless)] = &[
     ("fp16.auto_cast", Harmless::False),
     ("fp16.consecutive_hysteresis", Harmless::False),
@@ -42,21 +42,21 @@ const ONLY: &[(&str, Harmless)] = &[
     ("wall_clock_breakdown", Harmless::False),
 ];
 
-/// How many ranks keep a share each: other groups of them keep the same.
+/// The key for the number of ranks in a shard group (MiCS); the groups replicate each other.
 pub(super) const SHARD_SIZE: &str = "deepspeed.zero_optimization.mics_shard_size";
 
 const STAGE: &str = "zero_optimization.stage";
 
-/// Where masters and moments are: the keys of `zero_optimization.offload_optimizer`.
+/// The prefix of the keys of optimizer offload.
 const OFFLOAD: &str = "zero_optimization.offload_optimizer.";
-/// Where the weights are.
+/// The prefix of the keys of parameter offload.
 const OFFLOAD_PARAM: &str = "zero_optimization.offload_param.";
 
-/// What is kept in bf16 instead of f32: master weights and gradients, and moments.
+/// The keys that store training state in bf16 instead of f32: master weights with gradients, and moments.
 const BF16_STATES: [&str; 2] = ["bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"];
 
-/// How losses are scaled in half precision: the key, DeepSpeed's default, the least and the largest value. A
-/// `loss_scale` of 0 adapts itself.
+/// The keys of fp16 loss scaling: the key, DeepSpeed's default, the smallest and the largest value. A `loss_scale` of
+/// 0 selects dynamic scaling.
 const SCALING: [(&str, f64, f64, f64); 5] = [
     ("fp16.loss_scale", 0.0, 0.0, 4_294_967_296.0),
     ("fp16.initial_scale_power", 16.0, 0.0, 32.0),
@@ -65,7 +65,7 @@ const SCALING: [(&str, f64, f64, f64); 5] = [
     ("fp16.min_loss_scale", 1.0, 1.0, 4_294_967_296.0),
 ];
 
-/// The value with which a key asks for nothing.
+/// The value that disables a key.
 #[derive(Clone, Copy)]
 enum Harmless {
     False,
@@ -79,7 +79,7 @@ pub(super) fn check(resolver: &mut Resolver) {
     }
 }
 
-/// The gradient clipping that the section asks for.
+/// Returns the section's gradient clipping.
 pub(super) fn gradient_clipping(resolver: &Resolver) -> Option<f64> {
     number(resolver.recipe().deepspeed.get("gradient_clipping")?)
 }
@@ -136,7 +136,7 @@ fn check_only(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
     }
 }
 
-/// A key of `zero_optimization.offload_optimizer`. Its numbers are nothing without a device.
+/// Checks a key of `zero_optimization.offload_optimizer`. Its numbers have no effect without a device.
 fn check_offload(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
     let device = given(resolver, &format!("{OFFLOAD}device"));
     let to_cpu = device.and_then(Value::as_str) == Some("cpu");
@@ -159,8 +159,8 @@ fn check_offload(resolver: &mut Resolver, key: &str, path: &str, value: &Value) 
     }
 }
 
-/// A key of `zero_optimization.offload_param`. Weights can be gathered from the host where they can be from other ranks, and
-/// are updated where they are.
+/// Checks a key of `zero_optimization.offload_param`. Offloaded weights need ZeRO stage 3's all-gather and an
+/// optimizer that is offloaded, too.
 fn check_offload_param(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
     match &key[OFFLOAD_PARAM.len()..] {
         "device" if value.as_str() == Some("none") => {}
@@ -192,7 +192,7 @@ fn check_pinning(resolver: &mut Resolver, path: &str, value: &Value) {
     resolver.note(format!("{path} has no effect: copies always go through pinned memory"));
 }
 
-/// Whether the weights are to be in the memory of a GPU's host.
+/// Returns true if the weights are offloaded to a GPU's host.
 pub(super) fn weights_on_host(resolver: &mut Resolver) -> bool {
     let is_asked = asks_for_weights_on_host(resolver);
     if is_asked {
@@ -207,20 +207,20 @@ pub(super) fn asks_for_weights_on_host(resolver: &Resolver) -> bool {
     given(resolver, &format!("{OFFLOAD_PARAM}device")).and_then(Value::as_str) == Some("cpu")
 }
 
-/// The ZeRO stage, 0 if none is given. One out of bounds is blamed elsewhere.
+/// Returns the ZeRO stage, 0 by default. A stage out of bounds is reported elsewhere.
 pub(super) fn zero_stage(resolver: &mut Resolver) -> usize {
     let given = lookup(&resolver.recipe().deepspeed, "zero_optimization.stage").and_then(number);
     let stage = given.filter(|stage| [0.0, 1.0, 2.0, 3.0].contains(stage));
     resolver.pick("deepspeed.zero_optimization.stage", stage.map(|stage| stage as usize), 0)
 }
 
-/// The ranks that keep a share each, if the section says how many.
+/// Returns the number of ranks in a shard group, if the section sets it.
 pub(super) fn shard_size(resolver: &Resolver) -> Option<usize> {
     let given = lookup(&resolver.recipe().deepspeed, "zero_optimization.mics_shard_size").and_then(number);
     given.filter(|n| *n >= 1.0).map(|n| n as usize)
 }
 
-/// The share of the parameters whose optimizer is on the host.
+/// Returns the share of the parameters whose optimizer is offloaded to the host.
 pub(super) fn optimizer_on_host(resolver: &mut Resolver) -> f64 {
     let section = &resolver.recipe().deepspeed;
     let given = |key: &str| lookup(section, &format!("{OFFLOAD}{key}"));
@@ -233,7 +233,7 @@ pub(super) fn optimizer_on_host(resolver: &mut Resolver) -> f64 {
     resolver.record(&paths[0], share, origin)
 }
 
-/// A number of the `fp16` section.
+/// Checks a number of the `fp16` section.
 fn check_scaling(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
     let Some((_, _, least, most)) = SCALING.iter().find(|(name, ..)| *name == key) else {
         return check_only(resolver, key, path, value);
@@ -247,7 +247,7 @@ fn check_scaling(resolver: &mut Resolver, key: &str, path: &str, value: &Value) 
     }
 }
 
-/// The formats of master weights (and gradients) and of moments.
+/// Returns the dtypes of master weights (with gradients) and of moments.
 pub(super) fn bf16_states(resolver: &mut Resolver, dtype: ComputeDtype) -> (ComputeDtype, ComputeDtype) {
     let [masters, moments] = BF16_STATES.map(|key| {
         let path = format!("deepspeed.{key}");
@@ -265,12 +265,12 @@ pub(super) fn bf16_states(resolver: &mut Resolver, dtype: ComputeDtype) -> (Comp
     (masters, moments)
 }
 
-/// Whether the section keeps master weights and gradients in bf16.
+/// Returns true if the section stores master weights and gradients in bf16.
 pub(super) fn has_bf16_masters(resolver: &Resolver) -> bool {
     lookup(&resolver.recipe().deepspeed, BF16_STATES[0]) == Some(&Value::Bool(true))
 }
 
-/// How the section scales losses: what it leaves out is as in DeepSpeed.
+/// Returns the loss scaling; keys that are not set have DeepSpeed's defaults.
 pub(super) fn loss_scaling(resolver: &mut Resolver) -> LossScaling {
     let [fixed, power, window, hysteresis, min] = [0, 1, 2, 3, 4].map(|at| {
         let (key, default, ..) = SCALING[at];
@@ -286,7 +286,7 @@ pub(super) fn loss_scaling(resolver: &mut Resolver) -> LossScaling {
     LossScaling { initial: power.exp2(), window: window as usize, hysteresis: hysteresis as usize, min }
 }
 
-/// A fixed scale leaves nothing for the numbers of an adaptive one.
+/// Adds a note that a fixed loss scale ignores the keys of dynamic scaling.
 fn note_fixed_scale(resolver: &mut Resolver) {
     let given = SCALING[1..].iter().filter(|(key, ..)| lookup(&resolver.recipe().deepspeed, key).is_some());
     let paths: Vec<String> = given.map(|(key, ..)| format!("deepspeed.{key}")).collect();
@@ -295,7 +295,7 @@ fn note_fixed_scale(resolver: &mut Resolver) {
     }
 }
 
-/// What the section says at a path.
+/// Returns the section's value at a path.
 fn given<'a>(resolver: &Resolver<'a>, path: &str) -> Option<&'a Value> {
     lookup(&resolver.recipe().deepspeed, path)
 }
@@ -318,7 +318,7 @@ fn number(value: &Value) -> Option<f64> {
     value.as_f64().or_else(|| parse_number(value.as_str()?))
 }
 
-/// The leaves of nested maps, with their paths. An empty map is no leaf: it asks for nothing.
+/// Collects the leaves of nested maps with their paths. An empty map has no leaves.
 fn collect<'a>(prefix: &str, map: &'a serde_json::Map<String, Value>, leaves: &mut Vec<(String, &'a Value)>) {
     for (key, value) in map {
         let path = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };

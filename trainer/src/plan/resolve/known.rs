@@ -1,4 +1,5 @@
-//! What a plan must know of the outside: the model's config, the machine's cores, what lies beside the recipe.
+//! Facts from outside of the recipe that a plan needs: the model's config, the CPU cores, the files next to the
+//! recipe.
 
 use std::path::{Path, PathBuf};
 
@@ -13,108 +14,108 @@ use crate::estimate::Capacity;
 use crate::metrics::Console;
 use crate::recipe::{ConfigSource, Fault, Loaded, MemoryModes, ModelType, RecipeError};
 
-/// What is known of the outside while a plan is made.
+/// The facts from outside of the recipe.
 #[derive(Clone, Debug)]
 pub struct Known {
     /// The model's config, without the recipe's overrides. `None` if it is on the Hub only.
     pub config: Option<Config>,
-    /// Threads that may run at once.
+    /// The number of threads that can run in parallel.
     pub n_cores: usize,
-    /// Which of the processes that train together this one is.
+    /// The rank and world size of this process.
     pub seat: WorldInfo,
-    /// What can connect them.
+    /// The communication backends of the build.
     pub engines: BuildFeatures,
-    /// Where temporary files go.
+    /// The folder for temporary files.
     pub temp_dir: TempDir,
-    /// Whether ArcticTraining would find Python code beside the recipe.
+    /// True if there is Python code that ArcticTraining would load with the recipe.
     pub has_train_py: bool,
-    /// Whether a task of the recipe lets the model write.
+    /// True if a task of the recipe generates text.
     pub tasks_generate: bool,
-    /// How much goes to the terminal.
+    /// The verbosity of the terminal output.
     pub console: Console,
-    /// What is free where the run would compute, if the recipe wants that to decide something.
+    /// The free memory of the run's device, if the recipe's `memory: auto` needs it.
     pub capacity: Option<Capacity>,
 }
 
-/// One of the processes that train together.
+/// The position of a process among those that train together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorldInfo {
-    /// Its number.
+    /// The rank.
     pub rank: usize,
-    /// How many there are.
+    /// The world size.
     pub n_ranks: usize,
-    /// How many of them this machine has.
+    /// The number of processes on this machine.
     pub n_here: usize,
-    /// Where they run.
+    /// The machines of the processes.
     pub machines: Machines,
 }
 
 impl WorldInfo {
-    /// A process by itself.
+    /// A single process.
     pub const ALONE: Self = Self { rank: 0, n_ranks: 1, n_here: 1, machines: Machines::One };
 
-    /// The first of `n_ranks` processes that are not started yet, on machines that are not known.
+    /// Returns rank 0 of `n_ranks` processes that are not started yet, on unknown machines.
     pub fn first_of(n_ranks: usize) -> Self {
         Self { n_ranks, n_here: n_ranks, machines: Machines::Unknown, ..Self::ALONE }
     }
 }
 
-/// Where the processes run that train together.
+/// The machines of the processes that train together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Machines {
     /// On one machine.
     One,
-    /// On several, which MPI or Slurm knows.
+    /// On several machines, known to MPI or Slurm.
     Several,
     /// On several nodes of a launcher: these may be one machine.
     Nodes,
-    /// Nowhere yet: they are asked about. What this machine and this build have says nothing about them.
+    /// Unknown: the processes are not started yet, so facts about this machine and build do not apply.
     Unknown,
 }
 
-/// What this build has to connect ranks with.
+/// The communication backends of a build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BuildFeatures {
     /// MPI.
     pub mpi: bool,
-    /// NCCL, and what computes on GPUs.
+    /// NCCL and CUDA kernels.
     pub nccl: bool,
 }
 
 impl BuildFeatures {
-    /// Those of a build that has everything.
+    /// A build with every backend.
     pub const ALL: Self = Self { mpi: true, nccl: true };
-    /// Those of this build.
+    /// This build.
     pub const BUILT: Self = Self { mpi: Host::HAS_MPI, nccl: Engine::HAS_NCCL };
 }
 
 /// The access that [`Known::gather`] has to the Hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HubAccess {
-    /// Files and the Hub's cache; what the cache lacks stays unknown.
+    /// Files and the Hub's cache; a config that is not cached stays unknown.
     ThisMachine,
-    /// Files and the Hub's cache, which must hold the whole model: a run without a network has to be possible.
+    /// Files and the Hub's cache, which must hold the whole model for a run without a network.
     Offline,
     /// The Hub, for the model's config and tokenizer.
     Network,
 }
 
-/// Why the outside could not be asked. Completes "failed to ...".
+/// The reason why a fact could not be gathered. Completes "failed to ...".
 #[derive(Debug, thiserror::Error)]
 pub enum KnownError {
-    /// The recipe names a file that is not there or not right.
+    /// The recipe names a file that is missing or invalid.
     #[error(transparent)]
     Recipe(#[from] RecipeError),
-    /// The Hub refused, or the cache has not got it.
+    /// The Hub refused, or the cache lacks the file.
     #[error(transparent)]
     Hub(#[from] HubError),
-    /// The Hub's config is not one.
+    /// The Hub's config is invalid.
     #[error(transparent)]
     Model(#[from] ModelError),
 }
 
 impl Known {
-    /// Looks at the machine and, as `access` allows, at the Hub.
+    /// Inspects the machine and, as `access` allows, the Hub.
     pub fn gather(loaded: &Loaded, access: HubAccess, console: Console, seat: WorldInfo) -> Result<Self, KnownError> {
         let settings = HubSettings::from_env();
         let wants_capacity = loaded.recipe.memory == Some(MemoryModes::Auto) && seat.machines != Machines::Unknown;
@@ -132,7 +133,7 @@ impl Known {
     }
 }
 
-/// Reads the files of tasks, no data. What is wrong with them is said where the tasks are opened.
+/// Reads the task files, but no data. Their errors are reported when the tasks are opened.
 fn tasks_generate(loaded: &Loaded) -> bool {
     let eval = &loaded.recipe.eval;
     let include_path: Vec<PathBuf> = eval.include_path.iter().map(PathBuf::from).collect();
@@ -141,7 +142,7 @@ fn tasks_generate(loaded: &Loaded) -> bool {
     !eval.tasks.is_empty() && select().is_ok_and(|selection| selection.tasks.iter().any(writes))
 }
 
-/// A device whose name makes no sense is blamed by the plan.
+/// Returns the free memory of the recipe's device. The plan reports an invalid device name.
 fn capacity(loaded: &Loaded) -> Capacity {
     let device = loaded.recipe.device.as_deref().and_then(|device| device.parse().ok());
     Capacity::now(device.unwrap_or_default())
@@ -179,7 +180,7 @@ fn find_config(loaded: &Loaded, access: HubAccess, settings: HubSettings) -> Res
     }
 }
 
-/// Returns the model folder that `model.name_or_path` means. An adapter has a key of its own.
+/// Returns the model folder that `model.name_or_path` names. An adapter folder is refused: it has its own key.
 fn model_folder(loaded: &Loaded, name: &str) -> Result<PathBuf, KnownError> {
     let key = "model.name_or_path";
     let refuse = |fault: Fault| Err(loaded.error(vec![fault]).into());
@@ -199,12 +200,12 @@ fn model_folder(loaded: &Loaded, name: &str) -> Result<PathBuf, KnownError> {
     }
 }
 
-/// Tells a path from a Hub id, whose only slash stands between owner and name.
+/// Returns true for a path, false for a Hub id, whose only slash separates owner and name.
 pub(crate) fn is_path(name: &str) -> bool {
     name.starts_with(['.', '/', '~']) || name.ends_with('/') || name.matches('/').count() > 1 || name.contains('\\')
 }
 
-/// `path` is a config.json, or a folder that holds one.
+/// Reads a config.json, given its path or its folder.
 fn read_file(path: &str) -> Result<Config, ModelError> {
     let path = PathBuf::from(path);
     if path.is_dir() {

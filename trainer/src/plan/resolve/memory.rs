@@ -1,4 +1,4 @@
-//! `memory: auto`: the cheapest modes with which the run fits what is free.
+//! `memory: auto`: selects the cheapest modes with which the run fits the free memory.
 
 use super::{Known, Machines};
 use crate::estimate::{Candidate, Choice, Fixed, Modes, Resource, Setup, bytes, choose, usable, written};
@@ -7,15 +7,15 @@ use crate::plan::Setting;
 use crate::recipe::{Loaded, Origin, RecipeError};
 
 impl Fixed {
-    /// The modes that a recipe sets itself.
+    /// Returns the modes that a recipe sets itself.
     pub fn of(loaded: &Loaded) -> Self {
         Self { activations: super::model::ACTIVATIONS.iter().any(|key| loaded.is_set(key)) }
     }
 }
 
-/// Chooses the modes that `loaded` leaves open, so that the run fits what is free with some headroom, or says why none do.
+/// Chooses the modes that `loaded` leaves open, so that the run fits the free memory with some headroom.
 ///
-/// A function of its arguments: what is free was looked at before.
+/// Fails with the candidates' sizes if none fits. The free memory is an argument (`known`).
 pub(super) fn resolve(mut plan: Plan, loaded: &Loaded, known: &Known) -> Result<Plan, RecipeError> {
     let wrong = |message: String, advice: &str| loaded.error(vec![loaded.fault(&["memory"], message).note(advice)]);
     if plan.model.config.is_none() {
@@ -50,7 +50,7 @@ fn tried(choice: &Choice, free: u64) -> String {
     format!("memory: nothing fits {} of the {} that are free: {}", bytes(usable(free)), bytes(free), tried.join("; "))
 }
 
-/// What a candidate needs, and what else than memory of the device there is too little of.
+/// Formats a candidate's bytes and its shortages of resources other than device memory.
 fn needs(candidate: &Candidate) -> String {
     let besides = candidate.short.iter().filter(|shortage| shortage.of != Resource::Device);
     let besides: String = besides.map(|shortage| format!(" and {shortage}")).collect();

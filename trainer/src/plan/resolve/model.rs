@@ -13,7 +13,7 @@ use super::{TempDir, deepspeed};
 use crate::plan::{Activations, ChatTemplateSource, ComputeDtype, Init, ModelPlan, TokenizerPlan};
 use crate::recipe::{ActivationCheckpoint, Attention, ConfigSource, Dtype, HumanInt, ModelType, Origin};
 
-/// The names of what blocks keep.
+/// The keys that set activation checkpointing.
 pub(super) const ACTIVATIONS: [&str; 3] =
     ["model.activation_checkpoint", "model.disable_activation_checkpoint", "activation_checkpoint_cpu_offload"];
 
@@ -47,12 +47,12 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
     }
 }
 
-/// Returns the folder that a name stands for. Another name stays as it is.
+/// Returns the local folder of a name; other names stay unchanged.
 fn folder_or_name(name: &str) -> String {
     local_model(name).ok().flatten().map_or_else(|| name.to_owned(), path_of)
 }
 
-/// Returns the folder that a name stands for, as [`folder_or_name`], and notes it if it is one of several exports.
+/// Returns the local folder of a name like [`folder_or_name`], and adds a note if it is one of several exports.
 fn folder_of(resolver: &mut Resolver, what: &str, name: &str) -> String {
     let Ok(Some(found)) = local_model(name) else { return name.to_owned() };
     found.note(what).into_iter().for_each(|note| resolver.note(note));
@@ -83,7 +83,7 @@ fn check_source(resolver: &mut Resolver) {
     }
 }
 
-/// The config with its overrides, and the keys that changed the parameters.
+/// Returns the config with its overrides, and the keys that changed the parameters.
 fn config(resolver: &mut Resolver) -> (Option<Config>, Vec<String>) {
     let model = &resolver.recipe().model;
     let Some(mut config) = resolver.known.config.clone() else { return (None, Vec::new()) };
@@ -127,7 +127,7 @@ fn init(resolver: &mut Resolver, reshaped: &[String]) -> Init {
 
 const ADAPTER: &str = "model.adapter_name_or_path";
 
-/// The adapter that is trained: a new one by `peft_config`, or one that is there already.
+/// Returns the trained adapter: a new one by `peft_config`, or an existing one.
 fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfig> {
     let model = &resolver.recipe().model;
     let (key, adapter) = match (&model.peft_config, &model.adapter_name_or_path) {
@@ -153,7 +153,7 @@ fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfi
         resolver.pick(ADAPTER, Some(folder), folder);
     }
     let base = model.name_or_path.as_deref().map(folder_or_name);
-    // Whether the modules are there can be told where the config is known.
+    // The target modules can be checked where the config is known.
     let adapter = adapter.and_then(|adapter| match config {
         Some(config) => Model::new(config.clone(), Some(adapter.clone())).map(|_| adapter),
         None => Ok(adapter),
@@ -170,7 +170,7 @@ fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfi
     }
 }
 
-/// Joins the three keys that speak of activation checkpoints, and blames them if they disagree.
+/// Combines the three keys that set activation checkpointing, and reports contradictions.
 fn activations(resolver: &mut Resolver) -> Activations {
     let recipe = resolver.recipe();
     let given = recipe.model.activation_checkpoint;
@@ -215,7 +215,7 @@ fn activations(resolver: &mut Resolver) -> Activations {
     Activations::Offload(share)
 }
 
-/// Says where activations go, and if that is the memory that they should leave.
+/// Adds a note with the offload folder, and another if that folder is in RAM.
 fn note_parking(resolver: &mut Resolver) {
     let TempDir { path, is_memory } = &resolver.known.temp_dir;
     let folder = path.display();

@@ -46,7 +46,7 @@ pub(super) fn resolve(resolver: &mut Resolver, dtype: ComputeDtype) -> Optimizer
     OptimizerPlan { learning_rate, weight_decay, beta1, beta2, eps, gradient_clipping, masters, moments, loss_scaling }
 }
 
-/// ArcticTraining's default suits models that are trained from scratch.
+/// Notes that the default learning rate is ArcticTraining's, which suits training from scratch.
 pub(super) fn note_default_rate(resolver: &mut Resolver, model: &ModelPlan) {
     if resolver.recipe().optimizer.learning_rate.is_some() || model.init == Init::Random {
         return;
@@ -128,7 +128,7 @@ fn warmup(resolver: &mut Resolver, name: SchedulerName) -> Span {
     }
 }
 
-/// Each shape has its numbers; one that belongs to another shape would be ignored, so it is refused.
+/// Refuses numbers of another scheduler than the chosen one, which would be ignored.
 fn refuse_foreign_numbers(resolver: &mut Resolver, name: SchedulerName) {
     use SchedulerName::*;
     let own: &[&str] = match name {
@@ -238,7 +238,7 @@ fn wsd(resolver: &mut Resolver, scheduler: &Scheduler) -> Shape {
     }
 }
 
-/// Where the number of steps is known already, the schedule must fit it already.
+/// Checks the schedule against the number of steps, if that is known before the data are counted.
 pub(super) fn check_known_horizon(
     resolver: &mut Resolver,
     data: &DataPlan,

@@ -35,7 +35,7 @@ fn kill_switch(resolver: &mut Resolver) -> Option<PathBuf> {
     Some(path)
 }
 
-/// The folder of a run, on every rank; `None` for `/dev/null`.
+/// Returns the folder of a run, on every rank; `None` for `/dev/null`.
 pub(super) fn run_folder(resolver: &Resolver) -> Option<PathBuf> {
     let stem = resolver.loaded.source().path.file_stem().unwrap_or(OsStr::new("run"));
     let default = || Path::new("runs").join(stem);
@@ -48,7 +48,7 @@ pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
     let folder = run_folder(resolver);
     let default = folder.as_ref().map(|folder| folder.display().to_string()).unwrap_or_default();
     resolver.pick("output_dir", recipe.output_dir.clone(), default);
-    // The first rank reports for all.
+    // Rank 0 reports for all ranks.
     let reports = resolver.known.seat.rank == 0;
     let output_dir = folder.filter(|_| reports);
     let key = "train_log_metrics_path";
@@ -67,7 +67,7 @@ pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
     }
 }
 
-/// Whether this rank is among those that print.
+/// Returns true if this rank prints log messages.
 fn prints(resolver: &Resolver) -> bool {
     let rank = resolver.known.seat.rank;
     resolver.recipe().logger.print_output_ranks.as_ref().map_or(rank == 0, |ranks| ranks.has(rank))
@@ -123,7 +123,7 @@ pub(super) fn resolve_generate(resolver: &mut Resolver) -> Option<GeneratePlan> 
     })
 }
 
-/// The reason why a prompt cannot be answered, if there is one.
+/// Returns the reason why a prompt cannot be answered, if there is one.
 fn problem_of(prompt: &Prompt, kind: Option<DataType>) -> Option<String> {
     let messages = match prompt {
         Prompt::Text(text) => return text.is_empty().then(|| "expected a list of texts that are not empty".to_owned()),

@@ -1,4 +1,4 @@
-//! How the ranks share the work.
+//! The degrees of parallelism of a run.
 
 use candlewick_model::Config;
 use candlewick_ops::{AttentionHeads, AttentionImpl};
@@ -19,7 +19,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
     if given.is_some() && tensor == 1 {
         resolver.note(format!("{NORMS} has no effect: no ranks share matrices"));
     }
-    // Of those that share matrices one is looked at.
+    // The other degrees divide the ranks of one tensor-parallel index.
     let n_ranks = n_in_stage / tensor;
     let sequence = sequence(resolver, n_ranks, model.config.as_ref(), tensor);
     let context = context(resolver, n_ranks / sequence, sequence, model.attention.implementation);
@@ -44,7 +44,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
             sharing
         }
     };
-    // Of one share nothing is away, unless the host has it.
+    // With one shard ZeRO has no effect, unless the weights are offloaded to the host.
     let zero_stage = if n_shards == 1 && !deepspeed::asks_for_weights_on_host(resolver) { 0 } else { zero_stage };
     if zero_stage >= 2 && stages > 1 {
         let what = if zero_stage == 3 { "weights are gathered and gradients" } else { "gradients are" };
@@ -67,7 +67,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
     }
 }
 
-/// The ranks that share every matrix. Each must get as many heads of both kinds, and as much of the MLP.
+/// Returns the tensor-parallel degree. It must divide the attention heads, the KV heads and the MLP's width.
 fn tensor(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>) -> usize {
     const KEY: &str = "tensor_parallel_size";
     let given = resolver.recipe().tensor_parallel_size;
@@ -81,7 +81,7 @@ fn tensor(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>) -> u
     let AttentionHeads { n_query, n_kv, .. } = config.attention_heads();
     let (width, vocabulary) = (config.intermediate_size(), config.vocab_size());
     let is_even = |n: &usize| [n_query, n_kv, width].iter().all(|whole| whole.is_multiple_of(*n));
-    // Tokens are shared out unevenly, but no rank may go without.
+    // The vocabulary is sharded unevenly, but every rank needs at least one token.
     let all_have_tokens = |n: &usize| (n - 1) * vocabulary.div_ceil(*n) < vocabulary;
     let message = if !is_even(&size) {
         format!(
@@ -98,8 +98,8 @@ fn tensor(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>) -> u
     1
 }
 
-/// The parts that sequences fall into. Each rank must get as many of the attention heads that `tensor` ranks share, and know
-/// which key heads are theirs.
+/// Returns the Ulysses degree. It must divide each tensor-parallel rank's attention heads. It must divide the KV
+/// heads or be a multiple of them.
 fn sequence(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>, tensor: usize) -> usize {
     let given = resolver.recipe().sequence_parallel_size;
     let size = resolver.positive(SEQUENCE, given, 1).max(1);
@@ -119,7 +119,7 @@ fn sequence(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>, te
     size
 }
 
-/// The parts that sequences fall into around a ring, of `n_groups` groups of `sequence` ranks; a group has a part.
+/// Returns the context-parallel degree: the parts of a sequence in a ring of `n_groups` groups of `sequence` ranks.
 fn context(resolver: &mut Resolver, n_groups: usize, sequence: usize, attention: AttentionImpl) -> usize {
     const KEY: &str = "context_parallel_size";
     let given = resolver.recipe().context_parallel_size;
@@ -136,7 +136,7 @@ fn context(resolver: &mut Resolver, n_groups: usize, sequence: usize, attention:
     size
 }
 
-/// Blames a key because so many of `unit`, a word with or without an attribute, do not fall into what it asks for.
+/// Reports that `n` of `unit` (a word, or a word and an attribute) cannot be divided into `into`.
 pub(super) fn do_not_fall(resolver: &mut Resolver, key: &str, (n, unit): (usize, &str), into: &str) {
     let (word, attribute) = unit.split_at(unit.find(' ').unwrap_or(unit.len()));
     let message = match n {

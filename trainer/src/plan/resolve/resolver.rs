@@ -1,4 +1,4 @@
-//! What all parts of the resolution share: picking a value or its default, and collecting faults, settings and notes.
+//! The state of a resolution: values or their defaults, faults, settings and notes.
 
 use serde::Serialize;
 
@@ -23,18 +23,18 @@ impl<'a> Resolver<'a> {
         &self.loaded.recipe
     }
 
-    /// The value of a key, or its default; either way it enters the table.
+    /// Returns the value of a key or its default, and records it in the table of settings.
     pub(super) fn pick<T: Serialize>(&mut self, key: &str, given: Option<T>, default: T) -> T {
         let origin = if given.is_some() { self.loaded.origin(&[key]) } else { Origin::Default };
         self.record(key, given.unwrap_or(default), origin)
     }
 
-    /// [`Resolver::pick`] for counts.
+    /// Returns a count like [`Resolver::pick`].
     pub(super) fn count(&mut self, key: &str, given: Option<HumanInt>, default: usize) -> usize {
         self.pick(key, given.map(|n| n.0), default)
     }
 
-    /// [`Resolver::count`] for counts that must not be 0.
+    /// Returns a count like [`Resolver::count`], and reports a fault if it is 0.
     pub(super) fn positive(&mut self, key: &str, given: Option<HumanInt>, default: usize) -> usize {
         let value = self.count(key, given, default);
         if value == 0 {
@@ -43,7 +43,7 @@ impl<'a> Resolver<'a> {
         value
     }
 
-    /// [`Resolver::pick`] for numbers between two bounds, both of them allowed.
+    /// Returns a number like [`Resolver::pick`], and reports a fault outside of `low..=high`.
     pub(super) fn number(&mut self, key: &str, given: Option<HumanFloat>, default: f64, low: f64, high: f64) -> f64 {
         let value = self.pick(key, given.map(|x| x.0), default);
         if !(low..=high).contains(&value) {
@@ -53,18 +53,18 @@ impl<'a> Resolver<'a> {
         value
     }
 
-    /// Enters a value into the table.
+    /// Records a value in the table of settings.
     pub(super) fn record<T: Serialize>(&mut self, key: &str, value: T, origin: Origin) -> T {
         self.settings.push(Setting::new(key, &value, origin));
         value
     }
 
-    /// Blames the first of these keys that was given.
+    /// Reports a fault at the first of these keys that was given.
     pub(super) fn wrong(&mut self, keys: &[&str], message: impl Into<String>) {
         self.faults.push(self.loaded.fault(keys, message));
     }
 
-    /// Blames a key, with advice.
+    /// Reports a fault at a key, with advice.
     pub(super) fn wrong_because(&mut self, keys: &[&str], message: impl Into<String>, advice: impl Into<String>) {
         self.faults.push(self.loaded.fault(keys, message).note(advice));
     }

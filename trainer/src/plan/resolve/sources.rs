@@ -1,4 +1,4 @@
-//! Which data sets are trained and evaluated on.
+//! The data sets of training and evaluation.
 
 use candlewick_text::source::SampleBy;
 use serde_json::Value;
@@ -7,7 +7,7 @@ use super::resolver::Resolver;
 use crate::data::{Kind, Sampling, SourcePlan};
 use crate::recipe::{DataSource, Free, HumanFloat, SourceMap, SourceType};
 
-/// Training sources, evaluation sources, and the share of the former that is held out.
+/// Returns the training sources, the evaluation sources, and the share of the training data that is held out.
 pub(super) fn resolve(resolver: &mut Resolver, kind: Kind) -> (Vec<SourcePlan>, Vec<SourcePlan>, f64) {
     let data = &resolver.recipe().data;
     if data.sources.is_empty() {
@@ -23,7 +23,7 @@ pub(super) fn resolve(resolver: &mut Resolver, kind: Kind) -> (Vec<SourcePlan>, 
 fn list(resolver: &mut Resolver, key: &str, given: &[DataSource], kind: Kind) -> Vec<SourcePlan> {
     let mut plans = Vec::with_capacity(given.len());
     for (idx, source) in given.iter().enumerate() {
-        // One source may stand without a list around it.
+        // A single source may be written without a list.
         let item = format!("{key}.{idx}");
         let path = if resolver.loaded.is_set(&item) { item } else { key.to_owned() };
         let plan = one(resolver, &path, &source.0, kind);
@@ -67,7 +67,7 @@ fn one(resolver: &mut Resolver, path: &str, source: &SourceMap, kind: Kind) -> S
     }
 }
 
-/// What `datasets.load_dataset` would be told about files.
+/// The arguments of `datasets.load_dataset` that describe files.
 #[derive(Default)]
 struct Loading {
     data_files: Vec<(Option<String>, String)>,
@@ -77,7 +77,7 @@ struct Loading {
 }
 
 fn loading(resolver: &mut Resolver, path: &str, kwargs: &Free) -> Loading {
-    /// They change how `datasets` works, not what the rows are.
+    /// Keys that change the behaviour of `datasets`, but not the rows.
     const INERT: [&str; 4] = ["verification_mode", "trust_remote_code", "num_proc", "keep_in_memory"];
     const READ: [&str; 6] = ["name", "data_files", "field", "sample_by", "delimiter", "sep"];
     let mut loading = Loading::default();
@@ -118,7 +118,7 @@ fn loading(resolver: &mut Resolver, path: &str, kwargs: &Free) -> Loading {
     loading
 }
 
-/// Every pattern with its split, if it has one.
+/// Returns every file pattern with its split, if it has one.
 fn data_files(value: &Value) -> Option<Vec<(Option<String>, String)>> {
     let patterns = |value: &Value| match value {
         Value::String(one) => Some(vec![one.clone()]),

@@ -1,4 +1,4 @@
-//! Where temporary files go, and whether that is a disk.
+//! The folder for temporary files, and its kind: a disk or RAM.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,12 +8,12 @@ use std::path::{Path, PathBuf};
 pub struct TempDir {
     /// Its path.
     pub path: PathBuf,
-    /// Whether its files are kept in memory.
+    /// True if the folder is in RAM (tmpfs).
     pub is_memory: bool,
 }
 
 impl TempDir {
-    /// Asks the system what `path` lies on. Where it does not tell, it is taken for a disk.
+    /// Detects the file system of `path` from /proc/self/mountinfo. An unknown one counts as a disk.
     pub(super) fn look(path: PathBuf) -> Self {
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
         let is_memory = fs::canonicalize(&path).is_ok_and(|path| is_memory(&path, &mounts));
@@ -21,8 +21,9 @@ impl TempDir {
     }
 }
 
-/// `mounts` has a line a mount: "36 35 98:0 / /mnt rw,noatime shared:1 - ext4 /dev/root rw", with the place fifth and the
-/// type first after the dash. A later mount of one place hides an earlier one.
+/// Returns true if `path` is on a tmpfs of `mounts`. A line is a mount: "36 35 98:0 / /mnt rw,noatime shared:1 - ext4
+/// /dev/root rw". Its fifth field is the mount point; the first field after the dash is the type. A later mount on
+/// the same point hides an earlier one.
 fn is_memory(path: &Path, mounts: &str) -> bool {
     let mount = |line: &str| {
         let (before, after) = line.split_once(" - ")?;
