@@ -26,7 +26,7 @@ LLAMA3 = dict(
     rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
-# name: model type, number format on disk, what its config adds
+# Name: model type, dtype on disk, additional config keys.
 MODELS = {
     "llama": ("llama", torch.float32, dict(attention_bias=True, mlp_bias=True, pad_token_id=5, head_dim=4)),
     "llama3": ("llama", torch.bfloat16, dict(tie_word_embeddings=True, rope_parameters=LLAMA3, head_dim=8)),
@@ -35,6 +35,25 @@ MODELS = {
     "qwen3": (
         "qwen3", torch.bfloat16,
         dict(head_dim=8, use_sliding_window=True, sliding_window=4, max_window_layers=1, rope_theta=1e6),
+    ),
+}
+# Mixtures of experts: per-expert names on disk except for qwen3_moe, whose experts are fused as transformers holds them.
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12)
+MOE_MODELS = {
+    "mixtral": ("mixtral", torch.float32, dict(num_local_experts=5, num_experts_per_tok=2, head_dim=8)),
+    "qwen2_moe": (
+        "qwen2_moe", torch.bfloat16,
+        dict(**EXPERTS, shared_expert_intermediate_size=10, num_hidden_layers=3, mlp_only_layers=[1]),
+    ),
+    "qwen3_moe": ("qwen3_moe", torch.bfloat16, dict(**EXPERTS, head_dim=8, norm_topk_prob=True, decoder_sparse_step=2)),
+    "olmoe": ("olmoe", torch.float32, dict(num_experts=6, num_experts_per_tok=3)),
+    "dots1": (
+        "dots1", torch.bfloat16,
+        dict(
+            n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, n_shared_experts=2, n_group=4,
+            topk_group=2, norm_topk_prob=True, routed_scaling_factor=1.5, first_k_dense_replace=1, head_dim=8,
+            num_hidden_layers=3,
+        ),
     ),
 }
 
@@ -46,6 +65,23 @@ def randomise(model):
             parameter.data = 1 + 0.3 * torch.randn_like(parameter)
         elif name.endswith("bias"):
             parameter.data = 0.3 * torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn_like(buffer))
+
+
+def router_statistics(model, ids):
+    """transformers' load-balancing loss over all layers and tokens, the counts and the mean scores it is made of."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config = model.config
+    if not hasattr(config, "router_aux_loss_coef"):
+        return {}
+    n_experts = getattr(config, "num_local_experts", None) or config.num_experts
+    rows = [model(row[None], output_router_logits=True).router_logits for row in ids.split(LENGTHS)]
+    logits = tuple(torch.cat(layer) for layer in zip(*rows))
+    loss = load_balancing_loss_func(logits, n_experts, config.num_experts_per_tok)
+    return {"aux_loss": loss.detach(), "router_logits": torch.stack(logits).detach()}
 
 
 def inputs(vocab_size, pad_id):
@@ -73,10 +109,17 @@ def reference(model, ids, labels):
     loss.backward()
     result = {"ids": ids.int(), "labels": labels, "lengths": torch.tensor(LENGTHS)}
     result |= {"logits": torch.cat(logits).detach(), "loss": loss.detach()}
+    result |= router_statistics(model, ids)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             result[f"grad.{name}"] = parameter.grad.contiguous()
     return result
+
+
+def fuse_experts(folder, model):
+    """Replaces the tensors of each expert by the 3-D parameters that transformers holds in memory."""
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def older_config(folder):
@@ -91,13 +134,15 @@ def older_config(folder):
 
 def make(name, model_type, dtype, extra):
     torch.manual_seed(len(name) * 1000 + sum(map(ord, name)))
-    config = AutoConfig.for_model(model_type, **SMALL, **extra)
+    config = AutoConfig.for_model(model_type, **{**SMALL, **extra})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomise(model)
     folder = FIXTURES / name
     shutil.rmtree(folder, ignore_errors=True)
     model.to(dtype).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if name == "qwen3_moe":
+        fuse_experts(folder, model)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if name == "llama3":
         older_config(folder)
@@ -136,7 +181,7 @@ def drop_location(path):
 
 
 def main():
-    models = {name: make(name, *how) for name, how in MODELS.items()}
+    models = {name: make(name, *how) for name, how in (MODELS | MOE_MODELS).items()}
     make_adapter(models["qwen2"])
     total = sum(path.stat().st_size for path in FIXTURES.rglob("*") if path.is_file())
     print(f"{total} bytes in {FIXTURES}")

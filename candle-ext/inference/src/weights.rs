@@ -40,9 +40,7 @@ impl WeightSource<'_> {
 
     fn read(&self, spec: &ParamSpec) -> Result<Tensor, ModelError> {
         match self {
-            WeightSource::Checkpoint(checkpoint) => {
-                checkpoint.tensor(&spec.name, &spec.shape, DType::F32, &Device::Cpu)
-            }
+            WeightSource::Checkpoint(checkpoint) => checkpoint.param(spec, DType::F32, &Device::Cpu),
             WeightSource::Random { seed } => {
                 let mut values = vec![0.0; spec.numel()];
                 spec.initialise(*seed, &mut values);

@@ -63,7 +63,7 @@ fn read<'a>(
     params: impl Iterator<Item = &'a ParamSpec>,
 ) -> std::result::Result<Values, candlewick_model::ModelError> {
     let value = |param: &ParamSpec| {
-        let value = checkpoint.tensor(&param.name, &param.shape, DType::F32, &Device::Cpu)?;
+        let value = checkpoint.param(param, DType::F32, &Device::Cpu)?;
         Ok((param.name.clone(), value))
     };
     params.map(value).collect()
@@ -84,6 +84,7 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
         rows: &RowRanges::all(),
         attention: AttentionChoice::default(),
         tiled_mlp: TiledMlp::Off,
+        router_losses: &[],
         parallel_ops: &SingleDevice,
     };
     let mut x = model.embed(&units[0], &Tensor::new(ids, &Device::Cpu)?, &SingleDevice)?;

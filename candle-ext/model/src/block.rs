@@ -7,7 +7,11 @@ use candlewick_ops::{
     self as ops, AttentionChoice, AttentionSpec, ColumnShard, CuSeqlens, OutputDtype, QkvHeads, RowRanges, Weight,
 };
 
-use crate::{LayerSpec, Linear, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec, dropout::DropoutScope, norm::Norm};
+use crate::moe::Moe;
+use crate::{
+    ExpertCall, LayerSpec, Linear, MixerSpec, MlpSpec, QkNorm, RouterLoss, SelfAttentionSpec, SwiGluSpec,
+    dropout::DropoutScope, norm::Norm,
+};
 
 /// Arguments of one layer's attention: t tokens, h query heads, g KV heads, k head size.
 #[derive(Clone, Copy)]
@@ -59,6 +63,16 @@ pub trait ParallelOps {
         let AttentionCall { q, k, v, seqs, spec, .. } = *call;
         ops::attention(q, k, v, seqs, spec)
     }
+
+    /// Computes the routed experts of an MoE layer: [t, d] -> [t, d].
+    fn experts(&self, call: &ExpertCall) -> Result<Tensor> {
+        call.compute()
+    }
+
+    /// Sums a tensor without gradient over the ranks that split a micro-batch's tokens.
+    fn sum_over_micro_batch(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(x.clone())
+    }
 }
 
 /// The operations of an unsharded model on one device, without a KV cache.
@@ -94,6 +108,8 @@ pub struct ForwardContext<'a> {
     pub attention: AttentionChoice,
     /// Tiling of the MLP over the tokens.
     pub tiled_mlp: TiledMlp,
+    /// Auxiliary losses of the routers.
+    pub router_losses: &'a [RouterLoss],
     /// Collectives and attention of this rank.
     pub parallel_ops: &'a dyn ParallelOps,
 }
@@ -123,18 +139,19 @@ struct SelfAttention {
     head_dim: usize,
     window: Option<usize>,
     qkv: [Linear; 3],
+    qk_norm: QkNorm,
     qk_norms: Option<[Norm; 2]>,
     o: Linear,
 }
 
 /// A sublayer that acts on each token separately.
-#[derive(Clone)]
 enum Mlp {
     SwiGlu(SwiGlu),
+    Moe(Moe),
 }
 
 #[derive(Clone)]
-struct SwiGlu {
+pub(crate) struct SwiGlu {
     gate_up: [Linear; 2],
     down: Linear,
 }
@@ -143,12 +160,14 @@ impl Layer {
     /// Builds the layer from the parameters that `get` returns by name.
     pub(crate) fn build(spec: &LayerSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
         let MixerSpec::Attention(attention) = &spec.mixer;
-        let MlpSpec::SwiGlu(mlp) = &spec.mlp;
         Ok(Self {
             input_norm: Norm { weight: get(&spec.input_norm())?, eps: spec.norm_eps },
             mixer: Mixer::Attention(SelfAttention::build(spec, attention, get)?),
             mlp_norm: Norm { weight: get(&spec.mlp_norm())?, eps: spec.norm_eps },
-            mlp: Mlp::SwiGlu(SwiGlu::build(mlp, get)?),
+            mlp: match &spec.mlp {
+                MlpSpec::SwiGlu(mlp) => Mlp::SwiGlu(SwiGlu::build(mlp, get)?),
+                MlpSpec::Moe(moe) => Mlp::Moe(Moe::build(moe, get)?),
+            },
         })
     }
 
@@ -171,14 +190,15 @@ impl SelfAttention {
         let [q, k, v] = &spec.qkv;
         let qkv = [Linear::build(q, get)?, Linear::build(k, get)?, Linear::build(v, get)?];
         let qk_norms = match spec.qk_norm {
-            false => None,
-            true => {
+            QkNorm::None => None,
+            QkNorm::PerHead | QkNorm::AllHeads => {
                 let [q, k] = layer.qk_norms();
                 Some([get(&q)?, get(&k)?].map(|weight| Norm { weight, eps: layer.norm_eps }))
             }
         };
         let (layer_idx, head_dim, window) = (layer.layer_idx, spec.head_dim, spec.window);
-        Ok(Self { layer_idx, head_dim, window, qkv, qk_norms, o: Linear::build(&spec.o, get)? })
+        let qk_norm = spec.qk_norm;
+        Ok(Self { layer_idx, head_dim, window, qkv, qk_norm, qk_norms, o: Linear::build(&spec.o, get)? })
     }
 
     fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
@@ -230,27 +250,52 @@ impl SelfAttention {
         x_td: &Tensor,
         context: &ForwardContext,
     ) -> Result<Tensor> {
-        let x_thk = self.heads(projection, x_td, context)?;
-        let x_thk = norm.map_or_else(|| Ok(x_thk.clone()), |norm| norm.forward(&x_thk))?;
+        let x_thk = match (norm, self.qk_norm) {
+            (Some(norm), QkNorm::AllHeads) => {
+                let x = projection.forward(x_td, context.dropout().as_ref())?;
+                self.split_heads(&norm.forward(&x)?)?
+            }
+            (Some(norm), _) => norm.forward(&self.heads(projection, x_td, context)?)?,
+            (None, _) => self.heads(projection, x_td, context)?,
+        };
         ops::rope(&x_thk, context.cos, context.sin)
     }
 
     /// Projects to heads [t, h, k].
     fn heads(&self, projection: &Linear, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        let y = projection.forward(x_td, context.dropout().as_ref())?;
-        ops::reshape(&y, (y.dim(0)?, y.dim(D::Minus1)? / self.head_dim, self.head_dim))
+        self.split_heads(&projection.forward(x_td, context.dropout().as_ref())?)
+    }
+
+    /// Splits [t, h * k] into heads [t, h, k].
+    fn split_heads(&self, y: &Tensor) -> Result<Tensor> {
+        ops::reshape(y, (y.dim(0)?, y.dim(D::Minus1)? / self.head_dim, self.head_dim))
     }
 }
 
 impl Mlp {
     fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        match self {
+            Self::SwiGlu(mlp) => mlp.forward_sublayer(x_td, context),
+            Self::Moe(moe) => moe.forward(x_td, context),
+        }
+    }
+}
+
+impl SwiGlu {
+    pub(crate) fn build(spec: &SwiGluSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
+        let [gate, up] = &spec.gate_up;
+        let gate_up = [Linear::build(gate, get)?, Linear::build(up, get)?];
+        Ok(Self { gate_up, down: Linear::build(&spec.down, get)? })
+    }
+
+    /// Computes [t, d] -> [t, d] between the collectives of a sublayer, in tiles as the context sets.
+    pub(crate) fn forward_sublayer(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let (dropout, columns) = (context.dropout(), context.parallel_ops.input_shard());
         let x_td = &context.parallel_ops.copy_to_tp(x_td)?;
-        let Self::SwiGlu(mlp) = self;
         let y_td = match context.tiled_mlp {
-            TiledMlp::Off => mlp.forward(x_td, dropout.as_ref(), columns)?,
+            TiledMlp::Off => self.forward(x_td, dropout.as_ref(), columns)?,
             TiledMlp::On => {
-                let mlp = mlp.clone();
+                let mlp = self.clone();
                 ops::tiled(x_td, ops::tile_rows(x_td.dim(0)?, x_td.dim(1)?), move |x_td, first_row| {
                     let dropout = dropout.as_ref().map(|dropout| dropout.at_row(first_row));
                     mlp.forward(x_td, dropout.as_ref(), columns)
@@ -258,14 +303,6 @@ impl Mlp {
             }
         };
         context.parallel_ops.reduce_from_tp(&y_td)
-    }
-}
-
-impl SwiGlu {
-    fn build(spec: &SwiGluSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
-        let [gate, up] = &spec.gate_up;
-        let gate_up = [Linear::build(gate, get)?, Linear::build(up, get)?];
-        Ok(Self { gate_up, down: Linear::build(&spec.down, get)? })
     }
 
     /// Computes [t, d] -> [t, d]. `columns` are those of the down projection's input on this rank.

@@ -2,7 +2,7 @@
 
 use candlewick_ops::WeightStorage;
 
-use crate::{AdapterSpec, Config, Dim, DimSize, Init, ParamScope, ParamSpec};
+use crate::{AdapterSpec, Config, Dim, DimSize, Init, MoeSpec, ParamScope, ParamSpec, QkNorm};
 
 /// One decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
 #[derive(Clone, Debug, PartialEq)]
@@ -37,8 +37,8 @@ pub struct SelfAttentionSpec {
     pub head_dim: usize,
     /// The sliding window: query i attends to key j while i - j < window.
     pub window: Option<usize>,
-    /// RMS norms of each query and key head.
-    pub qk_norm: bool,
+    /// RMS norms of queries and keys.
+    pub qk_norm: QkNorm,
     /// Projections to queries, keys and values, in this order.
     pub qkv: [LinearSpec; 3],
     /// The output projection.
@@ -50,6 +50,8 @@ pub struct SelfAttentionSpec {
 pub enum MlpSpec {
     /// down(silu(gate(x)) * up(x)).
     SwiGlu(SwiGluSpec),
+    /// Mixture of experts.
+    Moe(Box<MoeSpec>),
 }
 
 /// The linear layers of a SwiGLU MLP.
@@ -86,7 +88,12 @@ impl Config {
             hidden_size: self.typed.hidden_size,
             norm_eps: self.typed.rms_norm_eps,
             mixer: MixerSpec::Attention(self.self_attention(layer_idx)),
-            mlp: MlpSpec::SwiGlu(self.swiglu(layer_idx)),
+            mlp: match self.moe_of_layer(layer_idx) {
+                Some(moe) => MlpSpec::Moe(Box::new(self.moe_spec(moe, layer_idx))),
+                None => MlpSpec::SwiGlu(
+                    self.swiglu(&format!("{}.mlp", layer_name(layer_idx)), self.typed.intermediate_size),
+                ),
+            },
         }
     }
 
@@ -109,11 +116,10 @@ impl Config {
         }
     }
 
-    fn swiglu(&self, layer_idx: usize) -> SwiGluSpec {
-        let t = &self.typed;
-        let ffn = DimSize { dim: Dim::Ffn, len: t.intermediate_size };
-        let linear =
-            |name: &str, shape| LinearSpec::new(format!("{}.mlp.{name}", layer_name(layer_idx)), shape, t.mlp_bias);
+    /// Returns the specification of a SwiGLU MLP by its module name.
+    pub(crate) fn swiglu(&self, module: &str, intermediate_size: usize) -> SwiGluSpec {
+        let ffn = DimSize { dim: Dim::Ffn, len: intermediate_size };
+        let linear = |name: &str, shape| LinearSpec::new(format!("{module}.{name}"), shape, self.typed.mlp_bias);
         SwiGluSpec {
             gate_up: ["gate_proj", "up_proj"].map(|name| linear(name, [ffn, self.embed()])),
             down: linear("down_proj", [self.embed(), ffn]),
@@ -140,9 +146,12 @@ impl LayerSpec {
     /// Returns the linear layers in forward order.
     pub fn linears_mut(&mut self) -> impl Iterator<Item = &mut LinearSpec> {
         let MixerSpec::Attention(attention) = &mut self.mixer;
-        let MlpSpec::SwiGlu(mlp) = &mut self.mlp;
         let of_mixer = attention.qkv.iter_mut().chain([&mut attention.o]);
-        of_mixer.chain(mlp.gate_up.iter_mut()).chain([&mut mlp.down])
+        let mlp = match &mut self.mlp {
+            MlpSpec::SwiGlu(mlp) => Some(mlp),
+            MlpSpec::Moe(moe) => moe.shared_expert.as_mut().map(|shared| &mut shared.mlp),
+        };
+        of_mixer.chain(mlp.into_iter().flat_map(|mlp| mlp.gate_up.iter_mut().chain([&mut mlp.down])))
     }
 
     /// Returns the name of the norm before the mixer.
@@ -166,11 +175,17 @@ impl LayerSpec {
         let mut params = vec![ParamSpec::norm(self.input_norm(), embed, ParamScope::ResidualStream)];
         params.extend(self.linears().flat_map(|linear| linear.params(std)));
         let MixerSpec::Attention(attention) = &self.mixer;
-        if attention.qk_norm {
-            let head = DimSize { dim: Dim::HeadDim, len: attention.head_dim };
-            params.extend(self.qk_norms().map(|name| ParamSpec::norm(name, head, ParamScope::Sublayer)));
-        }
+        let widths = match attention.qk_norm {
+            QkNorm::None => None,
+            QkNorm::PerHead => Some([DimSize { dim: Dim::HeadDim, len: attention.head_dim }; 2]),
+            QkNorm::AllHeads => Some([attention.qkv[0].out, attention.qkv[1].out]),
+        };
+        let names_and_widths = self.qk_norms().into_iter().zip(widths.into_iter().flatten());
+        params.extend(names_and_widths.map(|(name, width)| ParamSpec::norm(name, width, ParamScope::Sublayer)));
         params.push(ParamSpec::norm(self.mlp_norm(), embed, ParamScope::ResidualStream));
+        if let MlpSpec::Moe(moe) = &self.mlp {
+            params.extend(moe.params(std));
+        }
         params
     }
 }
@@ -184,15 +199,27 @@ impl MixerSpec {
 }
 
 impl MlpSpec {
-    /// Returns the linear layers in forward order.
+    /// Returns the linear layers that adapters may target, in forward order: of an MoE layer those of the shared expert.
     pub fn linears(&self) -> impl Iterator<Item = &LinearSpec> {
-        let Self::SwiGlu(mlp) = self;
-        mlp.gate_up.iter().chain([&mlp.down])
+        let mlp = match self {
+            Self::SwiGlu(mlp) => Some(mlp),
+            Self::Moe(moe) => moe.shared_expert.as_ref().map(|shared| &shared.mlp),
+        };
+        mlp.into_iter().flat_map(|mlp| mlp.gate_up.iter().chain([&mlp.down]))
+    }
+}
+
+impl MlpSpec {
+    /// Returns the number of weight elements that a token is multiplied with: all of a dense MLP; of a mixture of experts
+    /// the router, the selected experts and the shared expert.
+    pub fn n_active_weights(&self) -> usize {
+        let dense: usize = self.linears().map(LinearSpec::n_weights).sum();
+        dense + if let Self::Moe(moe) = self { moe.n_active_routed_weights() } else { 0 }
     }
 }
 
 impl LinearSpec {
-    fn new(module: String, [out, input]: [DimSize; 2], bias: bool) -> Self {
+    pub(crate) fn new(module: String, [out, input]: [DimSize; 2], bias: bool) -> Self {
         Self { module, out, input, bias, storage: WeightStorage::Dense, adapter: None }
     }
 
@@ -223,6 +250,6 @@ impl LinearSpec {
     }
 }
 
-fn layer_name(layer_idx: usize) -> String {
+pub(crate) fn layer_name(layer_idx: usize) -> String {
     format!("model.layers.{layer_idx}")
 }

@@ -9,7 +9,10 @@ use candlewick_ops::{
     dropout_cost, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
 };
 
-use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec, TiledMlp};
+use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, QkNorm, SelfAttentionSpec, SwiGluSpec, TiledMlp};
+
+/// Bytes of an f32.
+const F32_BYTES: u64 = size_of::<f32>() as u64;
 
 /// Sizes of a decoder layer on one rank, from which activation memory is estimated.
 #[derive(Clone, Copy, Debug)]
@@ -55,6 +58,42 @@ struct Widths {
     f: u64,
 }
 
+/// Sizes of the routed experts of a layer on one rank: every rank gets as many rows as it sends if the load balances.
+struct ExpertsCost {
+    n_tokens: u64,
+    /// Tokens times selected experts.
+    n_rows: u64,
+    n_experts: u64,
+    d: u64,
+    f: u64,
+    n_bytes: u64,
+}
+
+impl ExpertsCost {
+    /// Returns the bytes of the logits, of gate and up, and of a weight per row. Permuted rows are recomputed.
+    fn saved_bytes(&self) -> u64 {
+        self.n_tokens * self.n_experts * F32_BYTES + self.n_rows * (2 * self.f * self.n_bytes + F32_BYTES)
+    }
+
+    /// Returns the peak bytes of the forward: logits, gate and up, the gated activation and its projection.
+    fn forward_bytes(&self) -> u64 {
+        let rows = |width: u64| self.n_rows * width * self.n_bytes;
+        let first = rows(self.d) + rows(2 * self.f);
+        let second = rows(2 * self.f) + rows(self.f) + rows(self.d);
+        self.n_tokens * self.n_experts * F32_BYTES + first.max(second)
+    }
+
+    /// Returns the peak bytes of the backward beyond the saved activations.
+    fn backward_bytes(&self) -> u64 {
+        let rows = |width: u64| self.n_rows * width * self.n_bytes;
+        // The gradient of the projection, the gated activation and its gradient.
+        let down = rows(self.d) + 2 * rows(self.f);
+        // The gradients of gate and up and of the permuted rows, and the rows.
+        let gate_up = rows(2 * self.f) + 2 * rows(self.d);
+        down.max(gate_up)
+    }
+}
+
 impl LayerCost<'_> {
     /// Returns the bytes of the layer's input, which equal those of its output and of their gradients.
     pub fn activation_bytes(&self) -> u64 {
@@ -82,9 +121,14 @@ impl LayerCost<'_> {
     pub fn forward_bytes(&self) -> u64 {
         let (Widths { d, q, kv, f }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
         let (u, tile) = self.tiled().map_or((t, 0), |tiled| (tiled.tile_rows, tiled.forward().scratch_bytes));
-        let down = self.linear(u, [f, d], (&self.specs().1.down, LinearInput::Unused)).forward().scratch_bytes;
+        let down = self
+            .swiglu()
+            .map_or(0, |mlp| self.linear(u, [f, d], (&mlp.down, LinearInput::Unused)).forward().scratch_bytes);
         let residual = 3 * self.activation_bytes() + self.sublayer_bytes();
-        let mlp = residual + t * s * d + u * s * 3 * f + tile + down;
+        let dense = u * s * 3 * f + tile + down;
+        // The output of the routed experts is kept while the shared expert computes.
+        let routed = self.experts().map_or(0, |experts| experts.forward_bytes().max(t * s * d + dense));
+        let mlp = residual + t * s * d + dense.max(routed);
         let qkv = self.sublayer_bytes() + t * s * (d + 2 * q + 2 * kv);
         let attention = qkv + self.attention_cost().forward().scratch_bytes + self.exchange.forward_bytes;
         mlp.max(attention) + self.attention_cost().reference_forward_bytes()
@@ -94,7 +138,10 @@ impl LayerCost<'_> {
     pub fn backward_bytes(&self) -> u64 {
         let (Widths { d, q, kv, .. }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
         let mlp = match self.tiled() {
-            None => self.saved_bytes() + self.mlp_backward(t) - self.mlp_saved(t),
+            None => {
+                let routed = self.experts().map_or(0, |experts| experts.backward_bytes());
+                self.saved_bytes() + (self.mlp_backward(t) - self.mlp_saved(t)).max(routed)
+            }
             // The gradient of the MLP's input, and a tile's tape, output and input gradient.
             Some(tiled) => {
                 self.saved_bytes() + t * s * d + tiled.backward().scratch_bytes + self.mlp_backward(tiled.tile_rows)
@@ -108,25 +155,46 @@ impl LayerCost<'_> {
 
     /// Returns the bytes of the RoPE tables, which all layers share.
     pub fn rope_bytes(&self) -> u64 {
-        rope_cost(self.n_tokens, self.specs().0.head_dim as u64).saved_bytes
+        rope_cost(self.n_tokens, self.attention_spec().head_dim as u64).saved_bytes
     }
 
-    /// Returns the GEMM sizes of the MLP, forward and backward.
+    /// Returns the GEMM sizes of the MLP, forward and backward. Experts pack their groups one at a time.
     pub fn mlp_matmuls(&self) -> [GemmSize; 3] {
         let (Widths { d, f, .. }, t) = (self.widths(), self.n_tokens);
         [(t, f, d), (t, d, f), (d, f, t)].map(|(m, n, k)| GemmSize { m, n, k })
     }
 
-    fn specs(&self) -> (&SelfAttentionSpec, &SwiGluSpec) {
-        let (MixerSpec::Attention(attention), MlpSpec::SwiGlu(mlp)) = (&self.layer.mixer, &self.layer.mlp);
-        (attention, mlp)
+    fn attention_spec(&self) -> &SelfAttentionSpec {
+        let MixerSpec::Attention(attention) = &self.layer.mixer;
+        attention
+    }
+
+    /// Returns the MLP of a dense layer, or the shared expert of an MoE layer.
+    fn swiglu(&self) -> Option<&SwiGluSpec> {
+        match &self.layer.mlp {
+            MlpSpec::SwiGlu(mlp) => Some(mlp),
+            MlpSpec::Moe(moe) => moe.shared_expert.as_ref().map(|shared| &shared.mlp),
+        }
+    }
+
+    /// Returns the cost of the routed experts; `None` for a dense layer.
+    fn experts(&self) -> Option<ExpertsCost> {
+        let MlpSpec::Moe(moe) = &self.layer.mlp else { return None };
+        Some(ExpertsCost {
+            n_tokens: self.n_residual_tokens,
+            n_rows: self.n_residual_tokens * moe.router.top_k as u64,
+            n_experts: moe.n_experts as u64,
+            d: self.layer.hidden_size as u64,
+            f: moe.expert_size as u64,
+            n_bytes: self.n_bytes(),
+        })
     }
 
     fn widths(&self) -> Widths {
-        let (attention, mlp) = self.specs();
         let on_rank = |linear: &LinearSpec| (linear.out.len / self.n_slices) as u64;
-        let [q, kv, _] = attention.qkv.each_ref().map(on_rank);
-        Widths { d: self.layer.hidden_size as u64, q, kv, f: on_rank(&mlp.gate_up[0]) }
+        let [q, kv, _] = self.attention_spec().qkv.each_ref().map(on_rank);
+        let f = self.swiglu().map_or(0, |mlp| on_rank(&mlp.gate_up[0]));
+        Widths { d: self.layer.hidden_size as u64, q, kv, f }
     }
 
     fn n_bytes(&self) -> u64 {
@@ -139,7 +207,7 @@ impl LayerCost<'_> {
     }
 
     fn attention_cost(&self) -> AttentionCost {
-        let (attention, _) = self.specs();
+        let attention = self.attention_spec();
         let (n_query, n_kv) = (attention.n_heads / self.n_slices, attention.n_kv_heads / self.n_slices);
         AttentionCost {
             n_tokens: self.n_tokens,
@@ -167,7 +235,7 @@ impl LayerCost<'_> {
     /// Returns the bytes saved up to attention: output, q, k, v, attention's output, and q and k before their norms.
     fn saved_until_attention(&self) -> u64 {
         let (Widths { q, kv, .. }, t) = (self.widths(), self.n_tokens);
-        let normed = if self.specs().0.qk_norm { t * (q + kv) } else { 0 };
+        let normed = if self.attention_spec().qk_norm == QkNorm::None { 0 } else { t * (q + kv) };
         let norms = rms_norm_cost(normed, self.dtype).saved_bytes;
         let adapters = self.adapters_saved(t, self.layer.mixer.linears());
         self.activation_bytes() + norms + self.attention_cost().forward().saved_bytes + adapters
@@ -176,7 +244,8 @@ impl LayerCost<'_> {
     /// Returns the bytes saved after attention: the residual sum, gate and up. A tiled MLP saves its input alone.
     fn saved_after_attention(&self) -> u64 {
         let sum = rms_norm_cost(self.n_residual_tokens * self.widths().d, self.dtype).saved_bytes;
-        sum + self.tiled().map_or_else(|| self.mlp_saved(self.n_tokens), |tiled| tiled.forward().saved_bytes)
+        let routed = self.experts().map_or(0, |experts| experts.saved_bytes());
+        sum + routed + self.tiled().map_or_else(|| self.mlp_saved(self.n_tokens), |tiled| tiled.forward().saved_bytes)
     }
 
     /// Returns the bytes that the MLP saves for `rows` tokens: gate, up and LoRA activations.
@@ -205,7 +274,8 @@ impl LayerCost<'_> {
 
     /// Returns the peak bytes of the MLP's backward for `rows` tokens, with its saved activations.
     fn mlp_backward(&self, rows: u64) -> u64 {
-        let (Widths { d, f, .. }, (_, mlp)) = (self.widths(), self.specs());
+        let Widths { d, f, .. } = self.widths();
+        let Some(mlp) = self.swiglu() else { return 0 };
         let elements = |n: u64| rows * self.n_bytes() * n;
         let down = self.linears_backward(rows, [f, d], std::slice::from_ref(&mlp.down)) + elements(f);
         let gated = elements(3 * f);
@@ -240,7 +310,7 @@ mod tests {
             tiled_mlp: TiledMlp::Off,
             exchange: AttentionExchange::default(),
         };
-        let MlpSpec::SwiGlu(mlp) = &layer.mlp;
+        let MlpSpec::SwiGlu(mlp) = &layer.mlp else { panic!("Llama's layers are dense") };
         let adapter = AdapterSpec { module: mlp.down.module.clone(), r: 2, scaling: 1.0, dropout };
         let down = LinearSpec { adapter: Some(adapter), ..mlp.down.clone() };
         assert_eq!(cost.linears_backward(10, [12, 8], &[down]), want);

@@ -16,16 +16,19 @@ mod layer_cost;
 mod linear;
 mod lora;
 mod model;
+mod moe;
+mod moe_spec;
 mod norm;
 mod param;
 mod rope;
+mod router_loss;
 mod unit;
 mod weights;
 
 pub use block::{AttentionCall, ForwardContext, Layer, ParallelOps, SingleDevice, TiledMlp};
-pub use config::Config;
+pub use config::{Config, MoeConfig, SharedExpertConfig};
 pub use error::ModelError;
-pub use family::Family;
+pub use family::{Family, QkNorm};
 pub use layer::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec};
 pub use layer_cost::{AttentionExchange, LayerCost};
 pub use linear::{Adapter, Linear};
@@ -34,6 +37,9 @@ pub use lora::{
     merge_lora,
 };
 pub use model::Model;
-pub use param::{Dim, DimSize, Init, ParamGroupKind, ParamScope, ParamSpec};
+pub use moe::{ExpertCall, Experts};
+pub use moe_spec::{ExpertMatrixSpec, MoeSpec, SharedExpertSpec};
+pub use param::{Dim, DimSize, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
+pub use router_loss::RouterLoss;
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
 pub use weights::{EmbeddingTable, LmHead, UnitWeights};

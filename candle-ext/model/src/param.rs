@@ -2,9 +2,13 @@
 //!
 //! Initial values depend on the seed and the parameter's name alone. Thread and rank counts do not change them.
 
+use std::ops::Range;
+
 use candlewick_ops::WeightStorage;
 use rand_chacha::{ChaCha8Rng, rand_core::RngCore, rand_core::SeedableRng};
 use rayon::prelude::*;
+
+use crate::ExpertMatrixSpec;
 
 /// Specification of one parameter.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,6 +31,26 @@ pub struct ParamSpec {
     pub group: ParamGroupKind,
     /// Storage of the elements: dense or quantized.
     pub storage: WeightStorage,
+    /// Tensors of Hub checkpoints that make up the parameter; `None` if one tensor has its name and shape.
+    pub hub: Option<HubTensors>,
+}
+
+/// Tensors of a Hub checkpoint that make up one parameter, such as the matrices of all experts of a layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HubTensors {
+    /// Shape of the parameter in a checkpoint that stores it as one tensor: [experts, rows, columns] for experts.
+    pub fused_shape: Vec<usize>,
+    /// The tensors in the order of their rows.
+    pub tensors: Vec<HubTensor>,
+}
+
+/// One tensor of a Hub checkpoint: some rows of a parameter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HubTensor {
+    /// Name in the checkpoint.
+    pub name: String,
+    /// Rows of the parameter.
+    pub rows: Range<usize>,
 }
 
 /// Kind of process groups over which parameters are sharded and their gradients reduced.
@@ -48,14 +72,26 @@ impl ParamSpec {
     pub(crate) fn matrix(name: String, [rows, columns]: [DimSize; 2], scope: ParamScope, init: Init) -> Self {
         let (shape, dims) = (vec![rows.len, columns.len], vec![rows.dim, columns.dim]);
         let (group, storage) = (ParamGroupKind::Dense, WeightStorage::Dense);
-        Self { name, shape, dims, scope, init, decay: true, trainable: true, group, storage }
+        Self { name, shape, dims, scope, init, decay: true, trainable: true, group, storage, hub: None }
     }
 
     /// Returns a trainable vector without weight decay.
     pub(crate) fn vector(name: String, width: DimSize, scope: ParamScope, init: Init) -> Self {
         let (shape, dims) = (vec![width.len], vec![width.dim]);
         let (group, storage) = (ParamGroupKind::Dense, WeightStorage::Dense);
-        Self { name, shape, dims, scope, init, decay: false, trainable: true, group, storage }
+        Self { name, shape, dims, scope, init, decay: false, trainable: true, group, storage, hub: None }
+    }
+
+    /// Returns the fused matrix of all experts of a layer: the rows of the first expert, then those of the second.
+    pub(crate) fn experts(matrix: &ExpertMatrixSpec, hub: HubTensors, std: f64) -> Self {
+        let init = Init::Normal { std, zero_row: None };
+        let rows = DimSize { dim: Dim::Experts, len: matrix.n_experts * matrix.out };
+        let shape = [rows, matrix.input];
+        Self {
+            group: ParamGroupKind::Expert,
+            hub: Some(hub),
+            ..Self::matrix(matrix.name.clone(), shape, ParamScope::Sublayer, init)
+        }
     }
 
     /// Returns the weight of an RMS norm.
@@ -198,7 +234,8 @@ mod tests {
     fn values(name: &str, shape: &[usize], init: Init, seed: u64) -> Vec<f32> {
         let (name, shape, dims) = (name.to_string(), shape.to_vec(), vec![Dim::Embed; shape.len()]);
         let (scope, group, storage) = (ParamScope::ResidualStream, ParamGroupKind::Dense, WeightStorage::Dense);
-        let spec = ParamSpec { name, shape, dims, scope, init, decay: true, trainable: true, group, storage };
+        let spec =
+            ParamSpec { name, shape, dims, scope, init, decay: true, trainable: true, group, storage, hub: None };
         let mut out = vec![f32::NAN; spec.numel()];
         spec.initialise(seed, &mut out);
         out

@@ -6,6 +6,7 @@ use candle_core::{Result, bail};
 use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Collective, Solo};
 
+use crate::expert_parallel::ExpertParallel;
 use crate::params::{GroupRanks, ShardingGroups, Stages, ZeroStage};
 use crate::pipeline::PipelineLayout;
 use crate::placement::SequenceParallel;
@@ -51,6 +52,8 @@ struct ExpertGroups {
     model: Arc<dyn Collective>,
     /// Ranks that hold all experts once if `edp` shards them.
     model_shards: Arc<dyn Collective>,
+    /// Ranks that split the tokens of a micro-batch without and with sequence parallelism.
+    micro_batch: [Arc<dyn Collective>; 2],
 }
 
 impl ParallelGroups {
@@ -87,6 +90,10 @@ impl ParallelGroups {
             ep: mesh.group(world, &[Axis::Ep])?,
             model: mesh.group(world, &[Axis::Pp, Axis::Ep])?,
             model_shards: mesh.group(world, &[Axis::Pp, Axis::Edp, Axis::Ep])?,
+            micro_batch: [
+                mesh.group(world, &[Axis::Cp, Axis::Sp])?,
+                mesh.group(world, &[Axis::Cp, Axis::Sp, Axis::Tp])?,
+            ],
         };
         Ok(Self { expert: Some(expert), ..self })
     }
@@ -94,6 +101,16 @@ impl ParallelGroups {
     /// Returns the tensor parallel group with or without sequence parallelism.
     pub fn tensor_parallel(&self, sequence_parallel: SequenceParallel) -> TensorParallel {
         TensorParallel { ranks: Arc::clone(&self.tp), sequence_parallel }
+    }
+
+    /// Returns the expert parallel groups; `None` without [`ParallelGroups::with_experts`].
+    pub fn expert_parallel(&self, sequence_parallel: SequenceParallel) -> Option<ExpertParallel> {
+        let ExpertGroups { ep, micro_batch: [tokens, tokens_of_tp], .. } = self.expert.as_ref()?;
+        let micro_batch = match sequence_parallel {
+            SequenceParallel::Off => tokens,
+            SequenceParallel::On => tokens_of_tp,
+        };
+        Some(ExpertParallel { ep: Arc::clone(ep), micro_batch: Arc::clone(micro_batch) })
     }
 
     /// Returns the process groups that shard parameters in a ZeRO stage.

@@ -5,6 +5,7 @@
 mod assembly;
 mod context_parallel;
 mod engine;
+mod expert_parallel;
 mod groups;
 mod kv_cache;
 mod kv_cache_pool;
@@ -23,6 +24,7 @@ pub use engine::{
     ActivationCheckpointing, Engine, HeadCost, InFlightStep, LossScale, Micro, OptimizerStep, PackedTokens, ScoreQuery,
     StepBytes, StepCost, StepLoss, StepLosses, StepResult, TrainBatch,
 };
+pub use expert_parallel::ExpertParallel;
 pub use groups::ParallelGroups;
 pub use kv_cache::KvCache;
 pub use kv_cache_pool::{AppendTokens, KvAppend, KvCachePool};

@@ -176,7 +176,7 @@ mod tests {
         let (name, shape, dims) = ("w".to_owned(), shape.to_vec(), dims.to_vec());
         let (init, group) = (Init::Zeros, ParamGroupKind::Dense);
         let storage = WeightStorage::Dense;
-        ParamSpec { name, shape, dims, scope, init, decay: true, trainable: true, group, storage }
+        ParamSpec { name, shape, dims, scope, init, decay: true, trainable: true, group, storage, hub: None }
     }
 
     #[test]

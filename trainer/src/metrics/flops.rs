@@ -26,7 +26,7 @@ pub struct ModelShape {
 pub struct LayerShape {
     /// Elements of the mixer's weights.
     pub n_mixer_weights: usize,
-    /// Elements of the MLP's weights.
+    /// Elements of the MLP's weights that a token is multiplied with.
     pub n_mlp_weights: usize,
     /// k n_heads: width of all query heads.
     pub attention_width: usize,
@@ -96,7 +96,7 @@ impl LayerShape {
         let MixerSpec::Attention(attention) = &layer.mixer;
         Self {
             n_mixer_weights: layer.mixer.linears().map(LinearSpec::n_weights).sum(),
-            n_mlp_weights: layer.mlp.linears().map(LinearSpec::n_weights).sum(),
+            n_mlp_weights: layer.mlp.n_active_weights(),
             attention_width: attention.n_heads * attention.head_dim,
             window: attention.window,
         }

@@ -19,4 +19,4 @@ pub use reader::Checkpoint;
 pub use staging::StagingFolder;
 pub use unfinished::{UNFINISHED_MARKER, mark_unfinished, remove_unfinished, unmark_finished};
 pub use writer::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES};
-pub(crate) use writer::{ShardTensor, write_json, write_shard};
+pub(crate) use writer::{ShardTensor, dtype_on_disk, write_json, write_shard};

@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs::File,
+    ops::Range,
     path::{Path, PathBuf},
 };
 
@@ -16,7 +17,7 @@ use super::{
     index,
 };
 use crate::config::json::read_bytes;
-use crate::{ModelError, ParamSpec};
+use crate::{HubTensor, HubTensors, ModelError, ParamSpec};
 
 /// The memory-mapped safetensors files of a folder.
 #[derive(Debug)]
@@ -139,10 +140,12 @@ impl Checkpoint {
     pub fn check<'a>(&self, params: impl IntoIterator<Item = &'a ParamSpec>) -> Result<Vec<String>, ModelError> {
         let (mut missing, mut expected) = (Vec::new(), BTreeSet::new());
         for param in params {
-            expected.insert(param.name.as_str());
-            match self.tensors.contains_key(&param.name) {
-                true => self.entry(&param.name, &param.shape).map(drop)?,
-                false => missing.push(param.name.as_str()),
+            for (name, shape, _) in self.sources(param) {
+                expected.insert(name);
+                match self.tensors.contains_key(name) {
+                    true => self.entry(name, &shape).map(drop)?,
+                    false => missing.push(name),
+                }
             }
         }
         if !missing.is_empty() {
@@ -176,6 +179,43 @@ impl Checkpoint {
             true => Ok((file, entry)),
             false => Err(wrong(format!("is of type {:?}; supported: F32, BF16, F16", entry.dtype))),
         }
+    }
+
+    /// Returns name, shape and elements of the tensors that hold a parameter: one of its own name, or those of the Hub.
+    fn sources<'p>(&self, param: &'p ParamSpec) -> Vec<(&'p str, Vec<usize>, Range<usize>)> {
+        let own = |shape: &[usize]| vec![(param.name.as_str(), shape.to_vec(), 0..param.numel())];
+        let Some(HubTensors { fused_shape, tensors }) = &param.hub else { return own(&param.shape) };
+        if self.tensors.contains_key(&param.name) {
+            return own(fused_shape);
+        }
+        let width: usize = param.shape[1..].iter().product();
+        let source = |HubTensor { name, rows }: &'p HubTensor| {
+            (name.as_str(), [&[rows.len()], &param.shape[1..]].concat(), rows.start * width..rows.end * width)
+        };
+        tensors.iter().map(source).collect()
+    }
+
+    /// Reads a parameter as f32, bf16 or f16, from one tensor or from the several of a Hub checkpoint.
+    pub fn param(&self, param: &ParamSpec, dtype: DType, device: &Device) -> Result<Tensor, ModelError> {
+        match dtype {
+            DType::BF16 => self.typed_param::<bf16>(param, device),
+            DType::F16 => self.typed_param::<f16>(param, device),
+            _ => Ok(self.typed_param::<f32>(param, device)?.to_dtype(dtype)?),
+        }
+    }
+
+    fn typed_param<T: Element + candle_core::WithDType>(
+        &self,
+        param: &ParamSpec,
+        device: &Device,
+    ) -> Result<Tensor, ModelError> {
+        let sources = self.sources(param);
+        sources.iter().try_for_each(|(name, shape, _)| self.entry(name, shape).map(drop))?;
+        let mut values = vec![T::from_f32(0.0); param.numel()];
+        for (name, shape, elements) in sources {
+            self.read_into(name, &shape, &mut values[elements])?;
+        }
+        Ok(Tensor::from_vec(values, param.shape.as_slice(), device)?)
     }
 
     /// Reads tensor `name` of the given shape into `out`, converting its dtype.

@@ -7,13 +7,14 @@ use std::{
 };
 
 use candle_core::{DType, Tensor};
+use candlewick_ops::WeightStorage;
 use serde_json::{Map, Value, json};
 
 use super::{
     DurableFile, StagingFolder,
     element::{self, disk_dtype},
 };
-use crate::{Config, ModelError, ParamSpec};
+use crate::{Config, HubTensor, HubTensors, ModelError, ParamSpec};
 
 /// Default maximum shard size, in bytes: 5 GB, as in transformers.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
@@ -82,7 +83,8 @@ impl CheckpointExport<'_> {
             let file = shard_name(shard_idx, shards.len());
             let tensors: Vec<_> = shard.iter().map(|param| ShardTensor { name: param.name.clone(), param }).collect();
             write_shard(&staging.folder().join(&file), &tensors, self.dtype, &mut fetch)?;
-            weight_map.extend(shard.iter().map(|param| (param.name.clone(), Value::from(file.as_str()))));
+            let names = tensors.iter().flat_map(|tensor| tensor.entries(self.dtype)).map(|entry| entry.name);
+            weight_map.extend(names.map(|name| (name, Value::from(file.as_str()))));
         }
         if shards.len() > 1 {
             let total = self.n_bytes(shards.iter().flatten().copied());
@@ -95,8 +97,13 @@ impl CheckpointExport<'_> {
     }
 }
 
+/// Returns the dtype of a parameter on disk. Parameters that are stored in f32 stay in f32.
+pub(crate) fn dtype_on_disk(param: &ParamSpec, dtype: DType) -> DType {
+    if param.storage == WeightStorage::F32 { DType::F32 } else { dtype }
+}
+
 fn tensor_bytes(param: &ParamSpec, dtype: DType) -> u64 {
-    (param.numel() * dtype.size_in_bytes()) as u64
+    (param.numel() * dtype_on_disk(param, dtype).size_in_bytes()) as u64
 }
 
 /// Splits parameters into shards of at most `limit` bytes, in order. A larger tensor gets a shard of its own.
@@ -130,6 +137,31 @@ pub(crate) struct ShardTensor<'a> {
     pub(crate) param: &'a ParamSpec,
 }
 
+/// A tensor in the header of a file.
+struct HeaderEntry {
+    name: String,
+    shape: Vec<usize>,
+    dtype: DType,
+}
+
+impl ShardTensor<'_> {
+    /// Returns the tensors of the file that hold the parameter, in the order of its elements: those of the Hub, if they
+    /// are several.
+    fn entries(&self, dtype: DType) -> Vec<HeaderEntry> {
+        let dtype = dtype_on_disk(self.param, dtype);
+        let shape = &self.param.shape;
+        match &self.param.hub {
+            None => vec![HeaderEntry { name: self.name.clone(), shape: shape.clone(), dtype }],
+            Some(HubTensors { tensors, .. }) => {
+                let of_rows = |tensor: &HubTensor| [&[tensor.rows.len()], &shape[1..]].concat();
+                let entry =
+                    |tensor: &HubTensor| HeaderEntry { name: tensor.name.clone(), shape: of_rows(tensor), dtype };
+                tensors.iter().map(entry).collect()
+            }
+        }
+    }
+}
+
 /// Writes one safetensors file, a tensor at a time, and flushes it to disk.
 pub(crate) fn write_shard(
     path: &Path,
@@ -147,7 +179,7 @@ pub(crate) fn write_shard(
             return Err(ModelError::mismatch(path, problem));
         }
         let mut failed = None;
-        let encoded = element::encode(&value, dtype, |bytes| {
+        let encoded = element::encode(&value, dtype_on_disk(param, dtype), |bytes| {
             out.write_all(bytes).map_err(|e| {
                 let kind = e.kind();
                 failed = Some(e);
@@ -165,16 +197,16 @@ pub(crate) fn write_shard(
 
 /// Returns the length field and the JSON header, padded with spaces to align the data.
 fn header(path: &Path, tensors: &[ShardTensor], dtype: DType) -> Result<Vec<u8>, ModelError> {
-    let Some(disk) = disk_dtype(dtype) else {
+    if disk_dtype(dtype).is_none() {
         return Err(ModelError::mismatch(path, format!("weights cannot be saved as {dtype:?}; use F32, BF16 or F16")));
-    };
+    }
     let mut entries = Map::new();
     entries.insert("__metadata__".to_string(), json!({"format": "pt"}));
     let mut offset = 0;
-    for ShardTensor { name, param } in tensors {
-        let end = offset + tensor_bytes(param, dtype);
-        let entry = json!({"dtype": format!("{disk:?}"), "shape": param.shape, "data_offsets": [offset, end]});
-        entries.insert(name.clone(), entry);
+    for HeaderEntry { name, shape, dtype } in tensors.iter().flat_map(|tensor| tensor.entries(dtype)) {
+        let end = offset + (shape.iter().product::<usize>() * dtype.size_in_bytes()) as u64;
+        let name_on_disk = disk_dtype(dtype).map(|disk| format!("{disk:?}"));
+        entries.insert(name, json!({"dtype": name_on_disk, "shape": shape, "data_offsets": [offset, end]}));
         offset = end;
     }
     let mut text = Value::Object(entries).to_string().into_bytes();

@@ -3,10 +3,10 @@
 use candle_core::DType;
 use serde_json::{Map, Value};
 
-use super::{json::Keys, rope, typed::Typed};
+use super::{json::Keys, moe, rope, typed::Typed};
 use crate::{
     Family, ModelError,
-    family::{Bias, FamilySpec, Window},
+    family::{Bias, FamilySpec, Window, WindowLayers},
 };
 
 pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
@@ -37,6 +37,7 @@ pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
         o_bias: bias(keys, family_spec.o_bias)?,
         mlp_bias: bias(keys, family_spec.mlp_bias)?,
         qk_norm: family_spec.qk_norm,
+        moe: family_spec.moe.map(|family| moe::moe(keys, raw, family, n_layers)).transpose()?,
         windows: windows(keys, raw, family_spec.window, n_layers)?,
         bos_id: keys.ids("bos_token_id")?.and_then(|ids| ids.first().copied()).or(family_spec.bos_id),
         eos_ids: keys.ids("eos_token_id")?.unwrap_or_else(|| family_spec.eos_id.into_iter().collect()),
@@ -48,10 +49,10 @@ pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
 }
 
 /// Upper bound of any size. Products of three such sizes do not overflow.
-const MAX_SIZE: usize = 1 << 28;
+pub(super) const MAX_SIZE: usize = 1 << 28;
 const MAX_LAYERS: usize = 1 << 12;
 
-fn size(keys: Keys, key: &str, default: usize, most: usize) -> Result<usize, ModelError> {
+pub(super) fn size(keys: Keys, key: &str, default: usize, most: usize) -> Result<usize, ModelError> {
     match keys.count(key)?.unwrap_or(default) {
         0 => Err(keys.error(key, "expected at least 1, found 0")),
         n if n > most => Err(keys.error(key, format!("{n} is absurd: at most {most} is supported"))),
@@ -108,6 +109,7 @@ fn bias(keys: Keys, bias: Bias) -> Result<bool, ModelError> {
         Bias::Always => Ok(true),
         Bias::Never => Ok(false),
         Bias::Key(key) => Ok(keys.flag(key)?.unwrap_or(false)),
+        Bias::KeyOrTrue(key) => Ok(keys.flag(key)?.unwrap_or(true)),
     }
 }
 
@@ -124,23 +126,39 @@ fn windows(
     match window {
         Window::None => Ok(vec![None; n_layers]),
         Window::Every(default) => Ok(vec![width(default)?; n_layers]),
-        Window::Late { window, from_layer } => {
-            let on = keys.flag("use_sliding_window")?.unwrap_or(false);
+        Window::IfSet => {
+            let width = keys.get("sliding_window").map(|_| width(0)).transpose()?.flatten();
+            Ok(vec![width; n_layers])
+        }
+        Window::Some { window, needs_flag, layers } => {
+            let on = !needs_flag || keys.flag("use_sliding_window")?.unwrap_or(false);
             let width = if on { width(window)? } else { None };
-            late_windows(keys, width, from_layer, n_layers)
+            windows_of_some(keys, width, layers, n_layers)
         }
     }
 }
 
-fn late_windows(
+/// Returns the windows of a family in which some layers have one, of `width` tokens.
+fn windows_of_some(
     keys: Keys,
     width: Option<usize>,
-    from_layer: usize,
+    layers: WindowLayers,
     n_layers: usize,
 ) -> Result<Vec<Option<usize>>, ModelError> {
     let Some(types) = keys.texts("layer_types")? else {
-        let from_layer = keys.count("max_window_layers")?.unwrap_or(from_layer);
-        return Ok((0..n_layers).map(|i| width.filter(|_| i >= from_layer)).collect());
+        let bound = |default| Ok::<_, ModelError>(keys.count("max_window_layers")?.unwrap_or(default));
+        let has_window: Box<dyn Fn(usize) -> bool> = match layers {
+            WindowLayers::All => Box::new(|_| true),
+            WindowLayers::From(default) => {
+                let first = bound(default)?;
+                Box::new(move |i| i >= first)
+            }
+            WindowLayers::EvenBelow(default) => {
+                let end = bound(default)?;
+                Box::new(move |i| i.is_multiple_of(2) && i < end)
+            }
+        };
+        return Ok((0..n_layers).map(|i| width.filter(|_| has_window(i))).collect());
     };
     if types.len() != n_layers {
         let problem = format!("{} entries for {n_layers} layers (num_hidden_layers)", types.len());
@@ -212,7 +230,9 @@ fn refuse_absurd_total(typed: &Typed) -> Result<(), ModelError> {
     let product = |a: usize, b: usize| a.checked_mul(b);
     let total = || {
         let attention = product(product(typed.n_heads, typed.head_dim)?, typed.hidden_size)?.checked_mul(4)?;
-        let mlp = product(typed.intermediate_size, typed.hidden_size)?.checked_mul(3)?;
+        let dense = typed.intermediate_size;
+        let experts = typed.moe.as_ref().map_or(Some(0), |moe| product(moe.n_experts, moe.expert_size))?;
+        let mlp = product(dense.checked_add(experts)?, typed.hidden_size)?.checked_mul(3)?;
         let blocks = attention.checked_add(mlp)?.checked_mul(typed.n_layers)?;
         let embeddings = product(typed.vocab_size, typed.hidden_size)?.checked_mul(2)?;
         blocks.checked_add(embeddings).filter(|&n| n < 1 << 46)

@@ -2,6 +2,7 @@
 
 mod build;
 pub(crate) mod json;
+mod moe;
 mod overrides;
 mod rope;
 mod typed;
@@ -12,7 +13,8 @@ use candle_core::DType;
 use candlewick_ops::AttentionHeads;
 use serde_json::{Map, Value};
 
-use crate::{Family, ModelError};
+use crate::{Family, ModelError, QkNorm};
+pub use moe::{MoeConfig, SharedExpertConfig};
 pub(crate) use rope::RopeKind;
 use typed::Typed;
 
@@ -54,8 +56,8 @@ accessors! {
     rms_norm_eps: f64,
     /// Returns true if input and output embeddings are tied.
     tied: bool,
-    /// Returns true if each query and key head has an RMS norm (QK norm).
-    qk_norm: bool,
+    /// Returns the RMS norms of queries and keys (QK norm).
+    qk_norm: QkNorm,
     /// Returns the BOS token id, if config.json has one.
     bos_id: Option<u32>,
     /// Returns the padding token id, if config.json has one.
@@ -110,6 +112,16 @@ impl Config {
     /// Returns the EOS token ids; empty if config.json has none.
     pub fn eos_ids(&self) -> &[u32] {
         &self.typed.eos_ids
+    }
+
+    /// Returns the mixture of experts; `None` for a dense model.
+    pub fn moe(&self) -> Option<&MoeConfig> {
+        self.typed.moe.as_ref()
+    }
+
+    /// Returns the mixture of experts of layer `layer_idx`; `None` if its MLP is dense.
+    pub fn moe_of_layer(&self, layer_idx: usize) -> Option<&MoeConfig> {
+        self.moe().filter(|moe| moe.layers.get(layer_idx).copied().unwrap_or(false))
     }
 
     /// Returns the head counts and head size of attention.

@@ -100,12 +100,15 @@ impl Config {
     /// Rejects a key that this family does not use, unless its value has no effect.
     fn refuse_unread(&self, key: &str, value: &Value) -> Result<(), ModelError> {
         let family_spec = self.typed.family.spec();
-        let is_late = matches!(family_spec.window, Window::Late { .. });
-        let has_bias = |bias: &[Bias]| bias.iter().any(|bias| matches!(bias, Bias::Key(name) if *name == key));
+        let has_some = matches!(family_spec.window, Window::Some { .. });
+        let has_bias = |bias: &[Bias]| {
+            bias.iter().any(|bias| matches!(bias, Bias::Key(name) | Bias::KeyOrTrue(name) if *name == key))
+        };
         let is_read = match key {
             "sliding_window" => !matches!(family_spec.window, Window::None),
-            "use_sliding_window" | "max_window_layers" | "layer_types" => is_late,
-            "attention_bias" => has_bias(&[family_spec.qkv_bias, family_spec.o_bias]),
+            "use_sliding_window" | "max_window_layers" | "layer_types" => has_some,
+            key if MOE_KEYS.contains(&key) => family_spec.moe.is_some(),
+            "attention_bias" | "qkv_bias" => has_bias(&[family_spec.qkv_bias, family_spec.o_bias]),
             "mlp_bias" => has_bias(&[family_spec.mlp_bias]),
             _ => true,
         };
@@ -118,10 +121,10 @@ impl Config {
 }
 
 fn refuse_unknown(key: &str, family: &str) -> Result<(), ModelError> {
-    if KNOWN.contains(&key) || INERT.contains(&key) {
+    if KNOWN.contains(&key) || MOE_KEYS.contains(&key) || INERT.contains(&key) {
         return Ok(());
     }
-    let hint = did_you_mean(key, KNOWN.iter().copied());
+    let hint = did_you_mean(key, KNOWN.iter().chain(MOE_KEYS).copied());
     Err(ModelError::key(key, format!("not a key of a {family} config that is read here{hint}")))
 }
 
@@ -160,7 +163,37 @@ fn reshaped(before: &Typed, after: &Typed) -> Vec<String> {
         ("head_dim", before.head_dim == after.head_dim),
         ("attention_bias", before.qkv_bias == after.qkv_bias && before.o_bias == after.o_bias),
         ("mlp_bias", before.mlp_bias == after.mlp_bias),
+        ("num_experts", same_experts(before, after)),
         ("tie_word_embeddings", before.tied == after.tied),
     ];
     same.into_iter().filter(|(_, same)| !same).map(|(key, _)| key.to_string()).collect()
+}
+
+/// Keys of mixture-of-experts models.
+const MOE_KEYS: &[&str] = &[
+    "decoder_sparse_step",
+    "first_k_dense_replace",
+    "mlp_only_layers",
+    "moe_intermediate_size",
+    "moe_layer_freq",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_local_experts",
+    "routed_scaling_factor",
+    "router_aux_loss_coef",
+    "shared_expert_intermediate_size",
+    "topk_group",
+];
+
+/// Returns true if both configs have the same expert tensors.
+fn same_experts(before: &Typed, after: &Typed) -> bool {
+    let shapes = |typed: &Typed| {
+        let moe = typed.moe.as_ref()?;
+        Some((moe.n_experts, moe.expert_size, moe.expert_bias, moe.shared_expert, moe.layers.clone()))
+    };
+    shapes(before) == shapes(after)
 }

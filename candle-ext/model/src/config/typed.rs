@@ -2,8 +2,8 @@
 
 use candle_core::DType;
 
-use super::rope::RopeKind;
-use crate::Family;
+use super::{moe::MoeConfig, rope::RopeKind};
+use crate::{Family, family::QkNorm};
 
 /// The values of config.json, with the family's defaults filled in.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,7 +25,9 @@ pub(crate) struct Typed {
     pub(crate) qkv_bias: bool,
     pub(crate) o_bias: bool,
     pub(crate) mlp_bias: bool,
-    pub(crate) qk_norm: bool,
+    pub(crate) qk_norm: QkNorm,
+    /// Mixture of experts, if the family has one.
+    pub(crate) moe: Option<MoeConfig>,
     /// Sliding window of each layer, if it has one.
     pub(crate) windows: Vec<Option<usize>>,
     pub(crate) bos_id: Option<u32>,

@@ -1,6 +1,6 @@
 //! Llama. The other families are defined by their differences from it.
 
-use super::{Bias, FamilySpec, Window};
+use super::{Bias, FamilySpec, QkNorm, Window};
 
 pub(super) const SPEC: FamilySpec = FamilySpec {
     model_type: "llama",
@@ -18,7 +18,8 @@ pub(super) const SPEC: FamilySpec = FamilySpec {
     qkv_bias: Bias::Key("attention_bias"),
     o_bias: Bias::Key("attention_bias"),
     mlp_bias: Bias::Key("mlp_bias"),
-    qk_norm: false,
+    qk_norm: QkNorm::None,
     window: Window::None,
     divisible_hidden: true,
+    moe: None,
 };

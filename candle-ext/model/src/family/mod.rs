@@ -21,7 +21,7 @@ macro_rules! families {
     };
 }
 
-families![llama, mistral, qwen2, qwen3];
+families![llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, olmoe, dots1];
 
 /// A supported model family.
 #[derive(Clone, Copy)]
@@ -53,10 +53,88 @@ pub(crate) struct FamilySpec {
     pub(crate) qkv_bias: Bias,
     pub(crate) o_bias: Bias,
     pub(crate) mlp_bias: Bias,
-    pub(crate) qk_norm: bool,
+    pub(crate) qk_norm: QkNorm,
     pub(crate) window: Window,
     /// True if hidden_size must be a multiple of the heads even if head_dim is set.
     pub(crate) divisible_hidden: bool,
+    /// Mixture of experts; `None` for a dense family.
+    pub(crate) moe: Option<&'static MoeFamily>,
+}
+
+/// RMS norms of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    /// None.
+    None,
+    /// A norm of each head, with one weight for all heads (Qwen3).
+    PerHead,
+    /// A norm of all heads of a token together (OLMoE).
+    AllHeads,
+}
+
+/// Definition of a family's mixture of experts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MoeFamily {
+    /// Key and default of the number of experts.
+    pub(crate) n_experts: (&'static str, usize),
+    /// Key and default of the intermediate size of an expert.
+    pub(crate) expert_size: (&'static str, usize),
+    /// Default of `num_experts_per_tok`.
+    pub(crate) top_k: usize,
+    /// True for sigmoid scores, false for softmax.
+    pub(crate) sigmoid: bool,
+    pub(crate) normalization: TopKNormalization,
+    /// True if the family reads `n_group`, `topk_group` and `routed_scaling_factor`.
+    pub(crate) has_groups: bool,
+    /// True if the router has `e_score_correction_bias`.
+    pub(crate) expert_bias: bool,
+    pub(crate) shared_expert: SharedExpertFamily,
+    pub(crate) layers: MoeLayers,
+    /// Default of `router_aux_loss_coef`.
+    pub(crate) aux_loss_coefficient: f64,
+    /// Names in Hub checkpoints.
+    pub(crate) names: HubExpertNames,
+}
+
+/// Normalization of the scores of the selected experts to a sum of 1.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum TopKNormalization {
+    Always,
+    /// As `norm_topk_prob` says, with this default.
+    Key(bool),
+}
+
+/// Shared expert of a family.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum SharedExpertFamily {
+    None,
+    /// One expert of `shared_expert_intermediate_size` with a sigmoid gate.
+    Gated {
+        default: usize,
+    },
+    /// `n_shared_experts` experts, computed as one.
+    Plain,
+}
+
+/// Layers whose MLP is a mixture of experts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum MoeLayers {
+    All,
+    /// Every `decoder_sparse_step`-th layer, except for `mlp_only_layers`.
+    SparseStep,
+    /// The layers from `first_k_dense_replace` on.
+    FirstDense,
+}
+
+/// Names of an MoE layer's tensors in Hub checkpoints.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HubExpertNames {
+    /// Module of the MoE layer: `mlp`, or `block_sparse_moe` in Mixtral.
+    pub(crate) module: &'static str,
+    /// Modules of an expert: gate, up and down projection.
+    pub(crate) linears: [&'static str; 3],
+    /// Module of the shared expert.
+    pub(crate) shared_expert: &'static str,
 }
 
 /// Biases of linear layers.
@@ -66,6 +144,8 @@ pub(crate) enum Bias {
     Never,
     /// As set by this key of config.json; false if absent.
     Key(&'static str),
+    /// As set by this key of config.json; true if absent.
+    KeyOrTrue(&'static str),
 }
 
 /// Layers with sliding window attention.
@@ -74,11 +154,26 @@ pub(crate) enum Window {
     None,
     /// All layers, unless `sliding_window` is null. The number is the key's default.
     Every(usize),
-    /// Layers listed in `layer_types`, or those from `max_window_layers` on. Needs `use_sliding_window`.
-    Late {
+    /// All layers if `sliding_window` is set.
+    IfSet,
+    /// Layers listed in `layer_types`, or those of a rule.
+    Some {
+        /// Default of `sliding_window`.
         window: usize,
-        from_layer: usize,
+        /// True if the window needs `use_sliding_window`.
+        needs_flag: bool,
+        layers: WindowLayers,
     },
+}
+
+/// Layers with a sliding window if config.json has no `layer_types`. The number is the default of `max_window_layers`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum WindowLayers {
+    All,
+    /// The layers from `max_window_layers` on.
+    From(usize),
+    /// Layers of even index below `max_window_layers`.
+    EvenBelow(usize),
 }
 
 impl PartialEq for Family {
@@ -157,8 +252,8 @@ mod tests {
 
     #[test]
     fn an_unsupported_architecture_is_named_with_the_nearest() {
-        let message = Family::find(&["Qwen3MoeForCausalLM"], Some("qwen3_moe")).unwrap_err().to_string();
-        for part in ["Qwen3MoeForCausalLM", "qwen3_moe", "MistralForCausalLM", "the nearest is Qwen3ForCausalLM"] {
+        let message = Family::find(&["Qwen3NextForCausalLM"], Some("qwen3_next")).unwrap_err().to_string();
+        for part in ["Qwen3NextForCausalLM", "qwen3_next", "MistralForCausalLM", "the nearest is Qwen3ForCausalLM"] {
             assert!(message.contains(part), "{message}");
         }
         assert!(Family::find(&[], None).unwrap_err().to_string().contains("names neither"));

@@ -1,6 +1,6 @@
 //! Qwen2 and Qwen2.5: a bias on q, k and v (none on o), and a sliding window in the later layers if switched on.
 
-use super::{Bias, FamilySpec, Window, llama};
+use super::{Bias, FamilySpec, Window, WindowLayers, llama};
 
 pub(super) const SPEC: FamilySpec = FamilySpec {
     model_type: "qwen2",
@@ -14,7 +14,7 @@ pub(super) const SPEC: FamilySpec = FamilySpec {
     qkv_bias: Bias::Always,
     o_bias: Bias::Never,
     mlp_bias: Bias::Never,
-    window: Window::Late { window: 4096, from_layer: 28 },
+    window: Window::Some { window: 4096, needs_flag: true, layers: WindowLayers::From(28) },
     divisible_hidden: false,
     ..llama::SPEC
 };

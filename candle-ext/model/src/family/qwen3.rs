@@ -1,6 +1,6 @@
 //! Qwen3: q and k normalised per head instead of biased; the head size is 128 unless config.json says otherwise.
 
-use super::{Bias, FamilySpec, qwen2};
+use super::{Bias, FamilySpec, QkNorm, qwen2};
 
 pub(super) const SPEC: FamilySpec = FamilySpec {
     model_type: "qwen3",
@@ -8,6 +8,6 @@ pub(super) const SPEC: FamilySpec = FamilySpec {
     head_dim: Some(128),
     qkv_bias: Bias::Key("attention_bias"),
     o_bias: Bias::Key("attention_bias"),
-    qk_norm: true,
+    qk_norm: QkNorm::PerHead,
     ..qwen2::SPEC
 };

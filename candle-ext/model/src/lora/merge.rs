@@ -8,7 +8,7 @@ use candlewick_ops::to_host;
 use super::{AdapterFolder, AdapterSpec};
 use crate::{
     Config, Model, ModelError, ParamSpec,
-    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
+    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, dtype_on_disk},
 };
 
 /// A merge of a LoRA adapter into its base model.
@@ -83,14 +83,14 @@ impl AdapterMerge<'_> {
         let (mut lost, mut changed) = (0.0, 0.0);
         for param in source.model.base_params() {
             let exact = source.merged(param)?;
-            let found = written.tensor(&param.name, &param.shape, DType::F32, &Device::Cpu)?;
+            let found = written.param(param, DType::F32, &Device::Cpu)?;
             let wrong = |problem: &str| ModelError::mismatch(self.output, format!("tensor `{}` {problem}", param.name));
             if !square(&found)?.is_finite() {
                 return Err(wrong(&format!(
                     "has values that are not finite in {dtype:?}; check base and adapter for NaN, or merge with --dtype f32 or bf16"
                 )));
             }
-            let want = exact.to_dtype(dtype)?.to_dtype(DType::F32)?;
+            let want = exact.to_dtype(dtype_on_disk(param, dtype))?.to_dtype(DType::F32)?;
             if square(&(&found - &want)?)? != 0.0 {
                 return Err(wrong(
                     "was written with other values than base plus adapter; check the disk, and merge again",
@@ -133,7 +133,7 @@ impl Source {
 
     /// Returns the base value of a parameter, in f32.
     fn read(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
-        self.base.tensor(&param.name, &param.shape, DType::F32, &Device::Cpu)
+        self.base.param(param, DType::F32, &Device::Cpu)
     }
 
     /// Returns the merged value of a parameter, in f32.

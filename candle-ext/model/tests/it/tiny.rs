@@ -94,6 +94,7 @@ impl Tiny {
             rows: &RowRanges::all(),
             attention: AttentionChoice::default(),
             tiled_mlp: TiledMlp::Off,
+            router_losses: &[],
             parallel_ops: &SingleDevice,
         };
         let mut x = self.model.embed(&self.weights[0], ids, &SingleDevice)?;
@@ -124,7 +125,7 @@ impl Tiny {
 }
 
 fn read(checkpoint: &Checkpoint, param: &ParamSpec) -> Tensor {
-    checkpoint.tensor(&param.name, &param.shape, DType::F32, &Device::Cpu).unwrap()
+    checkpoint.param(param, DType::F32, &Device::Cpu).unwrap()
 }
 
 /// Values that torch computed.

@@ -76,7 +76,7 @@ impl LinearCost {
         let panel = self.n_weights().min(PANEL as u64) * F32_BYTES;
         of_tokens
             + match (self.device, self.storage) {
-                (_, WeightStorage::Dense) => {
+                (_, WeightStorage::Dense | WeightStorage::F32) => {
                     if widens {
                         panel
                     } else {

@@ -7,6 +7,8 @@ use candle_core::{DType, Result, bail};
 pub enum WeightStorage {
     /// Floats, in the compute dtype.
     Dense,
+    /// f32 in every compute dtype, such as the expert bias of a router.
+    F32,
     /// 8-bit codes with scales. Only linear layers accept them, and they are frozen.
     Quantized(&'static QuantFormat),
 }
@@ -68,6 +70,7 @@ impl WeightStorage {
     pub fn dtype(&self, dense: DType) -> DType {
         match self {
             Self::Dense => dense,
+            Self::F32 => DType::F32,
             Self::Quantized(_) => DType::U8,
         }
     }
@@ -75,7 +78,7 @@ impl WeightStorage {
     /// Returns the number of elements of dtype [`WeightStorage::dtype`] that a weight of `shape` takes.
     pub fn n_elements(&self, shape: &[usize]) -> Result<usize> {
         match self {
-            Self::Dense => Ok(shape.iter().product()),
+            Self::Dense | Self::F32 => Ok(shape.iter().product()),
             Self::Quantized(format) => Ok(format.shape(shape)?.n_bytes()),
         }
     }

@@ -14,13 +14,14 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor};
 use candlewick_comm::Collective;
-use candlewick_model::{ForwardContext, Model, ParallelOps, SingleDevice, TiledMlp, UnitWeights};
+use candlewick_model::{ForwardContext, Model, ParallelOps, RouterLoss, SingleDevice, TiledMlp, UnitWeights};
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, LossAndGrad, LossGrad, Reduction, RowRanges, Weight,
     linear_cross_entropy, logits_bytes, max_logit_rows, vocab_parallel_cross_entropy,
 };
 
 use crate::context_parallel::{ContextParallel, TokenShard};
+use crate::expert_parallel::{ExpertParallel, ExpertParallelOps};
 use crate::offload::OffloadTarget;
 use crate::params::ParamStore;
 use crate::pipeline::{HiddenStates, Pipeline};
@@ -60,6 +61,8 @@ pub struct Engine {
     attention_hook: Option<Arc<dyn ParallelOps + Send + Sync>>,
     sequence: Option<ContextParallel>,
     tensor: Option<TensorParallel>,
+    experts: Option<ExpertParallel>,
+    router_losses: Vec<RouterLoss>,
     pipeline: Pipeline,
 }
 
@@ -92,6 +95,8 @@ impl Engine {
             attention_hook,
             sequence,
             tensor,
+            experts: None,
+            router_losses: Vec::new(),
             pipeline,
         }
     }
@@ -131,6 +136,16 @@ impl Engine {
     /// tokens.
     pub fn with_tensor_parallel(self, ranks: TensorParallel) -> Self {
         Self { tensor: Some(ranks), ..self }
+    }
+
+    /// Sets the expert parallel groups, which must be those of the parameter store.
+    pub fn with_expert_parallel(self, experts: ExpertParallel) -> Self {
+        Self { experts: Some(experts), ..self }
+    }
+
+    /// Sets the auxiliary losses of the routers. Each needs a coefficient in [`StepLoss::auxiliary`].
+    pub fn with_router_losses(self, router_losses: Vec<RouterLoss>) -> Self {
+        Self { router_losses, ..self }
     }
 
     /// Sets the pipeline, which must be that of the parameter store. All stages must pass the same tokens.
@@ -222,9 +237,12 @@ impl Engine {
             (None, None) => &SingleDevice,
         };
         let attention = attention.unwrap_or(own);
-        match &self.tensor {
-            None => f(attention),
-            Some(tensor) => f(&TensorParallelOps { tensor, n_vocab: self.model.config().vocab_size(), attention }),
+        let n_vocab = self.model.config().vocab_size();
+        let tensor = self.tensor.as_ref().map(|tensor| TensorParallelOps { tensor, n_vocab, attention });
+        let inner = tensor.as_ref().map_or(attention, |tensor| tensor);
+        match &self.experts {
+            None => f(inner),
+            Some(experts) => f(&ExpertParallelOps { experts, inner }),
         }
     }
 
@@ -243,7 +261,17 @@ impl Engine {
         parallel_ops: &'a dyn ParallelOps,
     ) -> ForwardContext<'a> {
         let (attention, tiled_mlp) = (self.attention, self.tiled_mlp);
-        ForwardContext { cos, sin, seqs, dropout_key: None, rows, attention, tiled_mlp, parallel_ops }
+        ForwardContext {
+            cos,
+            sin,
+            seqs,
+            dropout_key: None,
+            rows,
+            attention,
+            tiled_mlp,
+            router_losses: &[],
+            parallel_ops,
+        }
     }
 
     /// Returns the weights of a unit, and prefetches those of `next`.

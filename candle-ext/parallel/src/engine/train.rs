@@ -195,13 +195,14 @@ impl Engine {
     }
 
     fn training_context<'a>(
-        &self,
+        &'a self,
         state: &'a MicroBatchState,
         parallel_ops: &'a dyn ParallelOps,
     ) -> ForwardContext<'a> {
         let MicroBatchState { part, cos, sin, dropout_key, .. } = state;
         ForwardContext {
             dropout_key: Some(*dropout_key),
+            router_losses: &self.router_losses,
             ..self.context([cos, sin], &part.micro.seqs, &part.rows, parallel_ops)
         }
     }

@@ -127,7 +127,7 @@ impl ParamStore {
         let Some(piece) = param.piece(&elements) else { return Ok(()) };
         let value = param.placement.cut(&whole.reshape(spec.shape.as_slice())?)?;
         let value = match spec.storage {
-            WeightStorage::Dense => value.flatten_all()?,
+            WeightStorage::Dense | WeightStorage::F32 => value.flatten_all()?,
             WeightStorage::Quantized(format) => quantize(&value, format)?,
         };
         let value = value.narrow(0, piece.start - param.range.start, piece.len())?;
@@ -219,7 +219,7 @@ impl ParamStore {
             let (group_idx, group, param) = self.layout.find(unit_idx, &spec.name);
             let piece = runs[group_idx - groups.start].narrow(0, param.range.start, param.range.len())?;
             let piece = match spec.storage {
-                WeightStorage::Dense => piece,
+                WeightStorage::Dense | WeightStorage::F32 => piece,
                 WeightStorage::Quantized(format) => {
                     dequantize(&piece, format, &param.shape(), self.compute_dtype())?.flatten_all()?
                 }

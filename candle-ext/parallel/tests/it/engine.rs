@@ -219,6 +219,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             rows: &RowRanges::all(),
             attention: AttentionChoice::default(),
             tiled_mlp: TiledMlp::Off,
+            router_losses: &[],
             parallel_ops: &SingleDevice,
         };
         let head = store.fetch(model.n_blocks() + 1).unwrap();

@@ -41,7 +41,7 @@ fn spec(name: &str, dims: &[(Dim, usize)], group: ParamGroupKind) -> ParamSpec {
     let (dims, shape) = dims.iter().copied().unzip();
     let init = Init::Normal { std: 0.3, zero_row: None };
     let (scope, storage) = (ParamScope::Sublayer, WeightStorage::Dense);
-    ParamSpec { name, shape, dims, scope, init, decay: is_matrix, trainable: true, group, storage }
+    ParamSpec { name, shape, dims, scope, init, decay: is_matrix, trainable: true, group, storage, hub: None }
 }
 
 /// A token's embedding, plus what its expert makes of it, to logits.

@@ -1,0 +1,150 @@
+//! Mixture-of-experts keys of config.json, by the definitions of the family.
+
+use candlewick_ops::{GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
+use serde_json::{Map, Value};
+
+use super::build::{MAX_SIZE, size};
+use super::json::Keys;
+use crate::ModelError;
+use crate::family::{MoeFamily, MoeLayers, SharedExpertFamily, TopKNormalization};
+
+/// Maximum number of experts of a layer.
+const MAX_EXPERTS: usize = 512;
+
+/// Mixture of experts of a model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MoeConfig {
+    /// Number of routed experts of a layer.
+    pub n_experts: usize,
+    /// Intermediate size of one routed expert.
+    pub expert_size: usize,
+    /// Router settings.
+    pub router: RouterSpec,
+    /// True if the router has an expert bias (`e_score_correction_bias`), which is added for the selection only.
+    pub expert_bias: bool,
+    /// Shared expert, which every token uses.
+    pub shared_expert: Option<SharedExpertConfig>,
+    /// Coefficient of the load-balancing loss (`router_aux_loss_coef`), if config.json or the family has one.
+    pub aux_loss_coefficient: f64,
+    /// True for each layer whose MLP is a mixture of experts.
+    pub layers: Vec<bool>,
+}
+
+/// Shared expert of an MoE layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharedExpertConfig {
+    /// Intermediate size.
+    pub intermediate_size: usize,
+    /// True if a sigmoid gate multiplies the output, as in Qwen2-MoE.
+    pub gated: bool,
+}
+
+/// Reads the mixture-of-experts keys of a family.
+pub(super) fn moe(
+    keys: Keys,
+    raw: &Map<String, Value>,
+    family: &MoeFamily,
+    n_layers: usize,
+) -> Result<MoeConfig, ModelError> {
+    let (experts_key, default) = family.n_experts;
+    let n_experts = size(keys, experts_key, default, MAX_EXPERTS)?;
+    let (size_key, default) = family.expert_size;
+    let expert_size = size(keys, size_key, default, MAX_SIZE)?;
+    let top_k = size(keys, "num_experts_per_tok", family.top_k, n_experts)?;
+    let normalize = match family.normalization {
+        TopKNormalization::Always => true,
+        TopKNormalization::Key(default) => keys.flag("norm_topk_prob")?.unwrap_or(default),
+    };
+    let scaling = if family.has_groups { keys.number("routed_scaling_factor")?.unwrap_or(1.0) } else { 1.0 };
+    let groups = if family.has_groups { groups(keys, n_experts, top_k)? } else { None };
+    refuse_unsupported(keys)?;
+    Ok(MoeConfig {
+        n_experts,
+        expert_size,
+        router: RouterSpec {
+            top_k,
+            score: if family.sigmoid { ScoreFunction::Sigmoid } else { ScoreFunction::Softmax },
+            order: TopKOrder::ScoreFirst,
+            normalize,
+            groups,
+            scaling,
+        },
+        expert_bias: family.expert_bias,
+        shared_expert: shared_expert(keys, family, expert_size)?,
+        aux_loss_coefficient: keys.number("router_aux_loss_coef")?.unwrap_or(family.aux_loss_coefficient),
+        layers: layers(keys, raw, family.layers, n_layers)?,
+    })
+}
+
+/// Reads the group limit of the selection: DeepSeek-V3 scores a group by its two best experts.
+fn groups(keys: Keys, n_experts: usize, top_k: usize) -> Result<Option<GroupLimit>, ModelError> {
+    let n_groups = size(keys, "n_group", 1, n_experts)?;
+    let n_selected = size(keys, "topk_group", 1, n_groups)?;
+    if !n_experts.is_multiple_of(n_groups) {
+        return Err(keys.error("n_group", format!("{n_experts} experts cannot be divided into {n_groups} groups")));
+    }
+    let group_size = n_experts / n_groups;
+    if n_groups > 1 && group_size < 2 {
+        return Err(keys.error("n_group", format!("{n_groups} groups leave one expert each; at least 2 are needed")));
+    }
+    if n_selected * group_size < top_k {
+        let problem = format!("{n_selected} groups of {group_size} experts are fewer than num_experts_per_tok {top_k}");
+        return Err(keys.error("topk_group", problem));
+    }
+    Ok((n_groups > 1).then_some(GroupLimit { n_groups, n_selected, n_scores_per_group: 2 }))
+}
+
+fn shared_expert(keys: Keys, family: &MoeFamily, expert_size: usize) -> Result<Option<SharedExpertConfig>, ModelError> {
+    match family.shared_expert {
+        SharedExpertFamily::None => Ok(None),
+        SharedExpertFamily::Gated { default } => {
+            let intermediate_size = size(keys, "shared_expert_intermediate_size", default, MAX_SIZE)?;
+            Ok(Some(SharedExpertConfig { intermediate_size, gated: true }))
+        }
+        SharedExpertFamily::Plain => match keys.count("n_shared_experts")? {
+            None | Some(0) => Ok(None),
+            Some(n) => Ok(Some(SharedExpertConfig { intermediate_size: n * expert_size, gated: false })),
+        },
+    }
+}
+
+/// Returns true for each MoE layer.
+fn layers(keys: Keys, raw: &Map<String, Value>, rule: MoeLayers, n_layers: usize) -> Result<Vec<bool>, ModelError> {
+    match rule {
+        MoeLayers::All => Ok(vec![true; n_layers]),
+        MoeLayers::FirstDense => {
+            let n_dense = keys.count("first_k_dense_replace")?.unwrap_or(0);
+            let frequency = size(keys, "moe_layer_freq", 1, n_layers)?;
+            Ok((0..n_layers).map(|i| i >= n_dense && i.is_multiple_of(frequency)).collect())
+        }
+        MoeLayers::SparseStep => {
+            let step = size(keys, "decoder_sparse_step", 1, usize::MAX)?;
+            let dense = dense_layers(keys, raw, n_layers)?;
+            Ok((0..n_layers).map(|i| (i + 1).is_multiple_of(step) && !dense.contains(&i)).collect())
+        }
+    }
+}
+
+fn dense_layers(keys: Keys, raw: &Map<String, Value>, n_layers: usize) -> Result<Vec<usize>, ModelError> {
+    let index = |value: &Value| match value.as_u64().map(|i| i as usize) {
+        Some(i) if i < n_layers => Ok(i),
+        _ => Err(keys.error("mlp_only_layers", format!("{value} is not the index of a layer; there are {n_layers}"))),
+    };
+    match raw.get("mlp_only_layers") {
+        None | Some(Value::Null) => Ok(Vec::new()),
+        Some(Value::Array(list)) => list.iter().map(index).collect(),
+        Some(other) => Err(keys.error("mlp_only_layers", format!("expected a list of layer indices, found {other}"))),
+    }
+}
+
+fn refuse_unsupported(keys: Keys) -> Result<(), ModelError> {
+    for (key, remedy) in [
+        ("router_jitter_noise", "the recipe's router jitter replaces it; set it to 0"),
+        ("clip_qkv", "clipping of queries, keys and values is not supported; set it to null"),
+    ] {
+        if keys.number(key)?.is_some_and(|x| x != 0.0) {
+            return Err(keys.error(key, remedy));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,118 @@
+//! A mixture-of-experts MLP.
+//!
+//! Dimensions: t tokens, d hidden size, e experts, k selected experts of a token, n rows sorted by expert, f intermediate
+//! size of an expert
+
+use candle_core::{DType, Result, Tensor};
+use candlewick_ops::{self as ops, GroupedRows, OutputDtype, RouterSpec, Routing, Weight};
+
+use crate::block::{ForwardContext, SwiGlu};
+use crate::{Linear, MoeSpec, SharedExpertSpec};
+
+/// Router, routed experts and shared expert of a layer.
+pub(crate) struct Moe {
+    router: RouterSpec,
+    router_weight: Weight,
+    expert_bias: Option<Weight>,
+    experts: Experts,
+    shared_expert: Option<SharedExpert>,
+}
+
+/// Matrices of the routed experts of this rank.
+#[derive(Clone, Debug)]
+pub struct Experts {
+    /// Gate and up projections [e * 2f, d].
+    gate_up: Weight,
+    /// Down projections [e * d, f].
+    down: Weight,
+}
+
+/// Arguments of one layer's routed experts.
+#[derive(Clone, Copy)]
+pub struct ExpertCall<'a> {
+    /// Normalized hidden states [t, d].
+    pub x: &'a Tensor,
+    /// Selected experts and weights of each token.
+    pub routing: &'a Routing,
+    /// Experts of this rank.
+    pub experts: &'a Experts,
+}
+
+/// Expert that every token uses.
+struct SharedExpert {
+    mlp: SwiGlu,
+    gate: Option<Linear>,
+}
+
+impl Moe {
+    /// Builds the layer from the parameters that `get` returns by name.
+    pub(crate) fn build(spec: &MoeSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
+        Ok(Self {
+            router: spec.router.clone(),
+            router_weight: get(&spec.router_weight.weight_name())?,
+            expert_bias: spec.expert_bias.then(|| get(&spec.expert_bias_name())).transpose()?,
+            experts: Experts { gate_up: get(&spec.gate_up.name)?, down: get(&spec.down.name)? },
+            shared_expert: spec.shared_expert.as_ref().map(|shared| SharedExpert::build(shared, get)).transpose()?,
+        })
+    }
+
+    /// Computes [t, d] -> [t, d].
+    pub(crate) fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let routing = self.route(x_td, context)?;
+        let call = ExpertCall { x: x_td, routing: &routing, experts: &self.experts };
+        let routed_td = context.parallel_ops.experts(&call)?;
+        match &self.shared_expert {
+            Some(shared) => ops::add(&routed_td, &shared.forward(x_td, context)?),
+            None => Ok(routed_td),
+        }
+    }
+
+    /// Selects the experts of each token, and adds the router's losses to the tape.
+    fn route(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Routing> {
+        let logits_te = ops::linear(x_td, &self.router_weight, None, OutputDtype::F32)?;
+        let bias = self.expert_bias.as_ref().map(|bias| bias.value()?.to_dtype(DType::F32)).transpose()?;
+        let routing = ops::route(&logits_te, bias.as_ref(), &self.router)?;
+        context
+            .router_losses
+            .iter()
+            .try_for_each(|loss| loss.record(&logits_te, &routing, self.router.score, context))?;
+        Ok(routing)
+    }
+}
+
+impl ExpertCall<'_> {
+    /// Computes [t, d] -> [t, d] with all experts on this rank.
+    pub fn compute(&self) -> Result<Tensor> {
+        let assignment = &self.routing.assignment;
+        let rows_nd = ops::permute(self.x, assignment)?;
+        let weights_n = ops::permute_weights(&self.routing.weights, assignment)?;
+        let rows = if self.x.dim(0)? == 1 { GroupedRows::OneToken } else { GroupedRows::ManyTokens };
+        ops::unpermute(&self.experts.forward(&rows_nd, &weights_n, assignment.offsets(), rows)?, assignment)
+    }
+}
+
+impl Experts {
+    /// Computes [n, d] -> [n, d]. `rows_nd` are sorted by expert, `offsets` u32 [e + 1] are the first rows of the experts,
+    /// and `weights_n` f32 [n] multiply the outputs.
+    pub fn forward(&self, rows_nd: &Tensor, weights_n: &Tensor, offsets: &Tensor, rows: GroupedRows) -> Result<Tensor> {
+        let gate_up_n2f = ops::grouped_linear(rows_nd, &self.gate_up, offsets, rows)?;
+        let gated_nf = ops::weighted_swiglu(&gate_up_n2f, weights_n)?;
+        ops::grouped_linear(&gated_nf, &self.down, offsets, rows)
+    }
+}
+
+impl SharedExpert {
+    fn build(spec: &SharedExpertSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
+        let gate = spec.gate.as_ref().map(|gate| Linear::build(gate, get)).transpose()?;
+        Ok(Self { mlp: SwiGlu::build(&spec.mlp, get)?, gate })
+    }
+
+    /// Computes [t, d] -> [t, d].
+    fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let y_td = self.mlp.forward_sublayer(x_td, context)?;
+        match &self.gate {
+            Some(gate) => ops::sigmoid_gate(&y_td, &gate.forward(x_td, None)?),
+            None => Ok(y_td),
+        }
+    }
+}

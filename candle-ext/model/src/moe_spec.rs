@@ -1,0 +1,157 @@
+//! Specification of a mixture-of-experts MLP.
+
+use candlewick_ops::{RouterSpec, WeightStorage};
+
+use crate::layer::layer_name;
+use crate::{
+    Config, Dim, DimSize, HubTensor, HubTensors, Init, LinearSpec, MoeConfig, ParamScope, ParamSpec, SwiGluSpec,
+};
+
+/// A mixture of experts: sum over the selected experts of weight * down(silu(gate(x)) * up(x)), plus a shared expert.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MoeSpec {
+    /// Name of the layer in memory, such as `model.layers.0.mlp`.
+    pub module: String,
+    /// Number of routed experts.
+    pub n_experts: usize,
+    /// Intermediate size of a routed expert.
+    pub expert_size: usize,
+    /// Settings of the router.
+    pub router: RouterSpec,
+    /// Weight of the router [experts, hidden size].
+    pub router_weight: LinearSpec,
+    /// True if the router has an expert bias.
+    pub expert_bias: bool,
+    /// Gate and up projections of all experts.
+    pub gate_up: ExpertMatrixSpec,
+    /// Down projections of all experts.
+    pub down: ExpertMatrixSpec,
+    /// Expert that every token uses.
+    pub shared_expert: Option<SharedExpertSpec>,
+    /// Names of the tensors in Hub checkpoints.
+    hub: HubNames,
+}
+
+/// One matrix of each expert, stored as one parameter [experts * out, input].
+#[derive(Clone, Debug, PartialEq)]
+pub struct ExpertMatrixSpec {
+    /// Name of the parameter, such as `model.layers.0.mlp.experts.gate_up_proj`.
+    pub name: String,
+    /// Number of experts.
+    pub n_experts: usize,
+    /// Output features of an expert's matrix.
+    pub out: usize,
+    /// Input features of an expert's matrix.
+    pub input: DimSize,
+}
+
+/// The shared expert of an MoE layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SharedExpertSpec {
+    /// Its MLP.
+    pub mlp: SwiGluSpec,
+    /// Sigmoid gate [1, hidden size] of its output.
+    pub gate: Option<LinearSpec>,
+}
+
+/// Names of an MoE layer in Hub checkpoints.
+#[derive(Clone, Debug, PartialEq)]
+struct HubNames {
+    /// Name of the layer, such as `model.layers.0.block_sparse_moe`.
+    module: String,
+    /// Gate, up and down projection of an expert.
+    linears: [&'static str; 3],
+}
+
+impl Config {
+    /// Returns the specification of layer `layer_idx`'s mixture of experts.
+    pub(crate) fn moe_spec(&self, moe: &MoeConfig, layer_idx: usize) -> MoeSpec {
+        let family = self.typed.family.spec().moe.expect("a config with experts belongs to a family with experts");
+        let module = format!("{}.mlp", layer_name(layer_idx));
+        let embed = self.embed();
+        let experts = DimSize { dim: Dim::Experts, len: moe.n_experts };
+        let matrix = |name: &str, out, input| ExpertMatrixSpec {
+            name: format!("{module}.experts.{name}"),
+            n_experts: moe.n_experts,
+            out,
+            input,
+        };
+        let shared_module = format!("{module}.{}", family.names.shared_expert);
+        let one = DimSize { dim: Dim::HeadDim, len: 1 };
+        MoeSpec {
+            n_experts: moe.n_experts,
+            expert_size: moe.expert_size,
+            router: moe.router.clone(),
+            router_weight: LinearSpec::new(format!("{module}.gate"), [experts, embed], false),
+            expert_bias: moe.expert_bias,
+            gate_up: matrix("gate_up_proj", 2 * moe.expert_size, embed),
+            down: matrix("down_proj", embed.len, DimSize { dim: Dim::Ffn, len: moe.expert_size }),
+            shared_expert: moe.shared_expert.map(|shared| SharedExpertSpec {
+                gate: shared.gated.then(|| LinearSpec::new(format!("{shared_module}_gate"), [one, embed], false)),
+                mlp: self.swiglu(&shared_module, shared.intermediate_size),
+            }),
+            hub: HubNames {
+                module: format!("{}.{}", layer_name(layer_idx), family.names.module),
+                linears: family.names.linears,
+            },
+            module,
+        }
+    }
+}
+
+impl MoeSpec {
+    /// Returns the name of the router's expert bias [experts].
+    pub fn expert_bias_name(&self) -> String {
+        format!("{}.e_score_correction_bias", self.router_weight.module)
+    }
+
+    /// Returns the weight elements of the router, of the selected experts and of the shared expert's gate.
+    pub(crate) fn n_active_routed_weights(&self) -> usize {
+        let of_expert = |matrix: &ExpertMatrixSpec| matrix.out * matrix.input.len;
+        let selected = self.router.top_k * (of_expert(&self.gate_up) + of_expert(&self.down));
+        let gate = self.shared_expert.as_ref().and_then(|shared| shared.gate.as_ref());
+        selected + self.router_weight.n_weights() + gate.map_or(0, LinearSpec::n_weights)
+    }
+
+    /// Returns the parameters except those of the shared expert's MLP.
+    pub(crate) fn params(&self, std: f64) -> Vec<ParamSpec> {
+        let init = Init::Normal { std, zero_row: None };
+        let linear = |linear: &LinearSpec| {
+            ParamSpec::matrix(linear.weight_name(), [linear.out, linear.input], ParamScope::ResidualStream, init)
+        };
+        let router = ParamSpec { hub: self.hub_router(), ..linear(&self.router_weight) };
+        let mut params = vec![router];
+        if self.expert_bias {
+            let scope = ParamScope::ResidualStream;
+            let bias = ParamSpec::vector(self.expert_bias_name(), self.router_weight.out, scope, Init::Zeros);
+            params.push(ParamSpec { trainable: false, storage: WeightStorage::F32, ..bias });
+        }
+        params.push(ParamSpec::experts(&self.gate_up, self.hub_experts(&self.gate_up, &self.hub.linears[..2]), std));
+        params.push(ParamSpec::experts(&self.down, self.hub_experts(&self.down, &self.hub.linears[2..]), std));
+        params.extend(self.shared_expert.iter().filter_map(|shared| shared.gate.as_ref()).map(linear));
+        params
+    }
+
+    /// Returns the router's tensor in Hub checkpoints if its name differs.
+    fn hub_router(&self) -> Option<HubTensors> {
+        let LinearSpec { out, input, .. } = &self.router_weight;
+        let name = format!("{}.gate.weight", self.hub.module);
+        (self.hub.module != self.module).then(|| HubTensors {
+            fused_shape: vec![out.len, input.len],
+            tensors: vec![HubTensor { name, rows: 0..out.len }],
+        })
+    }
+
+    /// Returns the Hub's tensors of a fused matrix: for each expert those of `linears`, one below the other.
+    fn hub_experts(&self, matrix: &ExpertMatrixSpec, linears: &[&str]) -> HubTensors {
+        let height = matrix.out / linears.len();
+        let tensors = (0..matrix.n_experts).flat_map(|expert_idx| {
+            linears.iter().enumerate().map(move |(i, linear)| {
+                let first = expert_idx * matrix.out + i * height;
+                let name = format!("{}.experts.{expert_idx}.{linear}.weight", self.hub.module);
+                HubTensor { name, rows: first..first + height }
+            })
+        });
+        HubTensors { fused_shape: vec![matrix.n_experts, matrix.out, matrix.input.len], tensors: tensors.collect() }
+    }
+}
