@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result};
 use candlewick_comm::{Collective, Solo};
-use candlewick_model::Model;
+use candlewick_model::{Model, RouterLoss};
 
 use crate::context_parallel::ContextParallel;
 use crate::engine::{ActivationCheckpointing, Engine};
@@ -32,6 +32,8 @@ pub struct EngineSpec {
     pub cpu_offload: CpuOffload,
     /// Activation checkpointing of each layer.
     pub checkpointing: Vec<ActivationCheckpointing>,
+    /// Auxiliary losses of the routers. A training step needs a coefficient for each.
+    pub router_losses: Vec<RouterLoss>,
 }
 
 impl EngineSpec {
@@ -47,6 +49,7 @@ impl EngineSpec {
             schedule: PipelineScheduleKind::default(),
             cpu_offload: CpuOffload::default(),
             checkpointing,
+            router_losses: Vec::new(),
         }
     }
 
@@ -59,7 +62,8 @@ impl EngineSpec {
     ///
     /// Training sums losses over `groups.loss`. Inference returns each rank's own losses.
     pub fn build(self, model: Model, groups: &ParallelGroups, device: Device) -> Result<Engine> {
-        let Self { mode, dtypes, zero_stage, sequence_parallel, layout, schedule, cpu_offload, checkpointing } = self;
+        let Self { mode, dtypes, zero_stage, sequence_parallel, layout, schedule, cpu_offload, .. } = self;
+        let (checkpointing, router_losses) = (self.checkpointing, self.router_losses);
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
         let options = StoreOptions { dtypes, mode, cpu_offload };
         let store = ParamStore::of_units(model.units(), options, &device, sharding)?;
@@ -68,12 +72,17 @@ impl EngineSpec {
             StoreMode::Infer => Arc::new(Solo),
         };
         let pipeline = Pipeline::new(Arc::clone(&groups.pp), layout, schedule)?;
-        let mut engine = Engine::new(model, store, checkpointing, losses, device).with_pipeline(pipeline);
+        let mut engine = Engine::new(model, store, checkpointing, losses, device)
+            .with_pipeline(pipeline)
+            .with_router_losses(router_losses);
         if groups.cp.size() * groups.sp.size() > 1 {
             engine = engine.with_context_parallel(ContextParallel::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp)));
         }
         if groups.tp.size() > 1 {
             engine = engine.with_tensor_parallel(groups.tensor_parallel(sequence_parallel));
+        }
+        if let Some(experts) = groups.expert_parallel(sequence_parallel) {
+            engine = engine.with_expert_parallel(experts);
         }
         Ok(engine)
     }
