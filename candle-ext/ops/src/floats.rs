@@ -78,18 +78,27 @@ impl<'a> Floats<'a> {
             return data;
         }
         let len = self.len();
-        if scratch.len() < len {
-            scratch.resize(len, 0.0);
-        }
-        let out = &mut scratch[..len];
         if len < PARALLEL_FROM {
-            self.read_into(out);
-        } else {
-            const CHUNK: usize = PARALLEL_FROM / 4;
-            out.par_chunks_mut(CHUNK).enumerate().for_each(|(i, out)| {
-                self.slice(i * CHUNK..i * CHUNK + out.len()).read_into(out);
-            });
+            return self.widened_here(scratch);
         }
+        const CHUNK: usize = PARALLEL_FROM / 4;
+        let out = first_of(scratch, len);
+        out.par_chunks_mut(CHUNK).enumerate().for_each(|(i, out)| {
+            self.slice(i * CHUNK..i * CHUNK + out.len()).read_into(out);
+        });
+        out
+    }
+
+    /// Returns the values as [`widened`](Self::widened) does, but converts them on the calling thread.
+    pub(crate) fn widened_here<'s>(self, scratch: &'s mut Vec<f32>) -> &'s [f32]
+    where
+        'a: 's,
+    {
+        if let Self::F32(data) = self {
+            return data;
+        }
+        let out = first_of(scratch, self.len());
+        self.read_into(out);
         out
     }
 }
@@ -143,6 +152,33 @@ impl<'a> FloatsMut<'a> {
             Self::F32(data) => data[range].copy_from_slice(values),
             Self::Bf16(data) => round_to_bf16(values, &mut data[range]),
             Self::F16(data) => data[range].convert_from_f32_slice(values),
+        }
+    }
+
+    /// Splits before element `middle`.
+    pub(crate) fn split_at(self, middle: usize) -> (FloatsMut<'a>, FloatsMut<'a>) {
+        match self {
+            Self::F32(data) => {
+                let (left, right) = data.split_at_mut(middle);
+                (FloatsMut::F32(left), FloatsMut::F32(right))
+            }
+            Self::Bf16(data) => {
+                let (left, right) = data.split_at_mut(middle);
+                (FloatsMut::Bf16(left), FloatsMut::Bf16(right))
+            }
+            Self::F16(data) => {
+                let (left, right) = data.split_at_mut(middle);
+                (FloatsMut::F16(left), FloatsMut::F16(right))
+            }
+        }
+    }
+
+    /// Writes zeros.
+    pub(crate) fn clear(self) {
+        match self {
+            Self::F32(data) => data.fill(0.0),
+            Self::Bf16(data) => data.fill(bf16::ZERO),
+            Self::F16(data) => data.fill(f16::ZERO),
         }
     }
 
@@ -205,6 +241,14 @@ impl From<FloatBuf> for Storage {
     fn from(buffer: FloatBuf) -> Self {
         buffer.into_storage()
     }
+}
+
+/// Returns the first `len` elements of a buffer, which grows if needed.
+fn first_of(scratch: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if scratch.len() < len {
+        scratch.resize(len, 0.0);
+    }
+    &mut scratch[..len]
 }
 
 fn unwritten<T: Copy>(len: usize, poison: T) -> Vec<T> {

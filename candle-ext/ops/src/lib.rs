@@ -27,6 +27,7 @@ pub mod grad_scaler;
 pub mod in_place;
 pub mod linear;
 pub mod linear_cross_entropy;
+pub mod moe;
 mod nvidia;
 pub mod quantized;
 mod recording;
@@ -83,6 +84,7 @@ pub use linear_cross_entropy::{
     linear_cross_entropy, logits_bytes, logits_bytes_on_gpu, max_logit_rows, token_scores,
     vocab_parallel_cross_entropy,
 };
+pub use moe::grouped_linear::{TokenCount, grouped_linear};
 pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
 pub use quantized::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};
 pub use recording::{OpInput, PendingExchange, auxiliary_loss, no_grad, record, record_exchange, requires_grad};

@@ -249,6 +249,19 @@ impl GradSink {
         let (grad, accumulate) = self.grad_to_write()?;
         update(&grad, accumulate, op, |grad| write(grad, accumulate))
     }
+
+    /// Calls `write` with the gradient's elements in their own dtype, which it adds to or overwrites.
+    pub(crate) fn add_or_write_floats(
+        &self,
+        op: &'static str,
+        write: impl FnOnce(FloatsMut<'_>, Accumulate),
+    ) -> Result<()> {
+        let (grad, accumulate) = self.grad_to_write()?;
+        storage::update(&grad, op, |grad| {
+            write(grad, accumulate);
+            Ok(())
+        })
+    }
 }
 
 /// Changes a gradient in f32, rounded once.

@@ -49,7 +49,7 @@ impl<'a> From<Floats<'a>> for WeightOperand<'a> {
 
 impl<'a> WeightOperand<'a> {
     /// Returns some rows, each of `k` elements.
-    fn rows(self, rows: Range<usize>, k: usize) -> Self {
+    pub(crate) fn rows(self, rows: Range<usize>, k: usize) -> Self {
         match self {
             Self::Dense(floats) => Self::Dense(floats.slice(rows.start * k..rows.end * k)),
             Self::Quantized(quantized) => Self::Quantized(quantized.rows(rows)),
@@ -67,8 +67,24 @@ impl<'a> WeightOperand<'a> {
         }
     }
 
+    /// Returns `n` rows of `k` elements as [`widened`](Self::widened) does, but converts them on the calling thread.
+    pub(crate) fn widened_here<'s>(self, n: usize, k: usize, scratch: &'s mut Vec<f32>) -> &'s [f32]
+    where
+        'a: 's,
+    {
+        match self {
+            Self::Dense(floats) => floats.widened_here(scratch),
+            Self::Quantized(quantized) => {
+                scratch.resize(scratch.len().max(n * k), 0.0);
+                let rows = scratch[..n * k].chunks_exact_mut(k.max(1)).enumerate();
+                rows.for_each(|(i, row)| quantized.rows(i..i + 1).read_one(row));
+                &scratch[..n * k]
+            }
+        }
+    }
+
     /// Returns the number of rows per panel, for `n` rows of `k` elements.
-    fn panel_rows(self, n: usize, k: usize) -> usize {
+    pub(crate) fn panel_rows(self, n: usize, k: usize) -> usize {
         match self {
             Self::Dense(Floats::F32(_)) => n,
             _ => PANEL / k.max(1),

@@ -58,6 +58,32 @@ static CHOSEN: OnceLock<GemmKernel> = OnceLock::new();
 
 /// Computes out = [out +] scale * a b.
 pub(crate) fn gemm(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
+    check_shapes(&out, a, b);
+    if a.cols > 0 && row::takes(&out, a, b) {
+        return row::gemm(out, accumulate, a, b, scale);
+    }
+    blocked(out, accumulate, a, b, scale, threads);
+}
+
+/// Computes out = [out +] a b on the calling thread.
+///
+/// The bits of an output row depend on its row of a and on b alone. [`gemm`] rounds a single row differently.
+pub(crate) fn gemm_by_rows(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>) {
+    check_shapes(&out, a, b);
+    blocked(out, accumulate, a, b, 1.0, Threads::One);
+}
+
+fn blocked(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
+    if out.rows == 0 || out.cols == 0 {
+        return;
+    }
+    if a.cols == 0 {
+        return clear(out, accumulate);
+    }
+    GemmKernel::of_process().run(out, accumulate, a, b, scale, threads);
+}
+
+fn check_shapes(out: &MatMut<'_>, a: Mat<'_>, b: Mat<'_>) {
     assert!(
         out.rows == a.rows && out.cols == b.cols && a.cols == b.rows,
         "gemm of [{}, {}] by [{}, {}] into [{}, {}]",
@@ -68,16 +94,6 @@ pub(crate) fn gemm(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'
         out.rows,
         out.cols
     );
-    if out.rows == 0 || out.cols == 0 {
-        return;
-    }
-    if a.cols == 0 {
-        return clear(out, accumulate);
-    }
-    if row::takes(&out, a, b) {
-        return row::gemm(out, accumulate, a, b, scale);
-    }
-    GemmKernel::of_process().run(out, accumulate, a, b, scale, threads);
 }
 
 /// Implementation of f32 GEMM. A process uses only one, so that bits do not depend on the number of rows.

@@ -231,16 +231,22 @@ impl Case<'_> {
     /// A second run must give the same bits.
     #[track_caller]
     pub(crate) fn check(&self, dtype: DType) {
+        self.check_on(&TestDevice::all(), dtype);
+    }
+
+    /// Runs [`Case::check`] on some devices, the CPU first.
+    #[track_caller]
+    pub(crate) fn check_on(&self, devices: &[TestDevice], dtype: DType) {
         let want = self.reference_results(dtype);
         let mut of_cpu = None;
-        for test_device in TestDevice::all() {
-            let got = test_device.run(|| self.results_in(&test_device, dtype));
+        for test_device in devices {
+            let got = test_device.run(|| self.results_in(test_device, dtype));
             let what = format!("{} {dtype:?} {test_device:?}", self.name);
             got.assert_close(&what, &want, bound(dtype));
             let of_cpu = of_cpu.get_or_insert_with(|| got.clone());
             // Each lies within the bound of the exact result.
             got.assert_close(&format!("{what} beside the CPU"), of_cpu, 2.0 * bound(dtype));
-            got.assert_same(&what, &test_device.run(|| self.results_in(&test_device, dtype)));
+            got.assert_same(&what, &test_device.run(|| self.results_in(test_device, dtype)));
         }
     }
 

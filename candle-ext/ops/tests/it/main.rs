@@ -18,6 +18,7 @@ mod linear;
 mod linear_cross_entropy;
 mod main_gradients;
 mod memory;
+mod moe;
 mod quantized;
 mod rms_norm;
 mod rope;

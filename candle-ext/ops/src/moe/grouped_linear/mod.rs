@@ -1,0 +1,173 @@
+//! Grouped linear layer, such as the experts of a mixture-of-experts layer: one weight matrix per group of rows.
+//!
+//! n rows in e groups, `in` inputs and `out` outputs of each group
+
+mod cpu;
+mod tasks;
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use crate::backward::BackwardContext;
+use crate::device::on_device;
+use crate::floats::{FloatBuf, check_dtype};
+use crate::recording::{record, requires_grad, save};
+use crate::saved::Saved;
+use crate::span::span;
+use crate::storage::{self, host};
+use crate::weight::Weight;
+use crate::weight_matmul::Dims;
+use cpu::Grouped;
+
+const OP: &str = "grouped_linear";
+
+/// Number of tokens that the rows of a [`grouped_linear`] call belong to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenCount {
+    /// One token, as in decoding. Each weight is read once, and rows round as [`linear`](crate::linear) rounds one row.
+    One,
+    /// Any number. The bits of a row do not depend on the number of rows of its group.
+    Many,
+}
+
+impl TokenCount {
+    /// Returns the variant for `n_tokens` tokens.
+    pub fn of(n_tokens: usize) -> Self {
+        if n_tokens == 1 { Self::One } else { Self::Many }
+    }
+}
+
+/// Multiplies the rows of each group with the group's matrix: y = x w_i^T, with x [n, in] and y [n, out].
+///
+/// Group i has the rows `offsets[i]..offsets[i + 1]` of x, and the rows `i * out..(i + 1) * out` of w [e * out, in].
+/// `offsets` is u32 [e + 1] and starts at 0. Rows from `offsets[e]` on become zero.
+///
+/// Weight gradients are added to the sink (dw_i += dy_i^T x_i); a frozen weight has none. The weight may be quantized
+/// or have another dtype than x.
+///
+/// # Errors
+///
+/// On the CPU, if the offsets decrease or exceed n.
+pub fn grouped_linear(x: &Tensor, w: &Weight, offsets: &Tensor, tokens: TokenCount) -> Result<Tensor> {
+    let _span = span(OP, "forward");
+    let dims = check(x, w, offsets)?;
+    let (input, offsets) = (x.contiguous()?, offsets.contiguous()?);
+    let layer = Layer { w: w.clone(), offsets, tokens, dims, dtype: x.dtype() };
+    let y = layer.forward(&input)?;
+    let saved = w.sink().map(|_| save(&input));
+    let wants_dx = requires_grad(x);
+    Ok(record(OP, [x.into(), w.into()], y, move |dy, context| {
+        Ok([layer.backward(dy, saved, wants_dx, context)?, None])
+    }))
+}
+
+/// Weights, row ranges and sizes of a call.
+struct Layer {
+    w: Weight,
+    offsets: Tensor,
+    tokens: TokenCount,
+    /// Sizes of one group's matmul; `t` counts the rows of all groups.
+    dims: Dims,
+    /// Dtype of x.
+    dtype: DType,
+}
+
+impl Layer {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let Dims { t, n, .. } = self.dims;
+        on_device!(OP, x, {
+            cpu => {
+                let mut y = FloatBuf::unwritten(self.dtype, t * n)?;
+                let x = host(OP, x)?;
+                let x = x.floats()?;
+                self.with_groups(|grouped| {
+                    self.w.stored()?.with_operand(OP, |w| match self.tokens {
+                        TokenCount::One => cpu::forward_one(x, w, y.view(), grouped),
+                        TokenCount::Many => cpu::forward(x, w, y.view(), grouped),
+                    })
+                })?;
+                Ok(storage::tensor(y, (t, n)))
+            },
+            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        })
+    }
+
+    /// Adds dw to its sink and returns dx = dy w. Computes dx first if an exchange waits for it.
+    fn backward(
+        self,
+        dy: &Tensor,
+        x: Option<Saved>,
+        wants_dx: bool,
+        context: &mut BackwardContext<'_>,
+    ) -> Result<Option<Tensor>> {
+        if !context.defers() {
+            self.add_grad_w(dy, x.as_ref())?;
+            return wants_dx.then(|| self.grad_x(dy)).transpose();
+        }
+        let (dx, dy) = (wants_dx.then(|| self.grad_x(dy)).transpose()?, dy.clone());
+        context.defer(move || self.add_grad_w(&dy, x.as_ref()))?;
+        Ok(dx)
+    }
+
+    fn grad_x(&self, dy: &Tensor) -> Result<Tensor> {
+        let Dims { t, k, .. } = self.dims;
+        on_device!(OP, dy, {
+            cpu => {
+                let mut dx = FloatBuf::unwritten(self.dtype, t * k)?;
+                let dy = host(OP, dy)?;
+                let dy = dy.floats()?;
+                self.with_groups(|grouped| {
+                    self.w.stored()?.with_operand(OP, |w| match self.tokens {
+                        TokenCount::One => cpu::grad_x_one(dy, w, dx.view(), grouped),
+                        TokenCount::Many => cpu::grad_x(dy, w, dx.view(), grouped),
+                    })
+                })?;
+                Ok(storage::tensor(dx, (t, k)))
+            },
+            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        })
+    }
+
+    fn add_grad_w(&self, dy: &Tensor, x: Option<&Saved>) -> Result<()> {
+        let (Some(sink), Some(x)) = (self.w.sink(), x) else { return Ok(()) };
+        if self.dims.t == 0 {
+            return Ok(());
+        }
+        on_device!(OP, dy, {
+            cpu => {
+                let x = x.get()?;
+                let (x, dy) = (host(OP, &x)?, host(OP, dy)?);
+                let (x, dy) = (x.floats()?, dy.floats()?);
+                self.with_groups(|grouped| {
+                    sink.add_or_write_floats(OP, |dw, accumulate| cpu::grad_w(dy, x, dw, accumulate, grouped))
+                })
+            },
+            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        })
+    }
+
+    /// Calls `f` with the row range of each group.
+    fn with_groups<T>(&self, f: impl FnOnce(Grouped<'_>) -> Result<T>) -> Result<T> {
+        let offsets = host(OP, &self.offsets)?;
+        let groups = tasks::groups(offsets.slice::<u32>()?, self.dims.t)?;
+        f(Grouped { groups: &groups, dims: self.dims })
+    }
+}
+
+fn check(x: &Tensor, w: &Weight, offsets: &Tensor) -> Result<Dims> {
+    check_dtype(OP, "the input", x.dtype())?;
+    if w.is_dense() {
+        check_dtype(OP, "the weight", w.dtype())?;
+    }
+    let (&[t, k], &[n_rows, _]) = (x.dims(), w.dims()) else {
+        bail!("{OP}: want an input [n, in] and a weight [e * out, in], got {:?} and {:?}", x.dims(), w.dims())
+    };
+    if offsets.dtype() != DType::U32 || offsets.rank() != 1 || offsets.elem_count() < 2 {
+        bail!("{OP}: want u32 offsets [e + 1], got {:?} {:?}", offsets.dtype(), offsets.dims())
+    }
+    let n_groups = offsets.elem_count() - 1;
+    if !n_rows.is_multiple_of(n_groups) {
+        bail!("{OP}: {n_rows} rows of the weight cannot be divided by {n_groups} groups")
+    }
+    w.check(OP, &[n_rows, k])?;
+    Ok(Dims { t, n: n_rows / n_groups, k })
+}

@@ -1,0 +1,3 @@
+//! Ops of mixture-of-experts layers: routing, permutation of tokens, grouped matmuls and router losses.
+
+pub mod grouped_linear;
