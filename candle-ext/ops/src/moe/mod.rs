@@ -1,3 +1,4 @@
 //! Ops of mixture-of-experts layers: routing, permutation of tokens, grouped matmuls and router losses.
-
+pub mod assignment;
 pub mod grouped_linear;
+pub mod permute;
