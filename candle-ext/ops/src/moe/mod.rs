@@ -1,4 +1,6 @@
 //! Ops of mixture-of-experts layers: routing, permutation of tokens, grouped matmuls and router losses.
+
 pub mod assignment;
 pub mod grouped_linear;
 pub mod permute;
+pub mod weighted_swiglu;

@@ -1,5 +1,6 @@
 mod grouped_linear;
 mod permute;
+mod weighted_swiglu;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::ExpertAssignment;
