@@ -87,6 +87,8 @@ pub use linear_cross_entropy::{
 pub use moe::assignment::{DROPPED, ExpertAssignment};
 pub use moe::grouped_linear::{TokenCount, grouped_linear};
 pub use moe::permute::{permute, permute_cost, permute_weights, unpermute};
+pub use moe::router::{GroupLimit, RouterSpec, Routing, ScoreFunction, TopKOrder, route, route_cost};
+pub use moe::router_loss::{load_balancing_loss, router_loss_cost, router_z_loss};
 pub use moe::weighted_swiglu::{weighted_swiglu, weighted_swiglu_cost};
 pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
 pub use quantized::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};

@@ -3,4 +3,6 @@
 pub mod assignment;
 pub mod grouped_linear;
 pub mod permute;
+pub mod router;
+pub mod router_loss;
 pub mod weighted_swiglu;

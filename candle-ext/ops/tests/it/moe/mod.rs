@@ -1,5 +1,9 @@
 mod grouped_linear;
+mod layer;
 mod permute;
+mod router;
+mod router_fixture;
+mod router_loss;
 mod weighted_swiglu;
 
 use candle_core::{DType, Device, Tensor};
