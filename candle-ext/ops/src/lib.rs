@@ -84,7 +84,12 @@ pub use linear_cross_entropy::{
     linear_cross_entropy, logits_bytes, logits_bytes_on_gpu, max_logit_rows, token_scores,
     vocab_parallel_cross_entropy,
 };
+pub use moe::assignment::{DROPPED, ExpertAssignment};
 pub use moe::grouped_linear::{TokenCount, grouped_linear};
+pub use moe::permute::{permute, permute_cost, permute_weights, unpermute};
+pub use moe::router::{GroupLimit, RouterSpec, Routing, ScoreFunction, TopKOrder, route, route_cost};
+pub use moe::router_loss::{load_balancing_loss, router_loss_cost, router_z_loss};
+pub use moe::weighted_swiglu::{weighted_swiglu, weighted_swiglu_cost};
 pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
 pub use quantized::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};
 pub use recording::{OpInput, PendingExchange, auxiliary_loss, no_grad, record, record_exchange, requires_grad};

@@ -1,3 +1,8 @@
 //! Ops of mixture-of-experts layers: routing, permutation of tokens, grouped matmuls and router losses.
 
+pub mod assignment;
 pub mod grouped_linear;
+pub mod permute;
+pub mod router;
+pub mod router_loss;
+pub mod weighted_swiglu;

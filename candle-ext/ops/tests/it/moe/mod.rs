@@ -1,6 +1,13 @@
 mod grouped_linear;
+mod layer;
+mod permute;
+mod router;
+mod router_fixture;
+mod router_loss;
+mod weighted_swiglu;
 
 use candle_core::{DType, Device, Tensor};
+use candlewick_ops::ExpertAssignment;
 
 use crate::cases::{Case, TestDevice, check_each};
 
@@ -15,4 +22,25 @@ pub(crate) fn check_all_dtypes(case: &Case<'_>) {
 
 pub(crate) fn u32s(values: &[u32]) -> Tensor {
     Tensor::new(values, &Device::Cpu).unwrap()
+}
+
+pub(crate) fn to_u32s(x: &Tensor) -> Vec<u32> {
+    x.to_device(&Device::Cpu).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Returns k distinct experts per token, u32 [t, k]; expert 1 gets no token, and every `dropped`-th slot is dropped.
+pub(crate) fn experts(t: usize, k: usize, e: usize, dropped: Option<usize>) -> Tensor {
+    let slot = |i: usize| match dropped {
+        Some(every) if i % every == every - 1 => u32::MAX,
+        _ => {
+            let expert = (i / k * (i / k + 3) + i % k) % (e - 1);
+            (if expert == 0 { 0 } else { expert + 1 }) as u32
+        }
+    };
+    Tensor::from_vec((0..t * k).map(slot).collect(), (t, k), &Device::Cpu).unwrap()
+}
+
+/// Returns an assignment of [`experts`] on a device.
+pub(crate) fn assignment(experts: &Tensor, n_experts: usize, device: &Device) -> ExpertAssignment {
+    ExpertAssignment::new(&experts.to_device(device).unwrap(), n_experts).unwrap()
 }

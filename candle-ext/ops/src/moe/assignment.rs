@@ -1,0 +1,122 @@
+//! Assignment of tokens to experts, and the order of rows that is sorted by expert.
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use crate::device::on_device;
+use crate::storage::host;
+
+const OP: &str = "expert assignment";
+
+/// Mark of a dropped slot in [`ExpertAssignment::experts`]: no expert computes it.
+pub const DROPPED: u32 = u32::MAX;
+
+/// Experts of each token, with the permutation that sorts them.
+///
+/// t tokens with k experts each have n = t * k slots; slot `token * k + j` is the token's j-th expert. Rows are slots
+/// in the order of their experts, and of slots within an expert. Dropped slots come last, from row `offsets[e]` on.
+///
+/// Cloning is cheap.
+#[derive(Clone, Debug)]
+pub struct ExpertAssignment {
+    /// Expert of each slot, u32 [t, k]; [`DROPPED`] for a slot without one.
+    pub experts: Tensor,
+    /// First row of each expert, u32 [e + 1]; the last element counts the rows of all experts.
+    pub offsets: Tensor,
+    /// Slot of each row, u32 [n].
+    pub order: Tensor,
+    /// Row of each slot, u32 [n].
+    pub rows: Tensor,
+}
+
+impl ExpertAssignment {
+    /// Sorts the slots of `experts`, u32 [t, k], by expert.
+    ///
+    /// # Errors
+    ///
+    /// On the CPU, if an expert is not below `n_experts`.
+    pub fn new(experts: &Tensor, n_experts: usize) -> Result<Self> {
+        if experts.dtype() != DType::U32 || experts.rank() != 2 || n_experts == 0 {
+            bail!(
+                "{OP}: want u32 experts [t, k] of at least one expert, got {:?} {:?} of {n_experts}",
+                experts.dtype(),
+                experts.dims()
+            )
+        }
+        let experts = experts.contiguous()?;
+        let n = experts.elem_count();
+        if u32::try_from(n).is_err() {
+            bail!("{OP}: {n} slots exceed the range of u32")
+        }
+        on_device!(OP, experts, {
+            cpu => {
+                let Sorted { offsets, order, rows } = sorted(host(OP, &experts)?.slice()?, n_experts)?;
+                let tensor = |values: Vec<u32>, len: usize| Tensor::from_vec(values, len, experts.device());
+                Ok(Self {
+                    offsets: tensor(offsets, n_experts + 1)?,
+                    order: tensor(order, n)?,
+                    rows: tensor(rows, n)?,
+                    experts,
+                })
+            },
+            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        })
+    }
+
+    /// Returns t, the number of tokens.
+    pub fn n_tokens(&self) -> usize {
+        self.experts.dims()[0]
+    }
+
+    /// Returns k, the number of experts per token.
+    pub fn top_k(&self) -> usize {
+        self.experts.dims()[1]
+    }
+
+    /// Returns n, the number of slots.
+    pub fn n_rows(&self) -> usize {
+        self.experts.elem_count()
+    }
+
+    /// Returns e, the number of experts.
+    pub fn n_experts(&self) -> usize {
+        self.offsets.elem_count() - 1
+    }
+
+    /// Returns the number of rows of each expert, f32 [e].
+    pub fn counts(&self) -> Result<Tensor> {
+        let n_experts = self.n_experts();
+        let [starts, ends] = [0, 1].map(|first| self.offsets.narrow(0, first, n_experts));
+        (ends? - starts?)?.to_dtype(DType::F32)
+    }
+}
+
+/// Result of the sort, as in [`ExpertAssignment`].
+struct Sorted {
+    offsets: Vec<u32>,
+    order: Vec<u32>,
+    rows: Vec<u32>,
+}
+
+/// Sorts slots by expert, stably, by counting.
+fn sorted(experts: &[u32], n_experts: usize) -> Result<Sorted> {
+    // Dropped slots count as one more expert, the last.
+    let bucket = |expert: u32| if expert == DROPPED { n_experts } else { expert as usize };
+    let mut offsets = vec![0u32; n_experts + 2];
+    for (slot, &expert) in experts.iter().enumerate() {
+        if expert != DROPPED && expert as usize >= n_experts {
+            bail!("{OP}: slot {slot} has expert {expert}, but there are {n_experts}")
+        }
+        offsets[bucket(expert) + 1] += 1;
+    }
+    (1..offsets.len()).for_each(|i| offsets[i] += offsets[i - 1]);
+    let mut next = offsets.clone();
+    let (mut order, mut rows) = (vec![0; experts.len()], vec![0; experts.len()]);
+    for (slot, &expert) in experts.iter().enumerate() {
+        let row = &mut next[bucket(expert)];
+        order[*row as usize] = slot as u32;
+        rows[slot] = *row;
+        *row += 1;
+    }
+    offsets.truncate(n_experts + 1);
+    Ok(Sorted { offsets, order, rows })
+}

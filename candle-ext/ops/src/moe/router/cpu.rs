@@ -1,0 +1,221 @@
+//! CPU kernel of the router: tokens in parallel, in f64.
+
+use candle_core::WithDType;
+use rayon::prelude::*;
+
+use super::scores::{normalize, normalize_backward};
+use super::spec::{GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
+
+/// Tokens per task.
+const TOKENS: usize = 64;
+
+/// Experts and weights of all tokens, k of each.
+pub(super) struct Routed {
+    pub(super) experts: Vec<u32>,
+    pub(super) weights: Vec<f32>,
+}
+
+/// Routes each row of logits [t, e], with the bias [e] added to selection scores.
+pub(super) fn route<T: WithDType>(logits: &[T], bias: Option<&[f32]>, n_experts: usize, spec: &RouterSpec) -> Routed {
+    let k = spec.top_k;
+    let n = logits.len() / n_experts * k;
+    let mut routed = Routed { experts: vec![0; n], weights: vec![0.0; n] };
+    let outputs = routed.experts.par_chunks_mut(TOKENS * k).zip(routed.weights.par_chunks_mut(TOKENS * k));
+    logits.par_chunks(TOKENS * n_experts).zip(outputs).for_each(|(logits, (experts, weights))| {
+        let mut router = TokenRouter::new(spec, n_experts);
+        let outputs = experts.chunks_exact_mut(k).zip(weights.chunks_exact_mut(k));
+        for (logits, (experts, weights)) in logits.chunks_exact(n_experts).zip(outputs) {
+            router.read(logits);
+            router.select(bias, experts);
+            router.weigh(experts);
+            weights.iter_mut().zip(&router.weights).for_each(|(out, w)| *out = (w * spec.scaling) as f32);
+        }
+    });
+    routed
+}
+
+/// Returns the gradient of the logits from that of the weights.
+pub(super) fn backward<T: WithDType>(
+    logits: &[T],
+    experts: &[u32],
+    d_weights: &[f32],
+    n_experts: usize,
+    spec: &RouterSpec,
+) -> Vec<T> {
+    let k = spec.top_k;
+    let mut d_logits = vec![T::zero(); logits.len()];
+    let inputs = logits.par_chunks(TOKENS * n_experts).zip(experts.par_chunks(TOKENS * k));
+    let inputs = inputs.zip(d_weights.par_chunks(TOKENS * k));
+    d_logits.par_chunks_mut(TOKENS * n_experts).zip(inputs).for_each(|(d_logits, ((logits, experts), d_weights))| {
+        let mut router = TokenRouter::new(spec, n_experts);
+        let inputs = logits.chunks_exact(n_experts).zip(experts.chunks_exact(k)).zip(d_weights.chunks_exact(k));
+        for (d_logits, ((logits, experts), d_weights)) in d_logits.chunks_exact_mut(n_experts).zip(inputs) {
+            router.read(logits);
+            router.weigh(experts);
+            router.backward(experts, d_weights, d_logits);
+        }
+    });
+    d_logits
+}
+
+/// Buffers for one token at a time.
+struct TokenRouter<'a> {
+    spec: &'a RouterSpec,
+    logits: Vec<f64>,
+    /// Scores of all experts; empty if scores are of the chosen ones only.
+    scores: Vec<f64>,
+    /// Scores by which experts are chosen.
+    selection: Vec<f64>,
+    /// Logits of the chosen experts.
+    chosen: Vec<f64>,
+    /// Scores of the chosen experts.
+    chosen_scores: Vec<f64>,
+    /// Weights of the chosen experts, unscaled.
+    weights: Vec<f64>,
+    /// Divisor of the weights.
+    divisor: f64,
+    top: TopK,
+}
+
+impl<'a> TokenRouter<'a> {
+    fn new(spec: &'a RouterSpec, n_experts: usize) -> Self {
+        let n_scores = if is_local(spec) { 0 } else { n_experts };
+        Self {
+            spec,
+            logits: vec![0.0; n_experts],
+            scores: vec![0.0; n_scores],
+            selection: vec![0.0; n_experts],
+            chosen: vec![0.0; spec.top_k],
+            chosen_scores: vec![0.0; spec.top_k],
+            weights: vec![0.0; spec.top_k],
+            divisor: 1.0,
+            top: TopK::default(),
+        }
+    }
+
+    fn read<T: WithDType>(&mut self, logits: &[T]) {
+        self.logits.iter_mut().zip(logits).for_each(|(to, from)| *to = from.to_f64());
+    }
+
+    /// Chooses the experts with the highest selection scores, in descending order; of equal ones, the first.
+    fn select(&mut self, bias: Option<&[f32]>, experts: &mut [u32]) {
+        if self.spec.score == ScoreFunction::Softmax && self.spec.order == TopKOrder::TopKFirst {
+            self.selection.copy_from_slice(&self.logits);
+        } else {
+            self.spec.score.scores(&self.logits, &mut self.selection);
+        }
+        if let Some(bias) = bias {
+            self.selection.iter_mut().zip(bias).for_each(|(score, bias)| *score += f64::from(*bias));
+        }
+        let selection = &self.selection;
+        let chosen = match self.spec.groups {
+            None => self.top.of(self.spec.top_k, (0..).zip(selection.iter().copied())),
+            Some(limit) => {
+                let groups = selected_groups(selection, limit, &mut self.top);
+                let size = (selection.len() / limit.n_groups) as u32;
+                let candidates = groups.iter().flat_map(|group| group * size..(group + 1) * size);
+                self.top.of(self.spec.top_k, candidates.map(|expert| (expert, selection[expert as usize])))
+            }
+        };
+        experts.iter_mut().zip(chosen).for_each(|(expert, (chosen, _))| *expert = *chosen);
+    }
+
+    /// Computes the weights of chosen experts.
+    fn weigh(&mut self, experts: &[u32]) {
+        let score = self.spec.score;
+        let at = |values: &[f64], to: &mut [f64]| {
+            to.iter_mut().zip(experts).for_each(|(to, expert)| *to = values[*expert as usize]);
+        };
+        if is_local(self.spec) {
+            at(&self.logits, &mut self.chosen);
+            score.scores(&self.chosen, &mut self.chosen_scores);
+        } else {
+            score.scores(&self.logits, &mut self.scores);
+            at(&self.scores, &mut self.chosen_scores);
+        }
+        self.weights.copy_from_slice(&self.chosen_scores);
+        if self.spec.normalize {
+            self.divisor = normalize(&mut self.weights, score.epsilon());
+        }
+    }
+
+    /// Writes the gradient of the logits, after [`weigh`](Self::weigh).
+    fn backward<T: WithDType>(&mut self, experts: &[u32], d_weights: &[f32], d_logits: &mut [T]) {
+        let mut grads: Vec<f64> = d_weights.iter().map(|d| f64::from(*d) * self.spec.scaling).collect();
+        if self.spec.normalize {
+            normalize_backward(&self.weights, self.divisor, &mut grads);
+        }
+        if is_local(self.spec) {
+            self.spec.score.backward(&self.chosen, &self.chosen_scores, &mut grads);
+            experts.iter().zip(grads).for_each(|(expert, grad)| d_logits[*expert as usize] = T::from_f64(grad));
+            return;
+        }
+        let of_all = &mut self.selection;
+        of_all.fill(0.0);
+        experts.iter().zip(grads).for_each(|(expert, grad)| of_all[*expert as usize] = grad);
+        self.spec.score.backward(&self.logits, &self.scores, of_all);
+        d_logits.iter_mut().zip(of_all).for_each(|(out, grad)| *out = T::from_f64(*grad));
+    }
+}
+
+/// Returns true if weights depend on the logits of the chosen experts only.
+fn is_local(spec: &RouterSpec) -> bool {
+    spec.score != ScoreFunction::Softmax || spec.order == TopKOrder::TopKFirst
+}
+
+/// Returns the groups with the highest sums, in ascending order.
+fn selected_groups(selection: &[f64], limit: GroupLimit, top: &mut TopK) -> Vec<u32> {
+    let size = selection.len() / limit.n_groups;
+    let mut sum = |scores: &[f64]| -> f64 {
+        top.of(limit.n_scores_per_group, (0..).zip(scores.iter().copied())).iter().map(|(_, score)| score).sum()
+    };
+    let sums: Vec<f64> = selection.chunks_exact(size).map(&mut sum).collect();
+    let mut groups: Vec<u32> = top.of(limit.n_selected, (0..).zip(sums)).iter().map(|(group, _)| *group).collect();
+    groups.sort_unstable();
+    groups
+}
+
+/// Finder of the largest values, which keeps its buffer.
+#[derive(Default)]
+struct TopK(Vec<(u32, f64)>);
+
+impl TopK {
+    /// Returns the k largest of some values with their indices, in descending order; of equal ones, the earlier.
+    ///
+    /// NaN counts as the smallest value, so that there are always k.
+    fn of(&mut self, k: usize, values: impl Iterator<Item = (u32, f64)>) -> &[(u32, f64)] {
+        let best = &mut self.0;
+        best.clear();
+        for (index, value) in values {
+            let value = if value.is_nan() { f64::NEG_INFINITY } else { value };
+            if best.len() == k && value <= best[k - 1].1 {
+                continue;
+            }
+            best.truncate(k - 1);
+            let place = best.partition_point(|(_, other)| *other >= value);
+            best.insert(place, (index, value));
+        }
+        best
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn top(k: usize, values: &[f64]) -> Vec<u32> {
+        TopK::default().of(k, (0..).zip(values.iter().copied())).iter().map(|(index, _)| *index).collect()
+    }
+
+    #[test]
+    fn the_largest_come_first_and_equal_ones_in_order() {
+        assert_eq!(top(3, &[1.0, 5.0, 2.0, 5.0, 7.0]), [4, 1, 3]);
+        assert_eq!(top(2, &[3.0, 3.0, 3.0]), [0, 1]);
+        assert_eq!(top(4, &[0.0, 1.0, 0.0, 1.0]), [1, 3, 0, 2]);
+    }
+
+    #[test]
+    fn nan_is_chosen_last() {
+        assert_eq!(top(3, &[f64::NAN, -1.0, f64::NAN, 2.0]), [3, 1, 0]);
+    }
+}

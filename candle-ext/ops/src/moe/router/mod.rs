@@ -1,0 +1,118 @@
+//! Router of a mixture-of-experts layer: chooses k experts per token and their weights.
+//!
+//! t tokens, e experts, k experts per token
+
+mod cpu;
+pub(super) mod scores;
+mod spec;
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::assignment::ExpertAssignment;
+use crate::cost::{Cost, F32_BYTES};
+use crate::device::on_device;
+use crate::recording::record;
+use crate::replay::compute_or_replay;
+use crate::span::span;
+use crate::storage::host;
+pub use spec::{GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
+
+const OP: &str = "route";
+
+/// Experts of each token and their weights.
+#[derive(Clone, Debug)]
+pub struct Routing {
+    /// Weight of each slot, f32 [t, k], in the order of `assignment.experts`.
+    pub weights: Tensor,
+    /// Chosen experts, the highest selection score first.
+    pub assignment: ExpertAssignment,
+}
+
+/// Chooses experts for each row of logits, f32 or f64 [t, e].
+///
+/// The bias, f32 [e], is added to the scores for the choice only; it gets no gradient. Of equal scores, the expert with
+/// the lower index is chosen first. The weights are differentiable; scores are computed in f64 on the CPU.
+///
+/// The formulas are those of Megatron-LM's `topk_routing_with_score_function`. Backward saves logits and experts.
+///
+/// The second forward of a replayed block takes experts and weights of the first.
+pub fn route(logits: &Tensor, bias: Option<&Tensor>, spec: RouterSpec) -> Result<Routing> {
+    let _span = span(OP, "forward");
+    let n_experts = check_logits(OP, logits)?;
+    spec.check(n_experts)?;
+    check_bias(bias, n_experts)?;
+    let source = logits.contiguous()?;
+    let (weights, assignment) = compute_or_replay(OP, || {
+        let (weights, experts) = choose(&source, bias, &spec)?;
+        Ok((weights, ExpertAssignment::new(&experts, n_experts)?))
+    })?;
+    let (assignment, experts) = (assignment.as_ref().clone(), assignment.experts.clone());
+    let weights = record(OP, [logits.into()], weights, move |d_weights, _| {
+        Ok([Some(grad_logits(&source, &experts, d_weights, &spec)?)])
+    });
+    Ok(Routing { weights, assignment })
+}
+
+/// Returns the cost of `route` for `n_tokens` tokens: f32 logits are saved.
+pub fn route_cost(n_tokens: u64, n_experts: u64) -> Cost {
+    Cost { saved_bytes: n_tokens * n_experts * F32_BYTES, ..Cost::default() }
+}
+
+/// Returns weights f32 [t, k] and experts u32 [t, k].
+fn choose(logits: &Tensor, bias: Option<&Tensor>, spec: &RouterSpec) -> Result<(Tensor, Tensor)> {
+    on_device!(OP, logits, {
+        cpu => {
+            let bias = bias.map(Tensor::contiguous).transpose()?;
+            let bias = bias.as_ref().map(|bias| host(OP, bias)).transpose()?;
+            let bias = bias.as_ref().map(|bias| bias.slice::<f32>()).transpose()?;
+            let (t, e) = logits.dims2()?;
+            let host = host(OP, logits)?;
+            let routed = match logits.dtype() {
+                DType::F64 => cpu::route::<f64>(host.slice()?, bias, e, spec),
+                _ => cpu::route::<f32>(host.slice()?, bias, e, spec),
+            };
+            let shape = (t, spec.top_k);
+            let weights = Tensor::from_vec(routed.weights, shape, logits.device())?;
+            Ok((weights, Tensor::from_vec(routed.experts, shape, logits.device())?))
+        },
+        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+    })
+}
+
+fn grad_logits(logits: &Tensor, experts: &Tensor, d_weights: &Tensor, spec: &RouterSpec) -> Result<Tensor> {
+    on_device!(OP, logits, {
+        cpu => {
+            let e = logits.dims()[1];
+            let (source, experts, d_weights) = (host(OP, logits)?, host(OP, experts)?, host(OP, d_weights)?);
+            let (experts, d_weights) = (experts.slice()?, d_weights.slice()?);
+            match logits.dtype() {
+                DType::F64 => {
+                    let grad = cpu::backward::<f64>(source.slice()?, experts, d_weights, e, spec);
+                    Tensor::from_vec(grad, logits.shape(), logits.device())
+                }
+                _ => {
+                    let grad = cpu::backward::<f32>(source.slice()?, experts, d_weights, e, spec);
+                    Tensor::from_vec(grad, logits.shape(), logits.device())
+                }
+            }
+        },
+        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+    })
+}
+
+/// Fails unless the logits are f32 or f64 [t, e] with an expert. Returns e.
+pub(super) fn check_logits(op: &str, logits: &Tensor) -> Result<usize> {
+    match (logits.dtype(), logits.dims()) {
+        (DType::F32 | DType::F64, &[_, e]) if e > 0 => Ok(e),
+        (dtype, dims) => bail!("{op}: want f32 or f64 logits [t, e], got {dtype:?} {dims:?}"),
+    }
+}
+
+fn check_bias(bias: Option<&Tensor>, n_experts: usize) -> Result<()> {
+    match bias {
+        Some(bias) if bias.dtype() != DType::F32 || bias.dims() != [n_experts] => {
+            bail!("{OP}: want an f32 bias [{n_experts}], got {:?} {:?}", bias.dtype(), bias.dims())
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,94 @@
+//! Auxiliary losses of routers, as sums over tokens; the caller divides.
+//!
+//! t tokens, e experts
+
+mod cpu;
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::router::{ScoreFunction, check_logits};
+use crate::cost::{Cost, F32_BYTES};
+use crate::device::on_device;
+use crate::recording::record;
+use crate::span::span;
+use crate::storage::host;
+use cpu::{Balance, TokenLoss, ZLoss};
+
+/// Computes sum_e(counts_e * sum_t(p[t, e])), an f32 scalar, for logits [t, e] in f32 or f64.
+///
+/// p is the softmax of a token's logits, or its sigmoid-like scores divided by their sum. The counts, f32 [e], get no
+/// gradient: they count the tokens per expert of a top-k of p, without bias, groups or capacity.
+///
+/// Megatron-LM's loss (Switch Transformer, equation 4) is e / (k * t^2) times this sum.
+pub fn load_balancing_loss(logits: &Tensor, counts: &Tensor, score: ScoreFunction) -> Result<Tensor> {
+    const OP: &str = "load_balancing_loss";
+    let _span = span(OP, "forward");
+    let e = check_logits(OP, logits)?;
+    if counts.dtype() != DType::F32 || counts.dims() != [e] {
+        bail!("{OP}: want f32 counts [{e}], got {:?} {:?}", counts.dtype(), counts.dims())
+    }
+    let (source, counts) = (logits.contiguous()?, counts.contiguous()?);
+    let loss = on_device!(OP, source, {
+        cpu => with_counts(&counts, score, |balance| sum(OP, balance, &source))?,
+        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+    });
+    Ok(record(OP, [logits.into()], loss, move |dy, _| {
+        on_device!(OP, source, {
+            cpu => Ok([Some(with_counts(&counts, score, |balance| grad(OP, balance, &source, dy))?)]),
+            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        })
+    }))
+}
+
+/// Computes sum_t(logsumexp(logits_t)^2), an f32 scalar, for logits [t, e] in f32 or f64 (ST-MoE, equation 5).
+pub fn router_z_loss(logits: &Tensor) -> Result<Tensor> {
+    const OP: &str = "router_z_loss";
+    let _span = span(OP, "forward");
+    check_logits(OP, logits)?;
+    let source = logits.contiguous()?;
+    let loss = on_device!(OP, source, {
+        cpu => sum(OP, &ZLoss, &source)?,
+        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+    });
+    Ok(record(OP, [logits.into()], loss, move |dy, _| {
+        on_device!(OP, source, {
+            cpu => Ok([Some(grad(OP, &ZLoss, &source, dy)?)]),
+            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        })
+    }))
+}
+
+/// Returns the cost of either loss for `n_tokens` tokens, beyond the logits that the router saves: their gradient.
+pub fn router_loss_cost(n_tokens: u64, n_experts: u64) -> Cost {
+    Cost { scratch_bytes: n_tokens * n_experts * F32_BYTES, ..Cost::default() }
+}
+
+fn with_counts<T>(counts: &Tensor, score: ScoreFunction, f: impl FnOnce(&Balance<'_>) -> Result<T>) -> Result<T> {
+    let counts = host("load_balancing_loss", counts)?;
+    f(&Balance { counts: counts.slice()?, score })
+}
+
+fn sum(op: &str, loss: &impl TokenLoss, logits: &Tensor) -> Result<Tensor> {
+    let source = host(op, logits)?;
+    let e = logits.dims()[1];
+    let sum = match logits.dtype() {
+        DType::F64 => cpu::sum::<f64>(loss, source.slice()?, e),
+        _ => cpu::sum::<f32>(loss, source.slice()?, e),
+    };
+    Tensor::new(sum as f32, logits.device())
+}
+
+fn grad(op: &str, loss: &impl TokenLoss, logits: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    let source = host(op, logits)?;
+    let (e, upstream) = (logits.dims()[1], f64::from(dy.to_scalar::<f32>()?));
+    match logits.dtype() {
+        DType::F64 => {
+            let grad = cpu::backward::<f64>(loss, source.slice()?, e, upstream);
+            Tensor::from_vec(grad, logits.shape(), logits.device())
+        }
+        _ => {
+            let grad = cpu::backward::<f32>(loss, source.slice()?, e, upstream);
+            Tensor::from_vec(grad, logits.shape(), logits.device())
+        }
+    }
+}

@@ -1,0 +1,156 @@
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_ops::{ExpertAssignment, permute, permute_weights, unpermute};
+
+use super::{assignment, check_all_dtypes, devices, experts, to_u32s, u32s};
+use crate::cases::{Case, TestDevice, assert_error, check_each, randn, tape, values};
+
+const CASES: [(usize, usize, usize, Option<usize>); 6] = [
+    (37, 4, 9, None),
+    (5, 2, 3, Some(3)),
+    (1, 1, 2, None),
+    (1, 3, 4, Some(1)),
+    (200, 8, 64, Some(7)),
+    (300, 1, 5, None),
+];
+
+#[test]
+fn rows_are_sorted_by_expert_and_stay_in_the_order_of_slots() {
+    for test_device in devices() {
+        let chosen = u32s(&[2, 0, 0, u32::MAX, 2, 3]).reshape((3, 2)).unwrap();
+        test_device.run(|| {
+            let sorted = assignment(&chosen, 4, &test_device.device());
+            assert_eq!(to_u32s(&sorted.offsets), [0, 2, 2, 4, 5]);
+            assert_eq!(to_u32s(&sorted.order), [1, 2, 0, 4, 5, 3]);
+            assert_eq!(to_u32s(&sorted.rows), [2, 0, 1, 5, 3, 4]);
+            assert_eq!(values(&sorted.counts().unwrap()), [2.0, 0.0, 2.0, 1.0]);
+            let sizes = (sorted.n_tokens(), sorted.top_k(), sorted.n_rows(), sorted.n_experts());
+            assert_eq!(sizes, (3, 2, 6, 4));
+        });
+    }
+}
+
+#[test]
+fn every_assignment_equals_a_stable_sort() {
+    check_each(CASES, |(t, k, e, dropped)| {
+        let chosen = experts(t, k, e, dropped);
+        let keys = to_u32s(&chosen);
+        let mut order: Vec<u32> = (0..keys.len() as u32).collect();
+        order.sort_by_key(|slot| keys[*slot as usize]);
+        for test_device in devices() {
+            let sorted = test_device.run(|| assignment(&chosen, e, &test_device.device()));
+            assert_eq!(to_u32s(&sorted.order), order);
+            let rows = to_u32s(&sorted.rows);
+            assert!(order.iter().enumerate().all(|(row, slot)| rows[*slot as usize] == row as u32));
+            let below = |expert: u32| keys.iter().filter(|key| **key < expert).count() as u32;
+            assert_eq!(to_u32s(&sorted.offsets), (0..=e as u32).map(below).collect::<Vec<u32>>());
+        }
+    });
+}
+
+/// Returns 1 for each kept element and 0 for dropped ones, f64 [n, 1], in the order of rows or of slots.
+fn kept(experts: &Tensor, order: Option<&Tensor>) -> Tensor {
+    let kept = experts.flatten_all().unwrap().ne(u32::MAX).unwrap();
+    let kept = match order {
+        Some(order) => kept.index_select(order, 0).unwrap(),
+        None => kept,
+    };
+    kept.to_dtype(DType::F64).unwrap().unsqueeze(1).unwrap()
+}
+
+fn with_case(
+    (t, k, e, dropped): (usize, usize, usize, Option<usize>),
+    check: impl Fn(&Tensor, &ExpertAssignment, &dyn Fn(&Device) -> ExpertAssignment),
+) {
+    let chosen = experts(t, k, e, dropped);
+    check(&chosen, &assignment(&chosen, e, &Device::Cpu), &|device| assignment(&chosen, e, device));
+}
+
+#[test]
+fn permutation_equals_the_reference() {
+    for (case, d) in CASES.into_iter().flat_map(|case| [1, 24, 130].map(|d| (case, d))) {
+        with_case(case, |chosen, sorted, on| {
+            let tokens: Vec<u32> = to_u32s(&sorted.order).iter().map(|slot| slot / case.1 as u32).collect();
+            check_all_dtypes(&Case {
+                name: "permute",
+                inputs: vec![randn((case.0, d), 1)],
+                weights: vec![],
+                op: &|x, _| permute(&x[0], &on(x[0].device())),
+                reference: &|a| a[0].index_select(&u32s(&tokens), 0)?.broadcast_mul(&kept(chosen, Some(&sorted.order))),
+            });
+        });
+    }
+}
+
+#[test]
+fn the_inverse_equals_the_reference() {
+    for (case, d) in CASES.into_iter().flat_map(|case| [1, 24, 130].map(|d| (case, d))) {
+        with_case(case, |chosen, sorted, on| {
+            check_all_dtypes(&Case {
+                name: "unpermute",
+                inputs: vec![randn((case.0 * case.1, d), 1)],
+                weights: vec![],
+                op: &|y, _| unpermute(&y[0], &on(y[0].device())),
+                reference: &|a| {
+                    let slots = a[0].index_select(&sorted.rows, 0)?.broadcast_mul(&kept(chosen, None))?;
+                    slots.reshape((case.0, case.1, d))?.sum(1)
+                },
+            });
+        });
+    }
+}
+
+#[test]
+fn weights_equal_the_reference() {
+    check_each(CASES, |case| {
+        with_case(case, |chosen, sorted, on| {
+            Case {
+                name: "permute_weights",
+                inputs: vec![randn((case.0, case.1), 1)],
+                weights: vec![],
+                op: &|w, _| permute_weights(&w[0], &on(w[0].device())),
+                reference: &|a| {
+                    let rows = a[0].flatten_all()?.index_select(&sorted.order, 0)?;
+                    rows.mul(&kept(chosen, Some(&sorted.order)).squeeze(1)?)
+                },
+            }
+            .check_on(&devices(), DType::F32);
+        });
+    });
+}
+
+#[test]
+fn no_tokens_give_no_rows() {
+    let none = assignment(&Tensor::zeros((0, 2), DType::U32, &Device::Cpu).unwrap(), 3, &Device::Cpu);
+    assert_eq!(to_u32s(&none.offsets), [0; 4]);
+    let x = randn((0, 4), 1);
+    let tape = tape(std::slice::from_ref(&x), || unpermute(&permute(&x, &none)?, &none));
+    let y = tape.output().clone();
+    assert_eq!(y.dims(), [0, 4]);
+    assert_eq!(tape.backward(&y).unwrap().get(&x).unwrap().dims(), [0, 4]);
+}
+
+/// Sums that round in any other order would differ.
+#[test]
+fn sums_are_in_the_order_of_slots_and_rounded_once() {
+    let chosen = u32s(&[2, 0, 1]).reshape((1, 3)).unwrap();
+    let y = Tensor::new(&[[-1e8f32], [1.0], [1e8]], &Device::Cpu).unwrap();
+    let sum = |test_device: &TestDevice| -> Result<Tensor> {
+        unpermute(&test_device.put(&y), &assignment(&chosen, 3, &test_device.device()))
+    };
+    for test_device in devices() {
+        // Slots give rows 2, 0 and 1: (1e8 - 1e8) + 1.
+        assert_eq!(values(&test_device.run(|| sum(&test_device)).unwrap()), [1.0]);
+    }
+}
+
+#[test]
+fn wrong_shapes_and_experts_are_named() {
+    let chosen = u32s(&[2, 0, 1, 1]).reshape((2, 2)).unwrap();
+    assert_error(ExpertAssignment::new(&chosen, 2), "slot 0 has expert 2, but there are 2");
+    assert_error(ExpertAssignment::new(&u32s(&[1]), 2), "want u32 experts [t, k]");
+    assert_error(ExpertAssignment::new(&randn((2, 2), 1), 2), "got F32 [2, 2]");
+    let sorted = assignment(&chosen, 3, &Device::Cpu);
+    assert_error(permute(&randn((3, 5), 1), &sorted), "permute: want an input [2, d]");
+    assert_error(unpermute(&randn((2, 5), 1), &sorted), "unpermute: want an input [4, d]");
+    assert_error(permute_weights(&randn((2, 3), 1), &sorted), "want f32 weights [2, 2], got F32 [2, 3]");
+}

@@ -1,0 +1,127 @@
+//! Weights, losses and gradients of Megatron-LM and transformers, written by `tests/reference/moe_router.py`.
+
+use std::sync::LazyLock;
+
+use candle_core::{Device, Tensor};
+use candlewick_ops::{
+    GroupLimit, RouterSpec, ScoreFunction, Tape, TopKOrder, load_balancing_loss, route, router_z_loss, scale,
+};
+use serde_json::Value;
+
+use super::{devices, to_u32s};
+use crate::cases::{assert_close, check_each, tape, values};
+
+static FIXTURE: LazyLock<Value> =
+    LazyLock::new(|| serde_json::from_str(include_str!("../../fixtures/moe_router.json")).unwrap());
+
+fn floats(value: &Value) -> Vec<f32> {
+    match value {
+        Value::Array(all) => all.iter().flat_map(floats).collect(),
+        number => vec![number.as_f64().unwrap() as f32],
+    }
+}
+
+fn matrix(value: &Value) -> Tensor {
+    let rows = value.as_array().unwrap().len();
+    let all = floats(value);
+    let columns = all.len() / rows;
+    Tensor::from_vec(all, (rows, columns), &Device::Cpu).unwrap()
+}
+
+fn vector(value: &Value) -> Tensor {
+    Tensor::new(floats(value), &Device::Cpu).unwrap()
+}
+
+fn score(value: &Value) -> ScoreFunction {
+    match value.as_str().unwrap() {
+        "softmax" => ScoreFunction::Softmax,
+        "sigmoid" => ScoreFunction::Sigmoid,
+        other => panic!("unknown score function {other}"),
+    }
+}
+
+fn spec(settings: &Value) -> RouterSpec {
+    let number = |value: &Value| value.as_u64().unwrap() as usize;
+    let limit = |groups: &Value| GroupLimit {
+        n_groups: number(&groups["n_groups"]),
+        n_selected: number(&groups["n_selected"]),
+        n_scores_per_group: number(&groups["n_scores_per_group"]),
+    };
+    RouterSpec {
+        top_k: number(&settings["top_k"]),
+        score: score(&settings["score"]),
+        order: if settings["order"] == "score_first" { TopKOrder::ScoreFirst } else { TopKOrder::TopKFirst },
+        normalize: settings["normalize"].as_bool().unwrap(),
+        groups: Some(&settings["groups"]).filter(|groups| !groups.is_null()).map(limit),
+        scaling: settings["scaling"].as_f64().unwrap(),
+    }
+}
+
+#[test]
+fn routing_equals_megatron_and_transformers() {
+    let (logits, upstream) = (matrix(&FIXTURE["logits"]), matrix(&FIXTURE["upstream"]));
+    let (t, e) = logits.dims2().unwrap();
+    let cases = FIXTURE["cases"].as_array().unwrap();
+    assert_eq!(cases.len(), 12);
+    check_each(cases.iter().flat_map(|case| devices().into_iter().map(move |d| (case, d))), |(case, test_device)| {
+        let name = case["name"].as_str().unwrap();
+        let spec = spec(&case["settings"]);
+        let bias = case["settings"]["bias"].as_bool().unwrap().then(|| test_device.put(&vector(&FIXTURE["bias"])));
+        let logits = test_device.put(&logits);
+        let (weights, experts, tape) = test_device.run(|| {
+            let mut experts = None;
+            let tape = tape(std::slice::from_ref(&logits), || {
+                let routing = route(&logits, bias.as_ref(), spec)?;
+                experts = Some(routing.assignment.experts);
+                Ok(routing.weights)
+            });
+            (values(tape.output()), to_u32s(&experts.unwrap()), tape)
+        });
+        let (mut dense, mut of_slots) = (vec![0.0; t * e], Vec::new());
+        let upstream = values(&upstream);
+        for (slot, (expert, weight)) in experts.iter().zip(weights).enumerate() {
+            let at = slot / spec.top_k * e + *expert as usize;
+            dense[at] = weight;
+            of_slots.push(upstream[at] as f32);
+        }
+        let dense = Tensor::from_vec(dense, (t, e), &Device::Cpu).unwrap();
+        assert_close(name, &dense, &matrix(&case["weights"]), 1e-6);
+        let upstream = Tensor::from_vec(of_slots, (t, spec.top_k), &Device::Cpu).unwrap();
+        let grads = test_device.run(|| tape.backward(&test_device.put(&upstream))).unwrap();
+        assert_close(name, grads.get(&logits).unwrap(), &matrix(&case["grad"]), 2e-6);
+    });
+}
+
+/// Compares a loss, times `factor`, and its gradient.
+fn check_loss(tape: impl Fn(&Tensor) -> Tape, want: &Value) {
+    for test_device in devices() {
+        let logits = test_device.put(&matrix(&FIXTURE["logits"]));
+        test_device.run(|| {
+            let tape = tape(&logits);
+            let value = Tensor::new(want["value"].as_f64().unwrap(), &Device::Cpu).unwrap();
+            assert_close("loss", tape.output(), &value, 1e-6);
+            let one = test_device.put(&Tensor::new(1f32, &Device::Cpu).unwrap());
+            let grad = tape.backward(&one).unwrap().remove(&logits).unwrap();
+            assert_close("gradient", &grad, &matrix(&want["grad"]), 2e-6);
+        });
+    }
+}
+
+fn scaled(logits: &Tensor, factor: f64, loss: impl FnOnce() -> candle_core::Result<Tensor>) -> Tape {
+    tape(std::slice::from_ref(logits), || scale(&loss()?, factor, candle_core::DType::F32))
+}
+
+#[test]
+fn losses_equal_those_of_megatron() {
+    let t = FIXTURE["logits"].as_array().unwrap().len() as f64;
+    for want in FIXTURE["load_balancing"].as_array().unwrap() {
+        let counts = vector(&want["counts"]);
+        let factor = counts.elem_count() as f64 / (want["top_k"].as_f64().unwrap() * t * t);
+        let loss = |logits: &Tensor| {
+            let counts = counts.to_device(logits.device())?;
+            load_balancing_loss(logits, &counts, score(&want["score"]))
+        };
+        check_loss(|logits| scaled(logits, factor, || loss(logits)), want);
+    }
+    check_loss(|logits| scaled(logits, 1.0 / t, || router_z_loss(logits)), &FIXTURE["z_loss"]);
+}

@@ -1,0 +1,128 @@
+"""Routes random logits with Megatron-LM and transformers, for candle-ext/ops/tests/it/moe/router_fixture.rs.
+
+    pip install torch==2.15.0 transformers==5.23.0 && pip install --no-deps megatron-core==0.16.1
+    python tests/reference/moe_router.py
+
+Each case has its settings, the weights as a dense [t, e] matrix (0 for experts that were not chosen), and the gradient
+of the logits for the upstream gradient `upstream` of that matrix. Losses have their value and gradient.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from megatron.core.transformer.moe import moe_utils
+from transformers import DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+OUT = Path(__file__).resolve().parents[2] / "candle-ext" / "ops" / "tests" / "fixtures" / "moe_router.json"
+T, E = 7, 16
+
+torch.manual_seed(0)
+LOGITS = (torch.randn(T, E) * 2).float()
+BIAS = (torch.randn(E) * 0.2).float()
+UPSTREAM = torch.randn(T, E).float()
+IDENTITY = torch.eye(E)
+
+
+def settings(top_k, score, **changes):
+    return dict(top_k=top_k, score=score, order="score_first", normalize=False, groups=None, scaling=1.0, bias=False) | changes
+
+
+def dense(logits, weights, experts):
+    return torch.zeros_like(logits).scatter(1, experts, weights)
+
+
+def case(name, spec, route):
+    logits = LOGITS.clone().requires_grad_()
+    probs = route(logits)
+    (probs * UPSTREAM).sum().backward()
+    return dict(name=name, settings=spec, weights=probs.tolist(), grad=logits.grad.tolist())
+
+
+def megatron(top_k, score="softmax", pre_softmax=False, groups=None, scaling=None, bias=False):
+    # Megatron-LM sums the top (k / selected groups) scores of a group.
+    limit = groups and dict(n_groups=groups[0], n_selected=groups[1], n_scores_per_group=top_k // groups[1])
+    order = "score_first" if pre_softmax or score != "softmax" else "top_k_first"
+    spec = settings(top_k, score, order=order, normalize=score != "softmax" and top_k > 1, groups=limit,
+                    scaling=scaling or 1.0, bias=bias)
+    n_groups, n_selected = groups or (None, None)
+    route = lambda logits: moe_utils.topk_routing_with_score_function(
+        logits, top_k, use_pre_softmax=pre_softmax, num_groups=n_groups, group_topk=n_selected,
+        scaling_factor=scaling, score_function=score, expert_bias=BIAS if bias else None)[0]
+    return case(f"megatron {spec}", spec, route)
+
+
+def of_router(name, spec, router):
+    # Identity weights make the router's input its logits.
+    router.weight.data = IDENTITY.clone()
+
+    def route(logits):
+        outputs = router(logits)
+        return dense(logits, outputs[1], outputs[2])
+
+    return case(name, spec, route)
+
+
+def deepseek_v3():
+    config = DeepseekV3Config(hidden_size=E, n_routed_experts=E, num_local_experts=E, num_experts_per_tok=4, n_group=4,
+                              topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5)
+    router = DeepseekV3TopkRouter(config)
+    router.e_score_correction_bias.copy_(BIAS)
+    limit = dict(n_groups=4, n_selected=2, n_scores_per_group=2)
+    spec = settings(4, "sigmoid", normalize=True, groups=limit, scaling=2.5, bias=True)
+    return of_router("transformers deepseek_v3", spec, router)
+
+
+def qwen3_moe():
+    router = Qwen3MoeTopKRouter(Qwen3MoeConfig(hidden_size=E, num_experts=E, num_experts_per_tok=4, norm_topk_prob=True))
+    return of_router("transformers qwen3_moe", settings(4, "softmax", normalize=True), router)
+
+
+def gpt_oss():
+    router = GptOssTopKRouter(GptOssConfig(hidden_size=E, num_local_experts=E, num_experts_per_tok=3))
+    return of_router("transformers gpt_oss", settings(3, "softmax", order="top_k_first"), router)
+
+
+def loss(compute):
+    logits = LOGITS.clone().requires_grad_()
+    value = compute(logits)
+    value.backward()
+    return dict(value=value.item(), grad=logits.grad.tolist())
+
+
+def balance(score, top_k):
+    counts = moe_utils.compute_routing_scores_for_aux_loss(LOGITS, top_k, score)[0].sum(0)
+
+    def compute(logits):
+        probs = moe_utils.compute_routing_scores_for_aux_loss(logits, top_k, score)[1]
+        return moe_utils.switch_load_balancing_loss_func(probs, counts, T, top_k, E, 1.0)
+
+    return dict(score=score, top_k=top_k, counts=counts.tolist()) | loss(compute)
+
+
+def capacity(policy, factor, top_k=4):
+    probs, chosen = moe_utils.topk_routing_with_score_function(LOGITS, top_k)
+    kept = moe_utils.apply_router_token_dropping(probs, chosen, top_k, factor, policy)[1]
+    return dict(policy=policy, factor=factor, top_k=top_k, kept=kept.int().tolist())
+
+
+found = dict(
+    logits=LOGITS.tolist(), bias=BIAS.tolist(), upstream=UPSTREAM.tolist(),
+    cases=[
+        megatron(4), megatron(1, pre_softmax=True), megatron(4, pre_softmax=True, scaling=2.0),
+        megatron(4, groups=(4, 2)), megatron(4, pre_softmax=True, groups=(8, 4)),
+        megatron(1, "sigmoid"), megatron(4, "sigmoid"), megatron(4, "sigmoid", bias=True, scaling=2.5),
+        megatron(4, "sigmoid", groups=(4, 2), bias=True),
+        deepseek_v3(), qwen3_moe(), gpt_oss(),
+    ],
+    load_balancing=[balance("softmax", 1), balance("softmax", 4), balance("sigmoid", 4)],
+    z_loss=loss(lambda logits: moe_utils.z_loss_func(logits, 1.0)),
+    sinkhorn=moe_utils.sinkhorn(LOGITS).tolist(),
+    capacity=[capacity("probs", 1.0), capacity("probs", 0.5), capacity("probs", 8.0)],
+    padded=[moe_utils.pad_routing_map(moe_utils.topk_routing_with_score_function(LOGITS, 4)[1].int(), 3).tolist()],
+)
+OUT.parent.mkdir(exist_ok=True)
+OUT.write_text(json.dumps(found) + "\n")
