@@ -4,7 +4,7 @@
 //! size of an expert
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_ops::{self as ops, GroupedRows, OutputDtype, RouterSpec, Routing, Weight};
+use candlewick_ops::{self as ops, TokenCount, OutputDtype, RouterSpec, Routing, Weight};
 
 use crate::block::{ForwardContext, SwiGlu};
 use crate::{Linear, MoeSpec, SharedExpertSpec};
@@ -48,7 +48,7 @@ impl Moe {
     /// Builds the layer from the parameters that `get` returns by name.
     pub(crate) fn build(spec: &MoeSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
         Ok(Self {
-            router: spec.router.clone(),
+            router: spec.router,
             router_weight: get(&spec.router_weight.weight_name())?,
             expert_bias: spec.expert_bias.then(|| get(&spec.expert_bias_name())).transpose()?,
             experts: Experts { gate_up: get(&spec.gate_up.name)?, down: get(&spec.down.name)? },
@@ -71,7 +71,7 @@ impl Moe {
     fn route(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Routing> {
         let logits_te = ops::linear(x_td, &self.router_weight, None, OutputDtype::F32)?;
         let bias = self.expert_bias.as_ref().map(|bias| bias.value()?.to_dtype(DType::F32)).transpose()?;
-        let routing = ops::route(&logits_te, bias.as_ref(), &self.router)?;
+        let routing = ops::route(&logits_te, bias.as_ref(), self.router)?;
         context
             .router_losses
             .iter()
@@ -86,18 +86,18 @@ impl ExpertCall<'_> {
         let assignment = &self.routing.assignment;
         let rows_nd = ops::permute(self.x, assignment)?;
         let weights_n = ops::permute_weights(&self.routing.weights, assignment)?;
-        let rows = if self.x.dim(0)? == 1 { GroupedRows::OneToken } else { GroupedRows::ManyTokens };
-        ops::unpermute(&self.experts.forward(&rows_nd, &weights_n, assignment.offsets(), rows)?, assignment)
+        let tokens = TokenCount::of(self.x.dim(0)?);
+        ops::unpermute(&self.experts.forward(&rows_nd, &weights_n, &assignment.offsets, tokens)?, assignment)
     }
 }
 
 impl Experts {
     /// Computes [n, d] -> [n, d]. `rows_nd` are sorted by expert, `offsets` u32 [e + 1] are the first rows of the experts,
     /// and `weights_n` f32 [n] multiply the outputs.
-    pub fn forward(&self, rows_nd: &Tensor, weights_n: &Tensor, offsets: &Tensor, rows: GroupedRows) -> Result<Tensor> {
-        let gate_up_n2f = ops::grouped_linear(rows_nd, &self.gate_up, offsets, rows)?;
+    pub fn forward(&self, rows_nd: &Tensor, weights_n: &Tensor, offsets: &Tensor, tokens: TokenCount) -> Result<Tensor> {
+        let gate_up_n2f = ops::grouped_linear(rows_nd, &self.gate_up, offsets, tokens)?;
         let gated_nf = ops::weighted_swiglu(&gate_up_n2f, weights_n)?;
-        ops::grouped_linear(&gated_nf, &self.down, offsets, rows)
+        ops::grouped_linear(&gated_nf, &self.down, offsets, tokens)
     }
 }
 

@@ -81,7 +81,7 @@ impl Config {
         MoeSpec {
             n_experts: moe.n_experts,
             expert_size: moe.expert_size,
-            router: moe.router.clone(),
+            router: moe.router,
             router_weight: LinearSpec::new(format!("{module}.gate"), [experts, embed], false),
             expert_bias: moe.expert_bias,
             gate_up: matrix("gate_up_proj", 2 * moe.expert_size, embed),

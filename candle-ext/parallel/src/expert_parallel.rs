@@ -12,7 +12,7 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor, bail};
 use candlewick_comm::{Collective, Reduce};
 use candlewick_model::{AttentionCall, ExpertCall, ParallelOps};
-use candlewick_ops::{self as ops, ColumnShard, ExpertAssignment, GroupedRows, Weight, record, to_host};
+use candlewick_ops::{self as ops, ColumnShard, ExpertAssignment, TokenCount, Weight, record, to_host};
 
 /// Expert parallel groups of a rank.
 #[derive(Clone)]
@@ -46,8 +46,8 @@ impl ExpertParallel {
         let computed_md = call.experts.forward(
             &ops::permute(&received_md, &by_expert)?,
             &ops::permute_weights(&weights_m1, &by_expert)?,
-            by_expert.offsets(),
-            GroupedRows::ManyTokens,
+            &by_expert.offsets,
+            TokenCount::Many,
         )?;
         let returned_nd = self.combine(&ops::unpermute(&computed_md, &by_expert)?, &counts)?;
         ops::unpermute(&returned_nd, assignment)
@@ -101,7 +101,7 @@ impl RowCounts {
     /// Returns the received rows' assignment to the `n_local` experts of this rank.
     fn assignment(&self, n_local: usize, like: &Tensor) -> Result<ExpertAssignment> {
         let experts = Tensor::from_slice(&self.experts, (self.experts.len(), 1), like.device())?;
-        ExpertAssignment::new(experts, n_local)
+        ExpertAssignment::new(&experts, n_local)
     }
 }
 

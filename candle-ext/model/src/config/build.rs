@@ -37,7 +37,7 @@ pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
         o_bias: bias(keys, family_spec.o_bias)?,
         mlp_bias: bias(keys, family_spec.mlp_bias)?,
         qk_norm: family_spec.qk_norm,
-        moe: family_spec.moe.map(|family| moe::moe(keys, raw, family, n_layers)).transpose()?,
+        moe: family_spec.moe.map(|family| moe::moe(keys, raw, family, n_layers)).transpose()?.flatten(),
         windows: windows(keys, raw, family_spec.window, n_layers)?,
         bos_id: keys.ids("bos_token_id")?.and_then(|ids| ids.first().copied()).or(family_spec.bos_id),
         eos_ids: keys.ids("eos_token_id")?.unwrap_or_else(|| family_spec.eos_id.into_iter().collect()),

@@ -8,6 +8,9 @@ use super::json::Keys;
 use crate::ModelError;
 use crate::family::{MoeFamily, MoeLayers, SharedExpertFamily, TopKNormalization};
 
+/// Names of the number of experts in config.json.
+const EXPERTS_KEYS: [&str; 3] = ["num_local_experts", "num_experts", "n_routed_experts"];
+
 /// Maximum number of experts of a layer.
 const MAX_EXPERTS: usize = 512;
 
@@ -39,15 +42,23 @@ pub struct SharedExpertConfig {
     pub gated: bool,
 }
 
-/// Reads the mixture-of-experts keys of a family.
+/// Reads the mixture-of-experts keys of a family. Zero experts make a dense model, the dense twin of a comparison.
 pub(super) fn moe(
     keys: Keys,
     raw: &Map<String, Value>,
     family: &MoeFamily,
     n_layers: usize,
-) -> Result<MoeConfig, ModelError> {
+) -> Result<Option<MoeConfig>, ModelError> {
     let (experts_key, default) = family.n_experts;
-    let n_experts = size(keys, experts_key, default, MAX_EXPERTS)?;
+    // transformers renames the key between its versions.
+    let experts_key = [experts_key].into_iter().chain(EXPERTS_KEYS).find(|key| keys.get(key).is_some());
+    let n_experts = experts_key.map_or(Ok(default), |key| match keys.count(key)? {
+        Some(0) => Ok(0),
+        _ => size(keys, key, default, MAX_EXPERTS),
+    })?;
+    if n_experts == 0 {
+        return Ok(None);
+    }
     let (size_key, default) = family.expert_size;
     let expert_size = size(keys, size_key, default, MAX_SIZE)?;
     let top_k = size(keys, "num_experts_per_tok", family.top_k, n_experts)?;
@@ -58,7 +69,7 @@ pub(super) fn moe(
     let scaling = if family.has_groups { keys.number("routed_scaling_factor")?.unwrap_or(1.0) } else { 1.0 };
     let groups = if family.has_groups { groups(keys, n_experts, top_k)? } else { None };
     refuse_unsupported(keys)?;
-    Ok(MoeConfig {
+    Ok(Some(MoeConfig {
         n_experts,
         expert_size,
         router: RouterSpec {
@@ -73,7 +84,7 @@ pub(super) fn moe(
         shared_expert: shared_expert(keys, family, expert_size)?,
         aux_loss_coefficient: keys.number("router_aux_loss_coef")?.unwrap_or(family.aux_loss_coefficient),
         layers: layers(keys, raw, family.layers, n_layers)?,
-    })
+    }))
 }
 
 /// Reads the group limit of the selection: DeepSeek-V3 scores a group by its two best experts.
