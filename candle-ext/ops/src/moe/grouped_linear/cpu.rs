@@ -6,13 +6,13 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::tasks::{Division, Task, run_largest_first};
+use super::tasks::{Division, MAX_ROWS, Task, run_largest_first};
 use crate::floats::{Floats, FloatsMut, first_of};
 use crate::gemm::{Accumulate, Mat, MatMut, gemm_by_rows};
 use crate::weight_matmul::{self, Dims, WeightOperand};
 
 /// Rows of x and dy per f32 copy in the weight gradient.
-const BLOCK_ROWS: usize = 1024;
+const BLOCK_ROWS: usize = MAX_ROWS;
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = const { RefCell::new(Scratch::EMPTY) };
