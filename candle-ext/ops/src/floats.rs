@@ -244,7 +244,7 @@ impl From<FloatBuf> for Storage {
 }
 
 /// Returns the first `len` elements of a buffer, which grows if needed.
-fn first_of(scratch: &mut Vec<f32>, len: usize) -> &mut [f32] {
+pub(crate) fn first_of(scratch: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if scratch.len() < len {
         scratch.resize(len, 0.0);
     }

@@ -86,7 +86,7 @@ pub use linear_cross_entropy::{
     vocab_parallel_cross_entropy,
 };
 pub use moe::assignment::{DROPPED, ExpertAssignment};
-pub use moe::grouped_linear::{TokenCount, grouped_linear};
+pub use moe::grouped_linear::{GroupedLinearCost, TokenCount, grouped_linear};
 pub use moe::permute::{permute, permute_cost, permute_weights, unpermute};
 pub use moe::router::{GroupLimit, RouterSpec, Routing, ScoreFunction, TopKOrder, route, route_cost};
 pub use moe::router_loss::{load_balancing_loss, router_loss_cost, router_z_loss};

@@ -7,8 +7,8 @@ use std::rc::Rc;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
     AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, CuSeqlens, Dropout, GradPolicy,
-    GradScaler, GradSink, LossGrad, OutputDtype, Reduction, Tape, Weight, adamw, add, add_rms_norm, attention,
-    copy_into, dropout, embedding, linear, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares,
+    GradScaler, GradSink, LossGrad, OutputDtype, Reduction, Tape, TokenCount, Weight, adamw, add, add_rms_norm, attention,
+    copy_into, dropout, embedding, grouped_linear, linear, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares,
     swiglu_joined, zero_,
 };
 use rand::rngs::StdRng;
@@ -109,6 +109,7 @@ fn of_model(model: &Model, t: usize, len: usize) -> Vec<Case> {
     cases.extend(linears(t, d, hq * k));
     cases.extend(linears(t, d, f));
     cases.extend(linears(t, f, d));
+    cases.extend(grouped_linears(2 * t, d, d / 2, 64));
     // Chunks of few tokens, as on a CPU, and of many.
     cases.push(head(t, model, (64 << 20) / (4 * v)));
     cases.push(head(t, model, t));
@@ -232,6 +233,31 @@ fn linears(t: usize, k: usize, n: usize) -> Vec<Case> {
         Ok(Graph::new([], move |_| product(&x, &w)))
     });
     vec![forward, Case { op: "linear dx", ..grad_x }, grad_w]
+}
+
+/// Cases of [`linears`] with t rows in e skewed groups, each with a weight of its own.
+fn grouped_linears(t: usize, k: usize, n: usize, e: usize) -> Vec<Case> {
+    let (x, w, y) = ((t * k) as f64, (e * n * k) as f64, (t * n) as f64);
+    let cost = |bytes| Cost { bytes, flops: 2.0 * x * n as f64 };
+    let shape = || vec![("t", t), ("k", k), ("n", n), ("e", e)];
+    let offsets = move |device: &Device| Tensor::new(skewed_offsets(t, e), device);
+    let product = |x: &Tensor, w: &Weight, offsets: &Tensor| grouped_linear(x, w, offsets, TokenCount::Many);
+    let [forward, grad_x] = both("grouped_linear", shape(), [cost(BF16 * (x + w + y)); 2], move |device| {
+        let (w, offsets) = (Weight::frozen(randn((e * n, k), device)?), offsets(device)?);
+        Ok(Graph::new([randn((t, k), device)?], move |x| product(&x[0], &w, &offsets)))
+    });
+    let cost_w = cost(BF16 * (x + y) + 2.0 * F32 * w);
+    let [_, grad_w] = both("grouped_linear dw", shape(), [cost_w; 2], move |device| {
+        let (x, w, offsets) = (randn((t, k), device)?, trainable(&[e * n, k], device)?, offsets(device)?);
+        Ok(Graph::new([], move |_| product(&x, &w, &offsets)))
+    });
+    vec![forward, Case { op: "grouped_linear dx", ..grad_x }, grad_w]
+}
+
+/// Returns offsets of e groups of t rows, where group i has about as many rows as 1 / (i + 8) of them.
+fn skewed_offsets(t: usize, e: usize) -> Vec<u32> {
+    let weight = |n: usize| (0..n).map(|i| 1.0 / (i + 8) as f64).sum::<f64>();
+    (0..=e).map(|i| (t as f64 * weight(i) / weight(e)).round() as u32).collect()
 }
 
 /// Case of the loss with both gradients: three matmuls over x, dx, w, and dw in f32.

@@ -4,10 +4,13 @@ use std::process::Command;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, GradSink, LossGrad, OutputDtype, Reduction, SavedOutputs,
-    Tape, Weight, attention, linear, linear_cross_entropy, rms_norm, swiglu, swiglu_joined, tiled,
+    AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, GradSink, LossGrad, OutputDtype, Reduction, RouterSpec,
+    SavedOutputs, Tape, TokenCount, Weight, attention, grouped_linear, linear, linear_cross_entropy, permute,
+    permute_weights, rms_norm, route, swiglu, swiglu_joined, tiled, unpermute, weighted_swiglu,
 };
 use peak_alloc::PeakAlloc;
+
+use crate::moe::router::SPEC;
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
@@ -222,4 +225,33 @@ fn tapes_do_not_hold_recomputable_activations() {
     let (product, normed) = (held(&[&gate, &up], product), held(&[&x], normed));
     assert!(product < MIB / 2, "{product}");
     assert!(normed < MIB * 3 / 8, "{normed}");
+}
+
+/// Granularity: k experts of width f per token. With k * f fixed, so is what a layer holds.
+#[test]
+fn a_layer_of_experts_holds_gate_and_up_for_any_granularity() {
+    if passed_in_own_process("a_layer_of_experts_holds_gate_and_up_for_any_granularity") {
+        return;
+    }
+    let (t, d, e) = (1024, 64, 8);
+    let trainable =
+        |value: Tensor| Weight::trainable(value.clone(), GradSink::new(value.zeros_like().unwrap()).unwrap());
+    let (x, logits) = (zeros((t, d), DType::F32), zeros((t, e), DType::F32));
+    let of = |k: usize, f: usize| {
+        let gate_up = trainable(zeros((e * 2 * f, d), DType::F32));
+        let down = trainable(zeros((e * d, f), DType::F32));
+        held(&[&x, &logits], || {
+            let routing = route(&logits, None, RouterSpec { top_k: k, ..SPEC })?;
+            let assignment = &routing.assignment;
+            let rows = permute(&x, assignment)?;
+            let hidden = grouped_linear(&rows, &gate_up, &assignment.offsets, TokenCount::Many)?;
+            let hidden = weighted_swiglu(&hidden, &permute_weights(&routing.weights, assignment)?)?;
+            unpermute(&grouped_linear(&hidden, &down, &assignment.offsets, TokenCount::Many)?, assignment)
+        })
+    };
+    // Gate and up are 4 MiB, the output 0.25 MiB. The rows of x would be 0.5 or 2 MiB, those of y as much.
+    for (k, f) in [(2, 256), (8, 64)] {
+        let held = of(k, f);
+        assert!((4 * MIB + MIB / 4..4 * MIB + MIB / 2).contains(&held), "{k}: {held}");
+    }
 }

@@ -6,13 +6,13 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::tasks::{Division, Task, run_largest_first};
-use crate::floats::{Floats, FloatsMut};
+use super::tasks::{Division, MAX_ROWS, Task, run_largest_first};
+use crate::floats::{Floats, FloatsMut, first_of};
 use crate::gemm::{Accumulate, Mat, MatMut, gemm_by_rows};
 use crate::weight_matmul::{self, Dims, WeightOperand};
 
 /// Rows of x and dy per f32 copy in the weight gradient.
-const BLOCK_ROWS: usize = 1024;
+const BLOCK_ROWS: usize = MAX_ROWS;
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = const { RefCell::new(Scratch::EMPTY) };
@@ -85,7 +85,7 @@ fn multiply(x: Floats<'_>, w: WeightOperand<'_>, y: Output<'_>, dims: Dims) {
         let height = w.panel_rows(n, k).max(1);
         for start in (0..n).step_by(height) {
             let end = (start + height).min(n);
-            let w = Mat::new(w.rows(start..end, k).widened_here(end - start, k, weights), end - start, k);
+            let w = Mat::new(w.rows(start..end, k).copied(end - start, k, weights), end - start, k);
             gemm_by_rows(MatMut::with_stride(&mut y[start..], t, end - start, n), Accumulate::Overwrite, x, w.t());
         }
     });
@@ -100,8 +100,7 @@ fn write_whole(y: Output<'_>, n: usize, scratch: &mut Vec<f32>, compute: impl Fn
         Output::Columns(parts) => parts,
     };
     let len = parts.iter().map(FloatsMut::len).sum::<usize>();
-    scratch.resize(scratch.len().max(len), 0.0);
-    compute(&mut scratch[..len]);
+    compute(first_of(scratch, len));
     if let [y] = parts.as_mut_slice() {
         return y.write(0, &scratch[..len]);
     }
@@ -141,7 +140,7 @@ fn multiply_transposed(dy: Floats<'_>, w: WeightOperand<'_>, dx: FloatsMut<'_>, 
         for start in (0..n).step_by(height) {
             let end = (start + height).min(n);
             let accumulate = if start == 0 { Accumulate::Overwrite } else { Accumulate::Add };
-            let w = Mat::new(w.rows(start..end, k).widened_here(end - start, k, weights), end - start, k);
+            let w = Mat::new(w.rows(start..end, k).copied(end - start, k, weights), end - start, k);
             let dy = Mat::with_stride(&dy[start..], t, end - start, n);
             gemm_by_rows(MatMut::new(dx, t, k), accumulate, dy, w);
         }
@@ -201,8 +200,7 @@ fn add_outer(
     if let FloatsMut::F32(dw) = dw {
         return sum_into(dw);
     }
-    output.resize(output.len().max(m * k), 0.0);
-    let sum = &mut output[..m * k];
+    let sum = first_of(output, m * k);
     if accumulate == Accumulate::Add {
         dw.floats().read_into(sum);
     }
@@ -222,7 +220,7 @@ fn columns<'s>(
         return Mat::with_stride(&data[rows.start * n + columns.start..], rows.len(), columns.len(), n);
     }
     let width = columns.len();
-    scratch.resize(scratch.len().max(rows.len() * width), 0.0);
+    let scratch = first_of(scratch, rows.len() * width);
     for (row, out) in rows.clone().zip(scratch.chunks_exact_mut(width)) {
         x.slice(row * n + columns.start..row * n + columns.end).read_into(out);
     }

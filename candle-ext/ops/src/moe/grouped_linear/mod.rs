@@ -2,6 +2,7 @@
 //!
 //! n rows in e groups, `in` inputs and `out` outputs of each group
 
+mod cost;
 mod cpu;
 mod tasks;
 
@@ -16,6 +17,7 @@ use crate::span::span;
 use crate::storage::{self, host};
 use crate::weight::Weight;
 use crate::weight_matmul::Dims;
+pub use cost::GroupedLinearCost;
 use cpu::Grouped;
 
 const OP: &str = "grouped_linear";

@@ -1,7 +1,7 @@
 mod grouped_linear;
 mod layer;
 mod permute;
-mod router;
+pub(crate) mod router;
 mod router_fixture;
 mod router_loss;
 mod weighted_swiglu;
