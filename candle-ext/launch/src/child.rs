@@ -14,7 +14,7 @@ use rustix::process::{
 };
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
-use crate::console::say;
+use crate::console::log;
 
 /// The first argument of a worker that is not yet the user's program; then come the launcher's pid and the program.
 pub const WORKER: &str = "__worker";
@@ -25,7 +25,7 @@ pub const GUARD: &str = "__guard";
 pub fn run(arguments: &[OsString]) -> Option<ExitCode> {
     match arguments.first()?.to_str()? {
         WORKER => Some(become_worker(&arguments[1..])),
-        GUARD => Some(guard()),
+        GUARD => Some(run_guard()),
         _ => None,
     }
 }
@@ -34,7 +34,7 @@ pub fn run(arguments: &[OsString]) -> Option<ExitCode> {
 /// the launcher, stops until the guard knows of it, and becomes the program. What is asked of the kernel here survives
 /// the exec.
 fn become_worker(arguments: &[OsString]) -> ExitCode {
-    let [launcher, program, rest @ ..] = arguments else { return ExitCode::from(NOT_STARTED) };
+    let [launcher, program, arguments_after @ ..] = arguments else { return ExitCode::from(NOT_STARTED) };
     let prepared = setsid().and_then(|_| set_parent_process_death_signal(Some(Signal::KILL)));
     // The launcher may have died before it could be watched: nobody would wake what stops now.
     let is_orphan =
@@ -43,11 +43,11 @@ fn become_worker(arguments: &[OsString]) -> ExitCode {
         return ExitCode::from(NOT_STARTED);
     }
     if let Err(error) = prepared.and_then(|()| kill_process(getpid(), Signal::STOP)) {
-        say(&format!("failed to prepare {}: {error}", program.display()));
+        log(&format!("failed to prepare {}: {error}", program.display()));
         return ExitCode::from(NOT_STARTED);
     }
-    let error = Command::new(program).args(rest).exec();
-    say(&format!("failed to start {}: {error}", program.display()));
+    let error = Command::new(program).args(arguments_after).exec();
+    log(&format!("failed to start {}: {error}", program.display()));
     ExitCode::from(if error.kind() == io::ErrorKind::NotFound { NOT_FOUND } else { NOT_STARTED })
 }
 
@@ -57,7 +57,7 @@ const NOT_STARTED: u8 = 126;
 
 /// Reads which process groups are alive, `+PID` and `-PID`, and kills those that are left when the launcher is gone:
 /// its end of the pipe closes however it died. The kernel's signal reaches the workers alone, this their children too.
-fn guard() -> ExitCode {
+fn run_guard() -> ExitCode {
     let _ = setsid();
     for signal in [SIGTERM, SIGINT, SIGHUP, SIGQUIT] {
         // Who ends the whole job ends the launcher too, and the guard is then needed most.

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use clap::builder::FalseyValueParser;
 use clap::{Args, Parser, ValueEnum};
 
-use crate::streams::PerRank;
-use crate::values::{Backend, NodeRange, Patterns, ProcessCount, Ranks, RendezvousOptions, Signals};
+use crate::streams::StreamsPerRank;
+use crate::values::{LineFilter, LocalRanks, NodeRange, NprocPerNode, RendezvousBackend, RendezvousOptions, SignalSet};
 
 /// Starts a program once for each rank, as torchrun does, and ends all of it if one of them fails.
 #[derive(Clone, Debug, Parser)]
@@ -24,22 +24,22 @@ pub struct Cli {
     pub command: Vec<String>,
     /// How many workers.
     #[command(flatten)]
-    pub workers: Workers,
+    pub workers: WorkerArgs,
     /// Which nodes, and how they meet.
     #[command(flatten)]
-    pub nodes: Nodes,
+    pub nodes: NodeArgs,
     /// What happens when something goes wrong.
     #[command(flatten)]
-    pub faults: Faults,
+    pub faults: RestartArgs,
     /// Where output goes.
     #[command(flatten)]
-    pub output: Output,
+    pub output: OutputArgs,
     /// Whether the program is Python's.
     #[command(flatten)]
-    pub python: Python,
+    pub python: PythonArgs,
     /// torchrun's flags without a meaning here.
     #[command(flatten)]
-    pub foreign: Foreign,
+    pub torchrun_only: TorchrunOnlyArgs,
 }
 
 const USAGE: &str = "launch [OPTIONS] [--] PROGRAM [ARGUMENTS]...";
@@ -64,11 +64,11 @@ Exit codes:
 /// How many workers.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Workers")]
-pub struct Workers {
+pub struct WorkerArgs {
     /// Workers a node: a number, gpu (one a GPU), cpu (one a core), auto (GPUs if there are any, else cores)
     #[arg(long, alias = "nproc_per_node", env = "PET_NPROC_PER_NODE", hide_env = true)]
     #[arg(value_name = "N|auto|gpu|cpu", default_value = "1")]
-    pub nproc_per_node: ProcessCount,
+    pub nproc_per_node: NprocPerNode,
     /// A name for the workers, in ROLE_NAME
     #[arg(long, env = "PET_ROLE", hide_env = true, value_name = "NAME", default_value = "default")]
     pub role: String,
@@ -81,14 +81,14 @@ pub struct Workers {
 /// Which nodes, and how they meet.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Nodes")]
-pub struct Nodes {
+pub struct NodeArgs {
     /// How many nodes, each with a launcher of its own
     #[arg(long, env = "PET_NNODES", hide_env = true, value_name = "N|MIN:MAX", default_value = "1:1")]
     pub nnodes: NodeRange,
     /// static: every node is told its number; c10d: the nodes meet at the endpoint
     #[arg(long, alias = "rdzv_backend", env = "PET_RDZV_BACKEND", hide_env = true)]
     #[arg(value_name = "static|c10d", default_value = "static")]
-    pub rdzv_backend: Backend,
+    pub rdzv_backend: RendezvousBackend,
     /// Static: the number of this node, from 0
     #[arg(long, alias = "node_rank", env = "PET_NODE_RANK", hide_env = true, value_name = "N", default_value_t = 0)]
     pub node_rank: usize,
@@ -123,7 +123,7 @@ pub struct Nodes {
 /// What happens when something goes wrong.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Faults and signals")]
-pub struct Faults {
+pub struct RestartArgs {
     /// How often all workers are started again after one failed
     #[arg(long, alias = "max_restarts", env = "PET_MAX_RESTARTS", hide_env = true)]
     #[arg(value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
@@ -135,7 +135,7 @@ pub struct Faults {
     /// Signals that end the group: passed on once; the same again kills. SIGUSR1 and SIGUSR2 are passed on in any case
     #[arg(long, alias = "signals_to_handle", env = "PET_SIGNALS_TO_HANDLE", hide_env = true)]
     #[arg(value_name = "SIGNAL,...", default_value = "SIGTERM,SIGINT,SIGHUP,SIGQUIT")]
-    pub signals_to_handle: Signals,
+    pub signals_to_handle: SignalSet,
     /// Seconds that workers get to end before they are killed [default: 30 after a failure, 300 after a signal]
     #[arg(long, alias = "shutdown_timeout", env = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", hide_env = true)]
     #[arg(value_name = "SECONDS", allow_negative_numbers = true)]
@@ -145,34 +145,34 @@ pub struct Faults {
 /// Where output goes.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Output")]
-pub struct Output {
+pub struct OutputArgs {
     /// Keep logs in DIR/ID_*/attempt_N/LOCAL_RANK/ [default: a new folder in the temporary directory]
     #[arg(long, alias = "log_dir", env = "PET_LOG_DIR", hide_env = true, value_name = "DIR")]
     pub log_dir: Option<PathBuf>,
     /// Write to stdout.log and stderr.log instead of the console: 0 neither, 1 stdout, 2 stderr, 3 both, or by local
     /// rank as in 0:1,1:2
     #[arg(short, long, env = "PET_REDIRECTS", hide_env = true, value_name = "STREAMS", default_value = "0")]
-    pub redirects: PerRank,
+    pub redirects: StreamsPerRank,
     /// Write to the log files as well as to the console; takes what --redirects takes
     #[arg(short, long, env = "PET_TEE", hide_env = true, value_name = "STREAMS", default_value = "0")]
-    pub tee: PerRank,
+    pub tee: StreamsPerRank,
     /// Show only these local ranks on the console
     #[arg(long, alias = "local_ranks_filter", env = "PET_LOCAL_RANKS_FILTER", hide_env = true, value_name = "0,1,...")]
-    pub local_ranks_filter: Option<Ranks>,
+    pub local_ranks_filter: Option<LocalRanks>,
     /// Copy the lines of tee'd stdout that contain one of these words to attempt_N/filtered_stdout.log; ,, is a comma
     #[arg(long, alias = "duplicate_stdout_filters", env = "PET_DUPLICATE_STDOUT_FILTERS", hide_env = true)]
     #[arg(value_name = "WORD,...")]
-    pub duplicate_stdout_filters: Option<Patterns>,
+    pub duplicate_stdout_filters: Option<LineFilter>,
     /// The same for stderr and attempt_N/filtered_stderr.log
     #[arg(long, alias = "duplicate_stderr_filters", env = "PET_DUPLICATE_STDERR_FILTERS", hide_env = true)]
     #[arg(value_name = "WORD,...")]
-    pub duplicate_stderr_filters: Option<Patterns>,
+    pub duplicate_stderr_filters: Option<LineFilter>,
 }
 
 /// Whether the program is Python's. Without a flag, a name in .py is, and everything else is executed itself.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Python")]
-pub struct Python {
+pub struct PythonArgs {
     /// PROGRAM is the name of a Python module: run `python -u -m PROGRAM`
     #[arg(short, long, env = "PET_MODULE", hide_env = true, value_parser = FalseyValueParser::new())]
     pub module: bool,
@@ -187,7 +187,7 @@ pub struct Python {
 /// torchrun's flags without a meaning here: the first two change nothing, the others are refused.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Of torchrun, without effect or refused")]
-pub struct Foreign {
+pub struct TorchrunOnlyArgs {
     /// No effect: workers are programs of their own
     #[arg(long, alias = "start_method", env = "PET_START_METHOD", hide_env = true, value_name = "METHOD")]
     pub start_method: Option<StartMethod>,

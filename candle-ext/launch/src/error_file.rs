@@ -51,9 +51,9 @@ fn seconds(value: &Value) -> u64 {
 
 /// Copies a worker's file to where whoever started the launcher expects it, with how the worker ended, as torchrun does: a
 /// signal is a negative code.
-pub fn forward_error_file(from: &Path, to: &Path, ended: ExitReason) -> io::Result<()> {
+pub fn forward_error_file(from: &Path, to: &Path, reason: ExitReason) -> io::Result<()> {
     let mut value: Value = serde_json::from_str(&fs::read_to_string(from)?)?;
-    let code = match ended {
+    let code = match reason {
         ExitReason::Code(code) => code,
         ExitReason::Signal(signal) => -signal,
     };
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[track_caller]
-    fn check_handed_up(text: &str, want: &str) {
+    fn check_forwarded(text: &str, want: &str) {
         let folder = tempfile::tempdir().unwrap();
         let [from, to] = ["from", "to"].map(|name| folder.path().join(name));
         fs::write(&from, text).unwrap();
@@ -109,14 +109,14 @@ mod tests {
 
     #[test]
     fn the_code_is_added_as_torchrun_adds_it() {
-        check_handed_up(r#"{"message":{"message":"no"}}"#, r#"{"message":{"errorCode":-9,"message":"no"}}"#);
-        check_handed_up(r#"{"message":"no"}"#, r#"{"message":"no"}"#);
+        check_forwarded(r#"{"message":{"message":"no"}}"#, r#"{"message":{"errorCode":-9,"message":"no"}}"#);
+        check_forwarded(r#"{"message":"no"}"#, r#"{"message":"no"}"#);
     }
 
     #[test]
     fn what_is_no_object_is_handed_up_as_it_is() {
         for text in ["[1]", "7", "\"no\"", "null", "{}"] {
-            check_handed_up(text, text);
+            check_forwarded(text, text);
         }
     }
 }

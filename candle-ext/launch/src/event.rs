@@ -18,7 +18,7 @@ pub enum Event {
         /// Its number on this machine.
         local_rank: usize,
         /// How.
-        ended: ExitReason,
+        reason: ExitReason,
     },
     /// The launcher got a signal.
     Signal(i32),
@@ -27,13 +27,13 @@ pub enum Event {
         /// In which generation: an earlier one's news is none.
         generation: usize,
         /// What.
-        peer: Peer,
+        peer: PeerEvent,
     },
 }
 
 /// What happens on other nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Peer {
+pub enum PeerEvent {
     /// Workers failed, or the node is silent; the text says which.
     Failed(String),
     /// The store is gone, and the node that hosts it.
@@ -47,13 +47,13 @@ pub enum Peer {
 }
 
 /// Signals that are passed on and end nothing: what they mean is the program's business.
-pub const PASSED_ON: [i32; 2] = [SIGUSR1, SIGUSR2];
+pub const FORWARDED_SIGNALS: [i32; 2] = [SIGUSR1, SIGUSR2];
 
 /// Sends the signals of `ending` and those that are passed on to `events` from now on.
 pub fn catch_signals(ending: &[i32], events: Sender<Event>) -> io::Result<()> {
     // Who is started by nohup shall not die of the terminal's end. Other signals a shell ignores for what it starts by `&`.
     let is_nohup = is_ignored(SIGHUP);
-    let wanted = ending.iter().chain(&PASSED_ON).filter(|signal| !(is_nohup && **signal == SIGHUP));
+    let wanted = ending.iter().chain(&FORWARDED_SIGNALS).filter(|signal| !(is_nohup && **signal == SIGHUP));
     let mut signals = Signals::new(wanted)?;
     thread::spawn(move || {
         for signal in signals.forever() {

@@ -1,6 +1,6 @@
 //! The participants on which the nodes agreed, and the variables that a worker gets from them.
 
-use crate::plan::Plan;
+use crate::plan::LaunchPlan;
 use candlewick_comm::place::{Master, Variables};
 
 /// The participants of one rendezvous, in the order of their numbers.
@@ -55,7 +55,7 @@ impl Generation {
 
 /// Returns the variables of one worker, beside those that it inherits. `inherited` are the launcher's own.
 pub fn worker_variables(
-    plan: &Plan,
+    plan: &LaunchPlan,
     generation: &Generation,
     restart: usize,
     local_rank: usize,
@@ -99,7 +99,7 @@ fn only_gpu(local_rank: usize, inherited: &Variables) -> String {
 }
 
 /// Returns the program and its arguments for one worker: `${local_rank}` is replaced.
-pub fn worker_command(plan: &Plan, local_rank: usize) -> Vec<String> {
+pub fn worker_command(plan: &LaunchPlan, local_rank: usize) -> Vec<String> {
     let number = local_rank.to_string();
     let mut words = plan.command.clone();
     words.iter_mut().skip(1).for_each(|word| *word = word.replace("${local_rank}", &number));
@@ -107,7 +107,7 @@ pub fn worker_command(plan: &Plan, local_rank: usize) -> Vec<String> {
 }
 
 /// Returns what stands before a worker's lines.
-pub fn line_prefix(plan: &Plan, generation: &Generation, local_rank: usize) -> String {
+pub fn line_prefix(plan: &LaunchPlan, generation: &Generation, local_rank: usize) -> String {
     let template = plan.output.prefix.replace("${role_name}", &plan.role);
     let template = template.replace("${local_rank}", &local_rank.to_string());
     template.replace("${rank}", &generation.rank(local_rank).to_string())

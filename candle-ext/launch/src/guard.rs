@@ -13,34 +13,34 @@ use crate::child::GUARD;
 #[derive(Debug)]
 pub struct Guard {
     child: Child,
-    groups: BTreeSet<i32>,
+    process_groups: BTreeSet<i32>,
 }
 
 impl Guard {
     /// Starts the guard.
     pub fn start() -> io::Result<Self> {
-        Ok(Self { child: spawn()?, groups: BTreeSet::new() })
+        Ok(Self { child: spawn()?, process_groups: BTreeSet::new() })
     }
 
     /// Tells it of a process group. If it was killed meanwhile, another takes its place.
     pub fn watch(&mut self, group: Pid) -> io::Result<()> {
-        self.groups.insert(group.as_raw_pid());
-        if self.tell('+', group.as_raw_pid()).is_ok() {
+        self.process_groups.insert(group.as_raw_pid());
+        if self.send('+', group.as_raw_pid()).is_ok() {
             return Ok(());
         }
         let _ = self.child.wait();
         self.child = spawn()?;
-        self.groups.clone().into_iter().try_for_each(|group| self.tell('+', group))
+        self.process_groups.clone().into_iter().try_for_each(|group| self.send('+', group))
     }
 
     /// Tells it that a process group has ended.
-    pub fn forget(&mut self, group: Pid) {
-        self.groups.remove(&group.as_raw_pid());
+    pub fn unwatch(&mut self, group: Pid) {
+        self.process_groups.remove(&group.as_raw_pid());
         // A guard that is gone remembers nothing.
-        let _ = self.tell('-', group.as_raw_pid());
+        let _ = self.send('-', group.as_raw_pid());
     }
 
-    fn tell(&mut self, sign: char, group: i32) -> io::Result<()> {
+    fn send(&mut self, sign: char, group: i32) -> io::Result<()> {
         let pipe = self.child.stdin.as_mut().expect("the pipe was asked for at the start");
         pipe.write_all(format!("{sign}{group}\n").as_bytes())
     }

@@ -20,21 +20,21 @@ pub struct RootCause {
     /// Its process.
     pub pid: i32,
     /// This machine.
-    pub host: String,
+    pub hostname: String,
     /// How it ended.
-    pub ended: ExitReason,
+    pub reason: ExitReason,
     /// Which attempt it was.
     pub attempt: usize,
     /// How long the attempt had lasted.
-    pub after: Duration,
+    pub elapsed: Duration,
     /// What it wrote about its end.
     pub error: Option<ErrorFile>,
     /// The last lines of its stderr: shown if there is no traceback.
-    pub last_lines: Vec<String>,
+    pub stderr_tail: Vec<String>,
     /// Its folder of logs, if there is anything in it.
     pub logs: Option<PathBuf>,
     /// How the others ended, by rank.
-    pub others: Vec<(usize, WorkerExit)>,
+    pub other_exits: Vec<(usize, WorkerExit)>,
 }
 
 impl RootCause {
@@ -44,9 +44,9 @@ impl RootCause {
         let mut row = |name: &str, value: String| {
             let _ = writeln!(text, "  {name:<9}{}", value.replace('\n', "\n           "));
         };
-        row("ended by", self.ended_by());
-        row("process", format!("{} on {}, local rank {}", self.pid, self.host, self.local_rank));
-        row("attempt", format!("{}, after {:.1} s", self.attempt, self.after.as_secs_f64()));
+        row("ended by", self.exit_description());
+        row("process", format!("{} on {}, local rank {}", self.pid, self.hostname, self.local_rank));
+        row("attempt", format!("{}, after {:.1} s", self.attempt, self.elapsed.as_secs_f64()));
         if let Some(error) = &self.error {
             row("error", error.message.trim_end().to_owned());
             if let Some(traceback) = &error.traceback {
@@ -54,44 +54,44 @@ impl RootCause {
             }
         }
         let is_explained = self.error.as_ref().is_some_and(|error| error.traceback.is_some());
-        if !self.last_lines.is_empty() && !is_explained {
-            row("stderr", self.last_lines.join("\n"));
+        if !self.stderr_tail.is_empty() && !is_explained {
+            row("stderr", self.stderr_tail.join("\n"));
         }
         if let Some(logs) = &self.logs {
             row("logs", logs.display().to_string());
         }
-        if !self.others.is_empty() {
-            row("others", self.others());
+        if !self.other_exits.is_empty() {
+            row("others", self.describe_others());
         }
         text
     }
 
-    fn ended_by(&self) -> String {
-        let hint = match self.ended {
+    fn exit_description(&self) -> String {
+        let hint = match self.reason {
             ExitReason::Signal(9) => ": nobody here sent it; the kernel does when memory runs out (see dmesg)",
             ExitReason::Signal(7) => ": a mapped file or /dev/shm has no room left, or the file was cut",
             ExitReason::Code(126 | 127) => ": the program could not be started",
             _ => "",
         };
-        format!("{}{hint}", self.ended)
+        format!("{}{hint}", self.reason)
     }
 
-    fn others(&self) -> String {
+    fn describe_others(&self) -> String {
         let one = |(rank, exit): &(usize, WorkerExit)| match exit.is_failure() {
-            true => format!("rank {rank} failed too: {}", exit.ended),
-            false => format!("rank {rank} was stopped: {}", exit.ended),
+            true => format!("rank {rank} failed too: {}", exit.reason),
+            false => format!("rank {rank} was stopped: {}", exit.reason),
         };
         const MOST: usize = 8;
-        let mut lines: Vec<_> = self.others.iter().take(MOST).map(one).collect();
-        if self.others.len() > MOST {
-            lines.push(format!("and {} more", self.others.len() - MOST));
+        let mut lines: Vec<_> = self.other_exits.iter().take(MOST).map(one).collect();
+        if self.other_exits.len() > MOST {
+            lines.push(format!("and {} more", self.other_exits.len() - MOST));
         }
         lines.join("\n")
     }
 }
 
 /// Reads the last lines of a log file.
-pub fn last_lines(path: &Path) -> Vec<String> {
+pub fn file_tail(path: &Path) -> Vec<String> {
     const MOST_BYTES: u64 = 8192;
     const MOST_LINES: usize = 20;
     let read = || {

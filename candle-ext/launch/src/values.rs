@@ -17,7 +17,7 @@ pub struct NodeRange {
 
 /// How many workers a node starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProcessCount {
+pub enum NprocPerNode {
     /// So many.
     Exactly(usize),
     /// One a GPU, or one a core if there is no GPU.
@@ -30,7 +30,7 @@ pub enum ProcessCount {
 
 /// How the nodes find each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Backend {
+pub enum RendezvousBackend {
     /// Every node is told its number.
     Static,
     /// The nodes meet at a store, which one of them hosts; numbers go by arrival.
@@ -43,15 +43,15 @@ pub struct RendezvousOptions(pub BTreeMap<String, String>);
 
 /// A list of local ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ranks(pub BTreeSet<usize>);
+pub struct LocalRanks(pub BTreeSet<usize>);
 
 /// Words, of which a line must contain one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Patterns(pub Vec<String>);
+pub struct LineFilter(pub Vec<String>);
 
 /// Signals, as they were written and as numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Signals {
+pub struct SignalSet {
     /// What the user wrote: workers get it as TORCHELASTIC_SIGNALS_TO_HANDLE.
     pub text: String,
     /// Their numbers on this system.
@@ -72,7 +72,7 @@ impl FromStr for NodeRange {
     }
 }
 
-impl FromStr for ProcessCount {
+impl FromStr for NprocPerNode {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -89,7 +89,7 @@ impl FromStr for ProcessCount {
     }
 }
 
-impl FromStr for Backend {
+impl FromStr for RendezvousBackend {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -134,7 +134,7 @@ const KNOWN_OPTIONS: &[&str] = &[
     "timeout",
 ];
 
-impl FromStr for Ranks {
+impl FromStr for LocalRanks {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -143,18 +143,18 @@ impl FromStr for Ranks {
     }
 }
 
-impl FromStr for Patterns {
+impl FromStr for LineFilter {
     type Err = String;
 
     /// A comma that belongs to a pattern is written twice.
     fn from_str(text: &str) -> Result<Self, String> {
-        const KEPT: &str = "\0";
-        let items = text.replace(",,", KEPT);
-        Ok(Self(items.split(',').map(|item| item.replace(KEPT, ",")).collect()))
+        const ESCAPED_COMMA: &str = "\0";
+        let items = text.replace(",,", ESCAPED_COMMA);
+        Ok(Self(items.split(',').map(|item| item.replace(ESCAPED_COMMA, ",")).collect()))
     }
 }
 
-impl FromStr for Signals {
+impl FromStr for SignalSet {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -169,11 +169,11 @@ impl FromStr for Signals {
     }
 }
 
-impl fmt::Display for Backend {
+impl fmt::Display for RendezvousBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Backend::Static => "static",
-            Backend::C10d => "c10d",
+            RendezvousBackend::Static => "static",
+            RendezvousBackend::C10d => "c10d",
         })
     }
 }
@@ -185,14 +185,14 @@ mod tests {
 
     #[test]
     fn a_doubled_comma_belongs_to_the_pattern() {
-        assert_eq!("a,b,,c".parse::<Patterns>().unwrap().0, ["a", "b,c"]);
+        assert_eq!("a,b,,c".parse::<LineFilter>().unwrap().0, ["a", "b,c"]);
     }
 
     #[test]
     fn a_signal_that_nobody_can_handle_is_refused() {
-        assert!("SIGTERM, SIGUSR1".parse::<Signals>().is_ok());
+        assert!("SIGTERM, SIGUSR1".parse::<SignalSet>().is_ok());
         for text in ["SIGKILL", "SIGSTOP", "TERM", "SIGTERM,", ""] {
-            assert!(text.parse::<Signals>().is_err(), "{text}");
+            assert!(text.parse::<SignalSet>().is_err(), "{text}");
         }
     }
 

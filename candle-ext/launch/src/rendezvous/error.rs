@@ -36,7 +36,7 @@ pub enum RendezvousError {
     },
     /// Two launchers were not started alike.
     #[error("agree with the launcher on {other}: {difference}")]
-    Differs {
+    SettingsMismatch {
         /// The other's machine.
         other: String,
         /// In what.
@@ -44,7 +44,7 @@ pub enum RendezvousError {
     },
     /// Nodes did not come.
     #[error("meet {min} nodes at {endpoint} within {timeout:?}: {missing}")]
-    Missing {
+    JoinTimeout {
         /// The number of nodes that are needed.
         min: usize,
         /// The address of the store.
@@ -65,4 +65,4 @@ pub(super) type Result<T> = std::result::Result<T, RendezvousError>;
 pub type Interrupted<'a> = &'a dyn Fn() -> Option<i32>;
 
 /// The longest wait between two checks for a signal.
-pub const SLICE: Duration = Duration::from_millis(50);
+pub const POLL_INTERVAL: Duration = Duration::from_millis(50);

@@ -12,7 +12,7 @@ pub(super) struct NodeRank {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PendingNode {
     pub(super) generation: usize,
-    pub(super) number: usize,
+    pub(super) join_index: usize,
 }
 
 impl NodeRank {
@@ -31,7 +31,7 @@ impl PendingNode {
     }
 
     pub(super) fn own_key(self, name: &str) -> String {
-        node_key(self.generation, name, self.number)
+        node_key(self.generation, name, self.join_index)
     }
 }
 
@@ -41,6 +41,6 @@ pub(super) fn key(generation: usize, name: &str) -> String {
 }
 
 /// Returns a key of one node of a generation.
-pub(super) fn node_key(generation: usize, name: &str, number: usize) -> String {
-    format!("{generation}/{name}/{number}")
+pub(super) fn node_key(generation: usize, name: &str, join_index: usize) -> String {
+    format!("{generation}/{name}/{join_index}")
 }

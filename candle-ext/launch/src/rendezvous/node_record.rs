@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{RendezvousError, Result};
 use crate::generation::Participant;
-use crate::plan::Plan;
+use crate::plan::LaunchPlan;
 
 /// A node that waits to take part, or does.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,7 +27,7 @@ pub(super) struct RendezvousSettings {
 const PROTOCOL: usize = 2;
 
 impl RendezvousSettings {
-    pub(super) fn of(plan: &Plan) -> Self {
+    pub(super) fn of(plan: &LaunchPlan) -> Self {
         let n_nodes = format!("{}:{}", plan.nodes.min, plan.nodes.max);
         Self { n_nodes, max_restarts: plan.max_restarts, protocol: PROTOCOL }
     }
@@ -48,9 +48,9 @@ impl NodeRecord {
     }
 
     /// Returns the error of a record that cannot be read.
-    pub(super) fn foreign() -> RendezvousError {
+    pub(super) fn unreadable() -> RendezvousError {
         let difference = "it is another version of `launch`".to_owned();
-        RendezvousError::Differs { other: "another node".into(), difference }
+        RendezvousError::SettingsMismatch { other: "another node".into(), difference }
     }
 
     /// Fails if the two launchers were not started alike.
@@ -58,7 +58,7 @@ impl NodeRecord {
         let (ours, theirs) = (&self.settings, &other.settings);
         let differs = |what: &str, theirs: &dyn ToString, ours: &dyn ToString| {
             let difference = format!("{what} is {} there and {} here", theirs.to_string(), ours.to_string());
-            Err(RendezvousError::Differs { other: other.participant.host.clone(), difference })
+            Err(RendezvousError::SettingsMismatch { other: other.participant.host.clone(), difference })
         };
         match () {
             () if ours.protocol != theirs.protocol => differs("the version", &theirs.protocol, &ours.protocol),

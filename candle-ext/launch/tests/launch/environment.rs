@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::running::{command, folder, free_port, launch_script, start};
+use crate::launcher::{command, free_port, launch_script, start, temp_folder};
 
 type Variables = BTreeMap<String, String>;
 
@@ -22,7 +22,7 @@ const DIFFERENT: &[&str] = &[
 ];
 
 fn run(nodes: &[Vec<String>]) -> Vec<Variables> {
-    let (_folder, path) = folder();
+    let (_folder, path) = temp_folder();
     let agents: Vec<_> = nodes
         .iter()
         .map(|flags| {
@@ -31,7 +31,7 @@ fn run(nodes: &[Vec<String>]) -> Vec<Variables> {
         })
         .collect();
     for agent in agents {
-        agent.finish().has_code(0);
+        agent.wait().exits_with(0);
     }
     let n_workers = fs::read_dir(&path).unwrap().count();
     (0..n_workers).map(|rank| read(&path.join(rank.to_string()))).collect()
@@ -105,26 +105,26 @@ fn workers_find_what_torchruns_workers_find() {
 #[test]
 fn cores_are_shared_and_it_is_said_once() {
     let n_cores = std::thread::available_parallelism().unwrap().get();
-    let done = launch_script(2, &[], "echo $RAYON_NUM_THREADS $OMP_NUM_THREADS");
+    let output = launch_script(2, &[], "echo $RAYON_NUM_THREADS $OMP_NUM_THREADS");
     let share = (n_cores / 2).max(1);
-    assert_eq!(done.sorted(), [format!("[0]: {share} 1"), format!("[1]: {share} 1")]);
-    assert_eq!(done.err.matches("share").count(), 1, "{}", done.err);
+    assert_eq!(output.sorted_stdout(), [format!("[0]: {share} 1"), format!("[1]: {share} 1")]);
+    assert_eq!(output.stderr.matches("share").count(), 1, "{}", output.stderr);
     let alone = launch_script(1, &[], "echo ${RAYON_NUM_THREADS-unset}");
-    assert_eq!((alone.out.as_str(), alone.err.as_str()), ("[0]: unset\n", ""));
+    assert_eq!((alone.stdout.as_str(), alone.stderr.as_str()), ("[0]: unset\n", ""));
 }
 
 #[test]
 fn variables_that_are_set_are_kept() {
-    let arguments = crate::running::script_arguments(2, &[], "echo $RAYON_NUM_THREADS $CUDA_VISIBLE_DEVICES");
+    let arguments = crate::launcher::script_arguments(2, &[], "echo $RAYON_NUM_THREADS $CUDA_VISIBLE_DEVICES");
     let mut command = command(&arguments);
-    let done = start(command.env("RAYON_NUM_THREADS", "7").env("CUDA_VISIBLE_DEVICES", "3,5")).finish();
-    assert_eq!(done.sorted(), ["[0]: 7 3,5", "[1]: 7 3,5"]);
+    let output = start(command.env("RAYON_NUM_THREADS", "7").env("CUDA_VISIBLE_DEVICES", "3,5")).wait();
+    assert_eq!(output.sorted_stdout(), ["[0]: 7 3,5", "[1]: 7 3,5"]);
 }
 
 #[test]
 fn a_virtual_local_rank_sees_its_own_gpu() {
     let script = "echo $LOCAL_RANK $CUDA_VISIBLE_DEVICES";
-    let arguments = crate::running::script_arguments(2, &["--virtual-local-rank"], script);
-    let done = start(command(&arguments).env("CUDA_VISIBLE_DEVICES", "3,5")).finish();
-    assert_eq!(done.sorted(), ["[0]: 0 3", "[1]: 0 5"]);
+    let arguments = crate::launcher::script_arguments(2, &["--virtual-local-rank"], script);
+    let output = start(command(&arguments).env("CUDA_VISIBLE_DEVICES", "3,5")).wait();
+    assert_eq!(output.sorted_stdout(), ["[0]: 0 3", "[1]: 0 5"]);
 }

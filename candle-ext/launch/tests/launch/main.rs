@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod running;
+mod launcher;
 
 mod command_line;
 mod environment;

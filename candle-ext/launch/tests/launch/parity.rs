@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use candlewick_launch::cli::Cli;
-use candlewick_launch::host::Host;
-use candlewick_launch::plan::{Plan, RendezvousPlan};
-use candlewick_launch::streams::{PerRank, Streams};
+use candlewick_launch::node_info::NodeInfo;
+use candlewick_launch::plan::{LaunchPlan, RendezvousPlan};
+use candlewick_launch::streams::{StdStreams, StreamsPerRank};
 use clap::Parser;
 use serde_json::{Value, json};
 
-use crate::running::command;
+use crate::launcher::command;
 
 /// Command lines that we read otherwise, on purpose, and why.
 const DIFFERENT: &[(&str, &str)] = &[
@@ -35,8 +35,8 @@ fn settings(case: &Value, n_cores: usize) -> Option<Value> {
     let arguments = std::iter::once("launch".to_owned()).chain(words(&case["args"]));
     let cli = Cli::try_parse_from(arguments).ok()?;
     let n_gpus = case["gpus"].as_u64().unwrap() as usize;
-    let host = Host { n_cores, n_gpus, name: "h".into(), variables: BTreeMap::new() };
-    let plan = Plan::resolve(&cli, &host).ok()?;
+    let node_info = NodeInfo { n_cores, n_gpus, hostname: "h".into(), variables: BTreeMap::new() };
+    let plan = LaunchPlan::resolve(&cli, &node_info).ok()?;
     let (backend, endpoint, mut options) = match &plan.rendezvous {
         RendezvousPlan::Static { master, node_rank, .. } => {
             ("static", master.to_string(), BTreeMap::from([("rank".to_owned(), node_rank.to_string())]))
@@ -44,7 +44,7 @@ fn settings(case: &Value, n_cores: usize) -> Option<Value> {
         RendezvousPlan::Dynamic(dynamic) => ("c10d", dynamic.endpoint.to_string(), BTreeMap::new()),
     };
     options.extend(cli.nodes.rdzv_conf.0.clone());
-    let shown = plan.output.shown.as_ref();
+    let local_ranks_filter = plan.output.local_ranks_filter.as_ref();
     let command = plan.command.iter().map(|word| if word == "python3" { "python" } else { word });
     Some(json!({
         "min_nodes": plan.nodes.min,
@@ -61,7 +61,7 @@ fn settings(case: &Value, n_cores: usize) -> Option<Value> {
         "log_dir": plan.output.log_dir,
         "redirects": number(&plan.output.redirects),
         "tee": number(&plan.output.tee),
-        "local_ranks_filter": shown.map(|shown| &shown.0),
+        "local_ranks_filter": local_ranks_filter.map(|ranks| &ranks.0),
         "signals_to_handle": plan.signals.text,
         "duplicate_stdout_filters": plan.output.stdout_filters.0,
         "duplicate_stderr_filters": plan.output.stderr_filters.0,
@@ -70,11 +70,11 @@ fn settings(case: &Value, n_cores: usize) -> Option<Value> {
     }))
 }
 
-fn number(streams: &PerRank) -> Value {
-    let one = |streams: &Streams| u8::from(streams.out) + 2 * u8::from(streams.err);
+fn number(streams: &StreamsPerRank) -> Value {
+    let one = |streams: &StdStreams| u8::from(streams.out) + 2 * u8::from(streams.err);
     match streams {
-        PerRank::Every(streams) => json!(one(streams)),
-        PerRank::Of(map) => map.iter().map(|(rank, streams)| (rank.to_string(), json!(one(streams)))).collect(),
+        StreamsPerRank::Every(streams) => json!(one(streams)),
+        StreamsPerRank::Of(map) => map.iter().map(|(rank, streams)| (rank.to_string(), json!(one(streams)))).collect(),
     }
 }
 

@@ -4,45 +4,47 @@ use std::path::Path;
 
 use rustix::process::Signal;
 
-use crate::running::{Done, Running, command, folder, is_alive, script_arguments, start, start_script, wait_for_file};
+use crate::launcher::{
+    Launcher, LauncherOutput, command, is_alive, script_arguments, start, start_script, temp_folder, wait_for_file,
+};
 
 /// Starts two workers that say when they are ready, and then do `script`.
-fn ready(folder: &Path, script: &str) -> Running {
-    let running = start_script(2, &[], &prepared(folder, script));
-    wait_for_both(folder);
+fn start_ready(temp_folder: &Path, script: &str) -> Launcher {
+    let running = start_script(2, &[], &ready_script(temp_folder, script));
+    wait_for_both(temp_folder);
     running
 }
 
-fn prepared(folder: &Path, script: &str) -> String {
+fn ready_script(temp_folder: &Path, script: &str) -> String {
     let turn = "while :; do sleep 0.01; done";
-    format!("cd {}; {script}; echo $$ > $RANK.part; mv $RANK.part $RANK; {turn}", folder.display())
+    format!("cd {}; {script}; echo $$ > $RANK.part; mv $RANK.part $RANK; {turn}", temp_folder.display())
 }
 
-fn wait_for_both(folder: &Path) {
-    ["0", "1"].iter().for_each(|rank| drop(wait_for_file(&folder.join(rank))));
+fn wait_for_both(temp_folder: &Path) {
+    ["0", "1"].iter().for_each(|rank| drop(wait_for_file(&temp_folder.join(rank))));
 }
 
 #[track_caller]
-fn check(script: &str, signals: &[Signal], code: i32) -> Done {
-    let (_folder, path) = folder();
-    let running = ready(&path, script);
+fn check(script: &str, signals: &[Signal], code: i32) -> LauncherOutput {
+    let (_folder, path) = temp_folder();
+    let running = start_ready(&path, script);
     signals.iter().for_each(|signal| running.signal(*signal));
-    let done = running.finish();
-    done.has_code(code);
-    done
+    let output = running.wait();
+    output.exits_with(code);
+    output
 }
 
 #[test]
 fn sigterm_lets_every_worker_save() {
     let save = "trap 'echo saved; exit 75' TERM";
-    let done = check(save, &[Signal::TERM], 75);
-    assert_eq!(done.sorted(), ["[0]: saved", "[1]: saved"]);
-    assert!(!done.err.contains("failed"), "{}", done.err);
+    let output = check(save, &[Signal::TERM], 75);
+    assert_eq!(output.sorted_stdout(), ["[0]: saved", "[1]: saved"]);
+    assert!(!output.stderr.contains("failed"), "{}", output.stderr);
 }
 
 #[test]
 fn a_worker_that_saves_slowly_hears_the_signal_once() {
-    let (_folder, path) = folder();
+    let (_folder, path) = temp_folder();
     // Rank 1 listens for a while after rank 0 has ended.
     let script = format!(
         "cd {}; trap 'echo asked; asked=1' TERM; echo $$ > $RANK.part; mv $RANK.part $RANK
@@ -54,15 +56,15 @@ fn a_worker_that_saves_slowly_hears_the_signal_once() {
     let running = start_script(2, &[], &script);
     wait_for_both(&path);
     running.signal(Signal::TERM);
-    let done = running.finish();
-    assert_eq!(done.has_code(75).sorted(), ["[0]: asked", "[1]: asked"]);
+    let output = running.wait();
+    assert_eq!(output.exits_with(75).sorted_stdout(), ["[0]: asked", "[1]: asked"]);
 }
 
 #[test]
 fn the_same_signal_is_passed_on() {
     for (signal, code) in [(Signal::INT, 130), (Signal::HUP, 129), (Signal::QUIT, 131), (Signal::TERM, 143)] {
-        let (_folder, path) = folder();
-        let own = command(&script_arguments(2, &[], &prepared(&path, ":")));
+        let (_folder, path) = temp_folder();
+        let own = command(&script_arguments(2, &[], &ready_script(&path, ":")));
         // Processes inherit ignored signals, and nohup ignores SIGHUP.
         let mut with_default_signals = std::process::Command::new("env");
         with_default_signals.env_clear().env("PATH", std::env::var_os("PATH").unwrap());
@@ -70,46 +72,46 @@ fn the_same_signal_is_passed_on() {
         let running = start(&mut with_default_signals);
         wait_for_both(&path);
         running.signal(signal);
-        running.finish().has_code(code);
+        running.wait().exits_with(code);
     }
 }
 
 #[test]
 fn a_second_interrupt_kills() {
-    let (_folder, path) = folder();
-    let running = ready(&path, "trap 'echo heard > heard$RANK' INT");
+    let (_folder, path) = temp_folder();
+    let running = start_ready(&path, "trap 'echo heard > heard$RANK' INT");
     running.signal(Signal::INT);
     ["heard0", "heard1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
     running.signal(Signal::INT);
-    running.finish().has_code(130);
+    running.wait().exits_with(130);
 }
 
 #[test]
 fn sigusr1_is_a_notice() {
-    let (_folder, path) = folder();
-    let running = ready(&path, "trap 'echo heard > heard$RANK' USR1; trap 'exit 75' TERM");
+    let (_folder, path) = temp_folder();
+    let running = start_ready(&path, "trap 'echo heard > heard$RANK' USR1; trap 'exit 75' TERM");
     running.signal(Signal::USR1);
     ["heard0", "heard1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
     running.signal(Signal::TERM);
-    running.finish().has_code(75);
+    running.wait().exits_with(75);
 }
 
 #[test]
 fn no_restart_follows_a_request_to_stop() {
-    let (_folder, path) = folder();
-    let script = prepared(&path, "trap 'exit 4' TERM");
+    let (_folder, path) = temp_folder();
+    let script = ready_script(&path, "trap 'exit 4' TERM");
     let running = start_script(2, &["--max-restarts", "5"], &script);
     wait_for_both(&path);
     running.signal(Signal::TERM);
-    let done = running.finish();
-    done.has_code(4);
-    assert!(!done.err.contains("again"), "{}", done.err);
+    let output = running.wait();
+    output.exits_with(4);
+    assert!(!output.stderr.contains("again"), "{}", output.stderr);
 }
 
 #[test]
 fn nohup_is_respected() {
-    let (_folder, path) = folder();
-    let script = prepared(&path, "trap 'exit 75' TERM");
+    let (_folder, path) = temp_folder();
+    let script = ready_script(&path, "trap 'exit 75' TERM");
     let own = command(&script_arguments(2, &[], &script));
     let arguments: Vec<_> = own.get_args().map(|word| word.to_str().unwrap()).collect();
     let mut nohup = std::process::Command::new("sh");
@@ -118,12 +120,12 @@ fn nohup_is_respected() {
     wait_for_both(&path);
     running.signal(Signal::HUP);
     running.signal(Signal::TERM);
-    running.finish().has_code(75);
+    running.wait().exits_with(75);
 }
 
 #[test]
 fn a_notice_is_heard_by_those_who_start_again() {
-    let (_folder, path) = folder();
+    let (_folder, path) = temp_folder();
     let script = format!(
         "cd {}; n=$TORCHELASTIC_RESTART_COUNT; sleep 0.1; trap 'echo heard > heard$n.$RANK; [ $n = 1 ] && exit 75' USR1
          echo > $n.$RANK; while [ $n = 1 ] || [ ! -e fail ]; do sleep 0.01; done; exit 1",
@@ -134,13 +136,13 @@ fn a_notice_is_heard_by_those_who_start_again() {
     running.signal(Signal::USR1);
     ["heard0.0", "heard0.1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
     std::fs::write(path.join("fail"), "").unwrap();
-    running.finish().has_code(75);
+    running.wait().exits_with(75);
     ["heard1.0", "heard1.1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
 }
 
 #[test]
 fn a_notice_is_for_the_worker_and_not_for_its_children() {
-    let (_folder, path) = folder();
+    let (_folder, path) = temp_folder();
     let script = format!(
         "cd {}; sleep 1000 & echo $! > child$RANK; trap 'echo heard > heard$RANK' USR1; trap 'exit 75' TERM
          echo > $RANK; while :; do sleep 0.01; done",
@@ -153,14 +155,14 @@ fn a_notice_is_for_the_worker_and_not_for_its_children() {
     let children = ["child0", "child1"].map(|file| wait_for_file(&path.join(file)));
     assert!(children.iter().all(|pid| is_alive(pid)));
     running.signal(Signal::TERM);
-    running.finish().has_code(75);
+    running.wait().exits_with(75);
 }
 
 /// A shell ignores SIGINT for what a script starts by `&`.
 #[test]
 fn an_interrupt_is_heard_in_the_background() {
-    let (_folder, path) = folder();
-    let script = prepared(&path, "trap 'exit 75' TERM INT");
+    let (_folder, path) = temp_folder();
+    let script = ready_script(&path, "trap 'exit 75' TERM INT");
     let own = command(&script_arguments(2, &[], &script));
     let arguments: Vec<_> = own.get_args().map(|word| word.to_str().unwrap()).collect();
     let mut background = std::process::Command::new("sh");
@@ -168,6 +170,6 @@ fn an_interrupt_is_heard_in_the_background() {
     let running = start(&mut background);
     wait_for_both(&path);
     running.signal(Signal::INT);
-    let done = running.finish();
-    assert!([Some(75), Some(130)].contains(&done.code), "{done:?}");
+    let output = running.wait();
+    assert!([Some(75), Some(130)].contains(&output.exit_code), "{output:?}");
 }

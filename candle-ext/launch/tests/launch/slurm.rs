@@ -5,15 +5,15 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use crate::running::folder;
+use crate::launcher::temp_folder;
 
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 
 /// Returns what the job asked of `srun` and `scontrol`, and its code, if `srun` ends with `code`.
 fn run(job: &str, code: i32) -> (Option<i32>, String) {
-    let (_folder, path) = folder();
-    stand_in(&path.join("srun"), &format!("echo $SRUN_CPUS_PER_TASK CPUs: srun \"$@\"; exit {code}"));
-    stand_in(&path.join("scontrol"), r#"[ "$1" = show ] && printf 'node1\nnode2\n' || echo scontrol "$@""#);
+    let (_folder, path) = temp_folder();
+    write_stub(&path.join("srun"), &format!("echo $SRUN_CPUS_PER_TASK CPUs: srun \"$@\"; exit {code}"));
+    write_stub(&path.join("scontrol"), r#"[ "$1" = show ] && printf 'node1\nnode2\n' || echo scontrol "$@""#);
     let output = Command::new(format!("{ROOT}/scripts/slurm/{job}.slurm"))
         .args(["recipe.yaml", "train_iters=5"])
         .current_dir(ROOT)
@@ -27,7 +27,7 @@ fn run(job: &str, code: i32) -> (Option<i32>, String) {
     (output.status.code(), String::from_utf8(output.stdout).unwrap())
 }
 
-fn stand_in(path: &Path, script: &str) {
+fn write_stub(path: &Path, script: &str) {
     fs::write(path, format!("#!/bin/sh\n{script}\n")).unwrap();
     fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
 }
@@ -60,10 +60,10 @@ fn jobs() -> Vec<String> {
 /// A stand-in for cargo that builds a stand-in for `launch`, where it was told.
 #[test]
 fn the_script_builds_where_it_looks() {
-    let (_folder, path) = folder();
+    let (_folder, path) = temp_folder();
     let build =
         r#"d=$CARGO_TARGET_DIR/release; mkdir -p $d; printf '#!/bin/sh\necho "$@"\n' > $d/launch; chmod +x $d/launch"#;
-    stand_in(&path.join("cargo"), build);
+    write_stub(&path.join("cargo"), build);
     let output = Command::new(format!("{ROOT}/scripts/launch"))
         .arg("built")
         .current_dir(&path)

@@ -5,21 +5,21 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::plan::OutputPlan;
-use crate::streams::Stream;
+use crate::streams::StdStream;
 
 /// The folder of one run.
 #[derive(Debug)]
-pub struct Logs {
-    run: PathBuf,
+pub struct LogDir {
+    path: PathBuf,
     /// Nobody asked for the folder: it goes when it turns out to be empty.
     temporary: Option<PathBuf>,
 }
 
 /// The folder of one attempt.
 #[derive(Clone, Debug)]
-pub struct AttemptLogs(PathBuf);
+pub struct AttemptLogDir(PathBuf);
 
-impl Logs {
+impl LogDir {
     /// Makes the folder of a run.
     pub fn create(plan: &OutputPlan, run_id: &str) -> io::Result<Self> {
         let (base, temporary) = match &plan.log_dir {
@@ -31,68 +31,68 @@ impl Logs {
         };
         fs::create_dir_all(&base)?;
         let prefix = format!("{}_", run_id.replace('/', "_"));
-        let run = tempfile::Builder::new().prefix(&prefix).tempdir_in(base)?.keep();
-        Ok(Self { run, temporary })
+        let path = tempfile::Builder::new().prefix(&prefix).tempdir_in(base)?.keep();
+        Ok(Self { path, temporary })
     }
 
     /// Returns the folder.
     pub fn path(&self) -> &Path {
-        &self.run
+        &self.path
     }
 
     /// Makes the folders of an attempt, one a worker.
-    pub fn attempt(&self, attempt: usize, n_workers: usize) -> io::Result<AttemptLogs> {
-        let logs = AttemptLogs(self.run.join(format!("attempt_{attempt}")));
-        match fs::remove_dir_all(&logs.0) {
+    pub fn attempt_dir(&self, attempt: usize, n_workers: usize) -> io::Result<AttemptLogDir> {
+        let dir = AttemptLogDir(self.path.join(format!("attempt_{attempt}")));
+        match fs::remove_dir_all(&dir.0) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        (0..n_workers).try_for_each(|local_rank| fs::create_dir_all(logs.folder(local_rank)))?;
-        Ok(logs)
+        (0..n_workers).try_for_each(|local_rank| fs::create_dir_all(dir.worker_dir(local_rank)))?;
+        Ok(dir)
     }
 
     /// Removes the folder if nobody asked for it and nothing is in it.
-    pub fn tidy(self) {
-        if let Some(base) = self.temporary.filter(|base| !has_files(base)) {
+    pub fn remove_if_empty(self) {
+        if let Some(base) = self.temporary.filter(|base| !contains_files(base)) {
             // A folder left over does no harm.
             let _ = fs::remove_dir_all(base);
         }
     }
 }
 
-impl AttemptLogs {
+impl AttemptLogDir {
     /// Returns the folders that a first attempt would have. The run's own folder gets its name when it is made.
-    pub fn imagined(plan: &OutputPlan, run_id: &str) -> Self {
+    pub fn for_dry_run(plan: &OutputPlan, run_id: &str) -> Self {
         let base = plan.log_dir.clone().unwrap_or_else(|| "LOG_DIR".into());
         Self(base.join(format!("{run_id}_x")).join("attempt_0"))
     }
 
     /// Returns the folder of a worker.
-    pub fn folder(&self, local_rank: usize) -> PathBuf {
+    pub fn worker_dir(&self, local_rank: usize) -> PathBuf {
         self.0.join(local_rank.to_string())
     }
 
     /// Returns the file of one of a worker's streams.
-    pub fn stream(&self, local_rank: usize, stream: Stream) -> PathBuf {
-        self.folder(local_rank).join(format!("{}.log", stream.name()))
+    pub fn stream_file(&self, local_rank: usize, stream: StdStream) -> PathBuf {
+        self.worker_dir(local_rank).join(format!("{}.log", stream.name()))
     }
 
     /// Returns the file in which a worker says why it failed.
     pub fn error_file(&self, local_rank: usize) -> PathBuf {
-        self.folder(local_rank).join("error.json")
+        self.worker_dir(local_rank).join("error.json")
     }
 
     /// Returns the file of the lines that were picked out of a stream of all workers.
-    pub fn filtered(&self, stream: Stream) -> PathBuf {
+    pub fn filtered_file(&self, stream: StdStream) -> PathBuf {
         self.0.join(format!("filtered_{}.log", stream.name()))
     }
 }
 
 /// Says whether there is a file in a folder or in those below it.
-pub fn has_files(folder: &Path) -> bool {
-    let Ok(entries) = fs::read_dir(folder) else { return false };
+pub fn contains_files(dir: &Path) -> bool {
+    let Ok(entries) = fs::read_dir(dir) else { return false };
     entries.flatten().any(|entry| match entry.file_type() {
-        Ok(kind) if kind.is_dir() => has_files(&entry.path()),
+        Ok(kind) if kind.is_dir() => contains_files(&entry.path()),
         _ => true,
     })
 }

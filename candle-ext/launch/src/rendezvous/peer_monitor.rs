@@ -11,47 +11,47 @@ use candlewick_comm::store::{Client, Error};
 
 use super::heartbeats::Heartbeats;
 use super::node_rank::NodeRank;
-use crate::event::{Event, Peer};
+use crate::event::{Event, PeerEvent};
 
 /// A thread that watches. It ends with this value.
 #[derive(Debug)]
-pub struct Watch {
+pub struct PeerMonitor {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// The questions of a watch, and their interval.
-pub(super) struct WatchSettings {
+pub(super) struct PeerMonitorSettings {
     /// The number of nodes that there is room for, if there may be another generation with others.
-    pub(super) n_most: Option<usize>,
+    pub(super) max_nodes: Option<usize>,
     pub(super) interval: Duration,
     /// The longest silence of a living node.
     pub(super) keep_alive: Duration,
 }
 
-impl Watch {
-    pub(super) fn start(store: Client, node: NodeRank, settings: WatchSettings, events: Sender<Event>) -> Self {
+impl PeerMonitor {
+    pub(super) fn start(store: Client, node: NodeRank, settings: PeerMonitorSettings, events: Sender<Event>) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let should_stop = Arc::clone(&stop);
         let thread = thread::spawn(move || {
             let mut heartbeats = PeerHeartbeats::new(node, settings.keep_alive);
-            let mut has_told = false;
+            let mut has_reported = false;
             while !should_stop.load(Ordering::Relaxed) {
-                let news = match look(&store, node, settings.n_most, &mut heartbeats) {
-                    Ok(news) => news,
-                    Err(error) => Some(Peer::Lost(format!("the node that hosts the store is gone ({error})"))),
+                let event = match poll_peers(&store, node, settings.max_nodes, &mut heartbeats) {
+                    Ok(event) => event,
+                    Err(error) => Some(PeerEvent::Lost(format!("the node that hosts the store is gone ({error})"))),
                 };
-                let is_lost = matches!(news, Some(Peer::Lost(_)));
+                let is_lost = matches!(event, Some(PeerEvent::Lost(_)));
                 // One thing is enough for the launcher; the others still want to know that this node lives.
-                if let Some(peer) = news.filter(|_| !has_told) {
-                    has_told = true;
+                if let Some(peer) = event.filter(|_| !has_reported) {
+                    has_reported = true;
                     // The launcher is not interested any more.
                     let _ = events.send(Event::Peer { generation: node.generation, peer });
                 }
                 if is_lost {
                     return;
                 }
-                thread::sleep(settings.interval.clamp(SHORTEST, LONGEST));
+                thread::sleep(settings.interval.clamp(MIN_INTERVAL, MAX_INTERVAL));
             }
         });
         Self { stop, thread: Some(thread) }
@@ -59,10 +59,10 @@ impl Watch {
 }
 
 /// The end of a run does not wait long for the watch.
-const LONGEST: Duration = Duration::from_millis(500);
-const SHORTEST: Duration = Duration::from_millis(20);
+const MAX_INTERVAL: Duration = Duration::from_millis(500);
+const MIN_INTERVAL: Duration = Duration::from_millis(20);
 
-impl Drop for Watch {
+impl Drop for PeerMonitor {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
@@ -72,17 +72,17 @@ impl Drop for Watch {
 }
 
 /// Returns under which key the others are told, and what.
-pub(super) fn told(peer: &Peer) -> Option<(&'static str, &str)> {
+pub(super) fn store_entry(peer: &PeerEvent) -> Option<(&'static str, &str)> {
     match peer {
-        Peer::Failed(text) => Some(("failed", text)),
-        Peer::Stopped(text) => Some(("stopped", text)),
-        Peer::Saved(text) => Some(("saved", text)),
-        Peer::Lost(_) | Peer::Joins => None,
+        PeerEvent::Failed(text) => Some(("failed", text)),
+        PeerEvent::Stopped(text) => Some(("stopped", text)),
+        PeerEvent::Saved(text) => Some(("saved", text)),
+        PeerEvent::Lost(_) | PeerEvent::Joins => None,
     }
 }
 
 /// Returns what another node has told. This one's own words are no news.
-pub(super) fn heard(store: &Client, node: NodeRank, name: &str) -> Result<Option<String>, Error> {
+pub(super) fn read_entry(store: &Client, node: NodeRank, name: &str) -> Result<Option<String>, Error> {
     let key = node.key(name);
     if !store.check(&[&key])? {
         return Ok(None);
@@ -92,29 +92,31 @@ pub(super) fn heard(store: &Client, node: NodeRank, name: &str) -> Result<Option
     Ok((group_rank != node.group_rank.to_string()).then(|| text.to_owned()))
 }
 
-fn look(
+fn poll_peers(
     store: &Client,
     node: NodeRank,
-    n_most: Option<usize>,
+    max_nodes: Option<usize>,
     heartbeats: &mut PeerHeartbeats,
-) -> Result<Option<Peer>, Error> {
+) -> Result<Option<PeerEvent>, Error> {
     let silence = heartbeats.poll(store)?;
-    for (name, peer) in
-        [("failed", Peer::Failed as fn(String) -> Peer), ("stopped", Peer::Stopped), ("saved", Peer::Saved)]
-    {
-        if let Some(text) = heard(store, node, name)? {
+    for (name, peer) in [
+        ("failed", PeerEvent::Failed as fn(String) -> PeerEvent),
+        ("stopped", PeerEvent::Stopped),
+        ("saved", PeerEvent::Saved),
+    ] {
+        if let Some(text) = read_entry(store, node, name)? {
             return Ok(Some(peer(text)));
         }
     }
-    match n_most {
-        Some(n_most) if has_moved_on(store, node, n_most)? => Ok(Some(Peer::Joins)),
+    match max_nodes {
+        Some(max_nodes) if needs_rerendezvous(store, node, max_nodes)? => Ok(Some(PeerEvent::Joins)),
         _ => Ok(silence),
     }
 }
 
 /// A node waits to be let in, or others have met it already. Those that are done would not be there.
-fn has_moved_on(store: &Client, node: NodeRank, n_most: usize) -> Result<bool, Error> {
-    let is_open = node.n_nodes < n_most && store.add(&node.key("done"), 0)? == 0;
+fn needs_rerendezvous(store: &Client, node: NodeRank, max_nodes: usize) -> Result<bool, Error> {
+    let is_open = node.n_nodes < max_nodes && store.add(&node.key("done"), 0)? == 0;
     let is_wanted = is_open && store.add(&node.key("waiting"), 0)? > 0;
     Ok(is_wanted || store.add("generation", 0)? > node.generation as i64)
 }
@@ -134,31 +136,31 @@ impl PeerHeartbeats {
     }
 
     /// Shows that this node is alive; returns the failure of another that has not shown it.
-    fn poll(&mut self, store: &Client) -> Result<Option<Peer>, Error> {
+    fn poll(&mut self, store: &Client) -> Result<Option<PeerEvent>, Error> {
         let now = Instant::now();
         if now < self.next {
             return Ok(None);
         }
         self.next = now + (self.keep_alive / 5).min(Duration::from_secs(1));
         self.heartbeats.beat(store, self.node.group_rank)?;
-        for group_rank in self.others() {
-            if !self.heartbeats.may_live(store, group_rank)? && !self.is_gone(store, group_rank)? {
+        for group_rank in self.peers() {
+            if !self.heartbeats.may_be_alive(store, group_rank)? && !self.is_gone(store, group_rank)? {
                 let text = format!("node {group_rank} was not heard of for {:?}", self.keep_alive);
-                return Ok(Some(Peer::Failed(text)));
+                return Ok(Some(PeerEvent::Failed(text)));
             }
         }
         Ok(None)
     }
 
     /// Returns whether another node is alive and has not gone for good.
-    pub(super) fn are_others_here(&mut self, store: &Client) -> bool {
-        self.others().into_iter().any(|group_rank| {
+    pub(super) fn are_peers_alive(&mut self, store: &Client) -> bool {
+        self.peers().into_iter().any(|group_rank| {
             let is_away = self.is_gone(store, group_rank).unwrap_or(true);
-            !is_away && self.heartbeats.may_live(store, group_rank).unwrap_or(false)
+            !is_away && self.heartbeats.may_be_alive(store, group_rank).unwrap_or(false)
         })
     }
 
-    fn others(&self) -> Vec<usize> {
+    fn peers(&self) -> Vec<usize> {
         (0..self.node.n_nodes).filter(|group_rank| *group_rank != self.node.group_rank).collect()
     }
 

@@ -12,20 +12,20 @@ use std::time::{Duration, Instant};
 
 /// A finished run.
 #[derive(Debug)]
-pub(crate) struct Done {
-    pub(crate) code: Option<i32>,
-    pub(crate) out: String,
-    pub(crate) err: String,
+pub(crate) struct LauncherOutput {
+    pub(crate) exit_code: Option<i32>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
 }
 
 /// A run that goes on.
-pub(crate) struct Running {
+pub(crate) struct Launcher {
     child: Child,
-    readers: Option<[thread::JoinHandle<String>; 2]>,
+    output_readers: Option<[thread::JoinHandle<String>; 2]>,
 }
 
 /// A test that fails leaves nothing behind: the guard ends the workers of a launcher that is killed.
-impl Drop for Running {
+impl Drop for Launcher {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -39,16 +39,16 @@ pub(crate) fn command<S: AsRef<OsStr>>(arguments: &[S]) -> Command {
     command
 }
 
-pub(crate) fn launch<S: AsRef<OsStr>>(arguments: &[S]) -> Done {
-    start(&mut command(arguments)).finish()
+pub(crate) fn launch<S: AsRef<OsStr>>(arguments: &[S]) -> LauncherOutput {
+    start(&mut command(arguments)).wait()
 }
 
 /// Runs a script of the shell as `n` workers of one node, with flags before it.
-pub(crate) fn launch_script(n: usize, flags: &[&str], script: &str) -> Done {
+pub(crate) fn launch_script(n: usize, flags: &[&str], script: &str) -> LauncherOutput {
     launch(&script_arguments(n, flags, script))
 }
 
-pub(crate) fn start_script(n: usize, flags: &[&str], script: &str) -> Running {
+pub(crate) fn start_script(n: usize, flags: &[&str], script: &str) -> Launcher {
     start(&mut command(&script_arguments(n, flags, script)))
 }
 
@@ -58,10 +58,10 @@ pub(crate) fn script_arguments(n: usize, flags: &[&str], script: &str) -> Vec<St
     words.chain(["--", "sh", "-c", script]).map(str::to_owned).collect()
 }
 
-pub(crate) fn start(command: &mut Command) -> Running {
+pub(crate) fn start(command: &mut Command) -> Launcher {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let readers = [read_all(child.stdout.take().unwrap()), read_all(child.stderr.take().unwrap())];
-    Running { child, readers: Some(readers) }
+    let output_readers = [read_all(child.stdout.take().unwrap()), read_all(child.stderr.take().unwrap())];
+    Launcher { child, output_readers: Some(output_readers) }
 }
 
 fn read_all(mut from: impl Read + Send + 'static) -> thread::JoinHandle<String> {
@@ -72,7 +72,7 @@ fn read_all(mut from: impl Read + Send + 'static) -> thread::JoinHandle<String> 
     })
 }
 
-impl Running {
+impl Launcher {
     pub(crate) fn signal(&self, signal: rustix::process::Signal) {
         rustix::process::kill_process(rustix::process::Pid::from_child(&self.child), signal).unwrap();
     }
@@ -90,36 +90,36 @@ impl Running {
     }
 
     #[track_caller]
-    pub(crate) fn finish(mut self) -> Done {
+    pub(crate) fn wait(mut self) -> LauncherOutput {
         let mut status = None;
         wait_until("the launcher's end", || {
             status = self.child.try_wait().unwrap();
             status.is_some()
         });
-        let [out, err] = self.readers.take().unwrap().map(|reader| reader.join().unwrap());
-        Done { code: status.unwrap().code(), out, err }
+        let [stdout, stderr] = self.output_readers.take().unwrap().map(|reader| reader.join().unwrap());
+        LauncherOutput { exit_code: status.unwrap().code(), stdout, stderr }
     }
 }
 
-impl Done {
+impl LauncherOutput {
     /// The lines of stdout, sorted: between workers there is no order.
-    pub(crate) fn sorted(&self) -> Vec<&str> {
-        let mut lines: Vec<_> = self.out.lines().collect();
+    pub(crate) fn sorted_stdout(&self) -> Vec<&str> {
+        let mut lines: Vec<_> = self.stdout.lines().collect();
         lines.sort_unstable();
         lines
     }
 
     #[track_caller]
-    pub(crate) fn says(&self, words: &[&str]) -> &Self {
+    pub(crate) fn stderr_contains(&self, words: &[&str]) -> &Self {
         for word in words {
-            assert!(self.err.contains(word), "`{word}` is not in:\n{}", self.err);
+            assert!(self.stderr.contains(word), "`{word}` is not in:\n{}", self.stderr);
         }
         self
     }
 
     #[track_caller]
-    pub(crate) fn has_code(&self, code: i32) -> &Self {
-        assert_eq!(self.code, Some(code), "{}\n{}", self.out, self.err);
+    pub(crate) fn exits_with(&self, code: i32) -> &Self {
+        assert_eq!(self.exit_code, Some(code), "{}\n{}", self.stdout, self.stderr);
         self
     }
 }
@@ -159,7 +159,7 @@ pub(crate) fn free_port() -> u16 {
 }
 
 /// A folder with the path of a file in it, for scripts.
-pub(crate) fn folder() -> (tempfile::TempDir, PathBuf) {
+pub(crate) fn temp_folder() -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().to_owned();
     (folder, path)

@@ -6,33 +6,33 @@ use candlewick_comm::place::Variables;
 
 /// A machine and the variables of the launcher's own process.
 #[derive(Clone, Debug)]
-pub struct Host {
+pub struct NodeInfo {
     /// Cores that this process may use.
     pub n_cores: usize,
     /// GPUs that CUDA would show.
     pub n_gpus: usize,
     /// The machine's name.
-    pub name: String,
+    pub hostname: String,
     /// The variables of this process.
     pub variables: Variables,
 }
 
-impl Host {
+impl NodeInfo {
     /// Looks at this machine. `variables` are those of this process.
-    pub fn this(variables: Variables) -> Self {
+    pub fn local(variables: Variables) -> Self {
         let n_gpus = visible_gpus(variables.get("CUDA_VISIBLE_DEVICES").map(String::as_str), installed_gpus());
         let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        Self { n_cores, n_gpus, name, variables }
+        let hostname = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        Self { n_cores, n_gpus, hostname, variables }
     }
 }
 
 /// CUDA shows the devices that the variable names up to the first it does not know, and all if there is no variable.
 fn visible_gpus(variable: Option<&str>, installed: usize) -> usize {
     let Some(list) = variable else { return installed };
-    let is_known = |name: &&str| match name.parse::<usize>() {
+    let is_known = |device: &&str| match device.parse::<usize>() {
         Ok(number) => number < installed,
-        Err(_) => name.starts_with("GPU-") || name.starts_with("MIG-"),
+        Err(_) => device.starts_with("GPU-") || device.starts_with("MIG-"),
     };
     list.split(',').map(str::trim).take_while(is_known).count()
 }

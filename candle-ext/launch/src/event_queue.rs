@@ -10,24 +10,24 @@ use crate::event::{Event, catch_signals};
 
 /// Where events come from and go to.
 #[derive(Debug)]
-pub struct Mailbox {
+pub struct EventQueue {
     sender: Sender<Event>,
     receiver: Receiver<Event>,
     /// The signals that end the group. Others are passed on.
-    ending: Vec<i32>,
+    ending_signals: Vec<i32>,
     /// One of them came while no worker ran.
-    stop: Cell<Option<i32>>,
+    interrupt: Cell<Option<i32>>,
     /// Those that were passed on, or came while no worker ran: a worker that starts later hears them too.
-    notices: RefCell<BTreeSet<i32>>,
+    forwarded_signals: RefCell<BTreeSet<i32>>,
 }
 
-impl Mailbox {
+impl EventQueue {
     /// Opens the mailbox for signals: those of `ending`, and those that are passed on.
-    pub fn open(ending: &[i32]) -> io::Result<Self> {
+    pub fn open(ending_signals: &[i32]) -> io::Result<Self> {
         let (sender, receiver) = channel();
-        catch_signals(ending, sender.clone())?;
-        let (stop, notices) = (Cell::new(None), RefCell::new(BTreeSet::new()));
-        Ok(Self { sender, receiver, ending: ending.to_vec(), stop, notices })
+        catch_signals(ending_signals, sender.clone())?;
+        let (interrupt, forwarded_signals) = (Cell::new(None), RefCell::new(BTreeSet::new()));
+        Ok(Self { sender, receiver, ending_signals: ending_signals.to_vec(), interrupt, forwarded_signals })
     }
 
     /// Returns an address for whoever has something to say.
@@ -42,7 +42,7 @@ impl Mailbox {
             let left = deadline.map_or(FOR_EVER, |deadline| deadline.saturating_duration_since(Instant::now()));
             match self.receiver.recv_timeout(left) {
                 Ok(event) => {
-                    self.note(&event);
+                    self.record(&event);
                     return Some(event);
                 }
                 Err(RecvTimeoutError::Timeout) if deadline.is_some() => return None,
@@ -54,28 +54,30 @@ impl Mailbox {
     /// Returns the signal that ends the group, if one came while no worker ran. What else came is over.
     pub fn interrupted(&self) -> Option<i32> {
         for event in self.receiver.try_iter() {
-            self.note(&event);
+            self.record(&event);
             match event {
-                Event::Signal(signal) if self.ending.contains(&signal) => self.stop.set(Some(signal)),
+                Event::Signal(signal) if self.ending_signals.contains(&signal) => self.interrupt.set(Some(signal)),
                 _ => {}
             }
         }
-        self.stop.get()
+        self.interrupt.get()
     }
 
     /// Returns the signals that were passed on so far.
-    pub fn notices(&self) -> Vec<i32> {
-        self.notices.borrow().iter().copied().collect()
+    pub fn forwarded_signals(&self) -> Vec<i32> {
+        self.forwarded_signals.borrow().iter().copied().collect()
     }
 
     /// Says whether a signal ends the group.
     pub fn is_ending(&self, signal: i32) -> bool {
-        self.ending.contains(&signal)
+        self.ending_signals.contains(&signal)
     }
 
-    fn note(&self, event: &Event) {
+    fn record(&self, event: &Event) {
         match event {
-            Event::Signal(signal) if !self.is_ending(*signal) => drop(self.notices.borrow_mut().insert(*signal)),
+            Event::Signal(signal) if !self.is_ending(*signal) => {
+                self.forwarded_signals.borrow_mut().insert(*signal);
+            }
             _ => {}
         }
     }

@@ -2,51 +2,51 @@
 
 /// Cuts a stream into lines. A line ends with `\n`, `\r\n` or, as progress bars end theirs, `\r`.
 #[derive(Debug, Default)]
-pub struct Lines {
+pub struct LineSplitter {
     /// The beginning of a line whose end has not come.
-    open: Vec<u8>,
+    unfinished: Vec<u8>,
     /// A line was just closed without its `\n`: one that follows ends no line of its own.
-    is_closed_early: bool,
+    ended_without_newline: bool,
 }
 
 /// A line that does not end is cut here, so that a stream without lines does not fill the memory.
-const LONGEST: usize = 1 << 20;
+const MAX_LINE_BYTES: usize = 1 << 20;
 
-impl Lines {
+impl LineSplitter {
     /// Takes bytes in, and hands every line that they complete to `each`, with a `\n`.
     pub fn push(&mut self, bytes: &[u8], mut each: impl FnMut(&[u8])) {
         for &byte in bytes {
-            let was_closed_early = std::mem::take(&mut self.is_closed_early);
+            let had_no_newline = std::mem::take(&mut self.ended_without_newline);
             match byte {
-                b'\n' if was_closed_early => {}
-                b'\n' => self.close(&mut each),
+                b'\n' if had_no_newline => {}
+                b'\n' => self.finish_line(&mut each),
                 // Some progress bars begin their lines with it.
-                b'\r' if self.open.is_empty() => {}
-                b'\r' => self.close_early(&mut each),
-                _ => self.open.push(byte),
+                b'\r' if self.unfinished.is_empty() => {}
+                b'\r' => self.finish_line_early(&mut each),
+                _ => self.unfinished.push(byte),
             }
-            if self.open.len() >= LONGEST {
-                self.close_early(&mut each);
+            if self.unfinished.len() >= MAX_LINE_BYTES {
+                self.finish_line_early(&mut each);
             }
         }
     }
 
     /// Hands the last line to `each`, if it did not end.
     pub fn finish(&mut self, mut each: impl FnMut(&[u8])) {
-        if !self.open.is_empty() {
-            self.close(&mut each);
+        if !self.unfinished.is_empty() {
+            self.finish_line(&mut each);
         }
     }
 
-    fn close_early(&mut self, each: &mut impl FnMut(&[u8])) {
-        self.close(each);
-        self.is_closed_early = true;
+    fn finish_line_early(&mut self, each: &mut impl FnMut(&[u8])) {
+        self.finish_line(each);
+        self.ended_without_newline = true;
     }
 
-    fn close(&mut self, each: &mut impl FnMut(&[u8])) {
-        self.open.push(b'\n');
-        each(&self.open);
-        self.open.clear();
+    fn finish_line(&mut self, each: &mut impl FnMut(&[u8])) {
+        self.unfinished.push(b'\n');
+        each(&self.unfinished);
+        self.unfinished.clear();
     }
 }
 
@@ -56,10 +56,10 @@ mod tests {
     use super::*;
 
     #[track_caller]
-    fn check(pieces: &[&str], want: &str) {
-        let mut lines = Lines::default();
+    fn check(chunks: &[&str], want: &str) {
+        let mut lines = LineSplitter::default();
         let mut got = Vec::new();
-        pieces.iter().for_each(|piece| lines.push(piece.as_bytes(), |line| got.extend_from_slice(line)));
+        chunks.iter().for_each(|chunk| lines.push(chunk.as_bytes(), |line| got.extend_from_slice(line)));
         lines.finish(|line| got.extend_from_slice(line));
         assert_eq!(String::from_utf8(got).unwrap(), want);
     }
@@ -86,10 +86,10 @@ mod tests {
 
     #[test]
     fn a_stream_without_lines_is_cut() {
-        let mut lines = Lines::default();
+        let mut lines = LineSplitter::default();
         let mut longest = 0;
-        lines.push(&vec![b'x'; 3 * LONGEST], |line| longest = longest.max(line.len()));
-        assert_eq!(longest, LONGEST + 1);
+        lines.push(&vec![b'x'; 3 * MAX_LINE_BYTES], |line| longest = longest.max(line.len()));
+        assert_eq!(longest, MAX_LINE_BYTES + 1);
         let mut n_lines = 0;
         lines.push(b"\n", |_| n_lines += 1);
         assert_eq!(n_lines, 0, "the cut was its end");
