@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_may_be_left_out() {
+    fn the_port_of_an_endpoint_is_optional() {
         check("node0:1234", "node0:1234");
         check("node0", "node0:29400");
         check(" 10.0.0.1:0 ", "10.0.0.1:0");
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_endpoint_is_refused() {
+    fn an_invalid_endpoint_is_rejected() {
         check("node0:70000", "`70000` is not a port");
         check("node0:", "`` is not a port");
         check("http://node0:1", "`http://node0` is not a host");
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_is_known_by_name_and_address() {
+    fn this_machine_is_recognized_by_name_and_address() {
         for host in ["localhost", "127.0.0.1", "127.1.2.3", "me"] {
             assert!(is_this_machine(host, "me"), "{host}");
         }

@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn both_forms_are_read() {
+    fn both_error_file_formats_are_read() {
         let torch =
             r#"{"message": {"message": "ValueError: no", "extraInfo": {"py_callstack": "T", "timestamp": "17"}}}"#;
         check(torch, Some(("ValueError: no", Some("T"), 17)));
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_cut_off_is_named() {
+    fn a_truncated_error_file_is_named() {
         for text in [r#"{"message": {"mess"#, "{}", "", "[1]"] {
             let file = tempfile::NamedTempFile::new().unwrap();
             fs::write(file.path(), text).unwrap();
@@ -108,13 +108,13 @@ mod tests {
     }
 
     #[test]
-    fn the_code_is_added_as_torchrun_adds_it() {
+    fn the_exit_code_is_added_as_in_torchrun() {
         check_forwarded(r#"{"message":{"message":"no"}}"#, r#"{"message":{"errorCode":-9,"message":"no"}}"#);
         check_forwarded(r#"{"message":"no"}"#, r#"{"message":"no"}"#);
     }
 
     #[test]
-    fn what_is_no_object_is_handed_up_as_it_is() {
+    fn other_json_values_are_forwarded_unchanged() {
         for text in ["[1]", "7", "\"no\"", "null", "{}"] {
             check_forwarded(text, text);
         }

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_follow_the_nodes_and_roles_count_apart() {
+    fn ranks_follow_node_order_and_role_ranks_count_per_role() {
         let participants = vec![participant(2, "actor"), participant(3, "critic"), participant(1, "actor")];
         let master = Master { addr: "h".into(), port: 1, agent_hosts_store: true };
         let generation = |group_rank| Generation {

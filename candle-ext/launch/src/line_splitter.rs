@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_the_same_wherever_the_stream_is_cut() {
+    fn lines_do_not_depend_on_chunk_boundaries() {
         let want = "one\n\ntwo\n";
         check(&["one\n\ntwo\n"], want);
         check(&["on", "e", "\n", "\ntw", "o\n"], want);
@@ -73,19 +73,19 @@ mod tests {
     }
 
     #[test]
-    fn a_line_without_an_end_gets_one() {
+    fn an_unfinished_last_line_gets_a_newline() {
         check(&["one\ntwo"], "one\ntwo\n");
         check(&[], "");
     }
 
     #[test]
-    fn a_progress_bar_is_a_line_at_a_time() {
+    fn each_update_of_a_progress_bar_is_a_line() {
         check(&["10%\r20%\r", "done\n"], "10%\n20%\ndone\n");
         check(&["\r10%", "\r20%\r\n", "done\n"], "10%\n20%\ndone\n");
     }
 
     #[test]
-    fn a_stream_without_lines_is_cut() {
+    fn a_line_longer_than_the_limit_is_split() {
         let mut lines = LineSplitter::default();
         let mut longest = 0;
         lines.push(&vec![b'x'; 3 * MAX_LINE_BYTES], |line| longest = longest.max(line.len()));

@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_variable_hides_gpus() {
+    fn cuda_visible_devices_hides_gpus() {
         for (variable, want) in [
             (None, 4),
             (Some(""), 0),

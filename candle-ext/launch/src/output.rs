@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_the_pipe_is_kept_though_a_stranger_holds_it() {
+    fn the_rest_of_a_pipe_is_read_while_another_process_holds_it_open() {
         let ((from, mut to), (drain_rx, drain_tx)) = (pipe().unwrap(), pipe().unwrap());
         to.write_all(b"one\nlast words").unwrap();
         let (tail, reader) = start("", from, drain_rx);
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefix_may_have_lines_of_its_own() {
+    fn a_prefix_may_contain_newlines() {
         let ((from, mut to), (drain_rx, _drain_tx)) = (pipe().unwrap(), pipe().unwrap());
         let (tail, reader) = start("x\ny: ", from, drain_rx);
         to.write_all("aäöü\n".as_bytes()).unwrap();

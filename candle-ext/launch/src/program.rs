@@ -40,13 +40,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_is_found_where_the_system_finds_it() {
+    fn a_program_is_searched_on_path() {
         assert_eq!(find("sh", "/nowhere:/bin"), Ok("/bin/sh".into()));
         assert_eq!(find("/bin/sh", ""), Ok("/bin/sh".into()));
     }
 
     #[test]
-    fn what_is_no_program_is_refused() {
+    fn a_file_that_cannot_be_executed_is_rejected() {
         assert_eq!(find("sh", "/nowhere"), Err(ProgramError::NotOnPath("sh".into())));
         assert_eq!(find("/bin/no-such", ""), Err(ProgramError::NoFile("/bin/no-such".into())));
         assert_eq!(find("/etc/passwd", ""), Err(ProgramError::NotExecutable("/etc/passwd".into())));

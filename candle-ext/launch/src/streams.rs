@@ -109,14 +109,14 @@ mod tests {
     const ERR: StdStreams = StdStreams { out: false, err: true };
 
     #[test]
-    fn a_map_leaves_the_others_alone() {
+    fn ranks_missing_from_a_map_select_no_stream() {
         let map: StreamsPerRank = "0:1,12:2".parse().unwrap();
         assert_eq!([0, 1, 12].map(|rank| map.of(rank)), [OUT, NEITHER, ERR]);
         assert!(map.is_any() && !"0:0".parse::<StreamsPerRank>().unwrap().is_any());
     }
 
     #[test]
-    fn what_is_neither_form_is_refused() {
+    fn an_invalid_stream_selection_is_rejected() {
         for text in ["", "4", "x", "0:4", "0:1,", "a:1", "0:1,1"] {
             assert!(text.parse::<StreamsPerRank>().is_err(), "{text}");
         }

@@ -184,12 +184,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_doubled_comma_belongs_to_the_pattern() {
+    fn a_doubled_comma_is_part_of_the_word() {
         assert_eq!("a,b,,c".parse::<LineFilter>().unwrap().0, ["a", "b,c"]);
     }
 
     #[test]
-    fn a_signal_that_nobody_can_handle_is_refused() {
+    fn a_signal_without_possible_handler_is_rejected() {
         assert!("SIGTERM, SIGUSR1".parse::<SignalSet>().is_ok());
         for text in ["SIGKILL", "SIGSTOP", "TERM", "SIGTERM,", ""] {
             assert!(text.parse::<SignalSet>().is_err(), "{text}");
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_option_is_refused() {
+    fn an_unknown_rendezvous_option_is_rejected() {
         assert!("".parse::<RendezvousOptions>().unwrap().0.is_empty());
         assert!("timeuot=3".parse::<RendezvousOptions>().unwrap_err().contains("`timeuot` is none of"));
     }

@@ -10,13 +10,13 @@ fn help_is_grouped() {
 }
 
 #[test]
-fn a_mistyped_flag_is_answered_by_the_right_one() {
+fn a_mistyped_flag_suggests_the_right_one() {
     launch(&["--nproc-per-nod", "4", "true"]).exits_with(2).stderr_contains(&["--nproc-per-nod", "--nproc-per-node"]);
     launch(&["--bogus", "true"]).exits_with(2).stderr_contains(&["unexpected argument '--bogus'"]);
 }
 
 #[test]
-fn a_wrong_command_line_is_code_2_and_starts_nothing() {
+fn an_invalid_command_line_exits_with_2_and_starts_nothing() {
     for (line, words) in [
         ("", "PROGRAM"),
         ("--nproc-per-node 0 true", "at least 1"),
@@ -47,7 +47,7 @@ fn a_wrong_command_line_is_code_2_and_starts_nothing() {
 }
 
 #[test]
-fn a_dry_run_prints_lines_for_a_shell() {
+fn a_dry_run_prints_shell_commands() {
     let line = "--dry-run --nproc-per-node 2 --master-port 1234 --log-dir logs --rdzv-id job7 -- trainer train r.yaml";
     let mut arguments: Vec<_> = line.split(' ').collect();
     arguments.extend(["data.sources=[a b]", "gpu=${local_rank}"]);
@@ -56,13 +56,13 @@ fn a_dry_run_prints_lines_for_a_shell() {
 }
 
 #[test]
-fn a_dry_run_of_a_node_among_others() {
+fn a_dry_run_of_one_of_two_nodes() {
     let line = "--dry-run --nnodes 2 --node-rank 1 --master-addr node0 --max-restarts 3 trainer train r.yaml";
     insta::assert_snapshot!(launch(&line.split(' ').collect::<Vec<_>>()).exits_with(0).stdout);
 }
 
 #[test]
-fn python_is_used_where_the_name_or_a_flag_says_so() {
+fn python_runs_py_files_and_programs_with_python_flags() {
     for (line, want) in [
         ("train.py --lr 1", "python3 -u train.py --lr 1"),
         ("--no-python ./train.py", "./train.py"),
@@ -79,14 +79,14 @@ fn python_is_used_where_the_name_or_a_flag_says_so() {
 }
 
 #[test]
-fn the_last_of_a_repeated_flag_counts() {
+fn the_last_value_of_a_repeated_flag_is_used() {
     let line = "--dry-run --nproc-per-node 3 --nproc_per_node=1 --role a --role b --standalone --standalone true";
     let output = launch(&line.split(' ').collect::<Vec<_>>());
     assert_eq!(output.exits_with(0).stdout.matches("ROLE_NAME=b ").count(), 1, "{}", output.stdout);
 }
 
 #[test]
-fn no_time_is_too_long() {
+fn a_huge_timeout_is_accepted() {
     let line =
         "--standalone --shutdown-timeout 1e19 --rdzv-conf keep_alive_interval=1e19,timeout=1e300 --max-restarts 1";
     let arguments: Vec<_> = line.split(' ').chain(["--", "sh", "-c", "exit 3"]).collect();
@@ -95,7 +95,7 @@ fn no_time_is_too_long() {
 }
 
 #[test]
-fn a_node_0_that_is_elsewhere_is_told_so() {
+fn node_0_logs_a_master_addr_of_another_machine() {
     let arguments = ["--nnodes", "2", "--master-addr", "192.0.2.1", "--rdzv-conf", "timeout=0", "true"];
     launch(&arguments).stderr_contains(&["this is node 0, and --master-addr 192.0.2.1 is not an address of "]);
 }

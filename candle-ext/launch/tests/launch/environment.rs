@@ -82,7 +82,7 @@ fn comparable(mut variables: Variables, port: &str) -> Variables {
 }
 
 #[test]
-fn workers_find_what_torchruns_workers_find() {
+fn workers_get_the_environment_of_torchruns_workers() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/torchrun_env.json");
     let jobs: Vec<Value> = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
     for job in jobs {
@@ -103,7 +103,7 @@ fn workers_find_what_torchruns_workers_find() {
 }
 
 #[test]
-fn cores_are_shared_and_it_is_said_once() {
+fn cores_are_shared_and_logged_once() {
     let n_cores = std::thread::available_parallelism().unwrap().get();
     let output = launch_script(2, &[], "echo $RAYON_NUM_THREADS $OMP_NUM_THREADS");
     let share = (n_cores / 2).max(1);
@@ -114,7 +114,7 @@ fn cores_are_shared_and_it_is_said_once() {
 }
 
 #[test]
-fn variables_that_are_set_are_kept() {
+fn variables_set_by_the_user_are_kept() {
     let arguments = crate::launcher::script_arguments(2, &[], "echo $RAYON_NUM_THREADS $CUDA_VISIBLE_DEVICES");
     let mut command = command(&arguments);
     let output = start(command.env("RAYON_NUM_THREADS", "7").env("CUDA_VISIBLE_DEVICES", "3,5")).wait();

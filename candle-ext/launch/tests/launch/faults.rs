@@ -11,7 +11,7 @@ use crate::launcher::{
 };
 
 #[test]
-fn the_code_is_the_first_failing_workers() {
+fn the_exit_code_is_that_of_the_first_failed_worker() {
     launch_script(2, &[], "exit 0").exits_with(0);
     launch_script(2, &[], "[ $RANK = 0 ] && exec sleep 1000; exit 42").exits_with(42);
     launch_script(2, &[], "[ $RANK = 0 ] && exec sleep 1000; kill -SEGV $$").exits_with(128 + 11);
@@ -19,7 +19,7 @@ fn the_code_is_the_first_failing_workers() {
 }
 
 #[test]
-fn the_report_names_rank_process_reason_and_last_words() {
+fn the_report_has_rank_pid_exit_reason_and_stderr_tail() {
     let (_folder, logs) = temp_folder();
     let script = "echo thinking >&2; [ $RANK = 1 ] && { echo out of luck >&2; kill -9 $$; }; exec sleep 1000";
     let output = launch_script(3, &["--log-dir", logs.to_str().unwrap(), "--tee", "2"], script);
@@ -36,14 +36,14 @@ fn the_report_names_rank_process_reason_and_last_words() {
 }
 
 #[test]
-fn last_words_in_a_file_are_reported_too() {
+fn the_report_has_the_stderr_tail_of_a_redirected_worker() {
     launch_script(1, &["--redirects", "3"], "echo in the file >&2; exit 1")
         .exits_with(1)
         .stderr_contains(&["stderr   in the file\n"]);
 }
 
 #[test]
-fn an_error_file_is_shown_and_handed_up() {
+fn an_error_file_is_reported_and_forwarded() {
     let (_folder, path) = temp_folder();
     let json =
         r#"{"message": {"message": "ValueError: bad", "extraInfo": {"py_callstack": "line 7", "timestamp": "9"}}}"#;
@@ -56,7 +56,7 @@ fn an_error_file_is_shown_and_handed_up() {
 }
 
 #[test]
-fn the_earliest_error_file_is_the_cause() {
+fn the_earliest_error_file_is_the_root_cause() {
     let (_folder, path) = temp_folder();
     let script = format!(
         r#"echo "{{\"message\": \"too bad\", \"timestamp\": $((20 - RANK))}}" > $TORCHELASTIC_ERROR_FILE
@@ -70,7 +70,7 @@ fn the_earliest_error_file_is_the_cause() {
 }
 
 #[test]
-fn a_stopped_worker_is_continued_so_that_it_ends_at_once() {
+fn a_suspended_worker_is_continued_to_handle_sigterm() {
     let (_folder, path) = temp_folder();
     let script = format!(
         "[ $RANK = 0 ] && {{ trap 'exit 9' TERM; echo > {0}/ready; kill -STOP $$; while :; do sleep 0.01; done; }}
@@ -82,7 +82,7 @@ fn a_stopped_worker_is_continued_so_that_it_ends_at_once() {
 }
 
 #[test]
-fn a_worker_that_ignores_the_request_is_killed() {
+fn a_worker_that_ignores_sigterm_is_killed() {
     let (_folder, path) = temp_folder();
     let script = format!(
         "trap '' TERM; [ $RANK = 0 ] && {{ echo $$ > {0}/pid; while :; do sleep 0.01; done; }}
@@ -95,7 +95,7 @@ fn a_worker_that_ignores_the_request_is_killed() {
 }
 
 #[test]
-fn what_workers_started_ends_with_them() {
+fn child_processes_of_workers_end_with_them() {
     let (_folder, path) = temp_folder();
     let script = format!(
         "sleep 1000 > /dev/null 2>&1 & echo $! > {0}/$RANK
@@ -110,7 +110,7 @@ fn what_workers_started_ends_with_them() {
 }
 
 #[test]
-fn no_orphans_are_left_by_a_killed_launcher() {
+fn a_killed_launcher_leaves_no_orphans() {
     let (_folder, path) = temp_folder();
     let script = format!("sleep 1000 & echo $! > {0}/child$RANK; echo $$ > {0}/worker$RANK; wait", path.display());
     let running = start_script(2, &[], &script);
@@ -125,7 +125,7 @@ fn no_orphans_are_left_by_a_killed_launcher() {
 }
 
 #[test]
-fn workers_die_with_the_launcher_even_without_its_guard() {
+fn workers_die_with_the_launcher_even_without_the_guard() {
     let (_folder, path) = temp_folder();
     let script = format!("echo $$ > {}/$RANK; while :; do sleep 0.01; done", path.display());
     let running = start_script(2, &[], &script);
@@ -138,7 +138,7 @@ fn workers_die_with_the_launcher_even_without_its_guard() {
 }
 
 #[test]
-fn all_workers_start_again_after_a_failure() {
+fn all_workers_restart_after_a_failure() {
     let (_folder, path) = temp_folder();
     let script = format!(
         "echo $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS >> {0}/$RANK
@@ -159,14 +159,14 @@ fn all_workers_start_again_after_a_failure() {
 }
 
 #[test]
-fn restarts_are_counted() {
+fn max_restarts_bounds_the_restarts() {
     let output = launch_script(1, &["--max-restarts", "2"], "exit 8");
     output.exits_with(8);
     assert_eq!(output.stderr.matches("rank 0 failed first").count(), 3);
 }
 
 #[test]
-fn a_port_in_use_is_said_before_anything_starts() {
+fn a_port_in_use_is_an_error_before_workers_start() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let output = launch(&["--master-port", port.as_str(), "sh", "-c", "echo started"]);
@@ -175,7 +175,7 @@ fn a_port_in_use_is_said_before_anything_starts() {
 }
 
 #[test]
-fn a_dead_guard_spoils_nothing() {
+fn a_killed_guard_does_not_affect_the_run() {
     let (_folder, path) = temp_folder();
     let script = format!("echo > {0}/$RANK; while [ ! -e {0}/end ]; do sleep 0.01; done", path.display());
     let running = start_script(2, &[], &script);
@@ -189,12 +189,12 @@ fn a_dead_guard_spoils_nothing() {
 
 /// It would stop, and nobody would wake it.
 #[test]
-fn a_worker_whose_launcher_is_gone_does_not_wait_for_it() {
+fn a_worker_whose_launcher_died_exits_at_once() {
     launch(&["__worker", "1", "true"]).exits_with(126);
 }
 
 #[test]
-fn a_process_that_left_its_group_holds_nobody_up() {
+fn a_process_outside_the_process_group_does_not_delay_the_launcher() {
     let (_folder, path) = temp_folder();
     let script = format!(
         "setsid sh -c 'echo $$ > {0}/$RANK; exec sleep 1000' & wait_for() {{ while [ ! -s $1 ]; do sleep 0.01; done; }}; wait_for {0}/$RANK; echo done",
@@ -213,7 +213,7 @@ fn a_process_that_left_its_group_holds_nobody_up() {
 }
 
 #[test]
-fn an_error_file_that_is_no_object_is_handed_up() {
+fn an_error_file_without_an_object_is_forwarded() {
     let (_folder, path) = temp_folder();
     let script = "echo '[1]' > $TORCHELASTIC_ERROR_FILE; exit 3";
     let own = path.join("own.json");
@@ -223,7 +223,7 @@ fn an_error_file_that_is_no_object_is_handed_up() {
 }
 
 #[test]
-fn a_failure_that_is_made_good_is_not_handed_up() {
+fn an_error_file_is_not_forwarded_after_a_successful_restart() {
     let (_folder, path) = temp_folder();
     let script = "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; echo '{}' > $TORCHELASTIC_ERROR_FILE; exit 3";
     let own = path.join("own.json");
@@ -233,7 +233,7 @@ fn a_failure_that_is_made_good_is_not_handed_up() {
 }
 
 #[test]
-fn a_closed_stderr_changes_no_code() {
+fn a_closed_stderr_does_not_change_the_exit_code() {
     for (arguments, code) in [(script_arguments(1, &[], "exit 3"), 3), (vec!["no-such-program".to_owned()], 2)] {
         let mut launcher = command(&arguments).stderr(std::process::Stdio::piped()).spawn().unwrap();
         drop(launcher.stderr.take());

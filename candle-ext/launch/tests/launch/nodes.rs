@@ -44,7 +44,7 @@ fn node(job: &Job, rank: usize, script: &str) -> Launcher {
 const PRINT_RANKS: &str = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE";
 
 #[test]
-fn nodes_with_numbers_meet_whoever_comes_first() {
+fn static_node_ranks_do_not_depend_on_the_order_of_arrival() {
     for order in [[0, 1], [1, 0]] {
         let job = static_rendezvous(free_port());
         let mut nodes: Vec<_> = order.iter().map(|rank| (*rank, node(&job, *rank, PRINT_RANKS))).collect();
@@ -56,7 +56,7 @@ fn nodes_with_numbers_meet_whoever_comes_first() {
 }
 
 #[test]
-fn nodes_without_numbers_get_them_by_arrival() {
+fn c10d_node_ranks_follow_the_order_of_arrival() {
     let job = c10d_rendezvous(free_port(), "2", &[]);
     let nodes = [node(&job, 0, PRINT_RANKS), node(&job, 0, PRINT_RANKS)];
     let mut lines: Vec<_> =
@@ -67,7 +67,7 @@ fn nodes_without_numbers_get_them_by_arrival() {
 }
 
 #[test]
-fn a_failure_on_one_node_ends_the_other() {
+fn a_failure_on_one_node_ends_the_other_node() {
     let job = static_rendezvous(free_port());
     let nodes = [node(&job, 0, "exec sleep 1000"), node(&job, 1, "exit 3")];
     let [first, second] = nodes.map(Launcher::wait);
@@ -76,7 +76,7 @@ fn a_failure_on_one_node_ends_the_other() {
 }
 
 #[test]
-fn all_nodes_start_again_together() {
+fn a_failure_restarts_the_workers_of_all_nodes() {
     for job in [static_rendezvous(free_port()), c10d_rendezvous(free_port(), "2", &[])] {
         let flags: &[&str] = &["--max-restarts", "1"];
         let job = Job { flags, ..job };
@@ -91,7 +91,7 @@ fn all_nodes_start_again_together() {
 }
 
 #[test]
-fn two_launchers_cannot_be_the_same_node() {
+fn a_duplicate_node_rank_is_rejected() {
     let job = static_rendezvous(free_port());
     let (_folder, path) = temp_folder();
     let script = format!("echo > {0}/$RANK; while [ ! -e {0}/end ]; do sleep 0.01; done", path.display());
@@ -112,7 +112,7 @@ fn wait_for_ranks(path: &Path, ranks: &[&str]) {
 }
 
 #[test]
-fn a_node_that_comes_late_is_let_in() {
+fn a_late_node_joins_by_a_rerendezvous() {
     let job = c10d_rendezvous(free_port(), "1:2", &["--rdzv-conf", "last_call_timeout=0.1"]);
     let (_folder, path) = temp_folder();
     let script = format!(
@@ -132,14 +132,14 @@ fn a_node_that_comes_late_is_let_in() {
 }
 
 #[test]
-fn a_node_that_never_comes_is_named() {
+fn a_missing_node_is_named_after_the_timeout() {
     let job = Job { flags: &["--rdzv-conf", "timeout=0.3"], ..static_rendezvous(free_port()) };
     node(&job, 0, "true").wait().exits_with(1).stderr_contains(&["meet 2 nodes at 127.0.0.1:", "node 1 did not come"]);
     node(&job, 1, "true").wait().exits_with(1).stderr_contains(&["meet at 127.0.0.1:", "refused"]);
 }
 
 #[test]
-fn waiting_for_a_node_can_be_interrupted() {
+fn a_signal_interrupts_the_wait_for_nodes() {
     let job = static_rendezvous(free_port());
     let waiting = node(&job, 0, "true");
     wait_until("the store", || Client::connect("127.0.0.1", job.port, Duration::from_millis(50)).is_ok());
@@ -148,7 +148,7 @@ fn waiting_for_a_node_can_be_interrupted() {
 }
 
 #[test]
-fn a_killed_launcher_of_the_store_ends_the_other_node() {
+fn a_killed_store_host_ends_the_other_node() {
     let job = static_rendezvous(free_port());
     let (_folder, path) = temp_folder();
     let script = format!("echo > {}/$RANK; exec sleep 1000", path.display());
@@ -161,7 +161,7 @@ fn a_killed_launcher_of_the_store_ends_the_other_node() {
 }
 
 #[test]
-fn workers_find_the_launchers_store() {
+fn workers_can_connect_to_the_launchers_store() {
     let (_folder, path) = temp_folder();
     let script =
         format!("echo $MASTER_ADDR $MASTER_PORT > {0}/at; while [ ! -e {0}/end ]; do sleep 0.01; done", path.display());
@@ -177,7 +177,7 @@ fn workers_find_the_launchers_store() {
 
 /// What dead workers left in their store, torch's gloo would take for addresses of living ones.
 #[test]
-fn workers_that_start_again_find_an_empty_store() {
+fn restarted_workers_get_an_empty_store() {
     for job in [static_rendezvous(free_port()), c10d_rendezvous(free_port(), "2", &[])] {
         let job = Job { flags: &["--max-restarts", "1"], ..job };
         let (_folder, path) = temp_folder();
@@ -203,7 +203,7 @@ fn workers_that_start_again_find_an_empty_store() {
 }
 
 #[test]
-fn a_node_that_is_lost_is_done_without() {
+fn a_lost_node_is_dropped_by_a_rerendezvous() {
     let flags = &["--max-restarts", "1", "--rdzv-conf", "last_call_timeout=0.3,keep_alive_interval=1"];
     let job = c10d_rendezvous(free_port(), "1:2", flags);
     let (_folder, path) = temp_folder();
@@ -237,7 +237,7 @@ fn check_stop(job: &Job, stopped: usize, script: &str) -> [LauncherOutput; 2] {
 }
 
 #[test]
-fn a_node_that_is_stopped_stops_the_other() {
+fn a_stopped_node_stops_the_other_node() {
     for stopped in [0, 1] {
         let output = check_stop(&static_rendezvous(free_port()), stopped, "trap 'exit 75' TERM");
         output[stopped].exits_with(75);
@@ -251,7 +251,7 @@ fn a_node_that_is_stopped_stops_the_other() {
 }
 
 #[test]
-fn a_node_that_is_stopped_is_done_without_if_there_are_enough() {
+fn a_stopped_node_is_dropped_if_min_nodes_remain() {
     let job = c10d_rendezvous(free_port(), "1:2", &["--rdzv-conf", "last_call_timeout=0.3"]);
     let (_folder, path) = temp_folder();
     let script = format!(
@@ -269,7 +269,7 @@ fn a_node_that_is_stopped_is_done_without_if_there_are_enough() {
 }
 
 #[test]
-fn the_first_failure_is_told_before_the_others_have_ended() {
+fn the_first_failure_is_published_before_the_other_workers_exit() {
     let job = static_rendezvous(free_port());
     let (_folder, path) = temp_folder();
     // Rank 0 fails, rank 1 ends when the other node's rank has.
@@ -286,7 +286,7 @@ fn the_first_failure_is_told_before_the_others_have_ended() {
 }
 
 #[test]
-fn a_node_of_ranks_that_blame_another_is_not_the_cause() {
+fn a_node_whose_ranks_report_a_peer_failure_is_not_the_root_cause() {
     let job = static_rendezvous(free_port());
     let (_folder, path) = temp_folder();
     let script = format!(
@@ -301,7 +301,7 @@ fn a_node_of_ranks_that_blame_another_is_not_the_cause() {
 }
 
 #[test]
-fn who_left_while_it_waited_may_come_back() {
+fn a_node_that_left_while_waiting_may_join_again() {
     // Its silence alone would not make room for it in time.
     let flags = &["--rdzv-conf", "keep_alive_interval=100"];
     for job in [Job { n_nodes: "3", flags, ..static_rendezvous(free_port()) }, c10d_rendezvous(free_port(), "3", flags)]
@@ -326,7 +326,7 @@ fn who_left_while_it_waited_may_come_back() {
 }
 
 #[test]
-fn a_dead_launchers_number_can_be_taken() {
+fn the_node_rank_of_a_dead_launcher_can_be_claimed() {
     let job = Job { n_nodes: "3", flags: &["--rdzv-conf", "keep_alive_interval=1"], ..static_rendezvous(free_port()) };
     let host = node(&job, 0, PRINT_RANKS);
     wait_until("the store", || Client::connect("127.0.0.1", job.port, Duration::from_millis(50)).is_ok());
@@ -341,7 +341,7 @@ fn a_dead_launchers_number_can_be_taken() {
 }
 
 #[test]
-fn launchers_that_were_not_started_alike_say_in_what() {
+fn launchers_with_different_settings_name_the_difference() {
     // Whoever notices first leaves; the other may wait for a better one.
     let job = Job { flags: &["--rdzv-conf", "timeout=5"], ..static_rendezvous(free_port()) };
     let other = Job { flags: &["--rdzv-conf", "timeout=5", "--max-restarts", "2"], ..static_rendezvous(job.port) };
@@ -364,7 +364,7 @@ fn start_half_done(job: &Job, done_ranks: &str) -> [Launcher; 2] {
 }
 
 #[test]
-fn a_node_that_is_done_needs_no_store() {
+fn a_node_that_succeeded_needs_no_store() {
     let [host, other] = start_half_done(&static_rendezvous(free_port()), "2");
     host.signal(Signal::KILL);
     other.wait().exits_with(0);
@@ -372,7 +372,7 @@ fn a_node_that_is_done_needs_no_store() {
 }
 
 #[test]
-fn a_host_that_is_done_notices_that_the_others_are_lost() {
+fn a_store_host_that_succeeded_detects_lost_nodes() {
     let flags = &["--rdzv-conf", "keep_alive_interval=1"];
     let [host, other] = start_half_done(&Job { flags, ..static_rendezvous(free_port()) }, "0 | 1");
     other.signal(Signal::KILL);
@@ -381,7 +381,7 @@ fn a_host_that_is_done_notices_that_the_others_are_lost() {
 }
 
 #[test]
-fn a_host_that_is_done_tells_the_others_when_it_is_stopped() {
+fn a_store_host_that_succeeded_announces_its_stop() {
     let [host, other] = start_half_done(&static_rendezvous(free_port()), "0 | 1");
     host.signal(Signal::TERM);
     other.wait().exits_with(7).stderr_contains(&["another node was stopped: the launcher on "]);

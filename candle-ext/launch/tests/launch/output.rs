@@ -18,7 +18,7 @@ fn text(path: impl AsRef<Path>) -> String {
 }
 
 #[test]
-fn lines_of_workers_are_never_mixed() {
+fn lines_of_different_workers_do_not_interleave() {
     let script =
         r#"x=$(printf "%01000d" $RANK); for i in $(seq 200); do echo "$i $x"; printf "part "; echo "$i"; done"#;
     let output = launch_script(4, &[], script);
@@ -34,7 +34,7 @@ fn lines_of_workers_are_never_mixed() {
 }
 
 #[test]
-fn the_last_words_of_a_dying_worker_are_kept() {
+fn the_last_output_of_a_killed_worker_is_kept() {
     let output = launch_script(1, &[], "yes 123456789 | head -20000; printf 'last words'; kill -9 $$");
     assert_eq!(output.stdout.lines().count(), 20001);
     assert!(output.stdout.ends_with("[0]: last words\n"));
@@ -42,7 +42,7 @@ fn the_last_words_of_a_dying_worker_are_kept() {
 }
 
 #[test]
-fn redirected_streams_go_to_files_only_and_teed_ones_to_both() {
+fn redirected_streams_go_to_files_and_teed_streams_to_both() {
     let (_folder, logs) = temp_folder();
     let flags = ["--log-dir", logs.to_str().unwrap(), "--redirects", "0:1", "-t", "1:3"];
     let output = launch_script(2, &flags, "echo out $RANK; echo err $RANK >&2");
@@ -56,7 +56,7 @@ fn redirected_streams_go_to_files_only_and_teed_ones_to_both() {
 }
 
 #[test]
-fn a_run_is_named_after_its_job() {
+fn the_log_directory_is_named_after_the_job() {
     let (_folder, logs) = temp_folder();
     let mut command = command(&["--rdzv-id", "job/7", "--log-dir", logs.to_str().unwrap(), "true"]);
     start(command.arg("--ignored").env("PET_MASTER_PORT", "0")).wait().exits_with(0);
@@ -64,7 +64,7 @@ fn a_run_is_named_after_its_job() {
 }
 
 #[test]
-fn other_ranks_are_hidden_but_kept_in_files() {
+fn filtered_ranks_are_hidden_on_the_console_but_logged_to_files() {
     let (_folder, logs) = temp_folder();
     let flags = ["--log-dir", logs.to_str().unwrap(), "--tee", "3", "--local-ranks-filter", "1"];
     let output = launch_script(3, &flags, "echo out $RANK");
@@ -73,7 +73,7 @@ fn other_ranks_are_hidden_but_kept_in_files() {
 }
 
 #[test]
-fn lines_with_a_word_are_copied() {
+fn lines_with_a_filter_word_are_copied() {
     let (_folder, logs) = temp_folder();
     let flags = ["--log-dir", logs.to_str().unwrap(), "--tee", "1", "--duplicate-stdout-filters", "loss"];
     launch_script(1, &flags, "echo step 1; echo loss 2").exits_with(0);
@@ -81,7 +81,7 @@ fn lines_with_a_word_are_copied() {
 }
 
 #[test]
-fn the_prefix_is_torchelastics_variable() {
+fn the_line_prefix_template_is_torchelastics_variable() {
     let arguments = script_arguments(1, &["--role", "actor"], "echo x");
     let template = "${role_name}-${local_rank}-${rank}> ";
     let output = start(command(&arguments).env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", template)).wait();
@@ -89,7 +89,7 @@ fn the_prefix_is_torchelastics_variable() {
 }
 
 #[test]
-fn nothing_is_left_in_the_temporary_directory_without_need() {
+fn an_empty_temporary_log_directory_is_removed() {
     let (_folder, tmp) = temp_folder();
     let run = |script: &str| {
         let output = start(command(&script_arguments(1, &[], script)).env("TMPDIR", &tmp)).wait();
@@ -101,7 +101,7 @@ fn nothing_is_left_in_the_temporary_directory_without_need() {
 }
 
 #[test]
-fn a_console_that_is_gone_does_not_stop_the_workers() {
+fn a_closed_stdout_does_not_stop_the_workers() {
     let (_folder, path) = temp_folder();
     let script = format!("yes | head -100000; echo done > {}/done", path.display());
     let mut launcher = command(&script_arguments(1, &[], &script)).stdout(Stdio::piped()).spawn().unwrap();
@@ -111,7 +111,7 @@ fn a_console_that_is_gone_does_not_stop_the_workers() {
 }
 
 #[test]
-fn what_is_piped_in_reaches_the_first_worker() {
+fn local_rank_0_inherits_stdin() {
     let (_folder, path) = temp_folder();
     fs::write(path.join("input"), "hello\n").unwrap();
     let mut command = command(&script_arguments(2, &[], "cat"));
@@ -120,7 +120,7 @@ fn what_is_piped_in_reaches_the_first_worker() {
 }
 
 #[test]
-fn lines_of_both_streams_are_whole_on_one_console() {
+fn lines_of_stdout_and_stderr_do_not_interleave() {
     let script = r#"x=$(printf "%05000d" 7); for i in $(seq 100); do echo "$x"; echo "$x" >&2; done"#;
     let (mut from, to) = std::io::pipe().unwrap();
     let mut command = command(&script_arguments(2, &[], script));

@@ -88,7 +88,7 @@ fn theirs(case: &Value) -> Value {
 }
 
 #[test]
-fn command_lines_mean_what_torchrun_makes_of_them() {
+fn command_lines_give_the_settings_of_torchrun() {
     let (head, cases) = cases();
     let n_cores = head["cores"].as_u64().unwrap() as usize;
     let mut n_compared = 0;
@@ -106,7 +106,7 @@ fn command_lines_mean_what_torchrun_makes_of_them() {
 
 /// clap reads variables itself, so these are asked of the program; what it would start shows what it read.
 #[test]
-fn variables_set_defaults_as_torchruns_do() {
+fn environment_variables_set_the_defaults_of_torchrun() {
     let (_, cases) = cases();
     for case in cases.iter().filter(|case| !case["env"].as_object().unwrap().is_empty()) {
         let variables =

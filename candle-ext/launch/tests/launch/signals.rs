@@ -35,7 +35,7 @@ fn check(script: &str, signals: &[Signal], code: i32) -> LauncherOutput {
 }
 
 #[test]
-fn sigterm_lets_every_worker_save() {
+fn every_worker_may_save_after_sigterm() {
     let save = "trap 'echo saved; exit 75' TERM";
     let output = check(save, &[Signal::TERM], 75);
     assert_eq!(output.sorted_stdout(), ["[0]: saved", "[1]: saved"]);
@@ -43,7 +43,7 @@ fn sigterm_lets_every_worker_save() {
 }
 
 #[test]
-fn a_worker_that_saves_slowly_hears_the_signal_once() {
+fn a_slow_worker_receives_the_signal_once() {
     let (_folder, path) = temp_folder();
     // Rank 1 listens for a while after rank 0 has ended.
     let script = format!(
@@ -61,7 +61,7 @@ fn a_worker_that_saves_slowly_hears_the_signal_once() {
 }
 
 #[test]
-fn the_same_signal_is_passed_on() {
+fn the_received_signal_is_forwarded() {
     for (signal, code) in [(Signal::INT, 130), (Signal::HUP, 129), (Signal::QUIT, 131), (Signal::TERM, 143)] {
         let (_folder, path) = temp_folder();
         let own = command(&script_arguments(2, &[], &ready_script(&path, ":")));
@@ -87,7 +87,7 @@ fn a_second_interrupt_kills() {
 }
 
 #[test]
-fn sigusr1_is_a_notice() {
+fn sigusr1_is_forwarded_and_ends_nothing() {
     let (_folder, path) = temp_folder();
     let running = start_ready(&path, "trap 'echo heard > heard$RANK' USR1; trap 'exit 75' TERM");
     running.signal(Signal::USR1);
@@ -97,7 +97,7 @@ fn sigusr1_is_a_notice() {
 }
 
 #[test]
-fn no_restart_follows_a_request_to_stop() {
+fn no_restart_follows_a_stop_signal() {
     let (_folder, path) = temp_folder();
     let script = ready_script(&path, "trap 'exit 4' TERM");
     let running = start_script(2, &["--max-restarts", "5"], &script);
@@ -109,7 +109,7 @@ fn no_restart_follows_a_request_to_stop() {
 }
 
 #[test]
-fn nohup_is_respected() {
+fn sighup_is_ignored_under_nohup() {
     let (_folder, path) = temp_folder();
     let script = ready_script(&path, "trap 'exit 75' TERM");
     let own = command(&script_arguments(2, &[], &script));
@@ -124,7 +124,7 @@ fn nohup_is_respected() {
 }
 
 #[test]
-fn a_notice_is_heard_by_those_who_start_again() {
+fn a_forwarded_signal_is_delivered_again_after_a_restart() {
     let (_folder, path) = temp_folder();
     let script = format!(
         "cd {}; n=$TORCHELASTIC_RESTART_COUNT; sleep 0.1; trap 'echo heard > heard$n.$RANK; [ $n = 1 ] && exit 75' USR1
@@ -141,7 +141,7 @@ fn a_notice_is_heard_by_those_who_start_again() {
 }
 
 #[test]
-fn a_notice_is_for_the_worker_and_not_for_its_children() {
+fn sigusr1_is_forwarded_to_workers_but_not_to_their_children() {
     let (_folder, path) = temp_folder();
     let script = format!(
         "cd {}; sleep 1000 & echo $! > child$RANK; trap 'echo heard > heard$RANK' USR1; trap 'exit 75' TERM
@@ -160,7 +160,7 @@ fn a_notice_is_for_the_worker_and_not_for_its_children() {
 
 /// A shell ignores SIGINT for what a script starts by `&`.
 #[test]
-fn an_interrupt_is_heard_in_the_background() {
+fn sigint_is_handled_by_a_launcher_in_the_background() {
     let (_folder, path) = temp_folder();
     let script = ready_script(&path, "trap 'exit 75' TERM INT");
     let own = command(&script_arguments(2, &[], &script));

@@ -33,13 +33,13 @@ fn write_stub(path: &Path, script: &str) {
 }
 
 #[test]
-fn the_example_jobs_ask_for_what_they_should() {
+fn example_jobs_pass_the_expected_arguments_to_srun() {
     let text: Vec<_> = jobs().iter().map(|job| format!("{job}\n{}", run(job, 0).1)).collect();
     insta::assert_snapshot!(text.join("\n"));
 }
 
 #[test]
-fn a_job_that_saved_goes_back_into_the_queue() {
+fn a_preempted_job_is_requeued() {
     for job in jobs() {
         let (code, text) = run(&job, 75);
         assert_eq!((code, text.lines().last()), (Some(75), Some("scontrol requeue 123456")), "{job}");
@@ -59,7 +59,7 @@ fn jobs() -> Vec<String> {
 
 /// A stand-in for cargo that builds a stand-in for `launch`, where it was told.
 #[test]
-fn the_script_builds_where_it_looks() {
+fn the_script_builds_in_cargo_target_dir() {
     let (_folder, path) = temp_folder();
     let build =
         r#"d=$CARGO_TARGET_DIR/release; mkdir -p $d; printf '#!/bin/sh\necho "$@"\n' > $d/launch; chmod +x $d/launch"#;

@@ -7,7 +7,7 @@ use crate::launcher::{command, launch, start};
 const LAUNCH: &str = env!("CARGO_BIN_EXE_launch");
 
 #[test]
-fn a_worker_of_launch_knows_its_place() {
+fn a_worker_of_launch_reads_its_rank() {
     let output = launch(&["--standalone", "--nproc-per-node", "2", LAUNCH, "--world"]);
     let places: Vec<_> =
         output.exits_with(0).sorted_stdout().iter().map(|line| line.split(" at ").next().unwrap().to_owned()).collect();
@@ -17,13 +17,13 @@ fn a_worker_of_launch_knows_its_place() {
 }
 
 #[test]
-fn a_process_that_nobody_started_is_alone() {
+fn a_process_without_a_launcher_is_a_world_of_one() {
     let output = launch(&["--world"]);
     assert!(output.exits_with(0).stdout.ends_with("started by nobody\n"), "{}", output.stdout);
 }
 
 #[test]
-fn variables_that_do_not_fit_are_an_error() {
+fn an_incomplete_set_of_variables_is_an_error() {
     let output = start(command(&["--world"]).env("RANK", "3").env("WORLD_SIZE", "2")).wait();
     output.exits_with(1).stderr_contains(&["failed to read the rank: RANK is set but LOCAL_RANK is not"]);
 }
@@ -31,7 +31,7 @@ fn variables_that_do_not_fit_are_an_error() {
 /// Runs where Open MPI's `mpirun` is installed, as on the machines of CI; elsewhere the fixture of its variables, in
 /// the tests of `candlewick_comm::place`, has to do.
 #[test]
-fn a_process_of_mpirun_knows_its_place() {
+fn a_process_of_mpirun_reads_its_rank() {
     let mut mpirun = Command::new("mpirun");
     mpirun.args(["--allow-run-as-root", "--oversubscribe", "-n", "3", LAUNCH, "--world"]);
     let Ok(output) = mpirun.output() else {

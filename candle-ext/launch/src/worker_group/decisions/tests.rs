@@ -70,19 +70,19 @@ impl Group {
 }
 
 #[test]
-fn workers_that_end_well_are_waited_for() {
+fn a_run_succeeds_when_every_worker_exits_with_0() {
     group(2).exits(1, 0, Wait).exits(0, 0, Wait).has_outcome(WorkerGroupOutcome::Succeeded);
 }
 
 #[test]
-fn the_first_failure_ends_the_others() {
+fn the_first_failure_terminates_the_other_workers() {
     let mut group = group(3);
     group.exits(1, 3, Terminate(SIGTERM)).has_seconds(30);
     group.dies(0, SIGTERM, Wait).exits(2, 128 + SIGTERM, Wait).failed(&[1], 1);
 }
 
 #[test]
-fn who_does_not_end_is_killed_and_has_not_failed() {
+fn a_worker_killed_at_the_deadline_is_no_failure() {
     let mut group = group(2);
     group.dies(0, SIGKILL, Terminate(SIGTERM));
     assert_eq!(group.run.on_deadline(), Terminate(SIGKILL));
@@ -90,12 +90,12 @@ fn who_does_not_end_is_killed_and_has_not_failed() {
 }
 
 #[test]
-fn who_blames_another_is_not_the_cause() {
+fn a_worker_that_reports_a_peer_failure_is_not_the_root_cause() {
     group(2).exits(0, PEER, Terminate(SIGTERM)).exits(1, 1, Wait).failed(&[0, 1], 1);
 }
 
 #[test]
-fn the_time_in_the_error_files_decides_between_failures() {
+fn the_timestamps_of_error_files_order_failures() {
     let mut group = group(2);
     group.exits(0, 1, Terminate(SIGTERM)).exits(1, 1, Wait);
     let WorkerGroupOutcome::Failed(failures) = group.run.outcome() else { panic!("nobody failed") };
@@ -104,14 +104,14 @@ fn the_time_in_the_error_files_decides_between_failures() {
 }
 
 #[test]
-fn a_signal_is_passed_on_once_and_saving_is_waited_for() {
+fn a_signal_is_forwarded_once_and_workers_get_time_to_save() {
     let mut group = group(2);
     group.receives(SIGTERM, Terminate(SIGTERM)).has_seconds(300);
     group.exits(0, PREEMPTED, Wait).exits(1, PREEMPTED, Wait).has_outcome(WorkerGroupOutcome::Stopped(PREEMPTED));
 }
 
 #[test]
-fn the_code_after_a_signal_is_what_the_workers_made_of_it() {
+fn the_exit_code_after_a_signal_follows_from_the_workers_exit_codes() {
     group(2)
         .receives(SIGTERM, Terminate(SIGTERM))
         .exits(0, 0, Wait)
@@ -140,14 +140,14 @@ fn a_second_interrupt_kills() {
 }
 
 #[test]
-fn an_echo_of_a_signal_is_not_a_second_one() {
+fn a_repeated_signal_within_half_a_second_is_ignored() {
     let mut group = group(1);
     group.receives(SIGHUP, Terminate(SIGHUP)).receives(SIGHUP, Wait).receives(SIGTERM, Wait);
     group.after(SECOND).receives(SIGTERM, Terminate(SIGKILL));
 }
 
 #[test]
-fn a_worker_that_does_not_stop_in_time_is_killed() {
+fn a_worker_that_misses_the_deadline_is_killed() {
     let mut group = group(2);
     group.receives(SIGTERM, Terminate(SIGTERM)).exits(0, 75, Wait);
     assert_eq!(group.run.on_deadline(), Terminate(SIGKILL));
@@ -155,7 +155,7 @@ fn a_worker_that_does_not_stop_in_time_is_killed() {
 }
 
 #[test]
-fn other_signals_are_passed_on_and_end_nothing() {
+fn other_signals_are_forwarded_without_a_deadline() {
     let mut group = group(2);
     group.receives(SIGUSR1, Forward(SIGUSR1)).receives(SIGUSR1, Forward(SIGUSR1));
     assert_eq!(group.run.deadline(), None);
@@ -164,14 +164,14 @@ fn other_signals_are_passed_on_and_end_nothing() {
 }
 
 #[test]
-fn a_signal_after_a_failure_is_no_reason_to_start_again() {
+fn a_signal_after_a_failure_prevents_a_restart() {
     let mut group = group(2);
     group.exits(0, 1, Terminate(SIGTERM)).receives(SIGINT, Terminate(SIGINT)).dies(1, SIGINT, Wait).failed(&[0], 0);
     assert!(group.run.is_stopping());
 }
 
 #[test]
-fn another_nodes_failure_ends_this_one() {
+fn a_failure_on_another_node_terminates_the_workers() {
     let failed = Event::Peer { generation: 0, peer: PeerEvent::Failed("rank 5 failed".into()) };
     let peer_failed = WorkerGroupOutcome::PeerFailed("rank 5 failed".into());
     group(1).event(failed.clone(), Terminate(SIGTERM)).exits(0, PEER, Wait).has_outcome(peer_failed.clone());
@@ -180,7 +180,7 @@ fn another_nodes_failure_ends_this_one() {
 }
 
 #[test]
-fn the_others_may_save_though_one_died_of_the_signal() {
+fn workers_may_save_after_one_was_killed_by_the_signal() {
     for reason in [ExitReason::Signal(SIGTERM), ExitReason::Code(128 + SIGTERM)] {
         let mut group = group(2);
         group.receives(SIGTERM, Terminate(SIGTERM)).ends(0, reason, Wait).has_seconds(300);
@@ -191,7 +191,7 @@ fn the_others_may_save_though_one_died_of_the_signal() {
 }
 
 #[test]
-fn what_follows_from_another_nodes_failure_is_not_a_cause() {
+fn failures_after_a_peer_failure_are_not_root_causes() {
     let failed = Event::Peer { generation: 0, peer: PeerEvent::Failed("rank 5 failed".into()) };
     let peer_failed = WorkerGroupOutcome::PeerFailed("rank 5 failed".into());
     let mut one = group(2);
@@ -203,7 +203,7 @@ fn what_follows_from_another_nodes_failure_is_not_a_cause() {
 }
 
 #[test]
-fn another_node_that_stops_stops_this_one() {
+fn a_stop_on_another_node_stops_the_workers() {
     let stopped = Event::Peer { generation: 0, peer: PeerEvent::Stopped("signal 15".into()) };
     for (codes, want) in [([75, 75], 75), ([0, 0], 0), ([143, 0], PEER)] {
         let mut group = group(2);
@@ -220,13 +220,13 @@ fn another_node_that_stops_stops_this_one() {
 }
 
 #[test]
-fn another_node_that_saved_disturbs_nobody() {
+fn a_checkpoint_on_another_node_sends_no_signal() {
     let saved = Event::Peer { generation: 0, peer: PeerEvent::Saved("rank 5".into()) };
     group(1).event(saved, Wait).has_seconds(300).exits(0, 75, Wait).has_outcome(WorkerGroupOutcome::Stopped(75));
 }
 
 #[test]
-fn the_others_hear_at_once_of_what_is_their_business() {
+fn failures_checkpoints_and_stops_are_announced_to_the_other_nodes() {
     let announced = |group: &mut Group, event: Event| {
         group.run.handle(&event, group.now);
         group.run.announcement(&event)
@@ -248,7 +248,7 @@ fn the_others_hear_at_once_of_what_is_their_business() {
 }
 
 #[test]
-fn another_node_that_comes_is_no_failure() {
+fn a_joining_node_causes_a_rerendezvous() {
     group(1)
         .event(Event::Peer { generation: 0, peer: PeerEvent::Joins }, Terminate(SIGTERM))
         .has_seconds(300)
