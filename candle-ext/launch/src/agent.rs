@@ -1,5 +1,5 @@
-//! A node's whole run: meet the others, run the workers, report who failed, and start all of them again while that is
-//! allowed.
+//! The elastic agent of a node: joins the rendezvous, runs the worker group, reports the root cause of a failure, and
+//! restarts the workers up to `--max-restarts` times.
 
 use std::io;
 use std::path::Path;
@@ -21,18 +21,18 @@ use crate::streams::StdStream;
 use crate::worker_group::{self, WorkerGroupSpec};
 use crate::worker_group::{Announcement, WorkerExit, WorkerGroupOutcome};
 
-/// Why nothing more could be done.
+/// An error that ends the launcher.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    /// The nodes did not meet.
+    /// The rendezvous failed.
     #[error(transparent)]
     Rendezvous(#[from] RendezvousError),
-    /// A process could not be started, or a file not be written.
+    /// A process could not be started, or a file could not be written.
     #[error("{action}: {source}")]
     System {
-        /// What was tried.
+        /// The attempted action.
         action: &'static str,
-        /// The system's reason.
+        /// The error of the operating system.
         source: io::Error,
     },
 }
@@ -40,7 +40,7 @@ pub enum LaunchError {
 type Result<T> = std::result::Result<T, LaunchError>;
 
 impl LaunchError {
-    /// Returns the code that the launcher ends with.
+    /// Returns the exit code of the launcher.
     pub fn code(&self) -> i32 {
         match self {
             LaunchError::Rendezvous(RendezvousError::Interrupted(signal)) => 128 + signal,
@@ -49,12 +49,12 @@ impl LaunchError {
     }
 }
 
-/// Runs the plan on this node, and returns the code to end with.
+/// Runs the plan on this node and returns the exit code of the launcher.
 pub fn run(plan: &LaunchPlan, node_info: &NodeInfo) -> Result<i32> {
     let events = EventQueue::open(&plan.signals.numbers).map_err(system_error("watch for signals"))?;
     let agent = Agent { plan, node_info, events };
     let mut rendezvous = Rendezvous::open(plan, node_info, &|| agent.events.interrupted())?;
-    let logs = LogDir::create(&plan.output, &plan.run_id).map_err(system_error("make the folder of logs"))?;
+    let logs = LogDir::create(&plan.output, &plan.run_id).map_err(system_error("create the log directory"))?;
     if plan.output.keeps_files() {
         log(&format!("logs are in {}", logs.path().display()));
     }
@@ -73,17 +73,18 @@ struct Agent<'a> {
     events: EventQueue,
 }
 
-/// What follows an attempt.
+/// The next step after a run of the worker group.
 enum NextStep {
-    /// This is the end, with this code.
+    /// Exit with this code.
     Exit(i32),
-    /// All workers are started again.
+    /// Restart the worker group; counts towards `--max-restarts`.
     Restart,
-    /// The same, but it is nobody's fault.
+    /// Restart the worker group after a membership change; not counted as a restart.
     Rerendezvous(&'static str),
 }
 
-/// How long a node whose workers are done waits for the others, as torchrun's does, unless it hosts the store.
+/// The longest wait for other nodes after this node's workers succeeded, as in torchrun. The store host
+/// waits without limit.
 const EXIT_BARRIER: Duration = Duration::from_secs(300);
 
 impl Agent<'_> {
@@ -95,9 +96,9 @@ impl Agent<'_> {
                 NextStep::Exit(code) => return Ok(code),
                 NextStep::Restart => {
                     n_restarts += 1;
-                    log(&format!("starting all workers again: restart {n_restarts} of {max_restarts}"));
+                    log(&format!("restarting the worker group: restart {n_restarts} of {max_restarts}"));
                 }
-                NextStep::Rerendezvous(reason) => log(&format!("{reason}: starting all workers again")),
+                NextStep::Rerendezvous(reason) => log(&format!("{reason}: restarting the worker group")),
             }
         }
     }
@@ -106,12 +107,12 @@ impl Agent<'_> {
         let generation = rendezvous.next_generation(&|| self.events.interrupted())?;
         let n_workers = self.plan.local_world_size;
         let attempt_logs =
-            logs.attempt_dir(generation.number, n_workers).map_err(system_error("make the folders of logs"))?;
+            logs.attempt_dir(generation.number, n_workers).map_err(system_error("create the log directory of an attempt"))?;
         let (plan, node_info) = (self.plan, self.node_info);
         let (hostname, variables) = (&node_info.hostname, &node_info.variables);
         let spec = WorkerGroupSpec { plan, generation: &generation, restart, logs: &attempt_logs, hostname, variables };
         let monitor = rendezvous.monitor_peers(self.events.sender())?;
-        let mut guard = Guard::start().map_err(system_error("start the guard"))?;
+        let mut guard = Guard::start().map_err(system_error("start the guard process"))?;
         let announce = |announcement| rendezvous.publish(&self.peer_event(announcement, &generation));
         let result =
             worker_group::run(&spec, &self.events, &mut guard, &announce).map_err(system_error("start workers"))?;
@@ -131,12 +132,12 @@ impl Agent<'_> {
         Ok(next)
     }
 
-    /// The others may still fail, and then all start again.
+    /// Waits for the other nodes: their workers may still fail and cause a restart.
     fn after_success(&self, rendezvous: &Rendezvous, generation: usize, may_restart: bool) -> Result<NextStep> {
         let began = Instant::now();
         let may_wait = || rendezvous.is_host() || began.elapsed() < EXIT_BARRIER;
         rendezvous.mark_done();
-        // A store that is gone takes back nothing that was done.
+        // A lost store does not undo the success of these workers.
         while rendezvous.are_peers_running() && may_wait() {
             match self.events.next(Some(Instant::now() + POLL_INTERVAL)) {
                 Some(Event::Signal(signal)) if self.events.is_ending(signal) => {
@@ -154,7 +155,7 @@ impl Agent<'_> {
         Ok(NextStep::Exit(OK))
     }
 
-    /// Workers who all say that another rank failed are believed, if the nodes know of one.
+    /// Returns a failure published by another node, if all failed workers report a peer failure.
     fn peer_failure(&self, rendezvous: &Rendezvous, failures: &[WorkerExit]) -> Option<String> {
         let is_secondary = failures.iter().all(WorkerExit::reports_peer_failure);
         is_secondary.then(|| rendezvous.wait_for_peer_failure(&|| self.events.interrupted()))?
@@ -173,20 +174,20 @@ impl Agent<'_> {
         if may_restart {
             return NextStep::Restart;
         }
-        // Who started this launcher may be one itself.
+        // The parent process may be a launcher that expects an error file.
         if let Some(own) = self.node_info.variables.get("TORCHELASTIC_ERROR_FILE") {
             let _ = forward_error_file(&logs.error_file(root.local_rank), Path::new(own), root.reason);
         }
         NextStep::Exit(root.reason.code())
     }
 
-    /// Returns what is to the other nodes what `news` is to this one.
+    /// Returns the event that an announcement of this node is for the other nodes.
     fn peer_event(&self, announcement: Announcement, generation: &Generation) -> PeerEvent {
         let hostname = &self.node_info.hostname;
         match announcement {
             Announcement::Stopping(signal) => self.stop_event(signal),
             Announcement::Exited(WorkerExit { local_rank, reason: ExitReason::Code(PREEMPTED), .. }) => {
-                PeerEvent::Saved(format!("rank {} on {hostname} saved and ended", generation.rank(local_rank)))
+                PeerEvent::Saved(format!("rank {} on {hostname} saved a checkpoint and exited", generation.rank(local_rank)))
             }
             Announcement::Exited(exit) => {
                 PeerEvent::Failed(format!("rank {} on {hostname}: {}", generation.rank(exit.local_rank), exit.reason))
@@ -202,11 +203,11 @@ impl Agent<'_> {
     }
 
     fn stop_event(&self, signal: i32) -> PeerEvent {
-        PeerEvent::Stopped(format!("the launcher on {} got {}", self.node_info.hostname, ExitReason::Signal(signal)))
+        PeerEvent::Stopped(format!("the launcher on {} received {}", self.node_info.hostname, ExitReason::Signal(signal)))
     }
 }
 
-const NODE_JOINED: &str = "another node came";
+const NODE_JOINED: &str = "another node joined";
 
 fn after_peer_failure(text: &str, may_restart: bool) -> NextStep {
     log(&format!("workers of another node failed: {text}"));

@@ -1,4 +1,4 @@
-//! The launcher's own stdout and stderr. They often lead to one place, so one lock guards both: whole lines go in turn.
+//! The launcher's stdout and stderr. Both are often the same terminal, so one lock keeps lines whole.
 
 use std::io::{self, Write};
 use std::sync::{Mutex, PoisonError};
@@ -7,7 +7,7 @@ use crate::streams::StdStream;
 
 static CONSOLE_LOCK: Mutex<()> = Mutex::new(());
 
-/// Writes whole lines. A console that is gone or full is no reason to stop, and there is nobody to tell.
+/// Writes whole lines. Errors are ignored: a closed or full console does not stop the workers.
 pub fn write(stream: StdStream, lines: &[u8]) {
     let _lock = CONSOLE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     let _ = match stream {
@@ -16,7 +16,7 @@ pub fn write(stream: StdStream, lines: &[u8]) {
     };
 }
 
-/// Writes a line of the launcher's own.
+/// Logs a line of the launcher to stderr.
 pub fn log(text: &str) {
     write(StdStream::Err, format!("launch: {text}\n").as_bytes());
 }

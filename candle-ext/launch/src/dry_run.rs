@@ -1,4 +1,4 @@
-//! What would run: every worker of this node as a line for a shell.
+//! The output of `--dry-run`: every worker of this node as a shell command.
 
 use crate::generation::{Generation, Participant};
 use crate::log_dir::AttemptLogDir;
@@ -7,7 +7,7 @@ use crate::plan::{LaunchPlan, RendezvousPlan};
 use crate::worker_group::{WorkerGroupSpec, worker_spec};
 use candlewick_comm::place::Master;
 
-/// Returns the workers' variables and commands. What only the other nodes know is assumed: that they are like this one.
+/// Returns the environment variables and the command of each worker. Other nodes are assumed to equal this one.
 pub fn text(plan: &LaunchPlan, node_info: &NodeInfo) -> String {
     let generation = assumed_generation(plan, node_info);
     let logs = AttemptLogDir::for_dry_run(&plan.output, &plan.run_id);
@@ -57,6 +57,6 @@ fn store_description(plan: &LaunchPlan) -> String {
 }
 
 fn quoted(word: &str) -> String {
-    // A word with a zero byte cannot be on a command line.
+    // Quoting fails for a NUL byte only, which a command line cannot contain.
     shlex::try_quote(word).map_or_else(|_| word.to_owned(), |word| word.into_owned())
 }

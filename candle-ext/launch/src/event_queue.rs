@@ -1,4 +1,4 @@
-//! The channel on which the launcher hears of everything, and what it heard while no worker ran.
+//! The event queue of the agent. It remembers signals that arrive while no worker runs.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -8,21 +8,21 @@ use std::time::{Duration, Instant};
 
 use crate::event::{Event, catch_signals};
 
-/// Where events come from and go to.
+/// The queue of events, and the signals received so far.
 #[derive(Debug)]
 pub struct EventQueue {
     sender: Sender<Event>,
     receiver: Receiver<Event>,
-    /// The signals that end the group. Others are passed on.
+    /// Signals that stop the worker group. Others are forwarded.
     ending_signals: Vec<i32>,
-    /// One of them came while no worker ran.
+    /// A stop signal that arrived while no worker ran.
     interrupt: Cell<Option<i32>>,
-    /// Those that were passed on, or came while no worker ran: a worker that starts later hears them too.
+    /// Forwarded signals received so far. Workers started later receive them too.
     forwarded_signals: RefCell<BTreeSet<i32>>,
 }
 
 impl EventQueue {
-    /// Opens the mailbox for signals: those of `ending`, and those that are passed on.
+    /// Opens the queue and catches `ending_signals` and the forwarded signals.
     pub fn open(ending_signals: &[i32]) -> io::Result<Self> {
         let (sender, receiver) = channel();
         catch_signals(ending_signals, sender.clone())?;
@@ -30,16 +30,16 @@ impl EventQueue {
         Ok(Self { sender, receiver, ending_signals: ending_signals.to_vec(), interrupt, forwarded_signals })
     }
 
-    /// Returns an address for whoever has something to say.
+    /// Returns a sender of events.
     pub fn sender(&self) -> Sender<Event> {
         self.sender.clone()
     }
 
-    /// Returns the next event, or `None` if the deadline passes before.
+    /// Returns the next event, or `None` after the deadline.
     pub fn next(&self, deadline: Option<Instant>) -> Option<Event> {
-        const FOR_EVER: Duration = Duration::from_secs(1 << 20);
+        const UNBOUNDED: Duration = Duration::from_secs(1 << 20);
         loop {
-            let left = deadline.map_or(FOR_EVER, |deadline| deadline.saturating_duration_since(Instant::now()));
+            let left = deadline.map_or(UNBOUNDED, |deadline| deadline.saturating_duration_since(Instant::now()));
             match self.receiver.recv_timeout(left) {
                 Ok(event) => {
                     self.record(&event);
@@ -51,7 +51,7 @@ impl EventQueue {
         }
     }
 
-    /// Returns the signal that ends the group, if one came while no worker ran. What else came is over.
+    /// Returns a stop signal received while no worker runs. Other pending events are dropped.
     pub fn interrupted(&self) -> Option<i32> {
         for event in self.receiver.try_iter() {
             self.record(&event);
@@ -63,12 +63,12 @@ impl EventQueue {
         self.interrupt.get()
     }
 
-    /// Returns the signals that were passed on so far.
+    /// Returns the forwarded signals received so far.
     pub fn forwarded_signals(&self) -> Vec<i32> {
         self.forwarded_signals.borrow().iter().copied().collect()
     }
 
-    /// Says whether a signal ends the group.
+    /// Returns whether a signal stops the worker group.
     pub fn is_ending(&self, signal: i32) -> bool {
         self.ending_signals.contains(&signal)
     }

@@ -1,8 +1,8 @@
-//! Starts a program once for each rank, as torchrun does: the program `launch`.
+//! The elastic launcher `launch`: starts a program once per rank, as torchrun does.
 //!
-//! [`cli`] is what the user wrote and [`plan`] what will happen. The [`agent`] of a node joins the [`rendezvous`] and runs its
-//! [`worker_group`], once for each generation. This crate sets processes up and moves no data between them; the variables
-//! that it gives them are read by [`candlewick_comm::place`].
+//! [`cli`] parses the command line. [`plan`] resolves it on this node. The [`agent`] of a node joins the [`rendezvous`] and
+//! runs its [`worker_group`] once per generation. Workers read their environment variables with [`candlewick_comm::place`].
+//! This crate starts processes and moves no data between them.
 
 pub mod agent;
 pub mod child;

@@ -1,26 +1,26 @@
-//! Bytes of a stream as whole lines: what keeps workers from writing into each other's.
+//! Splits a byte stream into lines, so that output of different workers does not interleave within a line.
 
-/// Cuts a stream into lines. A line ends with `\n`, `\r\n` or, as progress bars end theirs, `\r`.
+/// Splits a stream into lines. A line ends with `\n`, `\r\n`, or the `\r` of a progress bar.
 #[derive(Debug, Default)]
 pub struct LineSplitter {
-    /// The beginning of a line whose end has not come.
+    /// The incomplete last line.
     unfinished: Vec<u8>,
-    /// A line was just closed without its `\n`: one that follows ends no line of its own.
+    /// The last line was ended before its `\n`. A `\n` that follows ends no other line.
     ended_without_newline: bool,
 }
 
-/// A line that does not end is cut here, so that a stream without lines does not fill the memory.
+/// The longest line. Longer ones are split, so that a stream without newlines uses bounded memory.
 const MAX_LINE_BYTES: usize = 1 << 20;
 
 impl LineSplitter {
-    /// Takes bytes in, and hands every line that they complete to `each`, with a `\n`.
+    /// Appends bytes and calls `each` for every completed line, which ends with `\n`.
     pub fn push(&mut self, bytes: &[u8], mut each: impl FnMut(&[u8])) {
         for &byte in bytes {
             let had_no_newline = std::mem::take(&mut self.ended_without_newline);
             match byte {
                 b'\n' if had_no_newline => {}
                 b'\n' => self.finish_line(&mut each),
-                // Some progress bars begin their lines with it.
+                // Some progress bars begin a line with `\r`.
                 b'\r' if self.unfinished.is_empty() => {}
                 b'\r' => self.finish_line_early(&mut each),
                 _ => self.unfinished.push(byte),
@@ -31,7 +31,7 @@ impl LineSplitter {
         }
     }
 
-    /// Hands the last line to `each`, if it did not end.
+    /// Calls `each` for the incomplete last line, if there is one.
     pub fn finish(&mut self, mut each: impl FnMut(&[u8])) {
         if !self.unfinished.is_empty() {
             self.finish_line(&mut each);
@@ -92,6 +92,6 @@ mod tests {
         assert_eq!(longest, MAX_LINE_BYTES + 1);
         let mut n_lines = 0;
         lines.push(b"\n", |_| n_lines += 1);
-        assert_eq!(n_lines, 0, "the cut was its end");
+        assert_eq!(n_lines, 0, "the split ended the line");
     }
 }

@@ -1,4 +1,4 @@
-//! The program `launch`: reads the command line, the environment and the machine, and hands them on as values.
+//! The program `launch`: reads the command line, the environment and the resources of this node.
 
 use std::env;
 use std::ffi::OsString;
@@ -20,7 +20,7 @@ fn main() -> ExitCode {
     let arguments: Vec<OsString> = env::args_os().skip(1).collect();
     match child::run(&arguments) {
         Some(code) => code,
-        None => ExitCode::from(u8::try_from(run() & 0xff).expect("a byte was cut out")),
+        None => ExitCode::from(u8::try_from(run() & 0xff).expect("masked to one byte")),
     }
 }
 
@@ -28,7 +28,7 @@ fn run() -> i32 {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
-            // A closed pipe is nobody's fault.
+            // An error of a closed pipe is ignored.
             let _ = error.print();
             return error.exit_code();
         }
@@ -69,7 +69,7 @@ fn failed(error: &dyn std::error::Error, code: i32) -> i32 {
     code
 }
 
-/// A variable that is not text can neither be ours nor torchrun's. Workers inherit it all the same.
+/// Returns the environment variables that are valid UTF-8. Workers inherit the others too.
 fn variables() -> Variables {
     let text = |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
     env::vars_os().filter_map(text).collect()

@@ -1,24 +1,24 @@
-//! What a machine has that decides how many workers it starts: cores, GPUs, a name.
+//! The resources of this node: cores, GPUs, host name and environment.
 
 use std::path::Path;
 
 use candlewick_comm::place::Variables;
 
-/// A machine and the variables of the launcher's own process.
+/// The resources of a node and the launcher's environment.
 #[derive(Clone, Debug)]
 pub struct NodeInfo {
-    /// Cores that this process may use.
+    /// Number of cores available to this process.
     pub n_cores: usize,
-    /// GPUs that CUDA would show.
+    /// Number of GPUs visible to CUDA.
     pub n_gpus: usize,
-    /// The machine's name.
+    /// Host name.
     pub hostname: String,
-    /// The variables of this process.
+    /// Environment variables of the launcher.
     pub variables: Variables,
 }
 
 impl NodeInfo {
-    /// Looks at this machine. `variables` are those of this process.
+    /// Reads the resources of this node. `variables` is the environment of this process.
     pub fn local(variables: Variables) -> Self {
         let n_gpus = visible_gpus(variables.get("CUDA_VISIBLE_DEVICES").map(String::as_str), installed_gpus());
         let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -27,7 +27,8 @@ impl NodeInfo {
     }
 }
 
-/// CUDA shows the devices that the variable names up to the first it does not know, and all if there is no variable.
+/// Returns the number of devices visible to CUDA: all without the variable, else the listed ones before the first
+/// unknown one.
 fn visible_gpus(variable: Option<&str>, installed: usize) -> usize {
     let Some(list) = variable else { return installed };
     let is_known = |device: &&str| match device.parse::<usize>() {
@@ -37,7 +38,7 @@ fn visible_gpus(variable: Option<&str>, installed: usize) -> usize {
     list.split(',').map(str::trim).take_while(is_known).count()
 }
 
-/// NVIDIA's library knows which GPUs a container was given. It is not asked where there is no driver.
+/// Returns the number of GPUs that NVML reports, or 0 without a driver. NVML sees only the GPUs of its container.
 fn installed_gpus() -> usize {
     if !Path::new("/dev/nvidiactl").exists() {
         return 0;

@@ -1,5 +1,6 @@
-//! Where a worker's stream goes: to the console line by line, to a log file byte by byte, or to both. The last lines are
-//! kept for the report of a failure.
+//! The output of workers: stdout and stderr go to the console line by line, to a log file byte by byte, or to both.
+//!
+//! The last lines of stderr are kept for the failure report.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -17,10 +18,10 @@ use crate::log_dir::AttemptLogDir;
 use crate::plan::OutputPlan;
 use crate::streams::StdStream;
 
-/// The lines that were picked out of a stream of all workers.
+/// The file of the filtered lines of a stream of all workers.
 pub type Filtered = Arc<Mutex<File>>;
 
-/// Where the streams of an attempt's workers go.
+/// The destinations of the output of an attempt's workers.
 #[derive(Debug)]
 pub struct WorkerOutputs {
     plan: OutputPlan,
@@ -28,16 +29,16 @@ pub struct WorkerOutputs {
     filtered: [Option<Filtered>; 2],
 }
 
-/// What becomes of one stream of one worker.
+/// The destination of one stream of one worker.
 #[derive(Debug)]
 pub struct StreamOutput {
-    /// What the worker is given to write to.
+    /// The worker's end: a pipe, or a log file.
     pub stdio: Stdio,
-    /// Takes the other end of a pipe, unless the worker writes to a file itself.
+    /// The reader of the pipe; `None` if the worker writes to a log file.
     pub reader: Option<OutputReader>,
 }
 
-/// Carries a stream from a pipe to where it belongs.
+/// Copies a stream from a pipe to the console, the log file and the filtered file.
 #[derive(Debug)]
 pub struct OutputReader {
     lines: LineSplitter,
@@ -45,7 +46,7 @@ pub struct OutputReader {
     sink: LineSink,
 }
 
-/// Where whole lines go.
+/// The destination of whole lines.
 #[derive(Debug)]
 struct LineSink {
     stream: StdStream,
@@ -60,7 +61,7 @@ struct LineSink {
 pub struct LineTail(Arc<Mutex<VecDeque<String>>>);
 
 impl WorkerOutputs {
-    /// Opens what all workers of an attempt share.
+    /// Opens the files that all workers of an attempt share.
     pub fn open(plan: &OutputPlan, logs: &AttemptLogDir) -> io::Result<Self> {
         let file = |stream, is_wanted: bool| {
             let file = is_wanted.then(|| File::create(logs.filtered_file(stream))).transpose()?;
@@ -73,7 +74,7 @@ impl WorkerOutputs {
         Ok(Self { plan: plan.clone(), logs: logs.clone(), filtered })
     }
 
-    /// Opens one stream of one worker. `tail` gets its last lines.
+    /// Opens one stream of one worker. `tail` receives its last lines.
     pub fn open_stream(
         &self,
         local_rank: usize,
@@ -105,8 +106,10 @@ impl WorkerOutputs {
 }
 
 impl OutputReader {
-    /// Reads to the end of the stream on a thread of its own. A process that nobody knows of may hold the pipe for ever: when
-    /// `over` is closed at its other end, what is in the pipe is the rest.
+    /// Reads the stream to its end on a new thread.
+    ///
+    /// A process outside the process group may hold the pipe open. After the write end of `drain_rx` is closed, the thread
+    /// reads what the pipe contains and ends.
     pub fn start(mut self, mut from: impl Read + AsFd + Send + 'static, drain_rx: Arc<PipeReader>) -> JoinHandle<()> {
         thread::spawn(move || {
             let mut bytes = vec![0; 1 << 16];
@@ -126,7 +129,8 @@ impl OutputReader {
         })
     }
 
-    /// Whole lines of one read go out in one write. A disk that takes no more must not stop the worker.
+    /// Writes the bytes of one read. All complete lines go out in one write. Errors are ignored: a full disk does not stop
+    /// the worker.
     fn write(&mut self, bytes: &[u8]) {
         if let Some(file) = &mut self.file {
             let _ = file.write_all(bytes);
@@ -137,18 +141,19 @@ impl OutputReader {
     }
 }
 
-/// What the kernel lets a user make of a pipe.
+/// The largest pipe that the kernel grants an unprivileged process.
 const MAX_PIPE_BYTES: usize = 1 << 20;
 
-/// What can be read.
+/// The state of a readable pipe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PipeState {
+    /// The worker may write more.
     Open,
-    /// No more will be wanted.
+    /// The remaining bytes are read.
     Draining,
 }
 
-/// Waits for something to read. `None` if there is nothing more.
+/// Waits until the pipe is readable. Returns `None` at the end of the output.
 fn wait_readable(from: BorrowedFd, drain_rx: BorrowedFd) -> Option<PipeState> {
     loop {
         let mut both =
@@ -188,7 +193,7 @@ impl LineTail {
     const MAX_LINES: usize = 20;
     const MAX_LINE_CHARS: usize = 2000;
 
-    /// Returns the lines, the oldest first.
+    /// Returns the lines, oldest first.
     pub fn lines(&self) -> Vec<String> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
     }

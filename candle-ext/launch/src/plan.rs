@@ -1,4 +1,4 @@
-//! What a command line comes to on a machine. Every default and every check that needs no process is made here.
+//! The launch plan: the command line resolved on this node. All defaults and checks that need no process are here.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -10,156 +10,156 @@ use crate::node_info::NodeInfo;
 use crate::streams::StreamsPerRank;
 use crate::values::{LineFilter, LocalRanks, NodeRange, NprocPerNode, RendezvousBackend, SignalSet};
 
-/// What will be started, and how it is watched.
+/// The resolved settings of the launcher.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LaunchPlan {
-    /// How many nodes.
+    /// Minimum and maximum number of nodes.
     pub nodes: NodeRange,
-    /// How many workers this node starts.
+    /// Number of workers on this node.
     pub local_world_size: usize,
-    /// How the nodes meet.
+    /// Rendezvous of the nodes.
     pub rendezvous: RendezvousPlan,
-    /// The job's name.
+    /// ID of the job.
     pub run_id: String,
-    /// The workers' name.
+    /// Role of the workers.
     pub role: String,
-    /// The address under which others reach this node.
+    /// Address at which other nodes reach this node.
     pub local_addr: Option<String>,
-    /// How often all workers are started again after one failed.
+    /// Maximum number of restarts of the worker group.
     pub max_restarts: usize,
-    /// How often the other nodes are looked at.
+    /// Interval between checks of the other nodes.
     pub monitor_interval: Duration,
-    /// How long another node may be silent before it counts as lost.
+    /// Time without a heartbeat after which another node counts as lost.
     pub keep_alive: Duration,
-    /// How long workers may take to end.
+    /// Time between the stop signal and SIGKILL.
     pub shutdown_timeouts: ShutdownTimeouts,
-    /// The signals that end the group.
+    /// Signals that stop the worker group.
     pub signals: SignalSet,
-    /// Where output goes.
+    /// Destinations of the workers' output.
     pub output: OutputPlan,
-    /// Each worker sees one GPU.
+    /// Shows each worker one GPU, as local rank 0.
     pub virtual_local_rank: bool,
-    /// Variables that nobody set, with the value that suits so many workers on so many cores.
+    /// Thread counts per worker, for the variables that the user has not set.
     pub threads: BTreeMap<&'static str, String>,
     /// The program and its arguments.
     pub command: Vec<String>,
-    /// What the user should know.
+    /// Messages to log before the start.
     pub notes: Vec<String>,
 }
 
-/// How the nodes meet.
+/// The rendezvous backend and its settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RendezvousPlan {
-    /// Every node knows its number and where node 0 is.
+    /// Node ranks and the address of node 0 are given on the command line.
     Static {
-        /// Node 0's store.
+        /// Address of the store on node 0.
         master: Endpoint,
-        /// The number of this node.
+        /// Rank of this node.
         node_rank: usize,
-        /// How long to wait for the other nodes.
+        /// Longest wait for the other nodes.
         timeout: Duration,
     },
-    /// The nodes meet at a store.
+    /// Node ranks are assigned at a store, in order of arrival.
     Dynamic(DynamicRendezvous),
 }
 
-/// How nodes meet that have no numbers.
+/// The settings of a c10d rendezvous.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DynamicRendezvous {
-    /// Where the store is.
+    /// Address of the store.
     pub endpoint: Endpoint,
-    /// Whether this node hosts it; otherwise the node whose address that is does.
+    /// Forces this node to host the store or not. By default the node with the endpoint's address hosts it.
     pub is_host: Option<bool>,
-    /// How long to wait for the least number of nodes.
+    /// Longest wait for the minimum number of nodes.
     pub join_timeout: Duration,
-    /// How long to wait for more.
+    /// Wait for further nodes after the minimum has joined.
     pub last_call_timeout: Duration,
 }
 
-/// How long workers may take to end before they are killed.
+/// The time between the stop signal and SIGKILL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShutdownTimeouts {
-    /// When one of them failed: the others may hang for want of it.
+    /// Timeout after a failure. Other workers may hang in a collective.
     pub after_failure: Duration,
-    /// When they were asked to stop: they may have a checkpoint to save.
+    /// Timeout after a stop signal. Workers may save a checkpoint.
     pub after_signal: Duration,
 }
 
-/// Where output goes.
+/// The destinations of the workers' output.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OutputPlan {
-    /// The folder of logs; none for one in the temporary directory.
+    /// Log directory; `None` creates a temporary one.
     pub log_dir: Option<PathBuf>,
-    /// Streams that go to files only.
+    /// Streams redirected to log files.
     pub redirects: StreamsPerRank,
-    /// Streams that go to files too.
+    /// Streams copied to log files in addition to the console.
     pub tee: StreamsPerRank,
-    /// The workers whose streams are shown; none for all.
+    /// Local ranks shown on the console; `None` for all.
     pub local_ranks_filter: Option<LocalRanks>,
-    /// Words whose lines of stdout are copied.
+    /// Filter words for stdout.
     pub stdout_filters: LineFilter,
-    /// Words whose lines of stderr are copied.
+    /// Filter words for stderr.
     pub stderr_filters: LineFilter,
-    /// What stands before a line, with ${role_name}, ${local_rank} and ${rank}.
+    /// Template of the line prefix, with ${role_name}, ${local_rank} and ${rank}.
     pub prefix: String,
 }
 
-/// Says why a command line cannot be carried out on this machine.
+/// An error of a command line that cannot run on this node.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// One worker a GPU, and no GPU.
-    #[error("start one worker a GPU: there is no GPU here (--nproc-per-node cpu, auto or a number would do)")]
+    /// One worker per GPU is requested and the node has no GPU.
+    #[error("start one worker per GPU: this node has no GPU (use --nproc-per-node cpu, auto or a number)")]
     NoGpu,
-    /// More GPUs are needed than there are.
-    #[error("give each of {n_workers} workers a GPU (--virtual-local-rank): {n_gpus} can be seen")]
+    /// More GPUs are needed than are visible.
+    #[error("give each of {n_workers} workers a GPU (--virtual-local-rank): CUDA_VISIBLE_DEVICES lists {n_gpus}")]
     TooFewGpus {
-        /// The workers.
+        /// Number of workers.
         n_workers: usize,
-        /// The GPUs.
+        /// Number of visible GPUs.
         n_gpus: usize,
     },
-    /// A node's number is too large.
+    /// The node rank is not below the number of nodes.
     #[error("start node {node_rank} of {n_nodes}: --node-rank counts from 0")]
     NodeRankOutOfRange {
-        /// The number.
+        /// The given node rank.
         node_rank: usize,
-        /// How many nodes there are.
+        /// Number of nodes.
         n_nodes: usize,
     },
-    /// Nobody said where the other nodes are.
-    #[error("find the other nodes: with --nnodes {n_nodes}, {flag} must say where they meet")]
+    /// The address of the rendezvous is missing.
+    #[error("find the other nodes: --nnodes {n_nodes} requires {flag}")]
     MissingEndpoint {
-        /// How many nodes there are.
+        /// Number of nodes.
         n_nodes: usize,
-        /// The flag that would say it.
+        /// The missing flag.
         flag: &'static str,
     },
-    /// A port that only its host would know.
-    #[error("find the other nodes: with --nnodes {n_nodes}, the port must be one that all know, not 0")]
+    /// Port 0 selects a port that the other nodes cannot know.
+    #[error("find the other nodes: --nnodes {n_nodes} requires a fixed port, not 0")]
     PortZero {
-        /// How many nodes there are.
+        /// Number of nodes.
         n_nodes: usize,
     },
-    /// A value of a flag that only the plan can judge.
+    /// A flag has an invalid value.
     #[error("read {flag}: {problem}")]
     InvalidValue {
         /// The flag.
         flag: &'static str,
-        /// What is wrong.
+        /// The cause.
         problem: String,
     },
-    /// A flag that means something in Python only.
+    /// A torchrun flag is not supported.
     #[error("use {flag}: {reason}")]
     Unsupported {
         /// The flag.
         flag: &'static str,
-        /// Why, and what to do instead.
+        /// The reason and the remedy.
         reason: &'static str,
     },
 }
 
 impl LaunchPlan {
-    /// Works out what the command line means on this machine.
+    /// Resolves the command line on this node.
     pub fn resolve(cli: &Cli, node_info: &NodeInfo) -> Result<Self, PlanError> {
         reject_unsupported_flags(cli)?;
         let local_world_size = local_world_size(cli, node_info)?;
@@ -187,20 +187,20 @@ impl LaunchPlan {
 }
 
 impl OutputPlan {
-    /// Says whether any worker's output goes to a file.
+    /// Returns whether any worker's output goes to a file.
     pub fn keeps_files(&self) -> bool {
         self.redirects.is_any() || self.tee.is_any()
     }
 }
 
 fn reject_unsupported_flags(cli: &Cli) -> Result<(), PlanError> {
-    let reason = "it names a Python class, and this launcher has none";
+    let reason = "it names a Python class, which this launcher cannot load";
     let refuse = |flag, reason| Err(PlanError::Unsupported { flag, reason });
     match &cli.torchrun_only {
         torchrun_only if torchrun_only.logs_specs.is_some() => refuse("--logs-specs", reason),
         torchrun_only if torchrun_only.numa_binding.is_some() => refuse(
             "--numa-binding",
-            "it is not implemented; start the program by numactl, as in `launch numactl --cpunodebind 0 PROGRAM`",
+            "it is not supported; start the program with numactl, for example `launch numactl --cpunodebind 0 PROGRAM`",
         ),
         _ => Ok(()),
     }
@@ -214,7 +214,7 @@ fn local_world_size(cli: &Cli, node_info: &NodeInfo) -> Result<usize, PlanError>
         NprocPerNode::Auto if node_info.n_gpus > 0 => node_info.n_gpus,
         NprocPerNode::Auto | NprocPerNode::Cpu => node_info.n_cores,
     };
-    // A list may name more than there are; whoever writes one knows.
+    // The list is trusted: only its length is checked.
     let listed = node_info.variables.get("CUDA_VISIBLE_DEVICES");
     let visible = listed.map(|list| list.split(',').filter(|gpu| !gpu.trim().is_empty()).count());
     match visible {
@@ -270,7 +270,7 @@ fn static_master(cli: &Cli) -> Result<Endpoint, PlanError> {
         (None, "") => ("--master-addr", "127.0.0.1"),
         (_, endpoint) => ("--rdzv-endpoint", endpoint),
     };
-    // An IPv6 address may be written without brackets where there is no port.
+    // --master-addr has no port, so an IPv6 address may be written without brackets.
     let bare = flag == "--master-addr" && text.parse::<std::net::Ipv6Addr>().is_ok();
     let text = if bare { format!("[{text}]") } else { text.to_owned() };
     Endpoint::parse(&text, nodes.master_port).map_err(|problem| PlanError::InvalidValue { flag, problem })
@@ -288,7 +288,7 @@ fn c10d_endpoint(cli: &Cli) -> Result<Endpoint, PlanError> {
     Endpoint::parse(text, 29400).map_err(|problem| PlanError::InvalidValue { flag, problem })
 }
 
-/// A beat every five seconds, and three may be missed.
+/// Returns the heartbeat timeout: by default three intervals of five seconds.
 fn keep_alive(cli: &Cli) -> Result<Duration, PlanError> {
     let flag = "--rdzv-conf";
     let key = "keep_alive_max_attempt";
@@ -296,7 +296,7 @@ fn keep_alive(cli: &Cli) -> Result<Duration, PlanError> {
     let times = cli.nodes.rdzv_conf.0.get(key).map_or(Ok(3), |text| text.parse::<u32>());
     let times = times.ok().filter(|times| *times > 0);
     let times = times.ok_or_else(|| PlanError::InvalidValue { flag, problem: format!("{key} is not a count") })?;
-    Ok(duration(interval.as_secs_f64() * f64::from(times)).expect("a product of numbers that are not negative"))
+    Ok(duration(interval.as_secs_f64() * f64::from(times)).expect("both factors are at least zero"))
 }
 
 fn option_seconds(cli: &Cli, key: &str, default: u64) -> Result<Duration, PlanError> {
@@ -323,10 +323,10 @@ fn seconds(flag: &'static str, value: f64) -> Result<Duration, PlanError> {
     duration(value).ok_or_else(|| PlanError::InvalidValue { flag, problem: problem() })
 }
 
-/// Ten years are for ever, and can be added to a time of day without an overflow.
+/// Converts seconds, at most ten years: a larger value could overflow when added to an `Instant`.
 fn duration(seconds: f64) -> Option<Duration> {
     const LONGEST: f64 = 10.0 * 365.0 * 86400.0;
-    // Not `min`, which takes what is not a number for the other.
+    // Not `min`, which would turn NaN into the limit.
     Duration::try_from_secs_f64(if seconds > LONGEST { LONGEST } else { seconds }).ok()
 }
 
@@ -350,12 +350,12 @@ fn output(cli: &Cli, node_info: &NodeInfo) -> OutputPlan {
     }
 }
 
-/// Workers share the cores. OpenMP gets one thread, as torchrun decides; the pool that computes here gets its part.
+/// Returns the thread counts of each of several workers: one OpenMP thread, as in torchrun, and cores / workers for rayon.
 fn threads(local_world_size: usize, node_info: &NodeInfo) -> BTreeMap<&'static str, String> {
-    let share = (node_info.n_cores / local_world_size).max(1).to_string();
-    let wanted = [("OMP_NUM_THREADS", "1".to_owned()), ("RAYON_NUM_THREADS", share)];
-    let has_company = local_world_size >= 2;
-    wanted.into_iter().filter(|(name, _)| has_company && !node_info.variables.contains_key(*name)).collect()
+    let rayon_threads = (node_info.n_cores / local_world_size).max(1).to_string();
+    let wanted = [("OMP_NUM_THREADS", "1".to_owned()), ("RAYON_NUM_THREADS", rayon_threads)];
+    let has_several = local_world_size >= 2;
+    wanted.into_iter().filter(|(name, _)| has_several && !node_info.variables.contains_key(*name)).collect()
 }
 
 fn command(cli: &Cli, node_info: &NodeInfo) -> Result<Vec<String>, PlanError> {
@@ -365,7 +365,7 @@ fn command(cli: &Cli, node_info: &NodeInfo) -> Result<Vec<String>, PlanError> {
     }
     let is_script = cli.command.first().is_some_and(|program| program.ends_with(".py")) && !python.no_python;
     let interpreter = node_info.variables.get("PYTHON_EXEC").map_or("python3", String::as_str);
-    // -u: Python shall not keep back what it prints.
+    // -u turns off Python's output buffering.
     let before = match (python.run_path || is_script, python.module) {
         (true, _) => vec![interpreter, "-u"],
         (false, true) => vec![interpreter, "-u", "-m"],
@@ -380,13 +380,13 @@ fn notes(cli: &Cli, local_world_size: usize, node_info: &NodeInfo) -> Vec<String
     if !set.is_empty() {
         let pairs: Vec<_> = set.iter().map(|(name, value)| format!("{name}={value}")).collect();
         notes.push(format!(
-            "{local_world_size} workers share {} cores: {} (set them to choose otherwise)",
+            "{local_world_size} workers share {} cores: {} (set these variables to override)",
             node_info.n_cores,
             pairs.join(" ")
         ));
     }
     if (1..local_world_size).contains(&node_info.n_gpus) {
-        notes.push(format!("there are {local_world_size} workers and only {} GPUs", node_info.n_gpus));
+        notes.push(format!("{local_world_size} workers run on {} GPUs", node_info.n_gpus));
     }
     let master = cli.nodes.master_addr.as_deref().filter(|_| cli.nodes.nnodes.max > 1 && cli.nodes.node_rank == 0);
     if let Some(master) = master.filter(|master| !is_this_machine(master, &node_info.hostname)) {
@@ -398,7 +398,7 @@ fn notes(cli: &Cli, local_world_size: usize, node_info: &NodeInfo) -> Vec<String
     notes
 }
 
-/// A random UUID, as torchrun names a standalone job.
+/// Returns a random UUID, the ID of a standalone job as in torchrun.
 fn random_id() -> String {
     let bits: u128 = rand::random();
     let hex = format!("{:032x}", (bits & !(0xf << 76) & !(0x3 << 62)) | (4 << 76) | (2 << 62));

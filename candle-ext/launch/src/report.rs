@@ -1,4 +1,4 @@
-//! What is printed when workers failed: which one first, how, and its last words.
+//! The failure report: the first failed worker, its exit reason, its error file and its last lines of stderr.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -10,35 +10,35 @@ use crate::error_file::ErrorFile;
 use crate::exit::ExitReason;
 use crate::worker_group::WorkerExit;
 
-/// What is known of the worker that failed first.
+/// The root cause of a failure: the worker that failed first.
 #[derive(Clone, Debug)]
 pub struct RootCause {
-    /// Its rank among all.
+    /// Global rank.
     pub rank: usize,
-    /// Its number on this machine.
+    /// Local rank.
     pub local_rank: usize,
-    /// Its process.
+    /// Process ID.
     pub pid: i32,
-    /// This machine.
+    /// Host name of this node.
     pub hostname: String,
-    /// How it ended.
+    /// Exit reason.
     pub reason: ExitReason,
-    /// Which attempt it was.
+    /// Number of the attempt.
     pub attempt: usize,
-    /// How long the attempt had lasted.
+    /// Time from the start of the attempt to the failure.
     pub elapsed: Duration,
-    /// What it wrote about its end.
+    /// Contents of its error file.
     pub error: Option<ErrorFile>,
-    /// The last lines of its stderr: shown if there is no traceback.
+    /// Last lines of its stderr, shown without a traceback.
     pub stderr_tail: Vec<String>,
-    /// Its folder of logs, if there is anything in it.
+    /// Its log directory, if that contains files.
     pub logs: Option<PathBuf>,
-    /// How the others ended, by rank.
+    /// Ranks and exits of the other workers.
     pub other_exits: Vec<(usize, WorkerExit)>,
 }
 
 impl RootCause {
-    /// Returns the report: a block of lines.
+    /// Returns the report as a block of lines.
     pub fn text(&self) -> String {
         let mut text = format!("launch: rank {} failed first\n", self.rank);
         let mut row = |name: &str, value: String| {
@@ -68,8 +68,8 @@ impl RootCause {
 
     fn exit_description(&self) -> String {
         let hint = match self.reason {
-            ExitReason::Signal(9) => ": nobody here sent it; the kernel does when memory runs out (see dmesg)",
-            ExitReason::Signal(7) => ": a mapped file or /dev/shm has no room left, or the file was cut",
+            ExitReason::Signal(9) => ": not sent by this launcher; the kernel sends it when memory runs out (see dmesg)",
+            ExitReason::Signal(7) => ": /dev/shm or the disk of a mapped file is full, or the file was truncated",
             ExitReason::Code(126 | 127) => ": the program could not be started",
             _ => "",
         };
@@ -90,7 +90,7 @@ impl RootCause {
     }
 }
 
-/// Reads the last lines of a log file.
+/// Returns the last lines of a log file.
 pub fn file_tail(path: &Path) -> Vec<String> {
     const MOST_BYTES: u64 = 8192;
     const MOST_LINES: usize = 20;
@@ -101,7 +101,7 @@ pub fn file_tail(path: &Path) -> Vec<String> {
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map(|_| String::from_utf8_lossy(&bytes).into_owned())
     };
-    // A file that is not there has no lines.
+    // A missing file has no lines.
     let text = read().unwrap_or_else(|_: std::io::Error| String::new());
     let lines: Vec<_> = text.lines().map(str::to_owned).collect();
     lines[lines.len().saturating_sub(MOST_LINES)..].to_vec()

@@ -1,37 +1,37 @@
-//! Which of a worker's two streams a flag means: torchrun's 0 to 3, for every rank or by local rank.
+//! Selections of stdout and stderr: torchrun's values 0 to 3, for every rank or by local rank.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
-/// A choice among a worker's streams.
+/// A selection of a worker's streams.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StdStreams {
-    /// Its stdout.
+    /// Selects stdout.
     pub out: bool,
-    /// Its stderr.
+    /// Selects stderr.
     pub err: bool,
 }
 
-/// A choice for every worker: `3`, or `0:1,1:2` for stdout of local rank 0 and stderr of local rank 1.
+/// A selection for every worker: `3`, or `0:1,1:2` for stdout of local rank 0 and stderr of local rank 1.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StreamsPerRank {
-    /// The same for all.
+    /// One selection for all local ranks.
     Every(StdStreams),
-    /// By local rank; of those not named, neither stream.
+    /// A selection by local rank; empty for missing ranks.
     Of(BTreeMap<usize, StdStreams>),
 }
 
-/// One of a worker's streams.
+/// A standard output stream of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum StdStream {
-    /// Its stdout.
+    /// Standard output.
     Out,
-    /// Its stderr.
+    /// Standard error.
     Err,
 }
 
 impl StreamsPerRank {
-    /// Returns the choice for one worker.
+    /// Returns the selection for one worker.
     pub fn of(&self, local_rank: usize) -> StdStreams {
         match self {
             StreamsPerRank::Every(streams) => *streams,
@@ -39,7 +39,7 @@ impl StreamsPerRank {
         }
     }
 
-    /// Says whether any stream of any worker is chosen.
+    /// Returns whether any stream of any worker is selected.
     pub fn is_any(&self) -> bool {
         match self {
             StreamsPerRank::Every(streams) => streams.out || streams.err,
@@ -49,7 +49,7 @@ impl StreamsPerRank {
 }
 
 impl StdStreams {
-    /// Says whether a stream is chosen.
+    /// Returns whether a stream is selected.
     pub fn has(self, stream: StdStream) -> bool {
         match stream {
             StdStream::Out => self.out,

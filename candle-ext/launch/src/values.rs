@@ -1,4 +1,4 @@
-//! The values that flags take: counts of nodes and processes, rendezvous options, lists of ranks, signals and patterns.
+//! Parsed values of flags: node and process counts, rendezvous options, local ranks, signals and line filters.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -6,38 +6,38 @@ use std::str::FromStr;
 
 use signal_hook::low_level::signal_name;
 
-/// How many nodes take part: `N`, or `MIN:MAX`.
+/// The number of nodes: `N`, or `MIN:MAX` for an elastic job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeRange {
-    /// The group does not start with fewer.
+    /// Minimum number of nodes.
     pub min: usize,
-    /// No more are let in.
+    /// Maximum number of nodes.
     pub max: usize,
 }
 
-/// How many workers a node starts.
+/// The number of workers per node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NprocPerNode {
-    /// So many.
+    /// A fixed number.
     Exactly(usize),
-    /// One a GPU, or one a core if there is no GPU.
+    /// One per GPU, or one per core without a GPU.
     Auto,
-    /// One a GPU.
+    /// One per GPU.
     Gpu,
-    /// One a core.
+    /// One per core.
     Cpu,
 }
 
-/// How the nodes find each other.
+/// The rendezvous backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RendezvousBackend {
-    /// Every node is told its number.
+    /// Every node gets its rank on the command line.
     Static,
-    /// The nodes meet at a store, which one of them hosts; numbers go by arrival.
+    /// Node ranks follow the order of arrival at a store, which one of the nodes hosts.
     C10d,
 }
 
-/// `key=value` pairs for the rendezvous.
+/// The `key=value` pairs of `--rdzv-conf`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RendezvousOptions(pub BTreeMap<String, String>);
 
@@ -45,16 +45,16 @@ pub struct RendezvousOptions(pub BTreeMap<String, String>);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LocalRanks(pub BTreeSet<usize>);
 
-/// Words, of which a line must contain one.
+/// Filter words. A line matches if it contains one of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LineFilter(pub Vec<String>);
 
-/// Signals, as they were written and as numbers.
+/// The signals of `--signals-to-handle`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SignalSet {
-    /// What the user wrote: workers get it as TORCHELASTIC_SIGNALS_TO_HANDLE.
+    /// The flag's value. Workers get it as TORCHELASTIC_SIGNALS_TO_HANDLE.
     pub text: String,
-    /// Their numbers on this system.
+    /// Signal numbers on this system.
     pub numbers: Vec<i32>,
 }
 
@@ -66,7 +66,7 @@ impl FromStr for NodeRange {
         let (min, max) = text.split_once(':').unwrap_or((text, text));
         let (min, max) = (parse(min)?, parse(max)?);
         if min == 0 || min > max {
-            return Err(format!("at least one node, and not fewer than the minimum: not {min}:{max}"));
+            return Err(format!("expected 1 <= MIN <= MAX, not {min}:{max}"));
         }
         Ok(Self { min, max })
     }
@@ -80,7 +80,7 @@ impl FromStr for NprocPerNode {
             "auto" => Ok(Self::Auto),
             "gpu" => Ok(Self::Gpu),
             "cpu" => Ok(Self::Cpu),
-            "xpu" => Err("Intel's GPUs are not supported: use auto, gpu, cpu or a number".into()),
+            "xpu" => Err("Intel's GPUs are not supported: use auto, cpu or a number".into()),
             _ => match text.parse() {
                 Ok(n) if n > 0 => Ok(Self::Exactly(n)),
                 _ => Err("expected auto, gpu, cpu or a number of at least 1".into()),
@@ -96,7 +96,7 @@ impl FromStr for RendezvousBackend {
         match text {
             "static" => Ok(Self::Static),
             "c10d" => Ok(Self::C10d),
-            _ if text.starts_with("etcd") => Err("etcd is not supported; c10d does the same without a server".into()),
+            _ if text.starts_with("etcd") => Err("etcd is not supported: use c10d, which needs no separate server".into()),
             _ => Err("expected static or c10d".into()),
         }
     }
@@ -119,7 +119,7 @@ impl FromStr for RendezvousOptions {
     }
 }
 
-/// torchrun's options. Those of etcd are not among them.
+/// The rendezvous options of torchrun, without those of etcd.
 const KNOWN_OPTIONS: &[&str] = &[
     "close_timeout",
     "heartbeat_timeout",
@@ -146,7 +146,7 @@ impl FromStr for LocalRanks {
 impl FromStr for LineFilter {
     type Err = String;
 
-    /// A comma that belongs to a pattern is written twice.
+    /// Splits at commas. A doubled comma stands for a comma in a word.
     fn from_str(text: &str) -> Result<Self, String> {
         const ESCAPED_COMMA: &str = "\0";
         let items = text.replace(",,", ESCAPED_COMMA);

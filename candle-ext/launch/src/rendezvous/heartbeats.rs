@@ -1,4 +1,4 @@
-//! The heartbeats of nodes: counters in the store that a living node keeps changing.
+//! Heartbeats of nodes: counters in the store that each live node increments.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -7,12 +7,12 @@ use candlewick_comm::store::{Client, Error};
 
 use super::node_rank::node_key;
 
-/// The counters of a generation's nodes, as this node saw them change.
+/// The heartbeat counters of a generation, as read by this node.
 pub(super) struct Heartbeats {
     generation: usize,
-    /// The counters' name in the store.
+    /// Name of the counters in the store.
     name: &'static str,
-    /// The longest silence of a living node.
+    /// Longest time without a heartbeat of a live node.
     keep_alive: Duration,
     last_seen: BTreeMap<usize, LastHeartbeat>,
 }
@@ -20,7 +20,7 @@ pub(super) struct Heartbeats {
 #[derive(Clone, Copy)]
 struct LastHeartbeat {
     count: i64,
-    /// The last change of the count, or its first reading.
+    /// Time of the last change, or of the first read.
     changed_at: Instant,
     is_beating: bool,
 }
@@ -30,24 +30,24 @@ impl Heartbeats {
         Self { generation, name, keep_alive, last_seen: BTreeMap::new() }
     }
 
-    /// Changes this node's counter.
+    /// Increments this node's counter.
     pub(super) fn beat(&self, store: &Client, index: usize) -> Result<(), Error> {
         store.add(&node_key(self.generation, self.name, index), 1).map(drop)
     }
 
-    /// Returns whether a node has beaten since it was first read, and not long ago.
+    /// Returns whether a node's counter has increased since it was first read, within the heartbeat timeout.
     pub(super) fn is_beating(&mut self, store: &Client, index: usize) -> Result<bool, Error> {
         let last = self.read(store, index)?;
         Ok(last.is_beating && self.is_fresh(last))
     }
 
-    /// Returns whether a node may live: it did not leave, and has not been silent for long.
+    /// Returns whether a node may be alive: it did not leave, and its heartbeat timeout has not passed.
     pub(super) fn may_be_alive(&mut self, store: &Client, index: usize) -> Result<bool, Error> {
         let last = self.read(store, index)?;
         Ok(last.count >= 0 && self.is_fresh(last))
     }
 
-    /// Returns whether a node's last heartbeat was read after `since`.
+    /// Returns whether a heartbeat of a node was read after `since`.
     pub(super) fn has_beat_since(&self, index: usize, since: Instant) -> bool {
         self.last_seen.get(&index).is_some_and(|last| last.changed_at > since)
     }

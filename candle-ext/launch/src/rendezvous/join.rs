@@ -19,11 +19,11 @@ use super::quorum::Quorum;
 use crate::generation::Participant;
 use crate::plan::RendezvousPlan;
 
-/// The counter of a node that waits.
+/// Name of the heartbeat counters of waiting nodes.
 const WAITING_HEARTBEATS: &str = "here";
 
 impl Rendezvous {
-    /// Takes part in the generation after `before`, or in the first later one that has room.
+    /// Joins the generation after `before`, or the first later one that is not full.
     pub(super) fn join(
         &mut self,
         before: Option<usize>,
@@ -35,7 +35,7 @@ impl Rendezvous {
         }
         loop {
             let generation = self.open_generation(before)?;
-            // Even if the host itself has no place in it.
+            // The host serves the store even if it is no participant.
             self.serve_workers_of(generation)?;
             if let Some(pending) = self.register(generation, interrupted)?
                 && let Some(joined) = self.await_participants(pending, interrupted)?
@@ -46,7 +46,7 @@ impl Rendezvous {
         }
     }
 
-    /// Ends the generation that nodes join by arrival. Several nodes may do this, and it happens once.
+    /// Advances the generation counter (c10d). Only the first of several calls has an effect.
     fn close_generation(&self, generation: usize) -> Result<()> {
         if let RendezvousPlan::Dynamic(_) = self.plan {
             let (this, next) = (generation.to_string(), (generation + 1).to_string());
@@ -67,7 +67,7 @@ impl Rendezvous {
         Ok(self.store.add("generation", 0).map_err(|source| self.store_error(source))? as usize)
     }
 
-    /// Leaves this node's record under its number. Returns nothing if the generation has its participants already.
+    /// Writes this node's record. Returns `None` if the participants are already agreed on.
     fn register(&self, generation: usize, interrupted: Interrupted) -> Result<Option<PendingNode>> {
         let store_error = |source| self.store_error(source);
         if let RendezvousPlan::Static { node_rank, .. } = self.plan {
@@ -83,7 +83,7 @@ impl Rendezvous {
         Ok(Some(pending))
     }
 
-    /// Claims a number, also one whose launcher is silent.
+    /// Claims a static node rank. A launcher that sends no heartbeats loses its claim.
     fn claim_node_rank(&self, pending: PendingNode, interrupted: Interrupted) -> Result<()> {
         let store_error = |source| self.store_error(source);
         let (key, own) = (pending.own_key("record"), self.own.json());
@@ -97,7 +97,7 @@ impl Rendezvous {
             let is_running = self.store.check(&[&pending.key("participants")]).map_err(store_error)?;
             if is_running || heartbeats.is_beating(&self.store, pending.join_index).map_err(store_error)? {
                 let other = NodeRecord::parse(&other);
-                let other = other.map_or_else(|| "elsewhere".into(), |it| format!("on {}", it.participant.host));
+                let other = other.map_or_else(|| "on an unknown host".into(), |it| format!("on {}", it.participant.host));
                 return Err(RendezvousError::NodeRankTaken { node_rank: pending.join_index, other });
             }
             let is_silent = !heartbeats.may_be_alive(&self.store, pending.join_index).map_err(store_error)?;
@@ -106,7 +106,7 @@ impl Rendezvous {
         }
     }
 
-    /// Waits until the generation is settled, or settles it. Returns nothing if this node has no place in it.
+    /// Waits for the agreement on the participants. Returns `None` if this node is not one of them.
     fn await_participants(
         &self,
         pending: PendingNode,
@@ -122,7 +122,7 @@ impl Rendezvous {
         Ok(group_rank.map(|group_rank| (NodeRank { generation, group_rank, n_nodes }, participants)))
     }
 
-    /// Returns the records of the participants, once the first living node has written their list.
+    /// Returns the records of the participants. The first live node writes them, the others wait for them.
     fn agree_on_participants(&self, pending: PendingNode, interrupted: Interrupted) -> Result<Vec<NodeRecord>> {
         let store_error = |source| self.store_error(source);
         let join_timeout_error = |(timeout, missing)| self.join_timeout_error(timeout, missing);
@@ -136,7 +136,7 @@ impl Rendezvous {
             }
             heartbeats.beat(&self.store, pending.join_index).map_err(store_error)?;
             let first = first_alive(&mut heartbeats, &self.store, pending.join_index).map_err(store_error)?;
-            // The first looks at all, the others at the first.
+            // The first live node checks all nodes, the others check the first.
             let candidates = match first {
                 None => 0..quorum.n_joined(&self.store, pending).map_err(store_error)?,
                 Some(first) => first..first + 1,
@@ -151,7 +151,7 @@ impl Rendezvous {
             match first {
                 None if quorum.complete_since(alive_nodes.len(), now).is_some_and(is_recent) => {
                     let records: Vec<_> = alive_nodes.values().take(self.nodes.max).collect();
-                    let records = serde_json::to_vec(&records).expect("records are plain data");
+                    let records = serde_json::to_vec(&records).expect("records serialize to JSON");
                     self.store.compare_set(&key, b"", &records).map_err(store_error)?;
                 }
                 None => quorum.check_join_timeout(&alive_nodes, now).map_err(join_timeout_error)?,
@@ -161,7 +161,7 @@ impl Rendezvous {
         }
     }
 
-    /// Returns the records of the nodes that beat, if they were started like this one.
+    /// Returns the records of the live nodes. Fails if their settings differ from this node's.
     fn alive_nodes(
         &self,
         heartbeats: &mut Heartbeats,
@@ -176,7 +176,7 @@ impl Rendezvous {
                 continue;
             }
             let json = self.store.get(&node_key(pending.generation, "record", join_index)).map_err(store_error)?;
-            // A node that leaves at this moment has taken its record away.
+            // A node that left has removed its record.
             if !json.is_empty() {
                 let record = NodeRecord::parse(&json).ok_or_else(NodeRecord::unreadable)?;
                 self.own.check(&record)?;
@@ -186,20 +186,21 @@ impl Rendezvous {
         Ok(alive_nodes)
     }
 
-    /// Takes this node's record away, as if it had not come. If the generation was settled meanwhile, the others learn it.
+    /// Removes this node's record. If the participants were agreed on meanwhile, publishes a stop for the other nodes.
     fn withdraw(&self, pending: PendingNode) {
         let _ = self.store.set(&pending.own_key(WAITING_HEARTBEATS), b"-1");
         let _ = self.store.compare_set(&pending.own_key("record"), &self.own.json(), b"");
         if self.store.check(&[&pending.key("participants")]).unwrap_or(false) {
-            let text = format!("- the launcher on {} left before it began", self.own.participant.host);
+            let text = format!("- the launcher on {} left before the workers started", self.own.participant.host);
             let _ = self.store.compare_set(&pending.key("stopped"), b"", text.as_bytes());
         }
     }
 
-    /// Waits for the generation after a settled one. The nodes that run see that one waits, and make room if there is any.
+    /// Waits for the next generation. The counter of waiting nodes makes running nodes start a rendezvous, unless the job
+    /// has its maximum number of nodes.
     fn await_next_generation(&self, generation: usize, deadline: Instant, interrupted: Interrupted) -> Result<()> {
         if let RendezvousPlan::Static { node_rank, .. } = self.plan {
-            return Err(RendezvousError::NodeRankTaken { node_rank, other: "elsewhere".into() });
+            return Err(RendezvousError::NodeRankTaken { node_rank, other: "on an unknown host".into() });
         }
         let store_error = |source| self.store_error(source);
         let key = key(generation, "waiting");
@@ -208,7 +209,7 @@ impl Rendezvous {
             while self.current_generation()? == generation {
                 if Instant::now() >= deadline {
                     return Err(
-                        self.join_timeout_error(self.join_timeout(), "the job runs, and no seat became free".into())
+                        self.join_timeout_error(self.join_timeout(), "the job runs with its maximum number of nodes".into())
                     );
                 }
                 self.pause(interrupted)?;
@@ -219,7 +220,7 @@ impl Rendezvous {
     }
 }
 
-/// Returns the first node before `own` that may live.
+/// Returns the first node before `own` that may be alive.
 fn first_alive(heartbeats: &mut Heartbeats, store: &Client, own: usize) -> std::result::Result<Option<usize>, Error> {
     for join_index in 0..own {
         if heartbeats.may_be_alive(store, join_index)? {

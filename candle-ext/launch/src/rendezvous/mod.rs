@@ -1,8 +1,7 @@
-//! The rendezvous of a job's nodes at a store that one of them hosts, which the workers use too. One node alone takes the
-//! same path.
+//! The rendezvous of a job's nodes at a store. One of the nodes hosts the store, and the workers use it too.
 //!
-//! Keys are `launch/JOB/GENERATION/...`. `store` opens the store, `join` agrees on the participants of a generation, `watch`
-//! follows the other nodes while workers run.
+//! A single node runs the same code. Keys are `launch/JOB/GENERATION/...`. `store` opens the store. `join` agrees on the
+//! participants of a generation. `peer_monitor` monitors the other nodes while workers run.
 
 mod error;
 mod heartbeats;
@@ -34,23 +33,23 @@ pub use peer_monitor::PeerMonitor;
 use peer_monitor::{PeerHeartbeats, PeerMonitorSettings};
 use store::{address_of, bind, connect};
 
-/// A node at the store.
+/// This node's connection to the rendezvous.
 #[derive(Debug)]
 pub struct Rendezvous {
-    /// Serves the other launchers, and the workers of the first generation; kept until they have left.
+    /// The store server on the host, for the launchers and the workers of the first generation.
     server: Option<Server>,
     store: Client,
-    /// The address of `server`.
+    /// The address of the store.
     address: Endpoint,
     is_single_node: bool,
-    /// Serves the workers of the present generation, if it is not the first.
+    /// The store server for the workers of a later generation.
     workers_server: Option<Server>,
     nodes: NodeRange,
     plan: RendezvousPlan,
     monitor_interval: Duration,
     keep_alive: Duration,
     own: NodeRecord,
-    /// This node's number in the present generation.
+    /// This node's rank in the current generation.
     node_rank: Option<NodeRank>,
 }
 
@@ -67,7 +66,7 @@ impl Rendezvous {
         };
         let is_single_node = plan.nodes.max <= 1;
         let server = match is_host.then(|| bind(endpoint, is_single_node)).transpose() {
-            // Two launchers of one machine find that both could host; one of them does.
+            // Two launchers on one machine may both be candidates. The first to bind the port is the host.
             Err(RendezvousError::PortInUse { .. }) if !is_certain && !is_single_node => None,
             server => server?,
         };
@@ -93,7 +92,7 @@ impl Rendezvous {
         })
     }
 
-    /// Waits until the nodes have agreed on the participants of the next generation, and returns it.
+    /// Joins the next generation and waits until its participants are agreed on.
     pub fn next_generation(&mut self, interrupted: Interrupted) -> Result<Generation> {
         let before = self.node_rank.take().map(|node| node.generation);
         let (node, participants) = self.join(before, interrupted)?;
@@ -103,8 +102,7 @@ impl Rendezvous {
         Ok(Generation { number: node.generation, group_rank: node.group_rank, participants, master })
     }
 
-    /// Serves the workers of a later generation a store of their own. The addresses in an earlier one are of processes that
-    /// are dead.
+    /// Starts a new store for the workers of a later generation. An earlier store holds addresses of dead processes.
     fn serve_workers_of(&mut self, generation: usize) -> Result<()> {
         if generation == 0 || self.server.is_none() {
             return Ok(());
@@ -123,66 +121,66 @@ impl Rendezvous {
         let deadline = Instant::now() + self.join_timeout();
         while !self.store.check(&[&key]).map_err(|source| self.store_error(source))? {
             if Instant::now() >= deadline {
-                return Err(self.join_timeout_error(self.join_timeout(), "the host's store for the workers".into()));
+                return Err(self.join_timeout_error(self.join_timeout(), "the host did not publish the port of the workers' store".into()));
             }
             self.pause(interrupted)?;
         }
         let port = self.store.get(&key).map_err(|source| self.store_error(source))?;
         let port = String::from_utf8_lossy(&port).parse();
         port.map_err(|_| {
-            self.join_timeout_error(self.join_timeout(), "a number for the port of the workers' store".into())
+            self.join_timeout_error(self.join_timeout(), "the published port of the workers' store is not a number".into())
         })
     }
 
-    /// Tells the others what happened here. Of each kind the first is believed.
+    /// Publishes an event of this node to the other nodes. Only the first event of each kind counts.
     pub fn publish(&self, peer: &PeerEvent) {
         let (Some(node), Some((name, text))) = (self.node_rank, peer_monitor::store_entry(peer)) else { return };
         if self.is_host() && !matches!(peer, PeerEvent::Failed(_)) {
             self.close_rendezvous(node);
         }
-        // Without a store the others notice by themselves.
+        // Without a store, the other nodes detect the loss themselves.
         let _ = self.store.compare_set(&node.key(name), b"", format!("{} {text}", node.group_rank).as_bytes());
     }
 
-    /// Says that there will be no other generation, because its store will be gone.
+    /// Marks this generation as the last one, because the store host leaves.
     fn close_rendezvous(&self, node: NodeRank) {
         let _ = self.store.set(&node.key("closed"), b"1");
     }
 
-    /// Looks after the other nodes while workers run; what happens there goes to `events`.
+    /// Starts monitoring the other nodes. Their events are sent to `events`.
     pub fn monitor_peers(&self, events: Sender<Event>) -> Result<Option<PeerMonitor>> {
         let Some(node) = self.node_rank.filter(|_| self.nodes.max > 1) else { return Ok(None) };
         let store = self.store.reconnect_within(self.store.timeout()).map_err(|source| self.store_error(source))?;
         Ok(Some(PeerMonitor::start(store, node, self.peer_monitor_settings(), events)))
     }
 
-    /// Says whether this node hosts the store.
+    /// Returns whether this node hosts the store.
     pub fn is_host(&self) -> bool {
         self.server.is_some()
     }
 
-    /// Says that this node's workers have ended well.
+    /// Publishes that this node's workers succeeded.
     pub fn mark_done(&self) {
         if let Some(node) = self.node_rank {
-            // Without a store there is no rendezvous to report to.
+            // An error means that the store is lost.
             let _ = self.store.add(&node.key("done"), 1);
         }
     }
 
-    /// Says whether workers of other nodes run: they may need this node's store or ranks.
+    /// Returns whether workers of other nodes still run. They may need this node's store or a restart.
     pub fn are_peers_running(&self) -> bool {
         let n_done = |node: NodeRank| self.store.add(&node.key("done"), 0);
         self.node_rank.is_some_and(|node| n_done(node).is_ok_and(|n_done| n_done < node.n_nodes as i64))
     }
 
-    /// Says whether the job goes on when another node has left for good.
+    /// Returns whether the job can continue after another node has left.
     pub fn can_continue_without_peer(&self) -> bool {
         let is_closed = |node: NodeRank| self.store.check(&[&node.key("closed")]).unwrap_or(true);
         let is_dynamic = matches!(self.plan, RendezvousPlan::Dynamic(_));
         is_dynamic && self.node_rank.is_some_and(|node| node.n_nodes > self.nodes.min && !is_closed(node))
     }
 
-    /// Waits for another node to say that its workers failed, as long as a living node takes at most.
+    /// Waits for a failure published by another node, at most for the heartbeat timeout.
     pub fn wait_for_peer_failure(&self, interrupted: Interrupted) -> Option<String> {
         let node = self.node_rank.filter(|node| node.n_nodes > 1)?;
         let deadline = Instant::now() + self.keep_alive;
@@ -195,7 +193,7 @@ impl Rendezvous {
         None
     }
 
-    /// Goes for good. The host waits until the others have gone, so that they hear what there is to hear.
+    /// Leaves the job. The store host waits until the other nodes have left, so that they can read the last events.
     pub fn shutdown(self, interrupted: Interrupted) {
         let Some(node) = self.node_rank else { return };
         let _ = self.store.set(&node.node_key("gone", node.group_rank), b"1");
@@ -217,7 +215,7 @@ impl Rendezvous {
         PeerMonitorSettings { max_nodes, interval: self.monitor_interval, keep_alive: self.keep_alive }
     }
 
-    /// Returns the longest wait for the other nodes.
+    /// Returns the timeout of the rendezvous.
     fn join_timeout(&self) -> Duration {
         match &self.plan {
             RendezvousPlan::Static { timeout, .. } => *timeout,
@@ -239,5 +237,5 @@ impl Rendezvous {
     }
 }
 
-/// A host that cannot be reached is waited for as long as a node may be silent; one under load may need as long as this.
+/// The shortest reply timeout of the store. It is the heartbeat timeout otherwise; a host under load may need longer.
 const MIN_REPLY_TIMEOUT: Duration = Duration::from_secs(5);

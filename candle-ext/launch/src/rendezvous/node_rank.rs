@@ -1,6 +1,6 @@
-//! The number of a node in a generation, and the keys that the store has for it.
+//! The rank of a node in a generation, and the store's keys of a node.
 
-/// A participant's number in a generation.
+/// The rank of a participant in a generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NodeRank {
     pub(super) generation: usize,
@@ -8,10 +8,11 @@ pub(super) struct NodeRank {
     pub(super) n_nodes: usize,
 }
 
-/// A node that waits to take part in a generation.
+/// A node that waits to join a generation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PendingNode {
     pub(super) generation: usize,
+    /// Node rank (static), or position in the order of arrival (c10d).
     pub(super) join_index: usize,
 }
 

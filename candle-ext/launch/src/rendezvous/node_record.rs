@@ -1,4 +1,4 @@
-//! The record that a node leaves in the store, and the settings that two nodes must share.
+//! The record of a node in the store, with the settings that must be equal on all nodes.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,16 +6,16 @@ use super::error::{RendezvousError, Result};
 use crate::generation::Participant;
 use crate::plan::LaunchPlan;
 
-/// A node that waits to take part, or does.
+/// The record of a node that waits to join or is a participant.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct NodeRecord {
-    /// No other launcher's.
+    /// Random ID of the launcher.
     pub(super) id: u64,
     pub(super) participant: Participant,
     settings: RendezvousSettings,
 }
 
-/// The settings on which launchers must agree.
+/// The settings that must be equal on all nodes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct RendezvousSettings {
     n_nodes: String,
@@ -39,21 +39,21 @@ impl NodeRecord {
     }
 
     pub(super) fn json(&self) -> Vec<u8> {
-        serde_json::to_vec(self).expect("a node is plain data")
+        serde_json::to_vec(self).expect("records serialize to JSON")
     }
 
-    /// Reads a record; returns nothing for what another version wrote.
+    /// Parses a record. Returns `None` for the record of another version.
     pub(super) fn parse(json: &[u8]) -> Option<Self> {
         serde_json::from_slice(json).ok()
     }
 
-    /// Returns the error of a record that cannot be read.
+    /// Returns the error of a record that cannot be parsed.
     pub(super) fn unreadable() -> RendezvousError {
-        let difference = "it is another version of `launch`".to_owned();
+        let difference = "it runs another version of `launch`".to_owned();
         RendezvousError::SettingsMismatch { other: "another node".into(), difference }
     }
 
-    /// Fails if the two launchers were not started alike.
+    /// Fails if the settings of two launchers differ.
     pub(super) fn check(&self, other: &Self) -> Result<()> {
         let (ours, theirs) = (&self.settings, &other.settings);
         let differs = |what: &str, theirs: &dyn ToString, ours: &dyn ToString| {

@@ -1,5 +1,5 @@
-//! The watch over the other nodes while workers run: failed workers, stopped or silent nodes, nodes that want to join. It
-//! shows that this node is alive.
+//! The monitor of the other nodes while workers run: it detects failed workers, stopped or lost nodes, and nodes that
+//! wait to join. It also sends this node's heartbeats.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,19 +13,19 @@ use super::heartbeats::Heartbeats;
 use super::node_rank::NodeRank;
 use crate::event::{Event, PeerEvent};
 
-/// A thread that watches. It ends with this value.
+/// A thread that monitors the other nodes. It ends when this value is dropped.
 #[derive(Debug)]
 pub struct PeerMonitor {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// The questions of a watch, and their interval.
+/// The settings of a monitor.
 pub(super) struct PeerMonitorSettings {
-    /// The number of nodes that there is room for, if there may be another generation with others.
+    /// Maximum number of nodes, if nodes may join by a new generation (c10d).
     pub(super) max_nodes: Option<usize>,
     pub(super) interval: Duration,
-    /// The longest silence of a living node.
+    /// Longest time without a heartbeat of a live node.
     pub(super) keep_alive: Duration,
 }
 
@@ -39,13 +39,13 @@ impl PeerMonitor {
             while !should_stop.load(Ordering::Relaxed) {
                 let event = match poll_peers(&store, node, settings.max_nodes, &mut heartbeats) {
                     Ok(event) => event,
-                    Err(error) => Some(PeerEvent::Lost(format!("the node that hosts the store is gone ({error})"))),
+                    Err(error) => Some(PeerEvent::Lost(format!("lost the connection to the store host ({error})"))),
                 };
                 let is_lost = matches!(event, Some(PeerEvent::Lost(_)));
-                // One thing is enough for the launcher; the others still want to know that this node lives.
+                // The agent needs one event only. The thread continues to send heartbeats.
                 if let Some(peer) = event.filter(|_| !has_reported) {
                     has_reported = true;
-                    // The launcher is not interested any more.
+                    // An error means that the agent has ended.
                     let _ = events.send(Event::Peer { generation: node.generation, peer });
                 }
                 if is_lost {
@@ -58,7 +58,7 @@ impl PeerMonitor {
     }
 }
 
-/// The end of a run does not wait long for the watch.
+/// Bounds of the interval. The end of a run waits for at most one interval.
 const MAX_INTERVAL: Duration = Duration::from_millis(500);
 const MIN_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -71,7 +71,7 @@ impl Drop for PeerMonitor {
     }
 }
 
-/// Returns under which key the others are told, and what.
+/// Returns the key and the text of a published event, or `None` for an event that is not published.
 pub(super) fn store_entry(peer: &PeerEvent) -> Option<(&'static str, &str)> {
     match peer {
         PeerEvent::Failed(text) => Some(("failed", text)),
@@ -81,7 +81,7 @@ pub(super) fn store_entry(peer: &PeerEvent) -> Option<(&'static str, &str)> {
     }
 }
 
-/// Returns what another node has told. This one's own words are no news.
+/// Returns an event published by another node.
 pub(super) fn read_entry(store: &Client, node: NodeRank, name: &str) -> Result<Option<String>, Error> {
     let key = node.key(name);
     if !store.check(&[&key])? {
@@ -114,14 +114,14 @@ fn poll_peers(
     }
 }
 
-/// A node waits to be let in, or others have met it already. Those that are done would not be there.
+/// Returns whether a node waits to join, or a newer generation exists. After the first success no node is admitted.
 fn needs_rerendezvous(store: &Client, node: NodeRank, max_nodes: usize) -> Result<bool, Error> {
     let is_open = node.n_nodes < max_nodes && store.add(&node.key("done"), 0)? == 0;
     let is_wanted = is_open && store.add(&node.key("waiting"), 0)? > 0;
     Ok(is_wanted || store.add("generation", 0)? > node.generation as i64)
 }
 
-/// The heartbeats of the other nodes, beside this node's own.
+/// The heartbeats of this node and of the other nodes.
 pub(super) struct PeerHeartbeats {
     node: NodeRank,
     keep_alive: Duration,
@@ -135,7 +135,7 @@ impl PeerHeartbeats {
         Self { node, keep_alive, next: Instant::now(), heartbeats }
     }
 
-    /// Shows that this node is alive; returns the failure of another that has not shown it.
+    /// Sends this node's heartbeat. Returns the failure of a node whose heartbeat timeout has passed.
     fn poll(&mut self, store: &Client) -> Result<Option<PeerEvent>, Error> {
         let now = Instant::now();
         if now < self.next {
@@ -145,14 +145,14 @@ impl PeerHeartbeats {
         self.heartbeats.beat(store, self.node.group_rank)?;
         for group_rank in self.peers() {
             if !self.heartbeats.may_be_alive(store, group_rank)? && !self.is_gone(store, group_rank)? {
-                let text = format!("node {group_rank} was not heard of for {:?}", self.keep_alive);
+                let text = format!("node {group_rank} sent no heartbeat for {:?}", self.keep_alive);
                 return Ok(Some(PeerEvent::Failed(text)));
             }
         }
         Ok(None)
     }
 
-    /// Returns whether another node is alive and has not gone for good.
+    /// Returns whether another node is alive and has not left.
     pub(super) fn are_peers_alive(&mut self, store: &Client) -> bool {
         self.peers().into_iter().any(|group_rank| {
             let is_away = self.is_gone(store, group_rank).unwrap_or(true);

@@ -1,4 +1,4 @@
-//! The number of nodes that suffices for a generation, and the time to wait for it.
+//! The quorum of a generation: the required number of nodes and the timeouts.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -10,10 +10,10 @@ use super::node_record::NodeRecord;
 use crate::plan::RendezvousPlan;
 use crate::values::NodeRange;
 
-/// The condition under which the nodes that joined are enough.
+/// The quorum of a generation and its timers.
 pub(super) struct Quorum {
     nodes: NodeRange,
-    /// The longest wait for the least number of nodes.
+    /// Longest wait for the minimum number of nodes.
     join_timeout: Duration,
     last_call_timeout: Option<Duration>,
     started: Instant,
@@ -22,7 +22,7 @@ pub(super) struct Quorum {
 }
 
 impl Quorum {
-    /// Returns the condition of a plan: all nodes that have numbers, or as many as come between the bounds.
+    /// Returns the quorum of a plan: all nodes (static), or any number from minimum to maximum (c10d).
     pub(super) fn of(plan: &RendezvousPlan, nodes: NodeRange) -> Self {
         let (nodes, join_timeout, last_call_timeout) = match plan {
             RendezvousPlan::Static { timeout, .. } => (NodeRange { min: nodes.max, max: nodes.max }, *timeout, None),
@@ -38,7 +38,7 @@ impl Quorum {
         }
     }
 
-    /// Returns how many numbers were given out.
+    /// Returns the number of assigned join indices.
     pub(super) fn n_joined(&self, store: &Client, pending: PendingNode) -> Result<usize, Error> {
         match self.last_call_timeout {
             None => Ok(self.nodes.max),
@@ -46,7 +46,7 @@ impl Quorum {
         }
     }
 
-    /// Returns since when there are enough.
+    /// Returns the time since which the quorum is complete.
     pub(super) fn complete_since(&mut self, n_alive: usize, now: Instant) -> Option<Instant> {
         let last_call_timeout = self.last_call_timeout.filter(|_| n_alive >= self.nodes.min);
         self.last_call_deadline =
@@ -56,7 +56,7 @@ impl Quorum {
         self.complete_since
     }
 
-    /// Fails with the time that was waited and the missing nodes, if that was too long.
+    /// Fails with the timeout and the missing nodes after the join timeout.
     pub(super) fn check_join_timeout(
         &self,
         alive_nodes: &BTreeMap<usize, NodeRecord>,
@@ -67,23 +67,23 @@ impl Quorum {
         if is_too_long { Err((self.join_timeout, self.missing(alive_nodes))) } else { Ok(()) }
     }
 
-    /// Fails after a longer wait, for a node that is not the first: it must not give up before the first does.
+    /// Fails after a longer timeout, for a node that is not the first. The first node must time out earlier.
     pub(super) fn check_follower_timeout(&self, now: Instant) -> Result<(), (Duration, String)> {
         let longest = self.join_timeout + self.last_call_timeout.unwrap_or_default() + START_SKEW;
         let is_too_long = now >= self.started + longest;
-        if is_too_long { Err((longest, "the first node did not call them".into())) } else { Ok(()) }
+        if is_too_long { Err((longest, "the first node did not complete the rendezvous".into())) } else { Ok(()) }
     }
 
     fn missing(&self, alive_nodes: &BTreeMap<usize, NodeRecord>) -> String {
         if self.last_call_timeout.is_some() {
-            return format!("{} came", alive_nodes.len());
+            return format!("only {} joined", alive_nodes.len());
         }
         let absent = (0..self.nodes.max).filter(|join_index| !alive_nodes.contains_key(join_index));
         let absent: Vec<_> = absent.map(|join_index| join_index.to_string()).collect();
         let noun = if absent.len() == 1 { "node" } else { "nodes" };
-        format!("{noun} {} did not come", absent.join(", "))
+        format!("{noun} {} did not join", absent.join(", "))
     }
 }
 
-/// The nodes do not begin at one moment.
+/// The allowed difference between the start times of nodes.
 const START_SKEW: Duration = Duration::from_secs(5);

@@ -1,4 +1,4 @@
-//! The store of a rendezvous: its host and its address.
+//! The store of a rendezvous: server, client and address.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use super::error::{Interrupted, POLL_INTERVAL, RendezvousError, Result};
 use crate::console::log;
 use crate::endpoint::Endpoint;
 
-/// A node that is alone and calls itself by a loopback address needs to be reached by nobody else.
+/// Starts the store server. A single node with a loopback endpoint binds to that address only, others to all addresses.
 pub(super) fn bind(endpoint: &Endpoint, is_single_node: bool) -> Result<Server> {
     let server = match own_loopback(&endpoint.host).filter(|_| is_single_node) {
         Some(address) => Server::bind((address, endpoint.port)),
@@ -41,10 +41,10 @@ fn own_loopback(host: &str) -> Option<IpAddr> {
     }
 }
 
-/// The longest attempt to connect, during which no signal is checked.
+/// Timeout of one connection attempt. Signals are checked between attempts.
 const CONNECT_ATTEMPT: Duration = Duration::from_secs(2);
 
-/// Connects. The host may come later than the others, and its name with it; what keeps them waiting is said once.
+/// Connects to the store until `timeout`. The host, or its name in DNS, may appear later. The first error is logged.
 pub(super) fn connect(
     address: &Endpoint,
     timeout: Duration,

@@ -1,5 +1,5 @@
-//! The decisions about a worker group, apart from processes and clocks: the action after a worker's exit, a signal, the
-//! failure of another node, or a deadline.
+//! The state machine of a worker group, without processes and clocks: the action after a worker's exit, a signal, an event
+//! on another node, or a deadline.
 
 use std::time::{Duration, Instant};
 
@@ -14,117 +14,117 @@ use crate::plan::ShutdownTimeouts;
 pub struct WorkerGroupRun {
     policy: ShutdownPolicy,
     running: Vec<usize>,
-    /// The others, in the order in which they ended.
+    /// Exits of the other workers, in order.
     exits: Vec<WorkerExit>,
     signals_sent: SignalsSent,
     stop: Option<Stop>,
     peer: Option<PeerEvent>,
     deadline: Option<Instant>,
-    /// Killed because it did not end in time, not because somebody asked for it.
+    /// Workers were killed at the deadline, not by a second stop signal.
     timed_out: bool,
 }
 
-/// The rules of a run.
+/// The shutdown settings of a run.
 #[derive(Clone, Debug)]
 pub struct ShutdownPolicy {
-    /// How long workers may take to end.
+    /// Time between the stop signal and SIGKILL.
     pub timeouts: ShutdownTimeouts,
-    /// The signals that end the group. Others are passed on.
+    /// Signals that stop the worker group. Others are forwarded.
     pub ending_signals: Vec<i32>,
 }
 
-/// A worker that ended.
+/// The exit of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorkerExit {
-    /// Its number on this machine.
+    /// Local rank.
     pub local_rank: usize,
-    /// How.
+    /// Exit code or signal.
     pub reason: ExitReason,
-    /// When.
+    /// Time of the exit.
     pub at: Instant,
-    /// What it had been sent by then.
+    /// Stop signals sent to the worker before its exit.
     pub signals_sent: SignalsSent,
 }
 
-/// The signals that were sent to every running worker in order to end it.
+/// The set of stop signals sent to all running workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SignalsSent(u64);
 
-/// The signal after which no worker is started again.
+/// A received stop signal. No restart follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stop {
     signal: i32,
     at: Instant,
-    /// It came twice.
+    /// The signal was received twice and the workers were killed.
     is_kill: bool,
 }
 
-/// An action to carry out.
+/// An action of the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Nothing.
+    /// No action.
     Wait,
-    /// Send this signal to every worker that runs, and to what it started.
+    /// Send this signal to the process group of every running worker.
     Terminate(i32),
-    /// Send this signal to every worker that runs: it ends nothing.
+    /// Forward this signal to every running worker, but not to its children.
     Forward(i32),
 }
 
-/// An event that the other nodes must learn at once.
+/// An event that is published to the other nodes at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Announcement {
-    /// This node was asked to stop, by this signal.
+    /// This node received this stop signal.
     Stopping(i32),
-    /// A worker saved or failed, and does not blame another.
+    /// A worker saved a checkpoint and exited, or failed without reporting a peer failure.
     Exited(WorkerExit),
 }
 
-/// The end of a run.
+/// The outcome of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WorkerGroupOutcome {
-    /// Every worker ended with 0.
+    /// Every worker exited with 0.
     Succeeded,
-    /// The workers ended because they were asked to, with this code.
+    /// The workers stopped on request, with this exit code.
     Stopped(i32),
-    /// These workers failed by themselves, in this order.
+    /// These workers failed, in this order.
     Failed(Vec<WorkerExit>),
-    /// Workers of another node failed; the text says which.
+    /// Workers of another node failed. The text names the cause.
     PeerFailed(String),
-    /// Another node was asked to stop, so these workers were too, with this code; the text says which.
+    /// Another node received a stop signal, so the workers stopped with this exit code. The text names the node.
     PeerStopped(String, i32),
-    /// The nodes must meet anew: another one came.
+    /// A node waits to join, so a new rendezvous is needed.
     Rerendezvous,
 }
 
 impl WorkerGroupRun {
-    /// Begins a run of `n_workers` workers.
+    /// Starts a run of `n_workers` workers.
     pub fn new(n_workers: usize, policy: ShutdownPolicy) -> Self {
         let running = (0..n_workers).collect();
         let (exits, signals_sent) = (Vec::new(), SignalsSent::default());
         Self { policy, running, exits, signals_sent, stop: None, peer: None, deadline: None, timed_out: false }
     }
 
-    /// Returns the workers that run.
+    /// Returns the local ranks of the running workers.
     pub fn running(&self) -> &[usize] {
         &self.running
     }
 
-    /// Returns how the others ended, in that order.
+    /// Returns the exits so far, in order.
     pub fn exits(&self) -> &[WorkerExit] {
         &self.exits
     }
 
-    /// Returns when [`WorkerGroupRun::time_is_up`] must be called, if nothing happens before.
+    /// Returns the time at which [`WorkerGroupRun::on_deadline`] must be called.
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// Says whether a signal asked the group to end.
+    /// Returns whether a stop signal was received.
     pub fn is_stopping(&self) -> bool {
         self.stop.is_some()
     }
 
-    /// Takes in something that happened.
+    /// Handles an event and returns the resulting action.
     pub fn handle(&mut self, event: &Event, now: Instant) -> Action {
         match event {
             Event::Exited { local_rank, reason } => self.on_exit(*local_rank, *reason, now),
@@ -133,7 +133,7 @@ impl WorkerGroupRun {
         }
     }
 
-    /// Returns what the other nodes must hear of an event that was just taken in, and of which worker.
+    /// Returns the announcement of the event handled last, if the other nodes need one.
     pub fn announcement(&self, event: &Event) -> Option<Announcement> {
         let exit = self.exits.last();
         match event {
@@ -145,7 +145,7 @@ impl WorkerGroupRun {
         }
     }
 
-    /// Takes in that the deadline has passed.
+    /// Handles the deadline: kills the remaining workers.
     pub fn on_deadline(&mut self) -> Action {
         self.deadline = None;
         self.timed_out = true;
@@ -158,9 +158,9 @@ impl WorkerGroupRun {
         self.exits.push(exit);
         match reason {
             ExitReason::Code(OK) => return Action::Wait,
-            // It was asked to stop, by whom ever. The others save too and must not hear it twice.
+            // The worker was preempted. The others save a checkpoint too and must not get a second signal.
             ExitReason::Code(PREEMPTED) => self.tighten_deadline(self.policy.timeouts.after_signal, at),
-            // It did not save, but the others may.
+            // The stop signal ended this worker before it saved. The others may still save.
             _ if !exit.is_failure() => self.tighten_deadline(self.policy.timeouts.after_signal, at),
             _ => self.tighten_deadline(self.policy.timeouts.after_failure, at),
         }
@@ -174,10 +174,10 @@ impl WorkerGroupRun {
             None => {
                 self.stop = Some(Stop { signal, at: now, is_kill: false });
                 self.tighten_deadline(self.policy.timeouts.after_signal, now);
-                // Another node may have been told before, and have told this one.
+                // A stop of another node may have sent this signal already.
                 if self.signals_sent.has(signal) { Action::Wait } else { self.terminate(signal) }
             }
-            // Schedulers and shells say it more than once; a person at the keyboard means it.
+            // Schedulers and shells repeat a signal at once. A second SIGINT comes from a user and kills.
             Some(stop) if signal != SIGINT && now < stop.at + REPEAT_WINDOW => Action::Wait,
             Some(_) => {
                 self.stop = Some(Stop { signal, at: now, is_kill: true });
@@ -198,7 +198,7 @@ impl WorkerGroupRun {
         if needs_no_signal { Action::Wait } else { self.terminate(SIGTERM) }
     }
 
-    /// An earlier deadline stands.
+    /// Sets the deadline, unless an earlier one exists.
     fn tighten_deadline(&mut self, grace_period: Duration, now: Instant) {
         let deadline = now + grace_period;
         self.deadline = Some(self.deadline.map_or(deadline, |earlier| earlier.min(deadline)));
@@ -209,9 +209,9 @@ impl WorkerGroupRun {
         Action::Terminate(signal)
     }
 
-    /// Returns how the attempt ended. Every worker must have.
+    /// Returns the outcome. All workers must have exited.
     pub fn outcome(&self) -> WorkerGroupOutcome {
-        assert!(self.running.is_empty(), "an attempt ends with its last worker");
+        assert!(self.running.is_empty(), "a worker is still running");
         let failures: Vec<_> = self.exits.iter().copied().filter(WorkerExit::is_failure).collect();
         let was_preempted = self.exits.iter().any(|exit| exit.reason == ExitReason::Code(PREEMPTED));
         match (&self.stop, &self.peer) {
@@ -246,7 +246,7 @@ impl WorkerGroupRun {
         }
     }
 
-    /// What the workers made of the signal: killed for being slow, ended by it, saved, or done anyway.
+    /// Returns the exit code after a stop signal: killed at the deadline, ended by the signal, preempted, or succeeded.
     fn exit_code_after_signal(&self, signal: i32, was_preempted: bool) -> i32 {
         let ended_as = |code| self.exits.iter().any(|exit| exit.reason.code() == code);
         match (self.timed_out && ended_as(128 + SIGKILL), ended_as(128 + signal)) {
@@ -258,7 +258,7 @@ impl WorkerGroupRun {
     }
 }
 
-/// A signal that comes again within this time is an echo of the first.
+/// A repeated stop signal within this time is ignored.
 const REPEAT_WINDOW: Duration = Duration::from_millis(500);
 
 impl SignalsSent {
@@ -268,13 +268,13 @@ impl SignalsSent {
 }
 
 impl WorkerExit {
-    /// Says whether the worker failed by itself: not if it ended well, or saved, or died of what it was sent.
+    /// Returns whether the worker failed. Success, a saved checkpoint and death by a sent signal are no failures.
     pub fn is_failure(&self) -> bool {
         let was_signaled = self.signals_sent != SignalsSent::default();
         match self.reason {
             ExitReason::Code(OK | PREEMPTED) => false,
             ExitReason::Code(PEER) if was_signaled => false,
-            // Whoever is told to end, and says so in its code, obeyed.
+            // A worker may catch a sent signal and exit with 128 + signal.
             ExitReason::Code(code) => !self.signals_sent.has(code - 128),
             ExitReason::Signal(signal) => !self.signals_sent.has(signal),
         }
@@ -285,20 +285,20 @@ impl WorkerExit {
         self.signals_sent == SignalsSent::default() && !self.reports_peer_failure() && (has_saved || self.is_failure())
     }
 
-    /// Says whether another's end may be the cause: the worker says so, or ended after it was told to.
+    /// Returns whether the exit may follow from another failure: the worker reports one, or was sent a signal before.
     pub fn is_consequence(&self) -> bool {
         self.reports_peer_failure() || self.signals_sent != SignalsSent::default()
     }
 
-    /// Says whether the worker's code is "another rank failed".
+    /// Returns whether the worker's exit code reports a failure of another rank.
     pub fn reports_peer_failure(&self) -> bool {
         self.reason == ExitReason::Code(PEER)
     }
 }
 
-/// Picks the failure that the others follow from: the earliest of those that do not blame another rank.
+/// Returns the root cause: the earliest failure that does not report a peer failure.
 ///
-/// `time_of` says when a worker failed, in whole seconds; among the same, the order in which they ended decides.
+/// `failure_time` returns the Unix time of a failure in seconds. The order of exits breaks ties.
 pub fn root_cause(failures: &[WorkerExit], failure_time: impl Fn(&WorkerExit) -> u64) -> Option<WorkerExit> {
     failures.iter().min_by_key(|exit| (exit.reports_peer_failure(), failure_time(exit))).copied()
 }

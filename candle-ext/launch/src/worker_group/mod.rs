@@ -1,4 +1,4 @@
-//! The workers of one node in one generation: the decisions about them, and what carries these out.
+//! The worker group: the workers of one node in one generation.
 
 mod decisions;
 mod run;

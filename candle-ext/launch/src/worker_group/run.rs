@@ -1,4 +1,4 @@
-//! Runs this node's workers once: starts them, carries out the decisions about them, and reaps them.
+//! Runs this node's workers once: starts them, performs the actions of [`WorkerGroupRun`], and reaps them.
 
 use std::io;
 use std::time::{Duration, Instant, SystemTime};
@@ -19,35 +19,35 @@ use crate::report::{RootCause, file_tail};
 use crate::streams::StdStream;
 use candlewick_comm::place::Variables;
 
-/// The settings of one run of the worker group.
+/// The specification of one run of the worker group.
 #[derive(Debug)]
 pub struct WorkerGroupSpec<'a> {
-    /// The settings.
+    /// The launch plan.
     pub plan: &'a LaunchPlan,
-    /// What the nodes agreed on.
+    /// The result of the rendezvous.
     pub generation: &'a Generation,
-    /// How many failures there were before.
+    /// Number of restarts so far.
     pub restart: usize,
-    /// Its folders.
+    /// Log directory of the attempt.
     pub logs: &'a AttemptLogDir,
-    /// This machine's name.
+    /// Host name of this node.
     pub hostname: &'a str,
-    /// The launcher's own variables.
+    /// Environment variables of the launcher.
     pub variables: &'a Variables,
 }
 
-/// The end of a run of the worker group.
+/// The result of a run of the worker group.
 #[derive(Debug)]
 pub struct WorkerGroupResult {
-    /// In one word.
+    /// The outcome.
     pub outcome: WorkerGroupOutcome,
-    /// Who failed first, if somebody did.
+    /// Root cause of a failure.
     pub root: Option<RootCause>,
-    /// Whether a signal asked the group to end.
+    /// True if a stop signal was received.
     pub is_stopping: bool,
 }
 
-/// Runs this node's workers to their end. `tell` gets what the other nodes must hear before that.
+/// Runs this node's workers until all have exited. `announce` publishes events to the other nodes.
 pub fn run(
     spec: &WorkerGroupSpec,
     events: &EventQueue,
@@ -89,10 +89,10 @@ pub fn run(
     Ok(WorkerGroupResult { outcome, root, is_stopping: group.is_stopping() })
 }
 
-/// How long to wait for a worker to be ready for a notice.
+/// The interval between checks for a signal handler of a worker.
 const HANDLER_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Signals of the past that workers have not heard: each hears them as soon as it has a handler.
+/// Forwarded signals that arrived before a worker started. The worker receives them once it has a handler.
 struct PendingSignals(Vec<(usize, i32)>);
 
 impl PendingSignals {
@@ -118,7 +118,7 @@ impl PendingSignals {
     }
 }
 
-/// Either all are started, or those that were are ended again.
+/// Starts all workers. After an error, the workers started so far are killed.
 fn start_all(spec: &WorkerGroupSpec, events: &EventQueue, guard: &mut Guard) -> io::Result<Vec<WorkerProcess>> {
     let outputs = WorkerOutputs::open(&spec.plan.output, spec.logs)?;
     let mut workers = Vec::new();
@@ -136,7 +136,7 @@ fn start_all(spec: &WorkerGroupSpec, events: &EventQueue, guard: &mut Guard) -> 
     Ok(workers)
 }
 
-/// Returns what one worker is started with.
+/// Returns the specification of one worker.
 pub fn worker_spec(spec: &WorkerGroupSpec, local_rank: usize) -> WorkerSpec {
     let WorkerGroupSpec { plan, generation, restart, logs, variables, .. } = spec;
     let mut env = worker_variables(plan, generation, *restart, local_rank, variables);
@@ -146,7 +146,7 @@ pub fn worker_spec(spec: &WorkerGroupSpec, local_rank: usize) -> WorkerSpec {
     WorkerSpec { local_rank, command, variables: env, prefix: line_prefix(plan, generation, local_rank) }
 }
 
-/// The guard must not hear of a number's end after the kernel may have given it to somebody else.
+/// Kills leftover processes and reaps the workers. The guard forgets a process group before the kernel can reuse its ID.
 fn reap_all(workers: &mut [WorkerProcess], events: &EventQueue, guard: &mut Guard) {
     workers.iter().for_each(WorkerProcess::kill_leftovers);
     for worker in workers {
@@ -191,7 +191,7 @@ fn find_root_cause(
     })
 }
 
-/// What went to a file only is read from there.
+/// Returns the last lines of a worker's stderr, read from the log file if stderr is redirected.
 fn stderr_tail(spec: &WorkerGroupSpec, worker: &WorkerProcess, local_rank: usize) -> Vec<String> {
     let output = &spec.plan.output;
     let is_in_file = output.redirects.of(local_rank).err && !output.tee.of(local_rank).err;

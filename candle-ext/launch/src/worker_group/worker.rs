@@ -1,4 +1,4 @@
-//! One worker: a process in a session of its own, whose end is noticed at once and whose output is carried away.
+//! A worker process: it has a session of its own, one thread waits for its exit, and others read its output.
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::AsFd;
@@ -18,34 +18,34 @@ use crate::output::{LineTail, OutputReader, WorkerOutputs};
 use crate::streams::StdStream;
 use candlewick_comm::place::Variables;
 
-/// What is started.
+/// The specification of a worker process.
 #[derive(Clone, Debug)]
 pub struct WorkerSpec {
-    /// Its number on this machine.
+    /// Local rank.
     pub local_rank: usize,
     /// The program and its arguments.
     pub command: Vec<String>,
-    /// Variables beside those that it inherits.
+    /// Environment variables in addition to the inherited ones.
     pub variables: Variables,
-    /// What stands before its lines.
+    /// Prefix of its output lines.
     pub prefix: String,
 }
 
-/// A worker that was started.
+/// A started worker process.
 #[derive(Debug)]
 pub struct WorkerProcess {
     pid: Pid,
     child: Child,
     readers: Vec<JoinHandle<()>>,
-    /// The pumps read on while this is open.
+    /// Write end of the drain pipe: closing it makes the readers finish.
     drain_tx: Option<PipeWriter>,
     tail: LineTail,
 }
 
 impl WorkerProcess {
-    /// Starts a worker. `guard` knows of it before its first instruction, and `events` hears of its end.
+    /// Starts a worker. The guard watches it before the program runs. Its exit is sent to `events`.
     ///
-    /// The thread that calls this must live as long as the worker: the kernel ends the worker with it.
+    /// The calling thread must outlive the worker: the kernel kills the worker when that thread ends.
     pub fn start(
         spec: &WorkerSpec,
         outputs: &WorkerOutputs,
@@ -58,7 +58,7 @@ impl WorkerProcess {
             (open_stream(StdStream::Out, LineTail::default())?, open_stream(StdStream::Err, tail.clone())?);
         let mut command = own_program();
         command.arg(WORKER).arg(std::process::id().to_string()).args(&spec.command);
-        // One worker may be fed through a pipe; several would tear the input apart.
+        // Only one worker inherits stdin: several readers would split the input.
         let stdin = if spec.local_rank == 0 { Stdio::inherit() } else { Stdio::null() };
         command.envs(&spec.variables).stdin(stdin).stdout(out.stdio).stderr(err.stdio);
         let mut child = command.spawn()?;
@@ -80,40 +80,41 @@ impl WorkerProcess {
         Ok(Self { pid, child, readers: readers.into_iter().flatten().collect(), drain_tx: Some(drain_tx), tail })
     }
 
-    /// Returns its process, which is its process group too.
+    /// Returns the process ID, which is also its process group.
     pub fn pid(&self) -> Pid {
         self.pid
     }
 
-    /// Sends an ending signal to the worker and the processes it started. A stopped process is continued, so that it
-    /// handles the signal now and not after its grace period, as systemd does.
+    /// Sends a stop signal to the worker's process group. A suspended process is continued to handle the signal, as systemd
+    /// does.
     pub fn terminate(&self, signal: i32) {
         if let Some(signal) = Signal::from_named_raw(signal) {
-            // One that is gone needs no signal.
+            // A process that has exited needs no signal.
             let _ = kill_process_group(self.pid, signal);
             let _ = kill_process_group(self.pid, Signal::CONT);
         }
     }
 
-    /// Sends a signal to the worker alone: what it started may not know what is meant.
+    /// Sends a signal to the worker only. Its children may not handle the signal.
     pub fn forward(&self, signal: i32) {
         if let Some(signal) = Signal::from_named_raw(signal) {
             let _ = kill_process(self.pid, signal);
         }
     }
 
-    /// Ends the processes that the worker left behind. Until [`Worker::reap`] the system gives its pid to no other process.
+    /// Kills the remaining processes of the worker's process group. The kernel does not reuse the pid before
+    /// [`WorkerProcess::reap`].
     pub fn kill_leftovers(&self) {
         self.terminate(Signal::KILL.as_raw());
     }
 
-    /// Returns the last lines of its stderr, unless they went to a file only.
+    /// Returns the last lines of its stderr; none if stderr is redirected.
     pub fn stderr_tail(&self) -> Vec<String> {
         self.tail.lines()
     }
 
-    /// Waits for its last lines to be carried away, and lets the kernel forget it. A console may take them slowly; when
-    /// `is_interrupted` says so, the rest is given up.
+    /// Waits until the output is written, and reaps the process. A slow console delays this; `is_interrupted` ends the
+    /// wait.
     pub fn reap(&mut self, is_interrupted: &dyn Fn() -> bool) {
         self.drain_tx = None;
         while self.readers.iter().any(|reader| !reader.is_finished()) && !is_interrupted() {
@@ -131,13 +132,13 @@ fn start_reader(
     Some(reader?.start(pipe?, Arc::clone(drain_rx)))
 }
 
-/// A worker stops when it has left the launcher's session. One that ends instead is noticed later.
+/// Waits until the process has stopped itself, see [`crate::child`]. An exit instead is reported by [`watch_exit`].
 fn wait_for_stop(pid: Pid) {
     let options = WaitIdOptions::STOPPED | WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
     while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), options) {}
 }
 
-/// Waits on a thread, and leaves the process to be waited for by [`Worker::reap`].
+/// Waits for the exit on a new thread. [`WorkerProcess::reap`] reaps the process.
 fn watch_exit(pid: Pid, local_rank: usize, events: Sender<Event>) {
     thread::spawn(move || {
         let reason = loop {
@@ -147,7 +148,7 @@ fn watch_exit(pid: Pid, local_rank: usize, events: Sender<Event>) {
                 Ok(None) | Err(_) => break None,
             }
         };
-        // Nobody listens after the attempt is over.
+        // An error means that the agent has ended.
         let _ = events.send(Event::Exited { local_rank, reason: reason.unwrap_or(ExitReason::Code(-1)) });
     });
 }
