@@ -106,8 +106,9 @@ impl Agent<'_> {
     fn run_generation(&self, rendezvous: &mut Rendezvous, logs: &LogDir, restart: usize) -> Result<NextStep> {
         let generation = rendezvous.next_generation(&|| self.events.interrupted())?;
         let n_workers = self.plan.local_world_size;
-        let attempt_logs =
-            logs.attempt_dir(generation.number, n_workers).map_err(system_error("create the log directory of an attempt"))?;
+        let attempt_logs = logs
+            .attempt_dir(generation.number, n_workers)
+            .map_err(system_error("create the log directory of an attempt"))?;
         let (plan, node_info) = (self.plan, self.node_info);
         let (hostname, variables) = (&node_info.hostname, &node_info.variables);
         let spec = WorkerGroupSpec { plan, generation: &generation, restart, logs: &attempt_logs, hostname, variables };
@@ -187,7 +188,10 @@ impl Agent<'_> {
         match announcement {
             Announcement::Stopping(signal) => self.stop_event(signal),
             Announcement::Exited(WorkerExit { local_rank, reason: ExitReason::Code(PREEMPTED), .. }) => {
-                PeerEvent::Saved(format!("rank {} on {hostname} saved a checkpoint and exited", generation.rank(local_rank)))
+                PeerEvent::Saved(format!(
+                    "rank {} on {hostname} saved a checkpoint and exited",
+                    generation.rank(local_rank)
+                ))
             }
             Announcement::Exited(exit) => {
                 PeerEvent::Failed(format!("rank {} on {hostname}: {}", generation.rank(exit.local_rank), exit.reason))
@@ -203,7 +207,11 @@ impl Agent<'_> {
     }
 
     fn stop_event(&self, signal: i32) -> PeerEvent {
-        PeerEvent::Stopped(format!("the launcher on {} received {}", self.node_info.hostname, ExitReason::Signal(signal)))
+        PeerEvent::Stopped(format!(
+            "the launcher on {} received {}",
+            self.node_info.hostname,
+            ExitReason::Signal(signal)
+        ))
     }
 }
 

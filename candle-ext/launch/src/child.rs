@@ -1,5 +1,5 @@
-//! The internal subcommands of `launch`: the worker process before it executes the user's program, and the guard process
-//! that outlives a killed launcher.
+//! The internal subcommands of `launch`: the worker process before it executes the user's program, and the guard
+//! process that outlives a killed launcher.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;

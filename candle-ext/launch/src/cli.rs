@@ -110,8 +110,8 @@ pub struct NodeArgs {
     /// ID of the job, equal on all of its nodes
     #[arg(long, alias = "rdzv_id", env = "PET_RDZV_ID", hide_env = true, value_name = "ID", default_value = "none")]
     pub rdzv_id: String,
-    /// Rendezvous options: timeout=900 (static), join_timeout=600, last_call_timeout=30, is_host=1|0 (c10d), keep_alive_interval=5,
-    /// keep_alive_max_attempt=3; other torchrun keys have no effect
+    /// Rendezvous options: timeout=900 (static), join_timeout=600, last_call_timeout=30, is_host=1|0 (c10d),
+    /// keep_alive_interval=5, keep_alive_max_attempt=3; other torchrun keys have no effect
     #[arg(long, alias = "rdzv_conf", env = "PET_RDZV_CONF", hide_env = true)]
     #[arg(value_name = "KEY=VALUE,...", default_value = "", hide_default_value = true)]
     pub rdzv_conf: RendezvousOptions,

@@ -1,8 +1,8 @@
 //! The elastic launcher `launch`: starts a program once per rank, as torchrun does.
 //!
-//! [`cli`] parses the command line. [`plan`] resolves it on this node. The [`agent`] of a node joins the [`rendezvous`] and
-//! runs its [`worker_group`] once per generation. Workers read their environment variables with [`candlewick_comm::place`].
-//! This crate starts processes and moves no data between them.
+//! [`cli`] parses the command line. [`plan`] resolves it on this node. The [`agent`] of a node joins the [`rendezvous`]
+//! and runs its [`worker_group`] once per generation. Workers read their environment variables with
+//! [`candlewick_comm::place`]. This crate starts processes and moves no data between them.
 
 pub mod agent;
 pub mod child;

@@ -108,8 +108,8 @@ impl WorkerOutputs {
 impl OutputReader {
     /// Reads the stream to its end on a new thread.
     ///
-    /// A process outside the process group may hold the pipe open. After the write end of `drain_rx` is closed, the thread
-    /// reads what the pipe contains and ends.
+    /// A process outside the process group may hold the pipe open. After the write end of `drain_rx` is closed, the
+    /// thread reads what the pipe contains and ends.
     pub fn start(mut self, mut from: impl Read + AsFd + Send + 'static, drain_rx: Arc<PipeReader>) -> JoinHandle<()> {
         thread::spawn(move || {
             let mut bytes = vec![0; 1 << 16];
@@ -129,8 +129,8 @@ impl OutputReader {
         })
     }
 
-    /// Writes the bytes of one read. All complete lines go out in one write. Errors are ignored: a full disk does not stop
-    /// the worker.
+    /// Writes the bytes of one read. All complete lines go out in one write. Errors are ignored: a full disk does not
+    /// stop the worker.
     fn write(&mut self, bytes: &[u8]) {
         if let Some(file) = &mut self.file {
             let _ = file.write_all(bytes);
@@ -153,7 +153,7 @@ enum PipeState {
     Draining,
 }
 
-/// Waits until the pipe is readable. Returns `None` at the end of the output.
+/// Waits until the pipe is readable. Returns `None` if it is empty and no more output is expected.
 fn wait_readable(from: BorrowedFd, drain_rx: BorrowedFd) -> Option<PipeState> {
     loop {
         let mut both =

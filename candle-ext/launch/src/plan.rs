@@ -350,7 +350,8 @@ fn output(cli: &Cli, node_info: &NodeInfo) -> OutputPlan {
     }
 }
 
-/// Returns the thread counts of each of several workers: one OpenMP thread, as in torchrun, and cores / workers for rayon.
+/// Returns the thread counts of each of several workers: one OpenMP thread, as in torchrun, and cores / workers for
+/// rayon.
 fn threads(local_world_size: usize, node_info: &NodeInfo) -> BTreeMap<&'static str, String> {
     let rayon_threads = (node_info.n_cores / local_world_size).max(1).to_string();
     let wanted = [("OMP_NUM_THREADS", "1".to_owned()), ("RAYON_NUM_THREADS", rayon_threads)];

@@ -68,7 +68,9 @@ impl RootCause {
 
     fn exit_description(&self) -> String {
         let hint = match self.reason {
-            ExitReason::Signal(9) => ": not sent by this launcher; the kernel sends it when memory runs out (see dmesg)",
+            ExitReason::Signal(9) => {
+                ": not sent by this launcher; the kernel sends it when memory runs out (see dmesg)"
+            }
             ExitReason::Signal(7) => ": /dev/shm or the disk of a mapped file is full, or the file was truncated",
             ExitReason::Code(126 | 127) => ": the program could not be started",
             _ => "",

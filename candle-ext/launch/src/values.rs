@@ -96,7 +96,9 @@ impl FromStr for RendezvousBackend {
         match text {
             "static" => Ok(Self::Static),
             "c10d" => Ok(Self::C10d),
-            _ if text.starts_with("etcd") => Err("etcd is not supported: use c10d, which needs no separate server".into()),
+            _ if text.starts_with("etcd") => {
+                Err("etcd is not supported: use c10d, which needs no separate server".into())
+            }
             _ => Err("expected static or c10d".into()),
         }
     }

@@ -1,8 +1,9 @@
-//! The participants of a generation, under the join_indices they were given (static) or in the order of their arrival (c10d).
+//! Joining a generation: the nodes agree on the participants, by node rank (static) or in order of arrival (c10d).
 //!
-//! Every node leaves its record, and heartbeats while it waits. The first that lives settles the generation, once, by writing
-//! the list of those that beat: when the most nodes have come or, by arrival, when the least have and the last call is over.
-//! A node that is not on the list waits for the next generation. A node that leaves before takes its record away.
+//! Every node writes its record and sends heartbeats while it waits. The first live node writes the list of
+//! participants once. It does so when the maximum number of nodes has joined. With c10d, the minimum suffices after the
+//! last call. A node that is not on the list waits for the next generation. A node that leaves earlier removes its
+//! record.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -97,7 +98,8 @@ impl Rendezvous {
             let is_running = self.store.check(&[&pending.key("participants")]).map_err(store_error)?;
             if is_running || heartbeats.is_beating(&self.store, pending.join_index).map_err(store_error)? {
                 let other = NodeRecord::parse(&other);
-                let other = other.map_or_else(|| "on an unknown host".into(), |it| format!("on {}", it.participant.host));
+                let other =
+                    other.map_or_else(|| "on an unknown host".into(), |it| format!("on {}", it.participant.host));
                 return Err(RendezvousError::NodeRankTaken { node_rank: pending.join_index, other });
             }
             let is_silent = !heartbeats.may_be_alive(&self.store, pending.join_index).map_err(store_error)?;
@@ -196,8 +198,8 @@ impl Rendezvous {
         }
     }
 
-    /// Waits for the next generation. The counter of waiting nodes makes running nodes start a rendezvous, unless the job
-    /// has its maximum number of nodes.
+    /// Waits for the next generation. The counter of waiting nodes makes running nodes start a rendezvous, unless the
+    /// job has its maximum number of nodes.
     fn await_next_generation(&self, generation: usize, deadline: Instant, interrupted: Interrupted) -> Result<()> {
         if let RendezvousPlan::Static { node_rank, .. } = self.plan {
             return Err(RendezvousError::NodeRankTaken { node_rank, other: "on an unknown host".into() });
@@ -208,9 +210,10 @@ impl Rendezvous {
         let wait = || {
             while self.current_generation()? == generation {
                 if Instant::now() >= deadline {
-                    return Err(
-                        self.join_timeout_error(self.join_timeout(), "the job runs with its maximum number of nodes".into())
-                    );
+                    return Err(self.join_timeout_error(
+                        self.join_timeout(),
+                        "the job runs with its maximum number of nodes".into(),
+                    ));
                 }
                 self.pause(interrupted)?;
             }

@@ -1,7 +1,7 @@
 //! The rendezvous of a job's nodes at a store. One of the nodes hosts the store, and the workers use it too.
 //!
-//! A single node runs the same code. Keys are `launch/JOB/GENERATION/...`. `store` opens the store. `join` agrees on the
-//! participants of a generation. `peer_monitor` monitors the other nodes while workers run.
+//! A single node runs the same code. Keys are `launch/JOB/GENERATION/...`. `store` opens the store. `join` agrees on
+//! the participants of a generation. `peer_monitor` monitors the other nodes while workers run.
 
 mod error;
 mod heartbeats;
@@ -121,14 +121,20 @@ impl Rendezvous {
         let deadline = Instant::now() + self.join_timeout();
         while !self.store.check(&[&key]).map_err(|source| self.store_error(source))? {
             if Instant::now() >= deadline {
-                return Err(self.join_timeout_error(self.join_timeout(), "the host did not publish the port of the workers' store".into()));
+                return Err(self.join_timeout_error(
+                    self.join_timeout(),
+                    "the host did not publish the port of the workers' store".into(),
+                ));
             }
             self.pause(interrupted)?;
         }
         let port = self.store.get(&key).map_err(|source| self.store_error(source))?;
         let port = String::from_utf8_lossy(&port).parse();
         port.map_err(|_| {
-            self.join_timeout_error(self.join_timeout(), "the published port of the workers' store is not a number".into())
+            self.join_timeout_error(
+                self.join_timeout(),
+                "the published port of the workers' store is not a number".into(),
+            )
         })
     }
 

@@ -1,5 +1,5 @@
-//! The state machine of a worker group, without processes and clocks: the action after a worker's exit, a signal, an event
-//! on another node, or a deadline.
+//! The state machine of a worker group, without processes and clocks: the action after a worker's exit, a signal, an
+//! event on another node, or a deadline.
 
 use std::time::{Duration, Instant};
 

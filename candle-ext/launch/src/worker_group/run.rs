@@ -146,7 +146,7 @@ pub fn worker_spec(spec: &WorkerGroupSpec, local_rank: usize) -> WorkerSpec {
     WorkerSpec { local_rank, command, variables: env, prefix: line_prefix(plan, generation, local_rank) }
 }
 
-/// Kills leftover processes and reaps the workers. The guard forgets a process group before the kernel can reuse its ID.
+/// Kills leftover processes and reaps the workers. The guard drops a process group before the kernel can reuse its ID.
 fn reap_all(workers: &mut [WorkerProcess], events: &EventQueue, guard: &mut Guard) {
     workers.iter().for_each(WorkerProcess::kill_leftovers);
     for worker in workers {

@@ -85,8 +85,8 @@ impl WorkerProcess {
         self.pid
     }
 
-    /// Sends a stop signal to the worker's process group. A suspended process is continued to handle the signal, as systemd
-    /// does.
+    /// Sends a stop signal to the worker's process group. A suspended process is continued to handle the signal, as
+    /// systemd does.
     pub fn terminate(&self, signal: i32) {
         if let Some(signal) = Signal::from_named_raw(signal) {
             // A process that has exited needs no signal.

@@ -1,4 +1,4 @@
-//! What becomes of a group, for each way in which its workers may end.
+//! Tests of the worker group's state machine.
 
 use super::*;
 use Action::{Forward, Terminate, Wait};
@@ -50,7 +50,7 @@ impl Group {
     }
 
     #[track_caller]
-    fn has_seconds(&mut self, want: u64) -> &mut Self {
+    fn has_seconds_left(&mut self, want: u64) -> &mut Self {
         assert_eq!(self.run.deadline(), Some(self.now + Duration::from_secs(want)));
         self
     }
@@ -60,7 +60,7 @@ impl Group {
         assert_eq!(self.run.outcome(), want);
     }
 
-    /// The local ranks that failed, and which of them first.
+    /// Checks the failed local ranks and the root cause.
     #[track_caller]
     fn failed(&mut self, want: &[usize], first: usize) {
         let WorkerGroupOutcome::Failed(failures) = self.run.outcome() else { panic!("{:?}", self.run.outcome()) };
@@ -77,7 +77,7 @@ fn a_run_succeeds_when_every_worker_exits_with_0() {
 #[test]
 fn the_first_failure_terminates_the_other_workers() {
     let mut group = group(3);
-    group.exits(1, 3, Terminate(SIGTERM)).has_seconds(30);
+    group.exits(1, 3, Terminate(SIGTERM)).has_seconds_left(30);
     group.dies(0, SIGTERM, Wait).exits(2, 128 + SIGTERM, Wait).failed(&[1], 1);
 }
 
@@ -98,7 +98,7 @@ fn a_worker_that_reports_a_peer_failure_is_not_the_root_cause() {
 fn the_timestamps_of_error_files_order_failures() {
     let mut group = group(2);
     group.exits(0, 1, Terminate(SIGTERM)).exits(1, 1, Wait);
-    let WorkerGroupOutcome::Failed(failures) = group.run.outcome() else { panic!("nobody failed") };
+    let WorkerGroupOutcome::Failed(failures) = group.run.outcome() else { panic!("no worker failed") };
     let root = root_cause(&failures, |exit| 10 - exit.local_rank as u64);
     assert_eq!(root.map(|exit| exit.local_rank), Some(1));
 }
@@ -106,7 +106,7 @@ fn the_timestamps_of_error_files_order_failures() {
 #[test]
 fn a_signal_is_forwarded_once_and_workers_get_time_to_save() {
     let mut group = group(2);
-    group.receives(SIGTERM, Terminate(SIGTERM)).has_seconds(300);
+    group.receives(SIGTERM, Terminate(SIGTERM)).has_seconds_left(300);
     group.exits(0, PREEMPTED, Wait).exits(1, PREEMPTED, Wait).has_outcome(WorkerGroupOutcome::Stopped(PREEMPTED));
 }
 
@@ -128,7 +128,7 @@ fn the_exit_code_after_a_signal_follows_from_the_workers_exit_codes() {
         .exits(1, 75, Wait)
         .has_outcome(WorkerGroupOutcome::Stopped(130));
     group(1).receives(SIGTERM, Terminate(SIGTERM)).exits(0, 143, Wait).has_outcome(WorkerGroupOutcome::Stopped(143));
-    // A worker that is killed while it saves has failed, whoever asked it to save.
+    // A worker that is killed while it saves a checkpoint has failed.
     group(2).receives(SIGTERM, Terminate(SIGTERM)).dies(0, SIGKILL, Wait).exits(1, 75, Wait).failed(&[0], 0);
 }
 
@@ -159,8 +159,8 @@ fn other_signals_are_forwarded_without_a_deadline() {
     let mut group = group(2);
     group.receives(SIGUSR1, Forward(SIGUSR1)).receives(SIGUSR1, Forward(SIGUSR1));
     assert_eq!(group.run.deadline(), None);
-    // Each saves at its own pace; the first to be done does not disturb the other.
-    group.exits(1, 75, Wait).has_seconds(300).exits(0, 75, Wait).has_outcome(WorkerGroupOutcome::Stopped(75));
+    // Each worker saves at its own pace. The first exit sends no signal to the other worker.
+    group.exits(1, 75, Wait).has_seconds_left(300).exits(0, 75, Wait).has_outcome(WorkerGroupOutcome::Stopped(75));
 }
 
 #[test]
@@ -183,11 +183,11 @@ fn a_failure_on_another_node_terminates_the_workers() {
 fn workers_may_save_after_one_was_killed_by_the_signal() {
     for reason in [ExitReason::Signal(SIGTERM), ExitReason::Code(128 + SIGTERM)] {
         let mut group = group(2);
-        group.receives(SIGTERM, Terminate(SIGTERM)).ends(0, reason, Wait).has_seconds(300);
+        group.receives(SIGTERM, Terminate(SIGTERM)).ends(0, reason, Wait).has_seconds_left(300);
         group.after(100 * SECOND).exits(1, PREEMPTED, Wait).has_outcome(WorkerGroupOutcome::Stopped(143));
     }
-    // A failure is one all the same.
-    group(2).receives(SIGTERM, Terminate(SIGTERM)).exits(0, 1, Wait).has_seconds(30);
+    // A failure after the signal is still a failure.
+    group(2).receives(SIGTERM, Terminate(SIGTERM)).exits(0, 1, Wait).has_seconds_left(30);
 }
 
 #[test]
@@ -207,11 +207,11 @@ fn a_stop_on_another_node_stops_the_workers() {
     let stopped = Event::Peer { generation: 0, peer: PeerEvent::Stopped("signal 15".into()) };
     for (codes, want) in [([75, 75], 75), ([0, 0], 0), ([143, 0], PEER)] {
         let mut group = group(2);
-        group.event(stopped.clone(), Terminate(SIGTERM)).has_seconds(300);
+        group.event(stopped.clone(), Terminate(SIGTERM)).has_seconds_left(300);
         group.exits(0, codes[0], Wait).exits(1, codes[1], Wait);
         group.has_outcome(WorkerGroupOutcome::PeerStopped("signal 15".into(), want));
     }
-    // Who is asked by its own scheduler too does not hear it twice.
+    // The node's own scheduler may send the signal too. The worker does not receive it twice.
     group(1)
         .event(stopped, Terminate(SIGTERM))
         .receives(SIGTERM, Wait)
@@ -222,7 +222,7 @@ fn a_stop_on_another_node_stops_the_workers() {
 #[test]
 fn a_checkpoint_on_another_node_sends_no_signal() {
     let saved = Event::Peer { generation: 0, peer: PeerEvent::Saved("rank 5".into()) };
-    group(1).event(saved, Wait).has_seconds(300).exits(0, 75, Wait).has_outcome(WorkerGroupOutcome::Stopped(75));
+    group(1).event(saved, Wait).has_seconds_left(300).exits(0, 75, Wait).has_outcome(WorkerGroupOutcome::Stopped(75));
 }
 
 #[test]
@@ -235,7 +235,7 @@ fn failures_checkpoints_and_stops_are_announced_to_the_other_nodes() {
     let mut one = group(4);
     assert_eq!(announced(&mut one, exit(0, 0)), None);
     assert_eq!(announced(&mut one, exit(1, PEER)), None);
-    assert_eq!(announced(&mut one, exit(2, 1)), None, "it was told to end");
+    assert_eq!(announced(&mut one, exit(2, 1)), None, "it was sent a signal before");
     let mut one = group(2);
     assert!(matches!(announced(&mut one, exit(1, 3)), Some(Announcement::Exited(WorkerExit { local_rank: 1, .. }))));
     let mut one = group(2);
@@ -251,7 +251,7 @@ fn failures_checkpoints_and_stops_are_announced_to_the_other_nodes() {
 fn a_joining_node_causes_a_rerendezvous() {
     group(1)
         .event(Event::Peer { generation: 0, peer: PeerEvent::Joins }, Terminate(SIGTERM))
-        .has_seconds(300)
+        .has_seconds_left(300)
         .exits(0, 75, Wait)
         .has_outcome(WorkerGroupOutcome::Rerendezvous);
 }
