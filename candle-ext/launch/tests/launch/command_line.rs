@@ -1,4 +1,4 @@
-//! The command line as text: help, mistakes, and what a dry run prints.
+//! The command line: help, errors and dry runs.
 
 use crate::launcher::{command, launch, start};
 
@@ -22,10 +22,10 @@ fn an_invalid_command_line_exits_with_2_and_starts_nothing() {
         ("--nproc-per-node 0 true", "at least 1"),
         ("--nproc-per-node xpu true", "Intel's GPUs are not supported"),
         ("--rdzv-backend etcd true", "etcd is not supported"),
-        ("--nnodes 2 true", "--master-addr must say where they meet"),
-        ("--nnodes 2 --rdzv-backend c10d true", "--rdzv-endpoint must say where they meet"),
-        ("--nnodes 2 --master-addr h --master-port 0 true", "the port must be one that all know"),
-        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:0 true", "the port must be one that all know"),
+        ("--nnodes 2 true", "--nnodes 2 requires --master-addr"),
+        ("--nnodes 2 --rdzv-backend c10d true", "--nnodes 2 requires --rdzv-endpoint"),
+        ("--nnodes 2 --master-addr h --master-port 0 true", "requires a fixed port"),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:0 true", "requires a fixed port"),
         ("--nnodes 2 --node-rank 2 --master-addr h true", "start node 2 of 2: --node-rank counts from 0"),
         ("--rdzv-backend c10d --rdzv-endpoint h:x true", "`x` is not a port"),
         ("--rdzv-conf timeout=soon true", "timeout=soon is not a number of seconds"),

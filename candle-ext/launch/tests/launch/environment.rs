@@ -1,4 +1,4 @@
-//! What a worker finds in its environment, beside what torchrun's workers found (tests/reference/torchrun_env.py).
+//! The environment of a worker, compared with that of torchrun's workers (tests/reference/torchrun_env.py).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,14 +10,14 @@ use crate::launcher::{command, free_port, launch_script, start, temp_folder};
 
 type Variables = BTreeMap<String, String>;
 
-/// Prints its variables, and then its argument, to a file named by its rank.
+/// A worker's script: writes its environment and its argument to a file named by its rank.
 const WORKER: &str = r#"env > "$0/$RANK.part"; echo "argument=$1" >> "$0/$RANK.part"; mv "$0/$RANK.part" "$0/$RANK""#;
 
-/// Where we differ from torchrun, and why.
+/// Variables that differ from torchrun's, and the reasons.
 const DIFFERENT: &[&str] = &[
-    // Theirs is the host's name, which does not always lead to the host.
+    // torchrun sets the host name, which may not resolve.
     "MASTER_ADDR",
-    // They leave rayon's threads alone.
+    // torchrun does not set rayon's threads.
     "RAYON_NUM_THREADS",
 ];
 
@@ -42,7 +42,7 @@ fn read(path: &Path) -> Variables {
     text.lines().filter_map(|line| line.split_once('=')).map(|(k, v)| (k.to_owned(), v.to_owned())).collect()
 }
 
-/// A port of ours for theirs, the same on every node, so that tests do not meet each other.
+/// Replaces the recorded port by a free one, equal on all nodes, so that concurrent tests do not collide.
 fn with_port(nodes: &Value) -> (Vec<Vec<String>>, String) {
     let port = free_port().to_string();
     let swap = |flags: &Value| {

@@ -1,4 +1,4 @@
-//! Workers that fail, and what is left of a group: nothing but a report.
+//! Failed workers: exit codes, reports, restarts, and the end of all processes.
 
 use std::fs;
 use std::net::TcpListener;
@@ -6,26 +6,26 @@ use std::net::TcpListener;
 use rustix::process::Signal;
 
 use crate::launcher::{
-    command, is_alive, launch, launch_script, script_arguments, start, start_script, temp_folder, wait_for_file,
-    wait_until,
+    AWAIT_SIGNALS, START_CHILD, command, create_gate, is_alive, launch, launch_script, open_gate, script_arguments,
+    start, start_script, temp_folder, wait_for_exit, wait_for_file,
 };
 
 #[test]
 fn the_exit_code_is_that_of_the_first_failed_worker() {
     launch_script(2, &[], "exit 0").exits_with(0);
-    launch_script(2, &[], "[ $RANK = 0 ] && exec sleep 1000; exit 42").exits_with(42);
-    launch_script(2, &[], "[ $RANK = 0 ] && exec sleep 1000; kill -SEGV $$").exits_with(128 + 11);
+    launch_script(2, &[], "[ $RANK = 0 ] && exec sleep infinity; exit 42").exits_with(42);
+    launch_script(2, &[], "[ $RANK = 0 ] && exec sleep infinity; kill -SEGV $$").exits_with(128 + 11);
     launch_script(1, &[], "exit 75").exits_with(75);
 }
 
 #[test]
 fn the_report_has_rank_pid_exit_reason_and_stderr_tail() {
     let (_folder, logs) = temp_folder();
-    let script = "echo thinking >&2; [ $RANK = 1 ] && { echo out of luck >&2; kill -9 $$; }; exec sleep 1000";
+    let script = "echo thinking >&2; [ $RANK = 1 ] && { echo out of luck >&2; kill -9 $$; }; exec sleep infinity";
     let output = launch_script(3, &["--log-dir", logs.to_str().unwrap(), "--tee", "2"], script);
     output.exits_with(137).stderr_contains(&[
         "launch: rank 1 failed first\n",
-        "  ended by signal 9 (SIGKILL): nobody here sent it; the kernel does when memory runs out (see dmesg)\n",
+        "  ended by signal 9 (SIGKILL): not sent by this launcher; the kernel sends it when memory runs out (see dmesg)\n",
         ", local rank 1\n",
         "  attempt  0, after ",
         "  stderr   thinking\n           out of luck\n",
@@ -60,10 +60,11 @@ fn the_earliest_error_file_is_the_root_cause() {
     let (_folder, path) = temp_folder();
     let script = format!(
         r#"echo "{{\"message\": \"too bad\", \"timestamp\": $((20 - RANK))}}" > $TORCHELASTIC_ERROR_FILE
-        [ $RANK = 1 ] && trap 'exit 5' TERM && echo > {0}/ready && while :; do sleep 0.01; done
-        while [ ! -e {0}/ready ]; do sleep 0.01; done; exit 4"#,
+        [ $RANK = 0 ] && : < {0}/ready && exit 4
+        {START_CHILD}; trap 'exit 5' TERM; exec 9<>{0}/ready; {AWAIT_SIGNALS}"#,
         path.display()
     );
+    create_gate(&path.join("ready"));
     launch_script(2, &[], &script)
         .exits_with(5)
         .stderr_contains(&["rank 1 failed first", "rank 0 failed too: exit code 4"]);
@@ -73,10 +74,11 @@ fn the_earliest_error_file_is_the_root_cause() {
 fn a_suspended_worker_is_continued_to_handle_sigterm() {
     let (_folder, path) = temp_folder();
     let script = format!(
-        "[ $RANK = 0 ] && {{ trap 'exit 9' TERM; echo > {0}/ready; kill -STOP $$; while :; do sleep 0.01; done; }}
-         while [ ! -e {0}/ready ]; do sleep 0.01; done; exit 1",
+        "[ $RANK = 1 ] && : < {0}/ready && exit 1
+         {START_CHILD}; trap 'exit 9' TERM; exec 9<>{0}/ready; kill -STOP $$; {AWAIT_SIGNALS}",
         path.display()
     );
+    create_gate(&path.join("ready"));
     let output = launch_script(2, &["--shutdown-timeout", "1000"], &script);
     output.exits_with(1).stderr_contains(&["rank 0 failed too: exit code 9"]);
 }
@@ -85,10 +87,11 @@ fn a_suspended_worker_is_continued_to_handle_sigterm() {
 fn a_worker_that_ignores_sigterm_is_killed() {
     let (_folder, path) = temp_folder();
     let script = format!(
-        "trap '' TERM; [ $RANK = 0 ] && {{ echo $$ > {0}/pid; while :; do sleep 0.01; done; }}
-         while [ ! -s {0}/pid ]; do sleep 0.01; done; exit 1",
+        "[ $RANK = 1 ] && : < {0}/ready && exit 1
+         trap '' TERM; echo $$ > {0}/pid; exec 9<>{0}/ready; exec sleep infinity",
         path.display()
     );
+    create_gate(&path.join("ready"));
     let output = launch_script(2, &["--shutdown-timeout", "0.2"], &script);
     output.exits_with(1).stderr_contains(&["rank 0 was stopped: signal 9 (SIGKILL)"]);
     assert!(!is_alive(&wait_for_file(&path.join("pid"))));
@@ -98,43 +101,39 @@ fn a_worker_that_ignores_sigterm_is_killed() {
 fn child_processes_of_workers_end_with_them() {
     let (_folder, path) = temp_folder();
     let script = format!(
-        "sleep 1000 > /dev/null 2>&1 & echo $! > {0}/$RANK
-         while [ ! -s {0}/0 ] || [ ! -s {0}/1 ]; do sleep 0.01; done; exit $RANK",
+        "exec 9<>{0}/ready$RANK; sleep infinity > /dev/null 2>&1 & echo $! > {0}/$RANK
+         : < {0}/ready$((1 - RANK)); exit $RANK",
         path.display()
     );
+    ["ready0", "ready1"].iter().for_each(|gate| create_gate(&path.join(gate)));
     launch_script(2, &[], &script).exits_with(1);
     for rank in ["0", "1"] {
-        let pid = wait_for_file(&path.join(rank));
-        wait_until("the end of a worker's child", || !is_alive(&pid));
+        wait_for_exit(&wait_for_file(&path.join(rank)));
     }
 }
 
 #[test]
 fn a_killed_launcher_leaves_no_orphans() {
     let (_folder, path) = temp_folder();
-    let script = format!("sleep 1000 & echo $! > {0}/child$RANK; echo $$ > {0}/worker$RANK; wait", path.display());
+    let script = format!("sleep infinity & echo $! > {0}/child$RANK; echo $$ > {0}/worker$RANK; wait", path.display());
     let running = start_script(2, &[], &script);
     let names = ["worker0", "worker1", "child0", "child1"];
     let pids = names.map(|name| wait_for_file(&path.join(name)));
     assert!(pids.iter().all(|pid| is_alive(pid)));
     running.signal(Signal::KILL);
-    for (name, pid) in names.iter().zip(&pids) {
-        wait_until(&format!("the end of {name}"), || !is_alive(pid));
-    }
+    pids.iter().for_each(|pid| wait_for_exit(pid));
     assert_eq!(running.wait().exit_code, None);
 }
 
 #[test]
 fn workers_die_with_the_launcher_even_without_the_guard() {
     let (_folder, path) = temp_folder();
-    let script = format!("echo $$ > {}/$RANK; while :; do sleep 0.01; done", path.display());
+    let script = format!("echo $$ > {}/$RANK; exec sleep infinity", path.display());
     let running = start_script(2, &[], &script);
     let pids = ["0", "1"].map(|rank| wait_for_file(&path.join(rank)));
     rustix::process::kill_process(running.guard(), Signal::KILL).unwrap();
     running.signal(Signal::KILL);
-    for pid in pids {
-        wait_until("the end of a worker", || !is_alive(&pid));
-    }
+    pids.iter().for_each(|pid| wait_for_exit(pid));
 }
 
 #[test]
@@ -143,14 +142,15 @@ fn all_workers_restart_after_a_failure() {
     let script = format!(
         "echo $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS >> {0}/$RANK
          [ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0
-         while [ ! -s {0}/0 ]; do sleep 0.01; done; [ $RANK = 1 ] && exit 9; exec sleep 1000",
+         [ $RANK = 1 ] && : < {0}/started && exit 9; exec 9<>{0}/started; exec sleep infinity",
         path.display()
     );
+    create_gate(&path.join("started"));
     let logs = path.join("logs");
     let output = launch_script(2, &["--max-restarts", "3", "--log-dir", logs.to_str().unwrap(), "--tee", "3"], &script);
     output
         .exits_with(0)
-        .stderr_contains(&["rank 1 failed first", "launch: starting all workers again: restart 1 of 3"]);
+        .stderr_contains(&["rank 1 failed first", "launch: restarting the worker group: restart 1 of 3"]);
     for rank in ["0", "1"] {
         assert_eq!(fs::read_to_string(path.join(rank)).unwrap(), "0 of 3\n1 of 3\n");
     }
@@ -177,17 +177,18 @@ fn a_port_in_use_is_an_error_before_workers_start() {
 #[test]
 fn a_killed_guard_does_not_affect_the_run() {
     let (_folder, path) = temp_folder();
-    let script = format!("echo > {0}/$RANK; while [ ! -e {0}/end ]; do sleep 0.01; done", path.display());
+    let script = format!("echo > {0}/$RANK; : < {0}/end", path.display());
+    create_gate(&path.join("end"));
     let running = start_script(2, &[], &script);
     ["0", "1"].iter().for_each(|rank| drop(wait_for_file(&path.join(rank))));
     let guard = running.guard();
     rustix::process::kill_process(guard, Signal::KILL).unwrap();
-    wait_until("the guard's end", || !is_alive(&guard.as_raw_pid().to_string()));
-    fs::write(path.join("end"), "").unwrap();
+    wait_for_exit(&guard.as_raw_pid().to_string());
+    let _gate = open_gate(&path.join("end"));
     running.wait().exits_with(0);
 }
 
-/// It would stop, and nobody would wake it.
+/// Otherwise the process would stop itself and no launcher would continue it.
 #[test]
 fn a_worker_whose_launcher_died_exits_at_once() {
     launch(&["__worker", "1", "true"]).exits_with(126);
@@ -197,12 +198,14 @@ fn a_worker_whose_launcher_died_exits_at_once() {
 fn a_process_outside_the_process_group_does_not_delay_the_launcher() {
     let (_folder, path) = temp_folder();
     let script = format!(
-        "setsid sh -c 'echo $$ > {0}/$RANK; exec sleep 1000' & wait_for() {{ while [ ! -s $1 ]; do sleep 0.01; done; }}; wait_for {0}/$RANK; echo done",
+        "setsid sh -c 'echo $$ > {0}/$RANK; exec 9<>{0}/started$RANK; exec sleep infinity' &
+         : < {0}/started$RANK; echo done",
         path.display()
     );
+    (0..8).for_each(|rank| create_gate(&path.join(format!("started{rank}"))));
     let began = std::time::Instant::now();
     let output = launch_script(8, &[], &script);
-    // Each of their pipes was waited for once, for five seconds.
+    // An earlier version waited five seconds for each pipe of each worker.
     let took = began.elapsed();
     for rank in 0..8 {
         let pid = wait_for_file(&path.join(rank.to_string())).parse().unwrap();

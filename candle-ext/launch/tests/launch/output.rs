@@ -1,4 +1,4 @@
-//! Workers' output: on the console, in files, in both, and never in each other's lines.
+//! The output of workers on the console and in log files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::process::Stdio;
 
 use crate::launcher::{command, launch_script, script_arguments, start, temp_folder};
 
-/// The one folder of a run in a folder of logs.
+/// Returns the only run directory in a log directory.
 fn run_folder(logs: &Path) -> PathBuf {
     let mut runs: Vec<_> = fs::read_dir(logs).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert_eq!(runs.len(), 1, "{runs:?}");

@@ -1,4 +1,4 @@
-//! Our settings beside torchrun's for the same command lines (tests/reference/torchrun_args.py).
+//! The settings of a command line, compared with torchrun's (tests/reference/torchrun_args.py).
 
 use std::collections::BTreeMap;
 
@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 
 use crate::launcher::command;
 
-/// Command lines that we read otherwise, on purpose, and why.
+/// Command lines with intended differences from torchrun, and the reasons.
 const DIFFERENT: &[(&str, &str)] = &[
-    ("--no-python --nproc-per-node 2 prog -- a", "`--` behind the program is the program's"),
-    ("--nnodes 2 --no-python prog", "two nodes need to know where they meet"),
-    ("--nnodes 1:4 --no-python prog", "four nodes need to know where they meet"),
-    ("--nnodes=2:2 --no-python prog", "two nodes need to know where they meet"),
+    ("--no-python --nproc-per-node 2 prog -- a", "`--` after the program is passed to the program"),
+    ("--nnodes 2 --no-python prog", "two nodes require a rendezvous endpoint"),
+    ("--nnodes 1:4 --no-python prog", "four nodes require a rendezvous endpoint"),
+    ("--nnodes=2:2 --no-python prog", "two nodes require a rendezvous endpoint"),
 ];
 
 fn cases() -> (Value, Vec<Value>) {
@@ -30,7 +30,7 @@ fn words(value: &Value) -> Vec<String> {
     value.as_array().unwrap().iter().map(|word| word.as_str().unwrap().to_owned()).collect()
 }
 
-/// What torchrun hands to its agent, from our plan.
+/// Returns the launch plan as torchrun's `LaunchConfig`.
 fn settings(case: &Value, n_cores: usize) -> Option<Value> {
     let arguments = std::iter::once("launch".to_owned()).chain(words(&case["args"]));
     let cli = Cli::try_parse_from(arguments).ok()?;
@@ -78,7 +78,7 @@ fn number(streams: &StreamsPerRank) -> Value {
     }
 }
 
-/// torchrun keeps an endpoint as it was written; a port that was left out it finds later.
+/// Returns torchrun's settings, with the default port added to the endpoint. torchrun adds it later.
 fn theirs(case: &Value) -> Value {
     let mut settings = case["settings"].clone();
     if settings["rdzv_endpoint"] == "node0" {
@@ -104,7 +104,7 @@ fn command_lines_give_the_settings_of_torchrun() {
     assert!(n_compared > 50, "only {n_compared} command lines were compared");
 }
 
-/// clap reads variables itself, so these are asked of the program; what it would start shows what it read.
+/// Runs the program, because clap reads environment variables itself. The output of `--dry-run` shows the settings.
 #[test]
 fn environment_variables_set_the_defaults_of_torchrun() {
     let (_, cases) = cases();

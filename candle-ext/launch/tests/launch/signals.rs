@@ -1,27 +1,27 @@
-//! Signals to the launcher: passed on, waited for, and answered by a code that says what came of them.
+//! Signals to the launcher: forwarding, waiting for the workers, and the exit code.
 
 use std::path::Path;
 
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::launcher::{
-    Launcher, LauncherOutput, command, is_alive, script_arguments, start, start_script, temp_folder, wait_for_file,
+    AWAIT_SIGNALS, Launcher, LauncherOutput, START_CHILD, command, create_gate, is_alive, open_gate, script_arguments,
+    start, start_script, temp_folder, wait_for_exit, wait_for_file,
 };
 
-/// Starts two workers that say when they are ready, and then do `script`.
-fn start_ready(temp_folder: &Path, script: &str) -> Launcher {
-    let running = start_script(2, &[], &ready_script(temp_folder, script));
-    wait_for_both(temp_folder);
+/// Starts two workers that run `script` and wait for signals. Returns when both are ready.
+fn start_ready(folder: &Path, script: &str) -> Launcher {
+    let running = start_script(2, &[], &ready_script(folder, script));
+    wait_for_both(folder);
     running
 }
 
-fn ready_script(temp_folder: &Path, script: &str) -> String {
-    let turn = "while :; do sleep 0.01; done";
-    format!("cd {}; {script}; echo $$ > $RANK.part; mv $RANK.part $RANK; {turn}", temp_folder.display())
+fn ready_script(folder: &Path, script: &str) -> String {
+    format!("cd {}; {START_CHILD}; {script}; echo $$ > $RANK; {AWAIT_SIGNALS}", folder.display())
 }
 
-fn wait_for_both(temp_folder: &Path) {
-    ["0", "1"].iter().for_each(|rank| drop(wait_for_file(&temp_folder.join(rank))));
+fn wait_for_both(folder: &Path) {
+    ["0", "1"].iter().for_each(|rank| drop(wait_for_file(&folder.join(rank))));
 }
 
 #[track_caller]
@@ -45,19 +45,20 @@ fn every_worker_may_save_after_sigterm() {
 #[test]
 fn a_slow_worker_receives_the_signal_once() {
     let (_folder, path) = temp_folder();
-    // Rank 1 listens for a while after rank 0 has ended.
+    // Rank 1 runs until SIGUSR1, which the test sends after the exit of rank 0.
     let script = format!(
-        "cd {}; trap 'echo asked; asked=1' TERM; echo $$ > $RANK.part; mv $RANK.part $RANK
-         while [ -z \"$asked\" ]; do sleep 0.01; done; [ $RANK = 0 ] && exit 75
-         while grep -q '^State:.[RS]' /proc/$(cat 0)/status; do sleep 0.01; done
-         i=0; while [ $i -lt 20 ]; do sleep 0.01; i=$((i+1)); done; exit 75",
+        "cd {}; {START_CHILD}; trap 'echo received; echo > received$RANK; [ $RANK = 0 ] && exit 75' TERM
+         trap 'end=1' USR1; echo $$ > $RANK; until [ -n \"$end\" ]; do wait; done; exit 75",
         path.display()
     );
     let running = start_script(2, &[], &script);
     wait_for_both(&path);
     running.signal(Signal::TERM);
+    wait_for_file(&path.join("received1"));
+    wait_for_exit(&wait_for_file(&path.join("0")));
+    running.signal(Signal::USR1);
     let output = running.wait();
-    assert_eq!(output.exits_with(75).sorted_stdout(), ["[0]: asked", "[1]: asked"]);
+    assert_eq!(output.exits_with(75).sorted_stdout(), ["[0]: received", "[1]: received"]);
 }
 
 #[test]
@@ -65,7 +66,7 @@ fn the_received_signal_is_forwarded() {
     for (signal, code) in [(Signal::INT, 130), (Signal::HUP, 129), (Signal::QUIT, 131), (Signal::TERM, 143)] {
         let (_folder, path) = temp_folder();
         let own = command(&script_arguments(2, &[], &ready_script(&path, ":")));
-        // Processes inherit ignored signals, and nohup ignores SIGHUP.
+        // Ignored signals are inherited, and nohup ignores SIGHUP.
         let mut with_default_signals = std::process::Command::new("env");
         with_default_signals.env_clear().env("PATH", std::env::var_os("PATH").unwrap());
         with_default_signals.arg("--default-signal").arg(own.get_program()).args(own.get_args());
@@ -79,9 +80,9 @@ fn the_received_signal_is_forwarded() {
 #[test]
 fn a_second_interrupt_kills() {
     let (_folder, path) = temp_folder();
-    let running = start_ready(&path, "trap 'echo heard > heard$RANK' INT");
+    let running = start_ready(&path, "trap 'echo received > received$RANK' INT");
     running.signal(Signal::INT);
-    ["heard0", "heard1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    ["received0", "received1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
     running.signal(Signal::INT);
     running.wait().exits_with(130);
 }
@@ -89,9 +90,9 @@ fn a_second_interrupt_kills() {
 #[test]
 fn sigusr1_is_forwarded_and_ends_nothing() {
     let (_folder, path) = temp_folder();
-    let running = start_ready(&path, "trap 'echo heard > heard$RANK' USR1; trap 'exit 75' TERM");
+    let running = start_ready(&path, "trap 'echo received > received$RANK' USR1; trap 'exit 75' TERM");
     running.signal(Signal::USR1);
-    ["heard0", "heard1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    ["received0", "received1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
     running.signal(Signal::TERM);
     running.wait().exits_with(75);
 }
@@ -105,7 +106,7 @@ fn no_restart_follows_a_stop_signal() {
     running.signal(Signal::TERM);
     let output = running.wait();
     output.exits_with(4);
-    assert!(!output.stderr.contains("again"), "{}", output.stderr);
+    assert!(!output.stderr.contains("restarting"), "{}", output.stderr);
 }
 
 #[test]
@@ -127,38 +128,44 @@ fn sighup_is_ignored_under_nohup() {
 fn a_forwarded_signal_is_delivered_again_after_a_restart() {
     let (_folder, path) = temp_folder();
     let script = format!(
-        "cd {}; n=$TORCHELASTIC_RESTART_COUNT; sleep 0.1; trap 'echo heard > heard$n.$RANK; [ $n = 1 ] && exit 75' USR1
-         echo > $n.$RANK; while [ $n = 1 ] || [ ! -e fail ]; do sleep 0.01; done; exit 1",
+        "cd {}; n=$TORCHELASTIC_RESTART_COUNT; {START_CHILD}; echo > started$n.$RANK; : < handler$n
+         trap 'echo received > received$n.$RANK; [ $n = 1 ] && exit 75' USR1; echo $$ > $n.$RANK; {AWAIT_SIGNALS}",
         path.display()
     );
+    let wait_for = |names: [&str; 2]| names.map(|name| wait_for_file(&path.join(name)));
+    ["handler0", "handler1"].iter().for_each(|gate| create_gate(&path.join(gate)));
     let running = start_script(2, &["--max-restarts", "1"], &script);
-    ["0.0", "0.1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    let _handler0 = open_gate(&path.join("handler0"));
+    let [pid, _] = wait_for(["0.0", "0.1"]);
     running.signal(Signal::USR1);
-    ["heard0.0", "heard0.1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
-    std::fs::write(path.join("fail"), "").unwrap();
+    wait_for(["received0.0", "received0.1"]);
+    kill_process(Pid::from_raw(pid.parse().unwrap()).unwrap(), Signal::KILL).unwrap();
+    // A worker without a handler would die of SIGUSR1.
+    wait_for(["started1.0", "started1.1"]);
+    let _handler1 = open_gate(&path.join("handler1"));
     running.wait().exits_with(75);
-    ["heard1.0", "heard1.1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    wait_for(["received1.0", "received1.1"]);
 }
 
 #[test]
 fn sigusr1_is_forwarded_to_workers_but_not_to_their_children() {
     let (_folder, path) = temp_folder();
     let script = format!(
-        "cd {}; sleep 1000 & echo $! > child$RANK; trap 'echo heard > heard$RANK' USR1; trap 'exit 75' TERM
-         echo > $RANK; while :; do sleep 0.01; done",
+        "cd {}; sleep infinity & echo $! > child$RANK; trap 'echo received > received$RANK' USR1; trap 'exit 75' TERM
+         echo > $RANK; {AWAIT_SIGNALS}",
         path.display()
     );
     let running = start_script(2, &[], &script);
     wait_for_both(&path);
     running.signal(Signal::USR1);
-    ["heard0", "heard1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    ["received0", "received1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
     let children = ["child0", "child1"].map(|file| wait_for_file(&path.join(file)));
     assert!(children.iter().all(|pid| is_alive(pid)));
     running.signal(Signal::TERM);
     running.wait().exits_with(75);
 }
 
-/// A shell ignores SIGINT for what a script starts by `&`.
+/// A shell starts a background job with SIGINT ignored.
 #[test]
 fn sigint_is_handled_by_a_launcher_in_the_background() {
     let (_folder, path) = temp_folder();

@@ -1,4 +1,4 @@
-//! The example jobs for Slurm, with stand-ins for Slurm's commands that print what they are asked.
+//! The Slurm example jobs, with stubs of Slurm's commands that print their arguments.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -9,7 +9,7 @@ use crate::launcher::temp_folder;
 
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 
-/// Returns what the job asked of `srun` and `scontrol`, and its code, if `srun` ends with `code`.
+/// Runs a job whose `srun` exits with `code`. Returns its exit code and the arguments of `srun` and `scontrol`.
 fn run(job: &str, code: i32) -> (Option<i32>, String) {
     let (_folder, path) = temp_folder();
     write_stub(&path.join("srun"), &format!("echo $SRUN_CPUS_PER_TASK CPUs: srun \"$@\"; exit {code}"));
@@ -57,7 +57,7 @@ fn jobs() -> Vec<String> {
     jobs
 }
 
-/// A stand-in for cargo that builds a stand-in for `launch`, where it was told.
+/// Uses a stub of cargo that builds a stub of `launch` in `CARGO_TARGET_DIR`.
 #[test]
 fn the_script_builds_in_cargo_target_dir() {
     let (_folder, path) = temp_folder();

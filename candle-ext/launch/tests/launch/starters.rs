@@ -1,4 +1,4 @@
-//! A process's place as it reads it itself: under `launch`, and under an MPI if there is one.
+//! The rank that a process reads from its environment, under `launch` and under MPI.
 
 use std::process::Command;
 
@@ -28,14 +28,14 @@ fn an_incomplete_set_of_variables_is_an_error() {
     output.exits_with(1).stderr_contains(&["failed to read the rank: RANK is set but LOCAL_RANK is not"]);
 }
 
-/// Runs where Open MPI's `mpirun` is installed, as on the machines of CI; elsewhere the fixture of its variables, in
-/// the tests of `candlewick_comm::place`, has to do.
+/// Runs only where Open MPI's `mpirun` is installed, as in CI. The tests of `candlewick_comm::place` use recorded
+/// variables.
 #[test]
 fn a_process_of_mpirun_reads_its_rank() {
     let mut mpirun = Command::new("mpirun");
     mpirun.args(["--allow-run-as-root", "--oversubscribe", "-n", "3", LAUNCH, "--world"]);
     let Ok(output) = mpirun.output() else {
-        eprintln!("there is no mpirun here");
+        eprintln!("mpirun is not installed");
         return;
     };
     let text = String::from_utf8(output.stdout).unwrap();
