@@ -83,8 +83,8 @@ enum NextStep {
     Rerendezvous(&'static str),
 }
 
-/// The longest wait for other nodes after this node's workers succeeded, as in torchrun. The store host
-/// waits without limit.
+/// The longest wait for other nodes after this node's workers succeeded, as in torchrun. The store host waits
+/// without limit.
 const EXIT_BARRIER: Duration = Duration::from_secs(300);
 
 impl Agent<'_> {
@@ -135,8 +135,8 @@ impl Agent<'_> {
 
     /// Waits for the other nodes: their workers may still fail and cause a restart.
     fn after_success(&self, rendezvous: &Rendezvous, generation: usize, may_restart: bool) -> Result<NextStep> {
-        let began = Instant::now();
-        let may_wait = || rendezvous.is_host() || began.elapsed() < EXIT_BARRIER;
+        let started = Instant::now();
+        let may_wait = || rendezvous.is_host() || started.elapsed() < EXIT_BARRIER;
         rendezvous.mark_done();
         // A lost store does not undo the success of these workers.
         while rendezvous.are_peers_running() && may_wait() {

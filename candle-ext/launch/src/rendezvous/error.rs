@@ -27,7 +27,7 @@ pub enum RendezvousError {
         source: Box<Error>,
     },
     /// Two launchers have the same node rank.
-    #[error("join as node {node_rank}: another launcher of this job has that --node-rank, {other}")]
+    #[error("join as node {node_rank}: a launcher on {other} has this --node-rank already")]
     NodeRankTaken {
         /// The node rank.
         node_rank: usize,
@@ -61,7 +61,7 @@ pub enum RendezvousError {
 
 pub(super) type Result<T> = std::result::Result<T, RendezvousError>;
 
-/// Returns a stop signal, if one has arrived. It interrupts a wait.
+/// A check for a stop signal, which interrupts a wait.
 pub type Interrupted<'a> = &'a dyn Fn() -> Option<i32>;
 
 /// The interval between two checks of the store and of signals.

@@ -98,8 +98,7 @@ impl Rendezvous {
             let is_running = self.store.check(&[&pending.key("participants")]).map_err(store_error)?;
             if is_running || heartbeats.is_beating(&self.store, pending.join_index).map_err(store_error)? {
                 let other = NodeRecord::parse(&other);
-                let other =
-                    other.map_or_else(|| "on an unknown host".into(), |it| format!("on {}", it.participant.host));
+                let other = other.map_or_else(|| "an unknown host".into(), |record| record.participant.host);
                 return Err(RendezvousError::NodeRankTaken { node_rank: pending.join_index, other });
             }
             let is_silent = !heartbeats.may_be_alive(&self.store, pending.join_index).map_err(store_error)?;
@@ -202,7 +201,7 @@ impl Rendezvous {
     /// job has its maximum number of nodes.
     fn await_next_generation(&self, generation: usize, deadline: Instant, interrupted: Interrupted) -> Result<()> {
         if let RendezvousPlan::Static { node_rank, .. } = self.plan {
-            return Err(RendezvousError::NodeRankTaken { node_rank, other: "on an unknown host".into() });
+            return Err(RendezvousError::NodeRankTaken { node_rank, other: "an unknown host".into() });
         }
         let store_error = |source| self.store_error(source);
         let key = key(generation, "waiting");

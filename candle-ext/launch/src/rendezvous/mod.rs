@@ -56,7 +56,7 @@ pub struct Rendezvous {
 impl Rendezvous {
     /// Hosts the store, or connects to it.
     pub fn open(plan: &LaunchPlan, node_info: &NodeInfo, interrupted: Interrupted) -> Result<Self> {
-        let (endpoint, timeout, is_host, is_certain) = match &plan.rendezvous {
+        let (endpoint, timeout, is_host, is_host_certain) = match &plan.rendezvous {
             RendezvousPlan::Static { master, node_rank, timeout } => (master, *timeout, *node_rank == 0, true),
             RendezvousPlan::Dynamic(dynamic) => {
                 let is_host =
@@ -67,7 +67,7 @@ impl Rendezvous {
         let is_single_node = plan.nodes.max <= 1;
         let server = match is_host.then(|| bind(endpoint, is_single_node)).transpose() {
             // Two launchers on one machine may both be candidates. The first to bind the port is the host.
-            Err(RendezvousError::PortInUse { .. }) if !is_certain && !is_single_node => None,
+            Err(RendezvousError::PortInUse { .. }) if !is_host_certain && !is_single_node => None,
             server => server?,
         };
         let address = address_of(endpoint, server.as_ref(), is_single_node);

@@ -106,8 +106,8 @@ fn workers_get_the_environment_of_torchruns_workers() {
 fn cores_are_shared_and_logged_once() {
     let n_cores = std::thread::available_parallelism().unwrap().get();
     let output = launch_script(2, &[], "echo $RAYON_NUM_THREADS $OMP_NUM_THREADS");
-    let share = (n_cores / 2).max(1);
-    assert_eq!(output.sorted_stdout(), [format!("[0]: {share} 1"), format!("[1]: {share} 1")]);
+    let rayon_threads = (n_cores / 2).max(1);
+    assert_eq!(output.sorted_stdout(), [format!("[0]: {rayon_threads} 1"), format!("[1]: {rayon_threads} 1")]);
     assert_eq!(output.stderr.matches("share").count(), 1, "{}", output.stderr);
     let alone = launch_script(1, &[], "echo ${RAYON_NUM_THREADS-unset}");
     assert_eq!((alone.stdout.as_str(), alone.stderr.as_str()), ("[0]: unset\n", ""));

@@ -51,8 +51,8 @@ fn an_error_file_is_reported_and_forwarded() {
     let own = path.join("own.json");
     let output = start(command(&script_arguments(1, &[], &script)).env("TORCHELASTIC_ERROR_FILE", &own)).wait();
     output.exits_with(3).stderr_contains(&["  error    ValueError: bad\n  where    line 7\n"]);
-    let handed: serde_json::Value = serde_json::from_str(&fs::read_to_string(own).unwrap()).unwrap();
-    assert_eq!(handed["message"]["errorCode"], 3);
+    let forwarded: serde_json::Value = serde_json::from_str(&fs::read_to_string(own).unwrap()).unwrap();
+    assert_eq!(forwarded["message"]["errorCode"], 3);
 }
 
 #[test]
@@ -116,23 +116,23 @@ fn child_processes_of_workers_end_with_them() {
 fn a_killed_launcher_leaves_no_orphans() {
     let (_folder, path) = temp_folder();
     let script = format!("sleep infinity & echo $! > {0}/child$RANK; echo $$ > {0}/worker$RANK; wait", path.display());
-    let running = start_script(2, &[], &script);
+    let launcher = start_script(2, &[], &script);
     let names = ["worker0", "worker1", "child0", "child1"];
     let pids = names.map(|name| wait_for_file(&path.join(name)));
     assert!(pids.iter().all(|pid| is_alive(pid)));
-    running.signal(Signal::KILL);
+    launcher.signal(Signal::KILL);
     pids.iter().for_each(|pid| wait_for_exit(pid));
-    assert_eq!(running.wait().exit_code, None);
+    assert_eq!(launcher.wait().exit_code, None);
 }
 
 #[test]
 fn workers_die_with_the_launcher_even_without_the_guard() {
     let (_folder, path) = temp_folder();
     let script = format!("echo $$ > {}/$RANK; exec sleep infinity", path.display());
-    let running = start_script(2, &[], &script);
+    let launcher = start_script(2, &[], &script);
     let pids = ["0", "1"].map(|rank| wait_for_file(&path.join(rank)));
-    rustix::process::kill_process(running.guard(), Signal::KILL).unwrap();
-    running.signal(Signal::KILL);
+    rustix::process::kill_process(launcher.guard(), Signal::KILL).unwrap();
+    launcher.signal(Signal::KILL);
     pids.iter().for_each(|pid| wait_for_exit(pid));
 }
 
@@ -179,13 +179,13 @@ fn a_killed_guard_does_not_affect_the_run() {
     let (_folder, path) = temp_folder();
     let script = format!("echo > {0}/$RANK; : < {0}/end", path.display());
     create_gate(&path.join("end"));
-    let running = start_script(2, &[], &script);
+    let launcher = start_script(2, &[], &script);
     ["0", "1"].iter().for_each(|rank| drop(wait_for_file(&path.join(rank))));
-    let guard = running.guard();
+    let guard = launcher.guard();
     rustix::process::kill_process(guard, Signal::KILL).unwrap();
     wait_for_exit(&guard.as_raw_pid().to_string());
     let _gate = open_gate(&path.join("end"));
-    running.wait().exits_with(0);
+    launcher.wait().exits_with(0);
 }
 
 /// Otherwise the process would stop itself and no launcher would continue it.
@@ -203,10 +203,10 @@ fn a_process_outside_the_process_group_does_not_delay_the_launcher() {
         path.display()
     );
     (0..8).for_each(|rank| create_gate(&path.join(format!("started{rank}"))));
-    let began = std::time::Instant::now();
+    let started = std::time::Instant::now();
     let output = launch_script(8, &[], &script);
     // An earlier version waited five seconds for each pipe of each worker.
-    let took = began.elapsed();
+    let took = started.elapsed();
     for rank in 0..8 {
         let pid = wait_for_file(&path.join(rank.to_string())).parse().unwrap();
         rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();

@@ -102,7 +102,7 @@ fn a_duplicate_node_rank_is_rejected() {
     node(&job, 1, &script)
         .wait()
         .exits_with(1)
-        .stderr_contains(&["join as node 1: another launcher of this job has that --node-rank"]);
+        .stderr_contains(&["join as node 1: a launcher on ", "has this --node-rank already"]);
     let _gate = open_gate(&path.join("end"));
     for node in nodes {
         node.wait().exits_with(0);
@@ -170,14 +170,14 @@ fn workers_can_connect_to_the_launchers_store() {
     let (_folder, path) = temp_folder();
     let script = format!("echo $MASTER_ADDR $MASTER_PORT > {0}/at; : < {0}/end", path.display());
     create_gate(&path.join("end"));
-    let running = start_script(1, &[], &script);
+    let launcher = start_script(1, &[], &script);
     let at = wait_for_file(&path.join("at"));
     let (host, port) = at.split_once(' ').unwrap();
     let client = Client::connect(host, port.parse().unwrap(), Duration::from_secs(10)).unwrap();
     client.set("key", b"value").unwrap();
     assert_eq!(client.get("key").unwrap(), b"value");
     let _gate = open_gate(&path.join("end"));
-    running.wait().exits_with(0);
+    launcher.wait().exits_with(0);
 }
 
 /// Keys of dead workers in a reused store would give gloo their addresses.

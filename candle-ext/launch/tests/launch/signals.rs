@@ -11,9 +11,9 @@ use crate::launcher::{
 
 /// Starts two workers that run `script` and wait for signals. Returns when both are ready.
 fn start_ready(folder: &Path, script: &str) -> Launcher {
-    let running = start_script(2, &[], &ready_script(folder, script));
+    let launcher = start_script(2, &[], &ready_script(folder, script));
     wait_for_both(folder);
-    running
+    launcher
 }
 
 fn ready_script(folder: &Path, script: &str) -> String {
@@ -27,9 +27,9 @@ fn wait_for_both(folder: &Path) {
 #[track_caller]
 fn check(script: &str, signals: &[Signal], code: i32) -> LauncherOutput {
     let (_folder, path) = temp_folder();
-    let running = start_ready(&path, script);
-    signals.iter().for_each(|signal| running.signal(*signal));
-    let output = running.wait();
+    let launcher = start_ready(&path, script);
+    signals.iter().for_each(|signal| launcher.signal(*signal));
+    let output = launcher.wait();
     output.exits_with(code);
     output
 }
@@ -51,13 +51,13 @@ fn a_slow_worker_receives_the_signal_once() {
          trap 'end=1' USR1; echo $$ > $RANK; until [ -n \"$end\" ]; do wait; done; exit 75",
         path.display()
     );
-    let running = start_script(2, &[], &script);
+    let launcher = start_script(2, &[], &script);
     wait_for_both(&path);
-    running.signal(Signal::TERM);
+    launcher.signal(Signal::TERM);
     wait_for_file(&path.join("received1"));
     wait_for_exit(&wait_for_file(&path.join("0")));
-    running.signal(Signal::USR1);
-    let output = running.wait();
+    launcher.signal(Signal::USR1);
+    let output = launcher.wait();
     assert_eq!(output.exits_with(75).sorted_stdout(), ["[0]: received", "[1]: received"]);
 }
 
@@ -70,41 +70,41 @@ fn the_received_signal_is_forwarded() {
         let mut with_default_signals = std::process::Command::new("env");
         with_default_signals.env_clear().env("PATH", std::env::var_os("PATH").unwrap());
         with_default_signals.arg("--default-signal").arg(own.get_program()).args(own.get_args());
-        let running = start(&mut with_default_signals);
+        let launcher = start(&mut with_default_signals);
         wait_for_both(&path);
-        running.signal(signal);
-        running.wait().exits_with(code);
+        launcher.signal(signal);
+        launcher.wait().exits_with(code);
     }
 }
 
 #[test]
 fn a_second_interrupt_kills() {
     let (_folder, path) = temp_folder();
-    let running = start_ready(&path, "trap 'echo received > received$RANK' INT");
-    running.signal(Signal::INT);
+    let launcher = start_ready(&path, "trap 'echo received > received$RANK' INT");
+    launcher.signal(Signal::INT);
     ["received0", "received1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
-    running.signal(Signal::INT);
-    running.wait().exits_with(130);
+    launcher.signal(Signal::INT);
+    launcher.wait().exits_with(130);
 }
 
 #[test]
 fn sigusr1_is_forwarded_and_ends_nothing() {
     let (_folder, path) = temp_folder();
-    let running = start_ready(&path, "trap 'echo received > received$RANK' USR1; trap 'exit 75' TERM");
-    running.signal(Signal::USR1);
+    let launcher = start_ready(&path, "trap 'echo received > received$RANK' USR1; trap 'exit 75' TERM");
+    launcher.signal(Signal::USR1);
     ["received0", "received1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
-    running.signal(Signal::TERM);
-    running.wait().exits_with(75);
+    launcher.signal(Signal::TERM);
+    launcher.wait().exits_with(75);
 }
 
 #[test]
 fn no_restart_follows_a_stop_signal() {
     let (_folder, path) = temp_folder();
     let script = ready_script(&path, "trap 'exit 4' TERM");
-    let running = start_script(2, &["--max-restarts", "5"], &script);
+    let launcher = start_script(2, &["--max-restarts", "5"], &script);
     wait_for_both(&path);
-    running.signal(Signal::TERM);
-    let output = running.wait();
+    launcher.signal(Signal::TERM);
+    let output = launcher.wait();
     output.exits_with(4);
     assert!(!output.stderr.contains("restarting"), "{}", output.stderr);
 }
@@ -117,11 +117,11 @@ fn sighup_is_ignored_under_nohup() {
     let arguments: Vec<_> = own.get_args().map(|word| word.to_str().unwrap()).collect();
     let mut nohup = std::process::Command::new("sh");
     nohup.args(["-c", "trap '' HUP; exec \"$0\" \"$@\""]).arg(own.get_program()).args(arguments);
-    let running = start(&mut nohup);
+    let launcher = start(&mut nohup);
     wait_for_both(&path);
-    running.signal(Signal::HUP);
-    running.signal(Signal::TERM);
-    running.wait().exits_with(75);
+    launcher.signal(Signal::HUP);
+    launcher.signal(Signal::TERM);
+    launcher.wait().exits_with(75);
 }
 
 #[test]
@@ -134,16 +134,16 @@ fn a_forwarded_signal_is_delivered_again_after_a_restart() {
     );
     let wait_for = |names: [&str; 2]| names.map(|name| wait_for_file(&path.join(name)));
     ["handler0", "handler1"].iter().for_each(|gate| create_gate(&path.join(gate)));
-    let running = start_script(2, &["--max-restarts", "1"], &script);
+    let launcher = start_script(2, &["--max-restarts", "1"], &script);
     let _handler0 = open_gate(&path.join("handler0"));
     let [pid, _] = wait_for(["0.0", "0.1"]);
-    running.signal(Signal::USR1);
+    launcher.signal(Signal::USR1);
     wait_for(["received0.0", "received0.1"]);
     kill_process(Pid::from_raw(pid.parse().unwrap()).unwrap(), Signal::KILL).unwrap();
     // A worker without a handler would die of SIGUSR1.
     wait_for(["started1.0", "started1.1"]);
     let _handler1 = open_gate(&path.join("handler1"));
-    running.wait().exits_with(75);
+    launcher.wait().exits_with(75);
     wait_for(["received1.0", "received1.1"]);
 }
 
@@ -155,14 +155,14 @@ fn sigusr1_is_forwarded_to_workers_but_not_to_their_children() {
          echo > $RANK; {AWAIT_SIGNALS}",
         path.display()
     );
-    let running = start_script(2, &[], &script);
+    let launcher = start_script(2, &[], &script);
     wait_for_both(&path);
-    running.signal(Signal::USR1);
+    launcher.signal(Signal::USR1);
     ["received0", "received1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
     let children = ["child0", "child1"].map(|file| wait_for_file(&path.join(file)));
     assert!(children.iter().all(|pid| is_alive(pid)));
-    running.signal(Signal::TERM);
-    running.wait().exits_with(75);
+    launcher.signal(Signal::TERM);
+    launcher.wait().exits_with(75);
 }
 
 /// A shell starts a background job with SIGINT ignored.
@@ -174,9 +174,9 @@ fn sigint_is_handled_by_a_launcher_in_the_background() {
     let arguments: Vec<_> = own.get_args().map(|word| word.to_str().unwrap()).collect();
     let mut background = std::process::Command::new("sh");
     background.args(["-c", "trap '' INT; exec \"$0\" \"$@\""]).arg(own.get_program()).args(arguments);
-    let running = start(&mut background);
+    let launcher = start(&mut background);
     wait_for_both(&path);
-    running.signal(Signal::INT);
-    let output = running.wait();
+    launcher.signal(Signal::INT);
+    let output = launcher.wait();
     assert!([Some(75), Some(130)].contains(&output.exit_code), "{output:?}");
 }
