@@ -45,17 +45,22 @@ fn every_worker_may_save_after_sigterm() {
 #[test]
 fn a_slow_worker_receives_the_signal_once() {
     let (_folder, path) = temp_folder();
-    // Rank 1 runs until SIGUSR1, which the test sends after the exit of rank 0.
+    // Rank 0 exits after rank 1 has received SIGTERM. Rank 1 runs until the second SIGUSR1. The first shows that the
+    // launcher has handled the exit of rank 0.
     let script = format!(
-        "cd {}; {START_CHILD}; trap 'echo received; echo > received$RANK; [ $RANK = 0 ] && exit 75' TERM
-         trap 'end=1' USR1; echo $$ > $RANK; until [ -n \"$end\" ]; do wait; done; exit 75",
+        "cd {}; {START_CHILD}; trap 'echo received; echo > received$RANK; [ $RANK = 0 ] && : < end && exit 75' TERM
+         trap 'n=1$n; echo > notified$n' USR1; echo $$ > $RANK; until [ \"$n\" = 11 ]; do wait; done; exit 75",
         path.display()
     );
+    create_gate(&path.join("end"));
     let launcher = start_script(2, &[], &script);
     wait_for_both(&path);
     launcher.signal(Signal::TERM);
     wait_for_file(&path.join("received1"));
+    let _end = open_gate(&path.join("end"));
     wait_for_exit(&wait_for_file(&path.join("0")));
+    launcher.signal(Signal::USR1);
+    wait_for_file(&path.join("notified1"));
     launcher.signal(Signal::USR1);
     let output = launcher.wait();
     assert_eq!(output.exits_with(75).sorted_stdout(), ["[0]: received", "[1]: received"]);
