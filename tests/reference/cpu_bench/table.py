@@ -44,7 +44,7 @@ def compare(case: Case, peer: str, ours: list[tuple], theirs: list[tuple]) -> di
 
 
 def named(case: Case, peer: str) -> dict:
-    return {"name": case.name if peer == "eager" else f"{case.name} beside {peer}", "unit": case.unit}
+    return {"name": case.name if peer == "eager" else f"{case.name} compared with {peer}", "unit": case.unit}
 
 
 def line(case: Case, result: dict) -> str:

@@ -68,3 +68,22 @@ fn every_test_that_the_quick_profile_skips_exists() {
         assert!(sources.iter().any(|text| text.contains(&format!("fn {name}"))), "no test is named {name}");
     }
 }
+
+/// A hop is a list item that begins with a file and a function of it.
+#[test]
+fn every_hop_of_a_training_step_names_a_function_in_its_file() {
+    let page = read("docs/ARCHITECTURE.md");
+    let section = page.split("\n## ").find(|section| section.starts_with("The path of a training step")).unwrap();
+    let numbered =
+        section.lines().filter_map(|line| line.split_once(". `")).filter(|(n, _)| n.parse::<usize>().is_ok());
+    let hops: Vec<_> = numbered.map(|(_, rest)| rest.split('`').next().unwrap()).collect();
+    assert!((10..=15).contains(&hops.len()), "{hops:?}");
+    for hop in hops {
+        let (file, function) = hop.split_once(':').unwrap_or_else(|| panic!("`{hop}` is not `file:function`"));
+        assert!(suite::root().join(file).is_file(), "{file} does not exist");
+        let code = suite::code_of(file.as_ref());
+        let declares = |rest: &str| rest.starts_with(['(', '<']);
+        let is_defined = code.split(&format!("fn {function}")).skip(1).any(declares);
+        assert!(is_defined, "{file} defines no function {function}");
+    }
+}

@@ -4,6 +4,7 @@
 
 mod documents;
 mod eval_tasks;
+mod getting_started;
 mod golden;
 mod gpu_scripts;
 mod hostile;
