@@ -8,7 +8,7 @@ use evaluator::exit::code_of;
 
 use crate::checkpoint::CheckpointError;
 use crate::data::DataError;
-use crate::plan::KnownError;
+use crate::plan::EnvironmentError;
 use crate::recipe::RecipeError;
 use crate::run::{AllStepsSkipped, NonFinite};
 use crate::schedule::ScheduleError;
@@ -34,11 +34,11 @@ pub fn classify(error: &anyhow::Error) -> ExitCode {
 }
 
 fn own_code(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
-    if let Some(known) = error.downcast_ref::<KnownError>() {
+    if let Some(known) = error.downcast_ref::<EnvironmentError>() {
         return Some(match known {
-            KnownError::Recipe(_) => ExitCode::Usage,
-            KnownError::Hub(_) => ExitCode::Data,
-            KnownError::Model(error) => model_code(error),
+            EnvironmentError::Recipe(_) => ExitCode::Usage,
+            EnvironmentError::Hub(_) => ExitCode::Data,
+            EnvironmentError::Model(error) => model_code(error),
         });
     }
     if let Some(DataError::Cache { .. }) = error.downcast_ref::<DataError>() {
@@ -62,7 +62,7 @@ mod tests {
     #[test]
     fn an_error_has_the_code_of_the_part_that_failed() {
         let recipe = crate::recipe::Loaded::parse("r.yaml".as_ref(), "x: 1".into(), &[]).unwrap_err();
-        let known = KnownError::Recipe(recipe.clone());
+        let known = EnvironmentError::Recipe(recipe.clone());
         for (error, code) in [
             (anyhow::Error::new(recipe), ExitCode::Usage),
             (known.into(), ExitCode::Usage),

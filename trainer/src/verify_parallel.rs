@@ -278,7 +278,7 @@ mod tests {
 
     use super::*;
     use crate::metrics::Console;
-    use crate::plan::{HubAccess, Known, WorldInfo};
+    use crate::plan::{Environment, HubAccess, WorldInfo};
     use crate::recipe::Loaded;
 
     /// A group that sums without asking anybody, as all that are made of it do.
@@ -341,7 +341,8 @@ mod tests {
                     max_position_embeddings: 128}}\ntokenizer: {name_or_path: tok}\ndata: {sources: [a.jsonl]}\n";
         let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
         let loaded = Loaded::parse(Path::new("r.yaml"), text.to_owned(), &arguments).unwrap();
-        let known = Known::gather(&loaded, HubAccess::ThisMachine, Console::Quiet, WorldInfo::first_of(2)).unwrap();
+        let known =
+            Environment::gather(&loaded, HubAccess::ThisMachine, Console::Quiet, WorldInfo::first_of(2)).unwrap();
         Plan::resolve(&loaded, &known).unwrap()
     }
 

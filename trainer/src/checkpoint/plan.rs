@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::plan::ComputeDtype;
+use crate::recipe::FloatDtype;
 
 /// Describes one entry of a recipe's `checkpoint` list, resolved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,7 +29,7 @@ pub struct CheckpointPlan {
     pub async_save: bool,
     /// The dtype of exported weights (`HuggingFace` only); `None` is the model's.
     #[serde(default)]
-    pub dtype: Option<ComputeDtype>,
+    pub dtype: Option<FloatDtype>,
 }
 
 /// Names what a save holds.

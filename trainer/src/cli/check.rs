@@ -13,7 +13,7 @@ use super::options::{Format, Recipe, Supposed, Verbosity, known};
 use crate::data::SourcePlan;
 use crate::exit::ExitCode;
 use crate::plan::is_path;
-use crate::plan::{HubAccess, Plan, Shown};
+use crate::plan::{HubAccess, Plan, SettingsFilter};
 use crate::recipe::Loaded;
 use crate::run::{Assets, check_tasks};
 
@@ -61,8 +61,8 @@ pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
     Ok(ExitCode::Ok)
 }
 
-fn shown(check: &Check, verbosity: Verbosity) -> Shown {
-    if check.all || verbosity.verbose > 0 { Shown::All } else { Shown::Set }
+fn shown(check: &Check, verbosity: Verbosity) -> SettingsFilter {
+    if check.all || verbosity.verbose > 0 { SettingsFilter::All } else { SettingsFilter::Set }
 }
 
 fn sources(plan: &Plan) -> impl Iterator<Item = &SourcePlan> {

@@ -5,10 +5,10 @@ use clap::Args;
 
 use super::Ui;
 use super::options::{Recipe, Verbosity, at_least_one, plan};
-use crate::estimate::{Capacity, Fixed, Report, Setup, choose};
+use crate::estimate::{Capacity, EstimateReport, FixedModes, Setup, choose};
 use crate::exit::ExitCode;
 use crate::plan::WorldInfo;
-use crate::recipe::{Loaded, MemoryModes};
+use crate::recipe::{Loaded, MemoryMode};
 
 #[derive(Debug, Args)]
 pub(super) struct EstimateArgs {
@@ -47,13 +47,13 @@ pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result
     };
     let capacity = capacity.of_one(asked.ranks);
     let mut setup = Setup::on(&plan, &capacity)?;
-    if loaded.recipe.memory == Some(MemoryModes::Auto)
+    if loaded.recipe.memory == Some(MemoryMode::Auto)
         && capacity.bytes.is_some()
-        && let Some(found) = choose(&setup, Fixed::of(&loaded), &capacity.usable()).found
+        && let Some(found) = choose(&setup, FixedModes::of(&loaded), &capacity.usable()).found
     {
         setup.modes = found.modes;
     }
-    let report = Report::new(plan.recipe.display().to_string(), &setup, &capacity);
+    let report = EstimateReport::new(plan.recipe.display().to_string(), &setup, &capacity);
     match asked.json {
         true => ui.answer(&serde_json::to_string_pretty(&report).context("failed to write the estimate as JSON")?)?,
         false => ui.answer(report.to_string().trim_end())?,

@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 
 use super::Ui;
 use crate::metrics::Console;
-use crate::plan::{HubAccess, Known, KnownError, Machines, Plan, WorldInfo};
+use crate::plan::{Environment, EnvironmentError, HubAccess, Machines, Plan, WorldInfo};
 use crate::recipe::Loaded;
 
 #[derive(Debug, Args)]
@@ -84,9 +84,9 @@ pub(super) fn plan(recipe: &Recipe, verbosity: Verbosity, seat: WorldInfo) -> Re
 }
 
 /// Gathers the facts about the machine and the Hub that a plan needs. An error names the purpose.
-pub(super) fn known(loaded: &Loaded, access: HubAccess, verbosity: Verbosity, seat: WorldInfo) -> Result<Known> {
-    Known::gather(loaded, access, verbosity.console(), seat).map_err(|error| match error {
-        KnownError::Recipe(error) => error.into(),
+pub(super) fn known(loaded: &Loaded, access: HubAccess, verbosity: Verbosity, seat: WorldInfo) -> Result<Environment> {
+    Environment::gather(loaded, access, verbosity.console(), seat).map_err(|error| match error {
+        EnvironmentError::Recipe(error) => error.into(),
         error => anyhow::Error::new(error).context("failed to find the model's config"),
     })
 }

@@ -12,7 +12,7 @@ use serde_json::json;
 
 use super::options::{Format, Recipe, Supposed, Verbosity, hub, plan};
 use super::{Ui, logging};
-use crate::data::{Batch, Cursor, IGNORE_INDEX, Prepared, Step, Stream};
+use crate::data::{Batch, Cursor, GlobalBatch, IGNORE_INDEX, PreparedData, TrainLoader};
 use crate::exit::ExitCode;
 use crate::plan::Plan;
 use crate::run::prepare_data;
@@ -62,11 +62,11 @@ fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: Format) -> Result<ExitCo
     }
 }
 
-fn stream(plan: &Plan, prepared: &Prepared) -> Result<Stream> {
-    Ok(Stream::new(prepared.train.clone(), plan.data.clone(), Cursor::default())?)
+fn stream(plan: &Plan, prepared: &PreparedData) -> Result<TrainLoader> {
+    Ok(TrainLoader::new(prepared.train.clone(), plan.data.clone(), Cursor::default())?)
 }
 
-fn steps(plan: &Plan, prepared: &Prepared, n_steps: usize) -> Result<impl Iterator<Item = Step>> {
+fn steps(plan: &Plan, prepared: &PreparedData, n_steps: usize) -> Result<impl Iterator<Item = GlobalBatch>> {
     let mut stream = stream(plan, prepared)?;
     Ok(std::iter::from_fn(move || stream.next_step()).take(n_steps))
 }
@@ -75,11 +75,11 @@ fn text(
     out: &mut impl Write,
     plan: &Plan,
     tokenizer: &Tokenizer,
-    prepared: &Prepared,
+    prepared: &PreparedData,
     n_steps: usize,
 ) -> io::Result<()> {
     prepared.notes.iter().try_for_each(|note| writeln!(out, "{}", printable(note)))?;
-    writeln!(out, "\n{}", prepared.ledger)?;
+    writeln!(out, "\n{}", prepared.token_stats)?;
     let stream = stream(plan, prepared).map_err(io::Error::other)?;
     plan.steps(&stream).iter().try_for_each(|line| writeln!(out, "{line}"))?;
     plan.parameters().map_or(Ok(()), |parameters| writeln!(out, "parameters: {parameters}"))?;
@@ -116,7 +116,7 @@ fn marked(tokenizer: &Tokenizer, batch: &Batch, range: std::ops::Range<usize>) -
     text
 }
 
-fn to_json(step: &Step) -> serde_json::Value {
+fn to_json(step: &GlobalBatch) -> serde_json::Value {
     let batch = |batch: &Batch| json!({"ids": batch.ids, "targets": batch.targets, "cu_seqlens": batch.cu_seqlens});
     let micro_batches: Vec<_> = step.micro_batches.iter().map(batch).collect();
     json!({"epoch": step.epoch, "n_targets": step.n_targets, "micro_batches": micro_batches})

@@ -11,7 +11,7 @@ use candlewick_text::tokenizer::Tokenizer;
 
 use crate::exit::ExitCode;
 use crate::plan::is_path;
-use crate::plan::{ChatTemplateSource, Init, Plan, TokenizerPlan};
+use crate::plan::{ChatTemplateSource, Plan, TokenizerPlan, WeightInit};
 
 /// What a run reads besides its data.
 pub struct Assets {
@@ -29,8 +29,8 @@ impl Assets {
     /// prints that of `began`.
     pub fn find(plan: &Plan, hub: &Hub, began: RunId) -> Result<Self> {
         let part = match plan.model.init {
-            Init::Load => ModelFiles::All,
-            Init::Random => ModelFiles::WithoutWeights,
+            WeightInit::Load => ModelFiles::All,
+            WeightInit::Random => ModelFiles::WithoutWeights,
         };
         let model = plan.model.name_or_path.as_deref();
         let model_folder = model.map(|name| hub.model(name, plan.model.revision.as_deref(), part)).transpose()?;

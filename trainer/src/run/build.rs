@@ -10,7 +10,7 @@ use candlewick_parallel::{CpuOffload, Engine, EngineSpec, OffloadTarget, ParamDt
 
 use crate::exit::ExitCode;
 use crate::metrics::gpu_peak;
-use crate::plan::{Init, OptimizerPlan, PipelinePlan, Plan, RanksPlan, checkpointing, dtype};
+use crate::plan::{OptimizerPlan, PipelinePlan, Plan, RanksPlan, WeightInit, checkpointing, dtype};
 
 use super::{Assets, Ranks};
 
@@ -87,7 +87,7 @@ pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePla
 fn load(plan: &Plan, assets: &Assets, engine: &Engine) -> Result<Vec<String>> {
     let random = WeightSource::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {
-        (Init::Load, Some(folder)) => Some(Checkpoint::open(folder)?),
+        (WeightInit::Load, Some(folder)) => Some(Checkpoint::open(folder)?),
         _ => None,
     };
     let adapter = plan.model.adapter_folder.as_deref().map(AdapterFolder::open).transpose()?;

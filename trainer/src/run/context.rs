@@ -7,7 +7,7 @@ use candlewick_parallel::Engine;
 use candlewick_runtime::run_id::RunId;
 
 use crate::checkpoint::{RunState, Scores};
-use crate::data::Prepared;
+use crate::data::PreparedData;
 use crate::plan::Plan;
 use crate::signals::{Stop, StopRequests};
 
@@ -25,7 +25,7 @@ pub(super) struct Run<'a> {
     pub(super) notes: &'a [String],
     /// Operations a second that the device can do, where that is known.
     pub(super) peak: Option<f64>,
-    pub(super) prepared: &'a Prepared,
+    pub(super) prepared: &'a PreparedData,
     pub(super) tasks: Option<&'a Tasks<'a>>,
     /// The metric that chooses the best checkpoint, without a value.
     pub(super) scores: &'a Scores,

@@ -9,7 +9,7 @@ use candlewick_ops::span;
 use candlewick_runtime::exit::ExitCode;
 use serde_json::json;
 
-use crate::data::{Batch, Cursor, EvalStream};
+use crate::data::{Batch, Cursor, EvalLoader};
 use crate::metrics::{EvalRecord, TasksRecord};
 use crate::plan::{EVAL_LOSS, EvalPlan};
 
@@ -71,7 +71,7 @@ impl Session<'_> {
         let started = Instant::now();
         let Run { plan, engine, ranks, .. } = self.run;
         let (rank, n_ranks) = ranks.seat;
-        let mut stream = EvalStream::new(eval.clone(), &plan.data);
+        let mut stream = EvalLoader::new(eval.clone(), &plan.data);
         // Every rank takes its turn as often, if need be with nothing: all have their part in what others compute.
         let n_batches = stream.n_batches();
         let rounds = n_batches.div_ceil(n_ranks);

@@ -10,7 +10,7 @@ use candlewick_runtime::exit::ExitCode;
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::tokenizer::SpecialTokens;
 
-use crate::data::Kind;
+use crate::data::DataKind;
 use crate::plan::{GeneratePlan, conversation};
 use crate::recipe::Prompt;
 use crate::signals::Stop;
@@ -108,7 +108,7 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
             }
         };
         let answer = match (whole.data.kind, &template, prompt) {
-            (Kind::Sft, Some(template), _) => {
+            (DataKind::Sft, Some(template), _) => {
                 lm::answer_chat(engine, tokenizer, template, &chat, &options, &mut ignored)?
             }
             (_, _, Prompt::Text(text)) => lm::complete(

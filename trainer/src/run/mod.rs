@@ -32,7 +32,7 @@ use evaluator::chat::ChatTemplateFormatter;
 use evaluator::task::TaskSelection;
 
 use crate::checkpoint::CheckpointError;
-use crate::data::{Prepared, prepare};
+use crate::data::{PreparedData, prepare};
 use crate::metrics::{Exit, RunJson};
 use crate::plan::Plan;
 use crate::signals::StopRequests;
@@ -85,7 +85,7 @@ fn train_as(plan: &Plan, hub: &Hub, ranks: &Ranks) -> Result<ExitCode> {
 }
 
 /// Reads and renders the data of `plan`, as a run does before its first step.
-pub fn prepare_data(plan: &Plan, hub: &Hub, began: RunId) -> Result<(Assets, Prepared)> {
+pub fn prepare_data(plan: &Plan, hub: &Hub, began: RunId) -> Result<(Assets, PreparedData)> {
     let assets = Assets::find(plan, hub, began)?;
     let prepared = prepare(&plan.data, &assets.tokenizer, assets.template()?, hub)?;
     Ok((assets, prepared))

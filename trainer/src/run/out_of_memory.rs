@@ -7,7 +7,7 @@ use candle_core::{Device, DeviceLocation};
 use candlewick_ops::{DeviceChoice, DeviceMemory, device_memory, is_out_of_memory};
 use candlewick_parallel::StoreBytes;
 
-use crate::estimate::{Capacity, ComputeDevice, Report, Setup, bytes, estimate};
+use crate::estimate::{Capacity, ComputeDevice, EstimateReport, Setup, bytes, estimate};
 use crate::plan::Plan;
 
 /// The memory of a run whose device had too little of it.
@@ -17,7 +17,7 @@ struct MemoryReport {
     /// Bytes of the parameters; `None` if they were being allocated.
     parameters: Option<StoreBytes>,
     /// The estimate, and settings that need less; `None` if the plan cannot be estimated.
-    estimate: Option<Report>,
+    estimate: Option<EstimateReport>,
 }
 
 /// Adds a report to `error` if it is a failed allocation on `device`: bytes in use by class, the estimate, and the settings that
@@ -42,14 +42,18 @@ fn estimated(
     compute_device: ComputeDevice,
     device: DeviceChoice,
     measured: Option<DeviceMemory>,
-) -> Option<Report> {
+) -> Option<EstimateReport> {
     let setup = Setup::of(plan, compute_device).ok()?;
     let estimated = estimate(&setup).peak_bytes();
     let (room, name) = match measured {
         Some(DeviceMemory { total_bytes, .. }) if total_bytes < estimated => (total_bytes, device.to_string()),
         _ => (estimated / 10 * 9, "90% of the estimate, which was too low".to_owned()),
     };
-    Some(Report::new(plan.recipe.display().to_string(), &setup, &Capacity::of(compute_device, Some(room), name)))
+    Some(EstimateReport::new(
+        plan.recipe.display().to_string(),
+        &setup,
+        &Capacity::of(compute_device, Some(room), name),
+    ))
 }
 
 impl MemoryReport {

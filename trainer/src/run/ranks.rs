@@ -12,8 +12,8 @@ use candlewick_runtime::process_group::{ProcessGroup, fail};
 use serde_json::Value;
 
 use crate::exit::{ExitCode, classify};
-use crate::plan::{Activations, Plan, RanksPlan};
-use crate::recipe::MemoryModes;
+use crate::plan::{CheckpointingMode, Plan, RanksPlan};
+use crate::recipe::MemoryMode;
 use crate::signals::{Signal, Stop};
 
 /// This rank and its groups.
@@ -75,14 +75,14 @@ impl<'w> Ranks<'w> {
     /// afford, since blocks are computed together. Fails if the ranks were not started for one run. All ranks call it.
     pub(super) fn agree_on(&self, plan: &Plan) -> Result<Plan> {
         let mut plan = plan.clone();
-        if plan.memory == MemoryModes::Auto {
+        if plan.memory == MemoryMode::Auto {
             plan.model.activations = self.leanest(plan.model.activations)?;
         }
         self.check_same(&plan)?;
         Ok(plan)
     }
 
-    fn leanest(&self, own: Activations) -> Result<Activations> {
+    fn leanest(&self, own: CheckpointingMode) -> Result<CheckpointingMode> {
         let all = self.process.exchange(Ok(serde_json::to_vec(&own)?))?;
         all.iter().try_fold(own, |leanest, other| Ok(leanest.leaner(serde_json::from_slice(other)?)))
     }
@@ -166,13 +166,13 @@ mod tests {
 
     #[test]
     fn all_ranks_keep_as_little_as_the_one_that_can_keep_least() {
-        use Activations::{Keep, Offload, Recompute, RecomputeEvery, Selective};
+        use CheckpointingMode::{EveryKth, Full, None, Offload, Selective};
         for (own, want) in [
-            ([Keep, RecomputeEvery(3), RecomputeEvery(2)], RecomputeEvery(2)),
-            ([Recompute, Offload(0.25), Keep], Offload(0.25)),
-            ([Selective, RecomputeEvery(2), Keep], Selective),
-            ([Selective, Recompute, Keep], Recompute),
-            ([Keep; 3], Keep),
+            ([None, EveryKth(3), EveryKth(2)], EveryKth(2)),
+            ([Full, Offload(0.25), None], Offload(0.25)),
+            ([Selective, EveryKth(2), None], Selective),
+            ([Selective, Full, None], Full),
+            ([None; 3], None),
         ] {
             assert_eq!(of_three(|ranks| ranks.leanest(own[ranks.process.rank()])), [want; 3]);
         }

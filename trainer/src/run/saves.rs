@@ -16,8 +16,8 @@ use crate::checkpoint::{
     RunState, Saved, TrainState, bytes_needed, move_aside, newest_complete, preflight, read_state, refuse_foreign,
     refuse_occupied, resume, save, update_latest_link,
 };
-use crate::data::Stream;
-use crate::plan::{Init, Plan, dtype};
+use crate::data::TrainLoader;
+use crate::plan::{Plan, WeightInit, dtype};
 
 use super::background::{Done, UnderWay};
 use super::context::{Progress, Run};
@@ -38,7 +38,7 @@ pub(super) struct Saves<'a> {
 /// What became of a save that was asked for.
 pub(super) enum Outcome {
     /// It was there already.
-    Known,
+    Environment,
     /// It is on disk.
     Saved(SavedCheckpoint),
     /// It is on its way there.
@@ -98,7 +98,7 @@ impl<'a> Saves<'a> {
     }
 
     /// Checks before the first step that every folder can be written and everything fits on disk.
-    pub(super) fn preflight(&self, stream: &Stream) -> Result<()> {
+    pub(super) fn preflight(&self, stream: &TrainLoader) -> Result<()> {
         let sharded = bytes_needed(&EngineState::of(self.run.engine)?.tensors());
         let exported = |plan: &CheckpointPlan| self.n_export_bytes(plan);
         let began = self.run.began.run;
@@ -128,7 +128,7 @@ impl<'a> Saves<'a> {
 
     /// Moves the checkpoints of other runs aside, and fails if something else has the name of one that this run will write.
     /// Returns one line for each folder that was changed.
-    pub(super) fn prepare_folders(&self, stream: &Stream) -> Result<Vec<String>> {
+    pub(super) fn prepare_folders(&self, stream: &TrainLoader) -> Result<Vec<String>> {
         let (began, done, total_steps) = (self.run.began.run, stream.cursor().step, stream.total_steps());
         let (ends, exit) = (epoch_ends(stream), &self.run.plan.exit);
         let ends_early = [exit.iteration, exit.iteration_this_run.map(|n| done + n)];
@@ -190,12 +190,17 @@ impl<'a> Saves<'a> {
     }
 
     /// Makes one save, or begins it. None may be in the background.
-    pub(super) fn save(&mut self, checkpoint: &CheckpointPlan, stream: &Stream, progress: Progress) -> Result<Outcome> {
+    pub(super) fn save(
+        &mut self,
+        checkpoint: &CheckpointPlan,
+        stream: &TrainLoader,
+        progress: Progress,
+    ) -> Result<Outcome> {
         let home = checkpoint.output_dir.canonicalize().ok();
         let state = RunState { home, ..self.run_state(stream, progress) };
         let place = (checkpoint.kind, checkpoint.output_dir.clone());
         if self.last.get(&place).is_some_and(|(step, _)| *step == state.step) {
-            return Ok(Outcome::Known);
+            return Ok(Outcome::Environment);
         }
         let newest = (state.step, checkpoint.dir(state.tag()));
         let outcome = match checkpoint.kind {
@@ -215,7 +220,7 @@ impl<'a> Saves<'a> {
         Ok(outcome)
     }
 
-    fn run_state(&self, stream: &Stream, progress: Progress) -> RunState {
+    fn run_state(&self, stream: &TrainLoader, progress: Progress) -> RunState {
         let cursor = stream.cursor();
         RunState {
             step: cursor.step,
@@ -324,7 +329,7 @@ impl Drop for Saves<'_> {
 /// Identifies the weights that an adapter is trained on, where they were loaded.
 fn base_record(run: Run) -> Option<BaseModelRecord> {
     let model = &run.plan.model;
-    let folder = run.assets.model_folder.as_deref().filter(|_| model.init == Init::Load)?;
+    let folder = run.assets.model_folder.as_deref().filter(|_| model.init == WeightInit::Load)?;
     let name = model.adapter.as_ref()?.base_model().unwrap_or_default();
     let weights = Checkpoint::open(folder).ok()?.identity();
     Some(BaseModelRecord { model: name.to_owned(), weights })
@@ -354,7 +359,7 @@ fn settings(plan: &Plan) -> Fingerprint {
 }
 
 /// The steps at which epochs end, as far as they can be told now.
-fn epoch_ends(stream: &Stream) -> Vec<usize> {
+fn epoch_ends(stream: &TrainLoader) -> Vec<usize> {
     let in_epoch = stream.steps_in_epoch();
     (1..=stream.total_steps() / in_epoch).map(|epoch| epoch * in_epoch).collect()
 }

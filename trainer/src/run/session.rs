@@ -12,7 +12,7 @@ use candlewick_parallel::ActivationCheckpointing;
 use serde_json::json;
 
 use crate::checkpoint::{CheckpointError, CheckpointPlan, Kind, Moment, Resumed, Tag};
-use crate::data::{Cursor, Ledger, Step, Stream};
+use crate::data::{Cursor, GlobalBatch, TokenStats, TrainLoader};
 use crate::exit::ExitCode;
 use crate::metrics::{
     GpuMonitor, Memory, ModelShape, Pass, Recomputed, Reporter, ResumeRecord, RunJson, RunReport, SaveRecord, Start,
@@ -29,7 +29,7 @@ use super::step::{self, AllStepsSkipped, Launched, Outcome, Update};
 pub(super) struct Session<'a> {
     pub(super) run: Run<'a>,
     pub(super) run_json: &'a mut RunJson,
-    pub(super) stream: Stream,
+    pub(super) stream: TrainLoader,
     pub(super) reporter: Reporter,
     pub(super) progress: Progress,
     pub(super) saves: Saves<'a>,
@@ -55,7 +55,7 @@ impl<'a> Session<'a> {
             Some(state) => serde_json::from_value(state.cursor.clone()).context("failed to read the data cursor")?,
             None => Cursor::default(),
         };
-        let stream = Stream::new(prepared.train.clone(), plan.data.clone(), cursor)?;
+        let stream = TrainLoader::new(prepared.train.clone(), plan.data.clone(), cursor)?;
         let total_steps = stream.total_steps();
         plan.schedule.check(total_steps, plan.optimizer.learning_rate)?;
         saves.preflight(&stream)?;
@@ -110,7 +110,7 @@ impl<'a> Session<'a> {
         let notes: Vec<String> = prepared.notes.iter().chain(self.run.notes).cloned().collect();
         notes.iter().for_each(|note| terminal.line(note));
         if resumed.is_none_or(|resumed| resumed.run.step < self.stream.total_steps()) {
-            terminal.line(&prepared.ledger.to_string());
+            terminal.line(&prepared.token_stats.to_string());
         }
         let plan = self.run.plan;
         plan.steps(&self.stream).iter().for_each(|line| terminal.line(line));
@@ -137,13 +137,13 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    fn ledger(&self) -> Ledger {
-        Ledger { seen: self.stream.cursor().seen, ..self.run.prepared.ledger.clone() }
+    fn ledger(&self) -> TokenStats {
+        TokenStats { seen: self.stream.cursor().seen, ..self.run.prepared.token_stats.clone() }
     }
 
     /// Computes one step. On a GPU it only starts it and looks at the one before: the device is never idle, and the
     /// reports are one step late.
-    pub(super) fn train_step(&mut self, step: Step, began: Instant) -> Result<()> {
+    pub(super) fn train_step(&mut self, step: GlobalBatch, began: Instant) -> Result<()> {
         let plan = self.run.plan;
         let number = self.stream.cursor().step;
         let update = Update {
@@ -171,7 +171,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    fn report(&mut self, step: &Step, outcome: &Outcome) {
+    fn report(&mut self, step: &GlobalBatch, outcome: &Outcome) {
         let verdict = &outcome.verdict;
         if verdict.outcome == UpdateOutcome::Overflowed {
             let (number, scale) = (outcome.number, verdict.next.loss_scale);
@@ -218,7 +218,7 @@ impl<'a> Session<'a> {
     }
 
     /// The operations of a step, on all ranks.
-    fn flops(&self, step: &Step, work: Work) -> f64 {
+    fn flops(&self, step: &GlobalBatch, work: Work) -> f64 {
         let shape = ModelShape::of(self.run.engine.model());
         let (visibility, again) = match work {
             Work::All => (Visibility::Full, recomputed(self.run.engine.checkpointing(), self.run.engine.tiled_mlp())),

@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor};
 use candlewick_ops::{AdamW, CuSeqlens, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload};
 use candlewick_parallel::{CausalLm, Engine, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch};
 
-use crate::data::{Batch, Dataset, Step};
+use crate::data::{Batch, Dataset, GlobalBatch};
 use crate::plan::OptimizerPlan;
 use crate::recipe::OnNonfinite;
 
@@ -67,7 +67,7 @@ pub(super) struct Update<'a> {
 
 /// A step that the device may still be busy with.
 pub(super) struct Launched {
-    step: Step,
+    step: GlobalBatch,
     /// Which of its micro-batches this rank has.
     own: Vec<usize>,
     /// How many ranks share the micro-batches.
@@ -87,7 +87,7 @@ pub(super) struct Launched {
 pub(super) fn launch(
     engine: &Engine,
     scaler: &GradScaler,
-    step: Step,
+    step: GlobalBatch,
     update: &Update,
     began: Instant,
 ) -> Result<Launched> {
@@ -120,7 +120,7 @@ impl Launched {
         dataset: &Dataset,
         on_nonfinite: OnNonfinite,
         since: Instant,
-    ) -> Result<(Step, Outcome)> {
+    ) -> Result<(GlobalBatch, Outcome)> {
         let Self { step, own, n_ranks, number, lr, began, handed_out, report } = self;
         let was_done = report.is_ready();
         let StepResult { own_losses, losses, auxiliary, verdict } = report.wait()?;
@@ -138,7 +138,7 @@ impl Launched {
 
 /// The rows of this rank's micro-batches whose loss is not finite; if there are none, those that other ranks computed at the
 /// time of one.
-fn suspects(step: &Step, own: &[usize], n_ranks: usize, [sums, of_all]: [&[f32]; 2]) -> Vec<usize> {
+fn suspects(step: &GlobalBatch, own: &[usize], n_ranks: usize, [sums, of_all]: [&[f32]; 2]) -> Vec<usize> {
     let wrong = |sums: &[f32]| (0..own.len()).filter(|round| !sums[*round].is_finite()).collect::<Vec<_>>();
     let mine = wrong(sums).into_iter().map(|round| own[round]);
     let mut micros: Vec<usize> = mine.collect();
@@ -160,7 +160,7 @@ fn refuse(found: NonFinite, on_nonfinite: OnNonfinite) -> Result<()> {
 }
 
 /// Names the rows of a step, or the suspects among them.
-fn locate(dataset: &Dataset, step: &Step, suspects: &[usize]) -> String {
+fn locate(dataset: &Dataset, step: &GlobalBatch, suspects: &[usize]) -> String {
     const SHOWN: usize = 5;
     let all: Vec<usize> = step.micro_batches.iter().flat_map(|batch| batch.samples.iter().copied()).collect();
     let rows = if suspects.is_empty() { &all[..] } else { suspects };
