@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 /// Describes how the learning rate moves: a warm-up, then a shape.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Schedule {
-    /// How long the rate rises at the start. `Span::Steps(0)` is none: transformers' plain
+    /// How long the rate rises at the start. `PhaseLength::Steps(0)` is none: transformers' plain
     /// `constant` ignores a warm-up, its `constant_with_warmup` does not.
-    pub warmup: Span,
+    pub warmup: PhaseLength,
     /// What it does afterwards.
     pub shape: Shape,
 }
@@ -19,10 +19,10 @@ pub struct Schedule {
 /// Measures a part of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Span {
+pub enum PhaseLength {
     /// A number of optimizer steps.
     Steps(usize),
-    /// A share of all optimizer steps, between 0 and 1; rounded up to a whole step.
+    /// A ratio of all optimizer steps, between 0 and 1; rounded up to a whole step.
     Ratio(f64),
 }
 
@@ -54,14 +54,14 @@ pub enum Shape {
     /// Warm-up, plateau, decay (WSD). Its warm-up starts at `min_lr_ratio`, not at 0.
     WarmupStableDecay {
         /// How long the plateau is; `None` is what warm-up and decay leave over.
-        stable: Option<Span>,
+        stable: Option<PhaseLength>,
         /// How long the decay is.
-        decay: Span,
+        decay: PhaseLength,
         /// The form of the warm-up.
         warmup_type: Ramp,
         /// The form of the decay.
         decay_type: Ramp,
-        /// The rate at the end, as a share of the base rate.
+        /// The rate at the end, as a ratio of the base rate.
         min_lr_ratio: f64,
         /// Waves of a cosine decay; 0.5 falls once.
         num_cycles: f64,
@@ -71,7 +71,7 @@ pub enum Shape {
         /// Steps until the rate has fallen to 1/sqrt(2); `None` is the warm-up, or 10,000 without one.
         timescale: Option<usize>,
     },
-    /// Falls to `lr_end` as (remaining share)^power.
+    /// Falls to `lr_end` as (remaining ratio)^power.
     Polynomial {
         /// The rate at the end.
         lr_end: f64,
@@ -86,7 +86,7 @@ pub enum Shape {
 pub enum Floor {
     /// A learning rate.
     MinLr(f64),
-    /// A share of the base rate.
+    /// A ratio of the base rate.
     MinLrRate(f64),
 }
 
@@ -110,18 +110,20 @@ pub enum ScheduleError {
     /// A ratio outside of 0..=1.
     #[error("use a {what} ratio of {ratio}: it must be between 0 and 1")]
     Ratio {
-        /// Which span.
+        /// Which phase.
         what: &'static str,
-        /// What was asked.
+        /// What was n_steps.
         ratio: f64,
     },
-    /// A span longer than the run, or several that do not fit in it together.
-    #[error("fit {asked} {what} steps into a run of {total_steps} steps; shorten them in `scheduler`, or train longer")]
+    /// A phase longer than the run, or several that do not fit in it together.
+    #[error(
+        "fit {n_steps} {what} steps into a run of {total_steps} steps; shorten them in `scheduler`, or train longer"
+    )]
     TooLong {
-        /// Which span.
+        /// Which phase.
         what: &'static str,
         /// Its steps.
-        asked: usize,
+        n_steps: usize,
         /// The run's steps.
         total_steps: usize,
     },
@@ -138,14 +140,14 @@ pub enum ScheduleError {
     NotPositive {
         /// Which key.
         what: &'static str,
-        /// What was asked.
+        /// What was n_steps.
         value: f64,
     },
 }
 
 impl Schedule {
     /// Keeps the base rate from the first step to the last.
-    pub const CONSTANT: Self = Self { warmup: Span::Steps(0), shape: Shape::Constant };
+    pub const CONSTANT: Self = Self { warmup: PhaseLength::Steps(0), shape: Shape::Constant };
 
     /// Returns the learning rate of the optimizer step that follows `step` finished ones: the
     /// first update of a run uses `lr(0, ..)`, which is 0 under a warm-up, as in transformers.
@@ -186,14 +188,18 @@ impl Schedule {
     fn check_phases(&self, total_steps: usize) -> Result<(), ScheduleError> {
         let Shape::WarmupStableDecay { stable, decay, .. } = self.shape else { return Ok(()) };
         decay.check("decay", total_steps)?;
-        stable.map_or(Ok(()), |span| span.check("stable", total_steps))?;
-        let spans = || [Some(self.warmup), stable, Some(decay)].into_iter().flatten();
-        let asked = spans().fold(0usize, |sum, span| sum.saturating_add(span.steps(total_steps)));
+        stable.map_or(Ok(()), |phase| phase.check("stable", total_steps))?;
+        let phases = || [Some(self.warmup), stable, Some(decay)].into_iter().flatten();
+        let n_steps = phases().fold(0usize, |sum, phase| sum.saturating_add(phase.steps(total_steps)));
         // Shares are rounded up; a decay that is one gives back what that is too much.
-        let n_shares = spans().filter(|span| matches!(span, Span::Ratio(_))).count();
-        let too_much = if matches!(decay, Span::Ratio(_)) { n_shares - 1 } else { 0 };
+        let n_ratios = phases().filter(|phase| matches!(phase, PhaseLength::Ratio(_))).count();
+        let rounding_slack = if matches!(decay, PhaseLength::Ratio(_)) { n_ratios - 1 } else { 0 };
         let what = "warm-up, stable and decay";
-        (asked <= total_steps + too_much).then_some(()).ok_or(ScheduleError::TooLong { what, asked, total_steps })
+        (n_steps <= total_steps + rounding_slack).then_some(()).ok_or(ScheduleError::TooLong {
+            what,
+            n_steps,
+            total_steps,
+        })
     }
 
     fn factor(&self, step: usize, total_steps: usize, base_lr: f64) -> f64 {
@@ -216,7 +222,7 @@ impl Schedule {
                 (0.5 * (1.0 + (PI * within).cos())).max(0.0)
             }
             Shape::CosineWithMinLr { num_cycles, floor } => {
-                lift(cosine(num_cycles, progress), floor.rate(base_lr)).max(0.0)
+                rescale(cosine(num_cycles, progress), floor.rate(base_lr)).max(0.0)
             }
             Shape::InverseSqrt { timescale } => {
                 let timescale = timescale.unwrap_or(if warmup > 0 { warmup } else { 10_000 });
@@ -236,41 +242,43 @@ impl Schedule {
             return 1.0;
         };
         let warmup = self.warmup_steps(total_steps);
-        let after_plateau = total_steps.saturating_sub(warmup + stable.map_or(0, |span| span.steps(total_steps)));
+        let after_plateau = total_steps.saturating_sub(warmup + stable.map_or(0, |phase| phase.steps(total_steps)));
         let decay = match decay {
-            Span::Steps(steps) => steps,
-            share => share.steps(total_steps).min(after_plateau),
+            PhaseLength::Steps(steps) => steps,
+            ratio => ratio.steps(total_steps).min(after_plateau),
         };
-        let left_over = total_steps.saturating_sub(warmup + decay);
-        let decay_start = warmup + stable.map_or(left_over, |span| span.steps(total_steps));
+        let remaining = total_steps.saturating_sub(warmup + decay);
+        let decay_start = warmup + stable.map_or(remaining, |phase| phase.steps(total_steps));
         if step < warmup {
             let progress = step as f64 / warmup as f64;
-            return lift(warmup_type.rise(progress), min_lr_ratio).max(0.0);
+            return rescale(warmup_type.rise(progress), min_lr_ratio).max(0.0);
         }
         if step < decay_start {
             return 1.0;
         }
         if step < decay_start + decay {
             let progress = (step - decay_start) as f64 / decay as f64;
-            return lift(decay_type.fall(progress, num_cycles), min_lr_ratio).max(0.0);
+            return rescale(decay_type.fall(progress, num_cycles), min_lr_ratio).max(0.0);
         }
         min_lr_ratio
     }
 }
 
-impl Span {
+impl PhaseLength {
     /// Returns the length in a run of `total_steps`.
     pub fn steps(self, total_steps: usize) -> usize {
         match self {
-            Span::Steps(n) => n,
-            Span::Ratio(ratio) => (total_steps as f64 * ratio).ceil() as usize,
+            PhaseLength::Steps(n) => n,
+            PhaseLength::Ratio(ratio) => (total_steps as f64 * ratio).ceil() as usize,
         }
     }
 
     fn check(self, what: &'static str, total_steps: usize) -> Result<(), ScheduleError> {
         match self {
-            Span::Ratio(ratio) if !(0.0..=1.0).contains(&ratio) => Err(ScheduleError::Ratio { what, ratio }),
-            Span::Steps(asked) if asked > total_steps => Err(ScheduleError::TooLong { what, asked, total_steps }),
+            PhaseLength::Ratio(ratio) if !(0.0..=1.0).contains(&ratio) => Err(ScheduleError::Ratio { what, ratio }),
+            PhaseLength::Steps(n_steps) if n_steps > total_steps => {
+                Err(ScheduleError::TooLong { what, n_steps, total_steps })
+            }
             _ => Ok(()),
         }
     }
@@ -309,7 +317,7 @@ fn cosine(num_cycles: f64, progress: f64) -> f64 {
 }
 
 /// Maps 0..1 to floor..1.
-fn lift(factor: f64, floor: f64) -> f64 {
+fn rescale(factor: f64, floor: f64) -> f64 {
     factor * (1.0 - floor) + floor
 }
 

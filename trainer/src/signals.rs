@@ -12,7 +12,7 @@ use signal_hook::flag;
 
 /// Watches for requests to stop. Clones watch the same ones.
 #[derive(Clone, Debug)]
-pub struct StopRequests {
+pub struct StopSignals {
     /// The number of the last signal, 0 for none.
     signal: Arc<AtomicUsize>,
     kill_switch: Option<PathBuf>,
@@ -20,7 +20,7 @@ pub struct StopRequests {
 
 /// Says who asked for the stop.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Stop {
+pub enum StopRequest {
     /// SIGTERM, SIGINT or SIGUSR1: save and exit with the code for "preempted, requeue me".
     Signal(Signal),
     /// The kill switch file is there: save and end the run as if it were done.
@@ -38,15 +38,15 @@ pub enum Signal {
     Preempt,
 }
 
-impl StopRequests {
+impl StopSignals {
     /// Takes over the three signals for the rest of the process's life.
     pub fn install(kill_switch: Option<PathBuf>) -> io::Result<Self> {
         let signal = Arc::new(AtomicUsize::new(0));
-        let asked_before = Arc::new(AtomicBool::new(false));
+        let already_requested = Arc::new(AtomicBool::new(false));
         for number in [SIGTERM, SIGINT] {
             // Handlers run in the order of registration: the exit looks at the flag before it is set.
-            flag::register_conditional_shutdown(number, 128 + number, asked_before.clone())?;
-            flag::register(number, asked_before.clone())?;
+            flag::register_conditional_shutdown(number, 128 + number, already_requested.clone())?;
+            flag::register(number, already_requested.clone())?;
             flag::register_usize(number, signal.clone(), number as usize)?;
         }
         // The notice comes before the scheduler's SIGTERM, which must not be "the second signal".
@@ -60,13 +60,13 @@ impl StopRequests {
     }
 
     /// Returns the request, if there is one. Cheap enough for every step: one file lookup.
-    pub fn poll(&self) -> Option<Stop> {
+    pub fn poll(&self) -> Option<StopRequest> {
         let is_there = |path: &&Path| path.exists();
         match self.signal() {
-            Some(signal) => Some(Stop::Signal(signal)),
+            Some(signal) => Some(StopRequest::Signal(signal)),
             None => {
                 let path = self.kill_switch.as_deref().filter(is_there);
-                path.map(|path| Stop::KillSwitch(path.to_path_buf()))
+                path.map(|path| StopRequest::KillSwitch(path.to_path_buf()))
             }
         }
     }
@@ -83,17 +83,17 @@ impl StopRequests {
 
 /// Makes a file that may not grow any more (`ulimit -f`) an error of the write, as a full disk is, and not the end of the
 /// process: by default SIGXFSZ kills without a word.
-pub fn outlive_file_limits() -> io::Result<()> {
+pub fn ignore_file_size_signal() -> io::Result<()> {
     flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
-impl std::fmt::Display for Stop {
+impl std::fmt::Display for StopRequest {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Stop::Signal(Signal::Terminate) => write!(f, "SIGTERM"),
-            Stop::Signal(Signal::Interrupt) => write!(f, "SIGINT"),
-            Stop::Signal(Signal::Preempt) => write!(f, "SIGUSR1 (preemption notice)"),
-            Stop::KillSwitch(path) => write!(f, "the kill switch {}", path.display()),
+            StopRequest::Signal(Signal::Terminate) => write!(f, "SIGTERM"),
+            StopRequest::Signal(Signal::Interrupt) => write!(f, "SIGINT"),
+            StopRequest::Signal(Signal::Preempt) => write!(f, "SIGUSR1 (preemption notice)"),
+            StopRequest::KillSwitch(path) => write!(f, "the kill switch {}", path.display()),
         }
     }
 }
@@ -107,14 +107,14 @@ mod tests {
     fn the_kill_switch_counts_from_when_the_file_is_there() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("stop");
-        let requests = StopRequests::without_signals(Some(path.clone()));
+        let requests = StopSignals::without_signals(Some(path.clone()));
         assert_eq!(requests.poll(), None);
         std::fs::write(&path, "").unwrap();
-        assert_eq!(requests.poll(), Some(Stop::KillSwitch(path)));
+        assert_eq!(requests.poll(), Some(StopRequest::KillSwitch(path)));
     }
 
     #[test]
     fn without_a_kill_switch_nothing_asks() {
-        assert_eq!(StopRequests::without_signals(None).poll(), None);
+        assert_eq!(StopSignals::without_signals(None).poll(), None);
     }
 }

@@ -21,7 +21,7 @@ pub enum CheckpointError {
     /// The disk filled up during a save. Earlier saves are untouched.
     #[error(
         "save to {}: no space left on the disk. The unfinished save was removed and earlier ones are \
-         intact; free some space, or set the checkpoint's keep to delete old saves", dir.display()
+         intact; free some space, or set the checkpoint's save_total_limit to delete old saves", dir.display()
     )]
     DiskFull {
         /// The save's folder.
@@ -29,7 +29,7 @@ pub enum CheckpointError {
     },
     /// The saves of this run will not fit.
     #[error(
-        "fit the saves of this run onto the disk of {}: they need {} and {} is free. Set a smaller keep, \
+        "fit the saves of this run onto the disk of {}: they need {} and {} is free. Set a smaller save_total_limit, \
          save less often, or choose another output_dir", output_dir.display(), gigabytes(*needed), gigabytes(*free)
     )]
     NotEnoughSpace {
@@ -53,7 +53,7 @@ pub enum CheckpointError {
         "resume from {}: no save there is whole ({}). Restore one, or move them away to start from the beginning",
         output_dir.display(), reasons.join("; ")
     )]
-    NoneWhole {
+    NoneComplete {
         /// The folder that was searched.
         output_dir: PathBuf,
         /// One reason a save.
@@ -83,7 +83,7 @@ pub enum CheckpointError {
     },
     /// The folder that the first rank made for a save is not there for another.
     #[error(
-        "save to {}: rank {rank} does not find what rank 0 began there. All ranks must see one folder under this name; \
+        "save to {}: rank {rank} does not find what rank 0 run_start there. All ranks must see one folder under this name; \
          give the checkpoint an output_dir on a file system that their machines share", dir.display()
     )]
     NotShared {
@@ -98,7 +98,7 @@ pub enum CheckpointError {
          under this name; give the checkpoint an output_dir on a file system that their machines share",
         output_dir.display()
     )]
-    OtherSaves {
+    DifferentCheckpoints {
         /// The folder that was searched.
         output_dir: PathBuf,
         /// A rank.
@@ -141,7 +141,7 @@ impl CheckpointError {
     }
 
     /// The same for what rank `rank` writes into the folder that the first one has made.
-    pub(crate) fn in_share(self, dir: &Path, rank: usize) -> Self {
+    pub(crate) fn in_rank_write(self, dir: &Path, rank: usize) -> Self {
         match self {
             Self::Io { source, .. } if rank > 0 && source.kind() == io::ErrorKind::NotFound => {
                 Self::NotShared { dir: dir.to_path_buf(), rank }

@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use super::error::CheckpointError;
 use super::manifest::{MANIFEST, Manifest};
-use super::plan::{Kind, Tag};
+use super::plan::{CheckpointFormat, Tag};
 
 /// A save whose files are all there with the right sizes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Complete {
+pub struct CompleteCheckpoint {
     /// Its folder.
     pub dir: PathBuf,
     /// What it holds.
@@ -17,7 +17,7 @@ pub struct Complete {
 
 /// A save that cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Skipped {
+pub struct SkippedCheckpoint {
     /// Its folder.
     pub dir: PathBuf,
     /// Why not.
@@ -26,37 +26,37 @@ pub struct Skipped {
 
 /// The saves of a folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Search {
-    /// Newest first: those of the run that began last, most steps first, then those of earlier runs.
-    pub complete: Vec<Complete>,
+pub struct FoundCheckpoints {
+    /// Newest first: those of the run that run_start last, most steps first, then those of earlier runs.
+    pub complete: Vec<CompleteCheckpoint>,
     /// Newest first.
-    pub skipped: Vec<Skipped>,
+    pub skipped: Vec<SkippedCheckpoint>,
 }
 
 /// Sorts the `sharded` saves of a folder into usable and damaged. Unfinished ones have dotted
 /// names and are not looked at. A folder that does not exist has none.
-pub fn search(output_dir: &Path) -> Result<Search, CheckpointError> {
-    let saves = Kind::Sharded.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
-    let mut search = Search::default();
-    for (tag, dir) in saves {
+pub fn search(output_dir: &Path) -> Result<FoundCheckpoints, CheckpointError> {
+    let checkpoints = CheckpointFormat::Sharded.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
+    let mut search = FoundCheckpoints::default();
+    for (tag, dir) in checkpoints {
         match check_sizes(&dir, tag) {
-            Ok(manifest) => search.complete.push(Complete { dir, manifest }),
-            Err(reason) => search.skipped.push(Skipped { dir, reason }),
+            Ok(manifest) => search.complete.push(CompleteCheckpoint { dir, manifest }),
+            Err(reason) => search.skipped.push(SkippedCheckpoint { dir, reason }),
         }
     }
-    search.complete.sort_by_key(|save| std::cmp::Reverse((save.manifest.began, save.manifest.tag())));
+    search.complete.sort_by_key(|save| std::cmp::Reverse((save.manifest.run_start, save.manifest.tag())));
     Ok(search)
 }
 
 /// Returns the newest usable save, and warns of newer ones that are not usable.
-pub fn newest_complete(output_dir: &Path) -> Result<Option<Complete>, CheckpointError> {
+pub fn newest_complete(output_dir: &Path) -> Result<Option<CompleteCheckpoint>, CheckpointError> {
     let search = search(output_dir)?;
     let newest = search.complete.into_iter().next();
-    search.skipped.iter().for_each(Skipped::warn);
+    search.skipped.iter().for_each(SkippedCheckpoint::warn);
     Ok(newest)
 }
 
-impl Skipped {
+impl SkippedCheckpoint {
     pub(crate) fn warn(&self) {
         tracing::warn!("the save {} is skipped: {}", self.dir.display(), self.reason);
     }

@@ -10,7 +10,7 @@ use super::manifest::FileEntry;
 use super::storage::{Storage, StoredFile};
 
 /// Bytes that are read at once.
-const PIECE: usize = 4 << 20;
+const BLOCK_BYTES: usize = 4 << 20;
 
 /// A file that is hashed while it is written.
 pub(crate) struct HashedFile {
@@ -41,33 +41,33 @@ impl HashedFile {
 }
 
 /// Whether a file of `dir` has another hash than it had when it was written.
-pub(crate) fn has_changed(dir: &Path, entry: &FileEntry) -> io::Result<bool> {
+pub(crate) fn hash_differs(dir: &Path, entry: &FileEntry) -> io::Result<bool> {
     let path = dir.join(&entry.name);
     if let Some(sha256) = &entry.sha256 {
         let mut hash = Sha256::new();
-        read(&path, |piece| hash.update(piece))?;
+        read(&path, |block| hash.update(block))?;
         let hex: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
         return Ok(hex != *sha256);
     }
     let mut hash = blake3::Hasher::new();
-    read(&path, |piece| _ = hash.update(piece))?;
+    read(&path, |block| _ = hash.update(block))?;
     Ok(Some(hash.finalize().to_string()) != entry.blake3)
 }
 
 /// Hands on a file's bytes in pieces, and reads the next one at the same time.
 fn read(path: &Path, mut take: impl FnMut(&[u8]) + Send) -> io::Result<()> {
     let mut file = File::open(path)?;
-    let (mut piece, mut next) = (Vec::new(), Vec::new());
+    let (mut block, mut next) = (Vec::new(), Vec::new());
     loop {
-        let (n_read, ()) = rayon::join(|| read_piece(&mut file, &mut next), || take(&piece));
+        let (n_read, ()) = rayon::join(|| read_block(&mut file, &mut next), || take(&block));
         if n_read? == 0 {
             return Ok(());
         }
-        std::mem::swap(&mut piece, &mut next);
+        std::mem::swap(&mut block, &mut next);
     }
 }
 
-fn read_piece(file: &mut File, piece: &mut Vec<u8>) -> io::Result<usize> {
-    piece.clear();
-    file.take(PIECE as u64).read_to_end(piece)
+fn read_block(file: &mut File, block: &mut Vec<u8>) -> io::Result<usize> {
+    block.clear();
+    file.take(BLOCK_BYTES as u64).read_to_end(block)
 }

@@ -11,14 +11,14 @@ use anyhow::{Error, Result};
 use candlewick_runtime::process_group::ProcessGroup;
 
 use super::error::CheckpointError;
-use super::find::{Complete, Search, Skipped, search};
+use super::find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, search};
 use super::fingerprint::Fingerprint;
-use super::hash::has_changed;
+use super::hash::hash_differs;
 use super::manifest::{Manifest, STATE};
 use super::plan::{CheckpointPlan, Tag};
-use super::retention::clear_leftovers;
-use super::shard::{Wanted, read_shard};
-use super::state::{Piece, RunState, TensorMeta, TrainState};
+use super::retention::remove_unfinished_checkpoints;
+use super::shard::{ChunkRead, read_shard};
+use super::state::{RunState, TensorChunk, TensorMeta, TrainState};
 
 /// Says from where a run goes on.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,7 +28,7 @@ pub struct Resumed {
     /// The save's folder.
     pub dir: PathBuf,
     /// Saves that were passed over.
-    pub skipped: Vec<Skipped>,
+    pub skipped: Vec<SkippedCheckpoint>,
 }
 
 /// Loads the newest whole save of `plan.output_dir` into `state`, or returns `None` where there is
@@ -41,44 +41,44 @@ pub fn resume(
     state: &mut dyn TrainState,
     process: &ProcessGroup,
 ) -> Result<Option<Resumed>> {
-    let cleared = process.on_first_rank(|| Ok(clear_leftovers(&plan.output_dir)?))?;
+    let cleared = process.on_first_rank(|| Ok(remove_unfinished_checkpoints(&plan.output_dir)?))?;
     for line in cleared.into_iter().flatten() {
         tracing::info!("{line} in {}", plan.output_dir.display());
     }
-    let found = search_together(plan, process)?;
+    let found = search_on_all_ranks(plan, process)?;
     let mut skipped = found.skipped;
     for complete in found.complete {
         match verify(&complete, process)? {
             Ok(run) => {
-                check_same(&complete, &run, fingerprint, &state.tensors())?;
+                check_compatible(&complete, &run, fingerprint, &state.tensors())?;
                 process.keep_alive().during(|| load_tensors(&complete, state))?;
-                skipped.iter().for_each(Skipped::warn);
+                skipped.iter().for_each(SkippedCheckpoint::warn);
                 return Ok(Some(Resumed { run, dir: complete.dir, skipped }));
             }
-            Err(reason) => skipped.push(Skipped { dir: complete.dir, reason }),
+            Err(reason) => skipped.push(SkippedCheckpoint { dir: complete.dir, reason }),
         }
     }
     if skipped.is_empty() {
         return Ok(None);
     }
     let reasons = skipped.iter().map(|s| format!("{}: {}", s.dir.display(), s.reason)).collect();
-    Err(CheckpointError::NoneWhole { output_dir: plan.output_dir.clone(), reasons }.into())
+    Err(CheckpointError::NoneComplete { output_dir: plan.output_dir.clone(), reasons }.into())
 }
 
 /// Searches on every rank, all of which must find the same.
-fn search_together(plan: &CheckpointPlan, process: &ProcessGroup) -> Result<Search> {
+fn search_on_all_ranks(plan: &CheckpointPlan, process: &ProcessGroup) -> Result<FoundCheckpoints> {
     let (found, own) = match search(&plan.output_dir) {
         Ok(found) => (found.clone(), Ok(names(&found).into_bytes())),
-        Err(error) => (Search::default(), Err(error)),
+        Err(error) => (FoundCheckpoints::default(), Err(error)),
     };
     let all = process.exchange(own.map_err(Error::from))?;
     let Some(rank) = all.iter().position(|names| *names != all[0]) else { return Ok(found) };
     let [there, here] = [rank, 0].map(|rank| String::from_utf8_lossy(&all[rank]).into_owned());
-    Err(CheckpointError::OtherSaves { output_dir: plan.output_dir.clone(), rank, there, here }.into())
+    Err(CheckpointError::DifferentCheckpoints { output_dir: plan.output_dir.clone(), rank, there, here }.into())
 }
 
 /// The saves of a folder, for a message.
-fn names(found: &Search) -> String {
+fn names(found: &FoundCheckpoints) -> String {
     let complete = found.complete.iter().map(|save| Tag::name_of(&save.dir));
     let skipped = found.skipped.iter().map(|save| Tag::name_of(&save.dir) + " (not whole)");
     let names: Vec<String> = complete.chain(skipped).collect();
@@ -86,8 +86,8 @@ fn names(found: &Search) -> String {
 }
 
 /// Compares every hash and reads the loop's state. The reason why a save is not whole is the same for all ranks.
-fn verify(complete: &Complete, process: &ProcessGroup) -> Result<Result<RunState, String>> {
-    let own = process.keep_alive().during(|| verify_share(complete, (process.rank(), process.size())));
+fn verify(complete: &CompleteCheckpoint, process: &ProcessGroup) -> Result<Result<RunState, String>> {
+    let own = process.keep_alive().during(|| verify_rank_files(complete, (process.rank(), process.size())));
     let all = process.exchange_payloads(own.map(|()| Vec::new()))?;
     match all.into_iter().find_map(Result::err) {
         Some(reason) => Ok(Err(reason)),
@@ -95,9 +95,9 @@ fn verify(complete: &Complete, process: &ProcessGroup) -> Result<Result<RunState
     }
 }
 
-fn verify_share(complete: &Complete, (rank, n_ranks): (usize, usize)) -> Result<(), String> {
+fn verify_rank_files(complete: &CompleteCheckpoint, (rank, n_ranks): (usize, usize)) -> Result<(), String> {
     for file in complete.manifest.files.iter().skip(rank).step_by(n_ranks) {
-        if has_changed(&complete.dir, file).map_err(|error| format!("{}: {error}", file.name))? {
+        if hash_differs(&complete.dir, file).map_err(|error| format!("{}: {error}", file.name))? {
             return Err(format!("{} has changed since it was written (its hash differs)", file.name));
         }
     }
@@ -105,7 +105,7 @@ fn verify_share(complete: &Complete, (rank, n_ranks): (usize, usize)) -> Result<
 }
 
 /// Reads the loop's state. The error is the reason why the save is not whole.
-pub(crate) fn read_state(complete: &Complete) -> Result<RunState, String> {
+pub(crate) fn read_state(complete: &CompleteCheckpoint) -> Result<RunState, String> {
     let bytes = std::fs::read(complete.dir.join(STATE)).map_err(|error| format!("{STATE}: {error}"))?;
     let run: RunState = serde_json::from_slice(&bytes).map_err(|error| format!("{STATE}: {error}"))?;
     if run.tag() != complete.manifest.tag() {
@@ -115,8 +115,8 @@ pub(crate) fn read_state(complete: &Complete) -> Result<RunState, String> {
 }
 
 /// Refuses a save of another plan or model, naming what differs.
-fn check_same(
-    complete: &Complete,
+fn check_compatible(
+    complete: &CompleteCheckpoint,
     run: &RunState,
     fingerprint: &Fingerprint,
     tensors: &[TensorMeta],
@@ -153,25 +153,25 @@ fn shorten(mut differences: Vec<String>) -> Vec<String> {
 }
 
 /// Loads what this rank has of each tensor from whichever files hold it.
-fn load_tensors(complete: &Complete, state: &mut dyn TrainState) -> Result<(), CheckpointError> {
-    let mut missing: BTreeMap<String, Vec<(Piece, usize)>> = BTreeMap::new();
-    for piece in state.pieces() {
-        let n = piece.range.len();
-        missing.entry(piece.tensor.name.clone()).or_default().push((piece, n));
+fn load_tensors(complete: &CompleteCheckpoint, state: &mut dyn TrainState) -> Result<(), CheckpointError> {
+    let mut missing: BTreeMap<String, Vec<(TensorChunk, usize)>> = BTreeMap::new();
+    for chunk in state.chunks() {
+        let n = chunk.range.len();
+        missing.entry(chunk.tensor.name.clone()).or_default().push((chunk, n));
     }
-    let mut by_file: BTreeMap<&str, Vec<Wanted>> = BTreeMap::new();
+    let mut by_file: BTreeMap<&str, Vec<ChunkRead>> = BTreeMap::new();
     for entry in &complete.manifest.tensors {
-        let piece = entry.piece();
+        let chunk = entry.chunk();
         for (wanted, n_left) in missing.get_mut(&entry.name).into_iter().flatten() {
-            let overlaps = piece.overlaps(wanted);
+            let overlaps = chunk.overlaps(wanted);
             if !overlaps.is_empty() {
                 let n_found: usize = overlaps.iter().map(|overlap| overlap.len).sum();
                 *n_left = n_left.saturating_sub(n_found);
-                by_file.entry(&entry.file).or_default().push(Wanted { piece: piece.clone(), overlaps });
+                by_file.entry(&entry.file).or_default().push(ChunkRead { chunk: chunk.clone(), overlaps });
             }
         }
     }
-    if let Some((name, _)) = missing.iter().find(|(_, pieces)| pieces.iter().any(|(_, n_left)| *n_left > 0)) {
+    if let Some((name, _)) = missing.iter().find(|(_, chunks)| chunks.iter().any(|(_, n_left)| *n_left > 0)) {
         let reason = format!("no file holds all of the tensor {name:?}");
         return Err(CheckpointError::damaged(&complete.dir, reason));
     }

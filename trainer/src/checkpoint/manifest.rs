@@ -8,14 +8,14 @@ use std::path::{Component, Path};
 use serde::{Deserialize, Serialize};
 
 use super::plan::Tag;
-use super::state::{Piece, TensorMeta};
+use super::state::{TensorChunk, TensorMeta};
 
 /// The manifest's file name.
 pub(crate) const MANIFEST: &str = "manifest.json";
 /// The file name of the loop's state.
 pub(crate) const STATE: &str = "state.json";
 const FORMAT: &str = "candlewick-sharded";
-/// In the first version files were hashed by SHA-256; in the second pieces had all columns.
+/// In the first version files were hashed by SHA-256; in the second chunks had all columns.
 const VERSION: u32 = 3;
 
 /// Lists the files and tensors of a save.
@@ -28,11 +28,12 @@ pub struct Manifest {
     pub step: usize,
     /// Epochs done.
     pub epoch: usize,
-    /// When the run began, in milliseconds since 1970: tells the saves of one run from those of another.
-    pub began: u64,
+    /// When the run run_start, in milliseconds since 1970: tells the saves of one run from those of another.
+    #[serde(rename = "began")]
+    pub run_start: u64,
     /// Every file but the manifest.
     pub files: Vec<FileEntry>,
-    /// Every tensor, or every piece of one.
+    /// Every tensor, or every chunk of one.
     pub tensors: Vec<TensorEntry>,
 }
 
@@ -52,7 +53,7 @@ pub struct FileEntry {
     pub sha256: Option<String>,
 }
 
-/// Describes a tensor, or the piece of it that one file holds.
+/// Describes a tensor, or the chunk of it that one file holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
@@ -60,13 +61,13 @@ pub struct TensorEntry {
     pub name: String,
     /// The whole tensor's shape.
     pub shape: Vec<usize>,
-    /// Where a piece begins in the whole tensor: zeros. It dates from the first version.
+    /// Where a chunk begins in the whole tensor: zeros. It dates from the first version.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     offset: Vec<usize>,
     /// Which columns of the whole tensor the file holds something of; all of them if it does not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub columns: Option<Range<usize>>,
-    /// Which elements of these columns the file holds, in the order of the rows; all of them if it does not say. A piece is a
+    /// Which elements of these columns the file holds, in the order of the rows; all of them if it does not say. A chunk is a
     /// list there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub range: Option<Range<usize>>,
@@ -76,9 +77,9 @@ pub struct TensorEntry {
 
 impl Manifest {
     /// Collects the lists of a save.
-    pub(crate) fn new(tag: Tag, began: u64, files: Vec<FileEntry>, tensors: Vec<TensorEntry>) -> Self {
+    pub(crate) fn new(tag: Tag, run_start: u64, files: Vec<FileEntry>, tensors: Vec<TensorEntry>) -> Self {
         let Tag { step, epoch } = tag;
-        Self { format: FORMAT.to_owned(), version: VERSION, step, epoch, began, files, tensors }
+        Self { format: FORMAT.to_owned(), version: VERSION, step, epoch, run_start, files, tensors }
     }
 
     /// Reads a manifest and checks that it makes sense in itself. The error says what does not.
@@ -116,22 +117,22 @@ impl Manifest {
         if !tensor_bytes.contains_key(STATE) {
             return Err(format!("{STATE} is not listed"));
         }
-        let mut places: BTreeMap<&str, Vec<Piece>> = BTreeMap::new();
+        let mut places: BTreeMap<&str, Vec<TensorChunk>> = BTreeMap::new();
         for tensor in &self.tensors {
             let n_bytes = check_tensor(tensor)?;
             let sum = tensor_bytes
                 .get_mut(tensor.file.as_str())
                 .ok_or_else(|| format!("the tensor {:?} is in {:?}, which is not listed", tensor.name, tensor.file))?;
             *sum = sum.saturating_add(n_bytes);
-            places.entry(&tensor.name).or_default().push(tensor.piece());
+            places.entry(&tensor.name).or_default().push(tensor.chunk());
         }
-        for (name, mut pieces) in places {
-            if let Some(other) = pieces.iter().find(|piece| piece.tensor.shape != pieces[0].tensor.shape) {
-                let (shape, other) = (&pieces[0].tensor.shape, &other.tensor.shape);
+        for (name, mut chunks) in places {
+            if let Some(other) = chunks.iter().find(|chunk| chunk.tensor.shape != chunks[0].tensor.shape) {
+                let (shape, other) = (&chunks[0].tensor.shape, &other.tensor.shape);
                 return Err(format!("the tensor {name:?} is listed with the shapes {shape:?} and {other:?}"));
             }
-            pieces.sort_by_key(|piece| (piece.columns.start, piece.range.start));
-            if pieces.windows(2).any(|pair| !pair[0].overlaps(&pair[1]).is_empty()) {
+            chunks.sort_by_key(|chunk| (chunk.columns.start, chunk.range.start));
+            if chunks.windows(2).any(|pair| !pair[0].overlaps(&pair[1]).is_empty()) {
                 return Err(format!("the tensor {name:?} is listed twice"));
             }
         }
@@ -144,20 +145,20 @@ impl Manifest {
 
 impl TensorEntry {
     /// Describes what `file` holds of a tensor.
-    pub(crate) fn new(piece: Piece, file: &str) -> Self {
-        let columns = (piece.columns.len() != piece.tensor.n_columns()).then_some(piece.columns);
-        let range = (piece.range.len() != piece.tensor.n_values()).then_some(piece.range);
-        let TensorMeta { name, shape } = piece.tensor;
+    pub(crate) fn new(chunk: TensorChunk, file: &str) -> Self {
+        let columns = (chunk.columns.len() != chunk.tensor.n_columns()).then_some(chunk.columns);
+        let range = (chunk.range.len() != chunk.tensor.n_values()).then_some(chunk.range);
+        let TensorMeta { name, shape } = chunk.tensor;
         Self { name, shape, offset: Vec::new(), columns, range, file: file.to_owned() }
     }
 
     /// What it holds.
-    pub fn piece(&self) -> Piece {
-        let whole = Piece::whole(TensorMeta { name: self.name.clone(), shape: self.shape.clone() });
+    pub fn chunk(&self) -> TensorChunk {
+        let whole = TensorChunk::full(TensorMeta { name: self.name.clone(), shape: self.shape.clone() });
         let columns = self.columns.clone().unwrap_or(whole.columns);
         let n_rows = whole.range.end / whole.tensor.n_columns().max(1);
         let all = 0..n_rows * columns.len();
-        Piece { tensor: whole.tensor, range: self.range.clone().unwrap_or(all), columns }
+        TensorChunk { tensor: whole.tensor, range: self.range.clone().unwrap_or(all), columns }
     }
 }
 
@@ -176,7 +177,7 @@ fn check_file(file: &FileEntry) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the bytes of the tensor, or of the piece.
+/// Returns the bytes of the tensor, or of the chunk.
 fn check_tensor(tensor: &TensorEntry) -> Result<u64, String> {
     let TensorEntry { name, shape, offset, columns, range, .. } = tensor;
     if offset.iter().any(|&o| o != 0) {

@@ -3,7 +3,7 @@
 //!
 //! A `sharded` save is a folder `<output_dir>/epoch_E_global_step_N/`:
 //! ```text
-//! shard_RANK_N.safetensors .. f32 tensors under their global names, or pieces of them
+//! shard_RANK_N.safetensors .. f32 tensors under their global names, or chunks of them
 //! state.json                  step, epoch, data cursor, RNG, ledger, the fingerprint of the plan
 //! manifest.json               written last: size and BLAKE3 of each file; name, shape, offset of each tensor
 //! ```
@@ -31,18 +31,18 @@ mod storage;
 #[allow(clippy::unwrap_used)]
 mod tests;
 
-pub use disk::{PlannedSaves, bytes_needed, free_bytes, preflight};
+pub use disk::{PlannedCheckpoints, bytes_needed, free_bytes, preflight};
 pub use error::CheckpointError;
-pub use find::{Complete, Search, Skipped, newest_complete, search};
+pub use find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, newest_complete, search};
 pub use fingerprint::Fingerprint;
 pub use latest::update_latest_link;
 pub(crate) use load::read_state;
 pub use load::{Resumed, resume};
 pub use manifest::{FileEntry, Manifest, TensorEntry};
-pub use owner::{EXPORT_MARK, ExportMark, move_aside, refuse_foreign, refuse_occupied};
-pub use plan::{CheckpointPlan, Kind, Moment, Tag};
-pub use retention::{Retention, clear_leftovers};
-pub use save::{Saved, save};
+pub use owner::{EXPORT_MARK, ExportMark, move_aside, refuse_occupied, refuse_unowned};
+pub use plan::{CheckpointFormat, CheckpointPlan, Moment, Tag};
+pub use retention::{Retention, remove_unfinished_checkpoints};
+pub use save::{WrittenCheckpoint, save};
 pub use scores::Scores;
-pub(crate) use shard::AT_ONCE;
-pub use state::{Piece, RunState, StateError, TensorMeta, TrainState};
+pub(crate) use shard::VALUES_PER_BLOCK;
+pub use state::{RunState, StateError, TensorChunk, TensorMeta, TrainState};

@@ -11,7 +11,8 @@ use crate::recipe::FloatDtype;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointPlan {
     /// What is written.
-    pub kind: Kind,
+    #[serde(rename = "kind")]
+    pub format: CheckpointFormat,
     /// The folder that receives one folder a save.
     pub output_dir: PathBuf,
     /// Start from the newest complete save found there (`Sharded` only).
@@ -23,7 +24,8 @@ pub struct CheckpointPlan {
     /// Save after the last step.
     pub save_end_of_training: bool,
     /// Delete all but this many of the newest saves; `None` keeps all.
-    pub keep: Option<usize>,
+    #[serde(rename = "keep")]
+    pub save_total_limit: Option<usize>,
     /// Written while training goes on (`Sharded` only).
     #[serde(default)]
     pub async_save: bool,
@@ -35,7 +37,7 @@ pub struct CheckpointPlan {
 /// Names what a save holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Kind {
+pub enum CheckpointFormat {
     /// Everything that a bit-exact resume needs.
     Sharded,
     /// The weights alone, as a folder that transformers loads.
@@ -64,7 +66,7 @@ pub struct Tag {
 
 impl CheckpointPlan {
     /// Tells whether to save now.
-    pub fn due(&self, moment: Moment) -> bool {
+    pub fn is_due(&self, moment: Moment) -> bool {
         let every = |n: usize, count: usize| n > 0 && count > 0 && count.is_multiple_of(n);
         every(self.save_every_n_steps, moment.step)
             || moment.finished_epoch.is_some_and(|done| every(self.save_every_n_epochs, done))
@@ -73,23 +75,23 @@ impl CheckpointPlan {
 
     /// Returns the folder of a save.
     pub fn dir(&self, tag: Tag) -> PathBuf {
-        self.output_dir.join(self.kind.dir_name(tag))
+        self.output_dir.join(self.format.dir_name(tag))
     }
 
     /// Counts the saves that are still to come after `done` steps of a run whose epochs end at the steps `epoch_ends`.
-    pub fn n_saves(&self, done: usize, total_steps: usize, epoch_ends: &[usize]) -> usize {
-        (done + 1..=total_steps).filter(|&step| self.due(Moment::of(step, total_steps, epoch_ends))).count()
+    pub fn n_checkpoints(&self, done: usize, total_steps: usize, epoch_ends: &[usize]) -> usize {
+        (done + 1..=total_steps).filter(|&step| self.is_due(Moment::of(step, total_steps, epoch_ends))).count()
     }
 }
 
 /// Describes the entry in one line, for people.
 impl fmt::Display for CheckpointPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = match self.kind {
-            Kind::Sharded => "sharded",
-            Kind::HuggingFace => "huggingface",
+        let format = match self.format {
+            CheckpointFormat::Sharded => "sharded",
+            CheckpointFormat::HuggingFace => "huggingface",
         };
-        write!(f, "{kind} in {}", self.output_dir.display())?;
+        write!(f, "{format} in {}", self.output_dir.display())?;
         let every = [(self.save_every_n_steps, "steps"), (self.save_every_n_epochs, "epochs")];
         every.iter().filter(|(n, _)| *n > 0).try_for_each(|(n, unit)| write!(f, ", every {n} {unit}"))?;
         let flags = [
@@ -98,7 +100,7 @@ impl fmt::Display for CheckpointPlan {
             (self.async_save, ", in the background"),
         ];
         flags.iter().filter(|(is_so, _)| *is_so).try_for_each(|(_, words)| f.write_str(words))?;
-        self.keep.map_or(Ok(()), |keep| write!(f, ", save_total_limit {keep}"))
+        self.save_total_limit.map_or(Ok(()), |save_total_limit| write!(f, ", save_total_limit {save_total_limit}"))
     }
 }
 
@@ -110,23 +112,23 @@ impl Moment {
     }
 }
 
-impl Kind {
+impl CheckpointFormat {
     /// Returns the name of a save's folder: `epoch_E_global_step_N` or `global_step_N`.
     pub fn dir_name(self, tag: Tag) -> String {
         match self {
-            Kind::Sharded => format!("epoch_{}_global_step_{}", tag.epoch, tag.step),
-            Kind::HuggingFace => format!("global_step_{}", tag.step),
+            CheckpointFormat::Sharded => format!("epoch_{}_global_step_{}", tag.epoch, tag.step),
+            CheckpointFormat::HuggingFace => format!("global_step_{}", tag.step),
         }
     }
 
     /// Reads a tag back from a folder's name. A `global_step_N` has no epoch and reads as 0.
     pub fn parse_dir_name(self, name: &str) -> Option<Tag> {
         let tag = match self {
-            Kind::Sharded => {
+            CheckpointFormat::Sharded => {
                 let (epoch, step) = name.strip_prefix("epoch_")?.split_once("_global_step_")?;
                 Tag { epoch: epoch.parse().ok()?, step: step.parse().ok()? }
             }
-            Kind::HuggingFace => Tag { epoch: 0, step: name.strip_prefix("global_step_")?.parse().ok()? },
+            CheckpointFormat::HuggingFace => Tag { epoch: 0, step: name.strip_prefix("global_step_")?.parse().ok()? },
         };
         (self.dir_name(tag) == name).then_some(tag)
     }
@@ -137,16 +139,16 @@ impl Kind {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
             entries => entries?,
         };
-        let mut saves = Vec::new();
+        let mut checkpoints = Vec::new();
         for entry in entries {
             let entry = entry?;
             let tag = entry.file_name().to_str().and_then(|name| self.parse_dir_name(name));
             if let Some(tag) = tag.filter(|_| entry.path().is_dir()) {
-                saves.push((tag, entry.path()));
+                checkpoints.push((tag, entry.path()));
             }
         }
-        saves.sort_by_key(|(tag, _)| std::cmp::Reverse(*tag));
-        Ok(saves)
+        checkpoints.sort_by_key(|(tag, _)| std::cmp::Reverse(*tag));
+        Ok(checkpoints)
     }
 }
 
@@ -156,13 +158,13 @@ mod tests {
     use super::*;
 
     const NEVER: CheckpointPlan = CheckpointPlan {
-        kind: Kind::Sharded,
+        format: CheckpointFormat::Sharded,
         output_dir: PathBuf::new(),
         auto_resume: false,
         save_every_n_steps: 0,
         save_every_n_epochs: 0,
         save_end_of_training: false,
-        keep: None,
+        save_total_limit: None,
         async_save: false,
         dtype: None,
     };
@@ -171,9 +173,9 @@ mod tests {
     #[track_caller]
     fn check(plan: CheckpointPlan, want: &[usize]) {
         let ends = [4, 8, 10];
-        let due: Vec<usize> = (0..=10).filter(|&s| plan.due(Moment::of(s, 10, &ends))).collect();
-        assert_eq!(due, want);
-        assert_eq!(plan.n_saves(0, 10, &ends), want.len());
+        let is_due: Vec<usize> = (0..=10).filter(|&s| plan.is_due(Moment::of(s, 10, &ends))).collect();
+        assert_eq!(is_due, want);
+        assert_eq!(plan.n_checkpoints(0, 10, &ends), want.len());
     }
 
     #[test]
@@ -208,12 +210,12 @@ mod tests {
     #[test]
     fn names_read_back_and_look_alikes_do_not() {
         let tag = Tag { epoch: 2, step: 140 };
-        assert_eq!(Kind::Sharded.dir_name(tag), "epoch_2_global_step_140");
-        assert_eq!(Kind::Sharded.parse_dir_name("epoch_2_global_step_140"), Some(tag));
-        assert_eq!(Kind::HuggingFace.dir_name(tag), "global_step_140");
+        assert_eq!(CheckpointFormat::Sharded.dir_name(tag), "epoch_2_global_step_140");
+        assert_eq!(CheckpointFormat::Sharded.parse_dir_name("epoch_2_global_step_140"), Some(tag));
+        assert_eq!(CheckpointFormat::HuggingFace.dir_name(tag), "global_step_140");
         for name in ["epoch_2_global_step_", "epoch_2_global_step_0140", ".epoch_2_global_step_1.tmp", "x"] {
-            assert_eq!(Kind::Sharded.parse_dir_name(name), None, "{name}");
+            assert_eq!(CheckpointFormat::Sharded.parse_dir_name(name), None, "{name}");
         }
-        assert_eq!(Kind::HuggingFace.parse_dir_name("epoch_2_global_step_140"), None);
+        assert_eq!(CheckpointFormat::HuggingFace.parse_dir_name("epoch_2_global_step_140"), None);
     }
 }

@@ -1,4 +1,4 @@
-//! What a save holds, seen from here: tensors that an engine gives and takes in pieces, and the
+//! What a save holds, seen from here: tensors that an engine gives and takes in chunks, and the
 //! numbers of the loop. Nothing here knows what an optimizer or a data set is.
 
 use std::ops::Range;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::fingerprint::Fingerprint;
-use super::plan::{Kind, Tag};
+use super::plan::{CheckpointFormat, Tag};
 use super::scores::Scores;
 
 /// The reason of an engine's failure.
@@ -26,7 +26,7 @@ pub struct TensorMeta {
 
 /// Some elements of some columns of a tensor, in the order of the rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct TensorChunk {
     /// The whole tensor.
     pub tensor: TensorMeta,
     /// Which of its columns, the elements of its last dim.
@@ -35,10 +35,10 @@ pub struct Piece {
     pub range: Range<usize>,
 }
 
-/// Neighbouring elements that two pieces have.
+/// Neighbouring elements that two chunks have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Overlap {
-    /// Where they begin in either piece's columns.
+    /// Where they begin in either chunk's columns.
     pub(crate) starts: [usize; 2],
     /// How many they are.
     pub(crate) len: usize,
@@ -46,18 +46,18 @@ pub(crate) struct Overlap {
 
 /// Gives and takes the tensors of a training run (masters, first and second moments), as far as this rank has them.
 ///
-/// They travel in pieces of a bounded size, so that a save needs no second copy of the state. Row-major indices count the
+/// They travel in chunks of a bounded size, so that a save needs no second copy of the state. Row-major indices count the
 /// elements of the columns that this rank has.
 pub trait TrainState: Send {
     /// Lists every tensor of the model, always in the same order, whichever rank has it.
     fn tensors(&self) -> Vec<TensorMeta>;
     /// Lists what this rank has, in the same order.
-    fn pieces(&self) -> Vec<Piece> {
-        self.tensors().into_iter().map(Piece::whole).collect()
+    fn chunks(&self) -> Vec<TensorChunk> {
+        self.tensors().into_iter().map(TensorChunk::full).collect()
     }
     /// Lists what this rank writes: all that it has and no other rank writes.
-    fn written(&self) -> Vec<Piece> {
-        self.pieces()
+    fn chunks_to_write(&self) -> Vec<TensorChunk> {
+        self.chunks()
     }
     /// Hands `n_values` values from the row-major index `start` on to `take`, without a copy where they are at hand.
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError>;
@@ -94,8 +94,9 @@ pub struct RunState {
     pub ledger: Value,
     /// What of the plan must not change.
     pub fingerprint: Fingerprint,
-    /// When the run began, in milliseconds since 1970. A run that is taken up keeps it.
-    pub began: u64,
+    /// When the run run_start, in milliseconds since 1970. A run that is taken up keeps it.
+    #[serde(rename = "began")]
+    pub run_start: u64,
     /// The moment whose date its chat template prints, in milliseconds since 1970; older saves have none.
     #[serde(default)]
     pub date: Option<u64>,
@@ -118,7 +119,7 @@ impl RunState {
     pub(crate) fn is_copied_to(&self, dir: &Path) -> bool {
         let (Some(home), Ok(dir)) = (&self.home, dir.canonicalize()) else { return false };
         let original = home.join(Tag::name_of(&dir));
-        dir.parent() != Some(home) && Kind::Sharded.written_by(&original) == Some(self.began)
+        dir.parent() != Some(home) && CheckpointFormat::Sharded.written_by(&original) == Some(self.run_start)
     }
 }
 
@@ -134,9 +135,9 @@ impl TensorMeta {
     }
 }
 
-impl Piece {
+impl TensorChunk {
     /// All of a tensor.
-    pub fn whole(tensor: TensorMeta) -> Self {
+    pub fn full(tensor: TensorMeta) -> Self {
         Self { range: 0..tensor.n_values(), columns: 0..tensor.n_columns(), tensor }
     }
 
@@ -145,7 +146,7 @@ impl Piece {
         if self.range.len() == self.tensor.n_values() { self.tensor.shape.clone() } else { vec![self.range.len()] }
     }
 
-    /// What it has in common with another piece of the same tensor.
+    /// What it has in common with another chunk of the same tensor.
     pub(crate) fn overlaps(&self, other: &Self) -> Vec<Overlap> {
         if self.columns == other.columns {
             let range = intersection(&self.range, &other.range);
@@ -158,7 +159,7 @@ impl Piece {
         let rows = intersection(&self.rows(), &other.rows());
         rows.filter_map(|row| {
             let common = intersection(&self.columns_in(row), &other.columns_in(row));
-            let starts = [self, other].map(|piece| piece.place(row, common.start));
+            let starts = [self, other].map(|chunk| chunk.place(row, common.start));
             range_of(common.len(), starts)
         })
         .collect()
@@ -203,24 +204,24 @@ impl RunState {
 mod tests {
     use super::*;
 
-    /// The elements of the whole tensor that a piece has, in its order.
-    fn elements(piece: &Piece) -> Vec<usize> {
-        let (width, n) = (piece.tensor.n_columns(), piece.columns.len());
-        piece.range.clone().map(|at| at / n * width + piece.columns.start + at % n).collect()
+    /// The elements of the whole tensor that a chunk has, in its order.
+    fn elements(chunk: &TensorChunk) -> Vec<usize> {
+        let (width, n) = (chunk.tensor.n_columns(), chunk.columns.len());
+        chunk.range.clone().map(|at| at / n * width + chunk.columns.start + at % n).collect()
     }
 
     #[test]
     fn pieces_have_in_common_what_both_have() {
         let tensor = TensorMeta { name: "w".to_owned(), shape: vec![5, 7] };
-        let mut pieces = Vec::new();
+        let mut chunks = Vec::new();
         for columns in [0..7, 0..3, 3..7, 2..5, 6..7] {
             let n = 5 * columns.len();
             for range in [0..n, 0..n / 2, n / 2..n, n / 3..n / 2 + 1, 1..2] {
-                pieces.push(Piece { tensor: tensor.clone(), columns: columns.clone(), range });
+                chunks.push(TensorChunk { tensor: tensor.clone(), columns: columns.clone(), range });
             }
         }
-        for a in &pieces {
-            for b in &pieces {
+        for a in &chunks {
+            for b in &chunks {
                 let (of_a, of_b) = (elements(a), elements(b));
                 let mut found = Vec::new();
                 for Overlap { starts, len } in a.overlaps(b) {

@@ -39,9 +39,9 @@ pub(crate) trait StoredFile: Write + Send {
 }
 
 /// The real disk.
-pub(crate) struct Drive;
+pub(crate) struct LocalDisk;
 
-impl Storage for Drive {
+impl Storage for LocalDisk {
     fn create_dir(&self, dir: &Path) -> io::Result<()> {
         fs::create_dir_all(dir)
     }

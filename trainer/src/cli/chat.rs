@@ -14,7 +14,7 @@ Examples:
   trainer chat HuggingFaceTB/SmolLM2-135M-Instruct --max-new-tokens 200";
 
 #[derive(Debug, Args)]
-pub(super) struct Chat {
+pub(super) struct ChatCommand {
     /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
     #[arg(value_name = "MODEL")]
     model: String,
@@ -22,6 +22,6 @@ pub(super) struct Chat {
     options: ChatOptions,
 }
 
-pub(super) fn run(args: &Chat, hub: &Hub) -> Result<ExitCode> {
+pub(super) fn run(args: &ChatCommand, hub: &Hub) -> Result<ExitCode> {
     chat(&args.model, &args.options, hub).map(|()| ExitCode::Ok)
 }

@@ -9,7 +9,7 @@ use candlewick_text::source::FileFormat;
 use clap::Args;
 
 use super::Ui;
-use super::options::{Format, Recipe, Supposed, Verbosity, known};
+use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, known};
 use crate::data::SourcePlan;
 use crate::exit::ExitCode;
 use crate::plan::is_path;
@@ -18,9 +18,9 @@ use crate::recipe::Loaded;
 use crate::run::{Assets, check_tasks};
 
 #[derive(Debug, Args)]
-pub(super) struct Check {
+pub(super) struct CheckArgs {
     #[command(flatten)]
-    recipe: Recipe,
+    recipe: RecipeArgs,
     /// Print the settings that have their defaults, too (as does -v)
     #[arg(long)]
     all: bool,
@@ -28,10 +28,10 @@ pub(super) struct Check {
     #[arg(long)]
     offline: bool,
     #[command(flatten)]
-    supposed: Supposed,
-    /// Format of the printed plan
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    output_format: Format,
+    world: WorldSizeArgs,
+    /// OutputFormat of the printed plan
+    #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
+    output_format: OutputFormat,
 }
 
 /// The examples of the long help.
@@ -43,17 +43,19 @@ Examples:
   trainer check recipe.yaml --ranks 16
   trainer check recipe.yaml --output-format json optimizer.lr=1e-4";
 
-pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let loaded = Loaded::read(&check.recipe.path, &check.recipe.overrides)?;
-    let access = if check.offline { HubAccess::Offline } else { HubAccess::ThisMachine };
-    let known = known(&loaded, access, verbosity, check.supposed.seat()?)?;
+pub(super) fn run(args: &CheckArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let loaded = Loaded::read(&args.recipe.path, &args.recipe.overrides)?;
+    let access = if args.offline { HubAccess::Offline } else { HubAccess::ThisMachine };
+    let known = known(&loaded, access, verbosity, args.world.world_info()?)?;
     let plan = Plan::resolve(&loaded, &known)?;
-    match check.output_format {
-        Format::Text => ui.answer(plan.table(shown(check, verbosity)).trim_end())?,
-        Format::Json => ui.answer(&serde_json::to_string_pretty(&plan).context("failed to write the plan as JSON")?)?,
+    match args.output_format {
+        OutputFormat::Text => ui.print(plan.table(shown(args, verbosity)).trim_end())?,
+        OutputFormat::Json => {
+            ui.print(&serde_json::to_string_pretty(&plan).context("failed to write the plan as JSON")?)?
+        }
     };
     check_tasks(&plan)?;
-    if check.offline {
+    if args.offline {
         open_everything(&plan)?;
     } else {
         stat_local_files(&plan)?;
@@ -61,8 +63,8 @@ pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
     Ok(ExitCode::Ok)
 }
 
-fn shown(check: &Check, verbosity: Verbosity) -> SettingsFilter {
-    if check.all || verbosity.verbose > 0 { SettingsFilter::All } else { SettingsFilter::Set }
+fn shown(args: &CheckArgs, verbosity: Verbosity) -> SettingsFilter {
+    if args.all || verbosity.verbose > 0 { SettingsFilter::All } else { SettingsFilter::Set }
 }
 
 fn sources(plan: &Plan) -> impl Iterator<Item = &SourcePlan> {

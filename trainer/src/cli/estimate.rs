@@ -4,7 +4,7 @@ use anyhow::{Context, Result, anyhow};
 use clap::Args;
 
 use super::Ui;
-use super::options::{Recipe, Verbosity, at_least_one, plan};
+use super::options::{RecipeArgs, Verbosity, at_least_one, plan};
 use crate::estimate::{Capacity, EstimateReport, FixedModes, Setup, choose};
 use crate::exit::ExitCode;
 use crate::plan::WorldInfo;
@@ -13,7 +13,7 @@ use crate::recipe::{Loaded, MemoryMode};
 #[derive(Debug, Args)]
 pub(super) struct EstimateArgs {
     #[command(flatten)]
-    recipe: Recipe,
+    recipe: RecipeArgs,
     /// Memory to compare with: cpu, cuda, a GPU such as h100-80g, or bytes such as 24GiB [default: the free memory of
     /// the recipe's device]
     #[arg(long, value_name = "DEVICE")]
@@ -34,18 +34,18 @@ Examples:
   trainer estimate recipe.yaml --device 24GiB --json
 Exits with 4 if the run does not fit.";
 
-pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let loaded = Loaded::read(&asked.recipe.path, &asked.recipe.overrides)?;
+pub(super) fn run(args: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let loaded = Loaded::read(&args.recipe.path, &args.recipe.overrides)?;
     // `WorldInfo::first_of` leaves `memory: auto` open: its choice depends on the device of --device.
-    let plan = plan(&asked.recipe, verbosity, WorldInfo::first_of(asked.ranks))?;
-    let capacity = match &asked.device {
+    let plan = plan(&args.recipe, verbosity, WorldInfo::first_of(args.ranks))?;
+    let capacity = match &args.device {
         Some(text) => {
             let parsed = Capacity::parse(text, plan.device);
             parsed.map_err(|problem| anyhow!("failed to read --device: {problem}").context(ExitCode::Usage))?
         }
         None => Capacity::now(plan.device),
     };
-    let capacity = capacity.of_one(asked.ranks);
+    let capacity = capacity.of_one(args.ranks);
     let mut setup = Setup::on(&plan, &capacity)?;
     if loaded.recipe.memory == Some(MemoryMode::Auto)
         && capacity.bytes.is_some()
@@ -54,9 +54,9 @@ pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result
         setup.modes = found.modes;
     }
     let report = EstimateReport::new(plan.recipe.display().to_string(), &setup, &capacity);
-    match asked.json {
-        true => ui.answer(&serde_json::to_string_pretty(&report).context("failed to write the estimate as JSON")?)?,
-        false => ui.answer(report.to_string().trim_end())?,
+    match args.json {
+        true => ui.print(&serde_json::to_string_pretty(&report).context("failed to write the estimate as JSON")?)?,
+        false => ui.print(report.to_string().trim_end())?,
     };
     Ok(if report.fits == Some(false) { ExitCode::OutOfMemory } else { ExitCode::Ok })
 }

@@ -14,7 +14,7 @@ Examples:
   trainer generate HuggingFaceTB/SmolLM2-135M-Instruct --raw --prompt 'Once upon a time'";
 
 #[derive(Debug, Args)]
-pub(super) struct Generate {
+pub(super) struct GenerateCommand {
     /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
     #[arg(value_name = "MODEL")]
     model: String,
@@ -22,6 +22,6 @@ pub(super) struct Generate {
     options: GenerateArgs,
 }
 
-pub(super) fn run(args: &Generate, hub: &Hub) -> Result<ExitCode> {
+pub(super) fn run(args: &GenerateCommand, hub: &Hub) -> Result<ExitCode> {
     generate(&args.model, &args.options, hub).map(|()| ExitCode::Ok)
 }

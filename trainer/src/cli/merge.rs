@@ -33,11 +33,11 @@ pub(super) struct MergeArgs {
 
 pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     let (adapter, note) = hub.adapter(&args.adapter).map_err(failed)?;
-    note.iter().for_each(|note| ui.remark(note));
+    note.iter().for_each(|note| ui.note(note));
     let base = match &args.base {
         Some(base) => {
             let found = hub.find_model(base, None, ModelFiles::All).map_err(failed)?;
-            found.note("base model").iter().for_each(|note| ui.remark(note));
+            found.note("base model").iter().for_each(|note| ui.note(note));
             found.folder
         }
         None => {
@@ -49,7 +49,7 @@ pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
             hub.base_model(&adapter, base.context(ExitCode::Usage)?).map_err(failed)?
         }
     };
-    ui.remark(&format!("base model: {}", base.display()));
+    ui.note(&format!("base model: {}", base.display()));
     let merge = AdapterMerge {
         base: &base,
         adapter: &adapter,
@@ -58,7 +58,7 @@ pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
         shard_bytes: args.max_shard_size,
     };
     let merged = merge.run().with_context(|| format!("failed to merge {}", adapter.display()))?;
-    ui.answer(&describe(&merged, args))
+    ui.print(&describe(&merged, args))
 }
 
 fn describe(merged: &MergeReport, args: &MergeArgs) -> String {

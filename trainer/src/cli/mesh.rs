@@ -8,14 +8,14 @@ use candlewick_parallel::PipelineSchedule;
 use clap::Args;
 
 use super::Ui;
-use super::options::{Recipe, Verbosity, at_least_one, plan};
+use super::options::{RecipeArgs, Verbosity, at_least_one, plan};
 use crate::exit::ExitCode;
 use crate::plan::{Plan, WorldInfo};
 
 #[derive(Debug, Args)]
 pub(super) struct MeshArgs {
     #[command(flatten)]
-    recipe: Recipe,
+    recipe: RecipeArgs,
     /// Processes that train together
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     ranks: usize,
@@ -30,19 +30,19 @@ Examples:
   trainer mesh recipe.yaml --ranks 8
   trainer mesh recipe.yaml --ranks 4 --schedule pipeline_parallel_size=4 gradient_accumulation_steps=8";
 
-pub(super) fn run(asked: &MeshArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let plan = plan(&asked.recipe, verbosity, WorldInfo::first_of(asked.ranks))?;
+pub(super) fn run(args: &MeshArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let plan = plan(&args.recipe, verbosity, WorldInfo::first_of(args.ranks))?;
     let mesh =
-        Mesh::new(plan.ranks.degrees(), asked.ranks).map_err(|error| anyhow!("failed to make the mesh: {error}"))?;
-    let mut text = format!("{} ranks: {}\n{mesh}", asked.ranks, plan.ranks.degrees());
+        Mesh::new(plan.ranks.degrees(), args.ranks).map_err(|error| anyhow!("failed to make the mesh: {error}"))?;
+    let mut text = format!("{} ranks: {}\n{mesh}", args.ranks, plan.ranks.degrees());
     if plan.pipeline.stages > 1 {
         text += &stages(&plan)?;
     }
-    if asked.schedule {
+    if args.schedule {
         text += &schedule(&plan);
     }
     plan.notes.iter().try_for_each(|note| write!(text, "\nnote: {note}"))?;
-    ui.answer(text.trim_end())?;
+    ui.print(text.trim_end())?;
     Ok(ExitCode::Ok)
 }
 

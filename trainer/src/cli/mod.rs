@@ -1,4 +1,4 @@
-//! The command line: what can be asked, and how an answer or an error reaches the person who asked.
+//! The command line: what can be args, and how an answer or an error reaches the person who args.
 
 mod chat;
 mod check;
@@ -28,7 +28,7 @@ use crate::metrics::Versions;
 use crate::plan::LoggerPlan;
 use crate::recipe::{RecipeError, key_of_option};
 
-use options::{Format, Verbosity, hub};
+use options::{OutputFormat, Verbosity, hub};
 pub use ui::Ui;
 
 /// The version and, where the build names it, the commit.
@@ -61,13 +61,13 @@ Exit codes:
 enum Command {
     /// Train as a recipe says
     #[command(after_long_help = train::EXAMPLES)]
-    Train(train::Train),
+    Train(train::TrainArgs),
     /// Resolve a recipe and print what would happen: no device, no network
     #[command(after_long_help = check::EXAMPLES)]
-    Check(check::Check),
+    Check(check::CheckArgs),
     /// Read the data as a run would and print what the model will learn; nothing is trained
     #[command(visible_aliases = ["data", "process-data"], after_long_help = preprocess::EXAMPLES)]
-    Preprocess(preprocess::Preprocess),
+    Preprocess(preprocess::PreprocessArgs),
     /// Say what memory a run will need, without weights, device or data
     #[command(after_long_help = estimate::EXAMPLES)]
     Estimate(estimate::EstimateArgs),
@@ -76,13 +76,13 @@ enum Command {
     Mesh(mesh::MeshArgs),
     /// Compare two steps of a shrunken model on the recipe's mesh, as threads, with one rank's
     #[command(visible_alias = "selfcheck", after_long_help = verify_parallel::EXAMPLES)]
-    VerifyParallel(verify_parallel::VerifyParallel),
+    VerifyParallel(verify_parallel::VerifyParallelArgs),
     /// Chat with a model: a line a turn, answers as they are generated
     #[command(after_long_help = chat::EXAMPLES)]
-    Chat(chat::Chat),
+    Chat(chat::ChatCommand),
     /// Answer prompts or conversations, or continue texts with --raw
     #[command(after_long_help = generate::EXAMPLES)]
-    Generate(generate::Generate),
+    Generate(generate::GenerateCommand),
     /// Merge an adapter into its base model, as a folder for transformers and everything that reads those
     #[command(after_long_help = MERGE_EXAMPLES)]
     Merge(merge::MergeArgs),
@@ -112,17 +112,17 @@ Examples:
 pub fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return refuse(error),
+        Err(error) => return report_usage_error(error),
     };
     error_file::watch_panics();
     // Without it such a write kills.
-    let _ = crate::signals::outlive_file_limits();
+    let _ = crate::signals::ignore_file_size_signal();
     match run(&cli) {
         Ok(code) => code,
         Err(error) => {
             let code = classify(&error);
             let verbose = cli.verbosity.verbose;
-            let error = detailed(error, verbose);
+            let error = with_notes(error, verbose);
             let trace = if verbose > 1 { backtrace(&error) } else { String::new() };
             let report = report(&error) + &trace;
             error_file::write(report.trim_end());
@@ -134,9 +134,9 @@ pub fn main() -> ExitCode {
 }
 
 /// Prints clap's error. An option that is a key of the recipe gets a tip with the form of such keys.
-fn refuse(mut error: clap::Error) -> ExitCode {
-    let takes_keys = error.get(ContextKind::Usage).is_some_and(|usage| usage.to_string().contains("[KEY=VALUE]"));
-    let option = error.get(ContextKind::InvalidArg).filter(|_| takes_keys);
+fn report_usage_error(mut error: clap::Error) -> ExitCode {
+    let takes_overrides = error.get(ContextKind::Usage).is_some_and(|usage| usage.to_string().contains("[KEY=VALUE]"));
+    let option = error.get(ContextKind::InvalidArg).filter(|_| takes_overrides);
     if let Some(tip) = option.and_then(|option| key_tip(&option.to_string())) {
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     }
@@ -157,7 +157,7 @@ fn key_tip(option: &str) -> Option<String> {
 }
 
 /// Adds the long notes of a recipe's error, which `-v` shows.
-fn detailed(error: anyhow::Error, verbose: u8) -> anyhow::Error {
+fn with_notes(error: anyhow::Error, verbose: u8) -> anyhow::Error {
     match error.downcast::<RecipeError>() {
         Ok(error) if verbose > 0 => error.detailed().into(),
         Ok(error) => error.into(),
@@ -171,12 +171,12 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     candlewick_runtime::cores::tune_gemms()?;
     let ui = Ui::new(cli.verbosity.quiet);
     match &cli.command {
-        Command::Train(train) => train::run(train, cli.verbosity, &ui),
-        Command::Check(check) => check::run(check, cli.verbosity, &ui),
+        Command::Train(args) => train::run(args, cli.verbosity, &ui),
+        Command::Check(args) => check::run(args, cli.verbosity, &ui),
         Command::Preprocess(args) => preprocess::run(args, cli.verbosity, &ui),
-        Command::Estimate(asked) => estimate::run(asked, cli.verbosity, &ui),
-        Command::Mesh(asked) => mesh::run(asked, cli.verbosity, &ui),
-        Command::VerifyParallel(asked) => verify_parallel::run(asked, cli.verbosity, &ui),
+        Command::Estimate(args) => estimate::run(args, cli.verbosity, &ui),
+        Command::Mesh(args) => mesh::run(args, cli.verbosity, &ui),
+        Command::VerifyParallel(args) => verify_parallel::run(args, cli.verbosity, &ui),
         Command::Chat(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
             chat::run(args, &hub(&ui)?)
@@ -189,10 +189,10 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
             merge::run(args, &hub(&ui)?, &ui)
         }
-        Command::Doctor { json } => doctor::run(if *json { Format::Json } else { Format::Text }, &ui),
-        Command::Schema => ui.answer(&format!("{:#}", crate::recipe::json_schema())),
-        Command::Completions { shell } => ui.answer(completions::<Cli>(*shell).trim_end()),
-        Command::Version => ui.answer(&format!("trainer {}", *VERSION)),
+        Command::Doctor { json } => doctor::run(if *json { OutputFormat::Json } else { OutputFormat::Text }, &ui),
+        Command::Schema => ui.print(&format!("{:#}", crate::recipe::json_schema())),
+        Command::Completions { shell } => ui.print(completions::<Cli>(*shell).trim_end()),
+        Command::Version => ui.print(&format!("trainer {}", *VERSION)),
     }
 }
 

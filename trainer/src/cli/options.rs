@@ -14,7 +14,7 @@ use crate::plan::{Environment, EnvironmentError, HubAccess, Machines, Plan, Worl
 use crate::recipe::Loaded;
 
 #[derive(Debug, Args)]
-pub(super) struct Recipe {
+pub(super) struct RecipeArgs {
     /// The recipe, a YAML file
     #[arg(value_name = "RECIPE")]
     pub(super) path: PathBuf,
@@ -25,21 +25,21 @@ pub(super) struct Recipe {
 
 /// Options for processes that are not started yet.
 #[derive(Debug, Args)]
-pub(super) struct Supposed {
+pub(super) struct WorldSizeArgs {
     /// Processes that will train together, wherever that is [default: those that this one was started with]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(super) ranks: Option<usize>,
 }
 
-impl Supposed {
-    pub(super) fn seat(&self) -> Result<WorldInfo> {
-        self.ranks.map_or_else(|| Ok(seat(&place()?)), |n_ranks| Ok(WorldInfo::first_of(n_ranks)))
+impl WorldSizeArgs {
+    pub(super) fn world_info(&self) -> Result<WorldInfo> {
+        self.ranks.map_or_else(|| Ok(world_info(&place()?)), |n_ranks| Ok(WorldInfo::first_of(n_ranks)))
     }
 }
 
 /// The format of printed output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum Format {
+pub(super) enum OutputFormat {
     /// For people.
     Text,
     /// For programs: the plan as run.json holds it, or a line a step.
@@ -71,28 +71,33 @@ pub(super) fn hub(ui: &Ui) -> Result<Hub> {
     Ok(Hub::new(HubSettings::from_env())?.with_progress(ui.downloads()))
 }
 
-/// Resolves a recipe. Errors of the recipe itself are reported before the Hub is asked for the model's config.
-pub(super) fn plan(recipe: &Recipe, verbosity: Verbosity, seat: WorldInfo) -> Result<Plan> {
+/// Resolves a recipe. Errors of the recipe itself are reported before the Hub is args for the model's config.
+pub(super) fn plan(recipe: &RecipeArgs, verbosity: Verbosity, world_info: WorldInfo) -> Result<Plan> {
     let loaded = Loaded::read(&recipe.path, &recipe.overrides)?;
-    let here = known(&loaded, HubAccess::ThisMachine, verbosity, seat)?;
+    let here = known(&loaded, HubAccess::ThisMachine, verbosity, world_info)?;
     let plan = Plan::resolve(&loaded, &here)?;
     if here.config.is_some() {
         return Ok(plan);
     }
-    let known = known(&loaded, HubAccess::Network, verbosity, seat)?;
+    let known = known(&loaded, HubAccess::Network, verbosity, world_info)?;
     Ok(Plan::resolve(&loaded, &known)?)
 }
 
 /// Gathers the facts about the machine and the Hub that a plan needs. An error names the purpose.
-pub(super) fn known(loaded: &Loaded, access: HubAccess, verbosity: Verbosity, seat: WorldInfo) -> Result<Environment> {
-    Environment::gather(loaded, access, verbosity.console(), seat).map_err(|error| match error {
+pub(super) fn known(
+    loaded: &Loaded,
+    access: HubAccess,
+    verbosity: Verbosity,
+    world_info: WorldInfo,
+) -> Result<Environment> {
+    Environment::gather(loaded, access, verbosity.console(), world_info).map_err(|error| match error {
         EnvironmentError::Recipe(error) => error.into(),
         error => anyhow::Error::new(error).context("failed to find the model's config"),
     })
 }
 
 /// Returns the rank, the world size and the machines of the process that a launcher started at `place`.
-pub(super) fn seat(place: &Place) -> WorldInfo {
+pub(super) fn world_info(place: &Place) -> WorldInfo {
     let machines = match place.source {
         _ if place.is_one_machine() => Machines::One,
         Source::Torchrun => Machines::Nodes,

@@ -10,7 +10,7 @@ use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use clap::Args;
 use serde_json::json;
 
-use super::options::{Format, Recipe, Supposed, Verbosity, hub, plan};
+use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, hub, plan};
 use super::{Ui, logging};
 use crate::data::{Batch, Cursor, GlobalBatch, IGNORE_INDEX, PreparedData, TrainLoader};
 use crate::exit::ExitCode;
@@ -18,17 +18,17 @@ use crate::plan::Plan;
 use crate::run::prepare_data;
 
 #[derive(Debug, Args)]
-pub(super) struct Preprocess {
+pub(super) struct PreprocessArgs {
     #[command(flatten)]
-    recipe: Recipe,
+    recipe: RecipeArgs,
     /// Print the first N steps too: texts with what is learned in [[ ]], or with json their token ids
     #[arg(long, value_name = "N", default_value_t = 0)]
     steps: usize,
     #[command(flatten)]
-    supposed: Supposed,
-    /// Format of the printed data
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    output_format: Format,
+    world: WorldSizeArgs,
+    /// OutputFormat of the printed data
+    #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
+    output_format: OutputFormat,
 }
 
 /// The examples of the long help.
@@ -40,8 +40,8 @@ Examples:
   trainer preprocess recipe.yaml --steps 2 --output-format json data.max_length=512";
 
 /// Prepares the data of a recipe and prints them.
-pub(super) fn run(args: &Preprocess, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let mut plan = plan(&args.recipe, verbosity, args.supposed.seat()?)?;
+pub(super) fn run(args: &PreprocessArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let mut plan = plan(&args.recipe, verbosity, args.world.world_info()?)?;
     // Only this command may fill the cache.
     plan.data.fail_on_missing_cache = false;
     logging::start(verbosity, &plan.logger, None)?;
@@ -49,12 +49,12 @@ pub(super) fn run(args: &Preprocess, verbosity: Verbosity, ui: &Ui) -> Result<Ex
 }
 
 /// Prepares the data of `plan` and prints the token statistics, or the first `n_steps` steps.
-fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: Format) -> Result<ExitCode> {
+fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: OutputFormat) -> Result<ExitCode> {
     let (assets, prepared) = prepare_data(plan, hub, RunId::now())?;
     let mut out = io::stdout().lock();
     let shown = match format {
-        Format::Text => text(&mut out, plan, &assets.tokenizer, &prepared, n_steps),
-        Format::Json => steps(plan, &prepared, n_steps)?.try_for_each(|step| writeln!(out, "{}", to_json(&step))),
+        OutputFormat::Text => text(&mut out, plan, &assets.tokenizer, &prepared, n_steps),
+        OutputFormat::Json => steps(plan, &prepared, n_steps)?.try_for_each(|step| writeln!(out, "{}", to_json(&step))),
     };
     match shown {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("failed to write to stdout"),

@@ -5,8 +5,8 @@ use candlewick_comm::place::Place;
 use candlewick_runtime::place::place;
 use clap::Args;
 
-use super::options::{Recipe, Verbosity, hub, plan, seat};
-use super::profile::{Profile, Sort};
+use super::options::{RecipeArgs, Verbosity, hub, plan, world_info};
+use super::profile::{Profile, ProfileSort};
 use super::{Ui, logging};
 use crate::estimate::{Capacity, Setup, estimate};
 use crate::exit::ExitCode;
@@ -14,12 +14,12 @@ use crate::plan::Plan;
 use crate::run::connect;
 
 #[derive(Debug, Args)]
-pub(super) struct Train {
+pub(super) struct TrainArgs {
     #[command(flatten)]
-    recipe: Recipe,
+    recipe: RecipeArgs,
     /// Print where the time went, by the time of each part alone or with its parts, and write a trace for Perfetto
     #[arg(long, value_enum, value_name = "SORT")]
-    profile: Option<Sort>,
+    profile: Option<ProfileSort>,
     /// Steps of the trace
     #[arg(long, value_name = "N", default_value_t = 5, requires = "profile")]
     profile_steps: usize,
@@ -34,30 +34,30 @@ Examples:
   trainer train recipe.yaml 'data.sources=[mine.jsonl]' checkpoint.0.output_dir=out
 The same command goes on where the last run stopped, if a checkpoint has auto_resume: true.";
 
-pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let place = place()?;
-    let plan = plan(&train.recipe, verbosity, seat(&place))?;
+    let plan = plan(&args.recipe, verbosity, world_info(&place))?;
     let folder = plan.log.output_dir.clone().unwrap_or_default();
-    let mut profile = train
+    let mut profile = args
         .profile
         .filter(|_| place.rank == 0)
-        .map(|sort| Profile::create(folder, sort, train.profile_steps))
+        .map(|sort| Profile::create(folder, sort, args.profile_steps))
         .transpose()?;
     logging::start(verbosity, &plan.logger, profile.as_mut())?;
     for note in plan.notes.iter().filter(|_| place.rank == 0) {
-        ui.remark(&format!("note: {note}"));
+        ui.note(&format!("note: {note}"));
     }
     let (world, device) = connect(&plan, &place)?;
-    refuse_what_cannot_fit(&plan, &place, ui)?;
+    check_memory(&plan, &place, ui)?;
     let code = crate::run::train(&plan, &hub(ui)?, &world, &device)?;
     if let Some(profile) = profile {
-        ui.remark(&profile.finish()?);
+        ui.note(&profile.finish()?);
     }
     Ok(code)
 }
 
 /// Fails if the run cannot fit with rows of any length. Prints a note if it fits only with rows shorter than `data.max_length`.
-fn refuse_what_cannot_fit(plan: &Plan, place: &Place, ui: &Ui) -> Result<()> {
+fn check_memory(plan: &Plan, place: &Place, ui: &Ui) -> Result<()> {
     let capacity = Capacity::now(plan.device).of_one(place.local_world_size);
     let setup = Setup::on(plan, &capacity)?;
     let least = estimate(&Setup { row_tokens: 2, rows: 1, eval_load: None, ..setup.clone() }).shortages(&capacity);
@@ -69,7 +69,7 @@ fn refuse_what_cannot_fit(plan: &Plan, place: &Place, ui: &Ui) -> Result<()> {
     }
     for shortage in estimate(&setup).shortages(&capacity).iter().filter(|_| place.rank == 0) {
         let rows = plan.data.max_length;
-        ui.remark(&format!(
+        ui.note(&format!(
             "note: rows of {rows} tokens (data.max_length) would need {shortage}; see `trainer estimate`"
         ));
     }

@@ -25,7 +25,7 @@ impl Ui {
     }
 
     /// Prints a command's result to stdout. A closed pipe is no error.
-    pub fn answer(&self, text: &str) -> Result<ExitCode> {
+    pub fn print(&self, text: &str) -> Result<ExitCode> {
         let mut stdout = io::stdout().lock();
         match writeln!(stdout, "{}", printable(text)).and_then(|()| stdout.flush()) {
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
@@ -36,7 +36,7 @@ impl Ui {
     }
 
     /// Prints a remark to stderr, unless quiet.
-    pub fn remark(&self, text: &str) {
+    pub fn note(&self, text: &str) {
         if !self.quiet {
             // A closed pipe is no error.
             let _ = AboveBars.write_all(format!("{}\n", printable(text)).as_bytes());

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::Capacity;
 use super::compute_device::ComputeDevice;
-use crate::checkpoint::Kind;
+use crate::checkpoint::CheckpointFormat;
 use crate::plan::{CheckpointingMode, Plan, RanksPlan, TasksPlan, WeightInit, dtype};
 use crate::recipe::FloatDtype;
 
@@ -58,7 +58,7 @@ pub struct Setup {
     /// The batches of task evaluation; `None` without tasks.
     pub eval_load: Option<EvalLoad>,
     /// The checkpoints that the run writes.
-    pub saves: Vec<Kind>,
+    pub saves: Vec<CheckpointFormat>,
     /// True if a checkpoint is written asynchronously, from a copy.
     pub copies_to_save: bool,
 }
@@ -125,7 +125,7 @@ impl Setup {
             init: plan.model.init,
             evaluates: plan.eval.is_some(),
             eval_load: plan.tasks.as_ref().map(EvalLoad::of),
-            saves: plan.checkpoints.iter().map(|checkpoint| checkpoint.kind).collect(),
+            saves: plan.checkpoints.iter().map(|checkpoint| checkpoint.format).collect(),
             copies_to_save: plan.checkpoints.iter().any(|checkpoint| checkpoint.async_save),
         })
     }

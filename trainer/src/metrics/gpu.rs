@@ -17,11 +17,11 @@ pub struct GpuMemory {
 }
 
 /// What knows the GPUs of a machine by their names.
-trait Gpus: fmt::Debug {
+trait GpuQuery: fmt::Debug {
     fn memory(&self, uuid: &str) -> Result<GpuMemory, NvmlError>;
 }
 
-impl Gpus for Nvml {
+impl GpuQuery for Nvml {
     fn memory(&self, uuid: &str) -> Result<GpuMemory, NvmlError> {
         let info = self.device_by_uuid(uuid)?.memory_info()?;
         Ok(GpuMemory { gpu_used_bytes: info.used, gpu_total_bytes: info.total })
@@ -31,7 +31,7 @@ impl Gpus for Nvml {
 /// Watches one GPU.
 #[derive(Debug)]
 pub struct GpuMonitor {
-    gpus: Box<dyn Gpus>,
+    gpus: Box<dyn GpuQuery>,
     uuid: String,
     has_warned: Cell<bool>,
 }
@@ -51,7 +51,7 @@ impl GpuMonitor {
         }
     }
 
-    fn new(gpus: impl Gpus + 'static, uuid: String) -> Self {
+    fn new(gpus: impl GpuQuery + 'static, uuid: String) -> Self {
         Self { gpus: Box::new(gpus), uuid, has_warned: Cell::new(false) }
     }
 
@@ -88,7 +88,7 @@ mod tests {
         }
     }
 
-    impl Gpus for Machine {
+    impl GpuQuery for Machine {
         fn memory(&self, uuid: &str) -> Result<GpuMemory, NvmlError> {
             let gpu = self.0.iter().find(|(name, _)| *name == uuid).ok_or(NvmlError::NotFound)?;
             gpu.1.ok_or(NvmlError::NotSupported)

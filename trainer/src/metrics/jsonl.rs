@@ -15,7 +15,7 @@ use serde_json::Value;
 
 /// Says where a run begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Start {
+pub enum RunStart {
     /// At its first step.
     Fresh,
     /// After this many steps.
@@ -30,7 +30,7 @@ pub struct MetricsFile {
 
 impl MetricsFile {
     /// Opens the file for a run that begins at `start`.
-    pub fn open(path: &Path, start: Start) -> io::Result<Self> {
+    pub fn open(path: &Path, start: RunStart) -> io::Result<Self> {
         if let Some(parent) = path.parent() {
             fs::create_dir_all(parent)?;
         }
@@ -38,8 +38,8 @@ impl MetricsFile {
             _ if !path.exists() => {}
             // A pipe or a device is written to as it is.
             _ if !path.is_file() => {}
-            Start::Fresh => fs::rename(path, unused_name(path))?,
-            Start::Resumed(step) => cut_after(path, step)?,
+            RunStart::Fresh => fs::rename(path, unused_name(path))?,
+            RunStart::Resumed(step) => cut_after(path, step)?,
         }
         Ok(Self { file: OpenOptions::new().create(true).append(true).open(path)? })
     }
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn record(path: &Path, start: Start, steps: impl IntoIterator<Item = usize>) {
+    fn record(path: &Path, start: RunStart, steps: impl IntoIterator<Item = usize>) {
         let mut file = MetricsFile::open(path, start).unwrap();
         steps.into_iter().for_each(|step| file.append(&json!({"iter": step})).unwrap());
     }
@@ -101,8 +101,8 @@ mod tests {
     fn a_resumed_run_replaces_the_lines_past_its_step() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("deep/er/metrics.jsonl");
-        record(&path, Start::Fresh, 1..=5);
-        record(&path, Start::Resumed(3), 4..=6);
+        record(&path, RunStart::Fresh, 1..=5);
+        record(&path, RunStart::Resumed(3), 4..=6);
         check(&path, &[1, 2, 3, 4, 5, 6]);
     }
 
@@ -111,7 +111,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
         fs::write(&path, b"{\"iter\":1}\n{\"iter\":2}\n\xff\xfe\n{\"iter\":3}").unwrap();
-        record(&path, Start::Resumed(3), [4]);
+        record(&path, RunStart::Resumed(3), [4]);
         check(&path, &[1, 2, 4]);
     }
 
@@ -120,7 +120,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
         for n in 1..=3 {
-            record(&path, Start::Fresh, [n]);
+            record(&path, RunStart::Fresh, [n]);
         }
         check(&path, &[3]);
         check(&dir.path().join("metrics.1.jsonl"), &[1]);
@@ -131,7 +131,7 @@ mod tests {
     fn resuming_without_a_file_begins_one() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        record(&path, Start::Resumed(7), [8]);
+        record(&path, RunStart::Resumed(7), [8]);
         check(&path, &[8]);
     }
 }

@@ -18,9 +18,9 @@ pub use flops::{
 };
 pub use format::{duration, grouped, quantity};
 pub use gpu::{GpuMemory, GpuMonitor};
-pub use jsonl::{MetricsFile, Start};
+pub use jsonl::{MetricsFile, RunStart};
 pub use memory::Memory;
 pub use plan::{Console, LogPlan};
-pub use record::{EvalRecord, ResumeRecord, SaveRecord, StepRecord, TasksRecord};
+pub use record::{CheckpointRecord, EvalRecord, ResumeRecord, StepRecord, TasksRecord};
 pub use reporter::Reporter;
-pub use run_json::{Exit, Host, RunJson, RunReport, Versions};
+pub use run_json::{HostInfo, RunExit, RunJson, RunReport, Versions};

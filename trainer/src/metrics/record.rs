@@ -87,7 +87,7 @@ pub struct TasksRecord {
 
 /// Describes a finished save.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct SaveRecord {
+pub struct CheckpointRecord {
     /// Epochs done.
     pub epoch: usize,
     /// Optimizer steps done: the save's tag.
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     fn a_saves_and_a_resumes_json_have_these_names() {
-        let record = SaveRecord { epoch: 1, iter: 4, saved: "out/global_step_4".into(), save_time: 0.5 };
+        let record = CheckpointRecord { epoch: 1, iter: 4, saved: "out/global_step_4".into(), save_time: 0.5 };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"saved":"out/global_step_4","save_time":0.5}"#);
         let record = ResumeRecord { epoch: 1, iter: 4, resumed_from: "out/global_step_4".into(), resume_time: 0.5 };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"resumed_from":"out/global_step_4","resume_time":0.5}"#);

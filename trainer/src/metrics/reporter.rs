@@ -7,9 +7,9 @@ use serde::Serialize;
 
 use super::console::{Terminal, detailed_step_line, eval_line, step_line, tasks_line};
 use super::format::duration;
-use super::jsonl::{MetricsFile, Start};
+use super::jsonl::{MetricsFile, RunStart};
 use super::plan::{Console, LogPlan};
-use super::record::{EvalRecord, ResumeRecord, SaveRecord, StepRecord, TasksRecord};
+use super::record::{CheckpointRecord, EvalRecord, ResumeRecord, StepRecord, TasksRecord};
 
 /// Reports the steps and evaluations of one run.
 #[derive(Debug)]
@@ -26,10 +26,10 @@ pub struct Reporter {
 
 impl Reporter {
     /// Opens the metrics file and the terminal for a run of `total_steps`.
-    pub fn open(plan: &LogPlan, start: Start, total_steps: usize) -> io::Result<Self> {
+    pub fn open(plan: &LogPlan, start: RunStart, total_steps: usize) -> io::Result<Self> {
         let done = match start {
-            Start::Fresh => 0,
-            Start::Resumed(step) => step,
+            RunStart::Fresh => 0,
+            RunStart::Resumed(step) => step,
         };
         let file = plan.metrics_path.as_deref().map(|path| MetricsFile::open(path, start)).transpose()?;
         let terminal = Terminal::new(plan.console, done, total_steps);
@@ -47,14 +47,14 @@ impl Reporter {
     /// Reports a step.
     pub fn step(&mut self, record: &StepRecord) {
         let LogPlan { train_log_iter_interval, loss_log_interval, .. } = self.plan;
-        let is_recorded = falls_on(train_log_iter_interval, record.iter);
+        let is_recorded = is_due(train_log_iter_interval, record.iter);
         if is_recorded {
             self.append(record);
         }
-        if is_recorded || falls_on(loss_log_interval, record.iter) {
+        if is_recorded || is_due(loss_log_interval, record.iter) {
             let line = match self.plan.console {
                 Console::Lines => detailed_step_line(record, self.total_steps),
-                Console::Full | Console::Quiet => step_line(record, self.total_steps, self.left(record.iter)),
+                Console::Full | Console::Quiet => step_line(record, self.total_steps, self.eta_seconds(record.iter)),
             };
             self.terminal.line(&line);
         }
@@ -62,7 +62,7 @@ impl Reporter {
     }
 
     /// The seconds that the steps after `iter` will take, at the pace so far.
-    fn left(&self, iter: usize) -> f64 {
+    fn eta_seconds(&self, iter: usize) -> f64 {
         let (started, done) = self.started;
         let pace = started.elapsed().as_secs_f64() / iter.saturating_sub(done).max(1) as f64;
         pace * self.total_steps.saturating_sub(iter) as f64
@@ -71,7 +71,7 @@ impl Reporter {
     /// Reports an evaluation.
     pub fn eval(&mut self, record: &EvalRecord) {
         self.n_evals += 1;
-        if falls_on(self.plan.eval_log_iter_interval, self.n_evals) {
+        if is_due(self.plan.eval_log_iter_interval, self.n_evals) {
             self.append(record);
             self.terminal.line(&eval_line(record, self.total_steps));
         }
@@ -84,7 +84,7 @@ impl Reporter {
     }
 
     /// Reports a save.
-    pub fn save(&mut self, record: &SaveRecord) {
+    pub fn checkpoint(&mut self, record: &CheckpointRecord) {
         self.append(record);
         self.terminal.line(&format!("saved {} in {}", record.saved.display(), duration(record.save_time)));
     }
@@ -123,7 +123,7 @@ impl Drop for Reporter {
     }
 }
 
-fn falls_on(interval: usize, count: usize) -> bool {
+fn is_due(interval: usize, count: usize) -> bool {
     interval > 0 && count.is_multiple_of(interval)
 }
 
@@ -146,7 +146,7 @@ mod tests {
             eval_log_iter_interval: eval_interval,
             console: Console::Quiet,
         };
-        let mut reporter = Reporter::open(&plan, Start::Fresh, 6).unwrap();
+        let mut reporter = Reporter::open(&plan, RunStart::Fresh, 6).unwrap();
         for iter in 1..=6 {
             reporter.step(&StepRecord { iter, ..StepRecord::default() });
             if iter % 2 == 0 {

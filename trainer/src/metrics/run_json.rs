@@ -36,7 +36,7 @@ pub struct RunReport {
     /// Seconds between the two.
     pub elapsed_s: f64,
     /// How it ended; null while it runs, and for ever if it was killed.
-    pub exit: Option<Exit>,
+    pub exit: Option<RunExit>,
     /// The save from which it went on.
     pub resumed_from: Option<PathBuf>,
     /// The resolved plan.
@@ -44,7 +44,7 @@ pub struct RunReport {
     /// What ran.
     pub versions: Versions,
     /// On what it ran.
-    pub host: Host,
+    pub host: HostInfo,
     /// What was found out about the data (detected formats, cache hits, oddities) and what computes attention on a GPU.
     pub notes: Vec<String>,
     /// The token ledger.
@@ -57,7 +57,7 @@ pub struct RunReport {
 
 /// Says how a run ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Exit {
+pub struct RunExit {
     /// The process's exit code.
     pub code: u8,
     /// Why, in words.
@@ -75,7 +75,7 @@ pub struct Versions {
 
 /// Describes the machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Host {
+pub struct HostInfo {
     /// Its name.
     pub name: Option<String>,
     /// Operating system and architecture: "linux x86_64".
@@ -102,7 +102,7 @@ impl RunJson {
             resumed_from: None,
             plan,
             versions: Versions::this(),
-            host: Host::this(),
+            host: HostInfo::this(),
             notes: Vec::new(),
             ledger: Value::Null,
             skipped_steps: 0,
@@ -128,7 +128,7 @@ impl RunJson {
     }
 
     /// Writes the last version.
-    pub fn finish(&mut self, exit: Exit) -> io::Result<()> {
+    pub fn finish(&mut self, exit: RunExit) -> io::Result<()> {
         self.update(|report| report.exit = Some(exit))
     }
 }
@@ -147,7 +147,7 @@ impl fmt::Display for Versions {
     }
 }
 
-impl Host {
+impl HostInfo {
     /// Describes this machine.
     pub fn this() -> Self {
         let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -226,7 +226,7 @@ mod tests {
         assert!(read()["host"]["n_cpus"].as_u64().unwrap() > 0);
 
         run.update(|report| report.ledger = json!({"read": 10})).unwrap();
-        run.finish(Exit { code: 75, reason: "SIGTERM, saved at step 3".to_owned() }).unwrap();
+        run.finish(RunExit { code: 75, reason: "SIGTERM, saved at step 3".to_owned() }).unwrap();
         assert_eq!(read()["ledger"]["read"], 10);
         assert_eq!(read()["exit"], json!({"code": 75, "reason": "SIGTERM, saved at step 3"}));
         assert_eq!(fs::read_dir(&output_dir).unwrap().count(), 1);
@@ -235,6 +235,6 @@ mod tests {
     #[test]
     fn without_a_folder_nothing_is_written() {
         let mut run = RunJson::start(&log(None), json!({})).unwrap();
-        run.finish(Exit { code: 0, reason: "done".to_owned() }).unwrap();
+        run.finish(RunExit { code: 0, reason: "done".to_owned() }).unwrap();
     }
 }

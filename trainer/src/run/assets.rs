@@ -26,8 +26,8 @@ pub struct Assets {
 
 impl Assets {
     /// Finds the model's and the tokenizer's folders, downloading what is not here. A chat template that prints the date
-    /// prints that of `began`.
-    pub fn find(plan: &Plan, hub: &Hub, began: RunId) -> Result<Self> {
+    /// prints that of `run_id`.
+    pub fn find(plan: &Plan, hub: &Hub, run_id: RunId) -> Result<Self> {
         let part = match plan.model.init {
             WeightInit::Load => ModelFiles::All,
             WeightInit::Random => ModelFiles::WithoutWeights,
@@ -47,7 +47,7 @@ impl Assets {
             tokenizer: Tokenizer::from_directory(tokenizer_folder)?,
             template: chat_template.as_ref().map(own_template).transpose()?,
             kwargs: chat_template_kwargs.clone(),
-            clock: began.clock(),
+            clock: run_id.clock(),
         })
     }
 

@@ -12,7 +12,7 @@ use crate::exit::ExitCode;
 use crate::metrics::gpu_peak;
 use crate::plan::{OptimizerPlan, PipelinePlan, Plan, RanksPlan, WeightInit, checkpointing, dtype};
 
-use super::{Assets, Ranks};
+use super::{Assets, RankContext};
 
 /// An engine, and what was found out while it was built.
 pub(super) struct Built {
@@ -24,7 +24,7 @@ pub(super) struct Built {
 }
 
 /// Builds the model and sets its weights.
-pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Built> {
+pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Result<Built> {
     let config = plan.model.config.clone().context("failed to build the model: its config is not known")?;
     let n_ids = assets.tokenizer.min_embedding_rows() as usize;
     if n_ids > config.vocab_size() {

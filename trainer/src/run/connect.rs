@@ -9,7 +9,7 @@ use candlewick_comm::store::Error as StoreError;
 use candlewick_comm::{Engine, Error as CommError, Host, Options, World};
 use candlewick_ops::{DeviceChoice, gpus};
 
-use super::ranks::ended_by;
+use super::ranks::peer_failure;
 use crate::exit::ExitCode;
 use crate::plan::Plan;
 use crate::recipe::DdpBackend;
@@ -20,16 +20,16 @@ pub fn connect(plan: &Plan, place: &Place) -> Result<(World, Device)> {
     let device = device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
     let engine = engine(plan.ranks.backend, &device, place);
     let options = Options { timeout: Duration::from_secs(plan.ranks.timeout as u64), record: false };
-    let world = World::join(place, &engine, options).map_err(|error| alone(error, place))?;
+    let world = World::join(place, &engine, options).map_err(|error| join_error(error, place))?;
     Ok((world, device))
 }
 
 /// Says what can be done about ranks that do not come together.
-fn alone(error: CommError, place: &Place) -> Error {
+fn join_error(error: CommError, place: &Place) -> Error {
     let by_agent = place.master.as_ref().is_ok_and(|master| master.agent_hosts_store);
     let host = if by_agent { "the launcher" } else { "rank 0" };
     let (code, advice) = match &error {
-        CommError::Failed(failure) => return ended_by(failure),
+        CommError::Failed(failure) => return peer_failure(failure),
         CommError::Absent { .. } => {
             (ExitCode::Peer, "see what it wrote; raise ddp_timeout if it needs longer to start".to_owned())
         }
@@ -51,7 +51,7 @@ fn alone(error: CommError, place: &Place) -> Error {
     anyhow!("failed to {error}; {advice}").context(code)
 }
 
-/// The device of one of a machine's ranks: where any GPU will do, the one with its number. A rank that sees one GPU alone was
+/// The device of one of a machine's ranks: where any GPU will do, the one with its number. A rank that sees one GPU join_error was
 /// given it by its launcher.
 fn device_of(choice: DeviceChoice, backend: DdpBackend, local_rank: usize, n_gpus: usize) -> Result<DeviceChoice> {
     match choice {

@@ -9,16 +9,16 @@ use candlewick_runtime::run_id::RunId;
 use crate::checkpoint::{RunState, Scores};
 use crate::data::PreparedData;
 use crate::plan::Plan;
-use crate::signals::{Stop, StopRequests};
+use crate::signals::{StopRequest, StopSignals};
 
 use super::tasks::Tasks;
-use super::{Assets, Ranks};
+use super::{Assets, RankContext};
 
 /// The parts of a run before its first step.
 #[derive(Clone, Copy)]
-pub(super) struct Run<'a> {
+pub(super) struct TrainingRun<'a> {
     pub(super) plan: &'a Plan,
-    pub(super) ranks: &'a Ranks<'a>,
+    pub(super) ranks: &'a RankContext<'a>,
     pub(super) assets: &'a Assets,
     pub(super) engine: &'a Engine,
     /// Remarks about the engine for the user.
@@ -29,8 +29,8 @@ pub(super) struct Run<'a> {
     pub(super) tasks: Option<&'a Tasks<'a>>,
     /// The metric that chooses the best checkpoint, without a value.
     pub(super) scores: &'a Scores,
-    pub(super) began: RunId,
-    pub(super) stop: &'a StopRequests,
+    pub(super) run_id: RunId,
+    pub(super) stop: &'a StopSignals,
 }
 
 /// The state of a run besides its weights and its data cursor.
@@ -50,13 +50,13 @@ pub(super) struct Progress {
 
 /// The reason why the loop ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum End {
+pub(super) enum EndReason {
     /// Every step of the horizon is done.
     Horizon,
     /// The recipe asked for an earlier end.
     Exit(&'static str),
     /// A stop was requested.
-    Stop(Stop),
+    Stop(StopRequest),
 }
 
 impl Progress {
@@ -67,12 +67,12 @@ impl Progress {
     }
 }
 
-impl End {
+impl EndReason {
     pub(super) fn reason(&self) -> String {
         match self {
-            End::Horizon => "all steps are done".to_string(),
-            End::Exit(key) => format!("{key} was reached"),
-            End::Stop(stop) => format!("stopped by {stop}"),
+            EndReason::Horizon => "all steps are done".to_string(),
+            EndReason::Exit(key) => format!("{key} was reached"),
+            EndReason::Stop(stop) => format!("stopped by {stop}"),
         }
     }
 }

@@ -21,14 +21,14 @@ const NAME: &str = ".lock";
 pub(super) fn lock(plan: &Plan) -> Result<Locks> {
     let folders = plan.log.output_dir.iter().chain(plan.checkpoints.iter().map(|checkpoint| &checkpoint.output_dir));
     // One folder may have two names.
-    let folders: BTreeSet<PathBuf> = folders.map(|folder| made(folder)).collect::<Result<_>>()?;
+    let folders: BTreeSet<PathBuf> = folders.map(|folder| created(folder)).collect::<Result<_>>()?;
     let locks = folders.into_iter().map(lock_folder).collect::<Result<Vec<_>>>()?;
     Ok(Locks { _files: locks.into_iter().flatten().collect() })
 }
 
-fn made(folder: &Path) -> Result<PathBuf> {
-    let made = fs::create_dir_all(folder).and_then(|()| folder.canonicalize());
-    made.map_err(|source| CheckpointError::Io { action: "create", path: folder.to_owned(), source }.into())
+fn created(folder: &Path) -> Result<PathBuf> {
+    let created = fs::create_dir_all(folder).and_then(|()| folder.canonicalize());
+    created.map_err(|source| CheckpointError::Io { action: "create", path: folder.to_owned(), source }.into())
 }
 
 fn lock_folder(folder: PathBuf) -> Result<Option<File>> {
@@ -65,8 +65,8 @@ mod tests {
     #[test]
     fn a_second_run_is_refused_while_the_first_one_lasts() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = made(&dir.path().join("runs/a")).unwrap();
-        assert_eq!(made(&dir.path().join("./runs/../runs/a")).unwrap(), folder);
+        let folder = created(&dir.path().join("runs/a")).unwrap();
+        assert_eq!(created(&dir.path().join("./runs/../runs/a")).unwrap(), folder);
         let first = lock_folder(folder.clone()).unwrap();
         assert!(first.is_some());
         let error = lock_folder(folder.clone()).unwrap_err();

@@ -58,7 +58,7 @@ fn estimated(
 
 impl MemoryReport {
     /// Lists the bytes in use by class.
-    fn in_use(&self) -> Vec<(&'static str, u64)> {
+    fn checkpoint_in_use(&self) -> Vec<(&'static str, u64)> {
         let StoreBytes { weights, masters, gradients, moments } = self.parameters.unwrap_or_default();
         let known = [
             ("weights", weights),
@@ -81,7 +81,7 @@ impl fmt::Display for MemoryReport {
         if let Some(DeviceMemory { peak_bytes, total_bytes }) = self.measured {
             write!(f, ": {} of {} were in use", bytes(peak_bytes), bytes(total_bytes))?;
         }
-        for (class, n_bytes) in self.in_use() {
+        for (class, n_bytes) in self.checkpoint_in_use() {
             write!(f, "\n  {class:<24}{:>11}", bytes(n_bytes))?;
         }
         match &self.estimate {

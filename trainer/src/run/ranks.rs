@@ -14,10 +14,10 @@ use serde_json::Value;
 use crate::exit::{ExitCode, classify};
 use crate::plan::{CheckpointingMode, Plan, RanksPlan};
 use crate::recipe::MemoryMode;
-use crate::signals::{Signal, Stop};
+use crate::signals::{Signal, StopRequest};
 
 /// This rank and its groups.
-pub(super) struct Ranks<'w> {
+pub(super) struct RankContext<'w> {
     world: &'w World,
     /// All ranks, on the host.
     pub(super) process: ProcessGroup,
@@ -25,50 +25,68 @@ pub(super) struct Ranks<'w> {
     pub(super) device: Device,
     pub(super) groups: ParallelGroups,
     /// This rank's place among those that compute different micro-batches, and how many places there are.
-    pub(super) seat: (usize, usize),
+    pub(super) rank_info: RankInfo,
     /// All ranks, for checkpoints that are written in the background.
     pub(super) background: ProcessGroup,
 }
 
-impl<'w> Ranks<'w> {
+/// The index of this rank among the data-parallel ranks, which compute different micro-batches, and their number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RankInfo {
+    pub(super) data_rank: usize,
+    pub(super) data_world: usize,
+}
+
+impl<'w> RankContext<'w> {
     /// Makes the groups that `plan` wants of the ranks of `world`, which all call it. `device` is what this one computes on.
     pub(super) fn new(world: &'w World, device: &Device, plan: &RanksPlan) -> Result<Self> {
         let device = device.clone();
         let mesh = Mesh::new(plan.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
         let groups = ParallelGroups::new(&mesh, &*world.group())?;
         let place = |axis| mesh.place(world.rank(), axis);
-        let seat = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
+        let data_rank = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
         let background = world.group().split("saves", &[(0..world.size()).collect()])?;
         let process = ProcessGroup::new(world)?;
         let background = process.over(background);
-        Ok(Self { world, process, device, groups, seat: (seat, plan.n_data()), background })
+        Ok(Self {
+            world,
+            process,
+            device,
+            groups,
+            rank_info: RankInfo { data_rank, data_world: plan.n_data() },
+            background,
+        })
     }
 
-    /// Tells whether this is the one rank, of those that share a micro-batch, that counts its tokens.
-    pub(super) fn counts(&self) -> bool {
+    /// Tells whether this is the one rank, of those that share a micro-batch, that counts_tokens its tokens.
+    pub(super) fn counts_tokens(&self) -> bool {
         let ParallelGroups { cp, sp, pp, .. } = &self.groups;
         [cp, sp, pp].iter().all(|group| group.rank() == 0)
     }
 
-    /// Whether any rank was asked to stop, and how: a signal counts more than the kill switch. All ranks call it.
-    pub(super) fn agree(&self, own: Option<Stop>, kill_switch: Option<&Path>) -> Result<Option<Stop>> {
+    /// Whether any rank was asked to stop, and how: a signal counts_tokens more than the kill switch. All ranks call it.
+    pub(super) fn agree_on_stop(
+        &self,
+        own: Option<StopRequest>,
+        kill_switch: Option<&Path>,
+    ) -> Result<Option<StopRequest>> {
         const SIGNALS: [Signal; 3] = [Signal::Preempt, Signal::Interrupt, Signal::Terminate];
         let code = match own {
             None => 0,
-            Some(Stop::KillSwitch(_)) => 1,
-            Some(Stop::Signal(signal)) => 2 + SIGNALS.iter().position(|it| *it == signal).unwrap_or(0) as u32,
+            Some(StopRequest::KillSwitch(_)) => 1,
+            Some(StopRequest::Signal(signal)) => 2 + SIGNALS.iter().position(|it| *it == signal).unwrap_or(0) as u32,
         };
         let code = self.process.group().all_reduce(&Tensor::new(code, &Device::Cpu)?, Reduce::Max)?;
         Ok(match to_host(&code)?.to_scalar::<u32>()? {
             0 => None,
-            1 => kill_switch.map(|path| Stop::KillSwitch(path.to_owned())),
-            code => Some(Stop::Signal(SIGNALS[code as usize - 2])),
+            1 => kill_switch.map(|path| StopRequest::KillSwitch(path.to_owned())),
+            code => Some(StopRequest::Signal(SIGNALS[code as usize - 2])),
         })
     }
 
     /// Tells the other ranks why this one ends; if it ends because another did, says so instead.
-    pub(super) fn blame(&self, error: Error) -> Error {
-        fail(self.world, "train", (classify(&error), error), ended_by)
+    pub(super) fn report_failure(&self, error: Error) -> Error {
+        fail(self.world, "train", (classify(&error), error), peer_failure)
     }
 
     /// Returns the plan of all ranks: what they chose by the memory that each found free is what the one with least of it can
@@ -76,19 +94,20 @@ impl<'w> Ranks<'w> {
     pub(super) fn agree_on(&self, plan: &Plan) -> Result<Plan> {
         let mut plan = plan.clone();
         if plan.memory == MemoryMode::Auto {
-            plan.model.activations = self.leanest(plan.model.activations)?;
+            plan.model.activations = self.lowest_memory_mode(plan.model.activations)?;
         }
-        self.check_same(&plan)?;
+        self.check_compatible(&plan)?;
         Ok(plan)
     }
 
-    fn leanest(&self, own: CheckpointingMode) -> Result<CheckpointingMode> {
+    fn lowest_memory_mode(&self, own: CheckpointingMode) -> Result<CheckpointingMode> {
         let all = self.process.exchange(Ok(serde_json::to_vec(&own)?))?;
-        all.iter().try_fold(own, |leanest, other| Ok(leanest.leaner(serde_json::from_slice(other)?)))
+        all.iter()
+            .try_fold(own, |lowest_memory_mode, other| Ok(lowest_memory_mode.leaner(serde_json::from_slice(other)?)))
     }
 
-    fn check_same(&self, plan: &Plan) -> Result<()> {
-        let own = in_common(plan)?.to_string().into_bytes();
+    fn check_compatible(&self, plan: &Plan) -> Result<()> {
+        let own = settings_of_all_ranks(plan)?.to_string().into_bytes();
         let all = self.process.exchange(Ok(own.clone()))?;
         let Some(rank) = all.iter().position(|other| *other != own) else { return Ok(()) };
         let found = difference("", &serde_json::from_slice(&own)?, &serde_json::from_slice(&all[rank])?);
@@ -104,7 +123,7 @@ impl<'w> Ranks<'w> {
 
 /// What of a plan must be the same on all ranks: what a rank prints and logs is its own, and so is what it reads data with and
 /// where its machine has room.
-fn in_common(plan: &Plan) -> Result<Value> {
+fn settings_of_all_ranks(plan: &Plan) -> Result<Value> {
     let mut shown = serde_json::to_value(plan)?;
     let own = [
         "log",
@@ -137,7 +156,7 @@ fn difference(key: &str, a: &Value, b: &Value) -> Option<(String, [String; 2])> 
 }
 
 /// The error of a rank that ends because the world has, and what can be done about it.
-pub(super) fn ended_by(failure: &Failure) -> Error {
+pub(super) fn peer_failure(failure: &Failure) -> Error {
     let rank = failure.rank;
     let advice = match failure.cause {
         Cause::Told => format!("rank {rank} has written more"),
@@ -158,9 +177,9 @@ mod tests {
     use candlewick_comm::{Options, threads};
 
     /// What each of three ranks returns.
-    fn of_three<T: Send>(rank: impl Fn(&Ranks) -> Result<T> + Sync) -> Vec<T> {
+    fn of_three<T: Send>(rank: impl Fn(&RankContext) -> Result<T> + Sync) -> Vec<T> {
         let plan = RanksPlan { dp_replicate: 3, ..RanksPlan::alone() };
-        let run = |world: &World| rank(&Ranks::new(world, &Device::Cpu, &plan)?);
+        let run = |world: &World| rank(&RankContext::new(world, &Device::Cpu, &plan)?);
         threads::run(3, Options::default(), run).unwrap()
     }
 
@@ -174,7 +193,7 @@ mod tests {
             ([Selective, Full, None], Full),
             ([None; 3], None),
         ] {
-            assert_eq!(of_three(|ranks| ranks.leanest(own[ranks.process.rank()])), [want; 3]);
+            assert_eq!(of_three(|ranks| ranks.lowest_memory_mode(own[ranks.process.rank()])), [want; 3]);
         }
     }
 
@@ -194,13 +213,13 @@ mod tests {
     fn a_stop_that_one_rank_hears_of_stops_all_at_one_step() {
         let switch = Path::new("/tmp/stop");
         let heard = of_three(|ranks| {
-            let own = (ranks.process.rank() == 1).then_some(Stop::Signal(Signal::Terminate));
-            let other = (ranks.process.rank() == 2).then(|| Stop::KillSwitch(switch.to_owned()));
-            let nothing = ranks.agree(None, Some(switch))?;
-            let switched = ranks.agree(other.clone(), Some(switch))?;
-            Ok([nothing, switched, ranks.agree(own.or(other), Some(switch))?])
+            let own = (ranks.process.rank() == 1).then_some(StopRequest::Signal(Signal::Terminate));
+            let other = (ranks.process.rank() == 2).then(|| StopRequest::KillSwitch(switch.to_owned()));
+            let nothing = ranks.agree_on_stop(None, Some(switch))?;
+            let switched = ranks.agree_on_stop(other.clone(), Some(switch))?;
+            Ok([nothing, switched, ranks.agree_on_stop(own.or(other), Some(switch))?])
         });
-        let (signal, file) = (Stop::Signal(Signal::Terminate), Stop::KillSwitch(switch.to_owned()));
+        let (signal, file) = (StopRequest::Signal(Signal::Terminate), StopRequest::KillSwitch(switch.to_owned()));
         assert!(heard.iter().all(|heard| *heard == [None, Some(file.clone()), Some(signal.clone())]), "{heard:?}");
     }
 }

@@ -6,15 +6,15 @@ use candle_core::{DType, Tensor};
 use candlewick_ops::{HostBuffer, copy_into, with_bytes};
 use candlewick_parallel::Engine;
 
-use crate::checkpoint::{Piece, StateError, TensorMeta, TrainState};
+use crate::checkpoint::{StateError, TensorChunk, TensorMeta, TrainState};
 
 /// The training state by name: "master/model.norm.weight".
 pub(super) struct EngineState {
     tensors: Vec<TensorMeta>,
-    pieces: Vec<Piece>,
+    chunks: Vec<TensorChunk>,
     /// Those that this rank writes.
-    written: Vec<Piece>,
-    /// Flat views of the pieces, with the index of their first element.
+    to_write: Vec<TensorChunk>,
+    /// Flat views of the chunks, with the index of their first element.
     views: HashMap<String, (usize, Tensor)>,
 }
 
@@ -29,19 +29,19 @@ impl EngineState {
         };
         let trained = engine.model().units().iter().flat_map(|unit| &unit.params).filter(|spec| spec.trainable);
         let tensors = trained.flat_map(|spec| PARTS.map(|part| meta(part, &spec.name, &spec.shape))).collect();
-        let (mut pieces, mut written, mut views) = (Vec::new(), Vec::new(), HashMap::new());
+        let (mut chunks, mut to_write, mut views) = (Vec::new(), Vec::new(), HashMap::new());
         for param in engine.store().states()? {
             for (part, view) in PARTS.into_iter().zip([param.master, param.exp_avg, param.exp_avg_sq]) {
                 let tensor = meta(part, &param.name, &param.shape);
                 views.insert(tensor.name.clone(), (param.range.start, view));
-                let piece = Piece { tensor, columns: param.columns.clone(), range: param.range.clone() };
+                let chunk = TensorChunk { tensor, columns: param.columns.clone(), range: param.range.clone() };
                 if param.writes_checkpoint {
-                    written.push(piece.clone());
+                    to_write.push(chunk.clone());
                 }
-                pieces.push(piece);
+                chunks.push(chunk);
             }
         }
-        Ok(Self { tensors, pieces, written, views })
+        Ok(Self { tensors, chunks, to_write, views })
     }
 
     fn part(&self, name: &str, start: usize, n_values: usize) -> Result<Tensor, StateError> {
@@ -56,17 +56,17 @@ impl TrainState for EngineState {
         self.tensors.clone()
     }
 
-    fn pieces(&self) -> Vec<Piece> {
-        self.pieces.clone()
+    fn chunks(&self) -> Vec<TensorChunk> {
+        self.chunks.clone()
     }
 
-    fn written(&self) -> Vec<Piece> {
-        self.written.clone()
+    fn chunks_to_write(&self) -> Vec<TensorChunk> {
+        self.to_write.clone()
     }
 
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
-        let piece = HostBuffer::start(&self.part(name, start, n_values)?.to_dtype(DType::F32)?)?.into_host()?;
-        with_bytes(&piece, |bytes| {
+        let chunk = HostBuffer::start(&self.part(name, start, n_values)?.to_dtype(DType::F32)?)?.into_host()?;
+        with_bytes(&chunk, |bytes| {
             take(bytemuck::cast_slice(bytes));
             Ok(())
         })?;
@@ -74,8 +74,8 @@ impl TrainState for EngineState {
     }
 
     fn load(&mut self, name: &str, start: usize, values: Vec<f32>) -> Result<(), StateError> {
-        let piece = self.part(name, start, values.len())?;
-        copy_into(&piece, &Tensor::from_vec(values, piece.dims(), piece.device())?)?;
+        let chunk = self.part(name, start, values.len())?;
+        copy_into(&chunk, &Tensor::from_vec(values, chunk.dims(), chunk.device())?)?;
         Ok(())
     }
 }

@@ -13,14 +13,14 @@ use evaluator::chat::ChatTemplateFormatter;
 use evaluator::evaluation::Evaluation;
 use evaluator::task::{ChatFormatter, DataOverrides, PromptOptions, Task, TaskConfig, TaskRegistry, TaskSelection};
 
-use super::Ranks;
+use super::RankContext;
 use super::assets::Assets;
 use crate::checkpoint::Scores;
 use crate::plan::{BestPlan, EVAL_LOSS, Plan, TasksPlan};
-use crate::signals::StopRequests;
+use crate::signals::StopSignals;
 
 /// What tasks came to: `TASK/METRIC` and its value. Errors are among them as `TASK/METRIC_stderr`.
-pub(super) type Values = BTreeMap<String, f64>;
+pub(super) type TaskScores = BTreeMap<String, f64>;
 
 /// The tasks of a run with their prompts.
 pub(super) struct Tasks<'a> {
@@ -140,20 +140,20 @@ impl<'a> Tasks<'a> {
         self.evaluation.data().chain(self.evaluation.fewshot_notes()).collect()
     }
 
-    fn inference_group(&self, ranks: &Ranks) -> InferenceGroup {
+    fn inference_group(&self, ranks: &RankContext) -> InferenceGroup {
         InferenceGroup::from_groups(ranks.process.group(), &ranks.groups, self.zero3)
             .with_keep_alive(ranks.process.keep_alive())
     }
 
     /// Asks the model, each copy of it its share, and returns what the first rank makes of the answers; `None` if a stop
     /// is requested in between. `progress` shows how many requests are answered. All ranks call it.
-    pub(super) fn ask(
+    pub(super) fn evaluate(
         &self,
         lm_handle: LmHandle,
-        ranks: &Ranks,
-        stop: &StopRequests,
+        ranks: &RankContext,
+        stop: &StopSignals,
         progress: Option<&ProgressLines>,
-    ) -> Result<Option<Values>> {
+    ) -> Result<Option<TaskScores>> {
         let settings = BackendSettings {
             max_length: self.plan.max_length,
             max_gen_toks: self.plan.max_gen_toks,
@@ -168,7 +168,7 @@ impl<'a> Tasks<'a> {
             Err(error) if error.is::<RequestsInterrupted>() => return Ok(None),
             answered => answered?,
         };
-        let score = || -> Result<Values> {
+        let score = || -> Result<TaskScores> {
             let runs = self.evaluation.score(&answered, self.plan.bootstrap_iters, |_| Ok(()))?;
             Ok(self.evaluation.results(&runs, &answered)?.values())
         };
@@ -176,7 +176,7 @@ impl<'a> Tasks<'a> {
             true => ranks.process.keep_alive().during(score).and_then(|values| Ok(serde_json::to_vec(&values)?)),
             false => Ok(Vec::new()),
         };
-        let told = ranks.process.exchange(own)?;
-        Ok(Some(serde_json::from_slice(&told[0]).context("failed to read the first rank's scores")?))
+        let all = ranks.process.exchange(own)?;
+        Ok(Some(serde_json::from_slice(&all[0]).context("failed to read the first rank's scores")?))
     }
 }

@@ -9,11 +9,11 @@ use std::path::Path;
 
 use candlewick_model::Config;
 use serde_json::json;
-use trainer::checkpoint::{Kind, Moment};
+use trainer::checkpoint::{CheckpointFormat, Moment};
 use trainer::metrics::Console;
 use trainer::plan::{BuildFeatures, Environment, Plan, SettingsFilter, TempDir, WeightInit, WorldInfo};
 use trainer::recipe::{FloatDtype, Loaded, RecipeError};
-use trainer::schedule::{Floor, Shape, Span};
+use trainer::schedule::{Floor, PhaseLength, Shape};
 
 fn known() -> Environment {
     let config = json!({
@@ -206,7 +206,10 @@ fn without_a_checkpoint_the_model_is_exported_at_the_end() {
     let found = plan(&[]);
     assert_eq!(found.checkpoints.len(), 1);
     let checkpoint = &found.checkpoints[0];
-    assert_eq!((checkpoint.kind, checkpoint.output_dir.as_path()), (Kind::HuggingFace, Path::new("runs/r/model")));
+    assert_eq!(
+        (checkpoint.format, checkpoint.output_dir.as_path()),
+        (CheckpointFormat::HuggingFace, Path::new("runs/r/model"))
+    );
     assert!(checkpoint.save_end_of_training && checkpoint.save_every_n_steps == 0);
     notes(&[], &["the model will be saved in runs/r/model at the end"]);
     assert_eq!(plan(&["output_dir=out"]).checkpoints[0].output_dir, Path::new("out/model"));
@@ -374,15 +377,18 @@ fn the_optimizers_numbers_are_in_their_bounds() {
 fn schedules_have_the_names_and_numbers_of_transformers() {
     let shape = |arguments: &[&str]| plan(arguments).schedule.shape;
     assert_eq!(shape(&[]), Shape::Linear);
-    assert_eq!(plan(&[]).schedule.warmup, Span::Ratio(0.1));
-    assert_eq!(plan(&["scheduler.warmup_steps=10"]).schedule.warmup, Span::Steps(10));
+    assert_eq!(plan(&[]).schedule.warmup, PhaseLength::Ratio(0.1));
+    assert_eq!(plan(&["scheduler.warmup_steps=10"]).schedule.warmup, PhaseLength::Steps(10));
     assert_eq!(shape(&["scheduler.name=cosine"]), Shape::Cosine { num_cycles: 0.5 });
     assert_eq!(
         shape(&["scheduler.name=cosine_with_min_lr", "scheduler.scheduler_specific_kwargs.min_lr_rate=10%"]),
         Shape::CosineWithMinLr { num_cycles: 0.5, floor: Floor::MinLrRate(0.1) }
     );
     let wsd = shape(&["scheduler={type: wds, num_warmup_steps: 5, num_decay_steps: 20, min_lr_ratio: 0.1}"]);
-    assert!(matches!(wsd, Shape::WarmupStableDecay { decay: Span::Steps(20), min_lr_ratio: 0.1, .. }), "{wsd:?}");
+    assert!(
+        matches!(wsd, Shape::WarmupStableDecay { decay: PhaseLength::Steps(20), min_lr_ratio: 0.1, .. }),
+        "{wsd:?}"
+    );
     assert_eq!(shape(&["scheduler={name: constant, warmup_ratio: 0}"]), Shape::Constant);
 
     refused(&["scheduler={name: constant, warmup_steps: 5}"], &["constant has no warm-up", "constant_with_warmup"]);

@@ -1,9 +1,9 @@
 //! Saving and resuming a toy engine: the plain path, what is refused, what is deleted.
 
-mod damage;
+mod corruption;
+mod disk_space;
 mod faults;
 mod ranks;
-mod space;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,7 +16,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::save::save_with;
-use super::storage::{Drive, Storage};
+use super::storage::{LocalDisk, Storage};
 use super::*;
 
 /// An engine of a few tensors: a matrix, a vector, a scalar and an empty one.
@@ -57,9 +57,9 @@ impl TrainState for Toy {
     }
 }
 
-fn plan(dir: &TempDir, keep: Option<usize>) -> CheckpointPlan {
+fn plan(dir: &TempDir, save_total_limit: Option<usize>) -> CheckpointPlan {
     CheckpointPlan {
-        kind: Kind::Sharded,
+        format: CheckpointFormat::Sharded,
         output_dir: dir.path().join("saves"),
         auto_resume: true,
         async_save: false,
@@ -67,7 +67,7 @@ fn plan(dir: &TempDir, keep: Option<usize>) -> CheckpointPlan {
         save_every_n_steps: 1,
         save_every_n_epochs: 0,
         save_end_of_training: false,
-        keep,
+        save_total_limit,
     }
 }
 
@@ -89,7 +89,7 @@ fn run(step: usize) -> RunState {
         evaluated: None,
         ledger: json!({"read": 3}),
         fingerprint: fingerprint(),
-        began: 1,
+        run_start: 1,
         date: None,
         home: None,
         n_skipped: 0,
@@ -101,7 +101,7 @@ fn run(step: usize) -> RunState {
 /// The toy's tensors need two shards of this size.
 const SHARD: usize = 64;
 
-fn save_step(storage: &dyn Storage, plan: &CheckpointPlan, step: usize) -> anyhow::Result<Saved> {
+fn save_step(storage: &dyn Storage, plan: &CheckpointPlan, step: usize) -> anyhow::Result<WrittenCheckpoint> {
     save_with(storage, SHARD, plan, &run(step), &Toy::at(step), &ProcessGroup::solo())
 }
 
@@ -129,7 +129,7 @@ fn a_save_reads_back_to_the_bit_and_is_safetensors() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     assert_eq!(resume(&plan, &fingerprint(), &mut Toy::at(0), &ProcessGroup::solo()).unwrap(), None);
-    let saved = save_step(&Drive, &plan, 3).unwrap();
+    let saved = save_step(&LocalDisk, &plan, 3).unwrap();
     assert_eq!(resumed_step(&plan), 3);
     assert_eq!(
         names(&saved.dir),
@@ -175,7 +175,7 @@ fn the_newest_complete_save_is_the_one_of_most_steps() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     assert_eq!(newest_complete(&plan.output_dir).unwrap(), None);
-    [2, 10, 9].iter().for_each(|&step| _ = save_step(&Drive, &plan, step).unwrap());
+    [2, 10, 9].iter().for_each(|&step| _ = save_step(&LocalDisk, &plan, step).unwrap());
     fs::create_dir(plan.output_dir.join("epoch_0_global_step_99")).unwrap();
     fs::create_dir(plan.output_dir.join(".epoch_0_global_step_100.tmp")).unwrap();
     let newest = newest_complete(&plan.output_dir).unwrap().unwrap();
@@ -187,7 +187,7 @@ fn the_newest_complete_save_is_the_one_of_most_steps() {
 fn check_refused(now: &Fingerprint, mut toy: Toy, want: &[&str]) {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
-    save_step(&Drive, &plan, 1).unwrap();
+    save_step(&LocalDisk, &plan, 1).unwrap();
     let before = toy.clone();
     match resume(&plan, now, &mut toy, &ProcessGroup::solo()).unwrap_err().downcast().unwrap() {
         CheckpointError::Different { differences, .. } => assert_eq!(differences, want),
@@ -253,6 +253,6 @@ fn an_engines_failure_ends_the_save_and_removes_it() {
     let error = save(&plan, &run(1), &Broken, &ProcessGroup::solo()).unwrap_err();
     assert_eq!(error.to_string(), "read the tensor exp_avg/a");
     assert!(names(&plan.output_dir).is_empty());
-    save_step(&Drive, &plan, 1).unwrap();
+    save_step(&LocalDisk, &plan, 1).unwrap();
     assert!(resume(&plan, &fingerprint(), &mut Broken, &ProcessGroup::solo()).is_err());
 }

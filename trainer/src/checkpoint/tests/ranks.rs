@@ -17,8 +17,8 @@ struct Shards {
 
 /// One rank's shards of a dense tensor and of an expert's columns.
 struct Sharded {
-    pieces: Vec<Piece>,
-    written: Vec<Piece>,
+    chunks: Vec<TensorChunk>,
+    to_write: Vec<TensorChunk>,
     values: BTreeMap<String, (usize, Vec<f32>)>,
 }
 
@@ -30,10 +30,10 @@ fn metas() -> Vec<TensorMeta> {
 }
 
 /// The value of an element of a whole tensor.
-fn value(piece: &Piece, at: usize) -> f32 {
-    let (width, n) = (piece.tensor.n_columns(), piece.columns.len());
-    let place = at / n * width + piece.columns.start + at % n;
-    (place + if piece.tensor.name == DENSE { 0 } else { 1000 }) as f32
+fn value(chunk: &TensorChunk, at: usize) -> f32 {
+    let (width, n) = (chunk.tensor.n_columns(), chunk.columns.len());
+    let place = at / n * width + chunk.columns.start + at % n;
+    (place + if chunk.tensor.name == DENSE { 0 } else { 1000 }) as f32
 }
 
 fn shard_of(n: usize, shard: usize, n_shards: usize) -> Range<usize> {
@@ -45,24 +45,26 @@ impl Sharded {
     fn new(rank: usize, n_ranks: usize, shards: Shards) -> Self {
         let [dense, expert] = metas().try_into().unwrap();
         let n_splits = 2.min(n_ranks);
-        let dense = Piece { columns: 0..8, range: shard_of(40, rank % shards.dense, shards.dense), tensor: dense };
-        let expert = Piece {
+        let dense =
+            TensorChunk { columns: 0..8, range: shard_of(40, rank % shards.dense, shards.dense), tensor: dense };
+        let expert = TensorChunk {
             columns: shard_of(8, rank % n_splits, n_splits),
             range: shard_of(48 / n_splits, rank / n_splits % shards.expert, shards.expert),
             tensor: expert,
         };
-        let mut written = Vec::new();
-        written.extend((rank < shards.dense).then(|| dense.clone()));
-        written.extend((rank < n_splits * shards.expert).then(|| expert.clone()));
-        let pieces = vec![dense, expert];
-        let zeros = |piece: &Piece| (piece.tensor.name.clone(), (piece.range.start, vec![0.0; piece.range.len()]));
-        Self { values: pieces.iter().map(zeros).collect(), pieces, written }
+        let mut to_write = Vec::new();
+        to_write.extend((rank < shards.dense).then(|| dense.clone()));
+        to_write.extend((rank < n_splits * shards.expert).then(|| expert.clone()));
+        let chunks = vec![dense, expert];
+        let zeros =
+            |chunk: &TensorChunk| (chunk.tensor.name.clone(), (chunk.range.start, vec![0.0; chunk.range.len()]));
+        Self { values: chunks.iter().map(zeros).collect(), chunks, to_write }
     }
 
     fn with_values(mut self) -> Self {
-        for piece in &self.pieces {
-            let values = piece.range.clone().map(|at| value(piece, at)).collect();
-            self.values.insert(piece.tensor.name.clone(), (piece.range.start, values));
+        for chunk in &self.chunks {
+            let values = chunk.range.clone().map(|at| value(chunk, at)).collect();
+            self.values.insert(chunk.tensor.name.clone(), (chunk.range.start, values));
         }
         self
     }
@@ -72,11 +74,11 @@ impl TrainState for Sharded {
     fn tensors(&self) -> Vec<TensorMeta> {
         metas()
     }
-    fn pieces(&self) -> Vec<Piece> {
-        self.pieces.clone()
+    fn chunks(&self) -> Vec<TensorChunk> {
+        self.chunks.clone()
     }
-    fn written(&self) -> Vec<Piece> {
-        self.written.clone()
+    fn chunks_to_write(&self) -> Vec<TensorChunk> {
+        self.to_write.clone()
     }
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
         let (first, values) = &self.values[name];
@@ -94,7 +96,7 @@ fn save_on_four(plan: &CheckpointPlan, shards: Shards) {
     let saved = threads::run(4, Options::default(), |world| -> Result<(), String> {
         let state = Sharded::new(world.rank(), 4, shards).with_values();
         let process = ProcessGroup::new(world).map_err(|error| error.to_string())?;
-        let saved = save_with(&Drive, SHARD, plan, &run(1), &state, &process);
+        let saved = save_with(&LocalDisk, SHARD, plan, &run(1), &state, &process);
         saved.map(drop).map_err(|error| error.to_string())
     });
     saved.unwrap();

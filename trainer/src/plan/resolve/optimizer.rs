@@ -9,7 +9,7 @@ use crate::plan::{ModelPlan, OptimizerPlan, WeightInit};
 use crate::recipe::{
     FloatDtype, HumanFloat, OptimizerType, Origin, SchedulerKwargs, SchedulerName, SchedulerSection, SchedulerType,
 };
-use crate::schedule::{Floor, Ramp, Schedule, Shape, Span};
+use crate::schedule::{Floor, PhaseLength, Ramp, Schedule, Shape};
 
 const LR: &str = "optimizer.learning_rate";
 const KWARGS: &str = "scheduler.scheduler_specific_kwargs";
@@ -107,7 +107,7 @@ fn name(resolver: &mut Resolver) -> SchedulerName {
     resolver.pick("scheduler.name", scheduler.name, default)
 }
 
-fn warmup(resolver: &mut Resolver, name: SchedulerName) -> Span {
+fn warmup(resolver: &mut Resolver, name: SchedulerName) -> PhaseLength {
     const KEYS: [&str; 3] = ["scheduler.warmup_steps", "scheduler.num_warmup_steps", "scheduler.warmup_ratio"];
     let SchedulerSection { warmup_ratio, warmup_steps, .. } = resolver.recipe().scheduler;
     let some = warmup_ratio.is_some_and(|ratio| ratio.0 != 0.0) || warmup_steps.is_some_and(|steps| steps.0 != 0);
@@ -115,18 +115,18 @@ fn warmup(resolver: &mut Resolver, name: SchedulerName) -> Span {
         if some {
             resolver.report_with_advice(&KEYS, "scheduler.name: constant has no warm-up", "use constant_with_warmup");
         }
-        return Span::Steps(0);
+        return PhaseLength::Steps(0);
     }
     match (warmup_steps, warmup_ratio) {
         (Some(_), Some(_)) => {
             resolver.report(&KEYS, "scheduler.warmup_steps and scheduler.warmup_ratio exclude each other");
-            Span::Steps(0)
+            PhaseLength::Steps(0)
         }
         (Some(steps), None) => {
             let origin = resolver.loaded.origin(&KEYS);
-            Span::Steps(resolver.record(KEYS[0], steps.0, origin))
+            PhaseLength::Steps(resolver.record(KEYS[0], steps.0, origin))
         }
-        (None, ratio) => Span::Ratio(resolver.number(KEYS[2], ratio, 0.1, 0.0, 1.0)),
+        (None, ratio) => PhaseLength::Ratio(resolver.number(KEYS[2], ratio, 0.1, 0.0, 1.0)),
     }
 }
 
@@ -222,16 +222,16 @@ fn wsd(resolver: &mut Resolver, scheduler: &SchedulerSection) -> Shape {
     }
     let steps = kwargs.num_decay_steps.or(scheduler.num_decay_steps);
     let decay = match (steps, kwargs.decay_ratio) {
-        (Some(steps), None) => Span::Steps(steps.0),
-        (None, Some(ratio)) => Span::Ratio(ratio.0),
+        (Some(steps), None) => PhaseLength::Steps(steps.0),
+        (None, Some(ratio)) => PhaseLength::Ratio(ratio.0),
         _ => {
             let message = "warmup_stable_decay: give one of scheduler_specific_kwargs.num_decay_steps and .decay_ratio";
             resolver.report(&[KWARGS, "scheduler.name", "scheduler.type"], message);
-            Span::Steps(0)
+            PhaseLength::Steps(0)
         }
     };
     Shape::WarmupStableDecay {
-        stable: kwargs.num_stable_steps.map(|n| Span::Steps(n.0)),
+        stable: kwargs.num_stable_steps.map(|n| PhaseLength::Steps(n.0)),
         decay,
         warmup_type: kwargs.warmup_type.unwrap_or(Ramp::Linear),
         decay_type: kwargs.decay_type.unwrap_or(Ramp::Cosine),
@@ -254,7 +254,7 @@ pub(super) fn check_known_horizon(
     if let Err(error) = schedule.check(total_steps, optimizer.learning_rate) {
         resolver.report(&["scheduler"], format!("scheduler: failed to {error}"));
     }
-    if let Span::Steps(steps) = schedule.warmup
+    if let PhaseLength::Steps(steps) = schedule.warmup
         && steps > 0
     {
         resolver.record("warmup", format!("{steps} of {total_steps} steps"), Origin::Derived);

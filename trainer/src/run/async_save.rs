@@ -9,19 +9,20 @@ use anyhow::{Result, anyhow};
 use candlewick_runtime::process_group::ProcessGroup;
 
 use crate::checkpoint::{
-    AT_ONCE, CheckpointPlan, Piece, RunState, Saved, StateError, Tag, TensorMeta, TrainState, save,
+    CheckpointPlan, RunState, StateError, Tag, TensorChunk, TensorMeta, TrainState, VALUES_PER_BLOCK,
+    WrittenCheckpoint, save,
 };
 
 /// A save on its way to disk.
-pub(super) struct UnderWay {
-    thread: JoinHandle<Result<(Saved, Duration)>>,
+pub(super) struct AsyncSave {
+    thread: JoinHandle<Result<(WrittenCheckpoint, Duration)>>,
     tag: Tag,
     /// How long training waited for the copy.
     copying: Duration,
 }
 
 /// A save that is done.
-pub(super) struct Done {
+pub(super) struct FinishedAsyncSave {
     pub(super) tag: Tag,
     pub(super) dir: PathBuf,
     /// Older checkpoints that `keep` deleted.
@@ -30,7 +31,7 @@ pub(super) struct Done {
     pub(super) save_time: Duration,
 }
 
-impl UnderWay {
+impl AsyncSave {
     /// Copies what this rank writes of `state`, and begins to write it. All ranks call it.
     pub(super) fn begin(
         plan: &CheckpointPlan,
@@ -38,50 +39,50 @@ impl UnderWay {
         state: &dyn TrainState,
         process: ProcessGroup,
     ) -> Result<Self> {
-        let began = Instant::now();
+        let started = Instant::now();
         let (plan, tag) = (plan.clone(), run.tag());
         let snapshot = Snapshot::of(state).map_err(|error| anyhow!("failed to copy the state: {error}"))?;
-        let copying = began.elapsed();
+        let copying = started.elapsed();
         // Those that compute have no time, and the main thread, which may wait for this one, is one of them.
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).thread_name(|i| format!("save-{i}")).build()?;
-        let write = move || save(&plan, &run, &snapshot, &process).map(|saved| (saved, began.elapsed()));
+        let write = move || save(&plan, &run, &snapshot, &process).map(|saved| (saved, started.elapsed()));
         let thread = std::thread::Builder::new().name("save".to_owned()).spawn(move || pool.install(write))?;
         Ok(Self { thread, tag, copying })
     }
 
-    /// Tells whether [`UnderWay::finish`] returns at once.
+    /// Tells whether [`AsyncSave::finish`] returns at once.
     pub(super) fn is_finished(&self) -> bool {
         self.thread.is_finished()
     }
 
     /// Waits until it is safe on disk.
-    pub(super) fn finish(self) -> Result<Done> {
+    pub(super) fn finish(self) -> Result<FinishedAsyncSave> {
         tracing::debug!("training waited {:?} for the copy of step {}", self.copying, self.tag.step);
         let (saved, save_time) = self.thread.join().map_err(|_| anyhow!("failed to save: the writer panicked"))??;
-        Ok(Done { tag: self.tag, dir: saved.dir, removed: saved.removed, save_time })
+        Ok(FinishedAsyncSave { tag: self.tag, dir: saved.dir, removed: saved.removed, save_time })
     }
 }
 
 /// A copy of what a rank writes.
 struct Snapshot {
     tensors: Vec<TensorMeta>,
-    pieces: Vec<Piece>,
+    chunks: Vec<TensorChunk>,
     values: HashMap<String, (usize, Vec<f32>)>,
 }
 
 impl Snapshot {
     fn of(state: &dyn TrainState) -> Result<Self, StateError> {
-        let pieces = state.written();
+        let chunks = state.chunks_to_write();
         let mut values = HashMap::new();
-        for Piece { tensor, range, .. } in &pieces {
+        for TensorChunk { tensor, range, .. } in &chunks {
             let mut copy = Vec::with_capacity(range.len());
-            for start in range.clone().step_by(AT_ONCE) {
-                let n_values = AT_ONCE.min(range.end - start);
+            for start in range.clone().step_by(VALUES_PER_BLOCK) {
+                let n_values = VALUES_PER_BLOCK.min(range.end - start);
                 state.read(&tensor.name, start, n_values, &mut |read| copy.extend_from_slice(read))?;
             }
             values.insert(tensor.name.clone(), (range.start, copy));
         }
-        Ok(Self { tensors: state.tensors(), pieces, values })
+        Ok(Self { tensors: state.tensors(), chunks, values })
     }
 }
 
@@ -90,8 +91,8 @@ impl TrainState for Snapshot {
         self.tensors.clone()
     }
 
-    fn pieces(&self) -> Vec<Piece> {
-        self.pieces.clone()
+    fn chunks(&self) -> Vec<TensorChunk> {
+        self.chunks.clone()
     }
 
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
@@ -118,9 +119,9 @@ mod tests {
             vec![TensorMeta { name: "w".to_owned(), shape: vec![10] }]
         }
 
-        fn written(&self) -> Vec<Piece> {
+        fn chunks_to_write(&self) -> Vec<TensorChunk> {
             let tensor = self.tensors().remove(0);
-            vec![Piece { tensor, columns: 0..10, range: 3..8 }]
+            vec![TensorChunk { tensor, columns: 0..10, range: 3..8 }]
         }
 
         fn read(&self, _: &str, start: usize, n: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {

@@ -12,8 +12,8 @@ use super::*;
 fn check_fall_back(harm: impl Fn(&Path), reason: &str) {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
-    save_step(&Drive, &plan, 1).unwrap();
-    harm(&save_step(&Drive, &plan, 2).unwrap().dir);
+    save_step(&LocalDisk, &plan, 1).unwrap();
+    harm(&save_step(&LocalDisk, &plan, 2).unwrap().dir);
     let mut toy = Toy::at(0);
     let resumed = resume(&plan, &fingerprint(), &mut toy, &ProcessGroup::solo()).unwrap().unwrap();
     assert_eq!((resumed.run.step, &toy), (1, &Toy::at(1)));
@@ -21,7 +21,7 @@ fn check_fall_back(harm: impl Fn(&Path), reason: &str) {
 
     fs::remove_dir_all(plan.dir(Tag { step: 1, epoch: 0 })).unwrap();
     let error = resume(&plan, &fingerprint(), &mut toy, &ProcessGroup::solo()).unwrap_err();
-    assert!(matches!(error.downcast_ref(), Some(CheckpointError::NoneWhole { .. })), "{error}");
+    assert!(matches!(error.downcast_ref(), Some(CheckpointError::NoneComplete { .. })), "{error}");
     assert!(error.to_string().contains(reason), "{error}");
 }
 
@@ -66,7 +66,7 @@ fn hash_as_before(dir: &Path) {
 fn a_save_of_the_first_version_resumes_and_is_compared() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
-    hash_as_before(&save_step(&Drive, &plan, 2).unwrap().dir);
+    hash_as_before(&save_step(&LocalDisk, &plan, 2).unwrap().dir);
     assert_eq!(resumed_step(&plan), 2);
     let harm = |dir: &Path| {
         hash_as_before(dir);
@@ -77,17 +77,17 @@ fn a_save_of_the_first_version_resumes_and_is_compared() {
 
 fn a_manifest() -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
-    fs::read(save_step(&Drive, &plan(&dir, None), 1).unwrap().dir.join("manifest.json")).unwrap()
+    fs::read(save_step(&LocalDisk, &plan(&dir, None), 1).unwrap().dir.join("manifest.json")).unwrap()
 }
 
 /// Changes, inserts or removes a few bytes.
 fn mutate(bytes: &mut Vec<u8>, edits: &[(u8, usize, u8)]) {
-    for &(kind, at, byte) in edits {
+    for &(format, at, byte) in edits {
         if bytes.is_empty() {
             return;
         }
         let at = at % bytes.len();
-        match kind % 4 {
+        match format % 4 {
             0 => bytes[at] = byte,
             1 => bytes.insert(at, byte),
             2 => _ = bytes.remove(at),
@@ -120,7 +120,7 @@ proptest! {
     ) {
         let dir = tempfile::tempdir().unwrap();
         let plan = plan(&dir, None);
-        let saved = save_step(&Drive, &plan, 1).unwrap().dir;
+        let saved = save_step(&LocalDisk, &plan, 1).unwrap().dir;
         edit(saved.join(&names(&saved)[file]), |bytes| mutate(bytes, &edits));
         let mut toy = Toy::at(0);
         match resume(&plan, &fingerprint(), &mut toy, &ProcessGroup::solo()) {
@@ -160,9 +160,9 @@ fn a_manifest_of_nonsense_says_what() {
     check_manifest(|m| m["tensors"][2]["range"] = range(3, 3), "has no elements 3..3");
     check_manifest(|m| m["tensors"][2]["range"] = range(0, 1_000_000), "has no elements 0..1000000");
     let twice = |m: &mut serde_json::Value| {
-        let mut piece = m["tensors"][2].clone();
-        piece["range"] = range(1, 2);
-        m["tensors"].as_array_mut().unwrap().push(piece);
+        let mut chunk = m["tensors"][2].clone();
+        chunk["range"] = range(1, 2);
+        m["tensors"].as_array_mut().unwrap().push(chunk);
     };
     check_manifest(twice, "is listed twice");
     check_manifest(|m| m["tensors"][2]["shape"] = json!([u64::MAX, 3]), "has an absurd shape");
