@@ -1,4 +1,4 @@
-//! A comparison of a recipe's mesh with single rank: two steps of a tiny_config model, both ways, in this process.
+//! Compares training on a recipe's mesh with training on one rank: two steps of a tiny model, in this process.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,38 +17,40 @@ use serde_json::{Value, json};
 use crate::plan::{PipelinePlan, Plan, RanksPlan};
 use crate::run::engine_spec;
 
-/// Relative to the norm of a parameter's update: f32 sums of some hundred terms in another order.
+/// Maximum relative difference, by the norm of a parameter's update: sums of some hundred f32 terms in different
+/// orders.
 const TOLERANCE: f64 = 1e-4;
 const STEPS: usize = 2;
-/// Hardly any number of ranks gets even parts of it.
+/// A prime, so that hardly any number of ranks divides it.
 const VOCAB: usize = 101;
 const HEAD_DIM: usize = 8;
-/// So large an eps makes a step follow the gradient, not its sign: rounding of a small single stays small.
+/// With this large eps, a step is proportional to the gradient. With a small eps it would depend on the sign of small
+/// gradients.
 const ADAMW: AdamW = AdamW { lr: 1.0, beta1: 0.9, beta2: 0.99, eps: 1.0, weight_decay: 0.0 };
 
-/// What a check has found.
+/// The result of a comparison.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ParallelReport {
     /// The mesh.
     pub mesh: String,
-    /// How many ranks it has.
+    /// The number of ranks.
     pub n_ranks: usize,
-    /// The largest relative difference of each kind of number from single rank's, and where it is.
+    /// The largest relative difference of each class of values from one rank's.
     pub differences: Vec<Difference>,
 }
 
-/// The largest difference among numbers of single kind.
+/// The largest difference in one class of values.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Difference {
-    /// The kind: losses, gradient norms, or updates of a kind of parameter.
+    /// The class: losses, gradient norms, or updates of a kind of parameter.
     pub class: &'static str,
-    /// Relative to single rank's.
+    /// The difference relative to one rank's value.
     pub relative: f64,
-    /// The step or parameter with the largest.
+    /// The step or parameter with the largest difference.
     pub at: String,
 }
 
-/// What two steps came to.
+/// The results of two steps.
 struct TwoSteps {
     losses: Vec<f64>,
     norms: Vec<f64>,
@@ -56,7 +58,7 @@ struct TwoSteps {
     updates: BTreeMap<String, Vec<f32>>,
 }
 
-/// Who shares the work how.
+/// The distribution of the work over ranks.
 #[derive(Clone, Copy)]
 struct RankLayout<'a> {
     ranks: RanksPlan,
@@ -65,18 +67,18 @@ struct RankLayout<'a> {
 }
 
 impl ParallelReport {
-    /// Tells whether all differences are roundings.
+    /// Returns true if all differences are within the tolerance.
     pub fn passes(&self) -> bool {
         self.differences.iter().all(|difference| difference.relative <= TOLERANCE)
     }
 }
 
-/// Trains the tiny_config model of `plan` on the plan's mesh, whose ranks are threads, and on single rank.
+/// Trains a tiny variant of the plan's model on the plan's mesh, whose ranks are threads, and on one rank.
 pub fn verify_parallel(plan: &Plan) -> Result<ParallelReport> {
     verify_wrapped(plan, |group: Arc<dyn Collective>| group)
 }
 
-/// The same, with `wrap` between this and the group of all ranks.
+/// Like [`verify_parallel`], with `wrap` applied to the group of all ranks.
 fn verify_wrapped(plan: &Plan, wrap: impl WrapGroup) -> Result<ParallelReport> {
     let config = plan.model.config.as_ref().context("failed to shrink the model: its config is not known")?;
     let model = Model::new(tiny_config(config, plan)?, plan.model.adapter.clone())?;
@@ -89,13 +91,14 @@ fn verify_wrapped(plan: &Plan, wrap: impl WrapGroup) -> Result<ParallelReport> {
     Ok(ParallelReport { mesh: plan.ranks.degrees().to_string(), n_ranks: plan.ranks.n_ranks(), differences })
 }
 
-/// The same kind of model with as many heads, and as few blocks as the pipeline takes.
+/// Returns a tiny config of the same family, with the same number of heads, and with as few layers as the pipeline
+/// allows.
 fn tiny_config(config: &Config, plan: &Plan) -> Result<Config> {
     let mut json = config.to_json();
     let n_virtual_stages = plan.pipeline.stages * plan.pipeline.chunks;
     let n_layers =
         if plan.pipeline.layers.is_some() { config.n_layers() } else { config.n_layers().min(n_virtual_stages.max(2)) };
-    let keys = json.as_object_mut().context("failed to shrink the model: its config is no object")?;
+    let keys = json.as_object_mut().context("failed to shrink the model: its config is not an object")?;
     let n_heads = config.attention_heads().n_query;
     for (key, value) in [
         ("hidden_size", json!(n_heads * HEAD_DIM)),
@@ -116,12 +119,12 @@ fn tiny_config(config: &Config, plan: &Plan) -> Result<Config> {
     Ok(Config::from_json(json)?)
 }
 
-/// So many tokens that each of `n_ranks` gets some.
+/// Returns a vocabulary size such that each of `n_ranks` ranks gets tokens.
 fn vocab_size(n_ranks: usize) -> usize {
     VOCAB.max(n_ranks * n_ranks)
 }
 
-/// What a rank makes its groups of, of the group of all ranks.
+/// A wrapper of the group of all ranks, from which a rank creates its groups.
 trait WrapGroup: Fn(Arc<dyn Collective>) -> Arc<dyn Collective> + Sync {}
 
 impl<F: Fn(Arc<dyn Collective>) -> Arc<dyn Collective> + Sync> WrapGroup for F {}
@@ -144,7 +147,7 @@ fn train_rank(group: &dyn Collective, model: &Model, layout: RankLayout) -> Resu
         let mut values = vec![0.0; spec.numel()];
         spec.initialise(plan.seed, &mut values);
         if AdapterSpec::owns(&spec.name) || spec.name.ends_with("bias") {
-            // Zeros would hide what the other factor does.
+            // Zeros would hide the effect of the other LoRA factor.
             values.iter_mut().enumerate().for_each(|(i, x)| *x = 0.1 * (0.7 * i as f32).sin());
         }
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
@@ -155,7 +158,7 @@ fn train_rank(group: &dyn Collective, model: &Model, layout: RankLayout) -> Resu
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
-        // As many micro-batches as fill a pipeline, for each rank with its own; single rank computes all of them.
+        // Enough micro-batches to fill the pipeline of each data-parallel rank. One rank computes all of them.
         let n_micros = plan.ranks.n_data() * plan.pipeline.stages.max(2);
         let own = (0..n_micros).filter(|micro| micro % ranks.n_data() == data_rank);
         let micros = own.map(|micro| micro_batch(step, micro)).collect::<Result<Vec<_>>>()?;
@@ -178,7 +181,7 @@ fn train_rank(group: &dyn Collective, model: &Model, layout: RankLayout) -> Resu
     Ok(TwoSteps { losses, norms, updates })
 }
 
-/// The trained parameters.
+/// Returns the master weights of the trainable parameters.
 fn masters(engine: &Engine) -> Result<BTreeMap<String, Vec<f32>>> {
     let mut masters = BTreeMap::new();
     for master in engine.store().masters() {
@@ -190,7 +193,7 @@ fn masters(engine: &Engine) -> Result<BTreeMap<String, Vec<f32>>> {
     Ok(masters)
 }
 
-/// The lengths of a micro-batch's sequences.
+/// Returns the lengths of a micro-batch's sequences.
 fn lengths(step: usize, micro: usize) -> Vec<usize> {
     (0..3).map(|i| 4 + (step * 7 + micro * 5 + i * 3) % 11).collect()
 }
@@ -224,7 +227,7 @@ fn update_differences(
     parallel: &BTreeMap<String, Vec<f32>>,
     single: &BTreeMap<String, Vec<f32>>,
 ) -> Result<impl Iterator<Item = Difference>> {
-    ensure!(parallel.keys().eq(single.keys()), "failed to compare: the ranks have other parameters than single rank");
+    ensure!(parallel.keys().eq(single.keys()), "failed to compare: the ranks have other parameters than one rank");
     let mut largest: BTreeMap<&'static str, Difference> = BTreeMap::new();
     for ((name, a), b) in parallel.iter().zip(single.values()) {
         let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|v| v * v).sum::<f64>().sqrt();
@@ -239,7 +242,7 @@ fn update_differences(
     Ok(largest.into_values())
 }
 
-/// What is not a number is close to none.
+/// Maps NaN to infinity, so that it exceeds every tolerance.
 fn nan_to_infinity(relative: f64) -> f64 {
     if relative.is_nan() { f64::INFINITY } else { relative }
 }
@@ -256,16 +259,16 @@ fn class(name: &str) -> &'static str {
     classes.into_iter().find(|(part, _)| name.contains(part)).map_or("mlp", |(_, class)| class)
 }
 
-/// A line for each kind of number, and the verdict.
+/// Formats a line for each class of values, and the result.
 impl fmt::Display for ParallelReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{} ranks ({}) beside single, {STEPS} steps of a tiny_config model", self.n_ranks, self.mesh)?;
+        writeln!(f, "{} ranks ({}) compared with one rank, {STEPS} steps of a tiny model", self.n_ranks, self.mesh)?;
         for Difference { class, relative, at } in &self.differences {
             let mark = if *relative <= TOLERANCE { "" } else { "  DIFFERENT" };
             writeln!(f, "  {class:14} {relative:>9.1e}  {at}{mark}")?;
         }
-        let verdict = if self.passes() { "the same" } else { "not the same" };
-        write!(f, "{verdict}: relative to single rank's, at most {TOLERANCE:.0e} is rounding")
+        let result = if self.passes() { "equal" } else { "not equal" };
+        write!(f, "{result}: relative differences up to {TOLERANCE:.0e} are rounding")
     }
 }
 
@@ -281,7 +284,7 @@ mod tests {
     use crate::plan::{Environment, HubAccess, WorldInfo};
     use crate::recipe::Loaded;
 
-    /// A group that sums without asking anybody, as all that are made of it do.
+    /// A group whose all-reduce returns the rank's own values, as do the groups split from it.
     struct LocalReduceGroup(Arc<dyn Collective>);
 
     impl Collective for LocalReduceGroup {
@@ -347,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_that_lies_does_not_pass() {
+    fn a_group_without_reduction_fails() {
         for arguments in [&[][..], &["tensor_parallel_size=2", "sequence_parallel=false"]] {
             let plan = plan(arguments);
             let correct = verify_parallel(&plan).unwrap();
@@ -362,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn each_of_many_ranks_has_some_tokens() {
+    fn every_rank_has_tokens_of_the_vocabulary() {
         for n_ranks in 1..=64 {
             let n_tokens = vocab_size(n_ranks);
             assert!((n_ranks - 1) * n_tokens.div_ceil(n_ranks) < n_tokens, "{n_ranks}");

@@ -103,10 +103,18 @@ fn what_does_not_fit_the_run_is_refused() {
         wsd(PhaseLength::Steps(5)),
         "fit 11 warm-up, stable and decay steps into a run of 10 steps",
     );
-    check(none, polynomial(0.01), "decay from a learning rate of 0.001 to 0.01: the end must be the smaller");
+    check(
+        none,
+        polynomial(0.01),
+        "decay from a learning rate of 0.001 to 0.01: the final rate must be between 0 and the base rate",
+    );
     let floor = Floor::MinLr(f64::INFINITY);
     let shape = Shape::CosineWithMinLr { num_cycles: 0.5, floor };
-    check(none, shape, "decay from a learning rate of 0.001 to inf: the end must be the smaller");
+    check(
+        none,
+        shape,
+        "decay from a learning rate of 0.001 to inf: the final rate must be between 0 and the base rate",
+    );
     let shape = Shape::InverseSqrt { timescale: Some(0) };
     check(none, shape, "use timescale = 0: it must be a finite number above 0");
 }

@@ -1,4 +1,4 @@
-//! Looks for saves that are whole as far as sizes tell; hashes are the business of loading.
+//! Finds checkpoints whose files have the sizes in the manifest. Loading verifies the hashes.
 
 use std::path::{Path, PathBuf};
 
@@ -6,35 +6,35 @@ use super::error::CheckpointError;
 use super::manifest::{MANIFEST, Manifest};
 use super::plan::{CheckpointFormat, Tag};
 
-/// A save whose files are all there with the right sizes.
+/// A checkpoint whose files all exist and have the right sizes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CompleteCheckpoint {
     /// Its folder.
     pub dir: PathBuf,
-    /// What it holds.
+    /// Its manifest.
     pub manifest: Manifest,
 }
 
-/// A save that cannot be used.
+/// A checkpoint that cannot be loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SkippedCheckpoint {
     /// Its folder.
     pub dir: PathBuf,
-    /// Why not.
+    /// The reason.
     pub reason: String,
 }
 
-/// The saves of a folder.
+/// The checkpoints in a folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FoundCheckpoints {
-    /// Newest first: those of the run that run_start last, most steps first, then those of earlier runs.
+    /// Newest first: first by the start of the run, then by steps.
     pub complete: Vec<CompleteCheckpoint>,
     /// Newest first.
     pub skipped: Vec<SkippedCheckpoint>,
 }
 
-/// Sorts the `sharded` saves of a folder into usable and damaged. Unfinished ones have dotted
-/// names and are not looked at. A folder that does not exist has none.
+/// Sorts the `sharded` checkpoints of a folder into complete and damaged ones. Ignores unfinished ones, whose names
+/// begin with a dot. Treats a missing folder as empty.
 pub fn search(output_dir: &Path) -> Result<FoundCheckpoints, CheckpointError> {
     let checkpoints = CheckpointFormat::Sharded.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
     let mut search = FoundCheckpoints::default();
@@ -48,7 +48,7 @@ pub fn search(output_dir: &Path) -> Result<FoundCheckpoints, CheckpointError> {
     Ok(search)
 }
 
-/// Returns the newest usable save, and warns of newer ones that are not usable.
+/// Returns the newest complete checkpoint, and warns about the damaged ones.
 pub fn newest_complete(output_dir: &Path) -> Result<Option<CompleteCheckpoint>, CheckpointError> {
     let search = search(output_dir)?;
     let newest = search.complete.into_iter().next();
@@ -58,12 +58,12 @@ pub fn newest_complete(output_dir: &Path) -> Result<Option<CompleteCheckpoint>, 
 
 impl SkippedCheckpoint {
     pub(crate) fn warn(&self) {
-        tracing::warn!("the save {} is skipped: {}", self.dir.display(), self.reason);
+        tracing::warn!("the checkpoint {} is skipped: {}", self.dir.display(), self.reason);
     }
 }
 
 impl Tag {
-    /// The last part of a path, as text.
+    /// Returns the last component of a path, as text.
     pub(crate) fn name_of(dir: &Path) -> String {
         dir.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
     }
@@ -71,7 +71,7 @@ impl Tag {
 
 fn check_sizes(dir: &Path, tag: Tag) -> Result<Manifest, String> {
     let bytes = std::fs::read(dir.join(MANIFEST))
-        .map_err(|error| format!("no {MANIFEST}, it is incomplete or another program's ({error})"))?;
+        .map_err(|error| format!("no {MANIFEST}: incomplete, or written by another program ({error})"))?;
     let manifest = Manifest::parse(&bytes)?;
     if manifest.tag() != tag {
         return Err(format!("its manifest says step {}, epoch {}", manifest.step, manifest.epoch));

@@ -1,8 +1,8 @@
-//! Takes a run up from its newest whole save.
+//! Resumes a run from its newest complete checkpoint.
 //!
-//! A save whose hashes do not match is skipped with a warning and the one before it is tried: a
-//! run is a function of its plan, so starting earlier costs time and changes nothing. When saves
-//! exist and none is whole, that is an error: a run never starts over by itself.
+//! If the hashes of a checkpoint differ, it is skipped with a warning and the one before it is tried. Training is
+//! deterministic, so an earlier start costs time but does not change the result. If there are checkpoints but none is
+//! complete, the run fails: it never restarts from scratch on its own.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -20,21 +20,22 @@ use super::retention::remove_unfinished_checkpoints;
 use super::shard::{ChunkRead, read_shard};
 use super::state::{RunState, TensorChunk, TensorMeta, TrainState};
 
-/// Says from where a run goes on.
+/// The state from which a run resumes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Resumed {
-    /// The loop's side of the save.
+    /// The training loop's state in the checkpoint.
     pub run: RunState,
-    /// The save's folder.
+    /// The checkpoint folder.
     pub dir: PathBuf,
-    /// Saves that were passed over.
+    /// Newer checkpoints that were skipped.
     pub skipped: Vec<SkippedCheckpoint>,
 }
 
-/// Loads the newest whole save of `plan.output_dir` into `state`, or returns `None` where there is
-/// no save at all. `fingerprint` is the present plan's; another one in the save is an error.
+/// Loads the newest complete checkpoint of `plan.output_dir` into `state`. Returns `None` if there are no checkpoints.
 ///
-/// Each rank verifies some of the files and loads what it needs. All ranks of `process` call it and agree on the save.
+/// Fails if the checkpoint's fingerprint differs from `fingerprint`, that of the current plan. Each rank verifies some
+/// of the files and loads the tensors that it needs. All ranks of `process` call this, and all must see the same
+/// checkpoints.
 pub fn resume(
     plan: &CheckpointPlan,
     fingerprint: &Fingerprint,
@@ -65,7 +66,7 @@ pub fn resume(
     Err(CheckpointError::NoneComplete { output_dir: plan.output_dir.clone(), reasons }.into())
 }
 
-/// Searches on every rank, all of which must find the same.
+/// Searches on every rank. Fails unless all ranks find the same checkpoints.
 fn search_on_all_ranks(plan: &CheckpointPlan, process: &ProcessGroup) -> Result<FoundCheckpoints> {
     let (found, own) = match search(&plan.output_dir) {
         Ok(found) => (found.clone(), Ok(names(&found).into_bytes())),
@@ -77,15 +78,15 @@ fn search_on_all_ranks(plan: &CheckpointPlan, process: &ProcessGroup) -> Result<
     Err(CheckpointError::DifferentCheckpoints { output_dir: plan.output_dir.clone(), rank, there, here }.into())
 }
 
-/// The saves of a folder, for a message.
+/// Names the checkpoints of a folder, for an error message.
 fn names(found: &FoundCheckpoints) -> String {
     let complete = found.complete.iter().map(|save| Tag::name_of(&save.dir));
-    let skipped = found.skipped.iter().map(|save| Tag::name_of(&save.dir) + " (not whole)");
+    let skipped = found.skipped.iter().map(|save| Tag::name_of(&save.dir) + " (incomplete)");
     let names: Vec<String> = complete.chain(skipped).collect();
     if names.is_empty() { "none".to_owned() } else { names.join(", ") }
 }
 
-/// Compares every hash and reads the loop's state. The reason why a save is not whole is the same for all ranks.
+/// Verifies every hash and reads the loop's state. All ranks return the same reason if the checkpoint is damaged.
 fn verify(complete: &CompleteCheckpoint, process: &ProcessGroup) -> Result<Result<RunState, String>> {
     let own = process.keep_alive().during(|| verify_rank_files(complete, (process.rank(), process.size())));
     let all = process.exchange_payloads(own.map(|()| Vec::new()))?;
@@ -104,7 +105,7 @@ fn verify_rank_files(complete: &CompleteCheckpoint, (rank, n_ranks): (usize, usi
     Ok(())
 }
 
-/// Reads the loop's state. The error is the reason why the save is not whole.
+/// Reads the loop's state. The error is the reason why the checkpoint is damaged.
 pub(crate) fn read_state(complete: &CompleteCheckpoint) -> Result<RunState, String> {
     let bytes = std::fs::read(complete.dir.join(STATE)).map_err(|error| format!("{STATE}: {error}"))?;
     let run: RunState = serde_json::from_slice(&bytes).map_err(|error| format!("{STATE}: {error}"))?;
@@ -114,7 +115,7 @@ pub(crate) fn read_state(complete: &CompleteCheckpoint) -> Result<RunState, Stri
     Ok(run)
 }
 
-/// Refuses a save of another plan or model, naming what differs.
+/// Fails if a checkpoint belongs to another plan or model, and names the differences.
 fn check_compatible(
     complete: &CompleteCheckpoint,
     run: &RunState,
@@ -132,17 +133,17 @@ fn check_compatible(
 fn tensor_differences(manifest: &Manifest, tensors: &[TensorMeta]) -> Vec<String> {
     let saved: BTreeMap<&str, &Vec<usize>> = manifest.tensors.iter().map(|t| (t.name.as_str(), &t.shape)).collect();
     let now: BTreeMap<&str, &Vec<usize>> = tensors.iter().map(|t| (t.name.as_str(), &t.shape)).collect();
-    let gone = saved.keys().filter(|name| !now.contains_key(*name));
-    let gone = gone.map(|name| format!("tensor {name}: in the save, not in the model"));
+    let removed = saved.keys().filter(|name| !now.contains_key(*name));
+    let removed = removed.map(|name| format!("tensor {name}: in the checkpoint, not in the model"));
     let changed = now.iter().filter_map(|(name, shape)| match saved.get(name) {
-        None => Some(format!("tensor {name}: in the model, not in the save")),
-        Some(saved) if saved != shape => Some(format!("tensor {name}: {saved:?} in the save, {shape:?} now")),
+        None => Some(format!("tensor {name}: in the model, not in the checkpoint")),
+        Some(saved) if saved != shape => Some(format!("tensor {name}: {saved:?} in the checkpoint, {shape:?} now")),
         Some(_) => None,
     });
-    gone.chain(changed).collect()
+    removed.chain(changed).collect()
 }
 
-/// Keeps a message to one screen.
+/// Truncates a list of differences to one screen.
 fn shorten(mut differences: Vec<String>) -> Vec<String> {
     let n_more = differences.len().saturating_sub(12);
     if n_more > 0 {
@@ -152,7 +153,7 @@ fn shorten(mut differences: Vec<String>) -> Vec<String> {
     differences
 }
 
-/// Loads what this rank has of each tensor from whichever files hold it.
+/// Loads this rank's chunk of each tensor from the files that hold it.
 fn load_tensors(complete: &CompleteCheckpoint, state: &mut dyn TrainState) -> Result<(), CheckpointError> {
     let mut missing: BTreeMap<String, Vec<(TensorChunk, usize)>> = BTreeMap::new();
     for chunk in state.chunks() {

@@ -1,4 +1,4 @@
-//! The run that wrote a checkpoint folder. `keep` deletes and a checkpoint replaces only what the same run wrote.
+//! The run that wrote a checkpoint folder. Retention deletes, and saving replaces, only checkpoints of the same run.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -13,13 +13,13 @@ use super::latest::remove_dangling_link;
 use super::manifest::{MANIFEST, STATE};
 use super::plan::{CheckpointFormat, Tag};
 
-/// The file in an exported folder that names its run.
+/// The file in an exported folder that identifies its run.
 pub const EXPORT_MARK: &str = ".candlewick.json";
 
 /// The contents of [`EXPORT_MARK`]. A `sharded` checkpoint has both numbers in its manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExportMark {
-    /// The start of the run, in milliseconds since 1970; a resumed run keeps it.
+    /// The start of the run, in milliseconds since 1970. A resumed run keeps it.
     #[serde(rename = "began")]
     pub run_start: u64,
     /// Optimizer steps done.
@@ -33,7 +33,7 @@ impl ExportMark {
     }
 }
 
-/// The start of a run, as a manifest and a mark both have it.
+/// The start of a run, a field of both manifests and export marks.
 #[derive(Deserialize)]
 struct RunStartField {
     #[serde(rename = "began")]
@@ -41,8 +41,8 @@ struct RunStartField {
 }
 
 impl CheckpointFormat {
-    /// Returns the start of the run that wrote `dir`, 0 if a damaged checkpoint does not tell it; `None` for a folder that
-    /// bears no mark, a link or a file.
+    /// Returns the start of the run that wrote `dir`, and 0 for a damaged checkpoint. Returns `None` for a link, a
+    /// file, or a folder without a mark.
     pub fn written_by(self, dir: &Path) -> Option<u64> {
         let is_folder = fs::symlink_metadata(dir).is_ok_and(|metadata| metadata.is_dir());
         let mark = dir.join(match self {
@@ -59,7 +59,7 @@ impl CheckpointFormat {
             .filter(|_| is_folder)
     }
 
-    /// Returns the checkpoint of `output_dir` that `folder` is, lies in or links to, or that one of its files links to.
+    /// Returns the checkpoint of `output_dir` that contains `folder`, or that `folder` or one of its files links to.
     pub fn checkpoint_in_use(self, output_dir: &Path, folder: &Path) -> Option<PathBuf> {
         let output_dir = output_dir.canonicalize().ok()?;
         let files = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
@@ -71,7 +71,7 @@ impl CheckpointFormat {
         iter::once(folder.to_owned()).chain(files).find_map(checkpoint)
     }
 
-    /// Lists everything in a folder that has the name of a checkpoint, files and links included.
+    /// Lists all files, folders and links in a folder that have the name of a checkpoint.
     fn named_like_checkpoints(self, output_dir: &Path) -> Result<Vec<(Tag, PathBuf)>, CheckpointError> {
         let entries = match fs::read_dir(output_dir) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -88,8 +88,8 @@ impl CheckpointFormat {
     }
 }
 
-/// Moves the checkpoints of other runs after `step` into `output_dir/run.N`, so that none looks newer than this run's. Returns
-/// that folder and their number, or `None` where there are none.
+/// Moves the checkpoints of other runs after `step` into `output_dir/run.N`, so that none looks newer than this run's.
+/// Returns that folder and their number, or `None` if there are none.
 pub fn move_aside(
     format: CheckpointFormat,
     output_dir: &Path,
@@ -115,7 +115,7 @@ pub fn move_aside(
     Ok(Some((folder, others.len())))
 }
 
-/// Fails if something that this run did not write has the name of a checkpoint that it will write.
+/// Fails if an entry of another origin has the name of a checkpoint that this run will write.
 pub fn refuse_occupied(
     format: CheckpointFormat,
     output_dir: &Path,

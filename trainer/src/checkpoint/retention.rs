@@ -1,4 +1,4 @@
-//! Deletes saves: old ones beyond `keep`, and what a killed run left behind.
+//! Retention: deletes checkpoints beyond `save_total_limit`, and unfinished ones of a killed run.
 
 use std::path::{Path, PathBuf};
 
@@ -10,23 +10,23 @@ use super::scores::Scores;
 use super::state::RunState;
 use super::storage::{LocalDisk, Storage};
 
-/// The checkpoints of one run in one folder, of which `keep` stay.
+/// The checkpoints of one run in one folder, and the number of them to keep.
 #[derive(Clone, Copy, Debug)]
 pub struct Retention<'a> {
     /// Their format.
     pub format: CheckpointFormat,
     /// Their folder.
     pub output_dir: &'a Path,
-    /// The start of the run; nothing that another run wrote is deleted.
+    /// The start of the run. Checkpoints of other runs are never deleted.
     pub run_start: u64,
-    /// The number of the newest that stay.
+    /// The number of the newest to keep.
     pub save_total_limit: usize,
-    /// The evaluations that name the best one, which stays as well.
+    /// The evaluations that select the best checkpoint, which is also kept.
     pub scores: &'a Scores,
 }
 
 impl CheckpointPlan {
-    /// Returns what decides which of this run's checkpoints stay.
+    /// Returns the retention policy of this run's checkpoints.
     pub(crate) fn retention<'a>(&'a self, save_total_limit: usize, run: &'a RunState) -> Retention<'a> {
         Retention {
             format: self.format,
@@ -39,7 +39,7 @@ impl CheckpointPlan {
 }
 
 impl Retention<'_> {
-    /// Deletes all but the newest and the best of this run's checkpoints up to `newest`, and returns the folders deleted.
+    /// Deletes this run's checkpoints up to `newest`, except the newest and the best. Returns the deleted folders.
     pub fn prune(&self, newest: Tag) -> Result<Vec<PathBuf>, CheckpointError> {
         self.prune_with(&LocalDisk, newest)
     }
@@ -53,7 +53,7 @@ impl Retention<'_> {
         let older = checkpoints.into_iter().filter(|(tag, _)| tag.step < newest.step);
         let mut removed = Vec::new();
         for (_, dir) in older.skip(save_total_limit.saturating_sub(1)).filter(|(tag, _)| Some(tag.step) != best) {
-            // Under a dotted name first: a half-deleted save must not look like a damaged one.
+            // Rename first: otherwise a kill during deletion would leave a damaged checkpoint.
             let temporary = output_dir.join(temporary_name(&Tag::name_of(&dir)));
             storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
             storage.mark(&dir).map_err(CheckpointError::io("mark", &dir))?;
@@ -65,11 +65,11 @@ impl Retention<'_> {
     }
 }
 
-/// Removes unfinished saves of an earlier run, and puts back a save that was about to be replaced.
-/// Returns one line for each.
+/// Removes unfinished checkpoints, and restores a checkpoint whose replacement was not finished. Returns one line for
+/// each.
 ///
 /// # Errors
-/// If something else has the name of an unfinished save, or the file system refuses.
+/// If an entry of another origin has the name of an unfinished checkpoint, or the file system reports an error.
 pub fn remove_unfinished_checkpoints(output_dir: &Path) -> Result<Vec<String>, CheckpointError> {
     let entries = match std::fs::read_dir(output_dir) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -92,12 +92,12 @@ pub fn remove_unfinished_checkpoints(output_dir: &Path) -> Result<Vec<String>, C
     Ok(done)
 }
 
-/// The name under which a save is written or deleted.
+/// Returns the name of a checkpoint while it is written or deleted.
 pub(crate) fn temporary_name(name: &str) -> String {
     format!(".{name}.tmp")
 }
 
-/// The name under which a save waits for its replacement.
+/// Returns the name of a checkpoint while it is being replaced.
 pub(crate) fn old_name(name: &str) -> String {
     format!(".{name}.old")
 }
@@ -110,7 +110,7 @@ fn restore_or_remove_old(old: &Path, dir: &Path) -> Result<String, CheckpointErr
     }
     let storage: &dyn Storage = &LocalDisk;
     storage.rename(old, dir).and_then(|()| storage.unmark(dir)).map_err(CheckpointError::io("rename", old))?;
-    Ok(format!("put back {name}, whose replacement was not finished"))
+    Ok(format!("restored {name}, whose replacement was not finished"))
 }
 
 fn is_checkpoint_name(name: &&str) -> bool {

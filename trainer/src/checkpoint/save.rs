@@ -1,4 +1,4 @@
-//! Writes a save so that at every instant the old ones are whole and the new one is absent or whole.
+//! Writes a checkpoint atomically: at any time the old checkpoints are complete, and the new one is absent or complete.
 
 use std::path::{Path, PathBuf};
 
@@ -17,24 +17,26 @@ use super::shard::write_shard;
 use super::state::{RunState, TensorChunk, TrainState};
 use super::storage::{LocalDisk, Storage};
 
-/// Bytes of tensors after which the next one begins another file.
+/// The bytes of tensors after which a new shard file begins.
 const SHARD_BYTES: usize = 2 << 30;
 
-/// Describes a finished save.
+/// A checkpoint on disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WrittenCheckpoint {
     /// Its folder.
     pub dir: PathBuf,
     /// Its size.
     pub n_bytes: u64,
-    /// Older saves that `keep` deleted.
+    /// Older checkpoints that retention deleted.
     pub removed: Vec<PathBuf>,
 }
 
-/// Writes the state after `run.step` steps under the tag of that step, then deletes what `keep`
-/// says. A save of the same tag is replaced. After an error the earlier saves are as they were.
+/// Writes the state after `run.step` steps under the tag of that step, then deletes checkpoints beyond
+/// `save_total_limit`.
 ///
-/// Each rank of `process` writes its [chunks](TrainState::chunks_to_write); the first one completes the checkpoint. All call it.
+/// Replaces an existing checkpoint with this tag. After an error, the earlier checkpoints are unchanged. Each rank of
+/// `process` writes its [chunks](TrainState::chunks_to_write), and the first one completes the checkpoint. All ranks
+/// call this.
 pub fn save(
     plan: &CheckpointPlan,
     run: &RunState,
@@ -84,14 +86,14 @@ pub(crate) fn save_with(
             })
         });
     if written.is_err() && process.is_first() {
-        // The first error is the one to report; what stays behind is cleared by the next start.
+        // Keep the first error. The next start removes an unfinished folder.
         let _ = storage.remove_dir(&temporary);
     }
     let (n_bytes, removed) = written?.unwrap_or_default();
     Ok(WrittenCheckpoint { dir, n_bytes, removed })
 }
 
-/// What one rank has written.
+/// The files and tensors that one rank wrote.
 #[derive(Default, Serialize, Deserialize)]
 struct RankManifest {
     files: Vec<FileEntry>,
@@ -104,12 +106,12 @@ impl RankManifest {
     }
 
     fn of_bytes(bytes: &[u8], dir: &Path) -> Result<Self, CheckpointError> {
-        let malformed = |error| CheckpointError::damaged(dir, format!("what another rank says of its part: {error}"));
+        let malformed = |error| CheckpointError::damaged(dir, format!("another rank's manifest is malformed: {error}"));
         serde_json::from_slice(bytes).map_err(malformed)
     }
 }
 
-/// Gives every rank what each has written. A rank that the others gave up finds their folder removed: it returns the group's
+/// Gathers the manifests of all ranks on every rank. If the group failed and removed the folder, returns the group's
 /// failure.
 fn exchange_rank_manifests(process: &ProcessGroup, own: Result<RankManifest, CheckpointError>) -> Result<Vec<Vec<u8>>> {
     match own {
@@ -128,7 +130,7 @@ fn start(storage: &dyn Storage, output_dir: &Path, temporary: &Path) -> Result<(
     storage.mark(temporary).map_err(CheckpointError::io("mark", temporary))
 }
 
-/// Writes the chunks that this rank is to write; a rank without any writes no file.
+/// Writes this rank's chunks. A rank without chunks writes no file.
 fn write_rank_files(
     storage: &dyn Storage,
     shard_bytes: usize,
@@ -145,7 +147,7 @@ fn write_rank_files(
     Ok(rank_manifest)
 }
 
-/// Writes the state and the manifest of what the ranks have written, in this order, and returns the bytes of all.
+/// Writes the loop's state, then the manifest of all ranks' files. Returns the total bytes.
 fn finish(
     storage: &dyn Storage,
     dir: &Path,
@@ -194,10 +196,10 @@ fn write_json(
     file.finish(name).map_err(CheckpointError::io("sync", &path))
 }
 
-/// Gives the finished folder its name. One that has the name already steps aside first; should
-/// the program die between the two renames, the next start puts it back.
+/// Renames the finished folder to its final name. Renames an existing folder with that name first; if the process dies
+/// between the two renames, the next start restores it.
 fn publish(storage: &dyn Storage, temporary: &Path, dir: &Path) -> Result<(), CheckpointError> {
-    let parent = dir.parent().expect("a save lies in its output_dir");
+    let parent = dir.parent().expect("a checkpoint folder has a parent");
     let old = parent.join(old_name(&Tag::name_of(dir)));
     if dir.exists() {
         storage.remove_dir(&old).map_err(CheckpointError::io("remove", &old))?;

@@ -1,4 +1,4 @@
-//! One safetensors file of a save, written and read in chunks of bounded size.
+//! A safetensors file of a checkpoint, written and read in blocks of bounded size.
 
 use std::fs::File;
 use std::io::{BufReader, Read};
@@ -14,12 +14,12 @@ use super::manifest::FileEntry;
 use super::state::{Overlap, TensorChunk, TrainState};
 use super::storage::Storage;
 
-/// Values that travel at once: 4 MiB.
+/// The number of values that are copied at once: 4 MiB.
 pub(crate) const VALUES_PER_BLOCK: usize = 1 << 20;
-/// A longer header than this is no header of ours.
+/// The maximum length of a header. Longer ones are rejected as corrupt.
 const MAX_HEADER: u64 = 100 << 20;
 
-/// Writes `chunks`, in their order, as the file `dir/name`.
+/// Writes `chunks`, in order, to the file `dir/name`.
 pub(crate) fn write_shard(
     storage: &dyn Storage,
     dir: &Path,
@@ -42,14 +42,14 @@ pub(crate) fn write_shard(
     file.finish(name).map_err(CheckpointError::io("sync", &path))
 }
 
-/// What to read of a file: a chunk that it holds, and what a chunk of this rank's has of that.
+/// The parts of a file to read: one chunk in the file, and its overlaps with a chunk of this rank.
 pub(crate) struct ChunkRead {
     pub(crate) chunk: TensorChunk,
-    /// In the file's chunk, then in this rank's.
+    /// Starts in the file's chunk and in this rank's chunk.
     pub(crate) overlaps: Vec<Overlap>,
 }
 
-/// Hands what is wanted of the file to `state`. The file's hash was verified before.
+/// Loads the requested parts of a file into `state`. The file's hash is verified before.
 pub(crate) fn read_shard(
     dir: &Path,
     name: &str,
@@ -63,12 +63,12 @@ pub(crate) fn read_shard(
         read_header(&mut file).map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
     let mut position = data_start;
     for ChunkRead { chunk, overlaps } in wanted {
-        let begin =
-            begin_of(&metadata, chunk).map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
+        let begin = data_offset(&metadata, chunk)
+            .map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
         let tensor = &chunk.tensor;
         for Overlap { starts: [from, to], len } in overlaps {
             let first = data_start + begin + 4 * (from - chunk.range.start) as u64;
-            // What is near is in the buffer.
+            // Nearby offsets are already in the buffer.
             file.seek_relative(first as i64 - position as i64).map_err(CheckpointError::io("read", &path))?;
             position = first + 4 * *len as u64;
             for start in (0..*len).step_by(VALUES_PER_BLOCK) {
@@ -102,21 +102,21 @@ fn header(chunks: &[TensorChunk]) -> Vec<u8> {
     header
 }
 
-/// Returns where the data begins, and the header.
+/// Returns the offset of the data, and the header.
 fn read_header(file: &mut impl Read) -> Result<(u64, Metadata), String> {
     let mut length = [0u8; 8];
-    file.read_exact(&mut length).map_err(|error| format!("no header: {error}"))?;
+    file.read_exact(&mut length).map_err(|error| format!("the header is missing: {error}"))?;
     let length = u64::from_le_bytes(length);
     if length > MAX_HEADER {
-        return Err(format!("a header of {length} bytes"));
+        return Err(format!("the header has {length} bytes"));
     }
     let mut json = vec![0u8; length as usize];
-    file.read_exact(&mut json).map_err(|error| format!("a cut header: {error}"))?;
-    let metadata = serde_json::from_slice(&json).map_err(|error| format!("its header: {error}"))?;
+    file.read_exact(&mut json).map_err(|error| format!("the header is truncated: {error}"))?;
+    let metadata = serde_json::from_slice(&json).map_err(|error| format!("the header is malformed: {error}"))?;
     Ok((8 + length, metadata))
 }
 
-fn begin_of(metadata: &Metadata, chunk: &TensorChunk) -> Result<u64, String> {
+fn data_offset(metadata: &Metadata, chunk: &TensorChunk) -> Result<u64, String> {
     let (name, shape) = (&chunk.tensor.name, chunk.shape());
     let info = metadata.info(name).ok_or_else(|| format!("no tensor {name:?}"))?;
     if info.dtype != Dtype::F32 || info.shape != shape {

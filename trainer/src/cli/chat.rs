@@ -1,4 +1,4 @@
-//! `trainer chat`: a conversation on stdin and stdout.
+//! `trainer chat`: chats with a model on stdin and stdout.
 
 use anyhow::Result;
 use candlewick_inference::command::{ChatOptions, chat};
@@ -15,7 +15,7 @@ Examples:
 
 #[derive(Debug, Args)]
 pub(super) struct ChatCommand {
-    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder (its best export, else its newest)
     #[arg(value_name = "MODEL")]
     model: String,
     #[command(flatten)]

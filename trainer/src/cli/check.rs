@@ -1,4 +1,4 @@
-//! `trainer check`: prints the plan and checks that the files it names exist.
+//! `trainer check`: prints the resolved settings and checks that the named files exist.
 
 use std::path::Path;
 
@@ -21,20 +21,20 @@ use crate::run::{Assets, check_tasks};
 pub(super) struct CheckArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Print the settings that have their defaults, too (as does -v)
+    /// Also print settings that have their default values (as -v does)
     #[arg(long)]
     all: bool,
-    /// Also require that the whole model is on this machine, so that a run without a network can start
+    /// Also check that the model and the data are in the local cache, for runs without network
     #[arg(long)]
     offline: bool,
     #[command(flatten)]
     world: WorldSizeArgs,
-    /// OutputFormat of the printed plan
+    /// Output format
     #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
     output_format: OutputFormat,
 }
 
-/// The examples of the long help.
+/// Examples for the long help.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer check recipe.yaml
@@ -71,7 +71,7 @@ fn sources(plan: &Plan) -> impl Iterator<Item = &SourcePlan> {
     plan.data.sources.iter().chain(&plan.data.eval_sources)
 }
 
-/// Checks that names which can only be local paths exist. Names that may be Hub ids are skipped.
+/// Checks that names which can only be local paths exist. Skips names that may be Hub ids.
 fn stat_local_files(plan: &Plan) -> Result<()> {
     let names = sources(plan).filter(|source| source.data_files.is_empty()).map(|source| source.name_or_path.as_str());
     for name in names.chain([plan.tokenizer.name_or_path.as_str()]) {
@@ -79,14 +79,15 @@ fn stat_local_files(plan: &Plan) -> Result<()> {
         let is_local = is_path(path) || FileFormat::from_path(path).is_some();
         if is_local && !path.contains(['*', '?', '[', '{']) && !Path::new(path).exists() {
             let here = std::env::current_dir().unwrap_or_default();
-            let problem = format!("failed to find {path}: paths start at the current folder, {}", here.display());
+            let problem =
+                format!("failed to find {path}: relative paths start at the current folder, {}", here.display());
             return Err(anyhow!(problem).context(ExitCode::Data));
         }
     }
     Ok(())
 }
 
-/// Opens the tokenizer and every data set as a run would, from local files and the Hub's cache alone.
+/// Opens the tokenizer and every data set as a run would, from local files and the local Hub cache only.
 fn open_everything(plan: &Plan) -> Result<()> {
     let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env() })?;
     Assets::find(plan, &hub, RunId::now())?;

@@ -23,16 +23,16 @@ use crate::metrics::{HostInfo, Versions, quantity};
 struct DoctorReport {
     versions: Versions,
     host: HostInfo,
-    /// SIMD instructions that kernels look for.
+    /// SIMD instruction sets that have kernels.
     cpu_features: Vec<&'static str>,
     /// The f32 GEMM kernel in use on the CPU.
     #[serde(rename = "cpu_product")]
     gemm_kernel: &'static str,
-    /// The f32 GEMM kernels of this CPU, fastest first; CANDLEWICK_CPU_GEMM chooses one.
+    /// The f32 GEMM kernels that this CPU supports, fastest first. CANDLEWICK_CPU_GEMM selects one.
     #[serde(rename = "cpu_products")]
     gemm_kernels: Vec<&'static str>,
     gpus: Vec<GpuInfo>,
-    /// The reason why no GPU is usable.
+    /// The reason that no GPU is usable.
     no_gpu: Option<String>,
     libraries: Vec<NvidiaLibrary>,
     /// The kernel that `attn_implementation: auto` selects.
@@ -46,7 +46,7 @@ struct HubState {
     endpoint: String,
     is_offline: bool,
     has_token: bool,
-    /// True if the Hub accepts a connection; `None` if the network may not be used.
+    /// True if the Hub accepts connections; `None` if the network is disabled.
     is_reachable: Option<bool>,
     cache: PathBuf,
 }
@@ -94,7 +94,7 @@ impl DoctorReport {
             ("processor".to_owned(), self.host.cpu.clone().unwrap_or_else(|| "unknown".into())),
             ("threads".to_owned(), self.host.n_cpus.to_string()),
             ("instructions".to_owned(), self.cpu_features.join(" ")),
-            ("f32 products".to_owned(), self.gemm_kernel.to_owned()),
+            ("f32 GEMM".to_owned(), self.gemm_kernel.to_owned()),
             ("memory".to_owned(), self.host.memory_bytes.map_or("unknown".into(), bytes)),
         ];
         for gpu in &self.gpus {
@@ -134,7 +134,7 @@ impl HubState {
         let reach = match self.is_reachable {
             None => "not checked (HF_HUB_OFFLINE)",
             Some(true) => "reachable",
-            Some(false) => "out of reach",
+            Some(false) => "unreachable",
         };
         let token = if self.has_token { "with a token" } else { "without a token" };
         format!("{} {reach}, {token}, cache {}", self.endpoint, self.cache.display())
@@ -152,7 +152,7 @@ fn is_reachable(endpoint: &str) -> bool {
     addresses.any(|address| TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).is_ok())
 }
 
-/// Returns the attention kernel for a typical model in bf16 (32 query heads, 8 KV heads, head dim 128).
+/// Returns the attention kernel for a typical bf16 model (32 query heads, 8 KV heads, head dim 128).
 fn attention() -> String {
     let heads = AttentionHeads { n_query: 32, n_kv: 8, dim: 128 };
     let explain = |device| AttentionChoice::default().explain(&device, DType::BF16, heads, AttentionPasses::Both);
@@ -193,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_that_listens_is_told_from_one_that_does_not() {
+    fn only_a_listening_port_is_reachable() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0");
         let address = listener.as_ref().ok().and_then(|listener| listener.local_addr().ok());
         let endpoint = address.map(|address| format!("http://{address}/api")).unwrap_or_default();
@@ -204,9 +204,9 @@ mod tests {
     }
 
     #[test]
-    fn the_table_has_a_line_for_each_finding() {
+    fn the_table_has_a_line_for_each_field() {
         let text = DoctorReport::now().table();
-        for what in ["version", "processor", "f32 products", "threads", "memory", "attention", "Hub", "disk, here"] {
+        for what in ["version", "processor", "f32 GEMM", "threads", "memory", "attention", "Hub", "disk, here"] {
             assert!(text.lines().any(|line| line.starts_with(what)), "no {what} in:\n{text}");
         }
     }

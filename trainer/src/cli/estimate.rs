@@ -14,29 +14,29 @@ use crate::recipe::{Loaded, MemoryMode};
 pub(super) struct EstimateArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Memory to compare with: cpu, cuda, a GPU such as h100-80g, or bytes such as 24GiB [default: the free memory of
-    /// the recipe's device]
+    /// Available memory: cpu, cuda, a GPU such as h100-80g, or bytes such as 24GiB [default: the free memory of the
+    /// recipe's device]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Processes that train together; the answer is for each of them
+    /// Number of ranks; the estimate is for one of them
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     ranks: usize,
-    /// For programs
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }
 
-/// The examples of the long help.
+/// Examples for the long help.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer estimate recipe.yaml
   trainer estimate recipe.yaml --device h100-80g data.max_length=32Ki
   trainer estimate recipe.yaml --device 24GiB --json
-Exits with 4 if the run does not fit.";
+The exit code is 4 if the run does not fit.";
 
 pub(super) fn run(args: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let loaded = Loaded::read(&args.recipe.path, &args.recipe.overrides)?;
-    // `WorldInfo::first_of` leaves `memory: auto` open: its choice depends on the device of --device.
+    // `WorldInfo::first_of` leaves `memory: auto` unresolved, because the choice depends on --device.
     let plan = plan(&args.recipe, verbosity, WorldInfo::first_of(args.ranks))?;
     let capacity = match &args.device {
         Some(text) => {

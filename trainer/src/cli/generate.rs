@@ -1,4 +1,4 @@
-//! `trainer generate`: answers to prompts and conversations.
+//! `trainer generate`: generates replies to prompts and conversations.
 
 use anyhow::Result;
 use candlewick_inference::command::{GenerateArgs, generate};
@@ -15,7 +15,7 @@ Examples:
 
 #[derive(Debug, Args)]
 pub(super) struct GenerateCommand {
-    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder (its best export, else its newest)
     #[arg(value_name = "MODEL")]
     model: String,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `trainer mesh`: how ranks would share the work.
+//! `trainer mesh`: prints the device mesh, the pipeline stages and the pipeline schedule.
 
 use std::fmt::Write;
 
@@ -16,15 +16,15 @@ use crate::plan::{Plan, WorldInfo};
 pub(super) struct MeshArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Processes that train together
+    /// Number of ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     ranks: usize,
-    /// Print what each stage of the pipeline computes when, too
+    /// Also print the pipeline schedule: the micro-batches of each stage over time
     #[arg(long)]
     schedule: bool,
 }
 
-/// The examples of the long help.
+/// Examples for the long help.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer mesh recipe.yaml --ranks 8
@@ -46,7 +46,7 @@ pub(super) fn run(args: &MeshArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exit
     Ok(ExitCode::Ok)
 }
 
-/// The blocks of each stage.
+/// Lists the blocks of each stage.
 fn stages(plan: &Plan) -> Result<String> {
     let config = plan.model.config.as_ref().context("failed to make the mesh: the model's config is not known")?;
     let layout = plan.pipeline.layout(config);
@@ -69,5 +69,7 @@ fn stages(plan: &Plan) -> Result<String> {
 fn schedule(plan: &Plan) -> String {
     let (pipeline, n_micros) = (&plan.pipeline, plan.data.gradient_accumulation_steps);
     let table = PipelineSchedule::new(pipeline.order(), pipeline.stages, pipeline.chunks, n_micros);
-    format!("\n{n_micros} micro-batches; backwards, in brackets, take twice the time of forwards\n{table}\n")
+    format!(
+        "\n{n_micros} micro-batches; a backward pass, in brackets, takes twice the time of a forward pass\n{table}\n"
+    )
 }

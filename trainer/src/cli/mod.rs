@@ -1,4 +1,4 @@
-//! The command line: what can be args, and how an answer or an error reaches the person who args.
+//! The command line of the `trainer` program.
 
 mod chat;
 mod check;
@@ -31,10 +31,10 @@ use crate::recipe::{RecipeError, key_of_option};
 use options::{OutputFormat, Verbosity, hub};
 pub use ui::Ui;
 
-/// The version and, where the build names it, the commit.
+/// The version, and the commit if the build sets it.
 static VERSION: LazyLock<String> = LazyLock::new(|| Versions::this().to_string());
 
-/// Trains language models from recipes.
+/// Fine-tune and evaluate language models from YAML recipes.
 #[derive(Debug, Parser)]
 #[command(name = "trainer", version = &**VERSION, propagate_version = true, after_long_help = EXAMPLES)]
 struct Cli {
@@ -52,49 +52,55 @@ Examples:
   trainer schema > recipe.schema.json
 
 Exit codes:
-  0 done, 1 failed, 2 wrong command line or recipe, 3 wrong data, 4 out of memory
-  (or an estimate that does not fit),
-  5 loss not finite, 6 checkpoint or disk, 7 another rank failed,
-  75 stopped on request with a checkpoint saved, 128+n ended by signal n";
+  0      success
+  1      other failure
+  2      invalid command line or recipe
+  3      invalid data, tokenizer or chat template
+  4      out of memory, or the estimate exceeds the memory
+  5      non-finite loss or gradient
+  6      checkpoint or disk failure
+  7      another rank or a collective failed
+  75     stopped by a signal, with a checkpoint to resume from
+  128+N  terminated by signal N";
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Train as a recipe says
+    /// Train a model from a recipe
     #[command(after_long_help = train::EXAMPLES)]
     Train(train::TrainArgs),
-    /// Resolve a recipe and print what would happen: no device, no network
+    /// Validate a recipe and print the resolved settings, without device or network
     #[command(after_long_help = check::EXAMPLES)]
     Check(check::CheckArgs),
-    /// Read the data as a run would and print what the model will learn; nothing is trained
+    /// Tokenize and pack the data, fill the token cache and print token statistics
     #[command(visible_aliases = ["data", "process-data"], after_long_help = preprocess::EXAMPLES)]
     Preprocess(preprocess::PreprocessArgs),
-    /// Say what memory a run will need, without weights, device or data
+    /// Estimate the memory of a run, without loading weights or data
     #[command(after_long_help = estimate::EXAMPLES)]
     Estimate(estimate::EstimateArgs),
-    /// Print how ranks would share the work: the mesh, and with --schedule a pipeline's steps
+    /// Print the device mesh, the pipeline stages and the pipeline schedule
     #[command(visible_alias = "plan", after_long_help = mesh::EXAMPLES)]
     Mesh(mesh::MeshArgs),
-    /// Compare two steps of a shrunken model on the recipe's mesh, as threads, with one rank's
+    /// Compare two training steps on the recipe's device mesh with one rank, on a tiny model
     #[command(visible_alias = "selfcheck", after_long_help = verify_parallel::EXAMPLES)]
     VerifyParallel(verify_parallel::VerifyParallelArgs),
-    /// Chat with a model: a line a turn, answers as they are generated
+    /// Chat with a model in the terminal
     #[command(after_long_help = chat::EXAMPLES)]
     Chat(chat::ChatCommand),
-    /// Answer prompts or conversations, or continue texts with --raw
+    /// Generate replies to prompts or conversations
     #[command(after_long_help = generate::EXAMPLES)]
     Generate(generate::GenerateCommand),
-    /// Merge an adapter into its base model, as a folder for transformers and everything that reads those
+    /// Merge a LoRA adapter into its base model, and save a Hugging Face folder
     #[command(after_long_help = MERGE_EXAMPLES)]
     Merge(merge::MergeArgs),
-    /// Say what this machine has: processor, memory, GPUs, NVIDIA's libraries, the Hub, disks
+    /// Print diagnostics: CPU, memory, GPUs, NVIDIA libraries, Hub access, disks
     Doctor {
-        /// For programs
+        /// Print JSON
         #[arg(long)]
         json: bool,
     },
     /// Print the JSON schema of recipes, for editors
     Schema,
-    /// Print a script that completes this program's commands in a shell
+    /// Print a shell completion script
     Completions {
         /// The shell
         shell: clap_complete::Shell,
@@ -115,7 +121,7 @@ pub fn main() -> ExitCode {
         Err(error) => return report_usage_error(error),
     };
     error_file::watch_panics();
-    // Without it such a write kills.
+    // By default, SIGXFSZ kills the process at such a write.
     let _ = crate::signals::ignore_file_size_signal();
     match run(&cli) {
         Ok(code) => code,
@@ -126,26 +132,26 @@ pub fn main() -> ExitCode {
             let trace = if verbose > 1 { backtrace(&error) } else { String::new() };
             let report = report(&error) + &trace;
             error_file::write(report.trim_end());
-            // A reader that has gone away is no failure.
+            // A closed pipe is no failure.
             let _ = std::io::stderr().write_all(report.as_bytes());
             code
         }
     }
 }
 
-/// Prints clap's error. An option that is a key of the recipe gets a tip with the form of such keys.
+/// Prints clap's error. If the unknown option is a recipe key, adds a tip with the `KEY=VALUE` form.
 fn report_usage_error(mut error: clap::Error) -> ExitCode {
     let takes_overrides = error.get(ContextKind::Usage).is_some_and(|usage| usage.to_string().contains("[KEY=VALUE]"));
     let option = error.get(ContextKind::InvalidArg).filter(|_| takes_overrides);
     if let Some(tip) = option.and_then(|option| key_tip(&option.to_string())) {
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     }
-    // Help and the version are "errors" that go to stdout. A closed pipe is no failure.
+    // clap reports --help and --version as errors that go to stdout. A closed pipe is no failure.
     let _ = error.print();
     if error.use_stderr() { ExitCode::Usage } else { ExitCode::Ok }
 }
 
-/// The tip for `--train_iters 3` or `--max_steps=3`: `train_iters=3`.
+/// Returns the tip for `--train_iters 3` or `--max_steps=3`: `train_iters=3`.
 fn key_tip(option: &str) -> Option<String> {
     let key = key_of_option(option)?;
     let mut arguments = std::env::args().skip_while(|argument| argument.split('=').next() != Some(option));
@@ -153,10 +159,10 @@ fn key_tip(option: &str) -> Option<String> {
         Some((_, value)) => Some(value.to_owned()),
         None => arguments.next().filter(|next| !next.starts_with('-')),
     };
-    Some(format!("write keys of the recipe after it: {key}={}", value.as_deref().unwrap_or("VALUE")))
+    Some(format!("write recipe keys as KEY=VALUE, after the recipe: {key}={}", value.as_deref().unwrap_or("VALUE")))
 }
 
-/// Adds the long notes of a recipe's error, which `-v` shows.
+/// Adds the long notes of a recipe error, which `-v` shows.
 fn with_notes(error: anyhow::Error, verbose: u8) -> anyhow::Error {
     match error.downcast::<RecipeError>() {
         Ok(error) if verbose > 0 => error.detailed().into(),

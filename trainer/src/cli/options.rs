@@ -1,4 +1,4 @@
-//! The options that commands share, and the plan that they lead to.
+//! Options shared by the commands, and the resolution of a recipe into a plan.
 
 use std::path::PathBuf;
 
@@ -15,18 +15,18 @@ use crate::recipe::Loaded;
 
 #[derive(Debug, Args)]
 pub(super) struct RecipeArgs {
-    /// The recipe, a YAML file
+    /// Path to the recipe, a YAML file
     #[arg(value_name = "RECIPE")]
     pub(super) path: PathBuf,
-    /// Keys that replace the recipe's: `optimizer.lr=1e-4`, `data.sources.0.split=train`; values are YAML
+    /// Overrides of recipe keys: `optimizer.lr=1e-4`, `data.sources.0.split=train`. Values are YAML
     #[arg(value_name = "KEY=VALUE", value_parser = key_value)]
     pub(super) overrides: Vec<String>,
 }
 
-/// Options for processes that are not started yet.
+/// The world size to plan for, without starting the processes.
 #[derive(Debug, Args)]
 pub(super) struct WorldSizeArgs {
-    /// Processes that will train together, wherever that is [default: those that this one was started with]
+    /// Number of ranks [default: the current world size]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(super) ranks: Option<usize>,
 }
@@ -40,18 +40,19 @@ impl WorldSizeArgs {
 /// The format of printed output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum OutputFormat {
-    /// For people.
+    /// Human-readable text
     Text,
-    /// For programs: the plan as run.json holds it, or a line a step.
+    /// JSON: the plan as in run.json, or one line per step
     Json,
 }
 
 #[derive(Clone, Copy, Debug, Args)]
 pub(super) struct Verbosity {
-    /// Say less: errors only, no bar, no line a step
+    /// Print less: errors only, no progress bar, no training steps
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     pub(super) quiet: bool,
-    /// Say more: every field of a step, all settings, the keys of the schema; twice: for debugging. RUST_LOG goes before it
+    /// Print more: all fields of each step, default settings, schema keys. -vv enables debug logs. RUST_LOG takes
+    /// precedence
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub(super) verbose: u8,
 }
@@ -66,12 +67,12 @@ impl Verbosity {
     }
 }
 
-/// Opens the Hub with the environment's settings and a progress bar for each download.
+/// Opens the Hub with the environment's settings, and a progress bar for each download.
 pub(super) fn hub(ui: &Ui) -> Result<Hub> {
     Ok(Hub::new(HubSettings::from_env())?.with_progress(ui.downloads()))
 }
 
-/// Resolves a recipe. Errors of the recipe itself are reported before the Hub is args for the model's config.
+/// Resolves a recipe. Reports errors of the recipe itself before it requests the model's config from the Hub.
 pub(super) fn plan(recipe: &RecipeArgs, verbosity: Verbosity, world_info: WorldInfo) -> Result<Plan> {
     let loaded = Loaded::read(&recipe.path, &recipe.overrides)?;
     let here = known(&loaded, HubAccess::ThisMachine, verbosity, world_info)?;
@@ -83,7 +84,7 @@ pub(super) fn plan(recipe: &RecipeArgs, verbosity: Verbosity, world_info: WorldI
     Ok(Plan::resolve(&loaded, &known)?)
 }
 
-/// Gathers the facts about the machine and the Hub that a plan needs. An error names the purpose.
+/// Gathers the facts about the machine and the Hub that a plan depends on. Errors name the purpose.
 pub(super) fn known(
     loaded: &Loaded,
     access: HubAccess,
@@ -96,7 +97,7 @@ pub(super) fn known(
     })
 }
 
-/// Returns the rank, the world size and the machines of the process that a launcher started at `place`.
+/// Returns the rank, the world size and the machines of a process that a launcher started at `place`.
 pub(super) fn world_info(place: &Place) -> WorldInfo {
     let machines = match place.source {
         _ if place.is_one_machine() => Machines::One,
@@ -106,7 +107,7 @@ pub(super) fn world_info(place: &Place) -> WorldInfo {
     WorldInfo { rank: place.rank, n_ranks: place.world_size, n_here: place.local_world_size, machines }
 }
 
-/// Reads a number of processes.
+/// Parses a number of processes.
 pub(super) fn at_least_one(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number of processes, at least 1".into())
 }

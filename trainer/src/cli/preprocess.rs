@@ -1,4 +1,4 @@
-//! `trainer preprocess`: prints the tokens that the model will read and learn, and fills the token cache.
+//! `trainer preprocess`: prints the input tokens and their targets, and fills the token cache.
 
 use std::io::{self, Write};
 
@@ -21,17 +21,17 @@ use crate::run::prepare_data;
 pub(super) struct PreprocessArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Print the first N steps too: texts with what is learned in [[ ]], or with json their token ids
+    /// Also print the first N steps: text with targets in [[ ]], or token ids with --output-format json
     #[arg(long, value_name = "N", default_value_t = 0)]
     steps: usize,
     #[command(flatten)]
     world: WorldSizeArgs,
-    /// OutputFormat of the printed data
+    /// Output format
     #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
     output_format: OutputFormat,
 }
 
-/// The examples of the long help.
+/// Examples for the long help.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer preprocess recipe.yaml
@@ -39,10 +39,10 @@ Examples:
   trainer preprocess recipe.yaml --steps 2 --ranks 16
   trainer preprocess recipe.yaml --steps 2 --output-format json data.max_length=512";
 
-/// Prepares the data of a recipe and prints them.
+/// Prepares the data of a recipe and prints statistics.
 pub(super) fn run(args: &PreprocessArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let mut plan = plan(&args.recipe, verbosity, args.world.world_info()?)?;
-    // Only this command may fill the cache.
+    // Other commands respect `fail_on_missing_cache`; this one fills the cache.
     plan.data.fail_on_missing_cache = false;
     logging::start(verbosity, &plan.logger, None)?;
     show(&plan, &hub(ui)?, args.steps, args.output_format)
@@ -100,7 +100,7 @@ fn text(
     Ok(())
 }
 
-/// Returns a sequence's text with its target tokens in brackets.
+/// Returns the text of a sequence with its target tokens in brackets.
 fn marked(tokenizer: &Tokenizer, batch: &Batch, range: std::ops::Range<usize>) -> String {
     let is_target = |i: usize| i > range.start && batch.targets[i - 1] != IGNORE_INDEX;
     let mut text = String::new();

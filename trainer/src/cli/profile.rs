@@ -1,8 +1,7 @@
 //! The profiler of a run: a table of times, and a trace of its first steps for Perfetto or chrome://tracing.
 //!
-//! Both are made from the spans that ops, blocks and phases open ([`candlewick_ops::span`]). They also show
-//! collectives: the time of each on its own thread, and the time spent waiting for it. On a GPU, a span measures the
-//! time to launch the kernels.
+//! The spans come from ops, layers and phases ([`candlewick_ops::span`]). They include collectives: the time of each on
+//! its own thread, and the time spent waiting for it. On a GPU, a span measures the time to launch the kernels.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -25,12 +24,12 @@ use tracing_subscriber::filter::{FilterFn, dynamic_filter_fn};
 use tracing_subscriber::layer::Context as LayerContext;
 use tracing_subscriber::registry::LookupSpan;
 
-/// The sort order of the table's rows, with the names of Python's profilers.
+/// The sort order of the profile table, named as in Python's profilers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum ProfileSort {
-    /// The time of a span without that of the spans child_time
+    /// Time in a span, without its child spans
     Tottime,
-    /// The time of a span with all that is child_time
+    /// Time in a span, with its child spans
     Cumtime,
 }
 
@@ -58,11 +57,11 @@ struct Row {
     n_calls: usize,
     tottime: Duration,
     cumtime: Duration,
-    /// The bytes sent to other ranks.
+    /// Bytes sent to other ranks.
     n_bytes: u64,
 }
 
-/// The bytes that a span sent to other ranks.
+/// Bytes that a span sent to other ranks.
 #[derive(Default)]
 struct SentBytes(u64);
 
@@ -107,7 +106,7 @@ impl Profile {
     pub(super) fn layer(&mut self) -> BoxedLayer {
         let table =
             SpanRecorder(self.table.clone()).with_filter(FilterFn::new(is_profiled as fn(&Metadata<'_>) -> bool));
-        // The table names the spans that the trace shows.
+        // The trace reads the span names that the table's layer stores, so that layer comes first.
         Box::new(table.and_then(self.chrome.take()))
     }
 
@@ -152,7 +151,7 @@ impl SpanTable {
             }
             text.push('\n');
         }
-        let _ = writeln!(text, "{:.3} s in all", elapsed.as_secs_f64());
+        let _ = writeln!(text, "{:.3} s in total", elapsed.as_secs_f64());
         text
     }
 }

@@ -1,4 +1,4 @@
-//! `trainer train`: from a recipe to a plan to a run.
+//! `trainer train`: resolves a recipe and trains.
 
 use anyhow::{Result, anyhow};
 use candlewick_comm::place::Place;
@@ -17,22 +17,22 @@ use crate::run::connect;
 pub(super) struct TrainArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Print where the time went, by the time of each part alone or with its parts, and write a trace for Perfetto
+    /// Print a profile table with this sort order, and write a Perfetto trace
     #[arg(long, value_enum, value_name = "SORT")]
     profile: Option<ProfileSort>,
-    /// Steps of the trace
+    /// Number of steps in the trace
     #[arg(long, value_name = "N", default_value_t = 5, requires = "profile")]
     profile_steps: usize,
 }
 
-/// The examples of the long help.
+/// Examples for the long help.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer train recipe.yaml
   trainer train recipe.yaml train_iters=100 model.dtype=f32
   trainer train recipe.yaml --profile tottime train_iters=10
   trainer train recipe.yaml 'data.sources=[mine.jsonl]' checkpoint.0.output_dir=out
-The same command goes on where the last run stopped, if a checkpoint has auto_resume: true.";
+If a checkpoint entry has auto_resume: true, the same command resumes an interrupted run.";
 
 pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let place = place()?;
@@ -56,21 +56,22 @@ pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exi
     Ok(code)
 }
 
-/// Fails if the run cannot fit with rows of any length. Prints a note if it fits only with rows shorter than `data.max_length`.
+/// Fails if the run cannot fit with sequences of any length. Prints a note if it fits only with sequences shorter than
+/// `data.max_length`.
 fn check_memory(plan: &Plan, place: &Place, ui: &Ui) -> Result<()> {
     let capacity = Capacity::now(plan.device).of_one(place.local_world_size);
     let setup = Setup::on(plan, &capacity)?;
     let least = estimate(&Setup { row_tokens: 2, rows: 1, eval_load: None, ..setup.clone() }).shortages(&capacity);
-    // An estimate is up to a tenth too high, and the system may find some more.
+    // The estimate may be 10% too high, and the system may free some memory. So fail only above 125%.
     if let Some(shortage) = least.into_iter().find(|short| short.needed_bytes / 5 * 4 > short.free_bytes) {
-        let problem = format!("failed to start: the run needs {shortage}, whatever its rows are");
-        let advice = "`trainer estimate RECIPE` says what takes it and what to change";
+        let problem = format!("failed to start: the run needs {shortage}, even with the shortest sequences");
+        let advice = "see `trainer estimate RECIPE` for the memory breakdown and the settings that reduce it";
         return Err(anyhow!("{problem}; {advice}").context(ExitCode::OutOfMemory));
     }
     for shortage in estimate(&setup).shortages(&capacity).iter().filter(|_| place.rank == 0) {
         let rows = plan.data.max_length;
         ui.note(&format!(
-            "note: rows of {rows} tokens (data.max_length) would need {shortage}; see `trainer estimate`"
+            "note: sequences of {rows} tokens (data.max_length) would need {shortage}; see `trainer estimate`"
         ));
     }
     Ok(())

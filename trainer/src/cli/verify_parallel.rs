@@ -1,4 +1,4 @@
-//! `trainer verify-parallel`: compares what the recipe's ranks compute with what one rank computes.
+//! `trainer verify-parallel`: compares training on the recipe's ranks with training on one rank.
 
 use anyhow::{Context, Result};
 use clap::Args;
@@ -13,20 +13,20 @@ use crate::verify_parallel::verify_parallel;
 pub(super) struct VerifyParallelArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Processes that train together
+    /// Number of ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     ranks: usize,
-    /// For programs
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }
 
-/// The examples of the long help.
+/// Examples for the long help.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer verify-parallel recipe.yaml --ranks 4
   trainer verify-parallel recipe.yaml --ranks 8 tensor_parallel_size=2 pipeline_parallel_size=2
-Exits with 1 if they differ by more than rounding.";
+The exit code is 1 if they differ by more than rounding.";
 
 pub(super) fn run(args: &VerifyParallelArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let plan = plan(&args.recipe, verbosity, WorldInfo::first_of(args.ranks))?;

@@ -1,5 +1,6 @@
-//! What a run tells the world: metrics.jsonl, the terminal, run.json.
-//! The loop fills a `StepRecord` a step and hands it to the `Reporter`; nothing here measures.
+//! Metrics of a run: metrics.jsonl, the terminal, run.json.
+//!
+//! The training loop passes a `StepRecord` for each step to the `Reporter`. Nothing here measures time.
 
 mod console;
 mod flops;

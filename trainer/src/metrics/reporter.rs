@@ -1,4 +1,4 @@
-//! Sends each record where the plan wants it.
+//! Sends each record to the metrics file and the terminal.
 
 use std::io;
 use std::time::Instant;
@@ -11,7 +11,7 @@ use super::jsonl::{MetricsFile, RunStart};
 use super::plan::{Console, LogPlan};
 use super::record::{CheckpointRecord, EvalRecord, ResumeRecord, StepRecord, TasksRecord};
 
-/// Reports the steps and evaluations of one run.
+/// Reports the steps and evaluations of a run.
 #[derive(Debug)]
 pub struct Reporter {
     plan: LogPlan,
@@ -20,7 +20,7 @@ pub struct Reporter {
     terminal: Terminal,
     n_evals: usize,
     failure: Option<io::Error>,
-    /// The start of the first step, and the steps done by then.
+    /// The start of the first step, and the number of steps before it.
     started: (Instant, usize),
 }
 
@@ -61,7 +61,7 @@ impl Reporter {
         self.terminal.advance_to(record.iter, record.loss);
     }
 
-    /// The seconds that the steps after `iter` will take, at the pace so far.
+    /// Estimates the seconds of the steps after `iter` from the mean step time.
     fn eta_seconds(&self, iter: usize) -> f64 {
         let (started, done) = self.started;
         let pace = started.elapsed().as_secs_f64() / iter.saturating_sub(done).max(1) as f64;
@@ -77,40 +77,40 @@ impl Reporter {
         }
     }
 
-    /// Reports what tasks came to.
+    /// Reports the scores of tasks.
     pub fn tasks(&mut self, record: &TasksRecord) {
         self.append(record);
         self.terminal.line(&tasks_line(record, self.total_steps));
     }
 
-    /// Reports a save.
+    /// Reports a checkpoint.
     pub fn checkpoint(&mut self, record: &CheckpointRecord) {
         self.append(record);
         self.terminal.line(&format!("saved {} in {}", record.saved.display(), duration(record.save_time)));
     }
 
-    /// Reports that the run goes on from a save.
+    /// Reports that the run resumes from a checkpoint.
     pub fn resume(&mut self, record: &ResumeRecord) {
         self.append(record);
         let (dir, time) = (record.resumed_from.display(), duration(record.resume_time));
         self.terminal.line(&format!("resumed after step {} from {dir} in {time}", record.iter));
     }
 
-    /// Returns why the metrics end before the run did, if they do.
+    /// Returns the error that ended the metrics file, if there was one.
     pub fn take_failure(&mut self) -> Option<io::Error> {
         self.failure.take()
     }
 
-    /// Returns the terminal, for lines of another kind.
+    /// Returns the terminal, for other lines.
     pub fn terminal(&self) -> &Terminal {
         &self.terminal
     }
 
-    /// A full disk must not end a run that could still save elsewhere: say it once and go on.
+    /// Appends a record. On failure, warns once and disables the file, because the run can still save checkpoints.
     fn append(&mut self, record: &impl Serialize) {
         if let Some(Err(error)) = self.file.as_mut().map(|file| file.append(record)) {
             let path = self.plan.metrics_path.as_deref().unwrap_or_else(|| "".as_ref());
-            tracing::warn!("no more metrics from here on: failed to write {}: {error}", path.display());
+            tracing::warn!("metrics are disabled: failed to write {}: {error}", path.display());
             self.file = None;
             self.failure = Some(error);
         }
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
     use crate::metrics::plan::Console;
 
-    /// The `iter` of the lines that a run of 6 steps with an evaluation every second step leaves.
+    /// Checks the `iter` of the lines of a run of 6 steps with an evaluation every second step.
     #[track_caller]
     fn check(train_interval: usize, eval_interval: usize, want: &[u64]) {
         let dir = tempfile::tempdir().unwrap();
@@ -159,17 +159,17 @@ mod tests {
     }
 
     #[test]
-    fn every_step_and_every_evaluation() {
+    fn intervals_of_one_record_every_step_and_evaluation() {
         check(1, 1, &[1, 2, 2, 3, 4, 4, 5, 6, 6]);
     }
 
     #[test]
-    fn intervals_thin_the_records_out() {
+    fn intervals_select_steps_and_evaluations() {
         check(3, 2, &[3, 4, 6]);
     }
 
     #[test]
-    fn zero_turns_them_off() {
+    fn intervals_of_zero_disable_records() {
         check(0, 0, &[]);
     }
 }

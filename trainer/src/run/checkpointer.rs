@@ -1,4 +1,4 @@
-//! What a run writes: resumable saves, and folders of weights that transformers or peft load.
+//! The checkpoints of a run: sharded ones to resume from, and exported weights for transformers and PEFT.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -27,34 +27,35 @@ pub(super) struct Checkpointer<'a> {
     run: TrainingRun<'a>,
     fingerprint: Fingerprint,
     settings: Fingerprint,
-    /// The frozen weights of an adapter.
+    /// The identity of an adapter's frozen base weights.
     base: Option<BaseModelRecord>,
     /// The newest checkpoint of each entry of the plan: its step and its folder.
     newest: HashMap<(CheckpointFormat, PathBuf), (usize, PathBuf)>,
-    /// The one that is written in the background.
+    /// The checkpoint that is being written in the background.
     async_save_in_progress: Option<AsyncSave>,
 }
 
-/// What became of a save that was asked for.
+/// The result of saving a checkpoint.
 pub(super) enum SaveOutcome {
-    /// It was there already.
+    /// The checkpoint already exists.
     AlreadySaved,
-    /// It is on disk.
+    /// The checkpoint is on disk.
     Saved(SavedCheckpoint),
-    /// It is on its way there.
+    /// The checkpoint is being written in the background.
     InBackground,
 }
 
 /// A checkpoint on disk.
 pub(super) struct SavedCheckpoint {
     pub(super) dir: PathBuf,
-    /// Older ones that `keep` deleted.
+    /// Older checkpoints that retention deleted.
     pub(super) removed: Vec<PathBuf>,
 }
 
-/// Returns the start of the run that a run of `plan` will resume, if it will resume one.
+/// Returns the id of the run that a run of `plan` will resume, if any.
 ///
-/// A run that resumes a copied checkpoint is another run: it keeps the date, and owns nothing of the original's.
+/// A run that resumes a copied checkpoint is a new run. It keeps the date of the original run, but does not own its
+/// checkpoints.
 pub(super) fn resumed_run_id(plan: &Plan) -> Result<Option<RunId>> {
     let Some(checkpoint) = plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else { return Ok(None) };
     let Some(save) = newest_complete(&checkpoint.output_dir)? else { return Ok(None) };
@@ -64,7 +65,7 @@ pub(super) fn resumed_run_id(plan: &Plan) -> Result<Option<RunId>> {
     Ok(Some(RunId { run: if is_copy { RunId::now().run } else { run_start }, date }))
 }
 
-/// Tells whether there is a save that was made after this run run_start: one of its own, not of an earlier run.
+/// Returns true if the checkpoint in `dir` was written after this run started, and not by an earlier run.
 pub(super) fn is_of_run(dir: &Path, run_id: RunId) -> bool {
     let modified = std::fs::metadata(dir).and_then(|metadata| metadata.modified());
     modified.is_ok_and(|time| time >= UNIX_EPOCH + Duration::from_millis(run_id.run))
@@ -84,7 +85,7 @@ impl<'a> Checkpointer<'a> {
         }
     }
 
-    /// Takes up the newest whole save of the checkpoint that resumes, if there is one.
+    /// Loads the newest complete checkpoint of the entry with `auto_resume`, if there is one.
     pub(super) fn resume(&mut self) -> Result<Option<Resumed>> {
         let Some(checkpoint) = self.run.plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else {
             return Ok(None);
@@ -99,12 +100,12 @@ impl<'a> Checkpointer<'a> {
         Ok(resumed)
     }
 
-    /// What the run is trained with from here on and was not before, one line a key.
+    /// Lists the settings that differ from the checkpoint's, one line for each key.
     pub(super) fn changed_settings(&self, run: &RunState) -> Vec<String> {
         run.settings.differences(&self.settings)
     }
 
-    /// Checks before the first step that every folder can be written and everything fits on disk.
+    /// Checks before the first step that every folder is writable and that all checkpoints fit on disk.
     pub(super) fn preflight(&self, stream: &TrainLoader) -> Result<()> {
         let sharded = bytes_needed(&EngineState::of(self.run.engine)?.tensors());
         let exported = |plan: &CheckpointPlan| self.n_export_bytes(plan);
@@ -114,7 +115,7 @@ impl<'a> Checkpointer<'a> {
             let n_checkpoints = plan.n_checkpoints(stream.cursor().step, stream.total_steps(), &ends);
             let keeps_best = self.run.plan.best.is_some();
             match plan.format {
-                // One may be asked for at any time, by a signal.
+                // A signal may request a checkpoint at any time.
                 CheckpointFormat::Sharded => PlannedCheckpoints {
                     plan,
                     bytes_per_checkpoint: sharded,
@@ -143,8 +144,10 @@ impl<'a> Checkpointer<'a> {
         self.run.ranks.process.on_first_rank(check).map(drop)
     }
 
-    /// Moves the checkpoints of other runs aside, and fails if something else has the name of one that this run will write.
-    /// Returns one line for each folder that was changed.
+    /// Moves the checkpoints of other runs aside. Fails if an entry of another origin has the name of a checkpoint that
+    /// this run will write.
+    ///
+    /// Returns one line for each changed folder.
     pub(super) fn prepare_folders(&self, stream: &TrainLoader) -> Result<Vec<String>> {
         let (run_start, done, total_steps) = (self.run.run_id.run, stream.cursor().step, stream.total_steps());
         let (ends, exit) = (epoch_ends(stream), &self.run.plan.exit);
@@ -153,7 +156,7 @@ impl<'a> Checkpointer<'a> {
         self.run.ranks.process.on_first_rank(|| {
             for plan in &self.run.plan.checkpoints {
                 self.refuse_in_use(plan)?;
-                // A run may go on from another one's checkpoint, which is among those of steps that are done.
+                // Keep sharded checkpoints up to the current step: the run may have resumed from another run's.
                 let since = if plan.format == CheckpointFormat::Sharded { done } else { 0 };
                 if let Some((folder, n)) = move_aside(plan.format, &plan.output_dir, run_start, since)? {
                     lines.push(format!("moved {n} checkpoints of other runs to {}", folder.display()));
@@ -168,8 +171,9 @@ impl<'a> Checkpointer<'a> {
         Ok(lines)
     }
 
-    /// Fails if the model, the adapter or the tokenizer in use is among the checkpoints of `plan`. The plan checks the names in
-    /// the recipe; these are the folders that were found.
+    /// Fails if the model, adapter or tokenizer in use is one of the checkpoints of `plan`.
+    ///
+    /// The plan checks the names in the recipe; this checks the folders that they resolved to.
     fn refuse_in_use(&self, plan: &CheckpointPlan) -> Result<()> {
         let adapter = self.run.plan.model.adapter_folder.as_deref();
         for folder in self.folders().into_iter().chain(adapter) {
@@ -180,7 +184,7 @@ impl<'a> Checkpointer<'a> {
         Ok(())
     }
 
-    /// Returns the newest step that this run saved, or that it was resumed from.
+    /// Returns the step of the newest checkpoint that this run wrote or resumed from.
     pub(super) fn newest_step(&self) -> Option<usize> {
         self.newest.values().map(|(step, _)| *step).max()
     }
@@ -201,13 +205,13 @@ impl<'a> Checkpointer<'a> {
         (n * self.export_dtype(checkpoint).size_in_bytes()) as u64
     }
 
-    /// Returns the save that was written in the background, if it is done now; with `wait` as soon as it is.
+    /// Returns the asynchronous checkpoint if it is finished. With `wait`, waits for it.
     pub(super) fn finish_async_save(&mut self, wait: bool) -> Result<Option<FinishedAsyncSave>> {
         let done = self.async_save_in_progress.take_if(|save| wait || save.is_finished());
         done.map(AsyncSave::finish).transpose()
     }
 
-    /// Makes one save, or begins it. None may be in the background.
+    /// Writes a checkpoint, or starts to. No other one may be in progress.
     pub(super) fn save(
         &mut self,
         checkpoint: &CheckpointPlan,
@@ -263,15 +267,16 @@ impl<'a> Checkpointer<'a> {
         }
     }
 
-    /// Writes the weights alone: a model folder, or an adapter folder if only an adapter is trained. The first rank writes;
-    /// the others go through all weights with it, of which each may have a share.
+    /// Exports the weights: a model folder, or an adapter folder if an adapter is trained.
+    ///
+    /// The first rank writes. The others iterate over all weights with it, because each gather is a collective.
     fn export(&self, checkpoint: &CheckpointPlan, state: &RunState) -> Result<SavedCheckpoint> {
         let mut masters = self.run.engine.store().masters();
         let written = match self.run.ranks.process.is_first() {
             true => self.write_weights(checkpoint, state, &mut masters),
             false => Ok(Vec::new()),
         };
-        // A write that failed must not leave the others waiting. A gather that failed has: they hear of it from the world.
+        // A failed write must not leave the other ranks waiting in a gather. A failed gather reports itself to them.
         masters.try_for_each(|master| master.map(drop)).context("failed to gather the weights")?;
         let removed = self.run.ranks.process.all_ok(written)?;
         Ok(SavedCheckpoint { dir: checkpoint.dir(state.tag()), removed })
@@ -285,14 +290,14 @@ impl<'a> Checkpointer<'a> {
     ) -> Result<Vec<PathBuf>> {
         let dir = checkpoint.dir(state.tag());
         refuse_unowned(checkpoint.format, &dir, state.run_start)?;
-        let at_work = self.run.ranks.process.keep_alive();
-        let mut working = Some(at_work.begin());
-        // Exports are in the order of the model.
+        let keep_alive = self.run.ranks.process.keep_alive();
+        let mut busy = Some(keep_alive.begin());
+        // Exported tensors are in the order of the model.
         let fetch = |spec: &ParamSpec| {
-            // A gather waits for the others: no work meanwhile.
-            drop(working.take());
+            // A gather waits for the other ranks, so this rank is not busy meanwhile.
+            drop(busy.take());
             let found = masters.find(|master| master.as_ref().map_or(true, |(at, _)| at.name == spec.name));
-            working = Some(at_work.begin());
+            busy = Some(keep_alive.begin());
             match found {
                 Some(master) => Ok(master?.1),
                 None => candle_core::bail!("{} is out of order", spec.name),
@@ -317,7 +322,7 @@ impl<'a> Checkpointer<'a> {
         Ok(checkpoint.save_total_limit.map_or(Ok(Vec::new()), prune)?)
     }
 
-    /// The folders with the files that an export copies.
+    /// Returns the folders with the files that an export copies.
     fn folders(&self) -> Vec<&Path> {
         let folders = [Some(self.run.assets.tokenizer.directory()), self.run.assets.model_folder.as_deref()];
         folders.into_iter().flatten().collect()
@@ -336,7 +341,7 @@ impl<'a> Checkpointer<'a> {
     }
 }
 
-/// A run that fails lets what it has begun to save be saved.
+/// Lets an asynchronous save finish if the run fails.
 impl Drop for Checkpointer<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.finish_async_save(true) {
@@ -345,7 +350,7 @@ impl Drop for Checkpointer<'_> {
     }
 }
 
-/// Identifies the weights that an adapter is trained on, where they were loaded.
+/// Identifies the base weights of an adapter, if they were loaded from a checkpoint.
 fn base_record(run: TrainingRun) -> Option<BaseModelRecord> {
     let model = &run.plan.model;
     let folder = run.assets.model_folder.as_deref().filter(|_| model.init == WeightInit::Load)?;
@@ -354,9 +359,11 @@ fn base_record(run: TrainingRun) -> Option<BaseModelRecord> {
     Some(BaseModelRecord { model: name.to_owned(), weights })
 }
 
-/// What must be the same for a run to go on from a save. The data cursor guards what decides the order of the data.
+/// Returns the settings that a resumed run must share with its checkpoint. The data cursor guards the settings that
+/// determine the data order.
 ///
-/// `base` names the frozen weights of an adapter, which are in no save. Their hash counts, their folder does not.
+/// `base` identifies the frozen weights of an adapter, which are in no checkpoint. Their hash counts, their folder does
+/// not.
 fn fingerprint(plan: &Plan, base: Option<&BaseModelRecord>) -> Fingerprint {
     let config = plan.model.config.as_ref().map(|config| config.to_json());
     let mut adapter = plan.model.adapter.as_ref().map(|adapter| adapter.to_json());
@@ -368,7 +375,7 @@ fn fingerprint(plan: &Plan, base: Option<&BaseModelRecord>) -> Fingerprint {
     Fingerprint::of(&json!({"model": model}))
 }
 
-/// What may change between a save and going on from it (people lower learning rates), but not unnoticed.
+/// Returns the settings that may change when a run resumes, such as the learning rate. Changes are logged.
 fn settings(plan: &Plan) -> Fingerprint {
     let (optimizer, scheduler, horizon) = (&plan.optimizer, &plan.schedule, plan.data.horizon);
     let model = plan.model.name_or_path.as_deref();
@@ -377,7 +384,7 @@ fn settings(plan: &Plan) -> Fingerprint {
     }))
 }
 
-/// The steps at which epochs end, as far as they can be told now.
+/// Returns the steps at which epochs end, as far as they are known now.
 fn epoch_ends(stream: &TrainLoader) -> Vec<usize> {
     let in_epoch = stream.steps_in_epoch();
     (1..=stream.total_steps() / in_epoch).map(|epoch| epoch * in_epoch).collect()

@@ -1,4 +1,4 @@
-//! Evaluation while a run is in progress: the held-out loss, tasks, and what they say of the weights.
+//! Evaluation during training: the eval loss and the tasks.
 
 use std::time::Instant;
 
@@ -19,28 +19,28 @@ use super::session::Session;
 use super::step;
 use super::tasks::TaskScores;
 
-/// What is evaluated.
+/// The evaluations that are due.
 #[derive(Clone, Copy, Debug)]
 struct Due {
     eval_loss: bool,
     tasks: bool,
 }
 
-/// Whether an evaluation came to its end.
+/// The result of an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EvalStatus {
     Complete,
-    /// A stop was requested.
+    /// Stopped by a stop request.
     Stopped,
 }
 
 impl Session<'_> {
-    /// Evaluates before the first step of a fresh run, if the plan says so.
+    /// Evaluates before the first step of a fresh run, if the plan sets `on_start`.
     pub(super) fn evaluate_first(&mut self) -> Result<()> {
         self.evaluate_as(|plan| plan.on_start)
     }
 
-    /// Evaluates what is is_due after this step, unless that was done before the run was taken up.
+    /// Runs the evaluations that are due after this step, unless they were done before the run was resumed.
     pub(super) fn evaluate(&mut self) -> Result<()> {
         let moment = self.moment();
         if self.progress.evaluated == Some(moment.step) {
@@ -66,7 +66,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Evaluates on the held-out data. A request to stop ends it without a result.
+    /// Computes the eval loss. A stop request ends it without a result.
     fn eval_loss(&mut self) -> Result<EvalStatus> {
         self.drain(0)?;
         let Some(eval) = &self.run.prepared.eval else { return Ok(EvalStatus::Complete) };
@@ -75,12 +75,13 @@ impl Session<'_> {
         let TrainingRun { plan, engine, ranks, .. } = self.run;
         let RankInfo { data_rank, data_world } = ranks.rank_info;
         let mut stream = EvalLoader::new(eval.clone(), &plan.data);
-        // Every rank takes its turn as often, if need be with nothing: all have their part in what others compute.
+        // Every rank computes the same number of micro-batches, because each one is a collective. A rank without a
+        // batch computes a filler.
         let n_batches = stream.n_batches();
-        let rounds = n_batches.div_ceil(data_world);
+        let n_rounds = n_batches.div_ceil(data_world);
         let mut sums = EvalLossSum::default();
-        let progress = self.reporter.terminal().progress("held-out loss", "micro-batches");
-        for round in 0..rounds {
+        let progress = self.reporter.terminal().progress("eval loss", "micro-batches");
+        for round in 0..n_rounds {
             progress.iter().for_each(|lines| lines.set(round * data_world, n_batches));
             if self.stop_request()?.is_some() {
                 return Ok(EvalStatus::Stopped);
@@ -101,7 +102,7 @@ impl Session<'_> {
         Ok(EvalStatus::Complete)
     }
 
-    /// Asks the tasks. A request to stop ends it without a result.
+    /// Evaluates the tasks. A stop request ends it without a result.
     fn evaluate_tasks(&mut self) -> Result<EvalStatus> {
         self.drain(0)?;
         let Some(tasks) = self.run.tasks else { return Ok(EvalStatus::Complete) };
@@ -113,11 +114,11 @@ impl Session<'_> {
         let progress = self.reporter.terminal().progress("eval.tasks", "requests");
         let values = tasks
             .evaluate(lm_handle, ranks, stop, progress.as_ref())
-            .context("failed to ask the tasks of eval.tasks")?;
+            .context("failed to evaluate the tasks of eval.tasks")?;
         drop(progress);
         let Some(values) = values else { return Ok(EvalStatus::Stopped) };
-        let is_of_a_task = !["", EVAL_LOSS].contains(&scores.metric.as_str());
-        if is_of_a_task && !values.contains_key(&scores.metric) {
+        let is_task_metric = !["", EVAL_LOSS].contains(&scores.metric.as_str());
+        if is_task_metric && !values.contains_key(&scores.metric) {
             let (metric, known) = (&scores.metric, values.keys().cloned().collect::<Vec<_>>().join(", "));
             let problem = format!("failed to find the metric_for_best_model `{metric}` among {known}");
             return Err(anyhow::anyhow!(problem).context(ExitCode::Usage));
@@ -131,7 +132,7 @@ impl Session<'_> {
         Ok(EvalStatus::Complete)
     }
 
-    /// Remembers the value that says which save is the best, if it is among these.
+    /// Records the value of the metric that selects the best checkpoint, if it is among these.
     fn record_score(&mut self, values: &TaskScores) {
         let Some(value) = values.get(&self.progress.scores.metric) else { return };
         self.progress.scores.add(self.stream.cursor().step, *value);

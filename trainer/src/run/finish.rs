@@ -1,4 +1,4 @@
-//! The end of a run: the save that it can be taken up from, and samples of what was learned.
+//! The end of a run: its last checkpoint, log lines and samples.
 
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -18,7 +18,7 @@ use crate::signals::StopRequest;
 use super::context::{EndReason, TrainingRun};
 use super::session::{Session, StopResult};
 
-/// Settles a run that ended as `end` says, and returns its exit code.
+/// Saves the checkpoints that the end requires, logs the result, and returns the exit code.
 pub(super) fn finish(session: &mut Session, end: &EndReason) -> Result<ExitCode> {
     let code = match end {
         EndReason::Horizon => {
@@ -33,11 +33,11 @@ pub(super) fn finish(session: &mut Session, end: &EndReason) -> Result<ExitCode>
         }
         EndReason::Stop(StopRequest::Signal(_)) => {
             let (what, code) = match session.save_to_resume()? {
-                StopResult::Resumable => ("saved, ready to be started again", ExitCode::Preempted),
+                StopResult::Resumable => ("checkpoint saved; start the run again to resume", ExitCode::Preempted),
                 StopResult::Saved => {
-                    ("saved; to go on from there, start again with checkpoint.N.auto_resume=true", ExitCode::Failed)
+                    ("checkpoint saved; to resume, start again with checkpoint.N.auto_resume=true", ExitCode::Failed)
                 }
-                StopResult::Exported => ("the weights are saved; a run cannot go on from them", ExitCode::Failed),
+                StopResult::Exported => ("only the weights are saved; a run cannot resume from them", ExitCode::Failed),
                 StopResult::Lost => ("nothing was saved: the run has no checkpoint", ExitCode::Failed),
             };
             session.reporter.terminal().line(&format!("{}: {what}", end.reason()));
@@ -53,7 +53,7 @@ pub(super) fn finish(session: &mut Session, end: &EndReason) -> Result<ExitCode>
     Ok(code)
 }
 
-/// Logs the number of steps that were not applied.
+/// Logs the number of skipped steps.
 fn log_skipped(session: &Session) {
     let (n, total) = (session.progress.n_skipped, session.stream.cursor().step);
     if n > 0 {
@@ -64,7 +64,7 @@ fn log_skipped(session: &Session) {
     }
 }
 
-/// Logs the folder of the result.
+/// Logs the folders with the result.
 fn log_saved(session: &Session) {
     let terminal = session.reporter.terminal();
     if session.run.plan.checkpoints.is_empty() {
@@ -83,7 +83,7 @@ fn log_saved(session: &Session) {
     session.checkpointer.exported().for_each(|dir| terminal.line(&format!("the {what} is in {}", dir.display())));
 }
 
-/// Prints what the model answers to each prompt of the recipe.
+/// Prints the model's reply to each prompt of the recipe.
 fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
     let options = GenerateOptions {
         max_new_tokens: plan.max_new_tokens,
@@ -91,7 +91,7 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
         top_p: plan.top_p,
         seed: plan.seed,
     };
-    let TrainingRun { plan: whole, assets, engine, ranks, .. } = session.run;
+    let TrainingRun { plan: run_plan, assets, engine, ranks, .. } = session.run;
     let template = assets.template()?;
     let tokenizer = &assets.tokenizer;
     let mut out = std::io::stdout().lock();
@@ -107,7 +107,7 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
                 (chat, messages.last().and_then(|last| last.get("content")?.as_str()).unwrap_or_default())
             }
         };
-        let answer = match (whole.data.kind, &template, prompt) {
+        let answer = match (run_plan.data.kind, &template, prompt) {
             (DataKind::Sft, Some(template), _) => {
                 lm::answer_chat(engine, tokenizer, template, &chat, &options, &mut ignored)?
             }
@@ -119,7 +119,7 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
                 &mut ignored,
             )?,
             (_, _, Prompt::Messages(_)) => {
-                let problem = "failed to answer the messages of generate.prompts: the tokenizer has no chat template";
+                let problem = "failed to reply to the messages of generate.prompts: the tokenizer has no chat template";
                 return Err(anyhow::anyhow!(problem).context(ExitCode::Data));
             }
         };

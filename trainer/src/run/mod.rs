@@ -1,7 +1,7 @@
-//! The loop: a plan becomes a trained model.
+//! Training: turns a plan into a trained model.
 //!
-//! `assets` finds the files, `build` makes the engine, `step` computes one optimizer step, `saves` writes and resumes,
-//! `finish` says what was learned. Nothing here reads a recipe, the command line or the environment.
+//! `assets` finds the files, `build` creates the engine, `step` computes an optimizer step, `checkpointer` saves and
+//! resumes, `finish` ends the run. Nothing here reads a recipe, the command line or the environment.
 
 mod assets;
 mod async_save;
@@ -49,14 +49,16 @@ use ranks::RankContext;
 use session::Session;
 use tasks::Tasks;
 
-/// Trains on `device` as `plan` says, as one rank of `world`, and returns how the run ended. If it fails, the other ranks are told and fail too.
+/// Trains on `device` with the settings of `plan`, as one rank of `world`, and returns the exit code. On a failure, the
+/// other ranks fail too.
 pub fn train(plan: &Plan, hub: &Hub, world: &World, device: &Device) -> Result<ExitCode> {
-    // The groups are kept until the others know of a failure: leaving one waits for what was started in it.
+    // Keep the groups until the other ranks know of a failure, because dropping a group waits for its pending
+    // operations.
     let ranks = RankContext::new(world, device, &plan.ranks)?;
     train_as(plan, hub, &ranks).map_err(|error| ranks.report_failure(error))
 }
 
-/// Trains as one of `ranks`. `run.json` tells the end in any case.
+/// Trains as one of `ranks`. Writes the result into `run.json` in any case.
 fn train_as(plan: &Plan, hub: &Hub, ranks: &RankContext) -> Result<ExitCode> {
     let plan = &ranks.agree_on(plan)?;
     let locks = if ranks.process.is_first() { lock::lock(plan).map(Some) } else { Ok(None) };
@@ -71,7 +73,7 @@ fn train_as(plan: &Plan, hub: &Hub, ranks: &RankContext) -> Result<ExitCode> {
         Err(error) => RunExit { code: crate::exit::classify(error) as u8, reason: format!("{error:#}") },
     };
     match (ended, run_json.finish(exit)) {
-        // The checkpoints are complete; the exit code reports the file that is not.
+        // The checkpoints are complete, but the exit code reports the missing run.json.
         (Ok((ExitCode::Ok, _)), Err(source)) => {
             let path = plan.log.output_dir.clone().unwrap_or_default();
             Err(CheckpointError::Io { action: "write run.json into", path, source }.into())
@@ -84,7 +86,7 @@ fn train_as(plan: &Plan, hub: &Hub, ranks: &RankContext) -> Result<ExitCode> {
     }
 }
 
-/// Reads and renders the data of `plan`, as a run does before its first step.
+/// Loads and tokenizes the data of `plan`, as a run does before its first step.
 pub fn prepare_data(plan: &Plan, hub: &Hub, run_id: RunId) -> Result<(Assets, PreparedData)> {
     let assets = Assets::find(plan, hub, run_id)?;
     let prepared = prepare(&plan.data, &assets.tokenizer, assets.template()?, hub)?;
@@ -104,7 +106,7 @@ fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> R
     let explain = |error, parameters| out_of_memory::explain(error, plan, &ranks.device, parameters);
     let Built { engine, notes, peak } = build::engine(plan, &assets, ranks).map_err(|error| explain(error, None))?;
     let notes: Vec<String> = tasks.iter().flat_map(Tasks::notes).chain(notes).collect();
-    // Until here a signal ends the process at once: there is nothing to save.
+    // Until here a signal ends the process at once, because there is nothing to save.
     let stop = StopSignals::install(plan.exit.kill_switch_path.clone()).context("failed to watch for signals")?;
     let (assets, engine, prepared) = (&assets, &engine, &prepared);
     let (notes, tasks, scores, stop) = (&notes, tasks.as_ref(), &scores, &stop);
@@ -122,15 +124,15 @@ fn train_and_finish(run: TrainingRun, run_json: &mut RunJson) -> Result<(ExitCod
     Ok((code, end.reason()))
 }
 
-/// A stop file of an earlier run would end this one before its first step.
+/// Fails if the stop file exists: it would end the run before its first step.
 fn refuse_stale_stop(plan: &Plan) -> Result<()> {
     let stale = plan.exit.kill_switch_path.as_deref().filter(|path| path.exists());
     stale.map_or(Ok(()), |path| {
-        bail!("failed to start: the stop file {} is there already; remove the file", path.display())
+        bail!("failed to start: the stop file {} already exists; remove the file", path.display())
     })
 }
 
-/// Reads the documents of the plan's tasks.
+/// Loads the documents of the plan's tasks.
 fn open_tasks<'a>(
     plan: &'a Plan,
     selection: Option<&TaskSelection>,
@@ -145,7 +147,7 @@ fn steps(session: &mut Session) -> Result<EndReason> {
     let first_step = session.stream.cursor().step;
     match first_step {
         0 => session.evaluate_first()?,
-        // A run that was stopped while it evaluated has that before it.
+        // A run that was stopped during an evaluation evaluates first.
         _ => session.evaluate()?,
     }
     loop {

@@ -1,4 +1,4 @@
-//! This process among those that train together.
+//! This rank's process groups and the agreement of all ranks on plan and stop requests.
 
 use std::path::Path;
 
@@ -16,17 +16,17 @@ use crate::plan::{CheckpointingMode, Plan, RanksPlan};
 use crate::recipe::MemoryMode;
 use crate::signals::{Signal, StopRequest};
 
-/// This rank and its groups.
+/// The process groups of this rank.
 pub(super) struct RankContext<'w> {
     world: &'w World,
-    /// All ranks, on the host.
+    /// The group of all ranks, on the host.
     pub(super) process: ProcessGroup,
-    /// What this one computes on.
+    /// The compute device of this rank.
     pub(super) device: Device,
     pub(super) groups: ParallelGroups,
-    /// This rank's place among those that compute different micro-batches, and how many places there are.
+    /// The position of this rank among the data-parallel ranks.
     pub(super) rank_info: RankInfo,
-    /// All ranks, for checkpoints that are written in the background.
+    /// The group of all ranks for asynchronous checkpoints.
     pub(super) background: ProcessGroup,
 }
 
@@ -38,7 +38,8 @@ pub(super) struct RankInfo {
 }
 
 impl<'w> RankContext<'w> {
-    /// Makes the groups that `plan` wants of the ranks of `world`, which all call it. `device` is what this one computes on.
+    /// Creates the groups of `plan` from the ranks of `world`. All ranks call this. `device` is the compute device of
+    /// this rank.
     pub(super) fn new(world: &'w World, device: &Device, plan: &RanksPlan) -> Result<Self> {
         let device = device.clone();
         let mesh = Mesh::new(plan.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
@@ -58,13 +59,14 @@ impl<'w> RankContext<'w> {
         })
     }
 
-    /// Tells whether this is the one rank, of those that share a micro-batch, that counts_tokens its tokens.
+    /// Returns true on one of the ranks that share a micro-batch. That rank counts its tokens.
     pub(super) fn counts_tokens(&self) -> bool {
         let ParallelGroups { cp, sp, pp, .. } = &self.groups;
         [cp, sp, pp].iter().all(|group| group.rank() == 0)
     }
 
-    /// Whether any rank was asked to stop, and how: a signal counts_tokens more than the kill switch. All ranks call it.
+    /// Returns the stop request of any rank, on all ranks. A signal takes precedence over the kill switch. All ranks
+    /// call this.
     pub(super) fn agree_on_stop(
         &self,
         own: Option<StopRequest>,
@@ -84,13 +86,15 @@ impl<'w> RankContext<'w> {
         })
     }
 
-    /// Tells the other ranks why this one ends; if it ends because another did, says so instead.
+    /// Reports a failure to the other ranks. If another rank failed first, returns an error that names it.
     pub(super) fn report_failure(&self, error: Error) -> Error {
         fail(self.world, "train", (classify(&error), error), peer_failure)
     }
 
-    /// Returns the plan of all ranks: what they chose by the memory that each found free is what the one with least of it can
-    /// afford, since blocks are computed together. Fails if the ranks were not started for one run. All ranks call it.
+    /// Returns the plan that all ranks use. With `memory: auto`, all ranks use the checkpointing mode of the rank with
+    /// the least free memory, because they compute each layer together.
+    ///
+    /// Fails if the plans of the ranks differ. All ranks call this.
     pub(super) fn agree_on(&self, plan: &Plan) -> Result<Plan> {
         let mut plan = plan.clone();
         if plan.memory == MemoryMode::Auto {
@@ -111,7 +115,7 @@ impl<'w> RankContext<'w> {
         let all = self.process.exchange(Ok(own.clone()))?;
         let Some(rank) = all.iter().position(|other| *other != own) else { return Ok(()) };
         let found = difference("", &serde_json::from_slice(&own)?, &serde_json::from_slice(&all[rank])?);
-        let (key, [ours, theirs]) = found.context("failed to tell two plans apart")?;
+        let (key, [ours, theirs]) = found.context("failed to compare two plans")?;
         let error = anyhow!(
             "failed to start: rank {rank} has another plan than rank {}: {key} is {theirs} there, and here {ours}; give all \
              ranks the same recipe and arguments",
@@ -121,8 +125,8 @@ impl<'w> RankContext<'w> {
     }
 }
 
-/// What of a plan must be the same on all ranks: what a rank prints and logs is its own, and so is what it reads data with and
-/// where its machine has room.
+/// Returns the settings that must be equal on all ranks: without output, data workers and the offload folder of the
+/// machine.
 fn settings_of_all_ranks(plan: &Plan) -> Result<Value> {
     let mut shown = serde_json::to_value(plan)?;
     let own = [
@@ -143,7 +147,7 @@ fn settings_of_all_ranks(plan: &Plan) -> Result<Value> {
     Ok(shown)
 }
 
-/// The first key, within `key`, whose values differ.
+/// Returns the first key within `key` whose values differ, with both values.
 fn difference(key: &str, a: &Value, b: &Value) -> Option<(String, [String; 2])> {
     match (a, b) {
         _ if a == b => None,
@@ -155,17 +159,17 @@ fn difference(key: &str, a: &Value, b: &Value) -> Option<(String, [String; 2])> 
     }
 }
 
-/// The error of a rank that ends because the world has, and what can be done about it.
+/// Returns the error of a rank that ends because the group failed, with advice.
 pub(super) fn peer_failure(failure: &Failure) -> Error {
     let rank = failure.rank;
     let advice = match failure.cause {
-        Cause::Told => format!("rank {rank} has written more"),
-        Cause::Died => format!("the last output of rank {rank}, or of its launcher, says why"),
+        Cause::Told => format!("see the log of rank {rank}"),
+        Cause::Died => format!("see the last output of rank {rank} or of its launcher"),
         Cause::Silent => format!("if rank {rank} was only slow, raise ddp_timeout"),
-        Cause::Strayed => "all ranks must be the same program, with the same recipe and data".to_owned(),
+        Cause::Strayed => "all ranks must run the same program, with the same recipe and data".to_owned(),
     };
     let error =
-        anyhow!("failed to {failure}; {advice}. Started again, a run with auto_resume goes on from the newest save");
+        anyhow!("failed to {failure}; {advice}. With auto_resume, a restarted run resumes from the newest checkpoint");
     error.context(ExitCode::Peer)
 }
 
@@ -176,7 +180,7 @@ mod tests {
     use crate::plan::RanksPlan;
     use candlewick_comm::{Options, threads};
 
-    /// What each of three ranks returns.
+    /// Returns the results of three ranks.
     fn of_three<T: Send>(rank: impl Fn(&RankContext) -> Result<T> + Sync) -> Vec<T> {
         let plan = RanksPlan { dp_replicate: 3, ..RanksPlan::alone() };
         let run = |world: &World| rank(&RankContext::new(world, &Device::Cpu, &plan)?);
@@ -184,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn all_ranks_keep_as_little_as_the_one_that_can_keep_least() {
+    fn all_ranks_use_the_mode_of_the_rank_with_the_least_memory() {
         use CheckpointingMode::{EveryKth, Full, None, Offload, Selective};
         for (own, want) in [
             ([None, EveryKth(3), EveryKth(2)], EveryKth(2)),
@@ -198,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_is_named_by_its_key() {
+    fn a_difference_of_plans_is_named_by_its_key() {
         let json = |text: &str| serde_json::from_str::<Value>(text).unwrap();
         let [a, b] =
             [r#"{"seed": 1, "model": {"dtype": "f32"}}"#, r#"{"seed": 1, "model": {"dtype": "bf16"}}"#].map(json);
@@ -210,9 +214,9 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_that_one_rank_hears_of_stops_all_at_one_step() {
+    fn a_stop_request_on_one_rank_reaches_all_ranks() {
         let switch = Path::new("/tmp/stop");
-        let heard = of_three(|ranks| {
+        let agreed = of_three(|ranks| {
             let own = (ranks.process.rank() == 1).then_some(StopRequest::Signal(Signal::Terminate));
             let other = (ranks.process.rank() == 2).then(|| StopRequest::KillSwitch(switch.to_owned()));
             let nothing = ranks.agree_on_stop(None, Some(switch))?;
@@ -220,6 +224,6 @@ mod tests {
             Ok([nothing, switched, ranks.agree_on_stop(own.or(other), Some(switch))?])
         });
         let (signal, file) = (StopRequest::Signal(Signal::Terminate), StopRequest::KillSwitch(switch.to_owned()));
-        assert!(heard.iter().all(|heard| *heard == [None, Some(file.clone()), Some(signal.clone())]), "{heard:?}");
+        assert!(agreed.iter().all(|agreed| *agreed == [None, Some(file.clone()), Some(signal.clone())]), "{agreed:?}");
     }
 }

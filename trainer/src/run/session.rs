@@ -1,4 +1,4 @@
-//! A run in progress: the stream of steps, the engine, and what is reported.
+//! A training session: the data loader, the engine, and the reports.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -34,16 +34,17 @@ pub(super) struct Session<'a> {
     pub(super) progress: Progress,
     pub(super) checkpointer: Checkpointer<'a>,
     scaler: GradScaler,
-    /// Steps that the device was given and whose results were not read yet, oldest first.
+    /// Steps on the device whose results were not read yet, oldest first.
     in_flight: VecDeque<PendingStep>,
-    /// When the last step was done that was looked at.
+    /// The time at which the last drained step was done.
     last_step_done: Instant,
     monitor: Option<GpuMonitor>,
     started: Instant,
 }
 
 impl<'a> Session<'a> {
-    /// Takes up the newest save if the plan says so, checks that all saves will fit on disk, and opens the reports.
+    /// Resumes from the newest checkpoint if the plan sets `auto_resume`, checks that all checkpoints fit on disk, and opens the
+    /// reports.
     pub(super) fn begin(run: TrainingRun<'a>, run_json: &'a mut RunJson) -> Result<Self> {
         let TrainingRun { plan, prepared, .. } = run;
         let mut checkpointer = Checkpointer::new(run);
@@ -67,7 +68,7 @@ impl<'a> Session<'a> {
             CheckpointError::Io { action: "open the metrics file", path, source }
         })?;
         let mut progress = state.map_or(Progress::default(), Progress::of);
-        if !progress.scores.is_about(run.scores) {
+        if !progress.scores.has_metric_of(run.scores) {
             progress.scores = run.scores.clone();
         }
         let gpu_id = match run.engine.device().location() {
@@ -104,7 +105,7 @@ impl<'a> Session<'a> {
         Ok(session)
     }
 
-    /// Says what was found out before the first step.
+    /// Logs notes, token statistics and the checkpoint schedule before the first step.
     fn log_start(&mut self, resumed: Option<&Resumed>, resume_time: Duration, moved: &[String]) -> Result<()> {
         let (terminal, prepared) = (self.reporter.terminal().clone(), self.run.prepared);
         let notes: Vec<String> = prepared.notes.iter().chain(self.run.notes).cloned().collect();
@@ -122,10 +123,10 @@ impl<'a> Session<'a> {
             let (epoch, iter, resume_time) = (run.epoch, run.step, resume_time.as_secs_f64());
             self.reporter.resume(&ResumeRecord { epoch, iter, resumed_from: dir.clone(), resume_time });
             for difference in self.checkpointer.changed_settings(run) {
-                terminal.line(&format!("changed since that save: {difference}"));
+                terminal.line(&format!("changed since this checkpoint: {difference}"));
             }
             if run.step >= self.stream.total_steps() {
-                terminal.line("there is nothing left to train: all steps are done");
+                terminal.line("nothing left to train: all steps are done");
             }
         }
         let ledger = json!(self.ledger());
@@ -141,8 +142,8 @@ impl<'a> Session<'a> {
         TokenStats { seen: self.stream.cursor().seen, ..self.run.prepared.token_stats.clone() }
     }
 
-    /// Computes one step. On a GPU it only starts it and looks at the one before: the device is never idle, and the
-    /// reports are one step late.
+    /// Computes one step. On a GPU, starts the step and reads the results of the step before, so that the device is
+    /// never idle. Reports are one step late.
     pub(super) fn train_step(&mut self, step: GlobalBatch, started: Instant) -> Result<()> {
         let plan = self.run.plan;
         let number = self.stream.cursor().step;
@@ -157,7 +158,7 @@ impl<'a> Session<'a> {
         self.drain(1)
     }
 
-    /// Looks at the steps that are done, and waits until no more than `n_waiting` are not.
+    /// Reads the results of finished steps, and waits until at most `n_waiting` steps are in flight.
     pub(super) fn drain(&mut self, n_waiting: usize) -> Result<()> {
         let TrainingRun { plan, prepared, .. } = self.run;
         while self.in_flight.len() > n_waiting || self.in_flight.front().is_some_and(PendingStep::is_done) {
@@ -175,8 +176,7 @@ impl<'a> Session<'a> {
         let decision = &outcome.decision;
         if decision.outcome == UpdateOutcome::Overflowed {
             let (number, scale) = (outcome.number, decision.next.loss_scale);
-            let line =
-                format!("skipped step {number}: its gradient overflowed; the loss scale is {scale} from here on");
+            let line = format!("skipped step {number}: its gradient overflowed; the loss scale is now {scale}");
             self.reporter.terminal().line(&line);
         }
         let data_world = self.run.ranks.rank_info.data_world;
@@ -217,7 +217,7 @@ impl<'a> Session<'a> {
         });
     }
 
-    /// The operations of a step, on all ranks.
+    /// Returns the FLOPs of a step, summed over all ranks.
     fn flops(&self, step: &GlobalBatch, work: Work) -> f64 {
         let shape = ModelShape::of(self.run.engine.model());
         let (visibility, again) = match work {
@@ -232,14 +232,14 @@ impl<'a> Session<'a> {
         step.micro_batches.iter().map(|batch| of_batch(&batch.cu_seqlens)).sum()
     }
 
-    /// A report that cannot be written must not end a run that could still save.
+    /// Updates run.json. A failed write only warns, because the run can still save checkpoints.
     pub(super) fn update_run_json(&mut self, change: impl FnOnce(&mut RunReport)) {
         if let Err(error) = self.run_json.update(change) {
             tracing::warn!("failed to write run.json: {error}");
         }
     }
 
-    /// Fails if a run that did everything else could not write all of its metrics.
+    /// Fails if a run that succeeded otherwise could not write all of its metrics.
     pub(super) fn check_metrics_written(&mut self, code: ExitCode) -> Result<()> {
         let failure = self.reporter.take_failure().filter(|_| code == ExitCode::Ok);
         let path = self.run.plan.log.metrics_path.clone().unwrap_or_default();
@@ -247,13 +247,13 @@ impl<'a> Session<'a> {
             .map_or(Ok(()), |source| Err(CheckpointError::Io { action: "write all metrics to", path, source }.into()))
     }
 
-    /// Whether anybody was asked to stop, told to all ranks alike.
+    /// Returns the stop request of any rank. All ranks return the same.
     pub(super) fn stop_request(&self) -> Result<Option<StopRequest>> {
         let TrainingRun { plan, ranks, stop, .. } = self.run;
         ranks.agree_on_stop(stop.poll(), plan.exit.kill_switch_path.as_deref())
     }
 
-    /// Reports the save that was written in the background, if it is done; with `wait` as soon as it is.
+    /// Reports the asynchronous checkpoint if it is finished. With `wait`, waits for it.
     pub(super) fn finish_async_save(&mut self, wait: bool) -> Result<()> {
         if let Some(FinishedAsyncSave { tag, dir, removed, save_time }) = self.checkpointer.finish_async_save(wait)? {
             let (epoch, iter, save_time) = (tag.epoch, tag.step, save_time.as_secs_f64());
@@ -269,7 +269,7 @@ impl<'a> Session<'a> {
             .for_each(|dir| self.reporter.terminal().line(&format!("deleted {} (save_total_limit)", dir.display())));
     }
 
-    /// Makes every save that is is_due after this step.
+    /// Saves every checkpoint that is due after this step.
     pub(super) fn save_due(&mut self) -> Result<()> {
         self.finish_async_save(false)?;
         let moment = self.moment();
@@ -283,14 +283,14 @@ impl<'a> Session<'a> {
         self.save_all(|plan| plan.is_due(moment) && (is_trained || plan.format == CheckpointFormat::Sharded)).map(drop)
     }
 
-    /// Tells whether a step was applied, or none was is_due yet.
+    /// Returns true if a step was applied, or if there was no step yet.
     fn is_trained(&mut self) -> Result<bool> {
         self.drain(0)?;
         let n_steps = self.stream.cursor().step;
         Ok(n_steps == 0 || self.progress.n_skipped < n_steps)
     }
 
-    /// Fails if every step so far was skipped: the weights are those of the start.
+    /// Fails if every step so far was skipped, because the weights are the initial ones.
     fn refuse_untrained(&mut self) -> Result<()> {
         let n_steps = self.stream.cursor().step;
         if self.is_trained()? { Ok(()) } else { Err(AllStepsSkipped { n_steps }.into()) }
@@ -302,12 +302,12 @@ impl<'a> Session<'a> {
         Moment { step, finished_epoch, end_of_training: step >= self.stream.total_steps() }
     }
 
-    /// Makes the saves that this step should have and has not: of a run that died between two of them.
+    /// Saves the checkpoints of this step that are missing because the run died between two of them.
     fn save_missing(&mut self) -> Result<()> {
         let Cursor { step, epoch, .. } = *self.stream.cursor();
         let (moment, run_id) = (self.moment(), self.run.run_id);
         let is_missing = |plan: &CheckpointPlan| !checkpointer::is_of_run(&plan.dir(Tag { step, epoch }), run_id);
-        // The first rank looks for all: by the time that another does, a save may be there.
+        // The first rank decides: a later check on another rank may find a checkpoint that was written meanwhile.
         let found = self.run.plan.checkpoints.iter().map(|plan| u8::from(plan.is_due(moment) && is_missing(plan)));
         let found = self.run.ranks.process.exchange(Ok(found.collect()))?.swap_remove(0);
         let checkpoints = self.run.plan.checkpoints.iter().zip(found);
@@ -315,7 +315,7 @@ impl<'a> Session<'a> {
         self.save_all(|plan| missing.contains(&plan)).map(drop)
     }
 
-    /// Saves by every checkpoint of the plan if the run has ended and none of them was is_due: no training is thrown away.
+    /// Saves every checkpoint of the plan if the run has ended and none was due, so that no training is lost.
     pub(super) fn save_last_step(&mut self) -> Result<()> {
         if self.checkpointer.newest_step().is_some()
             || self.run.plan.checkpoints.is_empty()
@@ -324,12 +324,12 @@ impl<'a> Session<'a> {
             return Ok(());
         }
         self.refuse_untrained()?;
-        self.reporter.terminal().line("no checkpoint was due in this run: the last step is saved");
+        self.reporter.terminal().line("no checkpoint was due in this run: saving the last step");
         self.save_all(|_| true)?;
         self.finish_async_save(true)
     }
 
-    /// Saves everything that a run which ends early is worth: what a later start needs, and what the end would export.
+    /// Saves the checkpoints of a run that ends early: those to resume from, and those due at the end of training.
     pub(super) fn save_early_end(&mut self) -> Result<usize> {
         self.refuse_untrained()?;
         let n_checkpoints =
@@ -338,7 +338,7 @@ impl<'a> Session<'a> {
         Ok(n_checkpoints)
     }
 
-    /// Saves what a later start needs; without a checkpoint for that, the weights at least.
+    /// Saves the checkpoints to resume from. If the plan has none, exports the weights.
     pub(super) fn save_to_resume(&mut self) -> Result<StopResult> {
         let n_checkpoints = self.save_all(|plan| plan.format == CheckpointFormat::Sharded)?;
         self.finish_async_save(true)?;
@@ -349,7 +349,7 @@ impl<'a> Session<'a> {
         Ok(if resumes { StopResult::Resumable } else { StopResult::Saved })
     }
 
-    /// Makes the saves that are `wanted` and counts them, those that were there already included.
+    /// Saves the `wanted` checkpoints and returns their number, existing ones included.
     fn save_all(&mut self, wanted: impl Fn(&CheckpointPlan) -> bool) -> Result<usize> {
         let mut n_checkpoints = 0;
         for checkpoint in self.run.plan.checkpoints.iter().filter(|checkpoint| wanted(checkpoint)) {
@@ -373,16 +373,16 @@ impl<'a> Session<'a> {
     }
 }
 
-/// Which operations are counted.
+/// The operations to count.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Work {
-    /// What is computed: attention to all tokens, as ArcticTraining counts it, and forwards that are computed again.
+    /// All computed operations: attention over all pairs, as ArcticTraining counts it, and recomputation.
     All,
-    /// What the model needs: causal attention, each forward once.
+    /// The useful operations: causal attention, without recomputation.
     Useful,
 }
 
-/// Returns the parts of each layer that backward computes again: tiled MLPs once more than their layer.
+/// Returns the recomputed parts of each layer. Tiled MLPs are recomputed once more than their layer.
 fn recomputed(kept: &[ActivationCheckpointing], tiled_mlp: TiledMlp) -> Vec<Recomputed> {
     let of_layer = |kept: &ActivationCheckpointing| {
         let layer = *kept != ActivationCheckpointing::None;
@@ -392,14 +392,14 @@ fn recomputed(kept: &[ActivationCheckpointing], tiled_mlp: TiledMlp) -> Vec<Reco
     kept.iter().map(of_layer).collect()
 }
 
-/// What is left of a run that was asked to stop.
+/// The saved state of a run that was stopped by a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StopResult {
-    /// The same command goes on with it.
+    /// A checkpoint from which the same command resumes.
     Resumable,
-    /// It is saved, but the recipe does not resume.
+    /// A checkpoint, but the recipe does not set `auto_resume`.
     Saved,
-    /// Its weights.
+    /// Exported weights.
     Exported,
     /// Nothing: the recipe has no checkpoint.
     Lost,
@@ -410,7 +410,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_without_a_tape_and_tiled_mlps_are_computed_again() {
+    fn checkpointed_layers_and_tiled_mlps_are_recomputed() {
         use ActivationCheckpointing::{Full, None, Offload, Selective};
         let counts = |kept: &[ActivationCheckpointing], tiled_mlp| {
             let again = recomputed(kept, tiled_mlp);

@@ -1,4 +1,4 @@
-//! The engine's tensors as a save sees them: master weights and both moments of every trained parameter.
+//! The engine's tensors in a checkpoint: master weights and both moments of every trainable parameter.
 
 use std::collections::HashMap;
 
@@ -8,11 +8,11 @@ use candlewick_parallel::Engine;
 
 use crate::checkpoint::{StateError, TensorChunk, TensorMeta, TrainState};
 
-/// The training state by name: "master/model.norm.weight".
+/// The training state by global name, such as "master/model.norm.weight".
 pub(super) struct EngineState {
     tensors: Vec<TensorMeta>,
     chunks: Vec<TensorChunk>,
-    /// Those that this rank writes.
+    /// The chunks that this rank writes.
     to_write: Vec<TensorChunk>,
     /// Flat views of the chunks, with the index of their first element.
     views: HashMap<String, (usize, Tensor)>,
@@ -21,7 +21,7 @@ pub(super) struct EngineState {
 const PARTS: [&str; 3] = ["master", "exp_avg", "exp_avg_sq"];
 
 impl EngineState {
-    /// Takes views of the state in the engine's store; reading and loading go to the store itself.
+    /// Creates views of the state in the engine's store. Reads and loads access the store directly.
     pub(super) fn of(engine: &Engine) -> candle_core::Result<Self> {
         let meta = |part: &str, name: &str, shape: &[usize]| TensorMeta {
             name: format!("{part}/{name}"),
@@ -45,8 +45,10 @@ impl EngineState {
     }
 
     fn part(&self, name: &str, start: usize, n_values: usize) -> Result<Tensor, StateError> {
-        let (first, view) = self.views.get(name).ok_or_else(|| format!("this rank has nothing of a tensor {name}"))?;
-        let start = start.checked_sub(*first).ok_or_else(|| format!("this rank has {name} from element {first} on"))?;
+        let (first, view) =
+            self.views.get(name).ok_or_else(|| format!("this rank has no chunk of the tensor {name}"))?;
+        let start =
+            start.checked_sub(*first).ok_or_else(|| format!("this rank has {name} only from element {first} on"))?;
         Ok(view.narrow(0, start, n_values)?)
     }
 }
@@ -90,7 +92,7 @@ mod tests {
     use candlewick_parallel::{ActivationCheckpointing, ParamDtypes, ParamStore, ShardingGroups, StoreMode};
 
     #[test]
-    fn what_is_loaded_is_read_back_and_reaches_the_store() {
+    fn loaded_values_reach_the_store_and_read_back() {
         let config = serde_json::json!({
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
             "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 5, "max_position_embeddings": 8,

@@ -1,4 +1,4 @@
-//! One optimizer step: forward and backward over its micro-batches, clipping, AdamW; and what came of it.
+//! One optimizer step: forward and backward over its micro-batches, gradient clipping, AdamW.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -14,29 +14,30 @@ use crate::recipe::OnNonfinite;
 
 use super::ranks::RankInfo;
 
-/// What a step did.
+/// The result of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct StepOutcome {
-    /// Which step it was, counted from 1, and its learning rate.
+    /// The step's number, counted from 1.
     pub(super) number: usize,
     pub(super) lr: f64,
     /// The mean loss over the step's target tokens.
     pub(super) loss: f64,
     /// The mean of each auxiliary loss, by name.
     pub(super) auxiliary: BTreeMap<String, f64>,
-    /// What became of its gradient.
+    /// The decision of the gradient scaler.
     pub(super) decision: StepDecision,
-    /// The time since its beginning, or since the step before was done if that was later.
+    /// The time since the step started, or since the step before was done if that was later.
     pub(super) elapsed: Duration,
-    /// The time of forward, backward and config. On a GPU, where the host does not wait for their parts, the whole step's.
+    /// The time of forward, backward and update. On a GPU, the time of the full step, because the host does not wait
+    /// for its parts.
     pub(super) compute: Duration,
 }
 
-/// A loss or gradient that is not finite, and the rows that it came from.
+/// A non-finite loss or gradient, and the samples that it came from.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "failed to take step {step}: the {what} is not finite. {rows}. Lower the learning rate, look at these rows, or set \
-     on_nonfinite to skip"
+    "failed to compute step {step}: the {what} is not finite. {rows}. Lower the learning rate, check these samples, or set \
+     on_nonfinite: skip"
 )]
 pub struct NonFinite {
     step: usize,
@@ -44,48 +45,49 @@ pub struct NonFinite {
     rows: String,
 }
 
-/// A run of which no step was applied.
+/// A run whose steps were all skipped.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "failed to train: the loss or the gradient was not finite in every one of {n_steps} steps, and all were skipped; nothing was \
-     exported. Look at the weights and the data, or lower the learning rate"
+    "failed to train: all {n_steps} steps were skipped, because the loss or the gradient was not finite; nothing was \
+     exported. Check the weights and the data, or lower the learning rate"
 )]
 pub struct AllStepsSkipped {
     pub(super) n_steps: usize,
 }
 
-/// The config of a step, resolved.
+/// The resolved settings of a step.
 pub(super) struct StepConfig<'a> {
     pub(super) plan: &'a OptimizerPlan,
     /// The learning rate.
     pub(super) lr: f64,
     /// The step's number, counted from 1.
     pub(super) number: usize,
-    /// Chooses what dropout drops in this step.
+    /// The seed of this step's dropout masks.
     pub(super) dropout_key: u64,
-    /// This rank's place among those that compute different micro-batches, and how many places there are.
+    /// The position of this rank among the data-parallel ranks.
     pub(super) rank: RankInfo,
 }
 
-/// A step that the device may still be busy with.
+/// A step that may still be running on the device.
 pub(super) struct PendingStep {
     step: GlobalBatch,
-    /// Which of its micro-batches this rank has.
+    /// The micro-batches of this rank.
     own: Vec<usize>,
-    /// How many ranks share the micro-batches.
+    /// The number of data-parallel ranks.
     data_world: usize,
     number: usize,
     lr: f64,
-    /// When the host started with it, and how long it was until all work was handed out: on the CPU until it was done.
+    /// The time at which the step started, and the time until all kernels were launched. On the CPU, the time until the
+    /// step was done.
     started: Instant,
     launch_time: Duration,
     in_flight: InFlightStep,
 }
 
-/// Starts the gradient of `step` and the config of the weights with it. Nothing waits for a GPU.
+/// Starts a step: computes the gradients and updates the weights. Does not wait for a GPU.
 ///
-/// Every partial sum of losses is scaled by the target tokens of the whole step over all ranks, so that accumulation,
-/// packing and padding give one number.
+/// Each partial loss is divided by the target tokens of the global batch. So accumulation, packing and padding do not
+/// change the loss.
 pub(super) fn start(
     engine: &Engine,
     scaler: &GradScaler,
@@ -109,14 +111,14 @@ pub(super) fn start(
 }
 
 impl PendingStep {
-    /// Tells whether [`PendingStep::outcome`] returns at once.
+    /// Returns true if [`PendingStep::outcome`] returns at once.
     pub(super) fn is_done(&self) -> bool {
         self.in_flight.is_ready()
     }
 
-    /// Returns what the step did, once it is done. `since` is when the step before was.
+    /// Waits for the step and returns its result. `since` is the time at which the step before was done.
     ///
-    /// A loss or gradient that is not finite is an error if the run is to stop at it.
+    /// A non-finite loss or gradient is an error if `on_nonfinite` is `stop`.
     pub(super) fn outcome(
         self,
         dataset: &Dataset,
@@ -138,8 +140,8 @@ impl PendingStep {
     }
 }
 
-/// The rows of this rank's micro-batches whose loss is not finite; if there are none, those that other ranks computed at the
-/// time of one.
+/// Returns the samples of this rank's micro-batches whose loss is not finite. If there are none, returns those of other
+/// ranks' micro-batches of the same round.
 fn nonfinite_rows(step: &GlobalBatch, own: &[usize], data_world: usize, [sums, of_all]: [&[f32]; 2]) -> Vec<usize> {
     let wrong = |sums: &[f32]| (0..own.len()).filter(|round| !sums[*round].is_finite()).collect::<Vec<_>>();
     let mine = wrong(sums).into_iter().map(|round| own[round]);
@@ -161,7 +163,7 @@ fn stop_or_warn(found: NonFinite, on_nonfinite: OnNonfinite) -> Result<()> {
     }
 }
 
-/// Names the rows of a step, or the nonfinite_rows among them.
+/// Names the samples of a step, or those among them with a non-finite loss.
 fn locate(dataset: &Dataset, step: &GlobalBatch, nonfinite_rows: &[usize]) -> String {
     const SHOWN: usize = 5;
     let all: Vec<usize> = step.micro_batches.iter().flat_map(|batch| batch.samples.iter().copied()).collect();
@@ -170,7 +172,7 @@ fn locate(dataset: &Dataset, step: &GlobalBatch, nonfinite_rows: &[usize]) -> St
     if rows.len() > SHOWN {
         places.push(format!("and {} more", rows.len() - SHOWN));
     }
-    format!("Its rows: {}", places.join(", "))
+    format!("Samples: {}", places.join(", "))
 }
 
 impl StepConfig<'_> {
@@ -180,7 +182,7 @@ impl StepConfig<'_> {
     }
 }
 
-/// Puts a batch on the engine's device.
+/// Copies a batch to the engine's device.
 pub(super) fn micro(batch: &Batch, engine: &Engine) -> Result<Micro> {
     Ok(Micro {
         ids: upload(&batch.ids, batch.ids.len(), engine.device())?,

@@ -1,4 +1,4 @@
-//! Saves that were changed after they were written, and manifests of nonsense.
+//! Checkpoints that were changed after they were written, and invalid manifests.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 
 use super::*;
 
-/// Saves steps 1 and 2, lets `harm` loose on step 2's folder, and expects step 1 with this reason.
+/// Saves steps 1 and 2, applies `harm` to the folder of step 2, and expects to resume step 1 with this reason.
 #[track_caller]
 fn check_fall_back(harm: impl Fn(&Path), reason: &str) {
     let dir = tempfile::tempdir().unwrap();
@@ -32,14 +32,14 @@ fn edit(path: PathBuf, change: impl Fn(&mut Vec<u8>)) {
 }
 
 #[test]
-fn a_flipped_bit_is_found_by_its_hash() {
+fn a_flipped_bit_changes_the_hash() {
     for name in ["shard_00000_00001.safetensors", "shard_00000_00002.safetensors", "state.json"] {
         check_fall_back(|dir| edit(dir.join(name), |bytes| bytes[20] ^= 1), "its hash differs");
     }
 }
 
 #[test]
-fn cut_missing_and_foreign_files_are_found() {
+fn truncated_missing_and_swapped_files_are_detected() {
     check_fall_back(|dir| edit(dir.join("state.json"), |bytes| _ = bytes.pop()), "bytes, not");
     check_fall_back(|dir| fs::remove_file(dir.join("shard_00000_00002.safetensors")).unwrap(), "shard_00000_00002");
     check_fall_back(|dir| fs::remove_file(dir.join("manifest.json")).unwrap(), "no manifest.json");
@@ -48,7 +48,7 @@ fn cut_missing_and_foreign_files_are_found() {
     check_fall_back(|dir| _ = fs::copy(older(dir), dir.join("manifest.json")).unwrap(), "says step 1");
 }
 
-/// Makes a manifest one of the first version.
+/// Turns a manifest into one of version 1.
 fn hash_as_before(dir: &Path) {
     let path = dir.join("manifest.json");
     let mut manifest: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
@@ -63,7 +63,7 @@ fn hash_as_before(dir: &Path) {
 }
 
 #[test]
-fn a_save_of_the_first_version_resumes_and_is_compared() {
+fn a_checkpoint_of_version_1_resumes_and_is_verified() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     hash_as_before(&save_step(&LocalDisk, &plan, 2).unwrap().dir);
@@ -106,7 +106,7 @@ proptest! {
     }
 
     #[test]
-    fn arbitrary_bytes_are_no_manifest(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn arbitrary_bytes_do_not_parse_as_a_manifest(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         prop_assert!(Manifest::parse(&bytes).is_err());
     }
 }
@@ -114,7 +114,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn a_mutated_save_never_loads_as_something_else(
+    fn a_mutated_checkpoint_never_loads_wrong_values(
         file in 0..4usize,
         edits in prop::collection::vec(any::<(u8, usize, u8)>(), 1..3),
     ) {
@@ -139,8 +139,8 @@ fn check_manifest(change: impl Fn(&mut serde_json::Value), want: &str) {
 }
 
 #[test]
-fn a_manifest_of_nonsense_says_what() {
-    check_manifest(|m| m["version"] = json!(4), "this program reads candlewick-sharded up to 3");
+fn an_invalid_manifest_error_names_the_field() {
+    check_manifest(|m| m["version"] = json!(4), "this program reads candlewick-sharded up to version 3");
     check_manifest(|m| m["extra"] = json!(2), "unknown field `extra`");
     for name in ["../x", "a/b", "", ".", "/etc/passwd", "manifest.json"] {
         check_manifest(|m| m["files"][0]["name"] = json!(name), "is not a file name");
@@ -155,7 +155,7 @@ fn a_manifest_of_nonsense_says_what() {
         |m| m["tensors"][1]["name"] = m["tensors"][0]["name"].clone(),
         "is listed with the shapes [] and [0, 4]",
     );
-    check_manifest(|m| m["tensors"][2]["offset"] = json!([1, 0]), "is cut at [1, 0]");
+    check_manifest(|m| m["tensors"][2]["offset"] = json!([1, 0]), "has the offset [1, 0]");
     let range = |start: u64, end: u64| json!({"start": start, "end": end});
     check_manifest(|m| m["tensors"][2]["range"] = range(3, 3), "has no elements 3..3");
     check_manifest(|m| m["tensors"][2]["range"] = range(0, 1_000_000), "has no elements 0..1000000");
@@ -165,6 +165,6 @@ fn a_manifest_of_nonsense_says_what() {
         m["tensors"].as_array_mut().unwrap().push(chunk);
     };
     check_manifest(twice, "is listed twice");
-    check_manifest(|m| m["tensors"][2]["shape"] = json!([u64::MAX, 3]), "has an absurd shape");
+    check_manifest(|m| m["tensors"][2]["shape"] = json!([u64::MAX, 3]), "has an impossible shape");
     check_manifest(|m| m["tensors"][2]["shape"] = json!([1000, 1000]), "larger than the file");
 }

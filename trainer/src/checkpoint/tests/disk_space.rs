@@ -1,9 +1,9 @@
-//! Which saves are deleted, and what is found out before the first step.
+//! Retention of checkpoints, and the checks before the first step.
 
 use super::*;
 
 #[test]
-fn keep_deletes_the_oldest_and_never_another_runs_later_steps() {
+fn save_total_limit_deletes_the_oldest_and_no_later_steps_of_other_runs() {
     let dir = tempfile::tempdir().unwrap();
     let all = plan(&dir, None);
     [50, 1, 2].iter().for_each(|&step| _ = save_step(&LocalDisk, &all, step).unwrap());
@@ -16,7 +16,7 @@ fn keep_deletes_the_oldest_and_never_another_runs_later_steps() {
 }
 
 #[test]
-fn weights_only_folders_are_pruned_by_the_same_rule() {
+fn exports_are_pruned_by_the_same_rule() {
     let dir = tempfile::tempdir().unwrap();
     for (name, run_start) in [("global_step_1", 1), ("global_step_20", 1), ("global_step_3", 1), ("global_step_5", 2)] {
         export(dir.path(), name, run_start);
@@ -31,7 +31,7 @@ fn weights_only_folders_are_pruned_by_the_same_rule() {
     assert!(dir.path().join("global_step_2/thesis.txt").exists());
 }
 
-/// Makes a folder that the run `run_start` exported.
+/// Creates a folder as the export of a run.
 fn export(output_dir: &Path, name: &str, run_start: u64) {
     fs::create_dir(output_dir.join(name)).unwrap();
     fs::write(output_dir.join(name).join(EXPORT_MARK), ExportMark { run_start, step: 0 }.to_json()).unwrap();
@@ -42,7 +42,7 @@ fn exports_of<'a>(run_start: u64, output_dir: &'a Path, scores: &'a Scores) -> R
 }
 
 #[test]
-fn checkpoints_of_other_runs_step_aside_and_other_folders_stay() {
+fn checkpoints_of_other_runs_are_moved_and_other_folders_stay() {
     let dir = tempfile::tempdir().unwrap();
     let (root, format) = (dir.path(), CheckpointFormat::HuggingFace);
     for (name, run_start) in [("global_step_1", 7), ("global_step_6", 7), ("global_step_4", 8)] {
@@ -58,7 +58,7 @@ fn checkpoints_of_other_runs_step_aside_and_other_folders_stay() {
 }
 
 #[test]
-fn a_name_that_something_else_has_is_refused() {
+fn an_occupied_checkpoint_name_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let (root, format) = (dir.path(), CheckpointFormat::HuggingFace);
     export(root, "global_step_1", 1);
@@ -75,9 +75,9 @@ fn a_name_that_something_else_has_is_refused() {
     }
 }
 
-/// A start after such a save found a file among its leftovers and failed for good.
+/// Regression test: the failed save left a file that made every later start fail.
 #[test]
-fn a_stray_file_named_like_a_save_is_named_and_left_alone() {
+fn a_file_named_like_a_checkpoint_is_reported_and_kept() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     save_step(&LocalDisk, &plan, 1).unwrap();
@@ -90,7 +90,7 @@ fn a_stray_file_named_like_a_save_is_named_and_left_alone() {
 }
 
 #[test]
-fn something_else_with_a_temporary_name_is_found_before_the_first_step_and_left_alone() {
+fn an_occupied_temporary_name_is_reported_before_the_first_step_and_kept() {
     for name in [".epoch_0_global_step_9.tmp", ".epoch_0_global_step_1.old", ".global_step_3.tmp"] {
         for file in [name.to_owned(), format!("{name}/thesis.txt")] {
             let dir = tempfile::tempdir().unwrap();
@@ -111,12 +111,12 @@ fn something_else_with_a_temporary_name_is_found_before_the_first_step_and_left_
 }
 
 #[test]
-fn the_best_save_stays_until_there_is_a_better_one() {
+fn the_best_checkpoint_is_kept_until_there_is_a_better_one() {
     let dir = tempfile::tempdir().unwrap();
     let mut scores = Scores::of("acc".to_owned(), true);
     let mut found = Vec::new();
     for (step, value) in [(1, 0.2), (2, 0.5), (3, 0.4), (4, 0.1), (5, 0.6), (6, f64::NAN), (7, 0.3)] {
-        // The fifth step is evaluated and never saved.
+        // Step 5 is evaluated and never saved.
         scores.add(step, value);
         if step != 5 {
             export(dir.path(), &format!("global_step_{step}"), 1);
@@ -128,7 +128,7 @@ fn the_best_save_stays_until_there_is_a_better_one() {
 }
 
 #[test]
-fn the_best_save_takes_room_of_its_own() {
+fn the_best_checkpoint_needs_extra_space() {
     let dir = tempfile::tempdir().unwrap();
     let (free, plan) = (free_bytes(dir.path()).unwrap(), plan(&dir, Some(1)));
     let planned = |keeps_best| {
@@ -154,7 +154,7 @@ fn check_preflight(
 }
 
 #[test]
-fn preflight_leaves_an_empty_folder_behind() {
+fn preflight_leaves_an_empty_folder() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     check_preflight(&plan, 1000, 0).unwrap();
@@ -165,13 +165,13 @@ fn preflight_leaves_an_empty_folder_behind() {
 }
 
 #[test]
-fn preflight_knows_what_will_not_fit() {
+fn preflight_fails_if_the_checkpoints_do_not_fit() {
     let dir = tempfile::tempdir().unwrap();
     let free = free_bytes(dir.path()).unwrap();
     let all = plan(&dir, None);
     let error = check_preflight(&all, free / 2, 5).unwrap_err();
     assert!(matches!(error, CheckpointError::NotEnoughSpace { .. }), "{error}");
-    // Of the same five saves at most two are there at once, and those fit.
+    // Of the same five checkpoints at most two exist at once, and two fit.
     check_preflight(&plan(&dir, Some(1)), free / 4, 5).unwrap();
     // Two entries on one disk add up.
     let two = [PlannedCheckpoints {
@@ -185,7 +185,7 @@ fn preflight_knows_what_will_not_fit() {
 }
 
 #[test]
-fn preflight_names_a_folder_that_cannot_be() {
+fn preflight_names_a_folder_that_cannot_be_created() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("saves"), "a file").unwrap();
     let plan = plan(&dir, None);

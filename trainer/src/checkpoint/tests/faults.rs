@@ -1,4 +1,4 @@
-//! A save killed at every one of its operations, and a disk that fills up at many byte counts.
+//! Saves that are killed at each operation, and a disk that fills up at many byte counts.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -11,12 +11,12 @@ use candlewick_model::checkpoint::UNFINISHED_MARKER;
 use super::*;
 use crate::checkpoint::storage::StoredFile;
 
-/// What goes wrong, and when.
+/// The injected fault.
 #[derive(Clone, Copy)]
 enum Fault {
-    /// The operation with this number and all later ones do nothing, as if the process had died.
+    /// This operation and all later ones do nothing, as if the process had died.
     KilledAt(usize),
-    /// No more than this many bytes fit on the disk.
+    /// The disk holds only this many bytes.
     FullAfter(usize),
 }
 
@@ -55,7 +55,7 @@ impl Storage for FaultyStorage {
     fn sync_dir(&self, dir: &Path) -> io::Result<()> {
         self.operation().and_then(|()| LocalDisk.sync_dir(dir))
     }
-    /// Two operations, so that a kill can come between two files.
+    /// Counts two operations, so that a kill can come between two files.
     fn remove_dir(&self, dir: &Path) -> io::Result<()> {
         self.operation()?;
         let paths = fs::read_dir(dir).into_iter().flatten().map(|entry| entry.map(|entry| entry.path()));
@@ -100,8 +100,9 @@ impl StoredFile for FaultyFile {
     }
 }
 
-/// Kills a save of `step` at each of its operations in turn, over saves of the steps `before`.
-/// Whatever happened, one of the steps `want` must resume and the same save must then succeed.
+/// Kills the process at each operation of saving `step`, with checkpoints of the steps `before` on disk.
+///
+/// One of the steps `want` must resume each time, and a repeated save must then succeed.
 fn kill_everywhere(save_total_limit: Option<usize>, before: &[usize], step: usize, want: &[usize]) {
     for n in 0.. {
         let dir = tempfile::tempdir().unwrap();
@@ -122,22 +123,22 @@ fn kill_everywhere(save_total_limit: Option<usize>, before: &[usize], step: usiz
 }
 
 #[test]
-fn killed_at_any_operation_the_last_whole_save_resumes() {
+fn killed_at_any_operation_the_last_complete_checkpoint_resumes() {
     kill_everywhere(None, &[1], 2, &[1, 2]);
 }
 
 #[test]
-fn killed_while_replacing_a_save_one_of_the_two_resumes() {
+fn killed_while_replacing_a_checkpoint_one_of_the_two_resumes() {
     kill_everywhere(None, &[2], 2, &[2]);
 }
 
 #[test]
-fn killed_while_deleting_old_saves_a_newer_one_resumes() {
+fn killed_while_deleting_old_checkpoints_a_newer_one_resumes() {
     kill_everywhere(Some(1), &[1, 2], 3, &[2, 3]);
 }
 
 #[test]
-fn a_full_disk_leaves_the_old_save_and_nothing_else() {
+fn a_full_disk_leaves_only_the_old_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, Some(1));
     save_step(&LocalDisk, &plan, 1).unwrap();

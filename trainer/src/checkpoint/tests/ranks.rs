@@ -1,4 +1,4 @@
-//! Saves of several ranks whose tensors belong to parameter groups with shards, replicas and writers of their own.
+//! Checkpoints of several ranks, with parameter groups that differ in shards, replicas and writers.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -8,7 +8,7 @@ use candlewick_runtime::process_group::ProcessGroup;
 
 use super::*;
 
-/// Number of shards of dense tensors and of experts; the ranks left over are replicas.
+/// The number of shards of dense tensors and of experts; the remaining ranks are replicas.
 #[derive(Clone, Copy)]
 struct Shards {
     dense: usize,
@@ -29,7 +29,7 @@ fn metas() -> Vec<TensorMeta> {
     [(DENSE, vec![5, 8]), (EXPERT, vec![6, 8])].map(|(name, shape)| TensorMeta { name: name.to_owned(), shape }).into()
 }
 
-/// The value of an element of a whole tensor.
+/// Returns the value of an element of a full tensor.
 fn value(chunk: &TensorChunk, at: usize) -> f32 {
     let (width, n) = (chunk.tensor.n_columns(), chunk.columns.len());
     let place = at / n * width + chunk.columns.start + at % n;
@@ -41,7 +41,7 @@ fn shard_of(n: usize, shard: usize, n_shards: usize) -> Range<usize> {
 }
 
 impl Sharded {
-    /// Experts are split by columns over pairs of ranks, and then sharded.
+    /// Splits experts by columns over pairs of ranks, then shards them.
     fn new(rank: usize, n_ranks: usize, shards: Shards) -> Self {
         let [dense, expert] = metas().try_into().unwrap();
         let n_splits = 2.min(n_ranks);
@@ -103,7 +103,7 @@ fn save_on_four(plan: &CheckpointPlan, shards: Shards) {
 }
 
 #[test]
-fn groups_with_other_writers_are_read_back_on_any_number_of_ranks() {
+fn groups_with_different_writers_load_on_any_number_of_ranks() {
     for shards in [Shards { dense: 4, expert: 1 }, Shards { dense: 2, expert: 2 }, Shards { dense: 1, expert: 2 }] {
         let dir = tempfile::tempdir().unwrap();
         let plan = plan(&dir, None);
@@ -114,7 +114,7 @@ fn groups_with_other_writers_are_read_back_on_any_number_of_ranks() {
                 let mut state = Sharded::new(world.rank(), n_ranks, shards);
                 let process = ProcessGroup::new(world).map_err(|error| error.to_string())?;
                 let resumed = resume(&plan, &fingerprint(), &mut state, &process);
-                let resumed = resumed.map_err(|error| error.to_string())?.ok_or("no save was found")?;
+                let resumed = resumed.map_err(|error| error.to_string())?.ok_or("no checkpoint was found")?;
                 let want = Sharded::new(world.rank(), n_ranks, shards).with_values();
                 Ok(resumed.run == run(1) && state.values == want.values)
             });
@@ -124,7 +124,7 @@ fn groups_with_other_writers_are_read_back_on_any_number_of_ranks() {
 }
 
 #[test]
-fn only_the_ranks_that_a_group_names_write_its_shards() {
+fn only_the_writers_of_a_group_write_its_shards() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     save_on_four(&plan, Shards { dense: 1, expert: 2 });
