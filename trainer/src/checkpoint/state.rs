@@ -93,7 +93,8 @@ pub struct RunState {
     #[serde(default)]
     pub evaluated: Option<usize>,
     /// The token statistics.
-    pub ledger: Value,
+    #[serde(rename = "ledger")]
+    pub token_stats: Value,
     /// The settings that must not change.
     pub fingerprint: Fingerprint,
     /// The start of the run, in milliseconds since 1970. A resumed run keeps it.

@@ -157,7 +157,7 @@ fn attention() -> String {
     let heads = AttentionHeads { n_query: 32, n_kv: 8, dim: 128 };
     let explain = |device| AttentionChoice::default().explain(&device, DType::BF16, heads, AttentionPasses::Both);
     match DeviceChoice::Auto.open().and_then(explain) {
-        Ok(said) => said.map_or("fused".into(), |said| said.trim_start_matches("attention: ").to_owned()),
+        Ok(note) => note.map_or("fused".into(), |note| note.trim_start_matches("attention: ").to_owned()),
         Err(error) => format!("{error}"),
     }
 }

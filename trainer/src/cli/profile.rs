@@ -143,9 +143,9 @@ impl SpanTable {
         let mut text = format!("{:>9} {:>10} {:>6} {:>10}  span\n", "calls", "tottime s", "%", "cumtime s");
         for (name, Row { n_calls, tottime, cumtime, n_bytes }) in rows {
             let (tottime, cumtime) = (tottime.as_secs_f64(), cumtime.as_secs_f64());
-            let share = 100.0 * tottime / elapsed.as_secs_f64();
+            let percent = 100.0 * tottime / elapsed.as_secs_f64();
             // Writing to a string cannot fail.
-            let _ = write!(text, "{n_calls:>9} {tottime:>10.3} {share:>6.1} {cumtime:>10.3}  {name}");
+            let _ = write!(text, "{n_calls:>9} {tottime:>10.3} {percent:>6.1} {cumtime:>10.3}  {name}");
             if *n_bytes > 0 {
                 let _ = write!(text, ", {:.3} MB sent", *n_bytes as f64 / 1e6);
             }

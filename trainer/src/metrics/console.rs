@@ -159,9 +159,9 @@ fn gpu_field(memory: GpuMemory) -> String {
 }
 
 fn memory_field(memory: Memory) -> String {
-    let share = 100 * memory.node_used_bytes / memory.node_total_bytes.max(1);
+    let percent = 100 * memory.node_used_bytes / memory.node_total_bytes.max(1);
     format!(
-        "CPU mem: proc {}, peak {} / node {} ({share}%)",
+        "CPU mem: proc {}, peak {} / node {} ({percent}%)",
         gigabytes(memory.rss_bytes),
         gigabytes(memory.peak_rss_bytes),
         gigabytes(memory.node_used_bytes)

@@ -124,9 +124,9 @@ mod tests {
             let monitor = machine().monitor("1,4", 1);
             assert_eq!([monitor.memory(), monitor.memory()], [GpuMemory::default(); 2]);
         });
-        let said = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-        assert_eq!(said.matches("does not report its memory").count(), 1, "{said}");
-        assert!(said.contains(&NvmlError::NotSupported.to_string()), "{said}");
+        let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        assert_eq!(log.matches("does not report its memory").count(), 1, "{log}");
+        assert!(log.contains(&NvmlError::NotSupported.to_string()), "{log}");
     }
 
     #[derive(Clone, Default)]

@@ -49,7 +49,8 @@ pub struct RunReport {
     /// Notes about the data (detected formats, cache hits, anomalies) and the attention kernel.
     pub notes: Vec<String>,
     /// The token statistics.
-    pub ledger: Value,
+    #[serde(rename = "ledger")]
+    pub token_stats: Value,
     /// The number of steps skipped because of a non-finite loss or gradient.
     pub skipped_steps: usize,
     /// The records of the last step and evaluation, and other metrics of the training loop.
@@ -105,7 +106,7 @@ impl RunJson {
             versions: Versions::this(),
             host: HostInfo::this(),
             notes: Vec::new(),
-            ledger: Value::Null,
+            token_stats: Value::Null,
             skipped_steps: 0,
             metrics: Value::Null,
         };
@@ -226,7 +227,7 @@ mod tests {
         assert_eq!(read()["versions"]["candlewick"], env!("CARGO_PKG_VERSION"));
         assert!(read()["host"]["n_cpus"].as_u64().unwrap() > 0);
 
-        run.update(|report| report.ledger = json!({"read": 10})).unwrap();
+        run.update(|report| report.token_stats = json!({"read": 10})).unwrap();
         run.finish(RunExit { code: 75, reason: "SIGTERM, saved at step 3".to_owned() }).unwrap();
         assert_eq!(read()["ledger"]["read"], 10);
         assert_eq!(read()["exit"], json!({"code": 75, "reason": "SIGTERM, saved at step 3"}));

@@ -258,7 +258,7 @@ impl<'a> Checkpointer<'a> {
             evaluated: progress.evaluated,
             n_skipped: progress.n_skipped,
             scaler: progress.scaler,
-            ledger: json!(cursor.seen),
+            token_stats: json!(cursor.seen),
             run_start: self.run.run_id.run,
             date: Some(self.run.run_id.date),
             home: None,

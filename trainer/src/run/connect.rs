@@ -105,10 +105,10 @@ mod tests {
             let found = device_of(choice, backend, local_rank, n_gpus).unwrap();
             assert_eq!(found, want, "{choice} {backend:?} {local_rank} of {n_gpus}");
         }
-        let said = device_of(Cuda(0), Nccl, 2, 2).unwrap_err();
+        let error = device_of(Cuda(0), Nccl, 2, 2).unwrap_err();
         assert!(
-            format!("{said:#}").contains("local rank 2 of a machine with 2 GPUs; set ddp_backend: staged"),
-            "{said:#}"
+            format!("{error:#}").contains("local rank 2 of a machine with 2 GPUs; set ddp_backend: staged"),
+            "{error:#}"
         );
     }
 

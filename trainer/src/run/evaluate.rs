@@ -17,7 +17,7 @@ use super::context::TrainingRun;
 use super::ranks::RankInfo;
 use super::session::Session;
 use super::step;
-use super::tasks::TaskScores;
+use super::tasks::ScoresByMetric;
 
 /// The evaluations that are due.
 #[derive(Clone, Copy, Debug)]
@@ -97,7 +97,7 @@ impl Session<'_> {
         let eval_time = started.elapsed().as_secs_f64();
         let record = EvalRecord { epoch, iter, loss, n_targets: n_targets as u64, eval_time };
         self.reporter.eval(&record);
-        self.record_score(&TaskScores::from([(EVAL_LOSS.to_owned(), loss)]));
+        self.record_score(&ScoresByMetric::from([(EVAL_LOSS.to_owned(), loss)]));
         self.update_run_json(|report| report.metrics["eval"] = json!(record));
         Ok(EvalStatus::Complete)
     }
@@ -133,7 +133,7 @@ impl Session<'_> {
     }
 
     /// Records the value of the metric that selects the best checkpoint, if it is among these.
-    fn record_score(&mut self, values: &TaskScores) {
+    fn record_score(&mut self, values: &ScoresByMetric) {
         let Some(value) = values.get(&self.progress.scores.metric) else { return };
         self.progress.scores.add(self.stream.cursor().step, *value);
         if let Some((step, value)) = self.progress.scores.best() {

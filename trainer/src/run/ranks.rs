@@ -206,8 +206,8 @@ mod tests {
         let json = |text: &str| serde_json::from_str::<Value>(text).unwrap();
         let [a, b] =
             [r#"{"seed": 1, "model": {"dtype": "f32"}}"#, r#"{"seed": 1, "model": {"dtype": "bf16"}}"#].map(json);
-        let said = ["\"f32\"", "\"bf16\""].map(str::to_owned);
-        assert_eq!(difference("", &a, &b), Some(("model.dtype".to_owned(), said)));
+        let values = ["\"f32\"", "\"bf16\""].map(str::to_owned);
+        assert_eq!(difference("", &a, &b), Some(("model.dtype".to_owned(), values)));
         assert_eq!(difference("", &a, &a), None);
         let (key, _) = difference("", &json(r#"{"eval": null}"#), &json(r#"{"eval": {"every": 5}}"#)).unwrap();
         assert_eq!(key, "eval");

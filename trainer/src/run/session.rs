@@ -129,16 +129,16 @@ impl<'a> Session<'a> {
                 terminal.line("nothing left to train: all steps are done");
             }
         }
-        let ledger = json!(self.ledger());
+        let token_stats = json!(self.token_stats());
         self.run_json.update(|report| {
-            report.ledger = ledger;
+            report.token_stats = token_stats;
             report.notes = notes;
             report.resumed_from = resumed.map(|resumed| resumed.dir.clone());
         })?;
         Ok(())
     }
 
-    fn ledger(&self) -> TokenStats {
+    fn token_stats(&self) -> TokenStats {
         TokenStats { seen: self.stream.cursor().seen, ..self.run.prepared.token_stats.clone() }
     }
 
@@ -209,10 +209,10 @@ impl<'a> Session<'a> {
             gpu_memory: self.monitor.as_ref().map(GpuMonitor::memory),
         };
         self.reporter.step(&record);
-        let (ledger, n_skipped) = (json!(self.ledger()), self.progress.n_skipped);
+        let (token_stats, n_skipped) = (json!(self.token_stats()), self.progress.n_skipped);
         self.update_run_json(|report| {
             report.metrics["step"] = json!(record);
-            report.ledger = ledger;
+            report.token_stats = token_stats;
             report.skipped_steps = n_skipped;
         });
     }

@@ -20,7 +20,7 @@ use crate::plan::{BestPlan, EVAL_LOSS, Plan, TasksPlan};
 use crate::signals::StopSignals;
 
 /// The scores of tasks as `TASK/METRIC`. Standard errors are `TASK/METRIC_stderr`.
-pub(super) type TaskScores = BTreeMap<String, f64>;
+pub(super) type ScoresByMetric = BTreeMap<String, f64>;
 
 /// The tasks of a run with their instances.
 pub(super) struct Tasks<'a> {
@@ -154,7 +154,7 @@ impl<'a> Tasks<'a> {
         ranks: &RankContext,
         stop: &StopSignals,
         progress: Option<&ProgressLines>,
-    ) -> Result<Option<TaskScores>> {
+    ) -> Result<Option<ScoresByMetric>> {
         let settings = BackendSettings {
             max_length: self.plan.max_length,
             max_gen_toks: self.plan.max_gen_toks,
@@ -169,7 +169,7 @@ impl<'a> Tasks<'a> {
             Err(error) if error.is::<RequestsInterrupted>() => return Ok(None),
             answered => answered?,
         };
-        let score = || -> Result<TaskScores> {
+        let score = || -> Result<ScoresByMetric> {
             let runs = self.evaluation.score(&answered, self.plan.bootstrap_iters, |_| Ok(()))?;
             Ok(self.evaluation.results(&runs, &answered)?.values())
         };

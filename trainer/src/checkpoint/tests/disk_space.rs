@@ -67,10 +67,10 @@ fn an_occupied_checkpoint_name_is_an_error() {
     fs::write(root.join("global_step_3/thesis.txt"), "years").unwrap();
     fs::write(root.join("global_step_4"), "a file").unwrap();
     std::os::unix::fs::symlink(root.join("global_step_1"), root.join("global_step_5")).unwrap();
-    let said = |step| refuse_occupied(format, root, 1, |is_due| is_due == step).map_err(|error| error.to_string());
-    assert_eq!((said(1), said(2), said(6)), (Ok(()), Ok(()), Ok(())));
+    let error_of = |step| refuse_occupied(format, root, 1, |due| due == step).map_err(|error| error.to_string());
+    assert_eq!((error_of(1), error_of(2), error_of(6)), (Ok(()), Ok(()), Ok(())));
     for (step, what) in [(3, "a folder that this run did not write"), (4, "a file"), (5, "a link")] {
-        let error = said(step).unwrap_err();
+        let error = error_of(step).unwrap_err();
         assert!(error.contains(&format!("global_step_{step}: it is {what}")), "{error}");
     }
 }

@@ -87,7 +87,7 @@ fn run(step: usize) -> RunState {
         elapsed_s: 1.5,
         scores: Scores::default(),
         evaluated: None,
-        ledger: json!({"read": 3}),
+        token_stats: json!({"read": 3}),
         fingerprint: fingerprint(),
         run_start: 1,
         date: None,
