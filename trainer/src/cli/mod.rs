@@ -34,7 +34,7 @@ pub use ui::Ui;
 /// The version, and the commit if the build sets it.
 static VERSION: LazyLock<String> = LazyLock::new(|| Versions::this().to_string());
 
-/// Fine-tune and evaluate language models from YAML recipes.
+/// Train and fine-tune language models from YAML recipes.
 #[derive(Debug, Parser)]
 #[command(name = "trainer", version = &**VERSION, propagate_version = true, after_long_help = EXAMPLES)]
 struct Cli {
