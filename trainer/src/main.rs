@@ -1,4 +1,4 @@
-//! The `trainer` program: the allocator, the settings of the process, and the command line of the library.
+//! The `trainer` program: sets up the process and runs the command line of the library.
 
 use candlewick_runtime::allocator::{Allocator, keep_memory};
 use candlewick_runtime::cores::{load_kernels_at_start, share_cores};
@@ -10,7 +10,7 @@ static ALLOCATOR: Allocator = Allocator;
 
 fn main() -> ExitCode {
     keep_memory();
-    // Measured before other files are mapped.
+    // Measure the program's size before other files are mapped.
     program_bytes();
     share_cores();
     load_kernels_at_start();

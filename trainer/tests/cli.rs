@@ -165,14 +165,14 @@ fn a_wrong_command_line_exits_with_2() {
         room.check(
             &[&["train", "r.yaml"], arguments].concat(),
             2,
-            &format!("write keys of the recipe after it: {want}"),
+            &format!("write recipe keys as KEY=VALUE, after the recipe: {want}"),
         );
     }
     room.check(&["check", "r.yaml", "-v", "epochz=1"], 2, "top-level keys: type,");
     room.check(&["check"], 2, "<RECIPE>");
     // merge takes no recipe.
     let output = room.run(&["merge", "--lr", "3"]);
-    assert!(!String::from_utf8_lossy(&output.stderr).contains("keys of the recipe"));
+    assert!(!String::from_utf8_lossy(&output.stderr).contains("recipe keys as"));
 }
 
 #[test]

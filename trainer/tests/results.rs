@@ -129,12 +129,7 @@ fn a_name_that_is_taken_is_found_before_the_first_step() {
     for name in ["hf/global_step_3/thesis.txt", "hf/global_step_3", "checkpoints/epoch_0_global_step_5"] {
         let run = Run::new();
         run.write_foreign(name);
-        refused(
-            &run,
-            &["train_iters=5", "checkpoint.1.save_every_n_steps=3"],
-            6,
-            &["nothing of another origin is replaced"],
-        );
+        refused(&run, &["train_iters=5", "checkpoint.1.save_every_n_steps=3"], 6, &["will not be replaced"]);
         assert!(run.path().join(name).is_file(), "{name}");
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 use suite::{read, root, tracked_files};
-use trainer::recipe::{DataSource, Loaded, Prompt, Recipe, SourceMap, json_schema};
+use trainer::recipe::{DataSource, Loaded, Prompt, Recipe, SourceOptions, json_schema};
 
 fn recipes() -> Vec<PathBuf> {
     let is_recipe = |path: &PathBuf| path.starts_with("recipes") && path.extension().is_some_and(|e| e == "yaml");
@@ -58,7 +58,7 @@ fn the_documented_overrides_reach_their_keys() {
         assert_eq!(recipe.model.name_or_path.as_deref(), Some("m"));
         assert_eq!(recipe.data.sources[0].0.name_or_path.as_deref(), Some("a.jsonl"));
         let recipe = load(&path, &["data.sources=[b.jsonl]"]);
-        let plain = SourceMap { name_or_path: Some("b.jsonl".into()), ..SourceMap::default() };
+        let plain = SourceOptions { name_or_path: Some("b.jsonl".into()), ..SourceOptions::default() };
         assert_eq!(recipe.data.sources, [DataSource(plain)], "nothing of the old source is left");
     }
     let recipe = load("recipes/quickstart.yaml", &["checkpoint.0.auto_resume=true"]);

@@ -1,8 +1,8 @@
-//! Rows of sequences become the flat arrays that a model computes on.
+//! EpochRows of sequences become the flat arrays that a model computes on.
 
 use super::dataset::Dataset;
 use super::plan::{DataPlan, Padding};
-use super::rows::Rows;
+use super::rows::EpochRows;
 
 /// The target of a token that has nothing to predict.
 pub const IGNORE_INDEX: i64 = -100;
@@ -18,9 +18,9 @@ pub struct Batch {
     pub positions: Vec<u32>,
     /// Where sequences begin, and the end of the last: attention does not cross these.
     pub cu_seqlens: Vec<usize>,
-    /// Counts the targets that are not ignored.
+    /// DatasetCounts the targets that are not ignored.
     pub n_targets: usize,
-    /// Counts the tokens, padding left out.
+    /// DatasetCounts the tokens, padding left out.
     pub n_tokens: usize,
     /// The sequences' numbers in the [`Dataset`], for messages. Those of a fused row all count, so
     /// there may be more of them than spans in `cu_seqlens`.
@@ -29,7 +29,7 @@ pub struct Batch {
 
 /// The micro-batches between two updates of the weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Step {
+pub struct GlobalBatch {
     /// The pass over the data it belongs to.
     pub epoch: usize,
     /// What all ranks compute: the first ones each rank's first, in the order of the ranks, and so on.
@@ -50,7 +50,7 @@ impl Batch {
         }
     }
 
-    /// Counts the pad tokens.
+    /// DatasetCounts the pad tokens.
     pub fn n_padding(&self) -> usize {
         self.ids.len() - self.n_tokens
     }
@@ -61,7 +61,7 @@ impl Batch {
     }
 }
 
-impl Step {
+impl GlobalBatch {
     pub(crate) fn new(epoch: usize, micro_batches: Vec<Batch>) -> Self {
         let n_targets = micro_batches.iter().map(|batch| batch.n_targets).sum();
         Self { epoch, micro_batches, n_targets }
@@ -77,14 +77,14 @@ impl Step {
         (0..self.n_micros(n_ranks)).map(move |round| round * n_ranks + rank)
     }
 
-    /// Counts the tokens, padding left out.
+    /// DatasetCounts the tokens, padding left out.
     pub fn n_tokens(&self) -> usize {
         self.micro_batches.iter().map(|batch| batch.n_tokens).sum()
     }
 }
 
 /// Puts some rows into one micro-batch.
-pub(crate) fn collate(dataset: &Dataset, plan: &DataPlan, rows: &Rows, chosen: std::ops::Range<usize>) -> Batch {
+pub(crate) fn collate(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows, chosen: std::ops::Range<usize>) -> Batch {
     let mut batch = Batch { cu_seqlens: vec![0], ..Batch::default() };
     for row in chosen {
         let row_start = batch.ids.len();

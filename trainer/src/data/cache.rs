@@ -14,26 +14,26 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::DataError;
-use super::key::Key;
-use super::store::{Store, StoreWriter};
+use super::cache_key::CacheKey;
+use super::token_store::{TokenStore, TokenStoreWriter};
 
 const KEY_FILE: &str = "key.json";
 const CHECKSUM_FILE: &str = "checksum";
 const UNFINISHED: &str = ".incomplete";
 
 /// A folder of stores.
-pub(crate) struct Cache {
+pub(crate) struct TokenCache {
     folder: PathBuf,
 }
 
 /// What looking for a key came to.
-pub(crate) enum Found {
-    Hit(Arc<Store>),
+pub(crate) enum CacheLookup {
+    Hit(Arc<TokenStore>),
     /// Why there is none.
     Miss(String),
 }
 
-impl Cache {
+impl TokenCache {
     pub(crate) fn open(folder: &Path) -> Result<Self, DataError> {
         let cache = Self { folder: folder.to_owned() };
         let create = DirBuilder::new().recursive(true).mode(0o700).create(folder);
@@ -43,50 +43,50 @@ impl Cache {
     }
 
     /// Where the store of `key` is, or would be.
-    pub(crate) fn path(&self, key: &Key) -> PathBuf {
+    pub(crate) fn path(&self, key: &CacheKey) -> PathBuf {
         let name: String =
             key.name.chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' || c == '_' { c } else { '-' }).collect();
         let shown = &name[name.len().saturating_sub(40)..];
         self.folder.join(format!("{}-{}", shown.trim_matches(['-', '.']), &key.digest()[..16]))
     }
 
-    pub(crate) fn find(&self, key: &Key) -> Result<Found, DataError> {
+    pub(crate) fn find(&self, key: &CacheKey) -> Result<CacheLookup, DataError> {
         let path = self.path(key);
         if !path.exists() {
-            return Ok(Found::Miss(self.why_missing(key)));
+            return Ok(CacheLookup::Miss(self.why_missing(key)));
         }
-        refuse_foreign(&path).map_err(|source| DataError::Cache { path: path.clone(), source })?;
+        refuse_other_owner(&path).map_err(|source| DataError::Cache { path: path.clone(), source })?;
         Ok(match open(&path) {
-            Ok(store) => Found::Hit(Arc::new(store)),
-            Err(error) => Found::Miss(format!("the entry is damaged ({error})")),
+            Ok(store) => CacheLookup::Hit(Arc::new(store)),
+            Err(error) => CacheLookup::Miss(format!("the entry is damaged ({error})")),
         })
     }
 
     /// Keeps what `fill` writes.
     pub(crate) fn write(
         &self,
-        key: &Key,
-        fill: impl FnOnce(&mut StoreWriter, &(dyn Fn(io::Error) -> DataError + Sync)) -> Result<(), DataError>,
-    ) -> Result<Arc<Store>, DataError> {
+        key: &CacheKey,
+        fill: impl FnOnce(&mut TokenStoreWriter, &(dyn Fn(io::Error) -> DataError + Sync)) -> Result<(), DataError>,
+    ) -> Result<Arc<TokenStore>, DataError> {
         let failed = |source| self.failed(source);
         let private = Permissions::from_mode(0o700);
         let mut builder = tempfile::Builder::new();
         let unfinished = builder.prefix(".").suffix(UNFINISHED).permissions(private);
         let unfinished = unfinished.tempdir_in(&self.folder).map_err(failed)?;
-        let mut writer = StoreWriter::create(unfinished.path()).map_err(failed)?;
+        let mut writer = TokenStoreWriter::create(unfinished.path()).map_err(failed)?;
         fill(&mut writer, &failed)?;
         writer.finish().map_err(failed)?;
         let parts = serde_json::to_vec_pretty(key).map_err(|error| failed(error.into()))?;
         std::fs::write(unfinished.path().join(KEY_FILE), parts).map_err(failed)?;
-        let checksum = Store::open(unfinished.path()).map_err(failed)?.checksum();
+        let checksum = TokenStore::open(unfinished.path()).map_err(failed)?.checksum();
         std::fs::write(unfinished.path().join(CHECKSUM_FILE), checksum).map_err(failed)?;
         let path = self.path(key);
-        sync(unfinished.path()).and_then(|()| put_in_place(unfinished.path(), &path)).map_err(failed)?;
+        sync(unfinished.path()).and_then(|()| rename_into_place(unfinished.path(), &path)).map_err(failed)?;
         open(&path).map(Arc::new).map_err(failed)
     }
 
     /// Compares with the nearest entry of the same data set.
-    fn why_missing(&self, key: &Key) -> String {
+    fn why_missing(&self, key: &CacheKey) -> String {
         let nearest = self
             .keys()
             .filter(|other| other.name == key.name)
@@ -98,7 +98,7 @@ impl Cache {
         }
     }
 
-    fn keys(&self) -> impl Iterator<Item = Key> {
+    fn keys(&self) -> impl Iterator<Item = CacheKey> {
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
         entries.filter_map(|entry| {
             let bytes = std::fs::read(entry.path().join(KEY_FILE)).ok()?;
@@ -117,8 +117,8 @@ pub fn default_cache_dir() -> PathBuf {
 }
 
 /// Opens an entry and checks its bytes.
-fn open(path: &Path) -> io::Result<Store> {
-    let store = Store::open(path)?;
+fn open(path: &Path) -> io::Result<TokenStore> {
+    let store = TokenStore::open(path)?;
     match std::fs::read_to_string(path.join(CHECKSUM_FILE))? == store.checksum() {
         true => Ok(store),
         false => Err(io::Error::new(io::ErrorKind::InvalidData, "its checksum is another one")),
@@ -126,7 +126,7 @@ fn open(path: &Path) -> io::Result<Store> {
 }
 
 /// Refuses an entry that another user wrote or could have.
-fn refuse_foreign(path: &Path) -> io::Result<()> {
+fn refuse_other_owner(path: &Path) -> io::Result<()> {
     // SAFETY: geteuid(2) cannot fail and touches no memory.
     let own = unsafe { libc::geteuid() };
     for entry in std::fs::read_dir(path)?.flatten().map(|entry| entry.path()).chain([path.to_owned()]) {
@@ -164,7 +164,7 @@ fn sync(folder: &Path) -> io::Result<()> {
     std::fs::read_dir(folder)?.try_for_each(|entry| File::open(entry?.path())?.sync_all())
 }
 
-fn put_in_place(unfinished: &Path, path: &Path) -> io::Result<()> {
+fn rename_into_place(unfinished: &Path, path: &Path) -> io::Result<()> {
     if path.exists() && open(path).is_err() {
         std::fs::remove_dir_all(path)?;
     }
@@ -182,22 +182,22 @@ mod tests {
 
     use super::*;
 
-    fn key(tokenizer: &str) -> Key {
-        Key::new("data/train.jsonl").with("the rows", "1").with("the tokenizer", tokenizer)
+    fn key(tokenizer: &str) -> CacheKey {
+        CacheKey::new("data/train.jsonl").with("the rows", "1").with("the tokenizer", tokenizer)
     }
 
     fn sample(ids: &[u32]) -> Sample {
         Sample { ids: ids.to_vec(), is_target: vec![true; ids.len()], ..Sample::default() }
     }
 
-    fn write(cache: &Cache, key: &Key, ids: &[u32]) -> Result<Arc<Store>, DataError> {
+    fn write(cache: &TokenCache, key: &CacheKey, ids: &[u32]) -> Result<Arc<TokenStore>, DataError> {
         cache.write(key, |writer, failed| writer.push(0, &sample(ids)).map_err(failed))
     }
 
-    fn why(cache: &Cache, key: &Key) -> String {
+    fn why(cache: &TokenCache, key: &CacheKey) -> String {
         match cache.find(key).unwrap() {
-            Found::Hit(_) => "hit".into(),
-            Found::Miss(why) => why,
+            CacheLookup::Hit(_) => "hit".into(),
+            CacheLookup::Miss(why) => why,
         }
     }
 
@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn a_miss_says_which_part_changed() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::open(folder.path()).unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
         assert_eq!(why(&cache, &key("a")), "none were kept yet");
         write(&cache, &key("a"), &[1, 2]).unwrap();
         assert_eq!(why(&cache, &key("a")), "hit");
@@ -221,7 +221,7 @@ mod tests {
     #[test]
     fn a_changed_byte_is_noticed() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::open(folder.path()).unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
         write(&cache, &key("a"), &[1, 2]).unwrap();
         let ids = cache.path(&key("a")).join("ids");
         let mut bytes = std::fs::read(&ids).unwrap();
@@ -236,7 +236,7 @@ mod tests {
     fn a_new_folder_is_its_owners_alone() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("candlewick/tokens");
-        let cache = Cache::open(&path).unwrap();
+        let cache = TokenCache::open(&path).unwrap();
         write(&cache, &key("a"), &[1, 2]).unwrap();
         for private in [&path, &cache.path(&key("a"))] {
             assert_eq!(std::fs::metadata(private).unwrap().mode() & 0o777, 0o700, "{}", private.display());
@@ -247,7 +247,7 @@ mod tests {
     #[test]
     fn an_entry_of_another_user_is_refused() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::open(folder.path()).unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
         write(&cache, &key("a"), &[1, 2]).unwrap();
         if std::os::unix::fs::chown(cache.path(&key("a")).join("ids"), Some(65_534), None).is_err() {
             return;
@@ -259,7 +259,7 @@ mod tests {
     #[test]
     fn a_failed_fill_leaves_nothing_behind() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::open(folder.path()).unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
         let full = || io::Error::from(io::ErrorKind::StorageFull);
         let error = cache.write(&key("a"), |_, failed| Err(failed(full()))).unwrap_err();
         assert!(error.to_string().contains("data.cache_dir"), "{error}");
@@ -278,14 +278,14 @@ mod tests {
         for path in [old.join("ids"), old] {
             File::open(path).unwrap().set_modified(two_days_ago).unwrap();
         }
-        Cache::open(folder.path()).unwrap();
+        TokenCache::open(folder.path()).unwrap();
         assert_eq!(names(folder.path()), [".b.incomplete"]);
     }
 
     #[test]
     fn a_damaged_entry_is_made_anew() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::open(folder.path()).unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
         write(&cache, &key("a"), &[1, 2]).unwrap();
         std::fs::write(cache.path(&key("a")).join("ids"), [0; 3]).unwrap();
         assert!(why(&cache, &key("a")).contains("damaged"));
@@ -296,7 +296,7 @@ mod tests {
     #[test]
     fn the_slower_of_two_runs_takes_what_is_there() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::open(folder.path()).unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
         let store = cache.write(&key("a"), |writer, failed| {
             write(&cache, &key("a"), &[1, 2])?;
             writer.push(0, &sample(&[1, 2])).map_err(failed)

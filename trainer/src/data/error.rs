@@ -50,7 +50,7 @@ pub enum DataError {
     },
     /// Samples are longer than a row may be.
     #[error("{0}")]
-    Overlong(OverlongSamples),
+    SamplesTooLong(LongSamples),
     /// There is not one token.
     #[error("prepare the {which} data: there are no tokens in it ({why}); check the sources and `data.max_length`")]
     Empty {
@@ -138,7 +138,7 @@ pub enum DataError {
 
 /// The samples that do not fit.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OverlongSamples {
+pub struct LongSamples {
     /// How many are too long.
     pub n_samples: usize,
     /// Out of how many.
@@ -149,7 +149,7 @@ pub struct OverlongSamples {
     pub longest: Vec<(String, usize)>,
 }
 
-impl std::fmt::Display for OverlongSamples {
+impl std::fmt::Display for LongSamples {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { n_samples, total, max_length, longest } = self;
         write!(f, "fit {n_samples} of {total} samples into max_length {max_length}. The longest:")?;

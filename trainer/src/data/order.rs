@@ -5,7 +5,7 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 
 /// What a random number is for. Two purposes never share a stream of numbers.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Purpose {
+pub(crate) enum RngPurpose {
     /// Choosing a source's rows.
     Sampling = 1,
     /// Choosing the held-out samples.
@@ -19,7 +19,7 @@ pub(crate) enum Purpose {
 }
 
 /// The generator of one purpose, in one pass of one epoch.
-pub(crate) fn generator(seed: u64, purpose: Purpose, epoch: usize, pass: usize) -> ChaCha8Rng {
+pub(crate) fn seeded_rng(seed: u64, purpose: RngPurpose, epoch: usize, pass: usize) -> ChaCha8Rng {
     let mut key = [0; 32];
     let words = [seed, purpose as u64, epoch as u64, pass as u64];
     for (bytes, word) in key.chunks_exact_mut(8).zip(words) {
@@ -50,7 +50,7 @@ pub(crate) fn identity(n: usize) -> Vec<u32> {
 }
 
 /// `count` different numbers below `n`, in the order drawn.
-pub(crate) fn draw(n: usize, count: usize, mut rng: impl RngCore) -> Vec<u32> {
+pub(crate) fn sample_without_replacement(n: usize, count: usize, mut rng: impl RngCore) -> Vec<u32> {
     let mut order = identity(n);
     for first in 0..count {
         let chosen = first + below(&mut rng, (n - first) as u64) as usize;
@@ -61,7 +61,7 @@ pub(crate) fn draw(n: usize, count: usize, mut rng: impl RngCore) -> Vec<u32> {
 }
 
 /// A number between 0 and 1, never 1.
-pub(crate) fn unit(rng: &mut impl RngCore) -> f64 {
+pub(crate) fn uniform(rng: &mut impl RngCore) -> f64 {
     (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64
 }
 
@@ -83,14 +83,14 @@ mod tests {
     /// Resuming a run made by an older build depends on this.
     #[test]
     fn the_order_of_a_seed_and_an_epoch_never_changes() {
-        let order = |seed, epoch| permutation(8, generator(seed, Purpose::Samples, epoch, 0));
+        let order = |seed, epoch| permutation(8, seeded_rng(seed, RngPurpose::Samples, epoch, 0));
         assert_eq!([order(42, 0), order(42, 1)], [[0, 7, 6, 1, 3, 5, 2, 4], [2, 7, 1, 3, 6, 4, 0, 5]]);
     }
 
     #[test]
     fn a_permutation_has_every_number_once() {
         for n in [0, 1, 2, 7, 1000] {
-            let mut order = permutation(n, generator(1, Purpose::Rows, 0, 0));
+            let mut order = permutation(n, seeded_rng(1, RngPurpose::Rows, 0, 0));
             order.sort_unstable();
             assert_eq!(order, identity(n));
         }
@@ -98,19 +98,19 @@ mod tests {
 
     #[test]
     fn seed_purpose_epoch_and_pass_each_make_another_order() {
-        let order = |seed, purpose, epoch, pass| permutation(64, generator(seed, purpose, epoch, pass));
-        let base = order(1, Purpose::Samples, 0, 0);
-        assert_ne!(base, order(2, Purpose::Samples, 0, 0));
-        assert_ne!(base, order(1, Purpose::Rows, 0, 0));
-        assert_ne!(base, order(1, Purpose::Samples, 1, 0));
-        assert_ne!(base, order(1, Purpose::Samples, 0, 1));
+        let order = |seed, purpose, epoch, pass| permutation(64, seeded_rng(seed, purpose, epoch, pass));
+        let base = order(1, RngPurpose::Samples, 0, 0);
+        assert_ne!(base, order(2, RngPurpose::Samples, 0, 0));
+        assert_ne!(base, order(1, RngPurpose::Rows, 0, 0));
+        assert_ne!(base, order(1, RngPurpose::Samples, 1, 0));
+        assert_ne!(base, order(1, RngPurpose::Samples, 0, 1));
     }
 
     #[test]
     fn a_draw_has_no_number_twice_and_every_number_is_as_likely() {
         let mut times = [0; 5];
         for epoch in 0..5000 {
-            let drawn = draw(5, 2, generator(7, Purpose::Sampling, epoch, 0));
+            let drawn = sample_without_replacement(5, 2, seeded_rng(7, RngPurpose::Sampling, epoch, 0));
             assert_eq!(drawn.len(), 2);
             assert_ne!(drawn[0], drawn[1]);
             drawn.iter().for_each(|&i| times[i as usize] += 1);

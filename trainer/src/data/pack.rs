@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::dataset::Piece;
+use super::dataset::SampleSlice;
 
 /// Samples that are packed together. Packing a whole data set at once would put the same lengths
 /// together in every epoch; a window this wide loses less than a row of each window.
@@ -45,40 +45,40 @@ fn fit_window(window: &[u32], length: &impl Fn(u32) -> usize, max_length: usize)
 
 /// Rows of exactly `max_length`, and a shorter last one if something remains: the long samples
 /// are sliced, the rests and the short ones fill rows one after another and are cut where a row
-/// ends. Returns the pieces and where each row ends among them.
-pub(crate) fn exact(samples: impl Iterator<Item = Piece>, max_length: usize) -> (Vec<Piece>, Vec<usize>) {
-    let (mut pieces, mut ends) = (Vec::new(), Vec::new());
-    let mut rest: Vec<Piece> = Vec::new();
+/// ends. Returns the slices and where each row ends among them.
+pub(crate) fn exact(samples: impl Iterator<Item = SampleSlice>, max_length: usize) -> (Vec<SampleSlice>, Vec<usize>) {
+    let (mut slices, mut ends) = (Vec::new(), Vec::new());
+    let mut rest: Vec<SampleSlice> = Vec::new();
     let mut free = max_length;
     for sample in samples {
-        for slice in sample.slices(max_length) {
+        for slice in sample.chunks(max_length) {
             if slice.len as usize == max_length {
-                pieces.push(slice);
-                ends.push(pieces.len());
+                slices.push(slice);
+                ends.push(slices.len());
                 continue;
             }
             let (head, tail) = split_at(slice, free);
             free -= head.len as usize;
             rest.push(head);
             if free == 0 {
-                pieces.append(&mut rest);
-                ends.push(pieces.len());
+                slices.append(&mut rest);
+                ends.push(slices.len());
                 rest.extend(Some(tail).filter(|tail| tail.len > 0));
                 free = max_length - tail.len as usize;
             }
         }
     }
     if !rest.is_empty() {
-        pieces.append(&mut rest);
-        ends.push(pieces.len());
+        slices.append(&mut rest);
+        ends.push(slices.len());
     }
-    (pieces, ends)
+    (slices, ends)
 }
 
-fn split_at(piece: Piece, n_tokens: usize) -> (Piece, Piece) {
-    let len = piece.len.min(n_tokens as u32);
-    let tail = Piece { start: piece.start + len, len: piece.len - len, ..piece };
-    (Piece { len, ..piece }, tail)
+fn split_at(slice: SampleSlice, n_tokens: usize) -> (SampleSlice, SampleSlice) {
+    let len = slice.len.min(n_tokens as u32);
+    let tail = SampleSlice { start: slice.start + len, len: slice.len - len, ..slice };
+    (SampleSlice { len, ..slice }, tail)
 }
 
 #[cfg(test)]
@@ -92,8 +92,8 @@ mod tests {
         fit(&order, |i| lengths[i as usize], max_length, window).collect()
     }
 
-    fn cut(lengths: &[u32], max_length: usize) -> (Vec<Piece>, Vec<usize>) {
-        let whole = |(i, &len): (usize, &u32)| Piece { sample: i as u32, start: 0, len };
+    fn cut(lengths: &[u32], max_length: usize) -> (Vec<SampleSlice>, Vec<usize>) {
+        let whole = |(i, &len): (usize, &u32)| SampleSlice { sample: i as u32, start: 0, len };
         exact(lengths.iter().enumerate().map(whole), max_length)
     }
 
@@ -112,8 +112,8 @@ mod tests {
 
     #[test]
     fn long_samples_are_sliced_and_the_rests_share_rows() {
-        let (pieces, ends) = cut(&[9, 2, 3], 4);
-        let shown: Vec<_> = pieces.iter().map(|p| (p.sample, p.start, p.len)).collect();
+        let (slices, ends) = cut(&[9, 2, 3], 4);
+        let shown: Vec<_> = slices.iter().map(|p| (p.sample, p.start, p.len)).collect();
         // Two slices of the first; its rest, the second and the head of the third; what remains.
         assert_eq!(shown, [(0, 0, 4), (0, 4, 4), (0, 8, 1), (1, 0, 2), (2, 0, 1), (2, 1, 2)]);
         assert_eq!(ends, [1, 2, 5, 6]);
@@ -146,16 +146,16 @@ mod tests {
         fn cutting_keeps_every_token_once_and_fills_every_row_but_the_last(
             lengths in prop::collection::vec(0..100u32, 0..60), max_length in 1..40usize,
         ) {
-            let (pieces, ends) = cut(&lengths, max_length);
+            let (slices, ends) = cut(&lengths, max_length);
             let mut start = 0;
             for (row, &end) in ends.iter().enumerate() {
-                let n_tokens: u32 = pieces[start..end].iter().map(|p| p.len).sum();
+                let n_tokens: u32 = slices[start..end].iter().map(|p| p.len).sum();
                 prop_assert!(n_tokens as usize <= max_length);
                 prop_assert!(row + 1 == ends.len() || n_tokens as usize == max_length);
                 start = end;
             }
-            prop_assert_eq!(start, pieces.len());
-            let mut tokens: Vec<(u32, u32)> = pieces.iter()
+            prop_assert_eq!(start, slices.len());
+            let mut tokens: Vec<(u32, u32)> = slices.iter()
                 .flat_map(|p| (p.start..p.start + p.len).map(|t| (p.sample, t)))
                 .collect();
             tokens.sort_unstable();

@@ -4,13 +4,14 @@
 
 use std::path::PathBuf;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// What a run reads, how it becomes tokens, and how the tokens become steps.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DataPlan {
     /// Whether rows are conversations with masks, or plain text.
-    pub kind: Kind,
+    pub kind: DataKind,
     /// What is trained on, concatenated in this order.
     pub sources: Vec<SourcePlan>,
     /// What is evaluated on. Empty, unless `eval_fraction` is zero.
@@ -21,7 +22,8 @@ pub struct DataPlan {
     pub max_length: usize,
     /// What becomes of a sample longer than `max_length`. Not asked under [`Packing::Exact`],
     /// which slices every sample anyway.
-    pub overlong: Overlong,
+    #[serde(rename = "overlong")]
+    pub truncation: Truncation,
     /// Whether several samples share a row.
     pub packing: Packing,
     /// The probability that a pack's samples are read as one sequence (positions run on and the
@@ -33,7 +35,7 @@ pub struct DataPlan {
     /// `max_length`, and the last step of an epoch if it lacks rows. What is lost is counted.
     pub drop_last: bool,
     /// The order of an epoch's rows.
-    pub order: Order,
+    pub order: RowOrder,
     /// Learn from the assistant's tokens only. Otherwise from every token.
     pub mask_inputs: bool,
     /// Do not learn from an empty `<think></think>` at the start of an assistant's turn.
@@ -90,7 +92,7 @@ pub struct SourcePlan {
     /// The key of a `.json` object that holds the list of rows.
     #[serde(default)]
     pub field: Option<String>,
-    /// The rows of a `.txt` file: `line`, `paragraph` or `document`. `None`: a document of [`Kind::Causal`], else
+    /// The rows of a `.txt` file: `line`, `paragraph` or `document`. `None`: a document of [`DataKind::Causal`], else
     /// a line.
     #[serde(default)]
     pub sample_by: Option<String>,
@@ -115,7 +117,7 @@ pub struct SourcePlan {
 /// What the data are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum DataKind {
     /// Conversations and prompts with answers.
     Sft,
     /// Plain text, every token of which is learned.
@@ -135,9 +137,9 @@ pub enum Sampling {
 }
 
 /// What becomes of a sample longer than the longest row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Overlong {
+pub enum Truncation {
     /// The run is refused, with the three longest rows.
     Error,
     /// The sample's end is cut off.
@@ -149,7 +151,7 @@ pub enum Overlong {
 }
 
 /// The handling of rows with tool calls that the chat template does not render.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum UnrenderedToolCalls {
     /// The run is refused, with their number and the first row.
@@ -186,9 +188,9 @@ pub enum Padding {
 }
 
 /// The order of an epoch's rows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Order {
+pub enum RowOrder {
     /// A permutation drawn from the seed and the epoch.
     Shuffle,
     /// As they stand in the data.

@@ -10,8 +10,8 @@ use candlewick_text::tokenizer::Tokenizer;
 use rayon::prelude::*;
 
 use super::DataError;
-use super::key::{self, Key};
-use super::plan::{DataPlan, Kind};
+use super::cache_key::{self, CacheKey};
+use super::plan::{DataKind, DataPlan};
 
 /// Rows rendered before they are written: what is held in memory at a time.
 const ROWS: usize = 1024;
@@ -37,21 +37,21 @@ impl<'a> Renderer<'a> {
         Self {
             plan,
             tokenizer,
-            tokenizer_key: key::of_tokenizer(tokenizer),
-            template_key: template.as_ref().map_or("none".into(), key::of_template),
+            tokenizer_key: cache_key::hash_tokenizer(tokenizer),
+            template_key: template.as_ref().map_or("none".into(), cache_key::hash_template),
             template,
         }
     }
 
     pub(crate) fn purpose(&self) -> DatasetType {
         match self.plan.kind {
-            Kind::Sft => DatasetType::Instruct,
-            Kind::Causal => DatasetType::Causal,
+            DataKind::Sft => DatasetType::Instruct,
+            DataKind::Causal => DatasetType::Causal,
         }
     }
 
     /// Adds to a key all that decides what a document becomes.
-    pub(crate) fn add_to(&self, key: Key) -> Key {
+    pub(crate) fn add_to(&self, key: CacheKey) -> CacheKey {
         let key = key
             .with("the type", format!("{:?}", self.plan.kind))
             .with("the tokenizer", &*self.tokenizer_key)
@@ -59,8 +59,8 @@ impl<'a> Renderer<'a> {
             .with("add_bos_token", format!("{:?}", self.plan.add_bos_token))
             .with("add_eos_token", self.plan.add_eos_token.to_string());
         match self.plan.kind {
-            Kind::Causal => key,
-            Kind::Sft => key
+            DataKind::Causal => key,
+            DataKind::Sft => key
                 .with("train_on_empty_answers", self.plan.train_on_empty_answers.to_string())
                 .with("mask_inputs", self.plan.mask_inputs.to_string())
                 .with("ignore_empty_think", self.plan.ignore_empty_think.to_string()),
@@ -124,8 +124,8 @@ impl<'a> Renderer<'a> {
 
     fn targets(&self) -> LossMask {
         match self.plan.kind {
-            Kind::Sft if self.plan.mask_inputs => LossMask::AssistantTokens,
-            Kind::Sft | Kind::Causal => LossMask::AllTokens,
+            DataKind::Sft if self.plan.mask_inputs => LossMask::AssistantTokens,
+            DataKind::Sft | DataKind::Causal => LossMask::AllTokens,
         }
     }
 }

@@ -37,14 +37,14 @@ pub struct Capacity {
     /// The bytes of host RAM that a GPU run may use; `None` if the host is unknown.
     pub host: Option<u64>,
     /// The free bytes of disk for offloaded activations; `None` if the folder is not on this machine.
-    pub parking: Option<u64>,
+    pub offload_disk: Option<u64>,
 }
 
 impl Capacity {
     /// Returns the capacity of an idle device with `bytes` of memory; host RAM and disk are unknown.
     pub fn of(compute_device: ComputeDevice, bytes: Option<u64>, name: String) -> Self {
         let gpu_bytes = bytes.filter(|_| compute_device == ComputeDevice::Gpu);
-        Self { compute_device, bytes, gpu_bytes, name, host: None, parking: None }
+        Self { compute_device, bytes, gpu_bytes, name, host: None, offload_disk: None }
     }
 
     /// Returns the memory that is free now on the device of a run with `device`.
@@ -64,8 +64,8 @@ impl Capacity {
                 Self { host: free_ram(), gpu_bytes, ..now }
             }
             None => {
-                let parking = free_bytes(&std::env::temp_dir()).ok();
-                Self { parking, ..Self::of(ComputeDevice::Cpu, free_ram(), "this machine's RAM, free now".into()) }
+                let offload_disk = free_bytes(&std::env::temp_dir()).ok();
+                Self { offload_disk, ..Self::of(ComputeDevice::Cpu, free_ram(), "this machine's RAM, free now".into()) }
             }
         }
     }
@@ -75,7 +75,7 @@ impl Capacity {
     pub fn of_one(self, n_here: usize) -> Self {
         let share = |bytes: Option<u64>| bytes.map(|bytes| bytes / n_here.max(1) as u64);
         let bytes = if self.compute_device == ComputeDevice::Cpu { share(self.bytes) } else { self.bytes };
-        Self { bytes, host: share(self.host), parking: share(self.parking), ..self }
+        Self { bytes, host: share(self.host), offload_disk: share(self.offload_disk), ..self }
     }
 
     /// Returns this capacity less 10% headroom for the data and other programs.

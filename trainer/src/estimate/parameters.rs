@@ -34,7 +34,7 @@ fn share(setup: &Setup, from_stage: usize, n: u64) -> u64 {
 /// Returns the bytes of a step's buffers for all-gathered weights and for gradients that are being reduced. The
 /// weights are those of [`whole_weights`]. From ZeRO stage 2 on there are two full gradients: one in backward, one in
 /// a reduce-scatter. Two reduced shards are added.
-pub(super) fn travelling(setup: &Setup) -> u64 {
+pub(super) fn exchange_buffers(setup: &Setup) -> u64 {
     let largest_trained = setup.units().map(|unit| trained_of(setup, unit)).max().unwrap_or(0);
     let RanksPlan { zero_stage, dp_replicate, .. } = setup.ranks;
     let n_shards = setup.ranks.n_shards();

@@ -57,7 +57,8 @@ pub struct Estimate {
     /// The phases that the plan has, in their order.
     pub phases: Vec<PhaseEstimate>,
     /// The bytes of offloaded block inputs, in temporary files or in the RAM of a GPU's host.
-    pub parked: u64,
+    #[serde(rename = "parked")]
+    pub offloaded: u64,
     /// The bytes of host RAM that a GPU run needs; `None` on the CPU, where everything is RAM.
     pub host: Option<u64>,
 }
@@ -79,9 +80,9 @@ pub fn estimate(setup: &Setup) -> Estimate {
     let of_stage = |stage| estimate_stage(&Setup { stage, ..setup.clone() });
     let stages = (1..setup.layout.n_stages()).map(of_stage);
     stages.fold(of_stage(0), |most, other| {
-        let (host, parked) = (most.host.max(other.host), most.parked.max(other.parked));
+        let (host, offloaded) = (most.host.max(other.host), most.offloaded.max(other.offloaded));
         let most = if other.peak_bytes() > most.peak_bytes() { other } else { most };
-        Estimate { host, parked, ..most }
+        Estimate { host, offloaded, ..most }
     })
 }
 
@@ -89,11 +90,11 @@ pub fn estimate(setup: &Setup) -> Estimate {
 pub fn estimate_stage(setup: &Setup) -> Estimate {
     let program = MemoryBreakdown::default().with(Category::Program, program::on_device(setup));
     let copied = parameters::copied(setup);
-    let copied_here = if setup.compute_device == ComputeDevice::Cpu { copied } else { 0 };
-    let resident = program.clone().plus(&parameters::resident(setup)).with(Category::Copy, copied_here);
+    let copied_on_device = if setup.compute_device == ComputeDevice::Cpu { copied } else { 0 };
+    let resident = program.clone().plus(&parameters::resident(setup)).with(Category::Copy, copied_on_device);
     let whole_weights = MemoryBreakdown::default().with(Category::Exchange, parameters::whole_weights(setup));
     let step = costs::step(setup);
-    let passing = breakdown(step.training()).with(Category::Exchange, parameters::travelling(setup));
+    let passing = breakdown(step.training()).with(Category::Exchange, parameters::exchange_buffers(setup));
     let slack = program::slack(setup.compute_device, passing.total());
     let mut phases = vec![
         (Phase::Load, program.plus(&load(setup))),
@@ -109,12 +110,12 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
     if !setup.saves.is_empty() {
         phases.push((Phase::Save, resident.plus(&save(setup))));
     }
-    let parked = step.offloaded_bytes();
-    let host = || program::on_gpu_host(setup) + transfer(setup) + parameters::bytes_on_host(setup) + parked + copied;
+    let offloaded = step.offloaded_bytes();
+    let host = || program::on_gpu_host(setup) + transfer(setup) + parameters::bytes_on_host(setup) + offloaded + copied;
     Estimate {
         stage: setup.stage,
         phases: phases.into_iter().map(|(phase, breakdown)| PhaseEstimate { phase, breakdown }).collect(),
-        parked,
+        offloaded,
         host: (setup.compute_device == ComputeDevice::Gpu).then(host),
     }
 }

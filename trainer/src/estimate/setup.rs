@@ -8,8 +8,9 @@ use serde_json::{Value, json};
 
 use super::Capacity;
 use super::compute_device::ComputeDevice;
-use crate::checkpoint::Kind;
-use crate::plan::{Activations, ComputeDtype, Init, Plan, RanksPlan, TasksPlan, dtype};
+use crate::checkpoint::CheckpointFormat;
+use crate::plan::{CheckpointingMode, Plan, RanksPlan, TasksPlan, WeightInit, dtype};
+use crate::recipe::FloatDtype;
 
 /// The settings of a plan that the formulas read.
 #[derive(Clone, Debug)]
@@ -17,11 +18,11 @@ pub struct Setup {
     /// The units, with every parameter's shape.
     pub model: Model,
     /// The dtype of forward and backward.
-    pub compute: ComputeDtype,
+    pub compute: FloatDtype,
     /// The dtype of master weights and gradients.
-    pub masters: ComputeDtype,
+    pub masters: FloatDtype,
     /// The dtype of AdamW's moments.
-    pub moments: ComputeDtype,
+    pub moments: FloatDtype,
     /// The modes that trade time for memory.
     pub modes: Modes,
     /// The most tokens of a row.
@@ -51,13 +52,13 @@ pub struct Setup {
     /// The attention implementation.
     pub attention: AttentionImpl,
     /// The source of the initial weights.
-    pub init: Init,
+    pub init: WeightInit,
     /// True if the run evaluates on held-out data.
     pub evaluates: bool,
     /// The batches of task evaluation; `None` without tasks.
     pub eval_load: Option<EvalLoad>,
     /// The checkpoints that the run writes.
-    pub saves: Vec<Kind>,
+    pub saves: Vec<CheckpointFormat>,
     /// True if a checkpoint is written asynchronously, from a copy.
     pub copies_to_save: bool,
 }
@@ -66,7 +67,7 @@ pub struct Setup {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Modes {
     /// The activations that blocks save for backward.
-    pub activations: Activations,
+    pub activations: CheckpointingMode,
     /// True if MLPs are computed in tiles of tokens.
     pub tiled_mlp: bool,
 }
@@ -124,7 +125,7 @@ impl Setup {
             init: plan.model.init,
             evaluates: plan.eval.is_some(),
             eval_load: plan.tasks.as_ref().map(EvalLoad::of),
-            saves: plan.checkpoints.iter().map(|checkpoint| checkpoint.kind).collect(),
+            saves: plan.checkpoints.iter().map(|checkpoint| checkpoint.format).collect(),
             copies_to_save: plan.checkpoints.iter().any(|checkpoint| checkpoint.async_save),
         })
     }

@@ -15,8 +15,8 @@ const F32: u64 = 4;
 pub(super) fn worst_batch(setup: &Setup, eval_load: EvalLoad) -> MemoryBreakdown {
     let sizes = Sizes::of(setup, eval_load);
     let scored = scored(setup, &sizes);
-    let written = if eval_load.generates { written(setup, &sizes) } else { MemoryBreakdown::default() };
-    let most = if written.total() > scored.total() { written } else { scored };
+    let generated = if eval_load.generates { generated(setup, &sizes) } else { MemoryBreakdown::default() };
+    let most = if generated.total() > scored.total() { generated } else { scored };
     let passing = most.total() - most.of(Category::Cache);
     most.with(Category::Allocator, program::slack(setup.compute_device, passing))
 }
@@ -65,7 +65,7 @@ fn scored(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
 }
 
 /// Returns the bytes of a generated batch: a KV cache pool (f32 on a CPU) and a forward of prompts.
-fn written(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
+fn generated(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens + sizes.context, sizes.context);
     let block = costs::layer(&wide, 0);
     let s = if setup.compute_device == ComputeDevice::Cpu { F32 } else { setup.compute.n_bytes() };

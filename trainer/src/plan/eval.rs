@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use crate::checkpoint::Moment;
-use crate::recipe::Free;
+use crate::recipe::JsonMap;
 
 /// The metric name of the held-out loss.
 pub const EVAL_LOSS: &str = "loss/eval";
@@ -45,7 +45,7 @@ pub struct TasksPlan {
     /// The system message.
     pub system_instruction: Option<String>,
     /// Changes to the tasks' `generation_kwargs`.
-    pub gen_kwargs: Free,
+    pub gen_kwargs: JsonMap,
     /// Sequences of a forward.
     pub batch_size: Option<usize>,
     /// Tokens of context.

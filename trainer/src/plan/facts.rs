@@ -1,7 +1,7 @@
 //! Derived numbers of a plan, for people: parameters, rows of a step, steps.
 
 use super::Plan;
-use crate::data::{Horizon, Stream};
+use crate::data::{Horizon, TrainLoader};
 use crate::estimate::{ComputeDevice, Setup, parameter_counts};
 use crate::metrics::grouped;
 
@@ -44,7 +44,7 @@ impl Plan {
     }
 
     /// Describes the steps of a run whose data are counted: a line, and another if a step has fewer rows than the plan says.
-    pub fn steps(&self, stream: &Stream) -> Vec<String> {
+    pub fn steps(&self, stream: &TrainLoader) -> Vec<String> {
         let (total, in_epoch, rows) = (stream.total_steps(), stream.steps_in_epoch(), stream.rows_in_epoch());
         let epochs = total as f64 / in_epoch as f64;
         let mut lines = vec![format!(

@@ -4,7 +4,7 @@ use candlewick_model::{Config, Model, ParamSpec};
 use candlewick_parallel::{PipelineLayout, PipelineScheduleKind};
 use serde::Serialize;
 
-use crate::recipe::PipelineSchedule;
+use crate::recipe::PipelineScheduleName;
 
 /// The pipeline of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -14,7 +14,7 @@ pub struct PipelinePlan {
     /// Model chunks (virtual stages) of each stage.
     pub chunks: usize,
     /// The schedule of forwards and backwards.
-    pub schedule: PipelineSchedule,
+    pub schedule: PipelineScheduleName,
     /// The number of blocks of each model chunk; `None` balances them by time.
     pub layers: Option<Vec<usize>>,
 }
@@ -22,7 +22,7 @@ pub struct PipelinePlan {
 impl PipelinePlan {
     /// Returns the plan without a pipeline.
     pub fn alone() -> Self {
-        Self { stages: 1, chunks: 1, schedule: PipelineSchedule::OneForwardOneBackward, layers: None }
+        Self { stages: 1, chunks: 1, schedule: PipelineScheduleName::OneForwardOneBackward, layers: None }
     }
 
     /// Returns the assignment of a model's blocks to stages.
@@ -36,8 +36,8 @@ impl PipelinePlan {
     /// Returns the schedule as the engine's type.
     pub fn order(&self) -> PipelineScheduleKind {
         match self.schedule {
-            PipelineSchedule::OneForwardOneBackward => PipelineScheduleKind::OneForwardOneBackward,
-            PipelineSchedule::AllForwardAllBackward => PipelineScheduleKind::GPipe,
+            PipelineScheduleName::OneForwardOneBackward => PipelineScheduleKind::OneForwardOneBackward,
+            PipelineScheduleName::AllForwardAllBackward => PipelineScheduleKind::GPipe,
         }
     }
 }

@@ -7,14 +7,14 @@ use candlewick_ops::{DeviceChoice, LossScaling};
 use serde::{Serialize, Serializer};
 
 use super::eval::{BestPlan, EvalPlan, TasksPlan};
-use super::model::{ComputeDtype, ModelPlan, TokenizerPlan};
+use super::model::{ModelPlan, TokenizerPlan};
 use super::pipeline::PipelinePlan;
 use super::ranks::RanksPlan;
 use super::setting::Setting;
 use crate::checkpoint::CheckpointPlan;
 use crate::data::DataPlan;
 use crate::metrics::LogPlan;
-use crate::recipe::{MemoryModes, OnNonfinite, Prompt};
+use crate::recipe::{FloatDtype, MemoryMode, OnNonfinite, Prompt};
 use crate::schedule::Schedule;
 
 /// A resolved run.
@@ -32,7 +32,7 @@ pub struct Plan {
     /// The pipeline stages; one stage means no pipeline.
     pub pipeline: PipelinePlan,
     /// The mode of memory settings: `manual` or `auto`.
-    pub memory: MemoryModes,
+    pub memory: MemoryMode,
     /// The model.
     pub model: ModelPlan,
     /// The tokenizer.
@@ -87,9 +87,9 @@ pub struct OptimizerPlan {
     /// The largest global norm of a gradient; `None` does not clip.
     pub gradient_clipping: Option<f64>,
     /// The dtype of master weights and gradients: f32, or bf16 if the model is bf16.
-    pub masters: ComputeDtype,
+    pub masters: FloatDtype,
     /// The dtype of the moments: f32 or bf16.
-    pub moments: ComputeDtype,
+    pub moments: FloatDtype,
     /// The loss scaling of fp16.
     pub loss_scaling: LossScaling,
 }

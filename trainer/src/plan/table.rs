@@ -6,7 +6,7 @@ use crate::recipe::Origin;
 
 /// The settings of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shown {
+pub enum SettingsFilter {
     /// Every one.
     All,
     /// Settings that the recipe, an argument or the memory has set.
@@ -15,9 +15,10 @@ pub enum Shown {
 
 impl Plan {
     /// Writes the table of settings, the derived numbers and the notes.
-    pub fn table(&self, shown: Shown) -> String {
+    pub fn table(&self, shown: SettingsFilter) -> String {
         let is_set = |setting: &Setting| !matches!(setting.origin, Origin::Default | Origin::Derived);
-        let settings: Vec<&Setting> = self.settings.iter().filter(|it| shown == Shown::All || is_set(it)).collect();
+        let settings: Vec<&Setting> =
+            self.settings.iter().filter(|it| shown == SettingsFilter::All || is_set(it)).collect();
         let width = |of: fn(&Setting) -> usize| settings.iter().map(|setting| of(setting)).max().unwrap_or(0);
         let keys = width(|s| s.key.chars().count());
         let values = width(|s| s.shown().chars().count()).min(40);

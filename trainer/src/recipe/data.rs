@@ -8,23 +8,24 @@ use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer, StrDeserial
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize as DeriveDeserialize, Serialize};
 
-use super::model::Free;
+use super::model::JsonMap;
 use super::number::{HumanFloat, HumanInt};
+use crate::data::{RowOrder, Truncation, UnrenderedToolCalls};
 
 /// What is trained and evaluated on.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Data {
+pub struct DataSection {
     /// Default: that of the run's `type`.
     #[serde(rename = "type")]
     pub kind: Option<DataType>,
     /// The training data: a name (`name`, `name:split`, `name:split[10:20]`), a map, or a list of them.
     #[serde(deserialize_with = "one_source_or_many")]
-    #[schemars(with = "Sources")]
+    #[schemars(with = "DataSourcesSchema")]
     pub sources: Vec<DataSource>,
     /// The evaluation data. Needs `eval_interval`.
     #[serde(deserialize_with = "one_source_or_many")]
-    #[schemars(with = "Sources")]
+    #[schemars(with = "DataSourcesSchema")]
     pub eval_sources: Vec<DataSource>,
     /// How much of `sources` is trained on and how much is held out for evaluation; sums to 1. Excludes
     /// `eval_sources`. Default `[1.0, 0.0]`.
@@ -39,7 +40,7 @@ pub struct Data {
     pub filter_samples: Option<bool>,
     /// The order of an epoch: `shuffle` (default; a new permutation every epoch, from `data.seed`), `sequential`, or
     /// `longest_first` (shuffled, but the longest rows come first, so that a run that does not fit fails at once).
-    pub order: Option<Order>,
+    pub order: Option<RowOrder>,
     /// Puts several samples into one row, which do not see each other. Default false for `sft`, true for `causal`.
     pub pack_samples: Option<bool>,
     /// Packs rows of exactly `max_length`: samples are cut where a row ends and go on in the next one.
@@ -78,7 +79,7 @@ pub struct Data {
     /// The folder that keeps tokens between runs. Default `$XDG_CACHE_HOME/candlewick/tokens`, or below `~/.cache`.
     pub cache_dir: Option<String>,
     /// Accepted; `auto`, `local` and `shared` are the same to one process.
-    pub cache_fs_type: Option<CacheFs>,
+    pub cache_fs_type: Option<CacheFsType>,
     /// Refuses to tokenise: the tokens must be in the cache already. Default false.
     pub fail_on_missing_cache: Option<bool>,
     /// Deprecated in ArcticTraining, where it has no effect; neither here.
@@ -103,44 +104,6 @@ pub enum DataType {
     Dpo,
 }
 
-/// What becomes of samples longer than `max_length`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum Truncation {
-    /// The run is refused.
-    Error,
-    /// Their ends are cut off.
-    Truncate,
-    /// They are left out.
-    Drop,
-    /// They become several samples.
-    Split,
-}
-
-/// The handling of rows with tool calls that the chat template does not render.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum UnrenderedToolCalls {
-    /// The run is refused.
-    Error,
-    /// They are left out.
-    Drop,
-    /// They stay, and the turns with these calls are not learned.
-    Mask,
-}
-
-/// The order of an epoch's rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum Order {
-    /// A permutation from the seed and the epoch.
-    Shuffle,
-    /// As they stand.
-    Sequential,
-    /// Shuffled, the longest first.
-    LongestFirst,
-}
-
 /// What rows are padded to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
@@ -156,7 +119,7 @@ pub enum PadTo {
 /// Kinds of file systems.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum CacheFs {
+pub enum CacheFsType {
     /// Detected.
     Auto,
     /// One machine's.
@@ -167,25 +130,25 @@ pub enum CacheFs {
 
 /// One data set, or a part of one.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, JsonSchema)]
-#[schemars(with = "SourceForms")]
-pub struct DataSource(pub SourceMap);
+#[schemars(with = "DataSourceSchema")]
+pub struct DataSource(pub SourceOptions);
 
 /// The two ways to write a source.
 #[derive(JsonSchema)]
 #[serde(untagged)]
 #[allow(dead_code, reason = "only its schema is used")]
-enum SourceForms {
+enum DataSourceSchema {
     /// `name`, `name:split` or `name:split[10:20]`.
     Name(String),
     /// With its options.
-    Map(Box<SourceMap>),
+    Map(Box<SourceOptions>),
 }
 
 /// The two ways to write sources.
 #[derive(JsonSchema)]
 #[serde(untagged)]
 #[allow(dead_code, reason = "only its schema is used")]
-enum Sources {
+enum DataSourcesSchema {
     /// One source.
     One(Box<DataSource>),
     /// Several sources.
@@ -195,7 +158,7 @@ enum Sources {
 /// One data set with its options.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct SourceMap {
+pub struct SourceOptions {
     /// `huggingface`, `huggingface_instruct` (default of `sft`) or `huggingface_causal` (default of `causal`), for local
     /// files and the Hub alike. `snowflake` is not implemented yet.
     #[serde(rename = "type")]
@@ -220,13 +183,13 @@ pub struct SourceMap {
     /// with `name_or_path: json`, `csv`, `parquet` or `text` they are paths of their own), `field` (json), `sample_by`
     /// (text: line, paragraph or document; default document with `type: causal`, else line), `delimiter` or `sep` (csv). `verification_mode`, `trust_remote_code`,
     /// `num_proc` and `keep_in_memory` change nothing here.
-    pub kwargs: Free,
+    pub kwargs: JsonMap,
     /// Split names by their usual names: `{train: train_sft}`.
-    pub split_mapping: Pairs,
+    pub split_mapping: StringPairs,
     /// The configuration of a data set that has several (`main` of gsm8k); `kwargs.name` is its name in ArcticTraining.
     pub subset: Option<String>,
     /// Role to column (`user: question`), or role to a path (`user: messages.role.user`), in the order of a chat.
-    pub role_mapping: Pairs,
+    pub role_mapping: StringPairs,
     /// The key of a message's text. Default: the first of content, text, message, value.
     pub content_key: Option<String>,
     /// The column of a plain text. Default `text`.
@@ -238,7 +201,7 @@ pub struct SourceMap {
     /// Of `type: snowflake`. Not implemented yet.
     pub dataset_uri: Option<String>,
     /// Of `type: snowflake`. Not implemented yet.
-    pub column_mapping: Pairs,
+    pub column_mapping: StringPairs,
     /// Of `type: snowflake`. Not implemented yet.
     pub limit: Option<HumanInt>,
     /// Of `type: snowflake`. Not implemented yet.
@@ -248,7 +211,7 @@ pub struct SourceMap {
 /// A map of texts, in the order of writing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 #[schemars(with = "std::collections::BTreeMap<String, String>")]
-pub struct Pairs(pub Vec<(String, String)>);
+pub struct StringPairs(pub Vec<(String, String)>);
 
 /// Names of source types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
@@ -274,31 +237,31 @@ impl<'de> Deserialize<'de> for DataSource {
                 f.write_str("text (a name such as `name:split`) or a map with name_or_path")
             }
             fn visit_str<E>(self, name: &str) -> Result<DataSource, E> {
-                Ok(DataSource(SourceMap { name_or_path: Some(name.to_owned()), ..SourceMap::default() }))
+                Ok(DataSource(SourceOptions { name_or_path: Some(name.to_owned()), ..SourceOptions::default() }))
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DataSource, A::Error> {
-                SourceMap::deserialize(MapAccessDeserializer::new(map)).map(DataSource)
+                SourceOptions::deserialize(MapAccessDeserializer::new(map)).map(DataSource)
             }
         }
         deserializer.deserialize_any(OneOf)
     }
 }
 
-impl<'de> Deserialize<'de> for Pairs {
+impl<'de> Deserialize<'de> for StringPairs {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct InOrder;
         impl<'de> Visitor<'de> for InOrder {
-            type Value = Pairs;
+            type Value = StringPairs;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
                 f.write_str("a map")
             }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Pairs, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<StringPairs, A::Error> {
                 let mut pairs = Vec::new();
                 while let Some(pair) = map.next_entry()? {
                     pairs.push(pair);
                 }
-                Ok(Pairs(pairs))
+                Ok(StringPairs(pairs))
             }
         }
         deserializer.deserialize_map(InOrder)

@@ -4,11 +4,11 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::node::Mark;
+use super::node::RecipeLocation;
 
 /// What the user wrote: the recipe's text and the arguments after it.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Source {
+pub struct RecipeSource {
     /// The recipe file.
     pub path: PathBuf,
     /// Its text.
@@ -21,14 +21,14 @@ pub struct Source {
 #[derive(Clone, Debug)]
 pub struct RecipeError {
     faults: Vec<Fault>,
-    source: Arc<Source>,
+    source: Arc<RecipeSource>,
 }
 
 /// One thing that is wrong.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fault {
     /// Where, if one place is to blame.
-    pub mark: Option<Mark>,
+    pub location: Option<RecipeLocation>,
     /// What is wrong, with the key in it.
     pub message: String,
     /// How to fix it, and what else there is to know.
@@ -39,8 +39,8 @@ pub struct Fault {
 
 impl Fault {
     /// Describes a fault.
-    pub fn new(mark: Option<Mark>, message: impl Into<String>) -> Self {
-        Self { mark, message: message.into(), notes: Vec::new(), details: Vec::new() }
+    pub fn new(location: Option<RecipeLocation>, message: impl Into<String>) -> Self {
+        Self { location, message: message.into(), notes: Vec::new(), details: Vec::new() }
     }
 
     /// Adds a line of advice.
@@ -60,10 +60,10 @@ impl Fault {
 
 impl RecipeError {
     /// Joins faults of one recipe. They are shown in the order of the file.
-    pub fn new(source: Arc<Source>, mut faults: Vec<Fault>) -> Self {
-        faults.sort_by_key(|fault| match fault.mark {
-            Some(Mark::File { line, column, .. }) => (0, line, column),
-            Some(Mark::Argument(idx)) => (1, idx, 0),
+    pub fn new(source: Arc<RecipeSource>, mut faults: Vec<Fault>) -> Self {
+        faults.sort_by_key(|fault| match fault.location {
+            Some(RecipeLocation::File { line, column, .. }) => (0, line, column),
+            Some(RecipeLocation::Argument(idx)) => (1, idx, 0),
             None => (2, 0, 0),
         });
         Self { faults, source }
@@ -100,14 +100,14 @@ impl fmt::Display for RecipeError {
     }
 }
 
-fn write_fault(f: &mut fmt::Formatter<'_>, fault: &Fault, source: &Source) -> fmt::Result {
+fn write_fault(f: &mut fmt::Formatter<'_>, fault: &Fault, source: &RecipeSource) -> fmt::Result {
     let path = source.path.display();
-    match fault.mark {
-        Some(Mark::File { line, column, len }) => {
+    match fault.location {
+        Some(RecipeLocation::File { line, column, len }) => {
             write!(f, "{path}:{line}:{column}: {}", fault.message)?;
             write_snippet(f, &source.text, line, column, len)?;
         }
-        Some(Mark::Argument(idx)) => {
+        Some(RecipeLocation::Argument(idx)) => {
             let argument = source.arguments.get(idx).map_or("", String::as_str);
             write!(f, "argument `{argument}`: {}", fault.message)?;
         }

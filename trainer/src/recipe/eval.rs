@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::model::Free;
+use super::model::JsonMap;
 use super::number::{HumanFloat, HumanInt};
 
 /// Tasks that the model is asked while it is trained, with the options of `evaluator run`.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Eval {
+pub struct EvalSection {
     /// Names of tasks, groups and tags, patterns such as `mmlu_*`, and YAML files. Default: none.
     pub tasks: Vec<String>,
     /// Asks every so many steps, and at the end. Default: `eval_interval`, else after each epoch.
@@ -33,7 +33,7 @@ pub struct Eval {
     /// What the system says first.
     pub system_instruction: Option<String>,
     /// Changes to the tasks' `generation_kwargs`.
-    pub gen_kwargs: Free,
+    pub gen_kwargs: JsonMap,
     /// Sequences of a forward. Default: as many as make a good one; the answers do not depend on it.
     pub batch_size: Option<HumanInt>,
     /// Tokens of context. Default: as many as the model was made for.

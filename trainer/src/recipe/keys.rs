@@ -3,7 +3,7 @@
 use candlewick_text::suggestion::nearest;
 use serde_json::{Map, Value};
 
-use super::foreign::FOREIGN_KEYS;
+use super::foreign_keys::FOREIGN_KEYS;
 use super::json_schema;
 
 /// A key of the schema: `data.max_length`, `checkpoint.N.save_total_limit`.
@@ -68,7 +68,7 @@ pub(crate) fn is_key(path: &str) -> bool {
 /// Returns advice for a key that does not exist where it was written; `siblings` are the keys that do.
 pub(crate) fn advice(path: &str, siblings: &[&str]) -> Option<String> {
     let name = path.rsplit('.').next().unwrap_or(path);
-    if let Some(advice) = foreign(path) {
+    if let Some(advice) = foreign_key_advice(path) {
         return Some(advice);
     }
     let sibling = nearest(name, siblings.iter().copied());
@@ -90,7 +90,7 @@ pub(crate) fn advice(path: &str, siblings: &[&str]) -> Option<String> {
 }
 
 /// Returns advice for a key by the names of other trainers.
-pub(crate) fn foreign(path: &str) -> Option<String> {
+pub(crate) fn foreign_key_advice(path: &str) -> Option<String> {
     let name = path.rsplit('.').next().unwrap_or(path);
     let find = |name: &str| FOREIGN_KEYS.iter().find(|(foreign, ..)| *foreign == name);
     let (_, key, remark) = find(path).or_else(|| find(name)).filter(|(_, key, _)| *key != path)?;

@@ -8,18 +8,18 @@ use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_file_or_pipe};
 use candlewick_text::suggestion::nearest;
 
 use super::decode::decode;
-use super::error::{Fault, RecipeError, Source};
-use super::node::{Mark, Node, Value, quoted};
-use super::renamed::rename_all;
-use super::{Recipe, home, node, overrides};
+use super::deprecated::rename_all;
+use super::error::{Fault, RecipeError, RecipeSource};
+use super::node::{RecipeLocation, RecipeNode, RecipeValue, quoted};
+use super::{Recipe, node, overrides, tilde};
 
 /// A recipe, and where each of its keys was written.
 #[derive(Clone, Debug)]
 pub struct Loaded {
     /// What the user wrote.
     pub recipe: Recipe,
-    tree: Node,
-    source: Arc<Source>,
+    tree: RecipeNode,
+    source: Arc<RecipeSource>,
     notes: Vec<String>,
 }
 
@@ -41,7 +41,7 @@ pub enum Origin {
 impl Loaded {
     /// Reads a recipe file and applies `key=value` arguments.
     pub fn read(path: &Path, arguments: &[String]) -> Result<Self, RecipeError> {
-        let source = Source { path: path.to_owned(), text: String::new(), arguments: arguments.to_vec() };
+        let source = RecipeSource { path: path.to_owned(), text: String::new(), arguments: arguments.to_vec() };
         let unreadable = |message: String| RecipeError::new(Arc::new(source.clone()), vec![Fault::new(None, message)]);
         let bytes = read_file_or_pipe(path, MAX_CONFIG_FILE_BYTES)
             .map_err(|error| unreadable(format!("cannot read the recipe: {error}")))?;
@@ -54,21 +54,21 @@ impl Loaded {
 
     /// Reads the text of a recipe.
     pub fn parse(path: &Path, text: String, arguments: &[String]) -> Result<Self, RecipeError> {
-        let source = Arc::new(Source { path: path.to_owned(), text, arguments: arguments.to_vec() });
+        let source = Arc::new(RecipeSource { path: path.to_owned(), text, arguments: arguments.to_vec() });
         let fail = |fault: Fault| RecipeError::new(source.clone(), vec![fault]);
         let mut tree = node::parse(&source.text).map_err(|error| {
-            let mark = error.at.map(|(line, column)| Mark::File { line, column, len: 1 });
-            fail(Fault::new(mark, error.message))
+            let location = error.at.map(|(line, column)| RecipeLocation::File { line, column, len: 1 });
+            fail(Fault::new(location, error.message))
         })?;
-        if tree.value == Value::Null {
-            tree.value = Value::Map(Vec::new());
+        if tree.value == RecipeValue::Null {
+            tree.value = RecipeValue::Map(Vec::new());
         }
         let mut old_names = rename_all(&mut tree).map_err(&fail)?;
         old_names.extend(overrides::apply_all(&mut tree, arguments).map_err(&fail)?);
         // The value of an argument may be a map with keys of its own.
         old_names.extend(rename_all(&mut tree).map_err(&fail)?);
         if let Ok(home) = std::env::var("HOME") {
-            home::expand(&mut tree, &home);
+            tilde::expand(&mut tree, &home);
         }
         check_type(&tree).map_err(&fail)?;
         let recipe = decode(&tree).map_err(&fail)?;
@@ -77,7 +77,7 @@ impl Loaded {
     }
 
     /// Returns the file and the arguments.
-    pub fn source(&self) -> &Source {
+    pub fn source(&self) -> &RecipeSource {
         &self.source
     }
 
@@ -88,9 +88,9 @@ impl Loaded {
 
     /// Returns where the first of these keys that was given stands.
     pub fn origin(&self, keys: &[&str]) -> Origin {
-        match self.mark(keys) {
-            Some(Mark::File { line, .. }) => Origin::Line(line),
-            Some(Mark::Argument(_)) => Origin::Argument,
+        match self.location(keys) {
+            Some(RecipeLocation::File { line, .. }) => Origin::Line(line),
+            Some(RecipeLocation::Argument(_)) => Origin::Argument,
             None => Origin::Default,
         }
     }
@@ -103,17 +103,17 @@ impl Loaded {
     /// Returns the value of a key as it may be written on one line, if it is a single value.
     pub(crate) fn scalar(&self, key: &str) -> Option<String> {
         match &self.tree.at(key)?.0.value {
-            Value::Bool(value) => Some(value.to_string()),
-            Value::Int(value) => Some(value.to_string()),
-            Value::Float(value) => Some(value.to_string()),
-            Value::Text(text) if text.len() <= 40 => Some(text.clone()),
+            RecipeValue::Bool(value) => Some(value.to_string()),
+            RecipeValue::Int(value) => Some(value.to_string()),
+            RecipeValue::Float(value) => Some(value.to_string()),
+            RecipeValue::Text(text) if text.len() <= 40 => Some(text.clone()),
             _ => None,
         }
     }
 
     /// Blames the first of these keys that was given; if none was, the map that it belongs into, or the recipe as a whole.
     pub fn fault(&self, keys: &[&str], message: impl Into<String>) -> Fault {
-        Fault::new(self.mark(keys).or_else(|| self.mark_near(keys.first()?)), message)
+        Fault::new(self.location(keys).or_else(|| self.enclosing_location(keys.first()?)), message)
     }
 
     /// Joins faults into the error of this recipe.
@@ -121,13 +121,13 @@ impl Loaded {
         RecipeError::new(self.source.clone(), faults)
     }
 
-    fn mark(&self, keys: &[&str]) -> Option<Mark> {
-        keys.iter().find_map(|key| self.tree.at(key)).map(|(_, mark)| mark)
+    fn location(&self, keys: &[&str]) -> Option<RecipeLocation> {
+        keys.iter().find_map(|key| self.tree.at(key)).map(|(_, location)| location)
     }
 
-    fn mark_near(&self, key: &str) -> Option<Mark> {
+    fn enclosing_location(&self, key: &str) -> Option<RecipeLocation> {
         let parent = key.rsplit_once('.')?.0;
-        self.mark(&[parent]).or_else(|| self.mark_near(parent))
+        self.location(&[parent]).or_else(|| self.enclosing_location(parent))
     }
 }
 
@@ -144,12 +144,12 @@ impl fmt::Display for Origin {
 }
 
 /// Names a foreign `type` before the keys that only it knows are called unknown.
-fn check_type(tree: &Node) -> Result<(), Fault> {
+fn check_type(tree: &RecipeNode) -> Result<(), Fault> {
     const TYPES: [&str; 3] = ["sft", "causal", "dpo"];
     let Some(entry) = tree.get("type") else { return Ok(()) };
     match &entry.node.value {
-        Value::Text(name) if TYPES.contains(&name.as_str()) => Ok(()),
-        Value::Text(name) => {
+        RecipeValue::Text(name) if TYPES.contains(&name.as_str()) => Ok(()),
+        RecipeValue::Text(name) => {
             let fault = Fault::new(Some(entry.node.place), format!("type: unknown value {}", quoted(name)));
             let fault = match nearest(name, TYPES) {
                 Some(near) => fault.note(format!("did you mean `{near}`?")),

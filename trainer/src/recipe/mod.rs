@@ -4,11 +4,12 @@
 
 mod arctic_moe;
 mod data;
+mod ddp_backend;
 mod decode;
+mod deprecated;
 mod error;
 mod eval;
-mod foreign;
-mod home;
+mod foreign_keys;
 mod keys;
 mod load;
 mod model;
@@ -17,29 +18,33 @@ mod number;
 mod optimizer;
 mod output;
 mod overrides;
-mod ranks;
-mod renamed;
 mod schema;
+mod tilde;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use crate::data::{RowOrder, Truncation, UnrenderedToolCalls};
 pub use arctic_moe::ArcticMoe;
-pub use data::{
-    CacheFs, Data, DataSource, DataType, Order, PadTo, Pairs, SourceMap, SourceType, Truncation, UnrenderedToolCalls,
-};
-pub use error::{Fault, RecipeError, Source};
-pub use eval::Eval;
-pub(crate) use keys::{foreign as foreign_key, of_option as key_of_option};
+pub use data::{CacheFsType, DataSection, DataSource, DataType, PadTo, SourceOptions, SourceType, StringPairs};
+pub use ddp_backend::DdpBackend;
+pub use error::{Fault, RecipeError, RecipeSource};
+pub use eval::EvalSection;
+pub(crate) use keys::{foreign_key_advice, of_option as key_of_option};
 pub use load::{Loaded, Origin};
 pub use model::{
-    ActivationCheckpoint, Attention, ConfigSource, Dtype, Free, Model, ModelType, Tokenizer, TokenizerType,
+    ActivationCheckpoint, AttnImplementation, ConfigSource, FloatDtype, JsonMap, ModelSection, ModelType,
+    TokenizerSection, TokenizerType,
 };
-pub use node::{Entry, Mark, Node, Value};
+pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 pub use number::{HumanFloat, HumanInt, parse_number};
-pub use optimizer::{DeepSpeed, Optimizer, OptimizerType, Scheduler, SchedulerKwargs, SchedulerName, SchedulerType};
-pub use output::{AllRanks, Checkpoint, CheckpointType, Generate, LogLevel, Logger, OnNonfinite, Prompt, Ranks, Wandb};
-pub use ranks::DdpBackend;
+pub use optimizer::{
+    DeepSpeedConfig, OptimizerSection, OptimizerType, SchedulerKwargs, SchedulerName, SchedulerSection, SchedulerType,
+};
+pub use output::{
+    AllRanks, CheckpointSection, CheckpointType, GenerateSection, LogLevel, LoggerSection, OnNonfinite, Prompt,
+    RankList, WandbSection,
+};
 pub use schema::json_schema;
 
 /// A training recipe: ArcticTraining's schema with Candlewick's extensions.
@@ -57,23 +62,23 @@ pub struct Recipe {
     /// ArcticTraining's switch for its type checks. Has no effect: there are none to skip.
     pub skip_validation: Option<bool>,
     /// The model that is trained.
-    pub model: Model,
+    pub model: ModelSection,
     /// The tokenizer and its chat template.
-    pub tokenizer: Tokenizer,
+    pub tokenizer: TokenizerSection,
     /// What is trained and evaluated on.
-    pub data: Data,
+    pub data: DataSection,
     /// Log files and what is printed.
-    pub logger: Logger,
+    pub logger: LoggerSection,
     /// Weights and Biases.
-    pub wandb: Wandb,
+    pub wandb: WandbSection,
     /// How the learning rate moves.
-    pub scheduler: Scheduler,
+    pub scheduler: SchedulerSection,
     /// The optimizer.
-    pub optimizer: Optimizer,
+    pub optimizer: OptimizerSection,
     /// A DeepSpeed config. Keys that cannot matter to one process are accepted; `gradient_clipping`, the numbers of
     /// `fp16`, the switches of `bf16` and `zero_optimization.offload_optimizer` (`device: cpu`, `ratio`) are read; all
     /// others are refused by name.
-    pub deepspeed: DeepSpeed,
+    pub deepspeed: DeepSpeedConfig,
     /// Gradients are scaled down to this global norm; 0 turns it off. Default 1.0.
     pub gradient_clipping: Option<HumanFloat>,
     /// Passes over the data. Default 1.
@@ -95,7 +100,7 @@ pub struct Recipe {
     pub device: Option<String>,
     /// Whether `auto` may switch on what trades time for memory (`model.activation_checkpoint`), the cheapest that fits
     /// what is free when the run starts; what the recipe sets itself stays. Default `manual`.
-    pub memory: Option<MemoryModes>,
+    pub memory: Option<MemoryMode>,
     /// Ranks that share the tokens of a micro-batch, and exchange them for heads in attention (Ulysses). It must divide the
     /// attention heads. Default 1.
     pub sequence_parallel_size: Option<HumanInt>,
@@ -111,7 +116,7 @@ pub struct Recipe {
     /// Stages that have some of the blocks each. Default 1.
     pub pipeline_parallel_size: Option<HumanInt>,
     /// The order of a pipeline's forwards and backwards: `1f1b` (default) or `afab`, all forwards and then all backwards.
-    pub pipeline_schedule: Option<PipelineSchedule>,
+    pub pipeline_schedule: Option<PipelineScheduleName>,
     /// Model chunks (virtual stages) of each pipeline stage, as in Megatron-LM's interleaved schedule. More chunks shrink
     /// the pipeline bubble and send more. Default 1.
     pub virtual_pipeline_parallel_size: Option<HumanInt>,
@@ -143,8 +148,8 @@ pub struct Recipe {
     /// Checkpoints: a list, one entry, or `none` to save nothing. Default: one of type `huggingface` in `model` of
     /// `output_dir`, written at the end.
     #[serde(deserialize_with = "data::one_or_many")]
-    #[schemars(with = "data::OneOrMany<Checkpoint>")]
-    pub checkpoint: Vec<Checkpoint>,
+    #[schemars(with = "data::OneOrMany<CheckpointSection>")]
+    pub checkpoint: Vec<CheckpointSection>,
     /// Shows a console line at least every so many steps; 0 leaves it to `train_log_iter_interval`. Default 1.
     pub loss_log_interval: Option<HumanInt>,
     /// Records and shows metrics every so many steps; 0 turns them off. Default 1.
@@ -156,7 +161,7 @@ pub struct Recipe {
     /// Also evaluates before the first step of a fresh run, to show where it began. Default false.
     pub eval_on_start: Option<bool>,
     /// Tasks of the evaluator that the model is asked during training.
-    pub eval: Eval,
+    pub eval: EvalSection,
     /// What says which save is the best, which `save_total_limit` never deletes: `loss` (held-out), or `TASK/METRIC` of
     /// `eval.tasks` such as `arc_easy/acc_norm`. Default: with tasks the first one's first metric, else nothing.
     pub metric_for_best_model: Option<String>,
@@ -179,9 +184,9 @@ pub struct Recipe {
     /// What happens when a loss or gradient is not finite: `stop` (default, exit code 5) or `skip`.
     pub on_nonfinite: Option<OnNonfinite>,
     /// Sample generations that are printed after training.
-    pub generate: Option<Generate>,
+    pub generate: Option<GenerateSection>,
     /// Of `type: dpo`. Not implemented yet.
-    pub ref_model: Option<Free>,
+    pub ref_model: Option<JsonMap>,
     /// Of `type: dpo`. Not implemented yet.
     pub beta: Option<HumanFloat>,
     /// Of `type: dpo`. Not implemented yet.
@@ -189,12 +194,12 @@ pub struct Recipe {
     /// Of `type: dpo`. Not implemented yet.
     pub label_smoothing: Option<HumanFloat>,
     /// Of `type: dpo`. Not implemented yet.
-    pub reference_model_deepspeed: Option<Free>,
+    pub reference_model_deepspeed: Option<JsonMap>,
 }
 
 /// Names of a pipeline's schedules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
-pub enum PipelineSchedule {
+pub enum PipelineScheduleName {
     /// One forward, one backward.
     #[serde(rename = "1f1b")]
     OneForwardOneBackward,
@@ -206,7 +211,7 @@ pub enum PipelineSchedule {
 /// Who chooses what trades time for memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum MemoryModes {
+pub enum MemoryMode {
     /// The recipe.
     Manual,
     /// The plan, by what is free.

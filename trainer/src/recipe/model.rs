@@ -11,12 +11,12 @@ use serde::{Deserialize as DeriveDeserialize, Serialize};
 use super::number::{HumanFloat, HumanInt};
 
 /// A map whose keys belong to another program's schema.
-pub type Free = serde_json::Map<String, serde_json::Value>;
+pub type JsonMap = serde_json::Map<String, serde_json::Value>;
 
 /// The model that is trained.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Model {
+pub struct ModelSection {
     /// How the model is made: `huggingface` (default) and `liger` both load `name_or_path`, with the same fused ops;
     /// `random-weight-hf` takes only its config and draws the weights.
     #[serde(rename = "type")]
@@ -31,7 +31,7 @@ pub struct Model {
     /// The number format of the weights in forward and backward: `bf16` (default), `f32` or `fp16`, with the aliases of
     /// ArcticTraining (`bfloat16`, `torch.bfloat16`, `float`, `half`, ...). The optimizer's master weights and the
     /// gradients are always f32. `fp16` scales losses as `deepspeed.fp16` says, by default as DeepSpeed does.
-    pub dtype: Option<Dtype>,
+    pub dtype: Option<FloatDtype>,
     /// The name that ArcticTraining gives a saved model. Not implemented yet: the folder is named by
     /// `checkpoint.output_dir`.
     pub save_name: Option<String>,
@@ -39,7 +39,7 @@ pub struct Model {
     /// `cudnn`, `fused` (our kernels) or `reference` (plain tensor operations with all scores in memory, to compare
     /// with). transformers' names: `sdpa`, `flash_attention_2` and `flash_attention_3` are `auto`, `eager` is `reference`.
     /// All compute the same but for rounding.
-    pub attn_implementation: Option<Attention>,
+    pub attn_implementation: Option<AttnImplementation>,
     /// Whether attention gives the same bits twice. Default `false`. Only cuDNN's backward does not by itself: `auto`
     /// then takes `fused`, and `cudnn` takes memory that grows with the square of the length on Hopper.
     pub attn_deterministic: Option<bool>,
@@ -53,12 +53,12 @@ pub struct Model {
     pub disable_activation_checkpoint: Option<bool>,
     /// A PEFT LoRA config: `peft_type: LORA`, `r`, `lora_alpha`, `target_modules` (names or `all-linear`), ... Only the
     /// adapter is trained.
-    pub peft_config: Option<Free>,
+    pub peft_config: Option<JsonMap>,
     /// An adapter folder to go on from: its own config says what is trained, so `peft_config` stays away.
     pub adapter_name_or_path: Option<String>,
     /// Overrides of the model's config.json. Changing `num_hidden_layers` draws the weights anew instead of loading
     /// them, as ArcticTraining does.
-    pub hf_config_kwargs: Free,
+    pub hf_config_kwargs: JsonMap,
 }
 
 /// How a model is made.
@@ -75,7 +75,7 @@ pub enum ModelType {
 
 /// A number format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
-pub enum Dtype {
+pub enum FloatDtype {
     /// bfloat16.
     #[serde(rename = "bf16", alias = "bfloat16", alias = "bfloat", alias = "torch.bfloat16")]
     Bf16,
@@ -90,7 +90,7 @@ pub enum Dtype {
 /// What computes attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Attention {
+pub enum AttnImplementation {
     /// cuDNN where it is there and takes the case, else our kernels.
     #[serde(alias = "sdpa", alias = "flash_attention_2", alias = "flash_attention_3")]
     Auto,
@@ -110,7 +110,7 @@ pub enum ConfigSource {
     /// The path of a config.json.
     Path(String),
     /// The config itself.
-    Inline(Free),
+    Inline(JsonMap),
 }
 
 /// What blocks keep between forward and backward.
@@ -135,7 +135,7 @@ pub enum ActivationCheckpoint {
 /// The tokenizer and its chat template.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Tokenizer {
+pub struct TokenizerSection {
     /// `huggingface`, the only one.
     #[serde(rename = "type")]
     pub kind: Option<TokenizerType>,
@@ -147,9 +147,9 @@ pub struct Tokenizer {
     /// `{` in it).
     pub chat_template: Option<String>,
     /// Extra variables of the chat template, such as `enable_thinking: false`.
-    pub chat_template_kwargs: Free,
+    pub chat_template_kwargs: JsonMap,
     /// Arguments of ArcticTraining's tokenizer call. Not implemented yet.
-    pub tokenize_kwargs: Free,
+    pub tokenize_kwargs: JsonMap,
 }
 
 /// Names of tokenizer factories.
@@ -158,6 +158,16 @@ pub struct Tokenizer {
 pub enum TokenizerType {
     /// tokenizer.json.
     Huggingface,
+}
+
+impl FloatDtype {
+    /// Returns the bytes of an element.
+    pub fn n_bytes(self) -> u64 {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 | Self::F16 => 2,
+        }
+    }
 }
 
 impl<'de> Deserialize<'de> for ConfigSource {
@@ -173,7 +183,7 @@ impl<'de> Deserialize<'de> for ConfigSource {
                 Ok(ConfigSource::Path(path.to_owned()))
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ConfigSource, A::Error> {
-                Free::deserialize(MapAccessDeserializer::new(map)).map(ConfigSource::Inline)
+                JsonMap::deserialize(MapAccessDeserializer::new(map)).map(ConfigSource::Inline)
             }
         }
         deserializer.deserialize_any(OneOf)

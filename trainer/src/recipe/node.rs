@@ -12,7 +12,7 @@ pub(crate) use candlewick_text::yaml::{YamlSyntaxError, quoted};
 
 /// The place of a key or value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mark {
+pub enum RecipeLocation {
     /// In the recipe file. Lines and columns count from one, `len` is in characters.
     File {
         /// Line.
@@ -27,21 +27,24 @@ pub enum Mark {
 }
 
 /// A value of a recipe. Scalars are typed by YAML 1.2, except that `yes`, `no`, `on` and `off` stay text.
-pub type Node = yaml::YamlNode<Mark>;
+pub type RecipeNode = yaml::YamlNode<RecipeLocation>;
 
 /// A YAML value of a recipe.
-pub type Value = yaml::YamlValue<Mark>;
+pub type RecipeValue = yaml::YamlValue<RecipeLocation>;
 
 /// One key of a map in a recipe.
-pub type Entry = yaml::YamlEntry<Mark>;
+pub type RecipeEntry = yaml::YamlEntry<RecipeLocation>;
 
 /// Reads one YAML document of a recipe file. An empty one is `Null`.
-pub(crate) fn parse(text: &str) -> Result<Node, YamlSyntaxError> {
-    parse_at(text, |YamlSpan { line, column, len }| Mark::File { line, column, len })
+pub(crate) fn parse(text: &str) -> Result<RecipeNode, YamlSyntaxError> {
+    parse_at(text, |YamlSpan { line, column, len }| RecipeLocation::File { line, column, len })
 }
 
-/// Reads one YAML document whose parts are at the places that `mark` returns.
-pub(crate) fn parse_at(text: &str, mark: impl Fn(YamlSpan) -> Mark) -> Result<Node, YamlSyntaxError> {
+/// Reads one YAML document whose parts are at the places that `location` returns.
+pub(crate) fn parse_at(
+    text: &str,
+    location: impl Fn(YamlSpan) -> RecipeLocation,
+) -> Result<RecipeNode, YamlSyntaxError> {
     let options = serde_saphyr::options! {
         duplicate_keys: DuplicateKeyPolicy::Error,
         strict_booleans: true,
@@ -50,14 +53,14 @@ pub(crate) fn parse_at(text: &str, mark: impl Fn(YamlSpan) -> Mark) -> Result<No
     };
     let tree = yaml::YamlNode::parse::<String>(text, options);
     let tree = tree.map_err(|YamlSyntaxError { message, at }| YamlSyntaxError { message: plain(message), at })?;
-    let Ok(tree) = tree.try_map(&mark, &|node| Ok::<_, Infallible>(untagged(node)));
+    let Ok(tree) = tree.try_map(&location, &|node| Ok::<_, Infallible>(untagged(node)));
     Ok(tree)
 }
 
 /// Removes a tag: it has no meaning in a recipe.
-fn untagged(node: Node) -> Node {
+fn untagged(node: RecipeNode) -> RecipeNode {
     match node.value {
-        Value::Tagged(_, node) => *node,
+        RecipeValue::Tagged(_, node) => *node,
         _ => node,
     }
 }

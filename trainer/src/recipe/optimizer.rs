@@ -3,13 +3,13 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::model::Free;
+use super::model::JsonMap;
 use super::number::{HumanFloat, HumanInt};
 
 /// AdamW. Weight decay is decoupled and spares norms and biases.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Optimizer {
+pub struct OptimizerSection {
     /// `fused_adam` (default), `adamw`, `adam` and `cpu_adam` all name the same AdamW.
     #[serde(rename = "type")]
     pub kind: Option<OptimizerType>,
@@ -45,7 +45,7 @@ pub enum OptimizerType {
 /// How the learning rate moves, with the names and numbers of transformers' `get_scheduler`.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Scheduler {
+pub struct SchedulerSection {
     /// `huggingface` (default), or `wsd` (also ArcticTraining's `wds`), which is `name: warmup_stable_decay`.
     #[serde(rename = "type")]
     pub kind: Option<SchedulerType>,
@@ -135,4 +135,4 @@ pub struct SchedulerKwargs {
 
 /// A DeepSpeed config. Keys that cannot matter to one process are accepted, some are read, and all others are refused by
 /// name.
-pub type DeepSpeed = Free;
+pub type DeepSpeedConfig = JsonMap;

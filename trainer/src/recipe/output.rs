@@ -6,13 +6,13 @@ use schemars::JsonSchema;
 use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
 use serde::{Deserialize as DeriveDeserialize, Serialize};
 
-use super::model::{Dtype, Free};
+use super::model::{FloatDtype, JsonMap};
 use super::number::{HumanFloat, HumanInt};
 
 /// What is saved, when and where.
 #[derive(Clone, Debug, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Checkpoint {
+pub struct CheckpointSection {
     /// `sharded` (default; `deepspeed` is accepted as its name): everything that a bit-exact resume needs.
     /// `huggingface`: the weights alone, as a folder that transformers loads.
     #[serde(rename = "type")]
@@ -32,7 +32,7 @@ pub struct Checkpoint {
     /// Keeps only this many of the newest checkpoints of this run, and the best (`metric_for_best_model`). Default: all.
     pub save_total_limit: Option<HumanInt>,
     /// The dtype of the weights of a `huggingface` checkpoint: `bf16`, `f32` or `fp16`. Default: `model.dtype`.
-    pub dtype: Option<Dtype>,
+    pub dtype: Option<FloatDtype>,
     /// Writes a `sharded` save while training goes on, from a copy of the weights and moments in memory. Default false.
     pub async_save: Option<bool>,
 }
@@ -51,15 +51,15 @@ pub enum CheckpointType {
 /// Log files and what is printed.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Logger {
+pub struct LoggerSection {
     /// The folder of `logs/rank_0.log`. Default `/dev/null`: no file.
     pub output_dir: Option<String>,
     /// `DEBUG`, `INFO`, `WARNING` or `ERROR`. Default WARNING; `-v` and `-q` and `RUST_LOG` go before it.
     pub level: Option<LogLevel>,
     /// The ranks that print: a list, or `"*"`. Default `[0]`.
-    pub print_output_ranks: Option<Ranks>,
+    pub print_output_ranks: Option<RankList>,
     /// The ranks that write log files: a list, or `"*"`. Default `"*"`.
-    pub file_output_ranks: Option<Ranks>,
+    pub file_output_ranks: Option<RankList>,
 }
 
 /// Names of log levels.
@@ -83,11 +83,11 @@ pub enum LogLevel {
 /// Some ranks, or all of them.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 #[serde(untagged)]
-pub enum Ranks {
+pub enum RankList {
     /// `"*"`.
     All(AllRanks),
     /// A list of ranks.
-    These(Vec<HumanInt>),
+    Only(Vec<HumanInt>),
 }
 
 /// The text `*`.
@@ -101,7 +101,7 @@ pub enum AllRanks {
 /// Weights and Biases.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Wandb {
+pub struct WandbSection {
     /// `true` is not implemented yet. Default false.
     pub enable: Option<bool>,
     /// The entity.
@@ -115,7 +115,7 @@ pub struct Wandb {
 /// Sample generations that are printed after training.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Generate {
+pub struct GenerateSection {
     /// Prompts: a text each, or with `sft` also a list of messages, such as
     /// `[{role: system, content: ...}, {role: user, content: ...}]`. A text is a user's message (`sft`), or is continued
     /// (`causal`).
@@ -137,7 +137,7 @@ pub enum Prompt {
     /// A text.
     Text(String),
     /// The messages of a chat, the last of which is answered.
-    Messages(Vec<Free>),
+    Messages(Vec<JsonMap>),
 }
 
 /// What happens when a step's loss or gradient is not finite.
@@ -151,12 +151,12 @@ pub enum OnNonfinite {
     Skip,
 }
 
-impl Ranks {
+impl RankList {
     /// Tells whether a rank is among them.
     pub fn has(&self, rank: usize) -> bool {
         match self {
-            Ranks::All(_) => true,
-            Ranks::These(ranks) => ranks.contains(&HumanInt(rank)),
+            RankList::All(_) => true,
+            RankList::Only(ranks) => ranks.contains(&HumanInt(rank)),
         }
     }
 }
@@ -185,27 +185,27 @@ impl<'de> Deserialize<'de> for Prompt {
     }
 }
 
-impl<'de> Deserialize<'de> for Ranks {
+impl<'de> Deserialize<'de> for RankList {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct OneOf;
         impl<'de> Visitor<'de> for OneOf {
-            type Value = Ranks;
+            type Value = RankList;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
                 f.write_str("a list of ranks or \"*\"")
             }
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Ranks, E> {
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<RankList, E> {
                 match text {
-                    "*" => Ok(Ranks::All(AllRanks::Star)),
+                    "*" => Ok(RankList::All(AllRanks::Star)),
                     _ => Err(E::invalid_value(de::Unexpected::Str(text), &self)),
                 }
             }
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Ranks, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<RankList, A::Error> {
                 let mut ranks = Vec::new();
                 while let Some(rank) = seq.next_element()? {
                     ranks.push(rank);
                 }
-                Ok(Ranks::These(ranks))
+                Ok(RankList::Only(ranks))
             }
         }
         deserializer.deserialize_any(OneOf)

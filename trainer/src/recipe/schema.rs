@@ -6,15 +6,15 @@ use super::Recipe;
 
 /// Second names of keys, which the derived schema does not know: section, key, second name.
 const SECOND_KEYS: [(&str, &str, &str); 3] = [
-    ("Optimizer", "learning_rate", "lr"),
-    ("Scheduler", "learning_rate", "lr"),
-    ("Scheduler", "warmup_steps", "num_warmup_steps"),
+    ("OptimizerSection", "learning_rate", "lr"),
+    ("SchedulerSection", "learning_rate", "lr"),
+    ("SchedulerSection", "warmup_steps", "num_warmup_steps"),
 ];
 
 /// Second names of values: type, second names.
 const SECOND_NAMES: [(&str, &[&str]); 6] = [
     (
-        "Dtype",
+        "FloatDtype",
         &[
             "bfloat16",
             "bfloat",
@@ -29,7 +29,7 @@ const SECOND_NAMES: [(&str, &[&str]); 6] = [
             "torch.float16",
         ],
     ),
-    ("Attention", &["sdpa", "flash_attention_2", "flash_attention_3", "eager"]),
+    ("AttnImplementation", &["sdpa", "flash_attention_2", "flash_attention_3", "eager"]),
     ("CheckpointType", &["deepspeed"]),
     ("SchedulerType", &["wds"]),
     ("SchedulerName", &["wsd"]),

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use candlewick_ops::{AttentionChoice, AttentionImpl, LossScaling};
-use trainer::plan::{Activations, ComputeDtype, Known, Plan, TempDir};
-use trainer::recipe::Loaded;
+use trainer::plan::{CheckpointingMode, Environment, Plan, TempDir};
+use trainer::recipe::{FloatDtype, Loaded};
 
 use super::{BASE, known, plan, refused};
 
@@ -13,7 +13,7 @@ fn half_precision_scales_losses_as_deepspeed_does() {
     let scaling = |arguments: &[&str]| plan(arguments).optimizer.loss_scaling;
     assert_eq!(scaling(&[]), LossScaling::NONE);
     let default = LossScaling { initial: 65536.0, window: 1000, hysteresis: 2, min: 1.0 };
-    assert_eq!(plan(&["model.dtype=fp16"]).model.dtype, ComputeDtype::F16);
+    assert_eq!(plan(&["model.dtype=fp16"]).model.dtype, FloatDtype::F16);
     assert_eq!(scaling(&["model.dtype=fp16"]), default);
     let own = ["model.dtype=fp16", "deepspeed.fp16={enabled: true, initial_scale_power: 8, loss_scale_window: 50}"];
     assert_eq!(scaling(&own), LossScaling { initial: 256.0, window: 50, ..default });
@@ -29,12 +29,12 @@ fn half_precision_scales_losses_as_deepspeed_does() {
 
 #[test]
 fn states_are_bf16_if_the_recipe_says_so() {
-    assert_eq!(plan(&[]).optimizer.moments, ComputeDtype::F32);
-    assert_eq!(plan(&["deepspeed.bf16.bf16_optimizer_states=true"]).optimizer.moments, ComputeDtype::Bf16);
+    assert_eq!(plan(&[]).optimizer.moments, FloatDtype::F32);
+    assert_eq!(plan(&["deepspeed.bf16.bf16_optimizer_states=true"]).optimizer.moments, FloatDtype::Bf16);
     refused(&["deepspeed.bf16.bf16_optimizer_states=1"], &["expected true or false, found 1"]);
     let masters = "deepspeed.bf16.bf16_master_weights_and_grads=true";
-    assert_eq!(plan(&["model.dtype=bf16", masters]).optimizer.masters, ComputeDtype::Bf16);
-    assert_eq!(plan(&["model.dtype=bf16"]).optimizer.masters, ComputeDtype::F32);
+    assert_eq!(plan(&["model.dtype=bf16", masters]).optimizer.masters, FloatDtype::Bf16);
+    assert_eq!(plan(&["model.dtype=bf16"]).optimizer.masters, FloatDtype::F32);
     refused(&["model.dtype=f32", masters], &["bf16_master_weights_and_grads: true needs model.dtype: bf16"]);
 }
 
@@ -106,18 +106,18 @@ fn attention_by_cudnn_wants_a_gpu_and_16_bits() {
 
 #[test]
 fn activation_checkpoints_are_spelt_in_three_ways() {
-    assert_eq!(plan(&[]).model.activations, Activations::Keep);
-    assert_eq!(plan(&["model.activation_checkpoint=full"]).model.activations, Activations::Recompute);
-    assert_eq!(plan(&["model.activation_checkpoint=selective"]).model.activations, Activations::Selective);
-    assert_eq!(plan(&["model.activation_checkpoint={every: 2}"]).model.activations, Activations::RecomputeEvery(2));
-    assert_eq!(plan(&["model.disable_activation_checkpoint=false"]).model.activations, Activations::Recompute);
-    assert_eq!(plan(&["model.disable_activation_checkpoint=true"]).model.activations, Activations::Keep);
-    assert_eq!(plan(&["activation_checkpoint_cpu_offload=true"]).model.activations, Activations::Offload(1.0));
+    assert_eq!(plan(&[]).model.activations, CheckpointingMode::None);
+    assert_eq!(plan(&["model.activation_checkpoint=full"]).model.activations, CheckpointingMode::Full);
+    assert_eq!(plan(&["model.activation_checkpoint=selective"]).model.activations, CheckpointingMode::Selective);
+    assert_eq!(plan(&["model.activation_checkpoint={every: 2}"]).model.activations, CheckpointingMode::EveryKth(2));
+    assert_eq!(plan(&["model.disable_activation_checkpoint=false"]).model.activations, CheckpointingMode::Full);
+    assert_eq!(plan(&["model.disable_activation_checkpoint=true"]).model.activations, CheckpointingMode::None);
+    assert_eq!(plan(&["activation_checkpoint_cpu_offload=true"]).model.activations, CheckpointingMode::Offload(1.0));
     assert_eq!(
         plan(&["activation_checkpoint_cpu_offload=true", "model.disable_activation_checkpoint=false"])
             .model
             .activations,
-        Activations::Offload(1.0)
+        CheckpointingMode::Offload(1.0)
     );
     refused(
         &["model.activation_checkpoint=selective", "model.attn_implementation=reference"],
@@ -133,8 +133,11 @@ fn activation_checkpoints_are_spelt_in_three_ways() {
 #[test]
 fn the_inputs_of_a_share_of_the_blocks_may_be_parked() {
     let share = "model.activation_checkpoint={offload: 70%}";
-    assert_eq!(plan(&[share]).model.activations, Activations::Offload(0.7));
-    assert_eq!(plan(&[share, "activation_checkpoint_cpu_offload=true"]).model.activations, Activations::Offload(0.7));
+    assert_eq!(plan(&[share]).model.activations, CheckpointingMode::Offload(0.7));
+    assert_eq!(
+        plan(&[share, "activation_checkpoint_cpu_offload=true"]).model.activations,
+        CheckpointingMode::Offload(0.7)
+    );
     for wrong in ["1.5", "-0.1"] {
         let argument = format!("model.activation_checkpoint={{offload: {wrong}}}");
         let want = format!("activation_checkpoint.offload: expected a share of the blocks from 0 to 1, found {wrong}");
@@ -149,7 +152,7 @@ fn where_activations_are_parked_is_said_and_whether_that_is_memory() {
         let loaded =
             Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &["model.activation_checkpoint=offload".into()]);
         let temp_dir = TempDir { path: "/scratch".into(), is_memory };
-        Plan::resolve(&loaded.unwrap(), &Known { temp_dir, ..known() }).unwrap().notes
+        Plan::resolve(&loaded.unwrap(), &Environment { temp_dir, ..known() }).unwrap().notes
     };
     let says = |notes: Vec<String>, what: &str| notes.iter().any(|note| note.contains(what));
     assert!(says(notes(false), "the CPU in /scratch"));

@@ -1,6 +1,6 @@
 //! Data and how it is cut into rows.
 
-use trainer::data::{Horizon, Overlong, Packing, Padding, Sampling};
+use trainer::data::{Horizon, Packing, Padding, Sampling, Truncation};
 
 use super::{plan, refused};
 
@@ -44,19 +44,19 @@ fn packing_follows_the_type() {
 
 #[test]
 fn overlong_samples_are_an_error_unless_the_recipe_says_otherwise() {
-    assert_eq!(plan(&[]).data.overlong, Overlong::Error);
-    assert_eq!(plan(&["data.filter_samples=true"]).data.overlong, Overlong::Drop);
-    assert_eq!(plan(&["data.filter_samples=false"]).data.overlong, Overlong::Error);
-    assert_eq!(plan(&["data.truncation=truncate"]).data.overlong, Overlong::Truncate);
+    assert_eq!(plan(&[]).data.truncation, Truncation::Error);
+    assert_eq!(plan(&["data.filter_samples=true"]).data.truncation, Truncation::Drop);
+    assert_eq!(plan(&["data.filter_samples=false"]).data.truncation, Truncation::Error);
+    assert_eq!(plan(&["data.truncation=truncate"]).data.truncation, Truncation::Truncate);
     refused(
         &["data.truncation=truncate", "data.filter_samples=true"],
         &["data.filter_samples contradicts data.truncation"],
     );
-    assert_eq!(plan(&["type=causal"]).data.overlong, Overlong::Split);
-    assert_eq!(plan(&["type=causal", "data.pack_samples=false"]).data.overlong, Overlong::Split);
+    assert_eq!(plan(&["type=causal"]).data.truncation, Truncation::Split);
+    assert_eq!(plan(&["type=causal", "data.pack_samples=false"]).data.truncation, Truncation::Split);
     assert_eq!(
-        plan(&["type=causal", "data.pack_samples=false", "data.truncation=error"]).data.overlong,
-        Overlong::Error
+        plan(&["type=causal", "data.pack_samples=false", "data.truncation=error"]).data.truncation,
+        Truncation::Error
     );
     refused(&["type=causal", "data.truncation=drop"], &["rows of exactly max_length are cut"]);
 }

@@ -9,13 +9,13 @@ use std::path::Path;
 
 use candlewick_model::Config;
 use serde_json::json;
-use trainer::checkpoint::{Kind, Moment};
+use trainer::checkpoint::{CheckpointFormat, Moment};
 use trainer::metrics::Console;
-use trainer::plan::{BuildFeatures, ComputeDtype, Init, Known, Plan, Shown, TempDir, WorldInfo};
-use trainer::recipe::{Loaded, RecipeError};
-use trainer::schedule::{Floor, Shape, Span};
+use trainer::plan::{BuildFeatures, Environment, Plan, SettingsFilter, TempDir, WeightInit, WorldInfo};
+use trainer::recipe::{FloatDtype, Loaded, RecipeError};
+use trainer::schedule::{Floor, PhaseLength, Shape};
 
-fn known() -> Known {
+fn known() -> Environment {
     let config = json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64,
         "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -24,11 +24,11 @@ fn known() -> Known {
     });
     let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: false };
     let config = Some(Config::from_json(config).unwrap());
-    Known {
+    Environment {
         config,
         n_cores: 4,
-        seat: WorldInfo::ALONE,
-        engines: BuildFeatures { mpi: false, nccl: false },
+        world: WorldInfo::ALONE,
+        features: BuildFeatures { mpi: false, nccl: false },
         temp_dir,
         has_train_py: false,
         tasks_generate: false,
@@ -206,7 +206,10 @@ fn without_a_checkpoint_the_model_is_exported_at_the_end() {
     let found = plan(&[]);
     assert_eq!(found.checkpoints.len(), 1);
     let checkpoint = &found.checkpoints[0];
-    assert_eq!((checkpoint.kind, checkpoint.output_dir.as_path()), (Kind::HuggingFace, Path::new("runs/r/model")));
+    assert_eq!(
+        (checkpoint.format, checkpoint.output_dir.as_path()),
+        (CheckpointFormat::HuggingFace, Path::new("runs/r/model"))
+    );
     assert!(checkpoint.save_end_of_training && checkpoint.save_every_n_steps == 0);
     notes(&[], &["the model will be saved in runs/r/model at the end"]);
     assert_eq!(plan(&["output_dir=out"]).checkpoints[0].output_dir, Path::new("out/model"));
@@ -221,7 +224,7 @@ fn without_a_checkpoint_the_model_is_exported_at_the_end() {
 #[test]
 fn an_export_has_a_dtype_of_its_own() {
     let export = "checkpoint={type: huggingface, output_dir: a, save_end_of_training: true, dtype: bfloat16}";
-    assert_eq!(plan(&[export]).checkpoints[0].dtype, Some(ComputeDtype::Bf16));
+    assert_eq!(plan(&[export]).checkpoints[0].dtype, Some(FloatDtype::Bf16));
     refused(&["checkpoint={output_dir: a, dtype: bf16}"], &["checkpoint.dtype: a sharded checkpoint holds"]);
 }
 
@@ -297,10 +300,10 @@ fn the_facts_of_a_plan_are_what_it_comes_to() {
 
 #[test]
 fn a_table_of_what_is_set_leaves_the_defaults_out() {
-    let text = plan(&["optimizer.lr=1e-4"]).table(Shown::Set);
+    let text = plan(&["optimizer.lr=1e-4"]).table(SettingsFilter::Set);
     assert!(text.contains("optimizer.learning_rate") && text.contains("--all shows them"), "{text}");
     assert!(!text.contains("gradient_clipping  ") && text.contains("global batch: 1 rows"), "{text}");
-    assert!(plan(&[]).table(Shown::All).contains("gradient_clipping"));
+    assert!(plan(&[]).table(SettingsFilter::All).contains("gradient_clipping"));
 }
 
 #[test]
@@ -329,7 +332,7 @@ fn one_checkpoint_may_resume_and_it_must_be_able_to() {
 #[test]
 fn without_the_config_the_plan_says_what_it_does_not_know_yet() {
     let loaded = Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &[]).unwrap();
-    let plan = Plan::resolve(&loaded, &Known { config: None, ..known() }).unwrap();
+    let plan = Plan::resolve(&loaded, &Environment { config: None, ..known() }).unwrap();
     assert!(plan.notes.iter().any(|note| note.starts_with("data.max_length will be")), "{:?}", plan.notes);
 }
 
@@ -339,12 +342,12 @@ fn a_model_has_one_origin() {
     refused(&["model.config={model_type: llama}"], &["exclude each other"]);
     refused(&["model={config: {}, revision: x}", "tokenizer.name_or_path=t"], &["model.revision has no meaning"]);
     refused(&["model={config: {}}"], &["tokenizer.name_or_path is missing"]);
-    assert_eq!(plan(&[]).model.init, Init::Load);
-    assert_eq!(plan(&["model={config: {}}", "tokenizer.name_or_path=t"]).model.init, Init::Random);
-    assert_eq!(plan(&["model.type=random-weight-hf"]).model.init, Init::Random);
-    assert_eq!(plan(&["model.hf_config_kwargs={num_hidden_layers: 1}"]).model.init, Init::Random);
-    assert_eq!(plan(&["model.hf_config_kwargs={num_hidden_layers: 2}"]).model.init, Init::Load);
-    assert_eq!(plan(&["model.dtype=float"]).model.dtype, ComputeDtype::F32);
+    assert_eq!(plan(&[]).model.init, WeightInit::Load);
+    assert_eq!(plan(&["model={config: {}}", "tokenizer.name_or_path=t"]).model.init, WeightInit::Random);
+    assert_eq!(plan(&["model.type=random-weight-hf"]).model.init, WeightInit::Random);
+    assert_eq!(plan(&["model.hf_config_kwargs={num_hidden_layers: 1}"]).model.init, WeightInit::Random);
+    assert_eq!(plan(&["model.hf_config_kwargs={num_hidden_layers: 2}"]).model.init, WeightInit::Load);
+    assert_eq!(plan(&["model.dtype=float"]).model.dtype, FloatDtype::F32);
 }
 
 #[test]
@@ -374,15 +377,18 @@ fn the_optimizers_numbers_are_in_their_bounds() {
 fn schedules_have_the_names_and_numbers_of_transformers() {
     let shape = |arguments: &[&str]| plan(arguments).schedule.shape;
     assert_eq!(shape(&[]), Shape::Linear);
-    assert_eq!(plan(&[]).schedule.warmup, Span::Ratio(0.1));
-    assert_eq!(plan(&["scheduler.warmup_steps=10"]).schedule.warmup, Span::Steps(10));
+    assert_eq!(plan(&[]).schedule.warmup, PhaseLength::Ratio(0.1));
+    assert_eq!(plan(&["scheduler.warmup_steps=10"]).schedule.warmup, PhaseLength::Steps(10));
     assert_eq!(shape(&["scheduler.name=cosine"]), Shape::Cosine { num_cycles: 0.5 });
     assert_eq!(
         shape(&["scheduler.name=cosine_with_min_lr", "scheduler.scheduler_specific_kwargs.min_lr_rate=10%"]),
         Shape::CosineWithMinLr { num_cycles: 0.5, floor: Floor::MinLrRate(0.1) }
     );
     let wsd = shape(&["scheduler={type: wds, num_warmup_steps: 5, num_decay_steps: 20, min_lr_ratio: 0.1}"]);
-    assert!(matches!(wsd, Shape::WarmupStableDecay { decay: Span::Steps(20), min_lr_ratio: 0.1, .. }), "{wsd:?}");
+    assert!(
+        matches!(wsd, Shape::WarmupStableDecay { decay: PhaseLength::Steps(20), min_lr_ratio: 0.1, .. }),
+        "{wsd:?}"
+    );
     assert_eq!(shape(&["scheduler={name: constant, warmup_ratio: 0}"]), Shape::Constant);
 
     refused(&["scheduler={name: constant, warmup_steps: 5}"], &["constant has no warm-up", "constant_with_warmup"]);
@@ -426,5 +432,5 @@ fn the_runs_folder_is_named_after_the_recipe() {
 fn a_plan_reads_as_a_table() {
     let text = "model: {name_or_path: org/model, dtype: f32}\ndata:\n  sources: [a.jsonl]\n  max_length: 1Ki\n\
 optimizer: {lr: 1e-4}\ncheckpoint:\n  - {output_dir: out, save_every_n_steps: 100, auto_resume: true}\n";
-    insta::assert_snapshot!(resolve(text, &["epochs=2"]).unwrap().table(Shown::All));
+    insta::assert_snapshot!(resolve(text, &["epochs=2"]).unwrap().table(SettingsFilter::All));
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use trainer::plan::{BuildFeatures, Known, Machines, Plan, RanksPlan, WorldInfo};
+use trainer::plan::{BuildFeatures, Environment, Machines, Plan, RanksPlan, WorldInfo};
 use trainer::recipe::{DdpBackend, Loaded};
 
 use super::{BASE, known, plan};
@@ -11,7 +11,7 @@ use super::{BASE, known, plan};
 fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
-    let known = Known { seat: WorldInfo::first_of(n_ranks), ..known() };
+    let known = Environment { world: WorldInfo::first_of(n_ranks), ..known() };
     Plan::resolve(&loaded, &known).map(|plan| plan.ranks).map_err(|error| error.to_string())
 }
 
@@ -100,10 +100,10 @@ fn what_cannot_be_shared_is_refused_with_what_could() {
 }
 
 /// What connects two ranks, or why nothing does.
-fn backend(engines: BuildFeatures, machines: Machines, arguments: &[&str]) -> Result<DdpBackend, String> {
+fn backend(features: BuildFeatures, machines: Machines, arguments: &[&str]) -> Result<DdpBackend, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
-    let known = Known { seat: WorldInfo { machines, ..WorldInfo::first_of(2) }, engines, ..known() };
+    let known = Environment { world: WorldInfo { machines, ..WorldInfo::first_of(2) }, features, ..known() };
     Plan::resolve(&loaded, &known).map(|plan| plan.ranks.backend).map_err(|error| error.to_string())
 }
 
@@ -111,7 +111,7 @@ fn backend(engines: BuildFeatures, machines: Machines, arguments: &[&str]) -> Re
 fn notes_of_ranks(n_ranks: usize, arguments: &[&str]) -> Vec<String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
-    let plan = Plan::resolve(&loaded, &Known { seat: WorldInfo::first_of(n_ranks), ..known() }).unwrap();
+    let plan = Plan::resolve(&loaded, &Environment { world: WorldInfo::first_of(n_ranks), ..known() }).unwrap();
     plan.notes.into_iter().filter(|note| !is_general(note)).collect()
 }
 
@@ -157,7 +157,7 @@ const ALL: BuildFeatures = BuildFeatures { mpi: true, nccl: true };
 #[test]
 fn what_can_connect_the_ranks_is_accepted() {
     use Machines::{Nodes, One, Several};
-    for (engines, machines, arguments, want) in [
+    for (features, machines, arguments, want) in [
         (PLAIN, One, &[][..], DdpBackend::Auto),
         (PLAIN, Nodes, &[], DdpBackend::Auto),
         (ALL, Several, &["device=cpu"], DdpBackend::Auto),
@@ -171,7 +171,7 @@ fn what_can_connect_the_ranks_is_accepted() {
         (PLAIN, One, &["ddp_backend=staged", "device=cpu"], DdpBackend::Staged),
         (ALL, Several, &["ddp_backend=staged", "device=cuda:1"], DdpBackend::Staged),
     ] {
-        assert_eq!(backend(engines, machines, arguments), Ok(want), "{engines:?} {machines:?} {arguments:?}");
+        assert_eq!(backend(features, machines, arguments), Ok(want), "{features:?} {machines:?} {arguments:?}");
     }
 }
 
@@ -179,7 +179,7 @@ fn what_can_connect_the_ranks_is_accepted() {
 fn what_cannot_connect_the_ranks_is_refused_with_what_can() {
     use Machines::{One, Several};
     let no_mpi = BuildFeatures { mpi: false, ..ALL };
-    for (engines, machines, arguments, want) in [
+    for (features, machines, arguments, want) in [
         (PLAIN, Several, &[][..], ["run on several machines", "build it with `--features mpi`"]),
         (no_mpi, Several, &["device=cpu"], ["run on several machines", "build it with `--features mpi`"]),
         (no_mpi, One, &["ddp_backend=mpi"], ["built without MPI", "build it with `--features mpi`"]),
@@ -192,8 +192,8 @@ fn what_cannot_connect_the_ranks_is_refused_with_what_can() {
         (ALL, One, &["ddp_backend=mpi", "device=cuda"], ["tensors of the CPU", "nccl"]),
         (ALL, Several, &["ddp_backend=local"], ["run on several machines", "mpi"]),
     ] {
-        let said = backend(engines, machines, arguments).unwrap_err();
-        assert!(want.iter().all(|part| said.contains(part)), "{engines:?} {machines:?} {arguments:?}: {said}");
+        let said = backend(features, machines, arguments).unwrap_err();
+        assert!(want.iter().all(|part| said.contains(part)), "{features:?} {machines:?} {arguments:?}: {said}");
     }
     let said = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &["ddp_backend=ncll".to_owned()]);
     let said = said.unwrap_err().to_string();

@@ -92,7 +92,7 @@ fn check_kill(n_ranks: usize, more: &[&str]) {
     until(&run.folder, "the second save", || saved(&run) >= 2);
     ranks.signal(1, Signal::KILL);
     let ended = ranks.wait_within(SOON);
-    let said = ["rank 1 (pid ", ") ended without leaving", "the last output of rank 1", "goes on from the newest save"];
+    let said = ["rank 1 (pid ", ") ended without leaving", "the last output of rank 1", "resumes from the newest checkpoint"];
     for rank in (0..n_ranks).filter(|rank| *rank != 1) {
         check_end(&ended[rank], 7, &said);
     }
@@ -266,7 +266,7 @@ fn a_save_that_lacks_a_part_is_passed_over_by_all_ranks() {
     fs::write(file(1, "state.json"), "{").unwrap();
     fs::remove_file(file(2, "manifest.json")).unwrap();
     for end in run.start().wait_within(2 * SOON) {
-        check_end(&end, 6, &["no save there is whole", "state.json has 1 bytes", "no manifest.json", "Restore one"]);
+        check_end(&end, 6, &["no checkpoint there is complete", "state.json has 1 bytes", "no manifest.json", "Restore one"]);
     }
 }
 
@@ -294,11 +294,11 @@ fn ranks_that_do_not_see_one_folder_of_saves_are_refused() {
     };
     let [here, there] = &rooms;
     let ended = start([here, there]);
-    check_end(&ended[0], 7, &["rank 1", "one folder"]);
-    check_end(&ended[1], 6, &["saves", "one folder"]);
+    check_end(&ended[0], 7, &["rank 1", "the same folder"]);
+    check_end(&ended[1], 6, &["saves", "the same folder"]);
     start([here, here]).iter().for_each(|end| check_end(end, 0, &[]));
     for end in start([here, there]) {
-        check_end(&end, 6, &["rank 1 sees other saves than rank 0", "one folder"]);
+        check_end(&end, 6, &["rank 1 sees other checkpoints than rank 0", "the same folder"]);
     }
 }
 

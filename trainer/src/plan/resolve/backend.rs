@@ -2,7 +2,7 @@
 
 use candlewick_ops::DeviceChoice;
 
-use super::known::{BuildFeatures, Machines};
+use super::environment::{BuildFeatures, Machines};
 use super::resolver::Resolver;
 use crate::recipe::DdpBackend;
 
@@ -13,9 +13,9 @@ const ADD_MPI: &str = "build it with `--features mpi` (docs/distributed.md says 
 pub(super) fn resolve(resolver: &mut Resolver) -> DdpBackend {
     let given = resolver.recipe().ddp_backend;
     let backend = resolver.pick(KEY, given, DdpBackend::Auto);
-    if resolver.known.seat.n_ranks > 1 {
+    if resolver.env.world.n_ranks > 1 {
         if let Some((message, advice)) = obstacle(resolver, backend) {
-            resolver.wrong_because(&[KEY, "device"], message, advice);
+            resolver.report_with_advice(&[KEY, "device"], message, advice);
         }
     } else if backend != DdpBackend::Auto {
         resolver.note(format!("{KEY} has no effect: there is one rank"));
@@ -26,11 +26,11 @@ pub(super) fn resolve(resolver: &mut Resolver) -> DdpBackend {
 /// Returns the reason why a backend cannot connect the ranks, and the remedy.
 fn obstacle(resolver: &Resolver, backend: DdpBackend) -> Option<(String, String)> {
     use DdpBackend::{Auto, Local, Mpi, Nccl, Staged};
-    let (machines, device) = (resolver.known.seat.machines, device(resolver)?);
+    let (machines, device) = (resolver.env.world.machines, device(resolver)?);
     let is_several = machines == Machines::Several;
     // The ranks may run another build.
-    let engines = if machines == Machines::Unknown { BuildFeatures::ALL } else { resolver.known.engines };
-    let on_cpu = device == DeviceChoice::Cpu || (device == DeviceChoice::Auto && !engines.nccl);
+    let features = if machines == Machines::Unknown { BuildFeatures::ALL } else { resolver.env.features };
+    let on_cpu = device == DeviceChoice::Cpu || (device == DeviceChoice::Auto && !features.nccl);
     let on_gpu = matches!(device, DeviceChoice::Cuda(_));
     let say = |message: &str, advice: &str| Some((format!("{KEY}: {message}"), advice.to_owned()));
     match backend {
@@ -42,8 +42,8 @@ fn obstacle(resolver: &Resolver, backend: DdpBackend) -> Option<(String, String)
             "local connects processes of one machine, and the ranks run on several machines",
             "set ddp_backend: mpi (CPU) or nccl (GPU)",
         ),
-        Mpi if !engines.mpi => say("this program was built without MPI", ADD_MPI),
-        Nccl if !engines.nccl => {
+        Mpi if !features.mpi => say("this program was built without MPI", ADD_MPI),
+        Nccl if !features.nccl => {
             say("this program was built without CUDA", "scripts/build-gpu builds one with it; on the CPU use auto")
         }
         Nccl if on_cpu => say("NCCL connects GPUs, and device is cpu", "set device: cuda, or ddp_backend: auto"),
@@ -51,10 +51,10 @@ fn obstacle(resolver: &Resolver, backend: DdpBackend) -> Option<(String, String)
             &format!("all ranks would have {device}, and NCCL wants a GPU for each"),
             "set device: cuda (each rank takes the GPU of its local rank), or ddp_backend: staged",
         ),
-        Auto if is_several && on_cpu && !engines.mpi => {
+        Auto if is_several && on_cpu && !features.mpi => {
             say("the ranks run on several machines, and this program was built without MPI", ADD_MPI)
         }
-        Staged if is_several && !engines.mpi => {
+        Staged if is_several && !features.mpi => {
             say("the ranks run on several machines, between which staged needs MPI", ADD_MPI)
         }
         Auto | Local | Mpi | Nccl | Staged => None,

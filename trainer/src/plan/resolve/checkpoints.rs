@@ -4,9 +4,8 @@ use std::path::{Component, Path, PathBuf};
 
 use super::output::run_folder;
 use super::resolver::Resolver;
-use crate::checkpoint::{CheckpointPlan, Kind};
-use crate::plan::ComputeDtype;
-use crate::recipe::{Checkpoint, CheckpointType, Origin};
+use crate::checkpoint::{CheckpointFormat, CheckpointPlan};
+use crate::recipe::{CheckpointSection, CheckpointType, Origin};
 
 pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
     if !resolver.loaded.is_set("checkpoint") {
@@ -24,16 +23,16 @@ pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
             && let Some(other) = resumes.replace(path.clone())
         {
             let message = format!("{path}.auto_resume: {other} resumes already; only one may");
-            resolver.wrong(&[&format!("{path}.auto_resume")], message);
+            resolver.report(&[&format!("{path}.auto_resume")], message);
         }
         if checkpoint.enabled == Some(false) {
             resolver.note(format!("{path} is not enabled"));
             continue;
         }
         let folder = resolved(&plan.output_dir);
-        if plans.iter().any(|other| other.kind == plan.kind && resolved(&other.output_dir) == folder) {
+        if plans.iter().any(|other| other.format == plan.format && resolved(&other.output_dir) == folder) {
             let message = format!("{path}.output_dir: another checkpoint of the same type is saved there");
-            resolver.wrong(&[&format!("{path}.output_dir")], message);
+            resolver.report(&[&format!("{path}.output_dir")], message);
         }
         refuse_model_in_use(resolver, &format!("{path}.output_dir"), &plan);
         let origin = resolver.loaded.origin(&[&path]);
@@ -54,13 +53,13 @@ fn default_checkpoint(resolver: &mut Resolver) -> Option<CheckpointPlan> {
         return None;
     };
     let plan = CheckpointPlan {
-        kind: Kind::HuggingFace,
+        format: CheckpointFormat::HuggingFace,
         output_dir: folder.join("model"),
         auto_resume: false,
         save_every_n_steps: 0,
         save_every_n_epochs: 0,
         save_end_of_training: true,
-        keep: None,
+        save_total_limit: None,
         async_save: false,
         dtype: None,
     };
@@ -81,9 +80,9 @@ fn refuse_model_in_use(resolver: &mut Resolver, key: &str, plan: &CheckpointPlan
         ("tokenizer.name_or_path", &recipe.tokenizer.name_or_path),
     ];
     for (used, path) in in_use.into_iter().filter_map(|(used, path)| Some((used, path.as_deref()?))) {
-        if plan.kind.in_use(&resolved(&plan.output_dir), Path::new(path)).is_some() {
+        if plan.format.checkpoint_in_use(&resolved(&plan.output_dir), Path::new(path)).is_some() {
             let message = format!("{key}: {used}, {path}, is among the checkpoints that this run may replace");
-            resolver.wrong_because(&[key, used], message, format!("give {key} another folder"));
+            resolver.report_with_advice(&[key, used], message, format!("give {key} another folder"));
         }
     }
 }
@@ -102,26 +101,26 @@ fn resolved(path: &Path) -> PathBuf {
     resolved
 }
 
-fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &Checkpoint) -> CheckpointPlan {
-    let kind = match checkpoint.kind {
-        None | Some(CheckpointType::Sharded) => Kind::Sharded,
-        Some(CheckpointType::Huggingface) => Kind::HuggingFace,
+fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointSection) -> CheckpointPlan {
+    let format = match checkpoint.kind {
+        None | Some(CheckpointType::Sharded) => CheckpointFormat::Sharded,
+        Some(CheckpointType::Huggingface) => CheckpointFormat::HuggingFace,
     };
-    refuse_other_kind(resolver, path, checkpoint, kind);
+    refuse_other_format(resolver, path, checkpoint, format);
     let plan = CheckpointPlan {
-        kind,
+        format,
         output_dir: PathBuf::from(&checkpoint.output_dir),
         auto_resume: checkpoint.auto_resume == Some(true),
         save_every_n_steps: checkpoint.save_every_n_steps.map_or(0, |n| n.0),
         save_every_n_epochs: checkpoint.save_every_n_epochs.map_or(0, |n| n.0),
         save_end_of_training: checkpoint.save_end_of_training == Some(true),
-        keep: checkpoint.save_total_limit.map(|n| n.0),
+        save_total_limit: checkpoint.save_total_limit.map(|n| n.0),
         async_save: checkpoint.async_save == Some(true),
-        dtype: checkpoint.dtype.map(ComputeDtype::from),
+        dtype: checkpoint.dtype,
     };
-    if plan.keep == Some(0) {
+    if plan.save_total_limit == Some(0) {
         let key = format!("{path}.save_total_limit");
-        resolver.wrong(&[&key], format!("{key}: expected at least 1, found 0"));
+        resolver.report(&[&key], format!("{key}: expected at least 1, found 0"));
     }
     if plan.save_every_n_steps == 0 && plan.save_every_n_epochs == 0 && !plan.save_end_of_training {
         resolver.note(format!(
@@ -132,23 +131,23 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &Checkpoint)
 }
 
 /// Refuses keys that only the other kind of checkpoint has.
-fn refuse_other_kind(resolver: &mut Resolver, path: &str, checkpoint: &Checkpoint, kind: Kind) {
+fn refuse_other_format(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointSection, format: CheckpointFormat) {
     let of_sharded = "remove it, or set type: sharded";
     let keys = [
         (
-            checkpoint.auto_resume == Some(true) && kind == Kind::HuggingFace,
+            checkpoint.auto_resume == Some(true) && format == CheckpointFormat::HuggingFace,
             "auto_resume",
             "a huggingface checkpoint holds the weights alone; it cannot resume a run",
             "add a checkpoint of type sharded and let that one resume",
         ),
         (
-            checkpoint.async_save == Some(true) && kind == Kind::HuggingFace,
+            checkpoint.async_save == Some(true) && format == CheckpointFormat::HuggingFace,
             "async_save",
             "only sharded checkpoints are written while training goes on",
             of_sharded,
         ),
         (
-            checkpoint.dtype.is_some() && kind == Kind::Sharded,
+            checkpoint.dtype.is_some() && format == CheckpointFormat::Sharded,
             "dtype",
             "a sharded checkpoint holds the master weights in f32",
             "remove it, or set type: huggingface",
@@ -156,6 +155,6 @@ fn refuse_other_kind(resolver: &mut Resolver, path: &str, checkpoint: &Checkpoin
     ];
     for (_, key, problem, advice) in keys.into_iter().filter(|(is_wrong, ..)| *is_wrong) {
         let key = format!("{path}.{key}");
-        resolver.wrong_because(&[&key], format!("{key}: {problem}"), advice);
+        resolver.report_with_advice(&[&key], format!("{key}: {problem}"), advice);
     }
 }

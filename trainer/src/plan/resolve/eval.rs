@@ -22,7 +22,7 @@ pub(super) fn resolve_eval_loss(resolver: &mut Resolver, data: &DataPlan) -> Opt
     let on_start = resolver.pick("eval_on_start", resolver.recipe().eval_on_start, false);
     if on_start && !has_data && !has_tasks {
         let advice = "give data.eval_sources, data.train_eval_split or eval.tasks, or remove eval_on_start";
-        resolver.wrong_because(&["eval_on_start"], "eval_on_start: there are no evaluation data", advice);
+        resolver.report_with_advice(&["eval_on_start"], "eval_on_start: there are no evaluation data", advice);
     }
     has_data.then_some(EvalPlan { interval, on_start })
 }
@@ -43,7 +43,7 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
     let given = &recipe.eval;
     if given.tasks.is_empty() {
         if resolver.loaded.is_set("eval") {
-            resolver.wrong_because(&["eval"], "eval: there are no tasks", "give eval.tasks, or remove eval");
+            resolver.report_with_advice(&["eval"], "eval: there are no tasks", "give eval.tasks, or remove eval");
         }
         return None;
     }
@@ -54,7 +54,7 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
     let fewshot_as_multiturn = resolver.pick("eval.fewshot_as_multiturn", given.fewshot_as_multiturn, chat);
     if fewshot_as_multiturn && !chat {
         let message = "eval.fewshot_as_multiturn: prompts are no chats";
-        resolver.wrong_because(&["eval.fewshot_as_multiturn"], message, "set eval.apply_chat_template: true");
+        resolver.report_with_advice(&["eval.fewshot_as_multiturn"], message, "set eval.apply_chat_template: true");
     }
     let mut at_least_one = |key: &str, given: Option<HumanInt>| given.map(|n| resolver.positive(key, Some(n), n.0));
     let batch_size = at_least_one("eval.batch_size", given.batch_size);
@@ -62,7 +62,7 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
     Some(TasksPlan {
         when: EvalPlan { interval, on_start: recipe.eval_on_start == Some(true) },
         tasks: given.tasks.clone(),
-        generates: resolver.known.tasks_generate,
+        generates: resolver.env.tasks_generate,
         include_path: given.include_path.iter().map(PathBuf::from).collect(),
         data: given.data.iter().map(|(task, path)| format!("{task}={path}")).collect(),
         limit,
@@ -98,20 +98,20 @@ pub(super) fn resolve_best(
     match metric.as_deref() {
         Some(EVAL_LOSS) if held_out.is_none() => {
             let advice = "give data.eval_sources or data.train_eval_split";
-            resolver.wrong_because(&[METRIC], "metric_for_best_model: there are no evaluation data", advice);
+            resolver.report_with_advice(&[METRIC], "metric_for_best_model: there are no evaluation data", advice);
         }
         Some(EVAL_LOSS) | None => {}
         Some(name) if tasks.is_none() || !name.contains('/') => {
             let message = format!("metric_for_best_model: `{name}` is not measured in this run");
             let advice = "write `loss`, or `TASK/METRIC` with the task in eval.tasks, such as `arc_easy/acc_norm`";
-            resolver.wrong_because(&[METRIC], message, advice);
+            resolver.report_with_advice(&[METRIC], message, advice);
         }
         Some(_) => {}
     }
     if metric.is_none() && tasks.is_none() {
         if recipe.greater_is_better.is_some() {
             let message = "greater_is_better: there is no metric that it is about";
-            resolver.wrong_because(&["greater_is_better"], message, "give metric_for_best_model");
+            resolver.report_with_advice(&["greater_is_better"], message, "give metric_for_best_model");
         }
         return None;
     }

@@ -8,7 +8,7 @@ use candlewick_text::conversation::{Conversation, Message, MessageError};
 use super::resolver::Resolver;
 use crate::metrics::{Console, LogPlan};
 use crate::plan::{ExitPlan, GeneratePlan, LoggerPlan};
-use crate::recipe::{DataType, Free, LogLevel, Origin, Prompt};
+use crate::recipe::{DataType, JsonMap, LogLevel, Origin, Prompt};
 
 const NOWHERE: &str = "/dev/null";
 
@@ -49,7 +49,7 @@ pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
     let default = folder.as_ref().map(|folder| folder.display().to_string()).unwrap_or_default();
     resolver.pick("output_dir", recipe.output_dir.clone(), default);
     // Rank 0 reports for all ranks.
-    let reports = resolver.known.seat.rank == 0;
+    let reports = resolver.env.world.rank == 0;
     let output_dir = folder.filter(|_| reports);
     let key = "train_log_metrics_path";
     let metrics_path = match (&recipe.train_log_metrics_path, &output_dir) {
@@ -63,13 +63,13 @@ pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
         loss_log_interval: resolver.count("loss_log_interval", recipe.loss_log_interval, 1),
         train_log_iter_interval: resolver.count("train_log_iter_interval", recipe.train_log_iter_interval, 1),
         eval_log_iter_interval: resolver.count("eval_log_iter_interval", recipe.eval_log_iter_interval, 1),
-        console: if prints(resolver) { resolver.known.console } else { Console::Quiet },
+        console: if prints(resolver) { resolver.env.console } else { Console::Quiet },
     }
 }
 
 /// Returns true if this rank prints log messages.
 fn prints(resolver: &Resolver) -> bool {
-    let rank = resolver.known.seat.rank;
+    let rank = resolver.env.world.rank;
     resolver.recipe().logger.print_output_ranks.as_ref().map_or(rank == 0, |ranks| ranks.has(rank))
 }
 
@@ -85,7 +85,7 @@ pub(super) fn resolve_logger(resolver: &mut Resolver) -> LoggerPlan {
         };
         name.to_owned()
     });
-    let rank = resolver.known.seat.rank;
+    let rank = resolver.env.world.rank;
     let writes = logger.file_output_ranks.as_ref().is_none_or(|ranks| ranks.has(rank));
     let dir = logger.output_dir.clone().filter(|dir| dir != NOWHERE && writes);
     if let Some(dir) = &dir {
@@ -106,12 +106,12 @@ pub(super) fn resolve_generate(resolver: &mut Resolver) -> Option<GeneratePlan> 
         problem => problem,
     };
     if let Some(problem) = problem {
-        resolver.wrong(&["generate.prompts", "generate"], format!("generate.prompts: {problem}"));
+        resolver.report(&["generate.prompts", "generate"], format!("generate.prompts: {problem}"));
     }
     resolver.pick("generate.prompts", Some(&generate.prompts), &generate.prompts);
     let top_p = resolver.number("generate.top_p", generate.top_p, 1.0, 0.0, 1.0);
     if top_p == 0.0 {
-        resolver.wrong(&["generate.top_p"], "generate.top_p: expected above 0, found 0");
+        resolver.report(&["generate.top_p"], "generate.top_p: expected above 0, found 0");
     }
     let seed = generate.seed.or(recipe.seed).map_or(42, |seed| seed.0);
     Some(GeneratePlan {
@@ -143,7 +143,7 @@ fn problem_of(prompt: &Prompt, kind: Option<DataType>) -> Option<String> {
 }
 
 /// Returns the messages of a prompt as a conversation.
-pub(crate) fn conversation(messages: &[Free]) -> Result<Conversation, MessageError> {
+pub(crate) fn conversation(messages: &[JsonMap]) -> Result<Conversation, MessageError> {
     let messages = messages.iter().map(|fields| Message::from_fields(fields.clone())).collect::<Result<Vec<_>, _>>()?;
     Ok(Conversation::new(messages))
 }

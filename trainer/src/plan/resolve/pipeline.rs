@@ -4,7 +4,7 @@ use candlewick_model::Config;
 
 use super::resolver::Resolver;
 use crate::plan::PipelinePlan;
-use crate::recipe::PipelineSchedule;
+use crate::recipe::PipelineScheduleName;
 
 const SIZE: &str = "pipeline_parallel_size";
 const CHUNKS: &str = "virtual_pipeline_parallel_size";
@@ -13,15 +13,15 @@ const SCHEDULE: &str = "pipeline_schedule";
 
 pub(super) fn resolve(resolver: &mut Resolver, config: Option<&Config>) -> PipelinePlan {
     let recipe = resolver.recipe();
-    let n_ranks = resolver.known.seat.n_ranks;
+    let n_ranks = resolver.env.world.n_ranks;
     let stages = resolver.positive(SIZE, recipe.pipeline_parallel_size, 1).max(1);
     let chunks = resolver.positive(CHUNKS, recipe.virtual_pipeline_parallel_size, 1).max(1);
-    let one = PipelineSchedule::OneForwardOneBackward;
+    let one = PipelineScheduleName::OneForwardOneBackward;
     let schedule = resolver.pick(SCHEDULE, recipe.pipeline_schedule, one);
     let layers = recipe.pipeline_layers.as_ref().map(|layers| layers.iter().map(|n| n.0).collect::<Vec<usize>>());
     let layers = resolver.pick(LAYERS, layers.map(Some), None);
     if !n_ranks.is_multiple_of(stages) {
-        super::ranks::do_not_fall(resolver, SIZE, (n_ranks, "rank"), &format!("{stages} stages"));
+        super::ranks::report_indivisible(resolver, SIZE, (n_ranks, "rank"), &format!("{stages} stages"));
         return PipelinePlan::alone();
     }
     if stages == 1 {
@@ -61,16 +61,20 @@ fn fits(resolver: &mut Resolver, plan: PipelinePlan, n_layers: usize) -> Pipelin
     match &plan.layers {
         Some(layers) if layers.len() != n_runs => {
             let message = format!("{LAYERS}: {} numbers for {runs}", layers.len());
-            resolver.wrong_because(&[LAYERS], message, format!("give {n_runs} numbers"));
+            resolver.report_with_advice(&[LAYERS], message, format!("give {n_runs} numbers"));
         }
         Some(layers) if layers.iter().sum::<usize>() != n_layers => {
             let sum: usize = layers.iter().sum();
             let message = format!("{LAYERS}: {sum} blocks in all, and the model has {n_layers}");
-            resolver.wrong_because(&[LAYERS], message, "let the numbers add up to the model's blocks");
+            resolver.report_with_advice(&[LAYERS], message, "let the numbers add up to the model's blocks");
         }
         None if n_runs > n_layers => {
             let message = format!("{SIZE}: {n_layers} blocks do not go around for {runs}");
-            resolver.wrong_because(&[SIZE, CHUNKS], message, format!("let stages times runs be at most {n_layers}"));
+            resolver.report_with_advice(
+                &[SIZE, CHUNKS],
+                message,
+                format!("let stages times runs be at most {n_layers}"),
+            );
         }
         _ => return plan,
     }

@@ -12,7 +12,7 @@ const SEQUENCE: &str = "sequence_parallel_size";
 const NORMS: &str = "sequence_parallel";
 
 pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize) -> RanksPlan {
-    let n_in_stage = resolver.known.seat.n_ranks / stages;
+    let n_in_stage = resolver.env.world.n_ranks / stages;
     let tensor = tensor(resolver, n_in_stage, model.config.as_ref());
     let given = resolver.recipe().sequence_parallel;
     let sequence_parallel = resolver.pick(NORMS, given, true);
@@ -40,7 +40,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
             if sharing > 1 {
                 message += &format!(" of which {sharing} share a sequence");
             }
-            resolver.wrong_because(&[deepspeed::SHARD_SIZE], message, one_of((1..=n_ranks).filter(fits)));
+            resolver.report_with_advice(&[deepspeed::SHARD_SIZE], message, one_of((1..=n_ranks).filter(fits)));
             sharing
         }
     };
@@ -74,7 +74,7 @@ fn tensor(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>) -> u
     let size = resolver.positive(KEY, given, 1).max(1);
     let divides = |n: &usize| n_ranks.is_multiple_of(*n);
     if !divides(&size) {
-        do_not_fall(resolver, KEY, (n_ranks, "rank"), &format!("groups of {size}"));
+        report_indivisible(resolver, KEY, (n_ranks, "rank"), &format!("groups of {size}"));
         return 1;
     }
     let Some(config) = config else { return size };
@@ -94,7 +94,7 @@ fn tensor(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>) -> u
         return size;
     };
     let fits = |n: &usize| divides(n) && is_even(n) && all_have_tokens(n);
-    resolver.wrong_because(&[KEY], message, one_of((1..=n_ranks).filter(fits)));
+    resolver.report_with_advice(&[KEY], message, one_of((1..=n_ranks).filter(fits)));
     1
 }
 
@@ -104,7 +104,7 @@ fn sequence(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>, te
     let given = resolver.recipe().sequence_parallel_size;
     let size = resolver.positive(SEQUENCE, given, 1).max(1);
     if !n_ranks.is_multiple_of(size) {
-        do_not_fall(resolver, SEQUENCE, (n_ranks, "rank"), &format!("groups of {size}"));
+        report_indivisible(resolver, SEQUENCE, (n_ranks, "rank"), &format!("groups of {size}"));
         return 1;
     }
     let Some(AttentionHeads { n_query, n_kv, .. }) = config.map(Config::attention_heads) else { return size };
@@ -114,7 +114,7 @@ fn sequence(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>, te
         let message =
             format!("{SEQUENCE}: {n_query} attention heads with {n_kv} key heads cannot be shared by {size} ranks");
         let possible = (1..=n_ranks).filter(|n| n_ranks.is_multiple_of(*n)).filter(fits);
-        resolver.wrong_because(&[SEQUENCE], message, one_of(possible));
+        resolver.report_with_advice(&[SEQUENCE], message, one_of(possible));
     }
     size
 }
@@ -126,28 +126,28 @@ fn context(resolver: &mut Resolver, n_groups: usize, sequence: usize, attention:
     let size = resolver.positive(KEY, given, 1).max(1);
     if !n_groups.is_multiple_of(size) {
         let unit = if sequence == 1 { "rank".to_owned() } else { format!("group of {sequence} ranks") };
-        do_not_fall(resolver, KEY, (n_groups, &unit), &format!("rings of {size}"));
+        report_indivisible(resolver, KEY, (n_groups, &unit), &format!("rings of {size}"));
         return 1;
     }
     if size > 1 && matches!(attention, AttentionImpl::Cudnn | AttentionImpl::Reference) {
         let message = format!("{KEY}: {attention} attention cannot compute with a part of the keys");
-        resolver.wrong_because(&[ATTENTION, KEY], message, format!("use {ATTENTION}: auto or fused"));
+        resolver.report_with_advice(&[ATTENTION, KEY], message, format!("use {ATTENTION}: auto or fused"));
     }
     size
 }
 
 /// Reports that `n` of `unit` (a word, or a word and an attribute) cannot be divided into `into`.
-pub(super) fn do_not_fall(resolver: &mut Resolver, key: &str, (n, unit): (usize, &str), into: &str) {
+pub(super) fn report_indivisible(resolver: &mut Resolver, key: &str, (n, unit): (usize, &str), into: &str) {
     let (word, attribute) = unit.split_at(unit.find(' ').unwrap_or(unit.len()));
     let message = match n {
         1 => format!("{key}: 1 {unit} does not fall into {into}"),
         _ => format!("{key}: {n} {word}s{attribute} do not fall into {into}"),
     };
-    let advice = match resolver.known.seat.n_ranks {
+    let advice = match resolver.env.world.n_ranks {
         1 => "start as many as the recipe is for; to ask about them before, say how many with --ranks N".to_owned(),
         _ => one_of((1..=n).filter(|possible| n.is_multiple_of(*possible))),
     };
-    resolver.wrong_because(&[key], message, advice);
+    resolver.report_with_advice(&[key], message, advice);
 }
 
 pub(super) fn one_of(numbers: impl Iterator<Item = usize>) -> String {

@@ -31,7 +31,7 @@ fn top_level(resolver: &mut Resolver) {
         refuse(resolver, key, is_asked);
     }
     if recipe.expert_parallel_size == Some(HumanInt(0)) {
-        resolver.wrong(&["expert_parallel_size"], "expert_parallel_size: expected at least 1, found 0");
+        resolver.report(&["expert_parallel_size"], "expert_parallel_size: expected at least 1, found 0");
     }
 }
 
@@ -104,11 +104,11 @@ fn without_effect(resolver: &mut Resolver) {
 fn code(resolver: &mut Resolver) {
     let beside = resolver.loaded.source().path.with_file_name("train.py");
     match &resolver.recipe().code {
-        Some(name) if name != "train.py" || resolver.known.has_train_py => {
+        Some(name) if name != "train.py" || resolver.env.has_train_py => {
             let advice = "remove the key; what the code changes has to be a key of the recipe or a change here";
-            resolver.wrong_because(&["code"], format!("code: Python code ({name}) is not supported"), advice);
+            resolver.report_with_advice(&["code"], format!("code: Python code ({name}) is not supported"), advice);
         }
-        None if resolver.known.has_train_py => {
+        None if resolver.env.has_train_py => {
             resolver.note(format!("{} is not run: Python code is not supported", beside.display()));
         }
         _ => {}
@@ -119,6 +119,6 @@ fn refuse(resolver: &mut Resolver, key: &str, is_asked: bool) {
     if is_asked {
         let what = resolver.loaded.scalar(key).map_or(key.to_owned(), |value| format!("{key}: {value}"));
         let advice = "remove the key, or give it its default value";
-        resolver.wrong_because(&[key], format!("`{what}` is not implemented yet"), advice);
+        resolver.report_with_advice(&[key], format!("`{what}` is not implemented yet"), advice);
     }
 }

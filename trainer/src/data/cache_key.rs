@@ -24,13 +24,13 @@ const TOKENIZER_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "
 
 /// Names one source's tokens.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Key {
+pub(crate) struct CacheKey {
     /// The data set as written: entries with another one are not compared.
     pub(crate) name: String,
     parts: BTreeMap<String, String>,
 }
 
-impl Key {
+impl CacheKey {
     pub(crate) fn new(name: &str) -> Self {
         Self { name: name.to_owned(), parts: BTreeMap::new() }.with("rendering", RENDERING)
     }
@@ -43,7 +43,7 @@ impl Key {
 
     /// Depends on the parts only: the same rows under another name are the same tokens.
     pub(crate) fn digest(&self) -> String {
-        let mut hash = Hash::default();
+        let mut hash = FieldHasher::default();
         for (part, value) in &self.parts {
             hash.add(part.as_bytes()).add(value.as_bytes());
         }
@@ -63,9 +63,9 @@ impl Key {
 
 /// SHA-256 over fields, each with its length.
 #[derive(Default)]
-pub(crate) struct Hash(Sha256);
+pub(crate) struct FieldHasher(Sha256);
 
-impl Hash {
+impl FieldHasher {
     pub(crate) fn add(&mut self, field: &[u8]) -> &mut Self {
         self.0.update((field.len() as u64).to_le_bytes());
         self.0.update(field);
@@ -81,11 +81,11 @@ impl Hash {
 }
 
 /// Hashes the rows that are used. An edit elsewhere in the file changes nothing, nor does its name.
-pub(crate) fn of_rows(source: &dyn RowSource, chosen: &[u32]) -> Result<String, SourceError> {
+pub(crate) fn hash_rows(source: &dyn RowSource, chosen: &[u32]) -> Result<String, SourceError> {
     let chunks: Result<Vec<String>, SourceError> = chosen
         .par_chunks(ROWS)
         .map(|chunk| {
-            let mut hash = Hash::default();
+            let mut hash = FieldHasher::default();
             for &row in chunk {
                 let row = source.row(row as usize)?;
                 hash.add(serde_json::Value::Object(row).to_string().as_bytes());
@@ -93,7 +93,7 @@ pub(crate) fn of_rows(source: &dyn RowSource, chosen: &[u32]) -> Result<String, 
             Ok(hash.finish())
         })
         .collect();
-    let mut hash = Hash::default();
+    let mut hash = FieldHasher::default();
     for chunk in chunks? {
         hash.add(chunk.as_bytes());
     }
@@ -101,8 +101,8 @@ pub(crate) fn of_rows(source: &dyn RowSource, chosen: &[u32]) -> Result<String, 
 }
 
 /// Hashes the files that decide which ids a text has.
-pub(crate) fn of_tokenizer(tokenizer: &Tokenizer) -> String {
-    let mut hash = Hash::default();
+pub(crate) fn hash_tokenizer(tokenizer: &Tokenizer) -> String {
+    let mut hash = FieldHasher::default();
     for name in TOKENIZER_FILES {
         add_file(&mut hash, &tokenizer.directory().join(name));
     }
@@ -110,8 +110,8 @@ pub(crate) fn of_tokenizer(tokenizer: &Tokenizer) -> String {
 }
 
 /// Hashes a template: its source and variables, and what it prints, if that holds a date.
-pub(crate) fn of_template(template: &ChatTemplate) -> String {
-    let mut hash = Hash::default();
+pub(crate) fn hash_template(template: &ChatTemplate) -> String {
+    let mut hash = FieldHasher::default();
     hash.add(template.fingerprint().as_bytes());
     if template.reads_clock() {
         let turns = [("system", "Be brief."), ("user", "Two?"), ("assistant", "2")];
@@ -123,7 +123,7 @@ pub(crate) fn of_template(template: &ChatTemplate) -> String {
 }
 
 /// A file that is not there counts as a file that says so.
-fn add_file(hash: &mut Hash, path: &Path) {
+fn add_file(hash: &mut FieldHasher, path: &Path) {
     match std::fs::read(path) {
         Ok(bytes) => hash.add(b"file").add(&bytes),
         Err(_) => hash.add(b"none"),

@@ -5,32 +5,32 @@ use candlewick_text::tokenizer::Tokenizer;
 
 use super::DataError;
 use super::dataset::Dataset;
-use super::ledger::Counts;
-use super::oddities::count_roles;
-use super::plan::Kind;
+use super::plan::DataKind;
+use super::token_stats::DatasetCounts;
+use super::warnings::count_roles;
 
 /// What is checked, and what it is for.
-pub(crate) struct Check<'a> {
+pub(crate) struct DatasetCheck<'a> {
     pub(crate) dataset: &'a Dataset,
-    pub(crate) counts: &'a Counts,
-    pub(crate) kind: Kind,
+    pub(crate) counts: &'a DatasetCounts,
+    pub(crate) kind: DataKind,
     pub(crate) tokenizer: &'a Tokenizer,
 }
 
-impl Check<'_> {
+impl DatasetCheck<'_> {
     /// Refuses training data; says what is odd about those that are accepted.
     pub(crate) fn train(&self) -> Result<Vec<String>, DataError> {
         self.common("training")?;
         let mut notes = Vec::new();
         match self.kind {
-            Kind::Sft => {
+            DataKind::Sft => {
                 self.end_is_a_target()?;
                 notes.extend(self.other_end());
             }
-            Kind::Causal if self.tokenizer.eos_ids().is_empty() => {
+            DataKind::Causal if self.tokenizer.eos_ids().is_empty() => {
                 notes.push("the tokenizer has no end-of-text token: texts are not told apart".into());
             }
-            Kind::Causal => {}
+            DataKind::Causal => {}
         }
         Ok(notes)
     }
@@ -41,9 +41,9 @@ impl Check<'_> {
     }
 
     fn common(&self, which: &'static str) -> Result<(), DataError> {
-        let Counts { read, kept, dropped, without_targets, .. } = *self.counts;
+        let DatasetCounts { read, kept, dropped, without_targets, .. } = *self.counts;
         if kept.tokens == 0 && without_targets.samples > 0 {
-            let (n_tokens, place, fix) = (read.tokens, self.dataset.place_of_sample(0), self.what_to_learn());
+            let (n_tokens, place, fix) = (read.tokens, self.dataset.locate_sample(0), self.what_to_learn());
             return Err(DataError::NothingSupervised { which, n_tokens, place, fix });
         }
         if kept.tokens == 0 {
@@ -57,21 +57,23 @@ impl Check<'_> {
     fn what_to_learn(&self) -> String {
         let roles = count_roles(self.dataset, 0..self.dataset.n_samples());
         match self.kind {
-            Kind::Causal => "Every text is shorter than two tokens: check the column".into(),
-            Kind::Sft if !roles.is_empty() && !roles.has_assistant() => {
+            DataKind::Causal => "Every text is shorter than two tokens: check the column".into(),
+            DataKind::Sft if !roles.is_empty() && !roles.has_assistant() => {
                 let mapping = roles.mapping().map(|mapping| format!(": write {mapping}")).unwrap_or_default();
                 format!("Roles: {roles}; none is assistant. Name the roles in the source{mapping}")
             }
-            Kind::Sft => "Check that the rows have assistant messages that are not empty (a role_mapping may be \
+            DataKind::Sft => {
+                "DatasetCheck that the rows have assistant messages that are not empty (a role_mapping may be \
                           missing) and that max_length does not cut them off"
-                .into(),
+                    .into()
+            }
         }
     }
 
     fn start_is_single(&self) -> Result<(), DataError> {
         let is_doubled = |index: &usize| {
             let ids: Vec<u32> = self.dataset.get(*index).ids().take(2).collect();
-            self.dataset.pieces()[*index].start == 0 && self.tokenizer.has_doubled_bos(&ids)
+            self.dataset.slices()[*index].start == 0 && self.tokenizer.has_doubled_bos(&ids)
         };
         let mut doubled = (0..self.dataset.len()).filter(is_doubled);
         let Some(first) = doubled.next() else { return Ok(()) };

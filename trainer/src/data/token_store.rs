@@ -25,14 +25,14 @@ const ROW: usize = (1 << ROW_BITS) - 1;
 
 /// One source's samples.
 #[derive(Debug)]
-pub(crate) struct Store {
+pub(crate) struct TokenStore {
     ids: Mmap,
     targets: Mmap,
     index: Mmap,
     n_samples: usize,
 }
 
-impl Store {
+impl TokenStore {
     /// Maps the store of a folder. An error of kind `InvalidData` says that it is damaged.
     pub(crate) fn open(folder: &Path) -> io::Result<Self> {
         let index = map(&folder.join(INDEX))?;
@@ -115,7 +115,7 @@ impl Store {
 }
 
 /// Writes a store, a sample at a time.
-pub(crate) struct StoreWriter {
+pub(crate) struct TokenStoreWriter {
     ids: BufWriter<File>,
     targets: BufWriter<File>,
     index: BufWriter<File>,
@@ -123,7 +123,7 @@ pub(crate) struct StoreWriter {
     bits: u8,
 }
 
-impl StoreWriter {
+impl TokenStoreWriter {
     pub(crate) fn create(folder: &Path) -> io::Result<Self> {
         let create = |name| File::create(folder.join(name)).map(BufWriter::new);
         Ok(Self { ids: create(IDS)?, targets: create(TARGETS)?, index: create(INDEX)?, n_tokens: 0, bits: 0 })
@@ -176,7 +176,7 @@ mod tests {
 
     fn written(samples: &[(usize, Vec<u32>, Vec<bool>)]) -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
-        let mut writer = StoreWriter::create(folder.path()).unwrap();
+        let mut writer = TokenStoreWriter::create(folder.path()).unwrap();
         for (row, ids, is_target) in samples {
             writer.push(*row as u32, &sample(ids, is_target)).unwrap();
         }
@@ -195,7 +195,7 @@ mod tests {
                 })
                 .collect();
             let folder = written(&samples);
-            let store = Store::open(folder.path()).unwrap();
+            let store = TokenStore::open(folder.path()).unwrap();
             assert_eq!(store.len(), n_samples);
             for (i, (row, ids, is_target)) in samples.iter().enumerate() {
                 let span = store.span(i);
@@ -213,13 +213,13 @@ mod tests {
     #[test]
     fn findings_stand_beside_the_row() {
         let folder = tempfile::tempdir().unwrap();
-        let mut writer = StoreWriter::create(folder.path()).unwrap();
+        let mut writer = TokenStoreWriter::create(folder.path()).unwrap();
         let mut odd = sample(&[1, 2], &[false, true]);
         odd.sample_warnings.insert(SampleWarning::TokenSpansPromptBoundary);
         writer.push(u32::MAX, &odd).unwrap();
         writer.push(7, &sample(&[3], &[true])).unwrap();
         writer.finish().unwrap();
-        let store = Store::open(folder.path()).unwrap();
+        let store = TokenStore::open(folder.path()).unwrap();
         assert_eq!((store.row(0), store.row(1)), (u32::MAX as usize, 7));
         assert_eq!(
             (store.sample_warnings(0), store.sample_warnings(1)),
@@ -235,7 +235,7 @@ mod tests {
             let path = folder.path().join(name);
             let file = File::options().write(true).open(&path).unwrap();
             file.set_len(path.metadata().unwrap().len() - 1).unwrap();
-            let error = Store::open(folder.path()).unwrap_err();
+            let error = TokenStore::open(folder.path()).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{name}");
         }
     }
@@ -246,6 +246,6 @@ mod tests {
         let mut index = std::fs::read(folder.path().join(INDEX)).unwrap();
         index[0] = 200;
         std::fs::write(folder.path().join(INDEX), index).unwrap();
-        assert!(Store::open(folder.path()).is_err());
+        assert!(TokenStore::open(folder.path()).is_err());
     }
 }

@@ -1,7 +1,7 @@
 //! Renamed keys: the old name is still read, with a note.
 
-use super::error::{Fault, Source};
-use super::node::{Entry, Mark, Node, Value};
+use super::error::{Fault, RecipeSource};
+use super::node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 
 /// A key with a new name: its section ("" for the top level), the old name and the new one.
 const RENAMED: [(&str, &str, &str); 4] = [
@@ -17,15 +17,17 @@ pub(super) struct OldName {
     section: &'static str,
     old: &'static str,
     new: &'static str,
-    mark: Mark,
+    location: RecipeLocation,
 }
 
 impl OldName {
     /// Returns one line with the place, the old name and the new one.
-    pub(super) fn note(&self, source: &Source) -> String {
-        let place = match self.mark {
-            Mark::File { line, .. } => format!("{}:{line}", source.path.display()),
-            Mark::Argument(idx) => format!("argument `{}`", source.arguments.get(idx).map_or("", String::as_str)),
+    pub(super) fn note(&self, source: &RecipeSource) -> String {
+        let place = match self.location {
+            RecipeLocation::File { line, .. } => format!("{}:{line}", source.path.display()),
+            RecipeLocation::Argument(idx) => {
+                format!("argument `{}`", source.arguments.get(idx).map_or("", String::as_str))
+            }
         };
         format!("{place}: {} is deprecated; write {}", self.key(self.old), self.key(self.new))
     }
@@ -38,16 +40,16 @@ impl OldName {
 /// Gives every key of the tree its current name. Returns the old names that were found.
 ///
 /// Fails where one map has both names.
-pub(super) fn rename_all(root: &mut Node) -> Result<Vec<OldName>, Fault> {
+pub(super) fn rename_all(root: &mut RecipeNode) -> Result<Vec<OldName>, Fault> {
     let mut found = Vec::new();
     for (section, old, new) in RENAMED {
         let sections = maps(root, section);
         for entries in sections {
             let Some(idx) = entries.iter().position(|entry| entry.key == old) else { continue };
-            let name = OldName { section, old, new, mark: entries[idx].place };
+            let name = OldName { section, old, new, location: entries[idx].place };
             if entries.iter().any(|entry| entry.key == new) {
                 let message = format!("{} and {} are the same key", name.key(old), name.key(new));
-                return Err(Fault::new(Some(name.mark), message).note(format!("remove {old}, the deprecated name")));
+                return Err(Fault::new(Some(name.location), message).note(format!("remove {old}, the deprecated name")));
             }
             entries[idx].key = new.to_owned();
             found.push(name);
@@ -57,7 +59,7 @@ pub(super) fn rename_all(root: &mut Node) -> Result<Vec<OldName>, Fault> {
 }
 
 /// Gives every part of an argument's key its current name. Returns the old name, if there is one.
-pub(super) fn rename_path(path: &mut [&str], mark: Mark) -> Option<OldName> {
+pub(super) fn rename_path(path: &mut [&str], location: RecipeLocation) -> Option<OldName> {
     let (section, key) = match path {
         [key, ..] if !is_section(key) => ("", key),
         [section, idx, key, ..] if *section == "checkpoint" && idx.parse::<usize>().is_ok() => (*section, key),
@@ -66,7 +68,7 @@ pub(super) fn rename_path(path: &mut [&str], mark: Mark) -> Option<OldName> {
     };
     let (section, old, new) = RENAMED.into_iter().find(|(of, old, _)| *of == section && old == key)?;
     *key = new;
-    Some(OldName { section, old, new, mark })
+    Some(OldName { section, old, new, location })
 }
 
 fn is_section(name: &str) -> bool {
@@ -74,18 +76,18 @@ fn is_section(name: &str) -> bool {
 }
 
 /// Returns the maps of a section: the top level, one map, or each map of a list.
-fn maps<'a>(root: &'a mut Node, section: &str) -> Vec<&'a mut Vec<Entry>> {
-    let Value::Map(entries) = &mut root.value else { return Vec::new() };
+fn maps<'a>(root: &'a mut RecipeNode, section: &str) -> Vec<&'a mut Vec<RecipeEntry>> {
+    let RecipeValue::Map(entries) = &mut root.value else { return Vec::new() };
     if section.is_empty() {
         return vec![entries];
     }
     let node = entries.iter_mut().find(|entry| entry.key == section).map(|entry| &mut entry.node.value);
     match node {
-        Some(Value::Map(entries)) => vec![entries],
-        Some(Value::List(items)) => items
+        Some(RecipeValue::Map(entries)) => vec![entries],
+        Some(RecipeValue::List(items)) => items
             .iter_mut()
             .filter_map(|item| match &mut item.value {
-                Value::Map(entries) => Some(entries),
+                RecipeValue::Map(entries) => Some(entries),
                 _ => None,
             })
             .collect(),

@@ -12,19 +12,19 @@ use evaluator::task::{OutputType, TaskConfig, TaskRegistry};
 use super::TempDir;
 use crate::estimate::Capacity;
 use crate::metrics::Console;
-use crate::recipe::{ConfigSource, Fault, Loaded, MemoryModes, ModelType, RecipeError};
+use crate::recipe::{ConfigSource, Fault, Loaded, MemoryMode, ModelType, RecipeError};
 
 /// The facts from outside of the recipe.
 #[derive(Clone, Debug)]
-pub struct Known {
+pub struct Environment {
     /// The model's config, without the recipe's overrides. `None` if it is on the Hub only.
     pub config: Option<Config>,
     /// The number of threads that can run in parallel.
     pub n_cores: usize,
     /// The rank and world size of this process.
-    pub seat: WorldInfo,
+    pub world: WorldInfo,
     /// The communication backends of the build.
-    pub engines: BuildFeatures,
+    pub features: BuildFeatures,
     /// The folder for temporary files.
     pub temp_dir: TempDir,
     /// True if there is Python code that ArcticTraining would load with the recipe.
@@ -89,7 +89,7 @@ impl BuildFeatures {
     pub const BUILT: Self = Self { mpi: Host::HAS_MPI, nccl: Engine::HAS_NCCL };
 }
 
-/// The access that [`Known::gather`] has to the Hub.
+/// The access that [`Environment::gather`] has to the Hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HubAccess {
     /// Files and the Hub's cache; a config that is not cached stays unknown.
@@ -102,7 +102,7 @@ pub enum HubAccess {
 
 /// The reason why a fact could not be gathered. Completes "failed to ...".
 #[derive(Debug, thiserror::Error)]
-pub enum KnownError {
+pub enum EnvironmentError {
     /// The recipe names a file that is missing or invalid.
     #[error(transparent)]
     Recipe(#[from] RecipeError),
@@ -114,21 +114,26 @@ pub enum KnownError {
     Model(#[from] ModelError),
 }
 
-impl Known {
+impl Environment {
     /// Inspects the machine and, as `access` allows, the Hub.
-    pub fn gather(loaded: &Loaded, access: HubAccess, console: Console, seat: WorldInfo) -> Result<Self, KnownError> {
+    pub fn gather(
+        loaded: &Loaded,
+        access: HubAccess,
+        console: Console,
+        world: WorldInfo,
+    ) -> Result<Self, EnvironmentError> {
         let settings = HubSettings::from_env();
-        let wants_capacity = loaded.recipe.memory == Some(MemoryModes::Auto) && seat.machines != Machines::Unknown;
+        let wants_capacity = loaded.recipe.memory == Some(MemoryMode::Auto) && world.machines != Machines::Unknown;
         Ok(Self {
             config: find_config(loaded, access, settings)?,
             n_cores: std::thread::available_parallelism().map_or(1, usize::from),
-            seat,
-            engines: BuildFeatures::BUILT,
+            world,
+            features: BuildFeatures::BUILT,
             temp_dir: TempDir::look(std::env::temp_dir()),
             has_train_py: loaded.source().path.with_file_name("train.py").is_file(),
             tasks_generate: tasks_generate(loaded),
             console,
-            capacity: wants_capacity.then(|| capacity(loaded).of_one(seat.n_here)),
+            capacity: wants_capacity.then(|| capacity(loaded).of_one(world.n_here)),
         })
     }
 }
@@ -148,11 +153,11 @@ fn capacity(loaded: &Loaded) -> Capacity {
     Capacity::now(device.unwrap_or_default())
 }
 
-fn find_config(loaded: &Loaded, access: HubAccess, settings: HubSettings) -> Result<Option<Config>, KnownError> {
+fn find_config(loaded: &Loaded, access: HubAccess, settings: HubSettings) -> Result<Option<Config>, EnvironmentError> {
     let model = &loaded.recipe.model;
     let blame = |key: &str, error: ModelError| {
         let fault = loaded.fault(&[key], format!("{key}: cannot be used: {error}"));
-        KnownError::from(loaded.error(vec![fault]))
+        EnvironmentError::from(loaded.error(vec![fault]))
     };
     match (&model.config, &model.name_or_path) {
         (Some(ConfigSource::Inline(map)), _) => {
@@ -181,7 +186,7 @@ fn find_config(loaded: &Loaded, access: HubAccess, settings: HubSettings) -> Res
 }
 
 /// Returns the model folder that `model.name_or_path` names. An adapter folder is refused: it has its own key.
-fn model_folder(loaded: &Loaded, name: &str) -> Result<PathBuf, KnownError> {
+fn model_folder(loaded: &Loaded, name: &str) -> Result<PathBuf, EnvironmentError> {
     let key = "model.name_or_path";
     let refuse = |fault: Fault| Err(loaded.error(vec![fault]).into());
     match local_model(name) {
@@ -225,7 +230,7 @@ fn from_hub(
     part: ModelFiles,
     access: HubAccess,
     mut settings: HubSettings,
-) -> Result<Option<Config>, KnownError> {
+) -> Result<Option<Config>, EnvironmentError> {
     settings.offline |= access != HubAccess::Network;
     match Hub::new(settings)?.model(name, revision, part) {
         Ok(folder) => Ok(Some(Config::read(&folder)?)),

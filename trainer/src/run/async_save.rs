@@ -1,4 +1,4 @@
-//! A save that is written while training goes on: of a copy of the state, by a thread and a process group of its own.
+//! Asynchronous checkpoints: a thread with its own process group writes a copy of the state while training continues.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -9,79 +9,80 @@ use anyhow::{Result, anyhow};
 use candlewick_runtime::process_group::ProcessGroup;
 
 use crate::checkpoint::{
-    AT_ONCE, CheckpointPlan, Piece, RunState, Saved, StateError, Tag, TensorMeta, TrainState, save,
+    CheckpointPlan, RunState, StateError, Tag, TensorChunk, TensorMeta, TrainState, VALUES_PER_BLOCK,
+    WrittenCheckpoint, save,
 };
 
-/// A save on its way to disk.
-pub(super) struct UnderWay {
-    thread: JoinHandle<Result<(Saved, Duration)>>,
+/// A checkpoint that is being written in the background.
+pub(super) struct AsyncSave {
+    thread: JoinHandle<Result<(WrittenCheckpoint, Duration)>>,
     tag: Tag,
-    /// How long training waited for the copy.
-    copying: Duration,
+    /// The time for which training waited for the copy.
+    copy_time: Duration,
 }
 
-/// A save that is done.
-pub(super) struct Done {
+/// A finished asynchronous checkpoint.
+pub(super) struct FinishedAsyncSave {
     pub(super) tag: Tag,
     pub(super) dir: PathBuf,
-    /// Older checkpoints that `keep` deleted.
+    /// Older checkpoints that retention deleted.
     pub(super) removed: Vec<PathBuf>,
-    /// From its beginning until it was safe on disk.
+    /// The time from the start until the checkpoint was on disk.
     pub(super) save_time: Duration,
 }
 
-impl UnderWay {
-    /// Copies what this rank writes of `state`, and begins to write it. All ranks call it.
+impl AsyncSave {
+    /// Copies the state that this rank writes, and starts to write it. All ranks call this.
     pub(super) fn begin(
         plan: &CheckpointPlan,
         run: RunState,
         state: &dyn TrainState,
         process: ProcessGroup,
     ) -> Result<Self> {
-        let began = Instant::now();
+        let started = Instant::now();
         let (plan, tag) = (plan.clone(), run.tag());
         let snapshot = Snapshot::of(state).map_err(|error| anyhow!("failed to copy the state: {error}"))?;
-        let copying = began.elapsed();
-        // Those that compute have no time, and the main thread, which may wait for this one, is one of them.
+        let copy_time = started.elapsed();
+        // A separate pool, because the global pool is busy computing, and its main thread may wait for this thread.
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).thread_name(|i| format!("save-{i}")).build()?;
-        let write = move || save(&plan, &run, &snapshot, &process).map(|saved| (saved, began.elapsed()));
+        let write = move || save(&plan, &run, &snapshot, &process).map(|saved| (saved, started.elapsed()));
         let thread = std::thread::Builder::new().name("save".to_owned()).spawn(move || pool.install(write))?;
-        Ok(Self { thread, tag, copying })
+        Ok(Self { thread, tag, copy_time })
     }
 
-    /// Tells whether [`UnderWay::finish`] returns at once.
+    /// Returns true if [`AsyncSave::finish`] returns at once.
     pub(super) fn is_finished(&self) -> bool {
         self.thread.is_finished()
     }
 
-    /// Waits until it is safe on disk.
-    pub(super) fn finish(self) -> Result<Done> {
-        tracing::debug!("training waited {:?} for the copy of step {}", self.copying, self.tag.step);
+    /// Waits until the checkpoint is on disk.
+    pub(super) fn finish(self) -> Result<FinishedAsyncSave> {
+        tracing::debug!("training waited {:?} to copy the state of step {}", self.copy_time, self.tag.step);
         let (saved, save_time) = self.thread.join().map_err(|_| anyhow!("failed to save: the writer panicked"))??;
-        Ok(Done { tag: self.tag, dir: saved.dir, removed: saved.removed, save_time })
+        Ok(FinishedAsyncSave { tag: self.tag, dir: saved.dir, removed: saved.removed, save_time })
     }
 }
 
-/// A copy of what a rank writes.
+/// A copy of the chunks that a rank writes.
 struct Snapshot {
     tensors: Vec<TensorMeta>,
-    pieces: Vec<Piece>,
+    chunks: Vec<TensorChunk>,
     values: HashMap<String, (usize, Vec<f32>)>,
 }
 
 impl Snapshot {
     fn of(state: &dyn TrainState) -> Result<Self, StateError> {
-        let pieces = state.written();
+        let chunks = state.chunks_to_write();
         let mut values = HashMap::new();
-        for Piece { tensor, range, .. } in &pieces {
+        for TensorChunk { tensor, range, .. } in &chunks {
             let mut copy = Vec::with_capacity(range.len());
-            for start in range.clone().step_by(AT_ONCE) {
-                let n_values = AT_ONCE.min(range.end - start);
+            for start in range.clone().step_by(VALUES_PER_BLOCK) {
+                let n_values = VALUES_PER_BLOCK.min(range.end - start);
                 state.read(&tensor.name, start, n_values, &mut |read| copy.extend_from_slice(read))?;
             }
             values.insert(tensor.name.clone(), (range.start, copy));
         }
-        Ok(Self { tensors: state.tensors(), pieces, values })
+        Ok(Self { tensors: state.tensors(), chunks, values })
     }
 }
 
@@ -90,19 +91,20 @@ impl TrainState for Snapshot {
         self.tensors.clone()
     }
 
-    fn pieces(&self) -> Vec<Piece> {
-        self.pieces.clone()
+    fn chunks(&self) -> Vec<TensorChunk> {
+        self.chunks.clone()
     }
 
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
-        let (first, values) = self.values.get(name).ok_or_else(|| format!("the copy has nothing of {name}"))?;
-        let from = start.checked_sub(*first).ok_or_else(|| format!("the copy has {name} from {first} on"))?;
-        take(values.get(from..from + n_values).ok_or_else(|| format!("the copy has less of {name}"))?);
+        let (first, values) = self.values.get(name).ok_or_else(|| format!("the copy has no tensor {name}"))?;
+        let from =
+            start.checked_sub(*first).ok_or_else(|| format!("the copy has {name} only from element {first} on"))?;
+        take(values.get(from..from + n_values).ok_or_else(|| format!("the copy has fewer elements of {name}"))?);
         Ok(())
     }
 
     fn load(&mut self, name: &str, _start: usize, _values: Vec<f32>) -> Result<(), StateError> {
-        Err(format!("{name}: a copy is only written").into())
+        Err(format!("{name}: a copy cannot be loaded into").into())
     }
 }
 
@@ -111,16 +113,16 @@ impl TrainState for Snapshot {
 mod tests {
     use super::*;
 
-    struct Ten;
+    struct TenValues;
 
-    impl TrainState for Ten {
+    impl TrainState for TenValues {
         fn tensors(&self) -> Vec<TensorMeta> {
             vec![TensorMeta { name: "w".to_owned(), shape: vec![10] }]
         }
 
-        fn written(&self) -> Vec<Piece> {
+        fn chunks_to_write(&self) -> Vec<TensorChunk> {
             let tensor = self.tensors().remove(0);
-            vec![Piece { tensor, columns: 0..10, range: 3..8 }]
+            vec![TensorChunk { tensor, columns: 0..10, range: 3..8 }]
         }
 
         fn read(&self, _: &str, start: usize, n: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
@@ -135,8 +137,8 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_gives_what_was_copied_and_nothing_else() {
-        let mut copy = Snapshot::of(&Ten).unwrap();
+    fn a_copy_reads_only_the_copied_elements() {
+        let mut copy = Snapshot::of(&TenValues).unwrap();
         let mut read = Vec::new();
         copy.read("w", 4, 3, &mut |values| read.extend_from_slice(values)).unwrap();
         assert_eq!(read, [4.0, 5.0, 6.0]);

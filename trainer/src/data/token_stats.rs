@@ -5,55 +5,55 @@ use std::fmt;
 use candlewick_text::sample_warning::{SampleWarning, SampleWarnings};
 use serde::{Deserialize, Serialize};
 
-use super::batch::Step;
+use super::batch::GlobalBatch;
 use super::dataset::Dataset;
 
 /// The tokens of a run, exactly: what was read and what became of it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ledger {
+pub struct TokenStats {
     /// One pass over the training data.
-    pub train: Counts,
+    pub train: DatasetCounts,
     /// One pass over the evaluation data.
-    pub eval: Option<Counts>,
+    pub eval: Option<DatasetCounts>,
     /// What the steps of training held, all epochs together.
-    pub seen: Seen,
+    pub seen: TrainedCounts,
 }
 
 /// One pass over a data set. Always: read = kept + truncated + dropped in tokens,
 /// read = kept + dropped in samples, and kept = supervised + masked in both.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Counts {
+pub struct DatasetCounts {
     /// All that was rendered.
-    pub read: Count,
+    pub read: TokenCount,
     /// What is trained on or evaluated.
-    pub kept: Count,
+    pub kept: TokenCount,
     /// Tokens cut off samples that are kept, and how many samples were cut.
-    pub truncated: Count,
+    pub truncated: TokenCount,
     /// Samples that are left out altogether.
-    pub dropped: Count,
+    pub dropped: TokenCount,
     /// Tokens that are learned, and samples that have any.
-    pub supervised: Count,
+    pub supervised: TokenCount,
     /// Tokens that are only read, and samples that teach nothing.
-    pub masked: Count,
+    pub masked: TokenCount,
     /// Sequences that the kept samples make.
     pub sequences: u64,
     /// Dropped samples without a target in what `max_length` leaves of them.
     #[serde(default)]
-    pub without_targets: Count,
+    pub without_targets: TokenCount,
     /// Samples with an empty answer.
     #[serde(default)]
-    pub empty_answers: Count,
+    pub empty_answers: TokenCount,
     /// Samples with tool calls that the chat template does not render.
     #[serde(default)]
-    pub unrendered_tool_calls: Count,
+    pub unrendered_tool_calls: TokenCount,
     /// Samples with a target that begins in the prompt.
     #[serde(default)]
-    pub merged_boundaries: Count,
+    pub merged_boundaries: TokenCount,
 }
 
 /// Samples and tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Count {
+pub struct TokenCount {
     /// The samples.
     pub samples: u64,
     /// Their tokens.
@@ -62,28 +62,28 @@ pub struct Count {
 
 /// What steps held.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Seen {
+pub struct TrainedCounts {
     /// Steps.
     pub steps: u64,
     /// Sequences and their tokens, padding left out.
-    pub read: Count,
+    pub read: TokenCount,
     /// Targets.
     pub supervised: u64,
     /// Pad tokens.
     pub padded: u64,
     /// Sequences that `drop_last` left out at the ends of epochs.
-    pub left_over: Count,
+    pub left_over: TokenCount,
 }
 
-impl Count {
+impl TokenCount {
     pub(crate) fn add(&mut self, n_tokens: usize) {
         self.samples += 1;
         self.tokens += n_tokens as u64;
     }
 }
 
-impl Seen {
-    pub(crate) fn count(&mut self, step: &Step) {
+impl TrainedCounts {
+    pub(crate) fn count(&mut self, step: &GlobalBatch) {
         self.steps += 1;
         for batch in &step.micro_batches {
             self.read.samples += batch.samples.len() as u64;
@@ -94,15 +94,15 @@ impl Seen {
     }
 }
 
-impl Counts {
-    /// Counts a data set, every token of it.
+impl DatasetCounts {
+    /// DatasetCounts a data set, every token of it.
     pub(crate) fn of(dataset: &Dataset) -> Self {
         let mut counts = Self { sequences: dataset.len() as u64, ..Self::default() };
         let mut kept = vec![0; dataset.n_samples()];
         let mut supervised = vec![0; dataset.n_samples()];
-        for (index, piece) in dataset.pieces().iter().enumerate() {
-            kept[piece.sample as usize] += piece.len as usize;
-            supervised[piece.sample as usize] += dataset.get(index).n_targets();
+        for (index, slice) in dataset.slices().iter().enumerate() {
+            kept[slice.sample as usize] += slice.len as usize;
+            supervised[slice.sample as usize] += dataset.get(index).n_targets();
         }
         for sample in 0..dataset.n_samples() {
             let n_tokens = dataset.sample_length(sample);
@@ -144,21 +144,21 @@ impl Counts {
     }
 }
 
-impl fmt::Display for Ledger {
+impl fmt::Display for TokenStats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{:<24}{:>12}{:>16}", "token statistics", "samples", "tokens")?;
         self.train.write(f, "train")?;
         if let Some(eval) = &self.eval {
             eval.write(f, "eval")?;
         }
-        if self.seen != Seen::default() {
+        if self.seen != TrainedCounts::default() {
             self.seen.write(f)?;
         }
         Ok(())
     }
 }
 
-impl Counts {
+impl DatasetCounts {
     fn write(&self, f: &mut fmt::Formatter<'_>, name: &str) -> fmt::Result {
         let lines = [
             ("read", self.read),
@@ -176,7 +176,7 @@ impl Counts {
     }
 }
 
-impl Seen {
+impl TrainedCounts {
     fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         line(f, "steps", "read", self.read)?;
         for (what, n_tokens) in [("supervised", self.supervised), ("padded", self.padded)] {
@@ -188,8 +188,8 @@ impl Seen {
     }
 }
 
-fn line(f: &mut fmt::Formatter<'_>, name: &str, what: &str, count: Count) -> fmt::Result {
-    if count == Count::default() {
+fn line(f: &mut fmt::Formatter<'_>, name: &str, what: &str, count: TokenCount) -> fmt::Result {
+    if count == TokenCount::default() {
         return Ok(());
     }
     let (samples, tokens) = (grouped(count.samples), grouped(count.tokens));
@@ -209,20 +209,20 @@ mod tests {
 
     #[test]
     fn the_table_lines_up() {
-        let train = Counts {
-            read: Count { samples: 7473, tokens: 1_234_567 },
-            kept: Count { samples: 7470, tokens: 1_230_000 },
-            truncated: Count { samples: 2, tokens: 67 },
-            dropped: Count { samples: 3, tokens: 4500 },
-            supervised: Count { samples: 7470, tokens: 800_000 },
-            masked: Count { samples: 0, tokens: 430_000 },
+        let train = DatasetCounts {
+            read: TokenCount { samples: 7473, tokens: 1_234_567 },
+            kept: TokenCount { samples: 7470, tokens: 1_230_000 },
+            truncated: TokenCount { samples: 2, tokens: 67 },
+            dropped: TokenCount { samples: 3, tokens: 4500 },
+            supervised: TokenCount { samples: 7470, tokens: 800_000 },
+            masked: TokenCount { samples: 0, tokens: 430_000 },
             sequences: 7470,
-            empty_answers: Count { samples: 3, tokens: 900 },
-            ..Counts::default()
+            empty_answers: TokenCount { samples: 3, tokens: 900 },
+            ..DatasetCounts::default()
         };
-        let seen = Seen { steps: 1, supervised: 99, padded: 1024, ..Seen::default() };
-        let ledger = Ledger { train, eval: None, seen };
-        insta::assert_snapshot!(ledger, @r"
+        let seen = TrainedCounts { steps: 1, supervised: 99, padded: 1024, ..TrainedCounts::default() };
+        let token_stats = TokenStats { train, eval: None, seen };
+        insta::assert_snapshot!(token_stats, @r"
         token statistics             samples          tokens
         train read                     7,473       1,234,567
         train truncated                    2              67
@@ -238,13 +238,13 @@ mod tests {
 
     #[test]
     fn a_sample_cut_into_pieces_is_one_sample() {
-        let mut counts = Counts::default();
+        let mut counts = DatasetCounts::default();
         counts.add(10, 8, 3);
         counts.add(4, 0, 0);
         counts.add(5, 5, 0);
-        assert_eq!(counts.read, Count { samples: 3, tokens: 19 });
-        assert_eq!(counts.truncated, Count { samples: 1, tokens: 2 });
-        assert_eq!(counts.dropped, Count { samples: 1, tokens: 4 });
-        assert_eq!(counts.masked, Count { samples: 1, tokens: 10 });
+        assert_eq!(counts.read, TokenCount { samples: 3, tokens: 19 });
+        assert_eq!(counts.truncated, TokenCount { samples: 1, tokens: 2 });
+        assert_eq!(counts.dropped, TokenCount { samples: 1, tokens: 4 });
+        assert_eq!(counts.masked, TokenCount { samples: 1, tokens: 10 });
     }
 }

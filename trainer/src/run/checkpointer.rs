@@ -1,4 +1,4 @@
-//! What a run writes: resumable saves, and folders of weights that transformers or peft load.
+//! The checkpoints of a run: sharded ones to resume from, and exported weights for transformers and PEFT.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -12,72 +12,80 @@ use candlewick_runtime::run_id::RunId;
 use serde_json::{Value, json};
 
 use crate::checkpoint::{
-    CheckpointError, CheckpointPlan, EXPORT_MARK, ExportMark, Fingerprint, Kind, Moment, PlannedSaves, Resumed,
-    RunState, Saved, TrainState, bytes_needed, move_aside, newest_complete, preflight, read_state, refuse_foreign,
-    refuse_occupied, resume, save, update_latest_link,
+    CheckpointError, CheckpointFormat, CheckpointPlan, EXPORT_MARK, ExportMark, Fingerprint, Moment,
+    PlannedCheckpoints, Resumed, RunState, TrainState, WrittenCheckpoint, bytes_needed, move_aside, newest_complete,
+    preflight, read_state, refuse_occupied, refuse_unowned, resume, save, update_latest_link,
 };
-use crate::data::Stream;
-use crate::plan::{Init, Plan, dtype};
+use crate::data::TrainLoader;
+use crate::plan::{Plan, WeightInit, dtype};
 
-use super::background::{Done, UnderWay};
-use super::context::{Progress, Run};
+use super::async_save::{AsyncSave, FinishedAsyncSave};
+use super::context::{Progress, TrainingRun};
 use super::state::EngineState;
 
-pub(super) struct Saves<'a> {
-    run: Run<'a>,
+pub(super) struct Checkpointer<'a> {
+    run: TrainingRun<'a>,
     fingerprint: Fingerprint,
     settings: Fingerprint,
-    /// The frozen weights of an adapter.
+    /// The identity of an adapter's frozen base weights.
     base: Option<BaseModelRecord>,
     /// The newest checkpoint of each entry of the plan: its step and its folder.
-    last: HashMap<(Kind, PathBuf), (usize, PathBuf)>,
-    /// The one that is written in the background.
-    under_way: Option<UnderWay>,
+    newest: HashMap<(CheckpointFormat, PathBuf), (usize, PathBuf)>,
+    /// The checkpoint that is being written in the background.
+    async_save_in_progress: Option<AsyncSave>,
 }
 
-/// What became of a save that was asked for.
-pub(super) enum Outcome {
-    /// It was there already.
-    Known,
-    /// It is on disk.
+/// The result of saving a checkpoint.
+pub(super) enum SaveOutcome {
+    /// The checkpoint already exists.
+    AlreadySaved,
+    /// The checkpoint is on disk.
     Saved(SavedCheckpoint),
-    /// It is on its way there.
-    UnderWay,
+    /// The checkpoint is being written in the background.
+    InBackground,
 }
 
 /// A checkpoint on disk.
 pub(super) struct SavedCheckpoint {
     pub(super) dir: PathBuf,
-    /// Older ones that `keep` deleted.
+    /// Older checkpoints that retention deleted.
     pub(super) removed: Vec<PathBuf>,
 }
 
-/// Returns the start of the run that a run of `plan` will resume, if it will resume one.
+/// Returns the id of the run that a run of `plan` will resume, if any.
 ///
-/// A run that resumes a copied checkpoint is another run: it keeps the date, and owns nothing of the original's.
-pub(super) fn began(plan: &Plan) -> Result<Option<RunId>> {
+/// A run that resumes a copied checkpoint is a new run. It keeps the date of the original run, but does not own its
+/// checkpoints.
+pub(super) fn resumed_run_id(plan: &Plan) -> Result<Option<RunId>> {
     let Some(checkpoint) = plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else { return Ok(None) };
     let Some(save) = newest_complete(&checkpoint.output_dir)? else { return Ok(None) };
-    let (began, state) = (save.manifest.began, read_state(&save).ok());
-    let date = state.as_ref().and_then(|state| state.date).unwrap_or(began);
+    let (run_start, state) = (save.manifest.run_start, read_state(&save).ok());
+    let date = state.as_ref().and_then(|state| state.date).unwrap_or(run_start);
     let is_copy = state.is_some_and(|state| state.is_copied_to(&save.dir));
-    Ok(Some(RunId { run: if is_copy { RunId::now().run } else { began }, date }))
+    Ok(Some(RunId { run: if is_copy { RunId::now().run } else { run_start }, date }))
 }
 
-/// Tells whether there is a save that was made after this run began: one of its own, not of an earlier run.
-pub(super) fn is_of_run(dir: &Path, began: RunId) -> bool {
+/// Returns true if the checkpoint in `dir` was written after this run started, and not by an earlier run.
+pub(super) fn is_of_run(dir: &Path, run_id: RunId) -> bool {
     let modified = std::fs::metadata(dir).and_then(|metadata| metadata.modified());
-    modified.is_ok_and(|time| time >= UNIX_EPOCH + Duration::from_millis(began.run))
+    modified.is_ok_and(|time| time >= UNIX_EPOCH + Duration::from_millis(run_id.run))
 }
 
-impl<'a> Saves<'a> {
-    pub(super) fn new(run: Run<'a>) -> Self {
+impl<'a> Checkpointer<'a> {
+    pub(super) fn new(run: TrainingRun<'a>) -> Self {
         let base = base_record(run);
         let fingerprint = fingerprint(run.plan, base.as_ref());
-        Self { run, fingerprint, settings: settings(run.plan), base, last: HashMap::new(), under_way: None }
+        Self {
+            run,
+            fingerprint,
+            settings: settings(run.plan),
+            base,
+            newest: HashMap::new(),
+            async_save_in_progress: None,
+        }
     }
 
-    /// Takes up the newest whole save of the checkpoint that resumes, if there is one.
+    /// Loads the newest complete checkpoint of the entry with `auto_resume`, if there is one.
     pub(super) fn resume(&mut self) -> Result<Option<Resumed>> {
         let Some(checkpoint) = self.run.plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else {
             return Ok(None);
@@ -87,37 +95,47 @@ impl<'a> Saves<'a> {
         if let Some(resumed) = &resumed {
             self.run.engine.store().refresh()?;
             let newest = (resumed.run.step, resumed.dir.clone());
-            self.last.insert((checkpoint.kind, checkpoint.output_dir.clone()), newest);
+            self.newest.insert((checkpoint.format, checkpoint.output_dir.clone()), newest);
         }
         Ok(resumed)
     }
 
-    /// What the run is trained with from here on and was not before, one line a key.
-    pub(super) fn new_settings(&self, run: &RunState) -> Vec<String> {
+    /// Lists the settings that differ from the checkpoint's, one line for each key.
+    pub(super) fn changed_settings(&self, run: &RunState) -> Vec<String> {
         run.settings.differences(&self.settings)
     }
 
-    /// Checks before the first step that every folder can be written and everything fits on disk.
-    pub(super) fn preflight(&self, stream: &Stream) -> Result<()> {
+    /// Checks before the first step that every folder is writable and that all checkpoints fit on disk.
+    pub(super) fn preflight(&self, stream: &TrainLoader) -> Result<()> {
         let sharded = bytes_needed(&EngineState::of(self.run.engine)?.tensors());
         let exported = |plan: &CheckpointPlan| self.n_export_bytes(plan);
-        let began = self.run.began.run;
+        let run_start = self.run.run_id.run;
         let ends = epoch_ends(stream);
         let planned = |plan: &'a CheckpointPlan| {
-            let n_saves = plan.n_saves(stream.cursor().step, stream.total_steps(), &ends);
-            let spares_best = self.run.plan.best.is_some();
-            match plan.kind {
-                // One may be asked for at any time, by a signal.
-                Kind::Sharded => {
-                    PlannedSaves { plan, bytes_per_save: sharded, n_saves: n_saves.max(1), began, spares_best }
-                }
-                Kind::HuggingFace => PlannedSaves { plan, bytes_per_save: exported(plan), n_saves, began, spares_best },
+            let n_checkpoints = plan.n_checkpoints(stream.cursor().step, stream.total_steps(), &ends);
+            let keeps_best = self.run.plan.best.is_some();
+            match plan.format {
+                // A signal may request a checkpoint at any time.
+                CheckpointFormat::Sharded => PlannedCheckpoints {
+                    plan,
+                    bytes_per_checkpoint: sharded,
+                    n_checkpoints: n_checkpoints.max(1),
+                    run_start,
+                    keeps_best,
+                },
+                CheckpointFormat::HuggingFace => PlannedCheckpoints {
+                    plan,
+                    bytes_per_checkpoint: exported(plan),
+                    n_checkpoints,
+                    run_start,
+                    keeps_best,
+                },
             }
         };
         let planned: Vec<_> = self.run.plan.checkpoints.iter().map(planned).collect();
         let check = || -> Result<()> {
             preflight(&planned)?;
-            let exports = self.run.plan.checkpoints.iter().any(|plan| plan.kind == Kind::HuggingFace);
+            let exports = self.run.plan.checkpoints.iter().any(|plan| plan.format == CheckpointFormat::HuggingFace);
             if exports {
                 self.auxiliary_files(&self.folders(), &[]).check()?;
             }
@@ -126,50 +144,54 @@ impl<'a> Saves<'a> {
         self.run.ranks.process.on_first_rank(check).map(drop)
     }
 
-    /// Moves the checkpoints of other runs aside, and fails if something else has the name of one that this run will write.
-    /// Returns one line for each folder that was changed.
-    pub(super) fn prepare_folders(&self, stream: &Stream) -> Result<Vec<String>> {
-        let (began, done, total_steps) = (self.run.began.run, stream.cursor().step, stream.total_steps());
+    /// Moves the checkpoints of other runs aside. Fails if an entry of another origin has the name of a checkpoint that
+    /// this run will write.
+    ///
+    /// Returns one line for each changed folder.
+    pub(super) fn prepare_folders(&self, stream: &TrainLoader) -> Result<Vec<String>> {
+        let (run_start, done, total_steps) = (self.run.run_id.run, stream.cursor().step, stream.total_steps());
         let (ends, exit) = (epoch_ends(stream), &self.run.plan.exit);
         let ends_early = [exit.iteration, exit.iteration_this_run.map(|n| done + n)];
         let mut lines = Vec::new();
         self.run.ranks.process.on_first_rank(|| {
             for plan in &self.run.plan.checkpoints {
                 self.refuse_in_use(plan)?;
-                // A run may go on from another one's checkpoint, which is among those of steps that are done.
-                let since = if plan.kind == Kind::Sharded { done } else { 0 };
-                if let Some((folder, n)) = move_aside(plan.kind, &plan.output_dir, began, since)? {
+                // Keep sharded checkpoints up to the current step: the run may have resumed from another run's.
+                let since = if plan.format == CheckpointFormat::Sharded { done } else { 0 };
+                if let Some((folder, n)) = move_aside(plan.format, &plan.output_dir, run_start, since)? {
                     lines.push(format!("moved {n} checkpoints of other runs to {}", folder.display()));
                 }
-                let is_due = |step| plan.due(Moment::of(step, total_steps, &ends)) || ends_early.contains(&Some(step));
+                let is_due =
+                    |step| plan.is_due(Moment::of(step, total_steps, &ends)) || ends_early.contains(&Some(step));
                 let is_due = |step| step > done && is_due(step);
-                refuse_occupied(plan.kind, &plan.output_dir, began, is_due)?;
+                refuse_occupied(plan.format, &plan.output_dir, run_start, is_due)?;
             }
             Ok(())
         })?;
         Ok(lines)
     }
 
-    /// Fails if the model, the adapter or the tokenizer in use is among the checkpoints of `plan`. The plan checks the names in
-    /// the recipe; these are the folders that were found.
+    /// Fails if the model, adapter or tokenizer in use is one of the checkpoints of `plan`.
+    ///
+    /// The plan checks the names in the recipe; this checks the folders that they resolved to.
     fn refuse_in_use(&self, plan: &CheckpointPlan) -> Result<()> {
         let adapter = self.run.plan.model.adapter_folder.as_deref();
         for folder in self.folders().into_iter().chain(adapter) {
-            if let Some(dir) = plan.kind.in_use(&plan.output_dir, folder) {
+            if let Some(dir) = plan.format.checkpoint_in_use(&plan.output_dir, folder) {
                 return Err(CheckpointError::Occupied { dir, what: "in use by this run" }.into());
             }
         }
         Ok(())
     }
 
-    /// Returns the newest step that this run saved, or that it was resumed from.
+    /// Returns the step of the newest checkpoint that this run wrote or resumed from.
     pub(super) fn newest_step(&self) -> Option<usize> {
-        self.last.values().map(|(step, _)| *step).max()
+        self.newest.values().map(|(step, _)| *step).max()
     }
 
     /// Returns the newest folder of each entry of the plan that exports weights.
     pub(super) fn exported(&self) -> impl Iterator<Item = &Path> {
-        let newest = self.last.iter().filter(|((kind, _), _)| *kind == Kind::HuggingFace);
+        let newest = self.newest.iter().filter(|((format, _), _)| *format == CheckpointFormat::HuggingFace);
         newest.map(|(_, (_, dir))| dir.as_path())
     }
 
@@ -183,39 +205,45 @@ impl<'a> Saves<'a> {
         (n * self.export_dtype(checkpoint).size_in_bytes()) as u64
     }
 
-    /// Returns the save that was written in the background, if it is done now; with `wait` as soon as it is.
-    pub(super) fn finish_background(&mut self, wait: bool) -> Result<Option<Done>> {
-        let done = self.under_way.take_if(|save| wait || save.is_finished());
-        done.map(UnderWay::finish).transpose()
+    /// Returns the asynchronous checkpoint if it is finished. With `wait`, waits for it.
+    pub(super) fn finish_async_save(&mut self, wait: bool) -> Result<Option<FinishedAsyncSave>> {
+        let done = self.async_save_in_progress.take_if(|save| wait || save.is_finished());
+        done.map(AsyncSave::finish).transpose()
     }
 
-    /// Makes one save, or begins it. None may be in the background.
-    pub(super) fn save(&mut self, checkpoint: &CheckpointPlan, stream: &Stream, progress: Progress) -> Result<Outcome> {
+    /// Writes a checkpoint, or starts to. No other one may be in progress.
+    pub(super) fn save(
+        &mut self,
+        checkpoint: &CheckpointPlan,
+        stream: &TrainLoader,
+        progress: Progress,
+    ) -> Result<SaveOutcome> {
         let home = checkpoint.output_dir.canonicalize().ok();
         let state = RunState { home, ..self.run_state(stream, progress) };
-        let place = (checkpoint.kind, checkpoint.output_dir.clone());
-        if self.last.get(&place).is_some_and(|(step, _)| *step == state.step) {
-            return Ok(Outcome::Known);
+        let place = (checkpoint.format, checkpoint.output_dir.clone());
+        if self.newest.get(&place).is_some_and(|(step, _)| *step == state.step) {
+            return Ok(SaveOutcome::AlreadySaved);
         }
         let newest = (state.step, checkpoint.dir(state.tag()));
-        let outcome = match checkpoint.kind {
-            Kind::Sharded if checkpoint.async_save => {
+        let outcome = match checkpoint.format {
+            CheckpointFormat::Sharded if checkpoint.async_save => {
                 let engine = EngineState::of(self.run.engine)?;
-                self.under_way = Some(UnderWay::begin(checkpoint, state, &engine, self.run.ranks.background.clone())?);
-                Outcome::UnderWay
+                self.async_save_in_progress =
+                    Some(AsyncSave::begin(checkpoint, state, &engine, self.run.ranks.background.clone())?);
+                SaveOutcome::InBackground
             }
-            Kind::Sharded => {
-                let Saved { dir, removed, .. } =
+            CheckpointFormat::Sharded => {
+                let WrittenCheckpoint { dir, removed, .. } =
                     save(checkpoint, &state, &EngineState::of(self.run.engine)?, &self.run.ranks.process)?;
-                Outcome::Saved(SavedCheckpoint { dir, removed })
+                SaveOutcome::Saved(SavedCheckpoint { dir, removed })
             }
-            Kind::HuggingFace => Outcome::Saved(self.export(checkpoint, &state)?),
+            CheckpointFormat::HuggingFace => SaveOutcome::Saved(self.export(checkpoint, &state)?),
         };
-        self.last.insert(place, newest);
+        self.newest.insert(place, newest);
         Ok(outcome)
     }
 
-    fn run_state(&self, stream: &Stream, progress: Progress) -> RunState {
+    fn run_state(&self, stream: &TrainLoader, progress: Progress) -> RunState {
         let cursor = stream.cursor();
         RunState {
             step: cursor.step,
@@ -230,24 +258,25 @@ impl<'a> Saves<'a> {
             evaluated: progress.evaluated,
             n_skipped: progress.n_skipped,
             scaler: progress.scaler,
-            ledger: json!(cursor.seen),
-            began: self.run.began.run,
-            date: Some(self.run.began.date),
+            token_stats: json!(cursor.seen),
+            run_start: self.run.run_id.run,
+            date: Some(self.run.run_id.date),
             home: None,
             fingerprint: self.fingerprint.clone(),
             settings: self.settings.clone(),
         }
     }
 
-    /// Writes the weights alone: a model folder, or an adapter folder if only an adapter is trained. The first rank writes;
-    /// the others go through all weights with it, of which each may have a share.
+    /// Exports the weights: a model folder, or an adapter folder if an adapter is trained.
+    ///
+    /// The first rank writes. The others iterate over all weights with it, because each gather is a collective.
     fn export(&self, checkpoint: &CheckpointPlan, state: &RunState) -> Result<SavedCheckpoint> {
         let mut masters = self.run.engine.store().masters();
         let written = match self.run.ranks.process.is_first() {
             true => self.write_weights(checkpoint, state, &mut masters),
             false => Ok(Vec::new()),
         };
-        // A write that failed must not leave the others waiting. A gather that failed has: they hear of it from the world.
+        // A failed write must not leave the other ranks waiting in a gather. A failed gather reports itself to them.
         masters.try_for_each(|master| master.map(drop)).context("failed to gather the weights")?;
         let removed = self.run.ranks.process.all_ok(written)?;
         Ok(SavedCheckpoint { dir: checkpoint.dir(state.tag()), removed })
@@ -260,15 +289,15 @@ impl<'a> Saves<'a> {
         masters: &mut impl Iterator<Item = candle_core::Result<(&'m ParamSpec, Tensor)>>,
     ) -> Result<Vec<PathBuf>> {
         let dir = checkpoint.dir(state.tag());
-        refuse_foreign(checkpoint.kind, &dir, state.began)?;
-        let at_work = self.run.ranks.process.keep_alive();
-        let mut working = Some(at_work.begin());
-        // Exports are in the order of the model.
+        refuse_unowned(checkpoint.format, &dir, state.run_start)?;
+        let keep_alive = self.run.ranks.process.keep_alive();
+        let mut busy = Some(keep_alive.begin());
+        // Exported tensors are in the order of the model.
         let fetch = |spec: &ParamSpec| {
-            // A gather waits for the others: no work meanwhile.
-            drop(working.take());
+            // A gather waits for the other ranks, so this rank is not busy meanwhile.
+            drop(busy.take());
             let found = masters.find(|master| master.as_ref().map_or(true, |(at, _)| at.name == spec.name));
-            working = Some(at_work.begin());
+            busy = Some(keep_alive.begin());
             match found {
                 Some(master) => Ok(master?.1),
                 None => candle_core::bail!("{} is out of order", spec.name),
@@ -289,11 +318,11 @@ impl<'a> Saves<'a> {
             export.save(model.base_params(), fetch).context("failed to write the weights")?;
         }
         update_latest_link(&dir);
-        let prune = |keep| checkpoint.retention(keep, state).prune(state.tag());
-        Ok(checkpoint.keep.map_or(Ok(Vec::new()), prune)?)
+        let prune = |save_total_limit| checkpoint.retention(save_total_limit, state).prune(state.tag());
+        Ok(checkpoint.save_total_limit.map_or(Ok(Vec::new()), prune)?)
     }
 
-    /// The folders with the files that an export copies.
+    /// Returns the folders with the files that an export copies.
     fn folders(&self) -> Vec<&Path> {
         let folders = [Some(self.run.assets.tokenizer.directory()), self.run.assets.model_folder.as_deref()];
         folders.into_iter().flatten().collect()
@@ -304,7 +333,7 @@ impl<'a> Saves<'a> {
     }
 
     fn mark(&self, step: usize) -> String {
-        ExportMark { began: self.run.began.run, step }.to_json()
+        ExportMark { run_start: self.run.run_id.run, step }.to_json()
     }
 
     fn export_dtype(&self, checkpoint: &CheckpointPlan) -> DType {
@@ -312,27 +341,29 @@ impl<'a> Saves<'a> {
     }
 }
 
-/// A run that fails lets what it has begun to save be saved.
-impl Drop for Saves<'_> {
+/// Lets an asynchronous save finish if the run fails.
+impl Drop for Checkpointer<'_> {
     fn drop(&mut self) {
-        if let Err(error) = self.finish_background(true) {
+        if let Err(error) = self.finish_async_save(true) {
             tracing::warn!("{error:#}");
         }
     }
 }
 
-/// Identifies the weights that an adapter is trained on, where they were loaded.
-fn base_record(run: Run) -> Option<BaseModelRecord> {
+/// Identifies the base weights of an adapter, if they were loaded from a checkpoint.
+fn base_record(run: TrainingRun) -> Option<BaseModelRecord> {
     let model = &run.plan.model;
-    let folder = run.assets.model_folder.as_deref().filter(|_| model.init == Init::Load)?;
+    let folder = run.assets.model_folder.as_deref().filter(|_| model.init == WeightInit::Load)?;
     let name = model.adapter.as_ref()?.base_model().unwrap_or_default();
     let weights = Checkpoint::open(folder).ok()?.identity();
     Some(BaseModelRecord { model: name.to_owned(), weights })
 }
 
-/// What must be the same for a run to go on from a save. The data cursor guards what decides the order of the data.
+/// Returns the settings that a resumed run must share with its checkpoint. The data cursor guards the settings that
+/// determine the data order.
 ///
-/// `base` names the frozen weights of an adapter, which are in no save. Their hash counts, their folder does not.
+/// `base` identifies the frozen weights of an adapter, which are in no checkpoint. Their hash counts, their folder does
+/// not.
 fn fingerprint(plan: &Plan, base: Option<&BaseModelRecord>) -> Fingerprint {
     let config = plan.model.config.as_ref().map(|config| config.to_json());
     let mut adapter = plan.model.adapter.as_ref().map(|adapter| adapter.to_json());
@@ -344,7 +375,7 @@ fn fingerprint(plan: &Plan, base: Option<&BaseModelRecord>) -> Fingerprint {
     Fingerprint::of(&json!({"model": model}))
 }
 
-/// What may change between a save and going on from it (people lower learning rates), but not unnoticed.
+/// Returns the settings that may change when a run resumes, such as the learning rate. Changes are logged.
 fn settings(plan: &Plan) -> Fingerprint {
     let (optimizer, scheduler, horizon) = (&plan.optimizer, &plan.schedule, plan.data.horizon);
     let model = plan.model.name_or_path.as_deref();
@@ -353,8 +384,8 @@ fn settings(plan: &Plan) -> Fingerprint {
     }))
 }
 
-/// The steps at which epochs end, as far as they can be told now.
-fn epoch_ends(stream: &Stream) -> Vec<usize> {
+/// Returns the steps at which epochs end, as far as they are known now.
+fn epoch_ends(stream: &TrainLoader) -> Vec<usize> {
     let in_epoch = stream.steps_in_epoch();
     (1..=stream.total_steps() / in_epoch).map(|epoch| epoch * in_epoch).collect()
 }

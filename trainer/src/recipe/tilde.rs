@@ -1,6 +1,6 @@
 //! `~/` at the beginning of a path in a recipe: no shell expands it there.
 
-use super::node::{Entry, Node, Value};
+use super::node::{RecipeEntry, RecipeNode, RecipeValue};
 
 /// The keys whose texts, lists of texts or maps to texts are paths.
 const PATHS: [&str; 13] = [
@@ -20,15 +20,15 @@ const PATHS: [&str; 13] = [
 ];
 
 /// Puts the home folder in the place of `~` in every path of a recipe.
-pub(super) fn expand(tree: &mut Node, home: &str) {
+pub(super) fn expand(tree: &mut RecipeNode, home: &str) {
     match &mut tree.value {
-        Value::Map(entries) => entries.iter_mut().for_each(|entry| expand_entry(entry, home)),
-        Value::List(items) => items.iter_mut().for_each(|item| expand(item, home)),
+        RecipeValue::Map(entries) => entries.iter_mut().for_each(|entry| expand_entry(entry, home)),
+        RecipeValue::List(items) => items.iter_mut().for_each(|item| expand(item, home)),
         _ => {}
     }
 }
 
-fn expand_entry(entry: &mut Entry, home: &str) {
+fn expand_entry(entry: &mut RecipeEntry, home: &str) {
     expand(&mut entry.node, home);
     // `eval.data` maps tasks to paths, the section `data` is a map of keys.
     if PATHS.contains(&entry.key.as_str()) || entry.key == "data" {
@@ -36,16 +36,16 @@ fn expand_entry(entry: &mut Entry, home: &str) {
     }
 }
 
-fn expand_texts(node: &mut Node, home: &str) {
+fn expand_texts(node: &mut RecipeNode, home: &str) {
     match &mut node.value {
-        Value::Text(text) => {
+        RecipeValue::Text(text) => {
             if let Some(rest) = text.strip_prefix("~/") {
                 *text = format!("{home}/{rest}");
             }
         }
-        Value::List(items) => items.iter_mut().for_each(|item| expand_texts(item, home)),
-        Value::Map(entries) => entries.iter_mut().for_each(|entry| {
-            if let Value::Text(_) = entry.node.value {
+        RecipeValue::List(items) => items.iter_mut().for_each(|item| expand_texts(item, home)),
+        RecipeValue::Map(entries) => entries.iter_mut().for_each(|entry| {
+            if let RecipeValue::Text(_) = entry.node.value {
                 expand_texts(&mut entry.node, home);
             }
         }),
@@ -74,7 +74,7 @@ mod tests {
             ("generate.prompts.0", "~/x"),
             ("checkpoint.0.output_dir", "/users/me/m"),
         ] {
-            assert_eq!(at(key), Value::Text(want.into()), "{key}");
+            assert_eq!(at(key), RecipeValue::Text(want.into()), "{key}");
         }
     }
 }

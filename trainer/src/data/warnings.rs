@@ -7,14 +7,14 @@ use candlewick_text::sample_warning::SampleWarning;
 
 use super::DataError;
 use super::dataset::Dataset;
-use super::ledger::Counts;
 use super::plan::{DataPlan, UnrenderedToolCalls};
+use super::token_stats::DatasetCounts;
 
 /// Rows that are read to count their roles.
 const ROWS_READ: usize = 1000;
 
 /// A data set before it is cut.
-pub(crate) struct Oddities<'a> {
+pub(crate) struct SampleWarningReport<'a> {
     pub(crate) dataset: &'a Dataset,
     /// `training` or `evaluation`.
     pub(crate) which: &'static str,
@@ -23,7 +23,7 @@ pub(crate) struct Oddities<'a> {
     pub(crate) template: &'a str,
 }
 
-impl Oddities<'_> {
+impl SampleWarningReport<'_> {
     /// Refuses rows with tool calls that are not rendered, unless the plan says what becomes of them.
     pub(crate) fn refuse_unrendered(&self) -> Result<(), DataError> {
         let mut found = self.samples(SampleWarning::ResponseNotRendered);
@@ -35,12 +35,12 @@ impl Oddities<'_> {
             total: self.dataset.n_samples(),
             which: self.which,
             template: self.template.to_owned(),
-            place: self.dataset.place_of_sample(first),
+            place: self.dataset.locate_sample(first),
         })
     }
 
     /// Warns of each oddity once, with the number of samples and the first row.
-    pub(crate) fn warnings(&self, counts: &Counts) -> Vec<String> {
+    pub(crate) fn warnings(&self, counts: &DatasetCounts) -> Vec<String> {
         let calls_advice = match self.plan.unrendered_tool_calls {
             UnrenderedToolCalls::Drop => "these rows are left out",
             _ => "these turns are not learned",
@@ -71,11 +71,11 @@ impl Oddities<'_> {
         let mut found = self.samples(finding);
         let first = found.next()?;
         let n_found = 1 + found.count();
-        let (total, which, place) = (self.dataset.n_samples(), self.which, self.dataset.place_of_sample(first));
+        let (total, which, place) = (self.dataset.n_samples(), self.which, self.dataset.locate_sample(first));
         Some(format!("warning: {n_found} of {total} {which} samples {what}, the first at {place}: {advice}"))
     }
 
-    fn without_targets(&self, counts: &Counts) -> Option<String> {
+    fn without_targets(&self, counts: &DatasetCounts) -> Option<String> {
         // The counts are there already; to look for the first reads all tokens up to it.
         if counts.without_targets.samples == 0 {
             return None;
@@ -83,7 +83,7 @@ impl Oddities<'_> {
         let has_none = |sample: &usize| !self.dataset.sequence(&self.dataset.whole(*sample)).has_targets();
         let first = (0..self.dataset.n_samples()).find(has_none)?;
         let (n_found, total) = (counts.without_targets.samples, counts.read.samples);
-        let (which, place) = (self.which, self.dataset.place_of_sample(first));
+        let (which, place) = (self.which, self.dataset.locate_sample(first));
         Some(format!(
             "warning: {n_found} of {total} {which} samples have no targets, the first at {place}: they are left out"
         ))
@@ -101,7 +101,7 @@ impl Oddities<'_> {
     }
 }
 
-/// Counts the roles in the rows of the first of these samples.
+/// DatasetCounts the roles in the rows of the first of these samples.
 pub(crate) fn count_roles(dataset: &Dataset, samples: impl Iterator<Item = usize>) -> RoleCounts {
     let mut roles = RoleCounts::default();
     for sample in samples.take(ROWS_READ) {

@@ -1,4 +1,4 @@
-//! Saves that were changed after they were written, and manifests of nonsense.
+//! Checkpoints that were changed after they were written, and invalid manifests.
 
 use std::path::PathBuf;
 
@@ -7,13 +7,13 @@ use sha2::{Digest, Sha256};
 
 use super::*;
 
-/// Saves steps 1 and 2, lets `harm` loose on step 2's folder, and expects step 1 with this reason.
+/// Saves steps 1 and 2, applies `harm` to the folder of step 2, and expects to resume step 1 with this reason.
 #[track_caller]
 fn check_fall_back(harm: impl Fn(&Path), reason: &str) {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
-    save_step(&Drive, &plan, 1).unwrap();
-    harm(&save_step(&Drive, &plan, 2).unwrap().dir);
+    save_step(&LocalDisk, &plan, 1).unwrap();
+    harm(&save_step(&LocalDisk, &plan, 2).unwrap().dir);
     let mut toy = Toy::at(0);
     let resumed = resume(&plan, &fingerprint(), &mut toy, &ProcessGroup::solo()).unwrap().unwrap();
     assert_eq!((resumed.run.step, &toy), (1, &Toy::at(1)));
@@ -21,7 +21,7 @@ fn check_fall_back(harm: impl Fn(&Path), reason: &str) {
 
     fs::remove_dir_all(plan.dir(Tag { step: 1, epoch: 0 })).unwrap();
     let error = resume(&plan, &fingerprint(), &mut toy, &ProcessGroup::solo()).unwrap_err();
-    assert!(matches!(error.downcast_ref(), Some(CheckpointError::NoneWhole { .. })), "{error}");
+    assert!(matches!(error.downcast_ref(), Some(CheckpointError::NoneComplete { .. })), "{error}");
     assert!(error.to_string().contains(reason), "{error}");
 }
 
@@ -32,14 +32,14 @@ fn edit(path: PathBuf, change: impl Fn(&mut Vec<u8>)) {
 }
 
 #[test]
-fn a_flipped_bit_is_found_by_its_hash() {
+fn a_flipped_bit_changes_the_hash() {
     for name in ["shard_00000_00001.safetensors", "shard_00000_00002.safetensors", "state.json"] {
         check_fall_back(|dir| edit(dir.join(name), |bytes| bytes[20] ^= 1), "its hash differs");
     }
 }
 
 #[test]
-fn cut_missing_and_foreign_files_are_found() {
+fn truncated_missing_and_swapped_files_are_detected() {
     check_fall_back(|dir| edit(dir.join("state.json"), |bytes| _ = bytes.pop()), "bytes, not");
     check_fall_back(|dir| fs::remove_file(dir.join("shard_00000_00002.safetensors")).unwrap(), "shard_00000_00002");
     check_fall_back(|dir| fs::remove_file(dir.join("manifest.json")).unwrap(), "no manifest.json");
@@ -48,7 +48,7 @@ fn cut_missing_and_foreign_files_are_found() {
     check_fall_back(|dir| _ = fs::copy(older(dir), dir.join("manifest.json")).unwrap(), "says step 1");
 }
 
-/// Makes a manifest one of the first version.
+/// Turns a manifest into one of version 1.
 fn hash_as_before(dir: &Path) {
     let path = dir.join("manifest.json");
     let mut manifest: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
@@ -63,10 +63,10 @@ fn hash_as_before(dir: &Path) {
 }
 
 #[test]
-fn a_save_of_the_first_version_resumes_and_is_compared() {
+fn a_checkpoint_of_version_1_resumes_and_is_verified() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
-    hash_as_before(&save_step(&Drive, &plan, 2).unwrap().dir);
+    hash_as_before(&save_step(&LocalDisk, &plan, 2).unwrap().dir);
     assert_eq!(resumed_step(&plan), 2);
     let harm = |dir: &Path| {
         hash_as_before(dir);
@@ -77,17 +77,17 @@ fn a_save_of_the_first_version_resumes_and_is_compared() {
 
 fn a_manifest() -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
-    fs::read(save_step(&Drive, &plan(&dir, None), 1).unwrap().dir.join("manifest.json")).unwrap()
+    fs::read(save_step(&LocalDisk, &plan(&dir, None), 1).unwrap().dir.join("manifest.json")).unwrap()
 }
 
 /// Changes, inserts or removes a few bytes.
 fn mutate(bytes: &mut Vec<u8>, edits: &[(u8, usize, u8)]) {
-    for &(kind, at, byte) in edits {
+    for &(format, at, byte) in edits {
         if bytes.is_empty() {
             return;
         }
         let at = at % bytes.len();
-        match kind % 4 {
+        match format % 4 {
             0 => bytes[at] = byte,
             1 => bytes.insert(at, byte),
             2 => _ = bytes.remove(at),
@@ -106,7 +106,7 @@ proptest! {
     }
 
     #[test]
-    fn arbitrary_bytes_are_no_manifest(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn arbitrary_bytes_do_not_parse_as_a_manifest(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         prop_assert!(Manifest::parse(&bytes).is_err());
     }
 }
@@ -114,13 +114,13 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn a_mutated_save_never_loads_as_something_else(
+    fn a_mutated_checkpoint_never_loads_wrong_values(
         file in 0..4usize,
         edits in prop::collection::vec(any::<(u8, usize, u8)>(), 1..3),
     ) {
         let dir = tempfile::tempdir().unwrap();
         let plan = plan(&dir, None);
-        let saved = save_step(&Drive, &plan, 1).unwrap().dir;
+        let saved = save_step(&LocalDisk, &plan, 1).unwrap().dir;
         edit(saved.join(&names(&saved)[file]), |bytes| mutate(bytes, &edits));
         let mut toy = Toy::at(0);
         match resume(&plan, &fingerprint(), &mut toy, &ProcessGroup::solo()) {
@@ -139,8 +139,8 @@ fn check_manifest(change: impl Fn(&mut serde_json::Value), want: &str) {
 }
 
 #[test]
-fn a_manifest_of_nonsense_says_what() {
-    check_manifest(|m| m["version"] = json!(4), "this program reads candlewick-sharded up to 3");
+fn an_invalid_manifest_error_names_the_field() {
+    check_manifest(|m| m["version"] = json!(4), "this program reads candlewick-sharded up to version 3");
     check_manifest(|m| m["extra"] = json!(2), "unknown field `extra`");
     for name in ["../x", "a/b", "", ".", "/etc/passwd", "manifest.json"] {
         check_manifest(|m| m["files"][0]["name"] = json!(name), "is not a file name");
@@ -155,16 +155,16 @@ fn a_manifest_of_nonsense_says_what() {
         |m| m["tensors"][1]["name"] = m["tensors"][0]["name"].clone(),
         "is listed with the shapes [] and [0, 4]",
     );
-    check_manifest(|m| m["tensors"][2]["offset"] = json!([1, 0]), "is cut at [1, 0]");
+    check_manifest(|m| m["tensors"][2]["offset"] = json!([1, 0]), "has the offset [1, 0]");
     let range = |start: u64, end: u64| json!({"start": start, "end": end});
     check_manifest(|m| m["tensors"][2]["range"] = range(3, 3), "has no elements 3..3");
     check_manifest(|m| m["tensors"][2]["range"] = range(0, 1_000_000), "has no elements 0..1000000");
     let twice = |m: &mut serde_json::Value| {
-        let mut piece = m["tensors"][2].clone();
-        piece["range"] = range(1, 2);
-        m["tensors"].as_array_mut().unwrap().push(piece);
+        let mut chunk = m["tensors"][2].clone();
+        chunk["range"] = range(1, 2);
+        m["tensors"].as_array_mut().unwrap().push(chunk);
     };
     check_manifest(twice, "is listed twice");
-    check_manifest(|m| m["tensors"][2]["shape"] = json!([u64::MAX, 3]), "has an absurd shape");
+    check_manifest(|m| m["tensors"][2]["shape"] = json!([u64::MAX, 3]), "has an impossible shape");
     check_manifest(|m| m["tensors"][2]["shape"] = json!([1000, 1000]), "larger than the file");
 }

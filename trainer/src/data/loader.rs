@@ -6,11 +6,11 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::DataError;
-use super::batch::{Batch, Step, collate};
+use super::batch::{Batch, GlobalBatch, collate};
 use super::dataset::Dataset;
-use super::ledger::Seen;
 use super::plan::{DataPlan, Horizon, SourcePlan};
-use super::rows::{Fill, Rows, epoch_rows, eval_rows, n_steps};
+use super::rows::{EpochRows, PackingStats, epoch_rows, eval_rows, n_steps};
+use super::token_stats::TrainedCounts;
 
 /// Where a run stands in its data. All there is to save, and all there is to restore.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -22,22 +22,22 @@ pub struct Cursor {
     /// All steps that are done.
     pub step: usize,
     /// What they held.
-    pub seen: Seen,
+    pub seen: TrainedCounts,
     /// What the order of the steps depends on. Empty at the start of a run.
     pub made_with: BTreeMap<String, String>,
 }
 
 /// The steps of training.
 #[derive(Debug)]
-pub struct Stream {
+pub struct TrainLoader {
     dataset: Arc<Dataset>,
     plan: DataPlan,
     cursor: Cursor,
-    rows: Rows,
+    rows: EpochRows,
     total_steps: usize,
 }
 
-impl Stream {
+impl TrainLoader {
     /// Continues at `cursor`, or begins at its default.
     pub fn new(dataset: Arc<Dataset>, plan: DataPlan, cursor: Cursor) -> Result<Self, DataError> {
         let made_with = made_with(&dataset, &plan);
@@ -49,12 +49,12 @@ impl Stream {
     }
 
     /// Makes the next step; `None` at the horizon.
-    pub fn next_step(&mut self) -> Option<Step> {
+    pub fn next_step(&mut self) -> Option<GlobalBatch> {
         if self.cursor.step >= self.total_steps {
             return None;
         }
         let index = if self.plan.overfit_first_batch { 0 } else { self.cursor.step_in_epoch };
-        let step = Step::new(self.cursor.epoch, self.micro_batches(index));
+        let step = GlobalBatch::new(self.cursor.epoch, self.micro_batches(index));
         self.cursor.seen.count(&step);
         self.advance();
         Some(step)
@@ -65,17 +65,17 @@ impl Stream {
         &self.cursor
     }
 
-    /// Counts the steps of the whole run, those that are done included.
+    /// DatasetCounts the steps of the whole run, those that are done included.
     pub fn total_steps(&self) -> usize {
         self.total_steps
     }
 
-    /// Counts the rows of the epoch that the next step belongs to.
+    /// DatasetCounts the rows of the epoch that the next step belongs to.
     pub fn rows_in_epoch(&self) -> usize {
         self.rows.len()
     }
 
-    /// Counts the steps of the epoch that the next step belongs to.
+    /// DatasetCounts the steps of the epoch that the next step belongs to.
     pub fn steps_in_epoch(&self) -> usize {
         n_steps(self.rows.len(), &self.plan)
     }
@@ -86,8 +86,8 @@ impl Stream {
     }
 
     /// How full the rows of this epoch are.
-    pub fn fill(&self) -> Fill {
-        Fill::of(&self.rows, &self.dataset, self.plan.max_length)
+    pub fn fill(&self) -> PackingStats {
+        PackingStats::of(&self.rows, &self.dataset, self.plan.max_length)
     }
 
     /// What is read.
@@ -122,7 +122,7 @@ impl Stream {
         }
     }
 
-    /// Rows that `drop_last` leaves out.
+    /// EpochRows that `drop_last` leaves out.
     fn count_left_over(&mut self) {
         for row in self.steps_in_epoch() * self.plan.rows_per_step()..self.rows.len() {
             for &sequence in self.rows.row(row) {
@@ -134,27 +134,27 @@ impl Stream {
 
 /// Every sequence of an evaluation once, as they stand in the data; the last batch may be short.
 #[derive(Debug)]
-pub struct EvalStream {
+pub struct EvalLoader {
     dataset: Arc<Dataset>,
     plan: DataPlan,
-    rows: Rows,
+    rows: EpochRows,
     next_row: usize,
 }
 
-impl EvalStream {
+impl EvalLoader {
     /// Begins at the first sequence.
     pub fn new(dataset: Arc<Dataset>, plan: &DataPlan) -> Self {
         let rows = eval_rows(&dataset, plan);
         Self { dataset, plan: plan.clone(), rows, next_row: 0 }
     }
 
-    /// Counts the batches.
+    /// DatasetCounts the batches.
     pub fn n_batches(&self) -> usize {
         self.rows.len().div_ceil(self.plan.micro_batch_size)
     }
 }
 
-impl Iterator for EvalStream {
+impl Iterator for EvalLoader {
     type Item = Batch;
 
     fn next(&mut self) -> Option<Batch> {
@@ -168,7 +168,7 @@ fn epoch_read(plan: &DataPlan, cursor: &Cursor) -> usize {
     if plan.overfit_first_batch { 0 } else { cursor.epoch }
 }
 
-fn total_steps(dataset: &Dataset, plan: &DataPlan, rows: &Rows) -> Result<usize, DataError> {
+fn total_steps(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows) -> Result<usize, DataError> {
     let in_epoch = n_steps(rows.len(), plan);
     if in_epoch == 0 {
         return Err(DataError::TooFew { rows: rows.len(), needed: plan.rows_per_step() });
@@ -184,7 +184,7 @@ fn total_steps(dataset: &Dataset, plan: &DataPlan, rows: &Rows) -> Result<usize,
     })
 }
 
-/// What the order of the steps depends on. Rows of a step may be split into other micro-batches.
+/// What the order of the steps depends on. EpochRows of a step may be split into other micro-batches.
 fn made_with(dataset: &Dataset, plan: &DataPlan) -> BTreeMap<String, String> {
     let facts: [(&str, String); 12] = [
         ("the data", dataset.identity().to_owned()),
@@ -192,7 +192,7 @@ fn made_with(dataset: &Dataset, plan: &DataPlan) -> BTreeMap<String, String> {
         ("max_length", plan.max_length.to_string()),
         ("packing", format!("{:?}", plan.packing)),
         ("fuse_positions_prob", plan.fuse_positions_prob.to_string()),
-        ("overlong", format!("{:?}", plan.overlong)),
+        ("overlong", format!("{:?}", plan.truncation)),
         ("drop_last", plan.drop_last.to_string()),
         ("order", format!("{:?}", plan.order)),
         ("rows a step", plan.rows_per_step().to_string()),

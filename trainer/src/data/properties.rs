@@ -6,31 +6,34 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::batch::IGNORE_INDEX;
-use super::cut::cut;
 use super::dataset::Dataset;
 use super::fixture::{of_lengths, plan};
-use super::ledger::Counts;
-use super::{Batch, Cursor, DataError, DataPlan, EvalStream, Horizon, Order, Overlong, Packing, Padding, Step, Stream};
+use super::token_stats::DatasetCounts;
+use super::truncation::apply_truncation;
+use super::{
+    Batch, Cursor, DataError, DataPlan, EvalLoader, GlobalBatch, Horizon, Packing, Padding, RowOrder, TrainLoader,
+    Truncation,
+};
 
-fn stream(lengths: &[usize], plan: &DataPlan) -> Stream {
-    let dataset = cut(of_lengths(lengths), plan, plan.drop_last).unwrap();
-    Stream::new(Arc::new(dataset), plan.clone(), Cursor::default()).unwrap()
+fn stream(lengths: &[usize], plan: &DataPlan) -> TrainLoader {
+    let dataset = apply_truncation(of_lengths(lengths), plan, plan.drop_last).unwrap();
+    TrainLoader::new(Arc::new(dataset), plan.clone(), Cursor::default()).unwrap()
 }
 
-fn remaining(stream: &mut Stream) -> Vec<Step> {
+fn remaining(stream: &mut TrainLoader) -> Vec<GlobalBatch> {
     std::iter::from_fn(|| stream.next_step()).collect()
 }
 
-fn steps(lengths: &[usize], plan: &DataPlan) -> Vec<Step> {
+fn steps(lengths: &[usize], plan: &DataPlan) -> Vec<GlobalBatch> {
     remaining(&mut stream(lengths, plan))
 }
 
-fn batches(steps: &[Step]) -> impl Iterator<Item = &Batch> {
+fn batches(steps: &[GlobalBatch]) -> impl Iterator<Item = &Batch> {
     steps.iter().flat_map(|step| &step.micro_batches)
 }
 
 /// How often each token is followed by each target.
-fn pairs(steps: &[Step]) -> BTreeMap<(u32, i64), usize> {
+fn pairs(steps: &[GlobalBatch]) -> BTreeMap<(u32, i64), usize> {
     let mut pairs = BTreeMap::new();
     for batch in batches(steps) {
         for (id, target) in batch.ids.iter().zip(&batch.targets) {
@@ -55,7 +58,7 @@ fn lengths() -> impl Strategy<Value = Vec<usize>> {
 
 fn plans() -> impl Strategy<Value = DataPlan> {
     let packing = prop_oneof![Just(Packing::Off), Just(Packing::Fit), Just(Packing::Exact)];
-    let order = prop_oneof![Just(Order::Shuffle), Just(Order::Sequential), Just(Order::LongestFirst)];
+    let order = prop_oneof![Just(RowOrder::Shuffle), Just(RowOrder::Sequential), Just(RowOrder::LongestFirst)];
     let padding = prop_oneof![Just(Padding::Nothing), Just(Padding::Multiple(8)), Just(Padding::MaxLength)];
     let sizes = (1..4usize, 1..4usize, 1..4usize, 0..12usize);
     let rest = (any::<bool>(), 0..9u64, prop_oneof![Just(0.0), Just(0.5)]);
@@ -105,9 +108,9 @@ fn check_batch(batch: &Batch, dataset: &Dataset, plan: &DataPlan) -> Result<(), 
 proptest! {
     #[test]
     fn a_batch_agrees_with_itself(lengths in lengths(), plan in plans()) {
-        let dataset = cut(of_lengths(&lengths), &plan, plan.drop_last).unwrap();
+        let dataset = apply_truncation(of_lengths(&lengths), &plan, plan.drop_last).unwrap();
         let dataset = Arc::new(dataset);
-        let Ok(mut stream) = Stream::new(dataset.clone(), plan.clone(), Cursor::default()) else {
+        let Ok(mut stream) = TrainLoader::new(dataset.clone(), plan.clone(), Cursor::default()) else {
             return Ok(());
         };
         for step in remaining(&mut stream) {
@@ -130,7 +133,7 @@ proptest! {
         let mut stream = stream(&lengths, &plan);
         let steps = remaining(&mut stream);
         for epoch in 0..epochs {
-            let own: Vec<Step> = steps.iter().filter(|s| s.epoch == epoch).cloned().collect();
+            let own: Vec<GlobalBatch> = steps.iter().filter(|s| s.epoch == epoch).cloned().collect();
             let samples = counted(batches(&own).flat_map(|batch| batch.samples.clone()));
             prop_assert_eq!(samples, counted(0..stream.dataset().len()));
         }
@@ -140,8 +143,8 @@ proptest! {
     fn what_drop_last_leaves_out_is_counted(lengths in lengths(), plan in plans()) {
         let plan = DataPlan { drop_last: true, min_iterations: 0, ..plan };
         let Horizon::Epochs(epochs) = plan.horizon else { unreachable!() };
-        let dataset = Arc::new(cut(of_lengths(&lengths), &plan, true).unwrap());
-        let Ok(mut stream) = Stream::new(dataset.clone(), plan.clone(), Cursor::default()) else {
+        let dataset = Arc::new(apply_truncation(of_lengths(&lengths), &plan, true).unwrap());
+        let Ok(mut stream) = TrainLoader::new(dataset.clone(), plan.clone(), Cursor::default()) else {
             return Ok(());
         };
         for step in remaining(&mut stream) {
@@ -154,8 +157,8 @@ proptest! {
 
     #[test]
     fn a_run_resumes_where_it_was(lengths in lengths(), plan in plans(), at in 0..40usize) {
-        let dataset = Arc::new(cut(of_lengths(&lengths), &plan, plan.drop_last).unwrap());
-        let begin = |cursor| Stream::new(dataset.clone(), plan.clone(), cursor);
+        let dataset = Arc::new(apply_truncation(of_lengths(&lengths), &plan, plan.drop_last).unwrap());
+        let begin = |cursor| TrainLoader::new(dataset.clone(), plan.clone(), cursor);
         let Ok(mut whole) = begin(Cursor::default()) else { return Ok(()) };
         for _ in 0..at {
             whole.next_step();
@@ -168,14 +171,14 @@ proptest! {
     }
 
     #[test]
-    fn the_ledger_adds_up(
+    fn the_token_statistics_add_up(
         lengths in prop::collection::vec(0..90usize, 1..40), plan in plans(), policy in 0..3usize,
     ) {
-        let overlong = [Overlong::Truncate, Overlong::Drop, Overlong::Split][policy];
-        let plan = DataPlan { overlong, ..plan };
-        let dataset = cut(of_lengths(&lengths), &plan, plan.drop_last).unwrap();
-        let counts = Counts::of(&dataset);
-        let Counts { read, kept, truncated, dropped, supervised, masked, sequences, .. } = counts;
+        let truncation = [Truncation::Truncate, Truncation::Drop, Truncation::Split][policy];
+        let plan = DataPlan { truncation, ..plan };
+        let dataset = apply_truncation(of_lengths(&lengths), &plan, plan.drop_last).unwrap();
+        let counts = DatasetCounts::of(&dataset);
+        let DatasetCounts { read, kept, truncated, dropped, supervised, masked, sequences, .. } = counts;
         prop_assert_eq!(read.samples, lengths.len() as u64);
         prop_assert_eq!(read.tokens, lengths.iter().sum::<usize>() as u64);
         prop_assert_eq!(read.tokens, kept.tokens + truncated.tokens + dropped.tokens);
@@ -187,7 +190,7 @@ proptest! {
         if dataset.is_empty() {
             return Ok(());
         }
-        let mut stream = Stream::new(Arc::new(dataset), plan.clone(), Cursor::default()).unwrap();
+        let mut stream = TrainLoader::new(Arc::new(dataset), plan.clone(), Cursor::default()).unwrap();
         let n_rows_padded: u64 = batches(&remaining(&mut stream)).map(|b| b.n_padding() as u64).sum();
         let Horizon::Epochs(epochs) = plan.horizon else { unreachable!() };
         let seen = stream.cursor().seen;
@@ -215,14 +218,14 @@ proptest! {
 
     #[test]
     fn an_evaluation_reads_everything_once_in_order(lengths in lengths(), plan in plans()) {
-        let dataset = Arc::new(cut(of_lengths(&lengths), &plan, false).unwrap());
-        let stream = EvalStream::new(dataset.clone(), &plan);
+        let dataset = Arc::new(apply_truncation(of_lengths(&lengths), &plan, false).unwrap());
+        let stream = EvalLoader::new(dataset.clone(), &plan);
         let n_batches = stream.n_batches();
         let batches: Vec<Batch> = stream.collect();
         prop_assert_eq!(batches.len(), n_batches);
         let samples = counted(batches.iter().flat_map(|batch| batch.samples.clone()));
         prop_assert_eq!(samples, counted(0..dataset.len()));
-        prop_assert_eq!(batches, EvalStream::new(dataset, &plan).collect::<Vec<_>>());
+        prop_assert_eq!(batches, EvalLoader::new(dataset, &plan).collect::<Vec<_>>());
     }
 }
 
@@ -250,15 +253,15 @@ fn epochs_differ_and_sequential_ones_do_not() {
         let samples: Vec<usize> = batches(&steps).map(|batch| batch.samples[0]).collect();
         (samples[..16].to_vec(), samples[16..].to_vec())
     };
-    let (first, second) = order(Order::Shuffle);
+    let (first, second) = order(RowOrder::Shuffle);
     assert_ne!(first, second);
-    assert_eq!(order(Order::Sequential), ((0..16).collect(), (0..16).collect()));
+    assert_eq!(order(RowOrder::Sequential), ((0..16).collect(), (0..16).collect()));
 }
 
 #[test]
 fn the_longest_rows_come_first_once() {
     let lengths = [3, 30, 4, 31, 5, 9, 2, 6];
-    let plan = DataPlan { order: Order::LongestFirst, micro_batch_size: 2, horizon: Horizon::Epochs(3), ..plan() };
+    let plan = DataPlan { order: RowOrder::LongestFirst, micro_batch_size: 2, horizon: Horizon::Epochs(3), ..plan() };
     let steps = steps(&lengths, &plan);
     assert_eq!(steps[0].micro_batches[0].samples, [3, 1]);
     let later = [&steps[4], &steps[8]].map(|step| step.micro_batches[0].samples.clone());
@@ -269,7 +272,7 @@ fn the_longest_rows_come_first_once() {
 fn a_short_last_step_is_kept_or_dropped() {
     let n_rows = |drop_last| -> Vec<usize> {
         let plan = DataPlan { drop_last, micro_batch_size: 2, gradient_accumulation_steps: 2, ..plan() };
-        let n_rows = |step: &Step| step.micro_batches.iter().map(|b| b.samples.len()).sum();
+        let n_rows = |step: &GlobalBatch| step.micro_batches.iter().map(|b| b.samples.len()).sum();
         steps(&[5; 11], &plan).iter().map(n_rows).collect()
     };
     assert_eq!(n_rows(false), [4, 4, 3]);
@@ -303,7 +306,7 @@ fn overfitting_repeats_the_first_step() {
 
 #[test]
 fn padding_lengthens_the_last_sequence_and_teaches_nothing() {
-    let plan = DataPlan { padding: Padding::Multiple(8), order: Order::Sequential, ..plan() };
+    let plan = DataPlan { padding: Padding::Multiple(8), order: RowOrder::Sequential, ..plan() };
     let batch = &steps(&[5], &plan)[0].micro_batches[0];
     assert_eq!(batch.ids, [1, 2, 3, 4, 5, 0, 0, 0]);
     assert_eq!(batch.targets, [2, -100, 4, 5, -100, -100, -100, -100]);
@@ -320,7 +323,7 @@ fn padding_stops_at_the_longest_length() {
 
 #[test]
 fn a_fused_pack_is_one_sequence() {
-    let plan = DataPlan { packing: Packing::Fit, fuse_positions_prob: 1.0, order: Order::Sequential, ..plan() };
+    let plan = DataPlan { packing: Packing::Fit, fuse_positions_prob: 1.0, order: RowOrder::Sequential, ..plan() };
     let batch = &steps(&[3, 4], &plan)[0].micro_batches[0];
     assert_eq!(batch.cu_seqlens, [0, 7]);
     assert_eq!(batch.positions, [0, 1, 2, 3, 4, 5, 6]);
@@ -340,27 +343,27 @@ fn exact_rows_may_lose_the_last_one() {
 #[test]
 fn another_order_cannot_be_resumed() {
     let dataset = Arc::new(of_lengths(&[3; 9]));
-    let first = Stream::new(dataset.clone(), plan(), Cursor::default()).unwrap();
+    let first = TrainLoader::new(dataset.clone(), plan(), Cursor::default()).unwrap();
     let changed = DataPlan { seed: 7, micro_batch_size: 3, ..plan() };
-    let error = Stream::new(dataset.clone(), changed, first.cursor().clone()).unwrap_err();
+    let error = TrainLoader::new(dataset.clone(), changed, first.cursor().clone()).unwrap_err();
     let message = error.to_string();
     assert!(message.contains("seed was 42, now 7"), "{message}");
     assert!(message.contains("rows a step was 1, now 3"), "{message}");
     // Another horizon, padding or split of the step is welcome.
     let longer = DataPlan { horizon: Horizon::Epochs(4), padding: Padding::MaxLength, ..plan() };
-    Stream::new(dataset, longer, first.cursor().clone()).unwrap();
+    TrainLoader::new(dataset, longer, first.cursor().clone()).unwrap();
 }
 
 #[test]
 fn fewer_rows_than_a_full_step_are_refused() {
     let plan = DataPlan { drop_last: true, micro_batch_size: 4, ..plan() };
-    let stream = Stream::new(Arc::new(of_lengths(&[3; 3])), plan, Cursor::default());
+    let stream = TrainLoader::new(Arc::new(of_lengths(&[3; 3])), plan, Cursor::default());
     assert!(matches!(stream, Err(DataError::TooFew { rows: 3, needed: 4 })));
 }
 
 #[test]
 fn overlong_samples_are_refused_with_the_three_longest() {
-    let error = cut(of_lengths(&[40, 5, 90, 33, 70, 32]), &plan(), false).unwrap_err();
+    let error = apply_truncation(of_lengths(&[40, 5, 90, 33, 70, 32]), &plan(), false).unwrap_err();
     let want = "fit 4 of 6 samples into max_length 32. The longest:\n  train.jsonl:3: 90 tokens\n  \
                 train.jsonl:5: 70 tokens\n  train.jsonl:1: 40 tokens\nraise `data.max_length` (to 90 \
                 for all of them), or set `data.truncation` to truncate, drop or split";
@@ -369,11 +372,11 @@ fn overlong_samples_are_refused_with_the_three_longest() {
 
 #[test]
 fn overlong_samples_are_cut_left_out_or_split() {
-    let lengths = |overlong| -> Vec<usize> {
-        let dataset = cut(of_lengths(&[40, 5, 64]), &DataPlan { overlong, ..plan() }, false).unwrap();
+    let lengths = |truncation| -> Vec<usize> {
+        let dataset = apply_truncation(of_lengths(&[40, 5, 64]), &DataPlan { truncation, ..plan() }, false).unwrap();
         (0..dataset.len()).map(|index| dataset.length(index)).collect()
     };
-    assert_eq!(lengths(Overlong::Truncate), [32, 5, 32]);
-    assert_eq!(lengths(Overlong::Drop), [5]);
-    assert_eq!(lengths(Overlong::Split), [32, 8, 5, 32, 32]);
+    assert_eq!(lengths(Truncation::Truncate), [32, 5, 32]);
+    assert_eq!(lengths(Truncation::Drop), [5]);
+    assert_eq!(lengths(Truncation::Split), [32, 8, 5, 32, 32]);
 }

@@ -1,25 +1,25 @@
-//! Which saves are deleted, and what is found out before the first step.
+//! Retention of checkpoints, and the checks before the first step.
 
 use super::*;
 
 #[test]
-fn keep_deletes_the_oldest_and_never_another_runs_later_steps() {
+fn save_total_limit_deletes_the_oldest_and_no_later_steps_of_other_runs() {
     let dir = tempfile::tempdir().unwrap();
     let all = plan(&dir, None);
-    [50, 1, 2].iter().for_each(|&step| _ = save_step(&Drive, &all, step).unwrap());
+    [50, 1, 2].iter().for_each(|&step| _ = save_step(&LocalDisk, &all, step).unwrap());
     let two = plan(&dir, Some(2));
-    let saved = save_step(&Drive, &two, 3).unwrap();
+    let saved = save_step(&LocalDisk, &two, 3).unwrap();
     assert_eq!(saved.removed, [two.dir(Tag { step: 1, epoch: 0 })]);
-    save_step(&Drive, &two, 4).unwrap();
+    save_step(&LocalDisk, &two, 4).unwrap();
     let want = ["epoch_0_global_step_3", "epoch_0_global_step_4", "epoch_0_global_step_50"];
     assert_eq!(names(&two.output_dir), want);
 }
 
 #[test]
-fn weights_only_folders_are_pruned_by_the_same_rule() {
+fn exports_are_pruned_by_the_same_rule() {
     let dir = tempfile::tempdir().unwrap();
-    for (name, began) in [("global_step_1", 1), ("global_step_20", 1), ("global_step_3", 1), ("global_step_5", 2)] {
-        export(dir.path(), name, began);
+    for (name, run_start) in [("global_step_1", 1), ("global_step_20", 1), ("global_step_3", 1), ("global_step_5", 2)] {
+        export(dir.path(), name, run_start);
     }
     for name in ["global_step_2", "notes"] {
         fs::create_dir(dir.path().join(name)).unwrap();
@@ -31,92 +31,92 @@ fn weights_only_folders_are_pruned_by_the_same_rule() {
     assert!(dir.path().join("global_step_2/thesis.txt").exists());
 }
 
-/// Makes a folder that the run `began` exported.
-fn export(output_dir: &Path, name: &str, began: u64) {
+/// Creates a folder as the export of a run.
+fn export(output_dir: &Path, name: &str, run_start: u64) {
     fs::create_dir(output_dir.join(name)).unwrap();
-    fs::write(output_dir.join(name).join(EXPORT_MARK), ExportMark { began, step: 0 }.to_json()).unwrap();
+    fs::write(output_dir.join(name).join(EXPORT_MARK), ExportMark { run_start, step: 0 }.to_json()).unwrap();
 }
 
-fn exports_of<'a>(began: u64, output_dir: &'a Path, scores: &'a Scores) -> Retention<'a> {
-    Retention { kind: Kind::HuggingFace, output_dir, began, keep: 1, scores }
+fn exports_of<'a>(run_start: u64, output_dir: &'a Path, scores: &'a Scores) -> Retention<'a> {
+    Retention { format: CheckpointFormat::HuggingFace, output_dir, run_start, save_total_limit: 1, scores }
 }
 
 #[test]
-fn checkpoints_of_other_runs_step_aside_and_other_folders_stay() {
+fn checkpoints_of_other_runs_are_moved_and_other_folders_stay() {
     let dir = tempfile::tempdir().unwrap();
-    let (root, kind) = (dir.path(), Kind::HuggingFace);
-    for (name, began) in [("global_step_1", 7), ("global_step_6", 7), ("global_step_4", 8)] {
-        export(root, name, began);
+    let (root, format) = (dir.path(), CheckpointFormat::HuggingFace);
+    for (name, run_start) in [("global_step_1", 7), ("global_step_6", 7), ("global_step_4", 8)] {
+        export(root, name, run_start);
     }
     fs::create_dir(root.join("global_step_9")).unwrap();
     fs::write(root.join("global_step_9/thesis.txt"), "years").unwrap();
-    assert_eq!(move_aside(kind, root, 8, 0).unwrap(), Some((root.join("run.1"), 2)));
+    assert_eq!(move_aside(format, root, 8, 0).unwrap(), Some((root.join("run.1"), 2)));
     assert_eq!(names(root), ["global_step_4", "global_step_9", "run.1"]);
     assert_eq!(names(&root.join("run.1")), ["global_step_1", "global_step_6"]);
-    assert_eq!(move_aside(kind, root, 8, 0).unwrap(), None);
-    assert_eq!(move_aside(kind, root, 9, 0).unwrap(), Some((root.join("run.2"), 1)));
+    assert_eq!(move_aside(format, root, 8, 0).unwrap(), None);
+    assert_eq!(move_aside(format, root, 9, 0).unwrap(), Some((root.join("run.2"), 1)));
 }
 
 #[test]
-fn a_name_that_something_else_has_is_refused() {
+fn an_occupied_checkpoint_name_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
-    let (root, kind) = (dir.path(), Kind::HuggingFace);
+    let (root, format) = (dir.path(), CheckpointFormat::HuggingFace);
     export(root, "global_step_1", 1);
     fs::create_dir(root.join("global_step_2")).unwrap();
     fs::create_dir(root.join("global_step_3")).unwrap();
     fs::write(root.join("global_step_3/thesis.txt"), "years").unwrap();
     fs::write(root.join("global_step_4"), "a file").unwrap();
     std::os::unix::fs::symlink(root.join("global_step_1"), root.join("global_step_5")).unwrap();
-    let said = |step| refuse_occupied(kind, root, 1, |due| due == step).map_err(|error| error.to_string());
-    assert_eq!((said(1), said(2), said(6)), (Ok(()), Ok(()), Ok(())));
+    let error_of = |step| refuse_occupied(format, root, 1, |due| due == step).map_err(|error| error.to_string());
+    assert_eq!((error_of(1), error_of(2), error_of(6)), (Ok(()), Ok(()), Ok(())));
     for (step, what) in [(3, "a folder that this run did not write"), (4, "a file"), (5, "a link")] {
-        let error = said(step).unwrap_err();
+        let error = error_of(step).unwrap_err();
         assert!(error.contains(&format!("global_step_{step}: it is {what}")), "{error}");
     }
 }
 
-/// A start after such a save found a file among its leftovers and failed for good.
+/// Regression test: the failed save left a file that made every later start fail.
 #[test]
-fn a_stray_file_named_like_a_save_is_named_and_left_alone() {
+fn a_file_named_like_a_checkpoint_is_reported_and_kept() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
-    save_step(&Drive, &plan, 1).unwrap();
+    save_step(&LocalDisk, &plan, 1).unwrap();
     let stray = plan.dir(Tag { step: 2, epoch: 0 });
     fs::write(&stray, "x").unwrap();
-    let error = save_step(&Drive, &plan, 2).unwrap_err();
+    let error = save_step(&LocalDisk, &plan, 2).unwrap_err();
     assert!(matches!(error.downcast_ref(), Some(CheckpointError::Occupied { .. })), "{error}");
     assert_eq!(resumed_step(&plan), 1);
     assert_eq!(fs::read_to_string(stray).unwrap(), "x");
 }
 
 #[test]
-fn something_else_with_a_temporary_name_is_found_before_the_first_step_and_left_alone() {
+fn an_occupied_temporary_name_is_reported_before_the_first_step_and_kept() {
     for name in [".epoch_0_global_step_9.tmp", ".epoch_0_global_step_1.old", ".global_step_3.tmp"] {
         for file in [name.to_owned(), format!("{name}/thesis.txt")] {
             let dir = tempfile::tempdir().unwrap();
             let plan = plan(&dir, None);
-            save_step(&Drive, &plan, 1).unwrap();
+            save_step(&LocalDisk, &plan, 1).unwrap();
             let path = plan.output_dir.join(file);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(&path, "mine").unwrap();
-            for error in [check_preflight(&plan, 1000, 3), clear_leftovers(&plan.output_dir).map(drop)] {
+            for error in [check_preflight(&plan, 1000, 3), remove_unfinished_checkpoints(&plan.output_dir).map(drop)] {
                 let error = error.unwrap_err();
                 let cause = std::error::Error::source(&error).unwrap().to_string();
                 assert!(error.to_string().contains(name) && cause.contains("move it away"), "{error}: {cause}");
             }
-            assert!(save_step(&Drive, &plan, 9).is_err() || !name.contains("step_9"));
+            assert!(save_step(&LocalDisk, &plan, 9).is_err() || !name.contains("step_9"));
             assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
         }
     }
 }
 
 #[test]
-fn the_best_save_stays_until_there_is_a_better_one() {
+fn the_best_checkpoint_is_kept_until_there_is_a_better_one() {
     let dir = tempfile::tempdir().unwrap();
     let mut scores = Scores::of("acc".to_owned(), true);
     let mut found = Vec::new();
     for (step, value) in [(1, 0.2), (2, 0.5), (3, 0.4), (4, 0.1), (5, 0.6), (6, f64::NAN), (7, 0.3)] {
-        // The fifth step is evaluated and never saved.
+        // Step 5 is evaluated and never saved.
         scores.add(step, value);
         if step != 5 {
             export(dir.path(), &format!("global_step_{step}"), 1);
@@ -128,22 +128,33 @@ fn the_best_save_stays_until_there_is_a_better_one() {
 }
 
 #[test]
-fn the_best_save_takes_room_of_its_own() {
+fn the_best_checkpoint_needs_extra_space() {
     let dir = tempfile::tempdir().unwrap();
     let (free, plan) = (free_bytes(dir.path()).unwrap(), plan(&dir, Some(1)));
-    let planned =
-        |spares_best| [PlannedSaves { plan: &plan, bytes_per_save: free / 5 * 2, n_saves: 5, began: 1, spares_best }];
+    let planned = |keeps_best| {
+        [PlannedCheckpoints {
+            plan: &plan,
+            bytes_per_checkpoint: free / 5 * 2,
+            n_checkpoints: 5,
+            run_start: 1,
+            keeps_best,
+        }]
+    };
     preflight(&planned(false)).unwrap();
     assert!(matches!(preflight(&planned(true)).unwrap_err(), CheckpointError::NotEnoughSpace { .. }));
 }
 
 #[track_caller]
-fn check_preflight(plan: &CheckpointPlan, bytes_per_save: u64, n_saves: usize) -> Result<(), CheckpointError> {
-    preflight(&[PlannedSaves { plan, bytes_per_save, n_saves, began: 1, spares_best: false }])
+fn check_preflight(
+    plan: &CheckpointPlan,
+    bytes_per_checkpoint: u64,
+    n_checkpoints: usize,
+) -> Result<(), CheckpointError> {
+    preflight(&[PlannedCheckpoints { plan, bytes_per_checkpoint, n_checkpoints, run_start: 1, keeps_best: false }])
 }
 
 #[test]
-fn preflight_leaves_an_empty_folder_behind() {
+fn preflight_leaves_an_empty_folder() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     check_preflight(&plan, 1000, 0).unwrap();
@@ -154,21 +165,27 @@ fn preflight_leaves_an_empty_folder_behind() {
 }
 
 #[test]
-fn preflight_knows_what_will_not_fit() {
+fn preflight_fails_if_the_checkpoints_do_not_fit() {
     let dir = tempfile::tempdir().unwrap();
     let free = free_bytes(dir.path()).unwrap();
     let all = plan(&dir, None);
     let error = check_preflight(&all, free / 2, 5).unwrap_err();
     assert!(matches!(error, CheckpointError::NotEnoughSpace { .. }), "{error}");
-    // Of the same five saves at most two are there at once, and those fit.
+    // Of the same five checkpoints at most two exist at once, and two fit.
     check_preflight(&plan(&dir, Some(1)), free / 4, 5).unwrap();
     // Two entries on one disk add up.
-    let two = [PlannedSaves { plan: &all, bytes_per_save: free / 3 * 2, n_saves: 1, began: 1, spares_best: false }; 2];
+    let two = [PlannedCheckpoints {
+        plan: &all,
+        bytes_per_checkpoint: free / 3 * 2,
+        n_checkpoints: 1,
+        run_start: 1,
+        keeps_best: false,
+    }; 2];
     assert!(matches!(preflight(&two).unwrap_err(), CheckpointError::NotEnoughSpace { .. }));
 }
 
 #[test]
-fn preflight_names_a_folder_that_cannot_be() {
+fn preflight_names_a_folder_that_cannot_be_created() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("saves"), "a file").unwrap();
     let plan = plan(&dir, None);
