@@ -105,7 +105,7 @@ impl Setup {
         let config = plan.model.config.clone().ok_or(SetupError::NoConfig)?;
         Ok(Self {
             layout: plan.pipeline.layout(&config),
-            schedule: plan.pipeline.order(),
+            schedule: plan.pipeline.schedule_kind(),
             n_micros: plan.data.gradient_accumulation_steps,
             stage: 0,
             model: Model::new(config, plan.model.adapter.clone())?,
