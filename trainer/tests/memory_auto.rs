@@ -171,7 +171,7 @@ fn nothing_is_parked_where_there_is_no_room_for_it() {
         CheckpointingMode::Offload(0.25)
     );
     let error = resolve_on(Some(free), Some(offloaded - 1), false, &[]).unwrap_err().to_string();
-    assert!(error.contains("free disk for offloaded inputs (TMPDIR names the folder)"), "{error}");
+    assert!(error.contains("free disk for offloaded activations (TMPDIR sets the folder)"), "{error}");
 }
 
 #[test]

@@ -68,6 +68,6 @@ fn stages(plan: &Plan) -> Result<String> {
 
 fn schedule(plan: &Plan) -> String {
     let (pipeline, n_micros) = (&plan.pipeline, plan.data.gradient_accumulation_steps);
-    let table = PipelineSchedule::new(pipeline.order(), pipeline.stages, pipeline.chunks, n_micros);
+    let table = PipelineSchedule::new(pipeline.schedule_kind(), pipeline.stages, pipeline.chunks, n_micros);
     format!("\n{n_micros} micro-batches; backwards, in brackets, take twice the time of forwards\n{table}\n")
 }

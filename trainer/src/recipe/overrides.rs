@@ -98,7 +98,7 @@ fn remove(node: &mut RecipeNode, path: &[&str], depth: usize) -> bool {
     let (segment, is_last) = (path[depth], depth + 1 == path.len());
     match &mut node.value {
         RecipeValue::Map(entries) => {
-            let alias = alias(path, depth);
+            let alias = alias_of(path, depth);
             let is_meant = |entry: &RecipeEntry| entry.key == segment || alias == Some(entry.key.as_str());
             let Some(idx) = entries.iter().position(is_meant) else { return false };
             if is_last {
@@ -180,7 +180,7 @@ fn child<'a>(
     depth: usize,
     location: RecipeLocation,
 ) -> &'a mut RecipeNode {
-    let alias = alias(path, depth);
+    let alias = alias_of(path, depth);
     let found = entries.iter().position(|entry| entry.key == segment || alias == Some(entry.key.as_str()));
     let idx = found.unwrap_or_else(|| {
         entries.push(RecipeEntry {
@@ -199,7 +199,7 @@ fn child<'a>(
 }
 
 /// Returns the alias of a key, which an argument replaces too.
-fn second_name<'a>(path: &[&'a str], depth: usize) -> Option<&'a str> {
+fn alias_of<'a>(path: &[&'a str], depth: usize) -> Option<&'a str> {
     match (path[..depth].to_vec().as_slice(), path[depth]) {
         (["optimizer" | "scheduler"], "lr") => Some("learning_rate"),
         (["optimizer" | "scheduler"], "learning_rate") => Some("lr"),
