@@ -16,13 +16,13 @@ pub(super) fn resolve_eval_loss(resolver: &mut Resolver, data: &DataPlan) -> Opt
     let has_tasks = !resolver.recipe().eval.tasks.is_empty();
     let interval = interval(resolver, INTERVAL, resolver.recipe().eval_interval);
     if interval.is_some() && !has_data && !has_tasks {
-        let advice = "give data.eval_sources, data.train_eval_split or eval.tasks";
+        let advice = "set data.eval_sources, data.train_eval_split or eval.tasks";
         resolver.note(format!("{INTERVAL} has no effect without evaluation data; {advice}"));
     }
     let on_start = resolver.pick("eval_on_start", resolver.recipe().eval_on_start, false);
     if on_start && !has_data && !has_tasks {
-        let advice = "give data.eval_sources, data.train_eval_split or eval.tasks, or remove eval_on_start";
-        resolver.report_with_advice(&["eval_on_start"], "eval_on_start: there are no evaluation data", advice);
+        let advice = "set data.eval_sources, data.train_eval_split or eval.tasks, or remove eval_on_start";
+        resolver.report_with_advice(&["eval_on_start"], "eval_on_start: no evaluation data are set", advice);
     }
     has_data.then_some(EvalPlan { interval, on_start })
 }
@@ -43,7 +43,7 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
     let given = &recipe.eval;
     if given.tasks.is_empty() {
         if resolver.loaded.is_set("eval") {
-            resolver.report_with_advice(&["eval"], "eval: there are no tasks", "give eval.tasks, or remove eval");
+            resolver.report_with_advice(&["eval"], "eval: no tasks are set", "set eval.tasks, or remove eval");
         }
         return None;
     }
@@ -97,8 +97,8 @@ pub(super) fn resolve_best(
     }
     match metric.as_deref() {
         Some(EVAL_LOSS) if eval_loss.is_none() => {
-            let advice = "give data.eval_sources or data.train_eval_split";
-            resolver.report_with_advice(&[METRIC], "metric_for_best_model: there are no evaluation data", advice);
+            let advice = "set data.eval_sources or data.train_eval_split";
+            resolver.report_with_advice(&[METRIC], "metric_for_best_model: no evaluation data are set", advice);
         }
         Some(EVAL_LOSS) | None => {}
         Some(name) if tasks.is_none() || !name.contains('/') => {
@@ -111,7 +111,7 @@ pub(super) fn resolve_best(
     if metric.is_none() && tasks.is_none() {
         if recipe.greater_is_better.is_some() {
             let message = "greater_is_better needs metric_for_best_model or tasks";
-            resolver.report_with_advice(&["greater_is_better"], message, "give metric_for_best_model");
+            resolver.report_with_advice(&["greater_is_better"], message, "set metric_for_best_model");
         }
         return None;
     }

@@ -118,7 +118,7 @@ fn code(resolver: &mut Resolver) {
 fn refuse(resolver: &mut Resolver, key: &str, is_set: bool) {
     if is_set {
         let what = resolver.loaded.scalar(key).map_or(key.to_owned(), |value| format!("{key}: {value}"));
-        let advice = "remove the key, or give it its default value";
+        let advice = "remove the key, or set it to its default";
         resolver.report_with_advice(&[key], format!("`{what}` is not implemented yet"), advice);
     }
 }
