@@ -84,7 +84,7 @@ fn a_key_that_stands_elsewhere_or_is_another_trainers_is_found() {
         ("lora_r", "`model.peft_config.r`"),
         ("sequence_len", "`data.max_length`"),
         ("zero_stage", "`deepspeed.zero_optimization.stage`"),
-        ("load_in_4bit", "weights of 4 or 8 bits cannot be trained"),
+        ("load_in_4bit", "4-bit and 8-bit weights are not supported"),
         ("report_to", "metrics.jsonl"),
     ] {
         check(&format!("{key}: 1\n"), &[&format!("unknown key `{key}`"), want]);

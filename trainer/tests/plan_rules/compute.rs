@@ -63,7 +63,7 @@ fn the_optimizer_may_live_on_the_host() {
     refused(&[weights, stage_3], &["cpu needs the optimizer offloaded, too"]);
     refused(
         &[weights, stage_3, &cpu, &format!("{offload}.ratio=0.5")],
-        &["needs the optimizer there", "without a ratio"],
+        &["needs the optimizer offloaded", "without a ratio"],
     );
 }
 
@@ -121,7 +121,7 @@ fn activation_checkpoints_are_spelt_in_three_ways() {
     );
     refused(
         &["model.activation_checkpoint=selective", "model.attn_implementation=reference"],
-        &["selective keeps nothing of model.attn_implementation: reference", "use full"],
+        &["selective cannot save the output of model.attn_implementation: reference", "use full"],
     );
     refused(&["model.activation_checkpoint=full", "model.disable_activation_checkpoint=true"], &["contradicts"]);
     refused(&["model.activation_checkpoint=none", "model.disable_activation_checkpoint=false"], &["contradicts"]);
@@ -159,7 +159,7 @@ fn where_activations_are_parked_is_said_and_whether_that_is_memory() {
     assert!(says(notes(false), "to /scratch (set by TMPDIR) by the CPU"));
     assert!(!says(notes(false), "tmpfs"));
     assert!(says(notes(true), "/scratch is in memory (tmpfs)"));
-    assert!(!says(plan(&[]).notes, "parks"));
+    assert!(!says(plan(&[]).notes, "offloaded"));
 }
 
 #[test]

@@ -74,7 +74,7 @@ fn padding_has_three_forms() {
     refused(&["data.pad_to=none", "data.div_length=8"], &["contradicts data.pad_to: none"]);
     refused(
         &["data.pad_to=max_length", "data.max_length=1000", "data.div_length=256"],
-        &["no multiple of div_length 256", "use max_length 768 or 1024"],
+        &["not a multiple of div_length 256", "use max_length 768 or 1024"],
     );
 }
 

@@ -309,7 +309,7 @@ fn one_checkpoint_may_resume_and_it_must_be_able_to() {
     refused(&[two], &["checkpoint.1.auto_resume: checkpoint.0 resumes already"]);
     refused(
         &["checkpoint={type: huggingface, output_dir: a, auto_resume: true}"],
-        &["checkpoint.auto_resume: a huggingface checkpoint holds the weights alone"],
+        &["checkpoint.auto_resume: a huggingface checkpoint has only the weights"],
     );
     refused(
         &["checkpoint=[{output_dir: a}, {output_dir: a}]"],
