@@ -206,13 +206,13 @@ fn tokens_are_kept_and_a_miss_says_why() {
     let bench = Bench::new();
     let plan = bench.plan(bench.write("train.jsonl", &chats(5)));
     let first = bench.prepare(&plan).unwrap();
-    assert!(first.notes.join("\n").contains("none were kept yet"), "{:?}", first.notes);
+    assert!(first.notes.join("\n").contains("not cached yet"), "{:?}", first.notes);
     let second = bench.prepare(&DataPlan { max_length: 100, ..plan.clone() }).unwrap();
     assert!(second.notes.join("\n").contains("from the cache"), "{:?}", second.notes);
     assert_eq!(bench.shown(&first.train), bench.shown(&second.train));
     bench.write_tokenizer("#~");
     let third = bench.prepare(&plan).unwrap();
-    let why = "changed since they were kept: the tokenizer";
+    let why = "changed since they were cached: the tokenizer";
     assert!(third.notes.join("\n").contains(why), "{:?}", third.notes);
 }
 
@@ -224,7 +224,7 @@ fn edited_rows_are_rendered_anew() {
     bench.write("train.jsonl", &[chat("new", "rows")]);
     let prepared = bench.prepare(&plan).unwrap();
     assert_eq!(prepared.train.len(), 1);
-    let why = "changed since they were kept: the rows";
+    let why = "changed since they were cached: the rows";
     assert!(prepared.notes.join("\n").contains(why), "{:?}", prepared.notes);
 }
 
@@ -234,7 +234,7 @@ fn a_missing_cache_can_be_refused() {
     let plan = bench.plan(bench.write("train.jsonl", &chats(5)));
     let strict = DataPlan { fail_on_missing_cache: true, ..plan.clone() };
     let message = bench.prepare(&strict).unwrap_err().to_string();
-    assert!(message.contains("none were kept yet") && message.contains("trainer preprocess"), "{message}");
+    assert!(message.contains("not cached yet") && message.contains("trainer preprocess"), "{message}");
     bench.prepare(&plan).unwrap();
     bench.prepare(&strict).unwrap();
 }
@@ -255,7 +255,7 @@ fn a_chat_without_answers_teaches_nothing() {
     let bench = Bench::new();
     let row = json!({"messages": [{"role": "user", "content": "anyone?"}]}).to_string();
     let message = bench.refusal(&[row]);
-    assert!(message.contains("not one of 15 training tokens is a target") && message.contains(":1"), "{message}");
+    assert!(message.contains("none of 15 training tokens is a target") && message.contains(":1"), "{message}");
 }
 
 #[test]
@@ -377,7 +377,7 @@ fn template_variables_reach_the_template() {
     let template_kwargs = Map::from_iter([("loud".to_owned(), json!(true))]);
     let loud = bench.prepare(&DataPlan { template_kwargs, ..plan }).unwrap();
     assert!(bench.shown(&loud.train)[0].starts_with("LOUD"));
-    let why = "changed since they were kept: the chat template";
+    let why = "changed since they were cached: the chat template";
     assert!(loud.notes.join("\n").contains(why), "{:?}", loud.notes);
 }
 
@@ -447,7 +447,7 @@ fn tool_calls_that_are_not_rendered_are_refused_left_out_or_masked() {
     assert_eq!(shown[1].matches('[').count(), 1, "{}", shown[1]);
     assert!(shown[1].contains("[Rain.<|im_end|>]") && !shown[3].contains("[Let me"), "{shown:?}");
     let notes = masked.notes.join("\n");
-    assert!(notes.contains(&format!("warning: 2 of 4 training samples hold tool calls that chat template test template does not render, the first at {place}: these turns are not learned")), "{notes}");
+    assert!(notes.contains(&format!("warning: 2 of 4 training samples hold tool calls that chat template test template does not render, the first at {place}: these turns are masked in the loss")), "{notes}");
     // Tokens from the cache warn as fresh ones do.
     let again = prepare(UnrenderedToolCalls::Mask).notes.join("\n");
     assert!(again.contains("tokens from the cache") && again.contains("warning: 2 of 4"), "{again}");

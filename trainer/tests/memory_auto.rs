@@ -119,7 +119,7 @@ fn what_was_taken_is_said_with_its_origin() {
     let table = plan.table(trainer::plan::SettingsFilter::All);
     let line = table.lines().find(|line| line.contains("model.activation_checkpoint")).unwrap();
     assert!(line.contains("full") && line.ends_with("memory: auto"), "{line}");
-    assert!(table.contains("note: memory: auto takes model.activation_checkpoint=full: about"), "{table}");
+    assert!(table.contains("note: memory: auto selects model.activation_checkpoint=full: about"), "{table}");
 }
 
 #[test]
@@ -142,14 +142,14 @@ fn where_nothing_fits_the_error_says_what_was_tried_and_what_would() {
         assert!(error.contains(part), "no {part:?} in:\n{error}");
     }
     let longest: usize =
-        error.split("the longest row that would fit has ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+        error.split("the longest row that fits has ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
     let fitting = format!("data.max_length={longest}");
     assert_eq!(resolve(Some(free), &[&fitting]).unwrap().model.activations, CheckpointingMode::Offload(1.0));
     assert!(resolve(Some(free), &[&format!("data.max_length={}", longest + 1)]).is_err());
     let error = resolve(Some(1 << 20), &[]).unwrap_err().to_string();
-    assert!(error.contains("no row would fit"), "{error}");
+    assert!(error.contains("no row fits"), "{error}");
     let error = resolve(None, &[]).unwrap_err().to_string();
-    assert!(error.contains("this machine does not tell") && error.contains("set memory: manual"), "{error}");
+    assert!(error.contains("this machine does not report") && error.contains("set memory: manual"), "{error}");
 }
 
 #[test]
@@ -171,7 +171,7 @@ fn nothing_is_parked_where_there_is_no_room_for_it() {
         CheckpointingMode::Offload(0.25)
     );
     let error = resolve_on(Some(free), Some(offloaded - 1), false, &[]).unwrap_err().to_string();
-    assert!(error.contains("free disk for offloaded inputs (TMPDIR names the folder)"), "{error}");
+    assert!(error.contains("free disk for offloaded activations (TMPDIR sets the folder)"), "{error}");
 }
 
 #[test]

@@ -346,5 +346,5 @@ fn an_argument_may_have_an_old_name() {
     }
     let arguments = ["data.overlong=drop".to_owned(), "data.truncation=split".to_owned()];
     let error = Loaded::parse(Path::new("r.yaml"), text.into(), &arguments).unwrap_err().to_string();
-    assert!(error.contains("data.truncation is given twice, before in `data.overlong=drop`"), "{error}");
+    assert!(error.contains("data.truncation is set twice, first in `data.overlong=drop`"), "{error}");
 }

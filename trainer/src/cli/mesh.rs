@@ -68,7 +68,7 @@ fn stages(plan: &Plan) -> Result<String> {
 
 fn schedule(plan: &Plan) -> String {
     let (pipeline, n_micros) = (&plan.pipeline, plan.data.gradient_accumulation_steps);
-    let table = PipelineSchedule::new(pipeline.order(), pipeline.stages, pipeline.chunks, n_micros);
+    let table = PipelineSchedule::new(pipeline.schedule_kind(), pipeline.stages, pipeline.chunks, n_micros);
     format!(
         "\n{n_micros} micro-batches; a backward pass, in brackets, takes twice the time of a forward pass\n{table}\n"
     )

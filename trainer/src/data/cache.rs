@@ -1,10 +1,10 @@
-//! Stores kept between runs, a folder each, named by what they were made of.
+//! The token cache: a folder of token stores, each named by a hash of its inputs.
 //!
-//! The folder and its entries are their owner's alone: data are private, and what an entry holds is trained on. An
-//! entry of another user is refused, and one whose bytes have changed since is made anew.
+//! Only the owner can read or write the folder and its entries: data are private, and a run trains on an entry's
+//! content. An entry of another user is refused. An entry with a wrong checksum is written again.
 //!
-//! An entry is made under another name and renamed when it is complete and on the disk, so that a
-//! run that is killed, or two that start together, leave no half of one.
+//! An entry is written under a temporary name, synced and then renamed. A killed run or two concurrent runs therefore
+//! leave no partial entry.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io;
@@ -21,15 +21,15 @@ const KEY_FILE: &str = "key.json";
 const CHECKSUM_FILE: &str = "checksum";
 const UNFINISHED: &str = ".incomplete";
 
-/// A folder of stores.
+/// A folder of token stores.
 pub(crate) struct TokenCache {
     folder: PathBuf,
 }
 
-/// What looking for a key came to.
+/// The result of a cache lookup.
 pub(crate) enum CacheLookup {
     Hit(Arc<TokenStore>),
-    /// Why there is none.
+    /// The reason for the miss.
     Miss(String),
 }
 
@@ -42,7 +42,7 @@ impl TokenCache {
         Ok(cache)
     }
 
-    /// Where the store of `key` is, or would be.
+    /// Returns the folder of the store of `key`, which may not exist.
     pub(crate) fn path(&self, key: &CacheKey) -> PathBuf {
         let name: String =
             key.name.chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' || c == '_' { c } else { '-' }).collect();
@@ -58,11 +58,11 @@ impl TokenCache {
         refuse_other_owner(&path).map_err(|source| DataError::Cache { path: path.clone(), source })?;
         Ok(match open(&path) {
             Ok(store) => CacheLookup::Hit(Arc::new(store)),
-            Err(error) => CacheLookup::Miss(format!("the entry is damaged ({error})")),
+            Err(error) => CacheLookup::Miss(format!("the entry is corrupt ({error})")),
         })
     }
 
-    /// Keeps what `fill` writes.
+    /// Writes an entry with the samples that `fill` pushes.
     pub(crate) fn write(
         &self,
         key: &CacheKey,
@@ -85,7 +85,7 @@ impl TokenCache {
         open(&path).map(Arc::new).map_err(failed)
     }
 
-    /// Compares with the nearest entry of the same data set.
+    /// Returns the parts of the key that changed since the most similar entry of the same data set.
     fn why_missing(&self, key: &CacheKey) -> String {
         let nearest = self
             .keys()
@@ -93,8 +93,8 @@ impl TokenCache {
             .map(|other| key.changed_from(&other))
             .min_by_key(Vec::len);
         match nearest {
-            Some(changed) => format!("changed since they were kept: {}", changed.join(", ")),
-            None => "none were kept yet".into(),
+            Some(changed) => format!("changed since they were cached: {}", changed.join(", ")),
+            None => "not cached yet".into(),
         }
     }
 
@@ -111,21 +111,21 @@ impl TokenCache {
     }
 }
 
-/// The cache of a user: `$XDG_CACHE_HOME/candlewick/tokens`, or below `~/.cache`.
+/// Returns the default cache folder: `$XDG_CACHE_HOME/candlewick/tokens`, or `~/.cache/candlewick/tokens`.
 pub fn default_cache_dir() -> PathBuf {
     candlewick_runtime::cores::cache_folder().join("tokens")
 }
 
-/// Opens an entry and checks its bytes.
+/// Opens an entry and verifies its checksum.
 fn open(path: &Path) -> io::Result<TokenStore> {
     let store = TokenStore::open(path)?;
     match std::fs::read_to_string(path.join(CHECKSUM_FILE))? == store.checksum() {
         true => Ok(store),
-        false => Err(io::Error::new(io::ErrorKind::InvalidData, "its checksum is another one")),
+        false => Err(io::Error::new(io::ErrorKind::InvalidData, "its checksum does not match")),
     }
 }
 
-/// Refuses an entry that another user wrote or could have.
+/// Refuses an entry that another user owns, unless it is root.
 fn refuse_other_owner(path: &Path) -> io::Result<()> {
     // SAFETY: geteuid(2) cannot fail and touches no memory.
     let own = unsafe { libc::geteuid() };
@@ -139,20 +139,20 @@ fn refuse_other_owner(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes what runs that were killed left unfinished: entries without a write for a day.
+/// Removes the partial entries of killed runs: those without a write for a day.
 fn remove_abandoned(folder: &Path) {
     const ABANDONED: Duration = Duration::from_secs(24 * 3600);
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let is_unfinished = name.to_string_lossy().starts_with('.') && name.to_string_lossy().ends_with(UNFINISHED);
         if is_unfinished && last_written(&entry.path()).is_some_and(|since| since > ABANDONED) {
-            // Another user's stay: the folder may be shared.
+            // Another user's entries cannot be removed: the folder may be shared.
             let _ = std::fs::remove_dir_all(entry.path());
         }
     }
 }
 
-/// The time since the last write to a file of a folder.
+/// Returns the time since the last write to a file of a folder.
 fn last_written(folder: &Path) -> Option<Duration> {
     let files = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
     let times = files.chain([folder.to_owned()]).filter_map(|path| std::fs::metadata(path).ok()?.modified().ok());
@@ -169,7 +169,7 @@ fn rename_into_place(unfinished: &Path, path: &Path) -> io::Result<()> {
         std::fs::remove_dir_all(path)?;
     }
     match std::fs::rename(unfinished, path) {
-        // Another run was faster; the content is the same.
+        // Another run wrote the same content first.
         Err(_) if open(path).is_ok() => Ok(()),
         renamed => renamed,
     }
@@ -207,19 +207,19 @@ mod tests {
     }
 
     #[test]
-    fn a_miss_says_which_part_changed() {
+    fn a_miss_names_the_changed_parts_of_the_key() {
         let folder = tempfile::tempdir().unwrap();
         let cache = TokenCache::open(folder.path()).unwrap();
-        assert_eq!(why(&cache, &key("a")), "none were kept yet");
+        assert_eq!(why(&cache, &key("a")), "not cached yet");
         write(&cache, &key("a"), &[1, 2]).unwrap();
         assert_eq!(why(&cache, &key("a")), "hit");
-        assert_eq!(why(&cache, &key("b")), "changed since they were kept: the tokenizer");
+        assert_eq!(why(&cache, &key("b")), "changed since they were cached: the tokenizer");
         let other = key("b").with("sample_count", "3");
-        assert_eq!(why(&cache, &other), "changed since they were kept: sample_count, the tokenizer");
+        assert_eq!(why(&cache, &other), "changed since they were cached: sample_count, the tokenizer");
     }
 
     #[test]
-    fn a_changed_byte_is_noticed() {
+    fn an_entry_with_a_changed_byte_is_a_miss() {
         let folder = tempfile::tempdir().unwrap();
         let cache = TokenCache::open(folder.path()).unwrap();
         write(&cache, &key("a"), &[1, 2]).unwrap();
@@ -227,13 +227,13 @@ mod tests {
         let mut bytes = std::fs::read(&ids).unwrap();
         bytes[0] ^= 1;
         std::fs::write(&ids, bytes).unwrap();
-        assert!(why(&cache, &key("a")).contains("its checksum is another one"), "{}", why(&cache, &key("a")));
+        assert!(why(&cache, &key("a")).contains("its checksum does not match"), "{}", why(&cache, &key("a")));
         assert_eq!(write(&cache, &key("a"), &[1, 2]).unwrap().n_tokens(), 2);
         assert_eq!(why(&cache, &key("a")), "hit");
     }
 
     #[test]
-    fn a_new_folder_is_its_owners_alone() {
+    fn only_the_owner_can_read_a_new_folder() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("candlewick/tokens");
         let cache = TokenCache::open(&path).unwrap();
@@ -243,7 +243,7 @@ mod tests {
         }
     }
 
-    /// Only the superuser can give a file away.
+    /// Only root can change the owner of a file, so other users skip this test.
     #[test]
     fn an_entry_of_another_user_is_refused() {
         let folder = tempfile::tempdir().unwrap();
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_fill_leaves_nothing_behind() {
+    fn a_failed_write_leaves_no_files() {
         let folder = tempfile::tempdir().unwrap();
         let cache = TokenCache::open(folder.path()).unwrap();
         let full = || io::Error::from(io::ErrorKind::StorageFull);
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_run_left_goes_after_a_day() {
+    fn partial_entries_are_removed_after_a_day() {
         let folder = tempfile::tempdir().unwrap();
         let (old, new) = (folder.path().join(".a.incomplete"), folder.path().join(".b.incomplete"));
         for unfinished in [&old, &new] {
@@ -283,18 +283,18 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_entry_is_made_anew() {
+    fn a_corrupt_entry_is_written_again() {
         let folder = tempfile::tempdir().unwrap();
         let cache = TokenCache::open(folder.path()).unwrap();
         write(&cache, &key("a"), &[1, 2]).unwrap();
         std::fs::write(cache.path(&key("a")).join("ids"), [0; 3]).unwrap();
-        assert!(why(&cache, &key("a")).contains("damaged"));
+        assert!(why(&cache, &key("a")).contains("corrupt"));
         assert_eq!(write(&cache, &key("a"), &[1, 2]).unwrap().n_tokens(), 2);
         assert_eq!(names(folder.path()).len(), 1);
     }
 
     #[test]
-    fn the_slower_of_two_runs_takes_what_is_there() {
+    fn the_slower_of_two_concurrent_writers_uses_the_existing_entry() {
         let folder = tempfile::tempdir().unwrap();
         let cache = TokenCache::open(folder.path()).unwrap();
         let store = cache.write(&key("a"), |writer, failed| {

@@ -1,5 +1,4 @@
-//! What tokens are made of: the parts of a cache key, kept readable so that a miss can say which of
-//! them changed.
+//! Keys of the token cache. Their parts stay readable, so that a miss can name the changed ones.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -13,19 +12,19 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// Raised when rendering changes its mind about what the same rows become.
+/// The version of the rendering. It is raised when the same rows give other tokens.
 const RENDERING: &str = "4";
 
-/// Rows hashed at a time.
+/// The number of rows in a hashed chunk.
 const ROWS: usize = 1024;
 
-/// Files of a tokenizer's folder that decide which ids a text has.
+/// The files of a tokenizer's folder that its token ids depend on.
 const TOKENIZER_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"];
 
-/// Names one source's tokens.
+/// The key of one source's tokens.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct CacheKey {
-    /// The data set as written: entries with another one are not compared.
+    /// The data set as written in the recipe. A miss is compared with entries of the same name only.
     pub(crate) name: String,
     parts: BTreeMap<String, String>,
 }
@@ -35,13 +34,13 @@ impl CacheKey {
         Self { name: name.to_owned(), parts: BTreeMap::new() }.with("rendering", RENDERING)
     }
 
-    /// `part` is how a person would name it: "the tokenizer", "sample_count".
+    /// Adds a part. `part` is its name for the user: "the tokenizer", "sample_count".
     pub(crate) fn with(mut self, part: &str, value: impl Into<String>) -> Self {
         self.parts.insert(part.to_owned(), value.into());
         self
     }
 
-    /// Depends on the parts only: the same rows under another name are the same tokens.
+    /// Returns the digest of the parts. The name is not part of it: equal rows have equal tokens.
     pub(crate) fn digest(&self) -> String {
         let mut hash = FieldHasher::default();
         for (part, value) in &self.parts {
@@ -50,7 +49,7 @@ impl CacheKey {
         hash.finish()
     }
 
-    /// The parts that differ.
+    /// Returns the names of the parts that differ.
     pub(crate) fn changed_from(&self, other: &Self) -> Vec<String> {
         let names = self.parts.keys().chain(other.parts.keys());
         let mut changed: Vec<String> =
@@ -61,7 +60,7 @@ impl CacheKey {
     }
 }
 
-/// SHA-256 over fields, each with its length.
+/// SHA-256 over fields, each prefixed by its length.
 #[derive(Default)]
 pub(crate) struct FieldHasher(Sha256);
 
@@ -80,7 +79,7 @@ impl FieldHasher {
     }
 }
 
-/// Hashes the rows that are used. An edit elsewhere in the file changes nothing, nor does its name.
+/// Hashes the selected rows. Other rows of the file and its name do not matter.
 pub(crate) fn hash_rows(source: &dyn RowSource, chosen: &[u32]) -> Result<String, SourceError> {
     let chunks: Result<Vec<String>, SourceError> = chosen
         .par_chunks(ROWS)
@@ -100,7 +99,7 @@ pub(crate) fn hash_rows(source: &dyn RowSource, chosen: &[u32]) -> Result<String
     Ok(hash.finish())
 }
 
-/// Hashes the files that decide which ids a text has.
+/// Hashes the files that the token ids depend on.
 pub(crate) fn hash_tokenizer(tokenizer: &Tokenizer) -> String {
     let mut hash = FieldHasher::default();
     for name in TOKENIZER_FILES {
@@ -109,7 +108,7 @@ pub(crate) fn hash_tokenizer(tokenizer: &Tokenizer) -> String {
     hash.finish()
 }
 
-/// Hashes a template: its source and variables, and what it prints, if that holds a date.
+/// Hashes a template: its source and variables, and its output if it reads the clock.
 pub(crate) fn hash_template(template: &ChatTemplate) -> String {
     let mut hash = FieldHasher::default();
     hash.add(template.fingerprint().as_bytes());
@@ -122,7 +121,7 @@ pub(crate) fn hash_template(template: &ChatTemplate) -> String {
     hash.finish()
 }
 
-/// A file that is not there counts as a file that says so.
+/// Hashes a file. A missing file has a hash of its own.
 fn add_file(hash: &mut FieldHasher, path: &Path) {
     match std::fs::read(path) {
         Ok(bytes) => hash.add(b"file").add(&bytes),

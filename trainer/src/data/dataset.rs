@@ -1,4 +1,4 @@
-//! The sequences of a run: slices of rendered samples, read from their stores when asked for.
+//! The sequences of a run: slices of tokenized samples, read from memory-mapped stores on access.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,39 +9,39 @@ use candlewick_text::source::{Row, RowSource, SourceError};
 
 use super::token_store::TokenStore;
 
-/// Sequences by index. Holds 12 bytes a sequence; the tokens stay on disk.
+/// Sequences by index. It uses 12 bytes of memory a sequence; the tokens stay on disk.
 pub struct Dataset {
     sources: Vec<TokenizedSource>,
-    /// The samples chosen for this data set, as numbers over all sources.
+    /// The samples of this data set, as indices over all sources.
     samples: Vec<u32>,
     slices: Vec<SampleSlice>,
-    /// Where each row ends among the slices, if rows do not change from epoch to epoch.
+    /// The end of each row among the slices, if every epoch has the same rows.
     fixed_rows: Option<Vec<usize>>,
     pad_id: u32,
     identity: String,
 }
 
-/// The samples of one source.
+/// The tokenized samples of one source.
 #[derive(Clone)]
 pub(crate) struct TokenizedSource {
     pub(crate) store: Arc<TokenStore>,
-    /// Where the samples were rendered from, for messages.
+    /// The rows of the samples, for messages.
     pub(crate) rows: Arc<dyn RowSource>,
-    /// Tells stores with different content apart.
+    /// The digest of the cache key: it identifies the content.
     pub(crate) key: String,
 }
 
-/// Some neighbouring tokens of one sample: all of them, unless it is too long.
+/// A run of consecutive tokens of one sample: the whole sample, unless it is too long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SampleSlice {
-    /// Index into the chosen samples.
+    /// Index into the samples of the data set.
     pub(crate) sample: u32,
     pub(crate) start: u32,
     pub(crate) len: u32,
 }
 
 impl SampleSlice {
-    /// Cuts the slice into slices of `max_length` tokens and a rest.
+    /// Cuts the slice into slices of `max_length` tokens and a shorter last one.
     pub(crate) fn chunks(self, max_length: usize) -> impl Iterator<Item = Self> {
         let end = self.start + self.len;
         (self.start..end).step_by(max_length).map(move |start| Self {
@@ -52,7 +52,7 @@ impl SampleSlice {
     }
 }
 
-/// One sequence's tokens, still in the store.
+/// A view of one sequence's tokens in the store.
 #[derive(Clone)]
 pub struct SampleRef<'a> {
     store: &'a TokenStore,
@@ -60,74 +60,74 @@ pub struct SampleRef<'a> {
 }
 
 impl SampleRef<'_> {
-    /// DatasetCounts the tokens.
+    /// Counts the tokens.
     pub fn len(&self) -> usize {
         self.span.len()
     }
 
-    /// Whether there are no tokens.
+    /// Returns true if there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.span.is_empty()
     }
 
-    /// The token ids.
+    /// Returns the token ids.
     pub fn ids(&self) -> impl ExactSizeIterator<Item = u32> + '_ {
         self.store.ids(self.span.clone())
     }
 
-    /// For each token, whether the model must learn to predict it.
+    /// Returns a flag for each token: true if it is a target.
     pub fn is_target(&self) -> impl ExactSizeIterator<Item = bool> + '_ {
         self.span.clone().map(|token| self.store.is_target(token))
     }
 
-    /// Returns true if any token is learned.
+    /// Returns true if any token is a target.
     pub fn has_targets(&self) -> bool {
         self.is_target().skip(1).any(|is_target| is_target)
     }
 
-    /// DatasetCounts the tokens that are learned. The first has nothing before it to predict it from.
+    /// Counts the targets. The first token is never one: no token precedes it.
     pub fn n_targets(&self) -> usize {
         self.is_target().skip(1).filter(|is_target| *is_target).count()
     }
 }
 
 impl Dataset {
-    /// DatasetCounts the sequences.
+    /// Counts the sequences.
     pub fn len(&self) -> usize {
         self.slices.len()
     }
 
-    /// Whether there are no sequences.
+    /// Returns true if there are no sequences.
     pub fn is_empty(&self) -> bool {
         self.slices.is_empty()
     }
 
-    /// The sequence at `index`.
+    /// Returns the sequence at `index`.
     pub fn get(&self, index: usize) -> SampleRef<'_> {
         self.sequence(&self.slices[index])
     }
 
-    /// DatasetCounts the tokens of the sequence at `index`.
+    /// Counts the tokens of the sequence at `index`.
     pub fn length(&self, index: usize) -> usize {
         self.slices[index].len as usize
     }
 
-    /// Says which row of which file the sequence at `index` was made of: `train.jsonl:17`.
+    /// Returns the file and row of the sequence at `index`: `train.jsonl:17`.
     pub fn locate(&self, index: usize) -> String {
         self.locate_sample(self.slices[index].sample as usize)
     }
 
-    /// DatasetCounts the tokens of all sequences.
+    /// Counts the tokens of all sequences.
     pub fn n_tokens(&self) -> u64 {
         self.slices.iter().map(|slice| u64::from(slice.len)).sum()
     }
 
-    /// The id that padding has.
+    /// Returns the id of the pad token.
     pub fn pad_id(&self) -> u32 {
         self.pad_id
     }
 
-    /// Changes whenever the sequences do.
+    /// Returns a text that changes whenever the samples do.
     pub(crate) fn identity(&self) -> &str {
         &self.identity
     }
@@ -138,13 +138,13 @@ impl Dataset {
 }
 
 impl Dataset {
-    /// All samples of all sources, each a sequence.
+    /// Creates a data set of all samples of all sources, each a sequence.
     pub(crate) fn new(sources: Vec<TokenizedSource>, pad_id: u32) -> Self {
         let n_samples = sources.iter().map(|source| source.store.len()).sum();
         Self::choose(sources, super::order::identity(n_samples), pad_id)
     }
 
-    /// Some samples of all sources, each a sequence.
+    /// Creates a data set of some samples of all sources, each a sequence.
     pub(crate) fn choose(sources: Vec<TokenizedSource>, samples: Vec<u32>, pad_id: u32) -> Self {
         let identity = sources.iter().map(|source| source.key.as_str()).collect::<Vec<_>>().join(" ");
         let mut dataset = Self { sources, samples, slices: Vec::new(), fixed_rows: None, pad_id, identity };
@@ -152,24 +152,24 @@ impl Dataset {
         dataset
     }
 
-    /// The same samples cut in another way.
+    /// Replaces the sequences by these slices.
     pub(crate) fn with_slices(self, slices: Vec<SampleSlice>, fixed_rows: Option<Vec<usize>>) -> Self {
         Self { slices, fixed_rows, ..self }
     }
 
-    /// Returns the oddities of a sample.
+    /// Returns the warnings of a sample.
     pub(crate) fn sample_warnings(&self, sample: usize) -> SampleWarnings {
         let (source, local) = self.find(sample);
         source.store.sample_warnings(local)
     }
 
-    /// The row that a sample was made of.
+    /// Returns the row of a sample.
     pub(crate) fn row_of_sample(&self, sample: usize) -> Result<Row, SourceError> {
         let (source, local) = self.find(sample);
         source.rows.row(source.store.row(local))
     }
 
-    /// The tokens of a slice.
+    /// Returns a view of the tokens of a slice.
     pub(crate) fn sequence(&self, slice: &SampleSlice) -> SampleRef<'_> {
         let (source, local) = self.find(slice.sample as usize);
         let start = source.store.span(local).start + slice.start as usize;
@@ -207,7 +207,7 @@ impl Dataset {
                 None => return (source, local),
             }
         }
-        unreachable!("the chosen samples are those of the sources")
+        unreachable!("sample indices are in bounds")
     }
 }
 

@@ -1,4 +1,4 @@
-//! Data that would teach nothing, or something unwanted, are refused before the first step.
+//! Checks of a data set before the first step: targets, end-of-turn tokens, and BOS tokens.
 
 use candlewick_text::render::Sample;
 use candlewick_text::tokenizer::Tokenizer;
@@ -9,7 +9,7 @@ use super::plan::DataKind;
 use super::token_stats::DatasetCounts;
 use super::warnings::count_roles;
 
-/// What is checked, and what it is for.
+/// A data set with the facts that its checks need.
 pub(crate) struct DatasetCheck<'a> {
     pub(crate) dataset: &'a Dataset,
     pub(crate) counts: &'a DatasetCounts,
@@ -18,24 +18,24 @@ pub(crate) struct DatasetCheck<'a> {
 }
 
 impl DatasetCheck<'_> {
-    /// Refuses training data; says what is odd about those that are accepted.
+    /// Checks training data. Returns notes about accepted data.
     pub(crate) fn train(&self) -> Result<Vec<String>, DataError> {
         self.common("training")?;
         let mut notes = Vec::new();
         match self.kind {
             DataKind::Sft => {
                 self.end_is_a_target()?;
-                notes.extend(self.other_end());
+                notes.extend(self.end_is_not_eos());
             }
             DataKind::Causal if self.tokenizer.eos_ids().is_empty() => {
-                notes.push("the tokenizer has no end-of-text token: texts are not told apart".into());
+                notes.push("the tokenizer has no end-of-text token, so nothing separates texts".into());
             }
             DataKind::Causal => {}
         }
         Ok(notes)
     }
 
-    /// Refuses evaluation data.
+    /// Checks evaluation data.
     pub(crate) fn eval(&self) -> Result<(), DataError> {
         self.common("evaluation")
     }
@@ -43,7 +43,7 @@ impl DatasetCheck<'_> {
     fn common(&self, which: &'static str) -> Result<(), DataError> {
         let DatasetCounts { read, kept, dropped, without_targets, .. } = *self.counts;
         if kept.tokens == 0 && without_targets.samples > 0 {
-            let (n_tokens, place, fix) = (read.tokens, self.dataset.locate_sample(0), self.what_to_learn());
+            let (n_tokens, place, fix) = (read.tokens, self.dataset.locate_sample(0), self.targets_advice());
             return Err(DataError::NothingSupervised { which, n_tokens, place, fix });
         }
         if kept.tokens == 0 {
@@ -54,7 +54,7 @@ impl DatasetCheck<'_> {
     }
 
     /// Returns the advice for data without targets.
-    fn what_to_learn(&self) -> String {
+    fn targets_advice(&self) -> String {
         let roles = count_roles(self.dataset, 0..self.dataset.n_samples());
         match self.kind {
             DataKind::Causal => "Every text is shorter than two tokens: check the column".into(),
@@ -86,7 +86,7 @@ impl DatasetCheck<'_> {
     }
 
     fn end_is_a_target(&self) -> Result<(), DataError> {
-        if self.learned().any(|sample| sample.has_eos_target(self.tokenizer)) {
+        if self.samples_with_targets().any(|sample| sample.has_eos_target(self.tokenizer)) {
             return Ok(());
         }
         let tokens: Vec<String> = self.ends().map(|text| format!("{text:?}")).collect();
@@ -99,24 +99,25 @@ impl DatasetCheck<'_> {
         })
     }
 
-    /// Speaks up if turns end, but not with what the tokenizer calls the end.
-    fn other_end(&self) -> Option<String> {
+    /// Returns a note if turns end with another special token than the tokenizer's EOS.
+    fn end_is_not_eos(&self) -> Option<String> {
         let eos_ids = self.tokenizer.eos_ids();
-        let is_end =
-            |sample: Sample| sample.ids.iter().zip(&sample.is_target).any(|(id, learn)| *learn && eos_ids.contains(id));
-        if self.learned().any(is_end) {
+        let is_end = |sample: Sample| {
+            sample.ids.iter().zip(&sample.is_target).any(|(id, is_target)| *is_target && eos_ids.contains(id))
+        };
+        if self.samples_with_targets().any(is_end) {
             return None;
         }
         let ends: Vec<String> = self.ends().collect();
         Some(format!(
-            "turns end with a special token that is not the tokenizer's end ({}): generation must be \
-             told to stop there",
+            "turns end with a special token that is not the tokenizer's eos_token ({}): add it to the stop \
+             tokens of generation",
             ends.join(", ")
         ))
     }
 
-    /// The sequences with what is learned of them: never the first token.
-    fn learned(&self) -> impl Iterator<Item = Sample> + '_ {
+    /// Returns the sequences with their targets. The first token is never a target.
+    fn samples_with_targets(&self) -> impl Iterator<Item = Sample> + '_ {
         (0..self.dataset.len()).map(|index| {
             let sample = self.dataset.get(index);
             let mut is_target: Vec<bool> = sample.is_target().collect();

@@ -10,7 +10,7 @@ use super::dataset::{Dataset, TokenizedSource};
 use super::plan::{DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Truncation, UnrenderedToolCalls};
 use super::token_store::{TokenStore, TokenStoreWriter};
 
-/// Rows that only know where they stand.
+/// Empty rows with a file and line each.
 pub(crate) struct FixtureRows(pub(crate) usize);
 
 impl RowSource for FixtureRows {
@@ -25,7 +25,7 @@ impl RowSource for FixtureRows {
     }
 }
 
-/// A data set of these ids and targets.
+/// Returns a data set of these ids and loss masks.
 pub(crate) fn dataset(samples: &[(Vec<u32>, Vec<bool>)]) -> Dataset {
     let folder = tempfile::tempdir().unwrap();
     let mut writer = TokenStoreWriter::create(folder.path()).unwrap();
@@ -39,7 +39,7 @@ pub(crate) fn dataset(samples: &[(Vec<u32>, Vec<bool>)]) -> Dataset {
     Dataset::new(vec![source], 0)
 }
 
-/// Samples of these lengths. Every id occurs once; two of three are targets.
+/// Returns samples of these lengths. Every id occurs once; two of three are targets.
 pub(crate) fn of_lengths(lengths: &[usize]) -> Dataset {
     let mut id = 0;
     let mut sample = |n: usize| {
@@ -51,7 +51,7 @@ pub(crate) fn of_lengths(lengths: &[usize]) -> Dataset {
     dataset(&lengths.iter().map(|&n| sample(n)).collect::<Vec<_>>())
 }
 
-/// One epoch, one row a step, no packing, rows of up to 32 tokens.
+/// Returns a plan with one epoch, one row a step, no packing, and rows of up to 32 tokens.
 pub(crate) fn plan() -> DataPlan {
     DataPlan {
         kind: DataKind::Sft,

@@ -1,4 +1,4 @@
-//! The steps of a run, one after another, from any point on.
+//! The data loaders of training and evaluation. A training loader resumes at any step.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,22 +12,22 @@ use super::plan::{DataPlan, Horizon, SourcePlan};
 use super::rows::{EpochRows, PackingStats, epoch_rows, eval_rows, n_steps};
 use super::token_stats::TrainedCounts;
 
-/// Where a run stands in its data. All there is to save, and all there is to restore.
+/// The position of a run in its data: the complete state of a loader.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Cursor {
-    /// The pass over the data.
+    /// The epoch.
     pub epoch: usize,
-    /// The steps of this epoch that are done.
+    /// The finished steps of this epoch.
     pub step_in_epoch: usize,
-    /// All steps that are done.
+    /// All finished steps.
     pub step: usize,
-    /// What they held.
+    /// The token counts of the finished steps.
     pub seen: TrainedCounts,
-    /// What the order of the steps depends on. Empty at the start of a run.
+    /// The settings that the order of the steps depends on. Empty at the start of a run.
     pub made_with: BTreeMap<String, String>,
 }
 
-/// The steps of training.
+/// The data loader of training.
 #[derive(Debug)]
 pub struct TrainLoader {
     dataset: Arc<Dataset>,
@@ -38,7 +38,7 @@ pub struct TrainLoader {
 }
 
 impl TrainLoader {
-    /// Continues at `cursor`, or begins at its default.
+    /// Creates a loader that continues at `cursor`. The default cursor is the start of a run.
     pub fn new(dataset: Arc<Dataset>, plan: DataPlan, cursor: Cursor) -> Result<Self, DataError> {
         let made_with = made_with(&dataset, &plan);
         check_unchanged(&cursor.made_with, &made_with, &plan.sources)?;
@@ -48,7 +48,7 @@ impl TrainLoader {
         Ok(Self { dataset, plan, cursor, rows, total_steps })
     }
 
-    /// Makes the next step; `None` at the horizon.
+    /// Returns the next global batch; `None` at the horizon.
     pub fn next_step(&mut self) -> Option<GlobalBatch> {
         if self.cursor.step >= self.total_steps {
             return None;
@@ -60,37 +60,37 @@ impl TrainLoader {
         Some(step)
     }
 
-    /// Where the next step stands.
+    /// Returns the position of the next step.
     pub fn cursor(&self) -> &Cursor {
         &self.cursor
     }
 
-    /// DatasetCounts the steps of the whole run, those that are done included.
+    /// Counts the steps of the whole run, finished ones included.
     pub fn total_steps(&self) -> usize {
         self.total_steps
     }
 
-    /// DatasetCounts the rows of the epoch that the next step belongs to.
+    /// Counts the rows of the next step's epoch.
     pub fn rows_in_epoch(&self) -> usize {
         self.rows.len()
     }
 
-    /// DatasetCounts the steps of the epoch that the next step belongs to.
+    /// Counts the steps of the next step's epoch.
     pub fn steps_in_epoch(&self) -> usize {
         n_steps(self.rows.len(), &self.plan)
     }
 
-    /// The passes over the data that are done, in fractions.
+    /// Returns the number of finished epochs, with a fraction.
     pub fn epochs_done(&self) -> f64 {
         self.cursor.epoch as f64 + self.cursor.step_in_epoch as f64 / self.steps_in_epoch() as f64
     }
 
-    /// How full the rows of this epoch are.
-    pub fn fill(&self) -> PackingStats {
+    /// Returns the packing efficiency of this epoch.
+    pub fn packing_stats(&self) -> PackingStats {
         PackingStats::of(&self.rows, &self.dataset, self.plan.max_length)
     }
 
-    /// What is read.
+    /// Returns the data set.
     pub fn dataset(&self) -> &Arc<Dataset> {
         &self.dataset
     }
@@ -122,7 +122,7 @@ impl TrainLoader {
         }
     }
 
-    /// EpochRows that `drop_last` leaves out.
+    /// Counts the rows that `drop_last` drops.
     fn count_left_over(&mut self) {
         for row in self.steps_in_epoch() * self.plan.rows_per_step()..self.rows.len() {
             for &sequence in self.rows.row(row) {
@@ -132,7 +132,7 @@ impl TrainLoader {
     }
 }
 
-/// Every sequence of an evaluation once, as they stand in the data; the last batch may be short.
+/// The data loader of an evaluation: every sequence once, in the order of the data. The last batch may be short.
 #[derive(Debug)]
 pub struct EvalLoader {
     dataset: Arc<Dataset>,
@@ -142,13 +142,13 @@ pub struct EvalLoader {
 }
 
 impl EvalLoader {
-    /// Begins at the first sequence.
+    /// Creates a loader at the first sequence.
     pub fn new(dataset: Arc<Dataset>, plan: &DataPlan) -> Self {
         let rows = eval_rows(&dataset, plan);
         Self { dataset, plan: plan.clone(), rows, next_row: 0 }
     }
 
-    /// DatasetCounts the batches.
+    /// Counts the batches.
     pub fn n_batches(&self) -> usize {
         self.rows.len().div_ceil(self.plan.micro_batch_size)
     }
@@ -175,7 +175,7 @@ fn total_steps(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows) -> Result<u
     }
     Ok(match plan.horizon {
         Horizon::Steps(steps) => steps,
-        // Only whole samples are packed anew each epoch, into more rows or fewer.
+        // Each epoch packs whole samples anew, so its number of rows varies.
         Horizon::Epochs(epochs) if plan.packing == super::Packing::Fit => {
             let steps = |epoch| n_steps(epoch_rows(dataset, plan, epoch).len(), plan);
             (0..epochs).map(steps).sum()
@@ -184,7 +184,7 @@ fn total_steps(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows) -> Result<u
     })
 }
 
-/// What the order of the steps depends on. EpochRows of a step may be split into other micro-batches.
+/// Returns the settings that the order of the steps depends on. The number of micro-batches of a step may change.
 fn made_with(dataset: &Dataset, plan: &DataPlan) -> BTreeMap<String, String> {
     let facts: [(&str, String); 12] = [
         ("the data", dataset.identity().to_owned()),
@@ -219,11 +219,11 @@ fn check_unchanged(
     if changed.is_empty() { Ok(()) } else { Err(DataError::Changed { changed: changed.join("; ") }) }
 }
 
-/// Names the sources whose rows are others now. `then` and `now` have a key for each source.
+/// Names the sources whose rows changed. `then` and `now` have a key for each source.
 fn changed_sources(then: &str, now: &str, sources: &[SourcePlan]) -> String {
     let (then, now): (Vec<&str>, Vec<&str>) = (then.split(' ').collect(), now.split(' ').collect());
     if then.len() != now.len() {
-        return format!("the data changed: {} sources then, {} now", then.len(), now.len());
+        return format!("the data changed: {} sources before, {} now", then.len(), now.len());
     }
     let pairs = then.iter().zip(&now).zip(sources);
     let names = pairs.filter(|((then, now), _)| then != now).map(|(_, source)| source.name_or_path.as_str());

@@ -1,8 +1,8 @@
-//! Rows of data become steps of tokens.
+//! The data pipeline: rows of data sets to global batches of tokens.
 //!
-//! [`DataPlan`] says what is wanted. [`prepare`] reads, renders and caches it once, refuses what
-//! cannot teach anything, and counts every token in a [`TokenStats`]. [`TrainLoader`] is then a pure function
-//! of the plan, the data set and a [`Cursor`]: restoring the cursor resumes the run.
+//! [`DataPlan`] has the settings. [`prepare`] reads, renders, tokenizes and caches the data once, refuses data without
+//! targets, and counts every token in [`TokenStats`]. [`TrainLoader`] is a pure function of the plan, the data set and
+//! a [`Cursor`]: restoring the cursor resumes the run.
 
 mod batch;
 mod cache;

@@ -1,15 +1,15 @@
-//! Which samples share a row.
+//! Sample packing: several samples in a row.
 
 use std::collections::BTreeSet;
 
 use super::dataset::SampleSlice;
 
-/// Samples that are packed together. Packing a whole data set at once would put the same lengths
-/// together in every epoch; a window this wide loses less than a row of each window.
+/// The number of samples that are packed together. Packing a whole data set at once would combine the same lengths in
+/// every epoch. A window of this size wastes less than one row each.
 pub(crate) const WINDOW: usize = 8192;
 
-/// Packs whole sequences into rows of at most `max_length`, best fit decreasing in windows of
-/// `order`. Every row lists its sequences in the order of `order`.
+/// Packs whole sequences into rows of at most `max_length` tokens: best-fit decreasing in windows of `order`. Each row
+/// lists its sequences in the order of `order`.
 pub(crate) fn fit(
     order: &[u32],
     length: impl Fn(u32) -> usize,
@@ -23,7 +23,7 @@ fn fit_window(window: &[u32], length: &impl Fn(u32) -> usize, max_length: usize)
     let mut by_length: Vec<usize> = (0..window.len()).collect();
     by_length.sort_by_key(|&i| std::cmp::Reverse(length(window[i])));
     let mut bins: Vec<Vec<usize>> = Vec::new();
-    // Free tokens and the bin that has them; bins that are full are not here.
+    // The free tokens and the index of each bin that is not full.
     let mut open: BTreeSet<(usize, usize)> = BTreeSet::new();
     for item in by_length {
         let needed = length(window[item]);
@@ -43,9 +43,9 @@ fn fit_window(window: &[u32], length: &impl Fn(u32) -> usize, max_length: usize)
     bins.into_iter().map(|bin| bin.into_iter().map(|item| window[item]).collect()).collect()
 }
 
-/// Rows of exactly `max_length`, and a shorter last one if something remains: the long samples
-/// are sliced, the rests and the short ones fill rows one after another and are cut where a row
-/// ends. Returns the slices and where each row ends among them.
+/// Packs samples into rows of exactly `max_length` tokens and a shorter last row. Slices of `max_length` tokens get rows
+/// of their own. Shorter slices fill rows one after another and are cut at the end of a row. Returns the slices and the
+/// end of each row among them.
 pub(crate) fn exact(samples: impl Iterator<Item = SampleSlice>, max_length: usize) -> (Vec<SampleSlice>, Vec<usize>) {
     let (mut slices, mut ends) = (Vec::new(), Vec::new());
     let mut rest: Vec<SampleSlice> = Vec::new();
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_fit_is_found() {
+    fn sequences_go_into_the_fullest_row_that_fits() {
         assert_eq!(packed(&[6, 5, 5, 4], 10, 8), [vec![0, 3], vec![1, 2]]);
         assert_eq!(packed(&[3, 10, 7], 10, 8), [vec![0, 2], vec![1]]);
         assert_eq!(packed(&[], 10, 8), Vec::<Vec<u32>>::new());
@@ -111,16 +111,16 @@ mod tests {
     }
 
     #[test]
-    fn long_samples_are_sliced_and_the_rests_share_rows() {
+    fn long_samples_are_sliced_and_their_remainders_share_rows() {
         let (slices, ends) = cut(&[9, 2, 3], 4);
         let shown: Vec<_> = slices.iter().map(|p| (p.sample, p.start, p.len)).collect();
-        // Two slices of the first; its rest, the second and the head of the third; what remains.
+        // Rows: two slices of the first sample; its remainder, the second and the start of the third; the remainder.
         assert_eq!(shown, [(0, 0, 4), (0, 4, 4), (0, 8, 1), (1, 0, 2), (2, 0, 1), (2, 1, 2)]);
         assert_eq!(ends, [1, 2, 5, 6]);
     }
 
     #[test]
-    fn a_window_of_short_samples_is_nearly_full() {
+    fn a_window_of_short_samples_fills_its_rows() {
         let lengths: Vec<usize> = (0..WINDOW).map(|i| 20 + i * 7919 % 700).collect();
         let n_rows = packed(&lengths, 2048, WINDOW).len();
         let full = lengths.iter().sum::<usize>() as f64 / (n_rows * 2048) as f64;
@@ -129,7 +129,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn fitting_keeps_every_sample_once_and_never_overfills(
+        fn packing_keeps_every_sequence_once_within_max_length(
             lengths in prop::collection::vec(1..=32usize, 0..200), window in 1..64usize,
         ) {
             let rows = packed(&lengths, 32, window);
@@ -143,7 +143,7 @@ mod tests {
         }
 
         #[test]
-        fn cutting_keeps_every_token_once_and_fills_every_row_but_the_last(
+        fn exact_packing_keeps_every_token_once_and_fills_every_row_but_the_last(
             lengths in prop::collection::vec(0..100u32, 0..60), max_length in 1..40usize,
         ) {
             let (slices, ends) = cut(&lengths, max_length);

@@ -1,4 +1,4 @@
-//! From a plan to data sets that can be trained on: read, render, cut, count, refuse.
+//! Preparation of the data sets of a plan: reading, rendering, truncation, token counts and checks.
 
 use std::sync::Arc;
 
@@ -19,21 +19,21 @@ use super::token_stats::{DatasetCounts, TokenStats};
 use super::truncation::apply_truncation;
 use super::warnings::SampleWarningReport;
 
-/// What a run reads.
+/// The prepared data of a run.
 #[derive(Debug)]
 pub struct PreparedData {
-    /// What is trained on.
+    /// The training data.
     pub train: Arc<Dataset>,
-    /// What is evaluated on, if anything.
+    /// The evaluation data, if there are any.
     pub eval: Option<Arc<Dataset>>,
-    /// Where every token went.
+    /// The token statistics.
     pub token_stats: TokenStats,
-    /// What a person should know: detected formats, cache hits, fill, oddities. A line each.
+    /// Notes for the user, one line each: detected formats, cache hits, packing, warnings.
     pub notes: Vec<String>,
 }
 
-/// Reads and renders the sources (or their tokens from the cache), and refuses data that cannot be
-/// trained on. Touches no device. `template` is needed for chats; it is given the plan's variables.
+/// Reads the sources and renders them, or takes their tokens from the cache, and refuses data that cannot be trained on.
+/// It uses no device. Chats need a `template`, which gets the plan's variables.
 pub fn prepare(
     plan: &DataPlan,
     tokenizer: &Tokenizer,
@@ -54,7 +54,7 @@ pub fn prepare(
     for source in &eval {
         if train.iter().any(|other| other.key == source.key) {
             let place = source.rows.locate(0);
-            notes.push(format!("the evaluation data that begin at {place} are training data, row by row"));
+            notes.push(format!("the evaluation data that begin at {place} equal training data, row by row"));
         }
     }
     let pad_id = tokenizer.pad().map_or(0, |pad| pad.id);
@@ -89,7 +89,7 @@ pub fn prepare(
     Ok(PreparedData { train: Arc::new(train), eval: eval.map(Arc::new), token_stats, notes })
 }
 
-/// No more threads than there are cores: they only compute.
+/// Starts the tokenizer threads, at most one a core.
 fn threads(plan: &DataPlan) -> Result<rayon::ThreadPool, DataError> {
     let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
     let n_threads = plan.num_proc.clamp(1, n_cores);
@@ -111,13 +111,13 @@ fn tokenize(
     if u32::try_from(n_samples).is_err() {
         return Err(DataError::Plan {
             name: "the data".into(),
-            problem: format!("{n_samples} samples are too many for one run; take part of them with sample_count"),
+            problem: format!("{n_samples} samples exceed the limit of 2^32 - 1; select fewer with sample_count"),
         });
     }
     Ok(tokenized)
 }
 
-/// Holds out a share of the training samples, unless there are evaluation sources.
+/// Holds out a fraction of the training samples, unless there are evaluation sources.
 fn split(
     plan: &DataPlan,
     train: Vec<TokenizedSource>,
@@ -132,7 +132,7 @@ fn split(
         return Ok((Dataset::new(train, pad_id), None));
     }
     if n_samples < 2 {
-        let problem = format!("there is nothing to hold out of {n_samples} samples; name eval_sources");
+        let problem = format!("{n_samples} samples are too few to hold any out; set eval_sources");
         return Err(DataError::Plan { name: "data.train_eval_split".into(), problem });
     }
     let n_eval = (plan.eval_fraction * n_samples as f64).round() as usize;

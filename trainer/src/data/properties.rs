@@ -1,4 +1,4 @@
-//! What holds for every plan and every data set, proved on random ones.
+//! Property tests: invariants of random plans on random data sets.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ fn batches(steps: &[GlobalBatch]) -> impl Iterator<Item = &Batch> {
     steps.iter().flat_map(|step| &step.micro_batches)
 }
 
-/// How often each token is followed by each target.
+/// Counts the pairs of token and target.
 fn pairs(steps: &[GlobalBatch]) -> BTreeMap<(u32, i64), usize> {
     let mut pairs = BTreeMap::new();
     for batch in batches(steps) {
@@ -51,7 +51,7 @@ fn counted<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeMap<T, usize> {
     counts
 }
 
-/// The last sample has targets, whatever the others have.
+/// Generates sample lengths. The last sample always has targets.
 fn lengths() -> impl Strategy<Value = Vec<usize>> {
     prop::collection::vec(1..=32usize, 1..60).prop_map(|lengths| [lengths, vec![5]].concat())
 }
@@ -96,7 +96,7 @@ fn check_batch(batch: &Batch, dataset: &Dataset, plan: &DataPlan) -> Result<(), 
     prop_assert_eq!(n_targets, batch.n_targets);
     let n_tokens: usize = batch.samples.iter().map(|&i| dataset.length(i)).sum();
     prop_assert_eq!(n_tokens, batch.n_tokens);
-    // Every id of the fixture occurs once and is followed by the next one.
+    // In the fixture each id occurs once and id + 1 follows it.
     let targets = batch.ids.iter().zip(&batch.targets).filter(|(_, t)| **t != IGNORE_INDEX);
     for (id, target) in targets {
         prop_assert_eq!(i64::from(*id) + 1, *target);
@@ -107,7 +107,7 @@ fn check_batch(batch: &Batch, dataset: &Dataset, plan: &DataPlan) -> Result<(), 
 
 proptest! {
     #[test]
-    fn a_batch_agrees_with_itself(lengths in lengths(), plan in plans()) {
+    fn the_fields_of_a_batch_are_consistent(lengths in lengths(), plan in plans()) {
         let dataset = apply_truncation(of_lengths(&lengths), &plan, plan.drop_last).unwrap();
         let dataset = Arc::new(dataset);
         let Ok(mut stream) = TrainLoader::new(dataset.clone(), plan.clone(), Cursor::default()) else {
@@ -127,7 +127,7 @@ proptest! {
     }
 
     #[test]
-    fn every_sequence_comes_once_an_epoch(lengths in lengths(), plan in plans()) {
+    fn an_epoch_has_every_sequence_once(lengths in lengths(), plan in plans()) {
         let plan = DataPlan { drop_last: false, min_iterations: 0, ..plan };
         let Horizon::Epochs(epochs) = plan.horizon else { unreachable!() };
         let mut stream = stream(&lengths, &plan);
@@ -140,7 +140,7 @@ proptest! {
     }
 
     #[test]
-    fn what_drop_last_leaves_out_is_counted(lengths in lengths(), plan in plans()) {
+    fn rows_that_drop_last_drops_are_counted(lengths in lengths(), plan in plans()) {
         let plan = DataPlan { drop_last: true, min_iterations: 0, ..plan };
         let Horizon::Epochs(epochs) = plan.horizon else { unreachable!() };
         let dataset = Arc::new(apply_truncation(of_lengths(&lengths), &plan, true).unwrap());
@@ -156,7 +156,7 @@ proptest! {
     }
 
     #[test]
-    fn a_run_resumes_where_it_was(lengths in lengths(), plan in plans(), at in 0..40usize) {
+    fn a_resumed_run_has_the_same_batches(lengths in lengths(), plan in plans(), at in 0..40usize) {
         let dataset = Arc::new(apply_truncation(of_lengths(&lengths), &plan, plan.drop_last).unwrap());
         let begin = |cursor| TrainLoader::new(dataset.clone(), plan.clone(), cursor);
         let Ok(mut whole) = begin(Cursor::default()) else { return Ok(()) };
@@ -200,7 +200,7 @@ proptest! {
     }
 
     #[test]
-    fn rows_batches_and_packs_teach_the_same(lengths in lengths(), seed in 0..9u64) {
+    fn batch_sizes_padding_and_packing_have_the_same_targets(lengths in lengths(), seed in 0..9u64) {
         let plan = |micro_batch_size, gradient_accumulation_steps, packing, padding| DataPlan {
             micro_batch_size, gradient_accumulation_steps, packing, padding, seed, ..plan()
         };
@@ -217,7 +217,7 @@ proptest! {
     }
 
     #[test]
-    fn an_evaluation_reads_everything_once_in_order(lengths in lengths(), plan in plans()) {
+    fn an_evaluation_reads_every_sequence_once_in_order(lengths in lengths(), plan in plans()) {
         let dataset = Arc::new(apply_truncation(of_lengths(&lengths), &plan, false).unwrap());
         let stream = EvalLoader::new(dataset.clone(), &plan);
         let n_batches = stream.n_batches();
@@ -230,7 +230,7 @@ proptest! {
 }
 
 #[test]
-fn a_step_of_several_micro_batches_holds_the_rows_of_one() {
+fn gradient_accumulation_keeps_the_rows_of_a_step() {
     let plan = |micro_batch_size, gradient_accumulation_steps| DataPlan {
         micro_batch_size,
         gradient_accumulation_steps,
@@ -246,7 +246,7 @@ fn a_step_of_several_micro_batches_holds_the_rows_of_one() {
 }
 
 #[test]
-fn epochs_differ_and_sequential_ones_do_not() {
+fn shuffled_epochs_differ_and_sequential_epochs_do_not() {
     let order = |order| {
         let plan = DataPlan { order, horizon: Horizon::Epochs(2), ..plan() };
         let steps = steps(&[3; 16], &plan);
@@ -259,7 +259,7 @@ fn epochs_differ_and_sequential_ones_do_not() {
 }
 
 #[test]
-fn the_longest_rows_come_first_once() {
+fn the_longest_rows_come_first_in_the_first_epoch_only() {
     let lengths = [3, 30, 4, 31, 5, 9, 2, 6];
     let plan = DataPlan { order: RowOrder::LongestFirst, micro_batch_size: 2, horizon: Horizon::Epochs(3), ..plan() };
     let steps = steps(&lengths, &plan);
@@ -280,7 +280,7 @@ fn a_short_last_step_is_kept_or_dropped() {
 }
 
 #[test]
-fn a_horizon_in_steps_takes_as_many_epochs_as_it_needs() {
+fn a_horizon_in_steps_repeats_epochs() {
     let plan = DataPlan { horizon: Horizon::Steps(7), ..plan() };
     let steps = steps(&[4; 3], &plan);
     let epochs: Vec<usize> = steps.iter().map(|step| step.epoch).collect();
@@ -288,7 +288,7 @@ fn a_horizon_in_steps_takes_as_many_epochs_as_it_needs() {
 }
 
 #[test]
-fn an_epoch_repeats_until_it_has_enough_steps() {
+fn min_iterations_repeats_the_data_within_an_epoch() {
     let plan = DataPlan { min_iterations: 7, micro_batch_size: 2, ..plan() };
     let steps = steps(&[4; 5], &plan);
     assert_eq!(steps.len(), 8);
@@ -305,7 +305,7 @@ fn overfitting_repeats_the_first_step() {
 }
 
 #[test]
-fn padding_lengthens_the_last_sequence_and_teaches_nothing() {
+fn padding_lengthens_the_last_sequence_and_has_no_targets() {
     let plan = DataPlan { padding: Padding::Multiple(8), order: RowOrder::Sequential, ..plan() };
     let batch = &steps(&[5], &plan)[0].micro_batches[0];
     assert_eq!(batch.ids, [1, 2, 3, 4, 5, 0, 0, 0]);
@@ -316,7 +316,7 @@ fn padding_lengthens_the_last_sequence_and_teaches_nothing() {
 }
 
 #[test]
-fn padding_stops_at_the_longest_length() {
+fn padding_stops_at_max_length() {
     let plan = DataPlan { padding: Padding::Multiple(24), ..plan() };
     assert_eq!(steps(&[30], &plan)[0].micro_batches[0].ids.len(), 32);
 }
@@ -332,7 +332,7 @@ fn a_fused_pack_is_one_sequence() {
 }
 
 #[test]
-fn exact_rows_may_lose_the_last_one() {
+fn drop_last_drops_a_short_last_row_of_exact_packing() {
     let tokens = |drop_last| -> usize {
         let plan = DataPlan { packing: Packing::Exact, max_length: 8, drop_last, ..plan() };
         batches(&steps(&[11, 3, 9], &plan)).map(|batch| batch.n_tokens).sum()
@@ -341,7 +341,7 @@ fn exact_rows_may_lose_the_last_one() {
 }
 
 #[test]
-fn another_order_cannot_be_resumed() {
+fn a_changed_order_cannot_be_resumed() {
     let dataset = Arc::new(of_lengths(&[3; 9]));
     let first = TrainLoader::new(dataset.clone(), plan(), Cursor::default()).unwrap();
     let changed = DataPlan { seed: 7, micro_batch_size: 3, ..plan() };
@@ -349,7 +349,7 @@ fn another_order_cannot_be_resumed() {
     let message = error.to_string();
     assert!(message.contains("seed was 42, now 7"), "{message}");
     assert!(message.contains("rows a step was 1, now 3"), "{message}");
-    // Another horizon, padding or split of the step is welcome.
+    // The horizon, the padding and the number of micro-batches may change.
     let longer = DataPlan { horizon: Horizon::Epochs(4), padding: Padding::MaxLength, ..plan() };
     TrainLoader::new(dataset, longer, first.cursor().clone()).unwrap();
 }
@@ -362,16 +362,16 @@ fn fewer_rows_than_a_full_step_are_refused() {
 }
 
 #[test]
-fn overlong_samples_are_refused_with_the_three_longest() {
+fn long_samples_are_refused_with_the_three_longest() {
     let error = apply_truncation(of_lengths(&[40, 5, 90, 33, 70, 32]), &plan(), false).unwrap_err();
     let want = "fit 4 of 6 samples into max_length 32. The longest:\n  train.jsonl:3: 90 tokens\n  \
-                train.jsonl:5: 70 tokens\n  train.jsonl:1: 40 tokens\nraise `data.max_length` (to 90 \
-                for all of them), or set `data.truncation` to truncate, drop or split";
+                train.jsonl:5: 70 tokens\n  train.jsonl:1: 40 tokens\nraise `data.max_length` (90 \
+                fits all of them), or set `data.truncation` to truncate, drop or split";
     assert_eq!(error.to_string(), want);
 }
 
 #[test]
-fn overlong_samples_are_cut_left_out_or_split() {
+fn long_samples_are_truncated_dropped_or_split() {
     let lengths = |truncation| -> Vec<usize> {
         let dataset = apply_truncation(of_lengths(&[40, 5, 64]), &DataPlan { truncation, ..plan() }, false).unwrap();
         (0..dataset.len()).map(|index| dataset.length(index)).collect()

@@ -1,4 +1,4 @@
-//! Rows become samples, many at a time.
+//! Rendering: rows of a source to tokenized samples, on many threads.
 
 use candlewick_text::format::{DatasetType, Format};
 use candlewick_text::render::{
@@ -13,27 +13,27 @@ use super::DataError;
 use super::cache_key::{self, CacheKey};
 use super::plan::{DataKind, DataPlan};
 
-/// Rows rendered before they are written: what is held in memory at a time.
+/// Rows that are rendered in memory before they are written.
 const ROWS: usize = 1024;
 
-/// Renders documents as a plan says.
+/// Renders rows by a plan.
 pub(crate) struct Renderer<'a> {
     pub(crate) plan: &'a DataPlan,
     tokenizer: &'a Tokenizer,
     template: Option<ChatTemplate>,
-    /// Hashes, made once for all sources.
+    /// Hashes for the cache keys, computed once for all sources.
     tokenizer_key: String,
     template_key: String,
 }
 
 impl<'a> Renderer<'a> {
-    /// Gives the template the plan's variables.
+    /// Creates a renderer and sets the plan's variables in the template.
     pub(crate) fn new(plan: &'a DataPlan, tokenizer: &'a Tokenizer, template: Option<ChatTemplate>) -> Self {
-        let give = |template: ChatTemplate| {
+        let set_variables = |template: ChatTemplate| {
             let variables = plan.template_kwargs.iter();
             variables.fold(template, |template, (name, value)| template.with_variable(name, value.clone()))
         };
-        let template = template.map(give);
+        let template = template.map(set_variables);
         Self {
             plan,
             tokenizer,
@@ -50,7 +50,7 @@ impl<'a> Renderer<'a> {
         }
     }
 
-    /// Adds to a key all that decides what a document becomes.
+    /// Adds to a cache key every setting that changes the rendered tokens.
     pub(crate) fn add_to(&self, key: CacheKey) -> CacheKey {
         let key = key
             .with("the type", format!("{:?}", self.plan.kind))
@@ -67,16 +67,16 @@ impl<'a> Renderer<'a> {
         }
     }
 
-    /// Renders rows in their order and hands each to `keep`. Stops at the first that fails.
+    /// Renders rows in their order and passes each sample to `write`. Stops at the first error.
     pub(crate) fn render(
         &self,
         source: &dyn RowSource,
         format: &Format,
         rows: &[u32],
-        mut keep: impl FnMut(u32, &Sample) -> Result<(), DataError> + Send,
+        mut write: impl FnMut(u32, &Sample) -> Result<(), DataError> + Send,
     ) -> Result<(), DataError> {
-        let mut keep = |rendered: Vec<(u32, Result<Sample, DataError>)>| {
-            rendered.into_iter().try_for_each(|(row, sample)| keep(row, &sample?))
+        let mut write = |rendered: Vec<(u32, Result<Sample, DataError>)>| {
+            rendered.into_iter().try_for_each(|(row, sample)| write(row, &sample?))
         };
         let render = |chunk: &[u32]| {
             let rows = chunk.par_iter().map(|&row| (row, self.row(source, format, row as usize)));
@@ -84,12 +84,12 @@ impl<'a> Renderer<'a> {
         };
         let mut rendered = Vec::new();
         for chunk in rows.chunks(ROWS) {
-            // What was rendered is written while the next rows are.
-            let (kept, next) = rayon::join(|| keep(rendered), || render(chunk));
-            kept?;
+            // Writes the rendered rows while the next ones are rendered.
+            let (written, next) = rayon::join(|| write(rendered), || render(chunk));
+            written?;
             rendered = next;
         }
-        keep(rendered)
+        write(rendered)
     }
 
     fn row(&self, source: &dyn RowSource, format: &Format, row: usize) -> Result<Sample, DataError> {
@@ -98,15 +98,15 @@ impl<'a> Renderer<'a> {
         sample.map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })
     }
 
-    /// Refuses chats where no template can print them.
+    /// Refuses chats without a chat template.
     pub(crate) fn check(&self, name: &str, format: &Format) -> Result<(), DataError> {
         let is_chat = !matches!(format, Format::Text(_) | Format::PromptCompletion(_));
         if !is_chat || self.template.is_some() {
             return Ok(());
         }
         let problem = format!(
-            "its rows are chats ({}), but {} has no chat template; use the model's chat version, or put a \
-             chat_template.jinja beside the tokenizer",
+            "its rows are chats ({}), but {} has no chat template; use a chat version of the model, or put a \
+             chat_template.jinja next to its tokenizer",
             format.name(),
             self.tokenizer.directory().display()
         );

@@ -1,5 +1,5 @@
-//! The rows of one epoch, in order: which sequences each holds. A pure function of the plan, the data
-//! set and the epoch, so that nothing has to be stored to come back to it.
+//! The rows of one epoch: the sequences of each row, in order. They are a pure function of the plan, the data set and
+//! the epoch, so a resume needs no stored order.
 
 use std::fmt;
 use std::ops::Range;
@@ -11,25 +11,25 @@ use super::order::{RngPurpose, identity, permutation, seeded_rng, uniform};
 use super::pack;
 use super::plan::{DataPlan, Packing, RowOrder};
 
-/// EpochRows, each a list of sequences.
+/// Rows, each a list of sequences.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct EpochRows {
     sequences: Vec<u32>,
     ends: Vec<usize>,
-    /// EpochRows that are read as one sequence; empty if none is.
+    /// A flag for each row: true if its sequences form one sequence. Empty if none do.
     fused: Vec<bool>,
 }
 
-/// How well rows are filled.
+/// The packing efficiency of an epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct PackingStats {
-    /// EpochRows of an epoch.
+    /// The number of rows.
     pub rows: usize,
-    /// Sequences in them.
+    /// The number of sequences.
     pub sequences: usize,
-    /// Tokens in them.
+    /// The number of tokens.
     pub tokens: u64,
-    /// Tokens that would fit.
+    /// The number of tokens that fit into the rows.
     pub capacity: u64,
 }
 
@@ -42,7 +42,7 @@ impl EpochRows {
         self.ends.len()
     }
 
-    /// The sequences of one row.
+    /// Returns the sequences of one row.
     pub(crate) fn row(&self, row: usize) -> &[u32] {
         &self.sequences[self.span(row)]
     }
@@ -62,7 +62,7 @@ impl EpochRows {
     }
 }
 
-/// The rows of an epoch of training.
+/// Returns the rows of a training epoch.
 pub(crate) fn epoch_rows(dataset: &Dataset, plan: &DataPlan, epoch: usize) -> EpochRows {
     let mut rows = EpochRows::default();
     for pass in 0.. {
@@ -75,7 +75,7 @@ pub(crate) fn epoch_rows(dataset: &Dataset, plan: &DataPlan, epoch: usize) -> Ep
     rows
 }
 
-/// The rows of an evaluation: as they stand in the data.
+/// Returns the rows of an evaluation, in the order of the data.
 pub(crate) fn eval_rows(dataset: &Dataset, plan: &DataPlan) -> EpochRows {
     let plan = DataPlan { order: RowOrder::Sequential, ..plan.clone() };
     let mut rows = EpochRows::default();
@@ -83,7 +83,7 @@ pub(crate) fn eval_rows(dataset: &Dataset, plan: &DataPlan) -> EpochRows {
     rows
 }
 
-/// Steps that so many rows make.
+/// Returns the number of steps of `n_rows` rows.
 pub(crate) fn n_steps(n_rows: usize, plan: &DataPlan) -> usize {
     if plan.drop_last { n_rows / plan.rows_per_step() } else { n_rows.div_ceil(plan.rows_per_step()) }
 }
@@ -94,25 +94,25 @@ fn append_pass(rows: &mut EpochRows, dataset: &Dataset, plan: &DataPlan, epoch: 
         RowOrder::Shuffle | RowOrder::LongestFirst => permutation(n, seeded_rng(plan.seed, purpose, epoch, pass)),
     };
     let length = |i: u32| dataset.length(i as usize);
-    let made = match (plan.packing, dataset.fixed_rows()) {
+    let packed = match (plan.packing, dataset.fixed_rows()) {
         (_, Some(ends)) => EpochRows::of(identity(dataset.len()), ends.to_vec()),
         (Packing::Fit, None) => {
             let order = order(RngPurpose::Samples, dataset.len());
-            let mut made = EpochRows::default();
-            pack::fit(&order, length, plan.max_length, pack::WINDOW).for_each(|row| made.push(row));
-            made
+            let mut packed = EpochRows::default();
+            pack::fit(&order, length, plan.max_length, pack::WINDOW).for_each(|row| packed.push(row));
+            packed
         }
         (_, None) => EpochRows::of(identity(dataset.len()), (1..=dataset.len()).collect()),
     };
-    let mut row_order = order(RngPurpose::Rows, made.len());
+    let mut row_order = order(RngPurpose::Rows, packed.len());
     if plan.order == RowOrder::LongestFirst && (epoch, pass) == (0, 0) {
-        let n_tokens = |row: u32| made.row(row as usize).iter().map(|&i| length(i)).sum();
+        let n_tokens = |row: u32| packed.row(row as usize).iter().map(|&i| length(i)).sum();
         longest_first(&mut row_order, plan.rows_per_step(), n_tokens);
     }
-    row_order.iter().for_each(|&row| rows.push(made.row(row as usize).iter().copied()));
+    row_order.iter().for_each(|&row| rows.push(packed.row(row as usize).iter().copied()));
 }
 
-/// Moves the `n` longest rows to the front; the others keep their order.
+/// Moves the `n` longest rows to the front. The other rows keep their order.
 fn longest_first(rows: &mut Vec<u32>, n: usize, n_tokens: impl Fn(u32) -> usize) {
     let mut longest: Vec<usize> = (0..rows.len()).collect();
     longest.sort_by_key(|&i| std::cmp::Reverse(n_tokens(rows[i])));
@@ -141,8 +141,8 @@ impl PackingStats {
         }
     }
 
-    /// The share of the rows' room that holds tokens.
-    pub fn share(&self) -> f64 {
+    /// Returns the fraction of the capacity that holds tokens.
+    pub fn fraction_filled(&self) -> f64 {
         self.tokens as f64 / self.capacity.max(1) as f64
     }
 }
@@ -150,7 +150,7 @@ impl PackingStats {
 impl fmt::Display for PackingStats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { rows, sequences, tokens, capacity } = self;
-        let share = 100.0 * self.share();
-        write!(f, "{sequences} sequences in {rows} rows, {tokens} of {capacity} tokens ({share:.1} % full)")
+        let percent = 100.0 * self.fraction_filled();
+        write!(f, "{sequences} sequences in {rows} rows, {tokens} of {capacity} tokens ({percent:.1} % full)")
     }
 }

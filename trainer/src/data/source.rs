@@ -1,4 +1,4 @@
-//! One source's tokens: from the cache, or opened, understood, drawn from, rendered and kept.
+//! The tokens of one source: from the cache, or read, sampled, rendered and cached.
 
 use std::sync::Arc;
 
@@ -15,20 +15,20 @@ use super::plan::{DataKind, Sampling, SourcePlan};
 use super::render::Renderer;
 use super::token_store::TokenStore;
 
-/// What a source is for: which split is taken if none is named.
+/// The use of a source, which decides its default split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Split {
     Train,
     Eval,
 }
 
-/// Opens a source for a look at it: as training data would be, or where there is none of that split, as evaluation data.
+/// Opens a source for inspection: its training split, or else its evaluation split.
 pub fn open(plan: &SourcePlan, kind: DataKind, hub: &Hub) -> Result<Arc<dyn RowSource>, DataError> {
     let as_split = |split| Ok::<_, DataError>(hub.dataset(&request(plan, kind, split)?)?.into());
     as_split(Split::Train).or_else(|error| as_split(Split::Eval).map_err(|_| error))
 }
 
-/// What it takes to turn a source into tokens.
+/// Loads sources as tokens.
 pub(crate) struct SourceLoader<'a> {
     pub(crate) renderer: Renderer<'a>,
     pub(crate) cache: TokenCache,
@@ -36,7 +36,7 @@ pub(crate) struct SourceLoader<'a> {
 }
 
 impl SourceLoader<'_> {
-    /// A source's samples, rendered now or before.
+    /// Loads a source's samples from the cache, or renders and caches them.
     pub(crate) fn load(
         &self,
         plan: &SourcePlan,
@@ -85,7 +85,7 @@ impl SourceLoader<'_> {
                 .render(rows.source, &rows.format, &rows.rows, |row, sample| writer.push(row, sample).map_err(failed))
         })?;
         let n_tokens = store.n_tokens();
-        notes.push(format!("{name}: {n_tokens} tokens kept in {} ({why})", path.display()));
+        notes.push(format!("{name}: {n_tokens} tokens cached in {} ({why})", path.display()));
         Ok(store)
     }
 
@@ -101,7 +101,7 @@ impl SourceLoader<'_> {
     }
 }
 
-/// UncachedRows that are not in the cache.
+/// Rows that are not in the cache.
 struct UncachedRows<'a> {
     source: &'a dyn RowSource,
     format: Format,
@@ -121,7 +121,7 @@ fn request(plan: &SourcePlan, kind: DataKind, split: Split) -> Result<DatasetReq
     let mut request = DatasetRequest::parse(&plan.name_or_path, default_split)?;
     if let Some(split) = &plan.split {
         if !request.spec.parts.is_empty() {
-            let problem = "the split is named twice, behind the colon and in `split`; keep one".into();
+            let problem = "the split is set twice, after the colon and in `split`; keep one".into();
             return Err(DataError::Plan { name: plan.name_or_path.clone(), problem });
         }
         request.spec.parts = SplitSlice::parse_all(split)?;
@@ -145,12 +145,12 @@ fn request(plan: &SourcePlan, kind: DataKind, split: Split) -> Result<DatasetReq
     })
 }
 
-/// The rows that are used, in the order they are used.
+/// Returns the indices of the rows that are used, in their order of use.
 fn sample_rows(plan: &SourcePlan, n_rows: usize) -> Result<Vec<u32>, DataError> {
     let wrong = |problem| DataError::Plan { name: plan.name_or_path.clone(), problem };
     if u32::try_from(n_rows).is_err() {
         return Err(wrong(format!(
-            "{n_rows} rows are too many for one source; name a slice of them, as in name:train[:10%]"
+            "{n_rows} rows exceed the limit of 2^32 - 1; select a slice, as in name:train[:10%]"
         )));
     }
     let count = match plan.sampling {
@@ -159,10 +159,10 @@ fn sample_rows(plan: &SourcePlan, n_rows: usize) -> Result<Vec<u32>, DataError> 
         Sampling::Ratio(ratio) => (ratio * n_rows as f64) as usize,
     };
     if count > n_rows {
-        return Err(wrong(format!("sample_count is {count}, but there are only {n_rows} rows; lower it")));
+        return Err(wrong(format!("sample_count is {count}, but the source has {n_rows} rows; lower it")));
     }
     if count == 0 {
-        return Err(wrong(format!("sample_ratio or sample_count takes none of its {n_rows} rows; raise it")));
+        return Err(wrong(format!("sample_ratio or sample_count selects none of its {n_rows} rows; raise it")));
     }
     Ok(sample_without_replacement(n_rows, count, seeded_rng(plan.sample_seed, RngPurpose::Sampling, 0, 0)))
 }

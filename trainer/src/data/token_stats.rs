@@ -1,4 +1,4 @@
-//! Token statistics: where every token of a run went.
+//! Token statistics: the exact counts of tokens read, dropped, truncated, masked and trained on.
 
 use std::fmt;
 
@@ -8,36 +8,36 @@ use serde::{Deserialize, Serialize};
 use super::batch::GlobalBatch;
 use super::dataset::Dataset;
 
-/// The tokens of a run, exactly: what was read and what became of it.
+/// The token counts of a run.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenStats {
     /// One pass over the training data.
     pub train: DatasetCounts,
     /// One pass over the evaluation data.
     pub eval: Option<DatasetCounts>,
-    /// What the steps of training held, all epochs together.
+    /// The training steps of all epochs.
     pub seen: TrainedCounts,
 }
 
-/// One pass over a data set. Always: read = kept + truncated + dropped in tokens,
-/// read = kept + dropped in samples, and kept = supervised + masked in both.
+/// The counts of one pass over a data set. In tokens, read = kept + truncated + dropped. In samples,
+/// read = kept + dropped. In both, kept = supervised + masked.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DatasetCounts {
-    /// All that was rendered.
+    /// All rendered samples.
     pub read: TokenCount,
-    /// What is trained on or evaluated.
+    /// Samples and tokens that are trained on or evaluated.
     pub kept: TokenCount,
-    /// Tokens cut off samples that are kept, and how many samples were cut.
+    /// Tokens cut off kept samples, and the number of truncated samples.
     pub truncated: TokenCount,
-    /// Samples that are left out altogether.
+    /// Samples that are left out.
     pub dropped: TokenCount,
-    /// Tokens that are learned, and samples that have any.
+    /// Targets, and samples with any.
     pub supervised: TokenCount,
-    /// Tokens that are only read, and samples that teach nothing.
+    /// Kept tokens that are no targets, and kept samples without targets.
     pub masked: TokenCount,
-    /// Sequences that the kept samples make.
+    /// Sequences of the kept samples.
     pub sequences: u64,
-    /// Dropped samples without a target in what `max_length` leaves of them.
+    /// Dropped samples without targets.
     #[serde(default)]
     pub without_targets: TokenCount,
     /// Samples with an empty answer.
@@ -46,7 +46,7 @@ pub struct DatasetCounts {
     /// Samples with tool calls that the chat template does not render.
     #[serde(default)]
     pub unrendered_tool_calls: TokenCount,
-    /// Samples with a target that begins in the prompt.
+    /// Samples with a target token that spans the boundary of prompt and answer.
     #[serde(default)]
     pub merged_boundaries: TokenCount,
 }
@@ -60,18 +60,18 @@ pub struct TokenCount {
     pub tokens: u64,
 }
 
-/// What steps held.
+/// The counts of training steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrainedCounts {
     /// Steps.
     pub steps: u64,
-    /// Sequences and their tokens, padding left out.
+    /// Sequences, and tokens without padding.
     pub read: TokenCount,
     /// Targets.
     pub supervised: u64,
     /// Pad tokens.
     pub padded: u64,
-    /// Sequences that `drop_last` left out at the ends of epochs.
+    /// Sequences that `drop_last` dropped at the ends of epochs.
     pub left_over: TokenCount,
 }
 
@@ -95,7 +95,7 @@ impl TrainedCounts {
 }
 
 impl DatasetCounts {
-    /// DatasetCounts a data set, every token of it.
+    /// Counts the samples and tokens of a data set.
     pub(crate) fn of(dataset: &Dataset) -> Self {
         let mut counts = Self { sequences: dataset.len() as u64, ..Self::default() };
         let mut kept = vec![0; dataset.n_samples()];
@@ -208,7 +208,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_lines_up() {
+    fn the_table_has_aligned_columns() {
         let train = DatasetCounts {
             read: TokenCount { samples: 7473, tokens: 1_234_567 },
             kept: TokenCount { samples: 7470, tokens: 1_230_000 },

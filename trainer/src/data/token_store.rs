@@ -1,9 +1,9 @@
-//! Rendered samples on disk, memory-mapped: token ids, one bit a token that says "learn this", and an
-//! index. A store is written once, in order, and never changed.
+//! Tokenized samples on disk, memory-mapped: token ids, a loss mask of one bit a token, and an index. A store is
+//! written once, in order, and never changed.
 //!
 //! `ids`: u32, little-endian. `targets`: bit `i % 8` of byte `i / 8` belongs to token `i`.
-//! `index`: two u64 a sample, the end of its tokens, and the number of its row in the source with its warnings in
-//! the upper half.
+//! `index`: two u64 a sample. The first is the end of its tokens. The second has the index of its row in the source in
+//! the lower half and its warnings in the upper half.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -19,11 +19,11 @@ const IDS: &str = "ids";
 const TARGETS: &str = "targets";
 const INDEX: &str = "index";
 const INDEX_ENTRY: usize = 16;
-/// Sources have fewer rows than this many bits count.
+/// The bits of a row index.
 const ROW_BITS: u32 = 32;
 const ROW: usize = (1 << ROW_BITS) - 1;
 
-/// One source's samples.
+/// The tokenized samples of one source.
 #[derive(Debug)]
 pub(crate) struct TokenStore {
     ids: Mmap,
@@ -33,7 +33,7 @@ pub(crate) struct TokenStore {
 }
 
 impl TokenStore {
-    /// Maps the store of a folder. An error of kind `InvalidData` says that it is damaged.
+    /// Maps the store of a folder. Fails with `InvalidData` if it is corrupt.
     pub(crate) fn open(folder: &Path) -> io::Result<Self> {
         let index = map(&folder.join(INDEX))?;
         let store = Self {
@@ -54,18 +54,18 @@ impl TokenStore {
         self.ids.len() / 4
     }
 
-    /// Where a sample's tokens stand among all tokens.
+    /// Returns the range of a sample's tokens among all tokens.
     pub(crate) fn span(&self, sample: usize) -> Range<usize> {
         let start = if sample == 0 { 0 } else { self.entry(sample - 1, 0) };
         start..self.entry(sample, 0)
     }
 
-    /// The row of the source that a sample was made of.
+    /// Returns the index of a sample's row in the source.
     pub(crate) fn row(&self, sample: usize) -> usize {
         self.entry(sample, 1) & ROW
     }
 
-    /// Returns the oddities of a sample.
+    /// Returns the warnings of a sample.
     pub(crate) fn sample_warnings(&self, sample: usize) -> SampleWarnings {
         SampleWarnings::from_bits((self.entry(sample, 1) >> ROW_BITS) as u32)
     }
@@ -79,7 +79,7 @@ impl TokenStore {
         self.targets[token / 8] >> (token % 8) & 1 == 1
     }
 
-    /// Hashes all bytes.
+    /// Returns the BLAKE3 hash of all bytes.
     pub(crate) fn checksum(&self) -> String {
         let mut hash = blake3::Hasher::new();
         for map in [&self.ids, &self.targets, &self.index] {
@@ -90,25 +90,25 @@ impl TokenStore {
 
     fn entry(&self, sample: usize, column: usize) -> usize {
         let start = sample * INDEX_ENTRY + column * 8;
-        let bytes = self.index[start..start + 8].try_into().expect("eight bytes were taken");
+        let bytes = self.index[start..start + 8].try_into().expect("the slice has eight bytes");
         u64::from_le_bytes(bytes) as usize
     }
 
     fn check(&self) -> io::Result<()> {
-        let damaged = |what: &str| Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        let corrupt = |what: &str| Err(io::Error::new(io::ErrorKind::InvalidData, what));
         if !self.index.len().is_multiple_of(INDEX_ENTRY) || !self.ids.len().is_multiple_of(4) {
-            return damaged("a file was cut off");
+            return corrupt("a file is truncated");
         }
         let mut end = 0;
         for sample in 0..self.n_samples {
             let next = self.entry(sample, 0);
             if next < end {
-                return damaged("the index does not ascend");
+                return corrupt("the index is not ascending");
             }
             end = next;
         }
         if end != self.n_tokens() || self.targets.len() != end.div_ceil(8) {
-            return damaged("the files do not agree on the number of tokens");
+            return corrupt("the files have different numbers of tokens");
         }
         Ok(())
     }
@@ -131,7 +131,7 @@ impl TokenStoreWriter {
 
     pub(crate) fn push(&mut self, row: u32, sample: &Sample) -> io::Result<()> {
         let Sample { ids, is_target, sample_warnings } = sample;
-        assert_eq!(ids.len(), is_target.len(), "each token is a target or is not");
+        assert_eq!(ids.len(), is_target.len(), "the loss mask has an entry for each token");
         self.ids.write_all(&little_endian(ids))?;
         is_target.iter().try_for_each(|&is_target| self.push_bit(is_target))?;
         self.index.write_all(&self.n_tokens.to_le_bytes())?;
@@ -139,7 +139,7 @@ impl TokenStoreWriter {
         self.index.write_all(&row.to_le_bytes())
     }
 
-    /// Writes what is still held back.
+    /// Writes the last partial byte and flushes the files.
     pub(crate) fn finish(mut self) -> io::Result<()> {
         if !self.n_tokens.is_multiple_of(8) {
             self.targets.write_all(&[self.bits])?;
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_read_back() {
+    fn written_samples_are_read_back() {
         for n_samples in [0, 1, 5, 23] {
             let samples: Vec<_> = (0..n_samples)
                 .map(|i| {
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn findings_stand_beside_the_row() {
+    fn warnings_are_stored_with_the_row() {
         let folder = tempfile::tempdir().unwrap();
         let mut writer = TokenStoreWriter::create(folder.path()).unwrap();
         let mut odd = sample(&[1, 2], &[false, true]);
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_file_is_an_error() {
+    fn a_truncated_file_is_an_error() {
         let samples = [(0, vec![1; 9], vec![true; 9]), (1, vec![2; 4], vec![false; 4])];
         for name in [IDS, TARGETS, INDEX] {
             let folder = written(&samples);
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_that_descends_is_an_error() {
+    fn a_descending_index_is_an_error() {
         let folder = written(&[(0, vec![1; 3], vec![true; 3]), (1, vec![1; 3], vec![true; 3])]);
         let mut index = std::fs::read(folder.path().join(INDEX)).unwrap();
         index[0] = 200;

@@ -1,4 +1,4 @@
-//! Samples become sequences: no longer than a row, or exactly as long.
+//! Truncation: samples to sequences no longer than a row, or exactly as long.
 
 use candlewick_text::sample_warning::SampleWarning;
 
@@ -9,8 +9,8 @@ use super::order::{RngPurpose, identity, permutation, seeded_rng};
 use super::pack;
 use super::plan::{DataPlan, Packing, RowOrder, Truncation, UnrenderedToolCalls};
 
-/// Cuts samples into sequences no longer than a row, or into exact rows. Samples that the plan drops, and what has no
-/// targets, are left out.
+/// Cuts samples into sequences no longer than a row, or into rows of exactly `max_length`. Samples that the plan drops
+/// and sequences without targets are left out.
 pub(crate) fn apply_truncation(dataset: Dataset, plan: &DataPlan, drop_last: bool) -> Result<Dataset, DataError> {
     if plan.packing != Packing::Exact {
         let slices = fit(&dataset, plan)?;
@@ -33,7 +33,7 @@ pub(crate) fn apply_truncation(dataset: Dataset, plan: &DataPlan, drop_last: boo
     Ok(dataset.with_slices(slices, Some(ends)))
 }
 
-/// Cuts, leaves out or refuses the samples longer than `max_length`.
+/// Truncates, splits, drops or refuses the samples longer than `max_length`.
 fn fit(dataset: &Dataset, plan: &DataPlan) -> Result<Vec<SampleSlice>, DataError> {
     let max_length = plan.max_length;
     if plan.truncation == Truncation::Error {
@@ -56,7 +56,7 @@ fn is_wanted(dataset: &Dataset, plan: &DataPlan, whole: &SampleSlice) -> bool {
     plan.unrendered_tool_calls != UnrenderedToolCalls::Drop || !is_unrendered()
 }
 
-/// A step of slices without targets would have no loss, and would decay the weights all the same.
+/// Returns true if a slice has targets. A step without any would have no loss but would still apply weight decay.
 fn has_targets(dataset: &Dataset, slice: &SampleSlice) -> bool {
     dataset.sequence(slice).has_targets()
 }

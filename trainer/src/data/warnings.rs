@@ -1,4 +1,4 @@
-//! Warnings about rows that are rendered otherwise than their author may think.
+//! Warnings about rows that the chat template renders incompletely or unexpectedly.
 
 use std::fmt::Display;
 
@@ -10,10 +10,10 @@ use super::dataset::Dataset;
 use super::plan::{DataPlan, UnrenderedToolCalls};
 use super::token_stats::DatasetCounts;
 
-/// Rows that are read to count their roles.
+/// The most rows that are read to count roles.
 const ROWS_READ: usize = 1000;
 
-/// A data set before it is cut.
+/// A data set and the context of its warnings.
 pub(crate) struct SampleWarningReport<'a> {
     pub(crate) dataset: &'a Dataset,
     /// `training` or `evaluation`.
@@ -24,7 +24,7 @@ pub(crate) struct SampleWarningReport<'a> {
 }
 
 impl SampleWarningReport<'_> {
-    /// Refuses rows with tool calls that are not rendered, unless the plan says what becomes of them.
+    /// Refuses rows with tool calls that are not rendered, unless the plan drops or masks them.
     pub(crate) fn refuse_unrendered(&self) -> Result<(), DataError> {
         let mut found = self.samples(SampleWarning::ResponseNotRendered);
         let Some(first) = found.next().filter(|_| self.plan.unrendered_tool_calls == UnrenderedToolCalls::Error) else {
@@ -39,22 +39,22 @@ impl SampleWarningReport<'_> {
         })
     }
 
-    /// Warns of each oddity once, with the number of samples and the first row.
+    /// Returns each warning once, with the number of samples and the first row.
     pub(crate) fn warnings(&self, counts: &DatasetCounts) -> Vec<String> {
         let calls_advice = match self.plan.unrendered_tool_calls {
-            UnrenderedToolCalls::Drop => "these rows are left out",
-            _ => "these turns are not learned",
+            UnrenderedToolCalls::Drop => "these rows are dropped",
+            _ => "these turns are masked in the loss",
         };
         let empty_advice = match self.plan.train_on_empty_answers {
-            true => "the end of these turns is learned",
-            false => "these turns are not learned; `data.train_on_empty_answers: true` trains on them",
+            true => "the end of these turns is trained on",
+            false => "these turns are masked in the loss; `data.train_on_empty_answers: true` trains on them",
         };
         let warnings = [
             (SampleWarning::ResponseNotRendered, calls_advice),
-            (SampleWarning::ToolDefinitionsNotRendered, "use a chat template that prints `tools`"),
+            (SampleWarning::ToolDefinitionsNotRendered, "use a chat template that renders `tools`"),
             (
                 SampleWarning::ReasoningNotRendered,
-                "only the rest of the answer is learned; use a chat template that prints `reasoning_content`",
+                "only the rest of the answer is trained on; use a chat template that renders `reasoning_content`",
             ),
             (SampleWarning::EmptyResponse, empty_advice),
             (
@@ -76,7 +76,7 @@ impl SampleWarningReport<'_> {
     }
 
     fn without_targets(&self, counts: &DatasetCounts) -> Option<String> {
-        // The counts are there already; to look for the first reads all tokens up to it.
+        // The search for the first sample reads all tokens up to it, so it runs only if there is one.
         if counts.without_targets.samples == 0 {
             return None;
         }
@@ -85,14 +85,14 @@ impl SampleWarningReport<'_> {
         let (n_found, total) = (counts.without_targets.samples, counts.read.samples);
         let (which, place) = (self.which, self.dataset.locate_sample(first));
         Some(format!(
-            "warning: {n_found} of {total} {which} samples have no targets, the first at {place}: they are left out"
+            "warning: {n_found} of {total} {which} samples have no targets, the first at {place}: they are dropped"
         ))
     }
 
     fn unknown_roles(&self) -> Option<String> {
         let roles = count_roles(self.dataset, self.samples(SampleWarning::UnknownRole));
-        let mapping = roles.mapping().map(|mapping| format!("; to change that: {mapping}")).unwrap_or_default();
-        let advice = format!("only the assistant is learned (roles: {roles}){mapping}");
+        let mapping = roles.mapping().map(|mapping| format!("; to change that, write {mapping}")).unwrap_or_default();
+        let advice = format!("only assistant turns are trained on (roles: {roles}){mapping}");
         self.warning(SampleWarning::UnknownRole, advice)
     }
 
@@ -101,11 +101,11 @@ impl SampleWarningReport<'_> {
     }
 }
 
-/// DatasetCounts the roles in the rows of the first of these samples.
+/// Counts the roles in the rows of the first samples.
 pub(crate) fn count_roles(dataset: &Dataset, samples: impl Iterator<Item = usize>) -> RoleCounts {
     let mut roles = RoleCounts::default();
     for sample in samples.take(ROWS_READ) {
-        // A row that could be rendered can be read; a file that has gone since is no reason to fail here.
+        // The row was readable at rendering. If its file is gone since, its roles are not counted.
         if let Ok(row) = dataset.row_of_sample(sample) {
             roles.count(&row);
         }

@@ -1,4 +1,4 @@
-//! The memory of a device: by the device's name, or the bytes that are free now.
+//! The memory of a device: by the device's name, or the free bytes.
 
 use candlewick_ops::{DeviceChoice, gpu_unavailable_reason};
 
@@ -70,12 +70,12 @@ impl Capacity {
         }
     }
 
-    /// Returns the share of one of `n_here` processes on a machine. They share RAM and disk; each has its own GPU.
+    /// Returns the capacity of one of `n_here` processes on a machine. They divide RAM and disk; each has its own GPU.
     #[must_use]
     pub fn of_one(self, n_here: usize) -> Self {
-        let share = |bytes: Option<u64>| bytes.map(|bytes| bytes / n_here.max(1) as u64);
-        let bytes = if self.compute_device == ComputeDevice::Cpu { share(self.bytes) } else { self.bytes };
-        Self { bytes, host: share(self.host), offload_disk: share(self.offload_disk), ..self }
+        let divided = |bytes: Option<u64>| bytes.map(|bytes| bytes / n_here.max(1) as u64);
+        let bytes = if self.compute_device == ComputeDevice::Cpu { divided(self.bytes) } else { self.bytes };
+        Self { bytes, host: divided(self.host), offload_disk: divided(self.offload_disk), ..self }
     }
 
     /// Returns this capacity less 10% headroom for the data and other programs.
@@ -84,7 +84,7 @@ impl Capacity {
         Self { bytes: self.bytes.map(usable), host: self.host.map(usable), ..self.clone() }
     }
 
-    /// Parses the name of a device, or a number of bytes of the kind of device that `device` is.
+    /// Parses the name of a device, or a number of bytes for the kind of `device`.
     pub fn parse(text: &str, device: DeviceChoice) -> Result<Self, String> {
         if let Some((name, bytes)) = GPUS.iter().find(|(name, _)| *name == text) {
             return Ok(Self::of(ComputeDevice::Gpu, Some(*bytes), (*name).to_owned()));

@@ -17,7 +17,7 @@ pub enum Phase {
     Step,
     /// The optimizer step.
     Optimizer,
-    /// Evaluation on held-out data.
+    /// The evaluation loss.
     Evaluation,
     /// Task evaluation.
     Tasks,
@@ -66,7 +66,7 @@ pub struct Estimate {
 impl Estimate {
     /// Returns the phase that needs most.
     pub fn peak(&self) -> &PhaseEstimate {
-        self.phases.iter().rev().max_by_key(|phase| phase.breakdown.total()).expect("every run loads")
+        self.phases.iter().rev().max_by_key(|phase| phase.breakdown.total()).expect("every run has a load phase")
     }
 
     /// Returns the bytes of that phase.
@@ -94,11 +94,11 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
     let resident = program.clone().plus(&parameters::resident(setup)).with(Category::Copy, copied_on_device);
     let whole_weights = MemoryBreakdown::default().with(Category::Exchange, parameters::whole_weights(setup));
     let step = costs::step(setup);
-    let passing = breakdown(step.training()).with(Category::Exchange, parameters::exchange_buffers(setup));
-    let slack = program::slack(setup.compute_device, passing.total());
+    let temporary = breakdown(step.training()).with(Category::Exchange, parameters::exchange_buffers(setup));
+    let slack = program::slack(setup.compute_device, temporary.total());
     let mut phases = vec![
         (Phase::Load, program.plus(&load(setup))),
-        (Phase::Step, resident.clone().plus(&passing).with(Category::Allocator, slack)),
+        (Phase::Step, resident.clone().plus(&temporary).with(Category::Allocator, slack)),
         (Phase::Optimizer, resident.clone().with(Category::Exchange, parameters::gathered(setup))),
     ];
     if setup.evaluates {
@@ -149,7 +149,7 @@ fn breakdown(bytes: StepBytes) -> MemoryBreakdown {
 /// Returns the peak of a checkpoint, written in chunks of 4 MiB. A chunk exists in its dtype, in f32, as a vector and
 /// as bytes (`checkpoint::shard`).
 fn save(setup: &Setup) -> MemoryBreakdown {
-    const PIECES: u64 = 4 * (4 << 20);
+    const CHUNKS: u64 = 4 * (4 << 20);
     MemoryBreakdown::default()
-        .with(Category::Transfer, if setup.compute_device == ComputeDevice::Cpu { PIECES } else { PIECES / 4 })
+        .with(Category::Transfer, if setup.compute_device == ComputeDevice::Cpu { CHUNKS } else { CHUNKS / 4 })
 }

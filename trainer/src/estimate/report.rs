@@ -122,12 +122,12 @@ fn advice(setup: &Setup, capacity: &Capacity) -> Vec<Advice> {
     advice
 }
 
-/// The cheapest modes that fit, then `full` and `offload`. `switches` are on in `setup` already.
+/// Returns advice for the cheapest modes that fit, then for `full` and `offload`. `setup` already has `switches`.
 fn mode_advice(setup: &Setup, capacity: &Capacity, switches: &[(&str, Value)]) -> Vec<Advice> {
     let found = choose(setup, FixedModes::default(), capacity).found.map(|candidate| candidate.modes);
     let most = by_cost(setup, FixedModes::default()).into_iter().filter(|modes| {
-        let keeps_least = [CheckpointingMode::Full, CheckpointingMode::Offload(1.0)].contains(&modes.activations);
-        keeps_least && found.is_none_or(|found| found != *modes)
+        let saves_least = [CheckpointingMode::Full, CheckpointingMode::Offload(1.0)].contains(&modes.activations);
+        saves_least && found.is_none_or(|found| found != *modes)
     });
     let to_advice = |modes: Modes| {
         let estimate = estimate(&Setup { modes, ..setup.clone() });
@@ -172,14 +172,18 @@ impl fmt::Display for EstimateReport {
         writeln!(f, "memory of {recipe}: {parameters} parameters, {trained} trained, {tokens} tokens a micro-batch")?;
         writeln!(f, "with {modes}")?;
         if self.n_stages > 1 {
-            writeln!(f, "of the ranks of stage {} of {}, which need most", self.estimate.stage, self.n_stages)?;
+            writeln!(
+                f,
+                "on the ranks of pipeline stage {} of {}, which need most",
+                self.estimate.stage, self.n_stages
+            )?;
         }
         self.table(f)?;
         if self.estimate.offloaded > 0 {
             writeln!(f, "offloaded activations: {}", bytes(self.estimate.offloaded))?;
         }
         if let Some(host) = self.estimate.host {
-            writeln!(f, "RAM of the host: {}", bytes(host))?;
+            writeln!(f, "host RAM: {}", bytes(host))?;
         }
         self.write_result(f)
     }
@@ -204,21 +208,21 @@ impl EstimateReport {
         }
         let mark = |phase: &Phase| if *phase == self.peak_phase { "*" } else { "" };
         let totals = phases.iter().map(|phase| format!("{}{}", mark(&phase.phase), bytes(phase.breakdown.total())));
-        writeln!(f, "{}", row("all (* is the peak)", totals.collect()))
+        writeln!(f, "{}", row("total (* is the peak)", totals.collect()))
     }
 
     fn write_result(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(capacity) = self.device_bytes else {
             return writeln!(f, "the memory of {} is not known", self.device);
         };
-        let verdict = if self.peak_bytes <= capacity { "fits" } else { "does not fit" };
-        writeln!(f, "{verdict}: {} of {} ({})", bytes(self.peak_bytes), bytes(capacity), self.device)?;
+        let result = if self.peak_bytes <= capacity { "fits" } else { "does not fit" };
+        writeln!(f, "{result}: {} of {} ({})", bytes(self.peak_bytes), bytes(capacity), self.device)?;
         for shortage in other_shortages(&self.short) {
             writeln!(f, "does not fit: {shortage}")?;
         }
         match self.longest_row {
-            Some(tokens) => writeln!(f, "longest row that fits as the recipe stands: {tokens} tokens")?,
-            None => writeln!(f, "no row fits as the recipe stands")?,
+            Some(tokens) => writeln!(f, "longest row that fits with this recipe: {tokens} tokens")?,
+            None => writeln!(f, "no row fits with this recipe")?,
         }
         for advice in &self.advice {
             let fits = if advice.fits { "fits" } else { "does not fit" };
@@ -229,15 +233,15 @@ impl EstimateReport {
         self.write_other_methods(f)
     }
 
-    /// Writes the methods that are no switch of the recipe, where no switch is enough.
+    /// Writes further methods if no recipe key is enough.
     fn write_other_methods(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.advice.is_empty() || self.advice.iter().any(|advice| advice.fits) {
             return Ok(());
         }
         if self.n_trained == self.n_parameters {
-            writeln!(f, "  LoRA (`model.peft_config`) has no gradients and moments of the frozen weights")?;
+            writeln!(f, "  LoRA (`model.peft_config`) needs no gradients and moments for the frozen weights")?;
         }
-        writeln!(f, "  not available yet: quantised base weights (QLoRA)")
+        writeln!(f, "  not implemented yet: quantized base weights (QLoRA)")
     }
 }
 
@@ -246,7 +250,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_are_written_as_a_shell_wants_them() {
+    fn keys_are_formatted_as_shell_arguments() {
         let (full, every, on) = (json!("full"), json!({"every": 2}), json!(true));
         let set = [("a.b", &full), ("c", &every), ("d", &on)];
         assert_eq!(as_arguments(set), "a.b=full 'c={every: 2}' d=true");

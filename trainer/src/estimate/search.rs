@@ -1,7 +1,7 @@
 //! The search for modes that trade time for memory: their cost, and the cheapest that fit.
 //!
-//! Chosen modes change no result, so a resumed run may choose others. Tiled MLPs sum the gradients of weights in
-//! another order: the report advises them, and the search leaves them as they are.
+//! The searched modes do not change results, so a resumed run may select others. Tiled MLPs sum weight gradients in
+//! another order. The report advises them, and the search does not change them.
 
 use candlewick_ops::AttentionImpl;
 
@@ -9,10 +9,10 @@ use super::{Capacity, Modes, Setup, Shortage, estimate};
 use crate::metrics::{ModelShape, Recomputed, recomputed_flops};
 use crate::plan::CheckpointingMode;
 
-/// The modes that the recipe sets: the search leaves them unchanged.
+/// The modes that the recipe sets. The search does not change them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FixedModes {
-    /// `model.activation_checkpoint`, or one of its other names.
+    /// True if the recipe sets `model.activation_checkpoint` or an alias.
     pub activations: bool,
 }
 
@@ -23,7 +23,7 @@ pub struct Candidate {
     pub modes: Modes,
     /// The peak in bytes.
     pub peak_bytes: u64,
-    /// The resources that are too small for them.
+    /// The resources that are too small.
     pub short: Vec<Shortage>,
 }
 
@@ -70,32 +70,32 @@ pub(super) fn by_cost(setup: &Setup, fixed: FixedModes) -> Vec<Modes> {
         let n_recomputed = n_blocks.div_ceil(k);
         (CheckpointingMode::EveryKth(k), n_recomputed as f64 / n_blocks as f64)
     });
-    // The reference implementation's attention output cannot be saved separately.
-    let is_kept = setup.attention != AttentionImpl::Reference;
-    let selective = is_kept.then(|| (CheckpointingMode::Selective, 1.0 - attention_share(setup)));
-    let mut again: Vec<(CheckpointingMode, f64)> = some.chain(selective).collect();
-    again.sort_by(|(_, a), (_, b)| a.total_cmp(b));
-    let again = again.into_iter().map(|(activations, _)| activations);
-    let shares: &[f64] = if setup.offloads_to_ram { &[] } else { &[0.25, 0.5, 0.75, 1.0] };
-    let offloaded = shares.iter().map(|share| CheckpointingMode::Offload(*share));
+    // The reference implementation cannot save the attention output separately.
+    let can_save_output = setup.attention != AttentionImpl::Reference;
+    let selective = can_save_output.then(|| (CheckpointingMode::Selective, 1.0 - attention_fraction(setup)));
+    let mut partial: Vec<(CheckpointingMode, f64)> = some.chain(selective).collect();
+    partial.sort_by(|(_, a), (_, b)| a.total_cmp(b));
+    let partial = partial.into_iter().map(|(activations, _)| activations);
+    let fractions: &[f64] = if setup.offloads_to_ram { &[] } else { &[0.25, 0.5, 0.75, 1.0] };
+    let offloaded = fractions.iter().map(|fraction| CheckpointingMode::Offload(*fraction));
     let activations =
-        [CheckpointingMode::None].into_iter().chain(again).chain([CheckpointingMode::Full]).chain(offloaded);
+        [CheckpointingMode::None].into_iter().chain(partial).chain([CheckpointingMode::Full]).chain(offloaded);
     activations.map(|activations| Modes { activations, ..setup.modes }).collect()
 }
 
-/// Returns attention's share of a block's forward FLOPs, on a row of `row_tokens` tokens.
-fn attention_share(setup: &Setup) -> f64 {
+/// Returns attention's fraction of a block's forward FLOPs, on a row of `row_tokens` tokens.
+fn attention_fraction(setup: &Setup) -> f64 {
     let (shape, row) = (ModelShape::of(&setup.model), [setup.row_tokens as usize]);
     let of = |again: Recomputed| recomputed_flops(&shape, &[again], &row);
     let matmuls = of(Recomputed { layer: true, ..Recomputed::default() });
-    // The causal mask leaves half of the pairs.
+    // The causal mask removes half of the query-key pairs.
     let attention = of(Recomputed { attention: true, ..Recomputed::default() }) / 2.0;
     attention / (matmuls + attention)
 }
 
-/// Returns the most tokens of a row with which `setup` fits `capacity`; `None` if even one is too many.
+/// Returns the most tokens of a row with which `setup` fits `capacity`; `None` if not even one fits.
 ///
-/// Every term grows with the tokens, so a binary search finds it.
+/// It is a binary search: every term grows with the tokens.
 pub fn longest(setup: &Setup, capacity: &Capacity) -> Option<u64> {
     /// More tokens than any model's context.
     const MOST: u64 = 1 << 24;

@@ -52,8 +52,8 @@ impl fmt::Display for Shortage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let what = match self.of {
             Resource::Device => "memory",
-            Resource::Host => "RAM of the host",
-            Resource::OffloadDisk => "free disk for offloaded inputs (TMPDIR names the folder)",
+            Resource::Host => "host RAM",
+            Resource::OffloadDisk => "free disk for offloaded activations (TMPDIR sets the folder)",
         };
         write!(f, "{} of {} of {what}", bytes(self.needed_bytes), bytes(self.free_bytes))
     }

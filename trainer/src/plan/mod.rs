@@ -1,6 +1,6 @@
 //! The resolved run: every check, every default and every derived value, computed once.
 //!
-//! The files of this folder have the plan's types, plain data. `resolve` makes them of a recipe.
+//! The files of this folder have the plan's types, which are plain data. `resolve` builds them from a recipe.
 
 mod eval;
 mod facts;

@@ -1,4 +1,4 @@
-//! The model and the tokenizer of a run, as a plan has them.
+//! The model and the tokenizer of a plan.
 
 use std::path::PathBuf;
 
@@ -54,9 +54,9 @@ impl ModelPlan {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WeightInit {
-    /// From the checkpoint.
+    /// Loads the checkpoint.
     Load,
-    /// Random initialization, as in transformers.
+    /// Initializes randomly, as in transformers.
     Random,
 }
 
@@ -64,17 +64,17 @@ pub enum WeightInit {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CheckpointingMode {
-    /// Everything.
+    /// All activations.
     #[serde(rename = "keep")]
     None,
-    /// Their inputs.
+    /// The blocks' inputs.
     #[serde(rename = "recompute")]
     Full,
-    /// Their inputs and attention's outputs.
+    /// The blocks' inputs and attention's outputs.
     Selective,
-    /// Their inputs; this share of the blocks offloads them to host memory or disk.
+    /// The blocks' inputs, offloaded to host memory or disk for this fraction of the blocks.
     Offload(f64),
-    /// Every k-th block its input, the others everything.
+    /// The input of every k-th block, and all activations of the others.
     #[serde(rename = "recompute_every")]
     EveryKth(usize),
 }
@@ -83,16 +83,16 @@ impl CheckpointingMode {
     /// Returns the one of two that saves fewer activations.
     #[must_use]
     pub fn leaner(self, other: Self) -> Self {
-        // The share of blocks that are recomputed, plus the share that is offloaded.
-        let spared = |it| match it {
+        // The fraction of recomputed blocks, plus the fraction of offloaded inputs.
+        let saving = |it| match it {
             Self::None => 0.0,
             Self::EveryKth(k) => 1.0 / k as f64,
-            // More than with every second block, whatever the shape.
+            // Selective saves more memory than recomputing every second block, for every model shape.
             Self::Selective => 0.75,
             Self::Full => 1.0,
-            Self::Offload(share) => 1.0 + share,
+            Self::Offload(fraction) => 1.0 + fraction,
         };
-        if spared(other) > spared(self) { other } else { self }
+        if saving(other) > saving(self) { other } else { self }
     }
 
     /// Returns the value of `model.activation_checkpoint` with this meaning.
@@ -101,8 +101,8 @@ impl CheckpointingMode {
             Self::None => ActivationCheckpoint::None,
             Self::Full => ActivationCheckpoint::Full,
             Self::Selective => ActivationCheckpoint::Selective,
-            Self::Offload(share) if share >= 1.0 => ActivationCheckpoint::Offload,
-            Self::Offload(share) => ActivationCheckpoint::OffloadShare(HumanFloat(share)),
+            Self::Offload(fraction) if fraction >= 1.0 => ActivationCheckpoint::Offload,
+            Self::Offload(fraction) => ActivationCheckpoint::OffloadFraction(HumanFloat(fraction)),
             Self::EveryKth(k) => ActivationCheckpoint::Every(HumanInt(k)),
         }
     }
@@ -125,9 +125,9 @@ pub struct TokenizerPlan {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ChatTemplateSource {
-    /// In a file.
+    /// A file.
     File(PathBuf),
-    /// In the recipe.
+    /// The text in the recipe.
     Inline(String),
 }
 
@@ -146,7 +146,7 @@ pub(crate) fn checkpointing(activations: CheckpointingMode, n_blocks: usize) -> 
         CheckpointingMode::None => ActivationCheckpointing::None,
         CheckpointingMode::Full => ActivationCheckpointing::Full,
         CheckpointingMode::Selective => ActivationCheckpointing::Selective,
-        CheckpointingMode::Offload(share) if block_idx < (share * n_blocks as f64).round() as usize => {
+        CheckpointingMode::Offload(fraction) if block_idx < (fraction * n_blocks as f64).round() as usize => {
             ActivationCheckpointing::Offload
         }
         CheckpointingMode::Offload(_) => ActivationCheckpointing::Full,
@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_blocks_are_offloaded_and_every_kth_computed_again() {
+    fn the_first_blocks_are_offloaded_and_every_kth_is_recomputed() {
         use ActivationCheckpointing::{Full, None, Offload, Selective};
         for (activations, want) in [
             (CheckpointingMode::None, [None; 5]),

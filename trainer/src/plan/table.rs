@@ -1,15 +1,15 @@
-//! The plan as a table for people: key, value, where it came from.
+//! The plan as a table for the user: key, value and origin.
 
 use super::run::Plan;
 use super::setting::Setting;
 use crate::recipe::Origin;
 
-/// The settings of a table.
+/// The settings that a table shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SettingsFilter {
-    /// Every one.
+    /// All settings.
     All,
-    /// Settings that the recipe, an argument or the memory has set.
+    /// Settings from the recipe, an argument or `memory: auto`.
     Set,
 }
 

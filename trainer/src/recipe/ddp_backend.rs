@@ -1,20 +1,20 @@
-//! What a recipe says of several processes.
+//! The key `ddp_backend`.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What connects the ranks.
+/// The communication backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DdpBackend {
-    /// NCCL where GPUs compute; else `local` on one machine, MPI on several.
+    /// NCCL on GPUs; on CPUs `local` on one machine, MPI on several.
     Auto,
-    /// Processes of one machine that compute on the CPU.
+    /// CPU processes on one machine.
     Local,
-    /// Processes that compute on the CPU, on any machines that MPI reaches.
+    /// CPU processes connected by MPI.
     Mpi,
-    /// One process a GPU.
+    /// GPU processes, one a GPU.
     Nccl,
-    /// Several processes a GPU: what they exchange goes through the host.
+    /// Several processes a GPU, connected through host memory.
     Staged,
 }

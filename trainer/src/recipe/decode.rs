@@ -1,4 +1,4 @@
-//! Decodes a [`RecipeNode`] into serde types and says, on failure, which key at which place is to blame.
+//! The deserializer of a [`RecipeNode`]. Its errors name the key and its location.
 
 use std::fmt;
 
@@ -18,7 +18,7 @@ pub(crate) fn decode<T: DeserializeOwned>(node: &RecipeNode) -> Result<T, Fault>
     T::deserialize(NodeDeserializer { node, path: String::new(), key: node.place }).map_err(DecodeError::into_fault)
 }
 
-/// What went wrong, and where once a deserializer has told.
+/// A decoding error. `at` is the path and location of the key, once a deserializer has added them.
 #[derive(Debug)]
 pub(crate) struct DecodeError {
     kind: DecodeErrorKind,
@@ -40,7 +40,7 @@ impl DecodeError {
         Self { kind, at: None }
     }
 
-    /// Adds the place unless a deeper one is known.
+    /// Adds the location unless a more specific one is set.
     fn or_at(mut self, path: &str, location: RecipeLocation) -> Self {
         self.at.get_or_insert_with(|| (path.to_owned(), location));
         self
@@ -66,7 +66,7 @@ impl DecodeError {
             }
             DecodeErrorKind::Missing(key) => Fault::new(location, format!("the key `{}` is missing", join(&path, key))),
             DecodeErrorKind::Twice(key) => {
-                Fault::new(location, format!("{}: given twice, the other time by its second name", join(parent, key)))
+                Fault::new(location, format!("{}: given twice, once by its alias", join(parent, key)))
             }
         }
     }
@@ -149,7 +149,7 @@ fn found_in_words(found: &Unexpected) -> String {
     }
 }
 
-/// serde names Rust types; a recipe has words for them.
+/// Translates serde's names of Rust types into a recipe's terms.
 fn expected_in_words(expected: &dyn Expected) -> String {
     let text = expected.to_string();
     match text.as_str() {
@@ -169,7 +169,7 @@ fn expected_in_words(expected: &dyn Expected) -> String {
 struct NodeDeserializer<'a> {
     node: &'a RecipeNode,
     path: String,
-    /// Where the key of this value stands; the place of a wrong value is the value's own.
+    /// The location of the value's key. An error in the value itself reports the value's location.
     key: RecipeLocation,
 }
 
@@ -326,7 +326,7 @@ impl<'de> MapAccess<'de> for &mut Entries<'_> {
     }
 }
 
-/// A name of an enum without content.
+/// A variant name of an enum without content.
 struct Name<'a>(&'a str);
 
 impl<'de> EnumAccess<'de> for Name<'_> {

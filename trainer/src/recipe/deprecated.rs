@@ -1,9 +1,9 @@
-//! Renamed keys: the old name is still read, with a note.
+//! Deprecated keys: the old name is still read, with a note.
 
 use super::error::{Fault, RecipeSource};
 use super::node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 
-/// A key with a new name: its section ("" for the top level), the old name and the new one.
+/// The renamed keys: section ("" for the top level), old name and new name.
 const RENAMED: [(&str, &str, &str); 4] = [
     ("", "sequence_parallel_norms", "sequence_parallel"),
     ("", "pipeline_chunks", "virtual_pipeline_parallel_size"),
@@ -11,7 +11,7 @@ const RENAMED: [(&str, &str, &str); 4] = [
     ("data", "overlong", "truncation"),
 ];
 
-/// A use of an old name.
+/// A use of a deprecated name.
 #[derive(Clone, Debug)]
 pub(super) struct OldName {
     section: &'static str,
@@ -21,7 +21,7 @@ pub(super) struct OldName {
 }
 
 impl OldName {
-    /// Returns one line with the place, the old name and the new one.
+    /// Returns one line with the location, the old name and the new name.
     pub(super) fn note(&self, source: &RecipeSource) -> String {
         let place = match self.location {
             RecipeLocation::File { line, .. } => format!("{}:{line}", source.path.display()),
@@ -37,9 +37,9 @@ impl OldName {
     }
 }
 
-/// Gives every key of the tree its current name. Returns the old names that were found.
+/// Renames every deprecated key of the tree. Returns the old names it found.
 ///
-/// Fails where one map has both names.
+/// Fails if a map has both names.
 pub(super) fn rename_all(root: &mut RecipeNode) -> Result<Vec<OldName>, Fault> {
     let mut found = Vec::new();
     for (section, old, new) in RENAMED {
@@ -58,7 +58,7 @@ pub(super) fn rename_all(root: &mut RecipeNode) -> Result<Vec<OldName>, Fault> {
     Ok(found)
 }
 
-/// Gives every part of an argument's key its current name. Returns the old name, if there is one.
+/// Renames a deprecated part of an argument's key. Returns the old name, if there is one.
 pub(super) fn rename_path(path: &mut [&str], location: RecipeLocation) -> Option<OldName> {
     let (section, key) = match path {
         [key, ..] if !is_section(key) => ("", key),

@@ -1,30 +1,30 @@
-//! Names that other trainers give to keys: axolotl, TRL and transformers, torchtune, LLaMA-Factory, DeepSpeed.
+//! Keys of other toolkits: axolotl, TRL and transformers, torchtune, LLaMA-Factory, DeepSpeed.
 
-/// A key of another trainer, the key of a recipe that means it (empty if there is none), and what else to know.
+/// A key of another toolkit, the recipe's key of the same meaning (empty if there is none), and a remark.
 pub(crate) type ForeignKey = (&'static str, &'static str, &'static str);
 
-const ROWS: &str = "rows of a micro-batch, on each data rank";
-const STEPS: &str = "it counts steps";
+const ROWS: &str = "rows of a micro-batch, on each data-parallel rank";
+const STEPS: &str = "in steps";
 const QUANTISED: &str =
-    "weights of 4 or 8 bits cannot be trained; LoRA on bf16 weights needs 2 bytes for each frozen one";
-const TRACKERS: &str = "trackers are not supported; metrics.jsonl in output_dir has every step";
-const TEMPLATE: &str = "the tokenizer's own template is used unless this names a Jinja file";
+    "4-bit and 8-bit weights are not supported; LoRA on bf16 weights needs 2 bytes for each frozen weight";
+const TRACKERS: &str = "experiment trackers are not supported; metrics.jsonl in output_dir has every step";
+const TEMPLATE: &str = "a Jinja file that replaces the tokenizer's own template";
 const ATTENTION: &str = "fused attention is the default";
-const ALWAYS: &str = "remove the key: it is always so";
+const ALWAYS: &str = "remove the key: this is always on";
 const HUB: &str = "pushing to the Hub is not supported; `hf upload` does it";
-const ZERO: &str = "the number is the stage: 0, 1, 2 or 3";
-const MASKS: &str = "only the assistant's tokens are learned by default; `mask_inputs: false` learns all";
-const MEMORY: &str = "remove the key: batches are made in the step itself";
+const ZERO: &str = "the ZeRO stage: 0, 1, 2 or 3";
+const MASKS: &str = "by default the loss covers the assistant's tokens only; `mask_inputs: false` covers all tokens";
+const MEMORY: &str = "remove the key: each step builds its own batch";
 const PREFERENCES: &str = "preference training is not supported";
 
-/// Every name once. A name with a point is looked up before its last part.
+/// The keys of other toolkits, each once. A name with a dot is looked up before its last part.
 pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
-    // Horizon and batches.
+    // Training length and batches.
     ("max_steps", "train_iters", ""),
     ("num_steps", "train_iters", ""),
     ("train_steps", "train_iters", ""),
     ("total_steps", "train_iters", ""),
-    ("max_steps_per_epoch", "train_iters", "it counts the steps of the whole run"),
+    ("max_steps_per_epoch", "train_iters", "in steps of the whole run"),
     ("num_train_epochs", "epochs", ""),
     ("num_epochs", "epochs", ""),
     ("n_epochs", "epochs", ""),
@@ -35,15 +35,15 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     (
         "deepspeed.train_batch_size",
         "gradient_accumulation_steps",
-        "with micro_batch_size and the ranks it makes the global batch",
+        "the global batch is micro_batch_size x gradient_accumulation_steps x data-parallel ranks",
     ),
     ("train_micro_batch_size_per_gpu", "micro_batch_size", ROWS),
-    ("per_device_eval_batch_size", "micro_batch_size", "evaluation takes as many rows"),
-    ("eval_batch_size", "micro_batch_size", "evaluation takes as many rows"),
+    ("per_device_eval_batch_size", "micro_batch_size", "evaluation uses the same number of rows"),
+    ("eval_batch_size", "micro_batch_size", "evaluation uses the same number of rows"),
     ("gradient_accumulation", "gradient_accumulation_steps", ""),
     ("grad_accum", "gradient_accumulation_steps", ""),
-    ("auto_find_batch_size", "", "`trainer estimate RECIPE` says which micro-batch fits"),
-    ("group_by_length", "data.order", "`longest_first` takes the longest rows first"),
+    ("auto_find_batch_size", "", "`trainer estimate RECIPE` compares the micro-batch with the memory"),
+    ("group_by_length", "data.order", "`longest_first` starts with the longest rows"),
     ("dataloader_drop_last", "data.drop_last", ""),
     ("dataloader_num_workers", "", MEMORY),
     ("dataloader_pin_memory", "", MEMORY),
@@ -60,13 +60,13 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     ("overrides_of_model_config", "model.hf_config_kwargs", ""),
     ("overrides_of_model_kwargs", "model.hf_config_kwargs", ""),
     ("model_init_kwargs", "model.hf_config_kwargs", ""),
-    ("model_type", "", "the model's config.json says it"),
-    ("trust_remote_code", "", "remove the key: no code of a model is run"),
+    ("model_type", "", "the model's config.json has it"),
+    ("trust_remote_code", "", "remove the key: a model's code is never executed"),
     ("torch_dtype", "model.dtype", ""),
     ("bf16", "model.dtype", "`model.dtype: bf16`, the default"),
     ("fp16", "model.dtype", "`model.dtype: fp16`"),
     ("fp32", "model.dtype", "`model.dtype: f32`"),
-    ("tf32", "", "remove the key: products of f32 keep their precision"),
+    ("tf32", "", "remove the key: f32 matmuls are computed in f32"),
     ("bf16_full_eval", "", "evaluation computes in model.dtype"),
     ("load_in_4bit", "", QUANTISED),
     ("load_in_8bit", "", QUANTISED),
@@ -88,8 +88,8 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     ("enable_activation_checkpointing", "model.activation_checkpoint", "`true` is `full`"),
     ("enable_activation_offloading", "model.activation_checkpoint", "`offload`"),
     ("activation_offloading", "model.activation_checkpoint", "`offload`"),
-    ("use_liger_kernel", "", "remove the key: the fused operations are always used"),
-    ("enable_liger_kernel", "", "remove the key: the fused operations are always used"),
+    ("use_liger_kernel", "", "remove the key: fused kernels are always used"),
+    ("enable_liger_kernel", "", "remove the key: fused kernels are always used"),
     ("torch_compile", "", "remove the key: there is nothing to compile"),
     ("compile", "", "remove the key: there is nothing to compile"),
     ("resize_vocab", "", "embeddings cannot be resized"),
@@ -115,7 +115,7 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     ("lora_target_modules", "model.peft_config.target_modules", ""),
     ("lora_attn_modules", "model.peft_config.target_modules", ""),
     ("lora_target_linear", "model.peft_config.target_modules", "`all-linear`"),
-    ("lora_modules_to_save", "", "training whole modules beside an adapter is not supported"),
+    ("lora_modules_to_save", "", "training full modules together with an adapter is not supported"),
     ("use_rslora", "model.peft_config.use_rslora", ""),
     ("peft_use_rslora", "model.peft_config.use_rslora", ""),
     ("peft_use_dora", "", "DoRA is not supported"),
@@ -137,7 +137,7 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     ("dataset_processes", "data.num_proc", ""),
     ("preprocessing_num_workers", "data.num_proc", ""),
     ("dataset_prepared_path", "data.cache_dir", ""),
-    ("overwrite_cache", "", "the token cache notices by itself when data change"),
+    ("overwrite_cache", "", "the token cache detects changed data"),
     ("max_samples", "data.sources.N.sample_count", ""),
     ("test_datasets", "data.eval_sources", ""),
     ("eval_dataset", "data.eval_sources", ""),
@@ -148,7 +148,7 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     ("sequence_len", "data.max_length", ""),
     ("max_seq_length", "data.max_length", ""),
     ("seq_length", "data.max_length", ""),
-    ("max_prompt_length", "data.max_length", "it counts prompt and answer"),
+    ("max_prompt_length", "data.max_length", "tokens of prompt and answer"),
     ("max_seq_len", "data.max_length", ""),
     ("cutoff_len", "data.max_length", ""),
     ("model_max_length", "data.max_length", ""),
@@ -180,9 +180,9 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     ("tokenizer_path", "tokenizer.name_or_path", ""),
     ("tokenizer.path", "tokenizer.name_or_path", ""),
     ("zero_optimization.stage", "deepspeed.zero_optimization.stage", ""),
-    ("unfrozen_parameters", "", "parameters are not frozen by pattern; `model.peft_config` trains an adapter alone"),
+    ("unfrozen_parameters", "", "freezing by pattern is not supported; `model.peft_config` trains only an adapter"),
     ("enable_thinking", "tokenizer.chat_template_kwargs", "`tokenizer.chat_template_kwargs: {enable_thinking: false}`"),
-    ("streaming", "", "data are tokenised once and read from the cache"),
+    ("streaming", "", "data are tokenized once and read from the cache"),
     ("neftune_noise_alpha", "", "NEFTune is not supported"),
     // Optimizer and schedule.
     ("lr", "optimizer.learning_rate", ""),
@@ -210,22 +210,22 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     ("label_smoothing_factor", "", "label smoothing is not supported"),
     // Evaluation, checkpoints and logs.
     ("eval_steps", "eval_interval", STEPS),
-    ("eval_strategy", "eval_interval", "evaluation follows each epoch unless this names an interval in steps"),
-    ("evaluation_strategy", "eval_interval", "evaluation follows each epoch unless this names an interval in steps"),
+    ("eval_strategy", "eval_interval", "in steps; by default evaluation follows each epoch"),
+    ("evaluation_strategy", "eval_interval", "in steps; by default evaluation follows each epoch"),
     ("evals_per_epoch", "eval_interval", STEPS),
     ("run_val_every_n_steps", "eval_interval", STEPS),
     ("do_eval", "data.eval_sources", ""),
     ("do_train", "", "`trainer train RECIPE` trains"),
     ("save_steps", "checkpoint.N.save_every_n_steps", ""),
-    ("saves_per_epoch", "checkpoint.N.save_every_n_epochs", "it counts epochs"),
+    ("saves_per_epoch", "checkpoint.N.save_every_n_epochs", "in epochs"),
     ("save_strategy", "checkpoint.N.save_every_n_epochs", "or save_every_n_steps"),
     ("save_total_limit", "checkpoint.N.save_total_limit", ""),
     ("keep", "checkpoint.N.save_total_limit", ""),
     ("save_only_model", "checkpoint.N.type", "`huggingface`"),
     ("save_dir", "checkpoint.N.output_dir", ""),
     ("output_path", "output_dir", ""),
-    ("overwrite_output_dir", "", "nothing is overwritten: checkpoints of earlier runs move to run.N"),
-    ("resume_from_checkpoint", "checkpoint.N.auto_resume", "the newest complete checkpoint is taken"),
+    ("overwrite_output_dir", "", "checkpoints of earlier runs are moved to run.N, not overwritten"),
+    ("resume_from_checkpoint", "checkpoint.N.auto_resume", "it resumes from the newest complete checkpoint"),
     ("auto_resume_from_checkpoints", "checkpoint.N.auto_resume", ""),
     ("load_best_model_at_end", "metric_for_best_model", "the best checkpoint is kept; run.json names it"),
     ("early_stopping_patience", "", "early stopping is not supported"),
@@ -260,7 +260,7 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     ("cp_size", "context_parallel_size", ""),
     ("sequence_parallel_degree", "sequence_parallel_size", ""),
     ("context_parallel_degree", "context_parallel_size", ""),
-    ("data_parallel_size", "", "it follows from the ranks that the launcher starts"),
+    ("data_parallel_size", "", "it is derived from the number of ranks"),
     ("n_gpus", "", "`scripts/launch --nproc-per-node N` starts N ranks"),
     ("local_rank", "", "the launcher sets it in the environment"),
     ("use_cpu", "device", "`cpu`"),

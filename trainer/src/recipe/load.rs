@@ -1,4 +1,4 @@
-//! From a file and arguments to a [`Recipe`] whose every key knows where it was written.
+//! Loading of a [`Recipe`] from a file and arguments, with the location of every key.
 
 use std::fmt;
 use std::path::Path;
@@ -13,17 +13,17 @@ use super::error::{Fault, RecipeError, RecipeSource};
 use super::node::{RecipeLocation, RecipeNode, RecipeValue, quoted};
 use super::{Recipe, node, overrides, tilde};
 
-/// A recipe, and where each of its keys was written.
+/// A recipe with the location of each key.
 #[derive(Clone, Debug)]
 pub struct Loaded {
-    /// What the user wrote.
+    /// The recipe as written.
     pub recipe: Recipe,
     tree: RecipeNode,
     source: Arc<RecipeSource>,
     notes: Vec<String>,
 }
 
-/// Where a setting comes from.
+/// The origin of a setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// A line of the recipe.
@@ -34,7 +34,7 @@ pub enum Origin {
     Default,
     /// Another setting or the model's config.
     Derived,
-    /// What is free, by `memory: auto`.
+    /// The free memory, by `memory: auto`.
     Memory,
 }
 
@@ -47,7 +47,7 @@ impl Loaded {
             .map_err(|error| unreadable(format!("cannot read the recipe: {error}")))?;
         let text = String::from_utf8(bytes).map_err(|error| {
             let line = error.as_bytes()[..error.utf8_error().valid_up_to()].iter().filter(|b| **b == b'\n').count() + 1;
-            unreadable(format!("the recipe is not UTF-8 text: line {line} has other bytes"))
+            unreadable(format!("the recipe is not UTF-8: line {line} has an invalid byte"))
         })?;
         Self::parse(path, text, arguments)
     }
@@ -65,7 +65,7 @@ impl Loaded {
         }
         let mut old_names = rename_all(&mut tree).map_err(&fail)?;
         old_names.extend(overrides::apply_all(&mut tree, arguments).map_err(&fail)?);
-        // The value of an argument may be a map with keys of its own.
+        // The value of an argument may be a map that has deprecated keys.
         old_names.extend(rename_all(&mut tree).map_err(&fail)?);
         if let Ok(home) = std::env::var("HOME") {
             tilde::expand(&mut tree, &home);
@@ -86,7 +86,7 @@ impl Loaded {
         &self.notes
     }
 
-    /// Returns where the first of these keys that was given stands.
+    /// Returns the origin of the first of these keys that is set.
     pub fn origin(&self, keys: &[&str]) -> Origin {
         match self.location(keys) {
             Some(RecipeLocation::File { line, .. }) => Origin::Line(line),
@@ -95,12 +95,12 @@ impl Loaded {
         }
     }
 
-    /// Tells whether a key was given, even if with its default value.
+    /// Returns true if a key is set, even to its default value.
     pub fn is_set(&self, key: &str) -> bool {
         self.tree.at(key).is_some()
     }
 
-    /// Returns the value of a key as it may be written on one line, if it is a single value.
+    /// Returns the value of a key as text, if it is a short scalar.
     pub(crate) fn scalar(&self, key: &str) -> Option<String> {
         match &self.tree.at(key)?.0.value {
             RecipeValue::Bool(value) => Some(value.to_string()),
@@ -111,12 +111,12 @@ impl Loaded {
         }
     }
 
-    /// Blames the first of these keys that was given; if none was, the map that it belongs into, or the recipe as a whole.
+    /// Creates a fault at the first of these keys that is set. If none is, its location is the enclosing map, or none.
     pub fn fault(&self, keys: &[&str], message: impl Into<String>) -> Fault {
         Fault::new(self.location(keys).or_else(|| self.enclosing_location(keys.first()?)), message)
     }
 
-    /// Joins faults into the error of this recipe.
+    /// Joins faults into an error of this recipe.
     pub fn error(&self, faults: Vec<Fault>) -> RecipeError {
         RecipeError::new(self.source.clone(), faults)
     }
@@ -143,7 +143,7 @@ impl fmt::Display for Origin {
     }
 }
 
-/// Names a foreign `type` before the keys that only it knows are called unknown.
+/// Refuses an unsupported `type` before decoding, which would report its keys as unknown.
 fn check_type(tree: &RecipeNode) -> Result<(), Fault> {
     const TYPES: [&str; 3] = ["sft", "causal", "dpo"];
     let Some(entry) = tree.get("type") else { return Ok(()) };
@@ -153,7 +153,7 @@ fn check_type(tree: &RecipeNode) -> Result<(), Fault> {
             let fault = Fault::new(Some(entry.node.place), format!("type: unknown value {}", quoted(name)));
             let fault = match nearest(name, TYPES) {
                 Some(near) => fault.note(format!("did you mean `{near}`?")),
-                None => fault.note("types that a recipe's own Python code adds are not supported"),
+                None => fault.note("types registered by Python code of a recipe are not supported"),
             };
             Err(fault.note("values: sft, causal"))
         }

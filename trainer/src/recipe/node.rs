@@ -1,7 +1,7 @@
-//! A recipe as a YAML tree in which every key and value has its place.
+//! A recipe as a YAML tree with the location of every key and value.
 //!
-//! The recipe types are decoded from this tree and not from the text, so that a recipe file and the
-//! `key=value` arguments obey the same rules and every later complaint can name its place.
+//! Recipe types are decoded from this tree. The recipe file and the `key=value` arguments therefore follow the same
+//! rules, and every error has a location.
 
 use std::convert::Infallible;
 
@@ -10,23 +10,23 @@ use serde_saphyr::{DuplicateKeyPolicy, NonFiniteFloatPolicy};
 
 pub(crate) use candlewick_text::yaml::{YamlSyntaxError, quoted};
 
-/// The place of a key or value.
+/// The location of a key or value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecipeLocation {
-    /// In the recipe file. Lines and columns count from one, `len` is in characters.
+    /// In the recipe file.
     File {
-        /// Line.
+        /// The line, from 1.
         line: usize,
-        /// Column, in characters.
+        /// The column in characters, from 1.
         column: usize,
-        /// Length of the text, in characters; 0 if unknown.
+        /// The length in characters; 0 if unknown.
         len: usize,
     },
-    /// In the `key=value` argument of this index.
+    /// In the `key=value` argument with this index.
     Argument(usize),
 }
 
-/// A value of a recipe. Scalars are typed by YAML 1.2, except that `yes`, `no`, `on` and `off` stay text.
+/// A value of a recipe with its location. Scalars have their YAML 1.2 types; `yes`, `no`, `on` and `off` are text.
 pub type RecipeNode = yaml::YamlNode<RecipeLocation>;
 
 /// A YAML value of a recipe.
@@ -35,12 +35,12 @@ pub type RecipeValue = yaml::YamlValue<RecipeLocation>;
 /// One key of a map in a recipe.
 pub type RecipeEntry = yaml::YamlEntry<RecipeLocation>;
 
-/// Reads one YAML document of a recipe file. An empty one is `Null`.
+/// Parses one YAML document of a recipe file. An empty document is `Null`.
 pub(crate) fn parse(text: &str) -> Result<RecipeNode, YamlSyntaxError> {
     parse_at(text, |YamlSpan { line, column, len }| RecipeLocation::File { line, column, len })
 }
 
-/// Reads one YAML document whose parts are at the places that `location` returns.
+/// Parses one YAML document. `location` maps its spans to locations.
 pub(crate) fn parse_at(
     text: &str,
     location: impl Fn(YamlSpan) -> RecipeLocation,
@@ -57,7 +57,7 @@ pub(crate) fn parse_at(
     Ok(tree)
 }
 
-/// Removes a tag: it has no meaning in a recipe.
+/// Removes a tag, which has no meaning in a recipe.
 fn untagged(node: RecipeNode) -> RecipeNode {
     match node.value {
         RecipeValue::Tagged(_, node) => *node,
@@ -65,10 +65,10 @@ fn untagged(node: RecipeNode) -> RecipeNode {
     }
 }
 
-/// Returns the parser's message in the words of recipes.
+/// Translates the parser's message into a recipe's terms.
 fn plain(message: String) -> String {
     if message.starts_with("multiple YAML documents") {
-        return "a second document begins: a recipe is one YAML document, without `---` inside".into();
+        return "a second YAML document starts here; a recipe is one document, without `---` inside".into();
     }
     match message.strip_prefix("duplicate mapping key: ").and_then(|rest| rest.split(',').next()) {
         Some(key) => format!("duplicate key `{key}`: it was already given in the same map"),

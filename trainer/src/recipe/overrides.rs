@@ -1,15 +1,15 @@
-//! `key.sub=value` arguments: each is written into the tree of the recipe, where it obeys the recipe's rules.
+//! `key.sub=value` arguments. Each is written into the tree of the recipe before decoding.
 
 use super::deprecated::{OldName, rename_path};
 use super::error::Fault;
 use super::keys::is_key;
 use super::node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue, parse_at};
 
-/// Maps of which null is a value.
+/// Maps in which null is a value.
 const NULL_IS_A_VALUE: [&str; 4] =
     ["model.config", "model.hf_config_kwargs", "tokenizer.chat_template_kwargs", "eval.gen_kwargs"];
 
-/// One argument.
+/// One parsed argument.
 struct Override<'a> {
     path: Vec<&'a str>,
     value: RecipeNode,
@@ -17,7 +17,7 @@ struct Override<'a> {
     old_name: Option<OldName>,
 }
 
-/// Writes all arguments into the tree, in their order. `key=null` removes a key. Returns the old names of keys.
+/// Writes all arguments into the tree, in their order. `key=null` removes a key. Returns the deprecated names of keys.
 pub(super) fn apply_all(root: &mut RecipeNode, arguments: &[String]) -> Result<Vec<OldName>, Fault> {
     let mut written: Vec<Vec<String>> = Vec::with_capacity(arguments.len());
     let mut old_names = Vec::new();
@@ -42,7 +42,7 @@ impl<'a> Override<'a> {
         };
         let mut path: Vec<&str> = path.trim().split('.').collect();
         if path.iter().any(|segment| segment.is_empty()) {
-            return Err(Fault::new(Some(location), "the key has an empty part; parts are joined by single points"));
+            return Err(Fault::new(Some(location), "the key has an empty part; parts are separated by single dots"));
         }
         let old_name = rename_path(&mut path, location);
         if text.trim().is_empty() {
@@ -52,7 +52,7 @@ impl<'a> Override<'a> {
         }
         let value = parse_at(text, |_| location).map_err(|error| {
             Fault::new(Some(location), format!("the value is not YAML: {}", error.message))
-                .note("put texts with special characters into quotes, for YAML and for the shell: 'key=\"a: b\"'")
+                .note("quote text with special characters, for YAML and for the shell: 'key=\"a: b\"'")
         })?;
         Ok(Self { path, value, location, old_name })
     }
@@ -61,25 +61,25 @@ impl<'a> Override<'a> {
         let key = self.path.join(".");
         let has_null = NULL_IS_A_VALUE.iter().any(|map| key.starts_with(&format!("{map}.")));
         let removes = self.value.value == RecipeValue::Null && !has_null;
-        // An unknown key is left for the decoder to refuse.
+        // The decoder reports an unknown key.
         if removes && (remove(root, &self.path, 0) || is_key(&key)) {
             return Ok(());
         }
         set(root, &self.path, 0, self.value, self.location)
     }
 
-    /// Two arguments for one key: the earlier one would be lost.
+    /// Reports that two arguments set the same key.
     fn refuse(&self, earlier: &str, is_same: bool) -> Fault {
         let key = self.path.join(".");
         let (message, advice) = match is_same {
-            true => (format!("{key} is given twice, before in `{earlier}`"), "keep one of them"),
-            false => (format!("{key} replaces what `{earlier}` has set in it"), "write this argument before that one"),
+            true => (format!("{key} is set twice, first in `{earlier}`"), "keep one of them"),
+            false => (format!("{key} replaces the map in which `{earlier}` sets a key"), "write this argument first"),
         };
         Fault::new(Some(self.location), message).note(advice)
     }
 }
 
-/// The path with one name for each key, and with the index of an only checkpoint.
+/// Returns the path without aliases, and with the index of a single checkpoint.
 fn canonical(path: &[&str]) -> Vec<String> {
     let name = |depth: usize| match (&path[..depth], path[depth]) {
         (["optimizer" | "scheduler"], "lr") => "learning_rate",
@@ -93,13 +93,13 @@ fn canonical(path: &[&str]) -> Vec<String> {
     names
 }
 
-/// Removes what stands at `path[depth..]`, and tells whether there was something.
+/// Removes the node at `path[depth..]`. Returns true if it existed.
 fn remove(node: &mut RecipeNode, path: &[&str], depth: usize) -> bool {
     let (segment, is_last) = (path[depth], depth + 1 == path.len());
     match &mut node.value {
         RecipeValue::Map(entries) => {
-            let second = second_name(path, depth);
-            let is_meant = |entry: &RecipeEntry| entry.key == segment || second == Some(entry.key.as_str());
+            let alias = alias_of(path, depth);
+            let is_meant = |entry: &RecipeEntry| entry.key == segment || alias == Some(entry.key.as_str());
             let Some(idx) = entries.iter().position(is_meant) else { return false };
             if is_last {
                 entries.remove(idx);
@@ -115,7 +115,7 @@ fn remove(node: &mut RecipeNode, path: &[&str], depth: usize) -> bool {
     }
 }
 
-/// Descends along `path[depth..]`, creating maps on the way, and puts `value` there.
+/// Sets the node at `path[depth..]` to `value`, and creates missing maps.
 fn set(
     node: &mut RecipeNode,
     path: &[&str],
@@ -127,7 +127,7 @@ fn set(
         *node = value;
         return Ok(());
     };
-    open(node, path, depth, location);
+    make_container(node, path, depth, location);
     match &mut node.value {
         RecipeValue::Map(entries) => {
             let child = child(entries, segment, path, depth, location);
@@ -147,8 +147,8 @@ fn set(
     }
 }
 
-/// Turns what can have keys into a map or a list: nothing, a source's name, a single checkpoint.
-fn open(node: &mut RecipeNode, path: &[&str], depth: usize, location: RecipeLocation) {
+/// Converts a node so that it can have keys: null, a source's name, or a single checkpoint.
+fn make_container(node: &mut RecipeNode, path: &[&str], depth: usize, location: RecipeLocation) {
     let is_index = as_index(path[depth]).is_some();
     let node_location = node.place;
     match (&mut node.value, path[..depth].to_vec().as_slice()) {
@@ -180,8 +180,8 @@ fn child<'a>(
     depth: usize,
     location: RecipeLocation,
 ) -> &'a mut RecipeNode {
-    let second = second_name(path, depth);
-    let found = entries.iter().position(|entry| entry.key == segment || second == Some(entry.key.as_str()));
+    let alias = alias_of(path, depth);
+    let found = entries.iter().position(|entry| entry.key == segment || alias == Some(entry.key.as_str()));
     let idx = found.unwrap_or_else(|| {
         entries.push(RecipeEntry {
             key: segment.to_owned(),
@@ -198,8 +198,8 @@ fn child<'a>(
     &mut entry.node
 }
 
-/// A key that means the same, so that an argument replaces it.
-fn second_name<'a>(path: &[&'a str], depth: usize) -> Option<&'a str> {
+/// Returns the alias of a key, which an argument replaces too.
+fn alias_of<'a>(path: &[&'a str], depth: usize) -> Option<&'a str> {
     match (path[..depth].to_vec().as_slice(), path[depth]) {
         (["optimizer" | "scheduler"], "lr") => Some("learning_rate"),
         (["optimizer" | "scheduler"], "learning_rate") => Some("lr"),
@@ -228,7 +228,7 @@ fn index(segment: &str, len: usize, parent: &[&str], location: RecipeLocation) -
     }
 }
 
-/// Reads an index. `00` and `+0` would be second names of `0`.
+/// Parses an index. `00` and `+0` are refused: they would be aliases of `0`.
 fn as_index(segment: &str) -> Option<usize> {
     segment.parse().ok().filter(|idx: &usize| idx.to_string() == segment)
 }

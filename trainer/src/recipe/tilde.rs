@@ -1,8 +1,8 @@
-//! `~/` at the beginning of a path in a recipe: no shell expands it there.
+//! Expansion of `~/` at the start of a recipe's paths, which no shell expands.
 
 use super::node::{RecipeEntry, RecipeNode, RecipeValue};
 
-/// The keys whose texts, lists of texts or maps to texts are paths.
+/// The keys whose strings, lists of strings or maps to strings are paths.
 const PATHS: [&str; 13] = [
     "adapter_name_or_path",
     "cache_dir",
@@ -19,7 +19,7 @@ const PATHS: [&str; 13] = [
     "train_log_metrics_path",
 ];
 
-/// Puts the home folder in the place of `~` in every path of a recipe.
+/// Replaces `~` by the home folder in every path of a recipe.
 pub(super) fn expand(tree: &mut RecipeNode, home: &str) {
     match &mut tree.value {
         RecipeValue::Map(entries) => entries.iter_mut().for_each(|entry| expand_entry(entry, home)),
@@ -30,23 +30,23 @@ pub(super) fn expand(tree: &mut RecipeNode, home: &str) {
 
 fn expand_entry(entry: &mut RecipeEntry, home: &str) {
     expand(&mut entry.node, home);
-    // `eval.data` maps tasks to paths, the section `data` is a map of keys.
+    // `eval.data` maps tasks to paths. In the section `data`, only the listed keys are paths.
     if PATHS.contains(&entry.key.as_str()) || entry.key == "data" {
-        expand_texts(&mut entry.node, home);
+        expand_strings(&mut entry.node, home);
     }
 }
 
-fn expand_texts(node: &mut RecipeNode, home: &str) {
+fn expand_strings(node: &mut RecipeNode, home: &str) {
     match &mut node.value {
         RecipeValue::Text(text) => {
             if let Some(rest) = text.strip_prefix("~/") {
                 *text = format!("{home}/{rest}");
             }
         }
-        RecipeValue::List(items) => items.iter_mut().for_each(|item| expand_texts(item, home)),
+        RecipeValue::List(items) => items.iter_mut().for_each(|item| expand_strings(item, home)),
         RecipeValue::Map(entries) => entries.iter_mut().for_each(|entry| {
             if let RecipeValue::Text(_) = entry.node.value {
-                expand_texts(&mut entry.node, home);
+                expand_strings(&mut entry.node, home);
             }
         }),
         _ => {}
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_are_expanded_and_other_texts_are_not() {
+    fn paths_are_expanded_and_other_strings_are_not() {
         let text = "output_dir: ~/runs\ndata:\n  sources: [~/a.jsonl, {name_or_path: ~/b}, c~/d]\neval:\n  data: {arc: ~/arc}\n\
                     generate:\n  prompts: [~/x]\ncheckpoint: [{output_dir: ~/m}]\n";
         let mut tree = crate::recipe::node::parse(text).unwrap();

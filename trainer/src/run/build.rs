@@ -78,7 +78,7 @@ pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePla
     EngineSpec {
         zero_stage: ranks.zero_stage(),
         sequence_parallel: ranks.sequence_parallel(),
-        schedule: pipeline.order(),
+        schedule: pipeline.schedule_kind(),
         checkpointing: checkpointing(plan.model.activations, config.n_layers()),
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), pipeline.layout(config))
     }

@@ -50,7 +50,7 @@ fn the_optimizer_may_live_on_the_host() {
     let pinned = plan(&[&cpu, &format!("{offload}.pin_memory=true")]);
     assert!(pinned.notes.iter().any(|note| note.contains("always go through pinned memory")), "{:?}", pinned.notes);
     let ratio = format!("{offload}.ratio=1.5");
-    refused(&[&cpu, &ratio], &[&format!("argument `{ratio}`"), "expected a share of the parameters from 0 to 1"]);
+    refused(&[&cpu, &ratio], &[&format!("argument `{ratio}`"), "expected a fraction of the parameters from 0 to 1"]);
     refused(&[&format!("{offload}.ratio=0.5")], &["ratio: nothing is offloaded", "offload_optimizer.device: cpu"]);
     refused(&[&cpu, &format!("{offload}.pin_memory=3")], &["expected true or false, found 3"]);
     refused(&[&cpu, &format!("{offload}.buffer_count=4")], &["buffer_count", "not implemented yet"]);
@@ -60,10 +60,10 @@ fn the_optimizer_may_live_on_the_host() {
     assert!(offloaded.weights_on_host && offloaded.ranks.zero_stage == 3);
     assert!(!plan(&[&cpu, stage_3]).weights_on_host);
     refused(&[weights, &cpu], &["cpu needs ZeRO stage 3", "zero_optimization.stage: 3"]);
-    refused(&[weights, stage_3], &["cpu needs the optimizer there, too"]);
+    refused(&[weights, stage_3], &["cpu needs the optimizer offloaded, too"]);
     refused(
         &[weights, stage_3, &cpu, &format!("{offload}.ratio=0.5")],
-        &["needs the optimizer there", "without a ratio"],
+        &["needs the optimizer offloaded", "without a ratio"],
     );
 }
 
@@ -100,8 +100,8 @@ fn attention_has_four_names_and_those_of_transformers() {
 #[test]
 fn attention_by_cudnn_wants_a_gpu_and_16_bits() {
     let cudnn = "model.attn_implementation=cudnn";
-    refused(&[cudnn, "device=cpu"], &["cudnn computes on GPUs only, but device is cpu", "use auto, or fused"]);
-    refused(&[cudnn, "model.dtype=f32"], &["cudnn computes in 16 bits only, but model.dtype is f32", "use auto"]);
+    refused(&[cudnn, "device=cpu"], &["cudnn needs a GPU, but device is cpu", "use auto, or fused"]);
+    refused(&[cudnn, "model.dtype=f32"], &["cudnn supports 16-bit dtypes only, but model.dtype is f32", "use auto"]);
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn activation_checkpoints_are_spelt_in_three_ways() {
     );
     refused(
         &["model.activation_checkpoint=selective", "model.attn_implementation=reference"],
-        &["selective keeps nothing of model.attn_implementation: reference", "use full"],
+        &["selective cannot save the output of model.attn_implementation: reference", "use full"],
     );
     refused(&["model.activation_checkpoint=full", "model.disable_activation_checkpoint=true"], &["contradicts"]);
     refused(&["model.activation_checkpoint=none", "model.disable_activation_checkpoint=false"], &["contradicts"]);
@@ -140,7 +140,8 @@ fn the_inputs_of_a_share_of_the_blocks_may_be_parked() {
     );
     for wrong in ["1.5", "-0.1"] {
         let argument = format!("model.activation_checkpoint={{offload: {wrong}}}");
-        let want = format!("activation_checkpoint.offload: expected a share of the blocks from 0 to 1, found {wrong}");
+        let want =
+            format!("activation_checkpoint.offload: expected a fraction of the blocks from 0 to 1, found {wrong}");
         refused(&[&argument], &[&format!("argument `{argument}`"), &want]);
     }
     refused(&[share, "model.disable_activation_checkpoint=true"], &["contradicts"]);
@@ -155,10 +156,10 @@ fn where_activations_are_parked_is_said_and_whether_that_is_memory() {
         Plan::resolve(&loaded.unwrap(), &Environment { temp_dir, ..known() }).unwrap().notes
     };
     let says = |notes: Vec<String>, what: &str| notes.iter().any(|note| note.contains(what));
-    assert!(says(notes(false), "the CPU in /scratch"));
+    assert!(says(notes(false), "to /scratch (set by TMPDIR) by the CPU"));
     assert!(!says(notes(false), "tmpfs"));
-    assert!(says(notes(true), "/scratch is kept in memory (tmpfs)"));
-    assert!(!says(plan(&[]).notes, "parks"));
+    assert!(says(notes(true), "/scratch is in memory (tmpfs)"));
+    assert!(!says(plan(&[]).notes, "offloaded"));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The data, and how they become steps.
+//! The data and the batches.
 
 use std::path::{Path, PathBuf};
 
@@ -81,8 +81,8 @@ fn max_length(resolver: &mut Resolver, model: &ModelPlan) -> usize {
     match (given, limit) {
         (Some(given), Some(limit)) if given.0 > limit => {
             resolver.note(format!(
-                "{KEY}: {} is more than the model's max_position_embeddings, {limit}: it has not learned such positions; a rope \
-                 scaling in model.hf_config_kwargs may help",
+                "{KEY}: {} exceeds the model's max_position_embeddings, {limit}: the model was not trained on such positions; \
+                 rope_scaling in model.hf_config_kwargs may help",
                 given.0
             ));
         }
@@ -98,10 +98,10 @@ fn max_length(resolver: &mut Resolver, model: &ModelPlan) -> usize {
         (Some(given), _) => resolver.pick(KEY, Some(given.0), 0),
         (None, Some(limit)) => resolver.record(KEY, limit, Origin::Derived),
         (None, None) => {
-            // Only a check comes here: a run has downloaded the config.
+            // Only `check` has no config here: a run downloads it first.
             resolver.record(KEY, "the model's max_position_embeddings", Origin::Derived);
             resolver.note(format!(
-                "{KEY} will be the model's max_position_embeddings: its config.json is not on this machine yet"
+                "{KEY} will be the model's max_position_embeddings: its config.json is not downloaded yet"
             ));
             0
         }
@@ -114,7 +114,7 @@ fn packing(resolver: &mut Resolver, kind: DataKind) -> Packing {
     let exact = resolver.pick("data.always_max_length", data.always_max_length, kind == DataKind::Causal && pack);
     match (pack, exact) {
         (false, true) => {
-            let message = "data.always_max_length fills packs: it needs data.pack_samples: true";
+            let message = "data.always_max_length needs data.pack_samples: true";
             resolver.report(&["data.always_max_length"], message);
             Packing::Off
         }
@@ -126,20 +126,20 @@ fn packing(resolver: &mut Resolver, kind: DataKind) -> Packing {
 
 fn truncation(resolver: &mut Resolver, kind: DataKind, packing: Packing) -> Truncation {
     let data = &resolver.recipe().data;
-    let asked = data.truncation;
-    if let (Some(asked), Some(filter)) = (asked, data.filter_samples)
-        && (asked == Truncation::Drop) != filter
+    let given = data.truncation;
+    if let (Some(given), Some(filter)) = (given, data.filter_samples)
+        && (given == Truncation::Drop) != filter
     {
         let message = "data.filter_samples contradicts data.truncation";
         resolver.report_with_advice(
             &["data.filter_samples"],
             message,
-            "keep data.truncation; filter_samples: true is its `drop`",
+            "keep data.truncation; `filter_samples: true` is `truncation: drop`",
         );
     }
     if packing == Packing::Exact {
-        if asked.is_some_and(|asked| asked != Truncation::Split) {
-            let message = "data.truncation: rows of exactly max_length are cut from samples of any length";
+        if given.is_some_and(|given| given != Truncation::Split) {
+            let message = "data.truncation: packing into rows of exactly max_length splits samples of any length";
             resolver.report_with_advice(
                 &["data.truncation"],
                 message,
@@ -149,10 +149,10 @@ fn truncation(resolver: &mut Resolver, kind: DataKind, packing: Packing) -> Trun
         return resolver.record("data.truncation", Truncation::Split, Origin::Derived);
     }
     if data.filter_samples == Some(false) {
-        resolver.note("data.filter_samples: false has no effect: data.truncation says what becomes of long samples");
+        resolver.note("data.filter_samples: false has no effect: data.truncation handles long samples");
     }
     let filtered = (data.filter_samples == Some(true)).then_some(Truncation::Drop);
-    let origin = match (asked, filtered) {
+    let origin = match (given, filtered) {
         (Some(_), _) => resolver.loaded.origin(&["data.truncation"]),
         (None, Some(_)) => resolver.loaded.origin(&["data.filter_samples"]),
         (None, None) => Origin::Default,
@@ -161,7 +161,7 @@ fn truncation(resolver: &mut Resolver, kind: DataKind, packing: Packing) -> Trun
         DataKind::Sft => Truncation::Error,
         DataKind::Causal => Truncation::Split,
     };
-    resolver.record("data.truncation", asked.or(filtered).unwrap_or(default), origin)
+    resolver.record("data.truncation", given.or(filtered).unwrap_or(default), origin)
 }
 
 fn cache_dir(resolver: &mut Resolver) -> PathBuf {
@@ -177,7 +177,7 @@ fn cache_dir(resolver: &mut Resolver) -> PathBuf {
     PathBuf::from(resolver.pick(KEY, Some(given), String::new()))
 }
 
-/// `None`: as the tokenizer adds it.
+/// Returns the setting of BOS; `None` is the tokenizer's setting.
 fn add_bos_token(resolver: &mut Resolver) -> Option<bool> {
     const KEY: &str = "data.add_bos_token";
     let given = resolver.recipe().data.add_bos_token;
@@ -196,7 +196,7 @@ fn fuse_positions(resolver: &mut Resolver, packing: Packing) -> f64 {
     let given = resolver.recipe().data.fuse_positions_prob;
     let probability = resolver.number(KEY, given, 0.0, 0.0, 1.0);
     if probability > 0.0 && packing == Packing::Off {
-        resolver.report(&[KEY], format!("{KEY} fuses the samples of a pack: it needs data.pack_samples: true"));
+        resolver.report(&[KEY], format!("{KEY} needs data.pack_samples: true"));
     }
     probability
 }
@@ -220,7 +220,8 @@ fn padding(resolver: &mut Resolver, max_length: usize) -> Padding {
         PadTo::MaxLength => {
             if div_length > 0 && !max_length.is_multiple_of(div_length) {
                 let lower = max_length / div_length * div_length;
-                let message = format!("data.pad_to: max_length {max_length} is no multiple of div_length {div_length}");
+                let message =
+                    format!("data.pad_to: max_length {max_length} is not a multiple of div_length {div_length}");
                 let advice = format!("remove data.div_length, or use max_length {lower} or {}", lower + div_length);
                 resolver.report_with_advice(&["data.pad_to"], message, advice);
             }
@@ -233,21 +234,20 @@ fn batch(resolver: &mut Resolver, packing: Packing) -> (usize, usize) {
     let recipe = resolver.recipe();
     let micro_batch_size = resolver.positive("micro_batch_size", recipe.micro_batch_size, 1);
     if packing != Packing::Off && recipe.data.pack_samples == Some(true) && micro_batch_size > 1 {
-        let message =
-            format!("micro_batch_size: {micro_batch_size} rows of packed samples; with data.pack_samples it must be 1");
-        let advice = "raise data.max_length for larger packs, or gradient_accumulation_steps for more of them";
+        let message = format!("micro_batch_size: expected 1 with data.pack_samples, found {micro_batch_size}");
+        let advice = "for larger batches raise data.max_length or gradient_accumulation_steps";
         resolver.report_with_advice(&["micro_batch_size"], message, advice);
     }
     let accumulation = resolver.positive("gradient_accumulation_steps", recipe.gradient_accumulation_steps, 1);
     (micro_batch_size, accumulation)
 }
 
-/// `train_iters` replaces `epochs`.
+/// Returns the end of training. `train_iters` replaces `epochs`.
 fn horizon(resolver: &mut Resolver) -> Horizon {
     let recipe = resolver.recipe();
     let steps = resolver.count("train_iters", recipe.train_iters, 0);
     if recipe.train_iters.is_some() && steps == 0 {
-        resolver.note("train_iters: 0 leaves the horizon to epochs");
+        resolver.note("train_iters: 0 has no effect: epochs decides");
     }
     if steps > 0 {
         if recipe.epochs.is_some() {
@@ -266,7 +266,7 @@ fn num_proc(resolver: &mut Resolver) -> usize {
     let data = &resolver.recipe().data;
     let most = resolver.env.n_cores.max(1);
     if data.dl_num_workers.is_some_and(|n| n.0 > 0) {
-        resolver.note("data.dl_num_workers has no effect: a batch is made from mapped tokens in the step itself");
+        resolver.note("data.dl_num_workers has no effect: each step builds its batch from memory-mapped tokens");
     }
     resolver.positive("data.num_proc", data.num_proc, most.min(16)).min(most)
 }

@@ -1,4 +1,4 @@
-//! Checkpoints: when they are written and where, and what they may not replace.
+//! Checkpoints: types, intervals, folders, and protection of the model folder.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -15,23 +15,23 @@ pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
     let mut plans: Vec<CheckpointPlan> = Vec::new();
     let mut resumes = None;
     for (idx, checkpoint) in given.iter().enumerate() {
-        // A single entry may stand without a list around it.
+        // A single entry may be written without a list.
         let list = format!("checkpoint.{idx}");
         let path = if resolver.loaded.is_set(&list) { list } else { "checkpoint".to_owned() };
         let plan = checkpoint_plan(resolver, &path, checkpoint);
         if plan.auto_resume
             && let Some(other) = resumes.replace(path.clone())
         {
-            let message = format!("{path}.auto_resume: {other} resumes already; only one may");
+            let message = format!("{path}.auto_resume: {other} resumes already; only one entry may");
             resolver.report(&[&format!("{path}.auto_resume")], message);
         }
         if checkpoint.enabled == Some(false) {
-            resolver.note(format!("{path} is not enabled"));
+            resolver.note(format!("{path} is disabled"));
             continue;
         }
         let folder = resolved(&plan.output_dir);
         if plans.iter().any(|other| other.format == plan.format && resolved(&other.output_dir) == folder) {
-            let message = format!("{path}.output_dir: another checkpoint of the same type is saved there");
+            let message = format!("{path}.output_dir: another checkpoint of the same type uses this folder");
             resolver.report(&[&format!("{path}.output_dir")], message);
         }
         refuse_model_in_use(resolver, &format!("{path}.output_dir"), &plan);
@@ -41,12 +41,12 @@ pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
     }
     if plans.is_empty() {
         resolver.record("checkpoint", "none", resolver.loaded.origin(&["checkpoint"]));
-        resolver.note("nothing will be saved: the recipe has no checkpoint that is enabled");
+        resolver.note("nothing will be saved: the recipe has no enabled checkpoint");
     }
     plans
 }
 
-/// A recipe that names no checkpoint exports the model at the end.
+/// Returns the checkpoint of a recipe without any: an export of the model at the end.
 fn default_checkpoint(resolver: &mut Resolver) -> Option<CheckpointPlan> {
     let Some(folder) = run_folder(resolver) else {
         resolver.note("nothing will be saved: output_dir is /dev/null, and the recipe has no checkpoint");
@@ -70,8 +70,8 @@ fn default_checkpoint(resolver: &mut Resolver) -> Option<CheckpointPlan> {
     Some(plan)
 }
 
-/// Refuses a folder of checkpoints in which the model, the adapter or the tokenizer of the run is one of them: it could be
-/// replaced or deleted.
+/// Refuses a checkpoint folder that contains the run's model, adapter or tokenizer: a checkpoint could replace or delete
+/// it.
 fn refuse_model_in_use(resolver: &mut Resolver, key: &str, plan: &CheckpointPlan) {
     let recipe = resolver.recipe();
     let in_use = [
@@ -81,13 +81,13 @@ fn refuse_model_in_use(resolver: &mut Resolver, key: &str, plan: &CheckpointPlan
     ];
     for (used, path) in in_use.into_iter().filter_map(|(used, path)| Some((used, path.as_deref()?))) {
         if plan.format.checkpoint_in_use(&resolved(&plan.output_dir), Path::new(path)).is_some() {
-            let message = format!("{key}: {used}, {path}, is among the checkpoints that this run may replace");
+            let message = format!("{key}: this run's checkpoints could replace {used}, {path}");
             resolver.report_with_advice(&[key, used], message, format!("give {key} another folder"));
         }
     }
 }
 
-/// The path without links and points, as far as it exists.
+/// Returns the path without symlinks and `..`, as far as it exists.
 fn resolved(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let mut resolved = PathBuf::new();
@@ -124,32 +124,32 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointS
     }
     if plan.save_every_n_steps == 0 && plan.save_every_n_epochs == 0 && !plan.save_end_of_training {
         resolver.note(format!(
-            "{path} has no save_* key: it saves when the run is asked to stop, and at the end if nothing else was saved"
+            "{path} has no save_* key: it is written when the run is stopped, and at the end if nothing else was saved"
         ));
     }
     plan
 }
 
-/// Refuses keys that only the other kind of checkpoint has.
+/// Refuses keys of the other checkpoint type.
 fn refuse_other_format(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointSection, format: CheckpointFormat) {
     let of_sharded = "remove it, or set type: sharded";
     let keys = [
         (
             checkpoint.auto_resume == Some(true) && format == CheckpointFormat::HuggingFace,
             "auto_resume",
-            "a huggingface checkpoint holds the weights alone; it cannot resume a run",
-            "add a checkpoint of type sharded and let that one resume",
+            "a huggingface checkpoint has only the weights and cannot resume a run",
+            "add a checkpoint of type sharded with auto_resume",
         ),
         (
             checkpoint.async_save == Some(true) && format == CheckpointFormat::HuggingFace,
             "async_save",
-            "only sharded checkpoints are written while training goes on",
+            "only sharded checkpoints are written asynchronously",
             of_sharded,
         ),
         (
             checkpoint.dtype.is_some() && format == CheckpointFormat::Sharded,
             "dtype",
-            "a sharded checkpoint holds the master weights in f32",
+            "a sharded checkpoint has the master weights in f32",
             "remove it, or set type: huggingface",
         ),
     ];

@@ -93,16 +93,16 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
         "zero_optimization.stage" if number(value).is_none_or(|stage| ![0.0, 1.0, 2.0, 3.0].contains(&stage)) => {
             resolver.report(&[&path], format!("{path}: expected 0, 1, 2 or 3, found {value}"));
         }
-        "zero_optimization.stage" if resolver.env.world.n_ranks == 1 && !asks_for_weights_on_host(resolver) => {
-            resolver.note(format!("{path} has no effect on one process: it has no other rank to share with"));
+        "zero_optimization.stage" if resolver.env.world.n_ranks == 1 && !wants_weights_on_host(resolver) => {
+            resolver.note(format!("{path} has no effect on a single rank"));
         }
         "zero_optimization.stage" => {}
         "zero_optimization.mics_shard_size" if !number(value).is_some_and(|n| n >= 1.0 && n.fract() == 0.0) => {
             resolver.report(&[&path], format!("{path}: expected a number of ranks, found {value}"));
         }
         "zero_optimization.mics_shard_size" => {}
-        "bf16.enabled" | "bfloat16.enabled" => check_format(resolver, &path, value, FloatDtype::Bf16),
-        "fp16.enabled" => check_format(resolver, &path, value, FloatDtype::F16),
+        "bf16.enabled" | "bfloat16.enabled" => check_dtype(resolver, &path, value, FloatDtype::Bf16),
+        "fp16.enabled" => check_dtype(resolver, &path, value, FloatDtype::F16),
         _ if BF16_STATES.contains(&key) => {
             if !value.is_boolean() {
                 resolver.report(&[&path], format!("{path}: expected true or false, found {value}"));
@@ -146,7 +146,8 @@ fn check_offload(resolver: &mut Resolver, key: &str, path: &str, value: &Value) 
             resolver.report_with_advice(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
         }
         "ratio" if !number(value).is_some_and(|share| (0.0..=1.0).contains(&share)) => {
-            resolver.report(&[path], format!("{path}: expected a share of the parameters from 0 to 1, found {value}"));
+            resolver
+                .report(&[path], format!("{path}: expected a fraction of the parameters from 0 to 1, found {value}"));
         }
         "ratio" if !to_cpu => {
             let advice = format!("set deepspeed.{OFFLOAD}device: cpu, or remove the ratio");
@@ -172,7 +173,7 @@ fn check_offload_param(resolver: &mut Resolver, key: &str, path: &str, value: &V
             let is_whole = optimizer("ratio").and_then(number).is_none_or(|ratio| ratio == 1.0);
             if optimizer("device").and_then(Value::as_str) != Some("cpu") || !is_whole {
                 let advice = format!("set deepspeed.{OFFLOAD}device: cpu, without a ratio");
-                resolver.report_with_advice(&[path], format!("{path}: cpu needs the optimizer there, too"), advice);
+                resolver.report_with_advice(&[path], format!("{path}: cpu needs the optimizer offloaded, too"), advice);
             }
         }
         "device" => {
@@ -193,16 +194,16 @@ fn check_pinning(resolver: &mut Resolver, path: &str, value: &Value) {
 
 /// Returns true if the weights are offloaded to a GPU's host.
 pub(super) fn weights_on_host(resolver: &mut Resolver) -> bool {
-    let is_asked = asks_for_weights_on_host(resolver);
-    if is_asked {
+    let is_wanted = wants_weights_on_host(resolver);
+    if is_wanted {
         let path = format!("deepspeed.{OFFLOAD_PARAM}device");
         let origin = resolver.loaded.origin(&[&path]);
         resolver.record(&path, "cpu", origin);
     }
-    is_asked
+    is_wanted
 }
 
-pub(super) fn asks_for_weights_on_host(resolver: &Resolver) -> bool {
+pub(super) fn wants_weights_on_host(resolver: &Resolver) -> bool {
     given(resolver, &format!("{OFFLOAD_PARAM}device")).and_then(Value::as_str) == Some("cpu")
 }
 
@@ -219,7 +220,7 @@ pub(super) fn shard_size(resolver: &Resolver) -> Option<usize> {
     given.filter(|n| *n >= 1.0).map(|n| n as usize)
 }
 
-/// Returns the share of the parameters whose optimizer is offloaded to the host.
+/// Returns the fraction of the parameters whose optimizer state is offloaded to the host.
 pub(super) fn optimizer_on_host(resolver: &mut Resolver) -> f64 {
     let section = &resolver.recipe().deepspeed;
     let given = |key: &str| lookup(section, &format!("{OFFLOAD}{key}"));
@@ -305,10 +306,10 @@ fn lookup<'a>(map: &'a serde_json::Map<String, Value>, path: &str) -> Option<&'a
     keys.try_fold(first, |value, key| value.get(key))
 }
 
-fn check_format(resolver: &mut Resolver, path: &str, value: &Value, format: FloatDtype) {
-    let is_it = resolver.recipe().model.dtype.unwrap_or(FloatDtype::Bf16) == format;
-    if *value != Value::Bool(is_it) {
-        let advice = "remove the key: the number format is model.dtype";
+fn check_dtype(resolver: &mut Resolver, path: &str, value: &Value, dtype: FloatDtype) {
+    let is_model_dtype = resolver.recipe().model.dtype.unwrap_or(FloatDtype::Bf16) == dtype;
+    if *value != Value::Bool(is_model_dtype) {
+        let advice = "remove the key: model.dtype sets the dtype";
         resolver.report_with_advice(&[path], format!("{path}: {value} contradicts model.dtype"), advice);
     }
 }

@@ -155,18 +155,18 @@ fn capacity(loaded: &Loaded) -> Capacity {
 
 fn find_config(loaded: &Loaded, access: HubAccess, settings: HubSettings) -> Result<Option<Config>, EnvironmentError> {
     let model = &loaded.recipe.model;
-    let blame = |key: &str, error: ModelError| {
-        let fault = loaded.fault(&[key], format!("{key}: cannot be used: {error}"));
-        EnvironmentError::from(loaded.error(vec![fault]))
+    let fault = |key: &str, error: ModelError| {
+        let found = loaded.fault(&[key], format!("{key}: cannot be used: {error}"));
+        EnvironmentError::from(loaded.error(vec![found]))
     };
     match (&model.config, &model.name_or_path) {
         (Some(ConfigSource::Inline(map)), _) => {
-            Config::from_handwritten(map).map(Some).map_err(|e| blame("model.config", e))
+            Config::from_handwritten(map).map(Some).map_err(|e| fault("model.config", e))
         }
-        (Some(ConfigSource::Path(path)), _) => read_file(path).map(Some).map_err(|e| blame("model.config", e)),
+        (Some(ConfigSource::Path(path)), _) => read_file(path).map(Some).map_err(|e| fault("model.config", e)),
         (None, Some(name)) if Path::new(name).is_dir() => {
             let folder = model_folder(loaded, name)?;
-            Config::read(&folder).map(Some).map_err(|e| blame("model.name_or_path", e))
+            Config::read(&folder).map(Some).map_err(|e| fault("model.name_or_path", e))
         }
         (None, Some(name)) if is_path(name) => {
             let message = format!("model.name_or_path: there is no folder {name}");
@@ -176,9 +176,9 @@ fn find_config(loaded: &Loaded, access: HubAccess, settings: HubSettings) -> Res
             Err(loaded.error(vec![loaded.fault(&["model.name_or_path"], message).note(advice)]).into())
         }
         (None, Some(name)) => {
-            let draws = model.kind == Some(ModelType::RandomWeightHf);
+            let is_random = model.kind == Some(ModelType::RandomWeightHf);
             let part =
-                if access == HubAccess::Offline && !draws { ModelFiles::All } else { ModelFiles::WithoutWeights };
+                if access == HubAccess::Offline && !is_random { ModelFiles::All } else { ModelFiles::WithoutWeights };
             from_hub(name, model.revision.as_deref(), part, access, settings)
         }
         (None, None) => Ok(None),
@@ -195,8 +195,8 @@ fn model_folder(loaded: &Loaded, name: &str) -> Result<PathBuf, EnvironmentError
             let message = format!("{key}: {} is an adapter, not a model", folder.display());
             let base = base.unwrap_or_else(|| "the adapter's base model".to_owned());
             let advice = format!(
-                "to go on training it, set model.name_or_path: {base} and model.adapter_name_or_path: {}; `trainer merge` \
-                 makes a model of both",
+                "to continue training it, set model.name_or_path: {base} and model.adapter_name_or_path: {}; `trainer merge` \
+                 merges both into a model",
                 folder.display()
             );
             refuse(loaded.fault(&[key], message).note(advice))
@@ -247,7 +247,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_hub_id_is_not_taken_for_a_path() {
+    fn hub_ids_and_paths_are_distinguished() {
         for id in ["gpt2", "org/model", "Qwen/Qwen2.5-0.5B"] {
             assert!(!is_path(id), "{id}");
         }

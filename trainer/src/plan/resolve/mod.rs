@@ -1,7 +1,7 @@
 //! The resolution of a recipe: every check, every default and every derived number, made once.
 //!
-//! [`Plan::resolve`] is pure: it asks no device and no network. What it must know of the outside (the model's config,
-//! the number of cores) comes in as [`Environment`]. No code below the plan validates a setting or supplies a default.
+//! [`Plan::resolve`] is pure: it uses no device and no network. [`Environment`] has the facts from outside of the recipe:
+//! the model's config, the number of cores. No code below the plan validates a setting or supplies a default.
 
 mod backend;
 mod batches;
@@ -33,7 +33,7 @@ pub use temp_dir::TempDir;
 use resolver::Resolver;
 
 impl Plan {
-    /// Decides everything, or says everything that is wrong.
+    /// Resolves a recipe. Fails with all faults of the recipe at once.
     pub fn resolve(loaded: &Loaded, env: &Environment) -> Result<Self, RecipeError> {
         let mut resolver = Resolver::new(loaded, env);
         refused::check(&mut resolver);
@@ -104,8 +104,8 @@ fn device(resolver: &mut Resolver) -> DeviceChoice {
         resolver.report(&["device"], format!("device: {problem}"));
         DeviceChoice::Auto
     });
-    let is_here = resolver.env.world.machines != Machines::Unknown;
-    if matches!(device, DeviceChoice::Cuda(_)) && is_here && !resolver.env.features.nccl {
+    let is_placed = resolver.env.world.machines != Machines::Unknown;
+    if matches!(device, DeviceChoice::Cuda(_)) && is_placed && !resolver.env.features.nccl {
         resolver.note(format!(
             "device: {device}, but this program was built without CUDA; scripts/build-gpu builds one with it"
         ));

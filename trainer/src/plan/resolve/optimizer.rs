@@ -1,4 +1,4 @@
-//! The optimizer and its learning rate.
+//! The optimizer and the learning rate schedule.
 
 use candlewick_ops::LossScaling;
 
@@ -18,7 +18,7 @@ pub(super) fn resolve(resolver: &mut Resolver, dtype: FloatDtype) -> OptimizerPl
     let optimizer = &resolver.recipe().optimizer;
     if resolver.pick("optimizer.type", optimizer.kind, OptimizerType::FusedAdam) == OptimizerType::CpuAdam {
         resolver.note(
-            "optimizer.type: cpu_adam is AdamW where the weights are; to keep its states in a GPU's host set \
+            "optimizer.type: cpu_adam is AdamW on the device of the weights; to offload its states to host memory set \
              deepspeed.zero_optimization.offload_optimizer: {device: cpu}",
         );
     }
@@ -48,7 +48,7 @@ pub(super) fn resolve(resolver: &mut Resolver, dtype: FloatDtype) -> OptimizerPl
     OptimizerPlan { learning_rate, weight_decay, beta1, beta2, eps, gradient_clipping, masters, moments, loss_scaling }
 }
 
-/// Notes that the default learning rate is ArcticTraining's, which suits training from scratch.
+/// Adds a note that the default learning rate, ArcticTraining's, suits training from scratch.
 pub(super) fn note_default_rate(resolver: &mut Resolver, model: &ModelPlan) {
     if resolver.recipe().optimizer.learning_rate.is_some() || model.init == WeightInit::Random {
         return;
@@ -81,7 +81,7 @@ pub(super) fn resolve_schedule(resolver: &mut Resolver) -> Schedule {
     let scheduler = &resolver.recipe().scheduler;
     if scheduler.learning_rate.is_some() {
         let keys = ["scheduler.learning_rate", "scheduler.lr"];
-        resolver.report_with_advice(&keys, "scheduler.learning_rate has moved", format!("give {LR}"));
+        resolver.report_with_advice(&keys, "scheduler.learning_rate has moved", format!("set {LR}"));
     }
     let name = name(resolver);
     refuse_other_schedules_kwargs(resolver, name);
@@ -130,7 +130,7 @@ fn warmup(resolver: &mut Resolver, name: SchedulerName) -> PhaseLength {
     }
 }
 
-/// Refuses numbers of another scheduler than the chosen one, which would be ignored.
+/// Refuses arguments of other schedules, which would be ignored.
 fn refuse_other_schedules_kwargs(resolver: &mut Resolver, name: SchedulerName) {
     use SchedulerName::*;
     let own: &[&str] = match name {
@@ -152,14 +152,14 @@ fn refuse_other_schedules_kwargs(resolver: &mut Resolver, name: SchedulerName) {
     let scheduler = &resolver.recipe().scheduler;
     let kwargs = serde_json::to_value(&scheduler.scheduler_specific_kwargs).unwrap_or_default();
     let given = kwargs.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
-    let foreign: Vec<String> = given.map(|(key, _)| key.clone()).filter(|key| !own.contains(&key.as_str())).collect();
-    for key in foreign {
+    let others: Vec<String> = given.map(|(key, _)| key.clone()).filter(|key| !own.contains(&key.as_str())).collect();
+    for key in others {
         let path = format!("{KWARGS}.{key}");
         let advice = match own {
-            [] => "it has no further numbers".to_owned(),
-            own => format!("its numbers: {}", own.join(", ")),
+            [] => "this schedule has no further arguments".to_owned(),
+            own => format!("its arguments: {}", own.join(", ")),
         };
-        resolver.report_with_advice(&[&path], format!("{path} is not a number of this schedule"), advice);
+        resolver.report_with_advice(&[&path], format!("{path} is not an argument of this schedule"), advice);
     }
     for (key, given) in
         [("num_decay_steps", scheduler.num_decay_steps.is_some()), ("min_lr_ratio", scheduler.min_lr_ratio.is_some())]
@@ -203,7 +203,7 @@ fn floor(resolver: &mut Resolver, kwargs: &SchedulerKwargs) -> Floor {
         (Some(min_lr), None) => Floor::MinLr(min_lr.0),
         (None, Some(rate)) => Floor::MinLrRate(rate.0),
         _ => {
-            let message = "cosine_with_min_lr: give one of scheduler_specific_kwargs.min_lr and .min_lr_rate";
+            let message = "cosine_with_min_lr: set one of scheduler_specific_kwargs.min_lr and .min_lr_rate";
             resolver.report(&[KWARGS, "scheduler.name"], message);
             Floor::MinLrRate(0.0)
         }
@@ -218,14 +218,14 @@ fn wsd(resolver: &mut Resolver, scheduler: &SchedulerSection) -> Shape {
     ];
     for (key, _) in both.into_iter().filter(|(_, is_twice)| *is_twice) {
         let path = format!("scheduler.{key}");
-        resolver.report(&[&path], format!("{path} and {KWARGS}.{key} are the same number; keep one of them"));
+        resolver.report(&[&path], format!("{path} and {KWARGS}.{key} are the same argument; keep one of them"));
     }
     let steps = kwargs.num_decay_steps.or(scheduler.num_decay_steps);
     let decay = match (steps, kwargs.decay_ratio) {
         (Some(steps), None) => PhaseLength::Steps(steps.0),
         (None, Some(ratio)) => PhaseLength::Ratio(ratio.0),
         _ => {
-            let message = "warmup_stable_decay: give one of scheduler_specific_kwargs.num_decay_steps and .decay_ratio";
+            let message = "warmup_stable_decay: set one of scheduler_specific_kwargs.num_decay_steps and .decay_ratio";
             resolver.report(&[KWARGS, "scheduler.name", "scheduler.type"], message);
             PhaseLength::Steps(0)
         }

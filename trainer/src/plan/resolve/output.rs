@@ -30,7 +30,7 @@ fn kill_switch(resolver: &mut Resolver) -> Option<PathBuf> {
         None => resolver.record(KEY, run_folder(resolver)?.join("stop"), Origin::Derived),
     };
     if path.exists() {
-        resolver.note(format!("{KEY}: {} is there already: a run would not start; remove the file", path.display()));
+        resolver.note(format!("{KEY}: {} exists, so the run would not start; remove the file", path.display()));
     }
     Some(path)
 }
@@ -70,7 +70,7 @@ pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
 /// Returns true if this rank prints log messages.
 fn prints(resolver: &Resolver) -> bool {
     let rank = resolver.env.world.rank;
-    resolver.recipe().logger.print_output_ranks.as_ref().map_or(rank == 0, |ranks| ranks.has(rank))
+    resolver.recipe().logger.print_output_ranks.as_ref().map_or(rank == 0, |ranks| ranks.contains(rank))
 }
 
 pub(super) fn resolve_logger(resolver: &mut Resolver) -> LoggerPlan {
@@ -86,7 +86,7 @@ pub(super) fn resolve_logger(resolver: &mut Resolver) -> LoggerPlan {
         name.to_owned()
     });
     let rank = resolver.env.world.rank;
-    let writes = logger.file_output_ranks.as_ref().is_none_or(|ranks| ranks.has(rank));
+    let writes = logger.file_output_ranks.as_ref().is_none_or(|ranks| ranks.contains(rank));
     let dir = logger.output_dir.clone().filter(|dir| dir != NOWHERE && writes);
     if let Some(dir) = &dir {
         resolver.pick("logger.output_dir", Some(dir), dir);
@@ -126,7 +126,7 @@ pub(super) fn resolve_generate(resolver: &mut Resolver) -> Option<GeneratePlan> 
 /// Returns the reason why a prompt cannot be answered, if there is one.
 fn problem_of(prompt: &Prompt, kind: Option<DataType>) -> Option<String> {
     let messages = match prompt {
-        Prompt::Text(text) => return text.is_empty().then(|| "expected a list of texts that are not empty".to_owned()),
+        Prompt::Text(text) => return text.is_empty().then(|| "expected a list of non-empty texts".to_owned()),
         Prompt::Messages(messages) => messages,
     };
     if kind == Some(DataType::Causal) {
@@ -136,7 +136,7 @@ fn problem_of(prompt: &Prompt, kind: Option<DataType>) -> Option<String> {
         Err(error) => Some(format!("failed to {error}")),
         Ok(chat) if chat.messages.is_empty() => Some("a list of messages is empty".to_owned()),
         Ok(chat) if chat.messages.last().is_some_and(Message::is_assistant) => {
-            Some("a list of messages ends with the assistant's, so there is nothing to answer".to_owned())
+            Some("a list of messages ends with an assistant message; end it with a user message".to_owned())
         }
         Ok(_) => None,
     }

@@ -1,4 +1,4 @@
-//! The state of a resolution: values or their defaults, faults, settings and notes.
+//! The state of a resolution: settings, faults and notes.
 
 use serde::Serialize;
 
@@ -59,7 +59,7 @@ impl<'a> Resolver<'a> {
         value
     }
 
-    /// Reports a fault at the first of these keys that was given.
+    /// Reports a fault at the first of these keys that is set.
     pub(super) fn report(&mut self, keys: &[&str], message: impl Into<String>) {
         self.faults.push(self.loaded.fault(keys, message));
     }

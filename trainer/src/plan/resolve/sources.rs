@@ -7,16 +7,16 @@ use super::resolver::Resolver;
 use crate::data::{DataKind, Sampling, SourcePlan};
 use crate::recipe::{DataSource, HumanFloat, JsonMap, SourceOptions, SourceType};
 
-/// Returns the training sources, the evaluation sources, and the share of the training data that is held out.
+/// Returns the training sources, the evaluation sources, and the held-out fraction of the training data.
 pub(super) fn resolve(resolver: &mut Resolver, kind: DataKind) -> (Vec<SourcePlan>, Vec<SourcePlan>, f64) {
     let data = &resolver.recipe().data;
     if data.sources.is_empty() {
-        let advice = "give data.sources: a list of files, folders or Hub ids";
-        resolver.report_with_advice(&["data.sources", "data"], "data.sources: there is nothing to train on", advice);
+        let advice = "set data.sources: a list of files, folders or Hub ids";
+        resolver.report_with_advice(&["data.sources", "data"], "data.sources: no training data are set", advice);
     }
     let sources = list(resolver, "data.sources", &data.sources, kind);
     let eval_sources = list(resolver, "data.eval_sources", &data.eval_sources, kind);
-    let fraction = held_out(resolver, !eval_sources.is_empty());
+    let fraction = eval_fraction(resolver, !eval_sources.is_empty());
     (sources, eval_sources, fraction)
 }
 
@@ -46,8 +46,8 @@ fn one(resolver: &mut Resolver, path: &str, source: &SourceOptions, kind: DataKi
         }
         (subset, name) => subset.clone().or_else(|| name.map(str::to_owned)),
     };
-    let Loading { data_files, field, sample_by, delimiter } =
-        loading(resolver, &format!("{path}.kwargs"), &source.kwargs);
+    let LoadArguments { data_files, field, sample_by, delimiter } =
+        load_arguments(resolver, &format!("{path}.kwargs"), &source.kwargs);
     SourcePlan {
         name_or_path: source.name_or_path.clone().unwrap_or_default(),
         revision: source.revision.clone(),
@@ -69,18 +69,18 @@ fn one(resolver: &mut Resolver, path: &str, source: &SourceOptions, kind: DataKi
 
 /// The arguments of `datasets.load_dataset` that describe files.
 #[derive(Default)]
-struct Loading {
+struct LoadArguments {
     data_files: Vec<(Option<String>, String)>,
     field: Option<String>,
     sample_by: Option<String>,
     delimiter: Option<u8>,
 }
 
-fn loading(resolver: &mut Resolver, path: &str, kwargs: &JsonMap) -> Loading {
+fn load_arguments(resolver: &mut Resolver, path: &str, kwargs: &JsonMap) -> LoadArguments {
     /// Keys that change the behaviour of `datasets`, but not the rows.
     const INERT: [&str; 4] = ["verification_mode", "trust_remote_code", "num_proc", "keep_in_memory"];
     const READ: [&str; 6] = ["name", "data_files", "field", "sample_by", "delimiter", "sep"];
-    let mut loading = Loading::default();
+    let mut loading = LoadArguments::default();
     for (key, value) in kwargs.iter().filter(|(key, value)| !INERT.contains(&key.as_str()) && !value.is_null()) {
         let text = value.as_str().map(str::to_owned);
         let (want, is_right) = match key.as_str() {
@@ -106,7 +106,7 @@ fn loading(resolver: &mut Resolver, path: &str, kwargs: &JsonMap) -> Loading {
             },
             _ => {
                 let at = format!("{path}.{key}");
-                let advice = format!("remove the key; those that are read: {}", READ.join(", "));
+                let advice = format!("remove the key; supported keys: {}", READ.join(", "));
                 resolver.report_with_advice(&[&at], format!("`{at}` is not implemented yet"), advice);
                 continue;
             }
@@ -141,7 +141,7 @@ fn check_kind(resolver: &mut Resolver, path: &str, source: &SourceOptions, kind:
         DataKind::Causal => ("causal", SourceType::HuggingfaceInstruct),
     };
     if source.kind == Some(excluded) {
-        let message = format!("{path}.type: not a source for `type: {run}`");
+        let message = format!("{path}.type: this source type does not support `type: {run}`");
         resolver.report_with_advice(&[&format!("{path}.type")], message, "remove the key");
     }
     let has_roles = !source.role_mapping.0.is_empty();
@@ -193,13 +193,13 @@ fn sampling(resolver: &mut Resolver, path: &str, source: &SourceOptions) -> Samp
     }
 }
 
-fn held_out(resolver: &mut Resolver, has_eval_sources: bool) -> f64 {
+fn eval_fraction(resolver: &mut Resolver, has_eval_sources: bool) -> f64 {
     const KEY: &str = "data.train_eval_split";
     let given = resolver.recipe().data.train_eval_split;
     let (train, eval) = given.map_or((1.0, 0.0), |(train, eval)| (train.0, eval.0));
     resolver.pick(KEY, given.map(|_| (train, eval)), (train, eval));
     if train <= 0.0 || eval < 0.0 || (train + eval - 1.0).abs() > 1e-9 {
-        let message = format!("{KEY}: expected two shares that sum to 1, found [{train}, {eval}]");
+        let message = format!("{KEY}: expected two fractions that sum to 1, found [{train}, {eval}]");
         resolver.report_with_advice(&[KEY], message, "for example [0.9, 0.1]");
     } else if eval > 0.0 && has_eval_sources {
         let message = format!("{KEY} and data.eval_sources exclude each other");
