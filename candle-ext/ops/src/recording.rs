@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use crate::backward::{BackwardContext, BackwardFn};
 use crate::saved::{GatedOutputs, Recomputable, Saved};
-use crate::scope::{Node, Scope, with_recording, within};
+use crate::scope::{Scope, TapeNode, with_recording, within};
 use crate::weight::Weight;
 
 /// Input of a recorded op.
@@ -62,7 +62,13 @@ pub fn record<const N: usize>(
             recording.tracked.insert(output.id());
             let follows_exchange = ids.iter().flatten().any(|id| recording.exchanged.contains(id));
             let backward: BackwardFn = Box::new(move |dy, context| Ok(backward(dy, context)?.into()));
-            recording.nodes.push(Node { name, inputs: ids.into(), output: output.id(), follows_exchange, backward });
+            recording.nodes.push(TapeNode {
+                name,
+                inputs: ids.into(),
+                output: output.id(),
+                follows_exchange,
+                backward,
+            });
         }
     });
     output

@@ -23,7 +23,7 @@ const KNOWN: [&str; 9] = [
 const MAX_TOKENS_KEYS: [&str; 4] = ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"];
 
 /// Returns an error for unsupported `generation_kwargs`.
-pub(crate) fn check(kwargs: &Map<String, Json>, entry: &Entry) -> Result<(), ConfigError> {
+pub(crate) fn check(kwargs: &Map<String, Json>, entry: &TaskEntry) -> Result<(), ConfigError> {
     settings(kwargs)
         .map(|_| ())
         .map_err(|problem| ConfigError::at(entry.place.clone(), format!("generation_kwargs: {problem}")))

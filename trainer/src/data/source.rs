@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candlewick_text::format::{Format, FormatRequest};
+use candlewick_text::format::{FormatRequest, RowFormat};
 use candlewick_text::hub::{DatasetRequest, Hub};
 use candlewick_text::source::{ReadOptions, RowSource, SampleBy, SplitSlice};
 
@@ -41,7 +41,7 @@ impl Opener<'_> {
         let name = &plan.name_or_path;
         let request = request(plan, self.renderer.plan.kind, split)?;
         let source: Arc<dyn RowSource> = self.hub.dataset(&request)?.into();
-        let format = Format::find(&self.format_request(plan, &request), &*source)?;
+        let format = RowFormat::find(&self.format_request(plan, &request), &*source)?;
         self.renderer.check(name, &format)?;
         let rows = chosen(plan, source.len())?;
         notes.extend(source.files().describe_selection().map(|choice| format!("{name}: {choice}")));
@@ -92,7 +92,7 @@ impl Opener<'_> {
 /// Rows that are not in the cache.
 struct Rows<'a> {
     source: &'a dyn RowSource,
-    format: Format,
+    format: RowFormat,
     rows: Vec<u32>,
     why: String,
 }

@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::{Address, Arg, FLAT_THREADS, Gpu, Kernels, Out, address, suffix};
+use super::{Arg, DeviceAddress, FLAT_THREADS, Gpu, Kernels, Out, address, suffix};
 
 /// Blocks of a grid: four for each multiprocessor of an H100.
 pub(crate) const BLOCKS: usize = 528;
@@ -20,7 +20,7 @@ const LEAST_ROWS: usize = 32;
 const WIDEST: u64 = 16;
 
 /// Returns the elements per load for rows of d elements at these addresses: 16 bytes if all rows are aligned, else 1.
-pub(crate) fn width(dtype: DType, d: usize, rows: &[Address]) -> usize {
+pub(crate) fn width(dtype: DType, d: usize, rows: &[DeviceAddress]) -> usize {
     let width = WIDEST as usize / dtype.size_in_bytes();
     if d.is_multiple_of(width) && rows.iter().all(|row| row.is_multiple_of(WIDEST)) { width } else { 1 }
 }
@@ -60,7 +60,7 @@ pub(crate) unsafe fn add_sums(
 pub(crate) unsafe fn add_parts(
     kernels: &Kernels,
     on: Gpu,
-    parts: Address,
+    parts: DeviceAddress,
     [n_parts, n]: [usize; 2],
     total: &Tensor,
 ) -> Result<()> {

@@ -12,7 +12,7 @@ use candle_core::{CpuStorage, DType, Error, Result, bail};
 use half::{bf16, f16};
 use libloading::Library;
 
-use super::arg::{Address, Arg, Blocks};
+use super::arg::{Arg, Blocks, DeviceAddress};
 use super::compiled::Kernels;
 use super::gemm::operands::{Gemm, Matrix};
 use crate::thread_value::with_value;
@@ -107,7 +107,7 @@ fn library(kernels: &Kernels) -> Result<Arc<Library>> {
 }
 
 /// Returns the address of a storage's first element.
-pub(super) fn base(op: &str, storage: &CpuStorage) -> Result<Address> {
+pub(super) fn base(op: &str, storage: &CpuStorage) -> Result<DeviceAddress> {
     Ok(match storage {
         CpuStorage::F32(data) => data.as_ptr().expose_provenance(),
         CpuStorage::BF16(data) => data.as_ptr().expose_provenance(),
@@ -184,7 +184,7 @@ pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
 /// # Safety
 ///
 /// `address` must hold `len` elements of this dtype.
-unsafe fn read(address: Address, dtype: DType, len: usize) -> Result<Vec<f32>> {
+unsafe fn read(address: DeviceAddress, dtype: DType, len: usize) -> Result<Vec<f32>> {
     let at = address as usize;
     // SAFETY: the caller's contract; the memory was exposed by `base`.
     unsafe {
@@ -206,7 +206,7 @@ unsafe fn read(address: Address, dtype: DType, len: usize) -> Result<Vec<f32>> {
 /// # Safety
 ///
 /// `address` must be writable for all values in this dtype.
-unsafe fn write(address: Address, dtype: DType, values: &[f32]) -> Result<()> {
+unsafe fn write(address: DeviceAddress, dtype: DType, values: &[f32]) -> Result<()> {
     let at = address as usize;
     for (i, value) in values.iter().enumerate() {
         // SAFETY: the caller's contract; the memory was exposed by `base`.

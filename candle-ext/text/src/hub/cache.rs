@@ -22,11 +22,11 @@ use std::path::{Component, Path, PathBuf};
 use super::{HubError, ListedFile, RepoId};
 use crate::files::{replace_atomically, write_atomically};
 
-pub(crate) struct Cache {
+pub(crate) struct HubCache {
     root: PathBuf,
 }
 
-impl Cache {
+impl HubCache {
     pub(crate) fn new(root: &Path) -> Self {
         Self { root: root.to_owned() }
     }

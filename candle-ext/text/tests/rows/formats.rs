@@ -1,6 +1,6 @@
 //! Rows as documents, format by format.
 
-use candlewick_text::format::{DatasetType, Document, Format, FormatRequest};
+use candlewick_text::format::{DatasetType, Document, FormatRequest, RowFormat};
 use candlewick_text::source::ReadOptions;
 
 use super::Folder;
@@ -13,7 +13,7 @@ fn request() -> FormatRequest {
 fn read(row: &str, request: &FormatRequest) -> Result<String, String> {
     let folder = Folder::new(&[("a.jsonl", row.as_bytes())]);
     let source = folder.open("a.jsonl", &ReadOptions::default())?;
-    let format = Format::find(request, &*source).map_err(|e| folder.short(e))?;
+    let format = RowFormat::find(request, &*source).map_err(|e| folder.short(e))?;
     let document = format.read(&*source, 0).map_err(|e| folder.short(e))?;
     Ok(format!("{}\n{}", format.describe(), show(&document)))
 }
@@ -334,7 +334,7 @@ fn broken_rows_name_column_type_and_fix() {
 fn a_later_row_is_blamed_by_its_own_line() {
     let folder = Folder::new(&[("a.jsonl", b"{\"text\":\"a\"}\n\n{\"text\":null}\n")]);
     let source = folder.open("a.jsonl", &ReadOptions::default()).unwrap();
-    let format = Format::find(&request(), &*source).unwrap();
+    let format = RowFormat::find(&request(), &*source).unwrap();
     let error = folder.short(format.read(&*source, 1).unwrap_err());
     assert_eq!(
         error,

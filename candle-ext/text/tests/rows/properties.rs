@@ -1,6 +1,6 @@
 //! Anything at all in a file or a row: an error or a document, never a panic.
 
-use candlewick_text::format::{Format, FormatRequest};
+use candlewick_text::format::{FormatRequest, RowFormat};
 use candlewick_text::source::{ReadOptions, RowSource};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -66,7 +66,7 @@ fn read_all(source: &dyn RowSource) {
         for role_mapping in [vec![], vec![("user".to_owned(), "messages.role.user".to_owned())]] {
             let format = format.map(str::to_owned);
             let request = FormatRequest { format, role_mapping, ..FormatRequest::default() };
-            if let Ok(format) = Format::find(&request, source) {
+            if let Ok(format) = RowFormat::find(&request, source) {
                 for i in 0..source.len() {
                     let _ = format.read(source, i);
                 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::LazyLock;
 
 use super::statistic::Statistic;
-use crate::task::python::pattern::Pattern;
+use crate::task::python::pattern::PythonRegex;
 use crate::task::python::text::{rstrip, words};
 
 const ORDER: usize = 4;
@@ -95,8 +95,8 @@ fn split(text: &str) -> Vec<&str> {
 
 /// Tokenizes a text as mteval-v13a does, with spaces between the tokens.
 fn tokenize(text: &str) -> String {
-    static RULES: LazyLock<[(Pattern, &str); 4]> = LazyLock::new(|| {
-        let rule = |pattern| Pattern::new(pattern).expect("the pattern is a constant");
+    static RULES: LazyLock<[(PythonRegex, &str); 4]> = LazyLock::new(|| {
+        let rule = |pattern| PythonRegex::new(pattern).expect("the pattern is a constant");
         [
             (rule(r"([\{-\~\[-\` -\&\(-\+\:-\@\/])"), " 1 "),
             (rule(r"([^0-9])([\.,])"), "1 2 "),
