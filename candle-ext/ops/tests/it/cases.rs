@@ -209,7 +209,7 @@ impl TestDevice {
 type Op<'a> = &'a dyn Fn(&[Tensor], &[Weight]) -> Result<Tensor>;
 
 /// An op of tracked inputs and weights, and its reference in plain candle ops on f64 (inputs, weights).
-pub(crate) struct Case<'a> {
+pub(crate) struct OpCase<'a> {
     pub(crate) name: &'a str,
     pub(crate) inputs: Vec<Tensor>,
     pub(crate) weights: Vec<Tensor>,
@@ -224,7 +224,7 @@ struct Results {
     grads: Vec<Tensor>,
 }
 
-impl Case<'_> {
+impl OpCase<'_> {
     /// Compares output and all gradients, for a random upstream gradient, with the reference and the CPU's, on every
     /// device.
     ///

@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{ColumnShard, Dropout, RowRanges, derive_key, dropout, sharded_dropout};
 
-use crate::cases::{Case, TestDevice, assert_close, assert_error, bits, bound, check_each, randn, tape, values};
+use crate::cases::{OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, randn, tape, values};
 
 const SPEC: Dropout = Dropout { p: 0.25, key: 7 };
 
@@ -68,7 +68,7 @@ fn backward_uses_the_mask_of_forward() {
 
 #[test]
 fn the_gradient_is_the_slope() {
-    Case {
+    OpCase {
         name: "dropout",
         inputs: vec![randn((6, 20), 1)],
         weights: vec![],

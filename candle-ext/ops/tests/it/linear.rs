@@ -2,12 +2,12 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{FlatBuffer, GradSink, OutputDtype, Weight, add, linear};
 
 use crate::cases::{
-    Case, F32, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
+    F32, OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
 };
 
 fn check(lead: &[usize], k: usize, n: usize) {
     let x = randn([lead, &[k]].concat(), 1);
-    Case {
+    OpCase {
         name: "linear",
         inputs: vec![x.clone()],
         weights: vec![randn((n, k), 2)],
@@ -15,7 +15,7 @@ fn check(lead: &[usize], k: usize, n: usize) {
         reference: &|a| a[0].broadcast_matmul(&a[1].t()?),
     }
     .check_all_formats();
-    Case {
+    OpCase {
         name: "linear with a bias",
         inputs: vec![x],
         weights: vec![randn((n, k), 2), randn(n, 3)],

@@ -1,10 +1,10 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{swiglu, swiglu_joined};
 
-use crate::cases::{Case, TestDevice, assert_error, bits, check_each, randn, tape, values};
+use crate::cases::{OpCase, TestDevice, assert_error, bits, check_each, randn, tape, values};
 
-fn case(shape: &[usize], check: impl Fn(&Case<'_>)) {
-    check(&Case {
+fn case(shape: &[usize], check: impl Fn(&OpCase<'_>)) {
+    check(&OpCase {
         name: "swiglu",
         inputs: vec![randn(shape, 1), randn(shape, 2)],
         weights: vec![],
@@ -23,7 +23,7 @@ fn it_equals_the_reference() {
 #[test]
 fn of_joined_rows_it_equals_the_reference() {
     for shape in [&[33, 1536][..], &[2], &[3, 5, 14], &[5, 9728], &[1, 10_000], &[700, 6]] {
-        let case = Case {
+        let case = OpCase {
             name: "swiglu_joined",
             inputs: vec![randn(shape, 1)],
             weights: vec![],

@@ -8,7 +8,7 @@ use candlewick_ops::{
 };
 
 use crate::cases::{
-    Case, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
+    OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
 };
 
 fn tensor(values: &[f32]) -> Tensor {
@@ -291,7 +291,7 @@ fn sums_products_with_numbers_and_views_equal_candles() {
             ("reshape", |x| reshape(&add(&x[0], &x[1])?, (34, 50)), |x| (&x[0] + &x[1])?.reshape((34, 50))),
         ],
         |(name, op, reference)| {
-            Case {
+            OpCase {
                 name,
                 inputs: vec![randn((17, 100), 1), randn((17, 100), 2)],
                 weights: vec![],

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{DType, Result, Tensor};
 use candlewick_ops::{Dropout, OutputDtype, Weight, dropout, linear, reshape, swiglu, tiled};
 
-use crate::cases::{Case, TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
+use crate::cases::{OpCase, TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
 
 /// Computes a gated MLP of a transformer block: gate, up, and down with a bias.
 fn mlp(x: &Tensor, w: &[Weight]) -> Result<Tensor> {
@@ -54,7 +54,7 @@ fn tiles_change_the_order_of_sums_over_rows_and_nothing_else() {
 
 #[test]
 fn the_gradient_is_the_slope() {
-    Case {
+    OpCase {
         name: "tiled",
         inputs: vec![randn((10, 16), 1)],
         weights: weights(),

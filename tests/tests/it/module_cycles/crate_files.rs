@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use suite::{read, root};
 
-use super::source::{Import, Source};
+use super::source::{Import, SourceFile};
 
 /// The modules of a crate, the root first.
 pub(crate) struct CrateFiles(Vec<Module>);
@@ -14,7 +14,7 @@ struct Module {
     file: PathBuf,
     parent: usize,
     children: BTreeMap<String, usize>,
-    source: Source,
+    source: SourceFile,
 }
 
 /// The meaning of a path: a module, or an item of one.
@@ -53,7 +53,7 @@ impl CrateFiles {
     }
 
     fn add(&mut self, file: PathBuf, text: &str, parent: usize, read: Read) -> usize {
-        let source = Source::parse(text);
+        let source = SourceFile::parse(text);
         let names = source.children.clone();
         let folder = match file.file_name().and_then(|name| name.to_str()) {
             Some("lib.rs" | "main.rs" | "mod.rs") => file.parent().expect("a file is in a folder").to_owned(),

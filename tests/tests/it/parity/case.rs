@@ -11,7 +11,7 @@ const VOCAB: u32 = 50;
 
 /// A family, and whether the output layer is the embedding.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Kind {
+pub(crate) struct ModelCase {
     family: &'static str,
     tied: bool,
     /// Whether every linear layer has a bias.
@@ -25,19 +25,19 @@ pub(crate) struct Kind {
 }
 
 /// What dropout drops depends on the place of a token in its micro-batch: only ranks that share micro-batches drop the same.
-pub(crate) const ADAPTER: Kind = Kind { adapter: Some(0.3), ..Kind::of("qwen3", true) };
+pub(crate) const ADAPTER: ModelCase = ModelCase { adapter: Some(0.3), ..ModelCase::of("qwen3", true) };
 
 /// An adapter without dropout on a dense base.
-pub(crate) const DENSE_BASE: Kind = Kind { adapter: Some(0.0), ..Kind::of("qwen3", true) };
+pub(crate) const DENSE_BASE: ModelCase = ModelCase { adapter: Some(0.0), ..ModelCase::of("qwen3", true) };
 
 /// Windows end within the longer sequences.
-pub(crate) const WINDOW: Kind = Kind { window: Some(11), ..Kind::of("mistral", false) };
+pub(crate) const WINDOW: ModelCase = ModelCase { window: Some(11), ..ModelCase::of("mistral", false) };
 
-pub(crate) const MODELS: [Kind; 4] = [
-    Kind::of("llama", false),
-    Kind { biased: true, ..Kind::of("llama", true) },
-    Kind::of("qwen2", false),
-    Kind::of("qwen3", true),
+pub(crate) const MODELS: [ModelCase; 4] = [
+    ModelCase::of("llama", false),
+    ModelCase { biased: true, ..ModelCase::of("llama", true) },
+    ModelCase::of("qwen2", false),
+    ModelCase::of("qwen3", true),
 ];
 
 /// How a step's sequences become micro-batches.
@@ -62,7 +62,7 @@ const PADDED_TO: usize = 12;
 const N_LONG: usize = 4;
 const LONGER: usize = 20;
 
-impl Kind {
+impl ModelCase {
     const fn of(family: &'static str, tied: bool) -> Self {
         Self { family, tied, biased: false, adapter: None, window: None, storage: WeightStorage::Dense }
     }

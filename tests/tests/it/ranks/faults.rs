@@ -13,17 +13,17 @@ use candlewick_comm::store::{Client, Server};
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 use suite::root;
 
-use super::run::{Ranks, Run, until};
+use super::run::{TrainerProcesses, TrainerRun, until};
 
 /// For what happens at once, on a busy machine.
 const SOON: Duration = Duration::from_secs(20);
 
 /// A run that nothing ends, with a save after each step, from the newest of which it goes on.
-fn endless(folder: &Path, n_ranks: usize, more: &[&str]) -> Run {
+fn endless(folder: &Path, n_ranks: usize, more: &[&str]) -> TrainerRun {
     saving_in(&folder.join("saves"), folder, n_ranks, more)
 }
 
-fn saving_in(saves: &Path, folder: &Path, n_ranks: usize, more: &[&str]) -> Run {
+fn saving_in(saves: &Path, folder: &Path, n_ranks: usize, more: &[&str]) -> TrainerRun {
     let checkpoint =
         format!("checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1, keep: 3}}]", saves.display());
     let keys = [
@@ -33,17 +33,17 @@ fn saving_in(saves: &Path, folder: &Path, n_ranks: usize, more: &[&str]) -> Run 
         "deepspeed.zero_optimization.stage=3",
         "data.max_length=64",
     ];
-    Run::new(&folder.join("run"), n_ranks, &[&keys[..], more].concat())
+    TrainerRun::new(&folder.join("run"), n_ranks, &[&keys[..], more].concat())
 }
 
 /// The newest step that the run has said is saved.
-fn saved(run: &Run) -> u64 {
+fn saved(run: &TrainerRun) -> u64 {
     let steps = run.records().into_iter().filter(|record| record.get("saved").is_some());
     steps.filter_map(|record| record["iter"].as_u64()).max().unwrap_or(0)
 }
 
 /// The steps at which the run was taken up.
-fn resumed(run: &Run) -> Vec<u64> {
+fn resumed(run: &TrainerRun) -> Vec<u64> {
     let resumes = run.records().into_iter().filter(|record| record.get("resumed_from").is_some());
     resumes.filter_map(|record| record["iter"].as_u64()).collect()
 }
@@ -58,7 +58,7 @@ fn check_end((status, stderr): &(ExitStatus, String), code: i32, parts: &[&str])
 
 /// Started again, the run goes on from a step that is no older than what it has said is saved.
 #[track_caller]
-fn check_goes_on(run: &Run) {
+fn check_goes_on(run: &TrainerRun) {
     let newest = saved(run);
     let n_resumes = resumed(run).len();
     run.with(&["exit_iteration_this_run=1"]).finish();
@@ -150,20 +150,20 @@ fn a_save_that_one_rank_cannot_write_ends_all_and_leaves_the_earlier_ones() {
 }
 
 /// A store of the launcher's, here the test's, and the word that a rank is there.
-struct Meeting {
+struct TestStore {
     server: Server,
     store: Client,
 }
 
-impl Meeting {
+impl TestStore {
     fn new() -> Self {
         let server = Server::bind("127.0.0.1:0").unwrap();
         let store = Client::connect("127.0.0.1", server.port(), Duration::from_secs(60)).unwrap();
         Self { store: store.with_prefix("candlewick/0/local"), server }
     }
 
-    fn start(&self, run: &Run, rank: usize) -> Ranks {
-        Ranks::of([run.rank(rank, self.server.port(), true)])
+    fn start(&self, run: &TrainerRun, rank: usize) -> TrainerProcesses {
+        TrainerProcesses::of([run.rank(rank, self.server.port(), true)])
     }
 
     fn await_rank(&self, rank: usize) {
@@ -175,10 +175,10 @@ impl Meeting {
 fn a_rank_that_starts_late_is_waited_for() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &["exit_iteration=1"]);
-    let meeting = Meeting::new();
-    let first = meeting.start(&run, 0);
-    meeting.await_rank(0);
-    let second = meeting.start(&run, 1);
+    let store = TestStore::new();
+    let first = store.start(&run, 0);
+    store.await_rank(0);
+    let second = store.start(&run, 1);
     for ranks in [first, second] {
         check_end(&ranks.wait_within(SOON)[0], 0, &[]);
     }
@@ -188,13 +188,13 @@ fn a_rank_that_starts_late_is_waited_for() {
 fn a_rank_that_starts_too_late_is_told_who_has_gone() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &["ddp_timeout=2"]);
-    let meeting = Meeting::new();
+    let store = TestStore::new();
     let said = ["rank 1 did not join within 2s", "ddp_timeout"];
-    check_end(&meeting.start(&run, 0).wait_within(SOON)[0], 7, &said);
-    check_end(&meeting.start(&run, 1).wait_within(SOON)[0], 7, &["rank 0 (pid ", ") cannot be reached"]);
+    check_end(&store.start(&run, 0).wait_within(SOON)[0], 7, &said);
+    check_end(&store.start(&run, 1).wait_within(SOON)[0], 7, &["rank 0 (pid ", ") cannot be reached"]);
     // Where rank 0 has the store there is nobody to ask.
     let port = free_port();
-    let second = Ranks::of([run.rank(1, port, false)]);
+    let second = TrainerProcesses::of([run.rank(1, port, false)]);
     let said = format!("connect to the store at 127.0.0.1:{port}");
     check_end(&second.wait_within(SOON)[0], 7, &[&said, "rank 0"]);
 }
@@ -212,7 +212,7 @@ fn ranks_that_count_differently_say_so() {
         let port = if is_store_there { server.port() } else { free_port() };
         let mut other = run.rank(1, port, is_store_there);
         other.envs([("WORLD_SIZE", "3"), ("LOCAL_WORLD_SIZE", "3")]);
-        let ended = Ranks::of([run.rank(0, port, is_store_there), other]).wait_within(SOON);
+        let ended = TrainerProcesses::of([run.rank(0, port, is_store_there), other]).wait_within(SOON);
         check_end(&ended[0], 2, &["rank 1 was started for 3 ranks", "WORLD_SIZE"]);
         check_end(&ended[1], 2, &["rank 0 was started for 2 ranks", "WORLD_SIZE"]);
     }
@@ -274,8 +274,8 @@ fn a_save_that_lacks_a_part_is_passed_over_by_all_ranks() {
 #[test]
 fn ranks_that_do_not_see_one_folder_of_saves_are_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let rooms = ["here", "there"].map(|name| folder.path().join(name));
-    for room in &rooms {
+    let folders = ["here", "there"].map(|name| folder.path().join(name));
+    for room in &folders {
         fs::create_dir(room).unwrap();
         for shared in ["tests", "recipes"] {
             symlink(root().join(shared), room.join(shared)).unwrap();
@@ -283,16 +283,16 @@ fn ranks_that_do_not_see_one_folder_of_saves_are_refused() {
     }
     let run = saving_in(Path::new("saves"), folder.path(), 2, &["exit_iteration=1"]);
     let start = |places: [&PathBuf; 2]| {
-        let meeting = Meeting::new();
+        let store = TestStore::new();
         let command = |(rank, place): (usize, &&PathBuf)| {
-            let mut command = run.rank(rank, meeting.server.port(), true);
+            let mut command = run.rank(rank, store.server.port(), true);
             command.current_dir(place);
             command
         };
         let commands: Vec<_> = places.iter().enumerate().map(command).collect();
-        Ranks::of(commands).wait_within(2 * SOON)
+        TrainerProcesses::of(commands).wait_within(2 * SOON)
     };
-    let [here, there] = &rooms;
+    let [here, there] = &folders;
     let ended = start([here, there]);
     check_end(&ended[0], 7, &["rank 1", "one folder"]);
     check_end(&ended[1], 6, &["saves", "one folder"]);
@@ -306,14 +306,14 @@ fn ranks_that_do_not_see_one_folder_of_saves_are_refused() {
 fn a_launcher_that_is_told_to_stop_stops_with_a_save() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &["checkpoint.0.save_every_n_steps=100000"]);
-    let launcher = Ranks::of([run.launch(&[])]);
+    let launcher = TrainerProcesses::of([run.launch(&[])]);
     until(&run.folder, "the second step", || run.curve().len() >= 2);
     launcher.signal(0, Signal::TERM);
     check_end(&launcher.wait_within(SOON)[0], 75, &[]);
     let done = run.curve().last().unwrap().0;
     assert_eq!(saved(&run), done, "the save is of the last step");
     // The very same command goes on.
-    let again = Ranks::of([run.launch(&[])]);
+    let again = TrainerProcesses::of([run.launch(&[])]);
     until(&run.folder, "another step", || run.curve().last().unwrap().0 > done);
     again.signal(0, Signal::TERM);
     check_end(&again.wait_within(SOON)[0], 75, &[]);
@@ -324,7 +324,7 @@ fn a_launcher_that_is_told_to_stop_stops_with_a_save() {
 fn a_launcher_starts_again_from_the_newest_save() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &[]);
-    let launcher = Ranks::of([run.launch(&["--max-restarts", "1"])]);
+    let launcher = TrainerProcesses::of([run.launch(&["--max-restarts", "1"])]);
     until(&run.folder, "the second save", || saved(&run) >= 2);
     kill_process(worker(&run, 1), Signal::KILL).unwrap();
     until(&run.folder, "a start from a save", || !resumed(&run).is_empty());
@@ -336,7 +336,7 @@ fn a_launcher_starts_again_from_the_newest_save() {
 }
 
 /// The process of one rank of a run, whoever has started it.
-fn worker(run: &Run, rank: usize) -> Pid {
+fn worker(run: &TrainerRun, rank: usize) -> Pid {
     let folder = run.folder.display().to_string();
     let words = |process: &Path, file: &str| {
         let bytes = fs::read(process.join(file)).unwrap_or_default();

@@ -10,7 +10,7 @@ use std::net::TcpListener;
 use candlewick_comm::store::Server;
 use rustix::process::Signal;
 
-use run::{Ranks, Run, until};
+use run::{TrainerProcesses, TrainerRun, until};
 
 /// Sums over ranks round in another order than those of one rank do; over five steps that moves a loss by less than 1e-6.
 #[track_caller]
@@ -25,7 +25,7 @@ fn same_curve(ours: &[(u64, [f64; 2])], one_rank: &[(u64, [f64; 2])]) {
 #[test]
 fn processes_make_the_run_that_one_makes() {
     let folder = tempfile::tempdir().unwrap();
-    let one = Run::new(&folder.path().join("one"), 1, &[]);
+    let one = TrainerRun::new(&folder.path().join("one"), 1, &[]);
     let one_curve = one.finish().curve();
     assert_eq!(one_curve.len(), 6, "five steps and an evaluation");
     for (n_ranks, arguments) in [
@@ -52,7 +52,7 @@ fn processes_make_the_run_that_one_makes() {
         (4, vec!["context_parallel_size=2", "sequence_parallel_size=2", "gradient_accumulation_steps=8"]),
     ] {
         let name = format!("{n_ranks}-{}", arguments.join("-")).replace(['.', '='], "-");
-        let run = Run::new(&folder.path().join(name), n_ranks, &arguments);
+        let run = TrainerRun::new(&folder.path().join(name), n_ranks, &arguments);
         same_curve(&run.finish().curve(), &one_curve);
     }
 }
@@ -62,7 +62,7 @@ fn processes_make_the_run_that_one_makes() {
 fn ranks_meet_at_rank_0() {
     let folder = tempfile::tempdir().unwrap();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let run = Run::new(folder.path(), 2, &[]);
+    let run = TrainerRun::new(folder.path(), 2, &[]);
     for (status, stderr) in run.start_at(port).wait() {
         assert!(status.success(), "{status}: {stderr}");
     }
@@ -77,7 +77,7 @@ fn a_rank_without_a_micro_batch_takes_part_all_the_same() {
     let short = ["data.drop_last=false", "train_iters=0", "epochs=1", "gradient_accumulation_steps=2"];
     let run = |n_ranks, name: &str, more: &[&str]| {
         let arguments = [&short[..], more].concat();
-        Run::new(&folder.path().join(name), n_ranks, &arguments).finish().curve()
+        TrainerRun::new(&folder.path().join(name), n_ranks, &arguments).finish().curve()
     };
     let one = run(1, "one", &["gradient_accumulation_steps=6"]);
     same_curve(&run(3, "three", &["deepspeed.zero_optimization.stage=3"]), &one);
@@ -86,7 +86,7 @@ fn a_rank_without_a_micro_batch_takes_part_all_the_same() {
 #[test]
 fn a_save_of_some_ranks_is_taken_up_by_any_number_of_them() {
     let folder = tempfile::tempdir().unwrap();
-    let whole = Run::new(&folder.path().join("whole"), 1, &[]).finish().curve();
+    let whole = TrainerRun::new(&folder.path().join("whole"), 1, &[]).finish().curve();
     let saves = |name: &str| {
         let dir = folder.path().join(name).join("saves");
         format!("checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1}}]", dir.display())
@@ -98,9 +98,9 @@ fn a_save_of_some_ranks_is_taken_up_by_any_number_of_them() {
         (2, "deepspeed.zero_optimization.stage=0", "exit_iteration=9"),
     ];
     for (n_ranks, stage, exit) in parts {
-        Run::new(&folder.path().join("parts"), n_ranks, &[&saves("parts"), stage, exit]).finish();
+        TrainerRun::new(&folder.path().join("parts"), n_ranks, &[&saves("parts"), stage, exit]).finish();
     }
-    let parts = Run::new(&folder.path().join("parts"), 1, &[]);
+    let parts = TrainerRun::new(&folder.path().join("parts"), 1, &[]);
     // A resume notes itself among the steps.
     same_curve(&parts.curve(), &whole);
 }
@@ -110,15 +110,16 @@ fn a_save_of_some_ranks_is_taken_up_by_any_number_of_them() {
 #[track_caller]
 fn check_saves(common: &[&str], parts: &[(usize, &[&str])]) {
     let folder = tempfile::tempdir().unwrap();
-    let whole = Run::new(&folder.path().join("whole"), 1, common).finish().curve();
+    let whole = TrainerRun::new(&folder.path().join("whole"), 1, common).finish().curve();
     let dir = folder.path().join("saves");
     let saves = format!(
         "checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1, async_save: true}}]",
         dir.display()
     );
     let said = [common, &[saves.as_str()]].concat();
-    let run =
-        |n_ranks, arguments: &[&str]| Run::new(&folder.path().join("parts"), n_ranks, &[&said[..], arguments].concat());
+    let run = |n_ranks, arguments: &[&str]| {
+        TrainerRun::new(&folder.path().join("parts"), n_ranks, &[&said[..], arguments].concat())
+    };
     for (step, (n_ranks, arguments)) in (1..).zip(parts) {
         let exit = format!("exit_iteration={step}");
         run(*n_ranks, &[*arguments, &[exit.as_str()]].concat()).finish();
@@ -179,8 +180,8 @@ fn another_batch_is_refused_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();
     let saves =
         format!("checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1}}]", folder.path().display());
-    Run::new(&folder.path().join("run"), 1, &[&saves, "exit_iteration=1"]).finish();
-    let other = Run::new(&folder.path().join("run"), 2, &[&saves, "gradient_accumulation_steps=8"]);
+    TrainerRun::new(&folder.path().join("run"), 1, &[&saves, "exit_iteration=1"]).finish();
+    let other = TrainerRun::new(&folder.path().join("run"), 2, &[&saves, "gradient_accumulation_steps=8"]);
     for (status, stderr) in other.start().wait() {
         assert_eq!(status.code(), Some(3), "{stderr}");
         assert!(stderr.contains("rows a step was 8, now 16") || stderr.contains("another rank"), "{stderr}");
@@ -194,7 +195,7 @@ fn exports_of_shards_are_those_of_one_rank() {
         let dir = folder.path().join(name).join("weights");
         let checkpoint =
             format!("checkpoint=[{{type: huggingface, output_dir: {}, save_end_of_training: true}}]", dir.display());
-        Run::new(&folder.path().join(name), n_ranks, &[&checkpoint, stage]).finish();
+        TrainerRun::new(&folder.path().join(name), n_ranks, &[&checkpoint, stage]).finish();
         let bytes = fs::read(dir.join("global_step_5/model.safetensors")).unwrap();
         let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         let floats =
@@ -221,7 +222,8 @@ fn one_rank_that_is_told_to_stop_stops_all_with_a_save() {
     let folder = tempfile::tempdir().unwrap();
     let saves = folder.path().join("saves");
     let checkpoint = format!("checkpoint=[{{output_dir: {}, auto_resume: true}}]", saves.display());
-    let run = Run::new(&folder.path().join("run"), 2, &[&checkpoint, "train_iters=100000", "eval_interval=100000"]);
+    let run =
+        TrainerRun::new(&folder.path().join("run"), 2, &[&checkpoint, "train_iters=100000", "eval_interval=100000"]);
     let ranks = run.start();
     let metrics = run.folder.join("metrics.jsonl");
     until(metrics.parent().unwrap(), "a first step", || {
@@ -239,14 +241,14 @@ fn one_rank_that_is_told_to_stop_stops_all_with_a_save() {
 #[test]
 fn ranks_of_unequal_machines_train_together() {
     let folder = tempfile::tempdir().unwrap();
-    let run = Run::new(&folder.path().join("run"), 2, &["model.activation_checkpoint=offload"]);
+    let run = TrainerRun::new(&folder.path().join("run"), 2, &["model.activation_checkpoint=offload"]);
     let room = folder.path().join("room");
     fs::create_dir(&room).unwrap();
     let start = |more: &[&str]| {
         let store = Server::bind("127.0.0.1:0").unwrap();
         let mut second = run.rank(1, store.port(), true);
         second.env("TMPDIR", &room).arg("data.num_proc=1").args(more);
-        Ranks::of([run.rank(0, store.port(), true), second]).wait()
+        TrainerProcesses::of([run.rank(0, store.port(), true), second]).wait()
     };
     for (status, stderr) in start(&[]) {
         assert!(status.success(), "{status}: {stderr}");
@@ -263,7 +265,7 @@ fn ranks_of_unequal_machines_train_together() {
 #[test]
 fn data_that_one_rank_cannot_read_are_everybodys_error() {
     let folder = tempfile::tempdir().unwrap();
-    let run = Run::new(folder.path(), 2, &["data.sources=[/nowhere/at/all.jsonl]"]);
+    let run = TrainerRun::new(folder.path(), 2, &["data.sources=[/nowhere/at/all.jsonl]"]);
     let ended = run.start().wait();
     let codes: Vec<_> = ended.iter().map(|(status, _)| status.code().unwrap()).collect();
     assert!(codes.contains(&3) && codes.iter().all(|code| [3, 7].contains(code)), "{codes:?} {ended:?}");

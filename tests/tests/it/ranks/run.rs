@@ -12,13 +12,13 @@ use serde_json::Value;
 use suite::{later_wins, root, wait_for_exit, wait_for_files};
 
 /// One run in a folder of its own. All runs of a test see the same steps: 8 micro-batches each, over all ranks.
-pub(crate) struct Run {
+pub(crate) struct TrainerRun {
     pub(crate) folder: PathBuf,
     pub(crate) n_ranks: usize,
     arguments: Vec<String>,
 }
 
-impl Run {
+impl TrainerRun {
     pub(crate) fn new(folder: &Path, n_ranks: usize, arguments: &[&str]) -> Self {
         let mut all = vec![
             "device=cpu".to_owned(),
@@ -74,16 +74,16 @@ impl Run {
     }
 
     /// Starts the ranks, which meet in a store of the launcher's, here the test's.
-    pub(crate) fn start(&self) -> Ranks {
+    pub(crate) fn start(&self) -> TrainerProcesses {
         let store = Server::bind("127.0.0.1:0").unwrap();
-        let mut ranks = Ranks::of((0..self.n_ranks).map(|rank| self.rank(rank, store.port(), true)));
+        let mut ranks = TrainerProcesses::of((0..self.n_ranks).map(|rank| self.rank(rank, store.port(), true)));
         ranks.store = Some(store);
         ranks
     }
 
     /// Starts the ranks, which meet in a store of rank 0's.
-    pub(crate) fn start_at(&self, port: u16) -> Ranks {
-        Ranks::of((0..self.n_ranks).map(|rank| self.rank(rank, port, false)))
+    pub(crate) fn start_at(&self, port: u16) -> TrainerProcesses {
+        TrainerProcesses::of((0..self.n_ranks).map(|rank| self.rank(rank, port, false)))
     }
 
     /// Runs to its end, which must be a good one.
@@ -120,12 +120,12 @@ fn as_in_a_test(mut command: Command) -> Command {
 }
 
 /// Processes that run. They are gone when it is dropped.
-pub(crate) struct Ranks {
+pub(crate) struct TrainerProcesses {
     pub(crate) children: Vec<Child>,
     store: Option<Server>,
 }
 
-impl Ranks {
+impl TrainerProcesses {
     pub(crate) fn of(commands: impl IntoIterator<Item = Command>) -> Self {
         Self { children: commands.into_iter().map(|mut command| command.spawn().unwrap()).collect(), store: None }
     }
@@ -168,7 +168,7 @@ impl Ranks {
     }
 }
 
-impl Drop for Ranks {
+impl Drop for TrainerProcesses {
     fn drop(&mut self) {
         self.kill();
         for child in &mut self.children {

@@ -4,18 +4,18 @@
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use super::run::{Ranks, Run};
+use super::run::{TrainerProcesses, TrainerRun};
 use super::same_curve;
 
 /// Two ranks that `starter` starts make the run that one makes.
 #[track_caller]
 fn check(starter: Command) {
     let folder = tempfile::tempdir().unwrap();
-    let two = Run::new(&folder.path().join("two"), 2, &["deepspeed.zero_optimization.stage=1"]);
-    for (status, stderr) in Ranks::of([two.started_by(starter)]).wait() {
+    let two = TrainerRun::new(&folder.path().join("two"), 2, &["deepspeed.zero_optimization.stage=1"]);
+    for (status, stderr) in TrainerProcesses::of([two.started_by(starter)]).wait() {
         assert!(status.success(), "{status}: {stderr}");
     }
-    let one = Run::new(&folder.path().join("one"), 1, &[]);
+    let one = TrainerRun::new(&folder.path().join("one"), 1, &[]);
     same_curve(&two.curve(), &one.finish().curve());
 }
 

@@ -13,12 +13,12 @@ use candlewick_parallel::{
 };
 use serde_json::json;
 
-use super::mixture::{D, HYPER, N_TOKENS, Token, V, initial, tokens};
+use super::mixture::{D, HYPER, N_TOKENS, RoutedToken, V, initial, tokens};
 use super::{MAX_NORM, STAGES, TOLERANCE, degrees};
 
 /// Returns the micro-batch of one data parallel rank, and the target count of all ranks.
 fn micro(step: usize, rank: usize, n_ranks: usize) -> Micro {
-    let tokens: Vec<Token> = tokens(step).into_iter().skip(rank).step_by(n_ranks).collect();
+    let tokens: Vec<RoutedToken> = tokens(step).into_iter().skip(rank).step_by(n_ranks).collect();
     Micro {
         ids: Tensor::from_iter(tokens.iter().map(|token| token.id), &Device::Cpu).unwrap(),
         targets: Tensor::from_iter(tokens.iter().map(|token| token.target), &Device::Cpu).unwrap(),

@@ -10,7 +10,7 @@ use suite::{code_of, read, root, rust_files};
 
 /// Every package of the workspace and the packages of the workspace that it may use, tests included: these, and all that
 /// they may use.
-const ROOMS: &[(&str, &[&str])] = &[
+const LAYERS: &[(&str, &[&str])] = &[
     ("candlewick-ops", &[]),
     ("candlewick-comm", &[]),
     ("candlewick-launch", &["candlewick-comm"]),
@@ -25,8 +25,8 @@ const ROOMS: &[(&str, &[&str])] = &[
 ];
 
 /// Returns the packages of the workspace that `room` may use.
-fn below(room: &str) -> BTreeSet<&'static str> {
-    let (_, direct) = ROOMS.iter().find(|(name, _)| *name == room).unwrap();
+fn below(layer: &str) -> BTreeSet<&'static str> {
+    let (_, direct) = LAYERS.iter().find(|(name, _)| *name == layer).unwrap();
     direct.iter().flat_map(|name| below(name).into_iter().chain([*name])).collect()
 }
 
@@ -59,7 +59,7 @@ fn text(value: &Value) -> String {
 #[test]
 fn every_package_has_a_place_in_the_table() {
     let mut found: Vec<_> = dependencies().into_keys().collect();
-    let mut listed: Vec<_> = ROOMS.iter().map(|(name, _)| (*name).to_owned()).collect();
+    let mut listed: Vec<_> = LAYERS.iter().map(|(name, _)| (*name).to_owned()).collect();
     found.sort();
     listed.sort();
     assert_eq!(found, listed);
@@ -75,17 +75,17 @@ fn a_forward_formats_no_names() {
 }
 
 #[test]
-fn rooms_depend_only_downwards() {
+fn crates_depend_only_downwards() {
     let dependencies = dependencies();
-    for (room, _) in ROOMS {
-        let allowed = below(room);
-        for dependency in &dependencies[*room] {
+    for (layer, _) in LAYERS {
+        let allowed = below(layer);
+        for dependency in &dependencies[*layer] {
             let name = dependency.name.as_str();
-            let is_room = ROOMS.iter().any(|(other, _)| *other == name);
+            let is_layer = LAYERS.iter().any(|(other, _)| *other == name);
             // A room may turn a feature on for its own tests.
             assert!(
-                !is_room || name == *room || allowed.contains(name),
-                "{room} depends on {name}, which is not below it"
+                !is_layer || name == *layer || allowed.contains(name),
+                "{layer} depends on {name}, which is not below it"
             );
         }
     }
@@ -199,7 +199,7 @@ fn compares_a_degree(line: &str) -> bool {
 }
 
 /// Returns true if a line asks for the kind of a device.
-fn asks_for_a_device(line: &str) -> bool {
+fn reads_a_device(line: &str) -> bool {
     let words = [".is_cpu()", ".is_cuda()", "Device::Cpu =>", "Device::Cuda(", "DeviceLocation::"];
     let is_word = |(at, _): (usize, &str)| !line[..at].ends_with(char::is_alphanumeric);
     words.iter().any(|word| word.starts_with('.') && line.contains(word) || line.match_indices(word).any(is_word))
@@ -222,11 +222,11 @@ fn comparisons_of_a_degree_with_one_are_found() {
 }
 
 #[test]
-fn crates_above_ops_do_not_ask_for_the_device_of_a_tensor() {
+fn crates_above_ops_do_not_read_the_device_of_a_tensor() {
     let crates = ["model", "parallel", "inference", "runtime", "text", "launch"].map(|it| format!("candle-ext/{it}"));
     let mut folders: Vec<&str> = crates.iter().map(String::as_str).collect();
     folders.extend(["trainer/src", "evaluator/src"]);
-    check_exempt(&files_of(&folders), asks_for_a_device, DEVICE_EXEMPT, "`ops` has an arm for each device");
+    check_exempt(&files_of(&folders), reads_a_device, DEVICE_EXEMPT, "`ops` has an arm for each device");
 }
 
 #[test]
@@ -236,9 +236,9 @@ fn parallel_has_no_unsafe_code_and_no_family_names() {
 }
 
 #[test]
-fn library_rooms_do_not_read_the_environment() {
-    for room in ["ops", "comm", "model", "parallel", "inference"] {
-        check_absent(&format!("candle-ext/{room}/src"), &["env::var", "env::args"], "settings arrive as values");
+fn library_crates_do_not_read_the_environment() {
+    for layer in ["ops", "comm", "model", "parallel", "inference"] {
+        check_absent(&format!("candle-ext/{layer}/src"), &["env::var", "env::args"], "settings arrive as values");
     }
 }
 
@@ -256,8 +256,8 @@ fn the_trainer_uses_the_evaluator_for_benchmark_tasks_only() {
 
 #[test]
 fn unsafe_blocks_say_why_they_are_sound() {
-    for room in ["candle-ext", "trainer", "evaluator"] {
-        for path in rust_files(room) {
+    for layer in ["candle-ext", "trainer", "evaluator"] {
+        for path in rust_files(layer) {
             let text = read(&path);
             let lines: Vec<_> = text.lines().collect();
             for (i, _) in code_of(&path).lines().enumerate().filter(|(_, line)| line.contains("unsafe {")) {
@@ -276,12 +276,12 @@ fn values_leave_a_device_through_to_host() {
     // Those that define it, and the tensors of the CPU that comm exchanges.
     const EXEMPT: &[&str] =
         &["candle-ext/ops/src/transfer.rs", "candle-ext/comm/src/staged.rs", "candle-ext/comm/src/collective.rs"];
-    for room in ["candle-ext", "trainer/src", "evaluator/src"] {
+    for layer in ["candle-ext", "trainer/src", "evaluator/src"] {
         let is_source = |path: &&std::path::PathBuf| {
             let path = path.to_string_lossy();
             path.contains("/src/") && !path.contains("tests") && !EXEMPT.contains(&&*path)
         };
-        for path in rust_files(room).iter().filter(is_source) {
+        for path in rust_files(layer).iter().filter(is_source) {
             let code = code_of(path);
             for statement in code.split([';', '{', '}']).filter(|part| READS.iter().any(|read| part.contains(read))) {
                 assert!(
