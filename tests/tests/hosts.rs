@@ -177,12 +177,12 @@ fn check(start: Start, subnet: u8, backend: &str) {
 
 /// On two machines `auto` is MPI, and nobody has to say where rank 0 is.
 #[test]
-fn two_hosts_make_the_run_that_one_makes() {
+fn two_hosts_give_the_loss_curve_of_one() {
     check(Start::Trainer, 1, "ddp_backend=auto");
 }
 
 #[test]
-fn a_launcher_on_each_host_makes_the_run_that_one_makes() {
+fn a_launcher_on_each_host_gives_the_loss_curve_of_one() {
     check(Start::Launcher, 2, "ddp_backend=mpi");
 }
 
@@ -208,7 +208,7 @@ fn said_by(mut child: Child, files: &[PathBuf]) -> String {
 
 /// The cable is pulled while both hosts train: both say so within the time-out, and the run goes on from its newest save.
 #[test]
-fn a_cut_cable_ends_both_hosts_and_the_run_goes_on_later() {
+fn a_cut_cable_ends_both_hosts_and_the_run_resumes_later() {
     let hosts = match Hosts::new(3) {
         Ok(hosts) => hosts,
         Err(why) => return eprintln!("skipped: {why}"),

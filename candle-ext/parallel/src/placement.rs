@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_is_put_together_again() {
+    fn shards_of_a_parameter_assemble_to_the_whole() {
         for (shape, dims) in [
             (&[6, 5][..], &[Dim::Heads, Dim::Embed][..]),
             (&[5, 6], &[Dim::Embed, Dim::Ffn]),
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_cut_is_refused_by_name() {
+    fn parameters_that_cannot_be_sharded_are_refused_by_name() {
         let refused = |shape: &[usize], dims: &[Dim], rank, n_ranks| {
             let ranks = RankOf { rank, n_ranks };
             Placement::of(&spec(shape, dims, ParamScope::Sublayer), SequenceParallel::Off, ranks)
@@ -223,7 +223,7 @@ mod tests {
     const SECOND: RankOf = RankOf { rank: 1, n_ranks: 2 };
 
     #[test]
-    fn norms_see_all_tokens_or_a_part() {
+    fn norms_are_replicated_or_partial() {
         let norm = spec(&[4], &[Dim::Embed], ParamScope::ResidualStream);
         assert_eq!(Placement::of(&norm, SequenceParallel::Off, SECOND).unwrap(), Placement::Replicate);
         assert_eq!(Placement::of(&norm, SequenceParallel::On, SECOND).unwrap(), Placement::Partial);

@@ -139,7 +139,7 @@ fn reasoning_of_earlier_answers_is_left_out_by_design() {
 }
 
 #[test]
-fn an_empty_answer_is_learned_only_when_asked() {
+fn an_empty_answer_is_a_target_only_if_requested() {
     let smollm = Family::new("smollm2");
     for content in [json!(""), json!(" \n")] {
         let empty = fields(json!({"role": "assistant", "content": content}));

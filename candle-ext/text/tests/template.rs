@@ -137,7 +137,7 @@ fn counted_messages_are_still_messages() {
 }
 
 #[test]
-fn what_is_unclear_is_an_error() {
+fn ambiguous_turns_are_an_error() {
     let rebuilt = "{% for text in messages | map(attribute='content') %}{{ text }}{% endfor %}";
     check(rebuilt, &TALK, Err("message 1 (assistant) leaves no text"));
     let twice = "{% for m in messages %}{{ m.content }}{% endfor %}\

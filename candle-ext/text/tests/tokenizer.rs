@@ -166,7 +166,7 @@ fn named_templates_are_chosen_by_name_or_by_tools() {
 }
 
 #[test]
-fn a_broken_template_is_an_error_when_it_is_asked_for() {
+fn a_broken_template_is_an_error_when_it_is_requested() {
     let tokenizer = load(&[("tokenizer_config.json", json!({"chat_template": "a\n{{ b"}))]);
     let error = tokenizer.chat_template(None).unwrap_err().to_string();
     assert!(error.contains("tokenizer_config.json (key `chat_template`), line 2"), "{error}");

@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_names_what_is() {
+    fn an_undefined_name_is_an_error_that_lists_the_defined_ones() {
         let error = render("{{ qestion }}", json!({"question": "x"})).unwrap_err();
         assert!(error.contains("columns are question"), "{error}");
         assert!(render("{{ a", json!({})).is_err());

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_beside_a_merged_map_wins() {
+    fn an_explicit_key_overrides_a_merged_map() {
         let merged = parse("a: &a {k: 1, l: 1}\nb:\n  <<: *a\n  k: 2\n").unwrap();
         assert_eq!(merged["b"], serde_json::json!({"k": 2, "l": 1}));
     }

@@ -153,7 +153,7 @@ fn model(save: &Path) -> Vec<String> {
 }
 
 #[test]
-fn scores_in_training_are_those_of_the_saves() {
+fn scores_in_training_equal_scores_of_the_checkpoints() {
     let room = Room::new();
     success(&room.train(&[&room.saves()]));
     room.check_saves(model);
@@ -175,7 +175,7 @@ fn ranks_share_the_documents_and_agree() {
 
 /// Sums over parts round otherwise than those of one rank.
 #[test]
-fn ranks_that_have_a_model_together_are_asked_together() {
+fn ranks_that_share_a_model_evaluate_together() {
     for (n_ranks, sharing) in [
         (2, vec!["tensor_parallel_size=2"]),
         (2, vec!["pipeline_parallel_size=2", "virtual_pipeline_parallel_size=1"]),
@@ -190,7 +190,7 @@ fn ranks_that_have_a_model_together_are_asked_together() {
 }
 
 #[test]
-fn an_adapter_in_training_is_asked_with_its_base() {
+fn an_adapter_in_training_is_evaluated_with_its_base() {
     let base = Room::new();
     success(&base.train(&[&base.saves()]));
     let room = Room::new();
@@ -202,7 +202,7 @@ fn an_adapter_in_training_is_asked_with_its_base() {
 }
 
 #[test]
-fn the_best_save_stays_and_a_resumed_run_asks_nothing_twice() {
+fn the_best_checkpoint_is_kept_and_a_resumed_run_repeats_no_evaluation() {
     let room = Room::new();
     let folder = |name: &str| room.path(name).display().to_string();
     let every = "save_every_n_steps: 1, keep: 1";
@@ -238,7 +238,7 @@ fn the_best_save_stays_and_a_resumed_run_asks_nothing_twice() {
 
 /// The tasks would take minutes: they are asked again by the run that goes on.
 #[test]
-fn a_termination_signal_ends_tasks_that_are_being_asked() {
+fn a_termination_signal_ends_a_running_evaluation() {
     let room = Room::new();
     let rows: Vec<String> = (0..4000).map(|i| json!({"q": format!("Say {i}.")}).to_string()).collect();
     fs::write(room.path("long.jsonl"), rows.join("\n")).unwrap();
@@ -266,7 +266,7 @@ fn a_termination_signal_ends_tasks_that_are_being_asked() {
 }
 
 #[test]
-fn what_is_not_there_is_said_before_anything_is_trained() {
+fn missing_files_are_reported_before_training_starts() {
     let room = Room::new();
     let refused = |arguments: &[&str], words: &[&str]| {
         for what in ["train", "check"] {

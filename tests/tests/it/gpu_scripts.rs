@@ -62,7 +62,7 @@ fn steps_are_timed_one_side_after_another_into_one_file() {
 
 /// A machine on which nothing works: every part has its say, and the end is a table.
 #[test]
-fn a_check_whose_parts_fail_says_which_tests_do_so_alone() {
+fn a_failed_check_lists_the_tests_that_also_fail_alone() {
     let folder = tempfile::tempdir().unwrap();
     let (bin, out) = (folder.path().join("bin"), folder.path().join("out"));
     fs::create_dir(&bin).unwrap();
@@ -128,7 +128,7 @@ esac
 
 /// `gpu-check --first` where all is well: the other parts follow.
 #[test]
-fn a_first_contact_without_a_failure_goes_on_with_the_other_parts() {
+fn a_successful_first_part_is_followed_by_the_others() {
     let folder = tempfile::tempdir().unwrap();
     let (bin, out) = (folder.path().join("bin"), folder.path().join("out"));
     fs::create_dir(&bin).unwrap();

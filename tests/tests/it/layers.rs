@@ -67,7 +67,7 @@ fn every_package_has_a_place_in_the_table() {
 
 /// Names are edges: a layer's parameters are found once, when it is built.
 #[test]
-fn a_forward_formats_no_names() {
+fn the_forward_pass_formats_no_names() {
     for file in ["block.rs", "linear.rs", "weights.rs", "lora/layer.rs"] {
         let code = code_of(&std::path::Path::new("candle-ext/model/src").join(file));
         assert!(!code.contains("format!"), "{file} formats a text");

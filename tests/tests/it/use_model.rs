@@ -169,7 +169,7 @@ fn an_adapter_brings_its_base() {
 }
 
 #[test]
-fn what_is_no_model_is_named_before_the_hub() {
+fn a_path_without_a_model_is_an_error_before_any_hub_request() {
     let room = Room::shared();
     let at = |model: &str| room.evaluator(&["generate", "--model", model, "--prompt", "a"], "");
     room.refuses(&at("full/checkpoints"), 3, &["it holds sharded checkpoints", "type: huggingface"]);
@@ -211,7 +211,7 @@ fn a_merged_model_scores_as_its_adapter() {
 }
 
 #[test]
-fn the_perplexity_of_chats_is_the_held_out_loss_of_training() {
+fn the_perplexity_of_chats_equals_the_eval_loss_of_training() {
     let room = Room::shared();
     for (run, model) in [("full", "full/model/global_step_24"), ("lora", "lora")] {
         let measured = room.perplexity(&["--model", model, "--data", "eval.jsonl"]);
@@ -244,7 +244,7 @@ fn the_perplexity_of_chats_is_the_held_out_loss_of_training() {
 }
 
 #[test]
-fn the_perplexity_of_a_text_is_the_held_out_loss_of_causal_training() {
+fn the_perplexity_of_a_text_equals_the_eval_loss_of_causal_training() {
     let room = Room::shared();
     room.write("corpus.txt", &"The wolf says yes.\n\nA cloud comes after 3.\n".repeat(37));
     let model = json!({"dtype": "f32", "name_or_path": room.path("full")});
@@ -402,7 +402,7 @@ fn a_chat_remembers_until_it_is_reset() {
 
 /// Two turns fit into this context, many do not.
 #[test]
-fn a_long_chat_drops_its_oldest_turns_and_says_so() {
+fn a_long_chat_drops_its_oldest_turns_with_a_warning() {
     let room = Room::shared();
     let lines = "What comes after 3?\n".repeat(12) + &"much too long ".repeat(100) + "\nWhat comes after 3?\n";
     let output = ok(room.evaluator(&["chat", "--model", "full", "--max-new-tokens", "20"], &lines));

@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_cut_short_says_so() {
+    fn a_truncated_file_is_an_error_that_names_its_size() {
         refused(&[], "too few");
         refused(&good()[..5], "too few");
         refused(&good()[..40], "cut short");

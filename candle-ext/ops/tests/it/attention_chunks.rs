@@ -88,7 +88,7 @@ fn results(x: &[Tensor], op: impl FnOnce() -> Result<Tensor>) -> Vec<Tensor> {
 }
 
 #[test]
-fn pieces_cut_anywhere_equal_the_whole() {
+fn chunks_cut_anywhere_equal_the_whole_sequence() {
     check_each(setups().iter().enumerate(), |(seed, setup)| {
         let x = setup.inputs();
         let whole = results(&x, || attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec));
@@ -104,7 +104,7 @@ fn pieces_cut_anywhere_equal_the_whole() {
 }
 
 #[test]
-fn pieces_equal_the_reference_in_every_format() {
+fn chunks_equal_the_reference_in_every_dtype() {
     let formats = [DType::F32, DType::BF16, DType::F16];
     check_each(small().iter().zip(formats.into_iter().cycle()).enumerate(), |(seed, (setup, dtype))| {
         let op = |x: &[Tensor]| in_pieces(x, setup, Cuts::draw(setup, 1, &mut rng(seed as u64)));
@@ -113,7 +113,7 @@ fn pieces_equal_the_reference_in_every_format() {
 }
 
 #[test]
-fn pieces_of_many_tiles_equal_the_reference() {
+fn chunks_of_many_tiles_equal_the_reference() {
     check_each(
         [
             (DType::F32, 8, CAUSAL),
@@ -153,7 +153,7 @@ fn log_sum_exp(setup: &AttentionCase, q: &Tensor, k: &Tensor) -> Tensor {
 }
 
 #[test]
-fn the_log_of_the_sums_is_that_of_all_pieces() {
+fn the_log_sum_exp_is_that_of_all_chunks() {
     check_each(small().iter().enumerate(), |(seed, setup)| {
         let x = setup.inputs();
         let want = log_sum_exp(setup, &x[0], &x[1]);
@@ -167,7 +167,7 @@ fn the_log_of_the_sums_is_that_of_all_pieces() {
 }
 
 #[test]
-fn a_piece_is_hidden_if_no_query_sees_a_key() {
+fn a_chunk_is_fully_masked_if_no_query_sees_a_key() {
     let mut rng = rng(7);
     let (mut n_hidden, mut n_seen) = (0, 0);
     for setup in setups() {
@@ -194,7 +194,7 @@ fn a_piece_is_hidden_if_no_query_sees_a_key() {
 
 /// Covers the second sequence's keys with the first one's queries, later queries, and queries beyond the window.
 #[test]
-fn what_sees_nothing_gives_nothing() {
+fn a_fully_masked_chunk_contributes_nothing() {
     let setup = AttentionCase::packed(&[150, 140], (4, 2, 64), window(9));
     check_each([(0..150, 150..290), (0..70, 80..150), (100..150, 0..80), (150..290, 0..150)], |(queries, keys)| {
         for dtype in [DType::F32, DType::BF16] {
@@ -238,7 +238,7 @@ fn a_nan_is_merged() {
 }
 
 #[test]
-fn the_whole_as_a_piece_is_attention_to_the_bit() {
+fn one_chunk_of_the_whole_sequence_gives_the_bits_of_attention() {
     let setup = AttentionCase::packed(&[130, 7, 0, 41], (4, 2, 64), CAUSAL);
     for test_device in TestDevice::all() {
         let x: Vec<Tensor> = setup.inputs().iter().map(|x| test_device.put(x)).collect();
@@ -251,7 +251,7 @@ fn the_whole_as_a_piece_is_attention_to_the_bit() {
 }
 
 #[test]
-fn wrong_pieces_are_named() {
+fn wrong_chunks_are_named() {
     let seqs = CuSeqlens::packed(vec![0, 5]).unwrap();
     assert_error(seqs.chunk(3..6, 0..5), "a chunk of the queries 3..6, but there are 5");
     #[allow(clippy::reversed_empty_ranges)]

@@ -42,7 +42,7 @@ fn the_reference_equals_the_fused_kernel() {
 }
 
 #[test]
-fn the_reference_keeps_the_format_and_takes_empty_sequences() {
+fn the_reference_keeps_the_dtype_and_accepts_empty_sequences() {
     let setup = AttentionCase::packed(&[0, 0], (2, 1, 4), CAUSAL);
     assert_eq!(results(&setup, AttentionImpl::Reference, &Device::Cpu, DType::F32)[0].dims(), [0, 2, 4]);
     let q = randn((5, 2, 4), 1).to_dtype(DType::BF16).unwrap();
@@ -200,7 +200,7 @@ mod cudnn {
     }
 
     #[test]
-    fn it_refuses_what_it_cannot_do_and_auto_goes_on_without_it() {
+    fn unsupported_calls_are_refused_and_auto_uses_another_implementation() {
         let Some(device) = device() else { return };
         let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
         let explain = |implementation, dtype| {

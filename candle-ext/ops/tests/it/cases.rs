@@ -122,7 +122,7 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 }
 
 #[test]
-fn a_check_of_each_goes_on_after_a_failure_and_tells_all_of_them() {
+fn check_each_continues_after_a_failure_and_reports_all() {
     let mut checked = Vec::new();
     let check = AssertUnwindSafe(|| {
         check_each([1, 2, 3, 4], |i| {

@@ -121,7 +121,7 @@ fn wrong_ids_are_named() {
 }
 
 #[test]
-fn parts_of_a_table_give_the_whole_ones_rows_and_gradients() {
+fn vocabulary_shards_give_the_rows_and_gradients_of_the_whole_table() {
     for test_device in TestDevice::all() {
         test_device.run(|| {
             let table = test_device.put(&randn((7, 3), 1));

@@ -225,7 +225,7 @@ fn head() -> [Vec<u64>; 3] {
 }
 
 #[test]
-fn sixteen_bit_inputs_give_outputs_and_gradients_of_their_format() {
+fn sixteen_bit_inputs_give_outputs_and_gradients_of_their_dtype() {
     check_each([DType::BF16, DType::F16], |dtype| {
         for op in ops() {
             let cast = |x: &Tensor| x.to_dtype(dtype).unwrap();

@@ -71,7 +71,7 @@ fn full_precision_is_f32_and_unrounded() {
 }
 
 #[test]
-fn the_weight_may_have_another_format_than_the_input() {
+fn the_weight_may_have_another_dtype_than_the_input() {
     let x = randn((5, 40), 1).to_dtype(DType::BF16).unwrap();
     let w = randn((6, 40), 2);
     let y = linear(&x, &Weight::frozen(w.clone()), None, OutputDtype::SameAsInput).unwrap();
@@ -168,7 +168,7 @@ fn a_joined_weight_gives_what_its_parts_give() {
 }
 
 #[test]
-fn wrong_shapes_and_formats_are_named() {
+fn wrong_shapes_and_dtypes_are_named() {
     let x = randn((2, 4), 1);
     let frozen = |shape: &[usize]| Weight::frozen(randn(shape, 2));
     let run = |x: &Tensor, w: &Weight, b| linear(x, w, b, OutputDtype::SameAsInput);

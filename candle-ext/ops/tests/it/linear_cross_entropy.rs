@@ -301,7 +301,7 @@ fn in_parts(
 
 /// A shard may have none of the targets; the last one may be shorter.
 #[test]
-fn parts_of_a_vocabulary_give_the_whole_ones_loss_and_gradients() {
+fn vocabulary_shards_give_the_loss_and_gradients_of_the_whole_head() {
     let (t, v, d) = (13, 31, 8);
     check_each(TestDevice::all(), |test_device| {
         for (dtype, chunk) in [(DType::F32, 4), (DType::F32, 100), (DType::BF16, 5)] {

@@ -41,7 +41,7 @@ fn rows_of_every_length_equal_the_reference() {
 }
 
 #[test]
-fn a_gradient_that_nobody_wants_does_not_change_the_other() {
+fn an_unneeded_gradient_does_not_change_the_other() {
     for test_device in TestDevice::all() {
         for d in [33, 128, 576] {
             let (x, w, dy) = (

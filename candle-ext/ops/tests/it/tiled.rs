@@ -96,7 +96,7 @@ fn frozen_weights_and_an_untracked_input_record_nothing_and_run_once() {
 }
 
 #[test]
-fn a_tile_knows_its_first_row_and_drops_what_the_whole_would() {
+fn a_tile_has_the_dropout_mask_of_its_rows() {
     let x = randn((50, 33), 1);
     let spec = Dropout { p: 0.4, key: 11 };
     let whole = dropout(&x, spec).unwrap();

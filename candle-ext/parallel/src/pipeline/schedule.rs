@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_is_drawn() {
+    fn a_schedule_is_printed_as_a_table() {
         let drawn = PipelineSchedule::new(OneForwardOneBackward, 2, 1, 3).to_string();
         let lines: Vec<&str> = drawn.lines().map(str::trim_end).collect();
         assert_eq!(lines.len(), 3);

@@ -72,7 +72,7 @@ fn everything(store: &ParamStore) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn where_the_optimizer_lives_changes_no_bit() {
+fn offloading_the_optimizer_changes_no_bit() {
     let (f32, bf16) = (DType::F32, DType::BF16);
     for (compute, masters, moments) in [(f32, f32, f32), (bf16, f32, f32), (bf16, f32, bf16), (bf16, bf16, bf16)] {
         let dtypes = ParamDtypes { compute, masters, moments };
@@ -90,7 +90,7 @@ fn where_the_optimizer_lives_changes_no_bit() {
 
 /// A host's copy is never the one that ops read, so that nothing is seen before it was sent.
 #[test]
-fn about_that_share_of_the_parameters_is_on_the_host() {
+fn the_offloaded_fraction_of_the_parameters_is_on_the_host() {
     let n_apart = |share| {
         let store = store(ParamDtypes::computing_in(DType::F32), optimizer(share));
         for state in store.states().unwrap() {
@@ -105,7 +105,7 @@ fn about_that_share_of_the_parameters_is_on_the_host() {
 }
 
 #[test]
-fn what_is_loaded_from_outside_reaches_the_ops_after_a_refresh() {
+fn loaded_masters_reach_the_ops_after_a_refresh() {
     let store = store(ParamDtypes::computing_in(DType::BF16), optimizer(1.0));
     let state = store.states().unwrap().remove(3);
     copy_into(&state.master, &(state.master.ones_like().unwrap() * 0.3).unwrap()).unwrap();

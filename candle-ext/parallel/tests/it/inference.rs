@@ -129,7 +129,7 @@ fn check_tree(dtype: DType, window: Option<usize>, bound: f32) {
 }
 
 #[test]
-fn branches_score_what_their_whole_paths_do() {
+fn branches_of_a_prefix_tree_score_as_whole_sequences() {
     check_tree(DType::F32, None, 2e-5);
     check_tree(DType::F32, Some(WINDOW), 2e-5);
     check_tree(DType::BF16, None, 0.1);
@@ -189,7 +189,7 @@ fn check_pool(dtype: DType, window: Option<usize>, bound: f32) {
 }
 
 #[test]
-fn sequences_of_a_pool_are_what_they_are_alone() {
+fn pooled_sequences_give_the_logits_of_each_alone() {
     check_pool(DType::F32, None, 2e-5);
     check_pool(DType::F32, Some(WINDOW), 2e-5);
     check_pool(DType::BF16, None, 0.1);

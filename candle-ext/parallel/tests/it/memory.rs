@@ -79,12 +79,12 @@ fn peak(checkpointing: Vec<ActivationCheckpointing>, tiled_mlp: TiledMlp) -> usi
 
 /// The allocator's counters are global, so the measurements run in a process of their own.
 #[test]
-fn each_mode_saves_what_it_promises() {
+fn each_checkpointing_mode_saves_the_expected_memory() {
     if std::env::var_os(CHILD).is_some() {
         return measure();
     }
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["memory::each_mode_saves_what_it_promises", "--exact", "--nocapture"])
+        .args(["memory::each_checkpointing_mode_saves_the_expected_memory", "--exact", "--nocapture"])
         .env(CHILD, "1")
         .output()
         .unwrap();

@@ -108,7 +108,7 @@ fn all(checkpointing: ActivationCheckpointing) -> Vec<ActivationCheckpointing> {
 }
 
 #[test]
-fn what_a_block_keeps_changes_no_bit_in_any_family() {
+fn activation_checkpointing_changes_no_bit_in_any_family() {
     let mixed =
         vec![ActivationCheckpointing::Offload, ActivationCheckpointing::Selective, ActivationCheckpointing::None];
     for case in cases() {
@@ -132,7 +132,7 @@ fn what_a_block_keeps_changes_no_bit_in_any_family() {
 }
 
 #[test]
-fn where_an_input_is_offloaded_to_changes_no_bit() {
+fn the_offload_target_changes_no_bit() {
     for case in cases() {
         let engine = || engine(&case, all(ActivationCheckpointing::Offload), TiledMlp::Off);
         let folder = OffloadTarget::Folder(std::env::temp_dir());

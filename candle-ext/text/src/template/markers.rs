@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn markers_come_out_where_they_stood() {
+    fn markers_are_extracted_with_their_positions() {
         let (text, marks) = extract("aé|2 1 7|b|3 1||0|c|1|", '|').unwrap();
         assert_eq!(text, "aébc");
         assert_eq!(

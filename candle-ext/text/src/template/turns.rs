@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn white_space_behind_nothing_else_is_the_models_own() {
+    fn trailing_whitespace_belongs_to_the_turn() {
         check(&delimiters("", "", &[("", "xx\n", "yy\n")]), "", "hi\n", "hi\n");
     }
 

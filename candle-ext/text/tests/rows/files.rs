@@ -51,7 +51,7 @@ fn broken_json_lines_name_the_line_and_the_way_out() {
 }
 
 #[test]
-fn nothing_in_a_file_is_told() {
+fn an_empty_data_file_is_reported() {
     for (name, content) in [
         ("a.jsonl", &b""[..]),
         ("a.jsonl", b"\n\n"),

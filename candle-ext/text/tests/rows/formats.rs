@@ -331,7 +331,7 @@ fn broken_rows_name_column_type_and_fix() {
 }
 
 #[test]
-fn a_later_row_is_blamed_by_its_own_line() {
+fn an_error_in_a_later_row_names_its_line() {
     let folder = Folder::new(&[("a.jsonl", b"{\"text\":\"a\"}\n\n{\"text\":null}\n")]);
     let source = folder.open("a.jsonl", &ReadOptions::default()).unwrap();
     let format = RowFormat::find(&request(), &*source).unwrap();

@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_texts_are_perfect_and_strangers_are_nothing() {
+    fn equal_texts_score_100_and_disjoint_texts_0() {
         let text = "the quick brown fox jumps";
         let all = BleuCounts::new(&[(text, text)]).compute(&mut (0..1));
         assert!((all - 100.0).abs() < 1e-9);

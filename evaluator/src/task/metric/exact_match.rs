@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_ignored_is_ignored_on_both_sides() {
+    fn ignored_characters_are_removed_from_both_sides() {
         let patterns = [",", r"\$", "(?s).*#### ", r"\.$"].map(|pattern| PythonRegex::new(pattern).unwrap());
         let gsm8k = ExactMatch { patterns: Arc::new(patterns.into()), case: true, ..ExactMatch::default() };
         assert!(gsm8k.is_match("$1,200.", "he adds 3\n#### 1200").unwrap());

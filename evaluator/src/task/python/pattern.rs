@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pattern_is_refused() {
+    fn an_invalid_pattern_is_refused() {
         for pattern in ["(", "[", "a**", "(?P<a>"] {
             assert!(PythonRegex::new(pattern).unwrap_err().contains("unsupported regular expression"), "{pattern}");
         }

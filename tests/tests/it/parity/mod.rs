@@ -83,12 +83,12 @@ fn check_all(strategy: Strategy, models: &[ModelCase], batchings: &[Batching], k
 }
 
 #[test]
-fn parity_of_replicas() {
+fn parity_of_data_parallelism_over_two_ranks() {
     check(dp(2), &[DP_ALL_REDUCE]);
 }
 
 #[test]
-fn parity_of_three_replicas() {
+fn parity_of_data_parallelism_over_three_ranks() {
     check(dp(3), &[DP_ALL_REDUCE]);
 }
 
@@ -113,7 +113,7 @@ fn parity_of_weights_sharded_over_eight() {
 }
 
 #[test]
-fn parity_of_replicated_shards() {
+fn parity_of_hybrid_sharding() {
     check(hybrid(2, 2, ZeroStage::One), &[ZERO_OPS[0], ZERO_OPS[1], "dp_replicate all_reduce"]);
     check(hybrid(2, 2, ZeroStage::Two), &ZERO_OPS);
     check(hybrid(2, 3, ZeroStage::Three), &ZERO_OPS);
@@ -124,24 +124,24 @@ fn ulysses(dp_shard: usize, sp: usize, zero_stage: Option<ZeroStage>) -> Strateg
 }
 
 #[test]
-fn parity_of_sequences_in_two_parts() {
+fn parity_of_ulysses_over_two_ranks() {
     check(ulysses(1, 2, Some(ZeroStage::One)), &[ULYSSES_OP, ZERO_OPS[0], ZERO_OPS[1]]);
 }
 
 #[test]
-fn parity_of_as_many_parts_as_key_heads() {
+fn parity_of_ulysses_over_as_many_ranks_as_kv_heads() {
     check(ulysses(1, 4, None), &[ULYSSES_OP, DP_ALL_REDUCE]);
 }
 
 /// Two ranks share each key head.
 #[test]
-fn parity_of_more_parts_than_key_heads() {
+fn parity_of_ulysses_over_more_ranks_than_kv_heads() {
     check(ulysses(1, 8, None), &[ULYSSES_OP, DP_ALL_REDUCE]);
 }
 
 /// The parts drop what one rank drops.
 #[test]
-fn parity_of_parts_with_dropout() {
+fn parity_of_ulysses_with_dropout() {
     for batching in BATCHINGS {
         let one_rank = one_rank(ADAPTER, batching, STEPS);
         compare(&run(ulysses(1, 4, None), ADAPTER, batching), &one_rank).unwrap();
@@ -149,7 +149,7 @@ fn parity_of_parts_with_dropout() {
 }
 
 #[test]
-fn parity_of_parts_and_shards() {
+fn parity_of_ulysses_and_zero() {
     check(ulysses(2, 2, Some(ZeroStage::Two)), &[ULYSSES_OP, ZERO_OPS[0], ZERO_OPS[1]]);
     check(ulysses(2, 4, Some(ZeroStage::Three)), &[ULYSSES_OP, ZERO_OPS[0], ZERO_OPS[1]]);
 }
@@ -159,21 +159,21 @@ fn tensor(degrees: Degrees, sequence_parallel: SequenceParallel) -> Strategy {
 }
 
 #[test]
-fn parity_of_matrices_in_two_parts() {
+fn parity_of_tensor_parallelism_over_two_ranks() {
     check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::Off), &["tp all_reduce"]);
     check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On), &TP_OPS);
 }
 
 /// A vocabulary that does not fall into even parts.
 #[test]
-fn parity_of_matrices_in_four_parts() {
+fn parity_of_tensor_parallelism_over_four_ranks() {
     check(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::Off), &["tp all_reduce"]);
     check(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::On), &TP_OPS);
 }
 
 /// Every factor of an adapter is in parts, or has a gradient in parts. The parts drop what one rank drops.
 #[test]
-fn parity_of_adapters_in_parts() {
+fn parity_of_tensor_parallel_adapters() {
     for sequence_parallel in [SequenceParallel::Off, SequenceParallel::On] {
         for batching in BATCHINGS {
             let one_rank = one_rank(ADAPTER, batching, STEPS);
@@ -183,7 +183,7 @@ fn parity_of_adapters_in_parts() {
 }
 
 #[test]
-fn parity_of_matrices_in_parts_and_shards() {
+fn parity_of_tensor_parallelism_and_zero() {
     let strategy =
         |degrees, zero_stage| Strategy { zero_stage: Some(zero_stage), ..tensor(degrees, SequenceParallel::On) };
     check(strategy(Degrees { tp: 2, dp_shard: 2, ..ONE }, ZeroStage::One), &TP_OPS);
@@ -192,7 +192,7 @@ fn parity_of_matrices_in_parts_and_shards() {
 }
 
 #[test]
-fn parity_of_matrices_and_sequences_in_parts() {
+fn parity_of_tensor_parallelism_and_ulysses() {
     check(tensor(Degrees { tp: 2, sp: 2, ..ONE }, SequenceParallel::Off), &[ULYSSES_OP, "tp all_reduce"]);
     let strategy = tensor(Degrees { tp: 2, sp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On);
     check(Strategy { zero_stage: Some(ZeroStage::Three), ..strategy }, &[ULYSSES_OP, TP_OPS[0], ZERO_OPS[0]]);
@@ -222,7 +222,7 @@ fn parity_of_one_forward_one_backward() {
 }
 
 #[test]
-fn parity_of_interleaved_runs() {
+fn parity_of_interleaved_stages() {
     check(
         pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 1, 1, 1]),
         &[PP_OP, TIED_OP],
@@ -235,7 +235,7 @@ fn parity_of_interleaved_runs() {
 }
 
 #[test]
-fn parity_of_a_pipeline_of_replicas_and_shards() {
+fn parity_of_a_pipeline_with_data_parallelism_and_zero() {
     let strategy = |degrees, zero_stage| Strategy {
         zero_stage,
         ..pipeline(degrees, PipelineScheduleKind::OneForwardOneBackward, &[2, 2])
@@ -247,7 +247,7 @@ fn parity_of_a_pipeline_of_replicas_and_shards() {
 }
 
 #[test]
-fn parity_of_a_pipeline_of_parts() {
+fn parity_of_a_pipeline_with_tensor_parallelism_and_ulysses() {
     let strategy = |degrees, sequence_parallel, zero_stage, chunk_layers| {
         let schedule = PipelineScheduleKind::OneForwardOneBackward;
         Strategy { sequence_parallel, zero_stage, ..pipeline(degrees, schedule, chunk_layers) }
@@ -271,7 +271,7 @@ fn parity_of_a_pipeline_of_parts() {
 
 /// Without dropout nothing is left to chance: bits do not depend on which rank comes first.
 #[test]
-fn parity_of_two_runs_is_to_the_bit() {
+fn parity_of_two_runs_is_bitwise() {
     let all = Strategy { chunk_layers: Some(&[2, 2]), ..tensor(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::On) };
     let afab = pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::GPipe, &[2, 2]);
     let ring = Strategy { degrees: Degrees { cp: 3, ..ONE }, ..Strategy::ONE_RANK };

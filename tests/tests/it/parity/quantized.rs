@@ -36,7 +36,7 @@ fn check(strategy: Strategy, known: &[&str]) {
 }
 
 #[test]
-fn parity_of_a_quantized_base_in_shards() {
+fn parity_of_a_quantized_base_with_zero() {
     check(zero(2, ZeroStage::One), &ZERO_OPS);
     check(zero(2, ZeroStage::Two), &ZERO_OPS);
     check(zero(3, ZeroStage::Three), &ZERO_OPS);
@@ -44,14 +44,14 @@ fn parity_of_a_quantized_base_in_shards() {
 }
 
 #[test]
-fn parity_of_a_quantized_base_in_matrix_slices() {
+fn parity_of_a_quantized_base_with_tensor_parallelism() {
     check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On), &TP_OPS);
     let strategy = tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On);
     check(Strategy { zero_stage: Some(ZeroStage::Three), ..strategy }, &TP_OPS);
 }
 
 #[test]
-fn parity_of_a_quantized_base_in_pipeline_stages() {
+fn parity_of_a_quantized_base_with_a_pipeline() {
     let strategy =
         pipeline(Degrees { pp: 2, ..ONE }, candlewick_parallel::PipelineScheduleKind::OneForwardOneBackward, &[2, 2]);
     check_all(strategy, &[QUANTIZED], &[super::case::Batching::Accumulated(5)], &[PP_OP]);

@@ -47,13 +47,13 @@ fn parity_of_a_ring_of_four() {
 }
 
 #[test]
-fn parity_of_a_ring_of_ranks_that_exchange_heads() {
+fn parity_of_a_ring_with_ulysses() {
     check_all(with_ulysses(2, 2), &RING_MODELS, &RING_BATCHINGS, &[RING_OP, ULYSSES_OP, DP_ALL_REDUCE]);
 }
 
 /// Ranks with tokens of one chunk and with tokens of both; two ranks with the same key head.
 #[test]
-fn parity_of_a_ring_of_two_times_eight() {
+fn parity_of_a_ring_of_two_with_ulysses_over_eight() {
     check_all(with_ulysses(2, 8), &[MODELS[2], WINDOW], &[Batching::Long], &[RING_OP, ULYSSES_OP]);
 }
 
@@ -77,7 +77,7 @@ fn parity_of_a_ring_with_sharded_weights() {
 
 /// Where sequences in parts meet all else that work is shared by.
 #[test]
-fn parity_of_a_ring_and_parts_of_matrices() {
+fn parity_of_a_ring_with_tensor_parallelism() {
     for (sequence_parallel, known) in [(SequenceParallel::On, TP_OPS[0]), (SequenceParallel::Off, "tp all_reduce")] {
         let strategy = Strategy { sequence_parallel, ..ring(2) };
         let strategy = Strategy { degrees: Degrees { tp: 2, ..strategy.degrees }, ..strategy };
@@ -98,7 +98,7 @@ fn parity_of_a_ring_in_each_stage_of_a_pipeline() {
 }
 
 #[test]
-fn parity_of_replicas_of_sequences_in_parts() {
+fn parity_of_replicated_sequence_parallel_groups() {
     for (cp, sp, known) in [(2, 1, RING_OP), (1, 2, ULYSSES_OP)] {
         let strategy = Strategy { degrees: Degrees { cp, sp, dp_replicate: 2, ..ONE }, ..Strategy::ONE_RANK };
         check_all(strategy, &[MODELS[1], WINDOW], &[BATCHINGS[2], Batching::Long], &[known, DP_ALL_REDUCE]);

@@ -30,7 +30,7 @@ fn tiled(strategy: Strategy) -> Strategy {
 }
 
 #[test]
-fn parity_of_tiles_and_parts_of_matrices() {
+fn parity_of_tiles_and_tensor_parallelism() {
     for sequence_parallel in [SequenceParallel::On, SequenceParallel::Off] {
         check(tiled(tensor(Degrees { tp: 2, ..ONE }, sequence_parallel)));
     }
@@ -38,7 +38,7 @@ fn parity_of_tiles_and_parts_of_matrices() {
 }
 
 #[test]
-fn parity_of_tiles_and_stages() {
+fn parity_of_tiles_and_a_pipeline() {
     check(tiled(pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2])));
     check(tiled(pipeline(Degrees { pp: 2, tp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 1, 1, 1])));
 }
@@ -49,13 +49,13 @@ fn parity_of_tiles_and_sharded_weights() {
 }
 
 #[test]
-fn parity_of_tiles_and_sequences_in_parts() {
+fn parity_of_tiles_and_ulysses() {
     check(tiled(ulysses(1, 2, None)));
     check(tiled(ulysses(1, 4, Some(ZeroStage::Three))));
 }
 
 #[test]
-fn parity_of_shards_in_the_hosts_memory() {
+fn parity_of_cpu_offload() {
     let (half, all) = (CpuOffload { optimizer: 0.5, weights: false }, CpuOffload { optimizer: 1.0, weights: false });
     let weights = CpuOffload { optimizer: 1.0, weights: true };
     for (strategy, cpu_offload) in [

@@ -78,7 +78,7 @@ fn a_killed_rank_ends_the_others_at_once() {
 }
 
 #[test]
-fn a_killed_rank_that_has_a_part_of_the_model_ends_the_others_at_once() {
+fn a_killed_model_parallel_rank_ends_the_others_at_once() {
     check_kill(2, &STAGES);
     check_kill(2, &PARTS);
     check_kill(4, &BOTH);
@@ -100,13 +100,13 @@ fn check_kill(n_ranks: usize, more: &[&str]) {
 }
 
 #[test]
-fn a_rank_that_stops_is_given_up_after_the_time_out() {
+fn a_hung_rank_ends_the_others_after_the_timeout() {
     check_stop(3, &[]);
 }
 
 /// Of four, one waits for the stopped one and the others for that one: all name the stopped one.
 #[test]
-fn a_rank_that_stops_with_a_part_of_the_model_is_given_up_after_the_time_out() {
+fn a_hung_model_parallel_rank_ends_the_others_after_the_timeout() {
     check_stop(2, &STAGES);
     check_stop(2, &PARTS);
     check_stop(4, &BOTH);
@@ -131,7 +131,7 @@ fn check_stop(n_ranks: usize, more: &[&str]) {
 
 /// No file of rank 1 may grow any more: a full disk, for the one rank alone.
 #[test]
-fn a_save_that_one_rank_cannot_write_ends_all_and_leaves_the_earlier_ones() {
+fn a_failed_checkpoint_of_one_rank_ends_all_ranks_and_keeps_earlier_ones() {
     for more in ["async_save: false", "async_save: true"] {
         let folder = tempfile::tempdir().unwrap();
         let run = endless(folder.path(), 2, &[&format!("checkpoint.0.{}", more.replace(": ", "="))]);
@@ -185,7 +185,7 @@ fn a_rank_that_starts_late_is_waited_for() {
 }
 
 #[test]
-fn a_rank_that_starts_too_late_is_told_who_has_gone() {
+fn a_rank_that_starts_too_late_gets_an_error_that_names_the_missing_rank() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &["ddp_timeout=2"]);
     let store = TestStore::new();
@@ -204,7 +204,7 @@ fn free_port() -> u16 {
 }
 
 #[test]
-fn ranks_that_count_differently_say_so() {
+fn ranks_that_disagree_on_the_world_size_report_it() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &[]);
     for is_store_there in [true, false] {
@@ -233,7 +233,7 @@ fn stranger(answer: fn(&mut TcpStream)) -> u16 {
 }
 
 #[test]
-fn a_port_that_a_stranger_has_is_named() {
+fn a_port_in_use_by_another_program_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &["ddp_timeout=2"]);
     let silent: fn(&mut TcpStream) = |_| ();
@@ -249,7 +249,7 @@ fn a_port_that_a_stranger_has_is_named() {
 }
 
 #[test]
-fn a_save_that_lacks_a_part_is_passed_over_by_all_ranks() {
+fn all_ranks_skip_an_incomplete_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &[]);
     run.with(&["exit_iteration=2"]).finish();
@@ -272,7 +272,7 @@ fn a_save_that_lacks_a_part_is_passed_over_by_all_ranks() {
 
 /// Ranks in two folders, in each of which a relative path is another file.
 #[test]
-fn ranks_that_do_not_see_one_folder_of_saves_are_refused() {
+fn ranks_that_do_not_share_a_checkpoint_folder_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let folders = ["here", "there"].map(|name| folder.path().join(name));
     for room in &folders {
@@ -303,7 +303,7 @@ fn ranks_that_do_not_see_one_folder_of_saves_are_refused() {
 }
 
 #[test]
-fn a_launcher_that_is_told_to_stop_stops_with_a_save() {
+fn a_terminated_launcher_writes_a_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &["checkpoint.0.save_every_n_steps=100000"]);
     let launcher = TrainerProcesses::of([run.launch(&[])]);
@@ -321,7 +321,7 @@ fn a_launcher_that_is_told_to_stop_stops_with_a_save() {
 }
 
 #[test]
-fn a_launcher_starts_again_from_the_newest_save() {
+fn a_launcher_restarts_from_the_newest_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &[]);
     let launcher = TrainerProcesses::of([run.launch(&["--max-restarts", "1"])]);

@@ -23,7 +23,7 @@ fn same_curve(ours: &[(u64, [f64; 2])], one_rank: &[(u64, [f64; 2])]) {
 }
 
 #[test]
-fn processes_make_the_run_that_one_makes() {
+fn several_processes_give_the_loss_curve_of_one() {
     let folder = tempfile::tempdir().unwrap();
     let one = TrainerRun::new(&folder.path().join("one"), 1, &[]);
     let one_curve = one.finish().curve();
@@ -59,7 +59,7 @@ fn processes_make_the_run_that_one_makes() {
 
 /// As without a launcher: rank 0 has the store.
 #[test]
-fn ranks_meet_at_rank_0() {
+fn ranks_rendezvous_at_rank_0() {
     let folder = tempfile::tempdir().unwrap();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let run = TrainerRun::new(folder.path(), 2, &[]);
@@ -70,7 +70,7 @@ fn ranks_meet_at_rank_0() {
 
 /// Three ranks, and an epoch whose last step has too few micro-batches for all of them.
 #[test]
-fn a_rank_without_a_micro_batch_takes_part_all_the_same() {
+fn a_rank_without_a_micro_batch_takes_part_in_the_step() {
     let folder = tempfile::tempdir().unwrap();
     let n_rows = suite::read("recipes/quickstart/eval.jsonl").lines().count();
     assert_eq!(n_rows % 6, 2, "the last step is to leave one rank without a micro-batch");
@@ -84,7 +84,7 @@ fn a_rank_without_a_micro_batch_takes_part_all_the_same() {
 }
 
 #[test]
-fn a_save_of_some_ranks_is_taken_up_by_any_number_of_them() {
+fn a_checkpoint_is_resumed_by_any_number_of_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let whole = TrainerRun::new(&folder.path().join("whole"), 1, &[]).finish().curve();
     let saves = |name: &str| {
@@ -135,7 +135,7 @@ const STAGE_1: &str = "deepspeed.zero_optimization.stage=1";
 const STAGE_3: &str = "deepspeed.zero_optimization.stage=3";
 
 #[test]
-fn a_save_of_parts_and_stages_is_taken_up_by_others() {
+fn a_tensor_and_pipeline_parallel_checkpoint_is_resumed_on_other_meshes() {
     check_saves(
         &[],
         &[
@@ -148,7 +148,7 @@ fn a_save_of_parts_and_stages_is_taken_up_by_others() {
 }
 
 #[test]
-fn a_save_of_sequences_in_parts_is_taken_up_by_others() {
+fn a_sequence_parallel_checkpoint_is_resumed_on_other_meshes() {
     let both = ["context_parallel_size=2", "sequence_parallel_size=2", ALL];
     check_saves(
         &[],
@@ -162,7 +162,7 @@ fn a_save_of_sequences_in_parts_is_taken_up_by_others() {
 }
 
 #[test]
-fn a_save_of_an_adapter_in_parts_is_taken_up_by_others() {
+fn a_tensor_parallel_adapter_checkpoint_is_resumed_on_other_meshes() {
     let adapter = "model.peft_config={peft_type: LORA, r: 4, lora_alpha: 8, target_modules: all-linear}";
     check_saves(
         &[adapter],
@@ -189,7 +189,7 @@ fn another_batch_is_refused_with_the_reason() {
 }
 
 #[test]
-fn exports_of_shards_are_those_of_one_rank() {
+fn exports_of_sharded_runs_equal_those_of_one_rank() {
     let folder = tempfile::tempdir().unwrap();
     let export = |n_ranks, name: &str, stage: &str| {
         let dir = folder.path().join(name).join("weights");
@@ -218,7 +218,7 @@ fn exports_of_shards_are_those_of_one_rank() {
 }
 
 #[test]
-fn one_rank_that_is_told_to_stop_stops_all_with_a_save() {
+fn a_termination_signal_to_one_rank_checkpoints_and_stops_all() {
     let folder = tempfile::tempdir().unwrap();
     let saves = folder.path().join("saves");
     let checkpoint = format!("checkpoint=[{{output_dir: {}, auto_resume: true}}]", saves.display());
@@ -263,7 +263,7 @@ fn ranks_of_unequal_machines_train_together() {
 }
 
 #[test]
-fn data_that_one_rank_cannot_read_are_everybodys_error() {
+fn unreadable_data_on_one_rank_are_an_error_on_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let run = TrainerRun::new(folder.path(), 2, &["data.sources=[/nowhere/at/all.jsonl]"]);
     let ended = run.start().wait();

@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_product_over_nothing_is_the_addend_and_the_bias_or_zeros() {
+    fn a_gemm_over_zero_terms_is_the_addend_and_the_bias_or_zeros() {
         for n in [1, 64, 70] {
             let (plus, bias) = (values(M * STRIDE, 0.7), values(n, 0.3));
             for (plus, bias, in_place) in [
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_gives_what_the_emulated_product_over_nothing_gives() {
+    fn the_fill_kernel_equals_the_emulated_gemm_over_zero_terms() {
         let (n, plus, bias) = (64, values(M * STRIDE, 0.7), values(64, 0.3));
         let mut c = vec![bf16::NAN; M * STRIDE];
         let at = |values: &[bf16]| values.as_ptr().expose_provenance() as DeviceAddress;

@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_unknown_is_named() {
+    fn missing_and_unknown_arguments_are_named() {
         let error = follows("keywords:frequency", &Map::new(), "a").unwrap_err();
         assert!(error.contains("lacks its \"keyword\""), "{error}");
         assert!(follows("keywords:rhyme", &Map::new(), "a").unwrap_err().contains("keywords:rhyme"));

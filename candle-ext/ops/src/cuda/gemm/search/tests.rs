@@ -73,13 +73,13 @@ fn check(mut library: Fake, want: Route, calls: &[&str], said: &[&str]) {
 }
 
 #[test]
-fn the_first_algorithm_computes_and_nothing_is_said() {
+fn the_first_algorithm_computes_without_a_fallback() {
     let library = Fake { first_limits: Some(0), ..Fake::default() };
     check(library, Route::Lt(algorithm(10)), &["candidates 0", "multiply 10"], &[]);
 }
 
 #[test]
-fn a_refused_product_takes_the_next_algorithm() {
+fn a_refused_gemm_uses_the_next_algorithm() {
     let library = Fake { first_limits: Some(0), refused: vec![10], ..Fake::default() };
     let calls = ["candidates 0", "multiply 10", "multiply 11"];
     check(library, Route::Lt(algorithm(11)), &calls, &["algorithm 0 of sums of parts in f32", "NOT_SUPPORTED"]);
@@ -111,7 +111,7 @@ fn gemm_ex_computes_what_cublas_lt_refuses() {
 }
 
 #[test]
-fn a_product_that_nothing_computes_is_an_error_with_every_refusal() {
+fn a_gemm_that_every_algorithm_refuses_is_an_error_with_all_refusals() {
     let error = compute(&mut Fake::default(), &key(), None).expect_err("nothing computes it");
     for part in
         ["no algorithm computes it", "in f32, alignments 256,64,2,2: NOT_SUPPORTED", "cublasGemmEx: INVALID_VALUE"]
