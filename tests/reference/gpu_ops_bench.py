@@ -300,7 +300,7 @@ def main():
         done = set()
         for row in found["rows"]:
             shape = {name: n for name, n in row["shape"].items() if name != "chunk"}
-            # Of attention, two implementations of ours are beside the same of torch.
+            # Attention: two of our implementations are compared with the same one of torch.
             key = json.dumps([row["op"].removesuffix(" fused"), row["what"], shape])
             if key not in done and time.monotonic() - began < args.seconds:
                 ways = {name: make for name, make in OPS[row["op"]](row["what"], **shape).items()

@@ -33,7 +33,7 @@ MODES = [
     # A scale with which nothing overflows: no step is skipped, and each is that of the plain run but for rounding.
     ("fp16", ["model.dtype=fp16", "deepspeed.fp16={initial_scale_power: 8}"], 2e-2, 5e-2),
 ]
-# A scale with which the first steps overflow in fp16: they are skipped, and training goes on.
+# A loss scale with which the first steps overflow in fp16: they are skipped, and training continues.
 OVERFLOWING_POWER = 20
 OVERFLOWS = ["model.dtype=fp16", f"deepspeed.fp16={{initial_scale_power: {OVERFLOWING_POWER}, hysteresis: 1}}"]
 

@@ -43,7 +43,7 @@ IFEVAL = ["One part******another, part", "one part******another part", "The answ
 
 # Name: tasks, options of the run, and for tasks of the program their file in the harness and our data.
 CASES = {
-    # scikit-learn takes its time for so many resamples, which is why the others have fewer.
+    # scikit-learn is slow with 2000 resamples; the other cases have fewer.
     "choices": {"tasks": ["fx_choices", "fx_many"], "num_fewshot": 2, "bootstrap_iters": 2000},
     "zero_shot": {"tasks": ["fx_choices", "fx_last_word", "fx_rolling", "fx_inputs"]},
     "inputs": {"tasks": ["fx_inputs"], "num_fewshot": 2},

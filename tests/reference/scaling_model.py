@@ -7,9 +7,9 @@ ranks send. Prints a table of meshes with the time of a step by its parts.
 from typing import NamedTuple
 
 ASSUMED = {
-    # Of the 989 TFLOP/s that a GPU's bf16 products have at the most.
+    # Fraction of the 989 TFLOP/s bf16 peak of a GPU.
     "FLOP/s of a GPU": 0.45 * 989e12,
-    # 450 GB/s each way between the GPUs of a node, four fifths of it had.
+    # 450 GB/s each way between the GPUs of a node, of which four fifths are reached.
     "bytes/s in a node": 0.8 * 450e9,
     # 400 Gb/s for each GPU between nodes, four fifths of it had.
     "bytes/s between nodes": 0.8 * 50e9,

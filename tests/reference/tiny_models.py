@@ -26,7 +26,7 @@ LLAMA3 = dict(
     rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
-# name: model type, number format on disk, what its config adds
+# name: model type, dtype on disk, additional config keys
 MODELS = {
     "llama": ("llama", torch.float32, dict(attention_bias=True, mlp_bias=True, pad_token_id=5, head_dim=4)),
     "llama3": ("llama", torch.bfloat16, dict(tie_word_embeddings=True, rope_parameters=LLAMA3, head_dim=8)),

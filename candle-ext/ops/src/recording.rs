@@ -87,9 +87,9 @@ pub fn auxiliary_loss(name: &'static str, loss: &Tensor) -> Result<()> {
 
 /// Records an exchange between ranks, such as an all-reduce: y = `forward(x)`, a new tensor.
 ///
-/// Its backward starts the exchange `start(dy)`, runs the deferred weight gradients meanwhile, then waits.
+/// Backward starts the exchange `start(dy)`, runs the deferred weight gradients meanwhile, then waits.
 ///
-/// Ops that save y recompute it: backward calls `forward` again.
+/// y is recomputable: the backward of an op that needs y calls `forward` again.
 pub fn record_exchange(
     name: &'static str,
     x: &Tensor,

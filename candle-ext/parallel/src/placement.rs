@@ -10,7 +10,7 @@ use candlewick_ops::WeightStorage;
 pub enum SequenceParallel {
     /// Each rank holds all tokens of the residual stream.
     Off,
-    /// Each rank holds a share of the tokens of the residual stream.
+    /// Each rank holds a shard of the tokens of the residual stream.
     On,
 }
 
@@ -130,7 +130,7 @@ impl Placement {
 }
 
 impl Slice {
-    /// Rejects a slice whose border lies within a quantization block.
+    /// Rejects a slice with a border inside a quantization block.
     fn check_scales(&self, spec: &ParamSpec) -> Result<()> {
         let WeightStorage::Quantized(format) = spec.storage else { return Ok(()) };
         let (start, end, n) = (self.start, self.start + self.len, spec.shape[self.dim]);

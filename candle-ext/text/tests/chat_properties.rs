@@ -1,4 +1,4 @@
-//! Whatever a chat or a template holds, rendering it gives valid spans or an error, never a panic.
+//! Rendering any chat with any template gives valid spans or an error, never a panic.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::path::PathBuf;

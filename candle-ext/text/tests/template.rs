@@ -252,7 +252,7 @@ fn a_template_may_not_take_for_ever_or_print_without_end() {
     refused(&"x".repeat(300_000), "over the limit of 262144");
 }
 
-/// Checks in a process of its own: the thread of a rendering that was given up goes on until the process ends.
+/// Checks in a process of its own: the thread of a rendering that timed out continues until the process ends.
 fn in_child(test: &str, check: impl FnOnce()) {
     const CHILD: &str = "CANDLEWICK_TEST_CHILD";
     if std::env::var_os(CHILD).is_some() {
@@ -305,7 +305,7 @@ fn a_deep_value_does_not_exhaust_the_stack() {
         };
         assert_eq!(render("[ns.x]", "fine").unwrap(), "fine");
         assert_eq!(render("{'a': ns.x}", "fine").unwrap(), "fine");
-        // Each slice asks all before it for their length, which may take too long, but ends.
+        // Each slice computes the length of all before it, which may take too long, but ends.
         let _ = render("ns.x[0:]", "");
         let _ = render("[ns.x]", "{{ ns.x }}");
     });

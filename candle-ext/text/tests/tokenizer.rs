@@ -1,4 +1,4 @@
-//! Tokenizer folders in the shapes they come in, and what is said of broken ones.
+//! The layouts of tokenizer folders, and errors for malformed ones.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::path::Path;

@@ -4,7 +4,7 @@ use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
 use super::error::ConfigError;
-use super::yaml::Entry;
+use super::yaml::TaskEntry;
 use candlewick_inference::request::GenerationSettings;
 
 const KNOWN: [&str; 9] = [

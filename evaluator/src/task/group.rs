@@ -4,7 +4,7 @@ use serde_json::{Map, Value as Json};
 
 use super::error::ConfigError;
 use super::keys::YamlMap;
-use super::yaml::Node;
+use super::yaml::TaskNode;
 
 /// Group of tasks and subgroups.
 #[derive(Clone, Debug)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 N_THREADS = len(os.sched_getaffinity(0))
-# Both sides have the same threads, and neither asks a network.
+# Both sides have the same number of threads, and neither uses the network.
 ENVIRONMENT = dict(os.environ, RAYON_NUM_THREADS=str(N_THREADS), OMP_NUM_THREADS=str(N_THREADS), HF_HUB_OFFLINE="1")
 
 

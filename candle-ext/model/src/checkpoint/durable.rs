@@ -114,7 +114,7 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
     }
 
-    /// A full disk takes no bytes, and a file that cannot be synced says so.
+    /// A pipe does not support fsync.
     #[test]
     fn a_failed_fsync_is_an_error_that_names_the_file() {
         let (reader, writer) = io::pipe().unwrap();

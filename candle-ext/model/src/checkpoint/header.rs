@@ -20,7 +20,7 @@ pub(super) struct StoredTensor {
 const PRELUDE: usize = 8;
 const LONGEST_HEADER: usize = 100_000_000;
 
-/// Parses the tensors of a safetensors file. Offsets must lie inside the file, fit shape and dtype, and not overlap.
+/// Parses the tensors of a safetensors file. Offsets must be inside the file, match shape and dtype, and not overlap.
 pub(super) fn parse(path: &Path, file: &[u8]) -> Result<Vec<StoredTensor>, ModelError> {
     let bad = |problem: String| ModelError::malformed(path, problem);
     let header = header_bytes(file).map_err(bad)?;

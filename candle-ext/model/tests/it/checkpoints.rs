@@ -1,4 +1,4 @@
-//! Folders in and out: bit-equal round trips, and what is said of folders that are wrong.
+//! Model folders: bit-equal round trips, and errors for malformed folders.
 
 use std::{fs, path::Path};
 

@@ -1,8 +1,8 @@
 //! Benchmark of every op, forward and backward, compared with the device's limits:
 //! `ops-bench --device cuda --json OUT`.
 //!
-//! The same run measures the ceilings: a device-to-device copy and a square bf16 matmul. `cases.rs` has formulas for
-//! the minimum bytes and FLOPs of an op. Its time then gives its fraction of the ceiling.
+//! Each run also measures the ceilings: a device-to-device copy and a square bf16 matmul. `cases.rs` has formulas for
+//! the minimum bytes and FLOPs of an op. They and its time give its fraction of the ceiling.
 
 mod cases;
 mod measure;

@@ -11,7 +11,7 @@ use candle_core::{Result, bail};
 pub struct CuSeqlens {
     cu_q: Vec<usize>,
     cu_k: Vec<usize>,
-    /// Position of each sequence's first query among its keys. In an [`AttentionChunk`] it may lie outside of them.
+    /// Position of each sequence's first query among its keys. In an [`AttentionChunk`] it may be outside of their range.
     firsts: Vec<isize>,
 }
 

@@ -215,7 +215,7 @@ impl TileConfig {
     }
 }
 
-/// Arguments that all kernels share: the sequences, cut into tiles that lie within one sequence each.
+/// Arguments that all kernels share: the sequences, cut into tiles of one sequence each.
 struct Problem {
     /// u32 [5, n_seqs + 1]. Rows 0 to 3 are cumulative counts of queries, keys, row tiles and key tiles. Row 4 is the
     /// position of each sequence's first query among its keys, in two's complement.
@@ -239,7 +239,7 @@ impl Problem {
         let distance =
             |span: SequenceRange| (span.first + span.q.len() as isize).max(span.k.len() as isize - span.first);
         if let Some(distance) = seqs.spans().map(distance).find(|distance| *distance > MAX_ROWS as isize) {
-            bail!("{OP}: a query and a key lie {distance} tokens apart, more than {MAX_ROWS}")
+            bail!("{OP}: a query and a key are {distance} tokens apart, more than {MAX_ROWS}")
         }
         let tiles = TileConfig::choose(q.dtype(), heads.dim, spec.scale)?;
         let row_tiles = cumulative(seqs.spans().map(|span| (span.q.len() * heads.group).div_ceil(tiles.rows)));

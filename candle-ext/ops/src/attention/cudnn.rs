@@ -366,7 +366,8 @@ unsafe fn run(device: &Device, graph: Graph, is_backward: i32, mut addresses: Ad
     };
     let (handle, pointer, stream) = (handle.0, graph.pointer.0, stream.cu_stream().cast());
     let run = || {
-        // SAFETY: the caller answers for the addresses; the graph is one of this handle's, and nobody else uses either now.
+        // SAFETY: the caller guarantees valid addresses. The graph belongs to this handle, and the lock excludes other
+        // users of both.
         call(|error, size| unsafe {
             candlewick_cudnn_run(handle, pointer, is_backward, stream, &raw const addresses, error, size)
         })

@@ -83,7 +83,7 @@ pub(super) unsafe fn launch(kernels: &Kernels, name: &str, blocks: Blocks, args:
     Ok(())
 }
 
-/// Returns the bytes of an argument; a 4-byte argument lies in the low bytes, as on any little-endian processor.
+/// Returns the bytes of an argument. A 4-byte argument takes the low bytes, as on any little-endian processor.
 fn bytes(arg: &Arg) -> u64 {
     match *arg {
         Arg::Address(value) | Arg::U64(value) => value,

@@ -148,7 +148,7 @@ fn address_of(op: &str, storage: &Storage, layout: &Layout) -> Result<DeviceAddr
         #[cfg(feature = "emulate")]
         Storage::Cpu(storage) => emulator::base(op, storage)?,
         #[allow(unreachable_patterns, reason = "not in every build")]
-        _ => bail!("{op}: the tensors lie on different devices"),
+        _ => bail!("{op}: the tensors are on different devices"),
     };
     Ok(base + (start * storage.dtype().size_in_bytes()) as u64)
 }

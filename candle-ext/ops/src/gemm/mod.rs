@@ -143,7 +143,7 @@ fn by_crate(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, sca
             Threads::All => gemm::Parallelism::Rayon(0),
         },
     );
-    // SAFETY: the constructors checked that all indices lie within the slices. The shapes agree (asserted above), rows
+    // SAFETY: the constructors checked that all indices are within the slices. The shapes agree (asserted above), rows
     // of `out` do not overlap (row_stride >= cols), and the mutable borrow of `out` rules out aliasing. Slices are at
     // most isize::MAX bytes, so strides fit in isize.
     unsafe {

@@ -238,7 +238,7 @@ impl OpCase<'_> {
             let what = format!("{} {dtype:?} {test_device:?}", self.name);
             got.assert_close(&what, &want, bound(dtype));
             let of_cpu = of_cpu.get_or_insert_with(|| got.clone());
-            // Each lies within the bound of the exact result.
+            // Both are within the bound of the exact result.
             got.assert_close(&format!("{what} beside the CPU"), of_cpu, 2.0 * bound(dtype));
             got.assert_same(&what, &test_device.run(|| self.results_in(&test_device, dtype)));
         }

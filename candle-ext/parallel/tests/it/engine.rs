@@ -123,7 +123,7 @@ fn scaler(policy: GradPolicy) -> GradScaler {
     GradScaler::new(policy, 0, &Device::Cpu).unwrap()
 }
 
-/// Judges the gradients and updates the weights.
+/// Takes the step decision and updates the weights.
 fn step(engine: &Engine, hyper: &AdamW, scaler: &GradScaler) -> StepDecision {
     let losses = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
     let squares = engine.store().grad_squares().unwrap();

@@ -86,7 +86,7 @@ fn assert_near(ours: &[f32], want: &[f32], bound: f32) {
     }
 }
 
-/// A trunk, two branches of it, a branch of the second, and a stranger.
+/// A prefix, two continuations of it, a continuation of the second, and an unrelated sequence.
 fn tree() -> [Vec<u32>; 5] {
     [text(150, 1), text(7, 2), text(20, 3), text(3, 4), text(11, 5)]
 }
@@ -171,11 +171,11 @@ fn check_pool(dtype: DType, window: Option<usize>, bound: f32) {
     let first = append(&engine, &pool, &[(100, 0, &a[..30]), (10, 0, &b[..20])]);
     assert_near(&first[0], &logits_alone(&engine, &a[..30]), bound);
     assert_near(&first[1], &logits_alone(&engine, &b[..20]), bound);
-    // One goes on, another begins in a part of the space between, and the third waits.
+    // One continues, another starts in part of the gap between, and the third waits.
     let second = append(&engine, &pool, &[(200, 0, &c[..140]), (100, 30, &a[30..31])]);
     assert_near(&second[0], &logits_alone(&engine, &c[..140]), bound);
     assert_near(&second[1], &logits_alone(&engine, &a[..31]), bound);
-    // A copy goes on as what it was copied from.
+    // A copy continues like the original.
     pool.copy(10..30, 60).unwrap();
     let third = append(&engine, &pool, &[(60, 20, &b[20..]), (10, 20, &b[20..]), (200, 140, &c[140..])]);
     assert_eq!(third[0], third[1]);

@@ -5,7 +5,7 @@ use crate::task::error::ConfigError;
 use crate::task::keys::{YamlMap, type_error};
 use crate::task::metric::MetricValue;
 use crate::task::response_value::ResponseValue;
-use crate::task::yaml::Value;
+use crate::task::yaml::TaskValue;
 
 /// Metric pass@k: the probability that at least one of k programs passes, estimated from n ≥ k programs.
 #[derive(Clone, Debug)]
