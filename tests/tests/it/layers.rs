@@ -1,4 +1,4 @@
-//! The walls between the rooms: which crate may depend on which, and what no source may say.
+//! The layering of the crates: allowed dependencies, and words that are forbidden in their sources.
 //! docs/ARCHITECTURE.md has the reasons. A new edge is a decision: change the table in the same commit.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,8 +8,7 @@ use std::process::Command;
 use serde_json::Value;
 use suite::{code_of, read, root, rust_files};
 
-/// Every package of the workspace and the packages of the workspace that it may use, tests included: these, and all that
-/// they may use.
+/// Every package of the workspace with the packages that it may use, tests included. Use is transitive.
 const LAYERS: &[(&str, &[&str])] = &[
     ("candlewick-ops", &[]),
     ("candlewick-comm", &[]),
@@ -24,7 +23,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("suite", &["trainer"]),
 ];
 
-/// Returns the packages of the workspace that `room` may use.
+/// Returns the packages of the workspace that `layer` may use.
 fn below(layer: &str) -> BTreeSet<&'static str> {
     let (_, direct) = LAYERS.iter().find(|(name, _)| *name == layer).unwrap();
     direct.iter().flat_map(|name| below(name).into_iter().chain([*name])).collect()
@@ -65,12 +64,12 @@ fn every_package_has_a_place_in_the_table() {
     assert_eq!(found, listed);
 }
 
-/// Names are edges: a layer's parameters are found once, when it is built.
+/// A layer looks up its parameters by name once, when it is built.
 #[test]
 fn the_forward_pass_formats_no_names() {
     for file in ["block.rs", "linear.rs", "weights.rs", "lora/layer.rs"] {
         let code = code_of(&std::path::Path::new("candle-ext/model/src").join(file));
-        assert!(!code.contains("format!"), "{file} formats a text");
+        assert!(!code.contains("format!"), "{file} formats a string");
     }
 }
 
@@ -82,7 +81,7 @@ fn crates_depend_only_downwards() {
         for dependency in &dependencies[*layer] {
             let name = dependency.name.as_str();
             let is_layer = LAYERS.iter().any(|(other, _)| *other == name);
-            // A room may turn a feature on for its own tests.
+            // A crate may depend on itself to enable a feature in its tests.
             assert!(
                 !is_layer || name == *layer || allowed.contains(name),
                 "{layer} depends on {name}, which is not below it"
@@ -98,7 +97,7 @@ fn text_has_no_tensors() {
     }
 }
 
-/// candle-nn's fused ops record no backward; the others are references in the tests of `ops` and `model`.
+/// candle-nn's fused ops record no backward; its other ops are references in the tests of `ops` and `model`.
 #[test]
 fn candle_nn_is_only_a_test_reference() {
     for (package, list) in dependencies() {
@@ -120,7 +119,7 @@ fn check_absent(under: &str, words: &[&str], reason: &str) {
     }
 }
 
-/// A file that a rule exempts, and the reason.
+/// An exempt file and the reason.
 type Exemption = (&'static str, &'static str);
 
 const LOCAL_GROUP: &str = "the constructor of a world of one rank";
@@ -144,7 +143,7 @@ const DEGREE_EXEMPT: &[Exemption] = &[
     ("trainer/src/plan/resolve/ranks.rs", "a note, and one shard is ZeRO stage 0"),
 ];
 
-/// Files above `ops` and `comm` that ask for the device of a tensor.
+/// Files above `ops` and `comm` that read the device of a tensor.
 const DEVICE_EXEMPT: &[Exemption] = &[
     ("candle-ext/inference/src/answer/mod.rs", "the batch size depends on the kind of device"),
     ("candle-ext/inference/src/ranks.rs", "the communication backend depends on the kind of device"),
@@ -198,7 +197,7 @@ fn compares_a_degree(line: &str) -> bool {
     })
 }
 
-/// Returns true if a line asks for the kind of a device.
+/// Returns true if a line branches on the kind of a device.
 fn reads_a_device(line: &str) -> bool {
     let words = [".is_cpu()", ".is_cuda()", "Device::Cpu =>", "Device::Cuda(", "DeviceLocation::"];
     let is_word = |(at, _): (usize, &str)| !line[..at].ends_with(char::is_alphanumeric);
@@ -231,7 +230,7 @@ fn crates_above_ops_do_not_read_the_device_of_a_tensor() {
 
 #[test]
 fn parallel_has_no_unsafe_code_and_no_family_names() {
-    let reason = "the strategies know tensors and seams, neither pointers nor families";
+    let reason = "the strategies use tensors and `ParallelOps`, neither pointers nor model families";
     check_absent("candle-ext/parallel/src", &["unsafe ", "Llama", "Mistral", "Qwen"], reason);
 }
 
@@ -242,7 +241,7 @@ fn library_crates_do_not_read_the_environment() {
     }
 }
 
-/// Chats, generation and checkpoints need no task.
+/// Chat, generation and checkpoints need no task.
 #[test]
 fn the_trainer_uses_the_evaluator_for_benchmark_tasks_only() {
     let allowed = ["evaluator::task", "evaluator::evaluation", "evaluator::chat", "evaluator::exit"];
@@ -273,7 +272,7 @@ fn unsafe_blocks_say_why_they_are_sound() {
 #[test]
 fn values_leave_a_device_through_to_host() {
     const READS: &[&str] = &[".to_scalar", ".to_vec0", ".to_vec1", ".to_vec2", ".to_vec3", ".to_device(&Device::Cpu)"];
-    // Those that define it, and the tensors of the CPU that comm exchanges.
+    // The files that define it, and comm's exchange of CPU tensors.
     const EXEMPT: &[&str] =
         &["candle-ext/ops/src/transfer.rs", "candle-ext/comm/src/staged.rs", "candle-ext/comm/src/collective.rs"];
     for layer in ["candle-ext", "trainer/src", "evaluator/src"] {

@@ -1,4 +1,4 @@
-//! Every recipe that ships is one that the trainer reads.
+//! The trainer reads every shipped recipe.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -48,7 +48,7 @@ fn the_committed_schema_is_the_trainers() {
     assert!(committed == json_schema(), "run `trainer schema >recipes/recipe.schema.json`");
 }
 
-/// As the README and the recipes' own comments say.
+/// The overrides of the README and of the recipes' comments.
 #[test]
 fn the_documented_overrides_reach_their_keys() {
     for name in ["smollm2-135m-sft", "qwen2.5-coder-1.5b-lora"] {

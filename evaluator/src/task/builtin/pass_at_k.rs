@@ -19,7 +19,7 @@ impl GenerationMetric {
         keys.deny_unknown(&["metric", "aggregation", "higher_is_better", "hf_evaluate", "k"])?;
         let entry = keys.get("k").ok_or_else(|| keys.error("pass_at_k needs the key `k`"))?;
         let ks = match &entry.node.value {
-            Value::List(_) => serde_json::from_value(entry.node.json()).ok(),
+            TaskValue::List(_) => serde_json::from_value(entry.node.json()).ok(),
             _ => serde_json::from_value(entry.node.json()).ok().map(|k| vec![k]),
         };
         let ks = ks.filter(|ks: &Vec<usize>| ks.iter().all(|k| *k > 0));

@@ -107,7 +107,7 @@ impl CrateFiles {
         items.collect()
     }
 
-    /// Returns what a path of module `from` names in this crate; nothing if it is another crate's.
+    /// Returns the item of this crate that a path in module `from` names; `None` for other crates.
     fn named(&self, from: usize, path: &[String], depth: usize) -> Vec<Named> {
         match path[0].as_str() {
             _ if depth == 0 => Vec::new(),
@@ -129,7 +129,7 @@ impl CrateFiles {
             || source.imports.iter().any(|import| import.name == *name && import.path != [name.as_str()])
     }
 
-    /// Returns what `path` names below `module`: child modules come first, then imports, then the module's own items.
+    /// Resolves `path` below `module`: child modules take precedence over imports, and imports over the module's items.
     fn below(&self, module: usize, path: &[String], depth: usize) -> Vec<Named> {
         let Some((first, rest)) = path.split_first() else { return vec![Named::Module(module)] };
         let Module { children, source, .. } = &self.0[module];

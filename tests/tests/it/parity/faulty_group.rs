@@ -1,4 +1,4 @@
-//! Groups of which one lies when it is asked for one operation: it gives a result that only this rank's part went into.
+//! Fault injection into collectives: one operation of one group returns a result from this rank's input alone.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -7,10 +7,10 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use candlewick_comm::{Call, Collective, Pending, Recv, Reduce, Result, Solo};
 
-/// Over which losses and counts are summed. It stays honest: a lie has to show in gradients or weights.
+/// Group over which losses and counts are summed. It has no faults: a fault must show in gradients or weights.
 const LOSS_GROUP: &str = "pp-dp_replicate-dp_shard-cp-sp";
 
-/// What lies: an operation of a group, both by their names.
+/// A collective: a group and an operation, by name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct GroupOp {
     pub(crate) group: String,
@@ -18,7 +18,7 @@ pub(crate) struct GroupOp {
 }
 
 impl GroupOp {
-    /// All that could have been told instead of the truth in these calls.
+    /// Returns the collectives of these calls that faults can be injected into.
     pub(crate) fn used_in(calls: &[Call]) -> BTreeSet<Self> {
         const OPS: [&str; 5] = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv"];
         let ops = calls.iter().map(|call| Self { group: call.group.to_string(), op: call.op.name() });
@@ -32,7 +32,7 @@ impl fmt::Display for GroupOp {
     }
 }
 
-/// A group, and what lies in it and in the groups that are made of it.
+/// A group with a fault in one collective of it or of the groups split from it.
 pub(crate) struct FaultyGroup {
     pub(crate) group: Arc<dyn Collective>,
     pub(crate) name: String,
@@ -44,7 +44,7 @@ impl FaultyGroup {
         self.fault.as_ref().is_some_and(|fault| fault.op == op && fault.group == self.name)
     }
 
-    /// What an operation gives that asked nobody.
+    /// Returns a result without communication.
     fn local_result(x: &Tensor) -> Result<Pending> {
         Solo.start_all_reduce(x, Reduce::Sum)
     }
@@ -90,7 +90,7 @@ impl Collective for FaultyGroup {
         self.group.start_broadcast(x, root)
     }
 
-    /// Zeros arrive.
+    /// Sends zeros if faulty.
     fn start_send_recv(
         &self,
         x: Option<&Tensor>,

@@ -1,8 +1,8 @@
-//! Every way to share the work among ranks gives what one rank gives: losses, every gradient, and the weights after some
-//! steps. Each way is also seen to fail when one of its collectives lies.
+//! Every parallel strategy gives the results of one rank: losses, all gradients, and the weights after some steps. With
+//! fault injection into one of its collectives, each strategy fails the comparison.
 //!
-//! All in f32; ranks are threads of this process. Sums over ranks round in another order than those of one rank do: a relative
-//! 1e-5 of a gradient's norm is what some hundred such roundings come to at most.
+//! Everything is f32, and ranks are threads of this process. Sums over ranks round in another order than those of one rank:
+//! about a hundred such roundings amount to at most 1e-5 of a gradient's norm.
 
 mod case;
 mod faulty_group;
@@ -23,7 +23,7 @@ use rank::{FEW_STEPS, RunResult, STEPS, Strategy, compare, one_rank, run, run_wi
 
 const ONE: Degrees = Strategy::ONE_RANK.degrees;
 
-/// What groups are asked for, by the axes that they run along.
+// Collectives as `group operation`; a group is named by its mesh axes.
 const DP_ALL_REDUCE: &str = "dp_replicate-dp_shard-cp-sp all_reduce";
 const ZERO_OPS: [&str; 2] = ["dp_shard-cp-sp reduce_scatter", "dp_shard-cp-sp all_gather"];
 const ULYSSES_OP: &str = "sp all_to_all";
@@ -43,13 +43,13 @@ fn hybrid(dp_replicate: usize, dp_shard: usize, zero_stage: ZeroStage) -> Strate
     Strategy { degrees: Degrees { dp_replicate, dp_shard, ..ONE }, zero_stage: Some(zero_stage), ..Strategy::ONE_RANK }
 }
 
-/// All models in all batchings; and with any of the operations that this asks groups for lying, a difference. `known` are some
-/// of them, as `group operation`.
+/// Checks all models in all batchings, and checks that a fault in any collective of the strategy is detected. `known` lists
+/// some of these collectives as `group operation`.
 #[track_caller]
 fn check(strategy: Strategy, known: &[&str]) {
-    // A pipeline of one micro-batch would be none.
+    // A pipeline needs several micro-batches.
     let n_micros = if strategy.degrees.pp > 1 { 5 } else { 2 };
-    // A tied model with biases is lied to.
+    // Faults are injected into the first model: tied, with biases.
     let models = [MODELS[1], MODELS[0], MODELS[2], MODELS[3]];
     let batchings = [Batching::Accumulated(n_micros), Batching::Packed, Batching::Padded];
     check_all(strategy, &models, &batchings, known);
@@ -70,14 +70,14 @@ fn check_all(strategy: Strategy, models: &[ModelCase], batchings: &[Batching], k
         }
     }
     let names: Vec<String> = used.iter().map(GroupOp::to_string).collect();
-    assert!(known.iter().all(|known| names.iter().any(|name| name == known)), "{strategy:?}: used were {names:?}");
+    assert!(known.iter().all(|known| names.iter().any(|name| name == known)), "{strategy:?} uses {names:?}");
     let (model, batching) = (models[0], batchings[0]);
     let one_rank = one_rank(model, batching, FEW_STEPS);
     for fault in used {
         let faulty = run_with(strategy, model, batching, FEW_STEPS, Some(&fault));
         assert!(
             faulty.is_err() || compare(&faulty.unwrap(), &one_rank).is_err(),
-            "{strategy:?}: nobody sees that {fault} is_faulty"
+            "{strategy:?}: a corrupted {fault} is not detected"
         );
     }
 }
@@ -133,13 +133,13 @@ fn parity_of_ulysses_over_as_many_ranks_as_kv_heads() {
     check(ulysses(1, 4, None), &[ULYSSES_OP, DP_ALL_REDUCE]);
 }
 
-/// Two ranks share each key head.
+/// Two ranks share each KV head.
 #[test]
 fn parity_of_ulysses_over_more_ranks_than_kv_heads() {
     check(ulysses(1, 8, None), &[ULYSSES_OP, DP_ALL_REDUCE]);
 }
 
-/// The parts drop what one rank drops.
+/// Ulysses ranks have the dropout mask of one rank.
 #[test]
 fn parity_of_ulysses_with_dropout() {
     for batching in BATCHINGS {
@@ -164,14 +164,14 @@ fn parity_of_tensor_parallelism_over_two_ranks() {
     check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On), &TP_OPS);
 }
 
-/// A vocabulary that does not fall into even parts.
+/// The vocabulary cannot be divided evenly.
 #[test]
 fn parity_of_tensor_parallelism_over_four_ranks() {
     check(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::Off), &["tp all_reduce"]);
     check(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::On), &TP_OPS);
 }
 
-/// Every factor of an adapter is in parts, or has a gradient in parts. The parts drop what one rank drops.
+/// Every factor of an adapter is sharded or has a partial gradient. The dropout mask is that of one rank.
 #[test]
 fn parity_of_tensor_parallel_adapters() {
     for sequence_parallel in [SequenceParallel::Off, SequenceParallel::On] {
@@ -269,7 +269,7 @@ fn parity_of_a_pipeline_with_tensor_parallelism_and_ulysses() {
     );
 }
 
-/// Without dropout nothing is left to chance: bits do not depend on which rank comes first.
+/// Results do not depend on the order in which ranks arrive.
 #[test]
 fn parity_of_two_runs_is_bitwise() {
     let all = Strategy { chunk_layers: Some(&[2, 2]), ..tensor(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::On) };

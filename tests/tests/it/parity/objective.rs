@@ -1,4 +1,4 @@
-//! Objectives whose token weights depend on the forward, and auxiliary losses: on every way of sharing as on one rank.
+//! Objectives whose token weights depend on the forward pass, and auxiliary losses: every parallel strategy equals one rank.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ impl ParallelOps for QueryEnergy {
     }
 }
 
-/// The mean loss, the means of auxiliary losses and the gradients of a step.
+/// Mean loss, means of auxiliary losses and gradients of a step.
 #[derive(Debug)]
 struct Step {
     loss: f64,
@@ -62,7 +62,7 @@ fn with_energy(engine: Engine) -> Engine {
     engine.with_attention_hook(Arc::new(QueryEnergy))
 }
 
-/// Takes one step on as many ranks as `way` has. Without auxiliary losses the layers compute none.
+/// Takes one step with `strategy`. Layers compute the auxiliary loss only if `auxiliary` is not empty.
 fn step(strategy: Strategy, case: ModelCase, objective: &'static dyn Objective, auxiliary: &[AuxiliaryLoss]) -> Step {
     let rank = |world: &World| -> Result<_> {
         let (rank, n_ranks) = data_rank(world, strategy);
@@ -101,7 +101,7 @@ fn check_close(strategy: Strategy, ours: &Step, one_rank: &Step) {
         .unwrap_or_else(|difference| panic!("{strategy:?}: {difference}"));
 }
 
-/// A step of one token's loss alone gives its gradient; their sum, each times its loss, is the closed form.
+/// The closed form is the sum over tokens of the loss times the gradient of a step with that token alone.
 #[test]
 fn weights_that_depend_on_the_forward_give_the_closed_form() {
     let gradients = |objective: &'static dyn Objective, only: Option<usize>| {
@@ -173,7 +173,7 @@ fn parity_of_an_auxiliary_loss() {
     }
 }
 
-/// The gradient of coefficient * sum / normalizer along itself, by central differences of the reported sum.
+/// Compares the gradient of coefficient * sum / normalizer with central differences along it.
 #[test]
 fn the_gradient_of_an_auxiliary_loss_is_its_derivative() {
     let rank = |world: &World| -> Result<_> {
@@ -185,7 +185,7 @@ fn the_gradient_of_an_auxiliary_loss_is_its_derivative() {
             engine.store().zero_grads()?;
             engine.forward_backward(&micros, loss, |_| 5)?.auxiliary[0].to_scalar::<f32>()
         };
-        // Next to no cross-entropy is left beside the auxiliary loss.
+        // Dividing by this mean makes the cross-entropy negligible compared with the auxiliary loss.
         run(1e12)?;
         let states = engine.store().states()?;
         let grads = states.iter().map(|state| state.grad.copy()).collect::<Result<Vec<_>>>()?;
@@ -207,7 +207,7 @@ fn the_gradient_of_an_auxiliary_loss_is_its_derivative() {
     };
     let options = Options { timeout: Duration::from_secs(120), record: false };
     let (difference, norm) = threads::run(1, options, rank).unwrap().remove(0);
-    // f32 sums of some thousand squares; a third derivative of a few thousandths.
+    // Errors: f32 sums of some thousand squares, and a third derivative of a few thousandths.
     assert!((difference - norm).abs() < 5e-3 * norm, "{difference} {norm}");
 }
 

@@ -1,4 +1,4 @@
-//! A base of 8-bit weights under an adapter: any number of ranks trains as one, and as a dense base of the same values does.
+//! An adapter on a base of 8-bit weights trains alike on any number of ranks and on a dense base of equal values.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use super::case::{BATCHINGS, DENSE_BASE, ModelCase, micros};
 use super::rank::{Strategy, engine};
 use super::{ONE, PP_OP, TP_OPS, ZERO_OPS, check_all, hybrid, pipeline, tensor, zero};
 
-/// Signed integers; a scale for each 8 by 8 elements. No product uses this format.
+/// Signed integers with a scale per 8 by 8 elements, a format for this test only.
 static INT8: QuantFormat = QuantFormat {
     name: "int8",
     codes: &{
@@ -57,7 +57,7 @@ fn parity_of_a_quantized_base_with_a_pipeline() {
     check_all(strategy, &[QUANTIZED], &[super::case::Batching::Accumulated(5)], &[PP_OP]);
 }
 
-/// Scales of 8 columns do not divide 48 columns of the MLP by four.
+/// A quarter of the MLP's 48 columns is no multiple of the 8 columns of a scale.
 #[test]
 fn slices_that_split_a_scale_are_refused_by_name() {
     let strategy = tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::Off);
@@ -120,7 +120,7 @@ fn a_quantized_base_gives_the_bits_of_a_dense_one_with_its_values() {
     assert!(gradients(DENSE_BASE, &random).0 != dense.0, "quantizing changes the loss");
 }
 
-/// What an export holds is quantized to the same bytes again, on any mesh.
+/// Exported values are quantized to equal bytes on any mesh.
 #[test]
 fn an_export_of_a_quantized_base_is_filled_into_another_mesh() {
     let saved = {
@@ -145,7 +145,7 @@ fn an_export_of_a_quantized_base_is_filled_into_another_mesh() {
     }
 }
 
-/// The weights of a rank's store take the bytes that the storage declares.
+/// The weights of a rank take the bytes that their storage declares.
 #[test]
 fn a_store_takes_the_bytes_of_the_storage() {
     let bytes = |case: ModelCase| {

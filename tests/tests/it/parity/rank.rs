@@ -1,4 +1,4 @@
-//! A run on some ranks, and how it differs from another.
+//! A training run with a parallel strategy, and its comparison with one rank.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -18,25 +18,24 @@ use candlewick_parallel::{
 use super::case::{Batching, ModelCase, micros};
 use super::faulty_group::{FaultyGroup, GroupOp};
 
-/// Enough for what one step does to show in another.
+/// Steps of a run with fault injection: a wrong update must change a later step.
 pub(crate) const FEW_STEPS: usize = 2;
 pub(crate) const STEPS: usize = 5;
 const TOLERANCE: f64 = 1e-5;
-/// A large eps: with a small one the sign of a gradient that is nearly zero (of a bias of keys, on which hardly anything
-/// depends) decides a whole step.
+/// A large eps. With a small one, the sign of a nearly zero gradient, such as that of a key bias, decides a whole step.
 pub(crate) const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weight_decay: 0.1 };
 
-/// A way to share the work.
+/// A parallel strategy.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Strategy {
     pub(crate) degrees: Degrees,
     pub(crate) zero_stage: Option<ZeroStage>,
     pub(crate) sequence_parallel: SequenceParallel,
     pub(crate) schedule: PipelineScheduleKind,
-    /// Blocks of each run, in the order of the runs; `None` shares them out evenly, a run a stage.
+    /// Layers of each model chunk, in order; `None` balances them, with one chunk per stage.
     pub(crate) chunk_layers: Option<&'static [usize]>,
     pub(crate) tiled_mlp: TiledMlp,
-    /// Bytes of logits that the loss holds at once, if not so many that all fit.
+    /// Most bytes of logits that the loss holds at once; `None` does not limit them.
     pub(crate) logits_bytes: Option<usize>,
     pub(crate) cpu_offload: CpuOffload,
 }
@@ -53,7 +52,7 @@ impl Strategy {
         cpu_offload: CpuOffload { optimizer: 0.0, weights: false },
     };
 
-    /// Ranks that have the same micro-batches, and count their targets each.
+    /// Returns the number of ranks with equal micro-batches, each of which counts their targets.
     pub(crate) fn n_counts(&self) -> f64 {
         (self.degrees.cp * self.degrees.sp * self.degrees.pp) as f64
     }
@@ -66,21 +65,21 @@ impl Strategy {
     }
 }
 
-/// What came of a run.
+/// Results of a run.
 pub(crate) struct RunResult {
-    /// The mean loss of each step.
+    /// Mean loss of each step.
     pub(crate) losses: Vec<f64>,
-    /// The norm of each step's gradient.
+    /// Gradient norm of each step.
     pub(crate) norms: Vec<f64>,
-    /// The gradient of the first step, by parameter.
+    /// Gradients of the first step by parameter.
     pub(crate) grads: BTreeMap<String, Vec<f32>>,
-    /// The masters after the last, by parameter.
+    /// Master weights after the last step by parameter.
     pub(crate) weights: BTreeMap<String, Vec<f32>>,
-    /// What training has asked of which groups.
+    /// Collectives that the training steps used.
     pub(crate) used: BTreeSet<GroupOp>,
 }
 
-/// A part of a parameter.
+/// A rank's shard of a parameter.
 pub(crate) struct ParamShard {
     name: String,
     shape: Vec<usize>,
@@ -90,8 +89,8 @@ pub(crate) struct ParamShard {
 }
 
 impl ParamShard {
-    /// The places of its elements in the whole parameter.
-    fn places(&self) -> impl Iterator<Item = usize> {
+    /// Returns the positions of the shard's elements in the whole parameter.
+    fn positions(&self) -> impl Iterator<Item = usize> {
         let (width, n) = (self.shape[self.shape.len() - 1], self.columns.len());
         let first = self.columns.start;
         self.range.clone().map(move |at| at / n * width + first + at % n)
@@ -109,12 +108,12 @@ struct RankResult {
     calls: Vec<Call>,
 }
 
-/// Trains some steps on as many ranks as `way` wants.
+/// Trains [`STEPS`] steps on the ranks of `strategy`.
 pub(crate) fn run(strategy: Strategy, case: ModelCase, batching: Batching) -> RunResult {
     run_with(strategy, case, batching, STEPS, None).unwrap()
 }
 
-/// What one rank makes of so many steps. It is computed once in a process.
+/// Returns the results of one rank after `n_steps`, cached per process.
 pub(crate) fn one_rank(case: ModelCase, batching: Batching, n_steps: usize) -> Arc<RunResult> {
     static KNOWN: Mutex<BTreeMap<String, Arc<RunResult>>> = Mutex::new(BTreeMap::new());
     let key = format!("{case:?} {batching:?} {n_steps}");
@@ -126,7 +125,7 @@ pub(crate) fn one_rank(case: ModelCase, batching: Batching, n_steps: usize) -> A
     })
 }
 
-/// [`run`] for so many steps, with what a group says instead of the truth. A lie may make a run fail.
+/// Trains `n_steps`, with a fault injected into one collective if `fault` is given. A faulty run may fail.
 pub(crate) fn run_with(
     strategy: Strategy,
     case: ModelCase,
@@ -144,7 +143,7 @@ pub(crate) fn run_with(
             let first = ranks.iter().find(|first| first.stage == other.stage).unwrap();
             let orders = order(&other.calls).into_iter().zip(order(&first.calls));
             for (i, (call, first)) in orders.enumerate() {
-                assert_eq!(call, first, "{strategy:?}: call {i} is another on another rank of the stage");
+                assert_eq!(call, first, "{strategy:?}: call {i} differs between ranks of the stage");
             }
             assert_eq!(other.calls.len(), first.calls.len(), "{strategy:?}");
         }
@@ -161,13 +160,12 @@ pub(crate) fn run_with(
     })
 }
 
-/// What was called of which group. Shapes are not compared: ranks of another group may have more tokens.
+/// Lists the calls of a rank by group, operation and number. Shapes may differ: ranks of another group may have more tokens.
 fn order(calls: &[Call]) -> Vec<String> {
     calls.iter().map(|call| format!("{} {} {}", call.group, call.op.name(), call.number)).collect()
 }
 
-/// This rank's place among those that have different micro-batches, and how many places there are. Ranks that share tokens have
-/// the same micro-batches.
+/// Returns the data parallel rank and world size. Context parallel and Ulysses ranks share micro-batches.
 pub(crate) fn data_rank(world: &World, strategy: Strategy) -> (usize, usize) {
     let mesh = Mesh::new(strategy.degrees, world.size()).unwrap();
     let place = |axis| mesh.place(world.rank(), axis);
@@ -175,7 +173,7 @@ pub(crate) fn data_rank(world: &World, strategy: Strategy) -> (usize, usize) {
     (place(Axis::DpReplicate) * dp_shard + place(Axis::DpShard), dp_replicate * dp_shard)
 }
 
-/// A rank's engine, with random weights.
+/// Builds a rank's engine with random weights.
 pub(crate) fn engine(
     world: &World,
     strategy: Strategy,
@@ -186,7 +184,7 @@ pub(crate) fn engine(
     let everyone = FaultyGroup { group: world.group(), name: "world".to_owned(), fault: fault.cloned() };
     let groups = ParallelGroups::new(&mesh, &everyone)?;
     let model = case.model();
-    // Every kind of activation checkpointing: weights come and go differently for each.
+    // All modes of activation checkpointing: each gathers and frees weights at other times.
     let checkpointing = (0..model.n_blocks()).map(|block| match block % 4 {
         0 => ActivationCheckpointing::None,
         1 => ActivationCheckpointing::Full,
@@ -206,8 +204,8 @@ pub(crate) fn engine(
         let mut values = vec![0f32; spec.numel()];
         spec.initialise(3, &mut values);
         if spec.name.ends_with("lora_B.weight") || spec.name.ends_with("bias") {
-            // They begin as zeros, which would hide what the other factor does; and what becomes of a bias of keys, on which
-            // hardly anything depends, would be rounding.
+            // Zeros, the usual initial values, would hide errors in the gradient of the other factor, and would leave key
+            // biases to rounding.
             values.iter_mut().enumerate().for_each(|(i, x)| *x = (i as f32 * 0.7).sin() * 0.1);
         }
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
@@ -253,14 +251,14 @@ fn run_rank(
     let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
     let eval_loss = sum(engine.group(), local)? / n_targets;
     let weights = shards(&engine, |state| &state.master)?;
-    // What an export reads is what the ranks have.
+    // An export reads the weights that the ranks have.
     let exported = engine.store().masters().collect::<candle_core::Result<Vec<_>>>()?;
     if fault.is_none() {
         for shard in &weights {
             let (_, whole) = exported.iter().find(|(spec, _)| spec.name == shard.name).unwrap();
             let whole = whole.flatten_all()?.to_vec1::<f32>()?;
-            let same = shard.places().zip(&shard.values).all(|(at, value)| whole[at] == *value);
-            assert!(same, "{strategy:?}: an export has another {}", shard.name);
+            let same = shard.positions().zip(&shard.values).all(|(at, value)| whole[at] == *value);
+            assert!(same, "{strategy:?}: the export of {} differs", shard.name);
         }
         let trained = exported.iter().filter(|(spec, _)| spec.trainable).count();
         assert_eq!(
@@ -282,17 +280,17 @@ pub(crate) fn shards(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_
         .collect()
 }
 
-/// Whole parameters of their parts. Those that several ranks have must be the same.
+/// Assembles whole parameters from shards. An element that differs between replicas becomes infinity.
 pub(crate) fn unsharded<'a>(shards: impl Iterator<Item = &'a ParamShard>) -> BTreeMap<String, Vec<f32>> {
     let mut whole = BTreeMap::new();
     for shard in shards {
         let n = shard.shape.iter().product();
         let whole: &mut Vec<f32> = whole.entry(shard.name.clone()).or_insert_with(|| vec![f32::NAN; n]);
-        for (at, value) in shard.places().zip(&shard.values) {
+        for (at, value) in shard.positions().zip(&shard.values) {
             if whole[at].is_nan() {
                 whole[at] = *value;
             } else if whole[at] != *value {
-                // Replicas that disagree are nobody's equal.
+                // Infinity fails every comparison.
                 whole[at] = f32::INFINITY;
             }
         }
@@ -300,11 +298,11 @@ pub(crate) fn unsharded<'a>(shards: impl Iterator<Item = &'a ParamShard>) -> BTr
     whole
 }
 
-/// Says how one run differs from another, if it does.
+/// Compares a run with that of one rank; the error describes the first difference.
 pub(crate) fn compare(ours: &RunResult, one_rank: &RunResult) -> Result<(), String> {
     for (what, ours, other) in [("loss", &ours.losses, &one_rank.losses), ("norm", &ours.norms, &one_rank.norms)] {
         for (step, (a, b)) in ours.iter().zip(other).enumerate() {
-            // What is not a number is close to none.
+            // A NaN is never close.
             let is_close = (a - b).abs() <= TOLERANCE * b.abs();
             if !is_close {
                 return Err(format!("{what} of step {step}: {a}, one rank has {b}"));

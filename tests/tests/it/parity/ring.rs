@@ -1,4 +1,4 @@
-//! Rows of ring attention: alone, with Ulysses within it, and with what falls into shares.
+//! Ring attention: alone, with Ulysses, and with ZeRO, tensor and pipeline parallelism.
 
 use std::time::Duration;
 
@@ -11,10 +11,10 @@ use super::case::{ADAPTER, BATCHINGS, Batching, MODELS, ModelCase, WINDOW, micro
 use super::rank::{STEPS, Strategy, compare, data_rank, engine, one_rank, run};
 use super::{DP_ALL_REDUCE, ONE, PP_OP, TIED_OP, TP_OPS, ULYSSES_OP, ZERO_OPS, check_all};
 
-/// Biases, norms of queries and keys, a window; an output layer that is the embedding, and one that is not.
+/// Models with biases, QK norm, a sliding window, tied and untied embeddings.
 const RING_MODELS: [ModelCase; 4] = [MODELS[0], WINDOW, MODELS[2], MODELS[3]];
 
-/// In long sequences a rank also sees chunks that are far from its own.
+/// Batchings. In long sequences a rank also attends to distant chunks.
 const RING_BATCHINGS: [Batching; 4] = [Batching::Long, BATCHINGS[0], BATCHINGS[1], BATCHINGS[2]];
 
 const RING_OP: &str = "cp send_recv";
@@ -51,7 +51,7 @@ fn parity_of_a_ring_with_ulysses() {
     check_all(with_ulysses(2, 2), &RING_MODELS, &RING_BATCHINGS, &[RING_OP, ULYSSES_OP, DP_ALL_REDUCE]);
 }
 
-/// Ranks with tokens of one chunk and with tokens of both; two ranks with the same key head.
+/// Some ranks have tokens of one chunk, others of both; two ranks share each KV head.
 #[test]
 fn parity_of_a_ring_of_two_with_ulysses_over_eight() {
     check_all(with_ulysses(2, 8), &[MODELS[2], WINDOW], &[Batching::Long], &[RING_OP, ULYSSES_OP]);
@@ -75,7 +75,7 @@ fn parity_of_a_ring_with_sharded_weights() {
     check_all(strategy, &[MODELS[0]], &[Batching::Long], &[RING_OP, ZERO_OPS[0], ZERO_OPS[1]]);
 }
 
-/// Where sequences in parts meet all else that work is shared by.
+/// Context parallelism combined with tensor parallelism.
 #[test]
 fn parity_of_a_ring_with_tensor_parallelism() {
     for (sequence_parallel, known) in [(SequenceParallel::On, TP_OPS[0]), (SequenceParallel::Off, "tp all_reduce")] {
@@ -108,7 +108,7 @@ fn parity_of_replicated_sequence_parallel_groups() {
     }
 }
 
-/// A rank's tokens are two ranges, and tiles end in the middle of one: each drops what one rank drops.
+/// A rank's tokens are two ranges, and a tile may end inside one. The dropout mask is that of one rank.
 #[test]
 fn parity_of_a_ring_with_dropout_and_tiles() {
     for strategy in [ring(2), ring(3), with_ulysses(2, 2), with_ulysses(2, 4)] {
@@ -130,7 +130,7 @@ fn parity_of_a_ring_with_tiled_mlps() {
     }
 }
 
-/// The losses of the tokens of some micro-batches, as each rank has them, and the sums that it computes itself.
+/// Returns the token losses of some micro-batches on each rank, and the loss sums that it computes.
 fn token_losses(strategy: Strategy, case: ModelCase, batching: Batching) -> Vec<(Vec<Vec<f32>>, f64)> {
     let options = Options { timeout: Duration::from_secs(120), record: false };
     let run_rank = |world: &World| -> candle_core::Result<_> {

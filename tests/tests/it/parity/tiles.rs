@@ -1,4 +1,4 @@
-//! Rows of what trades time for memory: MLPs and losses in tiles, and what lies in the host's memory.
+//! Strategies that trade time for memory: tiled MLP, tiled loss, and CPU offload.
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_model::TiledMlp;
@@ -8,12 +8,12 @@ use super::case::{ADAPTER, BATCHINGS, Batching, MODELS};
 use super::rank::{STEPS, Strategy, compare, one_rank, run};
 use super::{ONE, hybrid, pipeline, tensor, ulysses, zero};
 
-/// Both are as on one rank, which has neither.
+/// Compares with one rank without tiles and offload.
 #[track_caller]
 fn check(strategy: Strategy) {
     for case in [MODELS[1], MODELS[2], ADAPTER] {
         for batching in [BATCHINGS[0], BATCHINGS[1], Batching::Accumulated(3)] {
-            // Without a whole micro-batch dropout drops something else.
+            // Data parallel ranks have other micro-batches, and so other dropout masks.
             if case.has_dropout() && strategy.degrees.dp_replicate * strategy.degrees.dp_shard > 1 {
                 continue;
             }
@@ -24,7 +24,7 @@ fn check(strategy: Strategy) {
     }
 }
 
-/// Some tiles of the MLP, of at most 32 tokens, and some of the loss: of at most 16 rows of half of the vocabulary.
+/// Tiles the MLP by at most 32 tokens, and the loss by at most 16 rows of half of the vocabulary.
 fn tiled(strategy: Strategy) -> Strategy {
     Strategy { tiled_mlp: TiledMlp::On, logits_bytes: Some(1600), ..strategy }
 }

@@ -1,4 +1,4 @@
-//! What goes wrong with processes, machines and disks: nobody waits longer than told, everybody says what it was, and no save
+//! Faults of processes, machines and disks: no rank waits beyond the timeout, every rank reports the cause, and no checkpoint
 //! is lost.
 
 use std::fs;
@@ -15,10 +15,10 @@ use suite::root;
 
 use super::run::{TrainerProcesses, TrainerRun, until};
 
-/// For what happens at once, on a busy machine.
+/// Time limit of an immediate reaction on a busy machine.
 const SOON: Duration = Duration::from_secs(20);
 
-/// A run that nothing ends, with a save after each step, from the newest of which it goes on.
+/// Returns a run without an end that writes a checkpoint after each step and resumes from the newest.
 fn endless(folder: &Path, n_ranks: usize, more: &[&str]) -> TrainerRun {
     saving_in(&folder.join("saves"), folder, n_ranks, more)
 }
@@ -36,13 +36,13 @@ fn saving_in(saves: &Path, folder: &Path, n_ranks: usize, more: &[&str]) -> Trai
     TrainerRun::new(&folder.join("run"), n_ranks, &[&keys[..], more].concat())
 }
 
-/// The newest step that the run has said is saved.
+/// Returns the newest step that the run has reported as saved.
 fn saved(run: &TrainerRun) -> u64 {
     let steps = run.records().into_iter().filter(|record| record.get("saved").is_some());
     steps.filter_map(|record| record["iter"].as_u64()).max().unwrap_or(0)
 }
 
-/// The steps at which the run was taken up.
+/// Returns the steps from which the run was resumed.
 fn resumed(run: &TrainerRun) -> Vec<u64> {
     let resumes = run.records().into_iter().filter(|record| record.get("resumed_from").is_some());
     resumes.filter_map(|record| record["iter"].as_u64()).collect()
@@ -56,9 +56,9 @@ fn check_end((status, stderr): &(ExitStatus, String), code: i32, parts: &[&str])
     }
 }
 
-/// Started again, the run goes on from a step that is no older than what it has said is saved.
+/// Checks that a restarted run resumes from the newest reported checkpoint or a later one.
 #[track_caller]
-fn check_goes_on(run: &TrainerRun) {
+fn check_resumes(run: &TrainerRun) {
     let newest = saved(run);
     let n_resumes = resumed(run).len();
     run.with(&["exit_iteration_this_run=1"]).finish();
@@ -67,7 +67,7 @@ fn check_goes_on(run: &TrainerRun) {
     assert_eq!(saved(run), resumes.last().unwrap() + 1);
 }
 
-/// Ranks that need each other within a micro-batch: stages, parts of matrices, and both.
+/// Ranks that depend on each other within a micro-batch: pipeline parallel, tensor parallel, and both.
 const STAGES: [&str; 2] = ["pipeline_parallel_size=2", "gradient_accumulation_steps=3"];
 const PARTS: [&str; 1] = ["tensor_parallel_size=2"];
 const BOTH: [&str; 3] = [STAGES[0], STAGES[1], PARTS[0]];
@@ -96,7 +96,7 @@ fn check_kill(n_ranks: usize, more: &[&str]) {
     for rank in (0..n_ranks).filter(|rank| *rank != 1) {
         check_end(&ended[rank], 7, &said);
     }
-    check_goes_on(&run);
+    check_resumes(&run);
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn a_hung_rank_ends_the_others_after_the_timeout() {
     check_stop(3, &[]);
 }
 
-/// Of four, one waits for the stopped one and the others for that one: all name the stopped one.
+/// One of four ranks waits for the hung one, and the others wait for that rank: all name the hung one.
 #[test]
 fn a_hung_model_parallel_rank_ends_the_others_after_the_timeout() {
     check_stop(2, &STAGES);
@@ -124,12 +124,12 @@ fn check_stop(n_ranks: usize, more: &[&str]) {
         check_end(end, 7, &["rank 1 (pid ", ") silent for 3s", "ddp_timeout"]);
     }
     stopped.signal(0, Signal::CONT);
-    // Told by the others, it says what they say.
+    // The hung rank receives the report of the others and prints the same cause.
     check_end(&stopped.wait_within(SOON)[0], 7, &["rank 1 (pid ", ") silent for 3s"]);
-    check_goes_on(&run);
+    check_resumes(&run);
 }
 
-/// No file of rank 1 may grow any more: a full disk, for the one rank alone.
+/// A file size limit emulates a full disk for rank 1 alone.
 #[test]
 fn a_failed_checkpoint_of_one_rank_ends_all_ranks_and_keeps_earlier_ones() {
     for more in ["async_save: false", "async_save: true"] {
@@ -145,11 +145,11 @@ fn a_failed_checkpoint_of_one_rank_ends_all_ranks_and_keeps_earlier_ones() {
         let left: Vec<_> =
             fs::read_dir(folder.path().join("saves")).unwrap().map(|it| it.unwrap().file_name()).collect();
         assert!(!left.iter().any(|name| name.to_string_lossy().ends_with(".tmp")), "{left:?}");
-        check_goes_on(&run);
+        check_resumes(&run);
     }
 }
 
-/// A store of the launcher's, here the test's, and the word that a rank is there.
+/// A rendezvous store in this process, as a launcher has it, with a client to wait for ranks.
 struct TestStore {
     server: Server,
     store: Client,
@@ -192,7 +192,7 @@ fn a_rank_that_starts_too_late_gets_an_error_that_names_the_missing_rank() {
     let said = ["rank 1 did not join within 2s", "ddp_timeout"];
     check_end(&store.start(&run, 0).wait_within(SOON)[0], 7, &said);
     check_end(&store.start(&run, 1).wait_within(SOON)[0], 7, &["rank 0 (pid ", ") cannot be reached"]);
-    // Where rank 0 has the store there is nobody to ask.
+    // If rank 0 has the store, there is no store to connect to.
     let port = free_port();
     let second = TrainerProcesses::of([run.rank(1, port, false)]);
     let said = format!("connect to the store at 127.0.0.1:{port}");
@@ -218,8 +218,8 @@ fn ranks_that_disagree_on_the_world_size_report_it() {
     }
 }
 
-/// Answers each caller as somebody does who is no store.
-fn stranger(answer: fn(&mut TcpStream)) -> u16 {
+/// Starts a server of another protocol and returns its port.
+fn start_other_server(answer: fn(&mut TcpStream)) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     std::thread::spawn(move || {
@@ -237,10 +237,10 @@ fn a_port_in_use_by_another_program_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &["ddp_timeout=2"]);
     let silent: fn(&mut TcpStream) = |_| ();
-    let speaking: fn(&mut TcpStream) = |caller| caller.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+    let http: fn(&mut TcpStream) = |caller| caller.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
     let closing: fn(&mut TcpStream) = |caller| caller.shutdown(std::net::Shutdown::Both).unwrap_or_default();
-    for answer in [silent, speaking, closing] {
-        let port = stranger(answer);
+    for answer in [silent, http, closing] {
+        let port = start_other_server(answer);
         let ended = run.start_at(port).wait_within(SOON);
         check_end(&ended[0], 1, &[&format!("{port}): Address already in use"), "another MASTER_PORT"]);
         let said = [&format!("connect to the store at 127.0.0.1:{port}: what listens there"), "another MASTER_PORT"];
@@ -262,7 +262,7 @@ fn all_ranks_skip_an_incomplete_checkpoint() {
         }
         assert_eq!((resumed(&run).pop(), saved(&run)), (Some(1), 2));
     }
-    // What is cut keeps its name.
+    // A truncated file keeps its name.
     fs::write(file(1, "state.json"), "{").unwrap();
     fs::remove_file(file(2, "manifest.json")).unwrap();
     for end in run.start().wait_within(2 * SOON) {
@@ -270,15 +270,15 @@ fn all_ranks_skip_an_incomplete_checkpoint() {
     }
 }
 
-/// Ranks in two folders, in each of which a relative path is another file.
+/// Ranks run in two folders, in which a relative path names different files.
 #[test]
 fn ranks_that_do_not_share_a_checkpoint_folder_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let folders = ["here", "there"].map(|name| folder.path().join(name));
-    for room in &folders {
-        fs::create_dir(room).unwrap();
+    for folder in &folders {
+        fs::create_dir(folder).unwrap();
         for shared in ["tests", "recipes"] {
-            symlink(root().join(shared), room.join(shared)).unwrap();
+            symlink(root().join(shared), folder.join(shared)).unwrap();
         }
     }
     let run = saving_in(Path::new("saves"), folder.path(), 2, &["exit_iteration=1"]);
@@ -312,7 +312,7 @@ fn a_terminated_launcher_writes_a_checkpoint() {
     check_end(&launcher.wait_within(SOON)[0], 75, &[]);
     let done = run.curve().last().unwrap().0;
     assert_eq!(saved(&run), done, "the save is of the last step");
-    // The very same command goes on.
+    // The same command resumes.
     let again = TrainerProcesses::of([run.launch(&[])]);
     until(&run.folder, "another step", || run.curve().last().unwrap().0 > done);
     again.signal(0, Signal::TERM);
@@ -335,7 +335,7 @@ fn a_launcher_restarts_from_the_newest_checkpoint() {
     check_end(&launcher.wait_within(SOON)[0], 75, &["rank 1 failed first", "signal 9"]);
 }
 
-/// The process of one rank of a run, whoever has started it.
+/// Returns the process of one rank of a run.
 fn worker(run: &TrainerRun, rank: usize) -> Pid {
     let folder = run.folder.display().to_string();
     let words = |process: &Path, file: &str| {

@@ -1,4 +1,4 @@
-//! The trainer as several processes, started as torchrun starts them: the same run as one process makes.
+//! The trainer as several processes, started as torchrun starts them, gives the results of one process.
 
 mod faults;
 mod run;
@@ -12,7 +12,7 @@ use rustix::process::Signal;
 
 use run::{TrainerProcesses, TrainerRun, until};
 
-/// Sums over ranks round in another order than those of one rank do; over five steps that moves a loss by less than 1e-6.
+/// Compares loss curves. Sums over ranks round in another order, which changes a loss by less than 1e-6 in five steps.
 #[track_caller]
 fn same_curve(ours: &[(u64, [f64; 2])], one_rank: &[(u64, [f64; 2])]) {
     assert_eq!(ours.len(), one_rank.len(), "{ours:?} against {one_rank:?}");
@@ -57,7 +57,7 @@ fn several_processes_give_the_loss_curve_of_one() {
     }
 }
 
-/// As without a launcher: rank 0 has the store.
+/// Without a launcher, rank 0 has the store.
 #[test]
 fn ranks_rendezvous_at_rank_0() {
     let folder = tempfile::tempdir().unwrap();
@@ -101,14 +101,14 @@ fn a_checkpoint_is_resumed_by_any_number_of_ranks() {
         TrainerRun::new(&folder.path().join("parts"), n_ranks, &[&saves("parts"), stage, exit]).finish();
     }
     let parts = TrainerRun::new(&folder.path().join("parts"), 1, &[]);
-    // A resume notes itself among the steps.
+    // The metrics also hold a record of each resume.
     same_curve(&parts.curve(), &whole);
 }
 
-/// Each of `parts` takes up what the one before it has saved in the background; all together make the run of one rank. `common`
-/// is said to all.
+/// Each of `parts` resumes from the asynchronous checkpoint of the previous one. Together they give the loss curve of one
+/// rank. `common` are arguments of all parts.
 #[track_caller]
-fn check_saves(common: &[&str], parts: &[(usize, &[&str])]) {
+fn check_resume(common: &[&str], parts: &[(usize, &[&str])]) {
     let folder = tempfile::tempdir().unwrap();
     let whole = TrainerRun::new(&folder.path().join("whole"), 1, common).finish().curve();
     let dir = folder.path().join("saves");
@@ -129,14 +129,14 @@ fn check_saves(common: &[&str], parts: &[(usize, &[&str])]) {
     assert!(newest.exists() || fs::read_dir(&dir).unwrap().count() >= 5);
 }
 
-/// A step has eight micro-batches, however many ranks have the same.
+/// Eight micro-batches per step where all ranks share micro-batches.
 const ALL: &str = "gradient_accumulation_steps=8";
 const STAGE_1: &str = "deepspeed.zero_optimization.stage=1";
 const STAGE_3: &str = "deepspeed.zero_optimization.stage=3";
 
 #[test]
 fn a_tensor_and_pipeline_parallel_checkpoint_is_resumed_on_other_meshes() {
-    check_saves(
+    check_resume(
         &[],
         &[
             (4, &["tensor_parallel_size=2", "pipeline_parallel_size=2", ALL]),
@@ -150,7 +150,7 @@ fn a_tensor_and_pipeline_parallel_checkpoint_is_resumed_on_other_meshes() {
 #[test]
 fn a_sequence_parallel_checkpoint_is_resumed_on_other_meshes() {
     let both = ["context_parallel_size=2", "sequence_parallel_size=2", ALL];
-    check_saves(
+    check_resume(
         &[],
         &[
             (4, &both),
@@ -164,7 +164,7 @@ fn a_sequence_parallel_checkpoint_is_resumed_on_other_meshes() {
 #[test]
 fn a_tensor_parallel_adapter_checkpoint_is_resumed_on_other_meshes() {
     let adapter = "model.peft_config={peft_type: LORA, r: 4, lora_alpha: 8, target_modules: all-linear}";
-    check_saves(
+    check_resume(
         &[adapter],
         &[
             (4, &["tensor_parallel_size=2", "pipeline_parallel_size=2", ALL]),
@@ -212,7 +212,7 @@ fn exports_of_sharded_runs_equal_those_of_one_rank() {
         let square = |x: f32| f64::from(x).powi(2);
         let difference: f64 = one.iter().zip(other).map(|(a, b)| square(a - b)).sum();
         let norm: f64 = one.iter().map(|x| square(*x)).sum();
-        // Adam's first steps are of one size, whatever the gradient: where that is nearly zero, rounding decides its sign.
+        // Adam's first steps have one size for any gradient: for a nearly zero gradient, rounding decides the sign.
         assert!(name == other_name && difference <= 1e-6 * norm, "{name}: {difference:e} of {norm:e}");
     }
 }
@@ -237,17 +237,17 @@ fn a_termination_signal_to_one_rank_checkpoints_and_stops_all() {
     assert!(saved.iter().any(|name| name.to_string_lossy().starts_with("epoch_")), "{saved:?}");
 }
 
-/// Cores, and where there is room, are a machine's own; all else must be the same.
+/// The number of cores and the temporary folder may differ between machines; everything else must be equal.
 #[test]
 fn ranks_of_unequal_machines_train_together() {
     let folder = tempfile::tempdir().unwrap();
     let run = TrainerRun::new(&folder.path().join("run"), 2, &["model.activation_checkpoint=offload"]);
-    let room = folder.path().join("room");
-    fs::create_dir(&room).unwrap();
+    let temporary = folder.path().join("temporary");
+    fs::create_dir(&temporary).unwrap();
     let start = |more: &[&str]| {
         let store = Server::bind("127.0.0.1:0").unwrap();
         let mut second = run.rank(1, store.port(), true);
-        second.env("TMPDIR", &room).arg("data.num_proc=1").args(more);
+        second.env("TMPDIR", &temporary).arg("data.num_proc=1").args(more);
         TrainerProcesses::of([run.rank(0, store.port(), true), second]).wait()
     };
     for (status, stderr) in start(&[]) {
