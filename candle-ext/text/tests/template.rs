@@ -1,5 +1,5 @@
-//! Templates mean here what they mean to transformers: small ones against what its Jinja prints
-//! (`tests/reference/chat_goldens.py`), and what becomes of broken, hostile and unusual ones.
+//! Chat templates render as in transformers, whose output `tests/reference/chat_goldens.py` records. Malformed and hostile
+//! templates are errors.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use candlewick_text::conversation::{Conversation, Message};
@@ -31,7 +31,7 @@ fn snippets_print_what_transformers_prints() {
     assert!(differences.is_empty(), "{}", differences.join("\n"));
 }
 
-/// The assistant's text in what a template prints, or the reason why it cannot be found.
+/// Returns the assistant's text in a rendered chat, or the reason why it cannot be located.
 #[track_caller]
 fn check(source: &str, messages: &[(&str, &str)], want: Result<&[&str], &str>) {
     let template = ChatTemplate::new("test.jinja", source).unwrap();
@@ -196,7 +196,7 @@ fn errors_name_the_template_the_line_and_the_reason() {
     assert_eq!(error.to_string(), "render chat template test.jinja: the conversation has no messages");
 }
 
-/// Arguments are given as the row has them, and as an object only where nothing else can be printed.
+/// Tool arguments are passed as in the row, and as an object only if the template cannot print a string.
 #[test]
 fn arguments_are_text_where_the_template_can_print_text() {
     let print = |source: &str, arguments: Json| {

@@ -9,7 +9,7 @@ use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 
-/// A tokenizer of whole words: `<s>` 0, `</s>` 1, `<unk>` 2, `hello` 3, `world` 4, `<pad>` 5.
+/// Returns a word-level tokenizer: `<s>` 0, `</s>` 1, `<unk>` 2, `hello` 3, `world` 4, `<pad>` 5.
 fn tokenizer_json() -> Json {
     let special = |id: u32, content: &str| {
         json!({"id": id, "content": content, "single_word": false, "lstrip": false,

@@ -1,4 +1,4 @@
-//! LoRA against peft: forward, gradients, files, merging, and what is refused.
+//! LoRA compared with PEFT: forward, gradients, files, merging and refused configurations.
 
 use std::path::Path;
 
@@ -103,7 +103,7 @@ fn an_adapter_records_its_base_weights() {
     let record = BaseModelRecord { model: "me/qwen2".to_owned(), weights }.to_json();
     let auxiliary_files = AuxiliaryFiles { files: &[(BASE_MODEL_RECORD, &record)], ..AuxiliaryFiles::default() };
     AdapterFolder::save(&adapter, &tiny.model, DType::F32, auxiliary_files, |param| Ok(value(&param.name))).unwrap();
-    // The same weights in more files are the same base; those of the merge are another one.
+    // Equal weights in more files are the same base; merged weights are another one.
     let [split, merged, again] = ["split", "merged", "again"].map(|name| folder.path().join(name));
     let plain = Model::new(Config::read(&base).unwrap(), None).unwrap();
     let source = Checkpoint::open(&base).unwrap();
@@ -228,7 +228,7 @@ fn unsupported_settings_are_refused_by_name() {
     refused(json!({"task_type": "SEQ_CLS"}), &["task_type", "SEQ_CLS"]);
     refused(json!({"lora_aplha": 16}), &["lora_aplha", "did you mean `lora_alpha`?"]);
     refused(json!({"eva_config": {"rho": 2}}), &["eva_config"]);
-    // Whatever the value: a person meant something else.
+    // The key is refused with any value.
     refused(json!({"lora_dropot": 0}), &["lora_dropot", "did you mean `lora_dropout`?"]);
     refused(json!({"use_rsloraa": false}), &["use_rsloraa", "did you mean `use_rslora`?"]);
     assert!(LoraConfig::from_json(&json!({"eva_config": null, "use_dora": false})).is_ok());

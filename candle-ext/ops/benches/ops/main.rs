@@ -16,7 +16,7 @@ use clap::Parser;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use cases::{BenchCase, Cost, Set};
+use cases::{BenchCase, BenchCost, Set};
 use measure::{BenchRun, Effort, Timing};
 
 #[derive(Parser)]
@@ -143,7 +143,7 @@ fn measure(case: &BenchCase, device: &Device, effort: Effort, ceilings: Ceilings
     let (timing, forward_ms, n_sets) = timed(case, device, effort)?;
     let own = |ms: f64| (ms - forward_ms).max(1e-6);
     let timing = Timing { ms: own(timing.ms), ms_min: own(timing.ms_min), ms_max: own(timing.ms_max), ..timing };
-    let Cost { bytes, flops } = case.cost;
+    let BenchCost { bytes, flops } = case.cost;
     let seconds = timing.ms / 1e3;
     let at_least = [bytes / ceilings.copy_bytes_per_second, flops / ceilings.product_flops_per_second];
     Ok(Row {

@@ -292,7 +292,7 @@ impl Problem {
         let name = format!("{name}_{math}_{}_{}", suffix(OP, self.dtype)?, tiles.dim);
         let grid = [n_tiles, heads.n_kv, 1];
         let blocks = Blocks { grid, threads: tiles.threads, shared_bytes: tiles.shared_bytes(kernel) };
-        // SAFETY: the caller answers for the addresses; the table has five rows of n_seqs + 1.
+        // SAFETY: the caller guarantees valid addresses; the table has five rows of n_seqs + 1.
         unsafe { KERNELS.launch_blocks(on, &name, blocks, &args) }
     }
 }

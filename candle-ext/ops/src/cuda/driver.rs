@@ -67,7 +67,7 @@ pub(super) unsafe fn launch(
             Arg::F64(value) => builder.arg(value),
         };
     }
-    // SAFETY: the caller answers for the arguments.
+    // SAFETY: the caller guarantees valid arguments.
     unsafe { builder.launch(config) }.map_err(|error| failed(&error))?;
     Ok(())
 }

@@ -75,7 +75,7 @@ pub(super) unsafe fn launch(kernels: &Kernels, name: &str, blocks: Blocks, args:
     let arguments: Vec<u64> = args.iter().map(bytes).collect();
     let Blocks { grid, threads, shared_bytes } = blocks;
     let grid = grid.map(|n| n as u32);
-    // SAFETY: the caller answers for the arguments, whose number and classes were checked; they outlive the run.
+    // SAFETY: the caller guarantees valid arguments, whose number and classes were checked; they outlive the run.
     let ended = unsafe { emulate(*call, arguments.as_ptr(), grid.as_ptr(), threads as u32, shared_bytes as u32) };
     if !ended {
         bail!("{}: the threads of {name} deadlock", kernels.op)
@@ -149,7 +149,7 @@ pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
     let Gemm { m, n, k, a, b, .. } = *gemm;
     let len = |[rows, columns, stride]: [usize; 3]| rows.checked_sub(1).map_or(0, |last| last * stride + columns);
     let (of_a, of_b, of_c) = (a.in_memory([m, k]), b.in_memory([k, n]), gemm.output().in_memory([m, n]));
-    // SAFETY: the caller answers for the addresses.
+    // SAFETY: the caller guarantees valid addresses.
     let (a_values, b_values) =
         unsafe { (read(a.address, gemm.dtype, len(of_a))?, read(b.address, gemm.dtype, len(of_b))?) };
     // SAFETY: as above. Elements in the gaps between rows are written back unchanged.

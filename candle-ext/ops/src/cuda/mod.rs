@@ -93,7 +93,7 @@ impl Kernels {
             bail!("{}: a grid of {grid:?} blocks is too large", self.op)
         }
         match gpu {
-            // SAFETY: the caller answers for the arguments.
+            // SAFETY: the caller guarantees valid arguments.
             #[cfg(feature = "cuda")]
             Gpu::Device(device) => unsafe { driver::launch(self, device, name, blocks, args) },
             // SAFETY: as above.

@@ -130,7 +130,7 @@ fn adjacent(test_device: &TestDevice, dtype: DType, rows: &[usize], k: usize) ->
     rows.iter().map(weight).collect()
 }
 
-/// The CPU sums the parts of dx as separate layers would. A GPU sums over all rows at once.
+/// The CPU sums dx like separate layers. A GPU sums over all rows at once.
 #[test]
 fn a_joined_weight_gives_what_its_parts_give() {
     let rows = [40, 70, 30];

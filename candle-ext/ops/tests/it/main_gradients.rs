@@ -6,7 +6,7 @@ use candlewick_ops::{
 };
 
 use crate::cases::{TestDevice, assert_close, bound, check_each, grad_of, randn, tape, values};
-use crate::invariants::{self, Op};
+use crate::invariants::{self, RepeatedOp};
 
 /// Returns a weight whose main gradient has this dtype and starts at ones.
 fn weight(test_device: &TestDevice, value: &Tensor, grad: DType) -> Weight {
@@ -99,7 +99,7 @@ fn check_reset(name: &str, weights: &[Tensor], backward: impl Fn(&TestDevice, &[
 
 #[test]
 fn gradients_after_a_reset_equal_gradients_added_to_zeros() {
-    for Op { name, inputs, weights, run } in invariants::ops() {
+    for RepeatedOp { name, inputs, weights, run } in invariants::ops() {
         check_reset(name, &weights, |test_device, weights| {
             let inputs: Vec<Tensor> = inputs.iter().map(|x| test_device.put(x)).collect();
             let tape = tape(&inputs, || run(&inputs, weights));

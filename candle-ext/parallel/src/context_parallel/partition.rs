@@ -116,7 +116,7 @@ mod tests {
         assert_eq!(TokenPartition::new(7, 1, 2).rows(0, 1), [4..8]);
     }
 
-    /// Pairs of a token and one that it sees.
+    /// Pairs of a token and a token that it attends to.
     #[test]
     fn causal_work_is_balanced() {
         for n_context in [2, 3, 4, 8] {

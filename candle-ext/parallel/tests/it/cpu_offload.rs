@@ -36,7 +36,7 @@ fn optimizer(share: f64) -> Option<CpuOffload> {
     Some(CpuOffload { optimizer: share, weights: false })
 }
 
-/// Gradients for the `number`-th step, or one that overflows.
+/// Writes the gradients of step `number`, some of which overflow.
 fn set_grads(store: &ParamStore, number: usize, overflows: bool) {
     for (i, state) in store.states().unwrap().into_iter().enumerate() {
         let n = state.grad.elem_count();
@@ -49,7 +49,7 @@ fn set_grads(store: &ParamStore, number: usize, overflows: bool) {
     }
 }
 
-/// Everything that a store holds after a few steps, of which one overflows.
+/// Returns the whole state of a store after a few steps, one of which overflows.
 fn after_steps(store: &ParamStore) -> Vec<Vec<f32>> {
     let loss_scaling = LossScaling { initial: 4.0, window: 100, hysteresis: 1, min: 1.0 };
     let policy = GradPolicy { max_norm: Some(0.5), loss_scaling, stop_on_nonfinite: false };
@@ -88,7 +88,7 @@ fn offloading_the_optimizer_changes_no_bit() {
     }
 }
 
-/// A host's copy is never the one that ops read, so that nothing is seen before it was sent.
+/// Ops never read the CPU copy, so a change shows only after the copy to the device.
 #[test]
 fn the_offloaded_fraction_of_the_parameters_is_on_the_host() {
     let n_apart = |share| {

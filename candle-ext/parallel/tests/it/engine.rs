@@ -90,7 +90,7 @@ fn forward_backward(engine: &Engine, micro: &Micro, scale: &LossScale, key: u64)
     engine.forward_backward(std::slice::from_ref(micro), scale, |_| key).unwrap().micros.remove(0)
 }
 
-/// Fetched for each unit, they are the same weights: tied ones, frozen ones under LoRA, in two dtypes.
+/// Offloaded weights, fetched for each unit: tied ones, frozen ones under LoRA, in two dtypes.
 #[test]
 fn offloaded_weights_give_the_same_gradients() {
     let lora = LoraConfig::from_json(&json!({"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})).unwrap();
@@ -113,7 +113,7 @@ fn offloaded_weights_give_the_same_gradients() {
     }
 }
 
-/// One micro-batch forward and backward: its part of the step's mean loss.
+/// Computes forward and backward of one micro-batch; returns its part of the step's mean loss.
 fn train(engine: &Engine, micro: &Micro, of: &[Vec<(u32, i64)>], key: u64) -> f64 {
     let sum = forward_backward(engine, micro, &scale_of(of), key);
     f64::from(sum.to_scalar::<f32>().unwrap()) / n_targets(of)

@@ -41,7 +41,7 @@ fn text(len: usize, seed: usize) -> Vec<u32> {
     (0..len).map(|i| ((i * 31 + seed * 17 + i * i * (seed + 3)) % VOCAB as usize) as u32).collect()
 }
 
-/// The log-probability of every token of a sequence but the first, by a forward of it alone.
+/// Returns the log-probability of every token of a sequence but the first, by a forward of it alone.
 fn alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
     let mut targets: Vec<i64> = ids[1..].iter().map(|&id| i64::from(id)).collect();
     targets.push(Micro::IGNORED);
@@ -55,10 +55,10 @@ fn alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
     losses[..ids.len() - 1].iter().map(|loss| -loss).collect()
 }
 
-/// One batch: its runs, and for each what comes after its tokens.
+/// One batch: token runs with their prefixes, and the prefix to keep cached after the batch.
 type Batch<'a> = (Vec<(Prefix, &'a [u32])>, Prefix);
 
-/// Scores the second to last token of every run, batch by batch: a list for each run.
+/// Scores all but the first token of every run, batch by batch; returns a list per run.
 fn scores(engine: &Engine, batches: &[Batch]) -> Vec<Vec<f32>> {
     let mut path = PrefixKvCache::new(engine.model().n_blocks());
     let mut all = Vec::new();
@@ -107,7 +107,7 @@ fn check_tree(dtype: DType, window: Option<usize>, bound: f32) {
         start,
     )];
     let in_one = scores(&engine, &whole);
-    // The trunk in two pieces, and everything by itself.
+    // The shared prefix in two runs, and every run in a batch of its own.
     let bit_by_bit = [
         (vec![(start, &trunk[..100])], Prefix::Run(0)),
         (vec![(Prefix::Cached(100), &trunk[100..])], Prefix::Run(0)),
@@ -146,7 +146,7 @@ fn a_prefix_that_is_not_cached_is_an_error() {
     assert!(refused(Prefix::Run(0)).contains("continue run 0: the batch has 0 runs before"));
 }
 
-/// The logits after each sequence of a forward.
+/// Returns the logits after each sequence of a forward.
 fn append(engine: &Engine, pool: &KvCachePool, sequences: &[(usize, usize, &[u32])]) -> Vec<Vec<f32>> {
     let growth = |&(start, n_seen, ids): &(usize, usize, &[u32])| AppendTokens { start, n_seen, ids: ids.to_vec() };
     let sequences: Vec<AppendTokens> = sequences.iter().map(growth).collect();
@@ -154,7 +154,7 @@ fn append(engine: &Engine, pool: &KvCachePool, sequences: &[(usize, usize, &[u32
     engine.logits(growing.tokens(), growing.last_rows(), &growing).unwrap().to_vec2().unwrap()
 }
 
-/// The logits after a sequence, by a forward of it alone.
+/// Returns the logits after a sequence, by a forward of it alone.
 fn logits_alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
     let mut path = PrefixKvCache::new(engine.model().n_blocks());
     let run = TokenRun { prefix: Prefix::Cached(0), ids };
@@ -181,7 +181,7 @@ fn check_pool(dtype: DType, window: Option<usize>, bound: f32) {
     assert_eq!(third[0], third[1]);
     assert_near(&third[0], &logits_alone(&engine, &b), bound);
     assert_near(&third[2], &logits_alone(&engine, &c), bound);
-    // A token alone gets the bits that it gets among others.
+    // A token in a batch of its own gets equal bits.
     let among = append(&engine, &pool, &[(60, 33, &[7]), (100, 31, &[8]), (10, 33, &[7])]);
     let by_itself = append(&engine, &pool, &[(60, 33, &[7])]);
     assert_eq!(among[0], by_itself[0]);

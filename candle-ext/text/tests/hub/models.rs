@@ -166,7 +166,7 @@ fn a_missing_local_path_is_not_requested_from_the_hub() {
         error.contains("neither a folder here nor a Hub id; did you mean") && error.contains("quickstart?"),
         "{error}"
     );
-    // The folder `src` is here.
+    // The folder `src` exists in the working directory.
     let error = bench.hub().model("src/llama", None, ModelFiles::All).unwrap_err().to_string();
     assert!(error.contains("give a revision, such as main"), "{error}");
     assert!(bench.server.log().is_empty());

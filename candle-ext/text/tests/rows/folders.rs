@@ -98,7 +98,7 @@ fn mixed_kinds_and_empty_folders_are_explained() {
     assert!(open(&bare, "", "train").unwrap_err().contains("only: notes.md"));
 }
 
-/// Keeps the warnings.
+/// Collects the warnings.
 #[derive(Clone, Default)]
 struct Warnings(Arc<Mutex<String>>);
 
@@ -158,7 +158,7 @@ fn a_folder_is_read_once_by_whatever_links() {
     link("a", "data/b");
     link("../..", "data/a/above");
     assert_eq!(open(&folder, "data", "train").unwrap(), [row(1)]);
-    // A link to a folder elsewhere is followed, as one to a file is.
+    // Links to folders elsewhere are followed, like links to files.
     link("../data/a", "data/c");
     std::fs::create_dir(folder.path("other")).unwrap();
     link("../data/a", "other/there");

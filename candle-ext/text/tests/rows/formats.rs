@@ -1,4 +1,4 @@
-//! Rows as documents, format by format.
+//! Conversion of rows to documents, for each format.
 
 use candlewick_text::format::{DatasetType, Document, FormatRequest, RowFormat};
 use candlewick_text::source::ReadOptions;
@@ -9,7 +9,7 @@ fn request() -> FormatRequest {
     FormatRequest::default()
 }
 
-/// Reads the first row, and says how: the format's sentence, then one line a message.
+/// Returns the format's description and the messages of the first row, one per line.
 fn read(row: &str, request: &FormatRequest) -> Result<String, String> {
     let folder = Folder::new(&[("a.jsonl", row.as_bytes())]);
     let source = folder.open("a.jsonl", &ReadOptions::default())?;
@@ -371,7 +371,7 @@ fn parts_that_are_no_text_are_named() {
     }
 }
 
-/// Reads a row as an error's mapping proposes.
+/// Reads a row with the mapping that an error proposes.
 #[track_caller]
 fn paste(row: &str, error_of: &FormatRequest, mapping: &[(&str, &str)], content_key: Option<&str>, want: &str) {
     let pairs: Vec<String> = mapping.iter().map(|(role, path)| format!("{role}: {path}")).collect();

@@ -1,4 +1,4 @@
-//! Anything at all in a file or a row: an error or a document, never a panic.
+//! Any file or row gives a document or an error, never a panic.
 
 use candlewick_text::format::{FormatRequest, RowFormat};
 use candlewick_text::source::{ReadOptions, RowSource};
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::Folder;
 
-/// JSON that is nearly a row: known columns, known keys, values of any type.
+/// Generates JSON that is nearly a row: known columns, known keys, values of any type.
 fn value() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
@@ -60,7 +60,7 @@ fn row() -> impl Strategy<Value = Value> {
         .prop_map(|pairs| pairs.into_iter().map(|(k, v)| (k.to_owned(), v)).collect())
 }
 
-/// Reads every row in every way there is.
+/// Reads every row by every function.
 fn read_all(source: &dyn RowSource) {
     for format in [None, Some("messages"), Some("sharegpt"), Some("alpaca"), Some("text")] {
         for role_mapping in [vec![], vec![("user".to_owned(), "messages.role.user".to_owned())]] {

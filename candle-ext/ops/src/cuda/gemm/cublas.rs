@@ -31,7 +31,7 @@ impl Cublas {
         let handle = result::create_handle().map_err(|error| GemmError::of_status(error.0))?;
         // Keep partial sums in f32, as with cuBLASLt.
         let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
-        // SAFETY: the handle is open; the caller answers for the workspace.
+        // SAFETY: the handle is open; the caller guarantees a valid workspace.
         unsafe {
             result::set_stream(handle, stream.cu_stream().cast()).map_err(|error| GemmError::of_status(error.0))?;
             // Setting the stream drops the workspace, so it comes after.
@@ -57,7 +57,7 @@ impl Cublas {
         let (m, n, k) = (int(m)?, int(n)?, int(k)?);
         let is_added = gemm.plus.is_some() || gemm.bias.is_some();
         if is_added {
-            // SAFETY: the caller answers for the addresses.
+            // SAFETY: the caller guarantees valid addresses.
             unsafe { gemm.fill(gpu) }.map_err(|error| GemmError::Fatal(error.to_string()))?;
         }
         let (alpha, beta) = (1.0f32, if is_added { 1.0f32 } else { 0.0 });

@@ -70,7 +70,7 @@ pub(super) unsafe fn run(gemm: &Gemm, device: &CudaDevice) -> Result<()> {
         hash_map::Entry::Occupied(entry) => entry.into_mut(),
         hash_map::Entry::Vacant(entry) => entry.insert(CublasLt::open(device)?),
     };
-    // SAFETY: the caller answers for the addresses.
+    // SAFETY: the caller guarantees valid addresses.
     unsafe { library.run(gemm, device) }.map_err(|error| failed(&error))
 }
 
@@ -226,7 +226,7 @@ impl<'a> Call<'a> {
         let stream = self.device.cuda_stream();
         let mut events = Vec::with_capacity(TIMED_RUNS + 1);
         for _ in 0..=TIMED_RUNS {
-            // SAFETY: the caller answers for the output.
+            // SAFETY: the caller guarantees a valid output.
             unsafe { self.launch(algorithm, addend, output)? };
             let event = stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
             events.push(event.map_err(|error| fatal(&error))?);
@@ -291,7 +291,7 @@ impl Library for Call<'_> {
     }
 
     fn multiply(&mut self, algorithm: &Algorithm) -> std::result::Result<(), GemmError> {
-        // SAFETY: the caller of `run` answers for the addresses.
+        // SAFETY: the caller of `run` guarantees valid addresses.
         unsafe { self.launch(algorithm, self.gemm.plus.unwrap_or(self.gemm.c), self.gemm.c) }
     }
 
@@ -302,7 +302,7 @@ impl Library for Call<'_> {
             // SAFETY: the workspace belongs to this stream and is never freed.
             none => none.insert(unsafe { Cublas::open(&self.device.cuda_stream(), workspace, WORKSPACE_BYTES)? }),
         };
-        // SAFETY: the caller of `run` answers for the addresses.
+        // SAFETY: the caller of `run` guarantees valid addresses.
         unsafe { cublas.run(self.gemm, Gpu::Device(self.device)) }
     }
 

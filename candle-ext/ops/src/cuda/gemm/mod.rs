@@ -40,11 +40,11 @@ impl Gemm {
             return Ok(());
         }
         if self.k == 0 {
-            // SAFETY: the caller answers for the addresses.
+            // SAFETY: the caller guarantees valid addresses.
             return unsafe { self.fill(gpu) };
         }
         match gpu {
-            // SAFETY: the caller answers for the addresses.
+            // SAFETY: the caller guarantees valid addresses.
             #[cfg(feature = "cuda")]
             Gpu::Device(device) => unsafe { cublas_lt::run(self, device) },
             // SAFETY: as above.

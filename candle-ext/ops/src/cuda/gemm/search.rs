@@ -102,8 +102,8 @@ impl fmt::Display for Limits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, plus] = self.alignments;
         let reductions = match self.reductions {
-            Reductions::InF32 => "sums of parts in f32",
-            Reductions::Any => "sums of parts in any dtype",
+            Reductions::InF32 => "partial sums in f32",
+            Reductions::Any => "partial sums in any dtype",
         };
         write!(f, "{reductions}, alignments {a},{b},{c},{plus}")
     }

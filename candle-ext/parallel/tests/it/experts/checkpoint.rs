@@ -11,7 +11,7 @@ use super::mixture::units;
 /// Whole tensors of a checkpoint by name.
 pub(crate) type SavedTensors = BTreeMap<String, Vec<f32>>;
 
-/// Elements of a whole parameter that a state is about, in its order.
+/// Returns the positions of a state's elements in the whole parameter.
 fn partition(state: &ParamState) -> impl Iterator<Item = usize> + use<> {
     let (width, columns) = (*state.shape.last().unwrap(), state.columns.clone());
     state.range.clone().map(move |at| at / columns.len() * width + columns.start + at % columns.len())
@@ -27,7 +27,7 @@ fn tensors(state: &ParamState) -> [(String, Tensor); 4] {
     ]
 }
 
-/// A rank's part of a tensor.
+/// A rank's shard of a tensor.
 pub(crate) struct TensorShard {
     pub(crate) name: String,
     /// Elements of the whole tensor.
@@ -49,7 +49,7 @@ pub(crate) fn shards(store: &ParamStore) -> Result<Vec<TensorShard>> {
     Ok(shards)
 }
 
-/// Joins what the ranks write: every element once, and the same as on ranks that hold it without writing it.
+/// Assembles the written shards. Every element must be written once, and equal the replicas that are not written.
 pub(crate) fn join(shards: &[TensorShard]) -> SavedTensors {
     let mut saved = SavedTensors::new();
     let (written, held): (Vec<_>, Vec<_>) = shards.iter().partition(|shard| shard.is_written);

@@ -28,7 +28,7 @@ fn micro(step: usize, rank: usize, n_ranks: usize) -> Micro {
     }
 }
 
-/// Norms of the steps of an engine, and its weights after them, with the matrices of the MLPs as experts.
+/// Trains an engine whose MLP matrices are experts; returns the gradient norms of the steps and the final weights.
 fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<Vec<f32>>) {
     let config = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": D, "intermediate_size": 32,

@@ -28,7 +28,7 @@ pub(crate) const N_TOKENS: usize = 60;
 pub(crate) const N_MICROS: usize = 2;
 pub(crate) const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weight_decay: 0.1 };
 
-/// A way to train on several ranks.
+/// A parallel strategy.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ExpertSetup {
     pub(crate) degrees: Degrees,
@@ -44,7 +44,7 @@ fn spec(name: &str, dims: &[(Dim, usize)], group: ParamGroupKind) -> ParamSpec {
     ParamSpec { name, shape, dims, scope, init, decay: is_matrix, trainable: true, group, storage }
 }
 
-/// A token's embedding, plus what its expert makes of it, to logits.
+/// Returns the units of the model: embedding, an expert block with a residual, and the head.
 pub(crate) fn units() -> Vec<FsdpUnit> {
     let unit =
         |name: &str, params| FsdpUnit { name: name.to_owned(), params, tied: Vec::new(), kind: FsdpUnitKind::Named };
@@ -115,7 +115,7 @@ impl ExpertRank {
         first..first + n
     }
 
-    /// Returns this rank's tokens: those of its experts, dealt out among the ranks that have the same experts.
+    /// Returns this rank's tokens: those of its experts, distributed over the ranks with the same experts.
     fn own(&self, tokens: &[RoutedToken]) -> Vec<RoutedToken> {
         let mine = tokens.iter().filter(|token| self.experts().contains(&token.expert)).copied();
         mine.skip(self.mesh.place(self.rank, Axis::Edp)).step_by(self.mesh.degrees().of(Axis::Edp)).collect()

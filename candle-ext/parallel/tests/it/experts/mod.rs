@@ -20,7 +20,7 @@ use mixture::{ExpertRank, ExpertSetup, units};
 
 const N_STEPS: usize = 6;
 const TOLERANCE: f64 = 1e-5;
-/// Below the norms of all steps, so that each is clipped.
+/// Smaller than the gradient norm of every step, so that each is clipped.
 const MAX_NORM: f64 = 0.2;
 
 const STAGES: [Option<ZeroStage>; 4] = [None, Some(ZeroStage::One), Some(ZeroStage::Two), Some(ZeroStage::Three)];
@@ -34,7 +34,7 @@ fn setup(degrees: Degrees, zero_stage: Option<ZeroStage>) -> ExpertSetup {
     ExpertSetup { degrees, zero_stage, cpu_offload: CpuOffload::default() }
 }
 
-/// Losses and norms of some steps, and the state after them.
+/// Losses and gradient norms of some steps, and the state after them.
 #[derive(Clone)]
 struct Outcome {
     steps: Vec<[f64; 2]>,

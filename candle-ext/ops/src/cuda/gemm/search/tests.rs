@@ -82,13 +82,13 @@ fn the_first_algorithm_computes_without_a_fallback() {
 fn a_refused_gemm_uses_the_next_algorithm() {
     let library = Fake { first_limits: Some(0), refused: vec![10], ..Fake::default() };
     let calls = ["candidates 0", "multiply 10", "multiply 11"];
-    check(library, Route::Lt(algorithm(11)), &calls, &["algorithm 0 of sums of parts in f32", "NOT_SUPPORTED"]);
+    check(library, Route::Lt(algorithm(11)), &calls, &["algorithm 0 of partial sums in f32", "NOT_SUPPORTED"]);
 }
 
 #[test]
 fn a_refused_heuristic_drops_the_reduction_mask_and_then_alignments() {
     let library = Fake { first_limits: Some(1), ..Fake::default() };
-    let said = ["cuBLASLt with sums of parts in any dtype, alignments 256,64,2,2"];
+    let said = ["cuBLASLt with partial sums in any dtype, alignments 256,64,2,2"];
     check(library, Route::Lt(algorithm(20)), &["candidates 0", "candidates 1", "multiply 20"], &said);
     let library = Fake { first_limits: Some(3), refused: vec![40], ..Fake::default() };
     let calls = ["candidates 0", "candidates 1", "candidates 2", "candidates 3", "multiply 40", "multiply 41"];
@@ -107,7 +107,7 @@ fn gemm_ex_computes_what_cublas_lt_refuses() {
     let library = Fake { has_gemm_ex: true, ..Fake::default() };
     let calls =
         ["candidates 0", "candidates 1", "candidates 2", "candidates 3", "candidates 4", "candidates 5", "gemm_ex"];
-    check(library, Route::GemmEx, &calls, &["cublasGemmEx, after sums of parts in f32"]);
+    check(library, Route::GemmEx, &calls, &["cublasGemmEx, after partial sums in f32"]);
 }
 
 #[test]
