@@ -1,5 +1,6 @@
 // A fake of cuBLASLt and cublasGemmEx for machines without a GPU, on top of comm's fake CUDA driver. It computes in f64,
-// returns the errors that a test sets, and counts its calls. A GEMM must leave the bytes around its workspace unchanged.
+// returns the errors that a test sets, and counts its calls. A GEMM fills its workspace, and aborts if another one changes it
+// meanwhile.
 #include "machine.h"
 #include "numbers.h"
 
