@@ -40,7 +40,7 @@ pub(super) struct RunArgs {
     /// Comma-separated tasks, groups, tags, patterns such as mmlu_* and YAML files
     #[arg(long, short, required = true, value_delimiter = ',', num_args = 1..)]
     tasks: Vec<String>,
-    /// ModelOptions options in lm-eval's form: pretrained=NAME,dtype=bfloat16,peft=FOLDER,max_length=2048, ... or a JSON
+    /// Model options in lm-eval's form: pretrained=NAME,dtype=bfloat16,peft=FOLDER,max_length=2048, ... or a JSON
     /// object
     #[arg(long, short = 'a', alias = "model_args", value_name = "KEY=VALUE", num_args = 1..)]
     model_args: Vec<String>,

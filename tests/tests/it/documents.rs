@@ -1,8 +1,8 @@
-//! What the documents promise: the README's two commands, CI that runs them, no private paths.
+//! Checks of the documents: the README's two commands, their use in CI, links, and no private paths.
 
 use suite::{read, tracked_files};
 
-/// The contents of a Markdown text's fenced blocks of one language.
+/// Returns the fenced code blocks of one language in a Markdown text.
 fn blocks<'a>(markdown: &'a str, language: &str) -> Vec<&'a str> {
     let opening = format!("```{language}\n");
     markdown.split(&opening).skip(1).map(|rest| rest.split("\n```").next().unwrap()).collect()
@@ -40,10 +40,10 @@ fn links_between_documents_lead_somewhere() {
     }
 }
 
-/// What is committed must not name a place on somebody's machine.
+/// Committed files must not name paths of a private machine.
 #[test]
 fn no_file_names_a_private_path() {
-    // In two halves, so that this file does not accuse itself.
+    // Each word is in two halves, so that this file passes its own test.
     let private = ["/ro,ot/", "/ho,me/", "/Us,ers/", "/wo,rk/", "/tmp/pl,an", "candlewick-as,sets", "ref,env"];
     let private: Vec<_> = private.iter().map(|halves| halves.replace(',', "")).collect();
     for path in tracked_files() {
@@ -56,7 +56,7 @@ fn no_file_names_a_private_path() {
     }
 }
 
-/// A test that is renamed would silently join the quick profile.
+/// Without this check, a renamed test would silently join the quick profile.
 #[test]
 fn every_test_that_the_quick_profile_skips_exists() {
     let config = read(".config/nextest.toml");

@@ -1,6 +1,6 @@
 //! Rendering: rows of a source to tokenized samples, on many threads.
 
-use candlewick_text::format::{DatasetType, Format};
+use candlewick_text::format::{DatasetType, RowFormat};
 use candlewick_text::render::{
     EmptyAnswerLoss, EmptyThinkLoss, LossMask, RenderOptions, Sample, TextSpecialTokens, render_row,
 };
@@ -71,7 +71,7 @@ impl<'a> Renderer<'a> {
     pub(crate) fn render(
         &self,
         source: &dyn RowSource,
-        format: &Format,
+        format: &RowFormat,
         rows: &[u32],
         mut write: impl FnMut(u32, &Sample) -> Result<(), DataError> + Send,
     ) -> Result<(), DataError> {
@@ -92,15 +92,15 @@ impl<'a> Renderer<'a> {
         write(rendered)
     }
 
-    fn row(&self, source: &dyn RowSource, format: &Format, row: usize) -> Result<Sample, DataError> {
+    fn row(&self, source: &dyn RowSource, format: &RowFormat, row: usize) -> Result<Sample, DataError> {
         let document = format.read(source, row)?;
         let sample = render_row(self.tokenizer, self.template.as_ref(), format, document, self.options());
         sample.map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })
     }
 
     /// Refuses chats without a chat template.
-    pub(crate) fn check(&self, name: &str, format: &Format) -> Result<(), DataError> {
-        let is_chat = !matches!(format, Format::Text(_) | Format::PromptCompletion(_));
+    pub(crate) fn check(&self, name: &str, format: &RowFormat) -> Result<(), DataError> {
+        let is_chat = !matches!(format, RowFormat::Text(_) | RowFormat::PromptCompletion(_));
         if !is_chat || self.template.is_some() {
             return Ok(());
         }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candlewick_text::format::{Format, FormatRequest};
+use candlewick_text::format::{FormatRequest, RowFormat};
 use candlewick_text::hub::{DatasetRequest, Hub};
 use candlewick_text::source::{ReadOptions, RowSource, SampleBy, SplitSlice};
 
@@ -46,7 +46,7 @@ impl SourceLoader<'_> {
         let name = &plan.name_or_path;
         let request = request(plan, self.renderer.plan.kind, split)?;
         let source: Arc<dyn RowSource> = self.hub.dataset(&request)?.into();
-        let format = Format::find(&self.format_request(plan, &request), &*source)?;
+        let format = RowFormat::find(&self.format_request(plan, &request), &*source)?;
         self.renderer.check(name, &format)?;
         let rows = sample_rows(plan, source.len())?;
         notes.extend(source.files().describe_selection().map(|choice| format!("{name}: {choice}")));
@@ -104,7 +104,7 @@ impl SourceLoader<'_> {
 /// Rows that are not in the cache.
 struct UncachedRows<'a> {
     source: &'a dyn RowSource,
-    format: Format,
+    format: RowFormat,
     rows: Vec<u32>,
     why: String,
 }

@@ -47,7 +47,7 @@ pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
     Ok(typed)
 }
 
-/// Upper bound of any size. Products of three such sizes do not overflow.
+/// Upper bound of any size. Three such sizes multiplied do not overflow.
 const MAX_SIZE: usize = 1 << 28;
 const MAX_LAYERS: usize = 1 << 12;
 

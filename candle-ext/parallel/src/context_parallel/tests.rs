@@ -158,7 +158,7 @@ fn a_ring_sends_three_quarters_of_what_would_go_around() {
 
 /// Sequences that end with chunks, and sliding windows: chunks that no query sees are not sent.
 #[test]
-fn what_nobody_sees_is_not_sent() {
+fn chunks_that_are_masked_everywhere_are_not_sent() {
     let n_messages = |lens: &[usize], window| -> Vec<usize> {
         let (_, bytes) = on_ranks((4, 1), &packed(lens), &spec(window), DType::F32, Forwards::One);
         bytes.iter().map(|bytes| bytes.iter().filter(|n| **n > 0).count()).collect()

@@ -1,4 +1,4 @@
-//! Groups of which one lies when it is asked for one operation: it gives a result that only this rank's part went into.
+//! Fault injection into collectives: one operation of one group returns a result from this rank's input alone.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -7,50 +7,50 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use candlewick_comm::{Call, Collective, Pending, Recv, Reduce, Result, Solo};
 
-/// Over which losses and counts are summed. It stays honest: a lie has to show in gradients or weights.
-const LOSSES: &str = "pp-dp_replicate-dp_shard-cp-sp";
+/// Group over which losses and counts are summed. It has no faults: a fault must show in gradients or weights.
+const LOSS_GROUP: &str = "pp-dp_replicate-dp_shard-cp-sp";
 
-/// What lies: an operation of a group, both by their names.
+/// A collective: a group and an operation, by name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Lie {
+pub(crate) struct GroupOp {
     pub(crate) group: String,
     pub(crate) op: &'static str,
 }
 
-impl Lie {
-    /// All that could have been told instead of the truth in these calls.
-    pub(crate) fn all(calls: &[Call]) -> BTreeSet<Self> {
+impl GroupOp {
+    /// Returns the collectives of these calls that faults can be injected into.
+    pub(crate) fn used_in(calls: &[Call]) -> BTreeSet<Self> {
         const OPS: [&str; 5] = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv"];
-        let asked = calls.iter().map(|call| Self { group: call.group.to_string(), op: call.op.name() });
-        asked.filter(|lie| OPS.contains(&lie.op) && lie.group != LOSSES).collect()
+        let ops = calls.iter().map(|call| Self { group: call.group.to_string(), op: call.op.name() });
+        ops.filter(|it| OPS.contains(&it.op) && it.group != LOSS_GROUP).collect()
     }
 }
 
-impl fmt::Display for Lie {
+impl fmt::Display for GroupOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.group, self.op)
     }
 }
 
-/// A group, and what lies in it and in the groups that are made of it.
-pub(crate) struct Lying {
+/// A group with a fault in one collective of it or of the groups split from it.
+pub(crate) struct FaultyGroup {
     pub(crate) group: Arc<dyn Collective>,
     pub(crate) name: String,
-    pub(crate) lie: Option<Lie>,
+    pub(crate) fault: Option<GroupOp>,
 }
 
-impl Lying {
-    fn lies(&self, op: &str) -> bool {
-        self.lie.as_ref().is_some_and(|lie| lie.op == op && lie.group == self.name)
+impl FaultyGroup {
+    fn is_faulty(&self, op: &str) -> bool {
+        self.fault.as_ref().is_some_and(|fault| fault.op == op && fault.group == self.name)
     }
 
-    /// What an operation gives that asked nobody.
-    fn made_up(x: &Tensor) -> Result<Pending> {
+    /// Returns a result without communication.
+    fn local_result(x: &Tensor) -> Result<Pending> {
         Solo.start_all_reduce(x, Reduce::Sum)
     }
 }
 
-impl Collective for Lying {
+impl Collective for FaultyGroup {
     fn rank(&self) -> usize {
         self.group.rank()
     }
@@ -64,40 +64,40 @@ impl Collective for Lying {
     }
 
     fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Pending> {
-        if self.lies("all_reduce") { Self::made_up(x) } else { self.group.start_all_reduce(x, op) }
+        if self.is_faulty("all_reduce") { Self::local_result(x) } else { self.group.start_all_reduce(x, op) }
     }
 
     fn start_all_gather(&self, x: &Tensor) -> Result<Pending> {
-        match self.lies("all_gather") {
-            true => Self::made_up(&Tensor::cat(&vec![x; self.size()], 0)?),
+        match self.is_faulty("all_gather") {
+            true => Self::local_result(&Tensor::cat(&vec![x; self.size()], 0)?),
             false => self.group.start_all_gather(x),
         }
     }
 
     fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
-        if !self.lies("reduce_scatter") {
+        if !self.is_faulty("reduce_scatter") {
             return self.group.start_reduce_scatter(x);
         }
         let share = x.dim(0)? / self.size();
-        Self::made_up(&x.narrow(0, self.rank() * share, share)?)
+        Self::local_result(&x.narrow(0, self.rank() * share, share)?)
     }
 
     fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Pending> {
-        if self.lies("all_to_all") { Self::made_up(x) } else { self.group.start_all_to_all(x, send, recv) }
+        if self.is_faulty("all_to_all") { Self::local_result(x) } else { self.group.start_all_to_all(x, send, recv) }
     }
 
     fn start_broadcast(&self, x: &Tensor, root: usize) -> Result<Pending> {
         self.group.start_broadcast(x, root)
     }
 
-    /// Zeros arrive.
+    /// Sends zeros if faulty.
     fn start_send_recv(
         &self,
         x: Option<&Tensor>,
         to: Option<usize>,
         recv: Option<Recv>,
     ) -> Result<Pending<Option<Tensor>>> {
-        match x.filter(|_| self.lies("send_recv")) {
+        match x.filter(|_| self.is_faulty("send_recv")) {
             Some(x) => self.group.start_send_recv(Some(&x.zeros_like()?), to, recv),
             None => self.group.start_send_recv(x, to, recv),
         }
@@ -109,6 +109,6 @@ impl Collective for Lying {
 
     fn split(&self, name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>> {
         let group = self.group.split(name, lists)?;
-        Ok(Arc::new(Self { group, name: name.to_owned(), lie: self.lie.clone() }))
+        Ok(Arc::new(Self { group, name: name.to_owned(), fault: self.fault.clone() }))
     }
 }

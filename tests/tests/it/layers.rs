@@ -1,4 +1,4 @@
-//! The walls between the rooms: which crate may depend on which, and what no source may say.
+//! The layering of the crates: allowed dependencies, and words that are forbidden in their sources.
 //! docs/ARCHITECTURE.md has the reasons. A new edge is a decision: change the table in the same commit.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,9 +8,8 @@ use std::process::Command;
 use serde_json::Value;
 use suite::{code_of, read, root, rust_files};
 
-/// Every package of the workspace and the packages of the workspace that it may use, tests included: these, and all that
-/// they may use.
-const ROOMS: &[(&str, &[&str])] = &[
+/// Every package of the workspace with the packages that it may use, tests included. Use is transitive.
+const LAYERS: &[(&str, &[&str])] = &[
     ("candlewick-ops", &[]),
     ("candlewick-comm", &[]),
     ("candlewick-launch", &["candlewick-comm"]),
@@ -24,9 +23,9 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("suite", &["trainer"]),
 ];
 
-/// Returns the packages of the workspace that `room` may use.
-fn below(room: &str) -> BTreeSet<&'static str> {
-    let (_, direct) = ROOMS.iter().find(|(name, _)| *name == room).unwrap();
+/// Returns the packages of the workspace that `layer` may use.
+fn below(layer: &str) -> BTreeSet<&'static str> {
+    let (_, direct) = LAYERS.iter().find(|(name, _)| *name == layer).unwrap();
     direct.iter().flat_map(|name| below(name).into_iter().chain([*name])).collect()
 }
 
@@ -59,33 +58,33 @@ fn text(value: &Value) -> String {
 #[test]
 fn every_package_has_a_place_in_the_table() {
     let mut found: Vec<_> = dependencies().into_keys().collect();
-    let mut listed: Vec<_> = ROOMS.iter().map(|(name, _)| (*name).to_owned()).collect();
+    let mut listed: Vec<_> = LAYERS.iter().map(|(name, _)| (*name).to_owned()).collect();
     found.sort();
     listed.sort();
     assert_eq!(found, listed);
 }
 
-/// Names are edges: a layer's parameters are found once, when it is built.
+/// A layer looks up its parameters by name once, when it is built.
 #[test]
-fn a_forward_formats_no_names() {
+fn the_forward_pass_formats_no_names() {
     for file in ["block.rs", "linear.rs", "weights.rs", "lora/layer.rs"] {
         let code = code_of(&std::path::Path::new("candle-ext/model/src").join(file));
-        assert!(!code.contains("format!"), "{file} formats a text");
+        assert!(!code.contains("format!"), "{file} formats a string");
     }
 }
 
 #[test]
-fn rooms_depend_only_downwards() {
+fn crates_depend_only_downwards() {
     let dependencies = dependencies();
-    for (room, _) in ROOMS {
-        let allowed = below(room);
-        for dependency in &dependencies[*room] {
+    for (layer, _) in LAYERS {
+        let allowed = below(layer);
+        for dependency in &dependencies[*layer] {
             let name = dependency.name.as_str();
-            let is_room = ROOMS.iter().any(|(other, _)| *other == name);
-            // A room may turn a feature on for its own tests.
+            let is_layer = LAYERS.iter().any(|(other, _)| *other == name);
+            // A crate may depend on itself to enable a feature in its tests.
             assert!(
-                !is_room || name == *room || allowed.contains(name),
-                "{room} depends on {name}, which is not below it"
+                !is_layer || name == *layer || allowed.contains(name),
+                "{layer} depends on {name}, which is not below it"
             );
         }
     }
@@ -98,7 +97,7 @@ fn text_has_no_tensors() {
     }
 }
 
-/// candle-nn's fused ops record no backward; the others are references in the tests of `ops` and `model`.
+/// candle-nn's fused ops record no backward; its other ops are references in the tests of `ops` and `model`.
 #[test]
 fn candle_nn_is_only_a_test_reference() {
     for (package, list) in dependencies() {
@@ -120,7 +119,7 @@ fn check_absent(under: &str, words: &[&str], reason: &str) {
     }
 }
 
-/// A file that a rule exempts, and the reason.
+/// An exempt file and the reason.
 type Exemption = (&'static str, &'static str);
 
 const LOCAL_GROUP: &str = "the constructor of a world of one rank";
@@ -144,7 +143,7 @@ const DEGREE_EXEMPT: &[Exemption] = &[
     ("trainer/src/plan/resolve/ranks.rs", "a note, and one shard is ZeRO stage 0"),
 ];
 
-/// Files above `ops` and `comm` that ask for the device of a tensor.
+/// Files above `ops` and `comm` that read the device of a tensor.
 const DEVICE_EXEMPT: &[Exemption] = &[
     ("candle-ext/inference/src/answer/mod.rs", "the batch size depends on the kind of device"),
     ("candle-ext/inference/src/ranks.rs", "the communication backend depends on the kind of device"),
@@ -198,8 +197,8 @@ fn compares_a_degree(line: &str) -> bool {
     })
 }
 
-/// Returns true if a line asks for the kind of a device.
-fn asks_for_a_device(line: &str) -> bool {
+/// Returns true if a line branches on the kind of a device.
+fn reads_a_device(line: &str) -> bool {
     let words = [".is_cpu()", ".is_cuda()", "Device::Cpu =>", "Device::Cuda(", "DeviceLocation::"];
     let is_word = |(at, _): (usize, &str)| !line[..at].ends_with(char::is_alphanumeric);
     words.iter().any(|word| word.starts_with('.') && line.contains(word) || line.match_indices(word).any(is_word))
@@ -222,27 +221,27 @@ fn comparisons_of_a_degree_with_one_are_found() {
 }
 
 #[test]
-fn crates_above_ops_do_not_ask_for_the_device_of_a_tensor() {
+fn crates_above_ops_do_not_read_the_device_of_a_tensor() {
     let crates = ["model", "parallel", "inference", "runtime", "text", "launch"].map(|it| format!("candle-ext/{it}"));
     let mut folders: Vec<&str> = crates.iter().map(String::as_str).collect();
     folders.extend(["trainer/src", "evaluator/src"]);
-    check_exempt(&files_of(&folders), asks_for_a_device, DEVICE_EXEMPT, "`ops` has an arm for each device");
+    check_exempt(&files_of(&folders), reads_a_device, DEVICE_EXEMPT, "`ops` has an arm for each device");
 }
 
 #[test]
 fn parallel_has_no_unsafe_code_and_no_family_names() {
-    let reason = "the strategies know tensors and seams, neither pointers nor families";
+    let reason = "the strategies use tensors and `ParallelOps`, neither pointers nor model families";
     check_absent("candle-ext/parallel/src", &["unsafe ", "Llama", "Mistral", "Qwen"], reason);
 }
 
 #[test]
-fn library_rooms_do_not_read_the_environment() {
-    for room in ["ops", "comm", "model", "parallel", "inference"] {
-        check_absent(&format!("candle-ext/{room}/src"), &["env::var", "env::args"], "settings arrive as values");
+fn library_crates_do_not_read_the_environment() {
+    for layer in ["ops", "comm", "model", "parallel", "inference"] {
+        check_absent(&format!("candle-ext/{layer}/src"), &["env::var", "env::args"], "settings arrive as values");
     }
 }
 
-/// Chats, generation and checkpoints need no task.
+/// Chat, generation and checkpoints need no task.
 #[test]
 fn the_trainer_uses_the_evaluator_for_benchmark_tasks_only() {
     let allowed = ["evaluator::task", "evaluator::evaluation", "evaluator::chat", "evaluator::exit"];
@@ -256,8 +255,8 @@ fn the_trainer_uses_the_evaluator_for_benchmark_tasks_only() {
 
 #[test]
 fn unsafe_blocks_say_why_they_are_sound() {
-    for room in ["candle-ext", "trainer", "evaluator"] {
-        for path in rust_files(room) {
+    for layer in ["candle-ext", "trainer", "evaluator"] {
+        for path in rust_files(layer) {
             let text = read(&path);
             let lines: Vec<_> = text.lines().collect();
             for (i, _) in code_of(&path).lines().enumerate().filter(|(_, line)| line.contains("unsafe {")) {
@@ -273,15 +272,15 @@ fn unsafe_blocks_say_why_they_are_sound() {
 #[test]
 fn values_leave_a_device_through_to_host() {
     const READS: &[&str] = &[".to_scalar", ".to_vec0", ".to_vec1", ".to_vec2", ".to_vec3", ".to_device(&Device::Cpu)"];
-    // Those that define it, and the tensors of the CPU that comm exchanges.
+    // The files that define it, and comm's exchange of CPU tensors.
     const EXEMPT: &[&str] =
         &["candle-ext/ops/src/transfer.rs", "candle-ext/comm/src/staged.rs", "candle-ext/comm/src/collective.rs"];
-    for room in ["candle-ext", "trainer/src", "evaluator/src"] {
+    for layer in ["candle-ext", "trainer/src", "evaluator/src"] {
         let is_source = |path: &&std::path::PathBuf| {
             let path = path.to_string_lossy();
             path.contains("/src/") && !path.contains("tests") && !EXEMPT.contains(&&*path)
         };
-        for path in rust_files(room).iter().filter(is_source) {
+        for path in rust_files(layer).iter().filter(is_source) {
             let code = code_of(path);
             for statement in code.split([';', '{', '}']).filter(|part| READS.iter().any(|read| part.contains(read))) {
                 assert!(
