@@ -150,7 +150,7 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
     })?;
     let before = masters(&engine)?;
-    let place = |axis| mesh.place(everyone.rank(), axis);
+    let place = |axis| mesh.coordinate(everyone.rank(), axis);
     let seat = place(Axis::DpReplicate) * ranks.dp_shard + place(Axis::DpShard);
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
     let (mut losses, mut norms) = (Vec::new(), Vec::new());

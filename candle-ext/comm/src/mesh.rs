@@ -169,7 +169,7 @@ impl Mesh {
     }
 
     /// Returns the place of `rank` along `axis`.
-    pub fn place(&self, rank: usize, axis: Axis) -> usize {
+    pub fn coordinate(&self, rank: usize, axis: Axis) -> usize {
         rank / self.stride(axis) % self.degrees.of(axis)
     }
 
@@ -185,7 +185,8 @@ impl Mesh {
         };
         assert!(axes.iter().all(|axis| all.contains(axis)), "{axes:?} are not axes of one kind");
         let others: Vec<Axis> = all.iter().copied().filter(|axis| !axes.contains(axis)).collect();
-        let of = |rank: usize| others.iter().fold(0, |at, axis| at * self.degrees.of(*axis) + self.place(rank, *axis));
+        let of =
+            |rank: usize| others.iter().fold(0, |at, axis| at * self.degrees.of(*axis) + self.coordinate(rank, *axis));
         let n_lists = others.iter().map(|axis| self.degrees.of(*axis)).product();
         let mut lists = vec![Vec::new(); n_lists];
         for rank in 0..self.degrees.n_ranks() {
@@ -232,7 +233,7 @@ impl fmt::Display for Mesh {
         axes.iter().try_for_each(|axis| write!(f, "  {}", axis.name()))?;
         for rank in 0..self.degrees.n_ranks().min(SHOWN) {
             write!(f, "\n{rank:4}")?;
-            axes.iter().try_for_each(|axis| write!(f, "  {:1$}", self.place(rank, *axis), axis.name().len()))?;
+            axes.iter().try_for_each(|axis| write!(f, "  {:1$}", self.coordinate(rank, *axis), axis.name().len()))?;
         }
         match self.degrees.n_ranks().saturating_sub(SHOWN) {
             0 => Ok(()),
@@ -276,12 +277,13 @@ mod tests {
     fn places_tell_ranks_apart_and_stay_in_their_degrees() {
         for mesh in meshes() {
             for axes in [&Axis::DENSE[..], &Axis::EXPERT] {
-                let places: HashSet<Vec<usize>> = (0..mesh.degrees.n_ranks())
-                    .map(|rank| axes.iter().map(|axis| mesh.place(rank, *axis)).collect())
+                let coordinates: HashSet<Vec<usize>> = (0..mesh.degrees.n_ranks())
+                    .map(|rank| axes.iter().map(|axis| mesh.coordinate(rank, *axis)).collect())
                     .collect();
-                assert_eq!(places.len(), mesh.degrees.n_ranks(), "{mesh:?}");
-                let in_degree = |places: &Vec<usize>| places.iter().zip(axes).all(|(at, a)| *at < mesh.degrees.of(*a));
-                assert!(places.iter().all(in_degree), "{mesh:?}");
+                assert_eq!(coordinates.len(), mesh.degrees.n_ranks(), "{mesh:?}");
+                let in_degree =
+                    |coordinates: &Vec<usize>| coordinates.iter().zip(axes).all(|(at, a)| *at < mesh.degrees.of(*a));
+                assert!(coordinates.iter().all(in_degree), "{mesh:?}");
             }
         }
     }
@@ -309,7 +311,9 @@ mod tests {
                     let dense = axes.iter().all(|axis| Axis::DENSE.contains(axis));
                     let others = if dense { &Axis::DENSE[..] } else { &Axis::EXPERT };
                     for axis in others.iter().filter(|axis| !axes.contains(axis)) {
-                        assert!(list.iter().all(|rank| mesh.place(*rank, *axis) == mesh.place(list[0], *axis)));
+                        assert!(
+                            list.iter().all(|rank| mesh.coordinate(*rank, *axis) == mesh.coordinate(list[0], *axis))
+                        );
                     }
                 }
             }

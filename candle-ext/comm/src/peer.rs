@@ -3,7 +3,7 @@
 use std::fmt;
 use std::fs;
 
-use crate::machine::boot;
+use crate::node::boot_id;
 
 /// The version of what ranks send each other, so that different programs do not misread each other.
 const PROTOCOL: &str = "candlewick-peer-1";
@@ -17,7 +17,7 @@ pub(crate) struct PeerInfo {
     /// The machine's name, for people.
     pub(crate) host: String,
     /// A value that differs between any two running machines, also where names are alike. Containers of one machine share it.
-    pub(crate) boot: String,
+    pub(crate) boot_id: String,
     /// The network and user namespace, in which a socket's name and a user's number have a meaning. A container has its own.
     pub(crate) namespaces: String,
     pub(crate) uid: u32,
@@ -30,17 +30,17 @@ impl PeerInfo {
     /// Describes this process.
     pub(crate) fn this_process(rank: usize, size: usize, address: String) -> Self {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        let boot = boot().unwrap_or_else(|| host.clone());
+        let boot_id = boot_id().unwrap_or_else(|| host.clone());
         let namespace = |kind: &str| fs::read_link(format!("/proc/self/ns/{kind}")).unwrap_or_default();
         let namespaces = ["net", "user"].map(|kind| namespace(kind).to_string_lossy().into_owned()).join(" ");
         let (uid, pid) = (rustix::process::geteuid().as_raw(), std::process::id());
-        Self { rank, size, host, boot, namespaces, uid, address, pid }
+        Self { rank, size, host, boot_id, namespaces, uid, address, pid }
     }
 
     /// Encodes all but the rank.
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let Self { rank: _, size, host, boot, namespaces, uid, address, pid } = self;
-        format!("{PROTOCOL}\n{size}\n{host}\n{boot}\n{namespaces}\n{uid}\n{address}\n{pid}").into_bytes()
+        let Self { rank: _, size, host, boot_id, namespaces, uid, address, pid } = self;
+        format!("{PROTOCOL}\n{size}\n{host}\n{boot_id}\n{namespaces}\n{uid}\n{address}\n{pid}").into_bytes()
     }
 
     /// Decodes what `rank` has sent; returns nothing for what another version of this program encoded.
@@ -50,9 +50,9 @@ impl PeerInfo {
             return None;
         }
         let size = lines.next()?.parse().ok()?;
-        let (host, boot, namespaces) = (lines.next()?, lines.next()?, lines.next()?);
+        let (host, boot_id, namespaces) = (lines.next()?, lines.next()?, lines.next()?);
         let (uid, address) = (lines.next()?.parse().ok()?, lines.next()?);
-        Some(Self { rank, size, host, boot, namespaces, uid, address, pid: lines.next()?.parse().ok()? })
+        Some(Self { rank, size, host, boot_id, namespaces, uid, address, pid: lines.next()?.parse().ok()? })
     }
 }
 

@@ -13,9 +13,9 @@ use crate::{Call, Op, Result};
 /// failure of it is met by the group's next call.
 #[must_use = "the result is had by waiting"]
 #[derive(Debug)]
-pub struct Pending<T = Tensor>(State<T>);
+pub struct Pending<T = Tensor>(PendingState<T>);
 
-enum State<T> {
+enum PendingState<T> {
     Ready(T),
     Started(Receiver<Result<T>>, Arc<str>, Op),
     Unfinished(Box<dyn FnOnce() -> Result<T> + Send>),
@@ -25,24 +25,24 @@ impl<T> Pending<T> {
     /// Waits until the operation is finished and returns its result.
     pub fn wait(self) -> Result<T> {
         match self.0 {
-            State::Ready(value) => Ok(value),
-            State::Started(receiver, group, op) => {
+            PendingState::Ready(value) => Ok(value),
+            PendingState::Started(receiver, group, op) => {
                 let _span = span(&group, op, "wait");
                 receiver.recv().expect("a group's thread answers every call")
             }
-            State::Unfinished(rest) => rest(),
+            PendingState::Unfinished(rest) => rest(),
         }
     }
 
     /// Makes one whose result is known.
     pub(crate) fn ready(value: T) -> Self {
-        Self(State::Ready(value))
+        Self(PendingState::Ready(value))
     }
 
     /// Makes one of a call and the end to which its result is sent.
     pub(crate) fn started(call: &Call) -> (SyncSender<Result<T>>, Self) {
         let (sender, receiver) = sync_channel(1);
-        (sender, Self(State::Started(receiver, Arc::clone(&call.group), call.op)))
+        (sender, Self(PendingState::Started(receiver, Arc::clone(&call.group), call.op)))
     }
 
     /// Does `rest` with the result, on the thread that waits for it; not at all if nobody does.
@@ -50,11 +50,11 @@ impl<T> Pending<T> {
     where
         T: Send + 'static,
     {
-        Pending(State::Unfinished(Box::new(move || rest(self.wait()?))))
+        Pending(PendingState::Unfinished(Box::new(move || rest(self.wait()?))))
     }
 }
 
-impl<T> fmt::Debug for State<T> {
+impl<T> fmt::Debug for PendingState<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Ready(_) => "Ready",

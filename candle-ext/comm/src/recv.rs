@@ -24,12 +24,12 @@ impl Recv {
     }
 
     /// Returns whether a tensor of this dtype and shape is the one to receive.
-    pub(crate) fn fits(&self, dtype: Option<DType>, shape: &[usize]) -> bool {
+    pub(crate) fn matches(&self, dtype: Option<DType>, shape: &[usize]) -> bool {
         dtype == Some(self.dtype) && shape == self.shape
     }
 
     /// Says that a rank sends another tensor; `None` is none at all.
-    pub(crate) fn unlike(&self, sent: Option<(DType, &[usize])>, [sender, receiver]: [String; 2]) -> String {
+    pub(crate) fn mismatch(&self, sent: Option<(DType, &[usize])>, [sender, receiver]: [String; 2]) -> String {
         let sent = sent.map_or_else(|| "no tensor".to_owned(), |(dtype, shape)| tensor(dtype, shape));
         format!("{sender} sends {sent}, {receiver} expects {self}")
     }

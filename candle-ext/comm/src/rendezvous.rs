@@ -8,7 +8,7 @@ use crate::store::{self, Client};
 use crate::{Error, Result};
 
 /// One rank's part of the rendezvous.
-pub(crate) struct Rendezvous {
+pub(crate) struct PeerRendezvous {
     store: Client,
     rank: usize,
     size: usize,
@@ -16,11 +16,11 @@ pub(crate) struct Rendezvous {
     deadline: Instant,
 }
 
-impl Rendezvous {
+impl PeerRendezvous {
     /// Begins as rank `rank` of `size` in `store`, which has keys for nothing else.
     pub(crate) fn new(store: Client, rank: usize, size: usize, timeout: Duration) -> Result<Self> {
         let rendezvous = Self { store, rank, size, timeout, deadline: deadline(timeout) };
-        if rank >= size { Err(rendezvous.refuse("there is no such rank".to_owned())) } else { Ok(rendezvous) }
+        if rank >= size { Err(rendezvous.join_error("there is no such rank".to_owned())) } else { Ok(rendezvous) }
     }
 
     pub(crate) fn store(&self) -> &Client {
@@ -38,9 +38,13 @@ impl Rendezvous {
     }
 
     /// Publishes this rank and returns all ranks, each of which passes `check`.
-    pub(crate) fn meet(&self, own: &PeerInfo, check: impl Fn(&PeerInfo) -> Result<()>) -> Result<Vec<PeerInfo>> {
+    pub(crate) fn exchange_peers(
+        &self,
+        own: &PeerInfo,
+        check: impl Fn(&PeerInfo) -> Result<()>,
+    ) -> Result<Vec<PeerInfo>> {
         if self.store.add(&format!("{}/claims", self.rank), 1)? > 1 {
-            return Err(self.refuse("another process has joined as this rank".to_owned()));
+            return Err(self.join_error("another process has joined as this rank".to_owned()));
         }
         self.store.set(&key(self.rank), &own.encode())?;
         let checked = |rank| {
@@ -58,7 +62,7 @@ impl Rendezvous {
             Err(error) => return Err(error.into()),
         }
         let peer = PeerInfo::decode(rank, &self.store.get(&key(rank))?);
-        let peer = peer.ok_or_else(|| self.refuse(format!("rank {rank} runs another version of this program")))?;
+        let peer = peer.ok_or_else(|| self.join_error(format!("rank {rank} runs another version of this program")))?;
         if peer.size != self.size {
             let (other, other_size) = (rank, peer.size);
             return Err(Error::OtherSize { rank: self.rank, size: self.size, other, other_size });
@@ -77,7 +81,7 @@ impl Rendezvous {
     }
 
     /// Returns the error of a rank that cannot join.
-    pub(crate) fn refuse(&self, why: String) -> Error {
+    pub(crate) fn join_error(&self, why: String) -> Error {
         Error::Join { rank: self.rank, size: self.size, why }
     }
 }

@@ -38,7 +38,7 @@ impl Collective for Solo {
     }
 
     fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
-        arguments::shares(x, 1)?;
+        arguments::shard_rows(x, 1)?;
         Ok(Pending::ready(x.detach()))
     }
 

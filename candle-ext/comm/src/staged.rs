@@ -126,8 +126,8 @@ impl Collective for Staged {
 mod cases;
 
 #[cfg(test)]
-#[path = "../tests/cases/through.rs"]
-mod through;
+#[path = "../tests/cases/mapped.rs"]
+mod mapped;
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -138,7 +138,7 @@ mod tests {
 
     use candle_core::TensorId;
 
-    use super::through::Through;
+    use super::mapped::MappedGroup;
     use super::*;
     use crate::{Options, World, threads};
 
@@ -174,9 +174,9 @@ mod tests {
             assert!(host.0.lock().unwrap().contains(&x.id()), "a tensor of the device reached the group of the host");
             Ok(x.clone())
         };
-        let group = Arc::new(Through::new(world.group(), only_staged, Ok));
+        let group = Arc::new(MappedGroup::new(world.group(), only_staged, Ok));
         let staged = Arc::new(Staged { group, device: Device::Cpu, route });
-        cases::check(&Through::new(staged, mirrored, |y| mirrored(&y)))
+        cases::check(&MappedGroup::new(staged, mirrored, |y| mirrored(&y)))
     }
 
     #[test]

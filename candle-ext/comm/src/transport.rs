@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use crate::{Call, Cause, Failure};
+use crate::{Call, Cause, RankFailure};
 
 /// One rank's part in ending the world for all ranks.
 pub(crate) trait FailureChannel: Send + Sync {
@@ -15,13 +15,13 @@ pub(crate) trait FailureChannel: Send + Sync {
     fn who(&self, rank: usize) -> String;
 
     /// Ends the world. The first failure of all ranks stands, and is returned.
-    fn fail(&self, failure: Failure) -> Failure;
+    fn fail(&self, failure: RankFailure) -> RankFailure;
 
     /// Returns why the world has ended, if it has.
-    fn failure(&self) -> Option<Failure>;
+    fn failure(&self) -> Option<RankFailure>;
 
     /// Waits until the world has ended, for as long as `within`, and returns why.
-    fn await_failure(&self, within: Duration) -> Option<Failure>;
+    fn await_failure(&self, within: Duration) -> Option<RankFailure>;
 
     /// Shows all ranks that this one is busy: ranks that wait for it, directly or not, go on waiting.
     fn beat(&self);
@@ -33,7 +33,7 @@ pub(crate) trait Transport: FailureChannel {
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Connections>, TransportError>;
 
     /// Notes this rank's call in group `id`, for the message should a peer exit meanwhile.
-    fn doing(&self, id: &str, call: Option<&Call>);
+    fn set_current_call(&self, id: &str, call: Option<&Call>);
 }
 
 /// One rank's connections in one group. Ranks are the group's.
@@ -55,7 +55,7 @@ pub(crate) enum TransportError {
     /// This rank has left, cleanly, while something was expected of it.
     PeerLeft(usize),
     /// The world has ended.
-    Failed(Failure),
+    Failed(RankFailure),
     /// The calls of the ranks do not fit together: the rank that differs from the others, and the difference.
     Mismatch(usize, String),
     /// This rank cannot be reached, or not any more.
@@ -79,51 +79,51 @@ impl TransportError {
 
     /// Ends the world because of this error in a group of the ranks `members`; returns the world's first failure.
     /// `message` makes the failure's text of the reason.
-    pub(crate) fn end_world(
+    pub(crate) fn fail_world(
         self,
         channel: &dyn FailureChannel,
         members: &[usize],
         message: impl FnOnce(String) -> String,
-    ) -> Failure {
+    ) -> RankFailure {
         match self.describe(channel, members) {
-            Ok((rank, cause, why)) => channel.fail(Failure { rank, cause, message: message(why) }),
+            Ok((rank, cause, why)) => channel.fail(RankFailure { rank, cause, message: message(why) }),
             Err(first) => first,
         }
     }
 
     /// Ends the world because this rank cannot be connected to `members`; returns the world's first failure.
-    pub(crate) fn unconnected(self, channel: &dyn FailureChannel, members: &[usize]) -> Failure {
+    pub(crate) fn fail_connect(self, channel: &dyn FailureChannel, members: &[usize]) -> RankFailure {
         let rank = channel.rank();
-        self.end_world(channel, members, |why| format!("connect rank {rank} to the others: {why}"))
+        self.fail_world(channel, members, |why| format!("connect rank {rank} to the others: {why}"))
     }
 
     /// Ends the world because `call` of the ranks `members` failed; returns the world's first failure.
-    pub(crate) fn unfinished(self, channel: &dyn FailureChannel, members: &[usize], call: &Call) -> Failure {
+    pub(crate) fn fail_call(self, channel: &dyn FailureChannel, members: &[usize], call: &Call) -> RankFailure {
         let (group, seen_by) = (&call.group, channel.rank());
-        self.end_world(channel, members, |why| {
+        self.fail_world(channel, members, |why| {
             format!("finish {call} in group {group} of ranks {members:?}: {why} (seen by rank {seen_by})")
         })
     }
 
     /// Returns the rank of the world that caused the error, the cause and the reason; or the failure with which the world
     /// has ended.
-    fn describe(self, channel: &dyn FailureChannel, members: &[usize]) -> Result<(usize, Cause, String), Failure> {
+    fn describe(self, channel: &dyn FailureChannel, members: &[usize]) -> Result<(usize, Cause, String), RankFailure> {
         let (of, who) = (|rank: usize| members[rank], |rank: usize| channel.who(members[rank]));
         let silent = |ranks: Vec<usize>, after| {
             let names: Vec<String> = ranks.iter().map(|rank| channel.who(*rank)).collect();
-            (ranks[0], Cause::Silent, format!("{} silent for {after:?}", names.join(", ")))
+            (ranks[0], Cause::TimedOut, format!("{} silent for {after:?}", names.join(", ")))
         };
         Ok(match self {
             Self::Failed(failure) => return Err(failure),
             Self::Timeout(ranks, after) => silent(ranks.into_iter().map(of).collect(), after),
             Self::PeersTimedOut(ranks, after) => silent(ranks, after),
-            Self::CallStalled(rank, why) => (of(rank), Cause::Silent, why),
-            Self::PeerLeft(rank) => (of(rank), Cause::Strayed, format!("{} has left", who(rank))),
-            Self::Mismatch(rank, why) => (of(rank), Cause::Strayed, why),
+            Self::CallStalled(rank, why) => (of(rank), Cause::TimedOut, why),
+            Self::PeerLeft(rank) => (of(rank), Cause::CallMismatch, format!("{} has left", who(rank))),
+            Self::Mismatch(rank, why) => (of(rank), Cause::CallMismatch, why),
             Self::Unreachable(rank, error) => {
-                (of(rank), Cause::Died, format!("{} cannot be reached: {error}", who(rank)))
+                (of(rank), Cause::Exited, format!("{} cannot be reached: {error}", who(rank)))
             }
-            Self::Local(why) => (channel.rank(), Cause::Told, format!("{}: {why}", channel.who(channel.rank()))),
+            Self::Local(why) => (channel.rank(), Cause::Reported, format!("{}: {why}", channel.who(channel.rank()))),
         })
     }
 }

@@ -12,7 +12,7 @@ use crate::liveness::{Heartbeat, StalledCall, deadline};
 use crate::peer::PeerInfo;
 use crate::store::{self, Client, Server};
 use crate::transport::{FailureChannel, TransportError};
-use crate::{Call, Cause, Failure, Result};
+use crate::{Call, Cause, RankFailure, Result};
 
 /// The key that counts the ranks that have left.
 const LEFT: &str = "left";
@@ -22,22 +22,22 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// One rank's end. Dropping it leaves; the rank that keeps the store waits for the others to do so.
 pub(crate) struct Watchdog {
-    shared: Arc<Shared>,
+    shared: Arc<WatchdogShared>,
     arbiter: StoreArbiter,
     /// The store, if it is this rank's.
     host: Option<Server>,
 }
 
 /// The parts of a rank's end that its thread shares.
-struct Shared {
+struct WatchdogShared {
     own: PeerInfo,
     peers: Vec<PeerInfo>,
     timeout: Duration,
-    monitor: FailureMonitor<State>,
+    monitor: FailureMonitor<WatchdogState>,
 }
 
 #[derive(Default)]
-struct State {
+struct WatchdogState {
     heartbeat: Heartbeat,
     /// The last time at which this rank showed that it is busy.
     last_busy: Option<Instant>,
@@ -47,7 +47,7 @@ struct State {
 impl Watchdog {
     /// Starts the heartbeats of the rank `own` of `peers` in `store`.
     pub(crate) fn start(store: &Client, own: PeerInfo, peers: Vec<PeerInfo>, timeout: Duration) -> Result<Self> {
-        let shared = Arc::new(Shared { own, peers, timeout, monitor: FailureMonitor::default() });
+        let shared = Arc::new(WatchdogShared { own, peers, timeout, monitor: FailureMonitor::default() });
         let (heartbeats, arbiter) = (store.reconnect()?, StoreArbiter::connect(store)?);
         let beating = Arc::clone(&shared);
         // It ends when this rank leaves. Nothing waits for that, as it may be within a wait of its own.
@@ -78,12 +78,12 @@ impl Watchdog {
 
     /// Notes that group `id` begins a call.
     pub(crate) fn begin(&self, id: &str, call: &Call) {
-        self.shared.monitor.lock().heartbeat.note(id, call);
+        self.shared.monitor.lock().heartbeat.record(id, call);
     }
 
     /// Returns which rank keeps `call` of the group `id` of `members` from its end after the time-out, by the heartbeats of
     /// all. Returns nothing while another rank is busy.
-    pub(crate) fn late(&self, id: &str, members: &[usize], call: &Call) -> Option<TransportError> {
+    pub(crate) fn diagnose_timeout(&self, id: &str, members: &[usize], call: &Call) -> Option<TransportError> {
         let own = members.iter().position(|rank| *rank == self.rank()).unwrap_or(0);
         let names: Vec<String> = members.iter().map(|rank| self.who(*rank)).collect();
         let before: Vec<_> = members.iter().map(|rank| self.heartbeat(*rank)).collect();
@@ -104,7 +104,7 @@ impl Watchdog {
     }
 
     /// Waits until all other ranks have left, because they need the store.
-    fn await_others(&self) {
+    fn await_peers_left(&self) {
         let n_others = self.shared.peers.len() as i64;
         let deadline = deadline(self.shared.timeout);
         let all_left = || self.arbiter.store().add(LEFT, 0).is_ok_and(|n_left| n_left >= n_others);
@@ -123,16 +123,16 @@ impl FailureChannel for Watchdog {
         self.shared.peers[rank].to_string()
     }
 
-    fn fail(&self, failure: Failure) -> Failure {
+    fn fail(&self, failure: RankFailure) -> RankFailure {
         // The other ranks find the failure in the store.
         self.shared.monitor.fail(failure, |own| self.arbiter.first(own), |_| ())
     }
 
-    fn failure(&self) -> Option<Failure> {
+    fn failure(&self) -> Option<RankFailure> {
         self.shared.monitor.failure()
     }
 
-    fn await_failure(&self, within: Duration) -> Option<Failure> {
+    fn await_failure(&self, within: Duration) -> Option<RankFailure> {
         self.shared.monitor.await_failure(within)
     }
 
@@ -146,12 +146,12 @@ impl Drop for Watchdog {
         self.shared.monitor.lock().leaving = true;
         let _ = self.arbiter.store().add(LEFT, 1);
         if self.host.is_some() {
-            self.await_others();
+            self.await_peers_left();
         }
     }
 }
 
-impl Shared {
+impl WatchdogShared {
     /// Leaves heartbeats until the world ends or this rank leaves.
     fn beat(&self, store: &Client) {
         while let Some(heartbeat) = self.next_heartbeat() {
@@ -159,7 +159,7 @@ impl Shared {
             let waited = store.set(&key, &heartbeat).and_then(|()| store.wait_for(&[FAILURE], HEARTBEAT_INTERVAL));
             let failure = match waited {
                 Err(store::Error::Timeout { .. }) => continue,
-                Ok(()) => store.get(FAILURE).ok().and_then(|bytes| Failure::decode(&bytes)),
+                Ok(()) => store.get(FAILURE).ok().and_then(|bytes| RankFailure::decode(&bytes)),
                 Err(_) => None,
             };
             if !self.monitor.lock().leaving {
@@ -181,10 +181,10 @@ impl Shared {
         Some(state.heartbeat.encode())
     }
 
-    fn lost(&self, store: &Client) -> Failure {
+    fn lost(&self, store: &Client) -> RankFailure {
         let (host, port, rank) = (store.host(), store.port(), self.own.rank);
         let message = format!("go on: the store at {host}:{port} does not answer (seen by rank {rank})");
-        Failure { rank: 0, cause: Cause::Died, message }
+        RankFailure { rank: 0, cause: Cause::Exited, message }
     }
 }
 
@@ -219,7 +219,7 @@ mod tests {
     fn the_first_failure_stands_on_all_ranks() {
         let watchdogs = watchdogs(Duration::from_secs(60));
         let fail = |rank: usize| {
-            watchdogs[rank].fail(Failure { rank, cause: Cause::Told, message: format!("read row {rank}") })
+            watchdogs[rank].fail(RankFailure { rank, cause: Cause::Reported, message: format!("read row {rank}") })
         };
         let first = fail(1);
         assert_eq!((first.rank, fail(2)), (1, first.clone()));
@@ -255,7 +255,7 @@ mod tests {
             let (op, dtype) = (Op::AllReduce(Reduce::Sum), Some(DType::F32));
             Call { group: "world".into(), number, op, dtype, shape: vec![3] }
         };
-        let late = |watchdog: &Watchdog| match watchdog.late("world", &[0, 1, 2], &call(2)) {
+        let late = |watchdog: &Watchdog| match watchdog.diagnose_timeout("world", &[0, 1, 2], &call(2)) {
             Some(TransportError::CallStalled(rank, why)) => (rank, why),
             other => panic!("{other:?}"),
         };

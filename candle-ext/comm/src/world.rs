@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::call::CallTrace;
-use crate::group::Group;
+use crate::group::TransportGroup;
 use crate::store::Server;
 use crate::thread_pool::ThreadPool;
 use crate::transport::{FailureChannel, Transport};
-use crate::{Call, Cause, Collective, Failure, KeepAlive, Result, Solo, threads};
+use crate::{Call, Cause, Collective, KeepAlive, RankFailure, Result, Solo, threads};
 
 /// How a world behaves.
 #[derive(Clone, Copy, Debug)]
@@ -46,11 +46,11 @@ pub struct World {
 impl World {
     /// Makes a world of one rank.
     pub fn solo() -> Self {
-        Self::alone(threads::alone())
+        Self::single_rank(threads::solo_transport())
     }
 
     /// Makes the world of the one rank of `transport`.
-    pub(crate) fn alone(transport: Arc<dyn Transport>) -> Self {
+    pub(crate) fn single_rank(transport: Arc<dyn Transport>) -> Self {
         let (threads, trace) = (Arc::default(), CallTrace::default());
         Self { group: Arc::new(Solo), threads, channel: transport, timeout: Duration::MAX, trace, host: None }
     }
@@ -59,13 +59,13 @@ impl World {
     pub(crate) fn open(transport: Arc<dyn Transport>, size: usize, options: &Options) -> Result<Self> {
         let trace = CallTrace::new(options.record);
         let threads = Arc::default();
-        let group = Arc::new(Group::world(&transport, size, &trace, &threads)?);
+        let group = Arc::new(TransportGroup::world(&transport, size, &trace, &threads)?);
         Ok(Self { group, threads, channel: transport, timeout: options.timeout, trace, host: None })
     }
 
     /// Makes one of a group whose ranks hear of a failure from `channel`, and whose threads are `threads`.
     #[cfg(feature = "cuda")]
-    pub(crate) fn of(
+    pub(crate) fn from_group(
         group: Arc<dyn Collective>,
         channel: Arc<dyn FailureChannel>,
         timeout: Duration,
@@ -76,7 +76,7 @@ impl World {
     }
 
     /// The same, with another group over that of all ranks.
-    pub(crate) fn over(mut self, group: impl FnOnce(Arc<dyn Collective>) -> Arc<dyn Collective>) -> Self {
+    pub(crate) fn wrap_group(mut self, group: impl FnOnce(Arc<dyn Collective>) -> Arc<dyn Collective>) -> Self {
         let below = std::mem::replace(&mut self.group, Arc::new(Solo));
         self.group = group(below);
         self
@@ -105,9 +105,13 @@ impl World {
 
     /// Ends the world because of something that went wrong on this rank: what the others wait for will not come.
     /// Returns the world's failure, which is another one if there was one before.
-    pub fn fail(&self, why: impl Display) -> Failure {
+    pub fn fail(&self, why: impl Display) -> RankFailure {
         let rank = self.rank();
-        self.channel.fail(Failure { rank, cause: Cause::Told, message: format!("go on: rank {rank} failed to {why}") })
+        self.channel.fail(RankFailure {
+            rank,
+            cause: Cause::Reported,
+            message: format!("go on: rank {rank} failed to {why}"),
+        })
     }
 
     /// Returns the signs of life of this rank while it is busy with work of its own.
@@ -116,12 +120,12 @@ impl World {
     }
 
     /// Returns why the world has ended, if it has.
-    pub fn failure(&self) -> Option<Failure> {
+    pub fn failure(&self) -> Option<RankFailure> {
         self.channel.failure()
     }
 
     /// Waits until the world has ended, for as long as `within`, and returns why.
-    pub fn await_failure(&self, within: Duration) -> Option<Failure> {
+    pub fn await_failure(&self, within: Duration) -> Option<RankFailure> {
         self.channel.await_failure(within)
     }
 

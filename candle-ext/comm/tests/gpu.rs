@@ -4,8 +4,8 @@
 
 mod cases;
 mod gpus;
-#[path = "cases/through.rs"]
-mod through;
+#[path = "cases/mapped.rs"]
+mod mapped;
 
 use std::sync::Arc;
 use std::time::Duration;

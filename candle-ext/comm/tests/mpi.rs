@@ -14,8 +14,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_comm::place::{Place, Source};
-use candlewick_comm::{Engine, Error, Host, Options, Recv, Reduce, Result, Staged, World};
+use candlewick_comm::rank_env::{Launcher, RankEnv};
+use candlewick_comm::{CommBackend, Error, HostBackend, Options, Recv, Reduce, Result, Staged, World};
 use rustix::process::{Signal, getpid, kill_process};
 
 const PATIENT: Duration = Duration::from_secs(60);
@@ -29,12 +29,12 @@ fn rank() {
     let Ok(told) = std::env::var(VARIABLE) else { return };
     let words: Vec<&str> = told.splitn(3, ' ').collect();
     let [scenario, timeout, folder] = words[..] else { panic!("{told}") };
-    let place = Place::from_variables(&std::env::vars().collect()).unwrap();
+    let env = RankEnv::from_variables(&std::env::vars().collect()).unwrap();
     let options = Options { timeout: Duration::from_millis(timeout.parse().unwrap()), record: true };
     // Where MPI should count other ranks than whoever started them.
-    let believed = if scenario == "miscounted" { place.world_size + 1 } else { place.world_size };
-    let place = Place { world_size: believed, ..place };
-    let joined = || World::join(&place, &Engine::Host(Host::Mpi), options);
+    let believed = if scenario == "miscounted" { env.world_size + 1 } else { env.world_size };
+    let env = RankEnv { world_size: believed, ..env };
+    let joined = || World::join(&env, &CommBackend::Host(HostBackend::Mpi), options);
     let done = catch_unwind(|| joined().and_then(|world| world.run(|world| act(scenario, world))));
     let (code, said) = match done {
         Ok(Ok(result)) => (0, Some(result)),
@@ -43,9 +43,9 @@ fn rank() {
     };
     let file = |rank: usize| Path::new(folder).join(rank.to_string());
     if let Some(said) = said {
-        let unfinished = Path::new(folder).join(format!("{}.tmp", place.rank));
+        let unfinished = Path::new(folder).join(format!("{}.tmp", env.rank));
         fs::write(&unfinished, said).unwrap();
-        fs::rename(unfinished, file(place.rank)).unwrap();
+        fs::rename(unfinished, file(env.rank)).unwrap();
     }
     if code > 0 {
         // A second after the first has ended badly, mpirun kills the others: they shall have written by then. The last rank
@@ -304,8 +304,8 @@ fn mpi_must_count_as_whoever_started_the_ranks() {
 /// Started by nobody, MPI finds a world of one.
 #[test]
 fn ranks_that_mpi_did_not_start_are_told_what_to_do() {
-    let place = Place { world_size: 2, local_world_size: 2, source: Source::Torchrun, ..Place::alone() };
-    let alone = World::join(&place, &Engine::Host(Host::Mpi), Options { timeout: PATIENT, record: false });
+    let env = RankEnv { world_size: 2, local_world_size: 2, launcher: Launcher::Torchrun, ..RankEnv::single() };
+    let alone = World::join(&env, &CommBackend::Host(HostBackend::Mpi), Options { timeout: PATIENT, record: false });
     let said = alone.err().unwrap().to_string();
     assert!(said.contains("MPI calls it rank 0 of 1; start the ranks with the mpirun of the MPI"), "{said}");
 }

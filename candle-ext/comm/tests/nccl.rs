@@ -7,12 +7,12 @@ mod cases;
 mod gpus;
 #[path = "nccl/launches.rs"]
 mod launches;
+#[path = "cases/mapped.rs"]
+mod mapped;
 #[path = "nccl/send_recv.rs"]
 mod send_recv;
 #[path = "gpus/stand_in.rs"]
 mod stand_in;
-#[path = "cases/through.rs"]
-mod through;
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;

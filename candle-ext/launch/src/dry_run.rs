@@ -5,7 +5,7 @@ use crate::host::Host;
 use crate::logs::AttemptLogs;
 use crate::plan::{Plan, RendezvousPlan};
 use crate::worker_group::{Setting, start_of};
-use candlewick_comm::place::Master;
+use candlewick_comm::rank_env::Master;
 
 /// Returns the workers' variables and commands. What only the other nodes know is assumed: that they are like this one.
 pub fn text(plan: &Plan, host: &Host) -> String {

@@ -1,7 +1,7 @@
 //! The participants on which the nodes agreed, and the variables that a worker gets from them.
 
 use crate::plan::Plan;
-use candlewick_comm::place::{Master, Variables};
+use candlewick_comm::rank_env::{Master, Variables};
 
 /// The participants of one rendezvous, in the order of their numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]

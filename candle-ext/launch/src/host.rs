@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use candlewick_comm::place::Variables;
+use candlewick_comm::rank_env::Variables;
 
 /// A machine and the variables of the launcher's own process.
 #[derive(Clone, Debug)]

@@ -2,7 +2,7 @@
 //!
 //! [`cli`] is what the user wrote and [`plan`] what will happen. The [`agent`] of a node joins the [`rendezvous`] and runs its
 //! [`worker_group`], once for each generation. This crate sets processes up and moves no data between them; the variables
-//! that it gives them are read by [`candlewick_comm::place`].
+//! that it gives them are read by [`candlewick_comm::rank_env`].
 
 pub mod agent;
 pub mod child;

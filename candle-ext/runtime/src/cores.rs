@@ -5,10 +5,10 @@ use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use candlewick_comm::Engine;
+use candlewick_comm::CommBackend;
 
 use crate::exit::ExitCode;
-use crate::place::place;
+use crate::rank_env::rank_env;
 
 /// The threads that any machine may start.
 const MOST_THREADS: usize = 256;
@@ -21,7 +21,7 @@ const VARIABLE: &str = "RAYON_NUM_THREADS";
 pub fn share_cores() {
     limit_threads();
     // A place that makes no sense is an error later.
-    let n_processes = place().map_or(1, |place| place.local_world_size);
+    let n_processes = rank_env().map_or(1, |env| env.local_world_size);
     if n_processes < 2 || std::env::var_os(VARIABLE).is_some() {
         return;
     }
@@ -51,8 +51,8 @@ fn limit_threads() {
 /// may wait for this one. The variable, if it is set, is left alone. Called before the process has a second thread.
 pub fn load_kernels_at_start() {
     const LOADING: &str = "CUDA_MODULE_LOADING";
-    let n_ranks = place().map_or(1, |place| place.world_size);
-    if let Some(loading) = module_loading(n_ranks, std::env::var_os(LOADING)).filter(|_| Engine::HAS_NCCL) {
+    let n_ranks = rank_env().map_or(1, |env| env.world_size);
+    if let Some(loading) = module_loading(n_ranks, std::env::var_os(LOADING)).filter(|_| CommBackend::HAS_NCCL) {
         // SAFETY: there is no other thread yet that could read the environment. The driver reads it when it is started.
         unsafe { std::env::set_var(LOADING, loading) };
     }

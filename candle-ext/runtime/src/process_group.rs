@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Error, Result, anyhow};
-use candlewick_comm::{Collective, Failure, KeepAlive, World, exchange_bytes, is_first_of_machine};
+use candlewick_comm::{Collective, KeepAlive, RankFailure, World, exchange_bytes, is_first_on_node};
 
 use crate::exit::ExitCode;
 
@@ -22,7 +22,7 @@ impl ProcessGroup {
     /// Makes one of the ranks of `world`.
     pub fn new(world: &World) -> Result<Self> {
         let group = world.group();
-        let is_first_of_node = is_first_of_machine(&*group)?;
+        let is_first_of_node = is_first_on_node(&*group)?;
         Ok(Self { group, keep_alive: world.keep_alive(), is_first_of_node })
     }
 
@@ -118,9 +118,9 @@ pub fn fail(
     world: &World,
     program: &str,
     (code, error): (ExitCode, Error),
-    ended_by: impl FnOnce(&Failure) -> Error,
+    ended_by: impl FnOnce(&RankFailure) -> Error,
 ) -> Error {
-    match Failure::behind(&*error) {
+    match RankFailure::find_in(&*error) {
         Some(failure) => ended_by(failure),
         // The rank whose error this is reports it.
         _ if code == ExitCode::Peer => error,

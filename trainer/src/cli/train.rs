@@ -1,8 +1,8 @@
 //! `trainer train`: from a recipe to a plan to a run.
 
 use anyhow::{Result, anyhow};
-use candlewick_comm::place::Place;
-use candlewick_runtime::place::place;
+use candlewick_comm::rank_env::RankEnv;
+use candlewick_runtime::rank_env::rank_env;
 use clap::Args;
 
 use super::options::{Recipe, Verbosity, hub, plan, seat};
@@ -35,20 +35,20 @@ Examples:
 The same command goes on where the last run stopped, if a checkpoint has auto_resume: true.";
 
 pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let place = place()?;
-    let plan = plan(&train.recipe, verbosity, seat(&place))?;
+    let env = rank_env()?;
+    let plan = plan(&train.recipe, verbosity, seat(&env))?;
     let folder = plan.log.output_dir.clone().unwrap_or_default();
     let mut profile = train
         .profile
-        .filter(|_| place.rank == 0)
+        .filter(|_| env.rank == 0)
         .map(|sort| Profile::create(folder, sort, train.profile_steps))
         .transpose()?;
     logging::start(verbosity, &plan.logger, profile.as_mut())?;
-    for note in plan.notes.iter().filter(|_| place.rank == 0) {
+    for note in plan.notes.iter().filter(|_| env.rank == 0) {
         ui.remark(&format!("note: {note}"));
     }
-    let (world, device) = connect(&plan, &place)?;
-    refuse_what_cannot_fit(&plan, &place, ui)?;
+    let (world, device) = connect(&plan, &env)?;
+    refuse_what_cannot_fit(&plan, &env, ui)?;
     let code = crate::run::train(&plan, &hub(ui)?, &world, &device)?;
     if let Some(profile) = profile {
         ui.remark(&profile.finish()?);
@@ -57,8 +57,8 @@ pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
 }
 
 /// Fails if the run cannot fit with rows of any length. Prints a note if it fits only with rows shorter than `data.max_length`.
-fn refuse_what_cannot_fit(plan: &Plan, place: &Place, ui: &Ui) -> Result<()> {
-    let capacity = Capacity::now(plan.device).of_one(place.local_world_size);
+fn refuse_what_cannot_fit(plan: &Plan, env: &RankEnv, ui: &Ui) -> Result<()> {
+    let capacity = Capacity::now(plan.device).of_one(env.local_world_size);
     let setup = Setup::on(plan, &capacity)?;
     let least = estimate(&Setup { row_tokens: 2, rows: 1, eval_load: None, ..setup.clone() }).shortages(&capacity);
     // An estimate is up to a tenth too high, and the system may find some more.
@@ -67,7 +67,7 @@ fn refuse_what_cannot_fit(plan: &Plan, place: &Place, ui: &Ui) -> Result<()> {
         let advice = "`trainer estimate RECIPE` says what takes it and what to change";
         return Err(anyhow!("{problem}; {advice}").context(ExitCode::OutOfMemory));
     }
-    for shortage in estimate(&setup).shortages(&capacity).iter().filter(|_| place.rank == 0) {
+    for shortage in estimate(&setup).shortages(&capacity).iter().filter(|_| env.rank == 0) {
         let rows = plan.data.max_length;
         ui.remark(&format!(
             "note: rows of {rows} tokens (data.max_length) would need {shortage}; see `trainer estimate`"

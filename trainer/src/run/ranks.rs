@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Error, Result, anyhow};
 use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
-use candlewick_comm::{Cause, Failure, Reduce, World};
+use candlewick_comm::{Cause, RankFailure, Reduce, World};
 use candlewick_ops::to_host;
 use candlewick_parallel::ParallelGroups;
 use candlewick_runtime::process_group::{ProcessGroup, fail};
@@ -36,7 +36,7 @@ impl<'w> Ranks<'w> {
         let device = device.clone();
         let mesh = Mesh::new(plan.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
         let groups = ParallelGroups::new(&mesh, &*world.group())?;
-        let place = |axis| mesh.place(world.rank(), axis);
+        let place = |axis| mesh.coordinate(world.rank(), axis);
         let seat = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
         let background = world.group().split("saves", &[(0..world.size()).collect()])?;
         let process = ProcessGroup::new(world)?;
@@ -137,13 +137,13 @@ fn difference(key: &str, a: &Value, b: &Value) -> Option<(String, [String; 2])> 
 }
 
 /// The error of a rank that ends because the world has, and what can be done about it.
-pub(super) fn ended_by(failure: &Failure) -> Error {
+pub(super) fn ended_by(failure: &RankFailure) -> Error {
     let rank = failure.rank;
     let advice = match failure.cause {
-        Cause::Told => format!("rank {rank} has written more"),
-        Cause::Died => format!("the last output of rank {rank}, or of its launcher, says why"),
-        Cause::Silent => format!("if rank {rank} was only slow, raise ddp_timeout"),
-        Cause::Strayed => "all ranks must be the same program, with the same recipe and data".to_owned(),
+        Cause::Reported => format!("rank {rank} has written more"),
+        Cause::Exited => format!("the last output of rank {rank}, or of its launcher, says why"),
+        Cause::TimedOut => format!("if rank {rank} was only slow, raise ddp_timeout"),
+        Cause::CallMismatch => "all ranks must be the same program, with the same recipe and data".to_owned(),
     };
     let error =
         anyhow!("failed to {failure}; {advice}. Started again, a run with auto_resume goes on from the newest save");

@@ -7,7 +7,7 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
-use crate::{Call, Collective, Failure, Options, Reduce, Result, World, threads};
+use crate::{Call, Collective, Options, RankFailure, Reduce, Result, World, threads};
 
 /// The transport of threads, but for how a part of the world is connected.
 struct Broken {
@@ -24,15 +24,15 @@ impl FailureChannel for Broken {
         self.sound.who(rank)
     }
 
-    fn fail(&self, failure: Failure) -> Failure {
+    fn fail(&self, failure: RankFailure) -> RankFailure {
         self.sound.fail(failure)
     }
 
-    fn failure(&self) -> Option<Failure> {
+    fn failure(&self) -> Option<RankFailure> {
         self.sound.failure()
     }
 
-    fn await_failure(&self, within: Duration) -> Option<Failure> {
+    fn await_failure(&self, within: Duration) -> Option<RankFailure> {
         self.sound.await_failure(within)
     }
 
@@ -46,8 +46,8 @@ impl Transport for Broken {
         if members.len() == 2 { (self.open)() } else { self.sound.open(id, members) }
     }
 
-    fn doing(&self, id: &str, call: Option<&Call>) {
-        self.sound.doing(id, call);
+    fn set_current_call(&self, id: &str, call: Option<&Call>) {
+        self.sound.set_current_call(id, call);
     }
 }
 
@@ -64,7 +64,7 @@ impl Connections for Panicking {
 fn check(
     open: fn() -> Result<Box<dyn Connections>, TransportError>,
     then: impl Fn(&dyn Collective) -> Result<()> + Sync,
-) -> Failure {
+) -> RankFailure {
     let options = Options { timeout: Duration::from_secs(60), record: false };
     let lists = [vec![0], vec![1], vec![2, 3]];
     let rank = |sound| {
@@ -78,11 +78,11 @@ fn check(
             threads::transports(&shared, 4).map(|transport| scope.spawn(move || rank(transport))).collect();
         threads.into_iter().map(|thread| thread.join().expect("the rank does not panic")).collect()
     });
-    let told = |ended: &Result<()>| match ended {
+    let sent = |ended: &Result<()>| match ended {
         Err(crate::Error::Failed(failure)) => failure.clone(),
         other => panic!("{other:?}"),
     };
-    let [third, fourth] = [2, 3].map(|rank| told(&ended[rank]));
+    let [third, fourth] = [2, 3].map(|rank| sent(&ended[rank]));
     assert_eq!(third, fourth);
     third
 }

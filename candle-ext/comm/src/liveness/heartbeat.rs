@@ -35,7 +35,7 @@ pub(crate) struct StalledCall<'a> {
 
 impl Heartbeat {
     /// Notes that a group begins a call.
-    pub(crate) fn note(&mut self, id: &str, call: &Call) {
+    pub(crate) fn record(&mut self, id: &str, call: &Call) {
         let last = self.last_calls.entry(id.to_owned()).or_default();
         if !matches!(call.op, Op::SendRecv { .. }) {
             last.n_calls = call.number;
@@ -122,7 +122,7 @@ mod tests {
 
     fn heartbeat(count: u64, begun: &[Call]) -> Option<Heartbeat> {
         let mut heartbeat = Heartbeat { count, ..Heartbeat::default() };
-        begun.iter().for_each(|call| heartbeat.note("world", call));
+        begun.iter().for_each(|call| heartbeat.record("world", call));
         Some(heartbeat)
     }
 

@@ -6,7 +6,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use super::SIGNS_PER_TIMEOUT;
+use super::HEARTBEATS_PER_TIMEOUT;
 use crate::transport::FailureChannel;
 
 /// Signs of life of a rank that reads data, writes a file or does other long work. Without them the other ranks give up
@@ -29,7 +29,7 @@ pub struct KeepAliveGuard {
 
 impl KeepAlive {
     pub(crate) fn new(channel: Arc<dyn FailureChannel>, timeout: Duration, size: usize) -> Self {
-        Self { channel, interval: timeout / SIGNS_PER_TIMEOUT, is_alone: size == 1 }
+        Self { channel, interval: timeout / HEARTBEATS_PER_TIMEOUT, is_alone: size == 1 }
     }
 
     /// Calls `work`, and shows the other ranks meanwhile that this one is alive. They wait as long as it takes, so `work`

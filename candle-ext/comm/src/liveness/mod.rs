@@ -17,7 +17,7 @@ pub use keep_alive::{KeepAlive, KeepAliveGuard};
 pub(crate) use wait_graph::{Wait, WaitGraph};
 
 /// The number of signs of life in a time-out. One or two of them may come late.
-const SIGNS_PER_TIMEOUT: u32 = 8;
+const HEARTBEATS_PER_TIMEOUT: u32 = 8;
 
 /// The longest wait for which the clock has room.
 const FOREVER: Duration = Duration::from_secs(1 << 30);

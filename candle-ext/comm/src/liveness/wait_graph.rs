@@ -3,15 +3,15 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::SIGNS_PER_TIMEOUT;
+use super::HEARTBEATS_PER_TIMEOUT;
 
-/// The last signs of life of each rank of a world.
+/// The last heartbeats of life of each rank of a world.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct WaitGraph(BTreeMap<usize, RankSigns>);
+pub(crate) struct WaitGraph(BTreeMap<usize, RankHeartbeats>);
 
-/// The last signs of life of one rank.
+/// The last heartbeats of life of one rank.
 #[derive(Clone, Debug, Default)]
-struct RankSigns {
+struct RankHeartbeats {
     busy: Option<Instant>,
     /// The ranks that it waits for, each with the time at which it said so.
     waits_for: BTreeMap<usize, Instant>,
@@ -20,7 +20,7 @@ struct RankSigns {
 /// The state of one rank along a chain of waits.
 enum RankState {
     Busy,
-    Silent,
+    Unresponsive,
     WaitsFor(Vec<usize>),
 }
 
@@ -30,17 +30,17 @@ pub(crate) struct Wait {
     timeout: Duration,
     last_progress: Instant,
     /// The last time at which this rank showed that it waits.
-    shown: Instant,
+    last_heartbeat: Instant,
 }
 
 impl WaitGraph {
     /// Notes that a rank is busy with work of its own.
-    pub(crate) fn busy(&mut self, rank: usize) {
+    pub(crate) fn record_busy(&mut self, rank: usize) {
         self.0.entry(rank).or_default().busy = Some(Instant::now());
     }
 
     /// Notes that a rank waits for others.
-    pub(crate) fn waits(&mut self, rank: usize, others: &[usize]) {
+    pub(crate) fn record_wait(&mut self, rank: usize, others: &[usize]) {
         let now = Instant::now();
         self.0.entry(rank).or_default().waits_for.extend(others.iter().map(|other| (*other, now)));
     }
@@ -48,49 +48,49 @@ impl WaitGraph {
     /// Returns the ranks to hold responsible once `own` has waited for `others` for the whole time-out.
     ///
     /// The chains of waits are followed, also through other threads of `own`. The ranks on them that showed nothing are
-    /// returned. If all wait for each other, `others` are. If a chain ends at a busy rank and none is silent, none are.
+    /// returned. If all wait for each other, `others` are. If a chain ends at a busy rank and none is unresponsive, none are.
     pub(crate) fn suspects(&self, own: usize, others: &[usize], wait: &Wait) -> Option<Vec<usize>> {
-        if !wait.is_over() {
+        if !wait.is_timed_out() {
             return None;
         }
-        let (mut visited, mut silent, mut is_any_busy) = (others.to_vec(), Vec::new(), false);
+        let (mut visited, mut unresponsive, mut is_any_busy) = (others.to_vec(), Vec::new(), false);
         let mut next = 0;
         while let Some(&rank) = visited.get(next) {
             next += 1;
             match self.state(rank, rank == own, wait.timeout) {
                 RankState::Busy => is_any_busy = true,
-                RankState::Silent => silent.push(rank),
+                RankState::Unresponsive => unresponsive.push(rank),
                 RankState::WaitsFor(ranks) => {
                     let new: Vec<usize> = ranks.into_iter().filter(|rank| !visited.contains(rank)).collect();
                     visited.extend(new);
                 }
             }
         }
-        match (silent.is_empty(), is_any_busy) {
-            (false, _) => Some(silent),
+        match (unresponsive.is_empty(), is_any_busy) {
+            (false, _) => Some(unresponsive),
             (true, true) => None,
             (true, false) => Some(others.to_vec()),
         }
     }
 
     /// Returns the state of a rank. A busy rank has the whole time-out for its next call; a rank that waits repeats that
-    /// more often. This process itself is never silent.
+    /// more often. This process itself is never unresponsive.
     fn state(&self, rank: usize, is_own: bool, timeout: Duration) -> RankState {
-        let signs = self.0.get(&rank);
-        if signs.and_then(|signs| signs.busy).is_some_and(|seen| seen.elapsed() < timeout) {
+        let heartbeats = self.0.get(&rank);
+        if heartbeats.and_then(|heartbeats| heartbeats.busy).is_some_and(|seen| seen.elapsed() < timeout) {
             return RankState::Busy;
         }
         let is_recent = |(_, seen): &(&usize, &Instant)| seen.elapsed() < timeout / 2;
-        let waits_for = signs.into_iter().flat_map(|signs| &signs.waits_for).filter(is_recent);
+        let waits_for = heartbeats.into_iter().flat_map(|heartbeats| &heartbeats.waits_for).filter(is_recent);
         let waits_for: Vec<usize> = waits_for.map(|(other, _)| *other).collect();
-        if waits_for.is_empty() && !is_own { RankState::Silent } else { RankState::WaitsFor(waits_for) }
+        if waits_for.is_empty() && !is_own { RankState::Unresponsive } else { RankState::WaitsFor(waits_for) }
     }
 }
 
 impl Wait {
     pub(crate) fn begin(timeout: Duration) -> Self {
         let now = Instant::now();
-        Self { timeout, last_progress: now, shown: now }
+        Self { timeout, last_progress: now, last_heartbeat: now }
     }
 
     /// Begins the wait anew, because something has moved.
@@ -105,22 +105,22 @@ impl Wait {
     }
 
     /// Returns whether it has lasted for the time-out.
-    pub(crate) fn is_over(&self) -> bool {
+    pub(crate) fn is_timed_out(&self) -> bool {
         self.left().is_zero()
     }
 
     /// Returns the time until the time-out ends or this rank should show again that it waits.
-    pub(crate) fn patience(&self) -> Duration {
-        let until_shown = (self.timeout / SIGNS_PER_TIMEOUT).saturating_sub(self.shown.elapsed());
+    pub(crate) fn next_check_in(&self) -> Duration {
+        let until_heartbeat = (self.timeout / HEARTBEATS_PER_TIMEOUT).saturating_sub(self.last_heartbeat.elapsed());
         let left = self.left();
-        if left.is_zero() { until_shown } else { until_shown.min(left) }
+        if left.is_zero() { until_heartbeat } else { until_heartbeat.min(left) }
     }
 
     /// Returns whether this rank should show again that it waits.
-    pub(crate) fn is_to_be_shown(&mut self) -> bool {
-        let is_due = self.shown.elapsed() >= self.timeout / SIGNS_PER_TIMEOUT;
+    pub(crate) fn is_heartbeat_due(&mut self) -> bool {
+        let is_due = self.last_heartbeat.elapsed() >= self.timeout / HEARTBEATS_PER_TIMEOUT;
         if is_due {
-            self.shown = Instant::now();
+            self.last_heartbeat = Instant::now();
         }
         is_due
     }
@@ -138,8 +138,8 @@ mod tests {
     fn suspects(others: &[usize], busy: &[usize], waiting: &[(usize, &[usize])]) -> Option<Vec<usize>> {
         let timeout = Duration::from_secs(3600);
         let mut graph = WaitGraph::default();
-        busy.iter().for_each(|rank| graph.busy(*rank));
-        waiting.iter().for_each(|(rank, others)| graph.waits(*rank, others));
+        busy.iter().for_each(|rank| graph.record_busy(*rank));
+        waiting.iter().for_each(|(rank, others)| graph.record_wait(*rank, others));
         let begun = Wait::begin(timeout);
         assert_eq!(graph.suspects(0, others, &begun), None, "its time is not up");
         let long_ago = Instant::now().checked_sub(timeout).expect("the machine has been up for an hour");
@@ -166,8 +166,8 @@ mod tests {
     #[test]
     fn old_signs_of_life_do_not_count() {
         let mut graph = WaitGraph::default();
-        graph.busy(1);
-        graph.waits(2, &[1]);
+        graph.record_busy(1);
+        graph.record_wait(2, &[1]);
         let wait = Wait::begin(Duration::ZERO);
         assert_eq!(graph.suspects(0, &[1, 2], &wait), Some(vec![1, 2]));
     }
@@ -176,13 +176,13 @@ mod tests {
     fn a_wait_is_shown_several_times_before_it_is_over() {
         let timeout = Duration::from_secs(80);
         let ago = |seconds| Instant::now().checked_sub(Duration::from_secs(seconds)).expect("the machine is up");
-        let mut wait = Wait { timeout, last_progress: ago(75), shown: ago(2) };
-        assert!(wait.patience() <= Duration::from_secs(5) && !wait.is_to_be_shown());
-        wait.shown = ago(11);
-        assert!(wait.patience().is_zero() && wait.is_to_be_shown() && !wait.is_to_be_shown());
-        let over = Wait { timeout, last_progress: ago(90), shown: ago(1) };
-        assert!(over.patience() > Duration::from_secs(5));
+        let mut wait = Wait { timeout, last_progress: ago(75), last_heartbeat: ago(2) };
+        assert!(wait.next_check_in() <= Duration::from_secs(5) && !wait.is_heartbeat_due());
+        wait.last_heartbeat = ago(11);
+        assert!(wait.next_check_in().is_zero() && wait.is_heartbeat_due() && !wait.is_heartbeat_due());
+        let over = Wait { timeout, last_progress: ago(90), last_heartbeat: ago(1) };
+        assert!(over.next_check_in() > Duration::from_secs(5));
         wait.progress();
-        assert!(wait.patience() > Duration::from_secs(5));
+        assert!(wait.next_check_in() > Duration::from_secs(5));
     }
 }

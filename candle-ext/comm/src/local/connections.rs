@@ -8,19 +8,19 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::shared::Shared;
+use super::rank::LocalRank;
 use crate::liveness::Wait;
 use crate::transport::{Connections, TransportError};
 
 /// How much is written to one rank before the others get their turn.
-const TURN_BYTES: usize = 1 << 18;
+const MAX_WRITE_BYTES: usize = 1 << 18;
 
 /// One rank's sockets in one group.
 pub(super) struct UnixSocketConnections {
     streams: Vec<Option<UnixStream>>,
     /// The world ranks of the group's ranks.
     members: Vec<usize>,
-    shared: Arc<Shared>,
+    shared: Arc<LocalRank>,
     timeout: Duration,
 }
 
@@ -28,7 +28,7 @@ impl UnixSocketConnections {
     pub(super) fn new(
         streams: Vec<Option<UnixStream>>,
         members: Vec<usize>,
-        shared: Arc<Shared>,
+        shared: Arc<LocalRank>,
         timeout: Duration,
     ) -> Self {
         Self { streams, members, shared, timeout }
@@ -82,15 +82,15 @@ impl Connections for UnixSocketConnections {
                 return Err(TransportError::Failed(failure));
             }
             let waits_for = || late(&send, &recv).into_iter().map(|peer| self.members[peer]).collect::<Vec<_>>();
-            if wait.is_to_be_shown() {
-                self.shared.show_wait(&waits_for());
+            if wait.is_heartbeat_due() {
+                self.shared.send_wait(&waits_for());
             }
-            if wait.is_over()
+            if wait.is_timed_out()
                 && let Some(silent) = self.shared.suspects(&waits_for(), &wait)
             {
                 return Err(TransportError::PeersTimedOut(silent, self.timeout));
             }
-            ready = self.await_any(&send, &recv, wait.patience())?;
+            ready = self.await_any(&send, &recv, wait.next_check_in())?;
         }
     }
 }
@@ -99,7 +99,7 @@ fn write_some(mut stream: &UnixStream, left: &mut &[u8]) -> io::Result<bool> {
     if left.is_empty() {
         return Ok(false);
     }
-    let Some(n) = unless_busy(stream.write(&left[..left.len().min(TURN_BYTES)]))? else { return Ok(false) };
+    let Some(n) = unless_would_block(stream.write(&left[..left.len().min(MAX_WRITE_BYTES)]))? else { return Ok(false) };
     *left = &left[n..];
     Ok(true)
 }
@@ -108,7 +108,7 @@ fn read_some(mut stream: &UnixStream, left: &mut &mut [u8]) -> io::Result<bool> 
     if left.is_empty() {
         return Ok(false);
     }
-    match unless_busy(stream.read(left))? {
+    match unless_would_block(stream.read(left))? {
         Some(0) => Err(ErrorKind::UnexpectedEof.into()),
         Some(n) => {
             *left = &mut std::mem::take(left)[n..];
@@ -119,7 +119,7 @@ fn read_some(mut stream: &UnixStream, left: &mut &mut [u8]) -> io::Result<bool> 
 }
 
 /// Returns what was done, or nothing if that was not possible just now.
-fn unless_busy(done: io::Result<usize>) -> io::Result<Option<usize>> {
+fn unless_would_block(done: io::Result<usize>) -> io::Result<Option<usize>> {
     match done {
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(None),
         done => done.map(Some),

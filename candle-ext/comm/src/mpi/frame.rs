@@ -1,6 +1,6 @@
 //! What ranks tell each other besides tensors.
 
-use crate::Failure;
+use crate::RankFailure;
 
 /// A message of one rank's thread to another's.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -8,9 +8,9 @@ pub(super) enum Frame {
     /// The sender has left.
     Leave,
     /// Something went wrong on the sender: rank 0 says whose failure was the first.
-    ReportFailure(Failure),
+    ReportFailure(RankFailure),
     /// The world has ended.
-    Ended(Failure),
+    Ended(RankFailure),
     /// Messages of the group with this id carry this tag.
     Open(i32, String),
     /// The sender is at work.
@@ -35,8 +35,8 @@ impl Frame {
         let (kind, rest) = bytes.split_first()?;
         match kind {
             0 => Some(Self::Leave),
-            1 => Failure::decode(rest).map(Self::ReportFailure),
-            2 => Failure::decode(rest).map(Self::Ended),
+            1 => RankFailure::decode(rest).map(Self::ReportFailure),
+            2 => RankFailure::decode(rest).map(Self::Ended),
             3 => {
                 let (tag, id) = rest.split_first_chunk()?;
                 Some(Self::Open(i32::from_le_bytes(*tag), String::from_utf8_lossy(id).into_owned()))
@@ -55,7 +55,7 @@ mod tests {
 
     #[test]
     fn a_frame_is_read_as_it_was_written() {
-        let failure = Failure { rank: 7, cause: Cause::Silent, message: "read row 17".to_owned() };
+        let failure = RankFailure { rank: 7, cause: Cause::TimedOut, message: "read row 17".to_owned() };
         let open = Frame::Open(32_000, "world/3.1".to_owned());
         for frame in [
             Frame::Leave,

@@ -1,4 +1,4 @@
-//! A message that MPI is sending or receiving, with the room for its bytes.
+//! A message that MPI is sending or receiving, with the buffer for its bytes.
 
 use std::ptr::NonNull;
 
@@ -7,14 +7,14 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, Destination, Source};
 
 /// A message on its way. If it is dropped before it has arrived its bytes are never freed: MPI may still use them.
-pub(super) struct Message {
+pub(super) struct MpiMessage {
     /// `None` once it has arrived.
     request: Option<Request<'static, [u8], StaticScope>>,
     /// Taken out of a box, and put back into one when the request is done.
     bytes: NonNull<[u8]>,
 }
 
-impl Message {
+impl MpiMessage {
     /// Starts to send.
     pub(super) fn send(over: &SimpleCommunicator, to: i32, tag: i32, bytes: Box<[u8]>) -> Self {
         let bytes = Box::leak(bytes);
@@ -23,9 +23,9 @@ impl Message {
         Self { request: Some(request), bytes: start }
     }
 
-    /// Starts to receive, as many bytes as there is room for.
-    pub(super) fn receive(over: &SimpleCommunicator, from: i32, tag: i32, room: Box<[u8]>) -> Self {
-        let bytes = Box::leak(room);
+    /// Starts to receive, as many bytes as there is buffer for.
+    pub(super) fn receive(over: &SimpleCommunicator, from: i32, tag: i32, buffer: Box<[u8]>) -> Self {
+        let bytes = Box::leak(buffer);
         let start = NonNull::from(&mut *bytes);
         let request = over.process_at_rank(from).immediate_receive_into_with_tag(StaticScope, bytes, tag);
         Self { request: Some(request), bytes: start }
@@ -45,7 +45,7 @@ impl Message {
     }
 }
 
-impl Drop for Message {
+impl Drop for MpiMessage {
     fn drop(&mut self) {
         // The request itself panics when it is dropped.
         if let Some(request) = self.request.take() {

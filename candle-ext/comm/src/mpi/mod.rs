@@ -12,7 +12,7 @@ mod connections;
 mod frame;
 mod message;
 mod progress;
-mod shared;
+mod rank;
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -20,10 +20,10 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
-use crate::{Call, Error, Failure, Options, Result, World};
+use crate::{Call, Error, Options, RankFailure, Result, World};
 use connections::MpiConnections;
 use progress::ProgressThread;
-use shared::Shared;
+use rank::MpiRank;
 
 /// Joins the world of `size` ranks as rank `rank`: what whoever started this process says, and MPI must say, too. Fails if
 /// MPI has not brought all together within `options.timeout`.
@@ -56,7 +56,7 @@ pub fn join(rank: usize, size: usize, options: Options) -> Result<World> {
 
 /// See [`Transport`].
 struct MpiTransport {
-    shared: Arc<Shared>,
+    shared: Arc<MpiRank>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -69,15 +69,15 @@ impl FailureChannel for MpiTransport {
         self.shared.peers[rank].to_string()
     }
 
-    fn fail(&self, failure: Failure) -> Failure {
+    fn fail(&self, failure: RankFailure) -> RankFailure {
         self.shared.fail(failure)
     }
 
-    fn failure(&self) -> Option<Failure> {
+    fn failure(&self) -> Option<RankFailure> {
         self.shared.monitor.failure()
     }
 
-    fn await_failure(&self, within: Duration) -> Option<Failure> {
+    fn await_failure(&self, within: Duration) -> Option<RankFailure> {
         self.shared.monitor.await_failure(within)
     }
 
@@ -93,7 +93,7 @@ impl Transport for MpiTransport {
     }
 
     // A dead rank's end is told by who started it, not by us.
-    fn doing(&self, _id: &str, _call: Option<&Call>) {}
+    fn set_current_call(&self, _id: &str, _call: Option<&Call>) {}
 }
 
 impl Drop for MpiTransport {

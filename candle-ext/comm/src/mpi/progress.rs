@@ -15,34 +15,34 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives, Source};
 
 use super::frame::Frame;
-use super::message::Message;
-use super::shared::{Done, Event, Request, Shared};
-use crate::panic::said;
+use super::message::MpiMessage;
+use super::rank::{Completion, MpiRank, MpiRequest, ProgressEvent};
+use crate::panic::panic_message;
 use crate::peer::PeerInfo;
-use crate::{Cause, Failure};
+use crate::{Cause, RankFailure};
 
 /// How often nothing may happen before there are pauses.
-const EAGER_TURNS: u32 = 200;
+const SPIN_POLLS: u32 = 200;
 
 /// The first pause, and the longest while messages are under way.
-const PAUSES: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
+const BACKOFF: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
 
 /// How long nobody listens to what other ranks tell, when this one has nothing to do.
-const IDLE_POLL: Duration = Duration::from_millis(5);
+const IDLE_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// How long after a failure this process stays, so that the others hear of it before it ends.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
 
-/// The room for a rank's description, with zeros after it.
+/// The buffer for a rank's description, with zeros after it.
 const PEER_BYTES: usize = 512;
 
 /// The tag of a frame.
-const TAG: i32 = 0;
+const FRAME_TAG: i32 = 0;
 
 /// What the thread owns.
 pub(super) struct ProgressThread {
-    under_way: Vec<(Message, Job)>,
-    shared: Arc<Shared>,
+    in_flight: Vec<(MpiMessage, Job)>,
+    shared: Arc<MpiRank>,
     /// For what groups exchange.
     tensors: SimpleCommunicator,
     frames: SimpleCommunicator,
@@ -53,7 +53,7 @@ pub(super) struct ProgressThread {
 /// The action on an arrived message.
 enum Job {
     /// A group waits for it.
-    Report(Done),
+    Report(Completion),
     /// Nothing: a frame was sent.
     Forget,
     /// This rank has sent a frame.
@@ -85,70 +85,73 @@ impl ProgressThread {
         let decode = |(rank, bytes): (usize, &[u8])| PeerInfo::decode(rank, without_padding(bytes));
         let peers: Option<Vec<PeerInfo>> = all.chunks(PEER_BYTES).enumerate().map(decode).collect();
         let peers = peers.ok_or("another rank runs another version of this program")?;
-        let shared = Arc::new(Shared::new(rank, peers, timeout));
+        let shared = Arc::new(MpiRank::new(rank, peers, timeout));
         let [tensors, frames] = [(); 2].map(|()| world.duplicate());
-        Ok(Self { under_way: Vec::new(), shared, tensors, frames, universe })
+        Ok(Self { in_flight: Vec::new(), shared, tensors, frames, universe })
     }
 
-    pub(super) fn shared(&self) -> &Arc<Shared> {
+    pub(super) fn shared(&self) -> &Arc<MpiRank> {
         &self.shared
     }
 
     /// Works until this rank has left, and the others have or the world has ended.
     pub(super) fn run(mut self) {
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.take_turns())) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run_loop())) {
             let rank = self.shared.rank;
-            let message = format!("go on: {} failed to talk to MPI: {}", self.shared.peers[rank], said(&*panic));
-            self.shared.adopt(Failure { rank, cause: Cause::Told, message });
+            let message =
+                format!("go on: {} failed to talk to MPI: {}", self.shared.peers[rank], panic_message(&*panic));
+            self.shared.adopt(RankFailure { rank, cause: Cause::Reported, message });
         }
         let is_clean =
-            self.shared.monitor.failure().is_none() && self.shared.all_have_left() && self.under_way.is_empty();
+            self.shared.monitor.failure().is_none() && self.shared.all_have_left() && self.in_flight.is_empty();
         if !is_clean {
             // MPI_Finalize waits for all, also for those who never come. Without it MPI's launcher ends who is left.
             std::mem::forget((self.tensors, self.frames, self.universe));
         }
     }
 
-    fn take_turns(&mut self) {
+    fn run_loop(&mut self) {
         let mut n_idle = 0;
         let mut left = None;
         while !self.is_over(&mut left) {
-            n_idle = if self.turn() { 0 } else { n_idle + 1 };
+            n_idle = if self.poll() { 0 } else { n_idle + 1 };
             self.rest(n_idle, left.is_some());
         }
     }
 
     /// Does what there is to do; returns whether there was anything.
-    fn turn(&mut self) -> bool {
+    fn poll(&mut self) -> bool {
         let requests = std::mem::take(&mut self.shared.lock().requests);
         let is_busy = !requests.is_empty();
-        requests.into_iter().for_each(|request| self.carry_out(request));
+        requests.into_iter().for_each(|request| self.start_request(request));
         is_busy | self.probe() | self.deliver()
     }
 
-    fn carry_out(&mut self, request: Request) {
+    fn start_request(&mut self, request: MpiRequest) {
         let message = match request {
-            Request::Send { to, tag, bytes, done } => {
-                (Message::send(&self.tensors, to as i32, tag, bytes), Job::Report(done))
+            MpiRequest::Send { to, tag, bytes, done } => {
+                (MpiMessage::send(&self.tensors, to as i32, tag, bytes), Job::Report(done))
             }
-            Request::Receive { from, tag, room, done } => {
-                (Message::receive(&self.tensors, from as i32, tag, room), Job::Report(done))
+            MpiRequest::Receive { from, tag, buffer, done } => {
+                (MpiMessage::receive(&self.tensors, from as i32, tag, buffer), Job::Report(done))
             }
-            Request::SendFrame { to, frame } => {
-                (Message::send(&self.frames, to as i32, TAG, frame.encode().into()), Job::Forget)
+            MpiRequest::SendFrame { to, frame } => {
+                (MpiMessage::send(&self.frames, to as i32, FRAME_TAG, frame.encode().into()), Job::Forget)
             }
         };
-        self.under_way.push(message);
+        self.in_flight.push(message);
     }
 
-    /// Makes room for frames that are coming; returns whether there are any.
+    /// Makes buffer for frames that are receives; returns whether there are any.
     fn probe(&mut self) -> bool {
         let mut is_any = false;
-        while let Some(status) = self.frames.any_process().immediate_probe_with_tag(TAG) {
-            let room = vec![0; status.count(u8::equivalent_datatype()) as usize];
+        while let Some(status) = self.frames.any_process().immediate_probe_with_tag(FRAME_TAG) {
+            let buffer = vec![0; status.count(u8::equivalent_datatype()) as usize];
             let from = status.source_rank();
-            self.under_way
-                .push((Message::receive(&self.frames, from, TAG, room.into()), Job::ReadFrame(from as usize)));
+            self.in_flight.push((
+                MpiMessage::receive(&self.frames, from, FRAME_TAG, buffer.into()),
+                Job::ReadFrame(from as usize),
+            ));
             is_any = true;
         }
         is_any
@@ -157,15 +160,15 @@ impl ProgressThread {
     /// Hands over what has arrived; returns whether anything has.
     fn deliver(&mut self) -> bool {
         let (mut at, mut is_any) = (0, false);
-        while at < self.under_way.len() {
-            let Some(bytes) = self.under_way[at].0.arrived() else {
+        while at < self.in_flight.len() {
+            let Some(bytes) = self.in_flight[at].0.arrived() else {
                 at += 1;
                 continue;
             };
             is_any = true;
-            match self.under_way.swap_remove(at).1 {
+            match self.in_flight.swap_remove(at).1 {
                 // A group that has failed hears nothing more.
-                Job::Report(Done { events, piece }) => drop(events.send(Event::Arrived(piece, bytes))),
+                Job::Report(Completion { events, chunk }) => drop(events.send(ProgressEvent::Arrived(chunk, bytes))),
                 Job::Forget => {}
                 Job::ReadFrame(from) => self.read_frame(from, &bytes),
             }
@@ -182,11 +185,11 @@ impl ProgressThread {
             Some(Frame::Ended(failure)) => self.shared.adopt(failure),
             Some(Frame::ReportFailure(failure)) => {
                 let first = self.shared.end(failure);
-                self.shared.request([Request::SendFrame { to: from, frame: Frame::Ended(first) }]);
+                self.shared.request([MpiRequest::SendFrame { to: from, frame: Frame::Ended(first) }]);
             }
             None => {
                 let message = format!("go on: {} sent a message that makes no sense", self.shared.peers[from]);
-                self.shared.end(Failure { rank: from, cause: Cause::Strayed, message });
+                self.shared.end(RankFailure { rank: from, cause: Cause::CallMismatch, message });
             }
         }
     }
@@ -198,19 +201,19 @@ impl ProgressThread {
         }
         let since = left.get_or_insert_with(Instant::now).elapsed();
         let is_told =
-            !self.under_way.iter().any(|(_, job)| matches!(job, Job::Forget)) && self.shared.lock().requests.is_empty();
+            !self.in_flight.iter().any(|(_, job)| matches!(job, Job::Forget)) && self.shared.lock().requests.is_empty();
         let patience = if self.shared.monitor.failure().is_some() { SHUTDOWN_GRACE } else { self.shared.timeout };
         (is_told && self.shared.all_have_left()) || since >= patience
     }
 
     fn rest(&self, n_idle: u32, has_left: bool) {
-        let [first, longest] = PAUSES;
+        let [first, longest] = BACKOFF;
         match n_idle {
             0 => {}
             _ if has_left => thread::sleep(longest),
-            _ if self.under_way.is_empty() => self.shared.await_request(IDLE_POLL),
-            1..=EAGER_TURNS => thread::yield_now(),
-            _ => self.shared.await_request((first * (1 + (n_idle - EAGER_TURNS) / 8)).min(longest)),
+            _ if self.in_flight.is_empty() => self.shared.await_request(IDLE_POLL_INTERVAL),
+            1..=SPIN_POLLS => thread::yield_now(),
+            _ => self.shared.await_request((first * (1 + (n_idle - SPIN_POLLS) / 8)).min(longest)),
         }
     }
 }

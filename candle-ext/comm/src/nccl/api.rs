@@ -15,10 +15,10 @@ pub(super) const SUCCESS: c_int = 0;
 pub(super) const IN_PROGRESS: c_int = 7;
 
 /// NCCL's own communicator.
-pub(super) type Handle = *mut c_void;
+pub(super) type CommHandle = *mut c_void;
 
 /// A CUDA stream.
-pub(super) type Stream = *mut c_void;
+pub(super) type StreamHandle = *mut c_void;
 
 /// What the ranks of a communicator know each other by.
 #[repr(C)]
@@ -27,7 +27,7 @@ pub(super) struct UniqueId(pub(super) [u8; 128]);
 
 /// ncclConfig_t as it was in 2.14; newer libraries see that by `version` and supply the rest.
 #[repr(C)]
-pub(super) struct Config {
+pub(super) struct NcclConfig {
     size: usize,
     magic: c_uint,
     version: c_uint,
@@ -35,7 +35,7 @@ pub(super) struct Config {
     padding: c_int,
 }
 
-impl Config {
+impl NcclConfig {
     /// One that does not block the host.
     pub(super) fn non_blocking() -> Self {
         let version = MIN_VERSION as c_uint;
@@ -66,21 +66,21 @@ functions! {
     get_version: b"ncclGetVersion\0" fn(*mut c_int) -> c_int;
     get_unique_id: b"ncclGetUniqueId\0" fn(*mut UniqueId) -> c_int;
     get_error_string: b"ncclGetErrorString\0" fn(c_int) -> *const c_char;
-    get_last_error: b"ncclGetLastError\0" fn(Handle) -> *const c_char;
-    comm_init_rank_config: b"ncclCommInitRankConfig\0" fn(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int;
-    comm_get_async_error: b"ncclCommGetAsyncError\0" fn(Handle, *mut c_int) -> c_int;
-    comm_finalize: b"ncclCommFinalize\0" fn(Handle) -> c_int;
-    comm_destroy: b"ncclCommDestroy\0" fn(Handle) -> c_int;
-    comm_abort: b"ncclCommAbort\0" fn(Handle) -> c_int;
+    get_last_error: b"ncclGetLastError\0" fn(CommHandle) -> *const c_char;
+    comm_init_rank_config: b"ncclCommInitRankConfig\0" fn(*mut CommHandle, c_int, UniqueId, c_int, *mut NcclConfig) -> c_int;
+    comm_get_async_error: b"ncclCommGetAsyncError\0" fn(CommHandle, *mut c_int) -> c_int;
+    comm_finalize: b"ncclCommFinalize\0" fn(CommHandle) -> c_int;
+    comm_destroy: b"ncclCommDestroy\0" fn(CommHandle) -> c_int;
+    comm_abort: b"ncclCommAbort\0" fn(CommHandle) -> c_int;
     group_start: b"ncclGroupStart\0" fn() -> c_int;
     group_end: b"ncclGroupEnd\0" fn() -> c_int;
-    all_reduce: b"ncclAllReduce\0" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Stream) -> c_int;
-    all_gather: b"ncclAllGather\0" fn(*const c_void, *mut c_void, usize, c_int, Handle, Stream) -> c_int;
+    all_reduce: b"ncclAllReduce\0" fn(*const c_void, *mut c_void, usize, c_int, c_int, CommHandle, StreamHandle) -> c_int;
+    all_gather: b"ncclAllGather\0" fn(*const c_void, *mut c_void, usize, c_int, CommHandle, StreamHandle) -> c_int;
     reduce_scatter:
-        b"ncclReduceScatter\0" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Stream) -> c_int;
-    broadcast: b"ncclBroadcast\0" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Stream) -> c_int;
-    send: b"ncclSend\0" fn(*const c_void, usize, c_int, c_int, Handle, Stream) -> c_int;
-    receive: b"ncclRecv\0" fn(*mut c_void, usize, c_int, c_int, Handle, Stream) -> c_int;
+        b"ncclReduceScatter\0" fn(*const c_void, *mut c_void, usize, c_int, c_int, CommHandle, StreamHandle) -> c_int;
+    broadcast: b"ncclBroadcast\0" fn(*const c_void, *mut c_void, usize, c_int, c_int, CommHandle, StreamHandle) -> c_int;
+    send: b"ncclSend\0" fn(*const c_void, usize, c_int, c_int, CommHandle, StreamHandle) -> c_int;
+    receive: b"ncclRecv\0" fn(*mut c_void, usize, c_int, c_int, CommHandle, StreamHandle) -> c_int;
 }
 
 static NCCL: LazyLock<Result<Nccl, String>> = LazyLock::new(load);
@@ -93,8 +93,9 @@ pub(super) fn nccl() -> Result<&'static Nccl, String> {
 fn load() -> Result<Nccl, String> {
     // SAFETY: NVIDIA's libraries may be loaded by any program.
     let library = FILES.iter().find_map(|file| unsafe { Library::new(*file) }.ok());
-    let library = library
-        .ok_or_else(|| format!("NCCL cannot be loaded ({}); put its folder on LD_LIBRARY_PATH", FILES.join(" or ")))?;
+    let library = library.ok_or_else(|| {
+        format!("NCCL cannot be loaded ({}); enqueued its folder on LD_LIBRARY_PATH", FILES.join(" or "))
+    })?;
     let nccl = Nccl::find(library).map_err(|error| format!("NCCL is older than 2.14: {error}"))?;
     let mut version = 0;
     // SAFETY: it writes a number.
@@ -107,7 +108,7 @@ fn load() -> Result<Nccl, String> {
 
 impl Nccl {
     /// Says what a result means, with what NCCL remembers of it.
-    pub(super) fn explain(&self, result: c_int, handle: Handle) -> String {
+    pub(super) fn explain(&self, result: c_int, handle: CommHandle) -> String {
         // SAFETY: both return texts of the library's own, which are read before it is called again.
         let [what, detail] = unsafe { [(self.get_error_string)(result), (self.get_last_error)(handle)] }.map(text);
         if detail.is_empty() { format!("NCCL: {what}") } else { format!("NCCL: {what} ({detail})") }
@@ -150,7 +151,7 @@ mod tests {
 
     #[test]
     fn the_config_is_that_of_2_14() {
-        assert_eq!((size_of::<Config>(), std::mem::offset_of!(Config, blocking)), (24, 16));
+        assert_eq!((size_of::<NcclConfig>(), std::mem::offset_of!(NcclConfig, blocking)), (24, 16));
         assert_eq!(size_of::<UniqueId>(), 128);
     }
 }

@@ -3,25 +3,25 @@
 use std::ffi::c_int;
 use std::ptr::null_mut;
 
-use super::api::{Config, Handle, IN_PROGRESS, Nccl, SUCCESS, Stream, UniqueId, nccl};
-use super::memory::Address;
+use super::api::{CommHandle, IN_PROGRESS, Nccl, NcclConfig, SUCCESS, StreamHandle, UniqueId, nccl};
+use super::memory::DeviceAddress;
 use crate::Reduce;
 
 /// Part of an operation. Counts are elements of NCCL's type `dtype`.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Step {
-    AllReduce { from: Address, to: Address, n: usize, dtype: c_int, op: Reduce },
-    AllGather { from: Address, to: Address, n: usize, dtype: c_int },
-    ReduceScatter { from: Address, to: Address, n: usize, dtype: c_int },
-    Broadcast { from: Address, to: Address, n: usize, dtype: c_int, root: usize },
-    Send { from: Address, n: usize, dtype: c_int, peer: usize },
-    Receive { to: Address, n: usize, dtype: c_int, peer: usize },
+pub(super) enum NcclOp {
+    AllReduce { from: DeviceAddress, to: DeviceAddress, n: usize, dtype: c_int, op: Reduce },
+    AllGather { from: DeviceAddress, to: DeviceAddress, n: usize, dtype: c_int },
+    ReduceScatter { from: DeviceAddress, to: DeviceAddress, n: usize, dtype: c_int },
+    Broadcast { from: DeviceAddress, to: DeviceAddress, n: usize, dtype: c_int, root: usize },
+    Send { from: DeviceAddress, n: usize, dtype: c_int, peer: usize },
+    Receive { to: DeviceAddress, n: usize, dtype: c_int, peer: usize },
 }
 
 /// See the module. Aborted when it is dropped, unless it was ended.
 pub(super) struct Communicator {
     nccl: &'static Nccl,
-    handle: Handle,
+    handle: CommHandle,
 }
 
 // SAFETY: NCCL's communicators may be used from any thread, by one at a time: this one has one owner.
@@ -42,7 +42,7 @@ impl Communicator {
     /// Starts to connect rank `rank` of `size` on the current device; see [`is_ready`](Self::is_ready).
     pub(super) fn start(rank: usize, size: usize, id: UniqueId) -> Result<Self, String> {
         let nccl = nccl()?;
-        let (mut handle, mut config) = (null_mut(), Config::non_blocking());
+        let (mut handle, mut config) = (null_mut(), NcclConfig::non_blocking());
         // SAFETY: handle and config are there while it is called.
         let result =
             unsafe { (nccl.comm_init_rank_config)(&raw mut handle, size as c_int, id, rank as c_int, &raw mut config) };
@@ -64,56 +64,56 @@ impl Communicator {
         }
     }
 
-    /// Puts `steps` onto `stream`, as one.
+    /// Puts `ops` onto `stream`, as one.
     ///
     /// # Safety
     ///
-    /// The stream is one of the communicator's device, and the addresses are good for the elements until what is put onto
+    /// The stream is one of the communicator's device, and the addresses are good for the elements until what is enqueued onto
     /// it has been done.
-    pub(super) unsafe fn put(&self, stream: Stream, steps: &[Step]) -> Result<(), String> {
+    pub(super) unsafe fn enqueue(&self, stream: StreamHandle, ops: &[NcclOp]) -> Result<(), String> {
         // SAFETY: it has no conditions.
-        self.taken(unsafe { (self.nccl.group_start)() })?;
+        self.check(unsafe { (self.nccl.group_start)() })?;
         // SAFETY: the caller's promise.
-        let put = steps.iter().try_for_each(|step| self.taken(unsafe { self.put_one(stream, step) }));
+        let enqueued = ops.iter().try_for_each(|op| self.check(unsafe { self.enqueue_one(stream, op) }));
         // SAFETY: a group was started above. It is ended in any case.
-        let ended = self.taken(unsafe { (self.nccl.group_end)() });
-        put.and(ended)
+        let ended = self.check(unsafe { (self.nccl.group_end)() });
+        enqueued.and(ended)
     }
 
     /// # Safety
     ///
-    /// As for [`put`](Self::put).
-    unsafe fn put_one(&self, stream: Stream, step: &Step) -> c_int {
+    /// As for [`enqueued`](Self::enqueued).
+    unsafe fn enqueue_one(&self, stream: StreamHandle, op: &NcclOp) -> c_int {
         let Self { nccl, handle } = *self;
         // SAFETY: the handle is one of NCCL's; the caller answers for stream and addresses.
         unsafe {
-            match *step {
-                Step::AllReduce { from, to, n, dtype, op } => {
+            match *op {
+                NcclOp::AllReduce { from, to, n, dtype, op } => {
                     (nccl.all_reduce)(from.read(), to.write(), n, dtype, number_of(op), handle, stream)
                 }
-                Step::AllGather { from, to, n, dtype } => {
+                NcclOp::AllGather { from, to, n, dtype } => {
                     (nccl.all_gather)(from.read(), to.write(), n, dtype, handle, stream)
                 }
-                Step::ReduceScatter { from, to, n, dtype } => {
+                NcclOp::ReduceScatter { from, to, n, dtype } => {
                     (nccl.reduce_scatter)(from.read(), to.write(), n, dtype, number_of(Reduce::Sum), handle, stream)
                 }
-                Step::Broadcast { from, to, n, dtype, root } => {
+                NcclOp::Broadcast { from, to, n, dtype, root } => {
                     (nccl.broadcast)(from.read(), to.write(), n, dtype, root as c_int, handle, stream)
                 }
-                Step::Send { from, n, dtype, peer } => {
+                NcclOp::Send { from, n, dtype, peer } => {
                     (nccl.send)(from.read(), n, dtype, peer as c_int, handle, stream)
                 }
-                Step::Receive { to, n, dtype, peer } => {
+                NcclOp::Receive { to, n, dtype, peer } => {
                     (nccl.receive)(to.write(), n, dtype, peer as c_int, handle, stream)
                 }
             }
         }
     }
 
-    /// Starts to end it, when all that was put onto streams has been done.
+    /// Starts to end it, when all that was enqueued onto streams has been done.
     pub(super) fn finalize(&self) -> Result<(), String> {
         // SAFETY: the handle is one of NCCL's.
-        self.taken(unsafe { (self.nccl.comm_finalize)(self.handle) })
+        self.check(unsafe { (self.nccl.comm_finalize)(self.handle) })
     }
 
     /// Frees it after [`finalize`](Self::finalize).
@@ -127,7 +127,7 @@ impl Communicator {
         }
     }
 
-    fn taken(&self, result: c_int) -> Result<(), String> {
+    fn check(&self, result: c_int) -> Result<(), String> {
         match result {
             SUCCESS | IN_PROGRESS => Ok(()),
             error => Err(self.nccl.explain(error, self.handle)),

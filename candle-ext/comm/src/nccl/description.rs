@@ -13,7 +13,7 @@ use crate::element::DTYPES;
 pub(super) const WORDS: usize = 3 + MAX_DIMS;
 
 /// The descriptions that are kept on the device: models send tensors of few shapes.
-const MOST_KEPT: usize = 64;
+const MAX_CACHED: usize = 64;
 
 type Words = [i64; WORDS];
 
@@ -28,7 +28,7 @@ impl Descriptions {
         if let Some(known) = self.0.get(&words) {
             return Ok(known.clone());
         }
-        if self.0.len() == MOST_KEPT {
+        if self.0.len() == MAX_CACHED {
             self.0.clear();
         }
         let made = Tensor::new(&words, x.device())?;
@@ -38,7 +38,7 @@ impl Descriptions {
 }
 
 /// Returns where a description arrives: zeros, which describe nothing.
-pub(super) fn room(device: &Device) -> Result<Tensor> {
+pub(super) fn empty(device: &Device) -> Result<Tensor> {
     Tensor::zeros(WORDS, DType::I64, device)
 }
 
@@ -98,9 +98,9 @@ mod tests {
         let x = |n: usize| Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap();
         let first = kept.of(&x(1)).unwrap();
         assert_eq!(kept.of(&x(1)).unwrap().id(), first.id());
-        for n in 2..=MOST_KEPT + 1 {
+        for n in 2..=MAX_CACHED + 1 {
             assert_eq!(decode(&kept.of(&x(n)).unwrap().to_vec1().unwrap()), Some((DType::F32, vec![n])));
         }
-        assert!(kept.0.len() <= MOST_KEPT && kept.of(&x(1)).unwrap().id() != first.id());
+        assert!(kept.0.len() <= MAX_CACHED && kept.of(&x(1)).unwrap().id() != first.id());
     }
 }

@@ -13,9 +13,9 @@ use crate::element::with_type;
 
 /// Where elements begin on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Address(u64);
+pub(super) struct DeviceAddress(u64);
 
-impl Address {
+impl DeviceAddress {
     /// The place so many bytes further on.
     pub(super) fn after(self, n_bytes: usize) -> Self {
         Self(self.0 + n_bytes as u64)
@@ -31,12 +31,12 @@ impl Address {
 }
 
 /// Where the elements of a contiguous tensor begin.
-pub(super) fn address(x: &Tensor) -> Result<Address> {
+pub(super) fn address(x: &Tensor) -> Result<DeviceAddress> {
     let (storage, layout) = x.storage_and_layout();
     let Some((start, _)) = layout.contiguous_offsets() else { bail!("want a contiguous tensor") };
     let Storage::Cuda(storage) = &*storage else { bail!("want a tensor on a GPU") };
     let base = with_type!(storage.dtype(), T => base::<T>(storage)?);
-    Ok(Address(base + (start * x.dtype().size_in_bytes()) as u64))
+    Ok(DeviceAddress(base + (start * x.dtype().size_in_bytes()) as u64))
 }
 
 /// Copies the elements of a whole tensor to the host by way of `stream`, whatever the tensor's own stream has to do.
@@ -54,7 +54,7 @@ fn base<T: CudaDType + DeviceRepr>(storage: &CudaStorage) -> Result<u64> {
 }
 
 /// Takes room for a tensor, whose elements are to be written before they are read.
-pub(super) fn room(device: &CudaDevice, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+pub(super) fn empty(device: &CudaDevice, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     let n = shape.iter().product();
     let storage = with_type!(dtype, T => fresh::<T>(device, n)?);
     Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))

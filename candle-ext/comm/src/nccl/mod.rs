@@ -27,13 +27,13 @@ use candle_core::{CudaDevice, Device};
 
 use crate::call::CallTrace;
 use crate::peer::PeerInfo;
-use crate::rendezvous::Rendezvous;
+use crate::rendezvous::PeerRendezvous;
 use crate::store::{Client, Server};
 use crate::thread_pool::ThreadPool;
 use crate::watchdog::Watchdog;
 use crate::{Options, Result, World};
-use group::Group;
-use worker::{Rank, Worker};
+use group::NcclGroup;
+use worker::{NcclRank, NcclWorker};
 
 /// Joins the world of `size` ranks that meet in `store`, as rank `rank` with the GPU `device`; returns when all have joined,
 /// and fails if they have not within `options.timeout`. One rank is a world, too. `host` is the store, if this rank has it:
@@ -48,25 +48,25 @@ pub fn join(
     host: Option<Server>,
     options: Options,
 ) -> Result<World> {
-    let rendezvous = Rendezvous::new(store.with_prefix("nccl"), rank, size, options.timeout)?;
+    let rendezvous = PeerRendezvous::new(store.with_prefix("nccl"), rank, size, options.timeout)?;
     let Device::Cuda(cuda) = device else {
         let why = format!("NCCL connects GPUs, and this rank computes on {:?}", device.location());
-        return Err(rendezvous.refuse(why));
+        return Err(rendezvous.join_error(why));
     };
-    let refuse = |why| rendezvous.refuse(why);
+    let refuse = |why| rendezvous.join_error(why);
     api::nccl().map_err(refuse)?;
     let own = PeerInfo::this_process(rank, size, uuid(cuda).map_err(refuse)?);
-    let peers = rendezvous.meet(&own, |_| Ok(()))?;
+    let peers = rendezvous.exchange_peers(&own, |_| Ok(()))?;
     check_devices(&peers).map_err(refuse)?;
     let watchdog = Watchdog::start(rendezvous.store(), own, peers, options.timeout)?;
     let watchdog = Arc::new(watchdog.with_host(host));
     let (threads, trace) = (Arc::<ThreadPool>::default(), CallTrace::new(options.record));
     let (everyone, order) = ((0..size).collect::<Vec<_>>(), Arc::default());
-    let shared = Rank { watchdog: Arc::clone(&watchdog), device: cuda.clone(), order };
-    let worker = Worker::open(&shared, "world", "world".into(), &everyone);
-    let worker = worker.map_err(|error| error.unconnected(&*watchdog, &everyone))?;
-    let group = Group::new(worker, device, trace.clone(), Arc::clone(&threads))?;
-    Ok(World::of(Arc::new(group), watchdog, options.timeout, threads, trace))
+    let shared = NcclRank { watchdog: Arc::clone(&watchdog), device: cuda.clone(), order };
+    let worker = NcclWorker::open(&shared, "world", "world".into(), &everyone);
+    let worker = worker.map_err(|error| error.fail_connect(&*watchdog, &everyone))?;
+    let group = NcclGroup::new(worker, device, trace.clone(), Arc::clone(&threads))?;
+    Ok(World::from_group(Arc::new(group), watchdog, options.timeout, threads, trace))
 }
 
 /// Returns the UUID of a rank's GPU.

@@ -16,8 +16,8 @@ use crate::liveness::deadline;
 use crate::sync::lock;
 
 /// How long a server that was reached may take to take a query, and for an answer that it need not wait for.
-const ANSWER_WITHIN: Duration = Duration::from_secs(60);
-const RETRY_EVERY: Duration = Duration::from_millis(50);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A connection to a [`Server`](super::Server), or to torch's TCPStore. Clones share the connection and take turns: a
 /// thread that waits for a key keeps the others waiting, so a thread that must not wait calls [`Client::reconnect`].
@@ -35,7 +35,7 @@ impl Client {
     /// bounds every [`Client::get`] and [`Client::wait`].
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         let stream = Some(open(host, port, timeout)?);
-        let connection = Arc::new(Mutex::new(Connection { stream, answer_within: ANSWER_WITHIN }));
+        let connection = Arc::new(Mutex::new(Connection { stream, answer_timeout: ANSWER_TIMEOUT }));
         Ok(Self { connection, host: host.to_owned(), port, timeout, prefix: String::new() })
     }
 
@@ -48,7 +48,7 @@ impl Client {
     /// Opens a second connection, whose every answer has to come within `timeout`: for what must not wait long.
     pub fn reconnect_within(&self, timeout: Duration) -> Result<Self> {
         let fresh = Self { timeout, ..self.reconnect()? };
-        fresh.lock().answer_within(timeout)?;
+        fresh.lock().answer_timeout(timeout)?;
         Ok(fresh)
     }
 
@@ -74,31 +74,31 @@ impl Client {
 
     /// Stores `value` under `key`. The server does not answer: other connections may see it a moment later.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.lock().ask(&Query::Set { key: self.key(key)?, value: bounded(value)? }, |_| Ok(()))
+        self.lock().request(&Query::Set { key: self.key(key)?, value: bounded(value)? }, |_| Ok(()))
     }
 
     /// Waits until `key` exists and returns its value.
     pub fn get(&self, key: &str) -> Result<Vec<u8>> {
         let mut connection = self.lock();
         connection.wait(vec![self.key(key)?], self.timeout)?;
-        connection.ask(&Query::Get { key: self.key(key)? }, read_value)
+        connection.request(&Query::Get { key: self.key(key)? }, read_value)
     }
 
     /// Adds `amount` to the number under `key`, 0 if there is none, and returns the new number.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64> {
-        self.lock().ask(&Query::Add { key: self.key(key)?, amount }, read_i64)
+        self.lock().request(&Query::Add { key: self.key(key)?, amount }, read_i64)
     }
 
     /// Stores `desired` if `expected` is stored, or if nothing is and `expected` is empty. Returns what is stored
     /// now; `expected` itself if nothing is (torch's rule).
     pub fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
         let (expected, desired) = (bounded(expected)?, bounded(desired)?);
-        self.lock().ask(&Query::CompareSet { key: self.key(key)?, expected, desired }, read_value)
+        self.lock().request(&Query::CompareSet { key: self.key(key)?, expected, desired }, read_value)
     }
 
     /// Returns whether all of `keys` exist.
     pub fn check(&self, keys: &[&str]) -> Result<bool> {
-        let answer = self.lock().ask(&Query::Check { keys: self.keys(keys)? }, read_u8)?;
+        let answer = self.lock().request(&Query::Check { keys: self.keys(keys)? }, read_u8)?;
         Ok(answer == READY)
     }
 
@@ -114,17 +114,17 @@ impl Client {
 
     /// Appends `value` to what is stored under `key`.
     pub fn append(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.lock().ask(&Query::Append { key: self.key(key)?, value: bounded(value)? }, |_| Ok(()))
+        self.lock().request(&Query::Append { key: self.key(key)?, value: bounded(value)? }, |_| Ok(()))
     }
 
     /// Deletes `key`; returns whether it existed.
     pub fn delete_key(&self, key: &str) -> Result<bool> {
-        Ok(self.lock().ask(&Query::Delete { key: self.key(key)? }, read_i64)? > 0)
+        Ok(self.lock().request(&Query::Delete { key: self.key(key)? }, read_i64)? > 0)
     }
 
     /// Returns the number of keys in the whole store, whatever their prefix.
     pub fn num_keys(&self) -> Result<i64> {
-        self.lock().ask(&Query::NumKeys, read_i64)
+        self.lock().request(&Query::NumKeys, read_i64)
     }
 
     // torch's client puts a slash before each key, so that no key collides with its own bookkeeping.
@@ -156,7 +156,7 @@ fn check(what: &'static str, n: usize, bound: u64) -> Result<()> {
 /// A stream on which no answer is outstanding; `None` once that was not so.
 struct Connection {
     stream: Option<TcpStream>,
-    answer_within: Duration,
+    answer_timeout: Duration,
 }
 
 impl fmt::Debug for Connection {
@@ -166,13 +166,13 @@ impl fmt::Debug for Connection {
 }
 
 impl Connection {
-    fn answer_within(&mut self, timeout: Duration) -> Result<()> {
-        self.answer_within = timeout;
+    fn answer_timeout(&mut self, timeout: Duration) -> Result<()> {
+        self.answer_timeout = timeout;
         let stream = self.stream.as_ref().ok_or_else(unusable)?;
-        limit(stream, timeout).map_err(|source| Error::Lost { source })
+        set_timeouts(stream, timeout).map_err(|source| Error::Lost { source })
     }
 
-    fn ask<T>(&mut self, query: &Query, read: impl Fn(&mut TcpStream) -> io::Result<T>) -> Result<T> {
+    fn request<T>(&mut self, query: &Query, read: impl Fn(&mut TcpStream) -> io::Result<T>) -> Result<T> {
         // Put back only after a whole answer: what follows half an answer would be misread.
         let mut stream = self.stream.take().ok_or_else(unusable)?;
         let answer = send(&mut stream, query).and_then(|()| read(&mut stream));
@@ -183,9 +183,9 @@ impl Connection {
 
     fn wait(&mut self, keys: Vec<String>, timeout: Duration) -> Result<()> {
         let query = Query::Wait { keys };
-        let afterwards = self.answer_within;
-        let arrived = self.ask(&query, |stream| read_within(stream, timeout, afterwards))?;
-        if arrived.is_some() || self.ask(&Query::CancelWait, read_cancelled)? {
+        let afterwards = self.answer_timeout;
+        let arrived = self.request(&query, |stream| read_within(stream, timeout, afterwards))?;
+        if arrived.is_some() || self.request(&Query::CancelWait, read_cancelled)? {
             return Ok(());
         }
         let Query::Wait { keys } = query else { unreachable!("it was made above") };
@@ -206,10 +206,10 @@ fn open(host: &str, port: u16, timeout: Duration) -> Result<TcpStream> {
             Err(error) => error,
         };
         // Something answers there and is no store: it will not become one.
-        if matches!(error, Error::NotAStore { .. }) || Instant::now() + RETRY_EVERY >= deadline {
+        if matches!(error, Error::NotAStore { .. }) || Instant::now() + RETRY_INTERVAL >= deadline {
             return Err(error);
         }
-        thread::sleep(RETRY_EVERY);
+        thread::sleep(RETRY_INTERVAL);
     }
 }
 
@@ -217,7 +217,7 @@ fn try_open(host: &str, port: u16, deadline: Instant) -> Result<TcpStream> {
     let failed = |source| Error::Connect { host: host.to_owned(), port, source };
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for addr in (host, port).to_socket_addrs().map_err(failed)? {
-        let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_EVERY);
+        let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_INTERVAL);
         let opened = TcpStream::connect_timeout(&addr, left).and_then(|stream| match is_to_itself(&stream) {
             Ok(false) => Ok(stream),
             Ok(true) => Err(io::ErrorKind::ConnectionRefused.into()),
@@ -226,7 +226,7 @@ fn try_open(host: &str, port: u16, deadline: Instant) -> Result<TcpStream> {
         match opened {
             Ok(stream) => {
                 let unanswered = |source| Error::Unanswered { host: host.to_owned(), port, source };
-                return greet(stream, deadline).map_err(unanswered)?.ok_or_else(|| not_a_store(host, port));
+                return handshake(stream, deadline).map_err(unanswered)?.ok_or_else(|| not_a_store(host, port));
             }
             Err(error) => last = error,
         }
@@ -245,17 +245,17 @@ fn is_to_itself(stream: &TcpStream) -> io::Result<bool> {
 
 /// Says hello and has a number sent back, so that anything else listening on the port is found out here: `None`. A server
 /// that is stopping closes the connection, which is worth another try.
-fn greet(mut stream: TcpStream, deadline: Instant) -> io::Result<Option<TcpStream>> {
+fn handshake(mut stream: TcpStream, deadline: Instant) -> io::Result<Option<TcpStream>> {
     let nonce = std::process::id();
     stream.set_nodelay(true)?;
-    limit(&stream, ANSWER_WITHIN.min(deadline.saturating_duration_since(Instant::now()).max(RETRY_EVERY)))?;
+    set_timeouts(&stream, ANSWER_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()).max(RETRY_INTERVAL)))?;
     stream.write_all(&[Query::Validate(MAGIC).encode(), Query::Ping(nonce).encode()].concat())?;
     let is_store = read_u32(&mut stream)? == nonce;
-    limit(&stream, ANSWER_WITHIN)?;
+    set_timeouts(&stream, ANSWER_TIMEOUT)?;
     Ok(is_store.then_some(stream))
 }
 
-fn limit(stream: &TcpStream, timeout: Duration) -> io::Result<()> {
+fn set_timeouts(stream: &TcpStream, timeout: Duration) -> io::Result<()> {
     stream.set_read_timeout(Some(timeout))?;
     stream.set_write_timeout(Some(timeout))
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use super::table::{ClientId, Table};
+use super::table::{ClientId, KeyValueTable};
 use super::wire::{MAGIC, Query, STOP_WAITING};
 use super::{Error, Result};
 use crate::sync::lock;
@@ -20,7 +20,7 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct Server {
     addr: SocketAddr,
-    shared: Arc<Shared>,
+    shared: Arc<ServerShared>,
     acceptor: Option<JoinHandle<()>>,
 }
 
@@ -55,7 +55,8 @@ impl Server {
 
     fn start(listener: TcpListener, handshake_timeout: Duration) -> std::io::Result<Self> {
         let addr = listener.local_addr()?;
-        let shared = Arc::new(Shared { stopping: AtomicBool::default(), state: Mutex::default(), handshake_timeout });
+        let shared =
+            Arc::new(ServerShared { stopping: AtomicBool::default(), state: Mutex::default(), handshake_timeout });
         let accepting = Arc::clone(&shared);
         let acceptor =
             thread::Builder::new().name("store-accept".to_owned()).spawn(move || accept(&listener, &accepting))?;
@@ -78,26 +79,26 @@ impl Drop for Server {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct ServerShared {
     stopping: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<ServerState>,
     handshake_timeout: Duration,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    table: Table,
+struct ServerState {
+    table: KeyValueTable,
     streams: HashMap<ClientId, Arc<TcpStream>>,
 }
 
-impl Shared {
+impl ServerShared {
     // A thread that panicked holds no half-made change: every query is applied by one call.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ServerState> {
         lock(&self.state)
     }
 }
 
-fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
+fn accept(listener: &TcpListener, shared: &Arc<ServerShared>) {
     for client in 0.. {
         let accepted = listener.accept();
         if shared.stopping.load(Ordering::SeqCst) {
@@ -120,15 +121,15 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
 }
 
 /// Answers one client until it leaves. What a client does wrong costs it its connection, nobody else anything.
-fn serve(client: ClientId, stream: &TcpStream, shared: &Shared) {
+fn serve(client: ClientId, stream: &TcpStream, shared: &ServerShared) {
     let _ = answer(client, stream, shared);
     let mut state = shared.lock();
-    state.table.forget(client);
+    state.table.cancel_wait(client);
     state.streams.remove(&client);
     let _ = stream.shutdown(Shutdown::Both);
 }
 
-fn answer(client: ClientId, mut stream: &TcpStream, shared: &Shared) -> std::io::Result<()> {
+fn answer(client: ClientId, mut stream: &TcpStream, shared: &ServerShared) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(shared.handshake_timeout))?;
     let mut queries = BufReader::new(stream);

@@ -11,7 +11,7 @@ use crate::failure::FailureMonitor;
 use crate::liveness::{Wait, WaitGraph};
 use crate::sync::{ignore_poison, lock};
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
-use crate::{Call, Failure};
+use crate::{Call, RankFailure};
 
 /// Returns each rank's way to the others.
 pub(crate) fn transports(world: &Arc<SharedWorld>, size: usize) -> impl Iterator<Item = Arc<dyn Transport>> {
@@ -19,7 +19,7 @@ pub(crate) fn transports(world: &Arc<SharedWorld>, size: usize) -> impl Iterator
 }
 
 /// The transport of a world of one rank.
-pub(crate) fn alone() -> Arc<dyn Transport> {
+pub(crate) fn solo_transport() -> Arc<dyn Transport> {
     Arc::new(ThreadTransport { rank: 0, world: Arc::default() })
 }
 
@@ -50,7 +50,7 @@ impl SharedWorld {
         Arc::new(Self { timeout, ..Self::default() })
     }
 
-    pub(crate) fn failure(&self) -> Option<Failure> {
+    pub(crate) fn failure(&self) -> Option<RankFailure> {
         self.monitor.failure()
     }
 
@@ -86,21 +86,21 @@ impl FailureChannel for ThreadTransport {
         format!("rank {rank}")
     }
 
-    fn fail(&self, failure: Failure) -> Failure {
+    fn fail(&self, failure: RankFailure) -> RankFailure {
         // All ranks share the monitor, so the first to lock it is the first.
         self.world.monitor.fail(failure, |_| None, |_| self.world.wake_all())
     }
 
-    fn failure(&self) -> Option<Failure> {
+    fn failure(&self) -> Option<RankFailure> {
         self.world.failure()
     }
 
-    fn await_failure(&self, within: Duration) -> Option<Failure> {
+    fn await_failure(&self, within: Duration) -> Option<RankFailure> {
         self.world.monitor.await_failure(within)
     }
 
     fn beat(&self) {
-        self.world.monitor.lock().busy(self.rank);
+        self.world.monitor.lock().record_busy(self.rank);
     }
 }
 
@@ -112,7 +112,7 @@ impl Transport for ThreadTransport {
         Ok(Box::new(ThreadConnections { id: id.to_owned(), me, members, group, world: Arc::clone(&self.world) }))
     }
 
-    fn doing(&self, _id: &str, _call: Option<&Call>) {}
+    fn set_current_call(&self, _id: &str, _call: Option<&Call>) {}
 }
 
 /// One rank's end of a group.
@@ -189,21 +189,21 @@ impl ThreadConnections {
             if let Some(silent) = self.suspects(&waits_for, &mut wait) {
                 return Err(TransportError::PeersTimedOut(silent, self.world.timeout));
             }
-            mailboxes = ignore_poison(self.group.changed.wait_timeout(mailboxes, wait.patience())).0;
+            mailboxes = ignore_poison(self.group.changed.wait_timeout(mailboxes, wait.next_check_in())).0;
         }
     }
 
     /// Shows from time to time which ranks this one waits for; returns those that it has waited for in vain.
     fn suspects(&self, waits_for: &[usize], wait: &mut Wait) -> Option<Vec<usize>> {
-        let is_to_be_shown = wait.is_to_be_shown();
-        if !is_to_be_shown && !wait.is_over() {
+        let is_heartbeat_due = wait.is_heartbeat_due();
+        if !is_heartbeat_due && !wait.is_timed_out() {
             return None;
         }
         let own = self.members[self.me];
         let waits_for: Vec<usize> = waits_for.iter().map(|rank| self.members[*rank]).collect();
         let mut wait_graph = self.world.monitor.lock();
-        if is_to_be_shown {
-            wait_graph.waits(own, &waits_for);
+        if is_heartbeat_due {
+            wait_graph.record_wait(own, &waits_for);
         }
         wait_graph.suspects(own, &waits_for, wait)
     }

@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 use candlewick_comm::Collective;
 use libloading::Library;
 
-use crate::through::Through;
+use crate::mapped::MappedGroup;
 
 /// How many there are; no fewer than `CANDLEWICK_TEST_GPUS`.
 pub(crate) fn n_gpus() -> usize {
@@ -30,7 +30,7 @@ pub(crate) fn open(ordinal: usize) -> Device {
 }
 
 /// What the cases see as a group of the CPU, whose tensors all lie on `device`.
-pub(crate) fn on(device: &Device, group: Arc<dyn Collective>) -> Through {
+pub(crate) fn on(device: &Device, group: Arc<dyn Collective>) -> MappedGroup {
     let device = device.clone();
     let check = {
         let device = device.clone();
@@ -39,5 +39,5 @@ pub(crate) fn on(device: &Device, group: Arc<dyn Collective>) -> Through {
             Ok(y.to_device(&Device::Cpu)?)
         }
     };
-    Through::new(group, move |x| Ok(x.to_device(&device)?), check)
+    MappedGroup::new(group, move |x| Ok(x.to_device(&device)?), check)
 }

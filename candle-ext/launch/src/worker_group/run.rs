@@ -15,7 +15,7 @@ use crate::output::Outlets;
 use crate::plan::Plan;
 use crate::report::{RootCause, last_lines};
 use crate::streams::Stream;
-use candlewick_comm::place::Variables;
+use candlewick_comm::rank_env::Variables;
 
 /// The settings of one run of the worker group.
 #[derive(Debug)]

@@ -16,7 +16,7 @@ use crate::exit::ExitReason;
 use crate::guard::{Guard, own_program};
 use crate::output::{Outlets, Pump, Tail};
 use crate::streams::Stream;
-use candlewick_comm::place::Variables;
+use candlewick_comm::rank_env::Variables;
 
 /// What is started.
 #[derive(Clone, Debug)]

@@ -19,7 +19,7 @@ fn a_worker_of_launch_knows_its_place() {
 #[test]
 fn a_process_that_nobody_started_is_alone() {
     let done = launch(&["--world"]);
-    assert!(done.has_code(0).out.ends_with("started by nobody\n"), "{}", done.out);
+    assert!(done.has_code(0).out.ends_with("started without a launcher\n"), "{}", done.out);
 }
 
 #[test]
@@ -29,7 +29,7 @@ fn variables_that_do_not_fit_are_an_error() {
 }
 
 /// Runs where Open MPI's `mpirun` is installed, as on the machines of CI; elsewhere the fixture of its variables, in
-/// the tests of `candlewick_comm::place`, has to do.
+/// the tests of `candlewick_comm::rank_env`, has to do.
 #[test]
 fn a_process_of_mpirun_knows_its_place() {
     let mut mpirun = Command::new("mpirun");

@@ -170,7 +170,7 @@ fn order(calls: &[Call]) -> Vec<String> {
 /// the same micro-batches.
 pub(crate) fn seat(world: &World, way: Way) -> (usize, usize) {
     let mesh = Mesh::new(way.degrees, world.size()).unwrap();
-    let place = |axis| mesh.place(world.rank(), axis);
+    let place = |axis| mesh.coordinate(world.rank(), axis);
     let Degrees { dp_replicate, dp_shard, .. } = way.degrees;
     (place(Axis::DpReplicate) * dp_shard + place(Axis::DpShard), dp_replicate * dp_shard)
 }
@@ -221,7 +221,7 @@ fn of_rank(
     (n_steps, lie): (usize, Option<&Lie>),
 ) -> candle_core::Result<OfRank> {
     let (rank, n_ranks) = seat(world, way);
-    let stage = Mesh::new(way.degrees, world.size()).unwrap().place(world.rank(), Axis::Pp);
+    let stage = Mesh::new(way.degrees, world.size()).unwrap().coordinate(world.rank(), Axis::Pp);
     let engine = engine(world, way, kind, lie)?;
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
     let (mut losses, mut norms, mut grads) = (Vec::new(), Vec::new(), Vec::new());

@@ -14,10 +14,10 @@ use crate::failure::{FailureMonitor, StoreArbiter};
 use crate::liveness::{Wait, WaitGraph, deadline};
 use crate::peer::PeerInfo;
 use crate::transport::TransportError;
-use crate::{Call, Cause, Failure};
+use crate::{Call, Cause, RankFailure};
 
 /// How long the farewell or the death of a rank may come after its other sockets closed.
-const EXPLAIN_WITHIN: Duration = Duration::from_secs(5);
+const CLOSE_REASON_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The group in which failures and farewells are told.
 pub(super) const CONTROL: &str = "control";
@@ -28,32 +28,37 @@ pub(super) const BEAT: u8 = 3;
 pub(super) const WAITS: u8 = 4;
 
 /// The end of this process that its threads share.
-pub(super) struct Shared {
+pub(super) struct LocalRank {
     pub(super) rank: usize,
     pub(super) peers: Vec<PeerInfo>,
-    pub(super) monitor: FailureMonitor<State>,
+    pub(super) monitor: FailureMonitor<LocalState>,
     arbiter: StoreArbiter,
     /// Becomes readable, for good, when the world has ended.
     ended: OwnedFd,
 }
 
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct LocalState {
     left: Vec<bool>,
     /// Streams that no thread has asked for yet, by group and rank.
     arrived: HashMap<(String, usize), UnixStream>,
     /// The ranks that were ever connected to this one; what is in `control` may have closed since.
-    met: Vec<bool>,
+    connected: Vec<bool>,
     pub(super) control: Vec<Option<Arc<UnixStream>>>,
     doing: BTreeMap<String, Call>,
     wait_graph: WaitGraph,
     pub(super) stopping: bool,
 }
 
-impl Shared {
+impl LocalRank {
     pub(super) fn new(rank: usize, peers: Vec<PeerInfo>, arbiter: StoreArbiter) -> io::Result<Self> {
         let n = peers.len();
-        let state = State { left: vec![false; n], met: vec![false; n], control: vec![None; n], ..State::default() };
+        let state = LocalState {
+            left: vec![false; n],
+            connected: vec![false; n],
+            control: vec![None; n],
+            ..LocalState::default()
+        };
         let ended = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self { rank, peers, monitor: FailureMonitor::new(state), arbiter, ended })
     }
@@ -69,7 +74,7 @@ impl Shared {
     }
 
     /// Ends the world and reports its first failure to all ranks.
-    pub(super) fn fail(&self, failure: Failure) -> Failure {
+    pub(super) fn fail(&self, failure: RankFailure) -> RankFailure {
         self.monitor.fail(
             failure,
             |own| self.arbiter.first(own),
@@ -81,7 +86,7 @@ impl Shared {
     }
 
     /// Takes over the failure that another rank reports.
-    pub(super) fn adopt(&self, failure: Failure) {
+    pub(super) fn adopt(&self, failure: RankFailure) {
         self.monitor.adopt(failure, |_| self.wake_exchanges());
     }
 
@@ -97,21 +102,21 @@ impl Shared {
 
     /// Notes that a rank is busy.
     pub(super) fn on_beat(&self, rank: usize) {
-        self.monitor.lock().wait_graph.busy(rank);
+        self.monitor.lock().wait_graph.record_busy(rank);
     }
 
     /// Shows all ranks for which ranks this one waits.
-    pub(super) fn show_wait(&self, ranks: &[usize]) {
+    pub(super) fn send_wait(&self, ranks: &[usize]) {
         let payload: Vec<u8> = ranks.iter().flat_map(|rank| (*rank as u32).to_le_bytes()).collect();
-        self.monitor.lock().wait_graph.waits(self.rank, ranks);
+        self.monitor.lock().wait_graph.record_wait(self.rank, ranks);
         self.send_all(WAITS, &payload);
     }
 
-    /// Notes that another rank waits for these, as [`Shared::show_wait`] has written them.
+    /// Notes that another rank waits for these, as [`LocalRank::send_wait`] has written them.
     pub(super) fn on_wait(&self, rank: usize, payload: &[u8]) {
         let ranks = payload.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes) as usize);
         let ranks: Vec<usize> = ranks.filter(|rank| *rank < self.peers.len()).collect();
-        self.monitor.lock().wait_graph.waits(rank, &ranks);
+        self.monitor.lock().wait_graph.record_wait(rank, &ranks);
     }
 
     /// Returns the ranks that this one has waited for in vain.
@@ -130,7 +135,7 @@ impl Shared {
         }
     }
 
-    pub(super) fn doing(&self, id: &str, call: Option<&Call>) {
+    pub(super) fn set_current_call(&self, id: &str, call: Option<&Call>) {
         let mut state = self.monitor.lock();
         match call {
             Some(call) => state.doing.insert(id.to_owned(), call.clone()),
@@ -152,7 +157,7 @@ impl Shared {
     pub(super) fn arrived(&self, id: &str, rank: usize, stream: UnixStream) {
         let mut state = self.monitor.lock();
         if id == CONTROL {
-            (state.met[rank], state.control[rank]) = (true, Some(Arc::new(stream)));
+            (state.connected[rank], state.control[rank]) = (true, Some(Arc::new(stream)));
         } else {
             state.arrived.insert((id.to_owned(), rank), stream);
         }
@@ -166,13 +171,13 @@ impl Shared {
             return false;
         }
         let state = self.monitor.lock();
-        if id == CONTROL { !state.met[rank] } else { !state.arrived.contains_key(&(id.to_owned(), rank)) }
+        if id == CONTROL { !state.connected[rank] } else { !state.arrived.contains_key(&(id.to_owned(), rank)) }
     }
 
     /// Waits until every other rank is connected to this one.
     pub(super) fn await_all(&self, deadline: Instant, timeout: Duration) -> Result<(), TransportError> {
-        let absent = |state: &State| -> Vec<usize> {
-            (0..state.met.len()).filter(|rank| *rank != self.rank && !state.met[*rank]).collect()
+        let absent = |state: &LocalState| -> Vec<usize> {
+            (0..state.connected.len()).filter(|rank| *rank != self.rank && !state.connected[*rank]).collect()
         };
         let state = self.monitor.wait_until(deadline, |state| absent(state).is_empty());
         match (state.failure(), absent(&state)) {
@@ -199,7 +204,7 @@ impl Shared {
         if !matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof) {
             return TransportError::Unreachable(peer, error);
         }
-        let state = self.monitor.wait_until(deadline(EXPLAIN_WITHIN), |state| state.left[rank]);
+        let state = self.monitor.wait_until(deadline(CLOSE_REASON_TIMEOUT), |state| state.left[rank]);
         // Without either it has dropped this group and lives on.
         state.failure().cloned().map_or(TransportError::PeerLeft(peer), TransportError::Failed)
     }
@@ -221,6 +226,6 @@ impl Shared {
         let doing = if doing.is_empty() { "no call".to_owned() } else { doing.join(", ") };
         let message =
             format!("go on: {} ended without leaving (seen by rank {}, in {doing})", self.who(rank), self.rank);
-        self.fail(Failure { rank, cause: Cause::Died, message });
+        self.fail(RankFailure { rank, cause: Cause::Exited, message });
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Condvar, MutexGuard};
 use std::time::Duration;
 
 use super::frame::Frame;
-use crate::Failure;
+use crate::RankFailure;
 use crate::failure::{ARBITRATE_WITHIN, FailureMonitor, Monitored};
 use crate::liveness::{Wait, WaitGraph, deadline};
 use crate::peer::PeerInfo;
@@ -16,45 +16,45 @@ use crate::transport::TransportError;
 const MAX_TAG: usize = 32_767;
 
 /// The end of this process that its threads share.
-pub(super) struct Shared {
+pub(super) struct MpiRank {
     pub(super) rank: usize,
     pub(super) peers: Vec<PeerInfo>,
     pub(super) timeout: Duration,
-    pub(super) monitor: FailureMonitor<State>,
+    pub(super) monitor: FailureMonitor<MpiState>,
     /// Wakes the thread that talks to MPI.
     wake: Condvar,
 }
 
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct MpiState {
     left: Vec<bool>,
     /// The tags of groups that others lead.
     tags: HashMap<String, i32>,
     /// The number of groups that this rank has led.
-    n_led: usize,
+    n_tags: usize,
     wait_graph: WaitGraph,
-    pub(super) requests: Vec<Request>,
+    pub(super) requests: Vec<MpiRequest>,
     /// The ends of this rank's groups that get its events.
-    listeners: Vec<Sender<Event>>,
+    listeners: Vec<Sender<ProgressEvent>>,
     pub(super) leaving: bool,
 }
 
 /// A request to MPI. Ranks are the world's.
-pub(super) enum Request {
-    Send { to: usize, tag: i32, bytes: Box<[u8]>, done: Done },
-    Receive { from: usize, tag: i32, room: Box<[u8]>, done: Done },
+pub(super) enum MpiRequest {
+    Send { to: usize, tag: i32, bytes: Box<[u8]>, done: Completion },
+    Receive { from: usize, tag: i32, buffer: Box<[u8]>, done: Completion },
     SendFrame { to: usize, frame: Frame },
 }
 
-/// The receiver of the event that a piece of a message has arrived.
-pub(super) struct Done {
-    pub(super) events: Sender<Event>,
-    pub(super) piece: Piece,
+/// The receiver of the event that a chunk of a message has arrived.
+pub(super) struct Completion {
+    pub(super) events: Sender<ProgressEvent>,
+    pub(super) chunk: MessageChunk,
 }
 
-/// A piece of what a group's rank exchanges with another, `peer` in the group.
+/// A chunk of what a group's rank exchanges with another, `peer` in the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct MessageChunk {
     pub(super) peer: usize,
     /// Where it begins.
     pub(super) start: usize,
@@ -62,42 +62,42 @@ pub(super) struct Piece {
 }
 
 /// An event for a group.
-pub(super) enum Event {
-    /// A piece has arrived, with these bytes.
-    Arrived(Piece, Box<[u8]>),
+pub(super) enum ProgressEvent {
+    /// A chunk has arrived, with these bytes.
+    Arrived(MessageChunk, Box<[u8]>),
     /// A rank has left, or the world has ended: check again.
     Check,
 }
 
-impl Shared {
+impl MpiRank {
     pub(super) fn new(rank: usize, peers: Vec<PeerInfo>, timeout: Duration) -> Self {
-        let state = State { left: vec![false; peers.len()], ..State::default() };
+        let state = MpiState { left: vec![false; peers.len()], ..MpiState::default() };
         Self { rank, peers, timeout, monitor: FailureMonitor::new(state), wake: Condvar::new() }
     }
 
     /// Ends the world and reports its first failure to all ranks. Rank 0 is the arbiter.
-    pub(super) fn fail(&self, failure: Failure) -> Failure {
-        let ask_first_rank = |own: &Failure| {
+    pub(super) fn fail(&self, failure: RankFailure) -> RankFailure {
+        let arbitrate = |own: &RankFailure| {
             if self.rank == 0 {
                 return None;
             }
-            self.request([Request::SendFrame { to: 0, frame: Frame::ReportFailure(own.clone()) }]);
+            self.request([MpiRequest::SendFrame { to: 0, frame: Frame::ReportFailure(own.clone()) }]);
             self.monitor.await_failure(ARBITRATE_WITHIN)
         };
-        self.monitor.fail(failure, ask_first_rank, |first| self.announce(first))
+        self.monitor.fail(failure, arbitrate, |first| self.announce(first))
     }
 
     /// Takes over a failure without asking the arbiter, and reports the first to all ranks.
-    pub(super) fn end(&self, failure: Failure) -> Failure {
+    pub(super) fn end(&self, failure: RankFailure) -> RankFailure {
         self.monitor.adopt(failure, |first| self.announce(first))
     }
 
     /// Takes over the failure that another rank reports.
-    pub(super) fn adopt(&self, failure: Failure) {
+    pub(super) fn adopt(&self, failure: RankFailure) {
         self.monitor.adopt(failure, |_| self.wake_groups());
     }
 
-    fn announce(&self, first: &Failure) {
+    fn announce(&self, first: &RankFailure) {
         self.wake_groups();
         self.send_all(&Frame::Ended(first.clone()));
     }
@@ -110,19 +110,19 @@ impl Shared {
 
     /// Notes that a rank is busy.
     pub(super) fn on_beat(&self, rank: usize) {
-        self.lock().wait_graph.busy(rank);
+        self.lock().wait_graph.record_busy(rank);
     }
 
     /// Shows all ranks for which ranks this one waits.
-    pub(super) fn show_wait(&self, ranks: &[usize]) {
-        self.lock().wait_graph.waits(self.rank, ranks);
+    pub(super) fn send_wait(&self, ranks: &[usize]) {
+        self.lock().wait_graph.record_wait(self.rank, ranks);
         self.send_all(&Frame::Waits(ranks.iter().map(|rank| *rank as u32).collect()));
     }
 
     /// Notes that another rank waits for these.
     pub(super) fn on_wait(&self, rank: usize, ranks: &[u32]) {
         let ranks = ranks.iter().map(|rank| *rank as usize).filter(|rank| *rank < self.peers.len());
-        self.lock().wait_graph.waits(rank, &ranks.collect::<Vec<_>>());
+        self.lock().wait_graph.record_wait(rank, &ranks.collect::<Vec<_>>());
     }
 
     /// Returns the ranks that this one has waited for in vain.
@@ -155,12 +155,12 @@ impl Shared {
     /// Returns the tag of the messages of a group: its first rank chooses it and tells the others.
     pub(super) fn open(&self, id: &str, members: &[usize]) -> Result<i32, TransportError> {
         if members[0] == self.rank {
-            let tag = self.lead()?;
+            let tag = self.new_tag()?;
             let frame = Frame::Open(tag, id.to_owned());
-            self.request(members[1..].iter().map(|to| Request::SendFrame { to: *to, frame: frame.clone() }));
+            self.request(members[1..].iter().map(|to| MpiRequest::SendFrame { to: *to, frame: frame.clone() }));
             return Ok(tag);
         }
-        let is_there = |state: &State| state.tags.contains_key(id);
+        let is_there = |state: &MpiState| state.tags.contains_key(id);
         let tag = self.monitor.wait_for(deadline(self.timeout), is_there, |state| state.tags.remove(id))?;
         tag.ok_or(TransportError::Timeout(vec![0], self.timeout))
     }
@@ -168,11 +168,11 @@ impl Shared {
     /// Returns a tag that no other group of the world has. Tag 0 is for frames.
     fn lead(&self) -> Result<i32, TransportError> {
         let mut state = self.lock();
-        let tag = 1 + self.rank + self.peers.len() * state.n_led;
-        state.n_led += 1;
+        let tag = 1 + self.rank + self.peers.len() * state.n_tags;
+        state.n_tags += 1;
         match tag {
             ..=MAX_TAG => Ok(tag as i32),
-            _ => Err(TransportError::Local(format!("{} groups are too many for MPI", state.n_led))),
+            _ => Err(TransportError::Local(format!("{} groups are too many for MPI", state.n_tags))),
         }
     }
 
@@ -183,33 +183,33 @@ impl Shared {
     }
 
     /// Adds a group's receiver of events.
-    pub(super) fn listen(&self, events: &Sender<Event>) {
+    pub(super) fn listen(&self, events: &Sender<ProgressEvent>) {
         self.lock().listeners.push(events.clone());
     }
 
-    pub(super) fn request(&self, requests: impl IntoIterator<Item = Request>) {
+    pub(super) fn request(&self, requests: impl IntoIterator<Item = MpiRequest>) {
         self.lock().requests.extend(requests);
         self.wake.notify_all();
     }
 
     fn send_all(&self, frame: &Frame) {
         let others = (0..self.peers.len()).filter(|rank| *rank != self.rank);
-        self.request(others.map(|to| Request::SendFrame { to, frame: frame.clone() }));
+        self.request(others.map(|to| MpiRequest::SendFrame { to, frame: frame.clone() }));
     }
 
     /// Waits for something to do, no longer than `within`.
     pub(super) fn await_request(&self, within: Duration) {
-        let idle = |state: &mut Monitored<State>| state.requests.is_empty() && !state.leaving;
+        let idle = |state: &mut Monitored<MpiState>| state.requests.is_empty() && !state.leaving;
         drop(self.wake.wait_timeout_while(self.lock(), within, idle));
     }
 
     fn wake_groups(&self) {
         // The ends of groups that are gone are dropped.
-        self.lock().listeners.retain(|events| events.send(Event::Check).is_ok());
+        self.lock().listeners.retain(|events| events.send(ProgressEvent::Check).is_ok());
         self.monitor.notify();
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Monitored<State>> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Monitored<MpiState>> {
         self.monitor.lock()
     }
 }

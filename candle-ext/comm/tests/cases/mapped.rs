@@ -9,13 +9,13 @@ type Before = Arc<dyn Fn(&Tensor) -> Result<Tensor> + Send + Sync>;
 type After = Arc<dyn Fn(Tensor) -> Result<Tensor> + Send + Sync>;
 
 /// Does `before` with each tensor that `group` is called with, and `after` with each that it returns.
-pub(crate) struct Through {
+pub(crate) struct MappedGroup {
     group: Arc<dyn Collective>,
     before: Before,
     after: After,
 }
 
-impl Through {
+impl MappedGroup {
     pub(crate) fn new(
         group: Arc<dyn Collective>,
         before: impl Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
@@ -30,7 +30,7 @@ impl Through {
     }
 }
 
-impl Collective for Through {
+impl Collective for MappedGroup {
     fn rank(&self) -> usize {
         self.group.rank()
     }

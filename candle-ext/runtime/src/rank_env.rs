@@ -1,7 +1,7 @@
 //! The place of this process among those that were started together.
 
 use anyhow::{Result, anyhow};
-use candlewick_comm::place::Place;
+use candlewick_comm::rank_env::RankEnv;
 
 use crate::exit::ExitCode;
 
@@ -10,9 +10,9 @@ use crate::exit::ExitCode;
 /// # Errors
 ///
 /// With [`ExitCode::Usage`] if the variables contradict each other.
-pub fn place() -> Result<Place> {
+pub fn rank_env() -> Result<RankEnv> {
     let variables =
         std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    let place = Place::from_variables(&variables.collect());
-    place.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))
+    let env = RankEnv::from_variables(&variables.collect());
+    env.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))
 }

@@ -8,21 +8,21 @@ use crate::arguments::MAX_DIMS;
 use crate::element::DTYPES;
 use crate::{Call, Op, Reduce};
 
-/// How many bytes of a small tensor travel with its head: a small sum takes one exchange.
-pub(super) const SMALL_BYTES: usize = 8 * (OPENING_WORDS - WORDS);
+/// How many bytes of a small tensor travel with its header: a small sum takes one exchange.
+pub(super) const INLINE_BYTES: usize = 8 * (HANDSHAKE_WORDS - HEADER_WORDS);
 
-/// The first message of every call: a head, and a tensor if it is small. Always of one length, so that calls that do not
+/// The first message of every call: a header, and a tensor if it is small. Always of one length, so that calls that do not
 /// fit together are read to their end.
-pub(super) type Opening = [u64; OPENING_WORDS];
+pub(super) type Handshake = [u64; HANDSHAKE_WORDS];
 
-const OPENING_WORDS: usize = 128;
-const WORDS: usize = 7 + MAX_DIMS;
+const HANDSHAKE_WORDS: usize = 128;
+const HEADER_WORDS: usize = 7 + MAX_DIMS;
 
 const ALL_TO_ALL: u64 = 4;
 
 /// A call, as one rank tells another of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Head {
+pub(super) struct CallHeader {
     kind: u64,
     /// The reduction, the root, or a digest of what else must agree.
     detail: u64,
@@ -31,13 +31,13 @@ pub(super) struct Head {
     dtype: u64,
     n_dims: u64,
     dims: [u64; MAX_DIMS],
-    /// The rows that the sender of this head sends to its receiver in an all_to_all.
-    pub(super) rows_there: u64,
+    /// The rows that the sender of this header sends to its receiver in an all_to_all.
+    pub(super) rows_sent: u64,
     /// The rows that it expects from it.
-    rows_here: u64,
+    rows_expected: u64,
 }
 
-impl Head {
+impl CallHeader {
     /// Says what `call` is; `digest` stands for what its tensor does not show.
     pub(super) fn new(call: &Call, digest: u64) -> Self {
         let (kind, detail) = match call.op {
@@ -66,9 +66,9 @@ impl Head {
         }
     }
 
-    /// Adds the rows of an all_to_all: those for the receiver of this head, those expected from it.
-    pub(super) fn with_rows(self, there: usize, here: usize) -> Self {
-        Self { rows_there: there as u64, rows_here: here as u64, ..self }
+    /// Adds the rows of an all_to_all: those for the receiver of this header, those expected from it.
+    pub(super) fn with_rows(self, sent: usize, expected: usize) -> Self {
+        Self { rows_sent: sent as u64, rows_expected: expected as u64, ..self }
     }
 
     /// Gives the call another number.
@@ -77,19 +77,19 @@ impl Head {
     }
 
     /// Returns whether the calls of two ranks are one call of their group.
-    pub(super) fn fits(&self, other: &Self) -> bool {
+    pub(super) fn matches(&self, other: &Self) -> bool {
         // The rows of an all_to_all are each rank's own.
-        let common = |head: &Self| {
-            let mut head = Self { rows_there: 0, rows_here: 0, ..*head };
-            if head.kind == ALL_TO_ALL {
-                head.dims[0] = 0;
+        let common = |header: &Self| {
+            let mut header = Self { rows_sent: 0, rows_expected: 0, ..*header };
+            if header.kind == ALL_TO_ALL {
+                header.dims[0] = 0;
             }
-            head
+            header
         };
         common(self) == common(other)
     }
 
-    /// Returns the call that a head from another rank tells of.
+    /// Returns the call that a header from another rank tells of.
     pub(super) fn call(&self, group: &Arc<str>) -> Call {
         let op = match self.kind {
             1 => Op::AllReduce([Reduce::Sum, Reduce::Max, Reduce::Min][self.detail.min(2) as usize]),
@@ -109,31 +109,39 @@ impl Head {
         self.dims.iter().take(self.n_dims as usize).map(|dim| *dim as usize).collect()
     }
 
-    /// Returns a message with this head, and its room for a small tensor.
-    pub(super) fn open(&self) -> Opening {
-        let Self { kind, detail, number, dtype, n_dims, dims, rows_there, rows_here } = *self;
-        let mut opening = [0; OPENING_WORDS];
-        opening[..WORDS - MAX_DIMS].copy_from_slice(&[kind, detail, number, dtype, n_dims, rows_there, rows_here]);
-        opening[WORDS - MAX_DIMS..WORDS].copy_from_slice(&dims);
-        opening
+    /// Returns a message with this header, and its room for a small tensor.
+    pub(super) fn open(&self) -> Handshake {
+        let Self { kind, detail, number, dtype, n_dims, dims, rows_sent, rows_expected } = *self;
+        let mut handshake = [0; HANDSHAKE_WORDS];
+        handshake[..HEADER_WORDS - MAX_DIMS].copy_from_slice(&[
+            kind,
+            detail,
+            number,
+            dtype,
+            n_dims,
+            rows_sent,
+            rows_expected,
+        ]);
+        handshake[HEADER_WORDS - MAX_DIMS..HEADER_WORDS].copy_from_slice(&dims);
+        handshake
     }
 
-    /// Returns the head of a message.
-    pub(super) fn of(opening: &Opening) -> Self {
-        let [kind, detail, number, dtype, n_dims, rows_there, rows_here, rest @ ..] = *opening;
-        let dims = *rest.first_chunk().expect("a message is longer than a head");
-        Self { kind, detail, number, dtype, n_dims, dims, rows_there, rows_here }
+    /// Returns the header of a message.
+    pub(super) fn of(handshake: &Handshake) -> Self {
+        let [kind, detail, number, dtype, n_dims, rows_sent, rows_expected, rest @ ..] = *handshake;
+        let dims = *rest.first_chunk().expect("a message is longer than a header");
+        Self { kind, detail, number, dtype, n_dims, dims, rows_sent, rows_expected }
     }
 }
 
 /// Returns the first `n` elements of the tensor in a message.
-pub(super) fn small<T: Pod>(opening: &Opening, n: usize) -> &[T] {
-    &cast_slice(&opening[WORDS..])[..n]
+pub(super) fn inline<T: Pod>(handshake: &Handshake, n: usize) -> &[T] {
+    &cast_slice(&handshake[HEADER_WORDS..])[..n]
 }
 
 /// Returns where the first `n` bytes of a small tensor go.
-pub(super) fn small_mut(opening: &mut Opening, n: usize) -> &mut [u8] {
-    &mut cast_slice_mut(&mut opening[WORDS..])[..n]
+pub(super) fn inline_mut(handshake: &mut Handshake, n: usize) -> &mut [u8] {
+    &mut cast_slice_mut(&mut handshake[HEADER_WORDS..])[..n]
 }
 
 #[cfg(test)]
@@ -144,13 +152,13 @@ mod tests {
     use super::*;
 
     #[track_caller]
-    fn check(op: Op, shape: &[usize]) -> Head {
+    fn check(op: Op, shape: &[usize]) -> CallHeader {
         let dtype = (!shape.is_empty()).then_some(DType::BF16);
         let call = Call { group: "world".into(), number: 1 << 40, op, dtype, shape: shape.to_vec() };
-        let head = Head { rows_there: 3, rows_here: 4, ..Head::new(&call, 5) };
-        assert_eq!(Head::of(&head.open()), head);
-        assert_eq!(head.call(&call.group), call);
-        head
+        let header = CallHeader { rows_sent: 3, rows_expected: 4, ..CallHeader::new(&call, 5) };
+        assert_eq!(CallHeader::of(&header.open()), header);
+        assert_eq!(header.call(&call.group), call);
+        header
     }
 
     #[test]
@@ -170,11 +178,11 @@ mod tests {
 
     #[test]
     fn only_the_rows_of_an_all_to_all_may_differ() {
-        assert!(check(Op::AllToAll, &[2, 3]).fits(&check(Op::AllToAll, &[5, 3])));
-        assert!(!check(Op::AllToAll, &[2, 3]).fits(&check(Op::AllToAll, &[2, 4])));
-        assert!(!check(Op::AllGather, &[2, 3]).fits(&check(Op::AllGather, &[5, 3])));
-        assert!(!check(Op::AllGather, &[2]).fits(&check(Op::AllGather, &[2, 0])));
-        assert!(!check(Op::AllReduce(Reduce::Sum), &[2]).fits(&check(Op::AllReduce(Reduce::Max), &[2])));
-        assert!(!check(Op::Broadcast { root: 0 }, &[2]).fits(&check(Op::Broadcast { root: 1 }, &[2])));
+        assert!(check(Op::AllToAll, &[2, 3]).matches(&check(Op::AllToAll, &[5, 3])));
+        assert!(!check(Op::AllToAll, &[2, 3]).matches(&check(Op::AllToAll, &[2, 4])));
+        assert!(!check(Op::AllGather, &[2, 3]).matches(&check(Op::AllGather, &[5, 3])));
+        assert!(!check(Op::AllGather, &[2]).matches(&check(Op::AllGather, &[2, 0])));
+        assert!(!check(Op::AllReduce(Reduce::Sum), &[2]).matches(&check(Op::AllReduce(Reduce::Max), &[2])));
+        assert!(!check(Op::Broadcast { root: 0 }, &[2]).matches(&check(Op::Broadcast { root: 1 }, &[2])));
     }
 }
