@@ -1,4 +1,4 @@
-//! The result of an operation that is still under way.
+//! Result of an asynchronous operation.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,9 +9,11 @@ use candle_core::Tensor;
 use crate::call::span;
 use crate::{Call, Op, Result};
 
-/// An operation that was started. Dropping it lets the operation go on: the other ranks wait for this one's part, and a
-/// failure of it is met by the group's next call.
-#[must_use = "the result is had by waiting"]
+/// Handle of an asynchronous operation, like torch's `Work`.
+///
+/// Dropping it does not cancel the operation, because the other ranks wait for this rank's part. The group's next call returns
+/// its failure, if any.
+#[must_use = "call `wait` to get the result"]
 #[derive(Debug)]
 pub struct Pending<T = Tensor>(PendingState<T>);
 
@@ -22,7 +24,7 @@ enum PendingState<T> {
 }
 
 impl<T> Pending<T> {
-    /// Waits until the operation is finished and returns its result.
+    /// Blocks until the operation has finished and returns its result.
     pub fn wait(self) -> Result<T> {
         match self.0 {
             PendingState::Ready(value) => Ok(value),
@@ -34,18 +36,18 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Makes one whose result is known.
+    /// Creates a finished operation with this result.
     pub(crate) fn ready(value: T) -> Self {
         Self(PendingState::Ready(value))
     }
 
-    /// Makes one of a call and the end to which its result is sent.
+    /// Creates the handle of a call, and the sender of its result.
     pub(crate) fn started(call: &Call) -> (SyncSender<Result<T>>, Self) {
         let (sender, receiver) = sync_channel(1);
         (sender, Self(PendingState::Started(receiver, Arc::clone(&call.group), call.op)))
     }
 
-    /// Does `rest` with the result, on the thread that waits for it; not at all if nobody does.
+    /// Chains `rest`, which runs on the result in the thread that calls [`wait`](Self::wait).
     pub fn then<U>(self, rest: impl FnOnce(T) -> Result<U> + Send + 'static) -> Pending<U>
     where
         T: Send + 'static,

@@ -1,4 +1,4 @@
-//! What each message starts with: the call it belongs to, so that calls that do not fit together are found out.
+//! Header of a call's first message. Ranks compare headers, so that mismatched calls fail instead of hanging.
 
 use std::sync::Arc;
 
@@ -8,11 +8,12 @@ use crate::arguments::MAX_DIMS;
 use crate::element::DTYPES;
 use crate::{Call, Op, Reduce};
 
-/// How many bytes of a small tensor travel with its header: a small sum takes one exchange.
+/// Largest tensor, in bytes, that is sent inline with its header. Its all-reduce takes one exchange.
 pub(super) const INLINE_BYTES: usize = 8 * (HANDSHAKE_WORDS - HEADER_WORDS);
 
-/// The first message of every call: a header, and a tensor if it is small. Always of one length, so that calls that do not
-/// fit together are read to their end.
+/// First message of every call: a header, and the tensor if it is small.
+///
+/// All handshakes have one length, so that mismatched calls do not read each other's data.
 pub(super) type Handshake = [u64; HANDSHAKE_WORDS];
 
 const HANDSHAKE_WORDS: usize = 128;
@@ -20,25 +21,25 @@ const HEADER_WORDS: usize = 7 + MAX_DIMS;
 
 const ALL_TO_ALL: u64 = 4;
 
-/// A call, as one rank tells another of it.
+/// Description of a call that ranks send to each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct CallHeader {
     kind: u64,
-    /// The reduction, the root, or a digest of what else must agree.
+    /// Reduction, root, or digest of a split's lists.
     detail: u64,
-    /// The call's number in the group; for a send, its number between the two ranks.
+    /// Sequence number of the call in its group; for a send, its number between the two ranks.
     number: u64,
     dtype: u64,
     n_dims: u64,
     dims: [u64; MAX_DIMS],
-    /// The rows that the sender of this header sends to its receiver in an all_to_all.
+    /// Rows that the sender of this header sends to its receiver in an all_to_all.
     pub(super) rows_sent: u64,
-    /// The rows that it expects from it.
+    /// Rows that the sender of this header expects from its receiver.
     rows_expected: u64,
 }
 
 impl CallHeader {
-    /// Says what `call` is; `digest` stands for what its tensor does not show.
+    /// Describes `call`. `digest` covers the lists of a split.
     pub(super) fn new(call: &Call, digest: u64) -> Self {
         let (kind, detail) = match call.op {
             Op::Barrier => (0, 0),
@@ -66,19 +67,19 @@ impl CallHeader {
         }
     }
 
-    /// Adds the rows of an all_to_all: those for the receiver of this header, those expected from it.
+    /// Sets the rows of an all_to_all that are sent to the receiver of this header and expected from it.
     pub(super) fn with_rows(self, sent: usize, expected: usize) -> Self {
         Self { rows_sent: sent as u64, rows_expected: expected as u64, ..self }
     }
 
-    /// Gives the call another number.
+    /// Replaces the sequence number.
     pub(super) fn with_number(self, number: u64) -> Self {
         Self { number, ..self }
     }
 
-    /// Returns whether the calls of two ranks are one call of their group.
+    /// Returns true if the headers of two ranks describe one call of their group.
     pub(super) fn matches(&self, other: &Self) -> bool {
-        // The rows of an all_to_all are each rank's own.
+        // The rows of an all_to_all may differ from rank to rank.
         let common = |header: &Self| {
             let mut header = Self { rows_sent: 0, rows_expected: 0, ..*header };
             if header.kind == ALL_TO_ALL {
@@ -89,7 +90,7 @@ impl CallHeader {
         common(self) == common(other)
     }
 
-    /// Returns the call that a header from another rank tells of.
+    /// Returns the call that the header describes.
     pub(super) fn call(&self, group: &Arc<str>) -> Call {
         let op = match self.kind {
             1 => Op::AllReduce([Reduce::Sum, Reduce::Max, Reduce::Min][self.detail.min(2) as usize]),
@@ -109,8 +110,8 @@ impl CallHeader {
         self.dims.iter().take(self.n_dims as usize).map(|dim| *dim as usize).collect()
     }
 
-    /// Returns a message with this header, and its room for a small tensor.
-    pub(super) fn open(&self) -> Handshake {
+    /// Encodes the header into a handshake, whose inline tensor is zero.
+    pub(super) fn encode(&self) -> Handshake {
         let Self { kind, detail, number, dtype, n_dims, dims, rows_sent, rows_expected } = *self;
         let mut handshake = [0; HANDSHAKE_WORDS];
         handshake[..HEADER_WORDS - MAX_DIMS].copy_from_slice(&[
@@ -126,20 +127,20 @@ impl CallHeader {
         handshake
     }
 
-    /// Returns the header of a message.
-    pub(super) fn of(handshake: &Handshake) -> Self {
+    /// Decodes the header of a handshake.
+    pub(super) fn decode(handshake: &Handshake) -> Self {
         let [kind, detail, number, dtype, n_dims, rows_sent, rows_expected, rest @ ..] = *handshake;
-        let dims = *rest.first_chunk().expect("a message is longer than a header");
+        let dims = *rest.first_chunk().expect("a handshake is longer than a header");
         Self { kind, detail, number, dtype, n_dims, dims, rows_sent, rows_expected }
     }
 }
 
-/// Returns the first `n` elements of the tensor in a message.
+/// Returns the first `n` elements of a handshake's inline tensor.
 pub(super) fn inline<T: Pod>(handshake: &Handshake, n: usize) -> &[T] {
     &cast_slice(&handshake[HEADER_WORDS..])[..n]
 }
 
-/// Returns where the first `n` bytes of a small tensor go.
+/// Returns the first `n` bytes of a handshake's inline tensor.
 pub(super) fn inline_mut(handshake: &mut Handshake, n: usize) -> &mut [u8] {
     &mut cast_slice_mut(&mut handshake[HEADER_WORDS..])[..n]
 }
@@ -156,20 +157,20 @@ mod tests {
         let dtype = (!shape.is_empty()).then_some(DType::BF16);
         let call = Call { group: "world".into(), number: 1 << 40, op, dtype, shape: shape.to_vec() };
         let header = CallHeader { rows_sent: 3, rows_expected: 4, ..CallHeader::new(&call, 5) };
-        assert_eq!(CallHeader::of(&header.open()), header);
+        assert_eq!(CallHeader::decode(&header.encode()), header);
         assert_eq!(header.call(&call.group), call);
         header
     }
 
     #[test]
-    fn a_call_survives_the_way() {
+    fn a_decoded_header_describes_the_encoded_call() {
         for op in [Reduce::Sum, Reduce::Max, Reduce::Min] {
             check(Op::AllReduce(op), &[2, 0, 3]);
         }
         for op in [Op::AllGather, Op::ReduceScatter, Op::AllToAll, Op::Broadcast { root: 3 }] {
             check(op, &[1, 2, 3, 4, 5, 6, 7, 8]);
         }
-        // The receiver of a send knows its ends.
+        // The header of a send has no ranks: its receiver knows both.
         let sent = check(Op::SendRecv { to: None, from: None }, &[1]);
         assert_eq!(sent.call(&"world".into()).to_string(), "send_recv 1099511627776 (bf16 [1])");
         check(Op::Barrier, &[]);

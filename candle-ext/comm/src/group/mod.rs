@@ -1,4 +1,4 @@
-//! One rank's end of a group over any engine: checks the arguments, hands the call to the group's thread.
+//! Process group over any transport: checks the arguments and queues the call for the group's thread.
 
 mod exchange;
 mod header;
@@ -20,7 +20,9 @@ use crate::{Call, Collective, Op, Pending, Recv, Reduce, Result, Solo, arguments
 use exchange::Scratch;
 use worker::{ByteCounter, GroupWorker};
 
-/// See [`Collective`]. Dropped, it lets its thread finish what was started: the others need this rank's part of it.
+/// Implementation of [`Collective`] over a transport.
+///
+/// After it is dropped, its thread finishes the started calls, because the other ranks need this rank's part.
 pub(crate) struct TransportGroup {
     name: Arc<str>,
     rank: usize,
@@ -32,7 +34,7 @@ pub(crate) struct TransportGroup {
 
 type Job = Box<dyn FnOnce(&mut GroupWorker) + Send>;
 
-/// The way to the group's thread. Numbers are given out under the same lock that keeps calls in order.
+/// Queue of the group's thread. One lock assigns sequence numbers and orders the calls.
 struct Queue {
     jobs: Sender<Job>,
     n_calls: u64,
@@ -40,7 +42,7 @@ struct Queue {
 }
 
 impl TransportGroup {
-    /// Connects all ranks.
+    /// Connects all ranks of the world.
     pub(crate) fn world(
         transport: &Arc<dyn Transport>,
         size: usize,
@@ -86,10 +88,10 @@ impl TransportGroup {
         self.trace.record(&call);
         let (sender, pending) = Pending::started(&call);
         let job: Job = Box::new(move |worker| {
-            // Nobody listens to a dropped Pending; the failure, if any, is kept by the world.
+            // A dropped Pending has no receiver. The world keeps the failure, if any.
             let _ = sender.send(worker.run(&call, |worker| body(worker, &call)));
         });
-        queue.jobs.send(job).expect("the thread ends when the group is dropped");
+        queue.jobs.send(job).expect("the thread runs until the group is dropped");
         Ok(pending)
     }
 
@@ -101,7 +103,7 @@ impl TransportGroup {
         body: impl FnOnce(&mut GroupWorker, &Call, &Tensor) -> Result<Tensor, TransportError> + Send + 'static,
     ) -> Result<Pending> {
         arguments::tensor(op.name(), x)?;
-        // What led to x in a graph need not be kept alive.
+        // Release the autograd graph that led to x.
         let x = x.detach();
         self.start(op, Some(&x.clone()), move |worker, call| body(worker, call, &x))
     }
@@ -117,7 +119,7 @@ impl Collective for TransportGroup {
     }
 
     fn check_device(&self, device: &Device) -> Result<()> {
-        arguments::device("travel", device)
+        arguments::device("check_device", device)
     }
 
     fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Pending> {
@@ -180,7 +182,7 @@ impl Collective for TransportGroup {
     }
 }
 
-/// Connects the ranks in `list`; nothing needs to be connected for a list of one.
+/// Connects the ranks in `list`. Returns `None` for a list of one rank, which needs no connections.
 fn connect_subgroup(
     of: &GroupWorker,
     id: String,
@@ -193,7 +195,7 @@ fn connect_subgroup(
     }
     let members: Vec<usize> = list.iter().map(|rank| of.members[*rank]).collect();
     let connections = of.transport.open(&id, &members).map_err(|error| error.map_ranks(|rank| list[rank]))?;
-    let me = list.iter().position(|other| *other == rank).expect("the list was chosen because it holds this rank");
+    let me = list.iter().position(|other| *other == rank).expect("the list contains this rank");
     let n = members.len();
     let transport = Arc::clone(&of.transport);
     let (n_sent, n_received, scratch) = (vec![0; n], vec![0; n], Scratch::default());
@@ -210,7 +212,7 @@ fn connect_subgroup(
     }))
 }
 
-/// Returns a number that stands for the lists of a split, equal in every build.
+/// Returns a digest of the lists of a split, equal in every build.
 pub(crate) fn digest(lists: &[Vec<usize>]) -> u64 {
     let numbers = lists.iter().flat_map(|list| [list.len()].into_iter().chain(list.iter().copied()));
     fnv1a(numbers.map(|number| number as u64))

@@ -1,4 +1,4 @@
-//! A group over engines that break in ways which real ones do not break on demand.
+//! Process groups over transports with injected faults.
 
 use std::sync::Arc;
 use std::thread;
@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
 use crate::{Call, Collective, Options, RankFailure, Reduce, Result, World, threads};
 
-/// The transport of threads, but for how a part of the world is connected.
+/// Thread transport whose connections of a two-rank subgroup are faulty.
 struct Broken {
     sound: Arc<dyn Transport>,
     open: fn() -> Result<Box<dyn Connections>, TransportError>,
@@ -59,7 +59,7 @@ impl Connections for Panicking {
     }
 }
 
-/// Splits four ranks, of whose parts only that of ranks 2 and 3 is broken; returns what both of these report.
+/// Splits four ranks so that only the subgroup of ranks 2 and 3 is faulty; returns the failure that both report.
 #[track_caller]
 fn check(
     open: fn() -> Result<Box<dyn Connections>, TransportError>,
@@ -92,10 +92,13 @@ fn sum(group: &dyn Collective) -> Result<()> {
 }
 
 #[test]
-fn a_rank_that_a_part_cannot_be_connected_to_is_named_as_in_the_world() {
-    let failure = check(|| Err(TransportError::Timeout(vec![1], Duration::from_secs(7))), sum);
+fn a_rank_that_cannot_connect_is_named_by_its_world_rank() {
+    let failure = check(|| Err(TransportError::ConnectTimeout(vec![1], Duration::from_secs(7))), sum);
     assert_eq!(failure.rank, 3);
-    assert!(failure.message.contains("in group world of ranks [0, 1, 2, 3]: rank 3 silent for 7s"), "{failure}");
+    assert!(
+        failure.message.contains("in group world of ranks [0, 1, 2, 3]: rank 3 did not connect within 7s"),
+        "{failure}"
+    );
     let refused = || Err(TransportError::Unreachable(1, std::io::ErrorKind::ConnectionRefused.into()));
     assert_eq!(check(refused, sum).rank, 3);
 }

@@ -1,4 +1,4 @@
-//! A group's own thread: it carries out calls one after another, and turns what goes wrong into the world's failure.
+//! Thread of a process group: runs the group's calls in order, and aborts the world if one fails.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -14,26 +14,25 @@ use crate::panic::panic_message;
 use crate::transport::{Connections, Transport, TransportError};
 use crate::{Call, Op, Recv, Reduce, Result};
 
-/// What the thread owns.
+/// State of the thread.
 pub(super) struct GroupWorker {
-    /// Names the group on the wire; unique in the world.
+    /// Id of the group in messages; unique in the world.
     pub(super) id: String,
     pub(super) group: Arc<str>,
-    /// The world ranks of the group's ranks.
+    /// World ranks of the group's ranks.
     pub(super) members: Vec<usize>,
     pub(super) me: usize,
     pub(super) connections: ByteCounter,
     pub(super) transport: Arc<dyn Transport>,
-    /// How many tensors went to each rank, and came from each: both ends count alike.
+    /// Numbers of tensors sent to each rank and received from it. Both ranks count alike.
     pub(super) n_sent: Vec<u64>,
     pub(super) n_received: Vec<u64>,
     pub(super) scratch: Scratch,
 }
 
-/// Connections that count what is sent.
+/// Connections that count the bytes sent.
 pub(super) struct ByteCounter {
     connections: Box<dyn Connections>,
-    /// Bytes.
     n_sent: u64,
 }
 
@@ -51,7 +50,7 @@ impl Connections for ByteCounter {
 }
 
 impl GroupWorker {
-    /// Carries out one call, or says why that is not possible any more.
+    /// Runs one call. Fails if the world has failed, and aborts the world if the call fails or panics.
     pub(super) fn run<T>(
         &mut self,
         call: &Call,
@@ -124,7 +123,7 @@ impl GroupWorker {
     ) -> Result<Tensor, TransportError> {
         let x = &TensorBytes::new(x)?;
         let header = CallHeader::new(call, 0);
-        let sent: Vec<_> = (0..self.members.len()).map(|r| header.with_rows(send[r], recv[r]).open()).collect();
+        let sent: Vec<_> = (0..self.members.len()).map(|r| header.with_rows(send[r], recv[r]).encode()).collect();
         let received = headers(&self.exchange_all(sent)?);
         self.compare(&received)?;
         self.compare_rows(&received, recv)?;
@@ -176,13 +175,13 @@ impl GroupWorker {
         made.map(Some)
     }
 
-    /// Makes sure that all ranks make this call, and waits for them to do so.
+    /// Waits until all ranks have made this call. Fails if their calls do not match.
     pub(super) fn check_call(&mut self, call: &Call, digest: u64) -> Result<(), TransportError> {
-        let received = self.exchange_all(vec![CallHeader::new(call, digest).open(); self.members.len()])?;
+        let received = self.exchange_all(vec![CallHeader::new(call, digest).encode(); self.members.len()])?;
         self.compare(&headers(&received))
     }
 
-    /// Makes sure that all ranks make this call, and hands each the others' tensors if they are small.
+    /// Waits until all ranks have made this call and returns their handshakes, which hold small tensors inline.
     fn check_call_with(&mut self, call: &Call, x: &TensorBytes) -> Result<Vec<Handshake>, TransportError> {
         let handshake = handshake(&CallHeader::new(call, 0), Some(x))?;
         let received = self.exchange_all(vec![handshake; self.members.len()])?;
@@ -194,7 +193,7 @@ impl GroupWorker {
         (Peers { connections: &mut self.connections, me: self.me, n: self.members.len() }, &mut self.scratch)
     }
 
-    /// Tells each rank its handshake and hears theirs; this rank's own is among them.
+    /// Sends each rank its handshake and returns the handshakes of all ranks, this one's included.
     fn exchange_all(&mut self, sent: Vec<Handshake>) -> Result<Vec<Handshake>, TransportError> {
         let mut received = sent.clone();
         let (mut send, mut recv) = self.empty_slices();
@@ -205,7 +204,7 @@ impl GroupWorker {
         Ok(received)
     }
 
-    // All ranks find the same one wrong: the one that differs from most, the last of several.
+    // All ranks report the same culprit: the rank that differs from most others, the highest of several.
     fn compare(&self, received: &[CallHeader]) -> Result<(), TransportError> {
         let alike = |r: &usize| received.iter().filter(|header| header.matches(&received[*r])).count();
         let odd = (0..received.len()).rev().min_by_key(alike).expect("a group has a rank");
@@ -214,7 +213,7 @@ impl GroupWorker {
         let [first_who, second_who] = [first, second].map(|r| self.who(r));
         let [first, second] = [first, second].map(|r| received[r].call(&self.group).to_string());
         let what = if first == second {
-            format!("{first_who} and {second_who} call {first}, each with other lists")
+            format!("{first_who} and {second_who} call {first} with different lists")
         } else {
             format!("{first_who} calls {first}, {second_who} calls {second}")
         };
@@ -229,7 +228,7 @@ impl GroupWorker {
         Err(TransportError::Mismatch(other, what))
     }
 
-    /// Exchanges the handshakes of a send: only the sender tells its call, and the receiver compares it with what it expects.
+    /// Exchanges the handshakes of a send_recv. The receiver compares the sender's call with its own.
     fn exchange_handshakes(
         &mut self,
         call: &Call,
@@ -238,7 +237,7 @@ impl GroupWorker {
     ) -> Result<Option<Handshake>, TransportError> {
         let number = outgoing.map_or(0, |(_, to)| self.n_sent[*to] + 1);
         let sent = handshake(&CallHeader::new(call, 0).with_number(number), outgoing.map(|(x, _)| x))?;
-        let mut received = CallHeader::default().open();
+        let mut received = CallHeader::default().encode();
         let (mut send, mut inboxes) = self.empty_slices();
         if let Some((_, to)) = outgoing {
             self.n_sent[*to] += 1;
@@ -250,7 +249,7 @@ impl GroupWorker {
         }
         self.connections.exchange(&send, &mut inboxes)?;
         let Some(recv) = recv else { return Ok(None) };
-        self.compare_send(call, &CallHeader::of(&received), recv)?;
+        self.compare_send(call, &CallHeader::decode(&received), recv)?;
         Ok(Some(received))
     }
 
@@ -285,9 +284,9 @@ impl GroupWorker {
     }
 }
 
-/// Returns the message that opens a call; `x` goes with it if it is small.
+/// Returns the handshake of a call, with `x` inline if it is small.
 fn handshake(header: &CallHeader, x: Option<&TensorBytes>) -> candle_core::Result<Handshake> {
-    let mut handshake = header.open();
+    let mut handshake = header.encode();
     if let Some(x) = x.filter(|x| x.n_bytes() <= INLINE_BYTES) {
         x.read(0, inline_mut(&mut handshake, x.n_bytes()))?;
     }
@@ -295,7 +294,7 @@ fn handshake(header: &CallHeader, x: Option<&TensorBytes>) -> candle_core::Resul
 }
 
 fn headers(handshakes: &[Handshake]) -> Vec<CallHeader> {
-    handshakes.iter().map(CallHeader::of).collect()
+    handshakes.iter().map(CallHeader::decode).collect()
 }
 
 fn dtype(call: &Call) -> DType {
@@ -306,7 +305,7 @@ fn with_rows(call: &Call, n_rows: usize) -> Vec<usize> {
     [&[n_rows], &call.shape[1..]].concat()
 }
 
-/// Makes a tensor whose elements `fill` provides.
+/// Creates a tensor whose elements `fill` writes.
 fn tensor_from<T: ReduceElement>(
     shape: &[usize],
     fill: impl FnOnce(&mut [T]) -> Result<(), TransportError>,

@@ -1,8 +1,8 @@
-//! Ranks that are processes of one machine, with nothing installed. They rendezvous in a [`store`](crate::store) and then
-//! exchange bytes over Unix sockets, one between every two ranks of each group.
+//! Backend for processes of one node, without dependencies.
 //!
-//! A rank that exits is noticed at once, by its closed sockets; one that stops, by the time-out. This backend refuses to
-//! connect machines: `nccl` (GPU) and `mpi` (CPU) do.
+//! The ranks rendezvous in a [`store`](crate::store) and exchange bytes over Unix sockets, one between every two ranks of each
+//! group. A rank that exits is detected immediately by its closed sockets, and one that stops by the timeout. For several
+//! nodes use `nccl` (GPU) or `mpi` (CPU).
 
 mod connections;
 mod rank;
@@ -17,14 +17,14 @@ use crate::store::Client;
 use crate::{Error, Options, Result, World};
 use transport::{NamedListener, UnixSocketTransport};
 
-/// Joins the world of `size` ranks that rendezvous in `store`, as rank `rank`; returns when all have joined, and fails if they
-/// have not within `options.timeout`.
+/// Joins the world of `size` ranks as rank `rank`, by a rendezvous in `store`.
 ///
-/// Each run, and each restart of it, needs keys of its own: see [`Client::with_prefix`]. Dropping the world and all its
-/// groups leaves; ending the process without that ends the world.
+/// Returns when all ranks have joined, and fails if they have not within `options.timeout`. Each run and each restart needs
+/// its own keys: see [`Client::with_prefix`]. Dropping the world and all its groups leaves it. A process that exits without
+/// leaving aborts the world.
 ///
-/// All processes are of one user and see each other's abstract sockets: containers share the network and the user
-/// namespace. Each holds a socket for every other rank and for every other member of each of its groups.
+/// All processes belong to one user and see each other's abstract sockets, so containers share the network and the user
+/// namespace. Each process holds a socket for every other rank, and for every other rank of each of its groups.
 pub fn join(store: &Client, rank: usize, size: usize, options: Options) -> Result<World> {
     let rendezvous = PeerRendezvous::new(store.with_prefix("local"), rank, size, options.timeout)?;
     if size == 1 {
@@ -38,7 +38,7 @@ pub fn join(store: &Client, rank: usize, size: usize, options: Options) -> Resul
     World::open(Arc::new(transport), size, &options)
 }
 
-/// Fails if a rank's sockets cannot be reached from this process.
+/// Fails if this process cannot reach the sockets of `peer`.
 fn check(rendezvous: &PeerRendezvous, own: &PeerInfo, peer: &PeerInfo) -> Result<()> {
     let rank = peer.rank;
     if peer.boot_id != own.boot_id {
@@ -48,7 +48,7 @@ fn check(rendezvous: &PeerRendezvous, own: &PeerInfo, peer: &PeerInfo) -> Result
     if peer.namespaces != own.namespaces {
         let (here, there) = (&own.namespaces, &peer.namespaces);
         return Err(rendezvous.join_error(format!(
-            "rank {rank} runs in another container ({there}, not {here}): give all one network and one user namespace"
+            "rank {rank} runs in another container ({there}, not {here}); run all ranks in one network and user namespace"
         )));
     }
     if peer.uid != own.uid {

@@ -1,4 +1,4 @@
-//! One process's connections to all others: the sockets of each group, and the reports of failures.
+//! Transport over Unix sockets: connections of each group, and reports of failures.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, Write};
@@ -20,17 +20,17 @@ use crate::rendezvous::PeerRendezvous;
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
 use crate::{Call, Options, RankFailure, Result};
 
-/// The buffer requested of the kernel for each socket; it may grant less.
+/// Requested send buffer of a socket. The kernel may grant less.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// A socket that others find by name.
+/// Listener with a name that other ranks connect to.
 pub(super) struct NamedListener {
     name: String,
     listener: UnixListener,
 }
 
 impl NamedListener {
-    /// Listens on an abstract socket: nothing is left behind in the file system, however the process ends.
+    /// Listens on an abstract socket, which leaves no file however the process ends.
     pub(super) fn start() -> io::Result<Self> {
         let random = RandomState::new().build_hasher().finish();
         let name = format!("candlewick-{}-{random:016x}", std::process::id());
@@ -43,7 +43,7 @@ impl NamedListener {
     }
 }
 
-/// See [`Transport`].
+/// Transport of one rank over Unix sockets.
 pub(super) struct UnixSocketTransport {
     shared: Arc<LocalRank>,
     timeout: Duration,
@@ -52,7 +52,7 @@ pub(super) struct UnixSocketTransport {
 }
 
 impl UnixSocketTransport {
-    /// Connects this rank to `peers`, and watches them and `listening` from then on.
+    /// Connects this rank to `peers` and starts the watcher of the connections.
     pub(super) fn connect(
         rendezvous: &PeerRendezvous,
         peers: Vec<PeerInfo>,
@@ -67,12 +67,12 @@ impl UnixSocketTransport {
         let watcher = Watcher { shared: Arc::clone(&shared), listener: listening.listener, accepts: true, woken };
         let watcher = Some(watcher.start().map_err(system)?);
         let transport = Self { shared, timeout: options.timeout, watcher, wake };
-        let everyone: Vec<usize> = (0..transport.shared.peers.len()).collect();
-        transport.connect_all(rendezvous.deadline()).map_err(|error| error.fail_connect(&transport, &everyone))?;
+        let all_ranks: Vec<usize> = (0..transport.shared.peers.len()).collect();
+        transport.connect_all(rendezvous.deadline()).map_err(|error| error.fail_connect(&transport, &all_ranks))?;
         Ok(transport)
     }
 
-    /// Connects to everyone; each is listened to from when it is connected.
+    /// Opens the control connections to all ranks. The watcher reads each from then on.
     fn connect_all(&self, deadline: Instant) -> Result<(), TransportError> {
         for rank in 0..self.shared.rank {
             let stream = self.dial(CONTROL, rank).map_err(|error| dial_error(rank, error))?;
@@ -82,7 +82,7 @@ impl UnixSocketTransport {
         self.shared.await_all(deadline, self.timeout)
     }
 
-    /// Connects to each of `members`: the higher rank calls, the lower is called.
+    /// Connects to each of `members`. The higher rank dials the lower one.
     fn streams(&self, id: &str, members: &[usize]) -> Result<Vec<Option<UnixStream>>, TransportError> {
         let deadline = deadline(self.timeout);
         for (index, rank) in members.iter().enumerate().filter(|(_, rank)| **rank < self.shared.rank) {
@@ -94,7 +94,7 @@ impl UnixSocketTransport {
                 return Ok(None);
             }
             let stream = self.shared.await_arrival(id, *rank, deadline)?;
-            stream.map(Some).ok_or(TransportError::Timeout(vec![index], self.timeout))
+            stream.map(Some).ok_or(TransportError::ConnectTimeout(vec![index], self.timeout))
         };
         members.iter().enumerate().map(await_one).collect()
     }
@@ -107,7 +107,7 @@ impl UnixSocketTransport {
     }
 
     fn wake_watcher(&self) {
-        // A full pipe is as good as another byte in it.
+        // A full pipe also wakes the watcher.
         let _ = (&self.wake).write(&[1]);
     }
 }
@@ -142,7 +142,7 @@ impl Transport for UnixSocketTransport {
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Connections>, TransportError> {
         let streams = self.streams(id, members)?;
         for stream in streams.iter().flatten() {
-            // A smaller buffer than asked for is slower, not wrong.
+            // A smaller buffer is only slower.
             let _ = set_socket_send_buffer_size(stream, BUFFER_BYTES);
             stream.set_nonblocking(true).map_err(|error| TransportError::Local(error.to_string()))?;
         }
@@ -164,7 +164,7 @@ impl Drop for UnixSocketTransport {
     }
 }
 
-/// Says whose fault it is that a call did not get through.
+/// Returns the error of a failed connection: the peer's, or this process's own.
 fn dial_error(peer: usize, error: io::Error) -> TransportError {
     use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset};
     if matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset) {

@@ -1,4 +1,4 @@
-//! The thread that reads from all other ranks, also between exchanges, and notices new connections, failures and exits.
+//! Watcher thread: accepts connections, and reads the control connections for failures, heartbeats and exits.
 
 use std::io::{self, Read};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -14,23 +14,24 @@ use crate::error::MAX_FAILURE_BYTES;
 use crate::liveness::deadline;
 use crate::{Cause, RankFailure};
 
-/// How long a caller may take to say who it is; it has already written that when it is accepted.
+/// Timeout for the hello of a new connection, which a rank writes before it is accepted.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The sockets that are ready to read.
+/// Sockets that are ready to read.
 struct Ready {
     woken: bool,
     acceptable: bool,
     readable: Vec<(usize, Arc<UnixStream>)>,
 }
 
-/// What the thread owns.
+/// State of the watcher thread.
 pub(super) struct Watcher {
     pub(super) shared: Arc<LocalRank>,
     pub(super) listener: UnixListener,
-    /// Whether calls are still taken. The listener stays open: who calls in vain learns of the failure, not of a refusal.
+    /// True while connections are accepted. The listener stays open afterwards, so that a rank that connects reads the failure
+    /// instead of an error of the socket.
     pub(super) accepts: bool,
-    /// Becomes readable when there is something new to watch, or when it is time to stop.
+    /// Becomes readable when a connection was added or the watcher must stop.
     pub(super) woken: UnixStream,
 }
 
@@ -51,7 +52,7 @@ impl Watcher {
             let ready = match self.await_any(&control) {
                 Ok(ready) => ready,
                 Err(error) => {
-                    self.fail_world(&format!("listen to the others: {error}"));
+                    self.fail_world(&format!("poll the control connections: {error}"));
                     return;
                 }
             };
@@ -72,7 +73,7 @@ impl Watcher {
 
     fn fail_world(&self, why: &str) {
         let rank = self.shared.rank;
-        let message = format!("go on: {} failed to {why}", self.shared.who(rank));
+        let message = format!("continue: {} failed to {why}", self.shared.who(rank));
         self.shared.fail(RankFailure { rank, cause: Cause::Reported, message });
     }
 
@@ -98,7 +99,7 @@ impl Watcher {
         })
     }
 
-    /// Takes a caller's stream. Fails if this process cannot take any.
+    /// Accepts one connection. Fails if this process cannot accept any.
     fn accept(&self) -> io::Result<()> {
         use io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
         let stream = match self.listener.accept() {
@@ -106,7 +107,7 @@ impl Watcher {
             Err(error) if matches!(error.kind(), ConnectionAborted | Interrupted | WouldBlock) => return Ok(()),
             Err(error) => return Err(error),
         };
-        // The name of an abstract socket is no secret: only this user's processes are listened to.
+        // Any process can connect to an abstract socket. Accept only those of this user.
         let ours = socket_peercred(&stream).is_ok_and(|peer| peer.uid == rustix::process::geteuid());
         if !ours || stream.set_nonblocking(false).is_err() {
             return Ok(());
@@ -139,12 +140,12 @@ impl Watcher {
     }
 }
 
-/// What a caller says first: its rank and the group it calls for.
+/// Encodes the first message of a connection: the dialing rank and the group's id.
 pub(super) fn encode_hello(id: &str, rank: usize) -> Vec<u8> {
     [&(rank as u32).to_le_bytes()[..], &(id.len() as u32).to_le_bytes(), id.as_bytes()].concat()
 }
 
-/// Reads a encode_hello, all of which has to be there soon: whoever else calls is kept waiting meanwhile.
+/// Reads the hello of a connection within a short timeout, because other connections wait meanwhile.
 fn read_hello(stream: &UnixStream) -> io::Result<(String, usize)> {
     let mut within = DeadlineReader { stream, deadline: deadline(HELLO_TIMEOUT) };
     let rank = read_u32(&mut within)? as usize;
@@ -154,7 +155,7 @@ fn read_hello(stream: &UnixStream) -> io::Result<(String, usize)> {
     Ok((String::from_utf8_lossy(&id).into_owned(), rank))
 }
 
-/// A stream from which everything is read by the deadline, in however many pieces it comes.
+/// Reader of a stream with a deadline for all reads together.
 struct DeadlineReader<'a> {
     stream: &'a UnixStream,
     deadline: Instant,

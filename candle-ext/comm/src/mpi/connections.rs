@@ -1,4 +1,4 @@
-//! One rank's part in one group: cuts what is exchanged into pieces, and waits for them.
+//! Connections of one rank in one group. Splits exchanges into chunks and waits for their completion.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -8,28 +8,28 @@ use super::rank::{Completion, MessageChunk, MpiRank, MpiRequest, ProgressEvent};
 use crate::liveness::Wait;
 use crate::transport::{Connections, TransportError};
 
-/// The size of a chunk. Each that arrives is a sign of life, so it is not too large.
+/// Size of a chunk. Each completed chunk counts as progress, so chunks are small.
 const CHUNK_BYTES: usize = 1 << 18;
 
-/// How many pieces are on the way to each rank at once, and from each.
+/// Largest number of chunks in flight to each rank, and from each.
 const MAX_IN_FLIGHT: usize = 4;
 
-/// How long something may still come from a rank that has said it leaves: another message may overtake it.
+/// Timeout for messages of a rank that has left: its leave message may overtake them.
 const LATE_MESSAGES_WITHIN: Duration = Duration::from_secs(1);
 
-/// See [`Connections`].
+/// Connections of one rank in one group.
 pub(super) struct MpiConnections {
     shared: Arc<MpiRank>,
-    /// The world ranks of the group's ranks.
+    /// World ranks of the group's ranks.
     members: Vec<usize>,
     tag: i32,
     sender: Sender<ProgressEvent>,
     events: Receiver<ProgressEvent>,
-    /// Rooms of pieces that have arrived, for the next.
+    /// Buffers of completed chunks, for reuse.
     free_buffers: Vec<Box<[u8]>>,
 }
 
-/// How far the bytes between this rank and another are, one way.
+/// Progress of the transfer to or from one peer, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 struct TransferProgress {
     len: usize,
@@ -47,7 +47,7 @@ impl TransferProgress {
         self.arrived == self.len
     }
 
-    /// Returns where the next chunk is that may start.
+    /// Returns the range of the next chunk, if one may start.
     fn next(&mut self) -> Option<std::ops::Range<usize>> {
         if self.started == self.len || self.n_in_flight == MAX_IN_FLIGHT {
             return None;
@@ -67,11 +67,11 @@ impl TransferProgress {
 impl MpiConnections {
     pub(super) fn new(shared: Arc<MpiRank>, members: Vec<usize>, tag: i32) -> Self {
         let (sender, events) = channel();
-        shared.listen(&sender);
+        shared.subscribe(&sender);
         Self { shared, members, tag, sender, events, free_buffers: Vec::new() }
     }
 
-    /// Orders what may start now.
+    /// Requests the chunks that may start now.
     fn start(&mut self, send: &[&[u8]], [sends, receives]: &mut [Vec<TransferProgress>; 2]) {
         let mut requests = Vec::new();
         for peer in 0..self.members.len() {
@@ -107,12 +107,12 @@ impl MpiConnections {
         }
     }
 
-    /// Says why nothing moves, if there is a reason not to wait any longer.
+    /// Fails if there is a reason not to wait any longer.
     fn check(&self, [sends, receives]: &[Vec<TransferProgress>; 2], wait: &mut Wait) -> Result<(), TransportError> {
         if let Some(failure) = self.shared.monitor.failure() {
             return Err(TransportError::Failed(failure));
         }
-        // Those from whom something is missing; those who do not take what they are sent, if nothing is.
+        // The peers with missing bytes; if there are none, the peers with unsent bytes.
         let unfinished = |transfers: &[TransferProgress]| {
             (0..transfers.len()).filter(|peer| !transfers[*peer].is_done()).collect::<Vec<_>>()
         };
@@ -156,7 +156,7 @@ impl Connections for MpiConnections {
                     wait.progress();
                 }
                 Ok(ProgressEvent::Check) | Err(RecvTimeoutError::Timeout) => self.check(&transfers, &mut wait)?,
-                Err(RecvTimeoutError::Disconnected) => unreachable!("this rank keeps an end of its own"),
+                Err(RecvTimeoutError::Disconnected) => unreachable!("this rank owns a sender"),
             }
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! The state of a process in its world, and the requests of its threads to the one that talks to MPI.
+//! State of a rank, and the requests of its threads to the progress thread.
 
 use std::collections::HashMap;
 use std::sync::mpsc::Sender;
@@ -12,60 +12,60 @@ use crate::liveness::{Wait, WaitGraph, deadline};
 use crate::peer::PeerInfo;
 use crate::transport::TransportError;
 
-/// The largest tag that every MPI allows.
+/// Largest tag that every MPI supports.
 const MAX_TAG: usize = 32_767;
 
-/// The end of this process that its threads share.
+/// State of a rank, shared by its threads.
 pub(super) struct MpiRank {
     pub(super) rank: usize,
     pub(super) peers: Vec<PeerInfo>,
     pub(super) timeout: Duration,
     pub(super) monitor: FailureMonitor<MpiState>,
-    /// Wakes the thread that talks to MPI.
+    /// Wakes the progress thread.
     wake: Condvar,
 }
 
 #[derive(Default)]
 pub(super) struct MpiState {
     left: Vec<bool>,
-    /// The tags of groups that others lead.
+    /// Tags of groups whose first rank is another rank.
     tags: HashMap<String, i32>,
-    /// The number of groups that this rank has led.
+    /// Number of tags that this rank has assigned.
     n_tags: usize,
     wait_graph: WaitGraph,
     pub(super) requests: Vec<MpiRequest>,
-    /// The ends of this rank's groups that get its events.
+    /// Senders of events to this rank's groups.
     listeners: Vec<Sender<ProgressEvent>>,
     pub(super) leaving: bool,
 }
 
-/// A request to MPI. Ranks are the world's.
+/// Request to the progress thread. Ranks are those of the world.
 pub(super) enum MpiRequest {
     Send { to: usize, tag: i32, bytes: Box<[u8]>, done: Completion },
     Receive { from: usize, tag: i32, buffer: Box<[u8]>, done: Completion },
     SendFrame { to: usize, frame: Frame },
 }
 
-/// The receiver of the event that a chunk of a message has arrived.
+/// Completion of a chunk, reported to its group.
 pub(super) struct Completion {
     pub(super) events: Sender<ProgressEvent>,
     pub(super) chunk: MessageChunk,
 }
 
-/// A chunk of what a group's rank exchanges with another, `peer` in the group.
+/// Chunk of the data that a rank exchanges with `peer` of the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MessageChunk {
     pub(super) peer: usize,
-    /// Where it begins.
+    /// Offset in bytes.
     pub(super) start: usize,
     pub(super) is_sent: bool,
 }
 
-/// An event for a group.
+/// Event for a group.
 pub(super) enum ProgressEvent {
-    /// A chunk has arrived, with these bytes.
+    /// A chunk has completed, with this buffer.
     Arrived(MessageChunk, Box<[u8]>),
-    /// A rank has left, or the world has ended: check again.
+    /// A rank has left or the world has failed: check again.
     Check,
 }
 
@@ -75,7 +75,7 @@ impl MpiRank {
         Self { rank, peers, timeout, monitor: FailureMonitor::new(state), wake: Condvar::new() }
     }
 
-    /// Ends the world and reports its first failure to all ranks. Rank 0 is the arbiter.
+    /// Aborts the world and reports its first failure to all ranks. Rank 0 is the arbiter.
     pub(super) fn fail(&self, failure: RankFailure) -> RankFailure {
         let arbitrate = |own: &RankFailure| {
             if self.rank == 0 {
@@ -87,12 +87,12 @@ impl MpiRank {
         self.monitor.fail(failure, arbitrate, |first| self.announce(first))
     }
 
-    /// Takes over a failure without asking the arbiter, and reports the first to all ranks.
+    /// Aborts the world without the arbiter, and reports the first failure to all ranks.
     pub(super) fn end(&self, failure: RankFailure) -> RankFailure {
         self.monitor.adopt(failure, |first| self.announce(first))
     }
 
-    /// Takes over the failure that another rank reports.
+    /// Records the failure that another rank reports.
     pub(super) fn adopt(&self, failure: RankFailure) {
         self.monitor.adopt(failure, |_| self.wake_groups());
     }
@@ -102,35 +102,35 @@ impl MpiRank {
         self.send_all(&Frame::Ended(first.clone()));
     }
 
-    /// Shows all ranks that this one is busy.
+    /// Sends a heartbeat of busy work to all ranks.
     pub(super) fn beat(&self) {
         self.on_beat(self.rank);
         self.send_all(&Frame::Beat);
     }
 
-    /// Notes that a rank is busy.
+    /// Records a heartbeat of busy work of a rank.
     pub(super) fn on_beat(&self, rank: usize) {
         self.lock().wait_graph.record_busy(rank);
     }
 
-    /// Shows all ranks for which ranks this one waits.
+    /// Sends all ranks a heartbeat with the ranks that this one waits for.
     pub(super) fn send_wait(&self, ranks: &[usize]) {
         self.lock().wait_graph.record_wait(self.rank, ranks);
         self.send_all(&Frame::Waits(ranks.iter().map(|rank| *rank as u32).collect()));
     }
 
-    /// Notes that another rank waits for these.
+    /// Records a heartbeat of a waiting rank.
     pub(super) fn on_wait(&self, rank: usize, ranks: &[u32]) {
         let ranks = ranks.iter().map(|rank| *rank as usize).filter(|rank| *rank < self.peers.len());
         self.lock().wait_graph.record_wait(rank, &ranks.collect::<Vec<_>>());
     }
 
-    /// Returns the ranks that this one has waited for in vain.
+    /// Returns the suspects after this rank has waited for `ranks` until the timeout.
     pub(super) fn suspects(&self, ranks: &[usize], wait: &Wait) -> Option<Vec<usize>> {
         self.lock().wait_graph.suspects(self.rank, ranks, wait)
     }
 
-    /// Notes that a rank leaves.
+    /// Records that a rank has left.
     pub(super) fn left(&self, rank: usize) {
         self.lock().left[rank] = true;
         self.wake_groups();
@@ -140,19 +140,19 @@ impl MpiRank {
         self.lock().left[rank]
     }
 
-    /// Returns whether every other rank has said that it leaves.
+    /// Returns true if every other rank has left.
     pub(super) fn all_have_left(&self) -> bool {
         self.lock().left.iter().enumerate().all(|(rank, left)| *left || rank == self.rank)
     }
 
-    /// Leaves, and lets the thread that talks to MPI end.
+    /// Leaves the world and ends the progress thread.
     pub(super) fn leave(&self) {
         self.send_all(&Frame::Leave);
         self.lock().leaving = true;
         self.wake.notify_all();
     }
 
-    /// Returns the tag of the messages of a group: its first rank chooses it and tells the others.
+    /// Returns the tag of a group. Its first rank assigns the tag and sends it to the others.
     pub(super) fn open(&self, id: &str, members: &[usize]) -> Result<i32, TransportError> {
         if members[0] == self.rank {
             let tag = self.new_tag()?;
@@ -162,28 +162,31 @@ impl MpiRank {
         }
         let is_there = |state: &MpiState| state.tags.contains_key(id);
         let tag = self.monitor.wait_for(deadline(self.timeout), is_there, |state| state.tags.remove(id))?;
-        tag.ok_or(TransportError::Timeout(vec![0], self.timeout))
+        tag.ok_or(TransportError::ConnectTimeout(vec![0], self.timeout))
     }
 
-    /// Returns a tag that no other group of the world has. Tag 0 is for frames.
+    /// Returns a tag that is unique in the world. Tag 0 is for control messages.
     fn lead(&self) -> Result<i32, TransportError> {
         let mut state = self.lock();
         let tag = 1 + self.rank + self.peers.len() * state.n_tags;
         state.n_tags += 1;
         match tag {
             ..=MAX_TAG => Ok(tag as i32),
-            _ => Err(TransportError::Local(format!("{} groups are too many for MPI", state.n_tags))),
+            _ => Err(TransportError::Local(format!(
+                "group {} of this rank exceeds the tags of MPI (at most {MAX_TAG})",
+                state.n_tags
+            ))),
         }
     }
 
-    /// Notes the tag that the first rank of a group has chosen.
+    /// Records the tag that the first rank of a group has assigned.
     pub(super) fn opened(&self, tag: i32, id: String) {
         self.lock().tags.insert(id, tag);
         self.wake_groups();
     }
 
-    /// Adds a group's receiver of events.
-    pub(super) fn listen(&self, events: &Sender<ProgressEvent>) {
+    /// Adds a group that receives events.
+    pub(super) fn subscribe(&self, events: &Sender<ProgressEvent>) {
         self.lock().listeners.push(events.clone());
     }
 
@@ -197,14 +200,14 @@ impl MpiRank {
         self.request(others.map(|to| MpiRequest::SendFrame { to, frame: frame.clone() }));
     }
 
-    /// Waits for something to do, no longer than `within`.
+    /// Waits up to `within` for a request.
     pub(super) fn await_request(&self, within: Duration) {
         let idle = |state: &mut Monitored<MpiState>| state.requests.is_empty() && !state.leaving;
         drop(self.wake.wait_timeout_while(self.lock(), within, idle));
     }
 
     fn wake_groups(&self) {
-        // The ends of groups that are gone are dropped.
+        // Drop the senders of dropped groups.
         self.lock().listeners.retain(|events| events.send(ProgressEvent::Check).is_ok());
         self.monitor.notify();
     }

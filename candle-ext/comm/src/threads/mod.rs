@@ -1,4 +1,4 @@
-//! Ranks that are threads of one process: for tests, and for runs on one machine that need no processes.
+//! Backend whose ranks are threads of one process, for tests and for runs on one node.
 
 mod transport;
 
@@ -11,8 +11,9 @@ use crate::panic::panic_message;
 use crate::{Options, Result, World};
 pub(crate) use transport::{SharedWorld, solo_transport, transports};
 
-/// Runs `rank` on `size` threads, each with its own end of one world, and returns what they return, in rank order. If
-/// one fails or panics, all that wait for it fail too, and the first failure is returned.
+/// Runs `rank` on `size` threads, each a rank of one world, and returns their results in rank order.
+///
+/// If a rank fails or panics, the world is aborted and the first failure is returned.
 pub fn run<T: Send, E: Display>(
     size: usize,
     options: Options,
@@ -23,7 +24,7 @@ pub fn run<T: Send, E: Display>(
         let rank = &rank;
         let spawn = |world: Result<World>| scope.spawn(move || run_rank(world?, rank));
         let threads: Vec<_> = worlds(&world, size, &options).map(spawn).collect();
-        threads.into_iter().map(|thread| thread.join().expect("panics are caught in the thread")).collect()
+        threads.into_iter().map(|thread| thread.join().expect("the thread catches panics")).collect()
     });
     match world.failure() {
         Some(first) => Err(first.into()),

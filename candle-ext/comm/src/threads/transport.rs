@@ -1,7 +1,7 @@
-//! Mailboxes between the threads of one process.
+//! Transport over mailboxes between threads of one process.
 //!
-//! A send is finished when it was received, as strictly as in any backend, so that a program which deadlocks elsewhere
-//! does so here.
+//! A send is synchronous: it finishes when the message is received. A program that deadlocks on another backend therefore also
+//! deadlocks here.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex};
@@ -13,17 +13,17 @@ use crate::sync::{ignore_poison, lock};
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
 use crate::{Call, RankFailure};
 
-/// Returns each rank's way to the others.
+/// Returns the transport of each rank.
 pub(crate) fn transports(world: &Arc<SharedWorld>, size: usize) -> impl Iterator<Item = Arc<dyn Transport>> {
     (0..size).map(move |rank| Arc::new(ThreadTransport { rank, world: Arc::clone(world) }) as Arc<dyn Transport>)
 }
 
-/// The transport of a world of one rank.
+/// Returns the transport of a world of one rank.
 pub(crate) fn solo_transport() -> Arc<dyn Transport> {
     Arc::new(ThreadTransport { rank: 0, world: Arc::default() })
 }
 
-/// The state of a world that its ranks share.
+/// State of a world, shared by its ranks.
 #[derive(Default)]
 pub(crate) struct SharedWorld {
     timeout: Duration,
@@ -31,7 +31,7 @@ pub(crate) struct SharedWorld {
     groups: Mutex<HashMap<String, Arc<GroupBuffers>>>,
 }
 
-/// The messages between the ranks of one group.
+/// Messages between the ranks of one group.
 struct GroupBuffers {
     mailboxes: Mutex<Mailboxes>,
     changed: Condvar,
@@ -40,7 +40,7 @@ struct GroupBuffers {
 type Message = Arc<[u8]>;
 
 struct Mailboxes {
-    /// The messages from each rank to each rank that were not taken yet: `messages[to][from]`.
+    /// Queued messages: `messages[to][from]`.
     messages: Vec<Vec<VecDeque<Message>>>,
     gone: Vec<bool>,
 }
@@ -56,7 +56,7 @@ impl SharedWorld {
 
     fn wake_all(&self) {
         for group in lock(&self.groups).values() {
-            // A thread that looked for a failure before this one is waiting once the lock is free.
+            // Acquire the lock once: a thread that has checked for a failure holds it until it waits.
             drop(lock(&group.mailboxes));
             group.changed.notify_all();
         }
@@ -71,7 +71,7 @@ impl SharedWorld {
     }
 }
 
-/// One rank's way to the others.
+/// Transport of one rank.
 struct ThreadTransport {
     rank: usize,
     world: Arc<SharedWorld>,
@@ -87,7 +87,7 @@ impl FailureChannel for ThreadTransport {
     }
 
     fn fail(&self, failure: RankFailure) -> RankFailure {
-        // All ranks share the monitor, so the first to lock it is the first.
+        // All ranks share the monitor: the first to lock it has the first failure.
         self.world.monitor.fail(failure, |_| None, |_| self.world.wake_all())
     }
 
@@ -106,7 +106,7 @@ impl FailureChannel for ThreadTransport {
 
 impl Transport for ThreadTransport {
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Connections>, TransportError> {
-        let me = members.iter().position(|rank| *rank == self.rank).expect("who opens a group is in it");
+        let me = members.iter().position(|rank| *rank == self.rank).expect("a rank opens only groups that contain it");
         let group = self.world.group(id, members.len());
         let members = members.to_vec();
         Ok(Box::new(ThreadConnections { id: id.to_owned(), me, members, group, world: Arc::clone(&self.world) }))
@@ -115,18 +115,18 @@ impl Transport for ThreadTransport {
     fn set_current_call(&self, _id: &str, _call: Option<&Call>) {}
 }
 
-/// One rank's end of a group.
+/// Connections of one rank in a group.
 struct ThreadConnections {
     id: String,
     me: usize,
-    /// The world ranks of the group's ranks.
+    /// World ranks of the group's ranks.
     members: Vec<usize>,
     group: Arc<GroupBuffers>,
     world: Arc<SharedWorld>,
 }
 
 impl Connections for ThreadConnections {
-    // What is copied is copied outside the lock that all ranks share.
+    // Copies outside the lock that all ranks share.
     fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), TransportError> {
         let wanted: Vec<usize> = (0..recv.len()).filter(|from| !recv[*from].is_empty()).collect();
         for (from, message) in self.pass(messages(send), wanted)? {
@@ -136,7 +136,7 @@ impl Connections for ThreadConnections {
     }
 }
 
-/// Copies what is to be sent to each rank, once where several are sent the same.
+/// Copies the bytes to send to each rank. Equal slices are copied once.
 fn messages(send: &[&[u8]]) -> Vec<(usize, Message)> {
     let mut messages: Vec<(usize, Message)> = Vec::new();
     for (to, bytes) in send.iter().enumerate().filter(|(_, bytes)| !bytes.is_empty()) {
@@ -148,7 +148,7 @@ fn messages(send: &[&[u8]]) -> Vec<(usize, Message)> {
 }
 
 impl ThreadConnections {
-    /// Sends messages to ranks; returns those from the ranks `missing` once all are there, and what was sent is taken.
+    /// Sends messages and receives one from each rank of `missing`. Returns after all are received at both ends.
     fn pass(
         &self,
         sent: Vec<(usize, Message)>,
@@ -193,7 +193,7 @@ impl ThreadConnections {
         }
     }
 
-    /// Shows from time to time which ranks this one waits for; returns those that it has waited for in vain.
+    /// Sends a heartbeat if it is due, and returns the suspects after the timeout.
     fn suspects(&self, waits_for: &[usize], wait: &mut Wait) -> Option<Vec<usize>> {
         let is_heartbeat_due = wait.is_heartbeat_due();
         if !is_heartbeat_due && !wait.is_timed_out() {
