@@ -1,4 +1,4 @@
-//! One of NCCL's communicators: started, given work, asked how it is, ended. None of it blocks the host.
+//! Nonblocking NCCL communicator.
 
 use std::ffi::c_int;
 use std::ptr::null_mut;
@@ -7,7 +7,7 @@ use super::api::{CommHandle, IN_PROGRESS, Nccl, NcclConfig, SUCCESS, StreamHandl
 use super::memory::DeviceAddress;
 use crate::Reduce;
 
-/// Part of an operation. Counts are elements of NCCL's type `dtype`.
+/// NCCL operation. `n` counts elements of the `ncclDataType_t` `dtype`.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum NcclOp {
     AllReduce { from: DeviceAddress, to: DeviceAddress, n: usize, dtype: c_int, op: Reduce },
@@ -18,20 +18,20 @@ pub(super) enum NcclOp {
     Receive { to: DeviceAddress, n: usize, dtype: c_int, peer: usize },
 }
 
-/// See the module. Aborted when it is dropped, unless it was ended.
+/// NCCL communicator. Dropping it aborts it, unless it was destroyed.
 pub(super) struct Communicator {
     nccl: &'static Nccl,
     handle: CommHandle,
 }
 
-// SAFETY: NCCL's communicators may be used from any thread, by one at a time: this one has one owner.
+// SAFETY: an NCCL communicator may be used from any thread, one at a time, and this one has a single owner.
 unsafe impl Send for Communicator {}
 
-/// Returns what the ranks of a new communicator know each other by: one of them asks for it.
+/// Returns the unique id of a new communicator. One of its ranks calls this.
 pub(super) fn unique_id() -> Result<UniqueId, String> {
     let nccl = nccl()?;
     let mut id = UniqueId([0; 128]);
-    // SAFETY: it writes an id.
+    // SAFETY: the function writes one id.
     match unsafe { (nccl.get_unique_id)(&raw mut id) } {
         SUCCESS => Ok(id),
         error => Err(nccl.explain(error, null_mut())),
@@ -39,11 +39,11 @@ pub(super) fn unique_id() -> Result<UniqueId, String> {
 }
 
 impl Communicator {
-    /// Starts to connect rank `rank` of `size` on the current device; see [`is_ready`](Self::is_ready).
+    /// Starts to initialize rank `rank` of `size` on the current device. Poll [`is_ready`](Self::is_ready).
     pub(super) fn start(rank: usize, size: usize, id: UniqueId) -> Result<Self, String> {
         let nccl = nccl()?;
         let (mut handle, mut config) = (null_mut(), NcclConfig::non_blocking());
-        // SAFETY: handle and config are there while it is called.
+        // SAFETY: handle and config outlive the call.
         let result =
             unsafe { (nccl.comm_init_rank_config)(&raw mut handle, size as c_int, id, rank as c_int, &raw mut config) };
         match result {
@@ -52,40 +52,40 @@ impl Communicator {
         }
     }
 
-    /// Whether what was asked of it last has been done: it may be asked for more only then.
+    /// Returns true if the last call has completed. The next call is allowed only then.
     pub(super) fn is_ready(&self) -> Result<bool, String> {
         let mut state = SUCCESS;
-        // SAFETY: the handle is one of NCCL's, and a number is written.
-        let asked = unsafe { (self.nccl.comm_get_async_error)(self.handle, &raw mut state) };
-        match (asked, state) {
+        // SAFETY: the handle is valid, and the function writes one int.
+        let result = unsafe { (self.nccl.comm_get_async_error)(self.handle, &raw mut state) };
+        match (result, state) {
             (SUCCESS, SUCCESS) => Ok(true),
             (SUCCESS, IN_PROGRESS) => Ok(false),
             (SUCCESS, error) | (error, _) => Err(self.nccl.explain(error, self.handle)),
         }
     }
 
-    /// Puts `ops` onto `stream`, as one.
+    /// Enqueues `ops` on `stream` as one NCCL group.
     ///
     /// # Safety
     ///
-    /// The stream is one of the communicator's device, and the addresses are good for the elements until what is enqueued onto
-    /// it has been done.
+    /// The stream belongs to the communicator's device. The addresses are valid for the elements until the operations have
+    /// completed on the stream.
     pub(super) unsafe fn enqueue(&self, stream: StreamHandle, ops: &[NcclOp]) -> Result<(), String> {
-        // SAFETY: it has no conditions.
+        // SAFETY: ncclGroupStart has no preconditions.
         self.check(unsafe { (self.nccl.group_start)() })?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `enqueue`.
         let enqueued = ops.iter().try_for_each(|op| self.check(unsafe { self.enqueue_one(stream, op) }));
-        // SAFETY: a group was started above. It is ended in any case.
+        // SAFETY: a group was started above, and is ended also after an error.
         let ended = self.check(unsafe { (self.nccl.group_end)() });
         enqueued.and(ended)
     }
 
     /// # Safety
     ///
-    /// As for [`enqueued`](Self::enqueued).
+    /// The same as for [`enqueue`](Self::enqueue).
     unsafe fn enqueue_one(&self, stream: StreamHandle, op: &NcclOp) -> c_int {
         let Self { nccl, handle } = *self;
-        // SAFETY: the handle is one of NCCL's; the caller answers for stream and addresses.
+        // SAFETY: the handle is valid; the caller keeps the contract of `enqueue`.
         unsafe {
             match *op {
                 NcclOp::AllReduce { from, to, n, dtype, op } => {
@@ -110,17 +110,17 @@ impl Communicator {
         }
     }
 
-    /// Starts to end it, when all that was enqueued onto streams has been done.
+    /// Starts to finalize the communicator after all enqueued operations have completed.
     pub(super) fn finalize(&self) -> Result<(), String> {
-        // SAFETY: the handle is one of NCCL's.
+        // SAFETY: the handle is valid.
         self.check(unsafe { (self.nccl.comm_finalize)(self.handle) })
     }
 
-    /// Frees it after [`finalize`](Self::finalize).
+    /// Destroys the communicator after [`finalize`](Self::finalize).
     pub(super) fn destroy(self) -> Result<(), String> {
         let Self { nccl, handle } = self;
         std::mem::forget(self);
-        // SAFETY: the handle is one of NCCL's and not used again.
+        // SAFETY: the handle is valid and not used again.
         match unsafe { (nccl.comm_destroy)(handle) } {
             SUCCESS | IN_PROGRESS => Ok(()),
             error => Err(nccl.explain(error, null_mut())),
@@ -137,7 +137,7 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // SAFETY: the handle is one of NCCL's and not used again. What runs on the device is stopped.
+        // SAFETY: the handle is valid and not used again. Running operations are aborted.
         unsafe { (self.nccl.comm_abort)(self.handle) };
     }
 }

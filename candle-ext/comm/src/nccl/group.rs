@@ -1,7 +1,7 @@
-//! One rank's end of a group over NCCL: prepares tensors on the device, hands the call to the group's thread.
+//! Process group over NCCL: prepares tensors on the device and queues the call for the group's thread.
 //!
-//! Two streams meet in events: the group's waits for what the tensors need, and the one on which everything else is computed
-//! waits for the group's when a result is waited for.
+//! CUDA events order two streams. The group's stream waits for the inputs, and the compute stream waits for the group's stream
+//! in [`Pending::wait`].
 
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -25,7 +25,7 @@ use crate::transport::{FailureChannel, TransportError};
 use crate::watchdog::Watchdog;
 use crate::{Call, Collective, Error, Op, Pending, Recv, Reduce, Result, Solo};
 
-/// See [`Collective`].
+/// Implementation of [`Collective`] over an NCCL communicator.
 pub(super) struct NcclGroup {
     name: Arc<str>,
     rank: usize,
@@ -35,25 +35,25 @@ pub(super) struct NcclGroup {
     trace: CallTrace,
     queue: Mutex<Queue>,
     descriptions: Mutex<Descriptions>,
-    /// Shared by the groups of the device.
+    /// Launch order, shared by the groups of the device.
     order: Arc<LaunchOrder>,
     threads: Arc<ThreadPool>,
 }
 
-/// The way to the group's thread. Numbers are given out under the same lock that keeps calls in order.
+/// Queue of the group's thread. One lock assigns sequence numbers and orders the calls.
 struct Queue {
     jobs: Sender<Job>,
     n_calls: u64,
     n_sends: u64,
 }
 
-/// A result that lies on the device when `done`.
+/// Result that is on the device after the event `done`.
 struct PendingOutput {
     tensors: Vec<Tensor>,
     done: Arc<CudaEvent>,
 }
 
-/// What an operation reads and writes, and how.
+/// NCCL operations of one call, with their inputs and outputs.
 struct NcclCall {
     ops: Vec<NcclOp>,
     inputs: Vec<Tensor>,
@@ -78,7 +78,7 @@ impl NcclGroup {
         x: Option<&Tensor>,
         body: impl FnOnce(&mut NcclWorker, &Call, Ticket) -> Result<T, TransportError> + Send + 'static,
     ) -> Result<Pending<T>> {
-        // The group's calls have their tickets in the order in which its thread gets them.
+        // The lock keeps the tickets in the order of the group's calls.
         let mut queue = lock(&self.queue);
         let count = if matches!(op, Op::SendRecv { .. }) { &mut queue.n_sends } else { &mut queue.n_calls };
         *count += 1;
@@ -87,15 +87,15 @@ impl NcclGroup {
         let ticket = self.order.ticket();
         let (sender, pending) = Pending::started(&call);
         let job: Job = Box::new(move |worker| {
-            // Nobody listens to a dropped Pending; the failure, if any, is kept by the world.
-            let _ = sender.send(worker.carry_out(&call, |worker| body(worker, &call, ticket)));
+            // A dropped Pending has no receiver. The world keeps the failure, if any.
+            let _ = sender.send(worker.run_call(&call, |worker| body(worker, &call, ticket)));
         });
-        queue.jobs.send(job).expect("the thread ends when the group is dropped");
+        queue.jobs.send(job).expect("the thread runs until the group is dropped");
         Ok(pending)
     }
 
-    /// Carries out `plan`, of which `finish` makes the result when it is waited for.
-    fn carry_out(
+    /// Starts a call. `finish` computes its result from the outputs in [`Pending::wait`].
+    fn start_call(
         &self,
         op: Op,
         x: &Tensor,
@@ -104,21 +104,21 @@ impl NcclGroup {
     ) -> Result<Pending> {
         let ready = self.ready()?;
         let NcclCall { ops, inputs, outputs } = plan;
-        let coming = self.start(op, Some(x), move |worker, call, ticket| {
+        let output = self.start(op, Some(x), move |worker, call, ticket| {
             let tensors = inputs.into_iter().chain(outputs.iter().cloned()).collect();
             let done = worker.enqueue(call, ticket, Launch { ready, ops, tensors, expected: None })?;
             Ok(PendingOutput { tensors: outputs, done })
         })?;
         let (device, watchdog, to) = (self.device.clone(), Arc::clone(&self.watchdog), x.device().clone());
-        Ok(coming.then(move |coming| arrive(&device, &watchdog, coming, &to, finish)))
+        Ok(output.then(move |output| finish_output(&device, &watchdog, output, &to, finish)))
     }
 
-    /// When all that was asked of the device so far is done.
+    /// Records an event after all work that is queued on the compute stream.
     fn ready(&self) -> Result<CudaEvent> {
         Ok(self.device.cuda_stream().record_event(None).map_err(candle_core::Error::wrap)?)
     }
 
-    /// Brings `x` onto the device, in order.
+    /// Copies `x` to the device and makes it contiguous.
     fn to_device(&self, op: &'static str, x: &Tensor) -> Result<Tensor> {
         self.check_same_gpu(op, x.device())?;
         arguments::dtype_and_rank(op, x.dtype(), x.dims())?;
@@ -133,7 +133,10 @@ impl NcclGroup {
             Device::Cpu => Ok(()),
             Device::Cuda(other) if other.id() == self.device.id() => Ok(()),
             other => {
-                let why = format!("a tensor on {:?}: this group moves those of one GPU", other.location());
+                let why = format!(
+                    "the tensor is on {:?}, and this group sends tensors of one GPU and of the CPU",
+                    other.location()
+                );
                 Err(Error::Call { op, why })
             }
         }
@@ -143,15 +146,15 @@ impl NcclGroup {
         Ok(empty(&self.device, dtype, shape)?)
     }
 
-    /// Returns the ops that describe `x` to its receiver and send it, and the tensors that they read.
+    /// Returns the ops that send `x` with its description, and the tensors that they read.
     fn sends(&self, x: Tensor, to: usize) -> Result<(Vec<NcclOp>, Vec<Tensor>)> {
-        let described = lock(&self.descriptions).of(&x)?;
-        let mut ops = vec![send(&described, to)?];
+        let description = lock(&self.descriptions).of(&x)?;
+        let mut ops = vec![send(&description, to)?];
         ops.extend((x.elem_count() > 0).then(|| send(&x, to)).transpose()?);
-        Ok((ops, vec![described, x]))
+        Ok((ops, vec![description, x]))
     }
 
-    /// Adds the ops that receive a tensor and its description; returns where the tensor arrives.
+    /// Adds the ops that receive a tensor and its description. Returns the tensor's buffer.
     fn receives(
         &self,
         recv: Recv,
@@ -166,15 +169,15 @@ impl NcclGroup {
         Ok((y, ExpectedTensor { recv, description }))
     }
 
-    /// The largest or smallest elements; where any is a NaN, which NCCL's comparisons pass over, a NaN.
+    /// Starts a maximum or minimum that propagates NaN, which NCCL's comparisons ignore.
     fn start_compare(&self, x: &Tensor, own: Tensor, op: Reduce) -> Result<Pending> {
         let is_nan = if own.elem_count() > 0 { own.ne(&own)? } else { self.empty(DType::U8, own.dims())? };
         let outputs = vec![self.empty(own.dtype(), own.dims())?, self.empty(DType::U8, own.dims())?];
         let inputs = vec![own, is_nan];
         let pairs = inputs.iter().zip(&outputs).zip([op, Reduce::Max]);
         let ops = pairs.map(|((from, to), op)| reduce(from, to, op)).collect::<Result<_>>()?;
-        self.carry_out(Op::AllReduce(op), x, NcclCall { ops, inputs, outputs }, |outputs| {
-            let [y, is_nan] = &outputs[..] else { unreachable!("there are two") };
+        self.start_call(Op::AllReduce(op), x, NcclCall { ops, inputs, outputs }, |outputs| {
+            let [y, is_nan] = &outputs[..] else { unreachable!("the call has two outputs") };
             is_nan.where_cond(&y.affine(0.0, f64::NAN)?, y)
         })
     }
@@ -190,7 +193,7 @@ impl Collective for NcclGroup {
     }
 
     fn check_device(&self, device: &Device) -> Result<()> {
-        self.check_same_gpu("travel", device)
+        self.check_same_gpu("check_device", device)
     }
 
     fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Pending> {
@@ -201,7 +204,7 @@ impl Collective for NcclGroup {
         let (dtype, wide) = (own.dtype(), widened(&own, op)?);
         let out = self.empty(wide.dtype(), wide.dims())?;
         let plan = NcclCall { ops: vec![reduce(&wide, &out, op)?], inputs: vec![wide], outputs: vec![out] };
-        self.carry_out(Op::AllReduce(op), x, plan, move |outputs| outputs[0].to_dtype(dtype))
+        self.start_call(Op::AllReduce(op), x, plan, move |outputs| outputs[0].to_dtype(dtype))
     }
 
     fn start_all_gather(&self, x: &Tensor) -> Result<Pending> {
@@ -210,7 +213,7 @@ impl Collective for NcclGroup {
         let out = self.empty(own.dtype(), &[&[n_rows * self.size], &own.dims()[1..]].concat())?;
         let (from, to, n, dtype) = (address(&own)?, address(&out)?, own.elem_count(), number(&own));
         let ops = vec![NcclOp::AllGather { from, to, n, dtype }];
-        self.carry_out(Op::AllGather, x, NcclCall { ops, inputs: vec![own], outputs: vec![out] }, first)
+        self.start_call(Op::AllGather, x, NcclCall { ops, inputs: vec![own], outputs: vec![out] }, first)
     }
 
     fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
@@ -221,7 +224,7 @@ impl Collective for NcclGroup {
         let (from, to, n) = (address(&wide)?, address(&out)?, out.elem_count());
         let ops = vec![NcclOp::ReduceScatter { from, to, n, dtype: number(&wide) }];
         let plan = NcclCall { ops, inputs: vec![wide], outputs: vec![out] };
-        self.carry_out(Op::ReduceScatter, x, plan, move |outputs| outputs[0].to_dtype(dtype))
+        self.start_call(Op::ReduceScatter, x, plan, move |outputs| outputs[0].to_dtype(dtype))
     }
 
     fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Pending> {
@@ -238,7 +241,7 @@ impl Collective for NcclGroup {
             (from, to) = (from.after(n_sent * row_bytes), to.after(n_received * row_bytes));
         }
         ops.retain(|op| !matches!(op, NcclOp::Send { n: 0, .. } | NcclOp::Receive { n: 0, .. }));
-        self.carry_out(Op::AllToAll, x, NcclCall { ops, inputs: vec![own], outputs: vec![out] }, first)
+        self.start_call(Op::AllToAll, x, NcclCall { ops, inputs: vec![own], outputs: vec![out] }, first)
     }
 
     fn start_broadcast(&self, x: &Tensor, root: usize) -> Result<Pending> {
@@ -247,7 +250,7 @@ impl Collective for NcclGroup {
         let out = self.empty(own.dtype(), own.dims())?;
         let (from, to, n, dtype) = (address(&own)?, address(&out)?, own.elem_count(), number(&own));
         let ops = vec![NcclOp::Broadcast { from, to, n, dtype, root }];
-        self.carry_out(Op::Broadcast { root }, x, NcclCall { ops, inputs: vec![own], outputs: vec![out] }, first)
+        self.start_call(Op::Broadcast { root }, x, NcclCall { ops, inputs: vec![own], outputs: vec![out] }, first)
     }
 
     fn start_send_recv(
@@ -261,7 +264,7 @@ impl Collective for NcclGroup {
         let own = x.map(|x| self.to_device("send_recv", x)).transpose()?;
         let (mut ops, mut tensors) = own.zip(to).map_or(Ok(Default::default()), |(x, to)| self.sends(x, to))?;
         let (y, expected) = recv.map(|recv| self.receives(recv, &mut ops, &mut tensors)).transpose()?.unzip();
-        // Neither waits for what this rank computes after the call.
+        // The exchange does not wait for work that is queued after this call.
         let ready = self.ready()?;
         let received = self.start(op, x, move |worker, call, ticket| {
             let done = worker.enqueue(call, ticket, Launch { ready, ops, tensors, expected })?;
@@ -269,7 +272,8 @@ impl Collective for NcclGroup {
         })?;
         let (device, watchdog) = (self.device.clone(), Arc::clone(&self.watchdog));
         let to = x.map_or_else(|| Device::Cuda(self.device.clone()), |x| x.device().clone());
-        Ok(received.then(move |coming| coming.map(|coming| arrive(&device, &watchdog, coming, &to, first)).transpose()))
+        Ok(received
+            .then(move |output| output.map(|output| finish_output(&device, &watchdog, output, &to, first)).transpose()))
     }
 
     fn barrier(&self) -> Result<()> {
@@ -290,7 +294,7 @@ impl Collective for NcclGroup {
         let made = self.start(Op::Split, None, move |worker, call, ticket| {
             let id = format!("{}/{}", worker.id, call.number);
             check_lists(worker, call, &id, digest)?;
-            // To connect is like to launch: NCCL waits for the other ranks, and may wait for the device.
+            // Connecting follows the launch order too: NCCL waits for the other ranks, and may wait for the device.
             worker.await_turn(&ticket)?;
             connect_subgroup(worker, &format!("{id}.{index}"), name, &list)
         })?;
@@ -304,7 +308,7 @@ impl Collective for NcclGroup {
     }
 }
 
-/// Connects the ranks in `list`; nothing needs to be connected for a list of one.
+/// Connects the ranks in `list`. Returns `None` for a list of one rank, which needs no communicator.
 fn connect_subgroup(
     of: &NcclWorker,
     id: &str,
@@ -324,7 +328,7 @@ fn connect_subgroup(
     })
 }
 
-/// Makes sure that all ranks give the same lists.
+/// Fails if this rank's lists differ from those of another rank.
 fn check_lists(worker: &NcclWorker, call: &Call, id: &str, digest: u64) -> Result<(), TransportError> {
     let own = digest.to_le_bytes();
     let store = worker.rank.watchdog.store()?;
@@ -333,20 +337,23 @@ fn check_lists(worker: &NcclWorker, call: &Call, id: &str, digest: u64) -> Resul
         true => Ok(()),
         false => {
             let who = worker.rank.watchdog.who(worker.members[worker.me]);
-            Err(TransportError::Mismatch(worker.me, format!("{who} calls {call} with other lists than another rank")))
+            Err(TransportError::Mismatch(
+                worker.me,
+                format!("{who} calls {call} with different lists than another rank"),
+            ))
         }
     }
 }
 
-/// Makes a result of what has come, for those who use it on the device after now, or on the host.
-fn arrive(
+/// Makes the compute stream wait for the outputs, and computes the result on the device `to`.
+fn finish_output(
     device: &CudaDevice,
     watchdog: &Watchdog,
-    coming: PendingOutput,
+    output: PendingOutput,
     to: &Device,
     finish: impl FnOnce(Vec<Tensor>) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
-    let PendingOutput { tensors, done } = coming;
+    let PendingOutput { tensors, done } = output;
     device.cuda_stream().wait(&done).map_err(candle_core::Error::wrap)?;
     let is_empty = tensors[0].elem_count() == 0;
     let y = if is_empty { tensors[0].clone() } else { finish(tensors)? };
@@ -355,7 +362,7 @@ fn arrive(
         Device::Cpu => to_host(&y)?,
         _ => y.to_device(to)?,
     };
-    // What was stopped on the device has left nothing there.
+    // An aborted operation has written no result.
     watchdog.failure().map_or(Ok(y), |failure| Err(failure.into()))
 }
 
@@ -363,7 +370,7 @@ fn first(mut tensors: Vec<Tensor>) -> candle_core::Result<Tensor> {
     Ok(tensors.swap_remove(0))
 }
 
-/// What is summed in f32 if it is narrower.
+/// Converts bf16 and f16 to f32 for a sum.
 fn widened(x: &Tensor, op: Reduce) -> Result<Tensor> {
     let is_narrow = matches!(x.dtype(), DType::BF16 | DType::F16) && op == Reduce::Sum && x.elem_count() > 0;
     if is_narrow { Ok(x.to_dtype(DType::F32)?) } else { Ok(x.clone()) }
@@ -383,5 +390,5 @@ fn receive(y: &Tensor, peer: usize) -> Result<NcclOp> {
 }
 
 fn number(x: &Tensor) -> i32 {
-    number_of(x.dtype()).expect("what does not travel was refused")
+    number_of(x.dtype()).expect("unsupported dtypes were rejected")
 }

@@ -1,4 +1,4 @@
-//! A group's own thread: puts calls onto the group's stream one after another, and watches them to their end.
+//! Thread of a process group: enqueues calls on the group's stream in order, and watches them until they complete.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU64;
@@ -19,21 +19,21 @@ use crate::transport::{FailureChannel, TransportError};
 use crate::watchdog::Watchdog;
 use crate::{Call, Cause, RankFailure, Recv, Result, store};
 
-/// How often is polled at what is under way.
+/// Interval between polls of the calls in flight.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The sleep between two looks at a launch, which takes some tens of microseconds, or at a barrier.
+/// Interval between polls of a launch, which takes some tens of microseconds, or of a barrier.
 const SHORT_POLL_INTERVAL: Duration = Duration::from_micros(20);
 
-/// The time between two comparisons of a tensor that does not arrive with its description, which may have.
+/// Interval between checks of a stalled receive's description, which may have arrived.
 const COMPARE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// How long what was stopped may take to end on the device.
+/// Timeout of aborted operations on the device.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) type Job = Box<dyn FnOnce(&mut NcclWorker) + Send>;
 
-/// The state that all groups of a rank share.
+/// State that all groups of a rank share.
 #[derive(Clone)]
 pub(super) struct NcclRank {
     pub(super) watchdog: Arc<Watchdog>,
@@ -41,55 +41,55 @@ pub(super) struct NcclRank {
     pub(super) order: Arc<LaunchOrder>,
 }
 
-/// What the thread owns.
+/// State of the thread.
 pub(super) struct NcclWorker {
-    /// Names the group in the store; unique in the world.
+    /// Id of the group in the store; unique in the world.
     pub(super) id: String,
     pub(super) group: Arc<str>,
-    /// The world ranks of the group's ranks.
+    /// World ranks of the group's ranks.
     pub(super) members: Vec<usize>,
     pub(super) me: usize,
     pub(super) rank: NcclRank,
     stream: Arc<CudaStream>,
-    /// The stream by which the host reads what has arrived, whatever the group's has to do.
+    /// Stream on which the host reads descriptions, independent of the group's stream.
     reads: Arc<CudaStream>,
-    /// `None` once it was stopped.
+    /// `None` after an abort.
     communicator: Option<Communicator>,
     in_flight: VecDeque<InFlightCall>,
 }
 
-/// A call that is on the stream.
+/// Call that is enqueued on the stream.
 struct InFlightCall {
     call: Call,
-    /// What it needs is there.
+    /// Event after which the inputs are ready.
     ready: CudaEvent,
     done: Arc<CudaEvent>,
-    /// Since when only the others are waited for.
+    /// Time since which the call waits for other ranks only.
     since: Option<Instant>,
-    /// What it reads and writes.
+    /// Tensors that the call reads and writes.
     tensors: Vec<Tensor>,
     expected: Option<ExpectedTensor>,
-    /// The wait for the others before the next comparison.
+    /// Time of waiting after which the description is checked next.
     compare_after: Duration,
 }
 
-/// An operation to enqueued onto the stream.
+/// Operations to enqueue on the stream.
 pub(super) struct Launch {
-    /// The event after which all that it needs is there.
+    /// Event after which the inputs are ready.
     pub(super) ready: CudaEvent,
     pub(super) ops: Vec<NcclOp>,
-    /// All that the ops read and write.
+    /// Tensors that the operations read and write.
     pub(super) tensors: Vec<Tensor>,
     pub(super) expected: Option<ExpectedTensor>,
 }
 
-/// A tensor to receive, and where its sender's description of it arrives.
+/// Tensor to receive, with the buffer of its sender's description.
 pub(super) struct ExpectedTensor {
     pub(super) recv: Recv,
     pub(super) description: Tensor,
 }
 
-/// The part of a sender's description that has arrived.
+/// State of a received description.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Arrival {
     Complete,
@@ -97,10 +97,10 @@ enum Arrival {
 }
 
 impl NcclWorker {
-    /// Connects the ranks `members`, which all call this with the same `id`, never used before.
+    /// Connects the ranks `members`. All of them call this with the same unused `id`.
     pub(super) fn open(rank: &NcclRank, id: &str, group: Arc<str>, members: &[usize]) -> Result<Self, TransportError> {
         let own = rank.watchdog.rank();
-        let me = members.iter().position(|rank| *rank == own).expect("who opens a group is in it");
+        let me = members.iter().position(|rank| *rank == own).expect("a rank opens only groups that contain it");
         let context = Arc::clone(rank.device.cuda_stream().context());
         let (stream, reads) = (context.new_stream().map_err(cuda)?, context.new_stream().map_err(cuda)?);
         stream.context().bind_to_thread().map_err(cuda)?;
@@ -110,14 +110,14 @@ impl NcclWorker {
         let (rank, communicator) = (rank.clone(), Some(communicator));
         let worker = Self { id, group, members, me, rank, stream, reads, communicator, in_flight };
         worker.await_communicator(|| {
-            Some(TransportError::Local("NCCL has not connected the ranks within the time-out".to_owned()))
+            Some(TransportError::Local("ncclCommInitRank has not finished within the timeout".to_owned()))
         })?;
         Ok(worker)
     }
 
-    /// Carries out jobs until there can be no more and all that was enqueued onto the stream is done.
+    /// Runs jobs until the group is dropped and all enqueued calls have completed.
     pub(super) fn run(mut self, jobs: &Receiver<Job>) {
-        // Linux otherwise ends a sleep up to 50 us late.
+        // By default Linux ends a sleep up to 50 us late.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
         loop {
             let job = match self.in_flight.is_empty() {
@@ -135,8 +135,8 @@ impl NcclWorker {
         self.close();
     }
 
-    /// Carries out one call, or says why that is not possible any more.
-    pub(super) fn carry_out<T>(
+    /// Runs one call. Fails if the world has failed, and aborts the world if the call fails.
+    pub(super) fn run_call<T>(
         &mut self,
         call: &Call,
         body: impl FnOnce(&mut Self) -> Result<T, TransportError>,
@@ -149,7 +149,7 @@ impl NcclWorker {
         done.map_err(|error| self.fail(call, error).into())
     }
 
-    /// Waits until all calls before the ticket's have launched, in whatever group.
+    /// Waits until all calls with earlier tickets have launched, in any group.
     pub(super) fn await_turn(&self, ticket: &Ticket) -> Result<(), TransportError> {
         while !ticket.await_turn(POLL_INTERVAL) {
             self.check()?;
@@ -157,7 +157,7 @@ impl NcclWorker {
         Ok(())
     }
 
-    /// Puts an operation onto the stream; returns what tells that it is done. Its tensors are kept until then.
+    /// Enqueues a call on the stream and returns the event of its completion. Keeps its tensors until then.
     pub(super) fn enqueue(
         &mut self,
         call: &Call,
@@ -169,9 +169,9 @@ impl NcclWorker {
         self.stream.wait(&ready).map_err(cuda)?;
         let stream = self.stream.cu_stream().cast();
         let communicator =
-            self.communicator.as_ref().ok_or_else(|| TransportError::Local("NCCL was stopped".to_owned()))?;
-        // SAFETY: the stream is of the communicator's device; the ops' addresses are those of `tensors`, which are kept in
-        // `in_flight` until `done`.
+            self.communicator.as_ref().ok_or_else(|| TransportError::Local("NCCL was aborted".to_owned()))?;
+        // SAFETY: the stream belongs to the communicator's device. The addresses are those of `tensors`, which stay in
+        // `in_flight` until `done` completes.
         let enqueued = unsafe { communicator.enqueue(stream, &ops) }.map_err(TransportError::Local);
         let enqueued = enqueued.and_then(|()| self.await_communicator(|| self.diagnose_timeout(call)));
         drop(ticket);
@@ -190,14 +190,14 @@ impl NcclWorker {
         enqueued.map(|()| done)
     }
 
-    /// Waits until what was enqueued onto the stream is done.
+    /// Waits for the event `done`.
     pub(super) fn await_done(&mut self, call: &Call, done: &CudaEvent) -> Result<(), TransportError> {
         let began = Instant::now();
         while !done.try_is_complete().map_err(cuda)? {
             self.check()?;
             if began.elapsed() > self.rank.watchdog.timeout()
                 && let Some(error) = self.diagnose_timeout(call)
-                // To find out who is late takes a while, in which it may have come.
+                // The diagnosis takes a while, in which the call may have completed.
                 && !done.try_is_complete().map_err(cuda)?
             {
                 return Err(error);
@@ -207,7 +207,7 @@ impl NcclWorker {
         Ok(())
     }
 
-    /// Fails if the world has ended, or NCCL has given up.
+    /// Returns true if NCCL is ready. Fails if the world or NCCL has failed.
     fn check(&self) -> Result<bool, TransportError> {
         match (self.rank.watchdog.failure(), &self.communicator) {
             (Some(failure), _) => Err(TransportError::Failed(failure)),
@@ -229,7 +229,7 @@ impl NcclWorker {
         Ok(())
     }
 
-    /// Lets go of what is done, and ends the world for what went wrong or does not get done.
+    /// Releases completed calls, and aborts the world if one has failed or timed out.
     fn poll(&mut self) {
         while let Some(mut first) = self.in_flight.pop_front() {
             let polled = self.poll_call(&mut first);
@@ -245,7 +245,7 @@ impl NcclWorker {
         }
     }
 
-    /// Returns whether the oldest call under way is done.
+    /// Returns true if the oldest call in flight has completed.
     fn poll_call(&self, first: &mut InFlightCall) -> Result<bool, TransportError> {
         if first.done.try_is_complete().map_err(cuda)? {
             first.expected.as_ref().map_or(Ok(()), |expected| self.compare(expected, Arrival::Complete))?;
@@ -264,7 +264,7 @@ impl NcclWorker {
         }
         if waited > self.rank.watchdog.timeout()
             && let Some(error) = self.diagnose_timeout(&first.call)
-            // To find out who is late takes a while, in which it may have come.
+            // The diagnosis takes a while, in which the call may have completed.
             && !first.done.is_complete()
         {
             return Err(error);
@@ -272,7 +272,7 @@ impl NcclWorker {
         Ok(false)
     }
 
-    /// Fails if a sender describes another tensor than this rank expects.
+    /// Fails if a sender's description differs from the expected tensor.
     fn compare(&self, expected: &ExpectedTensor, arrival: Arrival) -> Result<(), TransportError> {
         let ExpectedTensor { recv, description } = expected;
         let sent = decode(&read_words(&self.reads, description)?);
@@ -285,18 +285,18 @@ impl NcclWorker {
         Err(TransportError::Mismatch(recv.from, recv.mismatch(sent, ends)))
     }
 
-    /// Ends the world with what went wrong in `call`, and stops what runs on the device; returns why the world ended.
+    /// Aborts the world because of the error of `call`, and the running operations. Returns the world's first failure.
     fn fail(&mut self, call: &Call, error: TransportError) -> RankFailure {
         let failure = error.fail_call(&*self.rank.watchdog, &self.members, call);
         self.abort();
         failure
     }
 
-    /// Stops what runs on the device. What does not stop may still write to its tensors, which are then never freed.
+    /// Aborts the running operations. Leaks the tensors of an operation that does not end, because it may still write to them.
     fn abort(&mut self) {
         drop(self.communicator.take());
         let began = Instant::now();
-        // NCCL may have enqueued its work behind the events of the calls, but behind this one there is none.
+        // NCCL may have enqueued work after the events of the calls. This event follows all of it.
         let end = self.stream.record_event(None);
         let is_running = || matches!(end.as_ref().map(CudaEvent::try_is_complete), Ok(Ok(false)));
         while is_running() && began.elapsed() < ABORT_TIMEOUT {
@@ -312,7 +312,7 @@ impl NcclWorker {
         self.rank.watchdog.diagnose_timeout(&self.id, &self.members, call)
     }
 
-    /// Closes the group. A failure to do so ends the world.
+    /// Closes the group. A failure aborts the world.
     fn close(mut self) {
         let (watchdog, communicator) = (Arc::clone(&self.rank.watchdog), self.communicator.take());
         let Some(communicator) = communicator.filter(|_| watchdog.failure().is_none()) else { return };
@@ -322,7 +322,7 @@ impl NcclWorker {
         watchdog.fail(RankFailure { rank, cause: Cause::Reported, message });
     }
 
-    /// Ends the communicator; what other ranks still read from this one is sent before.
+    /// Finalizes and destroys the communicator, after it has sent what other ranks still receive.
     fn end(&self, communicator: Communicator) -> Result<(), String> {
         self.stream.context().bind_to_thread().map_err(|error| format!("CUDA: {error}"))?;
         communicator.finalize()?;
@@ -332,7 +332,7 @@ impl NcclWorker {
                 return Ok(());
             }
             if began.elapsed() > timeout {
-                return Err(format!("NCCL has not sent within {timeout:?} what other ranks wait for"));
+                return Err(format!("ncclCommFinalize has not finished within {timeout:?}"));
             }
             thread::sleep(POLL_INTERVAL);
         }
@@ -340,7 +340,7 @@ impl NcclWorker {
     }
 }
 
-/// Gives the ranks of a new group what they know each other by: the first hands it out.
+/// Distributes the unique id of a new group through the store. The group's first rank creates it.
 fn exchange_unique_id(watchdog: &Watchdog, id: &str, members: &[usize]) -> Result<UniqueId, TransportError> {
     let (store, key) = (watchdog.store()?, format!("id/{id}"));
     let lost = |error: store::Error| TransportError::Local(error.to_string());
@@ -352,14 +352,13 @@ fn exchange_unique_id(watchdog: &Watchdog, id: &str, members: &[usize]) -> Resul
     match store.wait_for(&[&key], watchdog.timeout()) {
         Ok(()) => {}
         Err(store::Error::Timeout { timeout, .. }) => {
-            let what = format!("{} has not made NCCL's id within {timeout:?}", watchdog.who(members[0]));
+            let what = format!("{} has not published ncclUniqueId within {timeout:?}", watchdog.who(members[0]));
             return Err(TransportError::CallStalled(0, what));
         }
         Err(error) => return Err(lost(error)),
     }
     let bytes = store.get(&key).map_err(lost)?;
-    let bytes =
-        bytes.try_into().map_err(|_| TransportError::Local("read NCCL's id: it has another length".to_owned()))?;
+    let bytes = bytes.try_into().map_err(|_| TransportError::Local("read ncclUniqueId: wrong length".to_owned()))?;
     Ok(UniqueId(bytes))
 }
 

@@ -1,4 +1,4 @@
-//! A store's server: one thread accepts, one thread a connection reads its queries.
+//! Server of a store: one thread accepts connections, and one thread per connection answers its queries.
 
 use std::collections::HashMap;
 use std::io::{BufReader, Write};
@@ -13,10 +13,10 @@ use super::wire::{MAGIC, Query, STOP_WAITING};
 use super::{Error, Result};
 use crate::sync::lock;
 
-/// The time that a new connection gets for its first query. A port scanner does not keep a thread.
+/// Timeout for the first query of a connection, so that a port scanner does not occupy a thread.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Serves keys and values until it is dropped; then every connection is closed.
+/// Server of a key-value store. Dropping it closes every connection.
 #[derive(Debug)]
 pub struct Server {
     addr: SocketAddr,
@@ -25,7 +25,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens on `addr`, for example `("0.0.0.0", 29500)`; port 0 lets the system choose.
+    /// Listens on `addr`, for example `("0.0.0.0", 29500)`. With port 0 the system chooses a port.
     pub fn bind(addr: impl ToSocketAddrs + std::fmt::Debug) -> Result<Self> {
         let named = format!("{addr:?}");
         TcpListener::bind(addr)
@@ -33,7 +33,7 @@ impl Server {
             .map_err(|source| Error::Bind { addr: named, source })
     }
 
-    /// Listens on `port` of every interface, IPv6 and IPv4 where the machine has both.
+    /// Listens on `port` of every interface, over IPv6 and IPv4 if the machine has both.
     pub fn bind_any(port: u16) -> Result<Self> {
         match Self::bind((Ipv6Addr::UNSPECIFIED, port)) {
             Err(Error::Bind { source, .. }) if source.kind() != std::io::ErrorKind::AddrInUse => {
@@ -43,12 +43,12 @@ impl Server {
         }
     }
 
-    /// Returns the address listened on, with the port that was chosen.
+    /// Returns the server's address, with the chosen port.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// Returns the port listened on.
+    /// Returns the server's port.
     pub fn port(&self) -> u16 {
         self.addr.port()
     }
@@ -67,7 +67,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.shared.stopping.store(true, Ordering::SeqCst);
-        // `accept` cannot be interrupted; a connection of our own wakes it, and it sees that it is to stop.
+        // `accept` cannot be interrupted: wake it with a connection, after which it reads `stopping`.
         let woken = TcpStream::connect_timeout(&reachable(self.addr), Duration::from_secs(1));
         if let (Ok(_), Some(acceptor)) = (woken, self.acceptor.take()) {
             let _ = acceptor.join();
@@ -92,7 +92,7 @@ struct ServerState {
 }
 
 impl ServerShared {
-    // A thread that panicked holds no half-made change: every query is applied by one call.
+    // Poisoning is ignored: one call applies a query completely.
     fn lock(&self) -> MutexGuard<'_, ServerState> {
         lock(&self.state)
     }
@@ -105,7 +105,7 @@ fn accept(listener: &TcpListener, shared: &Arc<ServerShared>) {
             return;
         }
         let Ok((stream, _)) = accepted else {
-            // Out of file descriptors, most likely: others may be closed soon.
+            // Most likely no file descriptor is free. Retry, because others may be closed soon.
             thread::sleep(Duration::from_millis(10));
             continue;
         };
@@ -120,7 +120,7 @@ fn accept(listener: &TcpListener, shared: &Arc<ServerShared>) {
     }
 }
 
-/// Answers one client until it leaves. What a client does wrong costs it its connection, nobody else anything.
+/// Answers one client until it disconnects. An invalid query closes only this client's connection.
 fn serve(client: ClientId, stream: &TcpStream, shared: &ServerShared) {
     let _ = answer(client, stream, shared);
     let mut state = shared.lock();
@@ -141,7 +141,7 @@ fn answer(client: ClientId, mut stream: &TcpStream, shared: &ServerShared) -> st
         let reply = {
             let mut state = shared.lock();
             let Ok(outcome) = state.table.apply(client, query) else { return Ok(()) };
-            // Sent under the lock, so that it comes before the answer to a cancellation that is handled later.
+            // Send under the lock, before the answer to a later cancellation.
             for woken in outcome.wake.iter().filter_map(|woken| state.streams.get(woken)) {
                 if wake(woken).is_err() {
                     let _ = woken.shutdown(Shutdown::Both);
@@ -154,7 +154,7 @@ fn answer(client: ClientId, mut stream: &TcpStream, shared: &ServerShared) -> st
     Ok(())
 }
 
-/// Ends a client's wait, without waiting for the client: one that has read what it was sent has room for a byte.
+/// Ends a client's wait without blocking. The socket buffer of a client that waits has space for one byte.
 #[cfg(target_os = "linux")]
 fn wake(stream: &TcpStream) -> std::io::Result<()> {
     use rustix::net::{SendFlags, send};
@@ -167,7 +167,7 @@ fn wake(mut stream: &TcpStream) -> std::io::Result<()> {
     stream.write_all(&[STOP_WAITING])
 }
 
-/// An address at which this process reaches a listener bound to `addr`.
+/// Returns an address at which this process reaches a listener bound to `addr`.
 fn reachable(addr: SocketAddr) -> SocketAddr {
     match addr {
         SocketAddr::V4(v4) if v4.ip().is_unspecified() => (Ipv4Addr::LOCALHOST, v4.port()).into(),

@@ -1,38 +1,38 @@
-//! What a store's server remembers, and what it answers; no sockets, so every rule is tested as plain calls.
+//! State of a store's server and its answers, without sockets.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 
 use super::wire::{Bytes, MAX_VALUE_BYTES, NOT_READY, Query, READY, STOP_WAITING, WAIT_CANCELED};
 
-/// One connection's number.
+/// Id of a connection.
 pub(super) type ClientId = u64;
 
-/// The most bytes that all keys and values take together: a client cannot fill the server's memory.
+/// Largest size of all keys and values, in bytes. It bounds the memory that clients can allocate.
 pub(super) const MAX_TABLE_BYTES: usize = 256 * 1024 * 1024;
 
-/// Keys, queues, and who waits for them.
+/// Values, queues, and the clients that wait for them.
 #[derive(Debug, Default)]
 pub(super) struct KeyValueTable {
-    /// The bytes of all keys and values, queues included.
+    /// Size of all keys and values in bytes, queues included.
     n_bytes: usize,
     values: BTreeMap<String, Vec<u8>>,
     queues: HashMap<String, VecDeque<Vec<u8>>>,
-    /// The keys that each waiting client still misses.
+    /// Missing keys of each waiting client.
     waiting: HashMap<ClientId, HashSet<String>>,
-    /// The clients that miss each key, the longest connected first.
+    /// Clients that wait for each key, the longest connected first.
     waiters: HashMap<String, BTreeSet<ClientId>>,
 }
 
-/// What a query leads to.
+/// Outcome of a query.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct QueryOutcome {
-    /// Goes to the client that asked; empty when the query is not answered.
+    /// Reply to the client. Empty if the query has no answer.
     pub(super) reply: Vec<u8>,
-    /// Clients whose wait is over: each is sent [`STOP_WAITING`].
+    /// Clients whose wait has ended. The server sends each [`STOP_WAITING`].
     pub(super) wake: Vec<ClientId>,
 }
 
-/// A query that cannot be answered; the connection is closed.
+/// Error of a rejected query. The server closes the connection.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum QueryError {
     #[error("add to key {key:?}: its value is not a number")]
@@ -44,7 +44,7 @@ pub(super) enum QueryError {
 }
 
 impl KeyValueTable {
-    /// Carries out one query of `client`.
+    /// Applies one query of `client`.
     pub(super) fn apply(&mut self, client: ClientId, query: Query) -> Result<QueryOutcome, QueryError> {
         let outcome = match query {
             Query::Validate(_) => QueryOutcome::default(),
@@ -74,7 +74,7 @@ impl KeyValueTable {
         Ok(outcome)
     }
 
-    /// Forgets what a client waits for; its connection is closed, or it has given up.
+    /// Cancels the wait of a client that has disconnected or timed out.
     pub(super) fn cancel_wait(&mut self, client: ClientId) {
         for key in self.waiting.remove(&client).unwrap_or_default() {
             self.remove_waiter(client, &key);
@@ -99,7 +99,7 @@ impl KeyValueTable {
         old.is_some()
     }
 
-    /// Counts an entry that grows or shrinks from `before` to `after` bytes, or refuses it.
+    /// Accounts for an entry whose size changes from `before` to `after` bytes. Fails if the store is full.
     fn resize(&mut self, key: &str, before: usize, after: usize) -> Result<(), QueryError> {
         let n_bytes = self.n_bytes - before + after;
         if n_bytes > MAX_TABLE_BYTES && after > before {
@@ -109,8 +109,8 @@ impl KeyValueTable {
         Ok(())
     }
 
-    // An absent key equals an empty value. When it is absent and something else was expected, the caller is told what
-    // it expected, as torch does.
+    // An absent key equals an empty value. If the key is absent and `expected` is not empty, the reply is `expected`, as in
+    // torch.
     fn compare_set(&mut self, key: String, expected: Vec<u8>, desired: Vec<u8>) -> Result<QueryOutcome, QueryError> {
         let now = match self.values.get(&key) {
             Some(stored) if *stored != expected => stored.clone(),
@@ -149,7 +149,7 @@ impl KeyValueTable {
     }
 
     fn multi_set(&mut self, pairs: Vec<(String, Vec<u8>)>) -> Result<QueryOutcome, QueryError> {
-        // QueryError as a whole: a client that a first pair would wake must not be forgotten by a second.
+        // Reject the query as a whole, so that an error does not drop the wake-ups of earlier pairs.
         let n_bytes: usize = pairs.iter().map(|(key, value)| key.len() + value.len()).sum();
         if let Some((key, _)) = pairs.first().filter(|_| self.n_bytes + n_bytes > MAX_TABLE_BYTES) {
             return Err(QueryError::Full { key: key.clone() });
@@ -174,7 +174,7 @@ impl KeyValueTable {
         QueryOutcome::default()
     }
 
-    // A pushed value is for one client, so one is woken: the longest connected that waits for nothing else.
+    // One client receives a pushed value: the longest connected one that waits for no other key.
     fn queue_push(&mut self, key: String, value: Vec<u8>) -> Result<QueryOutcome, QueryError> {
         self.resize(&key, 0, key.len() + value.len())?;
         let waiters = self.waiters.get(&key).cloned().unwrap_or_default();
@@ -201,7 +201,7 @@ impl KeyValueTable {
         waiters.into_iter().filter(|client| self.arrived_for(*client, key)).collect()
     }
 
-    /// Whether `key` was the last that `client` waited for.
+    /// Removes `key` from the wait of `client`. Returns true if it was the last missing key.
     fn arrived_for(&mut self, client: ClientId, key: &str) -> bool {
         self.remove_waiter(client, key);
         let Some(missing) = self.waiting.get_mut(&client) else { return false };
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_cannot_be_appended_to_without_end() {
+    fn the_size_of_an_appended_value_is_bounded() {
         let mut table = KeyValueTable::default();
         let half = vec![0; MAX_VALUE_BYTES as usize / 2 + 1];
         let mut append = || table.apply(0, Query::Append { key: "k".to_owned(), value: half.clone() });
@@ -303,12 +303,12 @@ mod tests {
     }
 
     #[test]
-    fn a_full_table_refuses_more_until_something_is_deleted() {
+    fn a_full_store_rejects_values_until_one_is_deleted() {
         let mut table = KeyValueTable::default();
         let large = vec![0; MAX_VALUE_BYTES as usize];
         let mut set = |key: String| table.apply(0, Query::Set { key, value: large.clone() });
-        let refused = (0..).map(|idx| set(format!("{idx:03}"))).position(|done| done.is_err());
-        assert_eq!(refused, Some(MAX_TABLE_BYTES / (large.len() + 3)));
+        let rejected = (0..).map(|idx| set(format!("{idx:03}"))).position(|done| done.is_err());
+        assert_eq!(rejected, Some(MAX_TABLE_BYTES / (large.len() + 3)));
         set("000".to_owned()).unwrap();
         table.apply(0, Query::Delete { key: "000".to_owned() }).unwrap();
         table.apply(0, Query::QueuePush { key: "q".to_owned(), value: large.clone() }).unwrap();
@@ -319,16 +319,16 @@ mod tests {
     }
 
     #[test]
-    fn compare_set_changes_only_what_was_expected() {
+    fn compare_set_replaces_only_the_expected_value() {
         let mut table = KeyValueTable::default();
-        assert_eq!(compare_set(&mut table, b"x", b"y"), b"x", "an absent key is told as expected");
+        assert_eq!(compare_set(&mut table, b"x", b"y"), b"x", "the reply for an absent key is the expected value");
         assert_eq!(compare_set(&mut table, b"", b"one"), b"one");
         assert_eq!(compare_set(&mut table, b"", b"two"), b"one");
         assert_eq!(compare_set(&mut table, b"one", b"two"), b"two");
     }
 
     #[test]
-    fn adding_to_text_is_refused() {
+    fn adding_to_text_is_rejected() {
         let mut table = KeyValueTable::default();
         set(&mut table, "k", b"text");
         let error = table.apply(0, Query::Add { key: "k".to_owned(), amount: 1 }).unwrap_err();
