@@ -1,7 +1,7 @@
-//! Process-level parts that the programs share: exit codes and errors as text, the error file of a launcher, the allocator, the cores of
-//! a rank, its place among the ranks, and progress lines.
+//! Process-level code of the programs: exit codes, error messages, torchelastic's error file, the allocator, threads per rank, the
+//! launch environment and progress lines.
 //!
-//! This is the one library crate that reads the environment.
+//! Only this library crate reads environment variables.
 
 pub mod allocator;
 pub mod cores;

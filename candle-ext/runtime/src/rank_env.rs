@@ -1,15 +1,15 @@
-//! The place of this process among those that were started together.
+//! Rank of this process in its launch environment.
 
 use anyhow::{Result, anyhow};
 use candlewick_comm::rank_env::RankEnv;
 
 use crate::exit::ExitCode;
 
-/// Reads this process's place from the variables of torchrun, MPI or Slurm.
+/// Reads this process's rank from the environment variables of torchrun, MPI or Slurm.
 ///
 /// # Errors
 ///
-/// With [`ExitCode::Usage`] if the variables contradict each other.
+/// Fails with [`ExitCode::Usage`] if the variables contradict each other.
 pub fn rank_env() -> Result<RankEnv> {
     let variables =
         std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));

@@ -114,7 +114,7 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return refuse(error),
     };
-    error_file::watch_panics();
+    error_file::record_panics();
     // Without it such a write kills.
     let _ = crate::signals::outlive_file_limits();
     match run(&cli) {
@@ -167,7 +167,7 @@ fn detailed(error: anyhow::Error, verbose: u8) -> anyhow::Error {
 
 fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     candlewick_runtime::cores::select_cpu_gemm_kernel()?;
-    candlewick_runtime::cores::choose_kernels()?;
+    candlewick_runtime::cores::override_kernels()?;
     candlewick_runtime::cores::tune_gemms()?;
     let ui = Ui::new(cli.verbosity.quiet);
     match &cli.command {

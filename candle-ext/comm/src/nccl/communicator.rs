@@ -82,7 +82,7 @@ impl Communicator {
 
     /// # Safety
     ///
-    /// The same as for [`enqueue`](Self::enqueue).
+    /// See [`enqueue`](Self::enqueue).
     unsafe fn enqueue_one(&self, stream: StreamHandle, op: &NcclOp) -> c_int {
         let Self { nccl, handle } = *self;
         // SAFETY: the handle is valid; the caller keeps the contract of `enqueue`.
