@@ -92,7 +92,12 @@ fn check_kill(n_ranks: usize, more: &[&str]) {
     until(&run.folder, "the second save", || saved(&run) >= 2);
     ranks.signal(1, Signal::KILL);
     let ended = ranks.wait_within(SOON);
-    let said = ["rank 1 (pid ", ") ended without leaving", "the last output of rank 1", "goes on from the newest save"];
+    let said = [
+        "rank 1 (pid ",
+        ") exited without leaving the process group",
+        "the last output of rank 1",
+        "goes on from the newest save",
+    ];
     for rank in (0..n_ranks).filter(|rank| *rank != 1) {
         check_end(&ended[rank], 7, &said);
     }
@@ -121,11 +126,11 @@ fn check_stop(n_ranks: usize, more: &[&str]) {
     ranks.signal(1, Signal::STOP);
     let stopped = ranks.take(1);
     for end in &ranks.wait_within(Duration::from_secs(3) + SOON) {
-        check_end(end, 7, &["rank 1 (pid ", ") silent for 3s", "ddp_timeout"]);
+        check_end(end, 7, &["rank 1 (pid ", ") timed out after 3s without a heartbeat", "ddp_timeout"]);
     }
     stopped.signal(0, Signal::CONT);
     // Told by the others, it says what they say.
-    check_end(&stopped.wait_within(SOON)[0], 7, &["rank 1 (pid ", ") silent for 3s"]);
+    check_end(&stopped.wait_within(SOON)[0], 7, &["rank 1 (pid ", ") timed out after 3s without a heartbeat"]);
     check_goes_on(&run);
 }
 
