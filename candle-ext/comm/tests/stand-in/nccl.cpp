@@ -129,7 +129,7 @@ void reduce(const std::vector<const char *> &from, std::vector<char> &to, size_t
     }
 }
 
-// What `rank` gets, for ranks whose steps all_match together.
+// Returns the result of `rank` for matching steps.
 std::vector<char> outcome(const std::map<int, Step> &steps, int rank) {
     const Step &own = steps.at(rank);
     size_t n_bytes = own.n * size_of(own.dtype);
