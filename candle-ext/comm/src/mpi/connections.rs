@@ -116,7 +116,8 @@ impl MpiConnections {
         let unfinished = |transfers: &[TransferProgress]| {
             (0..transfers.len()).filter(|peer| !transfers[*peer].is_done()).collect::<Vec<_>>()
         };
-        let waits_for = Some(fail_call(receives)).filter(|peers| !peers.is_empty()).unwrap_or_else(|| fail_call(sends));
+        let waits_for =
+            Some(unfinished(receives)).filter(|peers| !peers.is_empty()).unwrap_or_else(|| unfinished(sends));
         let gone = waits_for.iter().find(|peer| self.shared.has_left(self.members[**peer]));
         if let Some(peer) = gone.filter(|_| wait.elapsed() >= LATE_MESSAGES_WITHIN) {
             return Err(TransportError::PeerLeft(*peer));

@@ -166,7 +166,7 @@ impl MpiRank {
     }
 
     /// Returns a tag that is unique in the world. Tag 0 is for control messages.
-    fn lead(&self) -> Result<i32, TransportError> {
+    fn new_tag(&self) -> Result<i32, TransportError> {
         let mut state = self.lock();
         let tag = 1 + self.rank + self.peers.len() * state.n_tags;
         state.n_tags += 1;
