@@ -235,7 +235,10 @@ fn a_cut_cable_ends_both_hosts_and_the_run_resumes_later() {
         let other = format!("rank {} (pid ", 1 - rank);
         let log = fs::read_to_string(&logs[rank]).unwrap();
         assert!(log.contains("failed to finish ") && log.contains(&other), "rank {rank}: {log}\nall: {said}");
-        assert!(log.contains(&format!("silent for {TIMEOUT}s (seen by rank {rank})")), "rank {rank}: {log}");
+        assert!(
+            log.contains(&format!("timed out after {TIMEOUT}s without a heartbeat (seen by rank {rank})")),
+            "rank {rank}: {log}"
+        );
     }
     // One host alone resumes.
     let mut alone = Command::new(cargo_bin("trainer"));

@@ -153,7 +153,7 @@ fn train_rank(group: &dyn Collective, model: &Model, layout: RankLayout) -> Resu
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
     })?;
     let before = masters(&engine)?;
-    let place = |axis| mesh.place(group.rank(), axis);
+    let place = |axis| mesh.coordinate(group.rank(), axis);
     let data_rank = place(Axis::DpReplicate) * ranks.dp_shard + place(Axis::DpShard);
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
     let (mut losses, mut norms) = (Vec::new(), Vec::new());

@@ -5,7 +5,7 @@ use crate::log_dir::AttemptLogDir;
 use crate::node_info::NodeInfo;
 use crate::plan::{LaunchPlan, RendezvousPlan};
 use crate::worker_group::{WorkerGroupSpec, worker_spec};
-use candlewick_comm::place::Master;
+use candlewick_comm::rank_env::Master;
 
 /// Returns the environment variables and the command of each worker. Other nodes are assumed to equal this one.
 pub fn text(plan: &LaunchPlan, node_info: &NodeInfo) -> String {

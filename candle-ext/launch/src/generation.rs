@@ -1,7 +1,7 @@
 //! A generation of the worker group: its participants, and the environment variables of its workers.
 
 use crate::plan::LaunchPlan;
-use candlewick_comm::place::{Master, Variables};
+use candlewick_comm::rank_env::{Master, Variables};
 
 /// The result of one rendezvous.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 //!
 //! [`cli`] parses the command line. [`plan`] resolves it on this node. The [`agent`] of a node joins the [`rendezvous`]
 //! and runs its [`worker_group`] once per generation. Workers read their environment variables with
-//! [`candlewick_comm::place`]. This crate starts processes and moves no data between them.
+//! [`candlewick_comm::rank_env`]. This crate starts processes and moves no data between them.
 
 pub mod agent;
 pub mod child;

@@ -4,7 +4,7 @@ use std::env;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use candlewick_comm::place::{Place, Variables};
+use candlewick_comm::rank_env::{RankEnv, Variables};
 use candlewick_launch::agent;
 use candlewick_launch::cli::Cli;
 use candlewick_launch::console::{self, log};
@@ -55,7 +55,7 @@ fn launch(cli: &Cli, node_info: NodeInfo) -> i32 {
 }
 
 fn show_world(variables: &Variables) -> i32 {
-    match Place::from_variables(variables) {
+    match RankEnv::from_variables(variables) {
         Ok(world) => {
             console::write(StdStream::Out, format!("{world}\n").as_bytes());
             OK

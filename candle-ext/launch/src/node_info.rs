@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use candlewick_comm::place::Variables;
+use candlewick_comm::rank_env::Variables;
 
 /// The resources of a node and the launcher's environment.
 #[derive(Clone, Debug)]

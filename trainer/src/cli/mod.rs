@@ -120,7 +120,7 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return report_usage_error(error),
     };
-    error_file::watch_panics();
+    error_file::record_panics();
     // By default, SIGXFSZ kills the process at such a write.
     let _ = crate::signals::ignore_file_size_signal();
     match run(&cli) {
@@ -173,7 +173,7 @@ fn with_notes(error: anyhow::Error, verbose: u8) -> anyhow::Error {
 
 fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     candlewick_runtime::cores::select_cpu_gemm_kernel()?;
-    candlewick_runtime::cores::choose_kernels()?;
+    candlewick_runtime::cores::override_kernels()?;
     candlewick_runtime::cores::tune_gemms()?;
     let ui = Ui::new(cli.verbosity.quiet);
     match &cli.command {

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use candlewick_comm::place::{Place, Source};
-use candlewick_runtime::place::place;
+use candlewick_comm::rank_env::{Launcher, RankEnv};
+use candlewick_runtime::rank_env::rank_env;
 use candlewick_text::hub::{Hub, HubSettings};
 use clap::{Args, ValueEnum};
 
@@ -33,7 +33,7 @@ pub(super) struct WorldSizeArgs {
 
 impl WorldSizeArgs {
     pub(super) fn world_info(&self) -> Result<WorldInfo> {
-        self.ranks.map_or_else(|| Ok(world_info(&place()?)), |n_ranks| Ok(WorldInfo::first_of(n_ranks)))
+        self.ranks.map_or_else(|| Ok(world_info(&rank_env()?)), |n_ranks| Ok(WorldInfo::first_of(n_ranks)))
     }
 }
 
@@ -97,14 +97,14 @@ pub(super) fn known(
     })
 }
 
-/// Returns the rank, the world size and the machines of a process that a launcher started at `place`.
-pub(super) fn world_info(place: &Place) -> WorldInfo {
-    let machines = match place.source {
-        _ if place.is_one_machine() => Machines::One,
-        Source::Torchrun => Machines::Nodes,
+/// Returns the rank, the world size and the machines of a process that a launcher started at `env`.
+pub(super) fn world_info(env: &RankEnv) -> WorldInfo {
+    let machines = match env.launcher {
+        _ if env.is_single_node() => Machines::One,
+        Launcher::Torchrun => Machines::Nodes,
         _ => Machines::Several,
     };
-    WorldInfo { rank: place.rank, n_ranks: place.world_size, n_here: place.local_world_size, machines }
+    WorldInfo { rank: env.rank, n_ranks: env.world_size, n_here: env.local_world_size, machines }
 }
 
 /// Parses a number of processes.

@@ -1,8 +1,8 @@
 //! `trainer train`: resolves a recipe and trains.
 
 use anyhow::{Result, anyhow};
-use candlewick_comm::place::Place;
-use candlewick_runtime::place::place;
+use candlewick_comm::rank_env::RankEnv;
+use candlewick_runtime::rank_env::rank_env;
 use clap::Args;
 
 use super::options::{RecipeArgs, Verbosity, hub, plan, world_info};
@@ -35,20 +35,20 @@ Examples:
 If a checkpoint entry has auto_resume: true, the same command resumes an interrupted run.";
 
 pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let place = place()?;
-    let plan = plan(&args.recipe, verbosity, world_info(&place))?;
+    let env = rank_env()?;
+    let plan = plan(&args.recipe, verbosity, world_info(&env))?;
     let folder = plan.log.output_dir.clone().unwrap_or_default();
     let mut profile = args
         .profile
-        .filter(|_| place.rank == 0)
+        .filter(|_| env.rank == 0)
         .map(|sort| Profile::create(folder, sort, args.profile_steps))
         .transpose()?;
     logging::start(verbosity, &plan.logger, profile.as_mut())?;
-    for note in plan.notes.iter().filter(|_| place.rank == 0) {
+    for note in plan.notes.iter().filter(|_| env.rank == 0) {
         ui.note(&format!("note: {note}"));
     }
-    let (world, device) = connect(&plan, &place)?;
-    check_memory(&plan, &place, ui)?;
+    let (world, device) = connect(&plan, &env)?;
+    check_memory(&plan, &env, ui)?;
     let code = crate::run::train(&plan, &hub(ui)?, &world, &device)?;
     if let Some(profile) = profile {
         ui.note(&profile.finish()?);
@@ -58,8 +58,8 @@ pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exi
 
 /// Fails if the run cannot fit with sequences of any length. Prints a note if it fits only with sequences shorter than
 /// `data.max_length`.
-fn check_memory(plan: &Plan, place: &Place, ui: &Ui) -> Result<()> {
-    let capacity = Capacity::now(plan.device).of_one(place.local_world_size);
+fn check_memory(plan: &Plan, env: &RankEnv, ui: &Ui) -> Result<()> {
+    let capacity = Capacity::now(plan.device).of_one(env.local_world_size);
     let setup = Setup::on(plan, &capacity)?;
     let least = estimate(&Setup { row_tokens: 2, rows: 1, eval_load: None, ..setup.clone() }).shortages(&capacity);
     // The estimate may be 10% too high, and the system may free some memory. So fail only above 125%.
@@ -68,7 +68,7 @@ fn check_memory(plan: &Plan, place: &Place, ui: &Ui) -> Result<()> {
         let advice = "see `trainer estimate RECIPE` for the memory breakdown and the settings that reduce it";
         return Err(anyhow!("{problem}; {advice}").context(ExitCode::OutOfMemory));
     }
-    for shortage in estimate(&setup).shortages(&capacity).iter().filter(|_| place.rank == 0) {
+    for shortage in estimate(&setup).shortages(&capacity).iter().filter(|_| env.rank == 0) {
         let rows = plan.data.max_length;
         ui.note(&format!(
             "note: sequences of {rows} tokens (data.max_length) would need {shortage}; see `trainer estimate`"

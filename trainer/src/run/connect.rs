@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use anyhow::{Error, Result, anyhow};
 use candle_core::Device;
-use candlewick_comm::place::Place;
+use candlewick_comm::rank_env::RankEnv;
 use candlewick_comm::store::Error as StoreError;
-use candlewick_comm::{Engine, Error as CommError, Host, Options, World};
+use candlewick_comm::{CommBackend, Error as CommError, HostBackend, Options, World};
 use candlewick_ops::{DeviceChoice, gpus};
 
 use super::ranks::peer_failure;
@@ -15,18 +15,18 @@ use crate::plan::Plan;
 use crate::recipe::DdpBackend;
 
 /// Opens this rank's device and joins the process group.
-pub fn connect(plan: &Plan, place: &Place) -> Result<(World, Device)> {
-    let device = device_of(plan.device, plan.ranks.backend, place.local_rank, gpus().len())?;
+pub fn connect(plan: &Plan, env: &RankEnv) -> Result<(World, Device)> {
+    let device = device_of(plan.device, plan.ranks.backend, env.local_rank, gpus().len())?;
     let device = device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
-    let engine = engine(plan.ranks.backend, &device, place);
+    let engine = engine(plan.ranks.backend, &device, env);
     let options = Options { timeout: Duration::from_secs(plan.ranks.timeout as u64), record: false };
-    let world = World::join(place, &engine, options).map_err(|error| join_error(error, place))?;
+    let world = World::join(env, &engine, options).map_err(|error| join_error(error, env))?;
     Ok((world, device))
 }
 
 /// Adds advice to an error of joining the process group.
-fn join_error(error: CommError, place: &Place) -> Error {
-    let by_agent = place.master.as_ref().is_ok_and(|master| master.agent_hosts_store);
+fn join_error(error: CommError, env: &RankEnv) -> Error {
+    let by_agent = env.master.as_ref().is_ok_and(|master| master.agent_hosts_store);
     let host = if by_agent { "the launcher" } else { "rank 0" };
     let (code, advice) = match &error {
         CommError::Failed(failure) => return peer_failure(failure),
@@ -68,14 +68,14 @@ fn device_of(choice: DeviceChoice, backend: DdpBackend, local_rank: usize, n_gpu
     }
 }
 
-fn engine(backend: DdpBackend, device: &Device, place: &Place) -> Engine {
+fn engine(backend: DdpBackend, device: &Device, env: &RankEnv) -> CommBackend {
     match backend {
-        DdpBackend::Local => Engine::Host(Host::Local),
-        DdpBackend::Mpi => Engine::Host(Host::Mpi),
-        DdpBackend::Nccl => Engine::Nccl(device.clone()),
-        DdpBackend::Staged => Engine::Staged(Host::of(place), device.clone()),
-        DdpBackend::Auto if device.is_cpu() => Engine::Host(Host::of(place)),
-        DdpBackend::Auto => Engine::Nccl(device.clone()),
+        DdpBackend::Local => CommBackend::Host(HostBackend::Local),
+        DdpBackend::Mpi => CommBackend::Host(HostBackend::Mpi),
+        DdpBackend::Nccl => CommBackend::Nccl(device.clone()),
+        DdpBackend::Staged => CommBackend::Staged(HostBackend::of(env), device.clone()),
+        DdpBackend::Auto if device.is_cpu() => CommBackend::Host(HostBackend::of(env)),
+        DdpBackend::Auto => CommBackend::Nccl(device.clone()),
     }
 }
 
@@ -83,7 +83,7 @@ fn engine(backend: DdpBackend, device: &Device, place: &Place) -> Engine {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use candlewick_comm::place::Source;
+    use candlewick_comm::rank_env::Launcher;
 
     #[test]
     fn each_rank_uses_the_gpu_of_its_local_rank() {
@@ -114,16 +114,20 @@ mod tests {
 
     #[test]
     fn auto_selects_a_transport_that_reaches_all_ranks() {
-        let place = |source, local_world_size| Place { source, local_world_size, world_size: 4, ..Place::alone() };
-        for (source, local_world_size, want) in [
-            (Source::Torchrun, 4, Host::Local),
-            (Source::OpenMpi, 4, Host::Local),
-            (Source::Torchrun, 2, Host::Local),
-            (Source::Slurm, 2, if Host::HAS_MPI { Host::Mpi } else { Host::Local }),
-            (Source::OpenMpi, 2, if Host::HAS_MPI { Host::Mpi } else { Host::Local }),
+        let env =
+            |launcher, local_world_size| RankEnv { launcher, local_world_size, world_size: 4, ..RankEnv::single() };
+        for (launcher, local_world_size, want) in [
+            (Launcher::Torchrun, 4, HostBackend::Local),
+            (Launcher::OpenMpi, 4, HostBackend::Local),
+            (Launcher::Torchrun, 2, HostBackend::Local),
+            (Launcher::Slurm, 2, if HostBackend::HAS_MPI { HostBackend::Mpi } else { HostBackend::Local }),
+            (Launcher::OpenMpi, 2, if HostBackend::HAS_MPI { HostBackend::Mpi } else { HostBackend::Local }),
         ] {
-            let engine = engine(DdpBackend::Auto, &Device::Cpu, &place(source, local_world_size));
-            assert!(matches!(engine, Engine::Host(host) if host == want), "{source} {local_world_size}: {engine:?}");
+            let engine = engine(DdpBackend::Auto, &Device::Cpu, &env(launcher, local_world_size));
+            assert!(
+                matches!(engine, CommBackend::Host(host) if host == want),
+                "{launcher} {local_world_size}: {engine:?}"
+            );
         }
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Error, Result, anyhow};
 use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
-use candlewick_comm::{Cause, Failure, Reduce, World};
+use candlewick_comm::{Cause, RankFailure, Reduce, World};
 use candlewick_ops::to_host;
 use candlewick_parallel::ParallelGroups;
 use candlewick_runtime::process_group::{ProcessGroup, fail};
@@ -44,7 +44,7 @@ impl<'w> RankContext<'w> {
         let device = device.clone();
         let mesh = Mesh::new(plan.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
         let groups = ParallelGroups::new(&mesh, &*world.group())?;
-        let place = |axis| mesh.place(world.rank(), axis);
+        let place = |axis| mesh.coordinate(world.rank(), axis);
         let data_rank = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
         let background = world.group().split("saves", &[(0..world.size()).collect()])?;
         let process = ProcessGroup::new(world)?;
@@ -160,13 +160,13 @@ fn difference(key: &str, a: &Value, b: &Value) -> Option<(String, [String; 2])> 
 }
 
 /// Returns the error of a rank that ends because the group failed, with advice.
-pub(super) fn peer_failure(failure: &Failure) -> Error {
+pub(super) fn peer_failure(failure: &RankFailure) -> Error {
     let rank = failure.rank;
     let advice = match failure.cause {
-        Cause::Told => format!("see the log of rank {rank}"),
-        Cause::Died => format!("see the last output of rank {rank} or of its launcher"),
-        Cause::Silent => format!("if rank {rank} was only slow, raise ddp_timeout"),
-        Cause::Strayed => "all ranks must run the same program, with the same recipe and data".to_owned(),
+        Cause::Reported => format!("see the log of rank {rank}"),
+        Cause::Exited => format!("see the last output of rank {rank} or of its launcher"),
+        Cause::TimedOut => format!("if rank {rank} was only slow, raise ddp_timeout"),
+        Cause::CallMismatch => "all ranks must run the same program, with the same recipe and data".to_owned(),
     };
     let error =
         anyhow!("failed to {failure}; {advice}. With auto_resume, a restarted run resumes from the newest checkpoint");

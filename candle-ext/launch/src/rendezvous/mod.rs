@@ -15,7 +15,7 @@ mod store;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use candlewick_comm::place::Master;
+use candlewick_comm::rank_env::Master;
 use candlewick_comm::store::{Client, Error, Server};
 
 use crate::endpoint::{Endpoint, is_this_machine};

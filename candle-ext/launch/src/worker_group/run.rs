@@ -17,7 +17,7 @@ use crate::output::WorkerOutputs;
 use crate::plan::LaunchPlan;
 use crate::report::{RootCause, file_tail};
 use crate::streams::StdStream;
-use candlewick_comm::place::Variables;
+use candlewick_comm::rank_env::Variables;
 
 /// The specification of one run of the worker group.
 #[derive(Debug)]

@@ -16,7 +16,7 @@ use crate::exit::ExitReason;
 use crate::guard::{Guard, own_program};
 use crate::output::{LineTail, OutputReader, WorkerOutputs};
 use crate::streams::StdStream;
-use candlewick_comm::place::Variables;
+use candlewick_comm::rank_env::Variables;
 
 /// The specification of a worker process.
 #[derive(Clone, Debug)]

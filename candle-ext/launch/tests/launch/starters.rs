@@ -19,7 +19,7 @@ fn a_worker_of_launch_reads_its_rank() {
 #[test]
 fn a_process_without_a_launcher_is_a_world_of_one() {
     let output = launch(&["--world"]);
-    assert!(output.exits_with(0).stdout.ends_with("started by nobody\n"), "{}", output.stdout);
+    assert!(output.exits_with(0).stdout.ends_with("started without a launcher\n"), "{}", output.stdout);
 }
 
 #[test]
@@ -28,7 +28,7 @@ fn an_incomplete_set_of_variables_is_an_error() {
     output.exits_with(1).stderr_contains(&["failed to read the rank: RANK is set but LOCAL_RANK is not"]);
 }
 
-/// Runs only where Open MPI's `mpirun` is installed, as in CI. The tests of `candlewick_comm::place` use recorded
+/// Runs only where Open MPI's `mpirun` is installed, as in CI. The tests of `candlewick_comm::rank_env` use recorded
 /// variables.
 #[test]
 fn a_process_of_mpirun_reads_its_rank() {

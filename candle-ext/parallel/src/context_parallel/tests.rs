@@ -74,7 +74,7 @@ fn on_ranks(
         let [context, heads] = [Axis::Cp, Axis::Sp].map(|axis| mesh.group(&*world.group(), &[axis]));
         let sequence = ContextParallel::new(context?, heads?);
         let partition = TokenPartition::new(seqs.n_tokens(), cp, sp);
-        let rows = partition.rows(mesh.place(world.rank(), Axis::Cp), mesh.place(world.rank(), Axis::Sp));
+        let rows = partition.rows(mesh.coordinate(world.rank(), Axis::Cp), mesh.coordinate(world.rank(), Axis::Sp));
         let [q, k, v, d_out] = x.each_ref().map(|x| select(x, &rows));
         let own = [q?, k?, v?, d_out?];
         let attend = |[q, k, v]: [&Tensor; 3]| sequence.attention(&AttentionCall { layer_idx: 0, q, k, v, seqs, spec });

@@ -168,7 +168,7 @@ fn order(calls: &[Call]) -> Vec<String> {
 /// Returns the data parallel rank and world size. Context parallel and Ulysses ranks share micro-batches.
 pub(crate) fn data_rank(world: &World, strategy: Strategy) -> (usize, usize) {
     let mesh = Mesh::new(strategy.degrees, world.size()).unwrap();
-    let place = |axis| mesh.place(world.rank(), axis);
+    let place = |axis| mesh.coordinate(world.rank(), axis);
     let Degrees { dp_replicate, dp_shard, .. } = strategy.degrees;
     (place(Axis::DpReplicate) * dp_shard + place(Axis::DpShard), dp_replicate * dp_shard)
 }
@@ -224,7 +224,7 @@ fn run_rank(
     (n_steps, fault): (usize, Option<&GroupOp>),
 ) -> candle_core::Result<RankResult> {
     let (rank, n_ranks) = data_rank(world, strategy);
-    let stage = Mesh::new(strategy.degrees, world.size()).unwrap().place(world.rank(), Axis::Pp);
+    let stage = Mesh::new(strategy.degrees, world.size()).unwrap().coordinate(world.rank(), Axis::Pp);
     let engine = engine(world, strategy, case, fault)?;
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
     let (mut losses, mut norms, mut grads) = (Vec::new(), Vec::new(), Vec::new());

@@ -92,7 +92,12 @@ fn check_kill(n_ranks: usize, more: &[&str]) {
     until(&run.folder, "the second save", || saved(&run) >= 2);
     ranks.signal(1, Signal::KILL);
     let ended = ranks.wait_within(SOON);
-    let said = ["rank 1 (pid ", ") ended without leaving", "the last output of rank 1", "resumes from the newest checkpoint"];
+    let said = [
+        "rank 1 (pid ",
+        ") exited without leaving the process group",
+        "the last output of rank 1",
+        "resumes from the newest checkpoint",
+    ];
     for rank in (0..n_ranks).filter(|rank| *rank != 1) {
         check_end(&ended[rank], 7, &said);
     }
@@ -121,11 +126,11 @@ fn check_stop(n_ranks: usize, more: &[&str]) {
     ranks.signal(1, Signal::STOP);
     let stopped = ranks.take(1);
     for end in &ranks.wait_within(Duration::from_secs(3) + SOON) {
-        check_end(end, 7, &["rank 1 (pid ", ") silent for 3s", "ddp_timeout"]);
+        check_end(end, 7, &["rank 1 (pid ", ") timed out after 3s without a heartbeat", "ddp_timeout"]);
     }
     stopped.signal(0, Signal::CONT);
     // The hung rank receives the report of the others and prints the same cause.
-    check_end(&stopped.wait_within(SOON)[0], 7, &["rank 1 (pid ", ") silent for 3s"]);
+    check_end(&stopped.wait_within(SOON)[0], 7, &["rank 1 (pid ", ") timed out after 3s without a heartbeat"]);
     check_resumes(&run);
 }
 
@@ -266,7 +271,11 @@ fn all_ranks_skip_an_incomplete_checkpoint() {
     fs::write(file(1, "state.json"), "{").unwrap();
     fs::remove_file(file(2, "manifest.json")).unwrap();
     for end in run.start().wait_within(2 * SOON) {
-        check_end(&end, 6, &["no checkpoint there is complete", "state.json has 1 bytes", "no manifest.json", "Restore one"]);
+        check_end(
+            &end,
+            6,
+            &["no checkpoint there is complete", "state.json has 1 bytes", "no manifest.json", "Restore one"],
+        );
     }
 }
 

@@ -10,7 +10,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::Mutex;
 
-use candlewick_comm::{Failure, Options, threads};
+use candlewick_comm::{Options, RankFailure, threads};
 use candlewick_runtime::process_group::ProcessGroup;
 use serde_json::json;
 use tempfile::TempDir;
@@ -230,7 +230,7 @@ fn after_a_failure_of_rank_0_another_rank_reports_that_failure() {
     });
     assert!(ended.is_err());
     let error = reported.lock().unwrap().take().expect("an error of rank 1");
-    assert!(Failure::behind(&*error).is_some(), "{error:#}");
+    assert!(RankFailure::find_in(&*error).is_some(), "{error:#}");
     assert!(format!("{error:#}").contains("wait for rank 1"), "{error:#}");
 }
 

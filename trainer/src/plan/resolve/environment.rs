@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candlewick_comm::{Engine, Host};
+use candlewick_comm::{CommBackend, HostBackend};
 use candlewick_model::{Config, ModelError};
 use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom};
 use candlewick_text::hub::{Hub, HubError, HubSettings, LocalModel, LocalModelKind, ModelFiles, local_model};
@@ -86,7 +86,7 @@ impl BuildFeatures {
     /// A build with every backend.
     pub const ALL: Self = Self { mpi: true, nccl: true };
     /// This build.
-    pub const BUILT: Self = Self { mpi: Host::HAS_MPI, nccl: Engine::HAS_NCCL };
+    pub const BUILT: Self = Self { mpi: HostBackend::HAS_MPI, nccl: CommBackend::HAS_NCCL };
 }
 
 /// The access that [`Environment::gather`] has to the Hub.

@@ -111,14 +111,14 @@ impl ExpertRank {
     /// Returns the experts that this rank has.
     fn experts(&self) -> Range<usize> {
         let n = E / self.mesh.degrees().ep;
-        let first = self.mesh.place(self.rank, Axis::Ep) * n;
+        let first = self.mesh.coordinate(self.rank, Axis::Ep) * n;
         first..first + n
     }
 
     /// Returns this rank's tokens: those of its experts, distributed over the ranks with the same experts.
     fn own(&self, tokens: &[RoutedToken]) -> Vec<RoutedToken> {
         let mine = tokens.iter().filter(|token| self.experts().contains(&token.expert)).copied();
-        mine.skip(self.mesh.place(self.rank, Axis::Edp)).step_by(self.mesh.degrees().of(Axis::Edp)).collect()
+        mine.skip(self.mesh.coordinate(self.rank, Axis::Edp)).step_by(self.mesh.degrees().of(Axis::Edp)).collect()
     }
 
     /// Returns the output of the block: [t, d] -> [t, d]. A token uses the rows of its own expert alone.

@@ -1,4 +1,4 @@
-//! A group whose tensors are changed on the way in and on the way out.
+//! Process group that maps its inputs and outputs.
 
 use std::sync::Arc;
 
@@ -8,14 +8,14 @@ use candlewick_comm::{Collective, Pending, Recv, Reduce, Result};
 type Before = Arc<dyn Fn(&Tensor) -> Result<Tensor> + Send + Sync>;
 type After = Arc<dyn Fn(Tensor) -> Result<Tensor> + Send + Sync>;
 
-/// Does `before` with each tensor that `group` is called with, and `after` with each that it returns.
-pub(crate) struct Through {
+/// Process group that applies `before` to each input of `group` and `after` to each result.
+pub(crate) struct MappedGroup {
     group: Arc<dyn Collective>,
     before: Before,
     after: After,
 }
 
-impl Through {
+impl MappedGroup {
     pub(crate) fn new(
         group: Arc<dyn Collective>,
         before: impl Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
@@ -30,7 +30,7 @@ impl Through {
     }
 }
 
-impl Collective for Through {
+impl Collective for MappedGroup {
     fn rank(&self) -> usize {
         self.group.rank()
     }
@@ -80,7 +80,7 @@ impl Collective for Through {
     fn split(&self, name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>> {
         let (before, after) = (Arc::clone(&self.before), Arc::clone(&self.after));
         let group = self.group.split(name, lists)?;
-        // A group of one gives back what it was given, whether or not it was changed on the way.
+        // A group of one returns its input unmapped.
         if group.size() == 1 {
             return Ok(group);
         }

@@ -1,4 +1,4 @@
-//! Slurm's short form of a list of hosts: `node[01-03,07],login1` is four nodes and a login host.
+//! Slurm's compressed host lists: `node[01-03,07],login1` is four nodes and a login host.
 
 /// Returns the first host of a list in Slurm's short form, or `None` if it is empty or not well formed.
 ///
@@ -7,7 +7,7 @@ pub(super) fn first_host(list: &str) -> Option<String> {
     expand(list)?.into_iter().next()
 }
 
-/// Writes a list out: every bracket becomes its numbers, with their leading zeros.
+/// Expands a list: every bracket becomes its numbers, with their leading zeros.
 pub(super) fn expand(list: &str) -> Option<Vec<String>> {
     let mut hosts = Vec::new();
     for item in split_outside_brackets(list)? {
@@ -16,7 +16,7 @@ pub(super) fn expand(list: &str) -> Option<Vec<String>> {
     Some(hosts)
 }
 
-/// Splits at the commas that stand in no bracket.
+/// Splits at the commas outside of brackets.
 fn split_outside_brackets(list: &str) -> Option<Vec<&str>> {
     let mut items = Vec::new();
     let (mut start, mut depth) = (0, 0usize);
@@ -35,7 +35,7 @@ fn split_outside_brackets(list: &str) -> Option<Vec<&str>> {
     (depth == 0).then_some(items)
 }
 
-/// `rack[1-2]node[0-1]` is four hosts: the last bracket turns fastest.
+/// Expands one item. `rack[1-2]node[0-1]` is four hosts; the last bracket varies fastest.
 fn expand_item(item: &str) -> Option<Vec<String>> {
     let Some(open) = item.find('[') else {
         return (!item.is_empty()).then(|| vec![item.to_owned()]);
@@ -50,14 +50,14 @@ fn expand_item(item: &str) -> Option<Vec<String>> {
     Some(hosts)
 }
 
-/// `01-03,07` is 01, 02, 03, 07.
+/// Expands `01-03,07` to 01, 02, 03, 07.
 fn numbers(ranges: &str) -> Option<Vec<String>> {
     let mut all = Vec::new();
     for range in ranges.split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         let width = first.len();
         let (first, last): (u64, u64) = (first.parse().ok()?, last.parse().ok()?);
-        if first > last || last - first >= MOST_HOSTS {
+        if first > last || last - first >= MAX_HOSTS {
             return None;
         }
         all.extend((first..=last).map(|n| format!("{n:0width$}")));
@@ -65,8 +65,8 @@ fn numbers(ranges: &str) -> Option<Vec<String>> {
     Some(all)
 }
 
-/// A longer range is a slip of the pen, and would fill the memory.
-const MOST_HOSTS: u64 = 1 << 20;
+/// Largest range of host numbers. A longer range is a typing error and would exhaust the memory.
+const MAX_HOSTS: u64 = 1 << 20;
 
 #[cfg(test)]
 mod tests {
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_is_written_out() {
+    fn a_list_is_expanded() {
         check("node1", &["node1"]);
         check("node1,node2", &["node1", "node2"]);
         check("node[01-03,07]", &["node01", "node02", "node03", "node07"]);
@@ -88,12 +88,12 @@ mod tests {
     }
 
     #[test]
-    fn the_first_host_is_the_lists_own() {
+    fn the_first_host_is_the_first_of_the_list() {
         assert_eq!(first_host("node[07,01-03]").as_deref(), Some("node07"));
     }
 
     #[test]
-    fn what_is_not_a_list_is_refused() {
+    fn malformed_lists_are_rejected() {
         for list in ["", "node[", "node]1", "node[3-1]", "node[a-b]", "a,,b", "node[0-99999999999]"] {
             assert_eq!(expand(list), None, "{list}");
         }

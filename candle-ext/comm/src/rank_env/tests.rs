@@ -1,4 +1,4 @@
-//! What each starter's variables come to, and what is said when they do not fit.
+//! The ranks that each launcher's variables give, and the errors of variables that contradict each other.
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,10 +10,10 @@ fn variables(text: &str) -> Variables {
 
 #[track_caller]
 fn check(text: &str, want: &str) {
-    let got = match Place::from_variables(&variables(text)) {
-        Ok(place) => match &place.master {
-            Ok(_) => place.to_string(),
-            Err(error) => format!("{place}; failed to {error}"),
+    let got = match RankEnv::from_variables(&variables(text)) {
+        Ok(env) => match &env.master {
+            Ok(_) => env.to_string(),
+            Err(error) => format!("{env}; failed to {error}"),
         },
         Err(error) => format!("failed to {error}"),
     };
@@ -29,8 +29,8 @@ const SLURM: &str = "SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID
     SLURM_JOB_NODELIST=node[02-03,07] SLURM_STEP_TASKS_PER_NODE=4(x2) ";
 
 #[test]
-fn each_starter_is_understood() {
-    check("", "rank 0 of 1, local rank 0 of 1, node 0, rank 0 at 127.0.0.1:29500, started by nobody");
+fn each_launchers_variables_are_read() {
+    check("", "rank 0 of 1, local rank 0 of 1, node 0, rank 0 at 127.0.0.1:29500, started without a launcher");
     check(TORCHRUN, "rank 3 of 4, local rank 1 of 2, node 1, the launcher's store at n0:29500, started by torchrun");
     check(OPEN_MPI, "rank 1 of 2, local rank 1 of 2, node 0, rank 0 at 127.0.0.1:24793, started by Open MPI");
     check(PMI, "rank 1 of 2, local rank 1 of 2, node 0, rank 0 at 127.0.0.1:29500, started by PMI");
@@ -38,16 +38,17 @@ fn each_starter_is_understood() {
 }
 
 #[test]
-fn the_closest_starter_is_believed() {
+fn the_closest_launcher_takes_precedence() {
     let all = [TORCHRUN, OPEN_MPI, PMI, SLURM];
-    for (i, source) in [Source::Torchrun, Source::OpenMpi, Source::Pmi, Source::Slurm].into_iter().enumerate() {
-        let world = Place::from_variables(&variables(&all[i..].concat())).unwrap();
-        assert_eq!(world.source, source);
+    for (i, launcher) in [Launcher::Torchrun, Launcher::OpenMpi, Launcher::Pmi, Launcher::Slurm].into_iter().enumerate()
+    {
+        let world = RankEnv::from_variables(&variables(&all[i..].concat())).unwrap();
+        assert_eq!(world.launcher, launcher);
     }
 }
 
 #[test]
-fn a_single_rank_needs_no_companions() {
+fn a_single_rank_needs_no_local_rank() {
     check(
         "RANK=0 WORLD_SIZE=1",
         "rank 0 of 1, local rank 0 of 1, node ?, rank 0 at 127.0.0.1:29500, started by torchrun",
@@ -55,7 +56,7 @@ fn a_single_rank_needs_no_companions() {
 }
 
 #[test]
-fn variables_that_disagree_are_named() {
+fn contradicting_variables_are_named() {
     check("RANK=0", "failed to read the rank: RANK is set but WORLD_SIZE is not");
     check("WORLD_SIZE=2", "failed to read the rank: WORLD_SIZE is set but RANK is not");
     check("RANK=0 WORLD_SIZE=2", "failed to read the rank: RANK is set but LOCAL_RANK is not");
@@ -76,16 +77,16 @@ fn variables_that_disagree_are_named() {
     );
     check(
         "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1",
-        "failed to find the machine of rank 0: torchrun does not say it; set MASTER_ADDR",
+        "failed to find the node of rank 0: torchrun does not export it; set MASTER_ADDR",
     );
 }
 
 #[test]
-fn mpi_over_machines_does_not_say_where_to_meet() {
+fn mpi_on_several_nodes_needs_master_addr() {
     check(
         &format!("{OPEN_MPI} OMPI_COMM_WORLD_SIZE=4"),
-        "rank 1 of 4, local rank 1 of 2, node ?, rank 0 where MASTER_ADDR does not say, started by Open MPI; failed to \
-         find the machine of rank 0: Open MPI does not say it; set MASTER_ADDR (mpirun -x MASTER_ADDR=HOST)",
+        "rank 1 of 4, local rank 1 of 2, node ?, rank 0 unknown without MASTER_ADDR, started by Open MPI; failed to \
+         find the node of rank 0: Open MPI does not export it; set MASTER_ADDR (mpirun -x MASTER_ADDR=HOST)",
     );
     check(
         &format!("{OPEN_MPI} OMPI_COMM_WORLD_SIZE=4 MASTER_ADDR=n0 MASTER_PORT=7"),
@@ -99,62 +100,62 @@ fn mpi_over_machines_does_not_say_where_to_meet() {
 }
 
 #[test]
-fn two_jobs_of_one_machine_meet_on_two_ports() {
-    let place = |job: &str| Place::from_variables(&variables(&format!("{PMI} I_MPI_HYDRA_UUID={job}"))).unwrap();
-    let port = |job: &str| place(job).master.unwrap().port;
+fn two_jobs_on_one_node_have_two_ports() {
+    let env = |job: &str| RankEnv::from_variables(&variables(&format!("{PMI} I_MPI_HYDRA_UUID={job}"))).unwrap();
+    let port = |job: &str| env(job).master.unwrap().port;
     let (one, other) = (port("b9440000-e26c-bd81-d160-06001125053e"), port("ba440000-e26c-bd81-d160-06001125053e"));
     assert_ne!(one, other);
     assert!([one, other].iter().all(|port| (15000..25000).contains(port)));
 }
 
 #[test]
-fn srun_with_pmi_is_slurms() {
+fn srun_with_pmi_is_slurm() {
     check(
         &format!("{SLURM} PMI_RANK=5 PMI_SIZE=8"),
         "rank 5 of 8, local rank 1 of 4, node 1, rank 0 at node02:18456, started by Slurm",
     );
 }
 
-/// MPICH's and Intel's mpirun hand on what Slurm told the batch script, or the one task a node that it starts through srun.
+/// The mpirun of MPICH and Intel MPI passes on Slurm's variables: those of the batch script, or of its one task on a node.
 #[test]
-fn hydra_within_slurm_is_hydras_for_every_rank() {
+fn hydra_within_slurm_is_pmi_on_every_rank() {
     for rank in 0..4 {
         let hydra = format!("PMI_RANK={rank} PMI_SIZE=4 MPI_LOCALRANKID={rank} MPI_LOCALNRANKS=4 ");
         let script = "SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=4 SLURM_JOB_ID=7 ";
-        let in_script = Place::from_variables(&variables(&(hydra.clone() + script))).unwrap();
+        let in_script = RankEnv::from_variables(&variables(&(hydra.clone() + script))).unwrap();
         let proxy = format!("{script} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1");
-        let by_srun = Place::from_variables(&variables(&(hydra + &proxy))).unwrap();
-        for place in [in_script, by_srun] {
-            assert_eq!((place.rank, place.world_size, place.source), (rank, 4, Source::Pmi));
+        let by_srun = RankEnv::from_variables(&variables(&(hydra + &proxy))).unwrap();
+        for env in [in_script, by_srun] {
+            assert_eq!((env.rank, env.world_size, env.launcher), (rank, 4, Launcher::Pmi));
         }
     }
 }
 
 #[test]
-fn a_world_size_alone_does_not_hide_another_starter() {
-    let place = Place::from_variables(&variables(&format!("{SLURM} WORLD_SIZE=8 MASTER_ADDR=n3"))).unwrap();
-    assert_eq!((place.rank, place.source, place.master.unwrap().addr.as_str()), (5, Source::Slurm, "n3"));
+fn a_world_size_alone_does_not_hide_another_launcher() {
+    let env = RankEnv::from_variables(&variables(&format!("{SLURM} WORLD_SIZE=8 MASTER_ADDR=n3"))).unwrap();
+    assert_eq!((env.rank, env.launcher, env.master.unwrap().addr.as_str()), (5, Launcher::Slurm, "n3"));
 }
 
 #[test]
-fn a_batch_script_is_alone() {
+fn a_batch_script_is_a_single_rank() {
     let script = SLURM.replace("SLURM_STEP_ID=0 ", "").replace("SLURM_PROCID=5", "SLURM_PROCID=0");
-    assert_eq!(Place::from_variables(&variables(&script)).unwrap(), Place::alone());
+    assert_eq!(RankEnv::from_variables(&variables(&script)).unwrap(), RankEnv::single());
 }
 
 #[test]
 fn a_shell_of_salloc_is_one_task() {
     let shell = "SLURM_STEP_ID=4294967290 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=1 SLURM_LOCALID=0 \
         SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE=1";
-    let world = Place::from_variables(&variables(shell)).unwrap();
+    let world = RankEnv::from_variables(&variables(shell)).unwrap();
     assert_eq!((world.rank, world.world_size), (0, 1));
 }
 
 #[test]
-fn slurms_tasks_need_not_be_the_same_on_every_node() {
+fn slurm_tasks_may_differ_from_node_to_node() {
     for (node, want) in [(0, 3), (1, 3), (2, 2)] {
         let text = format!("{SLURM} SLURM_NODEID={node} SLURM_STEP_TASKS_PER_NODE=3(x2),2");
-        assert_eq!(Place::from_variables(&variables(&text)).unwrap().local_world_size, want);
+        assert_eq!(RankEnv::from_variables(&variables(&text)).unwrap().local_world_size, want);
     }
     check(
         &format!("{SLURM} SLURM_NODEID=7"),
@@ -166,6 +167,6 @@ fn slurms_tasks_need_not_be_the_same_on_every_node() {
     );
     check(
         &format!("{SLURM} SLURM_JOB_NODELIST=node["),
-        "failed to find the machine of rank 0: SLURM_JOB_NODELIST=node[ is not a list of hosts",
+        "failed to find the node of rank 0: SLURM_JOB_NODELIST=node[ is not a list of hosts",
     );
 }
