@@ -123,7 +123,7 @@ fn compile(nvcc: &Path, kernel: &Path, fatbin: &Path) {
     let mut command = Command::new(nvcc);
     // scripts/build-kernels takes the same options.
     command.args(["-fatbin", "--options-file", "nvcc.options", "-Isrc/cuda", "-o"]).arg(fatbin).arg(kernel);
-    let folders = [kernel.parent().expect("a kernel lies in an op's folder"), Path::new("src/cuda")];
+    let folders = [kernel.parent().expect("a kernel is in an op's folder"), Path::new("src/cuda")];
     let mut inputs: Vec<PathBuf> = folders.iter().flat_map(|folder| cuda_sources(folder)).collect();
     inputs.push("nvcc.options".into());
     let inputs: Vec<String> = inputs.iter().map(|path| read(path)).collect();

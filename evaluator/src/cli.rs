@@ -24,7 +24,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::exit::classify;
 use candlewick_inference::command::{ChatOptions, GenerateArgs, chat, generate};
-use candlewick_runtime::cores::{choose_kernels, select_cpu_gemm_kernel, tune_gemms};
+use candlewick_runtime::cores::{override_kernels, select_cpu_gemm_kernel, tune_gemms};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, completions, parse_arguments_from, report};
 use candlewick_runtime::stdout::print_line;
@@ -129,7 +129,7 @@ pub fn main() -> ExitCode {
         .without_time()
         .with_env_filter(filter)
         .init();
-    error_file::watch_panics();
+    error_file::record_panics();
     match run(&cli.command) {
         Ok(()) => ExitCode::Ok,
         Err(error) => {
@@ -149,7 +149,7 @@ const OUT_OF_MEMORY: &str = "Lower --batch-size or --max-length, or set --dtype 
 
 fn run(command: &Command) -> Result<()> {
     select_cpu_gemm_kernel()?;
-    choose_kernels()?;
+    override_kernels()?;
     tune_gemms()?;
     let hub = Hub::new(HubSettings::from_env())?;
     match command {

@@ -1,7 +1,7 @@
 //! The `evaluator` program: selects the allocator, sets up the threads and runs the command line.
 
 use candlewick_runtime::allocator::{Allocator, keep_memory};
-use candlewick_runtime::cores::{load_kernels_at_start, share_cores};
+use candlewick_runtime::cores::{divide_cores, load_kernels_eagerly};
 use candlewick_runtime::exit::ExitCode;
 
 #[global_allocator]
@@ -9,8 +9,8 @@ static ALLOCATOR: Allocator = Allocator;
 
 fn main() -> ExitCode {
     keep_memory();
-    share_cores();
-    load_kernels_at_start();
+    divide_cores();
+    load_kernels_eagerly();
     candlewick_text::source::report_shortened_files();
     candlewick_ops::join_rayon_pool();
     evaluator::cli::main()

@@ -6,12 +6,12 @@ DIR is a folder with the family's real tokenizer.json and tokenizer_config.json.
 named in PATCHES it writes candle-ext/text/tests/fixtures/chat/<family>/:
   chat_template.jinja   the stock template, untouched
   generation.jinja      the same with {% generation %} blocks, checked to print the same text
-  tokenizer.json        the real tokenizer cut down to what the golden texts need. Ids are the
-                        real ones, and the script checks that they come out the same.
-  tokenizer_config.json what of the real one says how tokens are used
+  tokenizer.json        the real tokenizer reduced to the vocabulary of the golden texts. The script
+                        checks that ids are those of the full tokenizer.
+  tokenizer_config.json the keys of the real one that concern special tokens
   goldens.json          texts, assistant spans (bytes), ids and assistant masks by transformers
-Beside them chats.json holds the conversations, and snippets.json small templates with what
-transformers' Jinja prints for them (null: it refuses).
+In the folder above, chats.json holds the conversations, and snippets.json small templates with the output of
+transformers' Jinja (null: an error).
 """
 
 import datetime
@@ -28,7 +28,7 @@ FIXTURES = pathlib.Path(__file__).parents[2] / "candle-ext/text/tests/fixtures/c
 
 
 class FixedDate(datetime.datetime):
-    """strftime_now tells this date."""
+    """A datetime whose strftime_now is this date."""
 
     @classmethod
     def now(cls, tz=None):
@@ -334,7 +334,7 @@ def patch_qwen2_5(text):
 
 
 def patch_qwen3(text):
-    # With thinking off the empty thought is part of the generation prompt: given, not generated.
+    # With thinking off the empty thought is part of the generation prompt, so it is no target.
     old = "        {%- if loop.index0 > ns.last_query_index %}"
     text = replace_once(text, old, r"""        {{- '<|im_start|>' + message.role + '\n' }}
         {%- set given = '' %}
@@ -380,7 +380,7 @@ def golden(tokenizer, chat, stock, patched):
         return {"error": str(error)}
     assert text == render(tokenizer, chat, patched, tokenize=False), "the patch changes the text"
     prompt = render(tokenizer, chat, stock, tokenize=False, add_generation_prompt=True)
-    # As apply_chat_template does, which does not give the spans out.
+    # As in apply_chat_template, which does not return the spans.
     messages = [{k: v for k, v in message.items() if v is not None} for message in chat["messages"]]
     _, spans = chat_template_utils.render_jinja_template(
         [messages], tools=chat.get("tools"), chat_template=patched,
@@ -398,7 +398,7 @@ def golden(tokenizer, chat, stock, patched):
 
 
 def words_of(tokenizer, text):
-    """What the model part of the tokenizer is asked: the pieces between added tokens, pre-tokenized."""
+    """Returns the pre-tokenized words between added tokens, which are the input of the tokenizer's model."""
     added = sorted((t.content for t in tokenizer.get_added_tokens_decoder().values()), key=len, reverse=True)
     for piece in re.split("|".join(map(re.escape, added)), text):
         if tokenizer.normalizer:
@@ -407,7 +407,7 @@ def words_of(tokenizer, text):
 
 
 def merges_of(word, ranks):
-    """The merges that byte-pair encoding applies to a word, lowest rank first."""
+    """Returns the merges that byte-pair encoding applies to a word, lowest rank first."""
     parts = list(word)
     while True:
         pairs = [(ranks[pair], at) for at, pair in enumerate(zip(parts, parts[1:])) if pair in ranks]
@@ -419,7 +419,7 @@ def merges_of(word, ranks):
 
 
 def cut_down(path, texts):
-    """The tokenizer with only the vocabulary and merges that these texts use."""
+    """Returns the tokenizer reduced to the vocabulary and merges of these texts."""
     full = json.loads(path.read_text())
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     vocab, model = full["model"]["vocab"], full["model"]
@@ -434,7 +434,7 @@ def cut_down(path, texts):
     for left, right in kept:
         used |= {left, right, left + right}
     full["added_tokens"] = [t for t in full["added_tokens"] if "reserved_special_token" not in t["content"]]
-    # An added token that the vocabulary lacks would be numbered anew, by the vocabulary's size.
+    # An added token that the vocabulary lacks would get a new id, the vocabulary's size.
     added = {t["content"]: t["id"] for t in full["added_tokens"]}
     model["vocab"] = {token: id for token, id in vocab.items() if token in used} | added
     model["merges"] = [list(pair) for pair in pairs if pair in kept]

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Proves that transformers computes what candlewick computes from a folder that candlewick exported.
+"""Checks that transformers gives candlewick's log-probabilities from a folder that candlewick exported.
 
     evaluator score --model FOLDER --dtype f32 --text "..." >scores.json
     export_check.py FOLDER scores.json [--adapter ADAPTER_FOLDER]
 
 scores.json is a list of {"id", "text", "logprob"}. transformers loads the same folder (and peft the adapter) in f32
-and is given our ids. Every log-probability must agree within --tolerance (nats).
+and gets our ids. Every log-probability must agree within --tolerance (nats).
 """
 import argparse
 import json

@@ -1,11 +1,11 @@
-"""Counts the operations of small models with torch and transformers, for trainer/tests/flops.rs.
+"""Counts the FLOPs of small models with torch and transformers, for trainer/tests/flops.rs.
 
     python tests/reference/flops.py
 
-For each: its config, lengths of sequences (each is run by itself, as a packed row's do not see each other), the matrix
-products' operations of a forward, of a forward and backward, and of both with frozen weights, as torch counts them with
-eager attention, which computes all pairs; and the pairs of each layer that the mask leaves. The product that makes the
-angles of the rotary embedding is left out: it is a table here.
+Each entry has a config, sequence lengths (run one by one, like the sequences of a packed row), and matmul FLOPs of a
+forward, of a forward and backward, and of both with frozen weights. torch counts them with eager attention, which computes
+all pairs. The unmasked pairs of each layer are listed too. The matmul of the rotary angles is excluded: our RoPE uses a
+table.
 """
 
 import json
@@ -49,7 +49,7 @@ def with_backward(logits):
 
 
 def frozen(model, lengths) -> int | None:
-    """Gradients reach every input but no weight of a product. A tied embedding is one."""
+    """Freezes the weights of all matmuls, tied embeddings included; gradients still reach every input."""
     if model.config.tie_word_embeddings:
         return None
     for parameter in model.parameters():

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Times training steps of random models, ours and torch's, on one GPU: gpu_bench.py TRAINER OUT.json
 
-Both: one row of 4096 tokens at a time, four of them a step; bf16 weights and activations, f32 sums of gradients, f32 masters
-and AdamW moments, the norm clipped. Where the states of a model leave no room for its activations, torch computes each
-block's forward twice, and ours that of as few as have to. MFU counts 6 N + causal attention operations a token over 989.5e12, the dense bf16 peak of an H100 or
-H200; doing a forward twice earns nothing. torch's side is transformers (else torch_decoder.py) with sdpa attention, cuDNN's
-first; `compiled` means each block and the loss by torch.compile. OUT is written after each run, and none is started that
---seconds do not allow; --sides says whose turn it is, and what OUT has of the others stays.
+Both sides: micro-batches of one row of 4096 tokens, four per step; bf16 weights and activations, f32 gradient accumulation,
+f32 master weights and AdamW moments, gradient clipping. If the activations do not fit, torch checkpoints every layer, and
+ours checkpoints as few as necessary. MFU counts 6 N + causal attention FLOPs per token over 989.5e12, the dense bf16 peak of an H100 or
+H200; recomputation does not count. torch's side is transformers (else torch_decoder.py) with sdpa attention, cuDNN's
+first; `compiled` means each block and the loss by torch.compile. OUT is written after each run, and no
+run starts that would exceed --seconds. --sides selects the sides to run; OUT keeps the results of the others.
 """
 import argparse
 import json
@@ -43,7 +43,7 @@ QWEN_7B = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_si
                max_position_embeddings=32768, rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=False)
 BF16_STATE = {"deepspeed": {"bf16": {"bf16_optimizer_states": True}}}
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.1, "target_modules": "all-linear"}
-# Larger models, by name only: the config, the recipe's keys, and a published mark in tokens/s of one H100 with its source.
+# Larger models, by name only: the config, the recipe's keys, and a published throughput in tokens/s on one H100 with its source.
 LARGE = {
     "8B-bf16-moments": (LLAMA_8B, BF16_STATE, 6667, "torchtitan, full fine-tuning with FSDP and torch.compile, bf16"),
     "8B-LoRA": (LLAMA_8B, {"model": {"peft_config": LORA}}, 12473, "NeMo Automodel, LoRA of rank 16"),
@@ -54,7 +54,7 @@ TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_atte
 
 
 def n_weights(c: dict) -> int:
-    """The weights in products of matrices, the head included: with tied embeddings, nearly all."""
+    """Returns the number of weights in matmuls, the head included: with tied embeddings, nearly all."""
     d, heads = c["hidden_size"], c["num_attention_heads"]
     head_dim = c.get("head_dim", d // heads)
     attention = d * head_dim * (2 * heads + 2 * c["num_key_value_heads"])
@@ -68,37 +68,37 @@ def flops_per_token(c: dict, length: int, per_weight: int) -> float:
 
 
 def widths(c: dict) -> tuple:
-    """Of the queries of all heads, and of the keys."""
+    """Returns the widths of the queries of all heads and of the keys."""
     head_dim = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
     return head_dim * c["num_attention_heads"], head_dim * c["num_key_value_heads"]
 
 
 def torch_recomputes(c: dict, job: dict, memory_bytes: int) -> bool:
-    """bf16 weights and four f32 numbers each; activations of a token, about: 10 d + 4 f + 6 heads' widths a layer."""
+    """True if torch must recompute. Bytes: bf16 weights, four f32 per weight; per token and layer about 10 d + 4 f + 6 h k."""
     a_token = 2 * c["num_hidden_layers"] * (10 * c["hidden_size"] + 4 * c["intermediate_size"] + 6 * widths(c)[0])
-    # Logits and their gradients in f32, and what libraries take.
+    # Logits and their gradients in f32, and the memory of libraries.
     logits = 3 * 4 * c["vocab_size"] * job["length"]
     return 18 * n_weights(c) + a_token * job["length"] + logits + 2 * GIB > memory_bytes
 
 
 def state_bytes(keys: dict) -> int:
-    """Bytes of a weight with its gradient, master and moments."""
+    """Returns the bytes of a weight with its gradient, master and moments."""
     if "peft_config" in keys.get("model", {}):
         return 2
     return 14 if "deepspeed" in keys else 18
 
 
 def flops_per_weight(keys: dict) -> int:
-    """Forward, dx and dw; a frozen weight has no dw."""
+    """Returns the FLOPs per weight and token: forward, dx and dw; a frozen weight has no dw."""
     return 4 if "peft_config" in keys.get("model", {}) else 6
 
 
 def modes(c: dict, job: dict, memory_bytes: int) -> list:
-    """Our values of activation_checkpoint that may fit, the fastest first. Of a block the tape keeps the residual stream twice,
-    queries and keys before and after they are turned (and normalised), values and outputs, gate and up."""
+    """Returns our values of activation_checkpoint that may fit, the fastest first. Per layer the tape saves the residual
+    stream twice, queries and keys before and after RoPE (and QK norm), values and outputs, gate and up."""
     q, k = widths(c)
     a_block = 2 * job["length"] * (2 * c["hidden_size"] + 3 * (q + k) + 2 * c["intermediate_size"])
-    # Logits in f32 and their gradients of a chunk, and what libraries take.
+    # Logits in f32 and their gradients of a chunk, and the memory of libraries.
     others = state_bytes(job["keys"]) * n_weights(c) + 5 * GIB
     fit = [mode for mode, share in (("none", 1.0), ({"every": 2}, 0.5))
            if others + share * c["num_hidden_layers"] * a_block < memory_bytes]
@@ -106,7 +106,7 @@ def modes(c: dict, job: dict, memory_bytes: int) -> list:
 
 
 def call(command: list, seconds: float) -> str:
-    """What a program prints. One that takes too long is ended, with all that it started."""
+    """Returns the output of a program. After a timeout, it and its children are killed."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                           start_new_session=True) as process:
         try:
@@ -122,7 +122,7 @@ def call(command: list, seconds: float) -> str:
 
 
 def ours(job: dict, seconds: float) -> dict:
-    """In the fastest mode that has room."""
+    """Times our side in the fastest mode that fits in memory."""
     end = time.monotonic() + seconds
     for mode in job["modes"]:
         try:
@@ -139,7 +139,7 @@ def words(n: int) -> str:
 
 
 def recipe_of(job: dict, mode, folder: Path, texts: list[str]) -> Path:
-    """Writes a recipe that trains on these documents; its run lies in folder/run."""
+    """Writes a recipe that trains on these documents; its run folder is folder/run."""
     text, recipe, keys = folder / "text.jsonl", folder / "recipe.yaml", dict(job["keys"])
     text.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     recipe.write_text(json.dumps({
@@ -155,7 +155,7 @@ def recipe_of(job: dict, mode, folder: Path, texts: list[str]) -> Path:
 
 
 def step_records(run: Path) -> list:
-    """The steps that a run has logged; of a run that was ended early, those until then."""
+    """Returns the steps that a run has logged before its end."""
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.is_file() else []
     return [record for record in map(json.loads, lines) if "tokens_per_second" in record]
@@ -194,7 +194,7 @@ def trained(job: dict, mode, seconds: float) -> dict:
 
 
 def peer(job: dict, compiled: bool, seconds: float) -> dict:
-    """In its own process, whose memory is given back before ours runs."""
+    """Times torch in its own process, which frees its memory before our run."""
     script = Path(__file__).with_name("gpu_bench_torch.py")
     said = call([sys.executable, str(script), json.dumps({**job, "compiled": compiled})], seconds)
     return json.loads(said.splitlines()[-1])
@@ -235,7 +235,7 @@ def main() -> int:
     parser.add_argument("--shapes", default=",".join(SHAPES), help="which models; also " + ", ".join(LARGE))
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
-    # What it has started ends with it.
+    # Its children end with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sizes = dict(length=64, rows=2, steps=4, warm=1) if args.quick else dict(length=4096, rows=4, steps=8, warm=3)
     memory = memory_of(args.trainer)
@@ -252,7 +252,7 @@ def main() -> int:
         table.append({"name": name, **sizes, "recompute": job["recompute"], "mark": mark, "mark_source": mark_source,
                       "job": job, **done})
     failed = False
-    # All of one side before any of the next: a call that is cut off has lost the least.
+    # One side after the other, so that an interrupted call loses least.
     for side in args.sides.split(","):
         for row in table:
             left = end - time.monotonic()

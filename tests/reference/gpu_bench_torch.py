@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""torch's side of gpu_bench.py: trains one model for a few steps and prints what came of it as JSON.
+"""torch's side of gpu_bench.py: trains one model for a few steps and prints the results as JSON.
 
-The work of ours: bf16 weights; each row's bf16 gradients are added to f32 sums as soon as they are there; fused AdamW over
-f32 masters, whose values are copied back.
+The work equals ours: bf16 weights; bf16 gradients of each row are added to f32 sums when they are ready; fused AdamW over
+f32 masters, copied back to the weights.
 """
 import contextlib
 import json
@@ -32,7 +32,7 @@ def build(config: dict, recompute: bool):
 
 
 class Hidden(torch.nn.Module):
-    """transformers' model, with nothing but the hidden states [1, t, d] as its result."""
+    """A transformers model that returns only the hidden states [1, t, d]."""
 
     def __init__(self, model):
         super().__init__()

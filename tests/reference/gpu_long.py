@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Trains an 8B model on ever longer sequences until memory or time ends: gpu_long.py TRAINER OUT.json [--seconds N]
 
-One process takes one step on each length, so the model is made once. As in ArcticTraining's recipes for one GPU, the inputs of
-blocks and the optimizer are offloaded to the host, MLPs are tiled, and weights, gradients and moments are bf16. OUT holds the
-steps in their order, with tokens, seconds, tokens/s and bytes in use, and the end of the run.
+One process takes one step at each length, so the model is created once. As in ArcticTraining's recipes for one GPU, layer
+inputs and the optimizer are offloaded to the host, MLPs are tiled, and weights, gradients and moments are bf16. OUT holds the
+steps in order, with tokens, seconds, tokens/s and bytes in use, and the end of the run.
 """
 import json
 import sys

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Times torch at what ops-bench timed, on the same device: gpu_ops_bench.py OPS.json [--device cuda] [--seconds N]
+"""Times torch on the ops that ops-bench timed, on the same device: gpu_ops_bench.py OPS.json [--device cuda] [--seconds N]
 
-OPS.json is what `ops-bench --json` wrote: shapes, sets of inputs that take turns, ceilings. Each row gets torch's time, and
-the file is written again after each. Torch does the work in several ways, eager, compiled, with each attention backend;
-the fastest counts and is named. gpu_ops_bench_rows.py says how a row reads.
+OPS.json is the output of `ops-bench --json`: shapes, rotating input sets, ceilings. The script adds torch's time to each row
+and rewrites the file. Torch runs in several variants (eager, compiled, each attention backend); the fastest counts and is
+named. gpu_ops_bench_rows.py describes a row.
 """
 import argparse
 import collections
@@ -30,10 +30,10 @@ def rand_f32(*shape):
     return torch.rand(shape, device=args.device)
 
 
-# --- What torch does for each op: the ways by name, each a function that makes one set and returns what runs it. ---
+# --- Variants of each op by name: functions that make one input set and return a function that runs it. ---
 
 def differentiable(what, make_inputs, ways):
-    """Forward or backward of y = way(*inputs), for each way."""
+    """Returns forward or backward of y = way(*inputs) for each variant."""
     def made(way):
         def make():
             inputs = make_inputs()
@@ -171,7 +171,7 @@ def adamw(what, n):
 
 
 def grad_scaler(what, n_sums):
-    """What a step asks of the gradients: their norm, whether all is finite, and the factor that clips them."""
+    """Computes a step's gradient norm, its finiteness, and the clipping factor."""
     def make():
         squares, losses = torch.ones(n_sums, device=args.device, dtype=torch.float64), rand_f32(16)
 
@@ -218,10 +218,10 @@ OPS = {
 }
 
 
-# --- How it is timed: as ours, with events of the device instead of waiting for it. ---
+# --- Timing, as on our side: by device events, without waiting for the device. ---
 
 def batch(runs, kept, n):
-    """Milliseconds of one of n runs; what a run returns lives until its set's next turn."""
+    """Returns the milliseconds per run of n runs; a result lives until the next run of its input set."""
     if args.device == "cpu":
         began = time.perf_counter()
     else:
@@ -251,7 +251,7 @@ def timed(ways, n_sets):
     for name, make in ways.items():
         try:
             times[name] = milliseconds(make, n_sets)
-        except Exception as error:  # One way less.
+        except Exception as error:  # The variant is skipped.
             failed[name] = f"{type(error).__name__}: {error}"[:200]
         if args.device != "cpu":
             torch.cuda.empty_cache()
@@ -295,12 +295,12 @@ def main():
     print(f"torch {torch.__version__}: {said(found['torch_ceilings'])}")
     print(HEAD)
     known = collections.defaultdict(lambda: ({}, {}))
-    # Compiling takes most of the time: every row has another way before.
+    # Compilation takes most of the time, so every row runs another variant first.
     for is_compiled in (False, True):
         done = set()
         for row in found["rows"]:
             shape = {name: n for name, n in row["shape"].items() if name != "chunk"}
-            # Of attention, two implementations of ours are beside the same of torch.
+            # Attention: two of our implementations are compared with the same one of torch.
             key = json.dumps([row["op"].removesuffix(" fused"), row["what"], shape])
             if key not in done and time.monotonic() - began < args.seconds:
                 ways = {name: make for name, make in OPS[row["op"]](row["what"], **shape).items()

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Trains the quickstart's model on the GPU in several ways and compares: gpu_runs.py TRAINER OUT.json [--seconds N]
+"""Trains the quickstart's model on the GPU in several configurations and compares them: gpu_runs.py TRAINER OUT.json [--seconds N]
 
-With the CPU: in f32 the losses differ by the order of sums only, 1e-4 over the first steps; in bf16 a GPU rounds the gradient
-of the logits once more, 2e-2. With itself: two runs give the same bits in f32, and in bf16 with `attn_deterministic` (cuDNN
-adds dq up in the order in which blocks come). With a plain run in f32, each mode that trades time for memory, and fp16 with a
-scaled loss: losses, and the weights at the end by the norm of the difference over that of the weights.
+GPU and CPU: in f32 the losses differ by the order of sums only, 1e-4 over the first steps. In bf16 a GPU rounds the gradient
+of the logits once more, 2e-2. Two GPU runs: equal bits in f32, and in bf16 with `attn_deterministic` (cuDNN sums dq in the
+order in which thread blocks finish). A plain f32 run and each memory mode, and fp16 with loss scaling: losses, and the
+final weights by the norm of the difference over the norm of the weights.
 
-OUT is written after each comparison. --device cpu --quick tries all of it where there is no GPU.
+OUT is written after each comparison. --device cpu --quick tests the script without a GPU.
 """
 import argparse
 import array
@@ -26,14 +26,14 @@ MODES = [
     ("recomputed", ["model.activation_checkpoint=full"], 0.0, 0.0),
     ("recomputed but for attention", ["model.activation_checkpoint=selective"], 0.0, 0.0),
     ("activations parked", ["model.activation_checkpoint=offload"], 0.0, 0.0),
-    # AdamW by another processor: roots and powers differ in the last bit.
+    # AdamW on another processor: roots and powers differ in the last bit.
     ("optimizer on the host", [f"{ZERO}={{stage: 1, {ON_HOST}}}"], 1e-4, 1e-3),
     ("half of it", [f"{ZERO}={{stage: 1, offload_optimizer: {{device: cpu, ratio: 0.5}}}}"], 1e-4, 1e-3),
     ("weights on the host", [f"{ZERO}={{stage: 3, {ON_HOST}, offload_param: {{device: cpu}}}}"], 1e-4, 1e-3),
-    # A scale with which nothing overflows: no step is skipped, and each is that of the plain run but for rounding.
+    # A loss scale without overflows: no step is skipped, and each equals the plain run except for rounding.
     ("fp16", ["model.dtype=fp16", "deepspeed.fp16={initial_scale_power: 8}"], 2e-2, 5e-2),
 ]
-# A scale with which the first steps overflow in fp16: they are skipped, and training goes on.
+# A loss scale with which the first steps overflow in fp16: they are skipped, and training continues.
 OVERFLOWING_POWER = 20
 OVERFLOWS = ["model.dtype=fp16", f"deepspeed.fp16={{initial_scale_power: {OVERFLOWING_POWER}, hysteresis: 1}}"]
 
@@ -51,7 +51,7 @@ class Trained:
                  f"data.cache_dir={folder / 'cache'}"]
         small = ["model.config.num_hidden_layers=1", "model.config.intermediate_size=128", "data.max_length=128",
                  "data.sources=[recipes/quickstart/eval.jsonl]", "data.eval_sources=[]"] if args.quick else []
-        # The trainer takes a key once: the last one counts.
+        # The trainer accepts a key once; the last one counts.
         last = {key.split("=")[0]: key for key in ["model.dtype=f32", *fixed, *small, *keys]}
         command = [args.trainer, "-q", "train", "recipes/quickstart.yaml", *last.values()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=max(args.end - time.monotonic(), 1))
@@ -167,7 +167,7 @@ def main() -> int:
                 if args.end - time.monotonic() < 5:
                     raise TimeoutError("no time was left")
                 found[name] = run()
-            except Exception as error:  # The other parts say something all the same.
+            except Exception as error:  # The other parts still run.
                 found[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"[:600]}
             print(line(name, found[name]), flush=True)
             args.out.write_text(json.dumps(found, indent=1))

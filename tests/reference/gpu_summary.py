@@ -12,7 +12,7 @@ from gpu_where import line as where_line
 
 
 def read(path):
-    """None of a file that is not there, or that its part did not finish."""
+    """Reads a file; None if it is missing or incomplete."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Lists the kernels of training steps by their time: gpu_where.py TRAINER OUT.json [--seconds N]
+"""Lists the kernels of training steps by time: gpu_where.py TRAINER OUT.json [--seconds N]
 
-The model has the shape of SmolLM2-1.7B with four layers, on rows of 4096 tokens. With Nsight Compute (ncu) the times are the
-kernels' own. Without it they are those of the trainer's spans, and the host waits for each kernel (CUDA_LAUNCH_BLOCKING).
+The model has the shape of SmolLM2-1.7B with four layers, on rows of 4096 tokens. With Nsight Compute (ncu) the times are
+those of the kernels. Without it they are those of the trainer's spans, and the host waits for each kernel (CUDA_LAUNCH_BLOCKING).
 OUT holds {"by": "kernel" or "span", "rows": [{"name", "calls", "seconds", "share"}]}, the longest first.
 """
 import csv
@@ -35,7 +35,7 @@ def by_kernel(said: str) -> dict:
 
 
 def by_span(table: str) -> dict:
-    """Reads the table of the trainer's profile: calls, own time, share, time with all inside, name."""
+    """Reads the table of the trainer's profile: calls, own time, share, cumulative time, name."""
     found = {}
     for line in table.splitlines()[1:]:
         fields = line.split(None, 4)

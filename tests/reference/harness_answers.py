@@ -1,4 +1,4 @@
-"""Asks lm-evaluation-harness and `evaluator answer` the same, and compares answer by answer.
+"""Sends equal requests to lm-evaluation-harness and `evaluator answer`, and compares each response.
 
     pip install lm-eval==0.4.13 accelerate torch==2.11.0 transformers==5.17.0
     python harness_answers.py requests DATA requests.jsonl [--n N]
@@ -6,9 +6,9 @@
     python harness_answers.py compare MODEL requests.jsonl ours.jsonl
 
 DATA is a folder with arc_easy_test.jsonl, openbookqa_test.jsonl, piqa_validation.jsonl, lambada_test.jsonl,
-wikitext2_test.jsonl and gsm8k/test.jsonl. `requests` makes some of each kind from them; `compare` prints the largest
-differences, and fails if a log-probability is off by more than 1e-3 of its size, or two generated texts differ where the
-harness's own likeliest tokens are not within rounding of each other.
+wikitext2_test.jsonl and gsm8k/test.jsonl. `requests` creates requests of each kind from them. `compare` prints the largest
+differences. It fails if a log-probability has a relative difference above 1e-3, or if two generated texts differ at a token
+where the harness's two likeliest tokens are further apart than rounding.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def ask(lm, requests):
 
 
 def margin(lm, request, text):
-    """How much likelier than the next the token was at which two generated texts part: 0 is a coin's toss."""
+    """Returns the log-probability margin of the top token where two generated texts diverge; 0 is a tie."""
     import torch
 
     ids = lm.tok_encode(request["context"])[-(lm.max_length - request["max_gen_toks"]):]

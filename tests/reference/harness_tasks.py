@@ -1,16 +1,16 @@
-"""Runs tasks on real data with lm-evaluation-harness and with `evaluator run`, one after the other, and compares every answer.
+"""Runs tasks on real data with lm-evaluation-harness and `evaluator run`, alternately, and compares every response.
 
     pip install lm-eval==0.4.13 accelerate torch==2.11.0 transformers==5.17.0
     python harness_tasks.py DATA MODEL EVALUATOR FOLDER [--tasks arc_easy,piqa] [--limit 200] [--num-fewshot 2]
         [--chat] [--multiturn] [--system TEXT] [--rounds 3] [--keep FILE | --against FILE]
 
-DATA is as for harness_answers.py, with arc_easy_train.jsonl, openbookqa_train.jsonl and gsm8k/train.jsonl besides; FOLDER is for what
-is written. Prints a Markdown row for each task: documents, the largest difference of a log-probability, texts that differ, metrics
-that differ at four decimals (above 1 by 1e-4 of their size), and the seconds of both sides. The harness's are of the evaluation alone, with a model that is loaded;
-ours are of the whole process. Fails where a log-probability is off by more than 1e-3 or a metric differs.
+DATA is as for harness_answers.py, with arc_easy_train.jsonl, openbookqa_train.jsonl and also gsm8k/train.jsonl; FOLDER gets the
+output. Prints a Markdown row for each task: documents, the largest difference of a log-probability, texts that differ, metrics
+that differ at four decimals (above 1 by a relative 1e-4), and the seconds of both sides. The harness's seconds exclude model loading;
+ours are of the whole process. Fails if a log-probability is off by more than 1e-3 or a metric differs.
 
-`--keep` writes the harness's side into a file after each task, small enough to be kept: the files in `harness_tasks` were made so. `--against` reads it
-from there, and needs no harness, whose seconds are then nan.
+`--keep` writes a summary of the harness's side to a file after each task; the files in `harness_tasks` were made this way.
+`--against` compares with such a file and needs no harness; the harness's seconds are then nan.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def rounds(asked, lm, task: str, kept: dict) -> tuple[dict, dict, list]:
-    """What both sides say, and the seconds that they took in each round."""
+    """Returns the results of both sides and their seconds in each round."""
     seconds = []
     for _ in range(asked.rounds):
         theirs, their_seconds = (kept[task], math.nan) if asked.against else harness(asked, lm, task)
@@ -93,7 +93,7 @@ def harness_model(asked):
 
 
 def lay_out(asked, task: str) -> Path:
-    """A folder with a file for each split."""
+    """Creates a folder with a file per split."""
     folder = asked.folder / "data" / task
     folder.mkdir(parents=True, exist_ok=True)
     for split, name in TASKS[task][1].items():
@@ -128,12 +128,12 @@ def numbers(metrics: dict) -> dict:
 
 
 def answers(samples: list) -> dict:
-    """The answers to each document, texts as the hashes of what they are. A sample comes once for each filter."""
+    """Returns the responses to each document, texts as hashes. A sample occurs once per filter."""
     return {str(sample["doc_id"]): [short(answer) for answer in flat(sample["resps"])] for sample in samples}
 
 
 def short(answer):
-    """A number with the five decimals that count here."""
+    """Formats a number with five decimals."""
     if isinstance(answer, bool) or answer in ("True", "False"):
         return str(answer) == "True"
     if isinstance(answer, str) and not is_number(answer):
@@ -164,16 +164,16 @@ def evaluator(asked, task: str) -> tuple[dict, float]:
 
 
 def compare(theirs: dict, ours: dict) -> tuple[float, int, list]:
-    """The largest difference of a log-probability, how many texts differ, and the metrics that do at four decimals."""
+    """Returns the largest log-probability difference, the number of differing texts, and metrics that differ at four decimals."""
     worst, texts = 0.0, 0
     for doc, answered in theirs["answers"].items():
         for a, b in zip(answered, ours["answers"][doc], strict=True):
             if isinstance(a, (bool, str)):
                 texts += a != b
             else:
-                # Of long texts the sum of many is as exact as its size lets it be.
+                # A sum over a long text has a relative tolerance.
                 worst = max(worst, abs(a - b) / max(1.0, abs(a) / 100))
-    # A perplexity of thousands has no four decimals: it multiplies the rounding of what it is the exponential of.
+    # A perplexity of thousands is not exact to four decimals: exp multiplies the rounding of its argument.
     differ = [name for name in theirs["metrics"]
               if abs(value_of(ours, name) - theirs["metrics"][name]) > max(5e-5, 1e-4 * abs(theirs["metrics"][name]))]
     return worst, texts, differ

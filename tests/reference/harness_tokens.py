@@ -1,10 +1,10 @@
-"""What lm-evaluation-harness gives a model to see, for texts made to be difficult. evaluator/tests/it/encoding.rs compares.
+"""Records the input tokens of lm-evaluation-harness for difficult texts. evaluator/tests/it/encoding.rs compares them.
 
     pip install lm-eval==0.4.13 torch==2.11.0 transformers==5.17.0
     python harness_tokens.py
 
-Writes evaluator/tests/fixtures/harness_tokens.json. The harness's own functions make the tokens: its Hugging Face model is
-made without weights, and what it would compute is written down.
+Writes evaluator/tests/fixtures/harness_tokens.json. The harness's functions make the tokens: its Hugging Face model is
+created without weights, and its inputs are recorded.
 """
 
 import json
@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CHAT = "candle-ext/text/tests/fixtures/chat"
 # Without BOS; with a BOS that is named but not added; with one that is added; with none named.
 TOKENIZERS = ["recipes/quickstart/tokenizer", f"{CHAT}/smollm2", f"{CHAT}/llama3_2", f"{CHAT}/qwen2_5"]
-# Blanks of all kinds, those that only Python calls blank among them.
+# All kinds of whitespace, including characters that only Python counts as whitespace.
 BLANKS = ["", " ", "  ", "\n", "\n\n", " \n", "\t", "\u00a0", "\u2003", "\x1c", "\x85", "\u200b"]
 WORDS = ["The", "cat", "sat", "on", "mats", ",", ".", "?", "2 + 2", "café", "naïve", "\U0001f600", "中文", "it's", "A", ":"]
 
 
 class Observed(HFLM):
-    """The harness's model without a model: it notes what it is given to see."""
+    """The harness's HFLM without weights; it records its inputs."""
 
     def __init__(self, tokenizer, max_length, add_bos_token):
         LM.__init__(self)
@@ -56,7 +56,7 @@ class Observed(HFLM):
         return super()._select_cont_toks(logits, contlen=contlen, inplen=inplen)
 
     def watch(self, what, *args):
-        """What the model sees of one request; None where the harness fails."""
+        """Returns the model's input for one request; None if the harness fails."""
         self.seen = []
         instance = Instance(what, {}, args, 0, ("", 0, 1))
         try:

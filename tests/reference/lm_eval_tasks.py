@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Asks lm-evaluation-harness about tiny tasks and writes down prompts, records, scores and tables.
+"""Runs lm-evaluation-harness on tiny tasks and records prompts, samples, scores and tables.
 
     $ pip install lm-eval==0.4.13 langdetect nltk immutabledict
     $ python tests/reference/lm_eval_tasks.py
 
 reads evaluator/tests/fixtures/lm_eval/{tasks,data} and writes evaluator/tests/fixtures/lm_eval/expected. No model is
-needed: answers are computed from a hash of the question (see `Canned`), here and in the test that reads the files.
-Tasks that come with the program are compared with the harness's own files of the same name, on our data.
+needed: responses are computed from a hash of the request (see `Canned`), here and in the test that reads the files.
+Built-in tasks are compared with the harness's task files of that name, on our data.
 """
 
 import hashlib
@@ -41,9 +41,9 @@ IFEVAL = ["One part******another, part", "one part******another part", "The answ
           '"quoted is the END."', '```json\n{"a": [1]}\n```', "Answer. My answer is no.\n***\nsecond", "first [x] eee\n\nsecond e Section 1 a Section 2 b\nP.S. end",
           "", "*\nanswer is is is\n*"]
 
-# Name: tasks, options of the run, and for tasks of the program their file in the harness and our data.
+# Name: tasks, options of the run, and for built-in tasks their file in the harness and our data.
 CASES = {
-    # scikit-learn takes its time for so many resamples, which is why the others have fewer.
+    # scikit-learn is slow with 2000 resamples; the other cases have fewer.
     "choices": {"tasks": ["fx_choices", "fx_many"], "num_fewshot": 2, "bootstrap_iters": 2000},
     "zero_shot": {"tasks": ["fx_choices", "fx_last_word", "fx_rolling", "fx_inputs"]},
     "inputs": {"tasks": ["fx_inputs"], "num_fewshot": 2},
@@ -89,7 +89,7 @@ def digest(*parts):
 
 
 class Canned(LM):
-    """Answers that depend on nothing but the question. Some log-probabilities are equal on purpose."""
+    """Responses that depend on the request alone. Some log-probabilities are equal on purpose."""
 
     tokenizer_name = "canned"
 
@@ -119,7 +119,7 @@ class Canned(LM):
 
 
 def own_tasks(folder):
-    """Our task files, one task a file and with the data's place filled in."""
+    """Returns our task files, one per task, with the data path filled in."""
     for path in sorted((FIXTURES / "tasks").glob("*.yaml")):
         whole = yaml.safe_load(path.read_text().replace("DATA/", f"{FIXTURES}/data/"))
         for i, task in enumerate(whole if isinstance(whole, list) else [whole]):
@@ -127,10 +127,10 @@ def own_tasks(folder):
 
 
 def harness_task(folder, name, file, data):
-    """The harness's own file with our data in the place of the Hub's."""
+    """Returns the harness's task file with our data in place of the Hub's."""
     files = {path.stem: str(path) for path in sorted((FIXTURES / "data" / data).glob("*.jsonl"))}
     splits = {"train", "validation", "test", "dev"} - set(files)
-    # The harness opens all splits that a file names; those that we do not have are never read.
+    # The harness opens all splits of a task file; those without data here are never read.
     files |= {split: next(iter(files.values())) for split in splits}
     path = HARNESS / f"{file}.yaml"
     config = {"include": str(path), "dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
@@ -173,7 +173,7 @@ def run(name, case):
         tracker.save_results_samples(task_name=task, samples=records)
     saved = json.loads(next(out.glob("canned/results_*.json")).read_text())
     kept = ["results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples", "task_hashes"]
-    # Configurations of the harness's own tasks hold its code; those of ours do not.
+    # Configurations of the harness's tasks contain code; ours do not.
     kept += [] if case.get("files") else ["configs"]
     for config in saved["configs"].values():
         config["metadata"]["config_source"] = "FILE"

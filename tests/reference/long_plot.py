@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Draws time and memory of a step over the sequence's length: long_plot.py BENCH.json [BENCH.json ...] OUT.svg
+"""Plots time and memory of a step over the sequence length: long_plot.py BENCH.json [BENCH.json ...] OUT.svg
 
-Reads what `scripts/bench cpu --only selective --json FILE` wrote; a later file's line replaces an earlier one's of the same
-name. Needs matplotlib.
+Reads the output of `scripts/bench cpu --only selective --json FILE`. A line of a later file replaces one of an earlier file
+with that name. Needs matplotlib.
 """
 
 import json

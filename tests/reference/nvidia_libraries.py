@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Prints the folders in which this Python's packages keep NVIDIA's libraries, for LD_LIBRARY_PATH: nvidia_libraries.py
+"""Prints the folders of NVIDIA's libraries in this Python's packages, for LD_LIBRARY_PATH: nvidia_libraries.py
 
-pip keeps them beside torch (nvidia/*/lib) or within it (torch/lib), whether for all users, for one or in a virtual
-environment; conda keeps them in its own lib. Nothing is imported: torch would take seconds.
+pip installs them next to torch (nvidia/*/lib) or inside it (torch/lib): for all users, for one user or in a virtual
+environment. conda installs them in its lib folder. The script does not import torch, which would take seconds.
 """
 import importlib.util
 import sys

@@ -1,7 +1,7 @@
-"""Checks that transformers and peft load what candlewick-model writes, and compute the same.
+"""Checks that transformers and peft load the files of candlewick-model and give equal results.
 
     python tests/reference/peft_roundtrip.py                    # the tiny fixtures
-    python tests/reference/peft_roundtrip.py MODEL [ADAPTER]    # any model folder, perhaps with an adapter
+    python tests/reference/peft_roundtrip.py MODEL [ADAPTER]    # any model folder, optionally with an adapter
 """
 
 import subprocess

@@ -1,17 +1,17 @@
 """Extrapolates to nodes of eight H100 by the model of docs/scaling.md: scaling_model.py
 
-Nothing here is measured. What is assumed stands in ASSUMED; bytes are the formulas that tests/tests/it/traffic.rs holds against what
-ranks send. Prints a table of meshes with the time of a step by its parts.
+Nothing here is measured. ASSUMED holds the assumptions; the formulas for bytes are tested by tests/tests/it/traffic.rs. Prints
+a table of meshes with the time of a step by its parts.
 """
 
 from typing import NamedTuple
 
 ASSUMED = {
-    # Of the 989 TFLOP/s that a GPU's bf16 products have at the most.
+    # Fraction of the 989 TFLOP/s bf16 peak of a GPU.
     "FLOP/s of a GPU": 0.45 * 989e12,
-    # 450 GB/s each way between the GPUs of a node, four fifths of it had.
+    # 450 GB/s each way between the GPUs of a node, of which four fifths are reached.
     "bytes/s in a node": 0.8 * 450e9,
-    # 400 Gb/s for each GPU between nodes, four fifths of it had.
+    # 400 Gb/s per GPU between nodes, of which four fifths are reached.
     "bytes/s between nodes": 0.8 * 50e9,
     "s a call in a node": 10e-6,
     "s a call between nodes": 25e-6,
@@ -40,7 +40,7 @@ class Model(NamedTuple):
         return self.blocks * self.block + 2 * self.vocab * self.d
 
     def flops(self, length: int) -> float:
-        """Of a token, forward and backward: 6 for each weight of a product, and causal attention."""
+        """Returns the FLOPs per token, forward and backward: 6 per matmul weight, and causal attention."""
         products = self.blocks * self.block + self.vocab * self.d
         return 6 * products + 6 * self.blocks * self.heads * self.head * length
 
@@ -52,7 +52,7 @@ class Mesh(NamedTuple):
     pp: int = 1
     ulysses: int = 1
     micros: int = 1
-    # Ranks of a group that keeps one copy in shares; 0 is all.
+    # Ranks that shard one copy; 0 is all ranks.
     shards: int = 0
 
     @property
@@ -90,8 +90,8 @@ def main() -> None:
 
 
 def parts(model: Model, length: int, mesh: Mesh) -> tuple[float, float, tuple[float, float, float], float]:
-    """Seconds of a step: computing, exchanges in its way, exchanges beside it with the computing that they have to hide behind, and
-    exchanges after it; and the share of a pipeline's bubble."""
+    """Returns the seconds of a step: computation, blocking communication, overlapped communication with the computation that
+    hides it, and communication after it; and the pipeline bubble."""
     n_parts = mesh.tp * mesh.pp * mesh.ulysses
     compute = mesh.micros * length * model.flops(length) / n_parts / ASSUMED["FLOP/s of a GPU"]
     tokens = length // mesh.ulysses
@@ -99,7 +99,7 @@ def parts(model: Model, length: int, mesh: Mesh) -> tuple[float, float, tuple[fl
     activation = tokens * model.d * BF16
     exposed = 0.0
     if mesh.tp > 1:
-        # Per block six gathers and four sums of tokens; two of the sums pass while weight gradients are computed.
+        # Per layer six all-gathers and four reduce-scatters of tokens; two of the latter overlap weight gradients.
         calls = 8 * blocks + 4
         exposed += calls * seconds(activation * (mesh.tp - 1) / mesh.tp, mesh.tp)
     if mesh.ulysses > 1:
@@ -119,7 +119,7 @@ def parts(model: Model, length: int, mesh: Mesh) -> tuple[float, float, tuple[fl
         gradients += times * seconds(2 * weights / shares * F32 * (copies - 1) / copies, ranks * mesh.tp)
     gathers = 2 * mesh.micros if mesh.zero == 3 else 1
     gathered = gathers * seconds(weights * BF16 * (shares - 1) / shares, shares * mesh.tp)
-    # Two thirds of computing is backward: of the last micro-batch, where gradients are summed once.
+    # Two thirds of the computation is backward. Gradients are reduced once, in the last micro-batch.
     room = 2 / 3 * compute / (1 if mesh.zero >= 2 else mesh.micros)
     around = (gradients + gathered, compute, 0.0) if mesh.zero == 3 else (gradients, room, gathered)
     bubble = (mesh.pp - 1) / (mesh.micros + mesh.pp - 1)
@@ -127,7 +127,7 @@ def parts(model: Model, length: int, mesh: Mesh) -> tuple[float, float, tuple[fl
 
 
 def seconds(n_bytes: float, ranks: int) -> float:
-    """Of an exchange among so many neighbours."""
+    """Returns the seconds of a collective over this number of ranks."""
     where = "in a node" if ranks <= ASSUMED["GPUs of a node"] else "between nodes"
     return n_bytes / ASSUMED[f"bytes/s {where}"] + ASSUMED[f"s a call {where}"]
 

@@ -1,8 +1,8 @@
-"""Measures what each way of sharing costs on this machine: scaling_runs.py LAUNCH TRAINER FOLDER [--quick]
+"""Measures the cost of each parallel strategy on this machine: scaling_runs.py LAUNCH TRAINER FOLDER [--quick]
 
-Each strategy trains a few steps of SmolLM2-135M's shape on ranks with one thread each, with `--profile`, and gives a row: the time
-of a step, the bytes that rank 0 sends in it, how long its exchanges were under way, how long its computing thread waited for
-them, and the share of the exchanges that was hidden behind computing. Rank 0's numbers; the first step is left in.
+Each strategy trains a few steps of SmolLM2-135M's shape on ranks with one thread each, with `--profile`, and gives a row of rank 0's
+numbers: time per step, bytes sent, duration of the collectives, time that the computing thread waited for them, and the
+fraction of communication that was overlapped. The first step is included.
 """
 
 import argparse
@@ -18,11 +18,11 @@ SHAPE = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
 }
-# Heads that two ranks can share: 8 of 64 in place of 9 for the parts of matrices and of heads, in all rows alike.
+# Heads that two ranks can split: 8 of 64 instead of 9, in all rows, for tensor parallelism and Ulysses.
 SHAPE |= {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
 STEPS = 3
 ZERO = "deepspeed.zero_optimization.stage="
-# The name, the keys, and the micro-batches that a rank computes in a step.
+# Name, recipe keys, and micro-batches per rank and step.
 STRATEGIES = [
     ("replicas", [], 2),
     ("ZeRO 1", [ZERO + "1"], 2),

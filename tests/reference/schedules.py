@@ -2,7 +2,7 @@
 
 Run: python tests/reference/schedules.py   (torch and transformers 5)
 
-Each case holds our own form of the schedule and the rates that LambdaLR gave to a one-parameter
+Each case holds our form of the schedule and the rates that LambdaLR gave to a one-parameter
 optimizer at every step from 0 to a little past the end.
 """
 

@@ -1,8 +1,8 @@
-"""Records what torch's TCPStore client and server say to each other, call by call.
+"""Records the bytes between torch's TCPStore client and server, call by call.
 
     python tests/reference/store_bytes.py > candle-ext/comm/tests/fixtures/store.txt
 
-One line a call: its name, the client's bytes, the server's bytes, both in hexadecimal. A proxy between the two listens.
+One line per call: its name, the client's bytes and the server's bytes in hexadecimal. A proxy between the two records them.
 """
 
 import datetime
@@ -40,7 +40,7 @@ def note(name):
 
 
 def main():
-    """The calls are made by a child: some of torch's hold the interpreter's lock, and the proxy needs it."""
+    """Makes the calls in a child process: some of torch's hold the GIL, which the proxy needs."""
     server = TCPStore("127.0.0.1", 0, None, True, TIMEOUT, wait_for_workers=False)
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=proxy, args=(listener, server.port), daemon=True).start()

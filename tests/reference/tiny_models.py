@@ -1,8 +1,8 @@
 """Makes the tiny checkpoints of candle-ext/model/tests/fixtures with transformers and peft.
 
 For each: a model folder, and reference.safetensors with token ids of two sequences, labels, logits, the loss and
-every parameter's gradient, computed by torch on CPU in f32 with eager attention. Weights are rounded to the format on
-disk before anything is computed.
+every parameter's gradient, computed by torch on CPU in f32 with eager attention. Weights are rounded to the dtype on
+disk first.
 
     python tests/reference/tiny_models.py
 """
@@ -26,7 +26,7 @@ LLAMA3 = dict(
     rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
-# Name: model type, dtype on disk, additional config keys.
+# name: model type, dtype on disk, additional config keys
 MODELS = {
     "llama": ("llama", torch.float32, dict(attention_bias=True, mlp_bias=True, pad_token_id=5, head_dim=4)),
     "llama3": ("llama", torch.bfloat16, dict(tie_word_embeddings=True, rope_parameters=LLAMA3, head_dim=8)),
@@ -59,7 +59,7 @@ MOE_MODELS = {
 
 
 def randomise(model):
-    """Norms and biases away from one and zero, so that leaving one out shows."""
+    """Moves norms and biases away from one and zero, so that a missing one shows."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data = 1 + 0.3 * torch.randn_like(parameter)
@@ -95,7 +95,7 @@ def inputs(vocab_size, pad_id):
 
 
 def reference(model, ids, labels):
-    """Logits of each sequence on its own, the mean loss over all targets, and its gradient."""
+    """Returns logits of each sequence alone, the mean loss over all targets, and its gradient."""
     model.zero_grad()
     logits, losses, n_targets = [], 0.0, 0
     for row, target in zip(ids.split(LENGTHS), labels.split(LENGTHS)):
@@ -123,7 +123,7 @@ def fuse_experts(folder, model):
 
 
 def older_config(folder):
-    """config.json as transformers 4 wrote it: rope_theta, rope_scaling and torch_dtype."""
+    """Returns config.json as transformers 4 wrote it: rope_theta, rope_scaling and torch_dtype."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["rope_scaling"] = config.pop("rope_parameters")
@@ -151,7 +151,7 @@ def make(name, model_type, dtype, extra):
 
 
 def make_adapter(base):
-    """An adapter on the qwen2 model with what PEFT can vary: ranks, alphas, layers, rank-stabilised scaling."""
+    """Makes an adapter on the qwen2 model with PEFT's variations: ranks, alphas, layers, rank-stabilized scaling."""
     torch.manual_seed(7)
     config = LoraConfig(
         r=3, lora_alpha=5, use_rslora=True, task_type="CAUSAL_LM", layers_to_transform=[1],
@@ -173,7 +173,7 @@ def make_adapter(base):
 
 
 def drop_location(path):
-    """Leaves out what differs from run to run."""
+    """Removes values that differ from run to run."""
     config = json.loads(path.read_text())
     config["base_model_name_or_path"] = None
     config["target_modules"].sort()

@@ -1,4 +1,4 @@
-"""A Llama or Qwen3 decoder in plain torch, beside which training is timed where transformers is not installed.
+"""A Llama or Qwen3 decoder in plain torch, for training benchmarks without transformers.
 
 t tokens, d model, h heads, k head dim
 """
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids [1, t] to the hidden states before the head, which is the embedding's weight."""
+    """Maps token ids [1, t] to the hidden states before the head, which is tied to the embedding."""
 
     def __init__(self, c):
         super().__init__()

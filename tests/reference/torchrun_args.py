@@ -1,9 +1,9 @@
-"""Writes how torchrun (torch 2.11) reads command lines: the settings of each, or that it refuses them.
+"""Records how torchrun (torch 2.11) parses command lines: the settings of each, or a refusal.
 
     python tests/reference/torchrun_args.py > candle-ext/launch/tests/fixtures/torchrun_args.json
 
-Run by hand. Nothing is launched. The host is made up, 8 cores and the GPUs that a case says, so that the words of
---nproc-per-node mean the same everywhere.
+Run by hand. Nothing is launched. The host is simulated, with 8 cores and the GPUs of the case, so that the values of
+--nproc-per-node do not depend on the machine.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ def std(value):
 
 
 def settings(args):
-    """What torchrun's `run` hands to its agent, as plain values."""
+    """Returns the settings that torchrun's `run` passes to its agent, as plain values."""
     if args.standalone:
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", "<uuid>"
     config, cmd, cmd_args = torchrun.config_from_args(args)
@@ -132,7 +132,7 @@ def settings(args):
 
 
 def read(environment, n_gpus, line):
-    """The settings, or `None` if torchrun refuses the line."""
+    """Returns the settings, or `None` if torchrun refuses the line."""
     with contextlib.ExitStack() as stack:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("PET_") and k != "OMP_NUM_THREADS"}
         stack.enter_context(mock.patch.dict(os.environ, {**clean, **environment}, clear=True))
@@ -153,7 +153,7 @@ def read(environment, n_gpus, line):
 
 
 def keep_logs(self, log_dir=None, redirects=0, tee=0, local_ranks_filter=None):
-    """The settings of logs without the folder that they make."""
+    """Replaces the log settings by ones that create no folder."""
     self._redirects, self._tee, self._local_ranks_filter = redirects, tee, local_ranks_filter
 
 

@@ -2,8 +2,8 @@
 
     python tests/reference/torchrun_env.py > candle-ext/launch/tests/fixtures/torchrun_env.json
 
-Run by hand; needs `torchrun` beside this python. A worker prints what it has and the launcher had not. What differs
-from run to run is replaced: <port>, <uuid>, <logs>, <host>.
+Run by hand; needs `torchrun` next to this python. A worker prints the variables that the launcher did not have. Values that
+differ from run to run are replaced: <port>, <uuid>, <logs>, <host>.
 """
 
 import json

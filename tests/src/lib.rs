@@ -12,7 +12,7 @@ pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the suite is a folder of the workspace")
 }
 
-/// Returns `key=value` arguments without those that a later one for the same key replaces: the trainer takes a key once.
+/// Keeps the last of the `key=value` arguments with one key, since the trainer accepts each key once.
 pub fn later_wins<T: AsRef<str>>(arguments: impl IntoIterator<Item = T>) -> Vec<String> {
     let key = |argument: &str| argument.split('=').next().unwrap_or_default().to_owned();
     let mut kept: Vec<String> = Vec::new();
@@ -32,10 +32,10 @@ pub fn read(path: impl AsRef<Path>) -> String {
     std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("failed to read {}: {error}", path.display()))
 }
 
-/// Lists the files that git tracks, by their paths from the root: neither build outputs nor somebody's own files.
+/// Lists the files that git tracks, by their paths from the root.
 ///
 /// # Panics
-/// If this is no git checkout, or one to which nothing was added.
+/// If this is no git checkout, or git tracks no file.
 pub fn tracked_files() -> Vec<PathBuf> {
     let output = Command::new("git").arg("ls-files").current_dir(root()).output().expect("git is installed");
     assert!(output.status.success(), "failed to list files: {}", String::from_utf8_lossy(&output.stderr));
@@ -47,7 +47,7 @@ pub fn tracked_files() -> Vec<PathBuf> {
 /// Lists the Rust files under a folder, by their paths from the root.
 ///
 /// # Panics
-/// If this is no git checkout, or there are none.
+/// If this is no git checkout, or there are no Rust files.
 pub fn rust_files(under: &str) -> Vec<PathBuf> {
     let files: Vec<_> = tracked_files()
         .into_iter()
@@ -57,7 +57,7 @@ pub fn rust_files(under: &str) -> Vec<PathBuf> {
     files
 }
 
-/// Returns a source file's text with comments and the unit tests at its foot blanked; line numbers stay.
+/// Returns a source file's text with comments and the unit tests at its end blanked; line numbers stay.
 pub fn code_of(path: &Path) -> String {
     let text = read(path);
     let mut in_tests = false;

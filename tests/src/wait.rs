@@ -1,4 +1,4 @@
-//! Waits for files and processes that end at an event of the kernel; nothing is polled.
+//! Waits for files and processes by events of the kernel, without polling intervals.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -10,8 +10,8 @@ use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use rustix::io::{Errno, read, retry_on_intr};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// Waits until `condition` holds. It is checked again after each change of a file under `folder`, or under its parent while
-/// there is no such folder.
+/// Waits until `condition` holds. It is checked after each change of a file under `folder`, or under its parent while the
+/// folder does not exist.
 ///
 /// # Panics
 /// If the condition does not hold within `limit`.
@@ -39,7 +39,7 @@ pub fn wait_for_exit(pids: &[Pid], limit: Duration) -> Vec<Pid> {
     pids.iter().copied().filter(|pid| !exits_by(*pid, end)).collect()
 }
 
-/// Adds a watch on `folder` and on every folder below; folders that vanish meanwhile are passed over.
+/// Adds a watch on `folder` and on every folder below; folders that are deleted meanwhile are skipped.
 fn watch(events: &impl AsFd, folder: &Path) {
     let flags = WatchFlags::CREATE | WatchFlags::MODIFY | WatchFlags::MOVED_TO | WatchFlags::DELETE;
     let _ = inotify::add_watch(events, folder, flags);

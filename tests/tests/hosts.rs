@@ -1,6 +1,6 @@
-//! Two machines, played by two network namespaces with a cable between them: ranks on both train over MPI.
+//! Training over MPI on two hosts, emulated by two network namespaces with a veth pair.
 //!
-//! Needs the feature `mpi`, Open MPI's mpirun, `ip`, and the right to make namespaces; without these nothing is tested.
+//! The tests need the feature `mpi`, Open MPI's mpirun, `ip`, and the right to create namespaces. Otherwise they are skipped.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::fs;
@@ -14,10 +14,10 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use suite::{later_wins, root, wait_for_exit, wait_for_files};
 
-/// The seconds for which a rank waits for the other.
+/// Timeout of a rank in seconds.
 const TIMEOUT: u64 = 6;
 
-/// Two namespaces, each with its own host name, an address and an end of a cable. They are gone when it is dropped.
+/// Two network namespaces, each with a host name, an address and an end of a veth pair; deleted on drop.
 struct Hosts {
     names: [String; 2],
     addresses: [String; 2],
@@ -25,7 +25,7 @@ struct Hosts {
 }
 
 impl Hosts {
-    /// Makes them, or says why that is not possible here.
+    /// Creates the namespaces. The error is the reason why this machine does not support it.
     fn new(subnet: u8) -> Result<Self, String> {
         let mpirun = Command::new("mpirun").arg("--version").output().map_err(|error| format!("mpirun: {error}"))?;
         if !String::from_utf8_lossy(&mpirun.stdout).contains("Open MPI") {
@@ -47,7 +47,7 @@ impl Hosts {
         Ok(hosts)
     }
 
-    /// What mpirun calls instead of ssh: `agent HOST COMMAND...`.
+    /// Writes the replacement of ssh that mpirun calls: `agent HOST COMMAND...`.
     fn write_agent(&self) {
         let path = self.folder.path().join("agent");
         let enter = |name: &str| format!("exec ip netns exec {name} unshare --uts sh -c \"hostname {name}; $*\"");
@@ -63,14 +63,14 @@ impl Hosts {
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    /// A run on both hosts: mpirun starts `program` once on each.
+    /// Returns a command in which mpirun starts `program` once on each host.
     fn mpirun(&self, program: &str, arguments: &[String]) -> Command {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.names[0], "unshare", "--uts", "sh", "-c"]);
         command.args(["hostname \"$0\"; exec mpirun \"$@\"", &self.names[0]]);
         command.args(["--map-by", "node", "-n", "2", "-H", &self.addresses.join(",")]);
         command.args(["--mca", "plm_rsh_agent"]).arg(self.folder.path().join("agent"));
-        // The two share a disk, and with it the folder where each of Open MPI's daemons keeps what it knows.
+        // The hosts share a disk, and with it the session folder of Open MPI's daemons.
         command.args(["--mca", "btl", "self,tcp", "--mca", "pml", "ob1"]);
         command.args(["sh", "-c", program, "sh"]).args(arguments);
         command.current_dir(root()).env("RAYON_NUM_THREADS", "1").env_remove("RUST_BACKTRACE");
@@ -87,7 +87,7 @@ impl Hosts {
 impl Drop for Hosts {
     fn drop(&mut self) {
         for name in &self.names {
-            // What still runs there was started by this test, and is waiting for the other host.
+            // Processes that still run were started by this test and wait for the other host.
             let pids = Command::new("ip").args(["netns", "pids", name]).output().unwrap();
             let pids = String::from_utf8_lossy(&pids.stdout).into_owned();
             for pid in pids.split_whitespace().filter_map(|pid| Pid::from_raw(pid.parse().ok()?)) {
@@ -106,7 +106,7 @@ fn ip(arguments: &[&str]) -> Result<(), String> {
     }
 }
 
-/// How each host starts its rank: the trainer itself, which finds its number in MPI's variables, or by way of the launcher.
+/// Program that each host starts: the trainer, which reads its rank from MPI's variables, or the launcher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Start {
     Trainer,
@@ -114,7 +114,7 @@ enum Start {
 }
 
 impl Start {
-    /// A line for a shell, whose arguments are the recipe's keys.
+    /// Returns a shell command; its arguments are recipe keys.
     fn line(self, master: &str) -> String {
         let trainer = cargo_bin("trainer").display().to_string();
         let trainer = format!("{trainer} -q train tests/golden/llama.yaml \"$@\"");
@@ -155,7 +155,7 @@ fn finish(run: &mut Command) -> Output {
     output
 }
 
-/// Trains on both hosts and on one, which makes the same run.
+/// Trains on both hosts and on one, and compares the losses.
 #[track_caller]
 fn check(start: Start, subnet: u8, backend: &str) {
     let hosts = match Hosts::new(subnet) {
@@ -175,14 +175,14 @@ fn check(start: Start, subnet: u8, backend: &str) {
     }
 }
 
-/// On two machines `auto` is MPI, and nobody has to say where rank 0 is.
+/// On two hosts, `auto` selects MPI and needs no MASTER_ADDR.
 #[test]
-fn two_hosts_make_the_run_that_one_makes() {
+fn two_hosts_give_the_loss_curve_of_one() {
     check(Start::Trainer, 1, "ddp_backend=auto");
 }
 
 #[test]
-fn a_launcher_on_each_host_makes_the_run_that_one_makes() {
+fn a_launcher_on_each_host_gives_the_loss_curve_of_one() {
     check(Start::Launcher, 2, "ddp_backend=mpi");
 }
 
@@ -199,16 +199,17 @@ fn trainers(hosts: &Hosts) -> Vec<Pid> {
     hosts.names.iter().flat_map(pids).collect()
 }
 
-/// What a process has written, whether or not it has ended.
+/// Kills a process and returns the text that it has written.
 fn said_by(mut child: Child, files: &[PathBuf]) -> String {
     let _ = child.kill();
     let _ = child.wait();
     files.iter().map(|file| fs::read_to_string(file).unwrap_or_default()).collect()
 }
 
-/// The cable is pulled while both hosts train: both say so within the time-out, and the run goes on from its newest save.
+/// The link goes down while both hosts train. Both report it within the timeout, and the run resumes from its newest
+/// checkpoint.
 #[test]
-fn a_cut_cable_ends_both_hosts_and_the_run_goes_on_later() {
+fn a_cut_cable_ends_both_hosts_and_the_run_resumes_later() {
     let hosts = match Hosts::new(3) {
         Ok(hosts) => hosts,
         Err(why) => return eprintln!("skipped: {why}"),
@@ -217,7 +218,7 @@ fn a_cut_cable_ends_both_hosts_and_the_run_goes_on_later() {
     let save =
         format!("checkpoint=[{{output_dir: {}, save_every_n_steps: 1, keep: 2, auto_resume: true}}]", folder.display());
     let (timeout, stop) = (format!("ddp_timeout={TIMEOUT}"), "exit_iteration_this_run=2");
-    // mpirun cannot hand on what a host says that it cannot reach.
+    // mpirun cannot forward the output of an unreachable host.
     let logs = ["0", "1"].map(|rank| hosts.folder.path().join(format!("stderr-{rank}")));
     let line = Start::Trainer.line(&hosts.addresses[0]);
     let line = format!("{} 2>{}/stderr-$OMPI_COMM_WORLD_RANK", line, hosts.folder.path().display());
@@ -234,9 +235,12 @@ fn a_cut_cable_ends_both_hosts_and_the_run_goes_on_later() {
         let other = format!("rank {} (pid ", 1 - rank);
         let log = fs::read_to_string(&logs[rank]).unwrap();
         assert!(log.contains("failed to finish ") && log.contains(&other), "rank {rank}: {log}\nall: {said}");
-        assert!(log.contains(&format!("silent for {TIMEOUT}s (seen by rank {rank})")), "rank {rank}: {log}");
+        assert!(
+            log.contains(&format!("timed out after {TIMEOUT}s without a heartbeat (seen by rank {rank})")),
+            "rank {rank}: {log}"
+        );
     }
-    // One host alone takes it up.
+    // One host alone resumes.
     let mut alone = Command::new(cargo_bin("trainer"));
     alone.current_dir(root()).args(["-q", "train", "tests/golden/llama.yaml"]);
     let more = ["train_iters=100000", "gradient_accumulation_steps=8", &save, stop];

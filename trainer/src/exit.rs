@@ -1,4 +1,4 @@
-//! Exit codes: which one an error of this program has.
+//! Exit codes of the program's errors.
 
 use std::error::Error as StdError;
 
@@ -8,37 +8,38 @@ use evaluator::exit::code_of;
 
 use crate::checkpoint::CheckpointError;
 use crate::data::DataError;
-use crate::plan::KnownError;
+use crate::plan::EnvironmentError;
 use crate::recipe::RecipeError;
 use crate::run::{AllStepsSkipped, NonFinite};
 use crate::schedule::ScheduleError;
 
 pub use candlewick_runtime::exit::ExitCode;
 
-/// Writes an error and its causes. Most errors of the program say what could not be done: "keep tokens in /tmp".
+/// Formats an error and its causes. Some errors name only the failed operation, such as "write /tmp/tokens", and get
+/// the prefix "failed to".
 pub fn report(error: &anyhow::Error) -> String {
     let outermost = error.chain().next();
-    let completes = outermost.is_some_and(|error| {
+    let needs_prefix = outermost.is_some_and(|error| {
         error.is::<DataError>()
             || error.is::<CheckpointError>()
             || error.is::<ScheduleError>()
             || error.is::<HubError>()
     });
     let text = candlewick_runtime::exit::report(error);
-    if completes { text.replacen("error: ", "error: failed to ", 1) } else { text }
+    if needs_prefix { text.replacen("error: ", "error: failed to ", 1) } else { text }
 }
 
-/// Finds the exit code of an error: the one that it carries, or that of the part that failed.
+/// Returns the exit code of an error: an attached code, else the code of the component that failed.
 pub fn classify(error: &anyhow::Error) -> ExitCode {
     classify_by(error, |error| own_code(error).or_else(|| code_of(error)))
 }
 
 fn own_code(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
-    if let Some(known) = error.downcast_ref::<KnownError>() {
+    if let Some(known) = error.downcast_ref::<EnvironmentError>() {
         return Some(match known {
-            KnownError::Recipe(_) => ExitCode::Usage,
-            KnownError::Hub(_) => ExitCode::Data,
-            KnownError::Model(error) => model_code(error),
+            EnvironmentError::Recipe(_) => ExitCode::Usage,
+            EnvironmentError::Hub(_) => ExitCode::Data,
+            EnvironmentError::Model(error) => model_code(error),
         });
     }
     if let Some(DataError::Cache { .. }) = error.downcast_ref::<DataError>() {
@@ -51,7 +52,7 @@ fn own_code(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
         (error.is::<CheckpointError>(), ExitCode::Checkpoint),
         (error.is::<ScheduleError>(), ExitCode::Usage),
     ];
-    codes.into_iter().find_map(|(is_it, code)| is_it.then_some(code))
+    codes.into_iter().find_map(|(is_match, code)| is_match.then_some(code))
 }
 
 #[cfg(test)]
@@ -60,9 +61,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_has_the_code_of_the_part_that_failed() {
+    fn an_error_has_the_code_of_the_component_that_failed() {
         let recipe = crate::recipe::Loaded::parse("r.yaml".as_ref(), "x: 1".into(), &[]).unwrap_err();
-        let known = KnownError::Recipe(recipe.clone());
+        let known = EnvironmentError::Recipe(recipe.clone());
         for (error, code) in [
             (anyhow::Error::new(recipe), ExitCode::Usage),
             (known.into(), ExitCode::Usage),

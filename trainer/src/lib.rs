@@ -1,4 +1,4 @@
-//! Trains language models from recipes.
+//! Training of language models from YAML recipes.
 
 pub mod checkpoint;
 pub mod cli;

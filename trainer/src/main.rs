@@ -1,7 +1,7 @@
-//! The `trainer` program: the allocator, the settings of the process, and the command line of the library.
+//! The `trainer` program: sets up the process and runs the command line of the library.
 
 use candlewick_runtime::allocator::{Allocator, keep_memory};
-use candlewick_runtime::cores::{load_kernels_at_start, share_cores};
+use candlewick_runtime::cores::{divide_cores, load_kernels_eagerly};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::process_memory::program_bytes;
 
@@ -10,10 +10,10 @@ static ALLOCATOR: Allocator = Allocator;
 
 fn main() -> ExitCode {
     keep_memory();
-    // Measured before other files are mapped.
+    // Measure the program's size before other files are mapped.
     program_bytes();
-    share_cores();
-    load_kernels_at_start();
+    divide_cores();
+    load_kernels_eagerly();
     candlewick_text::source::report_shortened_files();
     candlewick_ops::join_rayon_pool();
     trainer::cli::main()

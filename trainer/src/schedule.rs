@@ -1,102 +1,103 @@
-//! The learning rate as a pure function of the step: values equal to transformers' `get_scheduler`.
-//! Nothing here keeps state, so that resuming a run is only a matter of its step number.
+//! Learning-rate schedules as functions of the step, with the values of transformers' `get_scheduler`.
+//!
+//! A schedule has no state, so a resumed run needs only its step number.
 
 use std::f64::consts::PI;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Describes how the learning rate moves: a warm-up, then a shape.
+/// A learning-rate schedule: a warm-up and a shape.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Schedule {
-    /// How long the rate rises at the start. `Span::Steps(0)` is none: transformers' plain
-    /// `constant` ignores a warm-up, its `constant_with_warmup` does not.
-    pub warmup: Span,
-    /// What it does afterwards.
+    /// The length of the warm-up. `PhaseLength::Steps(0)` disables it: transformers' `constant` ignores a warm-up, its
+    /// `constant_with_warmup` does not.
+    pub warmup: PhaseLength,
+    /// The shape after the warm-up.
     pub shape: Shape,
 }
 
-/// Measures a part of a run.
+/// The length of a phase of the schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Span {
+pub enum PhaseLength {
     /// A number of optimizer steps.
     Steps(usize),
-    /// A share of all optimizer steps, between 0 and 1; rounded up to a whole step.
+    /// A fraction of all optimizer steps, between 0 and 1, rounded up to a full step.
     Ratio(f64),
 }
 
-/// Names what the learning rate does after the warm-up.
+/// The shape of the learning rate after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "name")]
 pub enum Shape {
     /// Stays at the base rate.
     Constant,
-    /// Falls on a line to 0 at the last step.
+    /// Decays linearly to 0 at the last step.
     Linear,
     /// Follows a cosine; half a cycle ends at 0.
     Cosine {
-        /// Waves in the run; 0.5 falls once.
+        /// Number of cycles in the run; 0.5 decays once.
         num_cycles: f64,
     },
-    /// Follows a cosine from the base rate to 0, several times over.
+    /// Follows a cosine from the base rate to 0, several times.
     CosineWithRestarts {
-        /// Number of falls.
+        /// Number of cycles.
         num_cycles: usize,
     },
     /// Follows a cosine that ends above 0.
     CosineWithMinLr {
-        /// Waves in the run; 0.5 falls once.
+        /// Number of cycles in the run; 0.5 decays once.
         num_cycles: f64,
-        /// Where it ends.
+        /// The final rate.
         floor: Floor,
     },
-    /// Warm-up, plateau, decay (WSD). Its warm-up starts at `min_lr_ratio`, not at 0.
+    /// Warm-up, stable phase, decay (WSD). The warm-up starts at `min_lr_ratio` instead of 0.
     WarmupStableDecay {
-        /// How long the plateau is; `None` is what warm-up and decay leave over.
-        stable: Option<Span>,
-        /// How long the decay is.
-        decay: Span,
+        /// The length of the stable phase; `None` is all steps between warm-up and decay.
+        stable: Option<PhaseLength>,
+        /// The length of the decay.
+        decay: PhaseLength,
         /// The form of the warm-up.
         warmup_type: Ramp,
         /// The form of the decay.
         decay_type: Ramp,
-        /// The rate at the end, as a share of the base rate.
+        /// The final rate as a fraction of the base rate.
         min_lr_ratio: f64,
-        /// Waves of a cosine decay; 0.5 falls once.
+        /// Number of cycles of a cosine decay; 0.5 decays once.
         num_cycles: f64,
     },
-    /// Falls as 1 / sqrt(step).
+    /// Decays as 1 / sqrt(step).
     InverseSqrt {
-        /// Steps until the rate has fallen to 1/sqrt(2); `None` is the warm-up, or 10,000 without one.
+        /// Steps until the rate has decayed to 1/sqrt(2); `None` is the warm-up, or 10,000 without one.
         timescale: Option<usize>,
     },
-    /// Falls to `lr_end` as (remaining share)^power.
+    /// Decays to `lr_end` as (remaining fraction)^power.
     Polynomial {
-        /// The rate at the end.
+        /// The final rate.
         lr_end: f64,
-        /// 1 is a line.
+        /// The exponent; 1 is linear.
         power: f64,
     },
 }
 
-/// Says where a cosine ends.
+/// The final rate of a cosine.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Floor {
     /// A learning rate.
     MinLr(f64),
-    /// A share of the base rate.
+    /// A fraction of the base rate.
     MinLrRate(f64),
 }
 
-/// Names the form of a WSD ramp.
+/// The form of a WSD warm-up or decay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Ramp {
-    /// A line.
+    /// Linear.
     #[serde(rename = "linear")]
     Linear,
-    /// A cosine.
+    /// Cosine.
     #[serde(rename = "cosine")]
     Cosine,
     /// One minus a square root.
@@ -104,51 +105,53 @@ pub enum Ramp {
     OneMinusSqrt,
 }
 
-/// Says why a schedule cannot drive a run.
+/// The reason why a schedule is invalid for a run.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ScheduleError {
-    /// A ratio outside of 0..=1.
+    /// A ratio outside 0..=1.
     #[error("use a {what} ratio of {ratio}: it must be between 0 and 1")]
     Ratio {
-        /// Which span.
+        /// The phase.
         what: &'static str,
-        /// What was asked.
+        /// The ratio.
         ratio: f64,
     },
-    /// A span longer than the run, or several that do not fit in it together.
-    #[error("fit {asked} {what} steps into a run of {total_steps} steps; shorten them in `scheduler`, or train longer")]
+    /// A phase that is longer than the run, or several that are together.
+    #[error(
+        "fit {n_steps} {what} steps into a run of {total_steps} steps; shorten them in `scheduler`, or train longer"
+    )]
     TooLong {
-        /// Which span.
+        /// The phase.
         what: &'static str,
         /// Its steps.
-        asked: usize,
+        n_steps: usize,
         /// The run's steps.
         total_steps: usize,
     },
-    /// A final rate at or above the first.
-    #[error("decay from a learning rate of {base_lr} to {end}: the end must be the smaller")]
+    /// A final rate above the base rate, or below 0.
+    #[error("decay from a learning rate of {base_lr} to {end}: the final rate must be between 0 and the base rate")]
     EndAboveStart {
         /// The base rate.
         base_lr: f64,
         /// The final rate.
         end: f64,
     },
-    /// A number that must be positive and is not.
+    /// A number that must be positive.
     #[error("use {what} = {value}: it must be a finite number above 0")]
     NotPositive {
-        /// Which key.
+        /// The recipe key.
         what: &'static str,
-        /// What was asked.
+        /// The value.
         value: f64,
     },
 }
 
 impl Schedule {
-    /// Keeps the base rate from the first step to the last.
-    pub const CONSTANT: Self = Self { warmup: Span::Steps(0), shape: Shape::Constant };
+    /// The constant schedule at the base rate.
+    pub const CONSTANT: Self = Self { warmup: PhaseLength::Steps(0), shape: Shape::Constant };
 
-    /// Returns the learning rate of the optimizer step that follows `step` finished ones: the
-    /// first update of a run uses `lr(0, ..)`, which is 0 under a warm-up, as in transformers.
+    /// Returns the learning rate after `step` finished steps. As in transformers, the first step of a run uses `lr(0,
+    /// ..)`, which is 0 with a warm-up.
     pub fn lr(&self, step: usize, total_steps: usize, base_lr: f64) -> f64 {
         base_lr * self.factor(step, total_steps, base_lr)
     }
@@ -158,7 +161,7 @@ impl Schedule {
         self.warmup.steps(total_steps)
     }
 
-    /// Refuses a schedule that does not fit a run of `total_steps`.
+    /// Fails if the schedule does not fit a run of `total_steps`.
     pub fn check(&self, total_steps: usize, base_lr: f64) -> Result<(), ScheduleError> {
         positive("learning_rate", base_lr)?;
         self.warmup.check("warm-up", total_steps)?;
@@ -186,14 +189,18 @@ impl Schedule {
     fn check_phases(&self, total_steps: usize) -> Result<(), ScheduleError> {
         let Shape::WarmupStableDecay { stable, decay, .. } = self.shape else { return Ok(()) };
         decay.check("decay", total_steps)?;
-        stable.map_or(Ok(()), |span| span.check("stable", total_steps))?;
-        let spans = || [Some(self.warmup), stable, Some(decay)].into_iter().flatten();
-        let asked = spans().fold(0usize, |sum, span| sum.saturating_add(span.steps(total_steps)));
-        // Shares are rounded up; a decay that is one gives back what that is too much.
-        let n_shares = spans().filter(|span| matches!(span, Span::Ratio(_))).count();
-        let too_much = if matches!(decay, Span::Ratio(_)) { n_shares - 1 } else { 0 };
+        stable.map_or(Ok(()), |phase| phase.check("stable", total_steps))?;
+        let phases = || [Some(self.warmup), stable, Some(decay)].into_iter().flatten();
+        let n_steps = phases().fold(0usize, |sum, phase| sum.saturating_add(phase.steps(total_steps)));
+        // Each ratio is rounded up to a full step. A decay given as a ratio absorbs the rounding of the other phases.
+        let n_ratios = phases().filter(|phase| matches!(phase, PhaseLength::Ratio(_))).count();
+        let rounding_slack = if matches!(decay, PhaseLength::Ratio(_)) { n_ratios - 1 } else { 0 };
         let what = "warm-up, stable and decay";
-        (asked <= total_steps + too_much).then_some(()).ok_or(ScheduleError::TooLong { what, asked, total_steps })
+        (n_steps <= total_steps + rounding_slack).then_some(()).ok_or(ScheduleError::TooLong {
+            what,
+            n_steps,
+            total_steps,
+        })
     }
 
     fn factor(&self, step: usize, total_steps: usize, base_lr: f64) -> f64 {
@@ -216,7 +223,7 @@ impl Schedule {
                 (0.5 * (1.0 + (PI * within).cos())).max(0.0)
             }
             Shape::CosineWithMinLr { num_cycles, floor } => {
-                lift(cosine(num_cycles, progress), floor.rate(base_lr)).max(0.0)
+                rescale(cosine(num_cycles, progress), floor.rate(base_lr)).max(0.0)
             }
             Shape::InverseSqrt { timescale } => {
                 let timescale = timescale.unwrap_or(if warmup > 0 { warmup } else { 10_000 });
@@ -236,41 +243,43 @@ impl Schedule {
             return 1.0;
         };
         let warmup = self.warmup_steps(total_steps);
-        let after_plateau = total_steps.saturating_sub(warmup + stable.map_or(0, |span| span.steps(total_steps)));
+        let after_plateau = total_steps.saturating_sub(warmup + stable.map_or(0, |phase| phase.steps(total_steps)));
         let decay = match decay {
-            Span::Steps(steps) => steps,
-            share => share.steps(total_steps).min(after_plateau),
+            PhaseLength::Steps(steps) => steps,
+            ratio => ratio.steps(total_steps).min(after_plateau),
         };
-        let left_over = total_steps.saturating_sub(warmup + decay);
-        let decay_start = warmup + stable.map_or(left_over, |span| span.steps(total_steps));
+        let remaining = total_steps.saturating_sub(warmup + decay);
+        let decay_start = warmup + stable.map_or(remaining, |phase| phase.steps(total_steps));
         if step < warmup {
             let progress = step as f64 / warmup as f64;
-            return lift(warmup_type.rise(progress), min_lr_ratio).max(0.0);
+            return rescale(warmup_type.rise(progress), min_lr_ratio).max(0.0);
         }
         if step < decay_start {
             return 1.0;
         }
         if step < decay_start + decay {
             let progress = (step - decay_start) as f64 / decay as f64;
-            return lift(decay_type.fall(progress, num_cycles), min_lr_ratio).max(0.0);
+            return rescale(decay_type.fall(progress, num_cycles), min_lr_ratio).max(0.0);
         }
         min_lr_ratio
     }
 }
 
-impl Span {
+impl PhaseLength {
     /// Returns the length in a run of `total_steps`.
     pub fn steps(self, total_steps: usize) -> usize {
         match self {
-            Span::Steps(n) => n,
-            Span::Ratio(ratio) => (total_steps as f64 * ratio).ceil() as usize,
+            PhaseLength::Steps(n) => n,
+            PhaseLength::Ratio(ratio) => (total_steps as f64 * ratio).ceil() as usize,
         }
     }
 
     fn check(self, what: &'static str, total_steps: usize) -> Result<(), ScheduleError> {
         match self {
-            Span::Ratio(ratio) if !(0.0..=1.0).contains(&ratio) => Err(ScheduleError::Ratio { what, ratio }),
-            Span::Steps(asked) if asked > total_steps => Err(ScheduleError::TooLong { what, asked, total_steps }),
+            PhaseLength::Ratio(ratio) if !(0.0..=1.0).contains(&ratio) => Err(ScheduleError::Ratio { what, ratio }),
+            PhaseLength::Steps(n_steps) if n_steps > total_steps => {
+                Err(ScheduleError::TooLong { what, n_steps, total_steps })
+            }
             _ => Ok(()),
         }
     }
@@ -303,13 +312,13 @@ impl Ramp {
     }
 }
 
-/// From 1 at progress 0; half a cycle later it is 0.
+/// Returns a cosine that is 1 at progress 0, and 0 half a cycle later.
 fn cosine(num_cycles: f64, progress: f64) -> f64 {
     0.5 * (1.0 + (PI * num_cycles * 2.0 * progress).cos())
 }
 
 /// Maps 0..1 to floor..1.
-fn lift(factor: f64, floor: f64) -> f64 {
+fn rescale(factor: f64, floor: f64) -> f64 {
     factor * (1.0 - floor) + floor
 }
 

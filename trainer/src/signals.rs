@@ -1,6 +1,6 @@
-//! Being asked to stop: the first SIGTERM or SIGINT (or Slurm's notice, SIGUSR1, or the kill
-//! switch file) is a request that the loop answers between two steps; a second SIGTERM or SIGINT
-//! ends the process at once.
+//! Stop requests: SIGTERM, SIGINT, SIGUSR1 (Slurm's preemption notice) and the kill switch file.
+//!
+//! The training loop handles a request between two steps. A second SIGTERM or SIGINT ends the process at once.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,63 +10,63 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
 
-/// Watches for requests to stop. Clones watch the same ones.
+/// Watches for stop requests. Clones share their state.
 #[derive(Clone, Debug)]
-pub struct StopRequests {
+pub struct StopSignals {
     /// The number of the last signal, 0 for none.
     signal: Arc<AtomicUsize>,
     kill_switch: Option<PathBuf>,
 }
 
-/// Says who asked for the stop.
+/// The source of a stop request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Stop {
-    /// SIGTERM, SIGINT or SIGUSR1: save and exit with the code for "preempted, requeue me".
+pub enum StopRequest {
+    /// SIGTERM, SIGINT or SIGUSR1: save a checkpoint and exit with the code for preemption.
     Signal(Signal),
-    /// The kill switch file is there: save and end the run as if it were done.
+    /// The kill switch file exists: save and end the run as if it were finished.
     KillSwitch(PathBuf),
 }
 
-/// Names the signals that ask for a stop.
+/// The signals that request a stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
-    /// SIGTERM: a scheduler or an administrator.
+    /// SIGTERM, from a scheduler or an administrator.
     Terminate,
     /// SIGINT: Ctrl-C.
     Interrupt,
-    /// SIGUSR1: the notice that Slurm's `--signal=USR1@90` gives before the time is up.
+    /// SIGUSR1, which Slurm's `--signal=USR1@90` sends before the time limit.
     Preempt,
 }
 
-impl StopRequests {
-    /// Takes over the three signals for the rest of the process's life.
+impl StopSignals {
+    /// Installs handlers for the three signals for the rest of the process.
     pub fn install(kill_switch: Option<PathBuf>) -> io::Result<Self> {
         let signal = Arc::new(AtomicUsize::new(0));
-        let asked_before = Arc::new(AtomicBool::new(false));
+        let already_requested = Arc::new(AtomicBool::new(false));
         for number in [SIGTERM, SIGINT] {
-            // Handlers run in the order of registration: the exit looks at the flag before it is set.
-            flag::register_conditional_shutdown(number, 128 + number, asked_before.clone())?;
-            flag::register(number, asked_before.clone())?;
+            // Handlers run in the order of registration, so the exit handler reads the flag before it is set.
+            flag::register_conditional_shutdown(number, 128 + number, already_requested.clone())?;
+            flag::register(number, already_requested.clone())?;
             flag::register_usize(number, signal.clone(), number as usize)?;
         }
-        // The notice comes before the scheduler's SIGTERM, which must not be "the second signal".
+        // The notice precedes the scheduler's SIGTERM, which must not count as a second signal.
         flag::register_usize(SIGUSR1, signal.clone(), SIGUSR1 as usize)?;
         Ok(Self { signal, kill_switch })
     }
 
-    /// Watches the file alone: for a run inside another program, which keeps its signals.
+    /// Watches only the file, for a run inside a program that handles its own signals.
     pub fn without_signals(kill_switch: Option<PathBuf>) -> Self {
         Self { signal: Arc::new(AtomicUsize::new(0)), kill_switch }
     }
 
-    /// Returns the request, if there is one. Cheap enough for every step: one file lookup.
-    pub fn poll(&self) -> Option<Stop> {
+    /// Returns the stop request, if there is one. It costs one file lookup.
+    pub fn poll(&self) -> Option<StopRequest> {
         let is_there = |path: &&Path| path.exists();
         match self.signal() {
-            Some(signal) => Some(Stop::Signal(signal)),
+            Some(signal) => Some(StopRequest::Signal(signal)),
             None => {
                 let path = self.kill_switch.as_deref().filter(is_there);
-                path.map(|path| Stop::KillSwitch(path.to_path_buf()))
+                path.map(|path| StopRequest::KillSwitch(path.to_path_buf()))
             }
         }
     }
@@ -81,19 +81,20 @@ impl StopRequests {
     }
 }
 
-/// Makes a file that may not grow any more (`ulimit -f`) an error of the write, as a full disk is, and not the end of the
-/// process: by default SIGXFSZ kills without a word.
-pub fn outlive_file_limits() -> io::Result<()> {
+/// Turns SIGXFSZ into a write error.
+///
+/// By default, the signal kills a process that exceeds the file size limit (`ulimit -f`).
+pub fn ignore_file_size_signal() -> io::Result<()> {
     flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
-impl std::fmt::Display for Stop {
+impl std::fmt::Display for StopRequest {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Stop::Signal(Signal::Terminate) => write!(f, "SIGTERM"),
-            Stop::Signal(Signal::Interrupt) => write!(f, "SIGINT"),
-            Stop::Signal(Signal::Preempt) => write!(f, "SIGUSR1 (preemption notice)"),
-            Stop::KillSwitch(path) => write!(f, "the kill switch {}", path.display()),
+            StopRequest::Signal(Signal::Terminate) => write!(f, "SIGTERM"),
+            StopRequest::Signal(Signal::Interrupt) => write!(f, "SIGINT"),
+            StopRequest::Signal(Signal::Preempt) => write!(f, "SIGUSR1 (preemption notice)"),
+            StopRequest::KillSwitch(path) => write!(f, "the kill switch {}", path.display()),
         }
     }
 }
@@ -104,17 +105,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kill_switch_counts_from_when_the_file_is_there() {
+    fn the_kill_switch_is_a_request_once_its_file_exists() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("stop");
-        let requests = StopRequests::without_signals(Some(path.clone()));
+        let requests = StopSignals::without_signals(Some(path.clone()));
         assert_eq!(requests.poll(), None);
         std::fs::write(&path, "").unwrap();
-        assert_eq!(requests.poll(), Some(Stop::KillSwitch(path)));
+        assert_eq!(requests.poll(), Some(StopRequest::KillSwitch(path)));
     }
 
     #[test]
-    fn without_a_kill_switch_nothing_asks() {
-        assert_eq!(StopRequests::without_signals(None).poll(), None);
+    fn without_a_kill_switch_there_is_no_request() {
+        assert_eq!(StopSignals::without_signals(None).poll(), None);
     }
 }

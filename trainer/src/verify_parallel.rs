@@ -1,4 +1,4 @@
-//! A comparison of a recipe's mesh with one rank: two steps of a shrunken model, both ways, in this process.
+//! Compares training on a recipe's mesh with training on one rank: two steps of a tiny model, in this process.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,92 +17,95 @@ use serde_json::{Value, json};
 use crate::plan::{PipelinePlan, Plan, RanksPlan};
 use crate::run::engine_spec;
 
-/// Relative to the norm of a parameter's update: f32 sums of some hundred terms in another order.
+/// Maximum relative difference, by the norm of a parameter's update: sums of some hundred f32 terms in different
+/// orders.
 const TOLERANCE: f64 = 1e-4;
 const STEPS: usize = 2;
-/// Hardly any number of ranks gets even parts of it.
+/// A prime, so that hardly any number of ranks divides it.
 const VOCAB: usize = 101;
 const HEAD_DIM: usize = 8;
-/// So large an eps makes a step follow the gradient, not its sign: rounding of a small one stays small.
-const HYPER: AdamW = AdamW { lr: 1.0, beta1: 0.9, beta2: 0.99, eps: 1.0, weight_decay: 0.0 };
+/// With this large eps, a step is proportional to the gradient. With a small eps it would depend on the sign of small
+/// gradients.
+const ADAMW: AdamW = AdamW { lr: 1.0, beta1: 0.9, beta2: 0.99, eps: 1.0, weight_decay: 0.0 };
 
-/// What a check has found.
+/// The result of a comparison.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Report {
+pub struct ParallelReport {
     /// The mesh.
     pub mesh: String,
-    /// How many ranks it has.
+    /// The number of ranks.
     pub n_ranks: usize,
-    /// The largest relative difference of each kind of number from one rank's, and where it is.
+    /// The largest relative difference of each class of values from one rank's.
     pub differences: Vec<Difference>,
 }
 
-/// The largest difference among numbers of one kind.
+/// The largest difference in one class of values.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Difference {
-    /// The kind: losses, gradient norms, or updates of a kind of parameter.
+    /// The class: losses, gradient norms, or updates of a kind of parameter.
     pub class: &'static str,
-    /// Relative to one rank's.
+    /// The difference relative to one rank's value.
     pub relative: f64,
-    /// The step or parameter with the largest.
+    /// The step or parameter with the largest difference.
     pub at: String,
 }
 
-/// What two steps came to.
-struct Outcome {
+/// The results of two steps.
+struct TwoSteps {
     losses: Vec<f64>,
     norms: Vec<f64>,
     /// The change of each parameter.
     updates: BTreeMap<String, Vec<f32>>,
 }
 
-/// Who shares the work how.
+/// The distribution of the work over ranks.
 #[derive(Clone, Copy)]
-struct Way<'a> {
+struct RankLayout<'a> {
     ranks: RanksPlan,
     pipeline: &'a PipelinePlan,
     plan: &'a Plan,
 }
 
-impl Report {
-    /// Tells whether all differences are roundings.
+impl ParallelReport {
+    /// Returns true if all differences are within the tolerance.
     pub fn passes(&self) -> bool {
         self.differences.iter().all(|difference| difference.relative <= TOLERANCE)
     }
 }
 
-/// Trains the shrunken model of `plan` on the plan's mesh, whose ranks are threads, and on one rank.
-pub fn verify_parallel(plan: &Plan) -> Result<Report> {
-    verify_over(plan, |group: Arc<dyn Collective>| group)
+/// Trains a tiny variant of the plan's model on the plan's mesh, whose ranks are threads, and on one rank.
+pub fn verify_parallel(plan: &Plan) -> Result<ParallelReport> {
+    verify_wrapped(plan, |group: Arc<dyn Collective>| group)
 }
 
-/// The same, with `over` between this and the group of all ranks.
-fn verify_over(plan: &Plan, over: impl Over) -> Result<Report> {
+/// Like [`verify_parallel`], with `wrap` applied to the group of all ranks.
+fn verify_wrapped(plan: &Plan, wrap: impl WrapGroup) -> Result<ParallelReport> {
     let config = plan.model.config.as_ref().context("failed to shrink the model: its config is not known")?;
-    let model = Model::new(shrunken(config, plan)?, plan.model.adapter.clone())?;
-    let alone = PipelinePlan::alone();
-    let one = run(&model, Way { ranks: RanksPlan::alone(), pipeline: &alone, plan }, &over)?;
-    let ours = run(&model, Way { ranks: plan.ranks, pipeline: &plan.pipeline, plan }, &over)?;
-    let mut differences = vec![of_numbers("loss", &ours.losses, &one.losses)];
-    differences.push(of_numbers("gradient norm", &ours.norms, &one.norms));
-    differences.extend(of_updates(&ours.updates, &one.updates)?);
-    Ok(Report { mesh: plan.ranks.degrees().to_string(), n_ranks: plan.ranks.n_ranks(), differences })
+    let model = Model::new(tiny_config(config, plan)?, plan.model.adapter.clone())?;
+    let single_stage = PipelinePlan::alone();
+    let single = run(&model, RankLayout { ranks: RanksPlan::alone(), pipeline: &single_stage, plan }, &wrap)?;
+    let parallel = run(&model, RankLayout { ranks: plan.ranks, pipeline: &plan.pipeline, plan }, &wrap)?;
+    let mut differences = vec![scalar_difference("loss", &parallel.losses, &single.losses)];
+    differences.push(scalar_difference("gradient norm", &parallel.norms, &single.norms));
+    differences.extend(update_differences(&parallel.updates, &single.updates)?);
+    Ok(ParallelReport { mesh: plan.ranks.degrees().to_string(), n_ranks: plan.ranks.n_ranks(), differences })
 }
 
-/// The same kind of model with as many heads, and as few blocks as the pipeline takes.
-fn shrunken(config: &Config, plan: &Plan) -> Result<Config> {
+/// Returns a tiny config of the same family, with the same number of heads, and with as few layers as the pipeline
+/// allows.
+fn tiny_config(config: &Config, plan: &Plan) -> Result<Config> {
     let mut json = config.to_json();
-    let n_runs = plan.pipeline.stages * plan.pipeline.chunks;
+    let n_virtual_stages = plan.pipeline.stages * plan.pipeline.chunks;
     let n_layers =
-        if plan.pipeline.layers.is_some() { config.n_layers() } else { config.n_layers().min(n_runs.max(2)) };
-    let keys = json.as_object_mut().context("failed to shrink the model: its config is no object")?;
+        if plan.pipeline.layers.is_some() { config.n_layers() } else { config.n_layers().min(n_virtual_stages.max(2)) };
+    let keys = json.as_object_mut().context("failed to shrink the model: its config is not an object")?;
     let n_heads = config.attention_heads().n_query;
     for (key, value) in [
         ("hidden_size", json!(n_heads * HEAD_DIM)),
         ("head_dim", json!(HEAD_DIM)),
         ("intermediate_size", json!(24 * plan.ranks.tensor)),
         ("num_hidden_layers", json!(n_layers)),
-        ("vocab_size", json!(vocabulary(plan.ranks.tensor))),
+        ("vocab_size", json!(vocab_size(plan.ranks.tensor))),
         ("max_position_embeddings", json!(64)),
         ("initializer_range", json!(0.1)),
         ("rope_scaling", Value::Null),
@@ -116,27 +119,27 @@ fn shrunken(config: &Config, plan: &Plan) -> Result<Config> {
     Ok(Config::from_json(json)?)
 }
 
-/// So many tokens that each of `n_ranks` gets some.
-fn vocabulary(n_ranks: usize) -> usize {
+/// Returns a vocabulary size such that each of `n_ranks` ranks gets tokens.
+fn vocab_size(n_ranks: usize) -> usize {
     VOCAB.max(n_ranks * n_ranks)
 }
 
-/// What a rank makes its groups of, of the group of all ranks.
-trait Over: Fn(Arc<dyn Collective>) -> Arc<dyn Collective> + Sync {}
+/// A wrapper of the group of all ranks, from which a rank creates its groups.
+trait WrapGroup: Fn(Arc<dyn Collective>) -> Arc<dyn Collective> + Sync {}
 
-impl<F: Fn(Arc<dyn Collective>) -> Arc<dyn Collective> + Sync> Over for F {}
+impl<F: Fn(Arc<dyn Collective>) -> Arc<dyn Collective> + Sync> WrapGroup for F {}
 
-fn run(model: &Model, way: Way, over: &impl Over) -> Result<Outcome> {
+fn run(model: &Model, layout: RankLayout, wrap: &impl WrapGroup) -> Result<TwoSteps> {
     let options = Options::default();
-    let rank = |world: &World| of_rank(&*over(world.group()), model, way);
-    let ranks = threads::run(way.ranks.n_ranks(), options, rank).map_err(|error| anyhow!("failed to {error}"))?;
+    let rank = |world: &World| train_rank(&*wrap(world.group()), model, layout);
+    let ranks = threads::run(layout.ranks.n_ranks(), options, rank).map_err(|error| anyhow!("failed to {error}"))?;
     ranks.into_iter().next().context("failed to check: there are no ranks")
 }
 
-fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome> {
-    let Way { ranks, pipeline, plan } = way;
-    let mesh = Mesh::new(ranks.degrees(), everyone.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
-    let groups = ParallelGroups::new(&mesh, everyone)?;
+fn train_rank(group: &dyn Collective, model: &Model, layout: RankLayout) -> Result<TwoSteps> {
+    let RankLayout { ranks, pipeline, plan } = layout;
+    let mesh = Mesh::new(ranks.degrees(), group.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
+    let groups = ParallelGroups::new(&mesh, group)?;
     let engine = engine_spec(plan, &ranks, pipeline, model.config())
         .build(model.clone(), &groups, Device::Cpu)?
         .with_tiled_mlp(plan.model.tiled_mlp());
@@ -144,20 +147,20 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
         let mut values = vec![0.0; spec.numel()];
         spec.initialise(plan.seed, &mut values);
         if AdapterSpec::owns(&spec.name) || spec.name.ends_with("bias") {
-            // Zeros would hide what the other factor does.
+            // Zeros would hide the effect of the other LoRA factor.
             values.iter_mut().enumerate().for_each(|(i, x)| *x = 0.1 * (0.7 * i as f32).sin());
         }
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
     })?;
     let before = masters(&engine)?;
-    let place = |axis| mesh.place(everyone.rank(), axis);
-    let seat = place(Axis::DpReplicate) * ranks.dp_shard + place(Axis::DpShard);
+    let place = |axis| mesh.coordinate(group.rank(), axis);
+    let data_rank = place(Axis::DpReplicate) * ranks.dp_shard + place(Axis::DpShard);
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
-        // As many micro-batches as fill a pipeline, for each rank with its own; one rank computes all of them.
+        // Enough micro-batches to fill the pipeline of each data-parallel rank. One rank computes all of them.
         let n_micros = plan.ranks.n_data() * plan.pipeline.stages.max(2);
-        let own = (0..n_micros).filter(|micro| micro % ranks.n_data() == seat);
+        let own = (0..n_micros).filter(|micro| micro % ranks.n_data() == data_rank);
         let micros = own.map(|micro| micro_batch(step, micro)).collect::<Result<Vec<_>>>()?;
         let n_targets: usize = (0..n_micros).map(|micro| lengths(step, micro).iter().sum::<usize>()).sum();
         let scale = LossScale::mean_over(n_targets as f64);
@@ -168,17 +171,17 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
         losses.push(sum(engine.group(), own)? / n_targets as f64);
         let squares = engine.store().grad_squares()?;
         norms.push(to_host(&squares.sum_all()?)?.to_scalar::<f64>()?.sqrt());
-        scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
-        engine.store().step(&HYPER, &scaler)?;
+        scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [ADAMW.beta1, ADAMW.beta2])?;
+        engine.store().step(&ADAMW, &scaler)?;
     }
     let mut updates = masters(&engine)?;
     for (after, before) in updates.values_mut().zip(before.values()) {
         after.iter_mut().zip(before).for_each(|(after, before)| *after -= before);
     }
-    Ok(Outcome { losses, norms, updates })
+    Ok(TwoSteps { losses, norms, updates })
 }
 
-/// The trained parameters.
+/// Returns the master weights of the trainable parameters.
 fn masters(engine: &Engine) -> Result<BTreeMap<String, Vec<f32>>> {
     let mut masters = BTreeMap::new();
     for master in engine.store().masters() {
@@ -190,7 +193,7 @@ fn masters(engine: &Engine) -> Result<BTreeMap<String, Vec<f32>>> {
     Ok(masters)
 }
 
-/// The lengths of a micro-batch's sequences.
+/// Returns the lengths of a micro-batch's sequences.
 fn lengths(step: usize, micro: usize) -> Vec<usize> {
     (0..3).map(|i| 4 + (step * 7 + micro * 5 + i * 3) % 11).collect()
 }
@@ -213,23 +216,23 @@ fn micro_batch(step: usize, micro: usize) -> Result<Micro> {
     })
 }
 
-fn of_numbers(class: &'static str, ours: &[f64], one: &[f64]) -> Difference {
+fn scalar_difference(class: &'static str, parallel: &[f64], single: &[f64]) -> Difference {
     let relative = |(a, b): (&f64, &f64)| (a - b).abs() / b.abs();
-    let steps = ours.iter().zip(one).map(relative).enumerate();
+    let steps = parallel.iter().zip(single).map(relative).enumerate();
     let (step, relative) = steps.max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, f64::NAN));
-    Difference { class, relative: or_infinite(relative), at: format!("step {}", step + 1) }
+    Difference { class, relative: nan_to_infinity(relative), at: format!("step {}", step + 1) }
 }
 
-fn of_updates(
-    ours: &BTreeMap<String, Vec<f32>>,
-    one: &BTreeMap<String, Vec<f32>>,
+fn update_differences(
+    parallel: &BTreeMap<String, Vec<f32>>,
+    single: &BTreeMap<String, Vec<f32>>,
 ) -> Result<impl Iterator<Item = Difference>> {
-    ensure!(ours.keys().eq(one.keys()), "failed to compare: the ranks have other parameters than one rank");
+    ensure!(parallel.keys().eq(single.keys()), "failed to compare: the ranks have other parameters than one rank");
     let mut largest: BTreeMap<&'static str, Difference> = BTreeMap::new();
-    for ((name, a), b) in ours.iter().zip(one.values()) {
+    for ((name, a), b) in parallel.iter().zip(single.values()) {
         let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|v| v * v).sum::<f64>().sqrt();
         let difference = norm(&mut a.iter().zip(b).map(|(a, b)| f64::from(a - b)));
-        let relative = or_infinite(difference / norm(&mut b.iter().map(|b| f64::from(*b))));
+        let relative = nan_to_infinity(difference / norm(&mut b.iter().map(|b| f64::from(*b))));
         let found = Difference { class: class(name), relative, at: name.clone() };
         match largest.get(found.class) {
             Some(other) if other.relative >= relative => {}
@@ -239,8 +242,8 @@ fn of_updates(
     Ok(largest.into_values())
 }
 
-/// What is not a number is close to none.
-fn or_infinite(relative: f64) -> f64 {
+/// Maps NaN to infinity, so that it exceeds every tolerance.
+fn nan_to_infinity(relative: f64) -> f64 {
     if relative.is_nan() { f64::INFINITY } else { relative }
 }
 
@@ -256,16 +259,16 @@ fn class(name: &str) -> &'static str {
     classes.into_iter().find(|(part, _)| name.contains(part)).map_or("mlp", |(_, class)| class)
 }
 
-/// A line for each kind of number, and the verdict.
-impl fmt::Display for Report {
+/// Formats a line for each class of values, and the result.
+impl fmt::Display for ParallelReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{} ranks ({}) beside one, {STEPS} steps of a shrunken model", self.n_ranks, self.mesh)?;
+        writeln!(f, "{} ranks ({}) compared with one rank, {STEPS} steps of a tiny model", self.n_ranks, self.mesh)?;
         for Difference { class, relative, at } in &self.differences {
             let mark = if *relative <= TOLERANCE { "" } else { "  DIFFERENT" };
             writeln!(f, "  {class:14} {relative:>9.1e}  {at}{mark}")?;
         }
-        let verdict = if self.passes() { "the same" } else { "not the same" };
-        write!(f, "{verdict}: relative to one rank's, at most {TOLERANCE:.0e} is rounding")
+        let result = if self.passes() { "equal" } else { "not equal" };
+        write!(f, "{result}: relative differences up to {TOLERANCE:.0e} are rounding")
     }
 }
 
@@ -278,13 +281,13 @@ mod tests {
 
     use super::*;
     use crate::metrics::Console;
-    use crate::plan::{HubAccess, Known, WorldInfo};
+    use crate::plan::{Environment, HubAccess, WorldInfo};
     use crate::recipe::Loaded;
 
-    /// A group that sums without asking anybody, as all that are made of it do.
-    struct Deaf(Arc<dyn Collective>);
+    /// A group whose all-reduce returns the rank's own values, as do the groups split from it.
+    struct LocalReduceGroup(Arc<dyn Collective>);
 
-    impl Collective for Deaf {
+    impl Collective for LocalReduceGroup {
         fn rank(&self) -> usize {
             self.0.rank()
         }
@@ -341,27 +344,30 @@ mod tests {
                     max_position_embeddings: 128}}\ntokenizer: {name_or_path: tok}\ndata: {sources: [a.jsonl]}\n";
         let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
         let loaded = Loaded::parse(Path::new("r.yaml"), text.to_owned(), &arguments).unwrap();
-        let known = Known::gather(&loaded, HubAccess::ThisMachine, Console::Quiet, WorldInfo::first_of(2)).unwrap();
+        let known =
+            Environment::gather(&loaded, HubAccess::ThisMachine, Console::Quiet, WorldInfo::first_of(2)).unwrap();
         Plan::resolve(&loaded, &known).unwrap()
     }
 
     #[test]
-    fn a_group_that_lies_does_not_pass() {
+    fn a_group_without_reduction_fails() {
         for arguments in [&[][..], &["tensor_parallel_size=2", "sequence_parallel=false"]] {
             let plan = plan(arguments);
-            let honest = verify_parallel(&plan).unwrap();
-            assert!(honest.passes(), "{honest}");
-            let lied =
-                verify_over(&plan, |group: Arc<dyn Collective>| Arc::new(Deaf(group)) as Arc<dyn Collective>).unwrap();
-            assert!(!lied.passes() && lied.to_string().contains("DIFFERENT"), "{lied}");
-            assert!(lied.differences.iter().filter(|it| it.relative > TOLERANCE).count() > 3, "{lied}");
+            let correct = verify_parallel(&plan).unwrap();
+            assert!(correct.passes(), "{correct}");
+            let broken = verify_wrapped(&plan, |group: Arc<dyn Collective>| {
+                Arc::new(LocalReduceGroup(group)) as Arc<dyn Collective>
+            })
+            .unwrap();
+            assert!(!broken.passes() && broken.to_string().contains("DIFFERENT"), "{broken}");
+            assert!(broken.differences.iter().filter(|it| it.relative > TOLERANCE).count() > 3, "{broken}");
         }
     }
 
     #[test]
-    fn each_of_many_ranks_has_some_tokens() {
+    fn every_rank_has_tokens_of_the_vocabulary() {
         for n_ranks in 1..=64 {
-            let n_tokens = vocabulary(n_ranks);
+            let n_tokens = vocab_size(n_ranks);
             assert!((n_ranks - 1) * n_tokens.div_ceil(n_ranks) < n_tokens, "{n_ranks}");
         }
     }

@@ -123,7 +123,7 @@ fn an_estimate_touches_nothing_and_says_by_its_exit_code_whether_it_fits() {
     room.check(&["estimate", "r.yaml", "--device", "1GiB"], 0, "fits: ");
     room.check(&["estimate", "r.yaml", "--device", "20MiB"], 4, "does not fit: ");
     room.check(&["estimate", "r.yaml", "memory=auto"], 0, "model.activation_checkpoint=none");
-    room.check(&["estimate", "r.yaml", "--device", "h100-80g"], 0, "RAM of the host");
+    room.check(&["estimate", "r.yaml", "--device", "h100-80g"], 0, "host RAM");
     room.check(&["estimate", "r.yaml", "--device", "h1000"], 2, "h100-80g");
     room.check(&["estimate", "r.yaml", "--ranks", "0"], 2, "expected a number of processes, at least 1");
     room.check(&["estimate", "r.yaml", "model={name_or_path: org/model}"], 3, "failed to find the model's config");
@@ -165,14 +165,14 @@ fn a_wrong_command_line_exits_with_2() {
         room.check(
             &[&["train", "r.yaml"], arguments].concat(),
             2,
-            &format!("write keys of the recipe after it: {want}"),
+            &format!("write recipe keys as KEY=VALUE, after the recipe: {want}"),
         );
     }
     room.check(&["check", "r.yaml", "-v", "epochz=1"], 2, "top-level keys: type,");
     room.check(&["check"], 2, "<RECIPE>");
     // merge takes no recipe.
     let output = room.run(&["merge", "--lr", "3"]);
-    assert!(!String::from_utf8_lossy(&output.stderr).contains("keys of the recipe"));
+    assert!(!String::from_utf8_lossy(&output.stderr).contains("recipe keys as"));
 }
 
 #[test]

@@ -9,8 +9,8 @@ use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde_json::{Map, json};
 use trainer::data::{
-    Cursor, DataError, DataPlan, Dataset, Horizon, Kind, Order, Overlong, Packing, Padding, Prepared, Sampling,
-    SourcePlan, Stream, UnrenderedToolCalls, prepare,
+    Cursor, DataError, DataKind, DataPlan, Dataset, Horizon, Packing, Padding, PreparedData, RowOrder, Sampling,
+    SourcePlan, TrainLoader, Truncation, UnrenderedToolCalls, prepare,
 };
 
 const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
@@ -64,17 +64,17 @@ impl Bench {
 
     fn plan(&self, source: SourcePlan) -> DataPlan {
         DataPlan {
-            kind: Kind::Sft,
+            kind: DataKind::Sft,
             sources: vec![source],
             eval_sources: Vec::new(),
             eval_fraction: 0.0,
             max_length: 256,
-            overlong: Overlong::Error,
+            truncation: Truncation::Error,
             packing: Packing::Off,
             fuse_positions_prob: 0.0,
             padding: Padding::Nothing,
             drop_last: false,
-            order: Order::Sequential,
+            order: RowOrder::Sequential,
             mask_inputs: true,
             ignore_empty_think: false,
             train_on_empty_answers: false,
@@ -99,7 +99,7 @@ impl Bench {
         Tokenizer::from_directory(self.folder.path()).unwrap()
     }
 
-    fn prepare(&self, plan: &DataPlan) -> Result<Prepared, DataError> {
+    fn prepare(&self, plan: &DataPlan) -> Result<PreparedData, DataError> {
         let tokenizer = self.tokenizer();
         let template = ChatTemplate::new("test template", self.template).unwrap();
         prepare(plan, &tokenizer, Some(tokenizer.with_special_tokens(template)), &self.hub())
@@ -176,7 +176,7 @@ fn an_answer_and_its_end_are_learned() {
     let want = "<|im_start|>user\n0+1?<|im_end|>\n<|im_start|>assistant\n[1<|im_end|>]\n";
     assert_eq!(bench.shown(&prepared.train)[0], want);
     assert_eq!(prepared.train.locate(1), format!("{}:2", bench.path("train.jsonl").display()));
-    let counts = prepared.ledger.train;
+    let counts = prepared.token_stats.train;
     assert_eq!((counts.supervised.samples, counts.supervised.tokens), (2, 4));
     assert_eq!(counts.read, counts.kept);
     assert!(prepared.notes[0].contains("messages"), "{:?}", prepared.notes);
@@ -196,7 +196,7 @@ fn an_empty_thought_is_learned_or_not() {
     let plan = bench.plan(bench.write("train.jsonl", &[chat("Hi", "<think>\n\n</think>\n\nyes")]));
     let learned = |ignore_empty_think| {
         let plan = DataPlan { ignore_empty_think, ..plan.clone() };
-        bench.prepare(&plan).unwrap().ledger.train.supervised.tokens
+        bench.prepare(&plan).unwrap().token_stats.train.supervised.tokens
     };
     assert_eq!((learned(true), learned(false)), (4, 23));
 }
@@ -206,13 +206,13 @@ fn tokens_are_kept_and_a_miss_says_why() {
     let bench = Bench::new();
     let plan = bench.plan(bench.write("train.jsonl", &chats(5)));
     let first = bench.prepare(&plan).unwrap();
-    assert!(first.notes.join("\n").contains("none were kept yet"), "{:?}", first.notes);
+    assert!(first.notes.join("\n").contains("not cached yet"), "{:?}", first.notes);
     let second = bench.prepare(&DataPlan { max_length: 100, ..plan.clone() }).unwrap();
     assert!(second.notes.join("\n").contains("from the cache"), "{:?}", second.notes);
     assert_eq!(bench.shown(&first.train), bench.shown(&second.train));
     bench.write_tokenizer("#~");
     let third = bench.prepare(&plan).unwrap();
-    let why = "changed since they were kept: the tokenizer";
+    let why = "changed since they were cached: the tokenizer";
     assert!(third.notes.join("\n").contains(why), "{:?}", third.notes);
 }
 
@@ -224,7 +224,7 @@ fn edited_rows_are_rendered_anew() {
     bench.write("train.jsonl", &[chat("new", "rows")]);
     let prepared = bench.prepare(&plan).unwrap();
     assert_eq!(prepared.train.len(), 1);
-    let why = "changed since they were kept: the rows";
+    let why = "changed since they were cached: the rows";
     assert!(prepared.notes.join("\n").contains(why), "{:?}", prepared.notes);
 }
 
@@ -234,13 +234,13 @@ fn a_missing_cache_can_be_refused() {
     let plan = bench.plan(bench.write("train.jsonl", &chats(5)));
     let strict = DataPlan { fail_on_missing_cache: true, ..plan.clone() };
     let message = bench.prepare(&strict).unwrap_err().to_string();
-    assert!(message.contains("none were kept yet") && message.contains("trainer preprocess"), "{message}");
+    assert!(message.contains("not cached yet") && message.contains("trainer preprocess"), "{message}");
     bench.prepare(&plan).unwrap();
     bench.prepare(&strict).unwrap();
 }
 
 #[test]
-fn overlong_rows_are_named_by_file_and_line() {
+fn rows_longer_than_max_length_are_named_by_file_and_line() {
     let bench = Bench::new();
     let rows = [chat("a", "b"), chat("a", &"b".repeat(300)), chat("a", &"b".repeat(400))];
     let message = bench.refusal(&rows);
@@ -255,7 +255,7 @@ fn a_chat_without_answers_teaches_nothing() {
     let bench = Bench::new();
     let row = json!({"messages": [{"role": "user", "content": "anyone?"}]}).to_string();
     let message = bench.refusal(&[row]);
-    assert!(message.contains("not one of 15 training tokens is a target") && message.contains(":1"), "{message}");
+    assert!(message.contains("none of 15 training tokens is a target") && message.contains(":1"), "{message}");
 }
 
 #[test]
@@ -322,7 +322,7 @@ fn a_share_is_held_out_and_never_trained_on() {
     let eval = bench.shown(&prepared.eval.unwrap());
     assert_eq!((train.len(), eval.len()), (36, 4));
     assert_eq!(train.iter().chain(&eval).collect::<BTreeSet<_>>().len(), 40);
-    assert_eq!(prepared.ledger.eval.unwrap().kept.samples, 4);
+    assert_eq!(prepared.token_stats.eval.unwrap().kept.samples, 4);
 }
 
 #[test]
@@ -348,7 +348,7 @@ fn causal_rows_are_exactly_as_long_as_they_may_be() {
     let texts = ["one".repeat(30), "two".into(), "three".repeat(9)];
     let rows: Vec<String> = texts.iter().map(|text| json!({"text": text}).to_string()).collect();
     let plan = DataPlan {
-        kind: Kind::Causal,
+        kind: DataKind::Causal,
         packing: Packing::Exact,
         max_length: 16,
         ..bench.plan(bench.write("train.jsonl", &rows))
@@ -357,7 +357,7 @@ fn causal_rows_are_exactly_as_long_as_they_may_be() {
     // <|im_end|> stands after each text; the tokenizer adds no <s>.
     let n_tokens: usize = texts.iter().map(|text| text.len() + 1).sum();
     assert_eq!(prepared.train.n_tokens() as usize, n_tokens);
-    let mut stream = Stream::new(prepared.train, plan, Cursor::default()).unwrap();
+    let mut stream = TrainLoader::new(prepared.train, plan, Cursor::default()).unwrap();
     let mut lengths = Vec::new();
     while let Some(step) = stream.next_step() {
         lengths.push(step.n_tokens());
@@ -377,7 +377,7 @@ fn template_variables_reach_the_template() {
     let template_kwargs = Map::from_iter([("loud".to_owned(), json!(true))]);
     let loud = bench.prepare(&DataPlan { template_kwargs, ..plan }).unwrap();
     assert!(bench.shown(&loud.train)[0].starts_with("LOUD"));
-    let why = "changed since they were kept: the chat template";
+    let why = "changed since they were cached: the chat template";
     assert!(loud.notes.join("\n").contains(why), "{:?}", loud.notes);
 }
 
@@ -437,14 +437,17 @@ fn tool_calls_that_are_not_rendered_are_refused_left_out_or_masked() {
     };
     let dropped = prepare(UnrenderedToolCalls::Drop);
     assert_eq!(dropped.train.len(), 2);
-    assert_eq!((dropped.ledger.train.unrendered_tool_calls.samples, dropped.ledger.train.dropped.samples), (2, 2));
+    assert_eq!(
+        (dropped.token_stats.train.unrendered_tool_calls.samples, dropped.token_stats.train.dropped.samples),
+        (2, 2)
+    );
     let masked = prepare(UnrenderedToolCalls::Mask);
     assert_eq!(masked.train.len(), 4);
     let shown = bench.shown(&masked.train);
     assert_eq!(shown[1].matches('[').count(), 1, "{}", shown[1]);
     assert!(shown[1].contains("[Rain.<|im_end|>]") && !shown[3].contains("[Let me"), "{shown:?}");
     let notes = masked.notes.join("\n");
-    assert!(notes.contains(&format!("warning: 2 of 4 training samples hold tool calls that chat template test template does not render, the first at {place}: these turns are not learned")), "{notes}");
+    assert!(notes.contains(&format!("warning: 2 of 4 training samples hold tool calls that chat template test template does not render, the first at {place}: these turns are masked in the loss")), "{notes}");
     // Tokens from the cache warn as fresh ones do.
     let again = prepare(UnrenderedToolCalls::Mask).notes.join("\n");
     assert!(again.contains("tokens from the cache") && again.contains("warning: 2 of 4"), "{again}");
@@ -462,22 +465,22 @@ fn empty_answers_and_rows_without_any_are_counted_and_not_trained_on() {
     ];
     let plan = bench.plan(bench.write("train.jsonl", &rows));
     let prepared = bench.prepare(&plan).unwrap();
-    let counts = prepared.ledger.train;
+    let counts = prepared.token_stats.train;
     assert_eq!((prepared.train.len(), counts.kept.samples), (2, 2));
     assert_eq!((counts.empty_answers.samples, counts.without_targets.samples, counts.dropped.samples), (2, 2, 2));
     let file = bench.path("train.jsonl").display().to_string();
     let notes = prepared.notes.join("\n");
     assert!(notes.contains(&format!("2 of 4 training samples hold an empty answer, the first at {file}:2")), "{notes}");
     assert!(notes.contains(&format!("2 of 4 training samples have no targets, the first at {file}:2")), "{notes}");
-    let printed = prepared.ledger.to_string();
+    let printed = prepared.token_stats.to_string();
     assert!(printed.contains("train without targets") && !printed.contains("train truncated"), "{printed}");
-    let mut stream = Stream::new(prepared.train, plan.clone(), Cursor::default()).unwrap();
+    let mut stream = TrainLoader::new(prepared.train, plan.clone(), Cursor::default()).unwrap();
     while let Some(step) = stream.next_step() {
         assert!(step.n_targets > 0);
     }
 
     let learned = bench.prepare(&DataPlan { train_on_empty_answers: true, ..plan }).unwrap();
-    assert_eq!(learned.ledger.train.without_targets.samples, 1);
+    assert_eq!(learned.token_stats.train.without_targets.samples, 1);
     assert!(bench.shown(&learned.train)[1].ends_with("assistant\n[<|im_end|>]\n"));
 }
 
@@ -486,10 +489,10 @@ fn answers_cut_off_by_max_length_are_no_steps() {
     let bench = Bench::new();
     let rows = [chat("a", "b"), chat(&"long ".repeat(50), "d")];
     let plan =
-        DataPlan { overlong: Overlong::Truncate, max_length: 100, ..bench.plan(bench.write("train.jsonl", &rows)) };
+        DataPlan { truncation: Truncation::Truncate, max_length: 100, ..bench.plan(bench.write("train.jsonl", &rows)) };
     let prepared = bench.prepare(&plan).unwrap();
     assert_eq!(prepared.train.len(), 1);
-    assert_eq!(prepared.ledger.train.dropped.samples, 1);
+    assert_eq!(prepared.token_stats.train.dropped.samples, 1);
 }
 
 #[test]
@@ -521,9 +524,9 @@ fn a_text_file_is_one_document_of_causal_data() {
     let bench = Bench::new();
     std::fs::write(bench.path("play.txt"), "ROMEO:\nWhat, ho!\n\nJULIET:\nHo.\n").unwrap();
     let causal = |sample_by: Option<&str>, packing| DataPlan {
-        kind: Kind::Causal,
+        kind: DataKind::Causal,
         packing,
-        overlong: Overlong::Split,
+        truncation: Truncation::Split,
         max_length: 16,
         ..bench.plan(SourcePlan { sample_by: sample_by.map(str::to_owned), ..source(&bench.path("play.txt")) })
     };

@@ -11,9 +11,9 @@ use candlewick_ops::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage};
 use candlewick_parallel::{ParamDtypes, ParamStore, ShardingGroups, StoreMode};
 use serde_json::json;
 use support::Run;
-use trainer::estimate::{Capacity, Category, ComputeDevice, Fixed, Resource, Setup, choose, estimate, usable};
+use trainer::estimate::{Capacity, Category, ComputeDevice, FixedModes, Resource, Setup, choose, estimate, usable};
 use trainer::metrics::Console;
-use trainer::plan::{Activations, BuildFeatures, Known, Plan, TempDir, WorldInfo};
+use trainer::plan::{BuildFeatures, CheckpointingMode, Environment, Plan, TempDir, WorldInfo};
 use trainer::recipe::{Loaded, RecipeError};
 
 const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl], max_length: 1024}\nmemory: auto\n";
@@ -38,21 +38,21 @@ fn config(vocab_size: usize) -> Config {
     Config::from_json(config).unwrap()
 }
 
-/// With so much memory, and so much disk for what is parked.
+/// With so much memory, and so much disk for what is offloaded.
 fn resolve_on(
     free: Option<u64>,
-    parking: Option<u64>,
+    offload_disk: Option<u64>,
     offloads_to_ram: bool,
     arguments: &[&str],
 ) -> Result<Plan, RecipeError> {
     let config = Some(config(1000));
-    let capacity = Some(Capacity { parking, ..of_test(free) });
+    let capacity = Some(Capacity { offload_disk, ..of_test(free) });
     let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: offloads_to_ram };
-    let known = Known {
+    let known = Environment {
         config,
         n_cores: 4,
-        seat: WorldInfo::ALONE,
-        engines: BuildFeatures::BUILT,
+        world: WorldInfo::ALONE,
+        features: BuildFeatures::BUILT,
         temp_dir,
         has_train_py: false,
         tasks_generate: false,
@@ -76,31 +76,31 @@ fn free_for(peak: u64) -> u64 {
 }
 
 #[track_caller]
-fn takes(free: u64, want: Activations) {
+fn takes(free: u64, want: CheckpointingMode) {
     assert_eq!(resolve(Some(free), &[]).unwrap().model.activations, want, "{free} bytes");
 }
 
 #[test]
 fn the_cheapest_modes_that_fit_are_taken() {
     let ladder = [
-        ("none", Activations::Keep),
-        ("{every: 8}", Activations::RecomputeEvery(8)),
-        ("{every: 4}", Activations::RecomputeEvery(4)),
-        ("{every: 3}", Activations::RecomputeEvery(3)),
-        ("{every: 2}", Activations::RecomputeEvery(2)),
-        ("selective", Activations::Selective),
-        ("full", Activations::Recompute),
-        ("{offload: 0.25}", Activations::Offload(0.25)),
-        ("{offload: 0.5}", Activations::Offload(0.5)),
-        ("{offload: 0.75}", Activations::Offload(0.75)),
-        ("offload", Activations::Offload(1.0)),
+        ("none", CheckpointingMode::None),
+        ("{every: 8}", CheckpointingMode::EveryKth(8)),
+        ("{every: 4}", CheckpointingMode::EveryKth(4)),
+        ("{every: 3}", CheckpointingMode::EveryKth(3)),
+        ("{every: 2}", CheckpointingMode::EveryKth(2)),
+        ("selective", CheckpointingMode::Selective),
+        ("full", CheckpointingMode::Full),
+        ("{offload: 0.25}", CheckpointingMode::Offload(0.25)),
+        ("{offload: 0.5}", CheckpointingMode::Offload(0.5)),
+        ("{offload: 0.75}", CheckpointingMode::Offload(0.75)),
+        ("offload", CheckpointingMode::Offload(1.0)),
     ];
     let peaks: Vec<u64> = ladder.iter().map(|(name, _)| peak(name)).collect();
     assert!(peaks.is_sorted_by(|dearer, cheaper| dearer >= cheaper), "{peaks:?}");
     for ((_, activations), peak) in ladder.into_iter().zip(peaks) {
         takes(free_for(peak), activations);
     }
-    takes(1 << 50, Activations::Keep);
+    takes(1 << 50, CheckpointingMode::None);
 }
 
 /// Of rows of 16,384 tokens attention is five sixths: half of the blocks would cost three times as much.
@@ -110,23 +110,23 @@ fn of_long_rows_attention_is_not_computed_again() {
     let half = resolve(Some(1 << 50), &[long, "model.activation_checkpoint={every: 2}"]).unwrap();
     let peak = estimate(&Setup::of(&half, ComputeDevice::Cpu).unwrap()).peak_bytes();
     let plan = resolve(Some(free_for(peak)), &[long]).unwrap();
-    assert_eq!(plan.model.activations, Activations::Selective);
+    assert_eq!(plan.model.activations, CheckpointingMode::Selective);
 }
 
 #[test]
 fn what_was_taken_is_said_with_its_origin() {
     let plan = resolve(Some(free_for(peak("full"))), &[]).unwrap();
-    let table = plan.table(trainer::plan::Shown::All);
+    let table = plan.table(trainer::plan::SettingsFilter::All);
     let line = table.lines().find(|line| line.contains("model.activation_checkpoint")).unwrap();
     assert!(line.contains("full") && line.ends_with("memory: auto"), "{line}");
-    assert!(table.contains("note: memory: auto takes model.activation_checkpoint=full: about"), "{table}");
+    assert!(table.contains("note: memory: auto selects model.activation_checkpoint=full: about"), "{table}");
 }
 
 #[test]
 fn what_the_recipe_sets_is_not_changed() {
     let plan = resolve(Some(1 << 50), &["model.activation_checkpoint=offload"]).unwrap();
-    assert_eq!(plan.model.activations, Activations::Offload(1.0));
-    let table = plan.table(trainer::plan::Shown::All);
+    assert_eq!(plan.model.activations, CheckpointingMode::Offload(1.0));
+    let table = plan.table(trainer::plan::SettingsFilter::All);
     assert!(table.lines().any(|line| line.contains("activation_checkpoint") && line.ends_with("argument")), "{table}");
     for set in ["model.activation_checkpoint=none", "model.disable_activation_checkpoint=true"] {
         let error = resolve(Some(free_for(peak("full"))), &[set]).unwrap_err().to_string();
@@ -142,14 +142,14 @@ fn where_nothing_fits_the_error_says_what_was_tried_and_what_would() {
         assert!(error.contains(part), "no {part:?} in:\n{error}");
     }
     let longest: usize =
-        error.split("the longest row that would fit has ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+        error.split("the longest row that fits has ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
     let fitting = format!("data.max_length={longest}");
-    assert_eq!(resolve(Some(free), &[&fitting]).unwrap().model.activations, Activations::Offload(1.0));
+    assert_eq!(resolve(Some(free), &[&fitting]).unwrap().model.activations, CheckpointingMode::Offload(1.0));
     assert!(resolve(Some(free), &[&format!("data.max_length={}", longest + 1)]).is_err());
     let error = resolve(Some(1 << 20), &[]).unwrap_err().to_string();
-    assert!(error.contains("no row would fit"), "{error}");
+    assert!(error.contains("no row fits"), "{error}");
     let error = resolve(None, &[]).unwrap_err().to_string();
-    assert!(error.contains("this machine does not tell") && error.contains("set memory: manual"), "{error}");
+    assert!(error.contains("this machine does not report") && error.contains("set memory: manual"), "{error}");
 }
 
 #[test]
@@ -164,11 +164,14 @@ fn nothing_is_parked_where_that_saves_nothing() {
 fn nothing_is_parked_where_there_is_no_room_for_it() {
     let free = free_for(peak("{offload: 0.25}"));
     let plan = resolve_on(Some(free), None, false, &[]).unwrap();
-    let parked = estimate(&Setup::of(&plan, ComputeDevice::Cpu).unwrap()).parked;
-    assert_eq!(plan.model.activations, Activations::Offload(0.25));
-    assert_eq!(resolve_on(Some(free), Some(parked), false, &[]).unwrap().model.activations, Activations::Offload(0.25));
-    let error = resolve_on(Some(free), Some(parked - 1), false, &[]).unwrap_err().to_string();
-    assert!(error.contains("free disk for parked inputs (TMPDIR names the folder)"), "{error}");
+    let offloaded = estimate(&Setup::of(&plan, ComputeDevice::Cpu).unwrap()).offloaded;
+    assert_eq!(plan.model.activations, CheckpointingMode::Offload(0.25));
+    assert_eq!(
+        resolve_on(Some(free), Some(offloaded), false, &[]).unwrap().model.activations,
+        CheckpointingMode::Offload(0.25)
+    );
+    let error = resolve_on(Some(free), Some(offloaded - 1), false, &[]).unwrap_err().to_string();
+    assert!(error.contains("free disk for offloaded activations (TMPDIR sets the folder)"), "{error}");
 }
 
 #[test]
@@ -178,7 +181,7 @@ fn the_ram_of_a_gpus_host_is_looked_at_too() {
     let needed = estimate(&setup).host.unwrap();
     let with =
         |host: u64| Capacity { host: Some(host), ..Capacity::of(ComputeDevice::Gpu, Some(1 << 50), "a test".into()) };
-    let fixed = Fixed { activations: true };
+    let fixed = FixedModes { activations: true };
     assert!(choose(&setup, fixed, &with(needed)).found.is_some());
     let choice = choose(&setup, fixed, &with(needed - 1));
     assert_eq!(choice.found, None);
@@ -215,7 +218,7 @@ fn a_choice_is_a_function_of_the_plan_and_the_bytes() {
     let setup = Setup::of(&plan, ComputeDevice::Cpu).unwrap();
     for bytes in [1 << 20, peak("full"), peak("none"), 1 << 50] {
         let capacity = of_test(Some(bytes));
-        assert_eq!(choose(&setup, Fixed::default(), &capacity), choose(&setup, Fixed::default(), &capacity));
+        assert_eq!(choose(&setup, FixedModes::default(), &capacity), choose(&setup, FixedModes::default(), &capacity));
     }
 }
 

@@ -37,5 +37,5 @@ fn an_optimizer_cannot_leave_a_cpu_for_the_host_and_it_is_said() {
     offloaded.train_ok(&["train_iters=4", "deepspeed.zero_optimization.offload_optimizer.device=cpu"]);
     assert!(offloaded.exported() == plain.exported());
     let notes = offloaded.report()["notes"].to_string();
-    assert!(notes.contains("the optimizer is not offloaded: what computes is the CPU"), "{notes}");
+    assert!(notes.contains("the optimizer is not offloaded: the compute device is the CPU"), "{notes}");
 }

@@ -71,8 +71,8 @@ fn an_unknown_key_names_its_place_and_the_nearest_key() {
 #[test]
 fn a_key_that_stands_elsewhere_or_is_another_trainers_is_found() {
     for (key, want) in [
-        ("learning_rate", "its name here: `optimizer.learning_rate`"),
-        ("warmup_steps", "its name here: `scheduler.warmup_steps`"),
+        ("learning_rate", "use `optimizer.learning_rate`"),
+        ("warmup_steps", "use `scheduler.warmup_steps`"),
         ("eval_sources", "did you mean `data.eval_sources`?"),
         ("num_proc", "did you mean `data.num_proc`?"),
         ("max_steps", "`train_iters`"),
@@ -84,7 +84,7 @@ fn a_key_that_stands_elsewhere_or_is_another_trainers_is_found() {
         ("lora_r", "`model.peft_config.r`"),
         ("sequence_len", "`data.max_length`"),
         ("zero_stage", "`deepspeed.zero_optimization.stage`"),
-        ("load_in_4bit", "weights of 4 or 8 bits cannot be trained"),
+        ("load_in_4bit", "4-bit and 8-bit weights are not supported"),
         ("report_to", "metrics.jsonl"),
     ] {
         check(&format!("{key}: 1\n"), &[&format!("unknown key `{key}`"), want]);
@@ -110,18 +110,18 @@ fn an_argument_without_a_value_or_for_the_second_time_is_refused() {
         &["optimizer.lr="],
         &["optimizer.lr: expected a value, found nothing", "`optimizer.lr=null` removes"],
     );
-    check_with(text, &["seed=1", "seed=2"], &["argument `seed=2`", "given twice, before in `seed=1`"]);
+    check_with(text, &["seed=1", "seed=2"], &["argument `seed=2`", "set twice, first in `seed=1`"]);
     for pair in [
         ["optimizer.lr=1", "optimizer.learning_rate=2"],
         ["scheduler.num_warmup_steps=1", "scheduler.warmup_steps=2"],
         ["checkpoint.output_dir=a", "checkpoint.0.output_dir=b"],
     ] {
-        check_with(text, &pair, &[pair[1], "given twice, before in", pair[0]]);
+        check_with(text, &pair, &[pair[1], "set twice, first in", pair[0]]);
     }
     check_with(
         text,
         &["optimizer.lr=1", "optimizer={eps: 1}"],
-        &["replaces what `optimizer.lr=1` has set", "before that one"],
+        &["replaces the map in which `optimizer.lr=1` sets", "write this argument first"],
     );
     load(text, &["optimizer={eps: 1}", "optimizer.lr=1"]).unwrap();
 }
@@ -205,7 +205,7 @@ fn a_missing_key_names_the_map_that_lacks_it() {
 fn what_is_not_yaml_names_its_place() {
     check("a: [1\n", &["r.yaml:1:4: unclosed bracket"]);
     check("epochs: 1\n seed: 2\n", &["r.yaml:2:6: mapping values are not allowed"]);
-    check("epochs: 1\n---\nepochs: 2\n", &["r.yaml:3:1: a second document begins"]);
+    check("epochs: 1\n---\nepochs: 2\n", &["r.yaml:3:1: a second YAML document starts"]);
     check("model: *nobody\n", &["r.yaml:1:8: alias references unknown anchor"]);
     check("model: \"x\\q\"\n", &["r.yaml:1:8: ", "escape"]);
 }
@@ -219,7 +219,7 @@ fn an_unreadable_file_is_named() {
     assert!(message(&dir).contains("cannot read the recipe"));
     let latin1 = dir.join("latin1.yaml");
     std::fs::write(&latin1, b"epochs: 1\nmodel: {name_or_path: caf\xe9}\n").unwrap();
-    assert!(message(&latin1).contains("not UTF-8 text: line 2"));
+    assert!(message(&latin1).contains("not UTF-8: line 2"));
     std::fs::remove_dir_all(&dir).unwrap();
 }
 

@@ -38,11 +38,13 @@ fn every_key_of_the_schema_is_described() {
 #[test]
 fn second_names_are_in_the_schema_and_are_understood() {
     let schema = trainer::recipe::json_schema();
-    for (section, key) in [("Optimizer", "lr"), ("Scheduler", "lr"), ("Scheduler", "num_warmup_steps")] {
+    for (section, key) in
+        [("OptimizerSection", "lr"), ("SchedulerSection", "lr"), ("SchedulerSection", "num_warmup_steps")]
+    {
         assert!(schema["$defs"][section]["properties"][key].is_object(), "{section}.{key}");
     }
     for (name, key) in [
-        ("Dtype", "model: {dtype: X}"),
+        ("FloatDtype", "model: {dtype: X}"),
         ("CheckpointType", "checkpoint: {output_dir: o, type: X}"),
         ("SchedulerType", "scheduler: {type: X}"),
         ("SchedulerName", "scheduler: {name: X}"),

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use proptest::prelude::*;
 use trainer::recipe::{
-    ActivationCheckpoint, CheckpointType, ConfigSource, Dtype, HumanFloat, HumanInt, Loaded, OptimizerType, Origin,
-    Prompt, Recipe, SchedulerName, SourceType,
+    ActivationCheckpoint, CheckpointType, ConfigSource, FloatDtype, HumanFloat, HumanInt, Loaded, OptimizerType,
+    Origin, Prompt, Recipe, SchedulerName, SourceType,
 };
 
 #[track_caller]
@@ -133,7 +133,7 @@ checkpoint:
     assert_eq!(recipe.optimizer.kind, Some(OptimizerType::CpuAdam));
     assert_eq!(recipe.optimizer.learning_rate, Some(HumanFloat(1e-5)));
     assert_eq!(recipe.scheduler.warmup_ratio, Some(HumanFloat(0.05)));
-    assert_eq!(recipe.model.dtype, Some(Dtype::Bf16));
+    assert_eq!(recipe.model.dtype, Some(FloatDtype::Bf16));
     assert_eq!(recipe.data.max_length, Some(HumanInt(1_200_000)));
     assert_eq!(recipe.data.sources[0].0.name_or_path.as_deref(), Some("org/chat:train[:1000]"));
     assert_eq!(recipe.data.sources[1].0.kind, Some(SourceType::HuggingfaceInstruct));
@@ -346,5 +346,5 @@ fn an_argument_may_have_an_old_name() {
     }
     let arguments = ["data.overlong=drop".to_owned(), "data.truncation=split".to_owned()];
     let error = Loaded::parse(Path::new("r.yaml"), text.into(), &arguments).unwrap_err().to_string();
-    assert!(error.contains("data.truncation is given twice, before in `data.overlong=drop`"), "{error}");
+    assert!(error.contains("data.truncation is set twice, first in `data.overlong=drop`"), "{error}");
 }

@@ -129,12 +129,7 @@ fn a_name_that_is_taken_is_found_before_the_first_step() {
     for name in ["hf/global_step_3/thesis.txt", "hf/global_step_3", "checkpoints/epoch_0_global_step_5"] {
         let run = Run::new();
         run.write_foreign(name);
-        refused(
-            &run,
-            &["train_iters=5", "checkpoint.1.save_every_n_steps=3"],
-            6,
-            &["nothing of another origin is replaced"],
-        );
+        refused(&run, &["train_iters=5", "checkpoint.1.save_every_n_steps=3"], 6, &["will not be replaced"]);
         assert!(run.path().join(name).is_file(), "{name}");
     }
 }
@@ -147,7 +142,7 @@ fn an_export_never_replaces_the_model_that_it_was_trained_from() {
     for more in
         [&["train_iters=2"][..], &["train_iters=3", "checkpoint.1.save_total_limit=1"], &["model.peft_config={r: 2}"]]
     {
-        refused(&run, &[&[model.as_str()], more].concat(), 2, &["model.name_or_path", "is among the checkpoints"]);
+        refused(&run, &[&[model.as_str()], more].concat(), 2, &["model.name_or_path", "could replace"]);
     }
     assert_eq!(steps(&run, "hf"), [2]);
 }
@@ -246,7 +241,7 @@ fn an_estimate_without_a_way_to_fit_names_the_other_methods() {
     let big = big.map(|key| format!("model.config.{key}"));
     let output = Run::new().command("estimate", &big.each_ref().map(String::as_str)).output().unwrap();
     let table = String::from_utf8_lossy(&output.stdout).into_owned();
-    for words in ["LoRA (`model.peft_config`)", "not available yet: quantised base weights (QLoRA)"] {
+    for words in ["LoRA (`model.peft_config`)", "not implemented yet: quantized base weights (QLoRA)"] {
         assert!(table.contains(words), "no {words:?} in:\n{table}");
     }
 }
@@ -277,5 +272,5 @@ fn the_size_of_a_run_is_printed_before_it_begins() {
     sizes.iter().for_each(|words| assert!(text.contains(words), "no {words:?} in:\n{text}"));
     let output = run.command("preprocess", &["micro_batch_size=100000"]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
-    assert!(text.contains("a step has 80 rows, not 200,000: there are no more data"), "{text}");
+    assert!(text.contains("a step has 80 rows instead of 200,000: the data have no more"), "{text}");
 }

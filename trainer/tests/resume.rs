@@ -156,7 +156,10 @@ fn what_changed_since_the_save_is_said() {
     run.train_ok(&["exit_iteration=3"]);
     let output = run.train(&["optimizer.learning_rate=5e-3", "exit_iteration=4"]);
     let text = stderr(&output);
-    assert!(text.contains("changed since that save: optimizer.learning_rate: 0.01 in the save, 0.005 now"), "{text}");
+    assert!(
+        text.contains("changed since this checkpoint: optimizer.learning_rate: 0.01 in the checkpoint, 0.005 now"),
+        "{text}"
+    );
 }
 
 #[test]

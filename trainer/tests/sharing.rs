@@ -27,7 +27,7 @@ fn a_plan_shows_mesh_stages_and_schedule() {
     }
     let (code, text) = ask("mesh", &["--ranks", "3", "tensor_parallel_size=2"]);
     assert_eq!(code, 2, "{text}");
-    assert!(text.contains("3 ranks do not fall into groups of 2"), "{text}");
+    assert!(text.contains("3 ranks cannot be divided into groups of 2"), "{text}");
 }
 
 /// On a login node: nothing that this machine lacks is asked of it.
@@ -42,7 +42,7 @@ fn ranks_may_be_asked_about_where_they_do_not_run() {
         }
     }
     let (code, text) = ask("check", &["tensor_parallel_size=2"]);
-    assert!(code == 2 && text.contains("1 rank does not fall into groups of 2"), "{text}");
+    assert!(code == 2 && text.contains("1 rank cannot be divided into groups of 2"), "{text}");
     assert!(text.contains("--ranks N"), "{text}");
 }
 

@@ -5,7 +5,7 @@ use std::process::{Command, ExitStatus, Stdio};
 
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::low_level::raise;
-use trainer::signals::{Signal, Stop, StopRequests};
+use trainer::signals::{Signal, StopRequest, StopSignals};
 
 const SIGNALS: &str = "CANDLEWICK_TEST_SIGNALS";
 
@@ -26,16 +26,16 @@ fn check(signals: &[i32], want: i32) {
 #[test]
 fn child() {
     let Ok(signals) = std::env::var(SIGNALS) else { return };
-    let requests = StopRequests::install(None).unwrap();
+    let requests = StopSignals::install(None).unwrap();
     assert_eq!(requests.poll(), None);
     for signal in signals.split(' ') {
         raise(signal.parse().unwrap()).unwrap();
     }
     std::process::exit(match requests.poll() {
-        Some(Stop::Signal(Signal::Terminate)) => 10,
-        Some(Stop::Signal(Signal::Interrupt)) => 11,
-        Some(Stop::Signal(Signal::Preempt)) => 12,
-        Some(Stop::KillSwitch(_)) | None => 19,
+        Some(StopRequest::Signal(Signal::Terminate)) => 10,
+        Some(StopRequest::Signal(Signal::Interrupt)) => 11,
+        Some(StopRequest::Signal(Signal::Preempt)) => 12,
+        Some(StopRequest::KillSwitch(_)) | None => 19,
     });
 }
 

@@ -1,9 +1,9 @@
-//! How fast the processes of one machine sum a tensor, beside what the machine copies.
+//! Bandwidth of all_reduce between processes of one node, compared with memory copies.
 //!
 //!     cargo bench -p candlewick-comm -- [ranks]
 //!
-//! One line a size: the median time of an all_reduce of so many bytes of f32, the bytes divided by it, and the same for
-//! one process that copies as many bytes.
+//! Prints one line per size: the median time of an all_reduce of f32, its bandwidth, and the bandwidth of a copy of as many
+//! bytes by one process.
 #![allow(clippy::unwrap_used)]
 
 use std::hint::black_box;
@@ -26,7 +26,7 @@ fn main() {
     }
 }
 
-/// Starts the ranks, each a process of this program.
+/// Starts one process per rank.
 fn start(size: usize) {
     let server = Server::bind("127.0.0.1:0").unwrap();
     let rank = |rank: usize| {
@@ -46,7 +46,7 @@ fn run(rank: usize, size: usize, port: u16) -> Result<()> {
         let x = Tensor::zeros(n_bytes / 4, DType::F32, &Device::Cpu)?;
         let reduced = median(&*group, || drop(group.all_reduce(&x, Reduce::Sum).unwrap()));
         let (from, mut to) = (vec![1u8; n_bytes], vec![0u8; n_bytes]);
-        // One rank copies while the others wait.
+        // Rank 0 copies while the others wait.
         let copied = if rank == 0 {
             median(&*group, || black_box(&mut to).copy_from_slice(black_box(&from)))
         } else {
@@ -62,7 +62,7 @@ fn run(rank: usize, size: usize, port: u16) -> Result<()> {
     Ok(())
 }
 
-/// Returns the median time of `work`, which all ranks begin together.
+/// Returns the median time of `work`, which all ranks start together.
 fn median(group: &dyn Collective, mut work: impl FnMut()) -> Duration {
     work();
     let mut times: Vec<Duration> = (0..N_RUNS)

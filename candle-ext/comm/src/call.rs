@@ -1,4 +1,4 @@
-//! One call to a group: what is recorded, what messages name, and what the ranks compare.
+//! One call to a process group, as it is recorded, named in messages and compared between ranks.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -9,18 +9,18 @@ use tracing::span::EnteredSpan;
 
 use crate::sync::lock;
 
-/// The combination of the ranks' contributions. f16 and bf16 are summed in f32 and rounded once.
+/// Reduction of the ranks' tensors. f16 and bf16 are accumulated in f32 and rounded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduce {
-    /// Adds them, in the order of the ranks; integers wrap.
+    /// Sum in rank order; integers wrap.
     Sum,
-    /// Keeps the largest; a NaN stays a NaN.
+    /// Maximum; NaN propagates.
     Max,
-    /// Keeps the smallest; a NaN stays a NaN.
+    /// Minimum; NaN propagates.
     Min,
 }
 
-/// An operation of a group.
+/// Operation of a process group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     /// [`all_reduce`](crate::Collective::all_reduce)
@@ -33,14 +33,14 @@ pub enum Op {
     AllToAll,
     /// [`broadcast`](crate::Collective::broadcast)
     Broadcast {
-        /// Whose tensor all get.
+        /// Rank whose tensor all ranks receive.
         root: usize,
     },
     /// [`send_recv`](crate::Collective::send_recv)
     SendRecv {
-        /// Who is sent to.
+        /// Destination rank.
         to: Option<usize>,
-        /// Who is received from.
+        /// Source rank.
         from: Option<usize>,
     },
     /// [`barrier`](crate::Collective::barrier)
@@ -65,25 +65,27 @@ impl Op {
     }
 }
 
-/// Opens a span of a profile, which ends when the guard is dropped: `name` is that of an operation, `pass` the side of it. It costs
-/// nothing unless somebody listens to the target `profile`. What was sent is recorded as `bytes`.
+/// Opens a profiler span for an operation; it ends when the guard is dropped.
+///
+/// `pass` is the part of the operation. The field `bytes` holds the number of bytes sent. Without a subscriber of the target
+/// `profile` the span costs nothing.
 pub(crate) fn span(group: &str, op: Op, pass: &str) -> EnteredSpan {
     let name = || format!("{group} {}", op.name());
     tracing::trace_span!(target: "profile", "span", name = name(), pass, bytes = field::Empty).entered()
 }
 
-/// One rank's call to one of its groups.
+/// One rank's call to one of its process groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// The group's name.
+    /// Name of the group.
     pub group: Arc<str>,
-    /// Its place among the calls that all ranks of the group make, from 1; [`Op::SendRecv`] counts by itself.
+    /// Sequence number of the call in its group, from 1. [`Op::SendRecv`] has a counter of its own.
     pub number: u64,
-    /// What was called.
+    /// Operation.
     pub op: Op,
-    /// The dtype of this rank's tensor.
+    /// Dtype of this rank's tensor.
     pub dtype: Option<DType>,
-    /// The shape of this rank's tensor.
+    /// Shape of this rank's tensor.
     pub shape: Vec<usize>,
 }
 
@@ -94,7 +96,7 @@ impl Call {
     }
 }
 
-/// `all_reduce 12 (sum, f32 [3, 4])`
+/// Formats a call: `all_reduce 12 (sum, f32 [3, 4])`.
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.op.name(), self.number)?;
@@ -122,17 +124,17 @@ fn ends(to: Option<usize>, from: Option<usize>) -> Option<String> {
     (!ends.is_empty()).then(|| ends.join(", "))
 }
 
-/// The calls of one rank to all its groups, in their order; shared by the groups.
+/// Trace of one rank's calls to all its groups, in call order.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct CallTrace(Option<Arc<Mutex<Vec<Call>>>>);
 
 impl CallTrace {
-    /// Makes one that keeps what it is told, or one that does not.
+    /// Creates a trace that records calls if `record` is true.
     pub(crate) fn new(record: bool) -> Self {
         Self(record.then(Arc::default))
     }
 
-    pub(crate) fn note(&self, call: &Call) {
+    pub(crate) fn record(&self, call: &Call) {
         if let Some(calls) = &self.0 {
             lock(calls).push(call.clone());
         }

@@ -1,4 +1,4 @@
-//! The operations of a group of ranks.
+//! Collective and point-to-point operations of a process group.
 
 use std::sync::Arc;
 
@@ -6,25 +6,27 @@ use candle_core::{Device, Tensor};
 
 use crate::{Pending, Recv, Reduce, Result};
 
-/// A communicator over an ordered set of ranks. Every rank of a group calls the same operations in the same order, with
-/// tensors of one dtype and shape but for the rows of [`all_to_all`](Self::all_to_all). Results have no gradient.
+/// Process group: an ordered set of ranks.
 ///
-/// An [`Error::Call`] leaves the group as it was. An [`Error::Failed`] is the end of the world: every later call to any
-/// of its groups fails with the same.
+/// Every rank calls the same operations in the same order, with tensors of one dtype and shape. Only the rows of
+/// [`all_to_all`](Self::all_to_all) may differ. Results have no gradient.
 ///
-/// The `start_*` forms return at once: the group's own thread does the work, one operation after another, while the
-/// caller computes or uses other groups. The tensor must not be written to until the operation is finished.
+/// After [`Error::Call`] the group is unchanged. [`Error::Failed`] aborts the world: every later call to any of its groups
+/// returns the same error.
+///
+/// The `start_*` methods are asynchronous. The group's thread runs one operation after another while the caller computes or
+/// uses other groups. Do not write to the tensor before the operation has finished.
 pub trait Collective: Send + Sync {
-    /// Returns this process's place in the group, `0..size`.
+    /// Returns this process's rank in the group, `0..size`.
     fn rank(&self) -> usize;
 
     /// Returns the number of ranks in the group.
     fn size(&self) -> usize;
 
-    /// Fails if tensors of this device cannot travel in the group.
+    /// Fails if the group does not support tensors of `device`.
     fn check_device(&self, device: &Device) -> Result<()>;
 
-    /// Returns true if the group uses tensors of any device where they lie: none needs a copy on the host.
+    /// Returns true if the group reads and writes tensors of any device without a copy in host memory.
     fn leaves_tensors_in_place(&self) -> bool {
         false
     }
@@ -52,59 +54,64 @@ pub trait Collective: Send + Sync {
         recv: Option<Recv>,
     ) -> Result<Pending<Option<Tensor>>>;
 
-    /// Returns when every rank has called it.
+    /// Blocks until every rank has called it.
     fn barrier(&self) -> Result<()>;
 
-    /// Makes smaller groups: each list names ranks of this group, each rank is in one list, and its place there is its
-    /// new rank. Every rank gives the same lists and gets the group it is in. `name` is for messages.
+    /// Splits the group into subgroups and returns this rank's subgroup.
+    ///
+    /// Each list has ranks of this group, and each rank is in one list. A rank's index in its list is its rank in the
+    /// subgroup. Every rank passes the same lists. Messages show `name`.
     fn split(&self, name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>>;
 
-    /// Combines `x` over the ranks, element by element; every rank gets the same bits, of the shape and dtype of `x`.
+    /// Reduces `x` over the ranks, elementwise. Every rank gets the same bits, in the shape and dtype of `x`.
     fn all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Tensor> {
         self.start_all_reduce(x, op)?.wait()
     }
 
-    /// Puts the ranks' tensors one below another, along dim 0: `[rows, ...]` becomes `[size * rows, ...]`. A scalar is
-    /// refused.
+    /// Concatenates the ranks' tensors along dim 0: `[rows, ...]` becomes `[size * rows, ...]`. Fails for a scalar.
     fn all_gather(&self, x: &Tensor) -> Result<Tensor> {
         self.start_all_gather(x)?.wait()
     }
 
-    /// Sums over the ranks and keeps this rank's share of the rows, in rank order: `[rows, ...]` becomes
-    /// `[rows / size, ...]`. Rows that are no multiple of `size` are refused.
+    /// Sums over the ranks and returns this rank's shard of dim 0: `[rows, ...]` becomes `[rows / size, ...]`.
+    ///
+    /// Fails if the rows cannot be divided by `size`.
     fn reduce_scatter(&self, x: &Tensor) -> Result<Tensor> {
         self.start_reduce_scatter(x)?.wait()
     }
 
-    /// Sends the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receives `recv[r]` rows from
-    /// rank `r` and puts them one below another: `[sum of recv, ...]`. Counts may be zero; `send` adds up to the rows of `x`.
+    /// Sends `send[r]` rows of `x` to each rank `r`, in rank order, and receives `recv[r]` rows from it.
+    ///
+    /// Returns the received rows in rank order: `[sum of recv, ...]`. Counts may be zero. `send` must add up to the rows
+    /// of `x`.
     fn all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Tensor> {
         self.start_all_to_all(x, send, recv)?.wait()
     }
 
-    /// Gives all ranks the tensor of `root`. The others pass one of the same shape and dtype.
+    /// Returns the tensor of `root` on all ranks. The other ranks pass a tensor of its shape and dtype.
     fn broadcast(&self, x: &Tensor, root: usize) -> Result<Tensor> {
         self.start_broadcast(x, root)?.wait()
     }
 
-    /// Sends `x` to one rank, receives from one, or both at once. Only these ranks call it. A tensor of another dtype or
-    /// shape than `recv` says ends the world. A large send returns when the receiver takes it: order sends and receives so
-    /// that they meet. Returns `None` if `recv` is `None`.
+    /// Sends `x` to one rank, receives a tensor from one rank, or does both concurrently. Only these ranks call it.
+    ///
+    /// If the received tensor has another dtype or shape than `recv`, the world is aborted. A large send blocks until the
+    /// receiver posts the matching receive, so order sends and receives accordingly. Returns `None` if `recv` is `None`.
     fn send_recv(&self, x: Option<&Tensor>, to: Option<usize>, recv: Option<Recv>) -> Result<Option<Tensor>> {
         self.start_send_recv(x, to, recv)?.wait()
     }
 }
 
-/// Sums a number over a group. A count is exact up to 2^53.
+/// Sums a number over a group. Integers are exact up to 2^53.
 pub fn sum(group: &dyn Collective, x: f64) -> Result<f64> {
     Ok(group.all_reduce(&Tensor::new(x, &Device::Cpu)?, Reduce::Sum)?.to_scalar()?)
 }
 
-/// Gives every rank what each rank has to say, in rank order: bytes of any length. For small things.
+/// Gathers byte strings of any length from all ranks, in rank order. Use it for small data.
 pub fn exchange_bytes(group: &dyn Collective, own: &[u8]) -> Result<Vec<Vec<u8>>> {
     let lengths = group.all_gather(&Tensor::new(&[own.len() as i64], &Device::Cpu)?)?.to_vec1::<i64>()?;
     let longest = lengths.iter().copied().max().unwrap_or(0) as usize;
-    // Nothing is no tensor: there is always a byte.
+    // A tensor cannot be empty here: send at least one byte.
     let mut padded = own.to_vec();
     padded.resize(longest + 1, 0);
     let all = group.all_gather(&Tensor::from_vec(padded, longest + 1, &Device::Cpu)?)?.to_vec1::<u8>()?;

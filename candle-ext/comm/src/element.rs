@@ -1,4 +1,4 @@
-//! The dtypes that travel: their bytes, and how their sums are taken.
+//! The supported dtypes: their bytes and their reductions.
 
 use bytemuck::{Pod, Zeroable, cast_slice, cast_slice_mut};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor, WithDType};
@@ -6,9 +6,9 @@ use half::{bf16, f16};
 
 use crate::Reduce;
 
-/// A number that tensors hold.
-pub(crate) trait Element: Pod + WithDType {
-    /// In what it is summed.
+/// Element type of a tensor that can be reduced.
+pub(crate) trait ReduceElement: Pod + WithDType {
+    /// Accumulation type.
     type Wide: Pod;
 
     fn widen(self) -> Self::Wide;
@@ -20,7 +20,7 @@ pub(crate) trait Element: Pod + WithDType {
 
 macro_rules! float {
     ($T:ty, $Wide:ty, $widen:expr, $narrow:expr) => {
-        impl Element for $T {
+        impl ReduceElement for $T {
             type Wide = $Wide;
 
             fn widen(self) -> $Wide {
@@ -35,7 +35,7 @@ macro_rules! float {
                 a + b
             }
 
-            // The second wins where nothing can be compared: if it is the NaN it stays, if `a` is, `a` is returned.
+            // NaN propagates: a comparison with NaN is false, so a NaN in `b` is returned by the else branch.
             fn largest(a: $Wide, b: $Wide) -> $Wide {
                 if a.is_nan() || a > b { a } else { b }
             }
@@ -49,7 +49,7 @@ macro_rules! float {
 
 macro_rules! integer {
     ($T:ty) => {
-        impl Element for $T {
+        impl ReduceElement for $T {
             type Wide = $T;
 
             fn widen(self) -> $T {
@@ -83,7 +83,7 @@ integer!(u8);
 integer!(u32);
 integer!(i64);
 
-/// The dtypes that travel; a dtype's place is its name on the wire.
+/// The supported dtypes. A dtype's index is its code in messages.
 pub(crate) const DTYPES: [DType; 7] =
     [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64];
 
@@ -119,17 +119,19 @@ macro_rules! with_type {
                 type $T = i64;
                 $body
             }
-            other => unreachable!("{other:?} was refused by the caller"),
+            other => unreachable!("{other:?} was rejected by the caller"),
         }
     };
 }
 pub(crate) use with_type;
 
-/// The bytes of a CPU tensor, in row-major order, read part by part: candle locks the storage against writers of any
-/// view of it, and it must not stay locked while other ranks are waited for.
-pub(crate) struct Source(Tensor);
+/// Bytes of a CPU tensor in row-major order, read in chunks.
+///
+/// candle locks the storage against writers of all its views while it is read. The lock must not be held during an exchange
+/// with other ranks.
+pub(crate) struct TensorBytes(Tensor);
 
-impl Source {
+impl TensorBytes {
     pub(crate) fn new(x: &Tensor) -> candle_core::Result<Self> {
         Ok(Self(x.contiguous()?))
     }
@@ -138,7 +140,7 @@ impl Source {
         self.0.elem_count() * self.0.dtype().size_in_bytes()
     }
 
-    /// Fills `into` with the bytes from `start` on.
+    /// Copies the bytes from offset `start` into `into`.
     pub(crate) fn read(&self, start: usize, into: &mut [u8]) -> candle_core::Result<()> {
         with_type!(self.0.dtype(), T => {
             let (storage, layout) = self.0.storage_and_layout();
@@ -150,26 +152,26 @@ impl Source {
         })
     }
 
-    /// Fills `into` with the elements from `start` on; `T` is the tensor's dtype.
-    pub(crate) fn read_elements<T: Element>(&self, start: usize, into: &mut [T]) -> candle_core::Result<()> {
+    /// Copies the elements from index `start` into `into`. `T` is the tensor's dtype.
+    pub(crate) fn read_elements<T: ReduceElement>(&self, start: usize, into: &mut [T]) -> candle_core::Result<()> {
         self.read(start * size_of::<T>(), cast_slice_mut(into))
     }
 }
 
-/// Makes a CPU tensor.
-pub(crate) fn tensor<T: Element>(elements: Vec<T>, shape: &[usize]) -> candle_core::Result<Tensor> {
+/// Creates a CPU tensor.
+pub(crate) fn tensor<T: ReduceElement>(elements: Vec<T>, shape: &[usize]) -> candle_core::Result<Tensor> {
     Tensor::from_vec(elements, shape, &Device::Cpu)
 }
 
-/// How many elements are combined at a time: what they are summed in stays in the first cache.
+/// Number of elements that are reduced at a time. Their accumulators fit into the L1 cache.
 const LANE: usize = 1024;
 
-/// Combines `parts`, given in rank order, into `out`, which is as long as each of them.
-pub(crate) fn combine<T: Element>(op: Reduce, parts: &[&[T]], out: &mut [T]) {
+/// Reduces `parts`, in rank order, into `out`. All have the same length.
+pub(crate) fn combine<T: ReduceElement>(op: Reduce, parts: &[&[T]], out: &mut [T]) {
     let merge = match op {
-        Reduce::Sum => |wide: &mut [T::Wide], part: &[T]| fold_by::<T>(wide, part, T::sum),
-        Reduce::Max => |wide: &mut [T::Wide], part: &[T]| fold_by::<T>(wide, part, T::largest),
-        Reduce::Min => |wide: &mut [T::Wide], part: &[T]| fold_by::<T>(wide, part, T::smallest),
+        Reduce::Sum => |wide: &mut [T::Wide], part: &[T]| fold_with::<T>(wide, part, T::sum),
+        Reduce::Max => |wide: &mut [T::Wide], part: &[T]| fold_with::<T>(wide, part, T::largest),
+        Reduce::Min => |wide: &mut [T::Wide], part: &[T]| fold_with::<T>(wide, part, T::smallest),
     };
     let (first, rest) = parts.split_first().expect("a group has a rank");
     let mut wide = [T::Wide::zeroed(); LANE];
@@ -183,7 +185,7 @@ pub(crate) fn combine<T: Element>(op: Reduce, parts: &[&[T]], out: &mut [T]) {
 }
 
 #[inline(always)]
-fn fold_by<T: Element>(wide: &mut [T::Wide], part: &[T], by: impl Fn(T::Wide, T::Wide) -> T::Wide) {
+fn fold_with<T: ReduceElement>(wide: &mut [T::Wide], part: &[T], by: impl Fn(T::Wide, T::Wide) -> T::Wide) {
     wide.iter_mut().zip(part).for_each(|(wide, x)| *wide = by(*wide, x.widen()));
 }
 
@@ -192,7 +194,7 @@ mod tests {
     use super::*;
 
     #[track_caller]
-    fn check<T: Element + std::fmt::Debug>(op: Reduce, parts: &[&[T]], want: &[T]) {
+    fn check<T: ReduceElement + std::fmt::Debug>(op: Reduce, parts: &[&[T]], want: &[T]) {
         let mut out = vec![T::zeroed(); want.len()];
         combine(op, parts, &mut out);
         let bits = |x: &[T]| bytemuck::cast_slice::<T, u8>(x).to_vec();
@@ -200,8 +202,8 @@ mod tests {
     }
 
     #[test]
-    fn narrow_sums_are_rounded_once() {
-        // 256 + 1 is 256 in bf16; 256 + 1 + 1 is not. In f16 so with 2048.
+    fn bf16_and_f16_sums_are_rounded_once() {
+        // In bf16, 256 + 1 rounds to 256 and 256 + 1 + 1 is exact. In f16, the limit is 2048.
         let [large, one] = [256.0, 1.0].map(bf16::from_f32);
         check(Reduce::Sum, &[&[large], &[one], &[one]], &[bf16::from_f32(258.0)]);
         let [large, one] = [2048.0, 1.0].map(f16::from_f32);
@@ -216,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nan_is_not_lost() {
+    fn nan_propagates() {
         let nan = f32::NAN;
         for op in [Reduce::Sum, Reduce::Max, Reduce::Min] {
             check(op, &[&[nan, 1.0, 1.0], &[1.0, nan, 1.0], &[2.0, 2.0, nan]], &[nan; 3]);
@@ -234,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_a_lane_is_combined() {
+    fn more_than_a_lane_is_reduced() {
         let [a, b] = [1, 2].map(|k| (0..2 * LANE as u32 + 3).map(|i| k * i).collect::<Vec<_>>());
         check(Reduce::Sum, &[&a, &b], &a.iter().map(|x| 3 * x).collect::<Vec<_>>());
     }

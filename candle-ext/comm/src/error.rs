@@ -1,4 +1,4 @@
-//! What goes wrong in a group, in sentences for whoever reads the log of any rank.
+//! Errors of process groups. Every rank logs the same root cause.
 
 use std::error::Error as StdError;
 use std::io;
@@ -6,59 +6,59 @@ use std::time::Duration;
 
 use crate::store;
 
-/// Why a world ended: the first thing that went wrong on any rank. All ranks report the same one.
+/// First failure of a world, which aborted it. All ranks report the same one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
-pub struct Failure {
-    /// The rank that caused it, counted in the whole world.
+pub struct RankFailure {
+    /// Rank in the world that caused the failure.
     pub rank: usize,
-    /// Of what sort it is.
+    /// Kind of the failure.
     pub cause: Cause,
-    /// What happened, completing "failed to ...".
+    /// Message that completes "failed to ...".
     pub message: String,
 }
 
-/// What a rank has done that ended the world.
+/// Kind of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// It failed, and said so.
-    Told,
-    /// It ended without a word, or cannot be reached.
-    Died,
-    /// It was silent for longer than the time-out.
-    Silent,
-    /// It did something else than the others expected of it.
-    Strayed,
+    /// The rank failed and reported it.
+    Reported,
+    /// The rank exited without a report, or cannot be reached.
+    Exited,
+    /// The rank sent no heartbeat, or did not enter a call, within the timeout.
+    TimedOut,
+    /// The rank's calls do not match those of the other ranks.
+    CallMismatch,
 }
 
 impl Cause {
-    const ALL: [Self; 4] = [Self::Told, Self::Died, Self::Silent, Self::Strayed];
+    const ALL: [Self; 4] = [Self::Reported, Self::Exited, Self::TimedOut, Self::CallMismatch];
 }
 
-/// More of what went wrong is not told: what all ranks tell at once fits into their sockets.
+/// Largest message of a failure. The reports of all ranks together fit into the socket buffers.
 const MAX_MESSAGE_BYTES: usize = 1 << 14;
 
-/// What a failure is at most when it is told: with its rank and cause.
+/// Largest encoded failure: rank, cause and message.
 pub(crate) const MAX_FAILURE_BYTES: usize = 4 + 1 + MAX_MESSAGE_BYTES;
 
-impl Failure {
-    /// Finds the failure that an error comes from, however deep in its causes.
-    pub fn behind<'e>(error: &'e (dyn StdError + 'static)) -> Option<&'e Self> {
+impl RankFailure {
+    /// Finds the failure among an error and its causes.
+    pub fn find_in<'e>(error: &'e (dyn StdError + 'static)) -> Option<&'e Self> {
         let own = match error.downcast_ref() {
             Some(Error::Failed(failure)) => Some(failure),
             Some(Error::Tensor(error)) => in_tensor(error),
             _ => None,
         };
         let of_tensor = || in_tensor(error.downcast_ref()?);
-        let of_io = || Self::behind(error.downcast_ref::<io::Error>()?.get_ref()?);
-        let of_cause = || Self::behind(error.source()?);
+        let of_io = || Self::find_in(error.downcast_ref::<io::Error>()?.get_ref()?);
+        let of_cause = || Self::find_in(error.source()?);
         own.or_else(|| error.downcast_ref()).or_else(of_tensor).or_else(of_io).or_else(of_cause)
     }
 
-    /// Cuts off what is not told.
+    /// Truncates the message to its largest size.
     pub(crate) fn shortened(mut self) -> Self {
         let end = (0..=MAX_MESSAGE_BYTES).rev().find(|end| self.message.is_char_boundary(*end));
-        self.message.truncate(end.expect("there is one at the start"));
+        self.message.truncate(end.expect("offset 0 is a boundary"));
         self
     }
 
@@ -74,84 +74,84 @@ impl Failure {
     }
 }
 
-/// candle does not call what it wraps a cause.
-fn in_tensor(error: &candle_core::Error) -> Option<&Failure> {
+/// Finds the failure in a candle error, whose `source` does not return the wrapped error.
+fn in_tensor(error: &candle_core::Error) -> Option<&RankFailure> {
     use candle_core::Error as E;
     match error {
-        E::Io(error) => Failure::behind(error),
+        E::Io(error) => RankFailure::find_in(error),
         E::WithBacktrace { inner, .. } | E::WithPath { inner, .. } | E::Context { inner, .. } => in_tensor(inner),
-        E::WrappedContext { wrapped, .. } => Failure::behind(&**wrapped),
+        E::WrappedContext { wrapped, .. } => RankFailure::find_in(&**wrapped),
         _ => None,
     }
 }
 
-/// What a call to a group fails with.
+/// Error of a call to a process group.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The world has ended; nothing can be exchanged any more.
+    /// The world was aborted. No further communication is possible.
     #[error(transparent)]
-    Failed(#[from] Failure),
-    /// The call itself makes no sense; nothing was sent, and the group is as before.
+    Failed(#[from] RankFailure),
+    /// The arguments are invalid. Nothing was sent, and the group is unchanged.
     #[error("call {op}: {why}")]
     Call {
-        /// The operation.
+        /// Name of the operation.
         op: &'static str,
-        /// What is wrong, with the numbers.
+        /// Reason, with the values.
         why: String,
     },
-    /// Some ranks did not come.
+    /// Some ranks did not join within the timeout.
     #[error("join the group of {size} ranks as rank {rank}: rank {} did not join within {timeout:?}", numbers(absent))]
     Absent {
-        /// This process's rank.
+        /// Rank of this process.
         rank: usize,
-        /// The number of ranks it was started for.
+        /// World size of this process.
         size: usize,
-        /// Those that did not come.
+        /// Ranks that did not join.
         absent: Vec<usize>,
-        /// How long was waited.
+        /// Timeout of the rendezvous.
         timeout: Duration,
     },
-    /// A rank was started for another number of ranks.
+    /// Another rank has another world size.
     #[error("join the group of {size} ranks as rank {rank}: rank {other} was started for {other_size} ranks")]
     OtherSize {
-        /// This process's rank.
+        /// Rank of this process.
         rank: usize,
-        /// The number of ranks it was started for.
+        /// World size of this process.
         size: usize,
-        /// The rank that differs.
+        /// Rank that differs.
         other: usize,
-        /// What that one was started for.
+        /// World size of that rank.
         other_size: usize,
     },
-    /// The ranks cannot come together.
+    /// This rank cannot join.
     #[error("join the group of {size} ranks as rank {rank}: {why}")]
     Join {
-        /// This process's rank.
+        /// Rank of this process.
         rank: usize,
-        /// The number of ranks it was started for.
+        /// World size of this process.
         size: usize,
-        /// What is wrong.
+        /// Reason.
         why: String,
     },
-    /// The ranks run on more than one machine.
+    /// The ranks run on more than one node.
     #[error(
-        "join the group as rank {rank} on {here}: rank {other} runs on {there}, and `local` only connects processes of \
-         one machine; use `nccl` between machines with GPUs, `mpi` between machines without"
+        "join the group as rank {rank} on {here}: rank {other} runs on {there}, and `local` connects processes of one \
+         node only; use `nccl` between nodes with GPUs, `mpi` between nodes without"
     )]
     OtherHost {
-        /// This process's rank.
+        /// Rank of this process.
         rank: usize,
-        /// The host of this process.
+        /// Host of this process.
         here: String,
-        /// A rank elsewhere.
+        /// Rank on another node.
         other: usize,
-        /// Its host.
+        /// Host of that rank.
         there: String,
     },
-    /// The store, through which the ranks meet, cannot be used.
+    /// The rendezvous store cannot be used.
     #[error(transparent)]
     Store(#[from] store::Error),
-    /// A tensor could not be read or made.
+    /// A tensor could not be read or created.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
 }
@@ -160,7 +160,7 @@ impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         match error {
             Error::Tensor(error) => error,
-            // The one variant from which it can be had again: see `Failure::behind`.
+            // `RankFailure::find_in` can recover the failure from this variant only.
             error => Self::Io(io::Error::other(error)),
         }
     }
@@ -170,7 +170,7 @@ fn numbers(ranks: &[usize]) -> String {
     ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// A result with this crate's [`Error`].
+/// Result with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 #[cfg(test)]
@@ -178,17 +178,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failure_is_found_however_it_was_passed_on() {
-        let failure = Failure { rank: 2, cause: Cause::Died, message: "go on".to_owned() };
+    fn a_failure_is_found_among_the_causes_of_an_error() {
+        let failure = RankFailure { rank: 2, cause: Cause::Exited, message: "continue".to_owned() };
         let boxed: Box<dyn StdError + Send + Sync> = Error::from(failure.clone()).into();
-        assert_eq!(Failure::behind(&*boxed), Some(&failure));
+        assert_eq!(RankFailure::find_in(&*boxed), Some(&failure));
         let tensor = candle_core::Error::from(Error::from(failure.clone()));
-        assert_eq!((tensor.to_string(), Failure::behind(&tensor)), ("go on".to_owned(), Some(&failure)));
+        assert_eq!((tensor.to_string(), RankFailure::find_in(&tensor)), ("continue".to_owned(), Some(&failure)));
         let deep = io::Error::other(Error::from(tensor.bt().with_path("weights").context("in a layer")));
-        assert_eq!(Failure::behind(&deep), Some(&failure));
-        let other = candle_core::Error::from(Error::Call { op: "barrier", why: "go on".to_owned() });
-        assert_eq!(Failure::behind(&other), None);
-        assert_eq!(Failure::decode(&failure.encode()), Some(failure));
-        assert_eq!(Failure::decode(&[0, 0, 0, 0, 9]), None);
+        assert_eq!(RankFailure::find_in(&deep), Some(&failure));
+        let other = candle_core::Error::from(Error::Call { op: "barrier", why: "continue".to_owned() });
+        assert_eq!(RankFailure::find_in(&other), None);
+        assert_eq!(RankFailure::decode(&failure.encode()), Some(failure));
+        assert_eq!(RankFailure::decode(&[0, 0, 0, 0, 9]), None);
     }
 }

@@ -1,6 +1,7 @@
-//! The first failure of a world, on which all its ranks agree.
+//! Agreement of all ranks on the first failure of their world.
 //!
-//! A rank that fails asks an arbiter whose failure came first: the store, or rank 0. Without an answer it keeps its own.
+//! A rank that fails reports to an arbiter, the store or rank 0, which returns the first failure. Without an answer the rank
+//! keeps its own failure.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -10,25 +11,25 @@ use crate::liveness::deadline;
 use crate::store::Client;
 use crate::sync::{ignore_poison, lock};
 use crate::transport::TransportError;
-use crate::{Failure, Result};
+use crate::{RankFailure, Result};
 
-/// The longest wait for an arbiter.
+/// Timeout of a report to the arbiter.
 pub(crate) const ARBITRATE_WITHIN: Duration = Duration::from_secs(2);
 
-/// The key of a world's first failure.
+/// Store key of the first failure.
 pub(crate) const FAILURE: &str = "failure";
 
-/// A rank's knowledge of the world's first failure, beside a state of which its threads wait for changes.
+/// Monitor of the world's first failure and of a state. Threads wait for changes of either.
 #[derive(Default)]
 pub(crate) struct FailureMonitor<S> {
     monitored: Mutex<Monitored<S>>,
     changed: Condvar,
 }
 
-/// The state that a [`FailureMonitor`] guards.
+/// State that a [`FailureMonitor`] guards.
 #[derive(Default)]
 pub(crate) struct Monitored<S> {
-    failure: Option<Failure>,
+    failure: Option<RankFailure>,
     state: S,
 }
 
@@ -38,23 +39,24 @@ impl<S> FailureMonitor<S> {
     }
 
     /// Returns the world's first failure, if there was one.
-    pub(crate) fn failure(&self) -> Option<Failure> {
+    pub(crate) fn failure(&self) -> Option<RankFailure> {
         self.lock().failure.clone()
     }
 
-    /// Waits for the world's first failure, for as long as `within`.
-    pub(crate) fn await_failure(&self, within: Duration) -> Option<Failure> {
+    /// Waits up to `within` for the world's first failure.
+    pub(crate) fn await_failure(&self, within: Duration) -> Option<RankFailure> {
         self.wait_until(deadline(within), |_| false).failure.clone()
     }
 
-    /// Ends the world with `failure`, or with the earlier one that `arbitrate` returns. If the world had not ended on this
-    /// rank, `announce` gets the first failure. Returns the first failure.
+    /// Aborts the world with `failure`, or with the earlier one that `arbitrate` returns. Returns the first failure.
+    ///
+    /// Calls `announce` with the first failure if it is new to this rank.
     pub(crate) fn fail(
         &self,
-        failure: Failure,
-        arbitrate: impl FnOnce(&Failure) -> Option<Failure>,
-        announce: impl FnOnce(&Failure),
-    ) -> Failure {
+        failure: RankFailure,
+        arbitrate: impl FnOnce(&RankFailure) -> Option<RankFailure>,
+        announce: impl FnOnce(&RankFailure),
+    ) -> RankFailure {
         if let Some(first) = self.failure() {
             return first;
         }
@@ -62,9 +64,10 @@ impl<S> FailureMonitor<S> {
         self.adopt(arbitrate(&failure).unwrap_or(failure), announce)
     }
 
-    /// Takes over a failure on which ranks have agreed, unless there was one before. A new one is given to `announce`.
-    /// Returns the first failure.
-    pub(crate) fn adopt(&self, failure: Failure, announce: impl FnOnce(&Failure)) -> Failure {
+    /// Records a failure on which ranks have agreed, unless the world has failed before. Returns the first failure.
+    ///
+    /// Calls `announce` with the first failure if it is new to this rank.
+    pub(crate) fn adopt(&self, failure: RankFailure, announce: impl FnOnce(&RankFailure)) -> RankFailure {
         let mut monitored = self.lock();
         let is_new = monitored.failure.is_none();
         let first = monitored.failure.get_or_insert(failure).clone();
@@ -76,14 +79,16 @@ impl<S> FailureMonitor<S> {
         first
     }
 
-    /// Waits until `done` holds or the world has ended, no longer than the deadline.
+    /// Waits until `done` returns true, the world has failed, or the deadline has passed.
     pub(crate) fn wait_until(&self, deadline: Instant, done: impl Fn(&S) -> bool) -> MutexGuard<'_, Monitored<S>> {
         let left = deadline.saturating_duration_since(Instant::now());
         let waits = |monitored: &mut Monitored<S>| monitored.failure.is_none() && !done(&monitored.state);
         ignore_poison(self.changed.wait_timeout_while(self.lock(), left, waits)).0
     }
 
-    /// Waits until `take` returns a value; `None` is the end of time. Fails if the world has ended without one.
+    /// Waits until `is_there` returns true and returns the value of `take`, or `None` at the deadline.
+    ///
+    /// Fails if the world has failed and `take` returns nothing.
     pub(crate) fn wait_for<T>(
         &self,
         deadline: Instant,
@@ -101,14 +106,14 @@ impl<S> FailureMonitor<S> {
         lock(&self.monitored)
     }
 
-    /// Wakes the threads that wait for a change of the state.
+    /// Wakes the threads that wait for a change.
     pub(crate) fn notify(&self) {
         self.changed.notify_all();
     }
 }
 
 impl<S> Monitored<S> {
-    pub(crate) fn failure(&self) -> Option<&Failure> {
+    pub(crate) fn failure(&self) -> Option<&RankFailure> {
         self.failure.as_ref()
     }
 }
@@ -127,22 +132,22 @@ impl<S> DerefMut for Monitored<S> {
     }
 }
 
-/// A store that knows which failure was reported first.
+/// Store that keeps the first reported failure.
 pub(crate) struct StoreArbiter(Client);
 
 impl StoreArbiter {
-    /// Opens a connection of its own to the store.
+    /// Opens a dedicated connection to the store.
     pub(crate) fn connect(store: &Client) -> Result<Self> {
         Ok(Self(store.reconnect_within(ARBITRATE_WITHIN)?))
     }
 
-    /// Reports a failure and returns the first; `None` if the store does not answer.
-    pub(crate) fn first(&self, failure: &Failure) -> Option<Failure> {
+    /// Reports a failure and returns the first one, or `None` if the store does not answer.
+    pub(crate) fn first(&self, failure: &RankFailure) -> Option<RankFailure> {
         let first = self.0.compare_set(FAILURE, &[], &failure.encode()).ok()?;
-        Failure::decode(&first)
+        RankFailure::decode(&first)
     }
 
-    /// Returns its connection to the store.
+    /// Returns the connection to the store.
     #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn store(&self) -> &Client {
         &self.0

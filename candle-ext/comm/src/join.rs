@@ -1,125 +1,127 @@
-//! How a process gets into the world that it was started for, and what connects it there.
+//! Selection of the backend, and initialization of a rank's process group.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use candle_core::Device;
 
-use crate::place::{Master, Place, Source};
+use crate::rank_env::{Launcher, Master, RankEnv};
 use crate::store::{Client, Server};
 use crate::{Error, Options, Result, Staged, World};
 
-/// What connects the ranks of a world.
+/// Communication backend of a world.
 #[derive(Clone, Debug)]
-pub enum Engine {
-    /// Tensors of the CPU travel.
-    Host(Host),
-    /// Tensors of this GPU travel, by NCCL: one rank a GPU. Those of the CPU go over it.
+pub enum CommBackend {
+    /// Sends CPU tensors.
+    Host(HostBackend),
+    /// Sends tensors of this GPU over NCCL, one rank per GPU. CPU tensors are copied through the GPU.
     Nccl(Device),
-    /// Tensors of this device travel through the host: several ranks may have one GPU. See [`Staged`].
-    Staged(Host, Device),
+    /// Sends tensors of this device through host memory. Several ranks may share one GPU. See [`Staged`].
+    Staged(HostBackend, Device),
 }
 
-/// What connects ranks that compute on the CPU.
+/// Communication backend of CPU tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Host {
-    /// Processes of one machine, with nothing installed.
+pub enum HostBackend {
+    /// Unix sockets between the processes of one node.
     Local,
-    /// Whatever an installed MPI reaches. Only in builds with the feature `mpi`.
+    /// Installed MPI. Requires a build with the feature `mpi`.
     Mpi,
 }
 
-impl Host {
-    /// Whether this build has what connects ranks by MPI.
+impl HostBackend {
+    /// True if this build has the feature `mpi`.
     pub const HAS_MPI: bool = cfg!(feature = "mpi");
 
-    /// Returns what reaches all ranks of `place`: MPI if it or Slurm has started them on several machines. The nodes of a launcher
-    /// may be one machine; if not, `Local` says so.
-    pub fn of(place: &Place) -> Self {
-        match place.source {
-            Source::OpenMpi | Source::Pmi | Source::Slurm if Self::HAS_MPI && !place.is_one_machine() => Self::Mpi,
+    /// Returns the backend that connects all ranks of `env`: MPI if `mpirun` or `srun` started them on several nodes.
+    ///
+    /// The agents of torchrun may share one node, so its ranks use `Local`, which fails if they do not.
+    pub fn of(env: &RankEnv) -> Self {
+        match env.launcher {
+            Launcher::OpenMpi | Launcher::Pmi | Launcher::Slurm if Self::HAS_MPI && !env.is_single_node() => Self::Mpi,
             _ => Self::Local,
         }
     }
 }
 
-impl Engine {
-    /// Whether this build has what connects GPUs.
+impl CommBackend {
+    /// True if this build has the feature `cuda`.
     pub const HAS_NCCL: bool = cfg!(feature = "cuda");
 }
 
 impl World {
-    /// Joins the world of `place` by `engine`, which is the same on all ranks. But for MPI they meet in a store; rank 0 hosts
-    /// it, unless the launcher does.
-    pub fn join(place: &Place, engine: &Engine, options: Options) -> Result<Self> {
-        match (engine, place.world_size) {
+    /// Joins the world as the rank in `env`. All ranks pass the same `backend`.
+    ///
+    /// The ranks rendezvous in a store, which rank 0 hosts unless the launcher's agent does. MPI needs no store.
+    pub fn join(env: &RankEnv, backend: &CommBackend, options: Options) -> Result<Self> {
+        match (backend, env.world_size) {
             (_, 1) => Ok(Self::solo()),
-            (Engine::Host(host), _) => join_on_host(place, *host, options),
-            (Engine::Nccl(device), _) => join_nccl(place, device, options),
-            (Engine::Staged(host, device), _) => {
-                Ok(join_on_host(place, *host, options)?.over(|group| Arc::new(Staged::new(group, device))))
+            (CommBackend::Host(host), _) => join_on_host(env, *host, options),
+            (CommBackend::Nccl(device), _) => join_nccl(env, device, options),
+            (CommBackend::Staged(host, device), _) => {
+                Ok(join_on_host(env, *host, options)?.wrap_group(|group| Arc::new(Staged::new(group, device))))
             }
         }
     }
 }
 
-fn join_on_host(place: &Place, host: Host, options: Options) -> Result<World> {
+fn join_on_host(env: &RankEnv, host: HostBackend, options: Options) -> Result<World> {
     match host {
-        Host::Local => join_local(place, options),
-        Host::Mpi => join_mpi(place, options),
+        HostBackend::Local => join_local(env, options),
+        HostBackend::Mpi => join_mpi(env, options),
     }
 }
 
-/// How long the store outlives a failure of its rank to join: others find there why they cannot.
-const LINGER: Duration = Duration::from_secs(1);
+/// Lifetime of the store after its rank has failed to join. The other ranks read the reason from it.
+const STORE_GRACE_PERIOD: Duration = Duration::from_secs(1);
 
-/// The store where the ranks meet, and this rank's end of it.
-fn meet(place: &Place, options: Options) -> Result<(Client, Option<Server>)> {
-    let master = place.master.as_ref().map_err(|error| refuse(place, error.to_string()))?;
+/// Connects to the rendezvous store, and hosts it on rank 0 unless the launcher's agent does.
+fn connect_to_store(env: &RankEnv, options: Options) -> Result<(Client, Option<Server>)> {
+    let master = env.master.as_ref().map_err(|error| join_error(env, error.to_string()))?;
     let Master { addr, port, agent_hosts_store } = master;
-    let host = (place.rank == 0 && !agent_hosts_store).then(|| Server::bind_any(*port)).transpose()?;
+    let host = (env.rank == 0 && !agent_hosts_store).then(|| Server::bind_any(*port)).transpose()?;
     let store = Client::connect(addr, *port, options.timeout)?;
-    Ok((store.with_prefix(&format!("candlewick/{}", place.restart)), host))
+    Ok((store.with_prefix(&format!("candlewick/{}", env.restart)), host))
 }
 
-fn refuse(place: &Place, why: String) -> Error {
-    Error::Join { rank: place.rank, size: place.world_size, why }
+fn join_error(env: &RankEnv, why: String) -> Error {
+    Error::Join { rank: env.rank, size: env.world_size, why }
 }
 
 #[cfg(target_os = "linux")]
-fn join_local(place: &Place, options: Options) -> Result<World> {
-    let (store, host) = meet(place, options)?;
-    let joined = crate::local::join(&store, place.rank, place.world_size, options);
+fn join_local(env: &RankEnv, options: Options) -> Result<World> {
+    let (store, host) = connect_to_store(env, options)?;
+    let joined = crate::local::join(&store, env.rank, env.world_size, options);
     if joined.is_err() && host.is_some() {
-        std::thread::sleep(LINGER);
+        std::thread::sleep(STORE_GRACE_PERIOD);
     }
     Ok(joined?.with_host(host))
 }
 
 #[cfg(not(target_os = "linux"))]
-fn join_local(place: &Place, _options: Options) -> Result<World> {
-    Err(refuse(place, "processes of one machine are connected on Linux only".to_owned()))
+fn join_local(env: &RankEnv, _options: Options) -> Result<World> {
+    Err(join_error(env, "the backend `local` is available on Linux only; use `mpi`".to_owned()))
 }
 
 #[cfg(feature = "mpi")]
-fn join_mpi(place: &Place, options: Options) -> Result<World> {
-    crate::mpi::join(place.rank, place.world_size, options)
+fn join_mpi(env: &RankEnv, options: Options) -> Result<World> {
+    crate::mpi::join(env.rank, env.world_size, options)
 }
 
 #[cfg(not(feature = "mpi"))]
-fn join_mpi(place: &Place, _options: Options) -> Result<World> {
-    Err(refuse(place, "this program was built without the feature `mpi`".to_owned()))
+fn join_mpi(env: &RankEnv, _options: Options) -> Result<World> {
+    Err(join_error(env, "this build lacks MPI; rebuild with the feature `mpi`".to_owned()))
 }
 
 #[cfg(feature = "cuda")]
-fn join_nccl(place: &Place, device: &Device, options: Options) -> Result<World> {
-    let (store, host) = meet(place, options)?;
-    crate::nccl::join(&store, place.rank, place.world_size, device, host, options)
+fn join_nccl(env: &RankEnv, device: &Device, options: Options) -> Result<World> {
+    let (store, host) = connect_to_store(env, options)?;
+    crate::nccl::join(&store, env.rank, env.world_size, device, host, options)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn join_nccl(place: &Place, _device: &Device, _options: Options) -> Result<World> {
-    Err(refuse(place, "this program was built without the feature `cuda`".to_owned()))
+fn join_nccl(env: &RankEnv, _device: &Device, _options: Options) -> Result<World> {
+    Err(join_error(env, "this build lacks NCCL; rebuild with the feature `cuda`".to_owned()))
 }
 
 #[cfg(test)]
@@ -131,42 +133,46 @@ mod tests {
     use crate::{Reduce, exchange_bytes};
     use candle_core::Tensor;
 
-    /// Joins three ranks by way of a launcher's store.
+    /// Joins three ranks through a launcher's store.
     #[cfg(target_os = "linux")]
     #[track_caller]
-    fn check(engine: &Engine) {
-        let server = Server::bind("127.0.0.1:0").expect("there is a port");
+    fn check(backend: &CommBackend) {
+        let server = Server::bind("127.0.0.1:0").expect("a port is free");
         let master = Master { addr: "127.0.0.1".to_owned(), port: server.port(), agent_hosts_store: true };
         let join = |rank| {
-            let place =
-                Place { rank, world_size: 3, local_world_size: 3, master: Ok(master.clone()), ..Place::alone() };
-            let engine = engine.clone();
+            let env =
+                RankEnv { rank, world_size: 3, local_world_size: 3, master: Ok(master.clone()), ..RankEnv::single() };
+            let backend = backend.clone();
             thread::spawn(move || {
                 let options = Options { timeout: Duration::from_secs(60), record: false };
-                let world = World::join(&place, &engine, options)?;
+                let world = World::join(&env, &backend, options)?;
                 let sum = world.group().all_reduce(&Tensor::new(rank as f32, &Device::Cpu)?, Reduce::Sum)?;
-                let told = exchange_bytes(&*world.group(), &vec![rank as u8; rank])?;
-                Ok::<_, Error>((sum.to_scalar::<f32>()?, told))
+                let gathered = exchange_bytes(&*world.group(), &vec![rank as u8; rank])?;
+                Ok::<_, Error>((sum.to_scalar::<f32>()?, gathered))
             })
         };
         let ranks: Vec<_> = (0..3).map(join).collect();
         for rank in ranks {
-            let (sum, told) = rank.join().expect("the rank did not panic").expect("it joins");
-            assert_eq!((sum, told), (3.0, vec![vec![], vec![1], vec![2, 2]]));
+            let (sum, gathered) = rank.join().expect("the rank did not panic").expect("it joins");
+            assert_eq!((sum, gathered), (3.0, vec![vec![], vec![1], vec![2, 2]]));
         }
     }
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn ranks_find_each_other_through_the_launchers_store() {
-        check(&Engine::Host(Host::Local));
-        check(&Engine::Staged(Host::Local, Device::Cpu));
+    fn ranks_rendezvous_in_the_launchers_store() {
+        check(&CommBackend::Host(HostBackend::Local));
+        check(&CommBackend::Staged(HostBackend::Local, Device::Cpu));
     }
 
     #[test]
-    fn one_rank_asks_nobody() -> Result<()> {
-        for engine in [Engine::Host(Host::Local), Engine::Host(Host::Mpi), Engine::Staged(Host::Local, Device::Cpu)] {
-            let world = World::join(&Place::alone(), &engine, Options::default())?;
+    fn one_rank_needs_no_store() -> Result<()> {
+        for backend in [
+            CommBackend::Host(HostBackend::Local),
+            CommBackend::Host(HostBackend::Mpi),
+            CommBackend::Staged(HostBackend::Local, Device::Cpu),
+        ] {
+            let world = World::join(&RankEnv::single(), &backend, Options::default())?;
             assert_eq!((world.rank(), world.size()), (0, 1));
             assert_eq!(exchange_bytes(&*world.group(), b"mine")?, [b"mine"]);
         }
@@ -174,14 +180,19 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_built_in_says_so() {
-        let place = Place { world_size: 2, ..Place::alone() };
-        let said = |engine| World::join(&place, &engine, Options::default()).err().map(|error| error.to_string());
-        if !Host::HAS_MPI {
-            assert!(said(Engine::Host(Host::Mpi)).is_some_and(|said| said.ends_with("without the feature `mpi`")));
+    fn a_backend_without_its_feature_names_the_feature() {
+        let env = RankEnv { world_size: 2, ..RankEnv::single() };
+        let message = |backend| World::join(&env, &backend, Options::default()).err().map(|error| error.to_string());
+        if !HostBackend::HAS_MPI {
+            assert!(
+                message(CommBackend::Host(HostBackend::Mpi))
+                    .is_some_and(|text| text.ends_with("with the feature `mpi`"))
+            );
         }
-        if !Engine::HAS_NCCL {
-            assert!(said(Engine::Nccl(Device::Cpu)).is_some_and(|said| said.ends_with("without the feature `cuda`")));
+        if !CommBackend::HAS_NCCL {
+            assert!(
+                message(CommBackend::Nccl(Device::Cpu)).is_some_and(|text| text.ends_with("with the feature `cuda`"))
+            );
         }
     }
 }

@@ -1,15 +1,15 @@
-//! Process groups: collectives between ranks. Moves bytes and reduces them; computes nothing else.
+//! Process groups: collective communication between ranks.
 //!
-//! A [`Collective`] is one rank's end of a group. [`Solo`] is the group of one, so that no caller compares a degree with 1.
-//! A [`World`] holds the group of all ranks. [`Engine`] chooses its backend:
+//! A [`Collective`] is one rank's handle of a process group. [`Solo`] is the group of one rank, so that no caller compares a
+//! degree with 1. A [`World`] holds the group of all ranks. [`CommBackend`] selects its backend:
 //!
-//! * [`threads`]: ranks of one process;
-//! * `local`: processes of one machine, which rendezvous in a [`store`];
-//! * `mpi` (a feature): ranks that an installed MPI reaches;
-//! * `nccl` (the feature `cuda`): ranks with a GPU each;
-//! * [`Staged`]: tensors of a GPU that travel through the host.
+//! * [`threads`]: ranks are threads of one process;
+//! * `local`: ranks are processes of one node, which rendezvous in a [`store`];
+//! * `mpi` (feature `mpi`): ranks are connected by an installed MPI;
+//! * `nccl` (feature `cuda`): each rank has its own GPU;
+//! * [`Staged`]: GPU tensors are copied through host memory.
 //!
-//! A [`mesh`] says which ranks make which groups, and [`place`] which rank a process is.
+//! [`mesh`] divides the ranks into groups. [`rank_env`] reads a process's rank from its launcher's environment variables.
 
 mod arguments;
 mod call;
@@ -23,17 +23,17 @@ mod join;
 mod liveness;
 #[cfg(target_os = "linux")]
 pub mod local;
-mod machine;
 pub mod mesh;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 #[cfg(feature = "cuda")]
 pub mod nccl;
+mod node;
 mod panic;
 #[cfg(any(target_os = "linux", feature = "mpi", feature = "cuda"))]
 mod peer;
 mod pending;
-pub mod place;
+pub mod rank_env;
 mod recv;
 #[cfg(any(target_os = "linux", feature = "cuda"))]
 mod rendezvous;
@@ -48,16 +48,16 @@ mod transport;
 mod watchdog;
 mod world;
 
-// The cases that every engine must pass name this crate as users do.
+// The cases that every backend must pass import this crate by its public name.
 #[cfg(test)]
 extern crate self as candlewick_comm;
 
 pub use call::{Call, Op, Reduce};
 pub use collective::{Collective, exchange_bytes, sum};
-pub use error::{Cause, Error, Failure, Result};
-pub use join::{Engine, Host};
+pub use error::{Cause, Error, RankFailure, Result};
+pub use join::{CommBackend, HostBackend};
 pub use liveness::{KeepAlive, KeepAliveGuard};
-pub use machine::is_first_of_machine;
+pub use node::is_first_on_node;
 pub use pending::Pending;
 pub use recv::Recv;
 pub use solo::Solo;

@@ -1,48 +1,48 @@
-//! Which part of the work each rank has: pure arithmetic on rank numbers, and the groups that follow from it.
+//! Device mesh: coordinates of the ranks on the parallelism axes, and the process groups along them.
 //!
-//! Ranks are numbered with the last axis fastest, in the order pp, dp_replicate, dp_shard, cp, sp, tp: what talks most lies
-//! closest, tensor parallel ranks on one machine. Experts fold the ranks of one pipeline stage anew, in the order edp, ep,
-//! etp: an expert parallel group runs through data, context and tensor ranks.
+//! The last axis varies fastest, in the order pp, dp_replicate, dp_shard, cp, sp, tp. Axes with the most communication have
+//! neighbouring ranks, so that tensor parallel ranks share a node. Experts use another layout of one pipeline stage's ranks,
+//! in the order edp, ep, etp (parallel folding): an expert parallel group spans data, context and tensor ranks.
 
 use std::fmt;
 use std::sync::Arc;
 
 use crate::{Collective, Result};
 
-/// A way in which ranks share the work.
+/// Axis of parallelism.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Axis {
-    /// Pipeline: a rank has some of the blocks.
+    /// Pipeline parallel: each rank has some of the blocks.
     Pp,
-    /// Data parallel, everything kept by each rank.
+    /// Data parallel with replicated parameters.
     DpReplicate,
-    /// Data parallel, optimizer state, gradients or weights kept in shards.
+    /// Data parallel with sharded optimizer states, gradients or parameters.
     DpShard,
-    /// Context: a rank has a part of each sequence, keys and values go around (ring attention).
+    /// Context parallel: each rank has a part of each sequence, and keys and values circulate (ring attention).
     Cp,
-    /// Sequence: a rank has a part of each sequence, and some heads of all of it in attention (Ulysses).
+    /// Ulysses sequence parallel: each rank has a part of each sequence, and in attention some heads of the whole sequence.
     Sp,
-    /// Tensor: a rank has a part of each matrix.
+    /// Tensor parallel: each rank has a shard of each matrix.
     Tp,
-    /// Expert data parallel: ranks that have the same experts. Its degree follows from the others.
+    /// Expert data parallel: ranks with the same experts. Its degree follows from the others.
     Edp,
-    /// Expert: a rank has some of the experts.
+    /// Expert parallel: each rank has some of the experts.
     Ep,
-    /// Expert tensor: a rank has a part of each expert's matrices.
+    /// Expert tensor parallel: each rank has a shard of each expert's matrices.
     Etp,
 }
 
 impl Axis {
-    /// The axes of all that is no expert, slowest first.
+    /// Axes of the dense parameters, slowest first.
     pub const DENSE: [Self; 6] = [Self::Pp, Self::DpReplicate, Self::DpShard, Self::Cp, Self::Sp, Self::Tp];
-    /// The axes of the experts, slowest first.
+    /// Axes of the experts, slowest first.
     pub const EXPERT: [Self; 4] = [Self::Pp, Self::Edp, Self::Ep, Self::Etp];
 
-    /// The axes whose degrees are given; the other follows.
+    /// Axes with a configured degree. The degree of `Edp` follows from them.
     const GIVEN: [Self; 8] =
         [Self::Pp, Self::DpReplicate, Self::DpShard, Self::Cp, Self::Sp, Self::Tp, Self::Ep, Self::Etp];
 
-    /// Returns the name that recipes and messages have for it.
+    /// Returns the axis's name in recipes and messages.
     pub fn name(self) -> &'static str {
         match self {
             Self::Pp => "pp",
@@ -58,24 +58,24 @@ impl Axis {
     }
 }
 
-/// How many ranks share the work along each axis.
+/// Degree of parallelism along each axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Degrees {
-    /// Pipeline stages.
+    /// Number of pipeline stages.
     pub pp: usize,
-    /// Copies of everything.
+    /// Number of replicas.
     pub dp_replicate: usize,
-    /// Shards of what data parallel ranks have in common.
+    /// Number of data parallel shards.
     pub dp_shard: usize,
-    /// Parts of a sequence in ring attention.
+    /// Number of parts of a sequence in ring attention.
     pub cp: usize,
-    /// Parts of a sequence in Ulysses attention.
+    /// Number of parts of a sequence in Ulysses attention.
     pub sp: usize,
-    /// Parts of a matrix.
+    /// Number of shards of a matrix.
     pub tp: usize,
-    /// Parts of the set of experts.
+    /// Number of ranks among which the experts are divided.
     pub ep: usize,
-    /// Parts of an expert's matrix.
+    /// Number of shards of an expert's matrix.
     pub etp: usize,
 }
 
@@ -106,48 +106,48 @@ impl Degrees {
         }
     }
 
-    /// Ranks of one pipeline stage.
+    /// Returns the number of ranks of one pipeline stage.
     fn n_stage(&self) -> usize {
         self.dp_replicate * self.dp_shard * self.cp * self.sp * self.tp
     }
 }
 
-/// Degrees that make no mesh of a world.
+/// Error of degrees that do not match the world.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MeshError {
     /// A degree is zero.
     #[error("{0}: expected a degree of at least 1, found 0")]
     Zero(&'static str),
-    /// The degrees are of another number of ranks.
-    #[error("{degrees} makes {wanted} ranks, and there are {n_ranks}")]
+    /// The degrees need another number of ranks.
+    #[error("{degrees} needs {wanted} ranks, and the world has {n_ranks}")]
     WorldSize {
-        /// What was asked for.
+        /// Configured degrees.
         degrees: Degrees,
-        /// How many ranks that takes.
+        /// Number of ranks that they need.
         wanted: usize,
-        /// How many there are.
+        /// World size.
         n_ranks: usize,
     },
-    /// The experts do not fold.
+    /// The expert axes do not divide the ranks of a pipeline stage.
     #[error("ep {ep} x etp {etp} does not divide the {n_stage} ranks of a pipeline stage")]
     Experts {
-        /// The degree of expert parallelism.
+        /// Degree of expert parallelism.
         ep: usize,
-        /// The degree of tensor parallelism in experts.
+        /// Degree of expert tensor parallelism.
         etp: usize,
-        /// The ranks of one pipeline stage.
+        /// Number of ranks of one pipeline stage.
         n_stage: usize,
     },
 }
 
-/// The ranks of a world on their axes.
+/// Device mesh of a world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mesh {
     degrees: Degrees,
 }
 
 impl Mesh {
-    /// Lays `n_ranks` ranks out, all of them.
+    /// Creates a mesh of exactly `n_ranks` ranks.
     pub fn new(degrees: Degrees, n_ranks: usize) -> Result<Self, MeshError> {
         if let Some(axis) = Axis::GIVEN.into_iter().find(|axis| degrees.of(*axis) == 0) {
             return Err(MeshError::Zero(axis.name()));
@@ -168,24 +168,25 @@ impl Mesh {
         &self.degrees
     }
 
-    /// Returns the place of `rank` along `axis`.
-    pub fn place(&self, rank: usize, axis: Axis) -> usize {
+    /// Returns the coordinate of `rank` along `axis`.
+    pub fn coordinate(&self, rank: usize, axis: Axis) -> usize {
         rank / self.stride(axis) % self.degrees.of(axis)
     }
 
-    /// Returns the ranks that differ along these axes only, a list for each group, each in the order of the ranks.
+    /// Returns the groups of ranks that differ along `axes` only: one list per group, in rank order.
     ///
     /// # Panics
     ///
-    /// If an axis of the experts comes with one that is none of theirs: no group is made of both.
+    /// If `axes` mixes dense and expert axes.
     pub fn lists(&self, axes: &[Axis]) -> Vec<Vec<usize>> {
         let all: &[Axis] = match axes.iter().all(|axis| Axis::DENSE.contains(axis)) {
             true => &Axis::DENSE,
             false => &Axis::EXPERT,
         };
-        assert!(axes.iter().all(|axis| all.contains(axis)), "{axes:?} are not axes of one kind");
+        assert!(axes.iter().all(|axis| all.contains(axis)), "{axes:?} mix dense and expert axes");
         let others: Vec<Axis> = all.iter().copied().filter(|axis| !axes.contains(axis)).collect();
-        let of = |rank: usize| others.iter().fold(0, |at, axis| at * self.degrees.of(*axis) + self.place(rank, *axis));
+        let of =
+            |rank: usize| others.iter().fold(0, |at, axis| at * self.degrees.of(*axis) + self.coordinate(rank, *axis));
         let n_lists = others.iter().map(|axis| self.degrees.of(*axis)).product();
         let mut lists = vec![Vec::new(); n_lists];
         for rank in 0..self.degrees.n_ranks() {
@@ -194,14 +195,15 @@ impl Mesh {
         lists
     }
 
-    /// Makes the group of the ranks that differ from this one along these axes only. `world` is the group of all ranks; all
-    /// of them ask for the same groups in the same order.
+    /// Creates this rank's process group along `axes`. `world` is the group of all ranks.
+    ///
+    /// Collective: all ranks create the same groups in the same order.
     pub fn group(&self, world: &dyn Collective, axes: &[Axis]) -> Result<Arc<dyn Collective>> {
         let name: Vec<&str> = axes.iter().map(|axis| axis.name()).collect();
         world.split(&name.join("-"), &self.lists(axes))
     }
 
-    /// The distance of neighbours along an axis.
+    /// Returns the rank distance between neighbours along an axis.
     fn stride(&self, axis: Axis) -> usize {
         let all: &[Axis] = if Axis::DENSE.contains(&axis) { &Axis::DENSE } else { &Axis::EXPERT };
         all.iter().rev().take_while(|other| **other != axis).map(|other| self.degrees.of(*other)).product()
@@ -209,7 +211,7 @@ impl Mesh {
 }
 
 impl fmt::Display for Degrees {
-    /// The degrees above one: `dp_shard 4 x tp 2`; those of the experts, who are on the same ranks, apart.
+    /// Formats the degrees other than one: `dp_shard 4 x tp 2`. Expert degrees follow separately.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let above = |axes: &[Axis]| {
             let above = axes.iter().filter(|axis| self.of(**axis) != 1);
@@ -221,10 +223,10 @@ impl fmt::Display for Degrees {
     }
 }
 
-/// Ranks that a table shows.
+/// Largest number of ranks in a table.
 const SHOWN: usize = 64;
 
-/// A table: a line for each rank with its place on each axis that has more than one.
+/// Formats a table with one line per rank: its coordinate on each axis with a degree other than one.
 impl fmt::Display for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let axes: Vec<Axis> = Axis::GIVEN.into_iter().filter(|axis| self.degrees.of(*axis) != 1).collect();
@@ -232,7 +234,7 @@ impl fmt::Display for Mesh {
         axes.iter().try_for_each(|axis| write!(f, "  {}", axis.name()))?;
         for rank in 0..self.degrees.n_ranks().min(SHOWN) {
             write!(f, "\n{rank:4}")?;
-            axes.iter().try_for_each(|axis| write!(f, "  {:1$}", self.place(rank, *axis), axis.name().len()))?;
+            axes.iter().try_for_each(|axis| write!(f, "  {:1$}", self.coordinate(rank, *axis), axis.name().len()))?;
         }
         match self.degrees.n_ranks().saturating_sub(SHOWN) {
             0 => Ok(()),
@@ -249,7 +251,7 @@ mod tests {
     use super::*;
     use crate::{Options, Reduce, threads};
 
-    /// Every mesh of up to 3 along each dense axis, at most 24 ranks, with all experts that fold.
+    /// Returns every mesh of up to 24 ranks with dense degrees up to 3 and all valid expert degrees.
     fn meshes() -> Vec<Mesh> {
         let mut found = Vec::new();
         for at in 0..3usize.pow(6) * 16 {
@@ -273,15 +275,16 @@ mod tests {
     }
 
     #[test]
-    fn places_tell_ranks_apart_and_stay_in_their_degrees() {
+    fn coordinates_are_unique_and_less_than_their_degrees() {
         for mesh in meshes() {
             for axes in [&Axis::DENSE[..], &Axis::EXPERT] {
-                let places: HashSet<Vec<usize>> = (0..mesh.degrees.n_ranks())
-                    .map(|rank| axes.iter().map(|axis| mesh.place(rank, *axis)).collect())
+                let coordinates: HashSet<Vec<usize>> = (0..mesh.degrees.n_ranks())
+                    .map(|rank| axes.iter().map(|axis| mesh.coordinate(rank, *axis)).collect())
                     .collect();
-                assert_eq!(places.len(), mesh.degrees.n_ranks(), "{mesh:?}");
-                let in_degree = |places: &Vec<usize>| places.iter().zip(axes).all(|(at, a)| *at < mesh.degrees.of(*a));
-                assert!(places.iter().all(in_degree), "{mesh:?}");
+                assert_eq!(coordinates.len(), mesh.degrees.n_ranks(), "{mesh:?}");
+                let in_degree =
+                    |coordinates: &Vec<usize>| coordinates.iter().zip(axes).all(|(at, a)| *at < mesh.degrees.of(*a));
+                assert!(coordinates.iter().all(in_degree), "{mesh:?}");
             }
         }
     }
@@ -309,14 +312,16 @@ mod tests {
                     let dense = axes.iter().all(|axis| Axis::DENSE.contains(axis));
                     let others = if dense { &Axis::DENSE[..] } else { &Axis::EXPERT };
                     for axis in others.iter().filter(|axis| !axes.contains(axis)) {
-                        assert!(list.iter().all(|rank| mesh.place(*rank, *axis) == mesh.place(list[0], *axis)));
+                        assert!(
+                            list.iter().all(|rank| mesh.coordinate(*rank, *axis) == mesh.coordinate(list[0], *axis))
+                        );
                     }
                 }
             }
         }
     }
 
-    /// As Megatron-LM numbers them: tensor ranks are neighbours, pipeline stages farthest apart.
+    /// Megatron-LM's order: tensor parallel ranks are neighbours, and pipeline stages are farthest apart.
     #[test]
     fn the_order_of_the_ranks_is_the_documented_one() {
         let mesh = Mesh::new(Degrees { pp: 2, dp_shard: 2, tp: 2, ep: 4, ..Degrees::default() }, 8).unwrap();
@@ -328,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mesh_is_shown_as_a_table_of_places() {
+    fn a_mesh_is_formatted_as_a_table_of_coordinates() {
         let mesh = Mesh::new(Degrees { pp: 2, tp: 2, ..Degrees::default() }, 4).unwrap();
         assert_eq!(mesh.to_string(), "rank  pp  tp\n   0   0   0\n   1   0   1\n   2   1   0\n   3   1   1");
         let experts = Mesh::new(Degrees { dp_shard: 2, tp: 2, ep: 2, etp: 2, ..Degrees::default() }, 4).unwrap();
@@ -341,19 +346,19 @@ mod tests {
     }
 
     #[test]
-    fn degrees_that_make_no_mesh_are_refused_with_the_numbers() {
+    fn invalid_degrees_are_rejected_with_the_numbers() {
         let refused = |degrees: Degrees, n_ranks| Mesh::new(degrees, n_ranks).unwrap_err().to_string();
         let two = Degrees { dp_shard: 2, tp: 2, ..Degrees::default() };
-        assert_eq!(refused(two, 8), "dp_shard 2 x tp 2 makes 4 ranks, and there are 8");
-        assert_eq!(refused(Degrees::default(), 2), "one rank makes 1 ranks, and there are 2");
+        assert_eq!(refused(two, 8), "dp_shard 2 x tp 2 needs 4 ranks, and the world has 8");
+        assert_eq!(refused(Degrees::default(), 2), "one rank needs 1 ranks, and the world has 2");
         assert_eq!(refused(Degrees { cp: 0, ..two }, 0), "cp: expected a degree of at least 1, found 0");
         let experts = Degrees { ep: 3, ..two };
         assert_eq!(refused(experts, 4), "ep 3 x etp 1 does not divide the 4 ranks of a pipeline stage");
     }
 
     #[test]
-    #[should_panic(expected = "are not axes of one kind")]
-    fn a_group_of_both_kinds_of_axes_is_refused() {
+    #[should_panic(expected = "mix dense and expert axes")]
+    fn a_group_of_dense_and_expert_axes_panics() {
         Mesh::new(Degrees::default(), 1).unwrap().lists(&[Axis::Tp, Axis::Ep]);
     }
 

@@ -1,4 +1,4 @@
-//! The result of an operation that is still under way.
+//! Result of an asynchronous operation.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,52 +9,54 @@ use candle_core::Tensor;
 use crate::call::span;
 use crate::{Call, Op, Result};
 
-/// An operation that was started. Dropping it lets the operation go on: the other ranks wait for this one's part, and a
-/// failure of it is met by the group's next call.
-#[must_use = "the result is had by waiting"]
+/// Handle of an asynchronous operation, like torch's `Work`.
+///
+/// Dropping it does not cancel the operation, because the other ranks wait for this rank's part. The group's next call returns
+/// its failure, if any.
+#[must_use = "call `wait` to get the result"]
 #[derive(Debug)]
-pub struct Pending<T = Tensor>(State<T>);
+pub struct Pending<T = Tensor>(PendingState<T>);
 
-enum State<T> {
+enum PendingState<T> {
     Ready(T),
     Started(Receiver<Result<T>>, Arc<str>, Op),
     Unfinished(Box<dyn FnOnce() -> Result<T> + Send>),
 }
 
 impl<T> Pending<T> {
-    /// Waits until the operation is finished and returns its result.
+    /// Blocks until the operation has finished and returns its result.
     pub fn wait(self) -> Result<T> {
         match self.0 {
-            State::Ready(value) => Ok(value),
-            State::Started(receiver, group, op) => {
+            PendingState::Ready(value) => Ok(value),
+            PendingState::Started(receiver, group, op) => {
                 let _span = span(&group, op, "wait");
                 receiver.recv().expect("a group's thread answers every call")
             }
-            State::Unfinished(rest) => rest(),
+            PendingState::Unfinished(rest) => rest(),
         }
     }
 
-    /// Makes one whose result is known.
+    /// Creates a finished operation with this result.
     pub(crate) fn ready(value: T) -> Self {
-        Self(State::Ready(value))
+        Self(PendingState::Ready(value))
     }
 
-    /// Makes one of a call and the end to which its result is sent.
+    /// Creates the handle of a call, and the sender of its result.
     pub(crate) fn started(call: &Call) -> (SyncSender<Result<T>>, Self) {
         let (sender, receiver) = sync_channel(1);
-        (sender, Self(State::Started(receiver, Arc::clone(&call.group), call.op)))
+        (sender, Self(PendingState::Started(receiver, Arc::clone(&call.group), call.op)))
     }
 
-    /// Does `rest` with the result, on the thread that waits for it; not at all if nobody does.
+    /// Chains `rest`, which runs on the result in the thread that calls [`wait`](Self::wait).
     pub fn then<U>(self, rest: impl FnOnce(T) -> Result<U> + Send + 'static) -> Pending<U>
     where
         T: Send + 'static,
     {
-        Pending(State::Unfinished(Box::new(move || rest(self.wait()?))))
+        Pending(PendingState::Unfinished(Box::new(move || rest(self.wait()?))))
     }
 }
 
-impl<T> fmt::Debug for State<T> {
+impl<T> fmt::Debug for PendingState<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Ready(_) => "Ready",

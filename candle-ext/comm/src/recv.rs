@@ -1,4 +1,4 @@
-//! The description of a tensor that a rank receives.
+//! Description of a tensor to receive.
 
 use std::fmt;
 
@@ -6,14 +6,14 @@ use candle_core::{DType, Tensor};
 
 use crate::call::tensor;
 
-/// A tensor to receive: its sender, and the dtype and shape that it must have.
+/// Tensor to receive: the sender, and the expected dtype and shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Recv {
-    /// The rank that sends it.
+    /// Rank of the sender.
     pub from: usize,
-    /// Its dtype.
+    /// Expected dtype.
     pub dtype: DType,
-    /// Its shape.
+    /// Expected shape.
     pub shape: Vec<usize>,
 }
 
@@ -23,19 +23,19 @@ impl Recv {
         Self { from, dtype: x.dtype(), shape: x.dims().to_vec() }
     }
 
-    /// Returns whether a tensor of this dtype and shape is the one to receive.
-    pub(crate) fn fits(&self, dtype: Option<DType>, shape: &[usize]) -> bool {
+    /// Returns true if a tensor of this dtype and shape is expected.
+    pub(crate) fn matches(&self, dtype: Option<DType>, shape: &[usize]) -> bool {
         dtype == Some(self.dtype) && shape == self.shape
     }
 
-    /// Says that a rank sends another tensor; `None` is none at all.
-    pub(crate) fn unlike(&self, sent: Option<(DType, &[usize])>, [sender, receiver]: [String; 2]) -> String {
+    /// Returns the message for a sender of another tensor, or of none.
+    pub(crate) fn mismatch(&self, sent: Option<(DType, &[usize])>, [sender, receiver]: [String; 2]) -> String {
         let sent = sent.map_or_else(|| "no tensor".to_owned(), |(dtype, shape)| tensor(dtype, shape));
         format!("{sender} sends {sent}, {receiver} expects {self}")
     }
 }
 
-/// `f32 [3, 4]`
+/// Formats the expected tensor: `f32 [3, 4]`.
 impl fmt::Display for Recv {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&tensor(self.dtype, &self.shape))

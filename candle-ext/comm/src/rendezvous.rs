@@ -1,4 +1,4 @@
-//! The rendezvous of a world's ranks in a store.
+//! Rendezvous of a world's ranks in a store.
 
 use std::time::{Duration, Instant};
 
@@ -7,8 +7,8 @@ use crate::peer::PeerInfo;
 use crate::store::{self, Client};
 use crate::{Error, Result};
 
-/// One rank's part of the rendezvous.
-pub(crate) struct Rendezvous {
+/// Rendezvous of one rank with the others.
+pub(crate) struct PeerRendezvous {
     store: Client,
     rank: usize,
     size: usize,
@@ -16,11 +16,15 @@ pub(crate) struct Rendezvous {
     deadline: Instant,
 }
 
-impl Rendezvous {
-    /// Begins as rank `rank` of `size` in `store`, which has keys for nothing else.
+impl PeerRendezvous {
+    /// Begins the rendezvous as rank `rank` of `size`. `store` has a prefix of its own.
     pub(crate) fn new(store: Client, rank: usize, size: usize, timeout: Duration) -> Result<Self> {
         let rendezvous = Self { store, rank, size, timeout, deadline: deadline(timeout) };
-        if rank >= size { Err(rendezvous.refuse("there is no such rank".to_owned())) } else { Ok(rendezvous) }
+        if rank >= size {
+            Err(rendezvous.join_error("the rank must be less than the world size".to_owned()))
+        } else {
+            Ok(rendezvous)
+        }
     }
 
     pub(crate) fn store(&self) -> &Client {
@@ -37,10 +41,14 @@ impl Rendezvous {
         self.deadline
     }
 
-    /// Publishes this rank and returns all ranks, each of which passes `check`.
-    pub(crate) fn meet(&self, own: &PeerInfo, check: impl Fn(&PeerInfo) -> Result<()>) -> Result<Vec<PeerInfo>> {
+    /// Publishes this rank's description and returns those of all ranks. Fails if `check` fails for one.
+    pub(crate) fn exchange_peers(
+        &self,
+        own: &PeerInfo,
+        check: impl Fn(&PeerInfo) -> Result<()>,
+    ) -> Result<Vec<PeerInfo>> {
         if self.store.add(&format!("{}/claims", self.rank), 1)? > 1 {
-            return Err(self.refuse("another process has joined as this rank".to_owned()));
+            return Err(self.join_error("another process has already joined as this rank; check RANK".to_owned()));
         }
         self.store.set(&key(self.rank), &own.encode())?;
         let checked = |rank| {
@@ -58,7 +66,9 @@ impl Rendezvous {
             Err(error) => return Err(error.into()),
         }
         let peer = PeerInfo::decode(rank, &self.store.get(&key(rank))?);
-        let peer = peer.ok_or_else(|| self.refuse(format!("rank {rank} runs another version of this program")))?;
+        let peer = peer.ok_or_else(|| {
+            self.join_error(format!("rank {rank} runs another version of this program; start all ranks from one build"))
+        })?;
         if peer.size != self.size {
             let (other, other_size) = (rank, peer.size);
             return Err(Error::OtherSize { rank: self.rank, size: self.size, other, other_size });
@@ -76,8 +86,8 @@ impl Rendezvous {
         Ok(Error::Absent { rank: self.rank, size: self.size, absent, timeout: self.timeout })
     }
 
-    /// Returns the error of a rank that cannot join.
-    pub(crate) fn refuse(&self, why: String) -> Error {
+    /// Creates the error of this rank's failure to join.
+    pub(crate) fn join_error(&self, why: String) -> Error {
         Error::Join { rank: self.rank, size: self.size, why }
     }
 }

@@ -1,4 +1,4 @@
-//! The group of one.
+//! Process group of one rank.
 
 use std::sync::Arc;
 
@@ -6,8 +6,9 @@ use candle_core::{Device, Tensor};
 
 use crate::{Collective, Error, Pending, Recv, Reduce, Result, arguments};
 
-/// A group of one rank: everything is already where it should be. A result shares the storage of the tensor it was
-/// called with, and is that tensor itself where that has no gradient.
+/// Process group of one rank. Every operation returns its input.
+///
+/// A result shares the storage of its input, and is the same tensor if the input has no gradient.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Solo;
 
@@ -38,7 +39,7 @@ impl Collective for Solo {
     }
 
     fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
-        arguments::shares(x, 1)?;
+        arguments::shard_rows(x, 1)?;
         Ok(Pending::ready(x.detach()))
     }
 

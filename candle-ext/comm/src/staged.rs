@@ -1,7 +1,7 @@
-//! Tensors of any device over a group that only takes those of the CPU: each goes through the host's memory.
+//! Tensors of any device over a CPU process group, staged through host memory.
 //!
-//! For correctness, not for speed: it lets several ranks share one GPU, which NCCL refuses. What is sent is copied to the
-//! host when an operation is started, which waits for the device; what is received goes up when it is waited for.
+//! Several ranks can share one GPU, which NCCL does not support. Staging is for correctness, not for speed. The start of an
+//! operation synchronizes with the device and copies the input to the host. The wait copies the result back.
 
 use std::sync::Arc;
 
@@ -9,8 +9,9 @@ use candle_core::{Device, Tensor};
 
 use crate::{Collective, Pending, Recv, Reduce, Result};
 
-/// A group that takes tensors of any device. A result lies where the tensor lay that it was called with; what comes from
-/// another rank without one lies on the group's own device.
+/// Process group of tensors of any device, over a CPU process group.
+///
+/// A result is on the device of its input. A received tensor without an input is on the group's own device.
 pub struct Staged {
     group: Arc<dyn Collective>,
     device: Device,
@@ -18,42 +19,42 @@ pub struct Staged {
 }
 
 impl Staged {
-    /// Makes one over `group`, which takes tensors of the CPU.
+    /// Wraps `group`, which supports CPU tensors.
     pub fn new(group: Arc<dyn Collective>, device: &Device) -> Self {
         Self { group, device: device.clone(), route: Arc::new(Copying) }
     }
 
-    /// Brings `x` down and starts `operation` on it; its result goes up to where `x` is.
+    /// Copies `x` to the host and starts `operation` on the copy. The result is copied to the device of `x`.
     fn stage(&self, x: &Tensor, operation: impl FnOnce(&Tensor) -> Result<Pending>) -> Result<Pending> {
         let (route, device) = (Arc::clone(&self.route), x.device().clone());
         Ok(operation(&self.route.down(x)?)?.then(move |y| route.up(y, &device)))
     }
 }
 
-/// Copies a tensor to the host and waits for the copy: the driver may return before it has written pageable memory.
+/// Copies a tensor to the host and synchronizes, because the driver may return before it has written pageable memory.
 pub(crate) fn to_host(x: &Tensor) -> candle_core::Result<Tensor> {
     let here = x.to_device(&Device::Cpu)?;
     x.device().synchronize()?;
     Ok(here)
 }
 
-/// The way between a device and the host.
+/// Copies between a device and the host.
 trait Route: Send + Sync {
     /// Returns a copy of `x` on the host.
     fn down(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Returns a copy of `y`, which is on the host, on `device`.
+    /// Returns a copy of the host tensor `y` on `device`.
     fn up(&self, y: Tensor, device: &Device) -> Result<Tensor>;
 }
 
-/// What candle does. What is on the host already stays there.
+/// Copies by candle. Host tensors are not copied.
 struct Copying;
 
 impl Route for Copying {
     fn down(&self, x: &Tensor) -> Result<Tensor> {
         match x.device() {
             Device::Cpu => Ok(x.detach()),
-            // Of a view, candle would copy the whole buffer that it looks into.
+            // candle copies the whole buffer of a view, so make it contiguous first.
             _ => Ok(to_host(&x.detach().force_contiguous()?)?),
         }
     }
@@ -126,8 +127,8 @@ impl Collective for Staged {
 mod cases;
 
 #[cfg(test)]
-#[path = "../tests/cases/through.rs"]
-mod through;
+#[path = "../tests/cases/mapped.rs"]
+mod mapped;
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -138,16 +139,17 @@ mod tests {
 
     use candle_core::TensorId;
 
-    use super::through::Through;
+    use super::mapped::MappedGroup;
     use super::*;
     use crate::{Options, World, threads};
 
-    /// The way to a device whose tensors are those of the CPU with their elements in the opposite order, so that one that
-    /// was not sent up is found out. It knows those that it has brought down.
+    /// Simulated device: its tensors are CPU tensors with reversed elements, so that a missing copy changes the result.
+    ///
+    /// Records the ids of the tensors that it has copied to the host.
     #[derive(Default)]
     struct Mirror(Mutex<HashSet<TensorId>>);
 
-    /// The elements in the opposite order, in a tensor of its own.
+    /// Returns a tensor with the elements reversed, in a new storage.
     fn mirrored(x: &Tensor) -> Result<Tensor> {
         let flat = x.detach().flatten_all()?;
         let flat = if flat.elem_count() > 1 { flat.flip(&[0])? } else { flat.copy()? };
@@ -166,21 +168,21 @@ mod tests {
         }
     }
 
-    /// Runs every case over tensors of the other device.
+    /// Runs every case with tensors of the simulated device.
     fn check(world: &World) -> Result<u64> {
         let route = Arc::new(Mirror::default());
         let host = Arc::clone(&route);
         let only_staged = move |x: &Tensor| {
-            assert!(host.0.lock().unwrap().contains(&x.id()), "a tensor of the device reached the group of the host");
+            assert!(host.0.lock().unwrap().contains(&x.id()), "a device tensor reached the CPU group");
             Ok(x.clone())
         };
-        let group = Arc::new(Through::new(world.group(), only_staged, Ok));
+        let group = Arc::new(MappedGroup::new(world.group(), only_staged, Ok));
         let staged = Arc::new(Staged { group, device: Device::Cpu, route });
-        cases::check(&Through::new(staged, mirrored, |y| mirrored(&y)))
+        cases::check(&MappedGroup::new(staged, mirrored, |y| mirrored(&y)))
     }
 
     #[test]
-    fn what_is_on_a_device_goes_through_the_host() {
+    fn device_tensors_are_staged_through_the_host() {
         let options = Options { timeout: Duration::from_secs(60), record: false };
         for size in [1, 2, 3] {
             let plain = threads::run(size, options, |world| cases::check(&*world.group())).unwrap();
@@ -189,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_on_the_host_already_is_not_copied() {
+    fn host_tensors_are_not_copied() {
         let staged = Staged::new(Arc::new(crate::Solo), &Device::Cpu);
         let x = Tensor::new(&[1f32, 2.0], &Device::Cpu).unwrap();
         assert_eq!(staged.all_reduce(&x, Reduce::Sum).unwrap().id(), x.id());

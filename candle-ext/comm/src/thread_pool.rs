@@ -1,4 +1,4 @@
-//! The threads of a rank's groups. They outlive the groups, so that dropping a group does not wait.
+//! Threads of a rank's process groups. They outlive the groups, so that dropping a group does not block.
 
 use std::io;
 use std::sync::Mutex;
@@ -6,7 +6,7 @@ use std::thread::{self, JoinHandle};
 
 use crate::sync::{ignore_poison, lock};
 
-/// Threads that are joined when this is dropped, except after a panic, when they may never end.
+/// Threads that are joined on drop. After a panic they may never end and are not joined.
 #[derive(Debug, Default)]
 pub(crate) struct ThreadPool(Mutex<Vec<JoinHandle<()>>>);
 
@@ -22,7 +22,7 @@ impl ThreadPool {
     /// Waits until every thread has ended.
     pub(crate) fn join_all(&mut self) {
         for thread in ignore_poison(self.0.get_mut()).drain(..) {
-            thread.join().expect("a thread turns a panic into a failure");
+            thread.join().expect("the thread catches panics");
         }
     }
 }

@@ -1,74 +1,75 @@
-//! The two traits that a backend implements: bytes between ranks, and failures that all ranks report alike.
+//! The two traits of a backend: exchange of bytes between ranks, and agreement on the first failure.
 //!
-//! Order, checks and sums are written once, in `group`, for every backend that moves bytes.
+//! `group` implements the order of calls, their checks and the reductions for all backends of these traits.
 
 use std::time::Duration;
 
-use crate::{Call, Cause, Failure};
+use crate::{Call, Cause, RankFailure};
 
-/// One rank's part in ending the world for all ranks.
+/// Channel through which a rank aborts the world and learns of failures.
 pub(crate) trait FailureChannel: Send + Sync {
-    /// Returns this rank, counted in the whole world.
+    /// Returns this rank in the world.
     fn rank(&self) -> usize;
 
-    /// Names a rank for a message, as precisely as the backend can.
+    /// Returns a rank's name for messages, with its process and host if known.
     fn who(&self, rank: usize) -> String;
 
-    /// Ends the world. The first failure of all ranks stands, and is returned.
-    fn fail(&self, failure: Failure) -> Failure;
+    /// Aborts the world. Returns the first failure of all ranks.
+    fn fail(&self, failure: RankFailure) -> RankFailure;
 
-    /// Returns why the world has ended, if it has.
-    fn failure(&self) -> Option<Failure>;
+    /// Returns the first failure, if the world has failed.
+    fn failure(&self) -> Option<RankFailure>;
 
-    /// Waits until the world has ended, for as long as `within`, and returns why.
-    fn await_failure(&self, within: Duration) -> Option<Failure>;
+    /// Waits up to `within` for a failure of the world, and returns it.
+    fn await_failure(&self, within: Duration) -> Option<RankFailure>;
 
-    /// Shows all ranks that this one is busy: ranks that wait for it, directly or not, go on waiting.
+    /// Sends a heartbeat to all ranks. Ranks that wait for this one, directly or transitively, continue to wait.
     fn beat(&self);
 }
 
-/// One rank's way to all others.
+/// Transport between one rank and all others.
 pub(crate) trait Transport: FailureChannel {
-    /// Connects the ranks `members`, which all call this with the same `id`, never used before.
+    /// Connects the ranks `members`. All of them call this with the same unused `id`.
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Connections>, TransportError>;
 
-    /// Notes this rank's call in group `id`, for the message should a peer exit meanwhile.
-    fn doing(&self, id: &str, call: Option<&Call>);
+    /// Sets this rank's current call in group `id`. The failure of a peer's exit names it.
+    fn set_current_call(&self, id: &str, call: Option<&Call>);
 }
 
-/// One rank's connections in one group. Ranks are the group's.
+/// Connections of one rank in one group. Ranks are those of the group.
 pub(crate) trait Connections: Send {
-    /// Sends `send[r]` to each rank `r` while receiving `recv[r]` from it, until all of it is done. The sizes at both
-    /// ends agree, and what is empty is not sent.
+    /// Sends `send[r]` to each rank `r` and receives `recv[r]` from it, all concurrently, and blocks until done.
+    ///
+    /// Sender and receiver pass equal sizes. Empty slices are not sent.
     fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), TransportError>;
 }
 
-/// The reason why bytes do not arrive. Ranks are the group's.
+/// Failure of an exchange. Ranks are those of the group.
 #[derive(Debug)]
 pub(crate) enum TransportError {
-    /// These ranks were silent for this long.
-    Timeout(Vec<usize>, Duration),
-    /// These ranks of the world were silent for this long. Ranks of the group wait for them, or are among them.
+    /// These ranks did not connect within the timeout.
+    ConnectTimeout(Vec<usize>, Duration),
+    /// These world ranks sent no heartbeat within the timeout. Ranks of the group wait for them, or are among them.
     PeersTimedOut(Vec<usize>, Duration),
-    /// This rank keeps a call from its end for too long, for the reason given.
+    /// A call timed out because of this rank, for the given reason.
     CallStalled(usize, String),
-    /// This rank has left, cleanly, while something was expected of it.
+    /// This rank has left the world without failing, and the call needs it.
     PeerLeft(usize),
-    /// The world has ended.
-    Failed(Failure),
-    /// The calls of the ranks do not fit together: the rank that differs from the others, and the difference.
+    /// The world has failed.
+    Failed(RankFailure),
+    /// The calls of the ranks do not match: the rank that differs, and the difference.
     Mismatch(usize, String),
-    /// This rank cannot be reached, or not any more.
+    /// This rank cannot be reached.
     Unreachable(usize, std::io::Error),
-    /// This process cannot go on.
+    /// This process has failed.
     Local(String),
 }
 
 impl TransportError {
-    /// Renames the ranks, which were those of a smaller group.
+    /// Maps the ranks of a subgroup to those of its parent group.
     pub(crate) fn map_ranks(self, of: impl Fn(usize) -> usize) -> Self {
         match self {
-            Self::Timeout(ranks, after) => Self::Timeout(ranks.into_iter().map(of).collect(), after),
+            Self::ConnectTimeout(ranks, after) => Self::ConnectTimeout(ranks.into_iter().map(of).collect(), after),
             Self::CallStalled(rank, why) => Self::CallStalled(of(rank), why),
             Self::PeerLeft(rank) => Self::PeerLeft(of(rank)),
             Self::Mismatch(rank, why) => Self::Mismatch(of(rank), why),
@@ -77,53 +78,61 @@ impl TransportError {
         }
     }
 
-    /// Ends the world because of this error in a group of the ranks `members`; returns the world's first failure.
-    /// `message` makes the failure's text of the reason.
-    pub(crate) fn end_world(
+    /// Aborts the world because of this error in a group of the ranks `members`. Returns the world's first failure.
+    ///
+    /// `message` builds the failure's message from the reason.
+    pub(crate) fn fail_world(
         self,
         channel: &dyn FailureChannel,
         members: &[usize],
         message: impl FnOnce(String) -> String,
-    ) -> Failure {
+    ) -> RankFailure {
         match self.describe(channel, members) {
-            Ok((rank, cause, why)) => channel.fail(Failure { rank, cause, message: message(why) }),
+            Ok((rank, cause, why)) => channel.fail(RankFailure { rank, cause, message: message(why) }),
             Err(first) => first,
         }
     }
 
-    /// Ends the world because this rank cannot be connected to `members`; returns the world's first failure.
-    pub(crate) fn unconnected(self, channel: &dyn FailureChannel, members: &[usize]) -> Failure {
+    /// Aborts the world because this rank cannot connect to `members`. Returns the world's first failure.
+    pub(crate) fn fail_connect(self, channel: &dyn FailureChannel, members: &[usize]) -> RankFailure {
         let rank = channel.rank();
-        self.end_world(channel, members, |why| format!("connect rank {rank} to the others: {why}"))
+        self.fail_world(channel, members, |why| format!("connect rank {rank} to the other ranks: {why}"))
     }
 
-    /// Ends the world because `call` of the ranks `members` failed; returns the world's first failure.
-    pub(crate) fn unfinished(self, channel: &dyn FailureChannel, members: &[usize], call: &Call) -> Failure {
+    /// Aborts the world because `call` of the ranks `members` failed. Returns the world's first failure.
+    pub(crate) fn fail_call(self, channel: &dyn FailureChannel, members: &[usize], call: &Call) -> RankFailure {
         let (group, seen_by) = (&call.group, channel.rank());
-        self.end_world(channel, members, |why| {
+        self.fail_world(channel, members, |why| {
             format!("finish {call} in group {group} of ranks {members:?}: {why} (seen by rank {seen_by})")
         })
     }
 
-    /// Returns the rank of the world that caused the error, the cause and the reason; or the failure with which the world
-    /// has ended.
-    fn describe(self, channel: &dyn FailureChannel, members: &[usize]) -> Result<(usize, Cause, String), Failure> {
+    /// Returns the world rank that caused the error, the cause and the reason.
+    ///
+    /// Fails with the world's failure if it has failed before.
+    fn describe(self, channel: &dyn FailureChannel, members: &[usize]) -> Result<(usize, Cause, String), RankFailure> {
         let (of, who) = (|rank: usize| members[rank], |rank: usize| channel.who(members[rank]));
-        let silent = |ranks: Vec<usize>, after| {
+        let timed_out = |ranks: Vec<usize>, what: &str| {
             let names: Vec<String> = ranks.iter().map(|rank| channel.who(*rank)).collect();
-            (ranks[0], Cause::Silent, format!("{} silent for {after:?}", names.join(", ")))
+            (ranks[0], Cause::TimedOut, format!("{} {what}", names.join(", ")))
         };
         Ok(match self {
             Self::Failed(failure) => return Err(failure),
-            Self::Timeout(ranks, after) => silent(ranks.into_iter().map(of).collect(), after),
-            Self::PeersTimedOut(ranks, after) => silent(ranks, after),
-            Self::CallStalled(rank, why) => (of(rank), Cause::Silent, why),
-            Self::PeerLeft(rank) => (of(rank), Cause::Strayed, format!("{} has left", who(rank))),
-            Self::Mismatch(rank, why) => (of(rank), Cause::Strayed, why),
-            Self::Unreachable(rank, error) => {
-                (of(rank), Cause::Died, format!("{} cannot be reached: {error}", who(rank)))
+            Self::ConnectTimeout(ranks, after) => {
+                timed_out(ranks.into_iter().map(of).collect(), &format!("did not connect within {after:?}"))
             }
-            Self::Local(why) => (channel.rank(), Cause::Told, format!("{}: {why}", channel.who(channel.rank()))),
+            Self::PeersTimedOut(ranks, after) => {
+                timed_out(ranks, &format!("timed out after {after:?} without a heartbeat"))
+            }
+            Self::CallStalled(rank, why) => (of(rank), Cause::TimedOut, why),
+            Self::PeerLeft(rank) => {
+                (of(rank), Cause::CallMismatch, format!("{} has left the process group", who(rank)))
+            }
+            Self::Mismatch(rank, why) => (of(rank), Cause::CallMismatch, why),
+            Self::Unreachable(rank, error) => {
+                (of(rank), Cause::Exited, format!("{} cannot be reached: {error}", who(rank)))
+            }
+            Self::Local(why) => (channel.rank(), Cause::Reported, format!("{}: {why}", channel.who(channel.rank()))),
         })
     }
 }

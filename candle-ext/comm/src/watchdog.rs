@@ -1,7 +1,7 @@
-//! Heartbeats and failures through the store where a world's ranks met, for backends with no other way to talk.
+//! Watchdog over the rendezvous store, for backends without a control channel between ranks.
 //!
-//! The first failure that the store gets stands. A thread of each rank waits for it and leaves heartbeats meanwhile, by which
-//! a late rank is found.
+//! A thread of each rank writes heartbeats to the store and polls for the first failure. After a timeout, the heartbeats show
+//! which rank has not entered the call.
 
 use std::sync::Arc;
 use std::thread;
@@ -12,63 +12,63 @@ use crate::liveness::{Heartbeat, StalledCall, deadline};
 use crate::peer::PeerInfo;
 use crate::store::{self, Client, Server};
 use crate::transport::{FailureChannel, TransportError};
-use crate::{Call, Cause, Failure, Result};
+use crate::{Call, Cause, RankFailure, Result};
 
-/// The key that counts the ranks that have left.
+/// Store key that counts the ranks that have left.
 const LEFT: &str = "left";
 
-/// The time between two heartbeats.
+/// Interval between two heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// One rank's end. Dropping it leaves; the rank that keeps the store waits for the others to do so.
+/// Watchdog of one rank. Dropping it leaves the world; the rank that hosts the store waits until the others have left.
 pub(crate) struct Watchdog {
-    shared: Arc<Shared>,
+    shared: Arc<WatchdogShared>,
     arbiter: StoreArbiter,
-    /// The store, if it is this rank's.
+    /// Store, if this rank hosts it.
     host: Option<Server>,
 }
 
-/// The parts of a rank's end that its thread shares.
-struct Shared {
+/// State that the watchdog shares with its thread.
+struct WatchdogShared {
     own: PeerInfo,
     peers: Vec<PeerInfo>,
     timeout: Duration,
-    monitor: FailureMonitor<State>,
+    monitor: FailureMonitor<WatchdogState>,
 }
 
 #[derive(Default)]
-struct State {
+struct WatchdogState {
     heartbeat: Heartbeat,
-    /// The last time at which this rank showed that it is busy.
+    /// Time of the last heartbeat of this rank's own work.
     last_busy: Option<Instant>,
     leaving: bool,
 }
 
 impl Watchdog {
-    /// Starts the heartbeats of the rank `own` of `peers` in `store`.
+    /// Starts the watchdog thread of the rank `own` of `peers`.
     pub(crate) fn start(store: &Client, own: PeerInfo, peers: Vec<PeerInfo>, timeout: Duration) -> Result<Self> {
-        let shared = Arc::new(Shared { own, peers, timeout, monitor: FailureMonitor::default() });
+        let shared = Arc::new(WatchdogShared { own, peers, timeout, monitor: FailureMonitor::default() });
         let (heartbeats, arbiter) = (store.reconnect()?, StoreArbiter::connect(store)?);
         let beating = Arc::clone(&shared);
-        // It ends when this rank leaves. Nothing waits for that, as it may be within a wait of its own.
+        // The thread ends after this rank has left. It is not joined, because it may be blocked in a wait.
         let beat = thread::Builder::new().name("comm-watchdog".to_owned()).spawn(move || beating.beat(&heartbeats));
         beat.map_err(candle_core::Error::wrap)?;
         Ok(Self { shared, arbiter, host: None })
     }
 
-    /// Keeps the store until the other ranks have left, if it is this rank's.
+    /// Hosts the store, if given, until the other ranks have left.
     pub(crate) fn with_host(mut self, host: Option<Server>) -> Self {
         self.host = host;
         self
     }
 
-    /// Returns how long a rank may be silent.
+    /// Returns the timeout of a call.
     #[cfg(feature = "cuda")]
     pub(crate) fn timeout(&self) -> Duration {
         self.shared.timeout
     }
 
-    /// Opens another connection to the store, for what may wait.
+    /// Opens another connection to the store, for requests that may block.
     pub(crate) fn store(&self) -> Result<Client, TransportError> {
         self.arbiter
             .store()
@@ -76,14 +76,15 @@ impl Watchdog {
             .map_err(|error| TransportError::Local(error.to_string()))
     }
 
-    /// Notes that group `id` begins a call.
+    /// Records that group `id` begins a call.
     pub(crate) fn begin(&self, id: &str, call: &Call) {
-        self.shared.monitor.lock().heartbeat.note(id, call);
+        self.shared.monitor.lock().heartbeat.record(id, call);
     }
 
-    /// Returns which rank keeps `call` of the group `id` of `members` from its end after the time-out, by the heartbeats of
-    /// all. Returns nothing while another rank is busy.
-    pub(crate) fn late(&self, id: &str, members: &[usize], call: &Call) -> Option<TransportError> {
+    /// Returns the rank because of which `call` of the group `id` of `members` has timed out, by the heartbeats of all ranks.
+    ///
+    /// Returns `None` while another rank is busy.
+    pub(crate) fn diagnose_timeout(&self, id: &str, members: &[usize], call: &Call) -> Option<TransportError> {
         let own = members.iter().position(|rank| *rank == self.rank()).unwrap_or(0);
         let names: Vec<String> = members.iter().map(|rank| self.who(*rank)).collect();
         let before: Vec<_> = members.iter().map(|rank| self.heartbeat(*rank)).collect();
@@ -94,7 +95,7 @@ impl Watchdog {
         let heartbeats: Vec<_> = before.into_iter().zip(members).map(pair).collect();
         let stalled = StalledCall { call, group_id: id, names: &names, own };
         let (rank, why) = stalled.diagnose(&heartbeats)?;
-        Some(TransportError::CallStalled(rank, format!("not within {:?}: {why}", self.shared.timeout)))
+        Some(TransportError::CallStalled(rank, format!("timed out after {:?}: {why}", self.shared.timeout)))
     }
 
     fn heartbeat(&self, rank: usize) -> Option<Heartbeat> {
@@ -104,7 +105,7 @@ impl Watchdog {
     }
 
     /// Waits until all other ranks have left, because they need the store.
-    fn await_others(&self) {
+    fn await_peers_left(&self) {
         let n_others = self.shared.peers.len() as i64;
         let deadline = deadline(self.shared.timeout);
         let all_left = || self.arbiter.store().add(LEFT, 0).is_ok_and(|n_left| n_left >= n_others);
@@ -123,16 +124,16 @@ impl FailureChannel for Watchdog {
         self.shared.peers[rank].to_string()
     }
 
-    fn fail(&self, failure: Failure) -> Failure {
-        // The other ranks find the failure in the store.
+    fn fail(&self, failure: RankFailure) -> RankFailure {
+        // The other ranks read the failure from the store.
         self.shared.monitor.fail(failure, |own| self.arbiter.first(own), |_| ())
     }
 
-    fn failure(&self) -> Option<Failure> {
+    fn failure(&self) -> Option<RankFailure> {
         self.shared.monitor.failure()
     }
 
-    fn await_failure(&self, within: Duration) -> Option<Failure> {
+    fn await_failure(&self, within: Duration) -> Option<RankFailure> {
         self.shared.monitor.await_failure(within)
     }
 
@@ -146,20 +147,20 @@ impl Drop for Watchdog {
         self.shared.monitor.lock().leaving = true;
         let _ = self.arbiter.store().add(LEFT, 1);
         if self.host.is_some() {
-            self.await_others();
+            self.await_peers_left();
         }
     }
 }
 
-impl Shared {
-    /// Leaves heartbeats until the world ends or this rank leaves.
+impl WatchdogShared {
+    /// Writes heartbeats until the world fails or this rank leaves.
     fn beat(&self, store: &Client) {
         while let Some(heartbeat) = self.next_heartbeat() {
             let key = heartbeat_key(self.own.rank);
             let waited = store.set(&key, &heartbeat).and_then(|()| store.wait_for(&[FAILURE], HEARTBEAT_INTERVAL));
             let failure = match waited {
                 Err(store::Error::Timeout { .. }) => continue,
-                Ok(()) => store.get(FAILURE).ok().and_then(|bytes| Failure::decode(&bytes)),
+                Ok(()) => store.get(FAILURE).ok().and_then(|bytes| RankFailure::decode(&bytes)),
                 Err(_) => None,
             };
             if !self.monitor.lock().leaving {
@@ -169,22 +170,24 @@ impl Shared {
         }
     }
 
-    /// Returns the next heartbeat; nothing once this rank leaves or the world has ended.
+    /// Returns the next heartbeat, or `None` after this rank has left or the world has failed.
     fn next_heartbeat(&self) -> Option<Vec<u8>> {
         let mut state = self.monitor.lock();
         if state.leaving || state.failure().is_some() {
             return None;
         }
         state.heartbeat.count += 1;
-        // Two signs of life are less far apart than this.
+        // The interval between two heartbeats of busy work is shorter than this.
         state.heartbeat.is_busy = state.last_busy.is_some_and(|busy| busy.elapsed() < self.timeout / 4);
         Some(state.heartbeat.encode())
     }
 
-    fn lost(&self, store: &Client) -> Failure {
+    fn lost(&self, store: &Client) -> RankFailure {
         let (host, port, rank) = (store.host(), store.port(), self.own.rank);
-        let message = format!("go on: the store at {host}:{port} does not answer (seen by rank {rank})");
-        Failure { rank: 0, cause: Cause::Died, message }
+        let message = format!(
+            "continue: the store at {host}:{port} does not answer (seen by rank {rank}); its host process has exited"
+        );
+        RankFailure { rank: 0, cause: Cause::Exited, message }
     }
 }
 
@@ -205,7 +208,7 @@ mod tests {
         PeerInfo { host, pid, ..PeerInfo::this_process(rank, 3, format!("GPU-{rank}")) }
     }
 
-    /// Starts three ranks that met in the store of the first.
+    /// Starts the watchdogs of three ranks. The first hosts the store.
     fn watchdogs(timeout: Duration) -> Vec<Watchdog> {
         let server = Server::bind("127.0.0.1:0").unwrap();
         let store = Client::connect("127.0.0.1", server.port(), Duration::from_secs(60)).unwrap();
@@ -216,10 +219,10 @@ mod tests {
     }
 
     #[test]
-    fn the_first_failure_stands_on_all_ranks() {
+    fn all_ranks_report_the_first_failure() {
         let watchdogs = watchdogs(Duration::from_secs(60));
         let fail = |rank: usize| {
-            watchdogs[rank].fail(Failure { rank, cause: Cause::Told, message: format!("read row {rank}") })
+            watchdogs[rank].fail(RankFailure { rank, cause: Cause::Reported, message: format!("read row {rank}") })
         };
         let first = fail(1);
         assert_eq!((first.rank, fail(2)), (1, first.clone()));
@@ -229,11 +232,11 @@ mod tests {
     }
 
     #[test]
-    fn the_store_is_kept_until_all_have_left() {
+    fn the_store_is_hosted_until_all_ranks_have_left() {
         let mut watchdogs = watchdogs(Duration::from_secs(60));
         let first = watchdogs.remove(0);
         let left = thread::spawn(move || drop(first));
-        // The others still have it.
+        // The store still answers.
         assert!(watchdogs.iter().all(|watchdog| watchdog.store().unwrap().add("count", 1).is_ok()));
         assert!(!left.is_finished() && watchdogs.iter().all(|watchdog| watchdog.failure().is_none()));
         drop(watchdogs);
@@ -241,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_that_goes_away_ends_the_world() {
+    fn a_lost_store_aborts_the_world() {
         let mut watchdogs = watchdogs(Duration::ZERO);
         drop(watchdogs.remove(0));
         let failure = watchdogs[0].await_failure(Duration::from_secs(60)).unwrap();
@@ -249,27 +252,26 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_rank_differs_from_one_that_is_behind() {
+    fn a_rank_without_heartbeats_differs_from_one_that_has_not_entered_the_call() {
         let mut watchdogs = watchdogs(Duration::from_secs(60));
         let call = |number| {
             let (op, dtype) = (Op::AllReduce(Reduce::Sum), Some(DType::F32));
             Call { group: "world".into(), number, op, dtype, shape: vec![3] }
         };
-        let late = |watchdog: &Watchdog| match watchdog.late("world", &[0, 1, 2], &call(2)) {
+        let diagnose = |watchdog: &Watchdog| match watchdog.diagnose_timeout("world", &[0, 1, 2], &call(2)) {
             Some(TransportError::CallStalled(rank, why)) => (rank, why),
             other => panic!("{other:?}"),
         };
         for (watchdog, number) in watchdogs.iter().zip([2, 1, 2]) {
             watchdog.begin("world", &call(number));
         }
-        let behind =
-            "not within 60s: rank 1 (pid 41 on node7) has not begun it: it began all_reduce 1 (sum, f32 [3]) last";
-        assert_eq!(late(&watchdogs[0]), (1, behind.to_owned()));
-        // Its thread ends with it.
+        let not_entered = "timed out after 60s: rank 1 (pid 41 on node7) has not entered the call; its last call was all_reduce 1 (sum, f32 [3])";
+        assert_eq!(diagnose(&watchdogs[0]), (1, not_entered.to_owned()));
+        // The heartbeats end with the watchdog.
         drop(watchdogs.remove(2));
-        let (rank, why) = late(&watchdogs[0]);
-        assert_eq!((rank, why.as_str()), (2, "not within 60s: rank 2 (pid 42 on node7) shows no sign of life"));
-        // The first waits for the others.
+        let (rank, why) = diagnose(&watchdogs[0]);
+        assert_eq!((rank, why.as_str()), (2, "timed out after 60s: rank 2 (pid 42 on node7) sends no heartbeats"));
+        // Drop the host of the store last: it waits for the others.
         drop(watchdogs.pop());
     }
 }

@@ -1,11 +1,11 @@
-//! Groups whose tensors lie on a GPU. Without a GPU, or NCCL, nothing is tested; `scripts/gpu-check` makes sure that they are.
+//! Process groups of GPU tensors. The tests are skipped without a GPU or NCCL; `scripts/gpu-check` requires both.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
 
 mod cases;
 mod gpus;
-#[path = "cases/through.rs"]
-mod through;
+#[path = "cases/mapped.rs"]
+mod mapped;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use gpus::{n_gpus, on, open};
 
 const PATIENT: Options = Options { timeout: Duration::from_secs(30), record: true };
 
-/// The first GPU, if there is one.
+/// Opens the first GPU, if there is one.
 fn gpu() -> Option<Device> {
     if n_gpus() == 0 {
         eprintln!("skipped: there is no GPU here");
@@ -26,7 +26,7 @@ fn gpu() -> Option<Device> {
     Some(open(0))
 }
 
-/// A world of one rank over NCCL.
+/// Joins a world of one rank over NCCL.
 fn alone(device: &Device) -> Result<World> {
     let server = Server::bind("127.0.0.1:0").unwrap();
     let store = Client::connect("127.0.0.1", server.port(), PATIENT.timeout).unwrap();
@@ -34,7 +34,7 @@ fn alone(device: &Device) -> Result<World> {
 }
 
 #[test]
-fn one_rank_over_nccl_does_all() {
+fn one_rank_over_nccl_passes_all_cases() {
     let Some(device) = gpu() else { return };
     let digest = cases::check(&Solo).unwrap();
     for _ in 0..2 {
@@ -46,7 +46,7 @@ fn one_rank_over_nccl_does_all() {
 }
 
 #[test]
-fn one_rank_over_nccl_keeps_a_nan() {
+fn one_rank_over_nccl_propagates_nan() {
     let Some(device) = gpu() else { return };
     let world = alone(&device).unwrap();
     for op in [Reduce::Max, Reduce::Min, Reduce::Sum] {
@@ -58,7 +58,7 @@ fn one_rank_over_nccl_keeps_a_nan() {
 }
 
 #[test]
-fn what_was_started_is_waited_for_on_the_device() {
+fn a_result_is_waited_for_on_the_device() {
     let Some(device) = gpu() else { return };
     let world = alone(&device).unwrap();
     let group = world.group();
@@ -74,7 +74,7 @@ fn what_was_started_is_waited_for_on_the_device() {
 }
 
 #[test]
-fn nccl_takes_only_its_own_gpu() {
+fn nccl_supports_its_own_gpu_only() {
     let Some(device) = gpu() else { return };
     let joined = alone(&Device::Cpu);
     assert!(matches!(joined, Err(Error::Join { .. })), "{:?}", joined.err());

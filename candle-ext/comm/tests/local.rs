@@ -1,4 +1,4 @@
-//! The world of processes, through the front door: each test starts real processes, this binary again as one rank.
+//! The backend `local` through its public API. Each test starts this binary once per rank.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 
@@ -18,15 +18,15 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, se
 const PATIENT: Duration = Duration::from_secs(60);
 const HASTY: Duration = Duration::from_millis(300);
 
-/// Tells a process which rank of which test it is.
+/// Variable with a rank's scenario, rank, world size, port and timeout.
 const VARIABLE: &str = "CANDLEWICK_TEST_RANK";
 
-/// What the rank processes do. Not a test of its own: returns at once when it is run as one.
+/// Runs one rank. Returns immediately without the variable, when it runs as a test.
 #[test]
 fn rank() {
-    let Ok(told) = std::env::var(VARIABLE) else { return };
-    let words: Vec<&str> = told.split(' ').collect();
-    let [scenario, rank, size, port, timeout] = words[..] else { panic!("{told}") };
+    let Ok(arguments) = std::env::var(VARIABLE) else { return };
+    let words: Vec<&str> = arguments.split(' ').collect();
+    let [scenario, rank, size, port, timeout] = words[..] else { panic!("{arguments}") };
     let number = |word: &str| word.parse::<usize>().unwrap();
     let timeout = Duration::from_millis(number(timeout) as u64);
     let store = Client::connect("127.0.0.1", number(port) as u16, PATIENT).unwrap();
@@ -57,7 +57,7 @@ fn act(scenario: &str, world: &World) -> Result<String> {
         }
         "mismatch" if last => drop(group.all_gather(&x)?),
         "error" if last => return Err(Error::Tensor(candle_core::Error::Msg("read row 17".to_owned()))),
-        // Where the others do not see it as a silence of this rank.
+        // The other ranks wait in a call that this rank does not delay.
         "error-early" if last => {
             let _started =
                 group.split("part", &[(0..group.size()).collect()])?.start_all_reduce(&many()?, Reduce::Sum)?;
@@ -67,7 +67,7 @@ fn act(scenario: &str, world: &World) -> Result<String> {
             let _part = group.split("part", &[(0..group.size()).collect()])?;
             group.barrier()?;
         }
-        // What does not fit into any socket's buffer, told by all at once.
+        // All ranks report a message larger than any socket buffer.
         "long" => return Err(Error::Tensor(candle_core::Error::Msg("ö".repeat(2 << 20)))),
         "descriptors" => {
             if world.rank() == 0 {
@@ -81,24 +81,24 @@ fn act(scenario: &str, world: &World) -> Result<String> {
         "leave" if last => {}
         "exit" if last => std::process::exit(3),
         "kill" if last => kill_process(rustix::process::getpid(), Signal::KILL).unwrap(),
-        // In the middle of a message: the others wait for the rest of it.
+        // Exit in the middle of a message, of which the others wait for the rest.
         "kill-within" if last => {
             let _sent = group.start_all_reduce(&many()?, Reduce::Sum)?;
             kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
         }
         "kill-within" => drop(group.all_reduce(&many()?, Reduce::Sum)?),
         "stop" if last => stop(world)?,
-        "stop-at-work" if last => world.keep_alive().during(|| stop(world))?,
-        "stop-beside-work" if last => {
+        "stop-while-busy" if last => world.keep_alive().during(|| stop(world))?,
+        "stop-with-busy-peer" if last => {
             world.keep_alive().during(|| world.await_failure(PATIENT));
             group.barrier()?;
         }
-        "stop-beside-work" if world.rank() == 1 => stop(world)?,
-        "at-work" if last => {
+        "stop-with-busy-peer" if world.rank() == 1 => stop(world)?,
+        "busy" if last => {
             assert_eq!(world.keep_alive().during(|| world.await_failure(Duration::from_secs(7))), None);
             group.all_reduce(&x, Reduce::Sum)?;
         }
-        // Nobody waits for the dead one itself, only for those who do.
+        // Rank 0 waits for the exited rank only transitively.
         "chain" => {
             let pairs = [vec![0, 1], vec![2, 3]];
             let part = group.split("pair", &pairs)?;
@@ -109,8 +109,8 @@ fn act(scenario: &str, world: &World) -> Result<String> {
                 _ => part.barrier()?,
             }
         }
-        // The last rank keeps the first waiting by way of the two between.
-        "stop-chain" | "work-chain" => {
+        // Rank 0 waits for the last rank through the two between them.
+        "stop-chain" | "busy-chain" => {
             let part = group.split("pair", &[vec![0, 1], vec![2, 3]])?;
             if last && scenario == "stop-chain" {
                 stop(world)?;
@@ -125,7 +125,7 @@ fn act(scenario: &str, world: &World) -> Result<String> {
                 group.send_recv(Some(&x), Some(1), None)?;
             }
         }
-        // So much that this process would have ended before it is done.
+        // The tensor is so large that this process would exit before the operation completes.
         "pending" if last => drop(group.start_all_reduce(&many()?, Reduce::Sum)?),
         "pending" => {
             assert_eq!(group.all_reduce(&many()?, Reduce::Sum)?.max_all()?.to_scalar::<f32>()?, group.size() as f32);
@@ -138,26 +138,26 @@ fn act(scenario: &str, world: &World) -> Result<String> {
 /// Stops this process until another continues it.
 fn stop(world: &World) -> Result<()> {
     kill_process(rustix::process::getpid(), Signal::STOP).unwrap();
-    // The signal may come a moment later.
+    // The signal may be delivered a moment later.
     world.await_failure(PATIENT);
     world.group().barrier()
 }
 
-/// A rank's process.
+/// Process of a rank.
 struct Rank(Child);
 
-/// How a rank ended, and what it said.
+/// Exit code and result line of a rank.
 #[derive(Debug, PartialEq)]
 struct End {
     code: Option<i32>,
-    said: String,
+    message: String,
 }
 
 impl Rank {
     fn start(scenario: &str, rank: usize, size: usize, port: u16, timeout: Duration) -> Self {
-        let told = format!("{scenario} {rank} {size} {port} {}", timeout.as_millis());
+        let arguments = format!("{scenario} {rank} {size} {port} {}", timeout.as_millis());
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["rank", "--exact", "--nocapture", "--test-threads=1"]).env(VARIABLE, told);
+        command.args(["rank", "--exact", "--nocapture", "--test-threads=1"]).env(VARIABLE, arguments);
         Self(command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap())
     }
 
@@ -165,9 +165,9 @@ impl Rank {
         let mut output = String::new();
         self.0.stdout.take().unwrap().read_to_string(&mut output).unwrap();
         let code = self.0.wait().unwrap().code();
-        // The test harness writes its own words before ours on the same line.
-        let said = output.lines().find_map(|line| Some(line.split_once("RESULT ")?.1.to_owned()));
-        End { code, said: said.unwrap_or_default() }
+        // The test harness prints text before the result on the same line.
+        let message = output.lines().find_map(|line| Some(line.split_once("RESULT ")?.1.to_owned()));
+        End { code, message: message.unwrap_or_default() }
     }
 
     fn pid(&self) -> u32 {
@@ -192,27 +192,27 @@ fn run(scenario: &str, size: usize, timeout: Duration) -> Vec<End> {
 #[track_caller]
 fn check(size: usize) {
     let [first, second] = [(); 2].map(|()| run("all", size, PATIENT));
-    assert!(first.iter().all(|end| *end == first[0] && end.code == Some(0) && !end.said.is_empty()), "{first:?}");
+    assert!(first.iter().all(|end| *end == first[0] && end.code == Some(0) && !end.message.is_empty()), "{first:?}");
     assert_eq!(first, second);
 }
 
 #[test]
-fn one_process_does_all() {
+fn one_process_passes_all_cases() {
     check(1);
 }
 
 #[test]
-fn two_processes_do_all() {
+fn two_processes_pass_all_cases() {
     check(2);
 }
 
 #[test]
-fn three_processes_do_all() {
+fn three_processes_pass_all_cases() {
     check(3);
 }
 
 #[test]
-fn four_processes_do_all() {
+fn four_processes_pass_all_cases() {
     check(4);
 }
 
@@ -220,130 +220,144 @@ fn four_processes_do_all() {
 fn processes_and_threads_have_the_same_bits() {
     let options = Options { timeout: PATIENT, record: false };
     let threads = candlewick_comm::threads::run(3, options, |world| cases::check(&*world.group())).unwrap();
-    assert_eq!(run("all", 3, PATIENT)[0].said, format!("{:x}", threads[0]));
+    assert_eq!(run("all", 3, PATIENT)[0].message, format!("{:x}", threads[0]));
 }
 
 #[test]
 fn recorded_sequences_are_equal_across_processes() {
     let ends = run("calls", 2, PATIENT);
     assert!(ends[0] == ends[1] && ends[0].code == Some(0), "{ends:?}");
-    assert_eq!(ends[0].said, "world: split 1; part: all_gather 1 (f32 [3]); world: all_reduce 2 (max, f32 [3])");
+    assert_eq!(ends[0].message, "world: split 1; part: all_gather 1 (f32 [3]); world: all_reduce 2 (max, f32 [3])");
 }
 
 #[test]
-fn a_dropped_pending_still_does_its_part() {
+fn a_dropped_pending_still_completes() {
     let ends = run("pending", 2, PATIENT);
-    assert!(ends.iter().all(|end| end.code == Some(0) && end.said == "done"), "{ends:?}");
+    assert!(ends.iter().all(|end| end.code == Some(0) && end.message == "done"), "{ends:?}");
 }
 
-/// Runs a scenario in which the last rank does something else; returns what all others say, which is the same.
+/// Runs a scenario in which the last rank fails. Returns the message that all other ranks report.
 #[track_caller]
 fn root_cause(scenario: &str, size: usize) -> String {
     let mut ends = run(scenario, size, PATIENT);
     ends.pop();
-    assert!(ends.iter().all(|end| end.code == Some(1) && end.said == ends[0].said), "{ends:?}");
-    ends[0].said.clone()
+    assert!(ends.iter().all(|end| end.code == Some(1) && end.message == ends[0].message), "{ends:?}");
+    ends[0].message.clone()
 }
 
 #[test]
-fn calls_that_do_not_match_are_both_named() {
-    let said = root_cause("mismatch", 3);
-    assert!(said.contains("calls all_reduce 1 (sum, f32 [3]), rank 2 (pid "), "{said}");
-    assert!(said.contains(") calls all_gather 1 (f32 [3]) (seen by rank "), "{said}");
+fn mismatched_calls_are_both_named() {
+    let message = root_cause("mismatch", 3);
+    assert!(message.contains("calls all_reduce 1 (sum, f32 [3]), rank 2 (pid "), "{message}");
+    assert!(message.contains(") calls all_gather 1 (f32 [3]) (seen by rank "), "{message}");
 }
 
 #[test]
-fn a_rank_that_fails_ends_the_others() {
+fn a_failed_rank_aborts_the_others() {
     for scenario in ["error", "error-early"] {
         let began = Instant::now();
-        assert_eq!(root_cause(scenario, 3), "go on: rank 2 failed to read row 17");
-        assert!(began.elapsed() < PATIENT / 2, "the time-out was waited for");
+        assert_eq!(root_cause(scenario, 3), "continue: rank 2 failed to read row 17");
+        assert!(began.elapsed() < PATIENT / 2, "the ranks waited for the timeout");
     }
 }
 
 #[test]
-fn a_rank_that_panics_ends_the_others() {
-    assert_eq!(root_cause("panic", 3), "go on: rank 2 failed to finish: it panicked");
+fn a_panicked_rank_aborts_the_others() {
+    assert_eq!(root_cause("panic", 3), "continue: rank 2 failed to finish: it panicked");
 }
 
 #[test]
-fn ranks_that_fail_at_once_with_much_to_say_agree() {
+fn ranks_that_fail_concurrently_report_one_failure() {
     let ends = run("long", 3, PATIENT);
-    assert!(ends.iter().all(|end| end.code == Some(1) && end.said == ends[0].said), "the ranks say different things");
-    assert!(ends[0].said.starts_with("go on: rank ") && ends[0].said.ends_with('ö') && ends[0].said.len() < 1 << 15);
+    assert!(
+        ends.iter().all(|end| end.code == Some(1) && end.message == ends[0].message),
+        "the ranks report different failures"
+    );
+    assert!(
+        ends[0].message.starts_with("continue: rank ")
+            && ends[0].message.ends_with('ö')
+            && ends[0].message.len() < 1 << 15
+    );
 }
 
 #[test]
-fn a_rank_that_can_open_no_more_sockets_says_so() {
-    let said = root_cause("descriptors", 2);
-    assert!(said.starts_with("go on: rank 0 (pid ") && said.contains(") failed to accept a connection: "), "{said}");
+fn a_rank_without_file_descriptors_is_named() {
+    let message = root_cause("descriptors", 2);
+    assert!(
+        message.starts_with("continue: rank 0 (pid ") && message.contains(") failed to accept a connection: "),
+        "{message}"
+    );
 }
 
 #[test]
-fn a_killed_rank_is_named_at_once() {
+fn a_killed_rank_is_named_immediately() {
     for scenario in ["kill", "kill-within", "exit"] {
         let began = Instant::now();
-        let said = root_cause(scenario, 3);
-        assert!(said.starts_with("go on: rank 2 (pid ") && said.contains(") ended without leaving (seen by"), "{said}");
-        assert!(began.elapsed() < PATIENT / 2, "the time-out was waited for");
+        let message = root_cause(scenario, 3);
+        assert!(
+            message.starts_with("continue: rank 2 (pid ")
+                && message.contains(") exited without leaving the process group (seen by"),
+            "{message}"
+        );
+        assert!(began.elapsed() < PATIENT / 2, "the ranks waited for the timeout");
     }
 }
 
 #[test]
-fn a_killed_rank_is_named_by_those_who_do_not_wait_for_it() {
+fn a_killed_rank_is_named_by_ranks_that_do_not_wait_for_it() {
     let mut ends = run("chain", 4, PATIENT);
     ends.pop();
-    // Rank 0 needs only rank 1, which waits for rank 2, which waits for the dead.
-    assert!(ends.iter().all(|end| end.code == Some(1) && end.said == ends[0].said), "{ends:?}");
-    assert!(ends[0].said.starts_with("go on: rank 3 (pid "), "{ends:?}");
+    // Rank 0 waits for rank 1, which waits for rank 2, which waits for the exited rank.
+    assert!(ends.iter().all(|end| end.code == Some(1) && end.message == ends[0].message), "{ends:?}");
+    assert!(ends[0].message.starts_with("continue: rank 3 (pid "), "{ends:?}");
 }
 
 #[test]
-fn a_rank_that_leaves_early_is_not_waited_for() {
-    let said = root_cause("leave", 2);
+fn a_rank_that_leaves_early_does_not_cause_a_timeout() {
+    let message = root_cause("leave", 2);
     assert!(
-        said.starts_with("finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1]: rank 1 (pid "),
-        "{said}"
+        message.starts_with("finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1]: rank 1 (pid "),
+        "{message}"
     );
-    assert!(said.ends_with(") has left (seen by rank 0)"), "{said}");
+    assert!(message.ends_with(") has left the process group (seen by rank 0)"), "{message}");
 }
 
 #[test]
-fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
-    for (scenario, size) in [("at-work", 3), ("work-chain", 4)] {
+fn a_busy_rank_does_not_time_out() {
+    for (scenario, size) in [("busy", 3), ("busy-chain", 4)] {
         let ends = run(scenario, size, Duration::from_secs(3));
-        assert!(ends.iter().all(|end| end.code == Some(0) && end.said == "done"), "{scenario}: {ends:?}");
+        assert!(ends.iter().all(|end| end.code == Some(0) && end.message == "done"), "{scenario}: {ends:?}");
     }
 }
 
 #[test]
-fn a_stopped_rank_is_named_after_the_time_out() {
-    let said = check_stop("stop", 3, 2);
-    assert!(said.starts_with("finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: "), "{said}");
+fn a_stopped_rank_is_named_after_the_timeout() {
+    let message = check_stop("stop", 3, 2);
+    assert!(message.starts_with("finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: "), "{message}");
 }
 
 #[test]
-fn a_rank_that_stops_while_it_is_at_work_is_named_after_the_time_out() {
-    check_stop("stop-at-work", 3, 2);
+fn a_rank_that_stops_while_busy_is_named_after_the_timeout() {
+    check_stop("stop-while-busy", 3, 2);
 }
 
-/// The others do not wait for the one at work, as long as it may take, while they also wait for the one that has stopped.
+/// The other ranks wait for a busy rank and a stopped one. The busy rank does not extend their timeout.
 #[test]
-fn a_rank_that_stops_while_another_is_at_work_is_named_after_the_time_out() {
-    check_stop("stop-beside-work", 3, 1);
+fn a_rank_that_stops_while_another_is_busy_is_named_after_the_timeout() {
+    check_stop("stop-with-busy-peer", 3, 1);
 }
 
-/// Rank 0 needs only rank 1, which waits for rank 2, which waits for the stopped one.
+/// Rank 0 waits for rank 1, which waits for rank 2, which waits for the stopped rank.
 #[test]
-fn a_stopped_rank_is_named_by_those_who_do_not_wait_for_it() {
+fn a_stopped_rank_is_named_by_ranks_that_do_not_wait_for_it() {
     check_stop("stop-chain", 4, 3);
 }
 
-/// Returns what all ranks say, when `stopped` has stopped.
+/// Runs a scenario in which rank `stopped` stops. Returns the message that all ranks report.
 #[track_caller]
 fn check_stop(scenario: &str, size: usize, stopped: usize) -> String {
     let server = Server::bind("127.0.0.1:0").unwrap();
-    // Joining takes longer than a moment on a busy machine, so the moment is not too short.
+    // The timeout also covers joining, which takes a while on a busy machine.
     let timeout = Duration::from_secs(3);
     let mut ranks: Vec<_> = (0..size).map(|rank| Rank::start(scenario, rank, size, server.port(), timeout)).collect();
     let late = ranks.remove(stopped);
@@ -351,18 +365,21 @@ fn check_stop(scenario: &str, size: usize, stopped: usize) -> String {
     let began = Instant::now();
     let ends: Vec<_> = ranks.into_iter().map(Rank::end).collect();
     assert!(began.elapsed() < PATIENT / 2, "{scenario}: they waited for {:?}", began.elapsed());
-    assert!(ends.iter().all(|end| end.code == Some(1) && end.said == ends[0].said), "{scenario}: {ends:?}");
-    let (named, said) = (format!(": rank {stopped} (pid "), &ends[0].said);
-    assert!(said.contains(&named) && said.contains(") silent for 3s (seen by rank "), "{scenario}: {said}");
-    // It is told when it goes on, also where nobody keeps the store any more.
+    assert!(ends.iter().all(|end| end.code == Some(1) && end.message == ends[0].message), "{scenario}: {ends:?}");
+    let (named, message) = (format!(": rank {stopped} (pid "), &ends[0].message);
+    assert!(
+        message.contains(&named) && message.contains(") timed out after 3s without a heartbeat (seen by rank "),
+        "{scenario}: {message}"
+    );
+    // The stopped rank receives the failure after it continues, also without the store.
     drop(server);
     kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::CONT).unwrap();
     let late = late.end();
-    assert_eq!((late.code, &late.said), (Some(1), said), "{scenario}");
-    late.said
+    assert_eq!((late.code, &late.message), (Some(1), message), "{scenario}");
+    late.message
 }
 
-/// Joins in this process; for what is refused before any rank is connected.
+/// Joins in this process, for errors before any rank is connected.
 fn join(store: &Client, rank: usize, size: usize, timeout: Duration) -> Result<World> {
     local::join(store, rank, size, Options { timeout, record: false })
 }
@@ -375,12 +392,12 @@ fn store() -> (Server, Client) {
 
 #[track_caller]
 fn refused(joined: Result<World>, want: &str) {
-    let said = joined.err().unwrap().to_string();
-    assert!(said.contains(want), "{said}");
+    let message = joined.err().unwrap().to_string();
+    assert!(message.contains(want), "{message}");
 }
 
 #[test]
-fn a_rank_that_comes_late_is_waited_for() {
+fn a_rank_may_join_late() {
     let server = Server::bind("127.0.0.1:0").unwrap();
     let first = Rank::start("pending", 0, 2, server.port(), PATIENT);
     let store = Client::connect("127.0.0.1", server.port(), PATIENT).unwrap();
@@ -390,17 +407,20 @@ fn a_rank_that_comes_late_is_waited_for() {
 }
 
 #[test]
-fn ranks_that_never_come_are_named() {
+fn ranks_that_do_not_join_are_named() {
     let (_server, store) = store();
     refused(join(&store, 1, 4, HASTY), "join the group of 4 ranks as rank 1: rank 0, 2, 3 did not join within 300ms");
 }
 
 #[test]
-fn ranks_that_do_not_fit_are_refused() {
+fn inconsistent_ranks_are_rejected() {
     let (_server, store) = store();
-    refused(join(&store, 2, 2, HASTY), "join the group of 2 ranks as rank 2: there is no such rank");
+    refused(
+        join(&store, 2, 2, HASTY),
+        "join the group of 2 ranks as rank 2: the rank must be less than the world size",
+    );
     refused(join(&store, 0, 2, HASTY), "rank 1 did not join");
-    refused(join(&store, 0, 2, HASTY), "as rank 0: another process has joined as this rank");
+    refused(join(&store, 0, 2, HASTY), "as rank 0: another process has already joined as this rank");
     refused(join(&store, 1, 3, HASTY), "as rank 1: rank 0 was started for 2 ranks");
     store.set("local/0/peer", b"something else").unwrap();
     refused(join(&store.with_prefix("again"), 1, 2, HASTY), "rank 0 did not join");
@@ -408,53 +428,56 @@ fn ranks_that_do_not_fit_are_refused() {
     refused(join(&store.with_prefix("fresh"), 1, 2, HASTY), "rank 0 runs another version of this program");
 }
 
-/// Joins as rank 0 of three in a thread of this process; rank 2 has not been heard of but in the store. `as_rank_1` is
-/// given a connection to rank 0. Returns why rank 0 fails.
+/// Joins as rank 0 of three in a thread of this process. Ranks 1 and 2 exist in the store only. `as_rank_1` gets a connection
+/// to rank 0. Returns the error of rank 0.
 #[track_caller]
-fn joined_by_a_stranger(timeout: Duration, as_rank_1: impl FnOnce(UnixStream)) -> String {
+fn joined_by_a_raw_connection(timeout: Duration, as_rank_1: impl FnOnce(UnixStream)) -> String {
     let (_server, store) = store();
     let ours = store.reconnect().unwrap();
     let first = std::thread::spawn(move || join(&ours, 0, 3, timeout).err().unwrap().to_string());
-    let about = store.get("local/0/peer").unwrap();
+    let peer = store.get("local/0/peer").unwrap();
     for rank in [1, 2] {
-        store.set(&format!("local/{rank}/peer"), &about).unwrap();
+        store.set(&format!("local/{rank}/peer"), &peer).unwrap();
     }
-    let socket = String::from_utf8(about).unwrap().split('\n').nth(6).unwrap().to_owned();
+    let socket = String::from_utf8(peer).unwrap().split('\n').nth(6).unwrap().to_owned();
     as_rank_1(UnixStream::connect_addr(&SocketAddr::from_abstract_name(socket).unwrap()).unwrap());
     first.join().unwrap()
 }
 
-/// What a rank says first when it calls.
+/// Encodes the hello of a connection.
 fn hello(rank: u32) -> Vec<u8> {
     [&rank.to_le_bytes()[..], &7u32.to_le_bytes(), b"control"].concat()
 }
 
 #[test]
-fn a_rank_that_dies_while_others_join_is_named_at_once() {
+fn a_rank_that_exits_while_others_join_is_named_immediately() {
     let began = Instant::now();
-    let said = joined_by_a_stranger(PATIENT, |mut stream| stream.write_all(&hello(1)).unwrap());
-    assert!(said.starts_with("go on: rank 1 (pid ") && said.contains(") ended without leaving"), "{said}");
-    assert!(began.elapsed() < PATIENT / 2, "the time-out was waited for");
+    let message = joined_by_a_raw_connection(PATIENT, |mut stream| stream.write_all(&hello(1)).unwrap());
+    assert!(
+        message.starts_with("continue: rank 1 (pid ") && message.contains(") exited without leaving the process group"),
+        "{message}"
+    );
+    assert!(began.elapsed() < PATIENT / 2, "the ranks waited for the timeout");
 }
 
 #[test]
-fn a_caller_that_is_no_rank_is_ignored() {
-    for stranger in [0, 3, u32::MAX] {
-        let said = joined_by_a_stranger(HASTY, |mut stream| stream.write_all(&hello(stranger)).unwrap());
-        assert!(said.starts_with("connect rank 0 to the others: rank 1 (pid "), "{said}");
+fn a_connection_of_an_invalid_rank_is_ignored() {
+    for invalid in [0, 3, u32::MAX] {
+        let message = joined_by_a_raw_connection(HASTY, |mut stream| stream.write_all(&hello(invalid)).unwrap());
+        assert!(message.starts_with("connect rank 0 to the other ranks: rank 1 (pid "), "{message}");
     }
 }
 
 #[test]
-fn ranks_of_another_user_or_container_are_refused() {
+fn ranks_of_another_user_or_container_are_rejected() {
     let (_server, store) = store();
     let name = |store: &Client| {
         refused(join(store, 0, 2, HASTY), "rank 1 did not join");
         String::from_utf8(store.get("local/0/peer").unwrap()).unwrap()
     };
-    let about = name(&store);
+    let peer = name(&store);
     let changed = |line: usize| {
-        let mut lines: Vec<&str> = about.split('\n').collect();
+        let mut lines: Vec<&str> = peer.split('\n').collect();
         lines[line] = "4242";
         lines.join("\n")
     };
@@ -467,7 +490,7 @@ fn ranks_of_another_user_or_container_are_refused() {
 }
 
 #[test]
-fn no_time_is_too_long() {
+fn the_longest_timeout_is_valid() {
     let server = Server::bind("127.0.0.1:0").unwrap();
     let ranks = [0, 1].map(|rank| {
         let store = Client::connect("127.0.0.1", server.port(), Duration::MAX).unwrap();
@@ -477,18 +500,21 @@ fn no_time_is_too_long() {
 }
 
 #[test]
-fn ranks_on_two_hosts_are_told_what_to_use() {
+fn ranks_on_two_hosts_get_an_error_with_the_backends_to_use() {
     let (_server, store) = store();
     store.set("local/0/peer", b"candlewick-peer-1\n2\nnode-7\nanother-boot\nnet user\n0\nsocket\n1").unwrap();
     let error = join(&store, 1, 2, HASTY).err().unwrap();
     assert!(matches!(error, Error::OtherHost { other: 0, .. }), "{error}");
-    let said = error.to_string();
-    assert!(said.contains("rank 0 runs on node-7") && said.contains("use `nccl`") && said.contains("`mpi`"), "{said}");
+    let message = error.to_string();
+    assert!(
+        message.contains("rank 0 runs on node-7") && message.contains("use `nccl`") && message.contains("`mpi`"),
+        "{message}"
+    );
 }
 
 #[test]
-fn a_store_that_is_gone_is_said() {
+fn a_lost_store_is_reported() {
     let (server, store) = store();
     drop(server);
-    refused(join(&store, 0, 2, HASTY), "talk to the store");
+    refused(join(&store, 0, 2, HASTY), "communicate with the store");
 }

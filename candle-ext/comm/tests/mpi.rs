@@ -1,6 +1,6 @@
-//! The world that MPI connects, through the front door: each test has `mpirun` start this binary again as each rank.
+//! The backend `mpi` through its public API. In each test `mpirun` starts this binary once per rank.
 //!
-//! Without an `mpirun` nothing is tested. MPIRUN names another one.
+//! The tests are skipped without `mpirun`. The variable MPIRUN selects another one.
 #![cfg(feature = "mpi")]
 #![allow(clippy::unwrap_used)]
 
@@ -14,42 +14,42 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_comm::place::{Place, Source};
-use candlewick_comm::{Engine, Error, Host, Options, Recv, Reduce, Result, Staged, World};
+use candlewick_comm::rank_env::{Launcher, RankEnv};
+use candlewick_comm::{CommBackend, Error, HostBackend, Options, Recv, Reduce, Result, Staged, World};
 use rustix::process::{Signal, getpid, kill_process};
 
 const PATIENT: Duration = Duration::from_secs(60);
 
-/// Tells a process what to do, with which time-out in milliseconds, and where to write what came of it.
+/// Variable with a rank's scenario, its timeout in milliseconds and the folder of its result file.
 const VARIABLE: &str = "CANDLEWICK_TEST_MPI";
 
-/// What the rank processes do. Not a test of its own: returns at once when it is run as one.
+/// Runs one rank. Returns immediately without the variable, when it runs as a test.
 #[test]
 fn rank() {
-    let Ok(told) = std::env::var(VARIABLE) else { return };
-    let words: Vec<&str> = told.splitn(3, ' ').collect();
-    let [scenario, timeout, folder] = words[..] else { panic!("{told}") };
-    let place = Place::from_variables(&std::env::vars().collect()).unwrap();
+    let Ok(arguments) = std::env::var(VARIABLE) else { return };
+    let words: Vec<&str> = arguments.splitn(3, ' ').collect();
+    let [scenario, timeout, folder] = words[..] else { panic!("{arguments}") };
+    let env = RankEnv::from_variables(&std::env::vars().collect()).unwrap();
     let options = Options { timeout: Duration::from_millis(timeout.parse().unwrap()), record: true };
-    // Where MPI should count other ranks than whoever started them.
-    let believed = if scenario == "miscounted" { place.world_size + 1 } else { place.world_size };
-    let place = Place { world_size: believed, ..place };
-    let joined = || World::join(&place, &Engine::Host(Host::Mpi), options);
+    // In "miscounted" MPI reports another world size than the launch variables.
+    let believed = if scenario == "miscounted" { env.world_size + 1 } else { env.world_size };
+    let env = RankEnv { world_size: believed, ..env };
+    let joined = || World::join(&env, &CommBackend::Host(HostBackend::Mpi), options);
     let done = catch_unwind(|| joined().and_then(|world| world.run(|world| act(scenario, world))));
-    let (code, said) = match done {
+    let (code, message) = match done {
         Ok(Ok(result)) => (0, Some(result)),
         Ok(Err(error)) => (1, Some(error.to_string())),
         Err(_) => (101, None),
     };
     let file = |rank: usize| Path::new(folder).join(rank.to_string());
-    if let Some(said) = said {
-        let unfinished = Path::new(folder).join(format!("{}.tmp", place.rank));
-        fs::write(&unfinished, said).unwrap();
-        fs::rename(unfinished, file(place.rank)).unwrap();
+    if let Some(message) = message {
+        let unfinished = Path::new(folder).join(format!("{}.tmp", env.rank));
+        fs::write(&unfinished, message).unwrap();
+        fs::rename(unfinished, file(env.rank)).unwrap();
     }
     if code > 0 {
-        // A second after the first has ended badly, mpirun kills the others: they shall have written by then. The last rank
-        // is the one that does something else.
+        // mpirun kills the other ranks a second after the first failure. Wait until they have written their results. The last
+        // rank is the one that fails first.
         let began = Instant::now();
         while (0..believed - 1).any(|rank| !file(rank).exists()) && began.elapsed() < PATIENT / 4 {
             thread::yield_now();
@@ -91,18 +91,18 @@ fn act(scenario: &str, world: &World) -> Result<String> {
         "long" => return Err(Error::Tensor(candle_core::Error::Msg("ö".repeat(2 << 20)))),
         "panic" if last => panic!("index out of bounds"),
         "leave" if last => {}
-        "stay-away" if last => drop(world.await_failure(PATIENT)),
-        // The second stays away, and the first waits for both.
-        "stay-away-beside-work" if last => {
+        "absent" if last => drop(world.await_failure(PATIENT)),
+        // Rank 1 is absent, and rank 0 waits for both.
+        "absent-with-busy-peer" if last => {
             world.keep_alive().during(|| world.await_failure(PATIENT));
             group.barrier()?;
         }
-        "stay-away-beside-work" if world.rank() == 1 => {
+        "absent-with-busy-peer" if world.rank() == 1 => {
             world.await_failure(PATIENT);
             group.barrier()?;
         }
-        // The last rank keeps the first waiting by way of the one between.
-        "work-chain" => match world.rank() {
+        // Rank 0 waits for the last rank through rank 1.
+        "busy-chain" => match world.rank() {
             0 => drop(group.send_recv(None, None, Some(Recv::like(&x, 1)))?),
             1 => {
                 let x = group.send_recv(None, None, Some(Recv::like(&x, 2)))?;
@@ -113,7 +113,7 @@ fn act(scenario: &str, world: &World) -> Result<String> {
                 group.send_recv(Some(&x), Some(1), None)?;
             }
         },
-        "at-work" if last => {
+        "busy" if last => {
             assert_eq!(world.keep_alive().during(|| world.await_failure(Duration::from_secs(7))), None);
             group.all_reduce(&x, Reduce::Sum)?;
         }
@@ -129,14 +129,14 @@ fn act(scenario: &str, world: &World) -> Result<String> {
     Ok("done".to_owned())
 }
 
-/// How the ranks ended, and what each said, if it came to that.
+/// Output of mpirun and the result of each rank that has written one.
 struct Ends {
     output: Output,
-    said: Vec<Option<String>>,
+    message: Vec<Option<String>>,
     took: Duration,
 }
 
-/// Runs all ranks of a scenario; nothing where there is no MPI to do so.
+/// Runs all ranks of a scenario. Returns `None` without MPI.
 fn run(scenario: &str, size: usize, timeout: Duration, variables: &[(&str, &str)]) -> Option<Ends> {
     let mpirun = std::env::var("MPIRUN").unwrap_or_else(|_| "mpirun".to_owned());
     if Command::new(&mpirun).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_err() {
@@ -146,16 +146,16 @@ fn run(scenario: &str, size: usize, timeout: Duration, variables: &[(&str, &str)
     let folder = tempfile::tempdir().unwrap();
     let began = Instant::now();
     let mut command = Command::new(mpirun);
-    // mpirun ends the others when one has ended badly; they have something to say yet.
+    // mpirun sends SIGTERM to the other ranks after a failure. Ignore it until they have written their results.
     command.args(["-n", &size.to_string(), "env", "--ignore-signal=TERM"]).arg(std::env::current_exe().unwrap());
     command.args(["rank", "--exact", "--nocapture", "--test-threads=1"]);
     command.env(VARIABLE, format!("{scenario} {} {}", timeout.as_millis(), folder.path().display()));
-    // Open MPI refuses to run as root, and more ranks than cores, unless it is told otherwise.
+    // By default Open MPI does not run as root, nor more ranks than cores.
     command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
     command.envs([("OMPI_MCA_rmaps_base_oversubscribe", "1"), ("OMPI_MCA_btl_vader_single_copy_mechanism", "none")]);
     let output = command.envs(variables.iter().copied()).output().unwrap();
-    let said = (0..size).map(|rank| fs::read_to_string(folder.path().join(rank.to_string())).ok()).collect();
-    Some(Ends { output, said, took: began.elapsed() })
+    let message = (0..size).map(|rank| fs::read_to_string(folder.path().join(rank.to_string())).ok()).collect();
+    Some(Ends { output, message, took: began.elapsed() })
 }
 
 #[track_caller]
@@ -166,22 +166,26 @@ fn check(size: usize, variables: &[(&str, &str)]) {
     for scenario in ["all", "staged"] {
         let Some(ends) = run(scenario, size, PATIENT, variables) else { return };
         assert!(ends.output.status.success(), "{:?}", ends.output);
-        assert!(ends.said.iter().all(|said| said.as_ref() == Some(&digest)), "{:?}, not {digest}", ends.said);
+        assert!(
+            ends.message.iter().all(|message| message.as_ref() == Some(&digest)),
+            "{:?}, not {digest}",
+            ends.message
+        );
     }
 }
 
 #[test]
-fn two_ranks_do_all_with_the_bits_of_threads() {
+fn two_ranks_equal_threads_bitwise() {
     check(2, &[]);
 }
 
 #[test]
-fn three_ranks_do_all_with_the_bits_of_threads() {
+fn three_ranks_equal_threads_bitwise() {
     check(3, &[]);
 }
 
 #[test]
-fn four_ranks_do_all_over_tcp() {
+fn four_ranks_pass_all_cases_over_tcp() {
     check(4, &[("OMPI_MCA_btl", "self,tcp"), ("OMPI_MCA_pml", "ob1")]);
 }
 
@@ -190,101 +194,116 @@ fn recorded_sequences_are_equal_across_ranks() {
     let Some(ends) = run("calls", 2, PATIENT, &[]) else { return };
     let want = "world: split 1; part: all_gather 1 (f32 [3]); world: all_reduce 2 (max, f32 [3])";
     assert!(ends.output.status.success(), "{:?}", ends.output);
-    assert_eq!(ends.said, [Some(want.to_owned()), Some(want.to_owned())]);
+    assert_eq!(ends.message, [Some(want.to_owned()), Some(want.to_owned())]);
 }
 
 #[test]
-fn a_dropped_pending_still_does_its_part() {
+fn a_dropped_pending_still_completes() {
     let Some(ends) = run("pending", 2, PATIENT, &[]) else { return };
     assert!(ends.output.status.success(), "{:?}", ends.output);
 }
 
 #[test]
-fn mpi_is_joined_once() {
+fn mpi_can_be_joined_once() {
     let Some(ends) = run("again", 2, PATIENT, &[]) else { return };
     assert!(ends.output.status.success(), "{:?}", ends.output);
-    let said = ends.said[1].as_ref().unwrap();
-    assert!(said.contains("as rank 1: a process can start MPI only once"), "{said}");
+    let message = ends.message[1].as_ref().unwrap();
+    assert!(message.contains("as rank 1: a process can initialize MPI only once"), "{message}");
 }
 
-/// Runs a scenario in which the last rank does something else; returns what all others say, which is the same.
+/// Runs a scenario in which the last rank fails. Returns the message that all other ranks report.
 #[track_caller]
 fn root_cause(scenario: &str, size: usize, timeout: Duration) -> Option<String> {
     let mut ends = run(scenario, size, timeout, &[])?;
     assert!(!ends.output.status.success());
-    ends.said.pop();
-    assert!(ends.said.iter().all(|said| said.is_some() && *said == ends.said[0]), "{:?}: {:?}", ends.said, ends.output);
-    assert!(ends.took < PATIENT / 2, "the time-out was waited for");
-    ends.said.swap_remove(0)
+    ends.message.pop();
+    assert!(
+        ends.message.iter().all(|message| message.is_some() && *message == ends.message[0]),
+        "{:?}: {:?}",
+        ends.message,
+        ends.output
+    );
+    assert!(ends.took < PATIENT / 2, "the ranks waited for the timeout");
+    ends.message.swap_remove(0)
 }
 
 #[test]
-fn calls_that_do_not_match_are_both_named() {
-    let Some(said) = root_cause("mismatch", 3, PATIENT) else { return };
-    assert!(said.contains("calls all_reduce 1 (sum, f32 [3]), rank 2 (pid "), "{said}");
-    assert!(said.contains(") calls all_gather 1 (f32 [3]) (seen by rank "), "{said}");
+fn mismatched_calls_are_both_named() {
+    let Some(message) = root_cause("mismatch", 3, PATIENT) else { return };
+    assert!(message.contains("calls all_reduce 1 (sum, f32 [3]), rank 2 (pid "), "{message}");
+    assert!(message.contains(") calls all_gather 1 (f32 [3]) (seen by rank "), "{message}");
 }
 
 #[test]
-fn a_rank_that_fails_ends_the_others() {
+fn a_failed_rank_aborts_the_others() {
     for scenario in ["error", "error-early"] {
-        let Some(said) = root_cause(scenario, 3, PATIENT) else { return };
-        assert_eq!(said, "go on: rank 2 failed to read row 17");
+        let Some(message) = root_cause(scenario, 3, PATIENT) else { return };
+        assert_eq!(message, "continue: rank 2 failed to read row 17");
     }
 }
 
 #[test]
-fn a_rank_that_panics_ends_the_others() {
-    let Some(said) = root_cause("panic", 3, PATIENT) else { return };
-    assert_eq!(said, "go on: rank 2 failed to finish: it panicked");
+fn a_panicked_rank_aborts_the_others() {
+    let Some(message) = root_cause("panic", 3, PATIENT) else { return };
+    assert_eq!(message, "continue: rank 2 failed to finish: it panicked");
 }
 
 #[test]
-fn ranks_that_fail_at_once_with_much_to_say_agree() {
+fn ranks_that_fail_concurrently_report_one_failure() {
     let Some(ends) = run("long", 3, PATIENT, &[]) else { return };
-    assert!(ends.said.iter().all(|said| *said == ends.said[0]), "the ranks say different things");
-    let said = ends.said[0].as_ref().unwrap();
-    assert!(said.starts_with("go on: rank ") && said.ends_with('ö') && said.len() < 1 << 15);
+    assert!(ends.message.iter().all(|message| *message == ends.message[0]), "the ranks report different failures");
+    let message = ends.message[0].as_ref().unwrap();
+    assert!(message.starts_with("continue: rank ") && message.ends_with('ö') && message.len() < 1 << 15);
 }
 
 #[test]
-fn a_rank_that_leaves_early_is_not_waited_for() {
-    let Some(said) = root_cause("leave", 2, PATIENT) else { return };
+fn a_rank_that_leaves_early_does_not_cause_a_timeout() {
+    let Some(message) = root_cause("leave", 2, PATIENT) else { return };
     let what = "finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1]: rank 1 (pid ";
-    assert!(said.starts_with(what) && said.ends_with(") has left (seen by rank 0)"), "{said}");
+    assert!(
+        message.starts_with(what) && message.ends_with(") has left the process group (seen by rank 0)"),
+        "{message}"
+    );
 }
 
 #[test]
-fn a_rank_that_stays_away_is_named_with_what_it_misses() {
-    let Some(said) = root_cause("stay-away", 3, Duration::from_secs(3)) else { return };
+fn an_absent_rank_is_named_with_the_call() {
+    let Some(message) = root_cause("absent", 3, Duration::from_secs(3)) else { return };
     let what = "finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: rank 2 (pid ";
-    assert!(said.starts_with(what) && said.contains(") silent for 3s (seen by rank "), "{said}");
+    assert!(
+        message.starts_with(what) && message.contains(") timed out after 3s without a heartbeat (seen by rank "),
+        "{message}"
+    );
 }
 
 #[test]
-fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
-    for scenario in ["at-work", "work-chain"] {
+fn a_busy_rank_does_not_time_out() {
+    for scenario in ["busy", "busy-chain"] {
         let Some(ends) = run(scenario, 3, Duration::from_secs(3), &[]) else { return };
-        assert!(ends.output.status.success(), "{scenario}: {:?}: {:?}", ends.said, ends.output);
+        assert!(ends.output.status.success(), "{scenario}: {:?}: {:?}", ends.message, ends.output);
     }
 }
 
 #[test]
-fn a_rank_that_stays_away_while_another_is_at_work_is_named() {
-    let Some(ends) = run("stay-away-beside-work", 3, Duration::from_secs(3), &[]) else { return };
-    let said = ends.said[0].as_ref().unwrap();
-    assert!(said.contains(": rank 1 (pid ") && said.contains(") silent for 3s (seen by rank 0)"), "{said}");
+fn an_absent_rank_is_named_while_another_is_busy() {
+    let Some(ends) = run("absent-with-busy-peer", 3, Duration::from_secs(3), &[]) else { return };
+    let message = ends.message[0].as_ref().unwrap();
+    assert!(
+        message.contains(": rank 1 (pid ")
+            && message.contains(") timed out after 3s without a heartbeat (seen by rank 0)"),
+        "{message}"
+    );
 }
 
-/// Nobody but mpirun sees that a process has died; it ends the others and says which was the first.
+/// mpirun detects the exit of a process, kills the others and reports the first.
 #[test]
-fn a_dead_rank_ends_the_others() {
+fn an_exited_rank_aborts_the_others() {
     for (scenario, code) in [("kill", "signal 9"), ("exit", "code: 3")] {
         let Some(ends) = run(scenario, 3, PATIENT, &[]) else { return };
         assert!(!ends.output.status.success() && ends.took < PATIENT / 2, "{scenario}: {:?}", ends.took);
         let output = String::from_utf8_lossy(&ends.output.stderr).to_lowercase();
         let output = output.split_whitespace().collect::<Vec<_>>().join(" ");
-        // Open MPI's words.
+        // Output of Open MPI.
         if output.contains("mpirun") {
             assert!(output.contains(code), "{scenario}: {output}");
         }
@@ -292,20 +311,20 @@ fn a_dead_rank_ends_the_others() {
 }
 
 #[test]
-fn mpi_must_count_as_whoever_started_the_ranks() {
+fn mpi_must_report_the_world_size_of_the_launch_variables() {
     let Some(ends) = run("miscounted", 2, PATIENT, &[]) else { return };
-    let said = ends.said[1].as_ref().unwrap();
+    let message = ends.message[1].as_ref().unwrap();
     assert!(
-        said.starts_with("join the group of 3 ranks as rank 1: MPI calls it rank 1 of 2; start the ranks"),
-        "{said}"
+        message.starts_with("join the group of 3 ranks as rank 1: MPI reports rank 1 of 2; start the ranks"),
+        "{message}"
     );
 }
 
-/// Started by nobody, MPI finds a world of one.
+/// Without mpirun, MPI reports a world of one rank.
 #[test]
-fn ranks_that_mpi_did_not_start_are_told_what_to_do() {
-    let place = Place { world_size: 2, local_world_size: 2, source: Source::Torchrun, ..Place::alone() };
-    let alone = World::join(&place, &Engine::Host(Host::Mpi), Options { timeout: PATIENT, record: false });
-    let said = alone.err().unwrap().to_string();
-    assert!(said.contains("MPI calls it rank 0 of 1; start the ranks with the mpirun of the MPI"), "{said}");
+fn ranks_without_mpirun_get_an_error_with_the_remedy() {
+    let env = RankEnv { world_size: 2, local_world_size: 2, launcher: Launcher::Torchrun, ..RankEnv::single() };
+    let alone = World::join(&env, &CommBackend::Host(HostBackend::Mpi), Options { timeout: PATIENT, record: false });
+    let message = alone.err().unwrap().to_string();
+    assert!(message.contains("MPI reports rank 0 of 1; start the ranks with the mpirun of the MPI"), "{message}");
 }

@@ -1,5 +1,5 @@
-//! Ranks with a GPU each, over NCCL. Needs two GPUs for the most part, and tests nothing where there are fewer.
-//! `scripts/check-nccl` runs it with stand-ins for CUDA and NCCL, which have four.
+//! The backend `nccl` through its public API. Most tests need two GPUs and are skipped without them.
+//! `scripts/check-nccl` runs them with stand-ins for CUDA and NCCL, which have four devices.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
 
@@ -7,12 +7,12 @@ mod cases;
 mod gpus;
 #[path = "nccl/launches.rs"]
 mod launches;
+#[path = "cases/mapped.rs"]
+mod mapped;
 #[path = "nccl/send_recv.rs"]
 mod send_recv;
 #[path = "gpus/stand_in.rs"]
 mod stand_in;
-#[path = "cases/through.rs"]
-mod through;
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
@@ -25,13 +25,13 @@ use candlewick_comm::{Error, Options, Recv, Reduce, Result, World, nccl, threads
 use gpus::{n_gpus, on, open};
 
 const PATIENT: Options = Options { timeout: Duration::from_secs(60), record: true };
-/// Joining counts, too.
+/// The timeout also covers joining.
 const HASTY: Options = Options { timeout: Duration::from_secs(5), record: true };
 
-/// A GPU is opened when all that runs on it is done: one world at a time.
+/// Lock that allows one world at a time, because opening a GPU synchronizes with it.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Runs a world of as many threads, each with its own GPU; `None` where there are not so many.
+/// Runs a world of `size` threads with one GPU each. Returns `None` if there are fewer GPUs.
 fn run<T: Send>(
     size: usize,
     options: Options,
@@ -51,11 +51,11 @@ fn run<T: Send>(
     };
     Some(thread::scope(|scope| {
         let ranks: Vec<_> = (0..size).map(|i| scope.spawn(move || one(i))).collect();
-        ranks.into_iter().map(|rank| rank.join().expect("a rank tells how it ended")).collect()
+        ranks.into_iter().map(|rank| rank.join().expect("a rank does not panic")).collect()
     }))
 }
 
-/// All cases against the engine of threads, with tensors of the CPU and of the GPUs.
+/// Compares all cases with the thread backend, for CPU and GPU tensors.
 #[track_caller]
 fn check(size: usize) {
     let over_nccl = run(size, PATIENT, |world, device| {
@@ -70,11 +70,11 @@ fn check(size: usize) {
 }
 
 #[test]
-fn two_ranks_do_all() {
+fn two_ranks_pass_all_cases() {
     check(2);
 }
 
-/// NCCL's sums of more than two are in an order of its own, and have other bits.
+/// On real GPUs, NCCL's reductions of more than two ranks have another order and other bits.
 #[test]
 fn three_and_four_ranks_do_all() {
     if n_gpus() > 0 && CudaContext::new(0).unwrap().name().unwrap() == "stand-in" {
@@ -100,7 +100,7 @@ fn recorded_sequences_are_equal_across_ranks() {
     }
 }
 
-/// Who begins another operation on the group's result before it has come waits for it on the device.
+/// An operation on a result that has not arrived yet waits for it on the device.
 #[test]
 fn results_are_waited_for_on_the_device() {
     let sums = run(2, PATIENT, |world, device| {
@@ -116,7 +116,7 @@ fn results_are_waited_for_on_the_device() {
 }
 
 #[test]
-fn a_dropped_pending_still_does_its_part() {
+fn a_dropped_pending_still_completes() {
     let sums = run(2, PATIENT, |world, device| {
         let x = Tensor::ones(1 << 16, DType::F32, device)?;
         match world.rank() {
@@ -131,7 +131,7 @@ fn a_dropped_pending_still_does_its_part() {
     sums.into_iter().flatten().for_each(|ended| ended.unwrap());
 }
 
-/// The one failure that all ranks report, and how long it took.
+/// Returns the failure that all ranks report, and the time until then.
 fn failure(
     size: usize,
     options: Options,
@@ -142,9 +142,9 @@ fn failure(
         began.get_or_init(Instant::now);
         rank(world, device)
     })?;
-    let told: Vec<String> = ends.into_iter().map(|end| end.unwrap_err().to_string()).collect();
-    assert!(told.iter().all(|said| *said == told[0]), "{told:?}");
-    Some((told[0].clone(), began.get()?.elapsed()))
+    let reported: Vec<String> = ends.into_iter().map(|end| end.unwrap_err().to_string()).collect();
+    assert!(reported.iter().all(|message| *message == reported[0]), "{reported:?}");
+    Some((reported[0].clone(), began.get()?.elapsed()))
 }
 
 fn ones(device: &Device) -> Tensor {
@@ -152,19 +152,19 @@ fn ones(device: &Device) -> Tensor {
 }
 
 #[test]
-fn a_rank_that_fails_ends_the_others() {
+fn a_failed_rank_aborts_the_others() {
     let ended = failure(2, PATIENT, |world, device| match world.rank() {
         1 => Err(Error::Tensor(candle_core::Error::Msg("read row 17".to_owned()))),
         _ => world.group().all_reduce(&ones(device), Reduce::Sum).map(drop),
     });
-    let Some((said, took)) = ended else { return };
-    assert_eq!(said, "go on: rank 1 failed to read row 17");
-    assert!(took < PATIENT.timeout / 2, "the time-out was waited for");
+    let Some((message, took)) = ended else { return };
+    assert_eq!(message, "continue: rank 1 failed to read row 17");
+    assert!(took < PATIENT.timeout / 2, "the ranks waited for the timeout");
 }
 
-/// What is on the device is stopped, and a part of the group that waits for nobody hears of it, too.
+/// Running operations are aborted. A subgroup that does not wait for the failed rank fails too.
 #[test]
-fn a_rank_that_fails_ends_those_who_do_not_wait_for_it() {
+fn a_failed_rank_aborts_ranks_that_do_not_wait_for_it() {
     if n_gpus() < 4 {
         return;
     }
@@ -177,27 +177,27 @@ fn a_rank_that_fails_ends_those_who_do_not_wait_for_it() {
         }
         Ok(())
     });
-    let Some((said, took)) = ended else { return };
-    assert_eq!(said, "go on: rank 3 failed to read row 17");
-    assert!(took < PATIENT.timeout / 2, "the time-out was waited for");
+    let Some((message, took)) = ended else { return };
+    assert_eq!(message, "continue: rank 3 failed to read row 17");
+    assert!(took < PATIENT.timeout / 2, "the ranks waited for the timeout");
 }
 
-/// NCCL itself says nothing of calls that do not match: the time-out does.
+/// NCCL does not detect mismatched calls: the timeout does.
 #[test]
-fn calls_that_do_not_match_end_by_the_time_out() {
+fn mismatched_calls_time_out() {
     let ended = failure(2, HASTY, |world, device| match world.rank() {
         0 => world.group().all_gather(&ones(device)).map(drop),
         _ => world.group().all_reduce(&ones(device), Reduce::Sum).map(drop),
     });
-    let Some((said, _)) = ended else { return };
+    let Some((message, _)) = ended else { return };
     assert!(
-        said.contains("in group world of ranks [0, 1]: not within 5s: ") && said.contains("all_gather 1"),
-        "{said}"
+        message.contains("in group world of ranks [0, 1]: timed out after 5s: ") && message.contains("all_gather 1"),
+        "{message}"
     );
 }
 
 #[test]
-fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
+fn a_busy_rank_does_not_time_out() {
     let ends = run(2, HASTY, |world, device| {
         if world.rank() == 1 {
             assert_eq!(world.keep_alive().during(|| world.await_failure(2 * HASTY.timeout)), None);
@@ -208,30 +208,30 @@ fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
 }
 
 #[test]
-fn a_rank_that_never_calls_is_named() {
+fn an_absent_rank_is_named() {
     let ended = failure(2, HASTY, |world, device| {
         if world.rank() == 1 {
-            return Err(world.await_failure(PATIENT.timeout).expect("the other ends the world").into());
+            return Err(world.await_failure(PATIENT.timeout).expect("the other rank aborts the world").into());
         }
         world.group().all_reduce(&ones(device), Reduce::Sum).map(drop)
     });
-    let Some((said, _)) = ended else { return };
-    assert!(said.contains("in group world of ranks [0, 1]: not within 5s: rank 1 (pid "), "{said}");
-    assert!(said.ends_with(") has not begun it: it has begun no call yet (seen by rank 0)"), "{said}");
+    let Some((message, _)) = ended else { return };
+    assert!(message.contains("in group world of ranks [0, 1]: timed out after 5s: rank 1 (pid "), "{message}");
+    assert!(message.ends_with(") has not entered the call; it has made no call yet (seen by rank 0)"), "{message}");
 }
 
 #[test]
-fn lists_that_differ_are_refused() {
+fn different_lists_are_rejected() {
     let ended = failure(2, PATIENT, |world, _| {
         let lists = [vec![vec![0, 1]], vec![vec![1, 0]]];
         world.group().split("part", &lists[world.rank()]).map(drop)
     });
-    let Some((said, _)) = ended else { return };
-    assert!(said.contains("with other lists than another rank"), "{said}");
+    let Some((message, _)) = ended else { return };
+    assert!(message.contains("with different lists than another rank"), "{message}");
 }
 
 #[test]
-fn two_ranks_on_one_gpu_are_refused() {
+fn two_ranks_on_one_gpu_are_rejected() {
     if n_gpus() == 0 {
         return;
     }
@@ -244,7 +244,7 @@ fn two_ranks_on_one_gpu_are_refused() {
     let joined =
         thread::scope(|scope| [0, 1].map(|rank| scope.spawn(move || join(rank))).map(|rank| rank.join().unwrap()));
     for refused in joined {
-        let said = refused.unwrap_err().to_string();
-        assert!(said.contains("have the same GPU") && said.contains("ddp_backend: staged"), "{said}");
+        let message = refused.unwrap_err().to_string();
+        assert!(message.contains("have the same GPU") && message.contains("ddp_backend: staged"), "{message}");
     }
 }

@@ -1,4 +1,4 @@
-//! The store's two ends, through the front door: with each other, and byte for byte as torch speaks.
+//! Client and server of the store through their public API: with each other, and byte for byte against torch.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{Read, Write};
@@ -11,8 +11,8 @@ use candlewick_comm::store::{Client, Error, Result, Server};
 const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(30);
 
-/// An address of this process's own, at which nobody listens: other processes use 127.0.0.1.
-fn lonely() -> (String, u16) {
+/// Returns a loopback address of this process without a server. Other processes use 127.0.0.1.
+fn unused_addr() -> (String, u16) {
     let [.., a, b] = std::process::id().to_be_bytes();
     let host = format!("127.77.{a}.{b}");
     let port = TcpListener::bind((host.as_str(), 0)).unwrap().local_addr().unwrap().port();
@@ -62,11 +62,11 @@ fn a_get_waits_for_the_key_of_another_client() -> Result<()> {
 }
 
 #[test]
-fn a_wait_that_is_too_long_names_its_keys_and_leaves_the_client_usable() -> Result<()> {
+fn a_wait_that_times_out_names_its_keys_and_leaves_the_client_usable() -> Result<()> {
     let (_server, store) = pair();
     store.set("a", b"1")?;
     let error = store.wait_for(&["a", "b"], SHORT).unwrap_err();
-    assert_eq!(error.to_string(), "see a, b in the store within 30ms");
+    assert_eq!(error.to_string(), "wait for a, b in the store: timed out after 30ms");
     store.set("b", b"2")?;
     store.wait(&["a", "b"])?;
     assert_eq!(store.get("b")?, b"2");
@@ -74,25 +74,25 @@ fn a_wait_that_is_too_long_names_its_keys_and_leaves_the_client_usable() -> Resu
 }
 
 #[test]
-fn a_key_that_comes_while_the_wait_is_given_up_has_come() {
+fn a_key_that_is_set_while_the_wait_times_out_ends_the_wait() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let peer = thread::spawn(move || {
         let mut stream = listener.accept().unwrap().0;
-        let mut asked = |n: usize| {
+        let mut read_bytes = |n: usize| {
             let mut bytes = vec![0; n];
             stream.read_exact(&mut bytes).unwrap();
             bytes
         };
-        let hello = asked(10);
+        let hello = read_bytes(10);
         let nonce = hello[6..].to_vec();
         (&stream).write_all(&nonce).unwrap();
-        let asked = |n: usize| (&stream).read_exact(&mut vec![0; n]).unwrap();
-        asked(1 + 8 + 8 + "/k".len());
-        asked(1);
-        // The end of the wait was on its way when the wait was cancelled: both are answered.
+        let read_bytes = |n: usize| (&stream).read_exact(&mut vec![0; n]).unwrap();
+        read_bytes(1 + 8 + 8 + "/k".len());
+        read_bytes(1);
+        // The wait ended just before its cancellation: answer both.
         (&stream).write_all(&[0, 1]).unwrap();
-        asked(1 + 8 + "/n".len() + 8);
+        read_bytes(1 + 8 + "/n".len() + 8);
         (&stream).write_all(&7i64.to_le_bytes()).unwrap();
     });
     let store = Client::connect("127.0.0.1", port, LONG).unwrap();
@@ -125,8 +125,8 @@ fn many_clients_count_together() -> Result<()> {
 }
 
 #[test]
-fn a_client_may_come_before_its_server() -> Result<()> {
-    let (host, port) = lonely();
+fn a_client_may_start_before_its_server() -> Result<()> {
+    let (host, port) = unused_addr();
     let there = host.clone();
     let early = thread::spawn(move || Client::connect(&there, port, LONG));
     let _server = Server::bind((host.as_str(), port))?;
@@ -134,8 +134,8 @@ fn a_client_may_come_before_its_server() -> Result<()> {
 }
 
 #[test]
-fn nobody_there_is_said_after_the_time_out() {
-    let (host, port) = lonely();
+fn a_missing_server_is_reported_after_the_timeout() {
+    let (host, port) = unused_addr();
     let error = Client::connect(&host, port, SHORT).unwrap_err().to_string();
     assert!(error.starts_with(&format!("connect to the store at {host}:{port}: ")), "{error}");
     let error = Client::connect("no\0host", port, SHORT).unwrap_err().to_string();
@@ -158,13 +158,13 @@ fn welcome(stream: &mut TcpStream) {
 }
 
 #[test]
-fn a_server_that_is_stopping_is_tried_again() {
+fn a_connection_to_a_stopping_server_is_retried() {
     let port = peer([|mut stream| stream.read_exact(&mut [0; 10]).unwrap(), drop, |mut stream| welcome(&mut stream)]);
     Client::connect("127.0.0.1", port, LONG).unwrap();
 }
 
 #[test]
-fn a_silent_server_is_given_up_in_time() {
+fn a_server_without_an_answer_times_out() {
     let port = peer([std::mem::forget]);
     let began = Instant::now();
     let error = Client::connect("127.0.0.1", port, SHORT).unwrap_err();
@@ -172,20 +172,20 @@ fn a_silent_server_is_given_up_in_time() {
 }
 
 #[test]
-fn a_server_that_takes_nothing_is_given_up_in_time() {
-    let deaf = |mut stream: TcpStream| {
+fn a_server_that_reads_nothing_times_out() {
+    let stalled = |mut stream: TcpStream| {
         welcome(&mut stream);
-        // Kept open, and never read from again.
+        // Keep the connection open without reading.
         std::mem::forget(stream);
     };
-    let store = Client::connect("127.0.0.1", peer([deaf, deaf]), LONG).unwrap().reconnect_within(SHORT).unwrap();
+    let store = Client::connect("127.0.0.1", peer([stalled, stalled]), LONG).unwrap().reconnect_within(SHORT).unwrap();
     let began = Instant::now();
     let error = (0..16).find_map(|_| store.set("large", &vec![0; 8 << 20]).err()).unwrap();
     assert!(matches!(error, Error::Lost { .. }) && began.elapsed() < LONG / 2, "{error}");
 }
 
 #[test]
-fn what_no_server_takes_is_refused_before_it_is_sent() -> Result<()> {
+fn oversized_keys_and_values_are_rejected_before_they_are_sent() -> Result<()> {
     let (_server, store) = pair();
     let (value, key) = (vec![0; (8 << 20) + 1], "k".repeat(8 << 10));
     let refused = |done: Result<()>| done.unwrap_err().to_string();
@@ -198,7 +198,7 @@ fn what_no_server_takes_is_refused_before_it_is_sent() -> Result<()> {
 }
 
 #[test]
-fn another_service_on_the_port_is_told_apart() {
+fn another_service_on_the_port_is_detected() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let web = thread::spawn(move || {
@@ -222,8 +222,8 @@ fn a_port_in_use_is_an_error_of_the_server() {
 }
 
 #[test]
-fn a_dropped_server_ends_its_clients_and_frees_its_port() {
-    let (host, port) = lonely();
+fn a_dropped_server_disconnects_its_clients_and_frees_its_port() {
+    let (host, port) = unused_addr();
     let server = Server::bind((host.as_str(), port)).unwrap();
     let store = Client::connect(&host, port, LONG).unwrap();
     let other = store.reconnect().unwrap();
@@ -237,7 +237,7 @@ fn a_dropped_server_ends_its_clients_and_frees_its_port() {
 }
 
 #[test]
-fn a_client_that_talks_nonsense_harms_nobody_else() -> Result<()> {
+fn an_invalid_client_does_not_affect_others() -> Result<()> {
     let (server, store) = pair();
     let mut stray = TcpStream::connect(server.addr()).unwrap();
     stray.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
@@ -251,7 +251,7 @@ fn a_client_that_talks_nonsense_harms_nobody_else() -> Result<()> {
     Ok(())
 }
 
-/// What torch's client and server said in one call, recorded by `tests/reference/store_bytes.py`.
+/// Bytes of torch's client and server in one call, recorded by `tests/reference/store_bytes.py`.
 struct Recorded {
     call: &'static str,
     client: Vec<u8>,
@@ -274,34 +274,34 @@ fn recorded() -> Vec<Recorded> {
     include_str!("fixtures/store.txt").lines().map(line).collect()
 }
 
-/// A call's questions with their answers: a `get` waits for its key, then asks for its value.
-fn exchanges(said: Recorded) -> Vec<Recorded> {
-    if said.call != "get" {
-        return vec![said];
+/// Splits a call into its requests with their answers: a `get` waits for its key, then reads its value.
+fn exchanges(recorded_call: Recorded) -> Vec<Recorded> {
+    if recorded_call.call != "get" {
+        return vec![recorded_call];
     }
     let wait_bytes = 1 + 8 + 8 + "/key".len();
     let part = |client: &[u8], server: &[u8]| Recorded { call: "get", client: client.into(), server: server.into() };
-    let (wait, get) = said.client.split_at(wait_bytes);
-    vec![part(wait, &said.server[..1]), part(get, &said.server[1..])]
+    let (wait, get) = recorded_call.client.split_at(wait_bytes);
+    vec![part(wait, &recorded_call.server[..1]), part(get, &recorded_call.server[1..])]
 }
 
 #[test]
-fn our_server_answers_torchs_client_as_torchs_does() {
+fn our_server_sends_the_bytes_of_torchs_server() {
     let server = Server::bind("127.0.0.1:0").unwrap();
     let mut stream = TcpStream::connect(server.addr()).unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();
-    for said in recorded() {
-        stream.write_all(&said.client).unwrap();
-        let mut answer = vec![0; said.server.len()];
-        stream.read_exact(&mut answer).unwrap_or_else(|error| panic!("{}: {error}", said.call));
-        assert_eq!(answer, said.server, "{}", said.call);
+    for recorded_call in recorded() {
+        stream.write_all(&recorded_call.client).unwrap();
+        let mut answer = vec![0; recorded_call.server.len()];
+        stream.read_exact(&mut answer).unwrap_or_else(|error| panic!("{}: {error}", recorded_call.call));
+        assert_eq!(answer, recorded_call.server, "{}", recorded_call.call);
     }
     stream.shutdown(std::net::Shutdown::Write).unwrap();
-    assert_eq!(stream.read(&mut [0]).unwrap(), 0, "more was answered than torch's server does");
+    assert_eq!(stream.read(&mut [0]).unwrap(), 0, "the server sent more bytes than torch's server");
 }
 
 #[test]
-fn our_client_asks_torchs_server_as_torchs_does() {
+fn our_client_sends_the_bytes_of_torchs_client() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let peer = thread::spawn(move || listener.accept().unwrap().0);
@@ -325,19 +325,19 @@ fn our_client_asks_torchs_server_as_torchs_does() {
     });
     let mut stream = peer.join().unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();
-    // Not ours: the extended calls, and a wait that is given up (its moment is not ours to choose here).
+    // Our client lacks the extended calls. A wait that times out has no fixed time.
     let others = ["wait_too_long", "multi_set", "multi_get", "queue_push", "queue_len", "queue_pop"];
-    let said = recorded().into_iter().filter(|said| !others.contains(&said.call));
-    for mut said in said.flat_map(exchanges) {
-        let mut asked = vec![0; said.client.len()];
-        stream.read_exact(&mut asked).unwrap_or_else(|error| panic!("{}: {error}", said.call));
-        if said.call == "connect" {
-            // The number to be sent back is the client's choice.
-            said.server.copy_from_slice(&asked[6..]);
-            said.client[6..].copy_from_slice(&said.server);
+    let recorded_call = recorded().into_iter().filter(|recorded_call| !others.contains(&recorded_call.call));
+    for mut recorded_call in recorded_call.flat_map(exchanges) {
+        let mut request = vec![0; recorded_call.client.len()];
+        stream.read_exact(&mut request).unwrap_or_else(|error| panic!("{}: {error}", recorded_call.call));
+        if recorded_call.call == "connect" {
+            // The client chooses the ping's number.
+            recorded_call.server.copy_from_slice(&request[6..]);
+            recorded_call.client[6..].copy_from_slice(&recorded_call.server);
         }
-        assert_eq!(asked, said.client, "{}", said.call);
-        stream.write_all(&said.server).unwrap();
+        assert_eq!(request, recorded_call.client, "{}", recorded_call.call);
+        stream.write_all(&recorded_call.server).unwrap();
     }
     client.join().unwrap().unwrap();
 }

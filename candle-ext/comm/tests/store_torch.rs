@@ -1,5 +1,5 @@
-//! The store against torch itself, both ways. Skipped, with a line saying so, where no Python with torch is found:
-//! `CANDLEWICK_PYTHON` names one. `tests/store.rs` replays recorded bytes and needs none.
+//! Our store's client and server against those of torch. Skipped with a note if no Python with torch is found, which
+//! `CANDLEWICK_PYTHON` selects. `tests/store.rs` replays recorded bytes instead.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader};

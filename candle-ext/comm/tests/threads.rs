@@ -1,4 +1,4 @@
-//! The world of threads, through the front door.
+//! The thread backend through its public API.
 #![allow(clippy::unwrap_used)]
 
 mod cases;
@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::threads::run;
 use candlewick_comm::{Call, Collective, Error, Op, Options, Recv, Reduce, Result, Solo, World};
 
-/// Long enough for any machine; what is meant to time out says so.
+/// Timeout that no test is meant to reach.
 const PATIENT: Options = Options { timeout: Duration::from_secs(60), record: false };
 const HASTY: Options = Options { timeout: Duration::from_secs(1), record: false };
 
@@ -18,32 +18,32 @@ const HASTY: Options = Options { timeout: Duration::from_secs(1), record: false 
 fn check(size: usize) {
     let digests = || run(size, PATIENT, |world| cases::check(&*world.group())).unwrap();
     let first = digests();
-    assert!(first.iter().all(|digest| *digest == first[0]), "the ranks have other bits");
-    assert_eq!(digests(), first, "the second run has other bits");
+    assert!(first.iter().all(|digest| *digest == first[0]), "the ranks differ bitwise");
+    assert_eq!(digests(), first, "the second run differs bitwise");
 }
 
 #[test]
-fn one_rank_does_all() {
+fn one_rank_passes_all_cases() {
     check(1);
 }
 
 #[test]
-fn two_ranks_do_all() {
+fn two_ranks_pass_all_cases() {
     check(2);
 }
 
 #[test]
-fn three_ranks_do_all() {
+fn three_ranks_pass_all_cases() {
     check(3);
 }
 
 #[test]
-fn four_ranks_do_all() {
+fn four_ranks_pass_all_cases() {
     check(4);
 }
 
 #[test]
-fn eight_ranks_do_all() {
+fn eight_ranks_pass_all_cases() {
     check(8);
 }
 
@@ -55,27 +55,27 @@ fn ones_from(from: usize, shape: &[usize]) -> Recv {
     Recv::like(&ones(shape), from)
 }
 
-/// Runs ranks of which some fail, sooner than a patient one times out; returns the one failure that all of these report.
+/// Runs ranks of which some fail before the timeout. Returns the failure that all of them report.
 #[track_caller]
 fn failure(size: usize, options: Options, rank: impl Fn(&World) -> Result<()> + Sync) -> (usize, String) {
     let began = Instant::now();
-    let told = Mutex::new(Vec::new());
+    let reported = Mutex::new(Vec::new());
     let ended = run(size, options, |world| {
         let done = rank(world);
         if let Err(Error::Failed(failure)) = &done {
-            told.lock().unwrap().push(failure.clone());
+            reported.lock().unwrap().push(failure.clone());
         }
         done
     });
     let Err(Error::Failed(root)) = ended else { panic!("{ended:?}") };
-    let told = told.into_inner().unwrap();
-    assert!(!told.is_empty() && told.iter().all(|failure| *failure == root), "{told:?} against {root:?}");
-    assert!(began.elapsed() < PATIENT.timeout / 2, "the time-out was waited for");
+    let reported = reported.into_inner().unwrap();
+    assert!(!reported.is_empty() && reported.iter().all(|failure| *failure == root), "{reported:?} against {root:?}");
+    assert!(began.elapsed() < PATIENT.timeout / 2, "the ranks waited for the timeout");
     (root.rank, root.message)
 }
 
 #[test]
-fn calls_that_do_not_match_are_both_named() {
+fn mismatched_calls_are_both_named() {
     let (rank, message) = failure(3, PATIENT, |world| {
         let group = world.group();
         group.barrier()?;
@@ -100,7 +100,7 @@ fn mismatch(what: &str, call: impl Fn(&dyn Collective) -> Result<()> + Sync) {
 }
 
 #[test]
-fn the_rank_that_differs_from_most_is_to_blame() {
+fn the_rank_that_differs_from_most_is_the_cause() {
     let (rank, message) = failure(3, PATIENT, |world| match world.rank() {
         0 => world.group().barrier(),
         _ => world.group().all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
@@ -126,7 +126,7 @@ fn every_difference_is_a_mismatch() {
     mismatch("(sum, f32 [1]), rank 1 calls all_reduce 1 (sum, bf16 [1])", |g| {
         g.all_reduce(&ones(&[1]).to_dtype([DType::F32, DType::BF16][g.rank()])?, Reduce::Sum).map(drop)
     });
-    mismatch("each with other lists", |g| {
+    mismatch("with different lists", |g| {
         let lists = [vec![vec![0, 1]], vec![vec![1, 0]]];
         g.split("part", &lists[g.rank()]).map(drop)
     });
@@ -154,22 +154,22 @@ fn a_tensor_of_another_dtype_or_shape_than_expected_is_named() {
     check(ones(&[3]), DType::F32, &[4]);
     check(ones(&[0]), DType::F32, &[]);
     check(ones(&[3]), DType::U32, &[3]);
-    // Larger than what travels with a head.
+    // Larger than an inline tensor.
     check(ones(&[40_000]), DType::F32, &[30_000]);
     check(ones(&[3]), DType::F32, &[30_000]);
 }
 
 #[test]
-fn a_rank_that_fails_ends_the_others() {
+fn a_failed_rank_aborts_the_others() {
     let (rank, message) = failure(4, PATIENT, |world| match world.rank() {
         2 => Err(Error::Tensor(candle_core::Error::Msg("read row 17".to_owned()))),
         _ => world.group().all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
     });
-    assert_eq!((rank, message.as_str()), (2, "go on: rank 2 failed to read row 17"));
+    assert_eq!((rank, message.as_str()), (2, "continue: rank 2 failed to read row 17"));
 }
 
 #[test]
-fn a_rank_that_panics_ends_the_others() {
+fn a_panicked_rank_aborts_the_others() {
     let (rank, message) = failure(3, PATIENT, |world| {
         let part = world.group().split("part", &[vec![0, 1], vec![2]])?;
         if world.rank() == 1 {
@@ -179,34 +179,34 @@ fn a_rank_that_panics_ends_the_others() {
         part.barrier()?;
         world.group().barrier()
     });
-    // Rank 0's barrier meets rank 1's all_reduce unless the panic is first: both are right.
-    let panicked = "go on: rank 1 failed to finish: it panicked: index out of bounds";
+    // Rank 0's barrier mismatches rank 1's all_reduce, unless the panic is first. Both failures are valid.
+    let panicked = "continue: rank 1 failed to finish: it panicked: index out of bounds";
     assert!(rank == 1 && (message == panicked || message.contains("rank 1 calls all_reduce 1")), "{message}");
 }
 
-/// Calls nothing until the world has ended.
-fn stay_away(world: &World) -> Result<()> {
-    world.await_failure(PATIENT.timeout).map(drop).ok_or_else(|| panic!("nobody missed this rank"))
+/// Makes no call until the world is aborted.
+fn wait_for_abort(world: &World) -> Result<()> {
+    world.await_failure(PATIENT.timeout).map(drop).ok_or_else(|| panic!("the world was not aborted"))
 }
 
 #[test]
-fn a_rank_that_stays_away_is_named_with_what_it_misses() {
-    // All have begun before the time of any runs, which may be longer on a busy machine.
+fn an_absent_rank_is_named_with_the_call() {
+    // Start together: on a busy machine a thread may start late.
     let begun = Barrier::new(3);
     let (rank, message) = failure(3, HASTY, |world| {
         begun.wait();
         match world.rank() {
-            1 => stay_away(world),
+            1 => wait_for_abort(world),
             _ => world.group().all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
         }
     });
     assert_eq!(rank, 1);
-    let what = "finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: rank 1 silent for 1s";
+    let what = "finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: rank 1 timed out after 1s without a heartbeat";
     assert!(message.starts_with(what), "{message}");
 }
 
 #[test]
-fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
+fn a_busy_rank_does_not_time_out() {
     let sums = run(3, HASTY, |world| {
         if world.rank() == 2 {
             assert_eq!(world.keep_alive().during(|| world.await_failure(3 * HASTY.timeout)), None);
@@ -217,17 +217,20 @@ fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
 }
 
 #[test]
-fn a_rank_that_stays_away_while_another_is_at_work_is_named() {
+fn an_absent_rank_is_named_while_another_is_busy() {
     let (rank, message) = failure(3, HASTY, |world| match world.rank() {
-        1 => stay_away(world),
-        2 => world.keep_alive().during(|| stay_away(world)),
+        1 => wait_for_abort(world),
+        2 => world.keep_alive().during(|| wait_for_abort(world)),
         _ => world.group().all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
     });
-    assert!(rank == 1 && message.contains(": rank 1 silent for 1s (seen by rank 0)"), "{message}");
+    assert!(
+        rank == 1 && message.contains(": rank 1 timed out after 1s without a heartbeat (seen by rank 0)"),
+        "{message}"
+    );
 }
 
 #[test]
-fn a_rank_at_work_is_waited_for_by_way_of_others() {
+fn a_transitively_busy_rank_does_not_time_out() {
     let done = run(3, HASTY, |world| {
         let group = world.group();
         match world.rank() {
@@ -246,27 +249,30 @@ fn a_rank_at_work_is_waited_for_by_way_of_others() {
 }
 
 #[test]
-fn a_send_that_nobody_takes_times_out() {
+fn a_send_without_a_receive_times_out() {
     let (rank, message) = failure(2, HASTY, |world| match world.rank() {
         0 => world.group().send_recv(Some(&ones(&[3])), Some(1), None).map(drop),
-        _ => stay_away(world),
+        _ => wait_for_abort(world),
     });
     assert_eq!(rank, 1);
-    assert!(message.contains("send_recv 1 (to rank 1, f32 [3])") && message.contains("rank 1 silent"), "{message}");
+    assert!(message.contains("send_recv 1 (to rank 1, f32 [3])") && message.contains("rank 1 timed out"), "{message}");
 }
 
 #[test]
-fn a_rank_that_leaves_early_is_not_waited_for() {
+fn a_rank_that_leaves_early_does_not_cause_a_timeout() {
     let (rank, message) = failure(2, PATIENT, |world| match world.rank() {
         1 => Ok(()),
         _ => world.group().barrier(),
     });
     assert_eq!(rank, 1);
-    assert!(message.starts_with("finish barrier 1 in group world of ranks [0, 1]: rank 1 has left"), "{message}");
+    assert!(
+        message.starts_with("finish barrier 1 in group world of ranks [0, 1]: rank 1 has left the process group"),
+        "{message}"
+    );
 }
 
 #[test]
-fn a_dropped_pending_still_does_its_part() {
+fn a_dropped_pending_still_completes() {
     let sums = run(2, PATIENT, |world| {
         let group = world.group();
         match world.rank() {
@@ -278,7 +284,7 @@ fn a_dropped_pending_still_does_its_part() {
 }
 
 #[test]
-fn an_error_is_told_before_what_was_started_is_waited_for() {
+fn an_error_is_reported_before_started_operations_are_joined() {
     let (rank, message) = failure(3, PATIENT, |world| {
         let part = world.group().split("part", &[vec![0, 1], vec![2]])?;
         if world.rank() == 0 {
@@ -287,11 +293,11 @@ fn an_error_is_told_before_what_was_started_is_waited_for() {
         }
         world.group().barrier()
     });
-    assert_eq!((rank, message.as_str()), (0, "go on: rank 0 failed to read row 17"));
+    assert_eq!((rank, message.as_str()), (0, "continue: rank 0 failed to read row 17"));
 }
 
 #[test]
-fn leaving_tells_of_a_failure_that_nobody_waited_for() {
+fn leaving_reports_the_failure_of_a_dropped_pending() {
     let dropped = Mutex::new(None);
     let ended = run(2, PATIENT, |world| match world.rank() {
         0 => world.group().start_all_reduce(&ones(&[2]), Reduce::Sum).map(drop),
@@ -341,11 +347,11 @@ fn a_failed_world_stays_failed() {
         Ok::<_, Error>(())
     });
     let message = ended.unwrap_err().to_string();
-    assert!(message.starts_with("go on: rank ") && message.ends_with(" failed to open the data"), "{message}");
+    assert!(message.starts_with("continue: rank ") && message.ends_with(" failed to open the data"), "{message}");
 }
 
 #[test]
-fn a_call_that_makes_no_sense_costs_nothing() {
+fn an_invalid_call_leaves_the_group_usable() {
     let refused = |group: &dyn Collective| {
         let word = |done: Result<Tensor>| done.unwrap_err().to_string();
         let too_large = Recv { from: 1, dtype: DType::F32, shape: vec![1 << 32, 1 << 30] };
@@ -371,20 +377,20 @@ fn a_call_that_makes_no_sense_costs_nothing() {
         world.group().barrier().map(|()| words)
     });
     let want = [
-        "call all_gather: a scalar has no rows",
-        "call reduce_scatter: 3 rows over 2 ranks: not divisible",
-        "call all_to_all: 2 rows to send of a tensor with 3",
-        "call all_to_all: 1 counts to send and 1 to receive for 2 ranks",
-        "call all_to_all: [18446744073709551615, 4] rows to send of a tensor with 3",
-        "call all_to_all: [4611686018427387904, 1] rows of 4 bytes to receive do not fit",
-        "call broadcast: rank 2 of a group of 2",
-        "call all_reduce: 9 dims, at most 8 travel",
-        "call send_recv: a tensor and nobody to send it to",
-        "call send_recv: nothing to send to rank 1",
-        "call send_recv: rank 0 with itself",
-        "call send_recv: 9 dims, at most 8 travel",
-        "call send_recv: f32 [4294967296, 1073741824] to receive does not fit into memory",
-        "call split: [[0]] does not hold each of 2 ranks once",
+        "call all_gather: a scalar has no dim 0",
+        "call reduce_scatter: 3 rows cannot be divided by 2 ranks",
+        "call all_to_all: the send counts add up to 2, and the tensor has 3 rows",
+        "call all_to_all: 1 send counts and 1 receive counts for 2 ranks",
+        "call all_to_all: the send counts [18446744073709551615, 4] add up to more than the tensor's 3 rows",
+        "call all_to_all: [4611686018427387904, 1] rows of 4 bytes to receive exceed the address space",
+        "call broadcast: rank 2 is not in the group of 2 ranks",
+        "call all_reduce: 9 dims, at most 8 are supported",
+        "call send_recv: a tensor without a destination rank",
+        "call send_recv: destination rank 1 without a tensor",
+        "call send_recv: rank 0 cannot exchange tensors with itself",
+        "call send_recv: 9 dims, at most 8 are supported",
+        "call send_recv: f32 [4294967296, 1073741824] to receive exceeds the address space",
+        "call split: [[0]] must contain each of the 2 ranks once",
     ];
     assert_eq!(words.unwrap()[0], want);
 }
@@ -408,7 +414,7 @@ fn recorded_sequences_are_equal_across_ranks() {
 }
 
 #[test]
-fn nothing_is_recorded_unless_asked_for() {
+fn nothing_is_recorded_by_default() {
     let calls = run(2, PATIENT, |world| world.group().barrier().map(|()| world.calls()));
     assert!(calls.unwrap().concat().is_empty());
 }

@@ -67,11 +67,11 @@ impl<'m> ChatSession<'m> {
     /// reply. Returns the number of dropped messages.
     fn drop_oldest(&mut self) -> Result<usize> {
         let context = self.lm.context();
-        let room = self.options.max_new_tokens.min(context / 4).max(1);
+        let reserved = self.options.max_new_tokens.min(context / 4).max(1);
         let mut n_dropped = 0;
         loop {
             let prompt = render_prompt(self.lm.tokenizer(), self.lm.chat_template()?, &self.conversation())?;
-            if prompt.len() + room <= context {
+            if prompt.len() + reserved <= context {
                 return Ok(n_dropped);
             }
             let n_turn = self.messages.len().min(2);
@@ -79,7 +79,7 @@ impl<'m> ChatSession<'m> {
                 self.messages.len() > 1,
                 anyhow::anyhow!(
                     "failed to answer: the message and the system message have {} tokens, but the model's context has \
-                     {context}, of which {room} are kept for the answer; shorten the message",
+                     {context}, of which {reserved} are reserved for the reply; shorten the message",
                     prompt.len()
                 )
                 .context(ExitCode::Data)

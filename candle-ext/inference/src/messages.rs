@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_conversation_is_named() {
+    fn a_row_that_is_no_conversation_is_named() {
         for (text, want) in [
             ("", "no message"),
             ("[]", "no message"),

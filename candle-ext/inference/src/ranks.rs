@@ -2,8 +2,8 @@
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::Device;
-use candlewick_comm::place::Place;
-use candlewick_comm::{Engine, Failure, Host, Options, World};
+use candlewick_comm::rank_env::RankEnv;
+use candlewick_comm::{CommBackend, HostBackend, Options, RankFailure, World};
 use candlewick_ops::{DeviceChoice, gpu_unavailable_reason};
 use candlewick_parallel::ParallelGroups;
 use candlewick_runtime::exit::{ExitCode, classify};
@@ -25,22 +25,22 @@ pub struct EvalRanks {
 ///
 /// `place` is the rank in the launch environment, and `choice` the device option.
 pub fn run_on_ranks<T>(
-    place: &Place,
+    env: &RankEnv,
     parallel_config: ParallelConfig,
     choice: DeviceChoice,
     part: impl FnOnce(&EvalRanks, Device) -> Result<T>,
 ) -> Result<T> {
-    parallel_config.check_ranks(place.world_size)?;
-    let device = device(choice, place.local_rank).open();
+    parallel_config.check_ranks(env.world_size)?;
+    let device = device(choice, env.local_rank).open();
     let device = device.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
     // Ranks with a whole model each exchange text and numbers only, on the CPU.
     let engine = match parallel_config.is_single_rank() || device.is_cpu() {
-        true => Engine::Host(Host::of(place)),
-        false => Engine::Nccl(device.clone()),
+        true => CommBackend::Host(HostBackend::of(env)),
+        false => CommBackend::Nccl(device.clone()),
     };
-    let world = World::join(place, &engine, Options::default()).map_err(|error| anyhow!("failed to {error}"))?;
+    let world = World::join(env, &engine, Options::default()).map_err(|error| anyhow!("failed to {error}"))?;
     let done = EvalRanks::new(&world, parallel_config).and_then(|ranks| part(&ranks, device));
-    let ended_by = |failure: &Failure| anyhow!("failed to {failure}").context(ExitCode::Peer);
+    let ended_by = |failure: &RankFailure| anyhow!("failed to {failure}").context(ExitCode::Peer);
     let value = done.map_err(|error| fail(&world, "evaluate", (classify(&error), error), ended_by))?;
     world.leave().context("failed to end together with the other ranks")?;
     Ok(value)

@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pieces_make_the_whole_text() {
+    fn streamed_pieces_concatenate_to_the_whole_text() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart/tokenizer");
         let tokenizer = Tokenizer::from_directory(folder).unwrap();
         for text in ["", "Say wolf 4 times.", " a  b\n\nc ", "naïve 中文 🙂🙂 end", "🙂"] {
@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn half_a_character_comes_out_at_the_end() {
+    fn an_incomplete_character_is_printed_at_the_end() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart/tokenizer");
         let tokenizer = Tokenizer::from_directory(folder).unwrap();
         let ids = tokenizer.encode("🙂", SpecialTokens::Exclude).unwrap();

@@ -1,38 +1,38 @@
-//! A node's whole run: meet the others, run the workers, report who failed, and start all of them again while that is
-//! allowed.
+//! The elastic agent of a node: joins the rendezvous, runs the worker group, reports the root cause of a failure, and
+//! restarts the workers up to `--max-restarts` times.
 
 use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::console::{self, say};
+use crate::console::{self, log};
 use crate::error_file::forward_error_file;
-use crate::event::{Event, Peer};
+use crate::event::{Event, PeerEvent};
+use crate::event_queue::EventQueue;
 use crate::exit::{ExitReason, FAILED, OK, PEER, PREEMPTED};
 use crate::generation::Generation;
 use crate::guard::Guard;
-use crate::host::Host;
-use crate::logs::{AttemptLogs, Logs};
-use crate::mailbox::Mailbox;
-use crate::plan::Plan;
-use crate::rendezvous::{Rendezvous, RendezvousError, SLICE};
+use crate::log_dir::{AttemptLogDir, LogDir};
+use crate::node_info::NodeInfo;
+use crate::plan::LaunchPlan;
+use crate::rendezvous::{POLL_INTERVAL, Rendezvous, RendezvousError};
 use crate::report::RootCause;
-use crate::streams::Stream;
-use crate::worker_group::{self, Setting};
-use crate::worker_group::{Announcement, Outcome, WorkerExit};
+use crate::streams::StdStream;
+use crate::worker_group::{self, WorkerGroupSpec};
+use crate::worker_group::{Announcement, WorkerExit, WorkerGroupOutcome};
 
-/// Why nothing more could be done.
+/// An error that ends the launcher.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    /// The nodes did not meet.
+    /// The rendezvous failed.
     #[error(transparent)]
     Rendezvous(#[from] RendezvousError),
-    /// A process could not be started, or a file not be written.
-    #[error("{what}: {source}")]
+    /// A process could not be started, or a file could not be written.
+    #[error("{action}: {source}")]
     System {
-        /// What was tried.
-        what: &'static str,
-        /// The system's reason.
+        /// The attempted action.
+        action: &'static str,
+        /// The error of the operating system.
         source: io::Error,
     },
 }
@@ -40,7 +40,7 @@ pub enum LaunchError {
 type Result<T> = std::result::Result<T, LaunchError>;
 
 impl LaunchError {
-    /// Returns the code that the launcher ends with.
+    /// Returns the exit code of the launcher.
     pub fn code(&self) -> i32 {
         match self {
             LaunchError::Rendezvous(RendezvousError::Interrupted(signal)) => 128 + signal,
@@ -49,173 +49,188 @@ impl LaunchError {
     }
 }
 
-/// Runs the plan on this node, and returns the code to end with.
-pub fn run(plan: &Plan, host: &Host) -> Result<i32> {
-    let mailbox = Mailbox::open(&plan.signals.numbers).map_err(system("watch for signals"))?;
-    let agent = Agent { plan, host, mailbox };
-    let mut rendezvous = Rendezvous::open(plan, host, &|| agent.mailbox.interrupted())?;
-    let logs = Logs::create(&plan.output, &plan.run_id).map_err(system("make the folder of logs"))?;
+/// Runs the plan on this node and returns the exit code of the launcher.
+pub fn run(plan: &LaunchPlan, node_info: &NodeInfo) -> Result<i32> {
+    let events = EventQueue::open(&plan.signals.numbers).map_err(system_error("watch for signals"))?;
+    let agent = Agent { plan, node_info, events };
+    let mut rendezvous = Rendezvous::open(plan, node_info, &|| agent.events.interrupted())?;
+    let logs = LogDir::create(&plan.output, &plan.run_id).map_err(system_error("create the log directory"))?;
     if plan.output.keeps_files() {
-        say(&format!("logs are in {}", logs.path().display()));
+        log(&format!("logs are in {}", logs.path().display()));
     }
-    let code = agent.run_attempts(&mut rendezvous, &logs);
+    let code = agent.run_generations(&mut rendezvous, &logs);
     if let Err(error) = &code {
-        rendezvous.tell(&agent.end_by(error));
+        rendezvous.publish(&agent.failure_event(error));
     }
-    rendezvous.leave(&|| agent.mailbox.interrupted());
-    logs.tidy();
+    rendezvous.shutdown(&|| agent.events.interrupted());
+    logs.remove_if_empty();
     code
 }
 
 struct Agent<'a> {
-    plan: &'a Plan,
-    host: &'a Host,
-    mailbox: Mailbox,
+    plan: &'a LaunchPlan,
+    node_info: &'a NodeInfo,
+    events: EventQueue,
 }
 
-/// What follows an attempt.
-enum Next {
-    /// This is the end, with this code.
-    End(i32),
-    /// All workers are started again.
-    Again,
-    /// The same, but it is nobody's fault.
+/// The next step after a run of the worker group.
+enum NextStep {
+    /// Exit with this code.
+    Exit(i32),
+    /// Restart the worker group; counts towards `--max-restarts`.
+    Restart,
+    /// Restart the worker group after a membership change; not counted as a restart.
     Rerendezvous(&'static str),
 }
 
-/// How long a node whose workers are done waits for the others, as torchrun's does, unless it hosts the store.
+/// The longest wait for other nodes after this node's workers succeeded, as in torchrun. The store host waits
+/// without limit.
 const EXIT_BARRIER: Duration = Duration::from_secs(300);
 
 impl Agent<'_> {
-    fn run_attempts(&self, rendezvous: &mut Rendezvous, logs: &Logs) -> Result<i32> {
-        let most = self.plan.max_restarts;
+    fn run_generations(&self, rendezvous: &mut Rendezvous, logs: &LogDir) -> Result<i32> {
+        let max_restarts = self.plan.max_restarts;
         let mut n_restarts = 0;
         loop {
-            match self.run_attempt(rendezvous, logs, n_restarts)? {
-                Next::End(code) => return Ok(code),
-                Next::Again => {
+            match self.run_generation(rendezvous, logs, n_restarts)? {
+                NextStep::Exit(code) => return Ok(code),
+                NextStep::Restart => {
                     n_restarts += 1;
-                    say(&format!("starting all workers again: restart {n_restarts} of {most}"));
+                    log(&format!("restarting the worker group: restart {n_restarts} of {max_restarts}"));
                 }
-                Next::Rerendezvous(why) => say(&format!("{why}: starting all workers again")),
+                NextStep::Rerendezvous(reason) => log(&format!("{reason}: restarting the worker group")),
             }
         }
     }
 
-    fn run_attempt(&self, rendezvous: &mut Rendezvous, logs: &Logs, restart: usize) -> Result<Next> {
-        let generation = rendezvous.next_generation(&|| self.mailbox.interrupted())?;
+    fn run_generation(&self, rendezvous: &mut Rendezvous, logs: &LogDir, restart: usize) -> Result<NextStep> {
+        let generation = rendezvous.next_generation(&|| self.events.interrupted())?;
         let n_workers = self.plan.local_world_size;
-        let folder = logs.attempt(generation.number, n_workers).map_err(system("make the folders of logs"))?;
-        let (plan, host) = (self.plan, self.host);
-        let (name, variables) = (&host.name, &host.variables);
-        let setting = Setting { plan, generation: &generation, restart, logs: &folder, host: name, variables };
-        let watch = rendezvous.watch(self.mailbox.sender())?;
-        let mut guard = Guard::start().map_err(system("start the guard"))?;
-        let tell = |news| rendezvous.tell(&self.peer_of(news, &generation));
-        let ending = worker_group::run(&setting, &self.mailbox, &mut guard, &tell).map_err(system("start workers"))?;
-        let may_restart = restart < plan.max_restarts && !ending.is_stopping;
-        let next = match ending.outcome {
-            Outcome::Succeeded => self.after_success(rendezvous, generation.number, may_restart)?,
-            Outcome::Stopped(code) => Next::End(code),
-            Outcome::Failed(failures) => match self.cause_elsewhere(rendezvous, &failures) {
-                Some(text) => after_peer(&text, may_restart),
-                None => self.after_failure(rendezvous, ending.root, &folder, may_restart),
+        let attempt_logs = logs
+            .attempt_dir(generation.number, n_workers)
+            .map_err(system_error("create the log directory of an attempt"))?;
+        let (plan, node_info) = (self.plan, self.node_info);
+        let (hostname, variables) = (&node_info.hostname, &node_info.variables);
+        let spec = WorkerGroupSpec { plan, generation: &generation, restart, logs: &attempt_logs, hostname, variables };
+        let monitor = rendezvous.monitor_peers(self.events.sender())?;
+        let mut guard = Guard::start().map_err(system_error("start the guard process"))?;
+        let announce = |announcement| rendezvous.publish(&self.peer_event(announcement, &generation));
+        let result =
+            worker_group::run(&spec, &self.events, &mut guard, &announce).map_err(system_error("start workers"))?;
+        let may_restart = restart < plan.max_restarts && !result.is_stopping;
+        let next = match result.outcome {
+            WorkerGroupOutcome::Succeeded => self.after_success(rendezvous, generation.number, may_restart)?,
+            WorkerGroupOutcome::Stopped(code) => NextStep::Exit(code),
+            WorkerGroupOutcome::Failed(failures) => match self.peer_failure(rendezvous, &failures) {
+                Some(text) => after_peer_failure(&text, may_restart),
+                None => self.after_failure(rendezvous, result.root, &attempt_logs, may_restart),
             },
-            Outcome::PeerFailed(text) => after_peer(&text, may_restart),
-            Outcome::PeerStopped(text, code) => after_stop(rendezvous, &text, code),
-            Outcome::Rerendezvous => Next::Rerendezvous(CAME),
+            WorkerGroupOutcome::PeerFailed(text) => after_peer_failure(&text, may_restart),
+            WorkerGroupOutcome::PeerStopped(text, code) => after_peer_stop(rendezvous, &text, code),
+            WorkerGroupOutcome::Rerendezvous => NextStep::Rerendezvous(NODE_JOINED),
         };
-        drop(watch);
+        drop(monitor);
         Ok(next)
     }
 
-    /// The others may still fail, and then all start again.
-    fn after_success(&self, rendezvous: &Rendezvous, generation: usize, may_restart: bool) -> Result<Next> {
-        let began = Instant::now();
-        let is_patient = || rendezvous.is_host() || began.elapsed() < EXIT_BARRIER;
-        rendezvous.say_done();
-        // A store that is gone takes back nothing that was done.
-        while rendezvous.are_others_busy() && is_patient() {
-            match self.mailbox.next(Some(Instant::now() + SLICE)) {
-                Some(Event::Signal(signal)) if self.mailbox.is_ending(signal) => {
+    /// Waits for the other nodes: their workers may still fail and cause a restart.
+    fn after_success(&self, rendezvous: &Rendezvous, generation: usize, may_restart: bool) -> Result<NextStep> {
+        let started = Instant::now();
+        let may_wait = || rendezvous.is_host() || started.elapsed() < EXIT_BARRIER;
+        rendezvous.mark_done();
+        // A lost store does not undo the success of these workers.
+        while rendezvous.are_peers_running() && may_wait() {
+            match self.events.next(Some(Instant::now() + POLL_INTERVAL)) {
+                Some(Event::Signal(signal)) if self.events.is_ending(signal) => {
                     return Err(RendezvousError::Interrupted(signal).into());
                 }
                 Some(Event::Peer { generation: of, peer }) if of == generation => match peer {
-                    Peer::Failed(text) => return Ok(after_peer(&text, may_restart)),
-                    Peer::Stopped(text) => return Ok(after_stop(rendezvous, &text, OK)),
-                    Peer::Joins => return Ok(Next::Rerendezvous(CAME)),
-                    Peer::Lost(_) | Peer::Saved(_) => break,
+                    PeerEvent::Failed(text) => return Ok(after_peer_failure(&text, may_restart)),
+                    PeerEvent::Stopped(text) => return Ok(after_peer_stop(rendezvous, &text, OK)),
+                    PeerEvent::Joins => return Ok(NextStep::Rerendezvous(NODE_JOINED)),
+                    PeerEvent::Lost(_) | PeerEvent::Saved(_) => break,
                 },
                 _ => {}
             }
         }
-        Ok(Next::End(OK))
+        Ok(NextStep::Exit(OK))
     }
 
-    /// Workers who all say that another rank failed are believed, if the nodes know of one.
-    fn cause_elsewhere(&self, rendezvous: &Rendezvous, failures: &[WorkerExit]) -> Option<String> {
-        let is_blamed = failures.iter().all(WorkerExit::blames_another);
-        is_blamed.then(|| rendezvous.wait_for_failure(&|| self.mailbox.interrupted()))?
+    /// Returns a failure published by another node, if all failed workers report a peer failure.
+    fn peer_failure(&self, rendezvous: &Rendezvous, failures: &[WorkerExit]) -> Option<String> {
+        let is_secondary = failures.iter().all(WorkerExit::reports_peer_failure);
+        is_secondary.then(|| rendezvous.wait_for_peer_failure(&|| self.events.interrupted()))?
     }
 
     fn after_failure(
         &self,
         rendezvous: &Rendezvous,
         root: Option<RootCause>,
-        folder: &AttemptLogs,
+        logs: &AttemptLogDir,
         may_restart: bool,
-    ) -> Next {
-        let Some(root) = root else { return Next::End(FAILED) };
-        console::write(Stream::Err, root.text().as_bytes());
-        rendezvous.tell(&Peer::Failed(format!("rank {} on {}: {}", root.rank, root.host, root.ended)));
+    ) -> NextStep {
+        let Some(root) = root else { return NextStep::Exit(FAILED) };
+        console::write(StdStream::Err, root.text().as_bytes());
+        rendezvous.publish(&PeerEvent::Failed(format!("rank {} on {}: {}", root.rank, root.hostname, root.reason)));
         if may_restart {
-            return Next::Again;
+            return NextStep::Restart;
         }
-        // Who started this launcher may be one itself.
-        if let Some(own) = self.host.variables.get("TORCHELASTIC_ERROR_FILE") {
-            let _ = forward_error_file(&folder.error_file(root.local_rank), Path::new(own), root.ended);
+        // The parent process may be a launcher that expects an error file.
+        if let Some(own) = self.node_info.variables.get("TORCHELASTIC_ERROR_FILE") {
+            let _ = forward_error_file(&logs.error_file(root.local_rank), Path::new(own), root.reason);
         }
-        Next::End(root.ended.code())
+        NextStep::Exit(root.reason.code())
     }
 
-    /// Returns what is to the other nodes what `news` is to this one.
-    fn peer_of(&self, news: Announcement, generation: &Generation) -> Peer {
-        let host = &self.host.name;
-        match news {
-            Announcement::Stopping(signal) => self.stopped_by(signal),
-            Announcement::Exited(WorkerExit { local_rank, ended: ExitReason::Code(PREEMPTED), .. }) => {
-                Peer::Saved(format!("rank {} on {host} saved and ended", generation.rank(local_rank)))
+    /// Returns the event that an announcement of this node is for the other nodes.
+    fn peer_event(&self, announcement: Announcement, generation: &Generation) -> PeerEvent {
+        let hostname = &self.node_info.hostname;
+        match announcement {
+            Announcement::Stopping(signal) => self.stop_event(signal),
+            Announcement::Exited(WorkerExit { local_rank, reason: ExitReason::Code(PREEMPTED), .. }) => {
+                PeerEvent::Saved(format!(
+                    "rank {} on {hostname} saved a checkpoint and exited",
+                    generation.rank(local_rank)
+                ))
             }
             Announcement::Exited(exit) => {
-                Peer::Failed(format!("rank {} on {host}: {}", generation.rank(exit.local_rank), exit.ended))
+                PeerEvent::Failed(format!("rank {} on {hostname}: {}", generation.rank(exit.local_rank), exit.reason))
             }
         }
     }
 
-    fn end_by(&self, error: &LaunchError) -> Peer {
+    fn failure_event(&self, error: &LaunchError) -> PeerEvent {
         match error {
-            LaunchError::Rendezvous(RendezvousError::Interrupted(signal)) => self.stopped_by(*signal),
-            _ => Peer::Failed(format!("the launcher on {} failed to {error}", self.host.name)),
+            LaunchError::Rendezvous(RendezvousError::Interrupted(signal)) => self.stop_event(*signal),
+            _ => PeerEvent::Failed(format!("the launcher on {} failed to {error}", self.node_info.hostname)),
         }
     }
 
-    fn stopped_by(&self, signal: i32) -> Peer {
-        Peer::Stopped(format!("the launcher on {} got {}", self.host.name, ExitReason::Signal(signal)))
+    fn stop_event(&self, signal: i32) -> PeerEvent {
+        PeerEvent::Stopped(format!(
+            "the launcher on {} received {}",
+            self.node_info.hostname,
+            ExitReason::Signal(signal)
+        ))
     }
 }
 
-const CAME: &str = "another node came";
+const NODE_JOINED: &str = "another node joined";
 
-fn after_peer(text: &str, may_restart: bool) -> Next {
-    say(&format!("workers of another node failed: {text}"));
-    if may_restart { Next::Again } else { Next::End(PEER) }
+fn after_peer_failure(text: &str, may_restart: bool) -> NextStep {
+    log(&format!("workers of another node failed: {text}"));
+    if may_restart { NextStep::Restart } else { NextStep::Exit(PEER) }
 }
 
-fn after_stop(rendezvous: &Rendezvous, text: &str, code: i32) -> Next {
-    say(&format!("another node was stopped: {text}"));
-    if rendezvous.can_go_on() { Next::Rerendezvous("another node left") } else { Next::End(code) }
+fn after_peer_stop(rendezvous: &Rendezvous, text: &str, code: i32) -> NextStep {
+    log(&format!("another node was stopped: {text}"));
+    if rendezvous.can_continue_without_peer() {
+        NextStep::Rerendezvous("another node left")
+    } else {
+        NextStep::Exit(code)
+    }
 }
 
-fn system(what: &'static str) -> impl Fn(io::Error) -> LaunchError {
-    move |source| LaunchError::System { what, source }
+fn system_error(action: &'static str) -> impl Fn(io::Error) -> LaunchError {
+    move |source| LaunchError::System { action, source }
 }

@@ -1,5 +1,5 @@
-//! The two small programs that `launch` also is: a worker before it becomes the user's program, and the guard that
-//! outlives a killed launcher. Both are started by the launcher with a word that no user types.
+//! The internal subcommands of `launch`: the worker process before it executes the user's program, and the guard
+//! process that outlives a killed launcher.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -14,53 +14,58 @@ use rustix::process::{
 };
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
-use crate::console::say;
+use crate::console::log;
 
-/// The first argument of a worker that is not yet the user's program; then come the launcher's pid and the program.
+/// The first argument of a worker process. The launcher's pid and the user's program follow.
 pub const WORKER: &str = "__worker";
-/// The first argument of the guard.
+/// The first argument of the guard process.
 pub const GUARD: &str = "__guard";
 
-/// Runs one of the two, if the arguments ask for it.
+/// Runs an internal subcommand, if the arguments name one.
 pub fn run(arguments: &[OsString]) -> Option<ExitCode> {
     match arguments.first()?.to_str()? {
         WORKER => Some(become_worker(&arguments[1..])),
-        GUARD => Some(guard()),
+        GUARD => Some(run_guard()),
         _ => None,
     }
 }
 
-/// Leaves the launcher's session, so that its terminal reaches the worker through the launcher only, asks to die with
-/// the launcher, stops until the guard knows of it, and becomes the program. What is asked of the kernel here survives
-/// the exec.
+/// Prepares this process and executes the user's program.
+///
+/// The process starts a session of its own, so that only the launcher receives signals of the terminal. It requests
+/// SIGKILL from the kernel at the launcher's death. It stops itself until the guard watches it. The session and the
+/// death signal survive the exec.
 fn become_worker(arguments: &[OsString]) -> ExitCode {
-    let [launcher, program, rest @ ..] = arguments else { return ExitCode::from(NOT_STARTED) };
+    let [launcher, program, arguments_after @ ..] = arguments else { return ExitCode::from(NOT_STARTED) };
     let prepared = setsid().and_then(|_| set_parent_process_death_signal(Some(Signal::KILL)));
-    // The launcher may have died before it could be watched: nobody would wake what stops now.
+    // If the launcher died before the death signal was set, no process would continue this one after SIGSTOP.
     let is_orphan =
         getppid().is_none_or(|parent| Some(parent.as_raw_nonzero().to_string().as_str()) != launcher.to_str());
     if is_orphan {
         return ExitCode::from(NOT_STARTED);
     }
     if let Err(error) = prepared.and_then(|()| kill_process(getpid(), Signal::STOP)) {
-        say(&format!("failed to prepare {}: {error}", program.display()));
+        log(&format!("failed to prepare {}: {error}", program.display()));
         return ExitCode::from(NOT_STARTED);
     }
-    let error = Command::new(program).args(rest).exec();
-    say(&format!("failed to start {}: {error}", program.display()));
+    let error = Command::new(program).args(arguments_after).exec();
+    log(&format!("failed to start {}: {error}", program.display()));
     ExitCode::from(if error.kind() == io::ErrorKind::NotFound { NOT_FOUND } else { NOT_STARTED })
 }
 
-/// What a shell returns for a program that is not there, and for one that cannot be executed.
+/// A shell's exit code for a program that does not exist.
 const NOT_FOUND: u8 = 127;
+/// A shell's exit code for a program that cannot be executed.
 const NOT_STARTED: u8 = 126;
 
-/// Reads which process groups are alive, `+PID` and `-PID`, and kills those that are left when the launcher is gone:
-/// its end of the pipe closes however it died. The kernel's signal reaches the workers alone, this their children too.
-fn guard() -> ExitCode {
+/// Reads the process groups of running workers from stdin, `+PID` and `-PID`, and kills the remaining ones at its end.
+///
+/// The pipe closes when the launcher dies, whatever the cause. The kernel's death signal reaches the workers only; the
+/// guard kills their children too.
+fn run_guard() -> ExitCode {
     let _ = setsid();
     for signal in [SIGTERM, SIGINT, SIGHUP, SIGQUIT] {
-        // Who ends the whole job ends the launcher too, and the guard is then needed most.
+        // A scheduler signals every process of the job. The guard must survive the launcher.
         let _ = signal_hook::flag::register(signal, Arc::new(AtomicBool::new(false)));
     }
     let mut alive = BTreeSet::new();

@@ -1,51 +1,52 @@
-//! The command line: torchrun's flags in both spellings, with its PET_* variables as defaults, and a few of our own.
-//! What it comes to on a host is the business of [`crate::plan`].
+//! The command line: torchrun's flags in both spellings, its PET_* variables as defaults, and a few additional flags.
+//!
+//! [`crate::plan`] resolves it on a node.
 
 use std::path::PathBuf;
 
 use clap::builder::FalseyValueParser;
 use clap::{Args, Parser, ValueEnum};
 
-use crate::streams::PerRank;
-use crate::values::{Backend, NodeRange, Patterns, ProcessCount, Ranks, RendezvousOptions, Signals};
+use crate::streams::StreamsPerRank;
+use crate::values::{LineFilter, LocalRanks, NodeRange, NprocPerNode, RendezvousBackend, RendezvousOptions, SignalSet};
 
-/// Starts a program once for each rank, as torchrun does, and ends all of it if one of them fails.
+/// Starts a program once per rank, as torchrun does, and stops all ranks when one fails.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "launch", version, override_usage = USAGE, after_long_help = EXAMPLES, args_override_self = true)]
 pub struct Cli {
-    /// Print what would run, one worker after the other, and start nothing
+    /// Print the environment and command of each worker, and start nothing
     #[arg(long)]
     pub dry_run: bool,
-    /// Print which rank this process is by its environment, as the programs read it under torchrun, srun or mpirun
+    /// Print the rank of this process, read from the environment of torchrun, srun or mpirun
     #[arg(long)]
     pub world: bool,
-    /// The program and its arguments, which are passed on untouched but for ${local_rank}
+    /// Program and its arguments, passed unchanged except for ${local_rank}
     #[arg(trailing_var_arg = true, required_unless_present = "world", value_name = "PROGRAM")]
     pub command: Vec<String>,
-    /// How many workers.
+    /// Workers of this node.
     #[command(flatten)]
-    pub workers: Workers,
-    /// Which nodes, and how they meet.
+    pub workers: WorkerArgs,
+    /// Nodes and their rendezvous.
     #[command(flatten)]
-    pub nodes: Nodes,
-    /// What happens when something goes wrong.
+    pub nodes: NodeArgs,
+    /// Failures, restarts and signals.
     #[command(flatten)]
-    pub faults: Faults,
-    /// Where output goes.
+    pub faults: RestartArgs,
+    /// Destinations of the output.
     #[command(flatten)]
-    pub output: Output,
-    /// Whether the program is Python's.
+    pub output: OutputArgs,
+    /// Python programs.
     #[command(flatten)]
-    pub python: Python,
-    /// torchrun's flags without a meaning here.
+    pub python: PythonArgs,
+    /// torchrun flags without effect.
     #[command(flatten)]
-    pub foreign: Foreign,
+    pub torchrun_only: TorchrunOnlyArgs,
 }
 
 const USAGE: &str = "launch [OPTIONS] [--] PROGRAM [ARGUMENTS]...";
 
 const EXAMPLES: &str = "\
-Defaults can be set by variables: PET_NPROC_PER_NODE=4 stands for --nproc-per-node 4. Flags may be spelled with _ for -.
+Environment variables set defaults: PET_NPROC_PER_NODE=4 equals --nproc-per-node 4. Flags accept _ in place of -.
 
 Examples:
   launch --nproc-per-node 4 -- trainer train recipe.yaml
@@ -56,160 +57,162 @@ Examples:
   launch --dry-run --nproc-per-node 2 trainer train recipe.yaml
 
 Exit codes:
-  0 every worker ended with 0, 2 wrong command line (nothing was started),
-  7 workers of another node failed, 75 stopped on request with a checkpoint saved,
-  1 the launcher itself failed (a port in use, a node that never came);
-  otherwise the code of the worker that failed first, 128+n if signal n ended it";
+  0 every worker exited with 0
+  1 the launcher failed (a port in use, a missing node)
+  2 invalid command line; nothing was started
+  7 workers of another node failed
+  75 stopped on request with a checkpoint saved
+  otherwise the exit code of the worker that failed first, 128+n for signal n";
 
-/// How many workers.
+/// The workers of this node.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Workers")]
-pub struct Workers {
-    /// Workers a node: a number, gpu (one a GPU), cpu (one a core), auto (GPUs if there are any, else cores)
+pub struct WorkerArgs {
+    /// Workers per node: a number, gpu (one per GPU), cpu (one per core), or auto (gpu if the node has any, else cpu)
     #[arg(long, alias = "nproc_per_node", env = "PET_NPROC_PER_NODE", hide_env = true)]
     #[arg(value_name = "N|auto|gpu|cpu", default_value = "1")]
-    pub nproc_per_node: ProcessCount,
-    /// A name for the workers, in ROLE_NAME
+    pub nproc_per_node: NprocPerNode,
+    /// Role of the workers, passed as ROLE_NAME
     #[arg(long, env = "PET_ROLE", hide_env = true, value_name = "NAME", default_value = "default")]
     pub role: String,
-    /// Show each worker one GPU, as device 0, and call it local rank 0
+    /// Set LOCAL_RANK to 0 and make one GPU visible to each worker
     #[arg(long, alias = "virtual_local_rank", env = "PET_VIRTUAL_LOCAL_RANK", hide_env = true)]
     #[arg(value_parser = FalseyValueParser::new())]
     pub virtual_local_rank: bool,
 }
 
-/// Which nodes, and how they meet.
+/// The nodes and their rendezvous.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Nodes")]
-pub struct Nodes {
-    /// How many nodes, each with a launcher of its own
+pub struct NodeArgs {
+    /// Number of nodes, or the range of an elastic job. Each node runs its own launcher
     #[arg(long, env = "PET_NNODES", hide_env = true, value_name = "N|MIN:MAX", default_value = "1:1")]
     pub nnodes: NodeRange,
-    /// static: every node is told its number; c10d: the nodes meet at the endpoint
+    /// Rendezvous backend. static: each node sets --node-rank; c10d: ranks follow the order of arrival at the endpoint
     #[arg(long, alias = "rdzv_backend", env = "PET_RDZV_BACKEND", hide_env = true)]
     #[arg(value_name = "static|c10d", default_value = "static")]
-    pub rdzv_backend: Backend,
-    /// Static: the number of this node, from 0
+    pub rdzv_backend: RendezvousBackend,
+    /// Rank of this node, from 0 (static)
     #[arg(long, alias = "node_rank", env = "PET_NODE_RANK", hide_env = true, value_name = "N", default_value_t = 0)]
     pub node_rank: usize,
-    /// Static: the name or address of node 0 [default with one node: 127.0.0.1]
+    /// Host name or address of node 0 (static) [default with one node: 127.0.0.1]
     #[arg(long, alias = "master_addr", env = "PET_MASTER_ADDR", hide_env = true)]
     #[arg(value_name = "HOST")]
     pub master_addr: Option<String>,
-    /// Static: the port of node 0's store
+    /// Port of the store on node 0 (static)
     #[arg(long, alias = "master_port", env = "PET_MASTER_PORT", hide_env = true)]
     #[arg(value_name = "PORT", default_value_t = 29500)]
     pub master_port: u16,
-    /// c10d: where the nodes meet; the port is 29400 if not given
+    /// Rendezvous endpoint (c10d); the default port is 29400
     #[arg(long, alias = "rdzv_endpoint", env = "PET_RDZV_ENDPOINT", hide_env = true)]
     #[arg(value_name = "HOST[:PORT]", default_value = "", hide_default_value = true)]
     pub rdzv_endpoint: String,
-    /// The name of the job: nodes of the same name belong together
+    /// ID of the job, equal on all of its nodes
     #[arg(long, alias = "rdzv_id", env = "PET_RDZV_ID", hide_env = true, value_name = "ID", default_value = "none")]
     pub rdzv_id: String,
-    /// timeout=900 (static), join_timeout=600, last_call_timeout=30, is_host=1|0 (c10d), keep_alive_interval=5,
-    /// keep_alive_max_attempt=3; torchrun's others have no effect
+    /// Rendezvous options: timeout=900 (static), join_timeout=600, last_call_timeout=30, is_host=1|0 (c10d),
+    /// keep_alive_interval=5, keep_alive_max_attempt=3; other torchrun keys have no effect
     #[arg(long, alias = "rdzv_conf", env = "PET_RDZV_CONF", hide_env = true)]
     #[arg(value_name = "KEY=VALUE,...", default_value = "", hide_default_value = true)]
     pub rdzv_conf: RendezvousOptions,
-    /// One node and a free port, whatever the other flags of this group say
+    /// Run on one node with a store at a free port; overrides --nnodes, --rdzv-* and --master-*
     #[arg(long, env = "PET_STANDALONE", hide_env = true, value_parser = FalseyValueParser::new())]
     pub standalone: bool,
-    /// The address under which others reach this node, if its host name will not do
+    /// Address at which other nodes reach this node [default: its host name]
     #[arg(long, alias = "local_addr", env = "PET_LOCAL_ADDR", hide_env = true, value_name = "HOST")]
     pub local_addr: Option<String>,
 }
 
-/// What happens when something goes wrong.
+/// Failures, restarts and signals.
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Faults and signals")]
-pub struct Faults {
-    /// How often all workers are started again after one failed
+#[command(next_help_heading = "Failures and signals")]
+pub struct RestartArgs {
+    /// Maximum number of worker group restarts before failing
     #[arg(long, alias = "max_restarts", env = "PET_MAX_RESTARTS", hide_env = true)]
     #[arg(value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
     pub max_restarts: usize,
-    /// Seconds between two looks at the other nodes. A worker that ends is seen at once
+    /// Seconds between checks of the other nodes. The exit of a worker is detected at once
     #[arg(long, alias = "monitor_interval", env = "PET_MONITOR_INTERVAL", hide_env = true)]
     #[arg(value_name = "SECONDS", default_value_t = 0.1, allow_negative_numbers = true)]
     pub monitor_interval: f64,
-    /// Signals that end the group: passed on once; the same again kills. SIGUSR1 and SIGUSR2 are passed on in any case
+    /// Signals that stop the workers: forwarded once; a second one kills. SIGUSR1 and SIGUSR2 are always forwarded
     #[arg(long, alias = "signals_to_handle", env = "PET_SIGNALS_TO_HANDLE", hide_env = true)]
     #[arg(value_name = "SIGNAL,...", default_value = "SIGTERM,SIGINT,SIGHUP,SIGQUIT")]
-    pub signals_to_handle: Signals,
-    /// Seconds that workers get to end before they are killed [default: 30 after a failure, 300 after a signal]
+    pub signals_to_handle: SignalSet,
+    /// Seconds between the stop signal and SIGKILL [default: 30 after a failure, 300 after a signal]
     #[arg(long, alias = "shutdown_timeout", env = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", hide_env = true)]
     #[arg(value_name = "SECONDS", allow_negative_numbers = true)]
     pub shutdown_timeout: Option<f64>,
 }
 
-/// Where output goes.
+/// The destinations of the output.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Output")]
-pub struct Output {
-    /// Keep logs in DIR/ID_*/attempt_N/LOCAL_RANK/ [default: a new folder in the temporary directory]
+pub struct OutputArgs {
+    /// Log directory; files are DIR/ID_*/attempt_N/LOCAL_RANK/*.log [default: a new temporary directory]
     #[arg(long, alias = "log_dir", env = "PET_LOG_DIR", hide_env = true, value_name = "DIR")]
     pub log_dir: Option<PathBuf>,
-    /// Write to stdout.log and stderr.log instead of the console: 0 neither, 1 stdout, 2 stderr, 3 both, or by local
-    /// rank as in 0:1,1:2
+    /// Redirect streams to log files instead of the console: 0 none, 1 stdout, 2 stderr, 3 both, or by local rank, for
+    /// example 0:1,1:2
     #[arg(short, long, env = "PET_REDIRECTS", hide_env = true, value_name = "STREAMS", default_value = "0")]
-    pub redirects: PerRank,
-    /// Write to the log files as well as to the console; takes what --redirects takes
+    pub redirects: StreamsPerRank,
+    /// Copy streams to log files in addition to the console; takes the values of --redirects
     #[arg(short, long, env = "PET_TEE", hide_env = true, value_name = "STREAMS", default_value = "0")]
-    pub tee: PerRank,
-    /// Show only these local ranks on the console
+    pub tee: StreamsPerRank,
+    /// Show only the output of these local ranks on the console
     #[arg(long, alias = "local_ranks_filter", env = "PET_LOCAL_RANKS_FILTER", hide_env = true, value_name = "0,1,...")]
-    pub local_ranks_filter: Option<Ranks>,
-    /// Copy the lines of tee'd stdout that contain one of these words to attempt_N/filtered_stdout.log; ,, is a comma
+    pub local_ranks_filter: Option<LocalRanks>,
+    /// Copy lines of tee'd stdout that contain one of these words to attempt_N/filtered_stdout.log; ,, is a comma
     #[arg(long, alias = "duplicate_stdout_filters", env = "PET_DUPLICATE_STDOUT_FILTERS", hide_env = true)]
     #[arg(value_name = "WORD,...")]
-    pub duplicate_stdout_filters: Option<Patterns>,
-    /// The same for stderr and attempt_N/filtered_stderr.log
+    pub duplicate_stdout_filters: Option<LineFilter>,
+    /// Copy lines of tee'd stderr that contain one of these words to attempt_N/filtered_stderr.log; ,, is a comma
     #[arg(long, alias = "duplicate_stderr_filters", env = "PET_DUPLICATE_STDERR_FILTERS", hide_env = true)]
     #[arg(value_name = "WORD,...")]
-    pub duplicate_stderr_filters: Option<Patterns>,
+    pub duplicate_stderr_filters: Option<LineFilter>,
 }
 
-/// Whether the program is Python's. Without a flag, a name in .py is, and everything else is executed itself.
+/// Python programs. Without a flag, `python3` runs a program whose name ends in .py; others are executed directly.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Python")]
-pub struct Python {
-    /// PROGRAM is the name of a Python module: run `python -u -m PROGRAM`
+pub struct PythonArgs {
+    /// Run PROGRAM as a Python module: `python -u -m PROGRAM`
     #[arg(short, long, env = "PET_MODULE", hide_env = true, value_parser = FalseyValueParser::new())]
     pub module: bool,
-    /// Execute PROGRAM itself, as is done anyway unless its name ends in .py
+    /// Execute PROGRAM directly, even if its name ends in .py
     #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", hide_env = true, value_parser = FalseyValueParser::new())]
     pub no_python: bool,
-    /// Run PROGRAM, a Python script, whatever its name
+    /// Run PROGRAM as a Python script, regardless of its name
     #[arg(long, alias = "run_path", env = "PET_RUN_PATH", hide_env = true, value_parser = FalseyValueParser::new())]
     pub run_path: bool,
 }
 
-/// torchrun's flags without a meaning here: the first two change nothing, the others are refused.
+/// torchrun flags without effect: the first two are ignored, the others are rejected.
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Of torchrun, without effect or refused")]
-pub struct Foreign {
-    /// No effect: workers are programs of their own
+#[command(next_help_heading = "torchrun flags without effect")]
+pub struct TorchrunOnlyArgs {
+    /// Ignored: workers are started by fork and exec
     #[arg(long, alias = "start_method", env = "PET_START_METHOD", hide_env = true, value_name = "METHOD")]
     pub start_method: Option<StartMethod>,
-    /// No effect: there are no events beside the messages on stderr
+    /// Ignored: events are logged to stderr
     #[arg(long, alias = "event_log_handler", env = "PET_EVENT_LOG_HANDLER", hide_env = true, value_name = "NAME")]
     pub event_log_handler: Option<String>,
-    /// Refused: it names a Python class
+    /// Rejected: it names a Python class
     #[arg(long, alias = "logs_specs", value_name = "NAME")]
     pub logs_specs: Option<String>,
-    /// Refused: start PROGRAM by numactl or taskset
+    /// Rejected: start PROGRAM with numactl or taskset
     #[arg(long, alias = "numa_binding", value_name = "MODE")]
     pub numa_binding: Option<String>,
 }
 
-/// How Python's multiprocessing starts a process.
+/// The start methods of Python's multiprocessing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum StartMethod {
     /// A new interpreter.
     Spawn,
     /// A copy of the process.
     Fork,
-    /// A copy of a server.
+    /// A copy of a server process.
     Forkserver,
 }
 

@@ -1,35 +1,35 @@
-//! What would run: every worker of this node as a line for a shell.
+//! The output of `--dry-run`: every worker of this node as a shell command.
 
 use crate::generation::{Generation, Participant};
-use crate::host::Host;
-use crate::logs::AttemptLogs;
-use crate::plan::{Plan, RendezvousPlan};
-use crate::worker_group::{Setting, start_of};
-use candlewick_comm::place::Master;
+use crate::log_dir::AttemptLogDir;
+use crate::node_info::NodeInfo;
+use crate::plan::{LaunchPlan, RendezvousPlan};
+use crate::worker_group::{WorkerGroupSpec, worker_spec};
+use candlewick_comm::rank_env::Master;
 
-/// Returns the workers' variables and commands. What only the other nodes know is assumed: that they are like this one.
-pub fn text(plan: &Plan, host: &Host) -> String {
-    let generation = imagined_generation(plan, host);
-    let logs = AttemptLogs::imagined(&plan.output, &plan.run_id);
-    let setting = Setting {
+/// Returns the environment variables and the command of each worker. Other nodes are assumed to equal this one.
+pub fn text(plan: &LaunchPlan, node_info: &NodeInfo) -> String {
+    let generation = assumed_generation(plan, node_info);
+    let logs = AttemptLogDir::for_dry_run(&plan.output, &plan.run_id);
+    let spec = WorkerGroupSpec {
         plan,
         generation: &generation,
         restart: 0,
         logs: &logs,
-        host: &host.name,
-        variables: &host.variables,
+        hostname: &node_info.hostname,
+        variables: &node_info.variables,
     };
     let mut text = format!(
         "# node {} of {}, {} workers, {}\n",
         generation.group_rank,
         generation.participants.len(),
         plan.local_world_size,
-        meeting_point(plan)
+        store_description(plan)
     );
     for local_rank in 0..plan.local_world_size {
-        let start = start_of(&setting, local_rank);
-        let variables = start.variables.iter().map(|(name, value)| format!("{name}={}", quoted(value)));
-        let command = start.command.iter().map(|word| quoted(word));
+        let worker = worker_spec(&spec, local_rank);
+        let variables = worker.variables.iter().map(|(name, value)| format!("{name}={}", quoted(value)));
+        let command = worker.command.iter().map(|word| quoted(word));
         text +=
             &format!("# rank {}\nenv {} \\\n", generation.rank(local_rank), variables.collect::<Vec<_>>().join(" "));
         text += &format!("  {}\n", command.collect::<Vec<_>>().join(" "));
@@ -37,18 +37,18 @@ pub fn text(plan: &Plan, host: &Host) -> String {
     text
 }
 
-fn imagined_generation(plan: &Plan, host: &Host) -> Generation {
+fn assumed_generation(plan: &LaunchPlan, node_info: &NodeInfo) -> Generation {
     let (endpoint, group_rank) = match &plan.rendezvous {
         RendezvousPlan::Static { master, node_rank, .. } => (master, *node_rank),
         RendezvousPlan::Dynamic(dynamic) => (&dynamic.endpoint, 0),
     };
     let participant =
-        Participant { host: host.name.clone(), n_workers: plan.local_world_size, role: plan.role.clone() };
+        Participant { host: node_info.hostname.clone(), n_workers: plan.local_world_size, role: plan.role.clone() };
     let master = Master { addr: endpoint.host.clone(), port: endpoint.port, agent_hosts_store: true };
     Generation { number: 0, group_rank, participants: vec![participant; plan.nodes.max], master }
 }
 
-fn meeting_point(plan: &Plan) -> String {
+fn store_description(plan: &LaunchPlan) -> String {
     match &plan.rendezvous {
         RendezvousPlan::Static { master, .. } => format!("static, store at {master}"),
         RendezvousPlan::Dynamic(dynamic) if dynamic.endpoint.port == 0 => "c10d, store at a free port".into(),
@@ -57,6 +57,6 @@ fn meeting_point(plan: &Plan) -> String {
 }
 
 fn quoted(word: &str) -> String {
-    // A word with a zero byte cannot be on a command line.
+    // Quoting fails for a NUL byte only, which a command line cannot contain.
     shlex::try_quote(word).map_or_else(|_| word.to_owned(), |word| word.into_owned())
 }

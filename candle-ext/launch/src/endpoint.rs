@@ -1,25 +1,25 @@
-//! A host and a port, and whether the host is this machine.
+//! Endpoints: a host and a port.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, ToSocketAddrs, UdpSocket};
 
-/// Where something listens.
+/// The address of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint {
-    /// A name or an address; an IPv6 address without its brackets.
+    /// Host name or IP address; an IPv6 address has no brackets.
     pub host: String,
-    /// Its port; 0 for one that is free.
+    /// Port; 0 selects a free one.
     pub port: u16,
 }
 
 impl Endpoint {
-    /// Reads `host`, `host:port`, `[v6]` or `[v6]:port`.
+    /// Parses `host`, `host:port`, `[v6]` or `[v6]:port`.
     pub fn parse(text: &str, default_port: u16) -> Result<Self, String> {
         let text = text.trim();
         let (host, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
             Some((host, "")) => (host, None),
             Some((host, rest)) => {
-                (host, Some(rest.strip_prefix(':').ok_or_else(|| format!("`{rest}` is not a port behind a colon"))?))
+                (host, Some(rest.strip_prefix(':').ok_or_else(|| format!("`{rest}` is not `:PORT`"))?))
             }
             None if text.parse::<Ipv6Addr>().is_ok() => (text, None),
             None => text.rsplit_once(':').map_or((text, None), |(host, port)| (host, Some(port))),
@@ -42,7 +42,7 @@ impl fmt::Display for Endpoint {
     }
 }
 
-/// Says whether a name or an address is that of this machine, whose name is `own_name`.
+/// Returns whether `host` names this machine, whose host name is `own_name`.
 pub fn is_this_machine(host: &str, own_name: &str) -> bool {
     if host == "localhost" || host == own_name {
         return true;
@@ -51,7 +51,7 @@ pub fn is_this_machine(host: &str, own_name: &str) -> bool {
     addresses.map(|address| address.ip()).any(is_own_address)
 }
 
-/// The system lets a socket be bound to an address of its own and to no other.
+/// Returns whether an address belongs to this machine: a socket can be bound to it.
 fn is_own_address(address: IpAddr) -> bool {
     address.is_loopback() || (!address.is_unspecified() && UdpSocket::bind((address, 0)).is_ok())
 }
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_may_be_left_out() {
+    fn the_port_of_an_endpoint_is_optional() {
         check("node0:1234", "node0:1234");
         check("node0", "node0:29400");
         check(" 10.0.0.1:0 ", "10.0.0.1:0");
@@ -77,16 +77,16 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_endpoint_is_refused() {
+    fn an_invalid_endpoint_is_rejected() {
         check("node0:70000", "`70000` is not a port");
         check("node0:", "`` is not a port");
         check("http://node0:1", "`http://node0` is not a host");
         check(":5", "`` is not a host");
-        check("[::1]5", "`5` is not a port behind a colon");
+        check("[::1]5", "`5` is not `:PORT`");
     }
 
     #[test]
-    fn this_machine_is_known_by_name_and_address() {
+    fn this_machine_is_recognized_by_name_and_address() {
         for host in ["localhost", "127.0.0.1", "127.1.2.3", "me"] {
             assert!(is_this_machine(host, "me"), "{host}");
         }

@@ -1,4 +1,4 @@
-//! The file in which a worker says why it failed: torchrun's `error.json`, in both its forms.
+//! The error file of a failed worker: torchelastic's `error.json`, in both formats.
 
 use std::fs;
 use std::io;
@@ -8,23 +8,23 @@ use serde_json::Value;
 
 use crate::exit::ExitReason;
 
-/// What a worker said.
+/// The contents of an error file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ErrorFile {
-    /// In one line, or a few.
+    /// The error message.
     pub message: String,
-    /// Where in the program, if it says so.
+    /// The traceback, if the file has one.
     pub traceback: Option<String>,
-    /// When, in seconds since 1970; 0 if it does not say.
+    /// Unix time of the failure in seconds; 0 if the file has none.
     pub timestamp: u64,
 }
 
 impl ErrorFile {
-    /// Reads a worker's file. There is none if the worker had no time to write it; one that cannot be understood says so.
+    /// Reads a worker's error file. Returns `None` without a file, and a message about the file if it cannot be parsed.
     pub fn read(path: &Path) -> Option<Self> {
         let text = fs::read(path).ok()?;
         let read = serde_json::from_slice(&text).ok().and_then(|value| Self::of(&value));
-        let message = format!("{} is not an error file, or was cut off", path.display());
+        let message = format!("{} is not an error file, or is truncated", path.display());
         Some(read.unwrap_or(Self { message, traceback: None, timestamp: 0 }))
     }
 
@@ -43,17 +43,18 @@ impl ErrorFile {
     }
 }
 
-/// A number, or a number as text.
+/// Parses seconds from a number or a string.
 fn seconds(value: &Value) -> u64 {
     let number = value.as_f64().or_else(|| value.as_str()?.parse().ok());
     number.unwrap_or(0.0) as u64
 }
 
-/// Copies a worker's file to where whoever started the launcher expects it, with how the worker ended, as torchrun does: a
-/// signal is a negative code.
-pub fn forward_error_file(from: &Path, to: &Path, ended: ExitReason) -> io::Result<()> {
+/// Copies a worker's error file to the launcher's own error file and adds the exit code, as torchelastic does.
+///
+/// The exit code of a signal is its negative number.
+pub fn forward_error_file(from: &Path, to: &Path, reason: ExitReason) -> io::Result<()> {
     let mut value: Value = serde_json::from_str(&fs::read_to_string(from)?)?;
-    let code = match ended {
+    let code = match reason {
         ExitReason::Code(code) => code,
         ExitReason::Signal(signal) => -signal,
     };
@@ -78,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn both_forms_are_read() {
+    fn both_error_file_formats_are_read() {
         let torch =
             r#"{"message": {"message": "ValueError: no", "extraInfo": {"py_callstack": "T", "timestamp": "17"}}}"#;
         check(torch, Some(("ValueError: no", Some("T"), 17)));
@@ -87,18 +88,18 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_cut_off_is_named() {
+    fn a_truncated_error_file_is_named() {
         for text in [r#"{"message": {"mess"#, "{}", "", "[1]"] {
             let file = tempfile::NamedTempFile::new().unwrap();
             fs::write(file.path(), text).unwrap();
             let message = ErrorFile::read(file.path()).unwrap().message;
-            assert_eq!(message, format!("{} is not an error file, or was cut off", file.path().display()));
+            assert_eq!(message, format!("{} is not an error file, or is truncated", file.path().display()));
         }
         assert_eq!(ErrorFile::read(Path::new("/nowhere/error.json")), None);
     }
 
     #[track_caller]
-    fn check_handed_up(text: &str, want: &str) {
+    fn check_forwarded(text: &str, want: &str) {
         let folder = tempfile::tempdir().unwrap();
         let [from, to] = ["from", "to"].map(|name| folder.path().join(name));
         fs::write(&from, text).unwrap();
@@ -108,15 +109,15 @@ mod tests {
     }
 
     #[test]
-    fn the_code_is_added_as_torchrun_adds_it() {
-        check_handed_up(r#"{"message":{"message":"no"}}"#, r#"{"message":{"errorCode":-9,"message":"no"}}"#);
-        check_handed_up(r#"{"message":"no"}"#, r#"{"message":"no"}"#);
+    fn the_exit_code_is_added_as_in_torchrun() {
+        check_forwarded(r#"{"message":{"message":"no"}}"#, r#"{"message":{"errorCode":-9,"message":"no"}}"#);
+        check_forwarded(r#"{"message":"no"}"#, r#"{"message":"no"}"#);
     }
 
     #[test]
-    fn what_is_no_object_is_handed_up_as_it_is() {
+    fn other_json_values_are_forwarded_unchanged() {
         for text in ["[1]", "7", "\"no\"", "null", "{}"] {
-            check_handed_up(text, text);
+            check_forwarded(text, text);
         }
     }
 }

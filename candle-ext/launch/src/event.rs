@@ -1,4 +1,4 @@
-//! What the launcher waits for, on one channel.
+//! The events of the agent's queue.
 
 use std::fs;
 use std::io;
@@ -10,50 +10,50 @@ use signal_hook::iterator::Signals;
 
 use crate::exit::ExitReason;
 
-/// Something that happened.
+/// An event that the agent handles.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A worker ended.
+    /// A worker exited.
     Exited {
-        /// Its number on this machine.
+        /// The worker's local rank.
         local_rank: usize,
-        /// How.
-        ended: ExitReason,
+        /// The exit code or signal.
+        reason: ExitReason,
     },
-    /// The launcher got a signal.
+    /// The launcher received a signal.
     Signal(i32),
-    /// Something happened on another node.
+    /// An event on another node.
     Peer {
-        /// In which generation: an earlier one's news is none.
+        /// The generation of the event. Events of earlier generations are ignored.
         generation: usize,
-        /// What.
-        peer: Peer,
+        /// The event.
+        peer: PeerEvent,
     },
 }
 
-/// What happens on other nodes.
+/// An event on another node.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Peer {
-    /// Workers failed, or the node is silent; the text says which.
+pub enum PeerEvent {
+    /// Workers failed, or the node sends no heartbeats. The text names the cause.
     Failed(String),
-    /// The store is gone, and the node that hosts it.
+    /// The connection to the store host is lost.
     Lost(String),
-    /// It was asked to stop, and will not come back.
+    /// The node received a stop signal and leaves for good.
     Stopped(String),
-    /// A worker saved and ended, as all are about to.
+    /// A worker saved a checkpoint and exited. The other workers are expected to follow.
     Saved(String),
-    /// A node would like to join.
+    /// A node waits to join.
     Joins,
 }
 
-/// Signals that are passed on and end nothing: what they mean is the program's business.
-pub const PASSED_ON: [i32; 2] = [SIGUSR1, SIGUSR2];
+/// Signals that are forwarded to workers and stop nothing. The program defines their meaning.
+pub const FORWARDED_SIGNALS: [i32; 2] = [SIGUSR1, SIGUSR2];
 
-/// Sends the signals of `ending` and those that are passed on to `events` from now on.
+/// Sends the signals of `ending` and [`FORWARDED_SIGNALS`] to `events` from now on.
 pub fn catch_signals(ending: &[i32], events: Sender<Event>) -> io::Result<()> {
-    // Who is started by nohup shall not die of the terminal's end. Other signals a shell ignores for what it starts by `&`.
+    // nohup ignores SIGHUP, and that must stay. Other ignored signals come from a shell's `&` and are handled.
     let is_nohup = is_ignored(SIGHUP);
-    let wanted = ending.iter().chain(&PASSED_ON).filter(|signal| !(is_nohup && **signal == SIGHUP));
+    let wanted = ending.iter().chain(&FORWARDED_SIGNALS).filter(|signal| !(is_nohup && **signal == SIGHUP));
     let mut signals = Signals::new(wanted)?;
     thread::spawn(move || {
         for signal in signals.forever() {
@@ -65,12 +65,12 @@ pub fn catch_signals(ending: &[i32], events: Sender<Event>) -> io::Result<()> {
     Ok(())
 }
 
-/// Says whether this process was started to ignore a signal.
+/// Returns whether this process inherited a signal as ignored.
 fn is_ignored(signal: i32) -> bool {
     is_in_mask("self", "SigIgn:", signal)
 }
 
-/// Says whether a process has a handler for a signal.
+/// Returns whether a process has a handler for a signal.
 pub fn is_caught(pid: i32, signal: i32) -> bool {
     is_in_mask(&pid.to_string(), "SigCgt:", signal)
 }

@@ -1,38 +1,38 @@
-//! The end of a process, and the numbers that `launch` itself ends with.
+//! Exit reasons of workers, and the exit codes of `launch`.
 
 use std::fmt;
 
 use rustix::process::WaitIdStatus;
 use signal_hook::low_level::signal_name;
 
-/// The way in which a process ended.
+/// The exit code or the signal that ended a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExitReason {
-    /// By itself, with this code.
+    /// The process exited with this code.
     Code(i32),
-    /// By this signal.
+    /// This signal killed the process.
     Signal(i32),
 }
 
-/// Every worker ended with 0.
+/// Exit code: every worker exited with 0.
 pub const OK: i32 = 0;
-/// The launcher failed: a port in use, a node that never came.
+/// Exit code: the launcher failed, for example because a port is in use or a node is missing.
 pub const FAILED: i32 = 1;
-/// The command line is wrong. Nothing was started.
+/// Exit code: the command line is invalid. Nothing was started.
 pub const USAGE: i32 = 2;
-/// Workers of another node failed.
+/// Exit code: workers of another node failed. The trainer's ranks use it to report a failed peer.
 pub const PEER: i32 = 7;
-/// The workers were asked to stop and did, with a checkpoint saved: the same command goes on.
+/// Exit code: the workers stopped on request and saved a checkpoint. The same command resumes.
 pub const PREEMPTED: i32 = 75;
 
 impl ExitReason {
-    /// Returns how a process ended that was waited for, or `None` if it did not.
+    /// Returns the exit reason of a `waitid` status, or `None` if the process has not exited.
     pub fn of(status: WaitIdStatus) -> Option<Self> {
         let code = status.exit_status().map(Self::Code);
         code.or_else(|| status.terminating_signal().map(Self::Signal))
     }
 
-    /// Returns what a shell would return: the code, or 128 + the signal.
+    /// Returns the exit code as a shell reports it: the code, or 128 + the signal.
     pub fn code(self) -> i32 {
         match self {
             ExitReason::Code(code) => code,

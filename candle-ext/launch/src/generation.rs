@@ -1,45 +1,45 @@
-//! The participants on which the nodes agreed, and the variables that a worker gets from them.
+//! A generation of the worker group: its participants, and the environment variables of its workers.
 
-use crate::plan::Plan;
-use candlewick_comm::place::{Master, Variables};
+use crate::plan::LaunchPlan;
+use candlewick_comm::rank_env::{Master, Variables};
 
-/// The participants of one rendezvous, in the order of their numbers.
+/// The result of one rendezvous.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Generation {
-    /// The number of the generation, from 0.
+    /// Number of the generation, from 0.
     pub number: usize,
-    /// The number of this node.
+    /// Rank of this node among the participants.
     pub group_rank: usize,
-    /// The nodes in the order of their numbers.
+    /// Participants, ordered by group rank.
     pub participants: Vec<Participant>,
-    /// The store of the workers.
+    /// Address of the workers' store.
     pub master: Master,
 }
 
-/// A node that takes part.
+/// A node of a generation.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Participant {
-    /// Its name.
+    /// Host name or address of the node.
     pub host: String,
-    /// The number of workers that it starts.
+    /// Number of its workers.
     pub n_workers: usize,
-    /// The role of its workers.
+    /// Role of its workers.
     pub role: String,
 }
 
 impl Generation {
-    /// Returns the number of workers of all nodes.
+    /// Returns the number of workers on all nodes.
     pub fn world_size(&self) -> usize {
         self.participants.iter().map(|participant| participant.n_workers).sum()
     }
 
-    /// Returns the rank of one of this node's workers: those of the nodes before it come first.
+    /// Returns the global rank of a worker of this node. Ranks are ordered by group rank, then by local rank.
     pub fn rank(&self, local_rank: usize) -> usize {
         let before = &self.participants[..self.group_rank];
         before.iter().map(|participant| participant.n_workers).sum::<usize>() + local_rank
     }
 
-    /// Returns the rank among the workers of the same name, and how many those are.
+    /// Returns the rank and the world size among the workers of the same role.
     fn rank_in_role(&self, local_rank: usize) -> (usize, usize) {
         let role = &self.participants[self.group_rank].role;
         let count = |participants: &[Participant]| {
@@ -53,9 +53,9 @@ impl Generation {
     }
 }
 
-/// Returns the variables of one worker, beside those that it inherits. `inherited` are the launcher's own.
+/// Returns the variables that one worker gets in addition to `inherited`, the launcher's environment.
 pub fn worker_variables(
-    plan: &Plan,
+    plan: &LaunchPlan,
     generation: &Generation,
     restart: usize,
     local_rank: usize,
@@ -92,22 +92,22 @@ pub fn worker_variables(
     variables
 }
 
-/// The GPU of one worker: its entry among those that the launcher may see.
+/// Returns the entry of `CUDA_VISIBLE_DEVICES` of one worker.
 fn only_gpu(local_rank: usize, inherited: &Variables) -> String {
     let listed = inherited.get("CUDA_VISIBLE_DEVICES").and_then(|list| list.split(',').nth(local_rank));
     listed.map_or_else(|| local_rank.to_string(), |gpu| gpu.trim().to_owned())
 }
 
-/// Returns the program and its arguments for one worker: `${local_rank}` is replaced.
-pub fn worker_command(plan: &Plan, local_rank: usize) -> Vec<String> {
+/// Returns the command of one worker, with `${local_rank}` replaced in its arguments.
+pub fn worker_command(plan: &LaunchPlan, local_rank: usize) -> Vec<String> {
     let number = local_rank.to_string();
     let mut words = plan.command.clone();
     words.iter_mut().skip(1).for_each(|word| *word = word.replace("${local_rank}", &number));
     words
 }
 
-/// Returns what stands before a worker's lines.
-pub fn line_prefix(plan: &Plan, generation: &Generation, local_rank: usize) -> String {
+/// Returns the prefix of a worker's output lines.
+pub fn line_prefix(plan: &LaunchPlan, generation: &Generation, local_rank: usize) -> String {
     let template = plan.output.prefix.replace("${role_name}", &plan.role);
     let template = template.replace("${local_rank}", &local_rank.to_string());
     template.replace("${rank}", &generation.rank(local_rank).to_string())
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_follow_the_nodes_and_roles_count_apart() {
+    fn ranks_follow_node_order_and_role_ranks_count_per_role() {
         let participants = vec![participant(2, "actor"), participant(3, "critic"), participant(1, "actor")];
         let master = Master { addr: "h".into(), port: 1, agent_hosts_store: true };
         let generation = |group_rank| Generation {

@@ -1,4 +1,4 @@
-//! The launcher's end of the guard: a process that kills the workers' groups if the launcher dies without doing so.
+//! The launcher's handle of the guard: a process that kills the workers' process groups if the launcher is killed.
 
 use std::collections::BTreeSet;
 use std::io::{self, Write};
@@ -9,39 +9,39 @@ use rustix::process::Pid;
 
 use crate::child::GUARD;
 
-/// A running guard, and what it was told. It ends with this value.
+/// A running guard process and the process groups that it watches. Dropping the handle ends it.
 #[derive(Debug)]
 pub struct Guard {
     child: Child,
-    groups: BTreeSet<i32>,
+    process_groups: BTreeSet<i32>,
 }
 
 impl Guard {
-    /// Starts the guard.
+    /// Starts the guard process.
     pub fn start() -> io::Result<Self> {
-        Ok(Self { child: spawn()?, groups: BTreeSet::new() })
+        Ok(Self { child: spawn()?, process_groups: BTreeSet::new() })
     }
 
-    /// Tells it of a process group. If it was killed meanwhile, another takes its place.
+    /// Adds a process group. A guard that was killed meanwhile is started again.
     pub fn watch(&mut self, group: Pid) -> io::Result<()> {
-        self.groups.insert(group.as_raw_pid());
-        if self.tell('+', group.as_raw_pid()).is_ok() {
+        self.process_groups.insert(group.as_raw_pid());
+        if self.send('+', group.as_raw_pid()).is_ok() {
             return Ok(());
         }
         let _ = self.child.wait();
         self.child = spawn()?;
-        self.groups.clone().into_iter().try_for_each(|group| self.tell('+', group))
+        self.process_groups.clone().into_iter().try_for_each(|group| self.send('+', group))
     }
 
-    /// Tells it that a process group has ended.
-    pub fn forget(&mut self, group: Pid) {
-        self.groups.remove(&group.as_raw_pid());
-        // A guard that is gone remembers nothing.
-        let _ = self.tell('-', group.as_raw_pid());
+    /// Removes a process group that has ended.
+    pub fn unwatch(&mut self, group: Pid) {
+        self.process_groups.remove(&group.as_raw_pid());
+        // A guard that was killed watches no group.
+        let _ = self.send('-', group.as_raw_pid());
     }
 
-    fn tell(&mut self, sign: char, group: i32) -> io::Result<()> {
-        let pipe = self.child.stdin.as_mut().expect("the pipe was asked for at the start");
+    fn send(&mut self, sign: char, group: i32) -> io::Result<()> {
+        let pipe = self.child.stdin.as_mut().expect("spawned with a piped stdin");
         pipe.write_all(format!("{sign}{group}\n").as_bytes())
     }
 }
@@ -59,7 +59,7 @@ fn spawn() -> io::Result<Child> {
     command.spawn()
 }
 
-/// This program, even if its file was replaced meanwhile.
+/// Returns a command of this executable, even if its file was replaced meanwhile.
 pub fn own_program() -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("launch");

@@ -1,8 +1,8 @@
-//! Starts a program once for each rank, as torchrun does: the program `launch`.
+//! The elastic launcher `launch`: starts a program once per rank, as torchrun does.
 //!
-//! [`cli`] is what the user wrote and [`plan`] what will happen. The [`agent`] of a node joins the [`rendezvous`] and runs its
-//! [`worker_group`], once for each generation. This crate sets processes up and moves no data between them; the variables
-//! that it gives them are read by [`candlewick_comm::place`].
+//! [`cli`] parses the command line. [`plan`] resolves it on this node. The [`agent`] of a node joins the [`rendezvous`]
+//! and runs its [`worker_group`] once per generation. Workers read their environment variables with
+//! [`candlewick_comm::rank_env`]. This crate starts processes and moves no data between them.
 
 pub mod agent;
 pub mod child;
@@ -12,13 +12,13 @@ pub mod dry_run;
 pub mod endpoint;
 pub mod error_file;
 pub mod event;
+pub mod event_queue;
 pub mod exit;
 pub mod generation;
 pub mod guard;
-pub mod host;
-pub mod lines;
-pub mod logs;
-pub mod mailbox;
+pub mod line_splitter;
+pub mod log_dir;
+pub mod node_info;
 pub mod output;
 pub mod plan;
 pub mod program;

@@ -1,5 +1,6 @@
-//! Where a worker's stream goes: to the console line by line, to a log file byte by byte, or to both. The last lines are
-//! kept for the report of a failure.
+//! The output of workers: stdout and stderr go to the console line by line, to a log file byte by byte, or to both.
+//!
+//! The last lines of stderr are kept for the failure report.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -12,155 +13,166 @@ use std::thread::{self, JoinHandle};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::console;
-use crate::lines::Lines;
-use crate::logs::AttemptLogs;
+use crate::line_splitter::LineSplitter;
+use crate::log_dir::AttemptLogDir;
 use crate::plan::OutputPlan;
-use crate::streams::Stream;
+use crate::streams::StdStream;
 
-/// The lines that were picked out of a stream of all workers.
+/// The file of the filtered lines of a stream of all workers.
 pub type Filtered = Arc<Mutex<File>>;
 
-/// Where the streams of an attempt's workers go.
+/// The destinations of the output of an attempt's workers.
 #[derive(Debug)]
-pub struct Outlets {
+pub struct WorkerOutputs {
     plan: OutputPlan,
-    logs: AttemptLogs,
+    logs: AttemptLogDir,
     filtered: [Option<Filtered>; 2],
 }
 
-/// What becomes of one stream of one worker.
+/// The destination of one stream of one worker.
 #[derive(Debug)]
-pub struct Outlet {
-    /// What the worker is given to write to.
+pub struct StreamOutput {
+    /// The worker's end: a pipe, or a log file.
     pub stdio: Stdio,
-    /// Takes the other end of a pipe, unless the worker writes to a file itself.
-    pub pump: Option<Pump>,
+    /// The reader of the pipe; `None` if the worker writes to a log file.
+    pub reader: Option<OutputReader>,
 }
 
-/// Carries a stream from a pipe to where it belongs.
+/// Copies a stream from a pipe to the console, the log file and the filtered file.
 #[derive(Debug)]
-pub struct Pump {
-    lines: Lines,
+pub struct OutputReader {
+    lines: LineSplitter,
     file: Option<File>,
-    sink: Sink,
+    sink: LineSink,
 }
 
-/// Where whole lines go.
+/// The destination of whole lines.
 #[derive(Debug)]
-struct Sink {
-    stream: Stream,
+struct LineSink {
+    stream: StdStream,
     prefix: String,
-    is_shown: bool,
+    is_on_console: bool,
     filter: Option<(Vec<String>, Filtered)>,
-    tail: Tail,
+    tail: LineTail,
 }
 
 /// The last lines of a stream.
 #[derive(Clone, Debug, Default)]
-pub struct Tail(Arc<Mutex<VecDeque<String>>>);
+pub struct LineTail(Arc<Mutex<VecDeque<String>>>);
 
-impl Outlets {
-    /// Opens what all workers of an attempt share.
-    pub fn open(plan: &OutputPlan, logs: &AttemptLogs) -> io::Result<Self> {
+impl WorkerOutputs {
+    /// Opens the files that all workers of an attempt share.
+    pub fn open(plan: &OutputPlan, logs: &AttemptLogDir) -> io::Result<Self> {
         let file = |stream, is_wanted: bool| {
-            let file = is_wanted.then(|| File::create(logs.filtered(stream))).transpose()?;
+            let file = is_wanted.then(|| File::create(logs.filtered_file(stream))).transpose()?;
             Ok::<_, io::Error>(file.map(|file| Arc::new(Mutex::new(file))))
         };
         let filtered = [
-            file(Stream::Out, !plan.stdout_filters.0.is_empty())?,
-            file(Stream::Err, !plan.stderr_filters.0.is_empty())?,
+            file(StdStream::Out, !plan.stdout_filters.0.is_empty())?,
+            file(StdStream::Err, !plan.stderr_filters.0.is_empty())?,
         ];
         Ok(Self { plan: plan.clone(), logs: logs.clone(), filtered })
     }
 
-    /// Opens one stream of one worker. `tail` gets its last lines.
-    pub fn outlet(&self, local_rank: usize, stream: Stream, prefix: &str, tail: Tail) -> io::Result<Outlet> {
+    /// Opens one stream of one worker. `tail` receives its last lines.
+    pub fn open_stream(
+        &self,
+        local_rank: usize,
+        stream: StdStream,
+        prefix: &str,
+        tail: LineTail,
+    ) -> io::Result<StreamOutput> {
         let is_teed = self.plan.tee.of(local_rank).has(stream);
         let is_redirected = self.plan.redirects.of(local_rank).has(stream);
-        let file = || File::create(self.logs.stream(local_rank, stream));
+        let file = || File::create(self.logs.stream_file(local_rank, stream));
         if is_redirected && !is_teed {
-            return Ok(Outlet { stdio: file()?.into(), pump: None });
+            return Ok(StreamOutput { stdio: file()?.into(), reader: None });
         }
         let words = match stream {
-            Stream::Out => &self.plan.stdout_filters.0,
-            Stream::Err => &self.plan.stderr_filters.0,
+            StdStream::Out => &self.plan.stdout_filters.0,
+            StdStream::Err => &self.plan.stderr_filters.0,
         };
         let filtered = self.filtered[stream as usize].clone().filter(|_| is_teed);
-        let sink = Sink {
+        let sink = LineSink {
             stream,
             prefix: prefix.to_owned(),
-            is_shown: self.plan.shown.as_ref().is_none_or(|shown| shown.0.contains(&local_rank)),
+            is_on_console: self.plan.local_ranks_filter.as_ref().is_none_or(|ranks| ranks.0.contains(&local_rank)),
             filter: filtered.map(|file| (words.clone(), file)),
             tail,
         };
-        let pump = Pump { lines: Lines::default(), file: is_teed.then(file).transpose()?, sink };
-        Ok(Outlet { stdio: Stdio::piped(), pump: Some(pump) })
+        let reader = OutputReader { lines: LineSplitter::default(), file: is_teed.then(file).transpose()?, sink };
+        Ok(StreamOutput { stdio: Stdio::piped(), reader: Some(reader) })
     }
 }
 
-impl Pump {
-    /// Reads to the end of the stream on a thread of its own. A process that nobody knows of may hold the pipe for ever: when
-    /// `over` is closed at its other end, what is in the pipe is the rest.
-    pub fn start(mut self, mut from: impl Read + AsFd + Send + 'static, over: Arc<PipeReader>) -> JoinHandle<()> {
+impl OutputReader {
+    /// Reads the stream to its end on a new thread.
+    ///
+    /// A process outside the process group may hold the pipe open. After the write end of `drain_rx` is closed, the
+    /// thread reads what the pipe contains and ends.
+    pub fn start(mut self, mut from: impl Read + AsFd + Send + 'static, drain_rx: Arc<PipeReader>) -> JoinHandle<()> {
         thread::spawn(move || {
             let mut bytes = vec![0; 1 << 16];
-            let mut n_left = LARGEST_PIPE;
-            while let Some(look) = look(from.as_fd(), over.as_fd()).filter(|_| n_left > 0) {
+            let mut n_left = MAX_PIPE_BYTES;
+            while let Some(state) = wait_readable(from.as_fd(), drain_rx.as_fd()).filter(|_| n_left > 0) {
                 match from.read(&mut bytes) {
                     Ok(0) => break,
                     Ok(n) => {
-                        self.carry(&bytes[..n]);
-                        n_left -= if look == Look::Rest { n.min(n_left) } else { 0 };
+                        self.write(&bytes[..n]);
+                        n_left -= if state == PipeState::Draining { n.min(n_left) } else { 0 };
                     }
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                     Err(_) => break,
                 }
             }
-            self.lines.finish(|line| self.sink.take(&[line.to_vec()]));
+            self.lines.finish(|line| self.sink.write_lines(&[line.to_vec()]));
         })
     }
 
-    /// Whole lines of one read go out in one write. A disk that takes no more must not stop the worker.
-    fn carry(&mut self, bytes: &[u8]) {
+    /// Writes the bytes of one read. All complete lines go out in one write. Errors are ignored: a full disk does not
+    /// stop the worker.
+    fn write(&mut self, bytes: &[u8]) {
         if let Some(file) = &mut self.file {
             let _ = file.write_all(bytes);
         }
         let mut lines = Vec::new();
         self.lines.push(bytes, |line| lines.push(line.to_vec()));
-        self.sink.take(&lines);
+        self.sink.write_lines(&lines);
     }
 }
 
-/// What the kernel lets a user make of a pipe.
-const LARGEST_PIPE: usize = 1 << 20;
+/// The largest pipe that the kernel grants an unprivileged process.
+const MAX_PIPE_BYTES: usize = 1 << 20;
 
-/// What can be read.
+/// The state of a readable pipe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Look {
-    Bytes,
-    /// No more will be wanted.
-    Rest,
+enum PipeState {
+    /// The worker may write more.
+    Open,
+    /// The remaining bytes are read.
+    Draining,
 }
 
-/// Waits for something to read. `None` if there is nothing more.
-fn look(from: BorrowedFd, over: BorrowedFd) -> Option<Look> {
+/// Waits until the pipe is readable. Returns `None` if it is empty and no more output is expected.
+fn wait_readable(from: BorrowedFd, drain_rx: BorrowedFd) -> Option<PipeState> {
     loop {
-        let mut both = [PollFd::from_borrowed_fd(from, PollFlags::IN), PollFd::from_borrowed_fd(over, PollFlags::IN)];
+        let mut both =
+            [PollFd::from_borrowed_fd(from, PollFlags::IN), PollFd::from_borrowed_fd(drain_rx, PollFlags::IN)];
         match poll(&mut both, None) {
             Err(rustix::io::Errno::INTR) => {}
             Err(_) => return None,
             Ok(_) => {
-                let [is_readable, is_over] = both.map(|fd| !fd.revents().is_empty());
-                return is_readable.then_some(if is_over { Look::Rest } else { Look::Bytes });
+                let [is_readable, is_draining] = both.map(|fd| !fd.revents().is_empty());
+                return is_readable.then_some(if is_draining { PipeState::Draining } else { PipeState::Open });
             }
         }
     }
 }
 
-impl Sink {
-    fn take(&self, lines: &[Vec<u8>]) {
+impl LineSink {
+    fn write_lines(&self, lines: &[Vec<u8>]) {
         let prefix = self.prefix.as_bytes();
-        if self.is_shown {
+        if self.is_on_console {
             let all: Vec<u8> = lines.iter().flat_map(|line| [prefix, line.as_slice()].concat()).collect();
             console::write(self.stream, &all);
         }
@@ -177,21 +189,21 @@ impl Sink {
     }
 }
 
-impl Tail {
-    const N_LINES: usize = 20;
-    const LONGEST: usize = 2000;
+impl LineTail {
+    const MAX_LINES: usize = 20;
+    const MAX_LINE_CHARS: usize = 2000;
 
-    /// Returns the lines, the oldest first.
+    /// Returns the lines, oldest first.
     pub fn lines(&self) -> Vec<String> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
     }
 
     fn push(&self, line: &str) {
         let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if lines.len() == Self::N_LINES {
+        if lines.len() == Self::MAX_LINES {
             lines.pop_front();
         }
-        lines.push_back(line.trim_end().chars().take(Self::LONGEST).collect());
+        lines.push_back(line.trim_end().chars().take(Self::MAX_LINE_CHARS).collect());
     }
 }
 
@@ -202,31 +214,36 @@ mod tests {
 
     use super::*;
 
-    fn start(prefix: &str, from: PipeReader, over: PipeReader) -> (Tail, JoinHandle<()>) {
-        let tail = Tail::default();
-        let sink =
-            Sink { stream: Stream::Out, prefix: prefix.into(), is_shown: false, filter: None, tail: tail.clone() };
-        (tail, Pump { lines: Lines::default(), file: None, sink }.start(from, Arc::new(over)))
+    fn start(prefix: &str, from: PipeReader, drain_rx: PipeReader) -> (LineTail, JoinHandle<()>) {
+        let tail = LineTail::default();
+        let sink = LineSink {
+            stream: StdStream::Out,
+            prefix: prefix.into(),
+            is_on_console: false,
+            filter: None,
+            tail: tail.clone(),
+        };
+        (tail, OutputReader { lines: LineSplitter::default(), file: None, sink }.start(from, Arc::new(drain_rx)))
     }
 
     #[test]
-    fn what_is_in_the_pipe_is_kept_though_a_stranger_holds_it() {
-        let ((from, mut to), (over, is_over)) = (pipe().unwrap(), pipe().unwrap());
+    fn the_rest_of_a_pipe_is_read_while_another_process_holds_it_open() {
+        let ((from, mut to), (drain_rx, drain_tx)) = (pipe().unwrap(), pipe().unwrap());
         to.write_all(b"one\nlast words").unwrap();
-        let (tail, pump) = start("", from, over);
-        drop(is_over);
-        pump.join().unwrap();
+        let (tail, reader) = start("", from, drain_rx);
+        drop(drain_tx);
+        reader.join().unwrap();
         assert_eq!(tail.lines(), ["one", "last words"]);
         drop(to);
     }
 
     #[test]
-    fn a_prefix_may_have_lines_of_its_own() {
-        let ((from, mut to), (over, _is_over)) = (pipe().unwrap(), pipe().unwrap());
-        let (tail, pump) = start("x\ny: ", from, over);
+    fn a_prefix_may_contain_newlines() {
+        let ((from, mut to), (drain_rx, _drain_tx)) = (pipe().unwrap(), pipe().unwrap());
+        let (tail, reader) = start("x\ny: ", from, drain_rx);
         to.write_all("aäöü\n".as_bytes()).unwrap();
         drop(to);
-        pump.join().unwrap();
+        reader.join().unwrap();
         assert_eq!(tail.lines(), ["aäöü"]);
     }
 }

@@ -1,4 +1,4 @@
-//! What a command line comes to on a machine. Every default and every check that needs no process is made here.
+//! The launch plan: the command line resolved on this node. All defaults and checks that need no process are here.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -6,163 +6,163 @@ use std::time::Duration;
 
 use crate::cli::Cli;
 use crate::endpoint::{Endpoint, is_this_machine};
-use crate::host::Host;
-use crate::streams::PerRank;
-use crate::values::{Backend, NodeRange, Patterns, ProcessCount, Ranks, Signals};
+use crate::node_info::NodeInfo;
+use crate::streams::StreamsPerRank;
+use crate::values::{LineFilter, LocalRanks, NodeRange, NprocPerNode, RendezvousBackend, SignalSet};
 
-/// What will be started, and how it is watched.
+/// The resolved settings of the launcher.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Plan {
-    /// How many nodes.
+pub struct LaunchPlan {
+    /// Minimum and maximum number of nodes.
     pub nodes: NodeRange,
-    /// How many workers this node starts.
+    /// Number of workers on this node.
     pub local_world_size: usize,
-    /// How the nodes meet.
+    /// Rendezvous of the nodes.
     pub rendezvous: RendezvousPlan,
-    /// The job's name.
+    /// ID of the job.
     pub run_id: String,
-    /// The workers' name.
+    /// Role of the workers.
     pub role: String,
-    /// The address under which others reach this node.
+    /// Address at which other nodes reach this node.
     pub local_addr: Option<String>,
-    /// How often all workers are started again after one failed.
+    /// Maximum number of restarts of the worker group.
     pub max_restarts: usize,
-    /// How often the other nodes are looked at.
+    /// Interval between checks of the other nodes.
     pub monitor_interval: Duration,
-    /// How long another node may be silent before it counts as lost.
+    /// Time without a heartbeat after which another node counts as lost.
     pub keep_alive: Duration,
-    /// How long workers may take to end.
-    pub grace: Grace,
-    /// The signals that end the group.
-    pub signals: Signals,
-    /// Where output goes.
+    /// Time between the stop signal and SIGKILL.
+    pub shutdown_timeouts: ShutdownTimeouts,
+    /// Signals that stop the worker group.
+    pub signals: SignalSet,
+    /// Destinations of the workers' output.
     pub output: OutputPlan,
-    /// Each worker sees one GPU.
+    /// Shows each worker one GPU, as local rank 0.
     pub virtual_local_rank: bool,
-    /// Variables that nobody set, with the value that suits so many workers on so many cores.
+    /// Thread counts per worker, for the variables that the user has not set.
     pub threads: BTreeMap<&'static str, String>,
     /// The program and its arguments.
     pub command: Vec<String>,
-    /// What the user should know.
+    /// Messages to log before the start.
     pub notes: Vec<String>,
 }
 
-/// How the nodes meet.
+/// The rendezvous backend and its settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RendezvousPlan {
-    /// Every node knows its number and where node 0 is.
+    /// Node ranks and the address of node 0 are given on the command line.
     Static {
-        /// Node 0's store.
+        /// Address of the store on node 0.
         master: Endpoint,
-        /// The number of this node.
+        /// Rank of this node.
         node_rank: usize,
-        /// How long to wait for the other nodes.
+        /// Longest wait for the other nodes.
         timeout: Duration,
     },
-    /// The nodes meet at a store.
-    Dynamic(Dynamic),
+    /// Node ranks are assigned at a store, in order of arrival.
+    Dynamic(DynamicRendezvous),
 }
 
-/// How nodes meet that have no numbers.
+/// The settings of a c10d rendezvous.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Dynamic {
-    /// Where the store is.
+pub struct DynamicRendezvous {
+    /// Address of the store.
     pub endpoint: Endpoint,
-    /// Whether this node hosts it; otherwise the node whose address that is does.
+    /// Forces this node to host the store or not. By default the node with the endpoint's address hosts it.
     pub is_host: Option<bool>,
-    /// How long to wait for the least number of nodes.
-    pub join: Duration,
-    /// How long to wait for more.
-    pub last_call: Duration,
+    /// Longest wait for the minimum number of nodes.
+    pub join_timeout: Duration,
+    /// Wait for further nodes after the minimum has joined.
+    pub last_call_timeout: Duration,
 }
 
-/// How long workers may take to end before they are killed.
+/// The time between the stop signal and SIGKILL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Grace {
-    /// When one of them failed: the others may hang for want of it.
+pub struct ShutdownTimeouts {
+    /// Timeout after a failure. Other workers may hang in a collective.
     pub after_failure: Duration,
-    /// When they were asked to stop: they may have a checkpoint to save.
+    /// Timeout after a stop signal. Workers may save a checkpoint.
     pub after_signal: Duration,
 }
 
-/// Where output goes.
+/// The destinations of the workers' output.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OutputPlan {
-    /// The folder of logs; none for one in the temporary directory.
+    /// Log directory; `None` creates a temporary one.
     pub log_dir: Option<PathBuf>,
-    /// Streams that go to files only.
-    pub redirects: PerRank,
-    /// Streams that go to files too.
-    pub tee: PerRank,
-    /// The workers whose streams are shown; none for all.
-    pub shown: Option<Ranks>,
-    /// Words whose lines of stdout are copied.
-    pub stdout_filters: Patterns,
-    /// Words whose lines of stderr are copied.
-    pub stderr_filters: Patterns,
-    /// What stands before a line, with ${role_name}, ${local_rank} and ${rank}.
+    /// Streams redirected to log files.
+    pub redirects: StreamsPerRank,
+    /// Streams copied to log files in addition to the console.
+    pub tee: StreamsPerRank,
+    /// Local ranks shown on the console; `None` for all.
+    pub local_ranks_filter: Option<LocalRanks>,
+    /// Filter words for stdout.
+    pub stdout_filters: LineFilter,
+    /// Filter words for stderr.
+    pub stderr_filters: LineFilter,
+    /// Template of the line prefix, with ${role_name}, ${local_rank} and ${rank}.
     pub prefix: String,
 }
 
-/// Says why a command line cannot be carried out on this machine.
+/// An error of a command line that cannot run on this node.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// One worker a GPU, and no GPU.
-    #[error("start one worker a GPU: there is no GPU here (--nproc-per-node cpu, auto or a number would do)")]
+    /// One worker per GPU is requested and the node has no GPU.
+    #[error("start one worker per GPU: this node has no GPU (use --nproc-per-node cpu, auto or a number)")]
     NoGpu,
-    /// More GPUs are needed than there are.
-    #[error("give each of {n_workers} workers a GPU (--virtual-local-rank): {n_gpus} can be seen")]
+    /// More GPUs are needed than are visible.
+    #[error("give each of {n_workers} workers a GPU (--virtual-local-rank): CUDA_VISIBLE_DEVICES lists {n_gpus}")]
     TooFewGpus {
-        /// The workers.
+        /// Number of workers.
         n_workers: usize,
-        /// The GPUs.
+        /// Number of visible GPUs.
         n_gpus: usize,
     },
-    /// A node's number is too large.
+    /// The node rank is not below the number of nodes.
     #[error("start node {node_rank} of {n_nodes}: --node-rank counts from 0")]
-    NodeRank {
-        /// The number.
+    NodeRankOutOfRange {
+        /// The given node rank.
         node_rank: usize,
-        /// How many nodes there are.
+        /// Number of nodes.
         n_nodes: usize,
     },
-    /// Nobody said where the other nodes are.
-    #[error("find the other nodes: with --nnodes {n_nodes}, {flag} must say where they meet")]
-    Where {
-        /// How many nodes there are.
+    /// The address of the rendezvous is missing.
+    #[error("find the other nodes: --nnodes {n_nodes} requires {flag}")]
+    MissingEndpoint {
+        /// Number of nodes.
         n_nodes: usize,
-        /// The flag that would say it.
+        /// The missing flag.
         flag: &'static str,
     },
-    /// A port that only its host would know.
-    #[error("find the other nodes: with --nnodes {n_nodes}, the port must be one that all know, not 0")]
-    FreePort {
-        /// How many nodes there are.
+    /// Port 0 selects a port that the other nodes cannot know.
+    #[error("find the other nodes: --nnodes {n_nodes} requires a fixed port, not 0")]
+    PortZero {
+        /// Number of nodes.
         n_nodes: usize,
     },
-    /// A value of a flag that only the plan can judge.
+    /// A flag has an invalid value.
     #[error("read {flag}: {problem}")]
-    Value {
+    InvalidValue {
         /// The flag.
         flag: &'static str,
-        /// What is wrong.
+        /// The cause.
         problem: String,
     },
-    /// A flag that means something in Python only.
+    /// A torchrun flag is not supported.
     #[error("use {flag}: {reason}")]
     Unsupported {
         /// The flag.
         flag: &'static str,
-        /// Why, and what to do instead.
+        /// The reason and the remedy.
         reason: &'static str,
     },
 }
 
-impl Plan {
-    /// Works out what the command line means on this machine.
-    pub fn resolve(cli: &Cli, host: &Host) -> Result<Self, PlanError> {
-        refuse_foreign(cli)?;
-        let local_world_size = local_world_size(cli, host)?;
+impl LaunchPlan {
+    /// Resolves the command line on this node.
+    pub fn resolve(cli: &Cli, node_info: &NodeInfo) -> Result<Self, PlanError> {
+        reject_unsupported_flags(cli)?;
+        let local_world_size = local_world_size(cli, node_info)?;
         let nodes = if cli.nodes.standalone { NodeRange { min: 1, max: 1 } } else { cli.nodes.nnodes };
         let faults = &cli.faults;
         Ok(Self {
@@ -175,47 +175,47 @@ impl Plan {
             max_restarts: faults.max_restarts,
             monitor_interval: seconds("--monitor-interval", faults.monitor_interval)?,
             keep_alive: keep_alive(cli)?,
-            grace: grace(faults.shutdown_timeout)?,
+            shutdown_timeouts: shutdown_timeouts(faults.shutdown_timeout)?,
             signals: faults.signals_to_handle.clone(),
-            output: output(cli, host),
+            output: output(cli, node_info),
             virtual_local_rank: cli.workers.virtual_local_rank,
-            threads: threads(local_world_size, host),
-            command: command(cli, host)?,
-            notes: notes(cli, local_world_size, host),
+            threads: threads(local_world_size, node_info),
+            command: command(cli, node_info)?,
+            notes: notes(cli, local_world_size, node_info),
         })
     }
 }
 
 impl OutputPlan {
-    /// Says whether any worker's output goes to a file.
+    /// Returns whether any worker's output goes to a file.
     pub fn keeps_files(&self) -> bool {
         self.redirects.is_any() || self.tee.is_any()
     }
 }
 
-fn refuse_foreign(cli: &Cli) -> Result<(), PlanError> {
-    let reason = "it names a Python class, and this launcher has none";
+fn reject_unsupported_flags(cli: &Cli) -> Result<(), PlanError> {
+    let reason = "it names a Python class, which this launcher cannot load";
     let refuse = |flag, reason| Err(PlanError::Unsupported { flag, reason });
-    match &cli.foreign {
-        foreign if foreign.logs_specs.is_some() => refuse("--logs-specs", reason),
-        foreign if foreign.numa_binding.is_some() => refuse(
+    match &cli.torchrun_only {
+        torchrun_only if torchrun_only.logs_specs.is_some() => refuse("--logs-specs", reason),
+        torchrun_only if torchrun_only.numa_binding.is_some() => refuse(
             "--numa-binding",
-            "it is not implemented; start the program by numactl, as in `launch numactl --cpunodebind 0 PROGRAM`",
+            "it is not supported; start the program with numactl, for example `launch numactl --cpunodebind 0 PROGRAM`",
         ),
         _ => Ok(()),
     }
 }
 
-fn local_world_size(cli: &Cli, host: &Host) -> Result<usize, PlanError> {
+fn local_world_size(cli: &Cli, node_info: &NodeInfo) -> Result<usize, PlanError> {
     let n_workers = match cli.workers.nproc_per_node {
-        ProcessCount::Exactly(n) => n,
-        ProcessCount::Gpu if host.n_gpus == 0 => return Err(PlanError::NoGpu),
-        ProcessCount::Gpu => host.n_gpus,
-        ProcessCount::Auto if host.n_gpus > 0 => host.n_gpus,
-        ProcessCount::Auto | ProcessCount::Cpu => host.n_cores,
+        NprocPerNode::Exactly(n) => n,
+        NprocPerNode::Gpu if node_info.n_gpus == 0 => return Err(PlanError::NoGpu),
+        NprocPerNode::Gpu => node_info.n_gpus,
+        NprocPerNode::Auto if node_info.n_gpus > 0 => node_info.n_gpus,
+        NprocPerNode::Auto | NprocPerNode::Cpu => node_info.n_cores,
     };
-    // A list may name more than there are; whoever writes one knows.
-    let listed = host.variables.get("CUDA_VISIBLE_DEVICES");
+    // The list is trusted: only its length is checked.
+    let listed = node_info.variables.get("CUDA_VISIBLE_DEVICES");
     let visible = listed.map(|list| list.split(',').filter(|gpu| !gpu.trim().is_empty()).count());
     match visible {
         Some(n_gpus) if cli.workers.virtual_local_rank && n_gpus < n_workers => {
@@ -231,24 +231,33 @@ fn rendezvous(cli: &Cli) -> Result<RendezvousPlan, PlanError> {
     let wait = |key, default| option_seconds(cli, key, default);
     if nodes.standalone {
         let endpoint = Endpoint { host: "localhost".into(), port: 0 };
-        let (join, last_call) = (Duration::from_secs(600), Duration::ZERO);
-        return Ok(RendezvousPlan::Dynamic(Dynamic { endpoint, is_host: Some(true), join, last_call }));
+        let (join_timeout, last_call_timeout) = (Duration::from_secs(600), Duration::ZERO);
+        return Ok(RendezvousPlan::Dynamic(DynamicRendezvous {
+            endpoint,
+            is_host: Some(true),
+            join_timeout,
+            last_call_timeout,
+        }));
     }
-    if nodes.rdzv_backend == Backend::C10d {
+    if nodes.rdzv_backend == RendezvousBackend::C10d {
         let is_host = option_flag(cli, "is_host")?;
-        let (join, last_call) = (wait("join_timeout", 600)?, wait("last_call_timeout", 30)?);
-        let endpoint = known(c10d_endpoint(cli)?, n_nodes)?;
-        return Ok(RendezvousPlan::Dynamic(Dynamic { endpoint, is_host, join, last_call }));
+        let (join_timeout, last_call_timeout) = (wait("join_timeout", 600)?, wait("last_call_timeout", 30)?);
+        let endpoint = known_port(c10d_endpoint(cli)?, n_nodes)?;
+        return Ok(RendezvousPlan::Dynamic(DynamicRendezvous { endpoint, is_host, join_timeout, last_call_timeout }));
     }
     if nodes.node_rank >= n_nodes {
-        return Err(PlanError::NodeRank { node_rank: nodes.node_rank, n_nodes });
+        return Err(PlanError::NodeRankOutOfRange { node_rank: nodes.node_rank, n_nodes });
     }
     let timeout = wait("timeout", 900)?;
-    Ok(RendezvousPlan::Static { master: known(static_master(cli)?, n_nodes)?, node_rank: nodes.node_rank, timeout })
+    Ok(RendezvousPlan::Static {
+        master: known_port(static_master(cli)?, n_nodes)?,
+        node_rank: nodes.node_rank,
+        timeout,
+    })
 }
 
-fn known(endpoint: Endpoint, n_nodes: usize) -> Result<Endpoint, PlanError> {
-    if endpoint.port == 0 && n_nodes > 1 { Err(PlanError::FreePort { n_nodes }) } else { Ok(endpoint) }
+fn known_port(endpoint: Endpoint, n_nodes: usize) -> Result<Endpoint, PlanError> {
+    if endpoint.port == 0 && n_nodes > 1 { Err(PlanError::PortZero { n_nodes }) } else { Ok(endpoint) }
 }
 
 fn static_master(cli: &Cli) -> Result<Endpoint, PlanError> {
@@ -256,43 +265,45 @@ fn static_master(cli: &Cli) -> Result<Endpoint, PlanError> {
     let (flag, text) = match (&nodes.master_addr, nodes.rdzv_endpoint.as_str()) {
         (Some(addr), "") => ("--master-addr", addr.as_str()),
         (None, "") if nodes.nnodes.max > 1 => {
-            return Err(PlanError::Where { n_nodes: nodes.nnodes.max, flag: "--master-addr" });
+            return Err(PlanError::MissingEndpoint { n_nodes: nodes.nnodes.max, flag: "--master-addr" });
         }
         (None, "") => ("--master-addr", "127.0.0.1"),
         (_, endpoint) => ("--rdzv-endpoint", endpoint),
     };
-    // An IPv6 address may be written without brackets where there is no port.
+    // --master-addr has no port, so an IPv6 address may be written without brackets.
     let bare = flag == "--master-addr" && text.parse::<std::net::Ipv6Addr>().is_ok();
     let text = if bare { format!("[{text}]") } else { text.to_owned() };
-    Endpoint::parse(&text, nodes.master_port).map_err(|problem| PlanError::Value { flag, problem })
+    Endpoint::parse(&text, nodes.master_port).map_err(|problem| PlanError::InvalidValue { flag, problem })
 }
 
 fn c10d_endpoint(cli: &Cli) -> Result<Endpoint, PlanError> {
     let flag = "--rdzv-endpoint";
     let text = match cli.nodes.rdzv_endpoint.as_str() {
-        "" if cli.nodes.nnodes.max > 1 => return Err(PlanError::Where { n_nodes: cli.nodes.nnodes.max, flag }),
+        "" if cli.nodes.nnodes.max > 1 => {
+            return Err(PlanError::MissingEndpoint { n_nodes: cli.nodes.nnodes.max, flag });
+        }
         "" => "localhost",
         text => text,
     };
-    Endpoint::parse(text, 29400).map_err(|problem| PlanError::Value { flag, problem })
+    Endpoint::parse(text, 29400).map_err(|problem| PlanError::InvalidValue { flag, problem })
 }
 
-/// A beat every five seconds, and three may be missed.
+/// Returns the heartbeat timeout: by default three intervals of five seconds.
 fn keep_alive(cli: &Cli) -> Result<Duration, PlanError> {
     let flag = "--rdzv-conf";
     let key = "keep_alive_max_attempt";
     let interval = option_seconds(cli, "keep_alive_interval", 5)?;
     let times = cli.nodes.rdzv_conf.0.get(key).map_or(Ok(3), |text| text.parse::<u32>());
     let times = times.ok().filter(|times| *times > 0);
-    let times = times.ok_or_else(|| PlanError::Value { flag, problem: format!("{key} is not a count") })?;
-    Ok(duration(interval.as_secs_f64() * f64::from(times)).expect("a product of numbers that are not negative"))
+    let times = times.ok_or_else(|| PlanError::InvalidValue { flag, problem: format!("{key} is not a count") })?;
+    Ok(duration(interval.as_secs_f64() * f64::from(times)).expect("both factors are at least zero"))
 }
 
 fn option_seconds(cli: &Cli, key: &str, default: u64) -> Result<Duration, PlanError> {
     let Some(text) = cli.nodes.rdzv_conf.0.get(key) else { return Ok(Duration::from_secs(default)) };
     let problem = || format!("{key}={text} is not a number of seconds");
     let seconds = text.parse().ok().and_then(duration);
-    seconds.ok_or_else(|| PlanError::Value { flag: "--rdzv-conf", problem: problem() })
+    seconds.ok_or_else(|| PlanError::InvalidValue { flag: "--rdzv-conf", problem: problem() })
 }
 
 fn option_flag(cli: &Cli, key: &str) -> Result<Option<bool>, PlanError> {
@@ -300,58 +311,62 @@ fn option_flag(cli: &Cli, key: &str) -> Result<Option<bool>, PlanError> {
     match text.to_lowercase().as_str() {
         "1" | "true" | "t" | "yes" | "y" => Ok(Some(true)),
         "0" | "false" | "f" | "no" | "n" => Ok(Some(false)),
-        _ => Err(PlanError::Value { flag: "--rdzv-conf", problem: format!("{key}={text} is neither true nor false") }),
+        _ => Err(PlanError::InvalidValue {
+            flag: "--rdzv-conf",
+            problem: format!("{key}={text} is neither true nor false"),
+        }),
     }
 }
 
 fn seconds(flag: &'static str, value: f64) -> Result<Duration, PlanError> {
     let problem = || format!("{value} is not a number of seconds");
-    duration(value).ok_or_else(|| PlanError::Value { flag, problem: problem() })
+    duration(value).ok_or_else(|| PlanError::InvalidValue { flag, problem: problem() })
 }
 
-/// Ten years are for ever, and can be added to a time of day without an overflow.
+/// Converts seconds, at most ten years: a larger value could overflow when added to an `Instant`.
 fn duration(seconds: f64) -> Option<Duration> {
     const LONGEST: f64 = 10.0 * 365.0 * 86400.0;
-    // Not `min`, which takes what is not a number for the other.
+    // Not `min`, which would turn NaN into the limit.
     Duration::try_from_secs_f64(if seconds > LONGEST { LONGEST } else { seconds }).ok()
 }
 
-fn grace(asked: Option<f64>) -> Result<Grace, PlanError> {
-    let asked = asked.map(|value| seconds("--shutdown-timeout", value)).transpose()?;
-    let or = |default| asked.unwrap_or(Duration::from_secs(default));
-    Ok(Grace { after_failure: or(30), after_signal: or(300) })
+fn shutdown_timeouts(requested: Option<f64>) -> Result<ShutdownTimeouts, PlanError> {
+    let requested = requested.map(|value| seconds("--shutdown-timeout", value)).transpose()?;
+    let or = |default| requested.unwrap_or(Duration::from_secs(default));
+    Ok(ShutdownTimeouts { after_failure: or(30), after_signal: or(300) })
 }
 
-fn output(cli: &Cli, host: &Host) -> OutputPlan {
+fn output(cli: &Cli, node_info: &NodeInfo) -> OutputPlan {
     let output = &cli.output;
-    let prefix = host.variables.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE");
+    let prefix = node_info.variables.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE");
     OutputPlan {
         log_dir: output.log_dir.clone(),
         redirects: output.redirects.clone(),
         tee: output.tee.clone(),
-        shown: output.local_ranks_filter.clone(),
+        local_ranks_filter: output.local_ranks_filter.clone(),
         stdout_filters: output.duplicate_stdout_filters.clone().unwrap_or_default(),
         stderr_filters: output.duplicate_stderr_filters.clone().unwrap_or_default(),
         prefix: prefix.map_or("[${rank}]: ", String::as_str).to_owned(),
     }
 }
 
-/// Workers share the cores. OpenMP gets one thread, as torchrun decides; the pool that computes here gets its part.
-fn threads(local_world_size: usize, host: &Host) -> BTreeMap<&'static str, String> {
-    let share = (host.n_cores / local_world_size).max(1).to_string();
-    let wanted = [("OMP_NUM_THREADS", "1".to_owned()), ("RAYON_NUM_THREADS", share)];
-    let has_company = local_world_size >= 2;
-    wanted.into_iter().filter(|(name, _)| has_company && !host.variables.contains_key(*name)).collect()
+/// Returns the thread counts of each of several workers: one OpenMP thread, as in torchrun, and cores / workers for
+/// rayon.
+fn threads(local_world_size: usize, node_info: &NodeInfo) -> BTreeMap<&'static str, String> {
+    let rayon_threads = (node_info.n_cores / local_world_size).max(1).to_string();
+    let wanted = [("OMP_NUM_THREADS", "1".to_owned()), ("RAYON_NUM_THREADS", rayon_threads)];
+    let has_several = local_world_size >= 2;
+    wanted.into_iter().filter(|(name, _)| has_several && !node_info.variables.contains_key(*name)).collect()
 }
 
-fn command(cli: &Cli, host: &Host) -> Result<Vec<String>, PlanError> {
+fn command(cli: &Cli, node_info: &NodeInfo) -> Result<Vec<String>, PlanError> {
     let python = &cli.python;
     if python.module && python.no_python {
         return Err(PlanError::Unsupported { flag: "--module", reason: "--no-python excludes it" });
     }
     let is_script = cli.command.first().is_some_and(|program| program.ends_with(".py")) && !python.no_python;
-    let interpreter = host.variables.get("PYTHON_EXEC").map_or("python3", String::as_str);
-    // -u: Python shall not keep back what it prints.
+    let interpreter = node_info.variables.get("PYTHON_EXEC").map_or("python3", String::as_str);
+    // -u turns off Python's output buffering.
     let before = match (python.run_path || is_script, python.module) {
         (true, _) => vec![interpreter, "-u"],
         (false, true) => vec![interpreter, "-u", "-m"],
@@ -360,31 +375,31 @@ fn command(cli: &Cli, host: &Host) -> Result<Vec<String>, PlanError> {
     Ok(before.into_iter().map(str::to_owned).chain(cli.command.iter().cloned()).collect())
 }
 
-fn notes(cli: &Cli, local_world_size: usize, host: &Host) -> Vec<String> {
+fn notes(cli: &Cli, local_world_size: usize, node_info: &NodeInfo) -> Vec<String> {
     let mut notes = Vec::new();
-    let set = threads(local_world_size, host);
+    let set = threads(local_world_size, node_info);
     if !set.is_empty() {
         let pairs: Vec<_> = set.iter().map(|(name, value)| format!("{name}={value}")).collect();
         notes.push(format!(
-            "{local_world_size} workers share {} cores: {} (set them to choose otherwise)",
-            host.n_cores,
+            "{local_world_size} workers share {} cores: {} (set these variables to override)",
+            node_info.n_cores,
             pairs.join(" ")
         ));
     }
-    if (1..local_world_size).contains(&host.n_gpus) {
-        notes.push(format!("there are {local_world_size} workers and only {} GPUs", host.n_gpus));
+    if (1..local_world_size).contains(&node_info.n_gpus) {
+        notes.push(format!("{local_world_size} workers run on {} GPUs", node_info.n_gpus));
     }
     let master = cli.nodes.master_addr.as_deref().filter(|_| cli.nodes.nnodes.max > 1 && cli.nodes.node_rank == 0);
-    if let Some(master) = master.filter(|master| !is_this_machine(master, &host.name)) {
-        notes.push(format!("this is node 0, and --master-addr {master} is not an address of {}", host.name));
+    if let Some(master) = master.filter(|master| !is_this_machine(master, &node_info.hostname)) {
+        notes.push(format!("this is node 0, and --master-addr {master} is not an address of {}", node_info.hostname));
     }
-    if cli.foreign.start_method.is_some() || cli.foreign.event_log_handler.is_some() {
+    if cli.torchrun_only.start_method.is_some() || cli.torchrun_only.event_log_handler.is_some() {
         notes.push("--start-method and --event-log-handler have no effect here".into());
     }
     notes
 }
 
-/// A random UUID, as torchrun names a standalone job.
+/// Returns a random UUID, the ID of a standalone job as in torchrun.
 fn random_id() -> String {
     let bits: u128 = rand::random();
     let hex = format!("{:032x}", (bits & !(0xf << 76) & !(0x3 << 62)) | (4 << 76) | (2 << 62));

@@ -1,23 +1,23 @@
-//! Finds the program before anything is started, so that a slip of the pen is one message and not one a worker.
+//! Finds the program before workers start, so that a wrong name is one error message and not one per worker.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// Says that a program cannot be executed.
+/// An error of a program that cannot be executed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProgramError {
-    /// There is no such file.
+    /// The file does not exist.
     #[error("find the program {0}: there is no such file")]
     NoFile(String),
-    /// It is nowhere on the path.
-    #[error("find the program {0}: it is not on PATH (a program of this folder is ./{0})")]
+    /// No directory of `PATH` contains the program.
+    #[error("find the program {0}: it is not on PATH (write ./{0} for a program in the current directory)")]
     NotOnPath(String),
-    /// The file is there and is no program.
+    /// The file exists and is not executable.
     #[error("execute {0}: it is not an executable file")]
     NotExecutable(String),
 }
 
-/// Looks for a program as the system does. `path` is the variable PATH.
+/// Searches a program as `execvp` does. `path` is the value of `PATH`.
 pub fn find(program: &str, path: &str) -> Result<PathBuf, ProgramError> {
     if !program.contains('/') {
         let mut folders = path.split(':').map(Path::new);
@@ -40,13 +40,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_is_found_where_the_system_finds_it() {
+    fn a_program_is_searched_on_path() {
         assert_eq!(find("sh", "/nowhere:/bin"), Ok("/bin/sh".into()));
         assert_eq!(find("/bin/sh", ""), Ok("/bin/sh".into()));
     }
 
     #[test]
-    fn what_is_no_program_is_refused() {
+    fn a_file_that_cannot_be_executed_is_rejected() {
         assert_eq!(find("sh", "/nowhere"), Err(ProgramError::NotOnPath("sh".into())));
         assert_eq!(find("/bin/no-such", ""), Err(ProgramError::NoFile("/bin/no-such".into())));
         assert_eq!(find("/etc/passwd", ""), Err(ProgramError::NotExecutable("/etc/passwd".into())));

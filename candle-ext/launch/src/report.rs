@@ -1,4 +1,4 @@
-//! What is printed when workers failed: which one first, how, and its last words.
+//! The failure report: the first failed worker, its exit reason, its error file and its last lines of stderr.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -10,43 +10,43 @@ use crate::error_file::ErrorFile;
 use crate::exit::ExitReason;
 use crate::worker_group::WorkerExit;
 
-/// What is known of the worker that failed first.
+/// The root cause of a failure: the worker that failed first.
 #[derive(Clone, Debug)]
 pub struct RootCause {
-    /// Its rank among all.
+    /// Global rank.
     pub rank: usize,
-    /// Its number on this machine.
+    /// Local rank.
     pub local_rank: usize,
-    /// Its process.
+    /// Process ID.
     pub pid: i32,
-    /// This machine.
-    pub host: String,
-    /// How it ended.
-    pub ended: ExitReason,
-    /// Which attempt it was.
+    /// Host name of this node.
+    pub hostname: String,
+    /// Exit reason.
+    pub reason: ExitReason,
+    /// Number of the attempt.
     pub attempt: usize,
-    /// How long the attempt had lasted.
-    pub after: Duration,
-    /// What it wrote about its end.
+    /// Time from the start of the attempt to the failure.
+    pub elapsed: Duration,
+    /// Contents of its error file.
     pub error: Option<ErrorFile>,
-    /// The last lines of its stderr: shown if there is no traceback.
-    pub last_lines: Vec<String>,
-    /// Its folder of logs, if there is anything in it.
+    /// Last lines of its stderr, shown without a traceback.
+    pub stderr_tail: Vec<String>,
+    /// Its log directory, if that contains files.
     pub logs: Option<PathBuf>,
-    /// How the others ended, by rank.
-    pub others: Vec<(usize, WorkerExit)>,
+    /// Ranks and exits of the other workers.
+    pub other_exits: Vec<(usize, WorkerExit)>,
 }
 
 impl RootCause {
-    /// Returns the report: a block of lines.
+    /// Returns the report as a block of lines.
     pub fn text(&self) -> String {
         let mut text = format!("launch: rank {} failed first\n", self.rank);
         let mut row = |name: &str, value: String| {
             let _ = writeln!(text, "  {name:<9}{}", value.replace('\n', "\n           "));
         };
-        row("ended by", self.ended_by());
-        row("process", format!("{} on {}, local rank {}", self.pid, self.host, self.local_rank));
-        row("attempt", format!("{}, after {:.1} s", self.attempt, self.after.as_secs_f64()));
+        row("ended by", self.exit_description());
+        row("process", format!("{} on {}, local rank {}", self.pid, self.hostname, self.local_rank));
+        row("attempt", format!("{}, after {:.1} s", self.attempt, self.elapsed.as_secs_f64()));
         if let Some(error) = &self.error {
             row("error", error.message.trim_end().to_owned());
             if let Some(traceback) = &error.traceback {
@@ -54,44 +54,46 @@ impl RootCause {
             }
         }
         let is_explained = self.error.as_ref().is_some_and(|error| error.traceback.is_some());
-        if !self.last_lines.is_empty() && !is_explained {
-            row("stderr", self.last_lines.join("\n"));
+        if !self.stderr_tail.is_empty() && !is_explained {
+            row("stderr", self.stderr_tail.join("\n"));
         }
         if let Some(logs) = &self.logs {
             row("logs", logs.display().to_string());
         }
-        if !self.others.is_empty() {
-            row("others", self.others());
+        if !self.other_exits.is_empty() {
+            row("others", self.describe_others());
         }
         text
     }
 
-    fn ended_by(&self) -> String {
-        let hint = match self.ended {
-            ExitReason::Signal(9) => ": nobody here sent it; the kernel does when memory runs out (see dmesg)",
-            ExitReason::Signal(7) => ": a mapped file or /dev/shm has no room left, or the file was cut",
+    fn exit_description(&self) -> String {
+        let hint = match self.reason {
+            ExitReason::Signal(9) => {
+                ": not sent by this launcher; the kernel sends it when memory runs out (see dmesg)"
+            }
+            ExitReason::Signal(7) => ": /dev/shm or the disk of a mapped file is full, or the file was truncated",
             ExitReason::Code(126 | 127) => ": the program could not be started",
             _ => "",
         };
-        format!("{}{hint}", self.ended)
+        format!("{}{hint}", self.reason)
     }
 
-    fn others(&self) -> String {
+    fn describe_others(&self) -> String {
         let one = |(rank, exit): &(usize, WorkerExit)| match exit.is_failure() {
-            true => format!("rank {rank} failed too: {}", exit.ended),
-            false => format!("rank {rank} was stopped: {}", exit.ended),
+            true => format!("rank {rank} failed too: {}", exit.reason),
+            false => format!("rank {rank} was stopped: {}", exit.reason),
         };
         const MOST: usize = 8;
-        let mut lines: Vec<_> = self.others.iter().take(MOST).map(one).collect();
-        if self.others.len() > MOST {
-            lines.push(format!("and {} more", self.others.len() - MOST));
+        let mut lines: Vec<_> = self.other_exits.iter().take(MOST).map(one).collect();
+        if self.other_exits.len() > MOST {
+            lines.push(format!("and {} more", self.other_exits.len() - MOST));
         }
         lines.join("\n")
     }
 }
 
-/// Reads the last lines of a log file.
-pub fn last_lines(path: &Path) -> Vec<String> {
+/// Returns the last lines of a log file.
+pub fn file_tail(path: &Path) -> Vec<String> {
     const MOST_BYTES: u64 = 8192;
     const MOST_LINES: usize = 20;
     let read = || {
@@ -101,7 +103,7 @@ pub fn last_lines(path: &Path) -> Vec<String> {
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map(|_| String::from_utf8_lossy(&bytes).into_owned())
     };
-    // A file that is not there has no lines.
+    // A missing file has no lines.
     let text = read().unwrap_or_else(|_: std::io::Error| String::new());
     let lines: Vec<_> = text.lines().map(str::to_owned).collect();
     lines[lines.len().saturating_sub(MOST_LINES)..].to_vec()

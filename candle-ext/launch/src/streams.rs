@@ -1,74 +1,74 @@
-//! Which of a worker's two streams a flag means: torchrun's 0 to 3, for every rank or by local rank.
+//! Selections of stdout and stderr: torchrun's values 0 to 3, for every rank or by local rank.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
-/// A choice among a worker's streams.
+/// A selection of a worker's streams.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Streams {
-    /// Its stdout.
+pub struct StdStreams {
+    /// Selects stdout.
     pub out: bool,
-    /// Its stderr.
+    /// Selects stderr.
     pub err: bool,
 }
 
-/// A choice for every worker: `3`, or `0:1,1:2` for stdout of local rank 0 and stderr of local rank 1.
+/// A selection for every worker: `3`, or `0:1,1:2` for stdout of local rank 0 and stderr of local rank 1.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PerRank {
-    /// The same for all.
-    Every(Streams),
-    /// By local rank; of those not named, neither stream.
-    Of(BTreeMap<usize, Streams>),
+pub enum StreamsPerRank {
+    /// One selection for all local ranks.
+    Every(StdStreams),
+    /// A selection by local rank; empty for missing ranks.
+    Of(BTreeMap<usize, StdStreams>),
 }
 
-/// One of a worker's streams.
+/// A standard output stream of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Stream {
-    /// Its stdout.
+pub enum StdStream {
+    /// Standard output.
     Out,
-    /// Its stderr.
+    /// Standard error.
     Err,
 }
 
-impl PerRank {
-    /// Returns the choice for one worker.
-    pub fn of(&self, local_rank: usize) -> Streams {
+impl StreamsPerRank {
+    /// Returns the selection for one worker.
+    pub fn of(&self, local_rank: usize) -> StdStreams {
         match self {
-            PerRank::Every(streams) => *streams,
-            PerRank::Of(map) => map.get(&local_rank).copied().unwrap_or_default(),
+            StreamsPerRank::Every(streams) => *streams,
+            StreamsPerRank::Of(map) => map.get(&local_rank).copied().unwrap_or_default(),
         }
     }
 
-    /// Says whether any stream of any worker is chosen.
+    /// Returns whether any stream of any worker is selected.
     pub fn is_any(&self) -> bool {
         match self {
-            PerRank::Every(streams) => streams.out || streams.err,
-            PerRank::Of(map) => map.values().any(|streams| streams.out || streams.err),
+            StreamsPerRank::Every(streams) => streams.out || streams.err,
+            StreamsPerRank::Of(map) => map.values().any(|streams| streams.out || streams.err),
         }
     }
 }
 
-impl Streams {
-    /// Says whether a stream is chosen.
-    pub fn has(self, stream: Stream) -> bool {
+impl StdStreams {
+    /// Returns whether a stream is selected.
+    pub fn has(self, stream: StdStream) -> bool {
         match stream {
-            Stream::Out => self.out,
-            Stream::Err => self.err,
+            StdStream::Out => self.out,
+            StdStream::Err => self.err,
         }
     }
 }
 
-impl Stream {
+impl StdStream {
     /// Returns the stream's name: stdout or stderr.
     pub fn name(self) -> &'static str {
         match self {
-            Stream::Out => "stdout",
-            Stream::Err => "stderr",
+            StdStream::Out => "stdout",
+            StdStream::Err => "stderr",
         }
     }
 }
 
-impl FromStr for Streams {
+impl FromStr for StdStreams {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -82,7 +82,7 @@ impl FromStr for Streams {
     }
 }
 
-impl FromStr for PerRank {
+impl FromStr for StreamsPerRank {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -93,7 +93,7 @@ impl FromStr for PerRank {
     }
 }
 
-fn rank_and_streams(item: &str) -> Result<(usize, Streams), String> {
+fn rank_and_streams(item: &str) -> Result<(usize, StdStreams), String> {
     let not_a_pair = || format!("`{item}` is not LOCAL_RANK:STREAMS, such as 0:3");
     let (rank, streams) = item.split_once(':').ok_or_else(not_a_pair)?;
     Ok((rank.parse().map_err(|_| not_a_pair())?, streams.parse()?))
@@ -104,21 +104,21 @@ fn rank_and_streams(item: &str) -> Result<(usize, Streams), String> {
 mod tests {
     use super::*;
 
-    const NEITHER: Streams = Streams { out: false, err: false };
-    const OUT: Streams = Streams { out: true, err: false };
-    const ERR: Streams = Streams { out: false, err: true };
+    const NEITHER: StdStreams = StdStreams { out: false, err: false };
+    const OUT: StdStreams = StdStreams { out: true, err: false };
+    const ERR: StdStreams = StdStreams { out: false, err: true };
 
     #[test]
-    fn a_map_leaves_the_others_alone() {
-        let map: PerRank = "0:1,12:2".parse().unwrap();
+    fn ranks_missing_from_a_map_select_no_stream() {
+        let map: StreamsPerRank = "0:1,12:2".parse().unwrap();
         assert_eq!([0, 1, 12].map(|rank| map.of(rank)), [OUT, NEITHER, ERR]);
-        assert!(map.is_any() && !"0:0".parse::<PerRank>().unwrap().is_any());
+        assert!(map.is_any() && !"0:0".parse::<StreamsPerRank>().unwrap().is_any());
     }
 
     #[test]
-    fn what_is_neither_form_is_refused() {
+    fn an_invalid_stream_selection_is_rejected() {
         for text in ["", "4", "x", "0:4", "0:1,", "a:1", "0:1,1"] {
-            assert!(text.parse::<PerRank>().is_err(), "{text}");
+            assert!(text.parse::<StreamsPerRank>().is_err(), "{text}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The values that flags take: counts of nodes and processes, rendezvous options, lists of ranks, signals and patterns.
+//! Parsed values of flags: node and process counts, rendezvous options, local ranks, signals and line filters.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -6,55 +6,55 @@ use std::str::FromStr;
 
 use signal_hook::low_level::signal_name;
 
-/// How many nodes take part: `N`, or `MIN:MAX`.
+/// The number of nodes: `N`, or `MIN:MAX` for an elastic job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeRange {
-    /// The group does not start with fewer.
+    /// Minimum number of nodes.
     pub min: usize,
-    /// No more are let in.
+    /// Maximum number of nodes.
     pub max: usize,
 }
 
-/// How many workers a node starts.
+/// The number of workers per node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProcessCount {
-    /// So many.
+pub enum NprocPerNode {
+    /// A fixed number.
     Exactly(usize),
-    /// One a GPU, or one a core if there is no GPU.
+    /// One per GPU, or one per core without a GPU.
     Auto,
-    /// One a GPU.
+    /// One per GPU.
     Gpu,
-    /// One a core.
+    /// One per core.
     Cpu,
 }
 
-/// How the nodes find each other.
+/// The rendezvous backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Backend {
-    /// Every node is told its number.
+pub enum RendezvousBackend {
+    /// Every node gets its rank on the command line.
     Static,
-    /// The nodes meet at a store, which one of them hosts; numbers go by arrival.
+    /// Node ranks follow the order of arrival at a store, which one of the nodes hosts.
     C10d,
 }
 
-/// `key=value` pairs for the rendezvous.
+/// The `key=value` pairs of `--rdzv-conf`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RendezvousOptions(pub BTreeMap<String, String>);
 
 /// A list of local ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ranks(pub BTreeSet<usize>);
+pub struct LocalRanks(pub BTreeSet<usize>);
 
-/// Words, of which a line must contain one.
+/// Filter words. A line matches if it contains one of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Patterns(pub Vec<String>);
+pub struct LineFilter(pub Vec<String>);
 
-/// Signals, as they were written and as numbers.
+/// The signals of `--signals-to-handle`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Signals {
-    /// What the user wrote: workers get it as TORCHELASTIC_SIGNALS_TO_HANDLE.
+pub struct SignalSet {
+    /// The flag's value. Workers get it as TORCHELASTIC_SIGNALS_TO_HANDLE.
     pub text: String,
-    /// Their numbers on this system.
+    /// Signal numbers on this system.
     pub numbers: Vec<i32>,
 }
 
@@ -66,13 +66,13 @@ impl FromStr for NodeRange {
         let (min, max) = text.split_once(':').unwrap_or((text, text));
         let (min, max) = (parse(min)?, parse(max)?);
         if min == 0 || min > max {
-            return Err(format!("at least one node, and not fewer than the minimum: not {min}:{max}"));
+            return Err(format!("expected 1 <= MIN <= MAX, not {min}:{max}"));
         }
         Ok(Self { min, max })
     }
 }
 
-impl FromStr for ProcessCount {
+impl FromStr for NprocPerNode {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -80,7 +80,7 @@ impl FromStr for ProcessCount {
             "auto" => Ok(Self::Auto),
             "gpu" => Ok(Self::Gpu),
             "cpu" => Ok(Self::Cpu),
-            "xpu" => Err("Intel's GPUs are not supported: use auto, gpu, cpu or a number".into()),
+            "xpu" => Err("Intel's GPUs are not supported: use auto, cpu or a number".into()),
             _ => match text.parse() {
                 Ok(n) if n > 0 => Ok(Self::Exactly(n)),
                 _ => Err("expected auto, gpu, cpu or a number of at least 1".into()),
@@ -89,14 +89,16 @@ impl FromStr for ProcessCount {
     }
 }
 
-impl FromStr for Backend {
+impl FromStr for RendezvousBackend {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "static" => Ok(Self::Static),
             "c10d" => Ok(Self::C10d),
-            _ if text.starts_with("etcd") => Err("etcd is not supported; c10d does the same without a server".into()),
+            _ if text.starts_with("etcd") => {
+                Err("etcd is not supported: use c10d, which needs no separate server".into())
+            }
             _ => Err("expected static or c10d".into()),
         }
     }
@@ -119,7 +121,7 @@ impl FromStr for RendezvousOptions {
     }
 }
 
-/// torchrun's options. Those of etcd are not among them.
+/// The rendezvous options of torchrun, without those of etcd.
 const KNOWN_OPTIONS: &[&str] = &[
     "close_timeout",
     "heartbeat_timeout",
@@ -134,7 +136,7 @@ const KNOWN_OPTIONS: &[&str] = &[
     "timeout",
 ];
 
-impl FromStr for Ranks {
+impl FromStr for LocalRanks {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -143,18 +145,18 @@ impl FromStr for Ranks {
     }
 }
 
-impl FromStr for Patterns {
+impl FromStr for LineFilter {
     type Err = String;
 
-    /// A comma that belongs to a pattern is written twice.
+    /// Splits at commas. A doubled comma stands for a comma in a word.
     fn from_str(text: &str) -> Result<Self, String> {
-        const KEPT: &str = "\0";
-        let items = text.replace(",,", KEPT);
-        Ok(Self(items.split(',').map(|item| item.replace(KEPT, ",")).collect()))
+        const ESCAPED_COMMA: &str = "\0";
+        let items = text.replace(",,", ESCAPED_COMMA);
+        Ok(Self(items.split(',').map(|item| item.replace(ESCAPED_COMMA, ",")).collect()))
     }
 }
 
-impl FromStr for Signals {
+impl FromStr for SignalSet {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -169,11 +171,11 @@ impl FromStr for Signals {
     }
 }
 
-impl fmt::Display for Backend {
+impl fmt::Display for RendezvousBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Backend::Static => "static",
-            Backend::C10d => "c10d",
+            RendezvousBackend::Static => "static",
+            RendezvousBackend::C10d => "c10d",
         })
     }
 }
@@ -184,20 +186,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_doubled_comma_belongs_to_the_pattern() {
-        assert_eq!("a,b,,c".parse::<Patterns>().unwrap().0, ["a", "b,c"]);
+    fn a_doubled_comma_is_part_of_the_word() {
+        assert_eq!("a,b,,c".parse::<LineFilter>().unwrap().0, ["a", "b,c"]);
     }
 
     #[test]
-    fn a_signal_that_nobody_can_handle_is_refused() {
-        assert!("SIGTERM, SIGUSR1".parse::<Signals>().is_ok());
+    fn a_signal_without_possible_handler_is_rejected() {
+        assert!("SIGTERM, SIGUSR1".parse::<SignalSet>().is_ok());
         for text in ["SIGKILL", "SIGSTOP", "TERM", "SIGTERM,", ""] {
-            assert!(text.parse::<Signals>().is_err(), "{text}");
+            assert!(text.parse::<SignalSet>().is_err(), "{text}");
         }
     }
 
     #[test]
-    fn an_unknown_option_is_refused() {
+    fn an_unknown_rendezvous_option_is_rejected() {
         assert!("".parse::<RendezvousOptions>().unwrap().0.is_empty());
         assert!("timeuot=3".parse::<RendezvousOptions>().unwrap_err().contains("`timeuot` is none of"));
     }

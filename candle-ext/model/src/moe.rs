@@ -4,7 +4,7 @@
 //! size of an expert
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_ops::{self as ops, TokenCount, OutputDtype, RouterSpec, Routing, Weight};
+use candlewick_ops::{self as ops, OutputDtype, RouterSpec, Routing, TokenCount, Weight};
 
 use crate::block::{ForwardContext, SwiGlu};
 use crate::{Linear, MoeSpec, SharedExpertSpec};
@@ -94,7 +94,13 @@ impl ExpertCall<'_> {
 impl Experts {
     /// Computes [n, d] -> [n, d]. `rows_nd` are sorted by expert, `offsets` u32 [e + 1] are the first rows of the experts,
     /// and `weights_n` f32 [n] multiply the outputs.
-    pub fn forward(&self, rows_nd: &Tensor, weights_n: &Tensor, offsets: &Tensor, tokens: TokenCount) -> Result<Tensor> {
+    pub fn forward(
+        &self,
+        rows_nd: &Tensor,
+        weights_n: &Tensor,
+        offsets: &Tensor,
+        tokens: TokenCount,
+    ) -> Result<Tensor> {
         let gate_up_n2f = ops::grouped_linear(rows_nd, &self.gate_up, offsets, tokens)?;
         let gated_nf = ops::weighted_swiglu(&gate_up_n2f, weights_n)?;
         ops::grouped_linear(&gated_nf, &self.down, offsets, tokens)

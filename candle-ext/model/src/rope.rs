@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn position_zero_turns_nothing() {
+    fn position_zero_leaves_heads_unchanged() {
         let (cos, sin) = rope().at(&[0, 3], &Device::Cpu).unwrap();
         assert_eq!(cos.dims(), [2, 2]);
         assert_eq!(cos.to_vec2::<f32>().unwrap()[0], [1.0, 1.0]);
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_known_already_is_what_is_computed_anew() {
+    fn cached_cosines_equal_recomputed_ones() {
         let rows =
             |rope: &Rope, positions: &[u32]| rope.at(positions, &Device::Cpu).unwrap().0.to_vec2::<f32>().unwrap();
         let warm = rope();

@@ -13,7 +13,7 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
 
 /// Rows of a matrix, each contiguous.
 #[derive(Clone, Copy)]
-pub(crate) struct Rows<'a, T> {
+pub(crate) struct MatrixRows<'a, T> {
     pub(crate) data: &'a [T],
     /// Row stride in elements.
     pub(crate) stride: usize,
@@ -27,7 +27,7 @@ pub(crate) struct Rows<'a, T> {
 pub(crate) fn dots<T: Copy>(
     out: &mut [f32],
     accumulate: Accumulate,
-    rows: Rows<'_, T>,
+    rows: MatrixRows<'_, T>,
     a: &[f32],
     scale: f32,
     widen: impl Fn(T) -> f32 + Copy,
@@ -69,7 +69,7 @@ mod tests {
             let b: Vec<f32> = a.iter().map(|a| a + 1.0).collect();
             assert_eq!(dot(&a, &b), want);
             let rounded: Vec<bf16> = a.iter().chain(&[9.0; 3]).chain(&a).copied().map(bf16::from_f32).collect();
-            let rows = Rows { data: &rounded, stride: a.len() + 3, ahead: 1 };
+            let rows = MatrixRows { data: &rounded, stride: a.len() + 3, ahead: 1 };
             let mut out = [1.0; 2];
             dots(&mut out, Accumulate::Add, rows, &b, 2.0, wide_bf16);
             assert_eq!(out, [1.0 + 2.0 * want; 2]);

@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_candle_opens_a_device_with_must_be_there() {
+    fn the_libraries_that_candle_opens_a_device_with_are_required() {
         check(&["libcublas.so", "libcublasLt.so", "libcurand.so"], None);
         check(&["libcublas.so", "libcublasLt.so"], Some(&["but cuRAND (libcurand.so) cannot", "nvidia-curand-cu12"]));
         check(&["libcurand.so", "libcublasLt.so"], Some(&["but cuBLAS (libcublas.so)", "LD_LIBRARY_PATH"]));

@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use crate::backward::{BackwardContext, BackwardFn};
 use crate::saved::{GatedOutputs, Recomputable, Saved};
-use crate::scope::{Node, Scope, with_recording, within};
+use crate::scope::{Scope, TapeNode, with_recording, within};
 use crate::weight::Weight;
 
 /// Input of a recorded op.
@@ -62,7 +62,13 @@ pub fn record<const N: usize>(
             recording.tracked.insert(output.id());
             let follows_exchange = ids.iter().flatten().any(|id| recording.exchanged.contains(id));
             let backward: BackwardFn = Box::new(move |dy, context| Ok(backward(dy, context)?.into()));
-            recording.nodes.push(Node { name, inputs: ids.into(), output: output.id(), follows_exchange, backward });
+            recording.nodes.push(TapeNode {
+                name,
+                inputs: ids.into(),
+                output: output.id(),
+                follows_exchange,
+                backward,
+            });
         }
     });
     output
@@ -81,9 +87,9 @@ pub fn auxiliary_loss(name: &'static str, loss: &Tensor) -> Result<()> {
 
 /// Records an exchange between ranks, such as an all-reduce: y = `forward(x)`, a new tensor.
 ///
-/// Its backward starts the exchange `start(dy)`, runs the deferred weight gradients meanwhile, then waits.
+/// Backward starts the exchange `start(dy)`, runs the deferred weight gradients meanwhile, then waits.
 ///
-/// Ops that save y recompute it: backward calls `forward` again.
+/// y is recomputable: the backward of an op that needs y calls `forward` again.
 pub fn record_exchange(
     name: &'static str,
     x: &Tensor,

@@ -28,7 +28,7 @@ pub(crate) struct Recording {
     pub(crate) tracked: HashSet<TensorId>,
     /// Outputs of exchanges.
     pub(crate) exchanged: HashSet<TensorId>,
-    pub(crate) nodes: Vec<Node>,
+    pub(crate) nodes: Vec<TapeNode>,
     /// Auxiliary losses by name, f32 scalars.
     pub(crate) auxiliary: Vec<(&'static str, Tensor)>,
     pub(crate) gated: GatedOutputs,
@@ -36,7 +36,7 @@ pub(crate) struct Recording {
 }
 
 /// One op on a tape.
-pub(crate) struct Node {
+pub(crate) struct TapeNode {
     pub(crate) name: &'static str,
     /// Tracked inputs; `None` for a weight or an untracked input.
     pub(crate) inputs: Vec<Option<TensorId>>,

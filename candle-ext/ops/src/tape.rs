@@ -9,13 +9,13 @@ use candle_core::{Result, Tensor, TensorId, bail};
 use crate::add::add;
 use crate::backward::{BackwardContext, BackwardState};
 use crate::saved::{GatedOutputs, ReplayPhase, SavedOutputs};
-use crate::scope::{Node, Recording, Scope, within};
+use crate::scope::{Recording, Scope, TapeNode, within};
 use crate::span::span;
 
 /// A recorded computation, differentiable with respect to its inputs and to the trainable weights it used.
 pub struct Tape {
     output: Tensor,
-    nodes: Vec<Node>,
+    nodes: Vec<TapeNode>,
     /// Auxiliary losses by name, f32 scalars.
     auxiliary: Vec<(&'static str, Tensor)>,
 }
@@ -105,7 +105,7 @@ impl Tape {
 }
 
 /// Runs the backward of one op and accumulates its inputs' gradients.
-fn differentiate(node: Node, state: &mut BackwardState) -> Result<()> {
+fn differentiate(node: TapeNode, state: &mut BackwardState) -> Result<()> {
     let Some(dy) = state.grads.remove(&node.output) else { return Ok(()) };
     let _span = span(node.name, "backward");
     let mut context = BackwardContext::new(state, &node.inputs, node.follows_exchange);

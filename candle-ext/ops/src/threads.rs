@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn threads_that_stay_awake_work_and_go_back_to_sleep() -> Result<(), rayon::ThreadPoolBuildError> {
+    fn spinning_threads_work_and_sleep_again_afterwards() -> Result<(), rayon::ThreadPoolBuildError> {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build()?;
         for _ in 0..50 {
             let sum: usize = pool.install(|| {
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_of_another_pool_or_none_keeps_nobody_awake() {
+    fn a_spin_guard_outside_of_the_pool_has_no_effect() {
         drop(SpinGuard::begin());
     }
 }

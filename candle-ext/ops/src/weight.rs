@@ -449,7 +449,7 @@ mod tests {
 
     /// Backward reads a weight, and writes its gradient, in buffers that were released after the forward.
     #[test]
-    fn backward_finds_what_was_away_in_between() {
+    fn backward_reads_weights_that_were_freed_and_gathered_again() {
         let (weights, grads) = (FlatBuffer::unallocated(7, DType::F32), FlatBuffer::unallocated(7, DType::F32));
         let sink = GradSink::new(grads.view(1, (2, 3)).unwrap()).unwrap();
         let w = Weight::trainable(weights.view(1, (2, 3)).unwrap(), sink);
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_lie_one_after_the_other_are_joined() {
+    fn adjacent_weights_are_joined() {
         let buffers = [&FlatBuffer::from_tensor(flat(&[7.0; 12])), &FlatBuffer::from_tensor(flat(&[f32::NAN; 12]))];
         let (a, b, gap) = (matrix(buffers, 0, (2, 2)), matrix(buffers, 4, (1, 2)), matrix(buffers, 7, (1, 2)));
         let others = [&FlatBuffer::from_tensor(flat(&[7.0; 12])), buffers[1]];
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_takes_nothing_that_it_is_not_for() {
+    fn a_buffer_refuses_a_tensor_of_another_size_or_dtype() {
         let buffer = FlatBuffer::unallocated(3, DType::F32);
         assert!(buffer.materialize(flat(&[0.0; 4])).is_err());
         assert!(buffer.materialize(flat(&[0.0; 3]).to_dtype(DType::BF16).unwrap()).is_err());

@@ -8,7 +8,7 @@ use std::ops::Range;
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
-use crate::dot::{Rows, dot, dots};
+use crate::dot::{MatrixRows, dot, dots};
 use crate::floats::{Floats, first_of, wide_bf16};
 use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm};
 use crate::quantized::cpu::QuantizedRows;
@@ -117,10 +117,10 @@ fn one_row(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], accumulate: Accumulat
         };
         match floats {
             Floats::F32(data) => {
-                vectorised!(dots(y, accumulate, Rows { data, stride: k, ahead: AHEAD }, x, 1.0, |w| w))
+                vectorised!(dots(y, accumulate, MatrixRows { data, stride: k, ahead: AHEAD }, x, 1.0, |w| w))
             }
             Floats::Bf16(data) => {
-                vectorised!(dots(y, accumulate, Rows { data, stride: k, ahead: AHEAD }, x, 1.0, wide_bf16))
+                vectorised!(dots(y, accumulate, MatrixRows { data, stride: k, ahead: AHEAD }, x, 1.0, wide_bf16))
             }
             Floats::F16(data) => {
                 for (row, y) in data.chunks_exact(k).zip(y) {
@@ -140,7 +140,7 @@ fn one_row_quantized(x: &[f32], rows: QuantizedRows<'_>, y: &mut [f32], accumula
         vectorised!(dots(
             std::slice::from_mut(y),
             accumulate,
-            Rows { data: &row, stride: x.len(), ahead: 0 },
+            MatrixRows { data: &row, stride: x.len(), ahead: 0 },
             x,
             1.0,
             |w| w

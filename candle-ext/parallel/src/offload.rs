@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_not_there_is_named_with_the_way_out() {
+    fn a_missing_folder_is_an_error_with_a_remedy() {
         let x = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
         let offloaded = OffloadedActivation::offload(&x, &OffloadTarget::Folder("/nowhere/at/all".into()));
         let message = offloaded.err().unwrap().to_string();
@@ -98,7 +98,7 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn a_full_disk_is_said_with_the_way_out() {
+    fn a_full_disk_is_an_error_with_a_remedy() {
         let full = File::options().write(true).open("/dev/full").unwrap();
         let message = write(&full, &[0; 1 << 19], Path::new("/big")).unwrap_err().to_string();
         assert!(message.starts_with("failed to offload an activation of 0.5 MiB in /big: "), "{message}");

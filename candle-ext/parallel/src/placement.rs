@@ -10,7 +10,7 @@ use candlewick_ops::WeightStorage;
 pub enum SequenceParallel {
     /// Each rank holds all tokens of the residual stream.
     Off,
-    /// Each rank holds a share of the tokens of the residual stream.
+    /// Each rank holds a shard of the tokens of the residual stream.
     On,
 }
 
@@ -130,7 +130,7 @@ impl Placement {
 }
 
 impl Slice {
-    /// Rejects a slice whose border lies within a quantization block.
+    /// Rejects a slice with a border inside a quantization block.
     fn check_scales(&self, spec: &ParamSpec) -> Result<()> {
         let WeightStorage::Quantized(format) = spec.storage else { return Ok(()) };
         let (start, end, n) = (self.start, self.start + self.len, spec.shape[self.dim]);
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_is_put_together_again() {
+    fn shards_of_a_parameter_assemble_to_the_whole() {
         for (shape, dims) in [
             (&[6, 5][..], &[Dim::Heads, Dim::Embed][..]),
             (&[5, 6], &[Dim::Embed, Dim::Ffn]),
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_cut_is_refused_by_name() {
+    fn parameters_that_cannot_be_sharded_are_refused_by_name() {
         let refused = |shape: &[usize], dims: &[Dim], rank, n_ranks| {
             let ranks = RankOf { rank, n_ranks };
             Placement::of(&spec(shape, dims, ParamScope::Sublayer), SequenceParallel::Off, ranks)
@@ -223,7 +223,7 @@ mod tests {
     const SECOND: RankOf = RankOf { rank: 1, n_ranks: 2 };
 
     #[test]
-    fn norms_see_all_tokens_or_a_part() {
+    fn norms_are_replicated_or_partial() {
         let norm = spec(&[4], &[Dim::Embed], ParamScope::ResidualStream);
         assert_eq!(Placement::of(&norm, SequenceParallel::Off, SECOND).unwrap(), Placement::Replicate);
         assert_eq!(Placement::of(&norm, SequenceParallel::On, SECOND).unwrap(), Placement::Partial);

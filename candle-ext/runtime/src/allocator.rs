@@ -1,4 +1,4 @@
-//! The programs' allocator: mimalloc, with the kernel's settings for training, and an exit code where memory runs out.
+//! Allocator of the programs: mimalloc, configured for training, with an exit code for out of memory.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::io::Write;
@@ -8,11 +8,13 @@ use mimalloc::MiMalloc;
 
 use crate::exit::ExitCode;
 
-/// `mi_option_purge_delay` of mimalloc.h, which the bindings do not name.
+/// `mi_option_purge_delay` of mimalloc.h, which the bindings do not declare.
 const PURGE_DELAY: mi_option_t = 15;
 
-/// Keeps freed memory for the next step, and asks for huge pages. Fresh memory is filled at 2 GB/s in small pages and at 5
-/// in huge ones, reused memory at 12 (measured on a virtual machine). Call it first in a program.
+/// Configures mimalloc to keep freed memory for the next step and to use huge pages. Call it first in a program.
+///
+/// Measured write bandwidth on a virtual machine: 2 GB/s into fresh small pages, 5 GB/s into fresh huge pages, 12 GB/s into
+/// reused memory.
 pub fn keep_memory() {
     // SAFETY: setting an option has no preconditions.
     unsafe {
@@ -21,20 +23,20 @@ pub fn keep_memory() {
     }
 }
 
-/// Returns the bytes that mimalloc holds besides `bytes` that a step allocates and frees. Measured.
+/// Returns the fragmentation of mimalloc, in bytes, for a step that allocates and frees `bytes`. Measured.
 ///
-/// Freed pieces take no allocation of another size: one sixteenth. Small buffers and the reading of the data leave as much
+/// Freed blocks serve no allocation of another size: one sixteenth of `bytes`. Small buffers and data loading add `bytes`
 /// again, up to 40 MiB.
 pub fn slack_bytes(bytes: u64) -> u64 {
     const MAX_LEFT_OVER: u64 = 40 << 20;
     bytes / 16 + bytes.min(MAX_LEFT_OVER)
 }
 
-/// mimalloc. An allocation that fails ends the program with [`ExitCode::OutOfMemory`]; Rust would abort it.
+/// mimalloc. A failed allocation exits with [`ExitCode::OutOfMemory`] instead of aborting.
 #[derive(Debug)]
 pub struct Allocator;
 
-// SAFETY: every call goes to mimalloc unchanged; a null pointer never returns.
+// SAFETY: every call is forwarded to mimalloc unchanged, and a null pointer is never returned.
 unsafe impl GlobalAlloc for Allocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller keeps the contract of `alloc`.
@@ -61,7 +63,7 @@ fn allocated(block: *mut u8, n_bytes: usize) -> *mut u8 {
     if block.is_null() { out_of_memory(n_bytes) } else { block }
 }
 
-/// Ends the program without another allocation: no destructors and no buffers.
+/// Exits without another allocation, destructors or buffers.
 #[cold]
 fn out_of_memory(n_bytes: usize) -> ! {
     let mut text = [0; 200];

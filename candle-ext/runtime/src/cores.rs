@@ -1,27 +1,28 @@
-//! What a process computes with: how many cores if it has others beside it (the launcher decides it; for those that torchrun,
-//! MPI or Slurm starts, it is decided here), which kernel, and when CUDA loads its kernels.
+//! Compute settings of a process: number of threads, CPU and CUDA kernels, GEMM tuning and CUDA module loading.
+//!
+//! `launch` sets the number of threads of its ranks. This module sets it for ranks of torchrun, MPI or Slurm.
 
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use candlewick_comm::Engine;
+use candlewick_comm::CommBackend;
 
 use crate::exit::ExitCode;
-use crate::place::place;
+use crate::rank_env::rank_env;
 
-/// The threads that any machine may start.
-const MOST_THREADS: usize = 256;
-/// What rayon and candle ask.
+/// Number of threads that any machine may start.
+const MAX_THREADS: usize = 256;
+/// Number of threads of rayon and candle.
 const VARIABLE: &str = "RAYON_NUM_THREADS";
 
-/// Takes this process's part of the cores, if it is one of several that were started together on this machine: as many threads
-/// as it has cores of its own, or as is its share of all. RAYON_NUM_THREADS, if it is set, is left alone. Called before the
-/// process has a second thread.
-pub fn share_cores() {
+/// Divides the node's cores among its ranks: sets RAYON_NUM_THREADS if it is unset and the node has several ranks.
+///
+/// Call it before the process starts a second thread.
+pub fn divide_cores() {
     limit_threads();
-    // A place that makes no sense is an error later.
-    let n_processes = place().map_or(1, |place| place.local_world_size);
+    // Invalid launch variables are reported later.
+    let n_processes = rank_env().map_or(1, |env| env.local_world_size);
     if n_processes < 2 || std::env::var_os(VARIABLE).is_some() {
         return;
     }
@@ -29,36 +30,39 @@ pub fn share_cores() {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let allowed = status.lines().find_map(|line| count(line.strip_prefix("Cpus_allowed_list:")?));
     let online = std::fs::read_to_string("/sys/devices/system/cpu/online").ok().and_then(|list| count(&list));
-    let n_threads = share(n_processes, available, allowed.zip(online));
-    // SAFETY: there is no other thread yet that could read the environment. candle asks this variable at every product, so
-    // that no pool of ours could say it.
+    let n_threads = threads_per_process(n_processes, available, allowed.zip(online));
+    // SAFETY: no other thread exists yet that could read the environment. candle reads the variable at every matmul, so a
+    // thread pool cannot replace it.
     unsafe { std::env::set_var(VARIABLE, n_threads.to_string()) };
 }
 
-/// Lowers an absurd RAYON_NUM_THREADS: to start 100,000 threads takes half a minute, and no machine has the cores.
+/// Clamps an excessive RAYON_NUM_THREADS: the start of 100,000 threads takes half a minute.
 fn limit_threads() {
-    let Some(asked) = std::env::var(VARIABLE).ok().and_then(|text| text.parse::<usize>().ok()) else { return };
-    let most = MOST_THREADS.max(2 * std::thread::available_parallelism().map_or(1, usize::from));
-    if asked > most {
-        eprintln!("{VARIABLE}={asked}: {most} threads are started");
-        // SAFETY: there is no other thread yet that could read the environment.
-        unsafe { std::env::set_var(VARIABLE, most.to_string()) };
+    let Some(requested) = std::env::var(VARIABLE).ok().and_then(|text| text.parse::<usize>().ok()) else { return };
+    let max_threads = MAX_THREADS.max(2 * std::thread::available_parallelism().map_or(1, usize::from));
+    if requested > max_threads {
+        eprintln!("warning: {VARIABLE}={requested} exceeds the limit of {max_threads} threads; starting {max_threads}");
+        // SAFETY: no other thread exists yet that could read the environment.
+        unsafe { std::env::set_var(VARIABLE, max_threads.to_string()) };
     }
 }
 
-/// Sets CUDA_MODULE_LOADING=EAGER if this process is one of several that NCCL may connect. CUDA otherwise loads a kernel at its
-/// first launch, which may wait for all that the device does: for an operation of NCCL's that waits for another rank, which
-/// may wait for this one. The variable, if it is set, is left alone. Called before the process has a second thread.
-pub fn load_kernels_at_start() {
+/// Sets CUDA_MODULE_LOADING=EAGER if it is unset, NCCL is built in and the job has several ranks.
+///
+/// With lazy loading, CUDA loads a kernel at its first launch and may synchronize with the device. The device may run an NCCL
+/// operation that waits for another rank, which may wait for this one: a deadlock.
+///
+/// Call it before the process starts a second thread.
+pub fn load_kernels_eagerly() {
     const LOADING: &str = "CUDA_MODULE_LOADING";
-    let n_ranks = place().map_or(1, |place| place.world_size);
-    if let Some(loading) = module_loading(n_ranks, std::env::var_os(LOADING)).filter(|_| Engine::HAS_NCCL) {
-        // SAFETY: there is no other thread yet that could read the environment. The driver reads it when it is started.
+    let n_ranks = rank_env().map_or(1, |env| env.world_size);
+    if let Some(loading) = module_loading(n_ranks, std::env::var_os(LOADING)).filter(|_| CommBackend::HAS_NCCL) {
+        // SAFETY: no other thread exists yet that could read the environment. The driver reads the variable when it is initialized.
         unsafe { std::env::set_var(LOADING, loading) };
     }
 }
 
-/// Returns the value that CUDA_MODULE_LOADING needs for one of `n_ranks` ranks, unless the user has set it.
+/// Returns the value of CUDA_MODULE_LOADING for a job of `n_ranks`, or `None` if it needs none or the user has set one.
 fn module_loading(n_ranks: usize, of_user: Option<OsString>) -> Option<&'static str> {
     (n_ranks > 1 && of_user.is_none()).then_some("EAGER")
 }
@@ -76,20 +80,22 @@ pub fn select_cpu_gemm_kernel() -> Result<()> {
     };
     let Some(name) = std::env::var_os(VARIABLE).or_else(former) else { return Ok(()) };
     let selected = candlewick_ops::select_cpu_gemm_kernel(&name.to_string_lossy());
-    selected.map_err(anyhow::Error::from).context(format!("failed to heed {VARIABLE}")).context(ExitCode::Usage)
+    selected.map_err(anyhow::Error::from).context(format!("failed to apply {VARIABLE}")).context(ExitCode::Usage)
 }
 
-/// Lets the CUDA kernels in the folder that CANDLEWICK_KERNELS names replace those of this program. Called before anything is
-/// computed.
-pub fn choose_kernels() -> Result<()> {
+/// Replaces this program's CUDA kernels by those in the folder CANDLEWICK_KERNELS.
+///
+/// Call it before any computation.
+pub fn override_kernels() -> Result<()> {
     const KERNELS: &str = "CANDLEWICK_KERNELS";
     let Some(folder) = std::env::var_os(KERNELS).filter(|folder| !folder.is_empty()) else { return Ok(()) };
     let replaced = candlewick_ops::replace_kernels(folder.as_ref());
-    replaced.map_err(anyhow::Error::from).context(format!("failed to heed {KERNELS}")).context(ExitCode::Usage)
+    replaced.map_err(anyhow::Error::from).context(format!("failed to apply {KERNELS}")).context(ExitCode::Usage)
 }
 
-/// Lets cuBLASLt's algorithms be timed if CANDLEWICK_GEMM_TUNE is 1, and keeps the fastest in the cache folder. Called before
-/// anything is computed.
+/// Enables autotuning of cuBLASLt algorithms if CANDLEWICK_GEMM_TUNE is 1. The cache folder keeps the fastest.
+///
+/// Call it before any computation.
 pub fn tune_gemms() -> Result<()> {
     const TUNE: &str = "CANDLEWICK_GEMM_TUNE";
     if is_on(TUNE, std::env::var_os(TUNE).as_deref()).context(ExitCode::Usage)? {
@@ -98,33 +104,35 @@ pub fn tune_gemms() -> Result<()> {
     Ok(())
 }
 
-/// Reads a variable that is 1 or 0; unset and empty is 0.
+/// Parses a variable that is 1 or 0. Unset and empty mean 0.
 fn is_on(name: &str, value: Option<&OsStr>) -> Result<bool> {
     match value.map(OsStr::to_string_lossy).as_deref() {
         None | Some("" | "0") => Ok(false),
         Some("1") => Ok(true),
-        Some(other) => bail!("{name}={other}: want 1 or 0"),
+        Some(other) => bail!("{name}={other}: expected 1 or 0"),
     }
 }
 
-/// Returns the folder that keeps what later runs need not compute again: `$XDG_CACHE_HOME/candlewick`, or below `~/.cache`.
+/// Returns the cache folder: `$XDG_CACHE_HOME/candlewick`, or `~/.cache/candlewick`.
 pub fn cache_folder() -> PathBuf {
     let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")));
     cache.unwrap_or_else(std::env::temp_dir).join("candlewick")
 }
 
-/// How many threads one of `n` processes computes on, of `available` cores. `cores` are those that the process is bound to and
-/// those that the machine has: who is bound to fewer was given its part, but perhaps together with others.
-fn share(n: usize, available: usize, cores: Option<(usize, usize)>) -> usize {
-    let share = match cores {
+/// Returns the number of threads of one of `n` processes, of which this one has `available` cores.
+///
+/// `cores` are the numbers of cores in the process's CPU affinity and in the machine. Several processes may be bound to the
+/// same subset of the cores, so none gets more than an equal part of the machine.
+fn threads_per_process(n: usize, available: usize, cores: Option<(usize, usize)>) -> usize {
+    let n_threads = match cores {
         Some((allowed, online)) if allowed < online => available.min(online / n),
         _ => available / n,
     };
-    share.max(1)
+    n_threads.max(1)
 }
 
-/// Counts a list such as `0-3,8`.
+/// Counts the cores of a list such as `0-3,8`.
 fn count(list: &str) -> Option<usize> {
     let of_range = |range: &str| {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
@@ -138,8 +146,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processes_of_one_machine_share_its_cores() {
-        // Not bound; in a container of 8 cores' time; bound to a core; to a socket with another; to their own.
+    fn the_cores_of_a_node_are_divided_among_its_processes() {
+        // Not bound; limited to the CPU time of 8 cores; bound to one core; to a socket shared with another; to cores of its own.
         for (n, available, cores, want) in [
             (4, 64, Some((64, 64)), 16),
             (4, 8, Some((64, 64)), 2),
@@ -149,12 +157,12 @@ mod tests {
             (8, 2, Some((2, 2)), 1),
             (2, 8, None, 4),
         ] {
-            assert_eq!(share(n, available, cores), want, "{n} {available} {cores:?}");
+            assert_eq!(threads_per_process(n, available, cores), want, "{n} {available} {cores:?}");
         }
     }
 
     #[test]
-    fn kernels_are_loaded_at_start_where_ranks_may_wait_for_each_other() {
+    fn kernels_are_loaded_eagerly_with_several_ranks() {
         assert_eq!(module_loading(1, None), None);
         assert_eq!(module_loading(2, None), Some("EAGER"));
         assert_eq!(module_loading(2, Some("LAZY".into())), None);
@@ -166,7 +174,7 @@ mod tests {
         assert!(["", "0"].into_iter().all(|value| of(value).is_ok_and(|on| !on)));
         assert!(of("1").is_ok_and(|on| on) && is_on("X", None).is_ok_and(|on| !on));
         let error = of("yes").map_err(|error| error.to_string());
-        assert_eq!(error, Err("CANDLEWICK_GEMM_TUNE=yes: want 1 or 0".into()));
+        assert_eq!(error, Err("CANDLEWICK_GEMM_TUNE=yes: expected 1 or 0".into()));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Why this process failed, for the launcher that started it: torchrun and ours name a file for it.
+//! torchelastic's error file, through which a worker reports its error to torchrun or `launch`.
 
 use std::ffi::OsString;
 use std::fs;
@@ -9,8 +9,8 @@ use serde_json::json;
 
 const VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
 
-/// Writes panics too, besides printing them.
-pub fn watch_panics() {
+/// Installs a panic hook that also writes panics to the error file.
+pub fn record_panics() {
     let print = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
         write(&info.to_string());
@@ -18,8 +18,9 @@ pub fn watch_panics() {
     }));
 }
 
-/// Writes a message in the form that torch's `@record` writes. Nothing is done without a launcher. A failure is not
-/// reported: the message is printed as well.
+/// Writes an error message to TORCHELASTIC_ERROR_FILE, in the format of torch's `@record`.
+///
+/// Does nothing without the variable. Ignores write errors, because the program also prints the message.
 pub fn write(message: &str) {
     let Some(path) = std::env::var_os(VARIABLE).filter(|path| *path != OsString::new()) else { return };
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());

@@ -1,4 +1,4 @@
-//! Ends of a Candlewick program: the exit codes that scripts and schedulers may rely on, and errors as text.
+//! Exit codes of the programs, which scripts and schedulers can rely on, and the formatting of errors.
 
 use std::backtrace::BacktraceStatus;
 use std::error::Error as StdError;
@@ -17,40 +17,39 @@ use candlewick_text::template::TemplateError;
 use candlewick_text::template::limits::ThreadSpawnError;
 use candlewick_text::tokenizer::TokenizerError;
 
-/// Says how a program ended. The numbers are an interface: they do not change.
+/// Exit code of a program. The numbers are stable.
 ///
-/// It is an error too, so that a failure can carry its code up: `error.context(ExitCode::NonFinite)`. A second signal
-/// during a run ends the process at once with 128 + its number; that never comes by here.
+/// It is also an error, so that a failure can carry its code: `error.context(ExitCode::NonFinite)`. A second signal during a
+/// run exits immediately with 128 plus the signal's number, which is not listed here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ExitCode {
-    /// Everything asked for was done.
+    /// Success.
     Ok = 0,
-    /// Something failed that has no code of its own.
+    /// Other failure.
     Failed = 1,
-    /// The command line or the recipe is wrong. Nothing was started.
+    /// Invalid command line or recipe. Nothing was started.
     Usage = 2,
-    /// The data, the tokenizer or the chat template are wrong or missing.
+    /// Invalid or missing data, tokenizer or chat template.
     Data = 3,
-    /// Memory ran out.
+    /// Out of memory.
     OutOfMemory = 4,
-    /// A loss or a gradient was not finite.
+    /// Non-finite loss or gradient.
     NonFinite = 5,
-    /// A checkpoint cannot be read or written, or the disk is full.
+    /// Unreadable or unwritable checkpoint, or full disk.
     Checkpoint = 6,
-    /// Another rank failed, or a collective did.
+    /// Failure of another rank or of a collective.
     Peer = 7,
-    /// The run was asked to stop and did, with a checkpoint saved. Start it again to go on.
+    /// Stopped on request after a checkpoint was saved. Start the run again to resume it.
     Preempted = 75,
 }
 
-/// Finds the exit code of an error: the one that it carries, or that of the part that failed.
+/// Returns the exit code of an error: the one that it carries, or that of its type.
 pub fn classify(error: &anyhow::Error) -> ExitCode {
     classify_by(error, code_of)
 }
 
-/// [`classify`] for a program with errors of its own, which `code_of` knows: it is asked for each cause, the outermost
-/// first.
+/// Returns the exit code of an error like [`classify`], with `code_of` for the error and each of its causes in turn.
 pub fn classify_by(error: &anyhow::Error, code_of: impl Fn(&(dyn StdError + 'static)) -> Option<ExitCode>) -> ExitCode {
     match error.downcast_ref::<ExitCode>() {
         Some(code) => *code,
@@ -58,7 +57,7 @@ pub fn classify_by(error: &anyhow::Error, code_of: impl Fn(&(dyn StdError + 'sta
     }
 }
 
-/// Finds the exit code of one error, without its causes.
+/// Returns the exit code of one error without its causes.
 pub fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     if let Some(code) = error.downcast_ref::<ExitCode>() {
         return Some(*code);
@@ -75,7 +74,7 @@ pub fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     error.downcast_ref::<io::Error>().and_then(io_code)
 }
 
-/// Tells whether an error, or one of its causes, is a thread without memory for its stack.
+/// Returns true if an error or one of its causes is a thread without memory for its stack.
 fn is_without_stack(error: &(dyn StdError + 'static)) -> bool {
     error.is::<ThreadSpawnError>() || error.source().is_some_and(is_without_stack)
 }
@@ -89,7 +88,7 @@ fn is_text_error(error: &(dyn StdError + 'static)) -> bool {
         || error.is::<TemplateError>()
 }
 
-/// A config is the user's to change, a file of weights is a checkpoint.
+/// Returns the exit code of a model's error: `Usage` for its config, `Checkpoint` for its weights.
 pub fn model_code(error: &ModelError) -> ExitCode {
     match error {
         ModelError::ConfigKey { .. } | ModelError::Unsupported(_) | ModelError::LoraKey { .. } => ExitCode::Usage,
@@ -109,21 +108,21 @@ fn io_code(error: &io::Error) -> Option<ExitCode> {
     }
 }
 
-/// Reads the process's arguments, or prints what clap has to say and returns the code to exit with.
+/// Parses the process's arguments, or prints clap's message and returns the exit code.
 pub fn parse_arguments<C: clap::Parser>() -> Result<C, ExitCode> {
     parse_arguments_from(std::env::args_os())
 }
 
-/// Parses `arguments`, the first of which is the program, as [`parse_arguments`] does.
+/// Parses `arguments` like [`parse_arguments`]. The first is the program's name.
 pub fn parse_arguments_from<C: clap::Parser>(arguments: impl IntoIterator<Item = OsString>) -> Result<C, ExitCode> {
     C::try_parse_from(arguments).map_err(|error| {
-        // Help and the version are "errors" that go to stdout. A closed pipe is no failure.
+        // clap returns --help and --version as errors for stdout. A closed pipe is not an error.
         let _ = error.print();
         if error.use_stderr() { ExitCode::Usage } else { ExitCode::Ok }
     })
 }
 
-/// Writes the script that completes the commands of `C` in a shell.
+/// Returns the shell completion script of `C`.
 pub fn completions<C: clap::CommandFactory>(shell: clap_complete::Shell) -> String {
     let mut command = C::command();
     let name = command.get_name().to_owned();
@@ -132,10 +131,10 @@ pub fn completions<C: clap::CommandFactory>(shell: clap_complete::Shell) -> Stri
     String::from_utf8_lossy(&script).into_owned()
 }
 
-/// Writes an error and its causes, each once. Control characters of data and templates in it are escaped.
+/// Formats an error and its causes, each once. Escapes control characters.
 pub fn report(error: &anyhow::Error) -> String {
     let mut text = String::from("error: ");
-    // An exit code that the error carries is no cause.
+    // Skip an exit code that the error carries.
     let carried = usize::from(error.downcast_ref::<ExitCode>().is_some());
     let n_skipped = carried.min(error.chain().count() - 1);
     for (depth, cause) in error.chain().skip(n_skipped).enumerate() {
@@ -143,7 +142,7 @@ pub fn report(error: &anyhow::Error) -> String {
         if depth == 0 {
             text += &cause;
         } else if !text.contains(&cause) {
-            // Many errors say their cause in their own words already.
+            // Many messages contain their cause already.
             let _ = write!(text, "\n  because: {}", cause.replace('\n', "\n  "));
         }
     }
@@ -151,7 +150,7 @@ pub fn report(error: &anyhow::Error) -> String {
     printable(&text).into_owned()
 }
 
-/// Writes the backtrace of an error, if RUST_BACKTRACE asked for one: for developers, on request.
+/// Formats the backtrace of an error, if RUST_BACKTRACE is set.
 pub fn backtrace(error: &anyhow::Error) -> String {
     match error.backtrace().status() {
         BacktraceStatus::Captured => format!("\n{}\n", error.backtrace()),
@@ -196,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_numbers_are_the_documented_ones() {
+    fn exit_codes_have_the_documented_numbers() {
         use ExitCode::*;
         let codes = [Ok, Failed, Usage, Data, OutOfMemory, NonFinite, Checkpoint, Peer, Preempted];
         assert_eq!(codes.map(|code| code as u8), [0, 1, 2, 3, 4, 5, 6, 7, 75]);
@@ -209,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_has_the_code_of_the_part_that_failed() {
+    fn an_error_has_the_exit_code_of_its_type() {
         check(anyhow!("something"), ExitCode::Failed);
         check(anyhow!("the loss is NaN").context(ExitCode::NonFinite), ExitCode::NonFinite);
         check(ExitCode::Peer.into(), ExitCode::Peer);
@@ -223,13 +222,13 @@ mod tests {
     }
 
     #[test]
-    fn a_report_has_no_control_characters() {
+    fn control_characters_are_escaped_in_a_report() {
         let error = anyhow!("raise_exception: \x1b[31mred\u{202e}").context("failed to render");
         assert_eq!(report(&error).lines().nth(1), Some("  because: raise_exception: \\u{1b}[31mred\\u{202e}"));
     }
 
     #[test]
-    fn a_report_says_each_cause_once() {
+    fn a_report_lists_each_cause_once() {
         let inner = io::Error::other("the disk is gone");
         let error = anyhow::Error::new(inner).context("failed to save").context("failed to train: failed to save");
         assert_eq!(

@@ -1,15 +1,15 @@
-//! Process-level parts that the programs share: exit codes and errors as text, the error file of a launcher, the allocator, the cores of
-//! a rank, its place among the ranks, and progress lines.
+//! Process-level code of the programs: exit codes, error messages, torchelastic's error file, the allocator, threads per rank, the
+//! launch environment and progress lines.
 //!
-//! This is the one library crate that reads the environment.
+//! Only this library crate reads environment variables.
 
 pub mod allocator;
 pub mod cores;
 pub mod error_file;
 pub mod exit;
-pub mod place;
 pub mod process_group;
 pub mod process_memory;
 pub mod progress;
+pub mod rank_env;
 pub mod run_id;
 pub mod stdout;

@@ -1,16 +1,16 @@
-//! The ranks of a program, with the ways in which they wait for each other on the host.
+//! Process group of a program, for synchronization and small exchanges on the host.
 
 use std::sync::Arc;
 
 use anyhow::{Context, Error, Result, anyhow};
-use candlewick_comm::{Collective, Failure, KeepAlive, World, exchange_bytes, is_first_of_machine};
+use candlewick_comm::{Collective, KeepAlive, RankFailure, World, exchange_bytes, is_first_on_node};
 
 use crate::exit::ExitCode;
 
-/// The payload of one rank in an exchange, or the error that it reports.
+/// Payload of one rank in an exchange, or its error message.
 pub type Payload = Result<Vec<u8>, String>;
 
-/// One rank of a program and the others. Every method that returns a `Result` is called by all ranks.
+/// Process group of all ranks of a program. Methods that return a `Result` are collective: all ranks call them.
 #[derive(Clone)]
 pub struct ProcessGroup {
     group: Arc<dyn Collective>,
@@ -19,31 +19,31 @@ pub struct ProcessGroup {
 }
 
 impl ProcessGroup {
-    /// Makes one of the ranks of `world`.
+    /// Creates the process group of `world`.
     pub fn new(world: &World) -> Result<Self> {
         let group = world.group();
-        let is_first_of_node = is_first_of_machine(&*group)?;
+        let is_first_of_node = is_first_on_node(&*group)?;
         Ok(Self { group, keep_alive: world.keep_alive(), is_first_of_node })
     }
 
-    /// Makes the only rank of a program.
+    /// Creates the process group of a single rank.
     pub fn solo() -> Self {
         let world = World::solo();
         Self { group: world.group(), keep_alive: world.keep_alive(), is_first_of_node: true }
     }
 
-    /// Returns these ranks with exchanges over `group`, which has all of them in the same order.
+    /// Returns this process group with exchanges over `group`, which has the same ranks in the same order.
     #[must_use]
     pub fn over(&self, group: Arc<dyn Collective>) -> Self {
         Self { group, ..self.clone() }
     }
 
-    /// Returns the group of all ranks, on the host.
+    /// Returns the group of all ranks for CPU tensors.
     pub fn group(&self) -> Arc<dyn Collective> {
         Arc::clone(&self.group)
     }
 
-    /// Returns this rank's number.
+    /// Returns this rank.
     pub fn rank(&self) -> usize {
         self.group.rank()
     }
@@ -53,17 +53,17 @@ impl ProcessGroup {
         self.group.size()
     }
 
-    /// Tells whether this is the rank that reports, and writes what is written once.
+    /// Returns true on rank 0, which logs and writes shared files.
     pub fn is_first(&self) -> bool {
         self.rank() == 0
     }
 
-    /// Returns the guard that extends the other ranks' time-out while this one is busy.
+    /// Returns the handle that sends heartbeats while this rank is busy.
     pub fn keep_alive(&self) -> KeepAlive {
         self.keep_alive.clone()
     }
 
-    /// Gives every rank the payload of each rank, in rank order. Fails only if the group has failed.
+    /// Gathers the payloads of all ranks, in rank order. Fails only if the group has failed.
     pub fn exchange_payloads(&self, own: Payload) -> Result<Vec<Payload>> {
         let (mark, bytes) = match own {
             Ok(bytes) => (b'+', bytes),
@@ -77,17 +77,17 @@ impl ProcessGroup {
         Ok(all.into_iter().map(payload).collect())
     }
 
-    /// Gives every rank the bytes of each rank, in rank order. If a rank failed, all fail with its reason.
+    /// Gathers the bytes of all ranks, in rank order. If a rank passes an error, all ranks fail with it.
     pub fn exchange(&self, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
         let payloads = self.exchange_payloads(own.as_ref().map_err(|error| format!("{error:#}")).cloned());
-        // A rank's own error says more than the text of it.
+        // This rank's own error has more detail than its text.
         own?;
         let payloads = payloads?.into_iter().enumerate();
         let failed = |rank, reason| anyhow!("rank {rank}: {reason}").context(ExitCode::Peer);
         payloads.map(|(rank, payload)| payload.map_err(|reason| failed(rank, reason))).collect()
     }
 
-    /// Returns this rank's value once no rank has failed. If a rank failed, all fail with its reason.
+    /// Returns this rank's value after all ranks have succeeded. If a rank passes an error, all ranks fail with it.
     pub fn all_ok<T>(&self, own: Result<T>) -> Result<T> {
         let (value, own) = match own {
             Ok(value) => (Some(value), Ok(Vec::new())),
@@ -97,12 +97,14 @@ impl ProcessGroup {
         value.context("failed to report an error")
     }
 
-    /// Runs `f` on the first rank while the others wait. If it fails, all fail.
+    /// Runs `f` on rank 0 while the other ranks wait. If it fails, all ranks fail.
     pub fn on_first_rank<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
         self.all_ok(if self.is_first() { self.keep_alive().during(f).map(Some) } else { Ok(None) })
     }
 
-    /// Runs `f` on one rank of each node before the others, which find its downloads and caches. If a rank fails, all fail.
+    /// Runs `f` on one rank per node and then on the others, which reuse its downloads and caches.
+    ///
+    /// If it fails on one rank, all ranks fail.
     pub fn one_rank_per_node_first<T>(&self, f: impl Fn() -> Result<T>) -> Result<T> {
         let first = if self.is_first_of_node { self.keep_alive().during(&f).map(Some) } else { Ok(None) };
         match self.all_ok(first)? {
@@ -112,17 +114,18 @@ impl ProcessGroup {
     }
 }
 
-/// Reports to the other ranks of `world` that this one ends with an error of an exit code. Returns the error to end with: that
-/// of `ended_by` if another rank's failure caused it.
+/// Aborts the world because this rank exits with an error, and returns the error to exit with.
+///
+/// If another rank's failure caused the error, returns that of `ended_by` and aborts nothing.
 pub fn fail(
     world: &World,
     program: &str,
     (code, error): (ExitCode, Error),
-    ended_by: impl FnOnce(&Failure) -> Error,
+    ended_by: impl FnOnce(&RankFailure) -> Error,
 ) -> Error {
-    match Failure::behind(&*error) {
+    match RankFailure::find_in(&*error) {
         Some(failure) => ended_by(failure),
-        // The rank whose error this is reports it.
+        // The rank with the original error reports it.
         _ if code == ExitCode::Peer => error,
         _ => {
             world.fail(format!("{program}: {error:#}"));
@@ -141,14 +144,14 @@ mod tests {
 
     use super::*;
 
-    /// Returns the values of three ranks.
+    /// Runs `rank` on three ranks and returns their values.
     fn of_three<T: Send>(rank: impl Fn(&ProcessGroup) -> T + Sync) -> Vec<T> {
         let run = |world: &World| Ok::<_, CommError>(rank(&ProcessGroup::new(world).unwrap()));
         threads::run(3, Options::default(), run).unwrap()
     }
 
     #[test]
-    fn one_rank_of_a_node_goes_before_the_others() {
+    fn one_rank_per_node_runs_before_the_others() {
         let order = Mutex::new(Vec::new());
         let numbers = of_three(|ranks| {
             ranks.one_rank_per_node_first(|| {
@@ -161,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_rank_is_waited_for_beyond_the_time_out() {
+    fn a_rank_with_heartbeats_does_not_time_out() {
         let options = Options { timeout: Duration::from_millis(500), ..Options::default() };
         let rank = |world: &World| {
             let ranks = ProcessGroup::new(world)?;
@@ -174,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn if_one_rank_fails_all_fail_with_its_reason() {
+    fn if_one_rank_fails_all_ranks_fail_with_its_error() {
         for bad in 0..3 {
             let errors = of_three(|ranks| {
                 assert_eq!(ranks.exchange(Ok(vec![ranks.rank() as u8])).unwrap(), [[0], [1], [2]]);

@@ -1,22 +1,25 @@
-//! Memory of the program itself, whatever it trains.
+//! Memory of the program itself, independent of the model.
 
 use std::sync::OnceLock;
 
-/// Bytes that a run adds to those of its start: code that it reaches later, stacks and buffers of its threads. The smallest run
-/// of `trainer/tests/estimate_processes.rs` took 48 MiB in all, of which 9.5 were resident at the start.
+/// Bytes that a run adds after its start: code pages, thread stacks and thread buffers.
+///
+/// The smallest run of `trainer/tests/estimate_processes.rs` took 48 MiB in total, of which 9.5 MiB were resident at the
+/// start.
 const RUN_BYTES: u64 = 38 << 20;
 
-/// Resident bytes of the program's file at its start, where the kernel reports none.
+/// Resident bytes of the program's file at its start, if the kernel reports none.
 const DEFAULT_START_BYTES: u64 = 10 << 20;
 
-/// Returns the bytes of a process that trains, without its data: those of the program's files at the first call, and those
-/// that a run adds. Call it first at the start, before other files are mapped.
+/// Returns the bytes of a training process without its data: the program's files at the first call, plus those of a run.
+///
+/// Call it first at the start, before other files are mapped.
 pub fn program_bytes() -> u64 {
     static START_BYTES: OnceLock<u64> = OnceLock::new();
     *START_BYTES.get_or_init(|| resident_file_bytes().unwrap_or(DEFAULT_START_BYTES)) + RUN_BYTES
 }
 
-/// Returns the bytes of mapped files that are in memory; `None` outside of Linux.
+/// Returns the resident bytes of mapped files, or `None` outside of Linux.
 fn resident_file_bytes() -> Option<u64> {
     let pages = parse_statm(&std::fs::read_to_string("/proc/self/statm").ok()?)?;
     // SAFETY: sysconf has no preconditions.
@@ -24,7 +27,7 @@ fn resident_file_bytes() -> Option<u64> {
     Some(pages * u64::try_from(page_bytes).ok()?)
 }
 
-/// Reads the resident pages of files from `/proc/self/statm` (proc_pid_statm(5)): size, resident, shared, ..
+/// Parses the resident pages of mapped files from `/proc/self/statm` (proc_pid_statm(5)): size, resident, shared, ..
 fn parse_statm(text: &str) -> Option<u64> {
     text.split(' ').nth(2)?.parse().ok()
 }

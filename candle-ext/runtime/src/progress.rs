@@ -1,4 +1,4 @@
-//! Progress of work that takes long, for a stderr that is no terminal: a line every ten seconds.
+//! Progress lines for a stderr that is not a terminal: one line every ten seconds.
 
 use std::io::{self, IsTerminal};
 use std::sync::Arc;
@@ -7,10 +7,10 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// The time between two lines.
+/// Interval between two lines.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// Prints a line about some work from time to time, until it is dropped. Work that ends before the first line prints none.
+/// Prints a progress line every interval until it is dropped. Work that ends before the first interval prints none.
 #[derive(Debug)]
 pub struct ProgressLines {
     state: Arc<State>,
@@ -18,25 +18,25 @@ pub struct ProgressLines {
     thread: Option<JoinHandle<()>>,
 }
 
-/// The counts that lines show.
+/// Counts of a progress line.
 #[derive(Debug)]
 struct State {
-    /// The work, such as `arc_easy`.
+    /// Name of the work, such as `arc_easy`.
     what: String,
-    /// The counted things, such as `requests`.
+    /// Counted unit, such as `requests`.
     unit: &'static str,
     done: AtomicUsize,
     all: AtomicUsize,
 }
 
 impl ProgressLines {
-    /// Starts to print to stderr; `None` where that is a terminal, which has a bar.
+    /// Starts to print to stderr. Returns `None` if it is a terminal, which has a progress bar.
     pub fn on_stderr(what: &str, unit: &'static str) -> Option<Self> {
         let to_stderr = |line: String| eprintln!("{line}");
         (!io::stderr().is_terminal()).then(|| Self::new(what, unit, to_stderr))
     }
 
-    /// Starts to print with `print`.
+    /// Starts to print lines with `print`.
     pub fn new(what: &str, unit: &'static str, print: impl Fn(String) + Send + 'static) -> Self {
         Self::every(INTERVAL, what, unit, print)
     }
@@ -52,12 +52,12 @@ impl ProgressLines {
                 print(shown.line(began.elapsed()));
             }
         };
-        // Without a thread there are no lines, and the work goes on.
+        // If the thread cannot start, the work continues without progress lines.
         let thread = thread::Builder::new().name("progress".into()).spawn(lines).ok();
         Self { state, stop: Some(stop), thread }
     }
 
-    /// Sets the counts that the next line shows.
+    /// Sets the counts of the next line.
     pub fn set(&self, done: usize, all: usize) {
         self.state.done.store(done, Ordering::Relaxed);
         self.state.all.store(all, Ordering::Relaxed);
@@ -68,7 +68,7 @@ impl Drop for ProgressLines {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // A thread that panicked has printed why.
+            // A panic has printed its message.
             let _ = thread.join();
         }
     }
@@ -81,7 +81,7 @@ impl State {
     }
 }
 
-/// Writes `choose: 40 of 120 requests (33 %), 20 s elapsed, 40 s left`.
+/// Formats `choose: 40 of 120 requests (33 %), 20 s elapsed, 40 s left`.
 fn line(what: &str, unit: &str, (done, all): (usize, usize), elapsed: Duration) -> String {
     let elapsed_text = seconds(elapsed);
     if all == 0 {
@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_has_counts_and_the_time_that_is_left() {
+    fn a_line_has_counts_and_the_remaining_time() {
         let at = |counts, secs| line("evaluate", "requests", counts, Duration::from_secs(secs));
         assert_eq!(at((40, 120), 20), "evaluate: 40 of 120 requests (33 %), 20 s elapsed, 40 s left");
         assert_eq!(at((0, 120), 130), "evaluate: 0 of 120 requests (0 %), 2 min 10 s elapsed");
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_come_while_work_goes_on_and_end_with_it() {
+    fn lines_are_printed_until_the_work_ends() {
         let (lines, printed) = mpsc::channel();
         let progress = ProgressLines::every(Duration::from_millis(1), "evaluate", "requests", move |line| {
             let _ = lines.send(line);
@@ -126,7 +126,7 @@ mod tests {
         progress.set(3, 4);
         assert!(printed.iter().any(|line| line.starts_with("evaluate: 3 of 4 requests (75 %)")));
         drop(progress);
-        // The thread is gone, and its end of the channel with it.
+        // The thread has ended and dropped its sender.
         assert_eq!(printed.iter().skip_while(|line| line.starts_with("evaluate")).count(), 0);
     }
 }

@@ -1,4 +1,4 @@
-//! The id of a run: the moment at which its first rank started it.
+//! Id of a run: the time at which its rank 0 started.
 
 use std::time::SystemTime;
 
@@ -7,12 +7,12 @@ use candlewick_text::template::Clock;
 
 use crate::process_group::ProcessGroup;
 
-/// The start of a run, in milliseconds since 1970. A resumed run keeps it.
+/// Start of a run, in milliseconds since 1970. A resumed run keeps it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RunId {
-    /// The name of the run in what it writes.
+    /// Id of the run in its output files.
     pub run: u64,
-    /// The moment whose date its chat template prints: that of the first run in a chain of copied checkpoints.
+    /// Time whose date the chat template prints: the start of the first run in a chain of copied checkpoints.
     pub date: u64,
 }
 
@@ -24,15 +24,15 @@ impl RunId {
         Self { run: now, date: now }
     }
 
-    /// Returns the first rank's id on every rank. All ranks of `process` call it.
+    /// Returns rank 0's id on every rank. Collective: all ranks of `process` call it.
     pub fn agree(process: &ProcessGroup, own: Result<Self>) -> Result<Self> {
         let all = process.exchange(own.map(|Self { run, date }| [run, date].map(u64::to_le_bytes).concat()))?;
         let mut moments = all[0].chunks_exact(8).map(|bytes| bytes.try_into().map(u64::from_le_bytes));
-        let mut moment = || moments.next().context("failed to read the first rank's clock").and_then(|at| Ok(at?));
+        let mut moment = || moments.next().context("failed to read the clock of rank 0").and_then(|at| Ok(at?));
         Ok(Self { run: moment()?, date: moment()? })
     }
 
-    /// Returns the clock that chat templates read.
+    /// Returns the clock of chat templates.
     pub fn clock(self) -> Clock {
         Clock::Fixed((self.date / 1000).cast_signed())
     }
@@ -42,7 +42,7 @@ impl RunId {
         self.run as f64 / 1e3
     }
 
-    /// Returns the start as lm-eval writes it into names of files: `2026-01-02T03-04-05.678000`.
+    /// Returns the start in the format of lm-eval's file names: `2026-01-02T03-04-05.678000`.
     pub fn file_stamp(self) -> String {
         let seconds = Clock::Fixed((self.run / 1000).cast_signed()).format("%Y-%m-%dT%H-%M-%S").unwrap_or_default();
         format!("{seconds}.{:03}000", self.run % 1000)
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_ranks_have_the_first_ranks_id() {
+    fn all_ranks_have_the_id_of_rank_0() {
         let rank = |world: &World| {
             let process = ProcessGroup::new(world)?;
             let own = RunId { run: 10 + process.rank() as u64, date: 20 + process.rank() as u64 };
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn a_start_is_printed_as_lm_eval_prints_it() {
+    fn a_start_is_formatted_as_in_lm_eval() {
         let id = RunId { run: 1_767_323_045_007, date: 0 };
         assert_eq!(id.file_stamp(), "2026-01-02T03-04-05.007000");
         assert_eq!(id.seconds(), 1_767_323_045.007);

@@ -1,10 +1,10 @@
-//! Lines of results on stdout.
+//! Result lines on stdout.
 
 use std::io::{self, Write};
 
 use anyhow::{Context, Result};
 
-/// Prints a line to stdout. A closed pipe is not a failure.
+/// Prints a line to stdout. A closed pipe is not an error.
 pub fn print_line(text: &str) -> Result<()> {
     match writeln!(io::stdout().lock(), "{text}") {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),

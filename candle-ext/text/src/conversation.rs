@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn null_content_stands_only_beside_tool_calls() {
+    fn null_content_requires_tool_calls() {
         assert!(parse(r#"{"role":"assistant","content":null,"tool_calls":[]}"#).is_ok());
         let error = parse(r#"{"role":"assistant","content":null}"#).unwrap_err();
         assert!(error.contains("assistant message: key `content` is null"), "{error}");

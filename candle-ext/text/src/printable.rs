@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_terminal_acts_on_is_escaped() {
+    fn control_characters_are_escaped() {
         for (text, want) in [
             ("a\x1b[2Jb", "a\\u{1b}[2Jb"),
             ("x\u{202e}y\u{2066}", "x\\u{202e}y\\u{2066}"),

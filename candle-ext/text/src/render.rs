@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use crate::conversation::{Conversation, Message};
-use crate::format::{Document, Format};
+use crate::format::{Document, RowFormat};
 use crate::sample_warning::{SampleWarning, SampleWarnings};
 use crate::template::{AddGenerationPrompt, AssistantSpan, ChatTemplate, TemplateError};
 use crate::tokenizer::{Encoding, SpecialTokens, Tokenizer, TokenizerError};
@@ -167,7 +167,7 @@ pub enum RenderError {
 pub fn render_row(
     tokenizer: &Tokenizer,
     template: Option<&ChatTemplate>,
-    format: &Format,
+    format: &RowFormat,
     document: Document,
     options: RenderOptions,
 ) -> Result<Sample, RenderError> {

@@ -36,7 +36,7 @@ fn tokenizer(family: &str) -> Tokenizer {
     Tokenizer::from_directory(fixture(family)).unwrap()
 }
 
-/// The goldens were made at this moment.
+/// Time at which the goldens were made.
 fn at_golden_time(template: ChatTemplate) -> ChatTemplate {
     template.with_clock(Clock::Fixed(1_721_984_703))
 }
@@ -45,7 +45,7 @@ fn stock_template(tokenizer: &Tokenizer) -> ChatTemplate {
     at_golden_time(tokenizer.chat_template(None).unwrap().unwrap())
 }
 
-/// The template with generation blocks.
+/// Returns the template with generation blocks.
 fn patched_template(family: &str, tokenizer: &Tokenizer) -> ChatTemplate {
     let path = fixture(family).join("generation.jinja");
     let source = std::fs::read_to_string(&path).unwrap();
@@ -108,7 +108,7 @@ fn texts_are_those_of_transformers() {
     });
 }
 
-/// With generation blocks as the template says, without them from the order of its turns.
+/// Spans come from generation blocks, or without them from the turns.
 #[test]
 fn spans_are_those_of_generation_blocks() {
     for_each_golden(|title, _, template, chat, golden| {
@@ -153,7 +153,7 @@ fn sample(family: &str, chat: &str, options: RenderOptions) -> (Tokenizer, Sampl
     (tokenizer, sample)
 }
 
-/// The targets' text, one piece for each unbroken stretch.
+/// Returns the text of each contiguous run of targets.
 fn targets(tokenizer: &Tokenizer, sample: &Sample) -> Vec<String> {
     let marked: Vec<(u32, bool)> = sample.ids.iter().copied().zip(sample.is_target.iter().copied()).collect();
     let stretches = marked.chunk_by(|left, right| left.1 == right.1);

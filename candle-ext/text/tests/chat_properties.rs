@@ -1,4 +1,4 @@
-//! Whatever a chat or a template holds, rendering it gives valid spans or an error, never a panic.
+//! Rendering any chat with any template gives valid spans or an error, never a panic.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::path::PathBuf;
@@ -102,7 +102,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..Default::default() })]
 
     #[test]
-    fn spans_lie_in_order_one_for_each_answer(chat in conversation()) {
+    fn spans_are_in_order_with_one_per_assistant_turn(chat in conversation()) {
         for (tokenizer, template) in FAMILIES.iter() {
             let Ok(rendered) = template.render_turns(&chat) else { continue };
             let is_trained_on = |message: &&Message| message.is_assistant() && !message.is_empty_answer();

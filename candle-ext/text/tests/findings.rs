@@ -1,4 +1,4 @@
-//! UnrenderedParts tool calls and empty answers, on the stock templates of three families.
+//! Tool calls that a template does not render, and empty answers, with the stock templates of three families.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::path::PathBuf;
@@ -63,7 +63,7 @@ fn fields(json: Json) -> Message {
     Message::from_fields(json.as_object().unwrap().clone()).unwrap()
 }
 
-/// A call as OpenAI writes it.
+/// A tool call in OpenAI's format.
 fn call() -> Message {
     let function = json!({"name": "weather", "arguments": "{\"city\": \"Oslo\"}"});
     fields(json!({"role": "assistant", "content": null, "tool_calls": [{"type": "function", "function": function}]}))
@@ -90,7 +90,7 @@ fn tool_calls_that_a_template_does_not_render_are_found_and_not_learned() {
     Family::new("qwen2_5").check(&offered, &[], learned);
 }
 
-/// A template that reads the calls and prints nothing of them, and one that prints the first only.
+/// A template that reads the calls without printing them, and one that prints the first only.
 #[test]
 fn reading_tool_calls_is_not_rendering_them() {
     let smollm = Family::new("smollm2");
@@ -131,7 +131,7 @@ fn reasoning_of_earlier_answers_is_left_out_by_design() {
     let smollm = Family::new("smollm2");
     smollm.check(&chat, &[SampleWarning::ReasoningNotRendered], "one<|im_end|>two<|im_end|>");
 
-    // An answer that is all reasoning is lost where the template never prints it.
+    // An answer of reasoning alone is lost if the template does not print reasoning.
     let chat = Conversation::new([user("1"), thought(""), user("2"), assistant("two")]);
     let lost = [SampleWarning::ResponseNotRendered, SampleWarning::ReasoningNotRendered];
     smollm.check(&chat, &lost, "two<|im_end|>");
@@ -139,7 +139,7 @@ fn reasoning_of_earlier_answers_is_left_out_by_design() {
 }
 
 #[test]
-fn an_empty_answer_is_learned_only_when_asked() {
+fn an_empty_answer_is_a_target_only_if_requested() {
     let smollm = Family::new("smollm2");
     for content in [json!(""), json!(" \n")] {
         let empty = fields(json!({"role": "assistant", "content": content}));
@@ -149,7 +149,7 @@ fn an_empty_answer_is_learned_only_when_asked() {
     let chat = Conversation::new([user("1"), assistant(""), user("2"), assistant("two")]);
     let learn = RenderOptions { empty_answers: EmptyAnswerLoss::Include, ..RenderOptions::default() };
     assert_eq!(smollm.render(&chat, learn).1, "<|im_end|>two<|im_end|>");
-    // One of weight 0 is context anyway, and nothing to warn of.
+    // A turn of weight 0 is masked from the loss, so there is no warning.
     let chat = Conversation::new([user("1"), assistant("").with("weight", json!(0)), user("2"), assistant("two")]);
     smollm.check(&chat, &[], "two<|im_end|>");
 
@@ -159,7 +159,7 @@ fn an_empty_answer_is_learned_only_when_asked() {
     assert_eq!(complete(learn).n_targets(), 1);
 }
 
-/// A template that prints nothing at all for an empty answer has no turn of it to find.
+/// A template may print nothing for an empty answer: there is no turn to find.
 #[test]
 fn an_empty_answer_may_leave_no_text() {
     let smollm = Family::new("smollm2");

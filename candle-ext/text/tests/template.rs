@@ -1,5 +1,5 @@
-//! Templates mean here what they mean to transformers: small ones against what its Jinja prints
-//! (`tests/reference/chat_goldens.py`), and what becomes of broken, hostile and unusual ones.
+//! Chat templates render as in transformers, whose output `tests/reference/chat_goldens.py` records. Malformed and hostile
+//! templates are errors.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use candlewick_text::conversation::{Conversation, Message};
@@ -31,7 +31,7 @@ fn snippets_print_what_transformers_prints() {
     assert!(differences.is_empty(), "{}", differences.join("\n"));
 }
 
-/// The assistant's text in what a template prints, or the reason why it cannot be found.
+/// Returns the assistant's text in a rendered chat, or the reason why it cannot be located.
 #[track_caller]
 fn check(source: &str, messages: &[(&str, &str)], want: Result<&[&str], &str>) {
     let template = ChatTemplate::new("test.jinja", source).unwrap();
@@ -137,7 +137,7 @@ fn counted_messages_are_still_messages() {
 }
 
 #[test]
-fn what_is_unclear_is_an_error() {
+fn ambiguous_turns_are_an_error() {
     let rebuilt = "{% for text in messages | map(attribute='content') %}{{ text }}{% endfor %}";
     check(rebuilt, &TALK, Err("message 1 (assistant) leaves no text"));
     let twice = "{% for m in messages %}{{ m.content }}{% endfor %}\
@@ -196,7 +196,7 @@ fn errors_name_the_template_the_line_and_the_reason() {
     assert_eq!(error.to_string(), "render chat template test.jinja: the conversation has no messages");
 }
 
-/// Arguments are given as the row has them, and as an object only where nothing else can be printed.
+/// Tool arguments are passed as in the row, and as an object only if the template cannot print a string.
 #[test]
 fn arguments_are_text_where_the_template_can_print_text() {
     let print = |source: &str, arguments: Json| {
@@ -252,7 +252,7 @@ fn a_template_may_not_take_for_ever_or_print_without_end() {
     refused(&"x".repeat(300_000), "over the limit of 262144");
 }
 
-/// Checks in a process of its own: the thread of a rendering that was given up goes on until the process ends.
+/// Checks in a process of its own: the thread of a rendering that timed out continues until the process ends.
 fn in_child(test: &str, check: impl FnOnce()) {
     const CHILD: &str = "CANDLEWICK_TEST_CHILD";
     if std::env::var_os(CHILD).is_some() {
@@ -305,7 +305,7 @@ fn a_deep_value_does_not_exhaust_the_stack() {
         };
         assert_eq!(render("[ns.x]", "fine").unwrap(), "fine");
         assert_eq!(render("{'a': ns.x}", "fine").unwrap(), "fine");
-        // Each slice asks all before it for their length, which may take too long, but ends.
+        // Each slice computes the length of all before it, which may take too long, but ends.
         let _ = render("ns.x[0:]", "");
         let _ = render("[ns.x]", "{{ ns.x }}");
     });

@@ -1,4 +1,4 @@
-//! Tokenizer folders in the shapes they come in, and what is said of broken ones.
+//! The layouts of tokenizer folders, and errors for malformed ones.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::path::Path;
@@ -9,7 +9,7 @@ use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 
-/// A tokenizer of whole words: `<s>` 0, `</s>` 1, `<unk>` 2, `hello` 3, `world` 4, `<pad>` 5.
+/// Returns a word-level tokenizer: `<s>` 0, `</s>` 1, `<unk>` 2, `hello` 3, `world` 4, `<pad>` 5.
 fn tokenizer_json() -> Json {
     let special = |id: u32, content: &str| {
         json!({"id": id, "content": content, "single_word": false, "lstrip": false,
@@ -166,7 +166,7 @@ fn named_templates_are_chosen_by_name_or_by_tools() {
 }
 
 #[test]
-fn a_broken_template_is_an_error_when_it_is_asked_for() {
+fn a_broken_template_is_an_error_when_it_is_requested() {
     let tokenizer = load(&[("tokenizer_config.json", json!({"chat_template": "a\n{{ b"}))]);
     let error = tokenizer.chat_template(None).unwrap_err().to_string();
     assert!(error.contains("tokenizer_config.json (key `chat_template`), line 2"), "{error}");

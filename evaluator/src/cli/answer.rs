@@ -17,7 +17,7 @@ use candlewick_inference::command::ModelOptions;
 use candlewick_inference::ranks::run_on_ranks;
 use candlewick_inference::request::{GenerationSettings, Request, Response};
 use candlewick_runtime::exit::ExitCode;
-use candlewick_runtime::place::place;
+use candlewick_runtime::rank_env::rank_env;
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
@@ -44,7 +44,7 @@ pub(super) struct AnswerArgs {
 }
 
 pub(super) fn run(args: &AnswerArgs, hub: &Hub) -> Result<()> {
-    run_on_ranks(&place()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
+    run_on_ranks(&rank_env()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
         let requests = read(&args.requests)?;
         let lm = args.model.load_on(hub, ranks, device)?;
         let settings = args.request_args.settings(args.seed, args.use_cache.clone());

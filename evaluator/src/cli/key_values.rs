@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pair_is_refused() {
+    fn arguments_that_are_no_pairs_are_refused() {
         let refused = |word: &str| key_values("--gen-kwargs", &[word.to_owned()]).unwrap_err();
         assert!(refused("greedy").contains("--gen-kwargs: \"greedy\" is not key=value"));
         assert!(refused("{'a': 1}").contains("double quotes"));

@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_option_is_refused() {
+    fn model_args_without_an_option_are_refused() {
         let refused = |word: &str| spread_of(&["evaluator", "run", "-a", word]).unwrap_err();
         assert!(refused("pretrain=a").contains("unknown key `pretrain`; did you mean `pretrained`?"));
         assert!(refused("parallelize=True").contains("--tensor-parallel-size"));

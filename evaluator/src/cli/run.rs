@@ -29,7 +29,7 @@ use candlewick_inference::command::ModelOptions;
 use candlewick_inference::lm::Lm;
 use candlewick_inference::ranks::{EvalRanks, run_on_ranks};
 use candlewick_runtime::exit::ExitCode;
-use candlewick_runtime::place::place;
+use candlewick_runtime::rank_env::rank_env;
 use candlewick_runtime::run_id::RunId;
 use candlewick_runtime::stdout::print_line;
 
@@ -40,7 +40,7 @@ pub(super) struct RunArgs {
     /// Comma-separated tasks, groups, tags, patterns such as mmlu_* and YAML files
     #[arg(long, short, required = true, value_delimiter = ',', num_args = 1..)]
     tasks: Vec<String>,
-    /// ModelOptions options in lm-eval's form: pretrained=NAME,dtype=bfloat16,peft=FOLDER,max_length=2048, ... or a JSON
+    /// Model options in lm-eval's form: pretrained=NAME,dtype=bfloat16,peft=FOLDER,max_length=2048, ... or a JSON
     /// object
     #[arg(long, short = 'a', alias = "model_args", value_name = "KEY=VALUE", num_args = 1..)]
     model_args: Vec<String>,
@@ -115,7 +115,7 @@ fn level(text: &str) -> Result<tracing::Level, String> {
 
 pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<()> {
     args.unsupported_lm_eval_args.check()?;
-    run_on_ranks(&place()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
+    run_on_ranks(&rank_env()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
         let (id, began) = (RunId::agree(&ranks.process, Ok(RunId::now()))?, Instant::now());
         let selection = args.select()?;
         let paths = args.prompts.data_overrides(&selection.tasks)?;

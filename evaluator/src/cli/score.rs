@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Result, anyhow, ensure};
-use candlewick_text::format::{Document, Format, FormatError, FormatRequest};
+use candlewick_text::format::{Document, FormatError, FormatRequest, RowFormat};
 use candlewick_text::hub::{DatasetRequest, Hub};
 use candlewick_text::render::{EmptyThinkLoss, LossMask, RenderOptions, Sample, TextSpecialTokens, render_row};
 use candlewick_text::source::{RowSource, SampleBy};
@@ -113,7 +113,7 @@ fn score_rows(ScoreArgs { model, rows: args, .. }: &ScoreArgs, data: &str, hub: 
     let mut request = DatasetRequest::parse(data, "test")?;
     request.read.sample_by = args.sample_by;
     let source = hub.dataset(&request)?;
-    let format = Format::find(&args.format_request(&request), &*source).map_err(with_options)?;
+    let format = RowFormat::find(&args.format_request(&request), &*source).map_err(with_options)?;
     let n_rows = args.limit.map_or(source.len(), |limit| limit.min(source.len()));
     if !args.timings {
         eprintln!("{data}: {}; {n_rows} of {} rows", format.describe(), source.len());
@@ -192,7 +192,7 @@ impl DatasetArgs {
         &self,
         lm: &Lm,
         source: &dyn RowSource,
-        format: &Format,
+        format: &RowFormat,
         n_rows: usize,
         max_length: usize,
     ) -> Result<EvalLossRows> {
@@ -207,7 +207,7 @@ impl DatasetArgs {
         Ok(rows)
     }
 
-    fn sample(&self, lm: &Lm, source: &dyn RowSource, format: &Format, row_idx: usize) -> Result<Sample> {
+    fn sample(&self, lm: &Lm, source: &dyn RowSource, format: &RowFormat, row_idx: usize) -> Result<Sample> {
         let document = format.read(source, row_idx).map_err(with_options)?;
         let options = self.render_options(&document);
         Ok(render_row(lm.tokenizer(), lm.template(), format, document, options)?)

@@ -83,7 +83,7 @@ fn rows_of(name: &str, depth: usize, fields: &Map<String, Json>, results: &Resul
     let mut version = results.versions.get(name).map_or_else(|| "N/A".into(), plain);
     let n_shot = results.n_shot.get(name).map_or_else(String::new, plain);
     let mut rows = Vec::new();
-    for Value { metric, filter, value, stderr } in values(fields) {
+    for ReportedScore { metric, filter, value, stderr } in values(fields) {
         let (sign, stderr) = match stderr {
             None => ("", String::new()),
             Some(Json::Number(stderr)) => ("±", format!("{:.4}", stderr.as_f64().unwrap_or(f64::NAN))),
@@ -105,7 +105,7 @@ fn rows_of(name: &str, depth: usize, fields: &Map<String, Json>, results: &Resul
 }
 
 /// One score in the fields of a task or group.
-pub(super) struct Value<'a> {
+pub(super) struct ReportedScore<'a> {
     pub(super) metric: &'a str,
     pub(super) filter: &'a str,
     pub(super) value: &'a Json,
@@ -113,13 +113,15 @@ pub(super) struct Value<'a> {
 }
 
 /// Returns all scores of a task or group, ordered by metric name.
-pub(super) fn values(fields: &Map<String, Json>) -> Vec<Value<'_>> {
+pub(super) fn values(fields: &Map<String, Json>) -> Vec<ReportedScore<'_>> {
     let mut keys: Vec<&String> = fields.keys().filter(|key| key.contains(',')).collect();
     keys.sort();
     let split = keys.into_iter().filter_map(|key| Some((key.split_once(',')?, &fields[key])));
     let split = split.filter(|((metric, _), _)| !metric.ends_with("_stderr"));
     let stderr = |metric: &str, filter: &str| fields.get(&format!("{metric}_stderr,{filter}"));
-    split.map(|((metric, filter), value)| Value { metric, filter, value, stderr: stderr(metric, filter) }).collect()
+    split
+        .map(|((metric, filter), value)| ReportedScore { metric, filter, value, stderr: stderr(metric, filter) })
+        .collect()
 }
 
 /// Returns the arrow for a metric's `higher_is_better`.

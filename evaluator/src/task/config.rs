@@ -10,7 +10,7 @@ use super::function::{PythonFunction, as_function};
 use super::keys::{YamlMap, type_error};
 use super::metric::{Metric, MetricConfig, metric_list};
 use super::output_type::OutputType;
-use super::yaml::{Node, Value};
+use super::yaml::{TaskNode, TaskValue};
 
 /// Prompt field of a task: a column, a Jinja template, a constant, or a function with a built-in implementation.
 #[derive(Clone, Debug)]
@@ -157,7 +157,7 @@ const FEWSHOT_KEYS: [&str; 11] = [
 
 impl TaskConfig {
     /// Reads a task after its includes were merged.
-    pub(crate) fn read(node: &Node) -> Result<Self, ConfigError> {
+    pub(crate) fn read(node: &TaskNode) -> Result<Self, ConfigError> {
         let keys = YamlMap::new(node, "a task", &TASK_KEYS)?;
         refuse(&keys)?;
         let output_type = OutputType::read(&keys)?;
@@ -329,7 +329,7 @@ impl TaskConfig {
 
 impl FewshotConfig {
     fn read(task: &YamlMap, fewshot_delimiter: &str) -> Result<Self, ConfigError> {
-        let empty = Node { value: Value::Map(Vec::new()), place: SourceLocation::default() };
+        let empty = TaskNode { value: TaskValue::Map(Vec::new()), place: SourceLocation::default() };
         let entry = task.get("fewshot_config");
         let keys = YamlMap::new(entry.map_or(&empty, |entry| &entry.node), "fewshot_config", &FEWSHOT_KEYS)?;
         let own = |key| field(&keys, key).and_then(|own| own.map_or_else(|| field(task, key), |own| Ok(Some(own))));
@@ -386,10 +386,12 @@ fn field(keys: &YamlMap, key: &str) -> Result<Option<Field>, ConfigError> {
     let Some(entry) = keys.get(key) else { return Ok(None) };
     let template = |text: &str| Field::Template(text.to_owned(), entry.node.place.clone());
     Ok(Some(match &entry.node.value {
-        Value::Text(text) => template(text),
-        Value::Tagged(..) => as_function(entry).map(Field::Function).expect("the value is a function"),
-        Value::Int(_) | Value::Float(_) | Value::List(_) | Value::Bool(_) => Field::Constant(entry.node.json()),
-        Value::Map(entries) if key == "doc_to_choice" => {
+        TaskValue::Text(text) => template(text),
+        TaskValue::Tagged(..) => as_function(entry).map(Field::Function).expect("the value is a function"),
+        TaskValue::Int(_) | TaskValue::Float(_) | TaskValue::List(_) | TaskValue::Bool(_) => {
+            Field::Constant(entry.node.json())
+        }
+        TaskValue::Map(entries) if key == "doc_to_choice" => {
             Field::Constant(entries.iter().map(|entry| entry.node.json()).collect())
         }
         _ => return Err(type_error(entry, "a column, a template, a constant or a !function")),

@@ -106,7 +106,7 @@ fn refuse_single_file(config: &TaskConfig, split: &str, paths: &DataOverrides) -
         None => Ok(()),
         Some(given) => Err(TaskError::Selection(format!(
             "{given} is one file, evaluated as {evaluated:?}, and the examples of {task} come from {split:?}; name a folder \
-             with files for both, such as {evaluated}.jsonl and {split}.jsonl, or ask for 0 examples"
+             with files for both, such as {evaluated}.jsonl and {split}.jsonl, or set 0 few-shot examples"
         ))),
     }
 }

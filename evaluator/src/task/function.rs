@@ -1,7 +1,7 @@
 //! References to Python functions in task files.
 
 use super::error::SourceLocation;
-use super::yaml::{Entry, Value};
+use super::yaml::{TaskEntry, TaskValue};
 
 /// Python function that a `!function` tag refers to.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,9 +21,9 @@ impl PythonFunction {
 }
 
 /// Returns the function that an entry refers to, if its value has the tag `!function`.
-pub(crate) fn as_function(entry: &Entry) -> Option<PythonFunction> {
+pub(crate) fn as_function(entry: &TaskEntry) -> Option<PythonFunction> {
     match &entry.node.value {
-        Value::Tagged(_, name) => Some(PythonFunction::new(name.text_or_empty().trim(), &entry.node.place)),
+        TaskValue::Tagged(_, name) => Some(PythonFunction::new(name.text_or_empty().trim(), &entry.node.place)),
         _ => None,
     }
 }

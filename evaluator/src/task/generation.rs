@@ -4,7 +4,7 @@ use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
 use super::error::ConfigError;
-use super::yaml::Entry;
+use super::yaml::TaskEntry;
 use candlewick_inference::request::GenerationSettings;
 
 const KNOWN: [&str; 9] = [
@@ -23,7 +23,7 @@ const KNOWN: [&str; 9] = [
 const MAX_TOKENS_KEYS: [&str; 4] = ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"];
 
 /// Returns an error for unsupported `generation_kwargs`.
-pub(crate) fn check(kwargs: &Map<String, Json>, entry: &Entry) -> Result<(), ConfigError> {
+pub(crate) fn check(kwargs: &Map<String, Json>, entry: &TaskEntry) -> Result<(), ConfigError> {
     settings(kwargs)
         .map(|_| ())
         .map_err(|problem| ConfigError::at(entry.place.clone(), format!("generation_kwargs: {problem}")))
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_effect_is_said() {
+    fn settings_without_an_effect_are_reported() {
         let said = |kwargs: Json| ignored_kwargs(kwargs.as_object().unwrap());
         let lengths = json!({"max_gen_toks": 7, "max_new_tokens": 3, "max_tokens": null});
         assert_eq!(said(lengths), ["max_new_tokens=3 has no effect: max_gen_toks=7 overrides it"]);
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_refused_by_name() {
+    fn unknown_settings_are_refused_by_name() {
         assert!(read(json!({"num_beams": 4})).unwrap_err().contains("unknown key `num_beams`"));
         assert!(read(json!({"do_smaple": true})).unwrap_err().contains("did you mean `do_sample`?"));
         assert!(read(json!({"top_p": "x"})).unwrap_err().contains("top_p: expected a number"));

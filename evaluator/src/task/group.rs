@@ -4,7 +4,7 @@ use serde_json::{Map, Value as Json};
 
 use super::error::ConfigError;
 use super::keys::YamlMap;
-use super::yaml::Node;
+use super::yaml::TaskNode;
 
 /// Group of tasks and subgroups.
 #[derive(Clone, Debug)]
@@ -39,7 +39,7 @@ pub(crate) const GROUP_KEYS: [&str; 6] = ["group", "group_alias", "task", "aggre
 
 impl TaskGroup {
     /// Reads the group's own keys. The registry resolves its members.
-    pub(crate) fn read(node: &Node, name: &str) -> Result<Self, ConfigError> {
+    pub(crate) fn read(node: &TaskNode, name: &str) -> Result<Self, ConfigError> {
         let keys = YamlMap::with_any_keys(node, "a group")?;
         let aggregates = match keys.get("aggregate_metric_list").map(|entry| &entry.node) {
             None => Vec::new(),
@@ -61,7 +61,7 @@ impl TaskGroup {
 }
 
 impl GroupAggregate {
-    fn read(node: &Node) -> Result<Self, ConfigError> {
+    fn read(node: &TaskNode) -> Result<Self, ConfigError> {
         const KEYS: [&str; 4] = ["metric", "filter_list", "aggregation", "weight_by_size"];
         let keys = YamlMap::new(node, "an entry of aggregate_metric_list", &KEYS)?;
         match keys.text("aggregation")?.as_deref() {

@@ -14,7 +14,7 @@ use serde_json::Value as Json;
 use limits::{add_template, check_replace, check_size, invalid, too_large};
 
 use super::builtin::Doc;
-use super::python::pattern::{Pattern, PatternMatch};
+use super::python::pattern::{PythonRegex, RegexMatch};
 use super::python::{repr, text};
 
 /// Compiled template.
@@ -99,7 +99,7 @@ fn json(value: &Value) -> Json {
 
 /// Implements `re.sub(pattern, replacement, text, count)`; a count of 0 is unlimited.
 fn regex_replace(text: &str, pattern: &str, replacement: &str, count: Option<usize>) -> Result<String, Error> {
-    let pattern = Pattern::new(pattern).map_err(invalid)?;
+    let pattern = PythonRegex::new(pattern).map_err(invalid)?;
     let most = count.filter(|count| *count > 0).unwrap_or(usize::MAX);
     let (mut out, mut at) = (String::new(), 0);
     for found in pattern.find_all(text).map_err(invalid)?.into_iter().take(most) {
@@ -111,7 +111,7 @@ fn regex_replace(text: &str, pattern: &str, replacement: &str, count: Option<usi
 }
 
 /// Expands `\1` and `\g<1>` in a replacement.
-fn expand(replacement: &str, text: &str, found: &PatternMatch) -> String {
+fn expand(replacement: &str, text: &str, found: &RegexMatch) -> String {
     let group = |index: usize| match index {
         0 => &text[found.start..found.end],
         index => found.groups.get(index - 1).map_or("", String::as_str),
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_names_what_is() {
+    fn an_undefined_name_is_an_error_that_lists_the_defined_ones() {
         let error = render("{{ qestion }}", json!({"question": "x"})).unwrap_err();
         assert!(error.contains("columns are question"), "{error}");
         assert!(render("{{ a", json!({})).is_err());

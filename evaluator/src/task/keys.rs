@@ -4,19 +4,19 @@ use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
 use super::error::ConfigError;
-use super::yaml::{Entry, Node, Value};
+use super::yaml::{TaskEntry, TaskNode, TaskValue};
 
 /// Map of a task file. `what` describes it in error messages: "a task", "a metric".
 #[derive(Clone, Copy)]
 pub(crate) struct YamlMap<'a> {
-    node: &'a Node,
-    entries: &'a [Entry],
+    node: &'a TaskNode,
+    entries: &'a [TaskEntry],
     what: &'static str,
 }
 
 impl<'a> YamlMap<'a> {
     /// Wraps a node that must be a map with no other keys than `known`.
-    pub(crate) fn new(node: &'a Node, what: &'static str, known: &[&str]) -> Result<Self, ConfigError> {
+    pub(crate) fn new(node: &'a TaskNode, what: &'static str, known: &[&str]) -> Result<Self, ConfigError> {
         let keys = Self::with_any_keys(node, what)?;
         keys.deny_unknown(known)?;
         Ok(keys)
@@ -29,14 +29,14 @@ impl<'a> YamlMap<'a> {
     }
 
     /// Wraps a node that must be a map; any keys are allowed.
-    pub(crate) fn with_any_keys(node: &'a Node, what: &'static str) -> Result<Self, ConfigError> {
+    pub(crate) fn with_any_keys(node: &'a TaskNode, what: &'static str) -> Result<Self, ConfigError> {
         match &node.value {
-            Value::Map(entries) => Ok(Self { node, entries, what }),
+            TaskValue::Map(entries) => Ok(Self { node, entries, what }),
             _ => Err(ConfigError::at(node.place.clone(), format!("{what} is a map of keys, not {}", node.describe()))),
         }
     }
 
-    fn unknown(&self, entry: &Entry, known: &[&str]) -> ConfigError {
+    fn unknown(&self, entry: &TaskEntry, known: &[&str]) -> ConfigError {
         let near = did_you_mean(&entry.key, known.iter().copied());
         let message = format!("unknown key `{}` in {}{near}", entry.key, self.what);
         let fault = ConfigError::at(entry.place.clone(), message);
@@ -49,13 +49,13 @@ impl<'a> YamlMap<'a> {
     }
 
     /// Returns all entries, in the order of the file.
-    pub(crate) fn entries(&self) -> &'a [Entry] {
+    pub(crate) fn entries(&self) -> &'a [TaskEntry] {
         self.entries
     }
 
     /// Returns the entry of a key, unless it is missing or null.
-    pub(crate) fn get(&self, key: &str) -> Option<&'a Entry> {
-        self.entries.iter().find(|entry| entry.key == key).filter(|entry| !matches!(entry.node.value, Value::Null))
+    pub(crate) fn get(&self, key: &str) -> Option<&'a TaskEntry> {
+        self.entries.iter().find(|entry| entry.key == key).filter(|entry| !matches!(entry.node.value, TaskValue::Null))
     }
 
     pub(crate) fn text(&self, key: &str) -> Result<Option<String>, ConfigError> {
@@ -70,7 +70,7 @@ impl<'a> YamlMap<'a> {
         match self.get(key) {
             None => Ok(default),
             Some(entry) => match &entry.node.value {
-                Value::Bool(value) => Ok(*value),
+                TaskValue::Bool(value) => Ok(*value),
                 _ => Err(type_error(entry, "true or false")),
             },
         }
@@ -79,7 +79,7 @@ impl<'a> YamlMap<'a> {
     pub(crate) fn count(&self, key: &str) -> Result<Option<usize>, ConfigError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match entry.node.value {
-            Value::Int(number) => usize::try_from(number).ok(),
+            TaskValue::Int(number) => usize::try_from(number).ok(),
             _ => None,
         }
         .map_or_else(|| Err(type_error(entry, "an integer of at least 0")), |count| Ok(Some(count)))
@@ -97,7 +97,7 @@ impl<'a> YamlMap<'a> {
     pub(crate) fn integer(&self, key: &str) -> Result<Option<i64>, ConfigError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match entry.node.value {
-            Value::Int(number) => i64::try_from(number).ok(),
+            TaskValue::Int(number) => i64::try_from(number).ok(),
             _ => None,
         }
         .map_or_else(|| Err(type_error(entry, "an integer")), |number| Ok(Some(number)))
@@ -107,9 +107,9 @@ impl<'a> YamlMap<'a> {
     pub(crate) fn texts(&self, key: &str) -> Result<Option<Vec<String>>, ConfigError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match &entry.node.value {
-            Value::Text(text) => Ok(Some(vec![text.clone()])),
-            Value::List(items) => {
-                let expected = |item: &Node| format!("{key}: expected texts, found {}", item.describe());
+            TaskValue::Text(text) => Ok(Some(vec![text.clone()])),
+            TaskValue::List(items) => {
+                let expected = |item: &TaskNode| format!("{key}: expected texts, found {}", item.describe());
                 let text = |item| scalar(item).ok_or_else(|| ConfigError::at(item.place.clone(), expected(item)));
                 let texts = items.iter().map(text);
                 texts.collect::<Result<_, _>>().map(Some)
@@ -118,10 +118,10 @@ impl<'a> YamlMap<'a> {
         }
     }
 
-    pub(crate) fn list(&self, key: &str) -> Result<Option<&'a [Node]>, ConfigError> {
+    pub(crate) fn list(&self, key: &str) -> Result<Option<&'a [TaskNode]>, ConfigError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match &entry.node.value {
-            Value::List(items) => Ok(Some(items)),
+            TaskValue::List(items) => Ok(Some(items)),
             _ => Err(type_error(entry, "a list")),
         }
     }
@@ -136,21 +136,21 @@ impl<'a> YamlMap<'a> {
 }
 
 /// Creates an error that states the expected type of a key.
-pub(crate) fn type_error(entry: &Entry, wanted: &str) -> ConfigError {
+pub(crate) fn type_error(entry: &TaskEntry, wanted: &str) -> ConfigError {
     ConfigError::at(
         entry.node.place.clone(),
         format!("{}: expected {wanted}, found {}", entry.key, entry.node.describe()),
     )
 }
 
-fn text_of(entry: &Entry) -> Result<String, ConfigError> {
+fn text_of(entry: &TaskEntry) -> Result<String, ConfigError> {
     scalar(&entry.node).ok_or_else(|| type_error(entry, "a text"))
 }
 
 /// Returns a string, or a number as a string.
-fn scalar(node: &Node) -> Option<String> {
+fn scalar(node: &TaskNode) -> Option<String> {
     match &node.value {
-        Value::Text(text) => Some(text.clone()),
+        TaskValue::Text(text) => Some(text.clone()),
         value => value.number().map(|number| number.to_string()),
     }
 }

@@ -8,7 +8,7 @@ use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_text_file};
 
 use super::error::{ConfigError, TaskError};
 use super::keys::type_error;
-use super::yaml::{Entry, Node, Value, parse};
+use super::yaml::{TaskEntry, TaskNode, TaskValue, parse};
 
 /// Built-in task files, embedded in the program.
 static BUILT_IN: include_dir::Dir<'static> = include_dir::include_dir!("$CARGO_MANIFEST_DIR/tasks");
@@ -17,7 +17,7 @@ static BUILT_IN: include_dir::Dir<'static> = include_dir::include_dir!("$CARGO_M
 const MAX_DEPTH: usize = 16;
 
 /// Returns all built-in configurations.
-pub(super) fn built_in() -> Result<Vec<Node>, ConfigError> {
+pub(super) fn built_in() -> Result<Vec<TaskNode>, ConfigError> {
     let mut files: Vec<_> = BUILT_IN.files().collect();
     files.sort_by_key(|file| file.path());
     let mut all = Vec::new();
@@ -31,7 +31,7 @@ pub(super) fn built_in() -> Result<Vec<Node>, ConfigError> {
 /// Configurations in a file or folder, and the errors of unreadable files.
 #[derive(Default)]
 pub(super) struct LoadedConfigs {
-    pub(super) nodes: Vec<Node>,
+    pub(super) nodes: Vec<TaskNode>,
     pub(super) load_errors: Vec<TaskError>,
 }
 
@@ -71,23 +71,23 @@ fn collect(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), 
 }
 
 /// Loads the configurations of a file, with includes merged.
-fn from_file(path: &Path, depth: usize) -> Result<Vec<Node>, TaskError> {
+fn from_file(path: &Path, depth: usize) -> Result<Vec<TaskNode>, TaskError> {
     let text = read_regular_text_file(path, MAX_CONFIG_FILE_BYTES)
         .map_err(|source| TaskError::Io { path: path.to_owned(), source })?;
     let whole = parse(path, &text)?;
     documents(whole).into_iter().map(|node| merge_includes(node, depth)).collect()
 }
 
-fn documents(node: Node) -> Vec<Node> {
+fn documents(node: TaskNode) -> Vec<TaskNode> {
     match node.value {
-        Value::List(items) => items,
+        TaskValue::List(items) => items,
         _ => vec![node],
     }
 }
 
 /// Merges included files into a configuration, whose own keys override theirs.
-fn merge_includes(node: Node, depth: usize) -> Result<Node, TaskError> {
-    let Value::Map(own) = &node.value else {
+fn merge_includes(node: TaskNode, depth: usize) -> Result<TaskNode, TaskError> {
+    let TaskValue::Map(own) = &node.value else {
         return Err(ConfigError::at(
             node.place.clone(),
             format!("a task file must be a map of keys, found {}", node.describe()),
@@ -102,7 +102,7 @@ fn merge_includes(node: Node, depth: usize) -> Result<Node, TaskError> {
         )
         .into());
     }
-    let mut merged: Vec<Entry> = Vec::new();
+    let mut merged: Vec<TaskEntry> = Vec::new();
     for name in names(entry)? {
         let path = node.place.file.parent().unwrap_or(Path::new("")).join(name);
         let mut parts = from_file(&path, depth - 1).map_err(|error| at_include(entry, error))?;
@@ -113,28 +113,28 @@ fn merge_includes(node: Node, depth: usize) -> Result<Node, TaskError> {
             )
             .into());
         };
-        if let Value::Map(entries) = std::mem::replace(&mut part.value, Value::Null) {
+        if let TaskValue::Map(entries) = std::mem::replace(&mut part.value, TaskValue::Null) {
             entries.into_iter().filter(|entry| entry.key != "task_list").for_each(|entry| set_key(&mut merged, entry));
         }
     }
     own.iter().filter(|entry| entry.key != "include").cloned().for_each(|entry| set_key(&mut merged, entry));
-    Ok(Node { value: Value::Map(merged), place: node.place })
+    Ok(TaskNode { value: TaskValue::Map(merged), place: node.place })
 }
 
-fn names(entry: &Entry) -> Result<Vec<&str>, ConfigError> {
-    let text = |node: &Node| match &node.value {
-        Value::Text(_) => Ok(()),
+fn names(entry: &TaskEntry) -> Result<Vec<&str>, ConfigError> {
+    let text = |node: &TaskNode| match &node.value {
+        TaskValue::Text(_) => Ok(()),
         _ => Err(type_error(entry, "a file name or a list of them")),
     };
     let nodes = match &entry.node.value {
-        Value::List(items) => items.iter().collect(),
+        TaskValue::List(items) => items.iter().collect(),
         _ => vec![&entry.node],
     };
     nodes.into_iter().map(|node| text(node).map(|()| node.text_or_empty())).collect()
 }
 
 /// Adds the location of the `include` key to an I/O error.
-fn at_include(entry: &Entry, error: TaskError) -> TaskError {
+fn at_include(entry: &TaskEntry, error: TaskError) -> TaskError {
     match error {
         TaskError::Io { path, source } => {
             ConfigError::at(entry.place.clone(), format!("include: cannot read {}: {source}", path.display())).into()
@@ -144,7 +144,7 @@ fn at_include(entry: &Entry, error: TaskError) -> TaskError {
 }
 
 /// Replaces the entry of a key in place, or appends it.
-pub(super) fn set_key(entries: &mut Vec<Entry>, new: Entry) {
+pub(super) fn set_key(entries: &mut Vec<TaskEntry>, new: TaskEntry) {
     match entries.iter_mut().find(|entry| entry.key == new.key) {
         Some(entry) => *entry = new,
         None => entries.push(new),

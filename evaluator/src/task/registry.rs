@@ -11,7 +11,7 @@ use super::error::{ConfigError, SourceLocation, TaskError};
 use super::group::{GROUP_KEYS, TaskGroup};
 use super::keys::YamlMap;
 use super::load::{built_in, from_path, set_key};
-use super::yaml::{Entry, Node, Value};
+use super::yaml::{TaskEntry, TaskNode, TaskValue};
 
 /// Registry of tasks, groups and tags by name, as lm-eval's `TaskManager`.
 #[derive(Debug)]
@@ -25,8 +25,8 @@ pub struct TaskRegistry {
 
 #[derive(Clone, Debug)]
 enum RegistryEntry {
-    Task(Node),
-    Group(Node),
+    Task(TaskNode),
+    Group(TaskNode),
 }
 
 /// Task, group or tag in the output of `evaluator ls`.
@@ -80,8 +80,8 @@ impl TaskRegistry {
             RegistryEntry::Task(node) => Some((name, node)),
             RegistryEntry::Group(_) => None,
         });
-        let output = |node: &Node| node.get("output_type").map(|entry| entry.node.text_or_empty().to_owned());
-        let listed = |(name, node): (&String, &Node)| TaskListing {
+        let output = |node: &TaskNode| node.get("output_type").map(|entry| entry.node.text_or_empty().to_owned());
+        let listed = |(name, node): (&String, &TaskNode)| TaskListing {
             output_type: Some(output(node).unwrap_or_else(|| "generate_until".into())),
             ..listed(name, Some(node), Vec::new())
         };
@@ -129,7 +129,7 @@ impl TaskRegistry {
         Ok(TaskSelection { tasks: built.tasks, groups: built.groups })
     }
 
-    fn add(&mut self, nodes: Vec<Node>) -> Result<(), TaskError> {
+    fn add(&mut self, nodes: Vec<TaskNode>) -> Result<(), TaskError> {
         for node in nodes {
             let Some((name, is_group)) = given_name(&node) else {
                 let fault = ConfigError::at(node.place.clone(), "the key `task` or `group` is missing");
@@ -153,7 +153,7 @@ impl TaskRegistry {
     }
 
     /// Records names defined twice in one folder. Only another folder may override a task.
-    fn find_duplicates(&mut self, nodes: &[Node]) {
+    fn find_duplicates(&mut self, nodes: &[TaskNode]) {
         let mut seen: BTreeMap<String, &SourceLocation> = BTreeMap::new();
         for node in nodes {
             let Some((name, _)) = given_name(node) else { continue };
@@ -218,7 +218,7 @@ impl TaskRegistry {
     fn build(
         &self,
         name: &str,
-        overrides: &[Entry],
+        overrides: &[TaskEntry],
         built: &mut SelectionBuilder,
         depth: usize,
     ) -> Result<Vec<String>, TaskError> {
@@ -241,7 +241,12 @@ impl TaskRegistry {
         }
     }
 
-    fn task(&self, node: &Node, overrides: &[Entry], built: &mut SelectionBuilder) -> Result<String, TaskError> {
+    fn task(
+        &self,
+        node: &TaskNode,
+        overrides: &[TaskEntry],
+        built: &mut SelectionBuilder,
+    ) -> Result<String, TaskError> {
         let config = TaskConfig::read(&merged(node, overrides))?;
         let name = config.task.clone();
         built.add(config)?;
@@ -250,9 +255,9 @@ impl TaskRegistry {
 
     fn group(
         &self,
-        node: &Node,
+        node: &TaskNode,
         name: &str,
-        overrides: &[Entry],
+        overrides: &[TaskEntry],
         built: &mut SelectionBuilder,
         depth: usize,
     ) -> Result<(), TaskError> {
@@ -264,7 +269,7 @@ impl TaskRegistry {
         built.groups.push(group.clone());
         let passed_on =
             YamlMap::with_any_keys(node, "a group")?.entries().iter().filter(|e| !GROUP_KEYS.contains(&e.key.as_str()));
-        let mut inherited: Vec<Entry> = passed_on.cloned().collect();
+        let mut inherited: Vec<TaskEntry> = passed_on.cloned().collect();
         overrides.iter().cloned().for_each(|entry| set_key(&mut inherited, entry));
         for member in members(node) {
             for child in self.member(member, name, &inherited, built, depth)? {
@@ -282,13 +287,13 @@ impl TaskRegistry {
     /// Builds a group member: a name, a name with overrides, or a full configuration.
     fn member(
         &self,
-        member: &Node,
+        member: &TaskNode,
         group: &str,
-        inherited: &[Entry],
+        inherited: &[TaskEntry],
         built: &mut SelectionBuilder,
         depth: usize,
     ) -> Result<Vec<String>, TaskError> {
-        let Value::Map(own) = &member.value else {
+        let TaskValue::Map(own) = &member.value else {
             let name = name_of(member)
                 .ok_or_else(|| ConfigError::at(member.place.clone(), "a member of a group is a name or a map"))?;
             return self.build(&name, inherited, built, depth - 1);
@@ -310,10 +315,10 @@ impl TaskRegistry {
             entries.retain(|entry| entry.key != "task");
             return self.build(&name, &entries, built, depth - 1);
         }
-        let renamed = Node { value: Value::Text(format!("{group}::{name}")), place: member.place.clone() };
-        let new = Entry { key: "task".into(), place: member.place.clone(), node: renamed };
+        let renamed = TaskNode { value: TaskValue::Text(format!("{group}::{name}")), place: member.place.clone() };
+        let new = TaskEntry { key: "task".into(), place: member.place.clone(), node: renamed };
         set_key(&mut entries, new);
-        let empty = Node { value: Value::Map(Vec::new()), place: member.place.clone() };
+        let empty = TaskNode { value: TaskValue::Map(Vec::new()), place: member.place.clone() };
         self.task(&empty, &entries, built).map(|name| vec![name])
     }
 
@@ -333,7 +338,7 @@ impl TaskRegistry {
 /// Tasks of a file that was selected by path.
 struct FileTasks<'a> {
     registry: &'a TaskRegistry,
-    nodes: Vec<Node>,
+    nodes: Vec<TaskNode>,
 }
 
 impl FileTasks<'_> {
@@ -375,39 +380,39 @@ impl SelectionBuilder {
     }
 }
 
-fn merged(node: &Node, overrides: &[Entry]) -> Node {
+fn merged(node: &TaskNode, overrides: &[TaskEntry]) -> TaskNode {
     let mut node = node.clone();
-    if let Value::Map(entries) = &mut node.value {
+    if let TaskValue::Map(entries) = &mut node.value {
         overrides.iter().cloned().for_each(|entry| set_key(entries, entry));
     }
     node
 }
 
-fn listed(name: &str, node: Option<&Node>, members: Vec<String>) -> TaskListing {
+fn listed(name: &str, node: Option<&TaskNode>, members: Vec<String>) -> TaskListing {
     let file = |place: &SourceLocation| place.file.as_ref().clone();
     TaskListing { name: name.to_owned(), file: node.map(|node| file(&node.place)), output_type: None, members }
 }
 
-fn members(node: &Node) -> &[Node] {
+fn members(node: &TaskNode) -> &[TaskNode] {
     match node.get("task").map(|entry| &entry.node) {
-        Some(Node { value: Value::List(items), .. }) => items,
-        Some(one) if matches!(one.value, Value::Text(_)) => std::slice::from_ref(one),
+        Some(TaskNode { value: TaskValue::List(items), .. }) => items,
+        Some(one) if matches!(one.value, TaskValue::Text(_)) => std::slice::from_ref(one),
         _ => &[],
     }
 }
 
 /// Returns the name of a member.
-fn name_of(node: &Node) -> Option<String> {
+fn name_of(node: &TaskNode) -> Option<String> {
     match &node.value {
-        Value::Text(text) => Some(text.clone()),
-        number @ (Value::Int(_) | Value::Float(_)) => number.number().map(|number| number.to_string()),
-        Value::Map(_) => ["task", "group"].into_iter().find_map(|key| name_of(&node.get(key)?.node)),
+        TaskValue::Text(text) => Some(text.clone()),
+        number @ (TaskValue::Int(_) | TaskValue::Float(_)) => number.number().map(|number| number.to_string()),
+        TaskValue::Map(_) => ["task", "group"].into_iter().find_map(|key| name_of(&node.get(key)?.node)),
         _ => None,
     }
 }
 
 /// Returns the name of a configuration, and true for a group.
-fn given_name(node: &Node) -> Option<(String, bool)> {
+fn given_name(node: &TaskNode) -> Option<(String, bool)> {
     let named = |key: &str| node.get(key).and_then(|entry| name_of(&entry.node));
     let group = named("group").filter(|_| node.get("class").is_none());
     group.map(|name| (name, true)).or_else(|| named("task").map(|name| (name, false)))
@@ -419,10 +424,10 @@ fn is_one_place(one: &SourceLocation, other: &SourceLocation) -> bool {
     one.file == other.file && one.line == other.line || one.file != other.file && real(one) == real(other)
 }
 
-fn tags(node: &Node) -> Vec<String> {
+fn tags(node: &TaskNode) -> Vec<String> {
     match node.get("tag").map(|entry| &entry.node.value) {
-        Some(Value::Text(tag)) => vec![tag.clone()],
-        Some(Value::List(items)) => items.iter().map(|item| item.text_or_empty().to_owned()).collect(),
+        Some(TaskValue::Text(tag)) => vec![tag.clone()],
+        Some(TaskValue::List(items)) => items.iter().map(|item| item.text_or_empty().to_owned()).collect(),
         _ => Vec::new(),
     }
 }

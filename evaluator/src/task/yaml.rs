@@ -13,16 +13,16 @@ use serde_saphyr::{DuplicateKeyPolicy, NonFiniteFloatPolicy};
 use super::error::{ConfigError, SourceLocation};
 
 /// YAML node of a task file, with its location.
-pub(crate) type Node = yaml::YamlNode<SourceLocation>;
+pub(crate) type TaskNode = yaml::YamlNode<SourceLocation>;
 
 /// YAML value of a task file.
-pub(crate) type Value = yaml::YamlValue<SourceLocation>;
+pub(crate) type TaskValue = yaml::YamlValue<SourceLocation>;
 
 /// Key and value in a map of a task file.
-pub(crate) type Entry = yaml::YamlEntry<SourceLocation>;
+pub(crate) type TaskEntry = yaml::YamlEntry<SourceLocation>;
 
 /// Parses a task file. Errors name `file`.
-pub(crate) fn parse(file: &Path, text: &str) -> Result<Node, ConfigError> {
+pub(crate) fn parse(file: &Path, text: &str) -> Result<TaskNode, ConfigError> {
     let options = serde_saphyr::options! {
         duplicate_keys: DuplicateKeyPolicy::LastWins,
         non_finite_float_policy: NonFiniteFloatPolicy::AsString,
@@ -38,15 +38,15 @@ pub(crate) fn parse(file: &Path, text: &str) -> Result<Node, ConfigError> {
 }
 
 /// Checks the keys and the tag of a value, and reads a lone `y` or `n` as a string, as PyYAML does.
-fn checked(mut node: Node, text: &str) -> Result<Node, ConfigError> {
+fn checked(mut node: TaskNode, text: &str) -> Result<TaskNode, ConfigError> {
     match &node.value {
-        Value::Bool(_) => {
+        TaskValue::Bool(_) => {
             if let Some(word) = lone_letter(text, &node.place) {
-                node.value = Value::Text(word);
+                node.value = TaskValue::Text(word);
             }
         }
-        Value::Map(entries) => check_keys(entries)?,
-        Value::Tagged(tag, tagged) if tag != "!function" || !matches!(tagged.value, Value::Text(_)) => {
+        TaskValue::Map(entries) => check_keys(entries)?,
+        TaskValue::Tagged(tag, tagged) if tag != "!function" || !matches!(tagged.value, TaskValue::Text(_)) => {
             return Err(ConfigError::at(
                 node.place,
                 format!("unknown tag `{tag}`; the only one is !function before a text"),
@@ -66,8 +66,8 @@ fn lone_letter(text: &str, place: &SourceLocation) -> Option<String> {
 }
 
 /// Returns an error for a duplicate key. PyYAML takes the last value, other parsers the first.
-fn check_keys(entries: &[Entry]) -> Result<(), ConfigError> {
-    let mut seen: HashMap<&str, &Entry> = HashMap::new();
+fn check_keys(entries: &[TaskEntry]) -> Result<(), ConfigError> {
+    let mut seen: HashMap<&str, &TaskEntry> = HashMap::new();
     for entry in entries {
         if let Some(first) = seen.insert(&entry.key, entry) {
             let message = format!("`{}` is given twice, first in line {}; remove one", entry.key, first.place.line);
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_beside_a_merged_map_wins() {
+    fn an_explicit_key_overrides_a_merged_map() {
         let merged = parse("a: &a {k: 1, l: 1}\nb:\n  <<: *a\n  k: 2\n").unwrap();
         assert_eq!(merged["b"], serde_json::json!({"k": 2, "l": 1}));
     }

@@ -253,7 +253,7 @@ fn a_rank_with_a_copy_of_its_own_is_waited_for_as_long_as_it_takes() {
 
 /// Ranks wait for each other during computation, so the watchdog must notice a step that never ends.
 #[test]
-fn ranks_that_have_a_copy_together_are_waited_for_step_by_step() {
+fn ranks_that_share_a_model_copy_are_waited_for_at_each_step() {
     let together =
         |world: &World| InferenceGroup { replica: world.group(), ..InferenceGroup::replicated(world.group()) };
     let answered = with_a_slow_rank(TIMEOUT / 3, Some(2), together).unwrap();
@@ -299,7 +299,7 @@ fn a_stop_on_one_rank_ends_all_of_them() {
 }
 
 #[test]
-fn what_is_sampled_depends_on_the_seed_and_the_draw_and_not_on_the_batch() {
+fn samples_depend_on_seed_and_draw_but_not_on_the_batch() {
     let (_folder, lm) = model(1);
     let sampled = GenerationSettings { do_sample: true, temperature: 1.0, ..greedy(&[], 8) };
     let requests: Vec<Request> =
@@ -331,7 +331,7 @@ fn n_lines(folder: &Path) -> usize {
 }
 
 #[test]
-fn an_interrupted_evaluation_goes_on_with_another_number_of_ranks() {
+fn an_interrupted_evaluation_resumes_with_another_number_of_ranks() {
     let (folder, lm) = model(1);
     let requests = requests();
     let want = answer(&lm, settings(), &requests);
@@ -391,7 +391,7 @@ fn answers_are_read_for_the_same_model_and_for_no_other() {
 }
 
 #[test]
-fn stops_count_behind_the_thinking() {
+fn stop_sequences_apply_after_the_thinking() {
     let tokenizer = Tokenizer::from_directory(crate::support::root().join("recipes/quickstart/tokenizer")).unwrap();
     let thought = tokenizer.encode("I stop here. END  The answer. stop it", SpecialTokens::Exclude).unwrap();
     let check = |end: Option<ThinkEnd>, want: &str, n_stops: usize| {
@@ -415,7 +415,7 @@ fn stops_count_behind_the_thinking() {
 }
 
 #[test]
-fn what_cannot_be_answered_is_said_before_anything_is_computed() {
+fn unsupported_requests_are_refused_before_any_computation() {
     let (_folder, lm) = model(1);
     let refused = |request: Request| {
         let error = EngineBackend::new(&lm, settings(), alone()).unwrap().answer(&[request]).unwrap_err();

@@ -138,7 +138,7 @@ fn together(workspace: &Workspace, n_ranks: usize, arguments: &[&str]) -> Vec<Ou
 }
 
 #[test]
-fn two_processes_make_the_results_of_one() {
+fn two_processes_give_the_results_of_one() {
     let workspace = Workspace::new();
     let alone: Value = serde_json::from_slice(&success(workspace.run(&["--json"])).stdout).unwrap();
     let ranks: Vec<_> = together(&workspace, 2, &["--output-path", "out"]).into_iter().map(success).collect();
@@ -151,7 +151,7 @@ fn two_processes_make_the_results_of_one() {
 
 /// Tasks of all output types with few-shot examples have equal scores and equal records in equal order.
 #[test]
-fn any_number_of_ranks_makes_what_one_makes() {
+fn any_number_of_ranks_gives_the_results_of_one() {
     let workspace = Workspace::new();
     for mode in [&[][..], &["--compat", "lm-eval"]] {
         let made = |n_ranks: usize| {
@@ -178,7 +178,7 @@ fn any_number_of_ranks_makes_what_one_makes() {
 
 /// Tensor parallelism changes the rounding of sums; no score of these tasks is that close.
 #[test]
-fn ranks_that_have_a_model_together_make_the_results_of_one() {
+fn ranks_that_share_a_model_give_the_results_of_one() {
     let workspace = Workspace::new();
     let alone: Value = serde_json::from_slice(&success(workspace.run(&["--json"])).stdout).unwrap();
     for (n_ranks, arguments, n_copies) in [
@@ -198,7 +198,7 @@ fn ranks_that_have_a_model_together_make_the_results_of_one() {
 }
 
 #[test]
-fn parts_that_a_model_does_not_fall_into_are_refused() {
+fn a_tensor_parallel_size_that_does_not_divide_the_model_is_refused() {
     let workspace = Workspace::new();
     for (n_ranks, arguments, said) in [
         (3, ["--tensor-parallel-size", "2"], "3 ranks cannot hold copies of a model over 2 ranks each"),
@@ -216,7 +216,7 @@ fn parts_that_a_model_does_not_fall_into_are_refused() {
 }
 
 #[test]
-fn what_cannot_be_written_is_a_failure() {
+fn an_unwritable_output_is_an_error() {
     let workspace = Workspace::new();
     workspace.write("out", "a file where a folder should be");
     let output = workspace.run(&["--limit", "2", "--output-path", "out"]);

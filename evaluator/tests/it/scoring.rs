@@ -86,7 +86,7 @@ fn a_choice_that_is_not_there_is_counted() {
 }
 
 #[test]
-fn a_part_of_a_run_asks_what_the_whole_asks() {
+fn a_subset_of_tasks_sends_the_requests_of_the_whole_run() {
     let folder = tempfile::tempdir().unwrap();
     let rows: Vec<_> =
         (0..9).map(|i| json!({"goal": format!("g{i}"), "sol1": "a", "sol2": "b", "label": i % 2})).collect();

@@ -67,7 +67,7 @@ fn built_in_tasks_groups_and_tags_are_listed() {
 }
 
 #[test]
-fn a_prompt_is_shown_as_it_is_asked() {
+fn a_prompt_is_shown_as_it_is_sent_to_the_model() {
     let data = format!("gsm8k={}", fixtures().join("data/gsm8k").display());
     let text = said(&["show", "gsm8k", "--doc", "1", "--data", &data, "--num-fewshot", "1", "--compat", "lm-eval"]);
     let head = format!(
@@ -191,7 +191,7 @@ fn a_backend_of_lm_eval_is_refused_by_name() {
 }
 
 #[test]
-fn what_is_misspelt_is_answered_with_what_may_be_meant() {
+fn misspelt_names_are_errors_with_suggestions() {
     refused(&["show", "arc_eazy"], 2, &["the task \"arc_eazy\"", "did you mean `arc_easy`?"]);
     refused(&["show", "mmlu,mmlu_anatomy"], 2, &["mmlu and mmlu_anatomy select the task mmlu_anatomy"]);
     refused(&["show", "arc_easy", "--data", "arc_easy"], 2, &["write TASK=PATH"]);
@@ -424,7 +424,7 @@ fn another_python_file_is_refused_unless_it_is_allowed() {
 }
 
 #[test]
-fn a_metric_of_one_right_choice_refuses_several_before_anything_is_asked() {
+fn a_single_choice_metric_refuses_several_gold_choices_before_any_request() {
     let folder = tempfile::tempdir().unwrap();
     let data = file(&folder, "test.jsonl", &json!({"q": "a", "choices": ["x", "y"], "gold": [0, 1]}).to_string());
     let task = format!(

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Our programs beside their peers on this machine's CPU: cpu_bench TRAINER EVALUATOR [OPTIONS]; scripts/bench has them.
+"""Benchmarks our programs against their peers on this machine's CPU: cpu_bench TRAINER EVALUATOR [OPTIONS].
 
-A round runs each side once, in turn, in processes of their own, on the same data, shapes and number of threads. The ratio
-of a case is the median of its rounds', with the smallest and largest beside it.
+scripts/bench lists the options.
+
+A round runs each side once, in processes of their own, with equal data, shapes and number of threads. The ratio of a case
+is the median over its rounds, printed with the smallest and the largest.
 """
 
 import argparse
@@ -39,7 +41,7 @@ def main() -> None:
 
 
 def survived(peers: Peers, case: Case, peer: str) -> tuple[float, float] | None:
-    """What a peer measured; None if it ended badly on a sequence that may be too long for it."""
+    """Returns a peer's measurement; None if it failed on a sequence that may be too long for it."""
     try:
         return peers.measure(case, peer)
     except Failed:

@@ -1,4 +1,4 @@
-"""What is measured: the shapes, and the list of cases. A case is data; ours.py and peer.py know how to do it."""
+"""The shapes and the list of cases. A case is data; ours.py and peer.py implement it."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table. Its first word says what both sides do."""
+    """One line of the table. The first word of its name is the operation."""
 
     name: str
     unit: str
@@ -27,9 +27,9 @@ class Case:
     accumulated: int = 1
     steps: int = 1
     dtype: str = "f32"
-    # Blocks are computed again in backward, ours with this `activation_checkpoint` and tiled MLPs, too.
+    # Backward recomputes the layers, ours with this `activation_checkpoint` and tiled MLPs, too.
     recomputed: str = ""
-    # Those of --peers that differ in this case.
+    # The --peers that differ in this case.
     peers: tuple = ("eager",)
 
     @property
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def warm(self) -> int:
-        """The first steps of a run are not counted: memory is touched for the first time. A single one is."""
+        """Drops the first steps of a run, which touch memory for the first time. A single step is kept."""
         return min(2, self.steps - 1)
 
     @property
@@ -46,7 +46,7 @@ class Case:
         return self.unit == "s"
 
 
-# torch as it comes; with torch.compile; with an allocator that gives no memory back, as ours does not.
+# Eager torch; torch.compile; an allocator that returns no memory to the system, like ours.
 PEERS = ("eager", "compile", "keep")
 
 
@@ -81,7 +81,7 @@ CASES = [
     Case("profile smollm2-135m 1x512", "tokens/s", SMOLLM2, 512, steps=6),
 ]
 
-# The same paths with nothing in them: to try the scripts, not to measure.
+# Tiny shapes with the same code paths, to test the scripts.
 QUICK = [
     train("tiny 2x64", TINY, 2, 64, 2, 4),
     long("tiny", TINY, 128),
@@ -98,6 +98,6 @@ QUICK = [
 
 
 def config(case: Case) -> dict:
-    """The config.json of both sides. Nothing ends a generation early."""
+    """Returns the config.json of both sides. Without stop tokens, no generation ends early."""
     return dict(case.shape, architectures=[CLASSES[case.shape["model_type"]]], max_position_embeddings=131072,
                 rms_norm_eps=1e-6, rope_theta=10000.0, bos_token_id=None, eos_token_id=None, pad_token_id=0)

@@ -1,6 +1,6 @@
-"""What both sides read: text, a tokenizer trained on it, and models with random weights. Made once a call, when needed.
+"""Inputs of both sides: text, a tokenizer trained on it, and models with random weights. Made on demand, once per call.
 
-The text is Zipf-distributed words of a made-up language with punctuation and line breaks, the same each time. Every word
+The text is Zipf-distributed words of an artificial language with punctuation and line breaks, equal in each run. Every word
 of a training row is one token of the tokenizer, so that a row of n words has n tokens on both sides.
 """
 
@@ -20,13 +20,13 @@ DOCUMENT_WORDS = 300
 
 
 class Inputs:
-    """A folder of them."""
+    """A folder of inputs."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def tokenizer(self, case: Case) -> Path:
-        """A byte-level BPE that fits the model, in a Hugging Face folder. No token ends a text, so none a generation."""
+        """Trains a byte-level BPE tokenizer for the model, in a Hugging Face folder, without an EOS token."""
         return self.trained(min(case.shape["vocab_size"], MOST_TOKENS))
 
     @cache
@@ -45,7 +45,7 @@ class Inputs:
         return folder
 
     def rows(self, case: Case, n_rows: int) -> Path:
-        """Rows of text of exactly `length` tokens."""
+        """Returns rows of text of exactly `length` tokens."""
         folder, length = self.tokenizer(case), case.length
         path = self.folder / f"rows-{folder.name}-{length}-{n_rows}.jsonl"
         if not path.exists():
@@ -55,7 +55,7 @@ class Inputs:
         return path
 
     def ids(self, case: Case, n_rows: int) -> Path:
-        """The tokens of `rows`, a list a row."""
+        """Returns the tokens of `rows`, one list per row."""
         tokenizer = load(self.tokenizer(case))
         rows = self.rows(case, n_rows)
         ids = [tokenizer.encode(json.loads(line)["text"]).ids for line in rows.read_text().splitlines()]
@@ -65,7 +65,7 @@ class Inputs:
         return path
 
     def model(self, case: Case) -> Path:
-        """A Hugging Face folder with random weights in f32, and the tokenizer."""
+        """Makes a Hugging Face folder with random f32 weights and the tokenizer."""
         folder = self.folder / f"model-{case.shape['hidden_size']}"
         if not folder.exists():
             run(peer_command("make", {"config": config(case), "folder": str(folder)}))
@@ -76,7 +76,7 @@ class Inputs:
 
     @cache
     def text(self, megabytes: int) -> Path:
-        """About so many MB of documents, a row each."""
+        """Writes documents of about this number of MB, one row per document."""
         path = self.folder / f"text-{megabytes}.jsonl"
         n_bytes = 0
         with path.open("w") as file:
@@ -96,14 +96,14 @@ def load(folder: Path):
 
 @cache
 def whole_words(folder: Path) -> list[str]:
-    """Words, each behind a space, that are one token."""
+    """Returns words that are one token, each with a leading space."""
     words = [" " + word for word in vocabulary()]
     return [word for word in words if len(load(folder).encode(word).ids) == 1]
 
 
 @cache
 def vocabulary() -> list[str]:
-    """Words in the order of their frequency: the more frequent, the shorter."""
+    """Returns words, the most frequent first; frequent words are shorter."""
     letters = random.Random(3)
     syllable = lambda: letters.choice("bdfgklmnprstvwz") + letters.choice("aeiou") + letters.choice(["", "", "n", "r", "s"])
     words = {}
@@ -114,7 +114,7 @@ def vocabulary() -> list[str]:
 
 
 def documents(seed: int):
-    """Endless documents of a few paragraphs."""
+    """Generates documents of a few paragraphs without end."""
     chance = random.Random(seed)
     words = vocabulary()
     weights = list(itertools.accumulate(1 / (rank + 2.7) for rank in range(len(words))))

@@ -1,4 +1,4 @@
-"""Our side of each case: what a program is asked, and which of its numbers counts."""
+"""Our side of each case: the command of a program, and the number read from its output."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ class Ours:
         self.run_folder = inputs.folder / "run"
 
     def measure(self, case: Case) -> tuple[float, float]:
-        """The case's number, and the peak memory in MiB."""
+        """Returns the case's number and the peak memory in MiB."""
         return getattr(self, case.what)(case)
 
     def train(self, case: Case, arguments: tuple = ()) -> tuple[float, float]:
@@ -49,7 +49,7 @@ class Ours:
         return seconds_until([self.trainer, "train", recipe], "Train iter: 1/")
 
     def save(self, case: Case) -> tuple[float, float]:
-        """Both kinds of saves are made at the end of one step."""
+        """Times both kinds of checkpoints, written at the end of one step."""
         kind = {"checkpoint": "sharded", "huggingface": "huggingface"}[case.name.split()[1]]
         folder = self.inputs.folder / f"ours-{kind}"
         shutil.rmtree(folder, ignore_errors=True)
@@ -59,7 +59,7 @@ class Ours:
         return record["save_time"], ran.rss
 
     def load(self, case: Case) -> tuple[float, float]:
-        """Takes up a run that is done: everything is read, nothing is trained."""
+        """Resumes a finished run: everything is read, nothing is trained."""
         folder = self.inputs.folder / "ours-sharded"
         checkpoint = {"type": "sharded", "output_dir": str(folder), "save_end_of_training": True}
         if not folder.exists():
@@ -70,7 +70,7 @@ class Ours:
         return record["resume_time"], ran.rss
 
     def data(self, case: Case) -> tuple[float, float]:
-        """The whole process, from its start: tokens are in the cache, rows are packed."""
+        """Times the whole process: tokens are written to the cache, rows are packed."""
         text = self.inputs.text(case.length)
         recipe = self.inputs.folder / "recipe.yaml"
         cache = self.inputs.folder / "cache"
@@ -86,7 +86,7 @@ class Ours:
         return text.stat().st_size / 1e6 / ran.seconds, ran.rss
 
     def recipe(self, case: Case, **keys) -> Path:
-        """A recipe of `steps` steps on rows of exactly `length` tokens."""
+        """Returns a recipe of `steps` steps on rows of exactly `length` tokens."""
         rows = self.inputs.rows(case, case.rows * case.accumulated * case.steps)
         shutil.rmtree(self.run_folder, ignore_errors=True)
         path = self.inputs.folder / "recipe.yaml"

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The other side of each case, by torch and transformers on the CPU: prints its number as the last line.
 
-peers.py says what to do, in a JSON object; each is done in a process of its own. Nothing is timed that we do not do as well:
-imports count in `start` only.
+peers.py passes the job as a JSON object; each job runs in a process of its own. Only work that our side also does is
+timed: imports count in `start` only.
 """
 
 import json
@@ -17,7 +17,7 @@ job = json.loads(sys.argv[1])
 
 
 def model(training: bool = True, dtype: torch.dtype = torch.float32):
-    """The model of the job's folder, or one with random weights."""
+    """Loads the model of the job's folder, or creates one with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -39,7 +39,7 @@ def optimizer(of):
 
 
 def loss_of(of, ids):
-    """Every token but a row's first is a target. The last logit of a row has none: to cut it off would be a copy."""
+    """Returns the loss with every token but a row's first as a target. The last logit of a row is masked, which saves a copy."""
     logits = of(input_ids=ids, use_cache=False).logits
     targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
@@ -71,7 +71,7 @@ def train():
 
 @torch.no_grad()
 def evaluate():
-    """A row before the clock starts warms up."""
+    """Times an evaluation after a warm-up row."""
     of = model(training=False)
     batches = rows().split(1)
     loss_of(of, batches[0]).item()
@@ -83,7 +83,7 @@ def evaluate():
 
 @torch.no_grad()
 def decode():
-    """The faster of two, of which the first warms up."""
+    """Returns the faster of two runs; the first is the warm-up."""
     of = model(training=False, dtype=torch.bfloat16 if job["dtype"] == "bf16" else torch.float32)
     of.generation_config.eos_token_id = None
     of.generation_config.pad_token_id = 0
@@ -112,7 +112,7 @@ def trained():
 
 
 def sync(path: Path):
-    """A save that a power cut may take is none: ours is on disk when it is done."""
+    """Syncs the files to disk, as our checkpoints are."""
     for file in [*path.iterdir(), path] if path.is_dir() else [path]:
         handle = os.open(file, os.O_RDONLY)
         os.fsync(handle)
@@ -146,8 +146,8 @@ def make():
 
 
 def data():
-    """Tokens and rows of 1024 with datasets.map, as transformers' run_clm.py makes them (it also copies the labels)."""
-    # A process a thread already computes.
+    """Makes tokens and rows of 1024 with datasets.map, as transformers' run_clm.py (which also copies the labels)."""
+    # One process per thread computes already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import datasets
     from transformers import PreTrainedTokenizerFast
@@ -170,7 +170,7 @@ def data():
 
 
 def ceilings():
-    """What the machine can do just now: a product of f32 matrices, and a += b * s over arrays past every cache."""
+    """Measures the machine's ceilings: an f32 matmul, and a += b * s over arrays larger than all caches."""
     def best(work):
         times = []
         for _ in range(7):

@@ -1,4 +1,4 @@
-"""The other side of each case: what peer.py is asked. Profiling's other side is ours without it."""
+"""The peers' side of each case: the jobs of peer.py. The peer of profiling is our program without it."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from inputs import Inputs
 from ours import Ours
 from process import peer_command, run, seconds_until
 
-# Large blocks come from the heap, which is never given back, in huge pages: memory is touched for the first time once.
+# Large blocks come from the heap in huge pages and are never returned, so that each page is touched first only once.
 KEEP = {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:glibc.malloc.hugetlb=1"}
 
 
@@ -17,7 +17,7 @@ class Peers:
         self.ours, self.inputs = ours, inputs
 
     def measure(self, case: Case, peer: str) -> tuple[float, float]:
-        """The case's number, and the peak memory in MiB."""
+        """Returns the case's number and the peak memory in MiB."""
         if case.what == "profile":
             return self.ours.train(case)
         command = peer_command(case.what, self.job(case) | {"compiled": peer == "compile"})
@@ -43,7 +43,7 @@ class Peers:
         return job
 
     def saved(self, case: Case, job: dict) -> dict:
-        """Where a save goes, and for a load one that is there."""
+        """Returns the folder of a checkpoint; for a load it holds one."""
         kind = case.name.split()[1]
         path = self.inputs.folder / f"peer-{kind}"
         if case.what == "save":
@@ -55,5 +55,5 @@ class Peers:
 
 
 def ceilings(size: int) -> dict:
-    """What the machine can do just now, by torch."""
+    """Measures the machine's ceilings with torch."""
     return json.loads(run(peer_command("ceilings", {"size": size})).said.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Runs a program and says what it printed, how long it took, and how much memory it needed."""
+"""Runs a program and returns its output, its duration and its peak memory."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 N_THREADS = len(os.sched_getaffinity(0))
-# Both sides have the same threads, and neither asks a network.
+# Both sides have the same number of threads, and neither uses the network.
 ENVIRONMENT = dict(os.environ, RAYON_NUM_THREADS=str(N_THREADS), OMP_NUM_THREADS=str(N_THREADS), HF_HUB_OFFLINE="1")
 
 
 class Failed(SystemExit):
-    """A program that ended badly. Where nobody expects it, it ends this one."""
+    """A failed program. Uncaught, it ends this one."""
 
 
 class Ran(NamedTuple):
@@ -44,18 +44,18 @@ def run(command: list, environment: dict | None = None) -> Ran:
 
 
 def first_to_go() -> None:
-    """Where memory ends, this process is killed and not the one that measures."""
+    """Makes the OOM killer choose this process instead of the measuring one."""
     Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def peer_command(what: str, job: dict) -> list:
-    """How peer.py is asked for `what`."""
+    """Returns the command of peer.py for `what`."""
     job = job | {"what": what, "threads": N_THREADS}
     return [sys.executable, str(Path(__file__).with_name("peer.py")), json.dumps(job)]
 
 
 def seconds_until(command: list, begins: str) -> tuple[float, float]:
-    """The time from a process's start to its line on stderr that begins so, and its peak memory in MiB."""
+    """Returns the time from a process's start to its stderr line with this beginning, and its peak memory in MiB."""
     command = list(map(str, command))
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)

@@ -1,4 +1,4 @@
-"""From rounds to a line of the table, and to JSON."""
+"""Formats rounds as lines of the table and as JSON."""
 
 import json
 import statistics
@@ -10,13 +10,13 @@ HEAD = f"{'case':46} {'ours':>9} {'peer':>9} unit      ratio (lowest to highest)
 
 
 class Table:
-    """Prints lines as they come, and keeps the JSON file whole."""
+    """Prints lines immediately and rewrites the JSON file atomically."""
 
     def __init__(self, path: str | None):
         self.path, self.results = path and Path(path), []
 
     def add(self, case: Case, peer: str, ours: list[tuple], theirs: list[tuple | None]) -> None:
-        """`ours` and `theirs` are the numbers and the memory of each round; None of a peer that did not survive one."""
+        """Adds a line. `ours` and `theirs` are the numbers and the memory of each round; None if a peer failed in one."""
         result = compare(case, peer, ours, theirs)
         self.results.append(result)
         print(line(case, result), flush=True)
@@ -25,7 +25,7 @@ class Table:
 
 
 def compare(case: Case, peer: str, ours: list[tuple], theirs: list[tuple]) -> dict:
-    """A ratio above 1 says that we are faster, an rss_ratio below 1 that we need less memory."""
+    """Computes the ratios. A ratio above 1 means that we are faster, an rss_ratio below 1 that we need less memory."""
     if None in theirs:
         return named(case, peer) | {"ours": statistics.median(our[0] for our in ours), "peer": None, "ratio": None,
                                     "rss_ratio": None, "rss_mib": max(our[1] for our in ours), "peer_rss_mib": None}
@@ -44,7 +44,7 @@ def compare(case: Case, peer: str, ours: list[tuple], theirs: list[tuple]) -> di
 
 
 def named(case: Case, peer: str) -> dict:
-    return {"name": case.name if peer == "eager" else f"{case.name} beside {peer}", "unit": case.unit}
+    return {"name": case.name if peer == "eager" else f"{case.name} compared with {peer}", "unit": case.unit}
 
 
 def line(case: Case, result: dict) -> str:

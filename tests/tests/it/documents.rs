@@ -1,8 +1,8 @@
-//! What the documents promise: the README's two commands, CI that runs them, no private paths.
+//! Checks of the documents: the README's two commands, their use in CI, links, and no private paths.
 
 use suite::{read, tracked_files};
 
-/// The contents of a Markdown text's fenced blocks of one language.
+/// Returns the fenced code blocks of one language in a Markdown text.
 fn blocks<'a>(markdown: &'a str, language: &str) -> Vec<&'a str> {
     let opening = format!("```{language}\n");
     markdown.split(&opening).skip(1).map(|rest| rest.split("\n```").next().unwrap()).collect()
@@ -40,10 +40,10 @@ fn links_between_documents_lead_somewhere() {
     }
 }
 
-/// What is committed must not name a place on somebody's machine.
+/// Committed files must not name paths of a private machine.
 #[test]
 fn no_file_names_a_private_path() {
-    // In two halves, so that this file does not accuse itself.
+    // Each word is in two halves, so that this file passes its own test.
     let private = ["/ro,ot/", "/ho,me/", "/Us,ers/", "/wo,rk/", "/tmp/pl,an", "candlewick-as,sets", "ref,env"];
     let private: Vec<_> = private.iter().map(|halves| halves.replace(',', "")).collect();
     for path in tracked_files() {
@@ -56,7 +56,7 @@ fn no_file_names_a_private_path() {
     }
 }
 
-/// A test that is renamed would silently join the quick profile.
+/// Without this check, a renamed test would silently join the quick profile.
 #[test]
 fn every_test_that_the_quick_profile_skips_exists() {
     let config = read(".config/nextest.toml");
@@ -66,5 +66,24 @@ fn every_test_that_the_quick_profile_skips_exists() {
     let sources: Vec<_> = sources.iter().map(read).collect();
     for name in names {
         assert!(sources.iter().any(|text| text.contains(&format!("fn {name}"))), "no test is named {name}");
+    }
+}
+
+/// A hop is a list item that begins with a file and a function of it.
+#[test]
+fn every_hop_of_a_training_step_names_a_function_in_its_file() {
+    let page = read("docs/ARCHITECTURE.md");
+    let section = page.split("\n## ").find(|section| section.starts_with("The path of a training step")).unwrap();
+    let numbered =
+        section.lines().filter_map(|line| line.split_once(". `")).filter(|(n, _)| n.parse::<usize>().is_ok());
+    let hops: Vec<_> = numbered.map(|(_, rest)| rest.split('`').next().unwrap()).collect();
+    assert!((10..=15).contains(&hops.len()), "{hops:?}");
+    for hop in hops {
+        let (file, function) = hop.split_once(':').unwrap_or_else(|| panic!("`{hop}` is not `file:function`"));
+        assert!(suite::root().join(file).is_file(), "{file} does not exist");
+        let code = suite::code_of(file.as_ref());
+        let declares = |rest: &str| rest.starts_with(['(', '<']);
+        let is_defined = code.split(&format!("fn {function}")).skip(1).any(declares);
+        assert!(is_defined, "{file} defines no function {function}");
     }
 }

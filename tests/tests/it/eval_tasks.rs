@@ -1,4 +1,4 @@
-//! Tasks of the evaluator during training: their scores are those of `evaluator run` on what is saved at that step.
+//! Evaluation of tasks during training gives the scores of `evaluator run` on the checkpoint of that step.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,25 +10,25 @@ use candlewick_comm::store::Server;
 use serde_json::{Value, json};
 use suite::root;
 
-/// A folder with two tasks and their data, in which a tiny model is trained.
-struct Room(tempfile::TempDir);
+/// A folder with two tasks, their data, and the runs of a tiny model.
+struct TaskFolder(tempfile::TempDir);
 
 const TASKS: [&str; 2] = ["choose", "texts"];
 
-impl Room {
+impl TaskFolder {
     fn new() -> Self {
-        let room = Self(tempfile::tempdir().unwrap());
+        let fixture = Self(tempfile::tempdir().unwrap());
         let rows = (0..9).map(|i| {
             let choices = ["wolf", "cloud", "a b c", "yes"];
             json!({"q": format!("Say {} {i} times.", choices[i % 4]), "choices": choices, "gold": i % 4}).to_string()
         });
-        fs::write(room.path("data.jsonl"), rows.collect::<Vec<_>>().join("\n")).unwrap();
+        fs::write(fixture.path("data.jsonl"), rows.collect::<Vec<_>>().join("\n")).unwrap();
         let task = |name: &str, rest: &str| {
             let head = format!(
                 "task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {}}}}}\ntest_split: test\n",
-                room.path("data.jsonl").display()
+                fixture.path("data.jsonl").display()
             );
-            fs::write(room.path(&format!("{name}.yaml")), head + rest).unwrap();
+            fs::write(fixture.path(&format!("{name}.yaml")), head + rest).unwrap();
         };
         task(
             "choose",
@@ -40,19 +40,19 @@ impl Room {
             "output_type: loglikelihood_rolling\ndoc_to_text: \"\"\ndoc_to_target: q\n\
              metric_list: [{metric: bits_per_byte, higher_is_better: false}]\n",
         );
-        room
+        fixture
     }
 
     fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
-    /// What trains `recipe` of the golden curves with the tasks after every second of five steps.
+    /// Returns the trainer's command: a golden recipe for five steps, with an evaluation after every second step.
     fn trainer(&self, arguments: &[&str]) -> Command {
-        self.asked_to("train", arguments)
+        self.command("train", arguments)
     }
 
-    fn asked_to(&self, what: &str, arguments: &[&str]) -> Command {
+    fn command(&self, what: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new(cargo_bin("trainer"));
         command.current_dir(root()).args(["-q", what, "tests/golden/llama.yaml", "device=cpu", "train_iters=5"]);
         command.arg(format!("output_dir={}", self.path("run").display()));
@@ -67,7 +67,7 @@ impl Room {
         self.trainer(arguments).output().unwrap()
     }
 
-    /// Trains as so many ranks, which must all succeed.
+    /// Trains on `n_ranks` ranks, which must all succeed.
     #[track_caller]
     fn train_as(&self, n_ranks: usize, arguments: &[&str]) {
         let store = Server::bind("127.0.0.1:0").unwrap();
@@ -87,7 +87,7 @@ impl Room {
         format!("checkpoint=[{export}, save_every_n_steps: 2, save_end_of_training: true}}]")
     }
 
-    /// The scores of each evaluation in the metrics, by step.
+    /// Returns the scores of each evaluation in the metrics, by step.
     fn scores(&self) -> Vec<(u64, BTreeMap<String, f64>)> {
         let lines = fs::read_to_string(self.path("run/metrics.jsonl")).unwrap();
         let records = lines.lines().map(|line| serde_json::from_str::<serde_json::Map<String, Value>>(line).unwrap());
@@ -99,7 +99,7 @@ impl Room {
         records.filter_map(scores).filter(|(_, scores)| !scores.is_empty()).collect()
     }
 
-    /// What `evaluator run` says of a save.
+    /// Returns the scores of `evaluator run` on a checkpoint.
     #[track_caller]
     fn evaluated(&self, model: &[&str]) -> BTreeMap<String, f64> {
         let mut command = Command::new(cargo_bin("evaluator"));
@@ -119,14 +119,14 @@ impl Room {
         TASKS.iter().flat_map(|task| of_task(task)).collect()
     }
 
-    /// The scores of every step are those of its save. `model` names it.
+    /// Checks that the scores of every step equal those of its checkpoint. `model` returns the arguments that name it.
     #[track_caller]
-    fn check_saves(&self, model: impl Fn(&Path) -> Vec<String>) {
-        self.check_saves_within(0.0, model);
+    fn check_scores(&self, model: impl Fn(&Path) -> Vec<String>) {
+        self.check_scores_within(0.0, model);
     }
 
     #[track_caller]
-    fn check_saves_within(&self, tolerance: f64, model: impl Fn(&Path) -> Vec<String>) {
+    fn check_scores_within(&self, tolerance: f64, model: impl Fn(&Path) -> Vec<String>) {
         let scores = self.scores();
         assert_eq!(scores.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [2, 4, 5]);
         for (step, found) in scores {
@@ -153,29 +153,29 @@ fn model(save: &Path) -> Vec<String> {
 }
 
 #[test]
-fn scores_in_training_are_those_of_the_saves() {
-    let room = Room::new();
-    success(&room.train(&[&room.saves()]));
-    room.check_saves(model);
-    let run: Value = serde_json::from_str(&fs::read_to_string(room.path("run/run.json")).unwrap()).unwrap();
-    let data = format!("choose: test = {} (9 documents)", room.path("data.jsonl").display());
+fn scores_in_training_equal_scores_of_the_checkpoints() {
+    let fixture = TaskFolder::new();
+    success(&fixture.train(&[&fixture.saves()]));
+    fixture.check_scores(model);
+    let run: Value = serde_json::from_str(&fs::read_to_string(fixture.path("run/run.json")).unwrap()).unwrap();
+    let data = format!("choose: test = {} (9 documents)", fixture.path("data.jsonl").display());
     assert!(run["notes"].as_array().unwrap().contains(&json!(data)), "{}", run["notes"]);
-    let bits: Vec<f64> = room.scores().iter().map(|(_, scores)| scores["texts/bits_per_byte"]).collect();
+    let bits: Vec<f64> = fixture.scores().iter().map(|(_, scores)| scores["texts/bits_per_byte"]).collect();
     assert!(bits[0] != bits[1] && bits[1] != bits[2], "the weights are those of the step: {bits:?}");
 }
 
 #[test]
 fn ranks_share_the_documents_and_agree() {
     for sharing in ["seed=7", "deepspeed={zero_optimization: {stage: 2}}"] {
-        let room = Room::new();
-        room.train_as(2, &[&room.saves(), sharing]);
-        room.check_saves(model);
+        let fixture = TaskFolder::new();
+        fixture.train_as(2, &[&fixture.saves(), sharing]);
+        fixture.check_scores(model);
     }
 }
 
-/// Sums over parts round otherwise than those of one rank.
+/// Sums over ranks round in another order than those of one rank.
 #[test]
-fn ranks_that_have_a_model_together_are_asked_together() {
+fn ranks_that_share_a_model_evaluate_together() {
     for (n_ranks, sharing) in [
         (2, vec!["tensor_parallel_size=2"]),
         (2, vec!["pipeline_parallel_size=2", "virtual_pipeline_parallel_size=1"]),
@@ -183,46 +183,46 @@ fn ranks_that_have_a_model_together_are_asked_together() {
         (2, vec!["sequence_parallel_size=2"]),
         (4, vec!["tensor_parallel_size=2", "context_parallel_size=2"]),
     ] {
-        let room = Room::new();
-        room.train_as(n_ranks, &[&[&*room.saves()], &sharing[..]].concat());
-        room.check_saves_within(1e-4, model);
+        let fixture = TaskFolder::new();
+        fixture.train_as(n_ranks, &[&[&*fixture.saves()], &sharing[..]].concat());
+        fixture.check_scores_within(1e-4, model);
     }
 }
 
 #[test]
-fn an_adapter_in_training_is_asked_with_its_base() {
-    let base = Room::new();
+fn an_adapter_in_training_is_evaluated_with_its_base() {
+    let base = TaskFolder::new();
     success(&base.train(&[&base.saves()]));
-    let room = Room::new();
+    let fixture = TaskFolder::new();
     let folder = base.path("hf/global_step_5").display().to_string();
     let lora = "model.peft_config={r: 4, lora_alpha: 8, lora_dropout: 0.2, target_modules: all-linear}";
     let model_config = format!("model={{name_or_path: {folder}, dtype: f32}}");
-    success(&room.train(&[&model_config, lora, &room.saves()]));
-    room.check_saves(|save| vec![folder.clone(), "--adapter".to_owned(), save.display().to_string()]);
+    success(&fixture.train(&[&model_config, lora, &fixture.saves()]));
+    fixture.check_scores(|save| vec![folder.clone(), "--adapter".to_owned(), save.display().to_string()]);
 }
 
 #[test]
-fn the_best_save_stays_and_a_resumed_run_asks_nothing_twice() {
-    let room = Room::new();
-    let folder = |name: &str| room.path(name).display().to_string();
+fn the_best_checkpoint_is_kept_and_a_resumed_run_repeats_no_evaluation() {
+    let fixture = TaskFolder::new();
+    let folder = |name: &str| fixture.path(name).display().to_string();
     let every = "save_every_n_steps: 1, keep: 1";
     let saves = format!(
         "checkpoint=[{{output_dir: {}, auto_resume: true, {every}}}, {{type: huggingface, output_dir: {}, {every}}}]",
         folder("saves"),
         folder("hf")
     );
-    // The loss falls, so that the worst is the first.
+    // The loss falls, so that the first checkpoint is the worst.
     let best = ["metric_for_best_model=eval/texts/bits_per_byte", "greater_is_better=true", "eval.interval=1"];
     let arguments = [&[saves.as_str()], &best[..]].concat();
-    success(&room.train(&[&arguments[..], &["exit_iteration=3"]].concat()));
-    success(&room.train(&arguments));
-    let scores = room.scores();
+    success(&fixture.train(&[&arguments[..], &["exit_iteration=3"]].concat()));
+    success(&fixture.train(&arguments));
+    let scores = fixture.scores();
     assert_eq!(scores.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
     let bits = |(step, scores): &(u64, BTreeMap<String, f64>)| (*step, scores["texts/bits_per_byte"]);
     let (best, value) = scores.iter().map(bits).max_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
     assert!(best < 5, "the newest would stay in any case: {scores:?}");
     let names = |name: &str| {
-        let mut names: Vec<String> = fs::read_dir(room.path(name))
+        let mut names: Vec<String> = fs::read_dir(fixture.path(name))
             .unwrap()
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
@@ -232,50 +232,50 @@ fn the_best_save_stays_and_a_resumed_run_asks_nothing_twice() {
     };
     assert_eq!(names("hf"), [format!("global_step_{best}"), "global_step_5".to_owned()]);
     assert_eq!(names("saves").len(), 2, "{:?}", names("saves"));
-    let report: Value = serde_json::from_slice(&fs::read(room.path("run/run.json")).unwrap()).unwrap();
+    let report: Value = serde_json::from_slice(&fs::read(fixture.path("run/run.json")).unwrap()).unwrap();
     assert_eq!(report["metrics"]["best"], json!({"iter": best, "metric": "texts/bits_per_byte", "value": value}));
 }
 
-/// The tasks would take minutes: they are asked again by the run that goes on.
+/// The evaluation would take minutes. The resumed run repeats it.
 #[test]
-fn a_termination_signal_ends_tasks_that_are_being_asked() {
-    let room = Room::new();
+fn a_termination_signal_ends_a_running_evaluation() {
+    let fixture = TaskFolder::new();
     let rows: Vec<String> = (0..4000).map(|i| json!({"q": format!("Say {i}.")}).to_string()).collect();
-    fs::write(room.path("long.jsonl"), rows.join("\n")).unwrap();
+    fs::write(fixture.path("long.jsonl"), rows.join("\n")).unwrap();
     let task = format!(
         "task: long\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {}}}}}\ntest_split: test\n\
          output_type: generate_until\ndoc_to_text: q\ndoc_to_target: q\nmetric_list: [{{metric: exact_match}}]\n\
          generation_kwargs: {{until: []}}\n",
-        room.path("long.jsonl").display()
+        fixture.path("long.jsonl").display()
     );
-    fs::write(room.path("long.yaml"), task).unwrap();
-    let saves = format!("checkpoint=[{{output_dir: {}, auto_resume: true}}]", room.path("saves").display());
+    fs::write(fixture.path("long.yaml"), task).unwrap();
+    let saves = format!("checkpoint=[{{output_dir: {}, auto_resume: true}}]", fixture.path("saves").display());
     let begun = [&saves, "eval.tasks=[long]", "eval.interval=1", "eval.max_gen_toks=100"];
-    let child = room.trainer(&begun).spawn().unwrap();
-    let metrics = room.path("run/metrics.jsonl");
+    let child = fixture.trainer(&begun).spawn().unwrap();
+    let metrics = fixture.path("run/metrics.jsonl");
     while !fs::read_to_string(&metrics).is_ok_and(|lines| lines.contains("\"iter\":1")) {
         std::thread::yield_now();
     }
-    // SAFETY: a signal to a child that has not been waited for.
+    // SAFETY: the child has not been waited for, so that its pid is valid.
     unsafe { libc::kill(child.id() as i32, libc::SIGTERM) };
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(75), "{}", String::from_utf8_lossy(&output.stderr));
-    assert_eq!(room.scores(), [], "the tasks came to an end");
-    success(&room.train(&[&saves, "eval.tasks=[long]", "eval.interval=1", "eval.limit=3", "eval.max_gen_toks=2"]));
-    assert_eq!(room.scores().iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
+    assert_eq!(fixture.scores(), [], "the tasks came to an end");
+    success(&fixture.train(&[&saves, "eval.tasks=[long]", "eval.interval=1", "eval.limit=3", "eval.max_gen_toks=2"]));
+    assert_eq!(fixture.scores().iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
 }
 
 #[test]
-fn what_is_not_there_is_said_before_anything_is_trained() {
-    let room = Room::new();
+fn missing_files_are_reported_before_training_starts() {
+    let fixture = TaskFolder::new();
     let refused = |arguments: &[&str], words: &[&str]| {
         for what in ["train", "check"] {
-            let output = room.asked_to(what, arguments).output().unwrap();
+            let output = fixture.command(what, arguments).output().unwrap();
             let said = String::from_utf8_lossy(&output.stderr).into_owned();
             assert_eq!(output.status.code(), Some(2), "{what}: {said}");
             words.iter().for_each(|word| assert!(said.contains(word), "{what}: {word:?} is not in {said}"));
         }
-        assert!(!room.path("run/metrics.jsonl").exists());
+        assert!(!fixture.path("run/metrics.jsonl").exists());
     };
     refused(&["eval.tasks=[chose]"], &["chose", "choose"]);
     let unmatched = ["eval.data chose: no selected task has that name", "did you mean `choose`?"];

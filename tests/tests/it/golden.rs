@@ -1,11 +1,11 @@
-//! The losses and gradient norms of the first twenty steps of a tiny model of each family are those in `tests/golden`.
+//! Losses and gradient norms of the first twenty steps of a tiny model of each family equal those in `tests/golden`.
 //!
-//! Which kernel computes products depends on the processor: a file has a section for each way in which ours round. With each
-//! kernel that this machine has, every number equals those of its section to the bit. Where there is none, they equal those of a section to a relative 1e-5: another implementation of attention (`reference`) moves them
-//! by up to 5e-7 within these steps. No sum here is longer than a kernel's block of the inner dim, so that the sizes of
-//! caches change nothing.
+//! The CPU GEMM kernel depends on the processor, and kernels round differently: a golden file has a section per rounding.
+//! With each kernel that this machine supports, every number equals its section to the bit. On a machine without such a
+//! kernel, a relative difference of 1e-5 is allowed; for comparison, the `reference` attention changes the numbers by up to
+//! 5e-7. No sum is longer than a kernel's block of the inner dim, so that cache sizes change nothing.
 //!
-//! `scripts/make-golden` writes the files anew.
+//! `scripts/make-golden` rewrites the files.
 
 use std::path::Path;
 use std::process::Command;
@@ -15,7 +15,7 @@ use candlewick_ops::cpu_gemm_kernels;
 use serde_json::Value;
 use suite::{read, root};
 
-/// The numbers of a step, named as in metrics.jsonl.
+/// Metrics of a step, named as in metrics.jsonl.
 const NAMES: [&str; 2] = ["loss", "grad_norm"];
 
 #[test]
@@ -86,7 +86,7 @@ fn numbers(metrics: &Path) -> Vec<[f64; 2]> {
     std::fs::read_to_string(metrics).unwrap().lines().map(|line| NAMES.map(|name| number(line, name))).collect()
 }
 
-/// The number under `name` in a line of JSON. serde_json may read one that is off by a bit.
+/// Returns the number under `name` in a line of JSON. serde_json may be off by one bit.
 fn number(line: &str, name: &str) -> f64 {
     let text = line.split_once(&format!("\"{name}\":")).unwrap().1;
     text[..text.find([',', '}']).unwrap()].parse().unwrap()

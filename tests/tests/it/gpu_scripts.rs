@@ -1,6 +1,6 @@
-//! The scripts that check a GPU, tried on the CPU: what they ask of our programs, and what they make of the answers.
+//! The GPU check scripts, run on the CPU: their calls of our programs, and their use of the output.
 //!
-//! They need Python and nothing that is not in it; torch's side of them is not run.
+//! They need Python's standard library only; the comparisons with torch are not run.
 #![cfg(target_os = "linux")]
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -38,7 +38,7 @@ fn every_memory_mode_is_compared_with_a_plain_run() {
     for (name, part) in parts {
         assert_eq!(part["ok"], true, "{name}: {part}");
     }
-    // fp16 is no copy of the plain run: the comparison has something to compare.
+    // fp16 differs from the plain run, so that the comparison is not trivial.
     assert!(parts["fp16"]["weights_differ_by"].as_f64().unwrap() > 0.0, "{}", parts["fp16"]);
 }
 
@@ -48,7 +48,7 @@ fn steps_are_timed_one_side_after_another_into_one_file() {
     let out = folder.path().join("bench.json");
     let arguments = [&trainer(), out.to_str().unwrap(), "--device", "cpu", "--quick", "--sides"];
     python("gpu_bench.py", &[&arguments[..], &["ours"]].concat(), &[]);
-    // A side without time to run is a line of its own; it leaves what is there.
+    // A side without time left gets a line of its own; earlier results stay.
     python("gpu_bench.py", &[&arguments[..], &["torch_compiled", "--seconds", "0"]].concat(), &[]);
     let table: Value = serde_json::from_slice(&fs::read(&out).unwrap()).unwrap();
     assert_eq!(table.as_array().unwrap().len(), 3);
@@ -60,9 +60,9 @@ fn steps_are_timed_one_side_after_another_into_one_file() {
     assert_eq!(said.matches("tokens/s").count(), 3, "{said}");
 }
 
-/// A machine on which nothing works: every part has its say, and the end is a table.
+/// On a machine on which everything fails, every part reports its failure, and a table follows.
 #[test]
-fn a_check_whose_parts_fail_says_which_tests_do_so_alone() {
+fn a_failed_check_lists_the_tests_that_also_fail_alone() {
     let folder = tempfile::tempdir().unwrap();
     let (bin, out) = (folder.path().join("bin"), folder.path().join("out"));
     fs::create_dir(&bin).unwrap();
@@ -74,7 +74,7 @@ case "$*" in
     *) printf 'test a::one ... ok\ntest b::two ... FAILED\n'; kill -SEGV $$ ;;
 esac
 "#;
-    // A doctor who says half a word.
+    // A `doctor` with truncated output.
     let broken = "#!/bin/bash\necho '{\"gpus\"'\nexit 3\n";
     for (name, program) in
         [("ops-test", tests), ("comm-test", tests), ("trainer", broken), ("evaluator", broken), ("ops-bench", broken)]
@@ -83,7 +83,7 @@ esac
         fs::write(&file, program).unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
     }
-    // Whatever this machine has, there is no GPU, and a sanitizer that finds nothing.
+    // A fake nvidia-smi without a GPU, and a fake sanitizer without findings.
     let found = folder.path().join("path");
     fs::create_dir(&found).unwrap();
     std::os::unix::fs::symlink("/bin/true", found.join("compute-sanitizer")).unwrap();
@@ -110,7 +110,7 @@ esac
     files.sort();
     assert_eq!(files, ["doctor.json", "results.tar.gz", "summary.txt"]);
 
-    // The first contact stops where something is wrong.
+    // `--first` stops at a failure.
     let (said, code, complained) = check(&["--first"]);
     for part in ["doctor", "smoke", "ops-seed-0", "first-losses"] {
         assert!(said.contains(&format!("FAIL  {part} (")), "{part}: {said}");
@@ -118,7 +118,7 @@ esac
     assert!(said.contains("the other parts were not run") && !said.contains("FAIL  ops ("), "{said}");
     assert_eq!(code, Some(4), "{said}{complained}");
 
-    // A part by its name is alone, and a wrong name is none.
+    // `--parts` runs the named part alone and refuses an unknown name.
     let (said, code, _) = check(&["--parts", "where,long"]);
     assert!(said.contains("FAIL  where (") && said.contains("FAIL  long (") && !said.contains("doctor ("), "{said}");
     assert_eq!(code, Some(2), "{said}");
@@ -126,9 +126,9 @@ esac
     assert_eq!((code, complained.trim()), (Some(2), "failed: there is no part wher"));
 }
 
-/// `gpu-check --first` where all is well: the other parts follow.
+/// `gpu-check --first` continues with the other parts if all first parts pass.
 #[test]
-fn a_first_contact_without_a_failure_goes_on_with_the_other_parts() {
+fn a_successful_first_part_is_followed_by_the_others() {
     let folder = tempfile::tempdir().unwrap();
     let (bin, out) = (folder.path().join("bin"), folder.path().join("out"));
     fs::create_dir(&bin).unwrap();
@@ -215,13 +215,13 @@ fn nvidias_libraries_are_found_wherever_pip_puts_them() {
     assert!(!is_found("nvidia/nothing/lib") && !is_found("torch/lib"), "{}", find());
     put("torch/lib/libcudnn.so.9");
     assert!(is_found("torch/lib"), "{}", find());
-    // As the packages for CUDA 12 have what cuDNN compiles with.
+    // The folder layout of NVIDIA's pip packages for CUDA 12, with the headers that cuDNN compiles with.
     put("nvidia/cuda_nvrtc/lib/libnvrtc.so.12");
     put("nvidia/cuda_runtime/lib/libcudart.so.12");
     assert!(is_found("nvidia/cuda_nvrtc/lib") && is_found("nvidia/cuda_runtime/lib"), "{}", find());
 }
 
-/// The last lines of `ptxas -v`, for a kernel of one number of registers and bytes of spills.
+/// Returns the last lines of `ptxas -v` for a kernel with a number of registers and bytes of spills.
 fn usage(kernel: &str, registers: usize, spills: usize) -> String {
     let of = |architecture| {
         format!(

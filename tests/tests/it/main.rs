@@ -4,13 +4,14 @@
 
 mod documents;
 mod eval_tasks;
+mod getting_started;
 mod golden;
 mod gpu_scripts;
 mod hostile;
+mod layers;
 mod module_cycles;
 mod parity;
 mod ranks;
 mod recipes;
 mod traffic;
 mod use_model;
-mod walls;

@@ -1,11 +1,11 @@
-//! Every recipe that ships is one that the trainer reads.
+//! The trainer reads every shipped recipe.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use serde_json::Value;
 use suite::{read, root, tracked_files};
-use trainer::recipe::{DataSource, Loaded, Prompt, Recipe, SourceMap, json_schema};
+use trainer::recipe::{DataSource, Loaded, Prompt, Recipe, SourceOptions, json_schema};
 
 fn recipes() -> Vec<PathBuf> {
     let is_recipe = |path: &PathBuf| path.starts_with("recipes") && path.extension().is_some_and(|e| e == "yaml");
@@ -43,12 +43,12 @@ fn every_recipe_names_its_schema_and_a_folder_of_its_own() {
 }
 
 #[test]
-fn the_schema_beside_the_recipes_is_the_trainers() {
+fn the_committed_schema_is_the_trainers() {
     let committed: Value = serde_json::from_str(&read("recipes/recipe.schema.json")).unwrap();
     assert!(committed == json_schema(), "run `trainer schema >recipes/recipe.schema.json`");
 }
 
-/// As the README and the recipes' own comments say.
+/// The overrides of the README and of the recipes' comments.
 #[test]
 fn the_documented_overrides_reach_their_keys() {
     for name in ["smollm2-135m-sft", "qwen2.5-coder-1.5b-lora"] {
@@ -58,7 +58,7 @@ fn the_documented_overrides_reach_their_keys() {
         assert_eq!(recipe.model.name_or_path.as_deref(), Some("m"));
         assert_eq!(recipe.data.sources[0].0.name_or_path.as_deref(), Some("a.jsonl"));
         let recipe = load(&path, &["data.sources=[b.jsonl]"]);
-        let plain = SourceMap { name_or_path: Some("b.jsonl".into()), ..SourceMap::default() };
+        let plain = SourceOptions { name_or_path: Some("b.jsonl".into()), ..SourceOptions::default() };
         assert_eq!(recipe.data.sources, [DataSource(plain)], "nothing of the old source is left");
     }
     let recipe = load("recipes/quickstart.yaml", &["checkpoint.0.auto_resume=true"]);
@@ -66,7 +66,7 @@ fn the_documented_overrides_reach_their_keys() {
 }
 
 #[test]
-fn the_quickstart_is_asked_what_it_was_not_trained_on() {
+fn the_quickstart_is_evaluated_on_held_out_rows() {
     let trained: BTreeSet<_> = questions("train");
     let held_out = questions("eval");
     let prompts = load("recipes/quickstart.yaml", &[]).generate.unwrap().prompts;

@@ -1,4 +1,4 @@
-//! What rank 0 sends in a step, as the profile says it, beside the formulas of docs/scaling.md.
+//! The bytes that rank 0 sends in a step, by its profile, compared with the formulas of docs/scaling.md.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,7 @@ use assert_cmd::cargo::cargo_bin;
 use serde_json::{Value, json};
 use suite::root;
 
-/// A causal run over rows that are all full.
+/// Returns the recipe of a causal run with full rows only.
 fn recipe(folder: &Path) -> Value {
     let text: String = (0..6000).map(|i| format!("After {i} comes {}, and before it {}.\n", i + 1, i - 1)).collect();
     fs::write(folder.join("text.jsonl"), json!({"text": text}).to_string()).unwrap();
@@ -29,15 +29,15 @@ fn recipe(folder: &Path) -> Value {
 
 const N_STEPS: usize = 3;
 const N_BLOCKS: usize = 4;
-/// The model's width, its MLP's, its vocabulary, and the tokens of a row.
+/// hidden_size, intermediate_size, vocab_size, and tokens per row.
 const D: usize = 128;
 const F: usize = 256;
 const V: usize = 1024;
 const T: usize = 512;
-/// The width of keys, and so of values.
+/// Elements of all KV heads of a token.
 const KV: usize = D / 2;
 
-/// Bytes of f32 that rank 0 sent in a step, without what the ranks agree on before and after.
+/// Returns the bytes of f32 that rank 0 sent in a step, without start-up and shutdown.
 fn sent(n_ranks: usize, arguments: &[&str]) -> f64 {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("recipe.yaml");
@@ -61,13 +61,13 @@ fn sent(n_ranks: usize, arguments: &[&str]) -> f64 {
 fn ranks_send_what_the_formulas_say() {
     let block = 2 * D * D + 2 * KV * D + 3 * F * D + 2 * D;
     let params = V * D + N_BLOCKS * block + D;
-    // Of the weights in stage 3: forward and backward of all blocks but the last, which is still there; the embedding for
-    // itself, for the head, and never again.
+    // All-gathers of the weights in stage 3: forward and backward of all blocks, except backward of the last, which is still
+    // gathered; the tied embedding once as the embedding and once as the head.
     let gathered = 2 * N_BLOCKS * block - block + 2 * V * D + D;
     let activation = T * D;
     let stage = |stage| format!("deepspeed.zero_optimization.stage={stage}");
     let (one, two, three) = (stage(1), stage(2), stage(3));
-    // Before the first step the owners of shares publish the weights that they were given.
+    // Before the first step, the owners of shards broadcast their initial weights.
     let published = params / N_STEPS / 2;
     for (n, arguments, want) in [
         (2, vec!["gradient_accumulation_steps=2"], 2 * params / 2),

@@ -1,4 +1,4 @@
-//! A trained model in use: found by its run's folder, merged, talked to, and measured as in training.
+//! Use of a trained model: found by its run folder, merged, chatted with, and evaluated as in training.
 
 use std::fs;
 use std::io::Write;
@@ -18,28 +18,28 @@ const MESSAGES: &str = r#"{"role": "system", "content": "Be brief."}
 {"role": "user", "content": "And then?"}
 "#;
 
-/// A run of all weights, and a LoRA run on top of its model, in one folder.
-struct Room(tempfile::TempDir);
+/// A folder with a full fine-tuning run and a LoRA run on its model.
+struct TrainedRuns(tempfile::TempDir);
 
-impl Room {
-    /// The runs are the same for all tests of a process, and nobody changes them.
+impl TrainedRuns {
+    /// Returns the runs, shared by all tests of a process, which only read them.
     fn shared() -> &'static Self {
-        static ROOM: OnceLock<Room> = OnceLock::new();
-        ROOM.get_or_init(|| {
-            let room = Self(tempfile::tempdir().unwrap());
-            room.write("train.jsonl", &rows(0..60));
-            room.write("eval.jsonl", &rows(60..70));
+        static SHARED: OnceLock<TrainedRuns> = OnceLock::new();
+        SHARED.get_or_init(|| {
+            let runs = Self(tempfile::tempdir().unwrap());
+            runs.write("train.jsonl", &rows(0..60));
+            runs.write("eval.jsonl", &rows(60..70));
             let model = json!({
                 "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
                 "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
                 "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": true,
             });
             let tokenizer = root().join("recipes/quickstart/tokenizer");
-            room.train("full", &json!({"dtype": "f32", "config": model}), tokenizer.to_str().unwrap());
+            runs.train("full", &json!({"dtype": "f32", "config": model}), tokenizer.to_str().unwrap());
             let peft = json!({"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": "all-linear"});
-            let model = json!({"dtype": "f32", "name_or_path": room.path("full"), "peft_config": peft});
-            room.train("lora", &model, room.path("full").to_str().unwrap());
-            room
+            let model = json!({"dtype": "f32", "name_or_path": runs.path("full"), "peft_config": peft});
+            runs.train("lora", &model, runs.path("full").to_str().unwrap());
+            runs
         })
     }
 
@@ -82,7 +82,7 @@ impl Room {
         }
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        // A program that has failed reads nothing.
+        // A program that has failed does not read its input.
         let _ = child.stdin.take().unwrap().write_all(stdin.as_bytes());
         child.wait_with_output().unwrap()
     }
@@ -103,7 +103,7 @@ impl Room {
         assert!(!said.contains("panicked") && !said.contains("hf_hub") && !said.contains('\u{1b}'), "{said}");
     }
 
-    /// The last held-out loss that training measured.
+    /// Returns the last eval loss of training.
     fn eval_loss(&self, run: &str) -> f64 {
         let metrics = fs::read_to_string(self.path(run).join("metrics.jsonl")).unwrap();
         let records = metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -139,9 +139,9 @@ fn text(bytes: &[u8]) -> String {
 
 #[test]
 fn a_runs_folder_names_its_newest_export() {
-    let room = Room::shared();
+    let runs = TrainedRuns::shared();
     let at =
-        |model: &str| ok(room.run("trainer", &["generate", model, "--prompt", "Say wolf.", "--device", "cpu"], ""));
+        |model: &str| ok(runs.run("trainer", &["generate", model, "--prompt", "Say wolf.", "--device", "cpu"], ""));
     let newest = at("full/model/global_step_24");
     for (model, note) in [("full", "newest of 2"), ("full/model", "newest of 2")] {
         let found = at(model);
@@ -149,44 +149,44 @@ fn a_runs_folder_names_its_newest_export() {
         assert_eq!(text(&found.stderr), format!("model: full/model/global_step_24 ({note})\n"));
     }
     assert_eq!(at("full/model/latest").stdout, newest.stdout);
-    assert_eq!(fs::read_link(room.path("full/model/latest")).unwrap(), Path::new("global_step_24"));
-    let sharded = fs::read_link(room.path("full/checkpoints/latest")).unwrap();
-    assert!(room.path("full/checkpoints").join(sharded).join("manifest.json").is_file());
+    assert_eq!(fs::read_link(runs.path("full/model/latest")).unwrap(), Path::new("global_step_24"));
+    let sharded = fs::read_link(runs.path("full/checkpoints/latest")).unwrap();
+    assert!(runs.path("full/checkpoints").join(sharded).join("manifest.json").is_file());
 }
 
 #[test]
 fn an_adapter_brings_its_base() {
-    let room = Room::shared();
+    let runs = TrainedRuns::shared();
     let prompt = ["--prompt", "What comes after 5?"];
-    let alone = room.says(&[&["generate", "--model", "lora"], &prompt[..]].concat(), "");
+    let alone = runs.says(&[&["generate", "--model", "lora"], &prompt[..]].concat(), "");
     let both = ["generate", "--model", "full", "--adapter", "lora/model/global_step_24"];
-    assert_eq!(alone, room.says(&[&both[..], &prompt].concat(), ""));
-    assert_ne!(room.eval_loss("full"), room.eval_loss("lora"), "the adapter has learned something");
-    let twice = room.evaluator(&[&["generate", "--model", "lora", "--adapter", "lora"], &prompt[..]].concat(), "");
-    room.refuses(&twice, 2, &["it is an adapter, and --adapter names another"]);
-    let output = room.run("trainer", &["check", "lora.yaml", "model.name_or_path=lora/model"], "");
-    room.refuses(&output, 2, &["is an adapter, not a model", "model.adapter_name_or_path: lora/model/global_step_24"]);
+    assert_eq!(alone, runs.says(&[&both[..], &prompt].concat(), ""));
+    assert_ne!(runs.eval_loss("full"), runs.eval_loss("lora"), "the adapter has learned something");
+    let twice = runs.evaluator(&[&["generate", "--model", "lora", "--adapter", "lora"], &prompt[..]].concat(), "");
+    runs.refuses(&twice, 2, &["it is an adapter, and --adapter names another"]);
+    let output = runs.run("trainer", &["check", "lora.yaml", "model.name_or_path=lora/model"], "");
+    runs.refuses(&output, 2, &["is an adapter, not a model", "model.adapter_name_or_path: lora/model/global_step_24"]);
 }
 
 #[test]
-fn what_is_no_model_is_named_before_the_hub() {
-    let room = Room::shared();
-    let at = |model: &str| room.evaluator(&["generate", "--model", model, "--prompt", "a"], "");
-    room.refuses(&at("full/checkpoints"), 3, &["it holds sharded checkpoints", "type: huggingface"]);
-    room.refuses(&at("full/modle"), 3, &["neither a folder here nor a Hub id", "did you mean full/model?"]);
-    room.refuses(&at("./ful"), 3, &["did you mean ./full?"]);
-    room.refuses(&at("owner/nope"), 3, &["it is no folder here", "failed to reach http://127.0.0.1:9"]);
+fn a_path_without_a_model_is_an_error_before_any_hub_request() {
+    let runs = TrainedRuns::shared();
+    let at = |model: &str| runs.evaluator(&["generate", "--model", model, "--prompt", "a"], "");
+    runs.refuses(&at("full/checkpoints"), 3, &["it holds sharded checkpoints", "type: huggingface"]);
+    runs.refuses(&at("full/modle"), 3, &["neither a folder here nor a Hub id", "did you mean full/model?"]);
+    runs.refuses(&at("./ful"), 3, &["did you mean ./full?"]);
+    runs.refuses(&at("owner/nope"), 3, &["it is no folder here", "failed to reach http://127.0.0.1:9"]);
     assert!(!text(&at("owner/nope").stderr).contains("hunter2"));
 }
 
 #[test]
 fn a_merged_model_scores_as_its_adapter() {
-    let room = Room::shared();
-    let output = ok(room.run("trainer", &["merge", "lora", "--output", "merged"], ""));
+    let runs = TrainedRuns::shared();
+    let output = ok(runs.run("trainer", &["merge", "lora", "--output", "merged"], ""));
     assert!(text(&output.stdout).contains("14 matrices changed"), "{}", text(&output.stdout));
     let lm = |folder: &str, adapter: Option<&str>| {
-        let adapter = adapter.map(|adapter| room.path(adapter));
-        Lm::load(&room.path(folder), adapter.as_deref(), DType::F32, Device::Cpu).unwrap()
+        let adapter = adapter.map(|adapter| runs.path(adapter));
+        Lm::load(&runs.path(folder), adapter.as_deref(), DType::F32, Device::Cpu).unwrap()
     };
     let score = |lm: &Lm| -> Vec<f32> {
         let tokens = lm.score("<|im_start|>user\nWhat comes after 5?<|im_end|>\n").unwrap();
@@ -202,32 +202,32 @@ fn a_merged_model_scores_as_its_adapter() {
     assert!(distance(&merged, &adapted) < 1e-5, "{merged:?} {adapted:?}");
     assert!(distance(&base, &adapted) > 1e-2);
     for name in ["tokenizer.json", "tokenizer_config.json", "config.json"] {
-        assert!(room.path("merged").join(name).is_file(), "{name}");
+        assert!(runs.path("merged").join(name).is_file(), "{name}");
     }
-    let again = room.run("trainer", &["merge", "lora", "--output", "merged"], "");
-    room.refuses(&again, 6, &["is not empty"]);
-    let wrong = room.run("trainer", &["merge", "full", "--output", "m2"], "");
-    room.refuses(&wrong, 3, &["it is no adapter"]);
+    let again = runs.run("trainer", &["merge", "lora", "--output", "merged"], "");
+    runs.refuses(&again, 6, &["is not empty"]);
+    let wrong = runs.run("trainer", &["merge", "full", "--output", "m2"], "");
+    runs.refuses(&wrong, 3, &["it is no adapter"]);
 }
 
 #[test]
-fn the_perplexity_of_chats_is_the_held_out_loss_of_training() {
-    let room = Room::shared();
+fn the_perplexity_of_chats_equals_the_eval_loss_of_training() {
+    let runs = TrainedRuns::shared();
     for (run, model) in [("full", "full/model/global_step_24"), ("lora", "lora")] {
-        let measured = room.perplexity(&["--model", model, "--data", "eval.jsonl"]);
-        let (loss, want) = (measured["loss"].as_f64().unwrap(), room.eval_loss(run));
+        let measured = runs.perplexity(&["--model", model, "--data", "eval.jsonl"]);
+        let (loss, want) = (measured["loss"].as_f64().unwrap(), runs.eval_loss(run));
         assert!((loss - want).abs() < 1e-6, "{loss} {want}");
         assert_eq!(measured["rows"], 10);
         assert!((measured["perplexity"].as_f64().unwrap() - loss.exp()).abs() < 1e-9);
     }
-    // The same rows under other names.
-    let renamed = fs::read_to_string(room.path("eval.jsonl"))
+    // Equal rows with other column names.
+    let renamed = fs::read_to_string(runs.path("eval.jsonl"))
         .unwrap()
         .replace("\"user\"", "\"human\"")
         .replace("\"assistant\"", "\"bot\"");
-    room.write("renamed.jsonl", &renamed);
-    let want = room.perplexity(&["--model", "full", "--data", "eval.jsonl"]);
-    let mapped = room.perplexity(&[
+    runs.write("renamed.jsonl", &renamed);
+    let want = runs.perplexity(&["--model", "full", "--data", "eval.jsonl"]);
+    let mapped = runs.perplexity(&[
         "--model",
         "full",
         "--data",
@@ -238,44 +238,44 @@ fn the_perplexity_of_chats_is_the_held_out_loss_of_training() {
         "assistant=messages.role.bot",
     ]);
     assert_eq!(mapped, want);
-    let all = room.perplexity(&["--model", "full", "--data", "eval.jsonl", "--mask-inputs", "false"]);
+    let all = runs.perplexity(&["--model", "full", "--data", "eval.jsonl", "--mask-inputs", "false"]);
     assert!(all["tokens"].as_u64() > want["tokens"].as_u64());
-    assert_eq!(room.perplexity(&["--model", "full", "--data", "eval.jsonl", "--limit", "3"])["rows"], 3);
+    assert_eq!(runs.perplexity(&["--model", "full", "--data", "eval.jsonl", "--limit", "3"])["rows"], 3);
 }
 
 #[test]
-fn the_perplexity_of_a_text_is_the_held_out_loss_of_causal_training() {
-    let room = Room::shared();
-    room.write("corpus.txt", &"The wolf says yes.\n\nA cloud comes after 3.\n".repeat(37));
-    let model = json!({"dtype": "f32", "name_or_path": room.path("full")});
+fn the_perplexity_of_a_text_equals_the_eval_loss_of_causal_training() {
+    let runs = TrainedRuns::shared();
+    runs.write("corpus.txt", &"The wolf says yes.\n\nA cloud comes after 3.\n".repeat(37));
+    let model = json!({"dtype": "f32", "name_or_path": runs.path("full")});
     let recipe = json!({
-        "type": "causal", "output_dir": room.path("causal"), "train_iters": 1, "device": "cpu", "model": model,
+        "type": "causal", "output_dir": runs.path("causal"), "train_iters": 1, "device": "cpu", "model": model,
         "data": {
-            "sources": [room.path("corpus.txt")], "eval_sources": [room.path("corpus.txt")], "max_length": 128,
-            "cache_dir": room.path("cache"),
+            "sources": [runs.path("corpus.txt")], "eval_sources": [runs.path("corpus.txt")], "max_length": 128,
+            "cache_dir": runs.path("cache"),
         },
         "optimizer": {"learning_rate": 1e-3},
     });
-    room.write("causal.yaml", &recipe.to_string());
-    ok(room.run("trainer", &["-q", "train", "causal.yaml"], ""));
+    runs.write("causal.yaml", &recipe.to_string());
+    ok(runs.run("trainer", &["-q", "train", "causal.yaml"], ""));
     let words = ["--model", "causal", "--data", "corpus.txt", "--sample-by", "document", "--truncation", "split"];
-    let measured = room.perplexity(&[&words[..], &["--add-eos-token"]].concat());
-    let (loss, want) = (measured["loss"].as_f64().unwrap(), room.eval_loss("causal"));
+    let measured = runs.perplexity(&[&words[..], &["--add-eos-token"]].concat());
+    let (loss, want) = (measured["loss"].as_f64().unwrap(), runs.eval_loss("causal"));
     assert!((loss - want).abs() < 1e-6, "{loss} {want}");
     assert_eq!(measured["rows"], 1);
-    assert!(measured["tokens"].as_u64() > room.perplexity(&words)["tokens"].as_u64());
+    assert!(measured["tokens"].as_u64() > runs.perplexity(&words)["tokens"].as_u64());
 }
 
 #[test]
 fn a_row_longer_than_the_context_is_named_unless_it_may_be_cut() {
-    let room = Room::shared();
+    let runs = TrainedRuns::shared();
     let row =
         json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c ".repeat(100)}]});
-    room.write("long.jsonl", &format!("{}{row}\n", rows(0..1)));
+    runs.write("long.jsonl", &format!("{}{row}\n", rows(0..1)));
     let arguments = ["score", "--model", "full", "--data", "long.jsonl"];
-    room.refuses(&room.evaluator(&arguments, ""), 3, &["long.jsonl:2", "context has 128"]);
+    runs.refuses(&runs.evaluator(&arguments, ""), 3, &["long.jsonl:2", "context has 128"]);
     let tokens = |truncation: &str| {
-        let output = room.perplexity(&["--model", "full", "--data", "long.jsonl", "--truncation", truncation]);
+        let output = runs.perplexity(&["--model", "full", "--data", "long.jsonl", "--truncation", truncation]);
         output["tokens"].as_u64().unwrap()
     };
     let (dropped, cut, split) = (tokens("drop"), tokens("truncate"), tokens("split"));
@@ -284,11 +284,11 @@ fn a_row_longer_than_the_context_is_named_unless_it_may_be_cut() {
 
 #[test]
 fn perplexity_reports_the_oddities_that_training_reports() {
-    let room = Room::shared();
+    let runs = TrainedRuns::shared();
     let row = |answer: &Value| json!({"messages": [{"role": "user", "content": "a"}, answer]}).to_string() + "\n";
     let empty = row(&json!({"role": "assistant", "content": ""}));
-    room.write("empty.jsonl", &(rows(0..1) + &empty));
-    let output = ok(room.evaluator(&["score", "--model", "full", "--data", "empty.jsonl"], ""));
+    runs.write("empty.jsonl", &(rows(0..1) + &empty));
+    let output = ok(runs.evaluator(&["score", "--model", "full", "--data", "empty.jsonl"], ""));
     let said = text(&output.stderr);
     for what in ["hold an empty answer", "have no target tokens and are skipped"] {
         assert!(said.contains(&format!("warning: 1 of 2 rows {what}, the first at")), "{said}");
@@ -296,28 +296,28 @@ fn perplexity_reports_the_oddities_that_training_reports() {
     assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap()["rows"], 1);
     let call = json!({"type": "function", "function": {"name": "f", "arguments": {}}});
     let calls = row(&json!({"role": "assistant", "content": null, "tool_calls": [call]}));
-    room.write("calls.jsonl", &(rows(0..1) + &calls));
-    let refused = room.evaluator(&["score", "--model", "full", "--data", "calls.jsonl"], "");
-    room.refuses(&refused, 3, &["failed to render 1 of 2 rows", "tool calls that chat template", "calls.jsonl:2"]);
+    runs.write("calls.jsonl", &(rows(0..1) + &calls));
+    let refused = runs.evaluator(&["score", "--model", "full", "--data", "calls.jsonl"], "");
+    runs.refuses(&refused, 3, &["failed to render 1 of 2 rows", "tool calls that chat template", "calls.jsonl:2"]);
 }
 
 #[test]
 fn max_length_limits_the_sequences_of_perplexity() {
-    let room = Room::shared();
-    room.write("words.txt", &"The wolf says yes. ".repeat(60));
+    let runs = TrainedRuns::shared();
+    runs.write("words.txt", &"The wolf says yes. ".repeat(60));
     let words = ["--model", "full", "--data", "words.txt", "--sample-by", "document", "--truncation", "split"];
-    let tokens = |length: &str| room.perplexity(&[&words[..], &["--max-length", length]].concat())["tokens"].as_u64();
-    assert_eq!(tokens("128"), room.perplexity(&words)["tokens"].as_u64());
+    let tokens = |length: &str| runs.perplexity(&[&words[..], &["--max-length", length]].concat())["tokens"].as_u64();
+    assert_eq!(tokens("128"), runs.perplexity(&words)["tokens"].as_u64());
     assert!(tokens("32") < tokens("128"), "the first token of a piece has no loss");
     let data = ["score", "--model", "full", "--data", "words.txt", "--max-length"];
-    room.refuses(&room.evaluator(&[&data[..], &["16"]].concat(), ""), 3, &["words.txt:1", "--max-length is 16"]);
-    room.refuses(&room.evaluator(&[&data[..], &["129"]].concat(), ""), 2, &["the model's context of 128"]);
+    runs.refuses(&runs.evaluator(&[&data[..], &["16"]].concat(), ""), 3, &["words.txt:1", "--max-length is 16"]);
+    runs.refuses(&runs.evaluator(&[&data[..], &["129"]].concat(), ""), 2, &["the model's context of 128"]);
 }
 
 #[test]
 fn a_completion_without_a_chat_template_ends_with_eos() {
-    let room = Room::shared();
-    let (chat, plain) = (room.path("full/model/global_step_24"), room.path("no-template"));
+    let runs = TrainedRuns::shared();
+    let (chat, plain) = (runs.path("full/model/global_step_24"), runs.path("no-template"));
     fs::create_dir(&plain).unwrap();
     for entry in fs::read_dir(chat).unwrap().map(Result::unwrap) {
         let name = entry.file_name();
@@ -329,24 +329,24 @@ fn a_completion_without_a_chat_template_ends_with_eos() {
     let mut tokenizer: Value = serde_json::from_str(&fs::read_to_string(&config).unwrap()).unwrap();
     tokenizer.as_object_mut().unwrap().remove("chat_template");
     fs::write(config, tokenizer.to_string()).unwrap();
-    room.write("pairs.jsonl", "{\"prompt\": \"The wolf\", \"completion\": \" says yes.\"}\n");
-    room.write("plain.jsonl", "{\"text\": \"The wolf says yes.\"}\n");
+    runs.write("pairs.jsonl", "{\"prompt\": \"The wolf\", \"completion\": \" says yes.\"}\n");
+    runs.write("plain.jsonl", "{\"text\": \"The wolf says yes.\"}\n");
     let tokens = |data: &str, eos: &[&str]| {
         let arguments = [&["--model", "no-template", "--data", data], eos].concat();
-        room.perplexity(&arguments)["tokens"].as_u64().unwrap()
+        runs.perplexity(&arguments)["tokens"].as_u64().unwrap()
     };
     let without = ["--add-eos-token", "false"];
     assert_eq!(tokens("pairs.jsonl", &[]), tokens("pairs.jsonl", &without) + 1);
     assert_eq!(tokens("plain.jsonl", &[]), tokens("plain.jsonl", &without));
 }
 
-/// The prompt of a conversation is the one that the template prints.
+/// The chat template renders the prompt of a conversation.
 #[test]
 fn system_messages_and_conversations_reach_the_model() {
-    let room = Room::shared();
+    let runs = TrainedRuns::shared();
     let turn = |role: &str, content: &str| format!("<|im_start|>{role}\n{content}<|im_end|>\n");
     let generate =
-        |arguments: &[&str], stdin: &str| room.says(&[&["generate", "--model", "full"], arguments].concat(), stdin);
+        |arguments: &[&str], stdin: &str| runs.says(&[&["generate", "--model", "full"], arguments].concat(), stdin);
     let raw = |prompt: &str| generate(&["--raw", "--prompt", &format!("{prompt}<|im_start|>assistant\n")], "");
     let with_system = raw(&(turn("system", "Be brief.") + &turn("user", "Hi")));
     assert_ne!(with_system, raw(&turn("user", "Hi")), "the test sees the system message");
@@ -358,33 +358,33 @@ fn system_messages_and_conversations_reach_the_model() {
     let two = generate(&["--prompt", "Hi", "--prompt", "Ho"], "");
     assert!(two.contains("> Hi\n") && two.contains("> Ho\n"), "{two}");
     let refused = |arguments: &[&str], stdin: &str| {
-        room.evaluator(&[&["generate", "--model", "full"], arguments].concat(), stdin)
+        runs.evaluator(&[&["generate", "--model", "full"], arguments].concat(), stdin)
     };
-    room.refuses(&refused(&["--messages", "-"], "nonsense"), 3, &["neither JSON nor JSON lines"]);
-    room.refuses(&refused(&["--messages", "eval.jsonl"], ""), 3, &["conversation 1", "ends with the assistant's"]);
-    room.refuses(&refused(&["--messages", "-", "--system", "x"], MESSAGES), 3, &["a system message of its own"]);
-    room.refuses(&refused(&[], ""), 2, &["--prompt"]);
+    runs.refuses(&refused(&["--messages", "-"], "nonsense"), 3, &["neither JSON nor JSON lines"]);
+    runs.refuses(&refused(&["--messages", "eval.jsonl"], ""), 3, &["conversation 1", "ends with the assistant's"]);
+    runs.refuses(&refused(&["--messages", "-", "--system", "x"], MESSAGES), 3, &["a system message of its own"]);
+    runs.refuses(&refused(&[], ""), 2, &["--prompt"]);
     let by_trainer = ["generate", "full", "--system", "Be brief.", "--prompt", "-", "--device", "cpu"];
-    let output = ok(room.run("trainer", &by_trainer, "Hi\n"));
+    let output = ok(runs.run("trainer", &by_trainer, "Hi\n"));
     assert_eq!(text(&output.stdout), generate(&["--system", "Be brief.", "--prompt", "-"], "Hi\n"));
 }
 
 #[test]
 fn the_former_command_perplexity_names_its_successor() {
-    let room = Room::shared();
-    let rows = |command: &'static str| room.evaluator(&[command, "--model", "full", "--data", "eval.jsonl"], "");
+    let runs = TrainedRuns::shared();
+    let rows = |command: &'static str| runs.evaluator(&[command, "--model", "full", "--data", "eval.jsonl"], "");
     let (former, score) = (ok(rows("perplexity")), ok(rows("score")));
     assert_eq!(former.stdout, score.stdout);
     assert!(text(&former.stderr).contains("note: `evaluator perplexity` is now `evaluator score`"));
-    room.refuses(&room.evaluator(&["score", "--model", "full"], ""), 2, &["--text <TEXT>|--data <DATA>"]);
+    runs.refuses(&runs.evaluator(&["score", "--model", "full"], ""), 2, &["--text <TEXT>|--data <DATA>"]);
 }
 
 #[test]
 fn a_chat_remembers_until_it_is_reset() {
-    let room = Room::shared();
+    let runs = TrainedRuns::shared();
     let options = ["--max-new-tokens", "20"];
     let generate = |arguments: &[&str], stdin: &str| {
-        room.says(&[&["generate", "--model", "full"], arguments, &options[..]].concat(), stdin)
+        runs.says(&[&["generate", "--model", "full"], arguments, &options[..]].concat(), stdin)
     };
     let first = generate(&["--system", "Be brief.", "--prompt", "What comes after 3?"], "");
     let messages = json!([
@@ -395,17 +395,17 @@ fn a_chat_remembers_until_it_is_reset() {
     let lines = "What comes after 3?\nAnd then?\n/reset\n\n/system Be brief.\nWhat comes after 3?\n/quit\nnever\n";
     let arguments = ["--system", "Be brief.", "--device", "cpu"];
     for (program, model) in [("evaluator", &["chat", "--model", "full"][..]), ("trainer", &["chat", "full"])] {
-        let output = ok(room.run(program, &[model, &arguments, &options].concat(), lines));
+        let output = ok(runs.run(program, &[model, &arguments, &options].concat(), lines));
         assert_eq!(text(&output.stdout), format!("{first}{second}{first}"), "{program}");
     }
 }
 
-/// Two turns fit into this context, many do not.
+/// The context holds two turns, not many.
 #[test]
-fn a_long_chat_drops_its_oldest_turns_and_says_so() {
-    let room = Room::shared();
+fn a_long_chat_drops_its_oldest_turns_with_a_warning() {
+    let runs = TrainedRuns::shared();
     let lines = "What comes after 3?\n".repeat(12) + &"much too long ".repeat(100) + "\nWhat comes after 3?\n";
-    let output = ok(room.evaluator(&["chat", "--model", "full", "--max-new-tokens", "20"], &lines));
+    let output = ok(runs.evaluator(&["chat", "--model", "full", "--max-new-tokens", "20"], &lines));
     let said = text(&output.stderr);
     assert!(said.contains("note: the context is full: the oldest 2 messages were dropped"), "{said}");
     assert!(said.contains("the model's context has 128") && said.contains("shorten the message"), "{said}");
@@ -414,25 +414,25 @@ fn a_long_chat_drops_its_oldest_turns_and_says_so() {
 
 #[test]
 fn the_context_bounds_prompts_and_answers() {
-    let room = Room::shared();
+    let runs = TrainedRuns::shared();
     let long = "word ".repeat(200);
-    let generate = |arguments: &[&str]| room.evaluator(&[&["generate", "--model", "full"], arguments].concat(), "");
-    room.refuses(&generate(&["--prompt", &long]), 3, &["failed to generate: the prompt has", "context has 128"]);
-    room.refuses(&generate(&["--prompt", "a", "--max-new-tokens", "99999999999"]), 2, &["context has 128 tokens"]);
-    room.refuses(&generate(&["--prompt", "a", "--temperature", "nan"]), 2, &["--temperature NaN"]);
-    let score = room.evaluator(&["score", "--model", "full", "--text", &long], "");
-    room.refuses(&score, 3, &["failed to score text: it has", "context has 128"]);
-    // The last token of the context has a place, the next has none.
+    let generate = |arguments: &[&str]| runs.evaluator(&[&["generate", "--model", "full"], arguments].concat(), "");
+    runs.refuses(&generate(&["--prompt", &long]), 3, &["failed to generate: the prompt has", "context has 128"]);
+    runs.refuses(&generate(&["--prompt", "a", "--max-new-tokens", "99999999999"]), 2, &["context has 128 tokens"]);
+    runs.refuses(&generate(&["--prompt", "a", "--temperature", "nan"]), 2, &["--temperature NaN"]);
+    let score = runs.evaluator(&["score", "--model", "full", "--text", &long], "");
+    runs.refuses(&score, 3, &["failed to score text: it has", "context has 128"]);
+    // The context has a position for this token, but not for the next.
     let full = ok(generate(&["--raw", "--prompt", "a", "--max-new-tokens", "127", "--temperature", "50"]));
     assert!(!text(&full.stdout).is_empty());
 }
 
 #[test]
 fn weights_that_are_not_finite_are_an_error_everywhere() {
-    let room = Room::shared();
-    let broken = room.path("broken");
+    let runs = TrainedRuns::shared();
+    let broken = runs.path("broken");
     fs::create_dir_all(&broken).unwrap();
-    for entry in fs::read_dir(room.path("full/model/global_step_24")).unwrap().map(|entry| entry.unwrap().path()) {
+    for entry in fs::read_dir(runs.path("full/model/global_step_24")).unwrap().map(|entry| entry.unwrap().path()) {
         fs::copy(&entry, broken.join(entry.file_name().unwrap())).unwrap();
     }
     let weights = broken.join("model.safetensors");
@@ -440,7 +440,7 @@ fn weights_that_are_not_finite_are_an_error_everywhere() {
     let n_bytes = bytes.len();
     bytes[n_bytes - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
     fs::write(&weights, bytes).unwrap();
-    room.write("requests.jsonl", "{\"type\": \"generate_until\", \"context\": \"a\", \"max_gen_toks\": 8}\n");
+    runs.write("requests.jsonl", "{\"type\": \"generate_until\", \"context\": \"a\", \"max_gen_toks\": 8}\n");
     for arguments in [
         &["generate", "--model", "broken", "--prompt", "a"][..],
         &["chat", "--model", "broken"],
@@ -448,8 +448,8 @@ fn weights_that_are_not_finite_are_an_error_everywhere() {
         &["score", "--model", "broken", "--data", "eval.jsonl"],
         &["answer", "requests.jsonl", "--model", "broken"],
     ] {
-        let output = room.evaluator(arguments, "hello\n");
-        room.refuses(&output, 5, &["not finite"]);
+        let output = runs.evaluator(arguments, "hello\n");
+        runs.refuses(&output, 5, &["not finite"]);
         assert_eq!(text(&output.stdout).trim(), "", "{arguments:?}");
     }
 }

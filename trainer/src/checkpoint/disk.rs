@@ -1,4 +1,4 @@
-//! Finds out before the first step whether the saves of a run can be written.
+//! Checks before the first step that the disk has space for all checkpoints.
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -10,46 +10,46 @@ use std::path::Path;
 
 use super::error::CheckpointError;
 use super::plan::CheckpointPlan;
-use super::retention::clear_leftovers;
+use super::retention::remove_unfinished_checkpoints;
 use super::state::TensorMeta;
 
-const TRIAL: &str = ".candlewick-trial";
+const TEST_FILE: &str = ".candlewick-trial";
 
-/// What one entry of the `checkpoint` list will write.
+/// The checkpoints that one entry of the `checkpoint` list will write.
 #[derive(Clone, Copy, Debug)]
-pub struct PlannedSaves<'a> {
+pub struct PlannedCheckpoints<'a> {
     /// The entry.
     pub plan: &'a CheckpointPlan,
-    /// The size of one save.
-    pub bytes_per_save: u64,
-    /// How many are still to come: `CheckpointPlan::n_saves`.
-    pub n_saves: usize,
-    /// The start of the run: only its own checkpoints make room.
-    pub began: u64,
-    /// Whether the best one stays beside those that `keep` keeps.
-    pub spares_best: bool,
+    /// The size of one checkpoint.
+    pub bytes_per_checkpoint: u64,
+    /// The number of checkpoints that remain to be written: `CheckpointPlan::n_checkpoints`.
+    pub n_checkpoints: usize,
+    /// The start of the run. Retention deletes only this run's checkpoints.
+    pub run_start: u64,
+    /// True if retention also keeps the best checkpoint.
+    pub keeps_best: bool,
 }
 
-/// Returns the bytes of a `sharded` save of these tensors; a little too many, for names and state.
+/// Returns an upper bound for the bytes of a `sharded` checkpoint of these tensors, with headers and state.
 pub fn bytes_needed(tensors: &[TensorMeta]) -> u64 {
     let values: usize = tensors.iter().map(TensorMeta::n_values).sum();
     4 * values as u64 + 512 * tensors.len() as u64 + (1 << 16)
 }
 
-/// Creates the folders, clears what a killed run left, writes a trial file in each and compares
-/// what the saves need with what is free.
-pub fn preflight(saves: &[PlannedSaves]) -> Result<(), CheckpointError> {
+/// Creates the folders, removes unfinished checkpoints, writes a test file into each folder, and compares the bytes
+/// that the checkpoints need with the free bytes.
+pub fn preflight(checkpoints: &[PlannedCheckpoints]) -> Result<(), CheckpointError> {
     let mut needed_on: BTreeMap<u64, u64> = BTreeMap::new();
-    for planned in saves.iter().filter(|planned| planned.n_saves > 0) {
+    for planned in checkpoints.iter().filter(|planned| planned.n_checkpoints > 0) {
         let output_dir = &planned.plan.output_dir;
         fs::create_dir_all(output_dir).map_err(CheckpointError::io("create the folder", output_dir))?;
-        for line in clear_leftovers(output_dir)? {
+        for line in remove_unfinished_checkpoints(output_dir)? {
             tracing::info!("{line} in {}", output_dir.display());
         }
-        write_trial(output_dir).map_err(CheckpointError::io("write a trial file into", output_dir))?;
+        write_test_file(output_dir).map_err(CheckpointError::io("write a test file into", output_dir))?;
         let device = fs::metadata(output_dir).map_err(CheckpointError::io("look at", output_dir))?.dev();
         let needed = needed_on.entry(device).or_default();
-        *needed = needed.saturating_add(most_at_once(planned)?);
+        *needed = needed.saturating_add(peak_bytes(planned)?);
         let free = free_bytes(output_dir).map_err(CheckpointError::io("measure the disk of", output_dir))?;
         if *needed > free {
             let output_dir = output_dir.clone();
@@ -63,7 +63,7 @@ pub fn preflight(saves: &[PlannedSaves]) -> Result<(), CheckpointError> {
 pub fn free_bytes(dir: &Path) -> io::Result<u64> {
     let path = CString::new(dir.as_os_str().as_bytes())?;
     let mut stat = std::mem::MaybeUninit::<libc::statvfs>::uninit();
-    // SAFETY: `path` is a C string and `stat` has room for the one structure that the call fills.
+    // SAFETY: `path` is a C string, and `stat` is large enough for the one structure that the call fills.
     let status = unsafe { libc::statvfs(path.as_ptr(), stat.as_mut_ptr()) };
     if status != 0 {
         return Err(io::Error::last_os_error());
@@ -73,20 +73,23 @@ pub fn free_bytes(dir: &Path) -> io::Result<u64> {
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// The bytes by which an entry's saves grow the disk at their worst: one more than `keep`, and the best, while
-/// the newest is being written, less those of this run that make room.
-fn most_at_once(planned: &PlannedSaves) -> Result<u64, CheckpointError> {
-    let CheckpointPlan { kind, output_dir, keep, .. } = planned.plan;
-    let present = kind.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
-    let present = present.iter().filter(|(_, dir)| kind.written_by(dir) == Some(planned.began)).count();
-    let n_kept = |keep: usize| keep.max(1) + usize::from(planned.spares_best);
-    let n_grown =
-        keep.map_or(planned.n_saves, |keep| planned.n_saves.min((n_kept(keep) + 1).saturating_sub(present).max(1)));
-    Ok(planned.bytes_per_save.saturating_mul(n_grown as u64))
+/// Returns the peak number of bytes by which an entry's checkpoints grow the disk.
+///
+/// The peak is reached while the newest checkpoint is being written: `save_total_limit` older ones and the best one are
+/// still there. Existing checkpoints of this run are subtracted, because retention deletes them.
+fn peak_bytes(planned: &PlannedCheckpoints) -> Result<u64, CheckpointError> {
+    let CheckpointPlan { format, output_dir, save_total_limit, .. } = planned.plan;
+    let present = format.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
+    let present = present.iter().filter(|(_, dir)| format.written_by(dir) == Some(planned.run_start)).count();
+    let n_kept = |save_total_limit: usize| save_total_limit.max(1) + usize::from(planned.keeps_best);
+    let n_grown = save_total_limit.map_or(planned.n_checkpoints, |save_total_limit| {
+        planned.n_checkpoints.min((n_kept(save_total_limit) + 1).saturating_sub(present).max(1))
+    });
+    Ok(planned.bytes_per_checkpoint.saturating_mul(n_grown as u64))
 }
 
-fn write_trial(dir: &Path) -> io::Result<()> {
-    let path = dir.join(TRIAL);
+fn write_test_file(dir: &Path) -> io::Result<()> {
+    let path = dir.join(TEST_FILE);
     let mut file = File::create(&path)?;
     let written = file.write_all(&[0u8; 4096]).and_then(|()| file.sync_all());
     fs::remove_file(&path)?;

@@ -1,121 +1,121 @@
-//! What can go wrong with a save. All of it ends a run with the exit code for checkpoints and disks.
+//! Errors of checkpoints. All of them end a run with the exit code for checkpoints and disks.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use super::state::StateError;
 
-/// Says why a save could not be made, found or taken up.
+/// The reason why a checkpoint cannot be written, found or loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// The file system refused something.
+    /// The file system reported an error.
     #[error("{action} {}", path.display())]
     Io {
-        /// What was being done, as "write" or "rename".
+        /// The operation, such as "write" or "rename".
         action: &'static str,
-        /// To what.
+        /// The path of the operation.
         path: PathBuf,
-        /// The system's reason.
+        /// The system's error.
         source: io::Error,
     },
-    /// The disk filled up during a save. Earlier saves are untouched.
+    /// The disk filled up while a checkpoint was written. Earlier checkpoints are intact.
     #[error(
-        "save to {}: no space left on the disk. The unfinished save was removed and earlier ones are \
-         intact; free some space, or set the checkpoint's keep to delete old saves", dir.display()
+        "save to {}: no space left on the disk. The unfinished checkpoint was removed; earlier ones are intact. Free \
+         disk space, or set a smaller save_total_limit", dir.display()
     )]
     DiskFull {
-        /// The save's folder.
+        /// The checkpoint folder.
         dir: PathBuf,
     },
-    /// The saves of this run will not fit.
+    /// The disk has too little space for the checkpoints of this run.
     #[error(
-        "fit the saves of this run onto the disk of {}: they need {} and {} is free. Set a smaller keep, \
+        "fit the checkpoints of this run on the disk of {}: they need {} and {} is free. Set a smaller save_total_limit, \
          save less often, or choose another output_dir", output_dir.display(), gigabytes(*needed), gigabytes(*free)
     )]
     NotEnoughSpace {
-        /// The folder that was asked for.
+        /// The configured folder.
         output_dir: PathBuf,
-        /// Bytes that will be there at once.
+        /// The peak number of bytes.
         needed: u64,
-        /// Bytes available to this user.
+        /// The bytes available to this user.
         free: u64,
     },
-    /// A save that is not as it was written.
-    #[error("use the save {}: {reason}", dir.display())]
+    /// A checkpoint whose content differs from what was written.
+    #[error("read the checkpoint {}: {reason}", dir.display())]
     Damaged {
-        /// The save's folder.
+        /// The checkpoint folder.
         dir: PathBuf,
-        /// What is wrong with it.
+        /// The difference.
         reason: String,
     },
-    /// There are saves, and none is whole.
+    /// There are checkpoints, but none is complete.
     #[error(
-        "resume from {}: no save there is whole ({}). Restore one, or move them away to start from the beginning",
+        "resume from {}: no checkpoint there is complete ({}). Restore one, or move them away to start from the beginning",
         output_dir.display(), reasons.join("; ")
     )]
-    NoneWhole {
+    NoneComplete {
         /// The folder that was searched.
         output_dir: PathBuf,
-        /// One reason a save.
+        /// One reason for each checkpoint.
         reasons: Vec<String>,
     },
-    /// The save belongs to a run with another plan or model.
+    /// The checkpoint belongs to a run with another plan or model.
     #[error(
-        "resume from {}: it was written by a run that differs in:\n  {}\nSet these back, or use another output_dir",
+        "resume from {}: the run that wrote it differs in:\n  {}\nRestore these settings, or use another output_dir",
         dir.display(), differences.join("\n  ")
     )]
     Different {
-        /// The save's folder.
+        /// The checkpoint folder.
         dir: PathBuf,
-        /// One line a difference: the key, the saved value, the present one.
+        /// One line for each difference: the key, the value in the checkpoint, the current value.
         differences: Vec<String>,
     },
-    /// Something else has the name of a checkpoint.
+    /// A file or folder of another origin has the name of a checkpoint.
     #[error(
-        "save to {}: it is {what}, and nothing of another origin is replaced. Move it away, or give the checkpoint another \
+        "save to {}: it is {what} and will not be replaced. Move it away, or give the checkpoint another \
          output_dir", dir.display()
     )]
     Occupied {
-        /// The checkpoint's folder.
+        /// The checkpoint folder.
         dir: PathBuf,
-        /// The thing that is there.
+        /// The kind of the existing entry.
         what: &'static str,
     },
-    /// The folder that the first rank made for a save is not there for another.
+    /// Another rank does not see the checkpoint folder that rank 0 created.
     #[error(
-        "save to {}: rank {rank} does not find what rank 0 began there. All ranks must see one folder under this name; \
-         give the checkpoint an output_dir on a file system that their machines share", dir.display()
+        "save to {}: rank {rank} does not see the folder that rank 0 created. All ranks must see the same folder; give the \
+         checkpoint an output_dir on a shared file system", dir.display()
     )]
     NotShared {
-        /// The save's folder.
+        /// The checkpoint folder.
         dir: PathBuf,
-        /// This rank.
+        /// The rank that does not see it.
         rank: usize,
     },
-    /// The ranks see different saves.
+    /// The ranks see different checkpoints.
     #[error(
-        "resume from {}: rank {rank} sees other saves than rank 0 ({there}, not {here}). All ranks must see one folder \
-         under this name; give the checkpoint an output_dir on a file system that their machines share",
+        "resume from {}: rank {rank} sees other checkpoints than rank 0 ({there}, not {here}). All ranks must see the same \
+         folder; give the checkpoint an output_dir on a shared file system",
         output_dir.display()
     )]
-    OtherSaves {
+    DifferentCheckpoints {
         /// The folder that was searched.
         output_dir: PathBuf,
-        /// A rank.
+        /// A rank that differs from rank 0.
         rank: usize,
-        /// What it sees.
+        /// The checkpoints that this rank sees.
         there: String,
-        /// What rank 0 sees.
+        /// The checkpoints that rank 0 sees.
         here: String,
     },
-    /// The engine could not give or take a tensor.
+    /// The engine failed to read or load a tensor.
     #[error("{action} the tensor {name}")]
     State {
         /// "read" or "load".
         action: &'static str,
         /// The tensor's global name.
         name: String,
-        /// The engine's reason.
+        /// The engine's error.
         source: StateError,
     },
 }
@@ -129,7 +129,7 @@ impl CheckpointError {
         Self::Damaged { dir: dir.to_path_buf(), reason: reason.into() }
     }
 
-    /// Turns "no space left" (or a quota) into its own error.
+    /// Turns "no space left" and "quota exceeded" into [`CheckpointError::DiskFull`].
     pub(crate) fn in_save(self, dir: &Path) -> Self {
         use io::ErrorKind::{QuotaExceeded, StorageFull};
         match self {
@@ -140,8 +140,8 @@ impl CheckpointError {
         }
     }
 
-    /// The same for what rank `rank` writes into the folder that the first one has made.
-    pub(crate) fn in_share(self, dir: &Path, rank: usize) -> Self {
+    /// Classifies an error of rank `rank`, which writes into the folder that the first rank created.
+    pub(crate) fn in_rank_write(self, dir: &Path, rank: usize) -> Self {
         match self {
             Self::Io { source, .. } if rank > 0 && source.kind() == io::ErrorKind::NotFound => {
                 Self::NotShared { dir: dir.to_path_buf(), rank }

@@ -1,69 +1,69 @@
-//! Looks for saves that are whole as far as sizes tell; hashes are the business of loading.
+//! Finds checkpoints whose files have the sizes in the manifest. Loading verifies the hashes.
 
 use std::path::{Path, PathBuf};
 
 use super::error::CheckpointError;
 use super::manifest::{MANIFEST, Manifest};
-use super::plan::{Kind, Tag};
+use super::plan::{CheckpointFormat, Tag};
 
-/// A save whose files are all there with the right sizes.
+/// A checkpoint whose files all exist and have the right sizes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Complete {
+pub struct CompleteCheckpoint {
     /// Its folder.
     pub dir: PathBuf,
-    /// What it holds.
+    /// Its manifest.
     pub manifest: Manifest,
 }
 
-/// A save that cannot be used.
+/// A checkpoint that cannot be loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Skipped {
+pub struct SkippedCheckpoint {
     /// Its folder.
     pub dir: PathBuf,
-    /// Why not.
+    /// The reason.
     pub reason: String,
 }
 
-/// The saves of a folder.
+/// The checkpoints in a folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Search {
-    /// Newest first: those of the run that began last, most steps first, then those of earlier runs.
-    pub complete: Vec<Complete>,
+pub struct FoundCheckpoints {
+    /// Newest first: first by the start of the run, then by steps.
+    pub complete: Vec<CompleteCheckpoint>,
     /// Newest first.
-    pub skipped: Vec<Skipped>,
+    pub skipped: Vec<SkippedCheckpoint>,
 }
 
-/// Sorts the `sharded` saves of a folder into usable and damaged. Unfinished ones have dotted
-/// names and are not looked at. A folder that does not exist has none.
-pub fn search(output_dir: &Path) -> Result<Search, CheckpointError> {
-    let saves = Kind::Sharded.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
-    let mut search = Search::default();
-    for (tag, dir) in saves {
+/// Sorts the `sharded` checkpoints of a folder into complete and damaged ones. Ignores unfinished ones, whose names
+/// begin with a dot. Treats a missing folder as empty.
+pub fn search(output_dir: &Path) -> Result<FoundCheckpoints, CheckpointError> {
+    let checkpoints = CheckpointFormat::Sharded.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
+    let mut search = FoundCheckpoints::default();
+    for (tag, dir) in checkpoints {
         match check_sizes(&dir, tag) {
-            Ok(manifest) => search.complete.push(Complete { dir, manifest }),
-            Err(reason) => search.skipped.push(Skipped { dir, reason }),
+            Ok(manifest) => search.complete.push(CompleteCheckpoint { dir, manifest }),
+            Err(reason) => search.skipped.push(SkippedCheckpoint { dir, reason }),
         }
     }
-    search.complete.sort_by_key(|save| std::cmp::Reverse((save.manifest.began, save.manifest.tag())));
+    search.complete.sort_by_key(|save| std::cmp::Reverse((save.manifest.run_start, save.manifest.tag())));
     Ok(search)
 }
 
-/// Returns the newest usable save, and warns of newer ones that are not usable.
-pub fn newest_complete(output_dir: &Path) -> Result<Option<Complete>, CheckpointError> {
+/// Returns the newest complete checkpoint, and warns about the damaged ones.
+pub fn newest_complete(output_dir: &Path) -> Result<Option<CompleteCheckpoint>, CheckpointError> {
     let search = search(output_dir)?;
     let newest = search.complete.into_iter().next();
-    search.skipped.iter().for_each(Skipped::warn);
+    search.skipped.iter().for_each(SkippedCheckpoint::warn);
     Ok(newest)
 }
 
-impl Skipped {
+impl SkippedCheckpoint {
     pub(crate) fn warn(&self) {
-        tracing::warn!("the save {} is skipped: {}", self.dir.display(), self.reason);
+        tracing::warn!("the checkpoint {} is skipped: {}", self.dir.display(), self.reason);
     }
 }
 
 impl Tag {
-    /// The last part of a path, as text.
+    /// Returns the last component of a path, as text.
     pub(crate) fn name_of(dir: &Path) -> String {
         dir.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
     }
@@ -71,7 +71,7 @@ impl Tag {
 
 fn check_sizes(dir: &Path, tag: Tag) -> Result<Manifest, String> {
     let bytes = std::fs::read(dir.join(MANIFEST))
-        .map_err(|error| format!("no {MANIFEST}, it is incomplete or another program's ({error})"))?;
+        .map_err(|error| format!("no {MANIFEST}: incomplete, or written by another program ({error})"))?;
     let manifest = Manifest::parse(&bytes)?;
     if manifest.tag() != tag {
         return Err(format!("its manifest says step {}, epoch {}", manifest.step, manifest.epoch));

@@ -1,4 +1,4 @@
-//! The hashes of a save's files: made while they are written, compared before they are loaded.
+//! Hashes of checkpoint files: computed during writing, verified before loading.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -9,8 +9,8 @@ use sha2::{Digest, Sha256};
 use super::manifest::FileEntry;
 use super::storage::{Storage, StoredFile};
 
-/// Bytes that are read at once.
-const PIECE: usize = 4 << 20;
+/// The number of bytes read at once.
+const BLOCK_BYTES: usize = 4 << 20;
 
 /// A file that is hashed while it is written.
 pub(crate) struct HashedFile {
@@ -24,7 +24,7 @@ impl HashedFile {
         Ok(Self { file: storage.create_file(path)?, hash: blake3::Hasher::new(), size: 0 })
     }
 
-    /// Writes and hashes at the same time.
+    /// Writes and hashes in parallel.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         let Self { file, hash, .. } = self;
         let (written, _) = rayon::join(|| file.write_all(bytes), || hash.update(bytes));
@@ -32,7 +32,7 @@ impl HashedFile {
         written
     }
 
-    /// Makes the file durable and describes it.
+    /// Syncs the file to disk and returns its manifest entry.
     pub(crate) fn finish(mut self, name: &str) -> io::Result<FileEntry> {
         self.file.sync()?;
         let blake3 = Some(self.hash.finalize().to_string());
@@ -40,34 +40,34 @@ impl HashedFile {
     }
 }
 
-/// Whether a file of `dir` has another hash than it had when it was written.
-pub(crate) fn has_changed(dir: &Path, entry: &FileEntry) -> io::Result<bool> {
+/// Returns true if the hash of a file in `dir` differs from its manifest entry.
+pub(crate) fn hash_differs(dir: &Path, entry: &FileEntry) -> io::Result<bool> {
     let path = dir.join(&entry.name);
     if let Some(sha256) = &entry.sha256 {
         let mut hash = Sha256::new();
-        read(&path, |piece| hash.update(piece))?;
+        read(&path, |block| hash.update(block))?;
         let hex: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
         return Ok(hex != *sha256);
     }
     let mut hash = blake3::Hasher::new();
-    read(&path, |piece| _ = hash.update(piece))?;
+    read(&path, |block| _ = hash.update(block))?;
     Ok(Some(hash.finalize().to_string()) != entry.blake3)
 }
 
-/// Hands on a file's bytes in pieces, and reads the next one at the same time.
+/// Passes a file's bytes to `take` in blocks, and reads the next block in parallel.
 fn read(path: &Path, mut take: impl FnMut(&[u8]) + Send) -> io::Result<()> {
     let mut file = File::open(path)?;
-    let (mut piece, mut next) = (Vec::new(), Vec::new());
+    let (mut block, mut next) = (Vec::new(), Vec::new());
     loop {
-        let (n_read, ()) = rayon::join(|| read_piece(&mut file, &mut next), || take(&piece));
+        let (n_read, ()) = rayon::join(|| read_block(&mut file, &mut next), || take(&block));
         if n_read? == 0 {
             return Ok(());
         }
-        std::mem::swap(&mut piece, &mut next);
+        std::mem::swap(&mut block, &mut next);
     }
 }
 
-fn read_piece(file: &mut File, piece: &mut Vec<u8>) -> io::Result<usize> {
-    piece.clear();
-    file.take(PIECE as u64).read_to_end(piece)
+fn read_block(file: &mut File, block: &mut Vec<u8>) -> io::Result<usize> {
+    block.clear();
+    file.take(BLOCK_BYTES as u64).read_to_end(block)
 }

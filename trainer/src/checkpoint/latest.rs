@@ -1,4 +1,4 @@
-//! The link `latest`, beside the checkpoints of a folder, to the one that was finished last.
+//! The symlink `latest` in a checkpoint folder, which points to the newest complete checkpoint.
 
 use std::fs;
 use std::io;
@@ -9,16 +9,16 @@ use super::plan::Tag;
 
 const LATEST: &str = "latest";
 
-/// Points `latest` to the finished checkpoint `dir`, beside it. A reader finds the old target or the new one.
+/// Atomically points `latest` to the complete checkpoint `dir` in the same folder.
 ///
-/// A file system without links costs a warning only: nothing that this program does needs the link.
+/// On a file system without symlinks this only warns: the program itself does not use the link.
 pub fn update_latest_link(dir: &Path) {
     if let Err(error) = replace(dir) {
         tracing::warn!("failed to point the link {LATEST} to {}: {error}", dir.display());
     }
 }
 
-/// Removes the link of a folder if the checkpoint that it names was moved away.
+/// Removes the link of a folder if the checkpoint that it points to was moved away.
 pub(super) fn remove_dangling_link(output_dir: &Path) -> io::Result<()> {
     let link = output_dir.join(LATEST);
     let is_stale = fs::symlink_metadata(&link).is_ok_and(|found| found.is_symlink()) && !link.exists();
@@ -29,7 +29,7 @@ fn replace(dir: &Path) -> io::Result<()> {
     let parent = dir.parent().unwrap_or(Path::new("."));
     let link = parent.join(LATEST);
     if fs::symlink_metadata(&link).is_ok_and(|found| !found.is_symlink()) {
-        return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("{} is no link", link.display())));
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("{} is not a symlink", link.display())));
     }
     let temporary = parent.join(format!(".{LATEST}.tmp"));
     if fs::symlink_metadata(&temporary).is_ok_and(|found| found.is_symlink()) {
@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_or_file_of_that_name_is_left_alone() {
+    fn an_existing_file_or_folder_named_latest_is_kept() {
         let root = tempfile::tempdir().unwrap();
         fs::create_dir_all(root.path().join("latest/mine")).unwrap();
         update_latest_link(&root.path().join("global_step_5"));
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_to_a_checkpoint_that_was_moved_goes() {
+    fn a_dangling_link_is_removed() {
         let root = tempfile::tempdir().unwrap();
         fs::create_dir_all(root.path().join("global_step_5")).unwrap();
         update_latest_link(&root.path().join("global_step_5"));

@@ -1,8 +1,8 @@
-//! Takes a run up from its newest whole save.
+//! Resumes a run from its newest complete checkpoint.
 //!
-//! A save whose hashes do not match is skipped with a warning and the one before it is tried: a
-//! run is a function of its plan, so starting earlier costs time and changes nothing. When saves
-//! exist and none is whole, that is an error: a run never starts over by itself.
+//! If the hashes of a checkpoint differ, it is skipped with a warning and the one before it is tried. Training is
+//! deterministic, so an earlier start costs time but does not change the result. If there are checkpoints but none is
+//! complete, the run fails: it never restarts from scratch on its own.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -11,83 +11,84 @@ use anyhow::{Error, Result};
 use candlewick_runtime::process_group::ProcessGroup;
 
 use super::error::CheckpointError;
-use super::find::{Complete, Search, Skipped, search};
+use super::find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, search};
 use super::fingerprint::Fingerprint;
-use super::hash::has_changed;
+use super::hash::hash_differs;
 use super::manifest::{Manifest, STATE};
 use super::plan::{CheckpointPlan, Tag};
-use super::retention::clear_leftovers;
-use super::shard::{Wanted, read_shard};
-use super::state::{Piece, RunState, TensorMeta, TrainState};
+use super::retention::remove_unfinished_checkpoints;
+use super::shard::{ChunkRead, read_shard};
+use super::state::{RunState, TensorChunk, TensorMeta, TrainState};
 
-/// Says from where a run goes on.
+/// The state from which a run resumes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Resumed {
-    /// The loop's side of the save.
+    /// The training loop's state in the checkpoint.
     pub run: RunState,
-    /// The save's folder.
+    /// The checkpoint folder.
     pub dir: PathBuf,
-    /// Saves that were passed over.
-    pub skipped: Vec<Skipped>,
+    /// Newer checkpoints that were skipped.
+    pub skipped: Vec<SkippedCheckpoint>,
 }
 
-/// Loads the newest whole save of `plan.output_dir` into `state`, or returns `None` where there is
-/// no save at all. `fingerprint` is the present plan's; another one in the save is an error.
+/// Loads the newest complete checkpoint of `plan.output_dir` into `state`. Returns `None` if there are no checkpoints.
 ///
-/// Each rank verifies some of the files and loads what it needs. All ranks of `process` call it and agree on the save.
+/// Fails if the checkpoint's fingerprint differs from `fingerprint`, that of the current plan. Each rank verifies some
+/// of the files and loads the tensors that it needs. All ranks of `process` call this, and all must see the same
+/// checkpoints.
 pub fn resume(
     plan: &CheckpointPlan,
     fingerprint: &Fingerprint,
     state: &mut dyn TrainState,
     process: &ProcessGroup,
 ) -> Result<Option<Resumed>> {
-    let cleared = process.on_first_rank(|| Ok(clear_leftovers(&plan.output_dir)?))?;
+    let cleared = process.on_first_rank(|| Ok(remove_unfinished_checkpoints(&plan.output_dir)?))?;
     for line in cleared.into_iter().flatten() {
         tracing::info!("{line} in {}", plan.output_dir.display());
     }
-    let found = search_together(plan, process)?;
+    let found = search_on_all_ranks(plan, process)?;
     let mut skipped = found.skipped;
     for complete in found.complete {
         match verify(&complete, process)? {
             Ok(run) => {
-                check_same(&complete, &run, fingerprint, &state.tensors())?;
+                check_compatible(&complete, &run, fingerprint, &state.tensors())?;
                 process.keep_alive().during(|| load_tensors(&complete, state))?;
-                skipped.iter().for_each(Skipped::warn);
+                skipped.iter().for_each(SkippedCheckpoint::warn);
                 return Ok(Some(Resumed { run, dir: complete.dir, skipped }));
             }
-            Err(reason) => skipped.push(Skipped { dir: complete.dir, reason }),
+            Err(reason) => skipped.push(SkippedCheckpoint { dir: complete.dir, reason }),
         }
     }
     if skipped.is_empty() {
         return Ok(None);
     }
     let reasons = skipped.iter().map(|s| format!("{}: {}", s.dir.display(), s.reason)).collect();
-    Err(CheckpointError::NoneWhole { output_dir: plan.output_dir.clone(), reasons }.into())
+    Err(CheckpointError::NoneComplete { output_dir: plan.output_dir.clone(), reasons }.into())
 }
 
-/// Searches on every rank, all of which must find the same.
-fn search_together(plan: &CheckpointPlan, process: &ProcessGroup) -> Result<Search> {
+/// Searches on every rank. Fails unless all ranks find the same checkpoints.
+fn search_on_all_ranks(plan: &CheckpointPlan, process: &ProcessGroup) -> Result<FoundCheckpoints> {
     let (found, own) = match search(&plan.output_dir) {
         Ok(found) => (found.clone(), Ok(names(&found).into_bytes())),
-        Err(error) => (Search::default(), Err(error)),
+        Err(error) => (FoundCheckpoints::default(), Err(error)),
     };
     let all = process.exchange(own.map_err(Error::from))?;
     let Some(rank) = all.iter().position(|names| *names != all[0]) else { return Ok(found) };
     let [there, here] = [rank, 0].map(|rank| String::from_utf8_lossy(&all[rank]).into_owned());
-    Err(CheckpointError::OtherSaves { output_dir: plan.output_dir.clone(), rank, there, here }.into())
+    Err(CheckpointError::DifferentCheckpoints { output_dir: plan.output_dir.clone(), rank, there, here }.into())
 }
 
-/// The saves of a folder, for a message.
-fn names(found: &Search) -> String {
+/// Names the checkpoints of a folder, for an error message.
+fn names(found: &FoundCheckpoints) -> String {
     let complete = found.complete.iter().map(|save| Tag::name_of(&save.dir));
-    let skipped = found.skipped.iter().map(|save| Tag::name_of(&save.dir) + " (not whole)");
+    let skipped = found.skipped.iter().map(|save| Tag::name_of(&save.dir) + " (incomplete)");
     let names: Vec<String> = complete.chain(skipped).collect();
     if names.is_empty() { "none".to_owned() } else { names.join(", ") }
 }
 
-/// Compares every hash and reads the loop's state. The reason why a save is not whole is the same for all ranks.
-fn verify(complete: &Complete, process: &ProcessGroup) -> Result<Result<RunState, String>> {
-    let own = process.keep_alive().during(|| verify_share(complete, (process.rank(), process.size())));
+/// Verifies every hash and reads the loop's state. All ranks return the same reason if the checkpoint is damaged.
+fn verify(complete: &CompleteCheckpoint, process: &ProcessGroup) -> Result<Result<RunState, String>> {
+    let own = process.keep_alive().during(|| verify_rank_files(complete, (process.rank(), process.size())));
     let all = process.exchange_payloads(own.map(|()| Vec::new()))?;
     match all.into_iter().find_map(Result::err) {
         Some(reason) => Ok(Err(reason)),
@@ -95,17 +96,17 @@ fn verify(complete: &Complete, process: &ProcessGroup) -> Result<Result<RunState
     }
 }
 
-fn verify_share(complete: &Complete, (rank, n_ranks): (usize, usize)) -> Result<(), String> {
+fn verify_rank_files(complete: &CompleteCheckpoint, (rank, n_ranks): (usize, usize)) -> Result<(), String> {
     for file in complete.manifest.files.iter().skip(rank).step_by(n_ranks) {
-        if has_changed(&complete.dir, file).map_err(|error| format!("{}: {error}", file.name))? {
+        if hash_differs(&complete.dir, file).map_err(|error| format!("{}: {error}", file.name))? {
             return Err(format!("{} has changed since it was written (its hash differs)", file.name));
         }
     }
     Ok(())
 }
 
-/// Reads the loop's state. The error is the reason why the save is not whole.
-pub(crate) fn read_state(complete: &Complete) -> Result<RunState, String> {
+/// Reads the loop's state. The error is the reason why the checkpoint is damaged.
+pub(crate) fn read_state(complete: &CompleteCheckpoint) -> Result<RunState, String> {
     let bytes = std::fs::read(complete.dir.join(STATE)).map_err(|error| format!("{STATE}: {error}"))?;
     let run: RunState = serde_json::from_slice(&bytes).map_err(|error| format!("{STATE}: {error}"))?;
     if run.tag() != complete.manifest.tag() {
@@ -114,9 +115,9 @@ pub(crate) fn read_state(complete: &Complete) -> Result<RunState, String> {
     Ok(run)
 }
 
-/// Refuses a save of another plan or model, naming what differs.
-fn check_same(
-    complete: &Complete,
+/// Fails if a checkpoint belongs to another plan or model, and names the differences.
+fn check_compatible(
+    complete: &CompleteCheckpoint,
     run: &RunState,
     fingerprint: &Fingerprint,
     tensors: &[TensorMeta],
@@ -132,17 +133,17 @@ fn check_same(
 fn tensor_differences(manifest: &Manifest, tensors: &[TensorMeta]) -> Vec<String> {
     let saved: BTreeMap<&str, &Vec<usize>> = manifest.tensors.iter().map(|t| (t.name.as_str(), &t.shape)).collect();
     let now: BTreeMap<&str, &Vec<usize>> = tensors.iter().map(|t| (t.name.as_str(), &t.shape)).collect();
-    let gone = saved.keys().filter(|name| !now.contains_key(*name));
-    let gone = gone.map(|name| format!("tensor {name}: in the save, not in the model"));
+    let removed = saved.keys().filter(|name| !now.contains_key(*name));
+    let removed = removed.map(|name| format!("tensor {name}: in the checkpoint, not in the model"));
     let changed = now.iter().filter_map(|(name, shape)| match saved.get(name) {
-        None => Some(format!("tensor {name}: in the model, not in the save")),
-        Some(saved) if saved != shape => Some(format!("tensor {name}: {saved:?} in the save, {shape:?} now")),
+        None => Some(format!("tensor {name}: in the model, not in the checkpoint")),
+        Some(saved) if saved != shape => Some(format!("tensor {name}: {saved:?} in the checkpoint, {shape:?} now")),
         Some(_) => None,
     });
-    gone.chain(changed).collect()
+    removed.chain(changed).collect()
 }
 
-/// Keeps a message to one screen.
+/// Truncates a list of differences to one screen.
 fn shorten(mut differences: Vec<String>) -> Vec<String> {
     let n_more = differences.len().saturating_sub(12);
     if n_more > 0 {
@@ -152,26 +153,26 @@ fn shorten(mut differences: Vec<String>) -> Vec<String> {
     differences
 }
 
-/// Loads what this rank has of each tensor from whichever files hold it.
-fn load_tensors(complete: &Complete, state: &mut dyn TrainState) -> Result<(), CheckpointError> {
-    let mut missing: BTreeMap<String, Vec<(Piece, usize)>> = BTreeMap::new();
-    for piece in state.pieces() {
-        let n = piece.range.len();
-        missing.entry(piece.tensor.name.clone()).or_default().push((piece, n));
+/// Loads this rank's chunk of each tensor from the files that hold it.
+fn load_tensors(complete: &CompleteCheckpoint, state: &mut dyn TrainState) -> Result<(), CheckpointError> {
+    let mut missing: BTreeMap<String, Vec<(TensorChunk, usize)>> = BTreeMap::new();
+    for chunk in state.chunks() {
+        let n = chunk.range.len();
+        missing.entry(chunk.tensor.name.clone()).or_default().push((chunk, n));
     }
-    let mut by_file: BTreeMap<&str, Vec<Wanted>> = BTreeMap::new();
+    let mut by_file: BTreeMap<&str, Vec<ChunkRead>> = BTreeMap::new();
     for entry in &complete.manifest.tensors {
-        let piece = entry.piece();
+        let chunk = entry.chunk();
         for (wanted, n_left) in missing.get_mut(&entry.name).into_iter().flatten() {
-            let overlaps = piece.overlaps(wanted);
+            let overlaps = chunk.overlaps(wanted);
             if !overlaps.is_empty() {
                 let n_found: usize = overlaps.iter().map(|overlap| overlap.len).sum();
                 *n_left = n_left.saturating_sub(n_found);
-                by_file.entry(&entry.file).or_default().push(Wanted { piece: piece.clone(), overlaps });
+                by_file.entry(&entry.file).or_default().push(ChunkRead { chunk: chunk.clone(), overlaps });
             }
         }
     }
-    if let Some((name, _)) = missing.iter().find(|(_, pieces)| pieces.iter().any(|(_, n_left)| *n_left > 0)) {
+    if let Some((name, _)) = missing.iter().find(|(_, chunks)| chunks.iter().any(|(_, n_left)| *n_left > 0)) {
         let reason = format!("no file holds all of the tensor {name:?}");
         return Err(CheckpointError::damaged(&complete.dir, reason));
     }

@@ -1,5 +1,6 @@
-//! The list of what a save holds. It is written last, so its presence says that the rest is there;
-//! it is read as if a stranger had written it.
+//! The manifest: the list of a checkpoint's files and tensors.
+//!
+//! It is written last, so a folder with a manifest is complete. Reading treats it as untrusted input.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,17 +9,17 @@ use std::path::{Component, Path};
 use serde::{Deserialize, Serialize};
 
 use super::plan::Tag;
-use super::state::{Piece, TensorMeta};
+use super::state::{TensorChunk, TensorMeta};
 
-/// The manifest's file name.
+/// The file name of the manifest.
 pub(crate) const MANIFEST: &str = "manifest.json";
 /// The file name of the loop's state.
 pub(crate) const STATE: &str = "state.json";
 const FORMAT: &str = "candlewick-sharded";
-/// In the first version files were hashed by SHA-256; in the second pieces had all columns.
+/// Version 1 hashed files with SHA-256. In version 2, every chunk had all columns.
 const VERSION: u32 = 3;
 
-/// Lists the files and tensors of a save.
+/// The files and tensors of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -28,46 +29,47 @@ pub struct Manifest {
     pub step: usize,
     /// Epochs done.
     pub epoch: usize,
-    /// When the run began, in milliseconds since 1970: tells the saves of one run from those of another.
-    pub began: u64,
-    /// Every file but the manifest.
+    /// The start of the run, in milliseconds since 1970. It identifies the run that wrote the checkpoint.
+    #[serde(rename = "began")]
+    pub run_start: u64,
+    /// Every file except the manifest.
     pub files: Vec<FileEntry>,
-    /// Every tensor, or every piece of one.
+    /// Every tensor, or every chunk of one.
     pub tensors: Vec<TensorEntry>,
 }
 
-/// Describes a file.
+/// A file of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileEntry {
-    /// Its name in the save's folder.
+    /// The file name in the checkpoint folder.
     pub name: String,
-    /// Its length in bytes.
+    /// The length in bytes.
     pub size: u64,
-    /// Its BLAKE3 hash, in lower-case hexadecimal digits.
+    /// The BLAKE3 hash, in lower-case hexadecimal digits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blake3: Option<String>,
-    /// Its SHA-256 hash instead: in saves of the first version.
+    /// The SHA-256 hash, in checkpoints of version 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
 }
 
-/// Describes a tensor, or the piece of it that one file holds.
+/// A tensor, or the chunk of a tensor that one file holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
-    /// The tensor's name in the whole model.
+    /// The tensor's global name.
     pub name: String,
-    /// The whole tensor's shape.
+    /// The shape of the full tensor.
     pub shape: Vec<usize>,
-    /// Where a piece begins in the whole tensor: zeros. It dates from the first version.
+    /// The offset of a chunk in the full tensor: always zeros. Only version 1 wrote it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     offset: Vec<usize>,
-    /// Which columns of the whole tensor the file holds something of; all of them if it does not say.
+    /// The columns of the full tensor that the file holds elements of; all of them if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub columns: Option<Range<usize>>,
-    /// Which elements of these columns the file holds, in the order of the rows; all of them if it does not say. A piece is a
-    /// list there.
+    /// The range of elements of these columns that the file holds, in row-major order; all of them if absent. The file
+    /// stores such a chunk as a vector.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub range: Option<Range<usize>>,
     /// The file that holds it.
@@ -75,13 +77,13 @@ pub struct TensorEntry {
 }
 
 impl Manifest {
-    /// Collects the lists of a save.
-    pub(crate) fn new(tag: Tag, began: u64, files: Vec<FileEntry>, tensors: Vec<TensorEntry>) -> Self {
+    /// Creates the manifest of a checkpoint.
+    pub(crate) fn new(tag: Tag, run_start: u64, files: Vec<FileEntry>, tensors: Vec<TensorEntry>) -> Self {
         let Tag { step, epoch } = tag;
-        Self { format: FORMAT.to_owned(), version: VERSION, step, epoch, began, files, tensors }
+        Self { format: FORMAT.to_owned(), version: VERSION, step, epoch, run_start, files, tensors }
     }
 
-    /// Reads a manifest and checks that it makes sense in itself. The error says what does not.
+    /// Parses a manifest and checks that it is consistent. The error names the inconsistency.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         let manifest: Self =
             serde_json::from_slice(bytes).map_err(|error| format!("{MANIFEST} is not readable: {error}"))?;
@@ -89,12 +91,12 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Returns the name under which this was saved.
+    /// Returns the tag of the checkpoint.
     pub fn tag(&self) -> Tag {
         Tag { step: self.step, epoch: self.epoch }
     }
 
-    /// Sums the sizes of the files.
+    /// Returns the sum of the file sizes.
     pub fn n_bytes(&self) -> u64 {
         self.files.iter().fold(0, |sum, file| sum.saturating_add(file.size))
     }
@@ -102,7 +104,7 @@ impl Manifest {
     fn check(&self) -> Result<(), String> {
         if self.format != FORMAT || !(1..=VERSION).contains(&self.version) {
             return Err(format!(
-                "it has the format {} {}; this program reads {FORMAT} up to {VERSION}",
+                "the format is {} version {}; this program reads {FORMAT} up to version {VERSION}",
                 self.format, self.version
             ));
         }
@@ -116,22 +118,22 @@ impl Manifest {
         if !tensor_bytes.contains_key(STATE) {
             return Err(format!("{STATE} is not listed"));
         }
-        let mut places: BTreeMap<&str, Vec<Piece>> = BTreeMap::new();
+        let mut places: BTreeMap<&str, Vec<TensorChunk>> = BTreeMap::new();
         for tensor in &self.tensors {
             let n_bytes = check_tensor(tensor)?;
             let sum = tensor_bytes
                 .get_mut(tensor.file.as_str())
                 .ok_or_else(|| format!("the tensor {:?} is in {:?}, which is not listed", tensor.name, tensor.file))?;
             *sum = sum.saturating_add(n_bytes);
-            places.entry(&tensor.name).or_default().push(tensor.piece());
+            places.entry(&tensor.name).or_default().push(tensor.chunk());
         }
-        for (name, mut pieces) in places {
-            if let Some(other) = pieces.iter().find(|piece| piece.tensor.shape != pieces[0].tensor.shape) {
-                let (shape, other) = (&pieces[0].tensor.shape, &other.tensor.shape);
+        for (name, mut chunks) in places {
+            if let Some(other) = chunks.iter().find(|chunk| chunk.tensor.shape != chunks[0].tensor.shape) {
+                let (shape, other) = (&chunks[0].tensor.shape, &other.tensor.shape);
                 return Err(format!("the tensor {name:?} is listed with the shapes {shape:?} and {other:?}"));
             }
-            pieces.sort_by_key(|piece| (piece.columns.start, piece.range.start));
-            if pieces.windows(2).any(|pair| !pair[0].overlaps(&pair[1]).is_empty()) {
+            chunks.sort_by_key(|chunk| (chunk.columns.start, chunk.range.start));
+            if chunks.windows(2).any(|pair| !pair[0].overlaps(&pair[1]).is_empty()) {
                 return Err(format!("the tensor {name:?} is listed twice"));
             }
         }
@@ -143,21 +145,21 @@ impl Manifest {
 }
 
 impl TensorEntry {
-    /// Describes what `file` holds of a tensor.
-    pub(crate) fn new(piece: Piece, file: &str) -> Self {
-        let columns = (piece.columns.len() != piece.tensor.n_columns()).then_some(piece.columns);
-        let range = (piece.range.len() != piece.tensor.n_values()).then_some(piece.range);
-        let TensorMeta { name, shape } = piece.tensor;
+    /// Describes the chunk of a tensor that `file` holds.
+    pub(crate) fn new(chunk: TensorChunk, file: &str) -> Self {
+        let columns = (chunk.columns.len() != chunk.tensor.n_columns()).then_some(chunk.columns);
+        let range = (chunk.range.len() != chunk.tensor.n_values()).then_some(chunk.range);
+        let TensorMeta { name, shape } = chunk.tensor;
         Self { name, shape, offset: Vec::new(), columns, range, file: file.to_owned() }
     }
 
-    /// What it holds.
-    pub fn piece(&self) -> Piece {
-        let whole = Piece::whole(TensorMeta { name: self.name.clone(), shape: self.shape.clone() });
-        let columns = self.columns.clone().unwrap_or(whole.columns);
-        let n_rows = whole.range.end / whole.tensor.n_columns().max(1);
+    /// Returns the chunk.
+    pub fn chunk(&self) -> TensorChunk {
+        let full = TensorChunk::full(TensorMeta { name: self.name.clone(), shape: self.shape.clone() });
+        let columns = self.columns.clone().unwrap_or(full.columns);
+        let n_rows = full.range.end / full.tensor.n_columns().max(1);
         let all = 0..n_rows * columns.len();
-        Piece { tensor: whole.tensor, range: self.range.clone().unwrap_or(all), columns }
+        TensorChunk { tensor: full.tensor, range: self.range.clone().unwrap_or(all), columns }
     }
 }
 
@@ -171,19 +173,19 @@ fn check_file(file: &FileEntry) -> Result<(), String> {
         return Err(format!("{:?} has two hashes or none", file.name));
     };
     if hash.len() != 64 || !hash.bytes().all(|c| matches!(c, b'0'..=b'9' | b'a'..=b'f')) {
-        return Err(format!("the hash of {:?} is not one: {hash:?}", file.name));
+        return Err(format!("the hash of {:?} is malformed: {hash:?}", file.name));
     }
     Ok(())
 }
 
-/// Returns the bytes of the tensor, or of the piece.
+/// Returns the bytes of the tensor or chunk.
 fn check_tensor(tensor: &TensorEntry) -> Result<u64, String> {
     let TensorEntry { name, shape, offset, columns, range, .. } = tensor;
     if offset.iter().any(|&o| o != 0) {
-        return Err(format!("the tensor {name:?} is cut at {offset:?}; this program reads ranges of elements"));
+        return Err(format!("the tensor {name:?} has the offset {offset:?}; this program reads ranges of elements"));
     }
     let n_bytes = shape.iter().try_fold(4u64, |bytes, &extent| bytes.checked_mul(extent as u64));
-    let n_bytes = n_bytes.ok_or_else(|| format!("the tensor {name:?} has an absurd shape {shape:?}"))?;
+    let n_bytes = n_bytes.ok_or_else(|| format!("the tensor {name:?} has an impossible shape {shape:?}"))?;
     let width = shape.last().copied().unwrap_or(1);
     let n_values = match columns {
         None => n_bytes / 4,

@@ -1,15 +1,17 @@
-//! Saves that survive a crash at any instant, and resuming from the newest one that is whole.
-//! Weights-only folders are written by `candlewick-model`; here is only when, where and how many.
+//! Checkpoints that survive a crash at any time, and resuming from the newest complete one.
 //!
-//! A `sharded` save is a folder `<output_dir>/epoch_E_global_step_N/`:
+//! This module decides when, where and how many checkpoints are written. `candlewick-model` writes the folders of
+//! exported weights.
+//!
+//! A `sharded` checkpoint is a folder `<output_dir>/epoch_E_global_step_N/`:
 //! ```text
-//! shard_RANK_N.safetensors .. f32 tensors under their global names, or pieces of them
-//! state.json                  step, epoch, data cursor, RNG, ledger, the fingerprint of the plan
-//! manifest.json               written last: size and BLAKE3 of each file; name, shape, offset of each tensor
+//! shard_RANK_N.safetensors .. f32 tensors by global name, or chunks of them
+//! state.json                  step, epoch, data cursor, RNG, token statistics, fingerprint of the plan
+//! manifest.json               written last: size and BLAKE3 of each file; name, shape and range of each tensor
 //! ```
-//! Each rank writes what it has; the manifest says which elements of which tensor lie where, so that any number of ranks
-//! can take it up. It is written beside its place under a dotted name, fsynced and renamed, so a folder with the
-//! right name is whole unless it was changed later; the hashes show that. `owner` tells which run wrote a folder.
+//! Each rank writes its own shards. The manifest records which file holds which elements of each tensor, so any number
+//! of ranks can load the checkpoint. The folder is written under a temporary name, synced and renamed. So a folder with
+//! its final name is complete; hashes detect later changes. `owner` identifies the run that wrote a folder.
 
 mod disk;
 mod error;
@@ -31,18 +33,18 @@ mod storage;
 #[allow(clippy::unwrap_used)]
 mod tests;
 
-pub use disk::{PlannedSaves, bytes_needed, free_bytes, preflight};
+pub use disk::{PlannedCheckpoints, bytes_needed, free_bytes, preflight};
 pub use error::CheckpointError;
-pub use find::{Complete, Search, Skipped, newest_complete, search};
+pub use find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, newest_complete, search};
 pub use fingerprint::Fingerprint;
 pub use latest::update_latest_link;
 pub(crate) use load::read_state;
 pub use load::{Resumed, resume};
 pub use manifest::{FileEntry, Manifest, TensorEntry};
-pub use owner::{EXPORT_MARK, ExportMark, move_aside, refuse_foreign, refuse_occupied};
-pub use plan::{CheckpointPlan, Kind, Moment, Tag};
-pub use retention::{Retention, clear_leftovers};
-pub use save::{Saved, save};
+pub use owner::{EXPORT_MARK, ExportMark, move_aside, refuse_occupied, refuse_unowned};
+pub use plan::{CheckpointFormat, CheckpointPlan, Moment, Tag};
+pub use retention::{Retention, remove_unfinished_checkpoints};
+pub use save::{WrittenCheckpoint, save};
 pub use scores::Scores;
-pub(crate) use shard::AT_ONCE;
-pub use state::{Piece, RunState, StateError, TensorMeta, TrainState};
+pub(crate) use shard::VALUES_PER_BLOCK;
+pub use state::{RunState, StateError, TensorChunk, TensorMeta, TrainState};

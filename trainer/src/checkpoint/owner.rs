@@ -1,4 +1,4 @@
-//! The run that wrote a checkpoint folder. `keep` deletes and a checkpoint replaces only what the same run wrote.
+//! The run that wrote a checkpoint folder. Retention deletes, and saving replaces, only checkpoints of the same run.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -11,16 +11,17 @@ use serde::{Deserialize, Serialize};
 use super::error::CheckpointError;
 use super::latest::remove_dangling_link;
 use super::manifest::{MANIFEST, STATE};
-use super::plan::{Kind, Tag};
+use super::plan::{CheckpointFormat, Tag};
 
-/// The file in an exported folder that names its run.
+/// The file in an exported folder that identifies its run.
 pub const EXPORT_MARK: &str = ".candlewick.json";
 
 /// The contents of [`EXPORT_MARK`]. A `sharded` checkpoint has both numbers in its manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExportMark {
-    /// The start of the run, in milliseconds since 1970; a resumed run keeps it.
-    pub began: u64,
+    /// The start of the run, in milliseconds since 1970. A resumed run keeps it.
+    #[serde(rename = "began")]
+    pub run_start: u64,
     /// Optimizer steps done.
     pub step: usize,
 }
@@ -32,32 +33,34 @@ impl ExportMark {
     }
 }
 
-/// The start of a run, as a manifest and a mark both have it.
+/// The start of a run, a field of both manifests and export marks.
 #[derive(Deserialize)]
-struct Began {
-    began: u64,
+struct RunStartField {
+    #[serde(rename = "began")]
+    run_start: u64,
 }
 
-impl Kind {
-    /// Returns the start of the run that wrote `dir`, 0 if a damaged checkpoint does not tell it; `None` for a folder that
-    /// bears no mark, a link or a file.
+impl CheckpointFormat {
+    /// Returns the start of the run that wrote `dir`, and 0 for a damaged checkpoint. Returns `None` for a link, a
+    /// file, or a folder without a mark.
     pub fn written_by(self, dir: &Path) -> Option<u64> {
         let is_folder = fs::symlink_metadata(dir).is_ok_and(|metadata| metadata.is_dir());
         let mark = dir.join(match self {
-            Kind::Sharded => MANIFEST,
-            Kind::HuggingFace => EXPORT_MARK,
+            CheckpointFormat::Sharded => MANIFEST,
+            CheckpointFormat::HuggingFace => EXPORT_MARK,
         });
-        let began = |bytes: Vec<u8>| serde_json::from_slice(&bytes).ok().map(|Began { began }| began);
-        let is_damaged = || self == Kind::Sharded && dir.join(STATE).is_file();
+        let run_start =
+            |bytes: Vec<u8>| serde_json::from_slice(&bytes).ok().map(|RunStartField { run_start }| run_start);
+        let is_damaged = || self == CheckpointFormat::Sharded && dir.join(STATE).is_file();
         read_regular_file(&mark, MAX_CONFIG_FILE_BYTES)
             .ok()
-            .and_then(began)
+            .and_then(run_start)
             .or_else(|| is_damaged().then_some(0))
             .filter(|_| is_folder)
     }
 
-    /// Returns the checkpoint of `output_dir` that `folder` is, lies in or links to, or that one of its files links to.
-    pub fn in_use(self, output_dir: &Path, folder: &Path) -> Option<PathBuf> {
+    /// Returns the checkpoint of `output_dir` that contains `folder`, or that `folder` or one of its files links to.
+    pub fn checkpoint_in_use(self, output_dir: &Path, folder: &Path) -> Option<PathBuf> {
         let output_dir = output_dir.canonicalize().ok()?;
         let files = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
         let is_checkpoint = |dir: &&Path| {
@@ -68,8 +71,8 @@ impl Kind {
         iter::once(folder.to_owned()).chain(files).find_map(checkpoint)
     }
 
-    /// Lists everything in a folder that has the name of a checkpoint, files and links included.
-    fn names_in(self, output_dir: &Path) -> Result<Vec<(Tag, PathBuf)>, CheckpointError> {
+    /// Lists all files, folders and links in a folder that have the name of a checkpoint.
+    fn named_like_checkpoints(self, output_dir: &Path) -> Result<Vec<(Tag, PathBuf)>, CheckpointError> {
         let entries = match fs::read_dir(output_dir) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
             entries => entries.map_err(CheckpointError::io("list", output_dir))?,
@@ -85,17 +88,19 @@ impl Kind {
     }
 }
 
-/// Moves the checkpoints of other runs after `step` into `output_dir/run.N`, so that none looks newer than this run's. Returns
-/// that folder and their number, or `None` where there are none.
+/// Moves the checkpoints of other runs after `step` into `output_dir/run.N`, so that none looks newer than this run's.
+/// Returns that folder and their number, or `None` if there are none.
 pub fn move_aside(
-    kind: Kind,
+    format: CheckpointFormat,
     output_dir: &Path,
-    began: u64,
+    run_start: u64,
     step: usize,
 ) -> Result<Option<(PathBuf, usize)>, CheckpointError> {
-    let names = kind.names_in(output_dir)?.into_iter().filter(|(tag, _)| tag.step > step);
-    let others: Vec<PathBuf> =
-        names.map(|(_, dir)| dir).filter(|dir| kind.written_by(dir).is_some_and(|other| other != began)).collect();
+    let names = format.named_like_checkpoints(output_dir)?.into_iter().filter(|(tag, _)| tag.step > step);
+    let others: Vec<PathBuf> = names
+        .map(|(_, dir)| dir)
+        .filter(|dir| format.written_by(dir).is_some_and(|other| other != run_start))
+        .collect();
     if others.is_empty() {
         return Ok(None);
     }
@@ -110,22 +115,22 @@ pub fn move_aside(
     Ok(Some((folder, others.len())))
 }
 
-/// Fails if something that this run did not write has the name of a checkpoint that it will write.
+/// Fails if an entry of another origin has the name of a checkpoint that this run will write.
 pub fn refuse_occupied(
-    kind: Kind,
+    format: CheckpointFormat,
     output_dir: &Path,
-    began: u64,
+    run_start: u64,
     is_due: impl Fn(usize) -> bool,
 ) -> Result<(), CheckpointError> {
-    let due = kind.names_in(output_dir)?.into_iter().filter(|(tag, _)| is_due(tag.step));
-    due.map(|(_, dir)| dir).try_for_each(|dir| refuse_foreign(kind, &dir, began))
+    let is_due = format.named_like_checkpoints(output_dir)?.into_iter().filter(|(tag, _)| is_due(tag.step));
+    is_due.map(|(_, dir)| dir).try_for_each(|dir| refuse_unowned(format, &dir, run_start))
 }
 
 /// Fails if `dir` exists and this run did not write it.
-pub fn refuse_foreign(kind: Kind, dir: &Path, began: u64) -> Result<(), CheckpointError> {
+pub fn refuse_unowned(format: CheckpointFormat, dir: &Path, run_start: u64) -> Result<(), CheckpointError> {
     let Ok(found) = fs::symlink_metadata(dir) else { return Ok(()) };
     let is_empty = || fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_none());
-    if kind.written_by(dir) == Some(began) || found.is_dir() && is_empty() {
+    if format.written_by(dir) == Some(run_start) || found.is_dir() && is_empty() {
         return Ok(());
     }
     let what = match (found.is_dir(), found.is_symlink()) {

@@ -1,4 +1,4 @@
-//! Writes a save so that at every instant the old ones are whole and the new one is absent or whole.
+//! Writes a checkpoint atomically: at any time the old checkpoints are complete, and the new one is absent or complete.
 
 use std::path::{Path, PathBuf};
 
@@ -10,33 +10,40 @@ use super::error::CheckpointError;
 use super::hash::HashedFile;
 use super::latest::update_latest_link;
 use super::manifest::{FileEntry, MANIFEST, Manifest, STATE, TensorEntry};
-use super::owner::refuse_foreign;
+use super::owner::refuse_unowned;
 use super::plan::{CheckpointPlan, Tag};
 use super::retention::{old_name, temporary_name};
 use super::shard::write_shard;
-use super::state::{Piece, RunState, TrainState};
-use super::storage::{Drive, Storage};
+use super::state::{RunState, TensorChunk, TrainState};
+use super::storage::{LocalDisk, Storage};
 
-/// Bytes of tensors after which the next one begins another file.
+/// The bytes of tensors after which a new shard file begins.
 const SHARD_BYTES: usize = 2 << 30;
 
-/// Describes a finished save.
+/// A checkpoint on disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Saved {
+pub struct WrittenCheckpoint {
     /// Its folder.
     pub dir: PathBuf,
     /// Its size.
     pub n_bytes: u64,
-    /// Older saves that `keep` deleted.
+    /// Older checkpoints that retention deleted.
     pub removed: Vec<PathBuf>,
 }
 
-/// Writes the state after `run.step` steps under the tag of that step, then deletes what `keep`
-/// says. A save of the same tag is replaced. After an error the earlier saves are as they were.
+/// Writes the state after `run.step` steps under the tag of that step, then deletes checkpoints beyond
+/// `save_total_limit`.
 ///
-/// Each rank of `process` writes its [pieces](TrainState::written); the first one completes the checkpoint. All call it.
-pub fn save(plan: &CheckpointPlan, run: &RunState, state: &dyn TrainState, process: &ProcessGroup) -> Result<Saved> {
-    save_with(&Drive, SHARD_BYTES, plan, run, state, process)
+/// Replaces an existing checkpoint with this tag. After an error, the earlier checkpoints are unchanged. Each rank of
+/// `process` writes its [chunks](TrainState::chunks_to_write), and the first one completes the checkpoint. All ranks
+/// call this.
+pub fn save(
+    plan: &CheckpointPlan,
+    run: &RunState,
+    state: &dyn TrainState,
+    process: &ProcessGroup,
+) -> Result<WrittenCheckpoint> {
+    save_with(&LocalDisk, SHARD_BYTES, plan, run, state, process)
 }
 
 pub(crate) fn save_with(
@@ -46,67 +53,73 @@ pub(crate) fn save_with(
     run: &RunState,
     state: &dyn TrainState,
     process: &ProcessGroup,
-) -> Result<Saved> {
+) -> Result<WrittenCheckpoint> {
     let tag = run.tag();
     let dir = plan.dir(tag);
-    let temporary = plan.output_dir.join(temporary_name(&plan.kind.dir_name(tag)));
+    let temporary = plan.output_dir.join(temporary_name(&plan.format.dir_name(tag)));
     let begin = || {
-        refuse_foreign(plan.kind, &dir, run.began)?;
+        refuse_unowned(plan.format, &dir, run.run_start)?;
         Ok(start(storage, &plan.output_dir, &temporary).map_err(|error| error.in_save(&dir))?)
     };
     let written = process
         .on_first_rank(begin)
         .and_then(|_| {
             let rank = process.rank();
-            let write = || write_share(storage, shard_bytes, &temporary, state, rank);
-            exchange_shares(process, process.keep_alive().during(write).map_err(|error| error.in_share(&dir, rank)))
+            let write = || write_rank_files(storage, shard_bytes, &temporary, state, rank);
+            exchange_rank_manifests(
+                process,
+                process.keep_alive().during(write).map_err(|error| error.in_rank_write(&dir, rank)),
+            )
         })
-        .and_then(|shares| {
-            let shares = shares.iter().map(|bytes| Share::of_bytes(bytes, &dir)).collect::<Result<Vec<_>, _>>()?;
+        .and_then(|rank_manifests| {
+            let rank_manifests = rank_manifests
+                .iter()
+                .map(|bytes| RankManifest::of_bytes(bytes, &dir))
+                .collect::<Result<Vec<_>, _>>()?;
             process.on_first_rank(|| {
-                let n_bytes = finish(storage, &temporary, run, shares)
+                let n_bytes = finish(storage, &temporary, run, rank_manifests)
                     .and_then(|n_bytes| publish(storage, &temporary, &dir).map(|()| n_bytes))
                     .map_err(|error| error.in_save(&dir))?;
                 update_latest_link(&dir);
-                let prune = |keep| plan.retention(keep, run).prune_with(storage, tag);
-                Ok((n_bytes, plan.keep.map_or(Ok(Vec::new()), prune)?))
+                let prune = |save_total_limit| plan.retention(save_total_limit, run).prune_with(storage, tag);
+                Ok((n_bytes, plan.save_total_limit.map_or(Ok(Vec::new()), prune)?))
             })
         });
     if written.is_err() && process.is_first() {
-        // The first error is the one to report; what stays behind is cleared by the next start.
+        // Keep the first error. The next start removes an unfinished folder.
         let _ = storage.remove_dir(&temporary);
     }
     let (n_bytes, removed) = written?.unwrap_or_default();
-    Ok(Saved { dir, n_bytes, removed })
+    Ok(WrittenCheckpoint { dir, n_bytes, removed })
 }
 
-/// What one rank has written.
+/// The files and tensors that one rank wrote.
 #[derive(Default, Serialize, Deserialize)]
-struct Share {
+struct RankManifest {
     files: Vec<FileEntry>,
     tensors: Vec<TensorEntry>,
 }
 
-impl Share {
+impl RankManifest {
     fn to_bytes(&self) -> Vec<u8> {
         serde_json::to_vec(self).expect("names and numbers are JSON")
     }
 
     fn of_bytes(bytes: &[u8], dir: &Path) -> Result<Self, CheckpointError> {
-        let malformed = |error| CheckpointError::damaged(dir, format!("what another rank says of its part: {error}"));
+        let malformed = |error| CheckpointError::damaged(dir, format!("another rank's manifest is malformed: {error}"));
         serde_json::from_slice(bytes).map_err(malformed)
     }
 }
 
-/// Gives every rank what each has written. A rank that the others gave up finds their folder removed: it returns the group's
+/// Gathers the manifests of all ranks on every rank. If the group failed and removed the folder, returns the group's
 /// failure.
-fn exchange_shares(process: &ProcessGroup, own: Result<Share, CheckpointError>) -> Result<Vec<Vec<u8>>> {
+fn exchange_rank_manifests(process: &ProcessGroup, own: Result<RankManifest, CheckpointError>) -> Result<Vec<Vec<u8>>> {
     match own {
         Err(removed @ CheckpointError::NotShared { .. }) => {
             process.exchange_payloads(Err(removed.to_string()))?;
             Err(removed.into())
         }
-        own => process.exchange(own.map(|share| share.to_bytes()).map_err(Error::from)),
+        own => process.exchange(own.map(|rank_manifest| rank_manifest.to_bytes()).map_err(Error::from)),
     }
 }
 
@@ -117,50 +130,55 @@ fn start(storage: &dyn Storage, output_dir: &Path, temporary: &Path) -> Result<(
     storage.mark(temporary).map_err(CheckpointError::io("mark", temporary))
 }
 
-/// Writes the pieces that this rank is to write; a rank without any writes no file.
-fn write_share(
+/// Writes this rank's chunks. A rank without chunks writes no file.
+fn write_rank_files(
     storage: &dyn Storage,
     shard_bytes: usize,
     dir: &Path,
     state: &dyn TrainState,
     rank: usize,
-) -> Result<Share, CheckpointError> {
-    let mut share = Share::default();
-    for (i, pieces) in split(state.written(), shard_bytes).into_iter().enumerate() {
+) -> Result<RankManifest, CheckpointError> {
+    let mut rank_manifest = RankManifest::default();
+    for (i, chunks) in split(state.chunks_to_write(), shard_bytes).into_iter().enumerate() {
         let name = format!("shard_{rank:05}_{:05}.safetensors", i + 1);
-        share.files.push(write_shard(storage, dir, &name, &pieces, state)?);
-        share.tensors.extend(pieces.into_iter().map(|piece| TensorEntry::new(piece, &name)));
+        rank_manifest.files.push(write_shard(storage, dir, &name, &chunks, state)?);
+        rank_manifest.tensors.extend(chunks.into_iter().map(|chunk| TensorEntry::new(chunk, &name)));
     }
-    Ok(share)
+    Ok(rank_manifest)
 }
 
-/// Writes the state and the manifest of what the ranks have written, in this order, and returns the bytes of all.
-fn finish(storage: &dyn Storage, dir: &Path, run: &RunState, shares: Vec<Share>) -> Result<u64, CheckpointError> {
+/// Writes the loop's state, then the manifest of all ranks' files. Returns the total bytes.
+fn finish(
+    storage: &dyn Storage,
+    dir: &Path,
+    run: &RunState,
+    rank_manifests: Vec<RankManifest>,
+) -> Result<u64, CheckpointError> {
     let (mut files, mut tensors) = (Vec::new(), Vec::new());
-    for share in shares {
-        files.extend(share.files);
-        tensors.extend(share.tensors);
+    for rank_manifest in rank_manifests {
+        files.extend(rank_manifest.files);
+        tensors.extend(rank_manifest.tensors);
     }
     files.push(write_json(storage, dir, STATE, run)?);
-    let manifest = Manifest::new(run.tag(), run.began, files, tensors);
+    let manifest = Manifest::new(run.tag(), run.run_start, files, tensors);
     let written = write_json(storage, dir, MANIFEST, &manifest)?;
     storage.sync_dir(dir).map_err(CheckpointError::io("sync", dir))?;
     Ok(manifest.n_bytes() + written.size)
 }
 
-fn split(pieces: Vec<Piece>, shard_bytes: usize) -> Vec<Vec<Piece>> {
-    let mut shards: Vec<Vec<Piece>> = Vec::new();
-    let mut room = 0;
-    for piece in pieces {
-        let n_bytes = 4 * piece.range.len();
-        match shards.last_mut().filter(|_| n_bytes <= room) {
-            Some(shard) => shard.push(piece),
+fn split(chunks: Vec<TensorChunk>, shard_bytes: usize) -> Vec<Vec<TensorChunk>> {
+    let mut shards: Vec<Vec<TensorChunk>> = Vec::new();
+    let mut free_bytes = 0;
+    for chunk in chunks {
+        let n_bytes = 4 * chunk.range.len();
+        match shards.last_mut().filter(|_| n_bytes <= free_bytes) {
+            Some(shard) => shard.push(chunk),
             None => {
-                shards.push(vec![piece]);
-                room = shard_bytes;
+                shards.push(vec![chunk]);
+                free_bytes = shard_bytes;
             }
         }
-        room = room.saturating_sub(n_bytes);
+        free_bytes = free_bytes.saturating_sub(n_bytes);
     }
     shards
 }
@@ -178,10 +196,10 @@ fn write_json(
     file.finish(name).map_err(CheckpointError::io("sync", &path))
 }
 
-/// Gives the finished folder its name. One that has the name already steps aside first; should
-/// the program die between the two renames, the next start puts it back.
+/// Renames the finished folder to its final name. Renames an existing folder with that name first; if the process dies
+/// between the two renames, the next start restores it.
 fn publish(storage: &dyn Storage, temporary: &Path, dir: &Path) -> Result<(), CheckpointError> {
-    let parent = dir.parent().expect("a save lies in its output_dir");
+    let parent = dir.parent().expect("a checkpoint folder has a parent");
     let old = parent.join(old_name(&Tag::name_of(dir)));
     if dir.exists() {
         storage.remove_dir(&old).map_err(CheckpointError::io("remove", &old))?;

@@ -1,30 +1,30 @@
-//! What evaluations of a run came to: which of its saves is the best.
+//! The evaluation results that select the best checkpoint.
 
 use serde::{Deserialize, Serialize};
 
-/// The values of the one metric that decides.
+/// The values of the metric that selects the best checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Scores {
-    /// The metric; empty if nothing decides.
+    /// The metric; empty if there is none.
     pub metric: String,
-    /// Whether more of it is better.
+    /// True if a greater value is better.
     pub greater_is_better: bool,
-    /// The steps that were evaluated, each with its value.
+    /// The evaluated steps and their values.
     pub values: Vec<(usize, f64)>,
 }
 
 impl Scores {
-    /// No values of a metric yet.
+    /// Creates the scores of a metric, without values.
     pub fn of(metric: String, greater_is_better: bool) -> Self {
         Self { metric, greater_is_better, values: Vec::new() }
     }
 
-    /// Tells whether both are about the same.
-    pub fn is_about(&self, other: &Self) -> bool {
+    /// Returns true if both have the same metric and direction.
+    pub fn has_metric_of(&self, other: &Self) -> bool {
         self.metric == other.metric && self.greater_is_better == other.greater_is_better
     }
 
-    /// Remembers the value after `step`. One that is not finite is no step's best.
+    /// Records the value after `step`. Ignores a value that is not finite.
     pub fn add(&mut self, step: usize, value: f64) {
         self.values.retain(|(known, _)| *known != step);
         if value.is_finite() {
@@ -32,12 +32,12 @@ impl Scores {
         }
     }
 
-    /// Returns the step with the best value and that value; of equal ones the first.
+    /// Returns the step with the best value, and the value; the first of equal ones.
     pub fn best(&self) -> Option<(usize, f64)> {
         self.best_where(|_| true)
     }
 
-    /// Returns the best of some steps; of equal ones the first.
+    /// Returns the step with the best value among `steps`; the first of equal ones.
     pub fn best_of(&self, steps: &[usize]) -> Option<usize> {
         self.best_where(|step| steps.contains(&step)).map(|(step, _)| step)
     }
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_of_the_best_is_the_best() {
+    fn of_equal_values_the_first_is_the_best() {
         for (greater_is_better, want) in [(true, 20), (false, 10)] {
             let mut scores = Scores::of("acc".to_owned(), greater_is_better);
             assert_eq!(scores.best(), None);

@@ -1,4 +1,4 @@
-//! One safetensors file of a save, written and read in pieces of bounded size.
+//! A safetensors file of a checkpoint, written and read in blocks of bounded size.
 
 use std::fs::File;
 use std::io::{BufReader, Read};
@@ -11,30 +11,30 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use super::error::CheckpointError;
 use super::hash::HashedFile;
 use super::manifest::FileEntry;
-use super::state::{Overlap, Piece, TrainState};
+use super::state::{Overlap, TensorChunk, TrainState};
 use super::storage::Storage;
 
-/// Values that travel at once: 4 MiB.
-pub(crate) const AT_ONCE: usize = 1 << 20;
-/// A longer header than this is no header of ours.
+/// The number of values that are copied at once: 4 MiB.
+pub(crate) const VALUES_PER_BLOCK: usize = 1 << 20;
+/// The maximum length of a header. Longer ones are rejected as corrupt.
 const MAX_HEADER: u64 = 100 << 20;
 
-/// Writes `pieces`, in their order, as the file `dir/name`.
+/// Writes `chunks`, in order, to the file `dir/name`.
 pub(crate) fn write_shard(
     storage: &dyn Storage,
     dir: &Path,
     name: &str,
-    pieces: &[Piece],
+    chunks: &[TensorChunk],
     state: &dyn TrainState,
 ) -> Result<FileEntry, CheckpointError> {
     let path = dir.join(name);
     let mut file = HashedFile::create(storage, &path).map_err(CheckpointError::io("create", &path))?;
-    file.write(&header(pieces)).map_err(CheckpointError::io("write", &path))?;
-    for Piece { tensor, range, .. } in pieces {
-        for start in range.clone().step_by(AT_ONCE) {
+    file.write(&header(chunks)).map_err(CheckpointError::io("write", &path))?;
+    for TensorChunk { tensor, range, .. } in chunks {
+        for start in range.clone().step_by(VALUES_PER_BLOCK) {
             let mut written = Ok(());
             let mut write = |values: &[f32]| written = file.write(&little_endian(values));
-            let read = state.read(&tensor.name, start, AT_ONCE.min(range.end - start), &mut write);
+            let read = state.read(&tensor.name, start, VALUES_PER_BLOCK.min(range.end - start), &mut write);
             read.map_err(|source| CheckpointError::State { action: "read", name: tensor.name.clone(), source })?;
             written.map_err(CheckpointError::io("write", &path))?;
         }
@@ -42,18 +42,18 @@ pub(crate) fn write_shard(
     file.finish(name).map_err(CheckpointError::io("sync", &path))
 }
 
-/// What to read of a file: a piece that it holds, and what a piece of this rank's has of that.
-pub(crate) struct Wanted {
-    pub(crate) piece: Piece,
-    /// In the file's piece, then in this rank's.
+/// The parts of a file to read: one chunk in the file, and its overlaps with a chunk of this rank.
+pub(crate) struct ChunkRead {
+    pub(crate) chunk: TensorChunk,
+    /// Starts in the file's chunk and in this rank's chunk.
     pub(crate) overlaps: Vec<Overlap>,
 }
 
-/// Hands what is wanted of the file to `state`. The file's hash was verified before.
+/// Loads the requested parts of a file into `state`. The file's hash is verified before.
 pub(crate) fn read_shard(
     dir: &Path,
     name: &str,
-    wanted: &[Wanted],
+    wanted: &[ChunkRead],
     state: &mut dyn TrainState,
 ) -> Result<(), CheckpointError> {
     let path = dir.join(name);
@@ -62,17 +62,17 @@ pub(crate) fn read_shard(
     let (data_start, metadata) =
         read_header(&mut file).map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
     let mut position = data_start;
-    for Wanted { piece, overlaps } in wanted {
-        let begin =
-            begin_of(&metadata, piece).map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
-        let tensor = &piece.tensor;
+    for ChunkRead { chunk, overlaps } in wanted {
+        let begin = data_offset(&metadata, chunk)
+            .map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
+        let tensor = &chunk.tensor;
         for Overlap { starts: [from, to], len } in overlaps {
-            let first = data_start + begin + 4 * (from - piece.range.start) as u64;
-            // What is near is in the buffer.
+            let first = data_start + begin + 4 * (from - chunk.range.start) as u64;
+            // Nearby offsets are already in the buffer.
             file.seek_relative(first as i64 - position as i64).map_err(CheckpointError::io("read", &path))?;
             position = first + 4 * *len as u64;
-            for start in (0..*len).step_by(AT_ONCE) {
-                let mut values = vec![0f32; AT_ONCE.min(len - start)];
+            for start in (0..*len).step_by(VALUES_PER_BLOCK) {
+                let mut values = vec![0f32; VALUES_PER_BLOCK.min(len - start)];
                 file.read_exact(bytemuck::cast_slice_mut(&mut values)).map_err(CheckpointError::io("read", &path))?;
                 values.iter_mut().for_each(|value| *value = f32::from_bits(u32::from_le(value.to_bits())));
                 state.load(&tensor.name, to + start, values).map_err(|source| CheckpointError::State {
@@ -86,13 +86,13 @@ pub(crate) fn read_shard(
     Ok(())
 }
 
-fn header(pieces: &[Piece]) -> Vec<u8> {
+fn header(chunks: &[TensorChunk]) -> Vec<u8> {
     let mut end = 0;
-    let infos = pieces.iter().map(|piece| {
+    let infos = chunks.iter().map(|chunk| {
         let begin = end;
-        end += 4 * piece.range.len();
-        let info = TensorInfo { dtype: Dtype::F32, shape: piece.shape(), data_offsets: (begin, end) };
-        (piece.tensor.name.clone(), info)
+        end += 4 * chunk.range.len();
+        let info = TensorInfo { dtype: Dtype::F32, shape: chunk.shape(), data_offsets: (begin, end) };
+        (chunk.tensor.name.clone(), info)
     });
     let metadata = Metadata::new(None, infos.collect()).expect("the offsets are consecutive");
     let mut json = serde_json::to_vec(&metadata).expect("names and numbers are JSON");
@@ -102,22 +102,22 @@ fn header(pieces: &[Piece]) -> Vec<u8> {
     header
 }
 
-/// Returns where the data begins, and the header.
+/// Returns the offset of the data, and the header.
 fn read_header(file: &mut impl Read) -> Result<(u64, Metadata), String> {
     let mut length = [0u8; 8];
-    file.read_exact(&mut length).map_err(|error| format!("no header: {error}"))?;
+    file.read_exact(&mut length).map_err(|error| format!("the header is missing: {error}"))?;
     let length = u64::from_le_bytes(length);
     if length > MAX_HEADER {
-        return Err(format!("a header of {length} bytes"));
+        return Err(format!("the header has {length} bytes"));
     }
     let mut json = vec![0u8; length as usize];
-    file.read_exact(&mut json).map_err(|error| format!("a cut header: {error}"))?;
-    let metadata = serde_json::from_slice(&json).map_err(|error| format!("its header: {error}"))?;
+    file.read_exact(&mut json).map_err(|error| format!("the header is truncated: {error}"))?;
+    let metadata = serde_json::from_slice(&json).map_err(|error| format!("the header is malformed: {error}"))?;
     Ok((8 + length, metadata))
 }
 
-fn begin_of(metadata: &Metadata, piece: &Piece) -> Result<u64, String> {
-    let (name, shape) = (&piece.tensor.name, piece.shape());
+fn data_offset(metadata: &Metadata, chunk: &TensorChunk) -> Result<u64, String> {
+    let (name, shape) = (&chunk.tensor.name, chunk.shape());
     let info = metadata.info(name).ok_or_else(|| format!("no tensor {name:?}"))?;
     if info.dtype != Dtype::F32 || info.shape != shape {
         return Err(format!("{name:?} is {:?} {:?}, not F32 {shape:?}", info.dtype, info.shape));

@@ -1,5 +1,6 @@
-//! What a save holds, seen from here: tensors that an engine gives and takes in pieces, and the
-//! numbers of the loop. Nothing here knows what an optimizer or a data set is.
+//! The content of a checkpoint: tensors that an engine reads and loads in chunks, and the state of the training loop.
+//!
+//! This module is independent of the optimizer and the dataset.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -9,116 +10,119 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::fingerprint::Fingerprint;
-use super::plan::{Kind, Tag};
+use super::plan::{CheckpointFormat, Tag};
 use super::scores::Scores;
 
 /// The reason of an engine's failure.
 pub type StateError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Names one f32 tensor of the training state.
+/// An f32 tensor of the training state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorMeta {
-    /// Its name in the whole model, whichever rank holds it: "master/model.norm.weight".
+    /// The global name, equal on every rank: "master/model.norm.weight".
     pub name: String,
-    /// Its shape in the whole model.
+    /// The global shape.
     pub shape: Vec<usize>,
 }
 
-/// Some elements of some columns of a tensor, in the order of the rows.
+/// A chunk of a tensor: a range of the elements of some columns, in row-major order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
-    /// The whole tensor.
+pub struct TensorChunk {
+    /// The full tensor.
     pub tensor: TensorMeta,
-    /// Which of its columns, the elements of its last dim.
+    /// The range of columns: indices into its last dim.
     pub columns: Range<usize>,
-    /// Which of the elements of these columns.
+    /// The range of elements of these columns.
     pub range: Range<usize>,
 }
 
-/// Neighbouring elements that two pieces have.
+/// Contiguous elements that two chunks share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Overlap {
-    /// Where they begin in either piece's columns.
+    /// The start in either chunk's columns.
     pub(crate) starts: [usize; 2],
-    /// How many they are.
+    /// The number of elements.
     pub(crate) len: usize,
 }
 
-/// Gives and takes the tensors of a training run (masters, first and second moments), as far as this rank has them.
+/// The tensors of a training run (master weights, first and second moments) that this rank holds.
 ///
-/// They travel in pieces of a bounded size, so that a save needs no second copy of the state. Row-major indices count the
-/// elements of the columns that this rank has.
+/// Tensors are read and loaded in blocks of bounded size, so that a checkpoint needs no second copy of the state.
+/// Row-major indices count the elements of the columns that this rank holds.
 pub trait TrainState: Send {
-    /// Lists every tensor of the model, always in the same order, whichever rank has it.
+    /// Lists every tensor of the model. All ranks return the same list.
     fn tensors(&self) -> Vec<TensorMeta>;
-    /// Lists what this rank has, in the same order.
-    fn pieces(&self) -> Vec<Piece> {
-        self.tensors().into_iter().map(Piece::whole).collect()
+    /// Lists the chunks that this rank holds, in the same order.
+    fn chunks(&self) -> Vec<TensorChunk> {
+        self.tensors().into_iter().map(TensorChunk::full).collect()
     }
-    /// Lists what this rank writes: all that it has and no other rank writes.
-    fn written(&self) -> Vec<Piece> {
-        self.pieces()
+    /// Lists the chunks that this rank writes: those that no other rank writes.
+    fn chunks_to_write(&self) -> Vec<TensorChunk> {
+        self.chunks()
     }
-    /// Hands `n_values` values from the row-major index `start` on to `take`, without a copy where they are at hand.
+    /// Passes `n_values` values from the row-major index `start` on to `take`, without a copy if they are in host
+    /// memory.
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError>;
     /// Replaces the values from the row-major index `start` on.
     fn load(&mut self, name: &str, start: usize, values: Vec<f32>) -> Result<(), StateError>;
 }
 
-/// Holds the loop's side of a save.
+/// The state of the training loop.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunState {
-    /// Optimizer steps done; it is also the position in the schedule.
+    /// Optimizer steps done: also the position in the learning-rate schedule.
     pub step: usize,
     /// Epochs done.
     pub epoch: usize,
-    /// Micro-batches of the next step that are already summed. Saves are made between steps: 0.
+    /// Accumulated micro-batches of the next step. Checkpoints are written between steps, so it is 0.
     pub accumulation_phase: usize,
-    /// Where the data stream stands.
+    /// The position of the data loader.
     pub cursor: Value,
-    /// The states of the random number generators that live on between steps.
+    /// The states of the random number generators.
     pub rng: Value,
-    /// Tokens trained on, padding not counted.
+    /// Tokens trained on, without padding.
     pub tokens: u64,
     /// Target tokens among them.
     pub target_tokens: u64,
-    /// Seconds spent in this run and the ones that it resumes.
+    /// Training time in seconds, earlier runs of a resumed run included.
     pub elapsed_s: f64,
-    /// What says which save is the best; older saves have none.
+    /// The evaluation results that select the best checkpoint. Old checkpoints have none.
     #[serde(default)]
     pub scores: Scores,
     /// The last step whose evaluations are done.
     #[serde(default)]
     pub evaluated: Option<usize>,
-    /// The token ledger.
-    pub ledger: Value,
-    /// What of the plan must not change.
+    /// The token statistics.
+    #[serde(rename = "ledger")]
+    pub token_stats: Value,
+    /// The settings that must not change.
     pub fingerprint: Fingerprint,
-    /// When the run began, in milliseconds since 1970. A run that is taken up keeps it.
-    pub began: u64,
-    /// The moment whose date its chat template prints, in milliseconds since 1970; older saves have none.
+    /// The start of the run, in milliseconds since 1970. A resumed run keeps it.
+    #[serde(rename = "began")]
+    pub run_start: u64,
+    /// The time whose date the chat template prints, in milliseconds since 1970. Old checkpoints have none.
     #[serde(default)]
     pub date: Option<u64>,
-    /// The folder that the save was written into; older saves have none.
+    /// The folder that the checkpoint was written into. Old checkpoints have none.
     #[serde(default)]
     pub home: Option<PathBuf>,
-    /// Steps that were skipped because a loss or gradient was not finite.
+    /// The number of steps skipped because of a non-finite loss or gradient.
     #[serde(default)]
     pub n_skipped: usize,
-    /// How gradients were judged so far; older saves have none.
+    /// The state of the gradient scaler. Old checkpoints have none.
     #[serde(default)]
     pub scaler: Option<ScalerState>,
-    /// What a later start may change, but is told of: the optimizer, the schedule, the seed.
+    /// The settings that may change between runs, with a note: the optimizer, the schedule, the seed.
     #[serde(default)]
     pub settings: Fingerprint,
 }
 
 impl RunState {
-    /// Returns whether the save in `dir` is a copy: it was written elsewhere, and the original is there still.
+    /// Returns true if the checkpoint in `dir` is a copy: it was written elsewhere, and the original still exists.
     pub(crate) fn is_copied_to(&self, dir: &Path) -> bool {
         let (Some(home), Ok(dir)) = (&self.home, dir.canonicalize()) else { return false };
         let original = home.join(Tag::name_of(&dir));
-        dir.parent() != Some(home) && Kind::Sharded.written_by(&original) == Some(self.began)
+        dir.parent() != Some(home) && CheckpointFormat::Sharded.written_by(&original) == Some(self.run_start)
     }
 }
 
@@ -134,23 +138,23 @@ impl TensorMeta {
     }
 }
 
-impl Piece {
-    /// All of a tensor.
-    pub fn whole(tensor: TensorMeta) -> Self {
+impl TensorChunk {
+    /// Returns the chunk of all elements of a tensor.
+    pub fn full(tensor: TensorMeta) -> Self {
         Self { range: 0..tensor.n_values(), columns: 0..tensor.n_columns(), tensor }
     }
 
-    /// The shape that it has in a file: the tensor's own, or that of a list.
+    /// Returns the shape in a file: the tensor's own for a full tensor, else a vector.
     pub(crate) fn shape(&self) -> Vec<usize> {
         if self.range.len() == self.tensor.n_values() { self.tensor.shape.clone() } else { vec![self.range.len()] }
     }
 
-    /// What it has in common with another piece of the same tensor.
+    /// Returns the elements shared with another chunk of the same tensor.
     pub(crate) fn overlaps(&self, other: &Self) -> Vec<Overlap> {
         if self.columns == other.columns {
             let range = intersection(&self.range, &other.range);
             let start = range.start;
-            return range_of(range.len(), [start, start]).into_iter().collect();
+            return overlap(range.len(), [start, start]).into_iter().collect();
         }
         if intersection(&self.columns, &other.columns).is_empty() {
             return Vec::new();
@@ -158,19 +162,19 @@ impl Piece {
         let rows = intersection(&self.rows(), &other.rows());
         rows.filter_map(|row| {
             let common = intersection(&self.columns_in(row), &other.columns_in(row));
-            let starts = [self, other].map(|piece| piece.place(row, common.start));
-            range_of(common.len(), starts)
+            let starts = [self, other].map(|chunk| chunk.place(row, common.start));
+            overlap(common.len(), starts)
         })
         .collect()
     }
 
-    /// The rows of which it has something.
+    /// Returns the rows that the chunk has elements of.
     fn rows(&self) -> Range<usize> {
         let n = self.columns.len().max(1);
         self.range.start / n..self.range.end.div_ceil(n)
     }
 
-    /// The columns that it has of one of its rows.
+    /// Returns the columns that the chunk has of one of its rows.
     fn columns_in(&self, row: usize) -> Range<usize> {
         let n = self.columns.len();
         let in_row = intersection(&self.range, &(row * n..(row + 1) * n));
@@ -188,12 +192,12 @@ fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     start..a.end.min(b.end).max(start)
 }
 
-fn range_of(len: usize, starts: [usize; 2]) -> Option<Overlap> {
+fn overlap(len: usize, starts: [usize; 2]) -> Option<Overlap> {
     (len > 0).then_some(Overlap { starts, len })
 }
 
 impl RunState {
-    /// Returns the name under which this state is saved.
+    /// Returns the tag of this state.
     pub fn tag(&self) -> Tag {
         Tag { step: self.step, epoch: self.epoch }
     }
@@ -203,24 +207,24 @@ impl RunState {
 mod tests {
     use super::*;
 
-    /// The elements of the whole tensor that a piece has, in its order.
-    fn elements(piece: &Piece) -> Vec<usize> {
-        let (width, n) = (piece.tensor.n_columns(), piece.columns.len());
-        piece.range.clone().map(|at| at / n * width + piece.columns.start + at % n).collect()
+    /// Returns the indices in the full tensor of a chunk's elements.
+    fn elements(chunk: &TensorChunk) -> Vec<usize> {
+        let (width, n) = (chunk.tensor.n_columns(), chunk.columns.len());
+        chunk.range.clone().map(|at| at / n * width + chunk.columns.start + at % n).collect()
     }
 
     #[test]
-    fn pieces_have_in_common_what_both_have() {
+    fn overlaps_of_chunks_are_their_common_elements() {
         let tensor = TensorMeta { name: "w".to_owned(), shape: vec![5, 7] };
-        let mut pieces = Vec::new();
+        let mut chunks = Vec::new();
         for columns in [0..7, 0..3, 3..7, 2..5, 6..7] {
             let n = 5 * columns.len();
             for range in [0..n, 0..n / 2, n / 2..n, n / 3..n / 2 + 1, 1..2] {
-                pieces.push(Piece { tensor: tensor.clone(), columns: columns.clone(), range });
+                chunks.push(TensorChunk { tensor: tensor.clone(), columns: columns.clone(), range });
             }
         }
-        for a in &pieces {
-            for b in &pieces {
+        for a in &chunks {
+            for b in &chunks {
                 let (of_a, of_b) = (elements(a), elements(b));
                 let mut found = Vec::new();
                 for Overlap { starts, len } in a.overlaps(b) {

@@ -1,4 +1,4 @@
-//! The few things that a save asks of a file system, so that tests can take them away half-way.
+//! The file system operations of a checkpoint, as a trait so that tests can inject faults.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -6,15 +6,15 @@ use std::path::Path;
 
 use candlewick_model::checkpoint::{DurableFile, UNFINISHED_MARKER, remove_unfinished};
 
-/// Stands for a disk.
+/// File system operations.
 pub(crate) trait Storage {
     fn create_dir(&self, dir: &Path) -> io::Result<()>;
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn StoredFile>>;
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
-    /// Makes the entries of a folder durable.
+    /// Syncs the entries of a folder to disk.
     fn sync_dir(&self, dir: &Path) -> io::Result<()>;
     fn remove_file(&self, path: &Path) -> io::Result<()>;
-    /// Removes a folder that is marked as unfinished, and all in it; a missing one is fine.
+    /// Removes a folder that is marked as unfinished, with its contents. A missing folder is no error.
     fn remove_dir(&self, dir: &Path) -> io::Result<()>;
 }
 
@@ -25,23 +25,23 @@ impl dyn Storage + '_ {
         if mark.exists() { Ok(()) } else { self.create_file(&mark).map(drop) }
     }
 
-    /// Removes the mark of a folder that has its own name.
+    /// Removes the mark from a folder that has its final name.
     pub(crate) fn unmark(&self, dir: &Path) -> io::Result<()> {
         let mark = dir.join(UNFINISHED_MARKER);
         if mark.exists() { self.remove_file(&mark) } else { Ok(()) }
     }
 }
 
-/// Stands for a file being written.
+/// A file that is being written.
 pub(crate) trait StoredFile: Write + Send {
-    /// Makes what was written durable.
+    /// Syncs the written bytes to disk.
     fn sync(&mut self) -> io::Result<()>;
 }
 
-/// The real disk.
-pub(crate) struct Drive;
+/// The local file system.
+pub(crate) struct LocalDisk;
 
-impl Storage for Drive {
+impl Storage for LocalDisk {
     fn create_dir(&self, dir: &Path) -> io::Result<()> {
         fs::create_dir_all(dir)
     }

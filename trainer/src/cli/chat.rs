@@ -1,4 +1,4 @@
-//! `trainer chat`: a conversation on stdin and stdout.
+//! `trainer chat`: chats with a model on stdin and stdout.
 
 use anyhow::Result;
 use candlewick_inference::command::{ChatOptions, chat};
@@ -14,14 +14,14 @@ Examples:
   trainer chat HuggingFaceTB/SmolLM2-135M-Instruct --max-new-tokens 200";
 
 #[derive(Debug, Args)]
-pub(super) struct Chat {
-    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
+pub(super) struct ChatCommand {
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder (its best export, else its newest)
     #[arg(value_name = "MODEL")]
     model: String,
     #[command(flatten)]
     options: ChatOptions,
 }
 
-pub(super) fn run(args: &Chat, hub: &Hub) -> Result<ExitCode> {
+pub(super) fn run(args: &ChatCommand, hub: &Hub) -> Result<ExitCode> {
     chat(&args.model, &args.options, hub).map(|()| ExitCode::Ok)
 }

@@ -1,4 +1,4 @@
-//! `trainer check`: prints the plan and checks that the files it names exist.
+//! `trainer check`: prints the resolved settings and checks that the named files exist.
 
 use std::path::Path;
 
@@ -9,32 +9,32 @@ use candlewick_text::source::FileFormat;
 use clap::Args;
 
 use super::Ui;
-use super::options::{Format, Recipe, Supposed, Verbosity, known};
+use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, known};
 use crate::data::SourcePlan;
 use crate::exit::ExitCode;
 use crate::plan::is_path;
-use crate::plan::{HubAccess, Plan, Shown};
+use crate::plan::{HubAccess, Plan, SettingsFilter};
 use crate::recipe::Loaded;
 use crate::run::{Assets, check_tasks};
 
 #[derive(Debug, Args)]
-pub(super) struct Check {
+pub(super) struct CheckArgs {
     #[command(flatten)]
-    recipe: Recipe,
-    /// Print the settings that have their defaults, too (as does -v)
+    recipe: RecipeArgs,
+    /// Also print settings that have their default values (as -v does)
     #[arg(long)]
     all: bool,
-    /// Also require that the whole model is on this machine, so that a run without a network can start
+    /// Also check that the model and the data are in the local cache, for runs without network
     #[arg(long)]
     offline: bool,
     #[command(flatten)]
-    supposed: Supposed,
-    /// Format of the printed plan
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    output_format: Format,
+    world: WorldSizeArgs,
+    /// Output format
+    #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
+    output_format: OutputFormat,
 }
 
-/// The examples of the long help.
+/// Examples for the long help.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer check recipe.yaml
@@ -43,17 +43,19 @@ Examples:
   trainer check recipe.yaml --ranks 16
   trainer check recipe.yaml --output-format json optimizer.lr=1e-4";
 
-pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let loaded = Loaded::read(&check.recipe.path, &check.recipe.overrides)?;
-    let access = if check.offline { HubAccess::Offline } else { HubAccess::ThisMachine };
-    let known = known(&loaded, access, verbosity, check.supposed.seat()?)?;
+pub(super) fn run(args: &CheckArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let loaded = Loaded::read(&args.recipe.path, &args.recipe.overrides)?;
+    let access = if args.offline { HubAccess::Offline } else { HubAccess::ThisMachine };
+    let known = known(&loaded, access, verbosity, args.world.world_info()?)?;
     let plan = Plan::resolve(&loaded, &known)?;
-    match check.output_format {
-        Format::Text => ui.answer(plan.table(shown(check, verbosity)).trim_end())?,
-        Format::Json => ui.answer(&serde_json::to_string_pretty(&plan).context("failed to write the plan as JSON")?)?,
+    match args.output_format {
+        OutputFormat::Text => ui.print(plan.table(shown(args, verbosity)).trim_end())?,
+        OutputFormat::Json => {
+            ui.print(&serde_json::to_string_pretty(&plan).context("failed to write the plan as JSON")?)?
+        }
     };
     check_tasks(&plan)?;
-    if check.offline {
+    if args.offline {
         open_everything(&plan)?;
     } else {
         stat_local_files(&plan)?;
@@ -61,15 +63,15 @@ pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
     Ok(ExitCode::Ok)
 }
 
-fn shown(check: &Check, verbosity: Verbosity) -> Shown {
-    if check.all || verbosity.verbose > 0 { Shown::All } else { Shown::Set }
+fn shown(args: &CheckArgs, verbosity: Verbosity) -> SettingsFilter {
+    if args.all || verbosity.verbose > 0 { SettingsFilter::All } else { SettingsFilter::Set }
 }
 
 fn sources(plan: &Plan) -> impl Iterator<Item = &SourcePlan> {
     plan.data.sources.iter().chain(&plan.data.eval_sources)
 }
 
-/// Checks that names which can only be local paths exist. Names that may be Hub ids are skipped.
+/// Checks that names which can only be local paths exist. Skips names that may be Hub ids.
 fn stat_local_files(plan: &Plan) -> Result<()> {
     let names = sources(plan).filter(|source| source.data_files.is_empty()).map(|source| source.name_or_path.as_str());
     for name in names.chain([plan.tokenizer.name_or_path.as_str()]) {
@@ -77,14 +79,15 @@ fn stat_local_files(plan: &Plan) -> Result<()> {
         let is_local = is_path(path) || FileFormat::from_path(path).is_some();
         if is_local && !path.contains(['*', '?', '[', '{']) && !Path::new(path).exists() {
             let here = std::env::current_dir().unwrap_or_default();
-            let problem = format!("failed to find {path}: paths start at the current folder, {}", here.display());
+            let problem =
+                format!("failed to find {path}: relative paths start at the current folder, {}", here.display());
             return Err(anyhow!(problem).context(ExitCode::Data));
         }
     }
     Ok(())
 }
 
-/// Opens the tokenizer and every data set as a run would, from local files and the Hub's cache alone.
+/// Opens the tokenizer and every data set as a run would, from local files and the local Hub cache only.
 fn open_everything(plan: &Plan) -> Result<()> {
     let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env() })?;
     Assets::find(plan, &hub, RunId::now())?;

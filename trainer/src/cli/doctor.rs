@@ -14,23 +14,25 @@ use candlewick_text::hub::HubSettings;
 use serde::Serialize;
 
 use super::Ui;
-use super::options::Format;
+use super::options::OutputFormat;
 use crate::checkpoint::free_bytes;
 use crate::exit::ExitCode;
-use crate::metrics::{Host, Versions, quantity};
+use crate::metrics::{HostInfo, Versions, quantity};
 
 #[derive(Serialize)]
-struct Findings {
+struct DoctorReport {
     versions: Versions,
-    host: Host,
-    /// SIMD instructions that kernels look for.
+    host: HostInfo,
+    /// SIMD instruction sets that have kernels.
     cpu_features: Vec<&'static str>,
     /// The f32 GEMM kernel in use on the CPU.
-    cpu_product: &'static str,
-    /// The f32 GEMM kernels of this CPU, fastest first; CANDLEWICK_CPU_GEMM chooses one.
-    cpu_products: Vec<&'static str>,
+    #[serde(rename = "cpu_product")]
+    gemm_kernel: &'static str,
+    /// The f32 GEMM kernels that this CPU supports, fastest first. CANDLEWICK_CPU_GEMM selects one.
+    #[serde(rename = "cpu_products")]
+    gemm_kernels: Vec<&'static str>,
     gpus: Vec<GpuInfo>,
-    /// The reason why no GPU is usable.
+    /// The reason that no GPU is usable.
     no_gpu: Option<String>,
     libraries: Vec<NvidiaLibrary>,
     /// The kernel that `attn_implementation: auto` selects.
@@ -44,7 +46,7 @@ struct HubState {
     endpoint: String,
     is_offline: bool,
     has_token: bool,
-    /// True if the Hub accepts a connection; `None` if the network may not be used.
+    /// True if the Hub accepts connections; `None` if the network is disabled.
     is_reachable: Option<bool>,
     cache: PathBuf,
 }
@@ -56,26 +58,26 @@ struct Disk {
     free_bytes: Option<u64>,
 }
 
-pub(super) fn run(format: Format, ui: &Ui) -> Result<ExitCode> {
-    let findings = Findings::now();
+pub(super) fn run(format: OutputFormat, ui: &Ui) -> Result<ExitCode> {
+    let report = DoctorReport::now();
     match format {
-        Format::Json => ui.answer(&serde_json::to_string_pretty(&findings).context("failed to write JSON")?),
-        Format::Text => ui.answer(&findings.table()),
+        OutputFormat::Json => ui.print(&serde_json::to_string_pretty(&report).context("failed to write JSON")?),
+        OutputFormat::Text => ui.print(&report.table()),
     }
 }
 
-impl Findings {
+impl DoctorReport {
     fn now() -> Self {
         let hub = HubState::now();
-        let disk = |what, path: &Path| Disk { what, path: path.to_owned(), free_bytes: free_above(path) };
+        let disk = |what, path: &Path| Disk { what, path: path.to_owned(), free_bytes: free_bytes_at(path) };
         let disks =
             vec![disk("here", Path::new(".")), disk("Hub cache", &hub.cache), disk("temporary", &std::env::temp_dir())];
         Self {
             versions: Versions::this(),
-            host: Host::this(),
+            host: HostInfo::this(),
             cpu_features: cpu_features(),
-            cpu_product: cpu_gemm_kernel(),
-            cpu_products: cpu_gemm_kernels(),
+            gemm_kernel: cpu_gemm_kernel(),
+            gemm_kernels: cpu_gemm_kernels(),
             gpus: gpus(),
             no_gpu: gpu_unavailable_reason(),
             libraries: nvidia_libraries(),
@@ -92,7 +94,7 @@ impl Findings {
             ("processor".to_owned(), self.host.cpu.clone().unwrap_or_else(|| "unknown".into())),
             ("threads".to_owned(), self.host.n_cpus.to_string()),
             ("instructions".to_owned(), self.cpu_features.join(" ")),
-            ("f32 products".to_owned(), self.cpu_product.to_owned()),
+            ("f32 GEMM".to_owned(), self.gemm_kernel.to_owned()),
             ("memory".to_owned(), self.host.memory_bytes.map_or("unknown".into(), bytes)),
         ];
         for gpu in &self.gpus {
@@ -118,7 +120,7 @@ impl Findings {
 impl HubState {
     fn now() -> Self {
         let settings = HubSettings::from_env();
-        let is_reachable = (!settings.offline).then(|| connects(&settings.endpoint));
+        let is_reachable = (!settings.offline).then(|| is_reachable(&settings.endpoint));
         Self {
             endpoint: settings.endpoint,
             is_offline: settings.offline,
@@ -130,9 +132,9 @@ impl HubState {
 
     fn describe(&self) -> String {
         let reach = match self.is_reachable {
-            None => "not asked (HF_HUB_OFFLINE)",
+            None => "not checked (HF_HUB_OFFLINE)",
             Some(true) => "reachable",
-            Some(false) => "out of reach",
+            Some(false) => "unreachable",
         };
         let token = if self.has_token { "with a token" } else { "without a token" };
         format!("{} {reach}, {token}, cache {}", self.endpoint, self.cache.display())
@@ -140,28 +142,28 @@ impl HubState {
 }
 
 /// Returns true if a server listens at an address such as https://huggingface.co.
-fn connects(endpoint: &str) -> bool {
-    const PATIENCE: Duration = Duration::from_secs(3);
+fn is_reachable(endpoint: &str) -> bool {
+    const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
     let (scheme, rest) = endpoint.split_once("://").unwrap_or(("https", endpoint));
     let host = rest.split('/').next().unwrap_or(rest);
     let port = if scheme == "http" { 80 } else { 443 };
     let address = if host.contains(':') { host.to_owned() } else { format!("{host}:{port}") };
     let Ok(mut addresses) = address.to_socket_addrs() else { return false };
-    addresses.any(|address| TcpStream::connect_timeout(&address, PATIENCE).is_ok())
+    addresses.any(|address| TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).is_ok())
 }
 
-/// Returns the attention kernel for a typical model in bf16 (32 query heads, 8 KV heads, head dim 128).
+/// Returns the attention kernel for a typical bf16 model (32 query heads, 8 KV heads, head dim 128).
 fn attention() -> String {
     let heads = AttentionHeads { n_query: 32, n_kv: 8, dim: 128 };
     let explain = |device| AttentionChoice::default().explain(&device, DType::BF16, heads, AttentionPasses::Both);
     match DeviceChoice::Auto.open().and_then(explain) {
-        Ok(said) => said.map_or("fused".into(), |said| said.trim_start_matches("attention: ").to_owned()),
+        Ok(note) => note.map_or("fused".into(), |note| note.trim_start_matches("attention: ").to_owned()),
         Err(error) => format!("{error}"),
     }
 }
 
 /// Returns the free bytes of the disk that holds a folder, or its nearest existing parent.
-fn free_above(path: &Path) -> Option<u64> {
+fn free_bytes_at(path: &Path) -> Option<u64> {
     path.ancestors().find(|folder| folder.exists()).and_then(|folder| free_bytes(folder).ok())
 }
 
@@ -191,20 +193,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_that_listens_is_told_from_one_that_does_not() {
+    fn only_a_listening_port_is_reachable() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0");
         let address = listener.as_ref().ok().and_then(|listener| listener.local_addr().ok());
         let endpoint = address.map(|address| format!("http://{address}/api")).unwrap_or_default();
-        assert!(connects(&endpoint), "{endpoint}");
+        assert!(is_reachable(&endpoint), "{endpoint}");
         drop(listener);
-        assert!(!connects(&endpoint), "{endpoint}");
-        assert!(!connects("http://no.such.host.invalid"));
+        assert!(!is_reachable(&endpoint), "{endpoint}");
+        assert!(!is_reachable("http://no.such.host.invalid"));
     }
 
     #[test]
-    fn the_table_has_a_line_for_each_finding() {
-        let text = Findings::now().table();
-        for what in ["version", "processor", "f32 products", "threads", "memory", "attention", "Hub", "disk, here"] {
+    fn the_table_has_a_line_for_each_field() {
+        let text = DoctorReport::now().table();
+        for what in ["version", "processor", "f32 GEMM", "threads", "memory", "attention", "Hub", "disk, here"] {
             assert!(text.lines().any(|line| line.starts_with(what)), "no {what} in:\n{text}");
         }
     }

@@ -4,59 +4,59 @@ use anyhow::{Context, Result, anyhow};
 use clap::Args;
 
 use super::Ui;
-use super::options::{Recipe, Verbosity, at_least_one, plan};
-use crate::estimate::{Capacity, Fixed, Report, Setup, choose};
+use super::options::{RecipeArgs, Verbosity, at_least_one, plan};
+use crate::estimate::{Capacity, EstimateReport, FixedModes, Setup, choose};
 use crate::exit::ExitCode;
 use crate::plan::WorldInfo;
-use crate::recipe::{Loaded, MemoryModes};
+use crate::recipe::{Loaded, MemoryMode};
 
 #[derive(Debug, Args)]
 pub(super) struct EstimateArgs {
     #[command(flatten)]
-    recipe: Recipe,
-    /// Memory to compare with: cpu, cuda, a GPU such as h100-80g, or bytes such as 24GiB [default: the free memory of
-    /// the recipe's device]
+    recipe: RecipeArgs,
+    /// Available memory: cpu, cuda, a GPU such as h100-80g, or bytes such as 24GiB [default: the free memory of the
+    /// recipe's device]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Processes that train together; the answer is for each of them
+    /// Number of ranks; the estimate is for one of them
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     ranks: usize,
-    /// For programs
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }
 
-/// The examples of the long help.
+/// Examples for the long help.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer estimate recipe.yaml
   trainer estimate recipe.yaml --device h100-80g data.max_length=32Ki
   trainer estimate recipe.yaml --device 24GiB --json
-Exits with 4 if the run does not fit.";
+The exit code is 4 if the run does not fit.";
 
-pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let loaded = Loaded::read(&asked.recipe.path, &asked.recipe.overrides)?;
-    // `WorldInfo::first_of` leaves `memory: auto` open: its choice depends on the device of --device.
-    let plan = plan(&asked.recipe, verbosity, WorldInfo::first_of(asked.ranks))?;
-    let capacity = match &asked.device {
+pub(super) fn run(args: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let loaded = Loaded::read(&args.recipe.path, &args.recipe.overrides)?;
+    // `WorldInfo::first_of` leaves `memory: auto` unresolved, because the choice depends on --device.
+    let plan = plan(&args.recipe, verbosity, WorldInfo::first_of(args.ranks))?;
+    let capacity = match &args.device {
         Some(text) => {
             let parsed = Capacity::parse(text, plan.device);
             parsed.map_err(|problem| anyhow!("failed to read --device: {problem}").context(ExitCode::Usage))?
         }
         None => Capacity::now(plan.device),
     };
-    let capacity = capacity.of_one(asked.ranks);
+    let capacity = capacity.of_one(args.ranks);
     let mut setup = Setup::on(&plan, &capacity)?;
-    if loaded.recipe.memory == Some(MemoryModes::Auto)
+    if loaded.recipe.memory == Some(MemoryMode::Auto)
         && capacity.bytes.is_some()
-        && let Some(found) = choose(&setup, Fixed::of(&loaded), &capacity.usable()).found
+        && let Some(found) = choose(&setup, FixedModes::of(&loaded), &capacity.usable()).found
     {
         setup.modes = found.modes;
     }
-    let report = Report::new(plan.recipe.display().to_string(), &setup, &capacity);
-    match asked.json {
-        true => ui.answer(&serde_json::to_string_pretty(&report).context("failed to write the estimate as JSON")?)?,
-        false => ui.answer(report.to_string().trim_end())?,
+    let report = EstimateReport::new(plan.recipe.display().to_string(), &setup, &capacity);
+    match args.json {
+        true => ui.print(&serde_json::to_string_pretty(&report).context("failed to write the estimate as JSON")?)?,
+        false => ui.print(report.to_string().trim_end())?,
     };
     Ok(if report.fits == Some(false) { ExitCode::OutOfMemory } else { ExitCode::Ok })
 }

@@ -1,4 +1,4 @@
-//! `trainer generate`: answers to prompts and conversations.
+//! `trainer generate`: generates replies to prompts and conversations.
 
 use anyhow::Result;
 use candlewick_inference::command::{GenerateArgs, generate};
@@ -14,14 +14,14 @@ Examples:
   trainer generate HuggingFaceTB/SmolLM2-135M-Instruct --raw --prompt 'Once upon a time'";
 
 #[derive(Debug, Args)]
-pub(super) struct Generate {
-    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
+pub(super) struct GenerateCommand {
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder (its best export, else its newest)
     #[arg(value_name = "MODEL")]
     model: String,
     #[command(flatten)]
     options: GenerateArgs,
 }
 
-pub(super) fn run(args: &Generate, hub: &Hub) -> Result<ExitCode> {
+pub(super) fn run(args: &GenerateCommand, hub: &Hub) -> Result<ExitCode> {
     generate(&args.model, &args.options, hub).map(|()| ExitCode::Ok)
 }

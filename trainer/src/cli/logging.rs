@@ -1,4 +1,4 @@
-//! Log messages: to stderr, and to a file if the recipe names one; and a profile's spans.
+//! Logging to stderr and to the recipe's log file, and the profiler's tracing layer.
 
 use std::fs::{self, File};
 use std::io::IsTerminal;
@@ -15,9 +15,9 @@ use super::profile::Profile;
 use crate::metrics::AboveBars;
 use crate::plan::LoggerPlan;
 
-/// Starts logging for the rest of the process.
+/// Initializes logging for the rest of the process.
 ///
-/// What decides the level, first of all: RUST_LOG, `-q` and `-v`, the recipe's `logger.level`.
+/// The level comes from RUST_LOG, else from `-q` and `-v`, else from the recipe's `logger.level`.
 pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, profile: Option<&mut Profile>) -> Result<()> {
     let level = match (verbosity.quiet, verbosity.verbose) {
         (true, _) => "error",
@@ -47,7 +47,7 @@ pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, profile: Option<&mu
             .with_context(|| format!("failed to open the log file {} (logger.output_dir)", path.display()))?,
         None => None,
     };
-    // A second start in one process (tests) keeps the first.
+    // A second initialization in one process (tests) keeps the first.
     let _ = tracing_subscriber::registry().with(profile.map(Profile::layer)).with(stderr).with(file).try_init();
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! `trainer merge`: an adapter and its base model become one model folder.
+//! `trainer merge`: merges an adapter into its base model and saves a Hugging Face folder.
 
 use std::path::PathBuf;
 
@@ -14,30 +14,30 @@ use crate::exit::ExitCode;
 
 #[derive(Debug, Args)]
 pub(super) struct MergeArgs {
-    /// The adapter: a PEFT folder, a Hub id, or the output folder of a run that trained one
+    /// LoRA adapter: a PEFT folder, a Hub id, or the output folder of a LoRA run
     #[arg(value_name = "ADAPTER")]
     adapter: String,
-    /// The folder to write; it must be empty or missing
+    /// Output folder; must be empty or missing
     #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
-    /// The base model: a folder or a Hub id [default: the one that the adapter names]
+    /// Base model: a folder or a Hub id [default: the adapter's base_model_name_or_path]
     #[arg(long, value_name = "MODEL")]
     base: Option<String>,
-    /// The dtype of the merged weights; auto is that of the base model
+    /// Dtype of the merged weights; auto is the base model's
     #[arg(long, value_enum, default_value_t = DtypeOption::Auto)]
     dtype: DtypeOption,
-    /// The largest file of weights, such as 5GB or 500MiB
+    /// Maximum size of a weights file, such as 5GB or 500MiB
     #[arg(long, value_name = "BYTES", default_value = "5GB", value_parser = shard_bytes)]
     max_shard_size: u64,
 }
 
 pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     let (adapter, note) = hub.adapter(&args.adapter).map_err(failed)?;
-    note.iter().for_each(|note| ui.remark(note));
+    note.iter().for_each(|note| ui.note(note));
     let base = match &args.base {
         Some(base) => {
             let found = hub.find_model(base, None, ModelFiles::All).map_err(failed)?;
-            found.note("base model").iter().for_each(|note| ui.remark(note));
+            found.note("base model").iter().for_each(|note| ui.note(note));
             found.folder
         }
         None => {
@@ -49,7 +49,7 @@ pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
             hub.base_model(&adapter, base.context(ExitCode::Usage)?).map_err(failed)?
         }
     };
-    ui.remark(&format!("base model: {}", base.display()));
+    ui.note(&format!("base model: {}", base.display()));
     let merge = AdapterMerge {
         base: &base,
         adapter: &adapter,
@@ -58,19 +58,19 @@ pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
         shard_bytes: args.max_shard_size,
     };
     let merged = merge.run().with_context(|| format!("failed to merge {}", adapter.display()))?;
-    ui.answer(&describe(&merged, args))
+    ui.print(&describe(&merged, args))
 }
 
 fn describe(merged: &MergeReport, args: &MergeArgs) -> String {
     let MergeReport { dtype, n_matrices, n_params, rounding } = *merged;
     let mut text = format!(
-        "{}: {n_params} parameters in {}, {n_matrices} matrices changed by the adapter; read again and compared",
+        "{}: {n_params} parameters in {}, {n_matrices} matrices changed by the adapter; verified after writing",
         args.output.display(),
         dtype.as_str()
     );
     if rounding > 0.0 {
         text += &format!(
-            "\nrounding to {} moves the changed matrices by {:.1}% of the adapter's change; --dtype f32 keeps all of it",
+            "\nrounding to {} loses {:.1}% of the adapter's update; --dtype f32 loses nothing",
             dtype.as_str(),
             100.0 * rounding
         );

@@ -1,4 +1,4 @@
-//! `trainer mesh`: how ranks would share the work.
+//! `trainer mesh`: prints the device mesh, the pipeline stages and the pipeline schedule.
 
 use std::fmt::Write;
 
@@ -8,45 +8,45 @@ use candlewick_parallel::PipelineSchedule;
 use clap::Args;
 
 use super::Ui;
-use super::options::{Recipe, Verbosity, at_least_one, plan};
+use super::options::{RecipeArgs, Verbosity, at_least_one, plan};
 use crate::exit::ExitCode;
 use crate::plan::{Plan, WorldInfo};
 
 #[derive(Debug, Args)]
 pub(super) struct MeshArgs {
     #[command(flatten)]
-    recipe: Recipe,
-    /// Processes that train together
+    recipe: RecipeArgs,
+    /// Number of ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     ranks: usize,
-    /// Print what each stage of the pipeline computes when, too
+    /// Also print the pipeline schedule: the micro-batches of each stage over time
     #[arg(long)]
     schedule: bool,
 }
 
-/// The examples of the long help.
+/// Examples for the long help.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer mesh recipe.yaml --ranks 8
   trainer mesh recipe.yaml --ranks 4 --schedule pipeline_parallel_size=4 gradient_accumulation_steps=8";
 
-pub(super) fn run(asked: &MeshArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let plan = plan(&asked.recipe, verbosity, WorldInfo::first_of(asked.ranks))?;
+pub(super) fn run(args: &MeshArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let plan = plan(&args.recipe, verbosity, WorldInfo::first_of(args.ranks))?;
     let mesh =
-        Mesh::new(plan.ranks.degrees(), asked.ranks).map_err(|error| anyhow!("failed to make the mesh: {error}"))?;
-    let mut text = format!("{} ranks: {}\n{mesh}", asked.ranks, plan.ranks.degrees());
+        Mesh::new(plan.ranks.degrees(), args.ranks).map_err(|error| anyhow!("failed to make the mesh: {error}"))?;
+    let mut text = format!("{} ranks: {}\n{mesh}", args.ranks, plan.ranks.degrees());
     if plan.pipeline.stages > 1 {
         text += &stages(&plan)?;
     }
-    if asked.schedule {
+    if args.schedule {
         text += &schedule(&plan);
     }
     plan.notes.iter().try_for_each(|note| write!(text, "\nnote: {note}"))?;
-    ui.answer(text.trim_end())?;
+    ui.print(text.trim_end())?;
     Ok(ExitCode::Ok)
 }
 
-/// The blocks of each stage.
+/// Lists the blocks of each stage.
 fn stages(plan: &Plan) -> Result<String> {
     let config = plan.model.config.as_ref().context("failed to make the mesh: the model's config is not known")?;
     let layout = plan.pipeline.layout(config);
@@ -68,6 +68,8 @@ fn stages(plan: &Plan) -> Result<String> {
 
 fn schedule(plan: &Plan) -> String {
     let (pipeline, n_micros) = (&plan.pipeline, plan.data.gradient_accumulation_steps);
-    let table = PipelineSchedule::new(pipeline.order(), pipeline.stages, pipeline.chunks, n_micros);
-    format!("\n{n_micros} micro-batches; backwards, in brackets, take twice the time of forwards\n{table}\n")
+    let table = PipelineSchedule::new(pipeline.schedule_kind(), pipeline.stages, pipeline.chunks, n_micros);
+    format!(
+        "\n{n_micros} micro-batches; a backward pass, in brackets, takes twice the time of a forward pass\n{table}\n"
+    )
 }

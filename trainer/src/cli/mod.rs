@@ -1,4 +1,4 @@
-//! The command line: what can be asked, and how an answer or an error reaches the person who asked.
+//! The command line of the `trainer` program.
 
 mod chat;
 mod check;
@@ -28,13 +28,13 @@ use crate::metrics::Versions;
 use crate::plan::LoggerPlan;
 use crate::recipe::{RecipeError, key_of_option};
 
-use options::{Format, Verbosity, hub};
+use options::{OutputFormat, Verbosity, hub};
 pub use ui::Ui;
 
-/// The version and, where the build names it, the commit.
+/// The version, and the commit if the build sets it.
 static VERSION: LazyLock<String> = LazyLock::new(|| Versions::this().to_string());
 
-/// Trains language models from recipes.
+/// Train and fine-tune language models from YAML recipes.
 #[derive(Debug, Parser)]
 #[command(name = "trainer", version = &**VERSION, propagate_version = true, after_long_help = EXAMPLES)]
 struct Cli {
@@ -52,49 +52,55 @@ Examples:
   trainer schema > recipe.schema.json
 
 Exit codes:
-  0 done, 1 failed, 2 wrong command line or recipe, 3 wrong data, 4 out of memory
-  (or an estimate that does not fit),
-  5 loss not finite, 6 checkpoint or disk, 7 another rank failed,
-  75 stopped on request with a checkpoint saved, 128+n ended by signal n";
+  0      success
+  1      other failure
+  2      invalid command line or recipe
+  3      invalid data, tokenizer or chat template
+  4      out of memory, or the estimate exceeds the memory
+  5      non-finite loss or gradient
+  6      checkpoint or disk failure
+  7      another rank or a collective failed
+  75     stopped by a signal, with a checkpoint to resume from
+  128+N  terminated by signal N";
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Train as a recipe says
+    /// Train a model from a recipe
     #[command(after_long_help = train::EXAMPLES)]
-    Train(train::Train),
-    /// Resolve a recipe and print what would happen: no device, no network
+    Train(train::TrainArgs),
+    /// Validate a recipe and print the resolved settings, without device or network
     #[command(after_long_help = check::EXAMPLES)]
-    Check(check::Check),
-    /// Read the data as a run would and print what the model will learn; nothing is trained
+    Check(check::CheckArgs),
+    /// Tokenize and pack the data, fill the token cache and print token statistics
     #[command(visible_aliases = ["data", "process-data"], after_long_help = preprocess::EXAMPLES)]
-    Preprocess(preprocess::Preprocess),
-    /// Say what memory a run will need, without weights, device or data
+    Preprocess(preprocess::PreprocessArgs),
+    /// Estimate the memory of a run, without loading weights or data
     #[command(after_long_help = estimate::EXAMPLES)]
     Estimate(estimate::EstimateArgs),
-    /// Print how ranks would share the work: the mesh, and with --schedule a pipeline's steps
+    /// Print the device mesh, the pipeline stages and the pipeline schedule
     #[command(visible_alias = "plan", after_long_help = mesh::EXAMPLES)]
     Mesh(mesh::MeshArgs),
-    /// Compare two steps of a shrunken model on the recipe's mesh, as threads, with one rank's
+    /// Compare two training steps on the recipe's device mesh with one rank, on a tiny model
     #[command(visible_alias = "selfcheck", after_long_help = verify_parallel::EXAMPLES)]
-    VerifyParallel(verify_parallel::VerifyParallel),
-    /// Chat with a model: a line a turn, answers as they are generated
+    VerifyParallel(verify_parallel::VerifyParallelArgs),
+    /// Chat with a model in the terminal
     #[command(after_long_help = chat::EXAMPLES)]
-    Chat(chat::Chat),
-    /// Answer prompts or conversations, or continue texts with --raw
+    Chat(chat::ChatCommand),
+    /// Generate replies to prompts or conversations
     #[command(after_long_help = generate::EXAMPLES)]
-    Generate(generate::Generate),
-    /// Merge an adapter into its base model, as a folder for transformers and everything that reads those
+    Generate(generate::GenerateCommand),
+    /// Merge a LoRA adapter into its base model, and save a Hugging Face folder
     #[command(after_long_help = MERGE_EXAMPLES)]
     Merge(merge::MergeArgs),
-    /// Say what this machine has: processor, memory, GPUs, NVIDIA's libraries, the Hub, disks
+    /// Print diagnostics: CPU, memory, GPUs, NVIDIA libraries, Hub access, disks
     Doctor {
-        /// For programs
+        /// Print JSON
         #[arg(long)]
         json: bool,
     },
     /// Print the JSON schema of recipes, for editors
     Schema,
-    /// Print a script that completes this program's commands in a shell
+    /// Print a shell completion script
     Completions {
         /// The shell
         shell: clap_complete::Shell,
@@ -112,40 +118,40 @@ Examples:
 pub fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return refuse(error),
+        Err(error) => return report_usage_error(error),
     };
-    error_file::watch_panics();
-    // Without it such a write kills.
-    let _ = crate::signals::outlive_file_limits();
+    error_file::record_panics();
+    // By default, SIGXFSZ kills the process at such a write.
+    let _ = crate::signals::ignore_file_size_signal();
     match run(&cli) {
         Ok(code) => code,
         Err(error) => {
             let code = classify(&error);
             let verbose = cli.verbosity.verbose;
-            let error = detailed(error, verbose);
+            let error = with_notes(error, verbose);
             let trace = if verbose > 1 { backtrace(&error) } else { String::new() };
             let report = report(&error) + &trace;
             error_file::write(report.trim_end());
-            // A reader that has gone away is no failure.
+            // A closed pipe is no failure.
             let _ = std::io::stderr().write_all(report.as_bytes());
             code
         }
     }
 }
 
-/// Prints clap's error. An option that is a key of the recipe gets a tip with the form of such keys.
-fn refuse(mut error: clap::Error) -> ExitCode {
-    let takes_keys = error.get(ContextKind::Usage).is_some_and(|usage| usage.to_string().contains("[KEY=VALUE]"));
-    let option = error.get(ContextKind::InvalidArg).filter(|_| takes_keys);
+/// Prints clap's error. If the unknown option is a recipe key, adds a tip with the `KEY=VALUE` form.
+fn report_usage_error(mut error: clap::Error) -> ExitCode {
+    let takes_overrides = error.get(ContextKind::Usage).is_some_and(|usage| usage.to_string().contains("[KEY=VALUE]"));
+    let option = error.get(ContextKind::InvalidArg).filter(|_| takes_overrides);
     if let Some(tip) = option.and_then(|option| key_tip(&option.to_string())) {
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     }
-    // Help and the version are "errors" that go to stdout. A closed pipe is no failure.
+    // clap reports --help and --version as errors that go to stdout. A closed pipe is no failure.
     let _ = error.print();
     if error.use_stderr() { ExitCode::Usage } else { ExitCode::Ok }
 }
 
-/// The tip for `--train_iters 3` or `--max_steps=3`: `train_iters=3`.
+/// Returns the tip for `--train_iters 3` or `--max_steps=3`: `train_iters=3`.
 fn key_tip(option: &str) -> Option<String> {
     let key = key_of_option(option)?;
     let mut arguments = std::env::args().skip_while(|argument| argument.split('=').next() != Some(option));
@@ -153,11 +159,11 @@ fn key_tip(option: &str) -> Option<String> {
         Some((_, value)) => Some(value.to_owned()),
         None => arguments.next().filter(|next| !next.starts_with('-')),
     };
-    Some(format!("write keys of the recipe after it: {key}={}", value.as_deref().unwrap_or("VALUE")))
+    Some(format!("write recipe keys as KEY=VALUE, after the recipe: {key}={}", value.as_deref().unwrap_or("VALUE")))
 }
 
-/// Adds the long notes of a recipe's error, which `-v` shows.
-fn detailed(error: anyhow::Error, verbose: u8) -> anyhow::Error {
+/// Adds the long notes of a recipe error, which `-v` shows.
+fn with_notes(error: anyhow::Error, verbose: u8) -> anyhow::Error {
     match error.downcast::<RecipeError>() {
         Ok(error) if verbose > 0 => error.detailed().into(),
         Ok(error) => error.into(),
@@ -167,16 +173,16 @@ fn detailed(error: anyhow::Error, verbose: u8) -> anyhow::Error {
 
 fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     candlewick_runtime::cores::select_cpu_gemm_kernel()?;
-    candlewick_runtime::cores::choose_kernels()?;
+    candlewick_runtime::cores::override_kernels()?;
     candlewick_runtime::cores::tune_gemms()?;
     let ui = Ui::new(cli.verbosity.quiet);
     match &cli.command {
-        Command::Train(train) => train::run(train, cli.verbosity, &ui),
-        Command::Check(check) => check::run(check, cli.verbosity, &ui),
+        Command::Train(args) => train::run(args, cli.verbosity, &ui),
+        Command::Check(args) => check::run(args, cli.verbosity, &ui),
         Command::Preprocess(args) => preprocess::run(args, cli.verbosity, &ui),
-        Command::Estimate(asked) => estimate::run(asked, cli.verbosity, &ui),
-        Command::Mesh(asked) => mesh::run(asked, cli.verbosity, &ui),
-        Command::VerifyParallel(asked) => verify_parallel::run(asked, cli.verbosity, &ui),
+        Command::Estimate(args) => estimate::run(args, cli.verbosity, &ui),
+        Command::Mesh(args) => mesh::run(args, cli.verbosity, &ui),
+        Command::VerifyParallel(args) => verify_parallel::run(args, cli.verbosity, &ui),
         Command::Chat(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
             chat::run(args, &hub(&ui)?)
@@ -189,10 +195,10 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
             merge::run(args, &hub(&ui)?, &ui)
         }
-        Command::Doctor { json } => doctor::run(if *json { Format::Json } else { Format::Text }, &ui),
-        Command::Schema => ui.answer(&format!("{:#}", crate::recipe::json_schema())),
-        Command::Completions { shell } => ui.answer(completions::<Cli>(*shell).trim_end()),
-        Command::Version => ui.answer(&format!("trainer {}", *VERSION)),
+        Command::Doctor { json } => doctor::run(if *json { OutputFormat::Json } else { OutputFormat::Text }, &ui),
+        Command::Schema => ui.print(&format!("{:#}", crate::recipe::json_schema())),
+        Command::Completions { shell } => ui.print(completions::<Cli>(*shell).trim_end()),
+        Command::Version => ui.print(&format!("trainer {}", *VERSION)),
     }
 }
 

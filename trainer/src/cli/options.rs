@@ -1,57 +1,58 @@
-//! The options that commands share, and the plan that they lead to.
+//! Options shared by the commands, and the resolution of a recipe into a plan.
 
 use std::path::PathBuf;
 
 use anyhow::Result;
-use candlewick_comm::place::{Place, Source};
-use candlewick_runtime::place::place;
+use candlewick_comm::rank_env::{Launcher, RankEnv};
+use candlewick_runtime::rank_env::rank_env;
 use candlewick_text::hub::{Hub, HubSettings};
 use clap::{Args, ValueEnum};
 
 use super::Ui;
 use crate::metrics::Console;
-use crate::plan::{HubAccess, Known, KnownError, Machines, Plan, WorldInfo};
+use crate::plan::{Environment, EnvironmentError, HubAccess, Machines, Plan, WorldInfo};
 use crate::recipe::Loaded;
 
 #[derive(Debug, Args)]
-pub(super) struct Recipe {
-    /// The recipe, a YAML file
+pub(super) struct RecipeArgs {
+    /// Path to the recipe, a YAML file
     #[arg(value_name = "RECIPE")]
     pub(super) path: PathBuf,
-    /// Keys that replace the recipe's: `optimizer.lr=1e-4`, `data.sources.0.split=train`; values are YAML
+    /// Overrides of recipe keys: `optimizer.lr=1e-4`, `data.sources.0.split=train`. Values are YAML
     #[arg(value_name = "KEY=VALUE", value_parser = key_value)]
     pub(super) overrides: Vec<String>,
 }
 
-/// Options for processes that are not started yet.
+/// The world size to plan for, without starting the processes.
 #[derive(Debug, Args)]
-pub(super) struct Supposed {
-    /// Processes that will train together, wherever that is [default: those that this one was started with]
+pub(super) struct WorldSizeArgs {
+    /// Number of ranks [default: the current world size]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(super) ranks: Option<usize>,
 }
 
-impl Supposed {
-    pub(super) fn seat(&self) -> Result<WorldInfo> {
-        self.ranks.map_or_else(|| Ok(seat(&place()?)), |n_ranks| Ok(WorldInfo::first_of(n_ranks)))
+impl WorldSizeArgs {
+    pub(super) fn world_info(&self) -> Result<WorldInfo> {
+        self.ranks.map_or_else(|| Ok(world_info(&rank_env()?)), |n_ranks| Ok(WorldInfo::first_of(n_ranks)))
     }
 }
 
 /// The format of printed output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum Format {
-    /// For people.
+pub(super) enum OutputFormat {
+    /// Human-readable text
     Text,
-    /// For programs: the plan as run.json holds it, or a line a step.
+    /// JSON: the plan as in run.json, or one line per step
     Json,
 }
 
 #[derive(Clone, Copy, Debug, Args)]
 pub(super) struct Verbosity {
-    /// Say less: errors only, no bar, no line a step
+    /// Print less: errors only, no progress bar, no training steps
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     pub(super) quiet: bool,
-    /// Say more: every field of a step, all settings, the keys of the schema; twice: for debugging. RUST_LOG goes before it
+    /// Print more: all fields of each step, default settings, schema keys. -vv enables debug logs. RUST_LOG takes
+    /// precedence
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub(super) verbose: u8,
 }
@@ -66,42 +67,47 @@ impl Verbosity {
     }
 }
 
-/// Opens the Hub with the environment's settings and a progress bar for each download.
+/// Opens the Hub with the environment's settings, and a progress bar for each download.
 pub(super) fn hub(ui: &Ui) -> Result<Hub> {
     Ok(Hub::new(HubSettings::from_env())?.with_progress(ui.downloads()))
 }
 
-/// Resolves a recipe. Errors of the recipe itself are reported before the Hub is asked for the model's config.
-pub(super) fn plan(recipe: &Recipe, verbosity: Verbosity, seat: WorldInfo) -> Result<Plan> {
+/// Resolves a recipe. Reports errors of the recipe itself before it requests the model's config from the Hub.
+pub(super) fn plan(recipe: &RecipeArgs, verbosity: Verbosity, world_info: WorldInfo) -> Result<Plan> {
     let loaded = Loaded::read(&recipe.path, &recipe.overrides)?;
-    let here = known(&loaded, HubAccess::ThisMachine, verbosity, seat)?;
+    let here = known(&loaded, HubAccess::ThisMachine, verbosity, world_info)?;
     let plan = Plan::resolve(&loaded, &here)?;
     if here.config.is_some() {
         return Ok(plan);
     }
-    let known = known(&loaded, HubAccess::Network, verbosity, seat)?;
+    let known = known(&loaded, HubAccess::Network, verbosity, world_info)?;
     Ok(Plan::resolve(&loaded, &known)?)
 }
 
-/// Gathers the facts about the machine and the Hub that a plan needs. An error names the purpose.
-pub(super) fn known(loaded: &Loaded, access: HubAccess, verbosity: Verbosity, seat: WorldInfo) -> Result<Known> {
-    Known::gather(loaded, access, verbosity.console(), seat).map_err(|error| match error {
-        KnownError::Recipe(error) => error.into(),
+/// Gathers the facts about the machine and the Hub that a plan depends on. Errors name the purpose.
+pub(super) fn known(
+    loaded: &Loaded,
+    access: HubAccess,
+    verbosity: Verbosity,
+    world_info: WorldInfo,
+) -> Result<Environment> {
+    Environment::gather(loaded, access, verbosity.console(), world_info).map_err(|error| match error {
+        EnvironmentError::Recipe(error) => error.into(),
         error => anyhow::Error::new(error).context("failed to find the model's config"),
     })
 }
 
-/// Returns the rank, the world size and the machines of the process that a launcher started at `place`.
-pub(super) fn seat(place: &Place) -> WorldInfo {
-    let machines = match place.source {
-        _ if place.is_one_machine() => Machines::One,
-        Source::Torchrun => Machines::Nodes,
+/// Returns the rank, the world size and the machines of a process that a launcher started at `env`.
+pub(super) fn world_info(env: &RankEnv) -> WorldInfo {
+    let machines = match env.launcher {
+        _ if env.is_single_node() => Machines::One,
+        Launcher::Torchrun => Machines::Nodes,
         _ => Machines::Several,
     };
-    WorldInfo { rank: place.rank, n_ranks: place.world_size, n_here: place.local_world_size, machines }
+    WorldInfo { rank: env.rank, n_ranks: env.world_size, n_here: env.local_world_size, machines }
 }
 
-/// Reads a number of processes.
+/// Parses a number of processes.
 pub(super) fn at_least_one(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number of processes, at least 1".into())
 }

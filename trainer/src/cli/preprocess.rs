@@ -1,4 +1,4 @@
-//! `trainer preprocess`: prints the tokens that the model will read and learn, and fills the token cache.
+//! `trainer preprocess`: prints the input tokens and their targets, and fills the token cache.
 
 use std::io::{self, Write};
 
@@ -10,28 +10,28 @@ use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use clap::Args;
 use serde_json::json;
 
-use super::options::{Format, Recipe, Supposed, Verbosity, hub, plan};
+use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, hub, plan};
 use super::{Ui, logging};
-use crate::data::{Batch, Cursor, IGNORE_INDEX, Prepared, Step, Stream};
+use crate::data::{Batch, Cursor, GlobalBatch, IGNORE_INDEX, PreparedData, TrainLoader};
 use crate::exit::ExitCode;
 use crate::plan::Plan;
 use crate::run::prepare_data;
 
 #[derive(Debug, Args)]
-pub(super) struct Preprocess {
+pub(super) struct PreprocessArgs {
     #[command(flatten)]
-    recipe: Recipe,
-    /// Print the first N steps too: texts with what is learned in [[ ]], or with json their token ids
+    recipe: RecipeArgs,
+    /// Also print the first N steps: text with targets in [[ ]], or token ids with --output-format json
     #[arg(long, value_name = "N", default_value_t = 0)]
     steps: usize,
     #[command(flatten)]
-    supposed: Supposed,
-    /// Format of the printed data
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    output_format: Format,
+    world: WorldSizeArgs,
+    /// Output format
+    #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
+    output_format: OutputFormat,
 }
 
-/// The examples of the long help.
+/// Examples for the long help.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer preprocess recipe.yaml
@@ -39,22 +39,22 @@ Examples:
   trainer preprocess recipe.yaml --steps 2 --ranks 16
   trainer preprocess recipe.yaml --steps 2 --output-format json data.max_length=512";
 
-/// Prepares the data of a recipe and prints them.
-pub(super) fn run(args: &Preprocess, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let mut plan = plan(&args.recipe, verbosity, args.supposed.seat()?)?;
-    // Only this command may fill the cache.
+/// Prepares the data of a recipe and prints statistics.
+pub(super) fn run(args: &PreprocessArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let mut plan = plan(&args.recipe, verbosity, args.world.world_info()?)?;
+    // Other commands respect `fail_on_missing_cache`; this one fills the cache.
     plan.data.fail_on_missing_cache = false;
     logging::start(verbosity, &plan.logger, None)?;
     show(&plan, &hub(ui)?, args.steps, args.output_format)
 }
 
 /// Prepares the data of `plan` and prints the token statistics, or the first `n_steps` steps.
-fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: Format) -> Result<ExitCode> {
+fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: OutputFormat) -> Result<ExitCode> {
     let (assets, prepared) = prepare_data(plan, hub, RunId::now())?;
     let mut out = io::stdout().lock();
     let shown = match format {
-        Format::Text => text(&mut out, plan, &assets.tokenizer, &prepared, n_steps),
-        Format::Json => steps(plan, &prepared, n_steps)?.try_for_each(|step| writeln!(out, "{}", to_json(&step))),
+        OutputFormat::Text => text(&mut out, plan, &assets.tokenizer, &prepared, n_steps),
+        OutputFormat::Json => steps(plan, &prepared, n_steps)?.try_for_each(|step| writeln!(out, "{}", to_json(&step))),
     };
     match shown {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("failed to write to stdout"),
@@ -62,11 +62,11 @@ fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: Format) -> Result<ExitCo
     }
 }
 
-fn stream(plan: &Plan, prepared: &Prepared) -> Result<Stream> {
-    Ok(Stream::new(prepared.train.clone(), plan.data.clone(), Cursor::default())?)
+fn stream(plan: &Plan, prepared: &PreparedData) -> Result<TrainLoader> {
+    Ok(TrainLoader::new(prepared.train.clone(), plan.data.clone(), Cursor::default())?)
 }
 
-fn steps(plan: &Plan, prepared: &Prepared, n_steps: usize) -> Result<impl Iterator<Item = Step>> {
+fn steps(plan: &Plan, prepared: &PreparedData, n_steps: usize) -> Result<impl Iterator<Item = GlobalBatch>> {
     let mut stream = stream(plan, prepared)?;
     Ok(std::iter::from_fn(move || stream.next_step()).take(n_steps))
 }
@@ -75,11 +75,11 @@ fn text(
     out: &mut impl Write,
     plan: &Plan,
     tokenizer: &Tokenizer,
-    prepared: &Prepared,
+    prepared: &PreparedData,
     n_steps: usize,
 ) -> io::Result<()> {
     prepared.notes.iter().try_for_each(|note| writeln!(out, "{}", printable(note)))?;
-    writeln!(out, "\n{}", prepared.ledger)?;
+    writeln!(out, "\n{}", prepared.token_stats)?;
     let stream = stream(plan, prepared).map_err(io::Error::other)?;
     plan.steps(&stream).iter().try_for_each(|line| writeln!(out, "{line}"))?;
     plan.parameters().map_or(Ok(()), |parameters| writeln!(out, "parameters: {parameters}"))?;
@@ -100,7 +100,7 @@ fn text(
     Ok(())
 }
 
-/// Returns a sequence's text with its target tokens in brackets.
+/// Returns the text of a sequence with its target tokens in brackets.
 fn marked(tokenizer: &Tokenizer, batch: &Batch, range: std::ops::Range<usize>) -> String {
     let is_target = |i: usize| i > range.start && batch.targets[i - 1] != IGNORE_INDEX;
     let mut text = String::new();
@@ -116,7 +116,7 @@ fn marked(tokenizer: &Tokenizer, batch: &Batch, range: std::ops::Range<usize>) -
     text
 }
 
-fn to_json(step: &Step) -> serde_json::Value {
+fn to_json(step: &GlobalBatch) -> serde_json::Value {
     let batch = |batch: &Batch| json!({"ids": batch.ids, "targets": batch.targets, "cu_seqlens": batch.cu_seqlens});
     let micro_batches: Vec<_> = step.micro_batches.iter().map(batch).collect();
     json!({"epoch": step.epoch, "n_targets": step.n_targets, "micro_batches": micro_batches})

@@ -1,8 +1,7 @@
 //! The profiler of a run: a table of times, and a trace of its first steps for Perfetto or chrome://tracing.
 //!
-//! Both are made from the spans that ops, blocks and phases open ([`candlewick_ops::span`]). They also show
-//! collectives: the time of each on its own thread, and the time spent waiting for it. On a GPU, a span measures the
-//! time to launch the kernels.
+//! The spans come from ops, layers and phases ([`candlewick_ops::span`]). They include collectives: the time of each on
+//! its own thread, and the time spent waiting for it. On a GPU, a span measures the time to launch the kernels.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -25,30 +24,30 @@ use tracing_subscriber::filter::{FilterFn, dynamic_filter_fn};
 use tracing_subscriber::layer::Context as LayerContext;
 use tracing_subscriber::registry::LookupSpan;
 
-/// The sort order of the table's rows, with the names of Python's profilers.
+/// The sort order of the profile table, named as in Python's profilers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum Sort {
-    /// The time of a span without that of the spans inside
+pub(super) enum ProfileSort {
+    /// Time in a span, without its child spans
     Tottime,
-    /// The time of a span with all that is inside
+    /// Time in a span, with its child spans
     Cumtime,
 }
 
 /// A profile that is being recorded.
 pub(super) struct Profile {
     folder: PathBuf,
-    sort: Sort,
-    table: Arc<Table>,
+    sort: ProfileSort,
+    table: Arc<SpanTable>,
     chrome: Option<BoxedLayer>,
     guard: FlushGuard,
-    began: Instant,
+    started: Instant,
 }
 
 type BoxedLayer = Box<dyn Layer<tracing_subscriber::Registry> + Send + Sync>;
 
 /// The times of spans by name.
 #[derive(Default)]
-struct Table {
+struct SpanTable {
     rows: Mutex<HashMap<String, Row>>,
     n_steps: AtomicUsize,
 }
@@ -58,13 +57,13 @@ struct Row {
     n_calls: usize,
     tottime: Duration,
     cumtime: Duration,
-    /// The bytes sent to other ranks.
+    /// Bytes sent to other ranks.
     n_bytes: u64,
 }
 
-/// The bytes that a span sent to other ranks.
+/// Bytes that a span sent to other ranks.
 #[derive(Default)]
-struct Sent(u64);
+struct SentBytes(u64);
 
 /// The name of a span, with its pass.
 struct Name(String);
@@ -72,7 +71,7 @@ struct Name(String);
 /// An open span of a thread.
 struct Frame {
     entered: Instant,
-    inside: Duration,
+    child_time: Duration,
 }
 
 thread_local! {
@@ -81,7 +80,7 @@ thread_local! {
 
 impl Profile {
     /// Starts a profile that writes a trace of `n_steps` steps into `folder`.
-    pub(super) fn create(folder: PathBuf, sort: Sort, n_steps: usize) -> Result<Self> {
+    pub(super) fn create(folder: PathBuf, sort: ProfileSort, n_steps: usize) -> Result<Self> {
         let path = folder.join("trace.json");
         let failed = || format!("failed to write the trace {}", path.display());
         fs::create_dir_all(&folder).with_context(failed)?;
@@ -94,26 +93,27 @@ impl Profile {
         };
         let (chrome, guard) =
             ChromeLayerBuilder::new().writer(writer).include_locations(false).name_fn(Box::new(name)).build();
-        let table = Arc::new(Table::default());
+        let table = Arc::new(SpanTable::default());
         let counter = table.clone();
-        let is_early = move |metadata: &Metadata<'_>, _: &LayerContext<'_, _>| {
+        let is_traced = move |metadata: &Metadata<'_>, _: &LayerContext<'_, _>| {
             is_profiled(metadata) && counter.n_steps.load(Ordering::Relaxed) < n_steps
         };
-        let chrome: BoxedLayer = Box::new(chrome.with_filter(dynamic_filter_fn(is_early)));
-        Ok(Self { folder, sort, table, chrome: Some(chrome), guard, began: Instant::now() })
+        let chrome: BoxedLayer = Box::new(chrome.with_filter(dynamic_filter_fn(is_traced)));
+        Ok(Self { folder, sort, table, chrome: Some(chrome), guard, started: Instant::now() })
     }
 
     /// Returns the tracing layer that records the spans. Only the first call includes the trace writer.
     pub(super) fn layer(&mut self) -> BoxedLayer {
-        let table = Listener(self.table.clone()).with_filter(FilterFn::new(is_profiled as fn(&Metadata<'_>) -> bool));
-        // The table names the spans that the trace shows.
+        let table =
+            SpanRecorder(self.table.clone()).with_filter(FilterFn::new(is_profiled as fn(&Metadata<'_>) -> bool));
+        // The trace reads the span names that the table's layer stores, so that layer comes first.
         Box::new(table.and_then(self.chrome.take()))
     }
 
     /// Writes the remaining events and returns the table.
     pub(super) fn finish(self) -> Result<String> {
         self.guard.flush();
-        let table = self.table.show(self.sort, self.began.elapsed());
+        let table = self.table.show(self.sort, self.started.elapsed());
         let path = self.folder.join("profile.txt");
         fs::write(&path, &table).with_context(|| format!("failed to write {}", path.display()))?;
         Ok(format!("{table}trace: {}", self.folder.join("trace.json").display()))
@@ -124,41 +124,41 @@ fn is_profiled(metadata: &Metadata<'_>) -> bool {
     metadata.is_span() && metadata.target() == PROFILE_TARGET
 }
 
-impl Table {
-    fn add(&self, name: &str, cumtime: Duration, inside: Duration, n_bytes: u64) {
+impl SpanTable {
+    fn add(&self, name: &str, cumtime: Duration, child_time: Duration, n_bytes: u64) {
         let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
         let row = rows.entry(name.to_owned()).or_default();
         row.n_calls += 1;
         row.cumtime += cumtime;
-        row.tottime += cumtime.saturating_sub(inside);
+        row.tottime += cumtime.saturating_sub(child_time);
         row.n_bytes += n_bytes;
     }
 
-    fn show(&self, sort: Sort, whole: Duration) -> String {
+    fn show(&self, sort: ProfileSort, elapsed: Duration) -> String {
         let rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
         let mut rows: Vec<(&String, &Row)> = rows.iter().collect();
         rows.sort_by_key(|(name, row)| {
-            (std::cmp::Reverse(if sort == Sort::Tottime { row.tottime } else { row.cumtime }), *name)
+            (std::cmp::Reverse(if sort == ProfileSort::Tottime { row.tottime } else { row.cumtime }), *name)
         });
         let mut text = format!("{:>9} {:>10} {:>6} {:>10}  span\n", "calls", "tottime s", "%", "cumtime s");
         for (name, Row { n_calls, tottime, cumtime, n_bytes }) in rows {
             let (tottime, cumtime) = (tottime.as_secs_f64(), cumtime.as_secs_f64());
-            let share = 100.0 * tottime / whole.as_secs_f64();
+            let percent = 100.0 * tottime / elapsed.as_secs_f64();
             // Writing to a string cannot fail.
-            let _ = write!(text, "{n_calls:>9} {tottime:>10.3} {share:>6.1} {cumtime:>10.3}  {name}");
+            let _ = write!(text, "{n_calls:>9} {tottime:>10.3} {percent:>6.1} {cumtime:>10.3}  {name}");
             if *n_bytes > 0 {
                 let _ = write!(text, ", {:.3} MB sent", *n_bytes as f64 / 1e6);
             }
             text.push('\n');
         }
-        let _ = writeln!(text, "{:.3} s in all", whole.as_secs_f64());
+        let _ = writeln!(text, "{:.3} s in total", elapsed.as_secs_f64());
         text
     }
 }
 
-struct Listener(Arc<Table>);
+struct SpanRecorder(Arc<SpanTable>);
 
-impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Listener {
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for SpanRecorder {
     fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: LayerContext<'_, S>) {
         let mut name = Name(String::new());
         attributes.record(&mut name);
@@ -168,7 +168,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Listener {
     }
 
     fn on_record(&self, id: &Id, values: &Record<'_>, context: LayerContext<'_, S>) {
-        let mut sent = Sent::default();
+        let mut sent = SentBytes::default();
         values.record(&mut sent);
         if let Some(span) = context.span(id) {
             span.extensions_mut().insert(sent);
@@ -176,28 +176,28 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Listener {
     }
 
     fn on_enter(&self, _: &Id, _: LayerContext<'_, S>) {
-        FRAMES.with_borrow_mut(|frames| frames.push(Frame { entered: Instant::now(), inside: Duration::ZERO }));
+        FRAMES.with_borrow_mut(|frames| frames.push(Frame { entered: Instant::now(), child_time: Duration::ZERO }));
     }
 
     fn on_exit(&self, id: &Id, context: LayerContext<'_, S>) {
-        let ended = FRAMES.with_borrow_mut(|frames| {
+        let closed = FRAMES.with_borrow_mut(|frames| {
             let frame = frames.pop()?;
             let cumtime = frame.entered.elapsed();
             if let Some(around) = frames.last_mut() {
-                around.inside += cumtime;
+                around.child_time += cumtime;
             }
-            Some((cumtime, frame.inside))
+            Some((cumtime, frame.child_time))
         });
-        let Some(((cumtime, inside), span)) = ended.zip(context.span(id)) else { return };
+        let Some(((cumtime, child_time), span)) = closed.zip(context.span(id)) else { return };
         if let Some(Name(name)) = span.extensions().get::<Name>() {
-            let n_bytes = span.extensions().get::<Sent>().map_or(0, |sent| sent.0);
-            self.0.add(name, cumtime, inside, n_bytes);
+            let n_bytes = span.extensions().get::<SentBytes>().map_or(0, |sent| sent.0);
+            self.0.add(name, cumtime, child_time, n_bytes);
             self.0.n_steps.fetch_add(usize::from(name == "step"), Ordering::Relaxed);
         }
     }
 }
 
-impl Visit for Sent {
+impl Visit for SentBytes {
     fn record_u64(&mut self, _: &Field, value: u64) {
         self.0 = value;
     }

@@ -1,12 +1,12 @@
-//! `trainer train`: from a recipe to a plan to a run.
+//! `trainer train`: resolves a recipe and trains.
 
 use anyhow::{Result, anyhow};
-use candlewick_comm::place::Place;
-use candlewick_runtime::place::place;
+use candlewick_comm::rank_env::RankEnv;
+use candlewick_runtime::rank_env::rank_env;
 use clap::Args;
 
-use super::options::{Recipe, Verbosity, hub, plan, seat};
-use super::profile::{Profile, Sort};
+use super::options::{RecipeArgs, Verbosity, hub, plan, world_info};
+use super::profile::{Profile, ProfileSort};
 use super::{Ui, logging};
 use crate::estimate::{Capacity, Setup, estimate};
 use crate::exit::ExitCode;
@@ -14,63 +14,64 @@ use crate::plan::Plan;
 use crate::run::connect;
 
 #[derive(Debug, Args)]
-pub(super) struct Train {
+pub(super) struct TrainArgs {
     #[command(flatten)]
-    recipe: Recipe,
-    /// Print where the time went, by the time of each part alone or with its parts, and write a trace for Perfetto
+    recipe: RecipeArgs,
+    /// Print a profile table with this sort order, and write a Perfetto trace
     #[arg(long, value_enum, value_name = "SORT")]
-    profile: Option<Sort>,
-    /// Steps of the trace
+    profile: Option<ProfileSort>,
+    /// Number of steps in the trace
     #[arg(long, value_name = "N", default_value_t = 5, requires = "profile")]
     profile_steps: usize,
 }
 
-/// The examples of the long help.
+/// Examples for the long help.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer train recipe.yaml
   trainer train recipe.yaml train_iters=100 model.dtype=f32
   trainer train recipe.yaml --profile tottime train_iters=10
   trainer train recipe.yaml 'data.sources=[mine.jsonl]' checkpoint.0.output_dir=out
-The same command goes on where the last run stopped, if a checkpoint has auto_resume: true.";
+If a checkpoint entry has auto_resume: true, the same command resumes an interrupted run.";
 
-pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let place = place()?;
-    let plan = plan(&train.recipe, verbosity, seat(&place))?;
+pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let env = rank_env()?;
+    let plan = plan(&args.recipe, verbosity, world_info(&env))?;
     let folder = plan.log.output_dir.clone().unwrap_or_default();
-    let mut profile = train
+    let mut profile = args
         .profile
-        .filter(|_| place.rank == 0)
-        .map(|sort| Profile::create(folder, sort, train.profile_steps))
+        .filter(|_| env.rank == 0)
+        .map(|sort| Profile::create(folder, sort, args.profile_steps))
         .transpose()?;
     logging::start(verbosity, &plan.logger, profile.as_mut())?;
-    for note in plan.notes.iter().filter(|_| place.rank == 0) {
-        ui.remark(&format!("note: {note}"));
+    for note in plan.notes.iter().filter(|_| env.rank == 0) {
+        ui.note(&format!("note: {note}"));
     }
-    let (world, device) = connect(&plan, &place)?;
-    refuse_what_cannot_fit(&plan, &place, ui)?;
+    let (world, device) = connect(&plan, &env)?;
+    check_memory(&plan, &env, ui)?;
     let code = crate::run::train(&plan, &hub(ui)?, &world, &device)?;
     if let Some(profile) = profile {
-        ui.remark(&profile.finish()?);
+        ui.note(&profile.finish()?);
     }
     Ok(code)
 }
 
-/// Fails if the run cannot fit with rows of any length. Prints a note if it fits only with rows shorter than `data.max_length`.
-fn refuse_what_cannot_fit(plan: &Plan, place: &Place, ui: &Ui) -> Result<()> {
-    let capacity = Capacity::now(plan.device).of_one(place.local_world_size);
+/// Fails if the run cannot fit with sequences of any length. Prints a note if it fits only with sequences shorter than
+/// `data.max_length`.
+fn check_memory(plan: &Plan, env: &RankEnv, ui: &Ui) -> Result<()> {
+    let capacity = Capacity::now(plan.device).of_one(env.local_world_size);
     let setup = Setup::on(plan, &capacity)?;
     let least = estimate(&Setup { row_tokens: 2, rows: 1, eval_load: None, ..setup.clone() }).shortages(&capacity);
-    // An estimate is up to a tenth too high, and the system may find some more.
+    // The estimate may be 10% too high, and the system may free some memory. So fail only above 125%.
     if let Some(shortage) = least.into_iter().find(|short| short.needed_bytes / 5 * 4 > short.free_bytes) {
-        let problem = format!("failed to start: the run needs {shortage}, whatever its rows are");
-        let advice = "`trainer estimate RECIPE` says what takes it and what to change";
+        let problem = format!("failed to start: the run needs {shortage}, even with the shortest sequences");
+        let advice = "see `trainer estimate RECIPE` for the memory breakdown and the settings that reduce it";
         return Err(anyhow!("{problem}; {advice}").context(ExitCode::OutOfMemory));
     }
-    for shortage in estimate(&setup).shortages(&capacity).iter().filter(|_| place.rank == 0) {
+    for shortage in estimate(&setup).shortages(&capacity).iter().filter(|_| env.rank == 0) {
         let rows = plan.data.max_length;
-        ui.remark(&format!(
-            "note: rows of {rows} tokens (data.max_length) would need {shortage}; see `trainer estimate`"
+        ui.note(&format!(
+            "note: sequences of {rows} tokens (data.max_length) would need {shortage}; see `trainer estimate`"
         ));
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Terminal output: results go to stdout, remarks to stderr.
+//! Terminal output: results go to stdout, notes to stderr.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -12,20 +12,20 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::exit::ExitCode;
 use crate::metrics::{AboveBars, show_bar};
 
-/// The terminal output of a command. Metrics are printed by [`crate::metrics::Reporter`].
+/// The terminal output of a command. [`crate::metrics::Reporter`] prints the metrics.
 #[derive(Clone, Copy, Debug)]
 pub struct Ui {
     quiet: bool,
 }
 
 impl Ui {
-    /// Creates a `Ui` that prints remarks unless `quiet`.
+    /// Creates a `Ui` that prints notes unless `quiet`.
     pub fn new(quiet: bool) -> Self {
         Self { quiet }
     }
 
     /// Prints a command's result to stdout. A closed pipe is no error.
-    pub fn answer(&self, text: &str) -> Result<ExitCode> {
+    pub fn print(&self, text: &str) -> Result<ExitCode> {
         let mut stdout = io::stdout().lock();
         match writeln!(stdout, "{}", printable(text)).and_then(|()| stdout.flush()) {
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
@@ -35,15 +35,15 @@ impl Ui {
         }
     }
 
-    /// Prints a remark to stderr, unless quiet.
-    pub fn remark(&self, text: &str) {
+    /// Prints a note to stderr, unless quiet.
+    pub fn note(&self, text: &str) {
         if !self.quiet {
             // A closed pipe is no error.
             let _ = AboveBars.write_all(format!("{}\n", printable(text)).as_bytes());
         }
     }
 
-    /// Returns a callback that shows a bar for each download; none if quiet or if stderr is no terminal.
+    /// Returns a callback that shows a progress bar for each download; none if quiet or if stderr is no terminal.
     pub fn downloads(&self) -> DownloadCallback {
         const BAR: &str = "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}";
         let by_file: Mutex<HashMap<String, ProgressBar>> = Mutex::default();

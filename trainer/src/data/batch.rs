@@ -1,45 +1,46 @@
-//! Rows of sequences become the flat arrays that a model computes on.
+//! Collation: rows of sequences to the flat arrays of a micro-batch.
 
 use super::dataset::Dataset;
 use super::plan::{DataPlan, Padding};
-use super::rows::Rows;
+use super::rows::EpochRows;
 
-/// The target of a token that has nothing to predict.
+/// The target of a token without a loss, as in PyTorch.
 pub const IGNORE_INDEX: i64 = -100;
 
-/// One micro-batch: its sequences behind one another, without a batch dim.
+/// One micro-batch: its sequences concatenated, without a batch dim.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Batch {
     /// The token ids.
     pub ids: Vec<u32>,
-    /// For each token the one to predict after it, or [`IGNORE_INDEX`].
+    /// The next token of each token, or [`IGNORE_INDEX`].
     pub targets: Vec<i64>,
-    /// Where each token stands in its sequence.
+    /// The position of each token in its sequence.
     pub positions: Vec<u32>,
-    /// Where sequences begin, and the end of the last: attention does not cross these.
+    /// The cumulative sequence lengths: the start of each sequence and the end of the last. Attention stays within a
+    /// sequence.
     pub cu_seqlens: Vec<usize>,
-    /// Counts the targets that are not ignored.
+    /// The number of targets that are not ignored.
     pub n_targets: usize,
-    /// Counts the tokens, padding left out.
+    /// The number of tokens without padding.
     pub n_tokens: usize,
-    /// The sequences' numbers in the [`Dataset`], for messages. Those of a fused row all count, so
-    /// there may be more of them than spans in `cu_seqlens`.
+    /// The indices of the sequences in the [`Dataset`], for messages. A fused row is one span of `cu_seqlens` and
+    /// lists all its sequences here.
     pub samples: Vec<usize>,
 }
 
-/// The micro-batches between two updates of the weights.
+/// The micro-batches of all ranks between two optimizer steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Step {
-    /// The pass over the data it belongs to.
+pub struct GlobalBatch {
+    /// The epoch.
     pub epoch: usize,
-    /// What all ranks compute: the first ones each rank's first, in the order of the ranks, and so on.
+    /// The micro-batches of all ranks: the first of each rank in rank order, then the second of each rank, and so on.
     pub micro_batches: Vec<Batch>,
-    /// The targets of the whole step: what every sum of losses is divided by.
+    /// The number of targets in the global batch: every loss sum is divided by it.
     pub n_targets: usize,
 }
 
 impl Batch {
-    /// One token that teaches nothing: what a rank computes when the others have a micro-batch and it has none.
+    /// Returns one token without a target. A rank computes it when the other ranks have a micro-batch and it has none.
     pub fn filler() -> Self {
         Self {
             ids: vec![0],
@@ -55,36 +56,37 @@ impl Batch {
         self.ids.len() - self.n_tokens
     }
 
-    /// The longest sequence, padding included.
+    /// Returns the length of the longest sequence, padding included.
     pub fn longest(&self) -> usize {
         self.cu_seqlens.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0)
     }
 }
 
-impl Step {
+impl GlobalBatch {
     pub(crate) fn new(epoch: usize, micro_batches: Vec<Batch>) -> Self {
         let n_targets = micro_batches.iter().map(|batch| batch.n_targets).sum();
         Self { epoch, micro_batches, n_targets }
     }
 
-    /// How many micro-batches each rank computes, one after another.
+    /// Returns the number of micro-batches that each rank computes.
     pub fn n_micros(&self, n_ranks: usize) -> usize {
         self.micro_batches.len().div_ceil(n_ranks)
     }
 
-    /// The numbers of a rank's micro-batches among all. The last may be past their end: there is none left for this rank.
+    /// Returns the indices of a rank's micro-batches. The last index may be past the end: then this rank has no
+    /// micro-batch left.
     pub fn of_rank(&self, (rank, n_ranks): (usize, usize)) -> impl Iterator<Item = usize> + use<> {
         (0..self.n_micros(n_ranks)).map(move |round| round * n_ranks + rank)
     }
 
-    /// Counts the tokens, padding left out.
+    /// Counts the tokens without padding.
     pub fn n_tokens(&self) -> usize {
         self.micro_batches.iter().map(|batch| batch.n_tokens).sum()
     }
 }
 
-/// Puts some rows into one micro-batch.
-pub(crate) fn collate(dataset: &Dataset, plan: &DataPlan, rows: &Rows, chosen: std::ops::Range<usize>) -> Batch {
+/// Collates some rows into one micro-batch.
+pub(crate) fn collate(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows, chosen: std::ops::Range<usize>) -> Batch {
     let mut batch = Batch { cu_seqlens: vec![0], ..Batch::default() };
     for row in chosen {
         let row_start = batch.ids.len();
@@ -116,14 +118,14 @@ impl Batch {
         self.samples.push(sequence);
     }
 
-    /// Closes the sequence that began where the last one ended.
+    /// Closes the current sequence: appends its positions and its end.
     fn end_sequence(&mut self) {
         let start = self.cu_seqlens.last().copied().unwrap_or(0);
         self.positions.extend(0..(self.ids.len() - start) as u32);
         self.cu_seqlens.push(self.ids.len());
     }
 
-    /// Lengthens the last sequence: what comes after its tokens cannot change them.
+    /// Appends pad tokens to the last sequence. Causal attention keeps them from changing earlier tokens.
     fn pad(&mut self, n_tokens: usize, pad_id: u32) {
         if n_tokens == 0 {
             return;

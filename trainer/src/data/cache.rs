@@ -1,10 +1,10 @@
-//! Stores kept between runs, a folder each, named by what they were made of.
+//! The token cache: a folder of token stores, each named by a hash of its inputs.
 //!
-//! The folder and its entries are their owner's alone: data are private, and what an entry holds is trained on. An
-//! entry of another user is refused, and one whose bytes have changed since is made anew.
+//! Only the owner can read or write the folder and its entries: data are private, and a run trains on an entry's
+//! content. An entry of another user is refused. An entry with a wrong checksum is written again.
 //!
-//! An entry is made under another name and renamed when it is complete and on the disk, so that a
-//! run that is killed, or two that start together, leave no half of one.
+//! An entry is written under a temporary name, synced and then renamed. A killed run or two concurrent runs therefore
+//! leave no partial entry.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io;
@@ -14,26 +14,26 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::DataError;
-use super::key::Key;
-use super::store::{Store, StoreWriter};
+use super::cache_key::CacheKey;
+use super::token_store::{TokenStore, TokenStoreWriter};
 
 const KEY_FILE: &str = "key.json";
 const CHECKSUM_FILE: &str = "checksum";
 const UNFINISHED: &str = ".incomplete";
 
-/// A folder of stores.
-pub(crate) struct Cache {
+/// A folder of token stores.
+pub(crate) struct TokenCache {
     folder: PathBuf,
 }
 
-/// What looking for a key came to.
-pub(crate) enum Found {
-    Hit(Arc<Store>),
-    /// Why there is none.
+/// The result of a cache lookup.
+pub(crate) enum CacheLookup {
+    Hit(Arc<TokenStore>),
+    /// The reason for the miss.
     Miss(String),
 }
 
-impl Cache {
+impl TokenCache {
     pub(crate) fn open(folder: &Path) -> Result<Self, DataError> {
         let cache = Self { folder: folder.to_owned() };
         let create = DirBuilder::new().recursive(true).mode(0o700).create(folder);
@@ -42,63 +42,63 @@ impl Cache {
         Ok(cache)
     }
 
-    /// Where the store of `key` is, or would be.
-    pub(crate) fn path(&self, key: &Key) -> PathBuf {
+    /// Returns the folder of the store of `key`, which may not exist.
+    pub(crate) fn path(&self, key: &CacheKey) -> PathBuf {
         let name: String =
             key.name.chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' || c == '_' { c } else { '-' }).collect();
         let shown = &name[name.len().saturating_sub(40)..];
         self.folder.join(format!("{}-{}", shown.trim_matches(['-', '.']), &key.digest()[..16]))
     }
 
-    pub(crate) fn find(&self, key: &Key) -> Result<Found, DataError> {
+    pub(crate) fn find(&self, key: &CacheKey) -> Result<CacheLookup, DataError> {
         let path = self.path(key);
         if !path.exists() {
-            return Ok(Found::Miss(self.why_missing(key)));
+            return Ok(CacheLookup::Miss(self.why_missing(key)));
         }
-        refuse_foreign(&path).map_err(|source| DataError::Cache { path: path.clone(), source })?;
+        refuse_other_owner(&path).map_err(|source| DataError::Cache { path: path.clone(), source })?;
         Ok(match open(&path) {
-            Ok(store) => Found::Hit(Arc::new(store)),
-            Err(error) => Found::Miss(format!("the entry is damaged ({error})")),
+            Ok(store) => CacheLookup::Hit(Arc::new(store)),
+            Err(error) => CacheLookup::Miss(format!("the entry is corrupt ({error})")),
         })
     }
 
-    /// Keeps what `fill` writes.
+    /// Writes an entry with the samples that `fill` pushes.
     pub(crate) fn write(
         &self,
-        key: &Key,
-        fill: impl FnOnce(&mut StoreWriter, &(dyn Fn(io::Error) -> DataError + Sync)) -> Result<(), DataError>,
-    ) -> Result<Arc<Store>, DataError> {
+        key: &CacheKey,
+        fill: impl FnOnce(&mut TokenStoreWriter, &(dyn Fn(io::Error) -> DataError + Sync)) -> Result<(), DataError>,
+    ) -> Result<Arc<TokenStore>, DataError> {
         let failed = |source| self.failed(source);
         let private = Permissions::from_mode(0o700);
         let mut builder = tempfile::Builder::new();
         let unfinished = builder.prefix(".").suffix(UNFINISHED).permissions(private);
         let unfinished = unfinished.tempdir_in(&self.folder).map_err(failed)?;
-        let mut writer = StoreWriter::create(unfinished.path()).map_err(failed)?;
+        let mut writer = TokenStoreWriter::create(unfinished.path()).map_err(failed)?;
         fill(&mut writer, &failed)?;
         writer.finish().map_err(failed)?;
         let parts = serde_json::to_vec_pretty(key).map_err(|error| failed(error.into()))?;
         std::fs::write(unfinished.path().join(KEY_FILE), parts).map_err(failed)?;
-        let checksum = Store::open(unfinished.path()).map_err(failed)?.checksum();
+        let checksum = TokenStore::open(unfinished.path()).map_err(failed)?.checksum();
         std::fs::write(unfinished.path().join(CHECKSUM_FILE), checksum).map_err(failed)?;
         let path = self.path(key);
-        sync(unfinished.path()).and_then(|()| put_in_place(unfinished.path(), &path)).map_err(failed)?;
+        sync(unfinished.path()).and_then(|()| rename_into_place(unfinished.path(), &path)).map_err(failed)?;
         open(&path).map(Arc::new).map_err(failed)
     }
 
-    /// Compares with the nearest entry of the same data set.
-    fn why_missing(&self, key: &Key) -> String {
+    /// Returns the parts of the key that changed since the most similar entry of the same data set.
+    fn why_missing(&self, key: &CacheKey) -> String {
         let nearest = self
             .keys()
             .filter(|other| other.name == key.name)
             .map(|other| key.changed_from(&other))
             .min_by_key(Vec::len);
         match nearest {
-            Some(changed) => format!("changed since they were kept: {}", changed.join(", ")),
-            None => "none were kept yet".into(),
+            Some(changed) => format!("changed since they were cached: {}", changed.join(", ")),
+            None => "not cached yet".into(),
         }
     }
 
-    fn keys(&self) -> impl Iterator<Item = Key> {
+    fn keys(&self) -> impl Iterator<Item = CacheKey> {
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
         entries.filter_map(|entry| {
             let bytes = std::fs::read(entry.path().join(KEY_FILE)).ok()?;
@@ -111,22 +111,22 @@ impl Cache {
     }
 }
 
-/// The cache of a user: `$XDG_CACHE_HOME/candlewick/tokens`, or below `~/.cache`.
+/// Returns the default cache folder: `$XDG_CACHE_HOME/candlewick/tokens`, or `~/.cache/candlewick/tokens`.
 pub fn default_cache_dir() -> PathBuf {
     candlewick_runtime::cores::cache_folder().join("tokens")
 }
 
-/// Opens an entry and checks its bytes.
-fn open(path: &Path) -> io::Result<Store> {
-    let store = Store::open(path)?;
+/// Opens an entry and verifies its checksum.
+fn open(path: &Path) -> io::Result<TokenStore> {
+    let store = TokenStore::open(path)?;
     match std::fs::read_to_string(path.join(CHECKSUM_FILE))? == store.checksum() {
         true => Ok(store),
-        false => Err(io::Error::new(io::ErrorKind::InvalidData, "its checksum is another one")),
+        false => Err(io::Error::new(io::ErrorKind::InvalidData, "its checksum does not match")),
     }
 }
 
-/// Refuses an entry that another user wrote or could have.
-fn refuse_foreign(path: &Path) -> io::Result<()> {
+/// Refuses an entry that another user owns, unless it is root.
+fn refuse_other_owner(path: &Path) -> io::Result<()> {
     // SAFETY: geteuid(2) cannot fail and touches no memory.
     let own = unsafe { libc::geteuid() };
     for entry in std::fs::read_dir(path)?.flatten().map(|entry| entry.path()).chain([path.to_owned()]) {
@@ -139,20 +139,20 @@ fn refuse_foreign(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes what runs that were killed left unfinished: entries without a write for a day.
+/// Removes the partial entries of killed runs: those without a write for a day.
 fn remove_abandoned(folder: &Path) {
     const ABANDONED: Duration = Duration::from_secs(24 * 3600);
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let is_unfinished = name.to_string_lossy().starts_with('.') && name.to_string_lossy().ends_with(UNFINISHED);
         if is_unfinished && last_written(&entry.path()).is_some_and(|since| since > ABANDONED) {
-            // Another user's stay: the folder may be shared.
+            // Another user's entries cannot be removed: the folder may be shared.
             let _ = std::fs::remove_dir_all(entry.path());
         }
     }
 }
 
-/// The time since the last write to a file of a folder.
+/// Returns the time since the last write to a file of a folder.
 fn last_written(folder: &Path) -> Option<Duration> {
     let files = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
     let times = files.chain([folder.to_owned()]).filter_map(|path| std::fs::metadata(path).ok()?.modified().ok());
@@ -164,12 +164,12 @@ fn sync(folder: &Path) -> io::Result<()> {
     std::fs::read_dir(folder)?.try_for_each(|entry| File::open(entry?.path())?.sync_all())
 }
 
-fn put_in_place(unfinished: &Path, path: &Path) -> io::Result<()> {
+fn rename_into_place(unfinished: &Path, path: &Path) -> io::Result<()> {
     if path.exists() && open(path).is_err() {
         std::fs::remove_dir_all(path)?;
     }
     match std::fs::rename(unfinished, path) {
-        // Another run was faster; the content is the same.
+        // Another run wrote the same content first.
         Err(_) if open(path).is_ok() => Ok(()),
         renamed => renamed,
     }
@@ -182,22 +182,22 @@ mod tests {
 
     use super::*;
 
-    fn key(tokenizer: &str) -> Key {
-        Key::new("data/train.jsonl").with("the rows", "1").with("the tokenizer", tokenizer)
+    fn key(tokenizer: &str) -> CacheKey {
+        CacheKey::new("data/train.jsonl").with("the rows", "1").with("the tokenizer", tokenizer)
     }
 
     fn sample(ids: &[u32]) -> Sample {
         Sample { ids: ids.to_vec(), is_target: vec![true; ids.len()], ..Sample::default() }
     }
 
-    fn write(cache: &Cache, key: &Key, ids: &[u32]) -> Result<Arc<Store>, DataError> {
+    fn write(cache: &TokenCache, key: &CacheKey, ids: &[u32]) -> Result<Arc<TokenStore>, DataError> {
         cache.write(key, |writer, failed| writer.push(0, &sample(ids)).map_err(failed))
     }
 
-    fn why(cache: &Cache, key: &Key) -> String {
+    fn why(cache: &TokenCache, key: &CacheKey) -> String {
         match cache.find(key).unwrap() {
-            Found::Hit(_) => "hit".into(),
-            Found::Miss(why) => why,
+            CacheLookup::Hit(_) => "hit".into(),
+            CacheLookup::Miss(why) => why,
         }
     }
 
@@ -207,47 +207,47 @@ mod tests {
     }
 
     #[test]
-    fn a_miss_says_which_part_changed() {
+    fn a_miss_names_the_changed_parts_of_the_key() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::open(folder.path()).unwrap();
-        assert_eq!(why(&cache, &key("a")), "none were kept yet");
+        let cache = TokenCache::open(folder.path()).unwrap();
+        assert_eq!(why(&cache, &key("a")), "not cached yet");
         write(&cache, &key("a"), &[1, 2]).unwrap();
         assert_eq!(why(&cache, &key("a")), "hit");
-        assert_eq!(why(&cache, &key("b")), "changed since they were kept: the tokenizer");
+        assert_eq!(why(&cache, &key("b")), "changed since they were cached: the tokenizer");
         let other = key("b").with("sample_count", "3");
-        assert_eq!(why(&cache, &other), "changed since they were kept: sample_count, the tokenizer");
+        assert_eq!(why(&cache, &other), "changed since they were cached: sample_count, the tokenizer");
     }
 
     #[test]
-    fn a_changed_byte_is_noticed() {
+    fn an_entry_with_a_changed_byte_is_a_miss() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::open(folder.path()).unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
         write(&cache, &key("a"), &[1, 2]).unwrap();
         let ids = cache.path(&key("a")).join("ids");
         let mut bytes = std::fs::read(&ids).unwrap();
         bytes[0] ^= 1;
         std::fs::write(&ids, bytes).unwrap();
-        assert!(why(&cache, &key("a")).contains("its checksum is another one"), "{}", why(&cache, &key("a")));
+        assert!(why(&cache, &key("a")).contains("its checksum does not match"), "{}", why(&cache, &key("a")));
         assert_eq!(write(&cache, &key("a"), &[1, 2]).unwrap().n_tokens(), 2);
         assert_eq!(why(&cache, &key("a")), "hit");
     }
 
     #[test]
-    fn a_new_folder_is_its_owners_alone() {
+    fn only_the_owner_can_read_a_new_folder() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("candlewick/tokens");
-        let cache = Cache::open(&path).unwrap();
+        let cache = TokenCache::open(&path).unwrap();
         write(&cache, &key("a"), &[1, 2]).unwrap();
         for private in [&path, &cache.path(&key("a"))] {
             assert_eq!(std::fs::metadata(private).unwrap().mode() & 0o777, 0o700, "{}", private.display());
         }
     }
 
-    /// Only the superuser can give a file away.
+    /// Only root can change the owner of a file, so other users skip this test.
     #[test]
     fn an_entry_of_another_user_is_refused() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::open(folder.path()).unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
         write(&cache, &key("a"), &[1, 2]).unwrap();
         if std::os::unix::fs::chown(cache.path(&key("a")).join("ids"), Some(65_534), None).is_err() {
             return;
@@ -257,9 +257,9 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_fill_leaves_nothing_behind() {
+    fn a_failed_write_leaves_no_files() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::open(folder.path()).unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
         let full = || io::Error::from(io::ErrorKind::StorageFull);
         let error = cache.write(&key("a"), |_, failed| Err(failed(full()))).unwrap_err();
         assert!(error.to_string().contains("data.cache_dir"), "{error}");
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_run_left_goes_after_a_day() {
+    fn partial_entries_are_removed_after_a_day() {
         let folder = tempfile::tempdir().unwrap();
         let (old, new) = (folder.path().join(".a.incomplete"), folder.path().join(".b.incomplete"));
         for unfinished in [&old, &new] {
@@ -278,25 +278,25 @@ mod tests {
         for path in [old.join("ids"), old] {
             File::open(path).unwrap().set_modified(two_days_ago).unwrap();
         }
-        Cache::open(folder.path()).unwrap();
+        TokenCache::open(folder.path()).unwrap();
         assert_eq!(names(folder.path()), [".b.incomplete"]);
     }
 
     #[test]
-    fn a_damaged_entry_is_made_anew() {
+    fn a_corrupt_entry_is_written_again() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::open(folder.path()).unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
         write(&cache, &key("a"), &[1, 2]).unwrap();
         std::fs::write(cache.path(&key("a")).join("ids"), [0; 3]).unwrap();
-        assert!(why(&cache, &key("a")).contains("damaged"));
+        assert!(why(&cache, &key("a")).contains("corrupt"));
         assert_eq!(write(&cache, &key("a"), &[1, 2]).unwrap().n_tokens(), 2);
         assert_eq!(names(folder.path()).len(), 1);
     }
 
     #[test]
-    fn the_slower_of_two_runs_takes_what_is_there() {
+    fn the_slower_of_two_concurrent_writers_uses_the_existing_entry() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::open(folder.path()).unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
         let store = cache.write(&key("a"), |writer, failed| {
             write(&cache, &key("a"), &[1, 2])?;
             writer.push(0, &sample(&[1, 2])).map_err(failed)

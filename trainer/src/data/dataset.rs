@@ -1,4 +1,4 @@
-//! The sequences of a run: pieces of rendered samples, read from their stores when asked for.
+//! The sequences of a run: slices of tokenized samples, read from memory-mapped stores on access.
 
 use std::fmt;
 use std::ops::Range;
@@ -7,42 +7,42 @@ use std::sync::Arc;
 use candlewick_text::sample_warning::SampleWarnings;
 use candlewick_text::source::{Row, RowSource, SourceError};
 
-use super::store::Store;
+use super::token_store::TokenStore;
 
-/// Sequences by index. Holds 12 bytes a sequence; the tokens stay on disk.
+/// Sequences by index. It uses 12 bytes of memory a sequence; the tokens stay on disk.
 pub struct Dataset {
-    parts: Vec<Part>,
-    /// The samples chosen for this data set, as numbers over all parts.
+    sources: Vec<TokenizedSource>,
+    /// The samples of this data set, as indices over all sources.
     samples: Vec<u32>,
-    pieces: Vec<Piece>,
-    /// Where each row ends among the pieces, if rows do not change from epoch to epoch.
+    slices: Vec<SampleSlice>,
+    /// The end of each row among the slices, if every epoch has the same rows.
     fixed_rows: Option<Vec<usize>>,
     pad_id: u32,
     identity: String,
 }
 
-/// The samples of one source.
+/// The tokenized samples of one source.
 #[derive(Clone)]
-pub(crate) struct Part {
-    pub(crate) store: Arc<Store>,
-    /// Where the samples were rendered from, for messages.
-    pub(crate) source: Arc<dyn RowSource>,
-    /// Tells stores with different content apart.
+pub(crate) struct TokenizedSource {
+    pub(crate) store: Arc<TokenStore>,
+    /// The rows of the samples, for messages.
+    pub(crate) rows: Arc<dyn RowSource>,
+    /// The digest of the cache key: it identifies the content.
     pub(crate) key: String,
 }
 
-/// Some neighbouring tokens of one sample: all of them, unless it is too long.
+/// A run of consecutive tokens of one sample: the whole sample, unless it is too long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Piece {
-    /// Index into the chosen samples.
+pub(crate) struct SampleSlice {
+    /// Index into the samples of the data set.
     pub(crate) sample: u32,
     pub(crate) start: u32,
     pub(crate) len: u32,
 }
 
-impl Piece {
-    /// Cuts the piece into slices of `max_length` tokens and a rest.
-    pub(crate) fn slices(self, max_length: usize) -> impl Iterator<Item = Self> {
+impl SampleSlice {
+    /// Cuts the slice into slices of `max_length` tokens and a shorter last one.
+    pub(crate) fn chunks(self, max_length: usize) -> impl Iterator<Item = Self> {
         let end = self.start + self.len;
         (self.start..end).step_by(max_length).map(move |start| Self {
             start,
@@ -52,10 +52,10 @@ impl Piece {
     }
 }
 
-/// One sequence's tokens, still in the store.
+/// A view of one sequence's tokens in the store.
 #[derive(Clone)]
 pub struct SampleRef<'a> {
-    store: &'a Store,
+    store: &'a TokenStore,
     span: Range<usize>,
 }
 
@@ -65,27 +65,27 @@ impl SampleRef<'_> {
         self.span.len()
     }
 
-    /// Whether there are no tokens.
+    /// Returns true if there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.span.is_empty()
     }
 
-    /// The token ids.
+    /// Returns the token ids.
     pub fn ids(&self) -> impl ExactSizeIterator<Item = u32> + '_ {
         self.store.ids(self.span.clone())
     }
 
-    /// For each token, whether the model must learn to predict it.
+    /// Returns a flag for each token: true if it is a target.
     pub fn is_target(&self) -> impl ExactSizeIterator<Item = bool> + '_ {
         self.span.clone().map(|token| self.store.is_target(token))
     }
 
-    /// Returns true if any token is learned.
+    /// Returns true if any token is a target.
     pub fn has_targets(&self) -> bool {
         self.is_target().skip(1).any(|is_target| is_target)
     }
 
-    /// Counts the tokens that are learned. The first has nothing before it to predict it from.
+    /// Counts the targets. The first token is never one: no token precedes it.
     pub fn n_targets(&self) -> usize {
         self.is_target().skip(1).filter(|is_target| *is_target).count()
     }
@@ -94,40 +94,40 @@ impl SampleRef<'_> {
 impl Dataset {
     /// Counts the sequences.
     pub fn len(&self) -> usize {
-        self.pieces.len()
+        self.slices.len()
     }
 
-    /// Whether there are no sequences.
+    /// Returns true if there are no sequences.
     pub fn is_empty(&self) -> bool {
-        self.pieces.is_empty()
+        self.slices.is_empty()
     }
 
-    /// The sequence at `index`.
+    /// Returns the sequence at `index`.
     pub fn get(&self, index: usize) -> SampleRef<'_> {
-        self.sequence(&self.pieces[index])
+        self.sequence(&self.slices[index])
     }
 
     /// Counts the tokens of the sequence at `index`.
     pub fn length(&self, index: usize) -> usize {
-        self.pieces[index].len as usize
+        self.slices[index].len as usize
     }
 
-    /// Says which row of which file the sequence at `index` was made of: `train.jsonl:17`.
+    /// Returns the file and row of the sequence at `index`: `train.jsonl:17`.
     pub fn locate(&self, index: usize) -> String {
-        self.place_of_sample(self.pieces[index].sample as usize)
+        self.locate_sample(self.slices[index].sample as usize)
     }
 
     /// Counts the tokens of all sequences.
     pub fn n_tokens(&self) -> u64 {
-        self.pieces.iter().map(|piece| u64::from(piece.len)).sum()
+        self.slices.iter().map(|slice| u64::from(slice.len)).sum()
     }
 
-    /// The id that padding has.
+    /// Returns the id of the pad token.
     pub fn pad_id(&self) -> u32 {
         self.pad_id
     }
 
-    /// Changes whenever the sequences do.
+    /// Returns a text that changes whenever the samples do.
     pub(crate) fn identity(&self) -> &str {
         &self.identity
     }
@@ -138,42 +138,42 @@ impl Dataset {
 }
 
 impl Dataset {
-    /// All samples of all parts, each a sequence.
-    pub(crate) fn new(parts: Vec<Part>, pad_id: u32) -> Self {
-        let n_samples = parts.iter().map(|part| part.store.len()).sum();
-        Self::choose(parts, super::order::identity(n_samples), pad_id)
+    /// Creates a data set of all samples of all sources, each a sequence.
+    pub(crate) fn new(sources: Vec<TokenizedSource>, pad_id: u32) -> Self {
+        let n_samples = sources.iter().map(|source| source.store.len()).sum();
+        Self::choose(sources, super::order::identity(n_samples), pad_id)
     }
 
-    /// Some samples of all parts, each a sequence.
-    pub(crate) fn choose(parts: Vec<Part>, samples: Vec<u32>, pad_id: u32) -> Self {
-        let identity = parts.iter().map(|part| part.key.as_str()).collect::<Vec<_>>().join(" ");
-        let mut dataset = Self { parts, samples, pieces: Vec::new(), fixed_rows: None, pad_id, identity };
-        dataset.pieces = (0..dataset.samples.len()).map(|i| dataset.whole(i)).collect();
+    /// Creates a data set of some samples of all sources, each a sequence.
+    pub(crate) fn choose(sources: Vec<TokenizedSource>, samples: Vec<u32>, pad_id: u32) -> Self {
+        let identity = sources.iter().map(|source| source.key.as_str()).collect::<Vec<_>>().join(" ");
+        let mut dataset = Self { sources, samples, slices: Vec::new(), fixed_rows: None, pad_id, identity };
+        dataset.slices = (0..dataset.samples.len()).map(|i| dataset.whole(i)).collect();
         dataset
     }
 
-    /// The same samples cut in another way.
-    pub(crate) fn with_pieces(self, pieces: Vec<Piece>, fixed_rows: Option<Vec<usize>>) -> Self {
-        Self { pieces, fixed_rows, ..self }
+    /// Replaces the sequences by these slices.
+    pub(crate) fn with_slices(self, slices: Vec<SampleSlice>, fixed_rows: Option<Vec<usize>>) -> Self {
+        Self { slices, fixed_rows, ..self }
     }
 
-    /// Returns the oddities of a sample.
+    /// Returns the warnings of a sample.
     pub(crate) fn sample_warnings(&self, sample: usize) -> SampleWarnings {
-        let (part, local) = self.find(sample);
-        part.store.sample_warnings(local)
+        let (source, local) = self.find(sample);
+        source.store.sample_warnings(local)
     }
 
-    /// The row that a sample was made of.
+    /// Returns the row of a sample.
     pub(crate) fn row_of_sample(&self, sample: usize) -> Result<Row, SourceError> {
-        let (part, local) = self.find(sample);
-        part.source.row(part.store.row(local))
+        let (source, local) = self.find(sample);
+        source.rows.row(source.store.row(local))
     }
 
-    /// The tokens of a piece.
-    pub(crate) fn sequence(&self, piece: &Piece) -> SampleRef<'_> {
-        let (part, local) = self.find(piece.sample as usize);
-        let start = part.store.span(local).start + piece.start as usize;
-        SampleRef { store: &part.store, span: start..start + piece.len as usize }
+    /// Returns a view of the tokens of a slice.
+    pub(crate) fn sequence(&self, slice: &SampleSlice) -> SampleRef<'_> {
+        let (source, local) = self.find(slice.sample as usize);
+        let start = source.store.span(local).start + slice.start as usize;
+        SampleRef { store: &source.store, span: start..start + slice.len as usize }
     }
 
     pub(crate) fn n_samples(&self) -> usize {
@@ -181,33 +181,33 @@ impl Dataset {
     }
 
     pub(crate) fn sample_length(&self, sample: usize) -> usize {
-        let (part, local) = self.find(sample);
-        part.store.span(local).len()
+        let (source, local) = self.find(sample);
+        source.store.span(local).len()
     }
 
-    pub(crate) fn pieces(&self) -> &[Piece] {
-        &self.pieces
+    pub(crate) fn slices(&self) -> &[SampleSlice] {
+        &self.slices
     }
 
-    pub(crate) fn place_of_sample(&self, sample: usize) -> String {
-        let (part, local) = self.find(sample);
-        part.source.locate(part.store.row(local))
+    pub(crate) fn locate_sample(&self, sample: usize) -> String {
+        let (source, local) = self.find(sample);
+        source.rows.locate(source.store.row(local))
     }
 
-    pub(crate) fn whole(&self, sample: usize) -> Piece {
+    pub(crate) fn whole(&self, sample: usize) -> SampleSlice {
         let len = u32::try_from(self.sample_length(sample)).unwrap_or(u32::MAX);
-        Piece { sample: sample as u32, start: 0, len }
+        SampleSlice { sample: sample as u32, start: 0, len }
     }
 
-    fn find(&self, sample: usize) -> (&Part, usize) {
+    fn find(&self, sample: usize) -> (&TokenizedSource, usize) {
         let mut local = self.samples[sample] as usize;
-        for part in &self.parts {
-            match local.checked_sub(part.store.len()) {
+        for source in &self.sources {
+            match local.checked_sub(source.store.len()) {
                 Some(rest) => local = rest,
-                None => return (part, local),
+                None => return (source, local),
             }
         }
-        unreachable!("the chosen samples are those of the parts")
+        unreachable!("sample indices are in bounds")
     }
 }
 

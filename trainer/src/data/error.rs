@@ -1,17 +1,17 @@
-//! Why a run cannot be given its data. Each message completes "failed to ..." and names the way out.
+//! Errors of the data pipeline. Each message completes "failed to ..." and names a remedy.
 
 use std::path::PathBuf;
 
-/// A data set that cannot be prepared, or teaches nothing.
+/// A data set that cannot be prepared, or that has no targets.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     /// A data set cannot be found or read.
     #[error(transparent)]
     Source(#[from] candlewick_text::source::SourceError),
-    /// The Hub does not give a data set, or the data set cannot be opened.
+    /// A data set cannot be downloaded from the Hub, or cannot be opened.
     #[error(transparent)]
     Hub(#[from] candlewick_text::hub::HubError),
-    /// A data set's rows are not what its format promises.
+    /// A data set's rows do not have the expected format.
     #[error(transparent)]
     Format(#[from] candlewick_text::format::FormatError),
     /// A row cannot be rendered.
@@ -19,64 +19,64 @@ pub enum DataError {
     Row {
         /// File and line.
         place: String,
-        /// What is wrong and what to do.
+        /// The problem and the remedy.
         problem: String,
     },
-    /// The plan and the data do not fit.
+    /// The plan contradicts the data.
     #[error("use {name}: {problem}")]
     Plan {
         /// The data set or the key.
         name: String,
-        /// What is wrong and what to do.
+        /// The problem and the remedy.
         problem: String,
     },
     /// The token cache cannot be written or read.
-    #[error("keep tokens in {path}: {source}; set `data.cache_dir` to a folder that can be written and has free space", path = path.display())]
+    #[error("cache tokens in {path}: {source}; set `data.cache_dir` to a writable folder with free space", path = path.display())]
     Cache {
         /// The folder.
         path: PathBuf,
-        /// The system's reason.
+        /// The error of the operating system.
         source: std::io::Error,
     },
-    /// `fail_on_missing_cache` is set and there is no entry.
+    /// `fail_on_missing_cache` is set and the cache has no entry.
     #[error("find the tokens of {name} in {path}: {why}; run `trainer preprocess` with this recipe, or unset `data.fail_on_missing_cache`", path = path.display())]
     NotCached {
         /// The data set.
         name: String,
         /// The cache folder.
         path: PathBuf,
-        /// Which part of the key changed.
+        /// The changed parts of the cache key.
         why: String,
     },
-    /// Samples are longer than a row may be.
+    /// Samples are longer than `max_length`.
     #[error("{0}")]
-    Overlong(OverlongSamples),
-    /// There is not one token.
-    #[error("prepare the {which} data: there are no tokens in it ({why}); check the sources and `data.max_length`")]
+    SamplesTooLong(LongSamples),
+    /// The data have no tokens.
+    #[error("prepare the {which} data: no tokens are left ({why}); check the sources and `data.max_length`")]
     Empty {
         /// `training` or `evaluation`.
         which: &'static str,
-        /// What was read and dropped.
+        /// The numbers of samples read and dropped.
         why: String,
     },
-    /// Fewer rows than one step takes.
+    /// The data have fewer rows than one step.
     #[error(
-        "fill one step of {needed} rows (micro_batch_size x gradient_accumulation_steps): the data make {rows}; lower them, unset `data.drop_last`, or set `min_iterations`"
+        "fill one step of {needed} rows (micro_batch_size x gradient_accumulation_steps x data ranks): the data have {rows} rows; lower these sizes, unset `data.drop_last`, or set `min_iterations`"
     )]
     TooFew {
-        /// Rows there are.
+        /// The number of rows.
         rows: usize,
-        /// Rows a step takes.
+        /// The number of rows in a step.
         needed: usize,
     },
     /// Rows hold tool calls that the chat template does not render.
     #[error(
-        "render {n_samples} of {total} {which} samples: {template} does not render their tool calls (or an answer that is all reasoning), the first at {place}. Use a chat template that prints `tool_calls`, or set `data.unrendered_tool_calls` to drop (leave the rows out) or mask (do not learn these turns)"
+        "render {n_samples} of {total} {which} samples: {template} does not render their tool calls (or an answer that is all reasoning), the first at {place}. Use a chat template that renders `tool_calls`, or set `data.unrendered_tool_calls` to drop (drops the rows) or mask (masks these turns in the loss)"
     )]
     Unrendered {
-        /// Samples with such calls.
+        /// The number of samples with such calls.
         n_samples: usize,
-        /// All samples.
+        /// The number of all samples.
         total: usize,
         /// `training` or `evaluation`.
         which: &'static str,
@@ -86,22 +86,20 @@ pub enum DataError {
         place: String,
     },
     /// No token is a target.
-    #[error(
-        "find something to learn: not one of {n_tokens} {which} tokens is a target. The first row is {place}. {fix}"
-    )]
+    #[error("find a target: none of {n_tokens} {which} tokens is a target. The first row is {place}. {fix}")]
     NothingSupervised {
         /// `training` or `evaluation`.
         which: &'static str,
-        /// The tokens read.
+        /// The number of tokens read.
         n_tokens: u64,
         /// The first row.
         place: String,
         /// The remedy.
         fix: String,
     },
-    /// No end of turn is ever a target.
+    /// No end-of-turn token is a target.
     #[error(
-        "find an end of turn to learn: none of {tokens} is ever a target, so the model would never stop. The first row is {place}. {fix}"
+        "find an end-of-turn target: none of {tokens} is ever a target, so the model would not learn to stop. The first row is {place}. {fix}"
     )]
     EndNeverTarget {
         /// The tokens that end a turn.
@@ -113,43 +111,43 @@ pub enum DataError {
     },
     /// Samples begin with two begin-of-sequence tokens.
     #[error(
-        "accept {n_samples} of {total} samples: they begin with {token} twice, first at {place}. The chat template and the data (or the tokenizer's own additions) both put one; take it out of the rows or of the template"
+        "accept {n_samples} of {total} samples: they begin with {token} twice, the first at {place}. The chat template adds one, and so do the data or the tokenizer; remove it from the rows or from the template"
     )]
     DoubledStart {
-        /// Samples with the mistake.
+        /// The number of these samples.
         n_samples: usize,
-        /// All samples.
+        /// The number of all samples.
         total: usize,
         /// The token.
         token: String,
         /// The first row.
         place: String,
     },
-    /// The data or their order are not those that the run began with.
+    /// The data or their order changed since the run started.
     #[error(
-        "resume the data where the run left them: {changed}. Restore what the run began with; or begin a new run, with another \
-         output_dir for its checkpoints, or with auto_resume: false"
+        "resume the data: {changed}. Restore the values of the original run, or start a new run: give its checkpoints another \
+         output_dir, or set auto_resume: false"
     )]
     Changed {
-        /// What changed, from what to what.
+        /// The changed values, old and new.
         changed: String,
     },
 }
 
-/// The samples that do not fit.
+/// The samples that are longer than `max_length`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OverlongSamples {
-    /// How many are too long.
+pub struct LongSamples {
+    /// The number of samples that are too long.
     pub n_samples: usize,
-    /// Out of how many.
+    /// The number of all samples.
     pub total: usize,
-    /// The longest length allowed.
+    /// The maximum length in tokens.
     pub max_length: usize,
-    /// The three longest: where they stand and how long they are.
+    /// The three longest samples: file and row, and length in tokens.
     pub longest: Vec<(String, usize)>,
 }
 
-impl std::fmt::Display for OverlongSamples {
+impl std::fmt::Display for LongSamples {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { n_samples, total, max_length, longest } = self;
         write!(f, "fit {n_samples} of {total} samples into max_length {max_length}. The longest:")?;
@@ -159,7 +157,7 @@ impl std::fmt::Display for OverlongSamples {
         let longest = longest.first().map_or(0, |(_, length)| *length);
         write!(
             f,
-            "\nraise `data.max_length` (to {longest} for all of them), or set `data.truncation` to \
+            "\nraise `data.max_length` ({longest} fits all of them), or set `data.truncation` to \
              truncate, drop or split"
         )
     }

@@ -6,14 +6,14 @@ use std::sync::Arc;
 use candlewick_text::render::Sample;
 use candlewick_text::source::{Row, RowSource, SourceError};
 
-use super::dataset::{Dataset, Part};
-use super::plan::{DataPlan, Horizon, Kind, Order, Overlong, Packing, Padding, UnrenderedToolCalls};
-use super::store::{Store, StoreWriter};
+use super::dataset::{Dataset, TokenizedSource};
+use super::plan::{DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Truncation, UnrenderedToolCalls};
+use super::token_store::{TokenStore, TokenStoreWriter};
 
-/// Rows that only know where they stand.
-pub(crate) struct Lines(pub(crate) usize);
+/// Empty rows with a file and line each.
+pub(crate) struct FixtureRows(pub(crate) usize);
 
-impl RowSource for Lines {
+impl RowSource for FixtureRows {
     fn len(&self) -> usize {
         self.0
     }
@@ -25,21 +25,21 @@ impl RowSource for Lines {
     }
 }
 
-/// A data set of these ids and targets.
+/// Returns a data set of these ids and loss masks.
 pub(crate) fn dataset(samples: &[(Vec<u32>, Vec<bool>)]) -> Dataset {
     let folder = tempfile::tempdir().unwrap();
-    let mut writer = StoreWriter::create(folder.path()).unwrap();
+    let mut writer = TokenStoreWriter::create(folder.path()).unwrap();
     for (row, (ids, is_target)) in samples.iter().enumerate() {
         let sample = Sample { ids: ids.clone(), is_target: is_target.clone(), ..Sample::default() };
         writer.push(row as u32, &sample).unwrap();
     }
     writer.finish().unwrap();
-    let store = Arc::new(Store::open(folder.path()).unwrap());
-    let part = Part { store, source: Arc::new(Lines(samples.len())), key: "fixture".into() };
-    Dataset::new(vec![part], 0)
+    let store = Arc::new(TokenStore::open(folder.path()).unwrap());
+    let source = TokenizedSource { store, rows: Arc::new(FixtureRows(samples.len())), key: "fixture".into() };
+    Dataset::new(vec![source], 0)
 }
 
-/// Samples of these lengths. Every id occurs once; two of three are targets.
+/// Returns samples of these lengths. Every id occurs once; two of three are targets.
 pub(crate) fn of_lengths(lengths: &[usize]) -> Dataset {
     let mut id = 0;
     let mut sample = |n: usize| {
@@ -51,20 +51,20 @@ pub(crate) fn of_lengths(lengths: &[usize]) -> Dataset {
     dataset(&lengths.iter().map(|&n| sample(n)).collect::<Vec<_>>())
 }
 
-/// One epoch, one row a step, no packing, rows of up to 32 tokens.
+/// Returns a plan with one epoch, one row a step, no packing, and rows of up to 32 tokens.
 pub(crate) fn plan() -> DataPlan {
     DataPlan {
-        kind: Kind::Sft,
+        kind: DataKind::Sft,
         sources: Vec::new(),
         eval_sources: Vec::new(),
         eval_fraction: 0.0,
         max_length: 32,
-        overlong: Overlong::Error,
+        truncation: Truncation::Error,
         packing: Packing::Off,
         fuse_positions_prob: 0.0,
         padding: Padding::Nothing,
         drop_last: false,
-        order: Order::Shuffle,
+        order: RowOrder::Shuffle,
         mask_inputs: true,
         ignore_empty_think: false,
         train_on_empty_answers: false,

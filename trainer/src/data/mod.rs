@@ -1,18 +1,16 @@
-//! Rows of data become steps of tokens.
+//! The data pipeline: rows of data sets to global batches of tokens.
 //!
-//! [`DataPlan`] says what is wanted. [`prepare`] reads, renders and caches it once, refuses what
-//! cannot teach anything, and counts every token in a [`Ledger`]. [`Stream`] is then a pure function
-//! of the plan, the data set and a [`Cursor`]: restoring the cursor resumes the run.
+//! [`DataPlan`] has the settings. [`prepare`] reads, renders, tokenizes and caches the data once, refuses data without
+//! targets, and counts every token in [`TokenStats`]. [`TrainLoader`] is a pure function of the plan, the data set and
+//! a [`Cursor`]: restoring the cursor resumes the run.
 
 mod batch;
 mod cache;
-mod check;
-mod cut;
+mod cache_key;
 mod dataset;
+mod dataset_check;
 mod error;
-mod key;
-mod ledger;
-mod oddities;
+mod loader;
 mod order;
 mod pack;
 mod plan;
@@ -20,23 +18,27 @@ mod prepare;
 mod render;
 mod rows;
 mod source;
-mod store;
-mod stream;
+mod token_stats;
+mod token_store;
+mod truncation;
+mod warnings;
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod fixture;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod laws;
+mod properties;
 
-pub use batch::{Batch, IGNORE_INDEX, Step};
+pub use batch::{Batch, GlobalBatch, IGNORE_INDEX};
 pub use cache::default_cache_dir;
 pub use dataset::{Dataset, SampleRef};
-pub use error::{DataError, OverlongSamples};
-pub use ledger::{Count, Counts, Ledger, Seen};
-pub use plan::{DataPlan, Horizon, Kind, Order, Overlong, Packing, Padding, Sampling, SourcePlan, UnrenderedToolCalls};
-pub use prepare::{Prepared, prepare};
-pub use rows::Fill;
+pub use error::{DataError, LongSamples};
+pub use loader::{Cursor, EvalLoader, TrainLoader};
+pub use plan::{
+    DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Sampling, SourcePlan, Truncation, UnrenderedToolCalls,
+};
+pub use prepare::{PreparedData, prepare};
+pub use rows::PackingStats;
 pub use source::open;
-pub use stream::{Cursor, EvalStream, Stream};
+pub use token_stats::{DatasetCounts, TokenCount, TokenStats, TrainedCounts};

@@ -1,15 +1,15 @@
-//! Which samples share a row.
+//! Sample packing: several samples in a row.
 
 use std::collections::BTreeSet;
 
-use super::dataset::Piece;
+use super::dataset::SampleSlice;
 
-/// Samples that are packed together. Packing a whole data set at once would put the same lengths
-/// together in every epoch; a window this wide loses less than a row of each window.
+/// The number of samples that are packed together. Packing a whole data set at once would combine the same lengths in
+/// every epoch. A window of this size wastes less than one row each.
 pub(crate) const WINDOW: usize = 8192;
 
-/// Packs whole sequences into rows of at most `max_length`, best fit decreasing in windows of
-/// `order`. Every row lists its sequences in the order of `order`.
+/// Packs whole sequences into rows of at most `max_length` tokens: best-fit decreasing in windows of `order`. Each row
+/// lists its sequences in the order of `order`.
 pub(crate) fn fit(
     order: &[u32],
     length: impl Fn(u32) -> usize,
@@ -23,7 +23,7 @@ fn fit_window(window: &[u32], length: &impl Fn(u32) -> usize, max_length: usize)
     let mut by_length: Vec<usize> = (0..window.len()).collect();
     by_length.sort_by_key(|&i| std::cmp::Reverse(length(window[i])));
     let mut bins: Vec<Vec<usize>> = Vec::new();
-    // Free tokens and the bin that has them; bins that are full are not here.
+    // The free tokens and the index of each bin that is not full.
     let mut open: BTreeSet<(usize, usize)> = BTreeSet::new();
     for item in by_length {
         let needed = length(window[item]);
@@ -43,42 +43,42 @@ fn fit_window(window: &[u32], length: &impl Fn(u32) -> usize, max_length: usize)
     bins.into_iter().map(|bin| bin.into_iter().map(|item| window[item]).collect()).collect()
 }
 
-/// Rows of exactly `max_length`, and a shorter last one if something remains: the long samples
-/// are sliced, the rests and the short ones fill rows one after another and are cut where a row
-/// ends. Returns the pieces and where each row ends among them.
-pub(crate) fn exact(samples: impl Iterator<Item = Piece>, max_length: usize) -> (Vec<Piece>, Vec<usize>) {
-    let (mut pieces, mut ends) = (Vec::new(), Vec::new());
-    let mut rest: Vec<Piece> = Vec::new();
+/// Packs samples into rows of exactly `max_length` tokens and a shorter last row. Slices of `max_length` tokens get rows
+/// of their own. Shorter slices fill rows one after another and are cut at the end of a row. Returns the slices and the
+/// end of each row among them.
+pub(crate) fn exact(samples: impl Iterator<Item = SampleSlice>, max_length: usize) -> (Vec<SampleSlice>, Vec<usize>) {
+    let (mut slices, mut ends) = (Vec::new(), Vec::new());
+    let mut rest: Vec<SampleSlice> = Vec::new();
     let mut free = max_length;
     for sample in samples {
-        for slice in sample.slices(max_length) {
+        for slice in sample.chunks(max_length) {
             if slice.len as usize == max_length {
-                pieces.push(slice);
-                ends.push(pieces.len());
+                slices.push(slice);
+                ends.push(slices.len());
                 continue;
             }
             let (head, tail) = split_at(slice, free);
             free -= head.len as usize;
             rest.push(head);
             if free == 0 {
-                pieces.append(&mut rest);
-                ends.push(pieces.len());
+                slices.append(&mut rest);
+                ends.push(slices.len());
                 rest.extend(Some(tail).filter(|tail| tail.len > 0));
                 free = max_length - tail.len as usize;
             }
         }
     }
     if !rest.is_empty() {
-        pieces.append(&mut rest);
-        ends.push(pieces.len());
+        slices.append(&mut rest);
+        ends.push(slices.len());
     }
-    (pieces, ends)
+    (slices, ends)
 }
 
-fn split_at(piece: Piece, n_tokens: usize) -> (Piece, Piece) {
-    let len = piece.len.min(n_tokens as u32);
-    let tail = Piece { start: piece.start + len, len: piece.len - len, ..piece };
-    (Piece { len, ..piece }, tail)
+fn split_at(slice: SampleSlice, n_tokens: usize) -> (SampleSlice, SampleSlice) {
+    let len = slice.len.min(n_tokens as u32);
+    let tail = SampleSlice { start: slice.start + len, len: slice.len - len, ..slice };
+    (SampleSlice { len, ..slice }, tail)
 }
 
 #[cfg(test)]
@@ -92,13 +92,13 @@ mod tests {
         fit(&order, |i| lengths[i as usize], max_length, window).collect()
     }
 
-    fn cut(lengths: &[u32], max_length: usize) -> (Vec<Piece>, Vec<usize>) {
-        let whole = |(i, &len): (usize, &u32)| Piece { sample: i as u32, start: 0, len };
+    fn cut(lengths: &[u32], max_length: usize) -> (Vec<SampleSlice>, Vec<usize>) {
+        let whole = |(i, &len): (usize, &u32)| SampleSlice { sample: i as u32, start: 0, len };
         exact(lengths.iter().enumerate().map(whole), max_length)
     }
 
     #[test]
-    fn the_best_fit_is_found() {
+    fn sequences_go_into_the_fullest_row_that_fits() {
         assert_eq!(packed(&[6, 5, 5, 4], 10, 8), [vec![0, 3], vec![1, 2]]);
         assert_eq!(packed(&[3, 10, 7], 10, 8), [vec![0, 2], vec![1]]);
         assert_eq!(packed(&[], 10, 8), Vec::<Vec<u32>>::new());
@@ -111,16 +111,16 @@ mod tests {
     }
 
     #[test]
-    fn long_samples_are_sliced_and_the_rests_share_rows() {
-        let (pieces, ends) = cut(&[9, 2, 3], 4);
-        let shown: Vec<_> = pieces.iter().map(|p| (p.sample, p.start, p.len)).collect();
-        // Two slices of the first; its rest, the second and the head of the third; what remains.
+    fn long_samples_are_sliced_and_their_remainders_share_rows() {
+        let (slices, ends) = cut(&[9, 2, 3], 4);
+        let shown: Vec<_> = slices.iter().map(|p| (p.sample, p.start, p.len)).collect();
+        // Rows: two slices of the first sample; its remainder, the second and the start of the third; the remainder.
         assert_eq!(shown, [(0, 0, 4), (0, 4, 4), (0, 8, 1), (1, 0, 2), (2, 0, 1), (2, 1, 2)]);
         assert_eq!(ends, [1, 2, 5, 6]);
     }
 
     #[test]
-    fn a_window_of_short_samples_is_nearly_full() {
+    fn a_window_of_short_samples_fills_its_rows() {
         let lengths: Vec<usize> = (0..WINDOW).map(|i| 20 + i * 7919 % 700).collect();
         let n_rows = packed(&lengths, 2048, WINDOW).len();
         let full = lengths.iter().sum::<usize>() as f64 / (n_rows * 2048) as f64;
@@ -129,7 +129,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn fitting_keeps_every_sample_once_and_never_overfills(
+        fn packing_keeps_every_sequence_once_within_max_length(
             lengths in prop::collection::vec(1..=32usize, 0..200), window in 1..64usize,
         ) {
             let rows = packed(&lengths, 32, window);
@@ -143,19 +143,19 @@ mod tests {
         }
 
         #[test]
-        fn cutting_keeps_every_token_once_and_fills_every_row_but_the_last(
+        fn exact_packing_keeps_every_token_once_and_fills_every_row_but_the_last(
             lengths in prop::collection::vec(0..100u32, 0..60), max_length in 1..40usize,
         ) {
-            let (pieces, ends) = cut(&lengths, max_length);
+            let (slices, ends) = cut(&lengths, max_length);
             let mut start = 0;
             for (row, &end) in ends.iter().enumerate() {
-                let n_tokens: u32 = pieces[start..end].iter().map(|p| p.len).sum();
+                let n_tokens: u32 = slices[start..end].iter().map(|p| p.len).sum();
                 prop_assert!(n_tokens as usize <= max_length);
                 prop_assert!(row + 1 == ends.len() || n_tokens as usize == max_length);
                 start = end;
             }
-            prop_assert_eq!(start, pieces.len());
-            let mut tokens: Vec<(u32, u32)> = pieces.iter()
+            prop_assert_eq!(start, slices.len());
+            let mut tokens: Vec<(u32, u32)> = slices.iter()
                 .flat_map(|p| (p.start..p.start + p.len).map(|t| (p.sample, t)))
                 .collect();
             tokens.sort_unstable();

@@ -1,70 +1,71 @@
-//! Everything that decides which tokens a run sees and in which order.
+//! The settings that decide the tokens of a run and their order.
 //!
-//! The recipe fills a [`DataPlan`]; nothing below it reads a recipe or supplies a default.
+//! `Plan::resolve` fills a [`DataPlan`]. The code below it reads no recipe and supplies no default.
 
 use std::path::PathBuf;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What a run reads, how it becomes tokens, and how the tokens become steps.
+/// The data sources, the tokenization and the batches of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DataPlan {
-    /// Whether rows are conversations with masks, or plain text.
-    pub kind: Kind,
-    /// What is trained on, concatenated in this order.
+    /// The kind of rows: conversations with loss masks, or plain text.
+    pub kind: DataKind,
+    /// The training sources, concatenated in this order.
     pub sources: Vec<SourcePlan>,
-    /// What is evaluated on. Empty, unless `eval_fraction` is zero.
+    /// The evaluation sources. Empty unless `eval_fraction` is zero.
     pub eval_sources: Vec<SourcePlan>,
-    /// The second number of `train_eval_split`: the share of `sources` held out.
+    /// The held-out fraction of `sources`: the second number of `train_eval_split`.
     pub eval_fraction: f64,
-    /// The longest row, in tokens: of a sample, or of a pack of samples.
+    /// The maximum length of a row (a sample or a pack of samples) in tokens.
     pub max_length: usize,
-    /// What becomes of a sample longer than `max_length`. Not asked under [`Packing::Exact`],
-    /// which slices every sample anyway.
-    pub overlong: Overlong,
-    /// Whether several samples share a row.
+    /// The handling of samples longer than `max_length`. [`Packing::Exact`] ignores it and splits them.
+    #[serde(rename = "overlong")]
+    pub truncation: Truncation,
+    /// The packing of several samples into a row.
     pub packing: Packing,
-    /// The probability that a pack's samples are read as one sequence (positions run on and the
-    /// samples see each other), for long-context distillation. Zero: never.
+    /// The probability that a pack is one sequence, for long-context distillation: positions continue and the samples
+    /// attend to each other. Zero: never.
     pub fuse_positions_prob: f64,
-    /// What rows are padded to.
+    /// The padding of rows.
     pub padding: Padding,
-    /// Drop what does not fill: the last pack of [`Packing::Exact`] if it is shorter than
-    /// `max_length`, and the last step of an epoch if it lacks rows. What is lost is counted.
+    /// True drops the last row of [`Packing::Exact`] if it is shorter than `max_length`, and the last step of an epoch
+    /// if it lacks rows. The token statistics count both.
     pub drop_last: bool,
     /// The order of an epoch's rows.
-    pub order: Order,
-    /// Learn from the assistant's tokens only. Otherwise from every token.
+    pub order: RowOrder,
+    /// True computes the loss on the assistant's tokens only, false on every token.
     pub mask_inputs: bool,
-    /// Do not learn from an empty `<think></think>` at the start of an assistant's turn.
+    /// True masks an empty `<think></think>` at the start of an assistant's turn.
     pub ignore_empty_think: bool,
-    /// Learn to write an empty answer where the data have one.
+    /// True trains on empty answers, false masks them.
     pub train_on_empty_answers: bool,
     /// The handling of rows with tool calls that the chat template does not render.
     pub unrendered_tool_calls: UnrenderedToolCalls,
-    /// Puts BOS before a text that no template renders. `None`: as the tokenizer adds it.
+    /// True adds BOS before a text that no template renders. `None`: the tokenizer's setting.
     pub add_bos_token: Option<bool>,
-    /// Puts EOS after a text that no template renders.
+    /// True adds EOS after a text that no template renders.
     pub add_eos_token: bool,
     /// Rows in a micro-batch.
     pub micro_batch_size: usize,
-    /// Micro-batches in a step, on each data rank.
+    /// Micro-batches of a step on each data-parallel rank.
     pub gradient_accumulation_steps: usize,
-    /// Ranks that compute different micro-batches of a step.
+    /// The number of ranks that compute different micro-batches.
     pub data_ranks: usize,
-    /// An epoch repeats the data until it holds this many steps. Zero: once.
+    /// The minimum number of steps of an epoch, which repeats the data to reach it. Zero: no repetition.
     pub min_iterations: usize,
-    /// When the stream ends.
+    /// The end of training.
     pub horizon: Horizon,
-    /// Every step is the first one.
+    /// True repeats the first step.
     pub overfit_first_batch: bool,
     /// Seeds the split, the shuffle and the packing.
     pub seed: u64,
-    /// Where tokens are kept between runs.
+    /// The folder of the token cache.
     pub cache_dir: PathBuf,
-    /// Refuse to tokenise: the tokens must be in the cache already.
+    /// True fails if the cache lacks the tokens.
     pub fail_on_missing_cache: bool,
-    /// Threads that tokenise.
+    /// The number of tokenizer threads.
     pub num_proc: usize,
     /// Extra variables for the chat template, such as `enable_thinking`.
     pub template_kwargs: serde_json::Map<String, serde_json::Value>,
@@ -73,143 +74,141 @@ pub struct DataPlan {
 /// One data set, or a part of one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SourcePlan {
-    /// A file, a folder, a Hub id; with `:split` or `:split[10:20]` behind it if wanted.
+    /// A file, a folder or a Hub id, with an optional suffix `:split` or `:split[10:20]`.
     pub name_or_path: String,
-    /// The split, if `name_or_path` does not name it. `None`: `train`, or for evaluation whatever
-    /// the data set keeps for that.
+    /// The split, if `name_or_path` has none. `None`: `train`, or the data set's evaluation split for evaluation.
     pub split: Option<String>,
     /// The configuration of a data set that has several (`main` of gsm8k).
     pub subset: Option<String>,
-    /// What splits are called in this data set: `train` to `train_sft`. Empty: as is known of it.
+    /// Usual split names to those of this data set: `train` to `train_sft`. Empty: the built-in names of the data set.
     pub split_mapping: Vec<(String, String)>,
     /// The Hub's branch, tag or commit. `None`: `main`.
     pub revision: Option<String>,
-    /// Patterns that name the files outright, each for one split or for any.
+    /// File patterns, each for one split or for any.
     #[serde(default)]
     pub data_files: Vec<(Option<String>, String)>,
     /// The key of a `.json` object that holds the list of rows.
     #[serde(default)]
     pub field: Option<String>,
-    /// The rows of a `.txt` file: `line`, `paragraph` or `document`. `None`: a document of [`Kind::Causal`], else
+    /// The rows of a `.txt` file: `line`, `paragraph` or `document`. `None`: a document of [`DataKind::Causal`], else
     /// a line.
     #[serde(default)]
     pub sample_by: Option<String>,
-    /// What stands between the columns of a `.csv` file.
+    /// The separator of the columns of a `.csv` file.
     #[serde(default)]
     pub delimiter: Option<u8>,
-    /// The row format by name. `None`: detected, and said aloud.
+    /// The name of the row format. `None`: detected and logged.
     pub format: Option<String>,
-    /// Role to column (`user: question`), or role to a path (`user: messages.role.user`), in the
-    /// order of a chat. Empty: by format.
+    /// Role to column (`user: question`), or role to a path (`user: messages.role.user`), in the order of a chat. Empty:
+    /// the format's roles.
     pub role_mapping: Vec<(String, String)>,
-    /// The key of a message's text, where it is not one of the usual ones.
+    /// The key of a message's text. `None`: the first of content, text, message, value.
     pub content_key: Option<String>,
-    /// The column of a plain text.
+    /// The column of plain text.
     pub column: Option<String>,
-    /// How many of its rows are used.
+    /// The rows of the source that are used.
     pub sampling: Sampling,
-    /// Seeds the choice of rows.
+    /// Seeds the sampling of rows.
     pub sample_seed: u64,
 }
 
-/// What the data are.
+/// The kind of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum DataKind {
     /// Conversations and prompts with answers.
     Sft,
-    /// Plain text, every token of which is learned.
+    /// Plain text; every token is a target.
     Causal,
 }
 
-/// How many rows of a source are used.
+/// The rows of a source that are used.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Sampling {
-    /// All of them, in their own order.
+    /// All rows, in their order.
     All,
-    /// This share of them (0 to 1), drawn without replacement.
+    /// This fraction of the rows (0 to 1), sampled without replacement.
     Ratio(f64),
-    /// This many of them, drawn without replacement.
+    /// This many rows, sampled without replacement.
     Count(usize),
 }
 
-/// What becomes of a sample longer than the longest row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+/// The handling of samples longer than `max_length`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Overlong {
-    /// The run is refused, with the three longest rows.
+pub enum Truncation {
+    /// The run fails and reports the three longest samples.
     Error,
-    /// The sample's end is cut off.
+    /// Cuts off the end of the sample.
     Truncate,
-    /// The sample is left out.
+    /// Drops the sample.
     Drop,
-    /// The sample becomes several of the longest length and a rest.
+    /// Splits the sample into sequences of `max_length` and a shorter last one.
     Split,
 }
 
 /// The handling of rows with tool calls that the chat template does not render.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum UnrenderedToolCalls {
-    /// The run is refused, with their number and the first row.
+    /// The run fails and reports their number and the first row.
     Error,
-    /// The rows are left out.
+    /// Drops the rows.
     Drop,
-    /// The rows stay, and the turns with these calls are not learned.
+    /// Masks the turns with these calls in the loss.
     Mask,
 }
 
-/// Whether several samples share a row.
+/// The packing of several samples into a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Packing {
     /// One sample a row.
     Off,
-    /// Whole samples, as many as fit, packed anew each epoch.
+    /// Whole samples, as many as fit. Each epoch packs them anew.
     Fit,
-    /// Every row is exactly the longest length: samples are cut where a row ends and go on in the
-    /// next one. (ArcticTraining's causal packing, and `always_max_length`.)
+    /// Rows of exactly `max_length`: a sample that does not fit is split between two rows. This is ArcticTraining's
+    /// causal packing and `always_max_length`.
     Exact,
 }
 
-/// What a row's length is rounded up to, with pad tokens that nothing learns from.
+/// The padding of rows. Pad tokens are no targets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Padding {
-    /// Rows stay as they are.
+    /// No padding.
     Nothing,
-    /// A multiple of this (`div_length`), but not past the longest length.
+    /// To a multiple of this (`div_length`), at most `max_length`.
     Multiple(usize),
-    /// The longest length.
+    /// To `max_length`.
     MaxLength,
 }
 
 /// The order of an epoch's rows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Order {
-    /// A permutation drawn from the seed and the epoch.
+pub enum RowOrder {
+    /// A new permutation each epoch, from the seed and the epoch.
     Shuffle,
-    /// As they stand in the data.
+    /// The order of the data.
     Sequential,
-    /// Shuffled, but the first step of the run has the longest rows, so that a run that will not
-    /// fit in memory fails at once.
+    /// Shuffled, but the first step has the longest rows: a run that does not fit in memory fails at once.
     LongestFirst,
 }
 
-/// When the stream ends.
+/// The end of training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Horizon {
-    /// After so many passes over the data.
+    /// After this number of epochs.
     Epochs(usize),
-    /// After so many steps (`train_iters`), in as many epochs as they take.
+    /// After this number of steps (`train_iters`), in as many epochs as needed.
     Steps(usize),
 }
 
 impl DataPlan {
-    /// Rows in a full step, over all ranks.
+    /// Returns the rows of a full step on all ranks.
     pub fn rows_per_step(&self) -> usize {
         self.micro_batch_size * self.gradient_accumulation_steps * self.data_ranks
     }

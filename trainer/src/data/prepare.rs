@@ -1,4 +1,4 @@
-//! From a plan to data sets that can be trained on: read, render, cut, count, refuse.
+//! Preparation of the data sets of a plan: reading, rendering, truncation, token counts and checks.
 
 use std::sync::Arc;
 
@@ -7,84 +7,89 @@ use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::Tokenizer;
 
 use super::DataError;
-use super::cache::Cache;
-use super::check::Check;
-use super::cut::cut;
-use super::dataset::{Dataset, Part};
-use super::ledger::{Counts, Ledger};
-use super::oddities::Oddities;
-use super::order::{Purpose, generator, permutation};
+use super::cache::TokenCache;
+use super::dataset::{Dataset, TokenizedSource};
+use super::dataset_check::DatasetCheck;
+use super::order::{RngPurpose, permutation, seeded_rng};
 use super::plan::{DataPlan, Packing, SourcePlan};
 use super::render::Renderer;
-use super::rows::{Fill, epoch_rows};
-use super::source::{Opener, Split};
+use super::rows::{PackingStats, epoch_rows};
+use super::source::{SourceLoader, Split};
+use super::token_stats::{DatasetCounts, TokenStats};
+use super::truncation::apply_truncation;
+use super::warnings::SampleWarningReport;
 
-/// What a run reads.
+/// The prepared data of a run.
 #[derive(Debug)]
-pub struct Prepared {
-    /// What is trained on.
+pub struct PreparedData {
+    /// The training data.
     pub train: Arc<Dataset>,
-    /// What is evaluated on, if anything.
+    /// The evaluation data, if there are any.
     pub eval: Option<Arc<Dataset>>,
-    /// Where every token went.
-    pub ledger: Ledger,
-    /// What a person should know: detected formats, cache hits, fill, oddities. A line each.
+    /// The token statistics.
+    pub token_stats: TokenStats,
+    /// Notes for the user, one line each: detected formats, cache hits, packing, warnings.
     pub notes: Vec<String>,
 }
 
-/// Reads and renders the sources (or their tokens from the cache), and refuses data that cannot be
-/// trained on. Touches no device. `template` is needed for chats; it is given the plan's variables.
+/// Reads the sources and renders them, or takes their tokens from the cache, and refuses data that cannot be trained on.
+/// It uses no device. Chats need a `template`, which gets the plan's variables.
 pub fn prepare(
     plan: &DataPlan,
     tokenizer: &Tokenizer,
     template: Option<ChatTemplate>,
     hub: &Hub,
-) -> Result<Prepared, DataError> {
+) -> Result<PreparedData, DataError> {
     let mut notes = Vec::new();
     let template_name =
         template.as_ref().map_or_else(String::new, |template| format!("chat template {}", template.name()));
     let template_name = &*template_name;
     let (train, eval) = threads(plan)?.install(|| {
         let renderer = Renderer::new(plan, tokenizer, template);
-        let opener = Opener { renderer, cache: Cache::open(&plan.cache_dir)?, hub };
-        let train = parts(&opener, &plan.sources, Split::Train, &mut notes)?;
-        let eval = parts(&opener, &plan.eval_sources, Split::Eval, &mut notes)?;
+        let loader = SourceLoader { renderer, cache: TokenCache::open(&plan.cache_dir)?, hub };
+        let train = tokenize(&loader, &plan.sources, Split::Train, &mut notes)?;
+        let eval = tokenize(&loader, &plan.eval_sources, Split::Eval, &mut notes)?;
         Ok::<_, DataError>((train, eval))
     })?;
-    for part in &eval {
-        if train.iter().any(|other| other.key == part.key) {
-            let place = part.source.locate(0);
-            notes.push(format!("the evaluation data that begin at {place} are training data, row by row"));
+    for source in &eval {
+        if train.iter().any(|other| other.key == source.key) {
+            let place = source.rows.locate(0);
+            notes.push(format!("the evaluation data that begin at {place} equal training data, row by row"));
         }
     }
     let pad_id = tokenizer.pad().map_or(0, |pad| pad.id);
     let (train, eval) = split(plan, train, eval, pad_id)?;
-    Oddities { dataset: &train, which: "training", plan, template: template_name }.refuse_unrendered()?;
+    SampleWarningReport { dataset: &train, which: "training", plan, template: template_name }.refuse_unrendered()?;
     if let Some(eval) = &eval {
-        Oddities { dataset: eval, which: "evaluation", plan, template: template_name }.refuse_unrendered()?;
+        SampleWarningReport { dataset: eval, which: "evaluation", plan, template: template_name }
+            .refuse_unrendered()?;
     }
-    let train = cut(train, plan, plan.drop_last)?;
-    let eval = eval.map(|eval| cut(eval, plan, false)).transpose()?;
+    let train = apply_truncation(train, plan, plan.drop_last)?;
+    let eval = eval.map(|eval| apply_truncation(eval, plan, false)).transpose()?;
 
-    let counts = Counts::of(&train);
-    notes.extend(Oddities { dataset: &train, which: "training", plan, template: template_name }.warnings(&counts));
-    let check = Check { dataset: &train, counts: &counts, kind: plan.kind, tokenizer };
+    let counts = DatasetCounts::of(&train);
+    notes.extend(
+        SampleWarningReport { dataset: &train, which: "training", plan, template: template_name }.warnings(&counts),
+    );
+    let check = DatasetCheck { dataset: &train, counts: &counts, kind: plan.kind, tokenizer };
     notes.extend(check.train()?);
-    let mut ledger = Ledger { train: counts, ..Ledger::default() };
+    let mut token_stats = TokenStats { train: counts, ..TokenStats::default() };
     if let Some(eval) = &eval {
-        let counts = Counts::of(eval);
-        Check { dataset: eval, counts: &counts, kind: plan.kind, tokenizer }.eval()?;
-        notes.extend(Oddities { dataset: eval, which: "evaluation", plan, template: template_name }.warnings(&counts));
-        ledger.eval = Some(counts);
+        let counts = DatasetCounts::of(eval);
+        DatasetCheck { dataset: eval, counts: &counts, kind: plan.kind, tokenizer }.eval()?;
+        notes.extend(
+            SampleWarningReport { dataset: eval, which: "evaluation", plan, template: template_name }.warnings(&counts),
+        );
+        token_stats.eval = Some(counts);
     }
     if plan.packing != Packing::Off {
-        let fill = Fill::of(&epoch_rows(&train, plan, 0), &train, plan.max_length);
+        let fill = PackingStats::of(&epoch_rows(&train, plan, 0), &train, plan.max_length);
         notes.push(format!("packed {fill}"));
     }
-    Ok(Prepared { train: Arc::new(train), eval: eval.map(Arc::new), ledger, notes })
+    Ok(PreparedData { train: Arc::new(train), eval: eval.map(Arc::new), token_stats, notes })
 }
 
-/// No more threads than there are cores: they only compute.
+/// Starts the tokenizer threads, at most one a core.
 fn threads(plan: &DataPlan) -> Result<rayon::ThreadPool, DataError> {
     let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
     let n_threads = plan.num_proc.clamp(1, n_cores);
@@ -94,45 +99,45 @@ fn threads(plan: &DataPlan) -> Result<rayon::ThreadPool, DataError> {
     })
 }
 
-fn parts(
-    opener: &Opener<'_>,
+fn tokenize(
+    loader: &SourceLoader<'_>,
     sources: &[SourcePlan],
     split: Split,
     notes: &mut Vec<String>,
-) -> Result<Vec<Part>, DataError> {
-    let parts: Vec<Part> =
-        sources.iter().map(|source| opener.tokens(source, split, notes)).collect::<Result<_, _>>()?;
-    let n_samples: usize = parts.iter().map(|part| part.store.len()).sum();
+) -> Result<Vec<TokenizedSource>, DataError> {
+    let tokenized: Vec<TokenizedSource> =
+        sources.iter().map(|source| loader.load(source, split, notes)).collect::<Result<_, _>>()?;
+    let n_samples: usize = tokenized.iter().map(|source| source.store.len()).sum();
     if u32::try_from(n_samples).is_err() {
         return Err(DataError::Plan {
             name: "the data".into(),
-            problem: format!("{n_samples} samples are too many for one run; take part of them with sample_count"),
+            problem: format!("{n_samples} samples exceed the limit of 2^32 - 1; select fewer with sample_count"),
         });
     }
-    Ok(parts)
+    Ok(tokenized)
 }
 
-/// Holds out a share of the training samples, unless there are evaluation sources.
+/// Holds out a fraction of the training samples, unless there are evaluation sources.
 fn split(
     plan: &DataPlan,
-    train: Vec<Part>,
-    eval: Vec<Part>,
+    train: Vec<TokenizedSource>,
+    eval: Vec<TokenizedSource>,
     pad_id: u32,
 ) -> Result<(Dataset, Option<Dataset>), DataError> {
     if !eval.is_empty() {
         return Ok((Dataset::new(train, pad_id), Some(Dataset::new(eval, pad_id))));
     }
-    let n_samples: usize = train.iter().map(|part| part.store.len()).sum();
+    let n_samples: usize = train.iter().map(|source| source.store.len()).sum();
     if plan.eval_fraction == 0.0 {
         return Ok((Dataset::new(train, pad_id), None));
     }
     if n_samples < 2 {
-        let problem = format!("there is nothing to hold out of {n_samples} samples; name eval_sources");
+        let problem = format!("{n_samples} samples are too few to hold any out; set eval_sources");
         return Err(DataError::Plan { name: "data.train_eval_split".into(), problem });
     }
     let n_eval = (plan.eval_fraction * n_samples as f64).round() as usize;
     let n_eval = n_eval.clamp(1, n_samples - 1);
-    let mut order = permutation(n_samples, generator(plan.seed, Purpose::Split, 0, 0));
+    let mut order = permutation(n_samples, seeded_rng(plan.seed, RngPurpose::Split, 0, 0));
     let mut held_out = order.split_off(n_samples - n_eval);
     order.sort_unstable();
     held_out.sort_unstable();

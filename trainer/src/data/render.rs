@@ -1,6 +1,6 @@
-//! Rows become samples, many at a time.
+//! Rendering: rows of a source to tokenized samples, on many threads.
 
-use candlewick_text::format::{DatasetType, Format};
+use candlewick_text::format::{DatasetType, RowFormat};
 use candlewick_text::render::{
     EmptyAnswerLoss, EmptyThinkLoss, LossMask, RenderOptions, Sample, TextSpecialTokens, render_row,
 };
@@ -10,48 +10,48 @@ use candlewick_text::tokenizer::Tokenizer;
 use rayon::prelude::*;
 
 use super::DataError;
-use super::key::{self, Key};
-use super::plan::{DataPlan, Kind};
+use super::cache_key::{self, CacheKey};
+use super::plan::{DataKind, DataPlan};
 
-/// Rows rendered before they are written: what is held in memory at a time.
+/// Rows that are rendered in memory before they are written.
 const ROWS: usize = 1024;
 
-/// Renders documents as a plan says.
+/// Renders rows by a plan.
 pub(crate) struct Renderer<'a> {
     pub(crate) plan: &'a DataPlan,
     tokenizer: &'a Tokenizer,
     template: Option<ChatTemplate>,
-    /// Hashes, made once for all sources.
+    /// Hashes for the cache keys, computed once for all sources.
     tokenizer_key: String,
     template_key: String,
 }
 
 impl<'a> Renderer<'a> {
-    /// Gives the template the plan's variables.
+    /// Creates a renderer and sets the plan's variables in the template.
     pub(crate) fn new(plan: &'a DataPlan, tokenizer: &'a Tokenizer, template: Option<ChatTemplate>) -> Self {
-        let give = |template: ChatTemplate| {
+        let set_variables = |template: ChatTemplate| {
             let variables = plan.template_kwargs.iter();
             variables.fold(template, |template, (name, value)| template.with_variable(name, value.clone()))
         };
-        let template = template.map(give);
+        let template = template.map(set_variables);
         Self {
             plan,
             tokenizer,
-            tokenizer_key: key::of_tokenizer(tokenizer),
-            template_key: template.as_ref().map_or("none".into(), key::of_template),
+            tokenizer_key: cache_key::hash_tokenizer(tokenizer),
+            template_key: template.as_ref().map_or("none".into(), cache_key::hash_template),
             template,
         }
     }
 
     pub(crate) fn purpose(&self) -> DatasetType {
         match self.plan.kind {
-            Kind::Sft => DatasetType::Instruct,
-            Kind::Causal => DatasetType::Causal,
+            DataKind::Sft => DatasetType::Instruct,
+            DataKind::Causal => DatasetType::Causal,
         }
     }
 
-    /// Adds to a key all that decides what a document becomes.
-    pub(crate) fn add_to(&self, key: Key) -> Key {
+    /// Adds to a cache key every setting that changes the rendered tokens.
+    pub(crate) fn add_to(&self, key: CacheKey) -> CacheKey {
         let key = key
             .with("the type", format!("{:?}", self.plan.kind))
             .with("the tokenizer", &*self.tokenizer_key)
@@ -59,24 +59,24 @@ impl<'a> Renderer<'a> {
             .with("add_bos_token", format!("{:?}", self.plan.add_bos_token))
             .with("add_eos_token", self.plan.add_eos_token.to_string());
         match self.plan.kind {
-            Kind::Causal => key,
-            Kind::Sft => key
+            DataKind::Causal => key,
+            DataKind::Sft => key
                 .with("train_on_empty_answers", self.plan.train_on_empty_answers.to_string())
                 .with("mask_inputs", self.plan.mask_inputs.to_string())
                 .with("ignore_empty_think", self.plan.ignore_empty_think.to_string()),
         }
     }
 
-    /// Renders rows in their order and hands each to `keep`. Stops at the first that fails.
+    /// Renders rows in their order and passes each sample to `write`. Stops at the first error.
     pub(crate) fn render(
         &self,
         source: &dyn RowSource,
-        format: &Format,
+        format: &RowFormat,
         rows: &[u32],
-        mut keep: impl FnMut(u32, &Sample) -> Result<(), DataError> + Send,
+        mut write: impl FnMut(u32, &Sample) -> Result<(), DataError> + Send,
     ) -> Result<(), DataError> {
-        let mut keep = |rendered: Vec<(u32, Result<Sample, DataError>)>| {
-            rendered.into_iter().try_for_each(|(row, sample)| keep(row, &sample?))
+        let mut write = |rendered: Vec<(u32, Result<Sample, DataError>)>| {
+            rendered.into_iter().try_for_each(|(row, sample)| write(row, &sample?))
         };
         let render = |chunk: &[u32]| {
             let rows = chunk.par_iter().map(|&row| (row, self.row(source, format, row as usize)));
@@ -84,29 +84,29 @@ impl<'a> Renderer<'a> {
         };
         let mut rendered = Vec::new();
         for chunk in rows.chunks(ROWS) {
-            // What was rendered is written while the next rows are.
-            let (kept, next) = rayon::join(|| keep(rendered), || render(chunk));
-            kept?;
+            // Writes the rendered rows while the next ones are rendered.
+            let (written, next) = rayon::join(|| write(rendered), || render(chunk));
+            written?;
             rendered = next;
         }
-        keep(rendered)
+        write(rendered)
     }
 
-    fn row(&self, source: &dyn RowSource, format: &Format, row: usize) -> Result<Sample, DataError> {
+    fn row(&self, source: &dyn RowSource, format: &RowFormat, row: usize) -> Result<Sample, DataError> {
         let document = format.read(source, row)?;
         let sample = render_row(self.tokenizer, self.template.as_ref(), format, document, self.options());
         sample.map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })
     }
 
-    /// Refuses chats where no template can print them.
-    pub(crate) fn check(&self, name: &str, format: &Format) -> Result<(), DataError> {
-        let is_chat = !matches!(format, Format::Text(_) | Format::PromptCompletion(_));
+    /// Refuses chats without a chat template.
+    pub(crate) fn check(&self, name: &str, format: &RowFormat) -> Result<(), DataError> {
+        let is_chat = !matches!(format, RowFormat::Text(_) | RowFormat::PromptCompletion(_));
         if !is_chat || self.template.is_some() {
             return Ok(());
         }
         let problem = format!(
-            "its rows are chats ({}), but {} has no chat template; use the model's chat version, or put a \
-             chat_template.jinja beside the tokenizer",
+            "its rows are chats ({}), but {} has no chat template; use a chat version of the model, or put a \
+             chat_template.jinja next to its tokenizer",
             format.name(),
             self.tokenizer.directory().display()
         );
@@ -124,8 +124,8 @@ impl<'a> Renderer<'a> {
 
     fn targets(&self) -> LossMask {
         match self.plan.kind {
-            Kind::Sft if self.plan.mask_inputs => LossMask::AssistantTokens,
-            Kind::Sft | Kind::Causal => LossMask::AllTokens,
+            DataKind::Sft if self.plan.mask_inputs => LossMask::AssistantTokens,
+            DataKind::Sft | DataKind::Causal => LossMask::AllTokens,
         }
     }
 }

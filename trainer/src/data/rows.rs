@@ -1,5 +1,5 @@
-//! The rows of one epoch, in order: which sequences each holds. A pure function of the plan, the data
-//! set and the epoch, so that nothing has to be stored to come back to it.
+//! The rows of one epoch: the sequences of each row, in order. They are a pure function of the plan, the data set and
+//! the epoch, so a resume needs no stored order.
 
 use std::fmt;
 use std::ops::Range;
@@ -7,33 +7,33 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::dataset::Dataset;
-use super::order::{Purpose, generator, identity, permutation, unit};
+use super::order::{RngPurpose, identity, permutation, seeded_rng, uniform};
 use super::pack;
-use super::plan::{DataPlan, Order, Packing};
+use super::plan::{DataPlan, Packing, RowOrder};
 
 /// Rows, each a list of sequences.
 #[derive(Debug, Default, PartialEq)]
-pub(crate) struct Rows {
+pub(crate) struct EpochRows {
     sequences: Vec<u32>,
     ends: Vec<usize>,
-    /// Rows that are read as one sequence; empty if none is.
+    /// A flag for each row: true if its sequences form one sequence. Empty if none do.
     fused: Vec<bool>,
 }
 
-/// How well rows are filled.
+/// The packing efficiency of an epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Fill {
-    /// Rows of an epoch.
+pub struct PackingStats {
+    /// The number of rows.
     pub rows: usize,
-    /// Sequences in them.
+    /// The number of sequences.
     pub sequences: usize,
-    /// Tokens in them.
+    /// The number of tokens.
     pub tokens: u64,
-    /// Tokens that would fit.
+    /// The number of tokens that fit into the rows.
     pub capacity: u64,
 }
 
-impl Rows {
+impl EpochRows {
     fn of(sequences: Vec<u32>, ends: Vec<usize>) -> Self {
         Self { sequences, ends, fused: Vec::new() }
     }
@@ -42,7 +42,7 @@ impl Rows {
         self.ends.len()
     }
 
-    /// The sequences of one row.
+    /// Returns the sequences of one row.
     pub(crate) fn row(&self, row: usize) -> &[u32] {
         &self.sequences[self.span(row)]
     }
@@ -62,9 +62,9 @@ impl Rows {
     }
 }
 
-/// The rows of an epoch of training.
-pub(crate) fn epoch_rows(dataset: &Dataset, plan: &DataPlan, epoch: usize) -> Rows {
-    let mut rows = Rows::default();
+/// Returns the rows of a training epoch.
+pub(crate) fn epoch_rows(dataset: &Dataset, plan: &DataPlan, epoch: usize) -> EpochRows {
+    let mut rows = EpochRows::default();
     for pass in 0.. {
         append_pass(&mut rows, dataset, plan, epoch, pass);
         if n_steps(rows.len(), plan) >= plan.min_iterations || rows.len() == 0 {
@@ -75,44 +75,44 @@ pub(crate) fn epoch_rows(dataset: &Dataset, plan: &DataPlan, epoch: usize) -> Ro
     rows
 }
 
-/// The rows of an evaluation: as they stand in the data.
-pub(crate) fn eval_rows(dataset: &Dataset, plan: &DataPlan) -> Rows {
-    let plan = DataPlan { order: Order::Sequential, ..plan.clone() };
-    let mut rows = Rows::default();
+/// Returns the rows of an evaluation, in the order of the data.
+pub(crate) fn eval_rows(dataset: &Dataset, plan: &DataPlan) -> EpochRows {
+    let plan = DataPlan { order: RowOrder::Sequential, ..plan.clone() };
+    let mut rows = EpochRows::default();
     append_pass(&mut rows, dataset, &plan, 0, 0);
     rows
 }
 
-/// Steps that so many rows make.
+/// Returns the number of steps of `n_rows` rows.
 pub(crate) fn n_steps(n_rows: usize, plan: &DataPlan) -> usize {
     if plan.drop_last { n_rows / plan.rows_per_step() } else { n_rows.div_ceil(plan.rows_per_step()) }
 }
 
-fn append_pass(rows: &mut Rows, dataset: &Dataset, plan: &DataPlan, epoch: usize, pass: usize) {
+fn append_pass(rows: &mut EpochRows, dataset: &Dataset, plan: &DataPlan, epoch: usize, pass: usize) {
     let order = |purpose, n| match plan.order {
-        Order::Sequential => identity(n),
-        Order::Shuffle | Order::LongestFirst => permutation(n, generator(plan.seed, purpose, epoch, pass)),
+        RowOrder::Sequential => identity(n),
+        RowOrder::Shuffle | RowOrder::LongestFirst => permutation(n, seeded_rng(plan.seed, purpose, epoch, pass)),
     };
     let length = |i: u32| dataset.length(i as usize);
-    let made = match (plan.packing, dataset.fixed_rows()) {
-        (_, Some(ends)) => Rows::of(identity(dataset.len()), ends.to_vec()),
+    let packed = match (plan.packing, dataset.fixed_rows()) {
+        (_, Some(ends)) => EpochRows::of(identity(dataset.len()), ends.to_vec()),
         (Packing::Fit, None) => {
-            let order = order(Purpose::Samples, dataset.len());
-            let mut made = Rows::default();
-            pack::fit(&order, length, plan.max_length, pack::WINDOW).for_each(|row| made.push(row));
-            made
+            let order = order(RngPurpose::Samples, dataset.len());
+            let mut packed = EpochRows::default();
+            pack::fit(&order, length, plan.max_length, pack::WINDOW).for_each(|row| packed.push(row));
+            packed
         }
-        (_, None) => Rows::of(identity(dataset.len()), (1..=dataset.len()).collect()),
+        (_, None) => EpochRows::of(identity(dataset.len()), (1..=dataset.len()).collect()),
     };
-    let mut row_order = order(Purpose::Rows, made.len());
-    if plan.order == Order::LongestFirst && (epoch, pass) == (0, 0) {
-        let n_tokens = |row: u32| made.row(row as usize).iter().map(|&i| length(i)).sum();
+    let mut row_order = order(RngPurpose::Rows, packed.len());
+    if plan.order == RowOrder::LongestFirst && (epoch, pass) == (0, 0) {
+        let n_tokens = |row: u32| packed.row(row as usize).iter().map(|&i| length(i)).sum();
         longest_first(&mut row_order, plan.rows_per_step(), n_tokens);
     }
-    row_order.iter().for_each(|&row| rows.push(made.row(row as usize).iter().copied()));
+    row_order.iter().for_each(|&row| rows.push(packed.row(row as usize).iter().copied()));
 }
 
-/// Moves the `n` longest rows to the front; the others keep their order.
+/// Moves the `n` longest rows to the front. The other rows keep their order.
 fn longest_first(rows: &mut Vec<u32>, n: usize, n_tokens: impl Fn(u32) -> usize) {
     let mut longest: Vec<usize> = (0..rows.len()).collect();
     longest.sort_by_key(|&i| std::cmp::Reverse(n_tokens(rows[i])));
@@ -123,16 +123,16 @@ fn longest_first(rows: &mut Vec<u32>, n: usize, n_tokens: impl Fn(u32) -> usize)
     *rows = first.iter().copied().chain(others.map(|(_, &row)| row)).collect();
 }
 
-fn fuse(rows: &mut Rows, plan: &DataPlan, epoch: usize) {
+fn fuse(rows: &mut EpochRows, plan: &DataPlan, epoch: usize) {
     if plan.packing == Packing::Off || plan.fuse_positions_prob == 0.0 {
         return;
     }
-    let mut rng = generator(plan.seed, Purpose::Fuse, epoch, 0);
-    rows.fused = (0..rows.len()).map(|_| unit(&mut rng) < plan.fuse_positions_prob).collect();
+    let mut rng = seeded_rng(plan.seed, RngPurpose::Fuse, epoch, 0);
+    rows.fused = (0..rows.len()).map(|_| uniform(&mut rng) < plan.fuse_positions_prob).collect();
 }
 
-impl Fill {
-    pub(crate) fn of(rows: &Rows, dataset: &Dataset, max_length: usize) -> Self {
+impl PackingStats {
+    pub(crate) fn of(rows: &EpochRows, dataset: &Dataset, max_length: usize) -> Self {
         Self {
             rows: rows.len(),
             sequences: rows.sequences.len(),
@@ -141,16 +141,16 @@ impl Fill {
         }
     }
 
-    /// The share of the rows' room that holds tokens.
-    pub fn share(&self) -> f64 {
+    /// Returns the fraction of the capacity that holds tokens.
+    pub fn fraction_filled(&self) -> f64 {
         self.tokens as f64 / self.capacity.max(1) as f64
     }
 }
 
-impl fmt::Display for Fill {
+impl fmt::Display for PackingStats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { rows, sequences, tokens, capacity } = self;
-        let share = 100.0 * self.share();
-        write!(f, "{sequences} sequences in {rows} rows, {tokens} of {capacity} tokens ({share:.1} % full)")
+        let percent = 100.0 * self.fraction_filled();
+        write!(f, "{sequences} sequences in {rows} rows, {tokens} of {capacity} tokens ({percent:.1} % full)")
     }
 }

@@ -1,68 +1,80 @@
-//! One source's tokens: from the cache, or opened, understood, drawn from, rendered and kept.
+//! The tokens of one source: from the cache, or read, sampled, rendered and cached.
 
 use std::sync::Arc;
 
-use candlewick_text::format::{Format, FormatRequest};
+use candlewick_text::format::{FormatRequest, RowFormat};
 use candlewick_text::hub::{DatasetRequest, Hub};
 use candlewick_text::source::{ReadOptions, RowSource, SampleBy, SplitSlice};
 
 use super::DataError;
-use super::cache::{Cache, Found};
-use super::dataset::Part;
-use super::key::{self, Key};
-use super::order::{Purpose, draw, generator, identity};
-use super::plan::{Kind, Sampling, SourcePlan};
+use super::cache::{CacheLookup, TokenCache};
+use super::cache_key::{self, CacheKey};
+use super::dataset::TokenizedSource;
+use super::order::{RngPurpose, identity, sample_without_replacement, seeded_rng};
+use super::plan::{DataKind, Sampling, SourcePlan};
 use super::render::Renderer;
-use super::store::Store;
+use super::token_store::TokenStore;
 
-/// What a source is for: which split is taken if none is named.
+/// The use of a source, which decides its default split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Split {
     Train,
     Eval,
 }
 
-/// Opens a source for a look at it: as training data would be, or where there is none of that split, as evaluation data.
-pub fn open(plan: &SourcePlan, kind: Kind, hub: &Hub) -> Result<Arc<dyn RowSource>, DataError> {
+/// Opens a source for inspection: its training split, or else its evaluation split.
+pub fn open(plan: &SourcePlan, kind: DataKind, hub: &Hub) -> Result<Arc<dyn RowSource>, DataError> {
     let as_split = |split| Ok::<_, DataError>(hub.dataset(&request(plan, kind, split)?)?.into());
     as_split(Split::Train).or_else(|error| as_split(Split::Eval).map_err(|_| error))
 }
 
-/// What it takes to turn a source into tokens.
-pub(crate) struct Opener<'a> {
+/// Loads sources as tokens.
+pub(crate) struct SourceLoader<'a> {
     pub(crate) renderer: Renderer<'a>,
-    pub(crate) cache: Cache,
+    pub(crate) cache: TokenCache,
     pub(crate) hub: &'a Hub,
 }
 
-impl Opener<'_> {
-    /// A source's samples, rendered now or before.
-    pub(crate) fn tokens(&self, plan: &SourcePlan, split: Split, notes: &mut Vec<String>) -> Result<Part, DataError> {
+impl SourceLoader<'_> {
+    /// Loads a source's samples from the cache, or renders and caches them.
+    pub(crate) fn load(
+        &self,
+        plan: &SourcePlan,
+        split: Split,
+        notes: &mut Vec<String>,
+    ) -> Result<TokenizedSource, DataError> {
         let name = &plan.name_or_path;
         let request = request(plan, self.renderer.plan.kind, split)?;
         let source: Arc<dyn RowSource> = self.hub.dataset(&request)?.into();
-        let format = Format::find(&self.format_request(plan, &request), &*source)?;
+        let format = RowFormat::find(&self.format_request(plan, &request), &*source)?;
         self.renderer.check(name, &format)?;
-        let rows = chosen(plan, source.len())?;
+        let rows = sample_rows(plan, source.len())?;
         notes.extend(source.files().describe_selection().map(|choice| format!("{name}: {choice}")));
-        notes.push(format!("{name}: {}; {}", format.describe(), of_rows(rows.len(), source.len())));
+        notes.push(format!("{name}: {}; {}", format.describe(), describe_count(rows.len(), source.len())));
         let key = self
             .renderer
-            .add_to(Key::new(name))
-            .with("the rows", key::of_rows(&*source, &rows)?)
+            .add_to(CacheKey::new(name))
+            .with("the rows", cache_key::hash_rows(&*source, &rows)?)
             .with("the format", format!("{format:?}"));
         let store = match self.cache.find(&key)? {
-            Found::Hit(store) => {
+            CacheLookup::Hit(store) => {
                 let path = self.cache.path(&key);
                 notes.push(format!("{name}: tokens from the cache, {}", path.display()));
                 store
             }
-            Found::Miss(why) => self.render(&key, &Rows { source: &*source, format, rows, why }, notes)?,
+            CacheLookup::Miss(why) => {
+                self.render(&key, &UncachedRows { source: &*source, format, rows, why }, notes)?
+            }
         };
-        Ok(Part { store, source, key: key.digest() })
+        Ok(TokenizedSource { store, rows: source, key: key.digest() })
     }
 
-    fn render(&self, key: &Key, rows: &Rows<'_>, notes: &mut Vec<String>) -> Result<Arc<Store>, DataError> {
+    fn render(
+        &self,
+        key: &CacheKey,
+        rows: &UncachedRows<'_>,
+        notes: &mut Vec<String>,
+    ) -> Result<Arc<TokenStore>, DataError> {
         let (name, why) = (key.name.clone(), rows.why.clone());
         let path = self.cache.path(key);
         if self.renderer.plan.fail_on_missing_cache {
@@ -73,7 +85,7 @@ impl Opener<'_> {
                 .render(rows.source, &rows.format, &rows.rows, |row, sample| writer.push(row, sample).map_err(failed))
         })?;
         let n_tokens = store.n_tokens();
-        notes.push(format!("{name}: {n_tokens} tokens kept in {} ({why})", path.display()));
+        notes.push(format!("{name}: {n_tokens} tokens cached in {} ({why})", path.display()));
         Ok(store)
     }
 
@@ -90,18 +102,18 @@ impl Opener<'_> {
 }
 
 /// Rows that are not in the cache.
-struct Rows<'a> {
+struct UncachedRows<'a> {
     source: &'a dyn RowSource,
-    format: Format,
+    format: RowFormat,
     rows: Vec<u32>,
     why: String,
 }
 
-fn of_rows(chosen: usize, all: usize) -> String {
+fn describe_count(chosen: usize, all: usize) -> String {
     if chosen == all { format!("{all} rows") } else { format!("{chosen} of {all} rows") }
 }
 
-fn request(plan: &SourcePlan, kind: Kind, split: Split) -> Result<DatasetRequest, DataError> {
+fn request(plan: &SourcePlan, kind: DataKind, split: Split) -> Result<DatasetRequest, DataError> {
     let default_split = match split {
         Split::Train => "train",
         Split::Eval => "eval",
@@ -109,14 +121,14 @@ fn request(plan: &SourcePlan, kind: Kind, split: Split) -> Result<DatasetRequest
     let mut request = DatasetRequest::parse(&plan.name_or_path, default_split)?;
     if let Some(split) = &plan.split {
         if !request.spec.parts.is_empty() {
-            let problem = "the split is named twice, behind the colon and in `split`; keep one".into();
+            let problem = "the split is set twice, after the colon and in `split`; keep one".into();
             return Err(DataError::Plan { name: plan.name_or_path.clone(), problem });
         }
         request.spec.parts = SplitSlice::parse_all(split)?;
     }
     let sample_by = match kind {
-        Kind::Causal => SampleBy::Document,
-        Kind::Sft => SampleBy::default(),
+        DataKind::Causal => SampleBy::Document,
+        DataKind::Sft => SampleBy::default(),
     };
     let read = ReadOptions {
         sample_by: plan.sample_by.as_deref().map_or(Ok(sample_by), str::parse)?,
@@ -133,12 +145,12 @@ fn request(plan: &SourcePlan, kind: Kind, split: Split) -> Result<DatasetRequest
     })
 }
 
-/// The rows that are used, in the order they are used.
-fn chosen(plan: &SourcePlan, n_rows: usize) -> Result<Vec<u32>, DataError> {
+/// Returns the indices of the rows that are used, in their order of use.
+fn sample_rows(plan: &SourcePlan, n_rows: usize) -> Result<Vec<u32>, DataError> {
     let wrong = |problem| DataError::Plan { name: plan.name_or_path.clone(), problem };
     if u32::try_from(n_rows).is_err() {
         return Err(wrong(format!(
-            "{n_rows} rows are too many for one source; name a slice of them, as in name:train[:10%]"
+            "{n_rows} rows exceed the limit of 2^32 - 1; select a slice, as in name:train[:10%]"
         )));
     }
     let count = match plan.sampling {
@@ -147,10 +159,10 @@ fn chosen(plan: &SourcePlan, n_rows: usize) -> Result<Vec<u32>, DataError> {
         Sampling::Ratio(ratio) => (ratio * n_rows as f64) as usize,
     };
     if count > n_rows {
-        return Err(wrong(format!("sample_count is {count}, but there are only {n_rows} rows; lower it")));
+        return Err(wrong(format!("sample_count is {count}, but the source has {n_rows} rows; lower it")));
     }
     if count == 0 {
-        return Err(wrong(format!("sample_ratio or sample_count takes none of its {n_rows} rows; raise it")));
+        return Err(wrong(format!("sample_ratio or sample_count selects none of its {n_rows} rows; raise it")));
     }
-    Ok(draw(n_rows, count, generator(plan.sample_seed, Purpose::Sampling, 0, 0)))
+    Ok(sample_without_replacement(n_rows, count, seeded_rng(plan.sample_seed, RngPurpose::Sampling, 0, 0)))
 }

@@ -1,4 +1,4 @@
-//! The memory of a device: by the device's name, or the bytes that are free now.
+//! The memory of a device: by the device's name, or the free bytes.
 
 use candlewick_ops::{DeviceChoice, gpu_unavailable_reason};
 
@@ -37,14 +37,14 @@ pub struct Capacity {
     /// The bytes of host RAM that a GPU run may use; `None` if the host is unknown.
     pub host: Option<u64>,
     /// The free bytes of disk for offloaded activations; `None` if the folder is not on this machine.
-    pub parking: Option<u64>,
+    pub offload_disk: Option<u64>,
 }
 
 impl Capacity {
     /// Returns the capacity of an idle device with `bytes` of memory; host RAM and disk are unknown.
     pub fn of(compute_device: ComputeDevice, bytes: Option<u64>, name: String) -> Self {
         let gpu_bytes = bytes.filter(|_| compute_device == ComputeDevice::Gpu);
-        Self { compute_device, bytes, gpu_bytes, name, host: None, parking: None }
+        Self { compute_device, bytes, gpu_bytes, name, host: None, offload_disk: None }
     }
 
     /// Returns the memory that is free now on the device of a run with `device`.
@@ -64,18 +64,18 @@ impl Capacity {
                 Self { host: free_ram(), gpu_bytes, ..now }
             }
             None => {
-                let parking = free_bytes(&std::env::temp_dir()).ok();
-                Self { parking, ..Self::of(ComputeDevice::Cpu, free_ram(), "this machine's RAM, free now".into()) }
+                let offload_disk = free_bytes(&std::env::temp_dir()).ok();
+                Self { offload_disk, ..Self::of(ComputeDevice::Cpu, free_ram(), "this machine's RAM, free now".into()) }
             }
         }
     }
 
-    /// Returns the share of one of `n_here` processes on a machine. They share RAM and disk; each has its own GPU.
+    /// Returns the capacity of one of `n_here` processes on a machine. They divide RAM and disk; each has its own GPU.
     #[must_use]
     pub fn of_one(self, n_here: usize) -> Self {
-        let share = |bytes: Option<u64>| bytes.map(|bytes| bytes / n_here.max(1) as u64);
-        let bytes = if self.compute_device == ComputeDevice::Cpu { share(self.bytes) } else { self.bytes };
-        Self { bytes, host: share(self.host), parking: share(self.parking), ..self }
+        let divided = |bytes: Option<u64>| bytes.map(|bytes| bytes / n_here.max(1) as u64);
+        let bytes = if self.compute_device == ComputeDevice::Cpu { divided(self.bytes) } else { self.bytes };
+        Self { bytes, host: divided(self.host), offload_disk: divided(self.offload_disk), ..self }
     }
 
     /// Returns this capacity less 10% headroom for the data and other programs.
@@ -84,7 +84,7 @@ impl Capacity {
         Self { bytes: self.bytes.map(usable), host: self.host.map(usable), ..self.clone() }
     }
 
-    /// Parses the name of a device, or a number of bytes of the kind of device that `device` is.
+    /// Parses the name of a device, or a number of bytes for the kind of `device`.
     pub fn parse(text: &str, device: DeviceChoice) -> Result<Self, String> {
         if let Some((name, bytes)) = GPUS.iter().find(|(name, _)| *name == text) {
             return Ok(Self::of(ComputeDevice::Gpu, Some(*bytes), (*name).to_owned()));

@@ -1,18 +1,18 @@
-//! The kind of memory that a run computes in.
+//! The kind of device that a run computes on.
 
 use candlewick_ops::DeviceKind;
 
-/// Kind of the device that computes.
+/// The kind of device that a run computes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ComputeDevice {
-    /// The CPU, in the RAM of this machine.
+    /// The CPU, which uses the machine's RAM.
     Cpu,
-    /// A GPU, in its own memory.
+    /// A GPU, which has its own memory.
     Gpu,
 }
 
 impl ComputeDevice {
-    /// Returns the kind of device, as ops' costs name it.
+    /// Returns the kind of device in the type of the ops crate.
     pub(super) fn kind(self) -> DeviceKind {
         match self {
             Self::Cpu => DeviceKind::Cpu,

@@ -1,4 +1,4 @@
-//! Sizes of a setup on one rank, as the crates that allocate declare their costs by them.
+//! The sizes of a setup on one rank, from which the allocating crates compute their costs.
 
 use candlewick_model::{AttentionExchange, LayerCost, LayerSpec, MixerSpec};
 use candlewick_ops::{AttentionHeads, CrossEntropyCost, LOGITS_BYTES_ON_CPU, logits_bytes_on_gpu};
@@ -24,7 +24,7 @@ pub(super) fn step(setup: &Setup) -> StepCost<'_> {
 
 /// Returns the sizes of a layer.
 pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
-    let layer = setup.model.units()[layer_idx + 1].layer().expect("layers lie between embedding and head");
+    let layer = setup.model.units()[layer_idx + 1].layer().expect("the units between embedding and head are layers");
     LayerCost {
         layer,
         n_slices: setup.ranks.tensor,
@@ -58,7 +58,7 @@ pub(super) fn head(setup: &Setup) -> HeadCost {
     HeadCost { n_slices: setup.ranks.tensor, n_residual_tokens: setup.tokens_outside(), loss }
 }
 
-/// Returns the bytes of an attention whose keys and values go around a ring; none on one rank.
+/// Returns the bytes of ring attention's key and value exchange; zero on one rank.
 fn exchange(setup: &Setup, layer: &LayerSpec) -> AttentionExchange {
     let (MixerSpec::Attention(attention), tensor) = (&layer.mixer, setup.ranks.tensor);
     let (n_query, n_kv) = (attention.n_heads / tensor, attention.n_kv_heads / tensor);

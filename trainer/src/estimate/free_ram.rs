@@ -9,7 +9,7 @@ pub(super) fn free_ram() -> Option<u64> {
     let memory = Memory::now()?;
     let machine = memory.node_total_bytes.saturating_sub(memory.node_used_bytes);
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    Some(folders(&groups).iter().filter_map(|folder| left(folder)).fold(machine, u64::min))
+    Some(folders(&groups).iter().filter_map(|folder| below_limit(folder)).fold(machine, u64::min))
 }
 
 /// Returns the folders of the cgroups that limit this process's memory: its own and all parents.
@@ -23,7 +23,7 @@ fn folders(groups: &str) -> Vec<PathBuf> {
             names if names.split(',').any(|name| name == "memory") => Path::new("/sys/fs/cgroup/memory"),
             _ => continue,
         };
-        // In a container the path may be the host's; then only the root exists.
+        // In a container the path may be that of the host. Then only the root exists.
         let own = root.join(path.trim_start_matches('/'));
         folders.extend(own.ancestors().take_while(|folder| folder.starts_with(root)).map(Path::to_path_buf));
     }
@@ -31,7 +31,7 @@ fn folders(groups: &str) -> Vec<PathBuf> {
 }
 
 /// Returns the bytes below a cgroup's memory limit; `None` without a limit. Inactive page cache counts as free.
-fn left(folder: &Path) -> Option<u64> {
+fn below_limit(folder: &Path) -> Option<u64> {
     let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
     let (limit, used) = match read("memory.max") {
         Some(limit) => (limit, read("memory.current")?),
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_groups_of_both_versions_are_found() {
+    fn the_folders_of_both_cgroup_versions_are_found() {
         let names = |text: &str| folders(text).iter().map(|f| f.display().to_string()).collect::<Vec<_>>();
         let second = ["/sys/fs/cgroup/a/b", "/sys/fs/cgroup/a", "/sys/fs/cgroup"];
         assert_eq!(names("0::/a/b\n"), second);
@@ -59,21 +59,21 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_leaves_what_is_not_used_and_cached_files_are_not() {
+    fn free_bytes_are_the_limit_less_the_use_without_page_cache() {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
-        assert_eq!(left(folder.path()), None);
+        assert_eq!(below_limit(folder.path()), None);
         write("memory.max", "max\n");
         write("memory.current", "700\n");
-        assert_eq!(left(folder.path()), None);
+        assert_eq!(below_limit(folder.path()), None);
         write("memory.max", "1000\n");
-        assert_eq!(left(folder.path()), Some(300));
+        assert_eq!(below_limit(folder.path()), Some(300));
         write("memory.stat", "anon 600\ninactive_file 100\n");
-        assert_eq!(left(folder.path()), Some(400));
+        assert_eq!(below_limit(folder.path()), Some(400));
     }
 
     #[test]
-    fn this_machine_has_some() {
+    fn this_machine_has_free_ram() {
         assert!(free_ram().is_some_and(|bytes| bytes > 1 << 20));
     }
 }

@@ -61,15 +61,15 @@ impl Category {
             Self::Masters => "master weights",
             Self::Gradients => "gradients",
             Self::Moments => "optimizer moments",
-            Self::Activations => "kept activations",
-            Self::Block => "the block at work",
+            Self::Activations => "saved activations",
+            Self::Block => "current block",
             Self::Logits => "logits",
-            Self::Transfer => "in transfer",
-            Self::Exchange => "between ranks",
-            Self::Cache => "keys and values",
-            Self::Copy => "copy to save",
+            Self::Transfer => "load/save buffers",
+            Self::Exchange => "communication",
+            Self::Cache => "KV cache",
+            Self::Copy => "checkpoint copy",
             Self::Program => "program",
-            Self::Allocator => "allocator's slack",
+            Self::Allocator => "allocator slack",
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The memory estimate of a run, computed from its plan. It loads no weights and opens no device or data.
 //!
-//! [`Setup`] is the part of a plan that memory depends on. `costs` hands its sizes to the crates that allocate, which declare
-//! their bytes; `parameters`, `tasks` and `program` add the rest, and `phases` the sums. `search` compares modes.
+//! [`Setup`] is the part of a plan that memory depends on. The allocating crates compute their bytes from the sizes in
+//! `costs`. `parameters`, `tasks` and `program` compute the rest. `phases` has the sums, and `search` compares modes.
 
 mod capacity;
 mod compute_device;
@@ -22,7 +22,7 @@ pub use compute_device::ComputeDevice;
 pub use memory_breakdown::{Category, MemoryBreakdown, bytes};
 pub use parameters::counts as parameter_counts;
 pub use phases::{Estimate, Phase, PhaseEstimate, estimate, estimate_stage};
-pub use report::{Advice, Report, written};
-pub use search::{Candidate, Choice, Fixed, choose, longest};
+pub use report::{Advice, EstimateReport, as_arguments};
+pub use search::{Candidate, FixedModes, ModeSearch, choose, longest};
 pub use setup::{EvalLoad, Modes, Setup, SetupError};
 pub use shortage::{Resource, Shortage};

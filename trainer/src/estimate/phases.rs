@@ -17,7 +17,7 @@ pub enum Phase {
     Step,
     /// The optimizer step.
     Optimizer,
-    /// Evaluation on held-out data.
+    /// The evaluation loss.
     Evaluation,
     /// Task evaluation.
     Tasks,
@@ -57,7 +57,8 @@ pub struct Estimate {
     /// The phases that the plan has, in their order.
     pub phases: Vec<PhaseEstimate>,
     /// The bytes of offloaded block inputs, in temporary files or in the RAM of a GPU's host.
-    pub parked: u64,
+    #[serde(rename = "parked")]
+    pub offloaded: u64,
     /// The bytes of host RAM that a GPU run needs; `None` on the CPU, where everything is RAM.
     pub host: Option<u64>,
 }
@@ -65,7 +66,7 @@ pub struct Estimate {
 impl Estimate {
     /// Returns the phase that needs most.
     pub fn peak(&self) -> &PhaseEstimate {
-        self.phases.iter().rev().max_by_key(|phase| phase.breakdown.total()).expect("every run loads")
+        self.phases.iter().rev().max_by_key(|phase| phase.breakdown.total()).expect("every run has a load phase")
     }
 
     /// Returns the bytes of that phase.
@@ -79,9 +80,9 @@ pub fn estimate(setup: &Setup) -> Estimate {
     let of_stage = |stage| estimate_stage(&Setup { stage, ..setup.clone() });
     let stages = (1..setup.layout.n_stages()).map(of_stage);
     stages.fold(of_stage(0), |most, other| {
-        let (host, parked) = (most.host.max(other.host), most.parked.max(other.parked));
+        let (host, offloaded) = (most.host.max(other.host), most.offloaded.max(other.offloaded));
         let most = if other.peak_bytes() > most.peak_bytes() { other } else { most };
-        Estimate { host, parked, ..most }
+        Estimate { host, offloaded, ..most }
     })
 }
 
@@ -89,15 +90,15 @@ pub fn estimate(setup: &Setup) -> Estimate {
 pub fn estimate_stage(setup: &Setup) -> Estimate {
     let program = MemoryBreakdown::default().with(Category::Program, program::on_device(setup));
     let copied = parameters::copied(setup);
-    let copied_here = if setup.compute_device == ComputeDevice::Cpu { copied } else { 0 };
-    let resident = program.clone().plus(&parameters::resident(setup)).with(Category::Copy, copied_here);
+    let copied_on_device = if setup.compute_device == ComputeDevice::Cpu { copied } else { 0 };
+    let resident = program.clone().plus(&parameters::resident(setup)).with(Category::Copy, copied_on_device);
     let whole_weights = MemoryBreakdown::default().with(Category::Exchange, parameters::whole_weights(setup));
     let step = costs::step(setup);
-    let passing = breakdown(step.training()).with(Category::Exchange, parameters::travelling(setup));
-    let slack = program::slack(setup.compute_device, passing.total());
+    let temporary = breakdown(step.training()).with(Category::Exchange, parameters::exchange_buffers(setup));
+    let slack = program::slack(setup.compute_device, temporary.total());
     let mut phases = vec![
         (Phase::Load, program.plus(&load(setup))),
-        (Phase::Step, resident.clone().plus(&passing).with(Category::Allocator, slack)),
+        (Phase::Step, resident.clone().plus(&temporary).with(Category::Allocator, slack)),
         (Phase::Optimizer, resident.clone().with(Category::Exchange, parameters::gathered(setup))),
     ];
     if setup.evaluates {
@@ -109,12 +110,12 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
     if !setup.saves.is_empty() {
         phases.push((Phase::Save, resident.plus(&save(setup))));
     }
-    let parked = step.offloaded_bytes();
-    let host = || program::on_gpu_host(setup) + transfer(setup) + parameters::bytes_on_host(setup) + parked + copied;
+    let offloaded = step.offloaded_bytes();
+    let host = || program::on_gpu_host(setup) + transfer(setup) + parameters::bytes_on_host(setup) + offloaded + copied;
     Estimate {
         stage: setup.stage,
         phases: phases.into_iter().map(|(phase, breakdown)| PhaseEstimate { phase, breakdown }).collect(),
-        parked,
+        offloaded,
         host: (setup.compute_device == ComputeDevice::Gpu).then(host),
     }
 }
@@ -148,7 +149,7 @@ fn breakdown(bytes: StepBytes) -> MemoryBreakdown {
 /// Returns the peak of a checkpoint, written in chunks of 4 MiB. A chunk exists in its dtype, in f32, as a vector and
 /// as bytes (`checkpoint::shard`).
 fn save(setup: &Setup) -> MemoryBreakdown {
-    const PIECES: u64 = 4 * (4 << 20);
+    const CHUNKS: u64 = 4 * (4 << 20);
     MemoryBreakdown::default()
-        .with(Category::Transfer, if setup.compute_device == ComputeDevice::Cpu { PIECES } else { PIECES / 4 })
+        .with(Category::Transfer, if setup.compute_device == ComputeDevice::Cpu { CHUNKS } else { CHUNKS / 4 })
 }

@@ -1,4 +1,4 @@
-//! Memory that a run needs whatever it trains: the program, its tokenizer, the allocator's slack.
+//! Memory that does not depend on the model's training: the program, the tokenizer and the allocator's slack.
 
 use candlewick_ops::{GPU_CONTEXT_BYTES, GPU_HOST_BYTES, cpu_gemm_buffer_bytes, gpu_pool_slack_bytes};
 use candlewick_runtime::allocator::slack_bytes;
@@ -21,11 +21,11 @@ pub(super) fn on_gpu_host(setup: &Setup) -> u64 {
     program_bytes() + GPU_HOST_BYTES + tokenizer(setup)
 }
 
-/// Returns the bytes that the allocator holds besides `passing` bytes that a step allocates and frees.
-pub(super) fn slack(compute_device: ComputeDevice, passing: u64) -> u64 {
+/// Returns the allocator's slack for `temporary` bytes that a step allocates and frees.
+pub(super) fn slack(compute_device: ComputeDevice, temporary: u64) -> u64 {
     match compute_device {
-        ComputeDevice::Cpu => slack_bytes(passing),
-        ComputeDevice::Gpu => gpu_pool_slack_bytes(passing),
+        ComputeDevice::Cpu => slack_bytes(temporary),
+        ComputeDevice::Gpu => gpu_pool_slack_bytes(temporary),
     }
 }
 
@@ -33,7 +33,7 @@ fn tokenizer(setup: &Setup) -> u64 {
     setup.model.config().vocab_size() as u64 * Tokenizer::BYTES_PER_TOKEN
 }
 
-/// Returns the bytes of the packing buffers of matmuls on the CPU, which stay for the next ones.
+/// Returns the bytes of the CPU's matmul packing buffers, which are reused.
 fn matmul_buffers(setup: &Setup) -> u64 {
     let (layer, head) = (costs::layer(setup, 0), costs::head(setup));
     let matmuls: Vec<_> = layer.mlp_matmuls().into_iter().chain(head.matmuls()).collect();

@@ -7,15 +7,16 @@ use serde_json::{Map, Value, json};
 
 use super::search::by_cost;
 use super::{
-    Capacity, Category, ComputeDevice, Estimate, Fixed, Modes, Phase, Resource, Setup, Shortage, bytes, choose,
+    Capacity, Category, ComputeDevice, Estimate, FixedModes, Modes, Phase, Resource, Setup, Shortage, bytes, choose,
     estimate, longest, parameters,
 };
 use crate::metrics::quantity;
-use crate::plan::{Activations, ComputeDtype};
+use crate::plan::CheckpointingMode;
+use crate::recipe::FloatDtype;
 
 /// The estimate with its comparison. Its JSON is a stable interface: keys may be added, none changes its meaning.
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
+pub struct EstimateReport {
     /// The version of the JSON format: 1.
     pub format: u32,
     /// The recipe's path.
@@ -29,7 +30,7 @@ pub struct Report {
     /// Trained parameters.
     pub n_trained: u64,
     /// The dtype of forward and backward.
-    pub dtype: ComputeDtype,
+    pub dtype: FloatDtype,
     /// The most tokens of a micro-batch.
     pub tokens: u64,
     /// Stages of a pipeline; 1 without one.
@@ -68,7 +69,7 @@ pub struct Advice {
     pub same_result: bool,
 }
 
-impl Report {
+impl EstimateReport {
     /// Estimates `setup` and compares it with `capacity`.
     pub fn new(recipe: String, setup: &Setup, capacity: &Capacity) -> Self {
         let estimate = estimate(setup);
@@ -101,32 +102,32 @@ impl Report {
 /// Returns the cheapest modes that fit and those that need least memory. Then adds options that change results by
 /// rounding: tiled MLPs, moments in bf16, and CPU optimizer offload of a GPU run.
 fn advice(setup: &Setup, capacity: &Capacity) -> Vec<Advice> {
-    let mut advice = ladder(setup, capacity, &[]);
+    let mut advice = mode_advice(setup, capacity, &[]);
     let (mut setup, mut switches) = (setup.clone(), Vec::new());
     if !setup.modes.tiled_mlp {
         setup.modes.tiled_mlp = true;
         switches.push(("tiled_mlp_compute", json!(true)));
-        advice.extend(ladder(&setup, capacity, &switches));
+        advice.extend(mode_advice(&setup, capacity, &switches));
     }
-    if setup.compute == ComputeDtype::Bf16 && setup.moments == ComputeDtype::F32 {
-        setup.moments = ComputeDtype::Bf16;
+    if setup.compute == FloatDtype::Bf16 && setup.moments == FloatDtype::F32 {
+        setup.moments = FloatDtype::Bf16;
         switches.push(("deepspeed.bf16.bf16_optimizer_states", json!(true)));
-        advice.extend(ladder(&setup, capacity, &switches));
+        advice.extend(mode_advice(&setup, capacity, &switches));
     }
     if setup.compute_device == ComputeDevice::Gpu && setup.optimizer_on_host < 1.0 {
         setup.optimizer_on_host = 1.0;
         switches.push(("deepspeed.zero_optimization.offload_optimizer", json!({"device": "cpu"})));
-        advice.extend(ladder(&setup, capacity, &switches));
+        advice.extend(mode_advice(&setup, capacity, &switches));
     }
     advice
 }
 
-/// The cheapest modes that fit, then `full` and `offload`. `switches` are on in `setup` already.
-fn ladder(setup: &Setup, capacity: &Capacity, switches: &[(&str, Value)]) -> Vec<Advice> {
-    let found = choose(setup, Fixed::default(), capacity).found.map(|candidate| candidate.modes);
-    let most = by_cost(setup, Fixed::default()).into_iter().filter(|modes| {
-        let keeps_least = [Activations::Recompute, Activations::Offload(1.0)].contains(&modes.activations);
-        keeps_least && found.is_none_or(|found| found != *modes)
+/// Returns advice for the cheapest modes that fit, then for `full` and `offload`. `setup` already has `switches`.
+fn mode_advice(setup: &Setup, capacity: &Capacity, switches: &[(&str, Value)]) -> Vec<Advice> {
+    let found = choose(setup, FixedModes::default(), capacity).found.map(|candidate| candidate.modes);
+    let most = by_cost(setup, FixedModes::default()).into_iter().filter(|modes| {
+        let saves_least = [CheckpointingMode::Full, CheckpointingMode::Offload(1.0)].contains(&modes.activations);
+        saves_least && found.is_none_or(|found| found != *modes)
     });
     let to_advice = |modes: Modes| {
         let estimate = estimate(&Setup { modes, ..setup.clone() });
@@ -141,7 +142,7 @@ fn ladder(setup: &Setup, capacity: &Capacity, switches: &[(&str, Value)]) -> Vec
 }
 
 /// Formats keys and values as `key=value` arguments for the command line: `'key={every: 2}'`.
-pub fn written<'a>(set: impl IntoIterator<Item = (&'a str, &'a Value)>) -> String {
+pub fn as_arguments<'a>(set: impl IntoIterator<Item = (&'a str, &'a Value)>) -> String {
     let pair = |(key, value): (&str, &Value)| match value {
         Value::String(text) => format!("{key}={text}"),
         Value::Object(map) => format!("'{key}={{{}}}'", flow(map)),
@@ -156,7 +157,7 @@ fn flow(map: &Map<String, Value>) -> String {
 }
 
 /// Returns the shortages of resources other than the device's memory, which the report covers separately.
-fn besides(short: &[Shortage]) -> impl Iterator<Item = &Shortage> {
+fn other_shortages(short: &[Shortage]) -> impl Iterator<Item = &Shortage> {
     short.iter().filter(|shortage| shortage.of != Resource::Device)
 }
 
@@ -164,27 +165,31 @@ fn pairs(set: &Map<String, Value>) -> impl Iterator<Item = (&str, &Value)> {
     set.iter().map(|(key, value)| (key.as_str(), value))
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for EstimateReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [parameters, trained] = [self.n_parameters, self.n_trained].map(|n| quantity(n as f64));
-        let (recipe, tokens, modes) = (&self.recipe, self.tokens, written(pairs(&self.modes)));
+        let (recipe, tokens, modes) = (&self.recipe, self.tokens, as_arguments(pairs(&self.modes)));
         writeln!(f, "memory of {recipe}: {parameters} parameters, {trained} trained, {tokens} tokens a micro-batch")?;
         writeln!(f, "with {modes}")?;
         if self.n_stages > 1 {
-            writeln!(f, "of the ranks of stage {} of {}, which need most", self.estimate.stage, self.n_stages)?;
+            writeln!(
+                f,
+                "on the ranks of pipeline stage {} of {}, which need most",
+                self.estimate.stage, self.n_stages
+            )?;
         }
         self.table(f)?;
-        if self.estimate.parked > 0 {
-            writeln!(f, "parked elsewhere: {}", bytes(self.estimate.parked))?;
+        if self.estimate.offloaded > 0 {
+            writeln!(f, "offloaded activations: {}", bytes(self.estimate.offloaded))?;
         }
         if let Some(host) = self.estimate.host {
-            writeln!(f, "RAM of the host: {}", bytes(host))?;
+            writeln!(f, "host RAM: {}", bytes(host))?;
         }
-        self.verdict(f)
+        self.write_result(f)
     }
 }
 
-impl Report {
+impl EstimateReport {
     fn table(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let phases = &self.estimate.phases;
         let is_used = |category: &Category| phases.iter().any(|phase| phase.breakdown.of(*category) > 0);
@@ -203,40 +208,40 @@ impl Report {
         }
         let mark = |phase: &Phase| if *phase == self.peak_phase { "*" } else { "" };
         let totals = phases.iter().map(|phase| format!("{}{}", mark(&phase.phase), bytes(phase.breakdown.total())));
-        writeln!(f, "{}", row("all (* is the peak)", totals.collect()))
+        writeln!(f, "{}", row("total (* is the peak)", totals.collect()))
     }
 
-    fn verdict(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn write_result(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(capacity) = self.device_bytes else {
             return writeln!(f, "the memory of {} is not known", self.device);
         };
-        let verdict = if self.peak_bytes <= capacity { "fits" } else { "does not fit" };
-        writeln!(f, "{verdict}: {} of {} ({})", bytes(self.peak_bytes), bytes(capacity), self.device)?;
-        for shortage in besides(&self.short) {
+        let result = if self.peak_bytes <= capacity { "fits" } else { "does not fit" };
+        writeln!(f, "{result}: {} of {} ({})", bytes(self.peak_bytes), bytes(capacity), self.device)?;
+        for shortage in other_shortages(&self.short) {
             writeln!(f, "does not fit: {shortage}")?;
         }
         match self.longest_row {
-            Some(tokens) => writeln!(f, "longest row that fits as the recipe stands: {tokens} tokens")?,
-            None => writeln!(f, "no row fits as the recipe stands")?,
+            Some(tokens) => writeln!(f, "longest row that fits with this recipe: {tokens} tokens")?,
+            None => writeln!(f, "no row fits with this recipe")?,
         }
         for advice in &self.advice {
             let fits = if advice.fits { "fits" } else { "does not fit" };
-            let short: String = besides(&advice.short).map(|shortage| format!(" ({shortage})")).collect();
+            let short: String = other_shortages(&advice.short).map(|shortage| format!(" ({shortage})")).collect();
             let note = if advice.same_result { "" } else { "; changes results by rounding" };
-            writeln!(f, "  {}: {}, {fits}{short}{note}", written(pairs(&advice.set)), bytes(advice.peak_bytes))?;
+            writeln!(f, "  {}: {}, {fits}{short}{note}", as_arguments(pairs(&advice.set)), bytes(advice.peak_bytes))?;
         }
-        self.other_ways(f)
+        self.write_other_methods(f)
     }
 
-    /// Writes the methods that are no switch of the recipe, where no switch is enough.
-    fn other_ways(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    /// Writes further methods if no recipe key is enough.
+    fn write_other_methods(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.advice.is_empty() || self.advice.iter().any(|advice| advice.fits) {
             return Ok(());
         }
         if self.n_trained == self.n_parameters {
-            writeln!(f, "  LoRA (`model.peft_config`) has no gradients and moments of the frozen weights")?;
+            writeln!(f, "  LoRA (`model.peft_config`) needs no gradients and moments for the frozen weights")?;
         }
-        writeln!(f, "  not available yet: quantised base weights (QLoRA)")
+        writeln!(f, "  not implemented yet: quantized base weights (QLoRA)")
     }
 }
 
@@ -245,9 +250,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_are_written_as_a_shell_wants_them() {
+    fn keys_are_formatted_as_shell_arguments() {
         let (full, every, on) = (json!("full"), json!({"every": 2}), json!(true));
         let set = [("a.b", &full), ("c", &every), ("d", &on)];
-        assert_eq!(written(set), "a.b=full 'c={every: 2}' d=true");
+        assert_eq!(as_arguments(set), "a.b=full 'c={every: 2}' d=true");
     }
 }

@@ -1,18 +1,18 @@
 //! The search for modes that trade time for memory: their cost, and the cheapest that fit.
 //!
-//! Chosen modes change no result, so a resumed run may choose others. Tiled MLPs sum the gradients of weights in
-//! another order: the report advises them, and the search leaves them as they are.
+//! The searched modes do not change results, so a resumed run may select others. Tiled MLPs sum weight gradients in
+//! another order. The report advises them, and the search does not change them.
 
 use candlewick_ops::AttentionImpl;
 
 use super::{Capacity, Modes, Setup, Shortage, estimate};
 use crate::metrics::{ModelShape, Recomputed, recomputed_flops};
-use crate::plan::Activations;
+use crate::plan::CheckpointingMode;
 
-/// The modes that the recipe sets: the search leaves them unchanged.
+/// The modes that the recipe sets. The search does not change them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Fixed {
-    /// `model.activation_checkpoint`, or one of its other names.
+pub struct FixedModes {
+    /// True if the recipe sets `model.activation_checkpoint` or an alias.
     pub activations: bool,
 }
 
@@ -23,13 +23,13 @@ pub struct Candidate {
     pub modes: Modes,
     /// The peak in bytes.
     pub peak_bytes: u64,
-    /// The resources that are too small for them.
+    /// The resources that are too small.
     pub short: Vec<Shortage>,
 }
 
 /// The result of a search.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Choice {
+pub struct ModeSearch {
     /// The cheapest modes that fit, if any do.
     pub found: Option<Candidate>,
     /// All candidates that were tried, in the order of their time.
@@ -39,7 +39,7 @@ pub struct Choice {
 }
 
 /// Finds the cheapest modes with which `setup` fits `capacity`. `fixed` modes stay unchanged.
-pub fn choose(setup: &Setup, fixed: Fixed, capacity: &Capacity) -> Choice {
+pub fn choose(setup: &Setup, fixed: FixedModes, capacity: &Capacity) -> ModeSearch {
     let mut tried = Vec::new();
     for modes in by_cost(setup, fixed) {
         let setup = Setup { modes, ..setup.clone() };
@@ -48,18 +48,18 @@ pub fn choose(setup: &Setup, fixed: Fixed, capacity: &Capacity) -> Choice {
         let candidate = Candidate { modes, peak_bytes, short };
         tried.push(candidate.clone());
         if candidate.short.is_empty() {
-            return Choice { found: Some(candidate), tried, longest: longest(&setup, capacity) };
+            return ModeSearch { found: Some(candidate), tried, longest: longest(&setup, capacity) };
         }
     }
     let least = tried.iter().min_by_key(|candidate| candidate.peak_bytes).map(|candidate| candidate.modes);
     let longest = least.and_then(|modes| longest(&Setup { modes, ..setup.clone() }, capacity));
-    Choice { found: None, tried, longest }
+    ModeSearch { found: None, tried, longest }
 }
 
 /// Returns all modes in the order of their extra time. First is no checkpointing. Then come every k-th block and
 /// `selective`, sorted by recomputed FLOPs, then `full`. Last is `offload` of 25% to 100% of the blocks, unless the
 /// offload folder is in RAM.
-pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
+pub(super) fn by_cost(setup: &Setup, fixed: FixedModes) -> Vec<Modes> {
     if fixed.activations {
         return vec![setup.modes];
     }
@@ -68,33 +68,34 @@ pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
     every.dedup();
     let some = every.into_iter().filter(|&k| k > 1).map(|k| {
         let n_recomputed = n_blocks.div_ceil(k);
-        (Activations::RecomputeEvery(k), n_recomputed as f64 / n_blocks as f64)
+        (CheckpointingMode::EveryKth(k), n_recomputed as f64 / n_blocks as f64)
     });
-    // The reference implementation's attention output cannot be saved separately.
-    let is_kept = setup.attention != AttentionImpl::Reference;
-    let selective = is_kept.then(|| (Activations::Selective, 1.0 - attention_share(setup)));
-    let mut again: Vec<(Activations, f64)> = some.chain(selective).collect();
-    again.sort_by(|(_, a), (_, b)| a.total_cmp(b));
-    let again = again.into_iter().map(|(activations, _)| activations);
-    let shares: &[f64] = if setup.offloads_to_ram { &[] } else { &[0.25, 0.5, 0.75, 1.0] };
-    let parked = shares.iter().map(|share| Activations::Offload(*share));
-    let activations = [Activations::Keep].into_iter().chain(again).chain([Activations::Recompute]).chain(parked);
+    // The reference implementation cannot save the attention output separately.
+    let can_save_output = setup.attention != AttentionImpl::Reference;
+    let selective = can_save_output.then(|| (CheckpointingMode::Selective, 1.0 - attention_fraction(setup)));
+    let mut partial: Vec<(CheckpointingMode, f64)> = some.chain(selective).collect();
+    partial.sort_by(|(_, a), (_, b)| a.total_cmp(b));
+    let partial = partial.into_iter().map(|(activations, _)| activations);
+    let fractions: &[f64] = if setup.offloads_to_ram { &[] } else { &[0.25, 0.5, 0.75, 1.0] };
+    let offloaded = fractions.iter().map(|fraction| CheckpointingMode::Offload(*fraction));
+    let activations =
+        [CheckpointingMode::None].into_iter().chain(partial).chain([CheckpointingMode::Full]).chain(offloaded);
     activations.map(|activations| Modes { activations, ..setup.modes }).collect()
 }
 
-/// Returns attention's share of a block's forward FLOPs, on a row of `row_tokens` tokens.
-fn attention_share(setup: &Setup) -> f64 {
+/// Returns attention's fraction of a block's forward FLOPs, on a row of `row_tokens` tokens.
+fn attention_fraction(setup: &Setup) -> f64 {
     let (shape, row) = (ModelShape::of(&setup.model), [setup.row_tokens as usize]);
     let of = |again: Recomputed| recomputed_flops(&shape, &[again], &row);
     let matmuls = of(Recomputed { layer: true, ..Recomputed::default() });
-    // The causal mask leaves half of the pairs.
+    // The causal mask removes half of the query-key pairs.
     let attention = of(Recomputed { attention: true, ..Recomputed::default() }) / 2.0;
     attention / (matmuls + attention)
 }
 
-/// Returns the most tokens of a row with which `setup` fits `capacity`; `None` if even one is too many.
+/// Returns the most tokens of a row with which `setup` fits `capacity`; `None` if not even one fits.
 ///
-/// Every term grows with the tokens, so a binary search finds it.
+/// It is a binary search: every term grows with the tokens.
 pub fn longest(setup: &Setup, capacity: &Capacity) -> Option<u64> {
     /// More tokens than any model's context.
     const MOST: u64 = 1 << 24;

@@ -8,8 +8,9 @@ use serde_json::{Value, json};
 
 use super::Capacity;
 use super::compute_device::ComputeDevice;
-use crate::checkpoint::Kind;
-use crate::plan::{Activations, ComputeDtype, Init, Plan, RanksPlan, TasksPlan, dtype};
+use crate::checkpoint::CheckpointFormat;
+use crate::plan::{CheckpointingMode, Plan, RanksPlan, TasksPlan, WeightInit, dtype};
+use crate::recipe::FloatDtype;
 
 /// The settings of a plan that the formulas read.
 #[derive(Clone, Debug)]
@@ -17,11 +18,11 @@ pub struct Setup {
     /// The units, with every parameter's shape.
     pub model: Model,
     /// The dtype of forward and backward.
-    pub compute: ComputeDtype,
+    pub compute: FloatDtype,
     /// The dtype of master weights and gradients.
-    pub masters: ComputeDtype,
+    pub masters: FloatDtype,
     /// The dtype of AdamW's moments.
-    pub moments: ComputeDtype,
+    pub moments: FloatDtype,
     /// The modes that trade time for memory.
     pub modes: Modes,
     /// The most tokens of a row.
@@ -40,7 +41,7 @@ pub struct Setup {
     pub n_micros: usize,
     /// The pipeline stage to estimate.
     pub stage: usize,
-    /// The share of the parameters whose masters and moments are offloaded to a GPU's host.
+    /// The fraction of the parameters whose master weights and moments are offloaded to a GPU's host.
     pub optimizer_on_host: f64,
     /// True if the weights are offloaded to the host, too.
     pub weights_on_host: bool,
@@ -51,13 +52,13 @@ pub struct Setup {
     /// The attention implementation.
     pub attention: AttentionImpl,
     /// The source of the initial weights.
-    pub init: Init,
-    /// True if the run evaluates on held-out data.
+    pub init: WeightInit,
+    /// True if the run evaluates the loss.
     pub evaluates: bool,
     /// The batches of task evaluation; `None` without tasks.
     pub eval_load: Option<EvalLoad>,
     /// The checkpoints that the run writes.
-    pub saves: Vec<Kind>,
+    pub saves: Vec<CheckpointFormat>,
     /// True if a checkpoint is written asynchronously, from a copy.
     pub copies_to_save: bool,
 }
@@ -66,7 +67,7 @@ pub struct Setup {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Modes {
     /// The activations that blocks save for backward.
-    pub activations: Activations,
+    pub activations: CheckpointingMode,
     /// True if MLPs are computed in tiles of tokens.
     pub tiled_mlp: bool,
 }
@@ -86,7 +87,7 @@ pub struct EvalLoad {
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
     /// The model's config is on the Hub only.
-    #[error("estimate the memory: the model's config is not known")]
+    #[error("estimate the memory: the model's config is not downloaded")]
     NoConfig,
     /// The config does not describe a supported model.
     #[error(transparent)]
@@ -104,7 +105,7 @@ impl Setup {
         let config = plan.model.config.clone().ok_or(SetupError::NoConfig)?;
         Ok(Self {
             layout: plan.pipeline.layout(&config),
-            schedule: plan.pipeline.order(),
+            schedule: plan.pipeline.schedule_kind(),
             n_micros: plan.data.gradient_accumulation_steps,
             stage: 0,
             model: Model::new(config, plan.model.adapter.clone())?,
@@ -124,7 +125,7 @@ impl Setup {
             init: plan.model.init,
             evaluates: plan.eval.is_some(),
             eval_load: plan.tasks.as_ref().map(EvalLoad::of),
-            saves: plan.checkpoints.iter().map(|checkpoint| checkpoint.kind).collect(),
+            saves: plan.checkpoints.iter().map(|checkpoint| checkpoint.format).collect(),
             copies_to_save: plan.checkpoints.iter().any(|checkpoint| checkpoint.async_save),
         })
     }
@@ -148,9 +149,9 @@ impl Setup {
     /// Returns the units whose parameters this stage holds: its own, and those tied to its head.
     pub(super) fn units(&self) -> impl Iterator<Item = &FsdpUnit> {
         let units = self.model.units();
-        let borrowed = |unit_idx| units[units.len() - 1].tied.iter().any(|tied| tied.owner == unit_idx);
+        let is_tied_to_head = |unit_idx| units[units.len() - 1].tied.iter().any(|tied| tied.owner == unit_idx);
         let is_here = move |unit_idx: &usize| {
-            self.layout.stage_of(*unit_idx) == self.stage || (self.has_head() && borrowed(*unit_idx))
+            self.layout.stage_of(*unit_idx) == self.stage || (self.has_head() && is_tied_to_head(*unit_idx))
         };
         (0..units.len()).filter(is_here).map(|unit_idx| &units[unit_idx])
     }
@@ -162,13 +163,13 @@ impl Setup {
 
     /// Returns the bytes of a parameter's weights on the rank that holds most of it.
     pub(super) fn weight_bytes(&self, param: &ParamSpec) -> u64 {
-        let dense = self.kept(param) * self.compute.n_bytes();
+        let dense = self.numel_here(param) * self.compute.n_bytes();
         max_shard_bytes(param, self.ranks.tensor, dtype(self.compute)).map_or(dense, |bytes| bytes as u64)
     }
 
     /// Returns the number of a parameter's elements on the rank that holds most of it.
-    pub(super) fn kept(&self, param: &ParamSpec) -> u64 {
-        // The plan has refused shapes that cannot be sharded.
+    pub(super) fn numel_here(&self, param: &ParamSpec) -> u64 {
+        // The plan refuses shapes that cannot be sharded.
         max_shard_numel(param, self.ranks.tensor).unwrap_or_else(|_| param.numel()) as u64
     }
 }

@@ -16,7 +16,8 @@ pub enum Resource {
     /// The RAM of a GPU's host.
     Host,
     /// The disk of the folder for temporary files, which holds offloaded activations.
-    Parking,
+    #[serde(rename = "parking")]
+    OffloadDisk,
 }
 
 /// A resource that is too small.
@@ -33,11 +34,11 @@ pub struct Shortage {
 impl Estimate {
     /// Returns the resources that are smaller than a run needs, as far as they are known; empty if it fits.
     pub fn shortages(&self, capacity: &Capacity) -> Vec<Shortage> {
-        let in_folder = if capacity.compute_device == ComputeDevice::Cpu { self.parked } else { 0 };
+        let on_disk = if capacity.compute_device == ComputeDevice::Cpu { self.offloaded } else { 0 };
         let compared = [
             (Resource::Device, self.peak_bytes(), capacity.bytes),
             (Resource::Host, self.host.unwrap_or(0), capacity.host),
-            (Resource::Parking, in_folder, capacity.parking),
+            (Resource::OffloadDisk, on_disk, capacity.offload_disk),
         ];
         let short = |(of, needed_bytes, free): (Resource, u64, Option<u64>)| {
             let free_bytes = free.filter(|free| needed_bytes > *free)?;
@@ -51,8 +52,8 @@ impl fmt::Display for Shortage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let what = match self.of {
             Resource::Device => "memory",
-            Resource::Host => "RAM of the host",
-            Resource::Parking => "free disk for parked inputs (TMPDIR names the folder)",
+            Resource::Host => "host RAM",
+            Resource::OffloadDisk => "free disk for offloaded activations (TMPDIR sets the folder)",
         };
         write!(f, "{} of {} of {what}", bytes(self.needed_bytes), bytes(self.free_bytes))
     }

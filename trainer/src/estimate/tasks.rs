@@ -1,6 +1,6 @@
 //! Memory of tasks evaluated during training (`candlewick_inference::answer`).
 //!
-//! Prompts are not looked at: this is the most that batches of them take. t tokens of a forward, p tokens of context
+//! It is an upper bound for every batch: the prompts themselves are not read.
 
 use candlewick_inference::answer::batch::BatchLimits;
 
@@ -15,16 +15,16 @@ const F32: u64 = 4;
 pub(super) fn worst_batch(setup: &Setup, eval_load: EvalLoad) -> MemoryBreakdown {
     let sizes = Sizes::of(setup, eval_load);
     let scored = scored(setup, &sizes);
-    let written = if eval_load.generates { written(setup, &sizes) } else { MemoryBreakdown::default() };
-    let most = if written.total() > scored.total() { written } else { scored };
-    let passing = most.total() - most.of(Category::Cache);
-    most.with(Category::Allocator, program::slack(setup.compute_device, passing))
+    let generated = if eval_load.generates { generated(setup, &sizes) } else { MemoryBreakdown::default() };
+    let most = if generated.total() > scored.total() { generated } else { scored };
+    let temporary = most.total() - most.of(Category::Cache);
+    most.with(Category::Allocator, program::slack(setup.compute_device, temporary))
 }
 
 struct Sizes {
     /// Tokens of a forward.
     tokens: u64,
-    /// Keys of prefix and texts that a forward attends to, with shared prefixes.
+    /// The keys that a forward attends to: shared prefixes and texts.
     keys: u64,
     context: u64,
     texts: u64,
@@ -38,7 +38,7 @@ impl Sizes {
         let row_bytes = 2 * config.n_layers() * heads.n_kv * heads.dim * F32 as usize;
         let auto = BatchLimits::auto(setup.compute_device == ComputeDevice::Cpu, row_bytes);
         let longest = eval_load.max_length.unwrap_or(config.max_positions());
-        // A text that is longer than a forward gets its own forward; only `eval.max_length` allows such texts.
+        // A text longer than a forward gets a forward of its own. Only `eval.max_length` allows such texts.
         let context = if eval_load.max_length.is_some() { longest } else { longest.min(auto.n_tokens) };
         let (tokens, keys, texts, most_rows) = match eval_load.batch_size {
             Some(n) => (n * context, n * context, n, usize::MAX),
@@ -51,21 +51,21 @@ impl Sizes {
 }
 
 /// Returns the bytes of a scored batch, whose texts extend a shared prefix. All blocks cache the prefix's keys and
-/// values. The current block also joins those of prefix and batch, and gathers those of each text. A CPU widens the
-/// latter to f32.
+/// values. The current block also concatenates those of prefix and batch, and gathers those of each text. A CPU
+/// converts the latter to f32.
 fn scored(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens, sizes.context);
     let block = costs::layer(&wide, 0);
     let s = setup.compute.n_bytes();
-    let widened = if setup.compute_device == ComputeDevice::Cpu && s < F32 { F32 } else { 0 };
-    let keys = block.kv_bytes(sizes.context + sizes.tokens, s) + block.kv_bytes(sizes.keys, s + widened);
-    let path = n_blocks_here(setup) * block.kv_bytes(sizes.context, s);
+    let converted = if setup.compute_device == ComputeDevice::Cpu && s < F32 { F32 } else { 0 };
+    let keys = block.kv_bytes(sizes.context + sizes.tokens, s) + block.kv_bytes(sizes.keys, s + converted);
+    let prefix = n_blocks_here(setup) * block.kv_bytes(sizes.context, s);
     let logits = if setup.has_head() { costs::head(&wide).forward_bytes() + block.activation_bytes() } else { 0 };
-    breakdown(&wide, path, block.forward_bytes() + keys, logits)
+    breakdown(&wide, prefix, block.forward_bytes() + keys, logits)
 }
 
 /// Returns the bytes of a generated batch: a KV cache pool (f32 on a CPU) and a forward of prompts.
-fn written(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
+fn generated(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens + sizes.context, sizes.context);
     let block = costs::layer(&wide, 0);
     let s = if setup.compute_device == ComputeDevice::Cpu { F32 } else { setup.compute.n_bytes() };

@@ -1,5 +1,6 @@
-//! The terminal: one line a step in ArcticTraining's form, and a progress bar below the lines.
-//! All of it goes to stderr; stdout belongs to results.
+//! Terminal output: one line per step in ArcticTraining's format, and a progress bar below the lines.
+//!
+//! Everything goes to stderr; stdout is for results.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::LazyLock;
@@ -13,15 +14,15 @@ use super::memory::Memory;
 use super::plan::Console;
 use super::record::{EvalRecord, StepRecord, TasksRecord};
 
-/// All bars of the process. They show themselves only where stderr is a terminal.
+/// All progress bars of the process. They are visible only if stderr is a terminal.
 static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 
-/// Shows a bar among the others.
+/// Adds a progress bar.
 pub fn show_bar(bar: ProgressBar) -> ProgressBar {
     BARS.add(bar)
 }
 
-/// Writes to stderr above the bars, so that neither breaks the other.
+/// A writer to stderr that prints above the progress bars.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AboveBars;
 
@@ -36,7 +37,7 @@ impl Write for AboveBars {
     }
 }
 
-/// Shows lines and progress. Clones share the bar.
+/// Prints lines and a progress bar. Clones share the bar.
 #[derive(Clone, Debug)]
 pub struct Terminal {
     bar: ProgressBar,
@@ -44,7 +45,7 @@ pub struct Terminal {
 }
 
 impl Terminal {
-    /// Shows a bar of `total_steps`, of which `done` are done, where stderr is a terminal.
+    /// Shows a progress bar at `done` of `total_steps`, if stderr is a terminal.
     pub fn new(console: Console, done: usize, total_steps: usize) -> Self {
         let has_bar = console == Console::Full && io::stderr().is_terminal();
         let bar = if has_bar { show_bar(ProgressBar::new(total_steps as u64)) } else { ProgressBar::hidden() };
@@ -56,18 +57,18 @@ impl Terminal {
     /// Prints a line above the bar.
     pub fn line(&self, text: &str) {
         if self.console != Console::Quiet {
-            // A reader that went away is no reason to stop training.
+            // A closed pipe is no reason to stop training.
             let _ = AboveBars.write_all(format!("{text}\n").as_bytes());
         }
     }
 
-    /// Moves the bar.
+    /// Sets the position and the message of the bar.
     pub fn advance_to(&self, step: usize, loss: f64) {
         self.bar.set_message(format!("loss {loss:.4}"));
         self.bar.set_position(step as u64);
     }
 
-    /// Starts to print a line from time to time about work that takes long; `None` if nothing is to be printed.
+    /// Returns a progress printer for a long operation; `None` if quiet.
     pub fn progress(&self, what: &str, unit: &'static str) -> Option<ProgressLines> {
         let terminal = self.clone();
         let print = move |line: String| terminal.line(&line);
@@ -80,7 +81,7 @@ impl Terminal {
     }
 }
 
-/// Writes the line of a training step. `left` is the time that the steps to come will take, in seconds.
+/// Formats the line of a training step. `eta_seconds` is the estimated time of the remaining steps.
 pub fn step_line(record: &StepRecord, total_steps: usize, left: f64) -> String {
     [
         format!("Train iter: {}", position(record.iter, total_steps)),
@@ -93,7 +94,7 @@ pub fn step_line(record: &StepRecord, total_steps: usize, left: f64) -> String {
     .join(" | ")
 }
 
-/// Writes the line of a training step with everything that is known of it.
+/// Formats the line of a training step with all fields.
 pub(super) fn detailed_step_line(record: &StepRecord, total_steps: usize) -> String {
     let mut fields = vec![
         format!("Train iter: {}", position(record.iter, total_steps)),
@@ -112,7 +113,7 @@ pub(super) fn detailed_step_line(record: &StepRecord, total_steps: usize) -> Str
     fields.join(" | ")
 }
 
-/// Writes the line of an evaluation.
+/// Formats the line of an evaluation.
 pub fn eval_line(record: &EvalRecord, total_steps: usize) -> String {
     [
         format!("Eval iter: {}", position(record.iter, total_steps)),
@@ -124,7 +125,7 @@ pub fn eval_line(record: &EvalRecord, total_steps: usize) -> String {
     .join(" | ")
 }
 
-/// Writes the line of what tasks came to, errors left out and of many metrics the first.
+/// Formats the line of the task scores: the first metrics, without standard errors.
 pub fn tasks_line(record: &TasksRecord, total_steps: usize) -> String {
     const MOST: usize = 8;
     let mut fields = vec![format!("Eval iter: {}", position(record.iter, total_steps))];
@@ -147,7 +148,7 @@ fn position(iter: usize, total_steps: usize) -> String {
     format!("{iter}/{total_steps} {}%", 100 * iter / total_steps.max(1))
 }
 
-/// Whole from 100 on, where decimals are noise.
+/// Rounds values from 100 on to integers.
 fn round(value: f64) -> f64 {
     if value < 100.0 { value } else { value.round() }
 }
@@ -158,9 +159,9 @@ fn gpu_field(memory: GpuMemory) -> String {
 }
 
 fn memory_field(memory: Memory) -> String {
-    let share = 100 * memory.node_used_bytes / memory.node_total_bytes.max(1);
+    let percent = 100 * memory.node_used_bytes / memory.node_total_bytes.max(1);
     format!(
-        "CPU mem: proc {}, peak {} / node {} ({share}%)",
+        "CPU mem: proc {}, peak {} / node {} ({percent}%)",
         gigabytes(memory.rss_bytes),
         gigabytes(memory.peak_rss_bytes),
         gigabytes(memory.node_used_bytes)

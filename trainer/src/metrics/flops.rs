@@ -1,41 +1,40 @@
-//! Floating-point operations of a decoder (Llama, Mistral, Qwen2, Qwen3), by ArcticTraining's
-//! formula, so that TFLOPS compare:
+//! FLOPs of a decoder (Llama, Mistral, Qwen2, Qwen3), by ArcticTraining's formula, so that TFLOPS are comparable:
 //!
 //! N = L (3 h i + h (q + k + v + o)) + V h   with q = o = n_heads k, k = v = n_kv_heads k
 //! FLOPs = a N tokens + b k n_heads L sum(s^2)
 //!
-//! Forwards that backward computes again are counted apart, by what is really computed again: blocks, MLPs. There
-//! ArcticTraining's formula counts the head as well, and all blocks or none.
+//! Recomputation in backward is counted separately, by the recomputed layers and MLPs. ArcticTraining's formula counts
+//! it for the LM head too, and for all layers or none.
 //!
-//! h hidden, i intermediate, k head dim, L layers, V vocabulary, s the length of a packed sequence.
+//! h hidden size, i intermediate size, k head dim, L layers, V vocabulary size, s length of a packed sequence.
 
 use candlewick_model::{LayerSpec, LinearSpec, MixerSpec, Model};
 use candlewick_ops::{AttentionCost, LinearCost};
 
-/// The matmuls and attentions of a model.
+/// The sizes of a model's matmuls and attention.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelShape {
     /// The decoder layers.
     pub layers: Vec<LayerShape>,
-    /// V h: elements of the output layer's weight.
+    /// V h: elements of the LM head's weight.
     pub n_head_weights: usize,
 }
 
-/// The matmuls and the attention of one layer.
+/// The sizes of one layer's matmuls and attention.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerShape {
     /// Elements of the mixer's weights.
     pub n_mixer_weights: usize,
     /// Elements of the MLP's weights that a token is multiplied with.
     pub n_mlp_weights: usize,
-    /// k n_heads: width of all query heads.
+    /// k n_heads: the width of all query heads.
     pub attention_width: usize,
     /// The sliding window: a query attends to itself and at most `window - 1` keys before it.
     pub window: Option<usize>,
 }
 
-/// Holds the factors a and b: operations a weight and token, and a visible query-key pair, head
-/// dim and head. Every product of matrices costs 2.
+/// The factors a and b: FLOPs for each weight and token, and for each query-key pair, head dim and head. Each matmul
+/// counts 2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pass {
     linear: u64,
@@ -43,35 +42,36 @@ pub struct Pass {
 }
 
 impl Pass {
-    /// Forward alone: evaluation.
+    /// The forward pass: evaluation.
     pub const FORWARD: Self = Self { linear: LinearCost::FORWARD_FLOPS, attention: AttentionCost::FORWARD_FLOPS };
     /// Forward, and a backward that costs twice as much.
     pub const TRAIN: Self =
         Self { linear: Self::ADAPTER.linear + LinearCost::GRAD_WEIGHT_FLOPS, attention: Self::ADAPTER.attention };
-    /// Frozen weights under an adapter: no gradient of the weights. The adapter itself is not counted.
+    /// Forward and backward with frozen weights under an adapter, without weight gradients. The adapter itself is not
+    /// counted.
     pub const ADAPTER: Self = Self {
         linear: LinearCost::FORWARD_FLOPS + LinearCost::GRAD_INPUT_FLOPS,
         attention: AttentionCost::FORWARD_FLOPS + AttentionCost::BACKWARD_FLOPS,
     };
 }
 
-/// The parts of a layer that backward computes again.
+/// The parts of a layer that backward recomputes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recomputed {
-    /// The layer, of which the input was saved, and no tape.
+    /// The layer, of which only the input was saved.
     pub layer: bool,
     /// The layer's attention.
     pub attention: bool,
-    /// The tiled MLP, of which nothing was saved inside the layer.
+    /// The tiled MLP, whose intermediate activations are never saved.
     pub tiled_mlp: bool,
 }
 
-/// Says which query-key pairs count.
+/// The query-key pairs to count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Visibility {
-    /// All s^2 pairs, needed or not: what ArcticTraining and most published TFLOPS count.
+    /// All s^2 pairs, as ArcticTraining and most published TFLOPS count them.
     Full,
-    /// Pairs that a causal mask leaves, s (s + 1) / 2, fewer under a layer's sliding window.
+    /// The pairs under a causal mask, s (s + 1) / 2; fewer with a sliding window.
     Causal,
 }
 
@@ -85,7 +85,7 @@ impl ModelShape {
         }
     }
 
-    /// Returns N: the weights that take part in matmuls, with the output layer and without the embedding's lookup.
+    /// Returns N: the number of matmul weights, with the LM head and without the embedding.
     pub fn n_weights(&self) -> u64 {
         (self.layers.iter().map(LayerShape::n_weights).sum::<usize>() + self.n_head_weights) as u64
     }
@@ -107,14 +107,14 @@ impl LayerShape {
     }
 }
 
-/// Counts the operations of one pass over packed sequences of these lengths.
+/// Counts the FLOPs of one pass over packed sequences of these lengths.
 pub fn flops(shape: &ModelShape, pass: Pass, visibility: Visibility, lengths: &[usize]) -> f64 {
     let of_layer = |layer: &LayerShape| layer.attention_width as f64 * visibility.pairs(layer.window, lengths);
     count(pass, shape.n_weights(), shape.layers.iter().map(of_layer).sum(), lengths)
 }
 
-/// Counts the operations of the forwards that backward computes again, with all query-key pairs: no useful work. `again` has
-/// an entry for each of the first layers.
+/// Counts the FLOPs of recomputation in backward, with all query-key pairs. It is no useful work. `again` has an entry
+/// for each of the first layers.
 pub fn recomputed_flops(shape: &ModelShape, again: &[Recomputed], lengths: &[usize]) -> f64 {
     let layers = || shape.layers.iter().zip(again);
     let n_weights = layers().map(|(layer, again)| {
@@ -126,20 +126,18 @@ pub fn recomputed_flops(shape: &ModelShape, again: &[Recomputed], lengths: &[usi
     count(Pass::FORWARD, n_weights.sum::<usize>() as u64, pairs.sum(), lengths)
 }
 
-/// `weighted_pairs`: the sum over layers of query-key pairs times the width of attention.
+/// Counts the FLOPs of a pass. `weighted_pairs` is the sum over layers of query-key pairs times the attention width.
 fn count(pass: Pass, n_weights: u64, weighted_pairs: f64, lengths: &[usize]) -> f64 {
     let n_tokens: u64 = lengths.iter().map(|&s| s as u64).sum();
     (pass.linear * n_weights) as f64 * n_tokens as f64 + pass.attention as f64 * weighted_pairs
 }
 
-/// Returns the share of the peak that useful work reached. Pass operations counted without
-/// recomputation: doing a block's forward twice is not useful work.
+/// Returns the model FLOPs utilization: useful FLOPs over time and peak. `flops` must not include recomputation.
 pub fn model_flops_utilization(flops: f64, seconds: f64, peak_flops_per_second: f64) -> f64 {
     flops / seconds / peak_flops_per_second
 }
 
-/// Returns the dense bf16 peak of a GPU by its name, in floating-point operations a second, as NVIDIA's data sheets
-/// have it.
+/// Returns the dense bf16 peak of a GPU by its name, in FLOPs per second, from NVIDIA's data sheets.
 pub fn gpu_peak(name: &str) -> Option<f64> {
     const PEAKS: [(&str, f64); 7] = [
         ("B200", 2250e12),
@@ -154,13 +152,13 @@ pub fn gpu_peak(name: &str) -> Option<f64> {
 }
 
 impl Visibility {
-    /// The pairs of one layer.
+    /// Returns the number of query-key pairs of one layer.
     fn pairs(self, window: Option<usize>, lengths: &[usize]) -> f64 {
         let of_sequence = |s: f64| match self {
             Visibility::Full => s * s,
             Visibility::Causal => {
                 let w = window.map_or(s, |w| s.min(w as f64));
-                // The first w queries see 1, 2, .. w keys, each later one w.
+                // The first w queries attend to 1, 2, .. w keys, each later one to w.
                 w * (w + 1.0) / 2.0 + (s - w) * w
             }
         };
@@ -172,14 +170,15 @@ impl Visibility {
 mod tests {
     use super::*;
 
-    /// h = 4, i = 6, k = 2, 2 query heads, 1 KV head: a layer has 4*(4+2+2+4) + 3*4*6 = 120 weights.
+    /// Returns a shape with h = 4, i = 6, k = 2, 2 query heads, 1 KV head: a layer has 4*(4+2+2+4) + 3*4*6 = 120
+    /// weights.
     fn tiny() -> ModelShape {
         let layer = LayerShape { n_mixer_weights: 48, n_mlp_weights: 72, attention_width: 4, window: None };
         ModelShape { layers: vec![layer; 3], n_head_weights: 40 }
     }
 
     #[test]
-    fn a_tiny_model_by_hand() {
+    fn a_tiny_model_has_the_flops_computed_by_hand() {
         assert_eq!(tiny().n_weights(), 3 * 120 + 40);
         // 7 tokens; 3^2 + 4^2 = 25 pairs; width 2*2*3 = 12.
         let count = |pass| flops(&tiny(), pass, Visibility::Full, &[3, 4]);
@@ -189,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_computed_again_is_counted_by_layers_and_mlps() {
+    fn recomputation_is_counted_by_layers_and_mlps() {
         let again = |layer, attention, tiled_mlp| Recomputed { layer, attention, tiled_mlp };
         let count = |again: &[Recomputed]| recomputed_flops(&tiny(), again, &[3, 4]);
         assert_eq!(count(&[again(false, false, false); 3]), 0.0);
@@ -200,13 +199,13 @@ mod tests {
         assert_eq!(count(&[again(false, false, true)]), 2.0 * 72.0 * 7.0);
         let mixed = [again(true, true, true), again(false, false, true), again(true, false, true)];
         assert_eq!(count(&mixed), 2.0 * (2.0 * 120.0 + 3.0 * 72.0) * 7.0 + 4.0 * 4.0 * 25.0);
-        // All layers are the whole forward but for the head.
+        // Recomputing all layers costs a forward without the LM head.
         let forward = flops(&tiny(), Pass::FORWARD, Visibility::Full, &[3, 4]);
         assert_eq!(count(&[again(true, true, false); 3]), forward - 2.0 * 40.0 * 7.0);
     }
 
     #[test]
-    fn causal_pairs_equal_a_count_of_them() {
+    fn causal_pairs_equal_the_counted_pairs() {
         for s in 0..9u64 {
             for window in [None, Some(1), Some(3), Some(8), Some(20)] {
                 let sees = |i: u64, j: u64| j <= i && window.is_none_or(|w| i - j < w as u64);
@@ -217,12 +216,12 @@ mod tests {
     }
 
     #[test]
-    fn a_layers_window_hides_pairs_of_that_layer() {
+    fn a_sliding_window_removes_pairs_of_its_layer() {
         let mut windowed = tiny();
         windowed.layers[1].window = Some(2);
         let count = |shape: &ModelShape, visibility| flops(shape, Pass::FORWARD, visibility, &[4]);
         assert_eq!(count(&windowed, Visibility::Full), count(&tiny(), Visibility::Full));
-        // Of 10 causal pairs of 4 tokens, 7 lie within 2; width 2*2.
+        // Of 10 causal pairs of 4 tokens, 7 are within a window of 2; the width is 2*2.
         assert_eq!(count(&tiny(), Visibility::Causal) - count(&windowed, Visibility::Causal), 4.0 * 4.0 * 3.0);
     }
 
@@ -249,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn gpus_are_known_by_their_names() {
+    fn gpu_peaks_are_found_by_name() {
         assert_eq!(gpu_peak("NVIDIA H200"), Some(989.5e12));
         assert_eq!(gpu_peak("NVIDIA H100 PCIe"), Some(756e12));
         assert_eq!(gpu_peak("NVIDIA H100 80GB HBM3"), Some(989.5e12));
@@ -257,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn utilization_is_work_over_time_over_peak() {
+    fn mfu_is_flops_over_time_over_peak() {
         assert_eq!(model_flops_utilization(3e12, 2.0, 6e12), 0.25);
     }
 }

@@ -1,6 +1,6 @@
-//! Numbers as people read them.
+//! Formatting of numbers for people.
 
-/// Writes seconds as `1.234s` below a minute and as `H:MM:SS` from there on.
+/// Formats seconds as `1.234s` below a minute, else as `H:MM:SS`.
 pub fn duration(seconds: f64) -> String {
     if seconds < 59.9995 {
         return format!("{seconds:.3}s");
@@ -8,13 +8,13 @@ pub fn duration(seconds: f64) -> String {
     clock(seconds)
 }
 
-/// Writes seconds as `H:MM:SS`.
+/// Formats seconds as `H:MM:SS`.
 pub(super) fn clock(seconds: f64) -> String {
-    let whole = seconds.round() as u64;
-    format!("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60)
+    let seconds = seconds.round() as u64;
+    format!("{}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60)
 }
 
-/// Writes a count in thousands: `999`, `32.00K`, `1.50M`.
+/// Formats a count with a decimal unit: `999`, `32.00K`, `1.50M`.
 pub fn quantity(value: f64) -> String {
     const UNITS: [&str; 5] = ["", "K", "M", "G", "T"];
     let mut scaled = value;
@@ -23,12 +23,12 @@ pub fn quantity(value: f64) -> String {
         scaled /= 1000.0;
         unit += 1;
     }
-    let is_whole = unit == 0 && scaled.fract() == 0.0;
-    let digits = if is_whole { 0 } else { 2 };
+    let is_integer = unit == 0 && scaled.fract() == 0.0;
+    let digits = if is_integer { 0 } else { 2 };
     format!("{scaled:.digits$}{}", UNITS[unit])
 }
 
-/// Writes a count with separators: `1,234,567`.
+/// Formats a count with separators: `1,234,567`.
 pub fn grouped(n: usize) -> String {
     let digits = n.to_string();
     let mut text = String::with_capacity(digits.len() * 4 / 3);
@@ -41,7 +41,7 @@ pub fn grouped(n: usize) -> String {
     text
 }
 
-/// Writes a learning rate with a two-digit exponent: `1.000E-05`.
+/// Formats a learning rate with a two-digit exponent: `1.000E-05`.
 pub(super) fn exponent(value: f64) -> String {
     let text = format!("{value:.3E}");
     let Some((mantissa, power)) = text.split_once('E') else { return text };
@@ -49,12 +49,12 @@ pub(super) fn exponent(value: f64) -> String {
     format!("{mantissa}E{sign}{digits:0>2}")
 }
 
-/// Writes TFLOPS: three decimals below 1, as a CPU has them.
+/// Formats TFLOPS, with three decimals below 1.
 pub(super) fn tflops(value: f64) -> String {
     if value < 1.0 { format!("{value:.3}") } else { format!("{value:.1}") }
 }
 
-/// Writes bytes in units of 10^9.
+/// Formats bytes in units of 10^9.
 pub(super) fn gigabytes(bytes: u64) -> String {
     format!("{:.2} GB", bytes as f64 / 1e9)
 }
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_and_the_rest() {
+    fn learning_rates_tflops_and_gigabytes() {
         assert_eq!(exponent(1e-5), "1.000E-05");
         assert_eq!(exponent(0.0), "0.000E+00");
         assert_eq!(exponent(1.5e-100), "1.500E-100");

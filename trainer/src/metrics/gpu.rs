@@ -1,4 +1,4 @@
-//! The memory of a GPU, as NVML tells it: all processes together, like nvidia-smi.
+//! GPU memory from NVML, summed over all processes, as in nvidia-smi.
 
 use std::cell::Cell;
 use std::fmt;
@@ -10,58 +10,58 @@ use serde::{Deserialize, Serialize};
 /// The memory of the run's GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuMemory {
-    /// What is in use; 0 where the device does not tell.
+    /// Bytes in use; 0 if the device does not report it.
     pub gpu_used_bytes: u64,
-    /// What it has.
+    /// Total bytes.
     pub gpu_total_bytes: u64,
 }
 
-/// What knows the GPUs of a machine by their names.
-trait Gpus: fmt::Debug {
+/// A source of GPU memory by UUID.
+trait GpuQuery: fmt::Debug {
     fn memory(&self, uuid: &str) -> Result<GpuMemory, NvmlError>;
 }
 
-impl Gpus for Nvml {
+impl GpuQuery for Nvml {
     fn memory(&self, uuid: &str) -> Result<GpuMemory, NvmlError> {
         let info = self.device_by_uuid(uuid)?.memory_info()?;
         Ok(GpuMemory { gpu_used_bytes: info.used, gpu_total_bytes: info.total })
     }
 }
 
-/// Watches one GPU.
+/// Monitors the memory of one GPU.
 #[derive(Debug)]
 pub struct GpuMonitor {
-    gpus: Box<dyn Gpus>,
+    gpus: Box<dyn GpuQuery>,
     uuid: String,
     has_warned: Cell<bool>,
 }
 
 impl GpuMonitor {
-    /// Opens NVML for the GPU that CUDA calls `ordinal`; `None` where there is no such GPU, and, with a warning, where there
-    /// is no NVML.
+    /// Opens NVML for the GPU with CUDA's index `ordinal`. Returns `None` if there is no such GPU, or with a warning if
+    /// NVML is unavailable.
     pub fn open(ordinal: usize) -> Option<Self> {
-        // CUDA numbers GPUs by CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, NVML by their places: only names are the same.
+        // CUDA's order depends on CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, NVML's does not. So match the UUIDs.
         let uuid = candlewick_ops::gpu_uuid(ordinal)?;
         match Nvml::init() {
             Ok(nvml) => Some(Self::new(nvml, uuid)),
             Err(error) => {
-                tracing::warn!("GPU memory is not shown: NVML does not start: {error}");
+                tracing::warn!("GPU memory is not recorded: failed to initialize NVML: {error}");
                 None
             }
         }
     }
 
-    fn new(gpus: impl Gpus + 'static, uuid: String) -> Self {
+    fn new(gpus: impl GpuQuery + 'static, uuid: String) -> Self {
         Self { gpus: Box::new(gpus), uuid, has_warned: Cell::new(false) }
     }
 
-    /// Reads the memory now. What a device does not tell is 0, said once.
+    /// Reads the current memory. If the device does not report it, returns 0 and warns once.
     pub fn memory(&self) -> GpuMemory {
-        // A part of a GPU that is several has a name of its own kind.
+        // A MIG instance has a UUID with another prefix.
         let part = |error| self.gpus.memory(&self.uuid.replacen("GPU", "MIG", 1)).map_err(|_| error);
         self.gpus.memory(&self.uuid).or_else(part).unwrap_or_else(|error| {
             if !self.has_warned.replace(true) {
-                tracing::warn!("the GPU does not tell its memory: {error}");
+                tracing::warn!("the GPU does not report its memory: {error}");
             }
             GpuMemory::default()
         })
@@ -81,14 +81,14 @@ mod tests {
     struct Machine(Vec<(&'static str, Option<GpuMemory>)>);
 
     impl Machine {
-        /// What CUDA calls `ordinal` where CUDA_VISIBLE_DEVICES is `visible`, watched.
+        /// Returns a monitor of CUDA's device `ordinal` under CUDA_VISIBLE_DEVICES `visible`.
         fn monitor(&self, visible: &str, ordinal: usize) -> GpuMonitor {
             let place: usize = visible.split(',').nth(ordinal).unwrap().parse().unwrap();
             GpuMonitor::new(self.clone(), self.0[place].0.replace("MIG", "GPU"))
         }
     }
 
-    impl Gpus for Machine {
+    impl GpuQuery for Machine {
         fn memory(&self, uuid: &str) -> Result<GpuMemory, NvmlError> {
             let gpu = self.0.iter().find(|(name, _)| *name == uuid).ok_or(NvmlError::NotFound)?;
             gpu.1.ok_or(NvmlError::NotSupported)
@@ -107,14 +107,14 @@ mod tests {
     }
 
     #[test]
-    fn the_memory_is_that_of_the_gpu_which_cuda_computes_on() {
+    fn the_monitored_gpu_is_the_one_that_cuda_uses() {
         let used = |visible, ordinal| machine().monitor(visible, ordinal).memory().gpu_used_bytes;
         assert_eq!([used("3,1", 0), used("3,1", 1)], [13, 11]);
         assert_eq!(used("2", 0), 12);
     }
 
     #[test]
-    fn what_a_gpu_does_not_tell_is_0_and_said_once() {
+    fn unreported_memory_is_0_with_one_warning() {
         let log = Log::default();
         let subscriber = tracing_subscriber::fmt().with_writer({
             let log = log.clone();
@@ -124,9 +124,9 @@ mod tests {
             let monitor = machine().monitor("1,4", 1);
             assert_eq!([monitor.memory(), monitor.memory()], [GpuMemory::default(); 2]);
         });
-        let said = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-        assert_eq!(said.matches("does not tell its memory").count(), 1, "{said}");
-        assert!(said.contains(&NvmlError::NotSupported.to_string()), "{said}");
+        let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        assert_eq!(log.matches("does not report its memory").count(), 1, "{log}");
+        assert!(log.contains(&NvmlError::NotSupported.to_string()), "{log}");
     }
 
     #[derive(Clone, Default)]

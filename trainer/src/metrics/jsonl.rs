@@ -1,9 +1,8 @@
-//! metrics.jsonl: one JSON object a line, each written whole.
+//! metrics.jsonl: one JSON object per line.
 //!
-//! A run that starts at step 0 begins a new file; one that is there already is kept as
-//! `<name>.1.jsonl`, `.2`, and so on. A run that resumes after step N goes on with the file, from
-//! which the lines of later steps are removed first (they will be written again), as is a last
-//! line that a kill has cut. So a file holds each step of one run once, in order.
+//! A run that starts at step 0 creates a new file. An existing file is renamed to `<name>.1.jsonl`, `.2`, and so on. A
+//! run that resumes after step N appends to the file, after it removes the lines of later steps and an incomplete last
+//! line. So a file holds each step of a run once, in order.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
@@ -13,16 +12,16 @@ use candlewick_text::files::write_durably;
 use serde::Serialize;
 use serde_json::Value;
 
-/// Says where a run begins.
+/// The start of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Start {
-    /// At its first step.
+pub enum RunStart {
+    /// At the first step.
     Fresh,
     /// After this many steps.
     Resumed(usize),
 }
 
-/// Appends records to a file.
+/// Appends records to a metrics file.
 #[derive(Debug)]
 pub struct MetricsFile {
     file: File,
@@ -30,21 +29,21 @@ pub struct MetricsFile {
 
 impl MetricsFile {
     /// Opens the file for a run that begins at `start`.
-    pub fn open(path: &Path, start: Start) -> io::Result<Self> {
+    pub fn open(path: &Path, start: RunStart) -> io::Result<Self> {
         if let Some(parent) = path.parent() {
             fs::create_dir_all(parent)?;
         }
         match start {
             _ if !path.exists() => {}
-            // A pipe or a device is written to as it is.
+            // A pipe or a device is opened as it is.
             _ if !path.is_file() => {}
-            Start::Fresh => fs::rename(path, unused_name(path))?,
-            Start::Resumed(step) => cut_after(path, step)?,
+            RunStart::Fresh => fs::rename(path, unused_name(path))?,
+            RunStart::Resumed(step) => cut_after(path, step)?,
         }
         Ok(Self { file: OpenOptions::new().create(true).append(true).open(path)? })
     }
 
-    /// Writes one line, in one piece.
+    /// Writes one line with a single call.
     pub fn append(&mut self, record: &impl Serialize) -> io::Result<()> {
         let mut line = serde_json::to_vec(record)?;
         line.push(b'\n');
@@ -52,7 +51,7 @@ impl MetricsFile {
     }
 }
 
-/// The first of `<name>.1.<ending>`, `.2`, ... that is not taken.
+/// Returns the first unused name of `<name>.1.<ending>`, `.2`, and so on.
 pub(super) fn unused_name(path: &Path) -> PathBuf {
     let extension = path.extension().map_or(String::new(), |e| format!(".{}", e.to_string_lossy()));
     let stem = path.file_stem().map_or(String::new(), |stem| stem.to_string_lossy().into_owned());
@@ -62,7 +61,7 @@ pub(super) fn unused_name(path: &Path) -> PathBuf {
         .expect("some number is unused")
 }
 
-/// Rewrites the file without the lines past `step` and without what is no line of ours.
+/// Rewrites the file without lines after `step` and without malformed lines.
 fn cut_after(path: &Path, step: usize) -> io::Result<()> {
     let mut reader = BufReader::new(File::open(path)?);
     write_durably(path, |kept| {
@@ -85,7 +84,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn record(path: &Path, start: Start, steps: impl IntoIterator<Item = usize>) {
+    fn record(path: &Path, start: RunStart, steps: impl IntoIterator<Item = usize>) {
         let mut file = MetricsFile::open(path, start).unwrap();
         steps.into_iter().for_each(|step| file.append(&json!({"iter": step})).unwrap());
     }
@@ -98,29 +97,29 @@ mod tests {
     }
 
     #[test]
-    fn a_resumed_run_replaces_the_lines_past_its_step() {
+    fn a_resumed_run_replaces_the_lines_after_its_step() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("deep/er/metrics.jsonl");
-        record(&path, Start::Fresh, 1..=5);
-        record(&path, Start::Resumed(3), 4..=6);
+        record(&path, RunStart::Fresh, 1..=5);
+        record(&path, RunStart::Resumed(3), 4..=6);
         check(&path, &[1, 2, 3, 4, 5, 6]);
     }
 
     #[test]
-    fn a_line_that_a_kill_has_cut_goes() {
+    fn incomplete_and_malformed_lines_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
         fs::write(&path, b"{\"iter\":1}\n{\"iter\":2}\n\xff\xfe\n{\"iter\":3}").unwrap();
-        record(&path, Start::Resumed(3), [4]);
+        record(&path, RunStart::Resumed(3), [4]);
         check(&path, &[1, 2, 4]);
     }
 
     #[test]
-    fn a_fresh_run_keeps_the_file_of_the_one_before() {
+    fn a_fresh_run_renames_the_earlier_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
         for n in 1..=3 {
-            record(&path, Start::Fresh, [n]);
+            record(&path, RunStart::Fresh, [n]);
         }
         check(&path, &[3]);
         check(&dir.path().join("metrics.1.jsonl"), &[1]);
@@ -128,10 +127,10 @@ mod tests {
     }
 
     #[test]
-    fn resuming_without_a_file_begins_one() {
+    fn resuming_without_a_file_creates_one() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        record(&path, Start::Resumed(7), [8]);
+        record(&path, RunStart::Resumed(7), [8]);
         check(&path, &[8]);
     }
 }

@@ -5,18 +5,18 @@ use serde::{Deserialize, Serialize};
 /// Memory in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Memory {
-    /// What this process has in RAM.
+    /// Resident set size of this process.
     pub rss_bytes: u64,
-    /// The most that it ever had.
+    /// Peak resident set size of this process.
     pub peak_rss_bytes: u64,
-    /// What all processes of the machine use.
+    /// Memory in use on the machine.
     pub node_used_bytes: u64,
-    /// What the machine has.
+    /// Total memory of the machine.
     pub node_total_bytes: u64,
 }
 
 impl Memory {
-    /// Reads /proc; `None` where there is none.
+    /// Reads /proc; `None` if there is none.
     pub fn now() -> Option<Self> {
         let status = std::fs::read_to_string("/proc/self/status").ok()?;
         let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
@@ -34,7 +34,7 @@ impl Memory {
     }
 }
 
-/// Finds a line such as `VmRSS:   1234 kB`.
+/// Parses a line such as `VmRSS:   1234 kB`.
 fn bytes_of(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key))?;
     let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernels_tables_are_read() {
+    fn proc_files_are_parsed() {
         let status = "Name:\ttrainer\nVmPeak:\t 9 kB\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n";
         let meminfo = "MemTotal:       4096 kB\nMemFree:        1 kB\nMemAvailable:    1024 kB\n";
         let want =
@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_has_memory_and_its_peak_is_no_less() {
+    fn the_peak_of_this_process_is_at_least_its_memory() {
         let memory = Memory::now().unwrap();
         assert!(memory.rss_bytes > 0 && memory.peak_rss_bytes >= memory.rss_bytes);
         assert!(memory.node_used_bytes <= memory.node_total_bytes);

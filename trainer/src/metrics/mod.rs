@@ -1,5 +1,6 @@
-//! What a run tells the world: metrics.jsonl, the terminal, run.json.
-//! The loop fills a `StepRecord` a step and hands it to the `Reporter`; nothing here measures.
+//! Metrics of a run: metrics.jsonl, the terminal, run.json.
+//!
+//! The training loop passes a `StepRecord` for each step to the `Reporter`. Nothing here measures time.
 
 mod console;
 mod flops;
@@ -18,9 +19,9 @@ pub use flops::{
 };
 pub use format::{duration, grouped, quantity};
 pub use gpu::{GpuMemory, GpuMonitor};
-pub use jsonl::{MetricsFile, Start};
+pub use jsonl::{MetricsFile, RunStart};
 pub use memory::Memory;
 pub use plan::{Console, LogPlan};
-pub use record::{EvalRecord, ResumeRecord, SaveRecord, StepRecord, TasksRecord};
+pub use record::{CheckpointRecord, EvalRecord, ResumeRecord, StepRecord, TasksRecord};
 pub use reporter::Reporter;
-pub use run_json::{Exit, Host, RunJson, RunReport, Versions};
+pub use run_json::{HostInfo, RunExit, RunJson, RunReport, Versions};

@@ -1,34 +1,34 @@
-//! What a run reports, where and how often.
+//! The logging settings of a run.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// Describes a run's reports, resolved.
+/// The resolved logging settings of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogPlan {
-    /// The JSON lines file of `train_log_metrics_path`; `None` writes none.
+    /// The JSON lines file of `train_log_metrics_path`; `None` disables it.
     pub metrics_path: Option<PathBuf>,
-    /// The folder of `run.json`; `None` (a recipe's `/dev/null`) writes none.
+    /// The folder of `run.json`; `None` (a recipe's `/dev/null`) disables it.
     pub output_dir: Option<PathBuf>,
-    /// Show a console line at least every so many steps; 0 leaves it to `train_log_iter_interval`.
+    /// Print a line at least every this many steps; 0 leaves it to `train_log_iter_interval`.
     pub loss_log_interval: usize,
-    /// Record and show every so many steps; 0 turns the records off.
+    /// Record and print every this many steps; 0 disables the records.
     pub train_log_iter_interval: usize,
-    /// Record and show every so many evaluations; 0 turns them off.
+    /// Record and print every this many evaluations; 0 disables them.
     pub eval_log_iter_interval: usize,
-    /// How much goes to the terminal.
+    /// The verbosity of the terminal.
     pub console: Console,
 }
 
-/// Says how much goes to the terminal.
+/// The verbosity of the terminal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Console {
-    /// A line a step, and a progress bar where stderr is a terminal.
+    /// A line per step, and a progress bar if stderr is a terminal.
     Full,
-    /// Lines without a bar: `-v`, whose log lines would break it.
+    /// Lines without a bar: `-v`, whose log lines would interrupt it.
     Lines,
-    /// Neither: `-q`.
+    /// No output: `-q`.
     Quiet,
 }

@@ -1,4 +1,4 @@
-//! One line of metrics.jsonl: ArcticTraining's names, and ours beside them.
+//! A line of metrics.jsonl: ArcticTraining's fields and additional ones.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -8,54 +8,54 @@ use serde::{Deserialize, Serialize};
 use super::gpu::GpuMemory;
 use super::memory::Memory;
 
-/// Describes a finished optimizer step.
+/// A finished optimizer step.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepRecord {
     /// Epochs done before this step's first batch.
     pub epoch: usize,
-    /// Optimizer steps done, this one included: the tag under which its weights would be saved.
+    /// Optimizer steps done, this one included.
     pub iter: usize,
-    /// The learning rate of this update.
+    /// The learning rate of this step.
     pub lr: f64,
-    /// Mean loss over the step's target tokens, all micro-batches and ranks together.
+    /// Mean loss over the step's target tokens, of all micro-batches and ranks.
     pub loss: f64,
-    /// Mean of each auxiliary loss that the layers compute, by name and without its coefficient.
+    /// Mean of each auxiliary loss by name, without its coefficient.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub auxiliary_losses: BTreeMap<String, f64>,
-    /// The gradient's norm before clipping.
+    /// The gradient norm before clipping.
     pub grad_norm: f64,
-    /// What the next step's losses are multiplied by, in half precision.
+    /// The loss scale of the next step, in half precision.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
-    /// Mean tokens of a micro-batch, padding included.
+    /// Mean tokens of a micro-batch, with padding.
     pub seqlen: f64,
     /// Mean seconds of a micro-batch's forward and backward.
     pub iter_time: f64,
-    /// TFLOPS during `iter_time`, recomputation counted.
+    /// TFLOPS during `iter_time`, with recomputation.
     pub iter_tflops: f64,
-    /// Seconds from the end of the step before to the end of this one, evaluation and saves apart.
+    /// Seconds from the end of the step before to the end of this one, without evaluation and checkpoints.
     pub step_time: f64,
-    /// TFLOPS during `step_time`, recomputation counted.
+    /// TFLOPS during `step_time`, with recomputation.
     pub step_tflops: f64,
-    /// Tokens of the step, padding not counted.
+    /// Tokens of the step, without padding.
     pub tokens: u64,
-    /// Target tokens of the step: what the loss is divided by.
+    /// Target tokens of the step: the divisor of the loss.
     pub n_targets: u64,
     /// `tokens` over `step_time`.
     pub tokens_per_second: f64,
-    /// Model FLOPs utilization, between 0 and 1, where the device's peak is known: a GPU's by its name, on the CPU what a
-    /// product of matrices reached when the run began.
+    /// Model FLOPs utilization, between 0 and 1, if the device's peak is known. A GPU's peak comes from its name, a
+    /// CPU's from a matmul measured at the start of the run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
-    /// Memory after the step, where the system tells.
+    /// Memory after the step, if the system reports it.
     #[serde(flatten)]
     pub memory: Option<Memory>,
-    /// Memory of the GPU after the step, in a run on one.
+    /// GPU memory after the step, in a run on a GPU.
     #[serde(flatten)]
     pub gpu_memory: Option<GpuMemory>,
 }
 
-/// Describes an evaluation on held-out data.
+/// An evaluation on the eval data.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct EvalRecord {
     /// Epochs done.
@@ -65,53 +65,53 @@ pub struct EvalRecord {
     /// Mean loss over all target tokens.
     #[serde(rename = "loss/eval")]
     pub loss: f64,
-    /// Those target tokens.
+    /// The number of target tokens.
     pub n_targets: u64,
-    /// Seconds that it took.
+    /// Seconds of the evaluation.
     pub eval_time: f64,
 }
 
-/// Describes what tasks came to.
+/// The scores of the tasks.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TasksRecord {
     /// Epochs done.
     pub epoch: usize,
     /// Optimizer steps done.
     pub iter: usize,
-    /// The value of each metric and its error, as `eval/TASK/METRIC`.
+    /// The value of each metric and its standard error, as `eval/TASK/METRIC`.
     #[serde(flatten)]
     pub scores: BTreeMap<String, f64>,
-    /// Seconds that it took.
+    /// Seconds of the evaluation.
     pub eval_time: f64,
 }
 
-/// Describes a finished save.
+/// A finished checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct SaveRecord {
+pub struct CheckpointRecord {
     /// Epochs done.
     pub epoch: usize,
-    /// Optimizer steps done: the save's tag.
+    /// Optimizer steps done: the checkpoint's tag.
     pub iter: usize,
-    /// The save's folder.
+    /// The checkpoint folder.
     pub saved: PathBuf,
-    /// Seconds that it took, until it was safe on disk.
+    /// Seconds until the checkpoint was on disk.
     pub save_time: f64,
 }
 
-/// Describes a run that goes on from a save.
+/// A run that resumes from a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ResumeRecord {
     /// Epochs done.
     pub epoch: usize,
     /// Optimizer steps done.
     pub iter: usize,
-    /// The save's folder.
+    /// The checkpoint folder.
     pub resumed_from: PathBuf,
-    /// Seconds that checking and reading it took.
+    /// Seconds to verify and load the checkpoint.
     pub resume_time: f64,
 }
 
-/// A record for the tests of this folder.
+/// Returns a record for the tests of this module.
 #[cfg(test)]
 pub(super) fn example() -> StepRecord {
     StepRecord {
@@ -147,33 +147,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_steps_json_has_these_names_in_this_order() {
+    fn the_json_of_a_step_has_these_fields_in_this_order() {
         insta::assert_snapshot!(serde_json::to_string(&example()).unwrap(), @r#"{"epoch":0,"iter":3,"lr":0.00001,"loss":1.23456,"grad_norm":0.5119,"seqlen":32000.0,"iter_time":0.3,"iter_tflops":0.06,"step_time":1.2341,"step_tflops":0.0519,"tokens":64000,"n_targets":1200,"tokens_per_second":51859.655,"rss_bytes":2100000000,"peak_rss_bytes":2400000000,"node_used_bytes":10100000000,"node_total_bytes":80000000000}"#);
     }
 
     #[test]
-    fn an_evaluations_json_has_these_names() {
+    fn the_json_of_an_evaluation_has_these_fields() {
         let record = EvalRecord { epoch: 1, iter: 4, loss: 2.5, n_targets: 12, eval_time: 0.5 };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"loss/eval":2.5,"n_targets":12,"eval_time":0.5}"#);
     }
 
     #[test]
-    fn tasks_json_has_a_name_for_each_metric() {
+    fn the_json_of_tasks_has_a_field_for_each_metric() {
         let scores = [("eval/b/acc", 0.5), ("eval/a/acc", 0.25)].map(|(name, value)| (name.to_owned(), value));
         let record = TasksRecord { epoch: 1, iter: 4, scores: scores.into(), eval_time: 0.5 };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"eval/a/acc":0.25,"eval/b/acc":0.5,"eval_time":0.5}"#);
     }
 
     #[test]
-    fn a_saves_and_a_resumes_json_have_these_names() {
-        let record = SaveRecord { epoch: 1, iter: 4, saved: "out/global_step_4".into(), save_time: 0.5 };
+    fn the_json_of_checkpoints_and_resumes_has_these_fields() {
+        let record = CheckpointRecord { epoch: 1, iter: 4, saved: "out/global_step_4".into(), save_time: 0.5 };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"saved":"out/global_step_4","save_time":0.5}"#);
         let record = ResumeRecord { epoch: 1, iter: 4, resumed_from: "out/global_step_4".into(), resume_time: 0.5 };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"resumed_from":"out/global_step_4","resume_time":0.5}"#);
     }
 
     #[test]
-    fn a_line_reads_back_with_and_without_memory() {
+    fn a_step_record_round_trips_with_and_without_memory() {
         for record in [
             example(),
             StepRecord { mfu: Some(0.5), memory: None, ..example() },

@@ -1,4 +1,4 @@
-//! Sends each record where the plan wants it.
+//! Sends each record to the metrics file and the terminal.
 
 use std::io;
 use std::time::Instant;
@@ -7,11 +7,11 @@ use serde::Serialize;
 
 use super::console::{Terminal, detailed_step_line, eval_line, step_line, tasks_line};
 use super::format::duration;
-use super::jsonl::{MetricsFile, Start};
+use super::jsonl::{MetricsFile, RunStart};
 use super::plan::{Console, LogPlan};
-use super::record::{EvalRecord, ResumeRecord, SaveRecord, StepRecord, TasksRecord};
+use super::record::{CheckpointRecord, EvalRecord, ResumeRecord, StepRecord, TasksRecord};
 
-/// Reports the steps and evaluations of one run.
+/// Reports the steps and evaluations of a run.
 #[derive(Debug)]
 pub struct Reporter {
     plan: LogPlan,
@@ -20,16 +20,16 @@ pub struct Reporter {
     terminal: Terminal,
     n_evals: usize,
     failure: Option<io::Error>,
-    /// The start of the first step, and the steps done by then.
+    /// The start of the first step, and the number of steps before it.
     started: (Instant, usize),
 }
 
 impl Reporter {
     /// Opens the metrics file and the terminal for a run of `total_steps`.
-    pub fn open(plan: &LogPlan, start: Start, total_steps: usize) -> io::Result<Self> {
+    pub fn open(plan: &LogPlan, start: RunStart, total_steps: usize) -> io::Result<Self> {
         let done = match start {
-            Start::Fresh => 0,
-            Start::Resumed(step) => step,
+            RunStart::Fresh => 0,
+            RunStart::Resumed(step) => step,
         };
         let file = plan.metrics_path.as_deref().map(|path| MetricsFile::open(path, start)).transpose()?;
         let terminal = Terminal::new(plan.console, done, total_steps);
@@ -47,22 +47,22 @@ impl Reporter {
     /// Reports a step.
     pub fn step(&mut self, record: &StepRecord) {
         let LogPlan { train_log_iter_interval, loss_log_interval, .. } = self.plan;
-        let is_recorded = falls_on(train_log_iter_interval, record.iter);
+        let is_recorded = is_due(train_log_iter_interval, record.iter);
         if is_recorded {
             self.append(record);
         }
-        if is_recorded || falls_on(loss_log_interval, record.iter) {
+        if is_recorded || is_due(loss_log_interval, record.iter) {
             let line = match self.plan.console {
                 Console::Lines => detailed_step_line(record, self.total_steps),
-                Console::Full | Console::Quiet => step_line(record, self.total_steps, self.left(record.iter)),
+                Console::Full | Console::Quiet => step_line(record, self.total_steps, self.eta_seconds(record.iter)),
             };
             self.terminal.line(&line);
         }
         self.terminal.advance_to(record.iter, record.loss);
     }
 
-    /// The seconds that the steps after `iter` will take, at the pace so far.
-    fn left(&self, iter: usize) -> f64 {
+    /// Estimates the seconds of the steps after `iter` from the mean step time.
+    fn eta_seconds(&self, iter: usize) -> f64 {
         let (started, done) = self.started;
         let pace = started.elapsed().as_secs_f64() / iter.saturating_sub(done).max(1) as f64;
         pace * self.total_steps.saturating_sub(iter) as f64
@@ -71,46 +71,46 @@ impl Reporter {
     /// Reports an evaluation.
     pub fn eval(&mut self, record: &EvalRecord) {
         self.n_evals += 1;
-        if falls_on(self.plan.eval_log_iter_interval, self.n_evals) {
+        if is_due(self.plan.eval_log_iter_interval, self.n_evals) {
             self.append(record);
             self.terminal.line(&eval_line(record, self.total_steps));
         }
     }
 
-    /// Reports what tasks came to.
+    /// Reports the scores of tasks.
     pub fn tasks(&mut self, record: &TasksRecord) {
         self.append(record);
         self.terminal.line(&tasks_line(record, self.total_steps));
     }
 
-    /// Reports a save.
-    pub fn save(&mut self, record: &SaveRecord) {
+    /// Reports a checkpoint.
+    pub fn checkpoint(&mut self, record: &CheckpointRecord) {
         self.append(record);
         self.terminal.line(&format!("saved {} in {}", record.saved.display(), duration(record.save_time)));
     }
 
-    /// Reports that the run goes on from a save.
+    /// Reports that the run resumes from a checkpoint.
     pub fn resume(&mut self, record: &ResumeRecord) {
         self.append(record);
         let (dir, time) = (record.resumed_from.display(), duration(record.resume_time));
         self.terminal.line(&format!("resumed after step {} from {dir} in {time}", record.iter));
     }
 
-    /// Returns why the metrics end before the run did, if they do.
+    /// Returns the error that ended the metrics file, if there was one.
     pub fn take_failure(&mut self) -> Option<io::Error> {
         self.failure.take()
     }
 
-    /// Returns the terminal, for lines of another kind.
+    /// Returns the terminal, for other lines.
     pub fn terminal(&self) -> &Terminal {
         &self.terminal
     }
 
-    /// A full disk must not end a run that could still save elsewhere: say it once and go on.
+    /// Appends a record. On failure, warns once and disables the file, because the run can still save checkpoints.
     fn append(&mut self, record: &impl Serialize) {
         if let Some(Err(error)) = self.file.as_mut().map(|file| file.append(record)) {
             let path = self.plan.metrics_path.as_deref().unwrap_or_else(|| "".as_ref());
-            tracing::warn!("no more metrics from here on: failed to write {}: {error}", path.display());
+            tracing::warn!("metrics are disabled: failed to write {}: {error}", path.display());
             self.file = None;
             self.failure = Some(error);
         }
@@ -123,7 +123,7 @@ impl Drop for Reporter {
     }
 }
 
-fn falls_on(interval: usize, count: usize) -> bool {
+fn is_due(interval: usize, count: usize) -> bool {
     interval > 0 && count.is_multiple_of(interval)
 }
 
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
     use crate::metrics::plan::Console;
 
-    /// The `iter` of the lines that a run of 6 steps with an evaluation every second step leaves.
+    /// Checks the `iter` of the lines of a run of 6 steps with an evaluation every second step.
     #[track_caller]
     fn check(train_interval: usize, eval_interval: usize, want: &[u64]) {
         let dir = tempfile::tempdir().unwrap();
@@ -146,7 +146,7 @@ mod tests {
             eval_log_iter_interval: eval_interval,
             console: Console::Quiet,
         };
-        let mut reporter = Reporter::open(&plan, Start::Fresh, 6).unwrap();
+        let mut reporter = Reporter::open(&plan, RunStart::Fresh, 6).unwrap();
         for iter in 1..=6 {
             reporter.step(&StepRecord { iter, ..StepRecord::default() });
             if iter % 2 == 0 {
@@ -159,17 +159,17 @@ mod tests {
     }
 
     #[test]
-    fn every_step_and_every_evaluation() {
+    fn intervals_of_one_record_every_step_and_evaluation() {
         check(1, 1, &[1, 2, 2, 3, 4, 4, 5, 6, 6]);
     }
 
     #[test]
-    fn intervals_thin_the_records_out() {
+    fn intervals_select_steps_and_evaluations() {
         check(3, 2, &[3, 4, 6]);
     }
 
     #[test]
-    fn zero_turns_them_off() {
+    fn intervals_of_zero_disable_records() {
         check(0, 0, &[]);
     }
 }

@@ -1,5 +1,6 @@
-//! run.json: what ran, on what, how it ended. Replaced as a whole at every change, so that a
-//! reader never sees half of it.
+//! run.json: the plan, versions, machine, latest metrics and exit of a run.
+//!
+//! Each update replaces the file atomically, so a reader never sees a partial file.
 
 use std::fmt;
 use std::fs;
@@ -16,7 +17,7 @@ use super::jsonl::unused_name;
 use super::memory::Memory;
 use super::plan::LogPlan;
 
-/// Keeps run.json current.
+/// Writes and updates run.json.
 #[derive(Debug)]
 pub struct RunJson {
     path: Option<PathBuf>,
@@ -24,73 +25,74 @@ pub struct RunJson {
     started: Instant,
 }
 
-/// Holds the contents of run.json.
+/// The contents of run.json.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RunReport {
-    /// The version of this layout.
+    /// The version of this format.
     pub format: u32,
-    /// When the run began, in UTC.
+    /// The start of the run, in UTC.
     pub started_at: String,
-    /// When this file was last written, in UTC; once `exit` is there, when the run ended.
+    /// The time of the last update, in UTC. With `exit`, the end of the run.
     pub updated_at: String,
-    /// Seconds between the two.
+    /// Seconds from `started_at` to `updated_at`.
     pub elapsed_s: f64,
-    /// How it ended; null while it runs, and for ever if it was killed.
-    pub exit: Option<Exit>,
-    /// The save from which it went on.
+    /// The end of the run; null while it runs, and if it was killed.
+    pub exit: Option<RunExit>,
+    /// The checkpoint from which the run resumed.
     pub resumed_from: Option<PathBuf>,
     /// The resolved plan.
     pub plan: Value,
-    /// What ran.
+    /// The versions of the program.
     pub versions: Versions,
-    /// On what it ran.
-    pub host: Host,
-    /// What was found out about the data (detected formats, cache hits, oddities) and what computes attention on a GPU.
+    /// The machine.
+    pub host: HostInfo,
+    /// Notes about the data (detected formats, cache hits, anomalies) and the attention kernel.
     pub notes: Vec<String>,
-    /// The token ledger.
-    pub ledger: Value,
-    /// Steps that were skipped because the loss or the gradient was not finite.
+    /// The token statistics.
+    #[serde(rename = "ledger")]
+    pub token_stats: Value,
+    /// The number of steps skipped because of a non-finite loss or gradient.
     pub skipped_steps: usize,
-    /// The last step's record, the last evaluation's, and what else the loop adds.
+    /// The records of the last step and evaluation, and other metrics of the training loop.
     pub metrics: Value,
 }
 
-/// Says how a run ended.
+/// The end of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Exit {
+pub struct RunExit {
     /// The process's exit code.
     pub code: u8,
-    /// Why, in words.
+    /// The reason.
     pub reason: String,
 }
 
-/// Names the program.
+/// The versions of the program.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Versions {
-    /// This package's version.
+    /// The version of this package.
     pub candlewick: &'static str,
-    /// The commit, where `CANDLEWICK_COMMIT` was set when it was built.
+    /// The commit, if `CANDLEWICK_COMMIT` was set at build time.
     pub commit: Option<&'static str>,
 }
 
-/// Describes the machine.
+/// The machine of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Host {
-    /// Its name.
+pub struct HostInfo {
+    /// The host name.
     pub name: Option<String>,
     /// Operating system and architecture: "linux x86_64".
     pub system: String,
-    /// The processor's name.
+    /// The CPU model.
     pub cpu: Option<String>,
-    /// Threads that this process may use at once.
+    /// The number of threads available to this process.
     pub n_cpus: usize,
-    /// RAM in bytes.
+    /// Memory in bytes.
     pub memory_bytes: Option<u64>,
 }
 
 impl RunJson {
-    /// Writes the first version into `plan.output_dir`; nothing at all where that is `None`. The report of a run that was
-    /// done is kept as `run.1.json`, `.2`, and so on.
+    /// Creates run.json in `plan.output_dir`; writes nothing if that is `None`. Renames the file of a finished run to
+    /// `run.1.json`, `.2`, and so on.
     pub fn start(log: &LogPlan, plan: Value) -> io::Result<Self> {
         let now = utc(SystemTime::now());
         let report = RunReport {
@@ -102,9 +104,9 @@ impl RunJson {
             resumed_from: None,
             plan,
             versions: Versions::this(),
-            host: Host::this(),
+            host: HostInfo::this(),
             notes: Vec::new(),
-            ledger: Value::Null,
+            token_stats: Value::Null,
             skipped_steps: 0,
             metrics: Value::Null,
         };
@@ -123,18 +125,18 @@ impl RunJson {
         self.report.updated_at = utc(SystemTime::now());
         self.report.elapsed_s = self.started.elapsed().as_secs_f64();
         let report = serde_json::to_vec_pretty(&self.report)?;
-        // Not synced: it happens every step, and a power cut may cost the last of them.
+        // Not synced: it is written at every step, and a power failure may lose the last versions.
         self.path.as_deref().map_or(Ok(()), |path| write_atomically(path, |file| file.write_all(&report)))
     }
 
-    /// Writes the last version.
-    pub fn finish(&mut self, exit: Exit) -> io::Result<()> {
+    /// Writes the final version, with the exit.
+    pub fn finish(&mut self, exit: RunExit) -> io::Result<()> {
         self.update(|report| report.exit = Some(exit))
     }
 }
 
 impl Versions {
-    /// Names this program.
+    /// Returns the versions of this program.
     pub fn this() -> Self {
         Self { candlewick: env!("CARGO_PKG_VERSION"), commit: option_env!("CANDLEWICK_COMMIT") }
     }
@@ -147,7 +149,7 @@ impl fmt::Display for Versions {
     }
 }
 
-impl Host {
+impl HostInfo {
     /// Describes this machine.
     pub fn this() -> Self {
         let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -163,13 +165,13 @@ impl Host {
     }
 }
 
-/// Tells whether a report says that its run did all it was to do.
+/// Returns true if a report belongs to a run that finished with exit code 0.
 fn is_done(path: &Path) -> bool {
     let report = fs::read(path).ok().and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok());
     report.is_some_and(|report| report["exit"]["code"] == 0)
 }
 
-/// Writes a time as 2026-11-21T02:03:04Z.
+/// Formats a time as 2026-11-21T02:03:04Z.
 fn utc(time: SystemTime) -> String {
     Timestamp::try_from(time).unwrap_or_default().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
@@ -194,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn dates_of_leap_years_and_others() {
+    fn times_are_formatted_in_utc() {
         let cases = [
             (0, "1970-01-01T00:00:00Z"),
             (951_782_400, "2000-02-29T00:00:00Z"),
@@ -209,13 +211,13 @@ mod tests {
     }
 
     #[test]
-    fn a_version_names_the_commit_where_it_is_known() {
+    fn a_version_includes_the_commit_if_it_is_known() {
         let text = |commit| Versions { candlewick: "0.1.0", commit }.to_string();
         assert_eq!([text(None), text(Some("12ab-dirty"))], ["0.1.0", "0.1.0 (12ab-dirty)"]);
     }
 
     #[test]
-    fn a_run_is_open_until_it_has_an_exit() {
+    fn run_json_has_no_exit_until_the_run_finishes() {
         let dir = tempfile::tempdir().unwrap();
         let output_dir = dir.path().join("out");
         let read = || -> Value { serde_json::from_slice(&fs::read(output_dir.join("run.json")).unwrap()).unwrap() };
@@ -225,16 +227,16 @@ mod tests {
         assert_eq!(read()["versions"]["candlewick"], env!("CARGO_PKG_VERSION"));
         assert!(read()["host"]["n_cpus"].as_u64().unwrap() > 0);
 
-        run.update(|report| report.ledger = json!({"read": 10})).unwrap();
-        run.finish(Exit { code: 75, reason: "SIGTERM, saved at step 3".to_owned() }).unwrap();
+        run.update(|report| report.token_stats = json!({"read": 10})).unwrap();
+        run.finish(RunExit { code: 75, reason: "SIGTERM, saved at step 3".to_owned() }).unwrap();
         assert_eq!(read()["ledger"]["read"], 10);
         assert_eq!(read()["exit"], json!({"code": 75, "reason": "SIGTERM, saved at step 3"}));
         assert_eq!(fs::read_dir(&output_dir).unwrap().count(), 1);
     }
 
     #[test]
-    fn without_a_folder_nothing_is_written() {
+    fn without_a_folder_run_json_is_not_written() {
         let mut run = RunJson::start(&log(None), json!({})).unwrap();
-        run.finish(Exit { code: 0, reason: "done".to_owned() }).unwrap();
+        run.finish(RunExit { code: 0, reason: "done".to_owned() }).unwrap();
     }
 }

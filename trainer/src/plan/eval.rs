@@ -1,16 +1,16 @@
-//! Evaluation during training, as a plan has it: its interval, its data, and the metric of the best checkpoint.
+//! The evaluation of a plan: intervals, tasks, and the metric of the best checkpoint.
 
 use std::path::PathBuf;
 
 use serde::Serialize;
 
 use crate::checkpoint::Moment;
-use crate::recipe::Free;
+use crate::recipe::JsonMap;
 
-/// The metric name of the held-out loss.
+/// The metric name of the evaluation loss.
 pub const EVAL_LOSS: &str = "loss/eval";
 
-/// Evaluation of the held-out loss during training.
+/// The evaluation loss during training.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct EvalPlan {
     /// Steps between evaluations; `None` evaluates after each epoch. The last step is always evaluated.
@@ -22,7 +22,7 @@ pub struct EvalPlan {
 /// Task evaluation during training.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TasksPlan {
-    /// The interval.
+    /// The interval of the evaluations.
     pub when: EvalPlan,
     /// Names of tasks, groups and tags, patterns, and YAML files.
     pub tasks: Vec<String>,
@@ -32,9 +32,9 @@ pub struct TasksPlan {
     pub include_path: Vec<PathBuf>,
     /// Overrides of the tasks' data, as `TASK=PATH`.
     pub data: Vec<String>,
-    /// Documents of each task: a number, or below 1 a share.
+    /// The number of documents of each task; below 1, the fraction of them.
     pub limit: Option<f64>,
-    /// Few-shot examples of a question.
+    /// The number of few-shot examples.
     pub num_fewshot: Option<usize>,
     /// Seeds the choice of few-shot examples.
     pub fewshot_seed: u64,
@@ -44,15 +44,15 @@ pub struct TasksPlan {
     pub fewshot_as_multiturn: bool,
     /// The system message.
     pub system_instruction: Option<String>,
-    /// Changes to the tasks' `generation_kwargs`.
-    pub gen_kwargs: Free,
-    /// Sequences of a forward.
+    /// Overrides of the tasks' `generation_kwargs`.
+    pub gen_kwargs: JsonMap,
+    /// The number of sequences in a forward.
     pub batch_size: Option<usize>,
-    /// Tokens of context.
+    /// The context length in tokens.
     pub max_length: Option<usize>,
-    /// The most generated tokens of an answer.
+    /// The maximum number of generated tokens.
     pub max_gen_toks: usize,
-    /// Bootstrap resamples for standard errors.
+    /// The number of bootstrap resamples for standard errors.
     pub bootstrap_iters: usize,
     /// True if tasks may run code that the model generated.
     pub confirm_run_unsafe_code: bool,

@@ -1,12 +1,12 @@
-//! Derived numbers of a plan, for people: parameters, rows of a step, steps.
+//! Derived numbers of a plan, for the user: parameters, global batch and steps.
 
 use super::Plan;
-use crate::data::{Horizon, Stream};
+use crate::data::{Horizon, TrainLoader};
 use crate::estimate::{ComputeDevice, Setup, parameter_counts};
 use crate::metrics::grouped;
 
 impl Plan {
-    /// Returns what follows from the plan before the data are read: a name and a text each.
+    /// Returns the facts that are known before the data are read: a name and a text each.
     pub fn facts(&self) -> Vec<(&'static str, String)> {
         let (steps, per_epoch) = match self.data.horizon {
             Horizon::Steps(steps) => (grouped(steps), ""),
@@ -17,7 +17,7 @@ impl Plan {
         parameters.into_iter().chain([("global batch", self.global_batch()), ("steps", steps + per_epoch)]).collect()
     }
 
-    /// The number of parameters, and of those that are trained; `None` before the model's config is known.
+    /// Returns the numbers of all and of trained parameters; `None` before the model's config is known.
     pub fn parameters(&self) -> Option<String> {
         let (frozen, trained) = parameter_counts(&Setup::of(self, ComputeDevice::Cpu).ok()?);
         let total = frozen + trained;
@@ -34,17 +34,17 @@ impl Plan {
             (data.gradient_accumulation_steps, "gradient_accumulation_steps"),
             (data.data_ranks, "data ranks"),
         ];
-        let product: Vec<String> = factors.iter().map(|(n, name)| format!("{name} {}", grouped(*n))).collect();
+        let factors: Vec<String> = factors.iter().map(|(n, name)| format!("{name} {}", grouped(*n))).collect();
         let rows = data.rows_per_step();
         let tokens = match data.max_length {
             0 => String::new(),
             length => format!(", at most {} tokens", grouped(rows * length)),
         };
-        format!("{} rows a step{tokens} ({})", grouped(rows), product.join(" x "))
+        format!("{} rows a step{tokens} ({})", grouped(rows), factors.join(" x "))
     }
 
-    /// Describes the steps of a run whose data are counted: a line, and another if a step has fewer rows than the plan says.
-    pub fn steps(&self, stream: &Stream) -> Vec<String> {
+    /// Describes the steps of a run whose data are counted. A second line reports a step with fewer rows than planned.
+    pub fn steps(&self, stream: &TrainLoader) -> Vec<String> {
         let (total, in_epoch, rows) = (stream.total_steps(), stream.steps_in_epoch(), stream.rows_in_epoch());
         let epochs = total as f64 / in_epoch as f64;
         let mut lines = vec![format!(
@@ -56,7 +56,7 @@ impl Plan {
         )];
         if self.data.rows_per_step() > rows {
             let wanted = grouped(self.data.rows_per_step());
-            lines.push(format!("a step has {} rows, not {wanted}: there are no more data", grouped(rows)));
+            lines.push(format!("a step has {} rows instead of {wanted}: the data have no more", grouped(rows)));
         }
         lines
     }

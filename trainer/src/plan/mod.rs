@@ -1,6 +1,6 @@
 //! The resolved run: every check, every default and every derived value, computed once.
 //!
-//! The files of this folder have the plan's types, plain data. `resolve` makes them of a recipe.
+//! The files of this folder have the plan's types, which are plain data. `resolve` builds them from a recipe.
 
 mod eval;
 mod facts;
@@ -13,12 +13,12 @@ mod setting;
 mod table;
 
 pub use eval::{BestPlan, EVAL_LOSS, EvalPlan, TasksPlan};
-pub use model::{Activations, ChatTemplateSource, ComputeDtype, Init, ModelPlan, TokenizerPlan};
+pub use model::{ChatTemplateSource, CheckpointingMode, ModelPlan, TokenizerPlan, WeightInit};
 pub(crate) use model::{checkpointing, dtype};
 pub use pipeline::PipelinePlan;
 pub use ranks::RanksPlan;
-pub use resolve::{BuildFeatures, HubAccess, Known, KnownError, Machines, TempDir, WorldInfo};
+pub use resolve::{BuildFeatures, Environment, EnvironmentError, HubAccess, Machines, TempDir, WorldInfo};
 pub(crate) use resolve::{conversation, is_path};
 pub use run::{ExitPlan, GeneratePlan, LoggerPlan, OptimizerPlan, Plan};
 pub use setting::Setting;
-pub use table::Shown;
+pub use table::SettingsFilter;

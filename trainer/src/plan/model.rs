@@ -1,4 +1,4 @@
-//! The model and the tokenizer of a run, as a plan has them.
+//! The model and the tokenizer of a plan.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use candlewick_ops::AttentionChoice;
 use candlewick_parallel::ActivationCheckpointing;
 use serde::{Deserialize, Serialize, Serializer};
 
-use crate::recipe::{ActivationCheckpoint, Dtype, Free, HumanFloat, HumanInt};
+use crate::recipe::{ActivationCheckpoint, FloatDtype, HumanFloat, HumanInt, JsonMap};
 
 /// The model of a run.
 #[derive(Clone, Debug, Serialize)]
@@ -18,21 +18,21 @@ pub struct ModelPlan {
     /// The branch, tag or commit of a Hub id; `None` is `main`.
     pub revision: Option<String>,
     /// The source of the initial weights.
-    pub init: Init,
+    pub init: WeightInit,
     /// The config with the recipe's overrides. `None` if the Hub's config is not cached: only `check` allows that.
     #[serde(serialize_with = "config_json")]
     pub config: Option<Config>,
     /// The overrides that `config` already contains.
-    pub hf_config_kwargs: Free,
+    pub hf_config_kwargs: JsonMap,
     /// The dtype of the weights in forward and backward. `OptimizerPlan::masters` is the dtype of master weights.
-    pub dtype: ComputeDtype,
+    pub dtype: FloatDtype,
     /// LoRA, if only an adapter is trained.
     #[serde(serialize_with = "adapter_json")]
     pub adapter: Option<LoraConfig>,
     /// The adapter folder to continue from; `None` initializes a new adapter.
     pub adapter_folder: Option<PathBuf>,
     /// The activations that blocks save for backward.
-    pub activations: Activations,
+    pub activations: CheckpointingMode,
     /// The folder to which a CPU run offloads activations.
     pub activation_offload_dir: PathBuf,
     /// True if that folder is in RAM (tmpfs), so that offloading frees no memory.
@@ -53,76 +53,57 @@ impl ModelPlan {
 /// The source of a model's initial weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Init {
-    /// From the checkpoint.
+pub enum WeightInit {
+    /// Loads the checkpoint.
     Load,
-    /// Random initialization, as in transformers.
+    /// Initializes randomly, as in transformers.
     Random,
-}
-
-/// The dtype of forward and backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ComputeDtype {
-    /// bfloat16.
-    Bf16,
-    /// Single precision.
-    F32,
-    /// Half precision.
-    F16,
-}
-
-impl ComputeDtype {
-    /// Returns the bytes of an element.
-    pub fn n_bytes(self) -> u64 {
-        match self {
-            Self::F32 => 4,
-            Self::Bf16 | Self::F16 => 2,
-        }
-    }
 }
 
 /// The activations that blocks save for backward.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Activations {
-    /// Everything.
-    Keep,
-    /// Their inputs.
-    Recompute,
-    /// Their inputs and attention's outputs.
+pub enum CheckpointingMode {
+    /// All activations.
+    #[serde(rename = "keep")]
+    None,
+    /// The blocks' inputs.
+    #[serde(rename = "recompute")]
+    Full,
+    /// The blocks' inputs and attention's outputs.
     Selective,
-    /// Their inputs; this share of the blocks offloads them to host memory or disk.
+    /// The blocks' inputs, offloaded to host memory or disk for this fraction of the blocks.
     Offload(f64),
-    /// Every k-th block its input, the others everything.
-    RecomputeEvery(usize),
+    /// The input of every k-th block, and all activations of the others.
+    #[serde(rename = "recompute_every")]
+    EveryKth(usize),
 }
 
-impl Activations {
+impl CheckpointingMode {
     /// Returns the one of two that saves fewer activations.
     #[must_use]
     pub fn leaner(self, other: Self) -> Self {
-        // The share of blocks that are recomputed, plus the share that is offloaded.
-        let spared = |it| match it {
-            Self::Keep => 0.0,
-            Self::RecomputeEvery(k) => 1.0 / k as f64,
-            // More than with every second block, whatever the shape.
+        // The fraction of recomputed blocks, plus the fraction of offloaded inputs.
+        let saving = |it| match it {
+            Self::None => 0.0,
+            Self::EveryKth(k) => 1.0 / k as f64,
+            // Selective saves more memory than recomputing every second block, for every model shape.
             Self::Selective => 0.75,
-            Self::Recompute => 1.0,
-            Self::Offload(share) => 1.0 + share,
+            Self::Full => 1.0,
+            Self::Offload(fraction) => 1.0 + fraction,
         };
-        if spared(other) > spared(self) { other } else { self }
+        if saving(other) > saving(self) { other } else { self }
     }
 
     /// Returns the value of `model.activation_checkpoint` with this meaning.
     pub fn to_recipe(self) -> ActivationCheckpoint {
         match self {
-            Self::Keep => ActivationCheckpoint::None,
-            Self::Recompute => ActivationCheckpoint::Full,
+            Self::None => ActivationCheckpoint::None,
+            Self::Full => ActivationCheckpoint::Full,
             Self::Selective => ActivationCheckpoint::Selective,
-            Self::Offload(share) if share >= 1.0 => ActivationCheckpoint::Offload,
-            Self::Offload(share) => ActivationCheckpoint::OffloadShare(HumanFloat(share)),
-            Self::RecomputeEvery(k) => ActivationCheckpoint::Every(HumanInt(k)),
+            Self::Offload(fraction) if fraction >= 1.0 => ActivationCheckpoint::Offload,
+            Self::Offload(fraction) => ActivationCheckpoint::OffloadFraction(HumanFloat(fraction)),
+            Self::EveryKth(k) => ActivationCheckpoint::Every(HumanInt(k)),
         }
     }
 }
@@ -137,50 +118,40 @@ pub struct TokenizerPlan {
     /// A chat template that replaces the tokenizer's own.
     pub chat_template: Option<ChatTemplateSource>,
     /// Extra variables of the chat template.
-    pub chat_template_kwargs: Free,
+    pub chat_template_kwargs: JsonMap,
 }
 
 /// The source of a chat template.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ChatTemplateSource {
-    /// In a file.
+    /// A file.
     File(PathBuf),
-    /// In the recipe.
+    /// The text in the recipe.
     Inline(String),
 }
 
-impl From<Dtype> for ComputeDtype {
-    fn from(dtype: Dtype) -> Self {
-        match dtype {
-            Dtype::F32 => Self::F32,
-            Dtype::Bf16 => Self::Bf16,
-            Dtype::F16 => Self::F16,
-        }
-    }
-}
-
 /// Returns the candle dtype.
-pub(crate) fn dtype(dtype: ComputeDtype) -> DType {
+pub(crate) fn dtype(dtype: FloatDtype) -> DType {
     match dtype {
-        ComputeDtype::Bf16 => DType::BF16,
-        ComputeDtype::F32 => DType::F32,
-        ComputeDtype::F16 => DType::F16,
+        FloatDtype::Bf16 => DType::BF16,
+        FloatDtype::F32 => DType::F32,
+        FloatDtype::F16 => DType::F16,
     }
 }
 
 /// Returns the checkpointing mode of each block. A partial offload takes the first blocks: backward reads them last.
-pub(crate) fn checkpointing(activations: Activations, n_blocks: usize) -> Vec<ActivationCheckpointing> {
+pub(crate) fn checkpointing(activations: CheckpointingMode, n_blocks: usize) -> Vec<ActivationCheckpointing> {
     let of_block = |block_idx: usize| match activations {
-        Activations::Keep => ActivationCheckpointing::None,
-        Activations::Recompute => ActivationCheckpointing::Full,
-        Activations::Selective => ActivationCheckpointing::Selective,
-        Activations::Offload(share) if block_idx < (share * n_blocks as f64).round() as usize => {
+        CheckpointingMode::None => ActivationCheckpointing::None,
+        CheckpointingMode::Full => ActivationCheckpointing::Full,
+        CheckpointingMode::Selective => ActivationCheckpointing::Selective,
+        CheckpointingMode::Offload(fraction) if block_idx < (fraction * n_blocks as f64).round() as usize => {
             ActivationCheckpointing::Offload
         }
-        Activations::Offload(_) => ActivationCheckpointing::Full,
-        Activations::RecomputeEvery(k) if block_idx.is_multiple_of(k) => ActivationCheckpointing::Full,
-        Activations::RecomputeEvery(_) => ActivationCheckpointing::None,
+        CheckpointingMode::Offload(_) => ActivationCheckpointing::Full,
+        CheckpointingMode::EveryKth(k) if block_idx.is_multiple_of(k) => ActivationCheckpointing::Full,
+        CheckpointingMode::EveryKth(_) => ActivationCheckpointing::None,
     };
     (0..n_blocks).map(of_block).collect()
 }
@@ -198,17 +169,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_blocks_are_offloaded_and_every_kth_computed_again() {
+    fn the_first_blocks_are_offloaded_and_every_kth_is_recomputed() {
         use ActivationCheckpointing::{Full, None, Offload, Selective};
         for (activations, want) in [
-            (Activations::Keep, [None; 5]),
-            (Activations::Recompute, [Full; 5]),
-            (Activations::Selective, [Selective; 5]),
-            (Activations::Offload(1.0), [Offload; 5]),
-            (Activations::Offload(0.0), [Full; 5]),
-            (Activations::Offload(0.7), [Offload, Offload, Offload, Offload, Full]),
-            (Activations::Offload(0.2), [Offload, Full, Full, Full, Full]),
-            (Activations::RecomputeEvery(2), [Full, None, Full, None, Full]),
+            (CheckpointingMode::None, [None; 5]),
+            (CheckpointingMode::Full, [Full; 5]),
+            (CheckpointingMode::Selective, [Selective; 5]),
+            (CheckpointingMode::Offload(1.0), [Offload; 5]),
+            (CheckpointingMode::Offload(0.0), [Full; 5]),
+            (CheckpointingMode::Offload(0.7), [Offload, Offload, Offload, Offload, Full]),
+            (CheckpointingMode::Offload(0.2), [Offload, Full, Full, Full, Full]),
+            (CheckpointingMode::EveryKth(2), [Full, None, Full, None, Full]),
         ] {
             assert_eq!(checkpointing(activations, 5), want, "{activations:?}");
         }

@@ -1,20 +1,20 @@
-//! The pipeline stages, as a plan has them: their number, their blocks, and the schedule.
+//! The pipeline stages of a plan: their number, their blocks, and the schedule.
 
 use candlewick_model::{Config, Model, ParamSpec};
 use candlewick_parallel::{PipelineLayout, PipelineScheduleKind};
 use serde::Serialize;
 
-use crate::recipe::PipelineSchedule;
+use crate::recipe::PipelineScheduleName;
 
 /// The pipeline of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct PipelinePlan {
     /// The number of pipeline stages.
     pub stages: usize,
-    /// Model chunks (virtual stages) of each stage.
+    /// The number of model chunks (virtual stages) of each stage.
     pub chunks: usize,
     /// The schedule of forwards and backwards.
-    pub schedule: PipelineSchedule,
+    pub schedule: PipelineScheduleName,
     /// The number of blocks of each model chunk; `None` balances them by time.
     pub layers: Option<Vec<usize>>,
 }
@@ -22,28 +22,28 @@ pub struct PipelinePlan {
 impl PipelinePlan {
     /// Returns the plan without a pipeline.
     pub fn alone() -> Self {
-        Self { stages: 1, chunks: 1, schedule: PipelineSchedule::OneForwardOneBackward, layers: None }
+        Self { stages: 1, chunks: 1, schedule: PipelineScheduleName::OneForwardOneBackward, layers: None }
     }
 
     /// Returns the assignment of a model's blocks to stages.
     pub fn layout(&self, config: &Config) -> PipelineLayout {
         match &self.layers {
             Some(layers) => PipelineLayout::new(self.stages, layers),
-            None => PipelineLayout::balanced(config.n_layers(), self.stages, self.chunks, head(config)),
+            None => PipelineLayout::balanced(config.n_layers(), self.stages, self.chunks, head_time(config)),
         }
     }
 
     /// Returns the schedule as the engine's type.
-    pub fn order(&self) -> PipelineScheduleKind {
+    pub fn schedule_kind(&self) -> PipelineScheduleKind {
         match self.schedule {
-            PipelineSchedule::OneForwardOneBackward => PipelineScheduleKind::OneForwardOneBackward,
-            PipelineSchedule::AllForwardAllBackward => PipelineScheduleKind::GPipe,
+            PipelineScheduleName::OneForwardOneBackward => PipelineScheduleKind::OneForwardOneBackward,
+            PipelineScheduleName::AllForwardAllBackward => PipelineScheduleKind::GPipe,
         }
     }
 }
 
-/// Returns the head's time in units of a block's time, by the number of weights of each.
-fn head(config: &Config) -> f64 {
+/// Estimates the head's time in units of a block's time, by their numbers of weights.
+fn head_time(config: &Config) -> f64 {
     let Ok(model) = Model::new(config.clone(), None) else { return 0.0 };
     let block: usize = model.units().get(1).map_or(0, |unit| unit.params.iter().map(ParamSpec::numel).sum());
     (config.vocab_size() * config.hidden_size()) as f64 / block.max(1) as f64

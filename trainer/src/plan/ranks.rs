@@ -1,4 +1,4 @@
-//! The ranks of a run, as a plan has them: the degrees of the mesh and what is sharded.
+//! The degrees of parallelism of a plan, and its ZeRO stage.
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_parallel::{SequenceParallel, ZeroStage};
@@ -11,13 +11,13 @@ use crate::recipe::DdpBackend;
 pub struct RanksPlan {
     /// Data-parallel replicas of the sharded model (HSDP).
     pub dp_replicate: usize,
-    /// Shards over data-parallel ranks, which compute different micro-batches.
+    /// Data-parallel ranks that shard the model and compute different micro-batches.
     pub dp_shard: usize,
-    /// Context parallelism: ranks that exchange keys and values of a micro-batch in a ring.
+    /// The context-parallel degree: ranks exchange keys and values of a micro-batch in a ring.
     pub context: usize,
-    /// Ulysses: ranks that exchange attention heads. With `dp_shard` and `context` it is the number of shards.
+    /// The Ulysses degree: ranks exchange attention heads. The number of shards is `dp_shard` x `context` x `sequence`.
     pub sequence: usize,
-    /// Tensor-parallel ranks.
+    /// The tensor-parallel degree.
     pub tensor: usize,
     /// True if tensor-parallel ranks shard the tokens outside of attention and MLP.
     pub sequence_parallel: bool,
@@ -27,7 +27,7 @@ pub struct RanksPlan {
     pub timeout: usize,
     /// The communication backend.
     pub backend: DdpBackend,
-    /// The ZeRO stage: shards nothing (0), optimizer state (1), gradients too (2), weights too (3).
+    /// The ZeRO stage: it shards nothing (0), optimizer state (1), gradients too (2), weights too (3).
     pub zero_stage: usize,
 }
 

@@ -7,14 +7,14 @@ use candlewick_ops::{DeviceChoice, LossScaling};
 use serde::{Serialize, Serializer};
 
 use super::eval::{BestPlan, EvalPlan, TasksPlan};
-use super::model::{ComputeDtype, ModelPlan, TokenizerPlan};
+use super::model::{ModelPlan, TokenizerPlan};
 use super::pipeline::PipelinePlan;
 use super::ranks::RanksPlan;
 use super::setting::Setting;
 use crate::checkpoint::CheckpointPlan;
 use crate::data::DataPlan;
 use crate::metrics::LogPlan;
-use crate::recipe::{MemoryModes, OnNonfinite, Prompt};
+use crate::recipe::{FloatDtype, MemoryMode, OnNonfinite, Prompt};
 use crate::schedule::Schedule;
 
 /// A resolved run.
@@ -32,7 +32,7 @@ pub struct Plan {
     /// The pipeline stages; one stage means no pipeline.
     pub pipeline: PipelinePlan,
     /// The mode of memory settings: `manual` or `auto`.
-    pub memory: MemoryModes,
+    pub memory: MemoryMode,
     /// The model.
     pub model: ModelPlan,
     /// The tokenizer.
@@ -41,11 +41,12 @@ pub struct Plan {
     pub data: DataPlan,
     /// The optimizer.
     pub optimizer: OptimizerPlan,
-    /// The share of the parameters whose masters and moments a GPU run offloads to, and updates in, host memory.
+    /// The fraction of the parameters whose master weights and moments a GPU run offloads to host memory and updates
+    /// there.
     pub optimizer_on_host: f64,
-    /// True if a GPU run offloads the weights too, and copies each unit's to the GPU when it is computed.
+    /// True if a GPU run also offloads the weights, and copies a unit's weights to the GPU to compute it.
     pub weights_on_host: bool,
-    /// The learning rate over the run. It is checked against the number of steps once the data are counted.
+    /// The learning rate schedule. It is checked against the number of steps once the data are counted.
     pub schedule: Schedule,
     /// Evaluation, if there are data for it.
     pub eval: Option<EvalPlan>,
@@ -53,7 +54,7 @@ pub struct Plan {
     pub tasks: Option<TasksPlan>,
     /// The metric of the best checkpoint.
     pub best: Option<BestPlan>,
-    /// The events that end the run early.
+    /// The conditions that end the run early.
     pub exit: ExitPlan,
     /// The checkpoints.
     pub checkpoints: Vec<CheckpointPlan>,
@@ -71,7 +72,7 @@ pub struct Plan {
     pub notes: Vec<String>,
 }
 
-/// AdamW's numbers.
+/// The settings of AdamW.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OptimizerPlan {
     /// The base learning rate.
@@ -84,33 +85,33 @@ pub struct OptimizerPlan {
     pub beta2: f64,
     /// Added to the square root of the second moment.
     pub eps: f64,
-    /// The largest global norm of a gradient; `None` does not clip.
+    /// The maximum global norm of the gradients; `None` does not clip.
     pub gradient_clipping: Option<f64>,
     /// The dtype of master weights and gradients: f32, or bf16 if the model is bf16.
-    pub masters: ComputeDtype,
+    pub masters: FloatDtype,
     /// The dtype of the moments: f32 or bf16.
-    pub moments: ComputeDtype,
+    pub moments: FloatDtype,
     /// The loss scaling of fp16.
     pub loss_scaling: LossScaling,
 }
 
-/// The events that end a run before its horizon.
+/// The conditions that end a run early.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ExitPlan {
-    /// At this step.
+    /// The step at which the run ends.
     pub iteration: Option<usize>,
-    /// After this many steps of this process.
+    /// The number of steps of this process after which the run ends.
     pub iteration_this_run: Option<usize>,
-    /// The file whose appearance ends the run; `None` where no folder holds it.
+    /// The file whose creation ends the run; `None` without an output folder.
     pub kill_switch_path: Option<PathBuf>,
 }
 
 /// Sample generations.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct GeneratePlan {
-    /// The texts that the model answers or continues, and the chats that it answers.
+    /// The prompts: texts and chats.
     pub prompts: Vec<Prompt>,
-    /// The most tokens of an answer.
+    /// The maximum number of generated tokens.
     pub max_new_tokens: usize,
     /// The sampling temperature; 0 is greedy decoding.
     pub temperature: f64,

@@ -1,23 +1,24 @@
-//! The plan as a table for people: key, value, where it came from.
+//! The plan as a table for the user: key, value and origin.
 
 use super::run::Plan;
 use super::setting::Setting;
 use crate::recipe::Origin;
 
-/// The settings of a table.
+/// The settings that a table shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shown {
-    /// Every one.
+pub enum SettingsFilter {
+    /// All settings.
     All,
-    /// Settings that the recipe, an argument or the memory has set.
+    /// Settings from the recipe, an argument or `memory: auto`.
     Set,
 }
 
 impl Plan {
     /// Writes the table of settings, the derived numbers and the notes.
-    pub fn table(&self, shown: Shown) -> String {
+    pub fn table(&self, shown: SettingsFilter) -> String {
         let is_set = |setting: &Setting| !matches!(setting.origin, Origin::Default | Origin::Derived);
-        let settings: Vec<&Setting> = self.settings.iter().filter(|it| shown == Shown::All || is_set(it)).collect();
+        let settings: Vec<&Setting> =
+            self.settings.iter().filter(|it| shown == SettingsFilter::All || is_set(it)).collect();
         let width = |of: fn(&Setting) -> usize| settings.iter().map(|setting| of(setting)).max().unwrap_or(0);
         let keys = width(|s| s.key.chars().count());
         let values = width(|s| s.shown().chars().count()).min(40);

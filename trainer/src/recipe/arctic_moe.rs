@@ -3,15 +3,15 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Whether ArcticTraining's mixture-of-experts layers are used.
+/// ArcticTraining's mixture-of-experts layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ArcticMoe {
-    /// `false`.
+    /// `false`: not used.
     Off,
-    /// `true`.
+    /// `true`: used.
     On,
-    /// `auto`: if the model has experts.
+    /// `auto`: used if the model has experts.
     Auto,
 }
 

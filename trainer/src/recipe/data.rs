@@ -8,90 +8,94 @@ use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer, StrDeserial
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize as DeriveDeserialize, Serialize};
 
-use super::model::Free;
+use super::model::JsonMap;
 use super::number::{HumanFloat, HumanInt};
+use crate::data::{RowOrder, Truncation, UnrenderedToolCalls};
 
-/// What is trained and evaluated on.
+/// The training and evaluation data.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Data {
-    /// Default: that of the run's `type`.
+pub struct DataSection {
+    /// The kind of data. Default: the run's `type`.
     #[serde(rename = "type")]
     pub kind: Option<DataType>,
-    /// The training data: a name (`name`, `name:split`, `name:split[10:20]`), a map, or a list of them.
+    /// The training data: a name (`name`, `name:split`, `name:split[10:20]`), a map, or a list of these.
     #[serde(deserialize_with = "one_source_or_many")]
-    #[schemars(with = "Sources")]
+    #[schemars(with = "DataSourcesSchema")]
     pub sources: Vec<DataSource>,
-    /// The evaluation data. Needs `eval_interval`.
+    /// The evaluation data, in the forms of `sources`. `eval_interval` sets the steps between evaluations. Default: none.
     #[serde(deserialize_with = "one_source_or_many")]
-    #[schemars(with = "Sources")]
+    #[schemars(with = "DataSourcesSchema")]
     pub eval_sources: Vec<DataSource>,
-    /// How much of `sources` is trained on and how much is held out for evaluation; sums to 1. Excludes
+    /// The fractions of `sources` for training and for held-out evaluation. They sum to 1. Not allowed with
     /// `eval_sources`. Default `[1.0, 0.0]`.
     pub train_eval_split: Option<(HumanFloat, HumanFloat)>,
-    /// The longest row in tokens. Default: the model config's `max_position_embeddings`.
+    /// The maximum length of a row in tokens. Default: the model config's `max_position_embeddings`.
     pub max_length: Option<HumanInt>,
-    /// The handling of samples longer than `max_length`: `error` (the run is refused with the three longest; default
-    /// of `sft`), `truncate`, `drop` or `split` (into samples of `max_length`; default of `causal`). Packed causal data
+    /// The handling of samples longer than `max_length`: `error` (fails and reports the three longest; default of
+    /// `sft`), `truncate`, `drop` or `split` (into samples of `max_length`; default of `causal`). Packed causal data
     /// are always split.
     pub truncation: Option<Truncation>,
-    /// ArcticTraining's spelling: an explicit `true` is `truncation: drop`.
+    /// ArcticTraining's name of `truncation: drop`: `true` drops samples longer than `max_length`.
     pub filter_samples: Option<bool>,
-    /// The order of an epoch: `shuffle` (default; a new permutation every epoch, from `data.seed`), `sequential`, or
-    /// `longest_first` (shuffled, but the longest rows come first, so that a run that does not fit fails at once).
-    pub order: Option<Order>,
-    /// Puts several samples into one row, which do not see each other. Default false for `sft`, true for `causal`.
+    /// The order of an epoch's rows: `shuffle` (default; a new permutation each epoch, from `data.seed`), `sequential`
+    /// or `longest_first`. The last one shuffles too, but starts with the longest rows: a run that does not fit in
+    /// memory fails at once.
+    pub order: Option<RowOrder>,
+    /// Packs several samples into a row. They do not attend to each other. Default false for `sft`, true for `causal`.
     pub pack_samples: Option<bool>,
-    /// Packs rows of exactly `max_length`: samples are cut where a row ends and go on in the next one.
+    /// Packs rows of exactly `max_length` tokens: a sample that does not fit is split between two rows. Default true for
+    /// packed `causal` data, else false.
     pub always_max_length: Option<bool>,
-    /// Drops what does not fill the last row or the last step of an epoch.
+    /// Drops a last row shorter than `max_length` (`always_max_length`) and a last step with too few rows. Default false.
     pub drop_last: Option<bool>,
-    /// The probability that a pack's samples are read as one sequence, for long-context distillation. Default 0.
+    /// The probability that a pack is one sequence whose samples attend to each other, for long-context distillation.
+    /// Default 0.
     pub fuse_positions_prob: Option<HumanFloat>,
     /// Not implemented yet.
     pub repeat_to_pack_max_length: Option<bool>,
-    /// Learns from the assistant's tokens only. Default true.
+    /// Computes the loss on the assistant's tokens only. Default true.
     pub mask_inputs: Option<bool>,
-    /// Does not learn from an empty `<think></think>` at the start of an assistant's turn. Default false.
+    /// Masks an empty `<think></think>` at the start of an assistant's turn in the loss. Default false.
     pub ignore_empty_think: Option<bool>,
-    /// Learns to write an empty answer where the data have one. Default false: such a turn is not learned.
+    /// Trains on empty answers. Default false: their turns are masked in the loss.
     pub train_on_empty_answers: Option<bool>,
-    /// The handling of rows with tool calls that the chat template does not render: `error` (default: the run is
-    /// refused with their number and the first row), `drop` (the rows are left out) or `mask` (the rows stay, and these
-    /// turns are not learned).
+    /// The handling of rows with tool calls that the chat template does not render: `error` (default; fails and reports
+    /// their number and the first row), `drop` (drops the rows) or `mask` (masks these turns in the loss).
     pub unrendered_tool_calls: Option<UnrenderedToolCalls>,
-    /// Puts BOS before a text that no chat template renders (`type: causal`). Default: as the tokenizer adds it.
+    /// Adds BOS before a text that no chat template renders (`type: causal`). Default: the tokenizer's setting.
     pub add_bos_token: Option<bool>,
-    /// Puts EOS after a text that no chat template renders (`type: causal`); it separates documents. Default true.
+    /// Adds EOS after a text that no chat template renders (`type: causal`), to separate documents. Default true.
     pub add_eos_token: Option<bool>,
-    /// What rows are padded to: `none` (default: rows are not padded, attention reads each at its own length),
-    /// `div_length` or `max_length`. Setting `div_length` implies it.
+    /// The padding of rows: `none`, `div_length` (to a multiple of it) or `max_length`. Default: `div_length` if that key
+    /// is set, else `none`. Attention needs no padding.
     pub pad_to: Option<PadTo>,
-    /// Rows are padded to a multiple of this. Default 256 where `pad_to: div_length` is asked.
+    /// Pads rows to a multiple of this number of tokens. Default 256 with `pad_to: div_length`.
     pub div_length: Option<HumanInt>,
-    /// Threads that tokenise. Default: 16, or as many as there are cores if fewer.
+    /// The number of tokenizer threads. Default: 16, at most the number of cores.
     pub num_proc: Option<HumanInt>,
-    /// ArcticTraining's loader processes. Accepted; a batch is made from mapped tokens in the step itself.
+    /// The number of data loader processes in ArcticTraining. No effect: each step builds its batch from memory-mapped
+    /// tokens.
     pub dl_num_workers: Option<HumanInt>,
     /// Seeds the split, the shuffle and the packing. Default 42.
     pub seed: Option<HumanInt>,
-    /// The folder that keeps tokens between runs. Default `$XDG_CACHE_HOME/candlewick/tokens`, or below `~/.cache`.
+    /// The folder of the token cache. Default `$XDG_CACHE_HOME/candlewick/tokens`, or `~/.cache/candlewick/tokens`.
     pub cache_dir: Option<String>,
-    /// Accepted; `auto`, `local` and `shared` are the same to one process.
-    pub cache_fs_type: Option<CacheFs>,
-    /// Refuses to tokenise: the tokens must be in the cache already. Default false.
+    /// The kind of file system of the cache: `auto`, `local` or `shared`. No effect.
+    pub cache_fs_type: Option<CacheFsType>,
+    /// Fails if the token cache lacks the data, instead of tokenizing them. Default false.
     pub fail_on_missing_cache: Option<bool>,
-    /// Deprecated in ArcticTraining, where it has no effect; neither here.
+    /// Deprecated in ArcticTraining. No effect.
     pub use_data_cache: Option<bool>,
-    /// Deprecated in ArcticTraining, where it has no effect; neither here.
+    /// Deprecated in ArcticTraining. No effect.
     pub cache_processed_data: Option<bool>,
-    /// Of `type: dpo`. Not implemented yet.
+    /// A key of `type: dpo`. Not implemented yet.
     pub max_prompt_length: Option<HumanInt>,
-    /// Of `type: dpo`. Not implemented yet.
+    /// A key of `type: dpo`. Not implemented yet.
     pub dpo_prompt_truncation_mode: Option<String>,
 }
 
-/// Names of data factories.
+/// The kind of data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DataType {
@@ -103,89 +107,51 @@ pub enum DataType {
     Dpo,
 }
 
-/// What becomes of samples longer than `max_length`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum Truncation {
-    /// The run is refused.
-    Error,
-    /// Their ends are cut off.
-    Truncate,
-    /// They are left out.
-    Drop,
-    /// They become several samples.
-    Split,
-}
-
-/// The handling of rows with tool calls that the chat template does not render.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum UnrenderedToolCalls {
-    /// The run is refused.
-    Error,
-    /// They are left out.
-    Drop,
-    /// They stay, and the turns with these calls are not learned.
-    Mask,
-}
-
-/// The order of an epoch's rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum Order {
-    /// A permutation from the seed and the epoch.
-    Shuffle,
-    /// As they stand.
-    Sequential,
-    /// Shuffled, the longest first.
-    LongestFirst,
-}
-
-/// What rows are padded to.
+/// The padding of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum PadTo {
-    /// Nothing.
+    /// No padding.
     None,
-    /// A multiple of `div_length`.
+    /// To a multiple of `div_length`.
     DivLength,
-    /// `max_length`.
+    /// To `max_length`.
     MaxLength,
 }
 
-/// Kinds of file systems.
+/// The kind of file system of the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum CacheFs {
+pub enum CacheFsType {
     /// Detected.
     Auto,
-    /// One machine's.
+    /// On one machine.
     Local,
-    /// Several machines'.
+    /// Shared by several machines.
     Shared,
 }
 
 /// One data set, or a part of one.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, JsonSchema)]
-#[schemars(with = "SourceForms")]
-pub struct DataSource(pub SourceMap);
+#[schemars(with = "DataSourceSchema")]
+pub struct DataSource(pub SourceOptions);
 
 /// The two ways to write a source.
 #[derive(JsonSchema)]
 #[serde(untagged)]
 #[allow(dead_code, reason = "only its schema is used")]
-enum SourceForms {
+enum DataSourceSchema {
     /// `name`, `name:split` or `name:split[10:20]`.
     Name(String),
-    /// With its options.
-    Map(Box<SourceMap>),
+    /// A map with options.
+    Map(Box<SourceOptions>),
 }
 
 /// The two ways to write sources.
 #[derive(JsonSchema)]
 #[serde(untagged)]
 #[allow(dead_code, reason = "only its schema is used")]
-enum Sources {
+enum DataSourcesSchema {
     /// One source.
     One(Box<DataSource>),
     /// Several sources.
@@ -195,72 +161,75 @@ enum Sources {
 /// One data set with its options.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct SourceMap {
-    /// `huggingface`, `huggingface_instruct` (default of `sft`) or `huggingface_causal` (default of `causal`), for local
-    /// files and the Hub alike. `snowflake` is not implemented yet.
+pub struct SourceOptions {
+    /// The source type, for local files and the Hub: `huggingface`, `huggingface_instruct` (default of `sft`) or
+    /// `huggingface_causal` (default of `causal`). `snowflake` is not available.
     #[serde(rename = "type")]
     pub kind: Option<SourceType>,
-    /// A json, jsonl, parquet, csv or txt file, a folder of them, or a Hub id; `:split` or `:split[10:20]` may follow.
+    /// A json, jsonl, parquet, csv or txt file, a folder of these, or a Hub id. The suffix `:split` or `:split[10:20]`
+    /// selects a split or rows of it.
     pub name_or_path: Option<String>,
     /// The branch, tag or commit of a Hub id. Default `main`.
     pub revision: Option<String>,
-    /// The split. Default `train` (`eval` in `eval_sources`).
+    /// The split. Default `train`; in `eval_sources` the data set's evaluation split.
     pub split: Option<String>,
     /// The row format: `messages`, `sharegpt`, `alpaca`, `prompt_completion` or `text`. Default: detected.
     pub format: Option<String>,
-    /// Uses this share of the rows, drawn with `sample_seed`.
+    /// The fraction of the rows to use, sampled with `sample_seed`. Default: all rows.
     pub sample_ratio: Option<HumanFloat>,
-    /// Uses this many rows, drawn with `sample_seed`.
+    /// The number of rows to use, sampled with `sample_seed`. Default: all rows.
     pub sample_count: Option<HumanInt>,
-    /// Seeds the draw. Default 42.
+    /// Seeds the sampling of rows. Default 42.
     pub sample_seed: Option<HumanInt>,
-    /// `false` reads rows that are tokenised already. Not implemented yet.
+    /// `false` reads rows of token ids. Not implemented yet.
     pub process: Option<bool>,
-    /// Arguments of `datasets.load_dataset`: `name` (as `subset`), `data_files` (patterns, or a map from splits to them;
-    /// with `name_or_path: json`, `csv`, `parquet` or `text` they are paths of their own), `field` (json), `sample_by`
-    /// (text: line, paragraph or document; default document with `type: causal`, else line), `delimiter` or `sep` (csv). `verification_mode`, `trust_remote_code`,
-    /// `num_proc` and `keep_in_memory` change nothing here.
-    pub kwargs: Free,
-    /// Split names by their usual names: `{train: train_sft}`.
-    pub split_mapping: Pairs,
-    /// The configuration of a data set that has several (`main` of gsm8k); `kwargs.name` is its name in ArcticTraining.
+    /// Arguments of `datasets.load_dataset`. `name` is `subset`. `data_files` has patterns, or a map from splits to
+    /// patterns; with `name_or_path: json`, `csv`, `parquet` or `text` it has the paths of the files. `field` is a key
+    /// of a json file. `sample_by` splits a text file by `line`, `paragraph` or `document` (default of `type: causal`;
+    /// else `line`). `delimiter` or `sep` separates csv columns. `verification_mode`, `trust_remote_code`, `num_proc`
+    /// and `keep_in_memory` have no effect.
+    pub kwargs: JsonMap,
+    /// The data set's split names by their usual names: `{train: train_sft}`. Default: the built-in names.
+    pub split_mapping: StringPairs,
+    /// The configuration of a data set with several (`main` of gsm8k). ArcticTraining names it `kwargs.name`.
     pub subset: Option<String>,
     /// Role to column (`user: question`), or role to a path (`user: messages.role.user`), in the order of a chat.
-    pub role_mapping: Pairs,
+    /// Default: the roles of the row format.
+    pub role_mapping: StringPairs,
     /// The key of a message's text. Default: the first of content, text, message, value.
     pub content_key: Option<String>,
-    /// The column of a plain text. Default `text`.
+    /// The column of plain text. Default `text`.
     pub column: Option<String>,
-    /// Of `type: snowflake`. Not implemented yet.
+    /// A key of `type: snowflake`. Not implemented yet.
     pub sql: Option<String>,
-    /// Of `type: snowflake`. Not implemented yet.
+    /// A key of `type: snowflake`. Not implemented yet.
     pub table_name: Option<String>,
-    /// Of `type: snowflake`. Not implemented yet.
+    /// A key of `type: snowflake`. Not implemented yet.
     pub dataset_uri: Option<String>,
-    /// Of `type: snowflake`. Not implemented yet.
-    pub column_mapping: Pairs,
-    /// Of `type: snowflake`. Not implemented yet.
+    /// A key of `type: snowflake`. Not implemented yet.
+    pub column_mapping: StringPairs,
+    /// A key of `type: snowflake`. Not implemented yet.
     pub limit: Option<HumanInt>,
-    /// Of `type: snowflake`. Not implemented yet.
+    /// A key of `type: snowflake`. Not implemented yet.
     pub batch_size: Option<HumanInt>,
 }
 
-/// A map of texts, in the order of writing.
+/// A map from string to string that keeps its order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 #[schemars(with = "std::collections::BTreeMap<String, String>")]
-pub struct Pairs(pub Vec<(String, String)>);
+pub struct StringPairs(pub Vec<(String, String)>);
 
-/// Names of source types.
+/// The type of a data source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SourceType {
-    /// Rows as they are.
+    /// Any rows.
     Huggingface,
     /// Conversations.
     HuggingfaceInstruct,
     /// Plain text.
     HuggingfaceCausal,
-    /// A warehouse. Not implemented yet.
+    /// A Snowflake table. Not implemented yet.
     Snowflake,
 }
 
@@ -274,31 +243,31 @@ impl<'de> Deserialize<'de> for DataSource {
                 f.write_str("text (a name such as `name:split`) or a map with name_or_path")
             }
             fn visit_str<E>(self, name: &str) -> Result<DataSource, E> {
-                Ok(DataSource(SourceMap { name_or_path: Some(name.to_owned()), ..SourceMap::default() }))
+                Ok(DataSource(SourceOptions { name_or_path: Some(name.to_owned()), ..SourceOptions::default() }))
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DataSource, A::Error> {
-                SourceMap::deserialize(MapAccessDeserializer::new(map)).map(DataSource)
+                SourceOptions::deserialize(MapAccessDeserializer::new(map)).map(DataSource)
             }
         }
         deserializer.deserialize_any(OneOf)
     }
 }
 
-impl<'de> Deserialize<'de> for Pairs {
+impl<'de> Deserialize<'de> for StringPairs {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct InOrder;
         impl<'de> Visitor<'de> for InOrder {
-            type Value = Pairs;
+            type Value = StringPairs;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
                 f.write_str("a map")
             }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Pairs, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<StringPairs, A::Error> {
                 let mut pairs = Vec::new();
                 while let Some(pair) = map.next_entry()? {
                     pairs.push(pair);
                 }
-                Ok(Pairs(pairs))
+                Ok(StringPairs(pairs))
             }
         }
         deserializer.deserialize_map(InOrder)

@@ -1,14 +1,14 @@
-//! Complaints about a recipe: each says what, where (file, line and column, or which argument) and how to fix it.
+//! Errors in a recipe. Each has a message, a location (file, line and column, or an argument) and advice.
 
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::node::Mark;
+use super::node::RecipeLocation;
 
-/// What the user wrote: the recipe's text and the arguments after it.
+/// The recipe's text and the command-line arguments after it.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Source {
+pub struct RecipeSource {
     /// The recipe file.
     pub path: PathBuf,
     /// Its text.
@@ -17,30 +17,30 @@ pub struct Source {
     pub arguments: Vec<String>,
 }
 
-/// Why a recipe cannot be used: one or more faults, all of them places that the user can edit.
+/// An invalid recipe: one or more faults that the user can fix.
 #[derive(Clone, Debug)]
 pub struct RecipeError {
     faults: Vec<Fault>,
-    source: Arc<Source>,
+    source: Arc<RecipeSource>,
 }
 
-/// One thing that is wrong.
+/// One error in a recipe.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fault {
-    /// Where, if one place is to blame.
-    pub mark: Option<Mark>,
-    /// What is wrong, with the key in it.
+    /// The location, if the fault has one.
+    pub location: Option<RecipeLocation>,
+    /// The problem, including the key.
     pub message: String,
-    /// How to fix it, and what else there is to know.
+    /// Advice and further facts, one line each.
     pub notes: Vec<String>,
     /// Longer notes, which [`RecipeError::detailed`] shows.
     pub details: Vec<String>,
 }
 
 impl Fault {
-    /// Describes a fault.
-    pub fn new(mark: Option<Mark>, message: impl Into<String>) -> Self {
-        Self { mark, message: message.into(), notes: Vec::new(), details: Vec::new() }
+    /// Creates a fault without notes.
+    pub fn new(location: Option<RecipeLocation>, message: impl Into<String>) -> Self {
+        Self { location, message: message.into(), notes: Vec::new(), details: Vec::new() }
     }
 
     /// Adds a line of advice.
@@ -59,24 +59,24 @@ impl Fault {
 }
 
 impl RecipeError {
-    /// Joins faults of one recipe. They are shown in the order of the file.
-    pub fn new(source: Arc<Source>, mut faults: Vec<Fault>) -> Self {
-        faults.sort_by_key(|fault| match fault.mark {
-            Some(Mark::File { line, column, .. }) => (0, line, column),
-            Some(Mark::Argument(idx)) => (1, idx, 0),
+    /// Joins the faults of one recipe, sorted by location.
+    pub fn new(source: Arc<RecipeSource>, mut faults: Vec<Fault>) -> Self {
+        faults.sort_by_key(|fault| match fault.location {
+            Some(RecipeLocation::File { line, column, .. }) => (0, line, column),
+            Some(RecipeLocation::Argument(idx)) => (1, idx, 0),
             None => (2, 0, 0),
         });
         Self { faults, source }
     }
 
-    /// Shows the longer notes, too.
+    /// Appends the longer notes.
     #[must_use]
     pub fn detailed(mut self) -> Self {
         self.faults.iter_mut().for_each(|fault| fault.notes.append(&mut fault.details));
         self
     }
 
-    /// Returns what is wrong.
+    /// Returns the faults.
     pub fn faults(&self) -> &[Fault] {
         &self.faults
     }
@@ -100,14 +100,14 @@ impl fmt::Display for RecipeError {
     }
 }
 
-fn write_fault(f: &mut fmt::Formatter<'_>, fault: &Fault, source: &Source) -> fmt::Result {
+fn write_fault(f: &mut fmt::Formatter<'_>, fault: &Fault, source: &RecipeSource) -> fmt::Result {
     let path = source.path.display();
-    match fault.mark {
-        Some(Mark::File { line, column, len }) => {
+    match fault.location {
+        Some(RecipeLocation::File { line, column, len }) => {
             write!(f, "{path}:{line}:{column}: {}", fault.message)?;
             write_snippet(f, &source.text, line, column, len)?;
         }
-        Some(Mark::Argument(idx)) => {
+        Some(RecipeLocation::Argument(idx)) => {
             let argument = source.arguments.get(idx).map_or("", String::as_str);
             write!(f, "argument `{argument}`: {}", fault.message)?;
         }
@@ -119,7 +119,7 @@ fn write_fault(f: &mut fmt::Formatter<'_>, fault: &Fault, source: &Source) -> fm
     Ok(())
 }
 
-/// Prints the line with carets under the blamed part. Very long lines are left out.
+/// Prints the source line with carets under the faulty part, unless the line is very long.
 fn write_snippet(f: &mut fmt::Formatter<'_>, text: &str, line: usize, column: usize, len: usize) -> fmt::Result {
     const WIDEST: usize = 160;
     let Some(shown) = line.checked_sub(1).and_then(|idx| text.lines().nth(idx)) else { return Ok(()) };

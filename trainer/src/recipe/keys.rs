@@ -1,21 +1,21 @@
-//! The keys that a recipe can have, and the one that an unknown key probably means.
+//! The keys of the recipe schema, and advice for unknown keys.
 
 use candlewick_text::suggestion::nearest;
 use serde_json::{Map, Value};
 
-use super::foreign::FOREIGN_KEYS;
+use super::foreign_keys::FOREIGN_KEYS;
 use super::json_schema;
 
 /// A key of the schema: `data.max_length`, `checkpoint.N.save_total_limit`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SchemaKey {
     pub(crate) path: String,
-    /// A key that has an effect.
+    /// True if the key has an effect.
     is_live: bool,
 }
 
 impl SchemaKey {
-    /// The name behind the last point.
+    /// Returns the part after the last dot.
     fn name(&self) -> &str {
         self.path.rsplit('.').next().unwrap_or(&self.path)
     }
@@ -35,7 +35,7 @@ fn walk(schema: &Value, definitions: &Value, prefix: &str, keys: &mut Vec<Schema
     }
     let forms = ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|form| schema[form].as_array()).flatten();
     let forms: Vec<&Value> = forms.collect();
-    // A list, or one item of it: both have the list's keys.
+    // A key of the form "a list or one item" has the keys of the list.
     let list = forms.iter().position(|form| form.get("items").is_some());
     forms.iter().enumerate().filter(|(idx, _)| list.is_none_or(|list| list == *idx)).for_each(|(_, form)| {
         walk(form, definitions, prefix, keys);
@@ -47,14 +47,14 @@ fn walk(schema: &Value, definitions: &Value, prefix: &str, keys: &mut Vec<Schema
     for (key, property) in schema["properties"].as_object().unwrap_or(&none) {
         let path = format!("{prefix}{key}");
         let description = property["description"].as_str().unwrap_or_default();
-        let is_dead = ["Not implemented", "Moved", "Of `"].iter().any(|start| description.starts_with(start));
+        let is_dead = ["Not implemented", "Moved", "A key of `"].iter().any(|start| description.starts_with(start));
         let is_dead = is_dead || description.contains("Not implemented yet") || description.contains("Not supported");
         walk(property, definitions, &format!("{path}."), keys);
         keys.push(SchemaKey { path, is_live: !is_dead });
     }
 }
 
-/// Tells whether `path` is a key of the schema or of a map whose keys belong to another program's schema.
+/// Returns true if `path` is a key of the schema, or of a map with another program's schema.
 pub(crate) fn is_key(path: &str) -> bool {
     const FREE: [&str; 6] =
         ["deepspeed", "model.config", "model.hf_config_kwargs", "model.peft_config", "eval.gen_kwargs", "eval.data"];
@@ -65,14 +65,14 @@ pub(crate) fn is_key(path: &str) -> bool {
         || schema_keys().iter().any(|key| key.path == path || key.path == single)
 }
 
-/// Returns advice for a key that does not exist where it was written; `siblings` are the keys that do.
+/// Returns advice for an unknown key. `siblings` are the keys of the same map.
 pub(crate) fn advice(path: &str, siblings: &[&str]) -> Option<String> {
     let name = path.rsplit('.').next().unwrap_or(path);
-    if let Some(advice) = foreign(path) {
+    if let Some(advice) = foreign_key_advice(path) {
         return Some(advice);
     }
     let sibling = nearest(name, siblings.iter().copied());
-    // Within a section its own keys are meant first; at the top any section may be.
+    // In a section its own keys take precedence. At the top level all sections are searched.
     if let Some(sibling) = sibling.filter(|_| path.contains('.')) {
         return Some(meant(&[sibling]));
     }
@@ -89,19 +89,19 @@ pub(crate) fn advice(path: &str, siblings: &[&str]) -> Option<String> {
     near.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, key)| meant(&[&key.path]))
 }
 
-/// Returns advice for a key by the names of other trainers.
-pub(crate) fn foreign(path: &str) -> Option<String> {
+/// Returns advice for a key of another toolkit.
+pub(crate) fn foreign_key_advice(path: &str) -> Option<String> {
     let name = path.rsplit('.').next().unwrap_or(path);
     let find = |name: &str| FOREIGN_KEYS.iter().find(|(foreign, ..)| *foreign == name);
     let (_, key, remark) = find(path).or_else(|| find(name)).filter(|(_, key, _)| *key != path)?;
     Some(match (*key, *remark) {
         ("", remark) => remark.to_owned(),
-        (key, "") => format!("its name here: `{key}`"),
-        (key, remark) => format!("its name here: `{key}`; {remark}"),
+        (key, "") => format!("use `{key}`"),
+        (key, remark) => format!("use `{key}`: {remark}"),
     })
 }
 
-/// Returns the key that an option such as `--train-iters` of the command line means.
+/// Returns the key that a command-line option such as `--train-iters` stands for.
 pub(crate) fn of_option(option: &str) -> Option<String> {
     let name = option.trim_start_matches('-').replace('-', "_");
     if is_key(&name) {
@@ -122,16 +122,16 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn every_foreign_key_leads_to_a_key_of_the_schema() {
+    fn every_foreign_key_maps_to_a_key_of_the_schema() {
         for (name, key, remark) in FOREIGN_KEYS {
-            assert!(key.is_empty() || is_key(key), "{name} leads to {key}, which is no key");
-            assert!(!key.is_empty() || !remark.is_empty(), "{name} leads nowhere");
+            assert!(key.is_empty() || is_key(key), "{name} maps to {key}, which is not a key");
+            assert!(!key.is_empty() || !remark.is_empty(), "{name} has neither a key nor a remark");
             assert!(key.is_empty() || *name != *key, "{name} is a key itself");
         }
     }
 
     #[test]
-    fn a_foreign_key_is_listed_once_and_is_no_top_level_key() {
+    fn a_foreign_key_is_unique_and_no_top_level_key() {
         let names: BTreeSet<&str> = FOREIGN_KEYS.iter().map(|(name, ..)| *name).collect();
         assert_eq!(names.len(), FOREIGN_KEYS.len());
         let keys = schema_keys();
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_has_the_keys_of_its_items() {
+    fn the_keys_of_a_list_are_those_of_its_items() {
         let keys = schema_keys();
         for path in [
             "checkpoint.N.save_total_limit",
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn an_option_of_another_command_line_becomes_a_key() {
+    fn an_option_of_another_toolkit_becomes_a_key() {
         for (option, key) in [
             ("--train_iters", "train_iters"),
             ("--learning-rate", "optimizer.learning_rate"),

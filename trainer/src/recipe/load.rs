@@ -1,4 +1,4 @@
-//! From a file and arguments to a [`Recipe`] whose every key knows where it was written.
+//! Loading of a [`Recipe`] from a file and arguments, with the location of every key.
 
 use std::fmt;
 use std::path::Path;
@@ -8,22 +8,22 @@ use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_file_or_pipe};
 use candlewick_text::suggestion::nearest;
 
 use super::decode::decode;
-use super::error::{Fault, RecipeError, Source};
-use super::node::{Mark, Node, Value, quoted};
-use super::renamed::rename_all;
-use super::{Recipe, home, node, overrides};
+use super::deprecated::rename_all;
+use super::error::{Fault, RecipeError, RecipeSource};
+use super::node::{RecipeLocation, RecipeNode, RecipeValue, quoted};
+use super::{Recipe, node, overrides, tilde};
 
-/// A recipe, and where each of its keys was written.
+/// A recipe with the location of each key.
 #[derive(Clone, Debug)]
 pub struct Loaded {
-    /// What the user wrote.
+    /// The recipe as written.
     pub recipe: Recipe,
-    tree: Node,
-    source: Arc<Source>,
+    tree: RecipeNode,
+    source: Arc<RecipeSource>,
     notes: Vec<String>,
 }
 
-/// Where a setting comes from.
+/// The origin of a setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// A line of the recipe.
@@ -34,41 +34,41 @@ pub enum Origin {
     Default,
     /// Another setting or the model's config.
     Derived,
-    /// What is free, by `memory: auto`.
+    /// The free memory, by `memory: auto`.
     Memory,
 }
 
 impl Loaded {
     /// Reads a recipe file and applies `key=value` arguments.
     pub fn read(path: &Path, arguments: &[String]) -> Result<Self, RecipeError> {
-        let source = Source { path: path.to_owned(), text: String::new(), arguments: arguments.to_vec() };
+        let source = RecipeSource { path: path.to_owned(), text: String::new(), arguments: arguments.to_vec() };
         let unreadable = |message: String| RecipeError::new(Arc::new(source.clone()), vec![Fault::new(None, message)]);
         let bytes = read_file_or_pipe(path, MAX_CONFIG_FILE_BYTES)
             .map_err(|error| unreadable(format!("cannot read the recipe: {error}")))?;
         let text = String::from_utf8(bytes).map_err(|error| {
             let line = error.as_bytes()[..error.utf8_error().valid_up_to()].iter().filter(|b| **b == b'\n').count() + 1;
-            unreadable(format!("the recipe is not UTF-8 text: line {line} has other bytes"))
+            unreadable(format!("the recipe is not UTF-8: line {line} has an invalid byte"))
         })?;
         Self::parse(path, text, arguments)
     }
 
     /// Reads the text of a recipe.
     pub fn parse(path: &Path, text: String, arguments: &[String]) -> Result<Self, RecipeError> {
-        let source = Arc::new(Source { path: path.to_owned(), text, arguments: arguments.to_vec() });
+        let source = Arc::new(RecipeSource { path: path.to_owned(), text, arguments: arguments.to_vec() });
         let fail = |fault: Fault| RecipeError::new(source.clone(), vec![fault]);
         let mut tree = node::parse(&source.text).map_err(|error| {
-            let mark = error.at.map(|(line, column)| Mark::File { line, column, len: 1 });
-            fail(Fault::new(mark, error.message))
+            let location = error.at.map(|(line, column)| RecipeLocation::File { line, column, len: 1 });
+            fail(Fault::new(location, error.message))
         })?;
-        if tree.value == Value::Null {
-            tree.value = Value::Map(Vec::new());
+        if tree.value == RecipeValue::Null {
+            tree.value = RecipeValue::Map(Vec::new());
         }
         let mut old_names = rename_all(&mut tree).map_err(&fail)?;
         old_names.extend(overrides::apply_all(&mut tree, arguments).map_err(&fail)?);
-        // The value of an argument may be a map with keys of its own.
+        // The value of an argument may be a map that has deprecated keys.
         old_names.extend(rename_all(&mut tree).map_err(&fail)?);
         if let Ok(home) = std::env::var("HOME") {
-            home::expand(&mut tree, &home);
+            tilde::expand(&mut tree, &home);
         }
         check_type(&tree).map_err(&fail)?;
         let recipe = decode(&tree).map_err(&fail)?;
@@ -77,7 +77,7 @@ impl Loaded {
     }
 
     /// Returns the file and the arguments.
-    pub fn source(&self) -> &Source {
+    pub fn source(&self) -> &RecipeSource {
         &self.source
     }
 
@@ -86,48 +86,48 @@ impl Loaded {
         &self.notes
     }
 
-    /// Returns where the first of these keys that was given stands.
+    /// Returns the origin of the first of these keys that is set.
     pub fn origin(&self, keys: &[&str]) -> Origin {
-        match self.mark(keys) {
-            Some(Mark::File { line, .. }) => Origin::Line(line),
-            Some(Mark::Argument(_)) => Origin::Argument,
+        match self.location(keys) {
+            Some(RecipeLocation::File { line, .. }) => Origin::Line(line),
+            Some(RecipeLocation::Argument(_)) => Origin::Argument,
             None => Origin::Default,
         }
     }
 
-    /// Tells whether a key was given, even if with its default value.
+    /// Returns true if a key is set, even to its default value.
     pub fn is_set(&self, key: &str) -> bool {
         self.tree.at(key).is_some()
     }
 
-    /// Returns the value of a key as it may be written on one line, if it is a single value.
+    /// Returns the value of a key as text, if it is a short scalar.
     pub(crate) fn scalar(&self, key: &str) -> Option<String> {
         match &self.tree.at(key)?.0.value {
-            Value::Bool(value) => Some(value.to_string()),
-            Value::Int(value) => Some(value.to_string()),
-            Value::Float(value) => Some(value.to_string()),
-            Value::Text(text) if text.len() <= 40 => Some(text.clone()),
+            RecipeValue::Bool(value) => Some(value.to_string()),
+            RecipeValue::Int(value) => Some(value.to_string()),
+            RecipeValue::Float(value) => Some(value.to_string()),
+            RecipeValue::Text(text) if text.len() <= 40 => Some(text.clone()),
             _ => None,
         }
     }
 
-    /// Blames the first of these keys that was given; if none was, the map that it belongs into, or the recipe as a whole.
+    /// Creates a fault at the first of these keys that is set. If none is, its location is the enclosing map, or none.
     pub fn fault(&self, keys: &[&str], message: impl Into<String>) -> Fault {
-        Fault::new(self.mark(keys).or_else(|| self.mark_near(keys.first()?)), message)
+        Fault::new(self.location(keys).or_else(|| self.enclosing_location(keys.first()?)), message)
     }
 
-    /// Joins faults into the error of this recipe.
+    /// Joins faults into an error of this recipe.
     pub fn error(&self, faults: Vec<Fault>) -> RecipeError {
         RecipeError::new(self.source.clone(), faults)
     }
 
-    fn mark(&self, keys: &[&str]) -> Option<Mark> {
-        keys.iter().find_map(|key| self.tree.at(key)).map(|(_, mark)| mark)
+    fn location(&self, keys: &[&str]) -> Option<RecipeLocation> {
+        keys.iter().find_map(|key| self.tree.at(key)).map(|(_, location)| location)
     }
 
-    fn mark_near(&self, key: &str) -> Option<Mark> {
+    fn enclosing_location(&self, key: &str) -> Option<RecipeLocation> {
         let parent = key.rsplit_once('.')?.0;
-        self.mark(&[parent]).or_else(|| self.mark_near(parent))
+        self.location(&[parent]).or_else(|| self.enclosing_location(parent))
     }
 }
 
@@ -143,17 +143,17 @@ impl fmt::Display for Origin {
     }
 }
 
-/// Names a foreign `type` before the keys that only it knows are called unknown.
-fn check_type(tree: &Node) -> Result<(), Fault> {
+/// Refuses an unsupported `type` before decoding, which would report its keys as unknown.
+fn check_type(tree: &RecipeNode) -> Result<(), Fault> {
     const TYPES: [&str; 3] = ["sft", "causal", "dpo"];
     let Some(entry) = tree.get("type") else { return Ok(()) };
     match &entry.node.value {
-        Value::Text(name) if TYPES.contains(&name.as_str()) => Ok(()),
-        Value::Text(name) => {
+        RecipeValue::Text(name) if TYPES.contains(&name.as_str()) => Ok(()),
+        RecipeValue::Text(name) => {
             let fault = Fault::new(Some(entry.node.place), format!("type: unknown value {}", quoted(name)));
             let fault = match nearest(name, TYPES) {
                 Some(near) => fault.note(format!("did you mean `{near}`?")),
-                None => fault.note("types that a recipe's own Python code adds are not supported"),
+                None => fault.note("types registered by Python code of a recipe are not supported"),
             };
             Err(fault.note("values: sft, causal"))
         }

@@ -1,14 +1,15 @@
-//! What the user wrote: a YAML recipe in ArcticTraining's schema, as a superset, and `key=value` arguments.
+//! The recipe as the user wrote it: YAML in a superset of ArcticTraining's schema, with `key=value` arguments.
 //!
-//! Nothing is decided here. [`Plan::resolve`](crate::plan::Plan::resolve) turns a [`Recipe`] into what will happen.
+//! [`Plan::resolve`](crate::plan::Plan::resolve) validates a [`Recipe`], supplies the defaults and makes a plan of it.
 
 mod arctic_moe;
 mod data;
+mod ddp_backend;
 mod decode;
+mod deprecated;
 mod error;
 mod eval;
-mod foreign;
-mod home;
+mod foreign_keys;
 mod keys;
 mod load;
 mod model;
@@ -17,184 +18,192 @@ mod number;
 mod optimizer;
 mod output;
 mod overrides;
-mod ranks;
-mod renamed;
 mod schema;
+mod tilde;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use crate::data::{RowOrder, Truncation, UnrenderedToolCalls};
 pub use arctic_moe::ArcticMoe;
-pub use data::{
-    CacheFs, Data, DataSource, DataType, Order, PadTo, Pairs, SourceMap, SourceType, Truncation, UnrenderedToolCalls,
-};
-pub use error::{Fault, RecipeError, Source};
-pub use eval::Eval;
-pub(crate) use keys::{foreign as foreign_key, of_option as key_of_option};
+pub use data::{CacheFsType, DataSection, DataSource, DataType, PadTo, SourceOptions, SourceType, StringPairs};
+pub use ddp_backend::DdpBackend;
+pub use error::{Fault, RecipeError, RecipeSource};
+pub use eval::EvalSection;
+pub(crate) use keys::{foreign_key_advice, of_option as key_of_option};
 pub use load::{Loaded, Origin};
 pub use model::{
-    ActivationCheckpoint, Attention, ConfigSource, Dtype, Free, Model, ModelType, Tokenizer, TokenizerType,
+    ActivationCheckpoint, AttnImplementation, ConfigSource, FloatDtype, JsonMap, ModelSection, ModelType,
+    TokenizerSection, TokenizerType,
 };
-pub use node::{Entry, Mark, Node, Value};
+pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 pub use number::{HumanFloat, HumanInt, parse_number};
-pub use optimizer::{DeepSpeed, Optimizer, OptimizerType, Scheduler, SchedulerKwargs, SchedulerName, SchedulerType};
-pub use output::{AllRanks, Checkpoint, CheckpointType, Generate, LogLevel, Logger, OnNonfinite, Prompt, Ranks, Wandb};
-pub use ranks::DdpBackend;
+pub use optimizer::{
+    DeepSpeedConfig, OptimizerSection, OptimizerType, SchedulerKwargs, SchedulerName, SchedulerSection, SchedulerType,
+};
+pub use output::{
+    AllRanks, CheckpointSection, CheckpointType, GenerateSection, LogLevel, LoggerSection, OnNonfinite, Prompt,
+    RankList, WandbSection,
+};
 pub use schema::json_schema;
 
 /// A training recipe: ArcticTraining's schema with Candlewick's extensions.
 ///
-/// Numbers may be written for people: `1_000`, `10^6`, `1e6`, `1.5%`, `4K` (base 10), `4Ki` (base 2).
+/// Numbers have many forms: `1_000`, `10^6`, `1e6`, `1.5%`, `4K` (base 10), `4Ki` (base 2).
 /// Relative paths start at the current folder.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Recipe {
-    /// What kind of training: `sft` (default; conversations) or `causal` (plain text).
+    /// The kind of training: `sft` (default; conversations) or `causal` (plain text).
     #[serde(rename = "type")]
     pub kind: Option<DataType>,
-    /// Python code beside an ArcticTraining recipe. Not supported.
+    /// The Python file of an ArcticTraining recipe. Not supported.
     pub code: Option<String>,
-    /// ArcticTraining's switch for its type checks. Has no effect: there are none to skip.
+    /// ArcticTraining's switch for its type checks. No effect.
     pub skip_validation: Option<bool>,
     /// The model that is trained.
-    pub model: Model,
+    pub model: ModelSection,
     /// The tokenizer and its chat template.
-    pub tokenizer: Tokenizer,
-    /// What is trained and evaluated on.
-    pub data: Data,
-    /// Log files and what is printed.
-    pub logger: Logger,
+    pub tokenizer: TokenizerSection,
+    /// The training and evaluation data.
+    pub data: DataSection,
+    /// Log messages and log files.
+    pub logger: LoggerSection,
     /// Weights and Biases.
-    pub wandb: Wandb,
-    /// How the learning rate moves.
-    pub scheduler: Scheduler,
+    pub wandb: WandbSection,
+    /// The learning rate schedule.
+    pub scheduler: SchedulerSection,
     /// The optimizer.
-    pub optimizer: Optimizer,
-    /// A DeepSpeed config. Keys that cannot matter to one process are accepted; `gradient_clipping`, the numbers of
-    /// `fp16`, the switches of `bf16` and `zero_optimization.offload_optimizer` (`device: cpu`, `ratio`) are read; all
-    /// others are refused by name.
-    pub deepspeed: DeepSpeed,
-    /// Gradients are scaled down to this global norm; 0 turns it off. Default 1.0.
+    pub optimizer: OptimizerSection,
+    /// A DeepSpeed config. It sets `gradient_clipping`, the loss scaling of `fp16`, the state dtypes of `bf16`, and in
+    /// `zero_optimization` the `stage`, `mics_shard_size`, `offload_optimizer` and `offload_param`. Keys that only tune
+    /// communication have no effect. Other keys are errors.
+    pub deepspeed: DeepSpeedConfig,
+    /// The maximum global norm of the gradients, which are scaled down to it; 0 turns clipping off. Default 1.0.
     pub gradient_clipping: Option<HumanFloat>,
-    /// Passes over the data. Default 1.
+    /// The number of passes over the data. Default 1.
     pub epochs: Option<HumanInt>,
-    /// Steps; if above 0 it replaces `epochs` as the horizon, 0 leaves it to `epochs`.
+    /// The number of training steps. Above 0 it replaces `epochs`. Default 0: `epochs` decides.
     pub train_iters: Option<HumanInt>,
-    /// Stops at this step even if data remain; the schedule still aims at the horizon. Default 0: off.
+    /// Stops the run at this step. The learning rate schedule keeps its full length. Default 0: off.
     pub exit_iteration: Option<HumanInt>,
-    /// Stops after this many steps of this process; a resumed run goes on. Default 0: off.
+    /// Stops after this many steps of this process. A resumed run continues with as many. Default 0: off.
     pub exit_iteration_this_run: Option<HumanInt>,
-    /// Repeats the data until an epoch holds this many steps. Default 0: off.
+    /// The minimum number of steps in an epoch, which repeats the data to reach it. Default 0: off.
     pub min_iterations: Option<HumanInt>,
-    /// Rows in a micro-batch. Default 1.
+    /// The number of rows in a micro-batch. Default 1.
     pub micro_batch_size: Option<HumanInt>,
-    /// Micro-batches in a step. Default 1.
+    /// The number of micro-batches of a step on each data-parallel rank. Default 1.
     pub gradient_accumulation_steps: Option<HumanInt>,
-    /// What computes: `auto` (default: the first GPU, if the program was built for GPUs and there is one), `cpu`, `cuda`
-    /// or `cuda:1`.
+    /// The device: `auto`, `cpu`, `cuda` or `cuda:1`. Default `auto`: the first GPU if the build supports CUDA and finds
+    /// one, else the CPU.
     pub device: Option<String>,
-    /// Whether `auto` may switch on what trades time for memory (`model.activation_checkpoint`), the cheapest that fits
-    /// what is free when the run starts; what the recipe sets itself stays. Default `manual`.
-    pub memory: Option<MemoryModes>,
-    /// Ranks that share the tokens of a micro-batch, and exchange them for heads in attention (Ulysses). It must divide the
-    /// attention heads. Default 1.
+    /// `auto` selects the fastest `model.activation_checkpoint` that fits the free memory at the start of the run, unless
+    /// the recipe sets that key. Default `manual`.
+    pub memory: Option<MemoryMode>,
+    /// The Ulysses sequence-parallel degree: ranks shard the tokens of a micro-batch and exchange them for attention
+    /// heads. It must divide the attention heads. Default 1.
     pub sequence_parallel_size: Option<HumanInt>,
-    /// Ranks, or groups of `sequence_parallel_size` ranks, that share the tokens of a micro-batch, and send each other keys and
-    /// values in attention (a ring). Any number of them, whatever the heads. Default 1.
+    /// The context-parallel degree: ranks shard the tokens of a micro-batch and exchange keys and values in a ring (ring
+    /// attention). The number of heads does not limit it. Default 1.
     pub context_parallel_size: Option<HumanInt>,
-    /// Ranks that share every matrix, as in Megatron-LM. It must divide the attention heads, the key heads and the width of the
-    /// MLP. Default 1.
+    /// The tensor-parallel degree, as in Megatron-LM: ranks shard every matrix. It must divide the attention heads, the
+    /// KV heads and the MLP's intermediate size. Default 1.
     pub tensor_parallel_size: Option<HumanInt>,
     /// Megatron-LM's sequence parallelism: tensor-parallel ranks shard the tokens outside of attention and MLP. It saves
-    /// activation memory and sends as many bytes. Default true.
+    /// activation memory at the same communication volume. Default true.
     pub sequence_parallel: Option<bool>,
-    /// Stages that have some of the blocks each. Default 1.
+    /// The pipeline-parallel degree: the number of stages that the blocks are divided into. Default 1.
     pub pipeline_parallel_size: Option<HumanInt>,
-    /// The order of a pipeline's forwards and backwards: `1f1b` (default) or `afab`, all forwards and then all backwards.
-    pub pipeline_schedule: Option<PipelineSchedule>,
-    /// Model chunks (virtual stages) of each pipeline stage, as in Megatron-LM's interleaved schedule. More chunks shrink
-    /// the pipeline bubble and send more. Default 1.
+    /// The pipeline schedule: `1f1b` (default; one forward, one backward) or `afab` (GPipe: all forwards, then all
+    /// backwards).
+    pub pipeline_schedule: Option<PipelineScheduleName>,
+    /// The number of model chunks (virtual stages) of each pipeline stage, as in Megatron-LM's interleaved schedule. More
+    /// chunks shrink the pipeline bubble and send more data. Default 1.
     pub virtual_pipeline_parallel_size: Option<HumanInt>,
-    /// The number of blocks of each run, in the order of the model. Default: so many that no stage takes much longer than
-    /// another, the last one's head counted.
+    /// The number of blocks of each model chunk, in the order of the model. Default: balances the time of the stages,
+    /// including the head.
     pub pipeline_layers: Option<Vec<HumanInt>>,
-    /// Seconds for which the other ranks wait for one that is silent, as in transformers (default 1800). One that reads data,
-    /// saves or exports is not silent, however long that takes.
+    /// The seconds without a heartbeat after which a rank counts as failed. Heartbeats continue while a rank reads data
+    /// or writes checkpoints. Default 1800, as in transformers.
     pub ddp_timeout: Option<HumanInt>,
-    /// What connects the ranks (transformers' name): `auto` (default: NCCL where GPUs compute, else `local` on one machine and
-    /// MPI on several), `local` (processes of one machine), `mpi`, `nccl`, or `staged` (ranks that share a GPU, through the
-    /// host). `mpi` and `nccl` are not in every build.
+    /// The communication backend, with transformers' name: `auto`, `local` (processes of one machine), `mpi`, `nccl` or
+    /// `staged` (several ranks on a GPU, through host memory). Default `auto`: NCCL on GPUs; on CPUs `local` on one
+    /// machine, MPI on several. `mpi` and `nccl` need a build with that feature.
     pub ddp_backend: Option<DdpBackend>,
-    /// Expert-parallel degree. Above 1 is not implemented yet.
+    /// The expert-parallel degree. Above 1 is not implemented yet.
     pub expert_parallel_size: Option<HumanInt>,
-    /// Mixture-of-experts layers of ArcticTraining (`true`, `false` or `auto`). `true` is not implemented yet.
+    /// ArcticTraining's mixture-of-experts layers: `true`, `false` or `auto`. `true` is not implemented yet.
     pub arctic_moe: Option<ArcticMoe>,
     /// Not implemented yet.
     pub enable_arctic_moe_custom_optimization: Option<bool>,
     /// Not implemented yet.
     pub enable_routing_replay: Option<bool>,
-    /// ArcticTraining's spelling of `model.activation_checkpoint: offload`.
+    /// ArcticTraining's name of `model.activation_checkpoint: offload`. Default false.
     pub activation_checkpoint_cpu_offload: Option<bool>,
-    /// Computes the MLP of each block in tiles of about as many tokens as the model is wide, keeps nothing of a tile for
-    /// backward and computes it again there: less memory for one more forward of the MLP. Default false.
+    /// Computes each MLP in tiles of about `hidden_size` tokens and recomputes them in backward (ALST's TiledMLP). It saves
+    /// memory for one more MLP forward. Default false.
     pub tiled_mlp_compute: Option<bool>,
-    /// Seeds the initial weights and LoRA factors. Default 42. The order of the data has `data.seed`.
+    /// Seeds the initial weights and LoRA factors. `data.seed` seeds the data order. Default 42.
     pub seed: Option<HumanInt>,
-    /// Checkpoints: a list, one entry, or `none` to save nothing. Default: one of type `huggingface` in `model` of
-    /// `output_dir`, written at the end.
+    /// The checkpoints: a list, one entry, or `none` to save nothing. Default: one of type `huggingface` in the folder
+    /// `model` of `output_dir`, written at the end.
     #[serde(deserialize_with = "data::one_or_many")]
-    #[schemars(with = "data::OneOrMany<Checkpoint>")]
-    pub checkpoint: Vec<Checkpoint>,
-    /// Shows a console line at least every so many steps; 0 leaves it to `train_log_iter_interval`. Default 1.
+    #[schemars(with = "data::OneOrMany<CheckpointSection>")]
+    pub checkpoint: Vec<CheckpointSection>,
+    /// The number of steps between console lines, in addition to those of `train_log_iter_interval`; 0 adds none.
+    /// Default 1.
     pub loss_log_interval: Option<HumanInt>,
-    /// Records and shows metrics every so many steps; 0 turns them off. Default 1.
+    /// The number of steps between two steps whose metrics are recorded and shown; 0 turns this off. Default 1.
     pub train_log_iter_interval: Option<HumanInt>,
-    /// One JSON object is appended here for each step, evaluation, save and resume. Default `metrics.jsonl` in `output_dir`.
+    /// The file that receives a JSON line for each step, evaluation, checkpoint and resume. Default `metrics.jsonl` in
+    /// `output_dir`.
     pub train_log_metrics_path: Option<String>,
-    /// Evaluates every so many steps, and at the end. Default (and 0): after each epoch.
+    /// The number of steps between evaluations. The last step is always evaluated. Default 0: after each epoch.
     pub eval_interval: Option<HumanInt>,
-    /// Also evaluates before the first step of a fresh run, to show where it began. Default false.
+    /// Evaluates before the first step of a new run, too. Default false.
     pub eval_on_start: Option<bool>,
-    /// Tasks of the evaluator that the model is asked during training.
-    pub eval: Eval,
-    /// What says which save is the best, which `save_total_limit` never deletes: `loss` (held-out), or `TASK/METRIC` of
-    /// `eval.tasks` such as `arc_easy/acc_norm`. Default: with tasks the first one's first metric, else nothing.
+    /// Task evaluation during training.
+    pub eval: EvalSection,
+    /// The metric of the best checkpoint, which `save_total_limit` never deletes: `loss` (of the evaluation data), or
+    /// `TASK/METRIC` of `eval.tasks` such as `arc_easy/acc_norm`. Default: the first metric of the first task; without
+    /// tasks, none.
     pub metric_for_best_model: Option<String>,
-    /// Whether more of that metric is better. Default: what its task says; false for `loss`.
+    /// `true` if a higher metric is better. Default: the direction of the metric's task; false for `loss`.
     pub greater_is_better: Option<bool>,
-    /// Shows every so many evaluations; 0 turns them off. Default 1.
+    /// The number of evaluations between two that are recorded and shown; 0 turns this off. Default 1.
     pub eval_log_iter_interval: Option<HumanInt>,
-    /// Trains on repetitions of the first step only. Default false.
+    /// Repeats the batch of the first step in every step. Default false.
     pub overfit_first_batch: Option<bool>,
-    /// CUDA memory history (`step` or `e2e`). Not implemented yet.
+    /// Records the CUDA memory history (`step` or `e2e`). Not implemented yet.
     pub mem_profiler: Option<String>,
-    /// Of `mem_profiler`.
+    /// A key of `mem_profiler`. No effect.
     pub mem_profiler_dir: Option<String>,
-    /// Of `mem_profiler`.
+    /// A key of `mem_profiler`. No effect.
     pub mem_profiler_max_entries: Option<HumanInt>,
-    /// The run ends after the step in which this file appears. Default: `stop` in `output_dir`.
+    /// The file whose creation ends the run after the current step. Default: `stop` in `output_dir`.
     pub kill_switch_path: Option<String>,
-    /// The run's folder: `metrics.jsonl` and `run.json`. Default `runs/<name of the recipe>`.
+    /// The run's folder, with `metrics.jsonl` and `run.json`. Default `runs/<name of the recipe>`.
     pub output_dir: Option<String>,
-    /// What happens when a loss or gradient is not finite: `stop` (default, exit code 5) or `skip`.
+    /// The reaction to a loss or gradient that is not finite: `stop` (default; exit code 5) or `skip` the step.
     pub on_nonfinite: Option<OnNonfinite>,
-    /// Sample generations that are printed after training.
-    pub generate: Option<Generate>,
-    /// Of `type: dpo`. Not implemented yet.
-    pub ref_model: Option<Free>,
-    /// Of `type: dpo`. Not implemented yet.
+    /// Sample generations, printed after training.
+    pub generate: Option<GenerateSection>,
+    /// A key of `type: dpo`. Not implemented yet.
+    pub ref_model: Option<JsonMap>,
+    /// A key of `type: dpo`. Not implemented yet.
     pub beta: Option<HumanFloat>,
-    /// Of `type: dpo`. Not implemented yet.
+    /// A key of `type: dpo`. Not implemented yet.
     pub ignore_label_index: Option<serde_json::Number>,
-    /// Of `type: dpo`. Not implemented yet.
+    /// A key of `type: dpo`. Not implemented yet.
     pub label_smoothing: Option<HumanFloat>,
-    /// Of `type: dpo`. Not implemented yet.
-    pub reference_model_deepspeed: Option<Free>,
+    /// A key of `type: dpo`. Not implemented yet.
+    pub reference_model_deepspeed: Option<JsonMap>,
 }
 
-/// Names of a pipeline's schedules.
+/// The pipeline schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
-pub enum PipelineSchedule {
+pub enum PipelineScheduleName {
     /// One forward, one backward.
     #[serde(rename = "1f1b")]
     OneForwardOneBackward,
@@ -203,12 +212,12 @@ pub enum PipelineSchedule {
     AllForwardAllBackward,
 }
 
-/// Who chooses what trades time for memory.
+/// The selection of settings that trade time for memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum MemoryModes {
-    /// The recipe.
+pub enum MemoryMode {
+    /// By the recipe.
     Manual,
-    /// The plan, by what is free.
+    /// By the free memory.
     Auto,
 }

@@ -11,71 +11,70 @@ use serde::{Deserialize as DeriveDeserialize, Serialize};
 use super::number::{HumanFloat, HumanInt};
 
 /// A map whose keys belong to another program's schema.
-pub type Free = serde_json::Map<String, serde_json::Value>;
+pub type JsonMap = serde_json::Map<String, serde_json::Value>;
 
 /// The model that is trained.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Model {
-    /// How the model is made: `huggingface` (default) and `liger` both load `name_or_path`, with the same fused ops;
-    /// `random-weight-hf` takes only its config and draws the weights.
+pub struct ModelSection {
+    /// The source of the model: `huggingface` (default) and `liger` load `name_or_path`, with the same fused kernels.
+    /// `random-weight-hf` loads only its config and initializes the weights randomly.
     #[serde(rename = "type")]
     pub kind: Option<ModelType>,
-    /// A Hugging Face folder or Hub id. Optional if `config` is given.
+    /// A Hugging Face folder or Hub id. Required unless `config` is set.
     pub name_or_path: Option<String>,
     /// The branch, tag or commit of a Hub id. Default `main`.
     pub revision: Option<String>,
-    /// Builds the model from a Hugging Face config instead of a checkpoint: either the map itself or the path of a
-    /// `config.json`. The weights are drawn as transformers draws them, from `seed`.
+    /// A Hugging Face config (a map, or the path of a `config.json`) that builds the model instead of a checkpoint. The
+    /// weights are initialized randomly as in transformers, from `seed`.
     pub config: Option<ConfigSource>,
-    /// The number format of the weights in forward and backward: `bf16` (default), `f32` or `fp16`, with the aliases of
-    /// ArcticTraining (`bfloat16`, `torch.bfloat16`, `float`, `half`, ...). The optimizer's master weights and the
-    /// gradients are always f32. `fp16` scales losses as `deepspeed.fp16` says, by default as DeepSpeed does.
-    pub dtype: Option<Dtype>,
-    /// The name that ArcticTraining gives a saved model. Not implemented yet: the folder is named by
-    /// `checkpoint.output_dir`.
+    /// The dtype of the weights in forward and backward: `bf16` (default), `f32` or `fp16`, with ArcticTraining's aliases
+    /// (`bfloat16`, `torch.bfloat16`, `float`, `half`, ...). Master weights and gradients are f32, unless
+    /// `deepspeed.bf16` sets bf16. `fp16` uses the loss scaling of `deepspeed.fp16`, with DeepSpeed's defaults.
+    pub dtype: Option<FloatDtype>,
+    /// ArcticTraining's name of the saved model. Not implemented yet; set `checkpoint.output_dir`.
     pub save_name: Option<String>,
-    /// What computes attention: `auto` (default: cuDNN on a GPU where it is there and takes the case, else `fused`),
-    /// `cudnn`, `fused` (our kernels) or `reference` (plain tensor operations with all scores in memory, to compare
-    /// with). transformers' names: `sdpa`, `flash_attention_2` and `flash_attention_3` are `auto`, `eager` is `reference`.
-    /// All compute the same but for rounding.
-    pub attn_implementation: Option<Attention>,
-    /// Whether attention gives the same bits twice. Default `false`. Only cuDNN's backward does not by itself: `auto`
-    /// then takes `fused`, and `cudnn` takes memory that grows with the square of the length on Hopper.
+    /// The attention implementation: `auto`, `cudnn`, `fused` (Candlewick's kernels) or `reference` (plain tensor
+    /// operations with all scores in memory, for tests). Default `auto`: cuDNN on a GPU if it is installed and supports
+    /// the case, else `fused`. Of transformers' names, `sdpa`, `flash_attention_2` and `flash_attention_3` are `auto` and
+    /// `eager` is `reference`. Results differ by rounding only.
+    pub attn_implementation: Option<AttnImplementation>,
+    /// `true` makes attention bit-reproducible. Default `false`. Only cuDNN's backward is nondeterministic: with `true`,
+    /// `auto` selects `fused`, and `cudnn` needs memory quadratic in the sequence length on Hopper.
     pub attn_deterministic: Option<bool>,
-    /// What blocks keep for backward: `none` (no checkpointing: everything is kept, fastest), `full` (only each
-    /// block's input; forward runs again), `selective` (attention's output, too, which is not computed again), `offload` (as `full`, inputs parked: in the host's memory by a GPU, in
-    /// unlinked files in `TMPDIR` by the CPU), `{offload: 0.7}` (parks those of this share of the blocks, the first
-    /// ones, and keeps the others' in memory) or `{every: k}` (recompute every k-th block, keep the others). Unset is `none`, unlike ArcticTraining, whose default is `full`:
-    /// a model that fits should not pay for memory it does not need.
+    /// Activation checkpointing. `none` (default; ArcticTraining's default is `full`) saves all activations and is
+    /// fastest. `full` saves each block's input and recomputes the block in backward. `selective` also saves attention's
+    /// output, which is then not recomputed. `offload` is `full` with the inputs offloaded: by a GPU to host memory, by
+    /// the CPU to unlinked files in `TMPDIR`. `{offload: 0.7}` offloads the inputs of the first 70% of the blocks.
+    /// `{every: k}` recomputes every k-th block only.
     pub activation_checkpoint: Option<ActivationCheckpoint>,
-    /// ArcticTraining's spelling: `true` is `activation_checkpoint: none`, an explicit `false` is `full`.
+    /// ArcticTraining's key: `true` is `activation_checkpoint: none`, `false` is `full`. Default: unset.
     pub disable_activation_checkpoint: Option<bool>,
-    /// A PEFT LoRA config: `peft_type: LORA`, `r`, `lora_alpha`, `target_modules` (names or `all-linear`), ... Only the
-    /// adapter is trained.
-    pub peft_config: Option<Free>,
-    /// An adapter folder to go on from: its own config says what is trained, so `peft_config` stays away.
+    /// A PEFT LoRA config: `peft_type: LORA`, `r`, `lora_alpha`, `target_modules` (names or `all-linear`), ... It trains
+    /// only the adapter. Default: trains all weights.
+    pub peft_config: Option<JsonMap>,
+    /// The folder of an adapter to continue training. It has its own config and excludes `peft_config`.
     pub adapter_name_or_path: Option<String>,
-    /// Overrides of the model's config.json. Changing `num_hidden_layers` draws the weights anew instead of loading
-    /// them, as ArcticTraining does.
-    pub hf_config_kwargs: Free,
+    /// Overrides of the model's config.json. An override that changes parameter shapes, such as `num_hidden_layers`,
+    /// initializes the weights randomly instead of loading them, as in ArcticTraining.
+    pub hf_config_kwargs: JsonMap,
 }
 
-/// How a model is made.
+/// The source of the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum ModelType {
     /// From a checkpoint.
     Huggingface,
-    /// From a checkpoint; the name of ArcticTraining's fused kernels.
+    /// From a checkpoint. In ArcticTraining it selects Liger kernels.
     Liger,
     /// From a config, with random weights.
     RandomWeightHf,
 }
 
-/// A number format.
+/// A floating-point dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
-pub enum Dtype {
+pub enum FloatDtype {
     /// bfloat16.
     #[serde(rename = "bf16", alias = "bfloat16", alias = "bfloat", alias = "torch.bfloat16")]
     Bf16,
@@ -87,77 +86,87 @@ pub enum Dtype {
     F16,
 }
 
-/// What computes attention.
+/// The attention implementation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Attention {
-    /// cuDNN where it is there and takes the case, else our kernels.
+pub enum AttnImplementation {
+    /// cuDNN if it is installed and supports the case, else `fused`.
     #[serde(alias = "sdpa", alias = "flash_attention_2", alias = "flash_attention_3")]
     Auto,
     /// cuDNN.
     Cudnn,
-    /// Our kernels.
+    /// Candlewick's kernels.
     Fused,
     /// Plain tensor operations with all scores in memory.
     #[serde(alias = "eager")]
     Reference,
 }
 
-/// A config written into the recipe, or the path of one.
+/// A model config: a map in the recipe, or the path of a config.json.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum ConfigSource {
     /// The path of a config.json.
     Path(String),
     /// The config itself.
-    Inline(Free),
+    Inline(JsonMap),
 }
 
-/// What blocks keep between forward and backward.
+/// The activations that blocks save for backward.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationCheckpoint {
-    /// Everything.
+    /// All activations.
     None,
-    /// Their inputs.
+    /// The blocks' inputs.
     Full,
-    /// Their inputs and attention's outputs.
+    /// The blocks' inputs and attention's outputs.
     Selective,
-    /// Their inputs, parked outside of the memory that computes.
+    /// The blocks' inputs, all offloaded.
     Offload,
-    /// Their inputs, those of this share of the blocks parked.
+    /// The blocks' inputs, offloaded for this fraction of the blocks.
     #[serde(rename = "offload")]
-    OffloadShare(HumanFloat),
-    /// Every k-th block its input, the others everything.
+    OffloadFraction(HumanFloat),
+    /// The input of every k-th block, and all activations of the others.
     Every(HumanInt),
 }
 
 /// The tokenizer and its chat template.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Tokenizer {
-    /// `huggingface`, the only one.
+pub struct TokenizerSection {
+    /// The tokenizer type. Only `huggingface` exists.
     #[serde(rename = "type")]
     pub kind: Option<TokenizerType>,
-    /// A folder or a Hub id. Default: the model's.
+    /// A folder or a Hub id. Default: `model.name_or_path`.
     pub name_or_path: Option<String>,
     /// The branch, tag or commit of a Hub id. Default `main`.
     pub revision: Option<String>,
-    /// A Jinja chat template that replaces the tokenizer's own: the path of a file, or the template itself (a text with
-    /// `{` in it).
+    /// A Jinja chat template: the path of a file, or the template itself (recognized by `{`). Default: the tokenizer's
+    /// own.
     pub chat_template: Option<String>,
-    /// Extra variables of the chat template, such as `enable_thinking: false`.
-    pub chat_template_kwargs: Free,
+    /// Extra variables of the chat template, such as `enable_thinking: false`. Default: none.
+    pub chat_template_kwargs: JsonMap,
     /// Arguments of ArcticTraining's tokenizer call. Not implemented yet.
-    pub tokenize_kwargs: Free,
+    pub tokenize_kwargs: JsonMap,
 }
 
-/// Names of tokenizer factories.
+/// The tokenizer type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TokenizerType {
     /// tokenizer.json.
     Huggingface,
+}
+
+impl FloatDtype {
+    /// Returns the bytes of an element.
+    pub fn n_bytes(self) -> u64 {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 | Self::F16 => 2,
+        }
+    }
 }
 
 impl<'de> Deserialize<'de> for ConfigSource {
@@ -173,7 +182,7 @@ impl<'de> Deserialize<'de> for ConfigSource {
                 Ok(ConfigSource::Path(path.to_owned()))
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ConfigSource, A::Error> {
-                Free::deserialize(MapAccessDeserializer::new(map)).map(ConfigSource::Inline)
+                JsonMap::deserialize(MapAccessDeserializer::new(map)).map(ConfigSource::Inline)
             }
         }
         deserializer.deserialize_any(OneOf)
@@ -206,7 +215,7 @@ impl<'de> Deserialize<'de> for ActivationCheckpoint {
             type Value = ActivationCheckpoint;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                f.write_str("none, full, selective, offload, {offload: share} or {every: k}")
+                f.write_str("none, full, selective, offload, {offload: fraction} or {every: k}")
             }
             fn visit_str<E: de::Error>(self, name: &str) -> Result<ActivationCheckpoint, E> {
                 match name {
@@ -216,14 +225,16 @@ impl<'de> Deserialize<'de> for ActivationCheckpoint {
                     "offload" => Ok(ActivationCheckpoint::Offload),
                     _ => Err(E::unknown_variant(
                         name,
-                        &["none", "full", "selective", "offload", "{offload: share}", "{every: k}"],
+                        &["none", "full", "selective", "offload", "{offload: fraction}", "{every: k}"],
                     )),
                 }
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ActivationCheckpoint, A::Error> {
                 match Numbers::deserialize(MapAccessDeserializer::new(map))? {
                     Numbers { every: Some(k), offload: None } => Ok(ActivationCheckpoint::Every(k)),
-                    Numbers { every: None, offload: Some(share) } => Ok(ActivationCheckpoint::OffloadShare(share)),
+                    Numbers { every: None, offload: Some(fraction) } => {
+                        Ok(ActivationCheckpoint::OffloadFraction(fraction))
+                    }
                     _ => Err(de::Error::custom("expected one of the keys `every` and `offload`")),
                 }
             }
@@ -238,7 +249,7 @@ impl JsonSchema for ActivationCheckpoint {
     }
     fn json_schema(generator: &mut SchemaGenerator) -> Schema {
         json_schema!({
-            "description": "What blocks keep for backward.",
+            "description": "The activations that blocks save for backward.",
             "anyOf": [
                 { "enum": ["none", "full", "selective", "offload"] },
                 {

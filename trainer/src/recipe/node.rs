@@ -1,7 +1,7 @@
-//! A recipe as a YAML tree in which every key and value has its place.
+//! A recipe as a YAML tree with the location of every key and value.
 //!
-//! The recipe types are decoded from this tree and not from the text, so that a recipe file and the
-//! `key=value` arguments obey the same rules and every later complaint can name its place.
+//! Recipe types are decoded from this tree. The recipe file and the `key=value` arguments therefore follow the same
+//! rules, and every error has a location.
 
 use std::convert::Infallible;
 
@@ -10,38 +10,41 @@ use serde_saphyr::{DuplicateKeyPolicy, NonFiniteFloatPolicy};
 
 pub(crate) use candlewick_text::yaml::{YamlSyntaxError, quoted};
 
-/// The place of a key or value.
+/// The location of a key or value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mark {
-    /// In the recipe file. Lines and columns count from one, `len` is in characters.
+pub enum RecipeLocation {
+    /// In the recipe file.
     File {
-        /// Line.
+        /// The line, from 1.
         line: usize,
-        /// Column, in characters.
+        /// The column in characters, from 1.
         column: usize,
-        /// Length of the text, in characters; 0 if unknown.
+        /// The length in characters; 0 if unknown.
         len: usize,
     },
-    /// In the `key=value` argument of this index.
+    /// In the `key=value` argument with this index.
     Argument(usize),
 }
 
-/// A value of a recipe. Scalars are typed by YAML 1.2, except that `yes`, `no`, `on` and `off` stay text.
-pub type Node = yaml::YamlNode<Mark>;
+/// A value of a recipe with its location. Scalars have their YAML 1.2 types; `yes`, `no`, `on` and `off` are text.
+pub type RecipeNode = yaml::YamlNode<RecipeLocation>;
 
 /// A YAML value of a recipe.
-pub type Value = yaml::YamlValue<Mark>;
+pub type RecipeValue = yaml::YamlValue<RecipeLocation>;
 
 /// One key of a map in a recipe.
-pub type Entry = yaml::YamlEntry<Mark>;
+pub type RecipeEntry = yaml::YamlEntry<RecipeLocation>;
 
-/// Reads one YAML document of a recipe file. An empty one is `Null`.
-pub(crate) fn parse(text: &str) -> Result<Node, YamlSyntaxError> {
-    parse_at(text, |YamlSpan { line, column, len }| Mark::File { line, column, len })
+/// Parses one YAML document of a recipe file. An empty document is `Null`.
+pub(crate) fn parse(text: &str) -> Result<RecipeNode, YamlSyntaxError> {
+    parse_at(text, |YamlSpan { line, column, len }| RecipeLocation::File { line, column, len })
 }
 
-/// Reads one YAML document whose parts are at the places that `mark` returns.
-pub(crate) fn parse_at(text: &str, mark: impl Fn(YamlSpan) -> Mark) -> Result<Node, YamlSyntaxError> {
+/// Parses one YAML document. `location` maps its spans to locations.
+pub(crate) fn parse_at(
+    text: &str,
+    location: impl Fn(YamlSpan) -> RecipeLocation,
+) -> Result<RecipeNode, YamlSyntaxError> {
     let options = serde_saphyr::options! {
         duplicate_keys: DuplicateKeyPolicy::Error,
         strict_booleans: true,
@@ -50,22 +53,22 @@ pub(crate) fn parse_at(text: &str, mark: impl Fn(YamlSpan) -> Mark) -> Result<No
     };
     let tree = yaml::YamlNode::parse::<String>(text, options);
     let tree = tree.map_err(|YamlSyntaxError { message, at }| YamlSyntaxError { message: plain(message), at })?;
-    let Ok(tree) = tree.try_map(&mark, &|node| Ok::<_, Infallible>(untagged(node)));
+    let Ok(tree) = tree.try_map(&location, &|node| Ok::<_, Infallible>(untagged(node)));
     Ok(tree)
 }
 
-/// Removes a tag: it has no meaning in a recipe.
-fn untagged(node: Node) -> Node {
+/// Removes a tag, which has no meaning in a recipe.
+fn untagged(node: RecipeNode) -> RecipeNode {
     match node.value {
-        Value::Tagged(_, node) => *node,
+        RecipeValue::Tagged(_, node) => *node,
         _ => node,
     }
 }
 
-/// Returns the parser's message in the words of recipes.
+/// Translates the parser's message into a recipe's terms.
 fn plain(message: String) -> String {
     if message.starts_with("multiple YAML documents") {
-        return "a second document begins: a recipe is one YAML document, without `---` inside".into();
+        return "a second YAML document starts here; a recipe is one document, without `---` inside".into();
     }
     match message.strip_prefix("duplicate mapping key: ").and_then(|rest| rest.split(',').next()) {
         Some(key) => format!("duplicate key `{key}`: it was already given in the same map"),

@@ -1,4 +1,4 @@
-//! Numbers as people write them: `1_000`, `10^6`, `1.1e6`, `1.5%`, `4K`, `4Ki`.
+//! The forms of numbers in recipes: `1_000`, `10^6`, `1.1e6`, `1.5%`, `4K`, `4Ki`.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -15,10 +15,10 @@ pub struct HumanInt(pub usize);
 #[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd)]
 pub struct HumanFloat(pub f64);
 
-/// Numbers beyond this are not exact as f64, and nothing in a recipe is that large.
+/// The largest whole number: 2^53, the last one that f64 represents exactly.
 const LARGEST: f64 = 9_007_199_254_740_992.0;
 
-/// Reads a number. Any count of digits may stand after the point; there is one suffix or exponent at most.
+/// Parses a number with at most one suffix or exponent.
 pub fn parse_number(text: &str) -> Option<f64> {
     let text = text.trim().replace('_', "").to_lowercase();
     let value = if let Some(percent) = text.strip_suffix('%') {
@@ -29,7 +29,7 @@ pub fn parse_number(text: &str) -> Option<f64> {
     } else if let Some((number, factor)) = split_suffix(&text) {
         plain(number)? * factor
     } else if let Some((number, exponent)) = text.split_once('e') {
-        // The standard parser rounds once; a product of powers would round twice.
+        // The standard parser rounds once. A multiplication by a power would round twice.
         plain(number)?;
         match exponent.parse::<i32>() {
             Ok(_) => text.parse().ok()?,
@@ -55,7 +55,7 @@ fn split_suffix(text: &str) -> Option<(&str, f64)> {
     SUFFIXES.iter().find_map(|(suffix, factor)| Some((text.strip_suffix(suffix)?, *factor)))
 }
 
-/// Reads digits with at most one sign and one point.
+/// Parses digits with at most one sign and one decimal point.
 fn plain(text: &str) -> Option<f64> {
     let digits = text.strip_prefix(['-', '+']).unwrap_or(text);
     let has_digit = digits.bytes().any(|b| b.is_ascii_digit());
@@ -65,14 +65,14 @@ fn plain(text: &str) -> Option<f64> {
 
 impl HumanInt {
     fn from_f64(value: f64) -> Option<Self> {
-        // A product such as 1.1 * 1e6 may be off by one unit in the last place.
+        // A multiplication such as 1.1 * 1e6 may be off by one unit in the last place.
         let rounded = value.round();
         let is_whole = (value - rounded).abs() <= rounded.abs() * f64::EPSILON;
         (is_whole && (0.0..=LARGEST).contains(&rounded)).then_some(Self(rounded as usize))
     }
 }
 
-/// Fails with the bound where a number is whole and too large; other faults are told by their type.
+/// Refuses a number above the largest, and reports the bound.
 fn refuse_too_large<E: de::Error>(value: f64) -> Result<(), E> {
     match value > LARGEST {
         true => Err(E::custom(format!("the number {value:e} is too large; the largest is 2^53"))),
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_numbers_have_many_spellings() {
+    fn whole_numbers_have_many_forms() {
         for (text, want) in [
             ("1_000_000", 1_000_000),
             ("10^6", 1_000_000),
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn negative_numbers_are_numbers_but_no_counts() {
+    fn negative_numbers_are_not_counts() {
         for text in ["-1K", "-10^6", "-1_000", "-1.1e6", "-1Ki", "-1.5%"] {
             assert_eq!(parse_number(text).unwrap(), -parse_number(&text[1..]).unwrap(), "{text}");
             assert_eq!(int(text), None, "{text}");
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_whole_is_no_count() {
+    fn fractions_are_not_counts() {
         for text in ["1.5", "10%", "1e-3", "1.00001K", "1e16", "1e300", "10^-1"] {
             assert_eq!(int(text), None, "{text}");
         }
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn fractions_have_many_spellings() {
+    fn fractions_have_many_forms() {
         for (text, want) in [
             ("1.5", 1.5),
             ("1.5%", 0.015),
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn other_texts_are_no_numbers() {
+    fn other_strings_are_not_numbers() {
         for text in [
             "err", "1Ke3", "1^10e2", "1K^2", "1K^2e3", "", "-", ".", "%", "K", "1KK", "1 K", "--1", "1e", "e5", "inf",
             "nan", ".inf", "0x10", "1.2.3", "1%%", "1e999", "10^999", "1^", "^2", "1kib", "é",

@@ -3,28 +3,28 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::model::Free;
+use super::model::JsonMap;
 use super::number::{HumanFloat, HumanInt};
 
-/// AdamW. Weight decay is decoupled and spares norms and biases.
+/// AdamW, with decoupled weight decay that is not applied to norms and biases.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Optimizer {
-    /// `fused_adam` (default), `adamw`, `adam` and `cpu_adam` all name the same AdamW.
+pub struct OptimizerSection {
+    /// The optimizer: `fused_adam` (default), `adamw`, `adam` and `cpu_adam` are names of the same AdamW.
     #[serde(rename = "type")]
     pub kind: Option<OptimizerType>,
-    /// The base learning rate; `lr` is its short name. Default 5e-4.
+    /// The peak learning rate; `lr` is an alias. Default 5e-4.
     #[serde(alias = "lr")]
     pub learning_rate: Option<HumanFloat>,
-    /// Default 0.1.
+    /// The weight decay. Default 0.1.
     pub weight_decay: Option<HumanFloat>,
     /// The decay rates of the two moments. Default `[0.9, 0.999]`.
     pub betas: Option<(HumanFloat, HumanFloat)>,
-    /// Added to the root of the second moment. Default 1e-8.
+    /// A constant added to the square root of the second moment. Default 1e-8.
     pub eps: Option<HumanFloat>,
 }
 
-/// Names of optimizers.
+/// The optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OptimizerType {
@@ -42,32 +42,34 @@ pub enum OptimizerType {
     CpuAdamMoe,
 }
 
-/// How the learning rate moves, with the names and numbers of transformers' `get_scheduler`.
+/// The learning rate schedule, with the names and arguments of transformers' `get_scheduler`.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Scheduler {
-    /// `huggingface` (default), or `wsd` (also ArcticTraining's `wds`), which is `name: warmup_stable_decay`.
+pub struct SchedulerSection {
+    /// The scheduler type: `huggingface` (default) or `wsd`, which is `name: warmup_stable_decay`. ArcticTraining names it
+    /// `wds`.
     #[serde(rename = "type")]
     pub kind: Option<SchedulerType>,
-    /// The shape. Default `linear`.
+    /// The shape of the schedule. Default `linear`.
     pub name: Option<SchedulerName>,
-    /// The share of the run in which the rate rises. Default 0.1. Not used by `constant`.
+    /// The warm-up as a fraction of the run. Default 0.1. `constant` has no warm-up.
     pub warmup_ratio: Option<HumanFloat>,
-    /// The steps in which the rate rises; excludes `warmup_ratio`.
+    /// The warm-up in steps. Not allowed with `warmup_ratio`. Default: `warmup_ratio` decides.
     #[serde(alias = "num_warmup_steps")]
     pub warmup_steps: Option<HumanInt>,
-    /// The decay steps of `type: wsd`; elsewhere they belong into `scheduler_specific_kwargs`.
+    /// The decay of `type: wsd` in steps. Other types set it in `scheduler_specific_kwargs`.
     pub num_decay_steps: Option<HumanInt>,
-    /// The final share of the rate of `type: wsd`; elsewhere it belongs into `scheduler_specific_kwargs`.
+    /// The final learning rate of `type: wsd` as a fraction of the peak. Other types set it in
+    /// `scheduler_specific_kwargs`. Default 0.
     pub min_lr_ratio: Option<HumanFloat>,
-    /// Further numbers of the shape.
+    /// Further arguments of the schedule.
     pub scheduler_specific_kwargs: SchedulerKwargs,
     /// Moved to `optimizer.learning_rate`.
     #[serde(alias = "lr")]
     pub learning_rate: Option<HumanFloat>,
 }
 
-/// Names of scheduler factories.
+/// The scheduler type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SchedulerType {
@@ -78,28 +80,28 @@ pub enum SchedulerType {
     Wsd,
 }
 
-/// Names of shapes.
+/// The shape of the schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SchedulerName {
-    /// The base rate throughout, without warm-up.
+    /// The peak learning rate throughout, without warm-up.
     Constant,
-    /// The base rate after a warm-up.
+    /// The peak learning rate after a warm-up.
     ConstantWithWarmup,
-    /// A line to 0.
+    /// Linear decay to 0.
     Linear,
-    /// A cosine to 0.
+    /// Cosine decay to 0.
     Cosine,
-    /// Several cosines to 0.
+    /// Several cosine decays to 0.
     CosineWithRestarts,
-    /// A cosine to `min_lr` or `min_lr_rate`.
+    /// Cosine decay to `min_lr` or `min_lr_rate`.
     CosineWithMinLr,
     /// Warm-up, stable, decay.
     #[serde(alias = "wsd")]
     WarmupStableDecay,
     /// 1 / sqrt(step).
     InverseSqrt,
-    /// A power of the remaining share.
+    /// A power of the remaining fraction of the run.
     Polynomial,
 }
 
@@ -107,32 +109,32 @@ pub enum SchedulerName {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct SchedulerKwargs {
-    /// `cosine*`, `warmup_stable_decay`: waves in the run. Default 0.5 (falls once); of `cosine_with_restarts` 1.
+    /// `cosine*`, `warmup_stable_decay`: the number of cosine periods. Default 0.5 (one decay); of `cosine_with_restarts`
+    /// 1.
     pub num_cycles: Option<HumanFloat>,
-    /// `cosine_with_min_lr`: the final rate.
+    /// `cosine_with_min_lr`: the final learning rate. One of this and `min_lr_rate` is required.
     pub min_lr: Option<HumanFloat>,
-    /// `cosine_with_min_lr`: the final share of the rate.
+    /// `cosine_with_min_lr`: the final learning rate as a fraction of the peak.
     pub min_lr_rate: Option<HumanFloat>,
-    /// `warmup_stable_decay`: the plateau. Default: what is left over.
+    /// `warmup_stable_decay`: the stable phase in steps. Default: the rest of the run.
     pub num_stable_steps: Option<HumanInt>,
-    /// `warmup_stable_decay`: the decay. One of this and `decay_ratio` is required.
+    /// `warmup_stable_decay`: the decay in steps. One of this and `decay_ratio` is required.
     pub num_decay_steps: Option<HumanInt>,
-    /// `warmup_stable_decay`: the decay as a share of the run.
+    /// `warmup_stable_decay`: the decay as a fraction of the run.
     pub decay_ratio: Option<HumanFloat>,
-    /// `warmup_stable_decay`: the final share of the rate. Default 0.
+    /// `warmup_stable_decay`: the final learning rate as a fraction of the peak. Default 0.
     pub min_lr_ratio: Option<HumanFloat>,
-    /// `warmup_stable_decay`: `linear` (default), `cosine` or `1-sqrt`.
+    /// `warmup_stable_decay`: the shape of the warm-up: `linear` (default), `cosine` or `1-sqrt`.
     pub warmup_type: Option<crate::schedule::Ramp>,
-    /// `warmup_stable_decay`: `cosine` (default), `linear` or `1-sqrt`.
+    /// `warmup_stable_decay`: the shape of the decay: `cosine` (default), `linear` or `1-sqrt`.
     pub decay_type: Option<crate::schedule::Ramp>,
-    /// `inverse_sqrt`: default the warm-up steps, or 10,000 without a warm-up.
+    /// `inverse_sqrt`: the time scale in steps. Default: the warm-up steps, or 10,000 without a warm-up.
     pub timescale: Option<HumanInt>,
-    /// `polynomial`: the final rate. Default 1e-7.
+    /// `polynomial`: the final learning rate. Default 1e-7.
     pub lr_end: Option<HumanFloat>,
-    /// `polynomial`: default 1.
+    /// `polynomial`: the exponent. Default 1.
     pub power: Option<HumanFloat>,
 }
 
-/// A DeepSpeed config. Keys that cannot matter to one process are accepted, some are read, and all others are refused by
-/// name.
-pub type DeepSpeed = Free;
+/// A DeepSpeed config. Some keys are read, keys that only tune communication have no effect, and others are errors.
+pub type DeepSpeedConfig = JsonMap;

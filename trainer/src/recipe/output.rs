@@ -6,94 +6,96 @@ use schemars::JsonSchema;
 use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
 use serde::{Deserialize as DeriveDeserialize, Serialize};
 
-use super::model::{Dtype, Free};
+use super::model::{FloatDtype, JsonMap};
 use super::number::{HumanFloat, HumanInt};
 
-/// What is saved, when and where.
+/// A checkpoint: its type, folder and interval.
 #[derive(Clone, Debug, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Checkpoint {
-    /// `sharded` (default; `deepspeed` is accepted as its name): everything that a bit-exact resume needs.
-    /// `huggingface`: the weights alone, as a folder that transformers loads.
+pub struct CheckpointSection {
+    /// The checkpoint type. `sharded` (default; alias `deepspeed`) has everything that a bit-exact resume needs.
+    /// `huggingface` has only the weights, in a folder that transformers loads.
     #[serde(rename = "type")]
     pub kind: Option<CheckpointType>,
-    /// The folder that receives one folder a save. Relative paths start at the current folder.
+    /// The folder of the checkpoints, with a subfolder each. Relative paths start at the current folder.
     pub output_dir: String,
-    /// `false` keeps the entry but does nothing. Default true.
+    /// `false` turns this entry off. Default true.
     pub enabled: Option<bool>,
-    /// Starts from the newest complete save in `output_dir`, if there is one. At most one `sharded` entry may set it.
+    /// Resumes from the newest complete checkpoint in `output_dir`, if there is one. Only one `sharded` entry may set it.
+    /// Default false.
     pub auto_resume: Option<bool>,
-    /// Saves every so many steps. Default 0: never.
+    /// The number of steps between checkpoints. Default 0: off.
     pub save_every_n_steps: Option<HumanInt>,
-    /// Saves every so many epochs. Default 0: never.
+    /// The number of epochs between checkpoints. Default 0: off.
     pub save_every_n_epochs: Option<HumanInt>,
-    /// Saves after the last step. Default false.
+    /// Writes a checkpoint after the last step. Default false.
     pub save_end_of_training: Option<bool>,
-    /// Keeps only this many of the newest checkpoints of this run, and the best (`metric_for_best_model`). Default: all.
+    /// The number of newest checkpoints of this run to keep. The best one (`metric_for_best_model`) is kept in addition.
+    /// Default: all.
     pub save_total_limit: Option<HumanInt>,
     /// The dtype of the weights of a `huggingface` checkpoint: `bf16`, `f32` or `fp16`. Default: `model.dtype`.
-    pub dtype: Option<Dtype>,
-    /// Writes a `sharded` save while training goes on, from a copy of the weights and moments in memory. Default false.
+    pub dtype: Option<FloatDtype>,
+    /// Writes a `sharded` checkpoint asynchronously, from a copy of master weights and moments in memory. Default false.
     pub async_save: Option<bool>,
 }
 
-/// Names of checkpoint types.
+/// The checkpoint type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum CheckpointType {
-    /// Resumable.
+    /// A resumable checkpoint.
     #[serde(alias = "deepspeed")]
     Sharded,
-    /// Weights only.
+    /// A Hugging Face folder with the weights only.
     Huggingface,
 }
 
-/// Log files and what is printed.
+/// Log messages and log files.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Logger {
-    /// The folder of `logs/rank_0.log`. Default `/dev/null`: no file.
+pub struct LoggerSection {
+    /// The folder of the log files `logs/rank_0.log`, ... Default `/dev/null`: no files.
     pub output_dir: Option<String>,
-    /// `DEBUG`, `INFO`, `WARNING` or `ERROR`. Default WARNING; `-v` and `-q` and `RUST_LOG` go before it.
+    /// The log level: `DEBUG`, `INFO`, `WARNING` or `ERROR`. `-v`, `-q` and `RUST_LOG` override it. Default `WARNING`.
     pub level: Option<LogLevel>,
-    /// The ranks that print: a list, or `"*"`. Default `[0]`.
-    pub print_output_ranks: Option<Ranks>,
-    /// The ranks that write log files: a list, or `"*"`. Default `"*"`.
-    pub file_output_ranks: Option<Ranks>,
+    /// The ranks that log to stderr: a list, or `"*"` for all. Default `[0]`.
+    pub print_output_ranks: Option<RankList>,
+    /// The ranks that write log files: a list, or `"*"` for all. Default `"*"`.
+    pub file_output_ranks: Option<RankList>,
 }
 
-/// Names of log levels.
+/// The log level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum LogLevel {
-    /// Everything.
+    /// All messages.
     #[serde(alias = "debug")]
     Debug,
-    /// What happens.
+    /// Information, warnings and errors.
     #[serde(alias = "info")]
     Info,
-    /// What may be wrong.
+    /// Warnings and errors.
     #[serde(alias = "warning", alias = "WARN", alias = "warn")]
     Warning,
-    /// What is wrong.
+    /// Errors.
     #[serde(alias = "error", alias = "CRITICAL", alias = "critical")]
     Error,
 }
 
-/// Some ranks, or all of them.
+/// A selection of ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 #[serde(untagged)]
-pub enum Ranks {
-    /// `"*"`.
+pub enum RankList {
+    /// All ranks: `"*"`.
     All(AllRanks),
     /// A list of ranks.
-    These(Vec<HumanInt>),
+    Only(Vec<HumanInt>),
 }
 
-/// The text `*`.
+/// The string `*`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub enum AllRanks {
-    /// All of them.
+    /// All ranks.
     #[serde(rename = "*")]
     Star,
 }
@@ -101,32 +103,31 @@ pub enum AllRanks {
 /// Weights and Biases.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Wandb {
-    /// `true` is not implemented yet. Default false.
+pub struct WandbSection {
+    /// Logs to Weights and Biases. `true` is not implemented yet. Default false.
     pub enable: Option<bool>,
-    /// The entity.
+    /// The entity. No effect.
     pub entity: Option<String>,
-    /// The project.
+    /// The project. No effect.
     pub project: Option<String>,
-    /// The run's name.
+    /// The run's name. No effect.
     pub name: Option<String>,
 }
 
-/// Sample generations that are printed after training.
+/// Sample generations, printed after training.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct Generate {
-    /// Prompts: a text each, or with `sft` also a list of messages, such as
-    /// `[{role: system, content: ...}, {role: user, content: ...}]`. A text is a user's message (`sft`), or is continued
-    /// (`causal`).
+pub struct GenerateSection {
+    /// The prompts. A string is a user message with `sft`, and the start of a text with `causal`. With `sft` a prompt may
+    /// also be a list of messages: `[{role: system, content: ...}, {role: user, content: ...}]`.
     pub prompts: Vec<Prompt>,
-    /// Default 64.
+    /// The maximum number of generated tokens. Default 64.
     pub max_new_tokens: Option<HumanInt>,
-    /// 0 (default) takes the likeliest token.
+    /// The sampling temperature. Default 0: greedy decoding.
     pub temperature: Option<HumanFloat>,
-    /// Samples from the likeliest tokens whose probabilities reach this sum. Default 1: all.
+    /// The cumulative probability of nucleus sampling. Default 1: all tokens.
     pub top_p: Option<HumanFloat>,
-    /// Default: the run's `seed`.
+    /// Seeds the sampling. Default: the run's `seed`.
     pub seed: Option<HumanInt>,
 }
 
@@ -134,29 +135,29 @@ pub struct Generate {
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 #[serde(untagged)]
 pub enum Prompt {
-    /// A text.
+    /// A string.
     Text(String),
-    /// The messages of a chat, the last of which is answered.
-    Messages(Vec<Free>),
+    /// The messages of a chat. The model answers the last one.
+    Messages(Vec<JsonMap>),
 }
 
-/// What happens when a step's loss or gradient is not finite.
+/// The reaction to a loss or gradient that is not finite.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnNonfinite {
-    /// The run ends with exit code 5; nothing is saved over an older checkpoint.
+    /// Ends the run with exit code 5. No checkpoint is overwritten.
     #[default]
     Stop,
-    /// The step is skipped and counted.
+    /// Skips and counts the step.
     Skip,
 }
 
-impl Ranks {
-    /// Tells whether a rank is among them.
-    pub fn has(&self, rank: usize) -> bool {
+impl RankList {
+    /// Returns true if the selection contains `rank`.
+    pub fn contains(&self, rank: usize) -> bool {
         match self {
-            Ranks::All(_) => true,
-            Ranks::These(ranks) => ranks.contains(&HumanInt(rank)),
+            RankList::All(_) => true,
+            RankList::Only(ranks) => ranks.contains(&HumanInt(rank)),
         }
     }
 }
@@ -168,7 +169,7 @@ impl<'de> Deserialize<'de> for Prompt {
             type Value = Prompt;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                f.write_str("a text or a list of messages")
+                f.write_str("text or a list of messages")
             }
             fn visit_str<E>(self, text: &str) -> Result<Prompt, E> {
                 Ok(Prompt::Text(text.to_owned()))
@@ -185,27 +186,27 @@ impl<'de> Deserialize<'de> for Prompt {
     }
 }
 
-impl<'de> Deserialize<'de> for Ranks {
+impl<'de> Deserialize<'de> for RankList {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct OneOf;
         impl<'de> Visitor<'de> for OneOf {
-            type Value = Ranks;
+            type Value = RankList;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
                 f.write_str("a list of ranks or \"*\"")
             }
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Ranks, E> {
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<RankList, E> {
                 match text {
-                    "*" => Ok(Ranks::All(AllRanks::Star)),
+                    "*" => Ok(RankList::All(AllRanks::Star)),
                     _ => Err(E::invalid_value(de::Unexpected::Str(text), &self)),
                 }
             }
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Ranks, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<RankList, A::Error> {
                 let mut ranks = Vec::new();
                 while let Some(rank) = seq.next_element()? {
                     ranks.push(rank);
                 }
-                Ok(Ranks::These(ranks))
+                Ok(RankList::Only(ranks))
             }
         }
         deserializer.deserialize_any(OneOf)

@@ -1,24 +1,24 @@
-//! `key.sub=value` arguments: each is written into the tree of the recipe, where it obeys the recipe's rules.
+//! `key.sub=value` arguments. Each is written into the tree of the recipe before decoding.
 
+use super::deprecated::{OldName, rename_path};
 use super::error::Fault;
 use super::keys::is_key;
-use super::node::{Entry, Mark, Node, Value, parse_at};
-use super::renamed::{OldName, rename_path};
+use super::node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue, parse_at};
 
-/// Maps of which null is a value.
+/// Maps in which null is a value.
 const NULL_IS_A_VALUE: [&str; 4] =
     ["model.config", "model.hf_config_kwargs", "tokenizer.chat_template_kwargs", "eval.gen_kwargs"];
 
-/// One argument.
+/// One parsed argument.
 struct Override<'a> {
     path: Vec<&'a str>,
-    value: Node,
-    mark: Mark,
+    value: RecipeNode,
+    location: RecipeLocation,
     old_name: Option<OldName>,
 }
 
-/// Writes all arguments into the tree, in their order. `key=null` removes a key. Returns the old names of keys.
-pub(super) fn apply_all(root: &mut Node, arguments: &[String]) -> Result<Vec<OldName>, Fault> {
+/// Writes all arguments into the tree, in their order. `key=null` removes a key. Returns the deprecated names of keys.
+pub(super) fn apply_all(root: &mut RecipeNode, arguments: &[String]) -> Result<Vec<OldName>, Fault> {
     let mut written: Vec<Vec<String>> = Vec::with_capacity(arguments.len());
     let mut old_names = Vec::new();
     for (idx, argument) in arguments.iter().enumerate() {
@@ -36,50 +36,50 @@ pub(super) fn apply_all(root: &mut Node, arguments: &[String]) -> Result<Vec<Old
 
 impl<'a> Override<'a> {
     fn parse(argument: &'a str, idx: usize) -> Result<Self, Fault> {
-        let mark = Mark::Argument(idx);
+        let location = RecipeLocation::Argument(idx);
         let Some((path, text)) = argument.split_once('=') else {
-            return Err(Fault::new(Some(mark), "expected `key=value`, such as `optimizer.lr=1e-4`"));
+            return Err(Fault::new(Some(location), "expected `key=value`, such as `optimizer.lr=1e-4`"));
         };
         let mut path: Vec<&str> = path.trim().split('.').collect();
         if path.iter().any(|segment| segment.is_empty()) {
-            return Err(Fault::new(Some(mark), "the key has an empty part; parts are joined by single points"));
+            return Err(Fault::new(Some(location), "the key has an empty part; parts are separated by single dots"));
         }
-        let old_name = rename_path(&mut path, mark);
+        let old_name = rename_path(&mut path, location);
         if text.trim().is_empty() {
             let key = path.join(".");
-            let fault = Fault::new(Some(mark), format!("{key}: expected a value, found nothing"));
+            let fault = Fault::new(Some(location), format!("{key}: expected a value, found nothing"));
             return Err(fault.note(format!("`{key}=null` removes the key; a shell variable may be empty")));
         }
-        let value = parse_at(text, |_| mark).map_err(|error| {
-            Fault::new(Some(mark), format!("the value is not YAML: {}", error.message))
-                .note("put texts with special characters into quotes, for YAML and for the shell: 'key=\"a: b\"'")
+        let value = parse_at(text, |_| location).map_err(|error| {
+            Fault::new(Some(location), format!("the value is not YAML: {}", error.message))
+                .note("quote text with special characters, for YAML and for the shell: 'key=\"a: b\"'")
         })?;
-        Ok(Self { path, value, mark, old_name })
+        Ok(Self { path, value, location, old_name })
     }
 
-    fn apply(self, root: &mut Node) -> Result<(), Fault> {
+    fn apply(self, root: &mut RecipeNode) -> Result<(), Fault> {
         let key = self.path.join(".");
         let has_null = NULL_IS_A_VALUE.iter().any(|map| key.starts_with(&format!("{map}.")));
-        let removes = self.value.value == Value::Null && !has_null;
-        // An unknown key is left for the decoder to refuse.
+        let removes = self.value.value == RecipeValue::Null && !has_null;
+        // The decoder reports an unknown key.
         if removes && (remove(root, &self.path, 0) || is_key(&key)) {
             return Ok(());
         }
-        set(root, &self.path, 0, self.value, self.mark)
+        set(root, &self.path, 0, self.value, self.location)
     }
 
-    /// Two arguments for one key: the earlier one would be lost.
+    /// Reports that two arguments set the same key.
     fn refuse(&self, earlier: &str, is_same: bool) -> Fault {
         let key = self.path.join(".");
         let (message, advice) = match is_same {
-            true => (format!("{key} is given twice, before in `{earlier}`"), "keep one of them"),
-            false => (format!("{key} replaces what `{earlier}` has set in it"), "write this argument before that one"),
+            true => (format!("{key} is set twice, first in `{earlier}`"), "keep one of them"),
+            false => (format!("{key} replaces the map in which `{earlier}` sets a key"), "write this argument first"),
         };
-        Fault::new(Some(self.mark), message).note(advice)
+        Fault::new(Some(self.location), message).note(advice)
     }
 }
 
-/// The path with one name for each key, and with the index of an only checkpoint.
+/// Returns the path without aliases, and with the index of a single checkpoint.
 fn canonical(path: &[&str]) -> Vec<String> {
     let name = |depth: usize| match (&path[..depth], path[depth]) {
         (["optimizer" | "scheduler"], "lr") => "learning_rate",
@@ -93,13 +93,13 @@ fn canonical(path: &[&str]) -> Vec<String> {
     names
 }
 
-/// Removes what stands at `path[depth..]`, and tells whether there was something.
-fn remove(node: &mut Node, path: &[&str], depth: usize) -> bool {
+/// Removes the node at `path[depth..]`. Returns true if it existed.
+fn remove(node: &mut RecipeNode, path: &[&str], depth: usize) -> bool {
     let (segment, is_last) = (path[depth], depth + 1 == path.len());
     match &mut node.value {
-        Value::Map(entries) => {
-            let second = second_name(path, depth);
-            let is_meant = |entry: &Entry| entry.key == segment || second == Some(entry.key.as_str());
+        RecipeValue::Map(entries) => {
+            let alias = alias_of(path, depth);
+            let is_meant = |entry: &RecipeEntry| entry.key == segment || alias == Some(entry.key.as_str());
             let Some(idx) = entries.iter().position(is_meant) else { return false };
             if is_last {
                 entries.remove(idx);
@@ -107,7 +107,7 @@ fn remove(node: &mut Node, path: &[&str], depth: usize) -> bool {
             }
             remove(&mut entries[idx].node, path, depth + 1)
         }
-        Value::List(items) if !is_last => {
+        RecipeValue::List(items) if !is_last => {
             let item = as_index(segment).and_then(|idx| items.get_mut(idx));
             item.is_some_and(|item| remove(item, path, depth + 1))
         }
@@ -115,71 +115,91 @@ fn remove(node: &mut Node, path: &[&str], depth: usize) -> bool {
     }
 }
 
-/// Descends along `path[depth..]`, creating maps on the way, and puts `value` there.
-fn set(node: &mut Node, path: &[&str], depth: usize, value: Node, mark: Mark) -> Result<(), Fault> {
+/// Sets the node at `path[depth..]` to `value`, and creates missing maps.
+fn set(
+    node: &mut RecipeNode,
+    path: &[&str],
+    depth: usize,
+    value: RecipeNode,
+    location: RecipeLocation,
+) -> Result<(), Fault> {
     let Some(segment) = path.get(depth).copied() else {
         *node = value;
         return Ok(());
     };
-    open(node, path, depth, mark);
+    make_container(node, path, depth, location);
     match &mut node.value {
-        Value::Map(entries) => {
-            let child = child(entries, segment, path, depth, mark);
-            set(child, path, depth + 1, value, mark)
+        RecipeValue::Map(entries) => {
+            let child = child(entries, segment, path, depth, location);
+            set(child, path, depth + 1, value, location)
         }
-        Value::List(items) => {
-            let idx = index(segment, items.len(), &path[..depth], mark)?;
+        RecipeValue::List(items) => {
+            let idx = index(segment, items.len(), &path[..depth], location)?;
             if idx == items.len() {
-                items.push(Node { value: Value::Null, place: mark });
+                items.push(RecipeNode { value: RecipeValue::Null, place: location });
             }
-            set(&mut items[idx], path, depth + 1, value, mark)
+            set(&mut items[idx], path, depth + 1, value, location)
         }
         _ => {
             let (parent, found) = (path[..depth].join("."), node.describe());
-            Err(Fault::new(Some(mark), format!("`{parent}` has no keys: it is {found}")))
+            Err(Fault::new(Some(location), format!("`{parent}` has no keys: it is {found}")))
         }
     }
 }
 
-/// Turns what can have keys into a map or a list: nothing, a source's name, a single checkpoint.
-fn open(node: &mut Node, path: &[&str], depth: usize, mark: Mark) {
+/// Converts a node so that it can have keys: null, a source's name, or a single checkpoint.
+fn make_container(node: &mut RecipeNode, path: &[&str], depth: usize, location: RecipeLocation) {
     let is_index = as_index(path[depth]).is_some();
-    let node_mark = node.place;
+    let node_location = node.place;
     match (&mut node.value, path[..depth].to_vec().as_slice()) {
-        (Value::Null, _) => {
-            let value = if is_index { Value::List(Vec::new()) } else { Value::Map(Vec::new()) };
-            *node = Node { value, place: mark };
+        (RecipeValue::Null, _) => {
+            let value = if is_index { RecipeValue::List(Vec::new()) } else { RecipeValue::Map(Vec::new()) };
+            *node = RecipeNode { value, place: location };
         }
-        (Value::Text(name), ["data", "sources" | "eval_sources", _]) => {
-            let value = Value::Text(std::mem::take(name));
-            let name = Entry { key: "name_or_path".into(), place: node_mark, node: Node { value, place: node_mark } };
-            node.value = Value::Map(vec![name]);
+        (RecipeValue::Text(name), ["data", "sources" | "eval_sources", _]) => {
+            let value = RecipeValue::Text(std::mem::take(name));
+            let name = RecipeEntry {
+                key: "name_or_path".into(),
+                place: node_location,
+                node: RecipeNode { value, place: node_location },
+            };
+            node.value = RecipeValue::Map(vec![name]);
         }
-        (Value::Map(entries), ["checkpoint"]) if is_index => {
-            let only = Node { value: Value::Map(std::mem::take(entries)), place: node_mark };
-            node.value = Value::List(vec![only]);
+        (RecipeValue::Map(entries), ["checkpoint"]) if is_index => {
+            let only = RecipeNode { value: RecipeValue::Map(std::mem::take(entries)), place: node_location };
+            node.value = RecipeValue::List(vec![only]);
         }
         _ => {}
     }
 }
 
-fn child<'a>(entries: &'a mut Vec<Entry>, segment: &str, path: &[&str], depth: usize, mark: Mark) -> &'a mut Node {
-    let second = second_name(path, depth);
-    let found = entries.iter().position(|entry| entry.key == segment || second == Some(entry.key.as_str()));
+fn child<'a>(
+    entries: &'a mut Vec<RecipeEntry>,
+    segment: &str,
+    path: &[&str],
+    depth: usize,
+    location: RecipeLocation,
+) -> &'a mut RecipeNode {
+    let alias = alias_of(path, depth);
+    let found = entries.iter().position(|entry| entry.key == segment || alias == Some(entry.key.as_str()));
     let idx = found.unwrap_or_else(|| {
-        entries.push(Entry { key: segment.to_owned(), place: mark, node: Node { value: Value::Null, place: mark } });
+        entries.push(RecipeEntry {
+            key: segment.to_owned(),
+            place: location,
+            node: RecipeNode { value: RecipeValue::Null, place: location },
+        });
         entries.len() - 1
     });
     let entry = &mut entries[idx];
     if depth + 1 == path.len() {
         entry.key = segment.to_owned();
-        entry.place = mark;
+        entry.place = location;
     }
     &mut entry.node
 }
 
-/// A key that means the same, so that an argument replaces it.
-fn second_name<'a>(path: &[&'a str], depth: usize) -> Option<&'a str> {
+/// Returns the alias of a key, which an argument replaces too.
+fn alias_of<'a>(path: &[&'a str], depth: usize) -> Option<&'a str> {
     match (path[..depth].to_vec().as_slice(), path[depth]) {
         (["optimizer" | "scheduler"], "lr") => Some("learning_rate"),
         (["optimizer" | "scheduler"], "learning_rate") => Some("lr"),
@@ -189,26 +209,26 @@ fn second_name<'a>(path: &[&'a str], depth: usize) -> Option<&'a str> {
     }
 }
 
-fn index(segment: &str, len: usize, parent: &[&str], mark: Mark) -> Result<usize, Fault> {
+fn index(segment: &str, len: usize, parent: &[&str], location: RecipeLocation) -> Result<usize, Fault> {
     let parent = parent.join(".");
     match as_index(segment) {
         Some(idx) if idx <= len => Ok(idx),
         Some(_) => {
             let message = format!("`{parent}` has {len} items: use an index from 0 to {len} ({len} adds one)");
-            Err(Fault::new(Some(mark), message))
+            Err(Fault::new(Some(location), message))
         }
         None => {
             let advice = match segment.parse::<usize>() {
                 Ok(idx) => format!("write {parent}.{idx}"),
                 Err(_) => format!("for example {parent}.0.{segment}=…"),
             };
-            Err(Fault::new(Some(mark), format!("`{parent}` is a list: expected an index, found `{segment}`"))
+            Err(Fault::new(Some(location), format!("`{parent}` is a list: expected an index, found `{segment}`"))
                 .note(advice))
         }
     }
 }
 
-/// Reads an index. `00` and `+0` would be second names of `0`.
+/// Parses an index. `00` and `+0` are refused: they would be aliases of `0`.
 fn as_index(segment: &str) -> Option<usize> {
     segment.parse().ok().filter(|idx: &usize| idx.to_string() == segment)
 }

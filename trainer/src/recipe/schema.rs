@@ -1,20 +1,20 @@
-//! The JSON schema of recipes, which editors complete and check from.
+//! The JSON schema of recipes, for completion and validation in editors.
 
 use serde_json::{Map, Value, json};
 
 use super::Recipe;
 
-/// Second names of keys, which the derived schema does not know: section, key, second name.
-const SECOND_KEYS: [(&str, &str, &str); 3] = [
-    ("Optimizer", "learning_rate", "lr"),
-    ("Scheduler", "learning_rate", "lr"),
-    ("Scheduler", "warmup_steps", "num_warmup_steps"),
+/// Aliases of keys, which the derived schema lacks: section, key, alias.
+const KEY_ALIASES: [(&str, &str, &str); 3] = [
+    ("OptimizerSection", "learning_rate", "lr"),
+    ("SchedulerSection", "learning_rate", "lr"),
+    ("SchedulerSection", "warmup_steps", "num_warmup_steps"),
 ];
 
-/// Second names of values: type, second names.
-const SECOND_NAMES: [(&str, &[&str]); 6] = [
+/// Aliases of values: type, aliases.
+const VALUE_ALIASES: [(&str, &[&str]); 6] = [
     (
-        "Dtype",
+        "FloatDtype",
         &[
             "bfloat16",
             "bfloat",
@@ -29,7 +29,7 @@ const SECOND_NAMES: [(&str, &[&str]); 6] = [
             "torch.float16",
         ],
     ),
-    ("Attention", &["sdpa", "flash_attention_2", "flash_attention_3", "eager"]),
+    ("AttnImplementation", &["sdpa", "flash_attention_2", "flash_attention_3", "eager"]),
     ("CheckpointType", &["deepspeed"]),
     ("SchedulerType", &["wds"]),
     ("SchedulerName", &["wsd"]),
@@ -40,28 +40,28 @@ const SECOND_NAMES: [(&str, &[&str]); 6] = [
 pub fn json_schema() -> Value {
     let mut schema = schemars::schema_for!(Recipe).to_value();
     if let Some(types) = schema.get_mut("$defs").and_then(Value::as_object_mut) {
-        SECOND_KEYS.iter().for_each(|(section, key, second)| add_key(types, section, key, second));
-        SECOND_NAMES.iter().for_each(|(name, seconds)| add_names(types, name, seconds));
+        KEY_ALIASES.iter().for_each(|(section, key, alias)| add_key(types, section, key, alias));
+        VALUE_ALIASES.iter().for_each(|(name, aliases)| add_names(types, name, aliases));
     }
-    // Every default here is "not given"; the descriptions say what that means.
+    // Every derived default means "not set". The descriptions have the real defaults.
     remove_defaults(&mut schema);
     schema
 }
 
-fn add_key(types: &mut Map<String, Value>, section: &str, key: &str, second: &str) {
+fn add_key(types: &mut Map<String, Value>, section: &str, key: &str, alias: &str) {
     let properties = types.get_mut(section).and_then(|section| section.get_mut("properties"));
     if let Some(properties) = properties.and_then(Value::as_object_mut)
         && let Some(mut property) = properties.get(key).cloned()
     {
-        property["description"] = format!("The same as `{key}`.").into();
-        properties.insert(second.to_owned(), property);
+        property["description"] = format!("Alias of `{key}`.").into();
+        properties.insert(alias.to_owned(), property);
     }
 }
 
-fn add_names(types: &mut Map<String, Value>, name: &str, seconds: &[&str]) {
+fn add_names(types: &mut Map<String, Value>, name: &str, aliases: &[&str]) {
     if let Some(values) = types.get_mut(name).and_then(|of_type| of_type.get_mut("oneOf")).and_then(Value::as_array_mut)
     {
-        values.push(json!({ "description": "Second names.", "enum": seconds }));
+        values.push(json!({ "description": "Aliases.", "enum": aliases }));
     }
 }
 

@@ -1,4 +1,4 @@
-//! The files of a run: the model's folder and the tokenizer's, here or from the Hub.
+//! The files of a run: the folders of the model and the tokenizer, local or from the Hub.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,11 +11,11 @@ use candlewick_text::tokenizer::Tokenizer;
 
 use crate::exit::ExitCode;
 use crate::plan::is_path;
-use crate::plan::{ChatTemplateSource, Init, Plan, TokenizerPlan};
+use crate::plan::{ChatTemplateSource, Plan, TokenizerPlan, WeightInit};
 
-/// What a run reads besides its data.
+/// The model files and the tokenizer of a run.
 pub struct Assets {
-    /// The model's folder; `None` if the recipe holds the config.
+    /// The model's folder; `None` if the recipe contains the config.
     pub model_folder: Option<PathBuf>,
     /// The tokenizer.
     pub tokenizer: Tokenizer,
@@ -25,20 +25,22 @@ pub struct Assets {
 }
 
 impl Assets {
-    /// Finds the model's and the tokenizer's folders, downloading what is not here. A chat template that prints the date
-    /// prints that of `began`.
-    pub fn find(plan: &Plan, hub: &Hub, began: RunId) -> Result<Self> {
+    /// Finds the folders of the model and the tokenizer, and downloads missing ones. A chat template that prints the
+    /// date prints the date of `run_id`.
+    pub fn find(plan: &Plan, hub: &Hub, run_id: RunId) -> Result<Self> {
         let part = match plan.model.init {
-            Init::Load => ModelFiles::All,
-            Init::Random => ModelFiles::WithoutWeights,
+            WeightInit::Load => ModelFiles::All,
+            WeightInit::Random => ModelFiles::WithoutWeights,
         };
         let model = plan.model.name_or_path.as_deref();
         let model_folder = model.map(|name| hub.model(name, plan.model.revision.as_deref(), part)).transpose()?;
         let TokenizerPlan { name_or_path, revision, chat_template, chat_template_kwargs } = &plan.tokenizer;
         if is_path(name_or_path) && !Path::new(name_or_path).exists() {
             let here = std::env::current_dir().unwrap_or_default();
-            let problem =
-                format!("failed to find {name_or_path}: paths start at the current folder, {}", here.display());
+            let problem = format!(
+                "failed to find {name_or_path}: relative paths start at the current folder, {}",
+                here.display()
+            );
             return Err(anyhow!(problem).context(ExitCode::Data));
         }
         let tokenizer_folder = hub.model(name_or_path, revision.as_deref(), ModelFiles::WithoutWeights)?;
@@ -47,16 +49,16 @@ impl Assets {
             tokenizer: Tokenizer::from_directory(tokenizer_folder)?,
             template: chat_template.as_ref().map(own_template).transpose()?,
             kwargs: chat_template_kwargs.clone(),
-            clock: began.clock(),
+            clock: run_id.clock(),
         })
     }
 
-    /// Returns the source of the recipe's own chat template.
+    /// Returns the source of the chat template in the recipe, if there is one.
     pub fn own_template(&self) -> Option<&str> {
         self.template.as_ref().map(|(_, source)| source.as_str())
     }
 
-    /// Compiles the chat template: the recipe's, else the tokenizer's, if there is one.
+    /// Compiles the recipe's chat template, else the tokenizer's, if there is one.
     pub fn template(&self) -> Result<Option<ChatTemplate>> {
         let template = match &self.template {
             Some((name, source)) => Some(self.tokenizer.with_special_tokens(ChatTemplate::new(name.as_str(), source)?)),

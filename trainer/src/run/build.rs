@@ -1,4 +1,4 @@
-//! The engine of a plan: model, weights, and what each block keeps.
+//! Construction of a plan's engine: the model, its weights and its activation checkpointing.
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device, DeviceLocation};
@@ -10,26 +10,26 @@ use candlewick_parallel::{CpuOffload, Engine, EngineSpec, OffloadTarget, ParamDt
 
 use crate::exit::ExitCode;
 use crate::metrics::gpu_peak;
-use crate::plan::{Init, OptimizerPlan, PipelinePlan, Plan, RanksPlan, checkpointing, dtype};
+use crate::plan::{OptimizerPlan, PipelinePlan, Plan, RanksPlan, WeightInit, checkpointing, dtype};
 
-use super::{Assets, Ranks};
+use super::{Assets, RankContext};
 
-/// An engine, and what was found out while it was built.
+/// An engine, with notes and measurements from its construction.
 pub(super) struct Built {
     pub(super) engine: Engine,
-    /// What there is to say of it.
+    /// Notes for the user.
     pub(super) notes: Vec<String>,
-    /// Operations a second that the device can do, where that is known.
+    /// Peak FLOPs per second of the device, if known.
     pub(super) peak: Option<f64>,
 }
 
 /// Builds the model and sets its weights.
-pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Built> {
+pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Result<Built> {
     let config = plan.model.config.clone().context("failed to build the model: its config is not known")?;
     let n_ids = assets.tokenizer.min_embedding_rows() as usize;
     if n_ids > config.vocab_size() {
         let error = anyhow!(
-            "failed to fit the tokenizer to the model: it has ids up to {}, the model's vocab_size is {}; use the \
+            "failed to use the tokenizer with this model: it has ids up to {}, and the model's vocab_size is {}; use the \
              tokenizer that the model was trained with",
             n_ids - 1,
             config.vocab_size()
@@ -38,18 +38,18 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
     }
     let model = Model::new(config, plan.model.adapter.clone())?;
     let device = ranks.device.clone();
-    let travels = ranks.groups.dp.check_device(&device);
-    travels.map_err(|error| anyhow!("failed to start: {error}; set ddp_backend: auto").context(ExitCode::Usage))?;
-    // Before there is much: the memory that it takes serves again.
+    let supported = ranks.groups.dp.check_device(&device);
+    supported.map_err(|error| anyhow!("failed to start: {error}; set ddp_backend: auto").context(ExitCode::Usage))?;
+    // Measure before the model is allocated, so that the allocator reuses this memory.
     let peak = peak(&device);
     let OptimizerPlan { masters, moments, .. } = plan.optimizer;
     let [compute, masters, moments] = [plan.model.dtype, masters, moments].map(dtype);
     let attention = plan.model.attention;
-    let said = attention.explain(&device, compute, model.config().attention_heads(), AttentionPasses::Both);
-    let mut said = Vec::from_iter(said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?);
+    let note = attention.explain(&device, compute, model.config().attention_heads(), AttentionPasses::Both);
+    let mut notes = Vec::from_iter(note.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?);
     if plan.optimizer_on_host > 0.0 && device.is_cpu() {
         let what = if plan.weights_on_host { "weights and optimizer are" } else { "the optimizer is" };
-        said.push(format!("{what} not offloaded: what computes is the CPU, whose memory is the host's"));
+        notes.push(format!("{what} not offloaded: the compute device is the CPU, whose memory is the host memory"));
     }
     let cpu_offload = match device.is_cpu() {
         true => CpuOffload::default(),
@@ -69,15 +69,16 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
     for note in load(plan, assets, &engine)? {
         tracing::warn!("{note}");
     }
-    Ok(Built { engine, notes: said, peak })
+    Ok(Built { engine, notes, peak })
 }
 
-/// Returns the spec of an engine in f32 whose blocks keep what `plan` says, shared among `ranks` and stages of `pipeline`.
+/// Returns the spec of an f32 engine with the plan's activation checkpointing, on the mesh of `ranks` and the stages of
+/// `pipeline`.
 pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePlan, config: &Config) -> EngineSpec {
     EngineSpec {
         zero_stage: ranks.zero_stage(),
         sequence_parallel: ranks.sequence_parallel(),
-        schedule: pipeline.order(),
+        schedule: pipeline.schedule_kind(),
         checkpointing: checkpointing(plan.model.activations, config.n_layers()),
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), pipeline.layout(config))
     }
@@ -87,7 +88,7 @@ pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePla
 fn load(plan: &Plan, assets: &Assets, engine: &Engine) -> Result<Vec<String>> {
     let random = WeightSource::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {
-        (Init::Load, Some(folder)) => Some(Checkpoint::open(folder)?),
+        (WeightInit::Load, Some(folder)) => Some(Checkpoint::open(folder)?),
         _ => None,
     };
     let adapter = plan.model.adapter_folder.as_deref().map(AdapterFolder::open).transpose()?;
@@ -98,7 +99,7 @@ fn load(plan: &Plan, assets: &Assets, engine: &Engine) -> Result<Vec<String>> {
     Ok(load_weights(engine, base, adapter.as_ref().map_or(random, |it| WeightSource::Checkpoint(&it.weights)))?)
 }
 
-/// What products reach: on a GPU in bf16, the format of nearly all of them, by its name; on the CPU as measured now.
+/// Returns the peak rate of matmuls: of a GPU in bf16, by its name; of the CPU, as measured now.
 fn peak(device: &Device) -> Option<f64> {
     match device.location() {
         DeviceLocation::Cuda { gpu_id } => gpus().get(gpu_id).and_then(|gpu| gpu_peak(&gpu.name)),

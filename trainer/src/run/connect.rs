@@ -1,48 +1,46 @@
-//! What this rank computes on, and what connects it to the others.
+//! The compute device and the process group of this rank.
 
 use std::time::Duration;
 
 use anyhow::{Error, Result, anyhow};
 use candle_core::Device;
-use candlewick_comm::place::Place;
+use candlewick_comm::rank_env::RankEnv;
 use candlewick_comm::store::Error as StoreError;
-use candlewick_comm::{Engine, Error as CommError, Host, Options, World};
+use candlewick_comm::{CommBackend, Error as CommError, HostBackend, Options, World};
 use candlewick_ops::{DeviceChoice, gpus};
 
-use super::ranks::ended_by;
+use super::ranks::peer_failure;
 use crate::exit::ExitCode;
 use crate::plan::Plan;
 use crate::recipe::DdpBackend;
 
-/// Opens this rank's device and joins the others.
-pub fn connect(plan: &Plan, place: &Place) -> Result<(World, Device)> {
-    let device = device_of(plan.device, plan.ranks.backend, place.local_rank, gpus().len())?;
+/// Opens this rank's device and joins the process group.
+pub fn connect(plan: &Plan, env: &RankEnv) -> Result<(World, Device)> {
+    let device = device_of(plan.device, plan.ranks.backend, env.local_rank, gpus().len())?;
     let device = device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
-    let engine = engine(plan.ranks.backend, &device, place);
+    let engine = engine(plan.ranks.backend, &device, env);
     let options = Options { timeout: Duration::from_secs(plan.ranks.timeout as u64), record: false };
-    let world = World::join(place, &engine, options).map_err(|error| alone(error, place))?;
+    let world = World::join(env, &engine, options).map_err(|error| join_error(error, env))?;
     Ok((world, device))
 }
 
-/// Says what can be done about ranks that do not come together.
-fn alone(error: CommError, place: &Place) -> Error {
-    let by_agent = place.master.as_ref().is_ok_and(|master| master.agent_hosts_store);
+/// Adds advice to an error of joining the process group.
+fn join_error(error: CommError, env: &RankEnv) -> Error {
+    let by_agent = env.master.as_ref().is_ok_and(|master| master.agent_hosts_store);
     let host = if by_agent { "the launcher" } else { "rank 0" };
     let (code, advice) = match &error {
-        CommError::Failed(failure) => return ended_by(failure),
-        CommError::Absent { .. } => {
-            (ExitCode::Peer, "see what it wrote; raise ddp_timeout if it needs longer to start".to_owned())
-        }
+        CommError::Failed(failure) => return peer_failure(failure),
+        CommError::Absent { .. } => (ExitCode::Peer, "see its log; raise ddp_timeout if it starts slowly".to_owned()),
         CommError::OtherSize { .. } => (ExitCode::Usage, "start all ranks with the same WORLD_SIZE".to_owned()),
-        CommError::Store(StoreError::Bind { .. } | StoreError::NotAStore { .. } | StoreError::Unanswered { .. }) => {
-            (ExitCode::Failed, "choose another MASTER_PORT for all ranks, or end what has this one".to_owned())
-        }
+        CommError::Store(StoreError::Bind { .. } | StoreError::NotAStore { .. } | StoreError::Unanswered { .. }) => (
+            ExitCode::Failed,
+            "set another MASTER_PORT for all ranks, or stop the process that uses this one".to_owned(),
+        ),
         CommError::Store(StoreError::Connect { .. }) => {
-            let advice =
-                format!("{host} keeps it: see what it wrote, and whether MASTER_ADDR and MASTER_PORT lead there");
+            let advice = format!("{host} hosts the store: see its log, and check MASTER_ADDR and MASTER_PORT");
             (ExitCode::Peer, advice)
         }
-        CommError::Store(_) => (ExitCode::Peer, format!("{host} kept it and may have ended: see what it wrote")),
+        CommError::Store(_) => (ExitCode::Peer, format!("{host} hosts the store and may have exited: see its log")),
         CommError::Join { .. } | CommError::OtherHost { .. } => {
             return anyhow!("failed to {error}").context(ExitCode::Usage);
         }
@@ -51,8 +49,8 @@ fn alone(error: CommError, place: &Place) -> Error {
     anyhow!("failed to {error}; {advice}").context(code)
 }
 
-/// The device of one of a machine's ranks: where any GPU will do, the one with its number. A rank that sees one GPU alone was
-/// given it by its launcher.
+/// Chooses the device of one of a machine's ranks: by default the GPU with its local rank. If a rank sees a single GPU,
+/// its launcher selected that GPU.
 fn device_of(choice: DeviceChoice, backend: DdpBackend, local_rank: usize, n_gpus: usize) -> Result<DeviceChoice> {
     match choice {
         DeviceChoice::Auto if n_gpus == 0 => Ok(DeviceChoice::Cpu),
@@ -62,7 +60,7 @@ fn device_of(choice: DeviceChoice, backend: DdpBackend, local_rank: usize, n_gpu
             _ if n_gpus == 1 => Ok(DeviceChoice::Cuda(0)),
             _ => {
                 let why = "set ddp_backend: staged to let ranks share GPUs";
-                let error = anyhow!("failed to start: local rank {local_rank} of a machine with {n_gpus} GPUs; {why}");
+                let error = anyhow!("failed to start local rank {local_rank} of a machine with {n_gpus} GPUs; {why}");
                 Err(error.context(ExitCode::Usage))
             }
         },
@@ -70,14 +68,14 @@ fn device_of(choice: DeviceChoice, backend: DdpBackend, local_rank: usize, n_gpu
     }
 }
 
-fn engine(backend: DdpBackend, device: &Device, place: &Place) -> Engine {
+fn engine(backend: DdpBackend, device: &Device, env: &RankEnv) -> CommBackend {
     match backend {
-        DdpBackend::Local => Engine::Host(Host::Local),
-        DdpBackend::Mpi => Engine::Host(Host::Mpi),
-        DdpBackend::Nccl => Engine::Nccl(device.clone()),
-        DdpBackend::Staged => Engine::Staged(Host::of(place), device.clone()),
-        DdpBackend::Auto if device.is_cpu() => Engine::Host(Host::of(place)),
-        DdpBackend::Auto => Engine::Nccl(device.clone()),
+        DdpBackend::Local => CommBackend::Host(HostBackend::Local),
+        DdpBackend::Mpi => CommBackend::Host(HostBackend::Mpi),
+        DdpBackend::Nccl => CommBackend::Nccl(device.clone()),
+        DdpBackend::Staged => CommBackend::Staged(HostBackend::of(env), device.clone()),
+        DdpBackend::Auto if device.is_cpu() => CommBackend::Host(HostBackend::of(env)),
+        DdpBackend::Auto => CommBackend::Nccl(device.clone()),
     }
 }
 
@@ -85,10 +83,10 @@ fn engine(backend: DdpBackend, device: &Device, place: &Place) -> Engine {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use candlewick_comm::place::Source;
+    use candlewick_comm::rank_env::Launcher;
 
     #[test]
-    fn each_rank_takes_the_gpu_of_its_number() {
+    fn each_rank_uses_the_gpu_of_its_local_rank() {
         use DdpBackend::{Auto, Nccl, Staged};
         use DeviceChoice::{Cpu, Cuda};
         for (choice, backend, local_rank, n_gpus, want) in [
@@ -101,31 +99,35 @@ mod tests {
             (Cuda(0), Staged, 3, 2, Cuda(1)),
             (Cuda(0), Staged, 3, 1, Cuda(0)),
             (Cuda(1), Staged, 3, 2, Cuda(1)),
-            // There is none: opening it says why.
+            // There is no GPU: opening it reports why.
             (Cuda(0), Auto, 1, 0, Cuda(0)),
         ] {
             let found = device_of(choice, backend, local_rank, n_gpus).unwrap();
             assert_eq!(found, want, "{choice} {backend:?} {local_rank} of {n_gpus}");
         }
-        let said = device_of(Cuda(0), Nccl, 2, 2).unwrap_err();
+        let error = device_of(Cuda(0), Nccl, 2, 2).unwrap_err();
         assert!(
-            format!("{said:#}").contains("local rank 2 of a machine with 2 GPUs; set ddp_backend: staged"),
-            "{said:#}"
+            format!("{error:#}").contains("local rank 2 of a machine with 2 GPUs; set ddp_backend: staged"),
+            "{error:#}"
         );
     }
 
     #[test]
-    fn auto_takes_what_reaches_all_ranks() {
-        let place = |source, local_world_size| Place { source, local_world_size, world_size: 4, ..Place::alone() };
-        for (source, local_world_size, want) in [
-            (Source::Torchrun, 4, Host::Local),
-            (Source::OpenMpi, 4, Host::Local),
-            (Source::Torchrun, 2, Host::Local),
-            (Source::Slurm, 2, if Host::HAS_MPI { Host::Mpi } else { Host::Local }),
-            (Source::OpenMpi, 2, if Host::HAS_MPI { Host::Mpi } else { Host::Local }),
+    fn auto_selects_a_transport_that_reaches_all_ranks() {
+        let env =
+            |launcher, local_world_size| RankEnv { launcher, local_world_size, world_size: 4, ..RankEnv::single() };
+        for (launcher, local_world_size, want) in [
+            (Launcher::Torchrun, 4, HostBackend::Local),
+            (Launcher::OpenMpi, 4, HostBackend::Local),
+            (Launcher::Torchrun, 2, HostBackend::Local),
+            (Launcher::Slurm, 2, if HostBackend::HAS_MPI { HostBackend::Mpi } else { HostBackend::Local }),
+            (Launcher::OpenMpi, 2, if HostBackend::HAS_MPI { HostBackend::Mpi } else { HostBackend::Local }),
         ] {
-            let engine = engine(DdpBackend::Auto, &Device::Cpu, &place(source, local_world_size));
-            assert!(matches!(engine, Engine::Host(host) if host == want), "{source} {local_world_size}: {engine:?}");
+            let engine = engine(DdpBackend::Auto, &Device::Cpu, &env(launcher, local_world_size));
+            assert!(
+                matches!(engine, CommBackend::Host(host) if host == want),
+                "{launcher} {local_world_size}: {engine:?}"
+            );
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The parts of a run, what it remembers between steps, and the reasons for its end.
+//! The components of a run, its progress, and the reasons for its end.
 
 use std::time::Duration;
 
@@ -7,56 +7,56 @@ use candlewick_parallel::Engine;
 use candlewick_runtime::run_id::RunId;
 
 use crate::checkpoint::{RunState, Scores};
-use crate::data::Prepared;
+use crate::data::PreparedData;
 use crate::plan::Plan;
-use crate::signals::{Stop, StopRequests};
+use crate::signals::{StopRequest, StopSignals};
 
 use super::tasks::Tasks;
-use super::{Assets, Ranks};
+use super::{Assets, RankContext};
 
-/// The parts of a run before its first step.
+/// The components of a run, as they are before its first step.
 #[derive(Clone, Copy)]
-pub(super) struct Run<'a> {
+pub(super) struct TrainingRun<'a> {
     pub(super) plan: &'a Plan,
-    pub(super) ranks: &'a Ranks<'a>,
+    pub(super) ranks: &'a RankContext<'a>,
     pub(super) assets: &'a Assets,
     pub(super) engine: &'a Engine,
-    /// Remarks about the engine for the user.
+    /// Notes about the engine for the user.
     pub(super) notes: &'a [String],
-    /// Operations a second that the device can do, where that is known.
+    /// Peak FLOPs per second of the device, if known.
     pub(super) peak: Option<f64>,
-    pub(super) prepared: &'a Prepared,
+    pub(super) prepared: &'a PreparedData,
     pub(super) tasks: Option<&'a Tasks<'a>>,
-    /// The metric that chooses the best checkpoint, without a value.
+    /// The metric that selects the best checkpoint, without values.
     pub(super) scores: &'a Scores,
-    pub(super) began: RunId,
-    pub(super) stop: &'a StopRequests,
+    pub(super) run_id: RunId,
+    pub(super) stop: &'a StopSignals,
 }
 
-/// The state of a run besides its weights and its data cursor.
+/// The state of a run without its weights and its data cursor.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Progress {
-    /// The time of the processes before this one; in a checkpoint, the whole time.
+    /// The training time of earlier processes. In a checkpoint, the total training time.
     pub(super) before: Duration,
-    /// The metric that chooses the best checkpoint, and its values.
+    /// The metric that selects the best checkpoint, and its values.
     pub(super) scores: Scores,
     /// The last step whose evaluations are done.
     pub(super) evaluated: Option<usize>,
-    /// Steps that were skipped because something was not finite.
+    /// The number of steps skipped because of a non-finite loss or gradient.
     pub(super) n_skipped: usize,
     /// The state of the gradient scaler.
     pub(super) scaler: Option<ScalerState>,
 }
 
-/// The reason why the loop ended.
+/// The reason why the training loop ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum End {
-    /// Every step of the horizon is done.
+pub(super) enum EndReason {
+    /// All steps are done.
     Horizon,
-    /// The recipe asked for an earlier end.
+    /// The recipe sets an earlier end.
     Exit(&'static str),
     /// A stop was requested.
-    Stop(Stop),
+    Stop(StopRequest),
 }
 
 impl Progress {
@@ -67,12 +67,12 @@ impl Progress {
     }
 }
 
-impl End {
+impl EndReason {
     pub(super) fn reason(&self) -> String {
         match self {
-            End::Horizon => "all steps are done".to_string(),
-            End::Exit(key) => format!("{key} was reached"),
-            End::Stop(stop) => format!("stopped by {stop}"),
+            EndReason::Horizon => "all steps are done".to_string(),
+            EndReason::Exit(key) => format!("{key} was reached"),
+            EndReason::Stop(stop) => format!("stopped by {stop}"),
         }
     }
 }

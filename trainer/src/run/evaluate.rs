@@ -1,4 +1,4 @@
-//! Evaluation while a run is in progress: the held-out loss, tasks, and what they say of the weights.
+//! Evaluation during training: the eval loss and the tasks.
 
 use std::time::Instant;
 
@@ -9,37 +9,38 @@ use candlewick_ops::span;
 use candlewick_runtime::exit::ExitCode;
 use serde_json::json;
 
-use crate::data::{Batch, Cursor, EvalStream};
+use crate::data::{Batch, Cursor, EvalLoader};
 use crate::metrics::{EvalRecord, TasksRecord};
 use crate::plan::{EVAL_LOSS, EvalPlan};
 
-use super::context::Run;
+use super::context::TrainingRun;
+use super::ranks::RankInfo;
 use super::session::Session;
 use super::step;
-use super::tasks::Values;
+use super::tasks::ScoresByMetric;
 
-/// What is evaluated.
+/// The evaluations that are due.
 #[derive(Clone, Copy, Debug)]
 struct Due {
-    held_out: bool,
+    eval_loss: bool,
     tasks: bool,
 }
 
-/// Whether an evaluation came to its end.
+/// The result of an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Ended {
-    Whole,
-    /// A stop was requested.
+enum EvalStatus {
+    Complete,
+    /// Stopped by a stop request.
     Stopped,
 }
 
 impl Session<'_> {
-    /// Evaluates before the first step of a fresh run, if the plan says so.
+    /// Evaluates before the first step of a fresh run, if the plan sets `on_start`.
     pub(super) fn evaluate_first(&mut self) -> Result<()> {
         self.evaluate_as(|plan| plan.on_start)
     }
 
-    /// Evaluates what is due after this step, unless that was done before the run was taken up.
+    /// Runs the evaluations that are due after this step, unless they were done before the run was resumed.
     pub(super) fn evaluate(&mut self) -> Result<()> {
         let moment = self.moment();
         if self.progress.evaluated == Some(moment.step) {
@@ -50,41 +51,44 @@ impl Session<'_> {
 
     fn evaluate_as(&mut self, is_due: impl Fn(&EvalPlan) -> bool) -> Result<()> {
         let plan = self.run.plan;
-        let due = Due {
-            held_out: plan.eval.as_ref().is_some_and(&is_due),
+        let is_due = Due {
+            eval_loss: plan.eval.as_ref().is_some_and(&is_due),
             tasks: plan.tasks.as_ref().is_some_and(|tasks| is_due(&tasks.when)),
         };
-        if due.held_out && self.held_out()? == Ended::Stopped || due.tasks && self.ask_tasks()? == Ended::Stopped {
+        if is_due.eval_loss && self.eval_loss()? == EvalStatus::Stopped
+            || is_due.tasks && self.evaluate_tasks()? == EvalStatus::Stopped
+        {
             return Ok(());
         }
-        if due.held_out || due.tasks {
+        if is_due.eval_loss || is_due.tasks {
             self.progress.evaluated = Some(self.stream.cursor().step);
         }
         Ok(())
     }
 
-    /// Evaluates on the held-out data. A request to stop ends it without a result.
-    fn held_out(&mut self) -> Result<Ended> {
-        self.settle(0)?;
-        let Some(eval) = &self.run.prepared.eval else { return Ok(Ended::Whole) };
+    /// Computes the eval loss. A stop request ends it without a result.
+    fn eval_loss(&mut self) -> Result<EvalStatus> {
+        self.drain(0)?;
+        let Some(eval) = &self.run.prepared.eval else { return Ok(EvalStatus::Complete) };
         let _span = span("evaluate", "");
         let started = Instant::now();
-        let Run { plan, engine, ranks, .. } = self.run;
-        let (rank, n_ranks) = ranks.seat;
-        let mut stream = EvalStream::new(eval.clone(), &plan.data);
-        // Every rank takes its turn as often, if need be with nothing: all have their part in what others compute.
+        let TrainingRun { plan, engine, ranks, .. } = self.run;
+        let RankInfo { data_rank, data_world } = ranks.rank_info;
+        let mut stream = EvalLoader::new(eval.clone(), &plan.data);
+        // Every rank computes the same number of micro-batches, because each one is a collective. A rank without a
+        // batch computes a filler.
         let n_batches = stream.n_batches();
-        let rounds = n_batches.div_ceil(n_ranks);
+        let n_rounds = n_batches.div_ceil(data_world);
         let mut sums = EvalLossSum::default();
-        let progress = self.reporter.terminal().progress("held-out loss", "micro-batches");
-        for round in 0..rounds {
-            progress.iter().for_each(|lines| lines.set(round * n_ranks, n_batches));
-            if self.asked_to_stop()?.is_some() {
-                return Ok(Ended::Stopped);
+        let progress = self.reporter.terminal().progress("eval loss", "micro-batches");
+        for round in 0..n_rounds {
+            progress.iter().for_each(|lines| lines.set(round * data_world, n_batches));
+            if self.stop_request()?.is_some() {
+                return Ok(EvalStatus::Stopped);
             }
-            let batches: Vec<Batch> = stream.by_ref().take(n_ranks).collect();
-            let own = batches.into_iter().nth(rank).unwrap_or_else(Batch::filler);
-            let n_targets = if ranks.counts() { own.n_targets } else { 0 };
+            let batches: Vec<Batch> = stream.by_ref().take(data_world).collect();
+            let own = batches.into_iter().nth(data_rank).unwrap_or_else(Batch::filler);
+            let n_targets = if ranks.counts_tokens() { own.n_targets } else { 0 };
             sums.add(engine, &step::micro(&own, engine)?, n_targets)?;
         }
         let EvalLoss { loss, n_targets } = sums.over_ranks(engine.group())?;
@@ -93,47 +97,50 @@ impl Session<'_> {
         let eval_time = started.elapsed().as_secs_f64();
         let record = EvalRecord { epoch, iter, loss, n_targets: n_targets as u64, eval_time };
         self.reporter.eval(&record);
-        self.judge(&Values::from([(EVAL_LOSS.to_owned(), loss)]));
-        self.remember(|report| report.metrics["eval"] = json!(record));
-        Ok(Ended::Whole)
+        self.record_score(&ScoresByMetric::from([(EVAL_LOSS.to_owned(), loss)]));
+        self.update_run_json(|report| report.metrics["eval"] = json!(record));
+        Ok(EvalStatus::Complete)
     }
 
-    /// Asks the tasks. A request to stop ends it without a result.
-    fn ask_tasks(&mut self) -> Result<Ended> {
-        self.settle(0)?;
-        let Some(tasks) = self.run.tasks else { return Ok(Ended::Whole) };
+    /// Evaluates the tasks. A stop request ends it without a result.
+    fn evaluate_tasks(&mut self) -> Result<EvalStatus> {
+        self.drain(0)?;
+        let Some(tasks) = self.run.tasks else { return Ok(EvalStatus::Complete) };
         let _span = span("tasks", "");
         let started = Instant::now();
-        let Run { assets, engine, ranks, scores, stop, .. } = self.run;
+        let TrainingRun { assets, engine, ranks, scores, stop, .. } = self.run;
         let folders = [Some(assets.tokenizer.directory()), assets.model_folder.as_deref()];
         let lm_handle = LmHandle::new(engine, &assets.tokenizer, folders.into_iter().flatten());
         let progress = self.reporter.terminal().progress("eval.tasks", "requests");
-        let asked =
-            tasks.ask(lm_handle, ranks, stop, progress.as_ref()).context("failed to ask the tasks of eval.tasks")?;
+        let values = tasks
+            .evaluate(lm_handle, ranks, stop, progress.as_ref())
+            .context("failed to evaluate the tasks of eval.tasks")?;
         drop(progress);
-        let Some(values) = asked else { return Ok(Ended::Stopped) };
-        let is_of_a_task = !["", EVAL_LOSS].contains(&scores.metric.as_str());
-        if is_of_a_task && !values.contains_key(&scores.metric) {
+        let Some(values) = values else { return Ok(EvalStatus::Stopped) };
+        let is_task_metric = !["", EVAL_LOSS].contains(&scores.metric.as_str());
+        if is_task_metric && !values.contains_key(&scores.metric) {
             let (metric, known) = (&scores.metric, values.keys().cloned().collect::<Vec<_>>().join(", "));
             let problem = format!("failed to find the metric_for_best_model `{metric}` among {known}");
             return Err(anyhow::anyhow!(problem).context(ExitCode::Usage));
         }
-        self.judge(&values);
+        self.record_score(&values);
         let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
         let scores = values.into_iter().map(|(name, value)| (format!("eval/{name}"), value)).collect();
         let record = TasksRecord { epoch, iter, scores, eval_time: started.elapsed().as_secs_f64() };
         self.reporter.tasks(&record);
-        self.remember(|report| report.metrics["tasks"] = json!(record));
-        Ok(Ended::Whole)
+        self.update_run_json(|report| report.metrics["tasks"] = json!(record));
+        Ok(EvalStatus::Complete)
     }
 
-    /// Remembers the value that says which save is the best, if it is among these.
-    fn judge(&mut self, values: &Values) {
+    /// Records the value of the metric that selects the best checkpoint, if it is among these.
+    fn record_score(&mut self, values: &ScoresByMetric) {
         let Some(value) = values.get(&self.progress.scores.metric) else { return };
         self.progress.scores.add(self.stream.cursor().step, *value);
         if let Some((step, value)) = self.progress.scores.best() {
             let metric = self.progress.scores.metric.clone();
-            self.remember(|report| report.metrics["best"] = json!({"iter": step, "metric": metric, "value": value}));
+            self.update_run_json(|report| {
+                report.metrics["best"] = json!({"iter": step, "metric": metric, "value": value})
+            });
         }
     }
 }

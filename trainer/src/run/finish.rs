@@ -1,4 +1,4 @@
-//! The end of a run: the save that it can be taken up from, and samples of what was learned.
+//! The end of a run: its last checkpoint, log lines and samples.
 
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -10,35 +10,35 @@ use candlewick_runtime::exit::ExitCode;
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::tokenizer::SpecialTokens;
 
-use crate::data::Kind;
+use crate::data::DataKind;
 use crate::plan::{GeneratePlan, conversation};
 use crate::recipe::Prompt;
-use crate::signals::Stop;
+use crate::signals::StopRequest;
 
-use super::context::{End, Run};
-use super::session::{Session, Stopped};
+use super::context::{EndReason, TrainingRun};
+use super::session::{Session, StopResult};
 
-/// Settles a run that ended as `end` says, and returns its exit code.
-pub(super) fn finish(session: &mut Session, end: &End) -> Result<ExitCode> {
+/// Saves the checkpoints that the end requires, logs the result, and returns the exit code.
+pub(super) fn finish(session: &mut Session, end: &EndReason) -> Result<ExitCode> {
     let code = match end {
-        End::Horizon => {
-            session.save_unsaved()?;
+        EndReason::Horizon => {
+            session.save_last_step()?;
             ExitCode::Ok
         }
-        End::Exit(_) | End::Stop(Stop::KillSwitch(_)) => {
-            let n_saves = session.save_early_end()?;
-            let what = if n_saves > 0 { "" } else { "; nothing was saved" };
+        EndReason::Exit(_) | EndReason::Stop(StopRequest::KillSwitch(_)) => {
+            let n_checkpoints = session.save_early_end()?;
+            let what = if n_checkpoints > 0 { "" } else { "; nothing was saved" };
             session.reporter.terminal().line(&format!("{}{what}", end.reason()));
             ExitCode::Ok
         }
-        End::Stop(Stop::Signal(_)) => {
+        EndReason::Stop(StopRequest::Signal(_)) => {
             let (what, code) = match session.save_to_resume()? {
-                Stopped::Resumable => ("saved, ready to be started again", ExitCode::Preempted),
-                Stopped::Saved => {
-                    ("saved; to go on from there, start again with checkpoint.N.auto_resume=true", ExitCode::Failed)
+                StopResult::Resumable => ("checkpoint saved; start the run again to resume", ExitCode::Preempted),
+                StopResult::Saved => {
+                    ("checkpoint saved; to resume, start again with checkpoint.N.auto_resume=true", ExitCode::Failed)
                 }
-                Stopped::Exported => ("the weights are saved; a run cannot go on from them", ExitCode::Failed),
-                Stopped::Lost => ("nothing was saved: the run has no checkpoint", ExitCode::Failed),
+                StopResult::Exported => ("only the weights are saved; a run cannot resume from them", ExitCode::Failed),
+                StopResult::Lost => ("nothing was saved: the run has no checkpoint", ExitCode::Failed),
             };
             session.reporter.terminal().line(&format!("{}: {what}", end.reason()));
             return Ok(code);
@@ -46,14 +46,14 @@ pub(super) fn finish(session: &mut Session, end: &End) -> Result<ExitCode> {
     };
     log_skipped(session);
     log_saved(session);
-    if let (End::Horizon, Some(generate)) = (end, &session.run.plan.generate) {
+    if let (EndReason::Horizon, Some(generate)) = (end, &session.run.plan.generate) {
         session.reporter.terminal().finish();
         samples(session, generate)?;
     }
     Ok(code)
 }
 
-/// Logs the number of steps that were not applied.
+/// Logs the number of skipped steps.
 fn log_skipped(session: &Session) {
     let (n, total) = (session.progress.n_skipped, session.stream.cursor().step);
     if n > 0 {
@@ -64,13 +64,13 @@ fn log_skipped(session: &Session) {
     }
 }
 
-/// Logs the folder of the result.
+/// Logs the folders with the result.
 fn log_saved(session: &Session) {
     let terminal = session.reporter.terminal();
     if session.run.plan.checkpoints.is_empty() {
         terminal.line("nothing was saved: the run has no checkpoint");
     }
-    if let Some(step) = session.saves.newest_step()
+    if let Some(step) = session.checkpointer.newest_step()
         && step < session.stream.cursor().step
     {
         terminal.line(&format!(
@@ -80,10 +80,10 @@ fn log_saved(session: &Session) {
         ));
     }
     let what = if session.run.plan.model.adapter.is_some() { "adapter" } else { "model" };
-    session.saves.exported().for_each(|dir| terminal.line(&format!("the {what} is in {}", dir.display())));
+    session.checkpointer.exported().for_each(|dir| terminal.line(&format!("the {what} is in {}", dir.display())));
 }
 
-/// Prints what the model answers to each prompt of the recipe.
+/// Prints the model's reply to each prompt of the recipe.
 fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
     let options = GenerateOptions {
         max_new_tokens: plan.max_new_tokens,
@@ -91,13 +91,13 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
         top_p: plan.top_p,
         seed: plan.seed,
     };
-    let Run { plan: whole, assets, engine, ranks, .. } = session.run;
+    let TrainingRun { plan: run_plan, assets, engine, ranks, .. } = session.run;
     let template = assets.template()?;
     let tokenizer = &assets.tokenizer;
     let mut out = std::io::stdout().lock();
     let mut ignored = |_: &str| Ok(ControlFlow::Continue(()));
     for prompt in &plan.prompts {
-        if session.asked_to_stop()?.is_some() {
+        if session.stop_request()?.is_some() {
             break;
         }
         let (chat, shown) = match prompt {
@@ -107,8 +107,8 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
                 (chat, messages.last().and_then(|last| last.get("content")?.as_str()).unwrap_or_default())
             }
         };
-        let answer = match (whole.data.kind, &template, prompt) {
-            (Kind::Sft, Some(template), _) => {
+        let answer = match (run_plan.data.kind, &template, prompt) {
+            (DataKind::Sft, Some(template), _) => {
                 lm::answer_chat(engine, tokenizer, template, &chat, &options, &mut ignored)?
             }
             (_, _, Prompt::Text(text)) => lm::complete(
@@ -119,7 +119,7 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
                 &mut ignored,
             )?,
             (_, _, Prompt::Messages(_)) => {
-                let problem = "failed to answer the messages of generate.prompts: the tokenizer has no chat template";
+                let problem = "failed to reply to the messages of generate.prompts: the tokenizer has no chat template";
                 return Err(anyhow::anyhow!(problem).context(ExitCode::Data));
             }
         };

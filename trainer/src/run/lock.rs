@@ -1,4 +1,4 @@
-//! One run at a time in a folder: two would take each other's saves and metrics for their own.
+//! File locks of a run's folders. Two runs in one folder would mix their checkpoints and metrics.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, TryLockError};
@@ -10,7 +10,7 @@ use anyhow::{Result, bail};
 use crate::checkpoint::CheckpointError;
 use crate::plan::Plan;
 
-/// Locks that hold until they are dropped, or the process ends in whatever way.
+/// File locks, held until they are dropped or the process ends.
 pub(super) struct Locks {
     _files: Vec<File>,
 }
@@ -20,36 +20,36 @@ const NAME: &str = ".lock";
 /// Locks the folders that a run of `plan` writes to.
 pub(super) fn lock(plan: &Plan) -> Result<Locks> {
     let folders = plan.log.output_dir.iter().chain(plan.checkpoints.iter().map(|checkpoint| &checkpoint.output_dir));
-    // One folder may have two names.
-    let folders: BTreeSet<PathBuf> = folders.map(|folder| made(folder)).collect::<Result<_>>()?;
+    // Two paths may resolve to the same folder.
+    let folders: BTreeSet<PathBuf> = folders.map(|folder| created(folder)).collect::<Result<_>>()?;
     let locks = folders.into_iter().map(lock_folder).collect::<Result<Vec<_>>>()?;
     Ok(Locks { _files: locks.into_iter().flatten().collect() })
 }
 
-fn made(folder: &Path) -> Result<PathBuf> {
-    let made = fs::create_dir_all(folder).and_then(|()| folder.canonicalize());
-    made.map_err(|source| CheckpointError::Io { action: "create", path: folder.to_owned(), source }.into())
+fn created(folder: &Path) -> Result<PathBuf> {
+    let created = fs::create_dir_all(folder).and_then(|()| folder.canonicalize());
+    created.map_err(|source| CheckpointError::Io { action: "create", path: folder.to_owned(), source }.into())
 }
 
 fn lock_folder(folder: PathBuf) -> Result<Option<File>> {
     let path = folder.join(NAME);
     let open = || File::options().create(true).write(true).truncate(false).open(&path);
     let failed = |source: io::Error| CheckpointError::Io { action: "lock", path: path.clone(), source };
-    // To open a pipe waits for its reader.
+    // Opening a named pipe blocks until a reader opens it.
     if fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
-        return Err(failed(io::Error::other("it is no regular file; remove it")).into());
+        return Err(failed(io::Error::other("it is not a regular file; remove it")).into());
     }
     let file = open().map_err(failed)?;
     match file.try_lock() {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => {
             let error = anyhow::anyhow!(
-                "failed to start: another run is writing to {}. Wait for it, or give this one another output_dir (checkpoint.N.output_dir for a checkpoint's folder)",
+                "failed to start: another run is writing to {}. Wait for it, or set another output_dir (checkpoint.N.output_dir for a checkpoint folder)",
                 folder.display()
             );
             bail!(error.context(crate::exit::ExitCode::Checkpoint))
         }
-        // Some network file systems have no locks.
+        // Some network file systems do not support locks.
         Err(TryLockError::Error(error)) => {
             tracing::warn!("cannot lock {}: {error}; do not start a second run there", folder.display());
             Ok(None)
@@ -63,10 +63,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_second_run_is_refused_while_the_first_one_lasts() {
+    fn a_second_run_in_a_folder_is_refused_until_the_first_ends() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = made(&dir.path().join("runs/a")).unwrap();
-        assert_eq!(made(&dir.path().join("./runs/../runs/a")).unwrap(), folder);
+        let folder = created(&dir.path().join("runs/a")).unwrap();
+        assert_eq!(created(&dir.path().join("./runs/../runs/a")).unwrap(), folder);
         let first = lock_folder(folder.clone()).unwrap();
         assert!(first.is_some());
         let error = lock_folder(folder.clone()).unwrap_err();

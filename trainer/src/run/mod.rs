@@ -1,11 +1,12 @@
-//! The loop: a plan becomes a trained model.
+//! Training: turns a plan into a trained model.
 //!
-//! `assets` finds the files, `build` makes the engine, `step` computes one optimizer step, `saves` writes and resumes,
-//! `finish` says what was learned. Nothing here reads a recipe, the command line or the environment.
+//! `assets` finds the files, `build` creates the engine, `step` computes an optimizer step, `checkpointer` saves and
+//! resumes, `finish` ends the run. Nothing here reads a recipe, the command line or the environment.
 
 mod assets;
-mod background;
+mod async_save;
 mod build;
+mod checkpointer;
 mod connect;
 mod context;
 mod evaluate;
@@ -13,7 +14,6 @@ mod finish;
 mod lock;
 mod out_of_memory;
 mod ranks;
-mod saves;
 mod session;
 mod state;
 mod step;
@@ -32,10 +32,10 @@ use evaluator::chat::ChatTemplateFormatter;
 use evaluator::task::TaskSelection;
 
 use crate::checkpoint::CheckpointError;
-use crate::data::{Prepared, prepare};
-use crate::metrics::{Exit, RunJson};
+use crate::data::{PreparedData, prepare};
+use crate::metrics::{RunExit, RunJson};
 use crate::plan::Plan;
-use crate::signals::StopRequests;
+use crate::signals::StopSignals;
 
 pub use assets::Assets;
 pub(crate) use build::engine_spec;
@@ -44,20 +44,22 @@ pub use step::{AllStepsSkipped, NonFinite};
 pub use tasks::check_tasks;
 
 use build::Built;
-use context::{End, Run};
-use ranks::Ranks;
+use context::{EndReason, TrainingRun};
+use ranks::RankContext;
 use session::Session;
 use tasks::Tasks;
 
-/// Trains on `device` as `plan` says, as one rank of `world`, and returns how the run ended. If it fails, the other ranks are told and fail too.
+/// Trains on `device` with the settings of `plan`, as one rank of `world`, and returns the exit code. On a failure, the
+/// other ranks fail too.
 pub fn train(plan: &Plan, hub: &Hub, world: &World, device: &Device) -> Result<ExitCode> {
-    // The groups are kept until the others know of a failure: leaving one waits for what was started in it.
-    let ranks = Ranks::new(world, device, &plan.ranks)?;
-    train_as(plan, hub, &ranks).map_err(|error| ranks.blame(error))
+    // Keep the groups until the other ranks know of a failure, because dropping a group waits for its pending
+    // operations.
+    let ranks = RankContext::new(world, device, &plan.ranks)?;
+    train_as(plan, hub, &ranks).map_err(|error| ranks.report_failure(error))
 }
 
-/// Trains as one of `ranks`. `run.json` tells the end in any case.
-fn train_as(plan: &Plan, hub: &Hub, ranks: &Ranks) -> Result<ExitCode> {
+/// Trains as one of `ranks`. Writes the result into `run.json` in any case.
+fn train_as(plan: &Plan, hub: &Hub, ranks: &RankContext) -> Result<ExitCode> {
     let plan = &ranks.agree_on(plan)?;
     let locks = if ranks.process.is_first() { lock::lock(plan).map(Some) } else { Ok(None) };
     let _locks = ranks.process.all_ok(locks)?;
@@ -65,13 +67,13 @@ fn train_as(plan: &Plan, hub: &Hub, ranks: &Ranks) -> Result<ExitCode> {
         let path = plan.log.output_dir.clone().unwrap_or_default();
         CheckpointError::Io { action: "write run.json into", path, source }
     })?;
-    let ended = run(plan, hub, ranks, &mut run_json).map_err(|error| ranks.blame(error));
+    let ended = run(plan, hub, ranks, &mut run_json).map_err(|error| ranks.report_failure(error));
     let exit = match &ended {
-        Ok((code, reason)) => Exit { code: *code as u8, reason: reason.clone() },
-        Err(error) => Exit { code: crate::exit::classify(error) as u8, reason: format!("{error:#}") },
+        Ok((code, reason)) => RunExit { code: *code as u8, reason: reason.clone() },
+        Err(error) => RunExit { code: crate::exit::classify(error) as u8, reason: format!("{error:#}") },
     };
     match (ended, run_json.finish(exit)) {
-        // The checkpoints are complete; the exit code reports the file that is not.
+        // The checkpoints are complete, but the exit code reports the missing run.json.
         (Ok((ExitCode::Ok, _)), Err(source)) => {
             let path = plan.log.output_dir.clone().unwrap_or_default();
             Err(CheckpointError::Io { action: "write run.json into", path, source }.into())
@@ -84,53 +86,53 @@ fn train_as(plan: &Plan, hub: &Hub, ranks: &Ranks) -> Result<ExitCode> {
     }
 }
 
-/// Reads and renders the data of `plan`, as a run does before its first step.
-pub fn prepare_data(plan: &Plan, hub: &Hub, began: RunId) -> Result<(Assets, Prepared)> {
-    let assets = Assets::find(plan, hub, began)?;
+/// Loads and tokenizes the data of `plan`, as a run does before its first step.
+pub fn prepare_data(plan: &Plan, hub: &Hub, run_id: RunId) -> Result<(Assets, PreparedData)> {
+    let assets = Assets::find(plan, hub, run_id)?;
     let prepared = prepare(&plan.data, &assets.tokenizer, assets.template()?, hub)?;
     Ok((assets, prepared))
 }
 
-fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
+fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
     ranks.process.all_ok(refuse_stale_stop(plan))?;
-    let own = saves::began(plan).map(|began| began.unwrap_or_else(RunId::now));
-    let began = RunId::agree(&ranks.process, own)?;
+    let own = checkpointer::resumed_run_id(plan).map(|run_id| run_id.unwrap_or_else(RunId::now));
+    let run_id = RunId::agree(&ranks.process, own)?;
     let selection = ranks.process.all_ok(tasks::select(plan))?;
     let scores = ranks.process.all_ok(tasks::scores(plan, selection.as_ref()))?;
-    let (assets, prepared) = ranks.process.one_rank_per_node_first(|| prepare_data(plan, hub, began))?;
+    let (assets, prepared) = ranks.process.one_rank_per_node_first(|| prepare_data(plan, hub, run_id))?;
     let chat = ranks.process.all_ok(tasks::chat(plan, &assets))?;
     let open = || open_tasks(plan, selection.as_ref(), chat.as_ref(), hub);
     let tasks = ranks.process.one_rank_per_node_first(open)?;
     let explain = |error, parameters| out_of_memory::explain(error, plan, &ranks.device, parameters);
     let Built { engine, notes, peak } = build::engine(plan, &assets, ranks).map_err(|error| explain(error, None))?;
     let notes: Vec<String> = tasks.iter().flat_map(Tasks::notes).chain(notes).collect();
-    // Until here a signal ends the process at once: there is nothing to save.
-    let stop = StopRequests::install(plan.exit.kill_switch_path.clone()).context("failed to watch for signals")?;
+    // Until here a signal ends the process at once, because there is nothing to save.
+    let stop = StopSignals::install(plan.exit.kill_switch_path.clone()).context("failed to watch for signals")?;
     let (assets, engine, prepared) = (&assets, &engine, &prepared);
     let (notes, tasks, scores, stop) = (&notes, tasks.as_ref(), &scores, &stop);
-    let run = Run { plan, ranks, assets, engine, notes, peak, prepared, tasks, scores, began, stop };
-    take_steps(run, run_json).map_err(|error| explain(error, Some(engine.store().device_bytes())))
+    let run = TrainingRun { plan, ranks, assets, engine, notes, peak, prepared, tasks, scores, run_id, stop };
+    train_and_finish(run, run_json).map_err(|error| explain(error, Some(engine.store().device_bytes())))
 }
 
-fn take_steps(run: Run, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
+fn train_and_finish(run: TrainingRun, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
     let mut session = Session::begin(run, run_json)?;
     let end = steps(&mut session)?;
-    session.settle(0)?;
+    session.drain(0)?;
     let code = finish::finish(&mut session, &end)?;
-    session.settle_saves(true)?;
-    run.ranks.process.all_ok(session.whole_metrics(code))?;
+    session.finish_async_save(true)?;
+    run.ranks.process.all_ok(session.check_metrics_written(code))?;
     Ok((code, end.reason()))
 }
 
-/// A stop file of an earlier run would end this one before its first step.
+/// Fails if the stop file exists: it would end the run before its first step.
 fn refuse_stale_stop(plan: &Plan) -> Result<()> {
     let stale = plan.exit.kill_switch_path.as_deref().filter(|path| path.exists());
     stale.map_or(Ok(()), |path| {
-        bail!("failed to start: the stop file {} is there already; remove the file", path.display())
+        bail!("failed to start: the stop file {} already exists; remove the file", path.display())
     })
 }
 
-/// Reads the documents of the plan's tasks.
+/// Loads the documents of the plan's tasks.
 fn open_tasks<'a>(
     plan: &'a Plan,
     selection: Option<&TaskSelection>,
@@ -141,35 +143,35 @@ fn open_tasks<'a>(
     selection.map(|selection| Tasks::open(plan, selection.clone(), chat, hub)).transpose()
 }
 
-fn steps(session: &mut Session) -> Result<End> {
+fn steps(session: &mut Session) -> Result<EndReason> {
     let first_step = session.stream.cursor().step;
     match first_step {
         0 => session.evaluate_first()?,
-        // A run that was stopped while it evaluated has that before it.
+        // A run that was stopped during an evaluation evaluates first.
         _ => session.evaluate()?,
     }
     loop {
         let done = session.stream.cursor().step;
         if done >= session.stream.total_steps() {
-            return Ok(End::Horizon);
+            return Ok(EndReason::Horizon);
         }
-        if let Some(request) = session.asked_to_stop()? {
-            return Ok(End::Stop(request));
+        if let Some(request) = session.stop_request()? {
+            return Ok(EndReason::Stop(request));
         }
         let exit = &session.run.plan.exit;
         if exit.iteration_this_run.is_some_and(|n| done - first_step >= n) {
-            return Ok(End::Exit("exit_iteration_this_run"));
+            return Ok(EndReason::Exit("exit_iteration_this_run"));
         }
         if exit.iteration.is_some_and(|n| done >= n) {
-            return Ok(End::Exit("exit_iteration"));
+            return Ok(EndReason::Exit("exit_iteration"));
         }
-        let began = Instant::now();
+        let started = Instant::now();
         let next = {
             let _span = span("data", "");
             session.stream.next_step()
         };
-        let Some(step) = next else { return Ok(End::Horizon) };
-        session.train_step(step, began)?;
+        let Some(step) = next else { return Ok(EndReason::Horizon) };
+        session.train_step(step, started)?;
         after_step(session)?;
     }
 }

@@ -1,4 +1,4 @@
-//! The report of a run for which the device had too little memory.
+//! The report of a run that ran out of device memory.
 
 use std::fmt;
 
@@ -7,21 +7,21 @@ use candle_core::{Device, DeviceLocation};
 use candlewick_ops::{DeviceChoice, DeviceMemory, device_memory, is_out_of_memory};
 use candlewick_parallel::StoreBytes;
 
-use crate::estimate::{Capacity, ComputeDevice, Report, Setup, bytes, estimate};
+use crate::estimate::{Capacity, ComputeDevice, EstimateReport, Setup, bytes, estimate};
 use crate::plan::Plan;
 
-/// The memory of a run whose device had too little of it.
+/// The memory use of a run that ran out of device memory.
 struct MemoryReport {
     device: DeviceChoice,
     measured: Option<DeviceMemory>,
-    /// Bytes of the parameters; `None` if they were being allocated.
+    /// Bytes of the parameters; `None` if the allocation of the parameters failed.
     parameters: Option<StoreBytes>,
-    /// The estimate, and settings that need less; `None` if the plan cannot be estimated.
-    estimate: Option<Report>,
+    /// The estimate, with settings that need less memory; `None` if the plan cannot be estimated.
+    estimate: Option<EstimateReport>,
 }
 
-/// Adds a report to `error` if it is a failed allocation on `device`: bytes in use by class, the estimate, and the settings that
-/// would have fitted.
+/// Adds a memory report to a failed allocation on `device`: the bytes in use by category, the estimate, and settings
+/// that would fit. Returns other errors unchanged.
 pub(super) fn explain(error: Error, plan: &Plan, device: &Device, parameters: Option<StoreBytes>) -> Error {
     if !error.chain().any(is_out_of_memory) {
         return error;
@@ -35,26 +35,30 @@ pub(super) fn explain(error: Error, plan: &Plan, device: &Device, parameters: Op
     error.context(MemoryReport { device, measured, parameters, estimate }.to_string())
 }
 
-/// Estimates the plan and compares it with the device. Where the estimate fits and the run did not, it is compared with nine
-/// tenths of itself, so that settings that need less are advised.
+/// Compares the plan's estimate with the device's memory. If the estimate fits although the run did not, compares it
+/// with 90% of itself, so that settings that need less are recommended.
 fn estimated(
     plan: &Plan,
     compute_device: ComputeDevice,
     device: DeviceChoice,
     measured: Option<DeviceMemory>,
-) -> Option<Report> {
+) -> Option<EstimateReport> {
     let setup = Setup::of(plan, compute_device).ok()?;
     let estimated = estimate(&setup).peak_bytes();
-    let (room, name) = match measured {
+    let (capacity_bytes, name) = match measured {
         Some(DeviceMemory { total_bytes, .. }) if total_bytes < estimated => (total_bytes, device.to_string()),
         _ => (estimated / 10 * 9, "90% of the estimate, which was too low".to_owned()),
     };
-    Some(Report::new(plan.recipe.display().to_string(), &setup, &Capacity::of(compute_device, Some(room), name)))
+    Some(EstimateReport::new(
+        plan.recipe.display().to_string(),
+        &setup,
+        &Capacity::of(compute_device, Some(capacity_bytes), name),
+    ))
 }
 
 impl MemoryReport {
-    /// Lists the bytes in use by class.
-    fn in_use(&self) -> Vec<(&'static str, u64)> {
+    /// Lists the bytes in use by category.
+    fn checkpoint_in_use(&self) -> Vec<(&'static str, u64)> {
         let StoreBytes { weights, masters, gradients, moments } = self.parameters.unwrap_or_default();
         let known = [
             ("weights", weights),
@@ -77,7 +81,7 @@ impl fmt::Display for MemoryReport {
         if let Some(DeviceMemory { peak_bytes, total_bytes }) = self.measured {
             write!(f, ": {} of {} were in use", bytes(peak_bytes), bytes(total_bytes))?;
         }
-        for (class, n_bytes) in self.in_use() {
+        for (class, n_bytes) in self.checkpoint_in_use() {
             write!(f, "\n  {class:<24}{:>11}", bytes(n_bytes))?;
         }
         match &self.estimate {

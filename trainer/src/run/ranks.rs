@@ -1,98 +1,121 @@
-//! This process among those that train together.
+//! This rank's process groups and the agreement of all ranks on plan and stop requests.
 
 use std::path::Path;
 
 use anyhow::{Context, Error, Result, anyhow};
 use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
-use candlewick_comm::{Cause, Failure, Reduce, World};
+use candlewick_comm::{Cause, RankFailure, Reduce, World};
 use candlewick_ops::to_host;
 use candlewick_parallel::ParallelGroups;
 use candlewick_runtime::process_group::{ProcessGroup, fail};
 use serde_json::Value;
 
 use crate::exit::{ExitCode, classify};
-use crate::plan::{Activations, Plan, RanksPlan};
-use crate::recipe::MemoryModes;
-use crate::signals::{Signal, Stop};
+use crate::plan::{CheckpointingMode, Plan, RanksPlan};
+use crate::recipe::MemoryMode;
+use crate::signals::{Signal, StopRequest};
 
-/// This rank and its groups.
-pub(super) struct Ranks<'w> {
+/// The process groups of this rank.
+pub(super) struct RankContext<'w> {
     world: &'w World,
-    /// All ranks, on the host.
+    /// The group of all ranks, on the host.
     pub(super) process: ProcessGroup,
-    /// What this one computes on.
+    /// The compute device of this rank.
     pub(super) device: Device,
     pub(super) groups: ParallelGroups,
-    /// This rank's place among those that compute different micro-batches, and how many places there are.
-    pub(super) seat: (usize, usize),
-    /// All ranks, for checkpoints that are written in the background.
+    /// The position of this rank among the data-parallel ranks.
+    pub(super) rank_info: RankInfo,
+    /// The group of all ranks for asynchronous checkpoints.
     pub(super) background: ProcessGroup,
 }
 
-impl<'w> Ranks<'w> {
-    /// Makes the groups that `plan` wants of the ranks of `world`, which all call it. `device` is what this one computes on.
+/// The index of this rank among the data-parallel ranks, which compute different micro-batches, and their number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RankInfo {
+    pub(super) data_rank: usize,
+    pub(super) data_world: usize,
+}
+
+impl<'w> RankContext<'w> {
+    /// Creates the groups of `plan` from the ranks of `world`. All ranks call this. `device` is the compute device of
+    /// this rank.
     pub(super) fn new(world: &'w World, device: &Device, plan: &RanksPlan) -> Result<Self> {
         let device = device.clone();
         let mesh = Mesh::new(plan.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
         let groups = ParallelGroups::new(&mesh, &*world.group())?;
-        let place = |axis| mesh.place(world.rank(), axis);
-        let seat = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
+        let place = |axis| mesh.coordinate(world.rank(), axis);
+        let data_rank = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
         let background = world.group().split("saves", &[(0..world.size()).collect()])?;
         let process = ProcessGroup::new(world)?;
         let background = process.over(background);
-        Ok(Self { world, process, device, groups, seat: (seat, plan.n_data()), background })
+        Ok(Self {
+            world,
+            process,
+            device,
+            groups,
+            rank_info: RankInfo { data_rank, data_world: plan.n_data() },
+            background,
+        })
     }
 
-    /// Tells whether this is the one rank, of those that share a micro-batch, that counts its tokens.
-    pub(super) fn counts(&self) -> bool {
+    /// Returns true on one of the ranks that share a micro-batch. That rank counts its tokens.
+    pub(super) fn counts_tokens(&self) -> bool {
         let ParallelGroups { cp, sp, pp, .. } = &self.groups;
         [cp, sp, pp].iter().all(|group| group.rank() == 0)
     }
 
-    /// Whether any rank was asked to stop, and how: a signal counts more than the kill switch. All ranks call it.
-    pub(super) fn agree(&self, own: Option<Stop>, kill_switch: Option<&Path>) -> Result<Option<Stop>> {
+    /// Returns the stop request of any rank, on all ranks. A signal takes precedence over the kill switch. All ranks
+    /// call this.
+    pub(super) fn agree_on_stop(
+        &self,
+        own: Option<StopRequest>,
+        kill_switch: Option<&Path>,
+    ) -> Result<Option<StopRequest>> {
         const SIGNALS: [Signal; 3] = [Signal::Preempt, Signal::Interrupt, Signal::Terminate];
         let code = match own {
             None => 0,
-            Some(Stop::KillSwitch(_)) => 1,
-            Some(Stop::Signal(signal)) => 2 + SIGNALS.iter().position(|it| *it == signal).unwrap_or(0) as u32,
+            Some(StopRequest::KillSwitch(_)) => 1,
+            Some(StopRequest::Signal(signal)) => 2 + SIGNALS.iter().position(|it| *it == signal).unwrap_or(0) as u32,
         };
         let code = self.process.group().all_reduce(&Tensor::new(code, &Device::Cpu)?, Reduce::Max)?;
         Ok(match to_host(&code)?.to_scalar::<u32>()? {
             0 => None,
-            1 => kill_switch.map(|path| Stop::KillSwitch(path.to_owned())),
-            code => Some(Stop::Signal(SIGNALS[code as usize - 2])),
+            1 => kill_switch.map(|path| StopRequest::KillSwitch(path.to_owned())),
+            code => Some(StopRequest::Signal(SIGNALS[code as usize - 2])),
         })
     }
 
-    /// Tells the other ranks why this one ends; if it ends because another did, says so instead.
-    pub(super) fn blame(&self, error: Error) -> Error {
-        fail(self.world, "train", (classify(&error), error), ended_by)
+    /// Reports a failure to the other ranks. If another rank failed first, returns an error that names it.
+    pub(super) fn report_failure(&self, error: Error) -> Error {
+        fail(self.world, "train", (classify(&error), error), peer_failure)
     }
 
-    /// Returns the plan of all ranks: what they chose by the memory that each found free is what the one with least of it can
-    /// afford, since blocks are computed together. Fails if the ranks were not started for one run. All ranks call it.
+    /// Returns the plan that all ranks use. With `memory: auto`, all ranks use the checkpointing mode of the rank with
+    /// the least free memory, because they compute each layer together.
+    ///
+    /// Fails if the plans of the ranks differ. All ranks call this.
     pub(super) fn agree_on(&self, plan: &Plan) -> Result<Plan> {
         let mut plan = plan.clone();
-        if plan.memory == MemoryModes::Auto {
-            plan.model.activations = self.leanest(plan.model.activations)?;
+        if plan.memory == MemoryMode::Auto {
+            plan.model.activations = self.lowest_memory_mode(plan.model.activations)?;
         }
-        self.check_same(&plan)?;
+        self.check_compatible(&plan)?;
         Ok(plan)
     }
 
-    fn leanest(&self, own: Activations) -> Result<Activations> {
+    fn lowest_memory_mode(&self, own: CheckpointingMode) -> Result<CheckpointingMode> {
         let all = self.process.exchange(Ok(serde_json::to_vec(&own)?))?;
-        all.iter().try_fold(own, |leanest, other| Ok(leanest.leaner(serde_json::from_slice(other)?)))
+        all.iter()
+            .try_fold(own, |lowest_memory_mode, other| Ok(lowest_memory_mode.leaner(serde_json::from_slice(other)?)))
     }
 
-    fn check_same(&self, plan: &Plan) -> Result<()> {
-        let own = in_common(plan)?.to_string().into_bytes();
+    fn check_compatible(&self, plan: &Plan) -> Result<()> {
+        let own = settings_of_all_ranks(plan)?.to_string().into_bytes();
         let all = self.process.exchange(Ok(own.clone()))?;
         let Some(rank) = all.iter().position(|other| *other != own) else { return Ok(()) };
         let found = difference("", &serde_json::from_slice(&own)?, &serde_json::from_slice(&all[rank])?);
-        let (key, [ours, theirs]) = found.context("failed to tell two plans apart")?;
+        let (key, [ours, theirs]) = found.context("failed to compare two plans")?;
         let error = anyhow!(
             "failed to start: rank {rank} has another plan than rank {}: {key} is {theirs} there, and here {ours}; give all \
              ranks the same recipe and arguments",
@@ -102,9 +125,9 @@ impl<'w> Ranks<'w> {
     }
 }
 
-/// What of a plan must be the same on all ranks: what a rank prints and logs is its own, and so is what it reads data with and
-/// where its machine has room.
-fn in_common(plan: &Plan) -> Result<Value> {
+/// Returns the settings that must be equal on all ranks: without output, data workers and the offload folder of the
+/// machine.
+fn settings_of_all_ranks(plan: &Plan) -> Result<Value> {
     let mut shown = serde_json::to_value(plan)?;
     let own = [
         "log",
@@ -124,7 +147,7 @@ fn in_common(plan: &Plan) -> Result<Value> {
     Ok(shown)
 }
 
-/// The first key, within `key`, whose values differ.
+/// Returns the first key within `key` whose values differ, with both values.
 fn difference(key: &str, a: &Value, b: &Value) -> Option<(String, [String; 2])> {
     match (a, b) {
         _ if a == b => None,
@@ -136,17 +159,17 @@ fn difference(key: &str, a: &Value, b: &Value) -> Option<(String, [String; 2])> 
     }
 }
 
-/// The error of a rank that ends because the world has, and what can be done about it.
-pub(super) fn ended_by(failure: &Failure) -> Error {
+/// Returns the error of a rank that ends because the group failed, with advice.
+pub(super) fn peer_failure(failure: &RankFailure) -> Error {
     let rank = failure.rank;
     let advice = match failure.cause {
-        Cause::Told => format!("rank {rank} has written more"),
-        Cause::Died => format!("the last output of rank {rank}, or of its launcher, says why"),
-        Cause::Silent => format!("if rank {rank} was only slow, raise ddp_timeout"),
-        Cause::Strayed => "all ranks must be the same program, with the same recipe and data".to_owned(),
+        Cause::Reported => format!("see the log of rank {rank}"),
+        Cause::Exited => format!("see the last output of rank {rank} or of its launcher"),
+        Cause::TimedOut => format!("if rank {rank} was only slow, raise ddp_timeout"),
+        Cause::CallMismatch => "all ranks must run the same program, with the same recipe and data".to_owned(),
     };
     let error =
-        anyhow!("failed to {failure}; {advice}. Started again, a run with auto_resume goes on from the newest save");
+        anyhow!("failed to {failure}; {advice}. With auto_resume, a restarted run resumes from the newest checkpoint");
     error.context(ExitCode::Peer)
 }
 
@@ -157,50 +180,50 @@ mod tests {
     use crate::plan::RanksPlan;
     use candlewick_comm::{Options, threads};
 
-    /// What each of three ranks returns.
-    fn of_three<T: Send>(rank: impl Fn(&Ranks) -> Result<T> + Sync) -> Vec<T> {
+    /// Returns the results of three ranks.
+    fn of_three<T: Send>(rank: impl Fn(&RankContext) -> Result<T> + Sync) -> Vec<T> {
         let plan = RanksPlan { dp_replicate: 3, ..RanksPlan::alone() };
-        let run = |world: &World| rank(&Ranks::new(world, &Device::Cpu, &plan)?);
+        let run = |world: &World| rank(&RankContext::new(world, &Device::Cpu, &plan)?);
         threads::run(3, Options::default(), run).unwrap()
     }
 
     #[test]
-    fn all_ranks_keep_as_little_as_the_one_that_can_keep_least() {
-        use Activations::{Keep, Offload, Recompute, RecomputeEvery, Selective};
+    fn all_ranks_use_the_mode_of_the_rank_with_the_least_memory() {
+        use CheckpointingMode::{EveryKth, Full, None, Offload, Selective};
         for (own, want) in [
-            ([Keep, RecomputeEvery(3), RecomputeEvery(2)], RecomputeEvery(2)),
-            ([Recompute, Offload(0.25), Keep], Offload(0.25)),
-            ([Selective, RecomputeEvery(2), Keep], Selective),
-            ([Selective, Recompute, Keep], Recompute),
-            ([Keep; 3], Keep),
+            ([None, EveryKth(3), EveryKth(2)], EveryKth(2)),
+            ([Full, Offload(0.25), None], Offload(0.25)),
+            ([Selective, EveryKth(2), None], Selective),
+            ([Selective, Full, None], Full),
+            ([None; 3], None),
         ] {
-            assert_eq!(of_three(|ranks| ranks.leanest(own[ranks.process.rank()])), [want; 3]);
+            assert_eq!(of_three(|ranks| ranks.lowest_memory_mode(own[ranks.process.rank()])), [want; 3]);
         }
     }
 
     #[test]
-    fn what_differs_is_named_by_its_key() {
+    fn a_difference_of_plans_is_named_by_its_key() {
         let json = |text: &str| serde_json::from_str::<Value>(text).unwrap();
         let [a, b] =
             [r#"{"seed": 1, "model": {"dtype": "f32"}}"#, r#"{"seed": 1, "model": {"dtype": "bf16"}}"#].map(json);
-        let said = ["\"f32\"", "\"bf16\""].map(str::to_owned);
-        assert_eq!(difference("", &a, &b), Some(("model.dtype".to_owned(), said)));
+        let values = ["\"f32\"", "\"bf16\""].map(str::to_owned);
+        assert_eq!(difference("", &a, &b), Some(("model.dtype".to_owned(), values)));
         assert_eq!(difference("", &a, &a), None);
         let (key, _) = difference("", &json(r#"{"eval": null}"#), &json(r#"{"eval": {"every": 5}}"#)).unwrap();
         assert_eq!(key, "eval");
     }
 
     #[test]
-    fn a_stop_that_one_rank_hears_of_stops_all_at_one_step() {
+    fn a_stop_request_on_one_rank_reaches_all_ranks() {
         let switch = Path::new("/tmp/stop");
-        let heard = of_three(|ranks| {
-            let own = (ranks.process.rank() == 1).then_some(Stop::Signal(Signal::Terminate));
-            let other = (ranks.process.rank() == 2).then(|| Stop::KillSwitch(switch.to_owned()));
-            let nothing = ranks.agree(None, Some(switch))?;
-            let switched = ranks.agree(other.clone(), Some(switch))?;
-            Ok([nothing, switched, ranks.agree(own.or(other), Some(switch))?])
+        let agreed = of_three(|ranks| {
+            let own = (ranks.process.rank() == 1).then_some(StopRequest::Signal(Signal::Terminate));
+            let other = (ranks.process.rank() == 2).then(|| StopRequest::KillSwitch(switch.to_owned()));
+            let nothing = ranks.agree_on_stop(None, Some(switch))?;
+            let switched = ranks.agree_on_stop(other.clone(), Some(switch))?;
+            Ok([nothing, switched, ranks.agree_on_stop(own.or(other), Some(switch))?])
         });
-        let (signal, file) = (Stop::Signal(Signal::Terminate), Stop::KillSwitch(switch.to_owned()));
-        assert!(heard.iter().all(|heard| *heard == [None, Some(file.clone()), Some(signal.clone())]), "{heard:?}");
+        let (signal, file) = (StopRequest::Signal(Signal::Terminate), StopRequest::KillSwitch(switch.to_owned()));
+        assert!(agreed.iter().all(|agreed| *agreed == [None, Some(file.clone()), Some(signal.clone())]), "{agreed:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! A run in progress: the stream of steps, the engine, and what is reported.
+//! A training session: the data loader, the engine, and the reports.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -11,63 +11,64 @@ use candlewick_ops::{GradPolicy, GradScaler, LossScaling, UpdateOutcome, derive_
 use candlewick_parallel::ActivationCheckpointing;
 use serde_json::json;
 
-use crate::checkpoint::{CheckpointError, CheckpointPlan, Kind, Moment, Resumed, Tag};
-use crate::data::{Cursor, Ledger, Step, Stream};
+use crate::checkpoint::{CheckpointError, CheckpointFormat, CheckpointPlan, Moment, Resumed, Tag};
+use crate::data::{Cursor, GlobalBatch, TokenStats, TrainLoader};
 use crate::exit::ExitCode;
 use crate::metrics::{
-    GpuMonitor, Memory, ModelShape, Pass, Recomputed, Reporter, ResumeRecord, RunJson, RunReport, SaveRecord, Start,
-    StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
+    CheckpointRecord, GpuMonitor, Memory, ModelShape, Pass, Recomputed, Reporter, ResumeRecord, RunJson, RunReport,
+    RunStart, StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
 };
 use crate::recipe::OnNonfinite;
-use crate::signals::Stop;
+use crate::signals::StopRequest;
 
-use super::background::Done;
-use super::context::{Progress, Run};
-use super::saves::{self, SavedCheckpoint, Saves};
-use super::step::{self, AllStepsSkipped, Launched, Outcome, Update};
+use super::async_save::FinishedAsyncSave;
+use super::checkpointer::{self, Checkpointer, SaveOutcome, SavedCheckpoint};
+use super::context::{Progress, TrainingRun};
+use super::step::{self, AllStepsSkipped, PendingStep, StepConfig, StepOutcome};
 
 pub(super) struct Session<'a> {
-    pub(super) run: Run<'a>,
+    pub(super) run: TrainingRun<'a>,
     pub(super) run_json: &'a mut RunJson,
-    pub(super) stream: Stream,
+    pub(super) stream: TrainLoader,
     pub(super) reporter: Reporter,
     pub(super) progress: Progress,
-    pub(super) saves: Saves<'a>,
+    pub(super) checkpointer: Checkpointer<'a>,
     scaler: GradScaler,
-    /// Steps that the device was given and whose results were not read yet, oldest first.
-    launched: VecDeque<Launched>,
-    /// When the last step was done that was looked at.
-    settled: Instant,
+    /// Steps on the device whose results were not read yet, oldest first.
+    in_flight: VecDeque<PendingStep>,
+    /// The time at which the last drained step was done.
+    last_step_done: Instant,
     monitor: Option<GpuMonitor>,
     started: Instant,
 }
 
 impl<'a> Session<'a> {
-    /// Takes up the newest save if the plan says so, checks that all saves will fit on disk, and opens the reports.
-    pub(super) fn begin(run: Run<'a>, run_json: &'a mut RunJson) -> Result<Self> {
-        let Run { plan, prepared, .. } = run;
-        let mut saves = Saves::new(run);
+    /// Resumes from the newest checkpoint if the plan sets `auto_resume`, checks that all checkpoints fit on disk, and opens the
+    /// reports.
+    pub(super) fn begin(run: TrainingRun<'a>, run_json: &'a mut RunJson) -> Result<Self> {
+        let TrainingRun { plan, prepared, .. } = run;
+        let mut checkpointer = Checkpointer::new(run);
         let resuming = Instant::now();
-        let resumed = saves.resume()?;
+        let resumed = checkpointer.resume()?;
         let resume_time = resuming.elapsed();
         let state = resumed.as_ref().map(|resumed| &resumed.run);
         let cursor: Cursor = match state {
             Some(state) => serde_json::from_value(state.cursor.clone()).context("failed to read the data cursor")?,
             None => Cursor::default(),
         };
-        let stream = Stream::new(prepared.train.clone(), plan.data.clone(), cursor)?;
+        let stream = TrainLoader::new(prepared.train.clone(), plan.data.clone(), cursor)?;
         let total_steps = stream.total_steps();
         plan.schedule.check(total_steps, plan.optimizer.learning_rate)?;
-        saves.preflight(&stream)?;
-        let moved = saves.prepare_folders(&stream)?;
+        checkpointer.preflight(&stream)?;
+        let moved = checkpointer.prepare_folders(&stream)?;
 
-        let start = state.map_or(Start::Fresh, |state| Start::Resumed(state.step));
+        let start = state.map_or(RunStart::Fresh, |state| RunStart::Resumed(state.step));
         let reporter = Reporter::open(&plan.log, start, total_steps).map_err(|source| {
             let path = plan.log.metrics_path.clone().unwrap_or_default();
             CheckpointError::Io { action: "open the metrics file", path, source }
         })?;
         let mut progress = state.map_or(Progress::default(), Progress::of);
-        if !progress.scores.is_about(run.scores) {
+        if !progress.scores.has_metric_of(run.scores) {
             progress.scores = run.scores.clone();
         }
         let gpu_id = match run.engine.device().location() {
@@ -90,97 +91,96 @@ impl<'a> Session<'a> {
             stream,
             reporter,
             progress,
-            saves,
+            checkpointer,
             scaler,
-            launched: VecDeque::new(),
-            settled: Instant::now(),
+            in_flight: VecDeque::new(),
+            last_step_done: Instant::now(),
             monitor: gpu_id.and_then(GpuMonitor::open),
             started: Instant::now(),
         };
-        session.announce(resumed.as_ref(), resume_time, &moved)?;
+        session.log_start(resumed.as_ref(), resume_time, &moved)?;
         if resumed.is_some() {
             session.save_missing()?;
         }
         Ok(session)
     }
 
-    /// Says what was found out before the first step.
-    fn announce(&mut self, resumed: Option<&Resumed>, resume_time: Duration, moved: &[String]) -> Result<()> {
+    /// Logs notes, token statistics and the checkpoint schedule before the first step.
+    fn log_start(&mut self, resumed: Option<&Resumed>, resume_time: Duration, moved: &[String]) -> Result<()> {
         let (terminal, prepared) = (self.reporter.terminal().clone(), self.run.prepared);
         let notes: Vec<String> = prepared.notes.iter().chain(self.run.notes).cloned().collect();
         notes.iter().for_each(|note| terminal.line(note));
         if resumed.is_none_or(|resumed| resumed.run.step < self.stream.total_steps()) {
-            terminal.line(&prepared.ledger.to_string());
+            terminal.line(&prepared.token_stats.to_string());
         }
         let plan = self.run.plan;
         plan.steps(&self.stream).iter().for_each(|line| terminal.line(line));
         plan.parameters().iter().for_each(|text| terminal.line(&format!("parameters: {text}")));
         moved.iter().for_each(|line| terminal.line(line));
-        let saves = plan.checkpoints.iter().map(|plan| format!("will save: {plan}"));
-        saves.for_each(|line| terminal.line(&line));
+        let planned = plan.checkpoints.iter().map(|plan| format!("will save: {plan}"));
+        planned.for_each(|line| terminal.line(&line));
         if let Some(Resumed { run, dir, .. }) = resumed {
             let (epoch, iter, resume_time) = (run.epoch, run.step, resume_time.as_secs_f64());
             self.reporter.resume(&ResumeRecord { epoch, iter, resumed_from: dir.clone(), resume_time });
-            for difference in self.saves.new_settings(run) {
-                terminal.line(&format!("changed since that save: {difference}"));
+            for difference in self.checkpointer.changed_settings(run) {
+                terminal.line(&format!("changed since this checkpoint: {difference}"));
             }
             if run.step >= self.stream.total_steps() {
-                terminal.line("there is nothing left to train: all steps are done");
+                terminal.line("nothing left to train: all steps are done");
             }
         }
-        let ledger = json!(self.ledger());
+        let token_stats = json!(self.token_stats());
         self.run_json.update(|report| {
-            report.ledger = ledger;
+            report.token_stats = token_stats;
             report.notes = notes;
             report.resumed_from = resumed.map(|resumed| resumed.dir.clone());
         })?;
         Ok(())
     }
 
-    fn ledger(&self) -> Ledger {
-        Ledger { seen: self.stream.cursor().seen, ..self.run.prepared.ledger.clone() }
+    fn token_stats(&self) -> TokenStats {
+        TokenStats { seen: self.stream.cursor().seen, ..self.run.prepared.token_stats.clone() }
     }
 
-    /// Computes one step. On a GPU it only starts it and looks at the one before: the device is never idle, and the
-    /// reports are one step late.
-    pub(super) fn train_step(&mut self, step: Step, began: Instant) -> Result<()> {
+    /// Computes one step. On a GPU, starts the step and reads the results of the step before, so that the device is
+    /// never idle. Reports are one step late.
+    pub(super) fn train_step(&mut self, step: GlobalBatch, started: Instant) -> Result<()> {
         let plan = self.run.plan;
         let number = self.stream.cursor().step;
-        let update = Update {
+        let config = StepConfig {
             plan: &plan.optimizer,
             lr: plan.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),
             number,
             dropout_key: derive_key(plan.seed, number as u64),
-            seat: self.run.ranks.seat,
+            rank: self.run.ranks.rank_info,
         };
-        self.launched.push_back(step::launch(self.run.engine, &self.scaler, step, &update, began)?);
-        self.settle(1)
+        self.in_flight.push_back(step::start(self.run.engine, &self.scaler, step, &config, started)?);
+        self.drain(1)
     }
 
-    /// Looks at the steps that are done, and waits until no more than `n_waiting` are not.
-    pub(super) fn settle(&mut self, n_waiting: usize) -> Result<()> {
-        let Run { plan, prepared, .. } = self.run;
-        while self.launched.len() > n_waiting || self.launched.front().is_some_and(Launched::is_done) {
-            let Some(launched) = self.launched.pop_front() else { break };
-            let (step, outcome) = launched.outcome(&prepared.train, plan.on_nonfinite, self.settled)?;
-            self.settled = Instant::now();
-            self.progress.n_skipped += usize::from(outcome.verdict.outcome != UpdateOutcome::Applied);
-            self.progress.scaler = Some(outcome.verdict.next);
+    /// Reads the results of finished steps, and waits until at most `n_waiting` steps are in flight.
+    pub(super) fn drain(&mut self, n_waiting: usize) -> Result<()> {
+        let TrainingRun { plan, prepared, .. } = self.run;
+        while self.in_flight.len() > n_waiting || self.in_flight.front().is_some_and(PendingStep::is_done) {
+            let Some(in_flight) = self.in_flight.pop_front() else { break };
+            let (step, outcome) = in_flight.outcome(&prepared.train, plan.on_nonfinite, self.last_step_done)?;
+            self.last_step_done = Instant::now();
+            self.progress.n_skipped += usize::from(outcome.decision.outcome != UpdateOutcome::Applied);
+            self.progress.scaler = Some(outcome.decision.next);
             self.report(&step, &outcome);
         }
         Ok(())
     }
 
-    fn report(&mut self, step: &Step, outcome: &Outcome) {
-        let verdict = &outcome.verdict;
-        if verdict.outcome == UpdateOutcome::Overflowed {
-            let (number, scale) = (outcome.number, verdict.next.loss_scale);
-            let line =
-                format!("skipped step {number}: its gradient overflowed; the loss scale is {scale} from here on");
+    fn report(&mut self, step: &GlobalBatch, outcome: &StepOutcome) {
+        let decision = &outcome.decision;
+        if decision.outcome == UpdateOutcome::Overflowed {
+            let (number, scale) = (outcome.number, decision.next.loss_scale);
+            let line = format!("skipped step {number}: its gradient overflowed; the loss scale is now {scale}");
             self.reporter.terminal().line(&line);
         }
-        let (_, n_places) = self.run.ranks.seat;
-        let (n_micros, n_rounds) = (step.micro_batches.len() as f64, step.n_micros(n_places) as f64);
+        let data_world = self.run.ranks.rank_info.data_world;
+        let (n_micros, n_rounds) = (step.micro_batches.len() as f64, step.n_micros(data_world) as f64);
         let n_ranks = self.run.plan.ranks.n_ranks();
         let (step_time, compute) = (outcome.elapsed.as_secs_f64(), outcome.compute.as_secs_f64());
         let tera_flops = self.flops(step, Work::All) / n_ranks as f64 / 1e12;
@@ -191,8 +191,8 @@ impl<'a> Session<'a> {
             lr: outcome.lr,
             loss: outcome.loss,
             auxiliary_losses: outcome.auxiliary.clone(),
-            grad_norm: verdict.norm,
-            loss_scale: (self.run.plan.optimizer.loss_scaling != LossScaling::NONE).then_some(verdict.next.loss_scale),
+            grad_norm: decision.norm,
+            loss_scale: (self.run.plan.optimizer.loss_scaling != LossScaling::NONE).then_some(decision.next.loss_scale),
             seqlen: padded as f64 / n_micros,
             iter_time: compute / n_rounds,
             iter_tflops: tera_flops / compute,
@@ -209,16 +209,16 @@ impl<'a> Session<'a> {
             gpu_memory: self.monitor.as_ref().map(GpuMonitor::memory),
         };
         self.reporter.step(&record);
-        let (ledger, n_skipped) = (json!(self.ledger()), self.progress.n_skipped);
-        self.remember(|report| {
+        let (token_stats, n_skipped) = (json!(self.token_stats()), self.progress.n_skipped);
+        self.update_run_json(|report| {
             report.metrics["step"] = json!(record);
-            report.ledger = ledger;
+            report.token_stats = token_stats;
             report.skipped_steps = n_skipped;
         });
     }
 
-    /// The operations of a step, on all ranks.
-    fn flops(&self, step: &Step, work: Work) -> f64 {
+    /// Returns the FLOPs of a step, summed over all ranks.
+    fn flops(&self, step: &GlobalBatch, work: Work) -> f64 {
         let shape = ModelShape::of(self.run.engine.model());
         let (visibility, again) = match work {
             Work::All => (Visibility::Full, recomputed(self.run.engine.checkpointing(), self.run.engine.tiled_mlp())),
@@ -232,32 +232,32 @@ impl<'a> Session<'a> {
         step.micro_batches.iter().map(|batch| of_batch(&batch.cu_seqlens)).sum()
     }
 
-    /// A report that cannot be written must not end a run that could still save.
-    pub(super) fn remember(&mut self, change: impl FnOnce(&mut RunReport)) {
+    /// Updates run.json. A failed write only warns, because the run can still save checkpoints.
+    pub(super) fn update_run_json(&mut self, change: impl FnOnce(&mut RunReport)) {
         if let Err(error) = self.run_json.update(change) {
             tracing::warn!("failed to write run.json: {error}");
         }
     }
 
-    /// Fails if a run that did everything else could not write all of its metrics.
-    pub(super) fn whole_metrics(&mut self, code: ExitCode) -> Result<()> {
+    /// Fails if a run that succeeded otherwise could not write all of its metrics.
+    pub(super) fn check_metrics_written(&mut self, code: ExitCode) -> Result<()> {
         let failure = self.reporter.take_failure().filter(|_| code == ExitCode::Ok);
         let path = self.run.plan.log.metrics_path.clone().unwrap_or_default();
         failure
             .map_or(Ok(()), |source| Err(CheckpointError::Io { action: "write all metrics to", path, source }.into()))
     }
 
-    /// Whether anybody was asked to stop, told to all ranks alike.
-    pub(super) fn asked_to_stop(&self) -> Result<Option<Stop>> {
-        let Run { plan, ranks, stop, .. } = self.run;
-        ranks.agree(stop.poll(), plan.exit.kill_switch_path.as_deref())
+    /// Returns the stop request of any rank. All ranks return the same.
+    pub(super) fn stop_request(&self) -> Result<Option<StopRequest>> {
+        let TrainingRun { plan, ranks, stop, .. } = self.run;
+        ranks.agree_on_stop(stop.poll(), plan.exit.kill_switch_path.as_deref())
     }
 
-    /// Reports the save that was written in the background, if it is done; with `wait` as soon as it is.
-    pub(super) fn settle_saves(&mut self, wait: bool) -> Result<()> {
-        if let Some(Done { tag, dir, removed, save_time }) = self.saves.finish_background(wait)? {
+    /// Reports the asynchronous checkpoint if it is finished. With `wait`, waits for it.
+    pub(super) fn finish_async_save(&mut self, wait: bool) -> Result<()> {
+        if let Some(FinishedAsyncSave { tag, dir, removed, save_time }) = self.checkpointer.finish_async_save(wait)? {
             let (epoch, iter, save_time) = (tag.epoch, tag.step, save_time.as_secs_f64());
-            self.reporter.save(&SaveRecord { epoch, iter, saved: dir, save_time });
+            self.reporter.checkpoint(&CheckpointRecord { epoch, iter, saved: dir, save_time });
             self.log_removed(&removed);
         }
         Ok(())
@@ -269,28 +269,28 @@ impl<'a> Session<'a> {
             .for_each(|dir| self.reporter.terminal().line(&format!("deleted {} (save_total_limit)", dir.display())));
     }
 
-    /// Makes every save that is due after this step.
+    /// Saves every checkpoint that is due after this step.
     pub(super) fn save_due(&mut self) -> Result<()> {
-        self.settle_saves(false)?;
+        self.finish_async_save(false)?;
         let moment = self.moment();
         if moment.end_of_training {
             self.refuse_untrained()?;
         }
-        if !self.run.plan.checkpoints.iter().any(|checkpoint| checkpoint.due(moment)) {
+        if !self.run.plan.checkpoints.iter().any(|checkpoint| checkpoint.is_due(moment)) {
             return Ok(());
         }
         let is_trained = self.is_trained()?;
-        self.save_all(|plan| plan.due(moment) && (is_trained || plan.kind == Kind::Sharded)).map(drop)
+        self.save_all(|plan| plan.is_due(moment) && (is_trained || plan.format == CheckpointFormat::Sharded)).map(drop)
     }
 
-    /// Tells whether a step was applied, or none was due yet.
+    /// Returns true if a step was applied, or if there was no step yet.
     fn is_trained(&mut self) -> Result<bool> {
-        self.settle(0)?;
+        self.drain(0)?;
         let n_steps = self.stream.cursor().step;
         Ok(n_steps == 0 || self.progress.n_skipped < n_steps)
     }
 
-    /// Fails if every step so far was skipped: the weights are those of the start.
+    /// Fails if every step so far was skipped, because the weights are the initial ones.
     fn refuse_untrained(&mut self) -> Result<()> {
         let n_steps = self.stream.cursor().step;
         if self.is_trained()? { Ok(()) } else { Err(AllStepsSkipped { n_steps }.into()) }
@@ -302,84 +302,87 @@ impl<'a> Session<'a> {
         Moment { step, finished_epoch, end_of_training: step >= self.stream.total_steps() }
     }
 
-    /// Makes the saves that this step should have and has not: of a run that died between two of them.
+    /// Saves the checkpoints of this step that are missing because the run died between two of them.
     fn save_missing(&mut self) -> Result<()> {
         let Cursor { step, epoch, .. } = *self.stream.cursor();
-        let (moment, began) = (self.moment(), self.run.began);
-        let is_missing = |plan: &CheckpointPlan| !saves::is_of_run(&plan.dir(Tag { step, epoch }), began);
-        // The first rank looks for all: by the time that another does, a save may be there.
-        let found = self.run.plan.checkpoints.iter().map(|plan| u8::from(plan.due(moment) && is_missing(plan)));
+        let (moment, run_id) = (self.moment(), self.run.run_id);
+        let is_missing = |plan: &CheckpointPlan| !checkpointer::is_of_run(&plan.dir(Tag { step, epoch }), run_id);
+        // The first rank decides: a later check on another rank may find a checkpoint that was written meanwhile.
+        let found = self.run.plan.checkpoints.iter().map(|plan| u8::from(plan.is_due(moment) && is_missing(plan)));
         let found = self.run.ranks.process.exchange(Ok(found.collect()))?.swap_remove(0);
         let checkpoints = self.run.plan.checkpoints.iter().zip(found);
         let missing: Vec<&CheckpointPlan> = checkpoints.filter(|(_, is)| *is == 1).map(|(plan, _)| plan).collect();
         self.save_all(|plan| missing.contains(&plan)).map(drop)
     }
 
-    /// Saves by every checkpoint of the plan if the run has ended and none of them was due: no training is thrown away.
-    pub(super) fn save_unsaved(&mut self) -> Result<()> {
-        if self.saves.newest_step().is_some() || self.run.plan.checkpoints.is_empty() || self.stream.cursor().step == 0
+    /// Saves every checkpoint of the plan if the run has ended and none was due, so that no training is lost.
+    pub(super) fn save_last_step(&mut self) -> Result<()> {
+        if self.checkpointer.newest_step().is_some()
+            || self.run.plan.checkpoints.is_empty()
+            || self.stream.cursor().step == 0
         {
             return Ok(());
         }
         self.refuse_untrained()?;
-        self.reporter.terminal().line("no checkpoint was due in this run: the last step is saved");
+        self.reporter.terminal().line("no checkpoint was due in this run: saving the last step");
         self.save_all(|_| true)?;
-        self.settle_saves(true)
+        self.finish_async_save(true)
     }
 
-    /// Saves everything that a run which ends early is worth: what a later start needs, and what the end would export.
+    /// Saves the checkpoints of a run that ends early: those to resume from, and those due at the end of training.
     pub(super) fn save_early_end(&mut self) -> Result<usize> {
         self.refuse_untrained()?;
-        let n_saves = self.save_all(|plan| plan.kind == Kind::Sharded || plan.save_end_of_training)?;
-        self.settle_saves(true)?;
-        Ok(n_saves)
+        let n_checkpoints =
+            self.save_all(|plan| plan.format == CheckpointFormat::Sharded || plan.save_end_of_training)?;
+        self.finish_async_save(true)?;
+        Ok(n_checkpoints)
     }
 
-    /// Saves what a later start needs; without a checkpoint for that, the weights at least.
-    pub(super) fn save_to_resume(&mut self) -> Result<Stopped> {
-        let n_saves = self.save_all(|plan| plan.kind == Kind::Sharded)?;
-        self.settle_saves(true)?;
-        if n_saves == 0 {
-            return Ok(if self.save_all(|_| true)? == 0 { Stopped::Lost } else { Stopped::Exported });
+    /// Saves the checkpoints to resume from. If the plan has none, exports the weights.
+    pub(super) fn save_to_resume(&mut self) -> Result<StopResult> {
+        let n_checkpoints = self.save_all(|plan| plan.format == CheckpointFormat::Sharded)?;
+        self.finish_async_save(true)?;
+        if n_checkpoints == 0 {
+            return Ok(if self.save_all(|_| true)? == 0 { StopResult::Lost } else { StopResult::Exported });
         }
         let resumes = self.run.plan.checkpoints.iter().any(|plan| plan.auto_resume);
-        Ok(if resumes { Stopped::Resumable } else { Stopped::Saved })
+        Ok(if resumes { StopResult::Resumable } else { StopResult::Saved })
     }
 
-    /// Makes the saves that are `wanted` and counts them, those that were there already included.
+    /// Saves the `wanted` checkpoints and returns their number, existing ones included.
     fn save_all(&mut self, wanted: impl Fn(&CheckpointPlan) -> bool) -> Result<usize> {
-        let mut n_saves = 0;
+        let mut n_checkpoints = 0;
         for checkpoint in self.run.plan.checkpoints.iter().filter(|checkpoint| wanted(checkpoint)) {
-            self.settle(0)?;
-            self.settle_saves(true)?;
+            self.drain(0)?;
+            self.finish_async_save(true)?;
             let _span = span("save", "");
             let before = self.progress.before + self.started.elapsed();
             let progress = Progress { before, ..self.progress.clone() };
             let started = Instant::now();
-            if let saves::Outcome::Saved(SavedCheckpoint { dir: saved, removed }) =
-                self.saves.save(checkpoint, &self.stream, progress)?
+            if let SaveOutcome::Saved(SavedCheckpoint { dir: saved, removed }) =
+                self.checkpointer.save(checkpoint, &self.stream, progress)?
             {
                 let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
                 let save_time = started.elapsed().as_secs_f64();
-                self.reporter.save(&SaveRecord { epoch, iter, saved, save_time });
+                self.reporter.checkpoint(&CheckpointRecord { epoch, iter, saved, save_time });
                 self.log_removed(&removed);
             }
-            n_saves += 1;
+            n_checkpoints += 1;
         }
-        Ok(n_saves)
+        Ok(n_checkpoints)
     }
 }
 
-/// Which operations are counted.
+/// The operations to count.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Work {
-    /// What is computed: attention to all tokens, as ArcticTraining counts it, and forwards that are computed again.
+    /// All computed operations: attention over all pairs, as ArcticTraining counts it, and recomputation.
     All,
-    /// What the model needs: causal attention, each forward once.
+    /// The useful operations: causal attention, without recomputation.
     Useful,
 }
 
-/// Returns the parts of each layer that backward computes again: tiled MLPs once more than their layer.
+/// Returns the recomputed parts of each layer. Tiled MLPs are recomputed once more than their layer.
 fn recomputed(kept: &[ActivationCheckpointing], tiled_mlp: TiledMlp) -> Vec<Recomputed> {
     let of_layer = |kept: &ActivationCheckpointing| {
         let layer = *kept != ActivationCheckpointing::None;
@@ -389,14 +392,14 @@ fn recomputed(kept: &[ActivationCheckpointing], tiled_mlp: TiledMlp) -> Vec<Reco
     kept.iter().map(of_layer).collect()
 }
 
-/// What is left of a run that was asked to stop.
+/// The saved state of a run that was stopped by a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stopped {
-    /// The same command goes on with it.
+pub(super) enum StopResult {
+    /// A checkpoint from which the same command resumes.
     Resumable,
-    /// It is saved, but the recipe does not resume.
+    /// A checkpoint, but the recipe does not set `auto_resume`.
     Saved,
-    /// Its weights.
+    /// Exported weights.
     Exported,
     /// Nothing: the recipe has no checkpoint.
     Lost,
@@ -407,7 +410,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_without_a_tape_and_tiled_mlps_are_computed_again() {
+    fn checkpointed_layers_and_tiled_mlps_are_recomputed() {
         use ActivationCheckpointing::{Full, None, Offload, Selective};
         let counts = |kept: &[ActivationCheckpointing], tiled_mlp| {
             let again = recomputed(kept, tiled_mlp);

@@ -1,4 +1,4 @@
-//! The engine's tensors as a save sees them: master weights and both moments of every trained parameter.
+//! The engine's tensors in a checkpoint: master weights and both moments of every trainable parameter.
 
 use std::collections::HashMap;
 
@@ -6,22 +6,22 @@ use candle_core::{DType, Tensor};
 use candlewick_ops::{HostBuffer, copy_into, with_bytes};
 use candlewick_parallel::Engine;
 
-use crate::checkpoint::{Piece, StateError, TensorMeta, TrainState};
+use crate::checkpoint::{StateError, TensorChunk, TensorMeta, TrainState};
 
-/// The training state by name: "master/model.norm.weight".
+/// The training state by global name, such as "master/model.norm.weight".
 pub(super) struct EngineState {
     tensors: Vec<TensorMeta>,
-    pieces: Vec<Piece>,
-    /// Those that this rank writes.
-    written: Vec<Piece>,
-    /// Flat views of the pieces, with the index of their first element.
+    chunks: Vec<TensorChunk>,
+    /// The chunks that this rank writes.
+    to_write: Vec<TensorChunk>,
+    /// Flat views of the chunks, with the index of their first element.
     views: HashMap<String, (usize, Tensor)>,
 }
 
 const PARTS: [&str; 3] = ["master", "exp_avg", "exp_avg_sq"];
 
 impl EngineState {
-    /// Takes views of the state in the engine's store; reading and loading go to the store itself.
+    /// Creates views of the state in the engine's store. Reads and loads access the store directly.
     pub(super) fn of(engine: &Engine) -> candle_core::Result<Self> {
         let meta = |part: &str, name: &str, shape: &[usize]| TensorMeta {
             name: format!("{part}/{name}"),
@@ -29,24 +29,26 @@ impl EngineState {
         };
         let trained = engine.model().units().iter().flat_map(|unit| &unit.params).filter(|spec| spec.trainable);
         let tensors = trained.flat_map(|spec| PARTS.map(|part| meta(part, &spec.name, &spec.shape))).collect();
-        let (mut pieces, mut written, mut views) = (Vec::new(), Vec::new(), HashMap::new());
+        let (mut chunks, mut to_write, mut views) = (Vec::new(), Vec::new(), HashMap::new());
         for param in engine.store().states()? {
             for (part, view) in PARTS.into_iter().zip([param.master, param.exp_avg, param.exp_avg_sq]) {
                 let tensor = meta(part, &param.name, &param.shape);
                 views.insert(tensor.name.clone(), (param.range.start, view));
-                let piece = Piece { tensor, columns: param.columns.clone(), range: param.range.clone() };
+                let chunk = TensorChunk { tensor, columns: param.columns.clone(), range: param.range.clone() };
                 if param.writes_checkpoint {
-                    written.push(piece.clone());
+                    to_write.push(chunk.clone());
                 }
-                pieces.push(piece);
+                chunks.push(chunk);
             }
         }
-        Ok(Self { tensors, pieces, written, views })
+        Ok(Self { tensors, chunks, to_write, views })
     }
 
     fn part(&self, name: &str, start: usize, n_values: usize) -> Result<Tensor, StateError> {
-        let (first, view) = self.views.get(name).ok_or_else(|| format!("this rank has nothing of a tensor {name}"))?;
-        let start = start.checked_sub(*first).ok_or_else(|| format!("this rank has {name} from element {first} on"))?;
+        let (first, view) =
+            self.views.get(name).ok_or_else(|| format!("this rank has no chunk of the tensor {name}"))?;
+        let start =
+            start.checked_sub(*first).ok_or_else(|| format!("this rank has {name} only from element {first} on"))?;
         Ok(view.narrow(0, start, n_values)?)
     }
 }
@@ -56,17 +58,17 @@ impl TrainState for EngineState {
         self.tensors.clone()
     }
 
-    fn pieces(&self) -> Vec<Piece> {
-        self.pieces.clone()
+    fn chunks(&self) -> Vec<TensorChunk> {
+        self.chunks.clone()
     }
 
-    fn written(&self) -> Vec<Piece> {
-        self.written.clone()
+    fn chunks_to_write(&self) -> Vec<TensorChunk> {
+        self.to_write.clone()
     }
 
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
-        let piece = HostBuffer::start(&self.part(name, start, n_values)?.to_dtype(DType::F32)?)?.into_host()?;
-        with_bytes(&piece, |bytes| {
+        let chunk = HostBuffer::start(&self.part(name, start, n_values)?.to_dtype(DType::F32)?)?.into_host()?;
+        with_bytes(&chunk, |bytes| {
             take(bytemuck::cast_slice(bytes));
             Ok(())
         })?;
@@ -74,8 +76,8 @@ impl TrainState for EngineState {
     }
 
     fn load(&mut self, name: &str, start: usize, values: Vec<f32>) -> Result<(), StateError> {
-        let piece = self.part(name, start, values.len())?;
-        copy_into(&piece, &Tensor::from_vec(values, piece.dims(), piece.device())?)?;
+        let chunk = self.part(name, start, values.len())?;
+        copy_into(&chunk, &Tensor::from_vec(values, chunk.dims(), chunk.device())?)?;
         Ok(())
     }
 }
@@ -90,7 +92,7 @@ mod tests {
     use candlewick_parallel::{ActivationCheckpointing, ParamDtypes, ParamStore, ShardingGroups, StoreMode};
 
     #[test]
-    fn what_is_loaded_is_read_back_and_reaches_the_store() {
+    fn loaded_values_reach_the_store_and_read_back() {
         let config = serde_json::json!({
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
             "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 5, "max_position_embeddings": 8,

@@ -1,4 +1,4 @@
-//! The tasks of a plan: found and checked before anything is built, asked of the weights as they are, scored once.
+//! The tasks of a plan: selected before the model is built, then evaluated with the current weights.
 
 use std::collections::BTreeMap;
 
@@ -13,24 +13,24 @@ use evaluator::chat::ChatTemplateFormatter;
 use evaluator::evaluation::Evaluation;
 use evaluator::task::{ChatFormatter, DataOverrides, PromptOptions, Task, TaskConfig, TaskRegistry, TaskSelection};
 
-use super::Ranks;
+use super::RankContext;
 use super::assets::Assets;
 use crate::checkpoint::Scores;
 use crate::plan::{BestPlan, EVAL_LOSS, Plan, TasksPlan};
-use crate::signals::StopRequests;
+use crate::signals::StopSignals;
 
-/// What tasks came to: `TASK/METRIC` and its value. Errors are among them as `TASK/METRIC_stderr`.
-pub(super) type Values = BTreeMap<String, f64>;
+/// The scores of tasks as `TASK/METRIC`. Standard errors are `TASK/METRIC_stderr`.
+pub(super) type ScoresByMetric = BTreeMap<String, f64>;
 
-/// The tasks of a run with their prompts.
+/// The tasks of a run with their instances.
 pub(super) struct Tasks<'a> {
     plan: &'a TasksPlan,
-    /// Whether no rank has all weights (ZeRO stage 3).
+    /// True if every rank holds only a shard of the weights (ZeRO stage 3).
     zero3: bool,
     evaluation: Evaluation<'a>,
 }
 
-/// The template that prompts are printed with, if they are chats.
+/// Returns the chat template of the prompts, if the plan applies one.
 pub(super) fn chat(plan: &Plan, assets: &Assets) -> Result<Option<ChatTemplateFormatter>> {
     if !plan.tasks.as_ref().is_some_and(|tasks| tasks.chat) {
         return Ok(None);
@@ -41,7 +41,7 @@ pub(super) fn chat(plan: &Plan, assets: &Assets) -> Result<Option<ChatTemplateFo
     Ok(Some(ChatTemplateFormatter::new(template)))
 }
 
-/// Finds what the plan names. No data are read.
+/// Selects the tasks of the plan. Reads no data.
 pub(super) fn select(plan: &Plan) -> Result<Option<TaskSelection>> {
     let Some(tasks) = &plan.tasks else { return Ok(None) };
     let selection = TaskRegistry::load(&tasks.include_path)?.select(&tasks.tasks.join(","))?;
@@ -60,12 +60,12 @@ fn data_paths(plan: &TasksPlan, selection: &TaskSelection) -> Result<DataOverrid
     Ok(DataOverrides::read("eval.data", &plan.data, &selection.tasks)?)
 }
 
-/// Fails if the tasks of a plan, or the metric that says which save is the best, are unknown. No data are read.
+/// Fails if a task or the `metric_for_best_model` is unknown. Reads no data.
 pub fn check_tasks(plan: &Plan) -> Result<()> {
     scores(plan, select(plan)?.as_ref()).map(drop)
 }
 
-/// What says which save is the best, with no values yet.
+/// Returns the metric that selects the best checkpoint, without values.
 pub(super) fn scores(plan: &Plan, selection: Option<&TaskSelection>) -> Result<Scores> {
     let Some(BestPlan { metric, greater_is_better }) = &plan.best else { return Ok(Scores::default()) };
     let (metric, of_task) = match (metric.as_deref(), selection) {
@@ -76,7 +76,7 @@ pub(super) fn scores(plan: &Plan, selection: Option<&TaskSelection>) -> Result<S
     Ok(Scores::of(metric, greater_is_better.or(of_task).unwrap_or(true)))
 }
 
-/// The first score of the first task.
+/// Returns the first metric of the first task.
 fn first_score(selection: &TaskSelection) -> Result<(String, Option<bool>)> {
     let first = selection.tasks.first().context("failed to start: eval.tasks selects no task")?;
     let (name, greater) =
@@ -84,7 +84,8 @@ fn first_score(selection: &TaskSelection) -> Result<(String, Option<bool>)> {
     Ok((format!("{}/{name}", first.task), Some(greater)))
 }
 
-/// Whether more of `TASK/METRIC` is better, as far as its task says. It must be a task or a group that is selected.
+/// Returns true if a greater `TASK/METRIC` is better, and `None` if the task does not define it. Fails if the task or
+/// group is not selected.
 fn direction(name: &str, selection: &TaskSelection) -> Result<Option<bool>> {
     let usage = |problem: String| anyhow!("failed to start: metric_for_best_model: {problem}").context(ExitCode::Usage);
     let (task, metric) = name.split_once('/').unwrap_or((name, ""));
@@ -108,7 +109,7 @@ fn direction(name: &str, selection: &TaskSelection) -> Result<Option<bool>> {
 }
 
 impl<'a> Tasks<'a> {
-    /// Reads the documents and writes the prompts.
+    /// Loads the documents and builds the instances.
     pub(super) fn open(
         plan: &'a Plan,
         selection: TaskSelection,
@@ -135,25 +136,25 @@ impl<'a> Tasks<'a> {
         Ok(Self { plan, zero3, evaluation: Evaluation::new(tasks, selection.groups, options)? })
     }
 
-    /// Describes the data of each task, and names those whose examples come from the evaluated split.
+    /// Describes the data of each task, and names tasks whose few-shot examples come from the evaluated split.
     pub(super) fn notes(&self) -> Vec<String> {
         self.evaluation.data().chain(self.evaluation.fewshot_notes()).collect()
     }
 
-    fn inference_group(&self, ranks: &Ranks) -> InferenceGroup {
+    fn inference_group(&self, ranks: &RankContext) -> InferenceGroup {
         InferenceGroup::from_groups(ranks.process.group(), &ranks.groups, self.zero3)
             .with_keep_alive(ranks.process.keep_alive())
     }
 
-    /// Asks the model, each copy of it its share, and returns what the first rank makes of the answers; `None` if a stop
-    /// is requested in between. `progress` shows how many requests are answered. All ranks call it.
-    pub(super) fn ask(
+    /// Evaluates the tasks: each model replica runs a part of the requests, and the first rank scores the responses.
+    /// Returns `None` if a stop is requested. `progress` shows the number of finished requests. All ranks call this.
+    pub(super) fn evaluate(
         &self,
         lm_handle: LmHandle,
-        ranks: &Ranks,
-        stop: &StopRequests,
+        ranks: &RankContext,
+        stop: &StopSignals,
         progress: Option<&ProgressLines>,
-    ) -> Result<Option<Values>> {
+    ) -> Result<Option<ScoresByMetric>> {
         let settings = BackendSettings {
             max_length: self.plan.max_length,
             max_gen_toks: self.plan.max_gen_toks,
@@ -168,7 +169,7 @@ impl<'a> Tasks<'a> {
             Err(error) if error.is::<RequestsInterrupted>() => return Ok(None),
             answered => answered?,
         };
-        let score = || -> Result<Values> {
+        let score = || -> Result<ScoresByMetric> {
             let runs = self.evaluation.score(&answered, self.plan.bootstrap_iters, |_| Ok(()))?;
             Ok(self.evaluation.results(&runs, &answered)?.values())
         };
@@ -176,7 +177,7 @@ impl<'a> Tasks<'a> {
             true => ranks.process.keep_alive().during(score).and_then(|values| Ok(serde_json::to_vec(&values)?)),
             false => Ok(Vec::new()),
         };
-        let told = ranks.process.exchange(own)?;
-        Ok(Some(serde_json::from_slice(&told[0]).context("failed to read the first rank's scores")?))
+        let all = ranks.process.exchange(own)?;
+        Ok(Some(serde_json::from_slice(&all[0]).context("failed to read the first rank's scores")?))
     }
 }

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use candlewick_ops::{AttentionChoice, AttentionImpl, LossScaling};
-use trainer::plan::{Activations, ComputeDtype, Known, Plan, TempDir};
-use trainer::recipe::Loaded;
+use trainer::plan::{CheckpointingMode, Environment, Plan, TempDir};
+use trainer::recipe::{FloatDtype, Loaded};
 
 use super::{BASE, known, plan, refused};
 
@@ -13,7 +13,7 @@ fn half_precision_scales_losses_as_deepspeed_does() {
     let scaling = |arguments: &[&str]| plan(arguments).optimizer.loss_scaling;
     assert_eq!(scaling(&[]), LossScaling::NONE);
     let default = LossScaling { initial: 65536.0, window: 1000, hysteresis: 2, min: 1.0 };
-    assert_eq!(plan(&["model.dtype=fp16"]).model.dtype, ComputeDtype::F16);
+    assert_eq!(plan(&["model.dtype=fp16"]).model.dtype, FloatDtype::F16);
     assert_eq!(scaling(&["model.dtype=fp16"]), default);
     let own = ["model.dtype=fp16", "deepspeed.fp16={enabled: true, initial_scale_power: 8, loss_scale_window: 50}"];
     assert_eq!(scaling(&own), LossScaling { initial: 256.0, window: 50, ..default });
@@ -29,12 +29,12 @@ fn half_precision_scales_losses_as_deepspeed_does() {
 
 #[test]
 fn states_are_bf16_if_the_recipe_says_so() {
-    assert_eq!(plan(&[]).optimizer.moments, ComputeDtype::F32);
-    assert_eq!(plan(&["deepspeed.bf16.bf16_optimizer_states=true"]).optimizer.moments, ComputeDtype::Bf16);
+    assert_eq!(plan(&[]).optimizer.moments, FloatDtype::F32);
+    assert_eq!(plan(&["deepspeed.bf16.bf16_optimizer_states=true"]).optimizer.moments, FloatDtype::Bf16);
     refused(&["deepspeed.bf16.bf16_optimizer_states=1"], &["expected true or false, found 1"]);
     let masters = "deepspeed.bf16.bf16_master_weights_and_grads=true";
-    assert_eq!(plan(&["model.dtype=bf16", masters]).optimizer.masters, ComputeDtype::Bf16);
-    assert_eq!(plan(&["model.dtype=bf16"]).optimizer.masters, ComputeDtype::F32);
+    assert_eq!(plan(&["model.dtype=bf16", masters]).optimizer.masters, FloatDtype::Bf16);
+    assert_eq!(plan(&["model.dtype=bf16"]).optimizer.masters, FloatDtype::F32);
     refused(&["model.dtype=f32", masters], &["bf16_master_weights_and_grads: true needs model.dtype: bf16"]);
 }
 
@@ -50,7 +50,7 @@ fn the_optimizer_may_live_on_the_host() {
     let pinned = plan(&[&cpu, &format!("{offload}.pin_memory=true")]);
     assert!(pinned.notes.iter().any(|note| note.contains("always go through pinned memory")), "{:?}", pinned.notes);
     let ratio = format!("{offload}.ratio=1.5");
-    refused(&[&cpu, &ratio], &[&format!("argument `{ratio}`"), "expected a share of the parameters from 0 to 1"]);
+    refused(&[&cpu, &ratio], &[&format!("argument `{ratio}`"), "expected a fraction of the parameters from 0 to 1"]);
     refused(&[&format!("{offload}.ratio=0.5")], &["ratio: nothing is offloaded", "offload_optimizer.device: cpu"]);
     refused(&[&cpu, &format!("{offload}.pin_memory=3")], &["expected true or false, found 3"]);
     refused(&[&cpu, &format!("{offload}.buffer_count=4")], &["buffer_count", "not implemented yet"]);
@@ -60,10 +60,10 @@ fn the_optimizer_may_live_on_the_host() {
     assert!(offloaded.weights_on_host && offloaded.ranks.zero_stage == 3);
     assert!(!plan(&[&cpu, stage_3]).weights_on_host);
     refused(&[weights, &cpu], &["cpu needs ZeRO stage 3", "zero_optimization.stage: 3"]);
-    refused(&[weights, stage_3], &["cpu needs the optimizer there, too"]);
+    refused(&[weights, stage_3], &["cpu needs the optimizer offloaded, too"]);
     refused(
         &[weights, stage_3, &cpu, &format!("{offload}.ratio=0.5")],
-        &["needs the optimizer there", "without a ratio"],
+        &["needs the optimizer offloaded", "without a ratio"],
     );
 }
 
@@ -100,28 +100,28 @@ fn attention_has_four_names_and_those_of_transformers() {
 #[test]
 fn attention_by_cudnn_wants_a_gpu_and_16_bits() {
     let cudnn = "model.attn_implementation=cudnn";
-    refused(&[cudnn, "device=cpu"], &["cudnn computes on GPUs only, but device is cpu", "use auto, or fused"]);
-    refused(&[cudnn, "model.dtype=f32"], &["cudnn computes in 16 bits only, but model.dtype is f32", "use auto"]);
+    refused(&[cudnn, "device=cpu"], &["cudnn needs a GPU, but device is cpu", "use auto, or fused"]);
+    refused(&[cudnn, "model.dtype=f32"], &["cudnn supports 16-bit dtypes only, but model.dtype is f32", "use auto"]);
 }
 
 #[test]
 fn activation_checkpoints_are_spelt_in_three_ways() {
-    assert_eq!(plan(&[]).model.activations, Activations::Keep);
-    assert_eq!(plan(&["model.activation_checkpoint=full"]).model.activations, Activations::Recompute);
-    assert_eq!(plan(&["model.activation_checkpoint=selective"]).model.activations, Activations::Selective);
-    assert_eq!(plan(&["model.activation_checkpoint={every: 2}"]).model.activations, Activations::RecomputeEvery(2));
-    assert_eq!(plan(&["model.disable_activation_checkpoint=false"]).model.activations, Activations::Recompute);
-    assert_eq!(plan(&["model.disable_activation_checkpoint=true"]).model.activations, Activations::Keep);
-    assert_eq!(plan(&["activation_checkpoint_cpu_offload=true"]).model.activations, Activations::Offload(1.0));
+    assert_eq!(plan(&[]).model.activations, CheckpointingMode::None);
+    assert_eq!(plan(&["model.activation_checkpoint=full"]).model.activations, CheckpointingMode::Full);
+    assert_eq!(plan(&["model.activation_checkpoint=selective"]).model.activations, CheckpointingMode::Selective);
+    assert_eq!(plan(&["model.activation_checkpoint={every: 2}"]).model.activations, CheckpointingMode::EveryKth(2));
+    assert_eq!(plan(&["model.disable_activation_checkpoint=false"]).model.activations, CheckpointingMode::Full);
+    assert_eq!(plan(&["model.disable_activation_checkpoint=true"]).model.activations, CheckpointingMode::None);
+    assert_eq!(plan(&["activation_checkpoint_cpu_offload=true"]).model.activations, CheckpointingMode::Offload(1.0));
     assert_eq!(
         plan(&["activation_checkpoint_cpu_offload=true", "model.disable_activation_checkpoint=false"])
             .model
             .activations,
-        Activations::Offload(1.0)
+        CheckpointingMode::Offload(1.0)
     );
     refused(
         &["model.activation_checkpoint=selective", "model.attn_implementation=reference"],
-        &["selective keeps nothing of model.attn_implementation: reference", "use full"],
+        &["selective cannot save the output of model.attn_implementation: reference", "use full"],
     );
     refused(&["model.activation_checkpoint=full", "model.disable_activation_checkpoint=true"], &["contradicts"]);
     refused(&["model.activation_checkpoint=none", "model.disable_activation_checkpoint=false"], &["contradicts"]);
@@ -133,11 +133,15 @@ fn activation_checkpoints_are_spelt_in_three_ways() {
 #[test]
 fn the_inputs_of_a_share_of_the_blocks_may_be_parked() {
     let share = "model.activation_checkpoint={offload: 70%}";
-    assert_eq!(plan(&[share]).model.activations, Activations::Offload(0.7));
-    assert_eq!(plan(&[share, "activation_checkpoint_cpu_offload=true"]).model.activations, Activations::Offload(0.7));
+    assert_eq!(plan(&[share]).model.activations, CheckpointingMode::Offload(0.7));
+    assert_eq!(
+        plan(&[share, "activation_checkpoint_cpu_offload=true"]).model.activations,
+        CheckpointingMode::Offload(0.7)
+    );
     for wrong in ["1.5", "-0.1"] {
         let argument = format!("model.activation_checkpoint={{offload: {wrong}}}");
-        let want = format!("activation_checkpoint.offload: expected a share of the blocks from 0 to 1, found {wrong}");
+        let want =
+            format!("activation_checkpoint.offload: expected a fraction of the blocks from 0 to 1, found {wrong}");
         refused(&[&argument], &[&format!("argument `{argument}`"), &want]);
     }
     refused(&[share, "model.disable_activation_checkpoint=true"], &["contradicts"]);
@@ -149,13 +153,13 @@ fn where_activations_are_parked_is_said_and_whether_that_is_memory() {
         let loaded =
             Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &["model.activation_checkpoint=offload".into()]);
         let temp_dir = TempDir { path: "/scratch".into(), is_memory };
-        Plan::resolve(&loaded.unwrap(), &Known { temp_dir, ..known() }).unwrap().notes
+        Plan::resolve(&loaded.unwrap(), &Environment { temp_dir, ..known() }).unwrap().notes
     };
     let says = |notes: Vec<String>, what: &str| notes.iter().any(|note| note.contains(what));
-    assert!(says(notes(false), "the CPU in /scratch"));
+    assert!(says(notes(false), "to /scratch (set by TMPDIR) by the CPU"));
     assert!(!says(notes(false), "tmpfs"));
-    assert!(says(notes(true), "/scratch is kept in memory (tmpfs)"));
-    assert!(!says(plan(&[]).notes, "parks"));
+    assert!(says(notes(true), "/scratch is in memory (tmpfs)"));
+    assert!(!says(plan(&[]).notes, "offloaded"));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Data and how it is cut into rows.
 
-use trainer::data::{Horizon, Overlong, Packing, Padding, Sampling};
+use trainer::data::{Horizon, Packing, Padding, Sampling, Truncation};
 
 use super::{plan, refused};
 
@@ -8,9 +8,9 @@ use super::{plan, refused};
 fn a_split_sums_to_one_and_excludes_evaluation_sources() {
     refused(
         &["data.train_eval_split=[0.9, 0.2]", "eval_interval=1"],
-        &["expected two shares that sum to 1, found [0.9, 0.2]"],
+        &["expected two fractions that sum to 1, found [0.9, 0.2]"],
     );
-    refused(&["data.train_eval_split=[0, 1]", "eval_interval=1"], &["expected two shares"]);
+    refused(&["data.train_eval_split=[0, 1]", "eval_interval=1"], &["expected two fractions"]);
     refused(
         &["data.train_eval_split=[0.9, 0.1]", "data.eval_sources=[b]", "eval_interval=1"],
         &["data.train_eval_split and data.eval_sources exclude each other"],
@@ -24,7 +24,7 @@ fn the_longest_row_is_the_models_unless_given() {
     assert_eq!(plan(&["data.max_length=1Ki"]).data.max_length, 1024);
     let long = plan(&["data.max_length=4Ki"]);
     assert_eq!(long.data.max_length, 4096);
-    assert!(long.notes.iter().any(|note| note.contains("4096 is more than the model's max_position_embeddings, 2048")));
+    assert!(long.notes.iter().any(|note| note.contains("4096 exceeds the model's max_position_embeddings, 2048")));
     refused(&["data.max_length=1"], &["expected at least 2"]);
     assert_eq!(plan(&["model.hf_config_kwargs={max_position_embeddings: 4096}"]).data.max_length, 4096);
 }
@@ -36,29 +36,32 @@ fn packing_follows_the_type() {
     assert_eq!(plan(&["data.pack_samples=true", "data.always_max_length=true"]).data.packing, Packing::Exact);
     assert_eq!(plan(&["type=causal"]).data.packing, Packing::Exact);
     assert_eq!(plan(&["type=causal", "data.pack_samples=false"]).data.packing, Packing::Off);
-    refused(&["data.pack_samples=true", "micro_batch_size=2"], &["with data.pack_samples it must be 1"]);
-    refused(&["data.always_max_length=true"], &["it needs data.pack_samples: true"]);
-    refused(&["data.fuse_positions_prob=0.5"], &["it needs data.pack_samples: true"]);
+    refused(
+        &["data.pack_samples=true", "micro_batch_size=2"],
+        &["micro_batch_size: expected 1 with data.pack_samples"],
+    );
+    refused(&["data.always_max_length=true"], &["needs data.pack_samples: true"]);
+    refused(&["data.fuse_positions_prob=0.5"], &["needs data.pack_samples: true"]);
     refused(&["data.pack_samples=true", "data.fuse_positions_prob=1.5"], &["expected 0 to 1, found 1.5"]);
 }
 
 #[test]
 fn overlong_samples_are_an_error_unless_the_recipe_says_otherwise() {
-    assert_eq!(plan(&[]).data.overlong, Overlong::Error);
-    assert_eq!(plan(&["data.filter_samples=true"]).data.overlong, Overlong::Drop);
-    assert_eq!(plan(&["data.filter_samples=false"]).data.overlong, Overlong::Error);
-    assert_eq!(plan(&["data.truncation=truncate"]).data.overlong, Overlong::Truncate);
+    assert_eq!(plan(&[]).data.truncation, Truncation::Error);
+    assert_eq!(plan(&["data.filter_samples=true"]).data.truncation, Truncation::Drop);
+    assert_eq!(plan(&["data.filter_samples=false"]).data.truncation, Truncation::Error);
+    assert_eq!(plan(&["data.truncation=truncate"]).data.truncation, Truncation::Truncate);
     refused(
         &["data.truncation=truncate", "data.filter_samples=true"],
         &["data.filter_samples contradicts data.truncation"],
     );
-    assert_eq!(plan(&["type=causal"]).data.overlong, Overlong::Split);
-    assert_eq!(plan(&["type=causal", "data.pack_samples=false"]).data.overlong, Overlong::Split);
+    assert_eq!(plan(&["type=causal"]).data.truncation, Truncation::Split);
+    assert_eq!(plan(&["type=causal", "data.pack_samples=false"]).data.truncation, Truncation::Split);
     assert_eq!(
-        plan(&["type=causal", "data.pack_samples=false", "data.truncation=error"]).data.overlong,
-        Overlong::Error
+        plan(&["type=causal", "data.pack_samples=false", "data.truncation=error"]).data.truncation,
+        Truncation::Error
     );
-    refused(&["type=causal", "data.truncation=drop"], &["rows of exactly max_length are cut"]);
+    refused(&["type=causal", "data.truncation=drop"], &["packing into rows of exactly max_length"]);
 }
 
 #[test]
@@ -71,7 +74,7 @@ fn padding_has_three_forms() {
     refused(&["data.pad_to=none", "data.div_length=8"], &["contradicts data.pad_to: none"]);
     refused(
         &["data.pad_to=max_length", "data.max_length=1000", "data.div_length=256"],
-        &["no multiple of div_length 256", "use max_length 768 or 1024"],
+        &["not a multiple of div_length 256", "use max_length 768 or 1024"],
     );
 }
 
@@ -87,15 +90,18 @@ fn iterations_replace_epochs() {
 
 #[test]
 fn a_chat_template_is_a_file_or_itself() {
-    refused(&["tokenizer.chat_template=missing.jinja"], &["there is no file missing.jinja"]);
+    refused(&["tokenizer.chat_template=missing.jinja"], &["the file missing.jinja does not exist"]);
     assert!(plan(&["tokenizer.chat_template='{{ messages }}'"]).tokenizer.chat_template.is_some());
 }
 
 #[test]
 fn sources_are_checked_one_by_one() {
     refused(&["data.sources.0={split: a}"], &["the key `data.sources.0.name_or_path` is missing"]);
-    refused(&["data.sources.0.type=huggingface_causal"], &["not a source for `type: sft`"]);
-    refused(&["type=causal", "data.sources.0.type=huggingface_instruct"], &["not a source for `type: causal`"]);
+    refused(&["data.sources.0.type=huggingface_causal"], &["this source type does not support `type: sft`"]);
+    refused(
+        &["type=causal", "data.sources.0.type=huggingface_instruct"],
+        &["this source type does not support `type: causal`"],
+    );
     refused(&["type=causal", "data.sources.0.role_mapping={user: a}"], &["plain text has no roles"]);
     refused(&["data.sources.0.role_mapping={user: a.b}"], &["expected a column, or array.field.value, found `a.b`"]);
     refused(&["data.sources.0.sample_ratio=0.5", "data.sources.0.sample_count=3"], &["exclude each other"]);

@@ -9,13 +9,13 @@ use std::path::Path;
 
 use candlewick_model::Config;
 use serde_json::json;
-use trainer::checkpoint::{Kind, Moment};
+use trainer::checkpoint::{CheckpointFormat, Moment};
 use trainer::metrics::Console;
-use trainer::plan::{BuildFeatures, ComputeDtype, Init, Known, Plan, Shown, TempDir, WorldInfo};
-use trainer::recipe::{Loaded, RecipeError};
-use trainer::schedule::{Floor, Shape, Span};
+use trainer::plan::{BuildFeatures, Environment, Plan, SettingsFilter, TempDir, WeightInit, WorldInfo};
+use trainer::recipe::{FloatDtype, Loaded, RecipeError};
+use trainer::schedule::{Floor, PhaseLength, Shape};
 
-fn known() -> Known {
+fn known() -> Environment {
     let config = json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64,
         "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -24,11 +24,11 @@ fn known() -> Known {
     });
     let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: false };
     let config = Some(Config::from_json(config).unwrap());
-    Known {
+    Environment {
         config,
         n_cores: 4,
-        seat: WorldInfo::ALONE,
-        engines: BuildFeatures { mpi: false, nccl: false },
+        world: WorldInfo::ALONE,
+        features: BuildFeatures { mpi: false, nccl: false },
         temp_dir,
         has_train_py: false,
         tasks_generate: false,
@@ -104,7 +104,7 @@ fn a_refused_key_of_the_recipe_has_its_line_and_all_of_them_are_shown() {
     let message = error.to_string();
     assert!(message.contains("recipes/r.yaml:1:1: `enable_routing_replay: true` is not implemented yet"), "{message}");
     assert!(message.contains("recipes/r.yaml:4:3: `wandb.enable: true` is not implemented yet"), "{message}");
-    assert!(message.contains("data.sources: there is nothing to train on"), "{message}");
+    assert!(message.contains("data.sources: no training data are set"), "{message}");
     assert_eq!(error.faults().len(), 3);
 }
 
@@ -141,9 +141,9 @@ fn deepspeed_may_not_contradict_the_recipe() {
 
 #[test]
 fn evaluation_data_are_used_after_each_epoch_unless_there_is_an_interval() {
-    notes(&["eval_interval=10"], &["eval_interval has no effect: there are no evaluation data"]);
+    notes(&["eval_interval=10"], &["eval_interval has no effect without evaluation data"]);
     assert_eq!(plan(&["eval_interval=10"]).eval, None);
-    refused(&["eval_on_start=true"], &["eval_on_start: there are no evaluation data"]);
+    refused(&["eval_on_start=true"], &["eval_on_start: no evaluation data are set"]);
     for arguments in [&["data.eval_sources=[b.jsonl]"][..], &["data.train_eval_split=[0.9, 0.1]", "eval_interval=0"]] {
         let eval = plan(arguments).eval.unwrap();
         let due = |step, finished_epoch| eval.is_due(Moment { step, finished_epoch, end_of_training: step == 9 });
@@ -167,9 +167,9 @@ fn notes(arguments: &[&str], want: &[&str]) {
 fn tasks_have_the_interval_of_evaluation() {
     let tasks = "eval={tasks: [arc_easy], limit: 10}";
     assert_eq!(plan(&[tasks]).tasks.unwrap().when.interval, None);
-    refused(&["eval={limit: 10}"], &["eval: there are no tasks"]);
+    refused(&["eval={limit: 10}"], &["eval: no tasks are set"]);
     refused(&["eval={tasks: [arc_easy], evry: 10}"], &["evry"]);
-    refused(&[tasks, "eval.interval=5", "eval.fewshot_as_multiturn=true"], &["prompts are no chats"]);
+    refused(&[tasks, "eval.interval=5", "eval.fewshot_as_multiturn=true"], &["needs prompts that are chats"]);
     let plan = plan(&[tasks, "eval_interval=10", "eval_on_start=true"]);
     assert!(plan.eval.is_none(), "there are no held-out data");
     let tasks_plan = plan.tasks.unwrap();
@@ -194,11 +194,11 @@ fn what_says_which_save_is_the_best_is_measured() {
         let metric = format!("metric_for_best_model={name}");
         let found = best(&[held_out, tasks, &metric, "greater_is_better=true"]);
         assert_eq!(found, Some((Some("arc_easy/acc".to_owned()), Some(true))));
-        refused(&[held_out, "eval_interval=10", &metric], &["`arc_easy/acc` is not measured in this run"]);
+        refused(&[held_out, "eval_interval=10", &metric], &["this run does not measure `arc_easy/acc`"]);
     }
-    refused(&[tasks, "eval_interval=10", "metric_for_best_model=acc"], &["`acc` is not measured", "TASK/METRIC"]);
-    refused(&[tasks, "eval_interval=10", "metric_for_best_model=loss"], &["there are no evaluation data"]);
-    refused(&["greater_is_better=true"], &["greater_is_better: there is no metric"]);
+    refused(&[tasks, "eval_interval=10", "metric_for_best_model=acc"], &["does not measure `acc`", "TASK/METRIC"]);
+    refused(&[tasks, "eval_interval=10", "metric_for_best_model=loss"], &["no evaluation data are set"]);
+    refused(&["greater_is_better=true"], &["greater_is_better needs metric_for_best_model"]);
 }
 
 #[test]
@@ -206,7 +206,10 @@ fn without_a_checkpoint_the_model_is_exported_at_the_end() {
     let found = plan(&[]);
     assert_eq!(found.checkpoints.len(), 1);
     let checkpoint = &found.checkpoints[0];
-    assert_eq!((checkpoint.kind, checkpoint.output_dir.as_path()), (Kind::HuggingFace, Path::new("runs/r/model")));
+    assert_eq!(
+        (checkpoint.format, checkpoint.output_dir.as_path()),
+        (CheckpointFormat::HuggingFace, Path::new("runs/r/model"))
+    );
     assert!(checkpoint.save_end_of_training && checkpoint.save_every_n_steps == 0);
     notes(&[], &["the model will be saved in runs/r/model at the end"]);
     assert_eq!(plan(&["output_dir=out"]).checkpoints[0].output_dir, Path::new("out/model"));
@@ -221,8 +224,8 @@ fn without_a_checkpoint_the_model_is_exported_at_the_end() {
 #[test]
 fn an_export_has_a_dtype_of_its_own() {
     let export = "checkpoint={type: huggingface, output_dir: a, save_end_of_training: true, dtype: bfloat16}";
-    assert_eq!(plan(&[export]).checkpoints[0].dtype, Some(ComputeDtype::Bf16));
-    refused(&["checkpoint={output_dir: a, dtype: bf16}"], &["checkpoint.dtype: a sharded checkpoint holds"]);
+    assert_eq!(plan(&[export]).checkpoints[0].dtype, Some(FloatDtype::Bf16));
+    refused(&["checkpoint={output_dir: a, dtype: bf16}"], &["checkpoint.dtype: a sharded checkpoint has"]);
 }
 
 #[test]
@@ -243,19 +246,19 @@ fn the_model_in_use_is_not_among_the_checkpoints() {
         |dir: &str| format!("checkpoint={{type: huggingface, output_dir: {dir}, save_end_of_training: true}}");
     let hf = checkpoint(&format!("{root}/other/../hf"));
     for key in ["model.name_or_path", "model.adapter_name_or_path", "tokenizer.name_or_path"] {
-        refused(&[&hf, &format!("{key}={model}")], &["is among the checkpoints that this run may replace", key]);
+        refused(&[&hf, &format!("{key}={model}")], &["this run's checkpoints could replace", key]);
     }
-    refused(&[&hf, &format!("model.name_or_path={root}/hf/./global_step_10/")], &["is among the checkpoints"]);
+    refused(&[&hf, &format!("model.name_or_path={root}/hf/./global_step_10/")], &["could replace"]);
     std::os::unix::fs::symlink(format!("{root}/hf"), format!("{root}/link")).unwrap();
-    refused(&[&checkpoint(&format!("{root}/link")), &format!("model.name_or_path={model}")], &["is among"]);
+    refused(&[&checkpoint(&format!("{root}/link")), &format!("model.name_or_path={model}")], &["could replace"]);
     // A folder of links into a checkpoint is in use with it.
     std::fs::write(format!("{model}/config.json"), "{}").unwrap();
     std::fs::create_dir(format!("{root}/linked")).unwrap();
     std::os::unix::fs::symlink(format!("{model}/config.json"), format!("{root}/linked/config.json")).unwrap();
-    refused(&[&hf, &format!("tokenizer.name_or_path={root}/linked")], &["is among", "tokenizer.name_or_path"]);
+    refused(&[&hf, &format!("tokenizer.name_or_path={root}/linked")], &["could replace", "tokenizer.name_or_path"]);
     plan(&[&checkpoint(&format!("{root}/elsewhere")), &format!("model.name_or_path={model}")]);
     let two = format!("checkpoint=[{{output_dir: {root}/hf}}, {{output_dir: {root}/link}}]");
-    refused(&[&two], &["another checkpoint of the same type is saved there"]);
+    refused(&[&two], &["another checkpoint of the same type uses this folder"]);
 }
 
 #[test]
@@ -270,9 +273,9 @@ fn the_default_learning_rate_is_called_high_for_a_pretrained_model() {
 #[test]
 fn keys_without_effect_are_noted() {
     notes(&["device=cuda"], &["device: cuda:0, but this program was built without CUDA"]);
-    notes(&["optimizer.type=cpu_adam"], &["cpu_adam is AdamW where the weights are"]);
+    notes(&["optimizer.type=cpu_adam"], &["cpu_adam is AdamW on the device of the weights"]);
     notes(&["data.filter_samples=false"], &["data.filter_samples: false has no effect"]);
-    notes(&["train_iters=0"], &["train_iters: 0 leaves the horizon to epochs"]);
+    notes(&["train_iters=0"], &["train_iters: 0 has no effect"]);
     let fixed = "deepspeed.fp16={enabled: true, loss_scale: 8, hysteresis: 3}";
     notes(&["model.dtype=fp16", fixed], &["deepspeed.fp16.hysteresis has no effect"]);
 }
@@ -297,10 +300,10 @@ fn the_facts_of_a_plan_are_what_it_comes_to() {
 
 #[test]
 fn a_table_of_what_is_set_leaves_the_defaults_out() {
-    let text = plan(&["optimizer.lr=1e-4"]).table(Shown::Set);
+    let text = plan(&["optimizer.lr=1e-4"]).table(SettingsFilter::Set);
     assert!(text.contains("optimizer.learning_rate") && text.contains("--all shows them"), "{text}");
     assert!(!text.contains("gradient_clipping  ") && text.contains("global batch: 1 rows"), "{text}");
-    assert!(plan(&[]).table(Shown::All).contains("gradient_clipping"));
+    assert!(plan(&[]).table(SettingsFilter::All).contains("gradient_clipping"));
 }
 
 #[test]
@@ -309,11 +312,11 @@ fn one_checkpoint_may_resume_and_it_must_be_able_to() {
     refused(&[two], &["checkpoint.1.auto_resume: checkpoint.0 resumes already"]);
     refused(
         &["checkpoint={type: huggingface, output_dir: a, auto_resume: true}"],
-        &["checkpoint.auto_resume: a huggingface checkpoint holds the weights alone"],
+        &["checkpoint.auto_resume: a huggingface checkpoint has only the weights"],
     );
     refused(
         &["checkpoint=[{output_dir: a}, {output_dir: a}]"],
-        &["another checkpoint of the same type is saved there"],
+        &["another checkpoint of the same type uses this folder"],
     );
     refused(
         &["checkpoint={output_dir: a, save_total_limit: 0}"],
@@ -329,22 +332,25 @@ fn one_checkpoint_may_resume_and_it_must_be_able_to() {
 #[test]
 fn without_the_config_the_plan_says_what_it_does_not_know_yet() {
     let loaded = Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &[]).unwrap();
-    let plan = Plan::resolve(&loaded, &Known { config: None, ..known() }).unwrap();
+    let plan = Plan::resolve(&loaded, &Environment { config: None, ..known() }).unwrap();
     assert!(plan.notes.iter().any(|note| note.starts_with("data.max_length will be")), "{:?}", plan.notes);
 }
 
 #[test]
 fn a_model_has_one_origin() {
-    refused(&["model={}"], &["model: there is no model"]);
+    refused(&["model={}"], &["model: no model is set"]);
     refused(&["model.config={model_type: llama}"], &["exclude each other"]);
-    refused(&["model={config: {}, revision: x}", "tokenizer.name_or_path=t"], &["model.revision has no meaning"]);
+    refused(
+        &["model={config: {}, revision: x}", "tokenizer.name_or_path=t"],
+        &["model.revision needs model.name_or_path"],
+    );
     refused(&["model={config: {}}"], &["tokenizer.name_or_path is missing"]);
-    assert_eq!(plan(&[]).model.init, Init::Load);
-    assert_eq!(plan(&["model={config: {}}", "tokenizer.name_or_path=t"]).model.init, Init::Random);
-    assert_eq!(plan(&["model.type=random-weight-hf"]).model.init, Init::Random);
-    assert_eq!(plan(&["model.hf_config_kwargs={num_hidden_layers: 1}"]).model.init, Init::Random);
-    assert_eq!(plan(&["model.hf_config_kwargs={num_hidden_layers: 2}"]).model.init, Init::Load);
-    assert_eq!(plan(&["model.dtype=float"]).model.dtype, ComputeDtype::F32);
+    assert_eq!(plan(&[]).model.init, WeightInit::Load);
+    assert_eq!(plan(&["model={config: {}}", "tokenizer.name_or_path=t"]).model.init, WeightInit::Random);
+    assert_eq!(plan(&["model.type=random-weight-hf"]).model.init, WeightInit::Random);
+    assert_eq!(plan(&["model.hf_config_kwargs={num_hidden_layers: 1}"]).model.init, WeightInit::Random);
+    assert_eq!(plan(&["model.hf_config_kwargs={num_hidden_layers: 2}"]).model.init, WeightInit::Load);
+    assert_eq!(plan(&["model.dtype=float"]).model.dtype, FloatDtype::F32);
 }
 
 #[test]
@@ -374,25 +380,28 @@ fn the_optimizers_numbers_are_in_their_bounds() {
 fn schedules_have_the_names_and_numbers_of_transformers() {
     let shape = |arguments: &[&str]| plan(arguments).schedule.shape;
     assert_eq!(shape(&[]), Shape::Linear);
-    assert_eq!(plan(&[]).schedule.warmup, Span::Ratio(0.1));
-    assert_eq!(plan(&["scheduler.warmup_steps=10"]).schedule.warmup, Span::Steps(10));
+    assert_eq!(plan(&[]).schedule.warmup, PhaseLength::Ratio(0.1));
+    assert_eq!(plan(&["scheduler.warmup_steps=10"]).schedule.warmup, PhaseLength::Steps(10));
     assert_eq!(shape(&["scheduler.name=cosine"]), Shape::Cosine { num_cycles: 0.5 });
     assert_eq!(
         shape(&["scheduler.name=cosine_with_min_lr", "scheduler.scheduler_specific_kwargs.min_lr_rate=10%"]),
         Shape::CosineWithMinLr { num_cycles: 0.5, floor: Floor::MinLrRate(0.1) }
     );
     let wsd = shape(&["scheduler={type: wds, num_warmup_steps: 5, num_decay_steps: 20, min_lr_ratio: 0.1}"]);
-    assert!(matches!(wsd, Shape::WarmupStableDecay { decay: Span::Steps(20), min_lr_ratio: 0.1, .. }), "{wsd:?}");
+    assert!(
+        matches!(wsd, Shape::WarmupStableDecay { decay: PhaseLength::Steps(20), min_lr_ratio: 0.1, .. }),
+        "{wsd:?}"
+    );
     assert_eq!(shape(&["scheduler={name: constant, warmup_ratio: 0}"]), Shape::Constant);
 
     refused(&["scheduler={name: constant, warmup_steps: 5}"], &["constant has no warm-up", "constant_with_warmup"]);
     refused(&["scheduler={warmup_ratio: 0.1, warmup_steps: 5}"], &["exclude each other"]);
     refused(&["scheduler.warmup_ratio=2"], &["scheduler.warmup_ratio: expected 0 to 1, found 2"]);
     refused(&["scheduler.lr=1"], &["scheduler.learning_rate has moved"]);
-    refused(&["scheduler.name=cosine_with_min_lr"], &["give one of scheduler_specific_kwargs.min_lr"]);
-    refused(&["scheduler.name=wsd"], &["give one of scheduler_specific_kwargs.num_decay_steps"]);
+    refused(&["scheduler.name=cosine_with_min_lr"], &["set one of scheduler_specific_kwargs.min_lr"]);
+    refused(&["scheduler.name=wsd"], &["set one of scheduler_specific_kwargs.num_decay_steps"]);
     refused(&["scheduler={type: wsd, name: cosine}"], &["contradicts scheduler.type: wsd"]);
-    refused(&["scheduler.scheduler_specific_kwargs.min_lr=1"], &["min_lr is not a number of this schedule"]);
+    refused(&["scheduler.scheduler_specific_kwargs.min_lr=1"], &["min_lr is not an argument of this schedule"]);
     refused(&["scheduler.num_decay_steps=3"], &["belongs to the warmup_stable_decay schedule"]);
     refused(
         &["train_iters=10", "scheduler.warmup_steps=11"],
@@ -426,5 +435,5 @@ fn the_runs_folder_is_named_after_the_recipe() {
 fn a_plan_reads_as_a_table() {
     let text = "model: {name_or_path: org/model, dtype: f32}\ndata:\n  sources: [a.jsonl]\n  max_length: 1Ki\n\
 optimizer: {lr: 1e-4}\ncheckpoint:\n  - {output_dir: out, save_every_n_steps: 100, auto_resume: true}\n";
-    insta::assert_snapshot!(resolve(text, &["epochs=2"]).unwrap().table(Shown::All));
+    insta::assert_snapshot!(resolve(text, &["epochs=2"]).unwrap().table(SettingsFilter::All));
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use trainer::plan::{BuildFeatures, Known, Machines, Plan, RanksPlan, WorldInfo};
+use trainer::plan::{BuildFeatures, Environment, Machines, Plan, RanksPlan, WorldInfo};
 use trainer::recipe::{DdpBackend, Loaded};
 
 use super::{BASE, known, plan};
@@ -11,7 +11,7 @@ use super::{BASE, known, plan};
 fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
-    let known = Known { seat: WorldInfo::first_of(n_ranks), ..known() };
+    let known = Environment { world: WorldInfo::first_of(n_ranks), ..known() };
     Plan::resolve(&loaded, &known).map(|plan| plan.ranks).map_err(|error| error.to_string())
 }
 
@@ -44,20 +44,24 @@ fn ranks_that_do_not_divide_are_refused_with_what_would() {
         assert!(want.iter().all(|part| message.contains(part)), "{message}");
     };
     let groups_of_3 = ["deepspeed.zero_optimization.stage=2", "deepspeed.zero_optimization.mics_shard_size=3"];
-    refused(8, &groups_of_3, ["groups of 3 cannot be made of 8 ranks", "use 1 or 2 or 4 or 8"]);
-    refused(6, &["sequence_parallel_size=4"], ["6 ranks do not fall into groups of 4", "use 1 or 2 or 3 or 6"]);
-    let heads = "4 attention heads with 2 key heads cannot be shared by 3 ranks";
+    refused(8, &groups_of_3, ["8 ranks cannot be divided into groups of 3", "use 1 or 2 or 4 or 8"]);
+    refused(6, &["sequence_parallel_size=4"], ["6 ranks cannot be divided into groups of 4", "use 1 or 2 or 3 or 6"]);
+    let heads = "4 attention heads with 2 KV heads cannot be divided by 3";
     refused(6, &["sequence_parallel_size=3"], [heads, "use 1 or 2"]);
-    refused(1, &["sequence_parallel_size=2"], ["1 rank does not fall into groups of 2", "say how many with --ranks N"]);
+    refused(
+        1,
+        &["sequence_parallel_size=2"],
+        ["1 rank cannot be divided into groups of 2", "pass their number with --ranks N"],
+    );
     refused(2, &["sequence_parallel_size=0"], ["expected at least 1, found 0", "sequence_parallel_size"]);
     refused(2, &["context_parallel_size=0"], ["expected at least 1, found 0", "context_parallel_size"]);
-    refused(6, &["context_parallel_size=4"], ["6 ranks do not fall into rings of 4", "use 1 or 2 or 3 or 6"]);
+    refused(6, &["context_parallel_size=4"], ["6 ranks cannot be divided into rings of 4", "use 1 or 2 or 3 or 6"]);
     let both = ["sequence_parallel_size=2", "context_parallel_size=2"];
-    refused(6, &both, ["3 groups of 2 ranks do not fall into rings of 2", "use 1 or 3"]);
+    refused(6, &both, ["3 groups of 2 ranks cannot be divided into rings of 2", "use 1 or 3"]);
     let shards = [&groups_of_3[..], &["context_parallel_size=2"]].concat();
-    refused(6, &shards, ["groups of 3 cannot be made of 6 ranks of which 2 share a sequence", "use 2 or 6"]);
+    refused(6, &shards, ["6 ranks cannot be divided into groups of 3, each a multiple of the 2 ranks", "use 2 or 6"]);
     let reference = ["context_parallel_size=2", "model.attn_implementation=reference"];
-    refused(2, &reference, ["reference attention cannot compute with a part of the keys", "auto or fused"]);
+    refused(2, &reference, ["reference attention does not support chunks of the keys", "auto or fused"]);
 }
 
 #[test]
@@ -79,31 +83,35 @@ fn what_cannot_be_shared_is_refused_with_what_could() {
         let message = of_ranks(n_ranks, arguments).unwrap_err();
         assert!(want.iter().all(|part| message.contains(part)), "{message}");
     };
-    refused(8, &["tensor_parallel_size=3"], &["8 ranks do not fall into groups of 3", "use 1 or 2 or 4 or 8"]);
-    let heads = "4 attention heads, 2 key heads and an MLP of";
-    refused(8, &["tensor_parallel_size=4"], &[heads, "cannot be shared by 4 ranks", "use 1 or 2"]);
+    refused(8, &["tensor_parallel_size=3"], &["8 ranks cannot be divided into groups of 3", "use 1 or 2 or 4 or 8"]);
+    let heads = "4 attention heads, 2 KV heads and an MLP of";
+    refused(8, &["tensor_parallel_size=4"], &[heads, "cannot be divided by 4", "use 1 or 2"]);
     let vocabulary = |n: usize| {
         format!(
             "model.hf_config_kwargs={{vocab_size: {n}, num_attention_heads: 16, \
         num_key_value_heads: 16, head_dim: 4, intermediate_size: 32}}"
         )
     };
-    let few = "a vocabulary of 101 does not go around for 16 ranks with 7 tokens each";
+    let few = "a vocabulary of 101 is too small for 16 ranks with 7 tokens each";
     refused(16, &["tensor_parallel_size=16", &vocabulary(101)], &[few, "use 1 or 2 or 4 or 8"]);
     assert!(of_ranks(16, &["tensor_parallel_size=16", &vocabulary(106)]).is_ok());
-    refused(8, &["pipeline_parallel_size=3"], &["8 ranks do not fall into 3 stages", "use 1 or 2 or 4 or 8"]);
-    refused(8, &["pipeline_parallel_size=8"], &["2 blocks do not go around for 8 stages with 1 run each", "at most 2"]);
+    refused(8, &["pipeline_parallel_size=3"], &["8 ranks cannot be divided into 3 stages", "use 1 or 2 or 4 or 8"]);
+    refused(
+        8,
+        &["pipeline_parallel_size=8"],
+        &["2 blocks are too few for 8 stages with 1 model chunk each", "at most 2"],
+    );
     let two = ["pipeline_parallel_size=2", "pipeline_layers=[1]"];
-    refused(8, &two, &["pipeline_layers: 1 numbers for 2 stages", "give 2 numbers"]);
+    refused(8, &two, &["pipeline_layers: 1 numbers for 2 stages", "set 2 numbers"]);
     let three = ["pipeline_parallel_size=2", "pipeline_layers=[1, 2]"];
-    refused(8, &three, &["3 blocks in all, and the model has 2"]);
+    refused(8, &three, &["the sum is 3 blocks, but the model has 2"]);
 }
 
 /// What connects two ranks, or why nothing does.
-fn backend(engines: BuildFeatures, machines: Machines, arguments: &[&str]) -> Result<DdpBackend, String> {
+fn backend(features: BuildFeatures, machines: Machines, arguments: &[&str]) -> Result<DdpBackend, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
-    let known = Known { seat: WorldInfo { machines, ..WorldInfo::first_of(2) }, engines, ..known() };
+    let known = Environment { world: WorldInfo { machines, ..WorldInfo::first_of(2) }, features, ..known() };
     Plan::resolve(&loaded, &known).map(|plan| plan.ranks.backend).map_err(|error| error.to_string())
 }
 
@@ -111,7 +119,7 @@ fn backend(engines: BuildFeatures, machines: Machines, arguments: &[&str]) -> Re
 fn notes_of_ranks(n_ranks: usize, arguments: &[&str]) -> Vec<String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
-    let plan = Plan::resolve(&loaded, &Known { seat: WorldInfo::first_of(n_ranks), ..known() }).unwrap();
+    let plan = Plan::resolve(&loaded, &Environment { world: WorldInfo::first_of(n_ranks), ..known() }).unwrap();
     plan.notes.into_iter().filter(|note| !is_general(note)).collect()
 }
 
@@ -124,12 +132,12 @@ fn is_general(note: &str) -> bool {
 fn what_has_no_effect_on_these_ranks_is_noted_and_so_is_a_pipeline_that_nothing_fills() {
     let pipeline = ["pipeline_parallel_size=2", "pipeline_schedule=afab", "gradient_accumulation_steps=1"];
     for (n_ranks, arguments, want) in [
-        (2, &["pipeline_schedule=afab"][..], "pipeline_schedule has no effect: there is one stage"),
-        (2, &["sequence_parallel=false"], "sequence_parallel has no effect: no ranks share matrices"),
+        (2, &["pipeline_schedule=afab"][..], "pipeline_schedule has no effect with one pipeline stage"),
+        (2, &["sequence_parallel=false"], "sequence_parallel has no effect without tensor_parallel_size"),
         (
             2,
             &pipeline,
-            "gradient_accumulation_steps: 1 do not fill 2 stages, which wait 50 % of the time; more fill them",
+            "gradient_accumulation_steps: 1 is less than the 2 pipeline stages: the bubble is 50 %; raise it",
         ),
     ] {
         assert_eq!(notes_of_ranks(n_ranks, arguments), [want]);
@@ -148,7 +156,7 @@ fn ranks_that_are_only_asked_about_are_not_held_to_this_machine() {
     let said = backend(PLAIN, Unknown, &["ddp_backend=nccl", "device=cpu"]).unwrap_err();
     assert!(said.contains("NCCL connects GPUs"), "{said}");
     let notes = notes_of_ranks(2, &["memory=auto", "device=cuda"]);
-    assert_eq!(notes, ["memory: auto chooses where the ranks run, by what is free there"]);
+    assert_eq!(notes, ["memory: auto selects the modes on the machines of the ranks, by their free memory"]);
 }
 
 const PLAIN: BuildFeatures = BuildFeatures { mpi: false, nccl: false };
@@ -157,7 +165,7 @@ const ALL: BuildFeatures = BuildFeatures { mpi: true, nccl: true };
 #[test]
 fn what_can_connect_the_ranks_is_accepted() {
     use Machines::{Nodes, One, Several};
-    for (engines, machines, arguments, want) in [
+    for (features, machines, arguments, want) in [
         (PLAIN, One, &[][..], DdpBackend::Auto),
         (PLAIN, Nodes, &[], DdpBackend::Auto),
         (ALL, Several, &["device=cpu"], DdpBackend::Auto),
@@ -171,7 +179,7 @@ fn what_can_connect_the_ranks_is_accepted() {
         (PLAIN, One, &["ddp_backend=staged", "device=cpu"], DdpBackend::Staged),
         (ALL, Several, &["ddp_backend=staged", "device=cuda:1"], DdpBackend::Staged),
     ] {
-        assert_eq!(backend(engines, machines, arguments), Ok(want), "{engines:?} {machines:?} {arguments:?}");
+        assert_eq!(backend(features, machines, arguments), Ok(want), "{features:?} {machines:?} {arguments:?}");
     }
 }
 
@@ -179,21 +187,21 @@ fn what_can_connect_the_ranks_is_accepted() {
 fn what_cannot_connect_the_ranks_is_refused_with_what_can() {
     use Machines::{One, Several};
     let no_mpi = BuildFeatures { mpi: false, ..ALL };
-    for (engines, machines, arguments, want) in [
+    for (features, machines, arguments, want) in [
         (PLAIN, Several, &[][..], ["run on several machines", "build it with `--features mpi`"]),
         (no_mpi, Several, &["device=cpu"], ["run on several machines", "build it with `--features mpi`"]),
         (no_mpi, One, &["ddp_backend=mpi"], ["built without MPI", "build it with `--features mpi`"]),
         (no_mpi, Several, &["ddp_backend=staged", "device=cuda"], ["run on several machines", "`--features mpi`"]),
         (PLAIN, One, &["ddp_backend=nccl"], ["built without CUDA", "scripts/build-gpu"]),
         (ALL, One, &["ddp_backend=nccl", "device=cpu"], ["connects GPUs", "set device: cuda"]),
-        (ALL, One, &["ddp_backend=nccl", "device=cuda:1"], ["all ranks would have cuda:1", "staged"]),
-        (ALL, One, &["ddp_backend=auto", "device=cuda:1"], ["all ranks would have cuda:1", "staged"]),
-        (ALL, One, &["ddp_backend=local", "device=cuda"], ["tensors of the CPU", "nccl"]),
-        (ALL, One, &["ddp_backend=mpi", "device=cuda"], ["tensors of the CPU", "nccl"]),
+        (ALL, One, &["ddp_backend=nccl", "device=cuda:1"], ["all ranks would use cuda:1", "staged"]),
+        (ALL, One, &["ddp_backend=auto", "device=cuda:1"], ["all ranks would use cuda:1", "staged"]),
+        (ALL, One, &["ddp_backend=local", "device=cuda"], ["exchanges CPU tensors", "nccl"]),
+        (ALL, One, &["ddp_backend=mpi", "device=cuda"], ["exchanges CPU tensors", "nccl"]),
         (ALL, Several, &["ddp_backend=local"], ["run on several machines", "mpi"]),
     ] {
-        let said = backend(engines, machines, arguments).unwrap_err();
-        assert!(want.iter().all(|part| said.contains(part)), "{engines:?} {machines:?} {arguments:?}: {said}");
+        let said = backend(features, machines, arguments).unwrap_err();
+        assert!(want.iter().all(|part| said.contains(part)), "{features:?} {machines:?} {arguments:?}: {said}");
     }
     let said = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &["ddp_backend=ncll".to_owned()]);
     let said = said.unwrap_err().to_string();

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 use trainer::estimate::{ComputeDevice, Estimate, Setup, bytes, estimate};
 use trainer::metrics::Console;
-use trainer::plan::{HubAccess, Known, Plan, WorldInfo};
+use trainer::plan::{Environment, HubAccess, Plan, WorldInfo};
 use trainer::recipe::Loaded;
 
 /// A causal run of two steps over a generated text, on a small model with random weights.
@@ -95,7 +95,7 @@ impl Case {
         let arguments: Vec<String> = arguments.iter().map(argument).collect();
         let loaded = Loaded::parse(&path, text, &arguments).unwrap();
         let known =
-            Known::gather(&loaded, HubAccess::ThisMachine, Console::Quiet, WorldInfo::first_of(n_ranks)).unwrap();
+            Environment::gather(&loaded, HubAccess::ThisMachine, Console::Quiet, WorldInfo::first_of(n_ranks)).unwrap();
         let plan = Plan::resolve(&loaded, &known).unwrap();
         Self { folder, arguments, plan }
     }

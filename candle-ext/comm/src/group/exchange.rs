@@ -1,21 +1,22 @@
-//! The operations as exchanges of slices: who sends which elements to whom, and in which order they are summed.
+//! The collectives as exchanges of slices between `n` ranks, of which `me` is this one.
 //!
-//! n ranks, me this one. Every element is summed by one rank, in rank order, and handed to the others: the bits are the
-//! same everywhere, whatever the engine.
+//! One rank reduces each element, in rank order, and sends the result to the others. All ranks and all backends therefore get
+//! the same bits.
 
 use std::ops::Range;
 
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 
 use crate::Reduce;
-use crate::element::{Element, Source, combine};
+use crate::element::{ReduceElement, TensorBytes, combine};
 use crate::transport::{Connections, TransportError};
 
-/// How much goes to each rank at a time: what was received is still in the cache when it is added, and a tensor's storage
-/// is locked for no longer than it takes to copy so much.
-pub(super) const PIECE_BYTES: usize = 1 << 18;
+/// Number of bytes that an exchange sends to each rank.
+///
+/// A received chunk is still in the cache when it is reduced, and a tensor's storage is locked for one chunk's copy at a time.
+pub(super) const CHUNK_BYTES: usize = 1 << 18;
 
-/// One rank's connections, and its place among them.
+/// Connections of one rank to its group.
 pub(super) struct Peers<'a> {
     pub(super) connections: &'a mut dyn Connections,
     pub(super) me: usize,
@@ -23,8 +24,8 @@ pub(super) struct Peers<'a> {
 }
 
 impl Peers<'_> {
-    /// Sends `send[r]` to each rank r and fills `recv[r]` from it; this rank's own are left alone.
-    fn swap<T: Pod>(&mut self, mut send: Vec<&[T]>, mut recv: Vec<&mut [T]>) -> Result<(), TransportError> {
+    /// Sends `send[r]` to each other rank `r` and receives `recv[r]` from it. Ignores this rank's own entries.
+    fn exchange<T: Pod>(&mut self, mut send: Vec<&[T]>, mut recv: Vec<&mut [T]>) -> Result<(), TransportError> {
         send[self.me] = &[];
         recv[self.me] = &mut [];
         let send: Vec<&[u8]> = send.into_iter().map(cast_slice).collect();
@@ -32,85 +33,89 @@ impl Peers<'_> {
         self.connections.exchange(&send, &mut recv)
     }
 
-    /// Gives every rank what each has at its place in `out`.
-    fn share<T: Pod>(&mut self, out: &mut [T], places: &[Range<usize>]) -> Result<(), TransportError> {
-        let mut recv = disjoint(out, places);
+    /// Sends this rank's range of `out` to all ranks and receives theirs.
+    fn all_gather_in_place<T: Pod>(&mut self, out: &mut [T], ranges: &[Range<usize>]) -> Result<(), TransportError> {
+        let mut recv = disjoint(out, ranges);
         let own = std::mem::take(&mut recv[self.me]);
-        self.swap(vec![&*own; self.n], recv)
+        self.exchange(vec![&*own; self.n], recv)
     }
 
-    /// Sends `send[r]` to each rank r and returns what each rank sends this one, in rank order; `inbox` is where it lies.
-    fn parts<'i, T: Pod>(&mut self, inbox: &'i mut Vec<u64>, send: Vec<&[T]>) -> Result<Vec<&'i [T]>, TransportError> {
+    /// Sends `send[r]` to each rank `r` and returns the slices received from all ranks, in rank order, in `inbox`.
+    fn exchange_parts<'i, T: Pod>(
+        &mut self,
+        inbox: &'i mut Vec<u64>,
+        send: Vec<&[T]>,
+    ) -> Result<Vec<&'i [T]>, TransportError> {
         let own = send[self.me];
-        let places = spans(&vec![own.len(); self.n]);
-        let inbox = room::<T>(inbox, own.len() * self.n);
-        inbox[places[self.me].clone()].copy_from_slice(own);
-        self.swap(send, disjoint(inbox, &places))?;
+        let ranges = spans(&vec![own.len(); self.n]);
+        let inbox = borrow_buffer::<T>(inbox, own.len() * self.n);
+        inbox[ranges[self.me].clone()].copy_from_slice(own);
+        self.exchange(send, disjoint(inbox, &ranges))?;
         let inbox: &[T] = inbox;
-        Ok(places.into_iter().map(|place| &inbox[place]).collect())
+        Ok(ranges.into_iter().map(|place| &inbox[place]).collect())
     }
 }
 
-/// Room for what is on its way. It is kept from call to call: fresh memory costs more than the sums do.
+/// Buffers of an exchange, reused from call to call: page faults of fresh memory cost more than the reduction.
 #[derive(Default)]
 pub(super) struct Scratch {
     inbox: Vec<u64>,
     outbox: Vec<u64>,
 }
 
-/// out = x_0 + x_1 + ... over the ranks, or their maximum or minimum.
-pub(super) fn all_reduce<T: Element>(
+/// Computes `out = x_0 + x_1 + ...` over the ranks, or their maximum or minimum.
+pub(super) fn all_reduce<T: ReduceElement>(
     peers: &mut Peers,
     scratch: &mut Scratch,
-    x: &Source,
+    x: &TensorBytes,
     op: Reduce,
     out: &mut [T],
 ) -> Result<(), TransportError> {
-    for piece in pieces::<T>(&shares(out.len(), peers.n)) {
-        for part in &piece {
+    for chunk in chunks::<T>(&shard_ranges(out.len(), peers.n)) {
+        for part in &chunk {
             x.read_elements(part.start, &mut out[part.clone()])?;
         }
-        let parts = peers.parts(&mut scratch.inbox, piece.iter().map(|part| &out[part.clone()]).collect())?;
-        combine(op, &parts, &mut out[piece[peers.me].clone()]);
-        peers.share(out, &piece)?;
+        let parts = peers.exchange_parts(&mut scratch.inbox, chunk.iter().map(|part| &out[part.clone()]).collect())?;
+        combine(op, &parts, &mut out[chunk[peers.me].clone()]);
+        peers.all_gather_in_place(out, &chunk)?;
     }
     Ok(())
 }
 
-/// out = this rank's share of the sum; x splits evenly.
-pub(super) fn reduce_scatter<T: Element>(
+/// Computes this rank's shard of the sum. The size of `x` can be divided by `n`.
+pub(super) fn reduce_scatter<T: ReduceElement>(
     peers: &mut Peers,
     scratch: &mut Scratch,
-    x: &Source,
+    x: &TensorBytes,
     out: &mut [T],
 ) -> Result<(), TransportError> {
-    let shares = shares(out.len() * peers.n, peers.n);
-    for piece in pieces::<T>(&shares) {
-        let outbox = room::<T>(&mut scratch.outbox, piece[0].len() * peers.n);
+    let shard_ranges = shard_ranges(out.len() * peers.n, peers.n);
+    for chunk in chunks::<T>(&shard_ranges) {
+        let outbox = borrow_buffer::<T>(&mut scratch.outbox, chunk[0].len() * peers.n);
         let mut send = Vec::with_capacity(peers.n);
-        for (part, staged) in piece.iter().zip(outbox.chunks_exact_mut(piece[0].len())) {
+        for (part, staged) in chunk.iter().zip(outbox.chunks_exact_mut(chunk[0].len())) {
             x.read_elements(part.start, staged)?;
             send.push(&*staged);
         }
-        let parts = peers.parts(&mut scratch.inbox, send)?;
-        let at = piece[peers.me].start - shares[peers.me].start;
-        combine(Reduce::Sum, &parts, &mut out[at..at + piece[peers.me].len()]);
+        let parts = peers.exchange_parts(&mut scratch.inbox, send)?;
+        let at = chunk[peers.me].start - shard_ranges[peers.me].start;
+        combine(Reduce::Sum, &parts, &mut out[at..at + chunk[peers.me].len()]);
     }
     Ok(())
 }
 
-/// out = x_0, x_1, ...
-pub(super) fn all_gather(peers: &mut Peers, x: &Source, out: &mut [u8]) -> Result<(), TransportError> {
-    let places = spans(&vec![x.n_bytes(); peers.n]);
-    x.read(0, &mut out[places[peers.me].clone()])?;
-    peers.share(out, &places)
+/// Concatenates `x_0, x_1, ...` into `out`.
+pub(super) fn all_gather(peers: &mut Peers, x: &TensorBytes, out: &mut [u8]) -> Result<(), TransportError> {
+    let ranges = spans(&vec![x.n_bytes(); peers.n]);
+    x.read(0, &mut out[ranges[peers.me].clone()])?;
+    peers.all_gather_in_place(out, &ranges)
 }
 
-/// Sends `send[r]` bytes to each rank r, in order; out = `recv[r]` bytes from each.
+/// Sends the next `send[r]` bytes of `x` to each rank `r`, and receives `recv[r]` bytes from it into `out`.
 pub(super) fn all_to_all(
     peers: &mut Peers,
     scratch: &mut Scratch,
-    x: Option<&Source>,
+    x: Option<&TensorBytes>,
     [send, recv]: [&[usize]; 2],
     out: &mut [u8],
 ) -> Result<(), TransportError> {
@@ -118,70 +123,70 @@ pub(super) fn all_to_all(
     if let Some(x) = x {
         x.read(send[peers.me].start, &mut out[recv[peers.me].clone()])?;
     }
-    for places in [&mut send, &mut recv] {
-        places[peers.me].end = places[peers.me].start;
+    for ranges in [&mut send, &mut recv] {
+        ranges[peers.me].end = ranges[peers.me].start;
     }
-    // Both ends of each way cut it into the same pieces.
+    // Sender and receiver split a transfer into the same chunks.
     let longest = send.iter().chain(&recv).map(ExactSizeIterator::len).max().unwrap_or(0);
-    for at in (0..longest).step_by(PIECE_BYTES) {
-        let [from, to] = [&send, &recv].map(|places| cut(places, at, PIECE_BYTES));
+    for at in (0..longest).step_by(CHUNK_BYTES) {
+        let [from, to] = [&send, &recv].map(|ranges| cut(ranges, at, CHUNK_BYTES));
         let lengths: Vec<usize> = from.iter().map(ExactSizeIterator::len).collect();
-        let mut staged = disjoint(room::<u8>(&mut scratch.outbox, lengths.iter().sum()), &spans(&lengths));
+        let mut staged = disjoint(borrow_buffer::<u8>(&mut scratch.outbox, lengths.iter().sum()), &spans(&lengths));
         for (part, staged) in from.iter().zip(&mut staged).filter(|(part, _)| !part.is_empty()) {
-            x.expect("only a tensor has a length").read(part.start, staged)?;
+            x.expect("a non-empty part has a tensor").read(part.start, staged)?;
         }
-        peers.swap(staged.into_iter().map(|staged| &*staged).collect(), disjoint(out, &to))?;
+        peers.exchange(staged.into_iter().map(|staged| &*staged).collect(), disjoint(out, &to))?;
     }
     Ok(())
 }
 
-/// out = x of `root`. The root sends each rank its share of x; each hands its share on.
-pub(super) fn broadcast(peers: &mut Peers, x: &Source, root: usize, out: &mut [u8]) -> Result<(), TransportError> {
-    let places = shares(out.len(), peers.n);
+/// Copies `x` of `root` into `out`. The root scatters shards of `x`, and the ranks all-gather them.
+pub(super) fn broadcast(peers: &mut Peers, x: &TensorBytes, root: usize, out: &mut [u8]) -> Result<(), TransportError> {
+    let ranges = shard_ranges(out.len(), peers.n);
     if peers.me == root {
         x.read(0, out)?;
         let out: &[u8] = out;
-        peers.swap(places.iter().map(|place| &out[place.clone()]).collect(), nothing(peers.n))?;
-        let own = &out[places[root].clone()];
-        return peers.swap(vec![own; peers.n], nothing(peers.n));
+        peers.exchange(ranges.iter().map(|place| &out[place.clone()]).collect(), empty_slices(peers.n))?;
+        let own = &out[ranges[root].clone()];
+        return peers.exchange(vec![own; peers.n], empty_slices(peers.n));
     }
-    let mut recv = nothing(peers.n);
-    recv[root] = &mut out[places[peers.me].clone()];
-    peers.swap(vec![&[]; peers.n], recv)?;
-    let mut recv = disjoint(out, &places);
+    let mut recv = empty_slices(peers.n);
+    recv[root] = &mut out[ranges[peers.me].clone()];
+    peers.exchange(vec![&[]; peers.n], recv)?;
+    let mut recv = disjoint(out, &ranges);
     let own = std::mem::take(&mut recv[peers.me]);
     let mut send = vec![&*own; peers.n];
     send[root] = &[];
-    peers.swap(send, recv)
+    peers.exchange(send, recv)
 }
 
-/// Borrows room for `n` elements.
-fn room<T: Pod>(words: &mut Vec<u64>, n: usize) -> &mut [T] {
+/// Borrows `n` elements of a buffer and grows it if needed.
+fn borrow_buffer<T: Pod>(words: &mut Vec<u64>, n: usize) -> &mut [T] {
     let n_words = (n * size_of::<T>()).div_ceil(size_of::<u64>());
     words.resize(n_words.max(words.len()), 0);
     &mut cast_slice_mut(&mut words[..n_words])[..n]
 }
 
-/// Splits `n_elements` among `n` ranks, as evenly as can be.
-fn shares(n_elements: usize, n: usize) -> Vec<Range<usize>> {
+/// Returns the ranges of `n` shards whose sizes differ by at most one.
+fn shard_ranges(n_elements: usize, n: usize) -> Vec<Range<usize>> {
     let end = |r: usize| (n_elements as u128 * r as u128 / n as u128) as usize;
     (0..n).map(|r| end(r)..end(r + 1)).collect()
 }
 
-/// Goes through all shares at once, piece by piece: each item has a range a rank.
-fn pieces<T>(shares: &[Range<usize>]) -> impl Iterator<Item = Vec<Range<usize>>> {
-    let step = PIECE_BYTES / size_of::<T>();
-    let longest = shares.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
-    (0..longest).step_by(step).map(move |at| cut(shares, at, step))
+/// Splits all shards into chunks. Each item has one range per shard.
+fn chunks<T>(shards: &[Range<usize>]) -> impl Iterator<Item = Vec<Range<usize>>> {
+    let step = CHUNK_BYTES / size_of::<T>();
+    let longest = shards.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
+    (0..longest).step_by(step).map(move |at| cut(shards, at, step))
 }
 
-/// Of each range, the part that begins `at` elements after its start and has `step` elements, or what there is of it.
+/// Returns the elements `at..at + step` of each range, clipped to the range.
 fn cut(ranges: &[Range<usize>], at: usize, step: usize) -> Vec<Range<usize>> {
     let part = |all: &Range<usize>| (all.start + at).min(all.end)..(all.start + at + step).min(all.end);
     ranges.iter().map(part).collect()
 }
 
-/// Returns where parts of these lengths lie, one after another.
+/// Returns the ranges of consecutive parts of these lengths.
 fn spans(lengths: &[usize]) -> Vec<Range<usize>> {
     let ends = lengths.iter().scan(0, |end, length| {
         *end += length;
@@ -190,7 +195,7 @@ fn spans(lengths: &[usize]) -> Vec<Range<usize>> {
     ends.zip(lengths).map(|(end, length)| end - length..end).collect()
 }
 
-/// Borrows parts of `buffer`, which are in order and do not overlap.
+/// Borrows disjoint parts of `buffer`, given in order.
 fn disjoint<'a, T>(buffer: &'a mut [T], parts: &[Range<usize>]) -> Vec<&'a mut [T]> {
     let mut rest = buffer;
     let mut at = 0;
@@ -203,7 +208,7 @@ fn disjoint<'a, T>(buffer: &'a mut [T], parts: &[Range<usize>]) -> Vec<&'a mut [
     parts.iter().map(&mut cut).collect()
 }
 
-fn nothing<'a, T>(n: usize) -> Vec<&'a mut [T]> {
+fn empty_slices<'a, T>(n: usize) -> Vec<&'a mut [T]> {
     (0..n).map(|_| <&mut [T]>::default()).collect()
 }
 
@@ -217,7 +222,7 @@ mod tests {
 
     use super::*;
 
-    /// Connections over which another view of a tensor is written to while its exchange is under way.
+    /// Connections whose exchange writes to another view of the tensor.
     struct Writing(Tensor);
 
     impl Connections for Writing {
@@ -230,17 +235,17 @@ mod tests {
     }
 
     #[track_caller]
-    fn check(operation: impl FnOnce(&mut Peers, &mut Scratch, &Source) -> Result<(), TransportError>) {
-        let all = Tensor::zeros((2, 1024), DType::F32, &Device::Cpu).expect("there is room");
-        let [own, other] = [0, 1].map(|row| all.narrow(0, row, 1).expect("there are two rows"));
+    fn check(operation: impl FnOnce(&mut Peers, &mut Scratch, &TensorBytes) -> Result<(), TransportError>) {
+        let all = Tensor::zeros((2, 1024), DType::F32, &Device::Cpu).expect("the tensor fits into memory");
+        let [own, other] = [0, 1].map(|row| all.narrow(0, row, 1).expect("the tensor has two rows"));
         let mut connections = Writing(other);
-        let source = Source::new(&own).expect("it is on the CPU");
+        let source = TensorBytes::new(&own).expect("the tensor is on the CPU");
         operation(&mut Peers { connections: &mut connections, me: 0, n: 2 }, &mut Scratch::default(), &source)
-            .expect("it is done");
+            .expect("the operation succeeds");
     }
 
     #[test]
-    fn other_views_of_a_tensor_may_be_written_to_meanwhile() {
+    fn other_views_of_a_tensor_may_be_written_to_during_an_exchange() {
         check(|peers, scratch, x| all_reduce(peers, scratch, x, Reduce::Sum, &mut [0f32; 1024]));
         check(|peers, scratch, x| reduce_scatter(peers, scratch, x, &mut [0f32; 512]));
         check(|peers, _, x| all_gather(peers, x, &mut [0; 8192]));

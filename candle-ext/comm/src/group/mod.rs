@@ -1,7 +1,7 @@
-//! One rank's end of a group over any engine: checks the arguments, hands the call to the group's thread.
+//! Process group over any transport: checks the arguments and queues the call for the group's thread.
 
 mod exchange;
-mod head;
+mod header;
 #[cfg(test)]
 mod tests;
 mod worker;
@@ -18,10 +18,12 @@ use crate::thread_pool::ThreadPool;
 use crate::transport::{Transport, TransportError};
 use crate::{Call, Collective, Op, Pending, Recv, Reduce, Result, Solo, arguments};
 use exchange::Scratch;
-use worker::{Metered, Worker};
+use worker::{ByteCounter, GroupWorker};
 
-/// See [`Collective`]. Dropped, it lets its thread finish what was started: the others need this rank's part of it.
-pub(crate) struct Group {
+/// Implementation of [`Collective`] over a transport.
+///
+/// After it is dropped, its thread finishes the started calls, because the other ranks need this rank's part.
+pub(crate) struct TransportGroup {
     name: Arc<str>,
     rank: usize,
     size: usize,
@@ -30,17 +32,17 @@ pub(crate) struct Group {
     threads: Arc<ThreadPool>,
 }
 
-type Job = Box<dyn FnOnce(&mut Worker) + Send>;
+type Job = Box<dyn FnOnce(&mut GroupWorker) + Send>;
 
-/// The way to the group's thread. Numbers are given out under the same lock that keeps calls in order.
+/// Queue of the group's thread. One lock assigns sequence numbers and orders the calls.
 struct Queue {
     jobs: Sender<Job>,
     n_calls: u64,
     n_sends: u64,
 }
 
-impl Group {
-    /// Connects all ranks.
+impl TransportGroup {
+    /// Connects all ranks of the world.
     pub(crate) fn world(
         transport: &Arc<dyn Transport>,
         size: usize,
@@ -49,12 +51,12 @@ impl Group {
     ) -> Result<Self> {
         let (rank, members) = (transport.rank(), (0..size).collect::<Vec<_>>());
         let connections =
-            transport.open("world", &members).map_err(|error| error.unconnected(&**transport, &members))?;
-        let worker = Worker {
+            transport.open("world", &members).map_err(|error| error.fail_connect(&**transport, &members))?;
+        let worker = GroupWorker {
             id: "world".to_owned(),
             group: "world".into(),
             me: rank,
-            connections: Metered::new(connections),
+            connections: ByteCounter::new(connections),
             transport: Arc::clone(transport),
             n_sent: vec![0; size],
             n_received: vec![0; size],
@@ -64,7 +66,7 @@ impl Group {
         Self::new(worker, trace.clone(), Arc::clone(threads))
     }
 
-    fn new(mut worker: Worker, trace: CallTrace, threads: Arc<ThreadPool>) -> Result<Self> {
+    fn new(mut worker: GroupWorker, trace: CallTrace, threads: Arc<ThreadPool>) -> Result<Self> {
         let (name, rank, size) = (Arc::clone(&worker.group), worker.me, worker.members.len());
         let (sender, jobs) = channel::<Job>();
         let run = move || jobs.into_iter().for_each(|job| job(&mut worker));
@@ -77,19 +79,19 @@ impl Group {
         &self,
         op: Op,
         x: Option<&Tensor>,
-        body: impl FnOnce(&mut Worker, &Call) -> Result<T, TransportError> + Send + 'static,
+        body: impl FnOnce(&mut GroupWorker, &Call) -> Result<T, TransportError> + Send + 'static,
     ) -> Result<Pending<T>> {
         let mut queue = lock(&self.queue);
         let count = if matches!(op, Op::SendRecv { .. }) { &mut queue.n_sends } else { &mut queue.n_calls };
         *count += 1;
         let call = Call::new(&self.name, *count, op, x);
-        self.trace.note(&call);
+        self.trace.record(&call);
         let (sender, pending) = Pending::started(&call);
         let job: Job = Box::new(move |worker| {
-            // Nobody listens to a dropped Pending; the failure, if any, is kept by the world.
+            // A dropped Pending has no receiver. The world keeps the failure, if any.
             let _ = sender.send(worker.run(&call, |worker| body(worker, &call)));
         });
-        queue.jobs.send(job).expect("the thread ends when the group is dropped");
+        queue.jobs.send(job).expect("the thread runs until the group is dropped");
         Ok(pending)
     }
 
@@ -98,16 +100,16 @@ impl Group {
         &self,
         op: Op,
         x: &Tensor,
-        body: impl FnOnce(&mut Worker, &Call, &Tensor) -> Result<Tensor, TransportError> + Send + 'static,
+        body: impl FnOnce(&mut GroupWorker, &Call, &Tensor) -> Result<Tensor, TransportError> + Send + 'static,
     ) -> Result<Pending> {
-        arguments::travels(op.name(), x)?;
-        // What led to x in a graph need not be kept alive.
+        arguments::tensor(op.name(), x)?;
+        // Release the autograd graph that led to x.
         let x = x.detach();
         self.start(op, Some(&x.clone()), move |worker, call| body(worker, call, &x))
     }
 }
 
-impl Collective for Group {
+impl Collective for TransportGroup {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -117,7 +119,7 @@ impl Collective for Group {
     }
 
     fn check_device(&self, device: &Device) -> Result<()> {
-        arguments::device("travel", device)
+        arguments::device("check_device", device)
     }
 
     fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Pending> {
@@ -126,12 +128,12 @@ impl Collective for Group {
 
     fn start_all_gather(&self, x: &Tensor) -> Result<Pending> {
         arguments::rows("all_gather", x)?;
-        self.start_on(Op::AllGather, x, Worker::all_gather)
+        self.start_on(Op::AllGather, x, GroupWorker::all_gather)
     }
 
     fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
-        arguments::shares(x, self.size)?;
-        self.start_on(Op::ReduceScatter, x, Worker::reduce_scatter)
+        arguments::shard_rows(x, self.size)?;
+        self.start_on(Op::ReduceScatter, x, GroupWorker::reduce_scatter)
     }
 
     fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Pending> {
@@ -153,16 +155,16 @@ impl Collective for Group {
     ) -> Result<Pending<Option<Tensor>>> {
         arguments::pair(x, to, recv.as_ref(), self.rank, self.size)?;
         if let Some(x) = x {
-            arguments::travels("send_recv", x)?;
+            arguments::tensor("send_recv", x)?;
         }
-        let (going, from) = (x.map(Tensor::detach).zip(to), recv.as_ref().map(|recv| recv.from));
+        let (outgoing, from) = (x.map(Tensor::detach).zip(to), recv.as_ref().map(|recv| recv.from));
         self.start(Op::SendRecv { to, from }, x, move |worker, call| {
-            worker.send_recv(call, going.as_ref().map(|(x, to)| (x, *to)), recv.as_ref())
+            worker.send_recv(call, outgoing.as_ref().map(|(x, to)| (x, *to)), recv.as_ref())
         })
     }
 
     fn barrier(&self) -> Result<()> {
-        self.start(Op::Barrier, None, |worker, call| worker.agree(call, 0))?.wait()
+        self.start(Op::Barrier, None, |worker, call| worker.check_call(call, 0))?.wait()
     }
 
     fn split(&self, name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>> {
@@ -170,8 +172,8 @@ impl Collective for Group {
         let list = lists[index].clone();
         let (digest, name, rank) = (digest(lists), Arc::from(name), self.rank);
         let made = self.start(Op::Split, None, move |worker, call| {
-            worker.agree(call, digest)?;
-            part(worker, format!("{}/{}.{index}", worker.id, call.number), name, &list, rank)
+            worker.check_call(call, digest)?;
+            connect_subgroup(worker, format!("{}/{}.{index}", worker.id, call.number), name, &list, rank)
         })?;
         match made.wait()? {
             Some(worker) => Ok(Arc::new(Self::new(worker, self.trace.clone(), Arc::clone(&self.threads))?)),
@@ -180,29 +182,29 @@ impl Collective for Group {
     }
 }
 
-/// Connects the ranks in `list`; nothing needs to be connected for a list of one.
-fn part(
-    of: &Worker,
+/// Connects the ranks in `list`. Returns `None` for a list of one rank, which needs no connections.
+fn connect_subgroup(
+    of: &GroupWorker,
     id: String,
     name: Arc<str>,
     list: &[usize],
     rank: usize,
-) -> Result<Option<Worker>, TransportError> {
+) -> Result<Option<GroupWorker>, TransportError> {
     if list.len() == 1 {
         return Ok(None);
     }
     let members: Vec<usize> = list.iter().map(|rank| of.members[*rank]).collect();
     let connections = of.transport.open(&id, &members).map_err(|error| error.map_ranks(|rank| list[rank]))?;
-    let me = list.iter().position(|other| *other == rank).expect("the list was chosen because it holds this rank");
+    let me = list.iter().position(|other| *other == rank).expect("the list contains this rank");
     let n = members.len();
     let transport = Arc::clone(&of.transport);
     let (n_sent, n_received, scratch) = (vec![0; n], vec![0; n], Scratch::default());
-    Ok(Some(Worker {
+    Ok(Some(GroupWorker {
         id,
         group: name,
         members,
         me,
-        connections: Metered::new(connections),
+        connections: ByteCounter::new(connections),
         transport,
         n_sent,
         n_received,
@@ -210,7 +212,7 @@ fn part(
     }))
 }
 
-/// Returns a number that stands for the lists of a split, equal in every build.
+/// Returns a digest of the lists of a split, equal in every build.
 pub(crate) fn digest(lists: &[Vec<usize>]) -> u64 {
     let numbers = lists.iter().flat_map(|list| [list.len()].into_iter().chain(list.iter().copied()));
     fnv1a(numbers.map(|number| number as u64))

@@ -1,4 +1,4 @@
-//! A group over engines that break in ways which real ones do not break on demand.
+//! Process groups over transports with injected faults.
 
 use std::sync::Arc;
 use std::thread;
@@ -7,9 +7,9 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
-use crate::{Call, Collective, Failure, Options, Reduce, Result, World, threads};
+use crate::{Call, Collective, Options, RankFailure, Reduce, Result, World, threads};
 
-/// The transport of threads, but for how a part of the world is connected.
+/// Thread transport whose connections of a two-rank subgroup are faulty.
 struct Broken {
     sound: Arc<dyn Transport>,
     open: fn() -> Result<Box<dyn Connections>, TransportError>,
@@ -24,15 +24,15 @@ impl FailureChannel for Broken {
         self.sound.who(rank)
     }
 
-    fn fail(&self, failure: Failure) -> Failure {
+    fn fail(&self, failure: RankFailure) -> RankFailure {
         self.sound.fail(failure)
     }
 
-    fn failure(&self) -> Option<Failure> {
+    fn failure(&self) -> Option<RankFailure> {
         self.sound.failure()
     }
 
-    fn await_failure(&self, within: Duration) -> Option<Failure> {
+    fn await_failure(&self, within: Duration) -> Option<RankFailure> {
         self.sound.await_failure(within)
     }
 
@@ -46,8 +46,8 @@ impl Transport for Broken {
         if members.len() == 2 { (self.open)() } else { self.sound.open(id, members) }
     }
 
-    fn doing(&self, id: &str, call: Option<&Call>) {
-        self.sound.doing(id, call);
+    fn set_current_call(&self, id: &str, call: Option<&Call>) {
+        self.sound.set_current_call(id, call);
     }
 }
 
@@ -59,12 +59,12 @@ impl Connections for Panicking {
     }
 }
 
-/// Splits four ranks, of whose parts only that of ranks 2 and 3 is broken; returns what both of these report.
+/// Splits four ranks so that only the subgroup of ranks 2 and 3 is faulty; returns the failure that both report.
 #[track_caller]
 fn check(
     open: fn() -> Result<Box<dyn Connections>, TransportError>,
     then: impl Fn(&dyn Collective) -> Result<()> + Sync,
-) -> Failure {
+) -> RankFailure {
     let options = Options { timeout: Duration::from_secs(60), record: false };
     let lists = [vec![0], vec![1], vec![2, 3]];
     let rank = |sound| {
@@ -78,11 +78,11 @@ fn check(
             threads::transports(&shared, 4).map(|transport| scope.spawn(move || rank(transport))).collect();
         threads.into_iter().map(|thread| thread.join().expect("the rank does not panic")).collect()
     });
-    let told = |ended: &Result<()>| match ended {
+    let sent = |ended: &Result<()>| match ended {
         Err(crate::Error::Failed(failure)) => failure.clone(),
         other => panic!("{other:?}"),
     };
-    let [third, fourth] = [2, 3].map(|rank| told(&ended[rank]));
+    let [third, fourth] = [2, 3].map(|rank| sent(&ended[rank]));
     assert_eq!(third, fourth);
     third
 }
@@ -92,10 +92,13 @@ fn sum(group: &dyn Collective) -> Result<()> {
 }
 
 #[test]
-fn a_rank_that_a_part_cannot_be_connected_to_is_named_as_in_the_world() {
-    let failure = check(|| Err(TransportError::Timeout(vec![1], Duration::from_secs(7))), sum);
+fn a_rank_that_cannot_connect_is_named_by_its_world_rank() {
+    let failure = check(|| Err(TransportError::ConnectTimeout(vec![1], Duration::from_secs(7))), sum);
     assert_eq!(failure.rank, 3);
-    assert!(failure.message.contains("in group world of ranks [0, 1, 2, 3]: rank 3 silent for 7s"), "{failure}");
+    assert!(
+        failure.message.contains("in group world of ranks [0, 1, 2, 3]: rank 3 did not connect within 7s"),
+        "{failure}"
+    );
     let refused = || Err(TransportError::Unreachable(1, std::io::ErrorKind::ConnectionRefused.into()));
     assert_eq!(check(refused, sum).rank, 3);
 }

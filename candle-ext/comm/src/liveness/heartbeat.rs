@@ -1,41 +1,41 @@
-//! The heartbeat that a rank leaves in a store, and the rank that keeps a call from its end.
+//! Heartbeat of a rank in the store, and the diagnosis of a stalled call from all ranks' heartbeats.
 
 use std::collections::BTreeMap;
 
 use crate::{Call, Op};
 
-/// A rank's sign of life, with the call that each of its groups began last.
+/// Heartbeat of a rank, with the last call of each of its groups.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Heartbeat {
-    /// The number of this heartbeat.
+    /// Sequence number of the heartbeat.
     pub(crate) count: u64,
-    /// True while work of its own keeps the rank from its next call.
+    /// True while the rank is busy between two calls.
     pub(crate) is_busy: bool,
-    /// By the groups' ids.
+    /// Last calls by group id.
     last_calls: BTreeMap<String, LastCall>,
 }
 
-/// The last call that a group began.
+/// Last call that a group has entered.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct LastCall {
-    /// The number of collective calls that it has begun.
+    /// Number of collective calls that the group has entered.
     n_calls: u64,
-    /// The last call, as text.
+    /// Text of the last call.
     call: String,
 }
 
-/// A call of a group that does not end, as rank `own` of the group sees it.
+/// Stalled call of a group, seen by rank `own` of the group.
 pub(crate) struct StalledCall<'a> {
     pub(crate) call: &'a Call,
     pub(crate) group_id: &'a str,
-    /// The names of the group's ranks.
+    /// Names of the group's ranks.
     pub(crate) names: &'a [String],
     pub(crate) own: usize,
 }
 
 impl Heartbeat {
-    /// Notes that a group begins a call.
-    pub(crate) fn note(&mut self, id: &str, call: &Call) {
+    /// Records that a group enters a call.
+    pub(crate) fn record(&mut self, id: &str, call: &Call) {
         let last = self.last_calls.entry(id.to_owned()).or_default();
         if !matches!(call.op, Op::SendRecv { .. }) {
             last.n_calls = call.number;
@@ -64,13 +64,14 @@ impl Heartbeat {
 }
 
 impl StalledCall<'_> {
-    /// Returns the rank of the group that keeps the call from its end, and the reason. `heartbeats` are two of each rank's,
-    /// some time apart. Returns nothing while another rank is busy.
+    /// Returns the rank of the group because of which the call stalls, and the reason.
+    ///
+    /// `heartbeats` are two of each rank, some time apart. Returns `None` while another rank is busy.
     pub(crate) fn diagnose(&self, heartbeats: &[[Option<Heartbeat>; 2]]) -> Option<(usize, String)> {
         let latest: Vec<_> = heartbeats.iter().map(|[_, latest]| latest.as_ref()).collect();
         let others: Vec<usize> = (0..self.names.len()).filter(|rank| *rank != self.own).collect();
         if let Some(dead) = others.iter().find(|rank| heartbeats[**rank][0] == heartbeats[**rank][1]) {
-            return Some((*dead, format!("{} shows no sign of life", self.names[*dead])));
+            return Some((*dead, format!("{} sends no heartbeats", self.names[*dead])));
         }
         if others.iter().any(|rank| latest[*rank].is_some_and(|heartbeat| heartbeat.is_busy)) {
             return None;
@@ -84,14 +85,14 @@ impl StalledCall<'_> {
     }
 
     fn diagnose_send(&self, peer: usize, last_calls: &[Option<&LastCall>]) -> (usize, String) {
-        (peer, format!("{}, which {}, has not done its part", self.names[peer], last_call(last_calls[peer])))
+        (peer, format!("{} has not entered the matching send_recv; {}", self.names[peer], last_call(last_calls[peer])))
     }
 
     fn diagnose_collective(&self, others: &[usize], last_calls: &[Option<&LastCall>]) -> (usize, String) {
         let (names, number) = (self.names, self.call.number);
-        let behind = others.iter().find(|rank| last_calls[**rank].is_none_or(|last| last.n_calls < number));
-        if let Some(&behind) = behind {
-            return (behind, format!("{} has not begun it: it {}", names[behind], last_call(last_calls[behind])));
+        let late = others.iter().find(|rank| last_calls[**rank].is_none_or(|last| last.n_calls < number));
+        if let Some(&late) = late {
+            return (late, format!("{} has not entered the call; {}", names[late], last_call(last_calls[late])));
         }
         let own_call = self.call.to_string();
         let with_calls = others.iter().filter_map(|rank| Some((*rank, last_calls[*rank]?)));
@@ -100,13 +101,13 @@ impl StalledCall<'_> {
             Some((rank, LastCall { call: theirs, .. })) => {
                 (rank, format!("{} calls {own_call}, {} calls {theirs}", names[self.own], names[rank]))
             }
-            None => (self.own, "all ranks have begun it; the GPUs, or what connects them, hang".to_owned()),
+            None => (self.own, "all ranks have entered the call; a GPU or the interconnect hangs".to_owned()),
         }
     }
 }
 
 fn last_call(last: Option<&LastCall>) -> String {
-    last.map_or_else(|| "has begun no call yet".to_owned(), |last| format!("began {} last", last.call))
+    last.map_or_else(|| "it has made no call yet".to_owned(), |last| format!("its last call was {}", last.call))
 }
 
 #[cfg(test)]
@@ -122,12 +123,12 @@ mod tests {
 
     fn heartbeat(count: u64, begun: &[Call]) -> Option<Heartbeat> {
         let mut heartbeat = Heartbeat { count, ..Heartbeat::default() };
-        begun.iter().for_each(|call| heartbeat.note("world", call));
+        begun.iter().for_each(|call| heartbeat.record("world", call));
         Some(heartbeat)
     }
 
     #[test]
-    fn a_heartbeat_is_read_as_it_was_written() {
+    fn a_decoded_heartbeat_equals_the_encoded_heartbeat() {
         let both = vec![call(3, Op::AllReduce(Reduce::Sum)), call(1, Op::SendRecv { to: Some(1), from: None })];
         for begun in [vec![], both] {
             let heartbeat = heartbeat(7, &begun);
@@ -137,7 +138,7 @@ mod tests {
         assert_eq!(Heartbeat::decode(b"7 true\nworld"), None);
     }
 
-    /// Checks why rank 0's third call of three ranks does not end.
+    /// Checks the diagnosis of rank 0's stalled third call in a group of three ranks.
     #[track_caller]
     fn check(op: Op, others: [[Option<Heartbeat>; 2]; 2], want: Option<(usize, &str)>) {
         let third = call(3, op);
@@ -150,28 +151,28 @@ mod tests {
     }
 
     #[test]
-    fn the_rank_that_is_behind_is_named() {
+    fn the_rank_that_stalls_a_call_is_named() {
         let sum = Op::AllReduce(Reduce::Sum);
         let at = |number| [heartbeat(1, &[call(number, sum)]), heartbeat(4, &[call(number, sum)])];
         let dead = [heartbeat(1, &[call(3, sum)]), heartbeat(1, &[call(3, sum)])];
-        check(sum, [at(3), dead.clone()], Some((2, "rank 2 shows no sign of life")));
-        check(sum, [at(3), [None, None]], Some((2, "rank 2 shows no sign of life")));
-        let behind = "rank 1 has not begun it: it began all_reduce 2 (sum, f32 [3]) last";
-        check(sum, [at(2), at(3)], Some((1, behind)));
+        check(sum, [at(3), dead.clone()], Some((2, "rank 2 sends no heartbeats")));
+        check(sum, [at(3), [None, None]], Some((2, "rank 2 sends no heartbeats")));
+        let late = "rank 1 has not entered the call; its last call was all_reduce 2 (sum, f32 [3])";
+        check(sum, [at(2), at(3)], Some((1, late)));
         let busy = at(2).map(|heartbeat| Some(Heartbeat { is_busy: true, ..heartbeat? }));
         check(sum, [busy.clone(), at(3)], None);
-        check(sum, [busy, dead], Some((2, "rank 2 shows no sign of life")));
-        let nothing = "rank 1 has not begun it: it has begun no call yet";
+        check(sum, [busy, dead], Some((2, "rank 2 sends no heartbeats")));
+        let nothing = "rank 1 has not entered the call; it has made no call yet";
         check(sum, [[heartbeat(1, &[]), heartbeat(4, &[])], at(3)], Some((1, nothing)));
         let gather = [heartbeat(1, &[call(3, Op::AllGather)]), heartbeat(4, &[call(3, Op::AllGather)])];
         let both = "rank 0 calls all_reduce 3 (sum, f32 [3]), rank 2 calls all_gather 3 (f32 [3])";
         check(sum, [at(3), gather], Some((2, both)));
-        let hang = "all ranks have begun it; the GPUs, or what connects them, hang";
+        let hang = "all ranks have entered the call; a GPU or the interconnect hangs";
         check(sum, [at(3), at(5)], Some((0, hang)));
         let receive = Op::SendRecv { to: None, from: Some(2) };
-        let idle = "rank 2, which began all_reduce 2 (sum, f32 [3]) last, has not done its part";
+        let idle = "rank 2 has not entered the matching send_recv; its last call was all_reduce 2 (sum, f32 [3])";
         check(receive, [at(3), at(2)], Some((2, idle)));
-        let nothing = "rank 2, which has begun no call yet, has not done its part";
+        let nothing = "rank 2 has not entered the matching send_recv; it has made no call yet";
         check(receive, [at(3), [heartbeat(1, &[]), heartbeat(4, &[])]], Some((2, nothing)));
     }
 }

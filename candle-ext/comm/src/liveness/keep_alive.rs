@@ -1,4 +1,4 @@
-//! Signs of life from a rank that is busy with work of its own.
+//! Heartbeats of a rank that is busy between calls.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,47 +6,49 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use super::SIGNS_PER_TIMEOUT;
+use super::HEARTBEATS_PER_TIMEOUT;
 use crate::transport::FailureChannel;
 
-/// Signs of life of a rank that reads data, writes a file or does other long work. Without them the other ranks give up
-/// after the time-out. With them they give up when this process dies or stops.
+/// Heartbeats of a rank that reads data, writes a checkpoint or does other long work between two calls.
+///
+/// Without heartbeats the other ranks time out. With them they time out only if this process exits or stops.
 #[derive(Clone)]
 pub struct KeepAlive {
     channel: Arc<dyn FailureChannel>,
     interval: Duration,
-    /// No rank waits for a rank that is alone.
+    /// True in a world of one rank, which sends no heartbeats.
     is_alone: bool,
 }
 
-/// Work in progress. It ends when this is dropped.
-#[must_use = "the work ends when it is dropped"]
+/// Guard that sends heartbeats until it is dropped.
+#[must_use = "the heartbeats end when the guard is dropped"]
 pub struct KeepAliveGuard {
-    /// Dropped, it ends the thread.
+    /// Dropping it ends the thread.
     done: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl KeepAlive {
     pub(crate) fn new(channel: Arc<dyn FailureChannel>, timeout: Duration, size: usize) -> Self {
-        Self { channel, interval: timeout / SIGNS_PER_TIMEOUT, is_alone: size == 1 }
+        Self { channel, interval: timeout / HEARTBEATS_PER_TIMEOUT, is_alone: size == 1 }
     }
 
-    /// Calls `work`, and shows the other ranks meanwhile that this one is alive. They wait as long as it takes, so `work`
-    /// must not wait for another rank.
+    /// Sends heartbeats to the other ranks while `work` runs. They wait without a limit.
+    ///
+    /// `work` must not wait for another rank.
     pub fn during<T>(&self, work: impl FnOnce() -> T) -> T {
         let _guard = self.begin();
         work()
     }
 
-    /// Shows once that this rank is alive. It suits work in steps that wait for other ranks, for whom the time-out holds.
+    /// Sends one heartbeat. Use it in work that also waits for other ranks, which the timeout still covers.
     pub fn beat(&self) {
         if !self.is_alone {
             self.channel.beat();
         }
     }
 
-    /// Begins work that lasts until the guard is dropped.
+    /// Sends heartbeats until the returned guard is dropped.
     pub fn begin(&self) -> KeepAliveGuard {
         if self.is_alone {
             return KeepAliveGuard { done: None, thread: None };
@@ -58,7 +60,7 @@ impl KeepAlive {
                 channel.beat();
             }
         };
-        // Without this thread the time-out holds.
+        // If the thread cannot start, the timeout applies.
         let thread = thread::Builder::new().name("comm-keep-alive".to_owned()).spawn(show).ok();
         KeepAliveGuard { done: Some(done), thread }
     }

@@ -1,8 +1,8 @@
-//! Evidence that ranks are alive, and the ranks that a stalled exchange waits for.
+//! Heartbeats, and the detection of ranks that a stalled exchange waits for.
 //!
-//! * [`KeepAlive`] shows the other ranks that this one is busy with work of its own.
-//! * [`WaitGraph`] finds the ranks that a stalled exchange of bytes waits for.
-//! * [`Heartbeat`] is what a rank leaves in the store where ranks have no other way to talk.
+//! * [`KeepAlive`] sends heartbeats while a rank is busy between calls.
+//! * [`WaitGraph`] finds the ranks that a stalled exchange waits for.
+//! * [`Heartbeat`] is a rank's heartbeat in the store, for backends without a control channel.
 
 #[cfg(any(test, feature = "cuda"))]
 mod heartbeat;
@@ -16,13 +16,13 @@ pub(crate) use heartbeat::{Heartbeat, StalledCall};
 pub use keep_alive::{KeepAlive, KeepAliveGuard};
 pub(crate) use wait_graph::{Wait, WaitGraph};
 
-/// The number of signs of life in a time-out. One or two of them may come late.
-const SIGNS_PER_TIMEOUT: u32 = 8;
+/// Number of heartbeats per timeout. One or two of them may be delayed.
+const HEARTBEATS_PER_TIMEOUT: u32 = 8;
 
-/// The longest wait for which the clock has room.
+/// Longest wait that does not overflow the clock.
 const FOREVER: Duration = Duration::from_secs(1 << 30);
 
-/// Returns when `timeout` will have passed, however long it is.
+/// Returns the instant at which `timeout` has passed. Any timeout is valid.
 pub(crate) fn deadline(timeout: Duration) -> Instant {
     Instant::now() + timeout.min(FOREVER)
 }

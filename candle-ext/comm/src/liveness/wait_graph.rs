@@ -1,126 +1,127 @@
-//! The ranks that wait for each other while nothing moves, and those of them that show no sign of life.
+//! Wait-for graph of the ranks, which finds the unresponsive ranks of a stalled exchange.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::SIGNS_PER_TIMEOUT;
+use super::HEARTBEATS_PER_TIMEOUT;
 
-/// The last signs of life of each rank of a world.
+/// Last heartbeats of each rank of a world.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct WaitGraph(BTreeMap<usize, RankSigns>);
+pub(crate) struct WaitGraph(BTreeMap<usize, RankHeartbeats>);
 
-/// The last signs of life of one rank.
+/// Last heartbeats of one rank.
 #[derive(Clone, Debug, Default)]
-struct RankSigns {
+struct RankHeartbeats {
     busy: Option<Instant>,
-    /// The ranks that it waits for, each with the time at which it said so.
+    /// Ranks that it waits for, each with the time of the heartbeat.
     waits_for: BTreeMap<usize, Instant>,
 }
 
-/// The state of one rank along a chain of waits.
+/// State of one rank in the graph.
 enum RankState {
     Busy,
-    Silent,
+    Unresponsive,
     WaitsFor(Vec<usize>),
 }
 
-/// The time that one rank has waited in one exchange.
+/// Wait of one rank in one exchange.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wait {
     timeout: Duration,
     last_progress: Instant,
-    /// The last time at which this rank showed that it waits.
-    shown: Instant,
+    /// Time of this rank's last heartbeat.
+    last_heartbeat: Instant,
 }
 
 impl WaitGraph {
-    /// Notes that a rank is busy with work of its own.
-    pub(crate) fn busy(&mut self, rank: usize) {
+    /// Records that a rank is busy between calls.
+    pub(crate) fn record_busy(&mut self, rank: usize) {
         self.0.entry(rank).or_default().busy = Some(Instant::now());
     }
 
-    /// Notes that a rank waits for others.
-    pub(crate) fn waits(&mut self, rank: usize, others: &[usize]) {
+    /// Records that a rank waits for others.
+    pub(crate) fn record_wait(&mut self, rank: usize, others: &[usize]) {
         let now = Instant::now();
         self.0.entry(rank).or_default().waits_for.extend(others.iter().map(|other| (*other, now)));
     }
 
-    /// Returns the ranks to hold responsible once `own` has waited for `others` for the whole time-out.
+    /// Returns the suspects after `own` has waited for `others` for the whole timeout, or `None` before.
     ///
-    /// The chains of waits are followed, also through other threads of `own`. The ranks on them that showed nothing are
-    /// returned. If all wait for each other, `others` are. If a chain ends at a busy rank and none is silent, none are.
+    /// Follows the graph from `others`, also through other threads of `own`, and returns its unresponsive ranks. Without any,
+    /// returns `None` if a rank is busy, and `others` if all ranks wait for each other (a deadlock).
     pub(crate) fn suspects(&self, own: usize, others: &[usize], wait: &Wait) -> Option<Vec<usize>> {
-        if !wait.is_over() {
+        if !wait.is_timed_out() {
             return None;
         }
-        let (mut visited, mut silent, mut is_any_busy) = (others.to_vec(), Vec::new(), false);
+        let (mut visited, mut unresponsive, mut is_any_busy) = (others.to_vec(), Vec::new(), false);
         let mut next = 0;
         while let Some(&rank) = visited.get(next) {
             next += 1;
             match self.state(rank, rank == own, wait.timeout) {
                 RankState::Busy => is_any_busy = true,
-                RankState::Silent => silent.push(rank),
+                RankState::Unresponsive => unresponsive.push(rank),
                 RankState::WaitsFor(ranks) => {
                     let new: Vec<usize> = ranks.into_iter().filter(|rank| !visited.contains(rank)).collect();
                     visited.extend(new);
                 }
             }
         }
-        match (silent.is_empty(), is_any_busy) {
-            (false, _) => Some(silent),
+        match (unresponsive.is_empty(), is_any_busy) {
+            (false, _) => Some(unresponsive),
             (true, true) => None,
             (true, false) => Some(others.to_vec()),
         }
     }
 
-    /// Returns the state of a rank. A busy rank has the whole time-out for its next call; a rank that waits repeats that
-    /// more often. This process itself is never silent.
+    /// Returns the state of a rank. A heartbeat of a busy rank counts for the whole timeout, that of a waiting rank for half.
+    ///
+    /// This process itself is never unresponsive.
     fn state(&self, rank: usize, is_own: bool, timeout: Duration) -> RankState {
-        let signs = self.0.get(&rank);
-        if signs.and_then(|signs| signs.busy).is_some_and(|seen| seen.elapsed() < timeout) {
+        let heartbeats = self.0.get(&rank);
+        if heartbeats.and_then(|heartbeats| heartbeats.busy).is_some_and(|seen| seen.elapsed() < timeout) {
             return RankState::Busy;
         }
         let is_recent = |(_, seen): &(&usize, &Instant)| seen.elapsed() < timeout / 2;
-        let waits_for = signs.into_iter().flat_map(|signs| &signs.waits_for).filter(is_recent);
+        let waits_for = heartbeats.into_iter().flat_map(|heartbeats| &heartbeats.waits_for).filter(is_recent);
         let waits_for: Vec<usize> = waits_for.map(|(other, _)| *other).collect();
-        if waits_for.is_empty() && !is_own { RankState::Silent } else { RankState::WaitsFor(waits_for) }
+        if waits_for.is_empty() && !is_own { RankState::Unresponsive } else { RankState::WaitsFor(waits_for) }
     }
 }
 
 impl Wait {
     pub(crate) fn begin(timeout: Duration) -> Self {
         let now = Instant::now();
-        Self { timeout, last_progress: now, shown: now }
+        Self { timeout, last_progress: now, last_heartbeat: now }
     }
 
-    /// Begins the wait anew, because something has moved.
+    /// Restarts the timeout after progress.
     pub(crate) fn progress(&mut self) {
         *self = Self::begin(self.timeout);
     }
 
-    /// Returns for how long nothing has moved.
+    /// Returns the time since the last progress.
     #[cfg(feature = "mpi")]
     pub(crate) fn elapsed(&self) -> Duration {
         self.last_progress.elapsed()
     }
 
-    /// Returns whether it has lasted for the time-out.
-    pub(crate) fn is_over(&self) -> bool {
+    /// Returns true after the timeout without progress.
+    pub(crate) fn is_timed_out(&self) -> bool {
         self.left().is_zero()
     }
 
-    /// Returns the time until the time-out ends or this rank should show again that it waits.
-    pub(crate) fn patience(&self) -> Duration {
-        let until_shown = (self.timeout / SIGNS_PER_TIMEOUT).saturating_sub(self.shown.elapsed());
+    /// Returns the time until the timeout or the next heartbeat.
+    pub(crate) fn next_check_in(&self) -> Duration {
+        let until_heartbeat = (self.timeout / HEARTBEATS_PER_TIMEOUT).saturating_sub(self.last_heartbeat.elapsed());
         let left = self.left();
-        if left.is_zero() { until_shown } else { until_shown.min(left) }
+        if left.is_zero() { until_heartbeat } else { until_heartbeat.min(left) }
     }
 
-    /// Returns whether this rank should show again that it waits.
-    pub(crate) fn is_to_be_shown(&mut self) -> bool {
-        let is_due = self.shown.elapsed() >= self.timeout / SIGNS_PER_TIMEOUT;
+    /// Returns true if this rank's next heartbeat is due, and counts it as sent.
+    pub(crate) fn is_heartbeat_due(&mut self) -> bool {
+        let is_due = self.last_heartbeat.elapsed() >= self.timeout / HEARTBEATS_PER_TIMEOUT;
         if is_due {
-            self.shown = Instant::now();
+            self.last_heartbeat = Instant::now();
         }
         is_due
     }
@@ -134,55 +135,55 @@ impl Wait {
 mod tests {
     use super::*;
 
-    /// Returns the suspects of rank 0 after the time-out, which waits for `others`, where these are busy and those wait.
+    /// Returns the suspects of rank 0, which has timed out waiting for `others`, given the busy and the waiting ranks.
     fn suspects(others: &[usize], busy: &[usize], waiting: &[(usize, &[usize])]) -> Option<Vec<usize>> {
         let timeout = Duration::from_secs(3600);
         let mut graph = WaitGraph::default();
-        busy.iter().for_each(|rank| graph.busy(*rank));
-        waiting.iter().for_each(|(rank, others)| graph.waits(*rank, others));
+        busy.iter().for_each(|rank| graph.record_busy(*rank));
+        waiting.iter().for_each(|(rank, others)| graph.record_wait(*rank, others));
         let begun = Wait::begin(timeout);
-        assert_eq!(graph.suspects(0, others, &begun), None, "its time is not up");
+        assert_eq!(graph.suspects(0, others, &begun), None, "the timeout has not passed");
         let long_ago = Instant::now().checked_sub(timeout).expect("the machine has been up for an hour");
         graph.suspects(0, others, &Wait { last_progress: long_ago, ..begun })
     }
 
     #[test]
-    fn silent_ranks_are_suspects_and_waiting_or_busy_ones_are_not() {
+    fn unresponsive_ranks_are_suspects_and_waiting_or_busy_ranks_are_not() {
         assert_eq!(suspects(&[1, 2], &[], &[]), Some(vec![1, 2]));
         assert_eq!(suspects(&[1, 2], &[2], &[]), Some(vec![1]));
         assert_eq!(suspects(&[1, 2], &[1, 2], &[]), None);
-        // Along a chain.
+        // A chain of waits.
         assert_eq!(suspects(&[1], &[], &[(1, &[2]), (2, &[3])]), Some(vec![3]));
         assert_eq!(suspects(&[1], &[3], &[(1, &[2]), (2, &[3])]), None);
         assert_eq!(suspects(&[1], &[3], &[(1, &[2, 3])]), Some(vec![2]));
-        // For another thread of this rank, which waits for another rank, or is busy.
+        // A wait for another thread of rank 0, which itself waits or is busy.
         assert_eq!(suspects(&[1], &[], &[(0, &[1, 2]), (1, &[0])]), Some(vec![2]));
         assert_eq!(suspects(&[1], &[0], &[(0, &[1]), (1, &[0])]), None);
-        // In a circle.
+        // A cycle.
         assert_eq!(suspects(&[1], &[], &[(1, &[2]), (2, &[0, 1])]), Some(vec![1]));
         assert_eq!(suspects(&[1], &[3], &[(1, &[2]), (2, &[0])]), Some(vec![1]));
     }
 
     #[test]
-    fn old_signs_of_life_do_not_count() {
+    fn expired_heartbeats_do_not_count() {
         let mut graph = WaitGraph::default();
-        graph.busy(1);
-        graph.waits(2, &[1]);
+        graph.record_busy(1);
+        graph.record_wait(2, &[1]);
         let wait = Wait::begin(Duration::ZERO);
         assert_eq!(graph.suspects(0, &[1, 2], &wait), Some(vec![1, 2]));
     }
 
     #[test]
-    fn a_wait_is_shown_several_times_before_it_is_over() {
+    fn a_wait_sends_several_heartbeats_before_it_times_out() {
         let timeout = Duration::from_secs(80);
         let ago = |seconds| Instant::now().checked_sub(Duration::from_secs(seconds)).expect("the machine is up");
-        let mut wait = Wait { timeout, last_progress: ago(75), shown: ago(2) };
-        assert!(wait.patience() <= Duration::from_secs(5) && !wait.is_to_be_shown());
-        wait.shown = ago(11);
-        assert!(wait.patience().is_zero() && wait.is_to_be_shown() && !wait.is_to_be_shown());
-        let over = Wait { timeout, last_progress: ago(90), shown: ago(1) };
-        assert!(over.patience() > Duration::from_secs(5));
+        let mut wait = Wait { timeout, last_progress: ago(75), last_heartbeat: ago(2) };
+        assert!(wait.next_check_in() <= Duration::from_secs(5) && !wait.is_heartbeat_due());
+        wait.last_heartbeat = ago(11);
+        assert!(wait.next_check_in().is_zero() && wait.is_heartbeat_due() && !wait.is_heartbeat_due());
+        let over = Wait { timeout, last_progress: ago(90), last_heartbeat: ago(1) };
+        assert!(over.next_check_in() > Duration::from_secs(5));
         wait.progress();
-        assert!(wait.patience() > Duration::from_secs(5));
+        assert!(wait.next_check_in() > Duration::from_secs(5));
     }
 }

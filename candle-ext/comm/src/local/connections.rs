@@ -1,4 +1,4 @@
-//! The sockets of one group, all of them sending and receiving at once.
+//! Sockets of one group, which send and receive concurrently.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -8,19 +8,19 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::shared::Shared;
+use super::rank::LocalRank;
 use crate::liveness::Wait;
 use crate::transport::{Connections, TransportError};
 
-/// How much is written to one rank before the others get their turn.
-const TURN_BYTES: usize = 1 << 18;
+/// Largest write to one rank before the other ranks' sockets are served.
+const MAX_WRITE_BYTES: usize = 1 << 18;
 
-/// One rank's sockets in one group.
+/// Sockets of one rank in one group.
 pub(super) struct UnixSocketConnections {
     streams: Vec<Option<UnixStream>>,
-    /// The world ranks of the group's ranks.
+    /// World ranks of the group's ranks.
     members: Vec<usize>,
-    shared: Arc<Shared>,
+    shared: Arc<LocalRank>,
     timeout: Duration,
 }
 
@@ -28,14 +28,14 @@ impl UnixSocketConnections {
     pub(super) fn new(
         streams: Vec<Option<UnixStream>>,
         members: Vec<usize>,
-        shared: Arc<Shared>,
+        shared: Arc<LocalRank>,
         timeout: Duration,
     ) -> Self {
         Self { streams, members, shared, timeout }
     }
 
-    /// Waits until sockets that have something to do can do it, the world has ended, or `left` has passed; returns the
-    /// peers of these sockets.
+    /// Waits until a pending socket is ready, the world has failed, or `left` has passed. Returns the peers of the ready
+    /// sockets.
     fn await_any(&self, send: &[&[u8]], recv: &[&mut [u8]], left: Duration) -> Result<Vec<usize>, TransportError> {
         let mut fds = vec![PollFd::new(self.shared.ended(), PollFlags::IN)];
         let mut peers = Vec::with_capacity(self.streams.len());
@@ -51,7 +51,7 @@ impl UnixSocketConnections {
         let left = Timespec { tv_sec: left.as_secs().min(1 << 30) as i64, tv_nsec: left.subsec_nanos().into() };
         match poll(&mut fds, Some(&left)) {
             Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(TransportError::Local(format!("wait for the others: {error}"))),
+            Err(error) => return Err(TransportError::Local(format!("poll the sockets of the other ranks: {error}"))),
         }
         let ready = fds[1..].iter().zip(peers).filter(|(fd, _)| !fd.revents().is_empty());
         Ok(ready.map(|(_, peer)| peer).collect())
@@ -60,7 +60,7 @@ impl UnixSocketConnections {
 
 impl Connections for UnixSocketConnections {
     fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), TransportError> {
-        // What is left of each.
+        // Remaining bytes of each peer.
         let mut send = send.to_vec();
         let mut recv: Vec<&mut [u8]> = recv.iter_mut().map(|place| &mut **place).collect();
         let mut wait = Wait::begin(self.timeout);
@@ -82,15 +82,15 @@ impl Connections for UnixSocketConnections {
                 return Err(TransportError::Failed(failure));
             }
             let waits_for = || late(&send, &recv).into_iter().map(|peer| self.members[peer]).collect::<Vec<_>>();
-            if wait.is_to_be_shown() {
-                self.shared.show_wait(&waits_for());
+            if wait.is_heartbeat_due() {
+                self.shared.send_wait(&waits_for());
             }
-            if wait.is_over()
+            if wait.is_timed_out()
                 && let Some(silent) = self.shared.suspects(&waits_for(), &wait)
             {
                 return Err(TransportError::PeersTimedOut(silent, self.timeout));
             }
-            ready = self.await_any(&send, &recv, wait.patience())?;
+            ready = self.await_any(&send, &recv, wait.next_check_in())?;
         }
     }
 }
@@ -99,7 +99,7 @@ fn write_some(mut stream: &UnixStream, left: &mut &[u8]) -> io::Result<bool> {
     if left.is_empty() {
         return Ok(false);
     }
-    let Some(n) = unless_busy(stream.write(&left[..left.len().min(TURN_BYTES)]))? else { return Ok(false) };
+    let Some(n) = unless_would_block(stream.write(&left[..left.len().min(MAX_WRITE_BYTES)]))? else { return Ok(false) };
     *left = &left[n..];
     Ok(true)
 }
@@ -108,7 +108,7 @@ fn read_some(mut stream: &UnixStream, left: &mut &mut [u8]) -> io::Result<bool> 
     if left.is_empty() {
         return Ok(false);
     }
-    match unless_busy(stream.read(left))? {
+    match unless_would_block(stream.read(left))? {
         Some(0) => Err(ErrorKind::UnexpectedEof.into()),
         Some(n) => {
             *left = &mut std::mem::take(left)[n..];
@@ -118,15 +118,15 @@ fn read_some(mut stream: &UnixStream, left: &mut &mut [u8]) -> io::Result<bool> 
     }
 }
 
-/// Returns what was done, or nothing if that was not possible just now.
-fn unless_busy(done: io::Result<usize>) -> io::Result<Option<usize>> {
+/// Returns the number of bytes, or `None` if the socket would block.
+fn unless_would_block(done: io::Result<usize>) -> io::Result<Option<usize>> {
     match done {
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(None),
         done => done.map(Some),
     }
 }
 
-/// Those from whom something is missing; those who do not take what they are sent, if nothing is.
+/// Returns the peers with missing bytes; if there are none, the peers with unsent bytes.
 fn late(send: &[&[u8]], recv: &[&mut [u8]]) -> Vec<usize> {
     let silent: Vec<usize> = (0..recv.len()).filter(|peer| !recv[*peer].is_empty()).collect();
     if silent.is_empty() { (0..send.len()).filter(|peer| !send[*peer].is_empty()).collect() } else { silent }

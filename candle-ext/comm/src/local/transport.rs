@@ -1,4 +1,4 @@
-//! One process's connections to all others: the sockets of each group, and the reports of failures.
+//! Transport over Unix sockets: connections of each group, and reports of failures.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, Write};
@@ -11,26 +11,26 @@ use std::time::{Duration, Instant};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 
 use super::connections::UnixSocketConnections;
-use super::shared::{CONTROL, Shared};
-use super::watch::{Watcher, hello};
+use super::rank::{CONTROL, LocalRank};
+use super::watch::{Watcher, encode_hello};
 use crate::failure::StoreArbiter;
 use crate::liveness::deadline;
 use crate::peer::PeerInfo;
-use crate::rendezvous::Rendezvous;
+use crate::rendezvous::PeerRendezvous;
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
-use crate::{Call, Failure, Options, Result};
+use crate::{Call, Options, RankFailure, Result};
 
-/// The buffer requested of the kernel for each socket; it may grant less.
+/// Requested send buffer of a socket. The kernel may grant less.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// A socket that others find by name.
-pub(super) struct Listening {
+/// Listener with a name that other ranks connect to.
+pub(super) struct NamedListener {
     name: String,
     listener: UnixListener,
 }
 
-impl Listening {
-    /// Listens on an abstract socket: nothing is left behind in the file system, however the process ends.
+impl NamedListener {
+    /// Listens on an abstract socket, which leaves no file however the process ends.
     pub(super) fn start() -> io::Result<Self> {
         let random = RandomState::new().build_hasher().finish();
         let name = format!("candlewick-{}-{random:016x}", std::process::id());
@@ -43,50 +43,50 @@ impl Listening {
     }
 }
 
-/// See [`Transport`].
+/// Transport of one rank over Unix sockets.
 pub(super) struct UnixSocketTransport {
-    shared: Arc<Shared>,
+    shared: Arc<LocalRank>,
     timeout: Duration,
     watcher: Option<JoinHandle<()>>,
     wake: UnixStream,
 }
 
 impl UnixSocketTransport {
-    /// Connects this rank to `peers`, and watches them and `listening` from then on.
+    /// Connects this rank to `peers` and starts the watcher of the connections.
     pub(super) fn connect(
-        rendezvous: &Rendezvous,
+        rendezvous: &PeerRendezvous,
         peers: Vec<PeerInfo>,
-        listening: Listening,
+        listening: NamedListener,
         options: &Options,
     ) -> Result<Self> {
         let system = |error: io::Error| candle_core::Error::wrap(error);
         let arbiter = StoreArbiter::connect(rendezvous.store())?;
-        let shared = Arc::new(Shared::new(rendezvous.rank(), peers, arbiter).map_err(system)?);
+        let shared = Arc::new(LocalRank::new(rendezvous.rank(), peers, arbiter).map_err(system)?);
         let (wake, woken) = UnixStream::pair().map_err(system)?;
         listening.listener.set_nonblocking(true).map_err(system)?;
         let watcher = Watcher { shared: Arc::clone(&shared), listener: listening.listener, accepts: true, woken };
         let watcher = Some(watcher.start().map_err(system)?);
         let transport = Self { shared, timeout: options.timeout, watcher, wake };
-        let everyone: Vec<usize> = (0..transport.shared.peers.len()).collect();
-        transport.connect_all(rendezvous.deadline()).map_err(|error| error.unconnected(&transport, &everyone))?;
+        let all_ranks: Vec<usize> = (0..transport.shared.peers.len()).collect();
+        transport.connect_all(rendezvous.deadline()).map_err(|error| error.fail_connect(&transport, &all_ranks))?;
         Ok(transport)
     }
 
-    /// Connects to everyone; each is listened to from when it is connected.
+    /// Opens the control connections to all ranks. The watcher reads each from then on.
     fn connect_all(&self, deadline: Instant) -> Result<(), TransportError> {
         for rank in 0..self.shared.rank {
-            let stream = self.call(CONTROL, rank).map_err(|error| uncalled(rank, error))?;
+            let stream = self.dial(CONTROL, rank).map_err(|error| dial_error(rank, error))?;
             self.shared.arrived(CONTROL, rank, stream);
-            self.poke();
+            self.wake_watcher();
         }
         self.shared.await_all(deadline, self.timeout)
     }
 
-    /// Connects to each of `members`: the higher rank calls, the lower is called.
+    /// Connects to each of `members`. The higher rank dials the lower one.
     fn streams(&self, id: &str, members: &[usize]) -> Result<Vec<Option<UnixStream>>, TransportError> {
         let deadline = deadline(self.timeout);
         for (index, rank) in members.iter().enumerate().filter(|(_, rank)| **rank < self.shared.rank) {
-            let stream = self.call(id, *rank).map_err(|error| uncalled(index, error))?;
+            let stream = self.dial(id, *rank).map_err(|error| dial_error(index, error))?;
             self.shared.arrived(id, *rank, stream);
         }
         let await_one = |(index, rank): (usize, &usize)| {
@@ -94,20 +94,20 @@ impl UnixSocketTransport {
                 return Ok(None);
             }
             let stream = self.shared.await_arrival(id, *rank, deadline)?;
-            stream.map(Some).ok_or(TransportError::Timeout(vec![index], self.timeout))
+            stream.map(Some).ok_or(TransportError::ConnectTimeout(vec![index], self.timeout))
         };
         members.iter().enumerate().map(await_one).collect()
     }
 
-    fn call(&self, id: &str, rank: usize) -> io::Result<UnixStream> {
+    fn dial(&self, id: &str, rank: usize) -> io::Result<UnixStream> {
         let addr = SocketAddr::from_abstract_name(&self.shared.peers[rank].address)?;
         let mut stream = UnixStream::connect_addr(&addr)?;
-        stream.write_all(&hello(id, self.shared.rank))?;
+        stream.write_all(&encode_hello(id, self.shared.rank))?;
         Ok(stream)
     }
 
-    fn poke(&self) {
-        // A full pipe is as good as another byte in it.
+    fn wake_watcher(&self) {
+        // A full pipe also wakes the watcher.
         let _ = (&self.wake).write(&[1]);
     }
 }
@@ -121,15 +121,15 @@ impl FailureChannel for UnixSocketTransport {
         self.shared.who(rank)
     }
 
-    fn fail(&self, failure: Failure) -> Failure {
+    fn fail(&self, failure: RankFailure) -> RankFailure {
         self.shared.fail(failure)
     }
 
-    fn failure(&self) -> Option<Failure> {
+    fn failure(&self) -> Option<RankFailure> {
         self.shared.monitor.failure()
     }
 
-    fn await_failure(&self, within: Duration) -> Option<Failure> {
+    fn await_failure(&self, within: Duration) -> Option<RankFailure> {
         self.shared.monitor.await_failure(within)
     }
 
@@ -142,30 +142,30 @@ impl Transport for UnixSocketTransport {
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Connections>, TransportError> {
         let streams = self.streams(id, members)?;
         for stream in streams.iter().flatten() {
-            // A smaller buffer than asked for is slower, not wrong.
+            // A smaller buffer is only slower.
             let _ = set_socket_send_buffer_size(stream, BUFFER_BYTES);
             stream.set_nonblocking(true).map_err(|error| TransportError::Local(error.to_string()))?;
         }
         Ok(Box::new(UnixSocketConnections::new(streams, members.to_vec(), Arc::clone(&self.shared), self.timeout)))
     }
 
-    fn doing(&self, id: &str, call: Option<&Call>) {
-        self.shared.doing(id, call);
+    fn set_current_call(&self, id: &str, call: Option<&Call>) {
+        self.shared.set_current_call(id, call);
     }
 }
 
 impl Drop for UnixSocketTransport {
     fn drop(&mut self) {
         self.shared.leave();
-        self.poke();
+        self.wake_watcher();
         if let Some(watcher) = self.watcher.take() {
             let _ = watcher.join();
         }
     }
 }
 
-/// Says whose fault it is that a call did not get through.
-fn uncalled(peer: usize, error: io::Error) -> TransportError {
+/// Returns the error of a failed connection: the peer's, or this process's own.
+fn dial_error(peer: usize, error: io::Error) -> TransportError {
     use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset};
     if matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset) {
         return TransportError::Unreachable(peer, error);

@@ -1,4 +1,4 @@
-//! The thread that reads from all other ranks, also between exchanges, and notices new connections, failures and exits.
+//! Watcher thread: accepts connections, and reads the control connections for failures, heartbeats and exits.
 
 use std::io::{self, Read};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -9,28 +9,29 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::socket_peercred;
 
-use super::shared::{BEAT, FAIL, LEAVE, Shared, WAITS};
+use super::rank::{BEAT, FAIL, LEAVE, LocalRank, WAITS};
 use crate::error::MAX_FAILURE_BYTES;
 use crate::liveness::deadline;
-use crate::{Cause, Failure};
+use crate::{Cause, RankFailure};
 
-/// How long a caller may take to say who it is; it has already written that when it is accepted.
-const INTRODUCE_WITHIN: Duration = Duration::from_secs(2);
+/// Timeout for the hello of a new connection, which a rank writes before it is accepted.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The sockets that are ready to read.
+/// Sockets that are ready to read.
 struct Ready {
     woken: bool,
-    called: bool,
+    acceptable: bool,
     readable: Vec<(usize, Arc<UnixStream>)>,
 }
 
-/// What the thread owns.
+/// State of the watcher thread.
 pub(super) struct Watcher {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<LocalRank>,
     pub(super) listener: UnixListener,
-    /// Whether calls are still taken. The listener stays open: who calls in vain learns of the failure, not of a refusal.
+    /// True while connections are accepted. The listener stays open afterwards, so that a rank that connects reads the failure
+    /// instead of an error of the socket.
     pub(super) accepts: bool,
-    /// Becomes readable when there is something new to watch, or when it is time to stop.
+    /// Becomes readable when a connection was added or the watcher must stop.
     pub(super) woken: UnixStream,
 }
 
@@ -51,18 +52,18 @@ impl Watcher {
             let ready = match self.await_any(&control) {
                 Ok(ready) => ready,
                 Err(error) => {
-                    self.give_up(&format!("listen to the others: {error}"));
+                    self.fail_world(&format!("poll the control connections: {error}"));
                     return;
                 }
             };
             if ready.woken {
                 let _ = self.woken.read(&mut [0; 64]);
             }
-            if ready.called
+            if ready.acceptable
                 && let Err(error) = self.accept()
             {
                 self.accepts = false;
-                self.give_up(&format!("accept a connection: {error}"));
+                self.fail_world(&format!("accept a connection: {error}"));
             }
             for (rank, stream) in ready.readable {
                 self.read_from(rank, &stream);
@@ -70,10 +71,10 @@ impl Watcher {
         }
     }
 
-    fn give_up(&self, why: &str) {
+    fn fail_world(&self, why: &str) {
         let rank = self.shared.rank;
-        let message = format!("go on: {} failed to {why}", self.shared.who(rank));
-        self.shared.fail(Failure { rank, cause: Cause::Told, message });
+        let message = format!("continue: {} failed to {why}", self.shared.who(rank));
+        self.shared.fail(RankFailure { rank, cause: Cause::Reported, message });
     }
 
     fn await_any(&self, control: &[Option<Arc<UnixStream>>]) -> io::Result<Ready> {
@@ -94,11 +95,11 @@ impl Watcher {
         Ok(Ready {
             woken: ready[0],
             readable: readable.map(|((rank, stream), _)| (*rank, Arc::clone(stream))).collect(),
-            called: ready[1 + streams.len()..].contains(&true),
+            acceptable: ready[1 + streams.len()..].contains(&true),
         })
     }
 
-    /// Takes a caller's stream. Fails if this process cannot take any.
+    /// Accepts one connection. Fails if this process cannot accept any.
     fn accept(&self) -> io::Result<()> {
         use io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
         let stream = match self.listener.accept() {
@@ -106,7 +107,7 @@ impl Watcher {
             Err(error) if matches!(error.kind(), ConnectionAborted | Interrupted | WouldBlock) => return Ok(()),
             Err(error) => return Err(error),
         };
-        // The name of an abstract socket is no secret: only this user's processes are listened to.
+        // Any process can connect to an abstract socket. Accept only those of this user.
         let ours = socket_peercred(&stream).is_ok_and(|peer| peer.uid == rustix::process::geteuid());
         if !ours || stream.set_nonblocking(false).is_err() {
             return Ok(());
@@ -125,7 +126,7 @@ impl Watcher {
             Ok((BEAT, _)) => return self.shared.on_beat(rank),
             Ok((WAITS, payload)) => return self.shared.on_wait(rank, &payload),
             Ok((FAIL, payload)) => {
-                if let Some(failure) = Failure::decode(&payload) {
+                if let Some(failure) = RankFailure::decode(&payload) {
                     self.shared.adopt(failure);
                     return;
                 }
@@ -139,14 +140,14 @@ impl Watcher {
     }
 }
 
-/// What a caller says first: its rank and the group it calls for.
-pub(super) fn hello(id: &str, rank: usize) -> Vec<u8> {
+/// Encodes the first message of a connection: the dialing rank and the group's id.
+pub(super) fn encode_hello(id: &str, rank: usize) -> Vec<u8> {
     [&(rank as u32).to_le_bytes()[..], &(id.len() as u32).to_le_bytes(), id.as_bytes()].concat()
 }
 
-/// Reads a hello, all of which has to be there soon: whoever else calls is kept waiting meanwhile.
+/// Reads the hello of a connection within a short timeout, because other connections wait meanwhile.
 fn read_hello(stream: &UnixStream) -> io::Result<(String, usize)> {
-    let mut within = Within { stream, deadline: deadline(INTRODUCE_WITHIN) };
+    let mut within = DeadlineReader { stream, deadline: deadline(HELLO_TIMEOUT) };
     let rank = read_u32(&mut within)? as usize;
     let mut id = vec![0; (read_u32(&mut within)? as usize).min(1 << 16)];
     within.read_exact(&mut id)?;
@@ -154,13 +155,13 @@ fn read_hello(stream: &UnixStream) -> io::Result<(String, usize)> {
     Ok((String::from_utf8_lossy(&id).into_owned(), rank))
 }
 
-/// A stream from which everything is read by the deadline, in however many pieces it comes.
-struct Within<'a> {
+/// Reader of a stream with a deadline for all reads together.
+struct DeadlineReader<'a> {
     stream: &'a UnixStream,
     deadline: Instant,
 }
 
-impl Read for Within<'_> {
+impl Read for DeadlineReader<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {

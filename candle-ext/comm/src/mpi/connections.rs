@@ -1,44 +1,44 @@
-//! One rank's part in one group: cuts what is exchanged into pieces, and waits for them.
+//! Connections of one rank in one group. Splits exchanges into chunks and waits for their completion.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-use super::shared::{Done, Event, Piece, Request, Shared};
+use super::rank::{Completion, MessageChunk, MpiRank, MpiRequest, ProgressEvent};
 use crate::liveness::Wait;
 use crate::transport::{Connections, TransportError};
 
-/// The size of a piece. Each that arrives is a sign of life, so it is not too large.
-const PIECE_BYTES: usize = 1 << 18;
+/// Size of a chunk. Each completed chunk counts as progress, so chunks are small.
+const CHUNK_BYTES: usize = 1 << 18;
 
-/// How many pieces are on the way to each rank at once, and from each.
-const WINDOW: usize = 4;
+/// Largest number of chunks in flight to each rank, and from each.
+const MAX_IN_FLIGHT: usize = 4;
 
-/// How long something may still come from a rank that has said it leaves: another message may overtake it.
+/// Timeout for messages of a rank that has left: its leave message may overtake them.
 const LATE_MESSAGES_WITHIN: Duration = Duration::from_secs(1);
 
-/// See [`Connections`].
+/// Connections of one rank in one group.
 pub(super) struct MpiConnections {
-    shared: Arc<Shared>,
-    /// The world ranks of the group's ranks.
+    shared: Arc<MpiRank>,
+    /// World ranks of the group's ranks.
     members: Vec<usize>,
     tag: i32,
-    sender: Sender<Event>,
-    events: Receiver<Event>,
-    /// Rooms of pieces that have arrived, for the next.
-    rooms: Vec<Box<[u8]>>,
+    sender: Sender<ProgressEvent>,
+    events: Receiver<ProgressEvent>,
+    /// Buffers of completed chunks, for reuse.
+    free_buffers: Vec<Box<[u8]>>,
 }
 
-/// How far the bytes between this rank and another are, one way.
+/// Progress of the transfer to or from one peer, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
-struct Progress {
+struct TransferProgress {
     len: usize,
     started: usize,
     arrived: usize,
-    n_under_way: usize,
+    n_in_flight: usize,
 }
 
-impl Progress {
+impl TransferProgress {
     fn of(len: usize) -> Self {
         Self { len, ..Self::default() }
     }
@@ -47,44 +47,44 @@ impl Progress {
         self.arrived == self.len
     }
 
-    /// Returns where the next piece is that may start.
+    /// Returns the range of the next chunk, if one may start.
     fn next(&mut self) -> Option<std::ops::Range<usize>> {
-        if self.started == self.len || self.n_under_way == WINDOW {
+        if self.started == self.len || self.n_in_flight == MAX_IN_FLIGHT {
             return None;
         }
         let start = self.started;
-        self.started = (start + PIECE_BYTES).min(self.len);
-        self.n_under_way += 1;
+        self.started = (start + CHUNK_BYTES).min(self.len);
+        self.n_in_flight += 1;
         Some(start..self.started)
     }
 
     fn arrived(&mut self, n_bytes: usize) {
         self.arrived += n_bytes;
-        self.n_under_way -= 1;
+        self.n_in_flight -= 1;
     }
 }
 
 impl MpiConnections {
-    pub(super) fn new(shared: Arc<Shared>, members: Vec<usize>, tag: i32) -> Self {
+    pub(super) fn new(shared: Arc<MpiRank>, members: Vec<usize>, tag: i32) -> Self {
         let (sender, events) = channel();
-        shared.listen(&sender);
-        Self { shared, members, tag, sender, events, rooms: Vec::new() }
+        shared.subscribe(&sender);
+        Self { shared, members, tag, sender, events, free_buffers: Vec::new() }
     }
 
-    /// Orders what may start now.
-    fn start(&mut self, send: &[&[u8]], [going, coming]: &mut [Vec<Progress>; 2]) {
+    /// Requests the chunks that may start now.
+    fn start(&mut self, send: &[&[u8]], [sends, receives]: &mut [Vec<TransferProgress>; 2]) {
         let mut requests = Vec::new();
         for peer in 0..self.members.len() {
-            while let Some(at) = coming[peer].next() {
+            while let Some(at) = receives[peer].next() {
                 let done = self.done(peer, at.start, false);
-                let room = self.room(at.len());
-                requests.push(Request::Receive { from: self.members[peer], tag: self.tag, room, done });
+                let buffer = self.buffer(at.len());
+                requests.push(MpiRequest::Receive { from: self.members[peer], tag: self.tag, buffer, done });
             }
-            while let Some(at) = going[peer].next() {
+            while let Some(at) = sends[peer].next() {
                 let done = self.done(peer, at.start, true);
-                let mut bytes = self.room(at.len());
+                let mut bytes = self.buffer(at.len());
                 bytes.copy_from_slice(&send[peer][at]);
-                requests.push(Request::Send { to: self.members[peer], tag: self.tag, bytes, done });
+                requests.push(MpiRequest::Send { to: self.members[peer], tag: self.tag, bytes, done });
             }
         }
         if !requests.is_empty() {
@@ -92,69 +92,72 @@ impl MpiConnections {
         }
     }
 
-    fn done(&self, peer: usize, start: usize, is_sent: bool) -> Done {
-        Done { events: self.sender.clone(), piece: Piece { peer, start, is_sent } }
+    fn done(&self, peer: usize, start: usize, is_sent: bool) -> Completion {
+        Completion { events: self.sender.clone(), chunk: MessageChunk { peer, start, is_sent } }
     }
 
-    fn room(&mut self, len: usize) -> Box<[u8]> {
-        let fits = self.rooms.iter().position(|room| room.len() == len);
-        fits.map_or_else(|| vec![0; len].into(), |at| self.rooms.swap_remove(at))
+    fn buffer(&mut self, len: usize) -> Box<[u8]> {
+        let fits = self.free_buffers.iter().position(|buffer| buffer.len() == len);
+        fits.map_or_else(|| vec![0; len].into(), |at| self.free_buffers.swap_remove(at))
     }
 
-    fn keep(&mut self, room: Box<[u8]>) {
-        if self.rooms.len() < 2 * WINDOW * self.members.len() {
-            self.rooms.push(room);
+    fn recycle(&mut self, buffer: Box<[u8]>) {
+        if self.free_buffers.len() < 2 * MAX_IN_FLIGHT * self.members.len() {
+            self.free_buffers.push(buffer);
         }
     }
 
-    /// Says why nothing moves, if there is a reason not to wait any longer.
-    fn check(&self, [going, coming]: &[Vec<Progress>; 2], wait: &mut Wait) -> Result<(), TransportError> {
+    /// Fails if there is a reason not to wait any longer.
+    fn check(&self, [sends, receives]: &[Vec<TransferProgress>; 2], wait: &mut Wait) -> Result<(), TransportError> {
         if let Some(failure) = self.shared.monitor.failure() {
             return Err(TransportError::Failed(failure));
         }
-        // Those from whom something is missing; those who do not take what they are sent, if nothing is.
-        let unfinished = |ways: &[Progress]| (0..ways.len()).filter(|peer| !ways[*peer].is_done()).collect::<Vec<_>>();
-        let waits_for = Some(unfinished(coming)).filter(|peers| !peers.is_empty()).unwrap_or_else(|| unfinished(going));
+        // The peers with missing bytes; if there are none, the peers with unsent bytes.
+        let unfinished = |transfers: &[TransferProgress]| {
+            (0..transfers.len()).filter(|peer| !transfers[*peer].is_done()).collect::<Vec<_>>()
+        };
+        let waits_for =
+            Some(unfinished(receives)).filter(|peers| !peers.is_empty()).unwrap_or_else(|| unfinished(sends));
         let gone = waits_for.iter().find(|peer| self.shared.has_left(self.members[**peer]));
         if let Some(peer) = gone.filter(|_| wait.elapsed() >= LATE_MESSAGES_WITHIN) {
             return Err(TransportError::PeerLeft(*peer));
         }
         let waits_for: Vec<usize> = waits_for.into_iter().map(|peer| self.members[peer]).collect();
-        if wait.is_to_be_shown() {
-            self.shared.show_wait(&waits_for);
+        if wait.is_heartbeat_due() {
+            self.shared.send_wait(&waits_for);
         }
         let silent = self.shared.suspects(&waits_for, wait);
         silent.map_or(Ok(()), |silent| Err(TransportError::PeersTimedOut(silent, self.shared.timeout)))
     }
 
-    fn patience(&self, wait: &Wait) -> Duration {
+    fn next_check_in(&self, wait: &Wait) -> Duration {
         let any_has_left = self.members.iter().any(|rank| self.shared.has_left(*rank));
         let late_messages = any_has_left.then(|| LATE_MESSAGES_WITHIN.saturating_sub(wait.elapsed()));
         let late_messages = late_messages.filter(|left| !left.is_zero());
-        late_messages.map_or(wait.patience(), |left| left.min(wait.patience()))
+        late_messages.map_or(wait.next_check_in(), |left| left.min(wait.next_check_in()))
     }
 }
 
 impl Connections for MpiConnections {
     fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), TransportError> {
-        let mut ways = [
-            send.iter().map(|bytes| Progress::of(bytes.len())).collect::<Vec<_>>(),
-            recv.iter().map(|bytes| Progress::of(bytes.len())).collect(),
+        let mut transfers = [
+            send.iter().map(|bytes| TransferProgress::of(bytes.len())).collect::<Vec<_>>(),
+            recv.iter().map(|bytes| TransferProgress::of(bytes.len())).collect(),
         ];
         let mut wait = Wait::begin(self.shared.timeout);
-        while !ways.iter().flatten().all(Progress::is_done) {
-            self.start(send, &mut ways);
-            match self.events.recv_timeout(self.patience(&wait)) {
-                Ok(Event::Arrived(Piece { peer, start, is_sent }, bytes)) => {
+        while !transfers.iter().flatten().all(TransferProgress::is_done) {
+            self.start(send, &mut transfers);
+            match self.events.recv_timeout(self.next_check_in(&wait)) {
+                Ok(ProgressEvent::Arrived(MessageChunk { peer, start, is_sent }, bytes)) => {
                     if !is_sent {
                         recv[peer][start..start + bytes.len()].copy_from_slice(&bytes);
                     }
-                    ways[usize::from(!is_sent)][peer].arrived(bytes.len());
-                    self.keep(bytes);
+                    transfers[usize::from(!is_sent)][peer].arrived(bytes.len());
+                    self.recycle(bytes);
                     wait.progress();
                 }
-                Ok(Event::Check) | Err(RecvTimeoutError::Timeout) => self.check(&ways, &mut wait)?,
-                Err(RecvTimeoutError::Disconnected) => unreachable!("this rank keeps an end of its own"),
+                Ok(ProgressEvent::Check) | Err(RecvTimeoutError::Timeout) => self.check(&transfers, &mut wait)?,
+                Err(RecvTimeoutError::Disconnected) => unreachable!("this rank owns a sender"),
             }
         }
         Ok(())

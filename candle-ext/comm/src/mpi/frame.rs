@@ -1,21 +1,21 @@
-//! What ranks tell each other besides tensors.
+//! Control messages between ranks.
 
-use crate::Failure;
+use crate::RankFailure;
 
-/// A message of one rank's thread to another's.
+/// Control message of one rank to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Frame {
-    /// The sender has left.
+    /// The sender has left the world.
     Leave,
-    /// Something went wrong on the sender: rank 0 says whose failure was the first.
-    ReportFailure(Failure),
-    /// The world has ended.
-    Ended(Failure),
-    /// Messages of the group with this id carry this tag.
+    /// The sender has failed. Rank 0 answers with the first failure.
+    ReportFailure(RankFailure),
+    /// The world has failed.
+    Ended(RankFailure),
+    /// The group with this id uses this tag.
     Open(i32, String),
-    /// The sender is at work.
+    /// Heartbeat of a busy sender.
     Beat,
-    /// The sender waits for these ranks.
+    /// Heartbeat of a sender that waits for these ranks.
     Waits(Vec<u32>),
 }
 
@@ -35,8 +35,8 @@ impl Frame {
         let (kind, rest) = bytes.split_first()?;
         match kind {
             0 => Some(Self::Leave),
-            1 => Failure::decode(rest).map(Self::ReportFailure),
-            2 => Failure::decode(rest).map(Self::Ended),
+            1 => RankFailure::decode(rest).map(Self::ReportFailure),
+            2 => RankFailure::decode(rest).map(Self::Ended),
             3 => {
                 let (tag, id) = rest.split_first_chunk()?;
                 Some(Self::Open(i32::from_le_bytes(*tag), String::from_utf8_lossy(id).into_owned()))
@@ -54,8 +54,8 @@ mod tests {
     use crate::Cause;
 
     #[test]
-    fn a_frame_is_read_as_it_was_written() {
-        let failure = Failure { rank: 7, cause: Cause::Silent, message: "read row 17".to_owned() };
+    fn a_decoded_frame_equals_the_encoded_frame() {
+        let failure = RankFailure { rank: 7, cause: Cause::TimedOut, message: "read row 17".to_owned() };
         let open = Frame::Open(32_000, "world/3.1".to_owned());
         for frame in [
             Frame::Leave,

@@ -1,4 +1,4 @@
-//! A message that MPI is sending or receiving, with the room for its bytes.
+//! Message in flight in MPI, with its buffer.
 
 use std::ptr::NonNull;
 
@@ -6,16 +6,16 @@ use mpi::request::{Request, StaticScope};
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, Destination, Source};
 
-/// A message on its way. If it is dropped before it has arrived its bytes are never freed: MPI may still use them.
-pub(super) struct Message {
-    /// `None` once it has arrived.
+/// Message in flight. If it is dropped before it has completed, its buffer is leaked, because MPI may still use it.
+pub(super) struct MpiMessage {
+    /// `None` after completion.
     request: Option<Request<'static, [u8], StaticScope>>,
-    /// Taken out of a box, and put back into one when the request is done.
+    /// Leaked box, restored after completion.
     bytes: NonNull<[u8]>,
 }
 
-impl Message {
-    /// Starts to send.
+impl MpiMessage {
+    /// Starts a send.
     pub(super) fn send(over: &SimpleCommunicator, to: i32, tag: i32, bytes: Box<[u8]>) -> Self {
         let bytes = Box::leak(bytes);
         let start = NonNull::from(&mut *bytes);
@@ -23,19 +23,19 @@ impl Message {
         Self { request: Some(request), bytes: start }
     }
 
-    /// Starts to receive, as many bytes as there is room for.
-    pub(super) fn receive(over: &SimpleCommunicator, from: i32, tag: i32, room: Box<[u8]>) -> Self {
-        let bytes = Box::leak(room);
+    /// Starts to receive as many bytes as `buffer` has.
+    pub(super) fn receive(over: &SimpleCommunicator, from: i32, tag: i32, buffer: Box<[u8]>) -> Self {
+        let bytes = Box::leak(buffer);
         let start = NonNull::from(&mut *bytes);
         let request = over.process_at_rank(from).immediate_receive_into_with_tag(StaticScope, bytes, tag);
         Self { request: Some(request), bytes: start }
     }
 
-    /// Returns the bytes if they have arrived; once.
+    /// Returns the bytes once, after completion.
     pub(super) fn arrived(&mut self) -> Option<Box<[u8]>> {
         match self.request.take()?.test() {
-            // SAFETY: they came out of a box, which is made again only here, where the request was there and is now done:
-            // MPI does not use them any more.
+            // SAFETY: the bytes were leaked from a box. The request existed and is now complete, so MPI no longer uses them,
+            // and the box is restored once.
             Ok(_) => Some(unsafe { Box::from_raw(self.bytes.as_ptr()) }),
             Err(request) => {
                 self.request = Some(request);
@@ -45,9 +45,9 @@ impl Message {
     }
 }
 
-impl Drop for Message {
+impl Drop for MpiMessage {
     fn drop(&mut self) {
-        // The request itself panics when it is dropped.
+        // A request panics when it is dropped.
         if let Some(request) = self.request.take() {
             std::mem::forget(request);
         }

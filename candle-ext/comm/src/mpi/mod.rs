@@ -1,18 +1,17 @@
-//! Ranks that `mpirun` or `srun` started, on one machine or many, connected by an installed MPI (Open MPI, MPICH, Intel
-//! MPI).
+//! Backend over an installed MPI (Open MPI, MPICH, Intel MPI), for ranks that `mpirun` or `srun` started on one or more nodes.
 //!
-//! MPI only carries bytes between two ranks: request, checks and sums are `group`'s, so all results have the bits that they
-//! have on threads. One thread of a process makes all calls to MPI, and asks it for no more than `MPI_THREAD_FUNNELED`.
-//! What is sent and received is copied once: MPI's buffers are its own until it says otherwise, whatever fails meanwhile.
+//! MPI only carries bytes between two ranks. `group` implements the order, the checks and the reductions, so results are
+//! bitwise equal to those of the thread backend. One thread makes all calls to MPI, which needs `MPI_THREAD_FUNNELED` only.
+//! Every message is copied once, because MPI owns a buffer until its request completes, also after a failure.
 //!
-//! A rank that fails tells the others. One that dies is noticed by whoever started the ranks, who then ends the others;
-//! one that stops, or that no message reaches any more, by the time-out.
+//! A rank that fails reports to the others. `mpirun` or `srun` detects a rank that exits, and kills the others. The timeout
+//! detects a rank that stops or becomes unreachable.
 
 mod connections;
 mod frame;
 mod message;
 mod progress;
-mod shared;
+mod rank;
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -20,15 +19,15 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
-use crate::{Call, Error, Failure, Options, Result, World};
+use crate::{Call, Error, Options, RankFailure, Result, World};
 use connections::MpiConnections;
 use progress::ProgressThread;
-use shared::Shared;
+use rank::MpiRank;
 
-/// Joins the world of `size` ranks as rank `rank`: what whoever started this process says, and MPI must say, too. Fails if
-/// MPI has not brought all together within `options.timeout`.
+/// Joins the world of `size` ranks as rank `rank`, as the launcher has numbered them.
 ///
-/// A process can do so once in its life. Dropping the world waits until all ranks have left or one has failed.
+/// Fails if MPI reports another rank or size, or if its initialization takes longer than `options.timeout`. A process can
+/// join once. Dropping the world waits until all ranks have left or one has failed.
 pub fn join(rank: usize, size: usize, options: Options) -> Result<World> {
     let refuse = |why| Error::Join { rank, size, why };
     let (sender, started) = channel();
@@ -37,7 +36,7 @@ pub fn join(rank: usize, size: usize, options: Options) -> Result<World> {
             Ok(progress) => progress,
             Err(why) => return drop(sender.send(Err(why))),
         };
-        // Who has stopped waiting has said why.
+        // After a timeout `join` has already returned its error.
         if sender.send(Ok(Arc::clone(progress.shared()))).is_ok() {
             progress.run();
         }
@@ -47,16 +46,19 @@ pub fn join(rank: usize, size: usize, options: Options) -> Result<World> {
     let shared = match started.recv_timeout(options.timeout) {
         Ok(shared) => shared.map_err(refuse)?,
         Err(RecvTimeoutError::Timeout) => {
-            return Err(refuse(format!("MPI has not brought the ranks together within {:?}", options.timeout)));
+            return Err(refuse(format!(
+                "MPI_Init has not finished within {:?}; check that all ranks have started",
+                options.timeout
+            )));
         }
-        Err(RecvTimeoutError::Disconnected) => return Err(refuse("MPI did not start".to_owned())),
+        Err(RecvTimeoutError::Disconnected) => return Err(refuse("MPI_Init panicked".to_owned())),
     };
     World::open(Arc::new(MpiTransport { shared, thread: Some(thread) }), size, &options)
 }
 
-/// See [`Transport`].
+/// Transport of one rank over MPI.
 struct MpiTransport {
-    shared: Arc<Shared>,
+    shared: Arc<MpiRank>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -69,15 +71,15 @@ impl FailureChannel for MpiTransport {
         self.shared.peers[rank].to_string()
     }
 
-    fn fail(&self, failure: Failure) -> Failure {
+    fn fail(&self, failure: RankFailure) -> RankFailure {
         self.shared.fail(failure)
     }
 
-    fn failure(&self) -> Option<Failure> {
+    fn failure(&self) -> Option<RankFailure> {
         self.shared.monitor.failure()
     }
 
-    fn await_failure(&self, within: Duration) -> Option<Failure> {
+    fn await_failure(&self, within: Duration) -> Option<RankFailure> {
         self.shared.monitor.await_failure(within)
     }
 
@@ -92,8 +94,8 @@ impl Transport for MpiTransport {
         Ok(Box::new(MpiConnections::new(Arc::clone(&self.shared), members.to_vec(), tag)))
     }
 
-    // A dead rank's end is told by who started it, not by us.
-    fn doing(&self, _id: &str, _call: Option<&Call>) {}
+    // mpirun or srun reports the exit of a rank.
+    fn set_current_call(&self, _id: &str, _call: Option<&Call>) {}
 }
 
 impl Drop for MpiTransport {

@@ -1,7 +1,7 @@
-//! The thread that makes all calls to MPI: starts what the others request, sees what has arrived, hears what other ranks tell.
+//! Progress thread, which makes all calls to MPI: starts requests, completes messages and reads control messages.
 //!
-//! MPI moves its messages only while it is asked about them, and cannot be waited for and listened to at once. So the thread
-//! asks in turns: without a pause while something happens, then with ever longer ones.
+//! MPI makes progress only during its calls, and one call cannot wait for messages and for local requests. So the thread
+//! polls: it spins while there is progress and then backs off.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -15,65 +15,65 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives, Source};
 
 use super::frame::Frame;
-use super::message::Message;
-use super::shared::{Done, Event, Request, Shared};
-use crate::panic::said;
+use super::message::MpiMessage;
+use super::rank::{Completion, MpiRank, MpiRequest, ProgressEvent};
+use crate::panic::panic_message;
 use crate::peer::PeerInfo;
-use crate::{Cause, Failure};
+use crate::{Cause, RankFailure};
 
-/// How often nothing may happen before there are pauses.
-const EAGER_TURNS: u32 = 200;
+/// Number of idle polls before the thread sleeps.
+const SPIN_POLLS: u32 = 200;
 
-/// The first pause, and the longest while messages are under way.
-const PAUSES: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
+/// First sleep, and the longest one while messages are in flight.
+const BACKOFF: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
 
-/// How long nobody listens to what other ranks tell, when this one has nothing to do.
-const IDLE_POLL: Duration = Duration::from_millis(5);
+/// Interval between polls for control messages while nothing is in flight.
+const IDLE_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// How long after a failure this process stays, so that the others hear of it before it ends.
+/// Time that the thread stays after a failure, so that the other ranks receive its report.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
 
-/// The room for a rank's description, with zeros after it.
+/// Size of a rank's description, padded with zeros.
 const PEER_BYTES: usize = 512;
 
-/// The tag of a frame.
-const TAG: i32 = 0;
+/// Tag of control messages.
+const FRAME_TAG: i32 = 0;
 
-/// What the thread owns.
+/// State of the progress thread.
 pub(super) struct ProgressThread {
-    under_way: Vec<(Message, Job)>,
-    shared: Arc<Shared>,
-    /// For what groups exchange.
+    in_flight: Vec<(MpiMessage, Job)>,
+    shared: Arc<MpiRank>,
+    /// Communicator of tensor data.
     tensors: SimpleCommunicator,
     frames: SimpleCommunicator,
-    // Ends MPI, after its communicators.
+    // Finalizes MPI. Dropped after the communicators.
     universe: Universe,
 }
 
-/// The action on an arrived message.
+/// Action on a completed message.
 enum Job {
-    /// A group waits for it.
-    Report(Done),
-    /// Nothing: a frame was sent.
+    /// Report the completion to a group.
+    Report(Completion),
+    /// None: a control message was sent.
     Forget,
-    /// This rank has sent a frame.
+    /// Read the control message of this rank.
     ReadFrame(usize),
 }
 
 impl ProgressThread {
-    /// Starts MPI, which must agree that this is rank `rank` of `size`, and meets the others.
+    /// Initializes MPI and exchanges the descriptions of all ranks. Fails if MPI reports another rank or size.
     pub(super) fn start(rank: usize, size: usize, timeout: Duration) -> Result<Self, String> {
         let Some((universe, level)) = mpi::initialize_with_threading(Threading::Funneled) else {
-            return Err("a process can start MPI only once".to_owned());
+            return Err("a process can initialize MPI only once".to_owned());
         };
         if level < Threading::Funneled {
-            return Err(format!("this MPI is for programs of one thread ({level:?})"));
+            return Err(format!("this MPI provides {level:?}; MPI_THREAD_FUNNELED is required"));
         }
         let world = universe.world();
         let found = (world.rank() as usize, world.size() as usize);
         if found != (rank, size) {
             return Err(format!(
-                "MPI calls it rank {} of {}; start the ranks with the mpirun of the MPI that this program was built with, \
+                "MPI reports rank {} of {}; start the ranks with the mpirun of the MPI that this program was built with, \
                  or with `srun --mpi=pmix`, one process for each of its ranks",
                 found.0, found.1
             ));
@@ -84,88 +84,91 @@ impl ProgressThread {
         world.all_gather_into(&padded(own.encode())[..], &mut all[..]);
         let decode = |(rank, bytes): (usize, &[u8])| PeerInfo::decode(rank, without_padding(bytes));
         let peers: Option<Vec<PeerInfo>> = all.chunks(PEER_BYTES).enumerate().map(decode).collect();
-        let peers = peers.ok_or("another rank runs another version of this program")?;
-        let shared = Arc::new(Shared::new(rank, peers, timeout));
+        let peers = peers.ok_or("another rank runs another version of this program; start all ranks from one build")?;
+        let shared = Arc::new(MpiRank::new(rank, peers, timeout));
         let [tensors, frames] = [(); 2].map(|()| world.duplicate());
-        Ok(Self { under_way: Vec::new(), shared, tensors, frames, universe })
+        Ok(Self { in_flight: Vec::new(), shared, tensors, frames, universe })
     }
 
-    pub(super) fn shared(&self) -> &Arc<Shared> {
+    pub(super) fn shared(&self) -> &Arc<MpiRank> {
         &self.shared
     }
 
-    /// Works until this rank has left, and the others have or the world has ended.
+    /// Runs until this rank has left, and the other ranks have left or the world has failed.
     pub(super) fn run(mut self) {
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.take_turns())) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run_loop())) {
             let rank = self.shared.rank;
-            let message = format!("go on: {} failed to talk to MPI: {}", self.shared.peers[rank], said(&*panic));
-            self.shared.adopt(Failure { rank, cause: Cause::Told, message });
+            let message =
+                format!("continue: {} failed to call MPI: {}", self.shared.peers[rank], panic_message(&*panic));
+            self.shared.adopt(RankFailure { rank, cause: Cause::Reported, message });
         }
         let is_clean =
-            self.shared.monitor.failure().is_none() && self.shared.all_have_left() && self.under_way.is_empty();
+            self.shared.monitor.failure().is_none() && self.shared.all_have_left() && self.in_flight.is_empty();
         if !is_clean {
-            // MPI_Finalize waits for all, also for those who never come. Without it MPI's launcher ends who is left.
+            // MPI_Finalize waits for all ranks, also for exited ones. Without it mpirun kills the remaining ranks.
             std::mem::forget((self.tensors, self.frames, self.universe));
         }
     }
 
-    fn take_turns(&mut self) {
+    fn run_loop(&mut self) {
         let mut n_idle = 0;
         let mut left = None;
         while !self.is_over(&mut left) {
-            n_idle = if self.turn() { 0 } else { n_idle + 1 };
+            n_idle = if self.poll() { 0 } else { n_idle + 1 };
             self.rest(n_idle, left.is_some());
         }
     }
 
-    /// Does what there is to do; returns whether there was anything.
-    fn turn(&mut self) -> bool {
+    /// Makes progress once. Returns true if there was any.
+    fn poll(&mut self) -> bool {
         let requests = std::mem::take(&mut self.shared.lock().requests);
         let is_busy = !requests.is_empty();
-        requests.into_iter().for_each(|request| self.carry_out(request));
+        requests.into_iter().for_each(|request| self.start_request(request));
         is_busy | self.probe() | self.deliver()
     }
 
-    fn carry_out(&mut self, request: Request) {
+    fn start_request(&mut self, request: MpiRequest) {
         let message = match request {
-            Request::Send { to, tag, bytes, done } => {
-                (Message::send(&self.tensors, to as i32, tag, bytes), Job::Report(done))
+            MpiRequest::Send { to, tag, bytes, done } => {
+                (MpiMessage::send(&self.tensors, to as i32, tag, bytes), Job::Report(done))
             }
-            Request::Receive { from, tag, room, done } => {
-                (Message::receive(&self.tensors, from as i32, tag, room), Job::Report(done))
+            MpiRequest::Receive { from, tag, buffer, done } => {
+                (MpiMessage::receive(&self.tensors, from as i32, tag, buffer), Job::Report(done))
             }
-            Request::SendFrame { to, frame } => {
-                (Message::send(&self.frames, to as i32, TAG, frame.encode().into()), Job::Forget)
+            MpiRequest::SendFrame { to, frame } => {
+                (MpiMessage::send(&self.frames, to as i32, FRAME_TAG, frame.encode().into()), Job::Forget)
             }
         };
-        self.under_way.push(message);
+        self.in_flight.push(message);
     }
 
-    /// Makes room for frames that are coming; returns whether there are any.
+    /// Starts to receive pending control messages. Returns true if there were any.
     fn probe(&mut self) -> bool {
         let mut is_any = false;
-        while let Some(status) = self.frames.any_process().immediate_probe_with_tag(TAG) {
-            let room = vec![0; status.count(u8::equivalent_datatype()) as usize];
+        while let Some(status) = self.frames.any_process().immediate_probe_with_tag(FRAME_TAG) {
+            let buffer = vec![0; status.count(u8::equivalent_datatype()) as usize];
             let from = status.source_rank();
-            self.under_way
-                .push((Message::receive(&self.frames, from, TAG, room.into()), Job::ReadFrame(from as usize)));
+            self.in_flight.push((
+                MpiMessage::receive(&self.frames, from, FRAME_TAG, buffer.into()),
+                Job::ReadFrame(from as usize),
+            ));
             is_any = true;
         }
         is_any
     }
 
-    /// Hands over what has arrived; returns whether anything has.
+    /// Handles completed messages. Returns true if there were any.
     fn deliver(&mut self) -> bool {
         let (mut at, mut is_any) = (0, false);
-        while at < self.under_way.len() {
-            let Some(bytes) = self.under_way[at].0.arrived() else {
+        while at < self.in_flight.len() {
+            let Some(bytes) = self.in_flight[at].0.arrived() else {
                 at += 1;
                 continue;
             };
             is_any = true;
-            match self.under_way.swap_remove(at).1 {
-                // A group that has failed hears nothing more.
-                Job::Report(Done { events, piece }) => drop(events.send(Event::Arrived(piece, bytes))),
+            match self.in_flight.swap_remove(at).1 {
+                // A failed group has no receiver.
+                Job::Report(Completion { events, chunk }) => drop(events.send(ProgressEvent::Arrived(chunk, bytes))),
                 Job::Forget => {}
                 Job::ReadFrame(from) => self.read_frame(from, &bytes),
             }
@@ -182,35 +185,35 @@ impl ProgressThread {
             Some(Frame::Ended(failure)) => self.shared.adopt(failure),
             Some(Frame::ReportFailure(failure)) => {
                 let first = self.shared.end(failure);
-                self.shared.request([Request::SendFrame { to: from, frame: Frame::Ended(first) }]);
+                self.shared.request([MpiRequest::SendFrame { to: from, frame: Frame::Ended(first) }]);
             }
             None => {
-                let message = format!("go on: {} sent a message that makes no sense", self.shared.peers[from]);
-                self.shared.end(Failure { rank: from, cause: Cause::Strayed, message });
+                let message = format!("continue: {} sent a malformed control message", self.shared.peers[from]);
+                self.shared.end(RankFailure { rank: from, cause: Cause::CallMismatch, message });
             }
         }
     }
 
-    /// Whether the thread may end. `left` is when this rank has left.
+    /// Returns true if the thread may end. `left` is the time at which this rank has left.
     fn is_over(&self, left: &mut Option<Instant>) -> bool {
         if !self.shared.lock().leaving {
             return false;
         }
         let since = left.get_or_insert_with(Instant::now).elapsed();
-        let is_told =
-            !self.under_way.iter().any(|(_, job)| matches!(job, Job::Forget)) && self.shared.lock().requests.is_empty();
+        let is_sent =
+            !self.in_flight.iter().any(|(_, job)| matches!(job, Job::Forget)) && self.shared.lock().requests.is_empty();
         let patience = if self.shared.monitor.failure().is_some() { SHUTDOWN_GRACE } else { self.shared.timeout };
-        (is_told && self.shared.all_have_left()) || since >= patience
+        (is_sent && self.shared.all_have_left()) || since >= patience
     }
 
     fn rest(&self, n_idle: u32, has_left: bool) {
-        let [first, longest] = PAUSES;
+        let [first, longest] = BACKOFF;
         match n_idle {
             0 => {}
             _ if has_left => thread::sleep(longest),
-            _ if self.under_way.is_empty() => self.shared.await_request(IDLE_POLL),
-            1..=EAGER_TURNS => thread::yield_now(),
-            _ => self.shared.await_request((first * (1 + (n_idle - EAGER_TURNS) / 8)).min(longest)),
+            _ if self.in_flight.is_empty() => self.shared.await_request(IDLE_POLL_INTERVAL),
+            1..=SPIN_POLLS => thread::yield_now(),
+            _ => self.shared.await_request((first * (1 + (n_idle - SPIN_POLLS) / 8)).min(longest)),
         }
     }
 }

@@ -1,37 +1,37 @@
-//! One of NCCL's communicators: started, given work, asked how it is, ended. None of it blocks the host.
+//! Nonblocking NCCL communicator.
 
 use std::ffi::c_int;
 use std::ptr::null_mut;
 
-use super::api::{Config, Handle, IN_PROGRESS, Nccl, SUCCESS, Stream, UniqueId, nccl};
-use super::memory::Address;
+use super::api::{CommHandle, IN_PROGRESS, Nccl, NcclConfig, SUCCESS, StreamHandle, UniqueId, nccl};
+use super::memory::DeviceAddress;
 use crate::Reduce;
 
-/// Part of an operation. Counts are elements of NCCL's type `dtype`.
+/// NCCL operation. `n` counts elements of the `ncclDataType_t` `dtype`.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Step {
-    AllReduce { from: Address, to: Address, n: usize, dtype: c_int, op: Reduce },
-    AllGather { from: Address, to: Address, n: usize, dtype: c_int },
-    ReduceScatter { from: Address, to: Address, n: usize, dtype: c_int },
-    Broadcast { from: Address, to: Address, n: usize, dtype: c_int, root: usize },
-    Send { from: Address, n: usize, dtype: c_int, peer: usize },
-    Receive { to: Address, n: usize, dtype: c_int, peer: usize },
+pub(super) enum NcclOp {
+    AllReduce { from: DeviceAddress, to: DeviceAddress, n: usize, dtype: c_int, op: Reduce },
+    AllGather { from: DeviceAddress, to: DeviceAddress, n: usize, dtype: c_int },
+    ReduceScatter { from: DeviceAddress, to: DeviceAddress, n: usize, dtype: c_int },
+    Broadcast { from: DeviceAddress, to: DeviceAddress, n: usize, dtype: c_int, root: usize },
+    Send { from: DeviceAddress, n: usize, dtype: c_int, peer: usize },
+    Receive { to: DeviceAddress, n: usize, dtype: c_int, peer: usize },
 }
 
-/// See the module. Aborted when it is dropped, unless it was ended.
+/// NCCL communicator. Dropping it aborts it, unless it was destroyed.
 pub(super) struct Communicator {
     nccl: &'static Nccl,
-    handle: Handle,
+    handle: CommHandle,
 }
 
-// SAFETY: NCCL's communicators may be used from any thread, by one at a time: this one has one owner.
+// SAFETY: an NCCL communicator may be used from any thread, one at a time, and this one has a single owner.
 unsafe impl Send for Communicator {}
 
-/// Returns what the ranks of a new communicator know each other by: one of them asks for it.
+/// Returns the unique id of a new communicator. One of its ranks calls this.
 pub(super) fn unique_id() -> Result<UniqueId, String> {
     let nccl = nccl()?;
     let mut id = UniqueId([0; 128]);
-    // SAFETY: it writes an id.
+    // SAFETY: the function writes one id.
     match unsafe { (nccl.get_unique_id)(&raw mut id) } {
         SUCCESS => Ok(id),
         error => Err(nccl.explain(error, null_mut())),
@@ -39,11 +39,11 @@ pub(super) fn unique_id() -> Result<UniqueId, String> {
 }
 
 impl Communicator {
-    /// Starts to connect rank `rank` of `size` on the current device; see [`is_ready`](Self::is_ready).
+    /// Starts to initialize rank `rank` of `size` on the current device. Poll [`is_ready`](Self::is_ready).
     pub(super) fn start(rank: usize, size: usize, id: UniqueId) -> Result<Self, String> {
         let nccl = nccl()?;
-        let (mut handle, mut config) = (null_mut(), Config::non_blocking());
-        // SAFETY: handle and config are there while it is called.
+        let (mut handle, mut config) = (null_mut(), NcclConfig::non_blocking());
+        // SAFETY: handle and config outlive the call.
         let result =
             unsafe { (nccl.comm_init_rank_config)(&raw mut handle, size as c_int, id, rank as c_int, &raw mut config) };
         match result {
@@ -52,82 +52,82 @@ impl Communicator {
         }
     }
 
-    /// Whether what was asked of it last has been done: it may be asked for more only then.
+    /// Returns true if the last call has completed. The next call is allowed only then.
     pub(super) fn is_ready(&self) -> Result<bool, String> {
         let mut state = SUCCESS;
-        // SAFETY: the handle is one of NCCL's, and a number is written.
-        let asked = unsafe { (self.nccl.comm_get_async_error)(self.handle, &raw mut state) };
-        match (asked, state) {
+        // SAFETY: the handle is valid, and the function writes one int.
+        let result = unsafe { (self.nccl.comm_get_async_error)(self.handle, &raw mut state) };
+        match (result, state) {
             (SUCCESS, SUCCESS) => Ok(true),
             (SUCCESS, IN_PROGRESS) => Ok(false),
             (SUCCESS, error) | (error, _) => Err(self.nccl.explain(error, self.handle)),
         }
     }
 
-    /// Puts `steps` onto `stream`, as one.
+    /// Enqueues `ops` on `stream` as one NCCL group.
     ///
     /// # Safety
     ///
-    /// The stream is one of the communicator's device, and the addresses are good for the elements until what is put onto
-    /// it has been done.
-    pub(super) unsafe fn put(&self, stream: Stream, steps: &[Step]) -> Result<(), String> {
-        // SAFETY: it has no conditions.
-        self.taken(unsafe { (self.nccl.group_start)() })?;
-        // SAFETY: the caller's promise.
-        let put = steps.iter().try_for_each(|step| self.taken(unsafe { self.put_one(stream, step) }));
-        // SAFETY: a group was started above. It is ended in any case.
-        let ended = self.taken(unsafe { (self.nccl.group_end)() });
-        put.and(ended)
+    /// The stream belongs to the communicator's device. The addresses are valid for the elements until the operations have
+    /// completed on the stream.
+    pub(super) unsafe fn enqueue(&self, stream: StreamHandle, ops: &[NcclOp]) -> Result<(), String> {
+        // SAFETY: ncclGroupStart has no preconditions.
+        self.check(unsafe { (self.nccl.group_start)() })?;
+        // SAFETY: the caller keeps the contract of `enqueue`.
+        let enqueued = ops.iter().try_for_each(|op| self.check(unsafe { self.enqueue_one(stream, op) }));
+        // SAFETY: a group was started above, and is ended also after an error.
+        let ended = self.check(unsafe { (self.nccl.group_end)() });
+        enqueued.and(ended)
     }
 
     /// # Safety
     ///
-    /// As for [`put`](Self::put).
-    unsafe fn put_one(&self, stream: Stream, step: &Step) -> c_int {
+    /// See [`enqueue`](Self::enqueue).
+    unsafe fn enqueue_one(&self, stream: StreamHandle, op: &NcclOp) -> c_int {
         let Self { nccl, handle } = *self;
-        // SAFETY: the handle is one of NCCL's; the caller answers for stream and addresses.
+        // SAFETY: the handle is valid; the caller keeps the contract of `enqueue`.
         unsafe {
-            match *step {
-                Step::AllReduce { from, to, n, dtype, op } => {
+            match *op {
+                NcclOp::AllReduce { from, to, n, dtype, op } => {
                     (nccl.all_reduce)(from.read(), to.write(), n, dtype, number_of(op), handle, stream)
                 }
-                Step::AllGather { from, to, n, dtype } => {
+                NcclOp::AllGather { from, to, n, dtype } => {
                     (nccl.all_gather)(from.read(), to.write(), n, dtype, handle, stream)
                 }
-                Step::ReduceScatter { from, to, n, dtype } => {
+                NcclOp::ReduceScatter { from, to, n, dtype } => {
                     (nccl.reduce_scatter)(from.read(), to.write(), n, dtype, number_of(Reduce::Sum), handle, stream)
                 }
-                Step::Broadcast { from, to, n, dtype, root } => {
+                NcclOp::Broadcast { from, to, n, dtype, root } => {
                     (nccl.broadcast)(from.read(), to.write(), n, dtype, root as c_int, handle, stream)
                 }
-                Step::Send { from, n, dtype, peer } => {
+                NcclOp::Send { from, n, dtype, peer } => {
                     (nccl.send)(from.read(), n, dtype, peer as c_int, handle, stream)
                 }
-                Step::Receive { to, n, dtype, peer } => {
+                NcclOp::Receive { to, n, dtype, peer } => {
                     (nccl.receive)(to.write(), n, dtype, peer as c_int, handle, stream)
                 }
             }
         }
     }
 
-    /// Starts to end it, when all that was put onto streams has been done.
+    /// Starts to finalize the communicator after all enqueued operations have completed.
     pub(super) fn finalize(&self) -> Result<(), String> {
-        // SAFETY: the handle is one of NCCL's.
-        self.taken(unsafe { (self.nccl.comm_finalize)(self.handle) })
+        // SAFETY: the handle is valid.
+        self.check(unsafe { (self.nccl.comm_finalize)(self.handle) })
     }
 
-    /// Frees it after [`finalize`](Self::finalize).
+    /// Destroys the communicator after [`finalize`](Self::finalize).
     pub(super) fn destroy(self) -> Result<(), String> {
         let Self { nccl, handle } = self;
         std::mem::forget(self);
-        // SAFETY: the handle is one of NCCL's and not used again.
+        // SAFETY: the handle is valid and not used again.
         match unsafe { (nccl.comm_destroy)(handle) } {
             SUCCESS | IN_PROGRESS => Ok(()),
             error => Err(nccl.explain(error, null_mut())),
         }
     }
 
-    fn taken(&self, result: c_int) -> Result<(), String> {
+    fn check(&self, result: c_int) -> Result<(), String> {
         match result {
             SUCCESS | IN_PROGRESS => Ok(()),
             error => Err(self.nccl.explain(error, self.handle)),
@@ -137,7 +137,7 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // SAFETY: the handle is one of NCCL's and not used again. What runs on the device is stopped.
+        // SAFETY: the handle is valid and not used again. Running operations are aborted.
         unsafe { (self.nccl.comm_abort)(self.handle) };
     }
 }

@@ -1,6 +1,6 @@
-//! The dtype and shape of a tensor in words that travel with it, so that its receiver compares them with what it expects.
+//! Dtype and shape of a tensor, encoded as words that are sent with it. The receiver compares them with its expectation.
 //!
-//! NCCL itself sends bytes: of what does not fit it says nothing, waits for ever, or delivers a part.
+//! NCCL does not check matching sends and receives: on a mismatch it hangs, truncates or misinterprets the data.
 
 use std::collections::HashMap;
 
@@ -9,15 +9,15 @@ use candle_core::{DType, Device, Result, Tensor};
 use crate::arguments::MAX_DIMS;
 use crate::element::DTYPES;
 
-/// The number of words of a description: the dtype, the number of dims, the dims, and a checksum.
+/// Number of words of a description: dtype, number of dims, dims and checksum.
 pub(super) const WORDS: usize = 3 + MAX_DIMS;
 
-/// The descriptions that are kept on the device: models send tensors of few shapes.
-const MOST_KEPT: usize = 64;
+/// Largest number of cached descriptions. Models send tensors of few shapes.
+const MAX_CACHED: usize = 64;
 
 type Words = [i64; WORDS];
 
-/// The descriptions of what this rank has sent, on the device.
+/// Cache of descriptions on the device, of the tensors that this rank has sent.
 #[derive(Default)]
 pub(super) struct Descriptions(HashMap<Words, Tensor>);
 
@@ -28,7 +28,7 @@ impl Descriptions {
         if let Some(known) = self.0.get(&words) {
             return Ok(known.clone());
         }
-        if self.0.len() == MOST_KEPT {
+        if self.0.len() == MAX_CACHED {
             self.0.clear();
         }
         let made = Tensor::new(&words, x.device())?;
@@ -37,8 +37,8 @@ impl Descriptions {
     }
 }
 
-/// Returns where a description arrives: zeros, which describe nothing.
-pub(super) fn room(device: &Device) -> Result<Tensor> {
+/// Returns the buffer of a description to receive: zeros, which decode to `None`.
+pub(super) fn empty(device: &Device) -> Result<Tensor> {
     Tensor::zeros(WORDS, DType::I64, device)
 }
 
@@ -51,7 +51,7 @@ fn encode(dtype: DType, shape: &[usize]) -> Words {
     words
 }
 
-/// Returns the dtype and shape that `words` describe; `None` if not all of them have arrived.
+/// Decodes a dtype and shape. Returns `None` if some words have not arrived.
 pub(super) fn decode(words: &[i64]) -> Option<(DType, Vec<usize>)> {
     let (last, words) = words.split_last()?;
     let dtype = *DTYPES.get(usize::try_from(words[0].checked_sub(1)?).ok()?)?;
@@ -60,7 +60,7 @@ pub(super) fn decode(words: &[i64]) -> Option<(DType, Vec<usize>)> {
     (*last == checksum(words)).then_some((dtype, shape))
 }
 
-/// FNV-1a over words.
+/// Returns the FNV-1a hash of words.
 fn checksum(words: &[i64]) -> i64 {
     let hash = |hash: u64, word: &i64| (hash ^ *word as u64).wrapping_mul(0x0100_0000_01B3);
     words.iter().fold(0xCBF2_9CE4_8422_2325, hash) as i64
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_description_survives_the_way() {
+    fn a_decoded_description_equals_the_encoded_one() {
         for shape in [&[][..], &[0], &[3, 1 << 40], &[1; MAX_DIMS]] {
             for dtype in DTYPES {
                 assert_eq!(decode(&encode(dtype, shape)), Some((dtype, shape.to_vec())));
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_description_describes_nothing() {
+    fn an_incomplete_description_decodes_to_none() {
         let whole = encode(DType::F32, &[2, 3]);
         for missing in 0..4 {
             let mut part = whole;
@@ -93,14 +93,14 @@ mod tests {
     }
 
     #[test]
-    fn descriptions_are_kept_up_to_a_bound() {
-        let mut kept = Descriptions::default();
+    fn the_cache_of_descriptions_is_bounded() {
+        let mut cache = Descriptions::default();
         let x = |n: usize| Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap();
-        let first = kept.of(&x(1)).unwrap();
-        assert_eq!(kept.of(&x(1)).unwrap().id(), first.id());
-        for n in 2..=MOST_KEPT + 1 {
-            assert_eq!(decode(&kept.of(&x(n)).unwrap().to_vec1().unwrap()), Some((DType::F32, vec![n])));
+        let first = cache.of(&x(1)).unwrap();
+        assert_eq!(cache.of(&x(1)).unwrap().id(), first.id());
+        for n in 2..=MAX_CACHED + 1 {
+            assert_eq!(decode(&cache.of(&x(n)).unwrap().to_vec1().unwrap()), Some((DType::F32, vec![n])));
         }
-        assert!(kept.0.len() <= MOST_KEPT && kept.of(&x(1)).unwrap().id() != first.id());
+        assert!(cache.0.len() <= MAX_CACHED && cache.of(&x(1)).unwrap().id() != first.id());
     }
 }

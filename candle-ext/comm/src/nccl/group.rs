@@ -1,7 +1,7 @@
-//! One rank's end of a group over NCCL: prepares tensors on the device, hands the call to the group's thread.
+//! Process group over NCCL: prepares tensors on the device and queues the call for the group's thread.
 //!
-//! Two streams meet in events: the group's waits for what the tensors need, and the one on which everything else is computed
-//! waits for the group's when a result is waited for.
+//! CUDA events order two streams. The group's stream waits for the inputs, and the compute stream waits for the group's stream
+//! in [`Pending::wait`].
 
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -10,11 +10,11 @@ use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use candle_core::{CudaDevice, DType, Device, Tensor};
 
 use super::api::number_of;
-use super::communicator::Step;
+use super::communicator::NcclOp;
 use super::description::{self, Descriptions};
 use super::launch_order::{LaunchOrder, Ticket};
-use super::memory::{address, room};
-use super::worker::{Expected, Job, Launch, Worker};
+use super::memory::{address, empty};
+use super::worker::{ExpectedTensor, Job, Launch, NcclWorker};
 use crate::arguments;
 use crate::call::CallTrace;
 use crate::group::digest;
@@ -25,8 +25,8 @@ use crate::transport::{FailureChannel, TransportError};
 use crate::watchdog::Watchdog;
 use crate::{Call, Collective, Error, Op, Pending, Recv, Reduce, Result, Solo};
 
-/// See [`Collective`].
-pub(super) struct Group {
+/// Implementation of [`Collective`] over an NCCL communicator.
+pub(super) struct NcclGroup {
     name: Arc<str>,
     rank: usize,
     size: usize,
@@ -35,33 +35,33 @@ pub(super) struct Group {
     trace: CallTrace,
     queue: Mutex<Queue>,
     descriptions: Mutex<Descriptions>,
-    /// Shared by the groups of the device.
+    /// Launch order, shared by the groups of the device.
     order: Arc<LaunchOrder>,
     threads: Arc<ThreadPool>,
 }
 
-/// The way to the group's thread. Numbers are given out under the same lock that keeps calls in order.
+/// Queue of the group's thread. One lock assigns sequence numbers and orders the calls.
 struct Queue {
     jobs: Sender<Job>,
     n_calls: u64,
     n_sends: u64,
 }
 
-/// A result that lies on the device when `done`.
-struct Coming {
+/// Result that is on the device after the event `done`.
+struct PendingOutput {
     tensors: Vec<Tensor>,
     done: Arc<CudaEvent>,
 }
 
-/// What an operation reads and writes, and how.
-struct Plan {
-    steps: Vec<Step>,
+/// NCCL operations of one call, with their inputs and outputs.
+struct NcclCall {
+    ops: Vec<NcclOp>,
     inputs: Vec<Tensor>,
     outputs: Vec<Tensor>,
 }
 
-impl Group {
-    pub(super) fn new(worker: Worker, device: &Device, trace: CallTrace, threads: Arc<ThreadPool>) -> Result<Self> {
+impl NcclGroup {
+    pub(super) fn new(worker: NcclWorker, device: &Device, trace: CallTrace, threads: Arc<ThreadPool>) -> Result<Self> {
         let Device::Cuda(device) = device else { unreachable!("the world was joined with a GPU") };
         let (name, rank, size) = (Arc::clone(&worker.group), worker.me, worker.members.len());
         let (watchdog, order) = (Arc::clone(&worker.rank.watchdog), Arc::clone(&worker.rank.order));
@@ -76,106 +76,114 @@ impl Group {
         &self,
         op: Op,
         x: Option<&Tensor>,
-        body: impl FnOnce(&mut Worker, &Call, Ticket) -> Result<T, TransportError> + Send + 'static,
+        body: impl FnOnce(&mut NcclWorker, &Call, Ticket) -> Result<T, TransportError> + Send + 'static,
     ) -> Result<Pending<T>> {
-        // The group's calls have their tickets in the order in which its thread gets them.
+        // The lock keeps the tickets in the order of the group's calls.
         let mut queue = lock(&self.queue);
         let count = if matches!(op, Op::SendRecv { .. }) { &mut queue.n_sends } else { &mut queue.n_calls };
         *count += 1;
         let call = Call::new(&self.name, *count, op, x);
-        self.trace.note(&call);
+        self.trace.record(&call);
         let ticket = self.order.ticket();
         let (sender, pending) = Pending::started(&call);
         let job: Job = Box::new(move |worker| {
-            // Nobody listens to a dropped Pending; the failure, if any, is kept by the world.
-            let _ = sender.send(worker.carry_out(&call, |worker| body(worker, &call, ticket)));
+            // A dropped Pending has no receiver. The world keeps the failure, if any.
+            let _ = sender.send(worker.run_call(&call, |worker| body(worker, &call, ticket)));
         });
-        queue.jobs.send(job).expect("the thread ends when the group is dropped");
+        queue.jobs.send(job).expect("the thread runs until the group is dropped");
         Ok(pending)
     }
 
-    /// Carries out `plan`, of which `finish` makes the result when it is waited for.
-    fn carry_out(
+    /// Starts a call. `finish` computes its result from the outputs in [`Pending::wait`].
+    fn start_call(
         &self,
         op: Op,
         x: &Tensor,
-        plan: Plan,
+        plan: NcclCall,
         finish: impl FnOnce(Vec<Tensor>) -> candle_core::Result<Tensor> + Send + 'static,
     ) -> Result<Pending> {
         let ready = self.ready()?;
-        let Plan { steps, inputs, outputs } = plan;
-        let coming = self.start(op, Some(x), move |worker, call, ticket| {
+        let NcclCall { ops, inputs, outputs } = plan;
+        let output = self.start(op, Some(x), move |worker, call, ticket| {
             let tensors = inputs.into_iter().chain(outputs.iter().cloned()).collect();
-            let done = worker.put(call, ticket, Launch { ready, steps, tensors, expected: None })?;
-            Ok(Coming { tensors: outputs, done })
+            let done = worker.enqueue(call, ticket, Launch { ready, ops, tensors, expected: None })?;
+            Ok(PendingOutput { tensors: outputs, done })
         })?;
         let (device, watchdog, to) = (self.device.clone(), Arc::clone(&self.watchdog), x.device().clone());
-        Ok(coming.then(move |coming| arrive(&device, &watchdog, coming, &to, finish)))
+        Ok(output.then(move |output| finish_output(&device, &watchdog, output, &to, finish)))
     }
 
-    /// When all that was asked of the device so far is done.
+    /// Records an event after all work that is queued on the compute stream.
     fn ready(&self) -> Result<CudaEvent> {
         Ok(self.device.cuda_stream().record_event(None).map_err(candle_core::Error::wrap)?)
     }
 
-    /// Brings `x` onto the device, in order.
-    fn bring(&self, op: &'static str, x: &Tensor) -> Result<Tensor> {
-        self.check_place(op, x.device())?;
-        arguments::form(op, x.dtype(), x.dims())?;
+    /// Copies `x` to the device and makes it contiguous.
+    fn to_device(&self, op: &'static str, x: &Tensor) -> Result<Tensor> {
+        self.check_same_gpu(op, x.device())?;
+        arguments::dtype_and_rank(op, x.dtype(), x.dims())?;
         if x.elem_count() == 0 {
-            return self.room(x.dtype(), x.dims());
+            return self.empty(x.dtype(), x.dims());
         }
         Ok(x.detach().to_device(&Device::Cuda(self.device.clone()))?.contiguous()?)
     }
 
-    fn check_place(&self, op: &'static str, device: &Device) -> Result<()> {
+    fn check_same_gpu(&self, op: &'static str, device: &Device) -> Result<()> {
         match device {
             Device::Cpu => Ok(()),
             Device::Cuda(other) if other.id() == self.device.id() => Ok(()),
             other => {
-                let why = format!("a tensor on {:?}: this group moves those of one GPU", other.location());
+                let why = format!(
+                    "the tensor is on {:?}, and this group sends tensors of one GPU and of the CPU",
+                    other.location()
+                );
                 Err(Error::Call { op, why })
             }
         }
     }
 
-    fn room(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        Ok(room(&self.device, dtype, shape)?)
+    fn empty(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        Ok(empty(&self.device, dtype, shape)?)
     }
 
-    /// Returns the steps that describe `x` to its receiver and send it, and the tensors that they read.
-    fn sends(&self, x: Tensor, to: usize) -> Result<(Vec<Step>, Vec<Tensor>)> {
-        let described = lock(&self.descriptions).of(&x)?;
-        let mut steps = vec![send(&described, to)?];
-        steps.extend((x.elem_count() > 0).then(|| send(&x, to)).transpose()?);
-        Ok((steps, vec![described, x]))
+    /// Returns the ops that send `x` with its description, and the tensors that they read.
+    fn sends(&self, x: Tensor, to: usize) -> Result<(Vec<NcclOp>, Vec<Tensor>)> {
+        let description = lock(&self.descriptions).of(&x)?;
+        let mut ops = vec![send(&description, to)?];
+        ops.extend((x.elem_count() > 0).then(|| send(&x, to)).transpose()?);
+        Ok((ops, vec![description, x]))
     }
 
-    /// Adds the steps that receive a tensor and its description; returns where the tensor arrives.
-    fn receives(&self, recv: Recv, steps: &mut Vec<Step>, tensors: &mut Vec<Tensor>) -> Result<(Tensor, Expected)> {
-        let description = description::room(&Device::Cuda(self.device.clone()))?;
-        let y = self.room(recv.dtype, &recv.shape)?;
-        steps.push(receive(&description, recv.from)?);
-        steps.extend((y.elem_count() > 0).then(|| receive(&y, recv.from)).transpose()?);
+    /// Adds the ops that receive a tensor and its description. Returns the tensor's buffer.
+    fn receives(
+        &self,
+        recv: Recv,
+        ops: &mut Vec<NcclOp>,
+        tensors: &mut Vec<Tensor>,
+    ) -> Result<(Tensor, ExpectedTensor)> {
+        let description = description::empty(&Device::Cuda(self.device.clone()))?;
+        let y = self.empty(recv.dtype, &recv.shape)?;
+        ops.push(receive(&description, recv.from)?);
+        ops.extend((y.elem_count() > 0).then(|| receive(&y, recv.from)).transpose()?);
         tensors.extend([description.clone(), y.clone()]);
-        Ok((y, Expected { recv, description }))
+        Ok((y, ExpectedTensor { recv, description }))
     }
 
-    /// The largest or smallest elements; where any is a NaN, which NCCL's comparisons pass over, a NaN.
+    /// Starts a maximum or minimum that propagates NaN, which NCCL's comparisons ignore.
     fn start_compare(&self, x: &Tensor, own: Tensor, op: Reduce) -> Result<Pending> {
-        let is_nan = if own.elem_count() > 0 { own.ne(&own)? } else { self.room(DType::U8, own.dims())? };
-        let outputs = vec![self.room(own.dtype(), own.dims())?, self.room(DType::U8, own.dims())?];
+        let is_nan = if own.elem_count() > 0 { own.ne(&own)? } else { self.empty(DType::U8, own.dims())? };
+        let outputs = vec![self.empty(own.dtype(), own.dims())?, self.empty(DType::U8, own.dims())?];
         let inputs = vec![own, is_nan];
         let pairs = inputs.iter().zip(&outputs).zip([op, Reduce::Max]);
-        let steps = pairs.map(|((from, to), op)| reduce(from, to, op)).collect::<Result<_>>()?;
-        self.carry_out(Op::AllReduce(op), x, Plan { steps, inputs, outputs }, |outputs| {
-            let [y, is_nan] = &outputs[..] else { unreachable!("there are two") };
+        let ops = pairs.map(|((from, to), op)| reduce(from, to, op)).collect::<Result<_>>()?;
+        self.start_call(Op::AllReduce(op), x, NcclCall { ops, inputs, outputs }, |outputs| {
+            let [y, is_nan] = &outputs[..] else { unreachable!("the call has two outputs") };
             is_nan.where_cond(&y.affine(0.0, f64::NAN)?, y)
         })
     }
 }
 
-impl Collective for Group {
+impl Collective for NcclGroup {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -185,64 +193,64 @@ impl Collective for Group {
     }
 
     fn check_device(&self, device: &Device) -> Result<()> {
-        self.check_place("travel", device)
+        self.check_same_gpu("check_device", device)
     }
 
     fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Pending> {
-        let own = self.bring("all_reduce", x)?;
+        let own = self.to_device("all_reduce", x)?;
         if op != Reduce::Sum && own.dtype().is_float() {
             return self.start_compare(x, own, op);
         }
         let (dtype, wide) = (own.dtype(), widened(&own, op)?);
-        let out = self.room(wide.dtype(), wide.dims())?;
-        let plan = Plan { steps: vec![reduce(&wide, &out, op)?], inputs: vec![wide], outputs: vec![out] };
-        self.carry_out(Op::AllReduce(op), x, plan, move |outputs| outputs[0].to_dtype(dtype))
+        let out = self.empty(wide.dtype(), wide.dims())?;
+        let plan = NcclCall { ops: vec![reduce(&wide, &out, op)?], inputs: vec![wide], outputs: vec![out] };
+        self.start_call(Op::AllReduce(op), x, plan, move |outputs| outputs[0].to_dtype(dtype))
     }
 
     fn start_all_gather(&self, x: &Tensor) -> Result<Pending> {
         let n_rows = arguments::rows("all_gather", x)?;
-        let own = self.bring("all_gather", x)?;
-        let out = self.room(own.dtype(), &[&[n_rows * self.size], &own.dims()[1..]].concat())?;
+        let own = self.to_device("all_gather", x)?;
+        let out = self.empty(own.dtype(), &[&[n_rows * self.size], &own.dims()[1..]].concat())?;
         let (from, to, n, dtype) = (address(&own)?, address(&out)?, own.elem_count(), number(&own));
-        let steps = vec![Step::AllGather { from, to, n, dtype }];
-        self.carry_out(Op::AllGather, x, Plan { steps, inputs: vec![own], outputs: vec![out] }, first)
+        let ops = vec![NcclOp::AllGather { from, to, n, dtype }];
+        self.start_call(Op::AllGather, x, NcclCall { ops, inputs: vec![own], outputs: vec![out] }, first)
     }
 
     fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
-        let n_rows = arguments::shares(x, self.size)?;
-        let own = self.bring("reduce_scatter", x)?;
+        let n_rows = arguments::shard_rows(x, self.size)?;
+        let own = self.to_device("reduce_scatter", x)?;
         let (dtype, wide) = (own.dtype(), widened(&own, Reduce::Sum)?);
-        let out = self.room(wide.dtype(), &[&[n_rows], &own.dims()[1..]].concat())?;
+        let out = self.empty(wide.dtype(), &[&[n_rows], &own.dims()[1..]].concat())?;
         let (from, to, n) = (address(&wide)?, address(&out)?, out.elem_count());
-        let steps = vec![Step::ReduceScatter { from, to, n, dtype: number(&wide) }];
-        let plan = Plan { steps, inputs: vec![wide], outputs: vec![out] };
-        self.carry_out(Op::ReduceScatter, x, plan, move |outputs| outputs[0].to_dtype(dtype))
+        let ops = vec![NcclOp::ReduceScatter { from, to, n, dtype: number(&wide) }];
+        let plan = NcclCall { ops, inputs: vec![wide], outputs: vec![out] };
+        self.start_call(Op::ReduceScatter, x, plan, move |outputs| outputs[0].to_dtype(dtype))
     }
 
     fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Pending> {
         arguments::counts(x, send, recv, self.size)?;
-        let own = self.bring("all_to_all", x)?;
-        let out = self.room(own.dtype(), &[&[recv.iter().sum()], &own.dims()[1..]].concat())?;
+        let own = self.to_device("all_to_all", x)?;
+        let out = self.empty(own.dtype(), &[&[recv.iter().sum()], &own.dims()[1..]].concat())?;
         let row = own.dims()[1..].iter().product::<usize>();
         let (row_bytes, dtype) = (row * own.dtype().size_in_bytes(), number(&own));
-        let (mut from, mut to, mut steps) = (address(&own)?, address(&out)?, Vec::new());
+        let (mut from, mut to, mut ops) = (address(&own)?, address(&out)?, Vec::new());
         for peer in 0..self.size {
             let [n_sent, n_received] = [send[peer], recv[peer]];
-            steps.push(Step::Send { from, n: n_sent * row, dtype, peer });
-            steps.push(Step::Receive { to, n: n_received * row, dtype, peer });
+            ops.push(NcclOp::Send { from, n: n_sent * row, dtype, peer });
+            ops.push(NcclOp::Receive { to, n: n_received * row, dtype, peer });
             (from, to) = (from.after(n_sent * row_bytes), to.after(n_received * row_bytes));
         }
-        steps.retain(|step| !matches!(step, Step::Send { n: 0, .. } | Step::Receive { n: 0, .. }));
-        self.carry_out(Op::AllToAll, x, Plan { steps, inputs: vec![own], outputs: vec![out] }, first)
+        ops.retain(|op| !matches!(op, NcclOp::Send { n: 0, .. } | NcclOp::Receive { n: 0, .. }));
+        self.start_call(Op::AllToAll, x, NcclCall { ops, inputs: vec![own], outputs: vec![out] }, first)
     }
 
     fn start_broadcast(&self, x: &Tensor, root: usize) -> Result<Pending> {
         arguments::peer("broadcast", root, self.size)?;
-        let own = self.bring("broadcast", x)?;
-        let out = self.room(own.dtype(), own.dims())?;
+        let own = self.to_device("broadcast", x)?;
+        let out = self.empty(own.dtype(), own.dims())?;
         let (from, to, n, dtype) = (address(&own)?, address(&out)?, own.elem_count(), number(&own));
-        let steps = vec![Step::Broadcast { from, to, n, dtype, root }];
-        self.carry_out(Op::Broadcast { root }, x, Plan { steps, inputs: vec![own], outputs: vec![out] }, first)
+        let ops = vec![NcclOp::Broadcast { from, to, n, dtype, root }];
+        self.start_call(Op::Broadcast { root }, x, NcclCall { ops, inputs: vec![own], outputs: vec![out] }, first)
     }
 
     fn start_send_recv(
@@ -253,27 +261,28 @@ impl Collective for Group {
     ) -> Result<Pending<Option<Tensor>>> {
         arguments::pair(x, to, recv.as_ref(), self.rank, self.size)?;
         let op = Op::SendRecv { to, from: recv.as_ref().map(|recv| recv.from) };
-        let own = x.map(|x| self.bring("send_recv", x)).transpose()?;
-        let (mut steps, mut tensors) = own.zip(to).map_or(Ok(Default::default()), |(x, to)| self.sends(x, to))?;
-        let (y, expected) = recv.map(|recv| self.receives(recv, &mut steps, &mut tensors)).transpose()?.unzip();
-        // Neither waits for what this rank computes after the call.
+        let own = x.map(|x| self.to_device("send_recv", x)).transpose()?;
+        let (mut ops, mut tensors) = own.zip(to).map_or(Ok(Default::default()), |(x, to)| self.sends(x, to))?;
+        let (y, expected) = recv.map(|recv| self.receives(recv, &mut ops, &mut tensors)).transpose()?.unzip();
+        // The exchange does not wait for work that is queued after this call.
         let ready = self.ready()?;
         let received = self.start(op, x, move |worker, call, ticket| {
-            let done = worker.put(call, ticket, Launch { ready, steps, tensors, expected })?;
-            Ok(y.map(|y| Coming { tensors: vec![y], done }))
+            let done = worker.enqueue(call, ticket, Launch { ready, ops, tensors, expected })?;
+            Ok(y.map(|y| PendingOutput { tensors: vec![y], done }))
         })?;
         let (device, watchdog) = (self.device.clone(), Arc::clone(&self.watchdog));
         let to = x.map_or_else(|| Device::Cuda(self.device.clone()), |x| x.device().clone());
-        Ok(received.then(move |coming| coming.map(|coming| arrive(&device, &watchdog, coming, &to, first)).transpose()))
+        Ok(received
+            .then(move |output| output.map(|output| finish_output(&device, &watchdog, output, &to, first)).transpose()))
     }
 
     fn barrier(&self) -> Result<()> {
         let one = Tensor::zeros(1, DType::U8, &Device::Cuda(self.device.clone()))?;
-        let out = self.room(DType::U8, &[1])?;
-        let (steps, ready) = (vec![reduce(&one, &out, Reduce::Sum)?], self.ready()?);
+        let out = self.empty(DType::U8, &[1])?;
+        let (ops, ready) = (vec![reduce(&one, &out, Reduce::Sum)?], self.ready()?);
         let done = self.start(Op::Barrier, None, move |worker, call, ticket| {
             let tensors = vec![one, out];
-            let done = worker.put(call, ticket, Launch { ready, steps, tensors, expected: None })?;
+            let done = worker.enqueue(call, ticket, Launch { ready, ops, tensors, expected: None })?;
             worker.await_done(call, &done)
         });
         done?.wait()
@@ -284,10 +293,10 @@ impl Collective for Group {
         let (list, digest, name) = (lists[index].clone(), digest(lists), Arc::from(name));
         let made = self.start(Op::Split, None, move |worker, call, ticket| {
             let id = format!("{}/{}", worker.id, call.number);
-            agree(worker, call, &id, digest)?;
-            // To connect is like to launch: NCCL waits for the other ranks, and may wait for the device.
+            check_lists(worker, call, &id, digest)?;
+            // Connecting follows the launch order too: NCCL waits for the other ranks, and may wait for the device.
             worker.await_turn(&ticket)?;
-            part(worker, &format!("{id}.{index}"), name, &list)
+            connect_subgroup(worker, &format!("{id}.{index}"), name, &list)
         })?;
         match made.wait()? {
             Some(worker) => {
@@ -299,13 +308,18 @@ impl Collective for Group {
     }
 }
 
-/// Connects the ranks in `list`; nothing needs to be connected for a list of one.
-fn part(of: &Worker, id: &str, name: Arc<str>, list: &[usize]) -> Result<Option<Worker>, TransportError> {
+/// Connects the ranks in `list`. Returns `None` for a list of one rank, which needs no communicator.
+fn connect_subgroup(
+    of: &NcclWorker,
+    id: &str,
+    name: Arc<str>,
+    list: &[usize],
+) -> Result<Option<NcclWorker>, TransportError> {
     if list.len() == 1 {
         return Ok(None);
     }
     let members: Vec<usize> = list.iter().map(|rank| of.members[*rank]).collect();
-    let opened = Worker::open(&of.rank, id, Arc::clone(&name), &members);
+    let opened = NcclWorker::open(&of.rank, id, Arc::clone(&name), &members);
     let connecting = |what| format!("connect group {name} of ranks {members:?}: {what}");
     opened.map(Some).map_err(|error| match error.map_ranks(|rank| list[rank]) {
         TransportError::Local(what) => TransportError::Local(connecting(what)),
@@ -314,8 +328,8 @@ fn part(of: &Worker, id: &str, name: Arc<str>, list: &[usize]) -> Result<Option<
     })
 }
 
-/// Makes sure that all ranks give the same lists.
-fn agree(worker: &Worker, call: &Call, id: &str, digest: u64) -> Result<(), TransportError> {
+/// Fails if this rank's lists differ from those of another rank.
+fn check_lists(worker: &NcclWorker, call: &Call, id: &str, digest: u64) -> Result<(), TransportError> {
     let own = digest.to_le_bytes();
     let store = worker.rank.watchdog.store()?;
     let first = store.compare_set(&format!("split/{id}"), &[], &own);
@@ -323,20 +337,23 @@ fn agree(worker: &Worker, call: &Call, id: &str, digest: u64) -> Result<(), Tran
         true => Ok(()),
         false => {
             let who = worker.rank.watchdog.who(worker.members[worker.me]);
-            Err(TransportError::Mismatch(worker.me, format!("{who} calls {call} with other lists than another rank")))
+            Err(TransportError::Mismatch(
+                worker.me,
+                format!("{who} calls {call} with different lists than another rank"),
+            ))
         }
     }
 }
 
-/// Makes a result of what has come, for those who use it on the device after now, or on the host.
-fn arrive(
+/// Makes the compute stream wait for the outputs, and computes the result on the device `to`.
+fn finish_output(
     device: &CudaDevice,
     watchdog: &Watchdog,
-    coming: Coming,
+    output: PendingOutput,
     to: &Device,
     finish: impl FnOnce(Vec<Tensor>) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
-    let Coming { tensors, done } = coming;
+    let PendingOutput { tensors, done } = output;
     device.cuda_stream().wait(&done).map_err(candle_core::Error::wrap)?;
     let is_empty = tensors[0].elem_count() == 0;
     let y = if is_empty { tensors[0].clone() } else { finish(tensors)? };
@@ -345,7 +362,7 @@ fn arrive(
         Device::Cpu => to_host(&y)?,
         _ => y.to_device(to)?,
     };
-    // What was stopped on the device has left nothing there.
+    // An aborted operation has written no result.
     watchdog.failure().map_or(Ok(y), |failure| Err(failure.into()))
 }
 
@@ -353,25 +370,25 @@ fn first(mut tensors: Vec<Tensor>) -> candle_core::Result<Tensor> {
     Ok(tensors.swap_remove(0))
 }
 
-/// What is summed in f32 if it is narrower.
+/// Converts bf16 and f16 to f32 for a sum.
 fn widened(x: &Tensor, op: Reduce) -> Result<Tensor> {
     let is_narrow = matches!(x.dtype(), DType::BF16 | DType::F16) && op == Reduce::Sum && x.elem_count() > 0;
     if is_narrow { Ok(x.to_dtype(DType::F32)?) } else { Ok(x.clone()) }
 }
 
-fn reduce(from: &Tensor, to: &Tensor, op: Reduce) -> Result<Step> {
+fn reduce(from: &Tensor, to: &Tensor, op: Reduce) -> Result<NcclOp> {
     let (n, dtype) = (from.elem_count(), number(from));
-    Ok(Step::AllReduce { from: address(from)?, to: address(to)?, n, dtype, op })
+    Ok(NcclOp::AllReduce { from: address(from)?, to: address(to)?, n, dtype, op })
 }
 
-fn send(x: &Tensor, peer: usize) -> Result<Step> {
-    Ok(Step::Send { from: address(x)?, n: x.elem_count(), dtype: number(x), peer })
+fn send(x: &Tensor, peer: usize) -> Result<NcclOp> {
+    Ok(NcclOp::Send { from: address(x)?, n: x.elem_count(), dtype: number(x), peer })
 }
 
-fn receive(y: &Tensor, peer: usize) -> Result<Step> {
-    Ok(Step::Receive { to: address(y)?, n: y.elem_count(), dtype: number(y), peer })
+fn receive(y: &Tensor, peer: usize) -> Result<NcclOp> {
+    Ok(NcclOp::Receive { to: address(y)?, n: y.elem_count(), dtype: number(y), peer })
 }
 
 fn number(x: &Tensor) -> i32 {
-    number_of(x.dtype()).expect("what does not travel was refused")
+    number_of(x.dtype()).expect("unsupported dtypes were rejected")
 }

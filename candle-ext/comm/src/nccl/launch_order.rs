@@ -1,7 +1,7 @@
-//! The order in which the groups of a device launch their operations: that of the calls to them.
+//! Launch order of a device's process groups: operations launch in the order of the calls.
 //!
-//! NCCL wants the operations of several communicators launched in one order on all ranks. Each group launches from a thread of
-//! its own, so each call takes a ticket, and its thread waits for the tickets before it.
+//! NCCL requires all ranks to launch the operations of several communicators in the same order. Each group launches from its
+//! own thread. So each call takes a ticket, and its thread waits for all earlier tickets.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,32 +10,32 @@ use std::time::Duration;
 
 use crate::sync::lock;
 
-/// The tickets of a device.
+/// Tickets of a device.
 #[derive(Default)]
 pub(super) struct LaunchOrder {
     n_tickets: AtomicU64,
-    /// The ticket whose turn it is.
+    /// Ticket that may launch.
     next: AtomicU64,
-    /// The later ones that have been dropped.
+    /// Later tickets that were dropped.
     dropped: Mutex<BTreeSet<u64>>,
     changed: Condvar,
 }
 
-/// A call's place in the order. Dropping it lets the next one launch.
+/// Position of a call in the launch order. Dropping it lets the next call launch.
 pub(super) struct Ticket {
     order: Arc<LaunchOrder>,
     number: u64,
 }
 
 impl LaunchOrder {
-    /// Takes the next place.
+    /// Takes the next ticket.
     pub(super) fn ticket(self: &Arc<Self>) -> Ticket {
         Ticket { order: Arc::clone(self), number: self.n_tickets.fetch_add(1, Ordering::Relaxed) }
     }
 }
 
 impl Ticket {
-    /// Waits for its turn for as long as `within`; returns whether it has come.
+    /// Waits up to `within` for the ticket's turn. Returns true if it may launch.
     pub(super) fn await_turn(&self, within: Duration) -> bool {
         let dropped = lock(&self.order.dropped);
         drop(self.order.changed.wait_timeout_while(dropped, within, |_| !self.has_turn()));
@@ -70,11 +70,11 @@ mod tests {
     const PATIENT: Duration = Duration::from_secs(60);
 
     #[test]
-    fn a_ticket_waits_for_those_before_it() {
+    fn a_ticket_waits_for_earlier_tickets() {
         let order = Arc::<LaunchOrder>::default();
         let [first, second, third] = [(); 3].map(|()| order.ticket());
         assert!(first.await_turn(PATIENT) && !second.await_turn(SOON) && !third.await_turn(SOON));
-        // One that needs no turn gives it up.
+        // A dropped ticket passes its turn on.
         drop(second);
         assert!(!third.await_turn(SOON));
         drop(first);

@@ -1,4 +1,4 @@
-//! Where tensors lie on the device, and room for new ones.
+//! Device addresses of tensors, and uninitialized tensors.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -11,12 +11,12 @@ use candle_core::{CudaDevice, CudaStorage, DType, Error, Result, Storage, Tensor
 
 use crate::element::with_type;
 
-/// Where elements begin on the device.
+/// Device address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Address(u64);
+pub(super) struct DeviceAddress(u64);
 
-impl Address {
-    /// The place so many bytes further on.
+impl DeviceAddress {
+    /// Returns the address `n_bytes` further on.
     pub(super) fn after(self, n_bytes: usize) -> Self {
         Self(self.0 + n_bytes as u64)
     }
@@ -30,19 +30,19 @@ impl Address {
     }
 }
 
-/// Where the elements of a contiguous tensor begin.
-pub(super) fn address(x: &Tensor) -> Result<Address> {
+/// Returns the address of a contiguous tensor's first element.
+pub(super) fn address(x: &Tensor) -> Result<DeviceAddress> {
     let (storage, layout) = x.storage_and_layout();
-    let Some((start, _)) = layout.contiguous_offsets() else { bail!("want a contiguous tensor") };
-    let Storage::Cuda(storage) = &*storage else { bail!("want a tensor on a GPU") };
+    let Some((start, _)) = layout.contiguous_offsets() else { bail!("expected a contiguous tensor") };
+    let Storage::Cuda(storage) = &*storage else { bail!("expected a tensor on a GPU") };
     let base = with_type!(storage.dtype(), T => base::<T>(storage)?);
-    Ok(Address(base + (start * x.dtype().size_in_bytes()) as u64))
+    Ok(DeviceAddress(base + (start * x.dtype().size_in_bytes()) as u64))
 }
 
-/// Copies the elements of a whole tensor to the host by way of `stream`, whatever the tensor's own stream has to do.
+/// Copies a tensor to the host on `stream`, without waiting for the tensor's own stream.
 pub(super) fn read_words(stream: &Arc<CudaStream>, x: &Tensor) -> Result<Vec<i64>> {
     let (storage, _) = x.storage_and_layout();
-    let Storage::Cuda(storage) = &*storage else { bail!("want a tensor on a GPU") };
+    let Storage::Cuda(storage) = &*storage else { bail!("expected a tensor on a GPU") };
     let words = stream.clone_dtoh(storage.as_cuda_slice::<i64>()?).map_err(Error::wrap)?;
     stream.synchronize().map_err(Error::wrap)?;
     Ok(words)
@@ -53,15 +53,15 @@ fn base<T: CudaDType + DeviceRepr>(storage: &CudaStorage) -> Result<u64> {
     Ok(slice.device_ptr(slice.stream()).0)
 }
 
-/// Takes room for a tensor, whose elements are to be written before they are read.
-pub(super) fn room(device: &CudaDevice, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+/// Returns an uninitialized tensor. Write its elements before they are read.
+pub(super) fn empty(device: &CudaDevice, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     let n = shape.iter().product();
     let storage = with_type!(dtype, T => fresh::<T>(device, n)?);
     Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
 }
 
 fn fresh<T: CudaDType + DeviceRepr>(device: &CudaDevice, n: usize) -> Result<CudaStorage> {
-    // SAFETY: nothing reads the elements before NCCL has written them, as `room` demands.
+    // SAFETY: nothing reads the elements before NCCL has written them, as `empty` demands.
     let slice = unsafe { device.alloc::<T>(n.max(1))? };
     Ok(CudaStorage::wrap_cuda_slice(slice, device.clone()))
 }

@@ -1,4 +1,4 @@
-//! A group's own thread: puts calls onto the group's stream one after another, and watches them to their end.
+//! Thread of a process group: enqueues calls on the group's stream in order, and watches them until they complete.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU64;
@@ -11,132 +11,132 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverErr
 use candle_core::{CudaDevice, Tensor};
 
 use super::api::UniqueId;
-use super::communicator::{Communicator, Step, unique_id};
+use super::communicator::{Communicator, NcclOp, unique_id};
 use super::description::decode;
 use super::launch_order::{LaunchOrder, Ticket};
 use super::memory::read_words;
 use crate::transport::{FailureChannel, TransportError};
 use crate::watchdog::Watchdog;
-use crate::{Call, Cause, Failure, Recv, Result, store};
+use crate::{Call, Cause, RankFailure, Recv, Result, store};
 
-/// How often is looked at what is under way.
-const LOOK_EVERY: Duration = Duration::from_millis(1);
+/// Interval between polls of the calls in flight.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The sleep between two looks at a launch, which takes some tens of microseconds, or at a barrier.
-const SHORTLY: Duration = Duration::from_micros(20);
+/// Interval between polls of a launch, which takes some tens of microseconds, or of a barrier.
+const SHORT_POLL_INTERVAL: Duration = Duration::from_micros(20);
 
-/// The time between two comparisons of a tensor that does not arrive with its description, which may have.
-const COMPARE_EVERY: Duration = Duration::from_secs(1);
+/// Interval between checks of a stalled receive's description, which may have arrived.
+const COMPARE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// How long what was stopped may take to end on the device.
-const STOP_WITHIN: Duration = Duration::from_secs(5);
+/// Timeout of aborted operations on the device.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(5);
 
-pub(super) type Job = Box<dyn FnOnce(&mut Worker) + Send>;
+pub(super) type Job = Box<dyn FnOnce(&mut NcclWorker) + Send>;
 
-/// The state that all groups of a rank share.
+/// State that all groups of a rank share.
 #[derive(Clone)]
-pub(super) struct Rank {
+pub(super) struct NcclRank {
     pub(super) watchdog: Arc<Watchdog>,
     pub(super) device: CudaDevice,
     pub(super) order: Arc<LaunchOrder>,
 }
 
-/// What the thread owns.
-pub(super) struct Worker {
-    /// Names the group in the store; unique in the world.
+/// State of the thread.
+pub(super) struct NcclWorker {
+    /// Id of the group in the store; unique in the world.
     pub(super) id: String,
     pub(super) group: Arc<str>,
-    /// The world ranks of the group's ranks.
+    /// World ranks of the group's ranks.
     pub(super) members: Vec<usize>,
     pub(super) me: usize,
-    pub(super) rank: Rank,
+    pub(super) rank: NcclRank,
     stream: Arc<CudaStream>,
-    /// The stream by which the host reads what has arrived, whatever the group's has to do.
+    /// Stream on which the host reads descriptions, independent of the group's stream.
     reads: Arc<CudaStream>,
-    /// `None` once it was stopped.
+    /// `None` after an abort.
     communicator: Option<Communicator>,
-    under_way: VecDeque<UnderWay>,
+    in_flight: VecDeque<InFlightCall>,
 }
 
-/// A call that is on the stream.
-struct UnderWay {
+/// Call that is enqueued on the stream.
+struct InFlightCall {
     call: Call,
-    /// What it needs is there.
+    /// Event after which the inputs are ready.
     ready: CudaEvent,
     done: Arc<CudaEvent>,
-    /// Since when only the others are waited for.
+    /// Time since which the call waits for other ranks only.
     since: Option<Instant>,
-    /// What it reads and writes.
+    /// Tensors that the call reads and writes.
     tensors: Vec<Tensor>,
-    expected: Option<Expected>,
-    /// The wait for the others before the next comparison.
+    expected: Option<ExpectedTensor>,
+    /// Time of waiting after which the description is checked next.
     compare_after: Duration,
 }
 
-/// An operation to put onto the stream.
+/// Operations to enqueue on the stream.
 pub(super) struct Launch {
-    /// The event after which all that it needs is there.
+    /// Event after which the inputs are ready.
     pub(super) ready: CudaEvent,
-    pub(super) steps: Vec<Step>,
-    /// All that the steps read and write.
+    pub(super) ops: Vec<NcclOp>,
+    /// Tensors that the operations read and write.
     pub(super) tensors: Vec<Tensor>,
-    pub(super) expected: Option<Expected>,
+    pub(super) expected: Option<ExpectedTensor>,
 }
 
-/// A tensor to receive, and where its sender's description of it arrives.
-pub(super) struct Expected {
+/// Tensor to receive, with the buffer of its sender's description.
+pub(super) struct ExpectedTensor {
     pub(super) recv: Recv,
     pub(super) description: Tensor,
 }
 
-/// The part of a sender's description that has arrived.
+/// State of a received description.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Described {
-    InFull,
-    Perhaps,
+enum Arrival {
+    Complete,
+    MaybePartial,
 }
 
-impl Worker {
-    /// Connects the ranks `members`, which all call this with the same `id`, never used before.
-    pub(super) fn open(rank: &Rank, id: &str, group: Arc<str>, members: &[usize]) -> Result<Self, TransportError> {
+impl NcclWorker {
+    /// Connects the ranks `members`. All of them call this with the same unused `id`.
+    pub(super) fn open(rank: &NcclRank, id: &str, group: Arc<str>, members: &[usize]) -> Result<Self, TransportError> {
         let own = rank.watchdog.rank();
-        let me = members.iter().position(|rank| *rank == own).expect("who opens a group is in it");
+        let me = members.iter().position(|rank| *rank == own).expect("a rank opens only groups that contain it");
         let context = Arc::clone(rank.device.cuda_stream().context());
         let (stream, reads) = (context.new_stream().map_err(cuda)?, context.new_stream().map_err(cuda)?);
         stream.context().bind_to_thread().map_err(cuda)?;
-        let unique_id = meet(&rank.watchdog, id, members)?;
+        let unique_id = exchange_unique_id(&rank.watchdog, id, members)?;
         let communicator = Communicator::start(me, members.len(), unique_id).map_err(TransportError::Local)?;
-        let (id, members, under_way) = (id.to_owned(), members.to_vec(), VecDeque::new());
+        let (id, members, in_flight) = (id.to_owned(), members.to_vec(), VecDeque::new());
         let (rank, communicator) = (rank.clone(), Some(communicator));
-        let worker = Self { id, group, members, me, rank, stream, reads, communicator, under_way };
+        let worker = Self { id, group, members, me, rank, stream, reads, communicator, in_flight };
         worker.await_communicator(|| {
-            Some(TransportError::Local("NCCL has not connected the ranks within the time-out".to_owned()))
+            Some(TransportError::Local("ncclCommInitRank has not finished within the timeout".to_owned()))
         })?;
         Ok(worker)
     }
 
-    /// Carries out jobs until there can be no more and all that was put onto the stream is done.
+    /// Runs jobs until the group is dropped and all enqueued calls have completed.
     pub(super) fn run(mut self, jobs: &Receiver<Job>) {
-        // Linux otherwise ends a sleep up to 50 us late.
+        // By default Linux ends a sleep up to 50 us late.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
         loop {
-            let job = match self.under_way.is_empty() {
+            let job = match self.in_flight.is_empty() {
                 true => jobs.recv().map_err(RecvTimeoutError::from),
-                false => jobs.recv_timeout(LOOK_EVERY),
+                false => jobs.recv_timeout(POLL_INTERVAL),
             };
             match job {
                 Ok(job) => job(&mut self),
                 Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) if self.under_way.is_empty() => break,
-                Err(RecvTimeoutError::Disconnected) => thread::sleep(LOOK_EVERY),
+                Err(RecvTimeoutError::Disconnected) if self.in_flight.is_empty() => break,
+                Err(RecvTimeoutError::Disconnected) => thread::sleep(POLL_INTERVAL),
             }
-            self.look();
+            self.poll();
         }
         self.close();
     }
 
-    /// Carries out one call, or says why that is not possible any more.
-    pub(super) fn carry_out<T>(
+    /// Runs one call. Fails if the world has failed, and aborts the world if the call fails.
+    pub(super) fn run_call<T>(
         &mut self,
         call: &Call,
         body: impl FnOnce(&mut Self) -> Result<T, TransportError>,
@@ -149,57 +149,65 @@ impl Worker {
         done.map_err(|error| self.fail(call, error).into())
     }
 
-    /// Waits until all calls before the ticket's have launched, in whatever group.
+    /// Waits until all calls with earlier tickets have launched, in any group.
     pub(super) fn await_turn(&self, ticket: &Ticket) -> Result<(), TransportError> {
-        while !ticket.await_turn(LOOK_EVERY) {
+        while !ticket.await_turn(POLL_INTERVAL) {
             self.check()?;
         }
         Ok(())
     }
 
-    /// Puts an operation onto the stream; returns what tells that it is done. Its tensors are kept until then.
-    pub(super) fn put(
+    /// Enqueues a call on the stream and returns the event of its completion. Keeps its tensors until then.
+    pub(super) fn enqueue(
         &mut self,
         call: &Call,
         ticket: Ticket,
         launch: Launch,
     ) -> Result<Arc<CudaEvent>, TransportError> {
-        let Launch { ready, steps, tensors, expected } = launch;
+        let Launch { ready, ops, tensors, expected } = launch;
         self.await_turn(&ticket)?;
         self.stream.wait(&ready).map_err(cuda)?;
         let stream = self.stream.cu_stream().cast();
         let communicator =
-            self.communicator.as_ref().ok_or_else(|| TransportError::Local("NCCL was stopped".to_owned()))?;
-        // SAFETY: the stream is of the communicator's device; the steps' addresses are those of `tensors`, which are kept in
-        // `under_way` until `done`.
-        let put = unsafe { communicator.put(stream, &steps) }.map_err(TransportError::Local);
-        let put = put.and_then(|()| self.await_communicator(|| self.late(call)));
+            self.communicator.as_ref().ok_or_else(|| TransportError::Local("NCCL was aborted".to_owned()))?;
+        // SAFETY: the stream belongs to the communicator's device. The addresses are those of `tensors`, which stay in
+        // `in_flight` until `done` completes.
+        let enqueued = unsafe { communicator.enqueue(stream, &ops) }.map_err(TransportError::Local);
+        let enqueued = enqueued.and_then(|()| self.await_communicator(|| self.diagnose_timeout(call)));
         drop(ticket);
         let done = Arc::new(self.stream.record_event(None).map_err(cuda)?);
         let (call, done_here) = (call.clone(), Arc::clone(&done));
-        let (since, compare_after) = (None, COMPARE_EVERY);
-        self.under_way.push_back(UnderWay { call, ready, done: done_here, since, tensors, expected, compare_after });
-        put.map(|()| done)
+        let (since, compare_after) = (None, COMPARE_INTERVAL);
+        self.in_flight.push_back(InFlightCall {
+            call,
+            ready,
+            done: done_here,
+            since,
+            tensors,
+            expected,
+            compare_after,
+        });
+        enqueued.map(|()| done)
     }
 
-    /// Waits until what was put onto the stream is done.
+    /// Waits for the event `done`.
     pub(super) fn await_done(&mut self, call: &Call, done: &CudaEvent) -> Result<(), TransportError> {
         let began = Instant::now();
         while !done.try_is_complete().map_err(cuda)? {
             self.check()?;
             if began.elapsed() > self.rank.watchdog.timeout()
-                && let Some(error) = self.late(call)
-                // To find out who is late takes a while, in which it may have come.
+                && let Some(error) = self.diagnose_timeout(call)
+                // The diagnosis takes a while, in which the call may have completed.
                 && !done.try_is_complete().map_err(cuda)?
             {
                 return Err(error);
             }
-            thread::sleep(SHORTLY);
+            thread::sleep(SHORT_POLL_INTERVAL);
         }
         Ok(())
     }
 
-    /// Fails if the world has ended, or NCCL has given up.
+    /// Returns true if NCCL is ready. Fails if the world or NCCL has failed.
     fn check(&self) -> Result<bool, TransportError> {
         match (self.rank.watchdog.failure(), &self.communicator) {
             (Some(failure), _) => Err(TransportError::Failed(failure)),
@@ -208,39 +216,39 @@ impl Worker {
         }
     }
 
-    fn await_communicator(&self, late: impl Fn() -> Option<TransportError>) -> Result<(), TransportError> {
+    fn await_communicator(&self, on_timeout: impl Fn() -> Option<TransportError>) -> Result<(), TransportError> {
         let began = Instant::now();
         while !self.check()? {
             if began.elapsed() > self.rank.watchdog.timeout()
-                && let Some(error) = late()
+                && let Some(error) = on_timeout()
             {
                 return Err(error);
             }
-            thread::sleep(SHORTLY);
+            thread::sleep(SHORT_POLL_INTERVAL);
         }
         Ok(())
     }
 
-    /// Lets go of what is done, and ends the world for what went wrong or does not get done.
-    fn look(&mut self) {
-        while let Some(mut first) = self.under_way.pop_front() {
-            let looked = self.look_at(&mut first);
-            if let Ok(true) = looked {
+    /// Releases completed calls, and aborts the world if one has failed or timed out.
+    fn poll(&mut self) {
+        while let Some(mut first) = self.in_flight.pop_front() {
+            let polled = self.poll_call(&mut first);
+            if let Ok(true) = polled {
                 continue;
             }
             let call = first.call.clone();
-            self.under_way.push_front(first);
-            if let Err(error) = looked {
+            self.in_flight.push_front(first);
+            if let Err(error) = polled {
                 self.fail(&call, error);
             }
             return;
         }
     }
 
-    /// Returns whether the oldest call under way is done.
-    fn look_at(&self, first: &mut UnderWay) -> Result<bool, TransportError> {
+    /// Returns true if the oldest call in flight has completed.
+    fn poll_call(&self, first: &mut InFlightCall) -> Result<bool, TransportError> {
         if first.done.try_is_complete().map_err(cuda)? {
-            first.expected.as_ref().map_or(Ok(()), |expected| self.compare(expected, Described::InFull))?;
+            first.expected.as_ref().map_or(Ok(()), |expected| self.compare(expected, Arrival::Complete))?;
             return Ok(true);
         }
         self.check()?;
@@ -251,12 +259,12 @@ impl Worker {
         if waited > first.compare_after
             && let Some(expected) = &first.expected
         {
-            first.compare_after += COMPARE_EVERY;
-            self.compare(expected, Described::Perhaps)?;
+            first.compare_after += COMPARE_INTERVAL;
+            self.compare(expected, Arrival::MaybePartial)?;
         }
         if waited > self.rank.watchdog.timeout()
-            && let Some(error) = self.late(&first.call)
-            // To find out who is late takes a while, in which it may have come.
+            && let Some(error) = self.diagnose_timeout(&first.call)
+            // The diagnosis takes a while, in which the call may have completed.
             && !first.done.is_complete()
         {
             return Err(error);
@@ -264,57 +272,57 @@ impl Worker {
         Ok(false)
     }
 
-    /// Fails if a sender describes another tensor than this rank expects.
-    fn compare(&self, expected: &Expected, described: Described) -> Result<(), TransportError> {
-        let Expected { recv, description } = expected;
+    /// Fails if a sender's description differs from the expected tensor.
+    fn compare(&self, expected: &ExpectedTensor, arrival: Arrival) -> Result<(), TransportError> {
+        let ExpectedTensor { recv, description } = expected;
         let sent = decode(&read_words(&self.reads, description)?);
         let sent = sent.as_ref().map(|(dtype, shape)| (*dtype, shape.as_slice()));
-        let is_missing = sent.is_none() && described == Described::Perhaps;
-        if is_missing || sent.is_some_and(|(dtype, shape)| recv.fits(Some(dtype), shape)) {
+        let is_missing = sent.is_none() && arrival == Arrival::MaybePartial;
+        if is_missing || sent.is_some_and(|(dtype, shape)| recv.matches(Some(dtype), shape)) {
             return Ok(());
         }
         let ends = [recv.from, self.me].map(|rank| self.rank.watchdog.who(self.members[rank]));
-        Err(TransportError::Mismatch(recv.from, recv.unlike(sent, ends)))
+        Err(TransportError::Mismatch(recv.from, recv.mismatch(sent, ends)))
     }
 
-    /// Ends the world with what went wrong in `call`, and stops what runs on the device; returns why the world ended.
-    fn fail(&mut self, call: &Call, error: TransportError) -> Failure {
-        let failure = error.unfinished(&*self.rank.watchdog, &self.members, call);
-        self.stop();
+    /// Aborts the world because of the error of `call`, and the running operations. Returns the world's first failure.
+    fn fail(&mut self, call: &Call, error: TransportError) -> RankFailure {
+        let failure = error.fail_call(&*self.rank.watchdog, &self.members, call);
+        self.abort();
         failure
     }
 
-    /// Stops what runs on the device. What does not stop may still write to its tensors, which are then never freed.
-    fn stop(&mut self) {
+    /// Aborts the running operations. Leaks the tensors of an operation that does not end, because it may still write to them.
+    fn abort(&mut self) {
         drop(self.communicator.take());
         let began = Instant::now();
-        // NCCL may have put its work behind the events of the calls, but behind this one there is none.
+        // NCCL may have enqueued work after the events of the calls. This event follows all of it.
         let end = self.stream.record_event(None);
         let is_running = || matches!(end.as_ref().map(CudaEvent::try_is_complete), Ok(Ok(false)));
-        while is_running() && began.elapsed() < STOP_WITHIN {
-            thread::sleep(LOOK_EVERY);
+        while is_running() && began.elapsed() < ABORT_TIMEOUT {
+            thread::sleep(POLL_INTERVAL);
         }
-        let under_way = self.under_way.drain(..);
+        let in_flight = self.in_flight.drain(..);
         if is_running() {
-            under_way.flat_map(|under_way| under_way.tensors).for_each(std::mem::forget);
+            in_flight.flat_map(|in_flight| in_flight.tensors).for_each(std::mem::forget);
         }
     }
 
-    fn late(&self, call: &Call) -> Option<TransportError> {
-        self.rank.watchdog.late(&self.id, &self.members, call)
+    fn diagnose_timeout(&self, call: &Call) -> Option<TransportError> {
+        self.rank.watchdog.diagnose_timeout(&self.id, &self.members, call)
     }
 
-    /// Closes the group. A failure to do so ends the world.
+    /// Closes the group. A failure aborts the world.
     fn close(mut self) {
         let (watchdog, communicator) = (Arc::clone(&self.rank.watchdog), self.communicator.take());
         let Some(communicator) = communicator.filter(|_| watchdog.failure().is_none()) else { return };
         let Err(what) = self.end(communicator) else { return };
         let (rank, group, members) = (watchdog.rank(), &self.group, &self.members);
         let message = format!("close group {group} of ranks {members:?}: {}: {what}", watchdog.who(rank));
-        watchdog.fail(Failure { rank, cause: Cause::Told, message });
+        watchdog.fail(RankFailure { rank, cause: Cause::Reported, message });
     }
 
-    /// Ends the communicator; what other ranks still read from this one is sent before.
+    /// Finalizes and destroys the communicator, after it has sent what other ranks still receive.
     fn end(&self, communicator: Communicator) -> Result<(), String> {
         self.stream.context().bind_to_thread().map_err(|error| format!("CUDA: {error}"))?;
         communicator.finalize()?;
@@ -324,16 +332,16 @@ impl Worker {
                 return Ok(());
             }
             if began.elapsed() > timeout {
-                return Err(format!("NCCL has not sent within {timeout:?} what other ranks wait for"));
+                return Err(format!("ncclCommFinalize has not finished within {timeout:?}"));
             }
-            thread::sleep(LOOK_EVERY);
+            thread::sleep(POLL_INTERVAL);
         }
         communicator.destroy()
     }
 }
 
-/// Gives the ranks of a new group what they know each other by: the first hands it out.
-fn meet(watchdog: &Watchdog, id: &str, members: &[usize]) -> Result<UniqueId, TransportError> {
+/// Distributes the unique id of a new group through the store. The group's first rank creates it.
+fn exchange_unique_id(watchdog: &Watchdog, id: &str, members: &[usize]) -> Result<UniqueId, TransportError> {
     let (store, key) = (watchdog.store()?, format!("id/{id}"));
     let lost = |error: store::Error| TransportError::Local(error.to_string());
     if members[0] == watchdog.rank() {
@@ -344,14 +352,13 @@ fn meet(watchdog: &Watchdog, id: &str, members: &[usize]) -> Result<UniqueId, Tr
     match store.wait_for(&[&key], watchdog.timeout()) {
         Ok(()) => {}
         Err(store::Error::Timeout { timeout, .. }) => {
-            let what = format!("{} has not made NCCL's id within {timeout:?}", watchdog.who(members[0]));
+            let what = format!("{} has not published ncclUniqueId within {timeout:?}", watchdog.who(members[0]));
             return Err(TransportError::CallStalled(0, what));
         }
         Err(error) => return Err(lost(error)),
     }
     let bytes = store.get(&key).map_err(lost)?;
-    let bytes =
-        bytes.try_into().map_err(|_| TransportError::Local("read NCCL's id: it has another length".to_owned()))?;
+    let bytes = bytes.try_into().map_err(|_| TransportError::Local("read ncclUniqueId: wrong length".to_owned()))?;
     Ok(UniqueId(bytes))
 }
 

@@ -1,4 +1,4 @@
-//! A store's client: one connection, one query at a time.
+//! Client of a store: one connection, one request at a time.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -15,12 +15,14 @@ use super::{Error, Result};
 use crate::liveness::deadline;
 use crate::sync::lock;
 
-/// How long a server that was reached may take to take a query, and for an answer that it need not wait for.
-const ANSWER_WITHIN: Duration = Duration::from_secs(60);
-const RETRY_EVERY: Duration = Duration::from_millis(50);
+/// Timeout of a request to a connected server, except for waits.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A connection to a [`Server`](super::Server), or to torch's TCPStore. Clones share the connection and take turns: a
-/// thread that waits for a key keeps the others waiting, so a thread that must not wait calls [`Client::reconnect`].
+/// Connection to a [`Server`](super::Server) or to torch's TCPStore.
+///
+/// Clones share the connection: while one thread waits for a key, the others block. A thread that must not block calls
+/// [`Client::reconnect`].
 #[derive(Clone, Debug)]
 pub struct Client {
     connection: Arc<Mutex<Connection>>,
@@ -31,11 +33,12 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects, trying until `timeout` has passed: a server may start later than its clients. `timeout` then also
-    /// bounds every [`Client::get`] and [`Client::wait`].
+    /// Connects, and retries until `timeout` has passed: a server may start later than its clients.
+    ///
+    /// `timeout` also bounds every [`Client::get`] and [`Client::wait`].
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         let stream = Some(open(host, port, timeout)?);
-        let connection = Arc::new(Mutex::new(Connection { stream, answer_within: ANSWER_WITHIN }));
+        let connection = Arc::new(Mutex::new(Connection { stream, answer_timeout: ANSWER_TIMEOUT }));
         Ok(Self { connection, host: host.to_owned(), port, timeout, prefix: String::new() })
     }
 
@@ -45,89 +48,90 @@ impl Client {
         Ok(Self { prefix: self.prefix.clone(), ..fresh })
     }
 
-    /// Opens a second connection, whose every answer has to come within `timeout`: for what must not wait long.
+    /// Opens a second connection on which every answer must arrive within `timeout`.
     pub fn reconnect_within(&self, timeout: Duration) -> Result<Self> {
         let fresh = Self { timeout, ..self.reconnect()? };
-        fresh.lock().answer_within(timeout)?;
+        fresh.lock().answer_timeout(timeout)?;
         Ok(fresh)
     }
 
-    /// Returns this client with `prefix/` before each of its keys (torch's `PrefixStore`).
+    /// Returns this client with the prefix `prefix/` for all keys, like torch's `PrefixStore`.
     pub fn with_prefix(&self, prefix: &str) -> Self {
         Self { prefix: format!("{}{prefix}/", self.prefix), ..self.clone() }
     }
 
-    /// Returns the host that was connected to.
+    /// Returns the host of the server.
     pub fn host(&self) -> &str {
         &self.host
     }
 
-    /// Returns the port that was connected to.
+    /// Returns the port of the server.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Returns the time that [`Client::get`] and [`Client::wait`] wait for a key.
+    /// Returns the timeout of [`Client::get`] and [`Client::wait`].
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Stores `value` under `key`. The server does not answer: other connections may see it a moment later.
+    /// Stores `value` under `key`. The server sends no answer, so other connections may see the value a moment later.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.lock().ask(&Query::Set { key: self.key(key)?, value: bounded(value)? }, |_| Ok(()))
+        self.lock().request(&Query::Set { key: self.key(key)?, value: bounded(value)? }, |_| Ok(()))
     }
 
     /// Waits until `key` exists and returns its value.
     pub fn get(&self, key: &str) -> Result<Vec<u8>> {
         let mut connection = self.lock();
         connection.wait(vec![self.key(key)?], self.timeout)?;
-        connection.ask(&Query::Get { key: self.key(key)? }, read_value)
+        connection.request(&Query::Get { key: self.key(key)? }, read_value)
     }
 
-    /// Adds `amount` to the number under `key`, 0 if there is none, and returns the new number.
+    /// Adds `amount` to the number under `key`, which is 0 if absent, and returns the sum.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64> {
-        self.lock().ask(&Query::Add { key: self.key(key)?, amount }, read_i64)
+        self.lock().request(&Query::Add { key: self.key(key)?, amount }, read_i64)
     }
 
-    /// Stores `desired` if `expected` is stored, or if nothing is and `expected` is empty. Returns what is stored
-    /// now; `expected` itself if nothing is (torch's rule).
+    /// Stores `desired` if the value equals `expected`, or if the key is absent and `expected` is empty.
+    ///
+    /// Returns the value now stored, or `expected` if the key is absent, as torch does.
     pub fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
         let (expected, desired) = (bounded(expected)?, bounded(desired)?);
-        self.lock().ask(&Query::CompareSet { key: self.key(key)?, expected, desired }, read_value)
+        self.lock().request(&Query::CompareSet { key: self.key(key)?, expected, desired }, read_value)
     }
 
-    /// Returns whether all of `keys` exist.
+    /// Returns true if all of `keys` exist.
     pub fn check(&self, keys: &[&str]) -> Result<bool> {
-        let answer = self.lock().ask(&Query::Check { keys: self.keys(keys)? }, read_u8)?;
+        let answer = self.lock().request(&Query::Check { keys: self.keys(keys)? }, read_u8)?;
         Ok(answer == READY)
     }
 
-    /// Waits until all of `keys` exist, for as long as [`Client::timeout`].
+    /// Waits up to [`Client::timeout`] until all of `keys` exist.
     pub fn wait(&self, keys: &[&str]) -> Result<()> {
         self.wait_for(keys, self.timeout)
     }
 
-    /// Waits until all of `keys` exist, for as long as `timeout`.
+    /// Waits up to `timeout` until all of `keys` exist.
     pub fn wait_for(&self, keys: &[&str], timeout: Duration) -> Result<()> {
         self.lock().wait(self.keys(keys)?, timeout)
     }
 
-    /// Appends `value` to what is stored under `key`.
+    /// Appends `value` to the value of `key`.
     pub fn append(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.lock().ask(&Query::Append { key: self.key(key)?, value: bounded(value)? }, |_| Ok(()))
+        self.lock().request(&Query::Append { key: self.key(key)?, value: bounded(value)? }, |_| Ok(()))
     }
 
-    /// Deletes `key`; returns whether it existed.
+    /// Deletes `key`. Returns true if it existed.
     pub fn delete_key(&self, key: &str) -> Result<bool> {
-        Ok(self.lock().ask(&Query::Delete { key: self.key(key)? }, read_i64)? > 0)
+        Ok(self.lock().request(&Query::Delete { key: self.key(key)? }, read_i64)? > 0)
     }
 
-    /// Returns the number of keys in the whole store, whatever their prefix.
+    /// Returns the number of keys in the store, with any prefix.
     pub fn num_keys(&self) -> Result<i64> {
-        self.lock().ask(&Query::NumKeys, read_i64)
+        self.lock().request(&Query::NumKeys, read_i64)
     }
 
-    // torch's client puts a slash before each key, so that no key collides with its own bookkeeping.
+    // torch's client also prefixes each key with a slash.
     fn key(&self, key: &str) -> Result<String> {
         let key = format!("/{}{key}", self.prefix);
         check("bytes in a key", key.len(), MAX_KEY_BYTES)?;
@@ -153,10 +157,10 @@ fn check(what: &'static str, n: usize, bound: u64) -> Result<()> {
     if n as u64 > bound { Err(Error::TooLarge { what, n, bound }) } else { Ok(()) }
 }
 
-/// A stream on which no answer is outstanding; `None` once that was not so.
+/// Connection without an outstanding answer. The stream is `None` after an incomplete answer.
 struct Connection {
     stream: Option<TcpStream>,
-    answer_within: Duration,
+    answer_timeout: Duration,
 }
 
 impl fmt::Debug for Connection {
@@ -166,14 +170,14 @@ impl fmt::Debug for Connection {
 }
 
 impl Connection {
-    fn answer_within(&mut self, timeout: Duration) -> Result<()> {
-        self.answer_within = timeout;
+    fn answer_timeout(&mut self, timeout: Duration) -> Result<()> {
+        self.answer_timeout = timeout;
         let stream = self.stream.as_ref().ok_or_else(unusable)?;
-        limit(stream, timeout).map_err(|source| Error::Lost { source })
+        set_timeouts(stream, timeout).map_err(|source| Error::Lost { source })
     }
 
-    fn ask<T>(&mut self, query: &Query, read: impl Fn(&mut TcpStream) -> io::Result<T>) -> Result<T> {
-        // Put back only after a whole answer: what follows half an answer would be misread.
+    fn request<T>(&mut self, query: &Query, read: impl Fn(&mut TcpStream) -> io::Result<T>) -> Result<T> {
+        // Restore the stream only after a complete answer: a later request would misread the rest of it.
         let mut stream = self.stream.take().ok_or_else(unusable)?;
         let answer = send(&mut stream, query).and_then(|()| read(&mut stream));
         let answer = answer.map_err(|source| Error::Lost { source })?;
@@ -183,19 +187,21 @@ impl Connection {
 
     fn wait(&mut self, keys: Vec<String>, timeout: Duration) -> Result<()> {
         let query = Query::Wait { keys };
-        let afterwards = self.answer_within;
-        let arrived = self.ask(&query, |stream| read_within(stream, timeout, afterwards))?;
-        if arrived.is_some() || self.ask(&Query::CancelWait, read_cancelled)? {
+        let afterwards = self.answer_timeout;
+        let arrived = self.request(&query, |stream| read_within(stream, timeout, afterwards))?;
+        if arrived.is_some() || self.request(&Query::CancelWait, read_cancelled)? {
             return Ok(());
         }
-        let Query::Wait { keys } = query else { unreachable!("it was made above") };
+        let Query::Wait { keys } = query else { unreachable!("the query is a wait") };
         let keys = keys.iter().map(|key| key.trim_start_matches('/')).collect::<Vec<_>>().join(", ");
         Err(Error::Timeout { keys, timeout })
     }
 }
 
 fn unusable() -> Error {
-    Error::Lost { source: io::Error::new(io::ErrorKind::NotConnected, "the connection broke before") }
+    Error::Lost {
+        source: io::Error::new(io::ErrorKind::NotConnected, "the connection was broken by an earlier request"),
+    }
 }
 
 fn open(host: &str, port: u16, timeout: Duration) -> Result<TcpStream> {
@@ -205,19 +211,19 @@ fn open(host: &str, port: u16, timeout: Duration) -> Result<TcpStream> {
             Ok(stream) => return Ok(stream),
             Err(error) => error,
         };
-        // Something answers there and is no store: it will not become one.
-        if matches!(error, Error::NotAStore { .. }) || Instant::now() + RETRY_EVERY >= deadline {
+        // A retry does not help if another service listens there.
+        if matches!(error, Error::NotAStore { .. }) || Instant::now() + RETRY_INTERVAL >= deadline {
             return Err(error);
         }
-        thread::sleep(RETRY_EVERY);
+        thread::sleep(RETRY_INTERVAL);
     }
 }
 
 fn try_open(host: &str, port: u16, deadline: Instant) -> Result<TcpStream> {
     let failed = |source| Error::Connect { host: host.to_owned(), port, source };
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
     for addr in (host, port).to_socket_addrs().map_err(failed)? {
-        let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_EVERY);
+        let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_INTERVAL);
         let opened = TcpStream::connect_timeout(&addr, left).and_then(|stream| match is_to_itself(&stream) {
             Ok(false) => Ok(stream),
             Ok(true) => Err(io::ErrorKind::ConnectionRefused.into()),
@@ -226,7 +232,7 @@ fn try_open(host: &str, port: u16, deadline: Instant) -> Result<TcpStream> {
         match opened {
             Ok(stream) => {
                 let unanswered = |source| Error::Unanswered { host: host.to_owned(), port, source };
-                return greet(stream, deadline).map_err(unanswered)?.ok_or_else(|| not_a_store(host, port));
+                return handshake(stream, deadline).map_err(unanswered)?.ok_or_else(|| not_a_store(host, port));
             }
             Err(error) => last = error,
         }
@@ -238,24 +244,25 @@ fn not_a_store(host: &str, port: u16) -> Error {
     Error::NotAStore { host: host.to_owned(), port }
 }
 
-/// Whether nobody listens and the system chose this very port for the caller: TCP then connects the two.
+/// Returns true if TCP has connected the stream to itself: the system chose the server's port for a client without a server.
 fn is_to_itself(stream: &TcpStream) -> io::Result<bool> {
     Ok(stream.local_addr()? == stream.peer_addr()?)
 }
 
-/// Says hello and has a number sent back, so that anything else listening on the port is found out here: `None`. A server
-/// that is stopping closes the connection, which is worth another try.
-fn greet(mut stream: TcpStream, deadline: Instant) -> io::Result<Option<TcpStream>> {
+/// Validates the connection and pings the server. Returns `None` if another service listens on the port.
+///
+/// A server that is shutting down closes the connection, and the caller retries.
+fn handshake(mut stream: TcpStream, deadline: Instant) -> io::Result<Option<TcpStream>> {
     let nonce = std::process::id();
     stream.set_nodelay(true)?;
-    limit(&stream, ANSWER_WITHIN.min(deadline.saturating_duration_since(Instant::now()).max(RETRY_EVERY)))?;
+    set_timeouts(&stream, ANSWER_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()).max(RETRY_INTERVAL)))?;
     stream.write_all(&[Query::Validate(MAGIC).encode(), Query::Ping(nonce).encode()].concat())?;
     let is_store = read_u32(&mut stream)? == nonce;
-    limit(&stream, ANSWER_WITHIN)?;
+    set_timeouts(&stream, ANSWER_TIMEOUT)?;
     Ok(is_store.then_some(stream))
 }
 
-fn limit(stream: &TcpStream, timeout: Duration) -> io::Result<()> {
+fn set_timeouts(stream: &TcpStream, timeout: Duration) -> io::Result<()> {
     stream.set_read_timeout(Some(timeout))?;
     stream.set_write_timeout(Some(timeout))
 }
@@ -270,7 +277,7 @@ fn read_u8(stream: &mut TcpStream) -> io::Result<u8> {
     Ok(byte[0])
 }
 
-/// Reads the byte that ends a wait; `None` when it has not come within `timeout`. Later answers may take `afterwards`.
+/// Reads the byte that ends a wait, or returns `None` after `timeout`. Then resets the read timeout to `afterwards`.
 fn read_within(stream: &mut TcpStream, timeout: Duration, afterwards: Duration) -> io::Result<Option<u8>> {
     stream.set_read_timeout(Some(timeout.max(Duration::from_millis(1))))?;
     let answer = read_u8(stream);
@@ -282,12 +289,14 @@ fn read_within(stream: &mut TcpStream, timeout: Duration, afterwards: Duration) 
     }
 }
 
-/// Reads the answer to a cancellation; true when the wait had ended just before.
+/// Reads the answer to a cancellation. Returns true if the wait had ended just before.
 fn read_cancelled(stream: &mut TcpStream) -> io::Result<bool> {
     match read_u8(stream)? {
         WAIT_CANCELED => Ok(false),
         STOP_WAITING => read_u8(stream).map(|_| true),
-        other => Err(io::Error::new(io::ErrorKind::InvalidData, format!("answer {other} to a cancelled wait"))),
+        other => {
+            Err(io::Error::new(io::ErrorKind::InvalidData, format!("unexpected answer {other} to a cancelled wait")))
+        }
     }
 }
 
@@ -301,7 +310,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stream_to_itself_is_told_apart() {
+    fn a_stream_to_itself_is_detected() {
         let own = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
         bind(&own, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
         connect(&own, &getsockname(&own).unwrap()).unwrap();

@@ -1,7 +1,7 @@
-//! Keys and values that all processes of a run see: how they find each other and agree before they are a group.
+//! Key-value store for the rendezvous of a run's processes, compatible with torch's TCPStore.
 //!
-//! [`Server`] and [`Client`] speak the wire protocol of torch's TCPStore, so either end may be torch: `torchrun`
-//! serves our ranks, and our launcher serves Python's. Not for tensors: a value has at most 8 MiB.
+//! [`Server`] and [`Client`] implement the wire protocol of TCPStore. Either end may be torch: `torchrun` can host the store of
+//! our ranks, and our launcher that of Python's. A value has at most 8 MiB, so do not store tensors.
 
 mod client;
 mod server;
@@ -13,70 +13,70 @@ use std::time::Duration;
 pub use client::Client;
 pub use server::Server;
 
-/// What goes wrong between a client and its store.
+/// Error of a store's client or server.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The server cannot listen, most often because the port is taken.
+    /// The server cannot listen, most often because the port is in use.
     #[error("listen on {addr}: {source}")]
     Bind {
-        /// The address asked for.
+        /// Requested address.
         addr: String,
-        /// The system's reason.
+        /// Error of the system.
         source: std::io::Error,
     },
-    /// Nobody listened in time.
+    /// No server listened within the timeout.
     #[error("connect to the store at {host}:{port}: {source}")]
     Connect {
-        /// The server's host.
+        /// Host of the server.
         host: String,
-        /// The server's port.
+        /// Port of the server.
         port: u16,
-        /// The reason of the last try.
+        /// Error of the last attempt.
         source: std::io::Error,
     },
-    /// Something listens that did not answer in time, or hung up.
-    #[error("connect to the store at {host}:{port}: what listens there does not answer as a store does: {source}")]
+    /// The server did not answer within the timeout, or closed the connection.
+    #[error("connect to the store at {host}:{port}: the server there does not answer as a TCPStore: {source}")]
     Unanswered {
-        /// The server's host.
+        /// Host of the server.
         host: String,
-        /// The server's port.
+        /// Port of the server.
         port: u16,
-        /// The reason of the last try.
+        /// Error of the last attempt.
         source: std::io::Error,
     },
-    /// Something listens that does not speak the protocol.
-    #[error("connect to the store at {host}:{port}: what listens there is not a store")]
+    /// The server does not implement the protocol.
+    #[error("connect to the store at {host}:{port}: the server there is not a TCPStore; choose a free port")]
     NotAStore {
-        /// The host connected to.
+        /// Host of the server.
         host: String,
-        /// The port connected to.
+        /// Port of the server.
         port: u16,
     },
-    /// Keys that nobody has set in time.
-    #[error("see {keys} in the store within {timeout:?}")]
+    /// Keys were not set within the timeout.
+    #[error("wait for {keys} in the store: timed out after {timeout:?}")]
     Timeout {
-        /// The keys, separated by commas.
+        /// Keys, separated by commas.
         keys: String,
-        /// How long was waited.
+        /// Timeout of the wait.
         timeout: Duration,
     },
-    /// A key or value that no server takes; nothing was sent.
+    /// A key or value exceeds the limits of the protocol. Nothing was sent.
     #[error("store {n} {what}: at most {bound} are allowed")]
     TooLarge {
-        /// What there is too much of.
+        /// Counted unit.
         what: &'static str,
-        /// How much there is.
+        /// Size of the request.
         n: usize,
-        /// How much is allowed.
+        /// Largest allowed size.
         bound: u64,
     },
-    /// The connection broke; the client is of no more use.
-    #[error("talk to the store: {source}")]
+    /// The connection is broken. The client cannot be used again.
+    #[error("communicate with the store: {source}")]
     Lost {
-        /// The system's reason.
+        /// Error of the system.
         source: std::io::Error,
     },
 }
 
-/// A result with this module's [`Error`].
+/// Result with this module's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;

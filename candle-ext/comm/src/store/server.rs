@@ -1,4 +1,4 @@
-//! A store's server: one thread accepts, one thread a connection reads its queries.
+//! Server of a store: one thread accepts connections, and one thread per connection answers its queries.
 
 use std::collections::HashMap;
 use std::io::{BufReader, Write};
@@ -8,24 +8,24 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use super::table::{ClientId, Table};
+use super::table::{ClientId, KeyValueTable};
 use super::wire::{MAGIC, Query, STOP_WAITING};
 use super::{Error, Result};
 use crate::sync::lock;
 
-/// The time that a new connection gets for its first query. A port scanner does not keep a thread.
+/// Timeout for the first query of a connection, so that a port scanner does not occupy a thread.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Serves keys and values until it is dropped; then every connection is closed.
+/// Server of a key-value store. Dropping it closes every connection.
 #[derive(Debug)]
 pub struct Server {
     addr: SocketAddr,
-    shared: Arc<Shared>,
+    shared: Arc<ServerShared>,
     acceptor: Option<JoinHandle<()>>,
 }
 
 impl Server {
-    /// Listens on `addr`, for example `("0.0.0.0", 29500)`; port 0 lets the system choose.
+    /// Listens on `addr`, for example `("0.0.0.0", 29500)`. With port 0 the system chooses a port.
     pub fn bind(addr: impl ToSocketAddrs + std::fmt::Debug) -> Result<Self> {
         let named = format!("{addr:?}");
         TcpListener::bind(addr)
@@ -33,7 +33,7 @@ impl Server {
             .map_err(|source| Error::Bind { addr: named, source })
     }
 
-    /// Listens on `port` of every interface, IPv6 and IPv4 where the machine has both.
+    /// Listens on `port` of every interface, over IPv6 and IPv4 if the machine has both.
     pub fn bind_any(port: u16) -> Result<Self> {
         match Self::bind((Ipv6Addr::UNSPECIFIED, port)) {
             Err(Error::Bind { source, .. }) if source.kind() != std::io::ErrorKind::AddrInUse => {
@@ -43,19 +43,20 @@ impl Server {
         }
     }
 
-    /// Returns the address listened on, with the port that was chosen.
+    /// Returns the server's address, with the chosen port.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// Returns the port listened on.
+    /// Returns the server's port.
     pub fn port(&self) -> u16 {
         self.addr.port()
     }
 
     fn start(listener: TcpListener, handshake_timeout: Duration) -> std::io::Result<Self> {
         let addr = listener.local_addr()?;
-        let shared = Arc::new(Shared { stopping: AtomicBool::default(), state: Mutex::default(), handshake_timeout });
+        let shared =
+            Arc::new(ServerShared { stopping: AtomicBool::default(), state: Mutex::default(), handshake_timeout });
         let accepting = Arc::clone(&shared);
         let acceptor =
             thread::Builder::new().name("store-accept".to_owned()).spawn(move || accept(&listener, &accepting))?;
@@ -66,7 +67,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.shared.stopping.store(true, Ordering::SeqCst);
-        // `accept` cannot be interrupted; a connection of our own wakes it, and it sees that it is to stop.
+        // `accept` cannot be interrupted: wake it with a connection, after which it reads `stopping`.
         let woken = TcpStream::connect_timeout(&reachable(self.addr), Duration::from_secs(1));
         if let (Ok(_), Some(acceptor)) = (woken, self.acceptor.take()) {
             let _ = acceptor.join();
@@ -78,33 +79,33 @@ impl Drop for Server {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct ServerShared {
     stopping: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<ServerState>,
     handshake_timeout: Duration,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    table: Table,
+struct ServerState {
+    table: KeyValueTable,
     streams: HashMap<ClientId, Arc<TcpStream>>,
 }
 
-impl Shared {
-    // A thread that panicked holds no half-made change: every query is applied by one call.
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl ServerShared {
+    // Poisoning is ignored: one call applies a query completely.
+    fn lock(&self) -> MutexGuard<'_, ServerState> {
         lock(&self.state)
     }
 }
 
-fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
+fn accept(listener: &TcpListener, shared: &Arc<ServerShared>) {
     for client in 0.. {
         let accepted = listener.accept();
         if shared.stopping.load(Ordering::SeqCst) {
             return;
         }
         let Ok((stream, _)) = accepted else {
-            // Out of file descriptors, most likely: others may be closed soon.
+            // Most likely no file descriptor is free. Retry, because others may be closed soon.
             thread::sleep(Duration::from_millis(10));
             continue;
         };
@@ -119,16 +120,16 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
     }
 }
 
-/// Answers one client until it leaves. What a client does wrong costs it its connection, nobody else anything.
-fn serve(client: ClientId, stream: &TcpStream, shared: &Shared) {
+/// Answers one client until it disconnects. An invalid query closes only this client's connection.
+fn serve(client: ClientId, stream: &TcpStream, shared: &ServerShared) {
     let _ = answer(client, stream, shared);
     let mut state = shared.lock();
-    state.table.forget(client);
+    state.table.cancel_wait(client);
     state.streams.remove(&client);
     let _ = stream.shutdown(Shutdown::Both);
 }
 
-fn answer(client: ClientId, mut stream: &TcpStream, shared: &Shared) -> std::io::Result<()> {
+fn answer(client: ClientId, mut stream: &TcpStream, shared: &ServerShared) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(shared.handshake_timeout))?;
     let mut queries = BufReader::new(stream);
@@ -140,7 +141,7 @@ fn answer(client: ClientId, mut stream: &TcpStream, shared: &Shared) -> std::io:
         let reply = {
             let mut state = shared.lock();
             let Ok(outcome) = state.table.apply(client, query) else { return Ok(()) };
-            // Sent under the lock, so that it comes before the answer to a cancellation that is handled later.
+            // Send under the lock, before the answer to a later cancellation.
             for woken in outcome.wake.iter().filter_map(|woken| state.streams.get(woken)) {
                 if wake(woken).is_err() {
                     let _ = woken.shutdown(Shutdown::Both);
@@ -153,7 +154,7 @@ fn answer(client: ClientId, mut stream: &TcpStream, shared: &Shared) -> std::io:
     Ok(())
 }
 
-/// Ends a client's wait, without waiting for the client: one that has read what it was sent has room for a byte.
+/// Ends a client's wait without blocking. The socket buffer of a client that waits has space for one byte.
 #[cfg(target_os = "linux")]
 fn wake(stream: &TcpStream) -> std::io::Result<()> {
     use rustix::net::{SendFlags, send};
@@ -166,7 +167,7 @@ fn wake(mut stream: &TcpStream) -> std::io::Result<()> {
     stream.write_all(&[STOP_WAITING])
 }
 
-/// An address at which this process reaches a listener bound to `addr`.
+/// Returns an address at which this process reaches a listener bound to `addr`.
 fn reachable(addr: SocketAddr) -> SocketAddr {
     match addr {
         SocketAddr::V4(v4) if v4.ip().is_unspecified() => (Ipv4Addr::LOCALHOST, v4.port()).into(),

@@ -1,40 +1,40 @@
-//! What a store's server remembers, and what it answers; no sockets, so every rule is tested as plain calls.
+//! State of a store's server and its answers, without sockets.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 
 use super::wire::{Bytes, MAX_VALUE_BYTES, NOT_READY, Query, READY, STOP_WAITING, WAIT_CANCELED};
 
-/// One connection's number.
+/// Id of a connection.
 pub(super) type ClientId = u64;
 
-/// The most bytes that all keys and values take together: a client cannot fill the server's memory.
+/// Largest size of all keys and values, in bytes. It bounds the memory that clients can allocate.
 pub(super) const MAX_TABLE_BYTES: usize = 256 * 1024 * 1024;
 
-/// Keys, queues, and who waits for them.
+/// Values, queues, and the clients that wait for them.
 #[derive(Debug, Default)]
-pub(super) struct Table {
-    /// The bytes of all keys and values, queues included.
+pub(super) struct KeyValueTable {
+    /// Size of all keys and values in bytes, queues included.
     n_bytes: usize,
     values: BTreeMap<String, Vec<u8>>,
     queues: HashMap<String, VecDeque<Vec<u8>>>,
-    /// The keys that each waiting client still misses.
+    /// Missing keys of each waiting client.
     waiting: HashMap<ClientId, HashSet<String>>,
-    /// The clients that miss each key, the longest connected first.
+    /// Clients that wait for each key, the longest connected first.
     waiters: HashMap<String, BTreeSet<ClientId>>,
 }
 
-/// What a query leads to.
+/// Outcome of a query.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Outcome {
-    /// Goes to the client that asked; empty when the query is not answered.
+pub(super) struct QueryOutcome {
+    /// Reply to the client. Empty if the query has no answer.
     pub(super) reply: Vec<u8>,
-    /// Clients whose wait is over: each is sent [`STOP_WAITING`].
+    /// Clients whose wait has ended. The server sends each [`STOP_WAITING`].
     pub(super) wake: Vec<ClientId>,
 }
 
-/// A query that cannot be answered; the connection is closed.
+/// Error of a rejected query. The server closes the connection.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum Refused {
+pub(super) enum QueryError {
     #[error("add to key {key:?}: its value is not a number")]
     NotANumber { key: String },
     #[error("append to key {key:?}: {n} bytes, at most {MAX_VALUE_BYTES} are allowed")]
@@ -43,11 +43,11 @@ pub(super) enum Refused {
     Full { key: String },
 }
 
-impl Table {
-    /// Carries out one query of `client`.
-    pub(super) fn apply(&mut self, client: ClientId, query: Query) -> Result<Outcome, Refused> {
+impl KeyValueTable {
+    /// Applies one query of `client`.
+    pub(super) fn apply(&mut self, client: ClientId, query: Query) -> Result<QueryOutcome, QueryError> {
         let outcome = match query {
-            Query::Validate(_) => Outcome::default(),
+            Query::Validate(_) => QueryOutcome::default(),
             Query::Ping(nonce) => reply(nonce.to_le_bytes()),
             Query::Set { key, value } => self.set(key, value)?,
             Query::CompareSet { key, expected, desired } => self.compare_set(key, expected, desired)?,
@@ -61,7 +61,7 @@ impl Table {
             Query::MultiGet { keys } => reply(keys.iter().fold(empty(), |bytes, key| bytes.value(self.get(key))).0),
             Query::MultiSet { pairs } => self.multi_set(pairs)?,
             Query::CancelWait => {
-                self.forget(client);
+                self.cancel_wait(client);
                 reply([WAIT_CANCELED])
             }
             Query::QueuePush { key, value } => self.queue_push(key, value)?,
@@ -74,10 +74,10 @@ impl Table {
         Ok(outcome)
     }
 
-    /// Forgets what a client waits for; its connection is closed, or it has given up.
-    pub(super) fn forget(&mut self, client: ClientId) {
+    /// Cancels the wait of a client that has disconnected or timed out.
+    pub(super) fn cancel_wait(&mut self, client: ClientId) {
         for key in self.waiting.remove(&client).unwrap_or_default() {
-            self.forget_waiter(client, &key);
+            self.remove_waiter(client, &key);
         }
     }
 
@@ -85,12 +85,12 @@ impl Table {
         self.values.get(key).map_or(&[], Vec::as_slice)
     }
 
-    fn set(&mut self, key: String, value: Vec<u8>) -> Result<Outcome, Refused> {
+    fn set(&mut self, key: String, value: Vec<u8>) -> Result<QueryOutcome, QueryError> {
         let before = self.values.get(&key).map_or(0, |old| key.len() + old.len());
         self.resize(&key, before, key.len() + value.len())?;
         let wake = self.arrived(&key);
         self.values.insert(key, value);
-        Ok(Outcome { wake, ..Outcome::default() })
+        Ok(QueryOutcome { wake, ..QueryOutcome::default() })
     }
 
     fn delete(&mut self, key: &str) -> bool {
@@ -99,91 +99,91 @@ impl Table {
         old.is_some()
     }
 
-    /// Counts an entry that grows or shrinks from `before` to `after` bytes, or refuses it.
-    fn resize(&mut self, key: &str, before: usize, after: usize) -> Result<(), Refused> {
+    /// Accounts for an entry whose size changes from `before` to `after` bytes. Fails if the store is full.
+    fn resize(&mut self, key: &str, before: usize, after: usize) -> Result<(), QueryError> {
         let n_bytes = self.n_bytes - before + after;
         if n_bytes > MAX_TABLE_BYTES && after > before {
-            return Err(Refused::Full { key: key.to_owned() });
+            return Err(QueryError::Full { key: key.to_owned() });
         }
         self.n_bytes = n_bytes;
         Ok(())
     }
 
-    // An absent key equals an empty value. When it is absent and something else was expected, the caller is told what
-    // it expected, as torch does.
-    fn compare_set(&mut self, key: String, expected: Vec<u8>, desired: Vec<u8>) -> Result<Outcome, Refused> {
+    // An absent key equals an empty value. If the key is absent and `expected` is not empty, the reply is `expected`, as in
+    // torch.
+    fn compare_set(&mut self, key: String, expected: Vec<u8>, desired: Vec<u8>) -> Result<QueryOutcome, QueryError> {
         let now = match self.values.get(&key) {
             Some(stored) if *stored != expected => stored.clone(),
             None if !expected.is_empty() => expected,
             _ => {
                 let wake = self.set(key, desired.clone())?.wake;
-                return Ok(Outcome { reply: empty().value(&desired).0, wake });
+                return Ok(QueryOutcome { reply: empty().value(&desired).0, wake });
             }
         };
         Ok(reply(empty().value(&now).0))
     }
 
-    fn add(&mut self, key: String, amount: i64) -> Result<Outcome, Refused> {
+    fn add(&mut self, key: String, amount: i64) -> Result<QueryOutcome, QueryError> {
         let before = match self.values.get(&key) {
             None => 0,
             Some(value) => match std::str::from_utf8(value).ok().and_then(|text| text.trim().parse::<i64>().ok()) {
                 Some(number) => number,
-                None => return Err(Refused::NotANumber { key }),
+                None => return Err(QueryError::NotANumber { key }),
             },
         };
         let after = before.wrapping_add(amount);
         let wake = self.set(key, after.to_string().into_bytes())?.wake;
-        Ok(Outcome { reply: after.to_le_bytes().to_vec(), wake })
+        Ok(QueryOutcome { reply: after.to_le_bytes().to_vec(), wake })
     }
 
-    fn append(&mut self, key: String, value: &[u8]) -> Result<Outcome, Refused> {
+    fn append(&mut self, key: String, value: &[u8]) -> Result<QueryOutcome, QueryError> {
         let n = self.get(&key).len() + value.len();
         if n as u64 > MAX_VALUE_BYTES {
-            return Err(Refused::TooLong { key, n });
+            return Err(QueryError::TooLong { key, n });
         }
         let before = self.values.get(&key).map_or(0, |old| key.len() + old.len());
         self.resize(&key, before, key.len() + n)?;
         let wake = self.arrived(&key);
         self.values.entry(key).or_default().extend_from_slice(value);
-        Ok(Outcome { wake, ..Outcome::default() })
+        Ok(QueryOutcome { wake, ..QueryOutcome::default() })
     }
 
-    fn multi_set(&mut self, pairs: Vec<(String, Vec<u8>)>) -> Result<Outcome, Refused> {
-        // Refused as a whole: a client that a first pair would wake must not be forgotten by a second.
+    fn multi_set(&mut self, pairs: Vec<(String, Vec<u8>)>) -> Result<QueryOutcome, QueryError> {
+        // Reject the query as a whole, so that an error does not drop the wake-ups of earlier pairs.
         let n_bytes: usize = pairs.iter().map(|(key, value)| key.len() + value.len()).sum();
         if let Some((key, _)) = pairs.first().filter(|_| self.n_bytes + n_bytes > MAX_TABLE_BYTES) {
-            return Err(Refused::Full { key: key.clone() });
+            return Err(QueryError::Full { key: key.clone() });
         }
         let mut wake = Vec::new();
         for (key, value) in pairs {
             wake.extend(self.set(key, value)?.wake);
         }
-        Ok(Outcome { wake, ..Outcome::default() })
+        Ok(QueryOutcome { wake, ..QueryOutcome::default() })
     }
 
-    fn wait(&mut self, client: ClientId, keys: Vec<String>) -> Outcome {
+    fn wait(&mut self, client: ClientId, keys: Vec<String>) -> QueryOutcome {
         let missing = self.missing(keys);
         if missing.is_empty() {
             return reply([STOP_WAITING]);
         }
-        self.forget(client);
+        self.cancel_wait(client);
         for key in &missing {
             self.waiters.entry(key.clone()).or_default().insert(client);
         }
         self.waiting.insert(client, missing.into_iter().collect());
-        Outcome::default()
+        QueryOutcome::default()
     }
 
-    // A pushed value is for one client, so one is woken: the longest connected that waits for nothing else.
-    fn queue_push(&mut self, key: String, value: Vec<u8>) -> Result<Outcome, Refused> {
+    // One client receives a pushed value: the longest connected one that waits for no other key.
+    fn queue_push(&mut self, key: String, value: Vec<u8>) -> Result<QueryOutcome, QueryError> {
         self.resize(&key, 0, key.len() + value.len())?;
         let waiters = self.waiters.get(&key).cloned().unwrap_or_default();
         let wake = waiters.into_iter().find(|client| self.arrived_for(*client, &key));
         self.queues.entry(key).or_default().push_back(value);
-        Ok(Outcome { wake: wake.into_iter().collect(), ..Outcome::default() })
+        Ok(QueryOutcome { wake: wake.into_iter().collect(), ..QueryOutcome::default() })
     }
 
-    fn queue_pop(&mut self, key: &str) -> Outcome {
+    fn queue_pop(&mut self, key: &str) -> QueryOutcome {
         let Some(queue) = self.queues.get_mut(key) else { return reply(0i64.to_le_bytes()) };
         let length = empty().count(queue.len());
         let Some(value) = queue.pop_front() else { return reply(length.0) };
@@ -201,9 +201,9 @@ impl Table {
         waiters.into_iter().filter(|client| self.arrived_for(*client, key)).collect()
     }
 
-    /// Whether `key` was the last that `client` waited for.
+    /// Removes `key` from the wait of `client`. Returns true if it was the last missing key.
     fn arrived_for(&mut self, client: ClientId, key: &str) -> bool {
-        self.forget_waiter(client, key);
+        self.remove_waiter(client, key);
         let Some(missing) = self.waiting.get_mut(&client) else { return false };
         missing.remove(key);
         let done = missing.is_empty();
@@ -213,7 +213,7 @@ impl Table {
         done
     }
 
-    fn forget_waiter(&mut self, client: ClientId, key: &str) {
+    fn remove_waiter(&mut self, client: ClientId, key: &str) {
         let Some(waiters) = self.waiters.get_mut(key) else { return };
         waiters.remove(&client);
         if waiters.is_empty() {
@@ -226,8 +226,8 @@ fn empty() -> Bytes {
     Bytes(Vec::new())
 }
 
-fn reply(bytes: impl Into<Vec<u8>>) -> Outcome {
-    Outcome { reply: bytes.into(), wake: Vec::new() }
+fn reply(bytes: impl Into<Vec<u8>>) -> QueryOutcome {
+    QueryOutcome { reply: bytes.into(), wake: Vec::new() }
 }
 
 #[cfg(test)]
@@ -235,24 +235,24 @@ fn reply(bytes: impl Into<Vec<u8>>) -> Outcome {
 mod tests {
     use super::*;
 
-    fn set(table: &mut Table, key: &str, value: &[u8]) -> Vec<ClientId> {
+    fn set(table: &mut KeyValueTable, key: &str, value: &[u8]) -> Vec<ClientId> {
         table.apply(0, Query::Set { key: key.to_owned(), value: value.to_vec() }).unwrap().wake
     }
 
-    fn wait(table: &mut Table, client: ClientId, keys: &[&str]) -> Outcome {
+    fn wait(table: &mut KeyValueTable, client: ClientId, keys: &[&str]) -> QueryOutcome {
         table.apply(client, Query::Wait { keys: keys.iter().map(|key| (*key).to_owned()).collect() }).unwrap()
     }
 
-    fn compare_set(table: &mut Table, expected: &[u8], desired: &[u8]) -> Vec<u8> {
+    fn compare_set(table: &mut KeyValueTable, expected: &[u8], desired: &[u8]) -> Vec<u8> {
         let (expected, desired) = (expected.to_vec(), desired.to_vec());
         table.apply(0, Query::CompareSet { key: "k".to_owned(), expected, desired }).unwrap().reply[8..].to_vec()
     }
 
     #[test]
     fn a_wait_ends_with_the_last_of_its_keys() {
-        let mut table = Table::default();
-        assert_eq!(wait(&mut table, 1, &["a", "b"]), Outcome::default());
-        assert_eq!(wait(&mut table, 2, &["b"]), Outcome::default());
+        let mut table = KeyValueTable::default();
+        assert_eq!(wait(&mut table, 1, &["a", "b"]), QueryOutcome::default());
+        assert_eq!(wait(&mut table, 2, &["b"]), QueryOutcome::default());
         assert_eq!(set(&mut table, "b", b""), [2]);
         assert_eq!(set(&mut table, "b", b"again"), [0; 0]);
         assert_eq!(set(&mut table, "a", b""), [1]);
@@ -261,20 +261,20 @@ mod tests {
 
     #[test]
     fn a_cancelled_wait_is_not_woken() {
-        let mut table = Table::default();
+        let mut table = KeyValueTable::default();
         wait(&mut table, 1, &["a"]);
         wait(&mut table, 2, &["a"]);
         assert_eq!(table.apply(1, Query::CancelWait).unwrap().reply, [WAIT_CANCELED]);
-        table.forget(2);
+        table.cancel_wait(2);
         assert_eq!(set(&mut table, "a", b""), [0; 0]);
     }
 
     #[test]
     fn one_pushed_value_wakes_one_client() {
-        let mut table = Table::default();
+        let mut table = KeyValueTable::default();
         wait(&mut table, 1, &["q"]);
         wait(&mut table, 2, &["q"]);
-        let push = |table: &mut Table| {
+        let push = |table: &mut KeyValueTable| {
             table.apply(0, Query::QueuePush { key: "q".to_owned(), value: b"v".to_vec() }).unwrap().wake
         };
         assert_eq!((push(&mut table), push(&mut table), push(&mut table)), (vec![1], vec![2], vec![]));
@@ -283,7 +283,7 @@ mod tests {
 
     #[test]
     fn a_pushed_value_goes_to_a_client_that_waits_for_nothing_else() {
-        let mut table = Table::default();
+        let mut table = KeyValueTable::default();
         wait(&mut table, 1, &["q", "other"]);
         wait(&mut table, 2, &["q"]);
         let push = Query::QueuePush { key: "q".to_owned(), value: b"v".to_vec() };
@@ -293,8 +293,8 @@ mod tests {
     }
 
     #[test]
-    fn a_value_cannot_be_appended_to_without_end() {
-        let mut table = Table::default();
+    fn the_size_of_an_appended_value_is_bounded() {
+        let mut table = KeyValueTable::default();
         let half = vec![0; MAX_VALUE_BYTES as usize / 2 + 1];
         let mut append = || table.apply(0, Query::Append { key: "k".to_owned(), value: half.clone() });
         append().unwrap();
@@ -303,12 +303,12 @@ mod tests {
     }
 
     #[test]
-    fn a_full_table_refuses_more_until_something_is_deleted() {
-        let mut table = Table::default();
+    fn a_full_store_rejects_values_until_one_is_deleted() {
+        let mut table = KeyValueTable::default();
         let large = vec![0; MAX_VALUE_BYTES as usize];
         let mut set = |key: String| table.apply(0, Query::Set { key, value: large.clone() });
-        let refused = (0..).map(|idx| set(format!("{idx:03}"))).position(|done| done.is_err());
-        assert_eq!(refused, Some(MAX_TABLE_BYTES / (large.len() + 3)));
+        let rejected = (0..).map(|idx| set(format!("{idx:03}"))).position(|done| done.is_err());
+        assert_eq!(rejected, Some(MAX_TABLE_BYTES / (large.len() + 3)));
         set("000".to_owned()).unwrap();
         table.apply(0, Query::Delete { key: "000".to_owned() }).unwrap();
         table.apply(0, Query::QueuePush { key: "q".to_owned(), value: large.clone() }).unwrap();
@@ -319,17 +319,17 @@ mod tests {
     }
 
     #[test]
-    fn compare_set_changes_only_what_was_expected() {
-        let mut table = Table::default();
-        assert_eq!(compare_set(&mut table, b"x", b"y"), b"x", "an absent key is told as expected");
+    fn compare_set_replaces_only_the_expected_value() {
+        let mut table = KeyValueTable::default();
+        assert_eq!(compare_set(&mut table, b"x", b"y"), b"x", "the reply for an absent key is the expected value");
         assert_eq!(compare_set(&mut table, b"", b"one"), b"one");
         assert_eq!(compare_set(&mut table, b"", b"two"), b"one");
         assert_eq!(compare_set(&mut table, b"one", b"two"), b"two");
     }
 
     #[test]
-    fn adding_to_text_is_refused() {
-        let mut table = Table::default();
+    fn adding_to_text_is_rejected() {
+        let mut table = KeyValueTable::default();
         set(&mut table, "k", b"text");
         let error = table.apply(0, Query::Add { key: "k".to_owned(), amount: 1 }).unwrap_err();
         assert_eq!(error.to_string(), "add to key \"k\": its value is not a number");

@@ -1,71 +1,71 @@
-//! The bytes of the store's protocol: one type byte, then arguments; strings and values carry a u64 length.
+//! Wire protocol of the store: one type byte, then the arguments. Strings and values have a u64 length prefix.
 //!
-//! Little endian, as written by torch on every machine it runs on. A query is read and written here and nowhere else.
+//! All numbers are little endian, as in torch.
 
 use std::io::{self, Read};
 
-/// The number that a client sends first, so that a server can tell it from a port scanner.
+/// Number that a client sends first, which distinguishes it from a port scanner.
 pub(super) const MAGIC: u32 = 0x3C85_F7CE;
 
-// Bounds that torch's server also keeps, so that a stray client cannot make it allocate at will.
+// Bounds of torch's server, which limit the allocations that a client can cause.
 pub(super) const MAX_KEYS: u64 = 128 * 1024;
 pub(super) const MAX_KEY_BYTES: u64 = 8 * 1024;
 pub(super) const MAX_VALUE_BYTES: u64 = 8 * 1024 * 1024;
-/// The largest query, all its keys and values together. torch has no such bound.
+/// Largest query in bytes, including all keys and values. torch has no such bound.
 const MAX_QUERY_BYTES: u64 = 64 * 1024 * 1024;
 
-/// What a server answers to [`Query::Check`].
+/// Answer to [`Query::Check`] if all keys exist.
 pub(super) const READY: u8 = 0;
-/// What a server answers to [`Query::Check`] when a key is missing.
+/// Answer to [`Query::Check`] if a key is missing.
 pub(super) const NOT_READY: u8 = 1;
-/// What a server sends when all keys of a [`Query::Wait`] exist.
+/// Answer to [`Query::Wait`] when all keys exist.
 pub(super) const STOP_WAITING: u8 = 0;
-/// What a server answers to [`Query::CancelWait`].
+/// Answer to [`Query::CancelWait`].
 pub(super) const WAIT_CANCELED: u8 = 1;
 
-/// A client's request. Keys are as on the wire: torch's client puts a `/` before each.
+/// Request of a client. Keys have the prefix `/`, which torch's client adds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Query {
-    /// Opens a connection; not answered.
+    /// Opens a connection. No answer.
     Validate(u32),
-    /// Not answered.
+    /// No answer.
     Set { key: String, value: Vec<u8> },
-    /// Answered by the value now stored.
+    /// Answer: the value now stored.
     CompareSet { key: String, expected: Vec<u8>, desired: Vec<u8> },
-    /// Answered by the value; empty when the key is missing.
+    /// Answer: the value, empty if the key is missing.
     Get { key: String },
-    /// Adds to a decimal number; answered by the new number.
+    /// Adds to a decimal number. Answer: the sum.
     Add { key: String, amount: i64 },
-    /// Answered at once by [`READY`] or [`NOT_READY`].
+    /// Immediate answer: [`READY`] or [`NOT_READY`].
     Check { keys: Vec<String> },
-    /// Answered by [`STOP_WAITING`] when all keys exist.
+    /// Answer: [`STOP_WAITING`] when all keys exist.
     Wait { keys: Vec<String> },
-    /// Answered by an i64.
+    /// Answer: an i64.
     NumKeys,
-    /// Answered by the number of deleted keys, an i64.
+    /// Answer: the number of deleted keys, an i64.
     Delete { key: String },
-    /// Not answered.
+    /// No answer.
     Append { key: String, value: Vec<u8> },
-    /// Answered by the values, one after another.
+    /// Answer: the values in order.
     MultiGet { keys: Vec<String> },
-    /// Not answered.
+    /// No answer.
     MultiSet { pairs: Vec<(String, Vec<u8>)> },
-    /// Answered by [`WAIT_CANCELED`], after a [`STOP_WAITING`] that was already on its way.
+    /// Answer: [`WAIT_CANCELED`], after a [`STOP_WAITING`] that was already sent.
     CancelWait,
-    /// Answered by the same number.
+    /// Answer: the same number.
     Ping(u32),
-    /// Not answered.
+    /// No answer.
     QueuePush { key: String, value: Vec<u8> },
-    /// Answered by the queue's length, and its first value if there is one.
+    /// Answer: the queue's length, and its first value if it has one.
     QueuePop { key: String },
-    /// Answered by an i64.
+    /// Answer: an i64.
     QueueLen { key: String },
-    /// Answered by an i64 and that many strings.
+    /// Answer: an i64 count, and the keys as strings.
     ListKeys,
 }
 
 impl Query {
-    /// Returns the bytes to send.
+    /// Encodes the query.
     pub(super) fn encode(&self) -> Vec<u8> {
         let bytes = match self {
             Self::Validate(magic) => kind(0).raw(&magic.to_le_bytes()),
@@ -92,7 +92,7 @@ impl Query {
         bytes.0
     }
 
-    /// Reads one query; `None` when the client has closed the connection between two queries.
+    /// Reads one query, or returns `None` if the client has closed the connection between two queries.
     pub(super) fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
         let mut kind = [0];
         match from.read_exact(&mut kind) {
@@ -129,7 +129,7 @@ impl Query {
     }
 }
 
-/// Bytes being put together.
+/// Builder of a message.
 pub(super) struct Bytes(pub(super) Vec<u8>);
 
 fn kind(kind: u8) -> Bytes {
@@ -159,21 +159,21 @@ impl Bytes {
     }
 }
 
-/// Reads a length and that many bytes.
+/// Reads a length and as many bytes.
 pub(super) fn read_value(from: &mut impl Read) -> io::Result<Vec<u8>> {
     let mut value = vec![0; read_bounded(from, MAX_VALUE_BYTES, "bytes in a value")? as usize];
     from.read_exact(&mut value)?;
     Ok(value)
 }
 
-/// Reads a signed number of eight bytes.
+/// Reads an i64.
 pub(super) fn read_i64(from: &mut impl Read) -> io::Result<i64> {
     let mut bytes = [0; 8];
     from.read_exact(&mut bytes)?;
     Ok(i64::from_le_bytes(bytes))
 }
 
-/// Reads an unsigned number of four bytes.
+/// Reads a u32.
 pub(super) fn read_u32(from: &mut impl Read) -> io::Result<u32> {
     let mut bytes = [0; 4];
     from.read_exact(&mut bytes)?;
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn every_query_is_read_as_it_was_written() {
+    fn a_decoded_query_equals_the_encoded_query() {
         let key = || "/k".to_owned();
         let keys = || vec![key(), String::new()];
         let value = || vec![0, 255, 10];
@@ -247,15 +247,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_query_is_refused_before_it_is_allocated() {
-        let refused = |bytes: &[u8]| Query::read(&mut &*bytes).unwrap_err().to_string();
-        assert_eq!(refused(b"GET / HTTP/1.1\r\n\r\n"), "query of unknown type 71");
+    fn invalid_bytes_are_rejected_before_an_allocation() {
+        let error_of = |bytes: &[u8]| Query::read(&mut &*bytes).unwrap_err().to_string();
+        assert_eq!(error_of(b"GET / HTTP/1.1\r\n\r\n"), "query of unknown type 71");
         let long = [&[3][..], &u64::MAX.to_le_bytes()].concat();
-        assert_eq!(refused(&long), format!("{} bytes in a key, at most 8192 are allowed", u64::MAX));
+        assert_eq!(error_of(&long), format!("{} bytes in a key, at most 8192 are allowed", u64::MAX));
     }
 
     #[test]
-    fn a_query_of_many_large_values_is_refused() {
+    fn an_oversized_query_is_rejected() {
         let value = [&MAX_VALUE_BYTES.to_le_bytes()[..], &vec![0; MAX_VALUE_BYTES as usize]].concat();
         let pair = [&0u64.to_le_bytes()[..], &value].concat();
         let head = [&[11][..], &100u64.to_le_bytes()].concat();
@@ -263,7 +263,7 @@ mod tests {
         assert_eq!(Query::read(&mut endless).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }
 
-    /// A reader that repeats its bytes without end.
+    /// Endless reader of repeated bytes.
     struct Repeated<'a> {
         bytes: &'a [u8],
         at: usize,

@@ -1,7 +1,7 @@
-//! Mailboxes between the threads of one process.
+//! Transport over mailboxes between threads of one process.
 //!
-//! A send is finished when it was received, as strictly as in any backend, so that a program which deadlocks elsewhere
-//! does so here.
+//! A send is synchronous: it finishes when the message is received. A program that deadlocks on another backend therefore also
+//! deadlocks here.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex};
@@ -11,19 +11,19 @@ use crate::failure::FailureMonitor;
 use crate::liveness::{Wait, WaitGraph};
 use crate::sync::{ignore_poison, lock};
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
-use crate::{Call, Failure};
+use crate::{Call, RankFailure};
 
-/// Returns each rank's way to the others.
+/// Returns the transport of each rank.
 pub(crate) fn transports(world: &Arc<SharedWorld>, size: usize) -> impl Iterator<Item = Arc<dyn Transport>> {
     (0..size).map(move |rank| Arc::new(ThreadTransport { rank, world: Arc::clone(world) }) as Arc<dyn Transport>)
 }
 
-/// The transport of a world of one rank.
-pub(crate) fn alone() -> Arc<dyn Transport> {
+/// Returns the transport of a world of one rank.
+pub(crate) fn solo_transport() -> Arc<dyn Transport> {
     Arc::new(ThreadTransport { rank: 0, world: Arc::default() })
 }
 
-/// The state of a world that its ranks share.
+/// State of a world, shared by its ranks.
 #[derive(Default)]
 pub(crate) struct SharedWorld {
     timeout: Duration,
@@ -31,7 +31,7 @@ pub(crate) struct SharedWorld {
     groups: Mutex<HashMap<String, Arc<GroupBuffers>>>,
 }
 
-/// The messages between the ranks of one group.
+/// Messages between the ranks of one group.
 struct GroupBuffers {
     mailboxes: Mutex<Mailboxes>,
     changed: Condvar,
@@ -40,7 +40,7 @@ struct GroupBuffers {
 type Message = Arc<[u8]>;
 
 struct Mailboxes {
-    /// The messages from each rank to each rank that were not taken yet: `messages[to][from]`.
+    /// Queued messages: `messages[to][from]`.
     messages: Vec<Vec<VecDeque<Message>>>,
     gone: Vec<bool>,
 }
@@ -50,13 +50,13 @@ impl SharedWorld {
         Arc::new(Self { timeout, ..Self::default() })
     }
 
-    pub(crate) fn failure(&self) -> Option<Failure> {
+    pub(crate) fn failure(&self) -> Option<RankFailure> {
         self.monitor.failure()
     }
 
     fn wake_all(&self) {
         for group in lock(&self.groups).values() {
-            // A thread that looked for a failure before this one is waiting once the lock is free.
+            // Acquire the lock once: a thread that has checked for a failure holds it until it waits.
             drop(lock(&group.mailboxes));
             group.changed.notify_all();
         }
@@ -71,7 +71,7 @@ impl SharedWorld {
     }
 }
 
-/// One rank's way to the others.
+/// Transport of one rank.
 struct ThreadTransport {
     rank: usize,
     world: Arc<SharedWorld>,
@@ -86,47 +86,47 @@ impl FailureChannel for ThreadTransport {
         format!("rank {rank}")
     }
 
-    fn fail(&self, failure: Failure) -> Failure {
-        // All ranks share the monitor, so the first to lock it is the first.
+    fn fail(&self, failure: RankFailure) -> RankFailure {
+        // All ranks share the monitor: the first to lock it has the first failure.
         self.world.monitor.fail(failure, |_| None, |_| self.world.wake_all())
     }
 
-    fn failure(&self) -> Option<Failure> {
+    fn failure(&self) -> Option<RankFailure> {
         self.world.failure()
     }
 
-    fn await_failure(&self, within: Duration) -> Option<Failure> {
+    fn await_failure(&self, within: Duration) -> Option<RankFailure> {
         self.world.monitor.await_failure(within)
     }
 
     fn beat(&self) {
-        self.world.monitor.lock().busy(self.rank);
+        self.world.monitor.lock().record_busy(self.rank);
     }
 }
 
 impl Transport for ThreadTransport {
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Connections>, TransportError> {
-        let me = members.iter().position(|rank| *rank == self.rank).expect("who opens a group is in it");
+        let me = members.iter().position(|rank| *rank == self.rank).expect("a rank opens only groups that contain it");
         let group = self.world.group(id, members.len());
         let members = members.to_vec();
         Ok(Box::new(ThreadConnections { id: id.to_owned(), me, members, group, world: Arc::clone(&self.world) }))
     }
 
-    fn doing(&self, _id: &str, _call: Option<&Call>) {}
+    fn set_current_call(&self, _id: &str, _call: Option<&Call>) {}
 }
 
-/// One rank's end of a group.
+/// Connections of one rank in a group.
 struct ThreadConnections {
     id: String,
     me: usize,
-    /// The world ranks of the group's ranks.
+    /// World ranks of the group's ranks.
     members: Vec<usize>,
     group: Arc<GroupBuffers>,
     world: Arc<SharedWorld>,
 }
 
 impl Connections for ThreadConnections {
-    // What is copied is copied outside the lock that all ranks share.
+    // Copies outside the lock that all ranks share.
     fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), TransportError> {
         let wanted: Vec<usize> = (0..recv.len()).filter(|from| !recv[*from].is_empty()).collect();
         for (from, message) in self.pass(messages(send), wanted)? {
@@ -136,7 +136,7 @@ impl Connections for ThreadConnections {
     }
 }
 
-/// Copies what is to be sent to each rank, once where several are sent the same.
+/// Copies the bytes to send to each rank. Equal slices are copied once.
 fn messages(send: &[&[u8]]) -> Vec<(usize, Message)> {
     let mut messages: Vec<(usize, Message)> = Vec::new();
     for (to, bytes) in send.iter().enumerate().filter(|(_, bytes)| !bytes.is_empty()) {
@@ -148,7 +148,7 @@ fn messages(send: &[&[u8]]) -> Vec<(usize, Message)> {
 }
 
 impl ThreadConnections {
-    /// Sends messages to ranks; returns those from the ranks `missing` once all are there, and what was sent is taken.
+    /// Sends messages and receives one from each rank of `missing`. Returns after all are received at both ends.
     fn pass(
         &self,
         sent: Vec<(usize, Message)>,
@@ -189,21 +189,21 @@ impl ThreadConnections {
             if let Some(silent) = self.suspects(&waits_for, &mut wait) {
                 return Err(TransportError::PeersTimedOut(silent, self.world.timeout));
             }
-            mailboxes = ignore_poison(self.group.changed.wait_timeout(mailboxes, wait.patience())).0;
+            mailboxes = ignore_poison(self.group.changed.wait_timeout(mailboxes, wait.next_check_in())).0;
         }
     }
 
-    /// Shows from time to time which ranks this one waits for; returns those that it has waited for in vain.
+    /// Sends a heartbeat if it is due, and returns the suspects after the timeout.
     fn suspects(&self, waits_for: &[usize], wait: &mut Wait) -> Option<Vec<usize>> {
-        let is_to_be_shown = wait.is_to_be_shown();
-        if !is_to_be_shown && !wait.is_over() {
+        let is_heartbeat_due = wait.is_heartbeat_due();
+        if !is_heartbeat_due && !wait.is_timed_out() {
             return None;
         }
         let own = self.members[self.me];
         let waits_for: Vec<usize> = waits_for.iter().map(|rank| self.members[*rank]).collect();
         let mut wait_graph = self.world.monitor.lock();
-        if is_to_be_shown {
-            wait_graph.waits(own, &waits_for);
+        if is_heartbeat_due {
+            wait_graph.record_wait(own, &waits_for);
         }
         wait_graph.suspects(own, &waits_for, wait)
     }

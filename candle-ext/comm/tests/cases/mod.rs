@@ -1,4 +1,4 @@
-//! What every engine must do: each operation in each dtype against candle's own arithmetic, bit for bit.
+//! Cases that every backend must pass: each operation in each dtype equals candle's own arithmetic bitwise.
 #![allow(clippy::unwrap_used)]
 
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -9,7 +9,7 @@ use candlewick_comm::{Collective, Recv, Reduce, Result};
 pub(crate) const DTYPES: [DType; 7] =
     [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64];
 
-/// Runs every case in the group of all ranks; returns a digest of the results that are the same on all of them.
+/// Runs every case in the group of all ranks. Returns a digest of the results that are equal on all ranks.
 pub(crate) fn check(group: &dyn Collective) -> Result<u64> {
     let mut digest = DefaultHasher::new();
     for dtype in DTYPES {
@@ -35,7 +35,7 @@ pub(crate) fn check(group: &dyn Collective) -> Result<u64> {
     large(group)?.hash(&mut digest);
     if group.size() <= 4 {
         for dtype in [DType::BF16, DType::I64] {
-            several_pieces(group, dtype)?;
+            several_chunks(group, dtype)?;
         }
     }
     pairs(group)?;
@@ -46,7 +46,7 @@ pub(crate) fn check(group: &dyn Collective) -> Result<u64> {
     Ok(digest.finish())
 }
 
-/// A rank's tensor: numbers of both signs and many sizes, so that the order of a sum shows; small in u8.
+/// Returns the input of a rank: values of both signs and many magnitudes, so that a sum depends on its order.
 pub(crate) fn input(rank: usize, dtype: DType, shape: &[usize]) -> Tensor {
     let n: usize = shape.iter().product();
     let mut state = (rank as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ n as u64;
@@ -64,7 +64,7 @@ pub(crate) fn input(rank: usize, dtype: DType, shape: &[usize]) -> Tensor {
     Tensor::from_vec((0..n).map(draw).collect::<Vec<f64>>(), shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Its elements, as bytes.
+/// Returns the elements as bytes.
 pub(crate) fn bits(x: &Tensor) -> Vec<u8> {
     let flat = x.flatten_all().unwrap();
     let wide = if flat.dtype().is_float() { flat.to_dtype(DType::F64) } else { flat.to_dtype(DType::I64) }.unwrap();
@@ -78,10 +78,10 @@ pub(crate) fn bits(x: &Tensor) -> Vec<u8> {
 #[track_caller]
 fn same(got: &Tensor, want: &Tensor, what: &str) {
     assert_eq!((got.dtype(), got.dims()), (want.dtype(), want.dims()), "{what}");
-    assert!(bits(got) == bits(want), "{what}: {:?} {:?} has other bits", want.dtype(), want.dims());
+    assert!(bits(got) == bits(want), "{what}: {:?} {:?} differs bitwise", want.dtype(), want.dims());
 }
 
-/// The ranks' tensors combined one after another, in f32 where they are narrower, rounded at the end.
+/// Reduces the ranks' tensors in rank order, bf16 and f16 in f32 with one rounding at the end.
 fn combined(inputs: &[Tensor], op: Reduce) -> Tensor {
     let dtype = inputs[0].dtype();
     let wide = if matches!(dtype, DType::BF16 | DType::F16) { DType::F32 } else { dtype };
@@ -105,7 +105,7 @@ fn all_reduce(group: &dyn Collective, dtype: DType, shape: &[usize], op: Reduce)
     Ok(bits(&got))
 }
 
-/// Several pieces a rank, the last one short.
+/// Reduces several chunks per rank, of which the last is shorter.
 fn large(group: &dyn Collective) -> Result<Vec<u8>> {
     let n = group.size();
     if n > 4 {
@@ -124,8 +124,8 @@ fn large(group: &dyn Collective) -> Result<Vec<u8>> {
     Ok(got.iter().flat_map(|x| x.to_le_bytes()).collect())
 }
 
-/// More than a piece for each rank, and more than a socket takes at once.
-fn several_pieces(group: &dyn Collective, dtype: DType) -> Result<()> {
+/// Runs the collectives on several chunks per rank, which exceed a socket's buffer.
+fn several_chunks(group: &dyn Collective, dtype: DType) -> Result<()> {
     let shape = [150_001 * group.size()];
     all_reduce(group, dtype, &shape, Reduce::Sum)?;
     reduce_scatter(group, dtype, &shape)?;
@@ -152,7 +152,7 @@ fn reduce_scatter(group: &dyn Collective, dtype: DType, shape: &[usize]) -> Resu
 
 fn all_to_all(group: &dyn Collective, dtype: DType, salt: usize, width: usize) -> Result<()> {
     let n = group.size();
-    // Uneven, some zero; with salt 2 nobody sends to itself.
+    // Uneven counts, some of them zero. With salt 2 no rank sends to itself.
     let count = |from: usize, to: usize| if salt == 2 && from == to { 0 } else { (from * 2 + to * 3 + salt) % 4 };
     let sent: Vec<Vec<usize>> = (0..n).map(|from| (0..n).map(|to| count(from, to)).collect()).collect();
     let inputs: Vec<Tensor> = (0..n).map(|r| input(r, dtype, &[sent[r].iter().sum(), width])).collect();
@@ -189,7 +189,7 @@ fn pairs(group: &dyn Collective) -> Result<()> {
     if n < 2 || me > 1 {
         return Ok(());
     }
-    // Both ways at once in different dtypes, larger than any buffer between the two; then one way.
+    // Both directions concurrently in different dtypes, larger than the buffers between the ranks. Then one direction.
     let large = |rank: usize| input(rank, [DType::F32, DType::BF16][rank], &[1 << 18]);
     let want = large(1 - me);
     let got = group.send_recv(Some(&large(me)), Some(1 - me), Some(Recv::like(&want, 1 - me)))?.unwrap();
@@ -207,7 +207,7 @@ fn strided(group: &dyn Collective) -> Result<()> {
     let views: Vec<Tensor> = (0..group.size()).map(view).collect();
     same(&group.all_reduce(&views[group.rank()], Reduce::Sum)?, &combined(&views, Reduce::Sum), "all_reduce of a view");
     same(&group.all_gather(&views[group.rank()])?, &rows(&views), "all_gather of a view");
-    // Contiguous, and not at the start of its storage.
+    // Contiguous with an offset into its storage.
     let parts: Vec<Tensor> =
         (0..group.size()).map(|rank| input(rank, DType::F32, &[6, 4]).narrow(0, 2, 3).unwrap()).collect();
     same(&group.all_reduce(&parts[group.rank()], Reduce::Sum)?, &combined(&parts, Reduce::Sum), "all_reduce of rows");
@@ -239,7 +239,7 @@ fn subgroups(group: &dyn Collective) -> Result<()> {
     let inputs: Vec<Tensor> = list.iter().map(|rank| input(*rank, DType::F32, &[9])).collect();
     same(&parity.all_reduce(&inputs[parity.rank()], Reduce::Sum)?, &combined(&inputs, Reduce::Sum), "part of a group");
 
-    // A part of a part: its ranks are the part's, not the world's.
+    // A subgroup of a subgroup: its lists name ranks of the subgroup.
     let halves = [(0..n / 2).collect::<Vec<_>>(), (n / 2..n).collect()].into_iter().filter(|half| !half.is_empty());
     let half = backwards.split("half", &halves.collect::<Vec<_>>())?;
     let order = half.all_gather(&Tensor::new(&[me as u32], &Device::Cpu)?)?.to_vec1::<u32>()?;
@@ -251,7 +251,7 @@ fn subgroups(group: &dyn Collective) -> Result<()> {
     crossed(group, &*backwards)
 }
 
-/// Two groups used in another order by every other rank: only right if a start does not wait.
+/// Starts operations of two groups in different orders on even and odd ranks, which requires that starts do not block.
 fn crossed(a: &dyn Collective, b: &dyn Collective) -> Result<()> {
     let x = Tensor::new(&[a.rank() as f32], &Device::Cpu)?;
     let (first, second) = if a.rank().is_multiple_of(2) { (a, b) } else { (b, a) };

@@ -1,4 +1,4 @@
-//! The GPUs of this machine, or those of `stand-in`.
+//! GPUs of this machine, or simulated ones of `stand-in`.
 
 use std::sync::Arc;
 
@@ -7,30 +7,30 @@ use candle_core::{Device, Tensor};
 use candlewick_comm::Collective;
 use libloading::Library;
 
-use crate::through::Through;
+use crate::mapped::MappedGroup;
 
-/// How many there are; no fewer than `CANDLEWICK_TEST_GPUS`.
+/// Returns the number of GPUs. Panics if it is less than `CANDLEWICK_TEST_GPUS`.
 pub(crate) fn n_gpus() -> usize {
-    // SAFETY: the driver's library may be loaded by any program. Without it the driver's functions panic.
+    // SAFETY: the initializers of the driver's library have no preconditions. Without the library, cudarc panics.
     let driver = unsafe { Library::new("libcuda.so.1") };
     let n = if driver.is_err() { 0 } else { CudaContext::device_count().unwrap_or(0) as usize };
     let wanted = std::env::var("CANDLEWICK_TEST_GPUS").map_or(0, |n| n.parse().unwrap());
-    assert!(n >= wanted, "{n} GPUs, and {wanted} are wanted");
+    assert!(n >= wanted, "found {n} GPUs, CANDLEWICK_TEST_GPUS requires {wanted}");
     n
 }
 
-/// Opens one as a run does: what everything but NCCL does is on one stream, and NCCL's part is waited for by events.
+/// Opens a GPU as a training run does: one compute stream, which events order with NCCL's streams.
 pub(crate) fn open(ordinal: usize) -> Device {
     let device = Device::new_cuda_with_stream(ordinal).unwrap();
     if let Device::Cuda(cuda) = &device {
-        // SAFETY: as above.
+        // SAFETY: all compute runs on one stream.
         unsafe { cuda.disable_event_tracking() };
     }
     device
 }
 
-/// What the cases see as a group of the CPU, whose tensors all lie on `device`.
-pub(crate) fn on(device: &Device, group: Arc<dyn Collective>) -> Through {
+/// Wraps a group so that the cases pass CPU tensors and the group gets tensors on `device`.
+pub(crate) fn on(device: &Device, group: Arc<dyn Collective>) -> MappedGroup {
     let device = device.clone();
     let check = {
         let device = device.clone();
@@ -39,5 +39,5 @@ pub(crate) fn on(device: &Device, group: Arc<dyn Collective>) -> Through {
             Ok(y.to_device(&Device::Cpu)?)
         }
     };
-    Through::new(group, move |x| Ok(x.to_device(&device)?), check)
+    MappedGroup::new(group, move |x| Ok(x.to_device(&device)?), check)
 }

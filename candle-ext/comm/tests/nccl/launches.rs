@@ -1,4 +1,4 @@
-//! Launches in their order, and groups that cannot be made or closed, as the stand-in for NCCL tells.
+//! Launch order, and groups that cannot be created or closed, observed through the stand-in for NCCL.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use candlewick_comm::{Collective, Error, Recv, Reduce, Result, World};
 use crate::stand_in::StandIn;
 use crate::{PATIENT, failure, ones, run};
 
-/// Each launch takes another time, and each group has a thread of its own.
+/// The launches take different times, and each group launches from its own thread.
 #[test]
 fn groups_launch_in_the_order_of_the_calls() {
     let Some(stand_in) = StandIn::open() else { return };
@@ -30,7 +30,7 @@ fn groups_launch_in_the_order_of_the_calls() {
     assert_eq!(launched, [want.clone(), want]);
 }
 
-/// The failure that ends a world in which a function of NCCL fails while a group is made, used and closed.
+/// Checks the failure of a world in which an NCCL function fails while a group is created, used and closed.
 #[track_caller]
 fn check(function: &str, want: [&str; 2]) {
     let Some(stand_in) = StandIn::open() else { return };
@@ -43,15 +43,15 @@ fn check(function: &str, want: [&str; 2]) {
         let pair = world.group().split("pair", &[vec![0, 1]])?;
         pair.all_reduce(&ones(device), Reduce::Sum)?;
         drop(pair);
-        Err(world.await_failure(PATIENT.timeout).expect("one of the ranks ends the world").into())
+        Err(world.await_failure(PATIENT.timeout).expect("one of the ranks aborts the world").into())
     });
-    let said = ended.unwrap().0;
-    assert!(said.starts_with(want[0]) && said.contains(want[1]), "{said}");
+    let message = ended.unwrap().0;
+    assert!(message.starts_with(want[0]) && message.contains(want[1]), "{message}");
 }
 
 #[test]
 fn a_group_that_cannot_be_closed_is_named() {
-    let want = ["close group pair of ranks [0, 1]: rank ", "): NCCL: refused by the stand-in for NCCL"];
+    let want = ["close group pair of ranks [0, 1]: rank ", "): NCCL: rejected by the stand-in for NCCL"];
     check("ncclCommDestroy", want);
     check("ncclCommFinalize", want);
 }
@@ -60,12 +60,12 @@ fn a_group_that_cannot_be_closed_is_named() {
 fn a_group_that_cannot_be_connected_is_named() {
     let want = [
         "finish split 3 in group world of ranks [0, 1]: rank ",
-        "): connect group pair of ranks [0, 1]: NCCL: refused",
+        "): connect group pair of ranks [0, 1]: NCCL: rejected",
     ];
     check("ncclCommInitRankConfig", want);
 }
 
-/// The sends and receives of a stage of three, one forward and one backward in turn, each edge and direction a group of its own.
+/// Runs the sends and receives of a 1F1B schedule with three stages. Each edge and direction is a group of its own.
 fn one_forward_one_backward(world: &World, device: &Device) -> Result<()> {
     const N_MICROS: usize = 4;
     let (stage, is_first, is_last) = (world.rank(), world.rank() == 0, world.rank() == 2);
@@ -76,7 +76,8 @@ fn one_forward_one_backward(world: &World, device: &Device) -> Result<()> {
     let (forward, backward) = (edges("activations")?, edges("gradients")?);
     let hidden = |micro: usize| Tensor::from_vec(vec![micro as f32; 1 << 10], 1 << 10, device);
     let receive = |edge: &dyn Collective, from: usize, micro: usize| {
-        let y = edge.send_recv(None, None, Some(Recv::like(&hidden(micro)?, from)))?.expect("it was asked for");
+        let y =
+            edge.send_recv(None, None, Some(Recv::like(&hidden(micro)?, from)))?.expect("a receive returns a tensor");
         assert_eq!(y.to_device(&Device::Cpu)?.to_vec1::<f32>()?, vec![micro as f32; 1 << 10]);
         Ok::<_, Error>(())
     };
@@ -102,9 +103,9 @@ fn one_forward_one_backward(world: &World, device: &Device) -> Result<()> {
     sent.into_iter().try_for_each(|pending| pending.wait().map(drop))
 }
 
-/// A stage sends before it receives, its neighbours the other way round.
+/// A stage sends before it receives, and its neighbours receive before they send.
 #[test]
-fn stages_of_a_pipeline_do_not_wait_for_each_other_in_a_circle() {
+fn pipeline_stages_do_not_deadlock() {
     for end in run(3, PATIENT, one_forward_one_backward).into_iter().flatten() {
         end.unwrap();
     }

@@ -1,7 +1,6 @@
-// Stands in for the CUDA driver, cuBLAS and cuRAND where there is no GPU: some devices whose memory is the host's and whose
-// streams are threads, with the few kernels of candle that a group needs. What the driver leaves open is as unkind here as it
-// may be: memory comes full of rubbish and leaves full of it, streams wait for each other in events only, and a thread without
-// a context is refused.
+// Stand-in for the CUDA driver, cuBLAS and cuRAND on machines without a GPU. Device memory is host memory, streams are threads,
+// and the kernels are those of candle that a process group needs. Unspecified behaviour is adversarial: allocated and freed
+// memory is filled with NaN, streams synchronize by events only, and calls without a current context fail.
 #include "machine.h"
 
 #include <cstdint>
@@ -66,12 +65,12 @@ void drain(Stream *stream) {
     changed.wait(held, [=, n = stream->n_put] { return stream->n_done >= n; });
 }
 
-// A place in a stream's work. Each record makes a new one: who waits for an earlier one goes on waiting for that.
+// Event. Each record creates a new flag, so that earlier waits continue to wait for the earlier flag.
 struct Event {
     std::shared_ptr<bool> is_done;
 };
 
-// A matrix of any strides, as candle tells its kernels: the dimensions, then the strides of each operand; or nothing.
+// Strided layout as candle passes it to kernels: the dims, then the strides of each operand, or null if contiguous.
 struct Shape {
     size_t n, n_dims;
     const size_t *info;
@@ -138,7 +137,7 @@ Job set(void **arguments) {
     };
 }
 
-// c = plus + bias, of ops: either may be null.
+// The `fill` kernel of ops: c = plus + bias. Either may be null.
 template <class T>
 Job fill(void **arguments) {
     return [plus = argument<const T *>(arguments, 0), bias = argument<const T *>(arguments, 1),
@@ -186,8 +185,8 @@ using namespace machine;
 using Result = int;
 constexpr Result SUCCESS = 0, INVALID_VALUE = 1, INVALID_CONTEXT = 201, NOT_FOUND = 500, NOT_READY = 600;
 
-// Full of what is no number in any format.
-static void *rubbish(size_t n) {
+// Returns memory whose elements are NaN in every float dtype.
+static void *allocate_nan(size_t n) {
     void *memory = aligned_alloc(256, (n + 255) / 256 * 256);
     memset(memory, 0xFF, n);
     return memory;
@@ -195,7 +194,7 @@ static void *rubbish(size_t n) {
 
 static std::map<void *, size_t> &sizes = *new std::map<void *, size_t>;
 
-static void give_back(void *memory) {
+static void free_memory(void *memory) {
     size_t n;
     {
         std::lock_guard held(lock);
@@ -212,7 +211,7 @@ extern "C" {
 
 Result cuInit(unsigned) { return SUCCESS; }
 Result cuGetErrorName(Result, const char **text) { return *text = "stand-in", SUCCESS; }
-Result cuGetErrorString(Result, const char **text) { return *text = "refused by the stand-in for CUDA", SUCCESS; }
+Result cuGetErrorString(Result, const char **text) { return *text = "rejected by the stand-in for CUDA", SUCCESS; }
 
 Result cuDriverGetVersion(int *release) { return *release = 13000, SUCCESS; }
 Result cuDeviceGetCount(int *n) { return *n = N_DEVICES, SUCCESS; }
@@ -260,7 +259,7 @@ Result cuStreamDestroy_v2(Stream *stream) {
     return SUCCESS;
 }
 Result cuStreamSynchronize(Stream *stream) { return drain(stream), SUCCESS; }
-// Compute that takes as long as the function does.
+// Compute that lasts as long as the function.
 Result cuLaunchHostFunc(Stream *stream, void (*function)(void *), void *argument) {
     return put(stream, [=] { function(argument); }), SUCCESS;
 }
@@ -297,18 +296,18 @@ Result cuStreamWaitEvent(Stream *stream, Event *event, unsigned) {
 
 Result cuMemAlloc_v2(void **memory, size_t n) {
     if (!current) return INVALID_CONTEXT;
-    *memory = rubbish(n);
+    *memory = allocate_nan(n);
     std::lock_guard held(lock);
     sizes[*memory] = n;
     return SUCCESS;
 }
 Result cuMemAllocAsync(void **memory, size_t n, Stream *) { return cuMemAlloc_v2(memory, n); }
-Result cuMemFree_v2(void *memory) { return give_back(memory), SUCCESS; }
-Result cuMemFreeAsync(void *memory, Stream *stream) { return put(stream, [=] { give_back(memory); }), SUCCESS; }
+Result cuMemFree_v2(void *memory) { return free_memory(memory), SUCCESS; }
+Result cuMemFreeAsync(void *memory, Stream *stream) { return put(stream, [=] { free_memory(memory); }), SUCCESS; }
 Result cuMemsetD8Async(void *to, unsigned char value, size_t n, Stream *stream) {
     return put(stream, [=] { memset(to, value, n); }), SUCCESS;
 }
-// From memory that is not pinned: the driver has read it when it returns, or has written it.
+// Copies of pageable memory: the driver has read or written it when it returns.
 Result cuMemcpyHtoDAsync_v2(void *to, const void *from, size_t n, Stream *stream) {
     auto bytes = std::make_shared<std::vector<char>>(static_cast<const char *>(from), static_cast<const char *>(from) + n);
     return put(stream, [=] { memcpy(to, bytes->data(), n); }), SUCCESS;

@@ -1,4 +1,4 @@
-// What the stand-ins for the CUDA driver and for NCCL share: streams, and one lock for all that they know.
+// Common state of the stand-ins for the CUDA driver and NCCL: streams, and one lock for everything.
 #pragma once
 
 #include <condition_variable>
@@ -9,13 +9,13 @@
 
 namespace machine {
 
-// Whoever waits for something waits for `changed`, under `lock`.
+// All waits use `changed` with `lock`.
 extern std::mutex &lock;
 extern std::condition_variable &changed;
 
 using Job = std::function<void()>;
 
-// A thread that does one job after the other.
+// Stream: a thread that runs jobs in order.
 struct Stream {
     explicit Stream(int device) : device(device) {}
 
@@ -25,10 +25,10 @@ struct Stream {
     bool ends = false;
 };
 
-// The device of the context that this thread has made its own, or -1.
+// Returns the device of this thread's current context, or -1.
 int current_device();
 
-// Behind what the stream has been given so far. The lock is not held.
+// Appends a job to the stream. The caller must not hold the lock.
 void put(Stream *stream, Job job);
 
 }  // namespace machine

@@ -1,8 +1,8 @@
-// Stands in for NCCL between threads of one process: communicators that do not block the host, and operations that wait on
-// their streams for the other ranks, for ever if need be: until they are aborted. An operation is put onto its stream some time
-// after the call has returned; the first one of a communicator, and the first one between two ranks, when the others have called,
-// too: that is when NCCL connects them. Sums are taken in the order of the ranks. What NCCL leaves undefined is refused here: a
-// call while the last one is under way, and one from a thread whose device is another.
+// Stand-in for NCCL between threads of one process. Communicators are nonblocking. Operations wait on their streams for the
+// other ranks until they are aborted. An operation is enqueued some time after its call has returned. As in NCCL, the first
+// operation of a communicator, and the first one between two ranks, waits for the other ranks' calls to connect. Reductions are
+// in rank order. Undefined behaviour of NCCL is an error here: a call while the last one is in progress, and a call on a thread
+// with another current device.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -33,36 +33,36 @@ struct Step {
     size_t n;
     int dtype;
     int op = 0;
-    // The root, or the other rank.
+    // Root or peer rank.
     int peer = 0;
 
-    bool fits(const Step &other) const {
+    bool matches(const Step &other) const {
         return kind == other.kind && n == other.n && dtype == other.dtype && op == other.op && peer == other.peer;
     }
 };
 
 constexpr int EVERYONE = -1;
 
-// One operation of all ranks.
-struct Meeting {
+// One collective of all ranks.
+struct Collective {
     std::map<int, Step> steps;
     size_t n_computed = 0, n_left = 0;
-    bool is_broken = false;
+    bool is_aborted_by_a_rank = false;
 };
 
-struct Letter {
+struct Message {
     Step step;
     bool is_read = false;
 };
 
-// What the ranks of a communicator share.
+// State of a communicator, shared by its ranks.
 struct World {
     uint64_t number;
     int n_joined = 0;
-    // Who has called: a rank, and the other rank of a send or receive, or EVERYONE.
+    // Calls so far: a rank, and the peer of its send or receive, or EVERYONE.
     std::set<std::pair<int, int>> called;
-    std::map<uint64_t, Meeting> meetings;
-    std::map<std::pair<int, int>, std::deque<std::shared_ptr<Letter>>> letters;
+    std::map<uint64_t, Collective> collectives;
+    std::map<std::pair<int, int>, std::deque<std::shared_ptr<Message>>> messages;
 };
 
 struct Communicator {
@@ -70,10 +70,10 @@ struct Communicator {
     int rank, size, device;
     bool is_aborted = false, is_finalized = false, is_launching = false;
     uint64_t n_operations = 0;
-    size_t n_under_way = 0;
+    size_t n_in_flight = 0;
 
     bool is_ready() const {
-        return world->n_joined == size && !is_launching && (!is_finalized || n_under_way == 0);
+        return world->n_joined == size && !is_launching && (!is_finalized || n_in_flight == 0);
     }
 };
 
@@ -81,9 +81,9 @@ using Handle = std::shared_ptr<Communicator> *;
 
 std::map<std::string, std::weak_ptr<World>> &worlds = *new std::map<std::string, std::weak_ptr<World>>;
 
-// The numbers of the communicators that have launched an operation on each device.
+// Ids of the communicators that have launched an operation on each device, in launch order.
 std::map<int, std::vector<uint64_t>> &launches = *new std::map<int, std::vector<uint64_t>>;
-// The function that fails when it is called next.
+// Function whose next call fails.
 std::string &failing = *new std::string;
 
 bool is_to_fail(const char *function) {
@@ -91,7 +91,7 @@ bool is_to_fail(const char *function) {
     return failing == function && (failing.clear(), true);
 }
 
-// Each launch takes another time, unless the variable says it.
+// Returns a random launch time, unless STAND_IN_LAUNCH_US is set.
 std::chrono::microseconds launch_time() {
     static const char *fixed = getenv("STAND_IN_LAUNCH_US");
     static std::atomic<uint32_t> state{1};
@@ -101,7 +101,7 @@ std::chrono::microseconds launch_time() {
 
 thread_local int n_groups = 0;
 thread_local std::vector<std::pair<Stream *, Step>> group;
-thread_local std::shared_ptr<Communicator> group_of;
+thread_local std::shared_ptr<Communicator> group_communicator;
 
 size_t size_of(int dtype) {
     switch (dtype) {
@@ -121,7 +121,7 @@ void reduce(const std::vector<const char *> &from, std::vector<char> &to, size_t
         auto value = wide(reinterpret_cast<const T *>(from[0])[i]);
         for (size_t rank = 1; rank < from.size(); rank++) {
             auto other = wide(reinterpret_cast<const T *>(from[rank])[i]);
-            // A comparison passes over a NaN, as NCCL's do.
+            // Comparisons ignore NaN, as in NCCL.
             if (op == 0) value += other;
             else if (op == 2 ? (other > value || value != value) : (other < value || value != value)) value = other;
         }
@@ -129,7 +129,7 @@ void reduce(const std::vector<const char *> &from, std::vector<char> &to, size_t
     }
 }
 
-// What `rank` gets, for ranks whose steps fit together.
+// Returns the result of `rank` for matching steps.
 std::vector<char> outcome(const std::map<int, Step> &steps, int rank) {
     const Step &own = steps.at(rank);
     size_t n_bytes = own.n * size_of(own.dtype);
@@ -159,76 +159,76 @@ std::vector<char> outcome(const std::map<int, Step> &steps, int rank) {
     return out;
 }
 
-// All buffers may be read while the lock is held: a rank leaves only under it, and breaks up what has not been computed.
-void meet(Communicator &own, uint64_t number, const Step &step) {
+// The lock protects all buffers: a rank leaves under it, and aborts a collective that is not computed yet.
+void run_collective(Communicator &own, uint64_t number, const Step &step) {
     std::unique_lock held(lock);
     auto size = size_t(own.size);
-    Meeting &meeting = own.world->meetings[number];
-    meeting.steps[own.rank] = step;
+    Collective &collective = own.world->collectives[number];
+    collective.steps[own.rank] = step;
     changed.notify_all();
-    auto fit = [&] {
-        for (auto &[_, other] : meeting.steps)
-            if (!other.fits(step)) return false;
-        return meeting.steps.size() == size && !meeting.is_broken;
+    auto all_match = [&] {
+        for (auto &[_, other] : collective.steps)
+            if (!other.matches(step)) return false;
+        return collective.steps.size() == size && !collective.is_aborted_by_a_rank;
     };
-    changed.wait(held, [&] { return own.is_aborted || fit(); });
+    changed.wait(held, [&] { return own.is_aborted || all_match(); });
     if (!own.is_aborted) {
-        std::vector<char> out = outcome(meeting.steps, own.rank);
-        meeting.n_computed++;
+        std::vector<char> out = outcome(collective.steps, own.rank);
+        collective.n_computed++;
         changed.notify_all();
-        changed.wait(held, [&] { return own.is_aborted || meeting.n_computed == size; });
+        changed.wait(held, [&] { return own.is_aborted || collective.n_computed == size; });
         if (!own.is_aborted) memcpy(step.to, out.data(), out.size());
     }
-    meeting.is_broken |= own.is_aborted;
+    collective.is_aborted_by_a_rank |= own.is_aborted;
     changed.notify_all();
-    if (++meeting.n_left == size) own.world->meetings.erase(number);
+    if (++collective.n_left == size) own.world->collectives.erase(number);
 }
 
-void post(Communicator &own, const std::vector<Step> &steps) {
+void run_point_to_point(Communicator &own, const std::vector<Step> &steps) {
     std::unique_lock held(lock);
-    std::vector<std::shared_ptr<Letter>> sent;
+    std::vector<std::shared_ptr<Message>> sent;
     for (const Step &step : steps)
         if (step.kind == Kind::SEND) {
-            sent.push_back(std::make_shared<Letter>(Letter{step}));
-            own.world->letters[{own.rank, step.peer}].push_back(sent.back());
+            sent.push_back(std::make_shared<Message>(Message{step}));
+            own.world->messages[{own.rank, step.peer}].push_back(sent.back());
         }
     changed.notify_all();
     for (const Step &step : steps)
         if (step.kind == Kind::RECEIVE) {
-            auto &box = own.world->letters[{step.peer, own.rank}];
+            auto &mailbox = own.world->messages[{step.peer, own.rank}];
             changed.wait(held, [&] {
-                return own.is_aborted || (!box.empty() && n_bytes(box[0]->step) == n_bytes(step));
+                return own.is_aborted || (!mailbox.empty() && n_bytes(mailbox[0]->step) == n_bytes(step));
             });
             if (own.is_aborted) break;
-            memcpy(step.to, box[0]->step.from, n_bytes(step));
-            box[0]->is_read = true;
-            box.pop_front();
+            memcpy(step.to, mailbox[0]->step.from, n_bytes(step));
+            mailbox[0]->is_read = true;
+            mailbox.pop_front();
             changed.notify_all();
         }
-    for (auto &letter : sent) {
-        changed.wait(held, [&] { return own.is_aborted || letter->is_read; });
-        if (letter->is_read) continue;
-        auto &box = own.world->letters[{own.rank, letter->step.peer}];
-        for (auto at = box.begin(); at != box.end(); ++at)
-            if (*at == letter) {
-                box.erase(at);
+    for (auto &message : sent) {
+        changed.wait(held, [&] { return own.is_aborted || message->is_read; });
+        if (message->is_read) continue;
+        auto &mailbox = own.world->messages[{own.rank, message->step.peer}];
+        for (auto at = mailbox.begin(); at != mailbox.end(); ++at)
+            if (*at == message) {
+                mailbox.erase(at);
                 break;
             }
     }
 }
 
-bool is_letter(const Step &step) { return step.kind == Kind::SEND || step.kind == Kind::RECEIVE; }
+bool is_point_to_point(const Step &step) { return step.kind == Kind::SEND || step.kind == Kind::RECEIVE; }
 
 using Group = std::vector<std::pair<Stream *, Step>>;
 
-// Waits until those have called whom this rank has not met before.
+// Waits for the first calls of all ranks that this rank is not connected to yet.
 void connect(Communicator &own, const Group &steps) {
     auto &called = own.world->called;
     std::unique_lock held(lock);
-    for (auto &[_, step] : steps) called.insert({own.rank, is_letter(step) ? step.peer : EVERYONE});
+    for (auto &[_, step] : steps) called.insert({own.rank, is_point_to_point(step) ? step.peer : EVERYONE});
     changed.notify_all();
-    auto is_met = [&](const Step &step) {
-        if (is_letter(step)) return called.count({step.peer, own.rank}) > 0;
+    auto is_connected = [&](const Step &step) {
+        if (is_point_to_point(step)) return called.count({step.peer, own.rank}) > 0;
         for (int rank = 0; rank < own.size; rank++)
             if (!called.count({rank, EVERYONE})) return false;
         return true;
@@ -236,7 +236,7 @@ void connect(Communicator &own, const Group &steps) {
     changed.wait(held, [&] {
         if (own.is_aborted) return true;
         for (auto &[_, step] : steps)
-            if (!is_met(step)) return false;
+            if (!is_connected(step)) return false;
         return true;
     });
 }
@@ -244,13 +244,13 @@ void connect(Communicator &own, const Group &steps) {
 void start(std::shared_ptr<Communicator> own, Stream *stream, std::function<void(Communicator &)> what) {
     {
         std::lock_guard held(lock);
-        own->n_under_way++;
+        own->n_in_flight++;
         launches[own->device].push_back(own->world->number);
     }
     put(stream, [own, what] {
         what(*own);
         std::lock_guard held(lock);
-        own->n_under_way--;
+        own->n_in_flight--;
         changed.notify_all();
     });
 }
@@ -258,29 +258,29 @@ void start(std::shared_ptr<Communicator> own, Stream *stream, std::function<void
 void launch(std::shared_ptr<Communicator> own, const Group &steps) {
     std::this_thread::sleep_for(launch_time());
     connect(*own, steps);
-    std::map<Stream *, std::vector<Step>> letters;
+    std::map<Stream *, std::vector<Step>> messages;
     for (auto &[stream, step] : steps) {
-        if (is_letter(step)) {
-            letters[stream].push_back(step);
+        if (is_point_to_point(step)) {
+            messages[stream].push_back(step);
         } else {
-            start(own, stream, [step = step, number = own->n_operations++](auto &own) { meet(own, number, step); });
+            start(own, stream, [step = step, number = own->n_operations++](auto &own) { run_collective(own, number, step); });
         }
     }
-    for (auto &[stream, steps] : letters) start(own, stream, [steps = steps](auto &own) { post(own, steps); });
+    for (auto &[stream, steps] : messages) start(own, stream, [steps = steps](auto &own) { run_point_to_point(own, steps); });
     std::lock_guard held(lock);
     own->is_launching = false;
-    own->n_under_way--;
+    own->n_in_flight--;
     changed.notify_all();
 }
 
-int take(Handle handle, Stream *stream, Step step) {
+int enqueue(Handle handle, Stream *stream, Step step) {
     auto &own = **handle;
-    if (n_groups == 0 || (group_of && group_of != *handle)) return INVALID_USAGE;
+    if (n_groups == 0 || (group_communicator && group_communicator != *handle)) return INVALID_USAGE;
     if (current_device() != own.device || stream->device != own.device) return INVALID_ARGUMENT;
     if (step.peer >= own.size) return INVALID_ARGUMENT;
     std::lock_guard held(lock);
     if (group.empty() && !own.is_ready()) return INVALID_USAGE;
-    group_of = *handle;
+    group_communicator = *handle;
     group.push_back({stream, step});
     return SUCCESS;
 }
@@ -299,7 +299,7 @@ struct Config {
 };
 
 int ncclGetVersion(int *version) { return *version = 22703, SUCCESS; }
-const char *ncclGetErrorString(int) { return "refused by the stand-in for NCCL"; }
+const char *ncclGetErrorString(int) { return "rejected by the stand-in for NCCL"; }
 const char *ncclGetLastError(Handle) { return ""; }
 
 int ncclGetUniqueId(Id *id) {
@@ -334,13 +334,13 @@ int ncclGroupStart() { return n_groups++, SUCCESS; }
 
 int ncclGroupEnd() {
     if (n_groups == 0) return INVALID_USAGE;
-    if (--n_groups > 0 || !group_of) return SUCCESS;
-    auto own = std::move(group_of);
-    group_of = nullptr;
+    if (--n_groups > 0 || !group_communicator) return SUCCESS;
+    auto own = std::move(group_communicator);
+    group_communicator = nullptr;
     {
         std::lock_guard held(lock);
         own->is_launching = true;
-        own->n_under_way++;
+        own->n_in_flight++;
     }
     std::thread([own, steps = std::move(group)] { launch(own, steps); }).detach();
     group.clear();
@@ -348,22 +348,22 @@ int ncclGroupEnd() {
 }
 
 int ncclAllReduce(const char *from, char *to, size_t n, int dtype, int op, Handle handle, Stream *stream) {
-    return take(handle, stream, {Kind::ALL_REDUCE, from, to, n, dtype, op});
+    return enqueue(handle, stream, {Kind::ALL_REDUCE, from, to, n, dtype, op});
 }
 int ncclAllGather(const char *from, char *to, size_t n, int dtype, Handle handle, Stream *stream) {
-    return take(handle, stream, {Kind::ALL_GATHER, from, to, n, dtype});
+    return enqueue(handle, stream, {Kind::ALL_GATHER, from, to, n, dtype});
 }
 int ncclReduceScatter(const char *from, char *to, size_t n, int dtype, int op, Handle handle, Stream *stream) {
-    return take(handle, stream, {Kind::REDUCE_SCATTER, from, to, n, dtype, op});
+    return enqueue(handle, stream, {Kind::REDUCE_SCATTER, from, to, n, dtype, op});
 }
 int ncclBroadcast(const char *from, char *to, size_t n, int dtype, int root, Handle handle, Stream *stream) {
-    return take(handle, stream, {Kind::BROADCAST, from, to, n, dtype, 0, root});
+    return enqueue(handle, stream, {Kind::BROADCAST, from, to, n, dtype, 0, root});
 }
 int ncclSend(const char *from, size_t n, int dtype, int peer, Handle handle, Stream *stream) {
-    return take(handle, stream, {Kind::SEND, from, nullptr, n, dtype, 0, peer});
+    return enqueue(handle, stream, {Kind::SEND, from, nullptr, n, dtype, 0, peer});
 }
 int ncclRecv(char *to, size_t n, int dtype, int peer, Handle handle, Stream *stream) {
-    return take(handle, stream, {Kind::RECEIVE, nullptr, to, n, dtype, 0, peer});
+    return enqueue(handle, stream, {Kind::RECEIVE, nullptr, to, n, dtype, 0, peer});
 }
 
 int ncclCommFinalize(Handle handle) {
@@ -376,7 +376,7 @@ int ncclCommDestroy(Handle handle) {
     if (is_to_fail("ncclCommDestroy")) return UNHANDLED_CUDA_ERROR;
     {
         std::lock_guard held(lock);
-        if (!(*handle)->is_finalized || (*handle)->n_under_way > 0) return INVALID_USAGE;
+        if (!(*handle)->is_finalized || (*handle)->n_in_flight > 0) return INVALID_USAGE;
     }
     return delete handle, SUCCESS;
 }
@@ -386,12 +386,12 @@ int ncclCommAbort(Handle handle) {
         std::unique_lock held(lock);
         (*handle)->is_aborted = true;
         changed.notify_all();
-        changed.wait(held, [=] { return (*handle)->n_under_way == 0; });
+        changed.wait(held, [=] { return (*handle)->n_in_flight == 0; });
     }
     return delete handle, SUCCESS;
 }
 
-// For tests: writes up to `n_most` numbers of the communicators that have launched on a device, and returns how many have.
+// For tests: writes up to `n_most` ids of the communicators that have launched on a device, and returns their number.
 size_t stand_in_launches(int device, uint64_t *numbers, size_t n_most) {
     std::lock_guard held(lock);
     auto &all = launches[device];
@@ -399,7 +399,7 @@ size_t stand_in_launches(int device, uint64_t *numbers, size_t n_most) {
     return all.size();
 }
 
-// For tests: lets the next call of an NCCL function fail.
+// For tests: makes the next call of an NCCL function fail.
 void stand_in_fail_next(const char *function) {
     std::lock_guard held(lock);
     failing = function;

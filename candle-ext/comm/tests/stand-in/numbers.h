@@ -1,4 +1,4 @@
-// bf16 and f16, rounded to the nearest, ties to even.
+// bf16 and f16, rounded to nearest, ties to even.
 #pragma once
 
 #include <cmath>
@@ -32,7 +32,7 @@ struct F16 {
         } else if (size >= 65520.0f) {
             bits = sign | 0x7C00;
         } else {
-            // In units of the last place: 2^-24 for the smallest, 11 bits for the others.
+            // Units in the last place: 2^-24 for subnormals, 11 significant bits otherwise.
             int exponent = size < 0x1p-14f ? -14 : std::ilogb(size);
             auto units = uint16_t(std::nearbyint(std::ldexp(size, 10 - exponent)));
             bits = sign | uint16_t((exponent + 14) * 1024 + units);
@@ -47,7 +47,7 @@ struct F16 {
     }
 };
 
-// What is computed with.
+// Conversion to the compute type.
 template <class T>
 T wide(T x) {
     return x;

@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_shared_out_if_nothing_is_open() {
+    fn no_item_is_assigned_if_none_is_open() {
         assert!(assign_to_rank(&Solo, &[0, 1], &[1, 1], &[0, 1], |_| false).is_empty());
     }
 }

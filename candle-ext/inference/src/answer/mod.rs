@@ -227,7 +227,7 @@ impl EngineBackend<'_> {
         let log = folder
             .map(|folder| ResponseCache::open(folder, &self.identity, self.group.data_parallel.rank()))
             .transpose()?;
-        let n_all = own_prompts.len() + plan.n_questions(&own_scored);
+        let n_all = own_prompts.len() + plan.n_requests(&own_scored);
         let (group, asked_to_stop) = (&self.group, &self.asked_to_stop);
         let go_on = || {
             group.step();

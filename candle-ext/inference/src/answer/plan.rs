@@ -103,7 +103,7 @@ impl RequestPlan {
     }
 
     /// Returns the number of requests that these scored sequences belong to.
-    pub(super) fn n_questions(&self, scored: &[usize]) -> usize {
+    pub(super) fn n_requests(&self, scored: &[usize]) -> usize {
         let mut owners: Vec<usize> = scored.iter().map(|item| self.work.owners[*item]).collect();
         owners.sort_unstable();
         owners.dedup();

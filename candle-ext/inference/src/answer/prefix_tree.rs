@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shared_is_a_node_if_it_is_long_enough() {
+    fn a_long_enough_shared_prefix_is_a_node() {
         let (a, b) = (after(&LONG, &[20, 21]), after(&LONG, &[10]));
         assert_eq!(
             shown(&[&a, &b]),

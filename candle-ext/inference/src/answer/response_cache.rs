@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_read_back_whatever_rank_wrote_it_and_how_it_ended() {
+    fn responses_of_every_rank_are_read_back_after_any_exit() {
         let folder = tempfile::tempdir().unwrap();
         for (rank, response) in responses().iter().enumerate() {
             let mut log = ResponseCache::open(folder.path(), MODEL, rank).unwrap();
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_knows_the_model_and_all_of_the_request() {
+    fn a_key_depends_on_the_model_and_the_whole_request() {
         let settings = GenerationSettings {
             until: vec!["x".into()],
             max_gen_toks: None,

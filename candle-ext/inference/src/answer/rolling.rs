@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_cut_off_in_front() {
+    fn tokens_beyond_the_context_are_truncated_on_the_left() {
         let pair = |n: u32| EncodedPair { context: (0..n).collect(), continuation: vec![90, 91] };
         let scored = ScoredSequence::new(pair(3), 4);
         assert_eq!(

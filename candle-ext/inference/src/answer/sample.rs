@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_occurred_is_less_likely_with_a_penalty() {
+    fn a_repetition_penalty_lowers_tokens_that_have_occurred() {
         let greedy = GenerationSettings { do_sample: false, ..settings(0.0, 1.0, None) };
         let defaults = SamplingDefaults { repetition_penalty: 2.0, ..SamplingDefaults::default() };
         let mut sampler = TokenSampler::new(&greedy, defaults, [0; 32]).unwrap();

@@ -30,8 +30,8 @@ impl ThinkEnd {
         word.parse().map_or_else(|_| Self::Text(word.to_owned()), Self::Id)
     }
 
-    /// Returns the text after the thinking; `None` while it goes on.
-    fn behind(&self, generated: &[u32], specials: SpecialTokens, tokenizer: &Tokenizer) -> Result<Option<String>> {
+    /// Returns the text after the thinking; `None` if the thinking has not ended.
+    fn text_after(&self, generated: &[u32], specials: SpecialTokens, tokenizer: &Tokenizer) -> Result<Option<String>> {
         Ok(match self {
             Self::Id(id) => match generated.iter().rposition(|token| token == id) {
                 Some(last) => Some(tokenizer.decode(&generated[last + 1..], specials)?),
@@ -67,9 +67,9 @@ impl StopCriteria {
         // Special tokens are decoded as text: a stop string may be one.
         let has_stopped = holds_a_stop(&tokenizer.decode(recent, SpecialTokens::Include)?);
         match &self.think_end {
-            Some(end) if has_stopped => {
-                Ok(end.behind(generated, SpecialTokens::Include, tokenizer)?.is_some_and(|text| holds_a_stop(&text)))
-            }
+            Some(end) if has_stopped => Ok(end
+                .text_after(generated, SpecialTokens::Include, tokenizer)?
+                .is_some_and(|text| holds_a_stop(&text))),
             _ => Ok(has_stopped),
         }
     }
@@ -80,8 +80,8 @@ impl StopCriteria {
         let mut text = match &self.think_end {
             None => tokenizer.decode(generated, SpecialTokens::Exclude)?,
             Some(end) => {
-                let behind = end.behind(generated, SpecialTokens::Exclude, tokenizer)?;
-                let text = behind.map_or_else(|| tokenizer.decode(generated, SpecialTokens::Exclude), Ok)?;
+                let after = end.text_after(generated, SpecialTokens::Exclude, tokenizer)?;
+                let text = after.map_or_else(|| tokenizer.decode(generated, SpecialTokens::Exclude), Ok)?;
                 text.trim_start().to_owned()
             }
         };

@@ -6,63 +6,63 @@ use candlewick_comm::store::Error;
 
 use crate::endpoint::Endpoint;
 
-/// An error that keeps a node from the rendezvous.
+/// An error of a rendezvous.
 #[derive(Debug, thiserror::Error)]
 pub enum RendezvousError {
-    /// The port of the store is taken.
+    /// Another process uses the port of the store.
     #[error(
         "host the store at {endpoint}: the port is in use, perhaps by another job \
-         (--standalone takes a free one, --master-port or --rdzv-endpoint another)"
+         (use --standalone for a free port, or set --master-port or --rdzv-endpoint)"
     )]
     PortInUse {
         /// The address of the store.
         endpoint: Endpoint,
     },
-    /// The store cannot be reached, or does not answer.
-    #[error("meet at {endpoint}: {source}")]
+    /// The store cannot be reached or does not reply.
+    #[error("connect to the store at {endpoint}: {source}")]
     Store {
         /// The address of the store.
         endpoint: Endpoint,
         /// The error of the store's client.
         source: Box<Error>,
     },
-    /// Two launchers say they are the same node.
-    #[error("be node {node_rank}: another launcher of this job has that --node-rank, {other}")]
+    /// Two launchers have the same node rank.
+    #[error("join as node {node_rank}: a launcher on {other} has this --node-rank already")]
     NodeRankTaken {
-        /// The number.
+        /// The node rank.
         node_rank: usize,
-        /// The other's machine.
+        /// The host of the other launcher.
         other: String,
     },
-    /// Two launchers were not started alike.
-    #[error("agree with the launcher on {other}: {difference}")]
-    Differs {
-        /// The other's machine.
+    /// Two launchers have different settings.
+    #[error("match the settings of the launcher on {other}: {difference}")]
+    SettingsMismatch {
+        /// The host of the other launcher.
         other: String,
-        /// In what.
+        /// The setting and its two values.
         difference: String,
     },
-    /// Nodes did not come.
-    #[error("meet {min} nodes at {endpoint} within {timeout:?}: {missing}")]
-    Missing {
-        /// The number of nodes that are needed.
+    /// Nodes did not join within the timeout.
+    #[error("complete the rendezvous of {min} nodes at {endpoint} within {timeout:?}: {missing}")]
+    JoinTimeout {
+        /// The minimum number of nodes.
         min: usize,
         /// The address of the store.
         endpoint: Endpoint,
-        /// The time that was waited.
+        /// The timeout.
         timeout: Duration,
-        /// The missing nodes.
+        /// The missing nodes, or another cause.
         missing: String,
     },
-    /// A signal came while the nodes were waited for.
-    #[error("meet the other nodes: stopped by signal {0}")]
+    /// A signal arrived during the rendezvous.
+    #[error("complete the rendezvous: interrupted by signal {0}")]
     Interrupted(i32),
 }
 
 pub(super) type Result<T> = std::result::Result<T, RendezvousError>;
 
-/// Looks for a signal that ends the wait.
+/// A check for a stop signal, which interrupts a wait.
 pub type Interrupted<'a> = &'a dyn Fn() -> Option<i32>;
 
-/// The longest wait between two checks for a signal.
-pub const SLICE: Duration = Duration::from_millis(50);
+/// The interval between two checks of the store and of signals.
+pub const POLL_INTERVAL: Duration = Duration::from_millis(50);

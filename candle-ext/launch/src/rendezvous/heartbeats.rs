@@ -1,4 +1,4 @@
-//! The heartbeats of nodes: counters in the store that a living node keeps changing.
+//! Heartbeats of nodes: counters in the store that each live node increments.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -7,62 +7,62 @@ use candlewick_comm::store::{Client, Error};
 
 use super::node_rank::node_key;
 
-/// The counters of a generation's nodes, as this node saw them change.
+/// The heartbeat counters of a generation, as read by this node.
 pub(super) struct Heartbeats {
     generation: usize,
-    /// The counters' name in the store.
+    /// Name of the counters in the store.
     name: &'static str,
-    /// The longest silence of a living node.
+    /// Longest time without a heartbeat of a live node.
     keep_alive: Duration,
-    seen: BTreeMap<usize, Seen>,
+    last_seen: BTreeMap<usize, LastHeartbeat>,
 }
 
 #[derive(Clone, Copy)]
-struct Seen {
+struct LastHeartbeat {
     count: i64,
-    /// The last change of the count, or its first reading.
-    at: Instant,
-    has_beaten: bool,
+    /// Time of the last change, or of the first read.
+    changed_at: Instant,
+    is_beating: bool,
 }
 
 impl Heartbeats {
     pub(super) fn new(generation: usize, name: &'static str, keep_alive: Duration) -> Self {
-        Self { generation, name, keep_alive, seen: BTreeMap::new() }
+        Self { generation, name, keep_alive, last_seen: BTreeMap::new() }
     }
 
-    /// Changes this node's counter.
-    pub(super) fn beat(&self, store: &Client, own: usize) -> Result<(), Error> {
-        store.add(&node_key(self.generation, self.name, own), 1).map(drop)
+    /// Increments this node's counter.
+    pub(super) fn beat(&self, store: &Client, index: usize) -> Result<(), Error> {
+        store.add(&node_key(self.generation, self.name, index), 1).map(drop)
     }
 
-    /// Returns whether a node has beaten since it was first read, and not long ago.
-    pub(super) fn has_beaten(&mut self, store: &Client, number: usize) -> Result<bool, Error> {
-        let seen = self.poll(store, number)?;
-        Ok(seen.has_beaten && self.is_fresh(seen))
+    /// Returns whether a node's counter has increased since it was first read, within the heartbeat timeout.
+    pub(super) fn is_beating(&mut self, store: &Client, index: usize) -> Result<bool, Error> {
+        let last = self.read(store, index)?;
+        Ok(last.is_beating && self.is_fresh(last))
     }
 
-    /// Returns whether a node may live: it did not leave, and has not been silent for long.
-    pub(super) fn may_live(&mut self, store: &Client, number: usize) -> Result<bool, Error> {
-        let seen = self.poll(store, number)?;
-        Ok(seen.count >= 0 && self.is_fresh(seen))
+    /// Returns whether a node may be alive: it did not leave, and its heartbeat timeout has not passed.
+    pub(super) fn may_be_alive(&mut self, store: &Client, index: usize) -> Result<bool, Error> {
+        let last = self.read(store, index)?;
+        Ok(last.count >= 0 && self.is_fresh(last))
     }
 
-    /// Returns whether a node's last heartbeat was read after `since`.
-    pub(super) fn has_beaten_since(&self, number: usize, since: Instant) -> bool {
-        self.seen.get(&number).is_some_and(|seen| seen.at > since)
+    /// Returns whether a heartbeat of a node was read after `since`.
+    pub(super) fn has_beat_since(&self, index: usize, since: Instant) -> bool {
+        self.last_seen.get(&index).is_some_and(|last| last.changed_at > since)
     }
 
-    fn is_fresh(&self, seen: Seen) -> bool {
-        Instant::now() < seen.at + self.keep_alive
+    fn is_fresh(&self, last: LastHeartbeat) -> bool {
+        Instant::now() < last.changed_at + self.keep_alive
     }
 
-    fn poll(&mut self, store: &Client, number: usize) -> Result<Seen, Error> {
-        let count = store.add(&node_key(self.generation, self.name, number), 0)?;
+    fn read(&mut self, store: &Client, index: usize) -> Result<LastHeartbeat, Error> {
+        let count = store.add(&node_key(self.generation, self.name, index), 0)?;
         let now = Instant::now();
-        let seen = self.seen.entry(number).or_insert(Seen { count, at: now, has_beaten: false });
-        if count != seen.count {
-            *seen = Seen { count, at: now, has_beaten: count > 0 };
+        let last = self.last_seen.entry(index).or_insert(LastHeartbeat { count, changed_at: now, is_beating: false });
+        if count != last.count {
+            *last = LastHeartbeat { count, changed_at: now, is_beating: count > 0 };
         }
-        Ok(*seen)
+        Ok(*last)
     }
 }

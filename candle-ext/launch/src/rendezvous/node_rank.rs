@@ -1,6 +1,6 @@
-//! The number of a node in a generation, and the keys that the store has for it.
+//! The rank of a node in a generation, and the store's keys of a node.
 
-/// A participant's number in a generation.
+/// The rank of a participant in a generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NodeRank {
     pub(super) generation: usize,
@@ -8,11 +8,12 @@ pub(super) struct NodeRank {
     pub(super) n_nodes: usize,
 }
 
-/// A node that waits to take part in a generation.
+/// A node that waits to join a generation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PendingNode {
     pub(super) generation: usize,
-    pub(super) number: usize,
+    /// Node rank (static), or position in the order of arrival (c10d).
+    pub(super) join_index: usize,
 }
 
 impl NodeRank {
@@ -31,7 +32,7 @@ impl PendingNode {
     }
 
     pub(super) fn own_key(self, name: &str) -> String {
-        node_key(self.generation, name, self.number)
+        node_key(self.generation, name, self.join_index)
     }
 }
 
@@ -41,6 +42,6 @@ pub(super) fn key(generation: usize, name: &str) -> String {
 }
 
 /// Returns a key of one node of a generation.
-pub(super) fn node_key(generation: usize, name: &str, number: usize) -> String {
-    format!("{generation}/{name}/{number}")
+pub(super) fn node_key(generation: usize, name: &str, join_index: usize) -> String {
+    format!("{generation}/{name}/{join_index}")
 }

@@ -1,21 +1,21 @@
-//! The record that a node leaves in the store, and the settings that two nodes must share.
+//! The record of a node in the store, with the settings that must be equal on all nodes.
 
 use serde::{Deserialize, Serialize};
 
 use super::error::{RendezvousError, Result};
 use crate::generation::Participant;
-use crate::plan::Plan;
+use crate::plan::LaunchPlan;
 
-/// A node that waits to take part, or does.
+/// The record of a node that waits to join or is a participant.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct NodeRecord {
-    /// No other launcher's.
+    /// Random ID of the launcher.
     pub(super) id: u64,
     pub(super) participant: Participant,
     settings: RendezvousSettings,
 }
 
-/// The settings on which launchers must agree.
+/// The settings that must be equal on all nodes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct RendezvousSettings {
     n_nodes: String,
@@ -27,7 +27,7 @@ pub(super) struct RendezvousSettings {
 const PROTOCOL: usize = 2;
 
 impl RendezvousSettings {
-    pub(super) fn of(plan: &Plan) -> Self {
+    pub(super) fn of(plan: &LaunchPlan) -> Self {
         let n_nodes = format!("{}:{}", plan.nodes.min, plan.nodes.max);
         Self { n_nodes, max_restarts: plan.max_restarts, protocol: PROTOCOL }
     }
@@ -39,26 +39,26 @@ impl NodeRecord {
     }
 
     pub(super) fn json(&self) -> Vec<u8> {
-        serde_json::to_vec(self).expect("a node is plain data")
+        serde_json::to_vec(self).expect("records serialize to JSON")
     }
 
-    /// Reads a record; returns nothing for what another version wrote.
+    /// Parses a record. Returns `None` for the record of another version.
     pub(super) fn parse(json: &[u8]) -> Option<Self> {
         serde_json::from_slice(json).ok()
     }
 
-    /// Returns the error of a record that cannot be read.
-    pub(super) fn foreign() -> RendezvousError {
-        let difference = "it is another version of `launch`".to_owned();
-        RendezvousError::Differs { other: "another node".into(), difference }
+    /// Returns the error of a record that cannot be parsed.
+    pub(super) fn unreadable() -> RendezvousError {
+        let difference = "it runs another version of `launch`".to_owned();
+        RendezvousError::SettingsMismatch { other: "another node".into(), difference }
     }
 
-    /// Fails if the two launchers were not started alike.
+    /// Fails if the settings of two launchers differ.
     pub(super) fn check(&self, other: &Self) -> Result<()> {
         let (ours, theirs) = (&self.settings, &other.settings);
         let differs = |what: &str, theirs: &dyn ToString, ours: &dyn ToString| {
             let difference = format!("{what} is {} there and {} here", theirs.to_string(), ours.to_string());
-            Err(RendezvousError::Differs { other: other.participant.host.clone(), difference })
+            Err(RendezvousError::SettingsMismatch { other: other.participant.host.clone(), difference })
         };
         match () {
             () if ours.protocol != theirs.protocol => differs("the version", &theirs.protocol, &ours.protocol),

@@ -1,17 +1,17 @@
-//! The store of a rendezvous: its host and its address.
+//! The store of a rendezvous: server, client and address.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 
 use candlewick_comm::store::{Client, Error, Server};
 
-use super::error::{Interrupted, RendezvousError, Result, SLICE};
-use crate::console::say;
+use super::error::{Interrupted, POLL_INTERVAL, RendezvousError, Result};
+use crate::console::log;
 use crate::endpoint::Endpoint;
 
-/// A node that is alone and calls itself by a loopback address needs to be reached by nobody else.
-pub(super) fn bind(endpoint: &Endpoint, is_only: bool) -> Result<Server> {
-    let server = match own_loopback(&endpoint.host).filter(|_| is_only) {
+/// Starts the store server. A single node with a loopback endpoint binds to that address only, others to all addresses.
+pub(super) fn bind(endpoint: &Endpoint, is_single_node: bool) -> Result<Server> {
+    let server = match own_loopback(&endpoint.host).filter(|_| is_single_node) {
         Some(address) => Server::bind((address, endpoint.port)),
         None => Server::bind_any(endpoint.port),
     };
@@ -19,17 +19,17 @@ pub(super) fn bind(endpoint: &Endpoint, is_only: bool) -> Result<Server> {
         Error::Bind { source: reason, .. } if reason.kind() == std::io::ErrorKind::AddrInUse => {
             RendezvousError::PortInUse { endpoint: endpoint.clone() }
         }
-        _ => failed(endpoint, source),
+        _ => store_error(endpoint, source),
     })
 }
 
-fn failed(endpoint: &Endpoint, source: Error) -> RendezvousError {
+fn store_error(endpoint: &Endpoint, source: Error) -> RendezvousError {
     RendezvousError::Store { endpoint: endpoint.clone(), source: Box::new(source) }
 }
 
 /// Returns the address of the store for this node and every worker.
-pub(super) fn address_of(endpoint: &Endpoint, server: Option<&Server>, is_only: bool) -> Endpoint {
-    let loopback = own_loopback(&endpoint.host).filter(|_| is_only);
+pub(super) fn address_of(endpoint: &Endpoint, server: Option<&Server>, is_single_node: bool) -> Endpoint {
+    let loopback = own_loopback(&endpoint.host).filter(|_| is_single_node);
     let host = loopback.map_or_else(|| endpoint.host.clone(), |address| address.to_string());
     Endpoint { host, port: server.map_or(endpoint.port, Server::port) }
 }
@@ -41,33 +41,33 @@ fn own_loopback(host: &str) -> Option<IpAddr> {
     }
 }
 
-/// The longest attempt to connect, during which no signal is checked.
-const TRY: Duration = Duration::from_secs(2);
+/// Timeout of one connection attempt. Signals are checked between attempts.
+const CONNECT_ATTEMPT: Duration = Duration::from_secs(2);
 
-/// Connects. The host may come later than the others, and its name with it; what keeps them waiting is said once.
+/// Connects to the store until `timeout`. The host, or its name in DNS, may appear later. The first error is logged.
 pub(super) fn connect(
     address: &Endpoint,
     timeout: Duration,
-    answer_within: Duration,
+    reply_timeout: Duration,
     interrupted: Interrupted,
 ) -> Result<Client> {
     let deadline = Instant::now() + timeout;
-    let mut is_said = false;
+    let mut is_logged = false;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        match Client::connect(&address.host, address.port, left.min(TRY)) {
-            Ok(client) => return client.reconnect_within(answer_within).map_err(|source| failed(address, source)),
+        match Client::connect(&address.host, address.port, left.min(CONNECT_ATTEMPT)) {
+            Ok(client) => return client.reconnect_within(reply_timeout).map_err(|source| store_error(address, source)),
             Err(error @ (Error::Connect { .. } | Error::Unanswered { .. })) if Instant::now() < deadline => {
-                if !is_said {
-                    say(&format!("waiting for {address}: failed to {error}"));
+                if !is_logged {
+                    log(&format!("waiting for {address}: failed to {error}"));
                 }
-                is_said = true;
+                is_logged = true;
             }
-            Err(source) => return Err(failed(address, source)),
+            Err(source) => return Err(store_error(address, source)),
         }
         if let Some(signal) = interrupted() {
             return Err(RendezvousError::Interrupted(signal));
         }
-        std::thread::sleep(SLICE);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }

@@ -1,250 +1,254 @@
-//! The decisions about a worker group, apart from processes and clocks: the action after a worker's exit, a signal, the
-//! failure of another node, or a deadline.
+//! The state machine of a worker group, without processes and clocks: the action after a worker's exit, a signal, an
+//! event on another node, or a deadline.
 
 use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGINT, SIGKILL, SIGTERM};
 
-use crate::event::{Event, Peer};
+use crate::event::{Event, PeerEvent};
 use crate::exit::{ExitReason, OK, PEER, PREEMPTED};
-use crate::plan::Grace;
+use crate::plan::ShutdownTimeouts;
 
 /// The state of one run of the worker group.
 #[derive(Debug)]
 pub struct WorkerGroupRun {
-    rules: Rules,
+    policy: ShutdownPolicy,
     running: Vec<usize>,
-    /// The others, in the order in which they ended.
-    ended: Vec<WorkerExit>,
-    sent: SignalsSent,
+    /// Exits of the other workers, in order.
+    exits: Vec<WorkerExit>,
+    signals_sent: SignalsSent,
     stop: Option<Stop>,
-    peer: Option<Peer>,
+    peer: Option<PeerEvent>,
     deadline: Option<Instant>,
-    /// Killed because it did not end in time, not because somebody asked for it.
+    /// Workers were killed at the deadline, not by a second stop signal.
     timed_out: bool,
 }
 
-/// The rules of a run.
+/// The shutdown settings of a run.
 #[derive(Clone, Debug)]
-pub struct Rules {
-    /// How long workers may take to end.
-    pub grace: Grace,
-    /// The signals that end the group. Others are passed on.
-    pub ending: Vec<i32>,
+pub struct ShutdownPolicy {
+    /// Time between the stop signal and SIGKILL.
+    pub timeouts: ShutdownTimeouts,
+    /// Signals that stop the worker group. Others are forwarded.
+    pub ending_signals: Vec<i32>,
 }
 
-/// A worker that ended.
+/// The exit of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorkerExit {
-    /// Its number on this machine.
+    /// Local rank.
     pub local_rank: usize,
-    /// How.
-    pub ended: ExitReason,
-    /// When.
+    /// Exit code or signal.
+    pub reason: ExitReason,
+    /// Time of the exit.
     pub at: Instant,
-    /// What it had been sent by then.
-    pub sent: SignalsSent,
+    /// Stop signals sent to the worker before its exit.
+    pub signals_sent: SignalsSent,
 }
 
-/// The signals that were sent to every running worker in order to end it.
+/// The set of stop signals sent to all running workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SignalsSent(u64);
 
-/// The signal after which no worker is started again.
+/// A received stop signal. No restart follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stop {
     signal: i32,
     at: Instant,
-    /// It came twice.
+    /// The signal was received twice and the workers were killed.
     is_kill: bool,
 }
 
-/// An action to carry out.
+/// An action of the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Nothing.
+    /// No action.
     Wait,
-    /// Send this signal to every worker that runs, and to what it started.
-    Send(i32),
-    /// Send this signal to every worker that runs: it ends nothing.
-    Notify(i32),
+    /// Send this signal to the process group of every running worker.
+    Terminate(i32),
+    /// Forward this signal to every running worker, but not to its children.
+    Forward(i32),
 }
 
-/// An event that the other nodes must learn at once.
+/// An event that is published to the other nodes at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Announcement {
-    /// This node was asked to stop, by this signal.
+    /// This node received this stop signal.
     Stopping(i32),
-    /// A worker saved or failed, and does not blame another.
+    /// A worker saved a checkpoint and exited, or failed without reporting a peer failure.
     Exited(WorkerExit),
 }
 
-/// The end of a run.
+/// The outcome of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    /// Every worker ended with 0.
+pub enum WorkerGroupOutcome {
+    /// Every worker exited with 0.
     Succeeded,
-    /// The workers ended because they were asked to, with this code.
+    /// The workers stopped on request, with this exit code.
     Stopped(i32),
-    /// These workers failed by themselves, in this order.
+    /// These workers failed, in this order.
     Failed(Vec<WorkerExit>),
-    /// Workers of another node failed; the text says which.
+    /// Workers of another node failed. The text names the cause.
     PeerFailed(String),
-    /// Another node was asked to stop, so these workers were too, with this code; the text says which.
+    /// Another node received a stop signal, so the workers stopped with this exit code. The text names the node.
     PeerStopped(String, i32),
-    /// The nodes must meet anew: another one came.
+    /// A node waits to join, so a new rendezvous is needed.
     Rerendezvous,
 }
 
 impl WorkerGroupRun {
-    /// Begins a run of `n_workers` workers.
-    pub fn new(n_workers: usize, rules: Rules) -> Self {
+    /// Starts a run of `n_workers` workers.
+    pub fn new(n_workers: usize, policy: ShutdownPolicy) -> Self {
         let running = (0..n_workers).collect();
-        let (ended, sent) = (Vec::new(), SignalsSent::default());
-        Self { rules, running, ended, sent, stop: None, peer: None, deadline: None, timed_out: false }
+        let (exits, signals_sent) = (Vec::new(), SignalsSent::default());
+        Self { policy, running, exits, signals_sent, stop: None, peer: None, deadline: None, timed_out: false }
     }
 
-    /// Returns the workers that run.
+    /// Returns the local ranks of the running workers.
     pub fn running(&self) -> &[usize] {
         &self.running
     }
 
-    /// Returns how the others ended, in that order.
+    /// Returns the exits so far, in order.
     pub fn exits(&self) -> &[WorkerExit] {
-        &self.ended
+        &self.exits
     }
 
-    /// Returns when [`WorkerGroupRun::time_is_up`] must be called, if nothing happens before.
+    /// Returns the time at which [`WorkerGroupRun::on_deadline`] must be called.
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// Says whether a signal asked the group to end.
+    /// Returns whether a stop signal was received.
     pub fn is_stopping(&self) -> bool {
         self.stop.is_some()
     }
 
-    /// Takes in something that happened.
-    pub fn on(&mut self, event: &Event, now: Instant) -> Action {
+    /// Handles an event and returns the resulting action.
+    pub fn handle(&mut self, event: &Event, now: Instant) -> Action {
         match event {
-            Event::Exited { local_rank, ended } => self.on_end(*local_rank, *ended, now),
+            Event::Exited { local_rank, reason } => self.on_exit(*local_rank, *reason, now),
             Event::Signal(signal) => self.on_signal(*signal, now),
             Event::Peer { peer, .. } => self.on_peer(peer, now),
         }
     }
 
-    /// Returns what the other nodes must hear of an event that was just taken in, and of which worker.
+    /// Returns the announcement of the event handled last, if the other nodes need one.
     pub fn announcement(&self, event: &Event) -> Option<Announcement> {
-        let exit = self.ended.last();
+        let exit = self.exits.last();
         match event {
             Event::Signal(signal) if self.stop.is_some_and(|stop| stop.signal == *signal) => {
                 Some(Announcement::Stopping(*signal))
             }
-            Event::Exited { .. } => exit.filter(|exit| exit.is_news()).map(|exit| Announcement::Exited(*exit)),
+            Event::Exited { .. } => exit.filter(|exit| exit.is_announced()).map(|exit| Announcement::Exited(*exit)),
             _ => None,
         }
     }
 
-    /// Takes in that the deadline has passed.
-    pub fn time_is_up(&mut self) -> Action {
+    /// Handles the deadline: kills the remaining workers.
+    pub fn on_deadline(&mut self) -> Action {
         self.deadline = None;
         self.timed_out = true;
-        self.end_by(SIGKILL)
+        self.terminate(SIGKILL)
     }
 
-    fn on_end(&mut self, local_rank: usize, ended: ExitReason, at: Instant) -> Action {
+    fn on_exit(&mut self, local_rank: usize, reason: ExitReason, at: Instant) -> Action {
         self.running.retain(|running| *running != local_rank);
-        let exit = WorkerExit { local_rank, ended, at, sent: self.sent };
-        self.ended.push(exit);
-        match ended {
+        let exit = WorkerExit { local_rank, reason, at, signals_sent: self.signals_sent };
+        self.exits.push(exit);
+        match reason {
             ExitReason::Code(OK) => return Action::Wait,
-            // It was asked to stop, by whom ever. The others save too and must not hear it twice.
-            ExitReason::Code(PREEMPTED) => self.end_within(self.rules.grace.after_signal, at),
-            // It did not save, but the others may.
-            _ if !exit.is_failure() => self.end_within(self.rules.grace.after_signal, at),
-            _ => self.end_within(self.rules.grace.after_failure, at),
+            // The worker was preempted. The others save a checkpoint too and must not get a second signal.
+            ExitReason::Code(PREEMPTED) => self.tighten_deadline(self.policy.timeouts.after_signal, at),
+            // The stop signal ended this worker before it saved. The others may still save.
+            _ if !exit.is_failure() => self.tighten_deadline(self.policy.timeouts.after_signal, at),
+            _ => self.tighten_deadline(self.policy.timeouts.after_failure, at),
         }
-        let is_first_failure = exit.is_failure() && self.sent == SignalsSent::default();
-        if is_first_failure { self.end_by(SIGTERM) } else { Action::Wait }
+        let is_first_failure = exit.is_failure() && self.signals_sent == SignalsSent::default();
+        if is_first_failure { self.terminate(SIGTERM) } else { Action::Wait }
     }
 
     fn on_signal(&mut self, signal: i32, now: Instant) -> Action {
         match self.stop {
-            _ if !self.rules.ending.contains(&signal) => Action::Notify(signal),
+            _ if !self.policy.ending_signals.contains(&signal) => Action::Forward(signal),
             None => {
                 self.stop = Some(Stop { signal, at: now, is_kill: false });
-                self.end_within(self.rules.grace.after_signal, now);
-                // Another node may have been told before, and have told this one.
-                if self.sent.has(signal) { Action::Wait } else { self.end_by(signal) }
+                self.tighten_deadline(self.policy.timeouts.after_signal, now);
+                // A stop of another node may have sent this signal already.
+                if self.signals_sent.has(signal) { Action::Wait } else { self.terminate(signal) }
             }
-            // Schedulers and shells say it more than once; a person at the keyboard means it.
-            Some(stop) if signal != SIGINT && now < stop.at + ECHO => Action::Wait,
+            // Schedulers and shells repeat a signal at once. A second SIGINT comes from a user and kills.
+            Some(stop) if signal != SIGINT && now < stop.at + REPEAT_WINDOW => Action::Wait,
             Some(_) => {
                 self.stop = Some(Stop { signal, at: now, is_kill: true });
-                self.end_by(SIGKILL)
+                self.terminate(SIGKILL)
             }
         }
     }
 
-    fn on_peer(&mut self, peer: &Peer, now: Instant) -> Action {
+    fn on_peer(&mut self, peer: &PeerEvent, now: Instant) -> Action {
         if self.peer.is_some() || self.stop.is_some() {
             return Action::Wait;
         }
         self.peer = Some(peer.clone());
-        let grace = self.rules.grace;
-        let is_lost = matches!(peer, Peer::Failed(_) | Peer::Lost(_));
-        self.end_within(if is_lost { grace.after_failure } else { grace.after_signal }, now);
-        let is_told = self.sent != SignalsSent::default() || matches!(peer, Peer::Saved(_));
-        if is_told { Action::Wait } else { self.end_by(SIGTERM) }
+        let timeouts = self.policy.timeouts;
+        let is_failure = matches!(peer, PeerEvent::Failed(_) | PeerEvent::Lost(_));
+        self.tighten_deadline(if is_failure { timeouts.after_failure } else { timeouts.after_signal }, now);
+        let needs_no_signal = self.signals_sent != SignalsSent::default() || matches!(peer, PeerEvent::Saved(_));
+        if needs_no_signal { Action::Wait } else { self.terminate(SIGTERM) }
     }
 
-    /// An earlier deadline stands.
-    fn end_within(&mut self, grace: Duration, now: Instant) {
-        let deadline = now + grace;
+    /// Sets the deadline, unless an earlier one exists.
+    fn tighten_deadline(&mut self, grace_period: Duration, now: Instant) {
+        let deadline = now + grace_period;
         self.deadline = Some(self.deadline.map_or(deadline, |earlier| earlier.min(deadline)));
     }
 
-    fn end_by(&mut self, signal: i32) -> Action {
-        self.sent.0 |= 1 << signal;
-        Action::Send(signal)
+    fn terminate(&mut self, signal: i32) -> Action {
+        self.signals_sent.0 |= 1 << signal;
+        Action::Terminate(signal)
     }
 
-    /// Returns how the attempt ended. Every worker must have.
-    pub fn outcome(&self) -> Outcome {
-        assert!(self.running.is_empty(), "an attempt ends with its last worker");
-        let failures: Vec<_> = self.ended.iter().copied().filter(WorkerExit::is_failure).collect();
-        let was_preempted = self.ended.iter().any(|exit| exit.ended == ExitReason::Code(PREEMPTED));
+    /// Returns the outcome. All workers must have exited.
+    pub fn outcome(&self) -> WorkerGroupOutcome {
+        assert!(self.running.is_empty(), "a worker is still running");
+        let failures: Vec<_> = self.exits.iter().copied().filter(WorkerExit::is_failure).collect();
+        let was_preempted = self.exits.iter().any(|exit| exit.reason == ExitReason::Code(PREEMPTED));
         match (&self.stop, &self.peer) {
-            (Some(stop), _) if stop.is_kill => Outcome::Stopped(128 + stop.signal),
-            (_, Some(Peer::Failed(text) | Peer::Lost(text))) if failures.iter().all(WorkerExit::is_consequence) => {
-                Outcome::PeerFailed(text.clone())
+            (Some(stop), _) if stop.is_kill => WorkerGroupOutcome::Stopped(128 + stop.signal),
+            (_, Some(PeerEvent::Failed(text) | PeerEvent::Lost(text)))
+                if failures.iter().all(WorkerExit::is_consequence) =>
+            {
+                WorkerGroupOutcome::PeerFailed(text.clone())
             }
-            (_, Some(Peer::Stopped(text) | Peer::Saved(text)))
+            (_, Some(PeerEvent::Stopped(text) | PeerEvent::Saved(text)))
                 if !failures.is_empty() && failures.iter().all(WorkerExit::is_consequence) =>
             {
-                Outcome::PeerFailed(text.clone())
+                WorkerGroupOutcome::PeerFailed(text.clone())
             }
-            _ if !failures.is_empty() => Outcome::Failed(failures),
-            (Some(stop), _) => Outcome::Stopped(self.code_after(stop.signal, was_preempted)),
-            (None, Some(Peer::Joins)) => Outcome::Rerendezvous,
-            (None, Some(Peer::Stopped(text))) => Outcome::PeerStopped(text.clone(), self.code_for_peer(was_preempted)),
-            _ if self.timed_out => Outcome::Stopped(128 + SIGKILL),
-            _ if was_preempted => Outcome::Stopped(PREEMPTED),
-            _ => Outcome::Succeeded,
+            _ if !failures.is_empty() => WorkerGroupOutcome::Failed(failures),
+            (Some(stop), _) => WorkerGroupOutcome::Stopped(self.exit_code_after_signal(stop.signal, was_preempted)),
+            (None, Some(PeerEvent::Joins)) => WorkerGroupOutcome::Rerendezvous,
+            (None, Some(PeerEvent::Stopped(text))) => {
+                WorkerGroupOutcome::PeerStopped(text.clone(), self.exit_code_after_peer_stop(was_preempted))
+            }
+            _ if self.timed_out => WorkerGroupOutcome::Stopped(128 + SIGKILL),
+            _ if was_preempted => WorkerGroupOutcome::Stopped(PREEMPTED),
+            _ => WorkerGroupOutcome::Succeeded,
         }
     }
 
-    fn code_for_peer(&self, was_preempted: bool) -> i32 {
+    fn exit_code_after_peer_stop(&self, was_preempted: bool) -> i32 {
         match was_preempted {
-            _ if self.ended.iter().all(|exit| exit.ended == ExitReason::Code(OK)) => OK,
+            _ if self.exits.iter().all(|exit| exit.reason == ExitReason::Code(OK)) => OK,
             true => PREEMPTED,
             false => PEER,
         }
     }
 
-    /// What the workers made of the signal: killed for being slow, ended by it, saved, or done anyway.
-    fn code_after(&self, signal: i32, was_preempted: bool) -> i32 {
-        let ended_as = |code| self.ended.iter().any(|exit| exit.ended.code() == code);
+    /// Returns the exit code after a stop signal: killed at the deadline, ended by the signal, preempted, or succeeded.
+    fn exit_code_after_signal(&self, signal: i32, was_preempted: bool) -> i32 {
+        let ended_as = |code| self.exits.iter().any(|exit| exit.reason.code() == code);
         match (self.timed_out && ended_as(128 + SIGKILL), ended_as(128 + signal)) {
             (true, _) => 128 + SIGKILL,
             (false, true) => 128 + signal,
@@ -254,8 +258,8 @@ impl WorkerGroupRun {
     }
 }
 
-/// A signal that comes again within this time is an echo of the first.
-const ECHO: Duration = Duration::from_millis(500);
+/// A repeated stop signal within this time is ignored.
+const REPEAT_WINDOW: Duration = Duration::from_millis(500);
 
 impl SignalsSent {
     fn has(self, signal: i32) -> bool {
@@ -264,39 +268,39 @@ impl SignalsSent {
 }
 
 impl WorkerExit {
-    /// Says whether the worker failed by itself: not if it ended well, or saved, or died of what it was sent.
+    /// Returns whether the worker failed. Success, a saved checkpoint and death by a sent signal are no failures.
     pub fn is_failure(&self) -> bool {
-        let was_told = self.sent != SignalsSent::default();
-        match self.ended {
+        let was_signaled = self.signals_sent != SignalsSent::default();
+        match self.reason {
             ExitReason::Code(OK | PREEMPTED) => false,
-            ExitReason::Code(PEER) if was_told => false,
-            // Whoever is told to end, and says so in its code, obeyed.
-            ExitReason::Code(code) => !self.sent.has(code - 128),
-            ExitReason::Signal(signal) => !self.sent.has(signal),
+            ExitReason::Code(PEER) if was_signaled => false,
+            // A worker may catch a sent signal and exit with 128 + signal.
+            ExitReason::Code(code) => !self.signals_sent.has(code - 128),
+            ExitReason::Signal(signal) => !self.signals_sent.has(signal),
         }
     }
 
-    fn is_news(&self) -> bool {
-        let has_saved = self.ended == ExitReason::Code(PREEMPTED);
-        self.sent == SignalsSent::default() && !self.blames_another() && (has_saved || self.is_failure())
+    fn is_announced(&self) -> bool {
+        let has_saved = self.reason == ExitReason::Code(PREEMPTED);
+        self.signals_sent == SignalsSent::default() && !self.reports_peer_failure() && (has_saved || self.is_failure())
     }
 
-    /// Says whether another's end may be the cause: the worker says so, or ended after it was told to.
+    /// Returns whether the exit may follow from another failure: the worker reports one, or was sent a signal before.
     pub fn is_consequence(&self) -> bool {
-        self.blames_another() || self.sent != SignalsSent::default()
+        self.reports_peer_failure() || self.signals_sent != SignalsSent::default()
     }
 
-    /// Says whether the worker's code is "another rank failed".
-    pub fn blames_another(&self) -> bool {
-        self.ended == ExitReason::Code(PEER)
+    /// Returns whether the worker's exit code reports a failure of another rank.
+    pub fn reports_peer_failure(&self) -> bool {
+        self.reason == ExitReason::Code(PEER)
     }
 }
 
-/// Picks the failure that the others follow from: the earliest of those that do not blame another rank.
+/// Returns the root cause: the earliest failure that does not report a peer failure.
 ///
-/// `time_of` says when a worker failed, in whole seconds; among the same, the order in which they ended decides.
-pub fn root_cause(failures: &[WorkerExit], time_of: impl Fn(&WorkerExit) -> u64) -> Option<WorkerExit> {
-    failures.iter().min_by_key(|exit| (exit.blames_another(), time_of(exit))).copied()
+/// `failure_time` returns the Unix time of a failure in seconds. The order of exits breaks ties.
+pub fn root_cause(failures: &[WorkerExit], failure_time: impl Fn(&WorkerExit) -> u64) -> Option<WorkerExit> {
+    failures.iter().min_by_key(|exit| (exit.reports_peer_failure(), failure_time(exit))).copied()
 }
 
 #[cfg(test)]

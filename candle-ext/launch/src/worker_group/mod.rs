@@ -1,9 +1,11 @@
-//! The workers of one node in one generation: the decisions about them, and what carries these out.
+//! The worker group: the workers of one node in one generation.
 
 mod decisions;
 mod run;
 mod worker;
 
-pub use decisions::{Action, Announcement, Outcome, Rules, SignalsSent, WorkerExit, WorkerGroupRun, root_cause};
-pub use run::{Ending, Setting, run, start_of};
-pub use worker::{Start, Worker};
+pub use decisions::{
+    Action, Announcement, ShutdownPolicy, SignalsSent, WorkerExit, WorkerGroupOutcome, WorkerGroupRun, root_cause,
+};
+pub use run::{WorkerGroupResult, WorkerGroupSpec, run, worker_spec};
+pub use worker::{WorkerProcess, WorkerSpec};

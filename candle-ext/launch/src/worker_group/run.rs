@@ -1,96 +1,103 @@
-//! Runs this node's workers once: starts them, carries out the decisions about them, and reaps them.
+//! Runs this node's workers once: starts them, performs the actions of [`WorkerGroupRun`], and reaps them.
 
 use std::io;
 use std::time::{Duration, Instant, SystemTime};
 
-use super::decisions::{Action, Announcement, Outcome, Rules, WorkerExit, WorkerGroupRun, root_cause};
-use super::worker::{Start, Worker};
+use super::decisions::{
+    Action, Announcement, ShutdownPolicy, WorkerExit, WorkerGroupOutcome, WorkerGroupRun, root_cause,
+};
+use super::worker::{WorkerProcess, WorkerSpec};
 use crate::error_file::ErrorFile;
 use crate::event::{Event, is_caught};
+use crate::event_queue::EventQueue;
 use crate::generation::{Generation, line_prefix, worker_command, worker_variables};
 use crate::guard::Guard;
-use crate::logs::{AttemptLogs, has_files};
-use crate::mailbox::Mailbox;
-use crate::output::Outlets;
-use crate::plan::Plan;
-use crate::report::{RootCause, last_lines};
-use crate::streams::Stream;
-use candlewick_comm::place::Variables;
+use crate::log_dir::{AttemptLogDir, contains_files};
+use crate::output::WorkerOutputs;
+use crate::plan::LaunchPlan;
+use crate::report::{RootCause, file_tail};
+use crate::streams::StdStream;
+use candlewick_comm::rank_env::Variables;
 
-/// The settings of one run of the worker group.
+/// The specification of one run of the worker group.
 #[derive(Debug)]
-pub struct Setting<'a> {
-    /// The settings.
-    pub plan: &'a Plan,
-    /// What the nodes agreed on.
+pub struct WorkerGroupSpec<'a> {
+    /// The launch plan.
+    pub plan: &'a LaunchPlan,
+    /// The result of the rendezvous.
     pub generation: &'a Generation,
-    /// How many failures there were before.
+    /// Number of restarts so far.
     pub restart: usize,
-    /// Its folders.
-    pub logs: &'a AttemptLogs,
-    /// This machine's name.
-    pub host: &'a str,
-    /// The launcher's own variables.
+    /// Log directory of the attempt.
+    pub logs: &'a AttemptLogDir,
+    /// Host name of this node.
+    pub hostname: &'a str,
+    /// Environment variables of the launcher.
     pub variables: &'a Variables,
 }
 
-/// The end of a run of the worker group.
+/// The result of a run of the worker group.
 #[derive(Debug)]
-pub struct Ending {
-    /// In one word.
-    pub outcome: Outcome,
-    /// Who failed first, if somebody did.
+pub struct WorkerGroupResult {
+    /// The outcome.
+    pub outcome: WorkerGroupOutcome,
+    /// Root cause of a failure.
     pub root: Option<RootCause>,
-    /// Whether a signal asked the group to end.
+    /// True if a stop signal was received.
     pub is_stopping: bool,
 }
 
-/// Runs this node's workers to their end. `tell` gets what the other nodes must hear before that.
-pub fn run(setting: &Setting, mailbox: &Mailbox, guard: &mut Guard, tell: &dyn Fn(Announcement)) -> io::Result<Ending> {
-    let began = Instant::now();
-    let mut workers = start_all(setting, mailbox, guard)?;
-    let mut notices = Notices::new(workers.len(), mailbox);
-    let grace = setting.plan.grace;
-    let rules = Rules { grace, ending: setting.plan.signals.numbers.clone() };
-    let mut group = WorkerGroupRun::new(workers.len(), rules);
+/// Runs this node's workers until all have exited. `announce` publishes events to the other nodes.
+pub fn run(
+    spec: &WorkerGroupSpec,
+    events: &EventQueue,
+    guard: &mut Guard,
+    announce: &dyn Fn(Announcement),
+) -> io::Result<WorkerGroupResult> {
+    let started = Instant::now();
+    let mut workers = start_all(spec, events, guard)?;
+    let mut pending_signals = PendingSignals::new(workers.len(), events);
+    let timeouts = spec.plan.shutdown_timeouts;
+    let policy = ShutdownPolicy { timeouts, ending_signals: spec.plan.signals.numbers.clone() };
+    let mut group = WorkerGroupRun::new(workers.len(), policy);
     while !group.running().is_empty() {
-        notices.deliver(group.running(), &workers);
-        let look_again = notices.is_any().then(|| Instant::now() + LOOK_AGAIN);
-        let action = match mailbox.next(group.deadline().into_iter().chain(look_again).min()) {
-            Some(Event::Peer { generation, .. }) if generation != setting.generation.number => Action::Wait,
+        pending_signals.deliver(group.running(), &workers);
+        let next_poll = pending_signals.is_any().then(|| Instant::now() + HANDLER_POLL_INTERVAL);
+        let action = match events.next(group.deadline().into_iter().chain(next_poll).min()) {
+            Some(Event::Peer { generation, .. }) if generation != spec.generation.number => Action::Wait,
             Some(event) => {
-                let action = group.on(&event, Instant::now());
-                group.announcement(&event).into_iter().for_each(tell);
+                let action = group.handle(&event, Instant::now());
+                group.announcement(&event).into_iter().for_each(announce);
                 action
             }
-            None if group.deadline().is_some_and(|deadline| Instant::now() >= deadline) => group.time_is_up(),
+            None if group.deadline().is_some_and(|deadline| Instant::now() >= deadline) => group.on_deadline(),
             None => Action::Wait,
         };
         let running = group.running().iter().map(|local_rank| &workers[*local_rank]);
         match action {
             Action::Wait => {}
-            Action::Send(signal) => running.for_each(|worker| worker.signal(signal)),
-            Action::Notify(signal) => running.for_each(|worker| worker.notify(signal)),
+            Action::Terminate(signal) => running.for_each(|worker| worker.terminate(signal)),
+            Action::Forward(signal) => running.for_each(|worker| worker.forward(signal)),
         }
     }
-    reap_all(&mut workers, mailbox, guard);
+    reap_all(&mut workers, events, guard);
     let outcome = group.outcome();
     let root = match &outcome {
-        Outcome::Failed(failures) => describe(setting, &workers, failures, group.exits(), began),
+        WorkerGroupOutcome::Failed(failures) => find_root_cause(spec, &workers, failures, group.exits(), started),
         _ => None,
     };
-    Ok(Ending { outcome, root, is_stopping: group.is_stopping() })
+    Ok(WorkerGroupResult { outcome, root, is_stopping: group.is_stopping() })
 }
 
-/// How long to wait for a worker to be ready for a notice.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+/// The interval between checks for a signal handler of a worker.
+const HANDLER_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Signals of the past that workers have not heard: each hears them as soon as it has a handler.
-struct Notices(Vec<(usize, i32)>);
+/// Forwarded signals that arrived before a worker started. The worker receives them once it has a handler.
+struct PendingSignals(Vec<(usize, i32)>);
 
-impl Notices {
-    fn new(n_workers: usize, mailbox: &Mailbox) -> Self {
-        let signals = mailbox.notices();
+impl PendingSignals {
+    fn new(n_workers: usize, events: &EventQueue) -> Self {
+        let signals = events.forwarded_signals();
         Self((0..n_workers).flat_map(|local_rank| signals.iter().map(move |signal| (local_rank, *signal))).collect())
     }
 
@@ -98,30 +105,30 @@ impl Notices {
         !self.0.is_empty()
     }
 
-    fn deliver(&mut self, running: &[usize], workers: &[Worker]) {
+    fn deliver(&mut self, running: &[usize], workers: &[WorkerProcess]) {
         self.0.retain(|(local_rank, signal)| {
             let worker = &workers[*local_rank];
             let is_running = running.contains(local_rank);
-            let is_heard = is_running && is_caught(worker.pid().as_raw_pid(), *signal);
-            if is_heard {
-                worker.notify(*signal);
+            let is_delivered = is_running && is_caught(worker.pid().as_raw_pid(), *signal);
+            if is_delivered {
+                worker.forward(*signal);
             }
-            is_running && !is_heard
+            is_running && !is_delivered
         });
     }
 }
 
-/// Either all are started, or those that were are ended again.
-fn start_all(setting: &Setting, mailbox: &Mailbox, guard: &mut Guard) -> io::Result<Vec<Worker>> {
-    let outlets = Outlets::open(&setting.plan.output, setting.logs)?;
+/// Starts all workers. After an error, the workers started so far are killed.
+fn start_all(spec: &WorkerGroupSpec, events: &EventQueue, guard: &mut Guard) -> io::Result<Vec<WorkerProcess>> {
+    let outputs = WorkerOutputs::open(&spec.plan.output, spec.logs)?;
     let mut workers = Vec::new();
-    for local_rank in 0..setting.plan.local_world_size {
-        let start = start_of(setting, local_rank);
-        let worker = Worker::start(&start, &outlets, guard, mailbox.sender());
+    for local_rank in 0..spec.plan.local_world_size {
+        let worker = worker_spec(spec, local_rank);
+        let worker = WorkerProcess::start(&worker, &outputs, guard, events.sender());
         match worker {
             Ok(worker) => workers.push(worker),
             Err(error) => {
-                reap_all(&mut workers, mailbox, guard);
+                reap_all(&mut workers, events, guard);
                 return Err(error);
             }
         }
@@ -129,69 +136,69 @@ fn start_all(setting: &Setting, mailbox: &Mailbox, guard: &mut Guard) -> io::Res
     Ok(workers)
 }
 
-/// Returns what one worker is started with.
-pub fn start_of(setting: &Setting, local_rank: usize) -> Start {
-    let Setting { plan, generation, restart, logs, variables, .. } = setting;
-    let mut own = worker_variables(plan, generation, *restart, local_rank, variables);
+/// Returns the specification of one worker.
+pub fn worker_spec(spec: &WorkerGroupSpec, local_rank: usize) -> WorkerSpec {
+    let WorkerGroupSpec { plan, generation, restart, logs, variables, .. } = spec;
+    let mut env = worker_variables(plan, generation, *restart, local_rank, variables);
     let error_file = logs.error_file(local_rank).display().to_string();
-    own.insert("TORCHELASTIC_ERROR_FILE".into(), error_file);
+    env.insert("TORCHELASTIC_ERROR_FILE".into(), error_file);
     let command = worker_command(plan, local_rank);
-    Start { local_rank, command, variables: own, prefix: line_prefix(plan, generation, local_rank) }
+    WorkerSpec { local_rank, command, variables: env, prefix: line_prefix(plan, generation, local_rank) }
 }
 
-/// The guard must not hear of a number's end after the kernel may have given it to somebody else.
-fn reap_all(workers: &mut [Worker], mailbox: &Mailbox, guard: &mut Guard) {
-    workers.iter().for_each(Worker::end_leftovers);
+/// Kills leftover processes and reaps the workers. The guard drops a process group before the kernel can reuse its ID.
+fn reap_all(workers: &mut [WorkerProcess], events: &EventQueue, guard: &mut Guard) {
+    workers.iter().for_each(WorkerProcess::kill_leftovers);
     for worker in workers {
-        guard.forget(worker.pid());
-        worker.reap(&|| mailbox.interrupted().is_some());
+        guard.unwatch(worker.pid());
+        worker.reap(&|| events.interrupted().is_some());
     }
 }
 
-fn describe(
-    setting: &Setting,
-    workers: &[Worker],
+fn find_root_cause(
+    spec: &WorkerGroupSpec,
+    workers: &[WorkerProcess],
     failures: &[WorkerExit],
     exits: &[WorkerExit],
-    began: Instant,
+    started: Instant,
 ) -> Option<RootCause> {
-    let error = |exit: &WorkerExit| ErrorFile::read(&setting.logs.error_file(exit.local_rank));
-    let time_of = |exit: &WorkerExit| match error(exit) {
+    let error = |exit: &WorkerExit| ErrorFile::read(&spec.logs.error_file(exit.local_rank));
+    let failure_time = |exit: &WorkerExit| match error(exit) {
         Some(error) if error.timestamp > 0 => error.timestamp,
-        _ => seconds_since_1970(exit.at),
+        _ => unix_seconds(exit.at),
     };
-    let root = root_cause(failures, time_of)?;
+    let root = root_cause(failures, failure_time)?;
     let local_rank = root.local_rank;
-    let folder = setting.logs.folder(local_rank);
-    let mut others: Vec<_> = exits
+    let folder = spec.logs.worker_dir(local_rank);
+    let mut other_exits: Vec<_> = exits
         .iter()
-        .filter(|exit| exit.local_rank != local_rank && exit.ended.code() != 0)
-        .map(|exit| (setting.generation.rank(exit.local_rank), *exit))
+        .filter(|exit| exit.local_rank != local_rank && exit.reason.code() != 0)
+        .map(|exit| (spec.generation.rank(exit.local_rank), *exit))
         .collect();
-    others.sort_by_key(|(rank, exit)| (!exit.is_failure(), *rank));
+    other_exits.sort_by_key(|(rank, exit)| (!exit.is_failure(), *rank));
     Some(RootCause {
-        rank: setting.generation.rank(local_rank),
+        rank: spec.generation.rank(local_rank),
         local_rank,
         pid: workers[local_rank].pid().as_raw_pid(),
-        host: setting.host.to_owned(),
-        ended: root.ended,
-        attempt: setting.generation.number,
-        after: root.at.saturating_duration_since(began),
+        hostname: spec.hostname.to_owned(),
+        reason: root.reason,
+        attempt: spec.generation.number,
+        elapsed: root.at.saturating_duration_since(started),
         error: error(&root),
-        last_lines: stderr_tail(setting, &workers[local_rank], local_rank),
-        logs: has_files(&folder).then_some(folder),
-        others,
+        stderr_tail: stderr_tail(spec, &workers[local_rank], local_rank),
+        logs: contains_files(&folder).then_some(folder),
+        other_exits,
     })
 }
 
-/// What went to a file only is read from there.
-fn stderr_tail(setting: &Setting, worker: &Worker, local_rank: usize) -> Vec<String> {
-    let output = &setting.plan.output;
+/// Returns the last lines of a worker's stderr, read from the log file if stderr is redirected.
+fn stderr_tail(spec: &WorkerGroupSpec, worker: &WorkerProcess, local_rank: usize) -> Vec<String> {
+    let output = &spec.plan.output;
     let is_in_file = output.redirects.of(local_rank).err && !output.tee.of(local_rank).err;
-    if is_in_file { last_lines(&setting.logs.stream(local_rank, Stream::Err)) } else { worker.last_lines() }
+    if is_in_file { file_tail(&spec.logs.stream_file(local_rank, StdStream::Err)) } else { worker.stderr_tail() }
 }
 
-fn seconds_since_1970(at: Instant) -> u64 {
+fn unix_seconds(at: Instant) -> u64 {
     let time = SystemTime::now().checked_sub(at.elapsed());
     let since = time.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
     since.map_or(0, |since| since.as_secs())

@@ -1,4 +1,4 @@
-//! One worker: a process in a session of its own, whose end is noticed at once and whose output is carried away.
+//! A worker process: it has a session of its own, one thread waits for its exit, and others read its output.
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::AsFd;
@@ -14,53 +14,61 @@ use crate::child::WORKER;
 use crate::event::Event;
 use crate::exit::ExitReason;
 use crate::guard::{Guard, own_program};
-use crate::output::{Outlets, Pump, Tail};
-use crate::streams::Stream;
-use candlewick_comm::place::Variables;
+use crate::output::{LineTail, OutputReader, WorkerOutputs};
+use crate::streams::StdStream;
+use candlewick_comm::rank_env::Variables;
 
-/// What is started.
+/// The specification of a worker process.
 #[derive(Clone, Debug)]
-pub struct Start {
-    /// Its number on this machine.
+pub struct WorkerSpec {
+    /// Local rank.
     pub local_rank: usize,
     /// The program and its arguments.
     pub command: Vec<String>,
-    /// Variables beside those that it inherits.
+    /// Environment variables in addition to the inherited ones.
     pub variables: Variables,
-    /// What stands before its lines.
+    /// Prefix of its output lines.
     pub prefix: String,
 }
 
-/// A worker that was started.
+/// A started worker process.
 #[derive(Debug)]
-pub struct Worker {
+pub struct WorkerProcess {
     pid: Pid,
     child: Child,
-    pumps: Vec<JoinHandle<()>>,
-    /// The pumps read on while this is open.
-    is_over: Option<PipeWriter>,
-    tail: Tail,
+    readers: Vec<JoinHandle<()>>,
+    /// Write end of the drain pipe: closing it makes the readers finish.
+    drain_tx: Option<PipeWriter>,
+    tail: LineTail,
 }
 
-impl Worker {
-    /// Starts a worker. `guard` knows of it before its first instruction, and `events` hears of its end.
+impl WorkerProcess {
+    /// Starts a worker. The guard watches it before the program runs. Its exit is sent to `events`.
     ///
-    /// The thread that calls this must live as long as the worker: the kernel ends the worker with it.
-    pub fn start(start: &Start, outlets: &Outlets, guard: &mut Guard, events: Sender<Event>) -> io::Result<Self> {
-        let tail = Tail::default();
-        let outlet = |stream, tail| outlets.outlet(start.local_rank, stream, &start.prefix, tail);
-        let (out, err) = (outlet(Stream::Out, Tail::default())?, outlet(Stream::Err, tail.clone())?);
+    /// The calling thread must outlive the worker: the kernel kills the worker when that thread ends.
+    pub fn start(
+        spec: &WorkerSpec,
+        outputs: &WorkerOutputs,
+        guard: &mut Guard,
+        events: Sender<Event>,
+    ) -> io::Result<Self> {
+        let tail = LineTail::default();
+        let open_stream = |stream, tail| outputs.open_stream(spec.local_rank, stream, &spec.prefix, tail);
+        let (out, err) =
+            (open_stream(StdStream::Out, LineTail::default())?, open_stream(StdStream::Err, tail.clone())?);
         let mut command = own_program();
-        command.arg(WORKER).arg(std::process::id().to_string()).args(&start.command);
-        // One worker may be fed through a pipe; several would tear the input apart.
-        let stdin = if start.local_rank == 0 { Stdio::inherit() } else { Stdio::null() };
-        command.envs(&start.variables).stdin(stdin).stdout(out.stdio).stderr(err.stdio);
+        command.arg(WORKER).arg(std::process::id().to_string()).args(&spec.command);
+        // Only one worker inherits stdin: several readers would split the input.
+        let stdin = if spec.local_rank == 0 { Stdio::inherit() } else { Stdio::null() };
+        command.envs(&spec.variables).stdin(stdin).stdout(out.stdio).stderr(err.stdio);
         let mut child = command.spawn()?;
         let pid = Pid::from_child(&child);
-        let (over, is_over) = io::pipe()?;
-        let over = Arc::new(over);
-        let pumps =
-            [start_pump(out.pump, child.stdout.take(), &over), start_pump(err.pump, child.stderr.take(), &over)];
+        let (drain_rx, drain_tx) = io::pipe()?;
+        let drain_rx = Arc::new(drain_rx);
+        let readers = [
+            start_reader(out.reader, child.stdout.take(), &drain_rx),
+            start_reader(err.reader, child.stderr.take(), &drain_rx),
+        ];
         wait_for_stop(pid);
         let watched = guard.watch(pid).and_then(|()| Ok(kill_process(pid, Signal::CONT)?));
         if let Err(error) = watched {
@@ -68,78 +76,79 @@ impl Worker {
             let _ = child.wait();
             return Err(error);
         }
-        notice_end(pid, start.local_rank, events);
-        Ok(Self { pid, child, pumps: pumps.into_iter().flatten().collect(), is_over: Some(is_over), tail })
+        watch_exit(pid, spec.local_rank, events);
+        Ok(Self { pid, child, readers: readers.into_iter().flatten().collect(), drain_tx: Some(drain_tx), tail })
     }
 
-    /// Returns its process, which is its process group too.
+    /// Returns the process ID, which is also its process group.
     pub fn pid(&self) -> Pid {
         self.pid
     }
 
-    /// Sends an ending signal to the worker and the processes it started. A stopped process is continued, so that it
-    /// handles the signal now and not after its grace period, as systemd does.
-    pub fn signal(&self, signal: i32) {
+    /// Sends a stop signal to the worker's process group. A suspended process is continued to handle the signal, as
+    /// systemd does.
+    pub fn terminate(&self, signal: i32) {
         if let Some(signal) = Signal::from_named_raw(signal) {
-            // One that is gone needs no signal.
+            // A process that has exited needs no signal.
             let _ = kill_process_group(self.pid, signal);
             let _ = kill_process_group(self.pid, Signal::CONT);
         }
     }
 
-    /// Sends a signal to the worker alone: what it started may not know what is meant.
-    pub fn notify(&self, signal: i32) {
+    /// Sends a signal to the worker only. Its children may not handle the signal.
+    pub fn forward(&self, signal: i32) {
         if let Some(signal) = Signal::from_named_raw(signal) {
             let _ = kill_process(self.pid, signal);
         }
     }
 
-    /// Ends the processes that the worker left behind. Until [`Worker::reap`] the system gives its pid to no other process.
-    pub fn end_leftovers(&self) {
-        self.signal(Signal::KILL.as_raw());
+    /// Kills the remaining processes of the worker's process group. The kernel does not reuse the pid before
+    /// [`WorkerProcess::reap`].
+    pub fn kill_leftovers(&self) {
+        self.terminate(Signal::KILL.as_raw());
     }
 
-    /// Returns the last lines of its stderr, unless they went to a file only.
-    pub fn last_lines(&self) -> Vec<String> {
+    /// Returns the last lines of its stderr; none if stderr is redirected.
+    pub fn stderr_tail(&self) -> Vec<String> {
         self.tail.lines()
     }
 
-    /// Waits for its last lines to be carried away, and lets the kernel forget it. A console may take them slowly; when
-    /// `is_interrupted` says so, the rest is given up.
+    /// Waits until the output is written, and reaps the process. A slow console delays this; `is_interrupted` ends the
+    /// wait.
     pub fn reap(&mut self, is_interrupted: &dyn Fn() -> bool) {
-        self.is_over = None;
-        while self.pumps.iter().any(|pump| !pump.is_finished()) && !is_interrupted() {
+        self.drain_tx = None;
+        while self.readers.iter().any(|reader| !reader.is_finished()) && !is_interrupted() {
             thread::sleep(Duration::from_millis(1));
         }
         let _ = self.child.wait();
     }
 }
 
-fn start_pump(
-    pump: Option<Pump>,
+fn start_reader(
+    reader: Option<OutputReader>,
     pipe: Option<impl io::Read + AsFd + Send + 'static>,
-    over: &Arc<PipeReader>,
+    drain_rx: &Arc<PipeReader>,
 ) -> Option<JoinHandle<()>> {
-    Some(pump?.start(pipe?, Arc::clone(over)))
+    Some(reader?.start(pipe?, Arc::clone(drain_rx)))
 }
 
-/// A worker stops when it has left the launcher's session. One that ends instead is noticed later.
+/// Waits until the process has stopped itself, see [`crate::child`]. An exit instead is reported by [`watch_exit`].
 fn wait_for_stop(pid: Pid) {
     let options = WaitIdOptions::STOPPED | WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
     while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), options) {}
 }
 
-/// Waits on a thread, and leaves the process to be waited for by [`Worker::reap`].
-fn notice_end(pid: Pid, local_rank: usize, events: Sender<Event>) {
+/// Waits for the exit on a new thread. [`WorkerProcess::reap`] reaps the process.
+fn watch_exit(pid: Pid, local_rank: usize, events: Sender<Event>) {
     thread::spawn(move || {
-        let ended = loop {
+        let reason = loop {
             match waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
                 Err(rustix::io::Errno::INTR) => {}
                 Ok(Some(status)) => break ExitReason::of(status),
                 Ok(None) | Err(_) => break None,
             }
         };
-        // Nobody listens after the attempt is over.
-        let _ = events.send(Event::Exited { local_rank, ended: ended.unwrap_or(ExitReason::Code(-1)) });
+        // An error means that the agent has ended.
+        let _ = events.send(Event::Exited { local_rank, reason: reason.unwrap_or(ExitReason::Code(-1)) });
     });
 }

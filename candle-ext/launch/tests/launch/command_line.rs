@@ -1,31 +1,31 @@
-//! The command line as text: help, mistakes, and what a dry run prints.
+//! The command line: help, errors and dry runs.
 
-use crate::running::{command, launch, start};
+use crate::launcher::{command, launch, start};
 
 #[test]
 fn help_is_grouped() {
-    let done = launch(&["--help"]);
-    done.has_code(0);
-    insta::assert_snapshot!(done.out);
+    let output = launch(&["--help"]);
+    output.exits_with(0);
+    insta::assert_snapshot!(output.stdout);
 }
 
 #[test]
-fn a_mistyped_flag_is_answered_by_the_right_one() {
-    launch(&["--nproc-per-nod", "4", "true"]).has_code(2).says(&["--nproc-per-nod", "--nproc-per-node"]);
-    launch(&["--bogus", "true"]).has_code(2).says(&["unexpected argument '--bogus'"]);
+fn a_mistyped_flag_suggests_the_right_one() {
+    launch(&["--nproc-per-nod", "4", "true"]).exits_with(2).stderr_contains(&["--nproc-per-nod", "--nproc-per-node"]);
+    launch(&["--bogus", "true"]).exits_with(2).stderr_contains(&["unexpected argument '--bogus'"]);
 }
 
 #[test]
-fn a_wrong_command_line_is_code_2_and_starts_nothing() {
+fn an_invalid_command_line_exits_with_2_and_starts_nothing() {
     for (line, words) in [
         ("", "PROGRAM"),
         ("--nproc-per-node 0 true", "at least 1"),
         ("--nproc-per-node xpu true", "Intel's GPUs are not supported"),
         ("--rdzv-backend etcd true", "etcd is not supported"),
-        ("--nnodes 2 true", "--master-addr must say where they meet"),
-        ("--nnodes 2 --rdzv-backend c10d true", "--rdzv-endpoint must say where they meet"),
-        ("--nnodes 2 --master-addr h --master-port 0 true", "the port must be one that all know"),
-        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:0 true", "the port must be one that all know"),
+        ("--nnodes 2 true", "--nnodes 2 requires --master-addr"),
+        ("--nnodes 2 --rdzv-backend c10d true", "--nnodes 2 requires --rdzv-endpoint"),
+        ("--nnodes 2 --master-addr h --master-port 0 true", "requires a fixed port"),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:0 true", "requires a fixed port"),
         ("--nnodes 2 --node-rank 2 --master-addr h true", "start node 2 of 2: --node-rank counts from 0"),
         ("--rdzv-backend c10d --rdzv-endpoint h:x true", "`x` is not a port"),
         ("--rdzv-conf timeout=soon true", "timeout=soon is not a number of seconds"),
@@ -40,29 +40,29 @@ fn a_wrong_command_line_is_code_2_and_starts_nothing() {
         ("./no-such-program", "there is no such file"),
     ] {
         let arguments: Vec<_> = line.split(' ').filter(|word| !word.is_empty()).collect();
-        let done = launch(&arguments);
-        assert_eq!((done.code, done.out.as_str()), (Some(2), ""), "{line}\n{}", done.err);
-        done.says(&[words]);
+        let output = launch(&arguments);
+        assert_eq!((output.exit_code, output.stdout.as_str()), (Some(2), ""), "{line}\n{}", output.stderr);
+        output.stderr_contains(&[words]);
     }
 }
 
 #[test]
-fn a_dry_run_prints_lines_for_a_shell() {
+fn a_dry_run_prints_shell_commands() {
     let line = "--dry-run --nproc-per-node 2 --master-port 1234 --log-dir logs --rdzv-id job7 -- trainer train r.yaml";
     let mut arguments: Vec<_> = line.split(' ').collect();
     arguments.extend(["data.sources=[a b]", "gpu=${local_rank}"]);
-    let done = start(command(&arguments).env("RAYON_NUM_THREADS", "4").env("OMP_NUM_THREADS", "1")).finish();
-    insta::assert_snapshot!(done.has_code(0).out);
+    let output = start(command(&arguments).env("RAYON_NUM_THREADS", "4").env("OMP_NUM_THREADS", "1")).wait();
+    insta::assert_snapshot!(output.exits_with(0).stdout);
 }
 
 #[test]
-fn a_dry_run_of_a_node_among_others() {
+fn a_dry_run_of_one_of_two_nodes() {
     let line = "--dry-run --nnodes 2 --node-rank 1 --master-addr node0 --max-restarts 3 trainer train r.yaml";
-    insta::assert_snapshot!(launch(&line.split(' ').collect::<Vec<_>>()).has_code(0).out);
+    insta::assert_snapshot!(launch(&line.split(' ').collect::<Vec<_>>()).exits_with(0).stdout);
 }
 
 #[test]
-fn python_is_used_where_the_name_or_a_flag_says_so() {
+fn python_runs_py_files_and_programs_with_python_flags() {
     for (line, want) in [
         ("train.py --lr 1", "python3 -u train.py --lr 1"),
         ("--no-python ./train.py", "./train.py"),
@@ -71,31 +71,31 @@ fn python_is_used_where_the_name_or_a_flag_says_so() {
         ("trainer -m x", "trainer -m x"),
     ] {
         let arguments: Vec<_> = ["--dry-run"].into_iter().chain(line.split(' ')).collect();
-        let out = launch(&arguments).out;
+        let out = launch(&arguments).stdout;
         assert_eq!(out.lines().last().map(str::trim), Some(want), "{line}");
     }
-    let done = start(command(&["--dry-run", "train.py"]).env("PYTHON_EXEC", "/opt/python")).finish();
-    assert!(done.out.ends_with("  /opt/python -u train.py\n"), "{}", done.out);
+    let output = start(command(&["--dry-run", "train.py"]).env("PYTHON_EXEC", "/opt/python")).wait();
+    assert!(output.stdout.ends_with("  /opt/python -u train.py\n"), "{}", output.stdout);
 }
 
 #[test]
-fn the_last_of_a_repeated_flag_counts() {
+fn the_last_value_of_a_repeated_flag_is_used() {
     let line = "--dry-run --nproc-per-node 3 --nproc_per_node=1 --role a --role b --standalone --standalone true";
-    let done = launch(&line.split(' ').collect::<Vec<_>>());
-    assert_eq!(done.has_code(0).out.matches("ROLE_NAME=b ").count(), 1, "{}", done.out);
+    let output = launch(&line.split(' ').collect::<Vec<_>>());
+    assert_eq!(output.exits_with(0).stdout.matches("ROLE_NAME=b ").count(), 1, "{}", output.stdout);
 }
 
 #[test]
-fn no_time_is_too_long() {
+fn a_huge_timeout_is_accepted() {
     let line =
         "--standalone --shutdown-timeout 1e19 --rdzv-conf keep_alive_interval=1e19,timeout=1e300 --max-restarts 1";
     let arguments: Vec<_> = line.split(' ').chain(["--", "sh", "-c", "exit 3"]).collect();
-    launch(&arguments).has_code(3);
-    launch(&["--shutdown-timeout", "nan", "true"]).has_code(2);
+    launch(&arguments).exits_with(3);
+    launch(&["--shutdown-timeout", "nan", "true"]).exits_with(2);
 }
 
 #[test]
-fn a_node_0_that_is_elsewhere_is_told_so() {
+fn node_0_logs_a_master_addr_of_another_machine() {
     let arguments = ["--nnodes", "2", "--master-addr", "192.0.2.1", "--rdzv-conf", "timeout=0", "true"];
-    launch(&arguments).says(&["this is node 0, and --master-addr 192.0.2.1 is not an address of "]);
+    launch(&arguments).stderr_contains(&["this is node 0, and --master-addr 192.0.2.1 is not an address of "]);
 }

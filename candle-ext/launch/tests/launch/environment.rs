@@ -1,4 +1,4 @@
-//! What a worker finds in its environment, beside what torchrun's workers found (tests/reference/torchrun_env.py).
+//! The environment of a worker, compared with that of torchrun's workers (tests/reference/torchrun_env.py).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,23 +6,23 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::running::{command, folder, free_port, launch_script, start};
+use crate::launcher::{command, free_port, launch_script, start, temp_folder};
 
 type Variables = BTreeMap<String, String>;
 
-/// Prints its variables, and then its argument, to a file named by its rank.
+/// A worker's script: writes its environment and its argument to a file named by its rank.
 const WORKER: &str = r#"env > "$0/$RANK.part"; echo "argument=$1" >> "$0/$RANK.part"; mv "$0/$RANK.part" "$0/$RANK""#;
 
-/// Where we differ from torchrun, and why.
+/// Variables that differ from torchrun's, and the reasons.
 const DIFFERENT: &[&str] = &[
-    // Theirs is the host's name, which does not always lead to the host.
+    // torchrun sets the host name, which may not resolve.
     "MASTER_ADDR",
-    // They leave rayon's threads alone.
+    // torchrun does not set rayon's threads.
     "RAYON_NUM_THREADS",
 ];
 
 fn run(nodes: &[Vec<String>]) -> Vec<Variables> {
-    let (_folder, path) = folder();
+    let (_folder, path) = temp_folder();
     let agents: Vec<_> = nodes
         .iter()
         .map(|flags| {
@@ -31,7 +31,7 @@ fn run(nodes: &[Vec<String>]) -> Vec<Variables> {
         })
         .collect();
     for agent in agents {
-        agent.finish().has_code(0);
+        agent.wait().exits_with(0);
     }
     let n_workers = fs::read_dir(&path).unwrap().count();
     (0..n_workers).map(|rank| read(&path.join(rank.to_string()))).collect()
@@ -42,7 +42,7 @@ fn read(path: &Path) -> Variables {
     text.lines().filter_map(|line| line.split_once('=')).map(|(k, v)| (k.to_owned(), v.to_owned())).collect()
 }
 
-/// A port of ours for theirs, the same on every node, so that tests do not meet each other.
+/// Replaces the recorded port by a free one, equal on all nodes, so that concurrent tests do not collide.
 fn with_port(nodes: &Value) -> (Vec<Vec<String>>, String) {
     let port = free_port().to_string();
     let swap = |flags: &Value| {
@@ -82,7 +82,7 @@ fn comparable(mut variables: Variables, port: &str) -> Variables {
 }
 
 #[test]
-fn workers_find_what_torchruns_workers_find() {
+fn workers_get_the_environment_of_torchruns_workers() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/torchrun_env.json");
     let jobs: Vec<Value> = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
     for job in jobs {
@@ -103,28 +103,28 @@ fn workers_find_what_torchruns_workers_find() {
 }
 
 #[test]
-fn cores_are_shared_and_it_is_said_once() {
+fn cores_are_shared_and_logged_once() {
     let n_cores = std::thread::available_parallelism().unwrap().get();
-    let done = launch_script(2, &[], "echo $RAYON_NUM_THREADS $OMP_NUM_THREADS");
-    let share = (n_cores / 2).max(1);
-    assert_eq!(done.sorted(), [format!("[0]: {share} 1"), format!("[1]: {share} 1")]);
-    assert_eq!(done.err.matches("share").count(), 1, "{}", done.err);
+    let output = launch_script(2, &[], "echo $RAYON_NUM_THREADS $OMP_NUM_THREADS");
+    let rayon_threads = (n_cores / 2).max(1);
+    assert_eq!(output.sorted_stdout(), [format!("[0]: {rayon_threads} 1"), format!("[1]: {rayon_threads} 1")]);
+    assert_eq!(output.stderr.matches("share").count(), 1, "{}", output.stderr);
     let alone = launch_script(1, &[], "echo ${RAYON_NUM_THREADS-unset}");
-    assert_eq!((alone.out.as_str(), alone.err.as_str()), ("[0]: unset\n", ""));
+    assert_eq!((alone.stdout.as_str(), alone.stderr.as_str()), ("[0]: unset\n", ""));
 }
 
 #[test]
-fn variables_that_are_set_are_kept() {
-    let arguments = crate::running::script_arguments(2, &[], "echo $RAYON_NUM_THREADS $CUDA_VISIBLE_DEVICES");
+fn variables_set_by_the_user_are_kept() {
+    let arguments = crate::launcher::script_arguments(2, &[], "echo $RAYON_NUM_THREADS $CUDA_VISIBLE_DEVICES");
     let mut command = command(&arguments);
-    let done = start(command.env("RAYON_NUM_THREADS", "7").env("CUDA_VISIBLE_DEVICES", "3,5")).finish();
-    assert_eq!(done.sorted(), ["[0]: 7 3,5", "[1]: 7 3,5"]);
+    let output = start(command.env("RAYON_NUM_THREADS", "7").env("CUDA_VISIBLE_DEVICES", "3,5")).wait();
+    assert_eq!(output.sorted_stdout(), ["[0]: 7 3,5", "[1]: 7 3,5"]);
 }
 
 #[test]
 fn a_virtual_local_rank_sees_its_own_gpu() {
     let script = "echo $LOCAL_RANK $CUDA_VISIBLE_DEVICES";
-    let arguments = crate::running::script_arguments(2, &["--virtual-local-rank"], script);
-    let done = start(command(&arguments).env("CUDA_VISIBLE_DEVICES", "3,5")).finish();
-    assert_eq!(done.sorted(), ["[0]: 0 3", "[1]: 0 5"]);
+    let arguments = crate::launcher::script_arguments(2, &["--virtual-local-rank"], script);
+    let output = start(command(&arguments).env("CUDA_VISIBLE_DEVICES", "3,5")).wait();
+    assert_eq!(output.sorted_stdout(), ["[0]: 0 3", "[1]: 0 5"]);
 }

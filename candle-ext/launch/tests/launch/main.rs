@@ -1,8 +1,8 @@
-//! The program `launch` as its users meet it: real processes, and what torchrun did with the same command lines.
+//! Tests of the program `launch` with real processes, compared with torchrun's recorded results.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod running;
+mod launcher;
 
 mod command_line;
 mod environment;

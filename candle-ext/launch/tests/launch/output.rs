@@ -1,12 +1,12 @@
-//! Workers' output: on the console, in files, in both, and never in each other's lines.
+//! The output of workers on the console and in log files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use crate::running::{command, folder, launch_script, script_arguments, start};
+use crate::launcher::{command, launch_script, script_arguments, start, temp_folder};
 
-/// The one folder of a run in a folder of logs.
+/// Returns the only run directory in a log directory.
 fn run_folder(logs: &Path) -> PathBuf {
     let mut runs: Vec<_> = fs::read_dir(logs).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert_eq!(runs.len(), 1, "{runs:?}");
@@ -18,13 +18,13 @@ fn text(path: impl AsRef<Path>) -> String {
 }
 
 #[test]
-fn lines_of_workers_are_never_mixed() {
+fn lines_of_different_workers_do_not_interleave() {
     let script =
         r#"x=$(printf "%01000d" $RANK); for i in $(seq 200); do echo "$i $x"; printf "part "; echo "$i"; done"#;
-    let done = launch_script(4, &[], script);
-    done.has_code(0);
+    let output = launch_script(4, &[], script);
+    output.exits_with(0);
     let mut n_lines = [0; 4];
-    for line in done.out.lines() {
+    for line in output.stdout.lines() {
         let (rank, rest) = line.strip_prefix('[').and_then(|line| line.split_once("]: ")).unwrap();
         let is_whole = rest.starts_with("part ") || rest.split_once(' ').is_some_and(|(_, x)| x.len() == 1000);
         assert!(is_whole, "{line}");
@@ -34,20 +34,20 @@ fn lines_of_workers_are_never_mixed() {
 }
 
 #[test]
-fn the_last_words_of_a_dying_worker_are_kept() {
-    let done = launch_script(1, &[], "yes 123456789 | head -20000; printf 'last words'; kill -9 $$");
-    assert_eq!(done.out.lines().count(), 20001);
-    assert!(done.out.ends_with("[0]: last words\n"));
-    done.has_code(137);
+fn the_last_output_of_a_killed_worker_is_kept() {
+    let output = launch_script(1, &[], "yes 123456789 | head -20000; printf 'last words'; kill -9 $$");
+    assert_eq!(output.stdout.lines().count(), 20001);
+    assert!(output.stdout.ends_with("[0]: last words\n"));
+    output.exits_with(137);
 }
 
 #[test]
-fn redirected_streams_go_to_files_only_and_teed_ones_to_both() {
-    let (_folder, logs) = folder();
+fn redirected_streams_go_to_files_and_teed_streams_to_both() {
+    let (_folder, logs) = temp_folder();
     let flags = ["--log-dir", logs.to_str().unwrap(), "--redirects", "0:1", "-t", "1:3"];
-    let done = launch_script(2, &flags, "echo out $RANK; echo err $RANK >&2");
-    assert_eq!(done.sorted(), ["[1]: out 1"]);
-    done.has_code(0).says(&["[0]: err 0\n", "[1]: err 1\n", "launch: logs are in "]);
+    let output = launch_script(2, &flags, "echo out $RANK; echo err $RANK >&2");
+    assert_eq!(output.sorted_stdout(), ["[1]: out 1"]);
+    output.exits_with(0).stderr_contains(&["[0]: err 0\n", "[1]: err 1\n", "launch: logs are in "]);
     let attempt = run_folder(&logs).join("attempt_0");
     assert_eq!(text(attempt.join("0/stdout.log")), "out 0\n");
     assert_eq!(text(attempt.join("0/stderr.log")), "no file");
@@ -56,44 +56,44 @@ fn redirected_streams_go_to_files_only_and_teed_ones_to_both() {
 }
 
 #[test]
-fn a_run_is_named_after_its_job() {
-    let (_folder, logs) = folder();
+fn the_log_directory_is_named_after_the_job() {
+    let (_folder, logs) = temp_folder();
     let mut command = command(&["--rdzv-id", "job/7", "--log-dir", logs.to_str().unwrap(), "true"]);
-    start(command.arg("--ignored").env("PET_MASTER_PORT", "0")).finish().has_code(0);
+    start(command.arg("--ignored").env("PET_MASTER_PORT", "0")).wait().exits_with(0);
     assert!(run_folder(&logs).file_name().unwrap().to_str().unwrap().starts_with("job_7_"));
 }
 
 #[test]
-fn other_ranks_are_hidden_but_kept_in_files() {
-    let (_folder, logs) = folder();
+fn filtered_ranks_are_hidden_on_the_console_but_logged_to_files() {
+    let (_folder, logs) = temp_folder();
     let flags = ["--log-dir", logs.to_str().unwrap(), "--tee", "3", "--local-ranks-filter", "1"];
-    let done = launch_script(3, &flags, "echo out $RANK");
-    assert_eq!(done.sorted(), ["[1]: out 1"]);
+    let output = launch_script(3, &flags, "echo out $RANK");
+    assert_eq!(output.sorted_stdout(), ["[1]: out 1"]);
     assert_eq!(text(run_folder(&logs).join("attempt_0/2/stdout.log")), "out 2\n");
 }
 
 #[test]
-fn lines_with_a_word_are_copied() {
-    let (_folder, logs) = folder();
+fn lines_with_a_filter_word_are_copied() {
+    let (_folder, logs) = temp_folder();
     let flags = ["--log-dir", logs.to_str().unwrap(), "--tee", "1", "--duplicate-stdout-filters", "loss"];
-    launch_script(1, &flags, "echo step 1; echo loss 2").has_code(0);
+    launch_script(1, &flags, "echo step 1; echo loss 2").exits_with(0);
     assert_eq!(text(run_folder(&logs).join("attempt_0/filtered_stdout.log")), "[0]: loss 2\n");
 }
 
 #[test]
-fn the_prefix_is_torchelastics_variable() {
+fn the_line_prefix_template_is_torchelastics_variable() {
     let arguments = script_arguments(1, &["--role", "actor"], "echo x");
     let template = "${role_name}-${local_rank}-${rank}> ";
-    let done = start(command(&arguments).env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", template)).finish();
-    assert_eq!(done.out, "actor-0-0> x\n");
+    let output = start(command(&arguments).env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", template)).wait();
+    assert_eq!(output.stdout, "actor-0-0> x\n");
 }
 
 #[test]
-fn nothing_is_left_in_the_temporary_directory_without_need() {
-    let (_folder, tmp) = folder();
+fn an_empty_temporary_log_directory_is_removed() {
+    let (_folder, tmp) = temp_folder();
     let run = |script: &str| {
-        let done = start(command(&script_arguments(1, &[], script)).env("TMPDIR", &tmp)).finish();
-        (done.code, fs::read_dir(&tmp).unwrap().count())
+        let output = start(command(&script_arguments(1, &[], script)).env("TMPDIR", &tmp)).wait();
+        (output.exit_code, fs::read_dir(&tmp).unwrap().count())
     };
     assert_eq!(run("true"), (Some(0), 0));
     assert_eq!(run("exit 3"), (Some(3), 0));
@@ -101,8 +101,8 @@ fn nothing_is_left_in_the_temporary_directory_without_need() {
 }
 
 #[test]
-fn a_console_that_is_gone_does_not_stop_the_workers() {
-    let (_folder, path) = folder();
+fn a_closed_stdout_does_not_stop_the_workers() {
+    let (_folder, path) = temp_folder();
     let script = format!("yes | head -100000; echo done > {}/done", path.display());
     let mut launcher = command(&script_arguments(1, &[], &script)).stdout(Stdio::piped()).spawn().unwrap();
     drop(launcher.stdout.take());
@@ -111,16 +111,16 @@ fn a_console_that_is_gone_does_not_stop_the_workers() {
 }
 
 #[test]
-fn what_is_piped_in_reaches_the_first_worker() {
-    let (_folder, path) = folder();
+fn local_rank_0_inherits_stdin() {
+    let (_folder, path) = temp_folder();
     fs::write(path.join("input"), "hello\n").unwrap();
     let mut command = command(&script_arguments(2, &[], "cat"));
-    let done = start(command.stdin(fs::File::open(path.join("input")).unwrap())).finish();
-    assert_eq!(done.out, "[0]: hello\n");
+    let output = start(command.stdin(fs::File::open(path.join("input")).unwrap())).wait();
+    assert_eq!(output.stdout, "[0]: hello\n");
 }
 
 #[test]
-fn lines_of_both_streams_are_whole_on_one_console() {
+fn lines_of_stdout_and_stderr_do_not_interleave() {
     let script = r#"x=$(printf "%05000d" 7); for i in $(seq 100); do echo "$x"; echo "$x" >&2; done"#;
     let (mut from, to) = std::io::pipe().unwrap();
     let mut command = command(&script_arguments(2, &[], script));

@@ -1,22 +1,22 @@
-//! Our settings beside torchrun's for the same command lines (tests/reference/torchrun_args.py).
+//! The settings of a command line, compared with torchrun's (tests/reference/torchrun_args.py).
 
 use std::collections::BTreeMap;
 
 use candlewick_launch::cli::Cli;
-use candlewick_launch::host::Host;
-use candlewick_launch::plan::{Plan, RendezvousPlan};
-use candlewick_launch::streams::{PerRank, Streams};
+use candlewick_launch::node_info::NodeInfo;
+use candlewick_launch::plan::{LaunchPlan, RendezvousPlan};
+use candlewick_launch::streams::{StdStreams, StreamsPerRank};
 use clap::Parser;
 use serde_json::{Value, json};
 
-use crate::running::command;
+use crate::launcher::command;
 
-/// Command lines that we read otherwise, on purpose, and why.
+/// Command lines with intended differences from torchrun, and the reasons.
 const DIFFERENT: &[(&str, &str)] = &[
-    ("--no-python --nproc-per-node 2 prog -- a", "`--` behind the program is the program's"),
-    ("--nnodes 2 --no-python prog", "two nodes need to know where they meet"),
-    ("--nnodes 1:4 --no-python prog", "four nodes need to know where they meet"),
-    ("--nnodes=2:2 --no-python prog", "two nodes need to know where they meet"),
+    ("--no-python --nproc-per-node 2 prog -- a", "`--` after the program is passed to the program"),
+    ("--nnodes 2 --no-python prog", "two nodes require a rendezvous endpoint"),
+    ("--nnodes 1:4 --no-python prog", "four nodes require a rendezvous endpoint"),
+    ("--nnodes=2:2 --no-python prog", "two nodes require a rendezvous endpoint"),
 ];
 
 fn cases() -> (Value, Vec<Value>) {
@@ -30,13 +30,13 @@ fn words(value: &Value) -> Vec<String> {
     value.as_array().unwrap().iter().map(|word| word.as_str().unwrap().to_owned()).collect()
 }
 
-/// What torchrun hands to its agent, from our plan.
+/// Returns the launch plan as torchrun's `LaunchConfig`.
 fn settings(case: &Value, n_cores: usize) -> Option<Value> {
     let arguments = std::iter::once("launch".to_owned()).chain(words(&case["args"]));
     let cli = Cli::try_parse_from(arguments).ok()?;
     let n_gpus = case["gpus"].as_u64().unwrap() as usize;
-    let host = Host { n_cores, n_gpus, name: "h".into(), variables: BTreeMap::new() };
-    let plan = Plan::resolve(&cli, &host).ok()?;
+    let node_info = NodeInfo { n_cores, n_gpus, hostname: "h".into(), variables: BTreeMap::new() };
+    let plan = LaunchPlan::resolve(&cli, &node_info).ok()?;
     let (backend, endpoint, mut options) = match &plan.rendezvous {
         RendezvousPlan::Static { master, node_rank, .. } => {
             ("static", master.to_string(), BTreeMap::from([("rank".to_owned(), node_rank.to_string())]))
@@ -44,7 +44,7 @@ fn settings(case: &Value, n_cores: usize) -> Option<Value> {
         RendezvousPlan::Dynamic(dynamic) => ("c10d", dynamic.endpoint.to_string(), BTreeMap::new()),
     };
     options.extend(cli.nodes.rdzv_conf.0.clone());
-    let shown = plan.output.shown.as_ref();
+    let local_ranks_filter = plan.output.local_ranks_filter.as_ref();
     let command = plan.command.iter().map(|word| if word == "python3" { "python" } else { word });
     Some(json!({
         "min_nodes": plan.nodes.min,
@@ -61,7 +61,7 @@ fn settings(case: &Value, n_cores: usize) -> Option<Value> {
         "log_dir": plan.output.log_dir,
         "redirects": number(&plan.output.redirects),
         "tee": number(&plan.output.tee),
-        "local_ranks_filter": shown.map(|shown| &shown.0),
+        "local_ranks_filter": local_ranks_filter.map(|ranks| &ranks.0),
         "signals_to_handle": plan.signals.text,
         "duplicate_stdout_filters": plan.output.stdout_filters.0,
         "duplicate_stderr_filters": plan.output.stderr_filters.0,
@@ -70,15 +70,15 @@ fn settings(case: &Value, n_cores: usize) -> Option<Value> {
     }))
 }
 
-fn number(streams: &PerRank) -> Value {
-    let one = |streams: &Streams| u8::from(streams.out) + 2 * u8::from(streams.err);
+fn number(streams: &StreamsPerRank) -> Value {
+    let one = |streams: &StdStreams| u8::from(streams.out) + 2 * u8::from(streams.err);
     match streams {
-        PerRank::Every(streams) => json!(one(streams)),
-        PerRank::Of(map) => map.iter().map(|(rank, streams)| (rank.to_string(), json!(one(streams)))).collect(),
+        StreamsPerRank::Every(streams) => json!(one(streams)),
+        StreamsPerRank::Of(map) => map.iter().map(|(rank, streams)| (rank.to_string(), json!(one(streams)))).collect(),
     }
 }
 
-/// torchrun keeps an endpoint as it was written; a port that was left out it finds later.
+/// Returns torchrun's settings, with the default port added to the endpoint. torchrun adds it later.
 fn theirs(case: &Value) -> Value {
     let mut settings = case["settings"].clone();
     if settings["rdzv_endpoint"] == "node0" {
@@ -88,7 +88,7 @@ fn theirs(case: &Value) -> Value {
 }
 
 #[test]
-fn command_lines_mean_what_torchrun_makes_of_them() {
+fn command_lines_give_the_settings_of_torchrun() {
     let (head, cases) = cases();
     let n_cores = head["cores"].as_u64().unwrap() as usize;
     let mut n_compared = 0;
@@ -104,9 +104,9 @@ fn command_lines_mean_what_torchrun_makes_of_them() {
     assert!(n_compared > 50, "only {n_compared} command lines were compared");
 }
 
-/// clap reads variables itself, so these are asked of the program; what it would start shows what it read.
+/// Runs the program, because clap reads environment variables itself. The output of `--dry-run` shows the settings.
 #[test]
-fn variables_set_defaults_as_torchruns_do() {
+fn environment_variables_set_the_defaults_of_torchrun() {
     let (_, cases) = cases();
     for case in cases.iter().filter(|case| !case["env"].as_object().unwrap().is_empty()) {
         let variables =

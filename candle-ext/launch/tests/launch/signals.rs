@@ -1,21 +1,23 @@
-//! Signals to the launcher: passed on, waited for, and answered by a code that says what came of them.
+//! Signals to the launcher: forwarding, waiting for the workers, and the exit code.
 
 use std::path::Path;
 
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 
-use crate::running::{Done, Running, command, folder, is_alive, script_arguments, start, start_script, wait_for_file};
+use crate::launcher::{
+    AWAIT_SIGNALS, Launcher, LauncherOutput, START_CHILD, command, create_gate, is_alive, open_gate, script_arguments,
+    start, start_script, temp_folder, wait_for_exit, wait_for_file,
+};
 
-/// Starts two workers that say when they are ready, and then do `script`.
-fn ready(folder: &Path, script: &str) -> Running {
-    let running = start_script(2, &[], &prepared(folder, script));
+/// Starts two workers that run `script` and wait for signals. Returns when both are ready.
+fn start_ready(folder: &Path, script: &str) -> Launcher {
+    let launcher = start_script(2, &[], &ready_script(folder, script));
     wait_for_both(folder);
-    running
+    launcher
 }
 
-fn prepared(folder: &Path, script: &str) -> String {
-    let turn = "while :; do sleep 0.01; done";
-    format!("cd {}; {script}; echo $$ > $RANK.part; mv $RANK.part $RANK; {turn}", folder.display())
+fn ready_script(folder: &Path, script: &str) -> String {
+    format!("cd {}; {START_CHILD}; {script}; echo $$ > $RANK; {AWAIT_SIGNALS}", folder.display())
 }
 
 fn wait_for_both(folder: &Path) {
@@ -23,151 +25,163 @@ fn wait_for_both(folder: &Path) {
 }
 
 #[track_caller]
-fn check(script: &str, signals: &[Signal], code: i32) -> Done {
-    let (_folder, path) = folder();
-    let running = ready(&path, script);
-    signals.iter().for_each(|signal| running.signal(*signal));
-    let done = running.finish();
-    done.has_code(code);
-    done
+fn check(script: &str, signals: &[Signal], code: i32) -> LauncherOutput {
+    let (_folder, path) = temp_folder();
+    let launcher = start_ready(&path, script);
+    signals.iter().for_each(|signal| launcher.signal(*signal));
+    let output = launcher.wait();
+    output.exits_with(code);
+    output
 }
 
 #[test]
-fn sigterm_lets_every_worker_save() {
+fn every_worker_may_save_after_sigterm() {
     let save = "trap 'echo saved; exit 75' TERM";
-    let done = check(save, &[Signal::TERM], 75);
-    assert_eq!(done.sorted(), ["[0]: saved", "[1]: saved"]);
-    assert!(!done.err.contains("failed"), "{}", done.err);
+    let output = check(save, &[Signal::TERM], 75);
+    assert_eq!(output.sorted_stdout(), ["[0]: saved", "[1]: saved"]);
+    assert!(!output.stderr.contains("failed"), "{}", output.stderr);
 }
 
 #[test]
-fn a_worker_that_saves_slowly_hears_the_signal_once() {
-    let (_folder, path) = folder();
-    // Rank 1 listens for a while after rank 0 has ended.
+fn a_slow_worker_receives_the_signal_once() {
+    let (_folder, path) = temp_folder();
+    // Rank 0 exits after rank 1 has received SIGTERM. Rank 1 runs until the second SIGUSR1. The first shows that the
+    // launcher has handled the exit of rank 0.
     let script = format!(
-        "cd {}; trap 'echo asked; asked=1' TERM; echo $$ > $RANK.part; mv $RANK.part $RANK
-         while [ -z \"$asked\" ]; do sleep 0.01; done; [ $RANK = 0 ] && exit 75
-         while grep -q '^State:.[RS]' /proc/$(cat 0)/status; do sleep 0.01; done
-         i=0; while [ $i -lt 20 ]; do sleep 0.01; i=$((i+1)); done; exit 75",
+        "cd {}; {START_CHILD}; trap 'echo received; echo > received$RANK; [ $RANK = 0 ] && : < end && exit 75' TERM
+         trap 'n=1$n; echo > notified$n' USR1; echo $$ > $RANK; until [ \"$n\" = 11 ]; do wait; done; exit 75",
         path.display()
     );
-    let running = start_script(2, &[], &script);
+    create_gate(&path.join("end"));
+    let launcher = start_script(2, &[], &script);
     wait_for_both(&path);
-    running.signal(Signal::TERM);
-    let done = running.finish();
-    assert_eq!(done.has_code(75).sorted(), ["[0]: asked", "[1]: asked"]);
+    launcher.signal(Signal::TERM);
+    wait_for_file(&path.join("received1"));
+    let _end = open_gate(&path.join("end"));
+    wait_for_exit(&wait_for_file(&path.join("0")));
+    launcher.signal(Signal::USR1);
+    wait_for_file(&path.join("notified1"));
+    launcher.signal(Signal::USR1);
+    let output = launcher.wait();
+    assert_eq!(output.exits_with(75).sorted_stdout(), ["[0]: received", "[1]: received"]);
 }
 
 #[test]
-fn the_same_signal_is_passed_on() {
+fn the_received_signal_is_forwarded() {
     for (signal, code) in [(Signal::INT, 130), (Signal::HUP, 129), (Signal::QUIT, 131), (Signal::TERM, 143)] {
-        let (_folder, path) = folder();
-        let own = command(&script_arguments(2, &[], &prepared(&path, ":")));
-        // Processes inherit ignored signals, and nohup ignores SIGHUP.
+        let (_folder, path) = temp_folder();
+        let own = command(&script_arguments(2, &[], &ready_script(&path, ":")));
+        // Ignored signals are inherited, and nohup ignores SIGHUP.
         let mut with_default_signals = std::process::Command::new("env");
         with_default_signals.env_clear().env("PATH", std::env::var_os("PATH").unwrap());
         with_default_signals.arg("--default-signal").arg(own.get_program()).args(own.get_args());
-        let running = start(&mut with_default_signals);
+        let launcher = start(&mut with_default_signals);
         wait_for_both(&path);
-        running.signal(signal);
-        running.finish().has_code(code);
+        launcher.signal(signal);
+        launcher.wait().exits_with(code);
     }
 }
 
 #[test]
 fn a_second_interrupt_kills() {
-    let (_folder, path) = folder();
-    let running = ready(&path, "trap 'echo heard > heard$RANK' INT");
-    running.signal(Signal::INT);
-    ["heard0", "heard1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
-    running.signal(Signal::INT);
-    running.finish().has_code(130);
+    let (_folder, path) = temp_folder();
+    let launcher = start_ready(&path, "trap 'echo received > received$RANK' INT");
+    launcher.signal(Signal::INT);
+    ["received0", "received1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    launcher.signal(Signal::INT);
+    launcher.wait().exits_with(130);
 }
 
 #[test]
-fn sigusr1_is_a_notice() {
-    let (_folder, path) = folder();
-    let running = ready(&path, "trap 'echo heard > heard$RANK' USR1; trap 'exit 75' TERM");
-    running.signal(Signal::USR1);
-    ["heard0", "heard1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
-    running.signal(Signal::TERM);
-    running.finish().has_code(75);
+fn sigusr1_is_forwarded_and_ends_nothing() {
+    let (_folder, path) = temp_folder();
+    let launcher = start_ready(&path, "trap 'echo received > received$RANK' USR1; trap 'exit 75' TERM");
+    launcher.signal(Signal::USR1);
+    ["received0", "received1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    launcher.signal(Signal::TERM);
+    launcher.wait().exits_with(75);
 }
 
 #[test]
-fn no_restart_follows_a_request_to_stop() {
-    let (_folder, path) = folder();
-    let script = prepared(&path, "trap 'exit 4' TERM");
-    let running = start_script(2, &["--max-restarts", "5"], &script);
+fn no_restart_follows_a_stop_signal() {
+    let (_folder, path) = temp_folder();
+    let script = ready_script(&path, "trap 'exit 4' TERM");
+    let launcher = start_script(2, &["--max-restarts", "5"], &script);
     wait_for_both(&path);
-    running.signal(Signal::TERM);
-    let done = running.finish();
-    done.has_code(4);
-    assert!(!done.err.contains("again"), "{}", done.err);
+    launcher.signal(Signal::TERM);
+    let output = launcher.wait();
+    output.exits_with(4);
+    assert!(!output.stderr.contains("restarting"), "{}", output.stderr);
 }
 
 #[test]
-fn nohup_is_respected() {
-    let (_folder, path) = folder();
-    let script = prepared(&path, "trap 'exit 75' TERM");
+fn sighup_is_ignored_under_nohup() {
+    let (_folder, path) = temp_folder();
+    let script = ready_script(&path, "trap 'exit 75' TERM");
     let own = command(&script_arguments(2, &[], &script));
     let arguments: Vec<_> = own.get_args().map(|word| word.to_str().unwrap()).collect();
     let mut nohup = std::process::Command::new("sh");
     nohup.args(["-c", "trap '' HUP; exec \"$0\" \"$@\""]).arg(own.get_program()).args(arguments);
-    let running = start(&mut nohup);
+    let launcher = start(&mut nohup);
     wait_for_both(&path);
-    running.signal(Signal::HUP);
-    running.signal(Signal::TERM);
-    running.finish().has_code(75);
+    launcher.signal(Signal::HUP);
+    launcher.signal(Signal::TERM);
+    launcher.wait().exits_with(75);
 }
 
 #[test]
-fn a_notice_is_heard_by_those_who_start_again() {
-    let (_folder, path) = folder();
+fn a_forwarded_signal_is_delivered_again_after_a_restart() {
+    let (_folder, path) = temp_folder();
     let script = format!(
-        "cd {}; n=$TORCHELASTIC_RESTART_COUNT; sleep 0.1; trap 'echo heard > heard$n.$RANK; [ $n = 1 ] && exit 75' USR1
-         echo > $n.$RANK; while [ $n = 1 ] || [ ! -e fail ]; do sleep 0.01; done; exit 1",
+        "cd {}; n=$TORCHELASTIC_RESTART_COUNT; {START_CHILD}; echo > started$n.$RANK; : < handler$n
+         trap 'echo received > received$n.$RANK; [ $n = 1 ] && exit 75' USR1; echo $$ > $n.$RANK; {AWAIT_SIGNALS}",
         path.display()
     );
-    let running = start_script(2, &["--max-restarts", "1"], &script);
-    ["0.0", "0.1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
-    running.signal(Signal::USR1);
-    ["heard0.0", "heard0.1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
-    std::fs::write(path.join("fail"), "").unwrap();
-    running.finish().has_code(75);
-    ["heard1.0", "heard1.1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    let wait_for = |names: [&str; 2]| names.map(|name| wait_for_file(&path.join(name)));
+    ["handler0", "handler1"].iter().for_each(|gate| create_gate(&path.join(gate)));
+    let launcher = start_script(2, &["--max-restarts", "1"], &script);
+    let _handler0 = open_gate(&path.join("handler0"));
+    let [pid, _] = wait_for(["0.0", "0.1"]);
+    launcher.signal(Signal::USR1);
+    wait_for(["received0.0", "received0.1"]);
+    kill_process(Pid::from_raw(pid.parse().unwrap()).unwrap(), Signal::KILL).unwrap();
+    // A worker without a handler would die of SIGUSR1.
+    wait_for(["started1.0", "started1.1"]);
+    let _handler1 = open_gate(&path.join("handler1"));
+    launcher.wait().exits_with(75);
+    wait_for(["received1.0", "received1.1"]);
 }
 
 #[test]
-fn a_notice_is_for_the_worker_and_not_for_its_children() {
-    let (_folder, path) = folder();
+fn sigusr1_is_forwarded_to_workers_but_not_to_their_children() {
+    let (_folder, path) = temp_folder();
     let script = format!(
-        "cd {}; sleep 1000 & echo $! > child$RANK; trap 'echo heard > heard$RANK' USR1; trap 'exit 75' TERM
-         echo > $RANK; while :; do sleep 0.01; done",
+        "cd {}; sleep infinity & echo $! > child$RANK; trap 'echo received > received$RANK' USR1; trap 'exit 75' TERM
+         echo > $RANK; {AWAIT_SIGNALS}",
         path.display()
     );
-    let running = start_script(2, &[], &script);
+    let launcher = start_script(2, &[], &script);
     wait_for_both(&path);
-    running.signal(Signal::USR1);
-    ["heard0", "heard1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    launcher.signal(Signal::USR1);
+    ["received0", "received1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
     let children = ["child0", "child1"].map(|file| wait_for_file(&path.join(file)));
     assert!(children.iter().all(|pid| is_alive(pid)));
-    running.signal(Signal::TERM);
-    running.finish().has_code(75);
+    launcher.signal(Signal::TERM);
+    launcher.wait().exits_with(75);
 }
 
-/// A shell ignores SIGINT for what a script starts by `&`.
+/// A shell starts a background job with SIGINT ignored.
 #[test]
-fn an_interrupt_is_heard_in_the_background() {
-    let (_folder, path) = folder();
-    let script = prepared(&path, "trap 'exit 75' TERM INT");
+fn sigint_is_handled_by_a_launcher_in_the_background() {
+    let (_folder, path) = temp_folder();
+    let script = ready_script(&path, "trap 'exit 75' TERM INT");
     let own = command(&script_arguments(2, &[], &script));
     let arguments: Vec<_> = own.get_args().map(|word| word.to_str().unwrap()).collect();
     let mut background = std::process::Command::new("sh");
     background.args(["-c", "trap '' INT; exec \"$0\" \"$@\""]).arg(own.get_program()).args(arguments);
-    let running = start(&mut background);
+    let launcher = start(&mut background);
     wait_for_both(&path);
-    running.signal(Signal::INT);
-    let done = running.finish();
-    assert!([Some(75), Some(130)].contains(&done.code), "{done:?}");
+    launcher.signal(Signal::INT);
+    let output = launcher.wait();
+    assert!([Some(75), Some(130)].contains(&output.exit_code), "{output:?}");
 }

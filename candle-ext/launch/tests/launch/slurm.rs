@@ -1,19 +1,19 @@
-//! The example jobs for Slurm, with stand-ins for Slurm's commands that print what they are asked.
+//! The Slurm example jobs, with stubs of Slurm's commands that print their arguments.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use crate::running::folder;
+use crate::launcher::temp_folder;
 
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 
-/// Returns what the job asked of `srun` and `scontrol`, and its code, if `srun` ends with `code`.
+/// Runs a job whose `srun` exits with `code`. Returns its exit code and the arguments of `srun` and `scontrol`.
 fn run(job: &str, code: i32) -> (Option<i32>, String) {
-    let (_folder, path) = folder();
-    stand_in(&path.join("srun"), &format!("echo $SRUN_CPUS_PER_TASK CPUs: srun \"$@\"; exit {code}"));
-    stand_in(&path.join("scontrol"), r#"[ "$1" = show ] && printf 'node1\nnode2\n' || echo scontrol "$@""#);
+    let (_folder, path) = temp_folder();
+    write_stub(&path.join("srun"), &format!("echo $SRUN_CPUS_PER_TASK CPUs: srun \"$@\"; exit {code}"));
+    write_stub(&path.join("scontrol"), r#"[ "$1" = show ] && printf 'node1\nnode2\n' || echo scontrol "$@""#);
     let output = Command::new(format!("{ROOT}/scripts/slurm/{job}.slurm"))
         .args(["recipe.yaml", "train_iters=5"])
         .current_dir(ROOT)
@@ -27,19 +27,19 @@ fn run(job: &str, code: i32) -> (Option<i32>, String) {
     (output.status.code(), String::from_utf8(output.stdout).unwrap())
 }
 
-fn stand_in(path: &Path, script: &str) {
+fn write_stub(path: &Path, script: &str) {
     fs::write(path, format!("#!/bin/sh\n{script}\n")).unwrap();
     fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
 }
 
 #[test]
-fn the_example_jobs_ask_for_what_they_should() {
+fn example_jobs_pass_the_expected_arguments_to_srun() {
     let text: Vec<_> = jobs().iter().map(|job| format!("{job}\n{}", run(job, 0).1)).collect();
     insta::assert_snapshot!(text.join("\n"));
 }
 
 #[test]
-fn a_job_that_saved_goes_back_into_the_queue() {
+fn a_preempted_job_is_requeued() {
     for job in jobs() {
         let (code, text) = run(&job, 75);
         assert_eq!((code, text.lines().last()), (Some(75), Some("scontrol requeue 123456")), "{job}");
@@ -57,13 +57,13 @@ fn jobs() -> Vec<String> {
     jobs
 }
 
-/// A stand-in for cargo that builds a stand-in for `launch`, where it was told.
+/// Uses a stub of cargo that builds a stub of `launch` in `CARGO_TARGET_DIR`.
 #[test]
-fn the_script_builds_where_it_looks() {
-    let (_folder, path) = folder();
+fn the_script_builds_in_cargo_target_dir() {
+    let (_folder, path) = temp_folder();
     let build =
         r#"d=$CARGO_TARGET_DIR/release; mkdir -p $d; printf '#!/bin/sh\necho "$@"\n' > $d/launch; chmod +x $d/launch"#;
-    stand_in(&path.join("cargo"), build);
+    write_stub(&path.join("cargo"), build);
     let output = Command::new(format!("{ROOT}/scripts/launch"))
         .arg("built")
         .current_dir(&path)

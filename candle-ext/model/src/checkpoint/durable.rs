@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_in_any_pieces_is_there() {
+    fn bytes_written_in_any_number_of_calls_are_stored() {
         let folder = tempfile::tempdir().unwrap();
         for (i, sizes) in [vec![], vec![1], vec![STRETCH as usize, 5], vec![9 << 20; 9]].iter().enumerate() {
             let path = folder.path().join(i.to_string());
@@ -114,9 +114,9 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
     }
 
-    /// A full disk takes no bytes, and a file that cannot be synced says so.
+    /// A pipe does not support fsync.
     #[test]
-    fn a_failure_to_sync_is_the_files() {
+    fn a_failed_fsync_is_an_error_that_names_the_file() {
         let (reader, writer) = io::pipe().unwrap();
         let file = File::from(std::os::fd::OwnedFd::from(writer));
         let sync_thread = SyncThread::start(file.try_clone().unwrap()).unwrap();

@@ -8,7 +8,7 @@ use crate::ModelError;
 
 /// Metadata of a tensor in a file.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Entry {
+pub(super) struct StoredTensor {
     pub(super) name: String,
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
@@ -20,16 +20,16 @@ pub(super) struct Entry {
 const PRELUDE: usize = 8;
 const LONGEST_HEADER: usize = 100_000_000;
 
-/// Parses the tensors of a safetensors file. Offsets must lie inside the file, fit shape and dtype, and not overlap.
-pub(super) fn parse(path: &Path, file: &[u8]) -> Result<Vec<Entry>, ModelError> {
+/// Parses the tensors of a safetensors file. Offsets must be inside the file, match shape and dtype, and not overlap.
+pub(super) fn parse(path: &Path, file: &[u8]) -> Result<Vec<StoredTensor>, ModelError> {
     let bad = |problem: String| ModelError::malformed(path, problem);
     let header = header_bytes(file).map_err(bad)?;
     let (header_len, metadata) = SafeTensors::read_metadata(file).map_err(|e| bad(explain(e, header, file.len())))?;
     let start = PRELUDE + header_len;
-    let mut entries: Vec<Entry> = metadata
+    let mut entries: Vec<StoredTensor> = metadata
         .tensors()
         .into_iter()
-        .map(|(name, info)| Entry {
+        .map(|(name, info)| StoredTensor {
             name,
             dtype: info.dtype,
             shape: info.shape.clone(),
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_cut_short_says_so() {
+    fn a_truncated_file_is_an_error_that_names_its_size() {
         refused(&[], "too few");
         refused(&good()[..5], "too few");
         refused(&good()[..40], "cut short");

@@ -13,7 +13,7 @@ use memmap2::Mmap;
 
 use super::{
     element::{self, Element},
-    header::{self, Entry},
+    header::{self, StoredTensor},
     index,
 };
 use crate::config::json::read_bytes;
@@ -25,7 +25,7 @@ pub struct Checkpoint {
     folder: PathBuf,
     files: Vec<MappedFile>,
     /// File and entry of each tensor, by name.
-    tensors: BTreeMap<String, (usize, Entry)>,
+    tensors: BTreeMap<String, (usize, StoredTensor)>,
 }
 
 #[derive(Debug)]
@@ -83,7 +83,7 @@ impl Checkpoint {
         Self { folder: folder.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() }
     }
 
-    fn map(&mut self, path: PathBuf) -> Result<Vec<Entry>, ModelError> {
+    fn map(&mut self, path: PathBuf) -> Result<Vec<StoredTensor>, ModelError> {
         // Opening a pipe would wait for its writer.
         if std::fs::metadata(&path).is_ok_and(|file| !file.is_file()) {
             return Err(ModelError::malformed(&path, "it is no regular file"));
@@ -125,7 +125,8 @@ impl Checkpoint {
     /// Returns the dtype of the first tensor (by name) with a supported floating-point dtype.
     pub fn float_dtype(&self) -> Option<DType> {
         let known = [DType::F32, DType::BF16, DType::F16];
-        let of = |entry: &Entry| known.into_iter().find(|dtype| element::disk_dtype(*dtype) == Some(entry.dtype));
+        let of =
+            |entry: &StoredTensor| known.into_iter().find(|dtype| element::disk_dtype(*dtype) == Some(entry.dtype));
         self.tensors.values().find_map(|(_, entry)| of(entry))
     }
 
@@ -165,7 +166,7 @@ impl Checkpoint {
         format!("{} missing: {}{hint}", count(missing.len(), "tensor"), first(missing))
     }
 
-    fn entry(&self, name: &str, shape: &[usize]) -> Result<(&MappedFile, &Entry), ModelError> {
+    fn entry(&self, name: &str, shape: &[usize]) -> Result<(&MappedFile, &StoredTensor), ModelError> {
         let Some((file_idx, entry)) = self.tensors.get(name) else {
             return Err(ModelError::mismatch(&self.folder, format!("tensor `{name}` is missing")));
         };

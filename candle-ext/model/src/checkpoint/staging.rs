@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn an_abandoned_save_leaves_the_old_folder_and_nothing_else() {
+    fn an_abandoned_write_leaves_only_the_old_folder() {
         let root = tempfile::tempdir().unwrap();
         let target = root.path().join("out");
         write(&target, "config.json", "old");
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_save_left_is_cleared_or_restored() {
+    fn the_remains_of_a_killed_write_are_removed_or_restored() {
         let root = tempfile::tempdir().unwrap();
         let target = root.path().join("out");
         for (folder, name, text) in [(".out.old", "config.json", "old"), (".out.tmp", "model.safetensors", "half")] {

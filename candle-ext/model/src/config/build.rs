@@ -48,7 +48,7 @@ pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
     Ok(typed)
 }
 
-/// Upper bound of any size. Products of three such sizes do not overflow.
+/// Upper bound of any size. Three such sizes multiplied do not overflow.
 pub(super) const MAX_SIZE: usize = 1 << 28;
 const MAX_LAYERS: usize = 1 << 12;
 

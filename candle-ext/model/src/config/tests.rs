@@ -95,7 +95,7 @@ fn impossible_numbers_are_refused_with_their_key() {
 }
 
 #[test]
-fn what_is_not_implemented_is_refused_by_name() {
+fn unsupported_settings_are_refused_by_name() {
     refused(json!({"hidden_act": "gelu"}), &["hidden_act", "gelu", "silu"]);
     refused(json!({"rope_scaling": {"rope_type": "yarn", "factor": 4}}), &["rope_scaling.rope_type", "yarn", "llama3"]);
     let by_layer = json!({"full_attention": {"rope_type": "default"}});

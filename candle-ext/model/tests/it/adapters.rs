@@ -1,4 +1,4 @@
-//! LoRA against peft: forward, gradients, files, merging, and what is refused.
+//! LoRA compared with PEFT: forward, gradients, files, merging and refused configurations.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ fn config() -> Config {
 }
 
 #[test]
-fn an_adapter_is_pefts() {
+fn an_adapter_gives_the_outputs_of_peft() {
     let (tiny, reference) = adapted();
     assert_close("logits", &tiny.logits(&reference.ids, &reference.lengths), reference.get("logits"));
     let (loss, want) = (tiny.loss_and_grads(&reference), reference.get("loss").to_scalar::<f32>().unwrap());
@@ -60,7 +60,7 @@ fn load(folder: &Path) -> Tiny {
 }
 
 #[test]
-fn a_merged_model_computes_what_the_adapter_did() {
+fn a_merged_model_gives_the_outputs_of_its_adapter() {
     let reference = Reference::load("qwen2-lora");
     let (base, adapter) = (fixture("qwen2"), fixture("qwen2-lora"));
     let folder = tempfile::tempdir().unwrap();
@@ -103,7 +103,7 @@ fn an_adapter_records_its_base_weights() {
     let record = BaseModelRecord { model: "me/qwen2".to_owned(), weights }.to_json();
     let auxiliary_files = AuxiliaryFiles { files: &[(BASE_MODEL_RECORD, &record)], ..AuxiliaryFiles::default() };
     AdapterFolder::save(&adapter, &tiny.model, DType::F32, auxiliary_files, |param| Ok(value(&param.name))).unwrap();
-    // The same weights in more files are the same base; those of the merge are another one.
+    // Equal weights in more files are the same base; merged weights are another one.
     let [split, merged, again] = ["split", "merged", "again"].map(|name| folder.path().join(name));
     let plain = Model::new(Config::read(&base).unwrap(), None).unwrap();
     let source = Checkpoint::open(&base).unwrap();
@@ -131,7 +131,7 @@ fn an_adapter_records_its_base_weights() {
 }
 
 #[test]
-fn a_merge_writes_over_nothing() {
+fn a_merge_never_overwrites_a_folder() {
     let (base, adapter) = (fixture("qwen2"), fixture("qwen2-lora"));
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("config.json"), "{}").unwrap();
@@ -212,7 +212,7 @@ fn refused(peft_config: Value, parts: &[&str]) {
 }
 
 #[test]
-fn what_is_not_implemented_is_refused_by_name() {
+fn unsupported_settings_are_refused_by_name() {
     refused(json!({"lora_dropout": 1.0}), &["lora_dropout", "from 0 to below 1", "1"]);
     refused(json!({"lora_dropout": -0.5}), &["lora_dropout", "-0.5"]);
     refused(json!({"lora_alpha": 0}), &["lora_alpha", "nothing would train"]);
@@ -228,14 +228,14 @@ fn what_is_not_implemented_is_refused_by_name() {
     refused(json!({"task_type": "SEQ_CLS"}), &["task_type", "SEQ_CLS"]);
     refused(json!({"lora_aplha": 16}), &["lora_aplha", "did you mean `lora_alpha`?"]);
     refused(json!({"eva_config": {"rho": 2}}), &["eva_config"]);
-    // Whatever the value: a person meant something else.
+    // The key is refused with any value.
     refused(json!({"lora_dropot": 0}), &["lora_dropot", "did you mean `lora_dropout`?"]);
     refused(json!({"use_rsloraa": false}), &["use_rsloraa", "did you mean `use_rslora`?"]);
     assert!(LoraConfig::from_json(&json!({"eva_config": null, "use_dora": false})).is_ok());
 }
 
 #[test]
-fn a_target_that_cannot_be_met_is_refused_with_the_modules_there_are() {
+fn a_target_without_a_match_is_refused_with_a_list_of_the_modules() {
     refused(json!({"target_modules": ["q_prj"]}), &["q_prj", "did you mean `q_proj`?", "gate_proj"]);
     refused(json!({"target_modules": "nothing"}), &["no module matches", "q_proj", "layers 0 to 1"]);
     refused(json!({"target_modules": []}), &["no module matches"]);
@@ -250,7 +250,7 @@ fn a_target_that_cannot_be_met_is_refused_with_the_modules_there_are() {
 }
 
 #[test]
-fn a_fresh_adapter_is_nothing() {
+fn a_new_adapter_does_not_change_the_outputs() {
     let lora = LoraConfig::from_json(&json!({"r": 4, "target_modules": "all-linear"})).unwrap();
     let base = Tiny::load("qwen2");
     let fetch = |param: &candlewick_model::ParamSpec| {

@@ -1,4 +1,4 @@
-//! Logits of every family against candle-transformers, which shares no code with ours above candle-core.
+//! Logits of every family compared with candle-transformers, which shares no code with ours above candle-core.
 //!
 //! The tolerance is that of the fixtures, 1e-5 of the norm: both sides compute in f32 and add at most some tens of terms, in
 //! different orders. candle-transformers returns the logits of the last token, so that each prefix is computed anew. Its sliding
@@ -16,7 +16,7 @@ use crate::tiny::{Tiny, assert_close};
 
 const N_TOKENS: usize = 9;
 
-/// The logits of the last token.
+/// Returns the logits of the last token.
 type Forward = Box<dyn FnMut(&Tensor) -> Tensor>;
 
 fn keys(architecture: &str, model_type: &str) -> Value {
@@ -28,7 +28,7 @@ fn keys(architecture: &str, model_type: &str) -> Value {
     })
 }
 
-/// Random weights, none of which is zero or one.
+/// Returns random weights other than zero and one.
 fn weights(model: &Model) -> HashMap<String, Tensor> {
     let params = model.units().iter().flat_map(|unit| &unit.params);
     params

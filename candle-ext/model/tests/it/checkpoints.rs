@@ -1,4 +1,4 @@
-//! Folders in and out: bit-equal round trips, and what is said of folders that are wrong.
+//! Model folders: bit-equal round trips, and errors for malformed folders.
 
 use std::{fs, path::Path};
 
@@ -40,7 +40,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
 }
 
 #[test]
-fn a_sharded_save_comes_back_bit_for_bit() {
+fn a_sharded_checkpoint_is_read_back_bit_for_bit() {
     let folder = tempfile::tempdir().unwrap();
     for name in ["llama", "mistral", "qwen2"] {
         let source = Source::open(name);
@@ -152,7 +152,7 @@ fn a_companion_may_be_a_link_within_its_folder_or_into_the_hubs_cache() {
 }
 
 #[test]
-fn a_save_that_fails_leaves_the_old_folder() {
+fn a_failed_write_leaves_the_old_folder() {
     let (folder, source) = (tempfile::tempdir().unwrap(), Source::open("qwen2"));
     let target = folder.path().join("out");
     source.save(&target, DType::F32, 1 << 30);
@@ -223,7 +223,7 @@ fn wrong_tensors_are_named_with_both_shapes() {
 }
 
 #[test]
-fn tensors_that_are_not_used_are_told_and_harmless_ones_are_not() {
+fn unused_tensors_are_reported_except_harmless_ones() {
     let folder = tempfile::tempdir().unwrap();
     let tensors = vec![
         ("model.embed_tokens.weight", zeros(&[40, 16])),

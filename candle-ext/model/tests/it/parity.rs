@@ -1,4 +1,4 @@
-//! Every family against transformers: logits, loss and each parameter's gradient.
+//! Every family compared with transformers: logits, loss and each parameter's gradient.
 
 use candle_core::DType;
 use candlewick_model::Init;

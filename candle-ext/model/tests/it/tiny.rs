@@ -1,4 +1,4 @@
-//! A fixture: the model, its weights with gradient sinks, and what torch computed.
+//! A fixture: the model, its weights with gradient sinks, and torch's results.
 
 use std::{
     collections::HashMap,
@@ -66,7 +66,7 @@ impl Tiny {
         Self { model, weights: units, params: weights, sinks }
     }
 
-    /// The value of a parameter, if the model has it.
+    /// Returns the value of a parameter, if the model has it.
     pub(crate) fn value(&self, name: &str) -> Option<Tensor> {
         self.params.get(name).map(|weight| weight.value().unwrap())
     }
@@ -79,7 +79,7 @@ impl Tiny {
         self.sinks.len()
     }
 
-    /// The final norm's output for sequences of the given lengths.
+    /// Returns the final norm's output for sequences of the given lengths.
     pub(crate) fn normed(&self, ids: &Tensor, lengths: &[usize]) -> Result<Tensor> {
         let mut cu = vec![0];
         lengths.iter().for_each(|n| cu.push(cu[cu.len() - 1] + n));
@@ -112,7 +112,7 @@ impl Tiny {
         self.model.logits(self.head(), &self.normed(ids, lengths).unwrap()).unwrap()
     }
 
-    /// The mean loss; its gradients go to the sinks.
+    /// Returns the mean loss; its gradients are added to the sinks.
     pub(crate) fn loss_and_grads(&self, reference: &Reference) -> f32 {
         let tape = Tape::record(&[], || self.normed(&reference.ids, &reference.lengths)).unwrap();
         let normed = tape.output();
@@ -128,7 +128,7 @@ fn read(checkpoint: &Checkpoint, param: &ParamSpec) -> Tensor {
     checkpoint.param(param, DType::F32, &Device::Cpu).unwrap()
 }
 
-/// Values that torch computed.
+/// Results of torch.
 pub(crate) struct Reference {
     tensors: HashMap<String, Tensor>,
     pub(crate) ids: Tensor,
@@ -152,7 +152,7 @@ impl Reference {
         self.tensors.iter().filter_map(|(name, grad)| Some((name.strip_prefix("grad.")?, grad)))
     }
 
-    /// The label of the next token; none for the last of a sequence.
+    /// Returns the targets: the next token, none for the last of a sequence.
     fn targets(&self) -> Tensor {
         let labels = self.tensors["labels"].to_vec1::<i64>().unwrap();
         let mut targets = Vec::new();
@@ -166,7 +166,7 @@ impl Reference {
     }
 }
 
-/// |a - b| / |b|, or |a| where b is zero.
+/// Returns |a - b| / |b|, or |a| where b is zero.
 pub(crate) fn relative_error(a: &Tensor, b: &Tensor) -> f64 {
     assert_eq!(a.dims(), b.dims());
     let norm = |x: Tensor| {

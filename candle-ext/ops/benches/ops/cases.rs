@@ -7,26 +7,26 @@ use std::rc::Rc;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
     AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, CuSeqlens, Dropout, GradPolicy,
-    GradScaler, GradSink, LossGrad, OutputDtype, Reduction, Tape, TokenCount, Weight, adamw, add, add_rms_norm, attention,
-    copy_into, dropout, embedding, grouped_linear, linear, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares,
-    swiglu_joined, zero_,
+    GradScaler, GradSink, LossGrad, OutputDtype, Reduction, Tape, TokenCount, Weight, adamw, add, add_rms_norm,
+    attention, copy_into, dropout, embedding, grouped_linear, linear, linear_cross_entropy, rms_norm, rope, set_rows,
+    sum_of_squares, swiglu_joined, zero_,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::measure::Run;
+use crate::measure::BenchRun;
 
 /// Bytes of an element.
 const BF16: f64 = 2.0;
 const F32: f64 = 4.0;
 
 /// One op at one shape, in one direction.
-pub(crate) struct Case {
+pub(crate) struct BenchCase {
     pub(crate) op: &'static str,
     pub(crate) what: &'static str,
     /// Sizes by name, sufficient for another program to run the same case.
     pub(crate) shape: Vec<(&'static str, usize)>,
-    pub(crate) cost: Cost,
+    pub(crate) cost: BenchCost,
     pub(crate) make: Make,
 }
 
@@ -35,16 +35,16 @@ type Make = Box<dyn Fn(&Device) -> Result<Set>>;
 
 /// Bytes that any implementation must read and write, and its FLOPs.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Cost {
+pub(crate) struct BenchCost {
     pub(crate) bytes: f64,
     pub(crate) flops: f64,
 }
 
 /// One set of inputs with the runs over it.
 pub(crate) struct Set {
-    pub(crate) run: Run,
+    pub(crate) run: BenchRun,
     /// Forward part of a timed backward, whose time is subtracted.
-    pub(crate) forward: Option<Run>,
+    pub(crate) forward: Option<BenchRun>,
 }
 
 /// Sizes that ops have in a model.
@@ -62,12 +62,12 @@ const QWEN3_4B: Model = Model { d: 2560, f: 9728, v: 151_936, hq: 32, hkv: 8, k:
 const TINY: Model = Model { d: 64, f: 160, v: 500, hq: 4, hkv: 2, k: 16 };
 
 /// Returns the square bf16 matmul whose speed is the ceiling of compute-bound ops.
-pub(crate) fn square_product(n: usize) -> Case {
+pub(crate) fn square_product(n: usize) -> BenchCase {
     linears(n, n, n).swap_remove(0)
 }
 
 /// Returns the device-to-device copy whose speed is the ceiling of memory-bound ops.
-pub(crate) fn device_copy(n_bytes: usize) -> Case {
+pub(crate) fn device_copy(n_bytes: usize) -> BenchCase {
     let n = n_bytes / 4;
     once("device copy", vec![("n", n)], 2.0 * F32 * n as f64, move |device| {
         let x = Tensor::rand(0f32, 1.0, n, device)?;
@@ -75,7 +75,7 @@ pub(crate) fn device_copy(n_bytes: usize) -> Case {
     })
 }
 
-pub(crate) fn all() -> Vec<Case> {
+pub(crate) fn all() -> Vec<BenchCase> {
     let mut cases = of_model(&LLAMA_1B, 4096, 4096);
     cases.extend(of_model(&QWEN3_4B, 16_384, 4096));
     cases.push(head(16_384, &LLAMA_1B, 16_384));
@@ -85,13 +85,13 @@ pub(crate) fn all() -> Vec<Case> {
 }
 
 /// Returns the same ops at tiny sizes, for a trial run.
-pub(crate) fn tiny() -> Vec<Case> {
+pub(crate) fn tiny() -> Vec<BenchCase> {
     let mut cases = of_model(&TINY, 96, 32);
     cases.extend(of_flat_buffers(10_000));
     cases
 }
 
-fn of_model(model: &Model, t: usize, len: usize) -> Vec<Case> {
+fn of_model(model: &Model, t: usize, len: usize) -> Vec<BenchCase> {
     let &Model { d, f, v, hq, hkv, k } = model;
     let mut cases = Vec::new();
     cases.extend(rms_norms(t, d));
@@ -117,7 +117,7 @@ fn of_model(model: &Model, t: usize, len: usize) -> Vec<Case> {
 }
 
 /// Cases of x and y, and of x, dy and dx.
-fn rms_norms(t: usize, d: usize) -> [Case; 2] {
+fn rms_norms(t: usize, d: usize) -> [BenchCase; 2] {
     let costs = [2.0, 3.0].map(|n| bytes(n * BF16 * (t * d) as f64));
     both("rms_norm", vec![("t", t), ("d", d)], costs, move |device| {
         let w = trainable(&[d], device)?;
@@ -126,7 +126,7 @@ fn rms_norms(t: usize, d: usize) -> [Case; 2] {
 }
 
 /// Cases of both inputs, their sum and its norm, and of x, dy and dx.
-fn add_rms_norms(t: usize, d: usize) -> [Case; 2] {
+fn add_rms_norms(t: usize, d: usize) -> [BenchCase; 2] {
     let costs = [4.0, 3.0].map(|n| bytes(n * BF16 * (t * d) as f64));
     both("add_rms_norm", vec![("t", t), ("d", d)], costs, move |device| {
         let w = trainable(&[d], device)?;
@@ -136,7 +136,7 @@ fn add_rms_norms(t: usize, d: usize) -> [Case; 2] {
 }
 
 /// Cases of x and y, with the tables of cosines and sines.
-fn ropes(t: usize, h: usize, k: usize) -> [Case; 2] {
+fn ropes(t: usize, h: usize, k: usize) -> [BenchCase; 2] {
     let cost = bytes(2.0 * BF16 * (t * h * k) as f64 + F32 * (t * k) as f64);
     both("rope", vec![("t", t), ("h", h), ("k", k)], [cost; 2], move |device| {
         let angles = Tensor::rand(0f32, 6.0, (t, k / 2), device)?;
@@ -146,7 +146,7 @@ fn ropes(t: usize, h: usize, k: usize) -> [Case; 2] {
 }
 
 /// Cases of gate, up and y, and of gate, up, dy, d_gate and d_up.
-fn swiglus(t: usize, f: usize) -> [Case; 2] {
+fn swiglus(t: usize, f: usize) -> [BenchCase; 2] {
     let costs = [3.0, 5.0].map(|n| bytes(n * BF16 * (t * f) as f64));
     both("swiglu", vec![("t", t), ("f", f)], costs, move |device| {
         Ok(Graph::new([randn((t, 2 * f), device)?], |x| swiglu_joined(&x[0])))
@@ -154,7 +154,7 @@ fn swiglus(t: usize, f: usize) -> [Case; 2] {
 }
 
 /// Case of both inputs and y.
-fn adds(t: usize, d: usize) -> Case {
+fn adds(t: usize, d: usize) -> BenchCase {
     once("add", vec![("t", t), ("d", d)], 3.0 * BF16 * (t * d) as f64, move |device| {
         let (a, b) = (randn((t, d), device)?, randn((t, d), device)?);
         Ok(Box::new(move || keep(add(&a, &b)?)))
@@ -162,7 +162,7 @@ fn adds(t: usize, d: usize) -> Case {
 }
 
 /// Case of writing new keys into a KV cache twice their size: rows, read and written.
-fn rows_set(t: usize, d: usize) -> Case {
+fn rows_set(t: usize, d: usize) -> BenchCase {
     once("set_rows", vec![("t", t), ("d", d)], 2.0 * BF16 * (t * d) as f64, move |device| {
         let (to, from) = (randn((2 * t, d), device)?, randn((t, d), device)?);
         let rows: Vec<u32> = (0..t as u32).map(|i| 2 * i).collect();
@@ -170,7 +170,7 @@ fn rows_set(t: usize, d: usize) -> Case {
     })
 }
 
-fn dropouts(t: usize, d: usize) -> [Case; 2] {
+fn dropouts(t: usize, d: usize) -> [BenchCase; 2] {
     let cost = bytes(2.0 * BF16 * (t * d) as f64);
     both("dropout", vec![("t", t), ("d", d)], [cost; 2], move |device| {
         Ok(Graph::new([randn((t, d), device)?], |x| dropout(&x[0], Dropout { p: 0.1, key: 7 })))
@@ -178,7 +178,7 @@ fn dropouts(t: usize, d: usize) -> [Case; 2] {
 }
 
 /// Cases of rows and y, and of dy with the f32 sums of each row that occurs, read and written.
-fn embeddings(t: usize, v: usize, d: usize) -> [Case; 2] {
+fn embeddings(t: usize, v: usize, d: usize) -> [BenchCase; 2] {
     let distinct = v as f64 * (1.0 - (1.0 - 1.0 / v as f64).powf(t as f64));
     let costs = [2.0 * BF16 * (t * d) as f64, BF16 * (t * d) as f64 + 2.0 * F32 * distinct * d as f64].map(bytes);
     both("embedding", vec![("t", t), ("v", v), ("d", d)], costs, move |device| {
@@ -190,21 +190,21 @@ fn embeddings(t: usize, v: usize, d: usize) -> [Case; 2] {
 }
 
 /// Cases of packed causal sequences of equal length: two matmuls of rows and visible keys forward, five backward.
-fn attentions(model: &Model, t: usize, len: usize) -> Vec<Case> {
+fn attentions(model: &Model, t: usize, len: usize) -> Vec<BenchCase> {
     [("attention", AttentionImpl::Auto), ("attention fused", AttentionImpl::Fused)]
         .into_iter()
         .flat_map(|(name, implementation)| attentions_by(name, implementation, model, t, len))
         .collect()
 }
 
-fn attentions_by(name: &'static str, by: AttentionImpl, model: &Model, t: usize, len: usize) -> [Case; 2] {
+fn attentions_by(name: &'static str, by: AttentionImpl, model: &Model, t: usize, len: usize) -> [BenchCase; 2] {
     let &Model { hq, hkv, k, .. } = model;
     let n_seqs = t / len;
     let pairs = (n_seqs * len * (len + 1) / 2 * hq * k) as f64;
     let (q, kv) = ((t * hq * k) as f64, (t * hkv * k) as f64);
     let costs = [
-        Cost { bytes: BF16 * (2.0 * q + 2.0 * kv), flops: 4.0 * pairs },
-        Cost { bytes: BF16 * (4.0 * q + 4.0 * kv), flops: 10.0 * pairs },
+        BenchCost { bytes: BF16 * (2.0 * q + 2.0 * kv), flops: 4.0 * pairs },
+        BenchCost { bytes: BF16 * (4.0 * q + 4.0 * kv), flops: 10.0 * pairs },
     ];
     let shape = vec![("t", t), ("n_seqs", n_seqs), ("hq", hq), ("hkv", hkv), ("k", k)];
     both(name, shape, costs, move |device| {
@@ -217,10 +217,10 @@ fn attentions_by(name: &'static str, by: AttentionImpl, model: &Model, t: usize,
 }
 
 /// Cases of y = x w^T, dx = dy w and dw += dy^T x, with dw in f32, for k inputs and n outputs.
-fn linears(t: usize, k: usize, n: usize) -> Vec<Case> {
+fn linears(t: usize, k: usize, n: usize) -> Vec<BenchCase> {
     let (x, w, y) = ((t * k) as f64, (n * k) as f64, (t * n) as f64);
     let flops = 2.0 * x * n as f64;
-    let cost = |bytes| Cost { bytes, flops };
+    let cost = |bytes| BenchCost { bytes, flops };
     let shape = || vec![("t", t), ("k", k), ("n", n)];
     let product = |x: &Tensor, w: &Weight| linear(x, w, None, OutputDtype::SameAsInput);
     let [forward, grad_x] = both("linear", shape(), [cost(BF16 * (x + w + y)); 2], move |device| {
@@ -232,13 +232,13 @@ fn linears(t: usize, k: usize, n: usize) -> Vec<Case> {
         let (x, w) = (randn((t, k), device)?, trainable(&[n, k], device)?);
         Ok(Graph::new([], move |_| product(&x, &w)))
     });
-    vec![forward, Case { op: "linear dx", ..grad_x }, grad_w]
+    vec![forward, BenchCase { op: "linear dx", ..grad_x }, grad_w]
 }
 
 /// Cases of [`linears`] with t rows in e skewed groups, each with a weight of its own.
-fn grouped_linears(t: usize, k: usize, n: usize, e: usize) -> Vec<Case> {
+fn grouped_linears(t: usize, k: usize, n: usize, e: usize) -> Vec<BenchCase> {
     let (x, w, y) = ((t * k) as f64, (e * n * k) as f64, (t * n) as f64);
-    let cost = |bytes| Cost { bytes, flops: 2.0 * x * n as f64 };
+    let cost = |bytes| BenchCost { bytes, flops: 2.0 * x * n as f64 };
     let shape = || vec![("t", t), ("k", k), ("n", n), ("e", e)];
     let offsets = move |device: &Device| Tensor::new(skewed_offsets(t, e), device);
     let product = |x: &Tensor, w: &Weight, offsets: &Tensor| grouped_linear(x, w, offsets, TokenCount::Many);
@@ -251,7 +251,7 @@ fn grouped_linears(t: usize, k: usize, n: usize, e: usize) -> Vec<Case> {
         let (x, w, offsets) = (randn((t, k), device)?, trainable(&[e * n, k], device)?, offsets(device)?);
         Ok(Graph::new([], move |_| product(&x, &w, &offsets)))
     });
-    vec![forward, Case { op: "grouped_linear dx", ..grad_x }, grad_w]
+    vec![forward, BenchCase { op: "grouped_linear dx", ..grad_x }, grad_w]
 }
 
 /// Returns offsets of e groups of t rows, where group i has about as many rows as 1 / (i + 8) of them.
@@ -261,10 +261,10 @@ fn skewed_offsets(t: usize, e: usize) -> Vec<u32> {
 }
 
 /// Case of the loss with both gradients: three matmuls over x, dx, w, and dw in f32.
-fn head(t: usize, model: &Model, chunk: usize) -> Case {
+fn head(t: usize, model: &Model, chunk: usize) -> BenchCase {
     let &Model { d, v, .. } = model;
     let (x, w) = ((t * d) as f64, (v * d) as f64);
-    let cost = Cost { bytes: BF16 * (2.0 * x + w) + 2.0 * F32 * w, flops: 6.0 * x * v as f64 };
+    let cost = BenchCost { bytes: BF16 * (2.0 * x + w) + 2.0 * F32 * w, flops: 6.0 * x * v as f64 };
     let shape = vec![("t", t), ("v", v), ("d", d), ("chunk", chunk.clamp(1, t))];
     let case = once("linear_cross_entropy", shape, cost.bytes, move |device| {
         let (x, w) = (randn((t, d), device)?, trainable(&[v, d], device)?);
@@ -273,10 +273,10 @@ fn head(t: usize, model: &Model, chunk: usize) -> Case {
         let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: chunk.clamp(1, t) };
         Ok(Box::new(move || keep(linear_cross_entropy(&x, &w, &targets, &spec, LossGrad::Scalar(1.0))?)))
     });
-    Case { what: "forward+backward", cost, ..case }
+    BenchCase { what: "forward+backward", cost, ..case }
 }
 
-fn of_flat_buffers(n: usize) -> Vec<Case> {
+fn of_flat_buffers(n: usize) -> Vec<BenchCase> {
     let bytes = |per_element: f64| per_element * n as f64;
     let shape = || vec![("n", n)];
     let f32s = move |device: &Device| Tensor::rand(0f32, 1.0, n, device);
@@ -319,8 +319,8 @@ fn of_flat_buffers(n: usize) -> Vec<Case> {
     ]
 }
 
-fn bytes(bytes: f64) -> Cost {
-    Cost { bytes, flops: 0.0 }
+fn bytes(bytes: f64) -> BenchCost {
+    BenchCost { bytes, flops: 0.0 }
 }
 
 /// Tracked inputs, and the op applied to them.
@@ -360,19 +360,25 @@ impl Graph {
 fn both(
     op: &'static str,
     shape: Vec<(&'static str, usize)>,
-    [forward, backward]: [Cost; 2],
+    [forward, backward]: [BenchCost; 2],
     graph: impl Fn(&Device) -> Result<Graph> + Clone + 'static,
-) -> [Case; 2] {
+) -> [BenchCase; 2] {
     let again = graph.clone();
     [
-        Case {
+        BenchCase {
             op,
             what: "forward",
             shape: shape.clone(),
             cost: forward,
             make: Box::new(move |device| Ok(graph(device)?.forward())),
         },
-        Case { op, what: "backward", shape, cost: backward, make: Box::new(move |device| again(device)?.backward()) },
+        BenchCase {
+            op,
+            what: "backward",
+            shape,
+            cost: backward,
+            make: Box::new(move |device| again(device)?.backward()),
+        },
     ]
 }
 
@@ -380,10 +386,10 @@ fn once(
     op: &'static str,
     shape: Vec<(&'static str, usize)>,
     n_bytes: f64,
-    make: impl Fn(&Device) -> Result<Run> + 'static,
-) -> Case {
+    make: impl Fn(&Device) -> Result<BenchRun> + 'static,
+) -> BenchCase {
     let make = Box::new(move |device: &Device| Ok(Set { run: make(device)?, forward: None }));
-    Case { op, what: "forward", shape, cost: bytes(n_bytes), make }
+    BenchCase { op, what: "forward", shape, cost: bytes(n_bytes), make }
 }
 
 fn keep(result: impl std::any::Any) -> Result<Box<dyn std::any::Any>> {

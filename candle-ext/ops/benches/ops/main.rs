@@ -1,8 +1,8 @@
 //! Benchmark of every op, forward and backward, compared with the device's limits:
 //! `ops-bench --device cuda --json OUT`.
 //!
-//! The same run measures the ceilings: a device-to-device copy and a square bf16 matmul. `cases.rs` has formulas for
-//! the minimum bytes and FLOPs of an op. Its time then gives its fraction of the ceiling.
+//! Each run also measures the ceilings: a device-to-device copy and a square bf16 matmul. `cases.rs` has formulas for
+//! the minimum bytes and FLOPs of an op. They and its time give its fraction of the ceiling.
 
 mod cases;
 mod measure;
@@ -16,8 +16,8 @@ use clap::Parser;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use cases::{Case, Cost, Set};
-use measure::{Effort, Run, Timing};
+use cases::{BenchCase, BenchCost, Set};
+use measure::{BenchRun, Effort, Timing};
 
 #[derive(Parser)]
 struct Args {
@@ -118,7 +118,7 @@ fn name_of(device: &Device) -> String {
 
 fn ceilings(device: &Device, effort: Effort, args: &Args) -> Result<Ceilings> {
     let (n_bytes, n) = if args.quick { (1 << 20, 128) } else { (2 << 30, 8192) };
-    let seconds = |case: Case| Ok::<_, anyhow::Error>((case.cost, timed(&case, device, effort)?.0.ms / 1e3));
+    let seconds = |case: BenchCase| Ok::<_, anyhow::Error>((case.cost, timed(&case, device, effort)?.0.ms / 1e3));
     let (copy, copy_seconds) = seconds(cases::device_copy(n_bytes))?;
     let (product, product_seconds) = seconds(cases::square_product(n))?;
     Ok(Ceilings {
@@ -128,21 +128,22 @@ fn ceilings(device: &Device, effort: Effort, args: &Args) -> Result<Ceilings> {
 }
 
 /// Times a case, and subtracts its forward.
-fn timed(case: &Case, device: &Device, effort: Effort) -> Result<(Timing, f64, usize)> {
+fn timed(case: &BenchCase, device: &Device, effort: Effort) -> Result<(Timing, f64, usize)> {
     let n_sets = effort.n_sets(case.cost.bytes);
     let sets = (0..n_sets).map(|_| (case.make)(device)).collect::<candle_core::Result<Vec<Set>>>()?;
-    let (runs, forwards): (Vec<Run>, Vec<Option<Run>>) = sets.into_iter().map(|set| (set.run, set.forward)).unzip();
-    let forwards: Vec<Run> = forwards.into_iter().flatten().collect();
+    let (runs, forwards): (Vec<BenchRun>, Vec<Option<BenchRun>>) =
+        sets.into_iter().map(|set| (set.run, set.forward)).unzip();
+    let forwards: Vec<BenchRun> = forwards.into_iter().flatten().collect();
     let timing = measure::time(device, &runs, effort)?;
     let forward_ms = if forwards.is_empty() { 0.0 } else { measure::time(device, &forwards, effort)?.ms };
     Ok((timing, forward_ms, n_sets))
 }
 
-fn measure(case: &Case, device: &Device, effort: Effort, ceilings: Ceilings) -> Result<Row> {
+fn measure(case: &BenchCase, device: &Device, effort: Effort, ceilings: Ceilings) -> Result<Row> {
     let (timing, forward_ms, n_sets) = timed(case, device, effort)?;
     let own = |ms: f64| (ms - forward_ms).max(1e-6);
     let timing = Timing { ms: own(timing.ms), ms_min: own(timing.ms_min), ms_max: own(timing.ms_max), ..timing };
-    let Cost { bytes, flops } = case.cost;
+    let BenchCost { bytes, flops } = case.cost;
     let seconds = timing.ms / 1e3;
     let at_least = [bytes / ceilings.copy_bytes_per_second, flops / ceilings.product_flops_per_second];
     Ok(Row {

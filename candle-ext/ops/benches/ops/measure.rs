@@ -7,7 +7,7 @@ use candle_core::{Device, Result};
 use serde::Serialize;
 
 /// Work that runs once. Its result lives until the same set's next turn, so that its memory is not reused at once.
-pub(crate) type Run = Box<dyn Fn() -> Result<Box<dyn Any>>>;
+pub(crate) type BenchRun = Box<dyn Fn() -> Result<Box<dyn Any>>>;
 
 /// Effort per measurement.
 #[derive(Clone, Copy)]
@@ -40,7 +40,7 @@ pub(crate) struct Timing {
 }
 
 /// Times the runs, one per set.
-pub(crate) fn time(device: &Device, runs: &[Run], effort: Effort) -> Result<Timing> {
+pub(crate) fn time(device: &Device, runs: &[BenchRun], effort: Effort) -> Result<Timing> {
     let mut bench = Bench { device, runs, kept: runs.iter().map(|_| None).collect() };
     // The first runs load kernels, select algorithms and allocate memory.
     bench.batch(runs.len().max(2))?;
@@ -56,7 +56,7 @@ pub(crate) fn time(device: &Device, runs: &[Run], effort: Effort) -> Result<Timi
 
 struct Bench<'a> {
     device: &'a Device,
-    runs: &'a [Run],
+    runs: &'a [BenchRun],
     kept: Vec<Option<Box<dyn Any>>>,
 }
 

@@ -14,12 +14,12 @@ const CHUNK: usize = 1 << 13;
 const BLOCK: usize = 1 << 10;
 
 /// Scalars of an update with the step's bias corrections applied: `lr` and `eps` are the corrected ones.
-pub(super) struct Update {
+pub(super) struct AdamWUpdate {
     factors: Factors,
     grad_scale: f32,
 }
 
-impl Update {
+impl AdamWUpdate {
     pub(super) fn of(factors: Factors, step: StepFactors) -> Self {
         let (lr, eps) = (factors.lr * step.correction, factors.eps * step.root);
         Self { factors: Factors { lr, eps, ..factors }, grad_scale: step.grad_scale }
@@ -34,7 +34,7 @@ pub(super) struct Buffers<'a> {
     pub(super) square: FloatsMut<'a>,
 }
 
-pub(super) fn run(by: &Update, buffers: Buffers<'_>, compute: Option<FloatsMut<'_>>) {
+pub(super) fn run(by: &AdamWUpdate, buffers: Buffers<'_>, compute: Option<FloatsMut<'_>>) {
     let Buffers { master, grad, mean, square } = buffers;
     let n_chunks = master.len().div_ceil(CHUNK);
     let copies: Vec<Option<FloatsMut<'_>>> = match compute {
@@ -49,7 +49,7 @@ pub(super) fn run(by: &Update, buffers: Buffers<'_>, compute: Option<FloatsMut<'
     );
 }
 
-fn update(by: &Update, buffers: Buffers<'_>, copy: Option<FloatsMut<'_>>) {
+fn update(by: &AdamWUpdate, buffers: Buffers<'_>, copy: Option<FloatsMut<'_>>) {
     let Buffers { master, grad, mean, square } = buffers;
     match (master, grad, mean, square) {
         (FloatsMut::F32(master), Floats::F32(grad), FloatsMut::F32(mean), FloatsMut::F32(square)) => {
@@ -61,7 +61,7 @@ fn update(by: &Update, buffers: Buffers<'_>, copy: Option<FloatsMut<'_>>) {
 }
 
 /// Calls `step` on f32 copies of buffers that are not all f32.
-fn widened(by: &Update, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
+fn widened(by: &AdamWUpdate, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
     let Buffers { mut master, grad, mut mean, mut square } = buffers;
     let (mut p, mut g, mut m, mut v) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
     for start in (0..master.len()).step_by(BLOCK) {
@@ -83,7 +83,7 @@ fn widened(by: &Update, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
 }
 
 /// Computes `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2` and `p = shrink p - lr m / (sqrt(v) + eps)`.
-fn step(by: &Update, master: &mut [f32], grad: &[f32], mean: &mut [f32], square: &mut [f32]) {
+fn step(by: &AdamWUpdate, master: &mut [f32], grad: &[f32], mean: &mut [f32], square: &mut [f32]) {
     let f = by.factors;
     let grad_scale = by.grad_scale;
     vectorised!({

@@ -33,7 +33,7 @@ pub fn adamw(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()
 
 fn run_cpu(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {
     let Some(step) = scaler.step()? else { return Ok(()) };
-    let by = cpu::Update::of(Factors::of(hyper), step);
+    let by = cpu::AdamWUpdate::of(Factors::of(hyper), step);
     let grad = host("adamw", state.grad)?;
     let grad = grad.floats()?;
     update(state.master, "adamw", |master| {

@@ -9,8 +9,8 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::cu_seqlens::{CuSeqlens, Span};
-use super::layout::{Head, Heads, split_by_lens};
+use super::cu_seqlens::{CuSeqlens, SequenceRange};
+use super::layout::{HeadCounts, HeadView, split_by_lens};
 use super::spec::AttentionSpec;
 use super::tile::{QUERIES, Queries, of_span};
 use crate::dot::dot;
@@ -19,7 +19,7 @@ use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm};
 use crate::simd::vectorised;
 
 /// Tensors saved by the forward, and the gradient of its output.
-pub(super) struct Inputs<'a> {
+pub(super) struct CpuBackwardInputs<'a> {
     pub(super) q: Floats<'a>,
     pub(super) k: Floats<'a>,
     pub(super) v: Floats<'a>,
@@ -29,22 +29,28 @@ pub(super) struct Inputs<'a> {
 }
 
 /// Returns dq, dk and dv, each f32 [heads, rows, dim].
-pub(super) fn run(inputs: &Inputs<'_>, seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> [Vec<f32>; 3] {
-    let Heads { n_kv, group, dim } = heads;
+pub(super) fn run(
+    inputs: &CpuBackwardInputs<'_>,
+    seqs: &CuSeqlens,
+    spec: &AttentionSpec,
+    heads: HeadCounts,
+) -> [Vec<f32>; 3] {
+    let HeadCounts { n_kv, group, dim } = heads;
     let (n_heads, t, s) = (heads.n_queries(), seqs.n_tokens(), seqs.n_keys());
     let mut wide = [const { Vec::new() }; 5];
     let [q_wide, k_wide, v_wide, o_wide, d_o_wide] = &mut wide;
     let (q, k, v) = (inputs.q.widened(q_wide), inputs.k.widened(k_wide), inputs.v.widened(v_wide));
     let (o, d_o) = (inputs.o.widened(o_wide), inputs.d_o.widened(d_o_wide));
     let [mut dq, mut dk, mut dv] = [t, s, s].map(|rows| vec![0.0; n_heads * rows * dim]);
-    let tasks: Vec<(usize, Span)> = (0..n_heads).flat_map(|head| seqs.spans().map(move |span| (head, span))).collect();
+    let tasks: Vec<(usize, SequenceRange)> =
+        (0..n_heads).flat_map(|head| seqs.spans().map(move |span| (head, span))).collect();
     let dq_pieces = split_by_lens(&mut dq, tasks.iter().map(|(_, span)| span.q.len() * dim));
     let dk_pieces = split_by_lens(&mut dk, tasks.iter().map(|(_, span)| span.k.len() * dim));
     let dv_pieces = split_by_lens(&mut dv, tasks.iter().map(|(_, span)| span.k.len() * dim));
     let grads = dq_pieces.into_par_iter().zip(dk_pieces).zip(dv_pieces);
     tasks.par_iter().zip(grads).for_each(|((head, span), ((dq, dk), dv))| {
-        let of_queries = |x| Head::new(x, n_heads, dim, *head);
-        let of_keys = |x| Head::new(x, n_kv, dim, head / group);
+        let of_queries = |x| HeadView::new(x, n_heads, dim, *head);
+        let of_keys = |x| HeadView::new(x, n_kv, dim, head / group);
         let sequence = Sequence {
             q: of_queries(q),
             k: of_keys(k),
@@ -80,20 +86,20 @@ fn add_groups(x: &mut Vec<f32>, group: usize, len: usize) {
 
 /// One sequence and one query head.
 struct Sequence<'a> {
-    q: Head<'a>,
-    k: Head<'a>,
-    v: Head<'a>,
-    o: Head<'a>,
-    d_o: Head<'a>,
+    q: HeadView<'a>,
+    k: HeadView<'a>,
+    v: HeadView<'a>,
+    o: HeadView<'a>,
+    d_o: HeadView<'a>,
     lse: &'a [f32],
-    span: Span,
+    span: SequenceRange,
     dim: usize,
     spec: &'a AttentionSpec,
 }
 
 impl Sequence<'_> {
     fn backward(&self, dq: &mut [f32], dk: &mut [f32], dv: &mut [f32]) {
-        let Span { q, k, first } = &self.span;
+        let SequenceRange { q, k, first } = &self.span;
         let mut scratch = Scratch::default();
         for (i, dq) in dq.chunks_mut(QUERIES * self.dim).enumerate() {
             let rows = q.start + i * QUERIES..(q.start + (i + 1) * QUERIES).min(q.end);

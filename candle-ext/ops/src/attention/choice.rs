@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::cu_seqlens::CuSeqlens;
-use super::layout::Heads;
+use super::layout::HeadCounts;
 use super::spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec};
 
 /// Implementation that computes one call.
@@ -11,7 +11,7 @@ pub(super) enum AttentionKernel {
     Reference,
     Fused,
     #[cfg(feature = "cudnn")]
-    Cudnn(Box<super::cudnn::Plan>),
+    Cudnn(Box<super::cudnn::CudnnPlan>),
     #[cfg(feature = "flash-attn")]
     Flash,
 }
@@ -33,7 +33,7 @@ impl AttentionChoice {
         let q = Tensor::zeros((2, n_query, dim), dtype, device)?;
         let scale = (dim as f32).powf(-0.5);
         let spec = AttentionSpec { scale, causal: true, window: None, choice: self };
-        let heads = Heads { n_kv, group: n_query / n_kv.max(1), dim };
+        let heads = HeadCounts { n_kv, group: n_query / n_kv.max(1), dim };
         let (kernel, why_not_cudnn) = choose(&q, &CuSeqlens::packed(vec![0, 2])?, &spec, heads, passes)?;
         Ok(match (kernel, why_not_cudnn) {
             (AttentionKernel::Reference, _) => {
@@ -56,7 +56,7 @@ pub(super) fn choose(
     q: &Tensor,
     seqs: &CuSeqlens,
     spec: &AttentionSpec,
-    heads: Heads,
+    heads: HeadCounts,
     passes: AttentionPasses,
 ) -> Result<(AttentionKernel, Option<String>)> {
     match spec.choice.implementation {
@@ -126,7 +126,7 @@ fn cudnn(
     q: &Tensor,
     seqs: &CuSeqlens,
     spec: &AttentionSpec,
-    heads: Heads,
+    heads: HeadCounts,
     passes: AttentionPasses,
 ) -> std::result::Result<AttentionKernel, String> {
     super::cudnn::plan(q, seqs, spec, heads, passes).map(|plan| AttentionKernel::Cudnn(Box::new(plan)))
@@ -137,7 +137,7 @@ fn cudnn(
     q: &Tensor,
     _: &CuSeqlens,
     _: &AttentionSpec,
-    _: Heads,
+    _: HeadCounts,
     _: AttentionPasses,
 ) -> std::result::Result<AttentionKernel, String> {
     Err(match q.device() {

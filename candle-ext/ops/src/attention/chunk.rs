@@ -9,7 +9,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::cu_seqlens::{AttentionChunk, CuSeqlens};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use super::cuda;
-use super::layout::{Heads, add_by_row, by_row};
+use super::layout::{HeadCounts, add_by_row, by_row};
 use super::spec::{AttentionImpl, AttentionSpec};
 use super::{backward, forward, merge, tile};
 use crate::device::on_device;
@@ -92,7 +92,7 @@ pub fn attention_chunk(
     spec: &AttentionSpec,
 ) -> Result<PartialSoftmax> {
     let _span = span("attention", "piece forward");
-    let (seqs, heads) = (&piece.0, Heads::of([q, k, v], &piece.0, spec)?);
+    let (seqs, heads) = (&piece.0, HeadCounts::of([q, k, v], &piece.0, spec)?);
     check_choice(spec)?;
     let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
     let (t, n_heads) = (q.dim(0)?, heads.n_queries());
@@ -139,7 +139,7 @@ pub fn attention_chunk_backward(
     const OP: &str = "attention";
     let _span = span(OP, "piece backward");
     let ChunkInputs { q, k, v, out, lse, d_out } = *inputs;
-    let (seqs, heads) = (&piece.0, Heads::of([q, k, v], &piece.0, spec)?);
+    let (seqs, heads) = (&piece.0, HeadCounts::of([q, k, v], &piece.0, spec)?);
     check_choice(spec)?;
     for (name, x, like) in [("out", out, q), ("d_out", d_out, q)] {
         if x.shape() != like.shape() || x.dtype() != like.dtype() {
@@ -161,8 +161,8 @@ pub fn attention_chunk_backward(
         cpu => backward_cpu(inputs.each_ref(), seqs, spec, heads, grads),
         cuda => {
             let [q, k, v, o, lse, d_o] = inputs.each_ref();
-            let state = cuda::ForwardState::new(lse, q, seqs, spec, heads)?;
-            let added = cuda::backward(&cuda::Inputs { q, k, v, o, d_o }, &state)?;
+            let state = cuda::FusedForwardState::new(lse, q, seqs, spec, heads)?;
+            let added = cuda::backward(&cuda::BackwardInputs { q, k, v, o, d_o }, &state)?;
             grads.into_iter().zip(&added).try_for_each(|(grad, added)| {
                 crate::copy_into(grad, &(grad + added.to_dtype(DType::F32)?)?)
             })
@@ -174,7 +174,7 @@ fn backward_cpu(
     inputs: [&Tensor; 6],
     seqs: &CuSeqlens,
     spec: &AttentionSpec,
-    heads: Heads,
+    heads: HeadCounts,
     grads: [&Tensor; 3],
 ) -> Result<()> {
     const OP: &str = "attention";
@@ -182,7 +182,7 @@ fn backward_cpu(
     let hosts = [host(OP, q)?, host(OP, k)?, host(OP, v)?, host(OP, o)?, host(OP, d_o)?];
     let lse = lse.t()?.contiguous()?;
     let lse = host(OP, &lse)?;
-    let inputs = backward::Inputs {
+    let inputs = backward::CpuBackwardInputs {
         q: hosts[0].floats()?,
         k: hosts[1].floats()?,
         v: hosts[2].floats()?,

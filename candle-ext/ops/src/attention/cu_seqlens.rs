@@ -11,7 +11,7 @@ use candle_core::{Result, bail};
 pub struct CuSeqlens {
     cu_q: Vec<usize>,
     cu_k: Vec<usize>,
-    /// Position of each sequence's first query among its keys. In an [`AttentionChunk`] it may lie outside of them.
+    /// Position of each sequence's first query among its keys. In an [`AttentionChunk`] it may be outside of their range.
     firsts: Vec<isize>,
 }
 
@@ -21,7 +21,7 @@ pub struct AttentionChunk(pub(super) CuSeqlens);
 
 /// Ranges of one sequence in the packed queries and keys.
 #[derive(Clone, Debug)]
-pub(crate) struct Span {
+pub(crate) struct SequenceRange {
     pub(crate) q: Range<usize>,
     pub(crate) k: Range<usize>,
     /// Position of the first query among the keys.
@@ -100,9 +100,9 @@ impl CuSeqlens {
         Ok(AttentionChunk(piece))
     }
 
-    pub(crate) fn spans(&self) -> impl Iterator<Item = Span> {
+    pub(crate) fn spans(&self) -> impl Iterator<Item = SequenceRange> {
         let ranges = self.cu_q.windows(2).zip(self.cu_k.windows(2));
-        ranges.zip(&self.firsts).map(|((q, k), first)| Span { q: q[0]..q[1], k: k[0]..k[1], first: *first })
+        ranges.zip(&self.firsts).map(|((q, k), first)| SequenceRange { q: q[0]..q[1], k: k[0]..k[1], first: *first })
     }
 }
 

@@ -2,10 +2,10 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::cu_seqlens::{CuSeqlens, Span};
-use super::layout::Heads;
+use super::cu_seqlens::{CuSeqlens, SequenceRange};
+use super::layout::HeadCounts;
 use super::spec::AttentionSpec;
-use crate::cuda::{Address, Arg, Blocks, Gpu, Out, address, gpu, kernels, suffix};
+use crate::cuda::{Arg, Blocks, DeviceAddress, Gpu, Out, address, gpu, kernels, suffix};
 use crate::transfer::upload_table;
 
 kernels!("attention");
@@ -22,14 +22,14 @@ const MAX_DIM: usize = 256;
 const ALIGNMENT: u64 = 16;
 
 /// Statistics of a forward that backward needs besides inputs and output.
-pub(super) struct ForwardState {
+pub(super) struct FusedForwardState {
     /// Log-sum-exp of each row, f32 [t, hq].
     lse: Tensor,
     problem: Problem,
 }
 
 /// Inputs of the backward.
-pub(super) struct Inputs<'a> {
+pub(super) struct BackwardInputs<'a> {
     pub(super) q: &'a Tensor,
     pub(super) k: &'a Tensor,
     pub(super) v: &'a Tensor,
@@ -37,9 +37,15 @@ pub(super) struct Inputs<'a> {
     pub(super) d_o: &'a Tensor,
 }
 
-impl ForwardState {
+impl FusedForwardState {
     /// Builds the state from a known log-sum-exp, f32 [t, hq].
-    pub(super) fn new(lse: &Tensor, q: &Tensor, seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
+    pub(super) fn new(
+        lse: &Tensor,
+        q: &Tensor,
+        seqs: &CuSeqlens,
+        spec: &AttentionSpec,
+        heads: HeadCounts,
+    ) -> Result<Self> {
         Ok(Self { lse: lse.clone(), problem: Problem::new(q, seqs, spec, heads)? })
     }
 
@@ -54,8 +60,8 @@ pub(super) fn forward(
     [q, k, v]: [&Tensor; 3],
     seqs: &CuSeqlens,
     spec: &AttentionSpec,
-    heads: Heads,
-) -> Result<(Out, ForwardState)> {
+    heads: HeadCounts,
+) -> Result<(Out, FusedForwardState)> {
     let on = gpu(OP, q)?;
     let problem = Problem::new(q, seqs, spec, heads)?;
     let (q, k, v) = (aligned(q)?, aligned(k)?, aligned(v)?);
@@ -64,12 +70,12 @@ pub(super) fn forward(
     let addresses = [address(OP, &q)?, address(OP, &k)?, address(OP, &v)?, o.address, lse.address];
     // SAFETY: q and o are [t, hq, k], k and v [s, hkv, k], lse is [t, hq], as seqs has t and s.
     unsafe { problem.launch(on, Kernel::Forward, &addresses)? };
-    Ok((o, ForwardState { lse: lse.into_tensor(n_rows), problem }))
+    Ok((o, FusedForwardState { lse: lse.into_tensor(n_rows), problem }))
 }
 
 /// Returns dq, dk and dv.
-pub(super) fn backward(inputs: &Inputs<'_>, state: &ForwardState) -> Result<[Tensor; 3]> {
-    let Inputs { q, k, v, o, d_o } = *inputs;
+pub(super) fn backward(inputs: &BackwardInputs<'_>, state: &FusedForwardState) -> Result<[Tensor; 3]> {
+    let BackwardInputs { q, k, v, o, d_o } = *inputs;
     let (on, problem) = (gpu(OP, q)?, &state.problem);
     let delta = row_products(o, d_o, problem.heads.dim)?;
     let saved = [&aligned(q)?, &aligned(k)?, &aligned(v)?, &aligned(d_o)?, &state.lse, &delta];
@@ -209,7 +215,7 @@ impl TileConfig {
     }
 }
 
-/// Arguments that all kernels share: the sequences, cut into tiles that lie within one sequence each.
+/// Arguments that all kernels share: the sequences, cut into tiles of one sequence each.
 struct Problem {
     /// u32 [5, n_seqs + 1]. Rows 0 to 3 are cumulative counts of queries, keys, row tiles and key tiles. Row 4 is the
     /// position of each sequence's first query among its keys, in two's complement.
@@ -219,20 +225,21 @@ struct Problem {
     n_key_tiles: usize,
     tiles: TileConfig,
     dtype: DType,
-    heads: Heads,
+    heads: HeadCounts,
     spec: AttentionSpec,
 }
 
 impl Problem {
-    fn new(q: &Tensor, seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
+    fn new(q: &Tensor, seqs: &CuSeqlens, spec: &AttentionSpec, heads: HeadCounts) -> Result<Self> {
         let n_rows = seqs.n_tokens().saturating_mul(heads.n_kv * heads.group).max(seqs.n_keys());
         if n_rows > MAX_ROWS {
             bail!("{OP}: {n_rows} queries of all heads, or keys, are more than {MAX_ROWS}")
         }
         // The kernels count distances with an int; they stay below the widest window.
-        let distance = |span: Span| (span.first + span.q.len() as isize).max(span.k.len() as isize - span.first);
+        let distance =
+            |span: SequenceRange| (span.first + span.q.len() as isize).max(span.k.len() as isize - span.first);
         if let Some(distance) = seqs.spans().map(distance).find(|distance| *distance > MAX_ROWS as isize) {
-            bail!("{OP}: a query and a key lie {distance} tokens apart, more than {MAX_ROWS}")
+            bail!("{OP}: a query and a key are {distance} tokens apart, more than {MAX_ROWS}")
         }
         let tiles = TileConfig::choose(q.dtype(), heads.dim, spec.scale)?;
         let row_tiles = cumulative(seqs.spans().map(|span| (span.q.len() * heads.group).div_ceil(tiles.rows)));
@@ -261,7 +268,7 @@ impl Problem {
     /// # Safety
     ///
     /// `addresses` must be the kernel's first parameters, valid for the rows and keys of these sequences.
-    unsafe fn launch(&self, on: Gpu, kernel: Kernel, addresses: &[Address]) -> Result<()> {
+    unsafe fn launch(&self, on: Gpu, kernel: Kernel, addresses: &[DeviceAddress]) -> Result<()> {
         let Self { tiles, heads, spec, .. } = self;
         let (name, n_tiles) = match kernel {
             Kernel::Forward => ("forward", self.n_row_tiles),
@@ -285,7 +292,7 @@ impl Problem {
         let name = format!("{name}_{math}_{}_{}", suffix(OP, self.dtype)?, tiles.dim);
         let grid = [n_tiles, heads.n_kv, 1];
         let blocks = Blocks { grid, threads: tiles.threads, shared_bytes: tiles.shared_bytes(kernel) };
-        // SAFETY: the caller answers for the addresses; the table has five rows of n_seqs + 1.
+        // SAFETY: the caller guarantees valid addresses; the table has five rows of n_seqs + 1.
         unsafe { KERNELS.launch_blocks(on, &name, blocks, &args) }
     }
 }

@@ -1,4 +1,4 @@
-// Attention by cuDNN: graphs of cudnn-frontend behind a C interface, for cudnn.rs alone.
+// Attention by cuDNN: a C interface to graphs of cudnn-frontend, for cudnn.rs alone.
 //
 // Neither cuDNN nor CUDA is linked. The frontend looks its functions up in the library that `candlewick_cudnn_open` is
 // given. Every function returns 0, or 1 with a text in `error`; no exception leaves this file.
@@ -86,7 +86,7 @@ struct Builder {
                                 .set_data_type(type));
     }
 
-    // Gives a tensor the packed layout: element (sequence, head, row, i) lies at offset[sequence] + row * heads * dim +
+    // Gives a tensor the packed layout: element (sequence, head, row, i) is at offset[sequence] + row * heads * dim +
     // head * dim + i.
     template <typename Attributes>
     static Attributes &lay_out(Attributes &tensor, Uid uid, int64_t batch, int64_t heads, int64_t rows, int64_t dim,

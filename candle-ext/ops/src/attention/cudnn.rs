@@ -12,12 +12,12 @@ use candle_core::cuda_backend::cudarc::driver::{DevicePtr, sys::CUdevice_attribu
 use candle_core::{CudaDevice, DType, Device, Error, Result, Tensor};
 
 use super::cu_seqlens::CuSeqlens;
-use super::cuda::{Inputs, aligned};
+use super::cuda::{BackwardInputs, aligned};
 use super::graphs::Graphs;
-use super::layout::Heads;
+use super::layout::HeadCounts;
 use super::ragged::{Bucket, Tables};
 use super::spec::{AttentionPasses, AttentionSpec};
-use crate::cuda::{Address, Out, address, gpu};
+use crate::cuda::{DeviceAddress, Out, address, gpu};
 use crate::nvidia;
 use crate::transfer::upload_table;
 
@@ -56,21 +56,21 @@ struct Shape {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct Addresses {
-    q: Address,
-    k: Address,
-    v: Address,
-    o: Address,
-    stats: Address,
-    d_o: Address,
-    dq: Address,
-    dk: Address,
-    dv: Address,
-    lens_q: Address,
-    lens_k: Address,
-    offsets_q: Address,
-    offsets_k: Address,
-    offsets_stats: Address,
-    workspace: Address,
+    q: DeviceAddress,
+    k: DeviceAddress,
+    v: DeviceAddress,
+    o: DeviceAddress,
+    stats: DeviceAddress,
+    d_o: DeviceAddress,
+    dq: DeviceAddress,
+    dk: DeviceAddress,
+    dv: DeviceAddress,
+    lens_q: DeviceAddress,
+    lens_k: DeviceAddress,
+    offsets_q: DeviceAddress,
+    offsets_k: DeviceAddress,
+    offsets_stats: DeviceAddress,
+    workspace: DeviceAddress,
 }
 
 unsafe extern "C" {
@@ -124,7 +124,7 @@ struct Graph {
 }
 
 /// Graphs that compute a call.
-pub(super) struct Plan {
+pub(super) struct CudnnPlan {
     bucket: Bucket,
     forward: Graph,
     backward: Option<Graph>,
@@ -132,8 +132,8 @@ pub(super) struct Plan {
 }
 
 /// Statistics of a forward that backward needs besides inputs and output.
-pub(super) struct ForwardState {
-    plan: Box<Plan>,
+pub(super) struct CudnnForwardState {
+    plan: Box<CudnnPlan>,
     /// Log-sum-exp of each row, f32 [t, hq].
     stats: Tensor,
     tables: DeviceTables,
@@ -154,9 +154,9 @@ pub(super) fn plan(
     q: &Tensor,
     seqs: &CuSeqlens,
     spec: &AttentionSpec,
-    heads: Heads,
+    heads: HeadCounts,
     passes: AttentionPasses,
-) -> Explained<Plan> {
+) -> Explained<CudnnPlan> {
     let Device::Cuda(device) = q.device() else { return Err("it computes on GPUs only, and this is the CPU".into()) };
     let is_bf16 = match q.dtype() {
         DType::BF16 => true,
@@ -195,7 +195,7 @@ pub(super) fn plan(
     };
     let forward = cudnn.graph(device, forward)?;
     let backward = if passes == AttentionPasses::Both { Some(cudnn.graph(device, backward)?) } else { None };
-    Ok(Plan { bucket, forward, backward, is_deterministic })
+    Ok(CudnnPlan { bucket, forward, backward, is_deterministic })
 }
 
 /// Returns the key of the forward graph. It does not depend on the number of tokens.
@@ -205,7 +205,7 @@ fn shape(
     is_bf16: bool,
     seqs: &CuSeqlens,
     spec: &AttentionSpec,
-    heads: Heads,
+    heads: HeadCounts,
 ) -> Shape {
     // A window that covers every key equals no window.
     let window = spec.window.filter(|&window| window < bucket.max_k).unwrap_or(0);
@@ -229,7 +229,7 @@ fn shape(
     }
 }
 
-impl Plan {
+impl CudnnPlan {
     /// Describes the library: its version and whether it is deterministic.
     pub(super) fn describe(&self) -> String {
         let version = VERSION.as_ref().map_or("?".into(), |version| dotted(*version));
@@ -239,11 +239,11 @@ impl Plan {
 
 /// Returns o, or the reason why cuDNN refused the call.
 pub(super) fn forward(
-    plan: Box<Plan>,
+    plan: Box<CudnnPlan>,
     qkv: [&Tensor; 3],
     seqs: &CuSeqlens,
-    heads: Heads,
-) -> Result<Explained<(Out, ForwardState)>> {
+    heads: HeadCounts,
+) -> Result<Explained<(Out, CudnnForwardState)>> {
     let [q, k, v] = qkv.map(aligned);
     let (q, k, v) = (q?, k?, v?);
     let on = gpu(OP, &q)?;
@@ -262,12 +262,12 @@ pub(super) fn forward(
     // into the bucket that the graph was built for.
     let ran = unsafe { run(q.device(), plan.forward, 0, addresses)? };
     let has_unseen_keys = seqs.cu_seqlens_q() != seqs.cu_seqlens_k();
-    Ok(ran.map(|()| (o, ForwardState { plan, stats: stats.into_tensor(n_rows), tables, has_unseen_keys })))
+    Ok(ran.map(|()| (o, CudnnForwardState { plan, stats: stats.into_tensor(n_rows), tables, has_unseen_keys })))
 }
 
 /// Returns dq, dk and dv, or the reason why cuDNN refused the call.
-pub(super) fn backward(inputs: &Inputs<'_>, state: &ForwardState) -> Result<Explained<[Tensor; 3]>> {
-    let Inputs { q, k, v, o, d_o } = *inputs;
+pub(super) fn backward(inputs: &BackwardInputs<'_>, state: &CudnnForwardState) -> Result<Explained<[Tensor; 3]>> {
+    let BackwardInputs { q, k, v, o, d_o } = *inputs;
     let (q, k, v, d_o) = (&aligned(q)?, &aligned(k)?, &aligned(v)?, &aligned(d_o)?);
     let Some(graph) = state.plan.backward else {
         candle_core::bail!("{OP}: the forward was planned without a backward")
@@ -296,7 +296,7 @@ pub(super) fn backward(inputs: &Inputs<'_>, state: &ForwardState) -> Result<Expl
 }
 
 impl DeviceTables {
-    fn new(seqs: &CuSeqlens, heads: Heads, batch: usize, device: &Device) -> Result<Self> {
+    fn new(seqs: &CuSeqlens, heads: HeadCounts, batch: usize, device: &Device) -> Result<Self> {
         let Tables { lens, offsets, width } = Tables::new(seqs, heads, batch);
         let (lens, offsets) = (upload_table(&lens, (2, batch), device)?, upload_table(&offsets, (3, width), device)?);
         Ok(Self { lens, offsets, batch, width })
@@ -304,10 +304,10 @@ impl DeviceTables {
 
     fn addresses(&self) -> Result<Addresses> {
         let (lens, offsets) = (address(OP, &self.lens)?, address(OP, &self.offsets)?);
-        let row = (self.width * size_of::<i64>()) as Address;
+        let row = (self.width * size_of::<i64>()) as DeviceAddress;
         Ok(Addresses {
             lens_q: lens,
-            lens_k: lens + (self.batch * size_of::<u32>()) as Address,
+            lens_k: lens + (self.batch * size_of::<u32>()) as DeviceAddress,
             offsets_q: offsets,
             offsets_k: offsets + row,
             offsets_stats: offsets + 2 * row,
@@ -366,7 +366,8 @@ unsafe fn run(device: &Device, graph: Graph, is_backward: i32, mut addresses: Ad
     };
     let (handle, pointer, stream) = (handle.0, graph.pointer.0, stream.cu_stream().cast());
     let run = || {
-        // SAFETY: the caller answers for the addresses; the graph is one of this handle's, and nobody else uses either now.
+        // SAFETY: the caller guarantees valid addresses. The graph belongs to this handle, and the lock excludes other
+        // users of both.
         call(|error, size| unsafe {
             candlewick_cudnn_run(handle, pointer, is_backward, stream, &raw const addresses, error, size)
         })

@@ -2,8 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::cu_seqlens::{CuSeqlens, Span};
-use super::layout::{Head, Heads, by_row, split_by_lens};
+use super::cu_seqlens::{CuSeqlens, SequenceRange};
+use super::layout::{HeadCounts, HeadView, by_row, split_by_lens};
 use super::spec::AttentionSpec;
 use super::tile::{QUERIES, Queries, clear_outside, of_span};
 use crate::exp;
@@ -17,9 +17,9 @@ pub(super) fn run(
     out: FloatsMut<'_>,
     seqs: &CuSeqlens,
     spec: &AttentionSpec,
-    heads: Heads,
+    heads: HeadCounts,
 ) -> Vec<f32> {
-    let Heads { n_kv, group, dim } = heads;
+    let HeadCounts { n_kv, group, dim } = heads;
     let n_heads = heads.n_queries();
     let mut wide = [const { Vec::new() }; 3];
     let [q_wide, k_wide, v_wide] = &mut wide;
@@ -36,13 +36,13 @@ pub(super) fn run(
         let Tile { head, span, offset, n_queries } = tile;
         let start = span.q.start + offset;
         let queries = Queries {
-            q: Head::new(q, n_heads, dim, *head).rows(start..start + n_queries),
+            q: HeadView::new(q, n_heads, dim, *head).rows(start..start + n_queries),
             n: *n_queries,
             first: span.first + *offset as isize,
             n_keys: span.k.len(),
             spec,
         };
-        let (k, v) = (Head::new(k, n_kv, dim, head / group), Head::new(v, n_kv, dim, head / group));
+        let (k, v) = (HeadView::new(k, n_kv, dim, head / group), HeadView::new(v, n_kv, dim, head / group));
         attend(&queries, (k, v), span, o, lse);
     });
     by_row(&o, out, n_heads, dim);
@@ -52,14 +52,14 @@ pub(super) fn run(
 /// A tile: `n_queries` queries of a sequence from `offset` on, for one head.
 struct Tile {
     head: usize,
-    span: Span,
+    span: SequenceRange,
     offset: usize,
     n_queries: usize,
 }
 
 /// Lists all tiles, in the order of the [heads, t, ..] buffers.
 fn tiles(seqs: &CuSeqlens, n_heads: usize) -> Vec<Tile> {
-    let of_span = |head, span: Span| {
+    let of_span = |head, span: SequenceRange| {
         (0..span.q.len()).step_by(QUERIES).map(move |offset| Tile {
             head,
             offset,
@@ -74,7 +74,13 @@ fn tiles(seqs: &CuSeqlens, n_heads: usize) -> Vec<Tile> {
 ///
 /// A row that is masked in a whole tile stays unchanged. A fully masked row gives zeros and a log-sum-exp of -inf; that
 /// occurs in an [`AttentionChunk`](super::AttentionChunk).
-fn attend(queries: &Queries<'_>, (k, v): (Head<'_>, Head<'_>), span: &Span, o: &mut [f32], lse: &mut [f32]) {
+fn attend(
+    queries: &Queries<'_>,
+    (k, v): (HeadView<'_>, HeadView<'_>),
+    span: &SequenceRange,
+    o: &mut [f32],
+    lse: &mut [f32],
+) {
     let (rows, dim) = (queries.n, o.len() / queries.n);
     let mut maxima = vec![f32::NEG_INFINITY; rows];
     let mut sums = vec![0.0f32; rows];

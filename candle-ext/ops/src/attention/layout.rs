@@ -16,13 +16,13 @@ const ROWS: usize = 32;
 
 /// Head counts: `n_kv` KV heads, each read by `group` query heads; `dim` elements per head.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Heads {
+pub(super) struct HeadCounts {
     pub(super) n_kv: usize,
     pub(super) group: usize,
     pub(super) dim: usize,
 }
 
-impl Heads {
+impl HeadCounts {
     /// Returns the heads of q, k and v. Fails unless their shapes and dtypes fit the sequences.
     pub(super) fn of([q, k, v]: [&Tensor; 3], seqs: &CuSeqlens, spec: &AttentionSpec) -> Result<Self> {
         for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
@@ -66,13 +66,13 @@ impl Heads {
 
 /// One head of an f32 buffer [rows, n_heads, dim].
 #[derive(Clone, Copy)]
-pub(super) struct Head<'a> {
+pub(super) struct HeadView<'a> {
     data: &'a [f32],
     stride: usize,
     dim: usize,
 }
 
-impl<'a> Head<'a> {
+impl<'a> HeadView<'a> {
     pub(super) fn new(data: &'a [f32], n_heads: usize, dim: usize, head: usize) -> Self {
         Self { data: data.get(head * dim..).unwrap_or_default(), stride: n_heads * dim, dim }
     }

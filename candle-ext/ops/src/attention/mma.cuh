@@ -19,7 +19,7 @@ template <int DIM> constexpr int KEY_BLOCKS = 2;
 constexpr float LOG2_E = 1.44269504f;
 
 // Rows of DIM elements in shared memory, starting at a multiple of eight rows. Groups of eight columns are swizzled, so
-// that the same columns of eight rows lie in different banks.
+// that the same columns of eight rows are in different banks.
 template <typename T, int DIM> struct Tile {
     static constexpr int GROUPS = DIM / 8;
     T* data;

@@ -37,7 +37,7 @@ use choice::{AttentionKernel, choose};
 pub use chunk::{ChunkInputs, PartialSoftmax, attention_chunk, attention_chunk_backward};
 pub use cost::AttentionCost;
 pub use cu_seqlens::{AttentionChunk, CuSeqlens};
-use layout::{Heads, by_row};
+use layout::{HeadCounts, by_row};
 pub use spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec};
 
 /// Computes attention within each sequence: q [t, hq, k], k and v [s, hkv, k], result [t, hq, k].
@@ -48,7 +48,7 @@ pub use spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, 
 /// Both passes can be [replayed](compute_or_replay), except in the reference implementation.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &CuSeqlens, spec: &AttentionSpec) -> Result<Tensor> {
     let _span = span("attention", "forward");
-    let heads = Heads::of([q, k, v], seqs, spec)?;
+    let heads = HeadCounts::of([q, k, v], seqs, spec)?;
     let is_trained = [q, k, v].iter().any(|x| requires_grad(x)) || is_first_pass();
     let passes = if is_trained { AttentionPasses::Both } else { AttentionPasses::Forward };
     let (kernel, _) = choose(q, seqs, spec, heads, passes)?;
@@ -76,7 +76,7 @@ struct SavedAttention {
     qkv: [Tensor; 3],
     seqs: CuSeqlens,
     spec: AttentionSpec,
-    heads: Heads,
+    heads: HeadCounts,
 }
 
 /// Statistics of a forward that backward needs, by implementation.
@@ -84,9 +84,9 @@ enum ForwardState {
     /// Log-sum-exp of each row.
     Cpu(Vec<f32>),
     #[cfg(any(feature = "cuda", feature = "emulate"))]
-    Cuda(cuda::ForwardState),
+    Cuda(cuda::FusedForwardState),
     #[cfg(feature = "cudnn")]
-    Cudnn(cudnn::ForwardState),
+    Cudnn(cudnn::CudnnForwardState),
 }
 
 impl SavedAttention {
@@ -122,7 +122,7 @@ impl SavedAttention {
         #[cfg(any(feature = "cuda", feature = "emulate"))]
         let inputs = {
             let [q, k, v] = &self.qkv;
-            cuda::Inputs { q, k, v, o, d_o }
+            cuda::BackwardInputs { q, k, v, o, d_o }
         };
         match state {
             ForwardState::Cpu(lse) => self.backward_cpu(o, d_o, lse),
@@ -147,7 +147,7 @@ impl SavedAttention {
     }
 
     #[cfg(feature = "cudnn")]
-    fn addresses(&self) -> Result<[crate::cuda::Address; 3]> {
+    fn addresses(&self) -> Result<[crate::cuda::DeviceAddress; 3]> {
         let [q, k, v] = self.qkv.each_ref().map(|x| crate::cuda::address("attention", x));
         Ok([q?, k?, v?])
     }
@@ -170,7 +170,7 @@ impl SavedAttention {
         ];
         let hosts = (host("attention", q)?, host("attention", k)?, host("attention", v)?);
         let (o, d_o) = (host("attention", o)?, host("attention", d_o)?);
-        let inputs = backward::Inputs {
+        let inputs = backward::CpuBackwardInputs {
             q: hosts.0.floats()?,
             k: hosts.1.floats()?,
             v: hosts.2.floats()?,
@@ -178,7 +178,7 @@ impl SavedAttention {
             d_o: d_o.floats()?,
             lse,
         };
-        let Heads { n_kv, dim, .. } = self.heads;
+        let HeadCounts { n_kv, dim, .. } = self.heads;
         let by_head = backward::run(&inputs, &self.seqs, &self.spec, self.heads);
         for ((grad, out), n_heads) in by_head.iter().zip(&mut grads).zip([self.heads.n_queries(), n_kv, n_kv]) {
             by_row(grad, out.view(), n_heads, dim);
@@ -210,7 +210,7 @@ mod tests {
 
     #[track_caller]
     fn check(dtype: DType) {
-        let (heads, dim) = (Heads { n_kv: 2, group: 2, dim: 16 }, 16);
+        let (heads, dim) = (HeadCounts { n_kv: 2, group: 2, dim: 16 }, 16);
         let choice = AttentionChoice::default();
         let saved = SavedAttention {
             qkv: [4, 2, 2].map(|n_heads| tensor((11, n_heads, dim), 0.37 * n_heads as f64, dtype)),

@@ -1,7 +1,7 @@
 //! Sequence lengths and offsets for cuDNN, padded to a few sizes.
 
 use super::cu_seqlens::CuSeqlens;
-use super::layout::Heads;
+use super::layout::HeadCounts;
 
 /// Rounded-up sizes that a cuDNN graph is built for.
 ///
@@ -66,7 +66,7 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    pub(super) fn new(seqs: &CuSeqlens, heads: Heads, batch: usize) -> Self {
+    pub(super) fn new(seqs: &CuSeqlens, heads: HeadCounts, batch: usize) -> Self {
         let width = batch + Bucket::MIN_BATCH;
         let mut lens = vec![0; 2 * batch];
         for (i, span) in seqs.spans().enumerate().filter(|(_, span)| !span.q.is_empty()) {
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn tables_say_where_sequences_begin_and_fill_up_with_empty_ones() {
-        let heads = Heads { n_kv: 2, group: 3, dim: 8 };
+        let heads = HeadCounts { n_kv: 2, group: 3, dim: 8 };
         let seqs = CuSeqlens::from_q_and_k(vec![0, 5, 5, 7], vec![0, 5, 9, 12]).expect("sequences");
         let tables = Tables::new(&seqs, heads, 4);
         assert_eq!(tables.lens, [5, 0, 2, 0, 5, 0, 3, 0]);

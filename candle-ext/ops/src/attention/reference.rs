@@ -2,13 +2,18 @@
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 
-use super::cu_seqlens::{CuSeqlens, Span};
-use super::layout::Heads;
+use super::cu_seqlens::{CuSeqlens, SequenceRange};
+use super::layout::HeadCounts;
 use super::spec::AttentionSpec;
 use crate::recording::{OpInput, record, requires_grad};
 
 /// Computes [`super::attention`] in f32, whatever the inputs' dtype.
-pub(super) fn attention(inputs: [&Tensor; 3], seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> Result<Tensor> {
+pub(super) fn attention(
+    inputs: [&Tensor; 3],
+    seqs: &CuSeqlens,
+    spec: &AttentionSpec,
+    heads: HeadCounts,
+) -> Result<Tensor> {
     if !inputs.iter().any(|x| requires_grad(x)) {
         return forward(inputs, seqs, spec, heads);
     }
@@ -22,7 +27,7 @@ pub(super) fn attention(inputs: [&Tensor; 3], seqs: &CuSeqlens, spec: &Attention
     }))
 }
 
-fn forward([q, k, v]: [&Tensor; 3], seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> Result<Tensor> {
+fn forward([q, k, v]: [&Tensor; 3], seqs: &CuSeqlens, spec: &AttentionSpec, heads: HeadCounts) -> Result<Tensor> {
     let outputs = seqs.spans().filter(|span| !span.q.is_empty()).map(|span| {
         let q = by_group(q, span.q.start, span.q.len(), heads.group)?;
         let k = by_group(k, span.k.start, span.k.len(), 1)?;
@@ -44,7 +49,7 @@ fn by_group(x: &Tensor, start: usize, len: usize, group: usize) -> Result<Tensor
 }
 
 /// Returns the attention probabilities of one sequence, f32 [n_kv, t group, s].
-fn probabilities(q: &Tensor, k: &Tensor, span: &Span, spec: &AttentionSpec) -> Result<Tensor> {
+fn probabilities(q: &Tensor, k: &Tensor, span: &SequenceRange, spec: &AttentionSpec) -> Result<Tensor> {
     let scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? * f64::from(spec.scale))?;
     let group = q.dim(1)? / span.q.len();
     let mask = mask(span, group, spec, q.device())?.broadcast_as(scores.shape())?;
@@ -55,7 +60,7 @@ fn probabilities(q: &Tensor, k: &Tensor, span: &Span, spec: &AttentionSpec) -> R
 }
 
 /// Returns the mask, u8 [t group, s]: 1 if the query sees the key.
-fn mask(span: &Span, group: usize, spec: &AttentionSpec, device: &Device) -> Result<Tensor> {
+fn mask(span: &SequenceRange, group: usize, spec: &AttentionSpec, device: &Device) -> Result<Tensor> {
     let (n_queries, n_keys) = (span.q.len(), span.k.len());
     let sees = |query: usize, key: usize| {
         let position = query + n_keys - n_queries;

@@ -9,7 +9,7 @@ constexpr int TILE = 64;      // rows or keys in a tile
 constexpr int THREADS = 256;  // 16 by 16 of them; each has 4 by 4 scores of a tile
 constexpr int SLICE = 32;     // columns staged at once for scores
 
-// Row stride in shared memory: four more than the 32 banks, so that neighbouring rows lie in different banks.
+// Row stride in shared memory: four more than the 32 banks, so that neighbouring rows are in different banks.
 constexpr int SLICE_STRIDE = SLICE + 4;
 constexpr int SCORE_STRIDE = TILE + 4;
 constexpr int STAGED = 2 * TILE * SLICE_STRIDE;

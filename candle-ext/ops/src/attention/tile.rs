@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::layout::Head;
+use super::layout::HeadView;
 use super::spec::AttentionSpec;
 use crate::exp::exp;
 use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm};
@@ -72,7 +72,7 @@ impl Queries<'_> {
 }
 
 /// Returns the rows `tile` of a sequence whose keys are `span`.
-pub(super) fn of_span<'a>(head: Head<'a>, span: &Range<usize>, tile: &Range<usize>) -> Mat<'a> {
+pub(super) fn of_span<'a>(head: HeadView<'a>, span: &Range<usize>, tile: &Range<usize>) -> Mat<'a> {
     head.rows(span.start + tile.start..span.start + tile.end)
 }
 

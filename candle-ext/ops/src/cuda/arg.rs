@@ -3,13 +3,13 @@
 use super::class::Class;
 
 /// Device address.
-pub(crate) type Address = u64;
+pub(crate) type DeviceAddress = u64;
 
 /// Argument of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Arg {
     /// A pointer.
-    Address(Address),
+    Address(DeviceAddress),
     /// int
     I32(i32),
     /// long long

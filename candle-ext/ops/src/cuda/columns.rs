@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::{Address, Arg, FLAT_THREADS, Gpu, Kernels, Out, address, suffix};
+use super::{Arg, DeviceAddress, FLAT_THREADS, Gpu, Kernels, Out, address, suffix};
 
 /// Blocks of a grid: four for each multiprocessor of an H100.
 pub(crate) const BLOCKS: usize = 528;
@@ -20,7 +20,7 @@ const LEAST_ROWS: usize = 32;
 const WIDEST: u64 = 16;
 
 /// Returns the elements per load for rows of d elements at these addresses: 16 bytes if all rows are aligned, else 1.
-pub(crate) fn width(dtype: DType, d: usize, rows: &[Address]) -> usize {
+pub(crate) fn width(dtype: DType, d: usize, rows: &[DeviceAddress]) -> usize {
     let width = WIDEST as usize / dtype.size_in_bytes();
     if d.is_multiple_of(width) && rows.iter().all(|row| row.is_multiple_of(WIDEST)) { width } else { 1 }
 }
@@ -46,7 +46,7 @@ pub(crate) unsafe fn add_sums(
     let parts = Out::new(on, DType::F32, n_parts * n)?;
     let args = [Arg::Address(x_at), Arg::Address(parts.address), Arg::I32(t as i32), Arg::I32(n as i32)];
     let name = format!("partial_sums_{}{}", if width > 1 { "wide_" } else { "" }, suffix(op, x.dtype())?);
-    // SAFETY: the caller answers for x; `parts` has a row of n elements for each part.
+    // SAFETY: the caller guarantees that x is valid; `parts` has a row of n elements for each part.
     unsafe { kernels.launch(on, &name, [n_blocks, n_parts, 1], FLAT_THREADS, &args)? };
     // SAFETY: as above.
     unsafe { add_parts(kernels, on, parts.address, [n_parts, n], total) }
@@ -60,7 +60,7 @@ pub(crate) unsafe fn add_sums(
 pub(crate) unsafe fn add_parts(
     kernels: &Kernels,
     on: Gpu,
-    parts: Address,
+    parts: DeviceAddress,
     [n_parts, n]: [usize; 2],
     total: &Tensor,
 ) -> Result<()> {
@@ -70,6 +70,6 @@ pub(crate) unsafe fn add_parts(
     }
     let args = [Arg::Address(parts), Arg::Address(address(op, total)?), Arg::I32(n_parts as i32), Arg::I32(n as i32)];
     let name = format!("add_parts_{}", suffix(op, total.dtype())?);
-    // SAFETY: the caller answers for the parts; total has n elements of the dtype in the name.
+    // SAFETY: the caller guarantees valid parts; total has n elements of the dtype in the name.
     unsafe { kernels.launch(on, &name, [n.div_ceil(LANES), 1, 1], FLAT_THREADS, &args) }
 }

@@ -14,7 +14,7 @@ use candle_core::cuda_backend::{CudaDType, DeviceId};
 use candle_core::{CudaDevice, CudaStorage, DType, Error, Result, bail};
 use half::{bf16, f16};
 
-use super::arg::{Address, Arg, Blocks};
+use super::arg::{Arg, Blocks, DeviceAddress};
 use super::check::Signature;
 use super::class::Class;
 use super::compiled::Kernels;
@@ -67,7 +67,7 @@ pub(super) unsafe fn launch(
             Arg::F64(value) => builder.arg(value),
         };
     }
-    // SAFETY: the caller answers for the arguments.
+    // SAFETY: the caller guarantees valid arguments.
     unsafe { builder.launch(config) }.map_err(|error| failed(&error))?;
     Ok(())
 }
@@ -143,7 +143,7 @@ fn bytes_of(class: Class) -> usize {
 }
 
 /// Returns the address of a storage's first element.
-pub(super) fn base(op: &str, storage: &CudaStorage) -> Result<Address> {
+pub(super) fn base(op: &str, storage: &CudaStorage) -> Result<DeviceAddress> {
     match storage.dtype() {
         DType::F32 => typed::<f32>(storage),
         DType::BF16 => typed::<bf16>(storage),
@@ -156,7 +156,7 @@ pub(super) fn base(op: &str, storage: &CudaStorage) -> Result<Address> {
     }
 }
 
-fn typed<T: CudaDType + DeviceRepr>(storage: &CudaStorage) -> Result<Address> {
+fn typed<T: CudaDType + DeviceRepr>(storage: &CudaStorage) -> Result<DeviceAddress> {
     let slice = storage.as_cuda_slice::<T>()?;
     let (address, _guard) = slice.device_ptr(slice.stream());
     Ok(address)

@@ -12,7 +12,7 @@ use candle_core::{CpuStorage, DType, Error, Result, bail};
 use half::{bf16, f16};
 use libloading::Library;
 
-use super::arg::{Address, Arg, Blocks};
+use super::arg::{Arg, Blocks, DeviceAddress};
 use super::compiled::Kernels;
 use super::gemm::operands::{Gemm, Matrix};
 use crate::thread_value::with_value;
@@ -75,7 +75,7 @@ pub(super) unsafe fn launch(kernels: &Kernels, name: &str, blocks: Blocks, args:
     let arguments: Vec<u64> = args.iter().map(bytes).collect();
     let Blocks { grid, threads, shared_bytes } = blocks;
     let grid = grid.map(|n| n as u32);
-    // SAFETY: the caller answers for the arguments, whose number and classes were checked; they outlive the run.
+    // SAFETY: the caller guarantees valid arguments, whose number and classes were checked; they outlive the run.
     let ended = unsafe { emulate(*call, arguments.as_ptr(), grid.as_ptr(), threads as u32, shared_bytes as u32) };
     if !ended {
         bail!("{}: the threads of {name} deadlock", kernels.op)
@@ -83,7 +83,7 @@ pub(super) unsafe fn launch(kernels: &Kernels, name: &str, blocks: Blocks, args:
     Ok(())
 }
 
-/// Returns the bytes of an argument; a 4-byte argument lies in the low bytes, as on any little-endian processor.
+/// Returns the bytes of an argument. A 4-byte argument takes the low bytes, as on any little-endian processor.
 fn bytes(arg: &Arg) -> u64 {
     match *arg {
         Arg::Address(value) | Arg::U64(value) => value,
@@ -107,7 +107,7 @@ fn library(kernels: &Kernels) -> Result<Arc<Library>> {
 }
 
 /// Returns the address of a storage's first element.
-pub(super) fn base(op: &str, storage: &CpuStorage) -> Result<Address> {
+pub(super) fn base(op: &str, storage: &CpuStorage) -> Result<DeviceAddress> {
     Ok(match storage {
         CpuStorage::F32(data) => data.as_ptr().expose_provenance(),
         CpuStorage::BF16(data) => data.as_ptr().expose_provenance(),
@@ -149,7 +149,7 @@ pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
     let Gemm { m, n, k, a, b, .. } = *gemm;
     let len = |[rows, columns, stride]: [usize; 3]| rows.checked_sub(1).map_or(0, |last| last * stride + columns);
     let (of_a, of_b, of_c) = (a.in_memory([m, k]), b.in_memory([k, n]), gemm.output().in_memory([m, n]));
-    // SAFETY: the caller answers for the addresses.
+    // SAFETY: the caller guarantees valid addresses.
     let (a_values, b_values) =
         unsafe { (read(a.address, gemm.dtype, len(of_a))?, read(b.address, gemm.dtype, len(of_b))?) };
     // SAFETY: as above. Elements in the gaps between rows are written back unchanged.
@@ -184,7 +184,7 @@ pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
 /// # Safety
 ///
 /// `address` must hold `len` elements of this dtype.
-unsafe fn read(address: Address, dtype: DType, len: usize) -> Result<Vec<f32>> {
+unsafe fn read(address: DeviceAddress, dtype: DType, len: usize) -> Result<Vec<f32>> {
     let at = address as usize;
     // SAFETY: the caller's contract; the memory was exposed by `base`.
     unsafe {
@@ -206,7 +206,7 @@ unsafe fn read(address: Address, dtype: DType, len: usize) -> Result<Vec<f32>> {
 /// # Safety
 ///
 /// `address` must be writable for all values in this dtype.
-unsafe fn write(address: Address, dtype: DType, values: &[f32]) -> Result<()> {
+unsafe fn write(address: DeviceAddress, dtype: DType, values: &[f32]) -> Result<()> {
     let at = address as usize;
     for (i, value) in values.iter().enumerate() {
         // SAFETY: the caller's contract; the memory was exposed by `base`.

@@ -23,7 +23,7 @@ pub(crate) mod transfer;
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 
-pub(crate) use arg::{Address, Arg, Blocks};
+pub(crate) use arg::{Arg, Blocks, DeviceAddress};
 pub(crate) use check::Signature;
 pub(crate) use class::Class;
 pub(crate) use compiled::Kernels;
@@ -93,7 +93,7 @@ impl Kernels {
             bail!("{}: a grid of {grid:?} blocks is too large", self.op)
         }
         match gpu {
-            // SAFETY: the caller answers for the arguments.
+            // SAFETY: the caller guarantees valid arguments.
             #[cfg(feature = "cuda")]
             Gpu::Device(device) => unsafe { driver::launch(self, device, name, blocks, args) },
             // SAFETY: as above.
@@ -133,12 +133,12 @@ pub(crate) fn gpu<'a>(op: &str, tensor: &'a Tensor) -> Result<Gpu<'a>> {
 }
 
 /// Returns the address of a contiguous tensor's first element.
-pub(crate) fn address(op: &str, tensor: &Tensor) -> Result<Address> {
+pub(crate) fn address(op: &str, tensor: &Tensor) -> Result<DeviceAddress> {
     let (storage, layout) = tensor.storage_and_layout();
     address_of(op, &storage, layout)
 }
 
-fn address_of(op: &str, storage: &Storage, layout: &Layout) -> Result<Address> {
+fn address_of(op: &str, storage: &Storage, layout: &Layout) -> Result<DeviceAddress> {
     let Some((start, _)) = layout.contiguous_offsets() else {
         bail!("{op}: want a contiguous tensor, got shape {:?} with strides {:?}", layout.dims(), layout.stride())
     };
@@ -148,7 +148,7 @@ fn address_of(op: &str, storage: &Storage, layout: &Layout) -> Result<Address> {
         #[cfg(feature = "emulate")]
         Storage::Cpu(storage) => emulator::base(op, storage)?,
         #[allow(unreachable_patterns, reason = "not in every build")]
-        _ => bail!("{op}: the tensors lie on different devices"),
+        _ => bail!("{op}: the tensors are on different devices"),
     };
     Ok(base + (start * storage.dtype().size_in_bytes()) as u64)
 }
@@ -157,7 +157,7 @@ fn address_of(op: &str, storage: &Storage, layout: &Layout) -> Result<Address> {
 pub(crate) struct Out {
     storage: Storage,
     /// Address of the first element.
-    pub(crate) address: Address,
+    pub(crate) address: DeviceAddress,
 }
 
 impl Out {

@@ -123,7 +123,7 @@ pub(crate) fn upload_into(dst: &Tensor, bytes: &[u8], device: &CudaDevice) -> Re
     send(bytes, to, device).map_err(|error| Error::Msg(format!("upload_into: CUDA failed: {error}")))
 }
 
-fn send(bytes: &[u8], to: super::Address, device: &CudaDevice) -> std::result::Result<(), DriverError> {
+fn send(bytes: &[u8], to: super::DeviceAddress, device: &CudaDevice) -> std::result::Result<(), DriverError> {
     let stream = device.cuda_stream();
     stream.context().bind_to_thread()?;
     let mut staging = Staging::take(device, bytes.len())?;
@@ -148,7 +148,7 @@ impl Readback {
         Self::copy(from, n_bytes, device).map_err(failed)
     }
 
-    fn copy(from: super::Address, n_bytes: usize, device: &CudaDevice) -> std::result::Result<Self, DriverError> {
+    fn copy(from: super::DeviceAddress, n_bytes: usize, device: &CudaDevice) -> std::result::Result<Self, DriverError> {
         let stream = device.cuda_stream();
         stream.context().bind_to_thread()?;
         let mut staging = Staging::take(device, n_bytes)?;
@@ -159,7 +159,7 @@ impl Readback {
         Ok(Self { staging: ManuallyDrop::new(staging), n_bytes })
     }
 
-    fn send_back(&mut self, to: super::Address, device: &CudaDevice) -> std::result::Result<(), DriverError> {
+    fn send_back(&mut self, to: super::DeviceAddress, device: &CudaDevice) -> std::result::Result<(), DriverError> {
         if self.n_bytes == 0 {
             return Ok(());
         }

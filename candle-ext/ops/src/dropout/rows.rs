@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_after_some_rows_begins_where_they_end() {
+    fn the_remaining_ranges_begin_after_the_consumed_rows() {
         let rows = RowRanges::new(vec![3..5, 9..9, 10..14]);
         let after = |n: usize| rows.skip(n).ranges().to_vec();
         assert_eq!(after(0), [3..5, 10..14]);
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_cover_the_rows_at_hand_or_are_refused() {
+    fn row_ranges_cover_the_available_rows_or_are_refused() {
         let rows = RowRanges::new(vec![3..5, 10..14]);
         assert_eq!(rows.runs(4).unwrap(), [(0..2, 3), (2..4, 10)]);
         assert_eq!(rows.runs(1).unwrap(), [(0..1, 3)]);

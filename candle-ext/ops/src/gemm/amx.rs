@@ -1,7 +1,7 @@
 //! Kernel for processors with AMX, which multiplies bf16 sixteen times as fast as AVX-512 multiplies f32.
 //!
-//! Each f32 is split into three bf16 (24 bits of mantissa are 3 times 8). Of the nine products of two such sums, the
-//! six largest are computed. The rest is below 2^-25 of a product. Sums are f32, as in every kernel.
+//! Each f32 is split into three bf16 (24 bits of mantissa are 3 times 8). Two such sums multiplied have nine terms; the
+//! six largest are computed. The others are below 2^-25 of the result. Sums are f32, as in every kernel.
 //!
 //! Numbers below 2^-108 lose low bits. Infinities, and values above 3.39e38, which bf16 rounds to infinity, become NaN.
 
@@ -176,7 +176,7 @@ fn terms(block: Mat<'_>, first_k: usize, first_col: usize) -> [[__m512; LANES]; 
         if n_terms == 0 || n_cols == 0 {
             continue;
         }
-        // SAFETY: element (k, j) of the block lies at k row_stride + j col_stride; `Mat` has checked the bounds. Masks
+        // SAFETY: element (k, j) of the block is at k row_stride + j col_stride; `Mat` has checked the bounds. Masks
         // and counts exclude the others.
         unsafe {
             let from = from.add(first_k * row_stride + first_col * col_stride);

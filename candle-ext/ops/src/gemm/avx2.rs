@@ -83,7 +83,7 @@ fn pack<const W: usize>(block: Mat<'_>, to: &mut [CacheLine]) {
         let room = (W - first).min(LANES);
         let lanes = n.saturating_sub(first).min(room);
         let to = to.wrapping_add(first);
-        // SAFETY: element (k, j) of the block lies at k row_stride + j col_stride; `Mat` has checked the bounds. No
+        // SAFETY: element (k, j) of the block is at k row_stride + j col_stride; `Mat` has checked the bounds. No
         // others are read. Stores stay in the row of `to`.
         unsafe {
             if lanes < room || (col_stride != 1 && row_stride != 1) {

@@ -75,7 +75,7 @@ fn pack<const W: usize>(block: Mat<'_>, to: &mut [CacheLine]) {
     for first in (0..W).step_by(LANES) {
         let (lanes, room) = (n.saturating_sub(first).min(LANES), mask((W - first).min(LANES)));
         let to = to.wrapping_add(first);
-        // SAFETY: element (k, j) of the block lies at k row_stride + j col_stride; `Mat` has checked the bounds. Masks
+        // SAFETY: element (k, j) of the block is at k row_stride + j col_stride; `Mat` has checked the bounds. Masks
         // exclude the others. Stores stay in the row of `to`.
         unsafe {
             if col_stride == 1 {
@@ -113,7 +113,7 @@ fn pack<const W: usize>(block: Mat<'_>, to: &mut [CacheLine]) {
     }
 }
 
-/// Loads `n` floats that lie `stride` apart, at most a register.
+/// Loads `n` floats at distance `stride`, at most a register.
 ///
 /// # Safety
 ///

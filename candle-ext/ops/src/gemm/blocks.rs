@@ -273,7 +273,7 @@ impl<K: Kernel> BlockedGemm<'_, K> {
                 for (j, other) in slivers.chunks_exact(of_block).enumerate() {
                     let other = (range.start + j * width::<K>(side), other);
                     let ends = (shared.range.end, range.end);
-                    // SAFETY: the slivers have these terms; the caller answers for the part of the output.
+                    // SAFETY: the slivers have these terms; the caller guarantees valid memory for this part of the output.
                     unsafe {
                         match side {
                             Side::A => self.tile(terms.len(), other, one, (ends.1, ends.0), accumulate),

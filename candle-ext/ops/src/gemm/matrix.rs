@@ -30,7 +30,7 @@ impl<'a> Mat<'a> {
     /// Returns some rows and columns, at least one of each.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn part(self, first_row: usize, rows: usize, first_col: usize, cols: usize) -> Self {
-        assert!(first_row + rows <= self.rows && first_col + cols <= self.cols, "a part lies in its matrix");
+        assert!(first_row + rows <= self.rows && first_col + cols <= self.cols, "a submatrix is within its matrix");
         let data = &self.data[first_row * self.row_stride + first_col * self.col_stride..];
         Self { data, rows, cols, ..self }
     }

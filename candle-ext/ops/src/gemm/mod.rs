@@ -159,7 +159,7 @@ fn by_crate(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, sca
             Threads::All => gemm::Parallelism::Rayon(0),
         },
     );
-    // SAFETY: the constructors checked that all indices lie within the slices. The shapes agree (asserted above), rows
+    // SAFETY: the constructors checked that all indices are within the slices. The shapes agree (asserted above), rows
     // of `out` do not overlap (row_stride >= cols), and the mutable borrow of `out` rules out aliasing. Slices are at
     // most isize::MAX bytes, so strides fit in isize.
     unsafe {
@@ -253,7 +253,7 @@ mod tests {
 
     /// Rows, columns and terms each exceed one packed block.
     #[test]
-    fn large_products_are_whole() {
+    fn gemms_larger_than_a_packed_block_equal_three_loops() {
         for kernel in GemmKernel::all() {
             check(kernel, (7000, 3, 600), (true, false, 0));
             check(kernel, (3, 7000, 600), (false, true, 0));
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_stays_so() {
+    fn non_finite_values_stay_non_finite() {
         for kernel in GemmKernel::all() {
             for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let (mut a, b) = (vec![1.0; 40 * 40], vec![1.0; 40 * 40]);
@@ -391,7 +391,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "gemm of [2, 3] by [2, 3] into [2, 3]")]
-    fn shapes_that_do_not_meet_are_refused() {
+    fn shapes_that_do_not_match_are_refused() {
         let (a, mut c) = ([0.0; 6], [0.0; 6]);
         let (x, y) = (Mat::new(&a, 2, 3), Mat::new(&a, 2, 3));
         gemm(MatMut::new(&mut c, 2, 3), Accumulate::Add, x, y, 1.0, Threads::One);

@@ -2,7 +2,7 @@
 //! these.
 
 use super::matrix::{Accumulate, Mat, MatMut};
-use crate::dot::{Rows, dots};
+use crate::dot::{MatrixRows, dots};
 use crate::simd::{prefetch, vectorised};
 
 /// Columns whose sums fit into registers.
@@ -21,7 +21,7 @@ pub(super) fn takes(out: &MatMut<'_>, a: Mat<'_>, b: Mat<'_>) -> bool {
 pub(super) fn gemm(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, scale: f32) {
     let (a, out) = (&a.data[..a.cols], &mut out.data[..b.cols]);
     if b.row_stride == 1 {
-        let columns = Rows { data: b.data, stride: b.col_stride, ahead: AHEAD * b.col_stride };
+        let columns = MatrixRows { data: b.data, stride: b.col_stride, ahead: AHEAD * b.col_stride };
         vectorised!(dots(out, accumulate, columns, a, scale, |b| b));
     } else {
         vectorised!(by_rows(out, accumulate, a, b, scale));

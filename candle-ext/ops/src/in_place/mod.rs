@@ -26,7 +26,7 @@ pub fn zero_(x: &Tensor) -> Result<()> {
 
 /// Copies `src` into the contiguous view `dst`, rounded to its dtype.
 ///
-/// Float views may share one buffer. Byte views must lie in two buffers.
+/// Float views may share one buffer. Byte views must be in two buffers.
 pub fn copy_into(dst: &Tensor, src: &Tensor) -> Result<()> {
     let _span = span("copy_into", "");
     if [dst, src].map(Tensor::dtype) == [DType::U8; 2] && dst.elem_count() == src.elem_count() {

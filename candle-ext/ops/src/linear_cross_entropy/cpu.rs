@@ -15,7 +15,7 @@ use crate::transfer::to_host;
 use crate::weight_matmul::{self, Dims};
 
 /// Hidden states and LM head weight.
-pub(super) struct LmHead<'a> {
+pub(super) struct CpuLmHead<'a> {
     pub(super) x: Floats<'a>,
     pub(super) w: Floats<'a>,
     pub(super) sizes: Sizes,
@@ -24,7 +24,7 @@ pub(super) struct LmHead<'a> {
     pub(super) shard: Option<&'a VocabShard<'a>>,
 }
 
-impl LmHead<'_> {
+impl CpuLmHead<'_> {
     /// Returns the loss of each target.
     pub(super) fn losses(&self, targets: &[Target]) -> Result<Vec<f32>> {
         if let Some(shard) = self.shard {

@@ -7,7 +7,7 @@ use super::chunk::rows_per_chunk;
 use super::vocab_shard::VocabShard;
 use crate::cost::DeviceKind;
 use crate::cuda::gemm::{Gemm, Matrix};
-use crate::cuda::{Address, Arg, Gpu, Out, address, gpu, kernels, same_dtype, suffix};
+use crate::cuda::{Arg, DeviceAddress, Gpu, Out, address, gpu, kernels, same_dtype, suffix};
 use crate::gemm::Accumulate;
 use crate::transfer::{to_host, upload};
 
@@ -20,7 +20,7 @@ const THREADS: usize = 1024;
 const COPIERS: usize = 256;
 
 /// Hidden states and LM head weight.
-pub(super) struct LmHead<'a> {
+pub(super) struct CudaLmHead<'a> {
     x: &'a Tensor,
     w: &'a Tensor,
     sizes: Sizes,
@@ -48,7 +48,7 @@ struct Chunk {
     len: usize,
 }
 
-impl<'a> LmHead<'a> {
+impl<'a> CudaLmHead<'a> {
     pub(super) fn new(
         x: &'a Tensor,
         w: &'a Tensor,
@@ -84,7 +84,7 @@ impl<'a> LmHead<'a> {
                 let args = [
                     Arg::Address(logits.address),
                     Arg::Address(self.class_of(chunk)?),
-                    Arg::Address(losses.address + 4 * chunk.start as Address),
+                    Arg::Address(losses.address + 4 * chunk.start as DeviceAddress),
                     Arg::I32(self.sizes.v as i32),
                     Arg::I32(self.stride() as i32),
                 ];
@@ -100,7 +100,7 @@ impl<'a> LmHead<'a> {
             let logits = self.logits(&x, chunk)?;
             let d_logits = self.room_for_gradients(chunk)?;
             let d_logits = d_logits.as_ref().unwrap_or(&logits);
-            let start = 4 * chunk.start as Address;
+            let start = 4 * chunk.start as DeviceAddress;
             let args = [
                 Arg::Address(logits.address),
                 Arg::Address(self.class_of(chunk)?),
@@ -121,7 +121,7 @@ impl<'a> LmHead<'a> {
         Ok((losses.into_tensor(n), Some(dx)))
     }
 
-    /// Computes [`LmHead::run`] for a vocabulary shard: merges the shards' softmax statistics chunk by chunk.
+    /// Computes [`CudaLmHead::run`] for a vocabulary shard: merges the shards' softmax statistics chunk by chunk.
     fn run_shard(&self, shard: &VocabShard, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
         let (n, v, dtype) = (self.targets.len(), self.sizes.v as i32, self.x.dtype());
         let stride = self.stride() as i32;
@@ -154,7 +154,7 @@ impl<'a> LmHead<'a> {
             let args = [
                 Arg::Address(logits.address),
                 Arg::Address(self.class_of(chunk)?),
-                Arg::Address(address(OP, weights)? + 4 * chunk.start as Address),
+                Arg::Address(address(OP, weights)? + 4 * chunk.start as DeviceAddress),
                 Arg::Address(address(OP, &max)?),
                 Arg::Address(address(OP, &sum)?),
                 Arg::Address(d_logits.address),
@@ -198,7 +198,7 @@ impl<'a> LmHead<'a> {
         for chunk in self.chunks() {
             let x = self.gather(chunk)?;
             let logits = self.logits(&x, chunk)?;
-            let start = 4 * chunk.start as Address;
+            let start = 4 * chunk.start as DeviceAddress;
             let args = [
                 Arg::Address(logits.address),
                 Arg::Address(self.class_of(chunk)?),
@@ -251,12 +251,12 @@ impl<'a> LmHead<'a> {
         (0..n).step_by(at_once).map(move |start| Chunk { start, len: at_once.min(n - start) })
     }
 
-    fn class_of(&self, chunk: Chunk) -> Result<Address> {
-        Ok(address(OP, &self.classes)? + 4 * chunk.start as Address)
+    fn class_of(&self, chunk: Chunk) -> Result<DeviceAddress> {
+        Ok(address(OP, &self.classes)? + 4 * chunk.start as DeviceAddress)
     }
 
-    fn row_of(&self, chunk: Chunk) -> Result<Address> {
-        Ok(address(OP, &self.rows)? + 4 * chunk.start as Address)
+    fn row_of(&self, chunk: Chunk) -> Result<DeviceAddress> {
+        Ok(address(OP, &self.rows)? + 4 * chunk.start as DeviceAddress)
     }
 
     /// Gathers the chunk's rows of x.
@@ -268,7 +268,14 @@ impl<'a> LmHead<'a> {
         Ok(x)
     }
 
-    fn copy_rows(&self, how: &str, [from, rows, to]: [Address; 3], n: usize, d: usize, dtype: DType) -> Result<()> {
+    fn copy_rows(
+        &self,
+        how: &str,
+        [from, rows, to]: [DeviceAddress; 3],
+        n: usize,
+        d: usize,
+        dtype: DType,
+    ) -> Result<()> {
         let args = [Arg::Address(from), Arg::Address(rows), Arg::Address(to), Arg::I32(d as i32)];
         let name = format!("{how}_{}", suffix(OP, dtype)?);
         // SAFETY: the callers pass n rows of d elements, and n valid row indices.

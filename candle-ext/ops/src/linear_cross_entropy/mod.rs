@@ -124,7 +124,7 @@ fn run(
         cuda => {
             let value = w.value()?;
             let dw = w.sink().filter(|_| wants_dx && !targets.is_empty()).map(GradSink::grad_to_write).transpose()?;
-            let head = cuda::LmHead::new(&x, &value, &targets, sizes, spec.chunk, shard)?;
+            let head = cuda::CudaLmHead::new(&x, &value, &targets, sizes, spec.chunk, shard)?;
             let factor = if let LossGrad::Scaled(_, factor) = upstream { Some(factor) } else { None };
             let gradients = cuda::Gradients { weights: &weights, factor, dw: dw.as_ref() };
             let (losses, dx) = head.run(wants_dx.then_some(&gradients))?;
@@ -147,10 +147,10 @@ pub fn token_scores(x: &Tensor, w: &Weight, targets: &[u32], chunk: usize) -> Re
     on_device!("token_scores", x, {
         cpu => {
             let (x, w) = (host("token_scores", &x)?, host("token_scores", &value)?);
-            let head = cpu::LmHead { x: x.floats()?, w: w.floats()?, sizes, chunk, shard: None };
+            let head = cpu::CpuLmHead { x: x.floats()?, w: w.floats()?, sizes, chunk, shard: None };
             Ok(head.scores(&targets).into_iter().collect())
         },
-        cuda => cuda::LmHead::new(&x, &value, &targets, sizes, chunk, None)?.scores(),
+        cuda => cuda::CudaLmHead::new(&x, &value, &targets, sizes, chunk, None)?.scores(),
     })
 }
 
@@ -165,7 +165,7 @@ fn on_cpu(
 ) -> Result<(Vec<f32>, Option<Tensor>)> {
     let value = w.value()?;
     let (x_host, w_host) = (host("linear_cross_entropy", x)?, host("linear_cross_entropy", &value)?);
-    let head = cpu::LmHead { x: x_host.floats()?, w: w_host.floats()?, sizes, chunk, shard };
+    let head = cpu::CpuLmHead { x: x_host.floats()?, w: w_host.floats()?, sizes, chunk, shard };
     let Some(weights) = weights else { return Ok((head.losses(targets)?, None)) };
     let mut dx = FloatBuf::zeros(x.dtype(), x.elem_count())?;
     let losses = match w.sink().filter(|_| !targets.is_empty()) {

@@ -5,7 +5,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
-/// Class of a target that lies in another shard.
+/// Class of a target in another rank's shard.
 pub(super) const NOT_IN_SHARD: usize = usize::MAX;
 
 /// A rank's shard of the vocabulary: consecutive rows of the LM head.

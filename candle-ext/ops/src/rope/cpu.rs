@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::heads::{Heads, RotationDirection, Slice};
+use super::heads::{HeadSlice, RopeHeads, RotationDirection};
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;
 
@@ -10,14 +10,14 @@ use crate::simd::vectorised;
 const BLOCK: usize = 1 << 14;
 
 /// Cosines and sines [t, k/2].
-pub(super) type Table<'a> = (&'a [f32], &'a [f32]);
+pub(super) type RopeTable<'a> = (&'a [f32], &'a [f32]);
 
 /// Rotates heads of each token of `x` by the table into `y`; copies them if there is no table.
 pub(super) fn rotate(
-    (x, from): (Floats<'_>, Slice),
-    table: Option<Table<'_>>,
-    (y, to): (FloatsMut<'_>, Slice),
-    Heads { n, dim }: Heads,
+    (x, from): (Floats<'_>, HeadSlice),
+    table: Option<RopeTable<'_>>,
+    (y, to): (FloatsMut<'_>, HeadSlice),
+    RopeHeads { n, dim }: RopeHeads,
     direction: RotationDirection,
 ) {
     let width = n * dim;
@@ -41,7 +41,7 @@ pub(super) fn rotate(
 }
 
 /// Rotates the heads of one token, of k elements each.
-fn rotate_token(x: &[f32], (cos, sin): Table<'_>, token: usize, out: &mut [f32], (k, sign): (usize, f32)) {
+fn rotate_token(x: &[f32], (cos, sin): RopeTable<'_>, token: usize, out: &mut [f32], (k, sign): (usize, f32)) {
     let half = k / 2;
     let [cos, sin] = [cos, sin].map(|table| &table[token * half..(token + 1) * half]);
     vectorised!({

@@ -2,8 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::heads::{Heads, RotationDirection, Slice};
-use crate::cuda::{Address, Arg, Out, address, gpu, kernels, suffix};
+use super::heads::{HeadSlice, RopeHeads, RotationDirection};
+use crate::cuda::{Arg, DeviceAddress, Out, address, gpu, kernels, suffix};
 
 kernels!("rope");
 
@@ -11,10 +11,10 @@ const OP: &str = "rope";
 
 /// Returns heads of `x`, rotated by the f32 tables [t, k/2], contiguous: [t, n, k].
 pub(super) fn rotated(
-    (x, from): (&Tensor, Slice),
+    (x, from): (&Tensor, HeadSlice),
     table: Option<[&Tensor; 2]>,
     n_tokens: usize,
-    heads: Heads,
+    heads: RopeHeads,
     direction: RotationDirection,
 ) -> Result<Out> {
     let y = Out::new(gpu(OP, x)?, x.dtype(), n_tokens * heads.n * heads.dim)?;
@@ -25,10 +25,10 @@ pub(super) fn rotated(
 
 /// Writes rotated heads of `x` to a slice of `y`.
 pub(super) fn rotate_into(
-    x: (&Tensor, Slice),
+    x: (&Tensor, HeadSlice),
     table: Option<[&Tensor; 2]>,
-    (y, to): (&Tensor, Slice),
-    (n_tokens, heads): (usize, Heads),
+    (y, to): (&Tensor, HeadSlice),
+    (n_tokens, heads): (usize, RopeHeads),
     direction: RotationDirection,
 ) -> Result<()> {
     // SAFETY: y has rows of `to.stride` elements for all tokens.
@@ -46,13 +46,13 @@ pub(super) fn unwritten(x: &Tensor, n: usize) -> Result<Out> {
 ///
 /// `y` must hold the heads of all tokens in its slice.
 unsafe fn launch(
-    (x, from): (&Tensor, Slice),
+    (x, from): (&Tensor, HeadSlice),
     table: Option<[&Tensor; 2]>,
-    (y, to): (Address, Slice),
-    (n_tokens, Heads { n, dim }): (usize, Heads),
+    (y, to): (DeviceAddress, HeadSlice),
+    (n_tokens, RopeHeads { n, dim }): (usize, RopeHeads),
     direction: RotationDirection,
 ) -> Result<()> {
-    let at = |slice: Slice| (slice.first * x.dtype().size_in_bytes()) as Address;
+    let at = |slice: HeadSlice| (slice.first * x.dtype().size_in_bytes()) as DeviceAddress;
     let [cos, sin] = match table {
         Some([cos, sin]) => [address(OP, cos)?, address(OP, sin)?],
         None => [0, 0],

@@ -19,21 +19,21 @@ impl RotationDirection {
 
 /// Rotated heads: `n` heads of `dim` elements each.
 #[derive(Clone, Copy)]
-pub(super) struct Heads {
+pub(super) struct RopeHeads {
     pub(super) n: usize,
     pub(super) dim: usize,
 }
 
-impl Heads {
+impl RopeHeads {
     /// Returns the slice of a tensor that holds only these heads.
-    pub(super) fn slice(self) -> Slice {
-        Slice { first: 0, stride: self.n * self.dim }
+    pub(super) fn slice(self) -> HeadSlice {
+        HeadSlice { first: 0, stride: self.n * self.dim }
     }
 }
 
 /// Heads within a tensor: tokens start `stride` elements apart, their heads `first` elements later.
 #[derive(Clone, Copy)]
-pub(super) struct Slice {
+pub(super) struct HeadSlice {
     pub(super) first: usize,
     pub(super) stride: usize,
 }

@@ -16,7 +16,7 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::record;
 use crate::span::span;
 use crate::storage::{self, host, update};
-use heads::{Heads, RotationDirection, Slice};
+use heads::{HeadSlice, RopeHeads, RotationDirection};
 pub use qkv::{QkvHeads, split_qkv};
 
 /// Rotates each pair `(a, b) = (x_i, x_{i + k/2})` of `x` [t, h, k] to `(a cos - b sin, b cos + a sin)`.
@@ -39,9 +39,9 @@ pub fn rope_cost(n_tokens: u64, head_dim: u64) -> Cost {
 
 /// Returns heads of a tensor [t, ..] as [t, n, dim], rotated if there is a table.
 fn rotated(
-    (x, from): (&Tensor, Slice),
+    (x, from): (&Tensor, HeadSlice),
     table: Option<&[Tensor; 2]>,
-    heads: Heads,
+    heads: RopeHeads,
     direction: RotationDirection,
 ) -> Result<Tensor> {
     let shape = (x.dim(0)?, heads.n, heads.dim);
@@ -65,8 +65,8 @@ fn rotated(
 fn rotate_into(
     x: &Tensor,
     table: Option<&[Tensor; 2]>,
-    (y, to): (&Tensor, Slice),
-    heads: Heads,
+    (y, to): (&Tensor, HeadSlice),
+    heads: RopeHeads,
     direction: RotationDirection,
 ) -> Result<()> {
     on_device!("rope", x, {
@@ -86,20 +86,20 @@ fn rotate_into(
 }
 
 /// Calls `f` with the elements of cosines and sines.
-fn with_table(table: Option<&[Tensor; 2]>, f: impl FnOnce(Option<cpu::Table>) -> Result<()>) -> Result<()> {
+fn with_table(table: Option<&[Tensor; 2]>, f: impl FnOnce(Option<cpu::RopeTable>) -> Result<()>) -> Result<()> {
     let Some([cos, sin]) = table else { return f(None) };
     let (cos, sin) = (host("rope", cos)?, host("rope", sin)?);
     f(Some((cos.slice::<f32>()?, sin.slice::<f32>()?)))
 }
 
-fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Heads> {
+fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<RopeHeads> {
     check_dtype("rope", "the input", x.dtype())?;
     let (t, n, dim) = match x.dims3() {
         Ok((t, n, dim)) if dim % 2 == 0 => (t, n, dim),
         _ => bail!("rope: want an input [t, h, k] with an even k, got {:?}", x.dims()),
     };
     check_table([t, dim / 2], cos, sin)?;
-    Ok(Heads { n, dim })
+    Ok(RopeHeads { n, dim })
 }
 
 fn check_table(shape: [usize; 2], cos: &Tensor, sin: &Tensor) -> Result<()> {

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::heads::{Heads, RotationDirection, Slice};
+use super::heads::{HeadSlice, RopeHeads, RotationDirection};
 use super::{check_table, rotate_into, rotated};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
@@ -45,8 +45,8 @@ pub fn split_qkv(qkv: &Tensor, heads: QkvHeads, cos: &Tensor, sin: &Tensor) -> R
 /// Part of each row: queries, keys or values.
 #[derive(Clone, Copy)]
 struct Part {
-    heads: Heads,
-    slice: Slice,
+    heads: RopeHeads,
+    slice: HeadSlice,
     is_rotated: bool,
 }
 
@@ -59,8 +59,8 @@ impl QkvHeads {
     fn parts(self) -> [Part; 3] {
         let Self { n_q, n_kv, dim } = self;
         [(0, n_q, true), (n_q, n_kv, true), (n_q + n_kv, n_kv, false)].map(|(first, n, is_rotated)| Part {
-            heads: Heads { n, dim },
-            slice: Slice { first: first * dim, stride: self.width() },
+            heads: RopeHeads { n, dim },
+            slice: HeadSlice { first: first * dim, stride: self.width() },
             is_rotated,
         })
     }

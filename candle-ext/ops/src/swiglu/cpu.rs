@@ -12,7 +12,7 @@ const BLOCK: usize = 1 << 12;
 
 /// Inputs; element i of row r is at `r * stride + i` of each.
 #[derive(Clone, Copy)]
-pub(super) struct Inputs<'a> {
+pub(super) struct SwigluInputs<'a> {
     pub(super) gate: Floats<'a>,
     pub(super) up: Floats<'a>,
 }
@@ -25,7 +25,7 @@ struct Span {
 }
 
 /// Computes y = silu(gate) up.
-pub(super) fn forward(Inputs { gate, up }: Inputs<'_>, y: FloatsMut<'_>, gated: Gated) {
+pub(super) fn forward(SwigluInputs { gate, up }: SwigluInputs<'_>, y: FloatsMut<'_>, gated: Gated) {
     let gated = gated.in_blocks();
     y.chunks(gated.task()).into_par_iter().enumerate().for_each(|(task, mut y)| {
         let (mut gate_wide, mut up_wide, mut out) = (Vec::new(), Vec::new(), [0.0; BLOCK]);
@@ -40,7 +40,7 @@ pub(super) fn forward(Inputs { gate, up }: Inputs<'_>, y: FloatsMut<'_>, gated: 
 }
 
 /// Computes d_up = dy silu(gate) and d_gate = dy up s (1 + gate (1 - s)) with s = sigmoid(gate), into two buffers.
-pub(super) fn backward(inputs: Inputs<'_>, dy: Floats<'_>, [d_gate, d_up]: [FloatsMut<'_>; 2], gated: Gated) {
+pub(super) fn backward(inputs: SwigluInputs<'_>, dy: Floats<'_>, [d_gate, d_up]: [FloatsMut<'_>; 2], gated: Gated) {
     let gated = gated.in_blocks();
     let outputs = d_gate.chunks(gated.task()).into_par_iter().zip(d_up.chunks(gated.task()));
     outputs.enumerate().for_each(|(task, (mut d_gate, mut d_up))| {
@@ -53,7 +53,7 @@ pub(super) fn backward(inputs: Inputs<'_>, dy: Floats<'_>, [d_gate, d_up]: [Floa
 }
 
 /// Writes both gradients to one buffer: rows of `stride` elements, `width` of d_gate, then `width` of d_up.
-pub(super) fn backward_joined(inputs: Inputs<'_>, dy: Floats<'_>, d_joined: FloatsMut<'_>, gated: Gated) {
+pub(super) fn backward_joined(inputs: SwigluInputs<'_>, dy: Floats<'_>, d_joined: FloatsMut<'_>, gated: Gated) {
     let Gated { width, stride, .. } = gated;
     let n_rows = gated.task() / width;
     d_joined.chunks(n_rows * stride).into_par_iter().enumerate().for_each(|(task, mut d_joined)| {
@@ -68,7 +68,7 @@ pub(super) fn backward_joined(inputs: Inputs<'_>, dy: Floats<'_>, d_joined: Floa
 
 /// Calls `write` with d_gate and d_up, for the spans of a task of `n` elements.
 fn for_each_gradient(
-    Inputs { gate, up }: Inputs<'_>,
+    SwigluInputs { gate, up }: SwigluInputs<'_>,
     dy: Floats<'_>,
     (task, n): (usize, usize),
     gated: Gated,

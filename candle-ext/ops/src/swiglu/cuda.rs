@@ -2,8 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::source::{Gated, Source};
-use crate::cuda::{Address, Arg, FLAT_THREADS, Gpu, Out, address, gpu, kernels, suffix};
+use super::source::{GateUp, Gated};
+use crate::cuda::{Arg, DeviceAddress, FLAT_THREADS, Gpu, Out, address, gpu, kernels, suffix};
 
 kernels!("swiglu");
 
@@ -14,7 +14,7 @@ const PER_THREAD: usize = 8;
 const MOST_ROWS: usize = 65_535;
 
 /// Returns y.
-pub(super) fn forward(source: &Source) -> Result<Out> {
+pub(super) fn forward(source: &GateUp) -> Result<Out> {
     let (on, like, gated) = (gpu(OP, source.tensor())?, source.tensor(), source.gated());
     let y = Out::new(on, like.dtype(), gated.n_rows * gated.width)?;
     let [gate, up] = addresses(source)?;
@@ -25,7 +25,7 @@ pub(super) fn forward(source: &Source) -> Result<Out> {
 }
 
 /// Returns the gradient of each tensor of the source.
-pub(super) fn backward(source: &Source, dy: &Tensor) -> Result<Vec<Tensor>> {
+pub(super) fn backward(source: &GateUp, dy: &Tensor) -> Result<Vec<Tensor>> {
     let (on, like, gated) = (gpu(OP, source.tensor())?, source.tensor(), source.gated());
     let outs: Vec<Out> = source.tensors().map(|x| Out::new(on, x.dtype(), x.elem_count())).collect::<Result<_>>()?;
     let [gate, up] = addresses(source)?;
@@ -38,12 +38,12 @@ pub(super) fn backward(source: &Source, dy: &Tensor) -> Result<Vec<Tensor>> {
 }
 
 /// Returns the addresses of gate and up.
-fn addresses(source: &Source) -> Result<[Address; 2]> {
+fn addresses(source: &GateUp) -> Result<[DeviceAddress; 2]> {
     match source {
-        Source::Two(gate, up) => Ok([address(OP, gate)?, address(OP, up)?]),
-        Source::Joined(joined) => {
+        GateUp::Two(gate, up) => Ok([address(OP, gate)?, address(OP, up)?]),
+        GateUp::Joined(joined) => {
             let gate = address(OP, joined)?;
-            Ok([gate, gate + (source.gated().width * joined.dtype().size_in_bytes()) as Address])
+            Ok([gate, gate + (source.gated().width * joined.dtype().size_in_bytes()) as DeviceAddress])
         }
     }
 }

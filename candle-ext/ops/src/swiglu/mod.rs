@@ -13,13 +13,13 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::{recompute_gated_with, record};
 use crate::span::span;
 use crate::storage::{self, host};
-use source::Source;
+use source::GateUp;
 
 /// Computes y = gate * sigmoid(gate) * up, element by element, in f32 and rounded once.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let _span = span("swiglu", "forward");
     check(gate, up)?;
-    let source = Source::Two(gate.contiguous()?, up.contiguous()?);
+    let source = GateUp::Two(gate.contiguous()?, up.contiguous()?);
     let y = forward_recomputable(&source)?;
     Ok(record("swiglu", [gate.into(), up.into()], y, move |dy, _| {
         let mut grads = backward(&source, dy)?.into_iter();
@@ -34,7 +34,7 @@ pub fn swiglu_joined(gate_up: &Tensor) -> Result<Tensor> {
     if !gate_up.dims().last().is_some_and(|width| width.is_multiple_of(2)) {
         bail!("swiglu: want an input [.., 2f] of gate and up, got {:?}", gate_up.dims())
     }
-    let source = Source::Joined(gate_up.contiguous()?);
+    let source = GateUp::Joined(gate_up.contiguous()?);
     let y = forward_recomputable(&source)?;
     Ok(record("swiglu", [gate_up.into()], y, move |dy, _| Ok([backward(&source, dy)?.pop()])))
 }
@@ -45,14 +45,14 @@ pub fn swiglu_cost(n_outputs: u64, dtype: DType) -> Cost {
 }
 
 /// Computes y, which backward may recompute.
-fn forward_recomputable(source: &Source) -> Result<Tensor> {
+fn forward_recomputable(source: &GateUp) -> Result<Tensor> {
     let y = forward(source)?;
     let again = source.clone();
     recompute_gated_with(&y, move || forward(&again));
     Ok(y)
 }
 
-fn forward(source: &Source) -> Result<Tensor> {
+fn forward(source: &GateUp) -> Result<Tensor> {
     on_device!("swiglu", source.tensor(), {
         cpu => forward_cpu(source),
         cuda => Ok(cuda::forward(source)?.into_tensor(source.shape())),
@@ -60,14 +60,14 @@ fn forward(source: &Source) -> Result<Tensor> {
 }
 
 /// Returns the gradient of each tensor of the source.
-fn backward(source: &Source, dy: &Tensor) -> Result<Vec<Tensor>> {
+fn backward(source: &GateUp, dy: &Tensor) -> Result<Vec<Tensor>> {
     on_device!("swiglu", dy, {
         cpu => backward_cpu(source, dy),
         cuda => cuda::backward(source, dy),
     })
 }
 
-fn forward_cpu(source: &Source) -> Result<Tensor> {
+fn forward_cpu(source: &GateUp) -> Result<Tensor> {
     let mut y = FloatBuf::unwritten(source.tensor().dtype(), source.shape().elem_count())?;
     with_inputs(source, |inputs| {
         cpu::forward(inputs, y.view(), source.gated());
@@ -76,7 +76,7 @@ fn forward_cpu(source: &Source) -> Result<Tensor> {
     Ok(storage::tensor(y, source.shape()))
 }
 
-fn backward_cpu(source: &Source, dy: &Tensor) -> Result<Vec<Tensor>> {
+fn backward_cpu(source: &GateUp, dy: &Tensor) -> Result<Vec<Tensor>> {
     let buffer = |x: &Tensor| FloatBuf::unwritten(x.dtype(), x.elem_count());
     let mut grads: Vec<FloatBuf> = source.tensors().map(buffer).collect::<Result<_>>()?;
     let dy = host("swiglu", dy)?;
@@ -92,17 +92,17 @@ fn backward_cpu(source: &Source, dy: &Tensor) -> Result<Vec<Tensor>> {
 }
 
 /// Calls `f` with the elements of gate and up, if there are any.
-fn with_inputs(source: &Source, f: impl FnOnce(cpu::Inputs) -> Result<()>) -> Result<()> {
+fn with_inputs(source: &GateUp, f: impl FnOnce(cpu::SwigluInputs) -> Result<()>) -> Result<()> {
     let first = host("swiglu", source.tensor())?;
     match source {
         _ if source.tensor().elem_count() == 0 => Ok(()),
-        Source::Two(_, up) => {
+        GateUp::Two(_, up) => {
             let up = host("swiglu", up)?;
-            f(cpu::Inputs { gate: first.floats()?, up: up.floats()? })
+            f(cpu::SwigluInputs { gate: first.floats()?, up: up.floats()? })
         }
-        Source::Joined(_) => {
+        GateUp::Joined(_) => {
             let gate = first.floats()?;
-            f(cpu::Inputs { gate, up: gate.slice(source.gated().width..gate.len()) })
+            f(cpu::SwigluInputs { gate, up: gate.slice(source.gated().width..gate.len()) })
         }
     }
 }

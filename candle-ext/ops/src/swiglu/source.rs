@@ -4,7 +4,7 @@ use candle_core::{Shape, Tensor};
 
 /// Gate and up, contiguous.
 #[derive(Clone)]
-pub(super) enum Source {
+pub(super) enum GateUp {
     Two(Tensor, Tensor),
     /// One tensor [.., 2f], gate before up in each row.
     Joined(Tensor),
@@ -18,7 +18,7 @@ pub(super) struct Gated {
     pub(super) stride: usize,
 }
 
-impl Source {
+impl GateUp {
     /// Returns the first of the tensors.
     pub(super) fn tensor(&self) -> &Tensor {
         match self {

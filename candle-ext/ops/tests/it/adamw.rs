@@ -94,7 +94,7 @@ fn check_views(test_device: &TestDevice, dtype: DType, moments: DType) {
 
 /// A step with bf16 buffers equals a step with f32 buffers from the same rounded values.
 #[test]
-fn what_is_kept_in_bf16_is_widened_used_and_rounded_once() {
+fn moments_in_bf16_are_widened_and_rounded_once() {
     check_each(TestDevice::all(), |test_device| {
         let round = |x: &Tensor| x.to_dtype(DType::BF16).unwrap();
         let rounded =

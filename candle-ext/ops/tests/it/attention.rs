@@ -4,7 +4,7 @@ use rand::Rng;
 use rand::rngs::StdRng;
 
 use crate::cases::{
-    Case, F32, TestDevice, assert_close, assert_error, bits, check_each, randn, relative_error, rng, tape, values,
+    F32, OpCase, TestDevice, assert_close, assert_error, bits, check_each, randn, relative_error, rng, tape, values,
 };
 
 const FUSED: AttentionChoice = AttentionChoice { implementation: AttentionImpl::Fused, deterministic: false };
@@ -13,7 +13,7 @@ pub(crate) const BIDIRECTIONAL: AttentionSpec = AttentionSpec { causal: false, .
 
 /// Sequence lengths, heads and mask of a test.
 #[derive(Clone, Debug)]
-pub(crate) struct Setup {
+pub(crate) struct AttentionCase {
     pub(crate) queries: Vec<usize>,
     pub(crate) keys: Vec<usize>,
     pub(crate) hq: usize,
@@ -22,7 +22,7 @@ pub(crate) struct Setup {
     pub(crate) spec: AttentionSpec,
 }
 
-impl Setup {
+impl AttentionCase {
     pub(crate) fn packed(lens: &[usize], (hq, hkv, dim): (usize, usize, usize), spec: AttentionSpec) -> Self {
         Self { queries: lens.to_vec(), keys: lens.to_vec(), hq, hkv, dim, spec }
     }
@@ -37,14 +37,14 @@ impl Setup {
         vec![randn((t, self.hq, self.dim), 1), randn(kv, 2), randn(kv, 3)]
     }
 
-    fn with_case(&self, check: impl Fn(&Case<'_>)) {
+    fn with_case(&self, check: impl Fn(&OpCase<'_>)) {
         let seqs = self.seqs();
         self.with_op("attention", &|x| attention(&x[0], &x[1], &x[2], &seqs, &self.spec), check);
     }
 
     /// Checks another implementation of the same attention.
-    pub(crate) fn with_op(&self, name: &str, op: &dyn Fn(&[Tensor]) -> Result<Tensor>, check: impl Fn(&Case<'_>)) {
-        check(&Case {
+    pub(crate) fn with_op(&self, name: &str, op: &dyn Fn(&[Tensor]) -> Result<Tensor>, check: impl Fn(&OpCase<'_>)) {
+        check(&OpCase {
             name: &format!("{name} {self:?}"),
             inputs: self.inputs(),
             weights: vec![],
@@ -106,44 +106,45 @@ pub(crate) fn window(window: usize) -> AttentionSpec {
 }
 
 /// Returns small setups, for tests in every dtype.
-pub(crate) fn small() -> Vec<Setup> {
+pub(crate) fn small() -> Vec<AttentionCase> {
     vec![
-        Setup::packed(&[150, 1, 0, 37], (6, 2, 16), CAUSAL),
-        Setup::packed(&[1], (1, 1, 1), CAUSAL),
-        Setup::packed(&[1, 1, 1], (4, 4, 5), CAUSAL),
-        Setup::packed(&[0, 40, 0], (2, 1, 7), BIDIRECTIONAL),
-        Setup::packed(&[5], (2, 2, 8), window(1)),
-        Setup::packed(&[30], (2, 2, 8), AttentionSpec { scale: -0.3, ..CAUSAL }),
-        Setup::packed(&[90], (2, 1, 8), AttentionSpec { window: Some(20), ..BIDIRECTIONAL }),
+        AttentionCase::packed(&[150, 1, 0, 37], (6, 2, 16), CAUSAL),
+        AttentionCase::packed(&[1], (1, 1, 1), CAUSAL),
+        AttentionCase::packed(&[1, 1, 1], (4, 4, 5), CAUSAL),
+        AttentionCase::packed(&[0, 40, 0], (2, 1, 7), BIDIRECTIONAL),
+        AttentionCase::packed(&[5], (2, 2, 8), window(1)),
+        AttentionCase::packed(&[30], (2, 2, 8), AttentionSpec { scale: -0.3, ..CAUSAL }),
+        AttentionCase::packed(&[90], (2, 1, 8), AttentionSpec { window: Some(20), ..BIDIRECTIONAL }),
     ]
 }
 
 /// Returns setups that exceed one tile of something.
-fn large() -> Vec<Setup> {
+fn large() -> Vec<AttentionCase> {
     vec![
-        Setup::packed(&[300], (9, 3, 8), CAUSAL),
-        Setup::packed(&[200, 60], (4, 2, 8), window(5)),
-        Setup::packed(&[280], (2, 2, 8), window(130)),
-        Setup::packed(&[20], (140, 1, 4), CAUSAL),
+        AttentionCase::packed(&[300], (9, 3, 8), CAUSAL),
+        AttentionCase::packed(&[200, 60], (4, 2, 8), window(5)),
+        AttentionCase::packed(&[280], (2, 2, 8), window(130)),
+        AttentionCase::packed(&[20], (140, 1, 4), CAUSAL),
     ]
 }
 
-fn of_all_dims() -> Vec<Setup> {
+fn of_all_dims() -> Vec<AttentionCase> {
     let of = |dim: usize| {
         let spec = AttentionSpec { scale: (dim as f32).powf(-0.5), ..CAUSAL };
-        Setup::packed(&[40, 3], (4, 2, dim), spec)
+        AttentionCase::packed(&[40, 3], (4, 2, dim), spec)
     };
     [36, 64, 80, 96, 128, 200, 256].map(of).into()
 }
 
 /// Returns setups with more keys than queries, as with a KV cache.
-fn cached() -> Vec<Setup> {
-    let of = |spec| Setup { keys: vec![140, 3, 12, 5], ..Setup::packed(&[1, 3, 0, 2], (4, 2, 8), spec) };
+fn cached() -> Vec<AttentionCase> {
+    let of =
+        |spec| AttentionCase { keys: vec![140, 3, 12, 5], ..AttentionCase::packed(&[1, 3, 0, 2], (4, 2, 8), spec) };
     [CAUSAL, window(9), BIDIRECTIONAL].map(of).into()
 }
 
 /// Returns all of the above and some random setups.
-pub(crate) fn setups() -> Vec<Setup> {
+pub(crate) fn setups() -> Vec<AttentionCase> {
     [small(), large(), of_all_dims(), cached(), drawn()].concat()
 }
 
@@ -187,7 +188,7 @@ fn sixteen_bit_tiles_of_any_length_equal_the_reference() {
             (DType::BF16, 128, BIDIRECTIONAL),
         ],
         |(dtype, dim, spec)| {
-            let setup = Setup::packed(&[1, 17, 63, 64, 65, 130, 200], (1, 1, dim), scaled(dim, spec));
+            let setup = AttentionCase::packed(&[1, 17, 63, 64, 65, 130, 200], (1, 1, dim), scaled(dim, spec));
             setup.with_case(|case| case.check(dtype));
         },
     );
@@ -205,8 +206,9 @@ fn sixteen_bit_tiles_of_head_groups_equal_the_reference() {
         ],
         |(dtype, dim, group, spec)| {
             let spec = scaled(dim, spec);
-            Setup::packed(&[17, 64, 65], (group, 1, dim), spec).with_case(|case| case.check(dtype));
-            let cached = Setup { keys: vec![130, 70], ..Setup::packed(&[35, 6], (2 * group, 2, dim), spec) };
+            AttentionCase::packed(&[17, 64, 65], (group, 1, dim), spec).with_case(|case| case.check(dtype));
+            let cached =
+                AttentionCase { keys: vec![130, 70], ..AttentionCase::packed(&[35, 6], (2 * group, 2, dim), spec) };
             cached.with_case(|case| case.check(dtype));
         },
     );
@@ -214,7 +216,7 @@ fn sixteen_bit_tiles_of_head_groups_equal_the_reference() {
 
 #[test]
 fn two_runs_give_the_same_bits() {
-    let setup = Setup::packed(&[100, 41], (4, 2, 64), CAUSAL);
+    let setup = AttentionCase::packed(&[100, 41], (4, 2, 64), CAUSAL);
     check_each([DType::F32, DType::BF16, DType::F16], |dtype| {
         everywhere(&setup, |x| {
             let run = || {
@@ -233,7 +235,7 @@ fn two_runs_give_the_same_bits() {
 /// A view may start at an address that is not aligned for tensor cores.
 #[test]
 fn a_view_equals_its_copy() {
-    let setup = Setup::packed(&[70], (2, 1, 64), CAUSAL);
+    let setup = AttentionCase::packed(&[70], (2, 1, 64), CAUSAL);
     everywhere(&setup, |x| {
         let run = |x: &[Tensor]| attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec).unwrap();
         let copies: Vec<Tensor> = x.iter().map(|x| x.to_dtype(DType::BF16).unwrap()).collect();
@@ -256,7 +258,7 @@ fn queries_stand_at_the_end_of_longer_keys() {
     });
 }
 
-fn drawn() -> Vec<Setup> {
+fn drawn() -> Vec<AttentionCase> {
     let mut rng = rng(4);
     let mut draw = || {
         let queries: Vec<usize> =
@@ -265,7 +267,7 @@ fn drawn() -> Vec<Setup> {
         let extra = |rng: &mut StdRng| if cached { rng.random_range(0..150) } else { 0 };
         let keys = queries.iter().map(|len| len + extra(&mut rng)).collect();
         let hkv = rng.random_range(1..4);
-        Setup {
+        AttentionCase {
             queries,
             keys,
             hq: hkv * rng.random_range(1..4),
@@ -279,7 +281,7 @@ fn drawn() -> Vec<Setup> {
             },
         }
     };
-    let drawn: Vec<Setup> = (0..30).map(|_| draw()).collect();
+    let drawn: Vec<AttentionCase> = (0..30).map(|_| draw()).collect();
     // With one key each, dq and dk are zero up to rounding; the table above covers that.
     drawn.into_iter().filter(|setup| setup.queries.iter().any(|&len| len > 1)).collect()
 }
@@ -294,12 +296,12 @@ fn random_shapes_equal_the_reference() {
 #[test]
 fn the_gradient_is_the_slope() {
     check_each([CAUSAL, window(4)], |spec| {
-        Setup::packed(&[9, 4], (4, 2, 6), spec).with_case(|case| case.check_finite_difference());
+        AttentionCase::packed(&[9, 4], (4, 2, 6), spec).with_case(|case| case.check_finite_difference());
     });
 }
 
 /// Runs a check on every device, with the inputs there.
-fn everywhere(setup: &Setup, check: impl Fn(&[Tensor])) {
+fn everywhere(setup: &AttentionCase, check: impl Fn(&[Tensor])) {
     for test_device in TestDevice::all() {
         let inputs: Vec<Tensor> = setup.inputs().iter().map(|x| test_device.put(x)).collect();
         test_device.run(|| check(&inputs));
@@ -309,7 +311,7 @@ fn everywhere(setup: &Setup, check: impl Fn(&[Tensor])) {
 #[test]
 fn a_packed_sequence_equals_itself_alone() {
     let lens = [130, 20, 7];
-    let setup = Setup::packed(&lens, (4, 2, 8), CAUSAL);
+    let setup = AttentionCase::packed(&lens, (4, 2, 8), CAUSAL);
     everywhere(&setup, |x| {
         let together = attention(&x[0], &x[1], &x[2], &setup.seqs(), &CAUSAL).unwrap();
         let mut start = 0;
@@ -325,7 +327,7 @@ fn a_packed_sequence_equals_itself_alone() {
 
 #[test]
 fn decoding_step_by_step_equals_one_pass() {
-    let setup = Setup::packed(&[40], (4, 2, 8), window(11));
+    let setup = AttentionCase::packed(&[40], (4, 2, 8), window(11));
     everywhere(&setup, |x| {
         let whole = attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec).unwrap();
         for position in 0..40 {
@@ -340,7 +342,7 @@ fn decoding_step_by_step_equals_one_pass() {
 
 #[test]
 fn large_scores_do_not_overflow() {
-    let setup = Setup::packed(&[20], (2, 1, 4), AttentionSpec { scale: 1e4, ..CAUSAL });
+    let setup = AttentionCase::packed(&[20], (2, 1, 4), AttentionSpec { scale: 1e4, ..CAUSAL });
     let exact: Vec<Tensor> = setup.inputs().iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
     let want = setup.naive(&exact[0], &exact[1], &exact[2]).unwrap();
     everywhere(&setup, |x| {
@@ -352,7 +354,7 @@ fn large_scores_do_not_overflow() {
 
 #[test]
 fn a_nan_is_passed_on() {
-    let setup = Setup::packed(&[3], (1, 1, 2), CAUSAL);
+    let setup = AttentionCase::packed(&[3], (1, 1, 2), CAUSAL);
     everywhere(&setup, |x| {
         let q = Tensor::new(&[0f32, 0.0, f32::NAN, 0.0, 0.0, 0.0], x[0].device()).unwrap();
         let y = attention(&q.reshape((3, 1, 2)).unwrap(), &x[1], &x[2], &setup.seqs(), &CAUSAL).unwrap();
@@ -363,7 +365,7 @@ fn a_nan_is_passed_on() {
 
 #[test]
 fn only_empty_sequences_give_an_empty_output() {
-    let setup = Setup::packed(&[0, 0], (2, 1, 4), CAUSAL);
+    let setup = AttentionCase::packed(&[0, 0], (2, 1, 4), CAUSAL);
     everywhere(&setup, |x| {
         let tape = tape(x, || attention(&x[0], &x[1], &x[2], &setup.seqs(), &CAUSAL));
         let y = tape.output().clone();

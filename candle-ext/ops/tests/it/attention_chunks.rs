@@ -10,7 +10,7 @@ use candlewick_ops::{
 use rand::Rng;
 use rand::rngs::StdRng;
 
-use crate::attention::{BIDIRECTIONAL, CAUSAL, Setup, cumulative, setups, small, window};
+use crate::attention::{AttentionCase, BIDIRECTIONAL, CAUSAL, cumulative, setups, small, window};
 use crate::cases::{
     F32, TestDevice, assert_close, assert_close_above, assert_error, bits, check_each, norm, randn, rng, tape, values,
 };
@@ -23,7 +23,7 @@ struct Cuts {
 
 impl Cuts {
     /// Draws `n_cuts` positions each, anywhere: chunks may be empty, or start and end within sequences.
-    fn draw(setup: &Setup, n_cuts: usize, rng: &mut StdRng) -> Self {
+    fn draw(setup: &AttentionCase, n_cuts: usize, rng: &mut StdRng) -> Self {
         let mut cut = |n: usize| {
             let mut ends: Vec<usize> = (0..n_cuts).map(|_| rng.random_range(0..=n)).collect();
             ends.extend([0, n]);
@@ -43,7 +43,7 @@ fn rows(x: &Tensor, range: &Range<usize>) -> Result<Tensor> {
 }
 
 /// Returns the merged outputs of all chunks that are not fully masked.
-fn merged(x: &[Tensor], setup: &Setup, cuts: &Cuts) -> Result<PartialSoftmax> {
+fn merged(x: &[Tensor], setup: &AttentionCase, cuts: &Cuts) -> Result<PartialSoftmax> {
     let (seqs, sum) = (setup.seqs(), PartialSoftmax::empty(&x[0])?);
     for (queries, keys) in cuts.pairs() {
         let piece = seqs.chunk(queries.clone(), keys.clone())?;
@@ -57,7 +57,7 @@ fn merged(x: &[Tensor], setup: &Setup, cuts: &Cuts) -> Result<PartialSoftmax> {
 }
 
 /// Computes attention in chunks, forward and backward, as one op.
-fn in_pieces(x: &[Tensor], setup: &Setup, cuts: Cuts) -> Result<Tensor> {
+fn in_pieces(x: &[Tensor], setup: &AttentionCase, cuts: Cuts) -> Result<Tensor> {
     let sum = merged(x, setup, &cuts)?;
     let out = sum.out().to_dtype(x[0].dtype())?;
     let (setup, saved, all) = (setup.clone(), x.to_vec(), out.clone());
@@ -88,7 +88,7 @@ fn results(x: &[Tensor], op: impl FnOnce() -> Result<Tensor>) -> Vec<Tensor> {
 }
 
 #[test]
-fn pieces_cut_anywhere_equal_the_whole() {
+fn chunks_cut_anywhere_equal_the_whole_sequence() {
     check_each(setups().iter().enumerate(), |(seed, setup)| {
         let x = setup.inputs();
         let whole = results(&x, || attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec));
@@ -104,7 +104,7 @@ fn pieces_cut_anywhere_equal_the_whole() {
 }
 
 #[test]
-fn pieces_equal_the_reference_in_every_format() {
+fn chunks_equal_the_reference_in_every_dtype() {
     let formats = [DType::F32, DType::BF16, DType::F16];
     check_each(small().iter().zip(formats.into_iter().cycle()).enumerate(), |(seed, (setup, dtype))| {
         let op = |x: &[Tensor]| in_pieces(x, setup, Cuts::draw(setup, 1, &mut rng(seed as u64)));
@@ -113,7 +113,7 @@ fn pieces_equal_the_reference_in_every_format() {
 }
 
 #[test]
-fn pieces_of_many_tiles_equal_the_reference() {
+fn chunks_of_many_tiles_equal_the_reference() {
     check_each(
         [
             (DType::F32, 8, CAUSAL),
@@ -123,7 +123,7 @@ fn pieces_of_many_tiles_equal_the_reference() {
         ],
         |(dtype, dim, spec)| {
             let spec = AttentionSpec { scale: (dim as f32).powf(-0.5), ..spec };
-            let setup = Setup::packed(&[17, 200], (2, 1, dim), spec);
+            let setup = AttentionCase::packed(&[17, 200], (2, 1, dim), spec);
             let op = |x: &[Tensor]| in_pieces(x, &setup, Cuts::draw(&setup, 1, &mut rng(dim as u64)));
             setup.with_op("pieces", &op, |case| case.check(dtype));
         },
@@ -131,7 +131,7 @@ fn pieces_of_many_tiles_equal_the_reference() {
 }
 
 /// Returns each row's log-sum-exp.
-fn log_sum_exp(setup: &Setup, q: &Tensor, k: &Tensor) -> Tensor {
+fn log_sum_exp(setup: &AttentionCase, q: &Tensor, k: &Tensor) -> Tensor {
     let (cu_q, cu_k) = (cumulative(&setup.queries), cumulative(&setup.keys));
     let (q, k) = (values(q), values(k));
     let dot = |a: usize, b: usize| (0..setup.dim).map(|i| q[a * setup.dim + i] * k[b * setup.dim + i]).sum::<f64>();
@@ -153,7 +153,7 @@ fn log_sum_exp(setup: &Setup, q: &Tensor, k: &Tensor) -> Tensor {
 }
 
 #[test]
-fn the_log_of_the_sums_is_that_of_all_pieces() {
+fn the_log_sum_exp_is_that_of_all_chunks() {
     check_each(small().iter().enumerate(), |(seed, setup)| {
         let x = setup.inputs();
         let want = log_sum_exp(setup, &x[0], &x[1]);
@@ -167,7 +167,7 @@ fn the_log_of_the_sums_is_that_of_all_pieces() {
 }
 
 #[test]
-fn a_piece_is_hidden_if_no_query_sees_a_key() {
+fn a_chunk_is_fully_masked_if_no_query_sees_a_key() {
     let mut rng = rng(7);
     let (mut n_hidden, mut n_seen) = (0, 0);
     for setup in setups() {
@@ -194,8 +194,8 @@ fn a_piece_is_hidden_if_no_query_sees_a_key() {
 
 /// Covers the second sequence's keys with the first one's queries, later queries, and queries beyond the window.
 #[test]
-fn what_sees_nothing_gives_nothing() {
-    let setup = Setup::packed(&[150, 140], (4, 2, 64), window(9));
+fn a_fully_masked_chunk_contributes_nothing() {
+    let setup = AttentionCase::packed(&[150, 140], (4, 2, 64), window(9));
     check_each([(0..150, 150..290), (0..70, 80..150), (100..150, 0..80), (150..290, 0..150)], |(queries, keys)| {
         for dtype in [DType::F32, DType::BF16] {
             for test_device in TestDevice::all() {
@@ -226,7 +226,7 @@ fn what_sees_nothing_gives_nothing() {
 #[test]
 #[allow(clippy::single_range_in_vec_init, reason = "a list of one range is meant")]
 fn a_nan_is_merged() {
-    let setup = Setup::packed(&[4], (1, 1, 2), CAUSAL);
+    let setup = AttentionCase::packed(&[4], (1, 1, 2), CAUSAL);
     for test_device in TestDevice::all() {
         let x: Vec<Tensor> = setup.inputs().iter().map(|x| test_device.put(x)).collect();
         let k = Tensor::new(&[[[0f32, 0.0]], [[0.0, 0.0]], [[f32::NAN, 0.0]], [[0.0, 0.0]]], x[1].device()).unwrap();
@@ -238,8 +238,8 @@ fn a_nan_is_merged() {
 }
 
 #[test]
-fn the_whole_as_a_piece_is_attention_to_the_bit() {
-    let setup = Setup::packed(&[130, 7, 0, 41], (4, 2, 64), CAUSAL);
+fn one_chunk_of_the_whole_sequence_gives_the_bits_of_attention() {
+    let setup = AttentionCase::packed(&[130, 7, 0, 41], (4, 2, 64), CAUSAL);
     for test_device in TestDevice::all() {
         let x: Vec<Tensor> = setup.inputs().iter().map(|x| test_device.put(x)).collect();
         let run =
@@ -251,7 +251,7 @@ fn the_whole_as_a_piece_is_attention_to_the_bit() {
 }
 
 #[test]
-fn wrong_pieces_are_named() {
+fn wrong_chunks_are_named() {
     let seqs = CuSeqlens::packed(vec![0, 5]).unwrap();
     assert_error(seqs.chunk(3..6, 0..5), "a chunk of the queries 3..6, but there are 5");
     #[allow(clippy::reversed_empty_ranges)]

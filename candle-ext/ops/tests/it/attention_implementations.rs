@@ -5,13 +5,13 @@ use candlewick_ops::{
     AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, CuSeqlens, attention,
 };
 
+use crate::attention::{AttentionCase, CAUSAL, setups};
 #[cfg(feature = "cuda")]
 use crate::attention::{BIDIRECTIONAL, shifted, window};
-use crate::attention::{CAUSAL, Setup, setups};
 use crate::cases::{F32, assert_close_above, assert_error, check_each, norm, randn, tape};
 
 /// Returns the output and the gradients of q, k and v for a random upstream gradient, on the CPU in f32.
-fn results(setup: &Setup, implementation: AttentionImpl, device: &Device, dtype: DType) -> Vec<Tensor> {
+fn results(setup: &AttentionCase, implementation: AttentionImpl, device: &Device, dtype: DType) -> Vec<Tensor> {
     let put = |x: &Tensor| x.to_dtype(dtype).unwrap().to_device(device).unwrap();
     let inputs: Vec<Tensor> = setup.inputs().iter().map(put).collect();
     let choice = AttentionChoice { implementation, ..setup.spec.choice };
@@ -26,7 +26,7 @@ fn results(setup: &Setup, implementation: AttentionImpl, device: &Device, dtype:
 }
 
 #[track_caller]
-fn compare(setup: &Setup, got: &[Tensor], want: &[Tensor], bound: f64) {
+fn compare(setup: &AttentionCase, got: &[Tensor], want: &[Tensor], bound: f64) {
     let floor = 0.1 * norm(&want[0]);
     for (what, (got, want)) in ["y", "dq", "dk", "dv"].iter().zip(got.iter().zip(want)) {
         assert_close_above(&format!("{what} of {setup:?}"), got, want, bound, floor);
@@ -42,8 +42,8 @@ fn the_reference_equals_the_fused_kernel() {
 }
 
 #[test]
-fn the_reference_keeps_the_format_and_takes_empty_sequences() {
-    let setup = Setup::packed(&[0, 0], (2, 1, 4), CAUSAL);
+fn the_reference_keeps_the_dtype_and_accepts_empty_sequences() {
+    let setup = AttentionCase::packed(&[0, 0], (2, 1, 4), CAUSAL);
     assert_eq!(results(&setup, AttentionImpl::Reference, &Device::Cpu, DType::F32)[0].dims(), [0, 2, 4]);
     let q = randn((5, 2, 4), 1).to_dtype(DType::BF16).unwrap();
     let choice = AttentionChoice { implementation: AttentionImpl::Reference, deterministic: true };
@@ -54,7 +54,7 @@ fn the_reference_keeps_the_format_and_takes_empty_sequences() {
 
 #[test]
 fn on_the_cpu_auto_is_fused_and_what_gpus_have_an_error_that_says_what_to_do() {
-    let setup = Setup::packed(&[70, 3], (4, 2, 8), CAUSAL);
+    let setup = AttentionCase::packed(&[70, 3], (4, 2, 8), CAUSAL);
     let of = |implementation| results(&setup, implementation, &Device::Cpu, DType::F32);
     compare(&setup, &of(AttentionImpl::Auto), &of(AttentionImpl::Fused), 0.0);
 
@@ -77,7 +77,7 @@ macro_rules! cases {
     ($($name:ident: $setup:expr,)*) => {
         /// Returns setups that the 16-bit kernels of other libraries support.
         #[cfg(feature = "flash-attn")]
-        fn cases() -> Vec<Setup> {
+        fn cases() -> Vec<AttentionCase> {
             vec![$($setup),*]
         }
 
@@ -102,30 +102,30 @@ cases! {
     window_of_1: ragged(64, window(1)),
     window_of_130: ragged(64, window(130)),
     bidirectional_window: ragged(64, AttentionSpec { window: Some(20), ..BIDIRECTIONAL }),
-    one_token: Setup::packed(&[1], (1, 1, 64), CAUSAL),
-    sequences_of_one_token: Setup::packed(&[1; 5], (4, 2, 64), CAUSAL),
-    one_token_beside_others: Setup::packed(&[1, 2, 1, 1, 9], (4, 2, 64), CAUSAL),
-    thousands_of_tokens: Setup::packed(&[1100, 900], (2, 2, 128), CAUSAL),
-    many_short_sequences: Setup::packed(&[3; 70], (2, 1, 64), CAUSAL),
+    one_token: AttentionCase::packed(&[1], (1, 1, 64), CAUSAL),
+    sequences_of_one_token: AttentionCase::packed(&[1; 5], (4, 2, 64), CAUSAL),
+    one_token_beside_others: AttentionCase::packed(&[1, 2, 1, 1, 9], (4, 2, 64), CAUSAL),
+    thousands_of_tokens: AttentionCase::packed(&[1100, 900], (2, 2, 128), CAUSAL),
+    many_short_sequences: AttentionCase::packed(&[3; 70], (2, 1, 64), CAUSAL),
     remembered_keys: cached(CAUSAL),
     remembered_keys_window: cached(window(9)),
     remembered_keys_bidirectional: cached(BIDIRECTIONAL),
 }
 
 #[cfg(feature = "cuda")]
-fn ragged(dim: usize, spec: AttentionSpec) -> Setup {
+fn ragged(dim: usize, spec: AttentionSpec) -> AttentionCase {
     let spec = AttentionSpec { scale: (dim as f32).powf(-0.5), ..spec };
-    Setup::packed(&[150, 1, 0, 37, 300], (6, 2, dim), spec)
+    AttentionCase::packed(&[150, 1, 0, 37, 300], (6, 2, dim), spec)
 }
 
 #[cfg(feature = "cuda")]
-fn cached(spec: AttentionSpec) -> Setup {
-    Setup { keys: vec![140, 3, 12, 200], ..Setup::packed(&[1, 3, 0, 90], (4, 2, 64), spec) }
+fn cached(spec: AttentionSpec) -> AttentionCase {
+    AttentionCase { keys: vec![140, 3, 12, 200], ..AttentionCase::packed(&[1, 3, 0, 90], (4, 2, 64), spec) }
 }
 
 /// Returns the f32 reference for inputs rounded to a dtype.
 #[cfg(feature = "cuda")]
-fn rounded(setup: &Setup, dtype: DType) -> Vec<Tensor> {
+fn rounded(setup: &AttentionCase, dtype: DType) -> Vec<Tensor> {
     let round = |x: &Tensor| x.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap();
     let inputs: Vec<Tensor> = setup.inputs().iter().map(round).collect();
     let choice = AttentionChoice { implementation: AttentionImpl::Reference, deterministic: false };
@@ -160,7 +160,7 @@ mod cudnn {
     }
 
     /// Checks cuDNN, which also rounds the probabilities and their gradients before it multiplies them.
-    pub(super) fn check(setup: &Setup) {
+    pub(super) fn check(setup: &AttentionCase) {
         let Some(device) = device() else { return };
         check_each([(DType::BF16, 2f64.powi(-7)), (DType::F16, 2f64.powi(-10))], |(dtype, bound)| {
             let got = results(setup, AttentionImpl::Cudnn, &device, dtype);
@@ -171,11 +171,11 @@ mod cudnn {
     #[test]
     fn auto_computes_sequences_of_one_token_and_misaligned_views_by_fused() {
         let Some(device) = device() else { return };
-        let setup = Setup::packed(&[1; 5], (4, 2, 64), CAUSAL);
-        let of = |setup: &Setup, implementation| results(setup, implementation, &device, DType::BF16);
+        let setup = AttentionCase::packed(&[1; 5], (4, 2, 64), CAUSAL);
+        let of = |setup: &AttentionCase, implementation| results(setup, implementation, &device, DType::BF16);
         compare(&setup, &of(&setup, AttentionImpl::Auto), &of(&setup, AttentionImpl::Fused), 0.0);
 
-        let setup = Setup::packed(&[70, 3], (4, 2, 64), CAUSAL);
+        let setup = AttentionCase::packed(&[70, 3], (4, 2, 64), CAUSAL);
         let run = |implementation, views: bool| {
             let put = |x: &Tensor| x.to_dtype(DType::BF16).unwrap().to_device(&device).unwrap();
             let inputs: Vec<Tensor> = setup.inputs().iter().map(put).collect();
@@ -193,14 +193,14 @@ mod cudnn {
     fn deterministic_it_gives_the_same_bits_twice() {
         let Some(device) = device() else { return };
         let choice = AttentionChoice { deterministic: true, ..CAUSAL.choice };
-        let setup = Setup::packed(&[700, 20], (6, 2, 64), AttentionSpec { choice, ..CAUSAL });
+        let setup = AttentionCase::packed(&[700, 20], (6, 2, 64), AttentionSpec { choice, ..CAUSAL });
         let run = || results(&setup, AttentionImpl::Cudnn, &device, DType::BF16);
         let (first, second) = (run(), run());
         first.iter().zip(&second).for_each(|(a, b)| assert_eq!(bits(a), bits(b)));
     }
 
     #[test]
-    fn it_refuses_what_it_cannot_do_and_auto_goes_on_without_it() {
+    fn unsupported_calls_are_refused_and_auto_uses_another_implementation() {
         let Some(device) = device() else { return };
         let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
         let explain = |implementation, dtype| {
@@ -209,7 +209,7 @@ mod cudnn {
         };
         assert_error(explain(AttentionImpl::Cudnn, DType::F32), "bf16 and f16, not F32");
         assert!(explain(AttentionImpl::Auto, DType::F32).unwrap().unwrap().contains("fused; not cuDNN"));
-        let setup = Setup::packed(&[70, 3], (4, 2, 64), CAUSAL);
+        let setup = AttentionCase::packed(&[70, 3], (4, 2, 64), CAUSAL);
         let of = |implementation| results(&setup, implementation, &device, DType::F32);
         compare(&setup, &of(AttentionImpl::Auto), &of(AttentionImpl::Fused), 0.0);
     }

@@ -122,7 +122,7 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 }
 
 #[test]
-fn a_check_of_each_goes_on_after_a_failure_and_tells_all_of_them() {
+fn check_each_continues_after_a_failure_and_reports_all() {
     let mut checked = Vec::new();
     let check = AssertUnwindSafe(|| {
         check_each([1, 2, 3, 4], |i| {
@@ -209,7 +209,7 @@ impl TestDevice {
 type Op<'a> = &'a dyn Fn(&[Tensor], &[Weight]) -> Result<Tensor>;
 
 /// An op of tracked inputs and weights, and its reference in plain candle ops on f64 (inputs, weights).
-pub(crate) struct Case<'a> {
+pub(crate) struct OpCase<'a> {
     pub(crate) name: &'a str,
     pub(crate) inputs: Vec<Tensor>,
     pub(crate) weights: Vec<Tensor>,
@@ -224,7 +224,7 @@ struct Results {
     grads: Vec<Tensor>,
 }
 
-impl Case<'_> {
+impl OpCase<'_> {
     /// Compares output and all gradients, for a random upstream gradient, with the reference and the CPU's, on every
     /// device.
     ///
@@ -244,7 +244,7 @@ impl Case<'_> {
             let what = format!("{} {dtype:?} {test_device:?}", self.name);
             got.assert_close(&what, &want, bound(dtype));
             let of_cpu = of_cpu.get_or_insert_with(|| got.clone());
-            // Each lies within the bound of the exact result.
+            // Both are within the bound of the exact result.
             got.assert_close(&format!("{what} beside the CPU"), of_cpu, 2.0 * bound(dtype));
             got.assert_same(&what, &test_device.run(|| self.results_in(test_device, dtype)));
         }

@@ -10,7 +10,7 @@ use candlewick_ops::{
 };
 
 use crate::cases::{TestDevice, assert_close, bits, bound, check_each, grad_of, randn, trainable};
-use crate::invariants::{self, Op};
+use crate::invariants::{self, RepeatedOp};
 
 const FORMATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
@@ -25,7 +25,7 @@ fn results(test_device: &TestDevice, dtype: DType) -> Vec<(String, Tensor)> {
     test_device.run(|| {
         for op in invariants::ops() {
             let here = |all: &[Tensor]| all.iter().map(put).collect();
-            add(op.name, invariants::run(&Op { inputs: here(&op.inputs), weights: here(&op.weights), ..op }));
+            add(op.name, invariants::run(&RepeatedOp { inputs: here(&op.inputs), weights: here(&op.weights), ..op }));
         }
         add("dropout", vec![dropout(&put(&randn((37, 129), 1)), Dropout { p: 0.3, key: 5 }).unwrap()]);
         add("linear_cross_entropy", head(put));

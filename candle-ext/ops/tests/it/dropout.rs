@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{ColumnShard, Dropout, RowRanges, derive_key, dropout, sharded_dropout};
 
-use crate::cases::{Case, TestDevice, assert_close, assert_error, bits, bound, check_each, randn, tape, values};
+use crate::cases::{OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, randn, tape, values};
 
 const SPEC: Dropout = Dropout { p: 0.25, key: 7 };
 
@@ -10,7 +10,7 @@ fn ones(n: usize) -> Tensor {
 }
 
 #[test]
-fn it_drops_the_share_asked_for_and_scales_the_rest() {
+fn dropout_drops_the_given_fraction_and_scales_the_rest() {
     let n = 1 << 20;
     check_each([0.05, 0.25, 0.9], |p| {
         let y = values(&dropout(&ones(n), Dropout { p, key: 3 }).unwrap());
@@ -68,7 +68,7 @@ fn backward_uses_the_mask_of_forward() {
 
 #[test]
 fn the_gradient_is_the_slope() {
-    Case {
+    OpCase {
         name: "dropout",
         inputs: vec![randn((6, 20), 1)],
         weights: vec![],
@@ -79,7 +79,7 @@ fn the_gradient_is_the_slope() {
 }
 
 #[test]
-fn a_probability_of_nothing_changes_nothing_and_of_one_is_refused() {
+fn a_probability_of_zero_changes_nothing_and_of_one_is_refused() {
     let x = randn((3, 5), 1);
     assert_eq!(bits(&dropout(&x, Dropout { p: 0.0, key: 1 }).unwrap()), bits(&x));
     for p in [1.0, -0.1, f64::NAN] {
@@ -88,7 +88,7 @@ fn a_probability_of_nothing_changes_nothing_and_of_one_is_refused() {
 }
 
 #[test]
-fn rows_lose_what_they_lose_in_the_whole() {
+fn a_slice_of_rows_has_the_mask_of_the_whole_tensor() {
     let whole = randn((60, 37), 1);
     let ranges = [3..11, 40..41, 12..30];
     let pick = |x: &Tensor| {
@@ -112,7 +112,7 @@ fn rows_lose_what_they_lose_in_the_whole() {
 }
 
 #[test]
-fn columns_lose_what_they_lose_in_the_whole() {
+fn a_slice_of_columns_has_the_mask_of_the_whole_tensor() {
     let rows = RowRanges::new(vec![3..11, 12..30]);
     for (width, dtype) in [(7, DType::F32), (16, DType::BF16), (4096, DType::F32)] {
         let whole = randn((30, 3 * width), 1).to_dtype(dtype).unwrap();

@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{Weight, embedding, vocab_parallel_embedding};
 
-use crate::cases::{Case, TestDevice, assert_error, bits, check_each, grad_of, randn, tape, trainable, values};
+use crate::cases::{OpCase, TestDevice, assert_error, bits, check_each, grad_of, randn, tape, trainable, values};
 
 fn ids(ids: &[u32]) -> Tensor {
     Tensor::new(ids, &Device::Cpu).unwrap()
@@ -22,7 +22,7 @@ fn it_equals_the_reference() {
         |(v, d, ids)| {
             let lookup = ids.flatten_all().unwrap();
             let shape = [ids.dims(), &[d]].concat();
-            Case {
+            OpCase {
                 name: "embedding",
                 inputs: vec![],
                 weights: vec![randn((v, d), 1)],
@@ -84,7 +84,7 @@ fn rows_of_many_positions_are_summed() {
         [(1500, 7, 13, 1), (1500, 7, 13, 264), (1500, 601, 1202, 1040), (17_000, 997, 1994, 8)],
         |(t, n_ids, v, d)| {
             let ids = ids(&(0..t).map(|i: u32| i * i % n_ids * 2).collect::<Vec<_>>());
-            Case {
+            OpCase {
                 name: "embedding",
                 inputs: vec![],
                 weights: vec![randn((v, d), 1)],
@@ -121,7 +121,7 @@ fn wrong_ids_are_named() {
 }
 
 #[test]
-fn parts_of_a_table_give_the_whole_ones_rows_and_gradients() {
+fn vocabulary_shards_give_the_rows_and_gradients_of_the_whole_table() {
     for test_device in TestDevice::all() {
         test_device.run(|| {
             let table = test_device.put(&randn((7, 3), 1));

@@ -82,7 +82,7 @@ fn the_loss_scale_doubles_after_good_steps_and_is_halved_by_the_second_overflow(
 }
 
 #[test]
-fn what_scaling_cannot_cure_is_no_overflow() {
+fn a_non_finite_loss_is_not_an_overflow() {
     for test_device in TestDevice::all() {
         let policy =
             GradPolicy { loss_scaling: LossScaling { initial: 2.0, ..DYNAMIC }, ..GradPolicy::NO_CLIP_NO_SCALE };
@@ -95,7 +95,7 @@ fn what_scaling_cannot_cure_is_no_overflow() {
 }
 
 #[test]
-fn a_run_that_halts_applies_nothing_afterwards() {
+fn a_stopped_run_applies_no_further_update() {
     for test_device in TestDevice::all() {
         for (stop_on_nonfinite, later) in [(true, UpdateOutcome::Halted), (false, UpdateOutcome::Applied)] {
             let scaler = scaler(&test_device, GradPolicy { stop_on_nonfinite, ..GradPolicy::NO_CLIP_NO_SCALE });
@@ -109,7 +109,7 @@ fn a_run_that_halts_applies_nothing_afterwards() {
 }
 
 #[test]
-fn a_scaler_goes_on_from_a_verdict() {
+fn a_scaler_resumes_from_a_saved_step_decision() {
     for test_device in TestDevice::all() {
         let policy = GradPolicy { loss_scaling: DYNAMIC, ..GradPolicy::NO_CLIP_NO_SCALE };
         let whole = scaler(&test_device, policy);

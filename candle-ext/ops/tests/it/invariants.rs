@@ -9,22 +9,22 @@ use candlewick_ops::{
 
 use crate::cases::{bits, check_each, grad_of, randn, tape, trainable, values};
 
-pub(crate) struct Op {
+pub(crate) struct RepeatedOp {
     pub(crate) name: &'static str,
     pub(crate) inputs: Vec<Tensor>,
     pub(crate) weights: Vec<Tensor>,
     pub(crate) run: fn(&[Tensor], &[Weight]) -> Result<Tensor>,
 }
 
-pub(crate) fn ops() -> Vec<Op> {
+pub(crate) fn ops() -> Vec<RepeatedOp> {
     vec![
-        Op {
+        RepeatedOp {
             name: "linear",
             inputs: vec![randn((150, 40), 1)],
             weights: vec![randn((70, 40), 2), randn(70, 3)],
             run: |x, w| linear(&x[0], &w[0], Some(&w[1]), OutputDtype::SameAsInput),
         },
-        Op {
+        RepeatedOp {
             name: "embedding",
             inputs: vec![],
             weights: vec![randn((50, 8), 2)],
@@ -33,13 +33,13 @@ pub(crate) fn ops() -> Vec<Op> {
                 embedding(&Tensor::new(ids, w[0].value()?.device())?, &w[0], None)
             },
         },
-        Op {
+        RepeatedOp {
             name: "rms_norm",
             inputs: vec![randn((700, 33), 1)],
             weights: vec![randn(33, 2)],
             run: |x, w| rms_norm(&x[0], &w[0], 1e-6),
         },
-        Op {
+        RepeatedOp {
             name: "add_rms_norm",
             inputs: vec![randn((700, 33), 1), randn((700, 33), 2)],
             weights: vec![randn(33, 3)],
@@ -48,7 +48,7 @@ pub(crate) fn ops() -> Vec<Op> {
                 add(&sum, &normed)
             },
         },
-        Op {
+        RepeatedOp {
             name: "rope",
             inputs: vec![randn((150, 3, 8), 1)],
             weights: vec![],
@@ -57,25 +57,25 @@ pub(crate) fn ops() -> Vec<Op> {
                 rope(&x[0], &angles.cos()?, &angles.sin()?)
             },
         },
-        Op {
+        RepeatedOp {
             name: "swiglu",
             inputs: vec![randn((150, 40), 1), randn((150, 40), 2)],
             weights: vec![],
             run: |x, _| swiglu(&x[0], &x[1]),
         },
-        Op {
+        RepeatedOp {
             name: "swiglu_joined",
             inputs: vec![randn((150, 80), 1)],
             weights: vec![],
             run: |x, _| swiglu_joined(&x[0]),
         },
-        Op {
+        RepeatedOp {
             name: "add",
             inputs: vec![randn((150, 40), 1), randn((150, 40), 2)],
             weights: vec![],
             run: |x, _| add(&x[0], &x[1]),
         },
-        Op {
+        RepeatedOp {
             name: "attention",
             inputs: vec![randn((200, 6, 8), 1), randn((200, 2, 8), 2), randn((200, 2, 8), 3)],
             weights: vec![],
@@ -89,7 +89,7 @@ pub(crate) fn ops() -> Vec<Op> {
 }
 
 /// Returns the output and the gradients of all inputs and weights.
-pub(crate) fn run(op: &Op) -> Vec<Tensor> {
+pub(crate) fn run(op: &RepeatedOp) -> Vec<Tensor> {
     let weights: Vec<Weight> = op.weights.iter().map(trainable).collect();
     let tape = tape(&op.inputs, || (op.run)(&op.inputs, &weights));
     let y = tape.output().clone();
@@ -201,7 +201,7 @@ fn results_are_the_same_bits_for_any_number_of_threads() {
 
 /// Computes a matmul large enough to be divided among threads.
 fn large_linear() -> Vec<Vec<u64>> {
-    let op = Op {
+    let op = RepeatedOp {
         name: "linear",
         inputs: vec![randn((600, 300), 1)],
         weights: vec![randn((500, 300), 2), randn(500, 3)],
@@ -225,7 +225,7 @@ fn head() -> [Vec<u64>; 3] {
 }
 
 #[test]
-fn sixteen_bit_inputs_give_outputs_and_gradients_of_their_format() {
+fn sixteen_bit_inputs_give_outputs_and_gradients_of_their_dtype() {
     check_each([DType::BF16, DType::F16], |dtype| {
         for op in ops() {
             let cast = |x: &Tensor| x.to_dtype(dtype).unwrap();

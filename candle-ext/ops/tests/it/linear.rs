@@ -2,12 +2,12 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{FlatBuffer, GradSink, OutputDtype, Weight, add, linear};
 
 use crate::cases::{
-    Case, F32, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
+    F32, OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
 };
 
 fn check(lead: &[usize], k: usize, n: usize) {
     let x = randn([lead, &[k]].concat(), 1);
-    Case {
+    OpCase {
         name: "linear",
         inputs: vec![x.clone()],
         weights: vec![randn((n, k), 2)],
@@ -15,7 +15,7 @@ fn check(lead: &[usize], k: usize, n: usize) {
         reference: &|a| a[0].broadcast_matmul(&a[1].t()?),
     }
     .check_all_formats();
-    Case {
+    OpCase {
         name: "linear with a bias",
         inputs: vec![x],
         weights: vec![randn((n, k), 2), randn(n, 3)],
@@ -71,7 +71,7 @@ fn full_precision_is_f32_and_unrounded() {
 }
 
 #[test]
-fn the_weight_may_have_another_format_than_the_input() {
+fn the_weight_may_have_another_dtype_than_the_input() {
     let x = randn((5, 40), 1).to_dtype(DType::BF16).unwrap();
     let w = randn((6, 40), 2);
     let y = linear(&x, &Weight::frozen(w.clone()), None, OutputDtype::SameAsInput).unwrap();
@@ -130,7 +130,7 @@ fn adjacent(test_device: &TestDevice, dtype: DType, rows: &[usize], k: usize) ->
     rows.iter().map(weight).collect()
 }
 
-/// The CPU sums the parts of dx as separate layers would. A GPU sums over all rows at once.
+/// The CPU sums dx like separate layers. A GPU sums over all rows at once.
 #[test]
 fn a_joined_weight_gives_what_its_parts_give() {
     let rows = [40, 70, 30];
@@ -168,7 +168,7 @@ fn a_joined_weight_gives_what_its_parts_give() {
 }
 
 #[test]
-fn wrong_shapes_and_formats_are_named() {
+fn wrong_shapes_and_dtypes_are_named() {
     let x = randn((2, 4), 1);
     let frozen = |shape: &[usize]| Weight::frozen(randn(shape, 2));
     let run = |x: &Tensor, w: &Weight, b| linear(x, w, b, OutputDtype::SameAsInput);

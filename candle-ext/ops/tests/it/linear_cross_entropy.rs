@@ -61,7 +61,7 @@ fn check_in(
     dtype: DType,
 ) {
     let x = test_device.put(&randn((t, d), 1).to_dtype(dtype).unwrap());
-    // Logits of a realistic size, whatever d is.
+    // Scales logits to a realistic size for any d.
     let root_d = (d as f64).sqrt();
     let w = (randn((v, d), 2) * (4.0 / root_d)).unwrap();
     let w = trainable(&test_device.put(&w.to_dtype(dtype).unwrap()));
@@ -161,7 +161,7 @@ fn a_frozen_head_still_gives_the_input_its_gradient() {
 #[test]
 fn ignored_tokens_give_and_get_nothing() {
     let w = trainable(&randn((11, 6), 2));
-    // A NaN in an ignored row would reach everything that reads it.
+    // A NaN in an ignored row would spread to every result that reads it.
     let x = Tensor::cat(&[randn((1, 6), 1), (randn((1, 6), 1) * f64::NAN).unwrap()], 0).unwrap();
     let spec = spec(Reduction::Mean, 4);
     let out = linear_cross_entropy(&x, &w, &targets(&[3, IGNORED]), &spec, LossGrad::Scalar(1.0));
@@ -301,7 +301,7 @@ fn in_parts(
 
 /// A shard may have none of the targets; the last one may be shorter.
 #[test]
-fn parts_of_a_vocabulary_give_the_whole_ones_loss_and_gradients() {
+fn vocabulary_shards_give_the_loss_and_gradients_of_the_whole_head() {
     let (t, v, d) = (13, 31, 8);
     check_each(TestDevice::all(), |test_device| {
         for (dtype, chunk) in [(DType::F32, 4), (DType::F32, 100), (DType::BF16, 5)] {

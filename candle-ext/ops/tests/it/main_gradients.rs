@@ -6,7 +6,7 @@ use candlewick_ops::{
 };
 
 use crate::cases::{TestDevice, assert_close, bound, check_each, grad_of, randn, tape, values};
-use crate::invariants::{self, Op};
+use crate::invariants::{self, RepeatedOp};
 
 /// Returns a weight whose main gradient has this dtype and starts at ones.
 fn weight(test_device: &TestDevice, value: &Tensor, grad: DType) -> Weight {
@@ -34,7 +34,7 @@ fn bf16(test_device: &TestDevice, shape: (usize, usize), seed: u64) -> Tensor {
 }
 
 #[test]
-fn of_a_linear_layer_and_its_bias() {
+fn gradients_of_a_linear_layer_and_its_bias_are_added_to_the_main_gradient() {
     check("linear", &[randn((70, 40), 2), randn(70, 3)], |test_device, w| {
         let tape = tape(&[], || linear(&bf16(test_device, (150, 40), 1), &w[0], Some(&w[1]), OutputDtype::SameAsInput));
         tape.backward(&bf16(test_device, (150, 70), 9)).unwrap();
@@ -42,7 +42,7 @@ fn of_a_linear_layer_and_its_bias() {
 }
 
 #[test]
-fn of_an_embedding() {
+fn gradients_of_an_embedding_are_added_to_the_main_gradient() {
     check("embedding", &[randn((50, 24), 2)], |test_device, w| {
         let ids: Vec<u32> = (0..150).map(|i| i * 7 % 50).collect();
         let tape = tape(&[], || embedding(&test_device.put(&Tensor::new(ids, &Device::Cpu).unwrap()), &w[0], None));
@@ -51,7 +51,7 @@ fn of_an_embedding() {
 }
 
 #[test]
-fn of_a_norm() {
+fn gradients_of_a_norm_are_added_to_the_main_gradient() {
     check("rms_norm", &[randn(48, 2)], |test_device, w| {
         let tape = tape(&[], || rms_norm(&bf16(test_device, (70, 48), 1), &w[0], 1e-6));
         tape.backward(&bf16(test_device, (70, 48), 9)).unwrap();
@@ -59,7 +59,7 @@ fn of_a_norm() {
 }
 
 #[test]
-fn of_the_head() {
+fn gradients_of_the_lm_head_are_added_to_the_main_gradient() {
     check("linear_cross_entropy", &[randn((64, 40), 2)], |test_device, w| {
         let targets = Tensor::new((0..50i64).map(|i| i * 13 % 64).collect::<Vec<_>>(), &Device::Cpu).unwrap();
         // One chunk: several would be rounded one by one.
@@ -98,8 +98,8 @@ fn check_reset(name: &str, weights: &[Tensor], backward: impl Fn(&TestDevice, &[
 }
 
 #[test]
-fn after_a_reset_are_what_is_added_to_zeros() {
-    for Op { name, inputs, weights, run } in invariants::ops() {
+fn gradients_after_a_reset_equal_gradients_added_to_zeros() {
+    for RepeatedOp { name, inputs, weights, run } in invariants::ops() {
         check_reset(name, &weights, |test_device, weights| {
             let inputs: Vec<Tensor> = inputs.iter().map(|x| test_device.put(x)).collect();
             let tape = tape(&inputs, || run(&inputs, weights));
@@ -119,7 +119,7 @@ fn after_a_reset_are_what_is_added_to_zeros() {
 }
 
 #[test]
-fn of_no_tokens_are_zeros_after_a_reset() {
+fn gradients_of_no_tokens_are_zeros_after_a_reset() {
     check_reset("linear", &[randn((70, 40), 2), randn(70, 3)], |test_device, w| {
         let none = |n| test_device.put(&Tensor::zeros((0, n), DType::F32, &Device::Cpu).unwrap());
         let tape = tape(&[], || linear(&none(40), &w[0], Some(&w[1]), OutputDtype::SameAsInput));

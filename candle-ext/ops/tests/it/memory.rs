@@ -175,7 +175,7 @@ fn a_tiled_mlp_holds_the_inside_of_one_tile() {
             forth_and_back(&[&x], || tiled(&x, tile_rows, mlp));
         })
     };
-    // One [t, f] is 8 MiB. Backward needs six: gate, up, their product, and a gradient of each. A [t, d] is 0.5 MiB.
+    // One [t, f] is 8 MiB. Backward needs six: gate, up, the gated output, and a gradient of each. A [t, d] is 0.5 MiB.
     let (whole, tiles) = (of(t), of(256));
     assert!(whole > 40 * MIB, "{whole}");
     assert!(tiles < 9 * MIB, "{tiles}");
@@ -203,7 +203,7 @@ fn a_gated_output_saved_for_a_backward_that_follows_at_once_costs_no_peak_memory
     };
     let tapes: [&dyn Fn() -> Tape; 2] = [&recomputed, &saved];
     let [recomputed, saved] = tapes.map(|record| (held_by(record), forward_and_backward(record)));
-    // The product is 4 MiB.
+    // The gated output is 4 MiB.
     assert!(recomputed.0 < MIB / 2 && saved.0 > 4 * MIB, "{recomputed:?} {saved:?}");
     assert!(saved.1 < recomputed.1 + MIB / 4, "{recomputed:?} {saved:?}");
 }
@@ -221,7 +221,7 @@ fn tapes_do_not_hold_recomputable_activations() {
     let (x, gate, up) = (zeros((t, d), DType::F32), zeros((t, f), DType::F32), zeros((t, f), DType::F32));
     let product = || linear(&swiglu(&gate, &up)?, &down, None, OutputDtype::SameAsInput);
     let normed = || linear(&rms_norm(&x, &norm, 1e-6)?, &square, None, OutputDtype::SameAsInput);
-    // The output of either is 0.25 MiB. The product is 4 MiB, the normalised input 0.25.
+    // The output of either is 0.25 MiB. The gated output is 4 MiB, the normalised input 0.25.
     let (product, normed) = (held(&[&gate, &up], product), held(&[&x], normed));
     assert!(product < MIB / 2, "{product}");
     assert!(normed < MIB * 3 / 8, "{normed}");

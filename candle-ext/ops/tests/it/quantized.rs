@@ -139,7 +139,7 @@ fn a_linear_layer_of_f32_inputs_equals_the_dequantized_weight() {
 }
 
 #[test]
-fn what_cannot_be_quantized_is_refused() {
+fn unsupported_tensors_are_not_quantized() {
     let format = format(ScaleBlock::Row, ScaleRounding::Exact);
     let x = Tensor::new(&[[1.0f32, 2.0], [f32::NAN, 4.0]], &Device::Cpu).unwrap();
     assert_error(quantize(&x, format), "the element at row 1, column 0 is NaN");

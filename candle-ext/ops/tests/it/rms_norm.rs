@@ -1,16 +1,16 @@
 use candle_core::{D, DType, Tensor};
 use candlewick_ops::{Weight, add, add_rms_norm, rms_norm};
 
-use crate::cases::{Case, TestDevice, assert_error, bits, check_each, grad_of, randn, tape, trainable};
+use crate::cases::{OpCase, TestDevice, assert_error, bits, check_each, grad_of, randn, tape, trainable};
 
 const EPS: f64 = 1e-5;
 
-fn case(shape: &[usize], check: impl Fn(&Case<'_>)) {
+fn case(shape: &[usize], check: impl Fn(&OpCase<'_>)) {
     let d = *shape.last().unwrap();
     let x = randn(shape, 1);
     // The gradient of a single element near zero is all rounding.
     let x = if d == 1 { (x.abs().unwrap() + 1.0).unwrap() } else { x };
-    check(&Case {
+    check(&OpCase {
         name: "rms_norm",
         inputs: vec![x],
         weights: vec![randn(d, 2)],
@@ -41,7 +41,7 @@ fn rows_of_every_length_equal_the_reference() {
 }
 
 #[test]
-fn a_gradient_that_nobody_wants_does_not_change_the_other() {
+fn an_unneeded_gradient_does_not_change_the_other() {
     for test_device in TestDevice::all() {
         for d in [33, 128, 576] {
             let (x, w, dy) = (
@@ -73,8 +73,8 @@ fn residual(x: &[Tensor], w: &[Weight]) -> candle_core::Result<Tensor> {
     add(&sum, &normed)
 }
 
-fn residual_case(shape: &[usize], check: impl Fn(&Case<'_>)) {
-    check(&Case {
+fn residual_case(shape: &[usize], check: impl Fn(&OpCase<'_>)) {
+    check(&OpCase {
         name: "add_rms_norm",
         inputs: vec![randn(shape, 1), randn(shape, 3)],
         weights: vec![randn(*shape.last().unwrap(), 2)],

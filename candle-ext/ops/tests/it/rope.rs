@@ -1,16 +1,16 @@
 use candle_core::{DType, Tensor};
 use candlewick_ops::{AttentionChoice, AttentionSpec, CuSeqlens, QkvHeads, attention, reshape, rope, split_qkv};
 
-use crate::cases::{Case, TestDevice, assert_error, bits, check_each, randn, tape};
+use crate::cases::{OpCase, TestDevice, assert_error, bits, check_each, randn, tape};
 
 fn tables(t: usize, half: usize) -> (Tensor, Tensor) {
     let angle = randn((t, half), 7);
     (angle.cos().unwrap(), angle.sin().unwrap())
 }
 
-fn case((t, h, k): (usize, usize, usize), check: impl Fn(&Case<'_>)) {
+fn case((t, h, k): (usize, usize, usize), check: impl Fn(&OpCase<'_>)) {
     let (cos, sin) = tables(t, k / 2);
-    check(&Case {
+    check(&OpCase {
         name: "rope",
         inputs: vec![randn((t, h, k), 1)],
         weights: vec![],

@@ -1,10 +1,10 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{swiglu, swiglu_joined};
 
-use crate::cases::{Case, TestDevice, assert_error, bits, check_each, randn, tape, values};
+use crate::cases::{OpCase, TestDevice, assert_error, bits, check_each, randn, tape, values};
 
-fn case(shape: &[usize], check: impl Fn(&Case<'_>)) {
-    check(&Case {
+fn case(shape: &[usize], check: impl Fn(&OpCase<'_>)) {
+    check(&OpCase {
         name: "swiglu",
         inputs: vec![randn(shape, 1), randn(shape, 2)],
         weights: vec![],
@@ -23,7 +23,7 @@ fn it_equals_the_reference() {
 #[test]
 fn of_joined_rows_it_equals_the_reference() {
     for shape in [&[33, 1536][..], &[2], &[3, 5, 14], &[5, 9728], &[1, 10_000], &[700, 6]] {
-        let case = Case {
+        let case = OpCase {
             name: "swiglu_joined",
             inputs: vec![randn(shape, 1)],
             weights: vec![],
@@ -78,7 +78,7 @@ fn large_gates_neither_overflow_nor_turn_into_nan() {
 }
 
 #[test]
-fn nothing_gives_nothing() {
+fn an_empty_input_gives_an_empty_output() {
     let none = randn((0, 3), 1);
     assert_eq!(swiglu(&none, &none).unwrap().dims(), [0, 3]);
     assert_eq!(swiglu_joined(&randn((0, 6), 1)).unwrap().dims(), [0, 3]);
@@ -86,7 +86,7 @@ fn nothing_gives_nothing() {
 }
 
 #[test]
-fn wrong_shapes_and_formats_are_named() {
+fn wrong_shapes_and_dtypes_are_named() {
     let (a, b) = (randn((2, 3), 1), randn((3, 2), 1));
     assert_error(swiglu(&a, &b), "gate is F32 [2, 3] but up is F32 [3, 2]");
     assert_error(swiglu(&a, &a.to_dtype(DType::BF16).unwrap()), "up is BF16");

@@ -8,7 +8,7 @@ use candlewick_ops::{
 };
 
 use crate::cases::{
-    Case, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
+    OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
 };
 
 fn tensor(values: &[f32]) -> Tensor {
@@ -54,7 +54,7 @@ fn an_output_used_twice_runs_its_backward_once_with_the_sum() {
 
 /// Ops may add to the gradient accumulated for an input. The sum equals that of their separate gradients.
 #[test]
-fn the_gradient_of_what_several_ops_read_is_the_sum_of_theirs() {
+fn the_gradient_of_a_shared_input_is_the_sum_over_its_ops() {
     for (test_device, (t, d)) in
         TestDevice::all().iter().flat_map(|test_device| [(70, 33), (40, 64), (5, 2560)].map(|dims| (test_device, dims)))
     {
@@ -181,7 +181,7 @@ fn weight_gradients_are_computed_while_their_inputs_gradient_is_exchanged() {
 
 /// Covers an input that is also the output, and one that is unused.
 #[test]
-fn the_identity_hands_the_gradient_on() {
+fn the_identity_passes_the_gradient_through() {
     let (x, unused) = (tensor(&[1.0]), tensor(&[2.0]));
     let tape = Tape::record(&[&x, &unused], || Ok(x.clone())).unwrap();
     assert!(tape.is_empty());
@@ -191,7 +191,7 @@ fn the_identity_hands_the_gradient_on() {
 }
 
 #[test]
-fn what_is_not_tracked_saves_nothing() {
+fn untracked_inputs_save_nothing() {
     let saved = Rc::new(());
     let x = randn(2, 1);
     let op = || {
@@ -212,7 +212,7 @@ fn what_is_not_tracked_saves_nothing() {
 }
 
 #[test]
-fn what_an_op_saved_is_freed_before_the_backward_of_the_one_before_it_runs() {
+fn saved_tensors_are_freed_before_the_next_op_runs_backward() {
     let saved = Rc::new(());
     let (held, seen) = (saved.clone(), saved.clone());
     let x = tensor(&[1.0]);
@@ -242,7 +242,7 @@ fn a_tape_within_another_is_its_own() {
 }
 
 #[test]
-fn a_failed_or_panicked_forward_leaves_no_recording_behind() {
+fn a_failed_or_panicked_forward_leaves_no_recording() {
     let x = tensor(&[1.0]);
     let failed: Result<Tape> = Tape::record(&[&x], || candle_core::bail!("the wire was cut"));
     assert_error(failed, "the wire was cut");
@@ -261,7 +261,7 @@ fn an_error_in_backward_is_the_error_of_backward() {
 }
 
 #[test]
-fn a_gradient_of_another_shape_or_format_is_refused() {
+fn a_gradient_of_another_shape_or_dtype_is_refused() {
     let of = |dy: &Tensor| tape(&[], || Ok(tensor(&[1.0, 2.0]))).backward(dy);
     assert_error(of(&randn(3, 1)), "the gradient has shape [3]");
     assert_error(of(&randn(2, 1).to_dtype(DType::BF16).unwrap()), "BF16");
@@ -279,7 +279,7 @@ fn a_weight_used_twice_gets_both_gradients() {
 }
 
 #[test]
-fn sums_products_with_numbers_and_views_equal_candles() {
+fn add_scale_and_reshape_equal_candles() {
     check_each(
         [
             (
@@ -291,7 +291,7 @@ fn sums_products_with_numbers_and_views_equal_candles() {
             ("reshape", |x| reshape(&add(&x[0], &x[1])?, (34, 50)), |x| (&x[0] + &x[1])?.reshape((34, 50))),
         ],
         |(name, op, reference)| {
-            Case {
+            OpCase {
                 name,
                 inputs: vec![randn((17, 100), 1), randn((17, 100), 2)],
                 weights: vec![],
@@ -304,7 +304,7 @@ fn sums_products_with_numbers_and_views_equal_candles() {
 }
 
 #[test]
-fn sums_of_different_shapes_or_formats_are_refused() {
+fn sums_of_different_shapes_or_dtypes_are_refused() {
     let x = randn((2, 3), 1);
     assert_error(add(&x, &randn((3, 2), 1)), "one is F32 [2, 3], the other F32 [3, 2]");
     assert_error(add(&x, &x.to_dtype(DType::BF16).unwrap()), "the other BF16 [2, 3]");

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{DType, Result, Tensor};
 use candlewick_ops::{Dropout, OutputDtype, Weight, dropout, linear, reshape, swiglu, tiled};
 
-use crate::cases::{Case, TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
+use crate::cases::{OpCase, TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
 
 /// Computes a gated MLP of a transformer block: gate, up, and down with a bias.
 fn mlp(x: &Tensor, w: &[Weight]) -> Result<Tensor> {
@@ -54,7 +54,7 @@ fn tiles_change_the_order_of_sums_over_rows_and_nothing_else() {
 
 #[test]
 fn the_gradient_is_the_slope() {
-    Case {
+    OpCase {
         name: "tiled",
         inputs: vec![randn((10, 16), 1)],
         weights: weights(),
@@ -96,7 +96,7 @@ fn frozen_weights_and_an_untracked_input_record_nothing_and_run_once() {
 }
 
 #[test]
-fn a_tile_knows_its_first_row_and_drops_what_the_whole_would() {
+fn a_tile_has_the_dropout_mask_of_its_rows() {
     let x = randn((50, 33), 1);
     let spec = Dropout { p: 0.4, key: 11 };
     let whole = dropout(&x, spec).unwrap();

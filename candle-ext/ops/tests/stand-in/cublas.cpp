@@ -1,5 +1,6 @@
-// Stands in for cuBLASLt and cublasGemmEx where there is no GPU, over comm's stand-in for the CUDA driver. It computes in f64,
-// refuses what a test tells it to, and counts its calls. A workspace is written before a product and must be as it was after it.
+// A fake of cuBLASLt and cublasGemmEx for machines without a GPU, on top of comm's fake CUDA driver. It computes in f64,
+// returns the errors that a test sets, and counts its calls. A GEMM fills its workspace, and aborts if another one changes it
+// meanwhile.
 #include "machine.h"
 #include "numbers.h"
 
@@ -61,7 +62,7 @@ void write(void *to, int data, size_t i, double value) {
     }
 }
 
-// A matrix in columns, as a product reads it.
+// A column-major matrix, as a GEMM reads it.
 struct Matrix {
     const void *at;
     int data;
@@ -109,7 +110,7 @@ constexpr size_t WORKSPACE = 4096;
 
 extern "C" {
 
-// Refusals that a test asks for. As in tests.rs.
+// Refusals that a test sets. Same layout as in tests.rs.
 struct Rules {
     int mask, heuristics, max_alignment, n_algorithms, gemm_ex, fastest;
 } stand_in_rules = {};
@@ -204,7 +205,7 @@ Status cublasLtMatmul(void *, Description *description, const float *alpha, cons
     return put_product(stream, product, workspace, WORKSPACE), SUCCESS;
 }
 
-// cublasSetStream of the stand-in for the driver keeps nothing: a product of cublasGemmEx is computed at once, after all work.
+// cublasSetStream of the fake driver has no effect: cublasGemmEx computes at once, after all queued work.
 static void *gemm_ex_workspace = nullptr;
 Status cublasSetWorkspace_v2(void *, void *workspace, size_t n_bytes) {
     return gemm_ex_workspace = workspace, n_bytes < WORKSPACE ? INVALID_VALUE : SUCCESS;

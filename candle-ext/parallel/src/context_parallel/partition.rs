@@ -1,6 +1,6 @@
 //! Assignment of tokens to context parallel ranks, balanced for causal attention.
 //!
-//! Of 2n chunks, rank r of n has chunks r and 2n - 1 - r. A late chunk costs as much more as the early one costs less.
+//! Rank r of n has chunks r and 2n - 1 - r of 2n chunks. A late chunk costs as much more as the early one costs less.
 //! Ulysses ranks split these tokens evenly, in order.
 
 use std::ops::Range;
@@ -116,7 +116,7 @@ mod tests {
         assert_eq!(TokenPartition::new(7, 1, 2).rows(0, 1), [4..8]);
     }
 
-    /// Pairs of a token and one that it sees.
+    /// Pairs of a token and a token that it attends to.
     #[test]
     fn causal_work_is_balanced() {
         for n_context in [2, 3, 4, 8] {

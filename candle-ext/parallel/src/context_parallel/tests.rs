@@ -74,7 +74,7 @@ fn on_ranks(
         let [context, heads] = [Axis::Cp, Axis::Sp].map(|axis| mesh.group(&*world.group(), &[axis]));
         let sequence = ContextParallel::new(context?, heads?);
         let partition = TokenPartition::new(seqs.n_tokens(), cp, sp);
-        let rows = partition.rows(mesh.place(world.rank(), Axis::Cp), mesh.place(world.rank(), Axis::Sp));
+        let rows = partition.rows(mesh.coordinate(world.rank(), Axis::Cp), mesh.coordinate(world.rank(), Axis::Sp));
         let [q, k, v, d_out] = x.each_ref().map(|x| select(x, &rows));
         let own = [q?, k?, v?, d_out?];
         let attend = |[q, k, v]: [&Tensor; 3]| sequence.attention(&AttentionCall { layer_idx: 0, q, k, v, seqs, spec });
@@ -158,7 +158,7 @@ fn a_ring_sends_three_quarters_of_what_would_go_around() {
 
 /// Sequences that end with chunks, and sliding windows: chunks that no query sees are not sent.
 #[test]
-fn what_nobody_sees_is_not_sent() {
+fn chunks_that_are_masked_everywhere_are_not_sent() {
     let n_messages = |lens: &[usize], window| -> Vec<usize> {
         let (_, bytes) = on_ranks((4, 1), &packed(lens), &spec(window), DType::F32, Forwards::One);
         bytes.iter().map(|bytes| bytes.iter().filter(|n| **n > 0).count()).collect()

@@ -1,5 +1,5 @@
-//! Sequence parallelism of DeepSpeed-Ulysses: outside of attention a rank has some of the tokens, inside all tokens of
-//! some heads. (Jacobs et al., 2023; <https://arxiv.org/abs/2309.14509>.)
+//! Sequence parallelism of DeepSpeed-Ulysses: outside of attention a rank has some of the tokens. In attention it has all
+//! tokens of some heads. (Jacobs et al., 2023; <https://arxiv.org/abs/2309.14509>.)
 //!
 //! Dimensions: t tokens of a micro-batch, s ranks, h query heads, g KV heads, k head size. A rank has t/s tokens, h/s
 //! query heads and at least one KV head.

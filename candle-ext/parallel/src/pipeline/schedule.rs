@@ -285,7 +285,7 @@ mod tests {
     use super::*;
     use PipelineScheduleKind::{GPipe, OneForwardOneBackward};
 
-    /// Every pass once each way, forwards before backwards, no pass before what it reads, and one order on each edge.
+    /// Checks a schedule: every pass runs once, after its inputs; a backward follows its forward; sender and receiver have one order.
     #[track_caller]
     fn check(schedule: PipelineScheduleKind, n_stages: usize, n_chunks: usize, n_micros: usize) -> PipelineSchedule {
         let table = PipelineSchedule::new(schedule, n_stages, n_chunks, n_micros);
@@ -315,7 +315,7 @@ mod tests {
         }
         for forward in [true, false] {
             for run in 0..n_runs - 1 {
-                // On the edge between two stages all runs of both travel.
+                // Passes of all model chunks cross the link between two stages. Sender and receiver must have one order.
                 let order = |of: &dyn Fn(usize) -> bool, shift: usize| {
                     let mut passes: Vec<_> = ends
                         .iter()
@@ -347,7 +347,7 @@ mod tests {
         }
     }
 
-    /// (p - 1) of m + p - 1 parts of the time are lost, and v times less with v runs a stage.
+    /// The bubble is (p - 1) / (m + p - 1), and v times smaller with v model chunks per stage.
     #[test]
     fn bubbles_are_those_of_the_papers() {
         let bubble = |schedule, p, v, m| check(schedule, p, v, m).bubble();
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_is_drawn() {
+    fn a_schedule_is_printed_as_a_table() {
         let drawn = PipelineSchedule::new(OneForwardOneBackward, 2, 1, 3).to_string();
         let lines: Vec<&str> = drawn.lines().map(str::trim_end).collect();
         assert_eq!(lines.len(), 3);

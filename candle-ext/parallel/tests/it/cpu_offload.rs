@@ -36,7 +36,7 @@ fn optimizer(share: f64) -> Option<CpuOffload> {
     Some(CpuOffload { optimizer: share, weights: false })
 }
 
-/// Gradients for the `number`-th step, or one that overflows.
+/// Writes the gradients of step `number`, some of which overflow.
 fn set_grads(store: &ParamStore, number: usize, overflows: bool) {
     for (i, state) in store.states().unwrap().into_iter().enumerate() {
         let n = state.grad.elem_count();
@@ -49,7 +49,7 @@ fn set_grads(store: &ParamStore, number: usize, overflows: bool) {
     }
 }
 
-/// Everything that a store holds after a few steps, of which one overflows.
+/// Returns the whole state of a store after a few steps, one of which overflows.
 fn after_steps(store: &ParamStore) -> Vec<Vec<f32>> {
     let loss_scaling = LossScaling { initial: 4.0, window: 100, hysteresis: 1, min: 1.0 };
     let policy = GradPolicy { max_norm: Some(0.5), loss_scaling, stop_on_nonfinite: false };
@@ -72,7 +72,7 @@ fn everything(store: &ParamStore) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn where_the_optimizer_lives_changes_no_bit() {
+fn offloading_the_optimizer_changes_no_bit() {
     let (f32, bf16) = (DType::F32, DType::BF16);
     for (compute, masters, moments) in [(f32, f32, f32), (bf16, f32, f32), (bf16, f32, bf16), (bf16, bf16, bf16)] {
         let dtypes = ParamDtypes { compute, masters, moments };
@@ -88,9 +88,9 @@ fn where_the_optimizer_lives_changes_no_bit() {
     }
 }
 
-/// A host's copy is never the one that ops read, so that nothing is seen before it was sent.
+/// Ops never read the CPU copy, so a change shows only after the copy to the device.
 #[test]
-fn about_that_share_of_the_parameters_is_on_the_host() {
+fn the_offloaded_fraction_of_the_parameters_is_on_the_host() {
     let n_apart = |share| {
         let store = store(ParamDtypes::computing_in(DType::F32), optimizer(share));
         for state in store.states().unwrap() {
@@ -105,7 +105,7 @@ fn about_that_share_of_the_parameters_is_on_the_host() {
 }
 
 #[test]
-fn what_is_loaded_from_outside_reaches_the_ops_after_a_refresh() {
+fn loaded_masters_reach_the_ops_after_a_refresh() {
     let store = store(ParamDtypes::computing_in(DType::BF16), optimizer(1.0));
     let state = store.states().unwrap().remove(3);
     copy_into(&state.master, &(state.master.ones_like().unwrap() * 0.3).unwrap()).unwrap();

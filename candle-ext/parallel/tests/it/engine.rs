@@ -90,9 +90,9 @@ fn forward_backward(engine: &Engine, micro: &Micro, scale: &LossScale, key: u64)
     engine.forward_backward(std::slice::from_ref(micro), scale, |_| key).unwrap().micros.remove(0)
 }
 
-/// Fetched for each unit, they are the same weights: tied ones, frozen ones under LoRA, in two dtypes.
+/// Offloaded weights, fetched for each unit: tied ones, frozen ones under LoRA, in two dtypes.
 #[test]
-fn weights_that_the_host_keeps_give_the_same_gradients() {
+fn offloaded_weights_give_the_same_gradients() {
     let lora = LoraConfig::from_json(&json!({"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})).unwrap();
     let hyper = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
     let all = sequences(&[9, 5]);
@@ -113,7 +113,7 @@ fn weights_that_the_host_keeps_give_the_same_gradients() {
     }
 }
 
-/// One micro-batch forward and backward: its part of the step's mean loss.
+/// Computes forward and backward of one micro-batch; returns its part of the step's mean loss.
 fn train(engine: &Engine, micro: &Micro, of: &[Vec<(u32, i64)>], key: u64) -> f64 {
     let sum = forward_backward(engine, micro, &scale_of(of), key);
     f64::from(sum.to_scalar::<f32>().unwrap()) / n_targets(of)
@@ -123,7 +123,7 @@ fn scaler(policy: GradPolicy) -> GradScaler {
     GradScaler::new(policy, 0, &Device::Cpu).unwrap()
 }
 
-/// Judges the gradients and updates the weights.
+/// Takes the step decision and updates the weights.
 fn step(engine: &Engine, hyper: &AdamW, scaler: &GradScaler) -> StepDecision {
     let losses = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
     let squares = engine.store().grad_squares().unwrap();
@@ -161,7 +161,7 @@ fn assert_close(ours: &[(String, Vec<f32>)], other: &[(String, Vec<f32>)], bound
 }
 
 #[test]
-fn what_a_block_keeps_changes_nothing() {
+fn activation_checkpointing_changes_no_gradient() {
     let batch = sequences(&[7, 1, 12]);
     let run = |checkpointing| {
         let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, checkpointing);
@@ -177,7 +177,7 @@ fn what_a_block_keeps_changes_nothing() {
 
 /// Some parameters get no gradient in a step: without targets the head, without micro-batches all of them.
 #[test]
-fn nothing_is_left_of_the_gradients_of_an_earlier_step() {
+fn gradients_of_an_earlier_step_are_cleared() {
     let all = sequences(&[9, 5]);
     let ignored: Vec<Vec<_>> =
         all.iter().map(|sequence| sequence.iter().map(|(id, _)| (*id, Micro::IGNORED)).collect()).collect();
@@ -385,7 +385,7 @@ fn half_precision_scales_the_loss_and_skips_what_overflows() {
 }
 
 #[test]
-fn moments_in_bf16_take_half_the_room_and_nearly_the_same_steps() {
+fn moments_in_bf16_take_half_the_memory_and_nearly_the_same_steps() {
     let batch = sequences(&[10, 10]);
     let run = |moments| {
         let model = Model::new(config(true), None).unwrap();

@@ -41,7 +41,7 @@ fn text(len: usize, seed: usize) -> Vec<u32> {
     (0..len).map(|i| ((i * 31 + seed * 17 + i * i * (seed + 3)) % VOCAB as usize) as u32).collect()
 }
 
-/// The log-probability of every token of a sequence but the first, by a forward of it alone.
+/// Returns the log-probability of every token of a sequence but the first, by a forward of it alone.
 fn alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
     let mut targets: Vec<i64> = ids[1..].iter().map(|&id| i64::from(id)).collect();
     targets.push(Micro::IGNORED);
@@ -55,10 +55,10 @@ fn alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
     losses[..ids.len() - 1].iter().map(|loss| -loss).collect()
 }
 
-/// One batch: its runs, and for each what comes after its tokens.
+/// One batch: token runs with their prefixes, and the prefix to keep cached after the batch.
 type Batch<'a> = (Vec<(Prefix, &'a [u32])>, Prefix);
 
-/// Scores the second to last token of every run, batch by batch: a list for each run.
+/// Scores all but the first token of every run, batch by batch; returns a list per run.
 fn scores(engine: &Engine, batches: &[Batch]) -> Vec<Vec<f32>> {
     let mut path = PrefixKvCache::new(engine.model().n_blocks());
     let mut all = Vec::new();
@@ -86,7 +86,7 @@ fn assert_near(ours: &[f32], want: &[f32], bound: f32) {
     }
 }
 
-/// A trunk, two branches of it, a branch of the second, and a stranger.
+/// A prefix, two continuations of it, a continuation of the second, and an unrelated sequence.
 fn tree() -> [Vec<u32>; 5] {
     [text(150, 1), text(7, 2), text(20, 3), text(3, 4), text(11, 5)]
 }
@@ -107,7 +107,7 @@ fn check_tree(dtype: DType, window: Option<usize>, bound: f32) {
         start,
     )];
     let in_one = scores(&engine, &whole);
-    // The trunk in two pieces, and everything by itself.
+    // The shared prefix in two runs, and every run in a batch of its own.
     let bit_by_bit = [
         (vec![(start, &trunk[..100])], Prefix::Run(0)),
         (vec![(Prefix::Cached(100), &trunk[100..])], Prefix::Run(0)),
@@ -129,7 +129,7 @@ fn check_tree(dtype: DType, window: Option<usize>, bound: f32) {
 }
 
 #[test]
-fn branches_score_what_their_whole_paths_do() {
+fn branches_of_a_prefix_tree_score_as_whole_sequences() {
     check_tree(DType::F32, None, 2e-5);
     check_tree(DType::F32, Some(WINDOW), 2e-5);
     check_tree(DType::BF16, None, 0.1);
@@ -146,7 +146,7 @@ fn a_prefix_that_is_not_cached_is_an_error() {
     assert!(refused(Prefix::Run(0)).contains("continue run 0: the batch has 0 runs before"));
 }
 
-/// The logits after each sequence of a forward.
+/// Returns the logits after each sequence of a forward.
 fn append(engine: &Engine, pool: &KvCachePool, sequences: &[(usize, usize, &[u32])]) -> Vec<Vec<f32>> {
     let growth = |&(start, n_seen, ids): &(usize, usize, &[u32])| AppendTokens { start, n_seen, ids: ids.to_vec() };
     let sequences: Vec<AppendTokens> = sequences.iter().map(growth).collect();
@@ -154,7 +154,7 @@ fn append(engine: &Engine, pool: &KvCachePool, sequences: &[(usize, usize, &[u32
     engine.logits(growing.tokens(), growing.last_rows(), &growing).unwrap().to_vec2().unwrap()
 }
 
-/// The logits after a sequence, by a forward of it alone.
+/// Returns the logits after a sequence, by a forward of it alone.
 fn logits_alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
     let mut path = PrefixKvCache::new(engine.model().n_blocks());
     let run = TokenRun { prefix: Prefix::Cached(0), ids };
@@ -171,17 +171,17 @@ fn check_pool(dtype: DType, window: Option<usize>, bound: f32) {
     let first = append(&engine, &pool, &[(100, 0, &a[..30]), (10, 0, &b[..20])]);
     assert_near(&first[0], &logits_alone(&engine, &a[..30]), bound);
     assert_near(&first[1], &logits_alone(&engine, &b[..20]), bound);
-    // One goes on, another begins in a part of the space between, and the third waits.
+    // One continues, another starts in part of the gap between, and the third waits.
     let second = append(&engine, &pool, &[(200, 0, &c[..140]), (100, 30, &a[30..31])]);
     assert_near(&second[0], &logits_alone(&engine, &c[..140]), bound);
     assert_near(&second[1], &logits_alone(&engine, &a[..31]), bound);
-    // A copy goes on as what it was copied from.
+    // A copy continues like the original.
     pool.copy(10..30, 60).unwrap();
     let third = append(&engine, &pool, &[(60, 20, &b[20..]), (10, 20, &b[20..]), (200, 140, &c[140..])]);
     assert_eq!(third[0], third[1]);
     assert_near(&third[0], &logits_alone(&engine, &b), bound);
     assert_near(&third[2], &logits_alone(&engine, &c), bound);
-    // A token alone gets the bits that it gets among others.
+    // A token in a batch of its own gets equal bits.
     let among = append(&engine, &pool, &[(60, 33, &[7]), (100, 31, &[8]), (10, 33, &[7])]);
     let by_itself = append(&engine, &pool, &[(60, 33, &[7])]);
     assert_eq!(among[0], by_itself[0]);
@@ -189,7 +189,7 @@ fn check_pool(dtype: DType, window: Option<usize>, bound: f32) {
 }
 
 #[test]
-fn sequences_of_a_pool_are_what_they_are_alone() {
+fn pooled_sequences_give_the_logits_of_each_alone() {
     check_pool(DType::F32, None, 2e-5);
     check_pool(DType::F32, Some(WINDOW), 2e-5);
     check_pool(DType::BF16, None, 0.1);

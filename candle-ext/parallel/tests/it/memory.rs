@@ -44,7 +44,7 @@ fn check_store_bytes(dtypes: ParamDtypes, n_bytes_of_weight: u64) {
         ParamStore::new(&model(), dtypes, StoreMode::Train, &Device::Cpu, ShardingGroups::single_rank()).unwrap();
     let allocated = (ALLOCATOR.current_usage() - before) as f64;
     let bytes = store.device_bytes();
-    // Names and shapes are allocated, too.
+    // Names and shapes also take memory.
     assert!((bytes.total() as f64 / allocated - 1.0).abs() < 0.05, "{bytes:?}, {allocated} allocated");
     let n_weights = bytes.weights / dtypes.compute.size_in_bytes() as u64;
     assert!(bytes.total().abs_diff(n_weights * n_bytes_of_weight) < bytes.total() / 50, "{bytes:?}");
@@ -79,12 +79,12 @@ fn peak(checkpointing: Vec<ActivationCheckpointing>, tiled_mlp: TiledMlp) -> usi
 
 /// The allocator's counters are global, so the measurements run in a process of their own.
 #[test]
-fn each_mode_saves_what_it_promises() {
+fn each_checkpointing_mode_saves_the_expected_memory() {
     if std::env::var_os(CHILD).is_some() {
         return measure();
     }
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["memory::each_mode_saves_what_it_promises", "--exact", "--nocapture"])
+        .args(["memory::each_checkpointing_mode_saves_the_expected_memory", "--exact", "--nocapture"])
         .env(CHILD, "1")
         .output()
         .unwrap();
@@ -110,14 +110,14 @@ fn measure() {
     let half_offloaded = peak(half, TiledMlp::Off);
     let all =
         [keep, tiled, full, full_tiled, selective, half_offloaded, offloaded].map(|bytes| bytes as f64 / INPUT as f64);
-    // Of each block's MLP gate and up are kept or not, 8 inputs.
+    // Selective checkpointing saves gate and up of each MLP, 8 inputs.
     assert!(keep > tiled + N_BLOCKS * 15 / 2 * INPUT, "{all:.1?}");
     assert!(keep > full + N_BLOCKS * 11 * INPUT, "{all:.1?}");
     // Attention's output is as wide as an input. The last layer's is alive anyway; the log-sum-exps take a sixteenth.
     assert!(selective > full + 13 * INPUT / 2 && selective < full + 8 * INPUT, "{all:.1?}");
     // The MLP and its gradients dominate the one layer that is recomputed.
     assert!(full > full_tiled + 12 * INPUT, "{all:.1?}");
-    // Of 8 inputs the last is in use when memory is at its peak.
+    // The last of 8 inputs is in use at the memory peak.
     assert!(full > offloaded + 11 * INPUT / 2, "{all:.1?}");
     assert!(full > half_offloaded + 5 * INPUT / 2 && half_offloaded > offloaded + 5 * INPUT / 2, "{all:.1?}");
 }

@@ -21,7 +21,7 @@ const LENGTHS: [usize; 3] = [40, 1, 36];
 const FAMILIES: [(&str, &str); 3] =
     [("LlamaForCausalLM", "llama"), ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3")];
 
-/// A case: a family and what is trained of it, in which format.
+/// A case: a family, its trained parameters and the dtype.
 #[derive(Clone)]
 struct Case {
     config: Value,
@@ -108,7 +108,7 @@ fn all(checkpointing: ActivationCheckpointing) -> Vec<ActivationCheckpointing> {
 }
 
 #[test]
-fn what_a_block_keeps_changes_no_bit_in_any_family() {
+fn activation_checkpointing_changes_no_bit_in_any_family() {
     let mixed =
         vec![ActivationCheckpointing::Offload, ActivationCheckpointing::Selective, ActivationCheckpointing::None];
     for case in cases() {
@@ -132,7 +132,7 @@ fn what_a_block_keeps_changes_no_bit_in_any_family() {
 }
 
 #[test]
-fn where_an_input_is_offloaded_to_changes_no_bit() {
+fn the_offload_target_changes_no_bit() {
     for case in cases() {
         let engine = || engine(&case, all(ActivationCheckpointing::Offload), TiledMlp::Off);
         let folder = OffloadTarget::Folder(std::env::temp_dir());
@@ -174,7 +174,7 @@ fn assert_close(name: &str, ours: &[f32], other: &[f32], bound: f64) {
     assert!(difference <= bound * scale, "{name}: {:e}", difference / scale);
 }
 
-/// A prompt goes through in tiles as well, and one token is a tile.
+/// A prompt is computed in tiles too; a single token is one tile.
 #[test]
 fn generation_gives_the_same_logits_with_tiles() {
     let ids: Vec<u32> = (0..70).map(|i| (i * 7) % VOCAB as u32).collect();

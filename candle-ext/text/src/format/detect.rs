@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::error::type_name;
 use super::hints;
 use super::known_datasets::known_role_mapping;
-use super::row_format::Format;
+use super::row_format::RowFormat;
 use super::{Alpaca, FormatError, Messages, PromptCompletionColumns, RoleMapping, ShareGpt, TextColumn};
 use crate::source::{Row, RowSource};
 use crate::suggestion::nearest;
@@ -58,7 +58,7 @@ const PAIRS: [(&str, &str); 9] = [
 /// Number of rows inspected. JSON rows may omit columns, so one row is not enough.
 const N_LOOKED_AT: usize = 16;
 
-impl Format {
+impl RowFormat {
     /// Returns the format that `request` names, else the format detected from the first rows of `source`.
     pub fn find(request: &FormatRequest, source: &dyn RowSource) -> Result<Self, FormatError> {
         check_keys(request)?;
@@ -177,19 +177,19 @@ impl FirstRows {
     }
 }
 
-fn by_name(first_rows: &FirstRows, name: &str, request: &FormatRequest) -> Result<Format, FormatError> {
+fn by_name(first_rows: &FirstRows, name: &str, request: &FormatRequest) -> Result<RowFormat, FormatError> {
     let column = request.column.as_deref();
     let missing = |wanted: &str| first_rows.unknown(format!("it has no columns for {name}: {wanted}"));
     match name {
         name if MESSAGES_NAMES.contains(&name) => {
             let column = column.or_else(|| first_rows.first_of(&CHAT_COLUMNS));
             let column = first_rows.require(column.unwrap_or("messages"))?.to_owned();
-            Ok(Format::Messages(Messages { column, content_key: request.content_key.clone() }))
+            Ok(RowFormat::Messages(Messages { column, content_key: request.content_key.clone() }))
         }
         "sharegpt" => {
             let column = column.or_else(|| first_rows.first_of(&["conversations", "conversation", "messages"]));
             let column = first_rows.require(column.unwrap_or("conversations"))?.to_owned();
-            Ok(Format::ShareGpt(ShareGpt { column }))
+            Ok(RowFormat::ShareGpt(ShareGpt { column }))
         }
         "alpaca" => alpaca(first_rows).ok_or_else(|| missing("instruction, output")),
         name if PAIR_NAMES.contains(&name) => pairs(first_rows)?.ok_or_else(|| missing("prompt, completion")),
@@ -202,7 +202,7 @@ fn by_name(first_rows: &FirstRows, name: &str, request: &FormatRequest) -> Resul
     }
 }
 
-fn detect_format(first_rows: &FirstRows) -> Result<Format, FormatError> {
+fn detect_format(first_rows: &FirstRows) -> Result<RowFormat, FormatError> {
     if let Some(format) = chat(first_rows)? {
         return Ok(format);
     }
@@ -258,8 +258,8 @@ fn near_column(first_rows: &FirstRows) -> String {
     near.map_or(String::new(), |(_, known, own)| format!("; {own:?} is near {known:?}"))
 }
 
-fn chat(first_rows: &FirstRows) -> Result<Option<Format>, FormatError> {
-    let found: Vec<(&str, Format)> =
+fn chat(first_rows: &FirstRows) -> Result<Option<RowFormat>, FormatError> {
+    let found: Vec<(&str, RowFormat)> =
         CHAT_COLUMNS.iter().filter_map(|column| Some((*column, chat_in(first_rows, column)?))).collect();
     match found.as_slice() {
         [] => Ok(None),
@@ -273,7 +273,7 @@ fn chat(first_rows: &FirstRows) -> Result<Option<Format>, FormatError> {
 }
 
 /// Returns the chat format of the list in `column`, by the keys of its items.
-fn chat_in(first_rows: &FirstRows, column: &str) -> Option<Format> {
+fn chat_in(first_rows: &FirstRows, column: &str) -> Option<RowFormat> {
     let value = first_rows.value(column)?;
     let parsed;
     let items = match value {
@@ -288,19 +288,19 @@ fn chat_in(first_rows: &FirstRows, column: &str) -> Option<Format> {
     match items.first() {
         None => Some(messages_in(column)),
         Some(item) if item.get("role").is_some() => Some(messages_in(column)),
-        Some(item) if item.get("from").is_some() => Some(Format::ShareGpt(ShareGpt { column })),
+        Some(item) if item.get("from").is_some() => Some(RowFormat::ShareGpt(ShareGpt { column })),
         Some(_) => None,
     }
 }
 
-fn messages_in(column: String) -> Format {
-    Format::Messages(Messages { column, content_key: None })
+fn messages_in(column: String) -> RowFormat {
+    RowFormat::Messages(Messages { column, content_key: None })
 }
 
-fn alpaca(first_rows: &FirstRows) -> Option<Format> {
+fn alpaca(first_rows: &FirstRows) -> Option<RowFormat> {
     let output = first_rows.first_of(&OUTPUTS)?;
     first_rows.has("instruction").then(|| {
-        Format::Alpaca(Alpaca {
+        RowFormat::Alpaca(Alpaca {
             instruction: "instruction".into(),
             input: first_rows.first_of(&INPUTS).map(str::to_owned),
             output: output.into(),
@@ -309,11 +309,11 @@ fn alpaca(first_rows: &FirstRows) -> Option<Format> {
     })
 }
 
-fn pairs(first_rows: &FirstRows) -> Result<Option<Format>, FormatError> {
+fn pairs(first_rows: &FirstRows) -> Result<Option<RowFormat>, FormatError> {
     let found: Vec<_> = PAIRS.iter().filter(|(p, c)| first_rows.has(p) && first_rows.has(c)).collect();
     match found.as_slice() {
         [] => Ok(None),
-        [(prompt, completion)] => Ok(Some(Format::PromptCompletion(PromptCompletionColumns {
+        [(prompt, completion)] => Ok(Some(RowFormat::PromptCompletion(PromptCompletionColumns {
             prompt: (*prompt).into(),
             completion: (*completion).into(),
         }))),
@@ -325,19 +325,19 @@ fn pairs(first_rows: &FirstRows) -> Result<Option<Format>, FormatError> {
     }
 }
 
-fn text(first_rows: &FirstRows, request: &FormatRequest) -> Result<Format, FormatError> {
+fn text(first_rows: &FirstRows, request: &FormatRequest) -> Result<RowFormat, FormatError> {
     Ok(text_in(first_rows.require(request.column.as_deref().unwrap_or("text"))?))
 }
 
-fn text_in(column: &str) -> Format {
-    Format::Text(TextColumn { column: column.to_owned() })
+fn text_in(column: &str) -> RowFormat {
+    RowFormat::Text(TextColumn { column: column.to_owned() })
 }
 
 fn mapped(
     first_rows: &FirstRows,
     roles: &[(String, String)],
     content_key: Option<&str>,
-) -> Result<Format, FormatError> {
+) -> Result<RowFormat, FormatError> {
     let mapping = RoleMapping::new(roles, content_key)?;
     if let Some(missing) = mapping.columns().find(|column| !first_rows.has(column)) {
         let paste = first_rows.rows.iter().find_map(hints::mapping_of_row);
@@ -349,5 +349,5 @@ fn mapped(
         let (n_rows, found) = (first_rows.rows.len(), found.join(", "));
         tracing::warn!("role_mapping: {path} names no message of the first {n_rows} rows; their roles are {found}");
     }
-    Ok(Format::RoleMapping(mapping))
+    Ok(RowFormat::RoleMapping(mapping))
 }

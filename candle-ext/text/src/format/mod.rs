@@ -1,6 +1,6 @@
 //! Row formats: conversion of data set rows to documents.
 //!
-//! A [`Format`] is chosen once per data set, by the recipe or by the first rows, and reads every row into a
+//! A [`RowFormat`] is chosen once per data set, by the recipe or by the first rows, and reads every row into a
 //! [`Document`]. Each file holds one format; `detect` lists them.
 
 mod alpaca;
@@ -27,6 +27,6 @@ pub use known_datasets::{known_role_mapping, known_split_mapping};
 pub use messages::Messages;
 pub use prompt_completion::PromptCompletionColumns;
 pub use role_mapping::{RoleMapping, RolePath};
-pub use row_format::Format;
+pub use row_format::RowFormat;
 pub use sharegpt::ShareGpt;
 pub use text_column::TextColumn;

@@ -12,7 +12,7 @@ use crate::source::{Row, RowSource};
 
 /// Row format of a data set.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Format {
+pub enum RowFormat {
     /// A list of `{role, content}`.
     Messages(Messages),
     /// A list of `{from, value}`.
@@ -27,7 +27,7 @@ pub enum Format {
     Text(TextColumn),
 }
 
-impl Format {
+impl RowFormat {
     /// Describes the format in one line: "reads as alpaca: instruction, input, output".
     pub fn describe(&self) -> String {
         format!("reads as {}: {}", self.name(), self.columns().join(", "))

@@ -11,7 +11,7 @@
 //! | `holds`, `has` | a file has the listed size |
 //! | `listing`, `set_listing` | offline, a snapshot has every file that the Hub listed |
 //! | `set_commit` | a revision is recorded, by a rename, after all its files are cached |
-//! | `commit_of` | a reference holds a commit hash and lies below `refs` |
+//! | `commit_of` | a reference holds a commit hash and is below `refs` |
 //! | `lock` | waits for a lock as long as the other download runs, not ten seconds |
 //! | `link` | a link is replaced by a rename, never removed first |
 
@@ -22,11 +22,11 @@ use std::path::{Component, Path, PathBuf};
 use super::{HubError, ListedFile, RepoId};
 use crate::files::{replace_atomically, write_atomically};
 
-pub(crate) struct Cache {
+pub(crate) struct HubCache {
     root: PathBuf,
 }
 
-impl Cache {
+impl HubCache {
     pub(crate) fn new(root: &Path) -> Self {
         Self { root: root.to_owned() }
     }

@@ -225,7 +225,7 @@ fn tried(n_tries: usize) -> String {
 
 fn later(wait: Option<Duration>) -> String {
     match wait {
-        Some(wait) => format!("it asks to wait {} s", wait.as_secs()),
+        Some(wait) => format!("it requests a wait of {} s", wait.as_secs()),
         None => "try again later".into(),
     }
 }

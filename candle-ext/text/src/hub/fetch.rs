@@ -17,7 +17,7 @@ use reqwest::header::{
 };
 use reqwest::{Client, ClientBuilder, Response, StatusCode, Url};
 
-use super::cache::{Cache, is_inside, make_parent};
+use super::cache::{HubCache, is_inside, make_parent};
 use super::error::innermost;
 use super::partial_download::{FileMetadata, PartialDownload};
 use super::retry::{AttemptError, ErrorResponse, RequestTarget, with_retries};
@@ -89,7 +89,7 @@ impl Downloader {
     /// Downloads a listed file. `known` is the ETag of an earlier version in the cache.
     pub(crate) fn fetch(
         &self,
-        cache: &Cache,
+        cache: &HubCache,
         repo: &RepoId,
         commit: &str,
         listed: &ListedFile,

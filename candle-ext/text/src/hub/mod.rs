@@ -38,14 +38,14 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use api::HubApi;
-use cache::Cache;
+use cache::HubCache;
 use fetch::Downloader;
 pub(crate) use listing::{ListedFile, Listing};
 
 /// Client of the Hugging Face Hub. Threads share it by reference.
 pub struct Hub {
     settings: HubSettings,
-    cache: Cache,
+    cache: HubCache,
     /// `None` when offline.
     online: Option<(HubApi, Downloader)>,
 }
@@ -63,7 +63,7 @@ impl Hub {
             true => None,
             false => Some((HubApi::new(&settings)?, Downloader::new(&settings)?)),
         };
-        Ok(Self { cache: Cache::new(&settings.cache), settings, online })
+        Ok(Self { cache: HubCache::new(&settings.cache), settings, online })
     }
 
     /// Sets a callback for download progress.

@@ -13,7 +13,7 @@ pub fn report_shortened_files() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
         // SAFETY: the action is zero-initialised, as sigaction(2) allows, and its handler has the signature that
-        // SA_SIGINFO asks for. The handler calls async-signal-safe functions only.
+        // SA_SIGINFO requires. The handler calls async-signal-safe functions only.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handle as extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) as usize;

@@ -54,7 +54,7 @@ pub struct SliceSource {
 }
 
 impl SliceSource {
-    /// Restricts `inner` to `range`, which must lie within it.
+    /// Restricts `inner` to `range`, which must be within it.
     pub fn new(inner: Box<dyn RowSource>, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= inner.len(), "the slice was resolved");
         Self { inner, range }

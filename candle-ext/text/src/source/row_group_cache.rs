@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn two_groups_are_decoded_beside_each_other() {
+    fn two_groups_are_decoded_concurrently() {
         let groups = CachedRowGroups::new();
         let (to_first, from_second) = channel();
         let (to_second, from_first) = channel();

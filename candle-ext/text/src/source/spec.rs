@@ -93,7 +93,7 @@ impl RowRange {
         let from = self.from.map_or(0, |bound| bound.resolve(n_rows));
         let to = self.to.map_or(n_rows as i64, |bound| bound.resolve(n_rows));
         if from > n_rows as i64 || to > n_rows as i64 {
-            return Err(format!("rows {from} to {to} were asked for, but there are only {n_rows}"));
+            return Err(format!("rows {from} to {to} were requested, but there are only {n_rows}"));
         }
         if from >= to {
             return Err(format!("rows {from} to {to} of {n_rows} are none"));

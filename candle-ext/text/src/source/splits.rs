@@ -356,7 +356,7 @@ mod tests {
     const GSM8K: &str = "---\nlicense: mit\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n  - split: test\n    path: main/test-*\n- config_name: socratic\n  data_files:\n  - split: train\n    path: [socratic/train-*]\n---\n# GSM8K\n";
 
     #[test]
-    fn the_readme_decides_when_it_speaks() {
+    fn splits_of_the_dataset_card_take_precedence() {
         let card = DatasetCard::parse(GSM8K).unwrap();
         let paths = strings(&[
             "main/train-00000-of-00001.parquet",
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn a_readme_without_configs_says_nothing() {
+    fn a_dataset_card_without_configs_is_ignored() {
         assert!(DatasetCard::parse("---\nlicense: mit\n---\n").is_none());
         assert!(DatasetCard::parse("# just a title").is_none());
         assert!(DatasetCard::parse("---\n: : [\n---\n").is_none());

@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_an_object_is_named() {
+    fn a_row_that_is_not_an_object_is_named() {
         refused(b"[1, 2]", "the row is a list of 2, not an object");
         refused(b"\"hi\"", "the row is a string");
         refused(b"null", "the row is null");

@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_that_prints_the_day_says_so() {
+    fn a_template_that_prints_the_date_is_reported() {
         let source = "{{ strftime_now('%d') }}";
         assert!(template("a", source).reads_clock());
         assert!(!template("a", "{{ x }}").reads_clock());

@@ -19,7 +19,7 @@ pub(super) const FENCE: &str = "__candlewick_fence";
 
 /// Meaning of a marker at its position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Mark {
+pub(super) enum Marker {
     GenerationOpens,
     GenerationCloses,
     /// Start of a loop iteration over this message.
@@ -38,7 +38,7 @@ pub(super) fn fence(text: &str) -> Option<char> {
 }
 
 /// Removes the markers. Returns the text, and each mark with its byte offset in that text.
-pub(super) fn extract(marked: &str, fence: char) -> Option<(String, Vec<(usize, Mark)>)> {
+pub(super) fn extract(marked: &str, fence: char) -> Option<(String, Vec<(usize, Marker)>)> {
     let mut text = String::with_capacity(marked.len());
     let mut marks = Vec::new();
     for (piece_idx, piece) in marked.split(fence).enumerate() {
@@ -50,14 +50,14 @@ pub(super) fn extract(marked: &str, fence: char) -> Option<(String, Vec<(usize, 
     Some((text, marks))
 }
 
-fn parse(command: &str) -> Option<Mark> {
+fn parse(command: &str) -> Option<Marker> {
     let mut words = command.split(' ');
     let mut number = || words.next().and_then(|word| word.parse().ok());
     Some(match number()? {
-        0 => Mark::GenerationOpens,
-        1 => Mark::GenerationCloses,
-        2 => Mark::Turn { loop_id: number()?, message: number()? },
-        3 => Mark::LoopCloses { loop_id: number()? },
+        0 => Marker::GenerationOpens,
+        1 => Marker::GenerationCloses,
+        2 => Marker::Turn { loop_id: number()?, message: number()? },
+        3 => Marker::LoopCloses { loop_id: number()? },
         _ => return None,
     })
 }
@@ -132,16 +132,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn markers_come_out_where_they_stood() {
+    fn markers_are_extracted_with_their_positions() {
         let (text, marks) = extract("aé|2 1 7|b|3 1||0|c|1|", '|').unwrap();
         assert_eq!(text, "aébc");
         assert_eq!(
             marks,
             [
-                (3, Mark::Turn { loop_id: 1, message: 7 }),
-                (4, Mark::LoopCloses { loop_id: 1 }),
-                (4, Mark::GenerationOpens),
-                (5, Mark::GenerationCloses),
+                (3, Marker::Turn { loop_id: 1, message: 7 }),
+                (4, Marker::LoopCloses { loop_id: 1 }),
+                (4, Marker::GenerationOpens),
+                (5, Marker::GenerationCloses),
             ]
         );
     }

@@ -37,7 +37,7 @@ use serde_json::{Map, Value as Json};
 use crate::conversation::{Conversation, Message};
 use budget::RenderFailure;
 use markers::Turn;
-use turns::{Piece, Probe, Prompts, TurnDelimiters};
+use turns::{MessageText, Probe, Prompts, TurnDelimiters};
 
 pub use clock::Clock;
 pub use turns::TurnError;
@@ -315,7 +315,7 @@ impl ChatTemplate {
         &self,
         chat: &Conversation,
         text: &str,
-        pieces: &[Piece],
+        pieces: &[MessageText],
     ) -> Result<Vec<AssistantSpan>, TemplateError> {
         let delimiters = self.delimiters()?;
         let mut spans: Vec<AssistantSpan> = Vec::new();
@@ -360,7 +360,7 @@ impl ChatTemplate {
     }
 
     /// Renders an example chat with two assistant messages and returns both turns.
-    fn probe(&self, early: &str, late: &str) -> Result<Vec<(String, Piece)>, TemplateError> {
+    fn probe(&self, early: &str, late: &str) -> Result<Vec<(String, MessageText)>, TemplateError> {
         let chat = Conversation::new([
             Message::new("user", "question"),
             Message::new("assistant", early),
@@ -380,7 +380,7 @@ impl ChatTemplate {
         chat: &Conversation,
         ending: AddGenerationPrompt,
         text: &str,
-    ) -> Result<Vec<(usize, markers::Mark)>, TemplateError> {
+    ) -> Result<Vec<(usize, markers::Marker)>, TemplateError> {
         let disturbed = || self.unclear(TurnError::OutputChangedByMarkers);
         let fence = markers::fence(text).ok_or_else(disturbed)?;
         let marked = self.run(template, self.context(chat, ending, Some(fence)))?;
@@ -440,7 +440,7 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
-fn piece_of(pieces: &[Piece], message: usize) -> Result<&Piece, TurnError> {
+fn piece_of(pieces: &[MessageText], message: usize) -> Result<&MessageText, TurnError> {
     let mut own = pieces.iter().filter(|piece| piece.message == message);
     match (own.next(), own.next()) {
         (None, _) => Err(TurnError::NoText { message }),

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::markers::Mark;
+use super::markers::Marker;
 
 /// Reason why the assistant's text cannot be located in a rendered chat.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -36,17 +36,17 @@ pub enum TurnError {
 }
 
 /// Returns the byte ranges of the `generation` blocks.
-pub(super) fn generation_spans(marks: &[(usize, Mark)]) -> Result<Vec<Range<usize>>, TurnError> {
+pub(super) fn generation_spans(marks: &[(usize, Marker)]) -> Result<Vec<Range<usize>>, TurnError> {
     let mut spans = Vec::new();
     let mut start = None;
     for (at, mark) in marks {
         match (mark, start) {
-            (Mark::GenerationOpens, None) => start = Some(*at),
-            (Mark::GenerationCloses, Some(from)) => {
+            (Marker::GenerationOpens, None) => start = Some(*at),
+            (Marker::GenerationCloses, Some(from)) => {
                 spans.push(from..*at);
                 start = None;
             }
-            (Mark::Turn { .. } | Mark::LoopCloses { .. }, _) => {}
+            (Marker::Turn { .. } | Marker::LoopCloses { .. }, _) => {}
             _ => return Err(TurnError::UnbalancedBlocks),
         }
     }
@@ -58,14 +58,14 @@ pub(super) fn generation_spans(marks: &[(usize, Mark)]) -> Result<Vec<Range<usiz
 }
 
 /// Returns the message whose text contains the whole span.
-pub(super) fn owner(pieces: &[Piece], span: &Range<usize>) -> Option<usize> {
-    let holds = |piece: &&Piece| piece.range.start <= span.start && span.end <= piece.range.end;
+pub(super) fn owner(pieces: &[MessageText], span: &Range<usize>) -> Option<usize> {
+    let holds = |piece: &&MessageText| piece.range.start <= span.start && span.end <= piece.range.end;
     pieces.iter().find(holds).map(|piece| piece.message)
 }
 
 /// Text printed during a loop iteration over a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct MessageText {
     pub(super) message: usize,
     pub(super) range: Range<usize>,
 }
@@ -73,27 +73,27 @@ pub(super) struct Piece {
 /// Splits a text by the innermost loop over messages.
 ///
 /// Text outside of all loops belongs to no message, such as a system prompt or a generation prompt.
-pub(super) fn pieces(marks: &[(usize, Mark)]) -> Vec<Piece> {
-    let mut pieces: Vec<Piece> = Vec::new();
+pub(super) fn pieces(marks: &[(usize, Marker)]) -> Vec<MessageText> {
+    let mut pieces: Vec<MessageText> = Vec::new();
     let mut open: Vec<(usize, usize)> = Vec::new();
     let mut start = 0;
     for (at, mark) in marks {
         if let Some((_, message)) = open.last() {
-            push(&mut pieces, Piece { message: *message, range: start..*at });
+            push(&mut pieces, MessageText { message: *message, range: start..*at });
         }
         start = *at;
-        let (Mark::Turn { loop_id, .. } | Mark::LoopCloses { loop_id }) = mark else { continue };
+        let (Marker::Turn { loop_id, .. } | Marker::LoopCloses { loop_id }) = mark else { continue };
         if let Some(depth) = open.iter().position(|(open_id, _)| open_id == loop_id) {
             open.truncate(depth);
         }
-        if let Mark::Turn { message, .. } = mark {
+        if let Marker::Turn { message, .. } = mark {
             open.push((*loop_id, *message));
         }
     }
     pieces
 }
 
-fn push(pieces: &mut Vec<Piece>, piece: Piece) {
+fn push(pieces: &mut Vec<MessageText>, piece: MessageText) {
     match pieces.last_mut() {
         _ if piece.range.is_empty() => {}
         Some(last) if last.message == piece.message && last.range.end == piece.range.start => {
@@ -119,7 +119,7 @@ pub(super) struct TurnDelimiters {
 pub(super) struct Probe {
     /// Text of the first chat, and the turn's range in it.
     pub(super) text: String,
-    pub(super) piece: Piece,
+    pub(super) piece: MessageText,
     /// The turn in the second chat.
     pub(super) other: String,
 }
@@ -171,8 +171,8 @@ impl TurnDelimiters {
     }
 
     /// Returns the range that the model writes: its words and the end of turn.
-    pub(super) fn written(&self, text: &str, piece: &Piece) -> Result<Range<usize>, TurnError> {
-        let Piece { message, range } = piece.clone();
+    pub(super) fn written(&self, text: &str, piece: &MessageText) -> Result<Range<usize>, TurnError> {
+        let MessageText { message, range } = piece.clone();
         let start = self.end_of_header(text, &range).ok_or_else(|| TurnError::NoGenerationPrompt {
             message,
             prompt: self.headers.last().cloned().unwrap_or_default(),
@@ -255,12 +255,12 @@ fn common_suffix<'a>(left: &'a str, right: &str) -> &'a str {
 mod tests {
     use super::*;
 
-    fn turn(loop_id: usize, message: usize) -> Mark {
-        Mark::Turn { loop_id, message }
+    fn turn(loop_id: usize, message: usize) -> Marker {
+        Marker::Turn { loop_id, message }
     }
 
-    fn close(loop_id: usize) -> Mark {
-        Mark::LoopCloses { loop_id }
+    fn close(loop_id: usize) -> Marker {
+        Marker::LoopCloses { loop_id }
     }
 
     #[test]
@@ -282,7 +282,7 @@ mod tests {
 
     #[test]
     fn unbalanced_generation_blocks_are_refused() {
-        let (open, close) = (Mark::GenerationOpens, Mark::GenerationCloses);
+        let (open, close) = (Marker::GenerationOpens, Marker::GenerationCloses);
         assert_eq!(
             generation_spans(&[(1, open), (4, close), (4, open), (4, close), (4, open), (5, close)]),
             Ok(vec![1..4, 4..5])
@@ -296,7 +296,7 @@ mod tests {
     fn delimiters(added: &str, tail: &str, probes: &[(&str, &str, &str)]) -> TurnDelimiters {
         let probe = |(before, turn, other): &(&str, &str, &str)| Probe {
             text: format!("{before}{turn}"),
-            piece: Piece { message: 1, range: before.len()..before.len() + turn.len() },
+            piece: MessageText { message: 1, range: before.len()..before.len() + turn.len() },
             other: (*other).to_owned(),
         };
         TurnDelimiters::learn(&Prompts { added, tail }, &probes.iter().map(probe).collect::<Vec<_>>())
@@ -305,13 +305,13 @@ mod tests {
     #[track_caller]
     fn check(delimiters: &TurnDelimiters, before: &str, turn: &str, want: &str) {
         let text = format!("{before}{turn}");
-        let piece = Piece { message: 0, range: before.len()..text.len() };
+        let piece = MessageText { message: 0, range: before.len()..text.len() };
         assert_eq!(&text[delimiters.written(&text, &piece).unwrap()], want);
     }
 
     #[track_caller]
     fn refuses(delimiters: &TurnDelimiters, turn: &str, prompt: &str) {
-        let error = delimiters.written(turn, &Piece { message: 5, range: 0..turn.len() }).unwrap_err();
+        let error = delimiters.written(turn, &MessageText { message: 5, range: 0..turn.len() }).unwrap_err();
         assert_eq!(error, TurnError::NoGenerationPrompt { message: 5, prompt: prompt.into() });
     }
 
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn white_space_behind_nothing_else_is_the_models_own() {
+    fn trailing_whitespace_belongs_to_the_turn() {
         check(&delimiters("", "", &[("", "xx\n", "yy\n")]), "", "hi\n", "hi\n");
     }
 

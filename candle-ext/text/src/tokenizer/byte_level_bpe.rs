@@ -15,7 +15,7 @@ use unicode_normalization_alignments::{IsNormalized, is_nfc_quick};
 
 use super::added_tokens::AddedTokenSearch;
 use super::split_rule::{SplitRule, words};
-use super::word_cache::{Token, WordCache};
+use super::word_cache::{WordCache, WordToken};
 
 /// Byte-level BPE tokenizer with a word cache.
 pub(super) struct ByteLevelBpe {
@@ -103,8 +103,8 @@ impl ByteLevelBpe {
                 return Some(());
             }
             words(&self.cuts, searches, piece, &mut |word| {
-                let mut give = |tokens: &[Token]| {
-                    for &Token { id, start: from, end: to } in tokens {
+                let mut give = |tokens: &[WordToken]| {
+                    for &WordToken { id, start: from, end: to } in tokens {
                         token(id, start + from as usize, start + to as usize);
                     }
                 };
@@ -126,7 +126,7 @@ impl ByteLevelBpe {
     }
 
     /// Encodes a word with the tokenizers crate.
-    fn tokenize_word(&self, tokenizer: &tokenizers::Tokenizer, word: &str, is_first: bool) -> Option<Vec<Token>> {
+    fn tokenize_word(&self, tokenizer: &tokenizers::Tokenizer, word: &str, is_first: bool) -> Option<Vec<WordToken>> {
         let mut split = PreTokenizedString::from(word);
         ByteLevel::new(false, false, false).pre_tokenize(&mut split).ok()?;
         tokenizer.get_model().tokenize_in_pretokenized(&mut split, None).ok()?;
@@ -134,7 +134,7 @@ impl ByteLevelBpe {
         let tokens = encoding.get_ids().iter().zip(encoding.get_tokens()).zip(encoding.get_offsets());
         let tokens = tokens.enumerate().map(|(i, ((&id, written), &(start, end)))| {
             let (start, end) = self.trim.token(written, start, end, is_first && (i == 0 || start == 0));
-            Some(Token { id, start: u32::try_from(start).ok()?, end: u32::try_from(end).ok()? })
+            Some(WordToken { id, start: u32::try_from(start).ok()?, end: u32::try_from(end).ok()? })
         });
         let tokens = tokens.collect::<Option<Vec<_>>>()?;
         // If all characters are unknown, the first token of the text is undefined here.

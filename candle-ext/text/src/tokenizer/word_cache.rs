@@ -12,7 +12,7 @@ const LONGEST: usize = 128;
 
 /// Token of a word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Token {
+pub(super) struct WordToken {
     pub(super) id: u32,
     /// Byte range within the word.
     pub(super) start: u32,
@@ -21,8 +21,8 @@ pub(super) struct Token {
 
 /// Tokens of a word. Most words have one, which is stored inline to save a memory access.
 enum Tokens {
-    One(Token),
-    Several(Box<[Token]>),
+    One(WordToken),
+    Several(Box<[WordToken]>),
 }
 
 /// Word cache of one thread.
@@ -32,14 +32,14 @@ pub(super) struct WordCache {
 }
 
 impl WordCache {
-    pub(super) fn get(&self, word: &str) -> Option<&[Token]> {
+    pub(super) fn get(&self, word: &str) -> Option<&[WordToken]> {
         Some(match self.words.get(word)? {
             Tokens::One(token) => std::slice::from_ref(token),
             Tokens::Several(tokens) => tokens,
         })
     }
 
-    pub(super) fn learn(&mut self, word: &str, tokens: &[Token]) {
+    pub(super) fn learn(&mut self, word: &str, tokens: &[WordToken]) {
         if word.len() > LONGEST {
             return;
         }

@@ -163,7 +163,7 @@ fn a_path_that_exists_wins_and_a_path_that_does_not_is_no_id() {
 }
 
 #[test]
-fn an_empty_file_is_told() {
+fn an_empty_file_is_reported() {
     let repo = Repo::new("datasets/tiny/none", &[("train.jsonl", "\n\n")]);
     let bench = Bench::new(HubServer::start([repo]));
     refused(&bench.hub(), "tiny/none", "there are no rows in it");

@@ -46,7 +46,7 @@ fn gated_says_where_to_accept_and_what_to_set() {
 }
 
 #[test]
-fn a_missing_repository_revision_or_file_is_told_apart() {
+fn missing_repositories_revisions_and_files_have_different_errors() {
     let bench = bench();
     fails(&bench.hub(), "tiny/lama", None, &["find the model tiny/lama", "check the spelling"]);
     fails(&bench.hub(), ID, Some("v2"), &["revision \"v2\"", "no such branch"]);
@@ -151,7 +151,7 @@ fn goes_on_after_7(bench: &Bench) {
 }
 
 #[test]
-fn what_a_hash_can_prove_is_kept_whatever_went_wrong() {
+fn bytes_with_a_verifiable_hash_are_kept_after_any_failure() {
     for refusal in [Reply::new(403, ""), Reply::new(429, "").header("Retry-After", 86_400), Reply::new(501, "")] {
         let bench = bench();
         bench.server.answer("GET", "model.safetensors", 1, Reply::new(200, WEIGHTS).cut_at(7));
@@ -226,7 +226,7 @@ fn a_small_file_that_is_cut_starts_over() {
 }
 
 #[test]
-fn a_body_of_the_wrong_size_is_removed_and_asked_for_once_more() {
+fn a_body_of_the_wrong_size_is_removed_and_downloaded_once_more() {
     let bench = bench();
     bench.server.answer("GET", "model.safetensors", 1, Reply::new(200, "short"));
     bench.hub().model(ID, None, ModelFiles::All).unwrap();
@@ -243,7 +243,7 @@ fn a_body_of_the_wrong_size_is_removed_and_asked_for_once_more() {
 }
 
 #[test]
-fn a_body_of_the_wrong_hash_is_removed_and_asked_for_once_more() {
+fn a_body_of_the_wrong_hash_is_removed_and_downloaded_once_more() {
     let bench = bench();
     bench.server.answer("GET", "model.safetensors", 2, Reply::new(200, "all the weighty"));
     let announced = etag("model.safetensors", WEIGHTS.as_bytes());

@@ -1,4 +1,4 @@
-//! Hub access against a Hub on the loopback that misbehaves on request.
+//! Hub access, tested with a local server that fails on request.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod datasets;
@@ -13,7 +13,7 @@ use candlewick_text::hub::{Hub, HubSettings};
 use server::HubServer;
 use tempfile::TempDir;
 
-/// A Hub on the loopback, a cache of its own, and access to both.
+/// A local Hub server, a cache, and a client of both.
 struct Bench {
     server: HubServer,
     cache: TempDir,
@@ -40,7 +40,7 @@ impl Bench {
         Hub::new(HubSettings { offline: true, ..self.settings() }).unwrap()
     }
 
-    /// Names of blobs and of half-done downloads in the cache.
+    /// Returns the names of blobs and of partial downloads in the cache.
     fn blobs(&self) -> Vec<String> {
         let mut names = Vec::new();
         for repo in folders(self.cache.path()) {
@@ -60,7 +60,7 @@ fn name(path: &Path) -> String {
     path.file_name().unwrap().to_string_lossy().into_owned()
 }
 
-/// The names of a folder's files, sorted.
+/// Returns the sorted names of a folder's files.
 fn names_in(path: &Path) -> Vec<String> {
     let mut names: Vec<_> = folders(path).iter().map(|p| name(p)).collect();
     names.sort();

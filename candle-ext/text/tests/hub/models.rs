@@ -47,7 +47,7 @@ fn the_index_decides_which_shards_come() {
 }
 
 #[test]
-fn a_whole_file_is_preferred_to_shards() {
+fn a_single_file_is_preferred_to_shards() {
     let bench = Bench::new(HubServer::start([sharded().with("model.safetensors", b"all weights")]));
     let folder = bench.hub().model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(names_in(&folder), ["config.json", "model.safetensors", "tokenizer.json"]);
@@ -156,7 +156,7 @@ fn a_folder_here_wins_over_the_hub() {
 }
 
 #[test]
-fn a_path_that_leads_nowhere_is_not_asked_of_the_hub() {
+fn a_missing_local_path_is_not_requested_from_the_hub() {
     let bench = Bench::new(HubServer::start([single()]));
     let folder = tempfile::tempdir().unwrap();
     std::fs::create_dir(folder.path().join("quickstart")).unwrap();
@@ -166,7 +166,7 @@ fn a_path_that_leads_nowhere_is_not_asked_of_the_hub() {
         error.contains("neither a folder here nor a Hub id; did you mean") && error.contains("quickstart?"),
         "{error}"
     );
-    // The folder `src` is here.
+    // The folder `src` exists in the working directory.
     let error = bench.hub().model("src/llama", None, ModelFiles::All).unwrap_err().to_string();
     assert!(error.contains("give a revision, such as main"), "{error}");
     assert!(bench.server.log().is_empty());

@@ -19,7 +19,7 @@ struct State {
     cdn: SocketAddr,
     repos: Mutex<Vec<Repo>>,
     rules: Mutex<Vec<Rule>>,
-    log: Mutex<Vec<Request>>,
+    log: Mutex<Vec<HubRequest>>,
     closing: AtomicBool,
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct Repo {
 
 /// Recorded request.
 #[derive(Clone, Debug)]
-pub(crate) struct Request {
+pub(crate) struct HubRequest {
     pub(crate) method: String,
     pub(crate) target: String,
     pub(crate) at_cdn: bool,
@@ -131,7 +131,7 @@ impl Reply {
     }
 }
 
-impl Request {
+impl HubRequest {
     pub(crate) fn header(&self, name: &str) -> Option<&str> {
         let found = self.headers.iter().find(|(own, _)| own.eq_ignore_ascii_case(name));
         found.map(|(_, value)| value.as_str())
@@ -173,7 +173,7 @@ impl HubServer {
         repos.push(repo);
     }
 
-    pub(crate) fn log(&self) -> Vec<Request> {
+    pub(crate) fn log(&self) -> Vec<HubRequest> {
         self.state.log.lock().unwrap().clone()
     }
 
@@ -213,7 +213,7 @@ impl State {
         };
     }
 
-    fn scripted(&self, request: &Request) -> Option<Reply> {
+    fn scripted(&self, request: &HubRequest) -> Option<Reply> {
         let mut rules = self.rules.lock().unwrap();
         let rule = rules
             .iter_mut()
@@ -224,7 +224,7 @@ impl State {
         Some(rule.reply.clone())
     }
 
-    fn reply(&self, request: &Request) -> Reply {
+    fn reply(&self, request: &HubRequest) -> Reply {
         let repos = self.repos.lock().unwrap().clone();
         let (path, query) = request.target.split_once('?').unwrap_or((&request.target, ""));
         for repo in &repos {
@@ -277,7 +277,7 @@ impl State {
         }
     }
 
-    fn file(&self, repo: &Repo, path: &str, request: &Request) -> Reply {
+    fn file(&self, repo: &Repo, path: &str, request: &HubRequest) -> Reply {
         let path = path.replace("%20", " ");
         let Some((path, bytes)) = repo.files.iter().find(|(own, _)| *own == path) else {
             return Reply::new(404, "").header("X-Error-Code", "EntryNotFound");
@@ -321,7 +321,7 @@ fn gated(repo: &Repo) -> Reply {
     Reply::new(401, "").header("X-Error-Code", "GatedRepo").header("X-Error-Message", message)
 }
 
-fn from_range(mut reply: Reply, request: &Request) -> Reply {
+fn from_range(mut reply: Reply, request: &HubRequest) -> Reply {
     let range = request.header("range").and_then(|range| range.strip_prefix("bytes="));
     if let Some(start) = range.and_then(|range| range.trim_end_matches('-').parse::<usize>().ok()) {
         reply.status = 206;
@@ -330,7 +330,7 @@ fn from_range(mut reply: Reply, request: &Request) -> Reply {
     reply
 }
 
-fn read_request(stream: &TcpStream, at_cdn: bool) -> Option<Request> {
+fn read_request(stream: &TcpStream, at_cdn: bool) -> Option<HubRequest> {
     let mut reader = BufReader::new(stream);
     let mut line = String::new();
     reader.read_line(&mut line).ok()?;
@@ -345,7 +345,7 @@ fn read_request(stream: &TcpStream, at_cdn: bool) -> Option<Request> {
             None => break,
         }
     }
-    let request = Request { method, target, at_cdn, headers };
+    let request = HubRequest { method, target, at_cdn, headers };
     let n_bytes = request.header("content-length").and_then(|n| n.parse().ok()).unwrap_or(0);
     reader.take(n_bytes).read_to_end(&mut Vec::new()).ok()?;
     Some(request)

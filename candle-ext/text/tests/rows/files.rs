@@ -1,4 +1,4 @@
-//! Each kind of file: what it reads as, and what it says when it is broken.
+//! Every file format: its rows, and the errors for malformed files.
 
 use std::io::Write;
 
@@ -13,7 +13,7 @@ fn check(name: &str, content: &[u8], want: &[&str]) {
     assert_eq!(show(&*source).unwrap(), want);
 }
 
-/// Opening or reading fails with a message that holds `want`.
+/// Checks that opening or reading fails with a message that contains `want`.
 #[track_caller]
 pub(crate) fn refused(name: &str, content: &[u8], want: &str) {
     let folder = Folder::new(&[(name, content)]);
@@ -51,7 +51,7 @@ fn broken_json_lines_name_the_line_and_the_way_out() {
 }
 
 #[test]
-fn nothing_in_a_file_is_told() {
+fn an_empty_data_file_is_reported() {
     for (name, content) in [
         ("a.jsonl", &b""[..]),
         ("a.jsonl", b"\n\n"),
@@ -171,7 +171,7 @@ fn compressed_files_are_read_as_what_they_hold() {
     check("a.json.gz", &gzip(b"[{\"a\":1},{\"a\":2}]"), &rows);
     check("a.csv.gz", &gzip(b"a\n1\n"), &[r#"{"a":"1"}"#]);
     check("a.txt.GZ", &gzip(b"x\ny\n"), &[r#"{"text":"x"}"#, r#"{"text":"y"}"#]);
-    // Two members are one file, as gzip has it; and the name does not matter.
+    // Two gzip members are one file; the extension does not matter.
     check("a.jsonl.gz", &[gzip(b"{\"a\":1}\n"), gzip(b"{\"a\":2}\n")].concat(), &rows);
     check("a.jsonl", &gzip(lines), &rows);
 }
@@ -184,7 +184,7 @@ fn a_broken_row_of_a_compressed_file_has_its_line() {
     refused("a.jsonl.zst", &[0x28, 0xB5, 0x2F, 0xFD, 1, 2, 3], "a.jsonl.zst: it cannot be unpacked");
 }
 
-/// A gigabyte of zeros is a megabyte of gzip.
+/// A gigabyte of zeros compresses to a megabyte.
 #[test]
 fn a_file_that_unpacks_to_far_too_much_is_refused() {
     let bomb = gzip(&vec![0; 1 << 20]).repeat(1100);
@@ -200,7 +200,7 @@ fn a_pipe_is_no_data_file() {
     assert!(error.contains("it is a pipe, a device or a folder"), "{error}");
 }
 
-/// The test runs itself: the second process shortens a file that it reads.
+/// The test starts itself as a second process, which truncates a file while it reads it.
 #[test]
 fn a_file_that_is_shortened_while_it_is_read_is_named() {
     const VARIABLE: &str = "CANDLEWICK_SHORTENED_FILE";

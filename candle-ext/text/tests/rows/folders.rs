@@ -83,7 +83,7 @@ fn a_file_is_one_split() {
 }
 
 #[test]
-fn what_is_not_there_gets_a_near_name() {
+fn a_missing_path_is_an_error_with_a_suggestion() {
     let folder = splits();
     let error = open(&folder, "tain-1.jsonl", "train").unwrap_err();
     assert!(error.contains("did you mean train-1.jsonl?"), "{error}");
@@ -98,7 +98,7 @@ fn mixed_kinds_and_empty_folders_are_explained() {
     assert!(open(&bare, "", "train").unwrap_err().contains("only: notes.md"));
 }
 
-/// Keeps the warnings.
+/// Collects the warnings.
 #[derive(Clone, Default)]
 struct Warnings(Arc<Mutex<String>>);
 
@@ -125,7 +125,7 @@ impl Visit for Warnings {
 }
 
 #[test]
-fn rows_that_stand_in_for_an_evaluation_split_are_told_of() {
+fn a_split_used_in_place_of_an_evaluation_split_is_reported() {
     let told = |folder: &Folder, default_split: &str| {
         let warnings = Warnings::default();
         tracing::subscriber::with_default(warnings.clone(), || open(folder, "", default_split).unwrap());
@@ -158,7 +158,7 @@ fn a_folder_is_read_once_by_whatever_links() {
     link("a", "data/b");
     link("../..", "data/a/above");
     assert_eq!(open(&folder, "data", "train").unwrap(), [row(1)]);
-    // A link to a folder elsewhere is followed, as one to a file is.
+    // Links to folders elsewhere are followed, like links to files.
     link("../data/a", "data/c");
     std::fs::create_dir(folder.path("other")).unwrap();
     link("../data/a", "other/there");

@@ -1,6 +1,6 @@
-//! Rows as documents, format by format.
+//! Conversion of rows to documents, for each format.
 
-use candlewick_text::format::{DatasetType, Document, Format, FormatRequest};
+use candlewick_text::format::{DatasetType, Document, FormatRequest, RowFormat};
 use candlewick_text::source::ReadOptions;
 
 use super::Folder;
@@ -9,11 +9,11 @@ fn request() -> FormatRequest {
     FormatRequest::default()
 }
 
-/// Reads the first row, and says how: the format's sentence, then one line a message.
+/// Returns the format's description and the messages of the first row, one per line.
 fn read(row: &str, request: &FormatRequest) -> Result<String, String> {
     let folder = Folder::new(&[("a.jsonl", row.as_bytes())]);
     let source = folder.open("a.jsonl", &ReadOptions::default())?;
-    let format = Format::find(request, &*source).map_err(|e| folder.short(e))?;
+    let format = RowFormat::find(request, &*source).map_err(|e| folder.short(e))?;
     let document = format.read(&*source, 0).map_err(|e| folder.short(e))?;
     Ok(format!("{}\n{}", format.describe(), show(&document)))
 }
@@ -331,10 +331,10 @@ fn broken_rows_name_column_type_and_fix() {
 }
 
 #[test]
-fn a_later_row_is_blamed_by_its_own_line() {
+fn an_error_in_a_later_row_names_its_line() {
     let folder = Folder::new(&[("a.jsonl", b"{\"text\":\"a\"}\n\n{\"text\":null}\n")]);
     let source = folder.open("a.jsonl", &ReadOptions::default()).unwrap();
-    let format = Format::find(&request(), &*source).unwrap();
+    let format = RowFormat::find(&request(), &*source).unwrap();
     let error = folder.short(format.read(&*source, 1).unwrap_err());
     assert_eq!(
         error,
@@ -371,7 +371,7 @@ fn parts_that_are_no_text_are_named() {
     }
 }
 
-/// Reads a row as an error's mapping proposes.
+/// Reads a row with the mapping that an error proposes.
 #[track_caller]
 fn paste(row: &str, error_of: &FormatRequest, mapping: &[(&str, &str)], content_key: Option<&str>, want: &str) {
     let pairs: Vec<String> = mapping.iter().map(|(role, path)| format!("{role}: {path}")).collect();

@@ -1,4 +1,4 @@
-//! Local files as rows, and rows as documents.
+//! Rows of local files, and documents of rows.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod files;
@@ -30,7 +30,7 @@ impl Folder {
         self.0.path().join(name)
     }
 
-    /// Opens one file; the error loses the folder's own path.
+    /// Opens one file, and removes the folder's path from errors.
     fn open(&self, name: &str, options: &ReadOptions) -> Result<Box<dyn RowSource>, String> {
         open_files(&[self.path(name)], options).map_err(|e| self.short(e))
     }
@@ -40,7 +40,7 @@ impl Folder {
     }
 }
 
-/// All rows as JSON, or the first error.
+/// Returns all rows as JSON, or the first error.
 fn show(source: &dyn RowSource) -> Result<Vec<String>, String> {
     let rows = (0..source.len()).map(|i| source.row(i).map_err(|e| e.to_string()));
     rows.map(|row| Ok(serde_json::to_string(&row?).unwrap())).collect()

@@ -1,4 +1,4 @@
-//! Parquet files, whole and broken, and of types that are no JSON.
+//! Parquet files: valid ones, malformed ones, and column types without a JSON equivalent.
 
 use std::sync::Arc;
 
@@ -41,7 +41,7 @@ fn broken_parquet_is_an_error() {
     refused("a.parquet", &damaged, "a.parquet row 0");
 }
 
-/// A file of one column, `schema`, with these values: all of 12 bytes, or of any length.
+/// Returns a file with the column `schema` and these values, all of 12 bytes or of any length.
 fn column(schema: &str, values: &[&[u8]]) -> Vec<u8> {
     let schema = Arc::new(parse_message_type(&format!("message m {{ {schema} }}")).unwrap());
     let mut file = Vec::new();

@@ -1,13 +1,13 @@
-//! Anything at all in a file or a row: an error or a document, never a panic.
+//! Any file or row gives a document or an error, never a panic.
 
-use candlewick_text::format::{Format, FormatRequest};
+use candlewick_text::format::{FormatRequest, RowFormat};
 use candlewick_text::source::{ReadOptions, RowSource};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::Folder;
 
-/// JSON that is nearly a row: known columns, known keys, values of any type.
+/// Generates JSON that is nearly a row: known columns, known keys, values of any type.
 fn value() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
@@ -60,13 +60,13 @@ fn row() -> impl Strategy<Value = Value> {
         .prop_map(|pairs| pairs.into_iter().map(|(k, v)| (k.to_owned(), v)).collect())
 }
 
-/// Reads every row in every way there is.
+/// Reads every row by every function.
 fn read_all(source: &dyn RowSource) {
     for format in [None, Some("messages"), Some("sharegpt"), Some("alpaca"), Some("text")] {
         for role_mapping in [vec![], vec![("user".to_owned(), "messages.role.user".to_owned())]] {
             let format = format.map(str::to_owned);
             let request = FormatRequest { format, role_mapping, ..FormatRequest::default() };
-            if let Ok(format) = Format::find(&request, source) {
+            if let Ok(format) = RowFormat::find(&request, source) {
                 for i in 0..source.len() {
                     let _ = format.read(source, i);
                 }

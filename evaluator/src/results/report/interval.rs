@@ -22,7 +22,7 @@ pub(super) struct Scale {
 impl Scale {
     pub(super) const UNIT: Self = Self { from: 0.0, to: 1.0 };
 
-    /// Returns a scale with round ends that contains all values and 0; 0 to 1 if all values lie within.
+    /// Returns a scale with round ends that contains all values and 0; 0 to 1 if all values are between.
     pub(super) fn covering(values: impl Iterator<Item = f64>) -> Self {
         let (low, high) = values
             .filter(|value| value.is_finite())

@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_task_does_not_need_is_the_others() {
+    fn unused_columns_of_a_task_are_left_for_the_others() {
         assert_eq!(byte_budgets(&[10, 100, 200], 150), [10, 70, 70]);
         assert_eq!(byte_budgets(&[10, 20], 150), [10, 20]);
         assert_eq!(byte_budgets(&[10, 20], 0), [0, 0]);

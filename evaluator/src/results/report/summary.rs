@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::Value as Json;
 
 use super::super::schema::Results;
-use super::super::table::{Value, arrow, number, ordered, plain, values};
+use super::super::table::{ReportedScore, arrow, number, ordered, plain, values};
 use super::interval::{Interval, Scale, confidence_interval};
 
 /// Row of a task or group.
@@ -91,8 +91,8 @@ fn scales(results: &Results) -> BTreeMap<String, Scale> {
     ends.into_iter().map(|(metric, ends)| (metric, Scale::covering(ends.into_iter()))).collect()
 }
 
-fn cells(results: &Results, name: &str, found: &Value, scales: &BTreeMap<String, Scale>) -> ScoreCells {
-    let Value { metric, filter, value, stderr } = *found;
+fn cells(results: &Results, name: &str, found: &ReportedScore, scales: &BTreeMap<String, Scale>) -> ScoreCells {
+    let ReportedScore { metric, filter, value, stderr } = *found;
     let (at, stderr) = (value.as_f64().filter(|at| at.is_finite()), stderr.and_then(Json::as_f64));
     let within = at.zip(stderr).map(|(at, stderr)| confidence_interval(at, Some(stderr)));
     let scale = scales.get(metric).copied().unwrap_or(Scale::UNIT);

@@ -6,7 +6,7 @@ use super::{BuiltIn, Doc, text};
 use crate::task::error::ConfigError;
 use crate::task::filter::{Filter, RegexFilterConfig, each_text, multi_choice_in_input};
 use crate::task::keys::YamlMap;
-use crate::task::python::pattern::Pattern;
+use crate::task::python::pattern::PythonRegex;
 use crate::task::python::text::{strip, words};
 use crate::task::response_value::ResponseValue;
 
@@ -28,7 +28,7 @@ const SHARED: [&str; 6] =
 #[derive(Debug)]
 struct MapFilter {
     family: RegexFilterConfig,
-    values: Vec<(Pattern, String)>,
+    values: Vec<(PythonRegex, String)>,
 }
 
 /// Filter that extracts a number, in digits or English words.
@@ -45,7 +45,7 @@ fn map_filter(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
     let all: Vec<&str> = values.keys().map(String::as_str).collect();
     let family = RegexFilterConfig::read(keys, Some(&all.join("|")))?;
     let compile = |(pattern, value): (&String, &serde_json::Value)| {
-        let pattern = Pattern::new(pattern).map_err(|p| keys.error(format!("regex_pattern_to_value: {p}")))?;
+        let pattern = PythonRegex::new(pattern).map_err(|p| keys.error(format!("regex_pattern_to_value: {p}")))?;
         Ok((pattern, crate::task::python::repr::str(value)))
     };
     let values = values.iter().map(compile).collect::<Result<_, ConfigError>>()?;
@@ -96,7 +96,7 @@ impl Filter for WordFilter {
         let input = text(doc, "input")?;
         let list = input.split("List:").nth(1).ok_or_else(|| format!("the input {input:?} has no \"List:\""))?;
         let alternatives: Vec<String> = words(strip(list)).map(|word| format!(r"\b{word}\b")).collect();
-        let pattern = Pattern::new(&alternatives.join("|"))?;
+        let pattern = PythonRegex::new(&alternatives.join("|"))?;
         each_text(answers, |text| {
             let mut kept: Vec<&str> = Vec::new();
             for found in pattern.find_all(text)?.iter().rev() {
@@ -145,12 +145,12 @@ const UNITS: [(&str, u64); 28] = [
 const SCALES: [(&str, u64); 3] = [("thousand", 1000), ("million", 1_000_000), ("billion", 1_000_000_000)];
 
 /// Number in words, with the separators between them.
-static NUMBER_WORDS: LazyLock<Pattern> = LazyLock::new(|| {
+static NUMBER_WORDS: LazyLock<PythonRegex> = LazyLock::new(|| {
     let mut names: Vec<&str> = UNITS.iter().chain(&SCALES).map(|(name, _)| *name).chain(["hundred"]).collect();
     names.sort_by_key(|name| std::cmp::Reverse(name.len()));
     let word = format!(r"\b(?:{})\b", names.join("|"));
     let pattern = format!(r"{word}(?:(?:[^\S\r\n]|,|-|and|&)+{word})*");
-    Pattern::new(&pattern).expect("the pattern is built from constants")
+    PythonRegex::new(&pattern).expect("the pattern is built from constants")
 });
 
 /// Returns the value of a number in words.

@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use serde_json::{Value as Json, json};
 
 use super::{BuiltIn, Doc, ProcessDocs};
-use crate::task::python::pattern::Pattern;
+use crate::task::python::pattern::PythonRegex;
 use crate::task::python::text::strip;
 use crate::task::python_random::PythonRandom;
 
@@ -30,7 +30,8 @@ fn with_list(doc: Doc, random: &mut PythonRandom) -> Result<Doc, String> {
 
 /// Removes text in brackets from the choices, and shuffles them.
 pub(super) fn without_brackets(mut doc: Doc, random: &mut PythonRandom) -> Result<Doc, String> {
-    static BRACKETS: LazyLock<Pattern> = LazyLock::new(|| Pattern::new(r"\[.*?\]").expect("the pattern is a constant"));
+    static BRACKETS: LazyLock<PythonRegex> =
+        LazyLock::new(|| PythonRegex::new(r"\[.*?\]").expect("the pattern is a constant"));
     let written: Vec<Option<Json>> = ANSWERS.iter().map(|column| doc.get(*column).cloned()).collect();
     for column in ANSWERS {
         if let Some(answer) = doc.get(column).and_then(Json::as_str) {

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use serde_json::{Value as Json, json};
 
 use super::{BuiltIn, Doc, ProcessDocs, text, texts};
-use crate::task::python::pattern::Pattern;
+use crate::task::python::pattern::PythonRegex;
 use crate::task::python::{repr, text as python};
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] =
@@ -24,7 +24,8 @@ fn process(mut doc: Doc) -> Result<Doc, String> {
 }
 
 fn clean(text: &str) -> Result<String, String> {
-    static BRACKETS: LazyLock<Pattern> = LazyLock::new(|| Pattern::new(r"\[.*?\]").expect("the pattern is a constant"));
+    static BRACKETS: LazyLock<PythonRegex> =
+        LazyLock::new(|| PythonRegex::new(r"\[.*?\]").expect("the pattern is a constant"));
     let text = python::strip(text).replace(" [title]", ". ");
     Ok(BRACKETS.remove(&text)?.replace("  ", " "))
 }

@@ -13,7 +13,7 @@ use super::{BuiltIn, Doc, ProcessDocs, gpqa, text, texts};
 use crate::task::function::PythonFunction;
 use crate::task::metric::MetricValue;
 use crate::task::python::literal::{literal_eval, literal_prefix};
-use crate::task::python::pattern::Pattern;
+use crate::task::python::pattern::PythonRegex;
 use crate::task::python::text::{is_digit, strip};
 use crate::task::response_value::ResponseValue;
 
@@ -103,8 +103,8 @@ fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricVa
 /// Returns the answer in the closing sentence of the few-shot examples' format, on one line.
 fn final_answer(said: &str) -> Result<Option<String>, String> {
     const END: &str = "I hope it is correct.";
-    static SENTENCE: LazyLock<Pattern> = LazyLock::new(|| {
-        Pattern::new("Final Answer: The final answer is(.*?). I hope it is correct.")
+    static SENTENCE: LazyLock<PythonRegex> = LazyLock::new(|| {
+        PythonRegex::new("Final Answer: The final answer is(.*?). I hope it is correct.")
             .expect("the pattern is a constant")
     });
     let found = SENTENCE.find_all(&format!("{said}{END}"))?;
@@ -192,7 +192,7 @@ fn plain_answer(answer: &str) -> Result<String, String> {
         answer = answer.replace(removed, "");
     }
     for (pattern, by) in REWRITTEN {
-        answer = Pattern::new(pattern)?.replace(&answer, |found| by(&found.groups))?;
+        answer = PythonRegex::new(pattern)?.replace(&answer, |found| by(&found.groups))?;
     }
     let answer = answer.replace('$', "");
     let without_commas = answer.replace(',', "");

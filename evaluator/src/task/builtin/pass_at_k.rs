@@ -5,7 +5,7 @@ use crate::task::error::ConfigError;
 use crate::task::keys::{YamlMap, type_error};
 use crate::task::metric::MetricValue;
 use crate::task::response_value::ResponseValue;
-use crate::task::yaml::Value;
+use crate::task::yaml::TaskValue;
 
 /// Metric pass@k: the probability that at least one of k programs passes, estimated from n ≥ k programs.
 #[derive(Clone, Debug)]
@@ -19,7 +19,7 @@ impl GenerationMetric {
         keys.deny_unknown(&["metric", "aggregation", "higher_is_better", "hf_evaluate", "k"])?;
         let entry = keys.get("k").ok_or_else(|| keys.error("pass_at_k needs the key `k`"))?;
         let ks = match &entry.node.value {
-            Value::List(_) => serde_json::from_value(entry.node.json()).ok(),
+            TaskValue::List(_) => serde_json::from_value(entry.node.json()).ok(),
             _ => serde_json::from_value(entry.node.json()).ok().map(|k| vec![k]),
         };
         let ks = ks.filter(|ks: &Vec<usize>| ks.iter().all(|k| *k > 0));

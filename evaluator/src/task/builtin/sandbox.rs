@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_comes_to_its_end_passes() {
+    fn only_programs_that_finish_pass() {
         if Command::new("python3").arg("-V").output().is_err() {
             return;
         }
@@ -134,7 +134,7 @@ mod tests {
 
     /// A process in a session of its own is not in the process group.
     #[test]
-    fn what_a_program_leaves_behind_ends_with_it() {
+    fn child_processes_of_a_program_end_with_it() {
         if Command::new("python3").arg("-V").output().is_err() {
             return;
         }

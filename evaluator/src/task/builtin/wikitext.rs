@@ -6,7 +6,7 @@ use serde_json::{Value as Json, json};
 
 use super::{BuiltIn, Doc, text};
 use crate::task::metric::MetricValue;
-use crate::task::python::pattern::Pattern;
+use crate::task::python::pattern::PythonRegex;
 use crate::task::response_value::ResponseValue;
 
 pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
@@ -48,11 +48,12 @@ const LAST: [(&str, &str); 8] = [
 ];
 
 fn detokenize(doc: &Doc) -> Result<Json, String> {
-    static RULES: LazyLock<Vec<(Pattern, char, char)>> = LazyLock::new(|| {
-        let compile = |pattern| Pattern::new(pattern).expect("the pattern is a constant");
+    static RULES: LazyLock<Vec<(PythonRegex, char, char)>> = LazyLock::new(|| {
+        let compile = |pattern| PythonRegex::new(pattern).expect("the pattern is a constant");
         PAIRS.iter().map(|(pattern, open, close)| (compile(pattern), *open, *close)).collect()
     });
-    static SLASHES: LazyLock<Pattern> = LazyLock::new(|| Pattern::new("/' [0-9]/").expect("the pattern is a constant"));
+    static SLASHES: LazyLock<PythonRegex> =
+        LazyLock::new(|| PythonRegex::new("/' [0-9]/").expect("the pattern is a constant"));
     let text = text(doc, "page")?.replace("s '", "s'");
     let mut text = SLASHES.replace(&text, |_| "/'[0-9]/".to_owned())?;
     for (from, to) in JOINED {
@@ -83,7 +84,8 @@ fn results(doc: &Doc, answers: &[ResponseValue]) -> Result<Vec<(String, MetricVa
 /// Counts the parts between whitespace, as `re.split(r"\s+", text)`. Leading or trailing whitespace adds an empty
 /// part.
 pub(crate) fn count_words(text: &str) -> Result<usize, String> {
-    static BLANKS: LazyLock<Pattern> = LazyLock::new(|| Pattern::new(r"\s+").expect("the pattern is a constant"));
+    static BLANKS: LazyLock<PythonRegex> =
+        LazyLock::new(|| PythonRegex::new(r"\s+").expect("the pattern is a constant"));
     Ok(BLANKS.split(text)?.len())
 }
 

@@ -18,7 +18,7 @@ use super::function::as_function;
 use super::keys::{YamlMap, type_error};
 use super::python::text;
 use super::response_value::ResponseValue;
-use super::yaml::{Entry, Node, Value};
+use super::yaml::{TaskEntry, TaskNode, TaskValue};
 
 pub(crate) use multi_choice::{RegexFilterConfig, multi_choice_in_input};
 pub(crate) use regex::RegexExtract;
@@ -57,22 +57,22 @@ impl FilterConfig {
 }
 
 /// Reads `filter_list`. The default is the pipeline `none` with the filter `take_first`.
-pub(crate) fn filter_list(entry: Option<&Entry>) -> Result<Vec<FilterConfig>, ConfigError> {
+pub(crate) fn filter_list(entry: Option<&TaskEntry>) -> Result<Vec<FilterConfig>, ConfigError> {
     let Some(entry) = entry else {
         return Ok(vec![FilterConfig { name: "none".into(), steps: vec![Arc::new(TakeFirst)] }]);
     };
-    let Value::List(pipelines) = &entry.node.value else { return Err(type_error(entry, "a list of filters")) };
+    let TaskValue::List(pipelines) = &entry.node.value else { return Err(type_error(entry, "a list of filters")) };
     pipelines.iter().map(pipeline).collect()
 }
 
-fn pipeline(node: &Node) -> Result<FilterConfig, ConfigError> {
+fn pipeline(node: &TaskNode) -> Result<FilterConfig, ConfigError> {
     let keys = YamlMap::new(node, "an entry of filter_list", &["name", "filter"])?;
     let name = keys.required_text("name")?;
     let steps = keys.list("filter")?.ok_or_else(|| keys.error("an entry of filter_list needs the key `filter`"))?;
     Ok(FilterConfig { name, steps: steps.iter().map(step).collect::<Result<_, _>>()? })
 }
 
-fn step(node: &Node) -> Result<Arc<dyn Filter>, ConfigError> {
+fn step(node: &TaskNode) -> Result<Arc<dyn Filter>, ConfigError> {
     let keys = YamlMap::with_any_keys(node, "a filter")?;
     let entry = keys.get("function").ok_or_else(|| keys.error("a filter needs the key `function`"))?;
     if let Some(function) = as_function(entry) {
@@ -103,7 +103,7 @@ fn custom(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
     builtin::filter_function(&function)
 }
 
-fn unknown(entry: &Entry, name: &str) -> ConfigError {
+fn unknown(entry: &TaskEntry, name: &str) -> ConfigError {
     let place = entry.node.place.clone();
     if REFUSED.contains(&name) {
         return ConfigError::at(place, format!("lm-eval's filter {name} is not supported"));

@@ -10,7 +10,7 @@ use super::regex::{RegexExtract, selected};
 use super::{Filter, each_text};
 use crate::task::error::ConfigError;
 use crate::task::keys::YamlMap;
-use crate::task::python::pattern::{Pattern, escape};
+use crate::task::python::pattern::{PythonRegex, escape};
 use crate::task::python::text;
 use crate::task::response_value::ResponseValue;
 
@@ -19,7 +19,7 @@ use crate::task::response_value::ResponseValue;
 pub(crate) struct IgnoredText {
     case: bool,
     punctuation: bool,
-    patterns: Vec<Pattern>,
+    patterns: Vec<PythonRegex>,
 }
 
 /// Keys shared by the `multi_choice_regex` filters: the pattern, the index of its match, and the ignored text.
@@ -57,7 +57,7 @@ impl IgnoredText {
     pub(crate) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
         let patterns = keys.texts("regexes_to_ignore")?.unwrap_or_default();
         let compile =
-            |pattern: &String| Pattern::new(pattern).map_err(|p| keys.error(format!("regexes_to_ignore: {p}")));
+            |pattern: &String| PythonRegex::new(pattern).map_err(|p| keys.error(format!("regexes_to_ignore: {p}")));
         Ok(Self {
             case: keys.flag("ignore_case", false)?,
             punctuation: keys.flag("ignore_punctuation", false)?,
@@ -93,7 +93,7 @@ impl RegexFilterConfig {
     }
 
     /// Returns the match of `pattern` at `group_select`; empty if there is none.
-    pub(crate) fn find(&self, pattern: &Pattern, text: &str) -> Result<String, String> {
+    pub(crate) fn find(&self, pattern: &PythonRegex, text: &str) -> Result<String, String> {
         let found = pattern.find_all(text)?;
         let Some(found) = selected(&found, self.extract.group_select) else { return Ok(String::new()) };
         let several = pattern.has_several_groups();
@@ -122,8 +122,8 @@ impl MultiChoice {
                 column.iter().map(|choice| choice.as_str().unwrap_or_default().to_owned()).collect()
             }
             ChoiceSource::Input => {
-                static BEHIND_LETTER: LazyLock<Pattern> =
-                    LazyLock::new(|| Pattern::new(r"\([A-Z]\)([^\n^(]*)").expect("the pattern is a constant"));
+                static BEHIND_LETTER: LazyLock<PythonRegex> =
+                    LazyLock::new(|| PythonRegex::new(r"\([A-Z]\)([^\n^(]*)").expect("the pattern is a constant"));
                 let input = doc.get("input").and_then(Json::as_str).ok_or("the document has no text `input`")?;
                 BEHIND_LETTER.find_all(input)?.into_iter().flat_map(|found| found.groups).collect()
             }
@@ -143,9 +143,9 @@ impl Filter for MultiChoice {
         // Longer choices come first, because a choice may be a prefix of another.
         let mut alternatives: Vec<String> = choices.iter().map(|choice| escape(choice)).collect();
         alternatives.sort_by_key(|choice| std::cmp::Reverse(text::len(choice)));
-        let by_words = Pattern::new(&alternatives.join("|"))?;
+        let by_words = PythonRegex::new(&alternatives.join("|"))?;
         let alternatives: Vec<String> = letters.iter().map(|letter| escape(&letter.to_string())).collect();
-        let by_letter = Pattern::new(&format!(r":[\s]*({})", alternatives.join("|")))?;
+        let by_letter = PythonRegex::new(&format!(r":[\s]*({})", alternatives.join("|")))?;
         each_text(answers, |text| {
             let mut found = self.family.find_configured(text)?;
             if found.is_empty() {

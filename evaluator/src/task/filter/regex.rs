@@ -5,14 +5,14 @@ use serde_json::{Map, Value as Json};
 use super::{Filter, each_text};
 use crate::task::error::ConfigError;
 use crate::task::keys::YamlMap;
-use crate::task::python::pattern::Pattern;
+use crate::task::python::pattern::PythonRegex;
 use crate::task::python::text;
 use crate::task::response_value::ResponseValue;
 
 /// Filter `regex`: the pattern, the index of the match, and the value if nothing matches.
 #[derive(Debug)]
 pub(crate) struct RegexExtract {
-    pub(crate) pattern: Pattern,
+    pub(crate) pattern: PythonRegex,
     pub(crate) group_select: i64,
     pub(crate) fallback: String,
 }
@@ -28,7 +28,7 @@ impl RegexExtract {
     /// Reads all keys except the pattern, which is given.
     pub(crate) fn with_pattern(keys: &YamlMap, pattern: &str) -> Result<Self, ConfigError> {
         Ok(Self {
-            pattern: Pattern::new(pattern).map_err(|problem| keys.error(format!("regex_pattern: {problem}")))?,
+            pattern: PythonRegex::new(pattern).map_err(|problem| keys.error(format!("regex_pattern: {problem}")))?,
             group_select: keys.integer("group_select")?.unwrap_or(0),
             fallback: keys.text("fallback")?.unwrap_or_else(|| "[invalid]".into()),
         })
@@ -69,7 +69,7 @@ mod tests {
 
     #[track_caller]
     fn check(pattern: &str, group_select: i64, text: &str, want: &str) {
-        let pattern = Pattern::new(pattern).unwrap();
+        let pattern = PythonRegex::new(pattern).unwrap();
         let filter = RegexExtract { pattern, group_select, fallback: "[invalid]".into() };
         assert_eq!(filter.extract(text).unwrap(), want);
     }

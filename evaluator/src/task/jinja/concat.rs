@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_more_than_a_value_stays_as_it_is() {
+    fn expressions_beyond_single_values_are_unchanged() {
         check("{{ a * b ~ c }}", "{{ a * b ~ c|string }}");
         check("{{ a ~ -1 }}", "{{ a|string ~ -1 }}");
         check("{{ a ~ b * c }}", "{{ a|string ~ b * c }}");

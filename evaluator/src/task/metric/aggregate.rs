@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_says_so() {
+    fn values_of_the_wrong_type_are_an_error() {
         assert!(Aggregation::Mean.aggregate(&[MetricValue::Text("a".into())]).unwrap_err().contains("not a number"));
         assert!(Aggregation::Brier.aggregate(&classes(&[(1, 1)])).unwrap_err().contains("probabilities"));
     }

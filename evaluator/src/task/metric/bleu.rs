@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::LazyLock;
 
 use super::statistic::Statistic;
-use crate::task::python::pattern::Pattern;
+use crate::task::python::pattern::PythonRegex;
 use crate::task::python::text::{rstrip, words};
 
 const ORDER: usize = 4;
@@ -95,8 +95,8 @@ fn split(text: &str) -> Vec<&str> {
 
 /// Tokenizes a text as mteval-v13a does, with spaces between the tokens.
 fn tokenize(text: &str) -> String {
-    static RULES: LazyLock<[(Pattern, &str); 4]> = LazyLock::new(|| {
-        let rule = |pattern| Pattern::new(pattern).expect("the pattern is a constant");
+    static RULES: LazyLock<[(PythonRegex, &str); 4]> = LazyLock::new(|| {
+        let rule = |pattern| PythonRegex::new(pattern).expect("the pattern is a constant");
         [
             (rule(r"([\{-\~\[-\` -\&\(-\+\:-\@\/])"), " 1 "),
             (rule(r"([^0-9])([\.,])"), "1 2 "),
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_texts_are_perfect_and_strangers_are_nothing() {
+    fn equal_texts_score_100_and_disjoint_texts_0() {
         let text = "the quick brown fox jumps";
         let all = BleuCounts::new(&[(text, text)]).compute(&mut (0..1));
         assert!((all - 100.0).abs() < 1e-9);

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use crate::task::error::ConfigError;
 use crate::task::keys::YamlMap;
-use crate::task::python::pattern::Pattern;
+use crate::task::python::pattern::PythonRegex;
 use crate::task::python::text::PUNCTUATION;
 
 /// Options of `exact_match`: ignored patterns, case, punctuation and numbers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ExactMatch {
-    patterns: Arc<Vec<Pattern>>,
+    patterns: Arc<Vec<PythonRegex>>,
     case: bool,
     punctuation: bool,
     numbers: bool,
@@ -23,7 +23,7 @@ impl ExactMatch {
         keys.deny_unknown(&[others, &KEYS].concat())?;
         let patterns = keys.texts("regexes_to_ignore")?.unwrap_or_default();
         let compile =
-            |pattern: &String| Pattern::new(pattern).map_err(|p| keys.error(format!("regexes_to_ignore: {p}")));
+            |pattern: &String| PythonRegex::new(pattern).map_err(|p| keys.error(format!("regexes_to_ignore: {p}")));
         Ok(Self {
             patterns: Arc::new(patterns.iter().map(compile).collect::<Result<_, _>>()?),
             case: keys.flag("ignore_case", false)?,
@@ -56,8 +56,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_ignored_is_ignored_on_both_sides() {
-        let patterns = [",", r"\$", "(?s).*#### ", r"\.$"].map(|pattern| Pattern::new(pattern).unwrap());
+    fn ignored_characters_are_removed_from_both_sides() {
+        let patterns = [",", r"\$", "(?s).*#### ", r"\.$"].map(|pattern| PythonRegex::new(pattern).unwrap());
         let gsm8k = ExactMatch { patterns: Arc::new(patterns.into()), case: true, ..ExactMatch::default() };
         assert!(gsm8k.is_match("$1,200.", "he adds 3\n#### 1200").unwrap());
         assert!(!gsm8k.is_match("1200.5", "#### 1200").unwrap());

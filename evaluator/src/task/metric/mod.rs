@@ -15,7 +15,7 @@ use super::error::ConfigError;
 use super::function::as_function;
 use super::keys::{YamlMap, type_error};
 use super::output_type::OutputType;
-use super::yaml::{Entry, Node, Value};
+use super::yaml::{TaskEntry, TaskNode, TaskValue};
 
 pub(crate) use aggregate::Aggregation;
 pub(crate) use exact_match::ExactMatch;
@@ -99,12 +99,12 @@ const fn known(
 /// Reads `metric_list`, or returns lm-eval's default metrics of the output type. `processed` is true for a task with
 /// `process_results`.
 pub(crate) fn metric_list(
-    entry: Option<&Entry>,
+    entry: Option<&TaskEntry>,
     output: OutputType,
     processed: bool,
 ) -> Result<Vec<MetricConfig>, ConfigError> {
     let Some(entry) = entry else { return Ok(default_metrics(output)) };
-    let Value::List(items) = &entry.node.value else { return Err(type_error(entry, "a list of metrics")) };
+    let TaskValue::List(items) = &entry.node.value else { return Err(type_error(entry, "a list of metrics")) };
     items.iter().map(|item| metric(item, output, processed)).collect()
 }
 
@@ -137,7 +137,7 @@ fn default_metrics(output: OutputType) -> Vec<MetricConfig> {
 
 const KEYS: [&str; 4] = ["metric", "aggregation", "higher_is_better", "hf_evaluate"];
 
-fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConfig, ConfigError> {
+fn metric(node: &TaskNode, output: OutputType, processed: bool) -> Result<MetricConfig, ConfigError> {
     let keys = YamlMap::with_any_keys(node, "a metric")?;
     let entry = keys.get("metric").ok_or_else(|| keys.error("an entry of metric_list needs the key `metric`"))?;
     let function = as_function(entry);
@@ -179,7 +179,7 @@ fn unscored(keys: &YamlMap) -> Result<Metric, ConfigError> {
     Ok(Metric::Processed)
 }
 
-fn scored(keys: &YamlMap, entry: &Entry, name: &str, output: OutputType) -> Result<Metric, ConfigError> {
+fn scored(keys: &YamlMap, entry: &TaskEntry, name: &str, output: OutputType) -> Result<Metric, ConfigError> {
     let refuse = |problem: String| ConfigError::at(entry.node.place.clone(), problem);
     if let Some((_, why)) = REFUSED.iter().find(|(refused, _)| *refused == name) {
         return Err(refuse(format!("metric {name}: {why}")));
@@ -217,11 +217,11 @@ pub(crate) fn default_aggregation(name: &str) -> Option<(Aggregation, bool)> {
 }
 
 /// Reads the aggregation of a metric: a name, or a `!function` with a built-in implementation.
-fn aggregation(entry: &Entry) -> Result<Aggregation, ConfigError> {
+fn aggregation(entry: &TaskEntry) -> Result<Aggregation, ConfigError> {
     if let Some(function) = as_function(entry) {
         return builtin::aggregation(&function);
     }
-    let Value::Text(name) = &entry.node.value else { return Err(type_error(entry, "the name of an aggregation")) };
+    let TaskValue::Text(name) = &entry.node.value else { return Err(type_error(entry, "the name of an aggregation")) };
     Aggregation::from_name(name).ok_or_else(|| {
         let names = Aggregation::names();
         let near = did_you_mean(name, names);

@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_literal_says_where() {
+    fn a_text_that_is_no_literal_is_an_error_with_its_position() {
         assert!(literal_eval("[1, x]").unwrap_err().contains("character 5"));
         assert!(literal_eval("['a").unwrap_err().contains("unterminated string"));
         for text in ["", "[1 2]", "[", "{1: }", "'a' b", "1.2.3", "[,]", "\\", "'\\x4'"] {
@@ -262,7 +262,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_repr_prints_reads_back(texts in prop::collection::vec(".{0,12}", 0..4), number: i64, float: f64) {
+        fn the_output_of_repr_is_parsed_back(texts in prop::collection::vec(".{0,12}", 0..4), number: i64, float: f64) {
             let value = json!([texts, number, float, {"k": texts}]);
             prop_assert_eq!(literal_eval(&repr(&value)).unwrap(), value);
         }

@@ -12,7 +12,7 @@ use fancy_regex::{Regex, RegexBuilder};
 
 /// Compiled pattern of Python's `re` module.
 #[derive(Debug)]
-pub(crate) struct Pattern {
+pub(crate) struct PythonRegex {
     regex: Regex,
     n_groups: usize,
 }
@@ -26,13 +26,13 @@ pub(crate) struct Flags {
 
 /// Match: byte range, and the groups from group 1 on. A group without a match is empty.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct PatternMatch {
+pub(crate) struct RegexMatch {
     pub(crate) start: usize,
     pub(crate) end: usize,
     pub(crate) groups: Vec<String>,
 }
 
-impl Pattern {
+impl PythonRegex {
     /// Compiles a pattern. The error contains the regex engine's message.
     pub(crate) fn new(pattern: &str) -> Result<Self, String> {
         Self::with_flags(pattern, Flags::default())
@@ -50,7 +50,7 @@ impl Pattern {
     }
 
     /// Returns all matches. As in Python, an empty match may directly follow another match.
-    pub(crate) fn find_all(&self, text: &str) -> Result<Vec<PatternMatch>, String> {
+    pub(crate) fn find_all(&self, text: &str) -> Result<Vec<RegexMatch>, String> {
         let mut all = Vec::new();
         let (mut from, mut empty_at) = (0, None);
         while let Some(found) = self.find_from(text, from)? {
@@ -68,7 +68,7 @@ impl Pattern {
     }
 
     /// Returns an element of `re.findall`: the match, its only group, or all groups.
-    pub(crate) fn findall_item<'a>(&self, text: &'a str, found: &'a PatternMatch) -> Vec<&'a str> {
+    pub(crate) fn findall_item<'a>(&self, text: &'a str, found: &'a RegexMatch) -> Vec<&'a str> {
         match self.n_groups {
             0 => vec![&text[found.start..found.end]],
             _ => found.groups.iter().map(String::as_str).collect(),
@@ -81,7 +81,7 @@ impl Pattern {
     }
 
     /// Implements `re.sub` with a function as the replacement.
-    pub(crate) fn replace(&self, text: &str, with: impl Fn(&PatternMatch) -> String) -> Result<String, String> {
+    pub(crate) fn replace(&self, text: &str, with: impl Fn(&RegexMatch) -> String) -> Result<String, String> {
         let (mut out, mut at) = (String::new(), 0);
         for found in self.find_all(text)? {
             out.push_str(&text[at..found.start]);
@@ -108,13 +108,13 @@ impl Pattern {
         Ok(parts)
     }
 
-    fn find_from(&self, text: &str, from: usize) -> Result<Option<PatternMatch>, String> {
+    fn find_from(&self, text: &str, from: usize) -> Result<Option<RegexMatch>, String> {
         let captures = self.regex.captures_from_pos(text, from).map_err(|error| error.to_string())?;
         let Some(captures) = captures else { return Ok(None) };
         let Some(whole) = captures.get(0) else { return Ok(None) };
         let group = |i| captures.get(i).map_or(String::new(), |group| group.as_str().to_owned());
         let groups = (1..=self.n_groups).map(group).collect();
-        Ok(Some(PatternMatch { start: whole.start(), end: whole.end(), groups }))
+        Ok(Some(RegexMatch { start: whole.start(), end: whole.end(), groups }))
     }
 }
 
@@ -260,7 +260,7 @@ mod tests {
 
     #[track_caller]
     fn check(pattern: &str, text: &str, want: &[&[&str]]) {
-        let pattern = Pattern::new(pattern).unwrap();
+        let pattern = PythonRegex::new(pattern).unwrap();
         let found = pattern.find_all(text).unwrap();
         let got: Vec<Vec<&str>> = found.iter().map(|found| pattern.findall_item(text, found)).collect();
         assert_eq!(got, want);
@@ -283,24 +283,24 @@ mod tests {
 
     #[test]
     fn a_dollar_matches_before_a_last_line_feed() {
-        let pattern = Pattern::new(r"\.$").unwrap();
+        let pattern = PythonRegex::new(r"\.$").unwrap();
         assert_eq!(pattern.remove("a.\n").unwrap(), "a\n");
         assert_eq!(pattern.remove("a.\n.").unwrap(), "a.\n");
-        let lines = Pattern::with_flags(r"^\s*-.*$", Flags { multi_line: true, ..Flags::default() }).unwrap();
+        let lines = PythonRegex::with_flags(r"^\s*-.*$", Flags { multi_line: true, ..Flags::default() }).unwrap();
         assert_eq!(lines.find_all("- a\nb\n - c").unwrap().len(), 2);
     }
 
     #[test]
     fn flags_at_the_head_hold_for_all() {
-        let pattern = Pattern::new("(?s).*#### ").unwrap();
+        let pattern = PythonRegex::new("(?s).*#### ").unwrap();
         assert_eq!(pattern.remove("a\nb #### 7").unwrap(), "7");
-        let pattern = Pattern::with_flags("Ab", Flags { ignore_case: true, ..Flags::default() }).unwrap();
+        let pattern = PythonRegex::with_flags("Ab", Flags { ignore_case: true, ..Flags::default() }).unwrap();
         assert_eq!(pattern.find_all("xaB").unwrap().len(), 1);
     }
 
     #[test]
     fn splitting_keeps_empty_parts() {
-        let pattern = Pattern::new(r"\s+").unwrap();
+        let pattern = PythonRegex::new(r"\s+").unwrap();
         assert_eq!(pattern.split(" a b ").unwrap(), ["", "a", "b", ""]);
         assert_eq!(pattern.split("").unwrap(), [""]);
     }
@@ -308,14 +308,14 @@ mod tests {
     #[test]
     fn escape_makes_any_text_plain() {
         let text = "a.b[c]{2} \\ (d)|&~#$^*+?-é<>";
-        let pattern = Pattern::new(&escape(text)).unwrap();
+        let pattern = PythonRegex::new(&escape(text)).unwrap();
         assert_eq!(pattern.find_all(text).unwrap().len(), 1);
     }
 
     #[test]
-    fn what_is_no_pattern_is_refused() {
+    fn an_invalid_pattern_is_refused() {
         for pattern in ["(", "[", "a**", "(?P<a>"] {
-            assert!(Pattern::new(pattern).unwrap_err().contains("unsupported regular expression"), "{pattern}");
+            assert!(PythonRegex::new(pattern).unwrap_err().contains("unsupported regular expression"), "{pattern}");
         }
     }
 }

@@ -9,25 +9,25 @@ use rustix::fs::{CWD, Mode, mkfifoat};
 /// One way to damage a file that a program reads as text or as safetensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Damage {
-    /// Nothing is in it.
+    /// An empty file.
     Empty,
-    /// About the first half of it, up to the middle of a line.
+    /// The first half of the file, cut within a line.
     Cut,
-    /// Bytes that are not UTF-8 and no format's beginning.
+    /// Bytes that are neither UTF-8 nor the magic number of a format.
     Noise,
     /// Brackets within brackets, 100,000 deep.
     Deep,
-    /// A folder in its place.
+    /// A folder in the file's place.
     Folder,
-    /// A pipe that nobody writes to.
+    /// A named pipe without a writer.
     Fifo,
-    /// A link to a file without end.
+    /// A link to /dev/zero, a file without end.
     Endless,
     /// A link to itself.
     Loop,
 }
 
-/// All of them.
+/// All kinds of damage.
 pub(crate) const EVERY: &[Damage] = &[
     Damage::Empty,
     Damage::Cut,
@@ -53,7 +53,7 @@ impl Damage {
         }
     }
 
-    /// Puts the damaged file in the place of the sound one.
+    /// Replaces the file by a damaged one.
     pub(crate) fn apply(self, path: &Path) {
         let sound = fs::read(path).unwrap();
         fs::remove_file(path).unwrap();

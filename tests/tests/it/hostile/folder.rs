@@ -1,4 +1,4 @@
-//! A folder with one of everything that the programs read: a tiny model, an adapter, rows, a recipe and a task.
+//! A folder with one file of every kind that the programs read: a tiny model, an adapter, rows, a recipe and a task.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use rustix::process::Pid;
 use serde_json::json;
 use suite::{root, wait_for_exit};
 
-/// A run that takes longer hangs.
+/// Time limit of a program.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// The address space of a run in KiB: it stops a reader of a file without end.
 const MEMORY: &str = "6291456";
@@ -32,12 +32,12 @@ impl Folder {
         this
     }
 
-    /// Returns the place of a file of the folder that is damaged.
+    /// Returns the path of the damaged copy of a file.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join("used").join(name)
     }
 
-    /// Makes the folder sound again.
+    /// Restores the undamaged folder.
     pub(crate) fn restore(&self) {
         let used = self.folder.path().join("used");
         if used.exists() {
@@ -51,7 +51,7 @@ impl Folder {
         self.run_within(MEMORY, words)
     }
 
-    /// Runs a program with an address space of so many KiB.
+    /// Runs a program with an address space of this number of KiB.
     pub(crate) fn run_within(&self, memory: &str, words: &[&str]) -> Result<Output, String> {
         let mut command = Command::new("sh");
         command.args(["-c", "ulimit -v $0; exec \"$@\"", memory]).arg(cargo_bin(words[0]));

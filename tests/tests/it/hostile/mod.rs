@@ -1,6 +1,6 @@
-//! Damaged and hostile files, given to the programs that read them. Each run ends in time and in bounded memory, with the
-//! exit code of its kind of input and an error that names the file. A new file that a program reads is one row of
-//! [`table::FILES`]; it then meets every row of [`damage::EVERY`].
+//! Damaged and hostile input files. Each program exits in time and in bounded memory, with the exit code of its kind of
+//! input and an error that names the file. Add a row to [`table::FILES`] for each new input file; the test applies every
+//! row of [`damage::EVERY`] to it.
 
 mod damage;
 mod folder;
@@ -12,7 +12,7 @@ use damage::{Damage, EVERY};
 use folder::Folder;
 use table::{Attack, FILES, File};
 
-/// Returns the fault of a program that did not refuse its input in a way that a person understands.
+/// Returns the fault of a program that did not refuse its input properly.
 fn fault_of(output: Result<Output, String>, codes: &[i32], words: &[&str]) -> Option<String> {
     let output = match output {
         Ok(output) => output,
@@ -107,7 +107,7 @@ fn hostile_byte_order_marks_are_skipped() {
 fn hostile_memory_limit_is_exit_code_4() {
     let folder = Folder::new();
     let words = ["evaluator", "generate", "--model", "model", "--prompt", "Say yes."];
-    // From too little for the model to enough: whatever allocation or thread is the first to fail, it ends with code 4.
+    // From too little memory for the model to enough: a failure of any allocation or thread start ends with code 4.
     let faults: Vec<_> = (150_000..=400_000)
         .step_by(10_000)
         .filter_map(|memory| {

@@ -1,4 +1,4 @@
-//! The table: which program reads a file, and with which exit code it refuses a damaged one.
+//! The table of input files, with the program that reads each and its exit code for a damaged one.
 
 use std::fs;
 use std::path::Path;
@@ -8,24 +8,24 @@ use serde_json::{Value, json};
 
 /// A file that a program reads.
 pub(crate) struct File {
-    /// The test that it belongs to.
+    /// The test that covers it.
     pub(crate) group: &'static str,
     pub(crate) path: &'static str,
     pub(crate) command: &'static [&'static str],
     /// The exit codes of a refusal.
     pub(crate) codes: &'static [i32],
-    /// Names of damages that leave a file of this kind readable.
+    /// Kinds of damage that leave a file of this kind readable.
     pub(crate) harmless: &'static [&'static str],
 }
 
-/// Something in a file that is worse than damage.
+/// Hostile contents of a file.
 pub(crate) struct Attack {
     pub(crate) name: &'static str,
     pub(crate) path: &'static str,
     pub(crate) apply: fn(&Path),
     pub(crate) command: &'static [&'static str],
     pub(crate) code: i32,
-    /// Words of the error.
+    /// Text of the error.
     pub(crate) words: &'static [&'static str],
 }
 
@@ -59,7 +59,7 @@ pub(crate) const FILES: &[File] = &[
     file("model", "model/tokenizer_config.json", GENERATE, &[3], &[]),
     file("model", "model/generation_config.json", GENERATE, &[3, 6], &[]),
     file("model", "model/model.safetensors", SCORE, &[6], &[]),
-    // Any text is a template: what is cut or nested may still print something.
+    // Any text is a template: a truncated or nested one may still render.
     file("model", "model/chat_template.jinja", GENERATE, &[3], &["empty", "cut", "deep"]),
     file("adapter", "adapter/adapter_config.json", ADAPTED, &[3, 6], &[]),
     file("adapter", "adapter/adapter_model.safetensors", ADAPTED, &[6], &[]),
@@ -338,14 +338,14 @@ pub(crate) const ATTACKS: &[Attack] = &[
     },
 ];
 
-/// The command [`RUN`] with one more option.
+/// Command [`RUN`] with one more option.
 const fn with_task(option: &'static str, value: &'static str) -> [&'static str; 10] {
     let [program, run, model, folder, tasks, task, include, path] =
         [RUN[0], RUN[1], RUN[2], RUN[3], RUN[4], RUN[5], RUN[6], RUN[7]];
     [program, run, model, folder, tasks, task, include, path, option, value]
 }
 
-/// A template that replaces a list by `expression` again and again.
+/// A template that repeatedly replaces a list by `expression`.
 fn endless(expression: &str, n: usize) -> String {
     format!(
         "{{% set ns = namespace(x=['x']) %}}{{% for i in range({n}) %}}{{% set ns.x = {expression} %}}{{% endfor %}}{{{{ ns.x | length }}}}"

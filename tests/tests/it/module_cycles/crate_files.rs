@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use suite::{read, root};
 
-use super::source::{Import, Source};
+use super::source::{Import, SourceFile};
 
 /// The modules of a crate, the root first.
 pub(crate) struct CrateFiles(Vec<Module>);
@@ -14,7 +14,7 @@ struct Module {
     file: PathBuf,
     parent: usize,
     children: BTreeMap<String, usize>,
-    source: Source,
+    source: SourceFile,
 }
 
 /// The meaning of a path: a module, or an item of one.
@@ -53,7 +53,7 @@ impl CrateFiles {
     }
 
     fn add(&mut self, file: PathBuf, text: &str, parent: usize, read: Read) -> usize {
-        let source = Source::parse(text);
+        let source = SourceFile::parse(text);
         let names = source.children.clone();
         let folder = match file.file_name().and_then(|name| name.to_str()) {
             Some("lib.rs" | "main.rs" | "mod.rs") => file.parent().expect("a file is in a folder").to_owned(),
@@ -107,7 +107,7 @@ impl CrateFiles {
         items.collect()
     }
 
-    /// Returns what a path of module `from` names in this crate; nothing if it is another crate's.
+    /// Returns the item of this crate that a path in module `from` names; `None` for other crates.
     fn named(&self, from: usize, path: &[String], depth: usize) -> Vec<Named> {
         match path[0].as_str() {
             _ if depth == 0 => Vec::new(),
@@ -129,7 +129,7 @@ impl CrateFiles {
             || source.imports.iter().any(|import| import.name == *name && import.path != [name.as_str()])
     }
 
-    /// Returns what `path` names below `module`: child modules come first, then imports, then the module's own items.
+    /// Resolves `path` below `module`: child modules take precedence over imports, and imports over the module's items.
     fn below(&self, module: usize, path: &[String], depth: usize) -> Vec<Named> {
         let Some((first, rest)) = path.split_first() else { return vec![Named::Module(module)] };
         let Module { children, source, .. } = &self.0[module];

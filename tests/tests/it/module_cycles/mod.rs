@@ -1,10 +1,10 @@
 //! Files of a crate depend on each other in one direction only.
 //!
-//! A file depends on another of its crate if its code, tests apart, names an item that the other defines: in a `use`, or in
-//! a path that begins with `crate`, `self`, `super`, a child module or an imported name. A re-export stands for the file that
-//! defines the item. So a parent that only declares and re-exports its children depends on none of them, and a child that
-//! names a sibling through its parent depends on the sibling. A parent that uses a child whose code names the parent's items
-//! is a circle of two: those items belong in a file of their own.
+//! A file depends on another file of its crate if its code, without tests, names an item that the other defines. The name is
+//! in a `use`, or in a path that begins with `crate`, `self`, `super`, a child module or an imported name. A re-export counts
+//! as the file that defines the item. A parent that only declares and re-exports its children therefore depends on none of
+//! them. A child that names a sibling through its parent depends on the sibling. A parent and a child that name each other's
+//! items are a cycle of two: move those items to a file of their own.
 
 mod crate_files;
 mod source;

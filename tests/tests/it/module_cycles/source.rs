@@ -5,7 +5,7 @@ use std::ops::Range;
 
 /// The part of a file that says which other files it depends on.
 #[derive(Default)]
-pub(crate) struct Source {
+pub(crate) struct SourceFile {
     /// The names of `mod name;`.
     pub(crate) children: Vec<String>,
     pub(crate) imports: Vec<Import>,
@@ -24,7 +24,7 @@ pub(crate) struct Import {
     pub(crate) is_reexport: bool,
 }
 
-impl Source {
+impl SourceFile {
     pub(crate) fn parse(text: &str) -> Self {
         let tokens = tokens(text);
         let mut source = Self::default();

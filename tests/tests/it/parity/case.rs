@@ -1,4 +1,4 @@
-//! What is trained: tiny models of each kind, and a step's sequences in micro-batches.
+//! Test inputs: a tiny model of each family, and the sequences of a step in micro-batches.
 
 use candle_core::{Device, Tensor};
 use candlewick_model::{Config, LoraConfig, Model};
@@ -6,50 +6,51 @@ use candlewick_ops::{CuSeqlens, WeightStorage};
 use candlewick_parallel::Micro;
 use serde_json::json;
 
-/// Four ranks do not get even parts of it.
+/// A vocabulary that four ranks cannot divide evenly.
 const VOCAB: u32 = 50;
 
-/// A family, and whether the output layer is the embedding.
+/// A tiny model to train.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Kind {
+pub(crate) struct ModelCase {
     family: &'static str,
     tied: bool,
-    /// Whether every linear layer has a bias.
+    /// True if every linear layer has a bias.
     biased: bool,
-    /// The dropout of an adapter, if one is trained, and nothing else.
+    /// Dropout of a LoRA adapter on a frozen base; `None` trains all weights.
     adapter: Option<f64>,
-    /// How many tokens a token sees, if not all before it.
+    /// Sliding window in tokens.
     window: Option<usize>,
     /// Storage of the linear layers of an adapter's base.
     storage: WeightStorage,
 }
 
-/// What dropout drops depends on the place of a token in its micro-batch: only ranks that share micro-batches drop the same.
-pub(crate) const ADAPTER: Kind = Kind { adapter: Some(0.3), ..Kind::of("qwen3", true) };
+/// An adapter with dropout. The mask depends on a token's position in its micro-batch: it is equal only on ranks that share
+/// micro-batches.
+pub(crate) const ADAPTER: ModelCase = ModelCase { adapter: Some(0.3), ..ModelCase::of("qwen3", true) };
 
 /// An adapter without dropout on a dense base.
-pub(crate) const DENSE_BASE: Kind = Kind { adapter: Some(0.0), ..Kind::of("qwen3", true) };
+pub(crate) const DENSE_BASE: ModelCase = ModelCase { adapter: Some(0.0), ..ModelCase::of("qwen3", true) };
 
-/// Windows end within the longer sequences.
-pub(crate) const WINDOW: Kind = Kind { window: Some(11), ..Kind::of("mistral", false) };
+/// A window shorter than the longest sequences.
+pub(crate) const WINDOW: ModelCase = ModelCase { window: Some(11), ..ModelCase::of("mistral", false) };
 
-pub(crate) const MODELS: [Kind; 4] = [
-    Kind::of("llama", false),
-    Kind { biased: true, ..Kind::of("llama", true) },
-    Kind::of("qwen2", false),
-    Kind::of("qwen3", true),
+pub(crate) const MODELS: [ModelCase; 4] = [
+    ModelCase::of("llama", false),
+    ModelCase { biased: true, ..ModelCase::of("llama", true) },
+    ModelCase::of("qwen2", false),
+    ModelCase::of("qwen3", true),
 ];
 
-/// How a step's sequences become micro-batches.
+/// Batching of a step's sequences into micro-batches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Batching {
-    /// One after the other.
+    /// Packed sequences in one micro-batch.
     Packed,
-    /// Each filled up to one length.
+    /// Sequences padded to one length.
     Padded,
-    /// Packed, in so many micro-batches.
+    /// Packed sequences in this number of micro-batches.
     Accumulated(usize),
-    /// A few long ones, packed.
+    /// A few long sequences, packed.
     Long,
 }
 
@@ -58,11 +59,11 @@ pub(crate) const BATCHINGS: [Batching; 3] = [Batching::Packed, Batching::Padded,
 /// Sequences of one step.
 const N_SEQUENCES: usize = 16;
 const PADDED_TO: usize = 12;
-/// Long sequences of one step, and how much longer than the others they are.
+/// Number of long sequences of one step, and their extra tokens.
 const N_LONG: usize = 4;
 const LONGER: usize = 20;
 
-impl Kind {
+impl ModelCase {
     const fn of(family: &'static str, tied: bool) -> Self {
         Self { family, tied, biased: false, adapter: None, window: None, storage: WeightStorage::Dense }
     }
@@ -101,7 +102,7 @@ impl Kind {
     }
 }
 
-/// Numbers that look random, of a place and a step.
+/// Pseudo-random number of a step, a sequence and a position.
 fn hash(step: usize, sequence: usize, at: usize) -> u64 {
     let mut x = (step as u64) << 40 ^ (sequence as u64) << 20 ^ at as u64;
     for _ in 0..3 {
@@ -110,7 +111,7 @@ fn hash(step: usize, sequence: usize, at: usize) -> u64 {
     x >> 33
 }
 
-/// Ids and targets of a sequence; about a third of the tokens predict nothing.
+/// Ids and targets of a sequence; about a third of the targets are ignored.
 fn sequence(batching: Batching, step: usize, idx: usize) -> Vec<(u32, i64)> {
     let n = 3 + hash(step, idx, 1000) as usize % (PADDED_TO - 3);
     let longer = if batching == Batching::Long { LONGER } else { 0 };
@@ -123,7 +124,7 @@ fn sequence(batching: Batching, step: usize, idx: usize) -> Vec<(u32, i64)> {
         .collect()
 }
 
-/// The micro-batches of data rank `rank` of `n_ranks` in a step, and how many targets they have.
+/// Returns the micro-batches of data rank `rank` of `n_ranks` in a step, and the number of their targets.
 pub(crate) fn micros(batching: Batching, step: usize, rank: usize, n_ranks: usize) -> (Vec<Micro>, f64) {
     let n_micros = if let Batching::Accumulated(n_micros) = batching { n_micros } else { 1 };
     let n_sequences = if batching == Batching::Long { N_LONG } else { N_SEQUENCES };

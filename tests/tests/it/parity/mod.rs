@@ -1,15 +1,15 @@
-//! Every way to share the work among ranks gives what one rank gives: losses, every gradient, and the weights after some
-//! steps. Each way is also seen to fail when one of its collectives lies.
+//! Every parallel strategy gives the results of one rank: losses, all gradients, and the weights after some steps. With
+//! fault injection into one of its collectives, each strategy fails the comparison.
 //!
-//! All in f32; ranks are threads of this process. Sums over ranks round in another order than those of one rank do: a relative
-//! 1e-5 of a gradient's norm is what some hundred such roundings come to at most.
+//! Everything is f32, and ranks are threads of this process. Sums over ranks round in another order than those of one rank:
+//! about a hundred such roundings amount to at most 1e-5 of a gradient's norm.
 
 mod case;
+mod faulty_group;
 mod objective;
 mod quantized;
 mod rank;
 mod ring;
-mod sabotage;
 mod tiles;
 
 use std::collections::BTreeSet;
@@ -17,128 +17,131 @@ use std::collections::BTreeSet;
 use candlewick_comm::mesh::Degrees;
 use candlewick_parallel::{PipelineScheduleKind, SequenceParallel, ZeroStage};
 
-use case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS};
-use rank::{FEW, Outcome, STEPS, Way, compare, one_rank, run, run_with};
-use sabotage::Lie;
+use case::{ADAPTER, BATCHINGS, Batching, MODELS, ModelCase};
+use faulty_group::GroupOp;
+use rank::{FEW_STEPS, RunResult, STEPS, Strategy, compare, one_rank, run, run_with};
 
-const ONE: Degrees = Way::ONE_RANK.degrees;
+const ONE: Degrees = Strategy::ONE_RANK.degrees;
 
-/// What groups are asked for, by the axes that they run along.
-const SUM: &str = "dp_replicate-dp_shard-cp-sp all_reduce";
-const SHARES: [&str; 2] = ["dp_shard-cp-sp reduce_scatter", "dp_shard-cp-sp all_gather"];
-const HEADS: &str = "sp all_to_all";
-const IN_PARTS: [&str; 2] = ["tp all_gather", "tp reduce_scatter"];
-const STAGES: &str = "pipeline activations send_recv";
-const TIE: &str = "ties all_reduce";
+// Collectives as `group operation`; a group is named by its mesh axes.
+const DP_ALL_REDUCE: &str = "dp_replicate-dp_shard-cp-sp all_reduce";
+const ZERO_OPS: [&str; 2] = ["dp_shard-cp-sp reduce_scatter", "dp_shard-cp-sp all_gather"];
+const ULYSSES_OP: &str = "sp all_to_all";
+const TP_OPS: [&str; 2] = ["tp all_gather", "tp reduce_scatter"];
+const PP_OP: &str = "pipeline activations send_recv";
+const TIED_OP: &str = "ties all_reduce";
 
-fn dp(n_ranks: usize) -> Way {
-    Way { degrees: Degrees { dp_replicate: n_ranks, ..ONE }, ..Way::ONE_RANK }
+fn dp(n_ranks: usize) -> Strategy {
+    Strategy { degrees: Degrees { dp_replicate: n_ranks, ..ONE }, ..Strategy::ONE_RANK }
 }
 
-fn zero(n_ranks: usize, zero_stage: ZeroStage) -> Way {
-    Way { degrees: Degrees { dp_shard: n_ranks, ..ONE }, zero_stage: Some(zero_stage), ..Way::ONE_RANK }
+fn zero(n_ranks: usize, zero_stage: ZeroStage) -> Strategy {
+    Strategy { degrees: Degrees { dp_shard: n_ranks, ..ONE }, zero_stage: Some(zero_stage), ..Strategy::ONE_RANK }
 }
 
-fn hybrid(dp_replicate: usize, dp_shard: usize, zero_stage: ZeroStage) -> Way {
-    Way { degrees: Degrees { dp_replicate, dp_shard, ..ONE }, zero_stage: Some(zero_stage), ..Way::ONE_RANK }
+fn hybrid(dp_replicate: usize, dp_shard: usize, zero_stage: ZeroStage) -> Strategy {
+    Strategy { degrees: Degrees { dp_replicate, dp_shard, ..ONE }, zero_stage: Some(zero_stage), ..Strategy::ONE_RANK }
 }
 
-/// All models in all batchings; and with any of the operations that this asks groups for lying, a difference. `known` are some
-/// of them, as `group operation`.
+/// Checks all models in all batchings, and checks that a fault in any collective of the strategy is detected. `known` lists
+/// some of these collectives as `group operation`.
 #[track_caller]
-fn check(way: Way, known: &[&str]) {
-    // A pipeline of one micro-batch would be none.
-    let n_micros = if way.degrees.pp > 1 { 5 } else { 2 };
-    // A tied model with biases is lied to.
+fn check(strategy: Strategy, known: &[&str]) {
+    // A pipeline needs several micro-batches.
+    let n_micros = if strategy.degrees.pp > 1 { 5 } else { 2 };
+    // Faults are injected into the first model: tied, with biases.
     let models = [MODELS[1], MODELS[0], MODELS[2], MODELS[3]];
     let batchings = [Batching::Accumulated(n_micros), Batching::Packed, Batching::Padded];
-    check_all(way, &models, &batchings, known);
+    check_all(strategy, &models, &batchings, known);
 }
 
 #[track_caller]
-fn check_all(way: Way, models: &[Kind], batchings: &[Batching], known: &[&str]) {
-    let mut asked = BTreeSet::new();
+fn check_all(strategy: Strategy, models: &[ModelCase], batchings: &[Batching], known: &[&str]) {
+    let mut used = BTreeSet::new();
     for &model in models {
         for &batching in batchings {
-            let ours = run(way, model, batching);
+            let ours = run(strategy, model, batching);
             if let Err(difference) = compare(&ours, &one_rank(model, batching, STEPS)) {
-                panic!("{way:?}, {model:?}, {batching:?}: {difference}");
+                panic!("{strategy:?}, {model:?}, {batching:?}: {difference}");
             }
-            if asked.is_empty() {
-                asked = ours.asked;
+            if used.is_empty() {
+                used = ours.used;
             }
         }
     }
-    let names: Vec<String> = asked.iter().map(Lie::to_string).collect();
-    assert!(known.iter().all(|known| names.iter().any(|name| name == known)), "{way:?}: asked were {names:?}");
+    let names: Vec<String> = used.iter().map(GroupOp::to_string).collect();
+    assert!(known.iter().all(|known| names.iter().any(|name| name == known)), "{strategy:?} uses {names:?}");
     let (model, batching) = (models[0], batchings[0]);
-    let one_rank = one_rank(model, batching, FEW);
-    for lie in asked {
-        let lied = run_with(way, model, batching, FEW, Some(&lie));
-        assert!(lied.is_err() || compare(&lied.unwrap(), &one_rank).is_err(), "{way:?}: nobody sees that {lie} lies");
+    let one_rank = one_rank(model, batching, FEW_STEPS);
+    for fault in used {
+        let faulty = run_with(strategy, model, batching, FEW_STEPS, Some(&fault));
+        assert!(
+            faulty.is_err() || compare(&faulty.unwrap(), &one_rank).is_err(),
+            "{strategy:?}: a corrupted {fault} is not detected"
+        );
     }
 }
 
 #[test]
-fn parity_of_replicas() {
-    check(dp(2), &[SUM]);
+fn parity_of_data_parallelism_over_two_ranks() {
+    check(dp(2), &[DP_ALL_REDUCE]);
 }
 
 #[test]
-fn parity_of_three_replicas() {
-    check(dp(3), &[SUM]);
+fn parity_of_data_parallelism_over_three_ranks() {
+    check(dp(3), &[DP_ALL_REDUCE]);
 }
 
 #[test]
 fn parity_of_a_sharded_optimizer() {
-    check(zero(2, ZeroStage::One), &SHARES);
+    check(zero(2, ZeroStage::One), &ZERO_OPS);
 }
 
 #[test]
 fn parity_of_sharded_gradients() {
-    check(zero(3, ZeroStage::Two), &SHARES);
+    check(zero(3, ZeroStage::Two), &ZERO_OPS);
 }
 
 #[test]
 fn parity_of_sharded_weights() {
-    check(zero(2, ZeroStage::Three), &SHARES);
+    check(zero(2, ZeroStage::Three), &ZERO_OPS);
 }
 
 #[test]
 fn parity_of_weights_sharded_over_eight() {
-    check(zero(8, ZeroStage::Three), &SHARES);
+    check(zero(8, ZeroStage::Three), &ZERO_OPS);
 }
 
 #[test]
-fn parity_of_replicated_shards() {
-    check(hybrid(2, 2, ZeroStage::One), &[SHARES[0], SHARES[1], "dp_replicate all_reduce"]);
-    check(hybrid(2, 2, ZeroStage::Two), &SHARES);
-    check(hybrid(2, 3, ZeroStage::Three), &SHARES);
+fn parity_of_hybrid_sharding() {
+    check(hybrid(2, 2, ZeroStage::One), &[ZERO_OPS[0], ZERO_OPS[1], "dp_replicate all_reduce"]);
+    check(hybrid(2, 2, ZeroStage::Two), &ZERO_OPS);
+    check(hybrid(2, 3, ZeroStage::Three), &ZERO_OPS);
 }
 
-fn ulysses(dp_shard: usize, sp: usize, zero_stage: Option<ZeroStage>) -> Way {
-    Way { degrees: Degrees { dp_shard, sp, ..ONE }, zero_stage, ..Way::ONE_RANK }
-}
-
-#[test]
-fn parity_of_sequences_in_two_parts() {
-    check(ulysses(1, 2, Some(ZeroStage::One)), &[HEADS, SHARES[0], SHARES[1]]);
+fn ulysses(dp_shard: usize, sp: usize, zero_stage: Option<ZeroStage>) -> Strategy {
+    Strategy { degrees: Degrees { dp_shard, sp, ..ONE }, zero_stage, ..Strategy::ONE_RANK }
 }
 
 #[test]
-fn parity_of_as_many_parts_as_key_heads() {
-    check(ulysses(1, 4, None), &[HEADS, SUM]);
+fn parity_of_ulysses_over_two_ranks() {
+    check(ulysses(1, 2, Some(ZeroStage::One)), &[ULYSSES_OP, ZERO_OPS[0], ZERO_OPS[1]]);
 }
 
-/// Two ranks share each key head.
 #[test]
-fn parity_of_more_parts_than_key_heads() {
-    check(ulysses(1, 8, None), &[HEADS, SUM]);
+fn parity_of_ulysses_over_as_many_ranks_as_kv_heads() {
+    check(ulysses(1, 4, None), &[ULYSSES_OP, DP_ALL_REDUCE]);
 }
 
-/// The parts drop what one rank drops.
+/// Two ranks share each KV head.
 #[test]
-fn parity_of_parts_with_dropout() {
+fn parity_of_ulysses_over_more_ranks_than_kv_heads() {
+    check(ulysses(1, 8, None), &[ULYSSES_OP, DP_ALL_REDUCE]);
+}
+
+/// Ulysses ranks have the dropout mask of one rank.
+#[test]
+fn parity_of_ulysses_with_dropout() {
     for batching in BATCHINGS {
         let one_rank = one_rank(ADAPTER, batching, STEPS);
         compare(&run(ulysses(1, 4, None), ADAPTER, batching), &one_rank).unwrap();
@@ -146,31 +149,31 @@ fn parity_of_parts_with_dropout() {
 }
 
 #[test]
-fn parity_of_parts_and_shards() {
-    check(ulysses(2, 2, Some(ZeroStage::Two)), &[HEADS, SHARES[0], SHARES[1]]);
-    check(ulysses(2, 4, Some(ZeroStage::Three)), &[HEADS, SHARES[0], SHARES[1]]);
+fn parity_of_ulysses_and_zero() {
+    check(ulysses(2, 2, Some(ZeroStage::Two)), &[ULYSSES_OP, ZERO_OPS[0], ZERO_OPS[1]]);
+    check(ulysses(2, 4, Some(ZeroStage::Three)), &[ULYSSES_OP, ZERO_OPS[0], ZERO_OPS[1]]);
 }
 
-fn tensor(degrees: Degrees, sequence_parallel: SequenceParallel) -> Way {
-    Way { degrees, sequence_parallel, ..Way::ONE_RANK }
+fn tensor(degrees: Degrees, sequence_parallel: SequenceParallel) -> Strategy {
+    Strategy { degrees, sequence_parallel, ..Strategy::ONE_RANK }
 }
 
 #[test]
-fn parity_of_matrices_in_two_parts() {
+fn parity_of_tensor_parallelism_over_two_ranks() {
     check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::Off), &["tp all_reduce"]);
-    check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On), &IN_PARTS);
+    check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On), &TP_OPS);
 }
 
-/// A vocabulary that does not fall into even parts.
+/// The vocabulary cannot be divided evenly.
 #[test]
-fn parity_of_matrices_in_four_parts() {
+fn parity_of_tensor_parallelism_over_four_ranks() {
     check(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::Off), &["tp all_reduce"]);
-    check(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::On), &IN_PARTS);
+    check(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::On), &TP_OPS);
 }
 
-/// Every factor of an adapter is in parts, or has a gradient in parts. The parts drop what one rank drops.
+/// Every factor of an adapter is sharded or has a partial gradient. The dropout mask is that of one rank.
 #[test]
-fn parity_of_adapters_in_parts() {
+fn parity_of_tensor_parallel_adapters() {
     for sequence_parallel in [SequenceParallel::Off, SequenceParallel::On] {
         for batching in BATCHINGS {
             let one_rank = one_rank(ADAPTER, batching, STEPS);
@@ -180,97 +183,101 @@ fn parity_of_adapters_in_parts() {
 }
 
 #[test]
-fn parity_of_matrices_in_parts_and_shards() {
-    let way = |degrees, zero_stage| Way { zero_stage: Some(zero_stage), ..tensor(degrees, SequenceParallel::On) };
-    check(way(Degrees { tp: 2, dp_shard: 2, ..ONE }, ZeroStage::One), &IN_PARTS);
-    check(way(Degrees { tp: 2, dp_shard: 3, ..ONE }, ZeroStage::Two), &IN_PARTS);
-    check(way(Degrees { tp: 2, dp_shard: 2, dp_replicate: 2, ..ONE }, ZeroStage::Three), &SHARES);
+fn parity_of_tensor_parallelism_and_zero() {
+    let strategy =
+        |degrees, zero_stage| Strategy { zero_stage: Some(zero_stage), ..tensor(degrees, SequenceParallel::On) };
+    check(strategy(Degrees { tp: 2, dp_shard: 2, ..ONE }, ZeroStage::One), &TP_OPS);
+    check(strategy(Degrees { tp: 2, dp_shard: 3, ..ONE }, ZeroStage::Two), &TP_OPS);
+    check(strategy(Degrees { tp: 2, dp_shard: 2, dp_replicate: 2, ..ONE }, ZeroStage::Three), &ZERO_OPS);
 }
 
 #[test]
-fn parity_of_matrices_and_sequences_in_parts() {
-    check(tensor(Degrees { tp: 2, sp: 2, ..ONE }, SequenceParallel::Off), &[HEADS, "tp all_reduce"]);
-    let way = tensor(Degrees { tp: 2, sp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On);
-    check(Way { zero_stage: Some(ZeroStage::Three), ..way }, &[HEADS, IN_PARTS[0], SHARES[0]]);
+fn parity_of_tensor_parallelism_and_ulysses() {
+    check(tensor(Degrees { tp: 2, sp: 2, ..ONE }, SequenceParallel::Off), &[ULYSSES_OP, "tp all_reduce"]);
+    let strategy = tensor(Degrees { tp: 2, sp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On);
+    check(Strategy { zero_stage: Some(ZeroStage::Three), ..strategy }, &[ULYSSES_OP, TP_OPS[0], ZERO_OPS[0]]);
 }
 
-fn pipeline(degrees: Degrees, schedule: PipelineScheduleKind, runs: &'static [usize]) -> Way {
-    Way { degrees, schedule, runs: Some(runs), ..Way::ONE_RANK }
+fn pipeline(degrees: Degrees, schedule: PipelineScheduleKind, chunk_layers: &'static [usize]) -> Strategy {
+    Strategy { degrees, schedule, chunk_layers: Some(chunk_layers), ..Strategy::ONE_RANK }
 }
 
 #[test]
 fn parity_of_all_forward_all_backward() {
-    check(pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::GPipe, &[2, 2]), &[STAGES, TIE]);
-    check(pipeline(Degrees { pp: 3, ..ONE }, PipelineScheduleKind::GPipe, &[2, 1, 1]), &[STAGES, TIE]);
+    check(pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::GPipe, &[2, 2]), &[PP_OP, TIED_OP]);
+    check(pipeline(Degrees { pp: 3, ..ONE }, PipelineScheduleKind::GPipe, &[2, 1, 1]), &[PP_OP, TIED_OP]);
 }
 
 #[test]
 fn parity_of_one_forward_one_backward() {
-    check(pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 3]), &[STAGES, TIE]);
+    check(pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 3]), &[PP_OP, TIED_OP]);
     check(
         pipeline(Degrees { pp: 4, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 1, 1, 1]),
-        &[STAGES, TIE],
+        &[PP_OP, TIED_OP],
     );
-    check(pipeline(Degrees { pp: 3, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2, 0]), &[STAGES, TIE]);
+    check(
+        pipeline(Degrees { pp: 3, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2, 0]),
+        &[PP_OP, TIED_OP],
+    );
 }
 
 #[test]
-fn parity_of_interleaved_runs() {
+fn parity_of_interleaved_stages() {
     check(
         pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 1, 1, 1]),
-        &[STAGES, TIE],
+        &[PP_OP, TIED_OP],
     );
-    check(pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::GPipe, &[1, 0, 2, 1]), &[STAGES, TIE]);
+    check(pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::GPipe, &[1, 0, 2, 1]), &[PP_OP, TIED_OP]);
     check(
         pipeline(Degrees { pp: 3, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 1, 1, 1, 0, 0]),
-        &[STAGES, TIE],
+        &[PP_OP, TIED_OP],
     );
 }
 
 #[test]
-fn parity_of_a_pipeline_of_replicas_and_shards() {
-    let way = |degrees, zero_stage| Way {
+fn parity_of_a_pipeline_with_data_parallelism_and_zero() {
+    let strategy = |degrees, zero_stage| Strategy {
         zero_stage,
         ..pipeline(degrees, PipelineScheduleKind::OneForwardOneBackward, &[2, 2])
     };
-    check(way(Degrees { pp: 2, dp_replicate: 2, ..ONE }, None), &[STAGES, TIE, SUM]);
-    check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(ZeroStage::One)), &[STAGES, TIE, SHARES[0]]);
-    check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(ZeroStage::Two)), &[STAGES, TIE, SHARES[0]]);
-    check(way(Degrees { pp: 2, dp_shard: 3, ..ONE }, Some(ZeroStage::Three)), &[STAGES, TIE, SHARES[0]]);
+    check(strategy(Degrees { pp: 2, dp_replicate: 2, ..ONE }, None), &[PP_OP, TIED_OP, DP_ALL_REDUCE]);
+    check(strategy(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(ZeroStage::One)), &[PP_OP, TIED_OP, ZERO_OPS[0]]);
+    check(strategy(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(ZeroStage::Two)), &[PP_OP, TIED_OP, ZERO_OPS[0]]);
+    check(strategy(Degrees { pp: 2, dp_shard: 3, ..ONE }, Some(ZeroStage::Three)), &[PP_OP, TIED_OP, ZERO_OPS[0]]);
 }
 
 #[test]
-fn parity_of_a_pipeline_of_parts() {
-    let way = |degrees, sequence_parallel, zero_stage, runs| {
+fn parity_of_a_pipeline_with_tensor_parallelism_and_ulysses() {
+    let strategy = |degrees, sequence_parallel, zero_stage, chunk_layers| {
         let schedule = PipelineScheduleKind::OneForwardOneBackward;
-        Way { sequence_parallel, zero_stage, ..pipeline(degrees, schedule, runs) }
+        Strategy { sequence_parallel, zero_stage, ..pipeline(degrees, schedule, chunk_layers) }
     };
-    check(way(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::On, None, &[2, 2]), &[STAGES, TIE, IN_PARTS[0]]);
+    check(strategy(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::On, None, &[2, 2]), &[PP_OP, TIED_OP, TP_OPS[0]]);
     check(
-        way(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::Off, None, &[1, 1, 1, 1]),
-        &[STAGES, TIE, "tp all_reduce"],
+        strategy(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::Off, None, &[1, 1, 1, 1]),
+        &[PP_OP, TIED_OP, "tp all_reduce"],
     );
     check(
-        way(Degrees { pp: 2, sp: 2, ..ONE }, SequenceParallel::Off, Some(ZeroStage::Three), &[2, 2]),
-        &[STAGES, TIE, HEADS],
+        strategy(Degrees { pp: 2, sp: 2, ..ONE }, SequenceParallel::Off, Some(ZeroStage::Three), &[2, 2]),
+        &[PP_OP, TIED_OP, ULYSSES_OP],
     );
     let eight = Degrees { pp: 2, tp: 2, dp_shard: 2, ..ONE };
-    check(way(eight, SequenceParallel::On, Some(ZeroStage::Three), &[2, 2]), &[STAGES, TIE, IN_PARTS[0]]);
+    check(strategy(eight, SequenceParallel::On, Some(ZeroStage::Three), &[2, 2]), &[PP_OP, TIED_OP, TP_OPS[0]]);
     check(
-        way(Degrees { pp: 2, tp: 2, sp: 2, ..ONE }, SequenceParallel::On, None, &[3, 1]),
-        &[STAGES, TIE, HEADS, IN_PARTS[0]],
+        strategy(Degrees { pp: 2, tp: 2, sp: 2, ..ONE }, SequenceParallel::On, None, &[3, 1]),
+        &[PP_OP, TIED_OP, ULYSSES_OP, TP_OPS[0]],
     );
 }
 
-/// Without dropout nothing is left to chance: bits do not depend on which rank comes first.
+/// Results do not depend on the order in which ranks arrive.
 #[test]
-fn parity_of_two_runs_is_to_the_bit() {
-    let all = Way { runs: Some(&[2, 2]), ..tensor(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::On) };
+fn parity_of_two_runs_is_bitwise() {
+    let all = Strategy { chunk_layers: Some(&[2, 2]), ..tensor(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::On) };
     let afab = pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::GPipe, &[2, 2]);
-    let ring = Way { degrees: Degrees { cp: 3, ..ONE }, ..Way::ONE_RANK };
-    for way in [dp(3), zero(4, ZeroStage::Three), all, ulysses(1, 4, None), ring, afab] {
-        let run = || run(way, MODELS[0], BATCHINGS[2]);
-        let bits = |outcome: Outcome| (outcome.losses, outcome.grads, outcome.weights);
-        assert!(bits(run()) == bits(run()), "{way:?}");
+    let ring = Strategy { degrees: Degrees { cp: 3, ..ONE }, ..Strategy::ONE_RANK };
+    for strategy in [dp(3), zero(4, ZeroStage::Three), all, ulysses(1, 4, None), ring, afab] {
+        let run = || run(strategy, MODELS[0], BATCHINGS[2]);
+        let bits = |result: RunResult| (result.losses, result.grads, result.weights);
+        assert!(bits(run()) == bits(run()), "{strategy:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! Objectives whose token weights depend on the forward, and auxiliary losses: on every way of sharing as on one rank.
+//! Objectives whose token weights depend on the forward pass, and auxiliary losses: every parallel strategy equals one rank.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,8 +14,8 @@ use candlewick_parallel::{
     SequenceParallel, StepLoss, TokenLosses, TrainBatch, ZeroStage,
 };
 
-use super::case::{Batching, Kind, MODELS, micros};
-use super::rank::{HYPER, Way, engine, joined, pieces, same, seat};
+use super::case::{Batching, MODELS, ModelCase, micros};
+use super::rank::{HYPER, Strategy, compare_tensors, data_rank, engine, shards, unsharded};
 use super::{ONE, dp, pipeline, ring, tensor, ulysses, zero};
 
 const BATCHING: Batching = Batching::Accumulated(2);
@@ -46,7 +46,7 @@ impl ParallelOps for QueryEnergy {
     }
 }
 
-/// The mean loss, the means of auxiliary losses and the gradients of a step.
+/// Mean loss, means of auxiliary losses and gradients of a step.
 #[derive(Debug)]
 struct Step {
     loss: f64,
@@ -62,50 +62,51 @@ fn with_energy(engine: Engine) -> Engine {
     engine.with_attention_hook(Arc::new(QueryEnergy))
 }
 
-/// Takes one step on as many ranks as `way` has. Without auxiliary losses the layers compute none.
-fn step(way: Way, kind: Kind, objective: &'static dyn Objective, auxiliary: &[AuxiliaryLoss]) -> Step {
+/// Takes one step with `strategy`. Layers compute the auxiliary loss only if `auxiliary` is not empty.
+fn step(strategy: Strategy, case: ModelCase, objective: &'static dyn Objective, auxiliary: &[AuxiliaryLoss]) -> Step {
     let rank = |world: &World| -> Result<_> {
-        let (rank, n_ranks) = seat(world, way);
-        let mut engine = engine(world, way, kind, None)?;
+        let (rank, n_ranks) = data_rank(world, strategy);
+        let mut engine = engine(world, strategy, case, None)?;
         if !auxiliary.is_empty() {
             engine = with_energy(engine);
         }
         let (micros, n_targets) = micros(BATCHING, 0, rank, n_ranks);
-        let n_targets = sum(engine.group(), n_targets)? / way.n_counts();
+        let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
         let scaler =
             GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
         let batch = TrainBatch { micros: &micros, dropout_keys: &[5, 6], n_targets, auxiliary };
         let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let loss = result.losses.iter().copied().map(f64::from).sum::<f64>() / n_targets;
-        Ok((loss, result.auxiliary, pieces(&engine, |state| &state.grad)?))
+        Ok((loss, result.auxiliary, shards(&engine, |state| &state.grad)?))
     };
     let options = Options { timeout: Duration::from_secs(120), record: false };
-    let ranks = threads::run(way.degrees.n_ranks(), options, rank).unwrap();
+    let ranks = threads::run(strategy.degrees.n_ranks(), options, rank).unwrap();
     for (loss, auxiliary, _) in &ranks {
-        assert_eq!((loss, auxiliary), (&ranks[0].0, &ranks[0].1), "{way:?}: ranks disagree");
+        assert_eq!((loss, auxiliary), (&ranks[0].0, &ranks[0].1), "{strategy:?}: ranks disagree");
     }
-    let grads = joined(ranks.iter().flat_map(|(.., pieces)| pieces));
+    let grads = unsharded(ranks.iter().flat_map(|(.., shards)| shards));
     Step { loss: ranks[0].0, auxiliary: ranks[0].1.clone(), grads }
 }
 
 #[track_caller]
-fn check_close(way: Way, ours: &Step, one_rank: &Step) {
+fn check_close(strategy: Strategy, ours: &Step, one_rank: &Step) {
     let is_close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs();
-    assert!(is_close(ours.loss, one_rank.loss), "{way:?}: {} {}", ours.loss, one_rank.loss);
+    assert!(is_close(ours.loss, one_rank.loss), "{strategy:?}: {} {}", ours.loss, one_rank.loss);
     assert!(ours.auxiliary.keys().eq(one_rank.auxiliary.keys()));
     for (name, value) in &ours.auxiliary {
-        assert!(is_close(*value, one_rank.auxiliary[name]), "{way:?}: {name}: {value}");
+        assert!(is_close(*value, one_rank.auxiliary[name]), "{strategy:?}: {name}: {value}");
     }
-    same("gradient", &ours.grads, &one_rank.grads).unwrap_or_else(|difference| panic!("{way:?}: {difference}"));
+    compare_tensors("gradient", &ours.grads, &one_rank.grads)
+        .unwrap_or_else(|difference| panic!("{strategy:?}: {difference}"));
 }
 
-/// A step of one token's loss alone gives its gradient; their sum, each times its loss, is the closed form.
+/// The closed form is the sum over tokens of the loss times the gradient of a step with that token alone.
 #[test]
 fn weights_that_depend_on_the_forward_give_the_closed_form() {
     let gradients = |objective: &'static dyn Objective, only: Option<usize>| {
         let rank = |world: &World| -> Result<_> {
-            let engine = engine(world, Way::ONE_RANK, MODELS[1], None)?;
+            let engine = engine(world, Strategy::ONE_RANK, MODELS[1], None)?;
             let (mut micros, _) = micros(Batching::Accumulated(5), 0, 0, 1);
             micros.truncate(1);
             let losses = engine.token_losses(&micros[0])?;
@@ -116,7 +117,7 @@ fn weights_that_depend_on_the_forward_give_the_closed_form() {
             }
             let loss = StepLoss { objective, scale: LossScale::mean_over(1.0), auxiliary: &[] };
             let sums = engine.forward_backward(&micros, loss, |_| 5)?;
-            Ok((sums.micros[0].to_scalar::<f32>()?, losses, joined(pieces(&engine, |state| &state.grad)?.iter())))
+            Ok((sums.micros[0].to_scalar::<f32>()?, losses, unsharded(shards(&engine, |state| &state.grad)?.iter())))
         };
         threads::run(1, Options { timeout: Duration::from_secs(120), record: false }, rank).unwrap().remove(0)
     };
@@ -131,15 +132,15 @@ fn weights_that_depend_on_the_forward_give_the_closed_form() {
         }
     }
     assert!(token_losses.len() > 20);
-    same("gradient", &ours, &want).unwrap();
+    compare_tensors("gradient", &ours, &want).unwrap();
 }
 
 #[test]
 fn parity_of_an_objective_that_reads_token_losses() {
-    let one_rank = step(Way::ONE_RANK, MODELS[1], &Squared, &[]);
-    let plain = step(Way::ONE_RANK, MODELS[1], &CausalLm, &[]);
-    assert!(same("gradient", &plain.grads, &one_rank.grads).is_err(), "the objective has no effect");
-    let ways = [
+    let one_rank = step(Strategy::ONE_RANK, MODELS[1], &Squared, &[]);
+    let plain = step(Strategy::ONE_RANK, MODELS[1], &CausalLm, &[]);
+    assert!(compare_tensors("gradient", &plain.grads, &one_rank.grads).is_err(), "the objective has no effect");
+    let strategies = [
         dp(4),
         zero(4, ZeroStage::Three),
         ulysses(1, 2, None),
@@ -148,35 +149,35 @@ fn parity_of_an_objective_that_reads_token_losses() {
         tensor(Degrees { tp: 2, sp: 2, ..ONE }, SequenceParallel::Off),
         pipeline(Degrees { pp: 2, dp_replicate: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2]),
     ];
-    for way in ways {
-        check_close(way, &step(way, MODELS[1], &Squared, &[]), &one_rank);
+    for strategy in strategies {
+        check_close(strategy, &step(strategy, MODELS[1], &Squared, &[]), &one_rank);
     }
 }
 
 #[test]
 fn parity_of_an_auxiliary_loss() {
     let losses = auxiliary(0.1);
-    let one_rank = step(Way::ONE_RANK, MODELS[1], &CausalLm, &losses);
+    let one_rank = step(Strategy::ONE_RANK, MODELS[1], &CausalLm, &losses);
     assert!(one_rank.auxiliary["query_energy"] > 0.0);
-    let without = step(Way::ONE_RANK, MODELS[1], &CausalLm, &auxiliary(0.0));
+    let without = step(Strategy::ONE_RANK, MODELS[1], &CausalLm, &auxiliary(0.0));
     assert_eq!(without.auxiliary, one_rank.auxiliary);
-    assert!(same("gradient", &without.grads, &one_rank.grads).is_err(), "the coefficient has no effect");
-    let ways = [
+    assert!(compare_tensors("gradient", &without.grads, &one_rank.grads).is_err(), "the coefficient has no effect");
+    let strategies = [
         dp(4),
         zero(4, ZeroStage::One),
         zero(4, ZeroStage::Three),
         pipeline(Degrees { pp: 2, dp_replicate: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2]),
     ];
-    for way in ways {
-        check_close(way, &step(way, MODELS[1], &CausalLm, &losses), &one_rank);
+    for strategy in strategies {
+        check_close(strategy, &step(strategy, MODELS[1], &CausalLm, &losses), &one_rank);
     }
 }
 
-/// The gradient of coefficient * sum / normalizer along itself, by central differences of the reported sum.
+/// Compares the gradient of coefficient * sum / normalizer with central differences along it.
 #[test]
 fn the_gradient_of_an_auxiliary_loss_is_its_derivative() {
     let rank = |world: &World| -> Result<_> {
-        let engine = with_energy(engine(world, Way::ONE_RANK, MODELS[1], None)?);
+        let engine = with_energy(engine(world, Strategy::ONE_RANK, MODELS[1], None)?);
         let (micros, _) = micros(BATCHING, 0, 0, 1);
         let losses = auxiliary(1000.0);
         let run = |mean: f64| {
@@ -184,7 +185,7 @@ fn the_gradient_of_an_auxiliary_loss_is_its_derivative() {
             engine.store().zero_grads()?;
             engine.forward_backward(&micros, loss, |_| 5)?.auxiliary[0].to_scalar::<f32>()
         };
-        // Next to no cross-entropy is left beside the auxiliary loss.
+        // Dividing by this mean makes the cross-entropy negligible compared with the auxiliary loss.
         run(1e12)?;
         let states = engine.store().states()?;
         let grads = states.iter().map(|state| state.grad.copy()).collect::<Result<Vec<_>>>()?;
@@ -206,14 +207,14 @@ fn the_gradient_of_an_auxiliary_loss_is_its_derivative() {
     };
     let options = Options { timeout: Duration::from_secs(120), record: false };
     let (difference, norm) = threads::run(1, options, rank).unwrap().remove(0);
-    // f32 sums of some thousand squares; a third derivative of a few thousandths.
+    // Errors: f32 sums of some thousand squares, and a third derivative of a few thousandths.
     assert!((difference - norm).abs() < 5e-3 * norm, "{difference} {norm}");
 }
 
 #[test]
 fn an_auxiliary_loss_without_a_coefficient_is_refused_by_name() {
     let rank = |world: &World| -> Result<_> {
-        let engine = with_energy(engine(world, Way::ONE_RANK, MODELS[1], None)?);
+        let engine = with_energy(engine(world, Strategy::ONE_RANK, MODELS[1], None)?);
         let (micros, n_targets) = micros(BATCHING, 0, 0, 1);
         Ok(engine.forward_backward(&micros, &LossScale::mean_over(n_targets), |_| 5).unwrap_err().to_string())
     };

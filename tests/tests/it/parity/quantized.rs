@@ -1,4 +1,4 @@
-//! A base of 8-bit weights under an adapter: any number of ranks trains as one, and as a dense base of the same values does.
+//! An adapter on a base of 8-bit weights trains alike on any number of ranks and on a dense base of equal values.
 
 use std::collections::BTreeMap;
 
@@ -8,11 +8,11 @@ use candlewick_comm::{Options, World, threads};
 use candlewick_ops::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};
 use candlewick_parallel::{Engine, LossScale, SequenceParallel, ZeroStage};
 
-use super::case::{BATCHINGS, DENSE_BASE, Kind, micros};
-use super::rank::{Way, engine};
-use super::{IN_PARTS, ONE, SHARES, STAGES, check_all, hybrid, pipeline, tensor, zero};
+use super::case::{BATCHINGS, DENSE_BASE, ModelCase, micros};
+use super::rank::{Strategy, engine};
+use super::{ONE, PP_OP, TP_OPS, ZERO_OPS, check_all, hybrid, pipeline, tensor, zero};
 
-/// Signed integers; a scale for each 8 by 8 elements. No product uses this format.
+/// Signed integers with a scale per 8 by 8 elements, a format for this test only.
 static INT8: QuantFormat = QuantFormat {
     name: "int8",
     codes: &{
@@ -28,48 +28,49 @@ static INT8: QuantFormat = QuantFormat {
     scales: ScaleRounding::PowerOfTwo,
 };
 
-const QUANTIZED: Kind = DENSE_BASE.stored_as(WeightStorage::Quantized(&INT8));
+const QUANTIZED: ModelCase = DENSE_BASE.stored_as(WeightStorage::Quantized(&INT8));
 
 #[track_caller]
-fn check(way: Way, known: &[&str]) {
-    check_all(way, &[QUANTIZED], &BATCHINGS, known);
+fn check(strategy: Strategy, known: &[&str]) {
+    check_all(strategy, &[QUANTIZED], &BATCHINGS, known);
 }
 
 #[test]
-fn parity_of_a_quantized_base_in_shards() {
-    check(zero(2, ZeroStage::One), &SHARES);
-    check(zero(2, ZeroStage::Two), &SHARES);
-    check(zero(3, ZeroStage::Three), &SHARES);
-    check(hybrid(2, 2, ZeroStage::Three), &SHARES);
+fn parity_of_a_quantized_base_with_zero() {
+    check(zero(2, ZeroStage::One), &ZERO_OPS);
+    check(zero(2, ZeroStage::Two), &ZERO_OPS);
+    check(zero(3, ZeroStage::Three), &ZERO_OPS);
+    check(hybrid(2, 2, ZeroStage::Three), &ZERO_OPS);
 }
 
 #[test]
-fn parity_of_a_quantized_base_in_matrix_slices() {
-    check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On), &IN_PARTS);
-    let way = tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On);
-    check(Way { zero_stage: Some(ZeroStage::Three), ..way }, &IN_PARTS);
+fn parity_of_a_quantized_base_with_tensor_parallelism() {
+    check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On), &TP_OPS);
+    let strategy = tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On);
+    check(Strategy { zero_stage: Some(ZeroStage::Three), ..strategy }, &TP_OPS);
 }
 
 #[test]
-fn parity_of_a_quantized_base_in_pipeline_stages() {
-    let way =
+fn parity_of_a_quantized_base_with_a_pipeline() {
+    let strategy =
         pipeline(Degrees { pp: 2, ..ONE }, candlewick_parallel::PipelineScheduleKind::OneForwardOneBackward, &[2, 2]);
-    check_all(way, &[QUANTIZED], &[super::case::Batching::Accumulated(5)], &[STAGES]);
+    check_all(strategy, &[QUANTIZED], &[super::case::Batching::Accumulated(5)], &[PP_OP]);
 }
 
-/// Scales of 8 columns do not divide 48 columns of the MLP by four.
+/// A quarter of the MLP's 48 columns is no multiple of the 8 columns of a scale.
 #[test]
 fn slices_that_split_a_scale_are_refused_by_name() {
-    let way = tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::Off);
-    let built = on_ranks(way, |world| Ok(engine(world, way, QUANTIZED, None).err().map(|error| error.to_string())));
+    let strategy = tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::Off);
+    let built =
+        on_ranks(strategy, |world| Ok(engine(world, strategy, QUANTIZED, None).err().map(|error| error.to_string())));
     for error in built {
         let error = error.unwrap();
         assert!(error.contains("mlp.") && error.contains("int8 values with one scale cannot be split at"), "{error}");
     }
 }
 
-fn on_ranks<T: Send>(way: Way, run: impl Fn(&World) -> Result<T> + Sync) -> Vec<T> {
-    threads::run(way.degrees.n_ranks(), Options::default(), run).unwrap()
+fn on_ranks<T: Send>(strategy: Strategy, run: impl Fn(&World) -> Result<T> + Sync) -> Vec<T> {
+    threads::run(strategy.degrees.n_ranks(), Options::default(), run).unwrap()
 }
 
 fn flat(x: &Tensor) -> Vec<f32> {
@@ -83,24 +84,26 @@ fn masters(engine: &Engine) -> Values {
 }
 
 /// Loss and gradients of one rank with these weights.
-fn gradients(kind: Kind, weights: &Values) -> (f32, Vec<(String, Vec<f32>)>) {
+fn gradients(case: ModelCase, weights: &Values) -> (f32, Vec<(String, Vec<f32>)>) {
     let run = |world: &World| {
-        let engine = engine(world, Way::ONE_RANK, kind, None)?;
+        let engine = engine(world, Strategy::ONE_RANK, case, None)?;
         engine.store().fill(|spec| Ok::<_, candle_core::Error>(weights[&spec.name].clone()))?;
         let (micros, n_targets) = micros(BATCHINGS[0], 0, 0, 1);
         let sums = engine.forward_backward(&micros, &LossScale::mean_over(n_targets), |_| 5)?;
         let grads = engine.store().states()?.into_iter().map(|state| (state.name, flat(&state.grad))).collect();
         Ok((sums.micros[0].to_scalar()?, grads))
     };
-    on_ranks(Way::ONE_RANK, run).remove(0)
+    on_ranks(Strategy::ONE_RANK, run).remove(0)
 }
 
 #[test]
 fn a_quantized_base_gives_the_bits_of_a_dense_one_with_its_values() {
     let weights =
-        on_ranks(Way::ONE_RANK, |world| Ok(masters(&engine(world, Way::ONE_RANK, QUANTIZED, None)?))).remove(0);
+        on_ranks(Strategy::ONE_RANK, |world| Ok(masters(&engine(world, Strategy::ONE_RANK, QUANTIZED, None)?)))
+            .remove(0);
     let random =
-        on_ranks(Way::ONE_RANK, |world| Ok(masters(&engine(world, Way::ONE_RANK, DENSE_BASE, None)?))).remove(0);
+        on_ranks(Strategy::ONE_RANK, |world| Ok(masters(&engine(world, Strategy::ONE_RANK, DENSE_BASE, None)?)))
+            .remove(0);
     let mut n_quantized = 0;
     for (name, value) in &random {
         let is_quantized = name.contains("_proj.weight");
@@ -117,35 +120,39 @@ fn a_quantized_base_gives_the_bits_of_a_dense_one_with_its_values() {
     assert!(gradients(DENSE_BASE, &random).0 != dense.0, "quantizing changes the loss");
 }
 
-/// What an export holds is quantized to the same bytes again, on any mesh.
+/// Exported values are quantized to equal bytes on any mesh.
 #[test]
 fn an_export_of_a_quantized_base_is_filled_into_another_mesh() {
     let saved = {
-        let way = zero(2, ZeroStage::Three);
-        on_ranks(way, |world| Ok(masters(&engine(world, way, QUANTIZED, None)?))).remove(0)
+        let strategy = zero(2, ZeroStage::Three);
+        on_ranks(strategy, |world| Ok(masters(&engine(world, strategy, QUANTIZED, None)?))).remove(0)
     };
-    for way in
-        [Way::ONE_RANK, zero(3, ZeroStage::One), tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On)]
-    {
-        let again = on_ranks(way, |world| {
-            let engine = engine(world, way, QUANTIZED, None)?;
+    for strategy in [
+        Strategy::ONE_RANK,
+        zero(3, ZeroStage::One),
+        tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On),
+    ] {
+        let again = on_ranks(strategy, |world| {
+            let engine = engine(world, strategy, QUANTIZED, None)?;
             engine.store().fill(|spec| Ok::<_, candle_core::Error>(saved[&spec.name].clone()))?;
             Ok(masters(&engine))
         });
         for again in again {
             for (name, value) in &saved {
-                assert_eq!(flat(&again[name]), flat(value), "{way:?}: {name}");
+                assert_eq!(flat(&again[name]), flat(value), "{strategy:?}: {name}");
             }
         }
     }
 }
 
-/// The weights of a rank's store take the bytes that the storage declares.
+/// The weights of a rank take the bytes that their storage declares.
 #[test]
 fn a_store_takes_the_bytes_of_the_storage() {
-    let bytes = |kind: Kind| {
-        on_ranks(Way::ONE_RANK, |world| Ok(engine(world, Way::ONE_RANK, kind, None)?.store().device_bytes().weights))
-            .remove(0)
+    let bytes = |case: ModelCase| {
+        on_ranks(Strategy::ONE_RANK, |world| {
+            Ok(engine(world, Strategy::ONE_RANK, case, None)?.store().device_bytes().weights)
+        })
+        .remove(0)
     };
     let specs = QUANTIZED.model();
     let saved: usize = specs

@@ -1,4 +1,4 @@
-//! A run on some ranks, and how it differs from another.
+//! A training run with a parallel strategy, and its comparison with one rank.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -15,73 +15,72 @@ use candlewick_parallel::{
     PipelineLayout, PipelineScheduleKind, SequenceParallel, ZeroStage,
 };
 
-use super::case::{Batching, Kind, micros};
-use super::sabotage::{Lie, Lying};
+use super::case::{Batching, ModelCase, micros};
+use super::faulty_group::{FaultyGroup, GroupOp};
 
-/// Enough for what one step does to show in another.
-pub(crate) const FEW: usize = 2;
+/// Steps of a run with fault injection: a wrong update must change a later step.
+pub(crate) const FEW_STEPS: usize = 2;
 pub(crate) const STEPS: usize = 5;
 const TOLERANCE: f64 = 1e-5;
-/// A large eps: with a small one the sign of a gradient that is nearly zero (of a bias of keys, on which hardly anything
-/// depends) decides a whole step.
+/// A large eps. With a small one, the sign of a nearly zero gradient, such as that of a key bias, decides a whole step.
 pub(crate) const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weight_decay: 0.1 };
 
-/// A way to share the work.
+/// A parallel strategy.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Way {
+pub(crate) struct Strategy {
     pub(crate) degrees: Degrees,
     pub(crate) zero_stage: Option<ZeroStage>,
     pub(crate) sequence_parallel: SequenceParallel,
     pub(crate) schedule: PipelineScheduleKind,
-    /// Blocks of each run, in the order of the runs; `None` shares them out evenly, a run a stage.
-    pub(crate) runs: Option<&'static [usize]>,
+    /// Layers of each model chunk, in order; `None` balances them, with one chunk per stage.
+    pub(crate) chunk_layers: Option<&'static [usize]>,
     pub(crate) tiled_mlp: TiledMlp,
-    /// Bytes of logits that the loss holds at once, if not so many that all fit.
+    /// Most bytes of logits that the loss holds at once; `None` does not limit them.
     pub(crate) logits_bytes: Option<usize>,
     pub(crate) cpu_offload: CpuOffload,
 }
 
-impl Way {
+impl Strategy {
     pub(crate) const ONE_RANK: Self = Self {
         degrees: Degrees { pp: 1, dp_replicate: 1, dp_shard: 1, cp: 1, sp: 1, tp: 1, ep: 1, etp: 1 },
         zero_stage: None,
         sequence_parallel: SequenceParallel::Off,
         schedule: PipelineScheduleKind::OneForwardOneBackward,
-        runs: None,
+        chunk_layers: None,
         tiled_mlp: TiledMlp::Off,
         logits_bytes: None,
         cpu_offload: CpuOffload { optimizer: 0.0, weights: false },
     };
 
-    /// Ranks that have the same micro-batches, and count their targets each.
+    /// Returns the number of ranks with equal micro-batches, each of which counts their targets.
     pub(crate) fn n_counts(&self) -> f64 {
         (self.degrees.cp * self.degrees.sp * self.degrees.pp) as f64
     }
 
     fn layout(&self, n_blocks: usize) -> PipelineLayout {
-        match self.runs {
-            Some(runs) => PipelineLayout::new(self.degrees.pp, runs),
+        match self.chunk_layers {
+            Some(chunk_layers) => PipelineLayout::new(self.degrees.pp, chunk_layers),
             None => PipelineLayout::balanced(n_blocks, self.degrees.pp, 1, 0.0),
         }
     }
 }
 
-/// What came of a run.
-pub(crate) struct Outcome {
-    /// The mean loss of each step.
+/// Results of a run.
+pub(crate) struct RunResult {
+    /// Mean loss of each step.
     pub(crate) losses: Vec<f64>,
-    /// The norm of each step's gradient.
+    /// Gradient norm of each step.
     pub(crate) norms: Vec<f64>,
-    /// The gradient of the first step, by parameter.
+    /// Gradients of the first step by parameter.
     pub(crate) grads: BTreeMap<String, Vec<f32>>,
-    /// The masters after the last, by parameter.
+    /// Master weights after the last step by parameter.
     pub(crate) weights: BTreeMap<String, Vec<f32>>,
-    /// What training has asked of which groups.
-    pub(crate) asked: BTreeSet<Lie>,
+    /// Collectives that the training steps used.
+    pub(crate) used: BTreeSet<GroupOp>,
 }
 
-/// A part of a parameter.
-pub(crate) struct Piece {
+/// A rank's shard of a parameter.
+pub(crate) struct ParamShard {
     name: String,
     shape: Vec<usize>,
     columns: Range<usize>,
@@ -89,99 +88,103 @@ pub(crate) struct Piece {
     values: Vec<f32>,
 }
 
-impl Piece {
-    /// The places of its elements in the whole parameter.
-    fn places(&self) -> impl Iterator<Item = usize> {
+impl ParamShard {
+    /// Returns the positions of the shard's elements in the whole parameter.
+    fn positions(&self) -> impl Iterator<Item = usize> {
         let (width, n) = (self.shape[self.shape.len() - 1], self.columns.len());
         let first = self.columns.start;
         self.range.clone().map(move |at| at / n * width + first + at % n)
     }
 }
 
-struct OfRank {
+struct RankResult {
     stage: usize,
     losses: Vec<f64>,
     norms: Vec<f64>,
-    held_out: f64,
-    grads: Vec<Piece>,
-    weights: Vec<Piece>,
-    asked: BTreeSet<Lie>,
+    eval_loss: f64,
+    grads: Vec<ParamShard>,
+    weights: Vec<ParamShard>,
+    used: BTreeSet<GroupOp>,
     calls: Vec<Call>,
 }
 
-/// Trains some steps on as many ranks as `way` wants.
-pub(crate) fn run(way: Way, kind: Kind, batching: Batching) -> Outcome {
-    run_with(way, kind, batching, STEPS, None).unwrap()
+/// Trains [`STEPS`] steps on the ranks of `strategy`.
+pub(crate) fn run(strategy: Strategy, case: ModelCase, batching: Batching) -> RunResult {
+    run_with(strategy, case, batching, STEPS, None).unwrap()
 }
 
-/// What one rank makes of so many steps. It is computed once in a process.
-pub(crate) fn one_rank(kind: Kind, batching: Batching, n_steps: usize) -> Arc<Outcome> {
-    static KNOWN: Mutex<BTreeMap<String, Arc<Outcome>>> = Mutex::new(BTreeMap::new());
-    let key = format!("{kind:?} {batching:?} {n_steps}");
+/// Returns the results of one rank after `n_steps`, cached per process.
+pub(crate) fn one_rank(case: ModelCase, batching: Batching, n_steps: usize) -> Arc<RunResult> {
+    static KNOWN: Mutex<BTreeMap<String, Arc<RunResult>>> = Mutex::new(BTreeMap::new());
+    let key = format!("{case:?} {batching:?} {n_steps}");
     let known = KNOWN.lock().unwrap().get(&key).cloned();
     known.unwrap_or_else(|| {
-        let outcome = Arc::new(run_with(Way::ONE_RANK, kind, batching, n_steps, None).unwrap());
-        KNOWN.lock().unwrap().insert(key, Arc::clone(&outcome));
-        outcome
+        let result = Arc::new(run_with(Strategy::ONE_RANK, case, batching, n_steps, None).unwrap());
+        KNOWN.lock().unwrap().insert(key, Arc::clone(&result));
+        result
     })
 }
 
-/// [`run`] for so many steps, with what a group says instead of the truth. A lie may make a run fail.
+/// Trains `n_steps`, with a fault injected into one collective if `fault` is given. A faulty run may fail.
 pub(crate) fn run_with(
-    way: Way,
-    kind: Kind,
+    strategy: Strategy,
+    case: ModelCase,
     batching: Batching,
     n_steps: usize,
-    lie: Option<&Lie>,
-) -> candlewick_comm::Result<Outcome> {
+    fault: Option<&GroupOp>,
+) -> candlewick_comm::Result<RunResult> {
     let options = Options { timeout: Duration::from_secs(120), record: true };
-    let rank = |world: &World| of_rank(world, way, kind, batching, (n_steps, lie));
-    let ranks = threads::run(way.degrees.n_ranks(), options, rank)?;
-    if lie.is_none() {
+    let rank = |world: &World| run_rank(world, strategy, case, batching, (n_steps, fault));
+    let ranks = threads::run(strategy.degrees.n_ranks(), options, rank)?;
+    if fault.is_none() {
         for other in &ranks {
-            assert!(other.losses == ranks[0].losses && other.norms == ranks[0].norms, "{way:?}: ranks disagree");
-            assert_eq!(other.held_out, ranks[0].held_out);
+            assert!(other.losses == ranks[0].losses && other.norms == ranks[0].norms, "{strategy:?}: ranks disagree");
+            assert_eq!(other.eval_loss, ranks[0].eval_loss);
             let first = ranks.iter().find(|first| first.stage == other.stage).unwrap();
             let orders = order(&other.calls).into_iter().zip(order(&first.calls));
             for (i, (call, first)) in orders.enumerate() {
-                assert_eq!(call, first, "{way:?}: call {i} is another on another rank of the stage");
+                assert_eq!(call, first, "{strategy:?}: call {i} differs between ranks of the stage");
             }
-            assert_eq!(other.calls.len(), first.calls.len(), "{way:?}");
+            assert_eq!(other.calls.len(), first.calls.len(), "{strategy:?}");
         }
     }
-    let join = |pieces: fn(&OfRank) -> &Vec<Piece>| joined(ranks.iter().flat_map(pieces));
+    let join = |shards: fn(&RankResult) -> &Vec<ParamShard>| unsharded(ranks.iter().flat_map(shards));
     let mut losses = ranks[0].losses.clone();
-    losses.push(ranks[0].held_out);
-    Ok(Outcome {
+    losses.push(ranks[0].eval_loss);
+    Ok(RunResult {
         losses,
         norms: ranks[0].norms.clone(),
         grads: join(|rank| &rank.grads),
         weights: join(|rank| &rank.weights),
-        asked: ranks.iter().flat_map(|rank| rank.asked.clone()).collect(),
+        used: ranks.iter().flat_map(|rank| rank.used.clone()).collect(),
     })
 }
 
-/// What was called of which group. Shapes are not compared: ranks of another group may have more tokens.
+/// Lists the calls of a rank by group, operation and number. Shapes may differ: ranks of another group may have more tokens.
 fn order(calls: &[Call]) -> Vec<String> {
     calls.iter().map(|call| format!("{} {} {}", call.group, call.op.name(), call.number)).collect()
 }
 
-/// This rank's place among those that have different micro-batches, and how many places there are. Ranks that share tokens have
-/// the same micro-batches.
-pub(crate) fn seat(world: &World, way: Way) -> (usize, usize) {
-    let mesh = Mesh::new(way.degrees, world.size()).unwrap();
-    let place = |axis| mesh.place(world.rank(), axis);
-    let Degrees { dp_replicate, dp_shard, .. } = way.degrees;
+/// Returns the data parallel rank and world size. Context parallel and Ulysses ranks share micro-batches.
+pub(crate) fn data_rank(world: &World, strategy: Strategy) -> (usize, usize) {
+    let mesh = Mesh::new(strategy.degrees, world.size()).unwrap();
+    let place = |axis| mesh.coordinate(world.rank(), axis);
+    let Degrees { dp_replicate, dp_shard, .. } = strategy.degrees;
     (place(Axis::DpReplicate) * dp_shard + place(Axis::DpShard), dp_replicate * dp_shard)
 }
 
-/// A rank's engine, with random weights.
-pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> candle_core::Result<Engine> {
-    let mesh = Mesh::new(way.degrees, world.size()).unwrap();
-    let everyone = Lying { group: world.group(), name: "world".to_owned(), lie: lie.cloned() };
+/// Builds a rank's engine with random weights.
+pub(crate) fn engine(
+    world: &World,
+    strategy: Strategy,
+    case: ModelCase,
+    fault: Option<&GroupOp>,
+) -> candle_core::Result<Engine> {
+    let mesh = Mesh::new(strategy.degrees, world.size()).unwrap();
+    let everyone = FaultyGroup { group: world.group(), name: "world".to_owned(), fault: fault.cloned() };
     let groups = ParallelGroups::new(&mesh, &everyone)?;
-    let model = kind.model();
-    // Every kind of activation checkpointing: weights come and go differently for each.
+    let model = case.model();
+    // All modes of activation checkpointing: each gathers and frees weights at other times.
     let checkpointing = (0..model.n_blocks()).map(|block| match block % 4 {
         0 => ActivationCheckpointing::None,
         1 => ActivationCheckpointing::Full,
@@ -189,73 +192,73 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> 
         _ => ActivationCheckpointing::Offload,
     });
     let spec = EngineSpec {
-        zero_stage: way.zero_stage,
-        sequence_parallel: way.sequence_parallel,
-        schedule: way.schedule,
-        cpu_offload: way.cpu_offload,
+        zero_stage: strategy.zero_stage,
+        sequence_parallel: strategy.sequence_parallel,
+        schedule: strategy.schedule,
+        cpu_offload: strategy.cpu_offload,
         checkpointing: checkpointing.collect(),
-        ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), way.layout(model.n_blocks()))
+        ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), strategy.layout(model.n_blocks()))
     };
-    let engine = spec.build(model, &groups, Device::Cpu)?.with_tiled_mlp(way.tiled_mlp);
+    let engine = spec.build(model, &groups, Device::Cpu)?.with_tiled_mlp(strategy.tiled_mlp);
     engine.store().fill(|spec| {
         let mut values = vec![0f32; spec.numel()];
         spec.initialise(3, &mut values);
         if spec.name.ends_with("lora_B.weight") || spec.name.ends_with("bias") {
-            // They begin as zeros, which would hide what the other factor does; and what becomes of a bias of keys, on which
-            // hardly anything depends, would be rounding.
+            // Zeros, the usual initial values, would hide errors in the gradient of the other factor, and would leave key
+            // biases to rounding.
             values.iter_mut().enumerate().for_each(|(i, x)| *x = (i as f32 * 0.7).sin() * 0.1);
         }
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
     })?;
-    Ok(match way.logits_bytes {
+    Ok(match strategy.logits_bytes {
         Some(logits_bytes) => engine.with_logits_bytes(logits_bytes),
         None => engine,
     })
 }
 
-fn of_rank(
+fn run_rank(
     world: &World,
-    way: Way,
-    kind: Kind,
+    strategy: Strategy,
+    case: ModelCase,
     batching: Batching,
-    (n_steps, lie): (usize, Option<&Lie>),
-) -> candle_core::Result<OfRank> {
-    let (rank, n_ranks) = seat(world, way);
-    let stage = Mesh::new(way.degrees, world.size()).unwrap().place(world.rank(), Axis::Pp);
-    let engine = engine(world, way, kind, lie)?;
+    (n_steps, fault): (usize, Option<&GroupOp>),
+) -> candle_core::Result<RankResult> {
+    let (rank, n_ranks) = data_rank(world, strategy);
+    let stage = Mesh::new(strategy.degrees, world.size()).unwrap().coordinate(world.rank(), Axis::Pp);
+    let engine = engine(world, strategy, case, fault)?;
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
     let (mut losses, mut norms, mut grads) = (Vec::new(), Vec::new(), Vec::new());
     let n_before = world.calls().len();
     for step in 0..n_steps {
         let (micros, n_targets) = micros(batching, step, rank, n_ranks);
-        let n_targets = sum(engine.group(), n_targets)? / way.n_counts();
+        let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
         engine.store().zero_grads()?;
         let sums = engine.forward_backward(&micros, &LossScale::mean_over(n_targets), |_| 5)?;
         let local =
             sums.micros.iter().map(|sum| Ok(f64::from(sum.to_scalar::<f32>()?))).sum::<candle_core::Result<f64>>()?;
         losses.push(sum(engine.group(), local)? / n_targets);
         if step == 0 {
-            grads = pieces(&engine, |state| &state.grad)?;
+            grads = shards(&engine, |state| &state.grad)?;
         }
         let squares = engine.store().grad_squares()?;
         norms.push(squares.sum_all()?.to_scalar::<f64>()?.sqrt());
         scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
         engine.store().step(&HYPER, &scaler)?;
     }
-    let asked = Lie::all(&world.calls()[n_before..]);
-    let (held_out, n_targets) = micros(batching, STEPS, rank, n_ranks);
-    let local = held_out.iter().map(|micro| engine.loss(micro)).sum::<candle_core::Result<f64>>()?;
-    let n_targets = sum(engine.group(), n_targets)? / way.n_counts();
-    let held_out = sum(engine.group(), local)? / n_targets;
-    let weights = pieces(&engine, |state| &state.master)?;
-    // What an export reads is what the ranks have.
+    let used = GroupOp::used_in(&world.calls()[n_before..]);
+    let (eval_loss, n_targets) = micros(batching, STEPS, rank, n_ranks);
+    let local = eval_loss.iter().map(|micro| engine.loss(micro)).sum::<candle_core::Result<f64>>()?;
+    let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
+    let eval_loss = sum(engine.group(), local)? / n_targets;
+    let weights = shards(&engine, |state| &state.master)?;
+    // An export reads the weights that the ranks have.
     let exported = engine.store().masters().collect::<candle_core::Result<Vec<_>>>()?;
-    if lie.is_none() {
-        for piece in &weights {
-            let (_, whole) = exported.iter().find(|(spec, _)| spec.name == piece.name).unwrap();
+    if fault.is_none() {
+        for shard in &weights {
+            let (_, whole) = exported.iter().find(|(spec, _)| spec.name == shard.name).unwrap();
             let whole = whole.flatten_all()?.to_vec1::<f32>()?;
-            let same = piece.places().zip(&piece.values).all(|(at, value)| whole[at] == *value);
-            assert!(same, "{way:?}: an export has another {}", piece.name);
+            let same = shard.positions().zip(&shard.values).all(|(at, value)| whole[at] == *value);
+            assert!(same, "{strategy:?}: the export of {} differs", shard.name);
         }
         let trained = exported.iter().filter(|(spec, _)| spec.trainable).count();
         assert_eq!(
@@ -263,31 +266,31 @@ fn of_rank(
             engine.model().units().iter().flat_map(|unit| &unit.params).filter(|spec| spec.trainable).count()
         );
     }
-    Ok(OfRank { stage, losses, norms, held_out, grads, weights, asked, calls: world.calls() })
+    Ok(RankResult { stage, losses, norms, eval_loss, grads, weights, used, calls: world.calls() })
 }
 
-pub(crate) fn pieces(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_core::Result<Vec<Piece>> {
+pub(crate) fn shards(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_core::Result<Vec<ParamShard>> {
     let states = engine.store().states()?.into_iter();
     states
         .map(|state| {
             let values = of(&state).to_vec1()?;
             let ParamState { name, shape, columns, range, .. } = state;
-            Ok(Piece { name, shape, columns, range, values })
+            Ok(ParamShard { name, shape, columns, range, values })
         })
         .collect()
 }
 
-/// Whole parameters of their parts. Those that several ranks have must be the same.
-pub(crate) fn joined<'a>(pieces: impl Iterator<Item = &'a Piece>) -> BTreeMap<String, Vec<f32>> {
+/// Assembles whole parameters from shards. An element that differs between replicas becomes infinity.
+pub(crate) fn unsharded<'a>(shards: impl Iterator<Item = &'a ParamShard>) -> BTreeMap<String, Vec<f32>> {
     let mut whole = BTreeMap::new();
-    for piece in pieces {
-        let n = piece.shape.iter().product();
-        let whole: &mut Vec<f32> = whole.entry(piece.name.clone()).or_insert_with(|| vec![f32::NAN; n]);
-        for (at, value) in piece.places().zip(&piece.values) {
+    for shard in shards {
+        let n = shard.shape.iter().product();
+        let whole: &mut Vec<f32> = whole.entry(shard.name.clone()).or_insert_with(|| vec![f32::NAN; n]);
+        for (at, value) in shard.positions().zip(&shard.values) {
             if whole[at].is_nan() {
                 whole[at] = *value;
             } else if whole[at] != *value {
-                // Replicas that disagree are nobody's equal.
+                // Infinity fails every comparison.
                 whole[at] = f32::INFINITY;
             }
         }
@@ -295,22 +298,22 @@ pub(crate) fn joined<'a>(pieces: impl Iterator<Item = &'a Piece>) -> BTreeMap<St
     whole
 }
 
-/// Says how one run differs from another, if it does.
-pub(crate) fn compare(ours: &Outcome, one_rank: &Outcome) -> Result<(), String> {
+/// Compares a run with that of one rank; the error describes the first difference.
+pub(crate) fn compare(ours: &RunResult, one_rank: &RunResult) -> Result<(), String> {
     for (what, ours, other) in [("loss", &ours.losses, &one_rank.losses), ("norm", &ours.norms, &one_rank.norms)] {
         for (step, (a, b)) in ours.iter().zip(other).enumerate() {
-            // What is not a number is close to none.
+            // A NaN is never close.
             let is_close = (a - b).abs() <= TOLERANCE * b.abs();
             if !is_close {
                 return Err(format!("{what} of step {step}: {a}, one rank has {b}"));
             }
         }
     }
-    same("gradient", &ours.grads, &one_rank.grads)?;
-    same("weight", &ours.weights, &one_rank.weights)
+    compare_tensors("gradient", &ours.grads, &one_rank.grads)?;
+    compare_tensors("weight", &ours.weights, &one_rank.weights)
 }
 
-pub(crate) fn same(
+pub(crate) fn compare_tensors(
     what: &str,
     ours: &BTreeMap<String, Vec<f32>>,
     other: &BTreeMap<String, Vec<f32>>,

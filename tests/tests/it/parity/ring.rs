@@ -1,4 +1,4 @@
-//! Rows of ring attention: alone, with Ulysses within it, and with what falls into shares.
+//! Ring attention: alone, with Ulysses, and with ZeRO, tensor and pipeline parallelism.
 
 use std::time::Duration;
 
@@ -7,81 +7,81 @@ use candlewick_comm::{Options, World, threads};
 use candlewick_model::TiledMlp;
 use candlewick_parallel::{Micro, PipelineScheduleKind, SequenceParallel, ZeroStage};
 
-use super::case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS, WINDOW, micros};
-use super::rank::{STEPS, Way, compare, engine, one_rank, run, seat};
-use super::{HEADS, IN_PARTS, ONE, SHARES, STAGES, SUM, TIE, check_all};
+use super::case::{ADAPTER, BATCHINGS, Batching, MODELS, ModelCase, WINDOW, micros};
+use super::rank::{STEPS, Strategy, compare, data_rank, engine, one_rank, run};
+use super::{DP_ALL_REDUCE, ONE, PP_OP, TIED_OP, TP_OPS, ULYSSES_OP, ZERO_OPS, check_all};
 
-/// Biases, norms of queries and keys, a window; an output layer that is the embedding, and one that is not.
-const IN_RINGS: [Kind; 4] = [MODELS[0], WINDOW, MODELS[2], MODELS[3]];
+/// Models with biases, QK norm, a sliding window, tied and untied embeddings.
+const RING_MODELS: [ModelCase; 4] = [MODELS[0], WINDOW, MODELS[2], MODELS[3]];
 
-/// In long sequences a rank also sees chunks that are far from its own.
-const AND_LONG: [Batching; 4] = [Batching::Long, BATCHINGS[0], BATCHINGS[1], BATCHINGS[2]];
+/// Batchings. In long sequences a rank also attends to distant chunks.
+const RING_BATCHINGS: [Batching; 4] = [Batching::Long, BATCHINGS[0], BATCHINGS[1], BATCHINGS[2]];
 
-const AROUND: &str = "cp send_recv";
+const RING_OP: &str = "cp send_recv";
 
-pub(crate) fn ring(cp: usize) -> Way {
-    Way { degrees: Degrees { cp, ..ONE }, ..Way::ONE_RANK }
+pub(crate) fn ring(cp: usize) -> Strategy {
+    Strategy { degrees: Degrees { cp, ..ONE }, ..Strategy::ONE_RANK }
 }
 
-fn with_ulysses(cp: usize, sp: usize) -> Way {
-    Way { degrees: Degrees { cp, sp, ..ONE }, ..Way::ONE_RANK }
+fn with_ulysses(cp: usize, sp: usize) -> Strategy {
+    Strategy { degrees: Degrees { cp, sp, ..ONE }, ..Strategy::ONE_RANK }
 }
 
-fn with_shards(cp: usize, dp_shard: usize, zero_stage: ZeroStage) -> Way {
-    Way { degrees: Degrees { cp, dp_shard, ..ONE }, zero_stage: Some(zero_stage), ..Way::ONE_RANK }
+fn with_shards(cp: usize, dp_shard: usize, zero_stage: ZeroStage) -> Strategy {
+    Strategy { degrees: Degrees { cp, dp_shard, ..ONE }, zero_stage: Some(zero_stage), ..Strategy::ONE_RANK }
 }
 
 #[test]
 fn parity_of_a_ring_of_two() {
-    check_all(ring(2), &IN_RINGS, &AND_LONG, &[AROUND, SUM]);
+    check_all(ring(2), &RING_MODELS, &RING_BATCHINGS, &[RING_OP, DP_ALL_REDUCE]);
 }
 
 #[test]
 fn parity_of_a_ring_of_three() {
-    check_all(ring(3), &IN_RINGS, &AND_LONG, &[AROUND, SUM]);
+    check_all(ring(3), &RING_MODELS, &RING_BATCHINGS, &[RING_OP, DP_ALL_REDUCE]);
 }
 
 #[test]
 fn parity_of_a_ring_of_four() {
-    check_all(ring(4), &IN_RINGS, &AND_LONG, &[AROUND, SUM]);
+    check_all(ring(4), &RING_MODELS, &RING_BATCHINGS, &[RING_OP, DP_ALL_REDUCE]);
 }
 
 #[test]
-fn parity_of_a_ring_of_ranks_that_exchange_heads() {
-    check_all(with_ulysses(2, 2), &IN_RINGS, &AND_LONG, &[AROUND, HEADS, SUM]);
+fn parity_of_a_ring_with_ulysses() {
+    check_all(with_ulysses(2, 2), &RING_MODELS, &RING_BATCHINGS, &[RING_OP, ULYSSES_OP, DP_ALL_REDUCE]);
 }
 
-/// Ranks with tokens of one chunk and with tokens of both; two ranks with the same key head.
+/// Some ranks have tokens of one chunk, others of both; two ranks share each KV head.
 #[test]
-fn parity_of_a_ring_of_two_times_eight() {
-    check_all(with_ulysses(2, 8), &[MODELS[2], WINDOW], &[Batching::Long], &[AROUND, HEADS]);
+fn parity_of_a_ring_of_two_with_ulysses_over_eight() {
+    check_all(with_ulysses(2, 8), &[MODELS[2], WINDOW], &[Batching::Long], &[RING_OP, ULYSSES_OP]);
 }
 
 #[test]
 fn parity_of_a_ring_with_a_sharded_optimizer() {
-    check_all(with_shards(2, 1, ZeroStage::One), &IN_RINGS, &AND_LONG, &[AROUND, SHARES[0], SHARES[1]]);
+    check_all(with_shards(2, 1, ZeroStage::One), &RING_MODELS, &RING_BATCHINGS, &[RING_OP, ZERO_OPS[0], ZERO_OPS[1]]);
 }
 
 #[test]
 fn parity_of_a_ring_with_sharded_gradients() {
-    check_all(with_shards(2, 2, ZeroStage::Two), &IN_RINGS, &AND_LONG, &[AROUND, SHARES[0], SHARES[1]]);
+    check_all(with_shards(2, 2, ZeroStage::Two), &RING_MODELS, &RING_BATCHINGS, &[RING_OP, ZERO_OPS[0], ZERO_OPS[1]]);
 }
 
 #[test]
 fn parity_of_a_ring_with_sharded_weights() {
-    check_all(with_shards(2, 2, ZeroStage::Three), &IN_RINGS, &AND_LONG, &[AROUND, SHARES[0], SHARES[1]]);
+    check_all(with_shards(2, 2, ZeroStage::Three), &RING_MODELS, &RING_BATCHINGS, &[RING_OP, ZERO_OPS[0], ZERO_OPS[1]]);
     let degrees = Degrees { cp: 2, sp: 2, dp_shard: 2, ..ONE };
-    let way = Way { degrees, zero_stage: Some(ZeroStage::Three), ..Way::ONE_RANK };
-    check_all(way, &[MODELS[0]], &[Batching::Long], &[AROUND, SHARES[0], SHARES[1]]);
+    let strategy = Strategy { degrees, zero_stage: Some(ZeroStage::Three), ..Strategy::ONE_RANK };
+    check_all(strategy, &[MODELS[0]], &[Batching::Long], &[RING_OP, ZERO_OPS[0], ZERO_OPS[1]]);
 }
 
-/// Where sequences in parts meet all else that work is shared by.
+/// Context parallelism combined with tensor parallelism.
 #[test]
-fn parity_of_a_ring_and_parts_of_matrices() {
-    for (sequence_parallel, known) in [(SequenceParallel::On, IN_PARTS[0]), (SequenceParallel::Off, "tp all_reduce")] {
-        let way = Way { sequence_parallel, ..ring(2) };
-        let way = Way { degrees: Degrees { tp: 2, ..way.degrees }, ..way };
-        check_all(way, &[MODELS[1], WINDOW], &[Batching::Long, BATCHINGS[1]], &[AROUND, known]);
+fn parity_of_a_ring_with_tensor_parallelism() {
+    for (sequence_parallel, known) in [(SequenceParallel::On, TP_OPS[0]), (SequenceParallel::Off, "tp all_reduce")] {
+        let strategy = Strategy { sequence_parallel, ..ring(2) };
+        let strategy = Strategy { degrees: Degrees { tp: 2, ..strategy.degrees }, ..strategy };
+        check_all(strategy, &[MODELS[1], WINDOW], &[Batching::Long, BATCHINGS[1]], &[RING_OP, known]);
     }
 }
 
@@ -91,31 +91,31 @@ fn parity_of_a_ring_in_each_stage_of_a_pipeline() {
         [(PipelineScheduleKind::OneForwardOneBackward, Some(ZeroStage::One)), (PipelineScheduleKind::GPipe, None)]
     {
         let degrees = Degrees { pp: 2, cp: 2, ..ONE };
-        let way = Way { degrees, schedule, zero_stage, runs: Some(&[3, 1]), ..Way::ONE_RANK };
+        let strategy = Strategy { degrees, schedule, zero_stage, chunk_layers: Some(&[3, 1]), ..Strategy::ONE_RANK };
         let batchings = [Batching::Accumulated(3), Batching::Long];
-        check_all(way, &[MODELS[1], MODELS[3]], &batchings, &[AROUND, STAGES, TIE]);
+        check_all(strategy, &[MODELS[1], MODELS[3]], &batchings, &[RING_OP, PP_OP, TIED_OP]);
     }
 }
 
 #[test]
-fn parity_of_replicas_of_sequences_in_parts() {
-    for (cp, sp, known) in [(2, 1, AROUND), (1, 2, HEADS)] {
-        let way = Way { degrees: Degrees { cp, sp, dp_replicate: 2, ..ONE }, ..Way::ONE_RANK };
-        check_all(way, &[MODELS[1], WINDOW], &[BATCHINGS[2], Batching::Long], &[known, SUM]);
+fn parity_of_replicated_sequence_parallel_groups() {
+    for (cp, sp, known) in [(2, 1, RING_OP), (1, 2, ULYSSES_OP)] {
+        let strategy = Strategy { degrees: Degrees { cp, sp, dp_replicate: 2, ..ONE }, ..Strategy::ONE_RANK };
+        check_all(strategy, &[MODELS[1], WINDOW], &[BATCHINGS[2], Batching::Long], &[known, DP_ALL_REDUCE]);
         let degrees = Degrees { cp, sp, dp_replicate: 2, dp_shard: 2, ..ONE };
-        let way = Way { degrees, zero_stage: Some(ZeroStage::Three), ..Way::ONE_RANK };
-        check_all(way, &[MODELS[1]], &[BATCHINGS[2]], &[known, SHARES[0], "dp_replicate all_reduce"]);
+        let strategy = Strategy { degrees, zero_stage: Some(ZeroStage::Three), ..Strategy::ONE_RANK };
+        check_all(strategy, &[MODELS[1]], &[BATCHINGS[2]], &[known, ZERO_OPS[0], "dp_replicate all_reduce"]);
     }
 }
 
-/// A rank's tokens are two ranges, and tiles end in the middle of one: each drops what one rank drops.
+/// A rank's tokens are two ranges, and a tile may end inside one. The dropout mask is that of one rank.
 #[test]
 fn parity_of_a_ring_with_dropout_and_tiles() {
-    for way in [ring(2), ring(3), with_ulysses(2, 2), with_ulysses(2, 4)] {
+    for strategy in [ring(2), ring(3), with_ulysses(2, 2), with_ulysses(2, 4)] {
         for tiled_mlp in [TiledMlp::Off, TiledMlp::On] {
-            for batching in AND_LONG {
+            for batching in RING_BATCHINGS {
                 let one_rank = one_rank(ADAPTER, batching, STEPS);
-                compare(&run(Way { tiled_mlp, ..way }, ADAPTER, batching), &one_rank).unwrap();
+                compare(&run(Strategy { tiled_mlp, ..strategy }, ADAPTER, batching), &one_rank).unwrap();
             }
         }
     }
@@ -123,42 +123,42 @@ fn parity_of_a_ring_with_dropout_and_tiles() {
 
 #[test]
 fn parity_of_a_ring_with_tiled_mlps() {
-    for kind in IN_RINGS {
-        let one_rank = one_rank(kind, Batching::Long, STEPS);
-        let tiled = Way { tiled_mlp: TiledMlp::On, ..ring(2) };
-        compare(&run(tiled, kind, Batching::Long), &one_rank).unwrap();
+    for case in RING_MODELS {
+        let one_rank = one_rank(case, Batching::Long, STEPS);
+        let tiled = Strategy { tiled_mlp: TiledMlp::On, ..ring(2) };
+        compare(&run(tiled, case, Batching::Long), &one_rank).unwrap();
     }
 }
 
-/// The losses of the tokens of some micro-batches, as each rank has them, and the sums that it computes itself.
-fn token_losses(way: Way, kind: Kind, batching: Batching) -> Vec<(Vec<Vec<f32>>, f64)> {
+/// Returns the token losses of some micro-batches on each rank, and the loss sums that it computes.
+fn token_losses(strategy: Strategy, case: ModelCase, batching: Batching) -> Vec<(Vec<Vec<f32>>, f64)> {
     let options = Options { timeout: Duration::from_secs(120), record: false };
-    let of_rank = |world: &World| -> candle_core::Result<_> {
-        let engine = engine(world, way, kind, None)?;
-        let (rank, n_ranks) = seat(world, way);
+    let run_rank = |world: &World| -> candle_core::Result<_> {
+        let engine = engine(world, strategy, case, None)?;
+        let (rank, n_ranks) = data_rank(world, strategy);
         let (micros, _) = micros(batching, 7, rank, n_ranks);
         let losses =
             micros.iter().map(|micro: &Micro| engine.token_losses(micro)).collect::<candle_core::Result<_>>()?;
         let sums = micros.iter().map(|micro| engine.loss(micro)).sum::<candle_core::Result<f64>>()?;
         Ok((losses, sums))
     };
-    threads::run(way.degrees.n_ranks(), options, of_rank).unwrap()
+    threads::run(strategy.degrees.n_ranks(), options, run_rank).unwrap()
 }
 
 #[test]
 fn parity_of_the_losses_of_all_tokens() {
-    for way in [ring(2), ring(3), with_ulysses(1, 4), with_ulysses(2, 2), with_ulysses(3, 2)] {
-        for kind in IN_RINGS {
-            for batching in AND_LONG {
-                let (want, want_sum) = token_losses(Way::ONE_RANK, kind, batching).remove(0);
-                let ranks = token_losses(way, kind, batching);
+    for strategy in [ring(2), ring(3), with_ulysses(1, 4), with_ulysses(2, 2), with_ulysses(3, 2)] {
+        for case in RING_MODELS {
+            for batching in RING_BATCHINGS {
+                let (want, want_sum) = token_losses(Strategy::ONE_RANK, case, batching).remove(0);
+                let ranks = token_losses(strategy, case, batching);
                 let sum: f64 = ranks.iter().map(|(_, sum)| sum).sum();
-                assert!((sum - want_sum).abs() <= 1e-5 * want_sum, "{way:?}: {sum}, one rank has {want_sum}");
+                assert!((sum - want_sum).abs() <= 1e-5 * want_sum, "{strategy:?}: {sum}, one rank has {want_sum}");
                 for (losses, _) in &ranks {
                     for (ours, want) in losses.iter().zip(&want) {
-                        assert_eq!(ours.len(), want.len(), "{way:?}");
+                        assert_eq!(ours.len(), want.len(), "{strategy:?}");
                         let close = ours.iter().zip(want).all(|(a, b)| (a - b).abs() <= 1e-5 * b.abs().max(1.0));
-                        assert!(close, "{way:?}, {kind:?}, {batching:?}: {ours:?}, one rank has {want:?}");
+                        assert!(close, "{strategy:?}, {case:?}, {batching:?}: {ours:?}, one rank has {want:?}");
                     }
                 }
             }

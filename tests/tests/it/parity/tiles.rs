@@ -1,36 +1,36 @@
-//! Rows of what trades time for memory: MLPs and losses in tiles, and what lies in the host's memory.
+//! Strategies that trade time for memory: tiled MLP, tiled loss, and CPU offload.
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_model::TiledMlp;
 use candlewick_parallel::{CpuOffload, PipelineScheduleKind, SequenceParallel, ZeroStage};
 
 use super::case::{ADAPTER, BATCHINGS, Batching, MODELS};
-use super::rank::{STEPS, Way, compare, one_rank, run};
+use super::rank::{STEPS, Strategy, compare, one_rank, run};
 use super::{ONE, hybrid, pipeline, tensor, ulysses, zero};
 
-/// Both are as on one rank, which has neither.
+/// Compares with one rank without tiles and offload.
 #[track_caller]
-fn check(way: Way) {
-    for kind in [MODELS[1], MODELS[2], ADAPTER] {
+fn check(strategy: Strategy) {
+    for case in [MODELS[1], MODELS[2], ADAPTER] {
         for batching in [BATCHINGS[0], BATCHINGS[1], Batching::Accumulated(3)] {
-            // Without a whole micro-batch dropout drops something else.
-            if kind.has_dropout() && way.degrees.dp_replicate * way.degrees.dp_shard > 1 {
+            // Data parallel ranks have other micro-batches, and so other dropout masks.
+            if case.has_dropout() && strategy.degrees.dp_replicate * strategy.degrees.dp_shard > 1 {
                 continue;
             }
-            if let Err(difference) = compare(&run(way, kind, batching), &one_rank(kind, batching, STEPS)) {
-                panic!("{way:?}, {kind:?}, {batching:?}: {difference}");
+            if let Err(difference) = compare(&run(strategy, case, batching), &one_rank(case, batching, STEPS)) {
+                panic!("{strategy:?}, {case:?}, {batching:?}: {difference}");
             }
         }
     }
 }
 
-/// Some tiles of the MLP, of at most 32 tokens, and some of the loss: of at most 16 rows of half of the vocabulary.
-fn tiled(way: Way) -> Way {
-    Way { tiled_mlp: TiledMlp::On, logits_bytes: Some(1600), ..way }
+/// Tiles the MLP by at most 32 tokens, and the loss by at most 16 rows of half of the vocabulary.
+fn tiled(strategy: Strategy) -> Strategy {
+    Strategy { tiled_mlp: TiledMlp::On, logits_bytes: Some(1600), ..strategy }
 }
 
 #[test]
-fn parity_of_tiles_and_parts_of_matrices() {
+fn parity_of_tiles_and_tensor_parallelism() {
     for sequence_parallel in [SequenceParallel::On, SequenceParallel::Off] {
         check(tiled(tensor(Degrees { tp: 2, ..ONE }, sequence_parallel)));
     }
@@ -38,7 +38,7 @@ fn parity_of_tiles_and_parts_of_matrices() {
 }
 
 #[test]
-fn parity_of_tiles_and_stages() {
+fn parity_of_tiles_and_a_pipeline() {
     check(tiled(pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2])));
     check(tiled(pipeline(Degrees { pp: 2, tp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[1, 1, 1, 1])));
 }
@@ -49,29 +49,29 @@ fn parity_of_tiles_and_sharded_weights() {
 }
 
 #[test]
-fn parity_of_tiles_and_sequences_in_parts() {
+fn parity_of_tiles_and_ulysses() {
     check(tiled(ulysses(1, 2, None)));
     check(tiled(ulysses(1, 4, Some(ZeroStage::Three))));
 }
 
 #[test]
-fn parity_of_shards_in_the_hosts_memory() {
+fn parity_of_cpu_offload() {
     let (half, all) = (CpuOffload { optimizer: 0.5, weights: false }, CpuOffload { optimizer: 1.0, weights: false });
     let weights = CpuOffload { optimizer: 1.0, weights: true };
-    for (way, cpu_offload) in [
+    for (strategy, cpu_offload) in [
         (zero(2, ZeroStage::One), half),
         (zero(3, ZeroStage::One), all),
         (zero(2, ZeroStage::Three), half),
         (zero(3, ZeroStage::Three), weights),
         (hybrid(2, 2, ZeroStage::Three), weights),
         (
-            Way {
+            Strategy {
                 zero_stage: Some(ZeroStage::Three),
                 ..tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On)
             },
             weights,
         ),
     ] {
-        check(Way { cpu_offload, ..way });
+        check(Strategy { cpu_offload, ..strategy });
     }
 }

@@ -1,4 +1,4 @@
-//! What goes wrong with processes, machines and disks: nobody waits longer than told, everybody says what it was, and no save
+//! Faults of processes, machines and disks: no rank waits beyond the timeout, every rank reports the cause, and no checkpoint
 //! is lost.
 
 use std::fs;
@@ -13,17 +13,17 @@ use candlewick_comm::store::{Client, Server};
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 use suite::root;
 
-use super::run::{Ranks, Run, until};
+use super::run::{TrainerProcesses, TrainerRun, until};
 
-/// For what happens at once, on a busy machine.
+/// Time limit of an immediate reaction on a busy machine.
 const SOON: Duration = Duration::from_secs(20);
 
-/// A run that nothing ends, with a save after each step, from the newest of which it goes on.
-fn endless(folder: &Path, n_ranks: usize, more: &[&str]) -> Run {
+/// Returns a run without an end that writes a checkpoint after each step and resumes from the newest.
+fn endless(folder: &Path, n_ranks: usize, more: &[&str]) -> TrainerRun {
     saving_in(&folder.join("saves"), folder, n_ranks, more)
 }
 
-fn saving_in(saves: &Path, folder: &Path, n_ranks: usize, more: &[&str]) -> Run {
+fn saving_in(saves: &Path, folder: &Path, n_ranks: usize, more: &[&str]) -> TrainerRun {
     let checkpoint =
         format!("checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1, keep: 3}}]", saves.display());
     let keys = [
@@ -33,17 +33,17 @@ fn saving_in(saves: &Path, folder: &Path, n_ranks: usize, more: &[&str]) -> Run 
         "deepspeed.zero_optimization.stage=3",
         "data.max_length=64",
     ];
-    Run::new(&folder.join("run"), n_ranks, &[&keys[..], more].concat())
+    TrainerRun::new(&folder.join("run"), n_ranks, &[&keys[..], more].concat())
 }
 
-/// The newest step that the run has said is saved.
-fn saved(run: &Run) -> u64 {
+/// Returns the newest step that the run has reported as saved.
+fn saved(run: &TrainerRun) -> u64 {
     let steps = run.records().into_iter().filter(|record| record.get("saved").is_some());
     steps.filter_map(|record| record["iter"].as_u64()).max().unwrap_or(0)
 }
 
-/// The steps at which the run was taken up.
-fn resumed(run: &Run) -> Vec<u64> {
+/// Returns the steps from which the run was resumed.
+fn resumed(run: &TrainerRun) -> Vec<u64> {
     let resumes = run.records().into_iter().filter(|record| record.get("resumed_from").is_some());
     resumes.filter_map(|record| record["iter"].as_u64()).collect()
 }
@@ -56,9 +56,9 @@ fn check_end((status, stderr): &(ExitStatus, String), code: i32, parts: &[&str])
     }
 }
 
-/// Started again, the run goes on from a step that is no older than what it has said is saved.
+/// Checks that a restarted run resumes from the newest reported checkpoint or a later one.
 #[track_caller]
-fn check_goes_on(run: &Run) {
+fn check_resumes(run: &TrainerRun) {
     let newest = saved(run);
     let n_resumes = resumed(run).len();
     run.with(&["exit_iteration_this_run=1"]).finish();
@@ -67,7 +67,7 @@ fn check_goes_on(run: &Run) {
     assert_eq!(saved(run), resumes.last().unwrap() + 1);
 }
 
-/// Ranks that need each other within a micro-batch: stages, parts of matrices, and both.
+/// Ranks that depend on each other within a micro-batch: pipeline parallel, tensor parallel, and both.
 const STAGES: [&str; 2] = ["pipeline_parallel_size=2", "gradient_accumulation_steps=3"];
 const PARTS: [&str; 1] = ["tensor_parallel_size=2"];
 const BOTH: [&str; 3] = [STAGES[0], STAGES[1], PARTS[0]];
@@ -78,7 +78,7 @@ fn a_killed_rank_ends_the_others_at_once() {
 }
 
 #[test]
-fn a_killed_rank_that_has_a_part_of_the_model_ends_the_others_at_once() {
+fn a_killed_model_parallel_rank_ends_the_others_at_once() {
     check_kill(2, &STAGES);
     check_kill(2, &PARTS);
     check_kill(4, &BOTH);
@@ -92,21 +92,26 @@ fn check_kill(n_ranks: usize, more: &[&str]) {
     until(&run.folder, "the second save", || saved(&run) >= 2);
     ranks.signal(1, Signal::KILL);
     let ended = ranks.wait_within(SOON);
-    let said = ["rank 1 (pid ", ") ended without leaving", "the last output of rank 1", "goes on from the newest save"];
+    let said = [
+        "rank 1 (pid ",
+        ") exited without leaving the process group",
+        "the last output of rank 1",
+        "resumes from the newest checkpoint",
+    ];
     for rank in (0..n_ranks).filter(|rank| *rank != 1) {
         check_end(&ended[rank], 7, &said);
     }
-    check_goes_on(&run);
+    check_resumes(&run);
 }
 
 #[test]
-fn a_rank_that_stops_is_given_up_after_the_time_out() {
+fn a_hung_rank_ends_the_others_after_the_timeout() {
     check_stop(3, &[]);
 }
 
-/// Of four, one waits for the stopped one and the others for that one: all name the stopped one.
+/// One of four ranks waits for the hung one, and the others wait for that rank: all name the hung one.
 #[test]
-fn a_rank_that_stops_with_a_part_of_the_model_is_given_up_after_the_time_out() {
+fn a_hung_model_parallel_rank_ends_the_others_after_the_timeout() {
     check_stop(2, &STAGES);
     check_stop(2, &PARTS);
     check_stop(4, &BOTH);
@@ -121,17 +126,17 @@ fn check_stop(n_ranks: usize, more: &[&str]) {
     ranks.signal(1, Signal::STOP);
     let stopped = ranks.take(1);
     for end in &ranks.wait_within(Duration::from_secs(3) + SOON) {
-        check_end(end, 7, &["rank 1 (pid ", ") silent for 3s", "ddp_timeout"]);
+        check_end(end, 7, &["rank 1 (pid ", ") timed out after 3s without a heartbeat", "ddp_timeout"]);
     }
     stopped.signal(0, Signal::CONT);
-    // Told by the others, it says what they say.
-    check_end(&stopped.wait_within(SOON)[0], 7, &["rank 1 (pid ", ") silent for 3s"]);
-    check_goes_on(&run);
+    // The hung rank receives the report of the others and prints the same cause.
+    check_end(&stopped.wait_within(SOON)[0], 7, &["rank 1 (pid ", ") timed out after 3s without a heartbeat"]);
+    check_resumes(&run);
 }
 
-/// No file of rank 1 may grow any more: a full disk, for the one rank alone.
+/// A file size limit emulates a full disk for rank 1 alone.
 #[test]
-fn a_save_that_one_rank_cannot_write_ends_all_and_leaves_the_earlier_ones() {
+fn a_failed_checkpoint_of_one_rank_ends_all_ranks_and_keeps_earlier_ones() {
     for more in ["async_save: false", "async_save: true"] {
         let folder = tempfile::tempdir().unwrap();
         let run = endless(folder.path(), 2, &[&format!("checkpoint.0.{}", more.replace(": ", "="))]);
@@ -145,25 +150,25 @@ fn a_save_that_one_rank_cannot_write_ends_all_and_leaves_the_earlier_ones() {
         let left: Vec<_> =
             fs::read_dir(folder.path().join("saves")).unwrap().map(|it| it.unwrap().file_name()).collect();
         assert!(!left.iter().any(|name| name.to_string_lossy().ends_with(".tmp")), "{left:?}");
-        check_goes_on(&run);
+        check_resumes(&run);
     }
 }
 
-/// A store of the launcher's, here the test's, and the word that a rank is there.
-struct Meeting {
+/// A rendezvous store in this process, as a launcher has it, with a client to wait for ranks.
+struct TestStore {
     server: Server,
     store: Client,
 }
 
-impl Meeting {
+impl TestStore {
     fn new() -> Self {
         let server = Server::bind("127.0.0.1:0").unwrap();
         let store = Client::connect("127.0.0.1", server.port(), Duration::from_secs(60)).unwrap();
         Self { store: store.with_prefix("candlewick/0/local"), server }
     }
 
-    fn start(&self, run: &Run, rank: usize) -> Ranks {
-        Ranks::of([run.rank(rank, self.server.port(), true)])
+    fn start(&self, run: &TrainerRun, rank: usize) -> TrainerProcesses {
+        TrainerProcesses::of([run.rank(rank, self.server.port(), true)])
     }
 
     fn await_rank(&self, rank: usize) {
@@ -175,26 +180,26 @@ impl Meeting {
 fn a_rank_that_starts_late_is_waited_for() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &["exit_iteration=1"]);
-    let meeting = Meeting::new();
-    let first = meeting.start(&run, 0);
-    meeting.await_rank(0);
-    let second = meeting.start(&run, 1);
+    let store = TestStore::new();
+    let first = store.start(&run, 0);
+    store.await_rank(0);
+    let second = store.start(&run, 1);
     for ranks in [first, second] {
         check_end(&ranks.wait_within(SOON)[0], 0, &[]);
     }
 }
 
 #[test]
-fn a_rank_that_starts_too_late_is_told_who_has_gone() {
+fn a_rank_that_starts_too_late_gets_an_error_that_names_the_missing_rank() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &["ddp_timeout=2"]);
-    let meeting = Meeting::new();
+    let store = TestStore::new();
     let said = ["rank 1 did not join within 2s", "ddp_timeout"];
-    check_end(&meeting.start(&run, 0).wait_within(SOON)[0], 7, &said);
-    check_end(&meeting.start(&run, 1).wait_within(SOON)[0], 7, &["rank 0 (pid ", ") cannot be reached"]);
-    // Where rank 0 has the store there is nobody to ask.
+    check_end(&store.start(&run, 0).wait_within(SOON)[0], 7, &said);
+    check_end(&store.start(&run, 1).wait_within(SOON)[0], 7, &["rank 0 (pid ", ") cannot be reached"]);
+    // If rank 0 has the store, there is no store to connect to.
     let port = free_port();
-    let second = Ranks::of([run.rank(1, port, false)]);
+    let second = TrainerProcesses::of([run.rank(1, port, false)]);
     let said = format!("connect to the store at 127.0.0.1:{port}");
     check_end(&second.wait_within(SOON)[0], 7, &[&said, "rank 0"]);
 }
@@ -204,7 +209,7 @@ fn free_port() -> u16 {
 }
 
 #[test]
-fn ranks_that_count_differently_say_so() {
+fn ranks_that_disagree_on_the_world_size_report_it() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &[]);
     for is_store_there in [true, false] {
@@ -212,14 +217,14 @@ fn ranks_that_count_differently_say_so() {
         let port = if is_store_there { server.port() } else { free_port() };
         let mut other = run.rank(1, port, is_store_there);
         other.envs([("WORLD_SIZE", "3"), ("LOCAL_WORLD_SIZE", "3")]);
-        let ended = Ranks::of([run.rank(0, port, is_store_there), other]).wait_within(SOON);
+        let ended = TrainerProcesses::of([run.rank(0, port, is_store_there), other]).wait_within(SOON);
         check_end(&ended[0], 2, &["rank 1 was started for 3 ranks", "WORLD_SIZE"]);
         check_end(&ended[1], 2, &["rank 0 was started for 2 ranks", "WORLD_SIZE"]);
     }
 }
 
-/// Answers each caller as somebody does who is no store.
-fn stranger(answer: fn(&mut TcpStream)) -> u16 {
+/// Starts a server of another protocol and returns its port.
+fn start_other_server(answer: fn(&mut TcpStream)) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     std::thread::spawn(move || {
@@ -233,14 +238,14 @@ fn stranger(answer: fn(&mut TcpStream)) -> u16 {
 }
 
 #[test]
-fn a_port_that_a_stranger_has_is_named() {
+fn a_port_in_use_by_another_program_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &["ddp_timeout=2"]);
     let silent: fn(&mut TcpStream) = |_| ();
-    let speaking: fn(&mut TcpStream) = |caller| caller.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+    let http: fn(&mut TcpStream) = |caller| caller.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
     let closing: fn(&mut TcpStream) = |caller| caller.shutdown(std::net::Shutdown::Both).unwrap_or_default();
-    for answer in [silent, speaking, closing] {
-        let port = stranger(answer);
+    for answer in [silent, http, closing] {
+        let port = start_other_server(answer);
         let ended = run.start_at(port).wait_within(SOON);
         check_end(&ended[0], 1, &[&format!("{port}): Address already in use"), "another MASTER_PORT"]);
         let said = [&format!("connect to the store at 127.0.0.1:{port}: what listens there"), "another MASTER_PORT"];
@@ -249,7 +254,7 @@ fn a_port_that_a_stranger_has_is_named() {
 }
 
 #[test]
-fn a_save_that_lacks_a_part_is_passed_over_by_all_ranks() {
+fn all_ranks_skip_an_incomplete_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &[]);
     run.with(&["exit_iteration=2"]).finish();
@@ -262,58 +267,62 @@ fn a_save_that_lacks_a_part_is_passed_over_by_all_ranks() {
         }
         assert_eq!((resumed(&run).pop(), saved(&run)), (Some(1), 2));
     }
-    // What is cut keeps its name.
+    // A truncated file keeps its name.
     fs::write(file(1, "state.json"), "{").unwrap();
     fs::remove_file(file(2, "manifest.json")).unwrap();
     for end in run.start().wait_within(2 * SOON) {
-        check_end(&end, 6, &["no save there is whole", "state.json has 1 bytes", "no manifest.json", "Restore one"]);
+        check_end(
+            &end,
+            6,
+            &["no checkpoint there is complete", "state.json has 1 bytes", "no manifest.json", "Restore one"],
+        );
     }
 }
 
-/// Ranks in two folders, in each of which a relative path is another file.
+/// Ranks run in two folders, in which a relative path names different files.
 #[test]
-fn ranks_that_do_not_see_one_folder_of_saves_are_refused() {
+fn ranks_that_do_not_share_a_checkpoint_folder_are_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let rooms = ["here", "there"].map(|name| folder.path().join(name));
-    for room in &rooms {
-        fs::create_dir(room).unwrap();
+    let folders = ["here", "there"].map(|name| folder.path().join(name));
+    for folder in &folders {
+        fs::create_dir(folder).unwrap();
         for shared in ["tests", "recipes"] {
-            symlink(root().join(shared), room.join(shared)).unwrap();
+            symlink(root().join(shared), folder.join(shared)).unwrap();
         }
     }
     let run = saving_in(Path::new("saves"), folder.path(), 2, &["exit_iteration=1"]);
     let start = |places: [&PathBuf; 2]| {
-        let meeting = Meeting::new();
+        let store = TestStore::new();
         let command = |(rank, place): (usize, &&PathBuf)| {
-            let mut command = run.rank(rank, meeting.server.port(), true);
+            let mut command = run.rank(rank, store.server.port(), true);
             command.current_dir(place);
             command
         };
         let commands: Vec<_> = places.iter().enumerate().map(command).collect();
-        Ranks::of(commands).wait_within(2 * SOON)
+        TrainerProcesses::of(commands).wait_within(2 * SOON)
     };
-    let [here, there] = &rooms;
+    let [here, there] = &folders;
     let ended = start([here, there]);
-    check_end(&ended[0], 7, &["rank 1", "one folder"]);
-    check_end(&ended[1], 6, &["saves", "one folder"]);
+    check_end(&ended[0], 7, &["rank 1", "the same folder"]);
+    check_end(&ended[1], 6, &["saves", "the same folder"]);
     start([here, here]).iter().for_each(|end| check_end(end, 0, &[]));
     for end in start([here, there]) {
-        check_end(&end, 6, &["rank 1 sees other saves than rank 0", "one folder"]);
+        check_end(&end, 6, &["rank 1 sees other checkpoints than rank 0", "the same folder"]);
     }
 }
 
 #[test]
-fn a_launcher_that_is_told_to_stop_stops_with_a_save() {
+fn a_terminated_launcher_writes_a_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &["checkpoint.0.save_every_n_steps=100000"]);
-    let launcher = Ranks::of([run.launch(&[])]);
+    let launcher = TrainerProcesses::of([run.launch(&[])]);
     until(&run.folder, "the second step", || run.curve().len() >= 2);
     launcher.signal(0, Signal::TERM);
     check_end(&launcher.wait_within(SOON)[0], 75, &[]);
     let done = run.curve().last().unwrap().0;
     assert_eq!(saved(&run), done, "the save is of the last step");
-    // The very same command goes on.
-    let again = Ranks::of([run.launch(&[])]);
+    // The same command resumes.
+    let again = TrainerProcesses::of([run.launch(&[])]);
     until(&run.folder, "another step", || run.curve().last().unwrap().0 > done);
     again.signal(0, Signal::TERM);
     check_end(&again.wait_within(SOON)[0], 75, &[]);
@@ -321,10 +330,10 @@ fn a_launcher_that_is_told_to_stop_stops_with_a_save() {
 }
 
 #[test]
-fn a_launcher_starts_again_from_the_newest_save() {
+fn a_launcher_restarts_from_the_newest_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &[]);
-    let launcher = Ranks::of([run.launch(&["--max-restarts", "1"])]);
+    let launcher = TrainerProcesses::of([run.launch(&["--max-restarts", "1"])]);
     until(&run.folder, "the second save", || saved(&run) >= 2);
     kill_process(worker(&run, 1), Signal::KILL).unwrap();
     until(&run.folder, "a start from a save", || !resumed(&run).is_empty());
@@ -335,8 +344,8 @@ fn a_launcher_starts_again_from_the_newest_save() {
     check_end(&launcher.wait_within(SOON)[0], 75, &["rank 1 failed first", "signal 9"]);
 }
 
-/// The process of one rank of a run, whoever has started it.
-fn worker(run: &Run, rank: usize) -> Pid {
+/// Returns the process of one rank of a run.
+fn worker(run: &TrainerRun, rank: usize) -> Pid {
     let folder = run.folder.display().to_string();
     let words = |process: &Path, file: &str| {
         let bytes = fs::read(process.join(file)).unwrap_or_default();

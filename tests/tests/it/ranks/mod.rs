@@ -1,4 +1,4 @@
-//! The trainer as several processes, started as torchrun starts them: the same run as one process makes.
+//! The trainer as several processes, started as torchrun starts them, gives the results of one process.
 
 mod faults;
 mod run;
@@ -10,9 +10,9 @@ use std::net::TcpListener;
 use candlewick_comm::store::Server;
 use rustix::process::Signal;
 
-use run::{Ranks, Run, until};
+use run::{TrainerProcesses, TrainerRun, until};
 
-/// Sums over ranks round in another order than those of one rank do; over five steps that moves a loss by less than 1e-6.
+/// Compares loss curves. Sums over ranks round in another order, which changes a loss by less than 1e-6 in five steps.
 #[track_caller]
 fn same_curve(ours: &[(u64, [f64; 2])], one_rank: &[(u64, [f64; 2])]) {
     assert_eq!(ours.len(), one_rank.len(), "{ours:?} against {one_rank:?}");
@@ -23,9 +23,9 @@ fn same_curve(ours: &[(u64, [f64; 2])], one_rank: &[(u64, [f64; 2])]) {
 }
 
 #[test]
-fn processes_make_the_run_that_one_makes() {
+fn several_processes_give_the_loss_curve_of_one() {
     let folder = tempfile::tempdir().unwrap();
-    let one = Run::new(&folder.path().join("one"), 1, &[]);
+    let one = TrainerRun::new(&folder.path().join("one"), 1, &[]);
     let one_curve = one.finish().curve();
     assert_eq!(one_curve.len(), 6, "five steps and an evaluation");
     for (n_ranks, arguments) in [
@@ -52,17 +52,17 @@ fn processes_make_the_run_that_one_makes() {
         (4, vec!["context_parallel_size=2", "sequence_parallel_size=2", "gradient_accumulation_steps=8"]),
     ] {
         let name = format!("{n_ranks}-{}", arguments.join("-")).replace(['.', '='], "-");
-        let run = Run::new(&folder.path().join(name), n_ranks, &arguments);
+        let run = TrainerRun::new(&folder.path().join(name), n_ranks, &arguments);
         same_curve(&run.finish().curve(), &one_curve);
     }
 }
 
-/// As without a launcher: rank 0 has the store.
+/// Without a launcher, rank 0 has the store.
 #[test]
-fn ranks_meet_at_rank_0() {
+fn ranks_rendezvous_at_rank_0() {
     let folder = tempfile::tempdir().unwrap();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let run = Run::new(folder.path(), 2, &[]);
+    let run = TrainerRun::new(folder.path(), 2, &[]);
     for (status, stderr) in run.start_at(port).wait() {
         assert!(status.success(), "{status}: {stderr}");
     }
@@ -70,23 +70,23 @@ fn ranks_meet_at_rank_0() {
 
 /// Three ranks, and an epoch whose last step has too few micro-batches for all of them.
 #[test]
-fn a_rank_without_a_micro_batch_takes_part_all_the_same() {
+fn a_rank_without_a_micro_batch_takes_part_in_the_step() {
     let folder = tempfile::tempdir().unwrap();
     let n_rows = suite::read("recipes/quickstart/eval.jsonl").lines().count();
     assert_eq!(n_rows % 6, 2, "the last step is to leave one rank without a micro-batch");
     let short = ["data.drop_last=false", "train_iters=0", "epochs=1", "gradient_accumulation_steps=2"];
     let run = |n_ranks, name: &str, more: &[&str]| {
         let arguments = [&short[..], more].concat();
-        Run::new(&folder.path().join(name), n_ranks, &arguments).finish().curve()
+        TrainerRun::new(&folder.path().join(name), n_ranks, &arguments).finish().curve()
     };
     let one = run(1, "one", &["gradient_accumulation_steps=6"]);
     same_curve(&run(3, "three", &["deepspeed.zero_optimization.stage=3"]), &one);
 }
 
 #[test]
-fn a_save_of_some_ranks_is_taken_up_by_any_number_of_them() {
+fn a_checkpoint_is_resumed_by_any_number_of_ranks() {
     let folder = tempfile::tempdir().unwrap();
-    let whole = Run::new(&folder.path().join("whole"), 1, &[]).finish().curve();
+    let whole = TrainerRun::new(&folder.path().join("whole"), 1, &[]).finish().curve();
     let saves = |name: &str| {
         let dir = folder.path().join(name).join("saves");
         format!("checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1}}]", dir.display())
@@ -98,27 +98,28 @@ fn a_save_of_some_ranks_is_taken_up_by_any_number_of_them() {
         (2, "deepspeed.zero_optimization.stage=0", "exit_iteration=9"),
     ];
     for (n_ranks, stage, exit) in parts {
-        Run::new(&folder.path().join("parts"), n_ranks, &[&saves("parts"), stage, exit]).finish();
+        TrainerRun::new(&folder.path().join("parts"), n_ranks, &[&saves("parts"), stage, exit]).finish();
     }
-    let parts = Run::new(&folder.path().join("parts"), 1, &[]);
-    // A resume notes itself among the steps.
+    let parts = TrainerRun::new(&folder.path().join("parts"), 1, &[]);
+    // The metrics also hold a record of each resume.
     same_curve(&parts.curve(), &whole);
 }
 
-/// Each of `parts` takes up what the one before it has saved in the background; all together make the run of one rank. `common`
-/// is said to all.
+/// Each of `parts` resumes from the asynchronous checkpoint of the previous one. Together they give the loss curve of one
+/// rank. `common` are arguments of all parts.
 #[track_caller]
-fn check_saves(common: &[&str], parts: &[(usize, &[&str])]) {
+fn check_resume(common: &[&str], parts: &[(usize, &[&str])]) {
     let folder = tempfile::tempdir().unwrap();
-    let whole = Run::new(&folder.path().join("whole"), 1, common).finish().curve();
+    let whole = TrainerRun::new(&folder.path().join("whole"), 1, common).finish().curve();
     let dir = folder.path().join("saves");
     let saves = format!(
         "checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1, async_save: true}}]",
         dir.display()
     );
     let said = [common, &[saves.as_str()]].concat();
-    let run =
-        |n_ranks, arguments: &[&str]| Run::new(&folder.path().join("parts"), n_ranks, &[&said[..], arguments].concat());
+    let run = |n_ranks, arguments: &[&str]| {
+        TrainerRun::new(&folder.path().join("parts"), n_ranks, &[&said[..], arguments].concat())
+    };
     for (step, (n_ranks, arguments)) in (1..).zip(parts) {
         let exit = format!("exit_iteration={step}");
         run(*n_ranks, &[*arguments, &[exit.as_str()]].concat()).finish();
@@ -128,14 +129,14 @@ fn check_saves(common: &[&str], parts: &[(usize, &[&str])]) {
     assert!(newest.exists() || fs::read_dir(&dir).unwrap().count() >= 5);
 }
 
-/// A step has eight micro-batches, however many ranks have the same.
+/// Eight micro-batches per step where all ranks share micro-batches.
 const ALL: &str = "gradient_accumulation_steps=8";
 const STAGE_1: &str = "deepspeed.zero_optimization.stage=1";
 const STAGE_3: &str = "deepspeed.zero_optimization.stage=3";
 
 #[test]
-fn a_save_of_parts_and_stages_is_taken_up_by_others() {
-    check_saves(
+fn a_tensor_and_pipeline_parallel_checkpoint_is_resumed_on_other_meshes() {
+    check_resume(
         &[],
         &[
             (4, &["tensor_parallel_size=2", "pipeline_parallel_size=2", ALL]),
@@ -147,9 +148,9 @@ fn a_save_of_parts_and_stages_is_taken_up_by_others() {
 }
 
 #[test]
-fn a_save_of_sequences_in_parts_is_taken_up_by_others() {
+fn a_sequence_parallel_checkpoint_is_resumed_on_other_meshes() {
     let both = ["context_parallel_size=2", "sequence_parallel_size=2", ALL];
-    check_saves(
+    check_resume(
         &[],
         &[
             (4, &both),
@@ -161,9 +162,9 @@ fn a_save_of_sequences_in_parts_is_taken_up_by_others() {
 }
 
 #[test]
-fn a_save_of_an_adapter_in_parts_is_taken_up_by_others() {
+fn a_tensor_parallel_adapter_checkpoint_is_resumed_on_other_meshes() {
     let adapter = "model.peft_config={peft_type: LORA, r: 4, lora_alpha: 8, target_modules: all-linear}";
-    check_saves(
+    check_resume(
         &[adapter],
         &[
             (4, &["tensor_parallel_size=2", "pipeline_parallel_size=2", ALL]),
@@ -179,8 +180,8 @@ fn another_batch_is_refused_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();
     let saves =
         format!("checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1}}]", folder.path().display());
-    Run::new(&folder.path().join("run"), 1, &[&saves, "exit_iteration=1"]).finish();
-    let other = Run::new(&folder.path().join("run"), 2, &[&saves, "gradient_accumulation_steps=8"]);
+    TrainerRun::new(&folder.path().join("run"), 1, &[&saves, "exit_iteration=1"]).finish();
+    let other = TrainerRun::new(&folder.path().join("run"), 2, &[&saves, "gradient_accumulation_steps=8"]);
     for (status, stderr) in other.start().wait() {
         assert_eq!(status.code(), Some(3), "{stderr}");
         assert!(stderr.contains("rows a step was 8, now 16") || stderr.contains("another rank"), "{stderr}");
@@ -188,13 +189,13 @@ fn another_batch_is_refused_with_the_reason() {
 }
 
 #[test]
-fn exports_of_shards_are_those_of_one_rank() {
+fn exports_of_sharded_runs_equal_those_of_one_rank() {
     let folder = tempfile::tempdir().unwrap();
     let export = |n_ranks, name: &str, stage: &str| {
         let dir = folder.path().join(name).join("weights");
         let checkpoint =
             format!("checkpoint=[{{type: huggingface, output_dir: {}, save_end_of_training: true}}]", dir.display());
-        Run::new(&folder.path().join(name), n_ranks, &[&checkpoint, stage]).finish();
+        TrainerRun::new(&folder.path().join(name), n_ranks, &[&checkpoint, stage]).finish();
         let bytes = fs::read(dir.join("global_step_5/model.safetensors")).unwrap();
         let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         let floats =
@@ -211,17 +212,18 @@ fn exports_of_shards_are_those_of_one_rank() {
         let square = |x: f32| f64::from(x).powi(2);
         let difference: f64 = one.iter().zip(other).map(|(a, b)| square(a - b)).sum();
         let norm: f64 = one.iter().map(|x| square(*x)).sum();
-        // Adam's first steps are of one size, whatever the gradient: where that is nearly zero, rounding decides its sign.
+        // Adam's first steps have one size for any gradient: for a nearly zero gradient, rounding decides the sign.
         assert!(name == other_name && difference <= 1e-6 * norm, "{name}: {difference:e} of {norm:e}");
     }
 }
 
 #[test]
-fn one_rank_that_is_told_to_stop_stops_all_with_a_save() {
+fn a_termination_signal_to_one_rank_checkpoints_and_stops_all() {
     let folder = tempfile::tempdir().unwrap();
     let saves = folder.path().join("saves");
     let checkpoint = format!("checkpoint=[{{output_dir: {}, auto_resume: true}}]", saves.display());
-    let run = Run::new(&folder.path().join("run"), 2, &[&checkpoint, "train_iters=100000", "eval_interval=100000"]);
+    let run =
+        TrainerRun::new(&folder.path().join("run"), 2, &[&checkpoint, "train_iters=100000", "eval_interval=100000"]);
     let ranks = run.start();
     let metrics = run.folder.join("metrics.jsonl");
     until(metrics.parent().unwrap(), "a first step", || {
@@ -235,18 +237,18 @@ fn one_rank_that_is_told_to_stop_stops_all_with_a_save() {
     assert!(saved.iter().any(|name| name.to_string_lossy().starts_with("epoch_")), "{saved:?}");
 }
 
-/// Cores, and where there is room, are a machine's own; all else must be the same.
+/// The number of cores and the temporary folder may differ between machines; everything else must be equal.
 #[test]
 fn ranks_of_unequal_machines_train_together() {
     let folder = tempfile::tempdir().unwrap();
-    let run = Run::new(&folder.path().join("run"), 2, &["model.activation_checkpoint=offload"]);
-    let room = folder.path().join("room");
-    fs::create_dir(&room).unwrap();
+    let run = TrainerRun::new(&folder.path().join("run"), 2, &["model.activation_checkpoint=offload"]);
+    let temporary = folder.path().join("temporary");
+    fs::create_dir(&temporary).unwrap();
     let start = |more: &[&str]| {
         let store = Server::bind("127.0.0.1:0").unwrap();
         let mut second = run.rank(1, store.port(), true);
-        second.env("TMPDIR", &room).arg("data.num_proc=1").args(more);
-        Ranks::of([run.rank(0, store.port(), true), second]).wait()
+        second.env("TMPDIR", &temporary).arg("data.num_proc=1").args(more);
+        TrainerProcesses::of([run.rank(0, store.port(), true), second]).wait()
     };
     for (status, stderr) in start(&[]) {
         assert!(status.success(), "{status}: {stderr}");
@@ -261,9 +263,9 @@ fn ranks_of_unequal_machines_train_together() {
 }
 
 #[test]
-fn data_that_one_rank_cannot_read_are_everybodys_error() {
+fn unreadable_data_on_one_rank_are_an_error_on_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
-    let run = Run::new(folder.path(), 2, &["data.sources=[/nowhere/at/all.jsonl]"]);
+    let run = TrainerRun::new(folder.path(), 2, &["data.sources=[/nowhere/at/all.jsonl]"]);
     let ended = run.start().wait();
     let codes: Vec<_> = ended.iter().map(|(status, _)| status.code().unwrap()).collect();
     assert!(codes.contains(&3) && codes.iter().all(|code| [3, 7].contains(code)), "{codes:?} {ended:?}");

@@ -1,4 +1,4 @@
-//! A run of the small recipe on several ranks, each a process of its own.
+//! A run of a tiny recipe on several ranks, each in a process of its own.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,14 +11,14 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use suite::{later_wins, root, wait_for_exit, wait_for_files};
 
-/// One run in a folder of its own. All runs of a test see the same steps: 8 micro-batches each, over all ranks.
-pub(crate) struct Run {
+/// A run in a folder of its own. All runs of a test have equal steps of 8 micro-batches over all ranks.
+pub(crate) struct TrainerRun {
     pub(crate) folder: PathBuf,
     pub(crate) n_ranks: usize,
     arguments: Vec<String>,
 }
 
-impl Run {
+impl TrainerRun {
     pub(crate) fn new(folder: &Path, n_ranks: usize, arguments: &[&str]) -> Self {
         let mut all = vec![
             "device=cpu".to_owned(),
@@ -34,33 +34,33 @@ impl Run {
         Self { folder: folder.to_owned(), n_ranks, arguments: later_wins(all) }
     }
 
-    /// The same run with other keys.
+    /// Returns this run with more recipe keys.
     pub(crate) fn with(&self, more: &[&str]) -> Self {
         let more = more.iter().map(|argument| (*argument).to_owned());
         Self { arguments: later_wins(self.arguments.iter().cloned().chain(more)), folder: self.folder.clone(), ..*self }
     }
 
-    /// The trainer with its arguments, as whatever it is started as.
+    /// Returns the trainer's command.
     pub(crate) fn trainer(&self) -> Command {
         let mut trainer = Command::new(cargo_bin("trainer"));
         trainer.args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
         as_in_a_test(trainer)
     }
 
-    /// The same, started by the launcher.
+    /// Returns the launcher's command for this run.
     pub(crate) fn launch(&self, flags: &[&str]) -> Command {
         let mut launch = Command::new(cargo_bin("launch"));
         launch.args(["--standalone", "--nproc-per-node", &self.n_ranks.to_string()]).args(flags).arg("--");
         self.started_by(launch)
     }
 
-    /// The same, started as many times by another program: `starter` is all that stands before the trainer.
+    /// Returns this run's command with another program as its launcher. `starter` is the command line before the trainer.
     pub(crate) fn started_by(&self, mut starter: Command) -> Command {
         starter.arg(cargo_bin("trainer")).args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
         as_in_a_test(starter)
     }
 
-    /// One rank of those that meet at `port`, in a store that is there already or rank 0's.
+    /// Returns the command of one rank. Its rendezvous is the store at `port`, which exists already or is created by rank 0.
     pub(crate) fn rank(&self, rank: usize, port: u16, is_store_there: bool) -> Command {
         let mut trainer = self.trainer();
         if self.n_ranks > 1 {
@@ -73,20 +73,20 @@ impl Run {
         trainer
     }
 
-    /// Starts the ranks, which meet in a store of the launcher's, here the test's.
-    pub(crate) fn start(&self) -> Ranks {
+    /// Starts the ranks with a store in this process, as a launcher does.
+    pub(crate) fn start(&self) -> TrainerProcesses {
         let store = Server::bind("127.0.0.1:0").unwrap();
-        let mut ranks = Ranks::of((0..self.n_ranks).map(|rank| self.rank(rank, store.port(), true)));
+        let mut ranks = TrainerProcesses::of((0..self.n_ranks).map(|rank| self.rank(rank, store.port(), true)));
         ranks.store = Some(store);
         ranks
     }
 
-    /// Starts the ranks, which meet in a store of rank 0's.
-    pub(crate) fn start_at(&self, port: u16) -> Ranks {
-        Ranks::of((0..self.n_ranks).map(|rank| self.rank(rank, port, false)))
+    /// Starts the ranks with a store in rank 0.
+    pub(crate) fn start_at(&self, port: u16) -> TrainerProcesses {
+        TrainerProcesses::of((0..self.n_ranks).map(|rank| self.rank(rank, port, false)))
     }
 
-    /// Runs to its end, which must be a good one.
+    /// Runs to the end and panics if a rank fails.
     #[track_caller]
     pub(crate) fn finish(&self) -> &Self {
         for (rank, (status, stderr)) in self.start().wait().into_iter().enumerate() {
@@ -95,14 +95,14 @@ impl Run {
         self
     }
 
-    /// What was recorded so far.
+    /// Returns the metrics recorded so far.
     pub(crate) fn records(&self) -> Vec<Value> {
         let lines = fs::read_to_string(self.folder.join("metrics.jsonl")).unwrap_or_default();
         // The last line may be half written.
         lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 
-    /// Losses and gradient norms by step, and held-out losses.
+    /// Returns losses and gradient norms by step, and eval losses.
     pub(crate) fn curve(&self) -> Vec<(u64, [f64; 2])> {
         let numbers = self.records().into_iter().filter_map(|record| {
             let norm = record.get("grad_norm").and_then(Value::as_f64).unwrap_or(0.0);
@@ -119,18 +119,18 @@ fn as_in_a_test(mut command: Command) -> Command {
     command
 }
 
-/// Processes that run. They are gone when it is dropped.
-pub(crate) struct Ranks {
+/// Running processes, killed on drop.
+pub(crate) struct TrainerProcesses {
     pub(crate) children: Vec<Child>,
     store: Option<Server>,
 }
 
-impl Ranks {
+impl TrainerProcesses {
     pub(crate) fn of(commands: impl IntoIterator<Item = Command>) -> Self {
         Self { children: commands.into_iter().map(|mut command| command.spawn().unwrap()).collect(), store: None }
     }
 
-    /// Waits for all to end; returns how each did, and what it said.
+    /// Waits for all to exit; returns the status and stderr of each.
     pub(crate) fn wait(mut self) -> Vec<(ExitStatus, String)> {
         let outputs = std::mem::take(&mut self.children).into_iter().map(|child| child.wait_with_output().unwrap());
         outputs.map(|output| (output.status, String::from_utf8_lossy(&output.stderr).into_owned())).collect()
@@ -148,7 +148,7 @@ impl Ranks {
         self.wait()
     }
 
-    /// Takes one process out of these.
+    /// Removes one process and returns it.
     pub(crate) fn take(&mut self, rank: usize) -> Self {
         Self { children: vec![self.children.remove(rank)], store: None }
     }
@@ -168,7 +168,7 @@ impl Ranks {
     }
 }
 
-impl Drop for Ranks {
+impl Drop for TrainerProcesses {
     fn drop(&mut self) {
         self.kill();
         for child in &mut self.children {
@@ -177,7 +177,7 @@ impl Drop for Ranks {
     }
 }
 
-/// Waits for at most a minute until the files under `folder` fulfil a condition.
+/// Waits for at most a minute until a condition on the files under `folder` holds.
 #[track_caller]
 pub(crate) fn until(folder: &Path, name: &str, condition: impl Fn() -> bool) {
     wait_for_files(folder, name, Duration::from_secs(60), condition);

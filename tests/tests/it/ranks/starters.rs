@@ -1,21 +1,21 @@
-//! The trainer started by other people's programs, with nothing of ours between: torch's own launcher, and MPI's. Skipped, with
-//! a line saying so, where there is none: `CANDLEWICK_PYTHON` names a Python with torch, `MPIRUN` an mpirun.
+//! The trainer started by torchrun and by mpirun, without our launcher. `CANDLEWICK_PYTHON` names a Python with torch, and
+//! `MPIRUN` an mpirun. A test without its program prints a line and passes.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use super::run::{Ranks, Run};
+use super::run::{TrainerProcesses, TrainerRun};
 use super::same_curve;
 
-/// Two ranks that `starter` starts make the run that one makes.
+/// Two ranks started by `starter` give the loss curve of one.
 #[track_caller]
 fn check(starter: Command) {
     let folder = tempfile::tempdir().unwrap();
-    let two = Run::new(&folder.path().join("two"), 2, &["deepspeed.zero_optimization.stage=1"]);
-    for (status, stderr) in Ranks::of([two.started_by(starter)]).wait() {
+    let two = TrainerRun::new(&folder.path().join("two"), 2, &["deepspeed.zero_optimization.stage=1"]);
+    for (status, stderr) in TrainerProcesses::of([two.started_by(starter)]).wait() {
         assert!(status.success(), "{status}: {stderr}");
     }
-    let one = Run::new(&folder.path().join("one"), 1, &[]);
+    let one = TrainerRun::new(&folder.path().join("one"), 1, &[]);
     same_curve(&two.curve(), &one.finish().curve());
 }
 
@@ -31,7 +31,7 @@ fn torchrun_starts_ranks() {
     check(torchrun);
 }
 
-/// On one machine `ddp_backend: auto` needs nothing of MPI but its numbers.
+/// On one machine, `ddp_backend: auto` uses MPI's environment variables only.
 #[test]
 fn mpirun_starts_ranks() {
     let mpirun = std::env::var_os("MPIRUN").map_or_else(|| PathBuf::from("mpirun"), PathBuf::from);
@@ -40,7 +40,7 @@ fn mpirun_starts_ranks() {
         return;
     }
     let mut starter = Command::new(mpirun);
-    // Open MPI refuses to run as root, and more ranks than cores, unless it is told otherwise.
+    // By default, Open MPI refuses to run as root and to start more ranks than cores.
     starter.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
     starter.env("OMPI_MCA_rmaps_base_oversubscribe", "1").args(["-n", "2"]);
     check(starter);

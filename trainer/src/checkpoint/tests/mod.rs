@@ -1,30 +1,30 @@
-//! Saving and resuming a toy engine: the plain path, what is refused, what is deleted.
+//! Saving and resuming a toy engine: round trips, rejected checkpoints, failures.
 
-mod damage;
+mod corruption;
+mod disk_space;
 mod faults;
 mod ranks;
-mod space;
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::sync::Mutex;
 
-use candlewick_comm::{Failure, Options, threads};
+use candlewick_comm::{Options, RankFailure, threads};
 use candlewick_runtime::process_group::ProcessGroup;
 use serde_json::json;
 use tempfile::TempDir;
 
 use super::save::save_with;
-use super::storage::{Drive, Storage};
+use super::storage::{LocalDisk, Storage};
 use super::*;
 
-/// An engine of a few tensors: a matrix, a vector, a scalar and an empty one.
+/// An engine with four tensors: a matrix, a vector, a scalar and an empty one.
 #[derive(Clone, Debug, PartialEq)]
 struct Toy(BTreeMap<String, (Vec<usize>, Vec<u32>)>);
 
 impl Toy {
-    /// Every value differs from step to step; some are NaNs with a payload.
+    /// Returns values that differ from step to step; some are NaNs with a payload.
     fn at(step: usize) -> Self {
         let shapes: [(&str, &[usize]); 4] =
             [("master/a", &[3, 5]), ("master/b", &[7]), ("exp_avg/a", &[]), ("exp_avg/e", &[0, 4])];
@@ -57,9 +57,9 @@ impl TrainState for Toy {
     }
 }
 
-fn plan(dir: &TempDir, keep: Option<usize>) -> CheckpointPlan {
+fn plan(dir: &TempDir, save_total_limit: Option<usize>) -> CheckpointPlan {
     CheckpointPlan {
-        kind: Kind::Sharded,
+        format: CheckpointFormat::Sharded,
         output_dir: dir.path().join("saves"),
         auto_resume: true,
         async_save: false,
@@ -67,7 +67,7 @@ fn plan(dir: &TempDir, keep: Option<usize>) -> CheckpointPlan {
         save_every_n_steps: 1,
         save_every_n_epochs: 0,
         save_end_of_training: false,
-        keep,
+        save_total_limit,
     }
 }
 
@@ -87,9 +87,9 @@ fn run(step: usize) -> RunState {
         elapsed_s: 1.5,
         scores: Scores::default(),
         evaluated: None,
-        ledger: json!({"read": 3}),
+        token_stats: json!({"read": 3}),
         fingerprint: fingerprint(),
-        began: 1,
+        run_start: 1,
         date: None,
         home: None,
         n_skipped: 0,
@@ -101,21 +101,21 @@ fn run(step: usize) -> RunState {
 /// The toy's tensors need two shards of this size.
 const SHARD: usize = 64;
 
-fn save_step(storage: &dyn Storage, plan: &CheckpointPlan, step: usize) -> anyhow::Result<Saved> {
+fn save_step(storage: &dyn Storage, plan: &CheckpointPlan, step: usize) -> anyhow::Result<WrittenCheckpoint> {
     save_with(storage, SHARD, plan, &run(step), &Toy::at(step), &ProcessGroup::solo())
 }
 
-/// Resumes a fresh engine and returns the step, having compared every value with that step's.
+/// Resumes a fresh engine, compares every value with that step's, and returns the step.
 #[track_caller]
 fn resumed_step(plan: &CheckpointPlan) -> usize {
     let mut toy = Toy::at(0);
-    let resumed = resume(plan, &fingerprint(), &mut toy, &ProcessGroup::solo()).unwrap().expect("a save");
+    let resumed = resume(plan, &fingerprint(), &mut toy, &ProcessGroup::solo()).unwrap().expect("a checkpoint");
     assert_eq!(resumed.run, run(resumed.run.step));
     assert_eq!(toy, Toy::at(resumed.run.step));
     resumed.run.step
 }
 
-/// The names in a folder, without the link to the newest checkpoint.
+/// Returns the names in a folder, without the link `latest`.
 fn names(dir: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
@@ -125,11 +125,11 @@ fn names(dir: &Path) -> Vec<String> {
 }
 
 #[test]
-fn a_save_reads_back_to_the_bit_and_is_safetensors() {
+fn a_checkpoint_round_trips_bit_exactly_and_is_safetensors() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     assert_eq!(resume(&plan, &fingerprint(), &mut Toy::at(0), &ProcessGroup::solo()).unwrap(), None);
-    let saved = save_step(&Drive, &plan, 3).unwrap();
+    let saved = save_step(&LocalDisk, &plan, 3).unwrap();
     assert_eq!(resumed_step(&plan), 3);
     assert_eq!(
         names(&saved.dir),
@@ -147,7 +147,7 @@ fn a_save_reads_back_to_the_bit_and_is_safetensors() {
 }
 
 #[test]
-fn scores_come_back_to_the_bit() {
+fn scores_round_trip_bit_exactly() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     let mut scores = Scores::of("acc".to_owned(), true);
@@ -159,7 +159,7 @@ fn scores_come_back_to_the_bit() {
 }
 
 #[test]
-fn a_tensor_larger_than_a_piece_reads_back() {
+fn a_tensor_larger_than_a_block_round_trips() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     let n = (1 << 20) + 3;
@@ -171,11 +171,11 @@ fn a_tensor_larger_than_a_piece_reads_back() {
 }
 
 #[test]
-fn the_newest_complete_save_is_the_one_of_most_steps() {
+fn the_newest_complete_checkpoint_has_the_most_steps() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     assert_eq!(newest_complete(&plan.output_dir).unwrap(), None);
-    [2, 10, 9].iter().for_each(|&step| _ = save_step(&Drive, &plan, step).unwrap());
+    [2, 10, 9].iter().for_each(|&step| _ = save_step(&LocalDisk, &plan, step).unwrap());
     fs::create_dir(plan.output_dir.join("epoch_0_global_step_99")).unwrap();
     fs::create_dir(plan.output_dir.join(".epoch_0_global_step_100.tmp")).unwrap();
     let newest = newest_complete(&plan.output_dir).unwrap().unwrap();
@@ -187,7 +187,7 @@ fn the_newest_complete_save_is_the_one_of_most_steps() {
 fn check_refused(now: &Fingerprint, mut toy: Toy, want: &[&str]) {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
-    save_step(&Drive, &plan, 1).unwrap();
+    save_step(&LocalDisk, &plan, 1).unwrap();
     let before = toy.clone();
     match resume(&plan, now, &mut toy, &ProcessGroup::solo()).unwrap_err().downcast().unwrap() {
         CheckpointError::Different { differences, .. } => assert_eq!(differences, want),
@@ -197,25 +197,25 @@ fn check_refused(now: &Fingerprint, mut toy: Toy, want: &[&str]) {
 }
 
 #[test]
-fn another_plan_or_model_is_refused_by_name_and_nothing_is_loaded() {
+fn differences_of_plan_and_model_are_named_and_nothing_is_loaded() {
     let now = Fingerprint::of(&json!({"model": {"hidden": 8}, "seed": 43}));
-    check_refused(&now, Toy::at(0), &["seed: 42 in the save, 43 now"]);
+    check_refused(&now, Toy::at(0), &["seed: 42 in the checkpoint, 43 now"]);
 
     let mut toy = Toy::at(0);
     toy.0.insert("master/a".to_owned(), (vec![5, 3], vec![0; 15]));
     let b = toy.0.remove("master/b").unwrap();
     toy.0.insert("master/c".to_owned(), b);
     let want = [
-        "tensor master/b: in the save, not in the model",
-        "tensor master/a: [3, 5] in the save, [5, 3] now",
-        "tensor master/c: in the model, not in the save",
+        "tensor master/b: in the checkpoint, not in the model",
+        "tensor master/a: [3, 5] in the checkpoint, [5, 3] now",
+        "tensor master/c: in the model, not in the checkpoint",
     ];
     check_refused(&fingerprint(), toy, &want);
 }
 
-/// The first rank gives up after its folder was made, and rank 1 does not find the folder.
+/// Rank 0 fails after its folder is created, and rank 1 does not find the folder.
 #[test]
-fn a_rank_that_was_given_up_reports_the_failure_and_not_the_folder() {
+fn after_a_failure_of_rank_0_another_rank_reports_that_failure() {
     let dir = tempfile::tempdir().unwrap();
     let reported = Mutex::new(None);
     let ended = threads::run(2, Options::default(), |world| {
@@ -230,12 +230,12 @@ fn a_rank_that_was_given_up_reports_the_failure_and_not_the_folder() {
     });
     assert!(ended.is_err());
     let error = reported.lock().unwrap().take().expect("an error of rank 1");
-    assert!(Failure::behind(&*error).is_some(), "{error:#}");
+    assert!(RankFailure::find_in(&*error).is_some(), "{error:#}");
     assert!(format!("{error:#}").contains("wait for rank 1"), "{error:#}");
 }
 
 #[test]
-fn an_engines_failure_ends_the_save_and_removes_it() {
+fn a_failed_engine_read_removes_the_unfinished_checkpoint() {
     struct Broken;
     impl TrainState for Broken {
         fn tensors(&self) -> Vec<TensorMeta> {
@@ -253,6 +253,6 @@ fn an_engines_failure_ends_the_save_and_removes_it() {
     let error = save(&plan, &run(1), &Broken, &ProcessGroup::solo()).unwrap_err();
     assert_eq!(error.to_string(), "read the tensor exp_avg/a");
     assert!(names(&plan.output_dir).is_empty());
-    save_step(&Drive, &plan, 1).unwrap();
+    save_step(&LocalDisk, &plan, 1).unwrap();
     assert!(resume(&plan, &fingerprint(), &mut Broken, &ProcessGroup::solo()).is_err());
 }

@@ -1,4 +1,4 @@
-//! Saves of several ranks whose tensors belong to parameter groups with shards, replicas and writers of their own.
+//! Checkpoints of several ranks, with parameter groups that differ in shards, replicas and writers.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -8,7 +8,7 @@ use candlewick_runtime::process_group::ProcessGroup;
 
 use super::*;
 
-/// Number of shards of dense tensors and of experts; the ranks left over are replicas.
+/// The number of shards of dense tensors and of experts; the remaining ranks are replicas.
 #[derive(Clone, Copy)]
 struct Shards {
     dense: usize,
@@ -17,8 +17,8 @@ struct Shards {
 
 /// One rank's shards of a dense tensor and of an expert's columns.
 struct Sharded {
-    pieces: Vec<Piece>,
-    written: Vec<Piece>,
+    chunks: Vec<TensorChunk>,
+    to_write: Vec<TensorChunk>,
     values: BTreeMap<String, (usize, Vec<f32>)>,
 }
 
@@ -29,11 +29,11 @@ fn metas() -> Vec<TensorMeta> {
     [(DENSE, vec![5, 8]), (EXPERT, vec![6, 8])].map(|(name, shape)| TensorMeta { name: name.to_owned(), shape }).into()
 }
 
-/// The value of an element of a whole tensor.
-fn value(piece: &Piece, at: usize) -> f32 {
-    let (width, n) = (piece.tensor.n_columns(), piece.columns.len());
-    let place = at / n * width + piece.columns.start + at % n;
-    (place + if piece.tensor.name == DENSE { 0 } else { 1000 }) as f32
+/// Returns the value of an element of a full tensor.
+fn value(chunk: &TensorChunk, at: usize) -> f32 {
+    let (width, n) = (chunk.tensor.n_columns(), chunk.columns.len());
+    let place = at / n * width + chunk.columns.start + at % n;
+    (place + if chunk.tensor.name == DENSE { 0 } else { 1000 }) as f32
 }
 
 fn shard_of(n: usize, shard: usize, n_shards: usize) -> Range<usize> {
@@ -41,28 +41,30 @@ fn shard_of(n: usize, shard: usize, n_shards: usize) -> Range<usize> {
 }
 
 impl Sharded {
-    /// Experts are split by columns over pairs of ranks, and then sharded.
+    /// Splits experts by columns over pairs of ranks, then shards them.
     fn new(rank: usize, n_ranks: usize, shards: Shards) -> Self {
         let [dense, expert] = metas().try_into().unwrap();
         let n_splits = 2.min(n_ranks);
-        let dense = Piece { columns: 0..8, range: shard_of(40, rank % shards.dense, shards.dense), tensor: dense };
-        let expert = Piece {
+        let dense =
+            TensorChunk { columns: 0..8, range: shard_of(40, rank % shards.dense, shards.dense), tensor: dense };
+        let expert = TensorChunk {
             columns: shard_of(8, rank % n_splits, n_splits),
             range: shard_of(48 / n_splits, rank / n_splits % shards.expert, shards.expert),
             tensor: expert,
         };
-        let mut written = Vec::new();
-        written.extend((rank < shards.dense).then(|| dense.clone()));
-        written.extend((rank < n_splits * shards.expert).then(|| expert.clone()));
-        let pieces = vec![dense, expert];
-        let zeros = |piece: &Piece| (piece.tensor.name.clone(), (piece.range.start, vec![0.0; piece.range.len()]));
-        Self { values: pieces.iter().map(zeros).collect(), pieces, written }
+        let mut to_write = Vec::new();
+        to_write.extend((rank < shards.dense).then(|| dense.clone()));
+        to_write.extend((rank < n_splits * shards.expert).then(|| expert.clone()));
+        let chunks = vec![dense, expert];
+        let zeros =
+            |chunk: &TensorChunk| (chunk.tensor.name.clone(), (chunk.range.start, vec![0.0; chunk.range.len()]));
+        Self { values: chunks.iter().map(zeros).collect(), chunks, to_write }
     }
 
     fn with_values(mut self) -> Self {
-        for piece in &self.pieces {
-            let values = piece.range.clone().map(|at| value(piece, at)).collect();
-            self.values.insert(piece.tensor.name.clone(), (piece.range.start, values));
+        for chunk in &self.chunks {
+            let values = chunk.range.clone().map(|at| value(chunk, at)).collect();
+            self.values.insert(chunk.tensor.name.clone(), (chunk.range.start, values));
         }
         self
     }
@@ -72,11 +74,11 @@ impl TrainState for Sharded {
     fn tensors(&self) -> Vec<TensorMeta> {
         metas()
     }
-    fn pieces(&self) -> Vec<Piece> {
-        self.pieces.clone()
+    fn chunks(&self) -> Vec<TensorChunk> {
+        self.chunks.clone()
     }
-    fn written(&self) -> Vec<Piece> {
-        self.written.clone()
+    fn chunks_to_write(&self) -> Vec<TensorChunk> {
+        self.to_write.clone()
     }
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
         let (first, values) = &self.values[name];
@@ -94,14 +96,14 @@ fn save_on_four(plan: &CheckpointPlan, shards: Shards) {
     let saved = threads::run(4, Options::default(), |world| -> Result<(), String> {
         let state = Sharded::new(world.rank(), 4, shards).with_values();
         let process = ProcessGroup::new(world).map_err(|error| error.to_string())?;
-        let saved = save_with(&Drive, SHARD, plan, &run(1), &state, &process);
+        let saved = save_with(&LocalDisk, SHARD, plan, &run(1), &state, &process);
         saved.map(drop).map_err(|error| error.to_string())
     });
     saved.unwrap();
 }
 
 #[test]
-fn groups_with_other_writers_are_read_back_on_any_number_of_ranks() {
+fn groups_with_different_writers_load_on_any_number_of_ranks() {
     for shards in [Shards { dense: 4, expert: 1 }, Shards { dense: 2, expert: 2 }, Shards { dense: 1, expert: 2 }] {
         let dir = tempfile::tempdir().unwrap();
         let plan = plan(&dir, None);
@@ -112,7 +114,7 @@ fn groups_with_other_writers_are_read_back_on_any_number_of_ranks() {
                 let mut state = Sharded::new(world.rank(), n_ranks, shards);
                 let process = ProcessGroup::new(world).map_err(|error| error.to_string())?;
                 let resumed = resume(&plan, &fingerprint(), &mut state, &process);
-                let resumed = resumed.map_err(|error| error.to_string())?.ok_or("no save was found")?;
+                let resumed = resumed.map_err(|error| error.to_string())?.ok_or("no checkpoint was found")?;
                 let want = Sharded::new(world.rank(), n_ranks, shards).with_values();
                 Ok(resumed.run == run(1) && state.values == want.values)
             });
@@ -122,7 +124,7 @@ fn groups_with_other_writers_are_read_back_on_any_number_of_ranks() {
 }
 
 #[test]
-fn only_the_ranks_that_a_group_names_write_its_shards() {
+fn only_the_writers_of_a_group_write_its_shards() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     save_on_four(&plan, Shards { dense: 1, expert: 2 });

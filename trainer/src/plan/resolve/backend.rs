@@ -2,23 +2,23 @@
 
 use candlewick_ops::DeviceChoice;
 
-use super::known::{BuildFeatures, Machines};
+use super::environment::{BuildFeatures, Machines};
 use super::resolver::Resolver;
 use crate::recipe::DdpBackend;
 
 const KEY: &str = "ddp_backend";
 
-const ADD_MPI: &str = "build it with `--features mpi` (docs/distributed.md says what that needs)";
+const ADD_MPI: &str = "build it with `--features mpi` (docs/distributed.md lists the requirements)";
 
 pub(super) fn resolve(resolver: &mut Resolver) -> DdpBackend {
     let given = resolver.recipe().ddp_backend;
     let backend = resolver.pick(KEY, given, DdpBackend::Auto);
-    if resolver.known.seat.n_ranks > 1 {
+    if resolver.env.world.n_ranks > 1 {
         if let Some((message, advice)) = obstacle(resolver, backend) {
-            resolver.wrong_because(&[KEY, "device"], message, advice);
+            resolver.report_with_advice(&[KEY, "device"], message, advice);
         }
     } else if backend != DdpBackend::Auto {
-        resolver.note(format!("{KEY} has no effect: there is one rank"));
+        resolver.note(format!("{KEY} has no effect on a single rank"));
     }
     backend
 }
@@ -26,37 +26,38 @@ pub(super) fn resolve(resolver: &mut Resolver) -> DdpBackend {
 /// Returns the reason why a backend cannot connect the ranks, and the remedy.
 fn obstacle(resolver: &Resolver, backend: DdpBackend) -> Option<(String, String)> {
     use DdpBackend::{Auto, Local, Mpi, Nccl, Staged};
-    let (machines, device) = (resolver.known.seat.machines, device(resolver)?);
+    let (machines, device) = (resolver.env.world.machines, device(resolver)?);
     let is_several = machines == Machines::Several;
     // The ranks may run another build.
-    let engines = if machines == Machines::Unknown { BuildFeatures::ALL } else { resolver.known.engines };
-    let on_cpu = device == DeviceChoice::Cpu || (device == DeviceChoice::Auto && !engines.nccl);
+    let features = if machines == Machines::Unknown { BuildFeatures::ALL } else { resolver.env.features };
+    let on_cpu = device == DeviceChoice::Cpu || (device == DeviceChoice::Auto && !features.nccl);
     let on_gpu = matches!(device, DeviceChoice::Cuda(_));
     let say = |message: &str, advice: &str| Some((format!("{KEY}: {message}"), advice.to_owned()));
     match backend {
         Local | Mpi if on_gpu => say(
-            &format!("{} connects ranks by tensors of the CPU, and device is {device}", name(backend)),
+            &format!("{} exchanges CPU tensors, but device is {device}", name(backend)),
             "set ddp_backend: nccl, or staged if ranks share a GPU",
         ),
         Local if is_several => say(
-            "local connects processes of one machine, and the ranks run on several machines",
+            "local connects processes of one machine, but the ranks run on several machines",
             "set ddp_backend: mpi (CPU) or nccl (GPU)",
         ),
-        Mpi if !engines.mpi => say("this program was built without MPI", ADD_MPI),
-        Nccl if !engines.nccl => {
+        Mpi if !features.mpi => say("this program was built without MPI", ADD_MPI),
+        Nccl if !features.nccl => {
             say("this program was built without CUDA", "scripts/build-gpu builds one with it; on the CPU use auto")
         }
-        Nccl if on_cpu => say("NCCL connects GPUs, and device is cpu", "set device: cuda, or ddp_backend: auto"),
+        Nccl if on_cpu => say("NCCL connects GPUs, but device is cpu", "set device: cuda, or ddp_backend: auto"),
         Nccl | Auto if matches!(device, DeviceChoice::Cuda(1..)) => say(
-            &format!("all ranks would have {device}, and NCCL wants a GPU for each"),
-            "set device: cuda (each rank takes the GPU of its local rank), or ddp_backend: staged",
+            &format!("all ranks would use {device}, but NCCL needs a GPU for each rank"),
+            "set device: cuda (each rank uses the GPU of its local rank), or ddp_backend: staged",
         ),
-        Auto if is_several && on_cpu && !engines.mpi => {
-            say("the ranks run on several machines, and this program was built without MPI", ADD_MPI)
+        Auto if is_several && on_cpu && !features.mpi => {
+            say("the ranks run on several machines, but this program was built without MPI", ADD_MPI)
         }
-        Staged if is_several && !engines.mpi => {
-            say("the ranks run on several machines, between which staged needs MPI", ADD_MPI)
-        }
+        Staged if is_several && !features.mpi => say(
+            "the ranks run on several machines, which staged connects by MPI, but this program was built without MPI",
+            ADD_MPI,
+        ),
         Auto | Local | Mpi | Nccl | Staged => None,
     }
 }

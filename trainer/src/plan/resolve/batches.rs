@@ -1,16 +1,18 @@
-//! The data, and how they become steps.
+//! The data and the batches.
 
 use std::path::{Path, PathBuf};
 
 use super::resolver::Resolver;
 use super::sources;
-use crate::data::{DataPlan, Horizon, Kind, Order, Overlong, Packing, Padding, UnrenderedToolCalls, default_cache_dir};
+use crate::data::{
+    DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Truncation, UnrenderedToolCalls, default_cache_dir,
+};
 use crate::plan::{ModelPlan, TokenizerPlan};
-use crate::recipe::{self, DataType, Origin, PadTo};
+use crate::recipe::{DataType, Origin, PadTo};
 
 pub(super) fn resolve(
     resolver: &mut Resolver,
-    kind: Kind,
+    kind: DataKind,
     data_ranks: usize,
     model: &ModelPlan,
     tokenizer: &TokenizerPlan,
@@ -20,12 +22,8 @@ pub(super) fn resolve(
     let (sources, eval_sources, eval_fraction) = sources::resolve(resolver, kind);
     let max_length = max_length(resolver, model);
     let packing = packing(resolver, kind);
-    let overlong = overlong(resolver, kind, packing);
-    let order = match resolver.pick("data.order", data.order, recipe::Order::Shuffle) {
-        recipe::Order::Shuffle => Order::Shuffle,
-        recipe::Order::Sequential => Order::Sequential,
-        recipe::Order::LongestFirst => Order::LongestFirst,
-    };
+    let truncation = truncation(resolver, kind, packing);
+    let order = resolver.pick("data.order", data.order, RowOrder::Shuffle);
     let (micro_batch_size, gradient_accumulation_steps) = batch(resolver, packing);
     DataPlan {
         kind,
@@ -33,7 +31,7 @@ pub(super) fn resolve(
         eval_sources,
         eval_fraction,
         max_length,
-        overlong,
+        truncation,
         packing,
         fuse_positions_prob: fuse_positions(resolver, packing),
         padding: padding(resolver, max_length),
@@ -42,7 +40,11 @@ pub(super) fn resolve(
         mask_inputs: resolver.pick("data.mask_inputs", data.mask_inputs, true),
         ignore_empty_think: resolver.pick("data.ignore_empty_think", data.ignore_empty_think, false),
         train_on_empty_answers: resolver.pick("data.train_on_empty_answers", data.train_on_empty_answers, false),
-        unrendered_tool_calls: unrendered_tool_calls(resolver),
+        unrendered_tool_calls: resolver.pick(
+            "data.unrendered_tool_calls",
+            data.unrendered_tool_calls,
+            UnrenderedToolCalls::Error,
+        ),
         add_bos_token: add_bos_token(resolver),
         add_eos_token: resolver.pick("data.add_eos_token", data.add_eos_token, true),
         micro_batch_size,
@@ -59,16 +61,16 @@ pub(super) fn resolve(
     }
 }
 
-pub(super) fn resolve_kind(resolver: &mut Resolver) -> Kind {
+pub(super) fn resolve_kind(resolver: &mut Resolver) -> DataKind {
     let recipe = resolver.recipe();
     let kind = resolver.pick("type", recipe.kind, DataType::Sft);
     if recipe.data.kind.is_some_and(|data_kind| data_kind != kind) {
         let advice = "remove data.type: it follows from type";
-        resolver.wrong_because(&["data.type"], "data.type differs from the run's type", advice);
+        resolver.report_with_advice(&["data.type"], "data.type differs from the run's type", advice);
     }
     match kind {
-        DataType::Causal => Kind::Causal,
-        DataType::Sft | DataType::Dpo => Kind::Sft,
+        DataType::Causal => DataKind::Causal,
+        DataType::Sft | DataType::Dpo => DataKind::Sft,
     }
 }
 
@@ -79,13 +81,13 @@ fn max_length(resolver: &mut Resolver, model: &ModelPlan) -> usize {
     match (given, limit) {
         (Some(given), Some(limit)) if given.0 > limit => {
             resolver.note(format!(
-                "{KEY}: {} is more than the model's max_position_embeddings, {limit}: it has not learned such positions; a rope \
-                 scaling in model.hf_config_kwargs may help",
+                "{KEY}: {} exceeds the model's max_position_embeddings, {limit}: the model was not trained on such positions; \
+                 rope_scaling in model.hf_config_kwargs may help",
                 given.0
             ));
         }
         (Some(given), _) if given.0 < 2 => {
-            resolver.wrong(
+            resolver.report(
                 &[KEY],
                 format!("{KEY}: expected at least 2, found {}: the first token predicts the second", given.0),
             );
@@ -96,24 +98,24 @@ fn max_length(resolver: &mut Resolver, model: &ModelPlan) -> usize {
         (Some(given), _) => resolver.pick(KEY, Some(given.0), 0),
         (None, Some(limit)) => resolver.record(KEY, limit, Origin::Derived),
         (None, None) => {
-            // Only a check comes here: a run has downloaded the config.
+            // Only `check` has no config here: a run downloads it first.
             resolver.record(KEY, "the model's max_position_embeddings", Origin::Derived);
             resolver.note(format!(
-                "{KEY} will be the model's max_position_embeddings: its config.json is not on this machine yet"
+                "{KEY} will be the model's max_position_embeddings: its config.json is not downloaded yet"
             ));
             0
         }
     }
 }
 
-fn packing(resolver: &mut Resolver, kind: Kind) -> Packing {
+fn packing(resolver: &mut Resolver, kind: DataKind) -> Packing {
     let data = &resolver.recipe().data;
-    let pack = resolver.pick("data.pack_samples", data.pack_samples, kind == Kind::Causal);
-    let exact = resolver.pick("data.always_max_length", data.always_max_length, kind == Kind::Causal && pack);
+    let pack = resolver.pick("data.pack_samples", data.pack_samples, kind == DataKind::Causal);
+    let exact = resolver.pick("data.always_max_length", data.always_max_length, kind == DataKind::Causal && pack);
     match (pack, exact) {
         (false, true) => {
-            let message = "data.always_max_length fills packs: it needs data.pack_samples: true";
-            resolver.wrong(&["data.always_max_length"], message);
+            let message = "data.always_max_length needs data.pack_samples: true";
+            resolver.report(&["data.always_max_length"], message);
             Packing::Off
         }
         (false, false) => Packing::Off,
@@ -122,45 +124,44 @@ fn packing(resolver: &mut Resolver, kind: Kind) -> Packing {
     }
 }
 
-fn overlong(resolver: &mut Resolver, kind: Kind, packing: Packing) -> Overlong {
+fn truncation(resolver: &mut Resolver, kind: DataKind, packing: Packing) -> Truncation {
     let data = &resolver.recipe().data;
-    let asked = data.truncation.map(|asked| match asked {
-        recipe::Truncation::Error => Overlong::Error,
-        recipe::Truncation::Truncate => Overlong::Truncate,
-        recipe::Truncation::Drop => Overlong::Drop,
-        recipe::Truncation::Split => Overlong::Split,
-    });
-    if let (Some(asked), Some(filter)) = (asked, data.filter_samples)
-        && (asked == Overlong::Drop) != filter
+    let given = data.truncation;
+    if let (Some(given), Some(filter)) = (given, data.filter_samples)
+        && (given == Truncation::Drop) != filter
     {
         let message = "data.filter_samples contradicts data.truncation";
-        resolver.wrong_because(
+        resolver.report_with_advice(
             &["data.filter_samples"],
             message,
-            "keep data.truncation; filter_samples: true is its `drop`",
+            "keep data.truncation; `filter_samples: true` is `truncation: drop`",
         );
     }
     if packing == Packing::Exact {
-        if asked.is_some_and(|asked| asked != Overlong::Split) {
-            let message = "data.truncation: rows of exactly max_length are cut from samples of any length";
-            resolver.wrong_because(&["data.truncation"], message, "remove the key, or set data.pack_samples: false");
+        if given.is_some_and(|given| given != Truncation::Split) {
+            let message = "data.truncation: packing into rows of exactly max_length splits samples of any length";
+            resolver.report_with_advice(
+                &["data.truncation"],
+                message,
+                "remove the key, or set data.pack_samples: false",
+            );
         }
-        return resolver.record("data.truncation", Overlong::Split, Origin::Derived);
+        return resolver.record("data.truncation", Truncation::Split, Origin::Derived);
     }
     if data.filter_samples == Some(false) {
-        resolver.note("data.filter_samples: false has no effect: data.truncation says what becomes of long samples");
+        resolver.note("data.filter_samples: false has no effect: data.truncation handles long samples");
     }
-    let filtered = (data.filter_samples == Some(true)).then_some(Overlong::Drop);
-    let origin = match (asked, filtered) {
+    let filtered = (data.filter_samples == Some(true)).then_some(Truncation::Drop);
+    let origin = match (given, filtered) {
         (Some(_), _) => resolver.loaded.origin(&["data.truncation"]),
         (None, Some(_)) => resolver.loaded.origin(&["data.filter_samples"]),
         (None, None) => Origin::Default,
     };
     let default = match kind {
-        Kind::Sft => Overlong::Error,
-        Kind::Causal => Overlong::Split,
+        DataKind::Sft => Truncation::Error,
+        DataKind::Causal => Truncation::Split,
     };
-    resolver.record("data.truncation", asked.or(filtered).unwrap_or(default), origin)
+    resolver.record("data.truncation", given.or(filtered).unwrap_or(default), origin)
 }
 
 fn cache_dir(resolver: &mut Resolver) -> PathBuf {
@@ -176,17 +177,7 @@ fn cache_dir(resolver: &mut Resolver) -> PathBuf {
     PathBuf::from(resolver.pick(KEY, Some(given), String::new()))
 }
 
-fn unrendered_tool_calls(resolver: &mut Resolver) -> UnrenderedToolCalls {
-    const KEY: &str = "data.unrendered_tool_calls";
-    let given = resolver.recipe().data.unrendered_tool_calls;
-    match resolver.pick(KEY, given, recipe::UnrenderedToolCalls::Error) {
-        recipe::UnrenderedToolCalls::Error => UnrenderedToolCalls::Error,
-        recipe::UnrenderedToolCalls::Drop => UnrenderedToolCalls::Drop,
-        recipe::UnrenderedToolCalls::Mask => UnrenderedToolCalls::Mask,
-    }
-}
-
-/// `None`: as the tokenizer adds it.
+/// Returns the setting of BOS; `None` is the tokenizer's setting.
 fn add_bos_token(resolver: &mut Resolver) -> Option<bool> {
     const KEY: &str = "data.add_bos_token";
     let given = resolver.recipe().data.add_bos_token;
@@ -205,7 +196,7 @@ fn fuse_positions(resolver: &mut Resolver, packing: Packing) -> f64 {
     let given = resolver.recipe().data.fuse_positions_prob;
     let probability = resolver.number(KEY, given, 0.0, 0.0, 1.0);
     if probability > 0.0 && packing == Packing::Off {
-        resolver.wrong(&[KEY], format!("{KEY} fuses the samples of a pack: it needs data.pack_samples: true"));
+        resolver.report(&[KEY], format!("{KEY} needs data.pack_samples: true"));
     }
     probability
 }
@@ -221,7 +212,7 @@ fn padding(resolver: &mut Resolver, max_length: usize) -> Padding {
     };
     match pad_to {
         PadTo::None if data.div_length.is_some() => {
-            resolver.wrong(&["data.div_length"], "data.div_length contradicts data.pad_to: none");
+            resolver.report(&["data.div_length"], "data.div_length contradicts data.pad_to: none");
             Padding::Nothing
         }
         PadTo::None => Padding::Nothing,
@@ -229,9 +220,10 @@ fn padding(resolver: &mut Resolver, max_length: usize) -> Padding {
         PadTo::MaxLength => {
             if div_length > 0 && !max_length.is_multiple_of(div_length) {
                 let lower = max_length / div_length * div_length;
-                let message = format!("data.pad_to: max_length {max_length} is no multiple of div_length {div_length}");
+                let message =
+                    format!("data.pad_to: max_length {max_length} is not a multiple of div_length {div_length}");
                 let advice = format!("remove data.div_length, or use max_length {lower} or {}", lower + div_length);
-                resolver.wrong_because(&["data.pad_to"], message, advice);
+                resolver.report_with_advice(&["data.pad_to"], message, advice);
             }
             Padding::MaxLength
         }
@@ -242,21 +234,20 @@ fn batch(resolver: &mut Resolver, packing: Packing) -> (usize, usize) {
     let recipe = resolver.recipe();
     let micro_batch_size = resolver.positive("micro_batch_size", recipe.micro_batch_size, 1);
     if packing != Packing::Off && recipe.data.pack_samples == Some(true) && micro_batch_size > 1 {
-        let message =
-            format!("micro_batch_size: {micro_batch_size} rows of packed samples; with data.pack_samples it must be 1");
-        let advice = "raise data.max_length for larger packs, or gradient_accumulation_steps for more of them";
-        resolver.wrong_because(&["micro_batch_size"], message, advice);
+        let message = format!("micro_batch_size: expected 1 with data.pack_samples, found {micro_batch_size}");
+        let advice = "for larger batches raise data.max_length or gradient_accumulation_steps";
+        resolver.report_with_advice(&["micro_batch_size"], message, advice);
     }
     let accumulation = resolver.positive("gradient_accumulation_steps", recipe.gradient_accumulation_steps, 1);
     (micro_batch_size, accumulation)
 }
 
-/// `train_iters` replaces `epochs`.
+/// Returns the end of training. `train_iters` replaces `epochs`.
 fn horizon(resolver: &mut Resolver) -> Horizon {
     let recipe = resolver.recipe();
     let steps = resolver.count("train_iters", recipe.train_iters, 0);
     if recipe.train_iters.is_some() && steps == 0 {
-        resolver.note("train_iters: 0 leaves the horizon to epochs");
+        resolver.note("train_iters: 0 has no effect: epochs decides");
     }
     if steps > 0 {
         if recipe.epochs.is_some() {
@@ -266,16 +257,16 @@ fn horizon(resolver: &mut Resolver) -> Horizon {
     }
     let epochs = resolver.count("epochs", recipe.epochs, 1);
     if epochs == 0 {
-        resolver.wrong(&["epochs"], "epochs: 0 without train_iters trains nothing");
+        resolver.report(&["epochs"], "epochs: 0 without train_iters trains nothing");
     }
     Horizon::Epochs(epochs)
 }
 
 fn num_proc(resolver: &mut Resolver) -> usize {
     let data = &resolver.recipe().data;
-    let most = resolver.known.n_cores.max(1);
+    let most = resolver.env.n_cores.max(1);
     if data.dl_num_workers.is_some_and(|n| n.0 > 0) {
-        resolver.note("data.dl_num_workers has no effect: a batch is made from mapped tokens in the step itself");
+        resolver.note("data.dl_num_workers has no effect: each step builds its batch from memory-mapped tokens");
     }
     resolver.positive("data.num_proc", data.num_proc, most.min(16)).min(most)
 }

@@ -1,12 +1,11 @@
-//! Checkpoints: when they are written and where, and what they may not replace.
+//! Checkpoints: types, intervals, folders, and protection of the model folder.
 
 use std::path::{Component, Path, PathBuf};
 
 use super::output::run_folder;
 use super::resolver::Resolver;
-use crate::checkpoint::{CheckpointPlan, Kind};
-use crate::plan::ComputeDtype;
-use crate::recipe::{Checkpoint, CheckpointType, Origin};
+use crate::checkpoint::{CheckpointFormat, CheckpointPlan};
+use crate::recipe::{CheckpointSection, CheckpointType, Origin};
 
 pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
     if !resolver.loaded.is_set("checkpoint") {
@@ -16,24 +15,24 @@ pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
     let mut plans: Vec<CheckpointPlan> = Vec::new();
     let mut resumes = None;
     for (idx, checkpoint) in given.iter().enumerate() {
-        // A single entry may stand without a list around it.
+        // A single entry may be written without a list.
         let list = format!("checkpoint.{idx}");
         let path = if resolver.loaded.is_set(&list) { list } else { "checkpoint".to_owned() };
         let plan = checkpoint_plan(resolver, &path, checkpoint);
         if plan.auto_resume
             && let Some(other) = resumes.replace(path.clone())
         {
-            let message = format!("{path}.auto_resume: {other} resumes already; only one may");
-            resolver.wrong(&[&format!("{path}.auto_resume")], message);
+            let message = format!("{path}.auto_resume: {other} resumes already; only one entry may");
+            resolver.report(&[&format!("{path}.auto_resume")], message);
         }
         if checkpoint.enabled == Some(false) {
-            resolver.note(format!("{path} is not enabled"));
+            resolver.note(format!("{path} is disabled"));
             continue;
         }
         let folder = resolved(&plan.output_dir);
-        if plans.iter().any(|other| other.kind == plan.kind && resolved(&other.output_dir) == folder) {
-            let message = format!("{path}.output_dir: another checkpoint of the same type is saved there");
-            resolver.wrong(&[&format!("{path}.output_dir")], message);
+        if plans.iter().any(|other| other.format == plan.format && resolved(&other.output_dir) == folder) {
+            let message = format!("{path}.output_dir: another checkpoint of the same type uses this folder");
+            resolver.report(&[&format!("{path}.output_dir")], message);
         }
         refuse_model_in_use(resolver, &format!("{path}.output_dir"), &plan);
         let origin = resolver.loaded.origin(&[&path]);
@@ -42,25 +41,25 @@ pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
     }
     if plans.is_empty() {
         resolver.record("checkpoint", "none", resolver.loaded.origin(&["checkpoint"]));
-        resolver.note("nothing will be saved: the recipe has no checkpoint that is enabled");
+        resolver.note("nothing will be saved: the recipe has no enabled checkpoint");
     }
     plans
 }
 
-/// A recipe that names no checkpoint exports the model at the end.
+/// Returns the checkpoint of a recipe without any: an export of the model at the end.
 fn default_checkpoint(resolver: &mut Resolver) -> Option<CheckpointPlan> {
     let Some(folder) = run_folder(resolver) else {
         resolver.note("nothing will be saved: output_dir is /dev/null, and the recipe has no checkpoint");
         return None;
     };
     let plan = CheckpointPlan {
-        kind: Kind::HuggingFace,
+        format: CheckpointFormat::HuggingFace,
         output_dir: folder.join("model"),
         auto_resume: false,
         save_every_n_steps: 0,
         save_every_n_epochs: 0,
         save_end_of_training: true,
-        keep: None,
+        save_total_limit: None,
         async_save: false,
         dtype: None,
     };
@@ -71,8 +70,8 @@ fn default_checkpoint(resolver: &mut Resolver) -> Option<CheckpointPlan> {
     Some(plan)
 }
 
-/// Refuses a folder of checkpoints in which the model, the adapter or the tokenizer of the run is one of them: it could be
-/// replaced or deleted.
+/// Refuses a checkpoint folder that contains the run's model, adapter or tokenizer: a checkpoint could replace or delete
+/// it.
 fn refuse_model_in_use(resolver: &mut Resolver, key: &str, plan: &CheckpointPlan) {
     let recipe = resolver.recipe();
     let in_use = [
@@ -81,14 +80,14 @@ fn refuse_model_in_use(resolver: &mut Resolver, key: &str, plan: &CheckpointPlan
         ("tokenizer.name_or_path", &recipe.tokenizer.name_or_path),
     ];
     for (used, path) in in_use.into_iter().filter_map(|(used, path)| Some((used, path.as_deref()?))) {
-        if plan.kind.in_use(&resolved(&plan.output_dir), Path::new(path)).is_some() {
-            let message = format!("{key}: {used}, {path}, is among the checkpoints that this run may replace");
-            resolver.wrong_because(&[key, used], message, format!("give {key} another folder"));
+        if plan.format.checkpoint_in_use(&resolved(&plan.output_dir), Path::new(path)).is_some() {
+            let message = format!("{key}: this run's checkpoints could replace {used}, {path}");
+            resolver.report_with_advice(&[key, used], message, format!("give {key} another folder"));
         }
     }
 }
 
-/// The path without links and points, as far as it exists.
+/// Returns the path without symlinks and `..`, as far as it exists.
 fn resolved(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let mut resolved = PathBuf::new();
@@ -102,60 +101,60 @@ fn resolved(path: &Path) -> PathBuf {
     resolved
 }
 
-fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &Checkpoint) -> CheckpointPlan {
-    let kind = match checkpoint.kind {
-        None | Some(CheckpointType::Sharded) => Kind::Sharded,
-        Some(CheckpointType::Huggingface) => Kind::HuggingFace,
+fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointSection) -> CheckpointPlan {
+    let format = match checkpoint.kind {
+        None | Some(CheckpointType::Sharded) => CheckpointFormat::Sharded,
+        Some(CheckpointType::Huggingface) => CheckpointFormat::HuggingFace,
     };
-    refuse_other_kind(resolver, path, checkpoint, kind);
+    refuse_other_format(resolver, path, checkpoint, format);
     let plan = CheckpointPlan {
-        kind,
+        format,
         output_dir: PathBuf::from(&checkpoint.output_dir),
         auto_resume: checkpoint.auto_resume == Some(true),
         save_every_n_steps: checkpoint.save_every_n_steps.map_or(0, |n| n.0),
         save_every_n_epochs: checkpoint.save_every_n_epochs.map_or(0, |n| n.0),
         save_end_of_training: checkpoint.save_end_of_training == Some(true),
-        keep: checkpoint.save_total_limit.map(|n| n.0),
+        save_total_limit: checkpoint.save_total_limit.map(|n| n.0),
         async_save: checkpoint.async_save == Some(true),
-        dtype: checkpoint.dtype.map(ComputeDtype::from),
+        dtype: checkpoint.dtype,
     };
-    if plan.keep == Some(0) {
+    if plan.save_total_limit == Some(0) {
         let key = format!("{path}.save_total_limit");
-        resolver.wrong(&[&key], format!("{key}: expected at least 1, found 0"));
+        resolver.report(&[&key], format!("{key}: expected at least 1, found 0"));
     }
     if plan.save_every_n_steps == 0 && plan.save_every_n_epochs == 0 && !plan.save_end_of_training {
         resolver.note(format!(
-            "{path} has no save_* key: it saves when the run is asked to stop, and at the end if nothing else was saved"
+            "{path} has no save_* key: it is written when the run is stopped, and at the end if nothing else was saved"
         ));
     }
     plan
 }
 
-/// Refuses keys that only the other kind of checkpoint has.
-fn refuse_other_kind(resolver: &mut Resolver, path: &str, checkpoint: &Checkpoint, kind: Kind) {
+/// Refuses keys of the other checkpoint type.
+fn refuse_other_format(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointSection, format: CheckpointFormat) {
     let of_sharded = "remove it, or set type: sharded";
     let keys = [
         (
-            checkpoint.auto_resume == Some(true) && kind == Kind::HuggingFace,
+            checkpoint.auto_resume == Some(true) && format == CheckpointFormat::HuggingFace,
             "auto_resume",
-            "a huggingface checkpoint holds the weights alone; it cannot resume a run",
-            "add a checkpoint of type sharded and let that one resume",
+            "a huggingface checkpoint has only the weights and cannot resume a run",
+            "add a checkpoint of type sharded with auto_resume",
         ),
         (
-            checkpoint.async_save == Some(true) && kind == Kind::HuggingFace,
+            checkpoint.async_save == Some(true) && format == CheckpointFormat::HuggingFace,
             "async_save",
-            "only sharded checkpoints are written while training goes on",
+            "only sharded checkpoints are written asynchronously",
             of_sharded,
         ),
         (
-            checkpoint.dtype.is_some() && kind == Kind::Sharded,
+            checkpoint.dtype.is_some() && format == CheckpointFormat::Sharded,
             "dtype",
-            "a sharded checkpoint holds the master weights in f32",
+            "a sharded checkpoint has the master weights in f32",
             "remove it, or set type: huggingface",
         ),
     ];
     for (_, key, problem, advice) in keys.into_iter().filter(|(is_wrong, ..)| *is_wrong) {
         let key = format!("{path}.{key}");
-        resolver.wrong_because(&[&key], format!("{key}: {problem}"), advice);
+        resolver.report_with_advice(&[&key], format!("{key}: {problem}"), advice);
     }
 }

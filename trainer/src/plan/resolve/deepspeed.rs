@@ -5,8 +5,7 @@ use serde_json::Value;
 use candlewick_ops::LossScaling;
 
 use super::resolver::Resolver;
-use crate::plan::ComputeDtype;
-use crate::recipe::{Dtype, foreign_key, parse_number};
+use crate::recipe::{FloatDtype, foreign_key_advice, parse_number};
 
 /// Keys that only tune bucket sizes or overlap. Here each unit is communicated while others are computed.
 const WITHOUT_EFFECT: &[&str] = &[
@@ -34,12 +33,12 @@ const WITHOUT_EFFECT: &[&str] = &[
 ];
 
 /// Keys that are only accepted with the value that disables them.
-const ONLY: &[(&str, Harmless)] = &[
-    ("fp16.auto_cast", Harmless::False),
-    ("fp16.consecutive_hysteresis", Harmless::False),
-    ("prescale_gradients", Harmless::False),
-    ("torch_autocast.enabled", Harmless::False),
-    ("wall_clock_breakdown", Harmless::False),
+const DISABLED_ONLY: &[(&str, DisabledValue)] = &[
+    ("fp16.auto_cast", DisabledValue::False),
+    ("fp16.consecutive_hysteresis", DisabledValue::False),
+    ("prescale_gradients", DisabledValue::False),
+    ("torch_autocast.enabled", DisabledValue::False),
+    ("wall_clock_breakdown", DisabledValue::False),
 ];
 
 /// The key for the number of ranks in a shard group (MiCS); the groups replicate each other.
@@ -67,7 +66,7 @@ const SCALING: [(&str, f64, f64, f64); 5] = [
 
 /// The value that disables a key.
 #[derive(Clone, Copy)]
-enum Harmless {
+enum DisabledValue {
     False,
 }
 
@@ -88,25 +87,25 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
     let path = format!("deepspeed.{key}");
     match key {
         "gradient_clipping" if number(value).is_none() => {
-            resolver.wrong(&[&path], format!("{path}: expected a number, found {value}"));
+            resolver.report(&[&path], format!("{path}: expected a number, found {value}"));
         }
         "gradient_clipping" => {}
         "zero_optimization.stage" if number(value).is_none_or(|stage| ![0.0, 1.0, 2.0, 3.0].contains(&stage)) => {
-            resolver.wrong(&[&path], format!("{path}: expected 0, 1, 2 or 3, found {value}"));
+            resolver.report(&[&path], format!("{path}: expected 0, 1, 2 or 3, found {value}"));
         }
-        "zero_optimization.stage" if resolver.known.seat.n_ranks == 1 && !asks_for_weights_on_host(resolver) => {
-            resolver.note(format!("{path} has no effect on one process: it has no other rank to share with"));
+        "zero_optimization.stage" if resolver.env.world.n_ranks == 1 && !wants_weights_on_host(resolver) => {
+            resolver.note(format!("{path} has no effect on a single rank"));
         }
         "zero_optimization.stage" => {}
         "zero_optimization.mics_shard_size" if !number(value).is_some_and(|n| n >= 1.0 && n.fract() == 0.0) => {
-            resolver.wrong(&[&path], format!("{path}: expected a number of ranks, found {value}"));
+            resolver.report(&[&path], format!("{path}: expected a number of ranks, found {value}"));
         }
         "zero_optimization.mics_shard_size" => {}
-        "bf16.enabled" | "bfloat16.enabled" => check_format(resolver, &path, value, Dtype::Bf16),
-        "fp16.enabled" => check_format(resolver, &path, value, Dtype::F16),
+        "bf16.enabled" | "bfloat16.enabled" => check_dtype(resolver, &path, value, FloatDtype::Bf16),
+        "fp16.enabled" => check_dtype(resolver, &path, value, FloatDtype::F16),
         _ if BF16_STATES.contains(&key) => {
             if !value.is_boolean() {
-                resolver.wrong(&[&path], format!("{path}: expected true or false, found {value}"));
+                resolver.report(&[&path], format!("{path}: expected true or false, found {value}"));
             }
         }
         _ if key.starts_with(OFFLOAD) => check_offload(resolver, key, &path, value),
@@ -120,18 +119,18 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
 }
 
 fn check_only(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
-    match ONLY.iter().find(|(only, _)| *only == key) {
-        Some((_, Harmless::False)) if *value == Value::Bool(false) => {}
+    match DISABLED_ONLY.iter().find(|(only, _)| *only == key) {
+        Some((_, DisabledValue::False)) if *value == Value::Bool(false) => {}
         Some(_) => {
             let advice = "remove the key, or set it to false";
-            resolver.wrong_because(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
+            resolver.report_with_advice(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
         }
         None => {
-            let (problem, advice) = match foreign_key(path) {
+            let (problem, advice) = match foreign_key_advice(path) {
                 Some(advice) => (format!("unknown key `{path}`"), advice),
                 None => (format!("`{path}` is not implemented yet"), "remove the key".to_owned()),
             };
-            resolver.wrong_because(&[path], problem, advice);
+            resolver.report_with_advice(&[path], problem, advice);
         }
     }
 }
@@ -144,14 +143,15 @@ fn check_offload(resolver: &mut Resolver, key: &str, path: &str, value: &Value) 
         "device" if matches!(value.as_str(), Some("cpu" | "none")) => {}
         "device" => {
             let advice = "use cpu, or none to keep the optimizer with the weights";
-            resolver.wrong_because(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
+            resolver.report_with_advice(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
         }
         "ratio" if !number(value).is_some_and(|share| (0.0..=1.0).contains(&share)) => {
-            resolver.wrong(&[path], format!("{path}: expected a share of the parameters from 0 to 1, found {value}"));
+            resolver
+                .report(&[path], format!("{path}: expected a fraction of the parameters from 0 to 1, found {value}"));
         }
         "ratio" if !to_cpu => {
             let advice = format!("set deepspeed.{OFFLOAD}device: cpu, or remove the ratio");
-            resolver.wrong_because(&[path], format!("{path}: nothing is offloaded"), advice);
+            resolver.report_with_advice(&[path], format!("{path}: nothing is offloaded"), advice);
         }
         "ratio" => {}
         "pin_memory" => check_pinning(resolver, path, value),
@@ -167,18 +167,18 @@ fn check_offload_param(resolver: &mut Resolver, key: &str, path: &str, value: &V
         "device" if value.as_str() == Some("cpu") => {
             if given(resolver, STAGE).and_then(number) != Some(3.0) {
                 let advice = format!("set deepspeed.{STAGE}: 3");
-                resolver.wrong_because(&[path], format!("{path}: cpu needs ZeRO stage 3"), advice);
+                resolver.report_with_advice(&[path], format!("{path}: cpu needs ZeRO stage 3"), advice);
             }
             let optimizer = |key| given(resolver, &format!("{OFFLOAD}{key}"));
             let is_whole = optimizer("ratio").and_then(number).is_none_or(|ratio| ratio == 1.0);
             if optimizer("device").and_then(Value::as_str) != Some("cpu") || !is_whole {
                 let advice = format!("set deepspeed.{OFFLOAD}device: cpu, without a ratio");
-                resolver.wrong_because(&[path], format!("{path}: cpu needs the optimizer there, too"), advice);
+                resolver.report_with_advice(&[path], format!("{path}: cpu needs the optimizer offloaded, too"), advice);
             }
         }
         "device" => {
             let advice = "use cpu, or none to keep the weights on the GPU";
-            resolver.wrong_because(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
+            resolver.report_with_advice(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
         }
         "pin_memory" => check_pinning(resolver, path, value),
         _ => check_only(resolver, key, path, value),
@@ -187,23 +187,23 @@ fn check_offload_param(resolver: &mut Resolver, key: &str, path: &str, value: &V
 
 fn check_pinning(resolver: &mut Resolver, path: &str, value: &Value) {
     if !value.is_boolean() {
-        return resolver.wrong(&[path], format!("{path}: expected true or false, found {value}"));
+        return resolver.report(&[path], format!("{path}: expected true or false, found {value}"));
     }
     resolver.note(format!("{path} has no effect: copies always go through pinned memory"));
 }
 
 /// Returns true if the weights are offloaded to a GPU's host.
 pub(super) fn weights_on_host(resolver: &mut Resolver) -> bool {
-    let is_asked = asks_for_weights_on_host(resolver);
-    if is_asked {
+    let is_wanted = wants_weights_on_host(resolver);
+    if is_wanted {
         let path = format!("deepspeed.{OFFLOAD_PARAM}device");
         let origin = resolver.loaded.origin(&[&path]);
         resolver.record(&path, "cpu", origin);
     }
-    is_asked
+    is_wanted
 }
 
-pub(super) fn asks_for_weights_on_host(resolver: &Resolver) -> bool {
+pub(super) fn wants_weights_on_host(resolver: &Resolver) -> bool {
     given(resolver, &format!("{OFFLOAD_PARAM}device")).and_then(Value::as_str) == Some("cpu")
 }
 
@@ -220,7 +220,7 @@ pub(super) fn shard_size(resolver: &Resolver) -> Option<usize> {
     given.filter(|n| *n >= 1.0).map(|n| n as usize)
 }
 
-/// Returns the share of the parameters whose optimizer is offloaded to the host.
+/// Returns the fraction of the parameters whose optimizer state is offloaded to the host.
 pub(super) fn optimizer_on_host(resolver: &mut Resolver) -> f64 {
     let section = &resolver.recipe().deepspeed;
     let given = |key: &str| lookup(section, &format!("{OFFLOAD}{key}"));
@@ -240,27 +240,27 @@ fn check_scaling(resolver: &mut Resolver, key: &str, path: &str, value: &Value) 
     };
     match number(value) {
         Some(n) if (*least..=*most).contains(&n) && n.fract() == 0.0 => {}
-        _ => resolver.wrong(&[path], format!("{path}: expected a whole number from {least} to {most}, found {value}")),
+        _ => resolver.report(&[path], format!("{path}: expected a whole number from {least} to {most}, found {value}")),
     }
-    if resolver.recipe().model.dtype != Some(Dtype::F16) {
+    if resolver.recipe().model.dtype != Some(FloatDtype::F16) {
         resolver.note(format!("{path} has no effect: model.dtype is not f16"));
     }
 }
 
 /// Returns the dtypes of master weights (with gradients) and of moments.
-pub(super) fn bf16_states(resolver: &mut Resolver, dtype: ComputeDtype) -> (ComputeDtype, ComputeDtype) {
+pub(super) fn bf16_states(resolver: &mut Resolver, dtype: FloatDtype) -> (FloatDtype, FloatDtype) {
     let [masters, moments] = BF16_STATES.map(|key| {
         let path = format!("deepspeed.{key}");
         if lookup(&resolver.recipe().deepspeed, key) != Some(&Value::Bool(true)) {
-            return ComputeDtype::F32;
+            return FloatDtype::F32;
         }
         let origin = resolver.loaded.origin(&[&path]);
         resolver.record(&path, true, origin);
-        ComputeDtype::Bf16
+        FloatDtype::Bf16
     });
-    if masters == ComputeDtype::Bf16 && dtype != ComputeDtype::Bf16 {
+    if masters == FloatDtype::Bf16 && dtype != FloatDtype::Bf16 {
         let path = format!("deepspeed.{}", BF16_STATES[0]);
-        resolver.wrong_because(&[&path], format!("{path}: true needs model.dtype: bf16"), "remove the key");
+        resolver.report_with_advice(&[&path], format!("{path}: true needs model.dtype: bf16"), "remove the key");
     }
     (masters, moments)
 }
@@ -306,11 +306,11 @@ fn lookup<'a>(map: &'a serde_json::Map<String, Value>, path: &str) -> Option<&'a
     keys.try_fold(first, |value, key| value.get(key))
 }
 
-fn check_format(resolver: &mut Resolver, path: &str, value: &Value, format: Dtype) {
-    let is_it = resolver.recipe().model.dtype.unwrap_or(Dtype::Bf16) == format;
-    if *value != Value::Bool(is_it) {
-        let advice = "remove the key: the number format is model.dtype";
-        resolver.wrong_because(&[path], format!("{path}: {value} contradicts model.dtype"), advice);
+fn check_dtype(resolver: &mut Resolver, path: &str, value: &Value, dtype: FloatDtype) {
+    let is_model_dtype = resolver.recipe().model.dtype.unwrap_or(FloatDtype::Bf16) == dtype;
+    if *value != Value::Bool(is_model_dtype) {
+        let advice = "remove the key: model.dtype sets the dtype";
+        resolver.report_with_advice(&[path], format!("{path}: {value} contradicts model.dtype"), advice);
     }
 }
 

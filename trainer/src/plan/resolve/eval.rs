@@ -1,4 +1,4 @@
-//! Evaluation during training: the held-out loss, tasks, and which of their numbers says which save is the best.
+//! Evaluation during training: the evaluation loss, tasks, and the metric of the best checkpoint.
 
 use std::path::PathBuf;
 
@@ -16,18 +16,18 @@ pub(super) fn resolve_eval_loss(resolver: &mut Resolver, data: &DataPlan) -> Opt
     let has_tasks = !resolver.recipe().eval.tasks.is_empty();
     let interval = interval(resolver, INTERVAL, resolver.recipe().eval_interval);
     if interval.is_some() && !has_data && !has_tasks {
-        let advice = "give data.eval_sources, data.train_eval_split or eval.tasks";
-        resolver.note(format!("{INTERVAL} has no effect: there are no evaluation data; {advice}"));
+        let advice = "set data.eval_sources, data.train_eval_split or eval.tasks";
+        resolver.note(format!("{INTERVAL} has no effect without evaluation data; {advice}"));
     }
     let on_start = resolver.pick("eval_on_start", resolver.recipe().eval_on_start, false);
     if on_start && !has_data && !has_tasks {
-        let advice = "give data.eval_sources, data.train_eval_split or eval.tasks, or remove eval_on_start";
-        resolver.wrong_because(&["eval_on_start"], "eval_on_start: there are no evaluation data", advice);
+        let advice = "set data.eval_sources, data.train_eval_split or eval.tasks, or remove eval_on_start";
+        resolver.report_with_advice(&["eval_on_start"], "eval_on_start: no evaluation data are set", advice);
     }
     has_data.then_some(EvalPlan { interval, on_start })
 }
 
-/// The steps between evaluations; `None`, which 0 means, too, is after each epoch.
+/// Returns the steps between evaluations; `None` (or 0 in the recipe) is after each epoch.
 fn interval(resolver: &mut Resolver, key: &str, given: Option<HumanInt>) -> Option<usize> {
     let interval = given.map(|n| n.0).filter(|n| *n > 0);
     let origin = if given.is_some() { resolver.loaded.origin(&[key, INTERVAL]) } else { Origin::Default };
@@ -43,7 +43,7 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
     let given = &recipe.eval;
     if given.tasks.is_empty() {
         if resolver.loaded.is_set("eval") {
-            resolver.wrong_because(&["eval"], "eval: there are no tasks", "give eval.tasks, or remove eval");
+            resolver.report_with_advice(&["eval"], "eval: no tasks are set", "set eval.tasks, or remove eval");
         }
         return None;
     }
@@ -53,8 +53,8 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
     let chat = resolver.pick("eval.apply_chat_template", given.apply_chat_template, false);
     let fewshot_as_multiturn = resolver.pick("eval.fewshot_as_multiturn", given.fewshot_as_multiturn, chat);
     if fewshot_as_multiturn && !chat {
-        let message = "eval.fewshot_as_multiturn: prompts are no chats";
-        resolver.wrong_because(&["eval.fewshot_as_multiturn"], message, "set eval.apply_chat_template: true");
+        let message = "eval.fewshot_as_multiturn needs prompts that are chats";
+        resolver.report_with_advice(&["eval.fewshot_as_multiturn"], message, "set eval.apply_chat_template: true");
     }
     let mut at_least_one = |key: &str, given: Option<HumanInt>| given.map(|n| resolver.positive(key, Some(n), n.0));
     let batch_size = at_least_one("eval.batch_size", given.batch_size);
@@ -62,7 +62,7 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
     Some(TasksPlan {
         when: EvalPlan { interval, on_start: recipe.eval_on_start == Some(true) },
         tasks: given.tasks.clone(),
-        generates: resolver.known.tasks_generate,
+        generates: resolver.env.tasks_generate,
         include_path: given.include_path.iter().map(PathBuf::from).collect(),
         data: given.data.iter().map(|(task, path)| format!("{task}={path}")).collect(),
         limit,
@@ -80,10 +80,10 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
     })
 }
 
-/// With tasks, one of their metrics decides, unless another is named; without, only a named one.
+/// Returns the metric of the best checkpoint: the recipe's, or a metric of the tasks; `None` without both.
 pub(super) fn resolve_best(
     resolver: &mut Resolver,
-    held_out: Option<&EvalPlan>,
+    eval_loss: Option<&EvalPlan>,
     tasks: Option<&TasksPlan>,
 ) -> Option<BestPlan> {
     let recipe = resolver.recipe();
@@ -96,22 +96,22 @@ pub(super) fn resolve_best(
         resolver.record(METRIC, metric.clone(), resolver.loaded.origin(&[METRIC]));
     }
     match metric.as_deref() {
-        Some(EVAL_LOSS) if held_out.is_none() => {
-            let advice = "give data.eval_sources or data.train_eval_split";
-            resolver.wrong_because(&[METRIC], "metric_for_best_model: there are no evaluation data", advice);
+        Some(EVAL_LOSS) if eval_loss.is_none() => {
+            let advice = "set data.eval_sources or data.train_eval_split";
+            resolver.report_with_advice(&[METRIC], "metric_for_best_model: no evaluation data are set", advice);
         }
         Some(EVAL_LOSS) | None => {}
         Some(name) if tasks.is_none() || !name.contains('/') => {
-            let message = format!("metric_for_best_model: `{name}` is not measured in this run");
+            let message = format!("metric_for_best_model: this run does not measure `{name}`");
             let advice = "write `loss`, or `TASK/METRIC` with the task in eval.tasks, such as `arc_easy/acc_norm`";
-            resolver.wrong_because(&[METRIC], message, advice);
+            resolver.report_with_advice(&[METRIC], message, advice);
         }
         Some(_) => {}
     }
     if metric.is_none() && tasks.is_none() {
         if recipe.greater_is_better.is_some() {
-            let message = "greater_is_better: there is no metric that it is about";
-            resolver.wrong_because(&["greater_is_better"], message, "give metric_for_best_model");
+            let message = "greater_is_better needs metric_for_best_model or tasks";
+            resolver.report_with_advice(&["greater_is_better"], message, "set metric_for_best_model");
         }
         return None;
     }

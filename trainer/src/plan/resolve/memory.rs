@@ -1,12 +1,12 @@
 //! `memory: auto`: selects the cheapest modes with which the run fits the free memory.
 
-use super::{Known, Machines};
-use crate::estimate::{Candidate, Choice, Fixed, Modes, Resource, Setup, bytes, choose, usable, written};
+use super::{Environment, Machines};
+use crate::estimate::{Candidate, FixedModes, ModeSearch, Modes, Resource, Setup, as_arguments, bytes, choose, usable};
 use crate::plan::Plan;
 use crate::plan::Setting;
 use crate::recipe::{Loaded, Origin, RecipeError};
 
-impl Fixed {
+impl FixedModes {
     /// Returns the modes that a recipe sets itself.
     pub fn of(loaded: &Loaded) -> Self {
         Self { activations: super::model::ACTIVATIONS.iter().any(|key| loaded.is_set(key)) }
@@ -15,27 +15,27 @@ impl Fixed {
 
 /// Chooses the modes that `loaded` leaves open, so that the run fits the free memory with some headroom.
 ///
-/// Fails with the candidates' sizes if none fits. The free memory is an argument (`known`).
-pub(super) fn resolve(mut plan: Plan, loaded: &Loaded, known: &Known) -> Result<Plan, RecipeError> {
+/// Fails with the candidates' sizes if none fits. The free memory is an argument (`env`).
+pub(super) fn resolve(mut plan: Plan, loaded: &Loaded, env: &Environment) -> Result<Plan, RecipeError> {
     let wrong = |message: String, advice: &str| loaded.error(vec![loaded.fault(&["memory"], message).note(advice)]);
     if plan.model.config.is_none() {
-        plan.notes.push("memory: auto chooses once the model's config.json is on this machine".into());
+        plan.notes.push("memory: auto selects the modes once the model's config.json is downloaded".into());
         return Ok(plan);
     }
-    if known.seat.machines == Machines::Unknown {
-        plan.notes.push("memory: auto chooses where the ranks run, by what is free there".into());
+    if env.world.machines == Machines::Unknown {
+        plan.notes.push("memory: auto selects the modes on the machines of the ranks, by their free memory".into());
         return Ok(plan);
     }
-    let Some((capacity, free)) = known.capacity.as_ref().and_then(|capacity| Some((capacity, capacity.bytes?))) else {
-        return Err(wrong("memory: auto needs to know what is free, and this machine does not tell".into(), MANUAL));
+    let Some((capacity, free)) = env.capacity.as_ref().and_then(|capacity| Some((capacity, capacity.bytes?))) else {
+        return Err(wrong("memory: auto needs the free memory, which this machine does not report".into(), MANUAL));
     };
     let setup = Setup::on(&plan, capacity).map_err(|error| wrong(format!("memory: failed to {error}"), MANUAL))?;
-    let fixed = Fixed::of(loaded);
+    let fixed = FixedModes::of(loaded);
     let choice = choose(&setup, fixed, &capacity.usable());
     let Some(found) = choice.found else {
         let longest = match choice.longest {
-            Some(tokens) => format!("the longest row that would fit has {tokens} tokens: lower data.max_length"),
-            None => "no row would fit: use a smaller model, 16-bit states or an adapter".to_owned(),
+            Some(tokens) => format!("the longest row that fits has {tokens} tokens: lower data.max_length"),
+            None => "no row fits: use a smaller model, 16-bit optimizer states or an adapter".to_owned(),
         };
         return Err(wrong(tried(&choice, free), &longest));
     };
@@ -43,30 +43,30 @@ pub(super) fn resolve(mut plan: Plan, loaded: &Loaded, known: &Known) -> Result<
     Ok(plan)
 }
 
-const MANUAL: &str = "set memory: manual, and the modes yourself";
+const MANUAL: &str = "set memory: manual, and the modes in the recipe";
 
-fn tried(choice: &Choice, free: u64) -> String {
-    let tried: Vec<String> = choice.tried.iter().map(needs).collect();
-    format!("memory: nothing fits {} of the {} that are free: {}", bytes(usable(free)), bytes(free), tried.join("; "))
+fn tried(choice: &ModeSearch, free: u64) -> String {
+    let tried: Vec<String> = choice.tried.iter().map(describe_candidate).collect();
+    format!("memory: no mode fits {} of the {} that are free: {}", bytes(usable(free)), bytes(free), tried.join("; "))
 }
 
 /// Formats a candidate's bytes and its shortages of resources other than device memory.
-fn needs(candidate: &Candidate) -> String {
-    let besides = candidate.short.iter().filter(|shortage| shortage.of != Resource::Device);
-    let besides: String = besides.map(|shortage| format!(" and {shortage}")).collect();
-    format!("{} needs {}{besides}", said(candidate.modes), bytes(candidate.peak_bytes))
+fn describe_candidate(candidate: &Candidate) -> String {
+    let others = candidate.short.iter().filter(|shortage| shortage.of != Resource::Device);
+    let others: String = others.map(|shortage| format!(" and {shortage}")).collect();
+    format!("{} needs {}{others}", modes_as_arguments(candidate.modes), bytes(candidate.peak_bytes))
 }
 
-fn said(modes: Modes) -> String {
-    written(modes.keys().iter().map(|(key, value)| (*key, value)))
+fn modes_as_arguments(modes: Modes) -> String {
+    as_arguments(modes.keys().iter().map(|(key, value)| (*key, value)))
 }
 
-fn apply(plan: &mut Plan, found: Candidate, fixed: Fixed, free: u64) {
+fn apply(plan: &mut Plan, found: Candidate, fixed: FixedModes, free: u64) {
     plan.model.activations = found.modes.activations;
     let key = super::model::ACTIVATIONS[0];
     if let Some(setting) = plan.settings.iter_mut().find(|setting| setting.key == key && !fixed.activations) {
         *setting = Setting::new(key, &found.modes.activations.to_recipe(), Origin::Memory);
     }
-    let (modes, peak, free) = (said(found.modes), bytes(found.peak_bytes), bytes(free));
-    plan.notes.push(format!("memory: auto takes {modes}: about {peak} of the {free} that are free"));
+    let (modes, peak, free) = (modes_as_arguments(found.modes), bytes(found.peak_bytes), bytes(free));
+    plan.notes.push(format!("memory: auto selects {modes}: about {peak} of the {free} that are free"));
 }

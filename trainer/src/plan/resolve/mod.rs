@@ -1,14 +1,14 @@
 //! The resolution of a recipe: every check, every default and every derived number, made once.
 //!
-//! [`Plan::resolve`] is pure: it asks no device and no network. What it must know of the outside (the model's config,
-//! the number of cores) comes in as [`Known`]. No code below the plan validates a setting or supplies a default.
+//! [`Plan::resolve`] is pure: it uses no device and no network. [`Environment`] has the facts from outside of the recipe:
+//! the model's config, the number of cores. No code below the plan validates a setting or supplies a default.
 
 mod backend;
 mod batches;
 mod checkpoints;
 mod deepspeed;
+mod environment;
 mod eval;
-mod known;
 mod memory;
 mod model;
 mod optimizer;
@@ -23,19 +23,19 @@ mod temp_dir;
 use candlewick_ops::DeviceChoice;
 
 use crate::plan::Plan;
-use crate::recipe::{Loaded, MemoryModes, OnNonfinite, RecipeError};
+use crate::recipe::{Loaded, MemoryMode, OnNonfinite, RecipeError};
 
-pub(crate) use known::is_path;
-pub use known::{BuildFeatures, HubAccess, Known, KnownError, Machines, WorldInfo};
+pub(crate) use environment::is_path;
+pub use environment::{BuildFeatures, Environment, EnvironmentError, HubAccess, Machines, WorldInfo};
 pub(crate) use output::conversation;
 pub use temp_dir::TempDir;
 
 use resolver::Resolver;
 
 impl Plan {
-    /// Decides everything, or says everything that is wrong.
-    pub fn resolve(loaded: &Loaded, known: &Known) -> Result<Self, RecipeError> {
-        let mut resolver = Resolver::new(loaded, known);
+    /// Resolves a recipe. Fails with all faults of the recipe at once.
+    pub fn resolve(loaded: &Loaded, env: &Environment) -> Result<Self, RecipeError> {
+        let mut resolver = Resolver::new(loaded, env);
         refused::check(&mut resolver);
         deepspeed::check(&mut resolver);
         let kind = batches::resolve_kind(&mut resolver);
@@ -63,7 +63,7 @@ impl Plan {
         let seed = resolver.count("seed", recipe.seed, 42) as u64;
         let device = device(&mut resolver);
         let on_nonfinite = resolver.pick("on_nonfinite", recipe.on_nonfinite, OnNonfinite::Stop);
-        let memory = resolver.pick("memory", recipe.memory, MemoryModes::Manual);
+        let memory = resolver.pick("memory", recipe.memory, MemoryMode::Manual);
         let (settings, notes) = resolver.finish()?;
         let plan = Self {
             recipe: loaded.source().path.clone(),
@@ -92,8 +92,8 @@ impl Plan {
             notes,
         };
         match memory {
-            MemoryModes::Manual => Ok(plan),
-            MemoryModes::Auto => memory::resolve(plan, loaded, known),
+            MemoryMode::Manual => Ok(plan),
+            MemoryMode::Auto => memory::resolve(plan, loaded, env),
         }
     }
 }
@@ -101,11 +101,11 @@ impl Plan {
 fn device(resolver: &mut Resolver) -> DeviceChoice {
     let name = resolver.pick("device", resolver.recipe().device.clone(), "auto".into());
     let device = name.parse().unwrap_or_else(|problem: String| {
-        resolver.wrong(&["device"], format!("device: {problem}"));
+        resolver.report(&["device"], format!("device: {problem}"));
         DeviceChoice::Auto
     });
-    let is_here = resolver.known.seat.machines != Machines::Unknown;
-    if matches!(device, DeviceChoice::Cuda(_)) && is_here && !resolver.known.engines.nccl {
+    let is_placed = resolver.env.world.machines != Machines::Unknown;
+    if matches!(device, DeviceChoice::Cuda(_)) && is_placed && !resolver.env.features.nccl {
         resolver.note(format!(
             "device: {device}, but this program was built without CUDA; scripts/build-gpu builds one with it"
         ));

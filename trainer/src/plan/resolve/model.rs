@@ -10,8 +10,8 @@ use serde_json::Value;
 
 use super::resolver::Resolver;
 use super::{TempDir, deepspeed};
-use crate::plan::{Activations, ChatTemplateSource, ComputeDtype, Init, ModelPlan, TokenizerPlan};
-use crate::recipe::{ActivationCheckpoint, Attention, ConfigSource, Dtype, HumanInt, ModelType, Origin};
+use crate::plan::{ChatTemplateSource, CheckpointingMode, ModelPlan, TokenizerPlan, WeightInit};
+use crate::recipe::{ActivationCheckpoint, AttnImplementation, ConfigSource, FloatDtype, HumanInt, ModelType, Origin};
 
 /// The keys that set activation checkpointing.
 pub(super) const ACTIVATIONS: [&str; 3] =
@@ -28,7 +28,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
     }
     let (config, reshaped) = config(resolver);
     let init = init(resolver, &reshaped);
-    let dtype = resolver.pick("model.dtype", model.dtype, Dtype::Bf16).into();
+    let dtype = resolver.pick("model.dtype", model.dtype, FloatDtype::Bf16);
     let adapter = adapter(resolver, config.as_ref());
     ModelPlan {
         name_or_path: model.name_or_path.as_ref().map(|name| folder_of(resolver, "model", name)),
@@ -40,8 +40,8 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         adapter,
         adapter_folder: model.adapter_name_or_path.as_ref().map(|name| folder_of(resolver, "adapter", name).into()),
         activations: activations(resolver),
-        activation_offload_dir: resolver.known.temp_dir.path.clone(),
-        offloads_to_ram: resolver.known.temp_dir.is_memory,
+        activation_offload_dir: resolver.env.temp_dir.path.clone(),
+        offloads_to_ram: resolver.env.temp_dir.is_memory,
         tiled_mlp: tiled_mlp(resolver, dtype),
         attention: attention(resolver),
     }
@@ -66,27 +66,27 @@ fn path_of(found: LocalModel) -> String {
 fn check_source(resolver: &mut Resolver) {
     let model = &resolver.recipe().model;
     match (&model.name_or_path, &model.config) {
-        (None, None) => resolver.wrong_because(
+        (None, None) => resolver.report_with_advice(
             &["model"],
-            "model: there is no model",
-            "give model.name_or_path (a folder or Hub id), or model.config to build one with random weights",
+            "model: no model is set",
+            "set model.name_or_path (a folder or Hub id), or model.config for a model with random weights",
         ),
-        (Some(_), Some(_)) => resolver.wrong_because(
+        (Some(_), Some(_)) => resolver.report_with_advice(
             &["model.config"],
-            "model.config and model.name_or_path exclude each other: one builds a model, the other loads one",
-            "to change a loaded model's config use model.hf_config_kwargs; to name a tokenizer use tokenizer.name_or_path",
+            "model.config and model.name_or_path exclude each other: the first builds a model, the second loads one",
+            "to change a loaded model's config set model.hf_config_kwargs; for a tokenizer set tokenizer.name_or_path",
         ),
         _ => {}
     }
     if model.revision.is_some() && model.name_or_path.is_none() {
-        resolver.wrong(&["model.revision"], "model.revision has no meaning without model.name_or_path");
+        resolver.report(&["model.revision"], "model.revision needs model.name_or_path");
     }
 }
 
 /// Returns the config with its overrides, and the keys that changed the parameters.
 fn config(resolver: &mut Resolver) -> (Option<Config>, Vec<String>) {
     let model = &resolver.recipe().model;
-    let Some(mut config) = resolver.known.config.clone() else { return (None, Vec::new()) };
+    let Some(mut config) = resolver.env.config.clone() else { return (None, Vec::new()) };
     let (key, origin) = match model.config {
         Some(ConfigSource::Inline(_)) => ("model.config", resolver.loaded.origin(&["model.config"])),
         Some(ConfigSource::Path(_)) => ("model.config", resolver.loaded.origin(&["model.config"])),
@@ -100,7 +100,7 @@ fn config(resolver: &mut Resolver) -> (Option<Config>, Vec<String>) {
     match config.apply_overrides(&model.hf_config_kwargs) {
         Ok(reshaped) => (Some(config), reshaped),
         Err(error) => {
-            resolver.wrong(&["model.hf_config_kwargs"], format!("model.hf_config_kwargs: {error}"));
+            resolver.report(&["model.hf_config_kwargs"], format!("model.hf_config_kwargs: {error}"));
             (Some(config), Vec::new())
         }
     }
@@ -111,18 +111,19 @@ fn summary(config: &Config) -> String {
     format!("{}, {layers} layers of {width}, {vocabulary} tokens", config.family().name())
 }
 
-fn init(resolver: &mut Resolver, reshaped: &[String]) -> Init {
+fn init(resolver: &mut Resolver, reshaped: &[String]) -> WeightInit {
     let model = &resolver.recipe().model;
     let kind = resolver.pick("model.type", model.kind, ModelType::Huggingface);
     if model.config.is_some() || kind == ModelType::RandomWeightHf {
-        return resolver.record("weights", Init::Random, Origin::Derived);
+        return resolver.record("weights", WeightInit::Random, Origin::Derived);
     }
     if !reshaped.is_empty() {
         let keys = reshaped.join(", ");
-        resolver.note(format!("the weights are drawn anew, not loaded: model.hf_config_kwargs changes {keys}"));
-        return resolver.record("weights", Init::Random, Origin::Derived);
+        resolver
+            .note(format!("the weights are initialized randomly, not loaded: model.hf_config_kwargs changes {keys}"));
+        return resolver.record("weights", WeightInit::Random, Origin::Derived);
     }
-    resolver.record("weights", Init::Load, Origin::Derived)
+    resolver.record("weights", WeightInit::Load, Origin::Derived)
 }
 
 const ADAPTER: &str = "model.adapter_name_or_path";
@@ -134,14 +135,14 @@ fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfi
         (None, None) => return None,
         (Some(_), Some(_)) => {
             let message = format!("{ADAPTER} and model.peft_config exclude each other: the adapter has its own config");
-            resolver.wrong_because(&[ADAPTER], message, "keep model.peft_config to begin a new adapter");
+            resolver.report_with_advice(&[ADAPTER], message, "keep model.peft_config for a new adapter");
             return None;
         }
         (Some(map), None) => ("model.peft_config", LoraConfig::from_json(&Value::Object(map.clone()))),
         (None, Some(name)) => match local_model(name) {
             Ok(found) => (ADAPTER, LoraConfig::read(&found.map_or_else(|| PathBuf::from(name), |found| found.folder))),
             Err(error) => {
-                resolver.wrong(&[ADAPTER], format!("{ADAPTER}: failed to {error}"));
+                resolver.report(&[ADAPTER], format!("{ADAPTER}: failed to {error}"));
                 return None;
             }
         },
@@ -153,7 +154,7 @@ fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfi
         resolver.pick(ADAPTER, Some(folder), folder);
     }
     let base = model.name_or_path.as_deref().map(folder_or_name);
-    // The target modules can be checked where the config is known.
+    // The target modules can only be checked if the config is known.
     let adapter = adapter.and_then(|adapter| match config {
         Some(config) => Model::new(config.clone(), Some(adapter.clone())).map(|_| adapter),
         None => Ok(adapter),
@@ -164,18 +165,18 @@ fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfi
             None => adapter,
         }),
         Err(error) => {
-            resolver.wrong(&[key], format!("{key}: {error}"));
+            resolver.report(&[key], format!("{key}: {error}"));
             None
         }
     }
 }
 
 /// Combines the three keys that set activation checkpointing, and reports contradictions.
-fn activations(resolver: &mut Resolver) -> Activations {
+fn activations(resolver: &mut Resolver) -> CheckpointingMode {
     let recipe = resolver.recipe();
     let given = recipe.model.activation_checkpoint;
     if given == Some(ActivationCheckpoint::Every(HumanInt(0))) {
-        resolver.wrong(&[ACTIVATIONS[0]], "model.activation_checkpoint.every: expected at least 1, found 0");
+        resolver.report(&[ACTIVATIONS[0]], "model.activation_checkpoint.every: expected at least 1, found 0");
     }
     let disabled = recipe.model.disable_activation_checkpoint;
     let offload = recipe.activation_checkpoint_cpu_offload == Some(true);
@@ -183,59 +184,58 @@ fn activations(resolver: &mut Resolver) -> Activations {
         && (given == ActivationCheckpoint::None) != disabled
     {
         let message = "model.disable_activation_checkpoint contradicts model.activation_checkpoint";
-        resolver.wrong_because(&[ACTIVATIONS[1]], message, "keep model.activation_checkpoint");
+        resolver.report_with_advice(&[ACTIVATIONS[1]], message, "keep model.activation_checkpoint");
     }
-    let offloads = |given| matches!(given, ActivationCheckpoint::Offload | ActivationCheckpoint::OffloadShare(_));
+    let offloads = |given| matches!(given, ActivationCheckpoint::Offload | ActivationCheckpoint::OffloadFraction(_));
     if offload && (disabled == Some(true) || given.is_some_and(|given| !offloads(given))) {
         let other = if given.is_some() { ACTIVATIONS[0] } else { ACTIVATIONS[1] };
         let message = format!("activation_checkpoint_cpu_offload contradicts {other}");
-        resolver.wrong_because(&[ACTIVATIONS[2]], message, "keep model.activation_checkpoint: offload");
+        resolver.report_with_advice(&[ACTIVATIONS[2]], message, "keep model.activation_checkpoint: offload");
     }
-    let spelt_otherwise = match (offload, disabled) {
+    let by_other_keys = match (offload, disabled) {
         (true, _) => Some(ActivationCheckpoint::Offload),
         (false, Some(false)) => Some(ActivationCheckpoint::Full),
         (false, Some(true)) => Some(ActivationCheckpoint::None),
         (false, None) => None,
     };
-    let given = given.or(spelt_otherwise);
+    let given = given.or(by_other_keys);
     let origin = if given.is_some() { resolver.loaded.origin(&ACTIVATIONS) } else { Origin::Default };
-    let share = match resolver.record(ACTIVATIONS[0], given.unwrap_or(ActivationCheckpoint::None), origin) {
-        ActivationCheckpoint::None => return Activations::Keep,
-        ActivationCheckpoint::Full => return Activations::Recompute,
-        ActivationCheckpoint::Selective => return Activations::Selective,
-        ActivationCheckpoint::Every(k) => return Activations::RecomputeEvery(k.0),
+    let fraction = match resolver.record(ACTIVATIONS[0], given.unwrap_or(ActivationCheckpoint::None), origin) {
+        ActivationCheckpoint::None => return CheckpointingMode::None,
+        ActivationCheckpoint::Full => return CheckpointingMode::Full,
+        ActivationCheckpoint::Selective => return CheckpointingMode::Selective,
+        ActivationCheckpoint::Every(k) => return CheckpointingMode::EveryKth(k.0),
         ActivationCheckpoint::Offload => 1.0,
-        ActivationCheckpoint::OffloadShare(share) => share.0,
+        ActivationCheckpoint::OffloadFraction(fraction) => fraction.0,
     };
-    if !(0.0..=1.0).contains(&share) {
-        let message = format!("{}.offload: expected a share of the blocks from 0 to 1, found {share}", ACTIVATIONS[0]);
-        resolver.wrong(&[ACTIVATIONS[0]], message);
+    if !(0.0..=1.0).contains(&fraction) {
+        let message =
+            format!("{}.offload: expected a fraction of the blocks from 0 to 1, found {fraction}", ACTIVATIONS[0]);
+        resolver.report(&[ACTIVATIONS[0]], message);
     }
-    note_parking(resolver);
-    Activations::Offload(share)
+    note_offload_folder(resolver);
+    CheckpointingMode::Offload(fraction)
 }
 
 /// Adds a note with the offload folder, and another if that folder is in RAM.
-fn note_parking(resolver: &mut Resolver) {
-    let TempDir { path, is_memory } = &resolver.known.temp_dir;
+fn note_offload_folder(resolver: &mut Resolver) {
+    let TempDir { path, is_memory } = &resolver.env.temp_dir;
     let folder = path.display();
-    let note = format!("a GPU parks activations in the host's memory, the CPU in {folder} (the environment's TMPDIR)");
+    let note = format!("activations are offloaded to host memory by a GPU, to {folder} (set by TMPDIR) by the CPU");
     resolver.note(note);
     if *is_memory {
         resolver.note(format!(
-            "{folder} is kept in memory (tmpfs): what the CPU parks there saves none; set TMPDIR to a folder on a disk"
+            "{folder} is in memory (tmpfs): activations offloaded there save no memory on the CPU; set TMPDIR to a folder on a disk"
         ));
     }
 }
 
 const TILED_MLP: &str = "tiled_mlp_compute";
 
-fn tiled_mlp(resolver: &mut Resolver, dtype: ComputeDtype) -> bool {
+fn tiled_mlp(resolver: &mut Resolver, dtype: FloatDtype) -> bool {
     let tiled = resolver.pick(TILED_MLP, resolver.recipe().tiled_mlp_compute, false);
-    if tiled && dtype == ComputeDtype::Bf16 && deepspeed::has_bf16_masters(resolver) {
-        resolver.note(format!(
-            "{TILED_MLP}: gradients that are kept in bf16 are rounded once a tile instead of once a micro-batch"
-        ));
+    if tiled && dtype == FloatDtype::Bf16 && deepspeed::has_bf16_masters(resolver) {
+        resolver.note(format!("{TILED_MLP}: bf16 gradients are rounded once a tile instead of once a micro-batch"));
     }
     tiled
 }
@@ -244,33 +244,34 @@ pub(super) const ATTENTION: &str = "model.attn_implementation";
 
 fn attention(resolver: &mut Resolver) -> AttentionChoice {
     let (model, device) = (&resolver.recipe().model, &resolver.recipe().device);
-    let implementation = match resolver.pick(ATTENTION, model.attn_implementation, Attention::Auto) {
-        Attention::Auto => AttentionImpl::Auto,
-        Attention::Cudnn => AttentionImpl::Cudnn,
-        Attention::Fused => AttentionImpl::Fused,
-        Attention::Reference => AttentionImpl::Reference,
+    let implementation = match resolver.pick(ATTENTION, model.attn_implementation, AttnImplementation::Auto) {
+        AttnImplementation::Auto => AttentionImpl::Auto,
+        AttnImplementation::Cudnn => AttentionImpl::Cudnn,
+        AttnImplementation::Fused => AttentionImpl::Fused,
+        AttnImplementation::Reference => AttentionImpl::Reference,
     };
     let written = resolver.loaded.scalar(ATTENTION).filter(|name| name != "auto");
     if let (AttentionImpl::Auto, Some(name)) = (implementation, written) {
-        resolver.note(format!("{ATTENTION}: {name} is read as auto: cuDNN where it can be used, else our own kernels"));
+        resolver.note(format!(
+            "{ATTENTION}: {name} is read as auto: cuDNN if it supports the case, else Candlewick's kernels"
+        ));
     }
     let deterministic = resolver.pick("model.attn_deterministic", model.attn_deterministic, false);
     if implementation == AttentionImpl::Cudnn && device.as_deref() == Some("cpu") {
-        let message = format!("{ATTENTION}: cudnn computes on GPUs only, but device is cpu");
-        resolver.wrong_because(&[ATTENTION], message, "use auto, or fused for our own kernel");
+        let message = format!("{ATTENTION}: cudnn needs a GPU, but device is cpu");
+        resolver.report_with_advice(&[ATTENTION], message, "use auto, or fused for Candlewick's kernels");
     }
-    if implementation == AttentionImpl::Cudnn && model.dtype == Some(Dtype::F32) {
-        let message = format!("{ATTENTION}: cudnn computes in 16 bits only, but model.dtype is f32");
-        resolver.wrong_because(&[ATTENTION], message, "use auto, or model.dtype: bf16");
+    if implementation == AttentionImpl::Cudnn && model.dtype == Some(FloatDtype::F32) {
+        let message = format!("{ATTENTION}: cudnn supports 16-bit dtypes only, but model.dtype is f32");
+        resolver.report_with_advice(&[ATTENTION], message, "use auto, or model.dtype: bf16");
     }
     if implementation == AttentionImpl::Reference {
         if model.activation_checkpoint == Some(ActivationCheckpoint::Selective) {
-            let message = format!("{}: selective keeps nothing of {ATTENTION}: reference", ACTIVATIONS[0]);
-            resolver.wrong_because(&[ACTIVATIONS[0]], message, "use full, or another attention");
+            let message = format!("{}: selective cannot save the output of {ATTENTION}: reference", ACTIVATIONS[0]);
+            resolver.report_with_advice(&[ACTIVATIONS[0]], message, "use full, or another attention");
         }
-        resolver.note(format!(
-            "{ATTENTION}: reference keeps all scores of a sequence in memory; it is there to compare with"
-        ));
+        resolver
+            .note(format!("{ATTENTION}: reference saves all scores of a sequence in memory; use it only for tests"));
     }
     AttentionChoice { implementation, deterministic }
 }
@@ -282,8 +283,8 @@ pub(super) fn resolve_tokenizer(resolver: &mut Resolver) -> TokenizerPlan {
         (Some(name), _) => resolver.pick("tokenizer.name_or_path", Some(name.clone()), String::new()),
         (None, Some(name)) => resolver.record("tokenizer.name_or_path", folder_or_name(name), Origin::Derived),
         (None, None) => {
-            let message = "tokenizer.name_or_path is missing: there is no model folder to take it from";
-            resolver.wrong(&["tokenizer", "model.config"], message);
+            let message = "tokenizer.name_or_path is missing, and no model folder has a tokenizer";
+            resolver.report(&["tokenizer", "model.config"], message);
             String::new()
         }
     };
@@ -296,7 +297,7 @@ pub(super) fn resolve_tokenizer(resolver: &mut Resolver) -> TokenizerPlan {
         let (key, kwargs) = ("tokenizer.chat_template_kwargs", &tokenizer.chat_template_kwargs);
         resolver.pick(key, Some(kwargs), kwargs);
         for problem in kwargs.keys().filter_map(|name| check_variable(name).err()) {
-            resolver.wrong(&[key], format!("{key}: {problem}"));
+            resolver.report(&[key], format!("{key}: {problem}"));
         }
     }
     TokenizerPlan {
@@ -314,9 +315,9 @@ fn chat_template(resolver: &mut Resolver) -> Option<ChatTemplateSource> {
         return Some(ChatTemplateSource::Inline(text.clone()));
     }
     if !Path::new(text).is_file() {
-        let message = format!("tokenizer.chat_template: there is no file {text}");
-        let advice = "give the path of a Jinja file, or the template itself, which has `{` in it";
-        resolver.wrong_because(&["tokenizer.chat_template"], message, advice);
+        let message = format!("tokenizer.chat_template: the file {text} does not exist");
+        let advice = "set the path of a Jinja file, or the template itself (recognized by `{`)";
+        resolver.report_with_advice(&["tokenizer.chat_template"], message, advice);
     }
     Some(ChatTemplateSource::File(PathBuf::from(text)))
 }

@@ -1,29 +1,31 @@
-//! The optimizer and its learning rate.
+//! The optimizer and the learning rate schedule.
 
 use candlewick_ops::LossScaling;
 
 use super::deepspeed;
 use super::resolver::Resolver;
 use crate::data::{DataPlan, Horizon};
-use crate::plan::{ComputeDtype, Init, ModelPlan, OptimizerPlan};
-use crate::recipe::{HumanFloat, OptimizerType, Origin, Scheduler, SchedulerKwargs, SchedulerName, SchedulerType};
-use crate::schedule::{Floor, Ramp, Schedule, Shape, Span};
+use crate::plan::{ModelPlan, OptimizerPlan, WeightInit};
+use crate::recipe::{
+    FloatDtype, HumanFloat, OptimizerType, Origin, SchedulerKwargs, SchedulerName, SchedulerSection, SchedulerType,
+};
+use crate::schedule::{Floor, PhaseLength, Ramp, Schedule, Shape};
 
 const LR: &str = "optimizer.learning_rate";
 const KWARGS: &str = "scheduler.scheduler_specific_kwargs";
 
-pub(super) fn resolve(resolver: &mut Resolver, dtype: ComputeDtype) -> OptimizerPlan {
+pub(super) fn resolve(resolver: &mut Resolver, dtype: FloatDtype) -> OptimizerPlan {
     let optimizer = &resolver.recipe().optimizer;
     if resolver.pick("optimizer.type", optimizer.kind, OptimizerType::FusedAdam) == OptimizerType::CpuAdam {
         resolver.note(
-            "optimizer.type: cpu_adam is AdamW where the weights are; to keep its states in a GPU's host set \
+            "optimizer.type: cpu_adam is AdamW on the device of the weights; to offload its states to host memory set \
              deepspeed.zero_optimization.offload_optimizer: {device: cpu}",
         );
     }
     let origin = resolver.loaded.origin(&[LR, "optimizer.lr"]);
     let learning_rate = resolver.record(LR, optimizer.learning_rate.map_or(5e-4, |lr| lr.0), origin);
     if learning_rate <= 0.0 {
-        resolver.wrong(&[LR, "optimizer.lr"], format!("{LR}: expected above 0, found {learning_rate}"));
+        resolver.report(&[LR, "optimizer.lr"], format!("{LR}: expected above 0, found {learning_rate}"));
     }
     let weight_decay = resolver.number("optimizer.weight_decay", optimizer.weight_decay, 0.1, 0.0, f64::MAX);
     let (beta1, beta2) = optimizer.betas.map_or((0.9, 0.999), |(beta1, beta2)| (beta1.0, beta2.0));
@@ -31,24 +33,24 @@ pub(super) fn resolve(resolver: &mut Resolver, dtype: ComputeDtype) -> Optimizer
     if ![beta1, beta2].iter().all(|beta| (0.0..1.0).contains(beta)) {
         let message =
             format!("optimizer.betas: expected two numbers of at least 0 and below 1, found [{beta1}, {beta2}]");
-        resolver.wrong(&["optimizer.betas"], message);
+        resolver.report(&["optimizer.betas"], message);
     }
     let eps = resolver.pick("optimizer.eps", optimizer.eps.map(|eps| eps.0), 1e-8);
     if eps <= 0.0 {
-        resolver.wrong(&["optimizer.eps"], format!("optimizer.eps: expected above 0, found {eps}"));
+        resolver.report(&["optimizer.eps"], format!("optimizer.eps: expected above 0, found {eps}"));
     }
     let gradient_clipping = gradient_clipping(resolver);
     let (masters, moments) = deepspeed::bf16_states(resolver, dtype);
     let loss_scaling = match dtype {
-        ComputeDtype::F16 => deepspeed::loss_scaling(resolver),
-        ComputeDtype::Bf16 | ComputeDtype::F32 => LossScaling::NONE,
+        FloatDtype::F16 => deepspeed::loss_scaling(resolver),
+        FloatDtype::Bf16 | FloatDtype::F32 => LossScaling::NONE,
     };
     OptimizerPlan { learning_rate, weight_decay, beta1, beta2, eps, gradient_clipping, masters, moments, loss_scaling }
 }
 
-/// Notes that the default learning rate is ArcticTraining's, which suits training from scratch.
+/// Adds a note that the default learning rate, ArcticTraining's, suits training from scratch.
 pub(super) fn note_default_rate(resolver: &mut Resolver, model: &ModelPlan) {
-    if resolver.recipe().optimizer.learning_rate.is_some() || model.init == Init::Random {
+    if resolver.recipe().optimizer.learning_rate.is_some() || model.init == WeightInit::Random {
         return;
     }
     let usual = if model.adapter.is_some() { "1e-4 to 2e-4 for LoRA" } else { "1e-5 to 2e-5 for all weights" };
@@ -65,12 +67,12 @@ fn gradient_clipping(resolver: &mut Resolver) -> Option<f64> {
         && own != other
     {
         let message = format!("{} is {other}, but {} is {own}", KEYS[1], KEYS[0]);
-        resolver.wrong_because(&[KEYS[1]], message, "keep one of them");
+        resolver.report_with_advice(&[KEYS[1]], message, "keep one of them");
     }
     let origin = resolver.loaded.origin(&KEYS);
     let norm = resolver.record(KEYS[0], own.or(deepspeed).unwrap_or(1.0), origin);
     if norm < 0.0 {
-        resolver.wrong(&KEYS, format!("{}: expected at least 0, found {norm}", KEYS[0]));
+        resolver.report(&KEYS, format!("{}: expected at least 0, found {norm}", KEYS[0]));
     }
     (norm > 0.0).then_some(norm)
 }
@@ -79,10 +81,10 @@ pub(super) fn resolve_schedule(resolver: &mut Resolver) -> Schedule {
     let scheduler = &resolver.recipe().scheduler;
     if scheduler.learning_rate.is_some() {
         let keys = ["scheduler.learning_rate", "scheduler.lr"];
-        resolver.wrong_because(&keys, "scheduler.learning_rate has moved", format!("give {LR}"));
+        resolver.report_with_advice(&keys, "scheduler.learning_rate has moved", format!("set {LR}"));
     }
     let name = name(resolver);
-    refuse_foreign_numbers(resolver, name);
+    refuse_other_schedules_kwargs(resolver, name);
     let warmup = warmup(resolver, name);
     let shape = shape(resolver, name);
     if let Ok(serde_json::Value::Object(mut numbers)) = serde_json::to_value(shape) {
@@ -99,37 +101,37 @@ fn name(resolver: &mut Resolver) -> SchedulerName {
     let scheduler = &resolver.recipe().scheduler;
     let is_wsd = scheduler.kind == Some(SchedulerType::Wsd);
     if is_wsd && scheduler.name.is_some_and(|name| name != SchedulerName::WarmupStableDecay) {
-        resolver.wrong(&["scheduler.name"], "scheduler.name contradicts scheduler.type: wsd");
+        resolver.report(&["scheduler.name"], "scheduler.name contradicts scheduler.type: wsd");
     }
     let default = if is_wsd { SchedulerName::WarmupStableDecay } else { SchedulerName::Linear };
     resolver.pick("scheduler.name", scheduler.name, default)
 }
 
-fn warmup(resolver: &mut Resolver, name: SchedulerName) -> Span {
+fn warmup(resolver: &mut Resolver, name: SchedulerName) -> PhaseLength {
     const KEYS: [&str; 3] = ["scheduler.warmup_steps", "scheduler.num_warmup_steps", "scheduler.warmup_ratio"];
-    let Scheduler { warmup_ratio, warmup_steps, .. } = resolver.recipe().scheduler;
+    let SchedulerSection { warmup_ratio, warmup_steps, .. } = resolver.recipe().scheduler;
     let some = warmup_ratio.is_some_and(|ratio| ratio.0 != 0.0) || warmup_steps.is_some_and(|steps| steps.0 != 0);
     if name == SchedulerName::Constant {
         if some {
-            resolver.wrong_because(&KEYS, "scheduler.name: constant has no warm-up", "use constant_with_warmup");
+            resolver.report_with_advice(&KEYS, "scheduler.name: constant has no warm-up", "use constant_with_warmup");
         }
-        return Span::Steps(0);
+        return PhaseLength::Steps(0);
     }
     match (warmup_steps, warmup_ratio) {
         (Some(_), Some(_)) => {
-            resolver.wrong(&KEYS, "scheduler.warmup_steps and scheduler.warmup_ratio exclude each other");
-            Span::Steps(0)
+            resolver.report(&KEYS, "scheduler.warmup_steps and scheduler.warmup_ratio exclude each other");
+            PhaseLength::Steps(0)
         }
         (Some(steps), None) => {
             let origin = resolver.loaded.origin(&KEYS);
-            Span::Steps(resolver.record(KEYS[0], steps.0, origin))
+            PhaseLength::Steps(resolver.record(KEYS[0], steps.0, origin))
         }
-        (None, ratio) => Span::Ratio(resolver.number(KEYS[2], ratio, 0.1, 0.0, 1.0)),
+        (None, ratio) => PhaseLength::Ratio(resolver.number(KEYS[2], ratio, 0.1, 0.0, 1.0)),
     }
 }
 
-/// Refuses numbers of another scheduler than the chosen one, which would be ignored.
-fn refuse_foreign_numbers(resolver: &mut Resolver, name: SchedulerName) {
+/// Refuses arguments of other schedules, which would be ignored.
+fn refuse_other_schedules_kwargs(resolver: &mut Resolver, name: SchedulerName) {
     use SchedulerName::*;
     let own: &[&str] = match name {
         Constant | ConstantWithWarmup | Linear => &[],
@@ -150,21 +152,21 @@ fn refuse_foreign_numbers(resolver: &mut Resolver, name: SchedulerName) {
     let scheduler = &resolver.recipe().scheduler;
     let kwargs = serde_json::to_value(&scheduler.scheduler_specific_kwargs).unwrap_or_default();
     let given = kwargs.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
-    let foreign: Vec<String> = given.map(|(key, _)| key.clone()).filter(|key| !own.contains(&key.as_str())).collect();
-    for key in foreign {
+    let others: Vec<String> = given.map(|(key, _)| key.clone()).filter(|key| !own.contains(&key.as_str())).collect();
+    for key in others {
         let path = format!("{KWARGS}.{key}");
         let advice = match own {
-            [] => "it has no further numbers".to_owned(),
-            own => format!("its numbers: {}", own.join(", ")),
+            [] => "this schedule has no further arguments".to_owned(),
+            own => format!("its arguments: {}", own.join(", ")),
         };
-        resolver.wrong_because(&[&path], format!("{path} is not a number of this schedule"), advice);
+        resolver.report_with_advice(&[&path], format!("{path} is not an argument of this schedule"), advice);
     }
     for (key, given) in
         [("num_decay_steps", scheduler.num_decay_steps.is_some()), ("min_lr_ratio", scheduler.min_lr_ratio.is_some())]
     {
         if given && name != WarmupStableDecay {
             let path = format!("scheduler.{key}");
-            resolver.wrong(&[&path], format!("{path} belongs to the warmup_stable_decay schedule"));
+            resolver.report(&[&path], format!("{path} belongs to the warmup_stable_decay schedule"));
         }
     }
 }
@@ -181,7 +183,7 @@ fn shape(resolver: &mut Resolver, name: SchedulerName) -> Shape {
             let num_cycles = float(kwargs.num_cycles, 1.0);
             if num_cycles < 1.0 || num_cycles.fract() != 0.0 {
                 let key = format!("{KWARGS}.num_cycles");
-                resolver.wrong(&[&key], format!("{key}: expected a whole number of at least 1, found {num_cycles}"));
+                resolver.report(&[&key], format!("{key}: expected a whole number of at least 1, found {num_cycles}"));
             }
             Shape::CosineWithRestarts { num_cycles: num_cycles as usize }
         }
@@ -201,14 +203,14 @@ fn floor(resolver: &mut Resolver, kwargs: &SchedulerKwargs) -> Floor {
         (Some(min_lr), None) => Floor::MinLr(min_lr.0),
         (None, Some(rate)) => Floor::MinLrRate(rate.0),
         _ => {
-            let message = "cosine_with_min_lr: give one of scheduler_specific_kwargs.min_lr and .min_lr_rate";
-            resolver.wrong(&[KWARGS, "scheduler.name"], message);
+            let message = "cosine_with_min_lr: set one of scheduler_specific_kwargs.min_lr and .min_lr_rate";
+            resolver.report(&[KWARGS, "scheduler.name"], message);
             Floor::MinLrRate(0.0)
         }
     }
 }
 
-fn wsd(resolver: &mut Resolver, scheduler: &Scheduler) -> Shape {
+fn wsd(resolver: &mut Resolver, scheduler: &SchedulerSection) -> Shape {
     let kwargs = &scheduler.scheduler_specific_kwargs;
     let both = [
         ("num_decay_steps", kwargs.num_decay_steps.is_some() && scheduler.num_decay_steps.is_some()),
@@ -216,20 +218,20 @@ fn wsd(resolver: &mut Resolver, scheduler: &Scheduler) -> Shape {
     ];
     for (key, _) in both.into_iter().filter(|(_, is_twice)| *is_twice) {
         let path = format!("scheduler.{key}");
-        resolver.wrong(&[&path], format!("{path} and {KWARGS}.{key} are the same number; keep one of them"));
+        resolver.report(&[&path], format!("{path} and {KWARGS}.{key} are the same argument; keep one of them"));
     }
     let steps = kwargs.num_decay_steps.or(scheduler.num_decay_steps);
     let decay = match (steps, kwargs.decay_ratio) {
-        (Some(steps), None) => Span::Steps(steps.0),
-        (None, Some(ratio)) => Span::Ratio(ratio.0),
+        (Some(steps), None) => PhaseLength::Steps(steps.0),
+        (None, Some(ratio)) => PhaseLength::Ratio(ratio.0),
         _ => {
-            let message = "warmup_stable_decay: give one of scheduler_specific_kwargs.num_decay_steps and .decay_ratio";
-            resolver.wrong(&[KWARGS, "scheduler.name", "scheduler.type"], message);
-            Span::Steps(0)
+            let message = "warmup_stable_decay: set one of scheduler_specific_kwargs.num_decay_steps and .decay_ratio";
+            resolver.report(&[KWARGS, "scheduler.name", "scheduler.type"], message);
+            PhaseLength::Steps(0)
         }
     };
     Shape::WarmupStableDecay {
-        stable: kwargs.num_stable_steps.map(|n| Span::Steps(n.0)),
+        stable: kwargs.num_stable_steps.map(|n| PhaseLength::Steps(n.0)),
         decay,
         warmup_type: kwargs.warmup_type.unwrap_or(Ramp::Linear),
         decay_type: kwargs.decay_type.unwrap_or(Ramp::Cosine),
@@ -250,9 +252,9 @@ pub(super) fn check_known_horizon(
         return;
     }
     if let Err(error) = schedule.check(total_steps, optimizer.learning_rate) {
-        resolver.wrong(&["scheduler"], format!("scheduler: failed to {error}"));
+        resolver.report(&["scheduler"], format!("scheduler: failed to {error}"));
     }
-    if let Span::Steps(steps) = schedule.warmup
+    if let PhaseLength::Steps(steps) = schedule.warmup
         && steps > 0
     {
         resolver.record("warmup", format!("{steps} of {total_steps} steps"), Origin::Derived);

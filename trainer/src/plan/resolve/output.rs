@@ -8,7 +8,7 @@ use candlewick_text::conversation::{Conversation, Message, MessageError};
 use super::resolver::Resolver;
 use crate::metrics::{Console, LogPlan};
 use crate::plan::{ExitPlan, GeneratePlan, LoggerPlan};
-use crate::recipe::{DataType, Free, LogLevel, Origin, Prompt};
+use crate::recipe::{DataType, JsonMap, LogLevel, Origin, Prompt};
 
 const NOWHERE: &str = "/dev/null";
 
@@ -30,7 +30,7 @@ fn kill_switch(resolver: &mut Resolver) -> Option<PathBuf> {
         None => resolver.record(KEY, run_folder(resolver)?.join("stop"), Origin::Derived),
     };
     if path.exists() {
-        resolver.note(format!("{KEY}: {} is there already: a run would not start; remove the file", path.display()));
+        resolver.note(format!("{KEY}: {} exists, so the run would not start; remove the file", path.display()));
     }
     Some(path)
 }
@@ -49,7 +49,7 @@ pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
     let default = folder.as_ref().map(|folder| folder.display().to_string()).unwrap_or_default();
     resolver.pick("output_dir", recipe.output_dir.clone(), default);
     // Rank 0 reports for all ranks.
-    let reports = resolver.known.seat.rank == 0;
+    let reports = resolver.env.world.rank == 0;
     let output_dir = folder.filter(|_| reports);
     let key = "train_log_metrics_path";
     let metrics_path = match (&recipe.train_log_metrics_path, &output_dir) {
@@ -63,14 +63,14 @@ pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
         loss_log_interval: resolver.count("loss_log_interval", recipe.loss_log_interval, 1),
         train_log_iter_interval: resolver.count("train_log_iter_interval", recipe.train_log_iter_interval, 1),
         eval_log_iter_interval: resolver.count("eval_log_iter_interval", recipe.eval_log_iter_interval, 1),
-        console: if prints(resolver) { resolver.known.console } else { Console::Quiet },
+        console: if prints(resolver) { resolver.env.console } else { Console::Quiet },
     }
 }
 
 /// Returns true if this rank prints log messages.
 fn prints(resolver: &Resolver) -> bool {
-    let rank = resolver.known.seat.rank;
-    resolver.recipe().logger.print_output_ranks.as_ref().map_or(rank == 0, |ranks| ranks.has(rank))
+    let rank = resolver.env.world.rank;
+    resolver.recipe().logger.print_output_ranks.as_ref().map_or(rank == 0, |ranks| ranks.contains(rank))
 }
 
 pub(super) fn resolve_logger(resolver: &mut Resolver) -> LoggerPlan {
@@ -85,8 +85,8 @@ pub(super) fn resolve_logger(resolver: &mut Resolver) -> LoggerPlan {
         };
         name.to_owned()
     });
-    let rank = resolver.known.seat.rank;
-    let writes = logger.file_output_ranks.as_ref().is_none_or(|ranks| ranks.has(rank));
+    let rank = resolver.env.world.rank;
+    let writes = logger.file_output_ranks.as_ref().is_none_or(|ranks| ranks.contains(rank));
     let dir = logger.output_dir.clone().filter(|dir| dir != NOWHERE && writes);
     if let Some(dir) = &dir {
         resolver.pick("logger.output_dir", Some(dir), dir);
@@ -106,12 +106,12 @@ pub(super) fn resolve_generate(resolver: &mut Resolver) -> Option<GeneratePlan> 
         problem => problem,
     };
     if let Some(problem) = problem {
-        resolver.wrong(&["generate.prompts", "generate"], format!("generate.prompts: {problem}"));
+        resolver.report(&["generate.prompts", "generate"], format!("generate.prompts: {problem}"));
     }
     resolver.pick("generate.prompts", Some(&generate.prompts), &generate.prompts);
     let top_p = resolver.number("generate.top_p", generate.top_p, 1.0, 0.0, 1.0);
     if top_p == 0.0 {
-        resolver.wrong(&["generate.top_p"], "generate.top_p: expected above 0, found 0");
+        resolver.report(&["generate.top_p"], "generate.top_p: expected above 0, found 0");
     }
     let seed = generate.seed.or(recipe.seed).map_or(42, |seed| seed.0);
     Some(GeneratePlan {
@@ -126,7 +126,7 @@ pub(super) fn resolve_generate(resolver: &mut Resolver) -> Option<GeneratePlan> 
 /// Returns the reason why a prompt cannot be answered, if there is one.
 fn problem_of(prompt: &Prompt, kind: Option<DataType>) -> Option<String> {
     let messages = match prompt {
-        Prompt::Text(text) => return text.is_empty().then(|| "expected a list of texts that are not empty".to_owned()),
+        Prompt::Text(text) => return text.is_empty().then(|| "expected a list of non-empty texts".to_owned()),
         Prompt::Messages(messages) => messages,
     };
     if kind == Some(DataType::Causal) {
@@ -136,14 +136,14 @@ fn problem_of(prompt: &Prompt, kind: Option<DataType>) -> Option<String> {
         Err(error) => Some(format!("failed to {error}")),
         Ok(chat) if chat.messages.is_empty() => Some("a list of messages is empty".to_owned()),
         Ok(chat) if chat.messages.last().is_some_and(Message::is_assistant) => {
-            Some("a list of messages ends with the assistant's, so there is nothing to answer".to_owned())
+            Some("a list of messages ends with an assistant message; end it with a user message".to_owned())
         }
         Ok(_) => None,
     }
 }
 
 /// Returns the messages of a prompt as a conversation.
-pub(crate) fn conversation(messages: &[Free]) -> Result<Conversation, MessageError> {
+pub(crate) fn conversation(messages: &[JsonMap]) -> Result<Conversation, MessageError> {
     let messages = messages.iter().map(|fields| Message::from_fields(fields.clone())).collect::<Result<Vec<_>, _>>()?;
     Ok(Conversation::new(messages))
 }

@@ -8,16 +8,16 @@ use super::resolver::Resolver;
 use super::{backend, deepspeed};
 use crate::plan::{ModelPlan, RanksPlan};
 
-const SEQUENCE: &str = "sequence_parallel_size";
-const NORMS: &str = "sequence_parallel";
+const ULYSSES: &str = "sequence_parallel_size";
+const SEQUENCE_PARALLEL: &str = "sequence_parallel";
 
 pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize) -> RanksPlan {
-    let n_in_stage = resolver.known.seat.n_ranks / stages;
+    let n_in_stage = resolver.env.world.n_ranks / stages;
     let tensor = tensor(resolver, n_in_stage, model.config.as_ref());
     let given = resolver.recipe().sequence_parallel;
-    let sequence_parallel = resolver.pick(NORMS, given, true);
+    let sequence_parallel = resolver.pick(SEQUENCE_PARALLEL, given, true);
     if given.is_some() && tensor == 1 {
-        resolver.note(format!("{NORMS} has no effect: no ranks share matrices"));
+        resolver.note(format!("{SEQUENCE_PARALLEL} has no effect without tensor_parallel_size"));
     }
     // The other degrees divide the ranks of one tensor-parallel index.
     let n_ranks = n_in_stage / tensor;
@@ -26,9 +26,9 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
     let sharing = context * sequence;
     let zero_stage = deepspeed::zero_stage(resolver);
     let n_shards = match (zero_stage, deepspeed::shard_size(resolver)) {
-        (0, asked) => {
-            if asked.is_some() {
-                resolver.note(format!("{} has no effect: nothing is sharded in stage 0", deepspeed::SHARD_SIZE));
+        (0, given) => {
+            if given.is_some() {
+                resolver.note(format!("{} has no effect in ZeRO stage 0, which shards nothing", deepspeed::SHARD_SIZE));
             }
             sharing
         }
@@ -36,19 +36,22 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
         (_, Some(size)) if n_ranks.is_multiple_of(size) && size.is_multiple_of(sharing) => size,
         (_, Some(size)) => {
             let fits = |n: &usize| n_ranks.is_multiple_of(*n) && n.is_multiple_of(sharing);
-            let mut message = format!("{}: groups of {size} cannot be made of {n_ranks} ranks", deepspeed::SHARD_SIZE);
+            let mut message =
+                format!("{}: {n_ranks} ranks cannot be divided into groups of {size}", deepspeed::SHARD_SIZE);
             if sharing > 1 {
-                message += &format!(" of which {sharing} share a sequence");
+                message += &format!(", each a multiple of the {sharing} ranks that share a sequence");
             }
-            resolver.wrong_because(&[deepspeed::SHARD_SIZE], message, one_of((1..=n_ranks).filter(fits)));
+            resolver.report_with_advice(&[deepspeed::SHARD_SIZE], message, one_of((1..=n_ranks).filter(fits)));
             sharing
         }
     };
     // With one shard ZeRO has no effect, unless the weights are offloaded to the host.
-    let zero_stage = if n_shards == 1 && !deepspeed::asks_for_weights_on_host(resolver) { 0 } else { zero_stage };
+    let zero_stage = if n_shards == 1 && !deepspeed::wants_weights_on_host(resolver) { 0 } else { zero_stage };
     if zero_stage >= 2 && stages > 1 {
-        let what = if zero_stage == 3 { "weights are gathered and gradients" } else { "gradients are" };
-        resolver.note(format!("{what} summed for every micro-batch of the pipeline; stage 1 sums once a step"));
+        let what = if zero_stage == 3 { "all-gathers weights and reduces gradients" } else { "reduces gradients" };
+        resolver.note(format!(
+            "ZeRO stage {zero_stage} {what} for every micro-batch of the pipeline; stage 1 does so once a step"
+        ));
     }
     let timeout = resolver.positive("ddp_timeout", resolver.recipe().ddp_timeout, 1800);
     let backend = backend::resolve(resolver);
@@ -74,7 +77,7 @@ fn tensor(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>) -> u
     let size = resolver.positive(KEY, given, 1).max(1);
     let divides = |n: &usize| n_ranks.is_multiple_of(*n);
     if !divides(&size) {
-        do_not_fall(resolver, KEY, (n_ranks, "rank"), &format!("groups of {size}"));
+        report_indivisible(resolver, KEY, (n_ranks, "rank"), &format!("groups of {size}"));
         return 1;
     }
     let Some(config) = config else { return size };
@@ -84,17 +87,15 @@ fn tensor(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>) -> u
     // The vocabulary is sharded unevenly, but every rank needs at least one token.
     let all_have_tokens = |n: &usize| (n - 1) * vocabulary.div_ceil(*n) < vocabulary;
     let message = if !is_even(&size) {
-        format!(
-            "{KEY}: {n_query} attention heads, {n_kv} key heads and an MLP of {width} cannot be shared by {size} ranks"
-        )
+        format!("{KEY}: {n_query} attention heads, {n_kv} KV heads and an MLP of {width} cannot be divided by {size}")
     } else if !all_have_tokens(&size) {
-        let share = vocabulary.div_ceil(size);
-        format!("{KEY}: a vocabulary of {vocabulary} does not go around for {size} ranks with {share} tokens each")
+        let n_tokens = vocabulary.div_ceil(size);
+        format!("{KEY}: a vocabulary of {vocabulary} is too small for {size} ranks with {n_tokens} tokens each")
     } else {
         return size;
     };
     let fits = |n: &usize| divides(n) && is_even(n) && all_have_tokens(n);
-    resolver.wrong_because(&[KEY], message, one_of((1..=n_ranks).filter(fits)));
+    resolver.report_with_advice(&[KEY], message, one_of((1..=n_ranks).filter(fits)));
     1
 }
 
@@ -102,52 +103,51 @@ fn tensor(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>) -> u
 /// heads or be a multiple of them.
 fn sequence(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>, tensor: usize) -> usize {
     let given = resolver.recipe().sequence_parallel_size;
-    let size = resolver.positive(SEQUENCE, given, 1).max(1);
+    let size = resolver.positive(ULYSSES, given, 1).max(1);
     if !n_ranks.is_multiple_of(size) {
-        do_not_fall(resolver, SEQUENCE, (n_ranks, "rank"), &format!("groups of {size}"));
+        report_indivisible(resolver, ULYSSES, (n_ranks, "rank"), &format!("groups of {size}"));
         return 1;
     }
     let Some(AttentionHeads { n_query, n_kv, .. }) = config.map(Config::attention_heads) else { return size };
     let (n_query, n_kv) = (n_query / tensor, n_kv / tensor);
     let fits = |n: &usize| n_query.is_multiple_of(*n) && (n_kv.is_multiple_of(*n) || n.is_multiple_of(n_kv));
     if !fits(&size) {
-        let message =
-            format!("{SEQUENCE}: {n_query} attention heads with {n_kv} key heads cannot be shared by {size} ranks");
+        let message = format!("{ULYSSES}: {n_query} attention heads with {n_kv} KV heads cannot be divided by {size}");
         let possible = (1..=n_ranks).filter(|n| n_ranks.is_multiple_of(*n)).filter(fits);
-        resolver.wrong_because(&[SEQUENCE], message, one_of(possible));
+        resolver.report_with_advice(&[ULYSSES], message, one_of(possible));
     }
     size
 }
 
-/// Returns the context-parallel degree: the parts of a sequence in a ring of `n_groups` groups of `sequence` ranks.
+/// Returns the context-parallel degree: the size of a ring among `n_groups` groups of `sequence` ranks.
 fn context(resolver: &mut Resolver, n_groups: usize, sequence: usize, attention: AttentionImpl) -> usize {
     const KEY: &str = "context_parallel_size";
     let given = resolver.recipe().context_parallel_size;
     let size = resolver.positive(KEY, given, 1).max(1);
     if !n_groups.is_multiple_of(size) {
         let unit = if sequence == 1 { "rank".to_owned() } else { format!("group of {sequence} ranks") };
-        do_not_fall(resolver, KEY, (n_groups, &unit), &format!("rings of {size}"));
+        report_indivisible(resolver, KEY, (n_groups, &unit), &format!("rings of {size}"));
         return 1;
     }
     if size > 1 && matches!(attention, AttentionImpl::Cudnn | AttentionImpl::Reference) {
-        let message = format!("{KEY}: {attention} attention cannot compute with a part of the keys");
-        resolver.wrong_because(&[ATTENTION, KEY], message, format!("use {ATTENTION}: auto or fused"));
+        let message = format!("{KEY}: {attention} attention does not support chunks of the keys");
+        resolver.report_with_advice(&[ATTENTION, KEY], message, format!("use {ATTENTION}: auto or fused"));
     }
     size
 }
 
-/// Reports that `n` of `unit` (a word, or a word and an attribute) cannot be divided into `into`.
-pub(super) fn do_not_fall(resolver: &mut Resolver, key: &str, (n, unit): (usize, &str), into: &str) {
+/// Reports that `n` of `unit` (a noun with an optional attribute) cannot be divided into `into`.
+pub(super) fn report_indivisible(resolver: &mut Resolver, key: &str, (n, unit): (usize, &str), into: &str) {
     let (word, attribute) = unit.split_at(unit.find(' ').unwrap_or(unit.len()));
     let message = match n {
-        1 => format!("{key}: 1 {unit} does not fall into {into}"),
-        _ => format!("{key}: {n} {word}s{attribute} do not fall into {into}"),
+        1 => format!("{key}: 1 {unit} cannot be divided into {into}"),
+        _ => format!("{key}: {n} {word}s{attribute} cannot be divided into {into}"),
     };
-    let advice = match resolver.known.seat.n_ranks {
-        1 => "start as many as the recipe is for; to ask about them before, say how many with --ranks N".to_owned(),
+    let advice = match resolver.env.world.n_ranks {
+        1 => "start the ranks that the recipe needs; to check it before, pass their number with --ranks N".to_owned(),
         _ => one_of((1..=n).filter(|possible| n.is_multiple_of(*possible))),
     };
-    resolver.wrong_because(&[key], message, advice);
+    resolver.report_with_advice(&[key], message, advice);
 }
 
 pub(super) fn one_of(numbers: impl Iterator<Item = usize>) -> String {

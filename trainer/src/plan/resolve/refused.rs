@@ -1,4 +1,4 @@
-//! Keys of the schema that are not implemented yet: refused by name where they would change the run, never ignored.
+//! Keys of the schema that are not implemented yet. Each is an error if it would change the run.
 
 use super::resolver::Resolver;
 use crate::recipe::{ArcticMoe, DataSource, DataType, HumanInt, OptimizerType, SourceType};
@@ -21,17 +21,17 @@ fn top_level(resolver: &mut Resolver) {
     let recipe = resolver.recipe();
     let degree = |n: Option<HumanInt>| n.is_some_and(|n| n.0 > 1);
     let on = |flag: Option<bool>| flag == Some(true);
-    for (key, is_asked) in [
+    for (key, is_set) in [
         ("expert_parallel_size", degree(recipe.expert_parallel_size)),
         ("arctic_moe", recipe.arctic_moe == Some(ArcticMoe::On)),
         ("enable_arctic_moe_custom_optimization", on(recipe.enable_arctic_moe_custom_optimization)),
         ("enable_routing_replay", on(recipe.enable_routing_replay)),
         ("mem_profiler", recipe.mem_profiler.is_some()),
     ] {
-        refuse(resolver, key, is_asked);
+        refuse(resolver, key, is_set);
     }
     if recipe.expert_parallel_size == Some(HumanInt(0)) {
-        resolver.wrong(&["expert_parallel_size"], "expert_parallel_size: expected at least 1, found 0");
+        resolver.report(&["expert_parallel_size"], "expert_parallel_size: expected at least 1, found 0");
     }
 }
 
@@ -75,7 +75,7 @@ fn check_source(resolver: &mut Resolver, path: &str, source: &DataSource) {
     }
 }
 
-/// Keys that are accepted so that recipes written for ArcticTraining run, and that change nothing here. It is said.
+/// Adds a note for each key that is accepted for compatibility with ArcticTraining and has no effect.
 fn without_effect(resolver: &mut Resolver) {
     for key in [
         "skip_validation",
@@ -95,30 +95,30 @@ fn without_effect(resolver: &mut Resolver) {
     if resolver.recipe().kind == Some(DataType::Causal) {
         for key in ["data.mask_inputs", "data.ignore_empty_think", "tokenizer.chat_template"] {
             if resolver.loaded.is_set(key) {
-                resolver.note(format!("{key} has no effect on `type: causal`: every token of a text is learned"));
+                resolver.note(format!("{key} has no effect on `type: causal`: every token is a target"));
             }
         }
     }
 }
 
 fn code(resolver: &mut Resolver) {
-    let beside = resolver.loaded.source().path.with_file_name("train.py");
+    let train_py = resolver.loaded.source().path.with_file_name("train.py");
     match &resolver.recipe().code {
-        Some(name) if name != "train.py" || resolver.known.has_train_py => {
-            let advice = "remove the key; what the code changes has to be a key of the recipe or a change here";
-            resolver.wrong_because(&["code"], format!("code: Python code ({name}) is not supported"), advice);
+        Some(name) if name != "train.py" || resolver.env.has_train_py => {
+            let advice = "remove the key; the recipe's keys must express what the code changes";
+            resolver.report_with_advice(&["code"], format!("code: Python code ({name}) is not supported"), advice);
         }
-        None if resolver.known.has_train_py => {
-            resolver.note(format!("{} is not run: Python code is not supported", beside.display()));
+        None if resolver.env.has_train_py => {
+            resolver.note(format!("{} is not executed: Python code is not supported", train_py.display()));
         }
         _ => {}
     }
 }
 
-fn refuse(resolver: &mut Resolver, key: &str, is_asked: bool) {
-    if is_asked {
+fn refuse(resolver: &mut Resolver, key: &str, is_set: bool) {
+    if is_set {
         let what = resolver.loaded.scalar(key).map_or(key.to_owned(), |value| format!("{key}: {value}"));
-        let advice = "remove the key, or give it its default value";
-        resolver.wrong_because(&[key], format!("`{what}` is not implemented yet"), advice);
+        let advice = "remove the key, or set it to its default";
+        resolver.report_with_advice(&[key], format!("`{what}` is not implemented yet"), advice);
     }
 }

@@ -1,22 +1,22 @@
-//! The state of a resolution: values or their defaults, faults, settings and notes.
+//! The state of a resolution: settings, faults and notes.
 
 use serde::Serialize;
 
-use super::known::Known;
+use super::environment::Environment;
 use crate::plan::Setting;
 use crate::recipe::{Fault, HumanFloat, HumanInt, Loaded, Origin, Recipe, RecipeError};
 
 pub(super) struct Resolver<'a> {
     pub(super) loaded: &'a Loaded,
-    pub(super) known: &'a Known,
+    pub(super) env: &'a Environment,
     faults: Vec<Fault>,
     settings: Vec<Setting>,
     notes: Vec<String>,
 }
 
 impl<'a> Resolver<'a> {
-    pub(super) fn new(loaded: &'a Loaded, known: &'a Known) -> Self {
-        Self { loaded, known, faults: Vec::new(), settings: Vec::new(), notes: loaded.notes().to_vec() }
+    pub(super) fn new(loaded: &'a Loaded, env: &'a Environment) -> Self {
+        Self { loaded, env, faults: Vec::new(), settings: Vec::new(), notes: loaded.notes().to_vec() }
     }
 
     pub(super) fn recipe(&self) -> &'a Recipe {
@@ -38,7 +38,7 @@ impl<'a> Resolver<'a> {
     pub(super) fn positive(&mut self, key: &str, given: Option<HumanInt>, default: usize) -> usize {
         let value = self.count(key, given, default);
         if value == 0 {
-            self.wrong(&[key], format!("{key}: expected at least 1, found 0"));
+            self.report(&[key], format!("{key}: expected at least 1, found 0"));
         }
         value
     }
@@ -48,7 +48,7 @@ impl<'a> Resolver<'a> {
         let value = self.pick(key, given.map(|x| x.0), default);
         if !(low..=high).contains(&value) {
             let bounds = if high == f64::MAX { format!("at least {low}") } else { format!("{low} to {high}") };
-            self.wrong(&[key], format!("{key}: expected {bounds}, found {value}"));
+            self.report(&[key], format!("{key}: expected {bounds}, found {value}"));
         }
         value
     }
@@ -59,13 +59,13 @@ impl<'a> Resolver<'a> {
         value
     }
 
-    /// Reports a fault at the first of these keys that was given.
-    pub(super) fn wrong(&mut self, keys: &[&str], message: impl Into<String>) {
+    /// Reports a fault at the first of these keys that is set.
+    pub(super) fn report(&mut self, keys: &[&str], message: impl Into<String>) {
         self.faults.push(self.loaded.fault(keys, message));
     }
 
     /// Reports a fault at a key, with advice.
-    pub(super) fn wrong_because(&mut self, keys: &[&str], message: impl Into<String>, advice: impl Into<String>) {
+    pub(super) fn report_with_advice(&mut self, keys: &[&str], message: impl Into<String>, advice: impl Into<String>) {
         self.faults.push(self.loaded.fault(keys, message).note(advice));
     }
 

@@ -4,23 +4,23 @@ use candlewick_text::source::SampleBy;
 use serde_json::Value;
 
 use super::resolver::Resolver;
-use crate::data::{Kind, Sampling, SourcePlan};
-use crate::recipe::{DataSource, Free, HumanFloat, SourceMap, SourceType};
+use crate::data::{DataKind, Sampling, SourcePlan};
+use crate::recipe::{DataSource, HumanFloat, JsonMap, SourceOptions, SourceType};
 
-/// Returns the training sources, the evaluation sources, and the share of the training data that is held out.
-pub(super) fn resolve(resolver: &mut Resolver, kind: Kind) -> (Vec<SourcePlan>, Vec<SourcePlan>, f64) {
+/// Returns the training sources, the evaluation sources, and the held-out fraction of the training data.
+pub(super) fn resolve(resolver: &mut Resolver, kind: DataKind) -> (Vec<SourcePlan>, Vec<SourcePlan>, f64) {
     let data = &resolver.recipe().data;
     if data.sources.is_empty() {
-        let advice = "give data.sources: a list of files, folders or Hub ids";
-        resolver.wrong_because(&["data.sources", "data"], "data.sources: there is nothing to train on", advice);
+        let advice = "set data.sources: a list of files, folders or Hub ids";
+        resolver.report_with_advice(&["data.sources", "data"], "data.sources: no training data are set", advice);
     }
     let sources = list(resolver, "data.sources", &data.sources, kind);
     let eval_sources = list(resolver, "data.eval_sources", &data.eval_sources, kind);
-    let fraction = held_out(resolver, !eval_sources.is_empty());
+    let fraction = eval_fraction(resolver, !eval_sources.is_empty());
     (sources, eval_sources, fraction)
 }
 
-fn list(resolver: &mut Resolver, key: &str, given: &[DataSource], kind: Kind) -> Vec<SourcePlan> {
+fn list(resolver: &mut Resolver, key: &str, given: &[DataSource], kind: DataKind) -> Vec<SourcePlan> {
     let mut plans = Vec::with_capacity(given.len());
     for (idx, source) in given.iter().enumerate() {
         // A single source may be written without a list.
@@ -34,20 +34,20 @@ fn list(resolver: &mut Resolver, key: &str, given: &[DataSource], kind: Kind) ->
     plans
 }
 
-fn one(resolver: &mut Resolver, path: &str, source: &SourceMap, kind: Kind) -> SourcePlan {
+fn one(resolver: &mut Resolver, path: &str, source: &SourceOptions, kind: DataKind) -> SourcePlan {
     check_kind(resolver, path, source, kind);
     if source.name_or_path.is_none() && source.kind != Some(SourceType::Snowflake) {
-        resolver.wrong(&[path], format!("the key `{path}.name_or_path` is missing"));
+        resolver.report(&[path], format!("the key `{path}.name_or_path` is missing"));
     }
     let subset = match (&source.subset, source.kwargs.get("name").and_then(serde_json::Value::as_str)) {
         (Some(subset), Some(name)) if subset != name => {
-            resolver.wrong(&[&format!("{path}.subset")], format!("{path}.subset contradicts {path}.kwargs.name"));
+            resolver.report(&[&format!("{path}.subset")], format!("{path}.subset contradicts {path}.kwargs.name"));
             None
         }
         (subset, name) => subset.clone().or_else(|| name.map(str::to_owned)),
     };
-    let Loading { data_files, field, sample_by, delimiter } =
-        loading(resolver, &format!("{path}.kwargs"), &source.kwargs);
+    let LoadArguments { data_files, field, sample_by, delimiter } =
+        load_arguments(resolver, &format!("{path}.kwargs"), &source.kwargs);
     SourcePlan {
         name_or_path: source.name_or_path.clone().unwrap_or_default(),
         revision: source.revision.clone(),
@@ -69,18 +69,18 @@ fn one(resolver: &mut Resolver, path: &str, source: &SourceMap, kind: Kind) -> S
 
 /// The arguments of `datasets.load_dataset` that describe files.
 #[derive(Default)]
-struct Loading {
+struct LoadArguments {
     data_files: Vec<(Option<String>, String)>,
     field: Option<String>,
     sample_by: Option<String>,
     delimiter: Option<u8>,
 }
 
-fn loading(resolver: &mut Resolver, path: &str, kwargs: &Free) -> Loading {
+fn load_arguments(resolver: &mut Resolver, path: &str, kwargs: &JsonMap) -> LoadArguments {
     /// Keys that change the behaviour of `datasets`, but not the rows.
     const INERT: [&str; 4] = ["verification_mode", "trust_remote_code", "num_proc", "keep_in_memory"];
     const READ: [&str; 6] = ["name", "data_files", "field", "sample_by", "delimiter", "sep"];
-    let mut loading = Loading::default();
+    let mut loading = LoadArguments::default();
     for (key, value) in kwargs.iter().filter(|(key, value)| !INERT.contains(&key.as_str()) && !value.is_null()) {
         let text = value.as_str().map(str::to_owned);
         let (want, is_right) = match key.as_str() {
@@ -106,13 +106,13 @@ fn loading(resolver: &mut Resolver, path: &str, kwargs: &Free) -> Loading {
             },
             _ => {
                 let at = format!("{path}.{key}");
-                let advice = format!("remove the key; those that are read: {}", READ.join(", "));
-                resolver.wrong_because(&[&at], format!("`{at}` is not implemented yet"), advice);
+                let advice = format!("remove the key; supported keys: {}", READ.join(", "));
+                resolver.report_with_advice(&[&at], format!("`{at}` is not implemented yet"), advice);
                 continue;
             }
         };
         if !is_right {
-            resolver.wrong(&[&format!("{path}.{key}")], format!("{path}.{key}: expected {want}, found {value}"));
+            resolver.report(&[&format!("{path}.{key}")], format!("{path}.{key}: expected {want}, found {value}"));
         }
     }
     loading
@@ -135,25 +135,25 @@ fn data_files(value: &Value) -> Option<Vec<(Option<String>, String)>> {
     (!files.is_empty()).then_some(files)
 }
 
-fn check_kind(resolver: &mut Resolver, path: &str, source: &SourceMap, kind: Kind) {
+fn check_kind(resolver: &mut Resolver, path: &str, source: &SourceOptions, kind: DataKind) {
     let (run, excluded) = match kind {
-        Kind::Sft => ("sft", SourceType::HuggingfaceCausal),
-        Kind::Causal => ("causal", SourceType::HuggingfaceInstruct),
+        DataKind::Sft => ("sft", SourceType::HuggingfaceCausal),
+        DataKind::Causal => ("causal", SourceType::HuggingfaceInstruct),
     };
     if source.kind == Some(excluded) {
-        let message = format!("{path}.type: not a source for `type: {run}`");
-        resolver.wrong_because(&[&format!("{path}.type")], message, "remove the key");
+        let message = format!("{path}.type: this source type does not support `type: {run}`");
+        resolver.report_with_advice(&[&format!("{path}.type")], message, "remove the key");
     }
     let has_roles = !source.role_mapping.0.is_empty();
-    if has_roles && (kind == Kind::Causal || source.kind == Some(SourceType::HuggingfaceCausal)) {
+    if has_roles && (kind == DataKind::Causal || source.kind == Some(SourceType::HuggingfaceCausal)) {
         let message = format!("{path}.role_mapping: plain text has no roles");
-        resolver.wrong(&[&format!("{path}.role_mapping")], message);
+        resolver.report(&[&format!("{path}.role_mapping")], message);
     }
     for (role, column) in &source.role_mapping.0 {
         if !matches!(column.split('.').count(), 1 | 3) {
             let key = format!("{path}.role_mapping.{role}");
             let message = format!("{key}: expected a column, or array.field.value, found `{column}`");
-            resolver.wrong(&[&key], message);
+            resolver.report(&[&key], message);
         }
     }
     if let Some(format) = &source.format {
@@ -167,25 +167,25 @@ fn check_format(resolver: &mut Resolver, key: &str, format: &str) {
         return;
     }
     let advice = format!("values: {}", FORMATS.join(", "));
-    resolver.wrong_because(&[key], format!("{key}: unknown value {format:?}"), advice);
+    resolver.report_with_advice(&[key], format!("{key}: unknown value {format:?}"), advice);
 }
 
-fn sampling(resolver: &mut Resolver, path: &str, source: &SourceMap) -> Sampling {
+fn sampling(resolver: &mut Resolver, path: &str, source: &SourceOptions) -> Sampling {
     let (ratio_key, count_key) = (format!("{path}.sample_ratio"), format!("{path}.sample_count"));
     match (source.sample_ratio, source.sample_count) {
         (Some(_), Some(_)) => {
-            resolver.wrong(&[&count_key], format!("{count_key} and sample_ratio exclude each other"));
+            resolver.report(&[&count_key], format!("{count_key} and sample_ratio exclude each other"));
             Sampling::All
         }
         (Some(HumanFloat(ratio)), None) => {
             if !(ratio > 0.0 && ratio <= 1.0) {
-                resolver.wrong(&[&ratio_key], format!("{ratio_key}: expected above 0 and at most 1, found {ratio}"));
+                resolver.report(&[&ratio_key], format!("{ratio_key}: expected above 0 and at most 1, found {ratio}"));
             }
             Sampling::Ratio(ratio)
         }
         (None, Some(count)) => {
             if count.0 == 0 {
-                resolver.wrong(&[&count_key], format!("{count_key}: expected at least 1, found 0"));
+                resolver.report(&[&count_key], format!("{count_key}: expected at least 1, found 0"));
             }
             Sampling::Count(count.0)
         }
@@ -193,17 +193,17 @@ fn sampling(resolver: &mut Resolver, path: &str, source: &SourceMap) -> Sampling
     }
 }
 
-fn held_out(resolver: &mut Resolver, has_eval_sources: bool) -> f64 {
+fn eval_fraction(resolver: &mut Resolver, has_eval_sources: bool) -> f64 {
     const KEY: &str = "data.train_eval_split";
     let given = resolver.recipe().data.train_eval_split;
     let (train, eval) = given.map_or((1.0, 0.0), |(train, eval)| (train.0, eval.0));
     resolver.pick(KEY, given.map(|_| (train, eval)), (train, eval));
     if train <= 0.0 || eval < 0.0 || (train + eval - 1.0).abs() > 1e-9 {
-        let message = format!("{KEY}: expected two shares that sum to 1, found [{train}, {eval}]");
-        resolver.wrong_because(&[KEY], message, "for example [0.9, 0.1]");
+        let message = format!("{KEY}: expected two fractions that sum to 1, found [{train}, {eval}]");
+        resolver.report_with_advice(&[KEY], message, "for example [0.9, 0.1]");
     } else if eval > 0.0 && has_eval_sources {
         let message = format!("{KEY} and data.eval_sources exclude each other");
-        resolver.wrong_because(&[KEY], message, "keep one of them as the evaluation data");
+        resolver.report_with_advice(&[KEY], message, "keep one of them as the evaluation data");
     }
     eval
 }

@@ -48,7 +48,7 @@ mod tests {
 ";
 
     #[test]
-    fn the_nearest_mount_tells_memory_from_disk() {
+    fn the_nearest_mount_decides_between_memory_and_disk() {
         for (path, want) in [
             ("/", false),
             ("/var/tmp", false),

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::key::Key;
-use super::search::{self, Algorithm, Failure, Library, Timed};
+use super::key::GemmKey;
+use super::search::{self, Algorithm, GemmError, Library, Timed};
 
 /// Version of the file format. Raise it when older files can no longer be read.
 const FORMAT: u32 = 1;
@@ -55,15 +55,15 @@ impl Choices {
     /// Returns the stored algorithm of a GEMM, or times the candidates and stores the fastest.
     ///
     /// Returns `None` if no candidate can be timed, or if the library refuses the stored one.
-    pub(super) fn choose(&mut self, library: &mut impl Library, key: &Key) -> Result<Option<Algorithm>, String> {
+    pub(super) fn choose(&mut self, library: &mut impl Library, key: &GemmKey) -> Result<Option<Algorithm>, String> {
         let name = key.to_string();
         let Some(stored) = self.get(&name) else {
             return Ok(search::fastest(library, key)?.map(|timed| self.store(&name, &timed)));
         };
         match library.check(&stored) {
             Ok(()) => Ok(Some(stored)),
-            Err(Failure::Fatal(why)) => Err(why),
-            Err(Failure::Refused(why)) => {
+            Err(GemmError::Fatal(why)) => Err(why),
+            Err(GemmError::Refused(why)) => {
                 self.warn(format_args!("the tuned algorithm of {name} is refused ({why}): remove the file"));
                 Ok(None)
             }

@@ -8,8 +8,8 @@ use candle_core::cuda_backend::cudarc::cublas::sys;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 
 use super::operands::{Gemm, Matrix};
-use super::search::Failure;
-use crate::cuda::{Address, Gpu};
+use super::search::GemmError;
+use crate::cuda::{DeviceAddress, Gpu};
 
 /// cuBLAS handle on one stream, with the caller's workspace. It lives as long as the process.
 pub(super) struct Cublas(sys::cublasHandle_t);
@@ -23,18 +23,22 @@ impl Cublas {
     /// # Safety
     ///
     /// The workspace must belong to this stream and live as long as the process.
-    pub(super) unsafe fn open(stream: &CudaStream, workspace: Address, n_bytes: usize) -> Result<Self, Failure> {
-        let handle = result::create_handle().map_err(|error| Failure::of_status(error.0))?;
+    pub(super) unsafe fn open(
+        stream: &CudaStream,
+        workspace: DeviceAddress,
+        n_bytes: usize,
+    ) -> Result<Self, GemmError> {
+        let handle = result::create_handle().map_err(|error| GemmError::of_status(error.0))?;
         // Keep partial sums in f32, as with cuBLASLt.
         let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
-        // SAFETY: the handle is open; the caller answers for the workspace.
+        // SAFETY: the handle is open; the caller guarantees a valid workspace.
         unsafe {
-            result::set_stream(handle, stream.cu_stream().cast()).map_err(|error| Failure::of_status(error.0))?;
+            result::set_stream(handle, stream.cu_stream().cast()).map_err(|error| GemmError::of_status(error.0))?;
             // Setting the stream drops the workspace, so it comes after.
             sys::cublasSetWorkspace_v2(handle, workspace as *mut c_void, n_bytes)
                 .result()
-                .map_err(|error| Failure::of_status(error.0))?;
-            sys::cublasSetMathMode(handle, mode).result().map_err(|error| Failure::of_status(error.0))?;
+                .map_err(|error| GemmError::of_status(error.0))?;
+            sys::cublasSetMathMode(handle, mode).result().map_err(|error| GemmError::of_status(error.0))?;
         }
         Ok(Self(handle))
     }
@@ -45,7 +49,7 @@ impl Cublas {
     /// # Safety
     ///
     /// As for [`Gemm::run`].
-    pub(super) unsafe fn run(&self, gemm: &Gemm, gpu: Gpu) -> Result<(), Failure> {
+    pub(super) unsafe fn run(&self, gemm: &Gemm, gpu: Gpu) -> Result<(), GemmError> {
         let Gemm { m, n, k, a, b, .. } = *gemm;
         let (data, c_data) = (data_type(gemm.dtype)?, data_type(gemm.c_dtype)?);
         let stride = |matrix: Matrix, sizes| int(matrix.in_memory(sizes)[2]);
@@ -53,8 +57,8 @@ impl Cublas {
         let (m, n, k) = (int(m)?, int(n)?, int(k)?);
         let is_added = gemm.plus.is_some() || gemm.bias.is_some();
         if is_added {
-            // SAFETY: the caller answers for the addresses.
-            unsafe { gemm.fill(gpu) }.map_err(|error| Failure::Fatal(error.to_string()))?;
+            // SAFETY: the caller guarantees valid addresses.
+            unsafe { gemm.fill(gpu) }.map_err(|error| GemmError::Fatal(error.to_string()))?;
         }
         let (alpha, beta) = (1.0f32, if is_added { 1.0f32 } else { 0.0 });
         // cuBLAS is column-major: a row-major c = a b is a column-major c^T = b^T a^T.
@@ -82,12 +86,12 @@ impl Cublas {
                 sys::cublasGemmAlgo_t::CUBLAS_GEMM_DFALT,
             )
         };
-        status.result().map_err(|error| Failure::of_status(error.0))
+        status.result().map_err(|error| GemmError::of_status(error.0))
     }
 }
 
-fn int(n: usize) -> Result<c_int, Failure> {
-    c_int::try_from(n).map_err(|_| Failure::Refused(format!("it counts to 2^31 - 1, not to {n}")))
+fn int(n: usize) -> Result<c_int, GemmError> {
+    c_int::try_from(n).map_err(|_| GemmError::Refused(format!("it counts to 2^31 - 1, not to {n}")))
 }
 
 fn operation(matrix: Matrix) -> sys::cublasOperation_t {
@@ -97,11 +101,11 @@ fn operation(matrix: Matrix) -> sys::cublasOperation_t {
     }
 }
 
-fn data_type(dtype: DType) -> Result<sys::cudaDataType, Failure> {
+fn data_type(dtype: DType) -> Result<sys::cudaDataType, GemmError> {
     match dtype {
         DType::F32 => Ok(sys::cudaDataType::CUDA_R_32F),
         DType::BF16 => Ok(sys::cudaDataType::CUDA_R_16BF),
         DType::F16 => Ok(sys::cudaDataType::CUDA_R_16F),
-        other => Err(Failure::Refused(format!("it computes in f32, bf16 and f16, not {other:?}"))),
+        other => Err(GemmError::Refused(format!("it computes in f32, bf16 and f16, not {other:?}"))),
     }
 }

@@ -1,4 +1,4 @@
-//! [`Gemm`] by cuBLASLt: descriptors and an algorithm are created once for each [`Key`].
+//! [`Gemm`] by cuBLASLt: descriptors and an algorithm are created once for each [`GemmKey`].
 
 use std::collections::{HashMap, HashSet, hash_map};
 use std::ffi::c_void;
@@ -14,11 +14,11 @@ use candle_core::{CudaDevice, Error, Result};
 use super::choices::Choices;
 use super::cublas::Cublas;
 use super::descriptors::{Preference, Problem, WORKSPACE_BYTES};
-use super::key::Key;
+use super::key::GemmKey;
 use super::lru_cache::LruCache;
 use super::operands::Gemm;
-use super::search::{self, Algorithm, Failure, Library, Limits, Route};
-use crate::cuda::{Address, Gpu};
+use super::search::{self, Algorithm, GemmError, Library, Limits, Route};
+use crate::cuda::{DeviceAddress, Gpu};
 use crate::nvidia::tuned_gemms;
 
 /// Most plans per device. A training step needs about a hundred; one takes about 2 KiB of host memory.
@@ -35,7 +35,7 @@ static DEVICES: LazyLock<Mutex<HashMap<DeviceId, CublasLt>>> = LazyLock::new(Mut
 /// cuBLASLt state of one device.
 struct CublasLt {
     handle: sys::cublasLtHandle_t,
-    plans: LruCache<Key, Plan>,
+    plans: LruCache<GemmKey, Plan>,
     /// Streams by address. None is ever removed: a workspace keeps its stream alive.
     streams: HashMap<usize, Stream>,
     /// Tuned algorithms; `None` without tuning.
@@ -70,7 +70,7 @@ pub(super) unsafe fn run(gemm: &Gemm, device: &CudaDevice) -> Result<()> {
         hash_map::Entry::Occupied(entry) => entry.into_mut(),
         hash_map::Entry::Vacant(entry) => entry.insert(CublasLt::open(device)?),
     };
-    // SAFETY: the caller answers for the addresses.
+    // SAFETY: the caller guarantees valid addresses.
     unsafe { library.run(gemm, device) }.map_err(|error| failed(&error))
 }
 
@@ -96,7 +96,7 @@ impl CublasLt {
     /// As for [`Gemm::run`].
     unsafe fn run(&mut self, gemm: &Gemm, device: &CudaDevice) -> std::result::Result<(), String> {
         let Self { handle, plans, streams, choices, logged } = self;
-        let (handle, key) = (*handle, Key::of(gemm));
+        let (handle, key) = (*handle, GemmKey::of(gemm));
         let stream = match streams.entry(device.cuda_stream().cu_stream() as usize) {
             hash_map::Entry::Occupied(entry) => entry.into_mut(),
             hash_map::Entry::Vacant(entry) => {
@@ -108,9 +108,9 @@ impl CublasLt {
             match ran {
                 Ok(()) => return Ok(()),
                 // cublasGemmEx has overwritten c before it refuses, so nothing can be retried.
-                Err(Failure::Refused(why)) if *route == Route::GemmEx => return Err(why),
-                Err(Failure::Refused(_)) => {}
-                Err(Failure::Fatal(why)) => return Err(why),
+                Err(GemmError::Refused(why)) if *route == Route::GemmEx => return Err(why),
+                Err(GemmError::Refused(_)) => {}
+                Err(GemmError::Fatal(why)) => return Err(why),
             }
         }
         let problem = Problem::new(gemm).map_err(|failure| failure.to_string())?;
@@ -160,19 +160,19 @@ impl<'a> Call<'a> {
         problem: &'a Problem,
         stream: &'a mut Stream,
         device: &'a CudaDevice,
-    ) -> std::result::Result<Self, Failure> {
+    ) -> std::result::Result<Self, GemmError> {
         problem.set_bias(gemm)?;
         Ok(Self { handle, gemm, problem, stream, device })
     }
 
-    fn follow(&mut self, route: Route) -> std::result::Result<(), Failure> {
+    fn follow(&mut self, route: Route) -> std::result::Result<(), GemmError> {
         match route {
             Route::Lt(algorithm) => self.multiply(&algorithm),
             Route::GemmEx => self.multiply_by_gemm_ex(),
         }
     }
 
-    fn workspace(&self) -> Address {
+    fn workspace(&self) -> DeviceAddress {
         let stream = self.device.cuda_stream();
         self.stream.workspace.device_ptr(&stream).0
     }
@@ -185,9 +185,9 @@ impl<'a> Call<'a> {
     unsafe fn launch(
         &self,
         algorithm: &Algorithm,
-        addend: Address,
-        output: Address,
-    ) -> std::result::Result<(), Failure> {
+        addend: DeviceAddress,
+        output: DeviceAddress,
+    ) -> std::result::Result<(), GemmError> {
         let Self { gemm, problem, .. } = self;
         let (alpha, beta) = (1.0f32, if gemm.plus.is_some() { 1.0f32 } else { 0.0 });
         let algorithm = cublasLtMatmulAlgo_t { data: algorithm.0 };
@@ -212,7 +212,7 @@ impl<'a> Call<'a> {
                 self.device.cuda_stream().cu_stream().cast(),
             )
         };
-        status.map_err(|error| Failure::of_status(error.0))
+        status.map_err(|error| GemmError::of_status(error.0))
     }
 
     /// Times runs of an algorithm into `output`, in microseconds.
@@ -220,13 +220,13 @@ impl<'a> Call<'a> {
     /// # Safety
     ///
     /// As for [`Call::launch`].
-    unsafe fn time(&self, algorithm: &Algorithm, output: Address) -> std::result::Result<f32, Failure> {
-        let fatal = |error: &dyn std::fmt::Display| Failure::Fatal(error.to_string());
+    unsafe fn time(&self, algorithm: &Algorithm, output: DeviceAddress) -> std::result::Result<f32, GemmError> {
+        let fatal = |error: &dyn std::fmt::Display| GemmError::Fatal(error.to_string());
         let addend = self.gemm.plus.filter(|plus| *plus != self.gemm.c).unwrap_or(output);
         let stream = self.device.cuda_stream();
         let mut events = Vec::with_capacity(TIMED_RUNS + 1);
         for _ in 0..=TIMED_RUNS {
-            // SAFETY: the caller answers for the output.
+            // SAFETY: the caller guarantees a valid output.
             unsafe { self.launch(algorithm, addend, output)? };
             let event = stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
             events.push(event.map_err(|error| fatal(&error))?);
@@ -240,8 +240,8 @@ impl<'a> Call<'a> {
 }
 
 impl Library for Call<'_> {
-    fn candidates(&mut self, limits: &Limits, n: usize) -> std::result::Result<Vec<Algorithm>, Failure> {
-        let preference = Preference::of(limits).map_err(|error| Failure::of_status(error.0))?;
+    fn candidates(&mut self, limits: &Limits, n: usize) -> std::result::Result<Vec<Algorithm>, GemmError> {
+        let preference = Preference::of(limits).map_err(|error| GemmError::of_status(error.0))?;
         let Problem { description, first, second, output } = self.problem;
         let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(n);
         let mut n_found = 0;
@@ -260,18 +260,18 @@ impl Library for Call<'_> {
                 &raw mut n_found,
             )
         };
-        status.result().map_err(|error| Failure::of_status(error.0))?;
+        status.result().map_err(|error| GemmError::of_status(error.0))?;
         // SAFETY: the library has written `n_found` results.
         unsafe { found.set_len(usize::try_from(n_found).unwrap_or(0).min(n)) };
         let usable = found.iter().filter(|result| result.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
         let algorithms: Vec<Algorithm> = usable.map(|result| Algorithm(result.algo.data)).collect();
         if algorithms.is_empty() {
-            return Err(Failure::Refused("its heuristic has no algorithm".into()));
+            return Err(GemmError::Refused("its heuristic has no algorithm".into()));
         }
         Ok(algorithms)
     }
 
-    fn check(&mut self, algorithm: &Algorithm) -> std::result::Result<(), Failure> {
+    fn check(&mut self, algorithm: &Algorithm) -> std::result::Result<(), GemmError> {
         let Problem { description, first, second, output } = self.problem;
         let algorithm = cublasLtMatmulAlgo_t { data: algorithm.0 };
         let mut checked = std::mem::MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
@@ -281,38 +281,38 @@ impl Library for Call<'_> {
             let (algorithm, result) = (&raw const algorithm, checked.as_mut_ptr());
             sys::cublasLtMatmulAlgoCheck(self.handle, description, first, second, output, output, algorithm, result)
                 .result()
-                .map_err(|error| Failure::of_status(error.0))?;
+                .map_err(|error| GemmError::of_status(error.0))?;
             checked.assume_init()
         };
         match checked.workspaceSize {
             0..=WORKSPACE_BYTES => Ok(()),
-            more => Err(Failure::Refused(format!("it needs a workspace of {more} bytes, not {WORKSPACE_BYTES}"))),
+            more => Err(GemmError::Refused(format!("it needs a workspace of {more} bytes, not {WORKSPACE_BYTES}"))),
         }
     }
 
-    fn multiply(&mut self, algorithm: &Algorithm) -> std::result::Result<(), Failure> {
-        // SAFETY: the caller of `run` answers for the addresses.
+    fn multiply(&mut self, algorithm: &Algorithm) -> std::result::Result<(), GemmError> {
+        // SAFETY: the caller of `run` guarantees valid addresses.
         unsafe { self.launch(algorithm, self.gemm.plus.unwrap_or(self.gemm.c), self.gemm.c) }
     }
 
-    fn multiply_by_gemm_ex(&mut self) -> std::result::Result<(), Failure> {
+    fn multiply_by_gemm_ex(&mut self) -> std::result::Result<(), GemmError> {
         let workspace = self.workspace();
         let cublas = match &mut self.stream.cublas {
             Some(cublas) => cublas,
             // SAFETY: the workspace belongs to this stream and is never freed.
             none => none.insert(unsafe { Cublas::open(&self.device.cuda_stream(), workspace, WORKSPACE_BYTES)? }),
         };
-        // SAFETY: the caller of `run` answers for the addresses.
+        // SAFETY: the caller of `run` guarantees valid addresses.
         unsafe { cublas.run(self.gemm, Gpu::Device(self.device)) }
     }
 
-    fn microseconds(&mut self, algorithm: &Algorithm) -> std::result::Result<f32, Failure> {
+    fn microseconds(&mut self, algorithm: &Algorithm) -> std::result::Result<f32, GemmError> {
         let Gemm { m, n, c_dtype, .. } = *self.gemm;
         let [_, _, stride] = self.gemm.output().in_memory([m, n]);
         let n_bytes = ((m - 1) * stride + n) * c_dtype.size_in_bytes();
         // SAFETY: nothing reads the output.
         let output = unsafe { self.device.alloc::<u8>(n_bytes) }
-            .map_err(|error| Failure::Refused(format!("there is no memory to time it: {error}")))?;
+            .map_err(|error| GemmError::Refused(format!("there is no memory to time it: {error}")))?;
         let stream = self.device.cuda_stream();
         let (address, _guard) = output.device_ptr(&stream);
         // SAFETY: the output is as large as c.

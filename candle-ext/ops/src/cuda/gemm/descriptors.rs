@@ -5,7 +5,7 @@ use candle_core::cuda_backend::cudarc::cublaslt::result::{self, CublasError};
 use candle_core::cuda_backend::cudarc::cublaslt::sys::{self, cudaDataType};
 
 use super::operands::{Gemm, Matrix};
-use super::search::{Failure, Limits, Reductions};
+use super::search::{GemmError, Limits, Reductions};
 
 /// Workspace size in bytes that NVIDIA recommends for Hopper.
 pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
@@ -25,40 +25,40 @@ pub(super) struct Problem {
 }
 
 impl Problem {
-    pub(super) fn new(gemm: &Gemm) -> Result<Self, Failure> {
+    pub(super) fn new(gemm: &Gemm) -> Result<Self, GemmError> {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         let Gemm { m, n, k, a, b, .. } = *gemm;
         let (data, c_data) = (data_type(gemm.dtype)?, data_type(gemm.c_dtype)?);
-        let description = Description::new().map_err(|error| Failure::of_status(error.0))?;
+        let description = Description::new().map_err(|error| GemmError::of_status(error.0))?;
         // SAFETY: every attribute is set with a value of its type.
         unsafe {
             description
                 .set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(b))
-                .map_err(|error| Failure::of_status(error.0))?;
+                .map_err(|error| GemmError::of_status(error.0))?;
             description
                 .set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(a))
-                .map_err(|error| Failure::of_status(error.0))?;
+                .map_err(|error| GemmError::of_status(error.0))?;
             if gemm.bias.is_some() {
                 let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
                 description
                     .set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)
-                    .map_err(|error| Failure::of_status(error.0))?;
+                    .map_err(|error| GemmError::of_status(error.0))?;
             }
         }
         Ok(Self {
             description,
-            first: Layout::of(b, [k, n], data).map_err(|error| Failure::of_status(error.0))?,
-            second: Layout::of(a, [m, k], data).map_err(|error| Failure::of_status(error.0))?,
-            output: Layout::of(gemm.output(), [m, n], c_data).map_err(|error| Failure::of_status(error.0))?,
+            first: Layout::of(b, [k, n], data).map_err(|error| GemmError::of_status(error.0))?,
+            second: Layout::of(a, [m, k], data).map_err(|error| GemmError::of_status(error.0))?,
+            output: Layout::of(gemm.output(), [m, n], c_data).map_err(|error| GemmError::of_status(error.0))?,
         })
     }
 
     /// Sets the address of the bias, which differs from call to call.
-    pub(super) fn set_bias(&self, gemm: &Gemm) -> Result<(), Failure> {
+    pub(super) fn set_bias(&self, gemm: &Gemm) -> Result<(), GemmError> {
         let Some(bias) = gemm.bias else { return Ok(()) };
         let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
         // SAFETY: the attribute is an address.
-        unsafe { self.description.set(attribute, &bias) }.map_err(|error| Failure::of_status(error.0))
+        unsafe { self.description.set(attribute, &bias) }.map_err(|error| GemmError::of_status(error.0))
     }
 }
 
@@ -67,12 +67,12 @@ fn operation(matrix: Matrix) -> i32 {
     i32::from(matrix.is_transposed)
 }
 
-fn data_type(dtype: DType) -> Result<cudaDataType, Failure> {
+fn data_type(dtype: DType) -> Result<cudaDataType, GemmError> {
     match dtype {
         DType::F32 => Ok(cudaDataType::CUDA_R_32F),
         DType::BF16 => Ok(cudaDataType::CUDA_R_16BF),
         DType::F16 => Ok(cudaDataType::CUDA_R_16F),
-        other => Err(Failure::Refused(format!("it computes in f32, bf16 and f16, not {other:?}"))),
+        other => Err(GemmError::Refused(format!("it computes in f32, bf16 and f16, not {other:?}"))),
     }
 }
 

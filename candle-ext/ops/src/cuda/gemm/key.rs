@@ -11,7 +11,7 @@ const MAX_ALIGNMENT: u64 = 256;
 
 /// Sizes, strides, dtypes and alignments of a GEMM, without its addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Key {
+pub(super) struct GemmKey {
     /// Sizes m, n and k.
     sizes: [usize; 3],
     /// Leading dimensions of a, b and c.
@@ -34,7 +34,7 @@ enum Plus {
     Other,
 }
 
-impl Key {
+impl GemmKey {
     pub(super) fn of(gemm: &Gemm) -> Self {
         let Gemm { m, n, k, a, b, .. } = *gemm;
         // cuBLASLt has no preference for the bias's alignment; it is read as the output is written.
@@ -62,7 +62,7 @@ impl Key {
 }
 
 /// Name of the key in messages and in the file of tuned algorithms. Different keys have different names.
-impl fmt::Display for Key {
+impl fmt::Display for GemmKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [m, n, k] = self.sizes;
         let [lda, ldb, ldc] = self.strides;
@@ -119,16 +119,16 @@ mod tests {
             Gemm { b: Matrix::plain(0x2008), ..plain },
             Gemm { c: 0x3010, ..plain },
         ];
-        let keys: HashSet<Key> = others.iter().chain([&plain]).map(Key::of).collect();
-        let names: HashSet<String> = keys.iter().map(Key::to_string).collect();
+        let keys: HashSet<GemmKey> = others.iter().chain([&plain]).map(GemmKey::of).collect();
+        let names: HashSet<String> = keys.iter().map(GemmKey::to_string).collect();
         assert_eq!((keys.len(), names.len()), (others.len() + 1, others.len() + 1));
     }
 
     #[test]
     fn other_addresses_of_the_same_alignment_share_a_key() {
         let at = |c| Gemm { c, ..Gemm::new([4, 4, 4], DType::F32) };
-        assert_eq!(Key::of(&at(0x1100)), Key::of(&at(0x4_0000)));
-        assert_eq!(Key::of(&at(0x1004)).alignments, [256, 256, 4, 4]);
-        assert_eq!(Key::of(&at(0x1004)).to_string(), "m4 n4 k4 NN f32->f32 ld 4,4,4 aligned 256,256,4,4");
+        assert_eq!(GemmKey::of(&at(0x1100)), GemmKey::of(&at(0x4_0000)));
+        assert_eq!(GemmKey::of(&at(0x1004)).alignments, [256, 256, 4, 4]);
+        assert_eq!(GemmKey::of(&at(0x1004)).to_string(), "m4 n4 k4 NN f32->f32 ld 4,4,4 aligned 256,256,4,4");
     }
 }

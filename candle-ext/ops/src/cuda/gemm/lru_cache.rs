@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_least_recently_used_entry_makes_room() {
+    fn the_least_recently_used_entry_is_evicted() {
         let mut map = LruCache::new(3);
         (1..=3).for_each(|key| map.insert(key, 10 * key));
         assert_eq!(map.get(&1), Some(&mut 10));

@@ -40,11 +40,11 @@ impl Gemm {
             return Ok(());
         }
         if self.k == 0 {
-            // SAFETY: the caller answers for the addresses.
+            // SAFETY: the caller guarantees valid addresses.
             return unsafe { self.fill(gpu) };
         }
         match gpu {
-            // SAFETY: the caller answers for the addresses.
+            // SAFETY: the caller guarantees valid addresses.
             #[cfg(feature = "cuda")]
             Gpu::Device(device) => unsafe { cublas_lt::run(self, device) },
             // SAFETY: as above.
@@ -87,7 +87,7 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::cuda::{Address, emulator};
+    use crate::cuda::{DeviceAddress, emulator};
 
     /// Rows of c, and its row stride.
     const M: usize = 37;
@@ -99,8 +99,8 @@ mod tests {
         if let (true, Some(plus)) = (in_place, plus) {
             c.copy_from_slice(plus);
         }
-        let at = |values: &[bf16]| values.as_ptr().expose_provenance() as Address;
-        let gemm = gemm_over_nothing(n, c.as_mut_ptr().expose_provenance() as Address);
+        let at = |values: &[bf16]| values.as_ptr().expose_provenance() as DeviceAddress;
+        let gemm = gemm_over_nothing(n, c.as_mut_ptr().expose_provenance() as DeviceAddress);
         let plus = plus.map(|plus| if in_place { gemm.c } else { at(plus) });
         let gemm = Gemm { plus, bias: bias.map(at), ..gemm };
         // SAFETY: a and b have no elements, c and the addend rows of n elements, the bias n.
@@ -108,8 +108,8 @@ mod tests {
         c
     }
 
-    fn gemm_over_nothing(n: usize, c: Address) -> Gemm {
-        let nothing = Matrix::plain(align_of::<bf16>() as Address);
+    fn gemm_over_nothing(n: usize, c: DeviceAddress) -> Gemm {
+        let nothing = Matrix::plain(align_of::<bf16>() as DeviceAddress);
         Gemm { a: nothing, b: nothing, c, c_stride: Some(STRIDE), ..Gemm::new([M, n, 0], DType::BF16) }
     }
 
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_product_over_nothing_is_the_addend_and_the_bias_or_zeros() {
+    fn a_gemm_over_zero_terms_is_the_addend_and_the_bias_or_zeros() {
         for n in [1, 64, 70] {
             let (plus, bias) = (values(M * STRIDE, 0.7), values(n, 0.3));
             for (plus, bias, in_place) in [
@@ -142,11 +142,11 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_gives_what_the_emulated_product_over_nothing_gives() {
+    fn the_fill_kernel_equals_the_emulated_gemm_over_zero_terms() {
         let (n, plus, bias) = (64, values(M * STRIDE, 0.7), values(64, 0.3));
         let mut c = vec![bf16::NAN; M * STRIDE];
-        let at = |values: &[bf16]| values.as_ptr().expose_provenance() as Address;
-        let gemm = gemm_over_nothing(n, c.as_mut_ptr().expose_provenance() as Address);
+        let at = |values: &[bf16]| values.as_ptr().expose_provenance() as DeviceAddress;
+        let gemm = gemm_over_nothing(n, c.as_mut_ptr().expose_provenance() as DeviceAddress);
         let gemm = Gemm { plus: Some(at(&plus)), bias: Some(at(&bias)), ..gemm };
         // SAFETY: as in `product_over_nothing`.
         unsafe { emulator::gemm(&gemm) }.unwrap();
@@ -160,12 +160,12 @@ mod tests {
     #[test]
     fn in_f32_the_addends_are_not_rounded() {
         let (plus, bias, mut c) = ([1.0f32, 2.0], [1e-7f32, 3e-7], [f32::NAN; 2]);
-        let at = |values: &[f32]| values.as_ptr().expose_provenance() as Address;
-        let nothing = Matrix::plain(align_of::<f32>() as Address);
+        let at = |values: &[f32]| values.as_ptr().expose_provenance() as DeviceAddress;
+        let nothing = Matrix::plain(align_of::<f32>() as DeviceAddress);
         let gemm = Gemm {
             a: nothing,
             b: nothing,
-            c: c.as_mut_ptr().expose_provenance() as Address,
+            c: c.as_mut_ptr().expose_provenance() as DeviceAddress,
             plus: Some(at(&plus)),
             bias: Some(at(&bias)),
             ..Gemm::new([1, 2, 0], DType::F32)

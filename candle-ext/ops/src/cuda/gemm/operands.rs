@@ -2,12 +2,12 @@
 
 use candle_core::DType;
 
-use crate::cuda::arg::Address;
+use crate::cuda::arg::DeviceAddress;
 
 /// Row-major operand of a GEMM.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Matrix {
-    pub(crate) address: Address,
+    pub(crate) address: DeviceAddress,
     /// True if the operand is the transpose of the matrix in memory.
     pub(crate) is_transposed: bool,
     /// Row stride in elements; `None` if rows are contiguous.
@@ -24,23 +24,23 @@ pub(crate) struct Gemm {
     pub(crate) b: Matrix,
     /// Dtype of a and b.
     pub(crate) dtype: DType,
-    pub(crate) c: Address,
+    pub(crate) c: DeviceAddress,
     /// Row stride of c and of the addend, as [`Matrix::stride`].
     pub(crate) c_stride: Option<usize>,
     /// Dtype of c: that of a and b, or f32.
     pub(crate) c_dtype: DType,
     /// Addend in c's dtype: c itself, or a matrix that does not overlap c.
-    pub(crate) plus: Option<Address>,
+    pub(crate) plus: Option<DeviceAddress>,
     /// Bias row [n] in c's dtype, added to every row of c.
-    pub(crate) bias: Option<Address>,
+    pub(crate) bias: Option<DeviceAddress>,
 }
 
 impl Matrix {
-    pub(crate) fn plain(address: Address) -> Self {
+    pub(crate) fn plain(address: DeviceAddress) -> Self {
         Self { address, is_transposed: false, stride: None }
     }
 
-    pub(crate) fn transposed(address: Address) -> Self {
+    pub(crate) fn transposed(address: DeviceAddress) -> Self {
         Self { address, is_transposed: true, stride: None }
     }
 

@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use super::key::Key;
+use super::key::GemmKey;
 
 /// Algorithms tried or timed within the same limits.
 const N_CANDIDATES: usize = 8;
@@ -18,14 +18,14 @@ pub(super) struct Algorithm(pub(super) [u64; 8]);
 
 /// An error of the library.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Failure {
+pub(super) enum GemmError {
     /// The library does not support the call; another algorithm may. Nothing was computed.
     Refused(String),
     /// The device, its memory or the library failed; another algorithm would fail as well.
     Fatal(String),
 }
 
-impl Failure {
+impl GemmError {
     /// Classifies a cuBLAS status by its name: an unsupported call or a failure.
     pub(super) fn of_status(status: impl fmt::Debug) -> Self {
         let why = format!("{status:?}");
@@ -58,15 +58,15 @@ pub(super) struct Limits {
 /// Calls of NVIDIA's libraries for one GEMM.
 pub(super) trait Library {
     /// Returns at most n algorithms, the one expected to be fastest first.
-    fn candidates(&mut self, limits: &Limits, n: usize) -> Result<Vec<Algorithm>, Failure>;
+    fn candidates(&mut self, limits: &Limits, n: usize) -> Result<Vec<Algorithm>, GemmError>;
     /// Fails unless a restored algorithm supports this GEMM.
-    fn check(&mut self, algorithm: &Algorithm) -> Result<(), Failure>;
+    fn check(&mut self, algorithm: &Algorithm) -> Result<(), GemmError>;
     /// Computes the GEMM by cublasLtMatmul.
-    fn multiply(&mut self, algorithm: &Algorithm) -> Result<(), Failure>;
+    fn multiply(&mut self, algorithm: &Algorithm) -> Result<(), GemmError>;
     /// Computes the GEMM by cublasGemmEx.
-    fn multiply_by_gemm_ex(&mut self) -> Result<(), Failure>;
+    fn multiply_by_gemm_ex(&mut self) -> Result<(), GemmError>;
     /// Times the GEMM into a scratch output, in microseconds.
-    fn microseconds(&mut self, algorithm: &Algorithm) -> Result<f32, Failure>;
+    fn microseconds(&mut self, algorithm: &Algorithm) -> Result<f32, GemmError>;
 }
 
 /// Route by which a GEMM was computed.
@@ -78,7 +78,7 @@ pub(super) enum Route {
 
 /// Route, with a description if it is a fallback.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Found {
+pub(super) struct SelectedRoute {
     pub(super) route: Route,
     pub(super) fallback: Option<String>,
 }
@@ -91,7 +91,7 @@ pub(super) struct Timed {
     pub(super) first_microseconds: f32,
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for GemmError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Self::Refused(why) | Self::Fatal(why)) = self;
         f.write_str(why)
@@ -102,15 +102,15 @@ impl fmt::Display for Limits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, plus] = self.alignments;
         let reductions = match self.reductions {
-            Reductions::InF32 => "sums of parts in f32",
-            Reductions::Any => "sums of parts in any dtype",
+            Reductions::InF32 => "partial sums in f32",
+            Reductions::Any => "partial sums in any dtype",
         };
         write!(f, "{reductions}, alignments {a},{b},{c},{plus}")
     }
 }
 
 /// Returns the limits to search within, in order: strict, any reduction, lower alignments.
-pub(super) fn limits(key: &Key) -> Vec<Limits> {
+pub(super) fn limits(key: &GemmKey) -> Vec<Limits> {
     let any = Limits { reductions: Reductions::Any, alignments: key.alignments };
     let mut all = vec![Limits { reductions: Reductions::InF32, ..any }, any];
     for alignment in [16, 8, 4, 2] {
@@ -128,12 +128,16 @@ pub(super) fn limits(key: &Key) -> Vec<Limits> {
 
 /// Computes a GEMM by the first algorithm that the library supports. The order is `preferred`, the heuristic's
 /// candidates, cublasGemmEx.
-pub(super) fn compute(library: &mut impl Library, key: &Key, preferred: Option<Algorithm>) -> Result<Found, String> {
+pub(super) fn compute(
+    library: &mut impl Library,
+    key: &GemmKey,
+    preferred: Option<Algorithm>,
+) -> Result<SelectedRoute, String> {
     let mut refusals = Refusals::default();
     if let Some(algorithm) = preferred
         && refusals.accepts("the tuned algorithm", library.multiply(&algorithm))?
     {
-        return Ok(Found { route: Route::Lt(algorithm), fallback: None });
+        return Ok(SelectedRoute { route: Route::Lt(algorithm), fallback: None });
     }
     for limits in limits(key) {
         let candidates = match library.candidates(&limits, N_CANDIDATES) {
@@ -146,29 +150,29 @@ pub(super) fn compute(library: &mut impl Library, key: &Key, preferred: Option<A
         for (i, algorithm) in candidates.iter().enumerate() {
             if refusals.accepts(format_args!("algorithm {i} of {limits}"), library.multiply(algorithm))? {
                 let fallback = refusals.fallback(format_args!("cuBLASLt with {limits}"));
-                return Ok(Found { route: Route::Lt(*algorithm), fallback });
+                return Ok(SelectedRoute { route: Route::Lt(*algorithm), fallback });
             }
         }
     }
     if refusals.accepts("cublasGemmEx", library.multiply_by_gemm_ex())? {
-        return Ok(Found { route: Route::GemmEx, fallback: refusals.fallback("cublasGemmEx") });
+        return Ok(SelectedRoute { route: Route::GemmEx, fallback: refusals.fallback("cublasGemmEx") });
     }
     Err(format!("no algorithm computes it: {refusals}"))
 }
 
 /// Times the heuristic's candidates within the strictest limits. `None` if none runs.
-pub(super) fn fastest(library: &mut impl Library, key: &Key) -> Result<Option<Timed>, String> {
+pub(super) fn fastest(library: &mut impl Library, key: &GemmKey) -> Result<Option<Timed>, String> {
     let candidates = match library.candidates(&limits(key)[0], N_CANDIDATES) {
         Ok(candidates) => candidates,
-        Err(Failure::Refused(_)) => return Ok(None),
-        Err(Failure::Fatal(why)) => return Err(why),
+        Err(GemmError::Refused(_)) => return Ok(None),
+        Err(GemmError::Fatal(why)) => return Err(why),
     };
     let mut timed: Vec<(Algorithm, f32)> = Vec::new();
     for algorithm in candidates {
         match library.microseconds(&algorithm) {
             Ok(microseconds) => timed.push((algorithm, microseconds)),
-            Err(Failure::Refused(_)) => {}
-            Err(Failure::Fatal(why)) => return Err(why),
+            Err(GemmError::Refused(_)) => {}
+            Err(GemmError::Fatal(why)) => return Err(why),
         }
     }
     let Some(&(first, first_microseconds)) = timed.first() else { return Ok(None) };
@@ -184,11 +188,11 @@ struct Refusals(Vec<String>);
 
 impl Refusals {
     /// Returns true if an attempt succeeded. Records a refusal; passes on any other failure.
-    fn accepts(&mut self, attempt: impl fmt::Display, result: Result<(), Failure>) -> Result<bool, String> {
+    fn accepts(&mut self, attempt: impl fmt::Display, result: Result<(), GemmError>) -> Result<bool, String> {
         match result {
             Ok(()) => return Ok(true),
-            Err(Failure::Refused(why)) => self.0.push(format!("{attempt}: {why}")),
-            Err(Failure::Fatal(why)) => return Err(format!("{attempt}: {why}")),
+            Err(GemmError::Refused(why)) => self.0.push(format!("{attempt}: {why}")),
+            Err(GemmError::Fatal(why)) => return Err(format!("{attempt}: {why}")),
         }
         Ok(false)
     }

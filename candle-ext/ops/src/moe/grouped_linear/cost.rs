@@ -62,7 +62,7 @@ impl GroupedLinearCost {
     fn copied_bytes(&self) -> u64 {
         let n_weights = self.n_in * self.n_out;
         match (self.device, self.storage) {
-            (DeviceKind::Gpu, WeightStorage::Dense) => 0,
+            (DeviceKind::Gpu, WeightStorage::Dense | WeightStorage::F32) => 0,
             (DeviceKind::Gpu, WeightStorage::Quantized(_)) => bytes(self.n_groups * n_weights, self.dtype),
             (DeviceKind::Cpu, _) => {
                 let n_rows = self.n_rows.min(MAX_ROWS as u64);

@@ -5,7 +5,9 @@ use candlewick_ops::{
 };
 
 use super::{check_all_dtypes, devices, u32s};
-use crate::cases::{Case, F32, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable, values};
+use crate::cases::{
+    F32, OpCase, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable, values,
+};
 
 /// Returns u32 offsets of groups with these sizes.
 fn offsets(sizes: &[u32]) -> Tensor {
@@ -37,7 +39,7 @@ fn reference(x: &Tensor, w: &Tensor, sizes: &[u32]) -> Result<Tensor> {
 
 fn check(sizes: &[u32], n_rest: usize, k: usize, n: usize, tokens: TokenCount) {
     let n_rows = sizes.iter().sum::<u32>() as usize + n_rest;
-    check_all_dtypes(&Case {
+    check_all_dtypes(&OpCase {
         name: &format!("grouped_linear {sizes:?} {k} {n}"),
         inputs: vec![randn((n_rows, k), 1)],
         weights: vec![randn((sizes.len() * n, k), 2)],
@@ -185,7 +187,7 @@ fn a_quantized_weight_gives_what_its_dequantized_copy_gives() {
 #[test]
 fn a_gradient_step_is_the_slope() {
     let sizes = [3, 0, 5];
-    Case {
+    OpCase {
         name: "grouped_linear",
         inputs: vec![randn((8, 6), 1)],
         weights: vec![randn((3 * 4, 6), 2)],

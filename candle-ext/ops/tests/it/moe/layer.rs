@@ -7,7 +7,7 @@ use candlewick_ops::{
 };
 
 use super::{devices, to_u32s};
-use crate::cases::{Case, bits, grad_of, randn, tape, trainable};
+use crate::cases::{OpCase, bits, grad_of, randn, tape, trainable};
 
 const T: usize = 61;
 const D: usize = 24;
@@ -53,7 +53,7 @@ fn reference(a: &[Tensor]) -> Result<Tensor> {
 
 #[test]
 fn it_equals_the_sum_over_all_experts() {
-    Case {
+    OpCase {
         name: "experts",
         inputs: vec![randn((T, D), 1), randn((T, E), 2)],
         weights: vec![randn((E * 2 * F, D), 3), randn((E * D, F), 4)],

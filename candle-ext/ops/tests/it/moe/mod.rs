@@ -9,14 +9,14 @@ mod weighted_swiglu;
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::ExpertAssignment;
 
-use crate::cases::{Case, TestDevice, check_each};
+use crate::cases::{OpCase, TestDevice, check_each};
 
 /// Devices with a kernel of every op of this folder.
 pub(crate) fn devices() -> Vec<TestDevice> {
     vec![TestDevice::Cpu]
 }
 
-pub(crate) fn check_all_dtypes(case: &Case<'_>) {
+pub(crate) fn check_all_dtypes(case: &OpCase<'_>) {
     check_each([DType::F32, DType::BF16, DType::F16], |dtype| case.check_on(&devices(), dtype));
 }
 

@@ -2,7 +2,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{ExpertAssignment, permute, permute_weights, unpermute};
 
 use super::{assignment, check_all_dtypes, devices, experts, to_u32s, u32s};
-use crate::cases::{Case, TestDevice, assert_error, check_each, randn, tape, values};
+use crate::cases::{OpCase, TestDevice, assert_error, check_each, randn, tape, values};
 
 const CASES: [(usize, usize, usize, Option<usize>); 6] = [
     (37, 4, 9, None),
@@ -70,7 +70,7 @@ fn permutation_equals_the_reference() {
     for (case, d) in CASES.into_iter().flat_map(|case| [1, 24, 130].map(|d| (case, d))) {
         with_case(case, |chosen, sorted, on| {
             let tokens: Vec<u32> = to_u32s(&sorted.order).iter().map(|slot| slot / case.1 as u32).collect();
-            check_all_dtypes(&Case {
+            check_all_dtypes(&OpCase {
                 name: "permute",
                 inputs: vec![randn((case.0, d), 1)],
                 weights: vec![],
@@ -85,7 +85,7 @@ fn permutation_equals_the_reference() {
 fn the_inverse_equals_the_reference() {
     for (case, d) in CASES.into_iter().flat_map(|case| [1, 24, 130].map(|d| (case, d))) {
         with_case(case, |chosen, sorted, on| {
-            check_all_dtypes(&Case {
+            check_all_dtypes(&OpCase {
                 name: "unpermute",
                 inputs: vec![randn((case.0 * case.1, d), 1)],
                 weights: vec![],
@@ -103,7 +103,7 @@ fn the_inverse_equals_the_reference() {
 fn weights_equal_the_reference() {
     check_each(CASES, |case| {
         with_case(case, |chosen, sorted, on| {
-            Case {
+            OpCase {
                 name: "permute_weights",
                 inputs: vec![randn((case.0, case.1), 1)],
                 weights: vec![],

@@ -2,10 +2,10 @@ use candle_core::{DType, Tensor};
 use candlewick_ops::weighted_swiglu;
 
 use super::devices;
-use crate::cases::{Case, assert_close, assert_error, bound, check_each, randn, tape, values};
+use crate::cases::{OpCase, assert_close, assert_error, bound, check_each, randn, tape, values};
 
-fn case(n: usize, f: usize, check: impl Fn(&Case<'_>)) {
-    check(&Case {
+fn case(n: usize, f: usize, check: impl Fn(&OpCase<'_>)) {
+    check(&OpCase {
         name: &format!("weighted_swiglu [{n}, {f}]"),
         inputs: vec![randn((n, 2 * f), 1), randn(n, 2)],
         weights: vec![],

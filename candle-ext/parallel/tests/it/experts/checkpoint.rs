@@ -9,9 +9,9 @@ use candlewick_parallel::{ParamState, ParamStore};
 use super::mixture::units;
 
 /// Whole tensors of a checkpoint by name.
-pub(crate) type Saved = BTreeMap<String, Vec<f32>>;
+pub(crate) type SavedTensors = BTreeMap<String, Vec<f32>>;
 
-/// Elements of a whole parameter that a state is about, in its order.
+/// Returns the positions of a state's elements in the whole parameter.
 fn partition(state: &ParamState) -> impl Iterator<Item = usize> + use<> {
     let (width, columns) = (*state.shape.last().unwrap(), state.columns.clone());
     state.range.clone().map(move |at| at / columns.len() * width + columns.start + at % columns.len())
@@ -27,8 +27,8 @@ fn tensors(state: &ParamState) -> [(String, Tensor); 4] {
     ]
 }
 
-/// A rank's part of a tensor.
-pub(crate) struct Piece {
+/// A rank's shard of a tensor.
+pub(crate) struct TensorShard {
     pub(crate) name: String,
     /// Elements of the whole tensor.
     numel: usize,
@@ -37,23 +37,23 @@ pub(crate) struct Piece {
     is_written: bool,
 }
 
-pub(crate) fn pieces(store: &ParamStore) -> Result<Vec<Piece>> {
-    let mut pieces = Vec::new();
+pub(crate) fn shards(store: &ParamStore) -> Result<Vec<TensorShard>> {
+    let mut shards = Vec::new();
     for state in store.states()? {
         let (numel, is_written) = (state.shape.iter().product(), state.writes_checkpoint);
         for (name, tensor) in tensors(&state) {
             let values = partition(&state).zip(tensor.to_vec1::<f32>()?).collect();
-            pieces.push(Piece { name, numel, values, is_written });
+            shards.push(TensorShard { name, numel, values, is_written });
         }
     }
-    Ok(pieces)
+    Ok(shards)
 }
 
-/// Joins what the ranks write: every element once, and the same as on ranks that hold it without writing it.
-pub(crate) fn join(pieces: &[Piece]) -> Saved {
-    let mut saved = Saved::new();
-    let (written, held): (Vec<_>, Vec<_>) = pieces.iter().partition(|piece| piece.is_written);
-    for Piece { name, numel, values, .. } in written {
+/// Assembles the written shards. Every element must be written once, and equal the replicas that are not written.
+pub(crate) fn join(shards: &[TensorShard]) -> SavedTensors {
+    let mut saved = SavedTensors::new();
+    let (written, held): (Vec<_>, Vec<_>) = shards.iter().partition(|shard| shard.is_written);
+    for TensorShard { name, numel, values, .. } in written {
         let whole = saved.entry(name.clone()).or_insert_with(|| vec![f32::NAN; *numel]);
         for (at, value) in values {
             assert!(whole[*at].is_nan(), "element {at} of {name} is written twice");
@@ -65,13 +65,13 @@ pub(crate) fn join(pieces: &[Piece]) -> Saved {
     for (name, whole) in &saved {
         assert!(whole.iter().all(|x| !x.is_nan()), "{name} is not written whole");
     }
-    for Piece { name, values, .. } in held {
+    for TensorShard { name, values, .. } in held {
         assert!(values.iter().all(|(at, value)| saved[name][*at] == *value), "replicas of {name} differ");
     }
     saved
 }
 
-pub(crate) fn load(store: &ParamStore, saved: &Saved) -> Result<()> {
+pub(crate) fn load(store: &ParamStore, saved: &SavedTensors) -> Result<()> {
     for state in store.states()? {
         for (name, tensor) in tensors(&state) {
             let values: Vec<f32> = partition(&state).map(|at| saved[&name][at]).collect();

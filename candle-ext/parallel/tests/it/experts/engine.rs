@@ -13,12 +13,12 @@ use candlewick_parallel::{
 };
 use serde_json::json;
 
-use super::mixture::{D, HYPER, N_TOKENS, Token, V, initial, tokens};
+use super::mixture::{D, HYPER, N_TOKENS, RoutedToken, V, initial, tokens};
 use super::{MAX_NORM, STAGES, TOLERANCE, degrees};
 
 /// Returns the micro-batch of one data parallel rank, and the target count of all ranks.
 fn micro(step: usize, rank: usize, n_ranks: usize) -> Micro {
-    let tokens: Vec<Token> = tokens(step).into_iter().skip(rank).step_by(n_ranks).collect();
+    let tokens: Vec<RoutedToken> = tokens(step).into_iter().skip(rank).step_by(n_ranks).collect();
     Micro {
         ids: Tensor::from_iter(tokens.iter().map(|token| token.id), &Device::Cpu).unwrap(),
         targets: Tensor::from_iter(tokens.iter().map(|token| token.target), &Device::Cpu).unwrap(),
@@ -28,7 +28,7 @@ fn micro(step: usize, rank: usize, n_ranks: usize) -> Micro {
     }
 }
 
-/// Norms of the steps of an engine, and its weights after them, with the matrices of the MLPs as experts.
+/// Trains an engine whose MLP matrices are experts; returns the gradient norms of the steps and the final weights.
 fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<Vec<f32>>) {
     let config = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": D, "intermediate_size": 32,

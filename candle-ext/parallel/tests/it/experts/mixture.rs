@@ -28,9 +28,9 @@ pub(crate) const N_TOKENS: usize = 60;
 pub(crate) const N_MICROS: usize = 2;
 pub(crate) const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weight_decay: 0.1 };
 
-/// A way to train on several ranks.
+/// A parallel strategy.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Setup {
+pub(crate) struct ExpertSetup {
     pub(crate) degrees: Degrees,
     pub(crate) zero_stage: Option<ZeroStage>,
     pub(crate) cpu_offload: CpuOffload,
@@ -44,7 +44,7 @@ fn spec(name: &str, dims: &[(Dim, usize)], group: ParamGroupKind) -> ParamSpec {
     ParamSpec { name, shape, dims, scope, init, decay: is_matrix, trainable: true, group, storage, hub: None }
 }
 
-/// A token's embedding, plus what its expert makes of it, to logits.
+/// Returns the units of the model: embedding, an expert block with a residual, and the head.
 pub(crate) fn units() -> Vec<FsdpUnit> {
     let unit =
         |name: &str, params| FsdpUnit { name: name.to_owned(), params, tied: Vec::new(), kind: FsdpUnitKind::Named };
@@ -73,31 +73,31 @@ pub(crate) fn initial(spec: &ParamSpec) -> Result<Tensor> {
 
 /// A token with its target and its expert.
 #[derive(Clone, Copy)]
-pub(crate) struct Token {
+pub(crate) struct RoutedToken {
     pub(crate) id: u32,
     pub(crate) target: i64,
     expert: usize,
 }
 
-pub(crate) fn tokens(step: usize) -> Vec<Token> {
+pub(crate) fn tokens(step: usize) -> Vec<RoutedToken> {
     let token = |i: usize| {
         let n = step * N_TOKENS + i;
-        Token { id: (n * 7 % V) as u32, target: (n * n % V) as i64, expert: (n + n / 9) % E }
+        RoutedToken { id: (n * 7 % V) as u32, target: (n * n % V) as i64, expert: (n + n / 9) % E }
     };
     (0..N_TOKENS).map(token).collect()
 }
 
 /// A rank of a mesh with its store.
-pub(crate) struct Rank {
+pub(crate) struct ExpertRank {
     mesh: Mesh,
     rank: usize,
     all: Arc<dyn Collective>,
     pub(crate) store: ParamStore,
 }
 
-impl Rank {
-    pub(crate) fn new(world: &World, setup: Setup) -> Result<Self> {
-        let Setup { degrees, zero_stage, cpu_offload } = setup;
+impl ExpertRank {
+    pub(crate) fn new(world: &World, setup: ExpertSetup) -> Result<Self> {
+        let ExpertSetup { degrees, zero_stage, cpu_offload } = setup;
         let mesh = Mesh::new(degrees, world.size()).unwrap();
         let groups = ParallelGroups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
         let sharding = groups.sharding_groups(zero_stage, PipelineLayout::single_stage(1), SequenceParallel::Off);
@@ -111,20 +111,20 @@ impl Rank {
     /// Returns the experts that this rank has.
     fn experts(&self) -> Range<usize> {
         let n = E / self.mesh.degrees().ep;
-        let first = self.mesh.place(self.rank, Axis::Ep) * n;
+        let first = self.mesh.coordinate(self.rank, Axis::Ep) * n;
         first..first + n
     }
 
-    /// Returns this rank's tokens: those of its experts, dealt out among the ranks that have the same experts.
-    fn own(&self, tokens: &[Token]) -> Vec<Token> {
+    /// Returns this rank's tokens: those of its experts, distributed over the ranks with the same experts.
+    fn own(&self, tokens: &[RoutedToken]) -> Vec<RoutedToken> {
         let mine = tokens.iter().filter(|token| self.experts().contains(&token.expert)).copied();
-        mine.skip(self.mesh.place(self.rank, Axis::Edp)).step_by(self.mesh.degrees().of(Axis::Edp)).collect()
+        mine.skip(self.mesh.coordinate(self.rank, Axis::Edp)).step_by(self.mesh.degrees().of(Axis::Edp)).collect()
     }
 
     /// Returns the output of the block: [t, d] -> [t, d]. A token uses the rows of its own expert alone.
-    fn block(&self, w: &UnitWeights, x_td: &Tensor, tokens: &[Token]) -> Result<Tensor> {
+    fn block(&self, w: &UnitWeights, x_td: &Tensor, tokens: &[RoutedToken]) -> Result<Tensor> {
         let experts = self.experts();
-        let is_own = |token: &Token, row: usize| experts.start + row / F == token.expert;
+        let is_own = |token: &RoutedToken, row: usize| experts.start + row / F == token.expert;
         let rows = 0..experts.len() * F;
         let mask = tokens.iter().flat_map(|token| rows.clone().map(|row| f32::from(u8::from(is_own(token, row)))));
         let mask = Tensor::from_iter(mask, &Device::Cpu)?.reshape((tokens.len(), rows.len()))?;
@@ -136,7 +136,7 @@ impl Rank {
     }
 
     /// Adds the gradient of the mean loss over a step's tokens, and returns the sum of these tokens' losses.
-    fn forward_backward(&self, tokens: &[Token], micro_batch: MicroBatch) -> Result<f64> {
+    fn forward_backward(&self, tokens: &[RoutedToken], micro_batch: MicroBatch) -> Result<f64> {
         let store = &self.store;
         let ids = Tensor::from_iter(tokens.iter().map(|token| token.id), &Device::Cpu)?;
         let targets = Tensor::from_iter(tokens.iter().map(|token| token.target), &Device::Cpu)?;

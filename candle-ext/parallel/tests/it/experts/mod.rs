@@ -15,12 +15,12 @@ use candlewick_parallel::{
     ZeroStage,
 };
 
-use checkpoint::{Piece, Saved, join, load, pieces};
-use mixture::{Rank, Setup, units};
+use checkpoint::{SavedTensors, TensorShard, join, load, shards};
+use mixture::{ExpertRank, ExpertSetup, units};
 
 const N_STEPS: usize = 6;
 const TOLERANCE: f64 = 1e-5;
-/// Below the norms of all steps, so that each is clipped.
+/// Smaller than the gradient norm of every step, so that each is clipped.
 const MAX_NORM: f64 = 0.2;
 
 const STAGES: [Option<ZeroStage>; 4] = [None, Some(ZeroStage::One), Some(ZeroStage::Two), Some(ZeroStage::Three)];
@@ -30,40 +30,40 @@ const fn degrees(dp_replicate: usize, dp_shard: usize, ep: usize) -> Degrees {
     Degrees { pp: 1, dp_replicate, dp_shard, cp: 1, sp: 1, tp: 1, ep, etp: 1 }
 }
 
-fn setup(degrees: Degrees, zero_stage: Option<ZeroStage>) -> Setup {
-    Setup { degrees, zero_stage, cpu_offload: CpuOffload::default() }
+fn setup(degrees: Degrees, zero_stage: Option<ZeroStage>) -> ExpertSetup {
+    ExpertSetup { degrees, zero_stage, cpu_offload: CpuOffload::default() }
 }
 
-/// Losses and norms of some steps, and the state after them.
+/// Losses and gradient norms of some steps, and the state after them.
 #[derive(Clone)]
 struct Outcome {
     steps: Vec<[f64; 2]>,
-    saved: Saved,
+    saved: SavedTensors,
 }
 
 /// Trains on a mesh, from a checkpoint if there is one.
-fn train(setup: Setup, steps: Range<usize>, from: Option<&Saved>) -> Outcome {
+fn train(setup: ExpertSetup, steps: Range<usize>, from: Option<&SavedTensors>) -> Outcome {
     let ranks = threads::run(setup.degrees.n_ranks(), Options::default(), |world| -> Result<_> {
-        let rank = Rank::new(world, setup)?;
+        let rank = ExpertRank::new(world, setup)?;
         from.map_or(Ok(()), |saved| load(&rank.store, saved))?;
         let policy = GradPolicy { max_norm: Some(MAX_NORM), ..GradPolicy::NO_CLIP_NO_SCALE };
         let scaler = GradScaler::new(policy, steps.start, &Device::Cpu)?;
         let done = steps.clone().map(|step| rank.step(step, &scaler)).collect::<Result<Vec<_>>>()?;
-        let pieces = pieces(&rank.store)?;
+        let shards = shards(&rank.store)?;
         for master in rank.store.masters() {
             let (spec, whole) = master?;
             let whole = whole.flatten_all()?.to_vec1::<f32>()?;
             let name = format!("master/{}", spec.name);
-            let mine = pieces.iter().filter(|piece| piece.name == name).flat_map(|piece| &piece.values);
+            let mine = shards.iter().filter(|shard| shard.name == name).flat_map(|shard| &shard.values);
             let is_same = mine.into_iter().all(|(at, value)| whole[*at] == *value);
             assert!(is_same, "an export has another {name}");
         }
-        Ok((done, pieces))
+        Ok((done, shards))
     });
-    let (all, pieces): (Vec<_>, Vec<_>) = ranks.unwrap().into_iter().unzip();
+    let (all, shards): (Vec<_>, Vec<_>) = ranks.unwrap().into_iter().unzip();
     assert!(all.iter().all(|steps| *steps == all[0]), "ranks differ: {all:?}");
-    let pieces: Vec<Piece> = pieces.into_iter().flatten().collect();
-    Outcome { steps: all[0].clone(), saved: join(&pieces) }
+    let shards: Vec<TensorShard> = shards.into_iter().flatten().collect();
+    Outcome { steps: all[0].clone(), saved: join(&shards) }
 }
 
 #[track_caller]
@@ -104,7 +104,7 @@ fn offloaded_experts_train_as_on_one_rank() {
     let want = one_rank();
     for (optimizer, weights, zero_stage) in [(0.5, false, ZeroStage::One), (1.0, true, ZeroStage::Three)] {
         let cpu_offload = CpuOffload { optimizer, weights };
-        let setup = Setup { cpu_offload, ..setup(degrees(2, 2, 2), Some(zero_stage)) };
+        let setup = ExpertSetup { cpu_offload, ..setup(degrees(2, 2, 2), Some(zero_stage)) };
         assert_close(&format!("{setup:?}"), &train(setup, 0..N_STEPS, None), &want);
     }
 }
@@ -123,7 +123,7 @@ fn a_run_of_four_ranks_resumes_on_two_and_on_one() {
 #[test]
 fn each_group_has_writers_of_its_own() {
     let writers = threads::run(4, Options::default(), |world| -> Result<[bool; 2]> {
-        let rank = Rank::new(world, setup(degrees(2, 2, 2), Some(ZeroStage::One)))?;
+        let rank = ExpertRank::new(world, setup(degrees(2, 2, 2), Some(ZeroStage::One)))?;
         let states = rank.store.states()?;
         Ok(["embed", "down"].map(|name| states.iter().any(|state| state.name == name && state.writes_checkpoint)))
     });

@@ -4,7 +4,7 @@ use serde_json::{Map, Value as Json};
 
 use super::language::{LanguageMatch, check_language};
 use super::{sentences, tokens};
-use crate::task::python::pattern::{Flags, Pattern};
+use crate::task::python::pattern::{Flags, PythonRegex};
 use crate::task::python::text::{is_lower, is_upper, strip, words};
 
 /// Arguments of an instruction. A key that is missing, null, 0 or empty counts as absent.
@@ -149,7 +149,7 @@ impl<'a> InstructionArgs<'a> {
 }
 
 fn find(pattern: &str, text: &str, flags: Flags) -> Result<Vec<String>, String> {
-    let found = Pattern::with_flags(pattern, flags)?.find_all(text)?;
+    let found = PythonRegex::with_flags(pattern, flags)?.find_all(text)?;
     Ok(found.iter().map(|found| text[found.start..found.end].to_owned()).collect())
 }
 
@@ -159,7 +159,7 @@ fn count(pattern: &str, text: &str, flags: Flags) -> Result<usize, String> {
 
 /// Checks the number of paragraphs separated by `***`. An empty paragraph is an error only between others.
 fn paragraphs(text: &str, n_wanted: usize) -> Result<bool, String> {
-    let pattern = Pattern::new(r"\s?\*\*\*\s?")?;
+    let pattern = PythonRegex::new(r"\s?\*\*\*\s?")?;
     let parts = pattern.split(text)?;
     let inner = parts.len().saturating_sub(1).max(1);
     if parts[1..inner].iter().any(|part| strip(part).is_empty()) {
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_unknown_is_named() {
+    fn missing_and_unknown_arguments_are_named() {
         let error = follows("keywords:frequency", &Map::new(), "a").unwrap_err();
         assert!(error.contains("lacks its \"keyword\""), "{error}");
         assert!(follows("keywords:rhyme", &Map::new(), "a").unwrap_err().contains("keywords:rhyme"));

@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn languages_are_told_apart() {
+    fn languages_are_distinguished() {
         let english = "The quick brown fox jumps over the lazy dog, and nobody in the village was surprised.";
         assert_eq!(check_language("en", english), LanguageMatch::Yes);
         assert_eq!(check_language("de", english), LanguageMatch::No);

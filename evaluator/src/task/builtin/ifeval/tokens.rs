@@ -2,19 +2,19 @@
 
 use std::sync::LazyLock;
 
-use crate::task::python::pattern::Pattern;
+use crate::task::python::pattern::PythonRegex;
 use crate::task::python::text::words;
 
 /// Splits a text into Treebank tokens.
 pub(super) fn tokenize(text: &str) -> Vec<String> {
-    static RULES: LazyLock<Vec<(Pattern, &str)>> = LazyLock::new(|| {
+    static RULES: LazyLock<Vec<(PythonRegex, &str)>> = LazyLock::new(|| {
         let rule = |(pattern, write): &(&str, &'static str)| {
-            (Pattern::new(pattern).expect("the pattern is a constant"), *write)
+            (PythonRegex::new(pattern).expect("the pattern is a constant"), *write)
         };
         SPLITS.iter().map(rule).collect()
     });
     let spaced = RULES.iter().fold(format!(" {text} "), |text, (pattern, write)| {
-        let piece = |found: &crate::task::python::pattern::PatternMatch| {
+        let piece = |found: &crate::task::python::pattern::RegexMatch| {
             found
                 .groups
                 .iter()

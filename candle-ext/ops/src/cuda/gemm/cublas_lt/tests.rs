@@ -1,6 +1,6 @@
-//! Calls of cuBLASLt and cuBLAS over stand-in libraries, which compute on the CPU and refuse on request.
+//! Calls of cuBLASLt and cuBLAS over fake libraries, which compute on the CPU and refuse calls on request.
 //!
-//! Without the stand-ins nothing is tested; `scripts/check-cublas` provides them.
+//! Without the fakes the tests are skipped; `scripts/check-cublas` provides them.
 
 use std::marker::PhantomData;
 use std::path::PathBuf;
@@ -229,17 +229,17 @@ fn every_fallback_equals_the_definition() {
 }
 
 #[test]
-fn what_nothing_computes_is_an_error_that_names_the_refusals() {
+fn an_unsupported_gemm_is_an_error_that_names_the_refusals() {
     let Some(stand_in) = StandIn::open() else { return };
     stand_in.refuse(Rules { heuristics: 1, gemm_ex: 1, ..NOTHING_REFUSED });
     let error = run_on(&device(), &PLAIN).unwrap_err().to_string();
-    for part in ["cuBLASLt failed at Gemm", "sums of parts in any dtype", "cublasGemmEx: CUBLAS_STATUS_NOT_SUPPORTED"] {
+    for part in ["cuBLASLt failed at Gemm", "partial sums in any dtype", "cublasGemmEx: CUBLAS_STATUS_NOT_SUPPORTED"] {
         assert!(error.contains(part), "{error}");
     }
 }
 
 #[test]
-fn a_key_asks_the_heuristic_once() {
+fn the_heuristic_is_queried_once_per_key() {
     let Some(stand_in) = StandIn::open() else { return };
     let (device, before) = (device(), stand_in.calls());
     (0..5).for_each(|_| check(&device, &PLAIN));
@@ -248,7 +248,7 @@ fn a_key_asks_the_heuristic_once() {
 }
 
 #[test]
-fn a_product_over_nothing_calls_no_library() {
+fn a_gemm_over_zero_terms_calls_no_library() {
     let Some(stand_in) = StandIn::open() else { return };
     let (device, before) = (device(), stand_in.calls());
     for case in cases() {

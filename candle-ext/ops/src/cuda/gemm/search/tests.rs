@@ -16,9 +16,9 @@ pub(in super::super) struct Fake {
     pub(in super::super) calls: Vec<String>,
 }
 
-pub(in super::super) fn key() -> Key {
+pub(in super::super) fn key() -> GemmKey {
     let gemm = Gemm::new([3, 5, 7], DType::BF16);
-    Key::of(&Gemm { a: Matrix::plain(0x1000), b: Matrix::plain(0x2040), c: 0x3002, c_dtype: DType::BF16, ..gemm })
+    GemmKey::of(&Gemm { a: Matrix::plain(0x1000), b: Matrix::plain(0x2040), c: 0x3002, c_dtype: DType::BF16, ..gemm })
 }
 
 fn algorithm(id: u64) -> Algorithm {
@@ -27,36 +27,36 @@ fn algorithm(id: u64) -> Algorithm {
 
 impl Library for Fake {
     /// Returns two algorithms per limits: 10 and 11, 20 and 21, and so on; or as many as `times` has, if it is set.
-    fn candidates(&mut self, within: &Limits, most: usize) -> Result<Vec<Algorithm>, Failure> {
+    fn candidates(&mut self, within: &Limits, most: usize) -> Result<Vec<Algorithm>, GemmError> {
         let i = limits(&key()).iter().position(|other| other == within).expect("limits of this key");
         self.calls.push(format!("candidates {i}"));
         if self.first_limits.is_none_or(|first| i < first) {
-            return Err(Failure::Refused("NOT_SUPPORTED".into()));
+            return Err(GemmError::Refused("NOT_SUPPORTED".into()));
         }
         let n = self.times.len().max(2).min(most) as u64;
         Ok((0..n).map(|id| algorithm(10 * (i as u64 + 1) + id)).collect())
     }
 
-    fn check(&mut self, algorithm: &Algorithm) -> Result<(), Failure> {
+    fn check(&mut self, algorithm: &Algorithm) -> Result<(), GemmError> {
         self.multiply(algorithm)
     }
 
-    fn multiply(&mut self, algorithm: &Algorithm) -> Result<(), Failure> {
+    fn multiply(&mut self, algorithm: &Algorithm) -> Result<(), GemmError> {
         let id = algorithm.0[0];
         self.calls.push(format!("multiply {id}"));
         match () {
-            () if self.fatal == Some(id) => Err(Failure::Fatal("EXECUTION_FAILED".into())),
-            () if self.refused.contains(&id) => Err(Failure::Refused("NOT_SUPPORTED".into())),
+            () if self.fatal == Some(id) => Err(GemmError::Fatal("EXECUTION_FAILED".into())),
+            () if self.refused.contains(&id) => Err(GemmError::Refused("NOT_SUPPORTED".into())),
             () => Ok(()),
         }
     }
 
-    fn multiply_by_gemm_ex(&mut self) -> Result<(), Failure> {
+    fn multiply_by_gemm_ex(&mut self) -> Result<(), GemmError> {
         self.calls.push("gemm_ex".into());
-        if self.has_gemm_ex { Ok(()) } else { Err(Failure::Refused("INVALID_VALUE".into())) }
+        if self.has_gemm_ex { Ok(()) } else { Err(GemmError::Refused("INVALID_VALUE".into())) }
     }
 
-    fn microseconds(&mut self, algorithm: &Algorithm) -> Result<f32, Failure> {
+    fn microseconds(&mut self, algorithm: &Algorithm) -> Result<f32, GemmError> {
         self.multiply(algorithm)?;
         Ok(self.times[algorithm.0[0] as usize - 10])
     }
@@ -73,22 +73,22 @@ fn check(mut library: Fake, want: Route, calls: &[&str], said: &[&str]) {
 }
 
 #[test]
-fn the_first_algorithm_computes_and_nothing_is_said() {
+fn the_first_algorithm_computes_without_a_fallback() {
     let library = Fake { first_limits: Some(0), ..Fake::default() };
     check(library, Route::Lt(algorithm(10)), &["candidates 0", "multiply 10"], &[]);
 }
 
 #[test]
-fn a_refused_product_takes_the_next_algorithm() {
+fn a_refused_gemm_uses_the_next_algorithm() {
     let library = Fake { first_limits: Some(0), refused: vec![10], ..Fake::default() };
     let calls = ["candidates 0", "multiply 10", "multiply 11"];
-    check(library, Route::Lt(algorithm(11)), &calls, &["algorithm 0 of sums of parts in f32", "NOT_SUPPORTED"]);
+    check(library, Route::Lt(algorithm(11)), &calls, &["algorithm 0 of partial sums in f32", "NOT_SUPPORTED"]);
 }
 
 #[test]
 fn a_refused_heuristic_drops_the_reduction_mask_and_then_alignments() {
     let library = Fake { first_limits: Some(1), ..Fake::default() };
-    let said = ["cuBLASLt with sums of parts in any dtype, alignments 256,64,2,2"];
+    let said = ["cuBLASLt with partial sums in any dtype, alignments 256,64,2,2"];
     check(library, Route::Lt(algorithm(20)), &["candidates 0", "candidates 1", "multiply 20"], &said);
     let library = Fake { first_limits: Some(3), refused: vec![40], ..Fake::default() };
     let calls = ["candidates 0", "candidates 1", "candidates 2", "candidates 3", "multiply 40", "multiply 41"];
@@ -107,11 +107,11 @@ fn gemm_ex_computes_what_cublas_lt_refuses() {
     let library = Fake { has_gemm_ex: true, ..Fake::default() };
     let calls =
         ["candidates 0", "candidates 1", "candidates 2", "candidates 3", "candidates 4", "candidates 5", "gemm_ex"];
-    check(library, Route::GemmEx, &calls, &["cublasGemmEx, after sums of parts in f32"]);
+    check(library, Route::GemmEx, &calls, &["cublasGemmEx, after partial sums in f32"]);
 }
 
 #[test]
-fn a_product_that_nothing_computes_is_an_error_with_every_refusal() {
+fn a_gemm_that_every_algorithm_refuses_is_an_error_with_all_refusals() {
     let error = compute(&mut Fake::default(), &key(), None).expect_err("nothing computes it");
     for part in
         ["no algorithm computes it", "in f32, alignments 256,64,2,2: NOT_SUPPORTED", "cublasGemmEx: INVALID_VALUE"]
@@ -132,7 +132,7 @@ fn a_failure_of_the_device_is_an_error_at_once() {
 fn limits_end_at_the_size_of_an_element_and_none_is_there_twice() {
     let alignments = |c: u64, dtype| -> Vec<[u32; 4]> {
         let gemm = Gemm { a: Matrix::plain(8), b: Matrix::plain(0x20), c, ..Gemm::new([3, 5, 7], dtype) };
-        limits(&Key::of(&gemm)).iter().map(|limits| limits.alignments).collect()
+        limits(&GemmKey::of(&gemm)).iter().map(|limits| limits.alignments).collect()
     };
     assert_eq!(alignments(4, DType::F32), [[8, 32, 4, 4], [8, 32, 4, 4], [8, 16, 4, 4], [8, 8, 4, 4], [4; 4]]);
     assert_eq!(alignments(2, DType::F16)[4..], [[4, 4, 2, 2], [2; 4]]);
@@ -142,7 +142,7 @@ fn limits_end_at_the_size_of_an_element_and_none_is_there_twice() {
 fn a_tuned_algorithm_computes_before_all_others_unless_it_is_refused() {
     let mut library = Fake { first_limits: Some(0), ..Fake::default() };
     let found = compute(&mut library, &key(), Some(algorithm(15))).expect("a route");
-    assert_eq!(found, Found { route: Route::Lt(algorithm(15)), fallback: None });
+    assert_eq!(found, SelectedRoute { route: Route::Lt(algorithm(15)), fallback: None });
     let mut library = Fake { first_limits: Some(0), refused: vec![15], ..Fake::default() };
     let found = compute(&mut library, &key(), Some(algorithm(15))).expect("a route");
     assert_eq!(found.route, Route::Lt(algorithm(10)));
@@ -178,8 +178,8 @@ fn a_heuristic_that_is_refused_leaves_nothing_to_time() {
 #[test]
 fn a_status_refuses_the_matmul_or_is_fatal() {
     for name in ["CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE", "CUBLAS_STATUS_ARCH_MISMATCH"] {
-        assert_eq!(Failure::of_status(format_args!("{name}")), Failure::Refused(name.to_owned()));
+        assert_eq!(GemmError::of_status(format_args!("{name}")), GemmError::Refused(name.to_owned()));
     }
     let name = "CUBLAS_STATUS_EXECUTION_FAILED";
-    assert_eq!(Failure::of_status(format_args!("{name}")), Failure::Fatal(name.to_owned()));
+    assert_eq!(GemmError::of_status(format_args!("{name}")), GemmError::Fatal(name.to_owned()));
 }

@@ -1,0 +1,231 @@
+//! The data loaders of training and evaluation. A training loader resumes at any step.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::DataError;
+use super::batch::{Batch, GlobalBatch, collate};
+use super::dataset::Dataset;
+use super::plan::{DataPlan, Horizon, SourcePlan};
+use super::rows::{EpochRows, PackingStats, epoch_rows, eval_rows, n_steps};
+use super::token_stats::TrainedCounts;
+
+/// The position of a run in its data: the complete state of a loader.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Cursor {
+    /// The epoch.
+    pub epoch: usize,
+    /// The finished steps of this epoch.
+    pub step_in_epoch: usize,
+    /// All finished steps.
+    pub step: usize,
+    /// The token counts of the finished steps.
+    pub seen: TrainedCounts,
+    /// The settings that the order of the steps depends on. Empty at the start of a run.
+    pub made_with: BTreeMap<String, String>,
+}
+
+/// The data loader of training.
+#[derive(Debug)]
+pub struct TrainLoader {
+    dataset: Arc<Dataset>,
+    plan: DataPlan,
+    cursor: Cursor,
+    rows: EpochRows,
+    total_steps: usize,
+}
+
+impl TrainLoader {
+    /// Creates a loader that continues at `cursor`. The default cursor is the start of a run.
+    pub fn new(dataset: Arc<Dataset>, plan: DataPlan, cursor: Cursor) -> Result<Self, DataError> {
+        let made_with = made_with(&dataset, &plan);
+        check_unchanged(&cursor.made_with, &made_with, &plan.sources)?;
+        let rows = epoch_rows(&dataset, &plan, epoch_read(&plan, &cursor));
+        let total_steps = total_steps(&dataset, &plan, &rows)?;
+        let cursor = Cursor { made_with, ..cursor };
+        Ok(Self { dataset, plan, cursor, rows, total_steps })
+    }
+
+    /// Returns the next global batch; `None` at the horizon.
+    pub fn next_step(&mut self) -> Option<GlobalBatch> {
+        if self.cursor.step >= self.total_steps {
+            return None;
+        }
+        let index = if self.plan.overfit_first_batch { 0 } else { self.cursor.step_in_epoch };
+        let step = GlobalBatch::new(self.cursor.epoch, self.micro_batches(index));
+        self.cursor.seen.count(&step);
+        self.advance();
+        Some(step)
+    }
+
+    /// Returns the position of the next step.
+    pub fn cursor(&self) -> &Cursor {
+        &self.cursor
+    }
+
+    /// Counts the steps of the whole run, finished ones included.
+    pub fn total_steps(&self) -> usize {
+        self.total_steps
+    }
+
+    /// Counts the rows of the next step's epoch.
+    pub fn rows_in_epoch(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Counts the steps of the next step's epoch.
+    pub fn steps_in_epoch(&self) -> usize {
+        n_steps(self.rows.len(), &self.plan)
+    }
+
+    /// Returns the number of finished epochs, with a fraction.
+    pub fn epochs_done(&self) -> f64 {
+        self.cursor.epoch as f64 + self.cursor.step_in_epoch as f64 / self.steps_in_epoch() as f64
+    }
+
+    /// Returns the packing efficiency of this epoch.
+    pub fn packing_stats(&self) -> PackingStats {
+        PackingStats::of(&self.rows, &self.dataset, self.plan.max_length)
+    }
+
+    /// Returns the data set.
+    pub fn dataset(&self) -> &Arc<Dataset> {
+        &self.dataset
+    }
+
+    fn micro_batches(&self, step_in_epoch: usize) -> Vec<Batch> {
+        let plan = &self.plan;
+        let start = step_in_epoch * plan.rows_per_step();
+        let end = (start + plan.rows_per_step()).min(self.rows.len());
+        (start..end)
+            .step_by(plan.micro_batch_size)
+            .map(|first| first..(first + plan.micro_batch_size).min(end))
+            .map(|chosen| collate(&self.dataset, plan, &self.rows, chosen))
+            .collect()
+    }
+
+    fn advance(&mut self) {
+        self.cursor.step += 1;
+        self.cursor.step_in_epoch += 1;
+        if self.cursor.step_in_epoch < self.steps_in_epoch() {
+            return;
+        }
+        if !self.plan.overfit_first_batch {
+            self.count_left_over();
+        }
+        self.cursor.epoch += 1;
+        self.cursor.step_in_epoch = 0;
+        if self.cursor.step < self.total_steps && !self.plan.overfit_first_batch {
+            self.rows = epoch_rows(&self.dataset, &self.plan, self.cursor.epoch);
+        }
+    }
+
+    /// Counts the rows that `drop_last` drops.
+    fn count_left_over(&mut self) {
+        for row in self.steps_in_epoch() * self.plan.rows_per_step()..self.rows.len() {
+            for &sequence in self.rows.row(row) {
+                self.cursor.seen.left_over.add(self.dataset.length(sequence as usize));
+            }
+        }
+    }
+}
+
+/// The data loader of an evaluation: every sequence once, in the order of the data. The last batch may be short.
+#[derive(Debug)]
+pub struct EvalLoader {
+    dataset: Arc<Dataset>,
+    plan: DataPlan,
+    rows: EpochRows,
+    next_row: usize,
+}
+
+impl EvalLoader {
+    /// Creates a loader at the first sequence.
+    pub fn new(dataset: Arc<Dataset>, plan: &DataPlan) -> Self {
+        let rows = eval_rows(&dataset, plan);
+        Self { dataset, plan: plan.clone(), rows, next_row: 0 }
+    }
+
+    /// Counts the batches.
+    pub fn n_batches(&self) -> usize {
+        self.rows.len().div_ceil(self.plan.micro_batch_size)
+    }
+}
+
+impl Iterator for EvalLoader {
+    type Item = Batch;
+
+    fn next(&mut self) -> Option<Batch> {
+        let start = self.next_row;
+        self.next_row = (start + self.plan.micro_batch_size).min(self.rows.len());
+        (start < self.next_row).then(|| collate(&self.dataset, &self.plan, &self.rows, start..self.next_row))
+    }
+}
+
+fn epoch_read(plan: &DataPlan, cursor: &Cursor) -> usize {
+    if plan.overfit_first_batch { 0 } else { cursor.epoch }
+}
+
+fn total_steps(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows) -> Result<usize, DataError> {
+    let in_epoch = n_steps(rows.len(), plan);
+    if in_epoch == 0 {
+        return Err(DataError::TooFew { rows: rows.len(), needed: plan.rows_per_step() });
+    }
+    Ok(match plan.horizon {
+        Horizon::Steps(steps) => steps,
+        // Each epoch packs whole samples anew, so its number of rows varies.
+        Horizon::Epochs(epochs) if plan.packing == super::Packing::Fit => {
+            let steps = |epoch| n_steps(epoch_rows(dataset, plan, epoch).len(), plan);
+            (0..epochs).map(steps).sum()
+        }
+        Horizon::Epochs(epochs) => epochs * in_epoch,
+    })
+}
+
+/// Returns the settings that the order of the steps depends on. The number of micro-batches of a step may change.
+fn made_with(dataset: &Dataset, plan: &DataPlan) -> BTreeMap<String, String> {
+    let facts: [(&str, String); 12] = [
+        ("the data", dataset.identity().to_owned()),
+        ("train_eval_split", plan.eval_fraction.to_string()),
+        ("max_length", plan.max_length.to_string()),
+        ("packing", format!("{:?}", plan.packing)),
+        ("fuse_positions_prob", plan.fuse_positions_prob.to_string()),
+        ("overlong", format!("{:?}", plan.truncation)),
+        ("drop_last", plan.drop_last.to_string()),
+        ("order", format!("{:?}", plan.order)),
+        ("rows a step", plan.rows_per_step().to_string()),
+        ("min_iterations", plan.min_iterations.to_string()),
+        ("overfit_first_batch", plan.overfit_first_batch.to_string()),
+        ("seed", plan.seed.to_string()),
+    ];
+    facts.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+fn check_unchanged(
+    then: &BTreeMap<String, String>,
+    now: &BTreeMap<String, String>,
+    sources: &[SourcePlan],
+) -> Result<(), DataError> {
+    let changed: Vec<String> = now
+        .iter()
+        .filter_map(|(name, value)| match then.get(name) {
+            Some(old) if old != value && name == "the data" => Some(changed_sources(old, value, sources)),
+            Some(old) if old != value => Some(format!("{name} was {old}, now {value}")),
+            _ => None,
+        })
+        .collect();
+    if changed.is_empty() { Ok(()) } else { Err(DataError::Changed { changed: changed.join("; ") }) }
+}
+
+/// Names the sources whose rows changed. `then` and `now` have a key for each source.
+fn changed_sources(then: &str, now: &str, sources: &[SourcePlan]) -> String {
+    let (then, now): (Vec<&str>, Vec<&str>) = (then.split(' ').collect(), now.split(' ').collect());
+    if then.len() != now.len() {
+        return format!("the data changed: {} sources before, {} now", then.len(), now.len());
+    }
+    let pairs = then.iter().zip(&now).zip(sources);
+    let names = pairs.filter(|((then, now), _)| then != now).map(|(_, source)| source.name_or_path.as_str());
+    format!("the data changed: {}", names.collect::<Vec<_>>().join(", "))
+}

@@ -1,0 +1,251 @@
+//! Tokenized samples on disk, memory-mapped: token ids, a loss mask of one bit a token, and an index. A store is
+//! written once, in order, and never changed.
+//!
+//! `ids`: u32, little-endian. `targets`: bit `i % 8` of byte `i / 8` belongs to token `i`.
+//! `index`: two u64 a sample. The first is the end of its tokens. The second has the index of its row in the source in
+//! the lower half and its warnings in the upper half.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::ops::Range;
+use std::path::Path;
+
+use candlewick_model::checkpoint::little_endian;
+use candlewick_text::render::Sample;
+use candlewick_text::sample_warning::SampleWarnings;
+use memmap2::Mmap;
+
+const IDS: &str = "ids";
+const TARGETS: &str = "targets";
+const INDEX: &str = "index";
+const INDEX_ENTRY: usize = 16;
+/// The bits of a row index.
+const ROW_BITS: u32 = 32;
+const ROW: usize = (1 << ROW_BITS) - 1;
+
+/// The tokenized samples of one source.
+#[derive(Debug)]
+pub(crate) struct TokenStore {
+    ids: Mmap,
+    targets: Mmap,
+    index: Mmap,
+    n_samples: usize,
+}
+
+impl TokenStore {
+    /// Maps the store of a folder. Fails with `InvalidData` if it is corrupt.
+    pub(crate) fn open(folder: &Path) -> io::Result<Self> {
+        let index = map(&folder.join(INDEX))?;
+        let store = Self {
+            ids: map(&folder.join(IDS))?,
+            targets: map(&folder.join(TARGETS))?,
+            n_samples: index.len() / INDEX_ENTRY,
+            index,
+        };
+        store.check()?;
+        Ok(store)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.n_samples
+    }
+
+    pub(crate) fn n_tokens(&self) -> usize {
+        self.ids.len() / 4
+    }
+
+    /// Returns the range of a sample's tokens among all tokens.
+    pub(crate) fn span(&self, sample: usize) -> Range<usize> {
+        let start = if sample == 0 { 0 } else { self.entry(sample - 1, 0) };
+        start..self.entry(sample, 0)
+    }
+
+    /// Returns the index of a sample's row in the source.
+    pub(crate) fn row(&self, sample: usize) -> usize {
+        self.entry(sample, 1) & ROW
+    }
+
+    /// Returns the warnings of a sample.
+    pub(crate) fn sample_warnings(&self, sample: usize) -> SampleWarnings {
+        SampleWarnings::from_bits((self.entry(sample, 1) >> ROW_BITS) as u32)
+    }
+
+    pub(crate) fn ids(&self, span: Range<usize>) -> impl ExactSizeIterator<Item = u32> + '_ {
+        let bytes = self.ids[span.start * 4..span.end * 4].chunks_exact(4);
+        bytes.map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+    }
+
+    pub(crate) fn is_target(&self, token: usize) -> bool {
+        self.targets[token / 8] >> (token % 8) & 1 == 1
+    }
+
+    /// Returns the BLAKE3 hash of all bytes.
+    pub(crate) fn checksum(&self) -> String {
+        let mut hash = blake3::Hasher::new();
+        for map in [&self.ids, &self.targets, &self.index] {
+            hash.update(&(map.len() as u64).to_le_bytes()).update(map);
+        }
+        hash.finalize().to_string()
+    }
+
+    fn entry(&self, sample: usize, column: usize) -> usize {
+        let start = sample * INDEX_ENTRY + column * 8;
+        let bytes = self.index[start..start + 8].try_into().expect("the slice has eight bytes");
+        u64::from_le_bytes(bytes) as usize
+    }
+
+    fn check(&self) -> io::Result<()> {
+        let corrupt = |what: &str| Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        if !self.index.len().is_multiple_of(INDEX_ENTRY) || !self.ids.len().is_multiple_of(4) {
+            return corrupt("a file is truncated");
+        }
+        let mut end = 0;
+        for sample in 0..self.n_samples {
+            let next = self.entry(sample, 0);
+            if next < end {
+                return corrupt("the index is not ascending");
+            }
+            end = next;
+        }
+        if end != self.n_tokens() || self.targets.len() != end.div_ceil(8) {
+            return corrupt("the files have different numbers of tokens");
+        }
+        Ok(())
+    }
+}
+
+/// Writes a store, a sample at a time.
+pub(crate) struct TokenStoreWriter {
+    ids: BufWriter<File>,
+    targets: BufWriter<File>,
+    index: BufWriter<File>,
+    n_tokens: u64,
+    bits: u8,
+}
+
+impl TokenStoreWriter {
+    pub(crate) fn create(folder: &Path) -> io::Result<Self> {
+        let create = |name| File::create(folder.join(name)).map(BufWriter::new);
+        Ok(Self { ids: create(IDS)?, targets: create(TARGETS)?, index: create(INDEX)?, n_tokens: 0, bits: 0 })
+    }
+
+    pub(crate) fn push(&mut self, row: u32, sample: &Sample) -> io::Result<()> {
+        let Sample { ids, is_target, sample_warnings } = sample;
+        assert_eq!(ids.len(), is_target.len(), "the loss mask has an entry for each token");
+        self.ids.write_all(&little_endian(ids))?;
+        is_target.iter().try_for_each(|&is_target| self.push_bit(is_target))?;
+        self.index.write_all(&self.n_tokens.to_le_bytes())?;
+        let row = u64::from(row) | u64::from(sample_warnings.bits()) << ROW_BITS;
+        self.index.write_all(&row.to_le_bytes())
+    }
+
+    /// Writes the last partial byte and flushes the files.
+    pub(crate) fn finish(mut self) -> io::Result<()> {
+        if !self.n_tokens.is_multiple_of(8) {
+            self.targets.write_all(&[self.bits])?;
+        }
+        for file in [self.ids, self.targets, self.index] {
+            file.into_inner()?;
+        }
+        Ok(())
+    }
+
+    fn push_bit(&mut self, bit: bool) -> io::Result<()> {
+        self.bits |= u8::from(bit) << (self.n_tokens % 8);
+        self.n_tokens += 1;
+        if self.n_tokens.is_multiple_of(8) {
+            self.targets.write_all(&[self.bits])?;
+            self.bits = 0;
+        }
+        Ok(())
+    }
+}
+
+fn map(path: &Path) -> io::Result<Mmap> {
+    let file = File::open(path)?;
+    // SAFETY: a store is renamed into place when it is complete and nothing writes to it afterwards.
+    unsafe { Mmap::map(&file) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use candlewick_text::sample_warning::SampleWarning;
+
+    use super::*;
+
+    fn written(samples: &[(usize, Vec<u32>, Vec<bool>)]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        let mut writer = TokenStoreWriter::create(folder.path()).unwrap();
+        for (row, ids, is_target) in samples {
+            writer.push(*row as u32, &sample(ids, is_target)).unwrap();
+        }
+        writer.finish().unwrap();
+        folder
+    }
+
+    #[test]
+    fn written_samples_are_read_back() {
+        for n_samples in [0, 1, 5, 23] {
+            let samples: Vec<_> = (0..n_samples)
+                .map(|i| {
+                    let ids: Vec<u32> = (0..i as u32 * 3 % 11).map(|t| t * 70_001 + i as u32).collect();
+                    let is_target = ids.iter().map(|id| id % 3 == 0).collect();
+                    (i * 2, ids, is_target)
+                })
+                .collect();
+            let folder = written(&samples);
+            let store = TokenStore::open(folder.path()).unwrap();
+            assert_eq!(store.len(), n_samples);
+            for (i, (row, ids, is_target)) in samples.iter().enumerate() {
+                let span = store.span(i);
+                assert_eq!(store.row(i), *row);
+                assert_eq!(&store.ids(span.clone()).collect::<Vec<_>>(), ids);
+                assert_eq!(&span.map(|t| store.is_target(t)).collect::<Vec<_>>(), is_target);
+            }
+        }
+    }
+
+    fn sample(ids: &[u32], is_target: &[bool]) -> Sample {
+        Sample { ids: ids.to_vec(), is_target: is_target.to_vec(), ..Sample::default() }
+    }
+
+    #[test]
+    fn warnings_are_stored_with_the_row() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut writer = TokenStoreWriter::create(folder.path()).unwrap();
+        let mut odd = sample(&[1, 2], &[false, true]);
+        odd.sample_warnings.insert(SampleWarning::TokenSpansPromptBoundary);
+        writer.push(u32::MAX, &odd).unwrap();
+        writer.push(7, &sample(&[3], &[true])).unwrap();
+        writer.finish().unwrap();
+        let store = TokenStore::open(folder.path()).unwrap();
+        assert_eq!((store.row(0), store.row(1)), (u32::MAX as usize, 7));
+        assert_eq!(
+            (store.sample_warnings(0), store.sample_warnings(1)),
+            (odd.sample_warnings, SampleWarnings::default())
+        );
+    }
+
+    #[test]
+    fn a_truncated_file_is_an_error() {
+        let samples = [(0, vec![1; 9], vec![true; 9]), (1, vec![2; 4], vec![false; 4])];
+        for name in [IDS, TARGETS, INDEX] {
+            let folder = written(&samples);
+            let path = folder.path().join(name);
+            let file = File::options().write(true).open(&path).unwrap();
+            file.set_len(path.metadata().unwrap().len() - 1).unwrap();
+            let error = TokenStore::open(folder.path()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_descending_index_is_an_error() {
+        let folder = written(&[(0, vec![1; 3], vec![true; 3]), (1, vec![1; 3], vec![true; 3])]);
+        let mut index = std::fs::read(folder.path().join(INDEX)).unwrap();
+        index[0] = 200;
+        std::fs::write(folder.path().join(INDEX), index).unwrap();
+        assert!(TokenStore::open(folder.path()).is_err());
+    }
+}

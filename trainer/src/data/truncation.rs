@@ -1,0 +1,79 @@
+//! Truncation: samples to sequences no longer than a row, or exactly as long.
+
+use candlewick_text::sample_warning::SampleWarning;
+
+use super::DataError;
+use super::dataset::{Dataset, SampleSlice};
+use super::error::LongSamples;
+use super::order::{RngPurpose, identity, permutation, seeded_rng};
+use super::pack;
+use super::plan::{DataPlan, Packing, RowOrder, Truncation, UnrenderedToolCalls};
+
+/// Cuts samples into sequences no longer than a row, or into rows of exactly `max_length`. Samples that the plan drops
+/// and sequences without targets are left out.
+pub(crate) fn apply_truncation(dataset: Dataset, plan: &DataPlan, drop_last: bool) -> Result<Dataset, DataError> {
+    if plan.packing != Packing::Exact {
+        let slices = fit(&dataset, plan)?;
+        return Ok(dataset.with_slices(slices, None));
+    }
+    let n_samples = dataset.n_samples();
+    let order = match plan.order {
+        RowOrder::Sequential => identity(n_samples),
+        _ => permutation(n_samples, seeded_rng(plan.seed, RngPurpose::Samples, 0, 0)),
+    };
+    let samples = order.iter().map(|&sample| dataset.whole(sample as usize));
+    let samples = samples.filter(|whole| is_wanted(&dataset, plan, whole) && has_targets(&dataset, whole));
+    let (mut slices, mut ends) = pack::exact(samples, plan.max_length);
+    let last = ends.len().checked_sub(2).map_or(0, |before| ends[before]);
+    let n_last: usize = slices[last..].iter().map(|slice| slice.len as usize).sum();
+    if drop_last && n_last < plan.max_length {
+        slices.truncate(last);
+        ends.pop();
+    }
+    Ok(dataset.with_slices(slices, Some(ends)))
+}
+
+/// Truncates, splits, drops or refuses the samples longer than `max_length`.
+fn fit(dataset: &Dataset, plan: &DataPlan) -> Result<Vec<SampleSlice>, DataError> {
+    let max_length = plan.max_length;
+    if plan.truncation == Truncation::Error {
+        refuse_long_samples(dataset, max_length)?;
+    }
+    let whole = (0..dataset.n_samples()).map(|sample| dataset.whole(sample));
+    let wanted = whole.filter(|whole| is_wanted(dataset, plan, whole));
+    let mut slices: Vec<SampleSlice> = match plan.truncation {
+        Truncation::Error => wanted.collect(),
+        Truncation::Drop => wanted.filter(|slice| slice.len as usize <= max_length).collect(),
+        Truncation::Truncate => wanted.filter_map(|slice| slice.chunks(max_length).next()).collect(),
+        Truncation::Split => wanted.flat_map(|slice| slice.chunks(max_length)).collect(),
+    };
+    slices.retain(|slice| has_targets(dataset, slice));
+    Ok(slices)
+}
+
+fn is_wanted(dataset: &Dataset, plan: &DataPlan, whole: &SampleSlice) -> bool {
+    let is_unrendered = || dataset.sample_warnings(whole.sample as usize).contains(SampleWarning::ResponseNotRendered);
+    plan.unrendered_tool_calls != UnrenderedToolCalls::Drop || !is_unrendered()
+}
+
+/// Returns true if a slice has targets. A step without any would have no loss but would still apply weight decay.
+fn has_targets(dataset: &Dataset, slice: &SampleSlice) -> bool {
+    dataset.sequence(slice).has_targets()
+}
+
+fn refuse_long_samples(dataset: &Dataset, max_length: usize) -> Result<(), DataError> {
+    let length = |sample: &usize| dataset.sample_length(*sample);
+    let mut too_long: Vec<usize> = (0..dataset.n_samples()).filter(|sample| length(sample) > max_length).collect();
+    if too_long.is_empty() {
+        return Ok(());
+    }
+    let n_samples = too_long.len();
+    too_long.sort_by_key(|sample| std::cmp::Reverse(length(sample)));
+    let longest = too_long.iter().take(3).map(|&i| (dataset.locate_sample(i), length(&i)));
+    Err(DataError::SamplesTooLong(LongSamples {
+        n_samples,
+        total: dataset.n_samples(),
+        max_length,
+        longest: longest.collect(),
+    }))
+}

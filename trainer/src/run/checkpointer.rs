@@ -1,0 +1,391 @@
+//! The checkpoints of a run: sharded ones to resume from, and exported weights for transformers and PEFT.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+use candle_core::{DType, Tensor};
+use candlewick_model::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, DEFAULT_SHARD_BYTES};
+use candlewick_model::{AdapterFolder, BASE_MODEL_RECORD, BaseModelRecord, ParamSpec};
+use candlewick_runtime::run_id::RunId;
+use serde_json::{Value, json};
+
+use crate::checkpoint::{
+    CheckpointError, CheckpointFormat, CheckpointPlan, EXPORT_MARK, ExportMark, Fingerprint, Moment,
+    PlannedCheckpoints, Resumed, RunState, TrainState, WrittenCheckpoint, bytes_needed, move_aside, newest_complete,
+    preflight, read_state, refuse_occupied, refuse_unowned, resume, save, update_latest_link,
+};
+use crate::data::TrainLoader;
+use crate::plan::{Plan, WeightInit, dtype};
+
+use super::async_save::{AsyncSave, FinishedAsyncSave};
+use super::context::{Progress, TrainingRun};
+use super::state::EngineState;
+
+pub(super) struct Checkpointer<'a> {
+    run: TrainingRun<'a>,
+    fingerprint: Fingerprint,
+    settings: Fingerprint,
+    /// The identity of an adapter's frozen base weights.
+    base: Option<BaseModelRecord>,
+    /// The newest checkpoint of each entry of the plan: its step and its folder.
+    newest: HashMap<(CheckpointFormat, PathBuf), (usize, PathBuf)>,
+    /// The checkpoint that is being written in the background.
+    async_save_in_progress: Option<AsyncSave>,
+}
+
+/// The result of saving a checkpoint.
+pub(super) enum SaveOutcome {
+    /// The checkpoint already exists.
+    AlreadySaved,
+    /// The checkpoint is on disk.
+    Saved(SavedCheckpoint),
+    /// The checkpoint is being written in the background.
+    InBackground,
+}
+
+/// A checkpoint on disk.
+pub(super) struct SavedCheckpoint {
+    pub(super) dir: PathBuf,
+    /// Older checkpoints that retention deleted.
+    pub(super) removed: Vec<PathBuf>,
+}
+
+/// Returns the id of the run that a run of `plan` will resume, if any.
+///
+/// A run that resumes a copied checkpoint is a new run. It keeps the date of the original run, but does not own its
+/// checkpoints.
+pub(super) fn resumed_run_id(plan: &Plan) -> Result<Option<RunId>> {
+    let Some(checkpoint) = plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else { return Ok(None) };
+    let Some(save) = newest_complete(&checkpoint.output_dir)? else { return Ok(None) };
+    let (run_start, state) = (save.manifest.run_start, read_state(&save).ok());
+    let date = state.as_ref().and_then(|state| state.date).unwrap_or(run_start);
+    let is_copy = state.is_some_and(|state| state.is_copied_to(&save.dir));
+    Ok(Some(RunId { run: if is_copy { RunId::now().run } else { run_start }, date }))
+}
+
+/// Returns true if the checkpoint in `dir` was written after this run started, and not by an earlier run.
+pub(super) fn is_of_run(dir: &Path, run_id: RunId) -> bool {
+    let modified = std::fs::metadata(dir).and_then(|metadata| metadata.modified());
+    modified.is_ok_and(|time| time >= UNIX_EPOCH + Duration::from_millis(run_id.run))
+}
+
+impl<'a> Checkpointer<'a> {
+    pub(super) fn new(run: TrainingRun<'a>) -> Self {
+        let base = base_record(run);
+        let fingerprint = fingerprint(run.plan, base.as_ref());
+        Self {
+            run,
+            fingerprint,
+            settings: settings(run.plan),
+            base,
+            newest: HashMap::new(),
+            async_save_in_progress: None,
+        }
+    }
+
+    /// Loads the newest complete checkpoint of the entry with `auto_resume`, if there is one.
+    pub(super) fn resume(&mut self) -> Result<Option<Resumed>> {
+        let Some(checkpoint) = self.run.plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else {
+            return Ok(None);
+        };
+        let mut state = EngineState::of(self.run.engine)?;
+        let resumed = resume(checkpoint, &self.fingerprint, &mut state, &self.run.ranks.process)?;
+        if let Some(resumed) = &resumed {
+            self.run.engine.store().refresh()?;
+            let newest = (resumed.run.step, resumed.dir.clone());
+            self.newest.insert((checkpoint.format, checkpoint.output_dir.clone()), newest);
+        }
+        Ok(resumed)
+    }
+
+    /// Lists the settings that differ from the checkpoint's, one line for each key.
+    pub(super) fn changed_settings(&self, run: &RunState) -> Vec<String> {
+        run.settings.differences(&self.settings)
+    }
+
+    /// Checks before the first step that every folder is writable and that all checkpoints fit on disk.
+    pub(super) fn preflight(&self, stream: &TrainLoader) -> Result<()> {
+        let sharded = bytes_needed(&EngineState::of(self.run.engine)?.tensors());
+        let exported = |plan: &CheckpointPlan| self.n_export_bytes(plan);
+        let run_start = self.run.run_id.run;
+        let ends = epoch_ends(stream);
+        let planned = |plan: &'a CheckpointPlan| {
+            let n_checkpoints = plan.n_checkpoints(stream.cursor().step, stream.total_steps(), &ends);
+            let keeps_best = self.run.plan.best.is_some();
+            match plan.format {
+                // A signal may request a checkpoint at any time.
+                CheckpointFormat::Sharded => PlannedCheckpoints {
+                    plan,
+                    bytes_per_checkpoint: sharded,
+                    n_checkpoints: n_checkpoints.max(1),
+                    run_start,
+                    keeps_best,
+                },
+                CheckpointFormat::HuggingFace => PlannedCheckpoints {
+                    plan,
+                    bytes_per_checkpoint: exported(plan),
+                    n_checkpoints,
+                    run_start,
+                    keeps_best,
+                },
+            }
+        };
+        let planned: Vec<_> = self.run.plan.checkpoints.iter().map(planned).collect();
+        let check = || -> Result<()> {
+            preflight(&planned)?;
+            let exports = self.run.plan.checkpoints.iter().any(|plan| plan.format == CheckpointFormat::HuggingFace);
+            if exports {
+                self.auxiliary_files(&self.folders(), &[]).check()?;
+            }
+            Ok(())
+        };
+        self.run.ranks.process.on_first_rank(check).map(drop)
+    }
+
+    /// Moves the checkpoints of other runs aside. Fails if an entry of another origin has the name of a checkpoint that
+    /// this run will write.
+    ///
+    /// Returns one line for each changed folder.
+    pub(super) fn prepare_folders(&self, stream: &TrainLoader) -> Result<Vec<String>> {
+        let (run_start, done, total_steps) = (self.run.run_id.run, stream.cursor().step, stream.total_steps());
+        let (ends, exit) = (epoch_ends(stream), &self.run.plan.exit);
+        let ends_early = [exit.iteration, exit.iteration_this_run.map(|n| done + n)];
+        let mut lines = Vec::new();
+        self.run.ranks.process.on_first_rank(|| {
+            for plan in &self.run.plan.checkpoints {
+                self.refuse_in_use(plan)?;
+                // Keep sharded checkpoints up to the current step: the run may have resumed from another run's.
+                let since = if plan.format == CheckpointFormat::Sharded { done } else { 0 };
+                if let Some((folder, n)) = move_aside(plan.format, &plan.output_dir, run_start, since)? {
+                    lines.push(format!("moved {n} checkpoints of other runs to {}", folder.display()));
+                }
+                let is_due =
+                    |step| plan.is_due(Moment::of(step, total_steps, &ends)) || ends_early.contains(&Some(step));
+                let is_due = |step| step > done && is_due(step);
+                refuse_occupied(plan.format, &plan.output_dir, run_start, is_due)?;
+            }
+            Ok(())
+        })?;
+        Ok(lines)
+    }
+
+    /// Fails if the model, adapter or tokenizer in use is one of the checkpoints of `plan`.
+    ///
+    /// The plan checks the names in the recipe; this checks the folders that they resolved to.
+    fn refuse_in_use(&self, plan: &CheckpointPlan) -> Result<()> {
+        let adapter = self.run.plan.model.adapter_folder.as_deref();
+        for folder in self.folders().into_iter().chain(adapter) {
+            if let Some(dir) = plan.format.checkpoint_in_use(&plan.output_dir, folder) {
+                return Err(CheckpointError::Occupied { dir, what: "in use by this run" }.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the step of the newest checkpoint that this run wrote or resumed from.
+    pub(super) fn newest_step(&self) -> Option<usize> {
+        self.newest.values().map(|(step, _)| *step).max()
+    }
+
+    /// Returns the newest folder of each entry of the plan that exports weights.
+    pub(super) fn exported(&self) -> impl Iterator<Item = &Path> {
+        let newest = self.newest.iter().filter(|((format, _), _)| *format == CheckpointFormat::HuggingFace);
+        newest.map(|(_, (_, dir))| dir.as_path())
+    }
+
+    fn n_export_bytes(&self, checkpoint: &CheckpointPlan) -> u64 {
+        let model = self.run.engine.model();
+        let numel = |params: &mut dyn Iterator<Item = &ParamSpec>| params.map(ParamSpec::numel).sum::<usize>();
+        let n = match model.lora() {
+            Some(_) => numel(&mut model.adapter_params()),
+            None => numel(&mut model.base_params()),
+        };
+        (n * self.export_dtype(checkpoint).size_in_bytes()) as u64
+    }
+
+    /// Returns the asynchronous checkpoint if it is finished. With `wait`, waits for it.
+    pub(super) fn finish_async_save(&mut self, wait: bool) -> Result<Option<FinishedAsyncSave>> {
+        let done = self.async_save_in_progress.take_if(|save| wait || save.is_finished());
+        done.map(AsyncSave::finish).transpose()
+    }
+
+    /// Writes a checkpoint, or starts to. No other one may be in progress.
+    pub(super) fn save(
+        &mut self,
+        checkpoint: &CheckpointPlan,
+        stream: &TrainLoader,
+        progress: Progress,
+    ) -> Result<SaveOutcome> {
+        let home = checkpoint.output_dir.canonicalize().ok();
+        let state = RunState { home, ..self.run_state(stream, progress) };
+        let place = (checkpoint.format, checkpoint.output_dir.clone());
+        if self.newest.get(&place).is_some_and(|(step, _)| *step == state.step) {
+            return Ok(SaveOutcome::AlreadySaved);
+        }
+        let newest = (state.step, checkpoint.dir(state.tag()));
+        let outcome = match checkpoint.format {
+            CheckpointFormat::Sharded if checkpoint.async_save => {
+                let engine = EngineState::of(self.run.engine)?;
+                self.async_save_in_progress =
+                    Some(AsyncSave::begin(checkpoint, state, &engine, self.run.ranks.background.clone())?);
+                SaveOutcome::InBackground
+            }
+            CheckpointFormat::Sharded => {
+                let WrittenCheckpoint { dir, removed, .. } =
+                    save(checkpoint, &state, &EngineState::of(self.run.engine)?, &self.run.ranks.process)?;
+                SaveOutcome::Saved(SavedCheckpoint { dir, removed })
+            }
+            CheckpointFormat::HuggingFace => SaveOutcome::Saved(self.export(checkpoint, &state)?),
+        };
+        self.newest.insert(place, newest);
+        Ok(outcome)
+    }
+
+    fn run_state(&self, stream: &TrainLoader, progress: Progress) -> RunState {
+        let cursor = stream.cursor();
+        RunState {
+            step: cursor.step,
+            epoch: cursor.epoch,
+            accumulation_phase: 0,
+            cursor: json!(cursor),
+            rng: Value::Null,
+            tokens: cursor.seen.read.tokens,
+            target_tokens: cursor.seen.supervised,
+            elapsed_s: progress.before.as_secs_f64(),
+            scores: progress.scores,
+            evaluated: progress.evaluated,
+            n_skipped: progress.n_skipped,
+            scaler: progress.scaler,
+            token_stats: json!(cursor.seen),
+            run_start: self.run.run_id.run,
+            date: Some(self.run.run_id.date),
+            home: None,
+            fingerprint: self.fingerprint.clone(),
+            settings: self.settings.clone(),
+        }
+    }
+
+    /// Exports the weights: a model folder, or an adapter folder if an adapter is trained.
+    ///
+    /// The first rank writes. The others iterate over all weights with it, because each gather is a collective.
+    fn export(&self, checkpoint: &CheckpointPlan, state: &RunState) -> Result<SavedCheckpoint> {
+        let mut masters = self.run.engine.store().masters();
+        let written = match self.run.ranks.process.is_first() {
+            true => self.write_weights(checkpoint, state, &mut masters),
+            false => Ok(Vec::new()),
+        };
+        // A failed write must not leave the other ranks waiting in a gather. A failed gather reports itself to them.
+        masters.try_for_each(|master| master.map(drop)).context("failed to gather the weights")?;
+        let removed = self.run.ranks.process.all_ok(written)?;
+        Ok(SavedCheckpoint { dir: checkpoint.dir(state.tag()), removed })
+    }
+
+    fn write_weights<'m>(
+        &self,
+        checkpoint: &CheckpointPlan,
+        state: &RunState,
+        masters: &mut impl Iterator<Item = candle_core::Result<(&'m ParamSpec, Tensor)>>,
+    ) -> Result<Vec<PathBuf>> {
+        let dir = checkpoint.dir(state.tag());
+        refuse_unowned(checkpoint.format, &dir, state.run_start)?;
+        let keep_alive = self.run.ranks.process.keep_alive();
+        let mut busy = Some(keep_alive.begin());
+        // Exported tensors are in the order of the model.
+        let fetch = |spec: &ParamSpec| {
+            // A gather waits for the other ranks, so this rank is not busy meanwhile.
+            drop(busy.take());
+            let found = masters.find(|master| master.as_ref().map_or(true, |(at, _)| at.name == spec.name));
+            busy = Some(keep_alive.begin());
+            match found {
+                Some(master) => Ok(master?.1),
+                None => candle_core::bail!("{} is out of order", spec.name),
+            }
+        };
+        let model = self.run.engine.model();
+        let dtype = self.export_dtype(checkpoint);
+        let (folders, mark) = (self.folders(), self.mark(state.step));
+        let base = self.base.as_ref().map(BaseModelRecord::to_json);
+        let files = [Some((EXPORT_MARK, mark.as_str())), base.as_deref().map(|base| (BASE_MODEL_RECORD, base))];
+        let files: Vec<_> = files.into_iter().flatten().collect();
+        let auxiliary_files = self.auxiliary_files(&folders, &files);
+        if model.lora().is_some() {
+            AdapterFolder::save(&dir, model, dtype, auxiliary_files, fetch).context("failed to write the adapter")?;
+        } else {
+            let (config, shard_bytes) = (model.config(), DEFAULT_SHARD_BYTES);
+            let export = CheckpointExport { folder: &dir, config, auxiliary_files, dtype, shard_bytes };
+            export.save(model.base_params(), fetch).context("failed to write the weights")?;
+        }
+        update_latest_link(&dir);
+        let prune = |save_total_limit| checkpoint.retention(save_total_limit, state).prune(state.tag());
+        Ok(checkpoint.save_total_limit.map_or(Ok(Vec::new()), prune)?)
+    }
+
+    /// Returns the folders with the files that an export copies.
+    fn folders(&self) -> Vec<&Path> {
+        let folders = [Some(self.run.assets.tokenizer.directory()), self.run.assets.model_folder.as_deref()];
+        folders.into_iter().flatten().collect()
+    }
+
+    fn auxiliary_files<'b>(&'b self, folders: &'b [&'b Path], files: &'b [(&'b str, &'b str)]) -> AuxiliaryFiles<'b> {
+        AuxiliaryFiles { folders, chat_template: self.run.assets.own_template(), files }
+    }
+
+    fn mark(&self, step: usize) -> String {
+        ExportMark { run_start: self.run.run_id.run, step }.to_json()
+    }
+
+    fn export_dtype(&self, checkpoint: &CheckpointPlan) -> DType {
+        dtype(checkpoint.dtype.unwrap_or(self.run.plan.model.dtype))
+    }
+}
+
+/// Lets an asynchronous save finish if the run fails.
+impl Drop for Checkpointer<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.finish_async_save(true) {
+            tracing::warn!("{error:#}");
+        }
+    }
+}
+
+/// Identifies the base weights of an adapter, if they were loaded from a checkpoint.
+fn base_record(run: TrainingRun) -> Option<BaseModelRecord> {
+    let model = &run.plan.model;
+    let folder = run.assets.model_folder.as_deref().filter(|_| model.init == WeightInit::Load)?;
+    let name = model.adapter.as_ref()?.base_model().unwrap_or_default();
+    let weights = Checkpoint::open(folder).ok()?.identity();
+    Some(BaseModelRecord { model: name.to_owned(), weights })
+}
+
+/// Returns the settings that a resumed run must share with its checkpoint. The data cursor guards the settings that
+/// determine the data order.
+///
+/// `base` identifies the frozen weights of an adapter, which are in no checkpoint. Their hash counts, their folder does
+/// not.
+fn fingerprint(plan: &Plan, base: Option<&BaseModelRecord>) -> Fingerprint {
+    let config = plan.model.config.as_ref().map(|config| config.to_json());
+    let mut adapter = plan.model.adapter.as_ref().map(|adapter| adapter.to_json());
+    if let Some(Value::Object(adapter)) = &mut adapter {
+        adapter.remove("base_model_name_or_path");
+    }
+    let base = base.map(|base| &base.weights);
+    let model = json!({"config": config, "dtype": plan.model.dtype, "peft_config": adapter, "frozen weights": base});
+    Fingerprint::of(&json!({"model": model}))
+}
+
+/// Returns the settings that may change when a run resumes, such as the learning rate. Changes are logged.
+fn settings(plan: &Plan) -> Fingerprint {
+    let (optimizer, scheduler, horizon) = (&plan.optimizer, &plan.schedule, plan.data.horizon);
+    let model = plan.model.name_or_path.as_deref();
+    Fingerprint::of(&json!({
+        "optimizer": optimizer, "scheduler": scheduler, "horizon": horizon, "seed": plan.seed, "model": model,
+    }))
+}
+
+/// Returns the steps at which epochs end, as far as they are known now.
+fn epoch_ends(stream: &TrainLoader) -> Vec<usize> {
+    let in_epoch = stream.steps_in_epoch();
+    (1..=stream.total_steps() / in_epoch).map(|epoch| epoch * in_epoch).collect()
+}
