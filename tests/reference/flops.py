@@ -1,4 +1,4 @@
-"""Counts the operations of small models with torch and transformers, for trainer/tests/flops.rs.
+"""Counts the operations of small models with torch and transformers, for trainer/tests/it/flops.rs.
 
     python tests/reference/flops.py
 

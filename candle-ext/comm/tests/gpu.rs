@@ -1,5 +1,4 @@
 //! Groups whose tensors lie on a GPU. Without a GPU, or NCCL, nothing is tested; `scripts/gpu-check` makes sure that they are.
-#![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
 
 mod cases;

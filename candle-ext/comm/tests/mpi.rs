@@ -1,7 +1,6 @@
 //! The world that MPI connects, through the front door: each test has `mpirun` start this binary again as each rank.
 //!
 //! Without an `mpirun` nothing is tested. MPIRUN names another one.
-#![cfg(feature = "mpi")]
 #![allow(clippy::unwrap_used)]
 
 mod cases;

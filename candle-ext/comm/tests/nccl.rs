@@ -1,6 +1,5 @@
 //! Ranks with a GPU each, over NCCL. Needs two GPUs for the most part, and tests nothing where there are fewer.
 //! `scripts/check-nccl` runs it with stand-ins for CUDA and NCCL, which have four.
-#![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
 
 mod cases;

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 /// Bytes that a run adds to those of its start: code that it reaches later, stacks and buffers of its threads. The smallest run
-/// of `trainer/tests/estimate_processes.rs` took 48 MiB in all, of which 9.5 were resident at the start.
+/// of `trainer/tests/process_memory.rs` took 48 MiB in all, of which 9.5 were resident at the start.
 const RUN_BYTES: u64 = 38 << 20;
 
 /// Resident bytes of the program's file at its start, where the kernel reports none.
