@@ -16,6 +16,7 @@ use super::retention::{old_name, temporary_name};
 use super::shard::write_shard;
 use super::state::{Piece, RunState, TrainState};
 use super::storage::{Drive, Storage};
+use crate::failpoint::failpoint;
 
 /// Bytes of tensors after which the next one begins another file.
 const SHARD_BYTES: usize = 2 << 30;
@@ -65,8 +66,10 @@ pub(crate) fn save_with(
             let shares = shares.iter().map(|bytes| Share::of_bytes(bytes, &dir)).collect::<Result<Vec<_>, _>>()?;
             process.on_first_rank(|| {
                 let n_bytes = finish(storage, &temporary, run, shares)
+                    .inspect(|_| failpoint("checkpoint_written", run.step))
                     .and_then(|n_bytes| publish(storage, &temporary, &dir).map(|()| n_bytes))
                     .map_err(|error| error.in_save(&dir))?;
+                failpoint("checkpoint_published", run.step);
                 update_latest_link(&dir);
                 let prune = |keep| plan.retention(keep, run).prune_with(storage, tag);
                 Ok((n_bytes, plan.keep.map_or(Ok(Vec::new()), prune)?))

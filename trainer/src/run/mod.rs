@@ -33,6 +33,7 @@ use evaluator::task::TaskSelection;
 
 use crate::checkpoint::CheckpointError;
 use crate::data::{Prepared, prepare};
+use crate::failpoint::failpoint;
 use crate::metrics::{Exit, RunJson};
 use crate::plan::Plan;
 use crate::signals::StopRequests;
@@ -113,6 +114,7 @@ fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<
 }
 
 fn take_steps(run: Run, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
+    failpoint("engine_built", 0);
     let mut session = Session::begin(run, run_json)?;
     let end = steps(&mut session)?;
     session.settle(0)?;

@@ -17,6 +17,7 @@ use crate::checkpoint::{
     refuse_occupied, resume, save, update_latest_link,
 };
 use crate::data::Stream;
+use crate::failpoint::failpoint;
 use crate::plan::{Init, Plan, dtype};
 
 use super::background::{Done, UnderWay};
@@ -266,6 +267,7 @@ impl<'a> Saves<'a> {
         // Exports are in the order of the model.
         let fetch = |spec: &ParamSpec| {
             // A gather waits for the others: no work meanwhile.
+            failpoint("export_started", state.step);
             drop(working.take());
             let found = masters.find(|master| master.as_ref().map_or(true, |(at, _)| at.name == spec.name));
             working = Some(at_work.begin());
@@ -288,6 +290,7 @@ impl<'a> Saves<'a> {
             let export = CheckpointExport { folder: &dir, config, auxiliary_files, dtype, shard_bytes };
             export.save(model.base_params(), fetch).context("failed to write the weights")?;
         }
+        failpoint("export_published", state.step);
         update_latest_link(&dir);
         let prune = |keep| checkpoint.retention(keep, state).prune(state.tag());
         Ok(checkpoint.keep.map_or(Ok(Vec::new()), prune)?)

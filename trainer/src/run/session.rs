@@ -14,6 +14,7 @@ use serde_json::json;
 use crate::checkpoint::{CheckpointError, CheckpointPlan, Kind, Moment, Resumed, Tag};
 use crate::data::{Cursor, Ledger, Step, Stream};
 use crate::exit::ExitCode;
+use crate::failpoint::failpoint;
 use crate::metrics::{
     GpuMonitor, Memory, ModelShape, Pass, Recomputed, Reporter, ResumeRecord, RunJson, RunReport, SaveRecord, Start,
     StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
@@ -154,6 +155,7 @@ impl<'a> Session<'a> {
             seat: self.run.ranks.seat,
         };
         self.launched.push_back(step::launch(self.run.engine, &self.scaler, step, &update, began)?);
+        failpoint("step_computed", number);
         self.settle(1)
     }
 

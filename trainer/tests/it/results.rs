@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::path::Path;
-use std::process::{Output, Stdio};
+use std::process::Output;
 
 use candlewick_model::BASE_MODEL_RECORD;
 
@@ -45,15 +45,11 @@ fn a_recipe_without_a_checkpoint_exports_its_model_at_the_end() {
 #[test]
 fn a_signal_to_a_run_without_a_checkpoint_saves_its_weights() {
     let run = Run::new();
-    let mut command = run.command("train", &["checkpoint=null", "train_iters=100000"]);
-    let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    while !fs::read_to_string(run.path().join("run/metrics.jsonl")).is_ok_and(|lines| lines.lines().count() > 1) {
-        std::thread::yield_now();
-    }
-    // SAFETY: a signal to a child that has not been waited for.
-    unsafe { libc::kill(child.id() as i32, libc::SIGINT) };
-    let output = child.wait_with_output().unwrap();
-    assert!(stderr(&output).contains("the weights are saved"), "{}", stderr(&output));
+    let mut started = run.start_training(&["checkpoint=null", "train_iters=100000"]);
+    started.wait_for("Train iter: 2/");
+    started.send(libc::SIGINT);
+    let (_, log) = started.finish();
+    assert!(log.contains("the weights are saved"), "{log}");
     assert_eq!(steps(&run, "run/model").len(), 1);
 }
 

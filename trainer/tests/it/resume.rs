@@ -1,46 +1,42 @@
 //! A run that is killed and started again ends where an uninterrupted one ends, bit for bit.
 
-use std::process::Stdio;
-use std::time::Duration;
+#[cfg(debug_assertions)]
+use std::os::unix::process::ExitStatusExt;
 
 use candlewick_model::AdapterFolder;
 
 use crate::support::{Run, stderr};
 
+/// Failpoints in the order in which one start after the other is killed at them. A checkpoint is due every 5 steps.
+#[cfg(debug_assertions)]
+const FAILPOINTS: [&str; 11] = [
+    "cache_written:0",
+    "engine_built:0",
+    "step_computed:3",
+    "checkpoint_written:5",
+    "checkpoint_published:5",
+    "step_computed:8",
+    "checkpoint_written:10",
+    "step_computed:12",
+    "checkpoint_published:15",
+    "export_started:24",
+    "export_published:24",
+];
+
+/// Release builds have no failpoints. The unit tests of checkpoints kill a save at each of its file operations.
+#[cfg(debug_assertions)]
 #[test]
 fn a_run_killed_several_times_ends_with_the_same_weights() {
     let whole = Run::new();
     whole.train_ok(&[]);
-
     let killed = Run::new();
-    let mut n_kills = 0;
-    // Each start lives a little longer than the one before, so that the kills land in loading, stepping and saving.
-    for attempt in 0u64.. {
-        let mut child = killed.command("train", &[]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-        let deadline = std::time::Instant::now() + Duration::from_millis(30 + 25 * attempt);
-        let status = loop {
-            if let Some(status) = child.try_wait().unwrap() {
-                break Some(status);
-            }
-            if std::time::Instant::now() > deadline {
-                child.kill().unwrap();
-                child.wait().unwrap();
-                break None;
-            }
-            std::thread::yield_now();
-        };
-        match status {
-            Some(status) => {
-                assert!(status.success(), "{status}");
-                break;
-            }
-            None => n_kills += 1,
-        }
-        assert!(n_kills < 400, "the run never got to its end");
+    for failpoint in FAILPOINTS {
+        let output = killed.command("train", &[]).env("CANDLEWICK_TEST_KILL_AT", failpoint).output().unwrap();
+        assert_eq!(output.status.signal(), Some(libc::SIGKILL), "{failpoint}: {}", stderr(&output));
     }
-    assert!(n_kills > 0, "the run ended before it could be killed");
-    assert!(killed.report()["resumed_from"].is_string(), "the last start began anew");
-    assert!(whole.exported() == killed.exported(), "the weights differ after {n_kills} kills");
+    killed.train_ok(&[]);
+    assert!(killed.report()["resumed_from"].is_string(), "{}", killed.report()["resumed_from"]);
+    assert!(whole.exported() == killed.exported(), "the weights differ");
 }
 
 #[test]
@@ -117,9 +113,31 @@ fn a_template_that_prints_the_time_prints_the_time_the_run_began() {
     run.write("clock.jinja", "{{ strftime_now('%H:%M:%S') }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}");
     let key = format!("tokenizer.chat_template={}", run.path().join("clock.jinja").display());
     run.train_ok(&[&key, "exit_iteration=2"]);
-    std::thread::sleep(Duration::from_millis(1100));
+    let began = shift_saved_date(&run, -3_600_000);
+    // The text would not change if the template printed the time of this start.
+    let output = run.train(&[&key, "exit_iteration=4"]);
+    assert!(stderr(&output).contains("the data changed"), "{}", stderr(&output));
+    assert_eq!(shift_saved_date(&run, 3_600_000), began - 3_600_000);
     run.train_ok(&[&key, "exit_iteration=4"]);
     run.assert_resumed();
+}
+
+/// Adds milliseconds to the run's start in the checkpoint of step 2, with its hash. Returns the start before the change.
+fn shift_saved_date(run: &Run, milliseconds: i64) -> i64 {
+    let folder = run.path().join("checkpoints/epoch_0_global_step_2");
+    let rewrite = |name: &str, from: &str, to: &str| {
+        let text = std::fs::read_to_string(folder.join(name)).unwrap();
+        assert!(text.contains(from), "no {from} in:\n{text}");
+        let changed = text.replace(from, to);
+        std::fs::write(folder.join(name), &changed).unwrap();
+        [text, changed].map(|text| blake3::hash(text.as_bytes()).to_string())
+    };
+    let state: serde_json::Value = serde_json::from_slice(&std::fs::read(folder.join("state.json")).unwrap()).unwrap();
+    let date = state["date"].as_i64().unwrap();
+    let field = |date: i64| format!("\"date\": {date}");
+    let [old_hash, new_hash] = rewrite("state.json", &field(date), &field(date + milliseconds));
+    rewrite("manifest.json", &old_hash, &new_hash);
+    date
 }
 
 #[test]
@@ -221,14 +239,11 @@ fn a_termination_signal_saves_and_asks_to_be_run_again() {
     let whole = Run::new();
     whole.train_ok(&[]);
     let stopped = Run::new();
-    let child = stopped.command("train", &[]).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    while !stopped.path().join("run/metrics.jsonl").exists() {
-        std::thread::yield_now();
-    }
-    // SAFETY: a signal to a child that has not been waited for.
-    unsafe { libc::kill(child.id() as i32, libc::SIGTERM) };
-    let output = child.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(75), "{}", stderr(&output));
+    let mut started = stopped.start_training(&[]);
+    started.wait_for("Train iter");
+    started.send(libc::SIGTERM);
+    let (code, log) = started.finish();
+    assert_eq!(code, Some(75), "{log}");
     stopped.train_ok(&[]);
     stopped.assert_resumed();
     assert!(whole.exported() == stopped.exported());

@@ -1,8 +1,9 @@
 //! A tiny run in a folder of its own: a recipe, data, and the `trainer` binary.
 
 use std::fs;
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, ChildStderr, Command, Output, Stdio};
 
 pub(crate) struct Run {
     folder: tempfile::TempDir,
@@ -49,6 +50,14 @@ impl Run {
 
     pub(crate) fn train(&self, overrides: &[&str]) -> Output {
         self.command("train", overrides).output().unwrap()
+    }
+
+    /// Starts training, whose log the test reads.
+    pub(crate) fn start_training(&self, overrides: &[&str]) -> Started {
+        let mut command = self.command("train", overrides);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        Started { child, stderr, log: String::new() }
     }
 
     /// Trains and insists on success.
@@ -102,6 +111,37 @@ impl Run {
 
     pub(crate) fn has_exports(&self) -> bool {
         !self.exports("hf").is_empty()
+    }
+}
+
+/// A training process in progress, and its log as far as it was read.
+pub(crate) struct Started {
+    child: Child,
+    stderr: BufReader<ChildStderr>,
+    log: String,
+}
+
+impl Started {
+    /// Reads the log until a line contains `words`.
+    #[track_caller]
+    pub(crate) fn wait_for(&mut self, words: &str) {
+        let mut line = String::new();
+        while !line.contains(words) {
+            line.clear();
+            assert!(self.stderr.read_line(&mut line).unwrap() > 0, "no {words:?} in:\n{}", self.log);
+            self.log.push_str(&line);
+        }
+    }
+
+    pub(crate) fn send(&self, signal: i32) {
+        // SAFETY: kill(2) touches no memory, and the child has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
+    }
+
+    /// Waits for the end; returns the exit code and the log.
+    pub(crate) fn finish(mut self) -> (Option<i32>, String) {
+        self.stderr.read_to_string(&mut self.log).unwrap();
+        (self.child.wait().unwrap().code(), self.log)
     }
 }
 

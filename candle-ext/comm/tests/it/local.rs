@@ -44,7 +44,7 @@ fn act(scenario: &str, world: &World) -> Result<String> {
     let many = || Tensor::ones(1 << 23, DType::F32, &Device::Cpu);
     let last = world.rank() + 1 == world.size();
     match scenario {
-        "all" => return Ok(format!("{:x}", cases::check(&*group)?)),
+        "all" => return Ok(format!("{:x}", crate::cases::check(&*group)?)),
         "calls" => {
             group.split("part", &[(0..group.size()).collect()])?.start_all_gather(&x)?.wait()?;
             group.all_reduce(&x, Reduce::Max)?;
@@ -215,7 +215,7 @@ fn four_processes_do_all() {
 #[test]
 fn processes_and_threads_have_the_same_bits() {
     let options = Options { timeout: PATIENT, record: false };
-    let threads = candlewick_comm::threads::run(3, options, |world| cases::check(&*world.group())).unwrap();
+    let threads = candlewick_comm::threads::run(3, options, |world| crate::cases::check(&*world.group())).unwrap();
     assert_eq!(run("all", 3, PATIENT)[0].said, format!("{:x}", threads[0]));
 }
 

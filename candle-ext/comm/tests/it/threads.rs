@@ -13,7 +13,7 @@ const HASTY: Options = Options { timeout: Duration::from_secs(1), record: false 
 
 #[track_caller]
 fn check(size: usize) {
-    let digests = || run(size, PATIENT, |world| cases::check(&*world.group())).unwrap();
+    let digests = || run(size, PATIENT, |world| crate::cases::check(&*world.group())).unwrap();
     let first = digests();
     assert!(first.iter().all(|digest| *digest == first[0]), "the ranks have other bits");
     assert_eq!(digests(), first, "the second run has other bits");

@@ -7,6 +7,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
@@ -361,13 +362,22 @@ fn write_reply(mut stream: TcpStream, method: &str, reply: &Reply) -> std::io::R
     }
     stream.write_all(b"\r\n")?;
     if method != "HEAD" && reply.drips {
-        return reply.body.chunks(1).try_for_each(|byte| {
-            std::thread::sleep(std::time::Duration::from_millis(5));
-            stream.write_all(byte)
-        });
+        return drip(&stream, &reply.body);
     }
     if method != "HEAD" {
         stream.write_all(&reply.body[..reply.cut_at.unwrap_or(reply.body.len())])?;
     }
     stream.flush()
+}
+
+/// Sends the body byte by byte until the client hangs up, and looks for that between two bytes.
+fn drip(mut stream: &TcpStream, body: &[u8]) -> std::io::Result<()> {
+    stream.set_read_timeout(Some(Duration::from_millis(5)))?;
+    for byte in body.chunks(1) {
+        stream.write_all(byte)?;
+        if matches!(stream.read(&mut [0]), Ok(0)) {
+            break;
+        }
+    }
+    Ok(())
 }
