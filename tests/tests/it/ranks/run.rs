@@ -5,11 +5,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-use assert_cmd::cargo::cargo_bin;
 use candlewick_comm::store::Server;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use suite::{later_wins, root, wait_for_exit, wait_for_files};
+use suite::{later_wins, program, root, wait_for_exit, wait_for_files};
 
 /// One run in a folder of its own. All runs of a test see the same steps: 8 micro-batches each, over all ranks.
 pub(crate) struct Run {
@@ -42,21 +41,21 @@ impl Run {
 
     /// The trainer with its arguments, as whatever it is started as.
     pub(crate) fn trainer(&self) -> Command {
-        let mut trainer = Command::new(cargo_bin("trainer"));
+        let mut trainer = Command::new(program("trainer"));
         trainer.args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
         as_in_a_test(trainer)
     }
 
     /// The same, started by the launcher.
     pub(crate) fn launch(&self, flags: &[&str]) -> Command {
-        let mut launch = Command::new(cargo_bin("launch"));
+        let mut launch = Command::new(program("launch"));
         launch.args(["--standalone", "--nproc-per-node", &self.n_ranks.to_string()]).args(flags).arg("--");
         self.started_by(launch)
     }
 
     /// The same, started as many times by another program: `starter` is all that stands before the trainer.
     pub(crate) fn started_by(&self, mut starter: Command) -> Command {
-        starter.arg(cargo_bin("trainer")).args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
+        starter.arg(program("trainer")).args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
         as_in_a_test(starter)
     }
 
