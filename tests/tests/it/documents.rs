@@ -20,7 +20,9 @@ fn the_readme_starts_with_one_line_to_run_and_one_to_test() {
 fn ci_runs_the_readmes_test_command() {
     assert!(read(".ci/run").contains("exec scripts/check"));
     let check = read("scripts/check");
-    assert!(check.contains("test_command=$(sh_block 2)") && check.contains("run \"$test_command\""));
+    assert!(check.contains("test_command=$(sh_block 2)") && check.contains("run \"$test_command$mpi\""));
+    // Where an MPI is installed, CI adds one feature.
+    assert!(check.contains("mpi=\" --features suite/mpi\""));
     assert!(!check.contains("cargo test") && !check.contains("nextest"), "scripts/check has a test command of its own");
 }
 
