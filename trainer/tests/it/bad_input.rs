@@ -1,10 +1,10 @@
-//! Bad input: one screen, where it is, what to do; the documented exit code; never a panic, never a half-written run.
+//! Bad input. The message fits a screen and names the place and a fix; the exit code is the documented one.
 
 use std::fs;
 
 use crate::support::{Run, stderr};
 
-/// Trains, and expects a refusal that carries `code` and says each of `phrases`.
+/// Checks that a run fails before its first step, with `code` and a message that contains `phrases`.
 #[track_caller]
 fn check(run: &Run, overrides: &[&str], code: i32, phrases: &[&str]) {
     let output = run.train(overrides);
@@ -20,7 +20,7 @@ fn check(run: &Run, overrides: &[&str], code: i32, phrases: &[&str]) {
 }
 
 #[test]
-fn an_unknown_key_is_refused_with_its_line_and_its_neighbour() {
+fn an_unknown_key_is_refused_with_its_line_and_the_nearest_key() {
     let run = Run::new();
     run.edit("gradient_accumulation_steps: 2", "gradient_acumulation_steps: 2");
     check(&run, &[], 2, &["recipe.yaml:5", "gradient_acumulation_steps", "gradient_accumulation_steps"]);
@@ -32,19 +32,19 @@ fn an_unknown_override_is_refused() {
 }
 
 #[test]
-fn a_wrong_type_says_what_was_expected() {
+fn a_wrong_type_names_the_key_and_the_value() {
     check(&Run::new(), &["micro_batch_size=many"], 2, &["micro_batch_size", "many"]);
 }
 
 #[test]
-fn a_recipe_that_is_not_there_is_named() {
+fn a_missing_recipe_is_named() {
     let run = Run::new();
     fs::remove_file(run.path().join("recipe.yaml")).unwrap();
     check(&run, &[], 2, &["recipe.yaml"]);
 }
 
 #[test]
-fn a_broken_json_line_is_found() {
+fn a_broken_json_line_is_named() {
     let run = Run::new();
     let rows = fs::read_to_string(run.path().join("train.jsonl")).unwrap();
     let mut lines: Vec<&str> = rows.lines().collect();
@@ -54,7 +54,7 @@ fn a_broken_json_line_is_found() {
 }
 
 #[test]
-fn a_row_without_the_columns_is_found() {
+fn a_row_without_the_required_column_is_named() {
     let run = Run::new();
     let mut rows = fs::read_to_string(run.path().join("train.jsonl")).unwrap();
     rows.push_str("{\"text\": \"no messages here\"}\n");
@@ -63,21 +63,21 @@ fn a_row_without_the_columns_is_found() {
 }
 
 #[test]
-fn an_empty_data_set_is_refused() {
+fn an_empty_dataset_is_refused() {
     let run = Run::new();
     run.write("train.jsonl", "");
     check(&run, &[], 3, &["train.jsonl"]);
 }
 
 #[test]
-fn text_that_is_not_utf8_is_found() {
+fn text_that_is_not_utf8_is_named() {
     let run = Run::new();
     fs::write(run.path().join("train.jsonl"), b"{\"text\": \"\xff\xfe\"}\n").unwrap();
     check(&run, &[], 3, &["train.jsonl", "UTF-8"]);
 }
 
 #[test]
-fn overlong_rows_stop_the_run_and_are_named() {
+fn rows_beyond_max_length_end_the_run_and_are_named() {
     check(&Run::new(), &["data.max_length=40"], 3, &["train.jsonl:", "truncation"]);
 }
 
@@ -99,14 +99,14 @@ fn an_unsupported_architecture_is_named_with_the_supported_ones() {
 }
 
 #[test]
-fn an_output_folder_that_cannot_be_made_is_an_error_before_the_first_step() {
+fn an_output_folder_that_cannot_be_created_is_an_error_before_the_first_step() {
     let run = Run::new();
     run.write("in-the-way", "a file");
     let key = format!("checkpoint.0.output_dir={}", run.path().join("in-the-way/checkpoints").display());
     check(&run, &[&key], 6, &["in-the-way"]);
 }
 
-/// Makes a checkpoint folder by training, and a run that starts from it.
+/// Exports a model by training; returns a run that loads it, and its folder.
 fn run_from_checkpoint() -> (Run, std::path::PathBuf) {
     let first = Run::new();
     first.train_ok(&["train_iters=1"]);
@@ -121,7 +121,7 @@ fn run_from_checkpoint() -> (Run, std::path::PathBuf) {
 }
 
 #[test]
-fn a_folder_that_was_exported_trains_on() {
+fn an_exported_model_can_be_trained_further() {
     let (run, _) = run_from_checkpoint();
     run.train_ok(&["train_iters=2"]);
 }

@@ -1,4 +1,4 @@
-//! The program from outside: what it prints, where, and its exit code.
+//! The command line: output, written files and exit codes.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -42,7 +42,7 @@ impl Folder {
             .unwrap()
     }
 
-    /// Runs, and compares the exit code and a part of what is printed (stdout and stderr together).
+    /// Runs the program; checks the exit code and that stdout or stderr contains `part`.
     #[track_caller]
     fn check(&self, arguments: &[&str], code: i32, part: &str) -> Output {
         let output = self.run(arguments);
@@ -56,7 +56,7 @@ impl Folder {
 }
 
 #[test]
-fn a_check_prints_the_plan_and_touches_nothing() {
+fn a_check_prints_the_plan_and_writes_nothing() {
     let folder = Folder::new();
     let output = folder.check(&["check", "r.yaml", "optimizer.lr=1e-4"], 0, "optimizer.learning_rate");
     let text = String::from_utf8(output.stdout).unwrap();
@@ -67,7 +67,7 @@ fn a_check_prints_the_plan_and_touches_nothing() {
 }
 
 #[test]
-fn a_check_speaks_json() {
+fn a_check_prints_json() {
     let folder = Folder::new();
     let output = folder.check(&["check", "--output-format", "json", "r.yaml"], 0, "settings");
     let plan: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -90,7 +90,7 @@ fn a_wrong_recipe_exits_with_2_before_anything_is_written() {
 }
 
 #[test]
-fn a_model_of_the_hub_may_be_missing_from_a_check_unless_it_is_offline() {
+fn a_check_needs_the_model_of_the_hub_only_if_it_is_offline() {
     let folder = Folder::new();
     let model = "model={name_or_path: org/model}";
     folder.check(&["check", "r.yaml", model], 0, "note: data.max_length will be the model's");
@@ -98,7 +98,7 @@ fn a_model_of_the_hub_may_be_missing_from_a_check_unless_it_is_offline() {
 }
 
 #[test]
-fn a_check_misses_files_that_are_not_there() {
+fn a_check_reports_missing_files() {
     let folder = Folder::new();
     folder.check(&["check", "r.yaml", "data.sources=[b.jsonl]"], 3, "failed to find b.jsonl");
     folder.check(&["check", "r.yaml", "data.sources=['b.jsonl:train[:3]']"], 3, "failed to find b.jsonl");
@@ -138,7 +138,7 @@ fn an_estimate_touches_nothing_and_says_by_its_exit_code_whether_it_fits() {
 }
 
 #[test]
-fn a_shell_completes_the_commands() {
+fn completions_name_the_subcommands() {
     let folder = Folder::new();
     for shell in ["bash", "zsh", "fish"] {
         folder.check(&["completions", shell], 0, "preprocess");
@@ -172,7 +172,7 @@ fn a_wrong_command_line_exits_with_2() {
 }
 
 #[test]
-fn questions_about_the_program_exit_with_0() {
+fn help_version_and_schema_exit_with_0() {
     let folder = Folder::new();
     folder.check(&["--help"], 0, "Exit codes:");
     folder.check(&["train", "--help"], 0, "Examples:");

@@ -1,4 +1,4 @@
-//! From files of rows to steps of tokens, through the front door.
+//! Data preparation: from files of rows to steps of tokens.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use trainer::data::{
 const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
     {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
-/// A folder with a tokenizer whose tokens are single characters, and room for data and the cache.
+/// Folder for data and the cache, with a tokenizer whose tokens are single characters.
 struct Bench {
     folder: tempfile::TempDir,
     template: &'static str,
@@ -28,7 +28,7 @@ impl Bench {
         bench
     }
 
-    /// `last` is one more token: a way to change the tokenizer.
+    /// Writes the tokenizer. Another `last` token makes it another tokenizer.
     fn write_tokenizer(&self, last: &str) {
         let special = ["<unk>", "<s>", "<pad>", "<|im_start|>", "<|im_end|>"];
         let characters = (' '..='}').chain(['\n']).map(String::from).chain([last.to_owned()]);
@@ -109,14 +109,14 @@ impl Bench {
         Hub::new(settings).unwrap()
     }
 
-    /// Why data in these rows are refused.
+    /// Returns the error of preparing these rows.
     #[track_caller]
     fn refusal(&self, rows: &[String]) -> String {
         let plan = self.plan(self.write("train.jsonl", rows));
         self.prepare(&plan).unwrap_err().to_string()
     }
 
-    /// Each sequence's text, with what is learned of it in brackets.
+    /// Returns each sequence's text, with the targets in brackets.
     fn shown(&self, dataset: &Dataset) -> Vec<String> {
         let tokenizer = self.tokenizer();
         let text = |id: u32| tokenizer.decode(&[id], SpecialTokens::Include).unwrap();
@@ -168,7 +168,7 @@ fn chats(n: usize) -> Vec<String> {
 }
 
 #[test]
-fn an_answer_and_its_end_are_learned() {
+fn an_answer_and_its_end_token_are_targets() {
     let bench = Bench::new();
     let plan = bench.plan(bench.write("train.jsonl", &chats(2)));
     let prepared = bench.prepare(&plan).unwrap();
@@ -182,7 +182,7 @@ fn an_answer_and_its_end_are_learned() {
 }
 
 #[test]
-fn without_a_mask_everything_is_learned() {
+fn without_a_mask_every_token_is_a_target() {
     let bench = Bench::new();
     let plan = bench.plan(bench.write("train.jsonl", &chats(1)));
     let prepared = bench.prepare(&DataPlan { mask_inputs: false, ..plan }).unwrap();
@@ -190,7 +190,7 @@ fn without_a_mask_everything_is_learned() {
 }
 
 #[test]
-fn an_empty_thought_is_learned_or_not() {
+fn an_empty_think_block_can_be_masked() {
     let bench = Bench::new();
     let plan = bench.plan(bench.write("train.jsonl", &[chat("Hi", "<think>\n\n</think>\n\nyes")]));
     let learned = |ignore_empty_think| {
@@ -201,7 +201,7 @@ fn an_empty_thought_is_learned_or_not() {
 }
 
 #[test]
-fn tokens_are_kept_and_a_miss_says_why() {
+fn tokens_are_cached_and_a_miss_names_its_reason() {
     let bench = Bench::new();
     let plan = bench.plan(bench.write("train.jsonl", &chats(5)));
     let first = bench.prepare(&plan).unwrap();
@@ -216,7 +216,7 @@ fn tokens_are_kept_and_a_miss_says_why() {
 }
 
 #[test]
-fn edited_rows_are_rendered_anew() {
+fn edited_rows_are_tokenized_again() {
     let bench = Bench::new();
     let plan = bench.plan(bench.write("train.jsonl", &chats(5)));
     bench.prepare(&plan).unwrap();
@@ -228,7 +228,7 @@ fn edited_rows_are_rendered_anew() {
 }
 
 #[test]
-fn a_missing_cache_can_be_refused() {
+fn a_missing_cache_can_be_an_error() {
     let bench = Bench::new();
     let plan = bench.plan(bench.write("train.jsonl", &chats(5)));
     let strict = DataPlan { fail_on_missing_cache: true, ..plan.clone() };
@@ -239,7 +239,7 @@ fn a_missing_cache_can_be_refused() {
 }
 
 #[test]
-fn overlong_rows_are_named_by_file_and_line() {
+fn rows_beyond_max_length_are_named_by_file_and_line() {
     let bench = Bench::new();
     let rows = [chat("a", "b"), chat("a", &"b".repeat(300)), chat("a", &"b".repeat(400))];
     let message = bench.refusal(&rows);
@@ -250,7 +250,7 @@ fn overlong_rows_are_named_by_file_and_line() {
 }
 
 #[test]
-fn a_chat_without_answers_teaches_nothing() {
+fn chats_without_targets_are_refused() {
     let bench = Bench::new();
     let row = json!({"messages": [{"role": "user", "content": "anyone?"}]}).to_string();
     let message = bench.refusal(&[row]);
@@ -258,7 +258,7 @@ fn a_chat_without_answers_teaches_nothing() {
 }
 
 #[test]
-fn an_end_that_is_never_learned_is_refused() {
+fn an_end_token_that_is_never_a_target_is_refused() {
     let mut bench = Bench::new();
     bench.template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}\
         {% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\
@@ -268,7 +268,7 @@ fn an_end_that_is_never_learned_is_refused() {
 }
 
 #[test]
-fn a_start_that_comes_twice_is_refused() {
+fn a_duplicated_bos_token_is_refused() {
     let mut bench = Bench::new();
     bench.template = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}";
     let message = bench.refusal(&[chat("fine", "yes"), chat("<s>twice", "no")]);
@@ -313,7 +313,7 @@ fn more_rows_than_there_are_cannot_be_drawn() {
 }
 
 #[test]
-fn a_share_is_held_out_and_never_trained_on() {
+fn a_fraction_is_held_out_and_never_trained_on() {
     let bench = Bench::new();
     let plan = bench.plan(bench.write("train.jsonl", &chats(40)));
     let prepared = bench.prepare(&DataPlan { eval_fraction: 0.1, ..plan }).unwrap();
@@ -325,7 +325,7 @@ fn a_share_is_held_out_and_never_trained_on() {
 }
 
 #[test]
-fn one_sample_cannot_be_shared() {
+fn one_sample_cannot_be_split() {
     let bench = Bench::new();
     let plan = DataPlan { eval_fraction: 0.5, ..bench.plan(bench.write("train.jsonl", &chats(1))) };
     let message = bench.prepare(&plan).unwrap_err().to_string();
@@ -333,7 +333,7 @@ fn one_sample_cannot_be_shared() {
 }
 
 #[test]
-fn eval_sources_are_kept_apart() {
+fn eval_sources_are_separate_from_training_data() {
     let bench = Bench::new();
     let plan = bench.plan(bench.write("train.jsonl", &chats(6)));
     let eval_sources = vec![bench.write("eval.jsonl", &[chat("held", "out")])];
@@ -342,7 +342,7 @@ fn eval_sources_are_kept_apart() {
 }
 
 #[test]
-fn causal_rows_are_exactly_as_long_as_they_may_be() {
+fn causal_rows_have_exactly_max_length_tokens() {
     let bench = Bench::new();
     let texts = ["one".repeat(30), "two".into(), "three".repeat(9)];
     let rows: Vec<String> = texts.iter().map(|text| json!({"text": text}).to_string()).collect();
@@ -353,7 +353,7 @@ fn causal_rows_are_exactly_as_long_as_they_may_be() {
         ..bench.plan(bench.write("train.jsonl", &rows))
     };
     let prepared = bench.prepare(&plan).unwrap();
-    // <|im_end|> stands after each text; the tokenizer adds no <s>.
+    // <|im_end|> follows each text; the tokenizer adds no <s>.
     let n_tokens: usize = texts.iter().map(|text| text.len() + 1).sum();
     assert_eq!(prepared.train.n_tokens() as usize, n_tokens);
     let mut stream = Stream::new(prepared.train, plan, Cursor::default()).unwrap();
@@ -389,7 +389,7 @@ fn chats_need_a_template() {
 }
 
 #[test]
-fn a_cache_folder_that_cannot_be_made_is_an_error() {
+fn a_cache_folder_that_cannot_be_created_is_an_error() {
     let bench = Bench::new();
     std::fs::write(bench.path("file"), "").unwrap();
     let plan = bench.plan(bench.write("train.jsonl", &chats(1)));
@@ -399,7 +399,7 @@ fn a_cache_folder_that_cannot_be_made_is_an_error() {
 }
 
 #[test]
-fn a_data_set_that_is_nowhere_is_an_error() {
+fn a_missing_dataset_is_an_error() {
     let bench = Bench::new();
     for name in ["nobody/nothing", "missing.jsonl"] {
         let message = bench.prepare(&bench.plan(source(Path::new(name)))).unwrap_err().to_string();
@@ -421,7 +421,7 @@ fn with_call(content: serde_json::Value) -> String {
 }
 
 #[test]
-fn tool_calls_that_are_not_rendered_are_refused_left_out_or_masked() {
+fn unrendered_tool_calls_are_refused_dropped_or_masked() {
     let bench = Bench::new();
     let rows = [chat("a", "b"), with_call(json!(null)), chat("c", "d"), with_call(json!("Let me look."))];
     let message = bench.refusal(&rows);
@@ -444,13 +444,13 @@ fn tool_calls_that_are_not_rendered_are_refused_left_out_or_masked() {
     assert!(shown[1].contains("[Rain.<|im_end|>]") && !shown[3].contains("[Let me"), "{shown:?}");
     let notes = masked.notes.join("\n");
     assert!(notes.contains(&format!("warning: 2 of 4 training samples hold tool calls that chat template test template does not render, the first at {place}: these turns are not learned")), "{notes}");
-    // Tokens from the cache warn as fresh ones do.
+    // Cached tokens give the same warning.
     let again = prepare(UnrenderedToolCalls::Mask).notes.join("\n");
     assert!(again.contains("tokens from the cache") && again.contains("warning: 2 of 4"), "{again}");
 }
 
 #[test]
-fn empty_answers_and_rows_without_any_are_counted_and_not_trained_on() {
+fn empty_answers_and_rows_without_answers_are_counted_and_not_trained_on() {
     let bench = Bench::new();
     let rows = [
         chat("a", "b"),
@@ -481,7 +481,7 @@ fn empty_answers_and_rows_without_any_are_counted_and_not_trained_on() {
 }
 
 #[test]
-fn answers_cut_off_by_max_length_are_no_steps() {
+fn rows_whose_answers_are_truncated_make_no_steps() {
     let bench = Bench::new();
     let rows = [chat("a", "b"), chat(&"long ".repeat(50), "d")];
     let plan =
@@ -492,7 +492,7 @@ fn answers_cut_off_by_max_length_are_no_steps() {
 }
 
 #[test]
-fn roles_that_are_not_learned_are_named_with_a_mapping() {
+fn unknown_roles_are_named_with_a_role_mapping() {
     let bench = Bench::new();
     let own = messages(json!([{"role": "interviewer", "content": "a"}, {"role": "guest", "content": "b"}]));
     let message = bench.refusal(&[own.clone(), own.clone()]);
@@ -539,7 +539,7 @@ fn a_text_file_is_one_document_of_causal_data() {
 }
 
 #[test]
-fn a_mistyped_path_is_named_before_the_hub_is_asked() {
+fn a_mistyped_path_is_named_before_any_request_to_the_hub() {
     let bench = Bench::new();
     bench.write("chats.jsonl", &chats(1));
     std::fs::create_dir(bench.path("mine")).unwrap();

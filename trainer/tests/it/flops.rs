@@ -1,7 +1,7 @@
-//! The operations of a step: as many as torch counts, and what the step lines say comes of them.
+//! FLOPs of a step: compared with torch's counts, and as the metrics report them.
 //!
-//! torch's counts are in fixtures/flops.json (`tests/reference/flops.py`). Both count every product of matrices and
-//! nothing else, so they are equal and not merely close.
+//! `tests/reference/flops.py` writes torch's counts to fixtures/flops.json. Both count every matmul and nothing else, so
+//! they are equal.
 
 use candlewick_model::{Config, Model};
 use serde::Deserialize;
@@ -10,7 +10,7 @@ use trainer::metrics::{LayerShape, ModelShape, Pass, Visibility, flops};
 
 use crate::support::{Run, stderr};
 
-/// What torch counted for a model and sequences of these lengths.
+/// torch's counts for a model and sequences of these lengths.
 #[derive(Deserialize)]
 struct Counted {
     name: String,
@@ -18,31 +18,30 @@ struct Counted {
     lengths: Vec<usize>,
     forward: f64,
     train: f64,
-    /// With frozen weights, where it was counted.
+    /// Count with frozen weights, if torch counted it.
     frozen: Option<f64>,
-    /// The pairs of each layer that its mask leaves.
+    /// Query-key pairs inside each layer's mask.
     visible_pairs: Vec<f64>,
 }
 
 #[test]
-fn a_forward_has_the_operations_that_torch_counts() {
+fn a_forward_has_the_flops_that_torch_counts() {
     check(Pass::FORWARD, |counted| Some(counted.forward));
 }
 
 #[test]
-fn a_training_step_has_the_operations_that_torch_counts() {
+fn a_training_step_has_the_flops_that_torch_counts() {
     check(Pass::TRAIN, |counted| Some(counted.train));
 }
 
 #[test]
-fn a_step_with_frozen_weights_has_the_operations_that_torch_counts() {
+fn a_step_with_frozen_weights_has_the_flops_that_torch_counts() {
     check(Pass::ADAPTER, |counted| counted.frozen);
 }
 
-/// torch computes the pairs that the mask leaves out as well: the difference between its count and that of causal
-/// attention is those pairs.
+/// torch also computes the masked pairs. Its count minus that of causal attention is the FLOPs of those pairs.
 #[test]
-fn causal_and_windowed_attention_count_the_pairs_that_the_mask_leaves() {
+fn causal_and_windowed_attention_count_the_pairs_inside_the_mask() {
     for Counted { name, config, lengths, visible_pairs, forward, .. } in counted() {
         let shape = shape_of(&config);
         let all_pairs: usize = lengths.iter().map(|s| s * s).sum();
@@ -53,7 +52,7 @@ fn causal_and_windowed_attention_count_the_pairs_that_the_mask_leaves() {
 }
 
 #[test]
-fn a_packed_rows_tflops_are_those_of_its_sequences() {
+fn the_tflops_of_a_packed_row_are_those_of_its_sequences() {
     let keys = ["data.pack_samples=true", "micro_batch_size=1", "train_iters=3"];
     let run = Run::new();
     run.train_ok(&keys);
@@ -82,7 +81,7 @@ fn shape_of(config: &Value) -> ModelShape {
     ModelShape::of(&Model::new(Config::from_json(config.clone()).unwrap(), None).unwrap())
 }
 
-/// The model of `support`.
+/// Returns the shape of the model of `support`.
 fn tiny() -> ModelShape {
     let (h, i, q, kv) = (32, 64, 4 * 8, 2 * 8);
     let (n_mixer_weights, n_mlp_weights) = (h * (2 * q + 2 * kv), 3 * h * i);
@@ -107,7 +106,7 @@ fn counted() -> Vec<Counted> {
     serde_json::from_str(include_str!("../fixtures/flops.json")).unwrap()
 }
 
-/// The lengths of a step's sequences.
+/// Returns the lengths of a step's sequences.
 fn lengths(step: &Value) -> Vec<usize> {
     let ends = |micro: &Value| serde_json::from_value::<Vec<usize>>(micro["cu_seqlens"].clone()).unwrap();
     let batches = step["micro_batches"].as_array().unwrap().iter().map(ends);

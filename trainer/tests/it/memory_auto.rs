@@ -1,4 +1,4 @@
-//! `memory: auto`: what it takes of so many bytes, and what it leaves alone.
+//! `memory: auto`: the modes that it chooses for the free memory, and the settings that it keeps.
 
 use std::path::Path;
 
@@ -36,7 +36,7 @@ fn config(vocab_size: usize) -> Config {
     Config::from_json(config).unwrap()
 }
 
-/// With so much memory, and so much disk for what is parked.
+/// Resolves the base recipe with this much free memory, and this much free disk for offloaded activations.
 fn resolve_on(
     free: Option<u64>,
     parking: Option<u64>,
@@ -61,14 +61,14 @@ fn resolve_on(
     Plan::resolve(&Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &arguments)?, &known)
 }
 
-/// The peak of the base recipe with some modes.
+/// Returns the estimated peak of the base recipe with an activation checkpointing mode.
 fn peak(activations: &str) -> u64 {
     let argument = format!("model.activation_checkpoint={activations}");
     let plan = resolve(Some(1 << 50), &[&argument]).unwrap();
     estimate(&Setup::of(&plan, ComputeDevice::Cpu).unwrap()).peak_bytes()
 }
 
-/// The least that must be free for a peak to be planned for.
+/// Returns the smallest free memory for which `memory: auto` accepts this peak.
 fn free_for(peak: u64) -> u64 {
     (peak..).find(|free| usable(*free) >= peak).unwrap()
 }
@@ -79,7 +79,7 @@ fn takes(free: u64, want: Activations) {
 }
 
 #[test]
-fn the_cheapest_modes_that_fit_are_taken() {
+fn the_cheapest_modes_that_fit_are_chosen() {
     let ladder = [
         ("none", Activations::Keep),
         ("{every: 8}", Activations::RecomputeEvery(8)),
@@ -101,9 +101,9 @@ fn the_cheapest_modes_that_fit_are_taken() {
     takes(1 << 50, Activations::Keep);
 }
 
-/// Of rows of 16,384 tokens attention is five sixths: half of the blocks would cost three times as much.
+/// In rows of 16,384 tokens attention is five sixths of the FLOPs: recomputing half of the blocks costs three times as much.
 #[test]
-fn of_long_rows_attention_is_not_computed_again() {
+fn attention_over_long_rows_is_not_recomputed() {
     let long = "data.max_length=16384";
     let half = resolve(Some(1 << 50), &[long, "model.activation_checkpoint={every: 2}"]).unwrap();
     let peak = estimate(&Setup::of(&half, ComputeDevice::Cpu).unwrap()).peak_bytes();
@@ -112,7 +112,7 @@ fn of_long_rows_attention_is_not_computed_again() {
 }
 
 #[test]
-fn what_was_taken_is_said_with_its_origin() {
+fn the_chosen_mode_is_in_the_plan_with_its_origin() {
     let plan = resolve(Some(free_for(peak("full"))), &[]).unwrap();
     let table = plan.table(trainer::plan::Shown::All);
     let line = table.lines().find(|line| line.contains("model.activation_checkpoint")).unwrap();
@@ -121,7 +121,7 @@ fn what_was_taken_is_said_with_its_origin() {
 }
 
 #[test]
-fn what_the_recipe_sets_is_not_changed() {
+fn settings_of_the_recipe_are_kept() {
     let plan = resolve(Some(1 << 50), &["model.activation_checkpoint=offload"]).unwrap();
     assert_eq!(plan.model.activations, Activations::Offload(1.0));
     let table = plan.table(trainer::plan::Shown::All);
@@ -133,7 +133,7 @@ fn what_the_recipe_sets_is_not_changed() {
 }
 
 #[test]
-fn where_nothing_fits_the_error_says_what_was_tried_and_what_would() {
+fn if_nothing_fits_the_error_lists_the_modes_and_a_length_that_fits() {
     let free = free_for(peak("offload")) - (1 << 20);
     let error = resolve(Some(free), &[]).unwrap_err().to_string();
     for part in ["r.yaml:3", "activation_checkpoint={every: 2}' needs", "=offload needs", "lower data.max_length"] {
@@ -151,7 +151,7 @@ fn where_nothing_fits_the_error_says_what_was_tried_and_what_would() {
 }
 
 #[test]
-fn nothing_is_parked_where_that_saves_nothing() {
+fn nothing_is_offloaded_to_the_same_memory() {
     let free = free_for(peak("offload"));
     assert!(resolve_with(Some(free), false, &[]).is_ok());
     let error = resolve_with(Some(free), true, &[]).unwrap_err().to_string();
@@ -159,7 +159,7 @@ fn nothing_is_parked_where_that_saves_nothing() {
 }
 
 #[test]
-fn nothing_is_parked_where_there_is_no_room_for_it() {
+fn nothing_is_offloaded_to_a_disk_without_space() {
     let free = free_for(peak("{offload: 0.25}"));
     let plan = resolve_on(Some(free), None, false, &[]).unwrap();
     let parked = estimate(&Setup::of(&plan, ComputeDevice::Cpu).unwrap()).parked;
@@ -170,7 +170,7 @@ fn nothing_is_parked_where_there_is_no_room_for_it() {
 }
 
 #[test]
-fn the_ram_of_a_gpus_host_is_looked_at_too() {
+fn the_ram_of_a_gpus_host_is_checked_too() {
     let plan = resolve(Some(1 << 50), &["model.activation_checkpoint=offload"]).unwrap();
     let setup = Setup::of(&plan, ComputeDevice::Gpu).unwrap();
     let needed = estimate(&setup).host.unwrap();
@@ -184,7 +184,7 @@ fn the_ram_of_a_gpus_host_is_looked_at_too() {
     assert_eq!((short.of, short.needed_bytes, short.free_bytes), (Resource::Host, needed, needed - 1));
 }
 
-/// 16,000 tokens of logits of 50,000 ids are 3.2 GB: 7 chunks on 16 GiB, 2 on 80 GiB, 1 on more.
+/// The logits of 16,000 tokens and 50,000 ids take 3.2 GB: 7 chunks on 16 GiB, 2 on 80 GiB, 1 on more.
 #[test]
 fn a_gpu_with_more_memory_holds_more_logits() {
     let mut plan = resolve(Some(1 << 50), &["data.max_length=16000", "model.dtype=f32"]).unwrap();
@@ -200,7 +200,7 @@ fn a_gpu_with_more_memory_holds_more_logits() {
 }
 
 #[test]
-fn a_mode_that_rounds_otherwise_is_not_chosen() {
+fn a_mode_that_changes_the_rounding_is_not_chosen() {
     for free in [1 << 50, free_for(peak("full"))] {
         assert!(!resolve(Some(free), &[]).unwrap().model.tiled_mlp);
     }
@@ -208,7 +208,7 @@ fn a_mode_that_rounds_otherwise_is_not_chosen() {
 }
 
 #[test]
-fn a_choice_is_a_function_of_the_plan_and_the_bytes() {
+fn the_choice_is_a_function_of_the_plan_and_the_free_memory() {
     let plan = resolve(Some(1 << 50), &[]).unwrap();
     let setup = Setup::of(&plan, ComputeDevice::Cpu).unwrap();
     for bytes in [1 << 20, peak("full"), peak("none"), 1 << 50] {
@@ -217,9 +217,9 @@ fn a_choice_is_a_function_of_the_plan_and_the_bytes() {
     }
 }
 
-/// What is free differs from start to start, and with it the modes.
+/// The free memory differs from start to start, and with it the chosen modes.
 #[test]
-fn a_run_that_is_taken_up_with_other_modes_ends_the_same() {
+fn a_run_resumed_with_other_modes_ends_with_the_same_weights() {
     let whole = Run::new();
     whole.train_ok(&["train_iters=8", "memory=auto"]);
     let interrupted = Run::new();
@@ -229,7 +229,7 @@ fn a_run_that_is_taken_up_with_other_modes_ends_the_same() {
     assert_eq!(interrupted.exported(), whole.exported());
 }
 
-/// Signed integers with a scale for each 32 columns of a row. No recipe names this format.
+/// Signed integers with a scale for each 32 columns of a row. Recipes cannot choose this format.
 static INT8: QuantFormat = QuantFormat {
     name: "int8",
     codes: &{
@@ -245,11 +245,11 @@ static INT8: QuantFormat = QuantFormat {
     scales: ScaleRounding::PowerOfTwo,
 };
 
-/// Zeros between the parameters of a store are not estimated: at most 512 bytes for each of 8 blocks' 23 parameters.
+/// Padding between the parameters of a store, which the estimate leaves out: at most 512 bytes for each of 8 blocks' 23.
 const PADDING: u64 = 8 * 23 * 512;
 
 #[test]
-fn a_base_of_8_bits_is_estimated_at_the_bytes_of_its_store() {
+fn the_estimate_of_an_8_bit_base_is_the_size_of_its_store() {
     let dense = Setup::of(&resolve(Some(1 << 50), &["model.peft_config={r: 8}"]).unwrap(), ComputeDevice::Cpu).unwrap();
     let model = dense.model.clone().with_frozen_storage(WeightStorage::Quantized(&INT8));
     let quantized = Setup { model, ..dense.clone() };
@@ -263,7 +263,7 @@ fn a_base_of_8_bits_is_estimated_at_the_bytes_of_its_store() {
         let (said, stored) = (weights(setup), stored(setup));
         assert!(stored.abs_diff(said) <= PADDING, "estimated {said}, stored {stored}");
     }
-    // A byte and an eighth instead of two for each element of the linear layers.
+    // Each element of the linear layers takes 1 1/8 bytes instead of 2.
     let n_linear = 8 * (4 * 256 * 256 + 3 * 256 * 768);
     assert_eq!(weights(&dense) - weights(&quantized), n_linear * 7 / 8);
 }

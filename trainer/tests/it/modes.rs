@@ -1,9 +1,9 @@
-//! Runs with the modes that trade time for memory learn what the others learn.
+//! Training with memory-saving modes, compared with training without.
 
 use crate::support::Run;
 
 #[test]
-fn a_run_that_parks_or_recomputes_ends_with_the_same_weights() {
+fn a_run_that_offloads_or_recomputes_ends_with_the_same_weights() {
     let plain = Run::new();
     plain.train_ok(&[]);
     for mode in ["full", "selective", "offload", "{offload: 0.5}", "{every: 2}"] {
@@ -13,7 +13,7 @@ fn a_run_that_parks_or_recomputes_ends_with_the_same_weights() {
     }
 }
 
-/// Sums over tiles are in another order: the runs part by rounding, no more.
+/// Tiles sum in another order, so the losses differ by rounding.
 #[test]
 fn a_run_with_a_tiled_mlp_has_the_losses_of_one_without() {
     let (plain, tiled) = (Run::new(), Run::new());
@@ -28,7 +28,7 @@ fn a_run_with_a_tiled_mlp_has_the_losses_of_one_without() {
 }
 
 #[test]
-fn an_optimizer_cannot_leave_a_cpu_for_the_host_and_it_is_said() {
+fn a_run_on_the_cpu_logs_that_its_optimizer_is_not_offloaded() {
     let (plain, offloaded) = (Run::new(), Run::new());
     plain.train_ok(&["train_iters=4"]);
     offloaded.train_ok(&["train_iters=4", "deepspeed.zero_optimization.offload_optimizer.device=cpu"]);

@@ -1,4 +1,4 @@
-//! What is not finite is found, named, and never reaches the weights.
+//! Losses and gradients that are not finite.
 
 use std::collections::HashMap;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::support::{Run, stderr, workspace};
 
-/// A run whose last row has a character that no other has, and whose model has a NaN for it.
+/// Returns a run whose last row alone has the character §, for which the model's embedding is NaN.
 fn poisoned() -> Run {
     let run = Run::new();
     run.edit("tie_word_embeddings: true", "tie_word_embeddings: false");
@@ -17,7 +17,7 @@ fn poisoned() -> Run {
     std::fs::remove_dir_all(run.path().join("checkpoints")).unwrap();
     let tokenizer = std::fs::read(workspace().join("recipes/quickstart/tokenizer/tokenizer.json")).unwrap();
     let tokenizer: Value = serde_json::from_slice(&tokenizer).unwrap();
-    // The bytes of §, as a byte-level vocabulary writes them.
+    // The bytes of § in a byte-level vocabulary.
     let id = tokenizer["model"]["vocab"]["§"].as_u64().unwrap() as usize;
     let path = folder.join("model.safetensors");
     let mut weights: HashMap<String, Tensor> = safetensors::load(&path, &Device::Cpu).unwrap();
@@ -40,7 +40,7 @@ fn overrides(run: &Run) -> [String; 3] {
 }
 
 #[test]
-fn a_loss_that_is_not_finite_ends_the_run_and_its_row_is_named() {
+fn a_nonfinite_loss_ends_the_run_and_names_its_row() {
     let run = poisoned();
     let overrides = overrides(&run);
     let output = run.train(&overrides.each_ref().map(String::as_str));
@@ -51,7 +51,7 @@ fn a_loss_that_is_not_finite_ends_the_run_and_its_row_is_named() {
 }
 
 #[test]
-fn a_step_that_is_not_finite_is_skipped_if_the_recipe_says_so() {
+fn a_nonfinite_step_is_skipped_with_on_nonfinite_skip() {
     let run = poisoned();
     let [model, micro, iters] = overrides(&run);
     run.train_ok(&[&model, &micro, &iters, "on_nonfinite=skip"]);
@@ -68,7 +68,7 @@ fn a_step_that_is_not_finite_is_skipped_if_the_recipe_says_so() {
 }
 
 #[test]
-fn a_run_of_which_every_step_is_skipped_fails_and_exports_nothing() {
+fn a_run_that_skips_every_step_fails_and_exports_nothing() {
     let run = poisoned();
     let [model, micro, _] = overrides(&run);
     let row = std::fs::read_to_string(run.path().join("train.jsonl")).unwrap().lines().last().unwrap().to_owned();
@@ -83,9 +83,9 @@ fn a_run_of_which_every_step_is_skipped_fails_and_exports_nothing() {
     assert_eq!(run.report()["exit"]["code"], 5);
 }
 
-/// An f16 has 11 bits, and a loss is a mean of some hundred tokens' that are off by a few of the last: 2 % after some steps.
+/// An f16 has 11 significant bits. After some steps the losses differ by 2%.
 #[test]
-fn f16_learns_what_f32_does() {
+fn the_losses_of_f16_are_those_of_f32() {
     let (full, half) = (Run::new(), Run::new());
     full.train_ok(&["train_iters=8"]);
     half.train_ok(&["train_iters=8", "model.dtype=fp16"]);
@@ -95,9 +95,9 @@ fn f16_learns_what_f32_does() {
     }
 }
 
-/// 2^24 times these gradients is more than an f16 holds: the scale is halved, and halved again, until they fit.
+/// 2^24 times these gradients overflows f16. The loss scaler halves the scale until they fit.
 #[test]
-fn a_loss_scale_that_is_too_large_is_halved_until_the_gradient_fits() {
+fn an_overflowing_loss_scale_is_halved_until_the_gradient_fits() {
     let run = Run::new();
     run.train_ok(&["model.dtype=fp16", "deepspeed.fp16={enabled: true, initial_scale_power: 24, hysteresis: 1}"]);
     let scales: Vec<f64> = run.metrics().iter().filter_map(|record| record["loss_scale"].as_f64()).collect();
@@ -107,9 +107,9 @@ fn a_loss_scale_that_is_too_large_is_halved_until_the_gradient_fits() {
     assert!(*run.losses().last().unwrap() < 0.9 * run.losses()[0], "{:?}", run.losses());
 }
 
-/// Moments of 8 bits less: the run goes the same way.
+/// Moments with fewer significant bits change the losses only slightly.
 #[test]
-fn bf16_moments_learn_what_f32_moments_do() {
+fn the_losses_with_bf16_moments_are_those_with_f32_moments() {
     let (full, half) = (Run::new(), Run::new());
     full.train_ok(&[]);
     half.train_ok(&["deepspeed.bf16.bf16_optimizer_states=true"]);

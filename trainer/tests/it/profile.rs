@@ -1,4 +1,4 @@
-//! `trainer train --profile`: a table of where the time went, and a trace of the first steps.
+//! `trainer train --profile`: a table of time by span, and a trace of the first steps.
 
 use serde_json::Value;
 
@@ -20,7 +20,7 @@ fn a_profile_has_a_row_for_each_span_and_a_trace_of_the_first_steps() {
     for name in ["block forward", "block backward", "linear forward", "linear backward", "adamw", "save"] {
         assert!(seconds(row(name)[1]) <= seconds(row(name)[3]), "{table}");
     }
-    // A linear layer's span has none inside.
+    // The span of a linear layer has no child spans.
     assert_eq!(row("linear forward")[1], row("linear forward")[3]);
     let cumtimes: Vec<f64> = rows[..rows.len() - 1].iter().map(|row| seconds(row[3])).collect();
     assert!(cumtimes.is_sorted_by(|a, b| a >= b), "{table}");
@@ -35,7 +35,7 @@ fn a_profile_has_a_row_for_each_span_and_a_trace_of_the_first_steps() {
 }
 
 #[test]
-fn the_steps_of_a_trace_need_a_profile() {
+fn profile_steps_need_a_profile() {
     let run = Run::new();
     let output = run.command("train", &[]).args(["--profile-steps", "2"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));

@@ -1,4 +1,4 @@
-//! Every wrong recipe gets a message with its place and a fix.
+//! Errors in recipes: each message names the place and a fix.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ fn load(text: &str, arguments: &[&str]) -> Result<Loaded, RecipeError> {
     Loaded::parse(Path::new("r.yaml"), text.to_owned(), &arguments)
 }
 
-/// The message contains each of these texts.
+/// Checks that the error of a recipe contains each of these strings.
 #[track_caller]
 fn check(text: &str, want: &[&str]) {
     check_with(text, &[], want);
@@ -68,7 +68,7 @@ fn an_unknown_key_names_its_place_and_the_nearest_key() {
 }
 
 #[test]
-fn a_key_that_stands_elsewhere_or_is_another_trainers_is_found() {
+fn a_key_of_another_section_or_another_trainer_is_recognized() {
     for (key, want) in [
         ("learning_rate", "its name here: `optimizer.learning_rate`"),
         ("warmup_steps", "its name here: `scheduler.warmup_steps`"),
@@ -94,7 +94,7 @@ fn a_key_that_stands_elsewhere_or_is_another_trainers_is_found() {
 }
 
 #[test]
-fn the_keys_are_listed_for_those_who_ask() {
+fn the_keys_are_listed_on_request() {
     let error = load("modle: 1\n", &[]).unwrap_err();
     assert!(!error.to_string().contains("top-level keys"));
     let detailed = error.detailed().to_string();
@@ -102,7 +102,7 @@ fn the_keys_are_listed_for_those_who_ask() {
 }
 
 #[test]
-fn an_argument_without_a_value_or_for_the_second_time_is_refused() {
+fn an_argument_without_a_value_or_given_twice_is_refused() {
     let text = "optimizer: {lr: 1}\n";
     check_with(
         text,
@@ -132,7 +132,7 @@ fn null_removes_a_key() {
         load(text, &["optimizer.learning_rate=null", "tokenizer=null", "epochs=null", "scheduler=null"]).unwrap();
     assert_eq!((loaded.recipe.optimizer.learning_rate, loaded.recipe.tokenizer.name_or_path.as_deref()), (None, None));
     assert!(loaded.recipe.optimizer.eps.is_some() && !loaded.is_set("tokenizer"));
-    // In the config of a model it is a value.
+    // In a model's config null is a value.
     let loaded = load(text, &["model.config.pad_token_id=null"]).unwrap();
     let Some(trainer::recipe::ConfigSource::Inline(config)) = loaded.recipe.model.config else { panic!("a map") };
     assert!(config["pad_token_id"].is_null() && config.contains_key("pad_token_id"));
@@ -147,7 +147,7 @@ fn a_duplicate_key_names_its_second_place() {
 }
 
 #[test]
-fn a_wrong_type_says_what_was_expected_and_what_was_found() {
+fn a_wrong_type_names_the_expected_and_the_found_one() {
     check("epochs: two\n", &["r.yaml:1:9: epochs: expected a whole number", "found the text \"two\""]);
     check("epochs: 1.5\n", &["expected a whole number", "found the number 1.5"]);
     check("epochs: -1\n", &["epochs: expected a whole number of at least 0", "found the integer -1"]);
@@ -187,7 +187,7 @@ fn an_unknown_name_lists_the_known_ones() {
 }
 
 #[test]
-fn a_foreign_type_is_named_before_the_keys_that_only_it_knows() {
+fn an_unsupported_type_is_named_before_its_unknown_keys() {
     check(
         "hidden_loss_layer: -2\ntype: swiftkv\n",
         &["r.yaml:2:7: type: unknown value \"swiftkv\"", "Python code", "values: sft, causal"],
@@ -201,7 +201,7 @@ fn a_missing_key_names_the_map_that_lacks_it() {
 }
 
 #[test]
-fn what_is_not_yaml_names_its_place() {
+fn a_yaml_syntax_error_names_its_place() {
     check("a: [1\n", &["r.yaml:1:4: unclosed bracket"]);
     check("epochs: 1\n seed: 2\n", &["r.yaml:2:6: mapping values are not allowed"]);
     check("epochs: 1\n---\nepochs: 2\n", &["r.yaml:3:1: a second document begins"]);

@@ -1,8 +1,8 @@
-//! The committed JSON schema is the one that the types have.
+//! The JSON schema of recipes.
 
 use std::path::Path;
 
-/// After a change of the recipe's types: `CANDLEWICK_UPDATE_SCHEMA=1 cargo test -p trainer --test it recipe_schema`.
+/// To write the schema after a change of the recipe's types: `CANDLEWICK_UPDATE_SCHEMA=1 cargo test -p trainer --test it recipe_schema`.
 #[test]
 fn the_committed_schema_is_current() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../recipes/recipe.schema.json");
@@ -33,9 +33,9 @@ fn every_key_of_the_schema_is_described() {
     assert!(bare.is_empty(), "without a description: {bare:?}");
 }
 
-/// A value that the parser takes and the schema does not would be underlined in every editor.
+/// An editor underlines a value that the parser accepts and the schema lacks.
 #[test]
-fn second_names_are_in_the_schema_and_are_understood() {
+fn aliases_are_in_the_schema_and_are_parsed() {
     let schema = trainer::recipe::json_schema();
     for (section, key) in [("Optimizer", "lr"), ("Scheduler", "lr"), ("Scheduler", "num_warmup_steps")] {
         assert!(schema["$defs"][section]["properties"][key].is_object(), "{section}.{key}");
@@ -56,7 +56,7 @@ fn second_names_are_in_the_schema_and_are_understood() {
             let loaded = trainer::recipe::Loaded::parse(Path::new("r.yaml"), text.clone(), &[]);
             assert!(loaded.is_ok(), "{text}");
         }
-        // What the parser offers is what the schema lists.
+        // The schema lists the values that the parser suggests.
         let error = trainer::recipe::Loaded::parse(Path::new("r.yaml"), key.replace('X', "nothing"), &[]).unwrap_err();
         let offered = error.faults()[0].notes.iter().find_map(|note| note.strip_prefix("values: ")).unwrap().to_owned();
         for value in offered.split(", ") {

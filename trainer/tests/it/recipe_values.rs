@@ -1,4 +1,4 @@
-//! Right recipes mean what they say.
+//! Values of valid recipes.
 
 use std::path::Path;
 
@@ -169,7 +169,7 @@ fn scientific_notation_without_a_point_is_a_number() {
 }
 
 #[test]
-fn counts_may_be_written_for_people() {
+fn counts_may_have_separators_exponents_and_suffixes() {
     for (text, want) in
         [("1_000", 1000), ("10^3", 1000), ("1e3", 1000), ("1K", 1000), ("1Ki", 1024), ("\"7\"", 7), ("0x10", 16)]
     {
@@ -178,7 +178,7 @@ fn counts_may_be_written_for_people() {
 }
 
 #[test]
-fn words_of_yaml_1_1_are_booleans_only_where_booleans_stand() {
+fn yaml_1_1_booleans_are_read_only_for_boolean_keys() {
     assert_eq!(recipe("overfit_first_batch: yes").overfit_first_batch, Some(true));
     assert_eq!(recipe("overfit_first_batch: Off").overfit_first_batch, Some(false));
     assert_eq!(recipe("wandb: {name: no}").wandb.name.as_deref(), Some("no"));
@@ -198,7 +198,7 @@ fn anchors_and_merge_keys_work() {
 }
 
 #[test]
-fn arguments_reach_every_key() {
+fn arguments_can_set_every_key() {
     let text = "optimizer: {lr: 1}\ndata: {sources: [a, {name_or_path: b}]}\ncheckpoint: {output_dir: x}\n";
     let loaded = load(
         text,
@@ -266,7 +266,7 @@ proptest! {
 }
 
 #[track_caller]
-fn reads_old_name(old: &str, new: &str, note: &str) {
+fn check_deprecated(old: &str, new: &str, note: &str) {
     let parse = |text: &str, arguments: &[String]| Loaded::parse(Path::new("r.yaml"), text.into(), arguments);
     let current = parse(new, &[]).unwrap();
     assert!(current.notes().is_empty());
@@ -276,7 +276,7 @@ fn reads_old_name(old: &str, new: &str, note: &str) {
 }
 
 #[test]
-fn the_old_names_of_keys_are_read_with_a_note() {
+fn deprecated_keys_are_read_with_a_note() {
     for (old, new, note) in [
         (
             "sequence_parallel_norms: false",
@@ -299,12 +299,12 @@ fn the_old_names_of_keys_are_read_with_a_note() {
             "r.yaml:2: data.overlong is deprecated; write data.truncation",
         ),
     ] {
-        reads_old_name(old, new, note);
+        check_deprecated(old, new, note);
     }
 }
 
 #[test]
-fn an_old_name_beside_the_new_one_is_refused() {
+fn a_deprecated_key_next_to_its_new_name_is_refused() {
     for (text, message) in [
         (
             "sequence_parallel_norms: false\nsequence_parallel: true",
@@ -326,7 +326,7 @@ fn an_old_name_beside_the_new_one_is_refused() {
 }
 
 #[test]
-fn an_argument_may_have_an_old_name() {
+fn an_argument_may_name_a_deprecated_key() {
     let text = "data: {truncation: error}\ncheckpoint: {output_dir: out, save_total_limit: 1}\n";
     for (argument, key) in [
         ("data.overlong=drop", "data.truncation"),

@@ -1,4 +1,4 @@
-//! The folders that a run writes, and those that it leaves alone.
+//! Folders that a run writes, and folders of others that it keeps.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -8,7 +8,7 @@ use candlewick_model::BASE_MODEL_RECORD;
 
 use crate::support::{Run, stderr};
 
-/// Expects a refusal before the first step, with `code` and these words.
+/// Checks that a run fails before its first step, with `code` and these words.
 #[track_caller]
 fn refused(run: &Run, overrides: &[&str], code: i32, words: &[&str]) {
     let output = run.train(overrides);
@@ -19,7 +19,7 @@ fn refused(run: &Run, overrides: &[&str], code: i32, words: &[&str]) {
 }
 
 #[track_caller]
-fn said(output: &Output, words: &[&str]) {
+fn succeeds(output: &Output, words: &[&str]) {
     let text = stderr(output);
     assert!(output.status.success(), "{text}");
     words.iter().for_each(|word| assert!(text.contains(word), "no {word:?} in:\n{text}"));
@@ -33,12 +33,12 @@ fn steps(run: &Run, folder: &str) -> Vec<usize> {
 fn a_recipe_without_a_checkpoint_exports_its_model_at_the_end() {
     let run = Run::new();
     let output = run.train(&["checkpoint=null", "train_iters=2"]);
-    said(&output, &["note: the model will be saved in", "will save: huggingface in", "the model is in"]);
+    succeeds(&output, &["note: the model will be saved in", "will save: huggingface in", "the model is in"]);
     assert_eq!(steps(&run, "run/model"), [2]);
     assert!(run.path().join("run/model/global_step_2/model.safetensors").is_file());
     let none = Run::new();
     let output = none.train(&["checkpoint=none", "train_iters=2"]);
-    said(&output, &["note: nothing will be saved", "nothing was saved: the run has no checkpoint"]);
+    succeeds(&output, &["note: nothing will be saved", "nothing was saved: the run has no checkpoint"]);
     assert!(!none.path().join("run/model").exists());
 }
 
@@ -54,17 +54,17 @@ fn a_signal_to_a_run_without_a_checkpoint_saves_its_weights() {
 }
 
 #[test]
-fn the_exports_of_an_earlier_run_step_aside() {
+fn exports_of_an_earlier_run_are_moved_aside() {
     let run = Run::new();
-    said(&run.train(&["checkpoint=null", "train_iters=4"]), &[]);
+    succeeds(&run.train(&["checkpoint=null", "train_iters=4"]), &[]);
     let output = run.train(&["checkpoint=null", "train_iters=2"]);
-    said(&output, &["moved 1 checkpoints of other runs to", "run/model/run.1"]);
+    succeeds(&output, &["moved 1 checkpoints of other runs to", "run/model/run.1"]);
     assert_eq!(steps(&run, "run/model"), [2]);
     assert_eq!(steps(&run, "run/model/run.1"), [4]);
 }
 
 #[test]
-fn keep_deletes_what_the_run_wrote_and_says_so() {
+fn save_total_limit_deletes_checkpoints_of_the_run_and_logs_it() {
     let run = Run::new();
     run.write_foreign("hf/global_step_2/thesis.txt");
     run.write_foreign("checkpoints/epoch_0_global_step_1/thesis.txt");
@@ -77,7 +77,7 @@ fn keep_deletes_what_the_run_wrote_and_says_so() {
         "train_iters=6",
     ];
     let output = run.train(&keep);
-    said(
+    succeeds(
         &output,
         &["deleted", "hf/global_step_3 (save_total_limit)", "checkpoints/epoch_0_global_step_3 (save_total_limit)"],
     );
@@ -87,7 +87,7 @@ fn keep_deletes_what_the_run_wrote_and_says_so() {
 }
 
 #[test]
-fn a_copied_checkpoint_begins_a_run_of_its_own() {
+fn a_copied_checkpoint_starts_a_new_run() {
     let run = Run::new();
     let exports =
         ["checkpoint.1.save_every_n_steps=2", "checkpoint.1.save_total_limit=1", "checkpoint.0.save_every_n_steps=2"];
@@ -101,7 +101,7 @@ fn a_copied_checkpoint_begins_a_run_of_its_own() {
     assert_eq!(steps(&run, "hf/run.1"), [2, 4]);
     assert_eq!(steps(&run, "hf"), [8]);
     assert!(run.path().join("copy/epoch_0_global_step_4").exists(), "the copy is not the second run's to delete");
-    // A folder that was moved is the same run's.
+    // A moved folder belongs to the same run.
     fs::rename(run.path().join("copy"), run.path().join("moved")).unwrap();
     let moved = format!("checkpoint.0.output_dir={}", run.path().join("moved").display());
     run.train_ok(&[&exports[..], &[&moved, "train_iters=10"]].concat());
@@ -119,7 +119,7 @@ fn copy(from: &Path, to: &Path) {
 }
 
 #[test]
-fn a_name_that_is_taken_is_found_before_the_first_step() {
+fn an_occupied_folder_is_an_error_before_the_first_step() {
     for name in ["hf/global_step_3/thesis.txt", "hf/global_step_3", "checkpoints/epoch_0_global_step_5"] {
         let run = Run::new();
         run.write_foreign(name);
@@ -134,7 +134,7 @@ fn a_name_that_is_taken_is_found_before_the_first_step() {
 }
 
 #[test]
-fn an_export_never_replaces_the_model_that_it_was_trained_from() {
+fn an_export_never_replaces_the_model_in_use() {
     let run = Run::new();
     run.train_ok(&["train_iters=2"]);
     let model = format!("model={{name_or_path: {}, dtype: f32}}", run.export_folder().display());
@@ -147,7 +147,7 @@ fn an_export_never_replaces_the_model_that_it_was_trained_from() {
 }
 
 #[test]
-fn an_adapter_is_used_on_the_weights_it_was_trained_on() {
+fn an_adapter_is_refused_on_other_base_weights() {
     let run = Run::new();
     run.train_ok(&["train_iters=1"]);
     let model = run.path().join("model");
@@ -161,7 +161,7 @@ fn an_adapter_is_used_on_the_weights_it_was_trained_on() {
     run.train_ok(&[&keys[..], &[&more]].concat());
     let weights = model.join("model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
-    // As training does: a little of everything.
+    // Changes a bit in every 64 bytes, as training changes all weights a little.
     let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     bytes[data..].iter_mut().step_by(64).for_each(|byte| *byte ^= 1);
     fs::write(&weights, bytes).unwrap();
@@ -172,7 +172,7 @@ fn an_adapter_is_used_on_the_weights_it_was_trained_on() {
 }
 
 #[test]
-fn two_runs_do_not_export_to_one_folder() {
+fn two_runs_cannot_export_to_one_folder() {
     let run = Run::new();
     fs::create_dir_all(run.path().join("hf")).unwrap();
     let lock = File::create(run.path().join("hf/.lock")).unwrap();
@@ -181,7 +181,7 @@ fn two_runs_do_not_export_to_one_folder() {
 }
 
 #[test]
-fn a_link_out_of_the_models_folder_is_not_exported() {
+fn a_symlink_out_of_the_models_folder_is_not_exported() {
     let run = Run::new();
     run.train_ok(&["train_iters=1"]);
     let model = run.path().join("model");
@@ -189,7 +189,7 @@ fn a_link_out_of_the_models_folder_is_not_exported() {
     run.write("secret", "root:x");
     std::os::unix::fs::symlink(run.path().join("secret"), model.join("vocab.json")).unwrap();
     let key = format!("model={{name_or_path: {}, dtype: f32}}", model.display());
-    // An export takes the files of the tokenizer.
+    // An export copies the files of the tokenizer.
     let tokenizer = format!("tokenizer.name_or_path={}", model.display());
     let overrides = [key.as_str(), &tokenizer, "checkpoint.0.auto_resume=false"];
     refused(&run, &overrides, 6, &["vocab.json", "outside of its folder"]);
@@ -197,7 +197,7 @@ fn a_link_out_of_the_models_folder_is_not_exported() {
 }
 
 #[test]
-fn metrics_that_cannot_be_written_end_a_run_with_the_code_of_a_full_disk() {
+fn a_failed_write_of_metrics_has_the_exit_code_of_a_full_disk() {
     let run = Run::new();
     let output = run.train(&["train_iters=2", "train_log_metrics_path=/dev/full"]);
     assert_eq!(output.status.code(), Some(6), "{}", stderr(&output));
@@ -207,7 +207,7 @@ fn metrics_that_cannot_be_written_end_a_run_with_the_code_of_a_full_disk() {
 }
 
 #[test]
-fn what_cannot_fit_is_not_begun() {
+fn a_run_that_cannot_fit_is_refused() {
     let big = ["num_hidden_layers=4000", "hidden_size=8192", "intermediate_size=32768"]
         .map(|key| format!("model.config.{key}"));
     refused(
@@ -219,15 +219,15 @@ fn what_cannot_fit_is_not_begun() {
 }
 
 #[test]
-fn a_run_of_which_no_checkpoint_was_due_saves_its_last_step() {
+fn a_run_without_a_due_checkpoint_saves_its_last_step() {
     let run = Run::new();
     let entry = |every: usize| format!("checkpoint={{type: huggingface, output_dir: hf, save_every_n_steps: {every}}}");
     let output = run.train(&["train_iters=3", &entry(50)]);
-    said(&output, &["no checkpoint was due", "the model is in "]);
+    succeeds(&output, &["no checkpoint was due", "the model is in "]);
     assert_eq!(steps(&run, "hf"), [3]);
 
     let run = Run::new();
-    said(&run.train(&["train_iters=3", &entry(2)]), &["steps 3 to 3 are in no checkpoint"]);
+    succeeds(&run.train(&["train_iters=3", &entry(2)]), &["steps 3 to 3 are in no checkpoint"]);
     assert_eq!(steps(&run, "hf"), [2]);
 }
 
@@ -246,7 +246,7 @@ fn an_estimate_without_a_way_to_fit_names_the_other_methods() {
 }
 
 #[test]
-fn a_resume_with_other_data_names_the_file_and_both_ways_out() {
+fn resuming_with_other_data_names_the_file_and_both_fixes() {
     let run = Run::new();
     run.train_ok(&["exit_iteration=5"]);
     let rows = fs::read_to_string(run.path().join("train.jsonl")).unwrap();
@@ -259,13 +259,13 @@ fn a_resume_with_other_data_names_the_file_and_both_ways_out() {
 }
 
 #[test]
-fn the_size_of_a_run_is_printed_before_it_begins() {
+fn the_size_of_a_run_is_printed_before_the_first_step() {
     let run = Run::new();
     let sizes = [
         "2 steps, 0.10 epochs: 80 rows an epoch, 4 rows a step, 20 steps an epoch",
         "parameters: 51,360, trained: all",
     ];
-    said(&run.train(&["train_iters=2"]), &sizes);
+    succeeds(&run.train(&["train_iters=2"]), &sizes);
     let output = run.command("preprocess", &["train_iters=2"]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     sizes.iter().for_each(|words| assert!(text.contains(words), "no {words:?} in:\n{text}"));

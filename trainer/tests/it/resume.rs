@@ -1,4 +1,4 @@
-//! A run that is killed and started again ends where an uninterrupted one ends, bit for bit.
+//! Resuming: an interrupted run ends with the weights of an uninterrupted one, bit for bit.
 
 #[cfg(debug_assertions)]
 use std::os::unix::process::ExitStatusExt;
@@ -7,7 +7,7 @@ use candlewick_model::AdapterFolder;
 
 use crate::support::{Run, stderr};
 
-/// Failpoints in the order in which one start after the other is killed at them. A checkpoint is due every 5 steps.
+/// Failpoints that kill the run, one at each start. A checkpoint is due every 5 steps.
 #[cfg(debug_assertions)]
 const FAILPOINTS: [&str; 11] = [
     "cache_written:0",
@@ -23,7 +23,7 @@ const FAILPOINTS: [&str; 11] = [
     "export_published:24",
 ];
 
-/// Release builds have no failpoints. The unit tests of checkpoints kill a save at each of its file operations.
+/// Release builds have no failpoints. Unit tests stop the writing of a checkpoint at each file operation.
 #[cfg(debug_assertions)]
 #[test]
 fn a_run_killed_several_times_ends_with_the_same_weights() {
@@ -40,13 +40,13 @@ fn a_run_killed_several_times_ends_with_the_same_weights() {
 }
 
 #[test]
-fn a_run_in_two_parts_has_the_losses_of_a_run_in_one() {
+fn a_resumed_run_has_the_losses_of_an_uninterrupted_one() {
     let whole = Run::new();
     whole.train_ok(&[]);
     let parts = Run::new();
-    // Step 7 is no multiple of the accumulation or of an epoch's steps.
+    // Step 7 is a multiple of neither the accumulation nor an epoch's steps.
     parts.train_ok(&["exit_iteration=7"]);
-    assert!(parts.export_folder().ends_with("global_step_7"), "an early end exports what the end would");
+    assert!(parts.export_folder().ends_with("global_step_7"), "an early end exports as the end does");
     parts.train_ok(&[]);
     parts.assert_resumed();
     assert_eq!(parts.losses(), whole.losses());
@@ -54,7 +54,7 @@ fn a_run_in_two_parts_has_the_losses_of_a_run_in_one() {
 }
 
 #[test]
-fn every_save_and_every_resume_is_recorded_with_its_time() {
+fn every_checkpoint_and_every_resume_is_recorded_with_its_time() {
     let run = Run::new();
     run.train_ok(&["exit_iteration=7"]);
     run.train_ok(&["exit_iteration=12"]);
@@ -83,7 +83,7 @@ fn every_save_and_every_resume_is_recorded_with_its_time() {
 }
 
 #[test]
-fn an_adapter_with_dropout_in_bf16_on_packed_rows_resumes_to_the_bit() {
+fn an_adapter_with_dropout_in_bf16_on_packed_rows_resumes_bit_for_bit() {
     let lora = "model.peft_config={r: 4, lora_alpha: 8, lora_dropout: 0.2, target_modules: all-linear}";
     let keys = [lora, "model.dtype=bf16", "data.pack_samples=true", "micro_batch_size=1", "train_iters=10"];
     let whole = Run::new();
@@ -98,7 +98,7 @@ fn an_adapter_with_dropout_in_bf16_on_packed_rows_resumes_to_the_bit() {
     assert_eq!(folder.config.to_json()["lora_dropout"], 0.2);
     assert!(parts.export_folder().join("tokenizer.json").is_file());
 
-    // Its first step has the loss with which the first run would have gone on, not that of a new adapter.
+    // The first step has the loss of the trained adapter, not that of a new one.
     let next = Run::new();
     let from = format!("model.adapter_name_or_path={}", parts.export_folder().display());
     next.train_ok(&[&from, "model.dtype=bf16", "train_iters=1"]);
@@ -108,13 +108,13 @@ fn an_adapter_with_dropout_in_bf16_on_packed_rows_resumes_to_the_bit() {
 }
 
 #[test]
-fn a_template_that_prints_the_time_prints_the_time_the_run_began() {
+fn a_template_that_prints_the_time_prints_the_start_of_the_run() {
     let run = Run::new();
     run.write("clock.jinja", "{{ strftime_now('%H:%M:%S') }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}");
     let key = format!("tokenizer.chat_template={}", run.path().join("clock.jinja").display());
     run.train_ok(&[&key, "exit_iteration=2"]);
     let began = shift_saved_date(&run, -3_600_000);
-    // The text would not change if the template printed the time of this start.
+    // The text would be the same if the template printed the time of this start.
     let output = run.train(&[&key, "exit_iteration=4"]);
     assert!(stderr(&output).contains("the data changed"), "{}", stderr(&output));
     assert_eq!(shift_saved_date(&run, 3_600_000), began - 3_600_000);
@@ -141,11 +141,11 @@ fn shift_saved_date(run: &Run, milliseconds: i64) -> i64 {
 }
 
 #[test]
-fn the_split_of_a_step_changes_neither_loss_nor_gradient() {
+fn micro_batches_change_neither_loss_nor_gradient() {
     let first_step = |keys: &[&str]| {
         let run = Run::new();
         let rows = std::fs::read_to_string(run.path().join("train.jsonl")).unwrap();
-        // Answers of four lengths: a mean over each micro-batch's own targets would be another number.
+        // The answers have four lengths: a mean of the micro-batches' means would differ.
         run.write("train.jsonl", &rows.lines().take(4).collect::<Vec<_>>().join("\n"));
         run.train_ok(&[&["train_iters=1", "data.order=sequential", "data.max_length=256"], keys].concat());
         let step = run.metrics().swap_remove(0);
@@ -167,7 +167,7 @@ fn the_split_of_a_step_changes_neither_loss_nor_gradient() {
 }
 
 #[test]
-fn what_changed_since_the_save_is_said() {
+fn settings_that_changed_since_the_checkpoint_are_logged() {
     let run = Run::new();
     run.train_ok(&["exit_iteration=3"]);
     let output = run.train(&["optimizer.learning_rate=5e-3", "exit_iteration=4"]);
@@ -176,7 +176,7 @@ fn what_changed_since_the_save_is_said() {
 }
 
 #[test]
-fn the_saves_of_an_earlier_run_are_not_taken_for_this_ones() {
+fn checkpoints_of_an_earlier_run_are_not_resumed() {
     let run = Run::new();
     run.train_ok(&[]);
     let old = run.exported();
@@ -190,7 +190,7 @@ fn the_saves_of_an_earlier_run_are_not_taken_for_this_ones() {
 }
 
 #[test]
-fn a_save_and_an_export_may_share_a_folder() {
+fn a_checkpoint_and_an_export_may_share_a_folder() {
     let run = Run::new();
     let folder = run.path().join("hf");
     run.train_ok(&[
@@ -199,11 +199,11 @@ fn a_save_and_an_export_may_share_a_folder() {
         &format!("checkpoint.0.output_dir={}", folder.display()),
     ]);
     assert!(folder.join("global_step_2/model.safetensors").exists());
-    assert!(std::fs::read_dir(&folder).unwrap().count() >= 4, "a save, an export, a lock and a link");
+    assert!(std::fs::read_dir(&folder).unwrap().count() >= 4, "a checkpoint, an export, a lock and a link");
 }
 
 #[test]
-fn a_kill_switch_that_was_forgotten_is_named() {
+fn a_leftover_kill_switch_is_named() {
     let run = Run::new();
     run.write("stop", "");
     let key = format!("kill_switch_path={}", run.path().join("stop").display());
@@ -213,7 +213,7 @@ fn a_kill_switch_that_was_forgotten_is_named() {
 }
 
 #[test]
-fn the_data_are_described_and_every_token_is_accounted_for() {
+fn the_data_are_described_and_every_token_is_counted() {
     let run = Run::new();
     let output = run.train(&["train_iters=3"]);
     assert!(stderr(&output).contains("reads as"), "{}", stderr(&output));
@@ -224,7 +224,7 @@ fn the_data_are_described_and_every_token_is_accounted_for() {
 }
 
 #[test]
-fn a_recipes_own_chat_template_goes_with_the_weights() {
+fn the_recipes_chat_template_is_exported_with_the_weights() {
     let run = Run::new();
     let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if \
                     add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
@@ -235,7 +235,7 @@ fn a_recipes_own_chat_template_goes_with_the_weights() {
 }
 
 #[test]
-fn a_termination_signal_saves_and_asks_to_be_run_again() {
+fn a_termination_signal_saves_and_exits_with_the_restart_code() {
     let whole = Run::new();
     whole.train_ok(&[]);
     let stopped = Run::new();
@@ -250,7 +250,7 @@ fn a_termination_signal_saves_and_asks_to_be_run_again() {
 }
 
 #[test]
-fn an_evaluation_on_start_comes_before_the_first_step_and_only_there() {
+fn eval_on_start_evaluates_before_the_first_step_only() {
     let run = Run::new();
     run.train_ok(&["eval_on_start=true", "exit_iteration=5"]);
     run.train_ok(&["eval_on_start=true"]);
@@ -262,7 +262,7 @@ fn an_evaluation_on_start_comes_before_the_first_step_and_only_there() {
 }
 
 #[test]
-fn a_run_that_died_before_its_export_exports_when_started_again() {
+fn a_run_that_ended_before_its_export_exports_at_the_next_start() {
     let run = Run::new();
     let at_the_end = "checkpoint.0.save_end_of_training=true";
     run.train_ok(&[at_the_end]);

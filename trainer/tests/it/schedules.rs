@@ -1,4 +1,4 @@
-//! Learning rates against transformers' (fixture by tests/reference/schedules.py).
+//! Learning rates compared with those of transformers (`tests/reference/schedules.py` writes the fixture).
 
 use serde::Deserialize;
 use trainer::schedule::{Floor, Ramp, Schedule, ScheduleError, Shape, Span};
@@ -12,13 +12,13 @@ struct Case {
 }
 
 #[test]
-fn every_rate_is_that_of_transformers() {
+fn every_learning_rate_is_that_of_transformers() {
     let cases: Vec<Case> = serde_json::from_str(include_str!("../fixtures/schedules.json")).unwrap();
     assert!(cases.len() > 40);
     for Case { schedule, total_steps, base_lr, lr } in cases {
         for (step, &want) in lr.iter().enumerate() {
             let got = schedule.lr(step, total_steps, base_lr);
-            // Where a cosine crosses 0 its last digit is all there is; hence the second term.
+            // The second term is for a cosine near 0, which has no correct digits.
             let bound = 1e-12 * want.abs() + 1e-16 * base_lr;
             assert!((got - want).abs() <= bound, "{schedule:?} step {step}: {got:e}, not {want:e}");
         }
@@ -34,7 +34,7 @@ fn a_ratio_is_rounded_up() {
 }
 
 #[test]
-fn the_first_update_of_a_warm_up_is_zero_and_its_end_is_the_base_rate() {
+fn a_warmup_starts_at_zero_and_ends_at_the_base_rate() {
     let schedule = Schedule { warmup: Span::Steps(4), shape: Shape::Linear };
     assert_eq!(schedule.lr(0, 10, 1e-3), 0.0);
     assert_eq!(schedule.lr(4, 10, 1e-3), 1e-3);
@@ -42,7 +42,7 @@ fn the_first_update_of_a_warm_up_is_zero_and_its_end_is_the_base_rate() {
 }
 
 #[test]
-fn runs_of_no_and_of_one_step_have_finite_rates() {
+fn runs_of_zero_and_one_steps_have_finite_learning_rates() {
     for shape in [Shape::Linear, Shape::Cosine { num_cycles: 0.5 }, polynomial(0.0), wsd(Span::Ratio(0.5))] {
         for total in 0..3 {
             for warmup in 0..=total {
@@ -78,7 +78,7 @@ fn wsd(decay: Span) -> Shape {
 }
 
 #[test]
-fn a_decay_that_is_a_share_takes_what_the_warm_up_leaves() {
+fn a_decay_ratio_takes_the_steps_after_the_warmup() {
     let schedule = Schedule { warmup: Span::Ratio(0.1), shape: wsd(Span::Ratio(0.9)) };
     for total_steps in [10, 1124, 1125, 997] {
         schedule.check(total_steps, 1e-3).unwrap();
@@ -92,7 +92,7 @@ fn a_decay_that_is_a_share_takes_what_the_warm_up_leaves() {
 }
 
 #[test]
-fn what_does_not_fit_the_run_is_refused() {
+fn invalid_schedules_are_refused() {
     let none = Span::Steps(0);
     check(Span::Steps(11), Shape::Linear, "fit 11 warm-up steps into a run of 10 steps");
     check(Span::Ratio(1.5), Shape::Linear, "use a warm-up ratio of 1.5: it must be between 0 and 1");

@@ -1,4 +1,4 @@
-//! Signals, each in a process of its own: this test program starts itself as the child.
+//! Signals. Each case runs in a child process, which is this test program again.
 
 use std::process::{Command, ExitStatus, Stdio};
 
@@ -8,8 +8,8 @@ use trainer::signals::{Signal, Stop, StopRequests};
 
 const SIGNALS: &str = "CANDLEWICK_TEST_SIGNALS";
 
-/// Sends the signals to a child that has installed the handlers. It ends with 10 plus the
-/// `Signal` that it has seen once all have arrived.
+/// Sends the signals to a child that has installed the handlers. Its exit code is 10 plus the `Signal` that it reads after
+/// all have arrived.
 #[track_caller]
 fn check(signals: &[i32], want: i32) {
     let list: Vec<String> = signals.iter().map(i32::to_string).collect();
@@ -46,7 +46,7 @@ fn the_first_signal_is_a_request() {
 }
 
 #[test]
-fn the_second_signal_ends_at_once_with_its_own_code() {
+fn the_second_signal_ends_the_process_with_its_own_code() {
     check(&[SIGTERM, SIGTERM], 128 + SIGTERM);
     check(&[SIGINT, SIGINT], 128 + SIGINT);
     check(&[SIGTERM, SIGINT], 128 + SIGINT);

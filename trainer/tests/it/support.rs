@@ -1,4 +1,4 @@
-//! A tiny run in a folder of its own: a recipe, data, and the `trainer` binary.
+//! Tiny training run in a folder of its own: recipe, data, and the `trainer` binary.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -26,13 +26,13 @@ impl Run {
         fs::write(self.path().join(name), text).unwrap();
     }
 
-    /// Writes a file, with its folders, that no run wrote.
+    /// Writes a file that no run wrote, and creates its folders.
     pub(crate) fn write_foreign(&self, name: &str) {
         fs::create_dir_all(self.path().join(name).parent().unwrap()).unwrap();
         self.write(name, "years of work");
     }
 
-    /// Edits the recipe: every `from` must occur.
+    /// Replaces `from`, which must occur, in the recipe.
     pub(crate) fn edit(&self, from: &str, to: &str) {
         let path = self.path().join("recipe.yaml");
         let recipe = fs::read_to_string(&path).unwrap();
@@ -60,22 +60,22 @@ impl Run {
         Started { child, stderr, log: String::new() }
     }
 
-    /// Trains and insists on success.
+    /// Trains and checks for success.
     pub(crate) fn train_ok(&self, overrides: &[&str]) {
         let output = self.train(overrides);
         assert!(output.status.success(), "{}", stderr(&output));
     }
 
-    /// What run.json says of the last start.
+    /// Returns run.json of the last start.
     pub(crate) fn report(&self) -> serde_json::Value {
         serde_json::from_slice(&fs::read(self.path().join("run/run.json")).unwrap()).unwrap()
     }
 
-    /// The last start went on from a save, and no metrics were begun anew.
+    /// Checks that the last start resumed from a checkpoint and continued the metrics file.
     #[track_caller]
     pub(crate) fn assert_resumed(&self) {
         assert!(self.report()["resumed_from"].is_string(), "{}", self.report()["resumed_from"]);
-        assert!(!self.path().join("run/metrics.1.jsonl").exists(), "the metrics began anew");
+        assert!(!self.path().join("run/metrics.1.jsonl").exists(), "the metrics file was not continued");
     }
 
     pub(crate) fn metrics(&self) -> Vec<serde_json::Value> {
@@ -83,23 +83,23 @@ impl Run {
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    /// The training losses by step.
+    /// Returns the training losses by step.
     pub(crate) fn losses(&self) -> Vec<f64> {
         self.metrics().iter().filter_map(|record| record["loss"].as_f64()).collect()
     }
 
-    /// The bytes of the weights that were exported at the end.
+    /// Returns the bytes of the latest exported weights.
     pub(crate) fn exported(&self) -> Vec<u8> {
         let weights = ["model.safetensors", "adapter_model.safetensors"].map(|name| self.export_folder().join(name));
         fs::read(weights.iter().find(|path| path.exists()).unwrap()).unwrap()
     }
 
-    /// The export that was written last.
+    /// Returns the folder of the latest export.
     pub(crate) fn export_folder(&self) -> PathBuf {
         fs::canonicalize(self.path().join("hf/latest")).unwrap()
     }
 
-    /// The exports in a folder, by step.
+    /// Returns the exports in a folder, by step.
     pub(crate) fn exports(&self, folder: &str) -> Vec<(usize, PathBuf)> {
         let Ok(entries) = fs::read_dir(self.path().join(folder)) else { return Vec::new() };
         let step = |path: &Path| path.file_name()?.to_str()?.strip_prefix("global_step_")?.parse().ok();
@@ -114,7 +114,7 @@ impl Run {
     }
 }
 
-/// A training process in progress, and its log as far as it was read.
+/// Training process, and its log as far as it was read.
 pub(crate) struct Started {
     child: Child,
     stderr: BufReader<ChildStderr>,

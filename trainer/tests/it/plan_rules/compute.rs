@@ -28,7 +28,7 @@ fn half_precision_scales_losses_as_deepspeed_does() {
 }
 
 #[test]
-fn states_are_bf16_if_the_recipe_says_so() {
+fn optimizer_states_can_be_bf16() {
     assert_eq!(plan(&[]).optimizer.moments, ComputeDtype::F32);
     assert_eq!(plan(&["deepspeed.bf16.bf16_optimizer_states=true"]).optimizer.moments, ComputeDtype::Bf16);
     refused(&["deepspeed.bf16.bf16_optimizer_states=1"], &["expected true or false, found 1"]);
@@ -39,7 +39,7 @@ fn states_are_bf16_if_the_recipe_says_so() {
 }
 
 #[test]
-fn the_optimizer_may_live_on_the_host() {
+fn the_optimizer_may_be_offloaded_to_the_host() {
     let on_host = |arguments: &[&str]| plan(arguments).optimizer_on_host;
     let offload = "deepspeed.zero_optimization.offload_optimizer";
     let cpu = format!("{offload}.device=cpu");
@@ -98,14 +98,14 @@ fn attention_has_four_names_and_those_of_transformers() {
 }
 
 #[test]
-fn attention_by_cudnn_wants_a_gpu_and_16_bits() {
+fn cudnn_attention_needs_a_gpu_and_16_bits() {
     let cudnn = "model.attn_implementation=cudnn";
     refused(&[cudnn, "device=cpu"], &["cudnn computes on GPUs only, but device is cpu", "use auto, or fused"]);
     refused(&[cudnn, "model.dtype=f32"], &["cudnn computes in 16 bits only, but model.dtype is f32", "use auto"]);
 }
 
 #[test]
-fn activation_checkpoints_are_spelt_in_three_ways() {
+fn activation_checkpointing_has_three_spellings() {
     assert_eq!(plan(&[]).model.activations, Activations::Keep);
     assert_eq!(plan(&["model.activation_checkpoint=full"]).model.activations, Activations::Recompute);
     assert_eq!(plan(&["model.activation_checkpoint=selective"]).model.activations, Activations::Selective);
@@ -131,7 +131,7 @@ fn activation_checkpoints_are_spelt_in_three_ways() {
 }
 
 #[test]
-fn the_inputs_of_a_share_of_the_blocks_may_be_parked() {
+fn the_inputs_of_a_fraction_of_the_blocks_may_be_offloaded() {
     let share = "model.activation_checkpoint={offload: 70%}";
     assert_eq!(plan(&[share]).model.activations, Activations::Offload(0.7));
     assert_eq!(plan(&[share, "activation_checkpoint_cpu_offload=true"]).model.activations, Activations::Offload(0.7));
@@ -144,7 +144,7 @@ fn the_inputs_of_a_share_of_the_blocks_may_be_parked() {
 }
 
 #[test]
-fn where_activations_are_parked_is_said_and_whether_that_is_memory() {
+fn the_offload_folder_is_noted_and_whether_it_is_tmpfs() {
     let notes = |is_memory| {
         let loaded =
             Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &["model.activation_checkpoint=offload".into()]);
@@ -159,7 +159,7 @@ fn where_activations_are_parked_is_said_and_whether_that_is_memory() {
 }
 
 #[test]
-fn a_tiled_mlp_is_asked_for_and_says_what_bf16_gradients_lose() {
+fn a_tiled_mlp_is_opt_in_and_notes_the_rounding_of_bf16_gradients() {
     assert!(!plan(&[]).model.tiled_mlp);
     let tiled = plan(&["tiled_mlp_compute=true"]);
     assert!(tiled.model.tiled_mlp);

@@ -1,4 +1,4 @@
-//! Data and how it is cut into rows.
+//! Data sources, splits and rows.
 
 use trainer::data::{Horizon, Overlong, Packing, Padding, Sampling};
 
@@ -19,7 +19,7 @@ fn a_split_sums_to_one_and_excludes_evaluation_sources() {
 }
 
 #[test]
-fn the_longest_row_is_the_models_unless_given() {
+fn max_length_defaults_to_the_models() {
     assert_eq!(plan(&[]).data.max_length, 2048);
     assert_eq!(plan(&["data.max_length=1Ki"]).data.max_length, 1024);
     let long = plan(&["data.max_length=4Ki"]);
@@ -43,7 +43,7 @@ fn packing_follows_the_type() {
 }
 
 #[test]
-fn overlong_samples_are_an_error_unless_the_recipe_says_otherwise() {
+fn truncation_is_an_error_by_default() {
     assert_eq!(plan(&[]).data.overlong, Overlong::Error);
     assert_eq!(plan(&["data.filter_samples=true"]).data.overlong, Overlong::Drop);
     assert_eq!(plan(&["data.filter_samples=false"]).data.overlong, Overlong::Error);
@@ -86,7 +86,7 @@ fn iterations_replace_epochs() {
 }
 
 #[test]
-fn a_chat_template_is_a_file_or_itself() {
+fn a_chat_template_is_a_path_or_a_template() {
     refused(&["tokenizer.chat_template=missing.jinja"], &["there is no file missing.jinja"]);
     assert!(plan(&["tokenizer.chat_template='{{ messages }}'"]).tokenizer.chat_template.is_some());
 }
@@ -109,7 +109,7 @@ fn sources_are_checked_one_by_one() {
 }
 
 #[test]
-fn the_arguments_of_load_dataset_are_read() {
+fn the_keyword_arguments_of_load_dataset_are_read() {
     let given = "data.sources.0.kwargs={name: main, data_files: {train: [a.json, b.json], test: c.json}, field: rows, \
                  sample_by: document, sep: ';', trust_remote_code: true}";
     let source = plan(&[given]).data.sources.remove(0);

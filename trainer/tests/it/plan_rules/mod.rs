@@ -1,4 +1,4 @@
-//! What a plan refuses, and what it fills in.
+//! Rules of `Plan::resolve`: refused recipes and derived values.
 
 mod compute;
 mod data;
@@ -49,7 +49,7 @@ fn plan(arguments: &[&str]) -> Plan {
     resolve(BASE, arguments).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// The arguments make the base recipe wrong, and the message contains these texts.
+/// Checks that the base recipe with these arguments is refused with a message that contains these strings.
 #[track_caller]
 fn refused(arguments: &[&str], want: &[&str]) {
     let message = match resolve(BASE, arguments) {
@@ -62,7 +62,7 @@ fn refused(arguments: &[&str], want: &[&str]) {
 }
 
 #[test]
-fn what_is_not_implemented_is_refused_by_name() {
+fn unimplemented_keys_are_refused_by_name() {
     for argument in [
         "expert_parallel_size=8",
         "arctic_moe=true",
@@ -97,7 +97,7 @@ fn what_is_not_implemented_is_refused_by_name() {
 }
 
 #[test]
-fn a_refused_key_of_the_recipe_has_its_line_and_all_of_them_are_shown() {
+fn all_refused_keys_are_listed_with_their_lines() {
     let error =
         resolve("enable_routing_replay: true\nmodel: {name_or_path: a}\nwandb:\n  enable: true\n", &[]).unwrap_err();
     let message = error.to_string();
@@ -108,7 +108,7 @@ fn a_refused_key_of_the_recipe_has_its_line_and_all_of_them_are_shown() {
 }
 
 #[test]
-fn default_values_of_what_is_not_implemented_are_fine() {
+fn default_values_of_unimplemented_keys_are_accepted() {
     plan(&[
         "sequence_parallel_size=1",
         "context_parallel_size=1",
@@ -153,7 +153,7 @@ fn evaluation_data_are_used_after_each_epoch_unless_there_is_an_interval() {
     assert!((plan.data.eval_fraction - 0.1).abs() < 1e-12);
 }
 
-/// The arguments are accepted, and the notes contain these texts.
+/// Checks that the base recipe with these arguments is accepted with notes that contain these strings.
 #[track_caller]
 fn notes(arguments: &[&str], want: &[&str]) {
     let notes = plan(arguments).notes.join("\n");
@@ -177,7 +177,7 @@ fn tasks_have_the_interval_of_evaluation() {
 }
 
 #[test]
-fn what_says_which_save_is_the_best_is_measured() {
+fn the_metric_of_the_best_checkpoint_must_be_measured() {
     let [tasks, held_out] = ["eval={tasks: [arc_easy]}", "data.train_eval_split=[90%, 10%]"];
     let best = |arguments: &[&str]| {
         let best = plan(&[&["eval_interval=10"], arguments].concat()).best?;
@@ -231,7 +231,7 @@ fn the_stop_file_is_in_the_runs_folder() {
     assert_eq!(plan(&["output_dir=/dev/null"]).exit.kill_switch_path, None);
 }
 
-/// An export, or what `save_total_limit` deletes, must never be what the run began with.
+/// Neither an export nor `save_total_limit` may replace the model that the run loads.
 #[test]
 fn the_model_in_use_is_not_among_the_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
@@ -247,7 +247,7 @@ fn the_model_in_use_is_not_among_the_checkpoints() {
     refused(&[&hf, &format!("model.name_or_path={root}/hf/./global_step_10/")], &["is among the checkpoints"]);
     std::os::unix::fs::symlink(format!("{root}/hf"), format!("{root}/link")).unwrap();
     refused(&[&checkpoint(&format!("{root}/link")), &format!("model.name_or_path={model}")], &["is among"]);
-    // A folder of links into a checkpoint is in use with it.
+    // A folder of symlinks into a checkpoint counts as that checkpoint.
     std::fs::write(format!("{model}/config.json"), "{}").unwrap();
     std::fs::create_dir(format!("{root}/linked")).unwrap();
     std::os::unix::fs::symlink(format!("{model}/config.json"), format!("{root}/linked/config.json")).unwrap();
@@ -258,7 +258,7 @@ fn the_model_in_use_is_not_among_the_checkpoints() {
 }
 
 #[test]
-fn the_default_learning_rate_is_called_high_for_a_pretrained_model() {
+fn the_default_learning_rate_is_noted_as_high_for_a_pretrained_model() {
     notes(&[], &["optimizer.learning_rate is not set", "1e-5 to 2e-5 for all weights"]);
     notes(&["model.peft_config={r: 8}"], &["1e-4 to 2e-4 for LoRA"]);
     for quiet in [&["optimizer.lr=5e-4"][..], &["model.type=random-weight-hf"]] {
@@ -277,7 +277,7 @@ fn keys_without_effect_are_noted() {
 }
 
 #[test]
-fn the_facts_of_a_plan_are_what_it_comes_to() {
+fn a_plan_lists_parameters_batch_and_steps() {
     let facts = plan(&["micro_batch_size=2", "gradient_accumulation_steps=4", "train_iters=1500"]).facts();
     let facts: Vec<String> = facts.iter().map(|(name, fact)| format!("{name}: {fact}")).collect();
     assert_eq!(
@@ -295,7 +295,7 @@ fn the_facts_of_a_plan_are_what_it_comes_to() {
 }
 
 #[test]
-fn a_table_of_what_is_set_leaves_the_defaults_out() {
+fn the_short_table_leaves_out_the_defaults() {
     let text = plan(&["optimizer.lr=1e-4"]).table(Shown::Set);
     assert!(text.contains("optimizer.learning_rate") && text.contains("--all shows them"), "{text}");
     assert!(!text.contains("gradient_clipping  ") && text.contains("global batch: 1 rows"), "{text}");
@@ -303,7 +303,7 @@ fn a_table_of_what_is_set_leaves_the_defaults_out() {
 }
 
 #[test]
-fn one_checkpoint_may_resume_and_it_must_be_able_to() {
+fn at_most_one_sharded_checkpoint_may_resume() {
     let two = "checkpoint=[{output_dir: a, auto_resume: true}, {type: deepspeed, output_dir: b, auto_resume: true}]";
     refused(&[two], &["checkpoint.1.auto_resume: checkpoint.0 resumes already"]);
     refused(
@@ -326,14 +326,14 @@ fn one_checkpoint_may_resume_and_it_must_be_able_to() {
 }
 
 #[test]
-fn without_the_config_the_plan_says_what_it_does_not_know_yet() {
+fn without_the_config_the_plan_notes_the_unknown_values() {
     let loaded = Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &[]).unwrap();
     let plan = Plan::resolve(&loaded, &Known { config: None, ..known() }).unwrap();
     assert!(plan.notes.iter().any(|note| note.starts_with("data.max_length will be")), "{:?}", plan.notes);
 }
 
 #[test]
-fn a_model_has_one_origin() {
+fn a_model_has_one_source() {
     refused(&["model={}"], &["model: there is no model"]);
     refused(&["model.config={model_type: llama}"], &["exclude each other"]);
     refused(&["model={config: {}, revision: x}", "tokenizer.name_or_path=t"], &["model.revision has no meaning"]);
@@ -347,7 +347,7 @@ fn a_model_has_one_origin() {
 }
 
 #[test]
-fn an_adapter_is_checked_where_it_is_written() {
+fn an_adapter_is_checked_at_its_key() {
     assert!(plan(&["model.peft_config={peft_type: LORA, r: 8, target_modules: all-linear}"]).model.adapter.is_some());
     refused(
         &["model.peft_config={peft_type: LORA, r: 0}"],
@@ -356,7 +356,7 @@ fn an_adapter_is_checked_where_it_is_written() {
 }
 
 #[test]
-fn the_optimizers_numbers_are_in_their_bounds() {
+fn optimizer_settings_have_bounds() {
     refused(&["optimizer.lr=0"], &["optimizer.learning_rate: expected above 0"]);
     refused(&["optimizer.betas=[0.9, 1]"], &["below 1, found [0.9, 1]"]);
     refused(&["optimizer.eps=0"], &["optimizer.eps: expected above 0"]);
@@ -400,7 +400,7 @@ fn schedules_have_the_names_and_numbers_of_transformers() {
 }
 
 #[test]
-fn generations_have_bounds() {
+fn generation_settings_have_bounds() {
     refused(&["generate={prompts: ['']}"], &["generate.prompts: expected a list of texts"]);
     assert_eq!(plan(&["generate={prompts: []}"]).generate, None);
     refused(&["generate={prompts: [a], top_p: 0}"], &["generate.top_p: expected above 0"]);
@@ -422,7 +422,7 @@ fn the_runs_folder_is_named_after_the_recipe() {
 }
 
 #[test]
-fn a_plan_reads_as_a_table() {
+fn a_plan_prints_as_a_table() {
     let text = "model: {name_or_path: org/model, dtype: f32}\ndata:\n  sources: [a.jsonl]\n  max_length: 1Ki\n\
 optimizer: {lr: 1e-4}\ncheckpoint:\n  - {output_dir: out, save_every_n_steps: 100, auto_resume: true}\n";
     insta::assert_snapshot!(resolve(text, &["epochs=2"]).unwrap().table(Shown::All));

@@ -1,4 +1,4 @@
-//! How ranks share the work, and what connects them.
+//! Parallel degrees and communication backends.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use trainer::recipe::{DdpBackend, Loaded};
 
 use super::{BASE, known, plan};
 
-/// A plan of the first of some ranks, or what is wrong with it.
+/// Resolves the plan of rank 0 of `n_ranks`, or returns the error.
 fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
@@ -16,7 +16,7 @@ fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {
 }
 
 #[test]
-fn ranks_share_as_the_stage_says() {
+fn the_zero_stage_sets_the_sharding_groups() {
     let plan = |dp_replicate, dp_shard, sequence, zero_stage| {
         Ok(RanksPlan { dp_replicate, dp_shard, sequence, zero_stage, ..RanksPlan::alone() })
     };
@@ -38,7 +38,7 @@ fn ranks_share_as_the_stage_says() {
 }
 
 #[test]
-fn ranks_that_do_not_divide_are_refused_with_what_would() {
+fn degrees_that_do_not_divide_the_ranks_are_refused_with_those_that_do() {
     let refused = |n_ranks, arguments: &[&str], want: [&str; 2]| {
         let message = of_ranks(n_ranks, arguments).unwrap_err();
         assert!(want.iter().all(|part| message.contains(part)), "{message}");
@@ -61,7 +61,7 @@ fn ranks_that_do_not_divide_are_refused_with_what_would() {
 }
 
 #[test]
-fn matrices_and_blocks_are_shared_as_the_recipe_says() {
+fn tensor_and_pipeline_parallel_sizes_set_the_mesh() {
     let plan = |stages, dp_replicate, dp_shard, tensor, zero_stage| {
         Ok(RanksPlan { stages, dp_replicate, dp_shard, tensor, zero_stage, ..RanksPlan::alone() })
     };
@@ -74,7 +74,7 @@ fn matrices_and_blocks_are_shared_as_the_recipe_says() {
 }
 
 #[test]
-fn what_cannot_be_shared_is_refused_with_what_could() {
+fn a_model_that_cannot_be_divided_is_refused_with_sizes_that_can() {
     let refused = |n_ranks, arguments: &[&str], want: &[&str]| {
         let message = of_ranks(n_ranks, arguments).unwrap_err();
         assert!(want.iter().all(|part| message.contains(part)), "{message}");
@@ -99,7 +99,7 @@ fn what_cannot_be_shared_is_refused_with_what_could() {
     refused(8, &three, &["3 blocks in all, and the model has 2"]);
 }
 
-/// What connects two ranks, or why nothing does.
+/// Resolves the communication backend of two ranks, or returns the error.
 fn backend(engines: BuildFeatures, machines: Machines, arguments: &[&str]) -> Result<DdpBackend, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
@@ -107,7 +107,7 @@ fn backend(engines: BuildFeatures, machines: Machines, arguments: &[&str]) -> Re
     Plan::resolve(&loaded, &known).map(|plan| plan.ranks.backend).map_err(|error| error.to_string())
 }
 
-/// The notes of a plan of the first of some ranks.
+/// Returns the notes of the plan of rank 0 of `n_ranks`.
 fn notes_of_ranks(n_ranks: usize, arguments: &[&str]) -> Vec<String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
@@ -115,13 +115,13 @@ fn notes_of_ranks(n_ranks: usize, arguments: &[&str]) -> Vec<String> {
     plan.notes.into_iter().filter(|note| !is_general(note)).collect()
 }
 
-/// A note of every plan of the base recipe.
+/// Returns true for a note of every plan of the base recipe.
 fn is_general(note: &str) -> bool {
     ["optimizer.learning_rate is not set", "the model will be saved"].iter().any(|start| note.starts_with(start))
 }
 
 #[test]
-fn what_has_no_effect_on_these_ranks_is_noted_and_so_is_a_pipeline_that_nothing_fills() {
+fn settings_without_effect_and_idle_pipelines_are_noted() {
     let pipeline = ["pipeline_parallel_size=2", "pipeline_schedule=afab", "gradient_accumulation_steps=1"];
     for (n_ranks, arguments, want) in [
         (2, &["pipeline_schedule=afab"][..], "pipeline_schedule has no effect: there is one stage"),
@@ -138,9 +138,9 @@ fn what_has_no_effect_on_these_ranks_is_noted_and_so_is_a_pipeline_that_nothing_
     assert!(notes_of_ranks(2, &["tensor_parallel_size=2", "sequence_parallel=false"]).is_empty());
 }
 
-/// On machines that are not known yet, neither this build nor this machine decides anything.
+/// For unknown machines, neither the features of this build nor the devices of this machine matter.
 #[test]
-fn ranks_that_are_only_asked_about_are_not_held_to_this_machine() {
+fn a_plan_for_unknown_machines_ignores_this_one() {
     use Machines::Unknown;
     for arguments in [&["ddp_backend=nccl"][..], &["ddp_backend=mpi"], &["ddp_backend=nccl", "device=cuda"]] {
         assert!(backend(PLAIN, Unknown, arguments).is_ok(), "{arguments:?}");
@@ -155,7 +155,7 @@ const PLAIN: BuildFeatures = BuildFeatures { mpi: false, nccl: false };
 const ALL: BuildFeatures = BuildFeatures { mpi: true, nccl: true };
 
 #[test]
-fn what_can_connect_the_ranks_is_accepted() {
+fn usable_backends_are_accepted() {
     use Machines::{Nodes, One, Several};
     for (engines, machines, arguments, want) in [
         (PLAIN, One, &[][..], DdpBackend::Auto),
@@ -176,7 +176,7 @@ fn what_can_connect_the_ranks_is_accepted() {
 }
 
 #[test]
-fn what_cannot_connect_the_ranks_is_refused_with_what_can() {
+fn unusable_backends_are_refused_with_usable_ones() {
     use Machines::{One, Several};
     let no_mpi = BuildFeatures { mpi: false, ..ALL };
     for (engines, machines, arguments, want) in [
@@ -201,7 +201,7 @@ fn what_cannot_connect_the_ranks_is_refused_with_what_can() {
 }
 
 #[test]
-fn one_rank_needs_nothing_to_connect_it() {
+fn one_rank_ignores_the_backend() {
     for backend in ["mpi", "nccl", "local", "staged"] {
         let plan = plan(&[&format!("ddp_backend={backend}")]);
         assert!(plan.notes.iter().any(|note| note.contains("ddp_backend has no effect")), "{:?}", plan.notes);
