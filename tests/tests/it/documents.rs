@@ -58,6 +58,18 @@ fn no_file_names_a_private_path() {
     }
 }
 
+/// No crate runs doc tests, so an example in a doc comment would never be compiled.
+#[test]
+fn doc_comments_have_no_rust_examples() {
+    let sources = tracked_files().into_iter().filter(|path| path.extension().is_some_and(|e| e == "rs"));
+    for path in sources {
+        let text = read(&path);
+        let lines = text.lines().map(|line| line.trim_start_matches([' ', '/', '!']));
+        let fences: Vec<_> = lines.filter(|line| line.starts_with("```")).step_by(2).collect();
+        assert!(fences.iter().all(|fence| ["```text", "```sh"].contains(fence)), "{}: {fences:?}", path.display());
+    }
+}
+
 /// A test that is renamed would silently join the quick profile.
 #[test]
 fn every_test_that_the_quick_profile_skips_exists() {
