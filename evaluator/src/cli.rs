@@ -18,7 +18,7 @@ mod unsupported_lm_eval_args;
 use std::io::{self, IsTerminal};
 
 use anyhow::Result;
-use candlewick_text::hub::{Hub, HubSettings};
+use candlewick_text::hub::{Hub, HubSettings, LIBRARY_LOG_FILTER};
 use clap::{Args, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
@@ -120,7 +120,8 @@ pub fn main() -> ExitCode {
         Command::Run(args) => args.level(),
         _ => tracing::Level::WARN,
     };
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level.to_string()));
+    let directives = format!("{level},{LIBRARY_LOG_FILTER}");
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(directives));
     let is_terminal = io::stderr().is_terminal();
     tracing_subscriber::fmt()
         .with_writer(io::stderr)

@@ -5,6 +5,7 @@ use std::io::IsTerminal;
 use std::sync::Mutex;
 
 use anyhow::{Context, Result};
+use candlewick_text::hub::LIBRARY_LOG_FILTER;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
@@ -24,7 +25,9 @@ pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, profile: Option<&mu
         (false, 1) => "info",
         (false, _) => "debug",
     };
-    let filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+    let quiet = if verbosity.verbose > 1 { "" } else { LIBRARY_LOG_FILTER };
+    let directives = format!("{level},{quiet}");
+    let filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(&directives));
     let stderr = plan.print.then(|| {
         tracing_subscriber::fmt::layer()
             .with_writer(|| AboveBars)

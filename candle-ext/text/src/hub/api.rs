@@ -1,36 +1,19 @@
 //! Hub API: the commit of a revision and its file list.
 
-use reqwest::header::LINK;
-use reqwest::{Client, Response, Url};
-use serde::Deserialize;
-use serde::de::DeserializeOwned;
+use std::time::Duration;
+
+use hf_hub::repository::{RepoTreeEntry, RepoTypeDataset, RepoTypeModel};
+use hf_hub::{HFClient, HFClientSync, HFError, HFResult};
 
 use super::cache::{is_commit, is_inside};
 use super::error::innermost;
-use super::fetch::{authorized_headers, error_response, listing_client};
-use super::retry::{AttemptError, RequestTarget, with_retries};
+use super::fetch::listing_client;
+use super::retry::{AttemptError, ErrorResponse, RequestTarget, with_retries};
 use super::{HubError, HubSettings, ListedFile, RepoId, RepoKind};
 
 pub(crate) struct HubApi {
+    client: HFClientSync,
     settings: HubSettings,
-    runtime: tokio::runtime::Runtime,
-    client: Client,
-}
-
-/// Repository at a revision, as far as it is requested.
-#[derive(Deserialize)]
-struct RepoInfo {
-    sha: String,
-}
-
-/// File or folder of a repository.
-#[derive(Deserialize)]
-struct TreeEntry {
-    #[serde(rename = "type")]
-    kind: String,
-    path: String,
-    #[serde(default)]
-    size: u64,
 }
 
 impl HubApi {
@@ -39,73 +22,89 @@ impl HubApi {
             let [endpoint, reason] = [&settings.endpoint, &reason].map(|text| settings.redact(text));
             HubError::Unreachable { endpoint, reason }
         };
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(|e| lost(e.to_string()))?;
-        let client = listing_client(settings).build().map_err(|e| lost(innermost(&e)))?;
-        Ok(Self { settings: settings.clone(), runtime, client })
+        // The client of hf-hub has no timeout, and its retries ignore the wait that the Hub requests.
+        let mut builder = HFClient::builder()
+            .client(listing_client(settings).build().map_err(|e| lost(innermost(&e)))?)
+            .endpoint(settings.endpoint.clone())
+            .cache_dir(settings.cache.clone())
+            .retry_max_attempts(0);
+        // Without a token hf-hub searches for one, in the same places as `HubSettings::from_env`.
+        if let Some(token) = &settings.token {
+            builder = builder.token(token.clone());
+        }
+        let client = builder.build_sync().map_err(|error| lost(error.to_string()))?;
+        Ok(Self { client, settings: settings.clone() })
     }
 
     /// Returns the commit of `revision` and its files.
     pub(crate) fn list(&self, repo: &RepoId, revision: &str) -> Result<(String, Vec<ListedFile>), HubError> {
         let asked = RequestTarget { repo, revision, file: None };
-        let commit = with_retries(&self.settings, &asked, || self.runtime.block_on(self.commit(repo, revision)))?;
+        let commit = with_retries(&self.settings, &asked, || self.commit(repo, revision).map_err(failure))?;
         if !is_commit(&commit) {
             let problem = format!("the Hub names {commit:?} as the commit of {revision:?}");
             return Err(HubError::WrongContents { id: repo.to_string(), problem });
         }
-        let entries = with_retries(&self.settings, &asked, || self.runtime.block_on(self.tree(repo, &commit)))?;
-        let is_file = |entry: &TreeEntry| entry.kind == "file" && is_inside(&entry.path);
-        let files = entries.into_iter().filter(is_file).map(|TreeEntry { path, size, .. }| ListedFile { path, size });
+        let entries = with_retries(&self.settings, &asked, || self.tree(repo, &commit).map_err(failure))?;
+        let files = entries.into_iter().filter_map(|entry| match entry {
+            RepoTreeEntry::File { path, size, .. } if is_inside(&path) => Some(ListedFile { path, size }),
+            _ => None,
+        });
         Ok((commit, files.collect()))
     }
 
-    async fn commit(&self, repo: &RepoId, revision: &str) -> Result<String, AttemptError> {
-        let url = self.url(repo, "revision", revision, ("expand", "sha"))?;
-        let info: RepoInfo = parse(self.get(url).await?).await?;
-        Ok(info.sha)
-    }
-
-    /// Returns all entries of a commit. A response is a page and links to the next one.
-    async fn tree(&self, repo: &RepoId, commit: &str) -> Result<Vec<TreeEntry>, AttemptError> {
-        let mut next = Some(self.url(repo, "tree", commit, ("recursive", "true"))?);
-        let mut entries = Vec::new();
-        while let Some(url) = next {
-            let response = self.get(url).await?;
-            next = next_page(&response);
-            let page: Vec<TreeEntry> = parse(response).await?;
-            entries.extend(page);
-        }
-        Ok(entries)
-    }
-
-    /// Returns the URL of `part` of a repository at `revision`. A `/` in a revision is part of its name.
-    fn url(&self, repo: &RepoId, part: &str, revision: &str, query: (&str, &str)) -> Result<Url, AttemptError> {
-        let kind = match repo.kind() {
-            RepoKind::Model => "models",
-            RepoKind::Dataset => "datasets",
+    fn commit(&self, repo: &RepoId, revision: &str) -> HFResult<String> {
+        let (owner, name) = repo.owner_and_name();
+        let only = vec!["sha".to_owned()];
+        let sha = match repo.kind() {
+            RepoKind::Model => {
+                let repo = self.client.model(owner, name);
+                repo.info().revision(revision).expand(only).send()?.sha
+            }
+            RepoKind::Dataset => {
+                let repo = self.client.dataset(owner, name);
+                repo.info().revision(revision).expand(only).send()?.sha
+            }
         };
-        let base = format!("{}/api/{kind}/{repo}/{part}", self.settings.endpoint);
-        let wrong = |problem: String| AttemptError::InvalidResponse(format!("{base} is no address: {problem}"));
-        let mut url = Url::parse(&base).map_err(|error| wrong(error.to_string()))?;
-        url.path_segments_mut().map_err(|()| wrong("it has no path".to_owned()))?.push(revision);
-        url.query_pairs_mut().append_pair(query.0, query.1);
-        Ok(url)
+        sha.ok_or_else(|| HFError::malformed_response("the repository's commit"))
     }
 
-    async fn get(&self, url: Url) -> Result<Response, AttemptError> {
-        let request = self.client.get(url).headers(authorized_headers(&self.settings));
-        let response = request.send().await.map_err(|error| AttemptError::NoResponse(innermost(&error)))?;
-        if response.status().is_success() { Ok(response) } else { Err(refusal(response).await) }
+    fn tree(&self, repo: &RepoId, commit: &str) -> HFResult<Vec<RepoTreeEntry>> {
+        let (owner, name) = repo.owner_and_name();
+        match repo.kind() {
+            RepoKind::Model => {
+                let repo = self.client.repository(RepoTypeModel, owner, name);
+                repo.list_tree().revision(commit).recursive(true).send()
+            }
+            RepoKind::Dataset => {
+                let repo = self.client.repository(RepoTypeDataset, owner, name);
+                repo.list_tree().revision(commit).recursive(true).send()
+            }
+        }
     }
 }
 
-async fn parse<T: DeserializeOwned>(response: Response) -> Result<T, AttemptError> {
-    let unreadable = |problem: String| AttemptError::InvalidResponse(format!("the answer cannot be read: {problem}"));
-    let body = response.bytes().await.map_err(|error| match error.is_decode() && !is_timeout(&error) {
-        true => unreadable(innermost(&error)),
-        false => AttemptError::NoResponse(innermost(&error)),
-    })?;
-    serde_json::from_slice(&body).map_err(|error| unreadable(error.to_string()))
+fn failure(error: HFError) -> AttemptError {
+    match &error {
+        HFError::RateLimited { context, .. }
+        | HFError::Http { context }
+        | HFError::AuthRequired { context }
+        | HFError::Forbidden { context }
+        | HFError::Conflict { context }
+        | HFError::RepoNotFound { context: Some(context), .. }
+        | HFError::RevisionNotFound { context: Some(context), .. }
+        | HFError::EntryNotFound { context: Some(context), .. } => AttemptError::Status(ErrorResponse {
+            status: context.status.as_u16(),
+            code: context.error_code.clone().unwrap_or_default(),
+            message: context.server_message.clone().unwrap_or_default(),
+            url: context.url.clone(),
+            wait: wait(&error),
+        }),
+        HFError::Request { source, .. } if source.is_decode() && !is_timeout(source) => {
+            AttemptError::InvalidResponse(format!("the answer cannot be read: {}", innermost(source)))
+        }
+        HFError::Request { source, .. } => AttemptError::NoResponse(innermost(source)),
+        other => AttemptError::InvalidResponse(other.to_string()),
+    }
 }
 
 /// Returns true if a timeout is among the causes. While a body is read, it is not the outermost error.
@@ -113,22 +112,9 @@ fn is_timeout(error: &reqwest::Error) -> bool {
     error.is_timeout() || innermost(error).contains("timed out")
 }
 
-/// Returns the URL with `rel="next"` in the `Link` header.
-fn next_page(response: &Response) -> Option<Url> {
-    let links = response.headers().get(LINK)?.to_str().ok()?;
-    let next = links.split(',').find(|link| link.contains("rel=\"next\""))?;
-    let (_, rest) = next.split_once('<')?;
-    Url::parse(rest.split_once('>')?.0).ok()
-}
-
-/// Reads an error response. Its message is a header, or the `error` field of its body.
-async fn refusal(response: Response) -> AttemptError {
-    let mut error = error_response(&response);
-    if error.message.is_empty()
-        && let Ok(body) = response.bytes().await
-        && let Ok(body) = serde_json::from_slice::<serde_json::Value>(&body)
-    {
-        error.message = body["error"].as_str().unwrap_or_default().to_owned();
+fn wait(error: &HFError) -> Option<Duration> {
+    match error {
+        HFError::RateLimited { retry_after, .. } => *retry_after,
+        _ => None,
     }
-    AttemptError::Status(error)
 }

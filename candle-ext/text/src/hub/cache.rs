@@ -3,7 +3,10 @@
 //! `snapshots/<commit>/<path>` are links to `blobs/<etag>`. `refs/<revision>` holds the commit, and `.locks`
 //! serializes downloads of one blob. `.listings/<commit>.json` is added by this crate.
 //!
-//! | function | check that hf-hub 1.0 lacks |
+//! hf-hub 1.0 keeps its functions for this layout private. Its public `scan_cache` walks every repository, and
+//! `local_files_only` returns any file that exists. These functions add checks:
+//!
+//! | function | check that hf-hub lacks |
 //! |---|---|
 //! | `holds`, `has` | a file has the listed size |
 //! | `listing`, `set_listing` | offline, a snapshot has every file that the Hub listed |

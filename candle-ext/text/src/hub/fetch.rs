@@ -153,7 +153,7 @@ impl Downloader {
     async fn head(&self, url: &Url, listed: &ListedFile, known: Option<&str>) -> Result<FileMetadata, AttemptError> {
         let mut url = url.clone();
         for _ in 0..MAX_REDIRECTS {
-            let mut request = self.unredirected.head(url.clone()).headers(authorized_headers(&self.settings));
+            let mut request = self.unredirected.head(url.clone()).headers(self.headers());
             request = request.timeout(RESPONSE_TIMEOUT_FACTOR * self.settings.read_timeout);
             if let Some(etag) = known {
                 request = request.header(IF_NONE_MATCH, format!("\"{etag}\""));
@@ -170,7 +170,7 @@ impl Downloader {
                 None if status.is_success() || status.is_redirection() => {
                     return announced(&answer, listed);
                 }
-                None => return Err(AttemptError::Status(error_response(&answer))),
+                None => return Err(refusal(answer).await),
             }
         }
         Err(AttemptError::InvalidResponse(format!("more than {MAX_REDIRECTS} redirects from {url}")))
@@ -179,7 +179,7 @@ impl Downloader {
     /// Downloads the missing part of the body and verifies the whole file.
     async fn body(&self, download: &Download<'_>) -> Result<(), AttemptError> {
         let mut body = PartialDownload::resume(download.partial, download.metadata)?;
-        let mut request = self.client.get(download.url.clone()).headers(authorized_headers(&self.settings));
+        let mut request = self.client.get(download.url.clone()).headers(self.headers());
         if body.n_bytes > 0 {
             request = request.header(RANGE, format!("bytes={}-", body.n_bytes));
         }
@@ -193,7 +193,7 @@ impl Downloader {
                 body.restart()?;
                 return Err(AttemptError::InvalidResponse("the server cannot continue the file".into()));
             }
-            _ => return Err(AttemptError::Status(error_response(&answer))),
+            _ => return Err(refusal(answer).await),
         }
         let (mut since, mut n_before) = (Instant::now(), body.n_bytes);
         loop {
@@ -218,18 +218,17 @@ impl Downloader {
             }
         }
     }
-}
 
-/// Returns the headers of every request to the Hub.
-pub(super) fn authorized_headers(settings: &HubSettings) -> HeaderMap {
-    let mut headers = HeaderMap::new();
-    headers.insert(ACCEPT_ENCODING, reqwest::header::HeaderValue::from_static("identity"));
-    let bearer = settings.token.as_ref().map(|token| format!("Bearer {token}"));
-    if let Some(Ok(mut value)) = bearer.map(reqwest::header::HeaderValue::try_from) {
-        value.set_sensitive(true);
-        headers.insert(AUTHORIZATION, value);
+    fn headers(&self) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        headers.insert(ACCEPT_ENCODING, reqwest::header::HeaderValue::from_static("identity"));
+        let bearer = self.settings.token.as_ref().map(|token| format!("Bearer {token}"));
+        if let Some(Ok(mut value)) = bearer.map(reqwest::header::HeaderValue::try_from) {
+            value.set_sensitive(true);
+            headers.insert(AUTHORIZATION, value);
+        }
+        headers
     }
-    headers
 }
 
 /// Builds the HTTP client for listings. They are small, so the whole response has a timeout.
@@ -274,16 +273,16 @@ fn redirect_within(answer: &Response) -> Option<&str> {
     (answer.status().is_redirection() && is_relative).then_some(location)
 }
 
-pub(super) fn error_response(response: &Response) -> ErrorResponse {
+async fn refusal(answer: Response) -> AttemptError {
     let header = |name: &str| {
-        let value = response.headers().get(name).and_then(|value| value.to_str().ok());
+        let value = answer.headers().get(name).and_then(|value| value.to_str().ok());
         value.unwrap_or_default().to_owned()
     };
-    ErrorResponse {
-        status: response.status().as_u16(),
+    AttemptError::Status(ErrorResponse {
+        status: answer.status().as_u16(),
         code: header("x-error-code"),
         message: header("x-error-message"),
-        url: response.url().to_string(),
+        url: answer.url().to_string(),
         wait: retry_after(&header(RETRY_AFTER.as_str()), SystemTime::now()),
-    }
+    })
 }

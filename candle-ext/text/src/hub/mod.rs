@@ -1,9 +1,10 @@
 //! Models and data sets of the Hugging Face Hub, as verified local files.
 //!
-//! The files use the standard Hugging Face cache layout. The hf-hub crate is not used: it does not check a download,
-//! and two of its requests would link 67 packages.
+//! hf-hub provides repository metadata and file lists. This crate downloads the files itself: hf-hub 1.0 does not
+//! check status, size or hash of a download. It also stops waiting for a lock after ten seconds. The files use the
+//! standard Hugging Face cache layout.
 //!
-//! | module | checks that hf-hub 1.0 lacks |
+//! | module | check that hf-hub lacks |
 //! |---|---|
 //! | [`fetch`](fetch) | status, ETag and redirects of a file's HEAD response; least accepted download rate |
 //! | [`partial_download`](partial_download) | size and SHA-256 of a file, also after a resumed download |
@@ -48,6 +49,9 @@ pub struct Hub {
     /// `None` when offline.
     online: Option<(HubApi, Downloader)>,
 }
+
+/// Log filter directives that silence the Hub's libraries. [`HubError`] reports their failures.
+pub const LIBRARY_LOG_FILTER: &str = "hf_hub=off,hf_xet=off,xet_client=off,xet_data=off";
 
 /// Number of concurrent downloads.
 const N_PARALLEL_DOWNLOADS: usize = 4;

@@ -75,6 +75,10 @@ impl RepoId {
         self.kind
     }
 
+    pub(crate) fn owner_and_name(&self) -> (&str, &str) {
+        self.id.split_once('/').unwrap_or(("", &self.id))
+    }
+
     /// Returns the URL path: `owner/name` or `datasets/owner/name`.
     pub(crate) fn web_path(&self) -> String {
         match self.kind {
