@@ -1,4 +1,4 @@
-"""Counts the FLOPs of small models with torch and transformers, for trainer/tests/flops.rs.
+"""Counts the FLOPs of small models with torch and transformers, for trainer/tests/it/flops.rs.
 
     python tests/reference/flops.py
 

@@ -23,6 +23,18 @@ pub fn later_wins<T: AsRef<str>>(arguments: impl IntoIterator<Item = T>) -> Vec<
     kept
 }
 
+/// Returns the path of a program of the workspace, which cargo builds into the parent folder of the tests.
+///
+/// # Panics
+/// If it was not built.
+pub fn program(name: &str) -> PathBuf {
+    let test = std::env::current_exe().expect("the path of a running test is known");
+    let folder = test.parent().and_then(Path::parent).expect("tests are in a folder of the profile's folder");
+    let path = folder.join(name);
+    assert!(path.is_file(), "failed to find {}: test the whole workspace, or build {name} first", path.display());
+    path
+}
+
 /// Reads a text file by its path from the root.
 ///
 /// # Panics

@@ -9,10 +9,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use assert_cmd::cargo::cargo_bin;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use suite::{later_wins, root, wait_for_exit, wait_for_files};
+use suite::{later_wins, program, root, wait_for_exit, wait_for_files};
 
 /// Timeout of a rank in seconds.
 const TIMEOUT: u64 = 6;
@@ -116,14 +115,14 @@ enum Start {
 impl Start {
     /// Returns a shell command; its arguments are recipe keys.
     fn line(self, master: &str) -> String {
-        let trainer = cargo_bin("trainer").display().to_string();
+        let trainer = program("trainer").display().to_string();
         let trainer = format!("{trainer} -q train tests/golden/llama.yaml \"$@\"");
         match self {
             Self::Trainer => format!("exec {trainer}"),
             Self::Launcher => format!(
                 "LAUNCH={} exec scripts/launch --nnodes 2 --node-rank $OMPI_COMM_WORLD_RANK --master-addr {master} \
                  --master-port 29417 --nproc-per-node 1 -- {trainer}",
-                cargo_bin("launch").display()
+                program("launch").display()
             ),
         }
     }
@@ -165,7 +164,7 @@ fn check(start: Start, subnet: u8, backend: &str) {
     let folder = |name: &str| hosts.folder.path().join(name);
     let (both, one) = (folder("both"), folder("one"));
     finish(&mut hosts.mpirun(&start.line(&hosts.addresses[0]), &keys(&both, &["train_iters=4", backend])));
-    let mut alone = Command::new(cargo_bin("trainer"));
+    let mut alone = Command::new(program("trainer"));
     alone.current_dir(root()).args(["-q", "train", "tests/golden/llama.yaml"]);
     finish(alone.args(keys(&one, &["train_iters=4", "gradient_accumulation_steps=8"])));
     let (both, one) = (losses(&both), losses(&one));
@@ -241,7 +240,7 @@ fn a_cut_cable_ends_both_hosts_and_the_run_resumes_later() {
         );
     }
     // One host alone resumes.
-    let mut alone = Command::new(cargo_bin("trainer"));
+    let mut alone = Command::new(program("trainer"));
     alone.current_dir(root()).args(["-q", "train", "tests/golden/llama.yaml"]);
     let more = ["train_iters=100000", "gradient_accumulation_steps=8", &save, stop];
     finish(alone.args(keys(&folder, &more)));

@@ -5,6 +5,7 @@ pub mod cli;
 pub mod data;
 pub mod estimate;
 pub mod exit;
+mod failpoint;
 pub mod metrics;
 pub mod plan;
 pub mod recipe;

@@ -1,5 +1,4 @@
 //! Process groups of GPU tensors. The tests are skipped without a GPU or NCCL; `scripts/gpu-check` requires both.
-#![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
 
 mod cases;

@@ -1,7 +1,6 @@
 //! The backend `mpi` through its public API. In each test `mpirun` starts this binary once per rank.
 //!
 //! The tests are skipped without `mpirun`. The variable MPIRUN selects another one.
-#![cfg(feature = "mpi")]
 #![allow(clippy::unwrap_used)]
 
 mod cases;

@@ -1,6 +1,5 @@
 //! The backend `nccl` through its public API. Most tests need two GPUs and are skipped without them.
 //! `scripts/check-nccl` runs them with stand-ins for CUDA and NCCL, which have four devices.
-#![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
 
 mod cases;

@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 /// Bytes that a run adds after its start: code pages, thread stacks and thread buffers.
 ///
-/// The smallest run of `trainer/tests/estimate_processes.rs` took 48 MiB in total, of which 9.5 MiB were resident at the
+/// The smallest run of `trainer/tests/process_memory.rs` took 48 MiB in total, of which 9.5 MiB were resident at the
 /// start.
 const RUN_BYTES: u64 = 38 << 20;
 

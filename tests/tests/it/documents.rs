@@ -20,7 +20,9 @@ fn the_readme_starts_with_one_line_to_run_and_one_to_test() {
 fn ci_runs_the_readmes_test_command() {
     assert!(read(".ci/run").contains("exec scripts/check"));
     let check = read("scripts/check");
-    assert!(check.contains("test_command=$(sh_block 2)") && check.contains("run \"$test_command\""));
+    assert!(check.contains("test_command=$(sh_block 2)") && check.contains("run \"$test_command$mpi\""));
+    // Where an MPI is installed, CI adds one feature.
+    assert!(check.contains("mpi=\" --features suite/mpi\""));
     assert!(!check.contains("cargo test") && !check.contains("nextest"), "scripts/check has a test command of its own");
 }
 
@@ -53,6 +55,18 @@ fn no_file_names_a_private_path() {
                 assert!(!line.contains(word.as_str()), "{}:{} names {word}", path.display(), i + 1);
             }
         }
+    }
+}
+
+/// No crate runs doc tests, so an example in a doc comment would never be compiled.
+#[test]
+fn doc_comments_have_no_rust_examples() {
+    let sources = tracked_files().into_iter().filter(|path| path.extension().is_some_and(|e| e == "rs"));
+    for path in sources {
+        let text = read(&path);
+        let lines = text.lines().map(|line| line.trim_start_matches([' ', '/', '!']));
+        let fences: Vec<_> = lines.filter(|line| line.starts_with("```")).step_by(2).collect();
+        assert!(fences.iter().all(|fence| ["```text", "```sh"].contains(fence)), "{}: {fences:?}", path.display());
     }
 }
 

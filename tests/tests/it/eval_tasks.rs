@@ -5,10 +5,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use assert_cmd::cargo::cargo_bin;
 use candlewick_comm::store::Server;
 use serde_json::{Value, json};
-use suite::root;
+use suite::{program, root};
 
 /// A folder with two tasks, their data, and the runs of a tiny model.
 struct TaskFolder(tempfile::TempDir);
@@ -53,7 +52,7 @@ impl TaskFolder {
     }
 
     fn command(&self, what: &str, arguments: &[&str]) -> Command {
-        let mut command = Command::new(cargo_bin("trainer"));
+        let mut command = Command::new(program("trainer"));
         command.current_dir(root()).args(["-q", what, "tests/golden/llama.yaml", "device=cpu", "train_iters=5"]);
         command.arg(format!("output_dir={}", self.path("run").display()));
         command.arg(format!("data.cache_dir={}", self.path("cache").display()));
@@ -102,7 +101,7 @@ impl TaskFolder {
     /// Returns the scores of `evaluator run` on a checkpoint.
     #[track_caller]
     fn evaluated(&self, model: &[&str]) -> BTreeMap<String, f64> {
-        let mut command = Command::new(cargo_bin("evaluator"));
+        let mut command = Command::new(program("evaluator"));
         command
             .args(["run", "--tasks", "choose,texts", "--json", "--device", "cpu", "--include-path"])
             .arg(self.0.path());

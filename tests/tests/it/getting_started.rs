@@ -5,9 +5,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use assert_cmd::cargo::cargo_bin;
 use serde_json::{Value, json};
-use suite::{read, root};
+use suite::{program, read, root};
 
 /// A fenced block of a page.
 struct Block<'a> {
@@ -63,7 +62,7 @@ impl Reader {
 
     /// Runs a command line in a shell, as the reader does, without a network.
     fn run(&self, line: &str) -> Output {
-        let programs = cargo_bin("trainer").parent().unwrap().display().to_string();
+        let programs = program("trainer").parent().unwrap().display().to_string();
         let path = format!("{programs}:{}", std::env::var("PATH").unwrap_or_default());
         let mut command = Command::new("sh");
         command.args(["-c", line]).current_dir(self.folder.path()).env("PATH", path).env("RAYON_NUM_THREADS", "2");

@@ -10,10 +10,9 @@
 use std::path::Path;
 use std::process::Command;
 
-use assert_cmd::cargo::cargo_bin;
 use candlewick_ops::cpu_gemm_kernels;
 use serde_json::Value;
-use suite::{read, root};
+use suite::{program, read, root};
 
 /// Metrics of a step, named as in metrics.jsonl.
 const NAMES: [&str; 2] = ["loss", "grad_norm"];
@@ -67,7 +66,7 @@ fn compare(kernel: &str, golden: &Value, curve: &[[f64; 2]], tolerance: f64) {
 fn curve(name: &str, kernel: &str, n_threads: usize) -> Vec<[f64; 2]> {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path().display();
-    let mut trainer = Command::new(cargo_bin("trainer"));
+    let mut trainer = Command::new(program("trainer"));
     trainer.current_dir(root()).args([
         "-q",
         "train",

@@ -7,9 +7,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use assert_cmd::cargo::cargo_bin;
 use serde_json::Value;
-use suite::root;
+use suite::{program, root};
 
 /// Runs a script of `tests/reference` and returns what it prints.
 #[track_caller]
@@ -24,7 +23,7 @@ fn python(script: &str, arguments: &[&str], environment: &[(&str, &Path)]) -> St
 }
 
 fn trainer() -> String {
-    cargo_bin("trainer").display().to_string()
+    program("trainer").display().to_string()
 }
 
 #[test]

@@ -4,9 +4,8 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use assert_cmd::cargo::cargo_bin;
 use serde_json::{Value, json};
-use suite::root;
+use suite::{program, root};
 
 /// Returns the recipe of a causal run with full rows only.
 fn recipe(folder: &Path) -> Value {
@@ -42,8 +41,8 @@ fn sent(n_ranks: usize, arguments: &[&str]) -> f64 {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("recipe.yaml");
     fs::write(&path, recipe(folder.path()).to_string()).unwrap();
-    let mut launch = Command::new(cargo_bin("launch"));
-    launch.args(["--standalone", "--nproc-per-node", &n_ranks.to_string(), "--"]).arg(cargo_bin("trainer"));
+    let mut launch = Command::new(program("launch"));
+    launch.args(["--standalone", "--nproc-per-node", &n_ranks.to_string(), "--"]).arg(program("trainer"));
     launch.args(["-q", "train"]).arg(&path).args(arguments).args(["--profile", "tottime"]);
     launch.env("RAYON_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1").stdin(Stdio::null());
     let output = launch.output().unwrap();

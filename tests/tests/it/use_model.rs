@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 
-use assert_cmd::cargo::cargo_bin;
 use candle_core::{DType, Device};
 use candlewick_inference::lm::Lm;
 use serde_json::{Value, json};
@@ -74,7 +73,7 @@ impl TrainedRuns {
     }
 
     fn run(&self, program: &str, arguments: &[&str], stdin: &str) -> Output {
-        let mut command = Command::new(cargo_bin(program));
+        let mut command = Command::new(suite::program(program));
         command.args(arguments).current_dir(self.0.path()).env("RAYON_NUM_THREADS", "2");
         command.env("HF_ENDPOINT", "http://me:hunter2@127.0.0.1:9").env("HF_HOME", self.path("hf-home"));
         for name in ["RUST_BACKTRACE", "RUST_LOG", "HF_HUB_OFFLINE", "RANK", "WORLD_SIZE"] {

@@ -16,6 +16,7 @@ use super::retention::{old_name, temporary_name};
 use super::shard::write_shard;
 use super::state::{RunState, TensorChunk, TrainState};
 use super::storage::{LocalDisk, Storage};
+use crate::failpoint::failpoint;
 
 /// The bytes of tensors after which a new shard file begins.
 const SHARD_BYTES: usize = 2 << 30;
@@ -78,8 +79,10 @@ pub(crate) fn save_with(
                 .collect::<Result<Vec<_>, _>>()?;
             process.on_first_rank(|| {
                 let n_bytes = finish(storage, &temporary, run, rank_manifests)
+                    .inspect(|_| failpoint("checkpoint_written", run.step))
                     .and_then(|n_bytes| publish(storage, &temporary, &dir).map(|()| n_bytes))
                     .map_err(|error| error.in_save(&dir))?;
+                failpoint("checkpoint_published", run.step);
                 update_latest_link(&dir);
                 let prune = |save_total_limit| plan.retention(save_total_limit, run).prune_with(storage, tag);
                 Ok((n_bytes, plan.save_total_limit.map_or(Ok(Vec::new()), prune)?))

@@ -16,6 +16,7 @@ use std::time::Duration;
 use super::DataError;
 use super::cache_key::CacheKey;
 use super::token_store::{TokenStore, TokenStoreWriter};
+use crate::failpoint::failpoint;
 
 const KEY_FILE: &str = "key.json";
 const CHECKSUM_FILE: &str = "checksum";
@@ -165,6 +166,7 @@ fn sync(folder: &Path) -> io::Result<()> {
 }
 
 fn rename_into_place(unfinished: &Path, path: &Path) -> io::Result<()> {
+    failpoint("cache_written", 0);
     if path.exists() && open(path).is_err() {
         std::fs::remove_dir_all(path)?;
     }

@@ -17,6 +17,7 @@ use crate::checkpoint::{
     preflight, read_state, refuse_occupied, refuse_unowned, resume, save, update_latest_link,
 };
 use crate::data::TrainLoader;
+use crate::failpoint::failpoint;
 use crate::plan::{Plan, WeightInit, dtype};
 
 use super::async_save::{AsyncSave, FinishedAsyncSave};
@@ -295,6 +296,7 @@ impl<'a> Checkpointer<'a> {
         // Exported tensors are in the order of the model.
         let fetch = |spec: &ParamSpec| {
             // A gather waits for the other ranks, so this rank is not busy meanwhile.
+            failpoint("export_started", state.step);
             drop(busy.take());
             let found = masters.find(|master| master.as_ref().map_or(true, |(at, _)| at.name == spec.name));
             busy = Some(keep_alive.begin());
@@ -317,6 +319,7 @@ impl<'a> Checkpointer<'a> {
             let export = CheckpointExport { folder: &dir, config, auxiliary_files, dtype, shard_bytes };
             export.save(model.base_params(), fetch).context("failed to write the weights")?;
         }
+        failpoint("export_published", state.step);
         update_latest_link(&dir);
         let prune = |save_total_limit| checkpoint.retention(save_total_limit, state).prune(state.tag());
         Ok(checkpoint.save_total_limit.map_or(Ok(Vec::new()), prune)?)

@@ -33,6 +33,7 @@ use evaluator::task::TaskSelection;
 
 use crate::checkpoint::CheckpointError;
 use crate::data::{PreparedData, prepare};
+use crate::failpoint::failpoint;
 use crate::metrics::{RunExit, RunJson};
 use crate::plan::Plan;
 use crate::signals::StopSignals;
@@ -115,6 +116,7 @@ fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> R
 }
 
 fn train_and_finish(run: TrainingRun, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
+    failpoint("engine_built", 0);
     let mut session = Session::begin(run, run_json)?;
     let end = steps(&mut session)?;
     session.drain(0)?;

@@ -14,6 +14,7 @@ use serde_json::json;
 use crate::checkpoint::{CheckpointError, CheckpointFormat, CheckpointPlan, Moment, Resumed, Tag};
 use crate::data::{Cursor, GlobalBatch, TokenStats, TrainLoader};
 use crate::exit::ExitCode;
+use crate::failpoint::failpoint;
 use crate::metrics::{
     CheckpointRecord, GpuMonitor, Memory, ModelShape, Pass, Recomputed, Reporter, ResumeRecord, RunJson, RunReport,
     RunStart, StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
@@ -155,6 +156,7 @@ impl<'a> Session<'a> {
             rank: self.run.ranks.rank_info,
         };
         self.in_flight.push_back(step::start(self.run.engine, &self.scaler, step, &config, started)?);
+        failpoint("step_computed", number);
         self.drain(1)
     }
 

@@ -5,13 +5,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use assert_cmd::cargo::cargo_bin;
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES};
 use candlewick_model::{AdapterFolder, Config, LoraConfig, Model, ParamSpec};
 use rustix::process::Pid;
 use serde_json::json;
-use suite::{root, wait_for_exit};
+use suite::{program, root, wait_for_exit};
 
 /// Time limit of a program.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -54,7 +53,7 @@ impl Folder {
     /// Runs a program with an address space of this number of KiB.
     pub(crate) fn run_within(&self, memory: &str, words: &[&str]) -> Result<Output, String> {
         let mut command = Command::new("sh");
-        command.args(["-c", "ulimit -v $0; exec \"$@\"", memory]).arg(cargo_bin(words[0]));
+        command.args(["-c", "ulimit -v $0; exec \"$@\"", memory]).arg(program(words[0]));
         command.args(&words[1..]).current_dir(self.folder.path().join("used"));
         command.env("HF_HUB_OFFLINE", "1").env("RAYON_NUM_THREADS", "2").env("HOME", self.folder.path());
         for name in ["RANK", "WORLD_SIZE", "RUST_BACKTRACE", "RUST_LOG", "XDG_CACHE_HOME"] {

@@ -122,7 +122,7 @@ fn hostile_memory_limit_is_exit_code_4() {
 #[test]
 fn hostile_number_of_threads_is_lowered() {
     let folder = Folder::new();
-    let mut command = std::process::Command::new(assert_cmd::cargo::cargo_bin("evaluator"));
+    let mut command = std::process::Command::new(suite::program("evaluator"));
     command.args(["score", "--model", "model", "--text", "Say yes."]).current_dir(folder.path(""));
     let output = command.env("RAYON_NUM_THREADS", "100000").env("HF_HUB_OFFLINE", "1").output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);

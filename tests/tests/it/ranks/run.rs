@@ -5,11 +5,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-use assert_cmd::cargo::cargo_bin;
 use candlewick_comm::store::Server;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use suite::{later_wins, root, wait_for_exit, wait_for_files};
+use suite::{later_wins, program, root, wait_for_exit, wait_for_files};
 
 /// A run in a folder of its own. All runs of a test have equal steps of 8 micro-batches over all ranks.
 pub(crate) struct TrainerRun {
@@ -42,21 +41,21 @@ impl TrainerRun {
 
     /// Returns the trainer's command.
     pub(crate) fn trainer(&self) -> Command {
-        let mut trainer = Command::new(cargo_bin("trainer"));
+        let mut trainer = Command::new(program("trainer"));
         trainer.args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
         as_in_a_test(trainer)
     }
 
     /// Returns the launcher's command for this run.
     pub(crate) fn launch(&self, flags: &[&str]) -> Command {
-        let mut launch = Command::new(cargo_bin("launch"));
+        let mut launch = Command::new(program("launch"));
         launch.args(["--standalone", "--nproc-per-node", &self.n_ranks.to_string()]).args(flags).arg("--");
         self.started_by(launch)
     }
 
     /// Returns this run's command with another program as its launcher. `starter` is the command line before the trainer.
     pub(crate) fn started_by(&self, mut starter: Command) -> Command {
-        starter.arg(cargo_bin("trainer")).args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
+        starter.arg(program("trainer")).args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
         as_in_a_test(starter)
     }
 

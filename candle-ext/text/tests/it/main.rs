@@ -1,0 +1,10 @@
+//! Integration tests of the text crate: one binary with one module for each subject.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod chat;
+mod chat_properties;
+mod findings;
+mod hub;
+mod rows;
+mod template;
+mod tokenizer;

@@ -1,0 +1,79 @@
+//! Parquet files: valid ones, malformed ones, and column types without a JSON equivalent.
+
+use std::sync::Arc;
+
+use candlewick_text::source::ReadOptions;
+use parquet::data_type::{ByteArray, ByteArrayType, FixedLenByteArray, FixedLenByteArrayType};
+use parquet::file::properties::WriterProperties;
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::parser::parse_message_type;
+
+use super::files::refused;
+use super::{Folder, show};
+
+#[test]
+fn parquet_lists_and_structs_come_out_as_json() {
+    let folder = Folder::new(&[("chat.parquet", include_bytes!("../../fixtures/chat.parquet"))]);
+    let source = folder.open("chat.parquet", &ReadOptions::default()).unwrap();
+    let rows = show(&*source).unwrap();
+    assert_eq!(rows.len(), 5);
+    assert_eq!(
+        rows[1],
+        "{\"id\":1,\"messages\":[{\"role\":\"user\",\"content\":\"Was ist 1 plus eins? ü€\",\
+         \"tool_calls\":null},{\"role\":\"assistant\",\"content\":\"2\",\"tool_calls\":null}],\
+         \"score\":null,\"tags\":[\"sum\",\"1\"],\"meta\":{\"source\":\"generated\",\"checked\":false}}"
+    );
+    assert!(rows[2].contains("\"tags\":[]"));
+    assert!(rows[3].contains("\"content\":null,\"tool_calls\":[{\"type\":\"function\",\"function\":"));
+    assert_eq!(folder.short(source.locate(4)), "chat.parquet row 4");
+    let backwards: Vec<_> = (0..5).rev().map(|i| source.row(i).unwrap()["id"].clone()).collect();
+    assert_eq!(backwards, [4, 3, 2, 1, 0]);
+}
+
+#[test]
+fn broken_parquet_is_an_error() {
+    let whole = include_bytes!("../../fixtures/chat.parquet");
+    refused("a.parquet", b"not parquet at all", "may be cut short or not be Parquet");
+    refused("a.parquet", &whole[..whole.len() - 100], "may be cut short");
+    refused("a.parquet", b"", "may be cut short");
+    let mut damaged = whole.to_vec();
+    damaged[40..400].fill(0x55);
+    refused("a.parquet", &damaged, "a.parquet row 0");
+}
+
+/// Returns a file with the column `schema` and these values, all of 12 bytes or of any length.
+fn column(schema: &str, values: &[&[u8]]) -> Vec<u8> {
+    let schema = Arc::new(parse_message_type(&format!("message m {{ {schema} }}")).unwrap());
+    let mut file = Vec::new();
+    let mut writer =
+        SerializedFileWriter::new(&mut file, schema.clone(), Arc::new(WriterProperties::default())).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let mut column = group.next_column().unwrap().unwrap();
+    let values: Vec<ByteArray> = values.iter().map(|bytes| ByteArray::from(bytes.to_vec())).collect();
+    if schema.get_fields()[0].name() == "fixed" {
+        let values: Vec<FixedLenByteArray> = values.into_iter().map(FixedLenByteArray::from).collect();
+        column.typed::<FixedLenByteArrayType>().write_batch(&values, None, None).unwrap();
+    } else {
+        column.typed::<ByteArrayType>().write_batch(&values, None, None).unwrap();
+    }
+    column.close().unwrap();
+    group.close().unwrap();
+    writer.close().unwrap();
+    file
+}
+
+#[test]
+fn bytes_are_text_or_an_error_that_names_column_and_row() {
+    let file = column("required binary text;", &["é".as_bytes(), b"b"]);
+    let folder = Folder::new(&[("a.parquet", &file)]);
+    let source = folder.open("a.parquet", &ReadOptions::default()).unwrap();
+    assert_eq!(show(&*source).unwrap(), [r#"{"text":"é"}"#, r#"{"text":"b"}"#]);
+    let file = column("required binary image;", &[b"a", b"\xFF\xD8"]);
+    refused("a.parquet", &file, "a.parquet row 1: column `image` holds bytes that are not UTF-8");
+}
+
+#[test]
+fn a_column_of_an_unread_type_is_refused_by_name() {
+    let file = column("required fixed_len_byte_array(12) fixed (INTERVAL);", &[&[0; 12]]);
+    refused("a.parquet", &file, "a.parquet: column `fixed` is of the type INTERVAL, which is not read");
+}

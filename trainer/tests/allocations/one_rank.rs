@@ -1,0 +1,67 @@
+//! One rank: peak memory that training allocates, compared with the estimate.
+
+use candle_core::Device;
+use candlewick_comm::World;
+use candlewick_runtime::run_id::RunId;
+use candlewick_text::hub::{Hub, HubSettings};
+use trainer::estimate::Category;
+use trainer::run::{prepare_data, train};
+
+use crate::estimated::Case;
+use crate::{ALLOCATOR, alone};
+
+/// The formulas leave out the allocator's own overhead and small vectors.
+#[test]
+fn a_run_allocates_what_the_formulas_say() {
+    alone(check_all);
+}
+
+fn check_all() {
+    let none: &[&str] = &[];
+    let deep = "model.config.num_hidden_layers=12";
+    let shallow = "model.config.num_hidden_layers=1";
+    let many = "model.config.vocab_size=30000";
+    let document = "data.sources.0={name_or_path: $, kwargs: {sample_by: document}}";
+    // The first run allocates the GEMM buffers; the estimate counts them with the program.
+    train_in_process(&Case::new(&[many, shallow, "train_iters=1"]));
+    let narrow = "model.config.intermediate_size=256";
+    for arguments in [
+        none,
+        &["model.dtype=bf16"],
+        &["model.activation_checkpoint={every: 2}"],
+        &["model.activation_checkpoint=selective", "data.max_length=1024"],
+        &["model.activation_checkpoint={every: 3}", "model.peft_config={r: 8, target_modules: [q_proj, v_proj]}"],
+        &["model.activation_checkpoint=offload", "model.dtype=bf16", "data.max_length=1024"],
+        &["model.activation_checkpoint=full", "tiled_mlp_compute=true", "model.dtype=bf16", "data.max_length=1024"],
+        &["model.activation_checkpoint={offload: 0.5}", "tiled_mlp_compute=true", "data.max_length=1024"],
+        &[many, shallow, "model.dtype=bf16"],
+        &[deep, "model.dtype=bf16", "deepspeed.bf16.bf16_optimizer_states=true", "data.max_length=64"],
+        &[deep, "model.dtype=bf16", "deepspeed.bf16.bf16_master_weights_and_grads=true", "data.max_length=64"],
+        &["model.peft_config={r: 16, lora_dropout: 0.1, target_modules: all-linear}"],
+        &["model.config.model_type=qwen3", "model.activation_checkpoint=full"],
+        &["model.dtype=bf16", narrow, "model.config.num_key_value_heads=4"],
+        &["gradient_accumulation_steps=3", "data.max_length=256"],
+        &["model.attn_implementation=reference", document],
+    ] {
+        check(arguments);
+    }
+}
+
+#[track_caller]
+fn check(arguments: &[&str]) {
+    let case = Case::new(arguments);
+    let measured = train_in_process(&case);
+    let breakdown = case.estimate().peak().breakdown.clone();
+    let estimated = breakdown.total() - breakdown.of(Category::Program) - breakdown.of(Category::Allocator);
+    case.compare(estimated, measured as u64, 0.05);
+}
+
+/// Returns the peak of allocated bytes minus the bytes that were allocated before.
+fn train_in_process(case: &Case) -> usize {
+    let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env() }).unwrap();
+    prepare_data(&case.plan, &hub, RunId::now()).unwrap();
+    let before = ALLOCATOR.current_usage();
+    ALLOCATOR.reset_peak_usage();
+    train(&case.plan, &hub, &World::solo(), &Device::Cpu).unwrap();
+    ALLOCATOR.peak_usage() - before
+}

@@ -1,0 +1,65 @@
+//! Several ranks, which are threads of the process: peak memory that training allocates, compared with the estimate.
+
+use candlewick_comm::{Options, World, threads};
+use candlewick_runtime::run_id::RunId;
+use candlewick_text::hub::{Hub, HubSettings};
+use trainer::estimate::{Category, ComputeDevice, Setup, estimate_stage};
+use trainer::run::{prepare_data, train};
+
+use crate::estimated::Case;
+use crate::{ALLOCATOR, alone};
+
+#[test]
+fn ranks_allocate_what_the_formulas_say() {
+    alone(check_all);
+}
+
+fn check_all() {
+    let (long, tall) = ("data.max_length=2048", "model.config.num_hidden_layers=6");
+    // The first run allocates the GEMM buffers.
+    train_in_process(1, &Case::new(&["train_iters=1"]));
+    for (n_ranks, arguments) in [
+        (3, vec!["context_parallel_size=3", long, "model.dtype=bf16", "model.activation_checkpoint=full"]),
+        (2, vec!["context_parallel_size=2", long, "model.activation_checkpoint=selective"]),
+        (2, vec!["tensor_parallel_size=2", long, "model.activation_checkpoint=selective"]),
+        (2, vec!["tensor_parallel_size=2", long]),
+        (2, vec!["tensor_parallel_size=2", "sequence_parallel=false", long, "model.activation_checkpoint=full"]),
+        (2, vec!["tensor_parallel_size=2", long, "model.dtype=bf16", "model.peft_config={r: 16}"]),
+        (
+            2,
+            vec!["pipeline_parallel_size=2", tall, "virtual_pipeline_parallel_size=3", "gradient_accumulation_steps=4"],
+        ),
+        (2, vec!["pipeline_parallel_size=2", tall, "pipeline_schedule=afab", "gradient_accumulation_steps=4"]),
+        (4, vec!["pipeline_parallel_size=2", "tensor_parallel_size=2", long, "gradient_accumulation_steps=2"]),
+        (4, vec!["tensor_parallel_size=2", "deepspeed.zero_optimization.stage=3", long]),
+    ] {
+        let case = Case::on_ranks(n_ranks, &arguments);
+        let measured = train_in_process(n_ranks, &case) / n_ranks;
+        let setup = Setup::of(&case.plan, ComputeDevice::Cpu).unwrap();
+        let n_stages = setup.layout.n_stages();
+        let of_stage = |stage| {
+            let breakdown = estimate_stage(&Setup { stage, ..setup.clone() }).peak().breakdown.clone();
+            breakdown.total() - breakdown.of(Category::Program) - breakdown.of(Category::Allocator)
+        };
+        let estimated = (0..n_stages).map(of_stage).sum::<u64>() / n_stages as u64;
+        case.compare(estimated, measured as u64, 0.1);
+    }
+}
+
+/// Returns the peak of allocated bytes, summed over the ranks, minus the bytes that were allocated before.
+fn train_in_process(n_ranks: usize, case: &Case) -> usize {
+    let hub = || Hub::new(HubSettings { offline: true, ..HubSettings::from_env() }).unwrap();
+    prepare_data(&case.plan, &hub(), RunId::now()).unwrap();
+    let before = ALLOCATOR.current_usage();
+    ALLOCATOR.reset_peak_usage();
+    let rank = |world: &World| {
+        let mut plan = case.plan.clone();
+        if world.rank() > 0 {
+            // The first rank alone writes, as with a process for each rank.
+            (plan.log.output_dir, plan.log.metrics_path) = (None, None);
+        }
+        train(&plan, &hub(), world, &candle_core::Device::Cpu).map(|_| ()).map_err(|e| format!("{e:#}"))
+    };
+    threads::run(n_ranks, Options::default(), rank).unwrap();
+    ALLOCATOR.peak_usage() - before
+}

@@ -1,0 +1,21 @@
+//! Integration tests of the trainer: one binary with one module for each subject.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod bad_input;
+mod cli;
+mod data;
+mod flops;
+mod memory_auto;
+mod modes;
+mod nonfinite;
+mod plan_rules;
+mod profile;
+mod recipe_errors;
+mod recipe_schema;
+mod recipe_values;
+mod results;
+mod resume;
+mod schedules;
+mod sharing;
+mod signals;
+mod support;

@@ -1,0 +1,161 @@
+//! Data sources, splits and rows.
+
+use trainer::data::{Horizon, Packing, Padding, Sampling, Truncation};
+
+use super::{plan, refused};
+
+#[test]
+fn a_split_sums_to_one_and_excludes_evaluation_sources() {
+    refused(
+        &["data.train_eval_split=[0.9, 0.2]", "eval_interval=1"],
+        &["expected two fractions that sum to 1, found [0.9, 0.2]"],
+    );
+    refused(&["data.train_eval_split=[0, 1]", "eval_interval=1"], &["expected two fractions"]);
+    refused(
+        &["data.train_eval_split=[0.9, 0.1]", "data.eval_sources=[b]", "eval_interval=1"],
+        &["data.train_eval_split and data.eval_sources exclude each other"],
+    );
+    plan(&["data.train_eval_split=[1.0, 0.0]", "data.eval_sources=[b]", "eval_interval=1"]);
+}
+
+#[test]
+fn max_length_defaults_to_the_models() {
+    assert_eq!(plan(&[]).data.max_length, 2048);
+    assert_eq!(plan(&["data.max_length=1Ki"]).data.max_length, 1024);
+    let long = plan(&["data.max_length=4Ki"]);
+    assert_eq!(long.data.max_length, 4096);
+    assert!(long.notes.iter().any(|note| note.contains("4096 exceeds the model's max_position_embeddings, 2048")));
+    refused(&["data.max_length=1"], &["expected at least 2"]);
+    assert_eq!(plan(&["model.hf_config_kwargs={max_position_embeddings: 4096}"]).data.max_length, 4096);
+}
+
+#[test]
+fn packing_follows_the_type() {
+    assert_eq!(plan(&[]).data.packing, Packing::Off);
+    assert_eq!(plan(&["data.pack_samples=true"]).data.packing, Packing::Fit);
+    assert_eq!(plan(&["data.pack_samples=true", "data.always_max_length=true"]).data.packing, Packing::Exact);
+    assert_eq!(plan(&["type=causal"]).data.packing, Packing::Exact);
+    assert_eq!(plan(&["type=causal", "data.pack_samples=false"]).data.packing, Packing::Off);
+    refused(
+        &["data.pack_samples=true", "micro_batch_size=2"],
+        &["micro_batch_size: expected 1 with data.pack_samples"],
+    );
+    refused(&["data.always_max_length=true"], &["needs data.pack_samples: true"]);
+    refused(&["data.fuse_positions_prob=0.5"], &["needs data.pack_samples: true"]);
+    refused(&["data.pack_samples=true", "data.fuse_positions_prob=1.5"], &["expected 0 to 1, found 1.5"]);
+}
+
+#[test]
+fn truncation_is_an_error_by_default() {
+    assert_eq!(plan(&[]).data.truncation, Truncation::Error);
+    assert_eq!(plan(&["data.filter_samples=true"]).data.truncation, Truncation::Drop);
+    assert_eq!(plan(&["data.filter_samples=false"]).data.truncation, Truncation::Error);
+    assert_eq!(plan(&["data.truncation=truncate"]).data.truncation, Truncation::Truncate);
+    refused(
+        &["data.truncation=truncate", "data.filter_samples=true"],
+        &["data.filter_samples contradicts data.truncation"],
+    );
+    assert_eq!(plan(&["type=causal"]).data.truncation, Truncation::Split);
+    assert_eq!(plan(&["type=causal", "data.pack_samples=false"]).data.truncation, Truncation::Split);
+    assert_eq!(
+        plan(&["type=causal", "data.pack_samples=false", "data.truncation=error"]).data.truncation,
+        Truncation::Error
+    );
+    refused(&["type=causal", "data.truncation=drop"], &["packing into rows of exactly max_length"]);
+}
+
+#[test]
+fn padding_has_three_forms() {
+    assert_eq!(plan(&[]).data.padding, Padding::Nothing);
+    assert_eq!(plan(&["data.pad_to=div_length"]).data.padding, Padding::Multiple(256));
+    assert_eq!(plan(&["data.div_length=64"]).data.padding, Padding::Multiple(64));
+    assert_eq!(plan(&["data.pad_to=max_length"]).data.padding, Padding::MaxLength);
+    refused(&["data.div_length=0"], &["data.div_length: expected at least 1"]);
+    refused(&["data.pad_to=none", "data.div_length=8"], &["contradicts data.pad_to: none"]);
+    refused(
+        &["data.pad_to=max_length", "data.max_length=1000", "data.div_length=256"],
+        &["not a multiple of div_length 256", "use max_length 768 or 1024"],
+    );
+}
+
+#[test]
+fn iterations_replace_epochs() {
+    assert_eq!(plan(&[]).data.horizon, Horizon::Epochs(1));
+    assert_eq!(plan(&["epochs=3"]).data.horizon, Horizon::Epochs(3));
+    assert_eq!(plan(&["epochs=3", "train_iters=10"]).data.horizon, Horizon::Steps(10));
+    refused(&["epochs=0"], &["trains nothing"]);
+    refused(&["micro_batch_size=0"], &["micro_batch_size: expected at least 1, found 0"]);
+    refused(&["gradient_accumulation_steps=0"], &["expected at least 1"]);
+}
+
+#[test]
+fn a_chat_template_is_a_path_or_a_template() {
+    refused(&["tokenizer.chat_template=missing.jinja"], &["the file missing.jinja does not exist"]);
+    assert!(plan(&["tokenizer.chat_template='{{ messages }}'"]).tokenizer.chat_template.is_some());
+}
+
+#[test]
+fn sources_are_checked_one_by_one() {
+    refused(&["data.sources.0={split: a}"], &["the key `data.sources.0.name_or_path` is missing"]);
+    refused(&["data.sources.0.type=huggingface_causal"], &["this source type does not support `type: sft`"]);
+    refused(
+        &["type=causal", "data.sources.0.type=huggingface_instruct"],
+        &["this source type does not support `type: causal`"],
+    );
+    refused(&["type=causal", "data.sources.0.role_mapping={user: a}"], &["plain text has no roles"]);
+    refused(&["data.sources.0.role_mapping={user: a.b}"], &["expected a column, or array.field.value, found `a.b`"]);
+    refused(&["data.sources.0.sample_ratio=0.5", "data.sources.0.sample_count=3"], &["exclude each other"]);
+    refused(&["data.sources.0.sample_ratio=150%"], &["expected above 0 and at most 1, found 1.5"]);
+    refused(&["data.sources.0.sample_count=0"], &["expected at least 1"]);
+    refused(&["data.sources.0.format=jsonl"], &["unknown value \"jsonl\"", "values: messages"]);
+    refused(&["data.type=causal"], &["data.type differs from the run's type"]);
+    let plan = plan(&["data.sources.0.sample_count=10", "data.sources.0.role_mapping={user: q, assistant: a}"]);
+    assert_eq!(plan.data.sources[0].sampling, Sampling::Count(10));
+    assert_eq!(plan.data.sources[0].role_mapping[1], ("assistant".into(), "a".into()));
+}
+
+#[test]
+fn the_keyword_arguments_of_load_dataset_are_read() {
+    let given = "data.sources.0.kwargs={name: main, data_files: {train: [a.json, b.json], test: c.json}, field: rows, \
+                 sample_by: document, sep: ';', trust_remote_code: true}";
+    let source = plan(&[given]).data.sources.remove(0);
+    let files = [("train", "a.json"), ("train", "b.json"), ("test", "c.json")];
+    assert_eq!(source.data_files, files.map(|(split, file)| (Some(split.to_owned()), file.to_owned())));
+    assert_eq!((source.subset.as_deref(), source.field.as_deref()), (Some("main"), Some("rows")));
+    assert_eq!((source.sample_by.as_deref(), source.delimiter), (Some("document"), Some(b';')));
+    let source = plan(&["data.sources.0.kwargs={data_files: 'x/*.json'}"]).data.sources.remove(0);
+    assert_eq!(source.data_files, [(None, "x/*.json".to_owned())]);
+    for (argument, want) in [
+        ("{data_files: 3}", "kwargs.data_files: expected a path or pattern, a list of them"),
+        ("{data_files: []}", "a map from splits to them, found []"),
+        ("{sample_by: word}", "kwargs.sample_by: expected line, paragraph or document"),
+        ("{sep: '||'}", "kwargs.sep: expected one ASCII character"),
+        ("{name: 3}", "kwargs.name: expected the name of a configuration"),
+    ] {
+        refused(&[&format!("data.sources.0.kwargs={argument}")], &[want]);
+    }
+}
+
+#[test]
+fn one_source_needs_no_list() {
+    let names = |overrides: &[&str]| -> Vec<String> {
+        plan(overrides).data.sources.into_iter().map(|source| source.name_or_path).collect()
+    };
+    assert_eq!(names(&["data.sources=chats.jsonl"]), ["chats.jsonl"]);
+    assert_eq!(names(&["data.sources={name_or_path: chats.jsonl, format: messages}"]), ["chats.jsonl"]);
+    assert_eq!(names(&["data.sources=[a.jsonl, b.jsonl]"]), ["a.jsonl", "b.jsonl"]);
+    let eval = plan(&["data.eval_sources=b.jsonl", "eval_interval=1"]).data.eval_sources;
+    assert_eq!(eval[0].name_or_path, "b.jsonl");
+    refused(&["data.sources=3"], &["expected a list of sources, or one source"]);
+    refused(&["data.sources={nmae: a}"], &["nmae"]);
+}
+
+#[test]
+fn special_tokens_of_texts_follow_the_tokenizer_unless_given() {
+    let specials = |overrides: &[&str]| {
+        let data = plan(overrides).data;
+        (data.add_bos_token, data.add_eos_token)
+    };
+    assert_eq!(specials(&["type=causal"]), (None, true));
+    assert_eq!(specials(&["type=causal", "data.add_bos_token=true", "data.add_eos_token=false"]), (Some(true), false));
+}

@@ -1,0 +1,277 @@
+//! Resuming: an interrupted run ends with the weights of an uninterrupted one, bit for bit.
+
+#[cfg(debug_assertions)]
+use std::os::unix::process::ExitStatusExt;
+
+use candlewick_model::AdapterFolder;
+
+use crate::support::{Run, stderr};
+
+/// Failpoints that kill the run, one at each start. A checkpoint is due every 5 steps.
+#[cfg(debug_assertions)]
+const FAILPOINTS: [&str; 11] = [
+    "cache_written:0",
+    "engine_built:0",
+    "step_computed:3",
+    "checkpoint_written:5",
+    "checkpoint_published:5",
+    "step_computed:8",
+    "checkpoint_written:10",
+    "step_computed:12",
+    "checkpoint_published:15",
+    "export_started:24",
+    "export_published:24",
+];
+
+/// Release builds have no failpoints. Unit tests stop the writing of a checkpoint at each file operation.
+#[cfg(debug_assertions)]
+#[test]
+fn a_run_killed_several_times_ends_with_the_same_weights() {
+    let whole = Run::new();
+    whole.train_ok(&[]);
+    let killed = Run::new();
+    for failpoint in FAILPOINTS {
+        let output = killed.command("train", &[]).env("CANDLEWICK_TEST_KILL_AT", failpoint).output().unwrap();
+        assert_eq!(output.status.signal(), Some(libc::SIGKILL), "{failpoint}: {}", stderr(&output));
+    }
+    killed.train_ok(&[]);
+    assert!(killed.report()["resumed_from"].is_string(), "{}", killed.report()["resumed_from"]);
+    assert!(whole.exported() == killed.exported(), "the weights differ");
+}
+
+#[test]
+fn a_resumed_run_has_the_losses_of_an_uninterrupted_one() {
+    let whole = Run::new();
+    whole.train_ok(&[]);
+    let parts = Run::new();
+    // Step 7 is a multiple of neither the accumulation nor an epoch's steps.
+    parts.train_ok(&["exit_iteration=7"]);
+    assert!(parts.export_folder().ends_with("global_step_7"), "an early end exports as the end does");
+    parts.train_ok(&[]);
+    parts.assert_resumed();
+    assert_eq!(parts.losses(), whole.losses());
+    assert!(whole.exported() == parts.exported());
+}
+
+#[test]
+fn every_checkpoint_and_every_resume_is_recorded_with_its_time() {
+    let run = Run::new();
+    run.train_ok(&["exit_iteration=7"]);
+    run.train_ok(&["exit_iteration=12"]);
+    let records = run.metrics();
+    let of = |name: &str, time: &str| -> Vec<(u64, String)> {
+        let found = records.iter().filter_map(|record| Some((record, record[name].as_str()?)));
+        found
+            .map(|(record, folder)| {
+                assert!(record[time].as_f64().unwrap() > 0.0, "{record}");
+                let folder = folder.strip_prefix(run.path().to_str().unwrap()).unwrap();
+                (record["iter"].as_u64().unwrap(), folder.to_owned())
+            })
+            .collect()
+    };
+    let saves = [
+        (5, "checkpoints/epoch_0_"),
+        (7, "checkpoints/epoch_0_"),
+        (7, "hf/"),
+        (10, "checkpoints/epoch_0_"),
+        (12, "checkpoints/epoch_0_"),
+        (12, "hf/"),
+    ];
+    let saves: Vec<_> = saves.into_iter().map(|(iter, kind)| (iter, format!("/{kind}global_step_{iter}"))).collect();
+    assert_eq!(of("saved", "save_time"), saves);
+    assert_eq!(of("resumed_from", "resume_time"), [(7, "/checkpoints/epoch_0_global_step_7".to_owned())]);
+}
+
+#[test]
+fn an_adapter_with_dropout_in_bf16_on_packed_rows_resumes_bit_for_bit() {
+    let lora = "model.peft_config={r: 4, lora_alpha: 8, lora_dropout: 0.2, target_modules: all-linear}";
+    let keys = [lora, "model.dtype=bf16", "data.pack_samples=true", "micro_batch_size=1", "train_iters=10"];
+    let whole = Run::new();
+    whole.train_ok(&keys);
+    let parts = Run::new();
+    parts.train_ok(&[&keys[..], &["exit_iteration=3"]].concat());
+    parts.train_ok(&keys);
+    parts.assert_resumed();
+    assert_eq!(parts.losses(), whole.losses());
+    assert!(whole.exported() == parts.exported());
+    let folder = AdapterFolder::open(&parts.export_folder()).unwrap();
+    assert_eq!(folder.config.to_json()["lora_dropout"], 0.2);
+    assert!(parts.export_folder().join("tokenizer.json").is_file());
+
+    // The first step has the loss of the trained adapter, not that of a new one.
+    let next = Run::new();
+    let from = format!("model.adapter_name_or_path={}", parts.export_folder().display());
+    next.train_ok(&[&from, "model.dtype=bf16", "train_iters=1"]);
+    let fresh = Run::new();
+    fresh.train_ok(&[lora, "model.dtype=bf16", "train_iters=1"]);
+    assert!(next.losses()[0] < fresh.losses()[0] - 0.1, "{:?} {:?}", next.losses(), fresh.losses());
+}
+
+#[test]
+fn a_template_that_prints_the_time_prints_the_start_of_the_run() {
+    let run = Run::new();
+    run.write("clock.jinja", "{{ strftime_now('%H:%M:%S') }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}");
+    let key = format!("tokenizer.chat_template={}", run.path().join("clock.jinja").display());
+    run.train_ok(&[&key, "exit_iteration=2"]);
+    let began = shift_saved_date(&run, -3_600_000);
+    // The text would be the same if the template printed the time of this start.
+    let output = run.train(&[&key, "exit_iteration=4"]);
+    assert!(stderr(&output).contains("the data changed"), "{}", stderr(&output));
+    assert_eq!(shift_saved_date(&run, 3_600_000), began - 3_600_000);
+    run.train_ok(&[&key, "exit_iteration=4"]);
+    run.assert_resumed();
+}
+
+/// Adds milliseconds to the run's start in the checkpoint of step 2, with its hash. Returns the start before the change.
+fn shift_saved_date(run: &Run, milliseconds: i64) -> i64 {
+    let folder = run.path().join("checkpoints/epoch_0_global_step_2");
+    let rewrite = |name: &str, from: &str, to: &str| {
+        let text = std::fs::read_to_string(folder.join(name)).unwrap();
+        assert!(text.contains(from), "no {from} in:\n{text}");
+        let changed = text.replace(from, to);
+        std::fs::write(folder.join(name), &changed).unwrap();
+        [text, changed].map(|text| blake3::hash(text.as_bytes()).to_string())
+    };
+    let state: serde_json::Value = serde_json::from_slice(&std::fs::read(folder.join("state.json")).unwrap()).unwrap();
+    let date = state["date"].as_i64().unwrap();
+    let field = |date: i64| format!("\"date\": {date}");
+    let [old_hash, new_hash] = rewrite("state.json", &field(date), &field(date + milliseconds));
+    rewrite("manifest.json", &old_hash, &new_hash);
+    date
+}
+
+#[test]
+fn micro_batches_change_neither_loss_nor_gradient() {
+    let first_step = |keys: &[&str]| {
+        let run = Run::new();
+        let rows = std::fs::read_to_string(run.path().join("train.jsonl")).unwrap();
+        // The answers have four lengths: a mean of the micro-batches' means would differ.
+        run.write("train.jsonl", &rows.lines().take(4).collect::<Vec<_>>().join("\n"));
+        run.train_ok(&[&["train_iters=1", "data.order=sequential", "data.max_length=256"], keys].concat());
+        let step = run.metrics().swap_remove(0);
+        ["loss", "grad_norm", "n_targets"].map(|name| step[name].as_f64().unwrap())
+    };
+    let whole = first_step(&["micro_batch_size=4", "gradient_accumulation_steps=1"]);
+    let splits: [&[&str]; 4] = [
+        &["micro_batch_size=1", "gradient_accumulation_steps=4"],
+        &["micro_batch_size=2", "gradient_accumulation_steps=2"],
+        &["micro_batch_size=2", "gradient_accumulation_steps=2", "data.pad_to=max_length"],
+        &["micro_batch_size=1", "gradient_accumulation_steps=1", "data.pack_samples=true"],
+    ];
+    for keys in splits {
+        let split = first_step(keys);
+        for (a, b) in whole.iter().zip(split) {
+            assert!((a - b).abs() <= 1e-5 * a.abs(), "{keys:?}: {whole:?} {split:?}");
+        }
+    }
+}
+
+#[test]
+fn settings_that_changed_since_the_checkpoint_are_logged() {
+    let run = Run::new();
+    run.train_ok(&["exit_iteration=3"]);
+    let output = run.train(&["optimizer.learning_rate=5e-3", "exit_iteration=4"]);
+    let text = stderr(&output);
+    assert!(
+        text.contains("changed since this checkpoint: optimizer.learning_rate: 0.01 in the checkpoint, 0.005 now"),
+        "{text}"
+    );
+}
+
+#[test]
+fn checkpoints_of_an_earlier_run_are_not_resumed() {
+    let run = Run::new();
+    run.train_ok(&[]);
+    let old = run.exported();
+    let keys = ["seed=8", "checkpoint.0.auto_resume=false"];
+    run.train_ok(&[&keys[..], &["exit_iteration=7"]].concat());
+    assert!(run.report()["resumed_from"].is_null());
+    run.train_ok(&["seed=8"]);
+    assert_eq!(run.report()["ledger"]["seen"]["steps"], 24);
+    assert!(run.report()["resumed_from"].as_str().unwrap().ends_with("global_step_7"), "{}", run.report());
+    assert!(run.exported() != old, "the export is the old run's");
+}
+
+#[test]
+fn a_checkpoint_and_an_export_may_share_a_folder() {
+    let run = Run::new();
+    let folder = run.path().join("hf");
+    run.train_ok(&[
+        "train_iters=2",
+        "checkpoint.0.save_end_of_training=true",
+        &format!("checkpoint.0.output_dir={}", folder.display()),
+    ]);
+    assert!(folder.join("global_step_2/model.safetensors").exists());
+    assert!(std::fs::read_dir(&folder).unwrap().count() >= 4, "a checkpoint, an export, a lock and a link");
+}
+
+#[test]
+fn a_leftover_kill_switch_is_named() {
+    let run = Run::new();
+    run.write("stop", "");
+    let key = format!("kill_switch_path={}", run.path().join("stop").display());
+    let output = run.train(&[&key]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("remove the file"), "{}", stderr(&output));
+}
+
+#[test]
+fn the_data_are_described_and_every_token_is_counted() {
+    let run = Run::new();
+    let output = run.train(&["train_iters=3"]);
+    assert!(stderr(&output).contains("reads as"), "{}", stderr(&output));
+    let report = run.report();
+    assert!(report["notes"].as_array().unwrap().iter().any(|note| note.as_str().unwrap().contains("reads as")));
+    let tokens: u64 = run.metrics().iter().filter_map(|record| record["tokens"].as_u64()).sum();
+    assert_eq!(report["ledger"]["seen"]["read"]["tokens"].as_u64(), Some(tokens), "{}", report["ledger"]);
+}
+
+#[test]
+fn the_recipes_chat_template_is_exported_with_the_weights() {
+    let run = Run::new();
+    let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if \
+                    add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    run.write("own.jinja", template);
+    let key = format!("tokenizer.chat_template={}", run.path().join("own.jinja").display());
+    run.train_ok(&[&key, "train_iters=1"]);
+    assert_eq!(std::fs::read_to_string(run.export_folder().join("chat_template.jinja")).unwrap(), template);
+}
+
+#[test]
+fn a_termination_signal_saves_and_exits_with_the_restart_code() {
+    let whole = Run::new();
+    whole.train_ok(&[]);
+    let stopped = Run::new();
+    let mut started = stopped.start_training(&[]);
+    started.wait_for("Train iter");
+    started.send(libc::SIGTERM);
+    let (code, log) = started.finish();
+    assert_eq!(code, Some(75), "{log}");
+    stopped.train_ok(&[]);
+    stopped.assert_resumed();
+    assert!(whole.exported() == stopped.exported());
+}
+
+#[test]
+fn eval_on_start_evaluates_before_the_first_step_only() {
+    let run = Run::new();
+    run.train_ok(&["eval_on_start=true", "exit_iteration=5"]);
+    run.train_ok(&["eval_on_start=true"]);
+    run.assert_resumed();
+    let evals: Vec<_> =
+        run.metrics().iter().filter(|it| !it["loss/eval"].is_null()).map(|it| it["iter"].clone()).collect();
+    assert_eq!(evals, [0, 12, 24]);
+    assert_eq!(run.metrics()[0]["iter"], 0);
+}
+
+#[test]
+fn a_run_that_ended_before_its_export_exports_at_the_next_start() {
+    let run = Run::new();
+    let at_the_end = "checkpoint.0.save_end_of_training=true";
+    run.train_ok(&[at_the_end]);
+    let exported = run.exported();
+    std::fs::remove_dir_all(run.path().join("hf")).unwrap();
+    run.train_ok(&[at_the_end]);
+    run.assert_resumed();
+    assert!(run.exported() == exported);
+}
