@@ -140,6 +140,7 @@ fn train_rank(group: &dyn Collective, model: &Model, layout: RankLayout) -> Resu
     let RankLayout { ranks, pipeline, plan } = layout;
     let mesh = Mesh::new(ranks.degrees(), group.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
     let groups = ParallelGroups::new(&mesh, group)?;
+    let groups = if ranks.expert.is_some() { groups.with_experts(&mesh, group)? } else { groups };
     let engine = engine_spec(plan, &ranks, pipeline, model.config())
         .build(model.clone(), &groups, Device::Cpu)?
         .with_tiled_mlp(plan.model.tiled_mlp());

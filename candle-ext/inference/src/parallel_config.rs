@@ -75,7 +75,7 @@ impl ParallelConfig {
             ..Degrees::default()
         };
         let mesh = Mesh::new(degrees, world.size()).map_err(|error| usage(error.to_string()))?;
-        Ok(ParallelGroups::new(&mesh, world)?)
+        Ok(ParallelGroups::new(&mesh, world)?.with_experts(&mesh, world)?)
     }
 
     /// Creates the process groups of a single process.

@@ -110,6 +110,8 @@ pub struct ForwardContext<'a> {
     pub tiled_mlp: TiledMlp,
     /// Auxiliary losses of the routers.
     pub router_losses: &'a [RouterLoss],
+    /// Rows of the residual stream that are no padding, u32 [n]; `None` for all. Router losses count these alone.
+    pub valid_rows: Option<&'a Tensor>,
     /// Collectives and attention of this rank.
     pub parallel_ops: &'a dyn ParallelOps,
 }

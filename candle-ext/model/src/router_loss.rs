@@ -1,14 +1,14 @@
 //! Auxiliary losses of the router.
 
-use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, Routing, ScoreFunction};
+use candle_core::{DType, Result, Tensor};
+use candlewick_ops::{self as ops, ExpertAssignment, Routing, ScoreFunction};
 
 use crate::ForwardContext;
 
 /// Auxiliary loss of the routers. Each layer adds the loss summed over its tokens to the tape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RouterLoss {
-    /// Load-balancing loss of Switch Transformer: e * sum over experts of (share of the selections) * (mean score).
+    /// Load-balancing loss of Switch Transformer: e * sum over experts of (fraction of the selections) * (mean score).
     LoadBalancing,
     /// Square of the log-sum-exp of the logits (ST-MoE).
     Z,
@@ -26,7 +26,7 @@ impl RouterLoss {
         }
     }
 
-    /// Adds the loss of f32 logits [t, e] to the tape.
+    /// Adds the loss of f32 logits [t, e], summed over the tokens that are no padding, to the tape.
     pub(crate) fn record(
         self,
         logits_te: &Tensor,
@@ -34,15 +34,34 @@ impl RouterLoss {
         score: ScoreFunction,
         context: &ForwardContext,
     ) -> Result<()> {
+        let logits_te = &match context.valid_rows {
+            Some(rows) => ops::select_rows(logits_te, rows)?,
+            None => logits_te.clone(),
+        };
         let loss = match self {
             Self::LoadBalancing => {
-                let counts_e = context.parallel_ops.sum_over_micro_batch(&routing.assignment.counts()?)?;
+                let counts_e = context.parallel_ops.sum_over_micro_batch(&counts(routing, context.valid_rows)?)?;
                 let n_experts = counts_e.dim(0)? as f64;
-                let shares_e = counts_e.broadcast_div(&counts_e.sum_all()?)?.affine(n_experts, 0.0)?;
-                ops::load_balancing_loss(logits_te, &shares_e, score)?
+                let total = counts_e.sum_all()?.maximum(1f32)?;
+                let fractions_e = counts_e.broadcast_div(&total)?.affine(n_experts, 0.0)?;
+                ops::load_balancing_loss(logits_te, &fractions_e, score)?
             }
             Self::Z => ops::router_z_loss(logits_te)?,
         };
         ops::auxiliary_loss(self.name(), &loss)
+    }
+}
+
+/// Returns the number of selections of each expert, f32 [e], over the tokens that are no padding.
+fn counts(routing: &Routing, valid_rows: Option<&Tensor>) -> Result<Tensor> {
+    let assignment = &routing.assignment;
+    match valid_rows {
+        None => assignment.counts(),
+        Some(rows) if rows.elem_count() == 0 => {
+            Tensor::zeros(assignment.n_experts(), DType::F32, assignment.experts.device())
+        }
+        Some(rows) => {
+            ExpertAssignment::new(&assignment.experts.index_select(rows, 0)?, assignment.n_experts())?.counts()
+        }
     }
 }

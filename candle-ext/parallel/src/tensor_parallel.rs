@@ -34,6 +34,17 @@ impl TensorParallel {
         }
     }
 
+    /// Returns the rows of this rank's residual stream, of `n_tokens` tokens.
+    pub(crate) fn residual_rows(&self, n_tokens: usize) -> std::ops::Range<usize> {
+        match self.sequence_parallel {
+            SequenceParallel::Off => 0..n_tokens,
+            SequenceParallel::On => {
+                let n = n_tokens / self.ranks.size();
+                self.ranks.rank() * n..(self.ranks.rank() + 1) * n
+            }
+        }
+    }
+
     /// All-gathers the tokens: [t/n, d] -> [t, d]. Without sequence parallelism it copies the input.
     fn gather(&self, x: &Tensor) -> Result<Tensor> {
         match self.sequence_parallel {

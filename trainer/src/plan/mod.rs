@@ -5,6 +5,7 @@
 mod eval;
 mod facts;
 mod model;
+mod moe;
 mod pipeline;
 mod ranks;
 mod resolve;
@@ -15,6 +16,7 @@ mod table;
 pub use eval::{BestPlan, EVAL_LOSS, EvalPlan, TasksPlan};
 pub use model::{ChatTemplateSource, CheckpointingMode, ModelPlan, TokenizerPlan, WeightInit};
 pub(crate) use model::{checkpointing, dtype};
+pub use moe::MoePlan;
 pub use pipeline::PipelinePlan;
 pub use ranks::RanksPlan;
 pub use resolve::{BuildFeatures, Environment, EnvironmentError, HubAccess, Machines, TempDir, WorldInfo};

@@ -21,6 +21,8 @@ pub struct RanksPlan {
     pub tensor: usize,
     /// True if tensor-parallel ranks shard the tokens outside of attention and MLP.
     pub sequence_parallel: bool,
+    /// Expert-parallel ranks, which divide the experts of each layer; `None` for a dense model.
+    pub expert: Option<usize>,
     /// Pipeline stages.
     pub stages: usize,
     /// Seconds without a heartbeat after which a rank counts as failed.
@@ -41,6 +43,7 @@ impl RanksPlan {
             sequence: 1,
             tensor: 1,
             sequence_parallel: true,
+            expert: None,
             stages: 1,
             timeout: 1800,
             backend: DdpBackend::Auto,
@@ -61,7 +64,8 @@ impl RanksPlan {
     /// Returns the degrees of the mesh.
     pub fn degrees(&self) -> Degrees {
         let Self { dp_replicate, dp_shard, context: cp, sequence: sp, tensor: tp, stages: pp, .. } = *self;
-        Degrees { pp, dp_replicate, dp_shard, cp, sp, tp, ..Degrees::default() }
+        let ep = self.expert.unwrap_or(1);
+        Degrees { pp, dp_replicate, dp_shard, cp, sp, tp, ep, ..Degrees::default() }
     }
 
     /// Returns the number of ranks that hold one copy of the model together.

@@ -8,6 +8,7 @@ use serde::{Serialize, Serializer};
 
 use super::eval::{BestPlan, EvalPlan, TasksPlan};
 use super::model::{ModelPlan, TokenizerPlan};
+use super::moe::MoePlan;
 use super::pipeline::PipelinePlan;
 use super::ranks::RanksPlan;
 use super::setting::Setting;
@@ -35,6 +36,8 @@ pub struct Plan {
     pub memory: MemoryMode,
     /// The model.
     pub model: ModelPlan,
+    /// The losses of the routers; `None` for a dense model.
+    pub moe: Option<MoePlan>,
     /// The tokenizer.
     pub tokenizer: TokenizerPlan,
     /// The data and the batches.

@@ -13,6 +13,7 @@ mod foreign_keys;
 mod keys;
 mod load;
 mod model;
+mod moe;
 mod node;
 mod number;
 mod optimizer;
@@ -36,6 +37,7 @@ pub use model::{
     ActivationCheckpoint, AttnImplementation, ConfigSource, FloatDtype, JsonMap, ModelSection, ModelType,
     TokenizerSection, TokenizerType,
 };
+pub use moe::MoeSection;
 pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 pub use number::{HumanFloat, HumanInt, parse_number};
 pub use optimizer::{
@@ -131,14 +133,18 @@ pub struct Recipe {
     /// `staged` (several ranks on a GPU, through host memory). Default `auto`: NCCL on GPUs; on CPUs `local` on one
     /// machine, MPI on several. `mpi` and `nccl` need a build with that feature.
     pub ddp_backend: Option<DdpBackend>,
-    /// The expert-parallel degree. Above 1 is not implemented yet.
+    /// The expert-parallel degree: the number of ranks that divide the experts of each layer. It must divide the experts,
+    /// and the ranks of a pipeline stage. Default 1.
     pub expert_parallel_size: Option<HumanInt>,
-    /// ArcticTraining's mixture-of-experts layers: `true`, `false` or `auto`. `true` is not implemented yet.
+    /// ArcticTraining's mixture-of-experts layers: `true`, `false` or `auto`. Models with experts always use ours; `true`
+    /// for a dense model is an error.
     pub arctic_moe: Option<ArcticMoe>,
-    /// Not implemented yet.
+    /// ArcticTraining's fused kernels for experts. No effect: ours are always fused.
     pub enable_arctic_moe_custom_optimization: Option<bool>,
-    /// Not implemented yet.
+    /// Reuses the experts of the forward when backward recomputes a layer. No effect: routing is always equal in both.
     pub enable_routing_replay: Option<bool>,
+    /// Mixture-of-experts settings.
+    pub moe: MoeSection,
     /// ArcticTraining's name of `model.activation_checkpoint: offload`. Default false.
     pub activation_checkpoint_cpu_offload: Option<bool>,
     /// Computes each MLP in tiles of about `hidden_size` tokens and recomputes them in backward (ALST's TiledMLP). It saves

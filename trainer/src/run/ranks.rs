@@ -44,6 +44,10 @@ impl<'w> RankContext<'w> {
         let device = device.clone();
         let mesh = Mesh::new(plan.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
         let groups = ParallelGroups::new(&mesh, &*world.group())?;
+        let groups = match plan.expert {
+            None => groups,
+            Some(_) => groups.with_experts(&mesh, &*world.group())?,
+        };
         let place = |axis| mesh.coordinate(world.rank(), axis);
         let data_rank = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
         let background = world.group().split("saves", &[(0..world.size()).collect()])?;

@@ -149,6 +149,7 @@ impl<'a> Session<'a> {
         let plan = self.run.plan;
         let number = self.stream.cursor().step;
         let config = StepConfig {
+            moe: self.run.plan.moe,
             plan: &plan.optimizer,
             lr: plan.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),
             number,

@@ -9,7 +9,7 @@ use candlewick_ops::{AdamW, CuSeqlens, GradScaler, StepDecision, UpdateOutcome, 
 use candlewick_parallel::{CausalLm, Engine, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch};
 
 use crate::data::{Batch, Dataset, GlobalBatch};
-use crate::plan::OptimizerPlan;
+use crate::plan::{MoePlan, OptimizerPlan};
 use crate::recipe::OnNonfinite;
 
 use super::ranks::RankInfo;
@@ -58,6 +58,8 @@ pub struct AllStepsSkipped {
 /// The resolved settings of a step.
 pub(super) struct StepConfig<'a> {
     pub(super) plan: &'a OptimizerPlan,
+    /// The losses of the routers.
+    pub(super) moe: Option<MoePlan>,
     /// The learning rate.
     pub(super) lr: f64,
     /// The step's number, counted from 1.
@@ -103,7 +105,10 @@ pub(super) fn start(
     let dropout_keys: Vec<u64> =
         own.iter().map(|micro_idx| derive_key(config.dropout_key, *micro_idx as u64)).collect();
     let n_targets = step.n_targets as f64;
-    let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets, auxiliary: &[] };
+    let has_targets = |batch: &&Batch| batch.targets.iter().any(|target| *target != Micro::IGNORED);
+    let n_tokens = step.micro_batches.iter().filter(has_targets).map(|batch| batch.ids.len()).sum();
+    let auxiliary = config.moe.map(|moe| moe.auxiliary(n_tokens)).unwrap_or_default();
+    let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets, auxiliary: &auxiliary };
     let optimizer = OptimizerStep { adamw: config.hyper(), scaler };
     let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
     let (number, lr, launch_time) = (config.number, config.lr, started.elapsed());

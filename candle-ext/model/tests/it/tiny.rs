@@ -95,6 +95,7 @@ impl Tiny {
             attention: AttentionChoice::default(),
             tiled_mlp: TiledMlp::Off,
             router_losses: &[],
+            valid_rows: None,
             parallel_ops: &SingleDevice,
         };
         let mut x = self.model.embed(&self.weights[0], ids, &SingleDevice)?;

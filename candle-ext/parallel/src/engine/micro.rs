@@ -22,6 +22,12 @@ impl Micro {
     /// Target of a position without loss, as torch's `ignore_index`.
     pub const IGNORED: i64 = -100;
 
+    /// Returns the number of tokens; 0 for a micro-batch without targets, which only keeps a rank busy.
+    pub(crate) fn n_valid_tokens(&self) -> Result<usize> {
+        let has_targets = self.targets.to_vec1::<i64>()?.iter().any(|target| *target != Self::IGNORED);
+        Ok(if has_targets { self.seqs.n_tokens() } else { 0 })
+    }
+
     /// Returns the micro-batch padded to a multiple of `multiple` tokens. Padding is a sequence of its own without
     /// targets.
     pub(crate) fn padded(&self, multiple: usize) -> Result<Cow<'_, Self>> {

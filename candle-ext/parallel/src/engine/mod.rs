@@ -270,6 +270,7 @@ impl Engine {
             attention,
             tiled_mlp,
             router_losses: &[],
+            valid_rows: None,
             parallel_ops,
         }
     }

@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{ForwardContext, ParallelOps};
 use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, save_outputs, span, spin_workers};
 
@@ -42,6 +42,8 @@ struct MicroBatchState<'m> {
     cos: Tensor,
     sin: Tensor,
     dropout_key: u64,
+    /// Rows of this rank's residual stream that are no padding; `None` for all.
+    valid_rows: Option<Tensor>,
     /// Activations of each chunk between its forward and its backward.
     activations: HashMap<usize, ChunkActivations>,
 }
@@ -69,6 +71,7 @@ impl Engine {
     ) -> Result<StepLosses> {
         let loss = &loss.into();
         let mut auxiliary = AuxiliarySums::new(loss);
+        let n_tokens = micros.iter().map(Micro::n_valid_tokens).collect::<Result<Vec<_>>>()?;
         let micros: Vec<_> = micros.iter().map(|micro| micro.padded(self.multiple())).collect::<Result<_>>()?;
         let unknown = || Tensor::zeros((), DType::F32, &self.device);
         let mut sums: Vec<_> = micros.iter().map(|_| unknown()).collect::<Result<_>>()?;
@@ -84,7 +87,10 @@ impl Engine {
                     let backward_is_next = steps.get(i + 1) == Some(&StageStep::Backward(chunk_pass));
                     let state = match &mut states[chunk_pass.micro] {
                         Some(state) => state,
-                        none => none.insert(self.begin(&micros[chunk_pass.micro], dropout_key(chunk_pass.micro))?),
+                        none => {
+                            let key = dropout_key(chunk_pass.micro);
+                            none.insert(self.begin(&micros[chunk_pass.micro], n_tokens[chunk_pass.micro], key)?)
+                        }
                     };
                     let pass = Pass { chunk_pass, micro_batch, backward_is_next };
                     let (loss, activations) = self
@@ -115,10 +121,29 @@ impl Engine {
         Ok(StepLosses { micros: sums, auxiliary: auxiliary.finish(&self.device)? })
     }
 
-    fn begin<'m>(&self, micro: &'m Micro, dropout_key: u64) -> Result<MicroBatchState<'m>> {
+    /// Splits a padded micro-batch, of which the first `n_tokens` tokens are no padding.
+    fn begin<'m>(&self, micro: &'m Micro, n_tokens: usize, dropout_key: u64) -> Result<MicroBatchState<'m>> {
         let part = self.part(micro)?;
         let (cos, sin) = self.model.rope(&part.micro.positions, &self.device)?;
-        Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, activations: HashMap::new() })
+        let valid_rows = self.valid_rows(micro, n_tokens)?;
+        Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, valid_rows, activations: HashMap::new() })
+    }
+
+    /// Returns the rows of this rank's residual stream among the first `n_tokens` of a padded micro-batch; `None` if
+    /// they are all, or if no loss depends on it.
+    fn valid_rows(&self, micro: &Micro, n_tokens: usize) -> Result<Option<Tensor>> {
+        let n_padded = micro.seqs.n_tokens();
+        if n_tokens == n_padded || self.router_losses.is_empty() {
+            return Ok(None);
+        }
+        let own = self.of_own_tokens(&Tensor::arange(0u32, n_padded as u32, &Device::Cpu)?, micro)?.to_vec1::<u32>()?;
+        let own = match &self.tensor {
+            Some(tensor) => tensor.residual_rows(own.len()).map(|row| own[row]).collect(),
+            None => own,
+        };
+        let valid = own.iter().enumerate().filter(|(_, token)| (**token as usize) < n_tokens);
+        let rows: Vec<u32> = valid.map(|(row, _)| row as u32).collect();
+        Ok(Some(Tensor::new(rows, &self.device)?))
     }
 
     /// Runs the forward of a model chunk, including embedding and head if it has them.
@@ -199,10 +224,11 @@ impl Engine {
         state: &'a MicroBatchState,
         parallel_ops: &'a dyn ParallelOps,
     ) -> ForwardContext<'a> {
-        let MicroBatchState { part, cos, sin, dropout_key, .. } = state;
+        let MicroBatchState { part, cos, sin, dropout_key, valid_rows, .. } = state;
         ForwardContext {
             dropout_key: Some(*dropout_key),
             router_losses: &self.router_losses,
+            valid_rows: valid_rows.as_ref(),
             ..self.context([cos, sin], &part.micro.seqs, &part.rows, parallel_ops)
         }
     }

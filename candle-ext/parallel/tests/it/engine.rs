@@ -220,6 +220,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             attention: AttentionChoice::default(),
             tiled_mlp: TiledMlp::Off,
             router_losses: &[],
+            valid_rows: None,
             parallel_ops: &SingleDevice,
         };
         let head = store.fetch(model.n_blocks() + 1).unwrap();

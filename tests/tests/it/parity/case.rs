@@ -22,6 +22,8 @@ pub(crate) struct ModelCase {
     window: Option<usize>,
     /// Storage of the linear layers of an adapter's base.
     storage: WeightStorage,
+    /// True if the routers have a load-balancing loss, which depends on the tokens of a micro-batch.
+    pub(crate) has_balancing_loss: bool,
 }
 
 /// An adapter with dropout. The mask depends on a token's position in its micro-batch: it is equal only on ranks that share
@@ -30,6 +32,12 @@ pub(crate) const ADAPTER: ModelCase = ModelCase { adapter: Some(0.3), ..ModelCas
 
 /// An adapter without dropout on a dense base.
 pub(crate) const DENSE_BASE: ModelCase = ModelCase { adapter: Some(0.0), ..ModelCase::of("qwen3", true) };
+
+/// A mixture of experts in every second layer, without a shared expert.
+pub(crate) const QWEN3_MOE: ModelCase = ModelCase::of("qwen3_moe", true);
+
+/// A mixture of experts with sigmoid scores, groups, an expert bias and a shared expert, after a dense layer.
+pub(crate) const DOTS1: ModelCase = ModelCase::of("dots1", false);
 
 /// A window shorter than the longest sequences.
 pub(crate) const WINDOW: ModelCase = ModelCase { window: Some(11), ..ModelCase::of("mistral", false) };
@@ -56,6 +64,9 @@ pub(crate) enum Batching {
 
 pub(crate) const BATCHINGS: [Batching; 3] = [Batching::Packed, Batching::Padded, Batching::Accumulated(2)];
 
+/// Experts of a layer; eight ranks hold one each.
+const N_EXPERTS: usize = 8;
+
 /// Sequences of one step.
 const N_SEQUENCES: usize = 16;
 const PADDED_TO: usize = 12;
@@ -65,11 +76,28 @@ const LONGER: usize = 20;
 
 impl ModelCase {
     const fn of(family: &'static str, tied: bool) -> Self {
-        Self { family, tied, biased: false, adapter: None, window: None, storage: WeightStorage::Dense }
+        Self {
+            family,
+            tied,
+            biased: false,
+            adapter: None,
+            window: None,
+            storage: WeightStorage::Dense,
+            has_balancing_loss: false,
+        }
     }
 
     pub(crate) const fn stored_as(self, storage: WeightStorage) -> Self {
         Self { storage, ..self }
+    }
+
+    /// Adds a load-balancing loss to the routers.
+    pub(crate) const fn balanced(self) -> Self {
+        Self { has_balancing_loss: true, ..self }
+    }
+
+    pub(crate) fn has_experts(self) -> bool {
+        ["qwen3_moe", "dots1"].contains(&self.family)
     }
 
     pub(crate) fn has_dropout(self) -> bool {
@@ -81,6 +109,8 @@ impl ModelCase {
             "llama" => "LlamaForCausalLM",
             "mistral" => "MistralForCausalLM",
             "qwen2" => "Qwen2ForCausalLM",
+            "qwen3_moe" => "Qwen3MoeForCausalLM",
+            "dots1" => "Dots1ForCausalLM",
             _ => "Qwen3ForCausalLM",
         };
         let mut config = json!({
@@ -89,6 +119,21 @@ impl ModelCase {
             "vocab_size": VOCAB, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
             "tie_word_embeddings": self.tied, "initializer_range": 0.2,
         });
+        let experts = match self.family {
+            "qwen3_moe" => json!({
+                "num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": true,
+                "decoder_sparse_step": 2,
+            }),
+            "dots1" => json!({
+                "n_routed_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "norm_topk_prob": true,
+                "routed_scaling_factor": 1.5, "first_k_dense_replace": 1,
+            }),
+            _ => json!({}),
+        };
+        for (key, value) in experts.as_object().unwrap() {
+            config[key] = value.clone();
+        }
         if self.biased {
             config["attention_bias"] = json!(true);
             config["mlp_bias"] = json!(true);

@@ -8,11 +8,11 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Call, Options, World, sum, threads};
-use candlewick_model::TiledMlp;
+use candlewick_model::{RouterLoss, TiledMlp};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    ActivationCheckpointing, CpuOffload, Engine, EngineSpec, LossScale, ParallelGroups, ParamDtypes, ParamState,
-    PipelineLayout, PipelineScheduleKind, SequenceParallel, ZeroStage,
+    ActivationCheckpointing, AuxiliaryLoss, CpuOffload, Engine, EngineSpec, LossScale, ParallelGroups, ParamDtypes,
+    ParamState, PipelineLayout, PipelineScheduleKind, SequenceParallel, StepLoss, ZeroStage,
 };
 
 use super::case::{Batching, ModelCase, micros};
@@ -55,6 +55,24 @@ impl Strategy {
     /// Returns the number of ranks with equal micro-batches, each of which counts their targets.
     pub(crate) fn n_counts(&self) -> f64 {
         (self.degrees.cp * self.degrees.sp * self.degrees.pp) as f64
+    }
+
+    /// Returns the router losses of a model.
+    fn router_losses(case: ModelCase) -> Vec<RouterLoss> {
+        match (case.has_experts(), case.has_balancing_loss) {
+            (false, _) => Vec::new(),
+            (true, false) => vec![RouterLoss::Z],
+            (true, true) => RouterLoss::ALL.to_vec(),
+        }
+    }
+
+    fn auxiliary(case: ModelCase, n_tokens: f64) -> Vec<AuxiliaryLoss> {
+        let loss = |loss: RouterLoss| AuxiliaryLoss {
+            name: loss.name().to_owned(),
+            coefficient: if loss == RouterLoss::Z { 0.05 } else { 0.5 },
+            normalizer: n_tokens,
+        };
+        Self::router_losses(case).into_iter().map(loss).collect()
     }
 
     fn layout(&self, n_blocks: usize) -> PipelineLayout {
@@ -183,6 +201,7 @@ pub(crate) fn engine(
     let mesh = Mesh::new(strategy.degrees, world.size()).unwrap();
     let everyone = FaultyGroup { group: world.group(), name: "world".to_owned(), fault: fault.cloned() };
     let groups = ParallelGroups::new(&mesh, &everyone)?;
+    let groups = if case.has_experts() { groups.with_experts(&mesh, &everyone)? } else { groups };
     let model = case.model();
     // All modes of activation checkpointing: each gathers and frees weights at other times.
     let checkpointing = (0..model.n_blocks()).map(|block| match block % 4 {
@@ -197,6 +216,7 @@ pub(crate) fn engine(
         schedule: strategy.schedule,
         cpu_offload: strategy.cpu_offload,
         checkpointing: checkpointing.collect(),
+        router_losses: Strategy::router_losses(case),
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), strategy.layout(model.n_blocks()))
     };
     let engine = spec.build(model, &groups, Device::Cpu)?.with_tiled_mlp(strategy.tiled_mlp);
@@ -233,7 +253,11 @@ fn run_rank(
         let (micros, n_targets) = micros(batching, step, rank, n_ranks);
         let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
         engine.store().zero_grads()?;
-        let sums = engine.forward_backward(&micros, &LossScale::mean_over(n_targets), |_| 5)?;
+        let n_tokens = micros.iter().map(|micro| micro.seqs.n_tokens()).sum::<usize>() as f64;
+        let n_tokens = sum(engine.group(), n_tokens)? / strategy.n_counts();
+        let auxiliary = Strategy::auxiliary(case, n_tokens);
+        let loss = StepLoss { auxiliary: &auxiliary, ..StepLoss::from(&LossScale::mean_over(n_targets)) };
+        let sums = engine.forward_backward(&micros, loss, |_| 5)?;
         let local =
             sums.micros.iter().map(|sum| Ok(f64::from(sum.to_scalar::<f32>()?))).sum::<candle_core::Result<f64>>()?;
         losses.push(sum(engine.group(), local)? / n_targets);

@@ -11,6 +11,7 @@ mod environment;
 mod eval;
 mod memory;
 mod model;
+mod moe;
 mod optimizer;
 mod output;
 mod pipeline;
@@ -43,6 +44,7 @@ impl Plan {
         let tokenizer = model::resolve_tokenizer(&mut resolver);
         let pipeline = pipeline::resolve(&mut resolver, model.config.as_ref());
         let ranks = ranks::resolve(&mut resolver, &model, pipeline.stages);
+        let moe = moe::resolve(&mut resolver, &model, &ranks);
         let data = batches::resolve(&mut resolver, kind, ranks.n_data(), &model, &tokenizer);
         pipeline::note_bubble(&mut resolver, &pipeline, data.gradient_accumulation_steps);
         let optimizer = optimizer::resolve(&mut resolver, model.dtype);
@@ -73,6 +75,7 @@ impl Plan {
             pipeline,
             memory,
             model,
+            moe,
             tokenizer,
             data,
             optimizer,

@@ -5,7 +5,7 @@ use candlewick_ops::{AttentionHeads, AttentionImpl};
 
 use super::model::ATTENTION;
 use super::resolver::Resolver;
-use super::{backend, deepspeed};
+use super::{backend, deepspeed, moe};
 use crate::plan::{ModelPlan, RanksPlan};
 
 const ULYSSES: &str = "sequence_parallel_size";
@@ -53,6 +53,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
             "ZeRO stage {zero_stage} {what} for every micro-batch of the pipeline; stage 1 does so once a step"
         ));
     }
+    let expert = moe::expert_parallel_size(resolver, model, n_in_stage);
     let timeout = resolver.positive("ddp_timeout", resolver.recipe().ddp_timeout, 1800);
     let backend = backend::resolve(resolver);
     let (dp_replicate, dp_shard) = (n_ranks / n_shards, n_shards / sharing);
@@ -63,6 +64,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
         sequence,
         tensor,
         sequence_parallel,
+        expert,
         stages,
         timeout,
         backend,

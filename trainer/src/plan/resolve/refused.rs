@@ -1,7 +1,7 @@
 //! Keys of the schema that are not implemented yet. Each is an error if it would change the run.
 
 use super::resolver::Resolver;
-use crate::recipe::{ArcticMoe, DataSource, DataType, HumanInt, OptimizerType, SourceType};
+use crate::recipe::{DataSource, DataType, SourceType};
 
 pub(super) fn check(resolver: &mut Resolver) {
     top_level(resolver);
@@ -19,26 +19,11 @@ pub(super) fn check(resolver: &mut Resolver) {
 
 fn top_level(resolver: &mut Resolver) {
     let recipe = resolver.recipe();
-    let degree = |n: Option<HumanInt>| n.is_some_and(|n| n.0 > 1);
-    let on = |flag: Option<bool>| flag == Some(true);
-    for (key, is_set) in [
-        ("expert_parallel_size", degree(recipe.expert_parallel_size)),
-        ("arctic_moe", recipe.arctic_moe == Some(ArcticMoe::On)),
-        ("enable_arctic_moe_custom_optimization", on(recipe.enable_arctic_moe_custom_optimization)),
-        ("enable_routing_replay", on(recipe.enable_routing_replay)),
-        ("mem_profiler", recipe.mem_profiler.is_some()),
-    ] {
-        refuse(resolver, key, is_set);
-    }
-    if recipe.expert_parallel_size == Some(HumanInt(0)) {
-        resolver.report(&["expert_parallel_size"], "expert_parallel_size: expected at least 1, found 0");
-    }
+    refuse(resolver, "mem_profiler", recipe.mem_profiler.is_some());
 }
 
 fn parts(resolver: &mut Resolver) {
     let recipe = resolver.recipe();
-    let moe = matches!(recipe.optimizer.kind, Some(OptimizerType::FusedAdamMoe | OptimizerType::CpuAdamMoe));
-    refuse(resolver, "optimizer.type", moe);
     refuse(resolver, "model.save_name", recipe.model.save_name.is_some());
     refuse(resolver, "wandb.enable", recipe.wandb.enable == Some(true));
     refuse(resolver, "tokenizer.tokenize_kwargs", !recipe.tokenizer.tokenize_kwargs.is_empty());

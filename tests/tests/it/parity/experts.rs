@@ -1,0 +1,88 @@
+//! Expert parallelism gives the results of one rank, on every axis of the mesh.
+
+use candlewick_comm::mesh::Degrees;
+use candlewick_parallel::{PipelineScheduleKind, SequenceParallel, ZeroStage};
+
+use super::case::{Batching, DOTS1, QWEN3_MOE};
+use super::rank::{STEPS, Strategy, compare, one_rank, run};
+use super::{ONE, check_all};
+
+/// Collectives of expert parallelism.
+const DISPATCH: &str = "ep all_to_all";
+const COUNTS: &str = "ep all_gather";
+
+const BATCHINGS: [Batching; 2] = [Batching::Accumulated(2), Batching::Packed];
+
+fn strategy(degrees: Degrees, zero_stage: Option<ZeroStage>) -> Strategy {
+    Strategy { degrees, zero_stage, sequence_parallel: SequenceParallel::On, ..Strategy::ONE_RANK }
+}
+
+/// Compares both models in all batchings, and injects a fault into each collective.
+#[track_caller]
+fn check(strategy: Strategy) {
+    check_all(strategy, &[DOTS1, QWEN3_MOE], &BATCHINGS, &[DISPATCH, COUNTS]);
+}
+
+/// Compares load-balancing losses, which equal one rank's if all ranks have the same sequences.
+#[track_caller]
+fn check_balancing_loss(degrees: Degrees) {
+    for case in [DOTS1.balanced(), QWEN3_MOE.balanced()] {
+        for batching in BATCHINGS {
+            compare(&run(strategy(degrees, None), case, batching), &one_rank(case, batching, STEPS)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn parity_of_replicated_experts() {
+    let replicas = strategy(Degrees { dp_replicate: 3, ..ONE }, None);
+    check_all(replicas, &[DOTS1, QWEN3_MOE], &BATCHINGS, &["edp all_reduce"]);
+}
+
+#[test]
+fn parity_of_expert_parallel() {
+    check(strategy(Degrees { dp_replicate: 2, ep: 2, ..ONE }, None));
+    check(strategy(Degrees { dp_replicate: 4, ep: 2, ..ONE }, None));
+    check(strategy(Degrees { dp_replicate: 4, ep: 4, ..ONE }, None));
+}
+
+#[test]
+fn parity_of_expert_parallel_and_zero() {
+    check(strategy(Degrees { dp_shard: 4, ep: 2, ..ONE }, Some(ZeroStage::One)));
+    check(strategy(Degrees { dp_shard: 4, ep: 2, ..ONE }, Some(ZeroStage::Two)));
+    check(strategy(Degrees { dp_shard: 4, ep: 2, ..ONE }, Some(ZeroStage::Three)));
+    check(strategy(Degrees { dp_shard: 4, ep: 4, ..ONE }, Some(ZeroStage::Three)));
+}
+
+#[test]
+fn parity_of_expert_and_tensor_parallel() {
+    check(strategy(Degrees { tp: 2, ep: 2, ..ONE }, None));
+    check(strategy(Degrees { tp: 2, dp_shard: 2, ep: 4, ..ONE }, Some(ZeroStage::One)));
+    check_balancing_loss(Degrees { tp: 2, ep: 2, ..ONE });
+}
+
+#[test]
+fn parity_of_expert_and_context_parallel() {
+    check(strategy(Degrees { cp: 2, ep: 2, ..ONE }, None));
+    check(strategy(Degrees { sp: 2, dp_shard: 2, ep: 2, ..ONE }, Some(ZeroStage::Three)));
+    check_balancing_loss(Degrees { cp: 2, ep: 2, ..ONE });
+    check_balancing_loss(Degrees { cp: 2, sp: 2, ep: 4, ..ONE });
+}
+
+#[test]
+fn parity_of_expert_and_pipeline_parallel() {
+    let pipeline = Strategy {
+        schedule: PipelineScheduleKind::OneForwardOneBackward,
+        chunk_layers: Some(&[2, 2]),
+        ..strategy(Degrees { pp: 2, dp_shard: 2, ep: 2, ..ONE }, Some(ZeroStage::One))
+    };
+    let batchings = [Batching::Accumulated(3)];
+    check_all(pipeline, &[DOTS1, QWEN3_MOE], &batchings, &[DISPATCH, COUNTS]);
+}
+
+#[test]
+fn parity_of_four_axes_with_experts() {
+    let degrees = Degrees { pp: 2, tp: 2, dp_shard: 2, ep: 4, ..ONE };
+    let strategy = Strategy { chunk_layers: Some(&[2, 2]), ..strategy(degrees, Some(ZeroStage::Three)) };
+    check_all(strategy, &[DOTS1, QWEN3_MOE], &[Batching::Accumulated(3)], &[DISPATCH, COUNTS]);
+}
