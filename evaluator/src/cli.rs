@@ -71,7 +71,7 @@ enum Command {
     Run(Box<run::RunArgs>),
     /// Run the lm-eval requests of a JSONL file
     #[command(hide = true)]
-    Answer(answer::AnswerArgs),
+    Answer(answer::AnswerRequestsArgs),
     /// List tasks, groups or tags
     Ls(ls::LsArgs),
     /// Print a task's requests for one document: prompts, targets, and the tokens if --model is given
@@ -164,7 +164,7 @@ fn run(command: &Command) -> Result<()> {
             }
             generate(&args.model, &args.options, &hub)
         }
-        Command::Perplexity(args) => score::run_as_perplexity(args, &hub),
+        Command::Perplexity(args) => score::run_deprecated_perplexity(args, &hub),
         Command::Ls(args) => ls::run(args),
         Command::Show(args) => show::run(args, &hub),
         Command::Compare(args) => compare::run(args),

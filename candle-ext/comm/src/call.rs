@@ -76,7 +76,7 @@ pub(crate) fn span(group: &str, op: Op, pass: &str) -> EnteredSpan {
 
 /// One rank's call to one of its process groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Call {
+pub struct CollectiveCall {
     /// Name of the group.
     pub group: Arc<str>,
     /// Sequence number of the call in its group, from 1. [`Op::SendRecv`] has a counter of its own.
@@ -89,7 +89,7 @@ pub struct Call {
     pub shape: Vec<usize>,
 }
 
-impl Call {
+impl CollectiveCall {
     pub(crate) fn new(group: &Arc<str>, number: u64, op: Op, x: Option<&Tensor>) -> Self {
         let shape = x.map_or_else(Vec::new, |x| x.dims().to_vec());
         Self { group: Arc::clone(group), number, op, dtype: x.map(Tensor::dtype), shape }
@@ -97,7 +97,7 @@ impl Call {
 }
 
 /// Formats a call: `all_reduce 12 (sum, f32 [3, 4])`.
-impl fmt::Display for Call {
+impl fmt::Display for CollectiveCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.op.name(), self.number)?;
         let detail = match self.op {
@@ -126,7 +126,7 @@ fn ends(to: Option<usize>, from: Option<usize>) -> Option<String> {
 
 /// Trace of one rank's calls to all its groups, in call order.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct CallTrace(Option<Arc<Mutex<Vec<Call>>>>);
+pub(crate) struct CallTrace(Option<Arc<Mutex<Vec<CollectiveCall>>>>);
 
 impl CallTrace {
     /// Creates a trace that records calls if `record` is true.
@@ -134,13 +134,13 @@ impl CallTrace {
         Self(record.then(Arc::default))
     }
 
-    pub(crate) fn record(&self, call: &Call) {
+    pub(crate) fn record(&self, call: &CollectiveCall) {
         if let Some(calls) = &self.0 {
             lock(calls).push(call.clone());
         }
     }
 
-    pub(crate) fn calls(&self) -> Vec<Call> {
+    pub(crate) fn calls(&self) -> Vec<CollectiveCall> {
         self.0.as_ref().map_or_else(Vec::new, |calls| lock(calls).clone())
     }
 }

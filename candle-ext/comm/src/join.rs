@@ -7,7 +7,7 @@ use candle_core::Device;
 
 use crate::rank_env::{Launcher, Master, RankEnv};
 use crate::store::{Client, Server};
-use crate::{Error, Options, Result, Staged, World};
+use crate::{Error, Options, Result, StagedGroup, World};
 
 /// Communication backend of a world.
 #[derive(Clone, Debug)]
@@ -16,7 +16,7 @@ pub enum CommBackend {
     Host(HostBackend),
     /// Sends tensors of this GPU over NCCL, one rank per GPU. CPU tensors are copied through the GPU.
     Nccl(Device),
-    /// Sends tensors of this device through host memory. Several ranks may share one GPU. See [`Staged`].
+    /// Sends tensors of this device through host memory. Several ranks may share one GPU. See [`StagedGroup`].
     Staged(HostBackend, Device),
 }
 
@@ -59,7 +59,7 @@ impl World {
             (CommBackend::Host(host), _) => join_on_host(env, *host, options),
             (CommBackend::Nccl(device), _) => join_nccl(env, device, options),
             (CommBackend::Staged(host, device), _) => {
-                Ok(join_on_host(env, *host, options)?.wrap_group(|group| Arc::new(Staged::new(group, device))))
+                Ok(join_on_host(env, *host, options)?.wrap_group(|group| Arc::new(StagedGroup::new(group, device))))
             }
         }
     }

@@ -7,7 +7,7 @@
 //! * `local`: ranks are processes of one node, which rendezvous in a [`store`];
 //! * `mpi` (feature `mpi`): ranks are connected by an installed MPI;
 //! * `nccl` (feature `cuda`): each rank has its own GPU;
-//! * [`Staged`]: GPU tensors are copied through host memory.
+//! * [`StagedGroup`]: GPU tensors are copied through host memory.
 //!
 //! [`mesh`] divides the ranks into groups. [`rank_env`] reads a process's rank from its launcher's environment variables.
 
@@ -52,7 +52,7 @@ mod world;
 #[cfg(test)]
 extern crate self as candlewick_comm;
 
-pub use call::{Call, Op, Reduce};
+pub use call::{CollectiveCall, Op, Reduce};
 pub use collective::{Collective, exchange_bytes, sum};
 pub use error::{Cause, Error, RankFailure, Result};
 pub use join::{CommBackend, HostBackend};
@@ -61,5 +61,5 @@ pub use node::is_first_on_node;
 pub use pending::Pending;
 pub use recv::Recv;
 pub use solo::Solo;
-pub use staged::Staged;
+pub use staged::StagedGroup;
 pub use world::{Options, World};

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use candle_core::Tensor;
 
 use crate::call::span;
-use crate::{Call, Op, Result};
+use crate::{CollectiveCall, Op, Result};
 
 /// Handle of an asynchronous operation, like torch's `Work`.
 ///
@@ -42,7 +42,7 @@ impl<T> Pending<T> {
     }
 
     /// Creates the handle of a call, and the sender of its result.
-    pub(crate) fn started(call: &Call) -> (SyncSender<Result<T>>, Self) {
+    pub(crate) fn started(call: &CollectiveCall) -> (SyncSender<Result<T>>, Self) {
         let (sender, receiver) = sync_channel(1);
         (sender, Self(PendingState::Started(receiver, Arc::clone(&call.group), call.op)))
     }

@@ -12,13 +12,13 @@ use crate::{Collective, Pending, Recv, Reduce, Result};
 /// Process group of tensors of any device, over a CPU process group.
 ///
 /// A result is on the device of its input. A received tensor without an input is on the group's own device.
-pub struct Staged {
+pub struct StagedGroup {
     group: Arc<dyn Collective>,
     device: Device,
     route: Arc<dyn Route>,
 }
 
-impl Staged {
+impl StagedGroup {
     /// Wraps `group`, which supports CPU tensors.
     pub fn new(group: Arc<dyn Collective>, device: &Device) -> Self {
         Self { group, device: device.clone(), route: Arc::new(Copying) }
@@ -64,7 +64,7 @@ impl Route for Copying {
     }
 }
 
-impl Collective for Staged {
+impl Collective for StagedGroup {
     fn rank(&self) -> usize {
         self.group.rank()
     }
@@ -177,7 +177,7 @@ mod tests {
             Ok(x.clone())
         };
         let group = Arc::new(MappedGroup::new(world.group(), only_staged, Ok));
-        let staged = Arc::new(Staged { group, device: Device::Cpu, route });
+        let staged = Arc::new(StagedGroup { group, device: Device::Cpu, route });
         cases::check(&MappedGroup::new(staged, mirrored, |y| mirrored(&y)))
     }
 
@@ -192,7 +192,7 @@ mod tests {
 
     #[test]
     fn host_tensors_are_not_copied() {
-        let staged = Staged::new(Arc::new(crate::Solo), &Device::Cpu);
+        let staged = StagedGroup::new(Arc::new(crate::Solo), &Device::Cpu);
         let x = Tensor::new(&[1f32, 2.0], &Device::Cpu).unwrap();
         assert_eq!(staged.all_reduce(&x, Reduce::Sum).unwrap().id(), x.id());
     }

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use crate::{Call, Cause, RankFailure};
+use crate::{Cause, CollectiveCall, RankFailure};
 
 /// Channel through which a rank aborts the world and learns of failures.
 pub(crate) trait FailureChannel: Send + Sync {
@@ -33,7 +33,7 @@ pub(crate) trait Transport: FailureChannel {
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Connections>, TransportError>;
 
     /// Sets this rank's current call in group `id`. The failure of a peer's exit names it.
-    fn set_current_call(&self, id: &str, call: Option<&Call>);
+    fn set_current_call(&self, id: &str, call: Option<&CollectiveCall>);
 }
 
 /// Connections of one rank in one group. Ranks are those of the group.
@@ -100,7 +100,12 @@ impl TransportError {
     }
 
     /// Aborts the world because `call` of the ranks `members` failed. Returns the world's first failure.
-    pub(crate) fn fail_call(self, channel: &dyn FailureChannel, members: &[usize], call: &Call) -> RankFailure {
+    pub(crate) fn fail_call(
+        self,
+        channel: &dyn FailureChannel,
+        members: &[usize],
+        call: &CollectiveCall,
+    ) -> RankFailure {
         let (group, seen_by) = (&call.group, channel.rank());
         self.fail_world(channel, members, |why| {
             format!("finish {call} in group {group} of ranks {members:?}: {why} (seen by rank {seen_by})")

@@ -12,7 +12,7 @@ use crate::liveness::{Heartbeat, StalledCall, deadline};
 use crate::peer::PeerInfo;
 use crate::store::{self, Client, Server};
 use crate::transport::{FailureChannel, TransportError};
-use crate::{Call, Cause, RankFailure, Result};
+use crate::{Cause, CollectiveCall, RankFailure, Result};
 
 /// Store key that counts the ranks that have left.
 const LEFT: &str = "left";
@@ -77,14 +77,19 @@ impl Watchdog {
     }
 
     /// Records that group `id` begins a call.
-    pub(crate) fn begin(&self, id: &str, call: &Call) {
+    pub(crate) fn begin(&self, id: &str, call: &CollectiveCall) {
         self.shared.monitor.lock().heartbeat.record(id, call);
     }
 
     /// Returns the rank because of which `call` of the group `id` of `members` has timed out, by the heartbeats of all ranks.
     ///
     /// Returns `None` while another rank is busy.
-    pub(crate) fn diagnose_timeout(&self, id: &str, members: &[usize], call: &Call) -> Option<TransportError> {
+    pub(crate) fn diagnose_timeout(
+        &self,
+        id: &str,
+        members: &[usize],
+        call: &CollectiveCall,
+    ) -> Option<TransportError> {
         let own = members.iter().position(|rank| *rank == self.rank()).unwrap_or(0);
         let names: Vec<String> = members.iter().map(|rank| self.who(*rank)).collect();
         let before: Vec<_> = members.iter().map(|rank| self.heartbeat(*rank)).collect();
@@ -256,7 +261,7 @@ mod tests {
         let mut watchdogs = watchdogs(Duration::from_secs(60));
         let call = |number| {
             let (op, dtype) = (Op::AllReduce(Reduce::Sum), Some(DType::F32));
-            Call { group: "world".into(), number, op, dtype, shape: vec![3] }
+            CollectiveCall { group: "world".into(), number, op, dtype, shape: vec![3] }
         };
         let diagnose = |watchdog: &Watchdog| match watchdog.diagnose_timeout("world", &[0, 1, 2], &call(2)) {
             Some(TransportError::CallStalled(rank, why)) => (rank, why),

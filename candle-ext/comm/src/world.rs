@@ -9,7 +9,7 @@ use crate::group::TransportGroup;
 use crate::store::Server;
 use crate::thread_pool::ThreadPool;
 use crate::transport::{FailureChannel, Transport};
-use crate::{Call, Cause, Collective, KeepAlive, RankFailure, Result, Solo, threads};
+use crate::{Cause, Collective, CollectiveCall, KeepAlive, RankFailure, Result, Solo, threads};
 
 /// Options of a world.
 #[derive(Clone, Copy, Debug)]
@@ -154,7 +154,7 @@ impl World {
     /// Returns this rank's calls to all its groups so far, if [`Options::record`] is set.
     ///
     /// Groups of one rank record nothing.
-    pub fn calls(&self) -> Vec<Call> {
+    pub fn calls(&self) -> Vec<CollectiveCall> {
         self.trace.calls()
     }
 }

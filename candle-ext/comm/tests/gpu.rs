@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use candlewick_comm::store::{Client, Server};
-use candlewick_comm::{Error, Options, Reduce, Result, Solo, Staged, World, nccl, threads};
+use candlewick_comm::{Error, Options, Reduce, Result, Solo, StagedGroup, World, nccl, threads};
 use gpus::{n_gpus, on, open};
 
 const PATIENT: Options = Options { timeout: Duration::from_secs(30), record: true };
@@ -86,7 +86,8 @@ fn nccl_supports_its_own_gpu_only() {
 fn two_ranks_share_a_gpu_through_the_host() {
     let Some(device) = gpu() else { return };
     let plain = threads::run(2, PATIENT, |world| cases::check(&*world.group())).unwrap();
-    let staged =
-        threads::run(2, PATIENT, |world| cases::check(&on(&device, Arc::new(Staged::new(world.group(), &device)))));
+    let staged = threads::run(2, PATIENT, |world| {
+        cases::check(&on(&device, Arc::new(StagedGroup::new(world.group(), &device))))
+    });
     assert_eq!(staged.unwrap(), plain);
 }

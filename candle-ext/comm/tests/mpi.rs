@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::rank_env::{Launcher, RankEnv};
-use candlewick_comm::{CommBackend, Error, HostBackend, Options, Recv, Reduce, Result, Staged, World};
+use candlewick_comm::{CommBackend, Error, HostBackend, Options, Recv, Reduce, Result, StagedGroup, World};
 use rustix::process::{Signal, getpid, kill_process};
 
 const PATIENT: Duration = Duration::from_secs(60);
@@ -65,7 +65,7 @@ fn act(scenario: &str, world: &World) -> Result<String> {
     let last = world.rank() + 1 == world.size();
     match scenario {
         "all" => return Ok(format!("{:x}", cases::check(&*group)?)),
-        "staged" => return Ok(format!("{:x}", cases::check(&Staged::new(group, &Device::Cpu))?)),
+        "staged" => return Ok(format!("{:x}", cases::check(&StagedGroup::new(group, &Device::Cpu))?)),
         "calls" => {
             group.split("part", &everyone)?.start_all_gather(&x)?.wait()?;
             group.all_reduce(&x, Reduce::Max)?;

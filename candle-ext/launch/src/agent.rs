@@ -75,7 +75,7 @@ struct Agent<'a> {
 
 /// The next step after a run of the worker group.
 enum NextStep {
-    /// Exit with this code.
+    /// End the agent; the launcher exits with this code.
     Exit(i32),
     /// Restart the worker group; counts towards `--max-restarts`.
     Restart,

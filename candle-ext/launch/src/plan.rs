@@ -30,7 +30,7 @@ pub struct LaunchPlan {
     /// Interval between checks of the other nodes.
     pub monitor_interval: Duration,
     /// Time without a heartbeat after which another node counts as lost.
-    pub keep_alive: Duration,
+    pub heartbeat_timeout: Duration,
     /// Time between the stop signal and SIGKILL.
     pub shutdown_timeouts: ShutdownTimeouts,
     /// Signals that stop the worker group.
@@ -174,7 +174,7 @@ impl LaunchPlan {
             local_addr: cli.nodes.local_addr.clone(),
             max_restarts: faults.max_restarts,
             monitor_interval: seconds("--monitor-interval", faults.monitor_interval)?,
-            keep_alive: keep_alive(cli)?,
+            heartbeat_timeout: heartbeat_timeout(cli)?,
             shutdown_timeouts: shutdown_timeouts(faults.shutdown_timeout)?,
             signals: faults.signals_to_handle.clone(),
             output: output(cli, node_info),
@@ -289,7 +289,7 @@ fn c10d_endpoint(cli: &Cli) -> Result<Endpoint, PlanError> {
 }
 
 /// Returns the heartbeat timeout: by default three intervals of five seconds.
-fn keep_alive(cli: &Cli) -> Result<Duration, PlanError> {
+fn heartbeat_timeout(cli: &Cli) -> Result<Duration, PlanError> {
     let flag = "--rdzv-conf";
     let key = "keep_alive_max_attempt";
     let interval = option_seconds(cli, "keep_alive_interval", 5)?;

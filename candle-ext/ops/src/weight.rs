@@ -308,7 +308,7 @@ impl Weight {
 
     /// Creates a frozen parameter from the bytes of a quantized matrix [n, k].
     pub fn quantized(bytes: impl Into<TensorOrView>, format: &'static QuantFormat, shape: [usize; 2]) -> Result<Self> {
-        let (value, n_bytes) = (bytes.into(), format.shape(&shape)?.n_bytes());
+        let (value, n_bytes) = (bytes.into(), format.shape(&shape)?.weight_bytes());
         if value.dtype() != DType::U8 || value.dims() != [n_bytes] {
             let got = (value.dtype(), value.dims());
             bail!("a {} matrix {shape:?} has {n_bytes} bytes, got {got:?}", format.name)

@@ -21,7 +21,7 @@ use candlewick_runtime::rank_env::rank_env;
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
-pub(super) struct AnswerArgs {
+pub(super) struct AnswerRequestsArgs {
     /// JSONL file of requests, or - for stdin. A line has a `type`: loglikelihood (with context, continuation),
     /// loglikelihood_rolling (with text) or generate_until (with context, until). generate_until also takes
     /// max_gen_toks, do_sample, temperature, top_p and top_k
@@ -43,7 +43,7 @@ pub(super) struct AnswerArgs {
     seed: u64,
 }
 
-pub(super) fn run(args: &AnswerArgs, hub: &Hub) -> Result<()> {
+pub(super) fn run(args: &AnswerRequestsArgs, hub: &Hub) -> Result<()> {
     run_on_ranks(&rank_env()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
         let requests = read(&args.requests)?;
         let lm = args.model.load_on(hub, ranks, device)?;

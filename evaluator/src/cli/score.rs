@@ -100,8 +100,8 @@ pub(super) fn run(args: &ScoreArgs, hub: &Hub) -> Result<()> {
     }
 }
 
-/// Runs the former command `evaluator perplexity`, now `evaluator score --data`.
-pub(super) fn run_as_perplexity(args: &ScoreArgs, hub: &Hub) -> Result<()> {
+/// Runs the deprecated command `evaluator perplexity` as `evaluator score`.
+pub(super) fn run_deprecated_perplexity(args: &ScoreArgs, hub: &Hub) -> Result<()> {
     // With --timings, stderr holds only JSON.
     if !args.rows.timings {
         eprintln!("note: `evaluator perplexity` is now `evaluator score`");

@@ -56,7 +56,7 @@ impl Retention<'_> {
             // Rename first: otherwise a kill during deletion would leave a damaged checkpoint.
             let temporary = output_dir.join(temporary_name(&Tag::name_of(&dir)));
             storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
-            storage.mark(&dir).map_err(CheckpointError::io("mark", &dir))?;
+            storage.mark_unfinished(&dir).map_err(CheckpointError::io("mark", &dir))?;
             storage.rename(&dir, &temporary).map_err(CheckpointError::io("rename", &dir))?;
             storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
             removed.push(dir);
@@ -109,7 +109,7 @@ fn restore_or_remove_old(old: &Path, dir: &Path) -> Result<String, CheckpointErr
         return Ok(format!("removed the replaced {name}"));
     }
     let storage: &dyn Storage = &LocalDisk;
-    storage.rename(old, dir).and_then(|()| storage.unmark(dir)).map_err(CheckpointError::io("rename", old))?;
+    storage.rename(old, dir).and_then(|()| storage.unmark_finished(dir)).map_err(CheckpointError::io("rename", old))?;
     Ok(format!("restored {name}, whose replacement was not finished"))
 }
 

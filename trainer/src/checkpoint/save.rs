@@ -130,7 +130,7 @@ fn start(storage: &dyn Storage, output_dir: &Path, temporary: &Path) -> Result<(
     storage.remove_dir(temporary).map_err(CheckpointError::io("remove", temporary))?;
     storage.create_dir(output_dir).map_err(CheckpointError::io("create", output_dir))?;
     storage.create_dir(temporary).map_err(CheckpointError::io("create", temporary))?;
-    storage.mark(temporary).map_err(CheckpointError::io("mark", temporary))
+    storage.mark_unfinished(temporary).map_err(CheckpointError::io("mark", temporary))
 }
 
 /// Writes this rank's chunks. A rank without chunks writes no file.
@@ -206,14 +206,14 @@ fn publish(storage: &dyn Storage, temporary: &Path, dir: &Path) -> Result<(), Ch
     let old = parent.join(old_name(&Tag::name_of(dir)));
     if dir.exists() {
         storage.remove_dir(&old).map_err(CheckpointError::io("remove", &old))?;
-        storage.mark(dir).map_err(CheckpointError::io("mark", dir))?;
+        storage.mark_unfinished(dir).map_err(CheckpointError::io("mark", dir))?;
         storage.rename(dir, &old).map_err(CheckpointError::io("rename", dir))?;
     }
     if let Err(error) = storage.rename(temporary, dir) {
-        let _ = storage.rename(&old, dir).and_then(|()| storage.unmark(dir));
+        let _ = storage.rename(&old, dir).and_then(|()| storage.unmark_finished(dir));
         return Err(CheckpointError::io("rename", temporary)(error));
     }
-    storage.unmark(dir).map_err(CheckpointError::io("finish", dir))?;
+    storage.unmark_finished(dir).map_err(CheckpointError::io("finish", dir))?;
     storage.sync_dir(parent).map_err(CheckpointError::io("sync", parent))?;
     storage.remove_dir(&old).map_err(CheckpointError::io("remove", &old))
 }

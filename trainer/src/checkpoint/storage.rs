@@ -20,13 +20,13 @@ pub(crate) trait Storage {
 
 impl dyn Storage + '_ {
     /// Marks a folder as unfinished before it gets a temporary name.
-    pub(crate) fn mark(&self, dir: &Path) -> io::Result<()> {
+    pub(crate) fn mark_unfinished(&self, dir: &Path) -> io::Result<()> {
         let mark = dir.join(UNFINISHED_MARKER);
         if mark.exists() { Ok(()) } else { self.create_file(&mark).map(drop) }
     }
 
-    /// Removes the mark from a folder that has its final name.
-    pub(crate) fn unmark(&self, dir: &Path) -> io::Result<()> {
+    /// Removes the mark of an unfinished folder, after the folder has its final name.
+    pub(crate) fn unmark_finished(&self, dir: &Path) -> io::Result<()> {
         let mark = dir.join(UNFINISHED_MARKER);
         if mark.exists() { self.remove_file(&mark) } else { Ok(()) }
     }

@@ -124,7 +124,7 @@ fn request(plan: &SourcePlan, kind: DataKind, split: Split) -> Result<DatasetReq
             let problem = "the split is set twice, after the colon and in `split`; keep one".into();
             return Err(DataError::Plan { name: plan.name_or_path.clone(), problem });
         }
-        request.spec.parts = SplitSlice::parse_all(split)?;
+        request.spec.parts = SplitSlice::parse_plus_joined(split)?;
     }
     let sample_by = match kind {
         DataKind::Causal => SampleBy::Document,

@@ -1,8 +1,7 @@
 //! The memory of a device: by the device's name, or the free bytes.
 
-use candlewick_ops::{DeviceChoice, gpu_unavailable_reason};
+use candlewick_ops::{DeviceChoice, DeviceKind, gpu_unavailable_reason};
 
-use super::compute_device::ComputeDevice;
 use super::free_ram::free_ram;
 use crate::checkpoint::free_bytes;
 use crate::metrics::GpuMonitor;
@@ -27,7 +26,7 @@ const GPUS: [(&str, u64); 9] = [
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capacity {
     /// The kind of device that computes.
-    pub compute_device: ComputeDevice,
+    pub compute_device: DeviceKind,
     /// The memory that a run may use; `None` if it is not known.
     pub bytes: Option<u64>,
     /// All the memory of a GPU, in use or free; `None` if it is not known.
@@ -42,8 +41,8 @@ pub struct Capacity {
 
 impl Capacity {
     /// Returns the capacity of an idle device with `bytes` of memory; host RAM and disk are unknown.
-    pub fn of(compute_device: ComputeDevice, bytes: Option<u64>, name: String) -> Self {
-        let gpu_bytes = bytes.filter(|_| compute_device == ComputeDevice::Gpu);
+    pub fn of(compute_device: DeviceKind, bytes: Option<u64>, name: String) -> Self {
+        let gpu_bytes = bytes.filter(|_| compute_device == DeviceKind::Gpu);
         Self { compute_device, bytes, gpu_bytes, name, host: None, offload_disk: None }
     }
 
@@ -60,12 +59,12 @@ impl Capacity {
                 let free = memory.map(|memory| memory.gpu_total_bytes.saturating_sub(memory.gpu_used_bytes));
                 let bytes = free.filter(|free| *free > 0);
                 let gpu_bytes = memory.map(|memory| memory.gpu_total_bytes).filter(|total| *total > 0);
-                let now = Self::of(ComputeDevice::Gpu, bytes, format!("cuda:{ordinal}, free now"));
+                let now = Self::of(DeviceKind::Gpu, bytes, format!("cuda:{ordinal}, free now"));
                 Self { host: free_ram(), gpu_bytes, ..now }
             }
             None => {
                 let offload_disk = free_bytes(&std::env::temp_dir()).ok();
-                Self { offload_disk, ..Self::of(ComputeDevice::Cpu, free_ram(), "this machine's RAM, free now".into()) }
+                Self { offload_disk, ..Self::of(DeviceKind::Cpu, free_ram(), "this machine's RAM, free now".into()) }
             }
         }
     }
@@ -74,7 +73,7 @@ impl Capacity {
     #[must_use]
     pub fn of_one(self, n_here: usize) -> Self {
         let divided = |bytes: Option<u64>| bytes.map(|bytes| bytes / n_here.max(1) as u64);
-        let bytes = if self.compute_device == ComputeDevice::Cpu { divided(self.bytes) } else { self.bytes };
+        let bytes = if self.compute_device == DeviceKind::Cpu { divided(self.bytes) } else { self.bytes };
         Self { bytes, host: divided(self.host), offload_disk: divided(self.offload_disk), ..self }
     }
 
@@ -87,7 +86,7 @@ impl Capacity {
     /// Parses the name of a device, or a number of bytes for the kind of `device`.
     pub fn parse(text: &str, device: DeviceChoice) -> Result<Self, String> {
         if let Some((name, bytes)) = GPUS.iter().find(|(name, _)| *name == text) {
-            return Ok(Self::of(ComputeDevice::Gpu, Some(*bytes), (*name).to_owned()));
+            return Ok(Self::of(DeviceKind::Gpu, Some(*bytes), (*name).to_owned()));
         }
         if let Ok(device) = text.parse() {
             return Ok(Self::now(device));
@@ -95,7 +94,7 @@ impl Capacity {
         match parse_bytes(text) {
             Some(bytes) => {
                 let compute_device =
-                    if matches!(device, DeviceChoice::Cuda(_)) { ComputeDevice::Gpu } else { ComputeDevice::Cpu };
+                    if matches!(device, DeviceChoice::Cuda(_)) { DeviceKind::Gpu } else { DeviceKind::Cpu };
                 Ok(Self::of(compute_device, Some(bytes), "--device".into()))
             }
             None => {
@@ -127,19 +126,19 @@ mod tests {
     use super::*;
 
     #[track_caller]
-    fn check(text: &str, device: DeviceChoice, compute_device: ComputeDevice, bytes: u64) {
+    fn check(text: &str, device: DeviceChoice, compute_device: DeviceKind, bytes: u64) {
         let capacity = Capacity::parse(text, device).unwrap();
         assert_eq!((capacity.compute_device, capacity.bytes), (compute_device, Some(bytes)), "{text}");
     }
 
     #[test]
     fn a_device_has_a_name_or_bytes() {
-        check("h100-80g", DeviceChoice::Cpu, ComputeDevice::Gpu, 81_559 << 20);
+        check("h100-80g", DeviceChoice::Cpu, DeviceKind::Gpu, 81_559 << 20);
         for (text, bytes) in [("24GiB", 24 << 30), ("24Gi", 24 << 30), ("24GB", 24_000_000_000), ("1048576", 1 << 20)] {
-            check(text, DeviceChoice::Auto, ComputeDevice::Cpu, bytes);
-            check(text, DeviceChoice::Cuda(1), ComputeDevice::Gpu, bytes);
+            check(text, DeviceChoice::Auto, DeviceKind::Cpu, bytes);
+            check(text, DeviceChoice::Cuda(1), DeviceKind::Gpu, bytes);
         }
-        assert_eq!(Capacity::parse("cpu", DeviceChoice::Cuda(0)).unwrap().compute_device, ComputeDevice::Cpu);
+        assert_eq!(Capacity::parse("cpu", DeviceChoice::Cuda(0)).unwrap().compute_device, DeviceKind::Cpu);
         for wrong in ["h100", "0", "-1", "GiB", ""] {
             let error = Capacity::parse(wrong, DeviceChoice::Auto).unwrap_err();
             assert!(error.contains("h100-80g"), "{error}");

@@ -1,11 +1,10 @@
 //! The sizes of a setup on one rank, from which the allocating crates compute their costs.
 
 use candlewick_model::{AttentionExchange, LayerCost, LayerSpec, MixerSpec};
-use candlewick_ops::{AttentionHeads, CrossEntropyCost, LOGITS_BYTES_ON_CPU, logits_bytes_on_gpu};
+use candlewick_ops::{AttentionHeads, CrossEntropyCost, DeviceKind, LOGITS_BYTES_ON_CPU, logits_bytes_on_gpu};
 use candlewick_parallel::{HeadCost, StepCost, ring_exchange};
 
 use super::Setup;
-use super::compute_device::ComputeDevice;
 use crate::plan::{checkpointing, dtype};
 
 /// Returns the sizes of the steps of this rank.
@@ -33,7 +32,7 @@ pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
         longest: setup.row_tokens,
         dtype: dtype(setup.compute),
         grad: setup.base_grad(),
-        device: setup.compute_device.kind(),
+        device: setup.compute_device,
         attention: setup.attention,
         tiled_mlp: setup.modes.tiled_mlp(),
         exchange: exchange(setup, layer),
@@ -48,11 +47,11 @@ pub(super) fn head(setup: &Setup) -> HeadCost {
         n_vocab: config.vocab_size().div_ceil(setup.ranks.tensor) as u64,
         n_in: config.hidden_size() as u64,
         logits_bytes: match setup.compute_device {
-            ComputeDevice::Cpu => LOGITS_BYTES_ON_CPU,
-            ComputeDevice::Gpu => logits_bytes_on_gpu(setup.gpu_bytes),
+            DeviceKind::Cpu => LOGITS_BYTES_ON_CPU,
+            DeviceKind::Gpu => logits_bytes_on_gpu(setup.gpu_bytes),
         },
         dtype: dtype(setup.compute),
-        device: setup.compute_device.kind(),
+        device: setup.compute_device,
         grad: setup.base_grad(),
     };
     HeadCost { n_slices: setup.ranks.tensor, n_residual_tokens: setup.tokens_outside(), loss }

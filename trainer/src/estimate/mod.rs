@@ -4,7 +4,6 @@
 //! `costs`. `parameters`, `tasks` and `program` compute the rest. `phases` has the sums, and `search` compares modes.
 
 mod capacity;
-mod compute_device;
 mod costs;
 mod free_ram;
 mod memory_breakdown;
@@ -17,8 +16,8 @@ mod setup;
 mod shortage;
 mod tasks;
 
+pub use candlewick_ops::DeviceKind;
 pub use capacity::{Capacity, parse_bytes, usable};
-pub use compute_device::ComputeDevice;
 pub use memory_breakdown::{Category, MemoryBreakdown, bytes};
 pub use parameters::counts as parameter_counts;
 pub use phases::{Estimate, Phase, PhaseEstimate, estimate, estimate_stage};

@@ -1,9 +1,9 @@
 //! The phases of a run and the peak memory of each.
 
+use candlewick_ops::DeviceKind;
 use candlewick_parallel::StepBytes;
 use serde::Serialize;
 
-use super::compute_device::ComputeDevice;
 use super::memory_breakdown::{Category, MemoryBreakdown};
 use super::{Setup, costs, parameters, program, tasks};
 
@@ -90,7 +90,7 @@ pub fn estimate(setup: &Setup) -> Estimate {
 pub fn estimate_stage(setup: &Setup) -> Estimate {
     let program = MemoryBreakdown::default().with(Category::Program, program::on_device(setup));
     let copied = parameters::copied(setup);
-    let copied_on_device = if setup.compute_device == ComputeDevice::Cpu { copied } else { 0 };
+    let copied_on_device = if setup.compute_device == DeviceKind::Cpu { copied } else { 0 };
     let resident = program.clone().plus(&parameters::resident(setup)).with(Category::Copy, copied_on_device);
     let whole_weights = MemoryBreakdown::default().with(Category::Exchange, parameters::whole_weights(setup));
     let step = costs::step(setup);
@@ -116,7 +116,7 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
         stage: setup.stage,
         phases: phases.into_iter().map(|(phase, breakdown)| PhaseEstimate { phase, breakdown }).collect(),
         offloaded,
-        host: (setup.compute_device == ComputeDevice::Gpu).then(host),
+        host: (setup.compute_device == DeviceKind::Gpu).then(host),
     }
 }
 
@@ -125,8 +125,8 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
 fn load(setup: &Setup) -> MemoryBreakdown {
     let resident = parameters::resident(setup);
     match setup.compute_device {
-        ComputeDevice::Gpu => resident.with(Category::Transfer, transfer(setup)),
-        ComputeDevice::Cpu => MemoryBreakdown::default()
+        DeviceKind::Gpu => resident.with(Category::Transfer, transfer(setup)),
+        DeviceKind::Cpu => MemoryBreakdown::default()
             .with(Category::Weights, resident.of(Category::Weights))
             .with(Category::Masters, resident.of(Category::Masters))
             .with(Category::Transfer, transfer(setup)),
@@ -151,5 +151,5 @@ fn breakdown(bytes: StepBytes) -> MemoryBreakdown {
 fn save(setup: &Setup) -> MemoryBreakdown {
     const CHUNKS: u64 = 4 * (4 << 20);
     MemoryBreakdown::default()
-        .with(Category::Transfer, if setup.compute_device == ComputeDevice::Cpu { CHUNKS } else { CHUNKS / 4 })
+        .with(Category::Transfer, if setup.compute_device == DeviceKind::Cpu { CHUNKS } else { CHUNKS / 4 })
 }

@@ -1,18 +1,17 @@
 //! Memory that does not depend on the model's training: the program, the tokenizer and the allocator's slack.
 
-use candlewick_ops::{GPU_CONTEXT_BYTES, GPU_HOST_BYTES, cpu_gemm_buffer_bytes, gpu_pool_slack_bytes};
+use candlewick_ops::{DeviceKind, GPU_CONTEXT_BYTES, GPU_HOST_BYTES, cpu_gemm_buffer_bytes, gpu_pool_slack_bytes};
 use candlewick_runtime::allocator::slack_bytes;
 use candlewick_runtime::process_memory::program_bytes;
 use candlewick_text::tokenizer::Tokenizer;
 
-use super::compute_device::ComputeDevice;
 use super::{Setup, costs};
 
 /// Returns the bytes in the memory of the device that computes.
 pub(super) fn on_device(setup: &Setup) -> u64 {
     match setup.compute_device {
-        ComputeDevice::Cpu => program_bytes() + tokenizer(setup) + matmul_buffers(setup),
-        ComputeDevice::Gpu => GPU_CONTEXT_BYTES,
+        DeviceKind::Cpu => program_bytes() + tokenizer(setup) + matmul_buffers(setup),
+        DeviceKind::Gpu => GPU_CONTEXT_BYTES,
     }
 }
 
@@ -22,10 +21,10 @@ pub(super) fn on_gpu_host(setup: &Setup) -> u64 {
 }
 
 /// Returns the allocator's slack for `temporary` bytes that a step allocates and frees.
-pub(super) fn slack(compute_device: ComputeDevice, temporary: u64) -> u64 {
+pub(super) fn slack(compute_device: DeviceKind, temporary: u64) -> u64 {
     match compute_device {
-        ComputeDevice::Cpu => slack_bytes(temporary),
-        ComputeDevice::Gpu => gpu_pool_slack_bytes(temporary),
+        DeviceKind::Cpu => slack_bytes(temporary),
+        DeviceKind::Gpu => gpu_pool_slack_bytes(temporary),
     }
 }
 

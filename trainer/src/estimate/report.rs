@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::search::by_cost;
 use super::{
-    Capacity, Category, ComputeDevice, Estimate, FixedModes, Modes, Phase, Resource, Setup, Shortage, bytes, choose,
+    Capacity, Category, DeviceKind, Estimate, FixedModes, Modes, Phase, Resource, Setup, Shortage, bytes, choose,
     estimate, longest, parameters,
 };
 use crate::metrics::quantity;
@@ -114,7 +114,7 @@ fn advice(setup: &Setup, capacity: &Capacity) -> Vec<Advice> {
         switches.push(("deepspeed.bf16.bf16_optimizer_states", json!(true)));
         advice.extend(mode_advice(&setup, capacity, &switches));
     }
-    if setup.compute_device == ComputeDevice::Gpu && setup.optimizer_on_host < 1.0 {
+    if setup.compute_device == DeviceKind::Gpu && setup.optimizer_on_host < 1.0 {
         setup.optimizer_on_host = 1.0;
         switches.push(("deepspeed.zero_optimization.offload_optimizer", json!({"device": "cpu"})));
         advice.extend(mode_advice(&setup, capacity, &switches));

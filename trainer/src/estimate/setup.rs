@@ -2,12 +2,11 @@
 
 use candle_core::DType;
 use candlewick_model::{FsdpUnit, Model, ModelError, ParamGroupKind, ParamSpec, TiledMlp};
-use candlewick_ops::AttentionImpl;
+use candlewick_ops::{AttentionImpl, DeviceKind};
 use candlewick_parallel::{PipelineLayout, PipelineScheduleKind, max_shard_bytes, max_shard_numel};
 use serde_json::{Value, json};
 
 use super::Capacity;
-use super::compute_device::ComputeDevice;
 use crate::checkpoint::CheckpointFormat;
 use crate::plan::{CheckpointingMode, Plan, RanksPlan, TasksPlan, WeightInit, dtype};
 use crate::recipe::FloatDtype;
@@ -46,7 +45,7 @@ pub struct Setup {
     /// True if the weights are offloaded to the host, too.
     pub weights_on_host: bool,
     /// The kind of device that computes.
-    pub compute_device: ComputeDevice,
+    pub compute_device: DeviceKind,
     /// The total memory of the GPU in bytes; `None` if unknown.
     pub gpu_bytes: Option<u64>,
     /// The attention implementation.
@@ -101,7 +100,7 @@ impl Setup {
     }
 
     /// Extracts the settings of a plan for a kind of device whose memory is unknown.
-    pub fn of(plan: &Plan, compute_device: ComputeDevice) -> Result<Self, SetupError> {
+    pub fn of(plan: &Plan, compute_device: DeviceKind) -> Result<Self, SetupError> {
         let config = plan.model.config.clone().ok_or(SetupError::NoConfig)?;
         Ok(Self {
             layout: plan.pipeline.layout(&config),
@@ -115,10 +114,10 @@ impl Setup {
             modes: Modes::of(plan),
             row_tokens: plan.data.max_length as u64,
             rows: plan.data.micro_batch_size as u64,
-            offloads_to_ram: compute_device == ComputeDevice::Cpu && plan.model.offloads_to_ram,
+            offloads_to_ram: compute_device == DeviceKind::Cpu && plan.model.offloads_to_ram,
             ranks: plan.ranks,
-            optimizer_on_host: if compute_device == ComputeDevice::Gpu { plan.optimizer_on_host } else { 0.0 },
-            weights_on_host: compute_device == ComputeDevice::Gpu && plan.weights_on_host,
+            optimizer_on_host: if compute_device == DeviceKind::Gpu { plan.optimizer_on_host } else { 0.0 },
+            weights_on_host: compute_device == DeviceKind::Gpu && plan.weights_on_host,
             compute_device,
             gpu_bytes: None,
             attention: plan.model.attention.implementation,

@@ -2,9 +2,9 @@
 
 use std::fmt;
 
+use candlewick_ops::DeviceKind;
 use serde::Serialize;
 
-use super::compute_device::ComputeDevice;
 use super::{Capacity, Estimate, bytes};
 
 /// A resource that a run uses.
@@ -34,7 +34,7 @@ pub struct Shortage {
 impl Estimate {
     /// Returns the resources that are smaller than a run needs, as far as they are known; empty if it fits.
     pub fn shortages(&self, capacity: &Capacity) -> Vec<Shortage> {
-        let on_disk = if capacity.compute_device == ComputeDevice::Cpu { self.offloaded } else { 0 };
+        let on_disk = if capacity.compute_device == DeviceKind::Cpu { self.offloaded } else { 0 };
         let compared = [
             (Resource::Device, self.peak_bytes(), capacity.bytes),
             (Resource::Host, self.host.unwrap_or(0), capacity.host),

@@ -3,8 +3,8 @@
 //! It is an upper bound for every batch: the prompts themselves are not read.
 
 use candlewick_inference::answer::batch::BatchLimits;
+use candlewick_ops::DeviceKind;
 
-use super::compute_device::ComputeDevice;
 use super::memory_breakdown::{Category, MemoryBreakdown};
 use super::{EvalLoad, Setup, costs, program};
 use crate::plan::RanksPlan;
@@ -36,7 +36,7 @@ impl Sizes {
         let config = setup.model.config();
         let heads = config.attention_heads();
         let row_bytes = 2 * config.n_layers() * heads.n_kv * heads.dim * F32 as usize;
-        let auto = BatchLimits::auto(setup.compute_device == ComputeDevice::Cpu, row_bytes);
+        let auto = BatchLimits::auto(setup.compute_device == DeviceKind::Cpu, row_bytes);
         let longest = eval_load.max_length.unwrap_or(config.max_positions());
         // A text longer than a forward gets a forward of its own. Only `eval.max_length` allows such texts.
         let context = if eval_load.max_length.is_some() { longest } else { longest.min(auto.n_tokens) };
@@ -57,7 +57,7 @@ fn scored(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens, sizes.context);
     let block = costs::layer(&wide, 0);
     let s = setup.compute.n_bytes();
-    let converted = if setup.compute_device == ComputeDevice::Cpu && s < F32 { F32 } else { 0 };
+    let converted = if setup.compute_device == DeviceKind::Cpu && s < F32 { F32 } else { 0 };
     let keys = block.kv_bytes(sizes.context + sizes.tokens, s) + block.kv_bytes(sizes.keys, s + converted);
     let prefix = n_blocks_here(setup) * block.kv_bytes(sizes.context, s);
     let logits = if setup.has_head() { costs::head(&wide).forward_bytes() + block.activation_bytes() } else { 0 };
@@ -68,7 +68,7 @@ fn scored(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
 fn generated(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens + sizes.context, sizes.context);
     let block = costs::layer(&wide, 0);
-    let s = if setup.compute_device == ComputeDevice::Cpu { F32 } else { setup.compute.n_bytes() };
+    let s = if setup.compute_device == DeviceKind::Cpu { F32 } else { setup.compute.n_bytes() };
     let pool = n_blocks_here(setup) * block.kv_bytes(sizes.pool_rows + 1, s);
     let logits = sizes.texts * setup.model.config().vocab_size() as u64 * F32;
     breakdown(&wide, pool, block.forward_bytes(), if setup.has_head() { logits } else { 0 })

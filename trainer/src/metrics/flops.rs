@@ -36,12 +36,12 @@ pub struct LayerShape {
 /// The factors a and b: FLOPs for each weight and token, and for each query-key pair, head dim and head. Each matmul
 /// counts 2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pass {
+pub struct FlopFactors {
     linear: u64,
     attention: u64,
 }
 
-impl Pass {
+impl FlopFactors {
     /// The forward pass: evaluation.
     pub const FORWARD: Self = Self { linear: LinearCost::FORWARD_FLOPS, attention: AttentionCost::FORWARD_FLOPS };
     /// Forward, and a backward that costs twice as much.
@@ -108,9 +108,9 @@ impl LayerShape {
 }
 
 /// Counts the FLOPs of one pass over packed sequences of these lengths.
-pub fn flops(shape: &ModelShape, pass: Pass, visibility: Visibility, lengths: &[usize]) -> f64 {
+pub fn flops(shape: &ModelShape, factors: FlopFactors, visibility: Visibility, lengths: &[usize]) -> f64 {
     let of_layer = |layer: &LayerShape| layer.attention_width as f64 * visibility.pairs(layer.window, lengths);
-    count(pass, shape.n_weights(), shape.layers.iter().map(of_layer).sum(), lengths)
+    count(factors, shape.n_weights(), shape.layers.iter().map(of_layer).sum(), lengths)
 }
 
 /// Counts the FLOPs of recomputation in backward, with all query-key pairs. It is no useful work. `again` has an entry
@@ -123,13 +123,13 @@ pub fn recomputed_flops(shape: &ModelShape, again: &[Recomputed], lengths: &[usi
     });
     let attentions = layers().filter(|(_, again)| again.attention);
     let pairs = attentions.map(|(layer, _)| layer.attention_width as f64 * Visibility::Full.pairs(None, lengths));
-    count(Pass::FORWARD, n_weights.sum::<usize>() as u64, pairs.sum(), lengths)
+    count(FlopFactors::FORWARD, n_weights.sum::<usize>() as u64, pairs.sum(), lengths)
 }
 
-/// Counts the FLOPs of a pass. `weighted_pairs` is the sum over layers of query-key pairs times the attention width.
-fn count(pass: Pass, n_weights: u64, weighted_pairs: f64, lengths: &[usize]) -> f64 {
+/// Counts FLOPs by these factors. `weighted_pairs` is the sum over layers of query-key pairs times the attention width.
+fn count(factors: FlopFactors, n_weights: u64, weighted_pairs: f64, lengths: &[usize]) -> f64 {
     let n_tokens: u64 = lengths.iter().map(|&s| s as u64).sum();
-    (pass.linear * n_weights) as f64 * n_tokens as f64 + pass.attention as f64 * weighted_pairs
+    (factors.linear * n_weights) as f64 * n_tokens as f64 + factors.attention as f64 * weighted_pairs
 }
 
 /// Returns the model FLOPs utilization: useful FLOPs over time and peak. `flops` must not include recomputation.
@@ -181,10 +181,10 @@ mod tests {
     fn a_tiny_model_has_the_flops_computed_by_hand() {
         assert_eq!(tiny().n_weights(), 3 * 120 + 40);
         // 7 tokens; 3^2 + 4^2 = 25 pairs; width 2*2*3 = 12.
-        let count = |pass| flops(&tiny(), pass, Visibility::Full, &[3, 4]);
-        assert_eq!(count(Pass::FORWARD), 2.0 * 400.0 * 7.0 + 4.0 * 12.0 * 25.0);
-        assert_eq!(count(Pass::TRAIN), 6.0 * 400.0 * 7.0 + 12.0 * 12.0 * 25.0);
-        assert_eq!(count(Pass::ADAPTER), 4.0 * 400.0 * 7.0 + 12.0 * 12.0 * 25.0);
+        let count = |factors| flops(&tiny(), factors, Visibility::Full, &[3, 4]);
+        assert_eq!(count(FlopFactors::FORWARD), 2.0 * 400.0 * 7.0 + 4.0 * 12.0 * 25.0);
+        assert_eq!(count(FlopFactors::TRAIN), 6.0 * 400.0 * 7.0 + 12.0 * 12.0 * 25.0);
+        assert_eq!(count(FlopFactors::ADAPTER), 4.0 * 400.0 * 7.0 + 12.0 * 12.0 * 25.0);
     }
 
     #[test]
@@ -200,7 +200,7 @@ mod tests {
         let mixed = [again(true, true, true), again(false, false, true), again(true, false, true)];
         assert_eq!(count(&mixed), 2.0 * (2.0 * 120.0 + 3.0 * 72.0) * 7.0 + 4.0 * 4.0 * 25.0);
         // Recomputing all layers costs a forward without the LM head.
-        let forward = flops(&tiny(), Pass::FORWARD, Visibility::Full, &[3, 4]);
+        let forward = flops(&tiny(), FlopFactors::FORWARD, Visibility::Full, &[3, 4]);
         assert_eq!(count(&[again(true, true, false); 3]), forward - 2.0 * 40.0 * 7.0);
     }
 
@@ -219,7 +219,7 @@ mod tests {
     fn a_sliding_window_removes_pairs_of_its_layer() {
         let mut windowed = tiny();
         windowed.layers[1].window = Some(2);
-        let count = |shape: &ModelShape, visibility| flops(shape, Pass::FORWARD, visibility, &[4]);
+        let count = |shape: &ModelShape, visibility| flops(shape, FlopFactors::FORWARD, visibility, &[4]);
         assert_eq!(count(&windowed, Visibility::Full), count(&tiny(), Visibility::Full));
         // Of 10 causal pairs of 4 tokens, 7 are within a window of 2; the width is 2*2.
         assert_eq!(count(&tiny(), Visibility::Causal) - count(&windowed, Visibility::Causal), 4.0 * 4.0 * 3.0);

@@ -15,7 +15,8 @@ mod run_json;
 
 pub use console::{AboveBars, Terminal, eval_line, show_bar, step_line, tasks_line};
 pub use flops::{
-    LayerShape, ModelShape, Pass, Recomputed, Visibility, flops, gpu_peak, model_flops_utilization, recomputed_flops,
+    FlopFactors, LayerShape, ModelShape, Recomputed, Visibility, flops, gpu_peak, model_flops_utilization,
+    recomputed_flops,
 };
 pub use format::{duration, grouped, quantity};
 pub use gpu::{GpuMemory, GpuMonitor};

@@ -2,7 +2,7 @@
 
 use super::Plan;
 use crate::data::{Horizon, TrainLoader};
-use crate::estimate::{ComputeDevice, Setup, parameter_counts};
+use crate::estimate::{DeviceKind, Setup, parameter_counts};
 use crate::metrics::grouped;
 
 impl Plan {
@@ -19,7 +19,7 @@ impl Plan {
 
     /// Returns the numbers of all and of trained parameters; `None` before the model's config is known.
     pub fn parameters(&self) -> Option<String> {
-        let (frozen, trained) = parameter_counts(&Setup::of(self, ComputeDevice::Cpu).ok()?);
+        let (frozen, trained) = parameter_counts(&Setup::of(self, DeviceKind::Cpu).ok()?);
         let total = frozen + trained;
         let share = 100.0 * trained as f64 / total as f64;
         let trained =

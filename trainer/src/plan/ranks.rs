@@ -68,14 +68,14 @@ impl RanksPlan {
         Degrees { pp, dp_replicate, dp_shard, cp, sp, tp, ep, ..Degrees::default() }
     }
 
-    /// Returns the number of ranks that hold one copy of the model together.
-    pub fn n_of_model(&self) -> usize {
+    /// Returns the model-parallel size: the tensor-parallel size times the pipeline stages.
+    pub fn model_parallel_size(&self) -> usize {
         self.tensor * self.stages
     }
 
     /// Returns the number of all ranks.
     pub fn n_ranks(&self) -> usize {
-        self.n_data() * self.n_of_micro_batch() * self.n_of_model()
+        self.n_data() * self.n_of_micro_batch() * self.model_parallel_size()
     }
 
     /// Returns the setting of sequence parallelism.

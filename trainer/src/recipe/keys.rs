@@ -92,9 +92,9 @@ pub(crate) fn advice(path: &str, siblings: &[&str]) -> Option<String> {
 /// Returns advice for a key of another toolkit.
 pub(crate) fn foreign_key_advice(path: &str) -> Option<String> {
     let name = path.rsplit('.').next().unwrap_or(path);
-    let find = |name: &str| FOREIGN_KEYS.iter().find(|(foreign, ..)| *foreign == name);
-    let (_, key, remark) = find(path).or_else(|| find(name)).filter(|(_, key, _)| *key != path)?;
-    Some(match (*key, *remark) {
+    let find = |name: &str| FOREIGN_KEYS.iter().find(|foreign| foreign.name == name);
+    let foreign = find(path).or_else(|| find(name)).filter(|foreign| foreign.recipe_key != path)?;
+    Some(match (foreign.recipe_key, foreign.remark) {
         ("", remark) => remark.to_owned(),
         (key, "") => format!("use `{key}`"),
         (key, remark) => format!("use `{key}`: {remark}"),
@@ -107,8 +107,8 @@ pub(crate) fn of_option(option: &str) -> Option<String> {
     if is_key(&name) {
         return Some(name);
     }
-    let foreign = FOREIGN_KEYS.iter().find(|(foreign, key, _)| *foreign == name && !key.is_empty());
-    foreign.map(|(_, key, _)| key.replace(".N.", ".0."))
+    let foreign = FOREIGN_KEYS.iter().find(|foreign| foreign.name == name && !foreign.recipe_key.is_empty());
+    foreign.map(|foreign| foreign.recipe_key.replace(".N.", ".0."))
 }
 
 fn meant(keys: &[&str]) -> String {
@@ -119,11 +119,12 @@ fn meant(keys: &[&str]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::recipe::foreign_keys::ForeignKey;
     use std::collections::BTreeSet;
 
     #[test]
     fn every_foreign_key_maps_to_a_key_of_the_schema() {
-        for (name, key, remark) in FOREIGN_KEYS {
+        for ForeignKey { name, recipe_key: key, remark } in FOREIGN_KEYS {
             assert!(key.is_empty() || is_key(key), "{name} maps to {key}, which is not a key");
             assert!(!key.is_empty() || !remark.is_empty(), "{name} has neither a key nor a remark");
             assert!(key.is_empty() || *name != *key, "{name} is a key itself");
@@ -132,7 +133,7 @@ mod tests {
 
     #[test]
     fn a_foreign_key_is_unique_and_no_top_level_key() {
-        let names: BTreeSet<&str> = FOREIGN_KEYS.iter().map(|(name, ..)| *name).collect();
+        let names: BTreeSet<&str> = FOREIGN_KEYS.iter().map(|foreign| foreign.name).collect();
         assert_eq!(names.len(), FOREIGN_KEYS.len());
         let keys = schema_keys();
         let clashes: Vec<_> = keys.iter().filter(|key| names.contains(key.path.as_str())).collect();

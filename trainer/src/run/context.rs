@@ -53,7 +53,7 @@ pub(super) struct Progress {
 pub(super) enum EndReason {
     /// All steps are done.
     Horizon,
-    /// The recipe sets an earlier end.
+    /// The step of this recipe key was reached: `exit_iteration` or `exit_iteration_this_run`.
     Exit(&'static str),
     /// A stop was requested.
     Stop(StopRequest),

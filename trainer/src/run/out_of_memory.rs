@@ -7,7 +7,7 @@ use candle_core::{Device, DeviceLocation};
 use candlewick_ops::{DeviceChoice, DeviceMemory, device_memory, is_out_of_memory};
 use candlewick_parallel::StoreBytes;
 
-use crate::estimate::{Capacity, ComputeDevice, EstimateReport, Setup, bytes, estimate};
+use crate::estimate::{Capacity, DeviceKind, EstimateReport, Setup, bytes, estimate};
 use crate::plan::Plan;
 
 /// The memory use of a run that ran out of device memory.
@@ -28,8 +28,8 @@ pub(super) fn explain(error: Error, plan: &Plan, device: &Device, parameters: Op
     }
     let measured = device_memory(device);
     let (compute_device, device) = match device.location() {
-        DeviceLocation::Cuda { gpu_id } => (ComputeDevice::Gpu, DeviceChoice::Cuda(gpu_id)),
-        _ => (ComputeDevice::Cpu, DeviceChoice::Cpu),
+        DeviceLocation::Cuda { gpu_id } => (DeviceKind::Gpu, DeviceChoice::Cuda(gpu_id)),
+        _ => (DeviceKind::Cpu, DeviceChoice::Cpu),
     };
     let estimate = estimated(plan, compute_device, device, measured);
     error.context(MemoryReport { device, measured, parameters, estimate }.to_string())
@@ -39,7 +39,7 @@ pub(super) fn explain(error: Error, plan: &Plan, device: &Device, parameters: Op
 /// with 90% of itself, so that settings that need less are recommended.
 fn estimated(
     plan: &Plan,
-    compute_device: ComputeDevice,
+    compute_device: DeviceKind,
     device: DeviceChoice,
     measured: Option<DeviceMemory>,
 ) -> Option<EstimateReport> {

@@ -16,8 +16,8 @@ use crate::data::{Cursor, GlobalBatch, TokenStats, TrainLoader};
 use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
-    CheckpointRecord, GpuMonitor, Memory, ModelShape, Pass, Recomputed, Reporter, ResumeRecord, RunJson, RunReport,
-    RunStart, StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
+    CheckpointRecord, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, Reporter, ResumeRecord, RunJson,
+    RunReport, RunStart, StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
 };
 use crate::recipe::OnNonfinite;
 use crate::signals::StopRequest;
@@ -227,10 +227,10 @@ impl<'a> Session<'a> {
             Work::All => (Visibility::Full, recomputed(self.run.engine.checkpointing(), self.run.engine.tiled_mlp())),
             Work::Useful => (Visibility::Causal, Vec::new()),
         };
-        let pass = if self.run.plan.model.adapter.is_some() { Pass::ADAPTER } else { Pass::TRAIN };
+        let factors = if self.run.plan.model.adapter.is_some() { FlopFactors::ADAPTER } else { FlopFactors::TRAIN };
         let of_batch = |ends: &[usize]| {
             let lengths: Vec<usize> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
-            flops(&shape, pass, visibility, &lengths) + recomputed_flops(&shape, &again, &lengths)
+            flops(&shape, factors, visibility, &lengths) + recomputed_flops(&shape, &again, &lengths)
         };
         step.micro_batches.iter().map(|batch| of_batch(&batch.cu_seqlens)).sum()
     }

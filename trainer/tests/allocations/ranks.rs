@@ -3,7 +3,7 @@
 use candlewick_comm::{Options, World, threads};
 use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::{Hub, HubSettings};
-use trainer::estimate::{Category, ComputeDevice, Setup, estimate_stage};
+use trainer::estimate::{Category, DeviceKind, Setup, estimate_stage};
 use trainer::run::{prepare_data, train};
 
 use crate::estimated::Case;
@@ -35,7 +35,7 @@ fn check_all() {
     ] {
         let case = Case::on_ranks(n_ranks, &arguments);
         let measured = train_in_process(n_ranks, &case) / n_ranks;
-        let setup = Setup::of(&case.plan, ComputeDevice::Cpu).unwrap();
+        let setup = Setup::of(&case.plan, DeviceKind::Cpu).unwrap();
         let n_stages = setup.layout.n_stages();
         let of_stage = |stage| {
             let breakdown = estimate_stage(&Setup { stage, ..setup.clone() }).peak().breakdown.clone();

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use serde_json::{Value, json};
-use trainer::estimate::{ComputeDevice, Estimate, Setup, bytes, estimate};
+use trainer::estimate::{DeviceKind, Estimate, Setup, bytes, estimate};
 use trainer::metrics::Console;
 use trainer::plan::{Environment, HubAccess, Plan, WorldInfo};
 use trainer::recipe::Loaded;
@@ -101,7 +101,7 @@ impl Case {
     }
 
     pub fn estimate(&self) -> Estimate {
-        estimate(&Setup::of(&self.plan, ComputeDevice::Cpu).unwrap())
+        estimate(&Setup::of(&self.plan, DeviceKind::Cpu).unwrap())
     }
 
     #[track_caller]

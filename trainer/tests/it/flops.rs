@@ -6,7 +6,7 @@
 use candlewick_model::{Config, Model};
 use serde::Deserialize;
 use serde_json::Value;
-use trainer::metrics::{LayerShape, ModelShape, Pass, Visibility, flops};
+use trainer::metrics::{FlopFactors, LayerShape, ModelShape, Visibility, flops};
 
 use crate::support::{Run, stderr};
 
@@ -26,17 +26,17 @@ struct Counted {
 
 #[test]
 fn a_forward_has_the_flops_that_torch_counts() {
-    check(Pass::FORWARD, |counted| Some(counted.forward));
+    check(FlopFactors::FORWARD, |counted| Some(counted.forward));
 }
 
 #[test]
 fn a_training_step_has_the_flops_that_torch_counts() {
-    check(Pass::TRAIN, |counted| Some(counted.train));
+    check(FlopFactors::TRAIN, |counted| Some(counted.train));
 }
 
 #[test]
 fn a_step_with_frozen_weights_has_the_flops_that_torch_counts() {
-    check(Pass::ADAPTER, |counted| counted.frozen);
+    check(FlopFactors::ADAPTER, |counted| counted.frozen);
 }
 
 /// torch also computes the masked pairs. Its count minus that of causal attention is the FLOPs of those pairs.
@@ -47,7 +47,11 @@ fn causal_and_windowed_attention_count_the_pairs_inside_the_mask() {
         let all_pairs: usize = lengths.iter().map(|s| s * s).sum();
         let of_a_pair = (4 * shape.layers[0].attention_width) as f64;
         let hidden: f64 = visible_pairs.iter().map(|visible| all_pairs as f64 - visible).sum();
-        assert_eq!(flops(&shape, Pass::FORWARD, Visibility::Causal, &lengths), forward - of_a_pair * hidden, "{name}");
+        assert_eq!(
+            flops(&shape, FlopFactors::FORWARD, Visibility::Causal, &lengths),
+            forward - of_a_pair * hidden,
+            "{name}"
+        );
     }
 }
 
@@ -64,7 +68,7 @@ fn the_tflops_of_a_packed_row_are_those_of_its_sequences() {
     assert_eq!((steps.len(), records.len()), (3, 3));
     for (step, record) in steps.iter().zip(records) {
         let lengths = lengths(step);
-        let work = flops(&tiny(), Pass::TRAIN, Visibility::Full, &lengths);
+        let work = flops(&tiny(), FlopFactors::TRAIN, Visibility::Full, &lengths);
         let number = |name: &str| record[name].as_f64().unwrap();
         let n_micro = step["micro_batches"].as_array().unwrap().len() as f64;
         for reported in
@@ -72,7 +76,7 @@ fn the_tflops_of_a_packed_row_are_those_of_its_sequences() {
         {
             assert!((1e12 * reported - work).abs() <= 1e-9 * work, "{reported} {work}");
         }
-        let unpacked = flops(&tiny(), Pass::TRAIN, Visibility::Full, &[lengths.iter().sum()]);
+        let unpacked = flops(&tiny(), FlopFactors::TRAIN, Visibility::Full, &[lengths.iter().sum()]);
         assert!(unpacked > 1.01 * work, "the rows are not packed: {lengths:?}");
     }
 }
@@ -90,12 +94,12 @@ fn tiny() -> ModelShape {
 }
 
 #[track_caller]
-fn check(pass: Pass, want: impl Fn(&Counted) -> Option<f64>) {
+fn check(factors: FlopFactors, want: impl Fn(&Counted) -> Option<f64>) {
     let mut n_checked = 0;
     for counted in counted() {
         let shape = shape_of(&counted.config);
         if let Some(want) = want(&counted) {
-            assert_eq!(flops(&shape, pass, Visibility::Full, &counted.lengths), want, "{}", counted.name);
+            assert_eq!(flops(&shape, factors, Visibility::Full, &counted.lengths), want, "{}", counted.name);
             n_checked += 1;
         }
     }

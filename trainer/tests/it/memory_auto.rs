@@ -7,7 +7,7 @@ use candlewick_model::Config;
 use candlewick_ops::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage};
 use candlewick_parallel::{ParamDtypes, ParamStore, ShardingGroups, StoreMode};
 use serde_json::json;
-use trainer::estimate::{Capacity, Category, ComputeDevice, FixedModes, Resource, Setup, choose, estimate, usable};
+use trainer::estimate::{Capacity, Category, DeviceKind, FixedModes, Resource, Setup, choose, estimate, usable};
 use trainer::metrics::Console;
 use trainer::plan::{BuildFeatures, CheckpointingMode, Environment, Plan, TempDir, WorldInfo};
 use trainer::recipe::{Loaded, RecipeError};
@@ -25,7 +25,7 @@ fn resolve_with(free: Option<u64>, offloads_to_ram: bool, arguments: &[&str]) ->
 }
 
 fn of_test(free: Option<u64>) -> Capacity {
-    Capacity::of(ComputeDevice::Cpu, free, "a test".into())
+    Capacity::of(DeviceKind::Cpu, free, "a test".into())
 }
 
 fn config(vocab_size: usize) -> Config {
@@ -65,7 +65,7 @@ fn resolve_on(
 fn peak(activations: &str) -> u64 {
     let argument = format!("model.activation_checkpoint={activations}");
     let plan = resolve(Some(1 << 50), &[&argument]).unwrap();
-    estimate(&Setup::of(&plan, ComputeDevice::Cpu).unwrap()).peak_bytes()
+    estimate(&Setup::of(&plan, DeviceKind::Cpu).unwrap()).peak_bytes()
 }
 
 /// Returns the smallest free memory for which `memory: auto` accepts this peak.
@@ -106,7 +106,7 @@ fn the_cheapest_modes_that_fit_are_chosen() {
 fn attention_over_long_rows_is_not_recomputed() {
     let long = "data.max_length=16384";
     let half = resolve(Some(1 << 50), &[long, "model.activation_checkpoint={every: 2}"]).unwrap();
-    let peak = estimate(&Setup::of(&half, ComputeDevice::Cpu).unwrap()).peak_bytes();
+    let peak = estimate(&Setup::of(&half, DeviceKind::Cpu).unwrap()).peak_bytes();
     let plan = resolve(Some(free_for(peak)), &[long]).unwrap();
     assert_eq!(plan.model.activations, CheckpointingMode::Selective);
 }
@@ -162,7 +162,7 @@ fn nothing_is_offloaded_to_the_same_memory() {
 fn nothing_is_offloaded_to_a_disk_without_space() {
     let free = free_for(peak("{offload: 0.25}"));
     let plan = resolve_on(Some(free), None, false, &[]).unwrap();
-    let offloaded = estimate(&Setup::of(&plan, ComputeDevice::Cpu).unwrap()).offloaded;
+    let offloaded = estimate(&Setup::of(&plan, DeviceKind::Cpu).unwrap()).offloaded;
     assert_eq!(plan.model.activations, CheckpointingMode::Offload(0.25));
     assert_eq!(
         resolve_on(Some(free), Some(offloaded), false, &[]).unwrap().model.activations,
@@ -175,10 +175,10 @@ fn nothing_is_offloaded_to_a_disk_without_space() {
 #[test]
 fn the_ram_of_a_gpus_host_is_checked_too() {
     let plan = resolve(Some(1 << 50), &["model.activation_checkpoint=offload"]).unwrap();
-    let setup = Setup::of(&plan, ComputeDevice::Gpu).unwrap();
+    let setup = Setup::of(&plan, DeviceKind::Gpu).unwrap();
     let needed = estimate(&setup).host.unwrap();
     let with =
-        |host: u64| Capacity { host: Some(host), ..Capacity::of(ComputeDevice::Gpu, Some(1 << 50), "a test".into()) };
+        |host: u64| Capacity { host: Some(host), ..Capacity::of(DeviceKind::Gpu, Some(1 << 50), "a test".into()) };
     let fixed = FixedModes { activations: true };
     assert!(choose(&setup, fixed, &with(needed)).found.is_some());
     let choice = choose(&setup, fixed, &with(needed - 1));
@@ -193,7 +193,7 @@ fn a_gpu_with_more_memory_holds_more_logits() {
     let mut plan = resolve(Some(1 << 50), &["data.max_length=16000", "model.dtype=f32"]).unwrap();
     plan.model.config = Some(config(50_000));
     let logits = |gib: u64| {
-        let capacity = Capacity::of(ComputeDevice::Gpu, Some(gib << 30), "a test".into());
+        let capacity = Capacity::of(DeviceKind::Gpu, Some(gib << 30), "a test".into());
         let estimate = estimate(&Setup::on(&plan, &capacity).unwrap());
         estimate.phases.iter().map(|phase| phase.breakdown.of(Category::Logits)).max().unwrap()
     };
@@ -213,7 +213,7 @@ fn a_mode_that_changes_the_rounding_is_not_chosen() {
 #[test]
 fn the_choice_is_a_function_of_the_plan_and_the_free_memory() {
     let plan = resolve(Some(1 << 50), &[]).unwrap();
-    let setup = Setup::of(&plan, ComputeDevice::Cpu).unwrap();
+    let setup = Setup::of(&plan, DeviceKind::Cpu).unwrap();
     for bytes in [1 << 20, peak("full"), peak("none"), 1 << 50] {
         let capacity = of_test(Some(bytes));
         assert_eq!(choose(&setup, FixedModes::default(), &capacity), choose(&setup, FixedModes::default(), &capacity));
@@ -253,7 +253,7 @@ const PADDING: u64 = 8 * 23 * 512;
 
 #[test]
 fn the_estimate_of_an_8_bit_base_is_the_size_of_its_store() {
-    let dense = Setup::of(&resolve(Some(1 << 50), &["model.peft_config={r: 8}"]).unwrap(), ComputeDevice::Cpu).unwrap();
+    let dense = Setup::of(&resolve(Some(1 << 50), &["model.peft_config={r: 8}"]).unwrap(), DeviceKind::Cpu).unwrap();
     let model = dense.model.clone().with_frozen_storage(WeightStorage::Quantized(&INT8));
     let quantized = Setup { model, ..dense.clone() };
     let stored = |setup: &Setup| {

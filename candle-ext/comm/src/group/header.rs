@@ -6,7 +6,7 @@ use bytemuck::{Pod, cast_slice, cast_slice_mut};
 
 use crate::arguments::MAX_DIMS;
 use crate::element::DTYPES;
-use crate::{Call, Op, Reduce};
+use crate::{CollectiveCall, Op, Reduce};
 
 /// Largest tensor, in bytes, that is sent inline with its header. Its all-reduce takes one exchange.
 pub(super) const INLINE_BYTES: usize = 8 * (HANDSHAKE_WORDS - HEADER_WORDS);
@@ -40,7 +40,7 @@ pub(super) struct CallHeader {
 
 impl CallHeader {
     /// Describes `call`. `digest` covers the lists of a split.
-    pub(super) fn new(call: &Call, digest: u64) -> Self {
+    pub(super) fn new(call: &CollectiveCall, digest: u64) -> Self {
         let (kind, detail) = match call.op {
             Op::Barrier => (0, 0),
             Op::AllReduce(Reduce::Sum) => (1, 0),
@@ -91,7 +91,7 @@ impl CallHeader {
     }
 
     /// Returns the call that the header describes.
-    pub(super) fn call(&self, group: &Arc<str>) -> Call {
+    pub(super) fn call(&self, group: &Arc<str>) -> CollectiveCall {
         let op = match self.kind {
             1 => Op::AllReduce([Reduce::Sum, Reduce::Max, Reduce::Min][self.detail.min(2) as usize]),
             2 => Op::AllGather,
@@ -103,7 +103,7 @@ impl CallHeader {
             _ => Op::Barrier,
         };
         let dtype = self.dtype.checked_sub(1).and_then(|code| DTYPES.get(code as usize).copied());
-        Call { group: Arc::clone(group), number: self.number, op, dtype, shape: self.shape() }
+        CollectiveCall { group: Arc::clone(group), number: self.number, op, dtype, shape: self.shape() }
     }
 
     fn shape(&self) -> Vec<usize> {
@@ -155,7 +155,7 @@ mod tests {
     #[track_caller]
     fn check(op: Op, shape: &[usize]) -> CallHeader {
         let dtype = (!shape.is_empty()).then_some(DType::BF16);
-        let call = Call { group: "world".into(), number: 1 << 40, op, dtype, shape: shape.to_vec() };
+        let call = CollectiveCall { group: "world".into(), number: 1 << 40, op, dtype, shape: shape.to_vec() };
         let header = CallHeader { rows_sent: 3, rows_expected: 4, ..CallHeader::new(&call, 5) };
         assert_eq!(CallHeader::decode(&header.encode()), header);
         assert_eq!(header.call(&call.group), call);

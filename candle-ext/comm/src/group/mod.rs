@@ -16,7 +16,7 @@ use crate::fnv1a::fnv1a;
 use crate::sync::lock;
 use crate::thread_pool::ThreadPool;
 use crate::transport::{Transport, TransportError};
-use crate::{Call, Collective, Op, Pending, Recv, Reduce, Result, Solo, arguments};
+use crate::{Collective, CollectiveCall, Op, Pending, Recv, Reduce, Result, Solo, arguments};
 use exchange::Scratch;
 use worker::{ByteCounter, GroupWorker};
 
@@ -79,12 +79,12 @@ impl TransportGroup {
         &self,
         op: Op,
         x: Option<&Tensor>,
-        body: impl FnOnce(&mut GroupWorker, &Call) -> Result<T, TransportError> + Send + 'static,
+        body: impl FnOnce(&mut GroupWorker, &CollectiveCall) -> Result<T, TransportError> + Send + 'static,
     ) -> Result<Pending<T>> {
         let mut queue = lock(&self.queue);
         let count = if matches!(op, Op::SendRecv { .. }) { &mut queue.n_sends } else { &mut queue.n_calls };
         *count += 1;
-        let call = Call::new(&self.name, *count, op, x);
+        let call = CollectiveCall::new(&self.name, *count, op, x);
         self.trace.record(&call);
         let (sender, pending) = Pending::started(&call);
         let job: Job = Box::new(move |worker| {
@@ -100,7 +100,7 @@ impl TransportGroup {
         &self,
         op: Op,
         x: &Tensor,
-        body: impl FnOnce(&mut GroupWorker, &Call, &Tensor) -> Result<Tensor, TransportError> + Send + 'static,
+        body: impl FnOnce(&mut GroupWorker, &CollectiveCall, &Tensor) -> Result<Tensor, TransportError> + Send + 'static,
     ) -> Result<Pending> {
         arguments::tensor(op.name(), x)?;
         // Release the autograd graph that led to x.

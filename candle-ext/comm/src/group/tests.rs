@@ -7,7 +7,7 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
-use crate::{Call, Collective, Options, RankFailure, Reduce, Result, World, threads};
+use crate::{Collective, CollectiveCall, Options, RankFailure, Reduce, Result, World, threads};
 
 /// Thread transport whose connections of a two-rank subgroup are faulty.
 struct Broken {
@@ -46,7 +46,7 @@ impl Transport for Broken {
         if members.len() == 2 { (self.open)() } else { self.sound.open(id, members) }
     }
 
-    fn set_current_call(&self, id: &str, call: Option<&Call>) {
+    fn set_current_call(&self, id: &str, call: Option<&CollectiveCall>) {
         self.sound.set_current_call(id, call);
     }
 }

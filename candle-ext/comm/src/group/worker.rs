@@ -12,7 +12,7 @@ use crate::call::span;
 use crate::element::{ReduceElement, TensorBytes, combine, tensor, with_type};
 use crate::panic::panic_message;
 use crate::transport::{Connections, Transport, TransportError};
-use crate::{Call, Op, Recv, Reduce, Result};
+use crate::{CollectiveCall, Op, Recv, Reduce, Result};
 
 /// State of the thread.
 pub(super) struct GroupWorker {
@@ -53,7 +53,7 @@ impl GroupWorker {
     /// Runs one call. Fails if the world has failed, and aborts the world if the call fails or panics.
     pub(super) fn run<T>(
         &mut self,
-        call: &Call,
+        call: &CollectiveCall,
         body: impl FnOnce(&mut Self) -> Result<T, TransportError>,
     ) -> Result<T> {
         if let Some(failure) = self.transport.failure() {
@@ -70,7 +70,12 @@ impl GroupWorker {
         done
     }
 
-    pub(super) fn all_reduce(&mut self, call: &Call, x: &Tensor, op: Reduce) -> Result<Tensor, TransportError> {
+    pub(super) fn all_reduce(
+        &mut self,
+        call: &CollectiveCall,
+        x: &Tensor,
+        op: Reduce,
+    ) -> Result<Tensor, TransportError> {
         let x = &TensorBytes::new(x)?;
         let handshakes = self.check_call_with(call, x)?;
         with_type!(dtype(call), T => tensor_from::<T>(&call.shape, |out| {
@@ -84,7 +89,7 @@ impl GroupWorker {
         }))
     }
 
-    pub(super) fn all_gather(&mut self, call: &Call, x: &Tensor) -> Result<Tensor, TransportError> {
+    pub(super) fn all_gather(&mut self, call: &CollectiveCall, x: &Tensor) -> Result<Tensor, TransportError> {
         let x = &TensorBytes::new(x)?;
         let handshakes = self.check_call_with(call, x)?;
         let shape = with_rows(call, call.shape[0] * self.members.len());
@@ -98,7 +103,7 @@ impl GroupWorker {
         })
     }
 
-    pub(super) fn reduce_scatter(&mut self, call: &Call, x: &Tensor) -> Result<Tensor, TransportError> {
+    pub(super) fn reduce_scatter(&mut self, call: &CollectiveCall, x: &Tensor) -> Result<Tensor, TransportError> {
         let x = &TensorBytes::new(x)?;
         let handshakes = self.check_call_with(call, x)?;
         let shape = with_rows(call, call.shape[0] / self.members.len());
@@ -116,7 +121,7 @@ impl GroupWorker {
 
     pub(super) fn all_to_all(
         &mut self,
-        call: &Call,
+        call: &CollectiveCall,
         x: &Tensor,
         send: &[usize],
         recv: &[usize],
@@ -136,7 +141,12 @@ impl GroupWorker {
         })
     }
 
-    pub(super) fn broadcast(&mut self, call: &Call, x: &Tensor, root: usize) -> Result<Tensor, TransportError> {
+    pub(super) fn broadcast(
+        &mut self,
+        call: &CollectiveCall,
+        x: &Tensor,
+        root: usize,
+    ) -> Result<Tensor, TransportError> {
         let x = &TensorBytes::new(x)?;
         let handshakes = self.check_call_with(call, x)?;
         tensor_from_bytes(dtype(call), &call.shape, |out| {
@@ -150,7 +160,7 @@ impl GroupWorker {
 
     pub(super) fn send_recv(
         &mut self,
-        call: &Call,
+        call: &CollectiveCall,
         x: Option<(&Tensor, usize)>,
         recv: Option<&Recv>,
     ) -> Result<Option<Tensor>, TransportError> {
@@ -176,13 +186,13 @@ impl GroupWorker {
     }
 
     /// Waits until all ranks have made this call. Fails if their calls do not match.
-    pub(super) fn check_call(&mut self, call: &Call, digest: u64) -> Result<(), TransportError> {
+    pub(super) fn check_call(&mut self, call: &CollectiveCall, digest: u64) -> Result<(), TransportError> {
         let received = self.exchange_all(vec![CallHeader::new(call, digest).encode(); self.members.len()])?;
         self.compare(&headers(&received))
     }
 
     /// Waits until all ranks have made this call and returns their handshakes, which hold small tensors inline.
-    fn check_call_with(&mut self, call: &Call, x: &TensorBytes) -> Result<Vec<Handshake>, TransportError> {
+    fn check_call_with(&mut self, call: &CollectiveCall, x: &TensorBytes) -> Result<Vec<Handshake>, TransportError> {
         let handshake = handshake(&CallHeader::new(call, 0), Some(x))?;
         let received = self.exchange_all(vec![handshake; self.members.len()])?;
         self.compare(&headers(&received))?;
@@ -231,7 +241,7 @@ impl GroupWorker {
     /// Exchanges the handshakes of a send_recv. The receiver compares the sender's call with its own.
     fn exchange_handshakes(
         &mut self,
-        call: &Call,
+        call: &CollectiveCall,
         outgoing: Option<&(TensorBytes, usize)>,
         recv: Option<&Recv>,
     ) -> Result<Option<Handshake>, TransportError> {
@@ -253,7 +263,7 @@ impl GroupWorker {
         Ok(Some(received))
     }
 
-    fn compare_send(&self, call: &Call, sent: &CallHeader, recv: &Recv) -> Result<(), TransportError> {
+    fn compare_send(&self, call: &CollectiveCall, sent: &CallHeader, recv: &Recv) -> Result<(), TransportError> {
         let theirs = sent.call(&self.group);
         let [sender, receiver] = [recv.from, self.me].map(|rank| self.who(rank));
         let is_meant = matches!(theirs.op, Op::SendRecv { .. }) && theirs.number == self.n_received[recv.from];
@@ -297,11 +307,11 @@ fn headers(handshakes: &[Handshake]) -> Vec<CallHeader> {
     handshakes.iter().map(CallHeader::decode).collect()
 }
 
-fn dtype(call: &Call) -> DType {
+fn dtype(call: &CollectiveCall) -> DType {
     call.dtype.expect("the call has a tensor")
 }
 
-fn with_rows(call: &Call, n_rows: usize) -> Vec<usize> {
+fn with_rows(call: &CollectiveCall, n_rows: usize) -> Vec<usize> {
     [&[n_rows], &call.shape[1..]].concat()
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::{Call, Op};
+use crate::{CollectiveCall, Op};
 
 /// Heartbeat of a rank, with the last call of each of its groups.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -26,7 +26,7 @@ struct LastCall {
 
 /// Stalled call of a group, seen by rank `own` of the group.
 pub(crate) struct StalledCall<'a> {
-    pub(crate) call: &'a Call,
+    pub(crate) call: &'a CollectiveCall,
     pub(crate) group_id: &'a str,
     /// Names of the group's ranks.
     pub(crate) names: &'a [String],
@@ -35,7 +35,7 @@ pub(crate) struct StalledCall<'a> {
 
 impl Heartbeat {
     /// Records that a group enters a call.
-    pub(crate) fn record(&mut self, id: &str, call: &Call) {
+    pub(crate) fn record(&mut self, id: &str, call: &CollectiveCall) {
         let last = self.last_calls.entry(id.to_owned()).or_default();
         if !matches!(call.op, Op::SendRecv { .. }) {
             last.n_calls = call.number;
@@ -117,11 +117,11 @@ mod tests {
     use super::*;
     use crate::Reduce;
 
-    fn call(number: u64, op: Op) -> Call {
-        Call { group: "world".into(), number, op, dtype: Some(candle_core::DType::F32), shape: vec![3] }
+    fn call(number: u64, op: Op) -> CollectiveCall {
+        CollectiveCall { group: "world".into(), number, op, dtype: Some(candle_core::DType::F32), shape: vec![3] }
     }
 
-    fn heartbeat(count: u64, begun: &[Call]) -> Option<Heartbeat> {
+    fn heartbeat(count: u64, begun: &[CollectiveCall]) -> Option<Heartbeat> {
         let mut heartbeat = Heartbeat { count, ..Heartbeat::default() };
         begun.iter().for_each(|call| heartbeat.record("world", call));
         Some(heartbeat)

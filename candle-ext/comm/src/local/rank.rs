@@ -14,7 +14,7 @@ use crate::failure::{FailureMonitor, StoreArbiter};
 use crate::liveness::{Wait, WaitGraph, deadline};
 use crate::peer::PeerInfo;
 use crate::transport::TransportError;
-use crate::{Call, Cause, RankFailure};
+use crate::{Cause, CollectiveCall, RankFailure};
 
 /// Timeout for the reason why a rank closed a socket: its leave message or its exit.
 const CLOSE_REASON_TIMEOUT: Duration = Duration::from_secs(5);
@@ -45,7 +45,7 @@ pub(super) struct LocalState {
     /// True for ranks that have connected to this one. Their streams in `control` may have closed since.
     connected: Vec<bool>,
     pub(super) control: Vec<Option<Arc<UnixStream>>>,
-    current_calls: BTreeMap<String, Call>,
+    current_calls: BTreeMap<String, CollectiveCall>,
     wait_graph: WaitGraph,
     pub(super) stopping: bool,
 }
@@ -135,7 +135,7 @@ impl LocalRank {
         }
     }
 
-    pub(super) fn set_current_call(&self, id: &str, call: Option<&Call>) {
+    pub(super) fn set_current_call(&self, id: &str, call: Option<&CollectiveCall>) {
         let mut state = self.monitor.lock();
         match call {
             Some(call) => state.current_calls.insert(id.to_owned(), call.clone()),

@@ -18,7 +18,7 @@ use crate::liveness::deadline;
 use crate::peer::PeerInfo;
 use crate::rendezvous::PeerRendezvous;
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
-use crate::{Call, Options, RankFailure, Result};
+use crate::{CollectiveCall, Options, RankFailure, Result};
 
 /// Requested send buffer of a socket. The kernel may grant less.
 const BUFFER_BYTES: usize = 1 << 20;
@@ -149,7 +149,7 @@ impl Transport for UnixSocketTransport {
         Ok(Box::new(UnixSocketConnections::new(streams, members.to_vec(), Arc::clone(&self.shared), self.timeout)))
     }
 
-    fn set_current_call(&self, id: &str, call: Option<&Call>) {
+    fn set_current_call(&self, id: &str, call: Option<&CollectiveCall>) {
         self.shared.set_current_call(id, call);
     }
 }

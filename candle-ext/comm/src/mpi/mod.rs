@@ -19,7 +19,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
-use crate::{Call, Error, Options, RankFailure, Result, World};
+use crate::{CollectiveCall, Error, Options, RankFailure, Result, World};
 use connections::MpiConnections;
 use progress::ProgressThread;
 use rank::MpiRank;
@@ -95,7 +95,7 @@ impl Transport for MpiTransport {
     }
 
     // mpirun or srun reports the exit of a rank.
-    fn set_current_call(&self, _id: &str, _call: Option<&Call>) {}
+    fn set_current_call(&self, _id: &str, _call: Option<&CollectiveCall>) {}
 }
 
 impl Drop for MpiTransport {

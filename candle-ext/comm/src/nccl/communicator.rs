@@ -4,18 +4,18 @@ use std::ffi::c_int;
 use std::ptr::null_mut;
 
 use super::api::{CommHandle, IN_PROGRESS, Nccl, NcclConfig, SUCCESS, StreamHandle, UniqueId, nccl};
-use super::memory::DeviceAddress;
+use super::memory::DevicePointer;
 use crate::Reduce;
 
 /// NCCL operation. `n` counts elements of the `ncclDataType_t` `dtype`.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum NcclOp {
-    AllReduce { from: DeviceAddress, to: DeviceAddress, n: usize, dtype: c_int, op: Reduce },
-    AllGather { from: DeviceAddress, to: DeviceAddress, n: usize, dtype: c_int },
-    ReduceScatter { from: DeviceAddress, to: DeviceAddress, n: usize, dtype: c_int },
-    Broadcast { from: DeviceAddress, to: DeviceAddress, n: usize, dtype: c_int, root: usize },
-    Send { from: DeviceAddress, n: usize, dtype: c_int, peer: usize },
-    Receive { to: DeviceAddress, n: usize, dtype: c_int, peer: usize },
+    AllReduce { from: DevicePointer, to: DevicePointer, n: usize, dtype: c_int, op: Reduce },
+    AllGather { from: DevicePointer, to: DevicePointer, n: usize, dtype: c_int },
+    ReduceScatter { from: DevicePointer, to: DevicePointer, n: usize, dtype: c_int },
+    Broadcast { from: DevicePointer, to: DevicePointer, n: usize, dtype: c_int, root: usize },
+    Send { from: DevicePointer, n: usize, dtype: c_int, peer: usize },
+    Receive { to: DevicePointer, n: usize, dtype: c_int, peer: usize },
 }
 
 /// NCCL communicator. Dropping it aborts it, unless it was destroyed.

@@ -23,7 +23,7 @@ use crate::sync::lock;
 use crate::thread_pool::ThreadPool;
 use crate::transport::{FailureChannel, TransportError};
 use crate::watchdog::Watchdog;
-use crate::{Call, Collective, Error, Op, Pending, Recv, Reduce, Result, Solo};
+use crate::{Collective, CollectiveCall, Error, Op, Pending, Recv, Reduce, Result, Solo};
 
 /// Implementation of [`Collective`] over an NCCL communicator.
 pub(super) struct NcclGroup {
@@ -76,13 +76,13 @@ impl NcclGroup {
         &self,
         op: Op,
         x: Option<&Tensor>,
-        body: impl FnOnce(&mut NcclWorker, &Call, Ticket) -> Result<T, TransportError> + Send + 'static,
+        body: impl FnOnce(&mut NcclWorker, &CollectiveCall, Ticket) -> Result<T, TransportError> + Send + 'static,
     ) -> Result<Pending<T>> {
         // The lock keeps the tickets in the order of the group's calls.
         let mut queue = lock(&self.queue);
         let count = if matches!(op, Op::SendRecv { .. }) { &mut queue.n_sends } else { &mut queue.n_calls };
         *count += 1;
-        let call = Call::new(&self.name, *count, op, x);
+        let call = CollectiveCall::new(&self.name, *count, op, x);
         self.trace.record(&call);
         let ticket = self.order.ticket();
         let (sender, pending) = Pending::started(&call);
@@ -329,7 +329,7 @@ fn connect_subgroup(
 }
 
 /// Fails if this rank's lists differ from those of another rank.
-fn check_lists(worker: &NcclWorker, call: &Call, id: &str, digest: u64) -> Result<(), TransportError> {
+fn check_lists(worker: &NcclWorker, call: &CollectiveCall, id: &str, digest: u64) -> Result<(), TransportError> {
     let own = digest.to_le_bytes();
     let store = worker.rank.watchdog.store()?;
     let first = store.compare_set(&format!("split/{id}"), &[], &own);

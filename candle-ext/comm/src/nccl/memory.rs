@@ -13,9 +13,9 @@ use crate::element::with_type;
 
 /// Device address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct DeviceAddress(u64);
+pub(super) struct DevicePointer(u64);
 
-impl DeviceAddress {
+impl DevicePointer {
     /// Returns the address `n_bytes` further on.
     pub(super) fn after(self, n_bytes: usize) -> Self {
         Self(self.0 + n_bytes as u64)
@@ -31,12 +31,12 @@ impl DeviceAddress {
 }
 
 /// Returns the address of a contiguous tensor's first element.
-pub(super) fn address(x: &Tensor) -> Result<DeviceAddress> {
+pub(super) fn address(x: &Tensor) -> Result<DevicePointer> {
     let (storage, layout) = x.storage_and_layout();
     let Some((start, _)) = layout.contiguous_offsets() else { bail!("expected a contiguous tensor") };
     let Storage::Cuda(storage) = &*storage else { bail!("expected a tensor on a GPU") };
     let base = with_type!(storage.dtype(), T => base::<T>(storage)?);
-    Ok(DeviceAddress(base + (start * x.dtype().size_in_bytes()) as u64))
+    Ok(DevicePointer(base + (start * x.dtype().size_in_bytes()) as u64))
 }
 
 /// Copies a tensor to the host on `stream`, without waiting for the tensor's own stream.

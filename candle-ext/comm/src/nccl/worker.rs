@@ -17,7 +17,7 @@ use super::launch_order::{LaunchOrder, Ticket};
 use super::memory::read_words;
 use crate::transport::{FailureChannel, TransportError};
 use crate::watchdog::Watchdog;
-use crate::{Call, Cause, RankFailure, Recv, Result, store};
+use crate::{Cause, CollectiveCall, RankFailure, Recv, Result, store};
 
 /// Interval between polls of the calls in flight.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -60,7 +60,7 @@ pub(super) struct NcclWorker {
 
 /// Call that is enqueued on the stream.
 struct InFlightCall {
-    call: Call,
+    call: CollectiveCall,
     /// Event after which the inputs are ready.
     ready: CudaEvent,
     done: Arc<CudaEvent>,
@@ -138,7 +138,7 @@ impl NcclWorker {
     /// Runs one call. Fails if the world has failed, and aborts the world if the call fails.
     pub(super) fn run_call<T>(
         &mut self,
-        call: &Call,
+        call: &CollectiveCall,
         body: impl FnOnce(&mut Self) -> Result<T, TransportError>,
     ) -> Result<T> {
         if let Some(failure) = self.rank.watchdog.failure() {
@@ -160,7 +160,7 @@ impl NcclWorker {
     /// Enqueues a call on the stream and returns the event of its completion. Keeps its tensors until then.
     pub(super) fn enqueue(
         &mut self,
-        call: &Call,
+        call: &CollectiveCall,
         ticket: Ticket,
         launch: Launch,
     ) -> Result<Arc<CudaEvent>, TransportError> {
@@ -191,7 +191,7 @@ impl NcclWorker {
     }
 
     /// Waits for the event `done`.
-    pub(super) fn await_done(&mut self, call: &Call, done: &CudaEvent) -> Result<(), TransportError> {
+    pub(super) fn await_done(&mut self, call: &CollectiveCall, done: &CudaEvent) -> Result<(), TransportError> {
         let began = Instant::now();
         while !done.try_is_complete().map_err(cuda)? {
             self.check()?;
@@ -286,7 +286,7 @@ impl NcclWorker {
     }
 
     /// Aborts the world because of the error of `call`, and the running operations. Returns the world's first failure.
-    fn fail(&mut self, call: &Call, error: TransportError) -> RankFailure {
+    fn fail(&mut self, call: &CollectiveCall, error: TransportError) -> RankFailure {
         let failure = error.fail_call(&*self.rank.watchdog, &self.members, call);
         self.abort();
         failure
@@ -308,7 +308,7 @@ impl NcclWorker {
         }
     }
 
-    fn diagnose_timeout(&self, call: &Call) -> Option<TransportError> {
+    fn diagnose_timeout(&self, call: &CollectiveCall) -> Option<TransportError> {
         self.rank.watchdog.diagnose_timeout(&self.id, &self.members, call)
     }
 

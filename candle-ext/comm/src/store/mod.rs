@@ -34,7 +34,7 @@ pub enum Error {
         /// Error of the last attempt.
         source: std::io::Error,
     },
-    /// The server did not answer within the timeout, or closed the connection.
+    /// The server accepted the connection, but did not answer the handshake.
     #[error("connect to the store at {host}:{port}: the server there does not answer as a TCPStore: {source}")]
     Unanswered {
         /// Host of the server.

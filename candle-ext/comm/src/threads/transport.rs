@@ -11,7 +11,7 @@ use crate::failure::FailureMonitor;
 use crate::liveness::{Wait, WaitGraph};
 use crate::sync::{ignore_poison, lock};
 use crate::transport::{Connections, FailureChannel, Transport, TransportError};
-use crate::{Call, RankFailure};
+use crate::{CollectiveCall, RankFailure};
 
 /// Returns the transport of each rank.
 pub(crate) fn transports(world: &Arc<SharedWorld>, size: usize) -> impl Iterator<Item = Arc<dyn Transport>> {
@@ -112,7 +112,7 @@ impl Transport for ThreadTransport {
         Ok(Box::new(ThreadConnections { id: id.to_owned(), me, members, group, world: Arc::clone(&self.world) }))
     }
 
-    fn set_current_call(&self, _id: &str, _call: Option<&Call>) {}
+    fn set_current_call(&self, _id: &str, _call: Option<&CollectiveCall>) {}
 }
 
 /// Connections of one rank in a group.

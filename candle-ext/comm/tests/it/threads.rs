@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::threads::run;
-use candlewick_comm::{Call, Collective, Error, Op, Options, Recv, Reduce, Result, Solo, World};
+use candlewick_comm::{Collective, CollectiveCall, Error, Op, Options, Recv, Reduce, Result, Solo, World};
 
 /// Timeout that no test is meant to reach.
 const PATIENT: Options = Options { timeout: Duration::from_secs(60), record: false };
@@ -406,7 +406,7 @@ fn recorded_sequences_are_equal_across_ranks() {
     assert!(calls.iter().all(|rank| *rank == calls[0]));
     let shown: Vec<String> = calls[0].iter().map(|call| format!("{}: {call}", call.group)).collect();
     assert_eq!(shown, ["world: split 1", "part: all_gather 1 (f32 [2, 2])", "world: all_reduce 2 (max, f32 [3])"]);
-    let want = Call { group: "world".into(), number: 1, op: Op::Split, dtype: None, shape: vec![] };
+    let want = CollectiveCall { group: "world".into(), number: 1, op: Op::Split, dtype: None, shape: vec![] };
     assert_eq!(calls[0][0], want);
 }
 

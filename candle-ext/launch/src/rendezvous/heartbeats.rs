@@ -13,7 +13,7 @@ pub(super) struct Heartbeats {
     /// Name of the counters in the store.
     name: &'static str,
     /// Longest time without a heartbeat of a live node.
-    keep_alive: Duration,
+    heartbeat_timeout: Duration,
     last_seen: BTreeMap<usize, LastHeartbeat>,
 }
 
@@ -26,8 +26,8 @@ struct LastHeartbeat {
 }
 
 impl Heartbeats {
-    pub(super) fn new(generation: usize, name: &'static str, keep_alive: Duration) -> Self {
-        Self { generation, name, keep_alive, last_seen: BTreeMap::new() }
+    pub(super) fn new(generation: usize, name: &'static str, heartbeat_timeout: Duration) -> Self {
+        Self { generation, name, heartbeat_timeout, last_seen: BTreeMap::new() }
     }
 
     /// Increments this node's counter.
@@ -53,7 +53,7 @@ impl Heartbeats {
     }
 
     fn is_fresh(&self, last: LastHeartbeat) -> bool {
-        Instant::now() < last.changed_at + self.keep_alive
+        Instant::now() < last.changed_at + self.heartbeat_timeout
     }
 
     fn read(&mut self, store: &Client, index: usize) -> Result<LastHeartbeat, Error> {

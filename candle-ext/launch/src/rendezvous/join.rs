@@ -88,7 +88,7 @@ impl Rendezvous {
     fn claim_node_rank(&self, pending: PendingNode, interrupted: Interrupted) -> Result<()> {
         let store_error = |source| self.store_error(source);
         let (key, own) = (pending.own_key("record"), self.own.json());
-        let mut heartbeats = Heartbeats::new(pending.generation, WAITING_HEARTBEATS, self.keep_alive);
+        let mut heartbeats = Heartbeats::new(pending.generation, WAITING_HEARTBEATS, self.heartbeat_timeout);
         let mut expected = Vec::new();
         loop {
             let other = self.store.compare_set(&key, &expected, &own).map_err(store_error)?;
@@ -128,7 +128,7 @@ impl Rendezvous {
         let store_error = |source| self.store_error(source);
         let join_timeout_error = |(timeout, missing)| self.join_timeout_error(timeout, missing);
         let key = pending.key("participants");
-        let mut heartbeats = Heartbeats::new(pending.generation, WAITING_HEARTBEATS, self.keep_alive);
+        let mut heartbeats = Heartbeats::new(pending.generation, WAITING_HEARTBEATS, self.heartbeat_timeout);
         let mut quorum = Quorum::of(&self.plan, self.nodes);
         loop {
             if self.store.check(&[&key]).map_err(store_error)? {

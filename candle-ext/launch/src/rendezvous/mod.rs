@@ -47,7 +47,7 @@ pub struct Rendezvous {
     nodes: NodeRange,
     plan: RendezvousPlan,
     monitor_interval: Duration,
-    keep_alive: Duration,
+    heartbeat_timeout: Duration,
     own: NodeRecord,
     /// This node's rank in the current generation.
     node_rank: Option<NodeRank>,
@@ -71,7 +71,7 @@ impl Rendezvous {
             server => server?,
         };
         let address = address_of(endpoint, server.as_ref(), is_single_node);
-        let store = connect(&address, timeout, plan.keep_alive.max(MIN_REPLY_TIMEOUT), interrupted)?;
+        let store = connect(&address, timeout, plan.heartbeat_timeout.max(MIN_REPLY_TIMEOUT), interrupted)?;
         let own = Participant {
             host: plan.local_addr.clone().unwrap_or_else(|| node_info.hostname.clone()),
             n_workers: plan.local_world_size,
@@ -86,7 +86,7 @@ impl Rendezvous {
             nodes: plan.nodes,
             plan: plan.rendezvous.clone(),
             monitor_interval: plan.monitor_interval,
-            keep_alive: plan.keep_alive,
+            heartbeat_timeout: plan.heartbeat_timeout,
             own: NodeRecord::new(own, RendezvousSettings::of(plan)),
             node_rank: None,
         })
@@ -189,7 +189,7 @@ impl Rendezvous {
     /// Waits for a failure published by another node, at most for the heartbeat timeout.
     pub fn wait_for_peer_failure(&self, interrupted: Interrupted) -> Option<String> {
         let node = self.node_rank.filter(|node| node.n_nodes > 1)?;
-        let deadline = Instant::now() + self.keep_alive;
+        let deadline = Instant::now() + self.heartbeat_timeout;
         while Instant::now() < deadline && interrupted().is_none() {
             if let Some(text) = peer_monitor::read_entry(&self.store, node, "failed").ok()? {
                 return Some(text);
@@ -207,7 +207,7 @@ impl Rendezvous {
             return;
         }
         self.close_rendezvous(node);
-        let mut heartbeats = PeerHeartbeats::new(node, self.keep_alive);
+        let mut heartbeats = PeerHeartbeats::new(node, self.heartbeat_timeout);
         while heartbeats.are_peers_alive(&self.store) && interrupted().is_none() {
             std::thread::sleep(POLL_INTERVAL);
         }
@@ -218,7 +218,7 @@ impl Rendezvous {
             RendezvousPlan::Static { .. } => None,
             RendezvousPlan::Dynamic(_) => Some(self.nodes.max),
         };
-        PeerMonitorSettings { max_nodes, interval: self.monitor_interval, keep_alive: self.keep_alive }
+        PeerMonitorSettings { max_nodes, interval: self.monitor_interval, heartbeat_timeout: self.heartbeat_timeout }
     }
 
     /// Returns the timeout of the rendezvous.

@@ -26,7 +26,7 @@ pub(super) struct PeerMonitorSettings {
     pub(super) max_nodes: Option<usize>,
     pub(super) interval: Duration,
     /// Longest time without a heartbeat of a live node.
-    pub(super) keep_alive: Duration,
+    pub(super) heartbeat_timeout: Duration,
 }
 
 impl PeerMonitor {
@@ -34,7 +34,7 @@ impl PeerMonitor {
         let stop = Arc::new(AtomicBool::new(false));
         let should_stop = Arc::clone(&stop);
         let thread = thread::spawn(move || {
-            let mut heartbeats = PeerHeartbeats::new(node, settings.keep_alive);
+            let mut heartbeats = PeerHeartbeats::new(node, settings.heartbeat_timeout);
             let mut has_reported = false;
             while !should_stop.load(Ordering::Relaxed) {
                 let event = match poll_peers(&store, node, settings.max_nodes, &mut heartbeats) {
@@ -124,15 +124,15 @@ fn needs_rerendezvous(store: &Client, node: NodeRank, max_nodes: usize) -> Resul
 /// The heartbeats of this node and of the other nodes.
 pub(super) struct PeerHeartbeats {
     node: NodeRank,
-    keep_alive: Duration,
+    heartbeat_timeout: Duration,
     next: Instant,
     heartbeats: Heartbeats,
 }
 
 impl PeerHeartbeats {
-    pub(super) fn new(node: NodeRank, keep_alive: Duration) -> Self {
-        let heartbeats = Heartbeats::new(node.generation, "beats", keep_alive);
-        Self { node, keep_alive, next: Instant::now(), heartbeats }
+    pub(super) fn new(node: NodeRank, heartbeat_timeout: Duration) -> Self {
+        let heartbeats = Heartbeats::new(node.generation, "beats", heartbeat_timeout);
+        Self { node, heartbeat_timeout, next: Instant::now(), heartbeats }
     }
 
     /// Sends this node's heartbeat. Returns the failure of a node whose heartbeat timeout has passed.
@@ -141,11 +141,11 @@ impl PeerHeartbeats {
         if now < self.next {
             return Ok(None);
         }
-        self.next = now + (self.keep_alive / 5).min(Duration::from_secs(1));
+        self.next = now + (self.heartbeat_timeout / 5).min(Duration::from_secs(1));
         self.heartbeats.beat(store, self.node.group_rank)?;
         for group_rank in self.peers() {
             if !self.heartbeats.may_be_alive(store, group_rank)? && !self.is_gone(store, group_rank)? {
-                let text = format!("node {group_rank} sent no heartbeat for {:?}", self.keep_alive);
+                let text = format!("node {group_rank} sent no heartbeat for {:?}", self.heartbeat_timeout);
                 return Ok(Some(PeerEvent::Failed(text)));
             }
         }

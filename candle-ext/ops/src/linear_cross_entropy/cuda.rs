@@ -301,7 +301,7 @@ impl<'a> CudaLmHead<'a> {
         let Sizes { v, d, .. } = self.sizes;
         let dx_chunk = Out::new(self.gpu, self.x.dtype(), chunk.len * d)?;
         let gemm = Gemm {
-            a: Matrix::plain(d_logits.address).with_stride(self.stride()),
+            a: Matrix::plain(d_logits.address).with_row_stride(self.stride()),
             b: Matrix::plain(address(OP, self.w)?),
             c: dx_chunk.address,
             ..Gemm::new([chunk.len, d, v], self.x.dtype())
@@ -316,7 +316,7 @@ impl<'a> CudaLmHead<'a> {
     fn grad_w(&self, d_logits: &Out, x: &Out, chunk: Chunk, (dw, accumulate): &(Tensor, Accumulate)) -> Result<()> {
         let adds = *accumulate == Accumulate::Add || chunk.start > 0;
         let gemm = Gemm {
-            a: Matrix::transposed(d_logits.address).with_stride(self.stride()),
+            a: Matrix::transposed(d_logits.address).with_row_stride(self.stride()),
             b: Matrix::plain(x.address),
             c: address(OP, dw)?,
             c_dtype: dw.dtype(),

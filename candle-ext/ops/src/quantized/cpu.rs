@@ -99,7 +99,7 @@ pub(super) fn quantize(x: Floats<'_>, format: &QuantFormat, shape: QuantShape) -
     let codes = SortedCodes::of(format);
     let max_code = format.max_code();
     let blocks_a_row = shape.blocks_a_row();
-    let mut bytes = vec![0; shape.n_bytes()];
+    let mut bytes = vec![0; shape.weight_bytes()];
     let (code_bytes, scale_bytes) = bytes.split_at_mut(shape.scales_start());
     let strips = code_bytes[..n * k].par_chunks_mut((block_rows * k).max(1));
     let scales = scale_bytes.par_chunks_mut((blocks_a_row * size_of::<f32>()).max(1));

@@ -79,7 +79,7 @@ impl WeightStorage {
     pub fn n_elements(&self, shape: &[usize]) -> Result<usize> {
         match self {
             Self::Dense | Self::F32 => Ok(shape.iter().product()),
-            Self::Quantized(format) => Ok(format.shape(shape)?.n_bytes()),
+            Self::Quantized(format) => Ok(format.shape(shape)?.weight_bytes()),
         }
     }
 }
@@ -113,8 +113,8 @@ impl QuantFormat {
 }
 
 impl QuantShape {
-    /// Returns the bytes of codes, padding and scales.
-    pub(crate) fn n_bytes(&self) -> usize {
+    /// Returns the bytes of the whole weight: codes, padding and scales.
+    pub(crate) fn weight_bytes(&self) -> usize {
         self.scales_start() + self.n_scales() * size_of::<f32>()
     }
 

@@ -27,15 +27,15 @@ pub fn quantize(x: &Tensor, format: &QuantFormat) -> Result<Tensor> {
     let shape = format.shape(x.dims())?;
     let x = to_host(&x.detach())?.contiguous()?;
     let bytes = cpu::quantize(host("quantize", &x)?.floats()?, format, shape)?;
-    Tensor::from_vec(bytes, shape.n_bytes(), x.device())
+    Tensor::from_vec(bytes, shape.weight_bytes(), x.device())
 }
 
 /// Dequantizes `bytes` to a matrix of `shape`, each element rounded once to `dtype`.
 pub fn dequantize(bytes: &Tensor, format: &QuantFormat, shape: &[usize], dtype: DType) -> Result<Tensor> {
     check_dtype("dequantize", "the output", dtype)?;
     let sizes = format.shape(shape)?;
-    if bytes.dtype() != DType::U8 || bytes.elem_count() != sizes.n_bytes() {
-        bail!("dequantize: want {} bytes, got {:?} {:?}", sizes.n_bytes(), bytes.dtype(), bytes.dims())
+    if bytes.dtype() != DType::U8 || bytes.elem_count() != sizes.weight_bytes() {
+        bail!("dequantize: want {} bytes, got {:?} {:?}", sizes.weight_bytes(), bytes.dtype(), bytes.dims())
     }
     let bytes = bytes.contiguous()?;
     on_device!("dequantize", bytes, {

@@ -46,7 +46,7 @@ impl ShardedAdamW {
         Ok(Self { shards: layout.trainable().map(shard).collect::<Result<_>>()? })
     }
 
-    /// Returns the state of a group; `None` for a frozen one.
+    /// Returns the AdamW state of a parameter group; `None` for a frozen group.
     pub(crate) fn shard(&self, group_idx: usize) -> Option<&AdamWShard> {
         self.shards.get(&group_idx)
     }

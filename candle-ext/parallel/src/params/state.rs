@@ -40,7 +40,7 @@ impl ParamStore {
         specs.filter_map(|(unit_idx, spec)| self.state(unit_idx, spec).transpose()).collect()
     }
 
-    /// Returns the state of a trainable parameter, if this rank's shard overlaps it.
+    /// Returns a parameter's state; `None` if it is frozen or outside this rank's shard.
     fn state(&self, unit_idx: usize, spec: &ParamSpec) -> Result<Option<ParamState>> {
         let (group_idx, group, param) = self.layout.find(unit_idx, &spec.name);
         let (Some(optimizer), Some(piece)) = (self.optimizer.shard(group_idx), param.piece(&group.shard)) else {

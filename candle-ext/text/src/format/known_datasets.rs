@@ -23,7 +23,7 @@ pub fn known_role_mapping(id: &str) -> Option<&'static [(&'static str, &'static 
     })
 }
 
-/// Returns the names of `train` and `eval` in a well-known data set.
+/// Returns pairs of `train` or `eval` and the name of that split in a well-known data set.
 pub fn known_split_mapping(id: &str) -> &'static [(&'static str, &'static str)] {
     match id {
         "HuggingFaceH4/ultrachat_200k" => &[("train", "train_sft"), ("eval", "test_sft")],

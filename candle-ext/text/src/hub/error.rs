@@ -166,7 +166,7 @@ pub enum HubError {
         /// Present and missing files.
         problem: String,
     },
-    /// The cache cannot be read or written.
+    /// The Hub cache cannot be read or written.
     #[error("use the cache {}: {source}", path.display())]
     Cache {
         /// The file or folder.

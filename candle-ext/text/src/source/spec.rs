@@ -57,7 +57,7 @@ impl DatasetSpec {
                 if name.trim().is_empty() {
                     return Err(wrong("there is no name before the colon".into()));
                 }
-                Ok(Self { name: name.trim().to_owned(), parts: SplitSlice::parse_all(split)? })
+                Ok(Self { name: name.trim().to_owned(), parts: SplitSlice::parse_plus_joined(split)? })
             }
             _ => Ok(Self { name: text.to_owned(), parts: Vec::new() }),
         }
@@ -66,7 +66,7 @@ impl DatasetSpec {
 
 impl SplitSlice {
     /// Parses `train`, `train[:10]` or several such slices joined by `+`.
-    pub fn parse_all(text: &str) -> Result<Vec<Self>, SourceError> {
+    pub fn parse_plus_joined(text: &str) -> Result<Vec<Self>, SourceError> {
         text.split('+').map(|part| Self::parse(part.trim())).collect()
     }
 
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     fn rows(slice: &str, n_rows: usize) -> Result<Range<usize>, String> {
-        let parts = SplitSlice::parse_all(slice).map_err(|e| e.to_string())?;
+        let parts = SplitSlice::parse_plus_joined(slice).map_err(|e| e.to_string())?;
         parts[0].slice.resolve(n_rows)
     }
 
@@ -206,7 +206,7 @@ mod tests {
         #[test]
         fn any_brackets_are_a_slice_or_an_error(inside in "[-0-9:%_. e]{0,14}", n_rows: usize) {
             let n_rows = n_rows >> 2;
-            if let Ok(parts) = SplitSlice::parse_all(&format!("train[{inside}]"))
+            if let Ok(parts) = SplitSlice::parse_plus_joined(&format!("train[{inside}]"))
                 && let Ok(range) = parts[0].slice.resolve(n_rows)
             {
                 prop_assert!(range.start < range.end && range.end <= n_rows);

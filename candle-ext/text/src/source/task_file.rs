@@ -61,7 +61,7 @@ pub(super) fn select_task_file(
     let best: Vec<&Candidate> = of_split.into_iter().filter(|candidate| candidate.naming == naming).collect();
     let [one] = best.as_slice() else { return Err(several(&best, query.split, names)) };
     if naming < Naming::OwnFolder {
-        check_unnamed(one, &all, query.split, names)?;
+        check_only_candidate(one, &all, query.split, names)?;
     }
     check_shards(&one.files)?;
     Ok(SplitSelection { files: one.files.clone(), split: one.split.clone().unwrap_or_else(|| query.split.to_owned()) })
@@ -144,8 +144,8 @@ fn split_name(all: &[Candidate], query: &SplitQuery, remedy: &str) -> Result<Opt
     pick(&labels, query).map(|name| Some(name.to_owned()))
 }
 
-/// Rejects an only file that may belong to another task.
-fn check_unnamed(one: &Candidate, all: &[Candidate], split: &str, names: &TaskFileNames) -> Result<(), String> {
+/// Returns an error if the only candidate file of the split may belong to another task.
+fn check_only_candidate(one: &Candidate, all: &[Candidate], split: &str, names: &TaskFileNames) -> Result<(), String> {
     let named: Vec<&Candidate> = all.iter().filter(|candidate| candidate.naming >= Naming::OwnFolder).collect();
     if !named.is_empty() {
         let shown = listed(named);

@@ -196,8 +196,8 @@ impl ChatTemplate {
         };
         for (text, source) in [
             (TEXT, source::plain(&source)),
-            (MARKED, source::with_loop_marks(&source)),
-            (BLOCKS, source::with_generation_marks(&source)),
+            (MARKED, source::mark_generation_blocks_and_loops(&source)),
+            (BLOCKS, source::mark_generation_blocks(&source)),
         ] {
             limits::add_template(&mut environment, text, source).map_err(unusable)?;
         }

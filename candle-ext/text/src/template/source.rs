@@ -18,14 +18,14 @@ pub(super) fn plain(source: &str) -> String {
 }
 
 /// Inserts a marker at each end of a `generation` block.
-pub(super) fn with_generation_marks(source: &str) -> String {
+pub(super) fn mark_generation_blocks(source: &str) -> String {
     rewrite(source, generation_mark)
 }
 
-/// Inserts markers as [`with_generation_marks`] does, and also in loops.
+/// Inserts markers as [`mark_generation_blocks`] does, and also in loops.
 ///
 /// Each iteration begins with a marker that has the loop's variables. Each loop ends with one.
-pub(super) fn with_loop_marks(source: &str) -> String {
+pub(super) fn mark_generation_blocks_and_loops(source: &str) -> String {
     let mut open_loops = Vec::new();
     let mut n_loops = 0;
     rewrite(source, |tag| match tag.keyword {

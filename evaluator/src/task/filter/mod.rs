@@ -91,7 +91,9 @@ fn step(node: &TaskNode) -> Result<Arc<dyn Filter>, ConfigError> {
         "remove_whitespace" => Arc::new(transform::MapText(|text| text::strip(text).to_owned())),
         "map" => Arc::new(transform::ValueMap::read(&keys)?),
         "regex" => Arc::new(RegexExtract::read(&keys)?),
-        "multi_choice_regex" => Arc::new(multi_choice::MultiChoice::read(&keys, multi_choice::ChoiceSource::Column)?),
+        "multi_choice_regex" => {
+            Arc::new(multi_choice::MultiChoiceRegexFilter::read(&keys, multi_choice::ChoiceSource::Column)?)
+        }
         "custom" => custom(&keys)?,
         other => return Err(unknown(entry, other)),
     })

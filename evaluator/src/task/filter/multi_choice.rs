@@ -40,7 +40,7 @@ pub(super) enum ChoiceSource {
 
 /// Filter `multi_choice_regex`.
 #[derive(Debug)]
-pub(super) struct MultiChoice {
+pub(super) struct MultiChoiceRegexFilter {
     family: RegexFilterConfig,
     choices: ChoiceSource,
 }
@@ -50,7 +50,7 @@ const KEYS: [&str; 7] =
 
 /// Reads a `multi_choice_regex` filter that takes the choices from the column `input`.
 pub(crate) fn multi_choice_in_input(keys: &YamlMap) -> Result<Arc<dyn Filter>, ConfigError> {
-    Ok(Arc::new(MultiChoice::read(keys, ChoiceSource::Input)?))
+    Ok(Arc::new(MultiChoiceRegexFilter::read(keys, ChoiceSource::Input)?))
 }
 
 impl IgnoredText {
@@ -107,7 +107,8 @@ impl RegexFilterConfig {
     }
 }
 
-impl MultiChoice {
+impl MultiChoiceRegexFilter {
+    /// Reads the filter from its keys in a task's `filter_list`.
     pub(super) fn read(keys: &YamlMap, choices: ChoiceSource) -> Result<Self, ConfigError> {
         keys.deny_unknown(&KEYS)?;
         Ok(Self { family: RegexFilterConfig::read(keys, None)?, choices })
@@ -132,7 +133,7 @@ impl MultiChoice {
     }
 }
 
-impl Filter for MultiChoice {
+impl Filter for MultiChoiceRegexFilter {
     fn apply(&self, answers: ResponseValue, doc: &Map<String, Json>) -> Result<ResponseValue, String> {
         let choices = self.choices(doc)?;
         let letters: Vec<char> = (0..choices.len()).map(letter).collect();

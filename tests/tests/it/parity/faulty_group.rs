@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use candlewick_comm::{Call, Collective, Pending, Recv, Reduce, Result, Solo};
+use candlewick_comm::{Collective, CollectiveCall, Pending, Recv, Reduce, Result, Solo};
 
 /// Group over which losses and counts are summed. It has no faults: a fault must show in gradients or weights.
 const LOSS_GROUP: &str = "pp-dp_replicate-dp_shard-cp-sp";
@@ -19,7 +19,7 @@ pub(crate) struct GroupOp {
 
 impl GroupOp {
     /// Returns the collectives of these calls that faults can be injected into.
-    pub(crate) fn used_in(calls: &[Call]) -> BTreeSet<Self> {
+    pub(crate) fn used_in(calls: &[CollectiveCall]) -> BTreeSet<Self> {
         const OPS: [&str; 5] = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv"];
         let ops = calls.iter().map(|call| Self { group: call.group.to_string(), op: call.op.name() });
         ops.filter(|it| OPS.contains(&it.op) && it.group != LOSS_GROUP).collect()

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
-use candlewick_comm::{Call, Options, World, sum, threads};
+use candlewick_comm::{CollectiveCall, Options, World, sum, threads};
 use candlewick_model::{RouterLoss, TiledMlp};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
@@ -123,7 +123,7 @@ struct RankResult {
     grads: Vec<ParamShard>,
     weights: Vec<ParamShard>,
     used: BTreeSet<GroupOp>,
-    calls: Vec<Call>,
+    calls: Vec<CollectiveCall>,
 }
 
 /// Trains [`STEPS`] steps on the ranks of `strategy`.
@@ -179,7 +179,7 @@ pub(crate) fn run_with(
 }
 
 /// Lists the calls of a rank by group, operation and number. Shapes may differ: ranks of another group may have more tokens.
-fn order(calls: &[Call]) -> Vec<String> {
+fn order(calls: &[CollectiveCall]) -> Vec<String> {
     calls.iter().map(|call| format!("{} {} {}", call.group, call.op.name(), call.number)).collect()
 }
 

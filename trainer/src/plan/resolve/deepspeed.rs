@@ -70,7 +70,8 @@ enum DisabledValue {
     False,
 }
 
-pub(super) fn check(resolver: &mut Resolver) {
+/// Reports unsupported keys and values of the recipe's `deepspeed` section.
+pub(super) fn check_section(resolver: &mut Resolver) {
     let mut leaves = Vec::new();
     collect("", &resolver.recipe().deepspeed, &mut leaves);
     for (key, value) in leaves {

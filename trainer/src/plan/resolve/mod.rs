@@ -38,7 +38,7 @@ impl Plan {
     pub fn resolve(loaded: &Loaded, env: &Environment) -> Result<Self, RecipeError> {
         let mut resolver = Resolver::new(loaded, env);
         refused::check(&mut resolver);
-        deepspeed::check(&mut resolver);
+        deepspeed::check_section(&mut resolver);
         let kind = batches::resolve_kind(&mut resolver);
         let model = model::resolve(&mut resolver);
         let tokenizer = model::resolve_tokenizer(&mut resolver);

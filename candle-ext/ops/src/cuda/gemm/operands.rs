@@ -44,7 +44,7 @@ impl Matrix {
         Self { address, is_transposed: true, stride: None }
     }
 
-    pub(crate) fn with_stride(self, stride: usize) -> Self {
+    pub(crate) fn with_row_stride(self, stride: usize) -> Self {
         Self { stride: Some(stride), ..self }
     }
 
