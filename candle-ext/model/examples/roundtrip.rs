@@ -86,6 +86,7 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
         tiled_mlp: TiledMlp::Off,
         router_losses: &[],
         valid_rows: None,
+        expert_counts: None,
         parallel_ops: &SingleDevice,
     };
     let mut x = model.embed(&units[0], &Tensor::new(ids, &Device::Cpu)?, &SingleDevice)?;

@@ -9,7 +9,7 @@ use candlewick_ops::{
 
 use crate::moe::Moe;
 use crate::{
-    ExpertCall, LayerSpec, Linear, MixerSpec, MlpSpec, QkNorm, RouterLoss, SelfAttentionSpec, SwiGluSpec,
+    ExpertCall, ExpertCounts, LayerSpec, Linear, MixerSpec, MlpSpec, QkNorm, RouterLoss, SelfAttentionSpec, SwiGluSpec,
     dropout::DropoutScope, norm::Norm,
 };
 
@@ -112,6 +112,8 @@ pub struct ForwardContext<'a> {
     pub router_losses: &'a [RouterLoss],
     /// Rows of the residual stream that are no padding, u32 [n]; `None` for all. Router losses count these alone.
     pub valid_rows: Option<&'a Tensor>,
+    /// Sums of expert selections; `None` if they are not wanted.
+    pub expert_counts: Option<&'a ExpertCounts>,
     /// Collectives and attention of this rank.
     pub parallel_ops: &'a dyn ParallelOps,
 }
@@ -168,7 +170,7 @@ impl Layer {
             mlp_norm: Norm { weight: get(&spec.mlp_norm())?, eps: spec.norm_eps },
             mlp: match &spec.mlp {
                 MlpSpec::SwiGlu(mlp) => Mlp::SwiGlu(SwiGlu::build(mlp, get)?),
-                MlpSpec::Moe(moe) => Mlp::Moe(Moe::build(moe, get)?),
+                MlpSpec::Moe(moe) => Mlp::Moe(Moe::build(moe, spec.layer_idx, get)?),
             },
         })
     }

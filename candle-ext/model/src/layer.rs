@@ -138,6 +138,14 @@ impl LayerSpec {
         layer_name(self.layer_idx)
     }
 
+    /// Returns the number of routed experts; `None` for a dense MLP.
+    pub fn n_experts(&self) -> Option<usize> {
+        match &self.mlp {
+            MlpSpec::SwiGlu(_) => None,
+            MlpSpec::Moe(moe) => Some(moe.n_experts),
+        }
+    }
+
     /// Returns the linear layers in forward order.
     pub fn linears(&self) -> impl Iterator<Item = &LinearSpec> {
         self.mixer.linears().chain(self.mlp.linears())

@@ -7,10 +7,12 @@ use candle_core::{DType, Result, Tensor};
 use candlewick_ops::{self as ops, OutputDtype, RouterSpec, Routing, TokenCount, Weight};
 
 use crate::block::{ForwardContext, SwiGlu};
+use crate::expert_counts::counts;
 use crate::{Linear, MoeSpec, SharedExpertSpec};
 
 /// Router, routed experts and shared expert of a layer.
 pub(crate) struct Moe {
+    layer_idx: usize,
     router: RouterSpec,
     router_weight: Weight,
     expert_bias: Option<Weight>,
@@ -46,8 +48,13 @@ struct SharedExpert {
 
 impl Moe {
     /// Builds the layer from the parameters that `get` returns by name.
-    pub(crate) fn build(spec: &MoeSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
+    pub(crate) fn build(
+        spec: &MoeSpec,
+        layer_idx: usize,
+        get: &mut impl FnMut(&str) -> Result<Weight>,
+    ) -> Result<Self> {
         Ok(Self {
+            layer_idx,
             router: spec.router,
             router_weight: get(&spec.router_weight.weight_name())?,
             expert_bias: spec.expert_bias.then(|| get(&spec.expert_bias_name())).transpose()?,
@@ -67,15 +74,17 @@ impl Moe {
         }
     }
 
-    /// Selects the experts of each token, and adds the router's losses to the tape.
+    /// Selects the experts of each token, counts them, and adds the router's losses to the tape.
     fn route(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Routing> {
         let logits_te = ops::linear(x_td, &self.router_weight, None, OutputDtype::F32)?;
         let bias = self.expert_bias.as_ref().map(|bias| bias.value()?.to_dtype(DType::F32)).transpose()?;
         let routing = ops::route(&logits_te, bias.as_ref(), self.router)?;
-        context
-            .router_losses
-            .iter()
-            .try_for_each(|loss| loss.record(&logits_te, &routing, self.router.score, context))?;
+        if context.expert_counts.is_some() || !context.router_losses.is_empty() {
+            let counts_e = counts(&routing, context.valid_rows)?;
+            context.expert_counts.map_or(Ok(()), |sums| sums.add(self.layer_idx, &counts_e))?;
+            let mut losses = context.router_losses.iter();
+            losses.try_for_each(|loss| loss.record(&logits_te, &counts_e, self.router.score, context))?;
+        }
         Ok(routing)
     }
 }

@@ -1,7 +1,7 @@
 //! Auxiliary losses of the router.
 
-use candle_core::{DType, Result, Tensor};
-use candlewick_ops::{self as ops, ExpertAssignment, Routing, ScoreFunction};
+use candle_core::{Result, Tensor};
+use candlewick_ops::{self as ops, ScoreFunction};
 
 use crate::ForwardContext;
 
@@ -26,11 +26,11 @@ impl RouterLoss {
         }
     }
 
-    /// Adds the loss of f32 logits [t, e], summed over the tokens that are no padding, to the tape.
+    /// Adds the loss of f32 logits [t, e] and of the experts' selections f32 [e], summed over the tokens that are no padding, to the tape.
     pub(crate) fn record(
         self,
         logits_te: &Tensor,
-        routing: &Routing,
+        counts_e: &Tensor,
         score: ScoreFunction,
         context: &ForwardContext,
     ) -> Result<()> {
@@ -40,7 +40,7 @@ impl RouterLoss {
         };
         let loss = match self {
             Self::LoadBalancing => {
-                let counts_e = context.parallel_ops.sum_over_micro_batch(&counts(routing, context.valid_rows)?)?;
+                let counts_e = context.parallel_ops.sum_over_micro_batch(counts_e)?;
                 let n_experts = counts_e.dim(0)? as f64;
                 let total = counts_e.sum_all()?.maximum(1f32)?;
                 let fractions_e = counts_e.broadcast_div(&total)?.affine(n_experts, 0.0)?;
@@ -49,19 +49,5 @@ impl RouterLoss {
             Self::Z => ops::router_z_loss(logits_te)?,
         };
         ops::auxiliary_loss(self.name(), &loss)
-    }
-}
-
-/// Returns the number of selections of each expert, f32 [e], over the tokens that are no padding.
-fn counts(routing: &Routing, valid_rows: Option<&Tensor>) -> Result<Tensor> {
-    let assignment = &routing.assignment;
-    match valid_rows {
-        None => assignment.counts(),
-        Some(rows) if rows.elem_count() == 0 => {
-            Tensor::zeros(assignment.n_experts(), DType::F32, assignment.experts.device())
-        }
-        Some(rows) => {
-            ExpertAssignment::new(&assignment.experts.index_select(rows, 0)?, assignment.n_experts())?.counts()
-        }
     }
 }

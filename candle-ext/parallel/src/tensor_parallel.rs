@@ -34,6 +34,14 @@ impl TensorParallel {
         }
     }
 
+    /// Sums vectors over the ranks that split the residual stream.
+    pub(crate) fn sum_over_residual_ranks(&self, vectors: &[Tensor]) -> Result<Vec<Tensor>> {
+        match self.sequence_parallel {
+            SequenceParallel::Off => Ok(vectors.to_vec()),
+            SequenceParallel::On => vectors.iter().map(|x| Ok(self.ranks.all_reduce(x, Reduce::Sum)?)).collect(),
+        }
+    }
+
     /// Returns the rows of this rank's residual stream, of `n_tokens` tokens.
     pub(crate) fn residual_rows(&self, n_tokens: usize) -> std::ops::Range<usize> {
         match self.sequence_parallel {

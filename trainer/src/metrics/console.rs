@@ -105,6 +105,7 @@ pub(super) fn detailed_step_line(record: &StepRecord, total_steps: usize) -> Str
         format!("step time: {}", duration(record.step_time)),
         format!("step tflops: {}", tflops(record.step_tflops)),
     ];
+    fields.extend(record.expert_load.as_ref().map(|load| format!("busiest expert: {:.2}x mean", load.max_over_mean)));
     fields.extend(record.mfu.map(|mfu| format!("mfu: {:.1}%", 100.0 * mfu)));
     fields.push(format!("seqlen: {}", quantity(round(record.seqlen))));
     fields.push(format!("epoch: {}", record.epoch));

@@ -3,6 +3,7 @@
 //! The training loop passes a `StepRecord` for each step to the `Reporter`. Nothing here measures time.
 
 mod console;
+mod experts;
 mod flops;
 mod format;
 mod gpu;
@@ -14,6 +15,7 @@ mod reporter;
 mod run_json;
 
 pub use console::{AboveBars, Terminal, eval_line, show_bar, step_line, tasks_line};
+pub use experts::{ExpertLoad, LayerLoad};
 pub use flops::{
     FlopFactors, LayerShape, ModelShape, Recomputed, Visibility, flops, gpu_peak, model_flops_utilization,
     recomputed_flops,

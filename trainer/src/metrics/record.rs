@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::experts::ExpertLoad;
 use super::gpu::GpuMemory;
 use super::memory::Memory;
 
@@ -22,6 +23,9 @@ pub struct StepRecord {
     /// Mean of each auxiliary loss by name, without its coefficient.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub auxiliary_losses: BTreeMap<String, f64>,
+    /// Load of the experts, for a model with experts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expert_load: Option<ExpertLoad>,
     /// The gradient norm before clipping.
     pub grad_norm: f64,
     /// The loss scale of the next step, in half precision.
@@ -120,6 +124,7 @@ pub(super) fn example() -> StepRecord {
         lr: 1e-5,
         loss: 1.23456,
         auxiliary_losses: BTreeMap::new(),
+        expert_load: None,
         grad_norm: 0.5119,
         loss_scale: None,
         seqlen: 32_000.0,

@@ -16,8 +16,8 @@ use crate::data::{Cursor, GlobalBatch, TokenStats, TrainLoader};
 use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
-    CheckpointRecord, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, Reporter, ResumeRecord, RunJson,
-    RunReport, RunStart, StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
+    CheckpointRecord, ExpertLoad, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, Reporter, ResumeRecord,
+    RunJson, RunReport, RunStart, StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
 };
 use crate::recipe::OnNonfinite;
 use crate::signals::StopRequest;
@@ -194,6 +194,7 @@ impl<'a> Session<'a> {
             lr: outcome.lr,
             loss: outcome.loss,
             auxiliary_losses: outcome.auxiliary.clone(),
+            expert_load: ExpertLoad::of(&outcome.expert_counts),
             grad_norm: decision.norm,
             loss_scale: (self.run.plan.optimizer.loss_scaling != LossScaling::NONE).then_some(decision.next.loss_scale),
             seqlen: padded as f64 / n_micros,

@@ -24,6 +24,8 @@ pub(super) struct StepOutcome {
     pub(super) loss: f64,
     /// The mean of each auxiliary loss, by name.
     pub(super) auxiliary: BTreeMap<String, f64>,
+    /// Selections of each expert, by MoE layer.
+    pub(super) expert_counts: Vec<Vec<f32>>,
     /// The decision of the gradient scaler.
     pub(super) decision: StepDecision,
     /// The time since the step started, or since the step before was done if that was later.
@@ -132,7 +134,7 @@ impl PendingStep {
     ) -> Result<(GlobalBatch, StepOutcome)> {
         let Self { step, own, data_world, number, lr, started, launch_time, in_flight } = self;
         let was_done = in_flight.is_ready();
-        let StepResult { own_losses, losses, auxiliary, verdict: decision } = in_flight.wait()?;
+        let StepResult { own_losses, losses, auxiliary, expert_counts, verdict: decision } = in_flight.wait()?;
         let elapsed = started.max(since).elapsed();
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
         if decision.outcome == UpdateOutcome::NonFinite {
@@ -141,7 +143,7 @@ impl PendingStep {
             stop_or_warn(NonFinite { step: number, what, rows }, on_nonfinite)?;
         }
         let compute = if was_done { launch_time } else { elapsed };
-        Ok((step, StepOutcome { number, lr, loss, auxiliary, decision, elapsed, compute }))
+        Ok((step, StepOutcome { number, lr, loss, auxiliary, expert_counts, decision, elapsed, compute }))
     }
 }
 

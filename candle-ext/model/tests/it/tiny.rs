@@ -96,6 +96,7 @@ impl Tiny {
             tiled_mlp: TiledMlp::Off,
             router_losses: &[],
             valid_rows: None,
+            expert_counts: None,
             parallel_ops: &SingleDevice,
         };
         let mut x = self.model.embed(&self.weights[0], ids, &SingleDevice)?;

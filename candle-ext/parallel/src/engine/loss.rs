@@ -33,6 +33,8 @@ pub struct StepLosses {
     pub micros: Vec<Tensor>,
     /// Sum of each auxiliary loss over layers and micro-batches, f32 scalars in the order of [`StepLoss::auxiliary`].
     pub auxiliary: Vec<Tensor>,
+    /// Selections of each expert of each MoE layer, f32 [e] by layer; zeros for layers of other pipeline stages.
+    pub expert_counts: Vec<Tensor>,
 }
 
 /// Sums of the auxiliary losses of a running step.

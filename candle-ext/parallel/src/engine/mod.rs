@@ -271,6 +271,7 @@ impl Engine {
             tiled_mlp,
             router_losses: &[],
             valid_rows: None,
+            expert_counts: None,
             parallel_ops,
         }
     }

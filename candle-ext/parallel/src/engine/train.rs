@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Result, Tensor};
-use candlewick_model::{ForwardContext, ParallelOps};
+use candlewick_model::{ExpertCounts, ForwardContext, ParallelOps};
 use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, save_outputs, span, spin_workers};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
@@ -49,8 +49,9 @@ struct MicroBatchState<'m> {
 }
 
 /// A pass over a model chunk, with its position in the step.
-struct Pass {
+struct Pass<'a> {
     chunk_pass: ChunkPass,
+    expert_counts: &'a ExpertCounts,
     micro_batch: MicroBatch,
     /// True if the next pass is this one's backward.
     backward_is_next: bool,
@@ -71,6 +72,7 @@ impl Engine {
     ) -> Result<StepLosses> {
         let loss = &loss.into();
         let mut auxiliary = AuxiliarySums::new(loss);
+        let expert_counts = ExpertCounts::default();
         let n_tokens = micros.iter().map(Micro::n_valid_tokens).collect::<Result<Vec<_>>>()?;
         let micros: Vec<_> = micros.iter().map(|micro| micro.padded(self.multiple())).collect::<Result<_>>()?;
         let unknown = || Tensor::zeros((), DType::F32, &self.device);
@@ -92,7 +94,7 @@ impl Engine {
                             none.insert(self.begin(&micros[chunk_pass.micro], n_tokens[chunk_pass.micro], key)?)
                         }
                     };
-                    let pass = Pass { chunk_pass, micro_batch, backward_is_next };
+                    let pass = Pass { chunk_pass, expert_counts: &expert_counts, micro_batch, backward_is_next };
                     let (loss, activations) = self
                         .with_parallel_ops(None, |parallel_ops| self.forward_chunk(&pass, state, loss, parallel_ops))?;
                     state.activations.insert(chunk_pass.chunk, activations);
@@ -102,7 +104,8 @@ impl Engine {
                 }
                 StageStep::Backward(_) => {
                     let _span = span("micro-batch", "backward");
-                    let pass = Pass { chunk_pass, micro_batch, backward_is_next: false };
+                    let backward_is_next = false;
+                    let pass = Pass { chunk_pass, expert_counts: &expert_counts, micro_batch, backward_is_next };
                     let state = states[chunk_pass.micro].as_mut().expect("a forward comes before its backward");
                     let activations =
                         state.activations.remove(&chunk_pass.chunk).expect("a chunk's activations are saved once");
@@ -118,7 +121,9 @@ impl Engine {
         }
         self.pipeline.finish()?;
         self.store.wait_grad_reduction()?;
-        Ok(StepLosses { micros: sums, auxiliary: auxiliary.finish(&self.device)? })
+        let auxiliary = self.sum_over_residual_ranks(auxiliary.finish(&self.device)?)?;
+        let expert_counts = self.sum_over_residual_ranks(self.counts_of_layers(expert_counts)?)?;
+        Ok(StepLosses { micros: sums, auxiliary, expert_counts })
     }
 
     /// Splits a padded micro-batch, of which the first `n_tokens` tokens are no padding.
@@ -129,11 +134,30 @@ impl Engine {
         Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, valid_rows, activations: HashMap::new() })
     }
 
+    /// Returns the expert selections of each MoE layer, f32 [e]; zeros for layers of other stages.
+    fn counts_of_layers(&self, counts: ExpertCounts) -> Result<Vec<Tensor>> {
+        let mut counts = counts.into_layers();
+        let layers = self.model.layers().filter_map(|layer| Some((layer.layer_idx, layer.n_experts()?)));
+        let of_layer = |(layer_idx, n_experts): (usize, usize)| match counts.remove(&layer_idx) {
+            Some(counts) => Ok(counts),
+            None => Tensor::zeros(n_experts, DType::F32, &self.device),
+        };
+        layers.map(of_layer).collect()
+    }
+
+    /// Sums vectors over the tensor parallel ranks, if these split the residual stream.
+    fn sum_over_residual_ranks(&self, vectors: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        match &self.tensor {
+            Some(tensor) if !vectors.is_empty() => tensor.sum_over_residual_ranks(&vectors),
+            _ => Ok(vectors),
+        }
+    }
+
     /// Returns the rows of this rank's residual stream among the first `n_tokens` of a padded micro-batch; `None` if
-    /// they are all, or if no loss depends on it.
+    /// they are all, or if there are no routers.
     fn valid_rows(&self, micro: &Micro, n_tokens: usize) -> Result<Option<Tensor>> {
         let n_padded = micro.seqs.n_tokens();
-        if n_tokens == n_padded || self.router_losses.is_empty() {
+        if n_tokens == n_padded || self.experts.is_none() {
             return Ok(None);
         }
         let own = self.of_own_tokens(&Tensor::arange(0u32, n_padded as u32, &Device::Cpu)?, micro)?.to_vec1::<u32>()?;
@@ -149,14 +173,16 @@ impl Engine {
     /// Runs the forward of a model chunk, including embedding and head if it has them.
     fn forward_chunk(
         &self,
-        pass: &Pass,
+        pass: &Pass<'_>,
         state: &MicroBatchState,
         loss: &StepLoss,
         parallel_ops: &dyn ParallelOps,
     ) -> Result<(Option<Tensor>, ChunkActivations)> {
         let (layout, stage, chunk) = (self.pipeline.layout(), self.pipeline.stage(), pass.chunk_pass.chunk);
         let micro = &state.part.micro;
-        let context = self.training_context(state, parallel_ops);
+        // The forward that backward repeats does not count.
+        let context =
+            ForwardContext { expert_counts: Some(pass.expert_counts), ..self.training_context(state, parallel_ops) };
         let (embedded, mut x) = match layout.is_first(stage, chunk) {
             true => {
                 let tape = Tape::record(&[], || self.model.embed(self.store.fetch(0)?, &micro.ids, parallel_ops))?;
@@ -193,7 +219,7 @@ impl Engine {
     /// Runs the backward of a model chunk, including the embedding if it has one.
     fn backward_chunk(
         &self,
-        pass: &Pass,
+        pass: &Pass<'_>,
         state: &MicroBatchState,
         activations: ChunkActivations,
         parallel_ops: &dyn ParallelOps,

@@ -33,6 +33,8 @@ pub struct OptimizerStep<'a> {
 pub struct InFlightStep {
     n_micros: usize,
     auxiliary: Vec<AuxiliaryLoss>,
+    /// Number of experts of each MoE layer.
+    n_experts: Vec<usize>,
     readout: DeviceReadback,
 }
 
@@ -45,6 +47,8 @@ pub struct StepResult {
     pub losses: Vec<f32>,
     /// Mean of each auxiliary loss by name, without its coefficient.
     pub auxiliary: BTreeMap<String, f64>,
+    /// Selections of each expert, by MoE layer.
+    pub expert_counts: Vec<Vec<f32>>,
     /// Gradient norm, and the decision to update, skip or stop.
     pub verdict: StepDecision,
 }
@@ -63,13 +67,16 @@ impl Engine {
         self.store.zero_grads()?;
         let loss = StepLoss { objective, scale, auxiliary: batch.auxiliary };
         let losses = self.forward_backward(batch.micros, loss, |micro_idx| batch.dropout_keys[micro_idx])?;
-        let own = Tensor::stack(&[losses.micros, losses.auxiliary].concat(), 0)?;
+        let scalars = Tensor::stack(&[losses.micros, losses.auxiliary].concat(), 0)?;
+        let n_experts: Vec<usize> = losses.expert_counts.iter().map(Tensor::elem_count).collect();
+        let own = Tensor::cat(&[vec![scalars], losses.expert_counts].concat(), 0)?;
         let of_all = self.group.all_reduce(&own, Reduce::Sum)?;
         let _span = span("optimizer", "");
         scaler.update(&self.store.grad_squares()?, &of_all, [adamw.beta1, adamw.beta2])?;
         self.store.step(adamw, scaler)?;
         let readout = DeviceReadback::start(&Tensor::cat(&[&own, &of_all, scaler.state()], 0)?)?;
-        Ok(InFlightStep { n_micros: batch.micros.len(), auxiliary: batch.auxiliary.to_vec(), readout })
+        let (n_micros, auxiliary) = (batch.micros.len(), batch.auxiliary.to_vec());
+        Ok(InFlightStep { n_micros, auxiliary, n_experts, readout })
     }
 }
 
@@ -82,14 +89,18 @@ impl InFlightStep {
     /// Waits for the step and returns its results.
     pub fn wait(self) -> Result<StepResult> {
         let numbers = self.readout.wait()?;
-        let (own, rest) = numbers.split_at(self.n_micros + self.auxiliary.len());
+        let n_own = self.n_micros + self.auxiliary.len() + self.n_experts.iter().sum::<usize>();
+        let (own, rest) = numbers.split_at(n_own);
         let (of_all, state) = rest.split_at(own.len());
-        let (losses, auxiliary) = of_all.split_at(self.n_micros);
+        let (losses, rest) = of_all.split_at(self.n_micros);
+        let (auxiliary, mut counts) = rest.split_at(self.auxiliary.len());
+        let mut counts_of = |n: &usize| counts.split_off(..*n).unwrap_or_default().to_vec();
         let mean = |(loss, sum): (&AuxiliaryLoss, &f32)| (loss.name.clone(), loss.mean(f64::from(*sum)));
         Ok(StepResult {
             own_losses: own[..self.n_micros].to_vec(),
             losses: losses.to_vec(),
             auxiliary: self.auxiliary.iter().zip(auxiliary).map(mean).collect(),
+            expert_counts: self.n_experts.iter().map(&mut counts_of).collect(),
             verdict: StepDecision::read(state),
         })
     }

@@ -221,6 +221,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             tiled_mlp: TiledMlp::Off,
             router_losses: &[],
             valid_rows: None,
+            expert_counts: None,
             parallel_ops: &SingleDevice,
         };
         let head = store.fetch(model.n_blocks() + 1).unwrap();
