@@ -14,7 +14,7 @@ use crate::metrics::{EvalRecord, TasksRecord};
 use crate::plan::{EVAL_LOSS, EvalPlan};
 
 use super::context::TrainingRun;
-use super::ranks::RankInfo;
+use super::rank_info::RankInfo;
 use super::session::Session;
 use super::step;
 use super::tasks::ScoresByMetric;

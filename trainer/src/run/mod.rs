@@ -13,6 +13,7 @@ mod evaluate;
 mod finish;
 mod lock;
 mod out_of_memory;
+mod rank_info;
 mod ranks;
 mod session;
 mod state;

@@ -11,6 +11,7 @@ use candlewick_parallel::ParallelGroups;
 use candlewick_runtime::process_group::{ProcessGroup, fail};
 use serde_json::Value;
 
+use super::rank_info::RankInfo;
 use crate::exit::{ExitCode, classify};
 use crate::plan::{CheckpointingMode, Plan, RanksPlan};
 use crate::recipe::MemoryMode;
@@ -28,13 +29,6 @@ pub(super) struct RankContext<'w> {
     pub(super) rank_info: RankInfo,
     /// The group of all ranks for asynchronous checkpoints.
     pub(super) background: ProcessGroup,
-}
-
-/// The index of this rank among the data-parallel ranks, which compute different micro-batches, and their number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct RankInfo {
-    pub(super) data_rank: usize,
-    pub(super) data_world: usize,
 }
 
 impl<'w> RankContext<'w> {

@@ -12,7 +12,7 @@ use crate::data::{Batch, Dataset, GlobalBatch};
 use crate::plan::{MoePlan, OptimizerPlan};
 use crate::recipe::OnNonfinite;
 
-use super::ranks::RankInfo;
+use super::rank_info::RankInfo;
 
 /// The result of a step.
 #[derive(Clone, Debug, PartialEq)]

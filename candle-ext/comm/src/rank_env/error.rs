@@ -1,6 +1,6 @@
 //! Errors of environment variables that contradict each other.
 
-use super::Launcher;
+use super::launcher::Launcher;
 
 /// Error of environment variables from which no rank can be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

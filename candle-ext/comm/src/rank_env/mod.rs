@@ -6,68 +6,21 @@
 //! The launcher closest to the process takes precedence: torchrun's variables over MPI's, MPI's over Slurm's. `srun` may start
 //! `mpirun`, and `mpirun` a launcher.
 
+mod env;
 mod error;
+mod launcher;
 mod mpi;
 mod nodelist;
 mod reader;
 mod slurm;
 mod torchrun;
 
-use std::collections::BTreeMap;
 use std::fmt;
 
+pub use env::{Master, RankEnv, Variables};
 pub use error::RankEnvError;
+pub use launcher::Launcher;
 use reader::{DEFAULT_PORT, LOOPBACK, Reader};
-
-/// Environment variables of a process.
-pub type Variables = BTreeMap<String, String>;
-
-/// Rank of a process in its job, as its launcher exports it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RankEnv {
-    /// Rank of this process, `0..world_size`.
-    pub rank: usize,
-    /// Rank among the processes of this node; the index of its GPU.
-    pub local_rank: usize,
-    /// Number of ranks.
-    pub world_size: usize,
-    /// Number of ranks on this node.
-    pub local_world_size: usize,
-    /// Index of this node, if the launcher exports it.
-    pub node: Option<usize>,
-    /// Number of restarts of the worker group so far.
-    pub restart: usize,
-    /// Rendezvous address. MPI does not export it for several nodes, and the MPI backend does not need it.
-    pub master: Result<Master, RankEnvError>,
-    /// Launcher of the process.
-    pub launcher: Launcher,
-}
-
-/// Address of the rendezvous store, which rank 0 hosts unless the launcher's agent does.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Master {
-    /// Host name or address of rank 0's node.
-    pub addr: String,
-    /// Port of the store.
-    pub port: u16,
-    /// True if the launcher's agent hosts the store. Every rank then connects as a client, rank 0 too.
-    pub agent_hosts_store: bool,
-}
-
-/// Launcher of a process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Launcher {
-    /// torchrun, `launch`, or any other program that sets RANK and WORLD_SIZE.
-    Torchrun,
-    /// `mpirun` of Open MPI.
-    OpenMpi,
-    /// `mpirun` of MPICH, Intel MPI or another implementation of PMI.
-    Pmi,
-    /// `srun` of Slurm.
-    Slurm,
-    /// No launcher: the process is the only rank.
-    None,
-}
 
 impl RankEnv {
     /// Reads a process's rank from its environment variables.
@@ -96,18 +49,6 @@ impl RankEnv {
             master,
             launcher: Launcher::None,
         }
-    }
-}
-
-impl fmt::Display for Launcher {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Launcher::Torchrun => "torchrun",
-            Launcher::OpenMpi => "Open MPI",
-            Launcher::Pmi => "PMI",
-            Launcher::Slurm => "Slurm",
-            Launcher::None => "no launcher",
-        })
     }
 }
 

@@ -1,7 +1,10 @@
 //! Variables of Open MPI and of PMI, which MPICH and Intel MPI implement.
 
+use super::env::RankEnv;
+use super::error::RankEnvError;
+use super::launcher::Launcher;
 use super::reader::{DEFAULT_PORT, Reader, at_most, below, port_of_job};
-use super::{Launcher, RankEnv, RankEnvError, slurm};
+use super::slurm;
 
 /// Reads the variables of Open MPI; returns `None` if they are not set.
 pub(super) fn read_open_mpi(reader: &Reader) -> Result<Option<RankEnv>, RankEnvError> {

@@ -1,6 +1,8 @@
 //! Typed access to environment variables, and the checks that all launchers share.
 
-use super::{Launcher, Master, RankEnvError, Variables};
+use super::env::{Master, Variables};
+use super::error::RankEnvError;
+use super::launcher::Launcher;
 use crate::fnv1a::fnv1a;
 
 pub(super) const LOOPBACK: &str = "127.0.0.1";

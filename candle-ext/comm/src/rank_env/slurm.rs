@@ -1,8 +1,10 @@
 //! Variables of Slurm's `srun`.
 
+use super::env::{Master, RankEnv};
+use super::error::RankEnvError;
+use super::launcher::Launcher;
 use super::nodelist::first_host;
 use super::reader::{DEFAULT_PORT, Reader, at_most, below, port_of_job};
-use super::{Launcher, Master, RankEnv, RankEnvError};
 
 /// Reads the variables of a task of `srun`; returns `None` for other processes.
 ///

@@ -1,7 +1,9 @@
 //! Variables of torchrun and `launch`.
 
+use super::env::RankEnv;
+use super::error::RankEnvError;
+use super::launcher::Launcher;
 use super::reader::{DEFAULT_PORT, Reader, at_most, below};
-use super::{Launcher, RankEnv, RankEnvError};
 
 /// Reads the variables of torchrun; returns `None` without RANK.
 pub(super) fn read(reader: &Reader) -> Result<Option<RankEnv>, RankEnvError> {

@@ -166,7 +166,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
         },
         command: TRAIN,
         code: 6,
-        words: &[".lock", "no regular file"],
+        words: &[".lock", "not a regular file"],
     },
     Attack {
         name: "a recipe with a key twice",

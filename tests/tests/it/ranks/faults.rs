@@ -248,7 +248,7 @@ fn a_port_in_use_by_another_program_is_named() {
         let port = start_other_server(answer);
         let ended = run.start_at(port).wait_within(SOON);
         check_end(&ended[0], 1, &[&format!("{port}): Address already in use"), "another MASTER_PORT"]);
-        let said = [&format!("connect to the store at 127.0.0.1:{port}: what listens there"), "another MASTER_PORT"];
+        let said = [&format!("connect to the store at 127.0.0.1:{port}: the server there"), "another MASTER_PORT"];
         check_end(&ended[1], 1, &said);
     }
 }

@@ -80,7 +80,7 @@ fn retry_after_is_obeyed() {
 fn too_many_requests_for_good_are_reported() {
     let bench = bench();
     bench.server.answer("HEAD", "config.json", FOREVER, Reply::new(429, "").header("Retry-After", 0));
-    fails(&bench.hub(), ID, None, &["too many requests", "tried 5 times", "wait 0 s"]);
+    fails(&bench.hub(), ID, None, &["too many requests", "tried 5 times", "a wait of 0 s"]);
     assert_eq!(bench.server.count("HEAD", "config.json"), 5);
 }
 
@@ -88,7 +88,7 @@ fn too_many_requests_for_good_are_reported() {
 fn a_wait_beyond_reason_is_reported_at_once() {
     let bench = bench();
     bench.server.answer("GET", "/revision/", FOREVER, Reply::new(429, "").header("Retry-After", 86_400));
-    fails(&bench.hub(), ID, None, &["tried once", "wait 86400 s"]);
+    fails(&bench.hub(), ID, None, &["tried once", "a wait of 86400 s"]);
 }
 
 #[test]
