@@ -115,7 +115,8 @@ fn moved_values(
                 let values = values.slice()?;
                 with_permutation(assignment, |permutation| Ok(kernel(values, permutation)))?
             };
-            Tensor::from_vec(moved, assignment.n_rows(), values.device())
+            let n = moved.len();
+            Tensor::from_vec(moved, n, values.device())
         },
         cuda => bail!("{OP}: there is no CUDA kernel yet"),
     })

@@ -1,9 +1,11 @@
+mod capacity;
 mod grouped_linear;
 mod layer;
 mod permute;
 pub(crate) mod router;
 mod router_fixture;
 mod router_loss;
+mod router_noise;
 mod weighted_swiglu;
 
 use candle_core::{DType, Device, Tensor};
