@@ -9,3 +9,6 @@ pub mod router_loss;
 pub mod router_noise;
 pub mod sinkhorn;
 pub mod weighted_swiglu;
+
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+crate::cuda::kernels!("moe");

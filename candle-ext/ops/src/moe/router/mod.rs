@@ -3,6 +3,8 @@
 //! t tokens, e experts, k experts per token
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 pub(super) mod scores;
 mod spec;
 
@@ -15,6 +17,8 @@ use crate::recording::record;
 use crate::replay::compute_or_replay;
 use crate::span::span;
 use crate::storage::host;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+pub(in crate::moe) use cuda::logits_suffix;
 pub use spec::{GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
 
 const OP: &str = "route";
@@ -105,7 +109,7 @@ fn choose(logits: &Tensor, selection: Option<Selection<'_>>, spec: &RouterSpec) 
             let weights = Tensor::from_vec(routed.weights, shape, logits.device())?;
             Ok((weights, Tensor::from_vec(routed.experts, shape, logits.device())?))
         },
-        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        cuda => cuda::route(logits, selection, spec),
     })
 }
 
@@ -126,7 +130,7 @@ fn grad_logits(logits: &Tensor, experts: &Tensor, d_weights: &Tensor, spec: &Rou
                 }
             }
         },
-        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        cuda => cuda::backward(logits, experts, d_weights, spec),
     })
 }
 

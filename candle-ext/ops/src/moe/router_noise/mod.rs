@@ -3,6 +3,8 @@
 //! Each number is a function of a key and its position, so a recomputed forward draws the same numbers.
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -55,7 +57,7 @@ pub fn random_logits(logits: &Tensor, key: u64) -> Result<Tensor> {
             DType::F64 => Tensor::from_vec(cpu::normal::<f64>(n, key), logits.shape(), logits.device())?,
             _ => Tensor::from_vec(cpu::normal::<f32>(n, key), logits.shape(), logits.device())?,
         },
-        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        cuda => cuda::add_normal(&logits.contiguous()?, cuda::Normal { per_column: false, factor: 0.0, std: 1.0, key })?,
     });
     Ok(straight_through(OP, logits, random))
 }
@@ -77,7 +79,7 @@ pub fn biased_logits(logits: &Tensor, std: f64, key: u64) -> Result<Tensor> {
                 _ => Tensor::from_vec(cpu::biased::<f32>(rows.slice()?, e, std, key), logits.shape(), logits.device())?,
             }
         },
-        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        cuda => cuda::add_normal(&source, cuda::Normal { per_column: true, factor: 1.0, std, key })?,
     });
     Ok(straight_through(OP, logits, biased))
 }
@@ -95,6 +97,6 @@ fn jittered(x: &Tensor, InputJitter { eps, key }: InputJitter) -> Result<Tensor>
             cpu::jitter(host(OP, x)?.floats()?, y.view(), eps, key);
             Ok(storage::tensor(y, x.shape()))
         },
-        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        cuda => cuda::jitter(x, InputJitter { eps, key }),
     })
 }

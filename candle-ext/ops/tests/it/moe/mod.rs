@@ -15,7 +15,7 @@ use crate::cases::{Case, TestDevice, check_each};
 
 /// Devices with a kernel of every op of this folder.
 pub(crate) fn devices() -> Vec<TestDevice> {
-    vec![TestDevice::Cpu]
+    TestDevice::all()
 }
 
 pub(crate) fn check_all_dtypes(case: &Case<'_>) {

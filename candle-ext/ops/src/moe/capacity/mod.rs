@@ -1,6 +1,9 @@
 //! Expert capacity: a bound on the rows of each expert, beyond which slots are dropped.
 
-use candle_core::{Result, Tensor, bail};
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
+
+use candle_core::{Result, Tensor};
 
 use super::assignment::{DROPPED, ExpertAssignment};
 use super::router::Routing;
@@ -33,7 +36,7 @@ pub fn limit_capacity(routing: &Routing, capacity: usize, policy: DropPolicy) ->
     let assignment = &routing.assignment;
     let experts = on_device!(OP, assignment.experts, {
         cpu => limited(routing, capacity, policy)?,
-        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        cuda => cuda::limited(routing, capacity, policy)?,
     });
     let assignment = ExpertAssignment::new(&experts, assignment.n_experts())?;
     Ok(Routing { weights: routing.weights.clone(), assignment })

@@ -1,5 +1,8 @@
 //! Assignment of tokens to experts, and the order of rows that is sorted by expert.
 
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
+
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::device::on_device;
@@ -61,7 +64,10 @@ impl ExpertAssignment {
                     experts,
                 })
             },
-            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+            cuda => {
+                let cuda::SortedOnDevice { offsets, order, rows } = cuda::sort(&experts, n_experts)?;
+                Ok(Self { experts, offsets, order, rows, counts: None })
+            },
         })
     }
 
@@ -112,7 +118,10 @@ impl ExpertAssignment {
                     counts: Some(self.counts()?),
                 })
             },
-            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+            cuda => {
+                let cuda::SortedOnDevice { offsets, order, rows } = cuda::pad(self, multiple, n_rows)?;
+                Ok(Self { experts: self.experts.clone(), offsets, order, rows, counts: Some(self.counts()?) })
+            },
         })
     }
 

@@ -1,0 +1,11 @@
+// moe: routing, permutation of tokens, grouped matmuls and router losses.
+#include "common.cuh"
+
+#include "capacity.cuh"
+#include "grouped.cuh"
+#include "permute.cuh"
+#include "router.cuh"
+#include "router_loss.cuh"
+#include "router_noise.cuh"
+#include "sort.cuh"
+#include "swiglu.cuh"
