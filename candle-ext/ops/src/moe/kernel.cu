@@ -3,6 +3,7 @@
 
 #include "capacity.cuh"
 #include "grouped.cuh"
+#include "grouped_mma.cuh"
 #include "permute.cuh"
 #include "router.cuh"
 #include "router_loss.cuh"
