@@ -7,7 +7,7 @@
 namespace mma {
 
 // Rows of DIM elements in shared memory, starting at a multiple of eight rows. Groups of eight columns are swizzled, so
-// that the same columns of eight rows lie in different banks.
+// that the same columns of eight rows fall into different banks.
 template <typename T, int DIM> struct Tile {
     static constexpr int GROUPS = DIM / 8;
     T* data;

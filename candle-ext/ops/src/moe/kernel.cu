@@ -8,5 +8,6 @@
 #include "router.cuh"
 #include "router_loss.cuh"
 #include "router_noise.cuh"
+#include "sinkhorn.cuh"
 #include "sort.cuh"
 #include "swiglu.cuh"

@@ -19,7 +19,7 @@ __device__ __forceinline__ double uniform(uint64_t key, uint64_t position) {
 // A standard normal number, by Box and Muller.
 __device__ __forceinline__ double normal(uint64_t key, uint64_t position) {
     const double radius = uniform(key, 2 * position), angle = uniform(key, 2 * position + 1);
-    return sqrt(-2.0 * log(1.0 - radius)) * cos(6.283185307179586 * angle);
+    return sqrt(-2.0 * log(1.0 - radius)) * cospi(2.0 * angle);
 }
 
 #define JITTER(T, suffix)                                                                                          \

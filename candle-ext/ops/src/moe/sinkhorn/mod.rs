@@ -1,8 +1,10 @@
 //! Sinkhorn balancing of a router's logits.
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor};
 
 use super::router::check_logits;
 use crate::device::on_device;
@@ -28,6 +30,6 @@ pub fn sinkhorn(logits: &Tensor) -> Result<Tensor> {
             };
             Tensor::from_vec(balanced, logits.shape(), logits.device())
         },
-        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        cuda => cuda::balanced(&source),
     })
 }

@@ -92,30 +92,41 @@ fn many_small_groups_equal_the_reference() {
 }
 
 /// Returns the output and the gradient of x, for the rows `first..first + n` of one expert of two.
-fn rows_alone(x: &Tensor, dy: &Tensor, w: &Weight, (first, n): (usize, usize)) -> [Vec<u64>; 2] {
-    let x = x.narrow(0, first, n).unwrap().contiguous().unwrap();
-    let tape = tape(std::slice::from_ref(&x), || grouped_linear(&x, w, &offsets(&[n as u32, 0]), TokenCount::Many));
-    let y = tape.output().clone();
-    let dx = tape.backward(&dy.narrow(0, first, n).unwrap().contiguous().unwrap()).unwrap().remove(&x).unwrap();
-    [bits(&y), bits(&dx)]
+fn rows_alone(
+    test_device: &TestDevice,
+    x: &Tensor,
+    dy: &Tensor,
+    w: &Weight,
+    (first, n): (usize, usize),
+) -> [Vec<u64>; 2] {
+    let [x, dy] = [x, dy].map(|all| test_device.put(&all.narrow(0, first, n).unwrap().contiguous().unwrap()));
+    test_device.run(|| {
+        let offsets = test_device.put(&offsets(&[n as u32, 0]));
+        let tape = tape(std::slice::from_ref(&x), || grouped_linear(&x, w, &offsets, TokenCount::Many));
+        let y = tape.output().clone();
+        [bits(&y), bits(&tape.backward(&dy).unwrap().remove(&x).unwrap())]
+    })
+}
+
+fn check_bits(test_device: &TestDevice, dtype: DType, [k, n]: [usize; 2]) {
+    let cast = |x: Tensor| x.to_dtype(dtype).unwrap();
+    let (x, dy, w) = (cast(randn((300, k), 1)), cast(randn((300, n), 2)), cast(randn((2 * n, k), 3)));
+    let w = Weight::frozen(test_device.put(&w));
+    let [y, dx] = rows_alone(test_device, &x, &dy, &w, (0, 300));
+    for (first, n_rows) in [(0, 1), (7, 1), (299, 1), (3, 2), (100, 33), (0, 299), (171, 129)] {
+        let [y_alone, dx_alone] = rows_alone(test_device, &x, &dy, &w, (first, n_rows));
+        let what = format!("{test_device:?} {dtype:?} [{n}, {k}] rows {first} + {n_rows}");
+        assert!(y_alone == y[first * n..(first + n_rows) * n], "y, {what}");
+        assert!(dx_alone == dx[first * k..(first + n_rows) * k], "dx, {what}");
+    }
 }
 
 #[test]
 fn the_bits_of_a_row_do_not_depend_on_its_group() {
-    check_each([DType::F32, DType::BF16], |dtype| {
-        let cast = |x: Tensor| x.to_dtype(dtype).unwrap();
-        for (k, n) in [(48, 40), (800, 530), (1025, 1100)] {
-            let (x, dy, w) = (cast(randn((300, k), 1)), cast(randn((300, n), 2)), cast(randn((2 * n, k), 3)));
-            let w = Weight::frozen(w);
-            let [y, dx] = rows_alone(&x, &dy, &w, (0, 300));
-            for (first, n_rows) in [(0, 1), (7, 1), (299, 1), (3, 2), (100, 33), (0, 299), (171, 129)] {
-                let [y_alone, dx_alone] = rows_alone(&x, &dy, &w, (first, n_rows));
-                let what = format!("{dtype:?} [{n}, {k}] rows {first} + {n_rows}");
-                assert!(y_alone == y[first * n..(first + n_rows) * n], "y, {what}");
-                assert!(dx_alone == dx[first * k..(first + n_rows) * k], "dx, {what}");
-            }
-        }
-    });
+    for dtype in [DType::F32, DType::BF16] {
+        check_each(devices(), |test_device| check_bits(&test_device, dtype, [48, 40]));
+        check_each([[800, 530], [1025, 1100]], |sizes| check_bits(&TestDevice::Cpu, dtype, sizes));
+    }
 }
 
 #[test]

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::router::SPEC;
 use super::{devices, to_u32s};
-use crate::cases::{TestDevice, assert_close, check_each, tape, values};
+use crate::cases::{assert_close, check_each, tape, values};
 
 static FIXTURE: LazyLock<Value> =
     LazyLock::new(|| serde_json::from_str(include_str!("../../fixtures/moe_router.json")).unwrap());
@@ -131,7 +131,7 @@ fn losses_equal_those_of_megatron() {
 #[test]
 fn sinkhorn_equals_that_of_megatron_and_chooses_experts() {
     let want = matrix(&FIXTURE["sinkhorn"]);
-    for test_device in [TestDevice::Cpu] {
+    for test_device in devices() {
         test_device.run(|| {
             let logits = test_device.put(&matrix(&FIXTURE["logits"]));
             let balanced = sinkhorn(&logits).unwrap();
