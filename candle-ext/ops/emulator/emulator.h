@@ -100,6 +100,7 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline double cospi(double x) { return std::cos(M_PI * x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <typename T> T __ldg(const T* p) { return *p; }
 

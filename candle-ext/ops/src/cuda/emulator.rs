@@ -136,6 +136,7 @@ pub(super) fn alloc(dtype: DType, len: usize) -> Result<CpuStorage> {
         DType::F16 => CpuStorage::F16(vec![f16::NAN; len]),
         DType::F64 => CpuStorage::F64(vec![f64::NAN; len]),
         DType::I64 => CpuStorage::I64(vec![i64::MIN; len]),
+        DType::U32 => CpuStorage::U32(vec![u32::MAX; len]),
         other => bail!("there is no kernel that writes {other:?}"),
     })
 }

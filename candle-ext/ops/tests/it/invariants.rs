@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, LossGrad, OutputDtype, Reduction, Weight, add,
-    add_rms_norm, attention, embedding, linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu,
-    swiglu_joined,
+    AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, ExpertAssignment, LossGrad, OutputDtype, Reduction,
+    TokenCount, Weight, add, add_rms_norm, attention, embedding, grouped_linear, linear, linear_cross_entropy, permute,
+    reshape, rms_norm, rope, sum_of_squares, swiglu, swiglu_joined, unpermute, weighted_swiglu,
 };
 
 use crate::cases::{bits, check_each, grad_of, randn, tape, trainable, values};
@@ -68,6 +68,32 @@ pub(crate) fn ops() -> Vec<RepeatedOp> {
             inputs: vec![randn((150, 80), 1)],
             weights: vec![],
             run: |x, _| swiglu_joined(&x[0]),
+        },
+        RepeatedOp {
+            name: "grouped_linear",
+            inputs: vec![randn((150, 40), 1)],
+            weights: vec![randn((3 * 24, 40), 2)],
+            run: |x, w| {
+                let offsets = Tensor::new(&[0u32, 70, 81, 150], x[0].device())?;
+                grouped_linear(&x[0], &w[0], &offsets, TokenCount::Many)
+            },
+        },
+        RepeatedOp {
+            name: "weighted_swiglu",
+            inputs: vec![randn((150, 80), 1)],
+            weights: vec![],
+            run: |x, _| weighted_swiglu(&x[0], &randn(150, 2).to_device(x[0].device())?),
+        },
+        RepeatedOp {
+            name: "permute and unpermute",
+            inputs: vec![randn((50, 40), 1)],
+            weights: vec![],
+            run: |x, _| {
+                let experts: Vec<u32> = (0..150).map(|i| i * i % 7).collect();
+                let experts = Tensor::from_vec(experts, (50, 3), x[0].device())?;
+                let assignment = ExpertAssignment::new(&experts, 7)?;
+                unpermute(&permute(&x[0], &assignment)?, &assignment)
+            },
         },
         RepeatedOp {
             name: "add",

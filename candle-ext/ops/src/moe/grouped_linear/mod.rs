@@ -4,6 +4,8 @@
 
 mod cost;
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 mod tasks;
 
 use candle_core::{DType, Result, Tensor, bail};
@@ -89,7 +91,7 @@ impl Layer {
                 })?;
                 Ok(storage::tensor(y, (t, n)))
             },
-            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+            cuda => cuda::forward(x, &self.w.stored()?.dense(self.dtype)?, &self.offsets, self.dims),
         })
     }
 
@@ -125,7 +127,7 @@ impl Layer {
                 })?;
                 Ok(storage::tensor(dx, (t, k)))
             },
-            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+            cuda => cuda::grad_x(dy, &self.w.stored()?.dense(self.dtype)?, &self.offsets, self.dims),
         })
     }
 
@@ -143,7 +145,10 @@ impl Layer {
                     sink.add_or_write_floats(OP, |dw, accumulate| cpu::grad_w(dy, x, dw, accumulate, grouped))
                 })
             },
-            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+            cuda => {
+                let (dw, accumulate) = sink.grad_to_write()?;
+                cuda::grad_w(dy, &x.get()?, &self.offsets, (&dw, accumulate), self.dims)
+            },
         })
     }
 

@@ -3,15 +3,16 @@
 use rayon::prelude::*;
 
 use crate::floats::{Floats, FloatsMut};
+use crate::moe::assignment::DROPPED;
 use crate::simd::vectorised;
 
 /// Rows per task.
 const ROWS: usize = 64;
 
-/// Permutation of n slots, k per token. Rows from `n_kept` on belong to dropped slots.
+/// Permutation of slots, k per token. Rows from `n_kept` on belong to dropped slots.
 #[derive(Clone, Copy)]
 pub(super) struct Permutation<'a> {
-    /// Slot of each row.
+    /// Slot of each row; `DROPPED` for padding.
     pub(super) order: &'a [u32],
     /// Row of each slot.
     pub(super) rows: &'a [u32],
@@ -36,7 +37,7 @@ fn copy_rows<T: Copy + Default + Send + Sync>(x: &[T], y: &mut [T], d: usize, pe
     }
     y.par_chunks_mut(ROWS * d).enumerate().for_each(|(task, y)| {
         for (row, y) in (task * ROWS..).zip(y.chunks_exact_mut(d)) {
-            if row < n_kept {
+            if row < n_kept && order[row] != DROPPED {
                 let token = order[row] as usize / top_k;
                 y.copy_from_slice(&x[token * d..(token + 1) * d]);
             } else {
@@ -67,7 +68,8 @@ pub(super) fn sum_slots(x: Floats<'_>, y: FloatsMut<'_>, d: usize, permutation: 
 /// Returns the value of each row's slot; 0 for dropped slots.
 pub(super) fn values_of_rows(of_slots: &[f32], permutation: Permutation<'_>) -> Vec<f32> {
     let Permutation { order, n_kept, .. } = permutation;
-    let value = |(row, &slot): (usize, &u32)| if row < n_kept { of_slots[slot as usize] } else { 0.0 };
+    let is_kept = |row: usize, slot: u32| row < n_kept && slot != DROPPED;
+    let value = |(row, &slot): (usize, &u32)| if is_kept(row, slot) { of_slots[slot as usize] } else { 0.0 };
     order.iter().enumerate().map(value).collect()
 }
 

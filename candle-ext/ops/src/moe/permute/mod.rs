@@ -3,6 +3,8 @@
 //! t tokens, k experts per token, n = t * k rows, width d
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -63,14 +65,22 @@ pub fn permute_cost(n_elements: u64, dtype: DType) -> Cost {
 }
 
 fn gather(x: &Tensor, assignment: &ExpertAssignment) -> Result<Tensor> {
-    moved("permute", x, assignment, assignment.n_rows(), cpu::gather)
+    let n_rows = assignment.n_rows();
+    on_device!("permute", x, {
+        cpu => moved("permute", x, assignment, n_rows, cpu::gather),
+        cuda => cuda::moved(x, assignment, cuda::Direction::ToRows),
+    })
 }
 
 fn sum_slots(x: &Tensor, assignment: &ExpertAssignment) -> Result<Tensor> {
-    moved("unpermute", x, assignment, assignment.n_tokens(), cpu::sum_slots)
+    let n_tokens = assignment.n_tokens();
+    on_device!("unpermute", x, {
+        cpu => moved("unpermute", x, assignment, n_tokens, cpu::sum_slots),
+        cuda => cuda::moved(x, assignment, cuda::Direction::FromRows),
+    })
 }
 
-/// Computes an output of `n_rows` rows as wide as those of x.
+/// Computes an output of `n_rows` rows as wide as those of x, on the CPU.
 fn moved(
     op: &'static str,
     x: &Tensor,
@@ -79,46 +89,41 @@ fn moved(
     kernel: impl FnOnce(Floats<'_>, FloatsMut<'_>, usize, Permutation<'_>),
 ) -> Result<Tensor> {
     let d = x.dims()[1];
-    on_device!(op, x, {
-        cpu => {
-            let mut y = FloatBuf::unwritten(x.dtype(), n_rows * d)?;
-            let x = host(op, x)?;
-            let x = x.floats()?;
-            with_permutation(assignment, |permutation| {
-                kernel(x, y.view(), d, permutation);
-                Ok(())
-            })?;
-            Ok(storage::tensor(y, (n_rows, d)))
-        },
-        cuda => bail!("{op}: there is no CUDA kernel yet"),
-    })
+    let mut y = FloatBuf::unwritten(x.dtype(), n_rows * d)?;
+    let x = host(op, x)?;
+    let x = x.floats()?;
+    with_permutation(assignment, |permutation| {
+        kernel(x, y.view(), d, permutation);
+        Ok(())
+    })?;
+    Ok(storage::tensor(y, (n_rows, d)))
 }
 
 fn values_of_rows(of_slots: &Tensor, assignment: &ExpertAssignment) -> Result<Tensor> {
-    moved_values(of_slots, assignment, cpu::values_of_rows)
+    on_device!("permute_weights", of_slots, {
+        cpu => moved_values(of_slots, assignment, cpu::values_of_rows),
+        cuda => cuda::moved_values(of_slots, assignment, cuda::Direction::ToRows),
+    })
 }
 
 fn values_of_slots(of_rows: &Tensor, assignment: &ExpertAssignment) -> Result<Tensor> {
-    moved_values(of_rows, assignment, cpu::values_of_slots)
+    on_device!("permute_weights", of_rows, {
+        cpu => moved_values(of_rows, assignment, cpu::values_of_slots),
+        cuda => cuda::moved_values(of_rows, assignment, cuda::Direction::FromRows),
+    })
 }
 
+/// Computes one f32 per row or slot on the CPU.
 fn moved_values(
     values: &Tensor,
     assignment: &ExpertAssignment,
     kernel: impl FnOnce(&[f32], Permutation<'_>) -> Vec<f32>,
 ) -> Result<Tensor> {
-    const OP: &str = "permute_weights";
-    on_device!(OP, values, {
-        cpu => {
-            let moved = {
-                let values = host(OP, values)?;
-                let values = values.slice()?;
-                with_permutation(assignment, |permutation| Ok(kernel(values, permutation)))?
-            };
-            Tensor::from_vec(moved, assignment.n_rows(), values.device())
-        },
-        cuda => bail!("{OP}: there is no CUDA kernel yet"),
-    })
+    let host = host("permute_weights", values)?;
+    let from = host.slice()?;
+    let moved = with_permutation(assignment, |permutation| Ok(kernel(from, permutation)))?;
+    let n = moved.len();
+    Tensor::from_vec(moved, n, values.device())
 }
 
 /// Calls `f` with the elements of an assignment on the CPU.

@@ -15,18 +15,33 @@ pub(super) struct Routed {
     pub(super) weights: Vec<f32>,
 }
 
-/// Routes each row of logits [t, e], with the bias [e] added to selection scores.
-pub(super) fn route<T: WithDType>(logits: &[T], bias: Option<&[f32]>, n_experts: usize, spec: &RouterSpec) -> Routed {
+/// Selection scores, by which experts are chosen.
+#[derive(Clone, Copy)]
+pub(super) enum Selection<'a> {
+    /// Scores of the logits, plus a bias [e].
+    Scores { bias: Option<&'a [f32]> },
+    /// Scores [t, e] of the caller.
+    Given(&'a [f32]),
+}
+
+/// Routes each row of logits [t, e].
+pub(super) fn route<T: WithDType>(
+    logits: &[T],
+    selection: Selection<'_>,
+    n_experts: usize,
+    spec: &RouterSpec,
+) -> Routed {
     let k = spec.top_k;
     let n = logits.len() / n_experts * k;
     let mut routed = Routed { experts: vec![0; n], weights: vec![0.0; n] };
     let outputs = routed.experts.par_chunks_mut(TOKENS * k).zip(routed.weights.par_chunks_mut(TOKENS * k));
-    logits.par_chunks(TOKENS * n_experts).zip(outputs).for_each(|(logits, (experts, weights))| {
+    logits.par_chunks(TOKENS * n_experts).zip(outputs).enumerate().for_each(|(task, (logits, (experts, weights)))| {
         let mut router = TokenRouter::new(spec, n_experts);
         let outputs = experts.chunks_exact_mut(k).zip(weights.chunks_exact_mut(k));
-        for (logits, (experts, weights)) in logits.chunks_exact(n_experts).zip(outputs) {
+        for (i, (logits, (experts, weights))) in logits.chunks_exact(n_experts).zip(outputs).enumerate() {
             router.read(logits);
-            router.select(bias, experts);
+            router.set_selection(selection, task * TOKENS + i);
+            router.select(experts);
             router.weigh(experts);
             weights.iter_mut().zip(&router.weights).for_each(|(out, w)| *out = (w * spec.scaling) as f32);
         }
@@ -97,8 +112,14 @@ impl<'a> TokenRouter<'a> {
         self.logits.iter_mut().zip(logits).for_each(|(to, from)| *to = from.to_f64());
     }
 
-    /// Chooses the experts with the highest selection scores, in descending order; of equal ones, the first.
-    fn select(&mut self, bias: Option<&[f32]>, experts: &mut [u32]) {
+    fn set_selection(&mut self, selection: Selection<'_>, token: usize) {
+        let bias = match selection {
+            Selection::Scores { bias } => bias,
+            Selection::Given(scores) => {
+                let row = &scores[token * self.selection.len()..];
+                return self.selection.iter_mut().zip(row).for_each(|(to, from)| *to = f64::from(*from));
+            }
+        };
         if self.spec.score == ScoreFunction::Softmax && self.spec.order == TopKOrder::TopKFirst {
             self.selection.copy_from_slice(&self.logits);
         } else {
@@ -107,6 +128,10 @@ impl<'a> TokenRouter<'a> {
         if let Some(bias) = bias {
             self.selection.iter_mut().zip(bias).for_each(|(score, bias)| *score += f64::from(*bias));
         }
+    }
+
+    /// Chooses the experts with the highest selection scores, in descending order; of equal ones, the first.
+    fn select(&mut self, experts: &mut [u32]) {
         let selection = &self.selection;
         let chosen = match self.spec.groups {
             None => self.top.of(self.spec.top_k, (0..).zip(selection.iter().copied())),

@@ -3,6 +3,8 @@
 //! t tokens, e experts, k experts per token
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 pub(super) mod scores;
 mod spec;
 
@@ -15,6 +17,8 @@ use crate::recording::record;
 use crate::replay::compute_or_replay;
 use crate::span::span;
 use crate::storage::host;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+pub(in crate::moe) use cuda::logits_suffix;
 pub use spec::{GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
 
 const OP: &str = "route";
@@ -37,13 +41,36 @@ pub struct Routing {
 ///
 /// The second forward of a replayed block takes experts and weights of the first.
 pub fn route(logits: &Tensor, bias: Option<&Tensor>, spec: RouterSpec) -> Result<Routing> {
-    let _span = span(OP, "forward");
     let n_experts = check_logits(OP, logits)?;
+    check_selection("bias", bias, &[n_experts])?;
+    routed(logits, bias.map(Selection::Bias), spec)
+}
+
+/// Chooses the experts with the highest `selection`, f32 [t, e], such as [`sinkhorn`](crate::sinkhorn)'s.
+///
+/// Weights come from the logits, as in [`route`]. The selection gets no gradient.
+pub fn route_by(logits: &Tensor, selection: &Tensor, spec: RouterSpec) -> Result<Routing> {
+    check_logits(OP, logits)?;
+    check_selection("selection", Some(selection), logits.dims())?;
+    routed(logits, Some(Selection::Given(selection)), spec)
+}
+
+/// Tensor, besides the logits, that the choice of experts depends on.
+#[derive(Clone, Copy)]
+enum Selection<'a> {
+    /// Bias [e] that is added to the scores.
+    Bias(&'a Tensor),
+    /// Selection scores [t, e] themselves.
+    Given(&'a Tensor),
+}
+
+fn routed(logits: &Tensor, selection: Option<Selection<'_>>, spec: RouterSpec) -> Result<Routing> {
+    let _span = span(OP, "forward");
+    let n_experts = logits.dims()[1];
     spec.check(n_experts)?;
-    check_bias(bias, n_experts)?;
     let source = logits.contiguous()?;
     let (weights, assignment) = compute_or_replay(OP, || {
-        let (weights, experts) = choose(&source, bias, &spec)?;
+        let (weights, experts) = choose(&source, selection, &spec)?;
         Ok((weights, ExpertAssignment::new(&experts, n_experts)?))
     })?;
     let (assignment, experts) = (assignment.as_ref().clone(), assignment.experts.clone());
@@ -59,23 +86,30 @@ pub fn route_cost(n_tokens: u64, n_experts: u64) -> Cost {
 }
 
 /// Returns weights f32 [t, k] and experts u32 [t, k].
-fn choose(logits: &Tensor, bias: Option<&Tensor>, spec: &RouterSpec) -> Result<(Tensor, Tensor)> {
+fn choose(logits: &Tensor, selection: Option<Selection<'_>>, spec: &RouterSpec) -> Result<(Tensor, Tensor)> {
     on_device!(OP, logits, {
         cpu => {
-            let bias = bias.map(Tensor::contiguous).transpose()?;
-            let bias = bias.as_ref().map(|bias| host(OP, bias)).transpose()?;
-            let bias = bias.as_ref().map(|bias| bias.slice::<f32>()).transpose()?;
+            let tensor = match selection {
+                Some(Selection::Bias(tensor) | Selection::Given(tensor)) => Some(tensor.contiguous()?),
+                None => None,
+            };
+            let values = tensor.as_ref().map(|tensor| host(OP, tensor)).transpose()?;
+            let values = values.as_ref().map(|values| values.slice::<f32>()).transpose()?;
+            let selection = match (selection, values) {
+                (Some(Selection::Given(_)), Some(values)) => cpu::Selection::Given(values),
+                (_, bias) => cpu::Selection::Scores { bias },
+            };
             let (t, e) = logits.dims2()?;
             let host = host(OP, logits)?;
             let routed = match logits.dtype() {
-                DType::F64 => cpu::route::<f64>(host.slice()?, bias, e, spec),
-                _ => cpu::route::<f32>(host.slice()?, bias, e, spec),
+                DType::F64 => cpu::route::<f64>(host.slice()?, selection, e, spec),
+                _ => cpu::route::<f32>(host.slice()?, selection, e, spec),
             };
             let shape = (t, spec.top_k);
             let weights = Tensor::from_vec(routed.weights, shape, logits.device())?;
             Ok((weights, Tensor::from_vec(routed.experts, shape, logits.device())?))
         },
-        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        cuda => cuda::route(logits, selection, spec),
     })
 }
 
@@ -96,7 +130,7 @@ fn grad_logits(logits: &Tensor, experts: &Tensor, d_weights: &Tensor, spec: &Rou
                 }
             }
         },
-        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        cuda => cuda::backward(logits, experts, d_weights, spec),
     })
 }
 
@@ -108,10 +142,10 @@ pub(super) fn check_logits(op: &str, logits: &Tensor) -> Result<usize> {
     }
 }
 
-fn check_bias(bias: Option<&Tensor>, n_experts: usize) -> Result<()> {
-    match bias {
-        Some(bias) if bias.dtype() != DType::F32 || bias.dims() != [n_experts] => {
-            bail!("{OP}: want an f32 bias [{n_experts}], got {:?} {:?}", bias.dtype(), bias.dims())
+fn check_selection(what: &str, tensor: Option<&Tensor>, shape: &[usize]) -> Result<()> {
+    match tensor {
+        Some(tensor) if tensor.dtype() != DType::F32 || tensor.dims() != shape => {
+            bail!("{OP}: want an f32 {what} {shape:?}, got {:?} {:?}", tensor.dtype(), tensor.dims())
         }
         _ => Ok(()),
     }

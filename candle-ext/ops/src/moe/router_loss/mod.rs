@@ -3,6 +3,8 @@
 //! t tokens, e experts
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -30,12 +32,12 @@ pub fn load_balancing_loss(logits: &Tensor, counts: &Tensor, score: ScoreFunctio
     let (source, counts) = (logits.contiguous()?, counts.contiguous()?);
     let loss = on_device!(OP, source, {
         cpu => with_counts(&counts, score, |balance| sum(OP, balance, &source))?,
-        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        cuda => cuda::sum(&source, Some(&counts), score)?,
     });
     Ok(record(OP, [logits.into()], loss, move |dy, _| {
         on_device!(OP, source, {
             cpu => Ok([Some(with_counts(&counts, score, |balance| grad(OP, balance, &source, dy))?)]),
-            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+            cuda => Ok([Some(cuda::backward(&source, Some(&counts), score, dy)?)]),
         })
     }))
 }
@@ -48,12 +50,12 @@ pub fn router_z_loss(logits: &Tensor) -> Result<Tensor> {
     let source = logits.contiguous()?;
     let loss = on_device!(OP, source, {
         cpu => sum(OP, &ZLoss, &source)?,
-        cuda => bail!("{OP}: there is no CUDA kernel yet"),
+        cuda => cuda::sum(&source, None, ScoreFunction::Softmax)?,
     });
     Ok(record(OP, [logits.into()], loss, move |dy, _| {
         on_device!(OP, source, {
             cpu => Ok([Some(grad(OP, &ZLoss, &source, dy)?)]),
-            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+            cuda => Ok([Some(cuda::backward(&source, None, ScoreFunction::Softmax, dy)?)]),
         })
     }))
 }

@@ -1,6 +1,8 @@
 //! SwiGLU with a weight per row: the experts' activation, with the router's weight between their two matmuls.
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -54,7 +56,7 @@ impl Source {
                 self.with_inputs(|inputs| cpu::forward(inputs, y.view()))?;
                 Ok(storage::tensor(y, (n, width)))
             },
-            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+            cuda => cuda::forward(&self.gate_up, &self.weights, (n, width)),
         })
     }
 
@@ -73,7 +75,7 @@ impl Source {
                 let d_weights = Tensor::from_vec(d_weights, n, self.weights.device())?;
                 Ok([storage::tensor(d_gate_up, (n, 2 * width)), d_weights])
             },
-            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+            cuda => cuda::backward(&self.gate_up, &self.weights, dy, (n, width)),
         })
     }
 

@@ -1,9 +1,11 @@
+mod capacity;
 mod grouped_linear;
 mod layer;
 mod permute;
 pub(crate) mod router;
 mod router_fixture;
 mod router_loss;
+mod router_noise;
 mod weighted_swiglu;
 
 use candle_core::{DType, Device, Tensor};
@@ -13,7 +15,7 @@ use crate::cases::{OpCase, TestDevice, check_each};
 
 /// Devices with a kernel of every op of this folder.
 pub(crate) fn devices() -> Vec<TestDevice> {
-    vec![TestDevice::Cpu]
+    TestDevice::all()
 }
 
 pub(crate) fn check_all_dtypes(case: &OpCase<'_>) {

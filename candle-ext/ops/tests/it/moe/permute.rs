@@ -154,3 +154,35 @@ fn wrong_shapes_and_experts_are_named() {
     assert_error(unpermute(&randn((2, 5), 1), &sorted), "unpermute: want an input [4, d]");
     assert_error(permute_weights(&randn((2, 3), 1), &sorted), "want f32 weights [2, 2], got F32 [2, 3]");
 }
+
+#[test]
+fn padding_rounds_each_expert_up_to_a_multiple() {
+    let chosen = u32s(&[2, 0, 0, u32::MAX, 2, 0]).reshape((3, 2)).unwrap();
+    for test_device in devices() {
+        test_device.run(|| {
+            let sorted = assignment(&chosen, 3, &test_device.device());
+            let padded = sorted.padded(4).unwrap();
+            assert_eq!((padded.n_slots(), padded.n_rows()), (6, 15));
+            assert_eq!(to_u32s(&padded.offsets), [0, 4, 4, 8]);
+            let none = u32::MAX;
+            assert_eq!(to_u32s(&padded.order), [&[1, 2, 5, none, 0, 4, none, none, 3][..], &[none; 6]].concat());
+            assert_eq!(to_u32s(&padded.rows), [4, 0, 1, 8, 5, 2]);
+            assert_eq!(values(&padded.counts().unwrap()), [3.0, 0.0, 2.0]);
+            assert_error(padded.padded(2), "want an assignment without padding");
+            // A round trip gives what it gives without padding.
+            let (x, w) = (test_device.put(&randn((3, 5), 1)), test_device.put(&randn((3, 2), 2)));
+            let results = |assignment: &ExpertAssignment| {
+                let tape = tape(std::slice::from_ref(&x), || unpermute(&permute(&x, assignment)?, assignment));
+                let y = tape.output().clone();
+                [y, tape.backward(&x).unwrap().remove(&x).unwrap()]
+            };
+            for (padded, plain) in results(&padded).iter().zip(&results(&sorted)) {
+                assert_eq!(values(padded), values(plain));
+            }
+            let weights = values(&permute_weights(&w, &padded).unwrap());
+            assert!(
+                weights.iter().zip(to_u32s(&padded.order)).all(|(w, slot)| (*w == 0.0) == (slot == none || slot == 3))
+            );
+        });
+    }
+}

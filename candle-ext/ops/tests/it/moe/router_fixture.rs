@@ -4,10 +4,12 @@ use std::sync::LazyLock;
 
 use candle_core::{Device, Tensor};
 use candlewick_ops::{
-    GroupLimit, RouterSpec, ScoreFunction, Tape, TopKOrder, load_balancing_loss, route, router_z_loss, scale,
+    DropPolicy, GroupLimit, RouterSpec, ScoreFunction, Tape, TopKOrder, expert_capacity, limit_capacity,
+    load_balancing_loss, route, route_by, router_z_loss, scale, sinkhorn,
 };
 use serde_json::Value;
 
+use super::router::SPEC;
 use super::{devices, to_u32s};
 use crate::cases::{assert_close, check_each, tape, values};
 
@@ -124,4 +126,43 @@ fn losses_equal_those_of_megatron() {
         check_loss(|logits| scaled(logits, factor, || loss(logits)), want);
     }
     check_loss(|logits| scaled(logits, 1.0 / t, || router_z_loss(logits)), &FIXTURE["z_loss"]);
+}
+
+#[test]
+fn sinkhorn_equals_that_of_megatron_and_chooses_experts() {
+    let want = matrix(&FIXTURE["sinkhorn"]);
+    for test_device in devices() {
+        test_device.run(|| {
+            let logits = test_device.put(&matrix(&FIXTURE["logits"]));
+            let balanced = sinkhorn(&logits).unwrap();
+            assert_close("sinkhorn", &balanced, &want, 1e-6);
+            let spec = RouterSpec { top_k: 2, order: TopKOrder::ScoreFirst, ..SPEC };
+            let experts = to_u32s(&route_by(&logits, &balanced, spec).unwrap().assignment.experts);
+            let by_scores = route(&balanced, None, RouterSpec { order: TopKOrder::TopKFirst, ..spec }).unwrap();
+            assert_eq!(experts, to_u32s(&by_scores.assignment.experts));
+        });
+    }
+}
+
+#[test]
+fn the_capacity_limit_drops_what_megatron_drops() {
+    for want in FIXTURE["capacity"].as_array().unwrap() {
+        for test_device in devices() {
+            test_device.run(|| {
+                let logits = test_device.put(&matrix(&FIXTURE["logits"]));
+                let (t, e) = logits.dims2().unwrap();
+                let top_k = want["top_k"].as_u64().unwrap() as usize;
+                let routing = route(&logits, None, RouterSpec { top_k, ..SPEC }).unwrap();
+                let capacity = expert_capacity(t, top_k, e, want["factor"].as_f64().unwrap());
+                let limited = limit_capacity(&routing, capacity, DropPolicy::Weights).unwrap();
+                let mut kept = vec![0.0; t * e];
+                for (slot, expert) in to_u32s(&limited.assignment.experts).iter().enumerate() {
+                    if *expert != u32::MAX {
+                        kept[slot / top_k * e + *expert as usize] = 1.0;
+                    }
+                }
+                assert_eq!(kept, values(&matrix(&want["kept"])));
+            });
+        }
+    }
 }

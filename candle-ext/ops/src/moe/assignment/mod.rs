@@ -1,5 +1,8 @@
 //! Assignment of tokens to experts, and the order of rows that is sorted by expert.
 
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
+
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::device::on_device;
@@ -22,10 +25,12 @@ pub struct ExpertAssignment {
     pub experts: Tensor,
     /// First row of each expert, u32 [e + 1]; the last element counts the rows of all experts.
     pub offsets: Tensor,
-    /// Slot of each row, u32 [n].
+    /// Slot of each row, u32 [n]; [`DROPPED`] for a row of padding.
     pub order: Tensor,
     /// Row of each slot, u32 [n].
     pub rows: Tensor,
+    /// Rows of each expert without padding, f32 [e]; `None` if nothing is padded.
+    counts: Option<Tensor>,
 }
 
 impl ExpertAssignment {
@@ -55,10 +60,14 @@ impl ExpertAssignment {
                     offsets: tensor(offsets, n_experts + 1)?,
                     order: tensor(order, n)?,
                     rows: tensor(rows, n)?,
+                    counts: None,
                     experts,
                 })
             },
-            cuda => bail!("{OP}: there is no CUDA kernel yet"),
+            cuda => {
+                let cuda::SortedOnDevice { offsets, order, rows } = cuda::sort(&experts, n_experts)?;
+                Ok(Self { experts, offsets, order, rows, counts: None })
+            },
         })
     }
 
@@ -72,9 +81,14 @@ impl ExpertAssignment {
         self.experts.dims()[1]
     }
 
-    /// Returns n, the number of slots.
-    pub fn n_rows(&self) -> usize {
+    /// Returns t * k, the number of slots.
+    pub fn n_slots(&self) -> usize {
         self.experts.elem_count()
+    }
+
+    /// Returns n, the number of rows: that of slots, and of rows of padding.
+    pub fn n_rows(&self) -> usize {
+        self.order.elem_count()
     }
 
     /// Returns e, the number of experts.
@@ -82,8 +96,40 @@ impl ExpertAssignment {
         self.offsets.elem_count() - 1
     }
 
-    /// Returns the number of rows of each expert, f32 [e].
+    /// Pads the rows of each expert to a multiple of `multiple`, as low-precision matmuls need.
+    ///
+    /// Rows of padding are zeros with the weight 0; Megatron-LM's `pad_routing_map` takes rows of other tokens instead.
+    /// The number of rows grows by e * (`multiple` - 1), so that it does not depend on the tokens.
+    pub fn padded(&self, multiple: usize) -> Result<Self> {
+        if multiple == 0 || self.counts.is_some() {
+            bail!("{OP}: want an assignment without padding and a multiple of at least 1, got {multiple}")
+        }
+        let n_rows = self.n_slots() + self.n_experts() * (multiple - 1);
+        on_device!(OP, self.experts, {
+            cpu => {
+                let (offsets, rows) = (host(OP, &self.offsets)?, host(OP, &self.rows)?);
+                let Sorted { offsets, order, rows } = padded(offsets.slice()?, rows.slice()?, multiple, n_rows);
+                let tensor = |values: Vec<u32>, shape: &Tensor| Tensor::from_vec(values, shape.shape(), shape.device());
+                Ok(Self {
+                    experts: self.experts.clone(),
+                    offsets: tensor(offsets, &self.offsets)?,
+                    order: Tensor::from_vec(order, n_rows, self.order.device())?,
+                    rows: tensor(rows, &self.rows)?,
+                    counts: Some(self.counts()?),
+                })
+            },
+            cuda => {
+                let cuda::SortedOnDevice { offsets, order, rows } = cuda::pad(self, multiple, n_rows)?;
+                Ok(Self { experts: self.experts.clone(), offsets, order, rows, counts: Some(self.counts()?) })
+            },
+        })
+    }
+
+    /// Returns the number of rows of each expert without padding, f32 [e].
     pub fn counts(&self) -> Result<Tensor> {
+        if let Some(counts) = &self.counts {
+            return Ok(counts.clone());
+        }
         let n_experts = self.n_experts();
         let [starts, ends] = [0, 1].map(|first| self.offsets.narrow(0, first, n_experts));
         (ends? - starts?)?.to_dtype(DType::F32)
@@ -119,4 +165,22 @@ fn sorted(experts: &[u32], n_experts: usize) -> Result<Sorted> {
     }
     offsets.truncate(n_experts + 1);
     Ok(Sorted { offsets, order, rows })
+}
+
+/// Moves rows so that each expert begins at a multiple of `multiple`.
+fn padded(offsets: &[u32], rows: &[u32], multiple: usize, n_rows: usize) -> Sorted {
+    let mut starts = vec![0u32];
+    for pair in offsets.windows(2) {
+        let size = ((pair[1] - pair[0]) as usize).next_multiple_of(multiple) as u32;
+        starts.push(starts[starts.len() - 1] + size);
+    }
+    let mut order = vec![DROPPED; n_rows];
+    let mut moved = rows.to_vec();
+    for (slot, row) in moved.iter_mut().enumerate() {
+        // Rows of dropped slots follow the last expert's.
+        let expert = offsets.partition_point(|start| start <= row) - 1;
+        *row = starts[expert] + (*row - offsets[expert]);
+        order[*row as usize] = slot as u32;
+    }
+    Sorted { offsets: starts, order, rows: moved }
 }

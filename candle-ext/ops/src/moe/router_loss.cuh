@@ -1,0 +1,91 @@
+// Router losses, as sums over tokens: a warp per token. Without counts [e] it is the z-loss.
+#pragma once
+
+#include "scores.cuh"
+
+constexpr int LOSS_WARPS = 4;
+
+// Sum of the scores times the counts, and of the scores. All lanes must call.
+template <typename C>
+__device__ __forceinline__ void weighted_sum(const Scores<C>& scores, const C* logits, const float* counts, int e,
+                                             C& weighted, C& divisor) {
+    C of_counts = C(0), of_scores = C(0);
+    for (int i = threadIdx.x % 32; i < e; i += 32) {
+        const C score = scores.of(logits[i]);
+        of_counts += score * C(counts[i]);
+        of_scores += score;
+    }
+    weighted = sum_lanes(of_counts);
+    divisor = scores.function == SOFTMAX ? C(1) : sum_lanes(of_scores) + scores.epsilon();
+}
+
+// partial [blocks]: the loss of each block's tokens
+template <typename C>
+__device__ __forceinline__ void token_losses(const C* logits, const float* counts, double* partial, int t, int e,
+                                             int function) {
+    __shared__ double of_warp[LOSS_WARPS];
+    const int warp = threadIdx.x / 32;
+    double sum = 0.0;
+    for (long long token = blockIdx.x * LOSS_WARPS + warp; token < t; token += gridDim.x * LOSS_WARPS) {
+        const C* row = logits + token * e;
+        const auto scores = Scores<C>::of_row(function, row, e);
+        if (counts) {
+            C weighted, divisor;
+            weighted_sum(scores, row, counts, e, weighted, divisor);
+            sum += weighted / divisor;
+        } else {
+            const double lse = scores.max + log_of(scores.sum);
+            sum += lse * lse;
+        }
+    }
+    if (threadIdx.x % 32 == 0) of_warp[warp] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    double total = 0.0;
+    for (int i = 0; i < LOSS_WARPS; ++i) total += of_warp[i];
+    partial[blockIdx.x] = total;
+}
+
+// Writes the gradient of the logits, times the upstream gradient dy [1].
+template <typename C>
+__device__ __forceinline__ void loss_backward(const C* logits, const float* counts, const float* dy, C* d_logits, int t,
+                                              int e, int function) {
+    const long long token = static_cast<long long>(blockIdx.x) * LOSS_WARPS + threadIdx.x / 32;
+    if (token >= t) return;
+    logits += token * e;
+    d_logits += token * e;
+    const auto scores = Scores<C>::of_row(function, logits, e);
+    const C upstream = C(*dy);
+    if (!counts) {
+        const C factor = C(2) * (scores.max + log_of(scores.sum)) * upstream;
+        for (int i = threadIdx.x % 32; i < e; i += 32) d_logits[i] = factor * scores.of(logits[i]);
+        return;
+    }
+    C weighted, divisor;
+    weighted_sum(scores, logits, counts, e, weighted, divisor);
+    const C mean = weighted / divisor;
+    for (int i = threadIdx.x % 32; i < e; i += 32) {
+        const C score = scores.of(logits[i]), grad = (C(counts[i]) - mean) / divisor * upstream;
+        d_logits[i] = grad * (function == SOFTMAX ? score : scores.slope(logits[i], score));
+    }
+}
+
+#define ROUTER_LOSS(C, suffix)                                                                                        \
+    KERNEL(128) token_losses_##suffix(const C* logits, const float* counts, double* partial, int t, int e,            \
+            int function) {                                                                                           \
+        token_losses(logits, counts, partial, t, e, function);                                                        \
+    }                                                                                                                 \
+    KERNEL(128) loss_backward_##suffix(const C* logits, const float* counts, const float* dy, C* d_logits, int t,     \
+            int e, int function) {                                                                                    \
+        loss_backward(logits, counts, dy, d_logits, t, e, function);                                                  \
+    }
+ROUTER_LOSS(float, f32)
+ROUTER_LOSS(double, f64)
+
+// loss [1]: the sum of n partial losses, by one warp
+KERNEL(32) sum_losses(const double* partial, float* loss, int n) {
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < n; i += 32) sum += partial[i];
+    sum = sum_lanes(sum);
+    if (threadIdx.x == 0) *loss = static_cast<float>(sum);
+}
