@@ -55,7 +55,7 @@ fn every_kind_of_parallelism_passes_verify_parallel() {
     ] {
         let (code, text) = run("verify-parallel", arguments);
         assert_eq!(code, 0, "{text}");
-        for part in ["loss", "gradient norm", "attention", "embedding", "mlp", "norms", "the same"] {
+        for part in ["loss", "gradient norm", "attention", "embedding", "mlp", "norms", "equal: relative differences"] {
             assert!(text.contains(part), "no {part:?} in:\n{text}");
         }
         assert!(!text.contains("DIFFERENT"), "{text}");

@@ -410,7 +410,7 @@ fn schedules_have_the_names_and_numbers_of_transformers() {
 
 #[test]
 fn generation_settings_have_bounds() {
-    refused(&["generate={prompts: ['']}"], &["generate.prompts: expected a list of texts"]);
+    refused(&["generate={prompts: ['']}"], &["generate.prompts: expected a list of non-empty texts"]);
     assert_eq!(plan(&["generate={prompts: []}"]).generate, None);
     refused(&["generate={prompts: [a], top_p: 0}"], &["generate.top_p: expected above 0"]);
     refused(&["generate={prompts: [a], temperature: -1}"], &["generate.temperature: expected at least 0"]);
