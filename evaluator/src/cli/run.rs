@@ -173,7 +173,7 @@ impl RunArgs {
             tracing::warn!("{LIMIT_WARNING}");
         }
         let said = self.unsupported_lm_eval_args.warnings().into_iter().map(str::to_owned);
-        said.chain(evaluation.warnings()).for_each(|warning| tracing::warn!("{warning}"));
+        said.chain(evaluation.ignored_kwargs_warnings()).for_each(|warning| tracing::warn!("{warning}"));
         if self.prompts.enable_thinking == Some(true) && self.request_args.think_end_token.is_none() {
             tracing::warn!("--enable-thinking without --think-end-token: the response includes the thinking");
         }

@@ -99,7 +99,7 @@ fn direction(name: &str, selection: &TaskSelection) -> Result<Option<bool>> {
     let mut names: Vec<(String, bool)> = meant.iter().flat_map(|config| config.score_names()).collect();
     match names.iter().find(|(known, _)| known == metric) {
         Some((_, greater)) => Ok(Some(*greater)),
-        None if meant.iter().any(|config| config.has_custom_metric_names()) => Ok(None),
+        None if meant.iter().any(|config| config.has_dynamic_metric_names()) => Ok(None),
         None => {
             names.dedup();
             let names: Vec<String> = names.into_iter().map(|(name, _)| name).collect();

@@ -191,7 +191,7 @@ impl Rendezvous {
         let node = self.node_rank.filter(|node| node.n_nodes > 1)?;
         let deadline = Instant::now() + self.heartbeat_timeout;
         while Instant::now() < deadline && interrupted().is_none() {
-            if let Some(text) = peer_monitor::read_entry(&self.store, node, "failed").ok()? {
+            if let Some(text) = peer_monitor::read_peer_event(&self.store, node, "failed").ok()? {
                 return Some(text);
             }
             std::thread::sleep(POLL_INTERVAL);

@@ -129,7 +129,7 @@ impl Environment {
             n_cores: std::thread::available_parallelism().map_or(1, usize::from),
             world,
             features: BuildFeatures::BUILT,
-            temp_dir: TempDir::look(std::env::temp_dir()),
+            temp_dir: TempDir::detect(std::env::temp_dir()),
             has_train_py: loaded.source().path.with_file_name("train.py").is_file(),
             tasks_generate: tasks_generate(loaded),
             console,
