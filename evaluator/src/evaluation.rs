@@ -42,7 +42,7 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Describes the data of each task, as `arc_easy: test = data/arc_easy_test.jsonl (2376 documents)`.
-    pub fn data(&self) -> impl Iterator<Item = String> {
+    pub fn data_descriptions(&self) -> impl Iterator<Item = String> {
         self.tasks.iter().map(|task| format!("{}: {}", task.config().task, task.data()))
     }
 

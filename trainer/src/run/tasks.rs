@@ -138,7 +138,7 @@ impl<'a> Tasks<'a> {
 
     /// Describes the data of each task, and names tasks whose few-shot examples come from the evaluated split.
     pub(super) fn notes(&self) -> Vec<String> {
-        self.evaluation.data().chain(self.evaluation.fewshot_notes()).collect()
+        self.evaluation.data_descriptions().chain(self.evaluation.fewshot_notes()).collect()
     }
 
     fn inference_group(&self, ranks: &RankContext) -> InferenceGroup {

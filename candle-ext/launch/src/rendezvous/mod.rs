@@ -156,7 +156,8 @@ impl Rendezvous {
     /// Starts monitoring the other nodes. Their events are sent to `events`.
     pub fn monitor_peers(&self, events: Sender<Event>) -> Result<Option<PeerMonitor>> {
         let Some(node) = self.node_rank.filter(|_| self.nodes.max > 1) else { return Ok(None) };
-        let store = self.store.reconnect_within(self.store.timeout()).map_err(|source| self.store_error(source))?;
+        let store =
+            self.store.new_connection_with_timeout(self.store.timeout()).map_err(|source| self.store_error(source))?;
         Ok(Some(PeerMonitor::start(store, node, self.peer_monitor_settings(), events)))
     }
 
