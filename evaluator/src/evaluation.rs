@@ -31,7 +31,7 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Returns a warning for each key of `generation_kwargs` that has no effect.
-    pub fn warnings(&self) -> Vec<String> {
+    pub fn ignored_kwargs_warnings(&self) -> Vec<String> {
         let of_task = |(task, options): (&Task, &PromptOptions)| {
             let name = task.config().task.clone();
             let said = crate::task::ignored_kwargs(&task.generation_kwargs(options));
@@ -42,7 +42,7 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Describes the data of each task, as `arc_easy: test = data/arc_easy_test.jsonl (2376 documents)`.
-    pub fn data(&self) -> impl Iterator<Item = String> {
+    pub fn data_descriptions(&self) -> impl Iterator<Item = String> {
         self.tasks.iter().map(|task| format!("{}: {}", task.config().task, task.data()))
     }
 

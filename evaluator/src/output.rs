@@ -30,7 +30,7 @@ impl ResultsFolder {
     }
 
     /// Returns the folder of the response cache.
-    pub fn response_cache(&self) -> PathBuf {
+    pub fn response_cache_folder(&self) -> PathBuf {
         self.folder.join("answers")
     }
 

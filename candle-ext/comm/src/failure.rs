@@ -138,7 +138,7 @@ pub(crate) struct StoreArbiter(Client);
 impl StoreArbiter {
     /// Opens a dedicated connection to the store.
     pub(crate) fn connect(store: &Client) -> Result<Self> {
-        Ok(Self(store.reconnect_within(ARBITRATE_WITHIN)?))
+        Ok(Self(store.new_connection_with_timeout(ARBITRATE_WITHIN)?))
     }
 
     /// Reports a failure and returns the first one, or `None` if the store does not answer.

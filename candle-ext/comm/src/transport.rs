@@ -44,7 +44,7 @@ pub(crate) trait Connections: Send {
     fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), TransportError>;
 }
 
-/// Failure of an exchange. Ranks are those of the group.
+/// Failure of an exchange. Ranks are those of the group, except in `PeersTimedOut` and `Failed`: world ranks.
 #[derive(Debug)]
 pub(crate) enum TransportError {
     /// These ranks did not connect within the timeout.

@@ -48,7 +48,7 @@ impl Watchdog {
     /// Starts the watchdog thread of the rank `own` of `peers`.
     pub(crate) fn start(store: &Client, own: PeerInfo, peers: Vec<PeerInfo>, timeout: Duration) -> Result<Self> {
         let shared = Arc::new(WatchdogShared { own, peers, timeout, monitor: FailureMonitor::default() });
-        let (heartbeats, arbiter) = (store.reconnect()?, StoreArbiter::connect(store)?);
+        let (heartbeats, arbiter) = (store.new_connection()?, StoreArbiter::connect(store)?);
         let beating = Arc::clone(&shared);
         // The thread ends after this rank has left. It is not joined, because it may be blocked in a wait.
         let beat = thread::Builder::new().name("comm-watchdog".to_owned()).spawn(move || beating.beat(&heartbeats));
@@ -72,7 +72,7 @@ impl Watchdog {
     pub(crate) fn store(&self) -> Result<Client, TransportError> {
         self.arbiter
             .store()
-            .reconnect_within(self.shared.timeout)
+            .new_connection_with_timeout(self.shared.timeout)
             .map_err(|error| TransportError::Local(error.to_string()))
     }
 

@@ -102,7 +102,7 @@ impl Lm {
         let folders = std::iter::once(folder).chain(adapter).map(Path::to_owned).collect();
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
         let config = Config::read(folder)?;
-        parallel_config.check(&config)?;
+        parallel_config.check_can_split(&config)?;
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
         // The output layer runs on few tokens, so its cost is neglected.
         let layout = PipelineLayout::balanced(model.n_blocks(), parallel_config.pipeline_parallel, 1, 0.0);

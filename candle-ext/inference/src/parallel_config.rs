@@ -84,7 +84,7 @@ impl ParallelConfig {
     }
 
     /// Checks that the model's heads, MLP and layers can be split by these sizes.
-    pub fn check(self, config: &Config) -> Result<()> {
+    pub fn check_can_split(self, config: &Config) -> Result<()> {
         let AttentionHeads { n_query, n_kv, .. } = config.attention_heads();
         let (width, n_layers) = (config.intermediate_size(), config.n_layers());
         let fits = |n: usize| [n_query, n_kv, width].iter().all(|whole| whole.is_multiple_of(n));

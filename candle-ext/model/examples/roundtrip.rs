@@ -94,5 +94,5 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
         x = model.block(&units[block_idx + 1], &x, &context)?;
     }
     let head = &units[units.len() - 1];
-    model.logits(head, &model.norm(head, &x)?)
+    model.logits(head, &model.final_norm(head, &x)?)
 }

@@ -103,7 +103,7 @@ impl Model {
     }
 
     /// Applies the final norm: [t, d] -> [t, d].
-    pub fn norm(&self, w: &UnitWeights, x: &Tensor) -> Result<Tensor> {
+    pub fn final_norm(&self, w: &UnitWeights, x: &Tensor) -> Result<Tensor> {
         w.head()?.norm(x)
     }
 

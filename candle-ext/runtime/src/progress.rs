@@ -31,7 +31,7 @@ struct State {
 
 impl ProgressLines {
     /// Starts to print to stderr. Returns `None` if it is a terminal, which has a progress bar.
-    pub fn on_stderr(what: &str, unit: &'static str) -> Option<Self> {
+    pub fn on_redirected_stderr(what: &str, unit: &'static str) -> Option<Self> {
         let to_stderr = |line: String| eprintln!("{line}");
         (!io::stderr().is_terminal()).then(|| Self::new(what, unit, to_stderr))
     }

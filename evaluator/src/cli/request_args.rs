@@ -108,7 +108,7 @@ pub(super) fn progress_reporter(ranks: &EvalRanks) -> impl FnMut(RequestProgress
     let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::with_draw_target(Some(0), target).with_style(style);
     bar.enable_steady_tick(Duration::from_secs(1));
-    let mut lines = is_first.then(|| ProgressLines::on_stderr("evaluate", "requests")).flatten();
+    let mut lines = is_first.then(|| ProgressLines::on_redirected_stderr("evaluate", "requests")).flatten();
     move |RequestProgress { n_done, n_all }| {
         bar.set_length(n_all as u64);
         bar.set_position(n_done as u64);

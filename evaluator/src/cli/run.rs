@@ -132,7 +132,7 @@ pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<()> {
             args.print_notes(&evaluation);
         }
         let output = args.output_path.as_ref().map(|path| ResultsFolder::new(path, &args.model.model, id.file_stamp()));
-        let log = args.use_cache.clone().or(output.as_ref().map(ResultsFolder::response_cache));
+        let log = args.use_cache.clone().or(output.as_ref().map(ResultsFolder::response_cache_folder));
         let settings = args.request_args.settings(args.seeds().resolve(id.run).0, log);
         let answers = EngineBackend::new(&lm, settings, ranks.inference_group())?;
         let max_length = answers.max_length();
@@ -167,13 +167,13 @@ impl RunArgs {
     /// Prints the tasks' data files, warnings about options without effect, and the first prompts with `--write-out`.
     fn print_notes(&self, evaluation: &Evaluation) {
         if !self.is_quiet() {
-            evaluation.data().for_each(|line| eprintln!("{line}"));
+            evaluation.data_descriptions().for_each(|line| eprintln!("{line}"));
         }
         if self.limit.is_some() {
             tracing::warn!("{LIMIT_WARNING}");
         }
         let said = self.unsupported_lm_eval_args.warnings().into_iter().map(str::to_owned);
-        said.chain(evaluation.warnings()).for_each(|warning| tracing::warn!("{warning}"));
+        said.chain(evaluation.ignored_kwargs_warnings()).for_each(|warning| tracing::warn!("{warning}"));
         if self.prompts.enable_thinking == Some(true) && self.request_args.think_end_token.is_none() {
             tracing::warn!("--enable-thinking without --think-end-token: the response includes the thinking");
         }

@@ -132,7 +132,7 @@ impl<'t> RequestTokenizer<'t> {
             }
             Request::LoglikelihoodRolling { text } => {
                 let ids = self.encoder.text(text)?;
-                (if ids.is_empty() { Vec::new() } else { vec![self.encoder.prefix()?] }, ids, 0)
+                (if ids.is_empty() { Vec::new() } else { vec![self.encoder.prefix_token_id()?] }, ids, 0)
             }
             Request::GenerateUntil { context, settings } => {
                 let mut ids = self.encoder.prompt(context)?;

@@ -237,7 +237,7 @@ impl TaskConfig {
     }
 
     /// Returns true if the metric names are known only after scoring, because a function computes the metrics.
-    pub fn has_custom_metric_names(&self) -> bool {
+    pub fn has_dynamic_metric_names(&self) -> bool {
         self.process_results.is_some() || self.metrics.iter().any(|metric| matches!(metric.kind, Metric::BuiltIn(_)))
     }
 

@@ -62,12 +62,12 @@ impl DatasetSplit {
     }
 
     /// Returns each document's row index in the data set, before `process_docs`.
-    pub(crate) fn rows(&self) -> &[usize] {
+    pub(crate) fn row_indices(&self) -> &[usize] {
         &self.rows
     }
 
     /// Returns a document's row index in the data set.
-    pub(crate) fn row(&self, doc_id: usize) -> Option<usize> {
+    pub(crate) fn row_index(&self, doc_id: usize) -> Option<usize> {
         self.rows.get(doc_id).copied()
     }
 

@@ -94,7 +94,7 @@ fn load_candidates(
     let is_evaluated_split = split == config.eval_split()? || !of.files.is_empty() && of.files == eval.data().files;
     // lm-eval compares the splits' names only, so a document may become its own example.
     let exclude_eval_doc = if options.compat { fewshot.split == config.test_split } else { is_evaluated_split };
-    let rows = if options.compat || !exclude_eval_doc { Vec::new() } else { opened.rows().to_vec() };
+    let rows = if options.compat || !exclude_eval_doc { Vec::new() } else { opened.row_indices().to_vec() };
     let data = Some(FewshotSplit { of, is_evaluated_split });
     Ok(select_indices(FewshotPool { docs: opened.into_docs(), rows, exclude_eval_doc, data }, config, options))
 }

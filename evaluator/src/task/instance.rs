@@ -296,7 +296,7 @@ impl Task {
         }
         let FewshotPool { docs, rows, exclude_eval_doc, .. } = &self.shots;
         let sampler = FewshotSampler { docs, is_first_n: config.is_first_n, exclude_eval_doc: *exclude_eval_doc, rows };
-        for shot in sampler.sample(draws, n, EvalDoc { doc_id, row: self.eval.row(doc_id), doc })? {
+        for shot in sampler.sample(draws, n, EvalDoc { doc_id, row: self.eval.row_index(doc_id), doc })? {
             before.extend(self.example(shot)?);
         }
         Ok(before)

@@ -164,7 +164,8 @@ fn answers_are_those_to_each_request_by_itself() {
                 n_greedy += usize::from(is_greedy);
             }
             (Request::LoglikelihoodRolling { text }, Response::LoglikelihoodRolling(logprob)) => {
-                let windows = rolling_windows(&encoder.text(text).unwrap(), encoder.prefix().unwrap(), CONTEXT);
+                let windows =
+                    rolling_windows(&encoder.text(text).unwrap(), encoder.prefix_token_id().unwrap(), CONTEXT);
                 let want = windows.iter().map(|window| score_alone(&lm, window).0).sum::<f64>();
                 assert_near(logprob, want + 0.0, request);
             }

@@ -63,7 +63,8 @@ fn long_texts_roll_as_in_the_harness() {
     for (tokenizer, case) in cases() {
         let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token).unwrap();
         for (text, want) in &case.rolling {
-            let got = rolling_windows(&encoder.text(text).unwrap(), encoder.prefix().unwrap(), case.max_length);
+            let got =
+                rolling_windows(&encoder.text(text).unwrap(), encoder.prefix_token_id().unwrap(), case.max_length);
             let mut got: Vec<Seen> = got.iter().map(Seen::from).collect();
             let mut want: Vec<Seen> = want.iter().flatten().map(|w| Seen { seen: w.seen.clone(), ..*w }).collect();
             // The harness sorts the windows of a batch by length, longest first.

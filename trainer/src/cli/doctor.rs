@@ -95,11 +95,11 @@ impl DoctorReport {
             ("threads".to_owned(), self.host.n_cpus.to_string()),
             ("instructions".to_owned(), self.cpu_features.join(" ")),
             ("f32 GEMM".to_owned(), self.gemm_kernel.to_owned()),
-            ("memory".to_owned(), self.host.memory_bytes.map_or("unknown".into(), bytes)),
+            ("memory".to_owned(), self.host.memory_bytes.map_or("unknown".into(), format_bytes)),
         ];
         for gpu in &self.gpus {
             let GpuInfo { ordinal, name, capability, memory_bytes } = gpu;
-            rows.push((format!("cuda:{ordinal}"), format!("{name}, sm_{capability}, {}", bytes(*memory_bytes))));
+            rows.push((format!("cuda:{ordinal}"), format!("{name}, sm_{capability}, {}", format_bytes(*memory_bytes))));
         }
         rows.extend(self.no_gpu.clone().map(|why| ("no GPU".to_owned(), why)));
         for library in &self.libraries {
@@ -109,7 +109,7 @@ impl DoctorReport {
         rows.push(("attention".to_owned(), self.attention.clone()));
         rows.push(("Hub".to_owned(), self.hub.describe()));
         for Disk { what, path, free_bytes } in &self.disks {
-            let free = free_bytes.map_or("unknown".into(), bytes);
+            let free = free_bytes.map_or("unknown".into(), format_bytes);
             rows.push((format!("disk, {what}"), format!("{free} free at {}", path.display())));
         }
         let lines = rows.into_iter().map(|(what, found)| format!("{what:<16}  {found}"));
@@ -167,7 +167,7 @@ fn free_bytes_at(path: &Path) -> Option<u64> {
     path.ancestors().find(|folder| folder.exists()).and_then(|folder| free_bytes(folder).ok())
 }
 
-fn bytes(n: u64) -> String {
+fn format_bytes(n: u64) -> String {
     format!("{}B", quantity(n as f64))
 }
 

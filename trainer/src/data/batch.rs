@@ -109,7 +109,7 @@ impl Batch {
     fn push(&mut self, dataset: &Dataset, sequence: usize) {
         let sample = dataset.get(sequence);
         self.ids.extend(sample.ids());
-        let pairs = sample.ids().zip(sample.is_target()).skip(1);
+        let pairs = sample.ids().zip(sample.target_mask()).skip(1);
         let targets = pairs.map(|(id, is_target)| if is_target { i64::from(id) } else { IGNORE_INDEX });
         self.targets.extend(targets);
         self.targets.extend((!sample.is_empty()).then_some(IGNORE_INDEX));

@@ -76,18 +76,18 @@ impl SampleRef<'_> {
     }
 
     /// Returns a flag for each token: true if it is a target.
-    pub fn is_target(&self) -> impl ExactSizeIterator<Item = bool> + '_ {
+    pub fn target_mask(&self) -> impl ExactSizeIterator<Item = bool> + '_ {
         self.span.clone().map(|token| self.store.is_target(token))
     }
 
     /// Returns true if any token is a target.
     pub fn has_targets(&self) -> bool {
-        self.is_target().skip(1).any(|is_target| is_target)
+        self.target_mask().skip(1).any(|is_target| is_target)
     }
 
     /// Counts the targets. The first token is never one: no token precedes it.
     pub fn n_targets(&self) -> usize {
-        self.is_target().skip(1).filter(|is_target| *is_target).count()
+        self.target_mask().skip(1).filter(|is_target| *is_target).count()
     }
 }
 

@@ -120,7 +120,7 @@ impl DatasetCheck<'_> {
     fn samples_with_targets(&self) -> impl Iterator<Item = Sample> + '_ {
         (0..self.dataset.len()).map(|index| {
             let sample = self.dataset.get(index);
-            let mut is_target: Vec<bool> = sample.is_target().collect();
+            let mut is_target: Vec<bool> = sample.target_mask().collect();
             is_target[..1].fill(false);
             Sample { ids: sample.ids().collect(), is_target, ..Sample::default() }
         })

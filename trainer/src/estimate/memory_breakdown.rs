@@ -107,7 +107,7 @@ impl MemoryBreakdown {
 }
 
 /// Formats bytes in the unit that fits: `512 B`, `37.5 MiB`, `1.25 GiB`.
-pub fn bytes(n: u64) -> String {
+pub fn format_bytes(n: u64) -> String {
     const UNITS: [(u64, &str, usize); 3] = [(1 << 30, "GiB", 2), (1 << 20, "MiB", 1), (1 << 10, "KiB", 1)];
     match UNITS.iter().find(|(unit, ..)| n >= *unit) {
         Some((unit, name, digits)) => format!("{:.digits$} {name}", n as f64 / *unit as f64),
@@ -123,7 +123,7 @@ mod tests {
     fn bytes_have_the_unit_that_fits() {
         let cases = [(0, "0 B"), (1023, "1023 B"), (1 << 10, "1.0 KiB"), (3 << 19, "1.5 MiB"), (5 << 28, "1.25 GiB")];
         for (n, want) in cases {
-            assert_eq!(bytes(n), want);
+            assert_eq!(format_bytes(n), want);
         }
     }
 }

@@ -88,7 +88,7 @@ pub fn estimate(setup: &Setup) -> Estimate {
 
 /// Estimates the memory of a rank of the pipeline stage `setup.stage`.
 pub fn estimate_stage(setup: &Setup) -> Estimate {
-    let program = MemoryBreakdown::default().with(Category::Program, program::on_device(setup));
+    let program = MemoryBreakdown::default().with(Category::Program, program::bytes_on_device(setup));
     let copied = parameters::copied(setup);
     let copied_on_device = if setup.compute_device == DeviceKind::Cpu { copied } else { 0 };
     let resident = program.clone().plus(&parameters::resident(setup)).with(Category::Copy, copied_on_device);
@@ -111,7 +111,8 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
         phases.push((Phase::Save, resident.plus(&save(setup))));
     }
     let offloaded = step.offloaded_bytes();
-    let host = || program::on_gpu_host(setup) + transfer(setup) + parameters::bytes_on_host(setup) + offloaded + copied;
+    let host =
+        || program::bytes_on_gpu_host(setup) + transfer(setup) + parameters::bytes_on_host(setup) + offloaded + copied;
     Estimate {
         stage: setup.stage,
         phases: phases.into_iter().map(|(phase, breakdown)| PhaseEstimate { phase, breakdown }).collect(),

@@ -8,15 +8,15 @@ use candlewick_text::tokenizer::Tokenizer;
 use super::{Setup, costs};
 
 /// Returns the bytes in the memory of the device that computes.
-pub(super) fn on_device(setup: &Setup) -> u64 {
+pub(super) fn bytes_on_device(setup: &Setup) -> u64 {
     match setup.compute_device {
         DeviceKind::Cpu => program_bytes() + tokenizer(setup) + matmul_buffers(setup),
         DeviceKind::Gpu => GPU_CONTEXT_BYTES,
     }
 }
 
-/// Returns the bytes in the RAM of a machine whose GPU computes.
-pub(super) fn on_gpu_host(setup: &Setup) -> u64 {
+/// Returns the program's bytes of host RAM if a GPU computes.
+pub(super) fn bytes_on_gpu_host(setup: &Setup) -> u64 {
     program_bytes() + GPU_HOST_BYTES + tokenizer(setup)
 }
 

@@ -7,8 +7,8 @@ use serde_json::{Map, Value, json};
 
 use super::search::by_cost;
 use super::{
-    Capacity, Category, DeviceKind, Estimate, FixedModes, Modes, Phase, Resource, Setup, Shortage, bytes, choose,
-    estimate, longest, parameters,
+    Capacity, Category, DeviceKind, Estimate, FixedModes, Modes, Phase, Resource, Setup, Shortage, choose, estimate,
+    format_bytes, max_row_tokens, parameters,
 };
 use crate::metrics::quantity;
 use crate::plan::CheckpointingMode;
@@ -92,7 +92,7 @@ impl EstimateReport {
             peak_phase: estimate.peak().phase,
             fits,
             short,
-            longest_row: capacity.bytes.and_then(|_| longest(setup, capacity)),
+            longest_row: capacity.bytes.and_then(|_| max_row_tokens(setup, capacity)),
             estimate,
             advice,
         }
@@ -180,10 +180,10 @@ impl fmt::Display for EstimateReport {
         }
         self.table(f)?;
         if self.estimate.offloaded > 0 {
-            writeln!(f, "offloaded activations: {}", bytes(self.estimate.offloaded))?;
+            writeln!(f, "offloaded activations: {}", format_bytes(self.estimate.offloaded))?;
         }
         if let Some(host) = self.estimate.host {
-            writeln!(f, "host RAM: {}", bytes(host))?;
+            writeln!(f, "host RAM: {}", format_bytes(host))?;
         }
         self.write_result(f)
     }
@@ -199,7 +199,7 @@ impl EstimateReport {
         };
         writeln!(f, "{}", row("", phases.iter().map(|phase| phase.phase.name().to_owned()).collect()))?;
         for category in Category::ALL.into_iter().filter(is_used) {
-            let cell = |n: u64| if n == 0 { "-".to_owned() } else { bytes(n) };
+            let cell = |n: u64| if n == 0 { "-".to_owned() } else { format_bytes(n) };
             writeln!(
                 f,
                 "{}",
@@ -207,7 +207,8 @@ impl EstimateReport {
             )?;
         }
         let mark = |phase: &Phase| if *phase == self.peak_phase { "*" } else { "" };
-        let totals = phases.iter().map(|phase| format!("{}{}", mark(&phase.phase), bytes(phase.breakdown.total())));
+        let totals =
+            phases.iter().map(|phase| format!("{}{}", mark(&phase.phase), format_bytes(phase.breakdown.total())));
         writeln!(f, "{}", row("total (* is the peak)", totals.collect()))
     }
 
@@ -216,7 +217,7 @@ impl EstimateReport {
             return writeln!(f, "the memory of {} is not known", self.device);
         };
         let result = if self.peak_bytes <= capacity { "fits" } else { "does not fit" };
-        writeln!(f, "{result}: {} of {} ({})", bytes(self.peak_bytes), bytes(capacity), self.device)?;
+        writeln!(f, "{result}: {} of {} ({})", format_bytes(self.peak_bytes), format_bytes(capacity), self.device)?;
         for shortage in other_shortages(&self.short) {
             writeln!(f, "does not fit: {shortage}")?;
         }
@@ -228,7 +229,12 @@ impl EstimateReport {
             let fits = if advice.fits { "fits" } else { "does not fit" };
             let short: String = other_shortages(&advice.short).map(|shortage| format!(" ({shortage})")).collect();
             let note = if advice.same_result { "" } else { "; changes results by rounding" };
-            writeln!(f, "  {}: {}, {fits}{short}{note}", as_arguments(pairs(&advice.set)), bytes(advice.peak_bytes))?;
+            writeln!(
+                f,
+                "  {}: {}, {fits}{short}{note}",
+                as_arguments(pairs(&advice.set)),
+                format_bytes(advice.peak_bytes)
+            )?;
         }
         self.write_other_methods(f)
     }

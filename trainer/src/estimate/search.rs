@@ -48,11 +48,11 @@ pub fn choose(setup: &Setup, fixed: FixedModes, capacity: &Capacity) -> ModeSear
         let candidate = Candidate { modes, peak_bytes, short };
         tried.push(candidate.clone());
         if candidate.short.is_empty() {
-            return ModeSearch { found: Some(candidate), tried, longest: longest(&setup, capacity) };
+            return ModeSearch { found: Some(candidate), tried, longest: max_row_tokens(&setup, capacity) };
         }
     }
     let least = tried.iter().min_by_key(|candidate| candidate.peak_bytes).map(|candidate| candidate.modes);
-    let longest = least.and_then(|modes| longest(&Setup { modes, ..setup.clone() }, capacity));
+    let longest = least.and_then(|modes| max_row_tokens(&Setup { modes, ..setup.clone() }, capacity));
     ModeSearch { found: None, tried, longest }
 }
 
@@ -96,7 +96,7 @@ fn attention_fraction(setup: &Setup) -> f64 {
 /// Returns the most tokens of a row with which `setup` fits `capacity`; `None` if not even one fits.
 ///
 /// It is a binary search: every term grows with the tokens.
-pub fn longest(setup: &Setup, capacity: &Capacity) -> Option<u64> {
+pub fn max_row_tokens(setup: &Setup, capacity: &Capacity) -> Option<u64> {
     /// More tokens than any model's context.
     const MOST: u64 = 1 << 24;
     let fits = |row_tokens: u64| estimate(&Setup { row_tokens, ..setup.clone() }).shortages(capacity).is_empty();

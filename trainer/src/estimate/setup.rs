@@ -22,7 +22,7 @@ pub struct Setup {
     pub masters: FloatDtype,
     /// The dtype of AdamW's moments.
     pub moments: FloatDtype,
-    /// The modes that trade time for memory.
+    /// Activation checkpointing and tiled MLPs, which trade time for memory.
     pub modes: Modes,
     /// The most tokens of a row.
     pub row_tokens: u64,
@@ -62,7 +62,7 @@ pub struct Setup {
     pub copies_to_save: bool,
 }
 
-/// The modes that trade time for memory.
+/// Activation checkpointing and tiled MLPs, which trade time for memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Modes {
     /// The activations that blocks save for backward.
@@ -160,7 +160,7 @@ impl Setup {
         self.stage + 1 == self.layout.n_stages()
     }
 
-    /// Returns the bytes of a parameter's weights on the rank that holds most of it.
+    /// Returns the bytes of a parameter's largest tensor- or expert-parallel shard, before ZeRO shards it.
     pub(super) fn weight_bytes(&self, param: &ParamSpec) -> u64 {
         let dense = self.numel_here(param) * self.compute.n_bytes();
         max_shard_bytes(param, self.n_slices(param), dtype(self.compute)).map_or(dense, |bytes| bytes as u64)
@@ -174,7 +174,7 @@ impl Setup {
         }
     }
 
-    /// Returns the number of a parameter's elements on the rank that holds most of it.
+    /// Returns the elements of a parameter's largest tensor- or expert-parallel shard, before ZeRO shards it.
     pub(super) fn numel_here(&self, param: &ParamSpec) -> u64 {
         // The plan refuses shapes that cannot be sharded.
         max_shard_numel(param, self.n_slices(param)).unwrap_or_else(|_| param.numel()) as u64

@@ -5,7 +5,7 @@ use std::fmt;
 use candlewick_ops::DeviceKind;
 use serde::Serialize;
 
-use super::{Capacity, Estimate, bytes};
+use super::{Capacity, Estimate, format_bytes};
 
 /// A resource that a run uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -55,6 +55,6 @@ impl fmt::Display for Shortage {
             Resource::Host => "host RAM",
             Resource::OffloadDisk => "free disk for offloaded activations (TMPDIR sets the folder)",
         };
-        write!(f, "{} of {} of {what}", bytes(self.needed_bytes), bytes(self.free_bytes))
+        write!(f, "{} of {} of {what}", format_bytes(self.needed_bytes), format_bytes(self.free_bytes))
     }
 }

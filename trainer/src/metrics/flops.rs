@@ -66,9 +66,9 @@ pub struct Recomputed {
     pub tiled_mlp: bool,
 }
 
-/// The query-key pairs to count.
+/// The query-key pairs that attention FLOPs count, whatever the model's mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Visibility {
+pub enum AttentionPairs {
     /// All s^2 pairs, as ArcticTraining and most published TFLOPS count them.
     Full,
     /// The pairs under a causal mask, s (s + 1) / 2; fewer with a sliding window.
@@ -108,8 +108,8 @@ impl LayerShape {
 }
 
 /// Counts the FLOPs of one pass over packed sequences of these lengths.
-pub fn flops(shape: &ModelShape, factors: FlopFactors, visibility: Visibility, lengths: &[usize]) -> f64 {
-    let of_layer = |layer: &LayerShape| layer.attention_width as f64 * visibility.pairs(layer.window, lengths);
+pub fn flops(shape: &ModelShape, factors: FlopFactors, attention_pairs: AttentionPairs, lengths: &[usize]) -> f64 {
+    let of_layer = |layer: &LayerShape| layer.attention_width as f64 * attention_pairs.count(layer.window, lengths);
     count(factors, shape.n_weights(), shape.layers.iter().map(of_layer).sum(), lengths)
 }
 
@@ -122,7 +122,7 @@ pub fn recomputed_flops(shape: &ModelShape, again: &[Recomputed], lengths: &[usi
         once_more + if again.tiled_mlp { layer.n_mlp_weights } else { 0 }
     });
     let attentions = layers().filter(|(_, again)| again.attention);
-    let pairs = attentions.map(|(layer, _)| layer.attention_width as f64 * Visibility::Full.pairs(None, lengths));
+    let pairs = attentions.map(|(layer, _)| layer.attention_width as f64 * AttentionPairs::Full.count(None, lengths));
     count(FlopFactors::FORWARD, n_weights.sum::<usize>() as u64, pairs.sum(), lengths)
 }
 
@@ -151,12 +151,12 @@ pub fn gpu_peak(name: &str) -> Option<f64> {
     PEAKS.iter().find(|(part, _)| name.contains(part)).map(|(_, peak)| *peak)
 }
 
-impl Visibility {
+impl AttentionPairs {
     /// Returns the number of query-key pairs of one layer.
-    fn pairs(self, window: Option<usize>, lengths: &[usize]) -> f64 {
+    fn count(self, window: Option<usize>, lengths: &[usize]) -> f64 {
         let of_sequence = |s: f64| match self {
-            Visibility::Full => s * s,
-            Visibility::Causal => {
+            AttentionPairs::Full => s * s,
+            AttentionPairs::Causal => {
                 let w = window.map_or(s, |w| s.min(w as f64));
                 // The first w queries attend to 1, 2, .. w keys, each later one to w.
                 w * (w + 1.0) / 2.0 + (s - w) * w
@@ -181,7 +181,7 @@ mod tests {
     fn a_tiny_model_has_the_flops_computed_by_hand() {
         assert_eq!(tiny().n_weights(), 3 * 120 + 40);
         // 7 tokens; 3^2 + 4^2 = 25 pairs; width 2*2*3 = 12.
-        let count = |factors| flops(&tiny(), factors, Visibility::Full, &[3, 4]);
+        let count = |factors| flops(&tiny(), factors, AttentionPairs::Full, &[3, 4]);
         assert_eq!(count(FlopFactors::FORWARD), 2.0 * 400.0 * 7.0 + 4.0 * 12.0 * 25.0);
         assert_eq!(count(FlopFactors::TRAIN), 6.0 * 400.0 * 7.0 + 12.0 * 12.0 * 25.0);
         assert_eq!(count(FlopFactors::ADAPTER), 4.0 * 400.0 * 7.0 + 12.0 * 12.0 * 25.0);
@@ -200,7 +200,7 @@ mod tests {
         let mixed = [again(true, true, true), again(false, false, true), again(true, false, true)];
         assert_eq!(count(&mixed), 2.0 * (2.0 * 120.0 + 3.0 * 72.0) * 7.0 + 4.0 * 4.0 * 25.0);
         // Recomputing all layers costs a forward without the LM head.
-        let forward = flops(&tiny(), FlopFactors::FORWARD, Visibility::Full, &[3, 4]);
+        let forward = flops(&tiny(), FlopFactors::FORWARD, AttentionPairs::Full, &[3, 4]);
         assert_eq!(count(&[again(true, true, false); 3]), forward - 2.0 * 40.0 * 7.0);
     }
 
@@ -210,7 +210,7 @@ mod tests {
             for window in [None, Some(1), Some(3), Some(8), Some(20)] {
                 let sees = |i: u64, j: u64| j <= i && window.is_none_or(|w| i - j < w as u64);
                 let pairs = (0..s).flat_map(|i| (0..s).map(move |j| (i, j))).filter(|&(i, j)| sees(i, j));
-                assert_eq!(Visibility::Causal.pairs(window, &[s as usize]), pairs.count() as f64, "{s} {window:?}");
+                assert_eq!(AttentionPairs::Causal.count(window, &[s as usize]), pairs.count() as f64, "{s} {window:?}");
             }
         }
     }
@@ -219,10 +219,10 @@ mod tests {
     fn a_sliding_window_removes_pairs_of_its_layer() {
         let mut windowed = tiny();
         windowed.layers[1].window = Some(2);
-        let count = |shape: &ModelShape, visibility| flops(shape, FlopFactors::FORWARD, visibility, &[4]);
-        assert_eq!(count(&windowed, Visibility::Full), count(&tiny(), Visibility::Full));
+        let count = |shape: &ModelShape, attention_pairs| flops(shape, FlopFactors::FORWARD, attention_pairs, &[4]);
+        assert_eq!(count(&windowed, AttentionPairs::Full), count(&tiny(), AttentionPairs::Full));
         // Of 10 causal pairs of 4 tokens, 7 are within a window of 2; the width is 2*2.
-        assert_eq!(count(&tiny(), Visibility::Causal) - count(&windowed, Visibility::Causal), 4.0 * 4.0 * 3.0);
+        assert_eq!(count(&tiny(), AttentionPairs::Causal) - count(&windowed, AttentionPairs::Causal), 4.0 * 4.0 * 3.0);
     }
 
     #[track_caller]

@@ -17,7 +17,7 @@ mod run_json;
 pub use console::{AboveBars, Terminal, eval_line, show_bar, step_line, tasks_line};
 pub use experts::{ExpertLoad, LayerLoad};
 pub use flops::{
-    FlopFactors, LayerShape, ModelShape, Recomputed, Visibility, flops, gpu_peak, model_flops_utilization,
+    AttentionPairs, FlopFactors, LayerShape, ModelShape, Recomputed, flops, gpu_peak, model_flops_utilization,
     recomputed_flops,
 };
 pub use format::{duration, grouped, quantity};

@@ -45,7 +45,7 @@ impl Reporter {
     }
 
     /// Reports a step.
-    pub fn step(&mut self, record: &StepRecord) {
+    pub fn log_step(&mut self, record: &StepRecord) {
         let LogPlan { train_log_iter_interval, loss_log_interval, .. } = self.plan;
         let is_recorded = is_due(train_log_iter_interval, record.iter);
         if is_recorded {
@@ -69,7 +69,7 @@ impl Reporter {
     }
 
     /// Reports an evaluation.
-    pub fn eval(&mut self, record: &EvalRecord) {
+    pub fn log_eval(&mut self, record: &EvalRecord) {
         self.n_evals += 1;
         if is_due(self.plan.eval_log_iter_interval, self.n_evals) {
             self.append(record);
@@ -78,19 +78,19 @@ impl Reporter {
     }
 
     /// Reports the scores of tasks.
-    pub fn tasks(&mut self, record: &TasksRecord) {
+    pub fn log_tasks(&mut self, record: &TasksRecord) {
         self.append(record);
         self.terminal.line(&tasks_line(record, self.total_steps));
     }
 
     /// Reports a checkpoint.
-    pub fn checkpoint(&mut self, record: &CheckpointRecord) {
+    pub fn log_checkpoint(&mut self, record: &CheckpointRecord) {
         self.append(record);
         self.terminal.line(&format!("saved {} in {}", record.saved.display(), duration(record.save_time)));
     }
 
-    /// Reports that the run resumes from a checkpoint.
-    pub fn resume(&mut self, record: &ResumeRecord) {
+    /// Appends a resume to the metrics file and prints it.
+    pub fn log_resume(&mut self, record: &ResumeRecord) {
         self.append(record);
         let (dir, time) = (record.resumed_from.display(), duration(record.resume_time));
         self.terminal.line(&format!("resumed after step {} from {dir} in {time}", record.iter));
@@ -148,9 +148,9 @@ mod tests {
         };
         let mut reporter = Reporter::open(&plan, RunStart::Fresh, 6).unwrap();
         for iter in 1..=6 {
-            reporter.step(&StepRecord { iter, ..StepRecord::default() });
+            reporter.log_step(&StepRecord { iter, ..StepRecord::default() });
             if iter % 2 == 0 {
-                reporter.eval(&EvalRecord { iter, ..EvalRecord::default() });
+                reporter.log_eval(&EvalRecord { iter, ..EvalRecord::default() });
             }
         }
         let text = std::fs::read_to_string(&path).unwrap();

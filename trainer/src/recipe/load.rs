@@ -112,7 +112,7 @@ impl Loaded {
     }
 
     /// Creates a fault at the first of these keys that is set. If none is, its location is the enclosing map, or none.
-    pub fn fault(&self, keys: &[&str], message: impl Into<String>) -> Fault {
+    pub fn fault_at(&self, keys: &[&str], message: impl Into<String>) -> Fault {
         Fault::new(self.location(keys).or_else(|| self.enclosing_location(keys.first()?)), message)
     }
 

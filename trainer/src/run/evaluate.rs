@@ -96,7 +96,7 @@ impl Session<'_> {
         let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
         let eval_time = started.elapsed().as_secs_f64();
         let record = EvalRecord { epoch, iter, loss, n_targets: n_targets as u64, eval_time };
-        self.reporter.eval(&record);
+        self.reporter.log_eval(&record);
         self.record_score(&ScoresByMetric::from([(EVAL_LOSS.to_owned(), loss)]));
         self.update_run_json(|report| report.metrics["eval"] = json!(record));
         Ok(EvalStatus::Complete)
@@ -127,7 +127,7 @@ impl Session<'_> {
         let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
         let scores = values.into_iter().map(|(name, value)| (format!("eval/{name}"), value)).collect();
         let record = TasksRecord { epoch, iter, scores, eval_time: started.elapsed().as_secs_f64() };
-        self.reporter.tasks(&record);
+        self.reporter.log_tasks(&record);
         self.update_run_json(|report| report.metrics["tasks"] = json!(record));
         Ok(EvalStatus::Complete)
     }

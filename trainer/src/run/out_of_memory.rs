@@ -7,7 +7,7 @@ use candle_core::{Device, DeviceLocation};
 use candlewick_ops::{DeviceChoice, DeviceMemory, device_memory, is_out_of_memory};
 use candlewick_parallel::StoreBytes;
 
-use crate::estimate::{Capacity, DeviceKind, EstimateReport, Setup, bytes, estimate};
+use crate::estimate::{Capacity, DeviceKind, EstimateReport, Setup, estimate, format_bytes};
 use crate::plan::Plan;
 
 /// The memory use of a run that ran out of device memory.
@@ -79,10 +79,10 @@ impl fmt::Display for MemoryReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "out of memory on {}", self.device)?;
         if let Some(DeviceMemory { peak_bytes, total_bytes }) = self.measured {
-            write!(f, ": {} of {} were in use", bytes(peak_bytes), bytes(total_bytes))?;
+            write!(f, ": {} of {} were in use", format_bytes(peak_bytes), format_bytes(total_bytes))?;
         }
         for (class, n_bytes) in self.checkpoint_in_use() {
-            write!(f, "\n  {class:<24}{:>11}", bytes(n_bytes))?;
+            write!(f, "\n  {class:<24}{:>11}", format_bytes(n_bytes))?;
         }
         match &self.estimate {
             Some(estimate) => write!(f, "\nestimate: {}", estimate.to_string().trim_end()),

@@ -16,8 +16,8 @@ use crate::data::{Cursor, GlobalBatch, TokenStats, TrainLoader};
 use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
-    CheckpointRecord, ExpertLoad, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, Reporter, ResumeRecord,
-    RunJson, RunReport, RunStart, StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
+    AttentionPairs, CheckpointRecord, ExpertLoad, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, Reporter,
+    ResumeRecord, RunJson, RunReport, RunStart, StepRecord, flops, model_flops_utilization, recomputed_flops,
 };
 use crate::recipe::OnNonfinite;
 use crate::signals::StopRequest;
@@ -106,7 +106,9 @@ impl<'a> Session<'a> {
         Ok(session)
     }
 
-    /// Logs notes, token statistics and the checkpoint schedule before the first step.
+    /// Logs notes, token statistics, planned checkpoints and a resume before the first step.
+    ///
+    /// `moved` has a line for each folder to which another run's checkpoints were moved.
     fn log_start(&mut self, resumed: Option<&Resumed>, resume_time: Duration, moved: &[String]) -> Result<()> {
         let (terminal, prepared) = (self.reporter.terminal().clone(), self.run.prepared);
         let notes: Vec<String> = prepared.notes.iter().chain(self.run.notes).cloned().collect();
@@ -122,7 +124,7 @@ impl<'a> Session<'a> {
         planned.for_each(|line| terminal.line(&line));
         if let Some(Resumed { run, dir, .. }) = resumed {
             let (epoch, iter, resume_time) = (run.epoch, run.step, resume_time.as_secs_f64());
-            self.reporter.resume(&ResumeRecord { epoch, iter, resumed_from: dir.clone(), resume_time });
+            self.reporter.log_resume(&ResumeRecord { epoch, iter, resumed_from: dir.clone(), resume_time });
             for difference in self.checkpointer.changed_settings(run) {
                 terminal.line(&format!("changed since this checkpoint: {difference}"));
             }
@@ -212,7 +214,7 @@ impl<'a> Session<'a> {
             memory: Memory::now(),
             gpu_memory: self.monitor.as_ref().map(GpuMonitor::memory),
         };
-        self.reporter.step(&record);
+        self.reporter.log_step(&record);
         let (token_stats, n_skipped) = (json!(self.token_stats()), self.progress.n_skipped);
         self.update_run_json(|report| {
             report.metrics["step"] = json!(record);
@@ -224,14 +226,16 @@ impl<'a> Session<'a> {
     /// Returns the FLOPs of a step, summed over all ranks.
     fn flops(&self, step: &GlobalBatch, work: Work) -> f64 {
         let shape = ModelShape::of(self.run.engine.model());
-        let (visibility, again) = match work {
-            Work::All => (Visibility::Full, recomputed(self.run.engine.checkpointing(), self.run.engine.tiled_mlp())),
-            Work::Useful => (Visibility::Causal, Vec::new()),
+        let (attention_pairs, again) = match work {
+            Work::All => {
+                (AttentionPairs::Full, recomputed(self.run.engine.checkpointing(), self.run.engine.tiled_mlp()))
+            }
+            Work::Useful => (AttentionPairs::Causal, Vec::new()),
         };
         let factors = if self.run.plan.model.adapter.is_some() { FlopFactors::ADAPTER } else { FlopFactors::TRAIN };
         let of_batch = |ends: &[usize]| {
             let lengths: Vec<usize> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
-            flops(&shape, factors, visibility, &lengths) + recomputed_flops(&shape, &again, &lengths)
+            flops(&shape, factors, attention_pairs, &lengths) + recomputed_flops(&shape, &again, &lengths)
         };
         step.micro_batches.iter().map(|batch| of_batch(&batch.cu_seqlens)).sum()
     }
@@ -261,7 +265,7 @@ impl<'a> Session<'a> {
     pub(super) fn finish_async_save(&mut self, wait: bool) -> Result<()> {
         if let Some(FinishedAsyncSave { tag, dir, removed, save_time }) = self.checkpointer.finish_async_save(wait)? {
             let (epoch, iter, save_time) = (tag.epoch, tag.step, save_time.as_secs_f64());
-            self.reporter.checkpoint(&CheckpointRecord { epoch, iter, saved: dir, save_time });
+            self.reporter.log_checkpoint(&CheckpointRecord { epoch, iter, saved: dir, save_time });
             self.log_removed(&removed);
         }
         Ok(())
@@ -368,7 +372,7 @@ impl<'a> Session<'a> {
             {
                 let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
                 let save_time = started.elapsed().as_secs_f64();
-                self.reporter.checkpoint(&CheckpointRecord { epoch, iter, saved, save_time });
+                self.reporter.log_checkpoint(&CheckpointRecord { epoch, iter, saved, save_time });
                 self.log_removed(&removed);
             }
             n_checkpoints += 1;

@@ -99,7 +99,7 @@ fn direction(name: &str, selection: &TaskSelection) -> Result<Option<bool>> {
     let mut names: Vec<(String, bool)> = meant.iter().flat_map(|config| config.score_names()).collect();
     match names.iter().find(|(known, _)| known == metric) {
         Some((_, greater)) => Ok(Some(*greater)),
-        None if meant.iter().any(|config| config.has_custom_metric_names()) => Ok(None),
+        None if meant.iter().any(|config| config.has_dynamic_metric_names()) => Ok(None),
         None => {
             names.dedup();
             let names: Vec<String> = names.into_iter().map(|(name, _)| name).collect();
@@ -138,7 +138,7 @@ impl<'a> Tasks<'a> {
 
     /// Describes the data of each task, and names tasks whose few-shot examples come from the evaluated split.
     pub(super) fn notes(&self) -> Vec<String> {
-        self.evaluation.data().chain(self.evaluation.fewshot_notes()).collect()
+        self.evaluation.data_descriptions().chain(self.evaluation.fewshot_notes()).collect()
     }
 
     fn inference_group(&self, ranks: &RankContext) -> InferenceGroup {

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use serde_json::{Value, json};
-use trainer::estimate::{DeviceKind, Estimate, Setup, bytes, estimate};
+use trainer::estimate::{DeviceKind, Estimate, Setup, estimate, format_bytes};
 use trainer::metrics::Console;
 use trainer::plan::{Environment, HubAccess, Plan, WorldInfo};
 use trainer::recipe::Loaded;
@@ -107,7 +107,12 @@ impl Case {
     #[track_caller]
     pub fn compare(&self, estimated: u64, measured: u64, tolerance: f64) {
         let ratio = estimated as f64 / measured as f64;
-        eprintln!("{} estimated, {} measured, {ratio:.3}: {:?}", bytes(estimated), bytes(measured), self.arguments);
+        eprintln!(
+            "{} estimated, {} measured, {ratio:.3}: {:?}",
+            format_bytes(estimated),
+            format_bytes(measured),
+            self.arguments
+        );
         assert!((ratio - 1.0).abs() < tolerance, "estimated {estimated}, measured {measured}: {:?}", self.arguments);
     }
 }

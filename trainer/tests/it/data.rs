@@ -123,7 +123,7 @@ impl Bench {
         let show = |index: usize| {
             let sample = dataset.get(index);
             let (mut shown, mut inside) = (String::new(), false);
-            for (id, learn) in sample.ids().zip(sample.is_target()) {
+            for (id, learn) in sample.ids().zip(sample.target_mask()) {
                 if learn != inside {
                     shown.push(if learn { '[' } else { ']' });
                     inside = learn;
@@ -186,7 +186,7 @@ fn without_a_mask_every_token_is_a_target() {
     let bench = Bench::new();
     let plan = bench.plan(bench.write("train.jsonl", &chats(1)));
     let prepared = bench.prepare(&DataPlan { mask_inputs: false, ..plan }).unwrap();
-    assert!(prepared.train.get(0).is_target().all(|learn| learn));
+    assert!(prepared.train.get(0).target_mask().all(|learn| learn));
 }
 
 #[test]

@@ -6,7 +6,7 @@
 use candlewick_model::{Config, Model};
 use serde::Deserialize;
 use serde_json::Value;
-use trainer::metrics::{FlopFactors, LayerShape, ModelShape, Visibility, flops};
+use trainer::metrics::{AttentionPairs, FlopFactors, LayerShape, ModelShape, flops};
 
 use crate::support::{Run, stderr};
 
@@ -48,7 +48,7 @@ fn causal_and_windowed_attention_count_the_pairs_inside_the_mask() {
         let of_a_pair = (4 * shape.layers[0].attention_width) as f64;
         let hidden: f64 = visible_pairs.iter().map(|visible| all_pairs as f64 - visible).sum();
         assert_eq!(
-            flops(&shape, FlopFactors::FORWARD, Visibility::Causal, &lengths),
+            flops(&shape, FlopFactors::FORWARD, AttentionPairs::Causal, &lengths),
             forward - of_a_pair * hidden,
             "{name}"
         );
@@ -68,7 +68,7 @@ fn the_tflops_of_a_packed_row_are_those_of_its_sequences() {
     assert_eq!((steps.len(), records.len()), (3, 3));
     for (step, record) in steps.iter().zip(records) {
         let lengths = lengths(step);
-        let work = flops(&tiny(), FlopFactors::TRAIN, Visibility::Full, &lengths);
+        let work = flops(&tiny(), FlopFactors::TRAIN, AttentionPairs::Full, &lengths);
         let number = |name: &str| record[name].as_f64().unwrap();
         let n_micro = step["micro_batches"].as_array().unwrap().len() as f64;
         for reported in
@@ -76,7 +76,7 @@ fn the_tflops_of_a_packed_row_are_those_of_its_sequences() {
         {
             assert!((1e12 * reported - work).abs() <= 1e-9 * work, "{reported} {work}");
         }
-        let unpacked = flops(&tiny(), FlopFactors::TRAIN, Visibility::Full, &[lengths.iter().sum()]);
+        let unpacked = flops(&tiny(), FlopFactors::TRAIN, AttentionPairs::Full, &[lengths.iter().sum()]);
         assert!(unpacked > 1.01 * work, "the rows are not packed: {lengths:?}");
     }
 }
@@ -99,7 +99,7 @@ fn check(factors: FlopFactors, want: impl Fn(&Counted) -> Option<f64>) {
     for counted in counted() {
         let shape = shape_of(&counted.config);
         if let Some(want) = want(&counted) {
-            assert_eq!(flops(&shape, factors, Visibility::Full, &counted.lengths), want, "{}", counted.name);
+            assert_eq!(flops(&shape, factors, AttentionPairs::Full, &counted.lengths), want, "{}", counted.name);
             n_checked += 1;
         }
     }

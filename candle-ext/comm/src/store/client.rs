@@ -22,7 +22,7 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Connection to a [`Server`](super::Server) or to torch's TCPStore.
 ///
 /// Clones share the connection: while one thread waits for a key, the others block. A thread that must not block calls
-/// [`Client::reconnect`].
+/// [`Client::new_connection`].
 #[derive(Clone, Debug)]
 pub struct Client {
     connection: Arc<Mutex<Connection>>,
@@ -43,14 +43,14 @@ impl Client {
     }
 
     /// Opens a second connection to the same server, with the same prefix.
-    pub fn reconnect(&self) -> Result<Self> {
+    pub fn new_connection(&self) -> Result<Self> {
         let fresh = Self::connect(&self.host, self.port, self.timeout)?;
         Ok(Self { prefix: self.prefix.clone(), ..fresh })
     }
 
     /// Opens a second connection on which every answer must arrive within `timeout`.
-    pub fn reconnect_within(&self, timeout: Duration) -> Result<Self> {
-        let fresh = Self { timeout, ..self.reconnect()? };
+    pub fn new_connection_with_timeout(&self, timeout: Duration) -> Result<Self> {
+        let fresh = Self { timeout, ..self.new_connection()? };
         fresh.lock().answer_timeout(timeout)?;
         Ok(fresh)
     }

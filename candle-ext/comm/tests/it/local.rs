@@ -429,7 +429,7 @@ fn inconsistent_ranks_are_rejected() {
 #[track_caller]
 fn joined_by_a_raw_connection(timeout: Duration, as_rank_1: impl FnOnce(UnixStream)) -> String {
     let (_server, store) = store();
-    let ours = store.reconnect().unwrap();
+    let ours = store.new_connection().unwrap();
     let first = std::thread::spawn(move || join(&ours, 0, 3, timeout).err().unwrap().to_string());
     let peer = store.get("local/0/peer").unwrap();
     for rank in [1, 2] {

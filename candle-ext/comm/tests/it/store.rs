@@ -53,7 +53,7 @@ fn a_value_of_a_mebibyte_arrives_whole() -> Result<()> {
 #[test]
 fn a_get_waits_for_the_key_of_another_client() -> Result<()> {
     let (_server, store) = pair();
-    let other = store.reconnect()?;
+    let other = store.new_connection()?;
     let waiting = thread::spawn(move || other.get("late"));
     store.set("late", b"here")?;
     assert_eq!(waiting.join().unwrap()?, b"here");
@@ -115,7 +115,7 @@ fn many_clients_count_together() -> Result<()> {
     let (_server, store) = pair();
     thread::scope(|scope| {
         for _ in 0..8 {
-            let own = store.reconnect().unwrap();
+            let own = store.new_connection().unwrap();
             scope.spawn(move || (0..100).for_each(|_| assert!(own.add("count", 1).unwrap() > 0)));
         }
     });
@@ -177,7 +177,10 @@ fn a_server_that_reads_nothing_times_out() {
         // Keep the connection open without reading.
         std::mem::forget(stream);
     };
-    let store = Client::connect("127.0.0.1", peer([stalled, stalled]), LONG).unwrap().reconnect_within(SHORT).unwrap();
+    let store = Client::connect("127.0.0.1", peer([stalled, stalled]), LONG)
+        .unwrap()
+        .new_connection_with_timeout(SHORT)
+        .unwrap();
     let began = Instant::now();
     let error = (0..16).find_map(|_| store.set("large", &vec![0; 8 << 20]).err()).unwrap();
     assert!(matches!(error, Error::Lost { .. }) && began.elapsed() < LONG / 2, "{error}");
@@ -225,7 +228,7 @@ fn a_dropped_server_disconnects_its_clients_and_frees_its_port() {
     let (host, port) = unused_addr();
     let server = Server::bind((host.as_str(), port)).unwrap();
     let store = Client::connect(&host, port, LONG).unwrap();
-    let other = store.reconnect().unwrap();
+    let other = store.new_connection().unwrap();
     let waiting = thread::spawn(move || other.get("never"));
     store.set("key", b"value").unwrap();
     drop(server);
@@ -245,7 +248,7 @@ fn an_invalid_client_does_not_affect_others() -> Result<()> {
     assert!(answer.is_empty());
     store.set("text", b"no number")?;
     assert_eq!(store.get("text")?, b"no number", "a set is not answered; a get is answered after it");
-    assert!(matches!(store.reconnect()?.add("text", 1), Err(Error::Lost { .. })));
+    assert!(matches!(store.new_connection()?.add("text", 1), Err(Error::Lost { .. })));
     assert_eq!(store.get("text")?, b"no number");
     Ok(())
 }

@@ -45,7 +45,7 @@ sys.stdin.read()
         assert_eq!(store.num_keys().unwrap(), n_keys - 1);
         let id: Vec<u8> = (0..128).collect();
         store.set("id", &id).unwrap();
-        assert_eq!(store.reconnect().unwrap().get("id").unwrap(), id);
+        assert_eq!(store.new_connection().unwrap().get("id").unwrap(), id);
     }
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success());

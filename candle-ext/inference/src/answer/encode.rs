@@ -80,7 +80,7 @@ impl<'t> RequestEncoder<'t> {
     }
 
     /// Returns the token used as an empty context: BOS, else EOS.
-    pub fn prefix(&self) -> Result<u32> {
+    pub fn prefix_token_id(&self) -> Result<u32> {
         let prefix = self.prefix.as_ref().map(|token| token.id);
         prefix.context("failed to score a text without a context: the tokenizer names neither a BOS nor an EOS token")
     }
@@ -95,7 +95,7 @@ impl<'t> RequestEncoder<'t> {
     pub fn prompt(&self, text: &str) -> Result<Vec<u32>> {
         let is_begun = self.tokenizer.bos().is_some_and(|bos| text.starts_with(&bos.text));
         let ids = self.encode(text, if is_begun { &SpecialTokensAdded::Nothing } else { &self.added })?;
-        if ids.is_empty() { Ok(vec![self.prefix()?]) } else { Ok(ids) }
+        if ids.is_empty() { Ok(vec![self.prefix_token_id()?]) } else { Ok(ids) }
     }
 
     /// Tokenizes context and continuation as one text, and splits it. Trailing whitespace of the context moves to the
@@ -122,7 +122,7 @@ impl<'t> RequestEncoder<'t> {
 
     /// Scores a text without a context: the BOS (or EOS) token is the context, unless the text begins with it.
     fn without_context(&self, continuation: Vec<u32>) -> Result<EncodedPair> {
-        let prefix = self.prefix()?;
+        let prefix = self.prefix_token_id()?;
         let context = vec![prefix];
         match continuation.split_first() {
             Some((first, rest)) if *first == prefix => Ok(EncodedPair { context, continuation: rest.to_vec() }),

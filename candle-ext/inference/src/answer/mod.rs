@@ -161,7 +161,7 @@ impl LmBackend for EngineBackend<'_> {
             RequestPlan::new(requests, &self.encoder, &self.settings, self.defaults, max_length, &self.identity)
         })?;
         let mut found = self.known(&plan)?;
-        found.extend(plan.about_nothing());
+        found.extend(plan.empty_text_responses());
         let group = self.group.clone();
         let computed = match group.together(|| self.compute(&plan, &found)) {
             Err(error) if error.is::<RequestsInterrupted>() => None,
@@ -245,7 +245,10 @@ impl EngineBackend<'_> {
                 let of_question = scores.entry(question).or_default();
                 of_question.push((item, score));
                 if of_question.len() == plan.questions[question].n_scored {
-                    sink.take(question, plan.response(question, scores.remove(&question).unwrap_or_default()))?;
+                    sink.take(
+                        question,
+                        plan.response_from_scores(question, scores.remove(&question).unwrap_or_default()),
+                    )?;
                 }
             }
             sink.write()

@@ -96,7 +96,7 @@ impl RequestPlan {
     }
 
     /// Returns the responses to rolling requests of empty texts.
-    pub(super) fn about_nothing(&self) -> impl Iterator<Item = (usize, Response)> {
+    pub(super) fn empty_text_responses(&self) -> impl Iterator<Item = (usize, Response)> {
         let is_empty = |(_, question): &(usize, &UniqueRequest)| question.is_rolling && question.n_scored == 0;
         let empty = self.questions.iter().enumerate().filter(is_empty);
         empty.map(|(i, _)| (i, Response::LoglikelihoodRolling(0.0)))
@@ -111,7 +111,7 @@ impl RequestPlan {
     }
 
     /// Returns the response to a request whose sequences are all scored.
-    pub(super) fn response(&self, question: usize, mut scores: Vec<(usize, SequenceScore)>) -> Response {
+    pub(super) fn response_from_scores(&self, question: usize, mut scores: Vec<(usize, SequenceScore)>) -> Response {
         scores.sort_unstable_by_key(|(item, _)| *item);
         let logprob = scores.iter().map(|(_, score)| score.logprob).sum();
         match self.questions[question].is_rolling {
@@ -175,7 +175,7 @@ impl Reader<'_> {
             }
             Request::LoglikelihoodRolling { text } => {
                 let ids = encoder.text(text)?;
-                let prefix = if ids.is_empty() { 0 } else { encoder.prefix()? };
+                let prefix = if ids.is_empty() { 0 } else { encoder.prefix_token_id()? };
                 Ok(Tokens::ScoredSequence(rolling_windows(&ids, prefix, max_length)))
             }
             Request::GenerateUntil { context, settings } => self.prompt(context, settings, seed),

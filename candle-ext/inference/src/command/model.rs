@@ -92,7 +92,9 @@ impl ModelOptions {
             folders.notes.iter().for_each(|note| eprintln!("{note}"));
         }
         ranks.process.all_ok(
-            Config::read(&folders.model).map_err(Into::into).and_then(|config| ranks.parallel_config.check(&config)),
+            Config::read(&folders.model)
+                .map_err(Into::into)
+                .and_then(|config| ranks.parallel_config.check_can_split(&config)),
         )?;
         let load = || self.compute.load_from(&folders, device, (ranks.parallel_config, &ranks.groups));
         // Ranks of a sharded model create process groups while loading, and wait for each other.

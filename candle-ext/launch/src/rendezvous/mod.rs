@@ -156,7 +156,8 @@ impl Rendezvous {
     /// Starts monitoring the other nodes. Their events are sent to `events`.
     pub fn monitor_peers(&self, events: Sender<Event>) -> Result<Option<PeerMonitor>> {
         let Some(node) = self.node_rank.filter(|_| self.nodes.max > 1) else { return Ok(None) };
-        let store = self.store.reconnect_within(self.store.timeout()).map_err(|source| self.store_error(source))?;
+        let store =
+            self.store.new_connection_with_timeout(self.store.timeout()).map_err(|source| self.store_error(source))?;
         Ok(Some(PeerMonitor::start(store, node, self.peer_monitor_settings(), events)))
     }
 
@@ -191,7 +192,7 @@ impl Rendezvous {
         let node = self.node_rank.filter(|node| node.n_nodes > 1)?;
         let deadline = Instant::now() + self.heartbeat_timeout;
         while Instant::now() < deadline && interrupted().is_none() {
-            if let Some(text) = peer_monitor::read_entry(&self.store, node, "failed").ok()? {
+            if let Some(text) = peer_monitor::read_peer_event(&self.store, node, "failed").ok()? {
                 return Some(text);
             }
             std::thread::sleep(POLL_INTERVAL);

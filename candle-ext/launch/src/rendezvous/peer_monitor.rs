@@ -81,15 +81,15 @@ pub(super) fn store_entry(peer: &PeerEvent) -> Option<(&'static str, &str)> {
     }
 }
 
-/// Returns an event published by another node.
-pub(super) fn read_entry(store: &Client, node: NodeRank, name: &str) -> Result<Option<String>, Error> {
-    let key = node.key(name);
+/// Returns the text of an event that another node published; `None` if this node published it, or none did.
+pub(super) fn read_peer_event(store: &Client, this_node: NodeRank, name: &str) -> Result<Option<String>, Error> {
+    let key = this_node.key(name);
     if !store.check(&[&key])? {
         return Ok(None);
     }
     let text = String::from_utf8_lossy(&store.get(&key)?).into_owned();
     let (group_rank, text) = text.split_once(' ').unwrap_or(("", &text));
-    Ok((group_rank != node.group_rank.to_string()).then(|| text.to_owned()))
+    Ok((group_rank != this_node.group_rank.to_string()).then(|| text.to_owned()))
 }
 
 fn poll_peers(
@@ -104,7 +104,7 @@ fn poll_peers(
         ("stopped", PeerEvent::Stopped),
         ("saved", PeerEvent::Saved),
     ] {
-        if let Some(text) = read_entry(store, node, name)? {
+        if let Some(text) = read_peer_event(store, node, name)? {
             return Ok(Some(peer(text)));
         }
     }

@@ -56,7 +56,11 @@ pub(super) fn connect(
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         match Client::connect(&address.host, address.port, left.min(CONNECT_ATTEMPT)) {
-            Ok(client) => return client.reconnect_within(reply_timeout).map_err(|source| store_error(address, source)),
+            Ok(client) => {
+                return client
+                    .new_connection_with_timeout(reply_timeout)
+                    .map_err(|source| store_error(address, source));
+            }
             Err(error @ (Error::Connect { .. } | Error::Unanswered { .. })) if Instant::now() < deadline => {
                 if !is_logged {
                     log(&format!("waiting for {address}: failed to {error}"));

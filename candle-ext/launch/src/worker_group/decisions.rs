@@ -217,12 +217,12 @@ impl WorkerGroupRun {
         match (&self.stop, &self.peer) {
             (Some(stop), _) if stop.is_kill => WorkerGroupOutcome::Stopped(128 + stop.signal),
             (_, Some(PeerEvent::Failed(text) | PeerEvent::Lost(text)))
-                if failures.iter().all(WorkerExit::is_consequence) =>
+                if failures.iter().all(WorkerExit::may_follow_other_failure) =>
             {
                 WorkerGroupOutcome::PeerFailed(text.clone())
             }
             (_, Some(PeerEvent::Stopped(text) | PeerEvent::Saved(text)))
-                if !failures.is_empty() && failures.iter().all(WorkerExit::is_consequence) =>
+                if !failures.is_empty() && failures.iter().all(WorkerExit::may_follow_other_failure) =>
             {
                 WorkerGroupOutcome::PeerFailed(text.clone())
             }
@@ -286,7 +286,7 @@ impl WorkerExit {
     }
 
     /// Returns whether the exit may follow from another failure: the worker reports one, or was sent a signal before.
-    pub fn is_consequence(&self) -> bool {
+    pub fn may_follow_other_failure(&self) -> bool {
         self.reports_peer_failure() || self.signals_sent != SignalsSent::default()
     }
 

@@ -103,7 +103,7 @@ impl Tiny {
         for block_idx in 0..self.model.n_blocks() {
             x = self.model.block(&self.weights[block_idx + 1], &x, &context)?;
         }
-        self.model.norm(self.head(), &x)
+        self.model.final_norm(self.head(), &x)
     }
 
     pub(crate) fn head(&self) -> &UnitWeights {

@@ -36,7 +36,7 @@ pub(super) fn run(
     heads: HeadCounts,
 ) -> [Vec<f32>; 3] {
     let HeadCounts { n_kv, group, dim } = heads;
-    let (n_heads, t, s) = (heads.n_queries(), seqs.n_tokens(), seqs.n_keys());
+    let (n_heads, t, s) = (heads.n_query_heads(), seqs.n_tokens(), seqs.n_keys());
     let mut wide = [const { Vec::new() }; 5];
     let [q_wide, k_wide, v_wide, o_wide, d_o_wide] = &mut wide;
     let (q, k, v) = (inputs.q.widened(q_wide), inputs.k.widened(k_wide), inputs.v.widened(v_wide));

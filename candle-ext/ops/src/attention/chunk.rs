@@ -95,7 +95,7 @@ pub fn attention_chunk(
     let (seqs, heads) = (&piece.0, HeadCounts::of([q, k, v], &piece.0, spec)?);
     check_choice(spec)?;
     let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
-    let (t, n_heads) = (q.dim(0)?, heads.n_queries());
+    let (t, n_heads) = (q.dim(0)?, heads.n_query_heads());
     on_device!("attention", q, {
         cpu => {
             let mut out = FloatBuf::unwritten(DType::F32, q.elem_count())?;
@@ -151,8 +151,8 @@ pub fn attention_chunk_backward(
             bail!("{OP}: {name} is {:?} {:?}, want F32 {:?}", x.dtype(), x.dims(), like.dims())
         }
     }
-    if lse.dims() != [q.dim(0)?, heads.n_queries()] {
-        bail!("{OP}: lse is {:?}, want [{}, {}]", lse.dims(), q.dim(0)?, heads.n_queries())
+    if lse.dims() != [q.dim(0)?, heads.n_query_heads()] {
+        bail!("{OP}: lse is {:?}, want [{}, {}]", lse.dims(), q.dim(0)?, heads.n_query_heads())
     }
     let inputs = [q, k, v, out, lse, d_out].map(Tensor::contiguous);
     let [q, k, v, out, lse, d_out] = inputs;
@@ -191,7 +191,8 @@ fn backward_cpu(
         lse: lse.slice()?,
     };
     let by_head = backward::run(&inputs, seqs, spec, heads);
-    for ((grad, added), n_heads) in grads.into_iter().zip(by_head).zip([heads.n_queries(), heads.n_kv, heads.n_kv]) {
+    for ((grad, added), n_heads) in grads.into_iter().zip(by_head).zip([heads.n_query_heads(), heads.n_kv, heads.n_kv])
+    {
         update(grad, OP, |sums| {
             add_by_row(&added, f32s(OP, sums)?, n_heads, heads.dim);
             Ok(())

@@ -20,7 +20,7 @@ pub(super) fn run(
     heads: HeadCounts,
 ) -> Vec<f32> {
     let HeadCounts { n_kv, group, dim } = heads;
-    let n_heads = heads.n_queries();
+    let n_heads = heads.n_query_heads();
     let mut wide = [const { Vec::new() }; 3];
     let [q_wide, k_wide, v_wide] = &mut wide;
     let (q, k, v) = (q.widened(q_wide), k.widened(k_wide), v.widened(v_wide));

@@ -59,7 +59,7 @@ impl HeadCounts {
     }
 
     /// Returns the number of query heads.
-    pub(super) fn n_queries(self) -> usize {
+    pub(super) fn n_query_heads(self) -> usize {
         self.n_kv * self.group
     }
 }

@@ -180,7 +180,7 @@ impl SavedAttention {
         };
         let HeadCounts { n_kv, dim, .. } = self.heads;
         let by_head = backward::run(&inputs, &self.seqs, &self.spec, self.heads);
-        for ((grad, out), n_heads) in by_head.iter().zip(&mut grads).zip([self.heads.n_queries(), n_kv, n_kv]) {
+        for ((grad, out), n_heads) in by_head.iter().zip(&mut grads).zip([self.heads.n_query_heads(), n_kv, n_kv]) {
             by_row(grad, out.view(), n_heads, dim);
         }
         let [dq, dk, dv] = grads;

@@ -65,7 +65,7 @@ impl Engine {
             let Some(x_td) = x_td else { return Ok(None) };
             let weights = self.store.fetch(self.head())?;
             let lm_head = self.model.lm_head(weights)?;
-            let normed = parallel_ops.copy_to_tp(&self.model.norm(weights, &x_td)?)?;
+            let normed = parallel_ops.copy_to_tp(&self.model.final_norm(weights, &x_td)?)?;
             let loss = self.cross_entropy(&normed, &lm_head, &micro.targets, reduction, LossGrad::NoGrad)?.loss;
             self.store.release(self.head());
             Ok(Some(loss))
@@ -93,7 +93,7 @@ impl Engine {
         let logits = match self.last_hidden_rows(tokens, rows, parallel_ops)? {
             Some(x_td) => {
                 let weights = self.store.fetch(self.head())?;
-                let logits = self.logits_of_rows(&self.model.norm(weights, &x_td)?, weights)?;
+                let logits = self.logits_of_rows(&self.model.final_norm(weights, &x_td)?, weights)?;
                 self.store.release(self.head());
                 logits
             }
@@ -119,7 +119,7 @@ impl Engine {
             Some(x_td) => {
                 let weights = self.store.fetch(self.head())?;
                 let lm_head = self.model.lm_head(weights)?;
-                let normed = self.model.norm(weights, &x_td)?;
+                let normed = self.model.final_norm(weights, &x_td)?;
                 let chunk = self.max_logit_rows(self.n_vocab()).next_multiple_of(2);
                 let scores = match &self.tensor {
                     None => token_scores(&normed, &lm_head, &ids, chunk)?,

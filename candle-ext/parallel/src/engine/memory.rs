@@ -74,7 +74,7 @@ impl StepCost<'_> {
     pub fn training(&self) -> StepBytes {
         let chunks: Vec<_> = (0..self.layout.n_chunks()).map(|chunk| self.chunk(chunk)).collect();
         let (table, mut saved) = (self.pipeline_schedule(), 0);
-        let moments = table.of_stage(self.stage).map(|step| {
+        let moments = table.stage_steps(self.stage).map(|step| {
             let (StageStep::Forward(pass) | StageStep::Backward(pass)) = step;
             let ChunkBytes { saved: of_chunk, worst } = &chunks[pass.chunk];
             let others = match step {

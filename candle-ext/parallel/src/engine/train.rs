@@ -324,7 +324,7 @@ impl Engine {
         let _span = span("head", "forward and backward");
         let weights = self.store.fetch(self.head())?;
         self.store.prepare_grads(self.head())?;
-        let tape = Tape::record(&[x_td], || parallel_ops.copy_to_tp(&self.model.norm(weights, x_td)?))?;
+        let tape = Tape::record(&[x_td], || parallel_ops.copy_to_tp(&self.model.final_norm(weights, x_td)?))?;
         let lm_head = self.model.lm_head(weights)?;
         let (normed_td, part) = (tape.output(), &state.part);
         let cross_entropy =

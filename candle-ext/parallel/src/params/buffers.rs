@@ -16,13 +16,13 @@ use super::sharding::ZeroStage;
 /// Weight buffers of all parameter groups of a stage.
 pub(crate) struct ShardedBuffers {
     /// Buffers in the order of the layout's groups.
-    runs: Vec<WeightRun>,
+    groups: Vec<GroupWeights>,
     /// Views of the buffers by parameter name.
     weights: HashMap<String, Weight>,
 }
 
 /// Flat weight buffer of one parameter group.
-pub(crate) struct WeightRun {
+pub(crate) struct GroupWeights {
     /// The unsharded buffer, of which ops hold views.
     all: FlatBuffer,
     /// This rank's shard: a view of `all` if that is resident. It may be in CPU memory.
@@ -39,15 +39,15 @@ impl ShardedBuffers {
     /// Allocates zero-filled buffers. Trainable weights get the gradient sinks of `reducer`.
     pub(crate) fn new(layout: &ParamLayout, reducer: &GradReducer, dtype: DType, device: &Device) -> Result<Self> {
         let zero_stage = layout.sharding.zero_stage;
-        let (mut runs, mut weights) = (Vec::new(), HashMap::new());
+        let (mut groups, mut weights) = (Vec::new(), HashMap::new());
         for group in &layout.groups {
-            let run = WeightRun::zeros(group, zero_stage, group.storage.dtype(dtype), device)?;
+            let of_group = GroupWeights::zeros(group, zero_stage, group.storage.dtype(dtype), device)?;
             for param in &group.params {
-                weights.insert(param.spec.name.clone(), run.weight(param, reducer)?);
+                weights.insert(param.spec.name.clone(), of_group.weight(param, reducer)?);
             }
-            runs.push(run);
+            groups.push(of_group);
         }
-        Ok(Self { runs, weights })
+        Ok(Self { groups, weights })
     }
 
     /// Returns a parameter as an op's weight.
@@ -56,17 +56,17 @@ impl ShardedBuffers {
     }
 
     /// Returns the buffer of a group.
-    pub(crate) fn run(&self, group_idx: usize) -> &WeightRun {
-        &self.runs[group_idx]
+    pub(crate) fn group_weights(&self, group_idx: usize) -> &GroupWeights {
+        &self.groups[group_idx]
     }
 
     /// Returns the bytes of the weights on `device`.
     pub(crate) fn device_bytes(&self, device: &Device) -> StoreBytes {
-        StoreBytes { weights: self.runs.iter().map(|run| run.bytes(device)).sum(), ..StoreBytes::default() }
+        StoreBytes { weights: self.groups.iter().map(|group| group.bytes(device)).sum(), ..StoreBytes::default() }
     }
 }
 
-impl WeightRun {
+impl GroupWeights {
     fn zeros(group: &ParamGroup, zero_stage: ZeroStage, dtype: DType, device: &Device) -> Result<Self> {
         let location = group.offload.weights;
         let is_resident = zero_stage != ZeroStage::Three && location == MemoryLocation::Device;

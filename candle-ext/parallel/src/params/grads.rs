@@ -10,7 +10,7 @@ use super::layout::{ParamGroup, PlacedParam};
 use super::sharding::ZeroStage;
 
 /// Gradients of a trainable parameter group.
-pub(crate) struct GradRun {
+pub(crate) struct GroupGrads {
     /// Unreduced gradients of this rank, accumulated by backward.
     all: FlatBuffer,
     /// This rank's shard of the reduced gradients: a view of `all` if that is resident.
@@ -25,7 +25,7 @@ pub(crate) struct GradRun {
     device: Device,
 }
 
-impl GradRun {
+impl GroupGrads {
     /// Allocates the gradients of `group` and the sinks of its parameters.
     pub(crate) fn zeros(
         group: &ParamGroup,

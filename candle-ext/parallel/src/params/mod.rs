@@ -30,7 +30,7 @@ pub use state::ParamState;
 
 pub(crate) use sharding::{GroupRanks, Stages};
 
-use buffers::{ShardedBuffers, WeightRun};
+use buffers::{GroupWeights, ShardedBuffers};
 use layout::ParamLayout;
 use optimizer::ShardedAdamW;
 use reducer::GradReducer;
@@ -118,11 +118,11 @@ impl ParamStore {
     /// them.
     fn set(&self, unit_idx: usize, spec: &ParamSpec, whole: &Tensor) -> Result<()> {
         let (group_idx, group, param) = self.layout.find(unit_idx, &spec.name);
-        let run = self.buffers.run(group_idx);
+        let weights = self.buffers.group_weights(group_idx);
         let (target, elements) = match self.optimizer.shard(group_idx) {
             Some(shard) => (shard.master.clone(), group.shard.clone()),
-            None if run.is_resident() => (run.whole()?, 0..group.numel),
-            None => (run.own.clone(), group.shard.clone()),
+            None if weights.is_resident() => (weights.whole()?, 0..group.numel),
+            None => (weights.own.clone(), group.shard.clone()),
         };
         let Some(piece) = param.piece(&elements) else { return Ok(()) };
         let value = param.placement.cut(&whole.reshape(spec.shape.as_slice())?)?;
@@ -137,7 +137,7 @@ impl ParamStore {
 
     /// Returns the weights of a unit, all-gathered if they are sharded. Collective.
     pub fn fetch(&self, unit_idx: usize) -> Result<&UnitWeights> {
-        self.runs(unit_idx).try_for_each(WeightRun::unshard)?;
+        self.unit_buffers(unit_idx).try_for_each(GroupWeights::unshard)?;
         match &self.layers[unit_idx] {
             Some(layer) => Ok(layer),
             None => bail!("{} is with another stage", self.layout.units[unit_idx].name),
@@ -146,18 +146,19 @@ impl ParamStore {
 
     /// Starts the all-gather of a unit's weights; no-op if another stage has the unit. Collective.
     pub fn prefetch(&self, unit_idx: usize) -> Result<()> {
-        self.runs(unit_idx).try_for_each(WeightRun::prefetch)
+        self.unit_buffers(unit_idx).try_for_each(GroupWeights::prefetch)
     }
 
     /// Frees the unsharded weights of a unit (FSDP's reshard).
     pub fn release(&self, unit_idx: usize) {
-        self.runs(unit_idx).for_each(WeightRun::reshard);
+        self.unit_buffers(unit_idx).for_each(GroupWeights::reshard);
     }
 
     /// Allocates the gradients that a unit's backward accumulates into.
     pub fn prepare_grads(&self, unit_idx: usize) -> Result<()> {
-        let mut groups = self.layout.groups_with_borrowed(unit_idx).filter_map(|group_idx| self.reducer.run(group_idx));
-        groups.try_for_each(|run| run.prepare())
+        let groups = self.layout.groups_with_borrowed(unit_idx);
+        let mut of_unit = groups.filter_map(|group_idx| self.reducer.group_grads(group_idx));
+        of_unit.try_for_each(|grads| grads.prepare())
     }
 
     /// Starts the gradient reduction of a unit and of the parameters that it ties. Collective.
@@ -167,7 +168,8 @@ impl ParamStore {
         let borrowed = self.layout.units[unit_idx].tied.iter().map(|tied| tied.owner);
         let units = once(unit_idx).chain(borrowed.filter(|unit_idx| !self.layout.owns(*unit_idx)));
         for group_idx in units.flat_map(|unit_idx| self.layout.groups_of(unit_idx)) {
-            if self.reducer.run(group_idx).is_some_and(|run| micro_batch == MicroBatch::Last || !run.is_resident()) {
+            let grads = self.reducer.group_grads(group_idx);
+            if grads.is_some_and(|grads| micro_batch == MicroBatch::Last || !grads.is_resident()) {
                 self.reducer.start(&self.layout, group_idx)?;
             }
         }
@@ -209,15 +211,15 @@ impl ParamStore {
     /// Gathers all whole parameters of a unit from the ranks of its stage.
     fn gather(&self, unit_idx: usize, of: WeightCopy) -> Result<Vec<Tensor>> {
         let groups = self.layout.groups_of(unit_idx);
-        groups.clone().try_for_each(|group_idx| self.buffers.run(group_idx).unshard())?;
-        let run = |group_idx| match self.optimizer.shard(group_idx).filter(|_| of == WeightCopy::Masters) {
+        groups.clone().try_for_each(|group_idx| self.buffers.group_weights(group_idx).unshard())?;
+        let whole_group = |group_idx| match self.optimizer.shard(group_idx).filter(|_| of == WeightCopy::Masters) {
             Some(shard) => Ok(self.layout.groups[group_idx].ranks.shard.all_gather(&shard.master)?),
-            None => self.buffers.run(group_idx).whole(),
+            None => self.buffers.group_weights(group_idx).whole(),
         };
-        let runs = groups.clone().map(run).collect::<Result<Vec<_>>>()?;
+        let whole_groups = groups.clone().map(whole_group).collect::<Result<Vec<_>>>()?;
         let value = |spec: &ParamSpec| {
             let (group_idx, group, param) = self.layout.find(unit_idx, &spec.name);
-            let piece = runs[group_idx - groups.start].narrow(0, param.range.start, param.range.len())?;
+            let piece = whole_groups[group_idx - groups.start].narrow(0, param.range.start, param.range.len())?;
             let piece = match spec.storage {
                 WeightStorage::Dense | WeightStorage::F32 => piece,
                 WeightStorage::Quantized(format) => {
@@ -227,7 +229,7 @@ impl ParamStore {
             param.placement.gather(&piece, &spec.shape, &*group.ranks.split)
         };
         let values = self.layout.units[unit_idx].params.iter().map(value).collect();
-        groups.clone().for_each(|group_idx| self.buffers.run(group_idx).reshard());
+        groups.clone().for_each(|group_idx| self.buffers.group_weights(group_idx).reshard());
         values
     }
 
@@ -249,7 +251,7 @@ impl ParamStore {
 
     /// Distributes the updated shards of the trainable weights.
     fn publish(&self) -> Result<()> {
-        self.layout.trainable().try_for_each(|(group_idx, _)| self.buffers.run(group_idx).publish())
+        self.layout.trainable().try_for_each(|(group_idx, _)| self.buffers.group_weights(group_idx).publish())
     }
 
     /// Clears all gradients; the next step's first micro-batch overwrites them.
@@ -278,9 +280,9 @@ impl ParamStore {
         (params().map(ParamSpec::numel).sum(), trained.map(ParamSpec::numel).sum())
     }
 
-    /// Returns the runs of a unit's weights and of those that it borrows, as far as this stage has them.
-    fn runs(&self, unit_idx: usize) -> impl Iterator<Item = &WeightRun> {
-        self.layout.groups_with_borrowed(unit_idx).map(|group_idx| self.buffers.run(group_idx))
+    /// Returns the weight buffers of a unit's groups and of those that it borrows, as far as this stage has them.
+    fn unit_buffers(&self, unit_idx: usize) -> impl Iterator<Item = &GroupWeights> {
+        self.layout.groups_with_borrowed(unit_idx).map(|group_idx| self.buffers.group_weights(group_idx))
     }
 }
 

@@ -41,7 +41,7 @@ impl ShardedAdamW {
         device: &Device,
     ) -> Result<Self> {
         let shard = |(group_idx, group): (usize, &ParamGroup)| {
-            Ok((group_idx, AdamWShard::zeros(group, &buffers.run(group_idx).own, dtypes, device)?))
+            Ok((group_idx, AdamWShard::zeros(group, &buffers.group_weights(group_idx).own, dtypes, device)?))
         };
         Ok(Self { shards: layout.trainable().map(shard).collect::<Result<_>>()? })
     }

@@ -9,7 +9,7 @@ use candlewick_model::ParamGroupKind;
 use candlewick_ops::{GradSink, copy_into, sum_of_squares};
 
 use super::bytes::StoreBytes;
-use super::grads::GradRun;
+use super::grads::GroupGrads;
 use super::layout::{ParamGroup, ParamLayout};
 use super::sharding::GroupRanks;
 use crate::placement::Placement;
@@ -17,7 +17,7 @@ use crate::placement::Placement;
 /// Gradients of all trainable groups of a stage.
 pub(crate) struct GradReducer {
     /// Gradient buffers by group index.
-    grads: BTreeMap<usize, GradRun>,
+    grads: BTreeMap<usize, GroupGrads>,
     sinks: HashMap<String, GradSink>,
     dtype: DType,
     device: Device,
@@ -41,9 +41,9 @@ impl GradReducer {
     pub(crate) fn new(layout: &ParamLayout, dtype: DType, device: &Device) -> Result<Self> {
         let (mut grads, mut sinks) = (BTreeMap::new(), HashMap::new());
         for (group_idx, group) in layout.trainable() {
-            let (run, of_group) = GradRun::zeros(group, layout.sharding.zero_stage, dtype, device)?;
-            grads.insert(group_idx, run);
-            sinks.extend(of_group);
+            let (of_group, sinks_of_group) = GroupGrads::zeros(group, layout.sharding.zero_stage, dtype, device)?;
+            grads.insert(group_idx, of_group);
+            sinks.extend(sinks_of_group);
         }
         Ok(Self { grads, sinks, dtype, device: device.clone(), in_flight: Mutex::default() })
     }
@@ -53,8 +53,8 @@ impl GradReducer {
         self.sinks.get(name)
     }
 
-    /// Returns a trainable group's gradients.
-    pub(crate) fn run(&self, group_idx: usize) -> Option<&GradRun> {
+    /// Returns a group's gradient buffers; `None` for a frozen group.
+    pub(crate) fn group_grads(&self, group_idx: usize) -> Option<&GroupGrads> {
         self.grads.get(&group_idx)
     }
 
@@ -65,7 +65,7 @@ impl GradReducer {
 
     /// Clears all gradients.
     pub(crate) fn clear(&self) -> Result<()> {
-        self.grads.values().try_for_each(GradRun::clear)
+        self.grads.values().try_for_each(GroupGrads::clear)
     }
 
     /// Starts the reduction of a trainable group's gradients.
@@ -178,6 +178,6 @@ impl GradReducer {
 
     /// Returns the bytes of the gradients.
     pub(crate) fn device_bytes(&self) -> StoreBytes {
-        StoreBytes { gradients: self.grads.values().map(GradRun::bytes).sum(), ..StoreBytes::default() }
+        StoreBytes { gradients: self.grads.values().map(GroupGrads::bytes).sum(), ..StoreBytes::default() }
     }
 }

@@ -80,7 +80,7 @@ impl Pipeline {
     /// Returns this stage's steps for `n_micros` micro-batches.
     pub(crate) fn steps(&self, n_micros: usize) -> Vec<StageStep> {
         let table = PipelineSchedule::new(self.schedule, self.layout.n_stages(), self.layout.n_chunks(), n_micros);
-        table.of_stage(self.stage()).collect()
+        table.stage_steps(self.stage()).collect()
     }
 
     /// Sends a chunk's output to the next chunk.

@@ -66,7 +66,7 @@ impl PipelineSchedule {
     }
 
     /// Returns the steps of a stage, in order.
-    pub fn of_stage(&self, stage: usize) -> impl Iterator<Item = StageStep> {
+    pub fn stage_steps(&self, stage: usize) -> impl Iterator<Item = StageStep> {
         self.stages[stage].iter().map(|(_, step)| *step)
     }
 
@@ -88,7 +88,7 @@ impl PipelineSchedule {
     /// Returns the maximum number of in-flight passes (forward done, backward pending) on a stage.
     pub fn max_in_flight(&self, stage: usize) -> usize {
         let (mut live, mut most) = (0usize, 0);
-        for step in self.of_stage(stage) {
+        for step in self.stage_steps(stage) {
             match step {
                 StageStep::Forward(_) => live += 1,
                 StageStep::Backward(_) => live -= 1,

@@ -230,7 +230,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             for block_idx in 0..model.n_blocks() {
                 x = model.block(store.fetch(block_idx + 1)?, &x, &context)?;
             }
-            model.norm(head, &x)
+            model.final_norm(head, &x)
         });
         let tape = tape.unwrap();
         let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: Micro::IGNORED, chunk: 3 };

@@ -8,7 +8,7 @@
 //!
 //! | function | check that hf-hub lacks |
 //! |---|---|
-//! | `holds`, `has` | a file has the listed size |
+//! | `verify_or_evict`, `has` | a file has the listed size |
 //! | `listing`, `set_listing` | offline, a snapshot has every file that the Hub listed |
 //! | `set_commit` | a revision is recorded, by a rename, after all its files are cached |
 //! | `commit_of` | a reference holds a commit hash and is below `refs` |
@@ -98,8 +98,8 @@ impl HubCache {
         Ok(files)
     }
 
-    /// Returns true if the file is cached with its listed size. Removes a file of another size.
-    pub(crate) fn holds(&self, repo: &RepoId, commit: &str, listed: &ListedFile) -> Result<bool, HubError> {
+    /// Returns true if the file is cached with its listed size. Removes a cached file of another size.
+    pub(crate) fn verify_or_evict(&self, repo: &RepoId, commit: &str, listed: &ListedFile) -> Result<bool, HubError> {
         let pointer = self.pointer(repo, commit, &listed.path);
         match fs::metadata(&pointer) {
             Ok(found) if found.len() == listed.size => Ok(true),

@@ -142,7 +142,7 @@ impl Hub {
         let Some((_, downloader)) = self.online.as_ref().filter(|_| !listing.is_cached) else {
             return if self.cache.has(repo, commit, listed) { Ok(()) } else { Err(listing.missing_file(path)) };
         };
-        if self.cache.holds(repo, commit, listed)? {
+        if self.cache.verify_or_evict(repo, commit, listed)? {
             return Ok(());
         }
         let old = previous.filter(|old| *old != commit);

@@ -1,6 +1,6 @@
 //! JSON Lines files, memory-mapped. The offset of each line is indexed; a row is parsed on access.
 
-use super::mapped_file::{MappedFile, find_break, is_blank};
+use super::mapped_file::{MappedFile, find_newline, is_blank};
 use super::strict_json::{MAX_ROW_BYTES, parse_row, too_long};
 use super::{Row, RowSource, SourceError};
 
@@ -16,7 +16,7 @@ impl JsonLines {
         let mut start = 0;
         while start < file.bytes().len() {
             let rest = &file.bytes()[start..];
-            let n_bytes = find_break(rest).unwrap_or(rest.len());
+            let n_bytes = find_newline(rest).unwrap_or(rest.len());
             if n_bytes > MAX_ROW_BYTES {
                 let fault = too_long(n_bytes);
                 return Err(SourceError::invalid_data(file.place(start), fault.problem, fault.fix));

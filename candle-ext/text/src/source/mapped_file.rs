@@ -60,7 +60,7 @@ impl MappedFile {
     /// Returns the bytes from `start` to the end of its line, without the line break.
     pub(crate) fn line_at(&self, start: usize) -> &[u8] {
         let rest = &self.bytes()[start..];
-        trim_return(&rest[..find_break(rest).unwrap_or(rest.len())])
+        trim_return(&rest[..find_newline(rest).unwrap_or(rest.len())])
     }
 }
 
@@ -74,7 +74,7 @@ pub(crate) fn open_regular(path: &Path) -> Result<File, SourceError> {
     File::open(path).map_err(|e| SourceError::io(path, e))
 }
 
-pub(crate) fn find_break(bytes: &[u8]) -> Option<usize> {
+pub(crate) fn find_newline(bytes: &[u8]) -> Option<usize> {
     memchr::memchr(b'\n', bytes)
 }
 

@@ -5,7 +5,7 @@
 
 use serde_json::Value;
 
-use super::mapped_file::{MappedFile, find_break, is_blank};
+use super::mapped_file::{MappedFile, find_newline, is_blank};
 use super::{Row, RowSource, SourceError};
 
 /// Unit of a text file that becomes a row.
@@ -81,7 +81,7 @@ fn lines(bytes: &[u8]) -> Vec<(u64, u64)> {
     let mut start = 0;
     while start < bytes.len() {
         let rest = &bytes[start..];
-        let n_bytes = find_break(rest).unwrap_or(rest.len());
+        let n_bytes = find_newline(rest).unwrap_or(rest.len());
         let line = &rest[..n_bytes];
         if !is_blank(line) {
             let kept = line.strip_suffix(b"\r").unwrap_or(line).len();

@@ -66,7 +66,7 @@ impl Filter for MapFilter {
     fn apply(&self, answers: ResponseValue, _: &Doc) -> Result<ResponseValue, String> {
         let ignored = &self.family.ignored;
         each_text(answers, |text| {
-            let found = ignored.strip(&self.family.find_configured(&ignored.strip(text)?)?)?;
+            let found = ignored.remove_from(&self.family.find_configured(&ignored.remove_from(text)?)?)?;
             for (pattern, value) in &self.values {
                 if !found.is_empty() && !self.family.find(pattern, &found)?.is_empty() {
                     return Ok(ResponseValue::Text(value.clone()));

@@ -66,7 +66,7 @@ impl IgnoredText {
     }
 
     /// Removes all ignored text.
-    pub(crate) fn strip(&self, text: &str) -> Result<String, String> {
+    pub(crate) fn remove_from(&self, text: &str) -> Result<String, String> {
         let mut text = text.to_owned();
         for pattern in &self.patterns {
             text = pattern.remove(&text)?;
@@ -129,7 +129,7 @@ impl MultiChoiceRegexFilter {
                 BEHIND_LETTER.find_all(input)?.into_iter().flat_map(|found| found.groups).collect()
             }
         };
-        found.iter().map(|choice| self.family.ignored.strip(text::strip(choice))).collect()
+        found.iter().map(|choice| self.family.ignored.remove_from(text::strip(choice))).collect()
     }
 }
 
@@ -150,7 +150,7 @@ impl Filter for MultiChoiceRegexFilter {
         each_text(answers, |text| {
             let mut found = self.family.find_configured(text)?;
             if found.is_empty() {
-                found = self.family.find(&by_words, &self.family.ignored.strip(text)?)?;
+                found = self.family.find(&by_words, &self.family.ignored.remove_from(text)?)?;
                 found = by_text.get(&found).cloned().unwrap_or(found);
             }
             if found.is_empty() {

@@ -129,7 +129,7 @@ impl Environment {
             n_cores: std::thread::available_parallelism().map_or(1, usize::from),
             world,
             features: BuildFeatures::BUILT,
-            temp_dir: TempDir::look(std::env::temp_dir()),
+            temp_dir: TempDir::detect(std::env::temp_dir()),
             has_train_py: loaded.source().path.with_file_name("train.py").is_file(),
             tasks_generate: tasks_generate(loaded),
             console,
@@ -156,7 +156,7 @@ fn capacity(loaded: &Loaded) -> Capacity {
 fn find_config(loaded: &Loaded, access: HubAccess, settings: HubSettings) -> Result<Option<Config>, EnvironmentError> {
     let model = &loaded.recipe.model;
     let fault = |key: &str, error: ModelError| {
-        let found = loaded.fault(&[key], format!("{key}: cannot be used: {error}"));
+        let found = loaded.fault_at(&[key], format!("{key}: cannot be used: {error}"));
         EnvironmentError::from(loaded.error(vec![found]))
     };
     match (&model.config, &model.name_or_path) {
@@ -173,7 +173,7 @@ fn find_config(loaded: &Loaded, access: HubAccess, settings: HubSettings) -> Res
             let here = std::env::current_dir().unwrap_or_default();
             let advice =
                 format!("paths start at the current folder, {}; a Hub id has the form owner/name", here.display());
-            Err(loaded.error(vec![loaded.fault(&["model.name_or_path"], message).note(advice)]).into())
+            Err(loaded.error(vec![loaded.fault_at(&["model.name_or_path"], message).note(advice)]).into())
         }
         (None, Some(name)) => {
             let is_random = model.kind == Some(ModelType::RandomWeightHf);
@@ -190,7 +190,7 @@ fn model_folder(loaded: &Loaded, name: &str) -> Result<PathBuf, EnvironmentError
     let key = "model.name_or_path";
     let refuse = |fault: Fault| Err(loaded.error(vec![fault]).into());
     match local_model(name) {
-        Err(error) => refuse(loaded.fault(&[key], format!("{key}: failed to {error}"))),
+        Err(error) => refuse(loaded.fault_at(&[key], format!("{key}: failed to {error}"))),
         Ok(Some(LocalModel { folder, contents: LocalModelKind::Adapter { base }, .. })) => {
             let message = format!("{key}: {} is an adapter, not a model", folder.display());
             let base = base.unwrap_or_else(|| "the adapter's base model".to_owned());
@@ -199,7 +199,7 @@ fn model_folder(loaded: &Loaded, name: &str) -> Result<PathBuf, EnvironmentError
                  merges both into a model",
                 folder.display()
             );
-            refuse(loaded.fault(&[key], message).note(advice))
+            refuse(loaded.fault_at(&[key], message).note(advice))
         }
         Ok(found) => Ok(found.map_or_else(|| PathBuf::from(name), |found| found.folder)),
     }

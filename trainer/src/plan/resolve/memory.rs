@@ -1,7 +1,9 @@
 //! `memory: auto`: selects the cheapest modes with which the run fits the free memory.
 
 use super::{Environment, Machines};
-use crate::estimate::{Candidate, FixedModes, ModeSearch, Modes, Resource, Setup, as_arguments, bytes, choose, usable};
+use crate::estimate::{
+    Candidate, FixedModes, ModeSearch, Modes, Resource, Setup, as_arguments, choose, format_bytes, usable,
+};
 use crate::plan::Plan;
 use crate::plan::Setting;
 use crate::recipe::{Loaded, Origin, RecipeError};
@@ -17,7 +19,7 @@ impl FixedModes {
 ///
 /// Fails with the candidates' sizes if none fits. The free memory is an argument (`env`).
 pub(super) fn resolve(mut plan: Plan, loaded: &Loaded, env: &Environment) -> Result<Plan, RecipeError> {
-    let wrong = |message: String, advice: &str| loaded.error(vec![loaded.fault(&["memory"], message).note(advice)]);
+    let wrong = |message: String, advice: &str| loaded.error(vec![loaded.fault_at(&["memory"], message).note(advice)]);
     if plan.model.config.is_none() {
         plan.notes.push("memory: auto selects the modes once the model's config.json is downloaded".into());
         return Ok(plan);
@@ -47,14 +49,19 @@ const MANUAL: &str = "set memory: manual, and the modes in the recipe";
 
 fn tried(choice: &ModeSearch, free: u64) -> String {
     let tried: Vec<String> = choice.tried.iter().map(describe_candidate).collect();
-    format!("memory: no mode fits {} of the {} that are free: {}", bytes(usable(free)), bytes(free), tried.join("; "))
+    format!(
+        "memory: no mode fits {} of the {} that are free: {}",
+        format_bytes(usable(free)),
+        format_bytes(free),
+        tried.join("; ")
+    )
 }
 
 /// Formats a candidate's bytes and its shortages of resources other than device memory.
 fn describe_candidate(candidate: &Candidate) -> String {
     let others = candidate.short.iter().filter(|shortage| shortage.of != Resource::Device);
     let others: String = others.map(|shortage| format!(" and {shortage}")).collect();
-    format!("{} needs {}{others}", modes_as_arguments(candidate.modes), bytes(candidate.peak_bytes))
+    format!("{} needs {}{others}", modes_as_arguments(candidate.modes), format_bytes(candidate.peak_bytes))
 }
 
 fn modes_as_arguments(modes: Modes) -> String {
@@ -67,6 +74,6 @@ fn apply(plan: &mut Plan, found: Candidate, fixed: FixedModes, free: u64) {
     if let Some(setting) = plan.settings.iter_mut().find(|setting| setting.key == key && !fixed.activations) {
         *setting = Setting::new(key, &found.modes.activations.to_recipe(), Origin::Memory);
     }
-    let (modes, peak, free) = (modes_as_arguments(found.modes), bytes(found.peak_bytes), bytes(free));
+    let (modes, peak, free) = (modes_as_arguments(found.modes), format_bytes(found.peak_bytes), format_bytes(free));
     plan.notes.push(format!("memory: auto selects {modes}: about {peak} of the {free} that are free"));
 }

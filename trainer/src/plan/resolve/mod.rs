@@ -37,7 +37,7 @@ impl Plan {
     /// Resolves a recipe. Fails with all faults of the recipe at once.
     pub fn resolve(loaded: &Loaded, env: &Environment) -> Result<Self, RecipeError> {
         let mut resolver = Resolver::new(loaded, env);
-        refused::check(&mut resolver);
+        refused::refuse_unimplemented_keys(&mut resolver);
         deepspeed::check_section(&mut resolver);
         let kind = batches::resolve_kind(&mut resolver);
         let model = model::resolve(&mut resolver);

@@ -3,7 +3,8 @@
 use super::resolver::Resolver;
 use crate::recipe::{DataSource, DataType, SourceType};
 
-pub(super) fn check(resolver: &mut Resolver) {
+/// Adds an error for each set key that is not implemented and would change the run.
+pub(super) fn refuse_unimplemented_keys(resolver: &mut Resolver) {
     top_level(resolver);
     parts(resolver);
     preferences(resolver);

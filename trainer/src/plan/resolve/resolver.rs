@@ -61,12 +61,12 @@ impl<'a> Resolver<'a> {
 
     /// Reports a fault at the first of these keys that is set.
     pub(super) fn report(&mut self, keys: &[&str], message: impl Into<String>) {
-        self.faults.push(self.loaded.fault(keys, message));
+        self.faults.push(self.loaded.fault_at(keys, message));
     }
 
     /// Reports a fault at a key, with advice.
     pub(super) fn report_with_advice(&mut self, keys: &[&str], message: impl Into<String>, advice: impl Into<String>) {
-        self.faults.push(self.loaded.fault(keys, message).note(advice));
+        self.faults.push(self.loaded.fault_at(keys, message).note(advice));
     }
 
     pub(super) fn note(&mut self, note: impl Into<String>) {

@@ -14,7 +14,7 @@ pub struct TempDir {
 
 impl TempDir {
     /// Detects the file system of `path` from /proc/self/mountinfo. An unknown one counts as a disk.
-    pub(super) fn look(path: PathBuf) -> Self {
+    pub(super) fn detect(path: PathBuf) -> Self {
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
         let is_memory = fs::canonicalize(&path).is_ok_and(|path| is_memory(&path, &mounts));
         Self { path, is_memory }
