@@ -7,9 +7,9 @@ use std::rc::Rc;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
     AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, CuSeqlens, Dropout, GradPolicy,
-    GradScaler, GradSink, LossGrad, OutputDtype, Reduction, Tape, TokenCount, Weight, adamw, add, add_rms_norm, attention,
-    copy_into, dropout, embedding, grouped_linear, linear, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares,
-    swiglu_joined, zero_,
+    GradScaler, GradSink, LossGrad, OutputDtype, Reduction, Tape, TokenCount, Weight, adamw, add, add_rms_norm,
+    attention, copy_into, dropout, embedding, grouped_linear, linear, linear_cross_entropy, rms_norm, rope, set_rows,
+    sum_of_squares, swiglu_joined, zero_,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
