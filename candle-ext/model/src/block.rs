@@ -1,128 +1,15 @@
-//! A decoder layer, and the parallel operations that it calls.
+//! A decoder layer.
 //!
 //! Dimensions: t tokens (packed), d hidden size, h query heads, g KV heads, k head size, f MLP intermediate size
 
 use candle_core::{D, Result, Tensor};
-use candlewick_ops::{
-    self as ops, AttentionChoice, AttentionSpec, ColumnShard, CuSeqlens, OutputDtype, QkvHeads, RowRanges, Weight,
-};
+use candlewick_ops::{self as ops, AttentionSpec, OutputDtype, QkvHeads, Weight};
 
 use crate::moe::Moe;
+use crate::swiglu::SwiGlu;
 use crate::{
-    ExpertCall, ExpertCounts, LayerSpec, Linear, MixerSpec, MlpSpec, QkNorm, RouterLoss, SelfAttentionSpec, SwiGluSpec,
-    dropout::DropoutScope, norm::Norm,
+    AttentionCall, ForwardContext, LayerSpec, Linear, MixerSpec, MlpSpec, QkNorm, SelfAttentionSpec, norm::Norm,
 };
-
-/// Arguments of one layer's attention: t tokens, h query heads, g KV heads, k head size.
-#[derive(Clone, Copy)]
-pub struct AttentionCall<'a> {
-    /// Index of the layer.
-    pub layer_idx: usize,
-    /// Queries [t, h, k].
-    pub q: &'a Tensor,
-    /// Keys [t, g, k].
-    pub k: &'a Tensor,
-    /// Values [t, g, k].
-    pub v: &'a Tensor,
-    /// Sequence boundaries.
-    pub seqs: &'a CuSeqlens,
-    /// Scale, mask and kernel.
-    pub spec: &'a AttentionSpec,
-}
-
-/// Collectives and attention of a layer under parallelism. The default methods are those of one device.
-pub trait ParallelOps {
-    /// Looks up embeddings: u32 token ids [t] -> [t, d]. The row of token `padding` gets no gradient.
-    fn embedding(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
-        ops::embedding(ids, table, padding)
-    }
-
-    /// Prepares the input of attention or of the MLP: [t, d] -> [t, d]. Under sequence parallelism it all-gathers the
-    /// tokens.
-    fn copy_to_tp(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(x.clone())
-    }
-
-    /// Returns the number of ranks that split the residual stream along the sequence; 1 without sequence parallelism.
-    fn sequence_parallel_size(&self) -> usize {
-        1
-    }
-
-    /// Returns the input columns of the row-parallel output projection that this rank holds.
-    fn input_shard(&self) -> ColumnShard {
-        ColumnShard::ALL
-    }
-
-    /// Reduces the output of attention or of the MLP over the tensor parallel ranks: [t, d] -> [t, d].
-    fn reduce_from_tp(&self, y: &Tensor) -> Result<Tensor> {
-        Ok(y.clone())
-    }
-
-    /// Computes attention: q [t, h, k], k and v [t, g, k] -> [t, h, k].
-    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
-        let AttentionCall { q, k, v, seqs, spec, .. } = *call;
-        ops::attention(q, k, v, seqs, spec)
-    }
-
-    /// Computes the routed experts of an MoE layer: [t, d] -> [t, d].
-    fn experts(&self, call: &ExpertCall) -> Result<Tensor> {
-        call.compute()
-    }
-
-    /// Sums a tensor without gradient over the ranks that split a micro-batch's tokens.
-    fn sum_over_micro_batch(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(x.clone())
-    }
-}
-
-/// The operations of an unsharded model on one device, without a KV cache.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct SingleDevice;
-
-impl ParallelOps for SingleDevice {}
-
-/// Tiling of a layer's MLP over the tokens (ArcticTraining's `tiled_mlp`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum TiledMlp {
-    /// All tokens at once. Activations are saved for backward.
-    #[default]
-    Off,
-    /// Tiles of about hidden_size tokens each. Backward recomputes each tile's activations.
-    On,
-}
-
-/// Inputs of a forward pass that all layers share.
-#[derive(Clone, Copy)]
-pub struct ForwardContext<'a> {
-    /// Cosines of the rotary angles, f32 [t, k/2].
-    pub cos: &'a Tensor,
-    /// Sines of the rotary angles, f32 [t, k/2].
-    pub sin: &'a Tensor,
-    /// Boundaries of the packed sequences.
-    pub seqs: &'a CuSeqlens,
-    /// Seed of dropout masks; `None` disables dropout.
-    pub dropout_key: Option<u64>,
-    /// Rows of the micro-batch that this rank computes.
-    pub rows: &'a RowRanges,
-    /// Attention implementation.
-    pub attention: AttentionChoice,
-    /// Tiling of the MLP over the tokens.
-    pub tiled_mlp: TiledMlp,
-    /// Auxiliary losses of the routers.
-    pub router_losses: &'a [RouterLoss],
-    /// Rows of the residual stream that are no padding, u32 [n]; `None` for all. Router losses count these alone.
-    pub valid_rows: Option<&'a Tensor>,
-    /// Sums of expert selections; `None` if they are not wanted.
-    pub expert_counts: Option<&'a ExpertCounts>,
-    /// Collectives and attention of this rank.
-    pub parallel_ops: &'a dyn ParallelOps,
-}
-
-impl ForwardContext<'_> {
-    fn dropout(&self) -> Option<DropoutScope> {
-        self.dropout_key.map(|key| DropoutScope::new(key, self.rows))
-    }
-}
 
 /// A decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
 pub struct Layer {
@@ -152,12 +39,6 @@ struct SelfAttention {
 enum Mlp {
     SwiGlu(SwiGlu),
     Moe(Moe),
-}
-
-#[derive(Clone)]
-pub(crate) struct SwiGlu {
-    gate_up: [Linear; 2],
-    down: Linear,
 }
 
 impl Layer {
@@ -282,42 +163,5 @@ impl Mlp {
             Self::SwiGlu(mlp) => mlp.forward_sublayer(x_td, context),
             Self::Moe(moe) => moe.forward(x_td, context),
         }
-    }
-}
-
-impl SwiGlu {
-    pub(crate) fn build(spec: &SwiGluSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
-        let [gate, up] = &spec.gate_up;
-        let gate_up = [Linear::build(gate, get)?, Linear::build(up, get)?];
-        Ok(Self { gate_up, down: Linear::build(&spec.down, get)? })
-    }
-
-    /// Computes [t, d] -> [t, d] between the collectives of a sublayer, in tiles as the context sets.
-    pub(crate) fn forward_sublayer(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        let (dropout, columns) = (context.dropout(), context.parallel_ops.input_shard());
-        let x_td = &context.parallel_ops.copy_to_tp(x_td)?;
-        let y_td = match context.tiled_mlp {
-            TiledMlp::Off => self.forward(x_td, dropout.as_ref(), columns)?,
-            TiledMlp::On => {
-                let mlp = self.clone();
-                ops::tiled(x_td, ops::tile_rows(x_td.dim(0)?, x_td.dim(1)?), move |x_td, first_row| {
-                    let dropout = dropout.as_ref().map(|dropout| dropout.at_row(first_row));
-                    mlp.forward(x_td, dropout.as_ref(), columns)
-                })?
-            }
-        };
-        context.parallel_ops.reduce_from_tp(&y_td)
-    }
-
-    /// Computes [t, d] -> [t, d]. `columns` are those of the down projection's input on this rank.
-    fn forward(&self, x_td: &Tensor, dropout: Option<&DropoutScope>, columns: ColumnShard) -> Result<Tensor> {
-        let gated_tf = match Linear::joined(&self.gate_up, x_td) {
-            Some(joined) => ops::swiglu_joined(&ops::linear(x_td, &joined, None, OutputDtype::SameAsInput)?)?,
-            None => {
-                let [gate, up] = &self.gate_up;
-                ops::swiglu(&gate.forward(x_td, dropout)?, &up.forward(x_td, dropout)?)?
-            }
-        };
-        self.down.forward(&gated_tf, dropout.map(|dropout| dropout.in_columns(columns)).as_ref())
     }
 }

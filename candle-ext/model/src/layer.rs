@@ -1,8 +1,7 @@
 //! Specification of a decoder layer, from which the layer is built and memory and FLOPs are estimated.
 
-use candlewick_ops::WeightStorage;
-
-use crate::{AdapterSpec, Config, Dim, DimSize, Init, MoeSpec, ParamScope, ParamSpec, QkNorm};
+use crate::linear_spec::layer_name;
+use crate::{Config, Dim, DimSize, LinearSpec, MoeSpec, ParamScope, ParamSpec, QkNorm, SwiGluSpec};
 
 /// One decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
 #[derive(Clone, Debug, PartialEq)]
@@ -54,32 +53,6 @@ pub enum MlpSpec {
     Moe(Box<MoeSpec>),
 }
 
-/// The linear layers of a SwiGLU MLP.
-#[derive(Clone, Debug, PartialEq)]
-pub struct SwiGluSpec {
-    /// Gate and up projections, in this order.
-    pub gate_up: [LinearSpec; 2],
-    /// The down projection.
-    pub down: LinearSpec,
-}
-
-/// A linear layer y = x W^T + b.
-#[derive(Clone, Debug, PartialEq)]
-pub struct LinearSpec {
-    /// Hugging Face module name, such as `model.layers.0.self_attn.q_proj`.
-    pub module: String,
-    /// Output features.
-    pub out: DimSize,
-    /// Input features.
-    pub input: DimSize,
-    /// True if the layer has a bias.
-    pub bias: bool,
-    /// Storage of the weight: dense or quantized.
-    pub storage: WeightStorage,
-    /// LoRA adapter of the layer.
-    pub adapter: Option<AdapterSpec>,
-}
-
 impl Config {
     /// Returns the specification of layer `layer_idx` without LoRA.
     pub fn layer(&self, layer_idx: usize) -> LayerSpec {
@@ -114,21 +87,6 @@ impl Config {
                 .map(|(name, out)| linear(name, [out, self.embed()], t.qkv_bias)),
             o: linear("o_proj", [self.embed(), q], t.o_bias),
         }
-    }
-
-    /// Returns the specification of a SwiGLU MLP by its module name.
-    pub(crate) fn swiglu(&self, module: &str, intermediate_size: usize) -> SwiGluSpec {
-        let ffn = DimSize { dim: Dim::Ffn, len: intermediate_size };
-        let linear = |name: &str, shape| LinearSpec::new(format!("{module}.{name}"), shape, self.typed.mlp_bias);
-        SwiGluSpec {
-            gate_up: ["gate_proj", "up_proj"].map(|name| linear(name, [ffn, self.embed()])),
-            down: linear("down_proj", [self.embed(), ffn]),
-        }
-    }
-
-    /// Returns the hidden size as a named dimension.
-    pub(crate) fn embed(&self) -> DimSize {
-        DimSize { dim: Dim::Embed, len: self.typed.hidden_size }
     }
 }
 
@@ -224,40 +182,4 @@ impl MlpSpec {
         let dense: usize = self.linears().map(LinearSpec::n_weights).sum();
         dense + if let Self::Moe(moe) = self { moe.n_active_routed_weights() } else { 0 }
     }
-}
-
-impl LinearSpec {
-    pub(crate) fn new(module: String, [out, input]: [DimSize; 2], bias: bool) -> Self {
-        Self { module, out, input, bias, storage: WeightStorage::Dense, adapter: None }
-    }
-
-    /// Returns the name of W [out, input].
-    pub fn weight_name(&self) -> String {
-        format!("{}.weight", self.module)
-    }
-
-    /// Returns the name of b [out].
-    pub fn bias_name(&self) -> String {
-        format!("{}.bias", self.module)
-    }
-
-    /// Returns the number of elements of W.
-    pub fn n_weights(&self) -> usize {
-        self.out.len * self.input.len
-    }
-
-    /// Returns weight and bias, without LoRA factors.
-    fn params(&self, std: f64) -> Vec<ParamSpec> {
-        let init = Init::Normal { std, zero_row: None };
-        let mut params =
-            vec![ParamSpec::matrix(self.weight_name(), [self.out, self.input], ParamScope::Sublayer, init)];
-        if self.bias {
-            params.push(ParamSpec::vector(self.bias_name(), self.out, ParamScope::Sublayer, Init::Zeros));
-        }
-        params
-    }
-}
-
-pub(crate) fn layer_name(layer_idx: usize) -> String {
-    format!("model.layers.{layer_idx}")
 }

@@ -8,13 +8,16 @@ pub mod checkpoint;
 
 mod block;
 mod config;
+mod context;
 mod dropout;
 mod error;
 mod expert_counts;
+mod experts;
 mod family;
 mod layer;
 mod layer_cost;
 mod linear;
+mod linear_spec;
 mod lora;
 mod model;
 mod moe;
@@ -23,23 +26,26 @@ mod norm;
 mod param;
 mod rope;
 mod router_loss;
+mod swiglu;
 mod unit;
 mod weights;
 
-pub use block::{AttentionCall, ForwardContext, Layer, ParallelOps, SingleDevice, TiledMlp};
+pub use block::Layer;
 pub use config::{Config, MoeConfig, SharedExpertConfig};
+pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice, TiledMlp};
 pub use error::ModelError;
 pub use expert_counts::ExpertCounts;
+pub use experts::{ExpertCall, Experts};
 pub use family::{Family, QkNorm};
-pub use layer::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec};
+pub use layer::{LayerSpec, MixerSpec, MlpSpec, SelfAttentionSpec};
 pub use layer_cost::{AttentionExchange, LayerCost};
 pub use linear::{Adapter, Linear};
+pub use linear_spec::{LinearSpec, SwiGluSpec};
 pub use lora::{
     AdapterFolder, AdapterMerge, AdapterSpec, BASE_MODEL_RECORD, BaseModelRecord, Lora, LoraConfig, MergeReport,
     merge_lora,
 };
 pub use model::Model;
-pub use moe::{ExpertCall, Experts};
 pub use moe_spec::{ExpertMatrixSpec, MoeSpec, SharedExpertSpec};
 pub use param::{Dim, DimSize, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 pub use router_loss::RouterLoss;

@@ -4,11 +4,11 @@
 //! size of an expert
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_ops::{self as ops, OutputDtype, RouterSpec, Routing, TokenCount, Weight};
+use candlewick_ops::{self as ops, OutputDtype, RouterSpec, Routing, Weight};
 
-use crate::block::{ForwardContext, SwiGlu};
 use crate::expert_counts::counts;
-use crate::{Linear, MoeSpec, SharedExpertSpec};
+use crate::swiglu::SwiGlu;
+use crate::{ExpertCall, Experts, ForwardContext, Linear, MoeSpec, SharedExpertSpec};
 
 /// Router, routed experts and shared expert of a layer.
 pub(crate) struct Moe {
@@ -18,26 +18,6 @@ pub(crate) struct Moe {
     expert_bias: Option<Weight>,
     experts: Experts,
     shared_expert: Option<SharedExpert>,
-}
-
-/// Matrices of the routed experts of this rank.
-#[derive(Clone, Debug)]
-pub struct Experts {
-    /// Gate and up projections [e * 2f, d].
-    gate_up: Weight,
-    /// Down projections [e * d, f].
-    down: Weight,
-}
-
-/// Arguments of one layer's routed experts.
-#[derive(Clone, Copy)]
-pub struct ExpertCall<'a> {
-    /// Normalized hidden states [t, d].
-    pub x: &'a Tensor,
-    /// Selected experts and weights of each token.
-    pub routing: &'a Routing,
-    /// Experts of this rank.
-    pub experts: &'a Experts,
 }
 
 /// Expert that every token uses.
@@ -58,7 +38,7 @@ impl Moe {
             router: spec.router,
             router_weight: get(&spec.router_weight.weight_name())?,
             expert_bias: spec.expert_bias.then(|| get(&spec.expert_bias_name())).transpose()?,
-            experts: Experts { gate_up: get(&spec.gate_up.name)?, down: get(&spec.down.name)? },
+            experts: Experts::new(get(&spec.gate_up.name)?, get(&spec.down.name)?),
             shared_expert: spec.shared_expert.as_ref().map(|shared| SharedExpert::build(shared, get)).transpose()?,
         })
     }
@@ -82,37 +62,11 @@ impl Moe {
         if context.expert_counts.is_some() || !context.router_losses.is_empty() {
             let counts_e = counts(&routing, context.valid_rows)?;
             context.expert_counts.map_or(Ok(()), |sums| sums.add(self.layer_idx, &counts_e))?;
+            let counts_e = context.parallel_ops.sum_over_micro_batch(&counts_e)?;
             let mut losses = context.router_losses.iter();
-            losses.try_for_each(|loss| loss.record(&logits_te, &counts_e, self.router.score, context))?;
+            losses.try_for_each(|loss| loss.record(&logits_te, &counts_e, self.router.score, context.valid_rows))?;
         }
         Ok(routing)
-    }
-}
-
-impl ExpertCall<'_> {
-    /// Computes [t, d] -> [t, d] with all experts on this rank.
-    pub fn compute(&self) -> Result<Tensor> {
-        let assignment = &self.routing.assignment;
-        let rows_nd = ops::permute(self.x, assignment)?;
-        let weights_n = ops::permute_weights(&self.routing.weights, assignment)?;
-        let tokens = TokenCount::of(self.x.dim(0)?);
-        ops::unpermute(&self.experts.forward(&rows_nd, &weights_n, &assignment.offsets, tokens)?, assignment)
-    }
-}
-
-impl Experts {
-    /// Computes [n, d] -> [n, d]. `rows_nd` are sorted by expert, `offsets` u32 [e + 1] are the first rows of the experts,
-    /// and `weights_n` f32 [n] multiply the outputs.
-    pub fn forward(
-        &self,
-        rows_nd: &Tensor,
-        weights_n: &Tensor,
-        offsets: &Tensor,
-        tokens: TokenCount,
-    ) -> Result<Tensor> {
-        let gate_up_n2f = ops::grouped_linear(rows_nd, &self.gate_up, offsets, tokens)?;
-        let gated_nf = ops::weighted_swiglu(&gate_up_n2f, weights_n)?;
-        ops::grouped_linear(&gated_nf, &self.down, offsets, tokens)
     }
 }
 

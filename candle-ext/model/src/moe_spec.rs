@@ -2,9 +2,10 @@
 
 use candlewick_ops::{RouterSpec, WeightStorage};
 
-use crate::layer::layer_name;
+use crate::linear_spec::layer_name;
 use crate::{
-    Config, Dim, DimSize, HubTensor, HubTensors, Init, LinearSpec, MoeConfig, ParamScope, ParamSpec, SwiGluSpec,
+    Config, Dim, DimSize, HubTensor, HubTensors, Init, LinearSpec, MoeConfig, ParamGroupKind, ParamScope, ParamSpec,
+    SwiGluSpec,
 };
 
 /// A mixture of experts: sum over the selected experts of weight * down(silu(gate(x)) * up(x)), plus a shared expert.
@@ -126,8 +127,8 @@ impl MoeSpec {
             let bias = ParamSpec::vector(self.expert_bias_name(), self.router_weight.out, scope, Init::Zeros);
             params.push(ParamSpec { trainable: false, storage: WeightStorage::F32, ..bias });
         }
-        params.push(ParamSpec::experts(&self.gate_up, self.hub_experts(&self.gate_up, &self.hub.linears[..2]), std));
-        params.push(ParamSpec::experts(&self.down, self.hub_experts(&self.down, &self.hub.linears[2..]), std));
+        params.push(self.gate_up.param(self.hub_experts(&self.gate_up, &self.hub.linears[..2]), std));
+        params.push(self.down.param(self.hub_experts(&self.down, &self.hub.linears[2..]), std));
         params.extend(self.shared_expert.iter().filter_map(|shared| shared.gate.as_ref()).map(linear));
         params
     }
@@ -153,5 +154,18 @@ impl MoeSpec {
             })
         });
         HubTensors { fused_shape: vec![matrix.n_experts, matrix.out, matrix.input.len], tensors: tensors.collect() }
+    }
+}
+
+impl ExpertMatrixSpec {
+    /// Returns the parameter: the rows of the first expert, then those of the second, and so on.
+    fn param(&self, hub: HubTensors, std: f64) -> ParamSpec {
+        let rows = DimSize { dim: Dim::Experts, len: self.n_experts * self.out };
+        let init = Init::Normal { std, zero_row: None };
+        ParamSpec {
+            group: ParamGroupKind::Expert,
+            hub: Some(hub),
+            ..ParamSpec::matrix(self.name.clone(), [rows, self.input], ParamScope::Sublayer, init)
+        }
     }
 }

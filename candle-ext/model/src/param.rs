@@ -8,8 +8,6 @@ use candlewick_ops::WeightStorage;
 use rand_chacha::{ChaCha8Rng, rand_core::RngCore, rand_core::SeedableRng};
 use rayon::prelude::*;
 
-use crate::ExpertMatrixSpec;
-
 /// Specification of one parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
@@ -80,18 +78,6 @@ impl ParamSpec {
         let (shape, dims) = (vec![width.len], vec![width.dim]);
         let (group, storage) = (ParamGroupKind::Dense, WeightStorage::Dense);
         Self { name, shape, dims, scope, init, decay: false, trainable: true, group, storage, hub: None }
-    }
-
-    /// Returns the fused matrix of all experts of a layer: the rows of the first expert, then those of the second.
-    pub(crate) fn experts(matrix: &ExpertMatrixSpec, hub: HubTensors, std: f64) -> Self {
-        let init = Init::Normal { std, zero_row: None };
-        let rows = DimSize { dim: Dim::Experts, len: matrix.n_experts * matrix.out };
-        let shape = [rows, matrix.input];
-        Self {
-            group: ParamGroupKind::Expert,
-            hub: Some(hub),
-            ..Self::matrix(matrix.name.clone(), shape, ParamScope::Sublayer, init)
-        }
     }
 
     /// Returns the weight of an RMS norm.

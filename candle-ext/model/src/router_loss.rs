@@ -3,8 +3,6 @@
 use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, ScoreFunction};
 
-use crate::ForwardContext;
-
 /// Auxiliary loss of the routers. Each layer adds the loss summed over its tokens to the tape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RouterLoss {
@@ -26,21 +24,20 @@ impl RouterLoss {
         }
     }
 
-    /// Adds the loss of f32 logits [t, e] and of the experts' selections f32 [e], summed over the tokens that are no padding, to the tape.
+    /// Adds the loss of f32 logits [t, e] and of the micro-batch's selections f32 [e], summed over the tokens that are no padding, to the tape.
     pub(crate) fn record(
         self,
         logits_te: &Tensor,
         counts_e: &Tensor,
         score: ScoreFunction,
-        context: &ForwardContext,
+        valid_rows: Option<&Tensor>,
     ) -> Result<()> {
-        let logits_te = &match context.valid_rows {
+        let logits_te = &match valid_rows {
             Some(rows) => ops::select_rows(logits_te, rows)?,
             None => logits_te.clone(),
         };
         let loss = match self {
             Self::LoadBalancing => {
-                let counts_e = context.parallel_ops.sum_over_micro_batch(counts_e)?;
                 let n_experts = counts_e.dim(0)? as f64;
                 let total = counts_e.sum_all()?.maximum(1f32)?;
                 let fractions_e = counts_e.broadcast_div(&total)?.affine(n_experts, 0.0)?;

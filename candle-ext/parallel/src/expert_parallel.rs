@@ -12,7 +12,7 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor, bail};
 use candlewick_comm::{Collective, Reduce};
 use candlewick_model::{AttentionCall, ExpertCall, ParallelOps};
-use candlewick_ops::{self as ops, ColumnShard, ExpertAssignment, TokenCount, Weight, record, to_host};
+use candlewick_ops::{self as ops, ColumnShard, ExpertAssignment, TokensPerCall, Weight, record, to_host};
 
 /// Expert parallel groups of a rank.
 #[derive(Clone)]
@@ -47,7 +47,7 @@ impl ExpertParallel {
             &ops::permute(&received_md, &by_expert)?,
             &ops::permute_weights(&weights_m1, &by_expert)?,
             &by_expert.offsets,
-            TokenCount::Many,
+            TokensPerCall::Many,
         )?;
         let returned_nd = self.combine(&ops::unpermute(&computed_md, &by_expert)?, &counts)?;
         ops::unpermute(&returned_nd, assignment)

@@ -3,7 +3,8 @@
 use candle_core::DType;
 use serde_json::{Map, Value};
 
-use super::{json::Keys, moe, rope, typed::Typed};
+use super::json::{Keys, MAX_SIZE, size};
+use super::{moe, rope, typed::Typed};
 use crate::{
     Family, ModelError,
     family::{Bias, FamilySpec, Window, WindowLayers},
@@ -48,17 +49,7 @@ pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
     Ok(typed)
 }
 
-/// Upper bound of any size. Three such sizes multiplied do not overflow.
-pub(super) const MAX_SIZE: usize = 1 << 28;
 const MAX_LAYERS: usize = 1 << 12;
-
-pub(super) fn size(keys: Keys, key: &str, default: usize, most: usize) -> Result<usize, ModelError> {
-    match keys.count(key)?.unwrap_or(default) {
-        0 => Err(keys.error(key, "expected at least 1, found 0")),
-        n if n > most => Err(keys.error(key, format!("{n} is absurd: at most {most} is supported"))),
-        n => Ok(n),
-    }
-}
 
 fn positive(keys: Keys, key: &str, default: f64) -> Result<f64, ModelError> {
     match keys.number(key)?.unwrap_or(default) {

@@ -79,6 +79,18 @@ impl<'a> Keys<'a> {
     }
 }
 
+/// Upper bound of any size. Three such sizes multiplied do not overflow.
+pub(crate) const MAX_SIZE: usize = 1 << 28;
+
+/// Reads a size between 1 and `most`.
+pub(crate) fn size(keys: Keys, key: &str, default: usize, most: usize) -> Result<usize, ModelError> {
+    match keys.count(key)?.unwrap_or(default) {
+        0 => Err(keys.error(key, "expected at least 1, found 0")),
+        n if n > most => Err(keys.error(key, format!("{n} is absurd: at most {most} is supported"))),
+        n => Ok(n),
+    }
+}
+
 /// Maximum size of a JSON file, in bytes.
 const MOST_BYTES: u64 = 1 << 26;
 

@@ -3,8 +3,7 @@
 use candlewick_ops::{GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
 use serde_json::{Map, Value};
 
-use super::build::{MAX_SIZE, size};
-use super::json::Keys;
+use super::json::{Keys, MAX_SIZE, size};
 use crate::ModelError;
 use crate::family::{MoeFamily, MoeLayers, SharedExpertFamily, TopKNormalization};
 

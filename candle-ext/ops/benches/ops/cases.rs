@@ -7,7 +7,7 @@ use std::rc::Rc;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
     AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, CuSeqlens, Dropout, GradPolicy,
-    GradScaler, GradSink, LossGrad, OutputDtype, Reduction, Tape, TokenCount, Weight, adamw, add, add_rms_norm,
+    GradScaler, GradSink, LossGrad, OutputDtype, Reduction, Tape, TokensPerCall, Weight, adamw, add, add_rms_norm,
     attention, copy_into, dropout, embedding, grouped_linear, linear, linear_cross_entropy, rms_norm, rope, set_rows,
     sum_of_squares, swiglu_joined, zero_,
 };
@@ -241,7 +241,7 @@ fn grouped_linears(t: usize, k: usize, n: usize, e: usize) -> Vec<BenchCase> {
     let cost = |bytes| BenchCost { bytes, flops: 2.0 * x * n as f64 };
     let shape = || vec![("t", t), ("k", k), ("n", n), ("e", e)];
     let offsets = move |device: &Device| Tensor::new(skewed_offsets(t, e), device);
-    let product = |x: &Tensor, w: &Weight, offsets: &Tensor| grouped_linear(x, w, offsets, TokenCount::Many);
+    let product = |x: &Tensor, w: &Weight, offsets: &Tensor| grouped_linear(x, w, offsets, TokensPerCall::Many);
     let [forward, grad_x] = both("grouped_linear", shape(), [cost(BF16 * (x + w + y)); 2], move |device| {
         let (w, offsets) = (Weight::frozen(randn((e * n, k), device)?), offsets(device)?);
         Ok(Graph::new([randn((t, k), device)?], move |x| product(&x[0], &w, &offsets)))

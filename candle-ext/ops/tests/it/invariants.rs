@@ -3,8 +3,8 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
     AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, ExpertAssignment, LossGrad, OutputDtype, Reduction,
-    TokenCount, Weight, add, add_rms_norm, attention, embedding, grouped_linear, linear, linear_cross_entropy, permute,
-    reshape, rms_norm, rope, sum_of_squares, swiglu, swiglu_joined, unpermute, weighted_swiglu,
+    TokensPerCall, Weight, add, add_rms_norm, attention, embedding, grouped_linear, linear, linear_cross_entropy,
+    permute, reshape, rms_norm, rope, sum_of_squares, swiglu, swiglu_joined, unpermute, weighted_swiglu,
 };
 
 use crate::cases::{bits, check_each, grad_of, randn, tape, trainable, values};
@@ -75,7 +75,7 @@ pub(crate) fn ops() -> Vec<RepeatedOp> {
             weights: vec![randn((3 * 24, 40), 2)],
             run: |x, w| {
                 let offsets = Tensor::new(&[0u32, 70, 81, 150], x[0].device())?;
-                grouped_linear(&x[0], &w[0], &offsets, TokenCount::Many)
+                grouped_linear(&x[0], &w[0], &offsets, TokensPerCall::Many)
             },
         },
         RepeatedOp {

@@ -5,7 +5,7 @@ use std::process::Command;
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
     AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, GradSink, LossGrad, OutputDtype, Reduction, RouterSpec,
-    SavedOutputs, Tape, TokenCount, Weight, attention, grouped_linear, linear, linear_cross_entropy, permute,
+    SavedOutputs, Tape, TokensPerCall, Weight, attention, grouped_linear, linear, linear_cross_entropy, permute,
     permute_weights, rms_norm, route, swiglu, swiglu_joined, tiled, unpermute, weighted_swiglu,
 };
 use peak_alloc::PeakAlloc;
@@ -244,9 +244,9 @@ fn a_layer_of_experts_holds_gate_and_up_for_any_granularity() {
             let routing = route(&logits, None, RouterSpec { top_k: k, ..SPEC })?;
             let assignment = &routing.assignment;
             let rows = permute(&x, assignment)?;
-            let hidden = grouped_linear(&rows, &gate_up, &assignment.offsets, TokenCount::Many)?;
+            let hidden = grouped_linear(&rows, &gate_up, &assignment.offsets, TokensPerCall::Many)?;
             let hidden = weighted_swiglu(&hidden, &permute_weights(&routing.weights, assignment)?)?;
-            unpermute(&grouped_linear(&hidden, &down, &assignment.offsets, TokenCount::Many)?, assignment)
+            unpermute(&grouped_linear(&hidden, &down, &assignment.offsets, TokensPerCall::Many)?, assignment)
         })
     };
     // Gate and up are 4 MiB, the output 0.25 MiB. The rows of x would be 0.5 or 2 MiB, those of y as much.

@@ -2,7 +2,6 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::ExpertAssignment;
 use crate::cuda::{Arg, Out, address, gpu};
 use crate::moe::KERNELS;
 
@@ -48,9 +47,9 @@ pub(super) fn sort(experts: &Tensor, e: usize) -> Result<SortedOnDevice> {
 }
 
 /// Moves rows so that each expert begins at a multiple of `multiple`.
-pub(super) fn pad(from: &ExpertAssignment, multiple: usize, n_rows: usize) -> Result<SortedOnDevice> {
-    let on = gpu(OP, &from.experts)?;
-    let (n, e) = (from.n_slots(), from.n_experts());
+pub(super) fn pad(from: &SortedOnDevice, multiple: usize, n_rows: usize) -> Result<SortedOnDevice> {
+    let on = gpu(OP, &from.rows)?;
+    let (n, e) = (from.rows.elem_count(), from.offsets.elem_count() - 1);
     let [offsets, order, rows] = [e + 1, n_rows, n].map(|len| Out::new(on, DType::U32, len));
     let (offsets, order, rows) = (offsets?, order?, rows?);
     let [from_offsets, from_rows] = [&from.offsets, &from.rows].map(|tensor| address(OP, tensor).map(Arg::Address));

@@ -119,7 +119,7 @@ impl ExpertAssignment {
                 })
             },
             cuda => {
-                let cuda::SortedOnDevice { offsets, order, rows } = cuda::pad(self, multiple, n_rows)?;
+                let cuda::SortedOnDevice { offsets, order, rows } = cuda::pad(&self.sorted_on_device(), multiple, n_rows)?;
                 Ok(Self { experts: self.experts.clone(), offsets, order, rows, counts: Some(self.counts()?) })
             },
         })
@@ -133,6 +133,12 @@ impl ExpertAssignment {
         let n_experts = self.n_experts();
         let [starts, ends] = [0, 1].map(|first| self.offsets.narrow(0, first, n_experts));
         (ends? - starts?)?.to_dtype(DType::F32)
+    }
+
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    fn sorted_on_device(&self) -> cuda::SortedOnDevice {
+        let [offsets, order, rows] = [&self.offsets, &self.order, &self.rows].map(Tensor::clone);
+        cuda::SortedOnDevice { offsets, order, rows }
     }
 }
 

@@ -6,7 +6,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::tasks::{Division, MAX_ROWS, Task, run_largest_first};
+use super::tasks::{Division, GemmTask, MAX_ROWS, run_largest_first};
 use crate::floats::{Floats, FloatsMut, first_of};
 use crate::gemm::{Accumulate, Mat, MatMut, gemm_by_rows};
 use crate::weight_matmul::{self, Dims, WeightOperand};
@@ -46,7 +46,10 @@ pub(super) fn forward(x: Floats<'_>, w: WeightOperand<'_>, y: FloatsMut<'_>, gro
             let width = division.width(rows.len(), n, k);
             for (columns, y) in by_columns(y, n, width) {
                 let work = rows.len() * columns.len() * k;
-                tasks.push(Task { work, item: (rows.clone(), group * n + columns.start..group * n + columns.end, y) });
+                tasks.push(GemmTask {
+                    work,
+                    item: (rows.clone(), group * n + columns.start..group * n + columns.end, y),
+                });
             }
         }
     });
@@ -117,7 +120,7 @@ pub(super) fn grad_x(dy: Floats<'_>, w: WeightOperand<'_>, dx: FloatsMut<'_>, gr
         for (i, dx) in dx.chunks(height * k).into_iter().enumerate() {
             let start = rows.start + i * height;
             let rows = start..start + dx.len() / k;
-            tasks.push(Task { work: rows.len() * n * k, item: (rows, group, dx) });
+            tasks.push(GemmTask { work: rows.len() * n * k, item: (rows, group, dx) });
         }
     });
     run_largest_first(tasks, |(rows, group, dx)| {
@@ -163,7 +166,7 @@ pub(super) fn grad_w(dy: Floats<'_>, x: Floats<'_>, dw: FloatsMut<'_>, accumulat
         let height = division.width(1, n, rows.len() * k);
         for (i, dw) in dw.chunks(height * k).into_iter().enumerate() {
             let outputs = i * height..(i * height + height).min(n);
-            tasks.push(Task { work: rows.len() * dw.len(), item: (rows.clone(), outputs, dw) });
+            tasks.push(GemmTask { work: rows.len() * dw.len(), item: (rows.clone(), outputs, dw) });
         }
     }
     run_largest_first(tasks, |(rows, outputs, dw)| {

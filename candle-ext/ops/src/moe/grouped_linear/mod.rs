@@ -26,14 +26,14 @@ const OP: &str = "grouped_linear";
 
 /// Number of tokens that the rows of a [`grouped_linear`] call belong to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TokenCount {
+pub enum TokensPerCall {
     /// One token, as in decoding. Each weight is read once, and rows round as [`linear`](crate::linear) rounds one row.
     One,
     /// Any number. The bits of a row do not depend on the number of rows of its group.
     Many,
 }
 
-impl TokenCount {
+impl TokensPerCall {
     /// Returns the variant for `n_tokens` tokens.
     pub fn of(n_tokens: usize) -> Self {
         if n_tokens == 1 { Self::One } else { Self::Many }
@@ -51,7 +51,7 @@ impl TokenCount {
 /// # Errors
 ///
 /// On the CPU, if the offsets decrease or exceed n.
-pub fn grouped_linear(x: &Tensor, w: &Weight, offsets: &Tensor, tokens: TokenCount) -> Result<Tensor> {
+pub fn grouped_linear(x: &Tensor, w: &Weight, offsets: &Tensor, tokens: TokensPerCall) -> Result<Tensor> {
     let _span = span(OP, "forward");
     let dims = check(x, w, offsets)?;
     let (input, offsets) = (x.contiguous()?, offsets.contiguous()?);
@@ -68,7 +68,7 @@ pub fn grouped_linear(x: &Tensor, w: &Weight, offsets: &Tensor, tokens: TokenCou
 struct Layer {
     w: Weight,
     offsets: Tensor,
-    tokens: TokenCount,
+    tokens: TokensPerCall,
     /// Sizes of one group's matmul; `t` counts the rows of all groups.
     dims: Dims,
     /// Dtype of x.
@@ -85,8 +85,8 @@ impl Layer {
                 let x = x.floats()?;
                 self.with_groups(|grouped| {
                     self.w.stored()?.with_operand(OP, |w| match self.tokens {
-                        TokenCount::One => cpu::forward_one(x, w, y.view(), grouped),
-                        TokenCount::Many => cpu::forward(x, w, y.view(), grouped),
+                        TokensPerCall::One => cpu::forward_one(x, w, y.view(), grouped),
+                        TokensPerCall::Many => cpu::forward(x, w, y.view(), grouped),
                     })
                 })?;
                 Ok(storage::tensor(y, (t, n)))
@@ -121,8 +121,8 @@ impl Layer {
                 let dy = dy.floats()?;
                 self.with_groups(|grouped| {
                     self.w.stored()?.with_operand(OP, |w| match self.tokens {
-                        TokenCount::One => cpu::grad_x_one(dy, w, dx.view(), grouped),
-                        TokenCount::Many => cpu::grad_x(dy, w, dx.view(), grouped),
+                        TokensPerCall::One => cpu::grad_x_one(dy, w, dx.view(), grouped),
+                        TokensPerCall::Many => cpu::grad_x(dy, w, dx.view(), grouped),
                     })
                 })?;
                 Ok(storage::tensor(dx, (t, k)))

@@ -59,13 +59,13 @@ impl Division {
 }
 
 /// A task with its multiply-adds.
-pub(super) struct Task<T> {
+pub(super) struct GemmTask<T> {
     pub(super) work: usize,
     pub(super) item: T,
 }
 
 /// Runs all tasks on rayon's threads, the largest first. Each thread takes the next task when it is free.
-pub(super) fn run_largest_first<T: Send>(mut tasks: Vec<Task<T>>, run: impl Fn(T) + Sync) {
+pub(super) fn run_largest_first<T: Send>(mut tasks: Vec<GemmTask<T>>, run: impl Fn(T) + Sync) {
     tasks.sort_by_key(|task| std::cmp::Reverse(task.work));
     let n_workers = rayon::current_num_threads().min(tasks.len());
     let queue = Mutex::new(tasks.into_iter());
@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn every_task_runs_once() {
         let done = Mutex::new(Vec::new());
-        let tasks = (0..100).map(|i| Task { work: i * 37 % 11, item: i });
+        let tasks = (0..100).map(|i| GemmTask { work: i * 37 % 11, item: i });
         run_largest_first(tasks.collect(), |i| done.lock().unwrap().push(i));
         let mut done = done.into_inner().unwrap();
         done.sort_unstable();

@@ -21,7 +21,7 @@ pub(super) struct Inputs<'a> {
 }
 
 /// Gradients of the inputs.
-pub(super) struct Grads<'a> {
+pub(super) struct WeightedSwigluGrads<'a> {
     pub(super) gate_up: FloatsMut<'a>,
     pub(super) weights: &'a mut [f32],
 }
@@ -49,7 +49,7 @@ pub(super) fn forward(inputs: Inputs<'_>, y: FloatsMut<'_>) {
 /// Computes the gradients of gate, up and the weights from dy, with s = sigmoid(gate):
 ///
 /// d_up = w dy gate s, d_gate = w dy up s (1 + gate (1 - s)), d_w = sum(dy gate s up).
-pub(super) fn backward(inputs: Inputs<'_>, dy: Floats<'_>, grads: Grads<'_>) {
+pub(super) fn backward(inputs: Inputs<'_>, dy: Floats<'_>, grads: WeightedSwigluGrads<'_>) {
     let width = inputs.width;
     let n_rows = inputs.rows_per_task();
     let outputs = grads.gate_up.chunks(n_rows * 2 * width).into_par_iter().zip(grads.weights.par_chunks_mut(n_rows));

@@ -12,7 +12,7 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::{recompute_gated_with, record};
 use crate::span::span;
 use crate::storage::{self, host};
-use cpu::{Grads, Inputs};
+use cpu::{Inputs, WeightedSwigluGrads};
 
 const OP: &str = "weighted_swiglu";
 
@@ -70,7 +70,7 @@ impl Source {
                 let dy = host(OP, dy)?;
                 let dy = dy.floats()?;
                 self.with_inputs(|inputs| {
-                    cpu::backward(inputs, dy, Grads { gate_up: d_gate_up.view(), weights: &mut d_weights });
+                    cpu::backward(inputs, dy, WeightedSwigluGrads { gate_up: d_gate_up.view(), weights: &mut d_weights });
                 })?;
                 let d_weights = Tensor::from_vec(d_weights, n, self.weights.device())?;
                 Ok([storage::tensor(d_gate_up, (n, 2 * width)), d_weights])

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    RouterSpec, ScoreFunction, TokenCount, TopKOrder, Weight, grouped_linear, load_balancing_loss, permute,
+    RouterSpec, ScoreFunction, TokensPerCall, TopKOrder, Weight, grouped_linear, load_balancing_loss, permute,
     permute_weights, route, router_z_loss, unpermute, weighted_swiglu,
 };
 
@@ -27,9 +27,9 @@ fn experts(x: &Tensor, logits: &Tensor, [gate_up, down]: [&Weight; 2]) -> Result
     let routing = route(logits, None, SPEC)?;
     let assignment = &routing.assignment;
     let rows = permute(x, assignment)?;
-    let hidden = grouped_linear(&rows, gate_up, &assignment.offsets, TokenCount::Many)?;
+    let hidden = grouped_linear(&rows, gate_up, &assignment.offsets, TokensPerCall::Many)?;
     let hidden = weighted_swiglu(&hidden, &permute_weights(&routing.weights, assignment)?)?;
-    unpermute(&grouped_linear(&hidden, down, &assignment.offsets, TokenCount::Many)?, assignment)
+    unpermute(&grouped_linear(&hidden, down, &assignment.offsets, TokensPerCall::Many)?, assignment)
 }
 
 /// Computes every expert for every token, weighted by 0 where it was not chosen.

@@ -9,7 +9,7 @@ const CASES: [(usize, usize, usize, Option<usize>); 6] = [
     (5, 2, 3, Some(3)),
     (1, 1, 2, None),
     (1, 3, 4, Some(1)),
-    (200, 8, 64, Some(7)),
+    (60, 8, 64, Some(7)),
     (300, 1, 5, None),
 ];
 
@@ -120,13 +120,18 @@ fn weights_equal_the_reference() {
 
 #[test]
 fn no_tokens_give_no_rows() {
-    let none = assignment(&Tensor::zeros((0, 2), DType::U32, &Device::Cpu).unwrap(), 3, &Device::Cpu);
-    assert_eq!(to_u32s(&none.offsets), [0; 4]);
-    let x = randn((0, 4), 1);
-    let tape = tape(std::slice::from_ref(&x), || unpermute(&permute(&x, &none)?, &none));
-    let y = tape.output().clone();
-    assert_eq!(y.dims(), [0, 4]);
-    assert_eq!(tape.backward(&y).unwrap().get(&x).unwrap().dims(), [0, 4]);
+    for test_device in devices() {
+        let none = test_device.put(&u32s(&[0, 1])).reshape((1, 2)).unwrap().narrow(0, 0, 0).unwrap();
+        let x = test_device.put(&randn((1, 4), 1)).narrow(0, 0, 0).unwrap();
+        test_device.run(|| {
+            let none = assignment(&none, 3, &test_device.device());
+            assert_eq!(to_u32s(&none.offsets), [0; 4]);
+            let tape = tape(std::slice::from_ref(&x), || unpermute(&permute(&x, &none)?, &none));
+            let y = tape.output().clone();
+            assert_eq!(y.dims(), [0, 4]);
+            assert_eq!(tape.backward(&y).unwrap().get(&x).unwrap().dims(), [0, 4]);
+        });
+    }
 }
 
 /// Sums that round in any other order would differ.

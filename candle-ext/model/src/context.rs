@@ -1,0 +1,119 @@
+//! Inputs of a forward pass that all layers share, and the parallel operations that layers call.
+//!
+//! Dimensions: t tokens (packed), d hidden size, h query heads, g KV heads, k head size
+
+use candle_core::{Result, Tensor};
+use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, ColumnShard, CuSeqlens, RowRanges, Weight};
+
+use crate::{ExpertCall, ExpertCounts, RouterLoss, dropout::DropoutScope};
+
+/// Arguments of one layer's attention: t tokens, h query heads, g KV heads, k head size.
+#[derive(Clone, Copy)]
+pub struct AttentionCall<'a> {
+    /// Index of the layer.
+    pub layer_idx: usize,
+    /// Queries [t, h, k].
+    pub q: &'a Tensor,
+    /// Keys [t, g, k].
+    pub k: &'a Tensor,
+    /// Values [t, g, k].
+    pub v: &'a Tensor,
+    /// Sequence boundaries.
+    pub seqs: &'a CuSeqlens,
+    /// Scale, mask and kernel.
+    pub spec: &'a AttentionSpec,
+}
+
+/// Collectives and attention of a layer under parallelism. The default methods are those of one device.
+pub trait ParallelOps {
+    /// Looks up embeddings: u32 token ids [t] -> [t, d]. The row of token `padding` gets no gradient.
+    fn embedding(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
+        ops::embedding(ids, table, padding)
+    }
+
+    /// Prepares the input of attention or of the MLP: [t, d] -> [t, d]. Under sequence parallelism it all-gathers the
+    /// tokens.
+    fn copy_to_tp(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(x.clone())
+    }
+
+    /// Returns the number of ranks that split the residual stream along the sequence; 1 without sequence parallelism.
+    fn sequence_parallel_size(&self) -> usize {
+        1
+    }
+
+    /// Returns the input columns of the row-parallel output projection that this rank holds.
+    fn input_shard(&self) -> ColumnShard {
+        ColumnShard::ALL
+    }
+
+    /// Reduces the output of attention or of the MLP over the tensor parallel ranks: [t, d] -> [t, d].
+    fn reduce_from_tp(&self, y: &Tensor) -> Result<Tensor> {
+        Ok(y.clone())
+    }
+
+    /// Computes attention: q [t, h, k], k and v [t, g, k] -> [t, h, k].
+    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
+        let AttentionCall { q, k, v, seqs, spec, .. } = *call;
+        ops::attention(q, k, v, seqs, spec)
+    }
+
+    /// Computes the routed experts of an MoE layer: [t, d] -> [t, d].
+    fn experts(&self, call: &ExpertCall) -> Result<Tensor> {
+        call.compute()
+    }
+
+    /// Sums a tensor without gradient over the ranks that split a micro-batch's tokens.
+    fn sum_over_micro_batch(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(x.clone())
+    }
+}
+
+/// The operations of an unsharded model on one device, without a KV cache.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SingleDevice;
+
+impl ParallelOps for SingleDevice {}
+
+/// Tiling of a layer's MLP over the tokens (ArcticTraining's `tiled_mlp`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TiledMlp {
+    /// All tokens at once. Activations are saved for backward.
+    #[default]
+    Off,
+    /// Tiles of about hidden_size tokens each. Backward recomputes each tile's activations.
+    On,
+}
+
+/// Inputs of a forward pass that all layers share.
+#[derive(Clone, Copy)]
+pub struct ForwardContext<'a> {
+    /// Cosines of the rotary angles, f32 [t, k/2].
+    pub cos: &'a Tensor,
+    /// Sines of the rotary angles, f32 [t, k/2].
+    pub sin: &'a Tensor,
+    /// Boundaries of the packed sequences.
+    pub seqs: &'a CuSeqlens,
+    /// Seed of dropout masks; `None` disables dropout.
+    pub dropout_key: Option<u64>,
+    /// Rows of the micro-batch that this rank computes.
+    pub rows: &'a RowRanges,
+    /// Attention implementation.
+    pub attention: AttentionChoice,
+    /// Tiling of the MLP over the tokens.
+    pub tiled_mlp: TiledMlp,
+    /// Auxiliary losses of the routers.
+    pub router_losses: &'a [RouterLoss],
+    /// Rows of the residual stream that are no padding, u32 [n]; `None` for all. Router losses count these alone.
+    pub valid_rows: Option<&'a Tensor>,
+    /// Sums of expert selections; `None` if they are not wanted.
+    pub expert_counts: Option<&'a ExpertCounts>,
+    /// Collectives and attention of this rank.
+    pub parallel_ops: &'a dyn ParallelOps,
+}
+
+impl ForwardContext<'_> {
+    pub(crate) fn dropout(&self) -> Option<DropoutScope> {
+        self.dropout_key.map(|key| DropoutScope::new(key, self.rows))
+    }
+}

@@ -1,0 +1,57 @@
+//! Routed experts of a mixture-of-experts layer.
+//!
+//! Dimensions: t tokens, d hidden size, e experts, n rows sorted by expert, f intermediate size of an expert
+
+use candle_core::{Result, Tensor};
+use candlewick_ops::{self as ops, Routing, TokensPerCall, Weight};
+
+/// Matrices of the routed experts of this rank.
+#[derive(Clone, Debug)]
+pub struct Experts {
+    /// Gate and up projections [e * 2f, d].
+    gate_up: Weight,
+    /// Down projections [e * d, f].
+    down: Weight,
+}
+
+/// Arguments of one layer's routed experts.
+#[derive(Clone, Copy)]
+pub struct ExpertCall<'a> {
+    /// Normalized hidden states [t, d].
+    pub x: &'a Tensor,
+    /// Selected experts and weights of each token.
+    pub routing: &'a Routing,
+    /// Experts of this rank.
+    pub experts: &'a Experts,
+}
+
+impl ExpertCall<'_> {
+    /// Computes [t, d] -> [t, d] with all experts on this rank.
+    pub fn compute(&self) -> Result<Tensor> {
+        let assignment = &self.routing.assignment;
+        let rows_nd = ops::permute(self.x, assignment)?;
+        let weights_n = ops::permute_weights(&self.routing.weights, assignment)?;
+        let tokens = TokensPerCall::of(self.x.dim(0)?);
+        ops::unpermute(&self.experts.forward(&rows_nd, &weights_n, &assignment.offsets, tokens)?, assignment)
+    }
+}
+
+impl Experts {
+    pub(crate) fn new(gate_up: Weight, down: Weight) -> Self {
+        Self { gate_up, down }
+    }
+
+    /// Computes [n, d] -> [n, d]. `rows_nd` are sorted by expert, `offsets` u32 [e + 1] are the first rows of the experts,
+    /// and `weights_n` f32 [n] multiply the outputs.
+    pub fn forward(
+        &self,
+        rows_nd: &Tensor,
+        weights_n: &Tensor,
+        offsets: &Tensor,
+        tokens: TokensPerCall,
+    ) -> Result<Tensor> {
+        let gate_up_n2f = ops::grouped_linear(rows_nd, &self.gate_up, offsets, tokens)?;
+        let gated_nf = ops::weighted_swiglu(&gate_up_n2f, weights_n)?;
+        ops::grouped_linear(&gated_nf, &self.down, offsets, tokens)
+    }
+}
