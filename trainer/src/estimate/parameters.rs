@@ -1,10 +1,42 @@
 //! The bytes of parameters and training state, in the layout of `parallel`'s `ParamStore`.
 
-use candlewick_model::FsdpUnit;
+use candlewick_model::{FsdpUnit, ParamGroupKind, ParamSpec};
 
 use super::Setup;
 use super::memory_breakdown::{Category, MemoryBreakdown};
 use crate::plan::RanksPlan;
+
+/// An amount on a rank before ZeRO shards it: of dense parameters and of experts, which are sharded over other ranks.
+#[derive(Clone, Copy, Default)]
+struct ByGroup {
+    dense: u64,
+    expert: u64,
+}
+
+impl ByGroup {
+    fn sum<'p>(params: impl Iterator<Item = &'p ParamSpec>, amount: impl Fn(&ParamSpec) -> u64) -> Self {
+        params.fold(Self::default(), |sum, param| match param.group {
+            ParamGroupKind::Dense => Self { dense: sum.dense + amount(param), ..sum },
+            ParamGroupKind::Expert => Self { expert: sum.expert + amount(param), ..sum },
+        })
+    }
+
+    fn total(self) -> u64 {
+        self.dense + self.expert
+    }
+
+    fn times(self, factor: u64) -> Self {
+        Self { dense: self.dense * factor, expert: self.expert * factor }
+    }
+
+    fn plus(self, other: Self) -> Self {
+        Self { dense: self.dense + other.dense, expert: self.expert + other.expert }
+    }
+
+    fn minus(self, other: Self) -> Self {
+        Self { dense: self.dense - other.dense, expert: self.expert - other.expert }
+    }
+}
 
 /// Returns the bytes that stay allocated from the start of a run to its end. A frozen parameter has a compute copy
 /// alone. A trained parameter has a master weight, a gradient and two moments. It has a separate compute copy unless
@@ -12,10 +44,11 @@ use crate::plan::RanksPlan;
 /// Padding between parameters, at most 127 elements each, is not counted.
 pub(super) fn resident(setup: &Setup) -> MemoryBreakdown {
     let (frozen, trained) = counts_here(setup);
-    let here = trained - on_host(setup);
-    let weights = if setup.weights_on_host { 0 } else { frozen + trained * setup.compute.n_bytes() };
+    let here = trained.minus(on_host(setup));
+    let none = ByGroup::default();
+    let weights = if setup.weights_on_host { none } else { frozen.plus(trained.times(setup.compute.n_bytes())) };
     let (masters, moments) = (setup.masters.n_bytes(), setup.moments.n_bytes());
-    let master_copies = if setup.compute == setup.masters { 0 } else { here };
+    let master_copies = if setup.compute == setup.masters { none } else { here };
     MemoryBreakdown::default()
         .with(Category::Weights, shard_of(setup, 3, weights))
         .with(Category::Masters, shard_of(setup, 1, master_copies) * masters)
@@ -23,11 +56,14 @@ pub(super) fn resident(setup: &Setup) -> MemoryBreakdown {
         .with(Category::Moments, 2 * shard_of(setup, 1, here) * moments)
 }
 
-/// Returns a rank's shard of `n` elements or bytes, which ZeRO stages from `from_stage` on divide over ranks.
-fn shard_of(setup: &Setup, from_stage: usize, n: u64) -> u64 {
+/// Returns a rank's shard of elements or bytes, which ZeRO stages from `from_stage` on divide over ranks.
+fn shard_of(setup: &Setup, from_stage: usize, amount: ByGroup) -> u64 {
     match setup.ranks.zero_stage >= from_stage {
-        true => n.div_ceil(setup.ranks.n_shards() as u64),
-        false => n,
+        true => {
+            let [dense, expert] = [setup.ranks.n_shards(), setup.ranks.n_expert_shards()].map(|n| n as u64);
+            amount.dense.div_ceil(dense) + amount.expert.div_ceil(expert)
+        }
+        false => amount.total(),
     }
 }
 
@@ -35,15 +71,15 @@ fn shard_of(setup: &Setup, from_stage: usize, n: u64) -> u64 {
 /// weights are those of [`whole_weights`]. From ZeRO stage 2 on there are two full gradients: one in backward, one in
 /// a reduce-scatter. Two reduced shards are added.
 pub(super) fn exchange_buffers(setup: &Setup) -> u64 {
-    let largest_trained = setup.units().map(|unit| trained_of(setup, unit)).max().unwrap_or(0);
     let RanksPlan { zero_stage, dp_replicate, .. } = setup.ranks;
-    let n_shards = setup.ranks.n_shards();
     let weights = whole_weights(setup);
-    if n_shards * dp_replicate == 1 {
+    if setup.ranks.n_shards() * dp_replicate * setup.ranks.n_expert_shards() == 1 {
         return weights;
     }
+    let units = || setup.units().map(|unit| trained_of(setup, unit));
+    let largest_trained = units().map(ByGroup::total).max().unwrap_or(0);
     let gradients = if zero_stage >= 2 { 2 * largest_trained * setup.masters.n_bytes() } else { 0 };
-    let shard = largest_trained.div_ceil(if zero_stage > 0 { n_shards as u64 } else { 1 });
+    let shard = units().map(|trained| shard_of(setup, 1, trained)).max().unwrap_or(0);
     weights + gradients + 2 * shard * setup.masters.n_bytes()
 }
 
@@ -66,38 +102,39 @@ pub(super) fn copied(setup: &Setup) -> u64 {
 pub(super) fn gathered(setup: &Setup) -> u64 {
     match setup.ranks.zero_stage {
         0 | 3 => 0,
-        _ => setup.units().map(|unit| trained_of(setup, unit)).max().unwrap_or(0) * setup.compute.n_bytes(),
+        _ => setup.units().map(|unit| trained_of(setup, unit).total()).max().unwrap_or(0) * setup.compute.n_bytes(),
     }
 }
 
 /// Returns the bytes of weights, masters and moments in the host's RAM, and of two gradients being copied.
 pub(super) fn bytes_on_host(setup: &Setup) -> u64 {
     let n = shard_of(setup, 1, on_host(setup));
-    let largest = setup.units().map(|unit| trained_of(setup, unit)).max().filter(|_| n > 0).unwrap_or(0);
+    let largest = setup.units().map(|unit| trained_of(setup, unit).total()).max().filter(|_| n > 0).unwrap_or(0);
     let (frozen, trained) = counts_here(setup);
     // Trained weights have one copy there if masters have the compute dtype.
-    let trained_copies = if setup.compute == setup.masters { 0 } else { trained * setup.compute.n_bytes() };
-    let weights = if setup.weights_on_host { shard_of(setup, 3, frozen + trained_copies) } else { 0 };
+    let copies = if setup.compute == setup.masters { 0 } else { setup.compute.n_bytes() };
+    let weights = if setup.weights_on_host { shard_of(setup, 3, frozen.plus(trained.times(copies))) } else { 0 };
     weights + n * (setup.masters.n_bytes() + 2 * setup.moments.n_bytes()) + 2 * largest * setup.masters.n_bytes()
 }
 
 /// Returns the number of parameters whose optimizer is on the host: whole units, the first ones
 /// (`parallel::ParamStore`).
-fn on_host(setup: &Setup) -> u64 {
+fn on_host(setup: &Setup) -> ByGroup {
     let units = || setup.units().map(|unit| trained_of(setup, unit));
-    let wanted = setup.optimizer_on_host * units().sum::<u64>() as f64;
-    let (mut n_seen, mut n_on_host) = (0, 0);
-    for n in units() {
+    let wanted = setup.optimizer_on_host * units().map(ByGroup::total).sum::<u64>() as f64;
+    let (mut n_seen, mut on_host) = (0, ByGroup::default());
+    for trained in units() {
+        let n = trained.total();
         if setup.optimizer_on_host > 0.0 && n_seen as f64 + n as f64 / 2.0 <= wanted {
-            n_on_host += n;
+            on_host = on_host.plus(trained);
         }
         n_seen += n;
     }
-    n_on_host
+    on_host
 }
 
-fn trained_of(setup: &Setup, unit: &FsdpUnit) -> u64 {
-    unit.params.iter().filter(|param| param.trainable).map(|param| setup.numel_here(param)).sum()
+fn trained_of(setup: &Setup, unit: &FsdpUnit) -> ByGroup {
+    ByGroup::sum(unit.params.iter().filter(|param| param.trainable), |param| setup.numel_here(param))
 }
 
 /// Returns the numbers of frozen and of trained parameters of the whole model.
@@ -109,11 +146,11 @@ pub fn counts(setup: &Setup) -> (u64, u64) {
 }
 
 /// Returns the bytes of a rank's frozen parameters and the number of its trained ones, before ZeRO shards them.
-fn counts_here(setup: &Setup) -> (u64, u64) {
-    let params = || setup.units().flat_map(|unit| &unit.params);
-    let frozen = params().filter(|param| !param.trainable).map(|param| setup.weight_bytes(param));
-    let trained = params().filter(|param| param.trainable).map(|param| setup.numel_here(param));
-    (frozen.sum(), trained.sum())
+fn counts_here(setup: &Setup) -> (ByGroup, ByGroup) {
+    let params =
+        |trainable| setup.units().flat_map(|unit| &unit.params).filter(move |param| param.trainable == trainable);
+    let frozen = ByGroup::sum(params(false), |param| setup.weight_bytes(param));
+    (frozen, ByGroup::sum(params(true), |param| setup.numel_here(param)))
 }
 
 /// Returns the number of elements of the largest parameter. Parameters are loaded one at a time.

@@ -88,6 +88,11 @@ impl RanksPlan {
         self.dp_shard * self.n_of_micro_batch()
     }
 
+    /// Returns the number of ZeRO shards of experts: the expert-data-parallel ranks.
+    pub fn n_expert_shards(&self) -> usize {
+        self.n_data() * self.n_of_micro_batch() * self.tensor / self.expert.unwrap_or(1)
+    }
+
     /// Returns the ZeRO stage; `None` for stage 0.
     pub fn zero_stage(&self) -> Option<ZeroStage> {
         match self.zero_stage {

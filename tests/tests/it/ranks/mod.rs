@@ -134,6 +134,31 @@ const ALL: &str = "gradient_accumulation_steps=8";
 const STAGE_1: &str = "deepspeed.zero_optimization.stage=1";
 const STAGE_3: &str = "deepspeed.zero_optimization.stage=3";
 
+/// A small mixture of experts instead of the quickstart's model. Micro-batches, and so load-balancing losses, are equal on all
+/// meshes.
+const EXPERTS: [&str; 6] = [
+    "model.config.model_type=qwen3_moe",
+    "model.config.num_experts=8",
+    "model.config.num_experts_per_tok=2",
+    "model.config.moe_intermediate_size=32",
+    "model.config.norm_topk_prob=true",
+    "moe={aux_loss_coeff: 0.01, z_loss_coeff: 1e-3}",
+];
+
+#[test]
+fn an_expert_parallel_checkpoint_is_resumed_on_other_meshes() {
+    check_resume(
+        &EXPERTS,
+        &[
+            (4, &["expert_parallel_size=4", STAGE_3]),
+            (2, &["expert_parallel_size=2", STAGE_1]),
+            (4, &["expert_parallel_size=2", STAGE_3]),
+            (1, &[ALL]),
+            (4, &["expert_parallel_size=4", "tensor_parallel_size=2", "gradient_accumulation_steps=4"]),
+        ],
+    );
+}
+
 #[test]
 fn a_tensor_and_pipeline_parallel_checkpoint_is_resumed_on_other_meshes() {
     check_resume(
