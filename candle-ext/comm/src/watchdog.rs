@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::failure::{FAILURE, FailureMonitor, StoreArbiter};
-use crate::liveness::{Heartbeat, StalledCall, deadline};
+use crate::liveness::{HeartbeatRecord, StalledCall, deadline};
 use crate::peer::PeerInfo;
 use crate::store::{self, Client, Server};
 use crate::transport::{FailureChannel, TransportError};
@@ -38,7 +38,7 @@ struct WatchdogShared {
 
 #[derive(Default)]
 struct WatchdogState {
-    heartbeat: Heartbeat,
+    heartbeat: HeartbeatRecord,
     /// Time of the last heartbeat of this rank's own work.
     last_busy: Option<Instant>,
     leaving: bool,
@@ -103,10 +103,10 @@ impl Watchdog {
         Some(TransportError::CallStalled(rank, format!("timed out after {:?}: {why}", self.shared.timeout)))
     }
 
-    fn heartbeat(&self, rank: usize) -> Option<Heartbeat> {
+    fn heartbeat(&self, rank: usize) -> Option<HeartbeatRecord> {
         let (store, key) = (self.arbiter.store(), heartbeat_key(rank));
         let is_there = store.check(&[&key]).ok()?;
-        is_there.then(|| Heartbeat::decode(&store.get(&key).ok()?)).flatten()
+        is_there.then(|| HeartbeatRecord::decode(&store.get(&key).ok()?)).flatten()
     }
 
     /// Waits until all other ranks have left, because they need the store.

@@ -13,7 +13,7 @@ use crate::exit::{ExitReason, FAILED, OK, PEER, PREEMPTED};
 use crate::generation::Generation;
 use crate::guard::Guard;
 use crate::log_dir::{AttemptLogDir, LogDir};
-use crate::node_info::NodeInfo;
+use crate::node_resources::NodeResources;
 use crate::plan::LaunchPlan;
 use crate::rendezvous::{POLL_INTERVAL, Rendezvous, RendezvousError};
 use crate::report::RootCause;
@@ -50,10 +50,10 @@ impl LaunchError {
 }
 
 /// Runs the plan on this node and returns the exit code of the launcher.
-pub fn run(plan: &LaunchPlan, node_info: &NodeInfo) -> Result<i32> {
+pub fn run(plan: &LaunchPlan, node_resources: &NodeResources) -> Result<i32> {
     let events = EventQueue::open(&plan.signals.numbers).map_err(system_error("watch for signals"))?;
-    let agent = Agent { plan, node_info, events };
-    let mut rendezvous = Rendezvous::open(plan, node_info, &|| agent.events.interrupted())?;
+    let agent = Agent { plan, node_resources, events };
+    let mut rendezvous = Rendezvous::open(plan, node_resources, &|| agent.events.interrupted())?;
     let logs = LogDir::create(&plan.output, &plan.run_id).map_err(system_error("create the log directory"))?;
     if plan.output.keeps_files() {
         log(&format!("logs are in {}", logs.path().display()));
@@ -69,7 +69,7 @@ pub fn run(plan: &LaunchPlan, node_info: &NodeInfo) -> Result<i32> {
 
 struct Agent<'a> {
     plan: &'a LaunchPlan,
-    node_info: &'a NodeInfo,
+    node_resources: &'a NodeResources,
     events: EventQueue,
 }
 
@@ -109,8 +109,8 @@ impl Agent<'_> {
         let attempt_logs = logs
             .attempt_dir(generation.number, n_workers)
             .map_err(system_error("create the log directory of an attempt"))?;
-        let (plan, node_info) = (self.plan, self.node_info);
-        let (hostname, variables) = (&node_info.hostname, &node_info.variables);
+        let (plan, node_resources) = (self.plan, self.node_resources);
+        let (hostname, variables) = (&node_resources.hostname, &node_resources.variables);
         let spec = WorkerGroupSpec { plan, generation: &generation, restart, logs: &attempt_logs, hostname, variables };
         let monitor = rendezvous.monitor_peers(self.events.sender())?;
         let mut guard = Guard::start().map_err(system_error("start the guard process"))?;
@@ -176,7 +176,7 @@ impl Agent<'_> {
             return NextStep::Restart;
         }
         // The parent process may be a launcher that expects an error file.
-        if let Some(own) = self.node_info.variables.get("TORCHELASTIC_ERROR_FILE") {
+        if let Some(own) = self.node_resources.variables.get("TORCHELASTIC_ERROR_FILE") {
             let _ = forward_error_file(&logs.error_file(root.local_rank), Path::new(own), root.reason);
         }
         NextStep::Exit(root.reason.code())
@@ -184,7 +184,7 @@ impl Agent<'_> {
 
     /// Returns the event that an announcement of this node is for the other nodes.
     fn peer_event(&self, announcement: Announcement, generation: &Generation) -> PeerEvent {
-        let hostname = &self.node_info.hostname;
+        let hostname = &self.node_resources.hostname;
         match announcement {
             Announcement::Stopping(signal) => self.stop_event(signal),
             Announcement::Exited(WorkerExit { local_rank, reason: ExitReason::Code(PREEMPTED), .. }) => {
@@ -202,14 +202,14 @@ impl Agent<'_> {
     fn failure_event(&self, error: &LaunchError) -> PeerEvent {
         match error {
             LaunchError::Rendezvous(RendezvousError::Interrupted(signal)) => self.stop_event(*signal),
-            _ => PeerEvent::Failed(format!("the launcher on {} failed to {error}", self.node_info.hostname)),
+            _ => PeerEvent::Failed(format!("the launcher on {} failed to {error}", self.node_resources.hostname)),
         }
     }
 
     fn stop_event(&self, signal: i32) -> PeerEvent {
         PeerEvent::Stopped(format!(
             "the launcher on {} received {}",
-            self.node_info.hostname,
+            self.node_resources.hostname,
             ExitReason::Signal(signal)
         ))
     }

@@ -2,22 +2,22 @@
 
 use crate::generation::{Generation, Participant};
 use crate::log_dir::AttemptLogDir;
-use crate::node_info::NodeInfo;
+use crate::node_resources::NodeResources;
 use crate::plan::{LaunchPlan, RendezvousPlan};
 use crate::worker_group::{WorkerGroupSpec, worker_spec};
 use candlewick_comm::rank_env::Master;
 
 /// Returns the environment variables and the command of each worker. Other nodes are assumed to equal this one.
-pub fn text(plan: &LaunchPlan, node_info: &NodeInfo) -> String {
-    let generation = assumed_generation(plan, node_info);
+pub fn text(plan: &LaunchPlan, node_resources: &NodeResources) -> String {
+    let generation = assumed_generation(plan, node_resources);
     let logs = AttemptLogDir::for_dry_run(&plan.output, &plan.run_id);
     let spec = WorkerGroupSpec {
         plan,
         generation: &generation,
         restart: 0,
         logs: &logs,
-        hostname: &node_info.hostname,
-        variables: &node_info.variables,
+        hostname: &node_resources.hostname,
+        variables: &node_resources.variables,
     };
     let mut text = format!(
         "# node {} of {}, {} workers, {}\n",
@@ -37,13 +37,16 @@ pub fn text(plan: &LaunchPlan, node_info: &NodeInfo) -> String {
     text
 }
 
-fn assumed_generation(plan: &LaunchPlan, node_info: &NodeInfo) -> Generation {
+fn assumed_generation(plan: &LaunchPlan, node_resources: &NodeResources) -> Generation {
     let (endpoint, group_rank) = match &plan.rendezvous {
         RendezvousPlan::Static { master, node_rank, .. } => (master, *node_rank),
         RendezvousPlan::Dynamic(dynamic) => (&dynamic.endpoint, 0),
     };
-    let participant =
-        Participant { host: node_info.hostname.clone(), n_workers: plan.local_world_size, role: plan.role.clone() };
+    let participant = Participant {
+        host: node_resources.hostname.clone(),
+        n_workers: plan.local_world_size,
+        role: plan.role.clone(),
+    };
     let master = Master { addr: endpoint.host.clone(), port: endpoint.port, agent_hosts_store: true };
     Generation { number: 0, group_rank, participants: vec![participant; plan.nodes.max], master }
 }

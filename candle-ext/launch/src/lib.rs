@@ -18,7 +18,7 @@ pub mod generation;
 pub mod guard;
 pub mod line_splitter;
 pub mod log_dir;
-pub mod node_info;
+pub mod node_resources;
 pub mod output;
 pub mod plan;
 pub mod program;

@@ -9,7 +9,7 @@ use candlewick_launch::agent;
 use candlewick_launch::cli::Cli;
 use candlewick_launch::console::{self, log};
 use candlewick_launch::exit::{FAILED, OK, USAGE};
-use candlewick_launch::node_info::NodeInfo;
+use candlewick_launch::node_resources::NodeResources;
 use candlewick_launch::plan::LaunchPlan;
 use candlewick_launch::program;
 use candlewick_launch::streams::StdStream;
@@ -34,24 +34,24 @@ fn run() -> i32 {
         }
     };
     let variables = variables();
-    if cli.world { show_world(&variables) } else { launch(&cli, NodeInfo::local(variables)) }
+    if cli.world { show_world(&variables) } else { launch(&cli, NodeResources::local(variables)) }
 }
 
-fn launch(cli: &Cli, node_info: NodeInfo) -> i32 {
-    let plan = match LaunchPlan::resolve(cli, &node_info) {
+fn launch(cli: &Cli, node_resources: NodeResources) -> i32 {
+    let plan = match LaunchPlan::resolve(cli, &node_resources) {
         Ok(plan) => plan,
         Err(error) => return failed(&error, USAGE),
     };
     if cli.dry_run {
-        console::write(StdStream::Out, dry_run::text(&plan, &node_info).as_bytes());
+        console::write(StdStream::Out, dry_run::text(&plan, &node_resources).as_bytes());
         return OK;
     }
-    let path = node_info.variables.get("PATH").map_or("", String::as_str);
+    let path = node_resources.variables.get("PATH").map_or("", String::as_str);
     if let Err(error) = program::find(&plan.command[0], path) {
         return failed(&error, USAGE);
     }
     plan.notes.iter().for_each(|note| log(note));
-    agent::run(&plan, &node_info).unwrap_or_else(|error| failed(&error, error.code()))
+    agent::run(&plan, &node_resources).unwrap_or_else(|error| failed(&error, error.code()))
 }
 
 fn show_world(variables: &Variables) -> i32 {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::cli::Cli;
 use crate::endpoint::{Endpoint, is_this_machine};
-use crate::node_info::NodeInfo;
+use crate::node_resources::NodeResources;
 use crate::streams::StreamsPerRank;
 use crate::values::{LineFilter, LocalRanks, NodeRange, NprocPerNode, RendezvousBackend, SignalSet};
 
@@ -160,9 +160,9 @@ pub enum PlanError {
 
 impl LaunchPlan {
     /// Resolves the command line on this node.
-    pub fn resolve(cli: &Cli, node_info: &NodeInfo) -> Result<Self, PlanError> {
+    pub fn resolve(cli: &Cli, node_resources: &NodeResources) -> Result<Self, PlanError> {
         reject_unsupported_flags(cli)?;
-        let local_world_size = local_world_size(cli, node_info)?;
+        let local_world_size = local_world_size(cli, node_resources)?;
         let nodes = if cli.nodes.standalone { NodeRange { min: 1, max: 1 } } else { cli.nodes.nnodes };
         let faults = &cli.faults;
         Ok(Self {
@@ -177,11 +177,11 @@ impl LaunchPlan {
             heartbeat_timeout: heartbeat_timeout(cli)?,
             shutdown_timeouts: shutdown_timeouts(faults.shutdown_timeout)?,
             signals: faults.signals_to_handle.clone(),
-            output: output(cli, node_info),
+            output: output(cli, node_resources),
             virtual_local_rank: cli.workers.virtual_local_rank,
-            threads: threads(local_world_size, node_info),
-            command: command(cli, node_info)?,
-            notes: notes(cli, local_world_size, node_info),
+            threads: threads(local_world_size, node_resources),
+            command: command(cli, node_resources)?,
+            notes: notes(cli, local_world_size, node_resources),
         })
     }
 }
@@ -206,16 +206,16 @@ fn reject_unsupported_flags(cli: &Cli) -> Result<(), PlanError> {
     }
 }
 
-fn local_world_size(cli: &Cli, node_info: &NodeInfo) -> Result<usize, PlanError> {
+fn local_world_size(cli: &Cli, node_resources: &NodeResources) -> Result<usize, PlanError> {
     let n_workers = match cli.workers.nproc_per_node {
         NprocPerNode::Exactly(n) => n,
-        NprocPerNode::Gpu if node_info.n_gpus == 0 => return Err(PlanError::NoGpu),
-        NprocPerNode::Gpu => node_info.n_gpus,
-        NprocPerNode::Auto if node_info.n_gpus > 0 => node_info.n_gpus,
-        NprocPerNode::Auto | NprocPerNode::Cpu => node_info.n_cores,
+        NprocPerNode::Gpu if node_resources.n_gpus == 0 => return Err(PlanError::NoGpu),
+        NprocPerNode::Gpu => node_resources.n_gpus,
+        NprocPerNode::Auto if node_resources.n_gpus > 0 => node_resources.n_gpus,
+        NprocPerNode::Auto | NprocPerNode::Cpu => node_resources.n_cores,
     };
     // The list is trusted: only its length is checked.
-    let listed = node_info.variables.get("CUDA_VISIBLE_DEVICES");
+    let listed = node_resources.variables.get("CUDA_VISIBLE_DEVICES");
     let visible = listed.map(|list| list.split(',').filter(|gpu| !gpu.trim().is_empty()).count());
     match visible {
         Some(n_gpus) if cli.workers.virtual_local_rank && n_gpus < n_workers => {
@@ -336,9 +336,9 @@ fn shutdown_timeouts(requested: Option<f64>) -> Result<ShutdownTimeouts, PlanErr
     Ok(ShutdownTimeouts { after_failure: or(30), after_signal: or(300) })
 }
 
-fn output(cli: &Cli, node_info: &NodeInfo) -> OutputPlan {
+fn output(cli: &Cli, node_resources: &NodeResources) -> OutputPlan {
     let output = &cli.output;
-    let prefix = node_info.variables.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE");
+    let prefix = node_resources.variables.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE");
     OutputPlan {
         log_dir: output.log_dir.clone(),
         redirects: output.redirects.clone(),
@@ -352,20 +352,20 @@ fn output(cli: &Cli, node_info: &NodeInfo) -> OutputPlan {
 
 /// Returns the thread counts of each of several workers: one OpenMP thread, as in torchrun, and cores / workers for
 /// rayon.
-fn threads(local_world_size: usize, node_info: &NodeInfo) -> BTreeMap<&'static str, String> {
-    let rayon_threads = (node_info.n_cores / local_world_size).max(1).to_string();
+fn threads(local_world_size: usize, node_resources: &NodeResources) -> BTreeMap<&'static str, String> {
+    let rayon_threads = (node_resources.n_cores / local_world_size).max(1).to_string();
     let wanted = [("OMP_NUM_THREADS", "1".to_owned()), ("RAYON_NUM_THREADS", rayon_threads)];
     let has_several = local_world_size >= 2;
-    wanted.into_iter().filter(|(name, _)| has_several && !node_info.variables.contains_key(*name)).collect()
+    wanted.into_iter().filter(|(name, _)| has_several && !node_resources.variables.contains_key(*name)).collect()
 }
 
-fn command(cli: &Cli, node_info: &NodeInfo) -> Result<Vec<String>, PlanError> {
+fn command(cli: &Cli, node_resources: &NodeResources) -> Result<Vec<String>, PlanError> {
     let python = &cli.python;
     if python.module && python.no_python {
         return Err(PlanError::Unsupported { flag: "--module", reason: "--no-python excludes it" });
     }
     let is_script = cli.command.first().is_some_and(|program| program.ends_with(".py")) && !python.no_python;
-    let interpreter = node_info.variables.get("PYTHON_EXEC").map_or("python3", String::as_str);
+    let interpreter = node_resources.variables.get("PYTHON_EXEC").map_or("python3", String::as_str);
     // -u turns off Python's output buffering.
     let before = match (python.run_path || is_script, python.module) {
         (true, _) => vec![interpreter, "-u"],
@@ -375,23 +375,26 @@ fn command(cli: &Cli, node_info: &NodeInfo) -> Result<Vec<String>, PlanError> {
     Ok(before.into_iter().map(str::to_owned).chain(cli.command.iter().cloned()).collect())
 }
 
-fn notes(cli: &Cli, local_world_size: usize, node_info: &NodeInfo) -> Vec<String> {
+fn notes(cli: &Cli, local_world_size: usize, node_resources: &NodeResources) -> Vec<String> {
     let mut notes = Vec::new();
-    let set = threads(local_world_size, node_info);
+    let set = threads(local_world_size, node_resources);
     if !set.is_empty() {
         let pairs: Vec<_> = set.iter().map(|(name, value)| format!("{name}={value}")).collect();
         notes.push(format!(
             "{local_world_size} workers share {} cores: {} (set these variables to override)",
-            node_info.n_cores,
+            node_resources.n_cores,
             pairs.join(" ")
         ));
     }
-    if (1..local_world_size).contains(&node_info.n_gpus) {
-        notes.push(format!("{local_world_size} workers run on {} GPUs", node_info.n_gpus));
+    if (1..local_world_size).contains(&node_resources.n_gpus) {
+        notes.push(format!("{local_world_size} workers run on {} GPUs", node_resources.n_gpus));
     }
     let master = cli.nodes.master_addr.as_deref().filter(|_| cli.nodes.nnodes.max > 1 && cli.nodes.node_rank == 0);
-    if let Some(master) = master.filter(|master| !is_this_machine(master, &node_info.hostname)) {
-        notes.push(format!("this is node 0, and --master-addr {master} is not an address of {}", node_info.hostname));
+    if let Some(master) = master.filter(|master| !is_this_machine(master, &node_resources.hostname)) {
+        notes.push(format!(
+            "this is node 0, and --master-addr {master} is not an address of {}",
+            node_resources.hostname
+        ));
     }
     if cli.torchrun_only.start_method.is_some() || cli.torchrun_only.event_log_handler.is_some() {
         notes.push("--start-method and --event-log-handler have no effect here".into());

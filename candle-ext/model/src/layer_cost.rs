@@ -6,7 +6,7 @@
 use candle_core::DType;
 use candlewick_ops::{
     AttentionCost, AttentionHeads, AttentionImpl, DeviceKind, GemmSize, LinearCost, LinearInput, TiledCost,
-    dropout_cost, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
+    dropout_backward_cost, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
 };
 
 use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, QkNorm, SelfAttentionSpec, SwiGluSpec, TiledMlp};
@@ -268,7 +268,7 @@ impl LayerCost<'_> {
         let is_read = self.grad.is_some() || adapters().next().is_some();
         let input = if is_read { LinearInput::Recomputed } else { LinearInput::Unused };
         let dropped = if adapters().any(|adapter| adapter.dropout > 0.0) { rows * sizes[0] } else { 0 };
-        let dropout = dropout_cost(dropped, self.dtype).scratch_bytes;
+        let dropout = dropout_backward_cost(dropped, self.dtype).scratch_bytes;
         self.linear(rows, sizes, (&linears[0], input)).backward().scratch_bytes + dropout
     }
 

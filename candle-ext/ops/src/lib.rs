@@ -73,7 +73,7 @@ pub use cost::{Cost, DeviceKind, LinearInput};
 pub use device_memory::{
     DeviceMemory, GPU_CONTEXT_BYTES, GPU_HOST_BYTES, device_memory, gpu_pool_slack_bytes, is_out_of_memory,
 };
-pub use dropout::{ColumnShard, Dropout, RowRanges, derive_key, dropout, dropout_cost, sharded_dropout};
+pub use dropout::{ColumnShard, Dropout, RowRanges, derive_key, dropout, dropout_backward_cost, sharded_dropout};
 pub use embedding::{embedding, vocab_parallel_embedding};
 pub use gemm::{
     GemmSize, cpu_gemm_buffer_bytes, cpu_gemm_kernel, cpu_gemm_kernels, measure_cpu_gemm_rate, select_cpu_gemm_kernel,

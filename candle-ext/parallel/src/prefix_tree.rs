@@ -155,7 +155,7 @@ fn index<'r>(ranges: impl Iterator<Item = &'r Range<usize>>, device: &Device) ->
     Tensor::new(rows, device)
 }
 
-/// Gathers rows of a tensor [.., g, k].
+/// Gathers rows of `x` [n, g, k] along dim 0 into [r, g, k]; `rows` holds u32 indices [r].
 fn gather(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     let (n, g, k) = x.dims3()?;
     let table = Weight::frozen(x.contiguous()?.reshape((n, g * k))?);

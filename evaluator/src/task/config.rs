@@ -12,9 +12,10 @@ use super::metric::{Metric, MetricConfig, metric_list};
 use super::output_type::OutputType;
 use super::yaml::{TaskNode, TaskValue};
 
-/// Prompt field of a task: a column, a Jinja template, a constant, or a function with a built-in implementation.
+/// Value of `doc_to_text` and similar keys: a column or Jinja template, a constant, or a function with a built-in
+/// implementation.
 #[derive(Clone, Debug)]
-pub(crate) enum Field {
+pub(crate) enum PromptField {
     Template(String, SourceLocation),
     Constant(Json),
     Function(PythonFunction),
@@ -37,10 +38,10 @@ pub(crate) struct FewshotConfig {
     pub(crate) process_docs: Option<PythonFunction>,
     pub(crate) indices: Option<Vec<usize>>,
     pub(crate) samples: Option<FewshotSamples>,
-    pub(crate) doc_to_text: Option<Field>,
-    pub(crate) doc_to_choice: Option<Field>,
-    pub(crate) doc_to_target: Option<Field>,
-    pub(crate) gen_prefix: Option<Field>,
+    pub(crate) doc_to_text: Option<PromptField>,
+    pub(crate) doc_to_choice: Option<PromptField>,
+    pub(crate) doc_to_target: Option<PromptField>,
+    pub(crate) gen_prefix: Option<PromptField>,
     pub(crate) fewshot_delimiter: String,
     pub(crate) target_delimiter: String,
 }
@@ -76,14 +77,14 @@ pub struct TaskConfig {
     pub(crate) validation_split: Option<String>,
     pub(crate) test_split: Option<String>,
     pub(crate) process_docs: Option<PythonFunction>,
-    pub(crate) doc_to_text: Option<Field>,
-    pub(crate) doc_to_target: Option<Field>,
-    pub(crate) doc_to_choice: Option<Field>,
+    pub(crate) doc_to_text: Option<PromptField>,
+    pub(crate) doc_to_target: Option<PromptField>,
+    pub(crate) doc_to_choice: Option<PromptField>,
     pub(crate) process_results: Option<PythonFunction>,
-    pub(crate) description: Option<Field>,
+    pub(crate) description: Option<PromptField>,
     pub(crate) target_delimiter: String,
     fewshot_delimiter: String,
-    pub(crate) gen_prefix: Option<Field>,
+    pub(crate) gen_prefix: Option<PromptField>,
     pub(crate) fewshot: FewshotConfig,
     pub(crate) metrics: Vec<MetricConfig>,
     pub(crate) filters: Vec<FilterConfig>,
@@ -249,7 +250,7 @@ impl TaskConfig {
     /// Returns the template of `gen_prefix`.
     pub(crate) fn gen_prefix_template(&self) -> &str {
         match &self.gen_prefix {
-            Some(Field::Template(text, _)) => text,
+            Some(PromptField::Template(text, _)) => text,
             _ => "",
         }
     }
@@ -260,8 +261,8 @@ impl TaskConfig {
         let fewshot = &self.fewshot;
         let texts = [&self.doc_to_text, &fewshot.doc_to_text].into_iter().flatten();
         let choices = [&self.doc_to_choice, &fewshot.doc_to_choice].into_iter().flatten();
-        let indexes = |field: &Field| matches!(field, Field::Template(text, _) if text.contains(&format!("{column}[")));
-        let names = |field: &Field| matches!(field, Field::Template(text, _) if text.trim() == column);
+        let indexes = |field: &PromptField| matches!(field, PromptField::Template(text, _) if text.contains(&format!("{column}[")));
+        let names = |field: &PromptField| matches!(field, PromptField::Template(text, _) if text.trim() == column);
         self.output_type == OutputType::MultipleChoice
             && (texts.chain(choices.clone()).any(indexes) || choices.into_iter().any(names))
     }
@@ -311,7 +312,7 @@ impl TaskConfig {
     }
 
     fn check_fields(&self, keys: &YamlMap) -> Result<(), ConfigError> {
-        let needs = |field: &Option<Field>, key: &str| match field {
+        let needs = |field: &Option<PromptField>, key: &str| match field {
             Some(_) => Ok(()),
             None => Err(keys.error(format!("task {} needs the key `{key}`", self.task))),
         };
@@ -382,17 +383,17 @@ fn samples(keys: &YamlMap) -> Result<Option<FewshotSamples>, ConfigError> {
     Ok(Some(FewshotSamples::Listed(listed)))
 }
 
-fn field(keys: &YamlMap, key: &str) -> Result<Option<Field>, ConfigError> {
+fn field(keys: &YamlMap, key: &str) -> Result<Option<PromptField>, ConfigError> {
     let Some(entry) = keys.get(key) else { return Ok(None) };
-    let template = |text: &str| Field::Template(text.to_owned(), entry.node.place.clone());
+    let template = |text: &str| PromptField::Template(text.to_owned(), entry.node.place.clone());
     Ok(Some(match &entry.node.value {
         TaskValue::Text(text) => template(text),
-        TaskValue::Tagged(..) => as_function(entry).map(Field::Function).expect("the value is a function"),
+        TaskValue::Tagged(..) => as_function(entry).map(PromptField::Function).expect("the value is a function"),
         TaskValue::Int(_) | TaskValue::Float(_) | TaskValue::List(_) | TaskValue::Bool(_) => {
-            Field::Constant(entry.node.json())
+            PromptField::Constant(entry.node.json())
         }
         TaskValue::Map(entries) if key == "doc_to_choice" => {
-            Field::Constant(entries.iter().map(|entry| entry.node.json()).collect())
+            PromptField::Constant(entries.iter().map(|entry| entry.node.json()).collect())
         }
         _ => return Err(type_error(entry, "a column, a template, a constant or a !function")),
     }))

@@ -3,7 +3,7 @@
 use serde_json::{Value as Json, json};
 
 use super::builtin::{self, Doc, FieldFunction};
-use super::config::Field;
+use super::config::PromptField;
 use super::error::ConfigError;
 use super::jinja::Template;
 use super::python::literal::literal_eval;
@@ -20,15 +20,15 @@ pub(crate) enum CompiledField {
 
 impl CompiledField {
     /// Compiles a field. A string equal to one of `columns` reads that column.
-    pub(crate) fn new(field: &Field, columns: &Doc) -> Result<Self, ConfigError> {
+    pub(crate) fn new(field: &PromptField, columns: &Doc) -> Result<Self, ConfigError> {
         Ok(match field {
-            Field::Template(text, _) if columns.contains_key(text) => Self::Column(text.clone()),
-            Field::Template(text, place) => {
+            PromptField::Template(text, _) if columns.contains_key(text) => Self::Column(text.clone()),
+            PromptField::Template(text, place) => {
                 let template = Template::new(text).map_err(|problem| ConfigError::at(place.clone(), problem))?;
                 Self::Template(Box::new(template))
             }
-            Field::Constant(value) => Self::Constant(value.clone()),
-            Field::Function(function) => Self::Native(builtin::field(function)?),
+            PromptField::Constant(value) => Self::Constant(value.clone()),
+            PromptField::Function(function) => Self::Native(builtin::field(function)?),
         })
     }
 

@@ -127,7 +127,7 @@ impl Dataset {
         self.pad_id
     }
 
-    /// Returns a text that changes whenever the samples do.
+    /// Returns the cache keys of all sources, which identify the data, but not the selection of samples.
     pub(crate) fn identity(&self) -> &str {
         &self.identity
     }

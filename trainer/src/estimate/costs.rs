@@ -27,8 +27,8 @@ pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
     LayerCost {
         layer,
         n_slices: setup.ranks.tensor,
-        n_tokens: setup.tokens(),
-        n_residual_tokens: setup.tokens_outside(),
+        n_tokens: setup.n_micro_batch_tokens(),
+        n_residual_tokens: setup.n_residual_tokens(),
         longest: setup.row_tokens,
         dtype: dtype(setup.compute),
         grad: setup.base_grad(),
@@ -43,7 +43,7 @@ pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
 pub(super) fn head(setup: &Setup) -> HeadCost {
     let config = setup.model.config();
     let loss = CrossEntropyCost {
-        n_tokens: setup.tokens(),
+        n_tokens: setup.n_micro_batch_tokens(),
         n_vocab: config.vocab_size().div_ceil(setup.ranks.tensor) as u64,
         n_in: config.hidden_size() as u64,
         logits_bytes: match setup.compute_device {
@@ -54,7 +54,7 @@ pub(super) fn head(setup: &Setup) -> HeadCost {
         device: setup.compute_device,
         grad: setup.base_grad(),
     };
-    HeadCost { n_slices: setup.ranks.tensor, n_residual_tokens: setup.tokens_outside(), loss }
+    HeadCost { n_slices: setup.ranks.tensor, n_residual_tokens: setup.n_residual_tokens(), loss }
 }
 
 /// Returns the bytes of ring attention's key and value exchange; zero on one rank.
@@ -64,7 +64,7 @@ fn exchange(setup: &Setup, layer: &LayerSpec) -> AttentionExchange {
     match setup.ranks.context {
         1 => AttentionExchange::default(),
         _ => ring_exchange(
-            setup.tokens(),
+            setup.n_micro_batch_tokens(),
             AttentionHeads { n_query, n_kv, dim: attention.head_dim },
             dtype(setup.compute),
         ),

@@ -31,7 +31,7 @@ pub struct EstimateReport {
     pub n_trained: u64,
     /// The dtype of forward and backward.
     pub dtype: FloatDtype,
-    /// The most tokens of a micro-batch.
+    /// The most tokens of a micro-batch that one rank computes.
     pub tokens: u64,
     /// Stages of a pipeline; 1 without one.
     pub n_stages: usize,
@@ -85,7 +85,7 @@ impl EstimateReport {
             n_parameters: frozen + trained,
             n_trained: trained,
             dtype: setup.compute,
-            tokens: setup.tokens(),
+            tokens: setup.n_micro_batch_tokens(),
             n_stages: setup.layout.n_stages(),
             modes: setup.modes.keys().into_iter().map(|(key, value)| (key.to_owned(), value)).collect(),
             peak_bytes: estimate.peak_bytes(),

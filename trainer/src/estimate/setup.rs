@@ -134,15 +134,15 @@ impl Setup {
         self.model.lora().is_none().then(|| dtype(self.masters))
     }
 
-    /// Returns the most tokens of a micro-batch that a rank computes.
-    pub fn tokens(&self) -> u64 {
+    /// Returns the largest number of tokens that one rank computes of a micro-batch.
+    pub fn n_micro_batch_tokens(&self) -> u64 {
         (self.row_tokens * self.rows).div_ceil(self.ranks.n_of_micro_batch() as u64)
     }
 
     /// Returns a rank's tokens outside of attention and MLP: sequence parallelism shards them over tensor-parallel
     /// ranks.
-    pub(super) fn tokens_outside(&self) -> u64 {
-        self.tokens().div_ceil(if self.ranks.sequence_parallel { self.ranks.tensor as u64 } else { 1 })
+    pub(super) fn n_residual_tokens(&self) -> u64 {
+        self.n_micro_batch_tokens().div_ceil(if self.ranks.sequence_parallel { self.ranks.tensor as u64 } else { 1 })
     }
 
     /// Returns the units whose parameters this stage holds: its own, and those tied to its head.

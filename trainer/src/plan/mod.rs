@@ -22,5 +22,5 @@ pub use ranks::RanksPlan;
 pub use resolve::{BuildFeatures, Environment, EnvironmentError, HubAccess, Machines, TempDir, WorldInfo};
 pub(crate) use resolve::{conversation, is_path};
 pub use run::{ExitPlan, GeneratePlan, LoggerPlan, OptimizerPlan, Plan};
-pub use setting::Setting;
+pub use setting::ResolvedSetting;
 pub use table::SettingsFilter;

@@ -11,7 +11,7 @@ use super::model::{ModelPlan, TokenizerPlan};
 use super::moe::MoePlan;
 use super::pipeline::PipelinePlan;
 use super::ranks::RanksPlan;
-use super::setting::Setting;
+use super::setting::ResolvedSetting;
 use crate::checkpoint::CheckpointPlan;
 use crate::data::DataPlan;
 use crate::metrics::LogPlan;
@@ -70,7 +70,7 @@ pub struct Plan {
     /// Log messages.
     pub logger: LoggerPlan,
     /// Every setting with its origin.
-    pub settings: Vec<Setting>,
+    pub settings: Vec<ResolvedSetting>,
     /// Notes for the user, such as keys that are accepted and have no effect, with the reason.
     pub notes: Vec<String>,
 }

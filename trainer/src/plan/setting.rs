@@ -4,9 +4,9 @@ use serde::{Serialize, Serializer};
 
 use crate::recipe::Origin;
 
-/// A line of the table of settings.
+/// A resolved setting of a plan: key, value and origin.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Setting {
+pub struct ResolvedSetting {
     /// The recipe's key.
     pub key: String,
     /// Its value.
@@ -16,7 +16,7 @@ pub struct Setting {
     pub origin: Origin,
 }
 
-impl Setting {
+impl ResolvedSetting {
     pub(super) fn new<T: Serialize>(key: &str, value: &T, origin: Origin) -> Self {
         let value = serde_json::to_value(value).unwrap_or(serde_json::Value::Null);
         Self { key: key.to_owned(), value, origin }

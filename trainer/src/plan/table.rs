@@ -1,7 +1,7 @@
 //! The plan as a table for the user: key, value and origin.
 
 use super::run::Plan;
-use super::setting::Setting;
+use super::setting::ResolvedSetting;
 use crate::recipe::Origin;
 
 /// The settings that a table shows.
@@ -16,10 +16,10 @@ pub enum SettingsFilter {
 impl Plan {
     /// Writes the table of settings, the derived numbers and the notes.
     pub fn table(&self, shown: SettingsFilter) -> String {
-        let is_set = |setting: &Setting| !matches!(setting.origin, Origin::Default | Origin::Derived);
-        let settings: Vec<&Setting> =
+        let is_set = |setting: &ResolvedSetting| !matches!(setting.origin, Origin::Default | Origin::Derived);
+        let settings: Vec<&ResolvedSetting> =
             self.settings.iter().filter(|it| shown == SettingsFilter::All || is_set(it)).collect();
-        let width = |of: fn(&Setting) -> usize| settings.iter().map(|setting| of(setting)).max().unwrap_or(0);
+        let width = |of: fn(&ResolvedSetting) -> usize| settings.iter().map(|setting| of(setting)).max().unwrap_or(0);
         let keys = width(|s| s.key.chars().count());
         let values = width(|s| s.shown().chars().count()).min(40);
         let mut text = format!("plan of {}\n", self.recipe.display());

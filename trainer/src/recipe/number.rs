@@ -18,7 +18,7 @@ pub struct HumanFloat(pub f64);
 /// The largest whole number: 2^53, the last one that f64 represents exactly.
 const LARGEST: f64 = 9_007_199_254_740_992.0;
 
-/// Parses a number with at most one suffix or exponent.
+/// Parses a finite number with at most one suffix or exponent: `1_000`, `10^6`, `1.1e6`, `1.5%`, `4K` or `4Ki`.
 pub fn parse_number(text: &str) -> Option<f64> {
     let text = text.trim().replace('_', "").to_lowercase();
     let value = if let Some(percent) = text.strip_suffix('%') {

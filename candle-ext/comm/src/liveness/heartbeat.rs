@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use crate::{CollectiveCall, Op};
 
-/// Heartbeat of a rank, with the last call of each of its groups.
+/// Record of a rank's heartbeat in the store, with the last call of each of its groups.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Heartbeat {
+pub(crate) struct HeartbeatRecord {
     /// Sequence number of the heartbeat.
     pub(crate) count: u64,
     /// True while the rank is busy between two calls.
@@ -33,7 +33,7 @@ pub(crate) struct StalledCall<'a> {
     pub(crate) own: usize,
 }
 
-impl Heartbeat {
+impl HeartbeatRecord {
     /// Records that a group enters a call.
     pub(crate) fn record(&mut self, id: &str, call: &CollectiveCall) {
         let last = self.last_calls.entry(id.to_owned()).or_default();
@@ -67,7 +67,7 @@ impl StalledCall<'_> {
     /// Returns the rank of the group because of which the call stalls, and the reason.
     ///
     /// `heartbeats` are two of each rank, some time apart. Returns `None` while another rank is busy.
-    pub(crate) fn diagnose(&self, heartbeats: &[[Option<Heartbeat>; 2]]) -> Option<(usize, String)> {
+    pub(crate) fn diagnose(&self, heartbeats: &[[Option<HeartbeatRecord>; 2]]) -> Option<(usize, String)> {
         let latest: Vec<_> = heartbeats.iter().map(|[_, latest]| latest.as_ref()).collect();
         let others: Vec<usize> = (0..self.names.len()).filter(|rank| *rank != self.own).collect();
         if let Some(dead) = others.iter().find(|rank| heartbeats[**rank][0] == heartbeats[**rank][1]) {
@@ -121,8 +121,8 @@ mod tests {
         CollectiveCall { group: "world".into(), number, op, dtype: Some(candle_core::DType::F32), shape: vec![3] }
     }
 
-    fn heartbeat(count: u64, begun: &[CollectiveCall]) -> Option<Heartbeat> {
-        let mut heartbeat = Heartbeat { count, ..Heartbeat::default() };
+    fn heartbeat(count: u64, begun: &[CollectiveCall]) -> Option<HeartbeatRecord> {
+        let mut heartbeat = HeartbeatRecord { count, ..HeartbeatRecord::default() };
         begun.iter().for_each(|call| heartbeat.record("world", call));
         Some(heartbeat)
     }
@@ -132,15 +132,15 @@ mod tests {
         let both = vec![call(3, Op::AllReduce(Reduce::Sum)), call(1, Op::SendRecv { to: Some(1), from: None })];
         for begun in [vec![], both] {
             let heartbeat = heartbeat(7, &begun);
-            assert_eq!(Heartbeat::decode(&heartbeat.clone().unwrap_or_default().encode()), heartbeat);
+            assert_eq!(HeartbeatRecord::decode(&heartbeat.clone().unwrap_or_default().encode()), heartbeat);
         }
-        assert_eq!(Heartbeat::decode(b"7 maybe"), None);
-        assert_eq!(Heartbeat::decode(b"7 true\nworld"), None);
+        assert_eq!(HeartbeatRecord::decode(b"7 maybe"), None);
+        assert_eq!(HeartbeatRecord::decode(b"7 true\nworld"), None);
     }
 
     /// Checks the diagnosis of rank 0's stalled third call in a group of three ranks.
     #[track_caller]
-    fn check(op: Op, others: [[Option<Heartbeat>; 2]; 2], want: Option<(usize, &str)>) {
+    fn check(op: Op, others: [[Option<HeartbeatRecord>; 2]; 2], want: Option<(usize, &str)>) {
         let third = call(3, op);
         let [one, two] = others;
         let own = [heartbeat(1, from_ref(&third)), heartbeat(4, from_ref(&third))];
@@ -159,7 +159,7 @@ mod tests {
         check(sum, [at(3), [None, None]], Some((2, "rank 2 sends no heartbeats")));
         let late = "rank 1 has not entered the call; its last call was all_reduce 2 (sum, f32 [3])";
         check(sum, [at(2), at(3)], Some((1, late)));
-        let busy = at(2).map(|heartbeat| Some(Heartbeat { is_busy: true, ..heartbeat? }));
+        let busy = at(2).map(|heartbeat| Some(HeartbeatRecord { is_busy: true, ..heartbeat? }));
         check(sum, [busy.clone(), at(3)], None);
         check(sum, [busy, dead], Some((2, "rank 2 sends no heartbeats")));
         let nothing = "rank 1 has not entered the call; it has made no call yet";

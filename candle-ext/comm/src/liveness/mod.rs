@@ -2,7 +2,7 @@
 //!
 //! * [`KeepAlive`] sends heartbeats while a rank is busy between calls.
 //! * [`WaitGraph`] finds the ranks that a stalled exchange waits for.
-//! * [`Heartbeat`] is a rank's heartbeat in the store, for backends without a control channel.
+//! * [`HeartbeatRecord`] is a rank's heartbeat in the store, for backends without a control channel.
 
 #[cfg(any(test, feature = "cuda"))]
 mod heartbeat;
@@ -12,7 +12,7 @@ mod wait_graph;
 use std::time::{Duration, Instant};
 
 #[cfg(any(test, feature = "cuda"))]
-pub(crate) use heartbeat::{Heartbeat, StalledCall};
+pub(crate) use heartbeat::{HeartbeatRecord, StalledCall};
 pub use keep_alive::{KeepAlive, KeepAliveGuard};
 pub(crate) use wait_graph::{Wait, WaitGraph};
 

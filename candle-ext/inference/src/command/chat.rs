@@ -37,9 +37,9 @@ const HELP: &str = "\
 /quit         end, as Ctrl-D does
 Ctrl-C ends an answer. A line that begins with a blank is sent as it is.";
 
-/// Runs a chat with model `name`: reads lines from stdin and streams replies to stdout.
-pub fn chat(name: &str, options: &ChatOptions, hub: &Hub) -> Result<()> {
-    let lm = options.compute.load(name, hub)?;
+/// Runs a chat with `model`, a path or Hub id: reads lines from stdin and streams replies to stdout.
+pub fn chat(model: &str, options: &ChatOptions, hub: &Hub) -> Result<()> {
+    let lm = options.compute.load(model, hub)?;
     let mut session = ChatSession::new(&lm, options.sampling.options(&lm, MAX_NEW_TOKENS)?)?;
     session.set_system(options.system.as_deref().unwrap_or_default());
     let is_terminal = io::stdin().is_terminal();

@@ -47,11 +47,11 @@ pub struct GenerateArgs {
 /// Default number of new tokens.
 const MAX_NEW_TOKENS: usize = 64;
 
-/// Generates replies to prompts and conversations with model `name`, and prints them to stdout.
-pub fn generate(name: &str, args: &GenerateArgs, hub: &Hub) -> Result<()> {
+/// Generates replies to prompts and conversations with `model`, a path or Hub id, and prints them to stdout.
+pub fn generate(model: &str, args: &GenerateArgs, hub: &Hub) -> Result<()> {
     let prompts = args.prompt.iter().map(|prompt| text_or_stdin(prompt)).collect::<Result<Vec<_>>>()?;
     let chats = args.chats(&prompts)?;
-    let lm = args.compute.load(name, hub)?;
+    let lm = args.compute.load(model, hub)?;
     let options = args.sampling.options(&lm, MAX_NEW_TOKENS)?;
     let mut ignored = |_: &str| Ok(ControlFlow::Continue(()));
     if args.raw {

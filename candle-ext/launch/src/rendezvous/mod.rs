@@ -21,7 +21,7 @@ use candlewick_comm::store::{Client, Error, Server};
 use crate::endpoint::{Endpoint, is_this_machine};
 use crate::event::{Event, PeerEvent};
 use crate::generation::{Generation, Participant};
-use crate::node_info::NodeInfo;
+use crate::node_resources::NodeResources;
 use crate::plan::{LaunchPlan, RendezvousPlan};
 use crate::values::NodeRange;
 
@@ -55,12 +55,13 @@ pub struct Rendezvous {
 
 impl Rendezvous {
     /// Hosts the store, or connects to it.
-    pub fn open(plan: &LaunchPlan, node_info: &NodeInfo, interrupted: Interrupted) -> Result<Self> {
+    pub fn open(plan: &LaunchPlan, node_resources: &NodeResources, interrupted: Interrupted) -> Result<Self> {
         let (endpoint, timeout, is_host, is_host_certain) = match &plan.rendezvous {
             RendezvousPlan::Static { master, node_rank, timeout } => (master, *timeout, *node_rank == 0, true),
             RendezvousPlan::Dynamic(dynamic) => {
-                let is_host =
-                    dynamic.is_host.unwrap_or_else(|| is_this_machine(&dynamic.endpoint.host, &node_info.hostname));
+                let is_host = dynamic
+                    .is_host
+                    .unwrap_or_else(|| is_this_machine(&dynamic.endpoint.host, &node_resources.hostname));
                 (&dynamic.endpoint, dynamic.join_timeout, is_host, dynamic.is_host.is_some())
             }
         };
@@ -73,7 +74,7 @@ impl Rendezvous {
         let address = address_of(endpoint, server.as_ref(), is_single_node);
         let store = connect(&address, timeout, plan.heartbeat_timeout.max(MIN_REPLY_TIMEOUT), interrupted)?;
         let own = Participant {
-            host: plan.local_addr.clone().unwrap_or_else(|| node_info.hostname.clone()),
+            host: plan.local_addr.clone().unwrap_or_else(|| node_resources.hostname.clone()),
             n_workers: plan.local_world_size,
             role: plan.role.clone(),
         };

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use candlewick_launch::cli::Cli;
-use candlewick_launch::node_info::NodeInfo;
+use candlewick_launch::node_resources::NodeResources;
 use candlewick_launch::plan::{LaunchPlan, RendezvousPlan};
 use candlewick_launch::streams::{StdStreams, StreamsPerRank};
 use clap::Parser;
@@ -35,8 +35,8 @@ fn settings(case: &Value, n_cores: usize) -> Option<Value> {
     let arguments = std::iter::once("launch".to_owned()).chain(words(&case["args"]));
     let cli = Cli::try_parse_from(arguments).ok()?;
     let n_gpus = case["gpus"].as_u64().unwrap() as usize;
-    let node_info = NodeInfo { n_cores, n_gpus, hostname: "h".into(), variables: BTreeMap::new() };
-    let plan = LaunchPlan::resolve(&cli, &node_info).ok()?;
+    let node_resources = NodeResources { n_cores, n_gpus, hostname: "h".into(), variables: BTreeMap::new() };
+    let plan = LaunchPlan::resolve(&cli, &node_resources).ok()?;
     let (backend, endpoint, mut options) = match &plan.rendezvous {
         RendezvousPlan::Static { master, node_rank, .. } => {
             ("static", master.to_string(), BTreeMap::from([("rank".to_owned(), node_rank.to_string())]))

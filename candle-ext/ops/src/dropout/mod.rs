@@ -60,10 +60,10 @@ fn dropped(x: &Tensor, spec: Dropout, runs: Vec<DropoutSpan>) -> Result<Tensor> 
     Ok(record("dropout", [x.into()], y, move |dy, _| Ok([Some(masked(dy, spec, &runs)?)])))
 }
 
-/// Returns the cost of a backward with `n_elements` elements: the masked gradient or the recomputed output.
+/// Returns the memory cost of a backward with `n_elements` elements: the masked gradient or the recomputed output.
 ///
 /// The forward saves nothing.
-pub fn dropout_cost(n_elements: u64, dtype: DType) -> Cost {
+pub fn dropout_backward_cost(n_elements: u64, dtype: DType) -> Cost {
     Cost { scratch_bytes: bytes(n_elements, dtype), ..Cost::default() }
 }
 

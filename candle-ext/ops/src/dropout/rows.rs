@@ -25,7 +25,7 @@ pub(super) struct DropoutSpan {
     pub(super) local: Range<usize>,
     /// Index of the first element in the whole tensor.
     pub(super) global_start: usize,
-    /// Elements of a line.
+    /// Elements of one line: a row of the local shard, contiguous in the whole tensor too.
     pub(super) width: usize,
     /// Distance between the starts of two lines in the whole tensor, in elements.
     pub(super) stride: usize,

@@ -163,7 +163,9 @@ impl GradReducer {
         Tensor::cat(&layout.kinds().map(of_kind).collect::<Result<Vec<_>>>()?, 0)
     }
 
-    /// Returns the sum of squares of this rank's shard, f64. Rank 0 of `split` counts replicated parameters.
+    /// Returns the sum of squared gradients of this rank's shard, f64.
+    ///
+    /// Only rank 0 of `group.ranks.split` (tensor or expert parallel ranks) counts replicated parameters.
     fn distinct_squares(&self, group_idx: usize, group: &ParamGroup) -> Result<Tensor> {
         let reduced = self.reduced(group_idx)?;
         if group.ranks.split.rank() == 0 {

@@ -158,12 +158,12 @@ pub enum HubError {
         /// Command that downloads the repository.
         prefetch: String,
     },
-    /// The repository lacks required files.
+    /// The repository is unusable: required files are missing, or its commit or address is invalid.
     #[error("use {id}: {problem}")]
     WrongContents {
         /// The repository.
         id: String,
-        /// Present and missing files.
+        /// The problem, such as present and missing files.
         problem: String,
     },
     /// The Hub cache cannot be read or written.

@@ -3,14 +3,14 @@
 use serde::Serialize;
 
 use super::environment::Environment;
-use crate::plan::Setting;
+use crate::plan::ResolvedSetting;
 use crate::recipe::{Fault, HumanFloat, HumanInt, Loaded, Origin, Recipe, RecipeError};
 
 pub(super) struct Resolver<'a> {
     pub(super) loaded: &'a Loaded,
     pub(super) env: &'a Environment,
     faults: Vec<Fault>,
-    settings: Vec<Setting>,
+    settings: Vec<ResolvedSetting>,
     notes: Vec<String>,
 }
 
@@ -55,7 +55,7 @@ impl<'a> Resolver<'a> {
 
     /// Records a value in the table of settings.
     pub(super) fn record<T: Serialize>(&mut self, key: &str, value: T, origin: Origin) -> T {
-        self.settings.push(Setting::new(key, &value, origin));
+        self.settings.push(ResolvedSetting::new(key, &value, origin));
         value
     }
 
@@ -73,7 +73,7 @@ impl<'a> Resolver<'a> {
         self.notes.push(note.into());
     }
 
-    pub(super) fn finish(self) -> Result<(Vec<Setting>, Vec<String>), RecipeError> {
+    pub(super) fn finish(self) -> Result<(Vec<ResolvedSetting>, Vec<String>), RecipeError> {
         if self.faults.is_empty() { Ok((self.settings, self.notes)) } else { Err(self.loaded.error(self.faults)) }
     }
 }

@@ -6,7 +6,7 @@ use candlewick_comm::rank_env::Variables;
 
 /// The resources of a node and the launcher's environment.
 #[derive(Clone, Debug)]
-pub struct NodeInfo {
+pub struct NodeResources {
     /// Number of cores available to this process.
     pub n_cores: usize,
     /// Number of GPUs visible to CUDA.
@@ -17,7 +17,7 @@ pub struct NodeInfo {
     pub variables: Variables,
 }
 
-impl NodeInfo {
+impl NodeResources {
     /// Reads the resources of this node. `variables` is the environment of this process.
     pub fn local(variables: Variables) -> Self {
         let n_gpus = visible_gpus(variables.get("CUDA_VISIBLE_DEVICES").map(String::as_str), installed_gpus());
