@@ -8,7 +8,7 @@ use candlewick_ops::{self as ops, OutputDtype, RouterSpec, Routing, Weight};
 
 use crate::expert_counts::counts;
 use crate::swiglu::SwiGlu;
-use crate::{ExpertCall, Experts, ForwardContext, Linear, MoeSpec, SharedExpertSpec};
+use crate::{ExpertCall, Experts, ForwardContext, Linear, MoeSpec, RouterLoss, SharedExpertSpec};
 
 /// Router, routed experts and shared expert of a layer.
 pub(crate) struct Moe {
@@ -62,7 +62,10 @@ impl Moe {
         if context.expert_counts.is_some() || !context.router_losses.is_empty() {
             let counts_e = counts(&routing, context.valid_rows)?;
             context.expert_counts.map_or(Ok(()), |sums| sums.add(self.layer_idx, &counts_e))?;
-            let counts_e = context.parallel_ops.sum_over_micro_batch(&counts_e)?;
+            let counts_e = match context.router_losses.contains(&RouterLoss::LoadBalancing) {
+                true => context.parallel_ops.sum_over_micro_batch(&counts_e)?,
+                false => counts_e,
+            };
             let mut losses = context.router_losses.iter();
             losses.try_for_each(|loss| loss.record(&logits_te, &counts_e, self.router.score, context.valid_rows))?;
         }

@@ -134,12 +134,12 @@ impl MoeSpec {
     }
 
     /// Returns the router's tensor in Hub checkpoints if its name differs.
-    fn hub_router(&self) -> Option<HubTensors> {
+    fn hub_router(&self) -> Option<Box<HubTensors>> {
         let LinearSpec { out, input, .. } = &self.router_weight;
         let name = format!("{}.gate.weight", self.hub.module);
-        (self.hub.module != self.module).then(|| HubTensors {
-            fused_shape: vec![out.len, input.len],
-            tensors: vec![HubTensor { name, rows: 0..out.len }],
+        (self.hub.module != self.module).then(|| {
+            let tensors = vec![HubTensor { name, rows: 0..out.len }];
+            Box::new(HubTensors { fused_shape: vec![out.len, input.len], tensors })
         })
     }
 
@@ -164,7 +164,7 @@ impl ExpertMatrixSpec {
         let init = Init::Normal { std, zero_row: None };
         ParamSpec {
             group: ParamGroupKind::Expert,
-            hub: Some(hub),
+            hub: Some(Box::new(hub)),
             ..ParamSpec::matrix(self.name.clone(), [rows, self.input], ParamScope::Sublayer, init)
         }
     }

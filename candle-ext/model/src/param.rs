@@ -30,7 +30,7 @@ pub struct ParamSpec {
     /// Storage of the elements: dense or quantized.
     pub storage: WeightStorage,
     /// Tensors of Hub checkpoints that make up the parameter; `None` if one tensor has its name and shape.
-    pub hub: Option<HubTensors>,
+    pub hub: Option<Box<HubTensors>>,
 }
 
 /// Tensors of a Hub checkpoint that make up one parameter, such as the matrices of all experts of a layer.

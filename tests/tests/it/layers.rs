@@ -139,6 +139,7 @@ const DEGREE_EXEMPT: &[Exemption] = &[
     ("trainer/src/estimate/report.rs", MESSAGE),
     ("trainer/src/plan/resolve/backend.rs", MESSAGE),
     ("trainer/src/plan/resolve/deepspeed.rs", MESSAGE),
+    ("trainer/src/plan/resolve/moe.rs", MESSAGE),
     ("trainer/src/plan/resolve/pipeline.rs", MESSAGE),
     ("trainer/src/plan/resolve/ranks.rs", "a note, and one shard is ZeRO stage 0"),
 ];

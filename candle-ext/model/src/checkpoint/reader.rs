@@ -185,7 +185,7 @@ impl Checkpoint {
     /// Returns name, shape and elements of the tensors that hold a parameter: one of its own name, or those of the Hub.
     fn sources<'p>(&self, param: &'p ParamSpec) -> Vec<(&'p str, Vec<usize>, Range<usize>)> {
         let own = |shape: &[usize]| vec![(param.name.as_str(), shape.to_vec(), 0..param.numel())];
-        let Some(HubTensors { fused_shape, tensors }) = &param.hub else { return own(&param.shape) };
+        let Some(HubTensors { fused_shape, tensors }) = param.hub.as_deref() else { return own(&param.shape) };
         if self.tensors.contains_key(&param.name) {
             return own(fused_shape);
         }

@@ -150,7 +150,7 @@ impl ShardTensor<'_> {
     fn entries(&self, dtype: DType) -> Vec<HeaderEntry> {
         let dtype = dtype_on_disk(self.param, dtype);
         let shape = &self.param.shape;
-        match &self.param.hub {
+        match self.param.hub.as_deref() {
             None => vec![HeaderEntry { name: self.name.clone(), shape: shape.clone(), dtype }],
             Some(HubTensors { tensors, .. }) => {
                 let of_rows = |tensor: &HubTensor| [&[tensor.rows.len()], &shape[1..]].concat();

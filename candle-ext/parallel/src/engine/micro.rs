@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::CuSeqlens;
+use candlewick_ops::{CuSeqlens, to_host};
 
 /// A micro-batch of packed sequences.
 #[derive(Clone)]
@@ -24,7 +24,7 @@ impl Micro {
 
     /// Returns the number of tokens; 0 for a micro-batch without targets, which only keeps a rank busy.
     pub(crate) fn n_valid_tokens(&self) -> Result<usize> {
-        let has_targets = self.targets.to_vec1::<i64>()?.iter().any(|target| *target != Self::IGNORED);
+        let has_targets = to_host(&self.targets)?.to_vec1::<i64>()?.iter().any(|target| *target != Self::IGNORED);
         Ok(if has_targets { self.seqs.n_tokens() } else { 0 })
     }
 

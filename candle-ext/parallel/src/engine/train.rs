@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{ExpertCounts, ForwardContext, ParallelOps};
-use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, save_outputs, span, spin_workers};
+use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, save_outputs, span, spin_workers, to_host};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
 use super::{ActivationCheckpointing, Engine, Micro};
@@ -160,7 +160,8 @@ impl Engine {
         if n_tokens == n_padded || self.experts.is_none() {
             return Ok(None);
         }
-        let own = self.of_own_tokens(&Tensor::arange(0u32, n_padded as u32, &Device::Cpu)?, micro)?.to_vec1::<u32>()?;
+        let tokens = Tensor::arange(0u32, n_padded as u32, &Device::Cpu)?;
+        let own = to_host(&self.of_own_tokens(&tokens, micro)?)?.to_vec1::<u32>()?;
         let own = match &self.tensor {
             Some(tensor) => tensor.residual_rows(own.len()).map(|row| own[row]).collect(),
             None => own,

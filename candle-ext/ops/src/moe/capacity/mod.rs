@@ -36,7 +36,7 @@ pub fn limit_capacity(routing: &Routing, capacity: usize, policy: DropPolicy) ->
     let assignment = &routing.assignment;
     let experts = on_device!(OP, assignment.experts, {
         cpu => limited(routing, capacity, policy)?,
-        cuda => cuda::limited(routing, capacity, policy)?,
+        cuda => cuda::limited(routing, capacity, policy == DropPolicy::Weights)?,
     });
     let assignment = ExpertAssignment::new(&experts, assignment.n_experts())?;
     Ok(Routing { weights: routing.weights.clone(), assignment })
@@ -48,7 +48,7 @@ fn limited(routing: &Routing, capacity: usize, policy: DropPolicy) -> Result<Ten
     let weights = weights.contiguous()?;
     let (weights, order, offsets) = (host(OP, &weights)?, host(OP, &assignment.order)?, host(OP, &assignment.offsets)?);
     let (weights, order, offsets) = (weights.slice::<f32>()?, order.slice::<u32>()?, offsets.slice::<u32>()?);
-    let mut experts = assignment.experts.flatten_all()?.to_vec1::<u32>()?;
+    let mut experts = host(OP, &assignment.experts)?.slice::<u32>()?.to_vec();
     for range in offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize) {
         let mut slots = order[range].to_vec();
         if policy == DropPolicy::Weights {

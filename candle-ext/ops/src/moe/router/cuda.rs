@@ -2,8 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::Selection;
-use super::spec::{GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
+use super::spec::{GroupLimit, RouterSpec, ScoreFunction, Selection, TopKOrder};
 use crate::cuda::{Arg, Blocks, DeviceAddress, Out, address, gpu};
 use crate::moe::KERNELS;
 

@@ -19,6 +19,7 @@ use crate::span::span;
 use crate::storage::host;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(in crate::moe) use cuda::logits_suffix;
+use spec::Selection;
 pub use spec::{GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
 
 const OP: &str = "route";
@@ -53,15 +54,6 @@ pub fn route_by(logits: &Tensor, selection: &Tensor, spec: RouterSpec) -> Result
     check_logits(OP, logits)?;
     check_selection("selection", Some(selection), logits.dims())?;
     routed(logits, Some(Selection::Given(selection)), spec)
-}
-
-/// Tensor, besides the logits, that the choice of experts depends on.
-#[derive(Clone, Copy)]
-enum Selection<'a> {
-    /// Bias [e] that is added to the scores.
-    Bias(&'a Tensor),
-    /// Selection scores [t, e] themselves.
-    Given(&'a Tensor),
 }
 
 fn routed(logits: &Tensor, selection: Option<Selection<'_>>, spec: RouterSpec) -> Result<Routing> {

@@ -1,6 +1,6 @@
 //! Settings of a router.
 
-use candle_core::{Result, bail};
+use candle_core::{Result, Tensor, bail};
 
 /// Function from a token's logits to scores, one per expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,4 +72,13 @@ impl RouterSpec {
         }
         Ok(())
     }
+}
+
+/// Tensor, besides the logits, that the choice of experts depends on.
+#[derive(Clone, Copy)]
+pub(super) enum Selection<'a> {
+    /// Bias [e] that is added to the scores.
+    Bias(&'a Tensor),
+    /// Selection scores [t, e] themselves.
+    Given(&'a Tensor),
 }

@@ -82,7 +82,7 @@ fn sum(op: &str, loss: &impl TokenLoss, logits: &Tensor) -> Result<Tensor> {
 
 fn grad(op: &str, loss: &impl TokenLoss, logits: &Tensor, dy: &Tensor) -> Result<Tensor> {
     let source = host(op, logits)?;
-    let (e, upstream) = (logits.dims()[1], f64::from(dy.to_scalar::<f32>()?));
+    let (e, upstream) = (logits.dims()[1], f64::from(host(op, dy)?.slice::<f32>()?[0]));
     match logits.dtype() {
         DType::F64 => {
             let grad = cpu::backward::<f64>(loss, source.slice()?, e, upstream);

@@ -2,7 +2,6 @@
 
 use candle_core::{Result, Tensor};
 
-use super::InputJitter;
 use crate::cuda::{Arg, Out, address, gpu, suffix};
 use crate::moe::KERNELS;
 use crate::moe::router::logits_suffix;
@@ -22,8 +21,8 @@ pub(super) struct Normal {
     pub(super) key: u64,
 }
 
-/// Returns x times a uniform number per element.
-pub(super) fn jitter(x: &Tensor, InputJitter { eps, key }: InputJitter) -> Result<Tensor> {
+/// Returns x times a number per element, uniform in [1 - eps, 1 + eps).
+pub(super) fn jitter(x: &Tensor, eps: f64, key: u64) -> Result<Tensor> {
     let (on, n) = (gpu(OP, x)?, x.elem_count());
     let y = Out::new(on, x.dtype(), n)?;
     let addresses = [address(OP, x)?, y.address].map(Arg::Address);

@@ -97,6 +97,6 @@ fn jittered(x: &Tensor, InputJitter { eps, key }: InputJitter) -> Result<Tensor>
             cpu::jitter(host(OP, x)?.floats()?, y.view(), eps, key);
             Ok(storage::tensor(y, x.shape()))
         },
-        cuda => cuda::jitter(x, InputJitter { eps, key }),
+        cuda => cuda::jitter(x, eps, key),
     })
 }
