@@ -10,7 +10,7 @@ use super::number::{HumanFloat, HumanInt};
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimizerSection {
-    /// The optimizer: `fused_adam` (default), `adamw`, `adam` and `cpu_adam` are names of the same AdamW.
+    /// The optimizer. All types are AdamW. Default `fused_adam`.
     #[serde(rename = "type")]
     pub kind: Option<OptimizerType>,
     /// The peak learning rate; `lr` is an alias. Default 5e-4.
@@ -36,9 +36,9 @@ pub enum OptimizerType {
     Adam,
     /// AdamW.
     CpuAdam,
-    /// Not implemented yet.
+    /// AdamW. Experts always have parameter groups of their own.
     FusedAdamMoe,
-    /// Not implemented yet.
+    /// AdamW. Experts always have parameter groups of their own.
     CpuAdamMoe,
 }
 

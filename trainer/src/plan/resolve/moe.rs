@@ -2,8 +2,7 @@
 
 use candlewick_model::QkNorm;
 
-use super::ranks::one_of;
-use super::resolver::Resolver;
+use super::resolver::{Resolver, one_of};
 use crate::plan::{ModelPlan, MoePlan, RanksPlan};
 use crate::recipe::{ArcticMoe, HumanInt};
 

@@ -16,9 +16,10 @@ const KWARGS: &str = "scheduler.scheduler_specific_kwargs";
 
 pub(super) fn resolve(resolver: &mut Resolver, dtype: FloatDtype) -> OptimizerPlan {
     let optimizer = &resolver.recipe().optimizer;
-    if resolver.pick("optimizer.type", optimizer.kind, OptimizerType::FusedAdam) == OptimizerType::CpuAdam {
+    let kind = resolver.pick("optimizer.type", optimizer.kind, OptimizerType::FusedAdam);
+    if matches!(kind, OptimizerType::CpuAdam | OptimizerType::CpuAdamMoe) {
         resolver.note(
-            "optimizer.type: cpu_adam is AdamW on the device of the weights; to offload its states to host memory set \
+            "optimizer.type: the states of AdamW are on the device of the weights; to offload them to host memory set \
              deepspeed.zero_optimization.offload_optimizer: {device: cpu}",
         );
     }

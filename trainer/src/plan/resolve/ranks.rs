@@ -4,7 +4,7 @@ use candlewick_model::Config;
 use candlewick_ops::{AttentionHeads, AttentionImpl};
 
 use super::model::ATTENTION;
-use super::resolver::Resolver;
+use super::resolver::{Resolver, one_of};
 use super::{backend, deepspeed, moe};
 use crate::plan::{ModelPlan, RanksPlan};
 
@@ -150,9 +150,4 @@ pub(super) fn report_indivisible(resolver: &mut Resolver, key: &str, (n, unit): 
         _ => one_of((1..=n).filter(|possible| n.is_multiple_of(*possible))),
     };
     resolver.report_with_advice(&[key], message, advice);
-}
-
-pub(super) fn one_of(numbers: impl Iterator<Item = usize>) -> String {
-    let numbers: Vec<String> = numbers.map(|n| n.to_string()).collect();
-    format!("use {}", numbers.join(" or "))
 }

@@ -77,3 +77,9 @@ impl<'a> Resolver<'a> {
         if self.faults.is_empty() { Ok((self.settings, self.notes)) } else { Err(self.loaded.error(self.faults)) }
     }
 }
+
+/// Returns advice to use one of these numbers.
+pub(super) fn one_of(numbers: impl Iterator<Item = usize>) -> String {
+    let numbers: Vec<String> = numbers.map(|n| n.to_string()).collect();
+    format!("use {}", numbers.join(" or "))
+}

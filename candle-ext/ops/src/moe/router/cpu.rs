@@ -15,11 +15,11 @@ pub(super) struct Routed {
     pub(super) weights: Vec<f32>,
 }
 
-/// Selection scores, by which experts are chosen.
+/// SelectionScores scores, by which experts are chosen.
 #[derive(Clone, Copy)]
-pub(super) enum Selection<'a> {
+pub(super) enum SelectionScores<'a> {
     /// Scores of the logits, plus a bias [e].
-    Scores { bias: Option<&'a [f32]> },
+    OfLogits { bias: Option<&'a [f32]> },
     /// Scores [t, e] of the caller.
     Given(&'a [f32]),
 }
@@ -27,7 +27,7 @@ pub(super) enum Selection<'a> {
 /// Routes each row of logits [t, e].
 pub(super) fn route<T: WithDType>(
     logits: &[T],
-    selection: Selection<'_>,
+    selection: SelectionScores<'_>,
     n_experts: usize,
     spec: &RouterSpec,
 ) -> Routed {
@@ -112,10 +112,10 @@ impl<'a> TokenRouter<'a> {
         self.logits.iter_mut().zip(logits).for_each(|(to, from)| *to = from.to_f64());
     }
 
-    fn set_selection(&mut self, selection: Selection<'_>, token: usize) {
+    fn set_selection(&mut self, selection: SelectionScores<'_>, token: usize) {
         let bias = match selection {
-            Selection::Scores { bias } => bias,
-            Selection::Given(scores) => {
+            SelectionScores::OfLogits { bias } => bias,
+            SelectionScores::Given(scores) => {
                 let row = &scores[token * self.selection.len()..];
                 return self.selection.iter_mut().zip(row).for_each(|(to, from)| *to = f64::from(*from));
             }

@@ -88,8 +88,8 @@ fn choose(logits: &Tensor, selection: Option<Selection<'_>>, spec: &RouterSpec) 
             let values = tensor.as_ref().map(|tensor| host(OP, tensor)).transpose()?;
             let values = values.as_ref().map(|values| values.slice::<f32>()).transpose()?;
             let selection = match (selection, values) {
-                (Some(Selection::Given(_)), Some(values)) => cpu::Selection::Given(values),
-                (_, bias) => cpu::Selection::Scores { bias },
+                (Some(Selection::Given(_)), Some(values)) => cpu::SelectionScores::Given(values),
+                (_, bias) => cpu::SelectionScores::OfLogits { bias },
             };
             let (t, e) = logits.dims2()?;
             let host = host(OP, logits)?;
