@@ -37,8 +37,8 @@ struct SelfAttention {
 
 /// A sublayer that acts on each token separately.
 enum Mlp {
-    SwiGlu(SwiGlu),
-    Moe(Moe),
+    SwiGlu(Box<SwiGlu>),
+    Moe(Box<Moe>),
 }
 
 impl Layer {
@@ -50,8 +50,8 @@ impl Layer {
             mixer: Mixer::Attention(SelfAttention::build(spec, attention, get)?),
             mlp_norm: Norm { weight: get(&spec.mlp_norm())?, eps: spec.norm_eps },
             mlp: match &spec.mlp {
-                MlpSpec::SwiGlu(mlp) => Mlp::SwiGlu(SwiGlu::build(mlp, get)?),
-                MlpSpec::Moe(moe) => Mlp::Moe(Moe::build(moe, spec.layer_idx, get)?),
+                MlpSpec::SwiGlu(mlp) => Mlp::SwiGlu(Box::new(SwiGlu::build(mlp, get)?)),
+                MlpSpec::Moe(moe) => Mlp::Moe(Box::new(Moe::build(moe, spec.layer_idx, get)?)),
             },
         })
     }

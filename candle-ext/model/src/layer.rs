@@ -48,7 +48,7 @@ pub struct SelfAttentionSpec {
 #[derive(Clone, Debug, PartialEq)]
 pub enum MlpSpec {
     /// down(silu(gate(x)) * up(x)).
-    SwiGlu(SwiGluSpec),
+    SwiGlu(Box<SwiGluSpec>),
     /// Mixture of experts.
     Moe(Box<MoeSpec>),
 }
@@ -63,9 +63,10 @@ impl Config {
             mixer: MixerSpec::Attention(self.self_attention(layer_idx)),
             mlp: match self.moe_of_layer(layer_idx) {
                 Some(moe) => MlpSpec::Moe(Box::new(self.moe_spec(moe, layer_idx))),
-                None => MlpSpec::SwiGlu(
-                    self.swiglu(&format!("{}.mlp", layer_name(layer_idx)), self.typed.intermediate_size),
-                ),
+                None => {
+                    let name = format!("{}.mlp", layer_name(layer_idx));
+                    MlpSpec::SwiGlu(Box::new(self.swiglu(&name, self.typed.intermediate_size)))
+                }
             },
         }
     }
@@ -114,7 +115,7 @@ impl LayerSpec {
         let MixerSpec::Attention(attention) = &mut self.mixer;
         let of_mixer = attention.qkv.iter_mut().chain([&mut attention.o]);
         let mlp = match &mut self.mlp {
-            MlpSpec::SwiGlu(mlp) => Some(mlp),
+            MlpSpec::SwiGlu(mlp) => Some(&mut **mlp),
             MlpSpec::Moe(moe) => moe.shared_expert.as_mut().map(|shared| &mut shared.mlp),
         };
         of_mixer.chain(mlp.into_iter().flat_map(|mlp| mlp.gate_up.iter_mut().chain([&mut mlp.down])))
@@ -168,7 +169,7 @@ impl MlpSpec {
     /// Returns the linear layers that adapters may target, in forward order: of an MoE layer those of the shared expert.
     pub fn linears(&self) -> impl Iterator<Item = &LinearSpec> {
         let mlp = match self {
-            Self::SwiGlu(mlp) => Some(mlp),
+            Self::SwiGlu(mlp) => Some(&**mlp),
             Self::Moe(moe) => moe.shared_expert.as_ref().map(|shared| &shared.mlp),
         };
         mlp.into_iter().flat_map(|mlp| mlp.gate_up.iter().chain([&mlp.down]))

@@ -172,7 +172,7 @@ impl LayerCost<'_> {
     /// Returns the MLP of a dense layer, or the shared expert of an MoE layer.
     fn swiglu(&self) -> Option<&SwiGluSpec> {
         match &self.layer.mlp {
-            MlpSpec::SwiGlu(mlp) => Some(mlp),
+            MlpSpec::SwiGlu(mlp) => Some(&**mlp),
             MlpSpec::Moe(moe) => moe.shared_expert.as_ref().map(|shared| &shared.mlp),
         }
     }
