@@ -63,7 +63,7 @@ pub struct TokenCount {
 /// The counts of training steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrainedCounts {
-    /// Steps.
+    /// Optimizer steps.
     pub steps: u64,
     /// Sequences, and tokens without padding.
     pub read: TokenCount,

@@ -8,9 +8,9 @@ use serde::{Serialize, Serializer};
 
 use super::eval::{BestPlan, EvalPlan, TasksPlan};
 use super::model::{ModelPlan, TokenizerPlan};
-use super::moe::MoePlan;
 use super::pipeline::PipelinePlan;
 use super::ranks::RanksPlan;
+use super::router_loss::RouterLossPlan;
 use super::setting::ResolvedSetting;
 use crate::checkpoint::CheckpointPlan;
 use crate::data::DataPlan;
@@ -37,7 +37,7 @@ pub struct Plan {
     /// The model.
     pub model: ModelPlan,
     /// The losses of the routers; `None` for a dense model.
-    pub moe: Option<MoePlan>,
+    pub moe: Option<RouterLossPlan>,
     /// The tokenizer.
     pub tokenizer: TokenizerPlan,
     /// The data and the batches.

@@ -3,15 +3,15 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// ArcticTraining's mixture-of-experts layers.
+/// Value of `arctic_moe`. Experts always use the same kernels; `true` requires a model with experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ArcticMoe {
-    /// `false`: not used.
+    /// `false`: no check.
     Off,
-    /// `true`: used.
+    /// `true`: the model must have experts.
     On,
-    /// `auto`: used if the model has experts.
+    /// `auto`: no check.
     Auto,
 }
 

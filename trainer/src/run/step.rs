@@ -9,7 +9,7 @@ use candlewick_ops::{AdamW, CuSeqlens, GradScaler, StepDecision, UpdateOutcome, 
 use candlewick_parallel::{CausalLm, Engine, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch};
 
 use crate::data::{Batch, Dataset, GlobalBatch};
-use crate::plan::{MoePlan, OptimizerPlan};
+use crate::plan::{OptimizerPlan, RouterLossPlan};
 use crate::recipe::OnNonfinite;
 
 use super::rank_info::RankInfo;
@@ -61,7 +61,7 @@ pub struct AllStepsSkipped {
 pub(super) struct StepConfig<'a> {
     pub(super) plan: &'a OptimizerPlan,
     /// The losses of the routers.
-    pub(super) moe: Option<MoePlan>,
+    pub(super) moe: Option<RouterLossPlan>,
     /// The learning rate.
     pub(super) lr: f64,
     /// The step's number, counted from 1.

@@ -115,10 +115,11 @@ impl StepDecision {
 }
 
 impl GradScaler {
-    /// Creates a scaler after `n_updates` updates, with the policy's initial loss scale.
-    pub fn new(policy: GradPolicy, n_updates: usize, device: &Device) -> Result<Self> {
+    /// Creates a scaler that has done `n_done_updates` updates, with the policy's initial loss scale.
+    pub fn new(policy: GradPolicy, n_done_updates: usize, device: &Device) -> Result<Self> {
         let LossScaling { initial, hysteresis, .. } = policy.loss_scaling;
-        let first = ScalerState { n_updates, loss_scale: initial, good_steps: 0, hysteresis_left: hysteresis };
+        let first =
+            ScalerState { n_updates: n_done_updates, loss_scale: initial, good_steps: 0, hysteresis_left: hysteresis };
         Self::from_state(policy, &first, device)
     }
 

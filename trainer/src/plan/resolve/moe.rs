@@ -3,13 +3,13 @@
 use candlewick_model::QkNorm;
 
 use super::resolver::{Resolver, one_of};
-use crate::plan::{ModelPlan, MoePlan, RanksPlan};
+use crate::plan::{ModelPlan, RanksPlan, RouterLossPlan};
 use crate::recipe::{ArcticMoe, HumanInt};
 
 const SIZE: &str = "expert_parallel_size";
 
 /// Returns the router losses of a model with experts. Reports keys that the model or the mesh does not allow.
-pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksPlan) -> Option<MoePlan> {
+pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksPlan) -> Option<RouterLossPlan> {
     note_keys_without_effect(resolver);
     let config = model.config.as_ref()?;
     if ranks.tensor > 1 && config.qk_norm() == QkNorm::AllHeads {
@@ -37,7 +37,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
     let aux_loss_coeff = resolver.number("moe.aux_loss_coeff", section.aux_loss_coeff, default, 0.0, f64::MAX);
     let z_loss_coeff = resolver.number("moe.z_loss_coeff", section.z_loss_coeff, 0.0, 0.0, f64::MAX);
     let n_layers = moe.layers.iter().filter(|is_moe| **is_moe).count();
-    Some(MoePlan { aux_loss_coeff, z_loss_coeff, n_layers })
+    Some(RouterLossPlan { aux_loss_coeff, z_loss_coeff, n_layers })
 }
 
 /// Returns the expert-parallel degree; `None` for a dense model. It must divide the experts and the ranks of a pipeline

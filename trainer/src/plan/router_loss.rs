@@ -1,4 +1,4 @@
-//! Mixture of experts in a plan.
+//! Losses of routers in a plan.
 
 use candlewick_model::RouterLoss;
 use candlewick_parallel::AuxiliaryLoss;
@@ -6,7 +6,7 @@ use serde::Serialize;
 
 /// Losses of the routers of a mixture-of-experts model.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct MoePlan {
+pub struct RouterLossPlan {
     /// Coefficient of each layer's load-balancing loss; 0 turns it off.
     pub aux_loss_coeff: f64,
     /// Coefficient of each layer's z-loss; 0 turns it off.
@@ -15,7 +15,7 @@ pub struct MoePlan {
     pub n_layers: usize,
 }
 
-impl MoePlan {
+impl RouterLossPlan {
     fn coefficient(&self, loss: RouterLoss) -> f64 {
         match loss {
             RouterLoss::LoadBalancing => self.aux_loss_coeff,
@@ -47,7 +47,7 @@ mod tests {
 
     #[test]
     fn every_layer_adds_its_loss_and_metrics_show_their_mean() {
-        let plan = MoePlan { aux_loss_coeff: 0.01, z_loss_coeff: 0.0, n_layers: 4 };
+        let plan = RouterLossPlan { aux_loss_coeff: 0.01, z_loss_coeff: 0.0, n_layers: 4 };
         assert_eq!(plan.router_losses(), [RouterLoss::LoadBalancing]);
         let [loss] = plan.auxiliary(10).try_into().expect("one loss has a coefficient");
         // Four layers whose loss is 1 for each of ten tokens.
