@@ -192,7 +192,7 @@ fn four_ranks_pass_all_cases_over_tcp() {
 fn recorded_sequences_are_equal_across_ranks() {
     let Some(ends) = run("calls", 2, PATIENT, &[]) else { return };
     let want = "world: split 1; part: all_gather 1 (f32 [3]); world: all_reduce 2 (max, f32 [3])";
-    assert!(ends.output.status.success(), "{:?}", ends.output);
+    assert!(ends.output.status.success(), "{:?}: {:?}", ends.output, ends.message);
     assert_eq!(ends.message, [Some(want.to_owned()), Some(want.to_owned())]);
 }
 
