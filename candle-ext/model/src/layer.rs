@@ -166,17 +166,19 @@ impl MixerSpec {
 }
 
 impl MlpSpec {
+    /// Returns the MLP of a dense layer, or the shared expert of an MoE layer.
+    pub(crate) fn swiglu(&self) -> Option<&SwiGluSpec> {
+        match self {
+            Self::SwiGlu(mlp) => Some(mlp),
+            Self::Moe(moe) => moe.shared_expert.as_ref().map(|shared| &shared.mlp),
+        }
+    }
+
     /// Returns the linear layers that adapters may target, in forward order: of an MoE layer those of the shared expert.
     pub fn linears(&self) -> impl Iterator<Item = &LinearSpec> {
-        let mlp = match self {
-            Self::SwiGlu(mlp) => Some(&**mlp),
-            Self::Moe(moe) => moe.shared_expert.as_ref().map(|shared| &shared.mlp),
-        };
-        mlp.into_iter().flat_map(|mlp| mlp.gate_up.iter().chain([&mlp.down]))
+        self.swiglu().into_iter().flat_map(|mlp| mlp.gate_up.iter().chain([&mlp.down]))
     }
-}
 
-impl MlpSpec {
     /// Returns the number of weight elements that a token is multiplied with: all of a dense MLP; of a mixture of experts
     /// the router, the selected experts and the shared expert.
     pub fn n_active_weights(&self) -> usize {

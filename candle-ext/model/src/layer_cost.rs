@@ -9,7 +9,7 @@ use candlewick_ops::{
     dropout_backward_cost, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
 };
 
-use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, QkNorm, SelfAttentionSpec, SwiGluSpec, TiledMlp};
+use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, QkNorm, SelfAttentionSpec, TiledMlp};
 
 /// Bytes of an f32.
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -122,6 +122,8 @@ impl LayerCost<'_> {
         let (Widths { d, q, kv, f }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
         let (u, tile) = self.tiled().map_or((t, 0), |tiled| (tiled.tile_rows, tiled.forward().scratch_bytes));
         let down = self
+            .layer
+            .mlp
             .swiglu()
             .map_or(0, |mlp| self.linear(u, [f, d], (&mlp.down, LinearInput::Unused)).forward().scratch_bytes);
         let residual = 3 * self.activation_bytes() + self.sublayer_bytes();
@@ -169,14 +171,6 @@ impl LayerCost<'_> {
         attention
     }
 
-    /// Returns the MLP of a dense layer, or the shared expert of an MoE layer.
-    fn swiglu(&self) -> Option<&SwiGluSpec> {
-        match &self.layer.mlp {
-            MlpSpec::SwiGlu(mlp) => Some(&**mlp),
-            MlpSpec::Moe(moe) => moe.shared_expert.as_ref().map(|shared| &shared.mlp),
-        }
-    }
-
     /// Returns the cost of the routed experts; `None` for a dense layer.
     fn experts(&self) -> Option<ExpertsCost> {
         let MlpSpec::Moe(moe) = &self.layer.mlp else { return None };
@@ -193,7 +187,7 @@ impl LayerCost<'_> {
     fn widths(&self) -> Widths {
         let on_rank = |linear: &LinearSpec| (linear.out.len / self.n_slices) as u64;
         let [q, kv, _] = self.attention_spec().qkv.each_ref().map(on_rank);
-        let f = self.swiglu().map_or(0, |mlp| on_rank(&mlp.gate_up[0]));
+        let f = self.layer.mlp.swiglu().map_or(0, |mlp| on_rank(&mlp.gate_up[0]));
         Widths { d: self.layer.hidden_size as u64, q, kv, f }
     }
 
@@ -275,7 +269,7 @@ impl LayerCost<'_> {
     /// Returns the peak bytes of the MLP's backward for `rows` tokens, with its saved activations.
     fn mlp_backward(&self, rows: u64) -> u64 {
         let Widths { d, f, .. } = self.widths();
-        let Some(mlp) = self.swiglu() else { return 0 };
+        let Some(mlp) = self.layer.mlp.swiglu() else { return 0 };
         let elements = |n: u64| rows * self.n_bytes() * n;
         let down = self.linears_backward(rows, [f, d], std::slice::from_ref(&mlp.down)) + elements(f);
         let gated = elements(3 * f);
