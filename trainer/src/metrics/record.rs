@@ -57,6 +57,10 @@ pub struct StepRecord {
     /// GPU memory after the step, in a run on a GPU.
     #[serde(flatten)]
     pub gpu_memory: Option<GpuMemory>,
+    /// Energy of rank 0's GPU since the step before, in joules, if the GPU reports it. It includes evaluations and
+    /// checkpoints in between.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_energy_joules: Option<f64>,
 }
 
 /// An evaluation on the eval data.
@@ -143,6 +147,7 @@ pub(super) fn example() -> StepRecord {
             node_total_bytes: 80_000_000_000,
         }),
         gpu_memory: None,
+        gpu_energy_joules: None,
     }
 }
 

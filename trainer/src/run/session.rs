@@ -213,6 +213,7 @@ impl<'a> Session<'a> {
                 .map(|peak| model_flops_utilization(self.flops(step, Work::Useful) / n_ranks as f64, step_time, peak)),
             memory: Memory::now(),
             gpu_memory: self.monitor.as_ref().map(GpuMonitor::memory),
+            gpu_energy_joules: self.monitor.as_ref().and_then(GpuMonitor::energy),
         };
         self.reporter.log_step(&record);
         let (token_stats, n_skipped) = (json!(self.token_stats()), self.progress.n_skipped);

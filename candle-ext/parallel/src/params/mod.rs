@@ -265,6 +265,11 @@ impl ParamStore {
         self.reducer.squares(&self.layout)
     }
 
+    /// Returns the number of gradient elements that are zero, an f64 scalar on their device. Collective.
+    pub fn grad_zeros(&self) -> Result<Tensor> {
+        self.reducer.zeros(&self.layout)
+    }
+
     /// Runs the AdamW step that `scaler` has decided on. Norms and biases get no weight decay. Collective.
     ///
     /// It waits for the GPU only if the optimizer is offloaded.

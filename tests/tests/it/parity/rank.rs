@@ -121,6 +121,8 @@ struct RankResult {
     norms: Vec<f64>,
     eval_loss: f64,
     grads: Vec<ParamShard>,
+    /// Zeros among the gradients of the first step, on all ranks.
+    n_zeros: f64,
     weights: Vec<ParamShard>,
     used: BTreeSet<GroupOp>,
     calls: Vec<CollectiveCall>,
@@ -169,10 +171,15 @@ pub(crate) fn run_with(
     let join = |shards: fn(&RankResult) -> &Vec<ParamShard>| unsharded(ranks.iter().flat_map(shards));
     let mut losses = ranks[0].losses.clone();
     losses.push(ranks[0].eval_loss);
+    let grads = join(|rank| &rank.grads);
+    if fault.is_none() {
+        let n_zeros = grads.values().flatten().filter(|grad| **grad == 0.0).count() as f64;
+        ranks.iter().for_each(|rank| assert_eq!(rank.n_zeros, n_zeros, "{strategy:?}: zeros among the gradients"));
+    }
     Ok(RunResult {
         losses,
         norms: ranks[0].norms.clone(),
-        grads: join(|rank| &rank.grads),
+        grads,
         weights: join(|rank| &rank.weights),
         used: ranks.iter().flat_map(|rank| rank.used.clone()).collect(),
     })
@@ -247,7 +254,7 @@ fn run_rank(
     let stage = Mesh::new(strategy.degrees, world.size()).unwrap().coordinate(world.rank(), Axis::Pp);
     let engine = engine(world, strategy, case, fault)?;
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
-    let (mut losses, mut norms, mut grads) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut losses, mut norms, mut grads, mut n_zeros) = (Vec::new(), Vec::new(), Vec::new(), 0.0);
     let n_before = world.calls().len();
     for step in 0..n_steps {
         let (micros, n_targets) = micros(batching, step, rank, n_ranks);
@@ -263,6 +270,7 @@ fn run_rank(
         losses.push(sum(engine.group(), local)? / n_targets);
         if step == 0 {
             grads = shards(&engine, |state| &state.grad)?;
+            n_zeros = engine.store().grad_zeros()?.to_scalar::<f64>()?;
         }
         let squares = engine.store().grad_squares()?;
         norms.push(squares.sum_all()?.to_scalar::<f64>()?.sqrt());
@@ -290,7 +298,7 @@ fn run_rank(
             engine.model().units().iter().flat_map(|unit| &unit.params).filter(|spec| spec.trainable).count()
         );
     }
-    Ok(RankResult { stage, losses, norms, eval_loss, grads, weights, used, calls: world.calls() })
+    Ok(RankResult { stage, losses, norms, eval_loss, grads, n_zeros, weights, used, calls: world.calls() })
 }
 
 pub(crate) fn shards(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_core::Result<Vec<ParamShard>> {
