@@ -162,6 +162,9 @@ pub struct Recipe {
     pub loss_log_interval: Option<HumanInt>,
     /// The number of steps between two steps whose metrics are recorded and shown; 0 turns this off. Default 1.
     pub train_log_iter_interval: Option<HumanInt>,
+    /// Counts the gradient elements that are zero in each step, as Megatron-LM's `--log-num-zeros-in-grad`. The metric is
+    /// `num_zeros`. Default false.
+    pub log_num_zeros_in_grad: Option<bool>,
     /// The file that receives a JSON line for each step, evaluation, checkpoint and resume. Default `metrics.jsonl` in
     /// `output_dir`.
     pub train_log_metrics_path: Option<String>,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candlewick_ops::{AdamW, CuSeqlens, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload};
-use candlewick_parallel::{CausalLm, Engine, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch};
+use candlewick_parallel::{CausalLm, Engine, GradZeros, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch};
 
 use crate::data::{Batch, Dataset, GlobalBatch};
 use crate::plan::{OptimizerPlan, RouterLossPlan};
@@ -26,6 +26,8 @@ pub(super) struct StepOutcome {
     pub(super) auxiliary: BTreeMap<String, f64>,
     /// Selections of each expert, by MoE layer.
     pub(super) expert_counts: Vec<Vec<f32>>,
+    /// The number of zero gradients, if they are counted.
+    pub(super) grad_zeros: Option<u64>,
     /// The decision of the gradient scaler.
     pub(super) decision: StepDecision,
     /// The time since the step started, or since the step before was done if that was later.
@@ -62,6 +64,8 @@ pub(super) struct StepConfig<'a> {
     pub(super) plan: &'a OptimizerPlan,
     /// The losses of the routers.
     pub(super) moe: Option<RouterLossPlan>,
+    /// The choice to count zero gradients.
+    pub(super) grad_zeros: GradZeros,
     /// The learning rate.
     pub(super) lr: f64,
     /// The step's number, counted from 1.
@@ -111,7 +115,7 @@ pub(super) fn start(
     let n_tokens = step.micro_batches.iter().filter(has_targets).map(|batch| batch.ids.len()).sum();
     let auxiliary = config.moe.map(|moe| moe.auxiliary(n_tokens)).unwrap_or_default();
     let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets, auxiliary: &auxiliary };
-    let optimizer = OptimizerStep { adamw: config.hyper(), scaler };
+    let optimizer = OptimizerStep { adamw: config.hyper(), scaler, grad_zeros: config.grad_zeros };
     let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
     let (number, lr, launch_time) = (config.number, config.lr, started.elapsed());
     Ok(PendingStep { step, own, data_world: config.rank.data_world, number, lr, started, launch_time, in_flight })
@@ -134,7 +138,8 @@ impl PendingStep {
     ) -> Result<(GlobalBatch, StepOutcome)> {
         let Self { step, own, data_world, number, lr, started, launch_time, in_flight } = self;
         let was_done = in_flight.is_ready();
-        let StepResult { own_losses, losses, auxiliary, expert_counts, verdict: decision } = in_flight.wait()?;
+        let StepResult { own_losses, losses, auxiliary, expert_counts, verdict: decision, grad_zeros } =
+            in_flight.wait()?;
         let elapsed = started.max(since).elapsed();
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
         if decision.outcome == UpdateOutcome::NonFinite {
@@ -143,7 +148,7 @@ impl PendingStep {
             stop_or_warn(NonFinite { step: number, what, rows }, on_nonfinite)?;
         }
         let compute = if was_done { launch_time } else { elapsed };
-        Ok((step, StepOutcome { number, lr, loss, auxiliary, expert_counts, decision, elapsed, compute }))
+        Ok((step, StepOutcome { number, lr, loss, auxiliary, expert_counts, grad_zeros, decision, elapsed, compute }))
     }
 }
 

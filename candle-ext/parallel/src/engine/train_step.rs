@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candlewick_comm::Reduce;
 use candlewick_ops::{AdamW, DeviceReadback, GradScaler, StepDecision, span};
 
@@ -27,6 +27,18 @@ pub struct OptimizerStep<'a> {
     pub adamw: AdamW,
     /// Gradient clipping, loss scaling and the policy for non-finite gradients.
     pub scaler: &'a GradScaler,
+    /// Count of zero gradients.
+    pub grad_zeros: GradZeros,
+}
+
+/// Choice to count the gradient elements that are zero, which reads all gradients once more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum GradZeros {
+    /// Zeros are not counted.
+    #[default]
+    Uncounted,
+    /// Zeros are counted.
+    Counted,
 }
 
 /// A step that may still be running on the device.
@@ -35,6 +47,7 @@ pub struct InFlightStep {
     auxiliary: Vec<AuxiliaryLoss>,
     /// Number of experts of each MoE layer.
     n_experts: Vec<usize>,
+    grad_zeros: GradZeros,
     readout: DeviceReadback,
 }
 
@@ -51,7 +64,12 @@ pub struct StepResult {
     pub expert_counts: Vec<Vec<f32>>,
     /// Gradient norm, and the decision to update, skip or stop.
     pub verdict: StepDecision,
+    /// Number of zero gradients of all ranks; `None` if they are not counted.
+    pub grad_zeros: Option<u64>,
 }
+
+/// Number of zeros per unit of the first of two f32 numbers that carry a count to the host.
+const ZEROS_PER_UNIT: f64 = (1 << 20) as f64;
 
 impl Engine {
     /// Runs one optimizer step. It waits for the GPU only if the optimizer is offloaded. Collective: all ranks must
@@ -62,7 +80,7 @@ impl Engine {
         objective: &dyn Objective,
         optimizer: &OptimizerStep<'_>,
     ) -> Result<InFlightStep> {
-        let OptimizerStep { adamw, scaler } = optimizer;
+        let OptimizerStep { adamw, scaler, grad_zeros } = optimizer;
         let scale = LossScale::mean_over(batch.n_targets).times(scaler.loss_scale()?);
         self.store.zero_grads()?;
         let loss = StepLoss { objective, scale, auxiliary: batch.auxiliary };
@@ -73,11 +91,23 @@ impl Engine {
         let of_all = self.group.all_reduce(&own, Reduce::Sum)?;
         let _span = span("optimizer", "");
         scaler.update(&self.store.grad_squares()?, &of_all, [adamw.beta1, adamw.beta2])?;
+        let zeros = match grad_zeros {
+            GradZeros::Uncounted => None,
+            GradZeros::Counted => Some(count_as_f32(&self.store.grad_zeros()?)?),
+        };
         self.store.step(adamw, scaler)?;
-        let readout = DeviceReadback::start(&Tensor::cat(&[&own, &of_all, scaler.state()], 0)?)?;
+        let numbers: Vec<&Tensor> = [&own, &of_all, scaler.state()].into_iter().chain(&zeros).collect();
+        let readout = DeviceReadback::start(&Tensor::cat(&numbers, 0)?)?;
         let (n_micros, auxiliary) = (batch.micros.len(), batch.auxiliary.to_vec());
-        Ok(InFlightStep { n_micros, auxiliary, n_experts, readout })
+        Ok(InFlightStep { n_micros, auxiliary, n_experts, grad_zeros: *grad_zeros, readout })
     }
+}
+
+/// Splits a count, an f64 scalar, into two f32 numbers [2] that hold it exactly: units and the rest.
+fn count_as_f32(count: &Tensor) -> Result<Tensor> {
+    let units = (count / ZEROS_PER_UNIT)?.floor()?;
+    let rest = (count - (&units * ZEROS_PER_UNIT)?)?;
+    Tensor::stack(&[units, rest], 0)?.to_dtype(DType::F32)
 }
 
 impl InFlightStep {
@@ -102,6 +132,12 @@ impl InFlightStep {
             auxiliary: self.auxiliary.iter().zip(auxiliary).map(mean).collect(),
             expert_counts: self.n_experts.iter().map(&mut counts_of).collect(),
             verdict: StepDecision::read(state),
+            grad_zeros: match (self.grad_zeros, state) {
+                (GradZeros::Counted, [.., units, rest]) => {
+                    Some((f64::from(*units) * ZEROS_PER_UNIT) as u64 + *rest as u64)
+                }
+                _ => None,
+            },
         })
     }
 }
