@@ -335,7 +335,10 @@ pub(crate) struct Graph {
 type Op = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
 
 impl Graph {
-    pub(crate) fn new<const N: usize>(tracked: [Tensor; N], op: impl Fn(&[Tensor]) -> Result<Tensor> + 'static) -> Self {
+    pub(crate) fn new<const N: usize>(
+        tracked: [Tensor; N],
+        op: impl Fn(&[Tensor]) -> Result<Tensor> + 'static,
+    ) -> Self {
         Self { tracked: tracked.into(), op: Box::new(op) }
     }
 
