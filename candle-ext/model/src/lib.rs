@@ -13,6 +13,7 @@ mod dropout;
 mod error;
 mod expert_counts;
 mod experts;
+mod experts_cost;
 mod family;
 mod layer;
 mod layer_cost;
@@ -36,6 +37,7 @@ pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice, Tile
 pub use error::ModelError;
 pub use expert_counts::ExpertCounts;
 pub use experts::{ExpertCall, Experts};
+pub use experts_cost::ExpertExchange;
 pub use family::{Family, QkNorm};
 pub use layer::{LayerSpec, MixerSpec, MlpSpec, SelfAttentionSpec};
 pub use layer_cost::{AttentionExchange, LayerCost};

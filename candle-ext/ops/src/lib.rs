@@ -88,6 +88,7 @@ pub use linear_cross_entropy::{
 };
 pub use moe::assignment::{DROPPED, ExpertAssignment};
 pub use moe::capacity::{DropPolicy, expert_capacity, limit_capacity};
+pub use moe::expert_labels::{relabel_experts, repeat_weights};
 pub use moe::grouped_linear::{GroupedLinearCost, TokensPerCall, grouped_linear};
 pub use moe::permute::{permute, permute_cost, permute_weights, unpermute};
 pub use moe::router::{GroupLimit, RouterSpec, Routing, ScoreFunction, TopKOrder, route, route_by, route_cost};

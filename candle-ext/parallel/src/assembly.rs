@@ -8,6 +8,7 @@ use candlewick_model::{Model, RouterLoss};
 
 use crate::context_parallel::ContextParallel;
 use crate::engine::{ActivationCheckpointing, Engine};
+use crate::expert_parallel::TokenDispatcher;
 use crate::groups::ParallelGroups;
 use crate::params::{CpuOffload, ParamDtypes, ParamStore, StoreMode, StoreOptions, ZeroStage};
 use crate::pipeline::{Pipeline, PipelineLayout, PipelineScheduleKind};
@@ -32,6 +33,8 @@ pub struct EngineSpec {
     pub cpu_offload: CpuOffload,
     /// Activation checkpointing of each layer.
     pub checkpointing: Vec<ActivationCheckpointing>,
+    /// Exchange of tokens between expert parallel ranks.
+    pub token_dispatcher: TokenDispatcher,
     /// Auxiliary losses of the routers. A training step needs a coefficient for each.
     pub router_losses: Vec<RouterLoss>,
 }
@@ -49,6 +52,7 @@ impl EngineSpec {
             schedule: PipelineScheduleKind::default(),
             cpu_offload: CpuOffload::default(),
             checkpointing,
+            token_dispatcher: TokenDispatcher::default(),
             router_losses: Vec::new(),
         }
     }
@@ -63,7 +67,8 @@ impl EngineSpec {
     /// Training sums losses over `groups.loss`. Inference returns each rank's own losses.
     pub fn build(self, model: Model, groups: &ParallelGroups, device: Device) -> Result<Engine> {
         let Self { mode, dtypes, zero_stage, sequence_parallel, layout, schedule, cpu_offload, .. } = self;
-        let (checkpointing, router_losses) = (self.checkpointing, self.router_losses);
+        let (checkpointing, router_losses, dispatcher) =
+            (self.checkpointing, self.router_losses, self.token_dispatcher);
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
         let options = StoreOptions { dtypes, mode, cpu_offload };
         let store = ParamStore::of_units(model.units(), options, &device, sharding)?;
@@ -82,7 +87,7 @@ impl EngineSpec {
             engine = engine.with_tensor_parallel(groups.tensor_parallel(sequence_parallel));
         }
         if let Some(experts) = groups.expert_parallel(sequence_parallel) {
-            engine = engine.with_expert_parallel(experts);
+            engine = engine.with_expert_parallel(experts.with_dispatcher(dispatcher));
         }
         Ok(engine)
     }

@@ -37,7 +37,7 @@ pub use model::{
     ActivationCheckpoint, AttnImplementation, ConfigSource, FloatDtype, JsonMap, ModelSection, ModelType,
     TokenizerSection, TokenizerType,
 };
-pub use moe::MoeSection;
+pub use moe::{MoeSection, TokenDispatcherType};
 pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 pub use number::{HumanFloat, HumanInt, parse_number};
 pub use optimizer::{
@@ -136,6 +136,10 @@ pub struct Recipe {
     /// The expert-parallel degree: the number of ranks that divide the experts of each layer. It must divide the experts,
     /// and the ranks of a pipeline stage. Default 1.
     pub expert_parallel_size: Option<HumanInt>,
+    /// The expert-tensor-parallel degree: the number of ranks that split the matrices of each expert, with Megatron-LM's
+    /// name. It must divide the intermediate size of an expert. Times `expert_parallel_size` it must divide the ranks of a
+    /// pipeline stage. Default 1; Megatron-LM's is `tensor_parallel_size`.
+    pub expert_tensor_parallel_size: Option<HumanInt>,
     /// ArcticTraining's mixture-of-experts layers: `true`, `false` or `auto`. Models with experts always use ours; `true`
     /// for a dense model is an error.
     pub arctic_moe: Option<ArcticMoe>,

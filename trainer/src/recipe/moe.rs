@@ -15,4 +15,18 @@ pub struct MoeSection {
     /// The coefficient of each layer's z-loss, the mean square of the log-sum-exp of the router's logits. Megatron-LM's
     /// documentation suggests 1e-3. Default 0.
     pub z_loss_coeff: Option<HumanFloat>,
+    /// The exchange of tokens between expert-parallel ranks: `alltoall` (default) or `allgather`. `allgather` sends less if a
+    /// token selects more experts than `expert_parallel_size`.
+    pub token_dispatcher_type: Option<TokenDispatcherType>,
+}
+
+/// Exchange of tokens between expert-parallel ranks, with Megatron-LM's names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum TokenDispatcherType {
+    /// Each row travels to the ranks of its expert.
+    #[default]
+    AllToAll,
+    /// Every rank gets all tokens.
+    AllGather,
 }

@@ -34,7 +34,8 @@ impl EngineState {
             for (part, view) in PARTS.into_iter().zip([param.master, param.exp_avg, param.exp_avg_sq]) {
                 let tensor = meta(part, &param.name, &param.shape);
                 views.insert(tensor.name.clone(), (param.range.start, view));
-                let chunk = TensorChunk { tensor, columns: param.columns.clone(), range: param.range.clone() };
+                let (columns, range) = (param.columns.clone(), param.range.clone());
+                let chunk = TensorChunk { tensor, row_len: param.row_len, columns, range };
                 if param.writes_checkpoint {
                     to_write.push(chunk.clone());
                 }

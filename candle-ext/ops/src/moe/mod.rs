@@ -2,6 +2,7 @@
 
 pub mod assignment;
 pub mod capacity;
+pub mod expert_labels;
 pub mod grouped_linear;
 pub mod permute;
 pub mod router;

@@ -226,7 +226,8 @@ impl ParamStore {
                     dequantize(&piece, format, &param.shape(), self.compute_dtype())?.flatten_all()?
                 }
             };
-            param.placement.gather(&piece, &spec.shape, &*group.ranks.split)
+            let ranks = &group.ranks;
+            param.placement.gather(&piece, &spec.shape, (&*ranks.split, ranks.tensor.size()))
         };
         let values = self.layout.units[unit_idx].params.iter().map(value).collect();
         groups.clone().for_each(|group_idx| self.buffers.group_weights(group_idx).reshard());

@@ -11,6 +11,7 @@ mod objective;
 mod quantized;
 mod rank;
 mod ring;
+mod small_meshes;
 mod tiles;
 
 use std::collections::BTreeSet;

@@ -12,7 +12,7 @@ use candlewick_model::{RouterLoss, TiledMlp};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
     ActivationCheckpointing, AuxiliaryLoss, CpuOffload, Engine, EngineSpec, LossScale, ParallelGroups, ParamDtypes,
-    ParamState, PipelineLayout, PipelineScheduleKind, SequenceParallel, StepLoss, ZeroStage,
+    ParamState, PipelineLayout, PipelineScheduleKind, SequenceParallel, StepLoss, TokenDispatcher, ZeroStage,
 };
 
 use super::case::{Batching, ModelCase, micros};
@@ -38,6 +38,7 @@ pub(crate) struct Strategy {
     /// Most bytes of logits that the loss holds at once; `None` does not limit them.
     pub(crate) logits_bytes: Option<usize>,
     pub(crate) cpu_offload: CpuOffload,
+    pub(crate) token_dispatcher: TokenDispatcher,
 }
 
 impl Strategy {
@@ -50,6 +51,7 @@ impl Strategy {
         tiled_mlp: TiledMlp::Off,
         logits_bytes: None,
         cpu_offload: CpuOffload { optimizer: 0.0, weights: false },
+        token_dispatcher: TokenDispatcher::AllToAll,
     };
 
     /// Returns the number of ranks with equal micro-batches, each of which counts their targets.
@@ -101,6 +103,7 @@ pub(crate) struct RunResult {
 pub(crate) struct ParamShard {
     name: String,
     shape: Vec<usize>,
+    row_len: usize,
     columns: Range<usize>,
     range: Range<usize>,
     values: Vec<f32>,
@@ -109,7 +112,7 @@ pub(crate) struct ParamShard {
 impl ParamShard {
     /// Returns the positions of the shard's elements in the whole parameter.
     fn positions(&self) -> impl Iterator<Item = usize> {
-        let (width, n) = (self.shape[self.shape.len() - 1], self.columns.len());
+        let (width, n) = (self.row_len, self.columns.len());
         let first = self.columns.start;
         self.range.clone().map(move |at| at / n * width + first + at % n)
     }
@@ -223,6 +226,7 @@ pub(crate) fn engine(
         schedule: strategy.schedule,
         cpu_offload: strategy.cpu_offload,
         checkpointing: checkpointing.collect(),
+        token_dispatcher: strategy.token_dispatcher,
         router_losses: Strategy::router_losses(case),
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), strategy.layout(model.n_blocks()))
     };
@@ -306,8 +310,8 @@ pub(crate) fn shards(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_
     states
         .map(|state| {
             let values = of(&state).to_vec1()?;
-            let ParamState { name, shape, columns, range, .. } = state;
-            Ok(ParamShard { name, shape, columns, range, values })
+            let ParamState { name, shape, row_len, columns, range, .. } = state;
+            Ok(ParamShard { name, shape, row_len, columns, range, values })
         })
         .collect()
 }
