@@ -2,6 +2,8 @@
 
 pub mod assignment;
 pub mod capacity;
+pub mod expert_bias;
+pub mod expert_counts;
 pub mod grouped_linear;
 pub mod permute;
 pub mod router;
