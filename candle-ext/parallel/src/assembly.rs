@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result};
 use candlewick_comm::{Collective, Solo};
-use candlewick_model::{Model, RouterLoss};
+use candlewick_model::{Model, RouterSettings};
 
 use crate::context_parallel::ContextParallel;
 use crate::engine::{ActivationCheckpointing, Engine};
@@ -32,8 +32,8 @@ pub struct EngineSpec {
     pub cpu_offload: CpuOffload,
     /// Activation checkpointing of each layer.
     pub checkpointing: Vec<ActivationCheckpointing>,
-    /// Auxiliary losses of the routers. A training step needs a coefficient for each.
-    pub router_losses: Vec<RouterLoss>,
+    /// Settings of the routers.
+    pub router: RouterSettings,
 }
 
 impl EngineSpec {
@@ -49,7 +49,7 @@ impl EngineSpec {
             schedule: PipelineScheduleKind::default(),
             cpu_offload: CpuOffload::default(),
             checkpointing,
-            router_losses: Vec::new(),
+            router: RouterSettings::default(),
         }
     }
 
@@ -63,7 +63,7 @@ impl EngineSpec {
     /// Training sums losses over `groups.loss`. Inference returns each rank's own losses.
     pub fn build(self, model: Model, groups: &ParallelGroups, device: Device) -> Result<Engine> {
         let Self { mode, dtypes, zero_stage, sequence_parallel, layout, schedule, cpu_offload, .. } = self;
-        let (checkpointing, router_losses) = (self.checkpointing, self.router_losses);
+        let (checkpointing, router) = (self.checkpointing, self.router);
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
         let options = StoreOptions { dtypes, mode, cpu_offload };
         let store = ParamStore::of_units(model.units(), options, &device, sharding)?;
@@ -74,7 +74,7 @@ impl EngineSpec {
         let pipeline = Pipeline::new(Arc::clone(&groups.pp), layout, schedule)?;
         let mut engine = Engine::new(model, store, checkpointing, losses, device)
             .with_pipeline(pipeline)
-            .with_router_losses(router_losses);
+            .with_router(router);
         if groups.cp.size() * groups.sp.size() > 1 {
             engine = engine.with_context_parallel(ContextParallel::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp)));
         }

@@ -21,6 +21,8 @@ pub struct ExpertParallel {
     pub(crate) ep: Arc<dyn Collective>,
     /// Ranks that split the tokens of a micro-batch.
     pub(crate) micro_batch: Arc<dyn Collective>,
+    /// Ranks that split the tokens of a step.
+    pub(crate) step: Arc<dyn Collective>,
 }
 
 /// Rows that a rank sends to and receives from each expert parallel rank.
@@ -142,6 +144,10 @@ impl ParallelOps for ExpertParallelOps<'_> {
 
     fn sum_over_micro_batch(&self, x: &Tensor) -> Result<Tensor> {
         Ok(self.experts.micro_batch.all_reduce(x, Reduce::Sum)?)
+    }
+
+    fn sum_over_data_parallel(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(self.experts.step.all_reduce(x, Reduce::Sum)?)
     }
 }
 

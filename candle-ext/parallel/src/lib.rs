@@ -31,7 +31,7 @@ pub use kv_cache_pool::{AppendTokens, KvAppend, KvCachePool};
 pub use objective::{AuxiliaryLoss, CausalLm, MicroLoss, Objective, TokenLosses};
 pub use offload::OffloadTarget;
 pub use params::{
-    CpuOffload, MicroBatch, ParamDtypes, ParamState, ParamStore, ShardingGroups, StoreBytes, StoreMode, StoreOptions,
+    BufferState, CpuOffload, MicroBatch, ParamDtypes, ParamState, ParamStore, ShardingGroups, StoreBytes, StoreMode, StoreOptions,
     ZeroStage,
 };
 pub use pipeline::{ChunkPass, Pipeline, PipelineLayout, PipelineSchedule, PipelineScheduleKind, StageStep};

@@ -16,6 +16,7 @@ mod model;
 mod moe;
 mod node;
 mod number;
+mod one_or_many;
 mod optimizer;
 mod output;
 mod overrides;
@@ -37,9 +38,10 @@ pub use model::{
     ActivationCheckpoint, AttnImplementation, ConfigSource, FloatDtype, JsonMap, ModelSection, ModelType,
     TokenizerSection, TokenizerType,
 };
-pub use moe::MoeSection;
+pub use moe::{LoadBalancingType, MoeSection};
 pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 pub use number::{HumanFloat, HumanInt, parse_number};
+pub use one_or_many::OneOrMany;
 pub use optimizer::{
     DeepSpeedConfig, OptimizerSection, OptimizerType, SchedulerKwargs, SchedulerName, SchedulerSection, SchedulerType,
 };

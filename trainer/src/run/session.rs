@@ -16,7 +16,7 @@ use crate::data::{Cursor, GlobalBatch, TokenStats, TrainLoader};
 use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
-    AttentionPairs, CheckpointRecord, ExpertLoad, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, Reporter,
+    AttentionPairs, CheckpointRecord, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, Reporter,
     ResumeRecord, RunJson, RunReport, RunStart, StepRecord, flops, model_flops_utilization, recomputed_flops,
 };
 use crate::recipe::OnNonfinite;
@@ -151,7 +151,7 @@ impl<'a> Session<'a> {
         let plan = self.run.plan;
         let number = self.stream.cursor().step;
         let config = StepConfig {
-            moe: self.run.plan.moe,
+            moe: self.run.plan.moe.as_ref(),
             plan: &plan.optimizer,
             lr: plan.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),
             number,
@@ -196,7 +196,7 @@ impl<'a> Session<'a> {
             lr: outcome.lr,
             loss: outcome.loss,
             auxiliary_losses: outcome.auxiliary.clone(),
-            expert_load: ExpertLoad::of(&outcome.expert_counts),
+            expert_load: outcome.expert_load.clone(),
             grad_norm: decision.norm,
             loss_scale: (self.run.plan.optimizer.loss_scaling != LossScaling::NONE).then_some(decision.next.loss_scale),
             seqlen: padded as f64 / n_micros,

@@ -3,13 +3,14 @@
 use candlewick_model::QkNorm;
 
 use super::resolver::{Resolver, one_of};
-use crate::plan::{ModelPlan, RanksPlan, RouterLossPlan};
+use super::router;
+use crate::plan::{ModelPlan, RanksPlan, RouterPlan};
 use crate::recipe::{ArcticMoe, HumanInt};
 
 const SIZE: &str = "expert_parallel_size";
 
-/// Returns the router losses of a model with experts. Reports keys that the model or the mesh does not allow.
-pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksPlan) -> Option<RouterLossPlan> {
+/// Returns the settings of the routers of a model with experts. Reports keys that the model or the mesh does not allow.
+pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksPlan) -> Option<RouterPlan> {
     note_keys_without_effect(resolver);
     let config = model.config.as_ref()?;
     if ranks.tensor > 1 && config.qk_norm() == QkNorm::AllHeads {
@@ -31,13 +32,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
     if ranks.expert.is_some_and(|size| size > 1) {
         report_keys_of_inference(resolver);
     }
-    let section = &resolver.recipe().moe;
-    let trains_router = model.adapter.is_none();
-    let default = if trains_router { moe.aux_loss_coefficient } else { 0.0 };
-    let aux_loss_coeff = resolver.number("moe.aux_loss_coeff", section.aux_loss_coeff, default, 0.0, f64::MAX);
-    let z_loss_coeff = resolver.number("moe.z_loss_coeff", section.z_loss_coeff, 0.0, 0.0, f64::MAX);
-    let n_layers = moe.layers.iter().filter(|is_moe| **is_moe).count();
-    Some(RouterLossPlan { aux_loss_coeff, z_loss_coeff, n_layers })
+    Some(router::resolve(resolver, model, moe))
 }
 
 /// Returns the expert-parallel degree; `None` for a dense model. It must divide the experts and the ranks of a pipeline
@@ -82,14 +77,12 @@ fn report_keys_of_inference(resolver: &mut Resolver) {
 fn report_keys_of_experts(resolver: &mut Resolver) {
     let recipe = resolver.recipe();
     let advice = "remove the key, or train a mixture-of-experts model";
-    for (key, is_set) in [
+    let keys = [
         ("arctic_moe", recipe.arctic_moe == Some(ArcticMoe::On)),
         (SIZE, recipe.expert_parallel_size.is_some_and(|HumanInt(n)| n > 1)),
-        ("moe.aux_loss_coeff", recipe.moe.aux_loss_coeff.is_some()),
-        ("moe.z_loss_coeff", recipe.moe.z_loss_coeff.is_some()),
-    ] {
-        if is_set {
-            resolver.report_with_advice(&[key], format!("{key}: this model has no experts"), advice);
-        }
+    ];
+    let set = keys.into_iter().filter(|(_, is_set)| *is_set).map(|(key, _)| key);
+    for key in set.chain(router::set_keys(resolver)).collect::<Vec<_>>() {
+        resolver.report_with_advice(&[key], format!("{key}: this model has no experts"), advice);
     }
 }

@@ -1,0 +1,33 @@
+//! Selection of the experts.
+
+use candle_core::{Result, Tensor};
+use candlewick_ops::{self as ops, RouterSpec, Routing};
+
+use super::{ExpertSelection, RoutedLayer, RouterContext};
+use crate::ParallelOps;
+
+/// Logits of a router.
+pub(crate) struct RouterLogits<'a> {
+    pub(crate) layer_idx: usize,
+    /// Logits [t, e].
+    pub(crate) logits: &'a Tensor,
+    /// Expert bias, f32 [e].
+    pub(crate) bias: Option<&'a Tensor>,
+    pub(crate) spec: RouterSpec,
+}
+
+/// Selects the experts of each token, and adds the layer's losses and totals.
+pub(crate) fn select(
+    router: &RouterLogits,
+    context: &RouterContext,
+    parallel_ops: &dyn ParallelOps,
+) -> Result<Routing> {
+    let RouterLogits { layer_idx, logits, bias, spec } = *router;
+    let (routing, is_best) = match context.settings.selection {
+        ExpertSelection::TopK => (ops::route(logits, bias, spec)?, bias.is_none() && spec.groups.is_none()),
+        ExpertSelection::Sinkhorn => (ops::route_by(logits, &ops::sinkhorn(logits)?, spec)?, false),
+    };
+    let best_experts = is_best.then_some(&routing.assignment.experts);
+    RoutedLayer { layer_idx, logits, routing: &routing, best_experts, spec }.observe(context, parallel_ops)?;
+    Ok(routing)
+}
