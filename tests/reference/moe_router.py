@@ -159,7 +159,7 @@ def updated_bias(rate=1e-3):
 
 def first_of_equals(x, k, dim, sorted):
     """`torch.topk` that chooses the first of equal elements; torch leaves it open, and so does Megatron-LM."""
-    values, indices = torch.sort(x, dim, descending=True, stable=True)
+    values, indices = torch.sort(x, dim=dim, descending=True, stable=True)
     return values[:k], indices[:k]
 
 

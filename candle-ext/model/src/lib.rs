@@ -47,7 +47,8 @@ pub use model::Model;
 pub use moe_spec::{ExpertMatrixSpec, MoeSpec, SharedExpertSpec};
 pub use param::{Dim, DimSize, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 pub use router::{
-    ExpertSelection, GlobalExpertCounts, RouterContext, RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals,
+    ExpertCapacity, ExpertSelection, ForcedLoad, GlobalExpertCounts, RouterContext, RouterLoss, RouterRows,
+    RouterSettings, RouterTotal, RouterTotals,
 };
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
 pub use weights::{EmbeddingTable, LmHead, UnitWeights};

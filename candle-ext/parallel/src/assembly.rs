@@ -72,9 +72,8 @@ impl EngineSpec {
             StoreMode::Infer => Arc::new(Solo),
         };
         let pipeline = Pipeline::new(Arc::clone(&groups.pp), layout, schedule)?;
-        let mut engine = Engine::new(model, store, checkpointing, losses, device)
-            .with_pipeline(pipeline)
-            .with_router(router);
+        let mut engine =
+            Engine::new(model, store, checkpointing, losses, device).with_pipeline(pipeline).with_router(router);
         if groups.cp.size() * groups.sp.size() > 1 {
             engine = engine.with_context_parallel(ContextParallel::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp)));
         }

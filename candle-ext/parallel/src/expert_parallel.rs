@@ -51,7 +51,8 @@ impl ExpertParallel {
             &by_expert.offsets,
             TokensPerCall::Many,
         )?;
-        let returned_nd = self.combine(&ops::unpermute(&computed_md, &by_expert)?, &counts)?;
+        let computed_md = ops::unpermute(&computed_md, &by_expert)?;
+        let returned_nd = self.combine(&computed_md, &counts, assignment.n_rows())?;
         ops::unpermute(&returned_nd, assignment)
     }
 
@@ -66,21 +67,35 @@ impl ExpertParallel {
         Ok(RowCounts::new(&all, self.ep.rank()))
     }
 
-    /// Sends rows sorted by expert to the ranks of their experts: [n, ..] -> [m, ..], in the order of the senders.
+    /// Sends rows sorted by expert to the ranks of their experts: [n, ..] -> [m, ..], in the order of the senders. Rows
+    /// that the capacity dropped come last, and stay.
     fn dispatch(&self, x: &Tensor, counts: &RowCounts) -> Result<Tensor> {
-        self.all_to_all("expert_dispatch", x, counts.send.clone(), counts.recv.clone())
-    }
-
-    /// Returns computed rows to their senders: [m, ..] -> [n, ..].
-    fn combine(&self, y: &Tensor, counts: &RowCounts) -> Result<Tensor> {
-        self.all_to_all("expert_combine", y, counts.recv.clone(), counts.send.clone())
-    }
-
-    fn all_to_all(&self, name: &'static str, x: &Tensor, send: Vec<usize>, recv: Vec<usize>) -> Result<Tensor> {
-        let y = self.ep.all_to_all(&x.contiguous()?, &send, &recv)?;
+        let (send, recv, n_rows) = (counts.send.clone(), counts.recv.clone(), x.dim(0)?);
+        let y = all_to_all(&*self.ep, x, &send, &recv)?;
         let ep = Arc::clone(&self.ep);
-        Ok(record(name, [x.into()], y, move |dy, _| Ok([Some(ep.all_to_all(dy, &recv, &send)?)])))
+        Ok(record("expert_dispatch", [x.into()], y, move |dy, _| {
+            Ok([Some(with_rows(&all_to_all(&*ep, dy, &recv, &send)?, n_rows)?)])
+        }))
     }
+
+    /// Returns computed rows to their senders: [m, ..] -> [n, ..], with zeros for dropped rows.
+    fn combine(&self, y: &Tensor, counts: &RowCounts, n_rows: usize) -> Result<Tensor> {
+        let (send, recv) = (counts.send.clone(), counts.recv.clone());
+        let x = with_rows(&all_to_all(&*self.ep, y, &recv, &send)?, n_rows)?;
+        let ep = Arc::clone(&self.ep);
+        Ok(record("expert_combine", [y.into()], x, move |dx, _| Ok([Some(all_to_all(&*ep, dx, &send, &recv)?)])))
+    }
+}
+
+/// Sends the first rows of x to other ranks, and receives theirs.
+fn all_to_all(ep: &dyn Collective, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Tensor> {
+    let kept = x.narrow(0, 0, send.iter().sum())?.contiguous()?;
+    Ok(ep.all_to_all(&kept, send, recv)?)
+}
+
+/// Appends rows of zeros up to `n_rows`.
+fn with_rows(x: &Tensor, n_rows: usize) -> Result<Tensor> {
+    x.pad_with_zeros(0, 0, n_rows - x.dim(0)?)
 }
 
 impl RowCounts {

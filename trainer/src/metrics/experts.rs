@@ -14,6 +14,9 @@ pub struct ExpertLoad {
     pub entropy: f64,
     /// Fraction of experts without tokens, over all layers.
     pub unused: f64,
+    /// Fraction of selections that the capacity dropped, over all layers.
+    #[serde(default)]
+    pub dropped: f64,
     /// Each MoE layer, in order.
     pub layers: Vec<LayerLoad>,
 }
@@ -30,6 +33,8 @@ pub struct LayerLoad {
     pub entropy: f64,
     /// Experts without tokens.
     pub n_unused: usize,
+    /// Fraction of selections that the capacity dropped.
+    pub dropped: f64,
     /// Mean of the router's logits.
     pub logit_mean: f64,
     /// Standard deviation of the router's logits.
@@ -40,19 +45,24 @@ pub struct LayerLoad {
 }
 
 impl ExpertLoad {
-    /// Computes the load from the total of each router and the shares of each layer in the losses, both by layer index.
+    /// Computes the load from the total of each router and the losses of each layer over the number of MoE layers, both by layer index.
     /// Returns `None` without MoE layers.
     pub fn of(routers: &BTreeMap<usize, RouterTotal>, losses: &BTreeMap<String, Vec<f64>>) -> Option<Self> {
         let losses_of = |layer: usize| {
             // A layer's share is its mean over the number of MoE layers.
             losses.iter().map(|(name, shares)| (name.clone(), shares[layer] * routers.len() as f64)).collect()
         };
-        let of_layer = |(layer, total): (&usize, &RouterTotal)| {
-            LayerLoad { layer: *layer, losses: losses_of(*layer), ..LayerLoad::of(total) }
+        let of_layer = |(layer, total): (&usize, &RouterTotal)| LayerLoad {
+            layer: *layer,
+            losses: losses_of(*layer),
+            ..LayerLoad::of(total)
         };
         let layers: Vec<LayerLoad> = routers.iter().map(of_layer).collect();
         let n_experts: usize = routers.values().map(|total| total.expert_counts.len()).sum();
+        let sum = |of: fn(&RouterTotal) -> f32| routers.values().map(|total| f64::from(of(total))).sum::<f64>();
+        let n_selections = sum(|total| total.expert_counts.iter().sum()).max(1.0);
         (!layers.is_empty()).then(|| Self {
+            dropped: sum(|total| total.n_dropped) / n_selections,
             max_over_mean: layers.iter().map(|layer| layer.max_over_mean).fold(0.0, f64::max),
             entropy: layers.iter().map(|layer| layer.entropy).fold(1.0, f64::min),
             unused: layers.iter().map(|layer| layer.n_unused).sum::<usize>() as f64 / n_experts as f64,
@@ -74,6 +84,7 @@ impl LayerLoad {
             max_over_mean: fractions().fold(0.0, f64::max) * n_experts,
             entropy: if counts.len() > 1 { entropy / n_experts.ln() } else { 1.0 },
             n_unused: counts.iter().filter(|count| **count == 0.0).count(),
+            dropped: f64::from(router.n_dropped) / total.max(1.0),
             logit_mean,
             logit_std: (mean_square - logit_mean * logit_mean).max(0.0).sqrt(),
             ..Self::default()
@@ -97,12 +108,14 @@ mod tests {
 
     #[test]
     fn the_summary_has_the_most_unbalanced_layer() {
-        let routers = [(1, router(vec![5.0; 4])), (3, router(vec![20.0, 0.0, 0.0, 0.0]))].into();
+        let full = RouterTotal { n_dropped: 10.0, ..router(vec![20.0, 0.0, 0.0, 0.0]) };
+        let routers = [(1, router(vec![5.0; 4])), (3, full)].into();
         // The mean of the loss over both layers is 2; each has half of its own mean.
         let losses = [("z_loss".to_owned(), vec![0.0, 0.5, 0.0, 1.5])].into();
         let load = ExpertLoad::of(&routers, &losses).expect("there are two layers");
         let of_layers: Vec<_> = load.layers.iter().map(|layer| (layer.layer, layer.losses["z_loss"])).collect();
         assert_eq!(of_layers, [(1, 1.0), (3, 3.0)]);
+        assert_eq!((load.dropped, load.layers[1].dropped), (0.25, 0.5));
         assert_eq!((load.max_over_mean, load.entropy, load.unused), (4.0, 0.0, 3.0 / 8.0));
         assert_eq!(ExpertLoad::of(&BTreeMap::new(), &losses), None);
     }

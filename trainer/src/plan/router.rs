@@ -1,8 +1,11 @@
 //! Routers in a plan.
 
-use candlewick_model::{ExpertSelection, RouterLoss, RouterSettings};
+use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedLoad, RouterLoss, RouterSettings};
+use candlewick_ops::DropPolicy;
 use candlewick_parallel::AuxiliaryLoss;
 use serde::Serialize;
+
+use crate::recipe::{HumanFloat, MoeBenchmarkSection, TokenDropPolicy};
 
 /// Settings of the routers of a mixture-of-experts model.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -15,6 +18,14 @@ pub struct RouterPlan {
     pub n_layers: usize,
     /// Change of each expert bias per step; 0 keeps the biases.
     pub bias_update_rate: f64,
+    /// Limit of the tokens of an expert over those of a balanced load; `None` drops no token.
+    pub capacity_factor: Option<f64>,
+    /// Tokens that an expert beyond its capacity keeps.
+    pub drop_policy: TokenDropPolicy,
+    /// Half the width of the range of random factors on the routers' input.
+    pub input_jitter_eps: f64,
+    /// Forced load of a benchmark.
+    pub benchmark: MoeBenchmarkSection,
 }
 
 /// A loss of the routers with its coefficient.
@@ -38,6 +49,20 @@ impl RouterPlan {
             losses: self.losses.iter().map(|term| term.loss).collect(),
             bias_update_rate: self.bias_update_rate,
             selection: if self.sinkhorn { ExpertSelection::Sinkhorn } else { ExpertSelection::TopK },
+            capacity: self.capacity_factor.map(|factor| ExpertCapacity { factor, policy: self.policy() }),
+            input_jitter_eps: self.input_jitter_eps,
+            forced_load: match self.benchmark.router_force_biased {
+                Some(HumanFloat(std)) => ForcedLoad::Biased { std },
+                None if self.benchmark.is_on() => ForcedLoad::Random,
+                None => ForcedLoad::None,
+            },
+        }
+    }
+
+    fn policy(&self) -> DropPolicy {
+        match self.drop_policy {
+            TokenDropPolicy::Probs => DropPolicy::Weights,
+            TokenDropPolicy::Position => DropPolicy::Position,
         }
     }
 
@@ -61,7 +86,16 @@ mod tests {
     #[test]
     fn every_layer_adds_its_loss_and_metrics_show_their_mean() {
         let losses = vec![RouterLossTerm { loss: RouterLoss::LoadBalancing, coefficient: 0.01 }];
-        let plan = RouterPlan { losses, sinkhorn: false, n_layers: 4, bias_update_rate: 0.0 };
+        let plan = RouterPlan {
+            losses,
+            sinkhorn: false,
+            n_layers: 4,
+            bias_update_rate: 0.0,
+            capacity_factor: None,
+            drop_policy: TokenDropPolicy::Probs,
+            input_jitter_eps: 0.0,
+            benchmark: MoeBenchmarkSection::default(),
+        };
         assert_eq!(plan.settings().losses, [RouterLoss::LoadBalancing]);
         let [loss] = plan.auxiliary(10).try_into().expect("there is one loss");
         // Four layers whose loss is 1 for each of ten tokens.

@@ -16,12 +16,12 @@ mod model;
 mod moe;
 mod node;
 mod number;
-mod one_or_many;
 mod optimizer;
 mod output;
 mod overrides;
 mod schema;
 mod tilde;
+mod value_or_list;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -38,10 +38,9 @@ pub use model::{
     ActivationCheckpoint, AttnImplementation, ConfigSource, FloatDtype, JsonMap, ModelSection, ModelType,
     TokenizerSection, TokenizerType,
 };
-pub use moe::{LoadBalancingType, MoeSection};
+pub use moe::{LoadBalancingType, MoeBenchmarkSection, MoeSection, TokenDropPolicy};
 pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 pub use number::{HumanFloat, HumanInt, parse_number};
-pub use one_or_many::OneOrMany;
 pub use optimizer::{
     DeepSpeedConfig, OptimizerSection, OptimizerType, SchedulerKwargs, SchedulerName, SchedulerSection, SchedulerType,
 };
@@ -50,6 +49,7 @@ pub use output::{
     RankList, WandbSection,
 };
 pub use schema::json_schema;
+pub use value_or_list::ValueOrList;
 
 /// A training recipe: ArcticTraining's schema with Candlewick's extensions.
 ///

@@ -16,8 +16,8 @@ use crate::data::{Cursor, GlobalBatch, TokenStats, TrainLoader};
 use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
-    AttentionPairs, CheckpointRecord, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, Reporter,
-    ResumeRecord, RunJson, RunReport, RunStart, StepRecord, flops, model_flops_utilization, recomputed_flops,
+    AttentionPairs, CheckpointRecord, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, Reporter, ResumeRecord,
+    RunJson, RunReport, RunStart, StepRecord, flops, model_flops_utilization, recomputed_flops,
 };
 use crate::recipe::OnNonfinite;
 use crate::signals::StopRequest;

@@ -135,7 +135,8 @@ impl PendingStep {
     ) -> Result<(GlobalBatch, StepOutcome)> {
         let Self { step, own, data_world, number, lr, started, launch_time, in_flight } = self;
         let was_done = in_flight.is_ready();
-        let StepResult { own_losses, losses, auxiliary, auxiliary_layers, routers, verdict: decision } = in_flight.wait()?;
+        let StepResult { own_losses, losses, auxiliary, auxiliary_layers, routers, verdict: decision } =
+            in_flight.wait()?;
         let elapsed = started.max(since).elapsed();
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
         if decision.outcome == UpdateOutcome::NonFinite {

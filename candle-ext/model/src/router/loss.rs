@@ -24,8 +24,7 @@ pub enum RouterLoss {
 
 impl RouterLoss {
     /// All losses.
-    pub const ALL: [Self; 4] =
-        [Self::LoadBalancing, Self::SequenceLoadBalancing, Self::GlobalLoadBalancing, Self::Z];
+    pub const ALL: [Self; 4] = [Self::LoadBalancing, Self::SequenceLoadBalancing, Self::GlobalLoadBalancing, Self::Z];
 
     /// Returns the name in metrics, as in Megatron-LM.
     pub fn name(self) -> &'static str {

@@ -2,6 +2,7 @@
 
 mod global_counts;
 mod loss;
+mod noise;
 mod observe;
 mod rows;
 mod select;
@@ -11,7 +12,7 @@ mod totals;
 pub use global_counts::GlobalExpertCounts;
 pub use loss::RouterLoss;
 pub use rows::RouterRows;
-pub use settings::{ExpertSelection, RouterSettings};
+pub use settings::{ExpertCapacity, ExpertSelection, ForcedLoad, RouterSettings};
 pub use totals::{RouterTotal, RouterTotals};
 
 pub(crate) use observe::RoutedLayer;
@@ -30,11 +31,13 @@ pub struct RouterContext<'a> {
     pub global_counts: Option<&'a GlobalExpertCounts>,
     /// Index of the micro-batch in the step.
     pub micro_idx: usize,
+    /// Seed of the noise in the micro-batch.
+    pub noise_key: u64,
 }
 
 impl Default for RouterContext<'_> {
     fn default() -> Self {
         static INFERENCE: RouterSettings = RouterSettings::INFERENCE;
-        Self { settings: &INFERENCE, rows: None, totals: None, global_counts: None, micro_idx: 0 }
+        Self { settings: &INFERENCE, rows: None, totals: None, global_counts: None, micro_idx: 0, noise_key: 0 }
     }
 }

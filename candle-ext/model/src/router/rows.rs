@@ -10,6 +10,10 @@ pub struct RouterRows {
     pub valid: Option<Tensor>,
     /// Sequence in the micro-batch of each of these rows, u32 [n]. Empty if no loss reads it.
     pub sequences: Tensor,
+    /// Token in the micro-batch of each row of this rank, u32 [t]. Empty if there is no jitter.
+    pub tokens: Tensor,
+    /// Token of the first row.
+    pub first_token: u64,
     /// Number of sequences of the micro-batch, over all ranks that split it.
     pub n_sequences: usize,
 }

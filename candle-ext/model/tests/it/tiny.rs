@@ -7,8 +7,8 @@ use std::{
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, ForwardContext, FsdpUnit, Model, ParamSpec, RouterContext, SingleDevice, TiledMlp, UnitWeights,
-    checkpoint::Checkpoint,
+    AdapterFolder, Config, ForwardContext, FsdpUnit, Model, ParamSpec, RouterContext, SingleDevice, TiledMlp,
+    UnitWeights, checkpoint::Checkpoint,
 };
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, GradSink, LossGrad, Reduction, RowRanges, Tape, Weight,

@@ -16,7 +16,9 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor};
 use candlewick_comm::Collective;
-use candlewick_model::{ForwardContext, Model, ParallelOps, RouterContext, RouterSettings, SingleDevice, TiledMlp, UnitWeights};
+use candlewick_model::{
+    ForwardContext, Model, ParallelOps, RouterContext, RouterSettings, SingleDevice, TiledMlp, UnitWeights,
+};
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, LossAndGrad, LossGrad, Reduction, RowRanges, Weight,
     linear_cross_entropy, logits_bytes, max_logit_rows, vocab_parallel_cross_entropy,

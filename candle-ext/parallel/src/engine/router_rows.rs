@@ -26,7 +26,13 @@ impl Engine {
             true => None,
             false => Some(Tensor::new(valid, &self.device)?),
         };
-        Ok(Some(RouterRows { valid, sequences, n_sequences: starts.len() - 1 }))
+        let first_token = tokens.first().map_or(0, |token| *token as u64);
+        let tokens: Vec<u32> = match self.router.input_jitter_eps > 0.0 {
+            true => tokens.iter().map(|token| *token as u32).collect(),
+            false => Vec::new(),
+        };
+        let tokens = Tensor::new(tokens, &self.device)?;
+        Ok(Some(RouterRows { valid, sequences, tokens, first_token, n_sequences: starts.len() - 1 }))
     }
 
     /// Returns the token of each row of this rank's residual stream, as an index into the padded micro-batch.

@@ -5,10 +5,8 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_model::{
-    ForwardContext, GlobalExpertCounts, ParallelOps, RouterContext, RouterRows, RouterTotals,
-};
-use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, save_outputs, span, spin_workers};
+use candlewick_model::{ForwardContext, GlobalExpertCounts, ParallelOps, RouterContext, RouterRows, RouterTotals};
+use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, derive_key, save_outputs, span, spin_workers};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
 use super::{ActivationCheckpointing, Engine, Micro};
@@ -17,6 +15,9 @@ use crate::objective::{MicroLoss, TokenLosses};
 use crate::offload::OffloadedActivation;
 use crate::params::MicroBatch;
 use crate::pipeline::{ChunkPass, StageStep};
+
+/// Part of a micro-batch's seed for the noise of routers, unlike any layer's hash.
+const ROUTER_NOISE: u64 = u64::MAX;
 
 /// Activations of a layer between its forward and its backward.
 enum SavedActivation {
@@ -252,6 +253,7 @@ impl Engine {
                 totals: None,
                 global_counts: Some(&pass.routers.global_counts),
                 micro_idx: pass.chunk_pass.micro,
+                noise_key: derive_key(*dropout_key, ROUTER_NOISE),
             },
             ..self.context([cos, sin], &part.micro.seqs, &part.rows, parallel_ops)
         }

@@ -74,14 +74,7 @@ const LONGER: usize = 20;
 
 impl ModelCase {
     const fn of(family: &'static str, tied: bool) -> Self {
-        Self {
-            family,
-            tied,
-            biased: false,
-            adapter: None,
-            window: None,
-            storage: WeightStorage::Dense,
-        }
+        Self { family, tied, biased: false, adapter: None, window: None, storage: WeightStorage::Dense }
     }
 
     pub(crate) const fn stored_as(self, storage: WeightStorage) -> Self {

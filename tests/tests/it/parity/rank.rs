@@ -11,8 +11,8 @@ use candlewick_comm::{CollectiveCall, Options, Reduce, World, sum, threads};
 use candlewick_model::{RouterLoss, RouterSettings, TiledMlp};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    ActivationCheckpointing, AuxiliaryLoss, BufferState, CpuOffload, Engine, EngineSpec, LossScale, ParallelGroups, ParamDtypes,
-    ParamState, PipelineLayout, PipelineScheduleKind, SequenceParallel, StepLoss, ZeroStage,
+    ActivationCheckpointing, AuxiliaryLoss, BufferState, CpuOffload, Engine, EngineSpec, LossScale, ParallelGroups,
+    ParamDtypes, ParamState, PipelineLayout, PipelineScheduleKind, SequenceParallel, StepLoss, ZeroStage,
 };
 
 use super::case::{Batching, ModelCase, micros};
@@ -66,11 +66,8 @@ impl Strategy {
     }
 
     fn auxiliary(case: ModelCase, n_tokens: f64) -> Vec<AuxiliaryLoss> {
-        let loss = |loss: RouterLoss| AuxiliaryLoss {
-            name: loss.name().to_owned(),
-            coefficient: 0.05,
-            normalizer: n_tokens,
-        };
+        let loss =
+            |loss: RouterLoss| AuxiliaryLoss { name: loss.name().to_owned(), coefficient: 0.05, normalizer: n_tokens };
         Self::routers(case).losses.into_iter().map(loss).collect()
     }
 

@@ -7,10 +7,11 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, sum, threads};
 use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, SequenceLoadBalancing, Z};
-use candlewick_model::{RouterSettings, RouterTotal};
-use candlewick_ops::{GradPolicy, GradScaler};
+use candlewick_model::{ExpertCapacity, ForcedLoad, RouterSettings, RouterTotal};
+use candlewick_ops::{DropPolicy, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    AuxiliaryLoss, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, TokenLosses, TrainBatch, ZeroStage,
+    AuxiliaryLoss, CausalLm, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, TokenLosses, TrainBatch,
+    ZeroStage,
 };
 
 use super::ONE;
@@ -39,19 +40,32 @@ struct RouterStep {
 
 /// Takes a step that minimizes `loss` alone, without and with every activation checkpointing.
 fn step(strategy: Strategy, case: ModelCase, batching: Batching, loss: RouterLoss) -> RouterStep {
+    let router = RouterSettings { losses: vec![loss], ..RouterSettings::default() };
+    step_with(strategy, case, batching, &router, &Nothing)
+}
+
+/// Takes a step that minimizes an objective and the first of the routers' losses.
+fn step_with(
+    strategy: Strategy,
+    case: ModelCase,
+    batching: Batching,
+    router: &RouterSettings,
+    objective: &'static dyn Objective,
+) -> RouterStep {
+    let loss = router.losses[0];
     let rank = |world: &World| -> Result<_> {
         let (rank, n_ranks) = data_rank(world, strategy);
-        let router = RouterSettings { losses: vec![loss], ..RouterSettings::default() };
-        let engine = engine_with_routers(world, strategy, case, router, None)?;
-        let (micros, _) = micros(batching, 0, rank, n_ranks);
+        let engine = engine_with_routers(world, strategy, case, router.clone(), None)?;
+        let (micros, n_targets) = micros(batching, 0, rank, n_ranks);
         let n_tokens = micros.iter().map(|micro: &Micro| micro.seqs.n_tokens()).sum::<usize>() as f64;
         let normalizer = sum(engine.group(), n_tokens)? / strategy.n_counts();
         let auxiliary = [AuxiliaryLoss { name: loss.name().to_owned(), coefficient: 1.0, normalizer }];
+        let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
         let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 0, &Device::Cpu)?;
         let dropout_keys = vec![5; micros.len()];
-        let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets: 1.0, auxiliary: &auxiliary };
+        let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets, auxiliary: &auxiliary };
         let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler };
-        let result = engine.train_step(&batch, &Nothing, &optimizer)?.wait()?;
+        let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let layers = result.auxiliary_layers[loss.name()].clone();
         Ok((layers, result.routers, shards(&engine, |state| &state.grad)?))
     };
@@ -74,12 +88,14 @@ fn check_close(what: &str, ours: &RouterStep, one_rank: &RouterStep) {
     assert!(ours.totals.keys().eq(one_rank.totals.keys()), "{what}");
     for (a, b) in ours.totals.values().zip(one_rank.totals.values()) {
         assert_eq!((&a.expert_counts, a.n_tokens), (&b.expert_counts, b.n_tokens), "{what}");
+        assert_eq!(a.n_dropped, b.n_dropped, "{what}");
         let scale = f64::from(b.logit_squares);
         assert!(is_close(a.logit_sum.into(), b.logit_sum.into(), scale), "{what}: {a:?} {b:?}");
         assert!(is_close(a.logit_squares.into(), b.logit_squares.into(), scale) && scale > 0.0, "{what}: {a:?} {b:?}");
     }
     assert!(one_rank.grads.keys().any(|name| name.ends_with("gate.weight")), "{what}");
-    compare_tensors("gradient", &ours.grads, &one_rank.grads).unwrap_or_else(|difference| panic!("{what}: {difference}"));
+    compare_tensors("gradient", &ours.grads, &one_rank.grads)
+        .unwrap_or_else(|difference| panic!("{what}: {difference}"));
 }
 
 /// Compares each loss with one rank. `losses` do not depend on the mesh.
@@ -123,4 +139,56 @@ fn losses_of_routers_differ() {
     let mean = |loss| step(Strategy::ONE_RANK, DOTS1, Batching::Accumulated(3), loss).layers.iter().sum::<f64>();
     let means = [LoadBalancing, SequenceLoadBalancing, GlobalLoadBalancing].map(mean);
     assert!(means[0] != means[1] && means[0] != means[2] && means[1] != means[2], "{means:?}");
+}
+
+#[test]
+fn jittered_routers_are_those_of_one_rank() {
+    let router = |input_jitter_eps| RouterSettings { losses: vec![Z], input_jitter_eps, ..RouterSettings::default() };
+    for degrees in [Degrees { tp: 2, ep: 2, ..ONE }, Degrees { cp: 2, ep: 2, ..ONE }] {
+        let strategy = Strategy { degrees, sequence_parallel: SequenceParallel::On, ..Strategy::ONE_RANK };
+        for case in [DOTS1, QWEN3_MOE] {
+            let step = |strategy, eps| step_with(strategy, case, Batching::Packed, &router(eps), &CausalLm);
+            let one_rank = step(Strategy::ONE_RANK, 0.25);
+            check_close(&format!("{degrees} {case:?}"), &step(strategy, 0.25), &one_rank);
+            assert_ne!(one_rank.layers, step(Strategy::ONE_RANK, 0.0).layers);
+        }
+    }
+}
+
+#[test]
+fn a_capacity_drops_the_same_tokens_under_expert_parallelism() {
+    for policy in [DropPolicy::Weights, DropPolicy::Position] {
+        let capacity = Some(ExpertCapacity { factor: 0.75, policy });
+        let router = RouterSettings { losses: vec![LoadBalancing], capacity, ..RouterSettings::default() };
+        for case in [DOTS1, QWEN3_MOE] {
+            let step = |ep| {
+                let strategy = Strategy { degrees: Degrees { dp_replicate: 4, ep, ..ONE }, ..Strategy::ONE_RANK };
+                step_with(strategy, case, Batching::Packed, &router, &CausalLm)
+            };
+            let replicated = step(1);
+            for total in replicated.totals.values() {
+                let selected: f32 = total.expert_counts.iter().sum();
+                assert!(total.n_dropped > 0.1 * selected && total.n_dropped < 0.9 * selected, "{total:?}");
+            }
+            for ep in [2, 4] {
+                check_close(&format!("ep {ep} {case:?} {policy:?}"), &step(ep), &replicated);
+            }
+        }
+    }
+}
+
+#[test]
+fn forced_loads_are_balanced_and_skewed() {
+    let imbalance = |forced_load| {
+        let router = RouterSettings { losses: vec![Z], forced_load, ..RouterSettings::default() };
+        let step = step_with(Strategy::ONE_RANK, QWEN3_MOE, Batching::Packed, &router, &CausalLm);
+        let of_layer = |total: &RouterTotal| {
+            let counts = &total.expert_counts;
+            counts.iter().copied().fold(0.0, f32::max) * counts.len() as f32 / counts.iter().sum::<f32>()
+        };
+        step.totals.values().map(of_layer).fold(0.0, f32::max)
+    };
+    let (balanced, skewed) = (imbalance(ForcedLoad::Random), imbalance(ForcedLoad::Biased { std: 100.0 }));
+    // With large biases all tokens select the same two of eight experts.
+    assert!(balanced < 2.0 && skewed == 4.0, "{balanced} {skewed}");
 }

@@ -4,12 +4,16 @@ use candlewick_model::{MoeConfig, RouterLoss};
 
 use super::resolver::Resolver;
 use crate::plan::{ModelPlan, RouterLossTerm, RouterPlan, WeightInit};
-use crate::recipe::{HumanFloat, LoadBalancingType, OneOrMany};
+use crate::recipe::{HumanFloat, LoadBalancingType, MoeBenchmarkSection, TokenDropPolicy, ValueOrList};
 
 const TYPE: &str = "moe.router_load_balancing_type";
 const COEFF: &str = "moe.aux_loss_coeff";
 const Z_COEFF: &str = "moe.z_loss_coeff";
 const BIAS_RATE: &str = "moe.router_bias_update_rate";
+const CAPACITY: &str = "moe.expert_capacity_factor";
+const DROP_POLICY: &str = "moe.token_drop_policy";
+const JITTER: &str = "moe.input_jitter_eps";
+const BENCHMARK: &str = "moe.benchmark";
 
 /// Returns the settings of the routers of a model with experts.
 pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, moe: &MoeConfig) -> RouterPlan {
@@ -23,7 +27,14 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, moe: &MoeConfi
         let message = format!("{TYPE}: sinkhorn ignores the expert biases of this model");
         resolver.report_with_advice(&[TYPE], message, "use another type");
     }
+    let (capacity_factor, drop_policy) = capacity(resolver);
+    let jitter = resolver.recipe().moe.input_jitter_eps;
+    let input_jitter_eps = resolver.number(JITTER, jitter, 0.0, 0.0, 0.99);
     RouterPlan {
+        capacity_factor,
+        drop_policy,
+        input_jitter_eps,
+        benchmark: benchmark(resolver),
         losses,
         sinkhorn,
         n_layers: moe.layers.iter().filter(|is_moe| **is_moe).count(),
@@ -39,15 +50,47 @@ pub(super) fn set_keys(resolver: &Resolver) -> Vec<&'static str> {
         (COEFF, moe.aux_loss_coeff.is_some()),
         (Z_COEFF, moe.z_loss_coeff.is_some()),
         (BIAS_RATE, moe.router_bias_update_rate.is_some()),
+        (CAPACITY, moe.expert_capacity_factor.is_some()),
+        (DROP_POLICY, moe.token_drop_policy.is_some()),
+        (JITTER, moe.input_jitter_eps.is_some()),
+        (BENCHMARK, moe.benchmark != MoeBenchmarkSection::default()),
     ];
     keys.into_iter().filter(|(_, is_set)| *is_set).map(|(key, _)| key).collect()
+}
+
+/// Returns the capacity factor and the drop policy.
+fn capacity(resolver: &mut Resolver) -> (Option<f64>, TokenDropPolicy) {
+    let (factor, policy) = (resolver.recipe().moe.expert_capacity_factor, resolver.recipe().moe.token_drop_policy);
+    let factor = resolver.pick(CAPACITY, factor.map(Some), None).map(|HumanFloat(factor)| factor);
+    if let Some(factor) = factor.filter(|factor| *factor <= 0.0) {
+        resolver.report(&[CAPACITY], format!("{CAPACITY}: expected a number above 0, found {factor}"));
+    }
+    if factor.is_none() && policy.is_some() {
+        let message = format!("{DROP_POLICY}: no token is dropped without {CAPACITY}");
+        resolver.report_with_advice(&[DROP_POLICY], message, format!("remove the key, or set {CAPACITY}"));
+    }
+    (factor, resolver.pick(DROP_POLICY, policy, TokenDropPolicy::Probs))
+}
+
+/// Returns the forced load of a benchmark.
+fn benchmark(resolver: &mut Resolver) -> MoeBenchmarkSection {
+    let section = resolver.recipe().moe.benchmark.clone();
+    if section.router_force_load_balancing == Some(true) && section.router_force_biased.is_some() {
+        let message = format!("{BENCHMARK}: router_force_load_balancing and router_force_biased exclude each other");
+        resolver.report_with_advice(&[BENCHMARK], message, "remove one of them");
+    }
+    if let Some(HumanFloat(std)) = section.router_force_biased.filter(|HumanFloat(std)| *std <= 0.0) {
+        let key = "moe.benchmark.router_force_biased";
+        resolver.report(&[key], format!("{key}: expected a number above 0, found {std}"));
+    }
+    section
 }
 
 /// Returns the load-balancing types. A list may hold different losses only.
 fn load_balancing_types(resolver: &mut Resolver) -> Vec<LoadBalancingType> {
     let given = resolver.recipe().moe.router_load_balancing_type.clone();
-    let types = resolver.pick(TYPE, given, OneOrMany::One(LoadBalancingType::AuxLoss));
-    let OneOrMany::Many(types) = types else { return types.values().to_vec() };
+    let types = resolver.pick(TYPE, given, ValueOrList::Value(LoadBalancingType::AuxLoss));
+    let ValueOrList::List(types) = types else { return types.values().to_vec() };
     let is_repeated = |i: usize| types[..i].contains(&types[i]);
     if types.is_empty() || types.iter().any(|kind| loss(*kind).is_none()) || (0..types.len()).any(is_repeated) {
         let message = format!("{TYPE}: expected a list of different losses");
@@ -84,7 +127,7 @@ fn balancing_losses(
         return Vec::new();
     }
     let default = if model.adapter.is_none() && losses.len() == 1 { moe.aux_loss_coefficient } else { 0.0 };
-    let coefficients = resolver.pick(COEFF, given.clone(), OneOrMany::One(HumanFloat(default)));
+    let coefficients = resolver.pick(COEFF, given.clone(), ValueOrList::Value(HumanFloat(default)));
     let coefficients = coefficients.values();
     if let Some(HumanFloat(low)) = coefficients.iter().find(|HumanFloat(c)| *c < 0.0) {
         resolver.report(&[COEFF], format!("{COEFF}: expected at least 0, found {low}"));

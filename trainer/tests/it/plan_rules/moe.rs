@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use candlewick_model::Config;
 use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, SequenceLoadBalancing, Z};
+use candlewick_model::{Config, ExpertCapacity, ForcedLoad};
+use candlewick_ops::DropPolicy;
 use serde_json::json;
 use trainer::plan::{Environment, Plan, WorldInfo};
 use trainer::recipe::Loaded;
@@ -118,7 +119,6 @@ fn load_balancing_types_are_megatrons() {
 #[test]
 fn contradictory_load_balancing_keys_are_refused() {
     let kind = |kind: &str| format!("moe.router_load_balancing_type={kind}");
-    refused_with_experts(1, &[&kind("switch")], &["router_load_balancing_type", "switch"]);
     for list in ["[]", "[aux_loss, aux_loss]", "[aux_loss, none]", "[sinkhorn]"] {
         refused_with_experts(1, &[&kind(list)], &["expected a list of different losses"]);
     }
@@ -148,6 +148,38 @@ fn expert_biases_are_updated_by_default_from_random_weights() {
 }
 
 #[test]
+fn capacities_and_jitter_are_checked() {
+    let settings = |arguments: &[&str]| of_experts(1, arguments).unwrap().moe.unwrap().settings();
+    assert_eq!((settings(&[]).capacity, settings(&[]).input_jitter_eps), (None, 0.0));
+    let capacity = |policy| Some(ExpertCapacity { factor: 1.5, policy });
+    let factor = "moe.expert_capacity_factor=1.5";
+    assert_eq!(settings(&[factor]).capacity, capacity(DropPolicy::Weights));
+    assert_eq!(settings(&[factor, "moe.token_drop_policy=position"]).capacity, capacity(DropPolicy::Position));
+    assert_eq!(settings(&["moe.input_jitter_eps=0.01"]).input_jitter_eps, 0.01);
+    refused_with_experts(1, &["moe.expert_capacity_factor=0"], &["expected a number above 0, found 0"]);
+    refused_with_experts(1, &["moe.token_drop_policy=probs"], &["no token is dropped without"]);
+    refused_with_experts(1, &["moe.input_jitter_eps=1"], &["moe.input_jitter_eps: expected 0 to 0.99, found 1"]);
+}
+
+#[test]
+fn a_benchmark_saves_nothing() {
+    let forced = |argument: &str| {
+        let plan = of_experts(1, &[argument]).unwrap();
+        assert!(plan.checkpoints.is_empty() && plan.notes.iter().any(|note| note.starts_with("BENCHMARK")));
+        plan.moe.unwrap().settings().forced_load
+    };
+    assert_eq!(forced("moe.benchmark.router_force_load_balancing=true"), ForcedLoad::Random);
+    assert_eq!(forced("moe.benchmark.router_force_biased=2"), ForcedLoad::Biased { std: 2.0 });
+    let off = of_experts(1, &["moe.benchmark.router_force_load_balancing=false"]).unwrap();
+    assert_eq!(off.moe.unwrap().settings().forced_load, ForcedLoad::None);
+    let saves = ["moe.benchmark.router_force_biased=2", "checkpoint=[{output_dir: saves}]"];
+    refused_with_experts(1, &saves, &["the model is not for use"]);
+    let both = ["moe.benchmark={router_force_biased: 2, router_force_load_balancing: true}"];
+    refused_with_experts(1, &both, &["exclude each other"]);
+    refused_with_experts(1, &["moe.benchmark.router_force_biased=0"], &["expected a number above 0, found 0"]);
+}
+
+#[test]
 fn features_that_experts_lack_are_refused() {
     refused_with_experts(1, &["tiled_mlp_compute=true"], &["experts cannot be computed in tiles of tokens"]);
     let tasks = ["expert_parallel_size=2", "eval.tasks=[arc_easy]"];
@@ -156,7 +188,18 @@ fn features_that_experts_lack_are_refused() {
 
 #[test]
 fn keys_of_experts_need_a_model_with_experts() {
-    for argument in ["arctic_moe=true", "expert_parallel_size=2", "moe.aux_loss_coeff=0.1", "moe.z_loss_coeff=0.1", "moe.router_bias_update_rate=0.1", "moe.router_load_balancing_type=none"] {
+    for argument in [
+        "arctic_moe=true",
+        "expert_parallel_size=2",
+        "moe.aux_loss_coeff=0.1",
+        "moe.z_loss_coeff=0.1",
+        "moe.router_bias_update_rate=0.1",
+        "moe.router_load_balancing_type=none",
+        "moe.expert_capacity_factor=1",
+        "moe.token_drop_policy=probs",
+        "moe.input_jitter_eps=0.1",
+        "moe.benchmark.router_force_biased=1",
+    ] {
         refused(&[argument], &[&format!("argument `{argument}`:"), "this model has no experts"]);
     }
     of_experts(1, &["arctic_moe=true"]).unwrap();

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::BalanceInputs;
+use super::inputs::BalanceInputs;
 use crate::cuda::{Arg, Out, address, gpu};
 use crate::moe::KERNELS;
 use crate::moe::router::{ScoreFunction, logits_suffix};

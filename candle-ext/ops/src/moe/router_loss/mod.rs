@@ -5,6 +5,7 @@
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+mod inputs;
 
 use candle_core::{DType, Result, Tensor, WithDType, bail};
 
@@ -15,16 +16,8 @@ use crate::device::on_device;
 use crate::recording::record;
 use crate::span::span;
 use crate::storage::host;
-use cpu::{Balance, TokenLoss, ZLoss};
-
-/// Counts of experts, and the scores that they weight.
-struct BalanceInputs {
-    /// Counts of each sequence, f32 [s, e].
-    counts: Tensor,
-    /// Sequence of each token, u32 [t]; `None` if all tokens are of the first.
-    sequences: Option<Tensor>,
-    score: ScoreFunction,
-}
+use cpu::{TokenLoss, ZLoss};
+use inputs::BalanceInputs;
 
 /// Computes sum_e(counts_e * sum_t(p[t, e])), an f32 scalar, for logits [t, e] in f32 or f64.
 ///
@@ -95,16 +88,6 @@ pub fn router_z_loss(logits: &Tensor) -> Result<Tensor> {
 /// Returns the cost of either loss for `n_tokens` tokens, beyond the logits that the router saves: their gradient.
 pub fn router_loss_cost(n_tokens: u64, n_experts: u64) -> Cost {
     Cost { scratch_bytes: n_tokens * n_experts * F32_BYTES, ..Cost::default() }
-}
-
-impl BalanceInputs {
-    /// Calls `f` with the CPU's loss.
-    fn with_balance<T>(&self, op: &str, f: impl FnOnce(&Balance<'_>) -> Result<T>) -> Result<T> {
-        let counts = host(op, &self.counts)?;
-        let sequences = self.sequences.as_ref().map(|sequences| host(op, sequences)).transpose()?;
-        let sequences = sequences.as_ref().map(|sequences| sequences.slice()).transpose()?;
-        f(&Balance { counts: counts.slice()?, sequences, score: self.score })
-    }
 }
 
 fn sum(op: &str, loss: &impl TokenLoss, logits: &Tensor) -> Result<Tensor> {

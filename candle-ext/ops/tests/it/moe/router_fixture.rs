@@ -4,9 +4,9 @@ use std::sync::LazyLock;
 
 use candle_core::{Device, Tensor};
 use candlewick_ops::{
-    DropPolicy, GroupLimit, RouterSpec, ScoreFunction, Tape, TopKOrder, expert_bias_change, expert_capacity,
-    TokenSequences, expert_counts, limit_capacity, load_balancing_loss, no_grad, route, route_by, router_z_loss, scale,
-    select_rows, sequence_load_balancing_loss, sinkhorn,
+    DropPolicy, GroupLimit, RouterSpec, ScoreFunction, Tape, TokenSequences, TopKOrder, expert_bias_change,
+    expert_capacity, expert_counts, limit_capacity, load_balancing_loss, no_grad, route, route_by, router_z_loss,
+    scale, select_rows, sequence_load_balancing_loss, sinkhorn,
 };
 use serde_json::Value;
 
