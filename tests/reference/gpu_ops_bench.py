@@ -56,6 +56,11 @@ def rms_norm(what, t, d):
                               lambda x, w: F.rms_norm(x, (d,), w, 1e-6))
 
 
+def add_rms_norm(what, t, d):
+    return eager_and_compiled(what, lambda: (randn(t, d, grad=True), randn(t, d, grad=True), randn(d, grad=True)),
+                              lambda a, b, w: F.rms_norm(a + b, (d,), w, 1e-6))
+
+
 def rope(what, t, h, k):
     def make():
         angles = rand_f32(t, 1, k // 2)
@@ -141,6 +146,58 @@ def linear_dw(what, t, k, n):
             "f32, added": added(lambda a, b: torch.mm(a, b, out_dtype=F32))}
 
 
+def group_ends(t, e):
+    """Ends of e groups of equal size; ours are skewed."""
+    return (torch.arange(1, e + 1, device=args.device) * t // e).to(torch.int32)
+
+
+def grouped_linear(what, t, k, n, e):
+    def make():
+        x, w, ends = randn(t, k), randn(e, n, k), group_ends(t, e)
+        return lambda: torch._grouped_mm(x, w.mT, offs=ends)
+    return {"_grouped_mm": make}
+
+
+def grouped_linear_dx(what, t, k, n, e):
+    def make():
+        dy, w, ends = randn(t, n), randn(e, n, k), group_ends(t, e)
+        return lambda: torch._grouped_mm(dy, w, offs=ends)
+    return {"_grouped_mm": make}
+
+
+def grouped_linear_dw(what, t, k, n, e):
+    def make():
+        dy, x, ends = randn(t, n), randn(t, k), group_ends(t, e)
+        dw = torch.zeros(e, n, k, device=args.device)
+        return lambda: dw.add_(torch._grouped_mm(dy.t(), x, offs=ends))
+    return {"bf16, added to f32": make}
+
+
+def moe_layer(what, t, d, f, e, k):
+    """Router, experts by _grouped_mm, weighted sum; the gradients of weights are bf16."""
+    def make():
+        return (randn(t, d, grad=True), randn(e, d, grad=True), randn(e, 2 * f, d, grad=True),
+                randn(e, d, f, grad=True))
+
+    def layer(x, router, gate_up, down):
+        weights, experts = torch.softmax(x @ router.t(), -1, dtype=F32).topk(k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        order = experts.flatten().argsort(stable=True)
+        ends = torch.bincount(experts.flatten(), minlength=e).cumsum(0).to(torch.int32)
+        gate, up = torch._grouped_mm(x[order // k], gate_up.mT, offs=ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(gate) * up, down.mT, offs=ends) * weights.flatten()[order, None].to(BF16)
+        return torch.zeros_like(x).index_add(0, order // k, y)
+    return differentiable(what, make, {"_grouped_mm": layer, "compiled": torch.compile(layer, dynamic=False)})
+
+
+def dense_mlp(what, t, d, f):
+    def mlp(x, gate_up, down):
+        gate, up = F.linear(x, gate_up).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, down)
+    make = lambda: (randn(t, d, grad=True), randn(2 * f, d, grad=True), randn(d, f, grad=True))
+    return eager_and_compiled(what, make, mlp)
+
+
 def linear_cross_entropy(what, t, v, d):
     def made(loss):
         def make():
@@ -210,11 +267,12 @@ def sum_of_squares(what, n):
 
 
 OPS = {
-    "rms_norm": rms_norm, "rope": rope, "swiglu": swiglu, "add": add, "dropout": dropout, "embedding": embedding,
+    "rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "rope": rope, "swiglu": swiglu, "add": add, "dropout": dropout, "embedding": embedding,
     "set_rows": set_rows, "attention": attention, "attention fused": attention, "linear": linear, "linear dx": linear_dx,
     "linear dw": linear_dw, "linear_cross_entropy": linear_cross_entropy, "adamw": adamw, "grad_scaler": grad_scaler,
     "copy_into f32 to bf16": in_place(copy_to(BF16)), "copy_into f32": in_place(copy_to(F32)), "zero_": in_place(zero),
-    "sum_of_squares": sum_of_squares,
+    "sum_of_squares": sum_of_squares, "grouped_linear": grouped_linear,
+    "grouped_linear dx": grouped_linear_dx, "grouped_linear dw": grouped_linear_dw, "moe layer": moe_layer, "dense mlp": dense_mlp,
 }
 
 

@@ -19,6 +19,8 @@ pub struct ParallelConfig {
     pub tensor_parallel: usize,
     /// Pipeline parallel size.
     pub pipeline_parallel: usize,
+    /// Expert parallel size: ranks that divide the experts of each layer.
+    pub expert_parallel: usize,
     /// True to shard the weights over all ranks (ZeRO stage 3). A unit's weights are all-gathered before use, and each
     /// rank computes the same.
     pub zero3: bool,
@@ -33,6 +35,8 @@ pub struct InferenceGroup {
     pub data_parallel: Arc<dyn Collective>,
     /// Ranks of this model replica.
     pub replica: Arc<dyn Collective>,
+    /// Ranks that run equally many forwards because they share experts; `None` if replicas are independent.
+    pub lockstep: Option<Arc<dyn Collective>>,
     /// True on the one rank of each replica that returns responses.
     pub reports: bool,
     /// Keep-alive signals that prevent timeouts of waiting ranks.
@@ -41,7 +45,7 @@ pub struct InferenceGroup {
 
 impl ParallelConfig {
     /// One whole model per rank.
-    pub const SINGLE_RANK: Self = Self { tensor_parallel: 1, pipeline_parallel: 1, zero3: false };
+    pub const SINGLE_RANK: Self = Self { tensor_parallel: 1, pipeline_parallel: 1, expert_parallel: 1, zero3: false };
 
     /// Returns true if each rank has the whole model.
     pub fn is_single_rank(self) -> bool {
@@ -59,6 +63,14 @@ impl ParallelConfig {
                  --pipeline-parallel-size {pipeline_parallel}); start a multiple of {n_parts}"
             ))
         );
+        let (n_in_stage, expert_parallel) = (n_ranks / pipeline_parallel, self.expert_parallel);
+        ensure!(
+            n_in_stage.is_multiple_of(expert_parallel),
+            usage(format!(
+                "--expert-parallel-size {expert_parallel}: the {n_in_stage} ranks of a pipeline stage cannot be divided \
+                 by it"
+            ))
+        );
         Ok(())
     }
 
@@ -72,6 +84,7 @@ impl ParallelConfig {
             tp: self.tensor_parallel,
             dp_replicate,
             dp_shard,
+            ep: self.expert_parallel,
             ..Degrees::default()
         };
         let mesh = Mesh::new(degrees, world.size()).map_err(|error| usage(error.to_string()))?;
@@ -102,6 +115,19 @@ impl ParallelConfig {
             self.pipeline_parallel <= n_layers,
             usage(format!("--pipeline-parallel-size {}: the model has {n_layers} blocks", self.pipeline_parallel))
         );
+        let n_experts = config.moe().map_or(1, |moe| moe.n_experts);
+        ensure!(
+            n_experts.is_multiple_of(self.expert_parallel),
+            usage(match config.moe() {
+                None => "--expert-parallel-size: the model has no experts".to_owned(),
+                Some(_) => {
+                    format!(
+                        "--expert-parallel-size {}: {n_experts} experts cannot be divided by it",
+                        self.expert_parallel
+                    )
+                }
+            })
+        );
         Ok(())
     }
 }
@@ -113,7 +139,8 @@ fn usage(problem: String) -> Error {
 impl InferenceGroup {
     /// Creates a group of ranks with a whole model each.
     pub fn replicated(world: Arc<dyn Collective>) -> Self {
-        Self { data_parallel: Arc::clone(&world), world, replica: Arc::new(Solo), reports: true, keep_alive: None }
+        let (data_parallel, replica) = (Arc::clone(&world), Arc::new(Solo));
+        Self { data_parallel, world, replica, lockstep: None, reports: true, keep_alive: None }
     }
 
     /// Creates a group of sharded replicas. With `zero3` each replica spans the `dp_shard` ranks.
@@ -123,6 +150,7 @@ impl InferenceGroup {
             false => (&groups.dp, &groups.model_parallel),
         };
         Self {
+            lockstep: groups.replicas_share_experts(zero3).then(|| Arc::clone(&world)),
             world,
             data_parallel: Arc::clone(data_parallel),
             replica: Arc::clone(replica),
@@ -145,22 +173,22 @@ impl InferenceGroup {
 
     /// Runs this replica's work while other replicas wait.
     ///
-    /// In a replica of several ranks a hang must still time out, so [`InferenceGroup::step`] alone sends keep-alive
-    /// signals.
+    /// Among several ranks that compute together a hang must still time out, so [`InferenceGroup::step`] alone sends
+    /// keep-alive signals.
     pub(crate) fn together<T>(&self, what: impl FnOnce() -> T) -> T {
-        if self.is_single_rank_replica() { self.alone(what) } else { what() }
+        if self.computes_alone() { self.alone(what) } else { what() }
     }
 
-    /// Sends a keep-alive signal after a step of [`InferenceGroup::together`]. A single-rank replica signals
+    /// Sends a keep-alive signal after a step of [`InferenceGroup::together`]. A rank that computes alone signals
     /// continuously instead.
     pub(crate) fn step(&self) {
-        if let Some(keep_alive) = self.keep_alive.as_ref().filter(|_| !self.is_single_rank_replica()) {
+        if let Some(keep_alive) = self.keep_alive.as_ref().filter(|_| !self.computes_alone()) {
             keep_alive.beat();
         }
     }
 
-    fn is_single_rank_replica(&self) -> bool {
-        self.replica.size() == 1
+    fn computes_alone(&self) -> bool {
+        self.replica.size() == 1 && self.lockstep.is_none()
     }
 
     /// Returns true if any rank of this replica passes true. Collective: all ranks of the replica must call it.

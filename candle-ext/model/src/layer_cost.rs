@@ -9,10 +9,8 @@ use candlewick_ops::{
     dropout_backward_cost, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
 };
 
+use crate::experts_cost::{ExpertExchange, ExpertsCost};
 use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, QkNorm, SelfAttentionSpec, TiledMlp};
-
-/// Bytes of an f32.
-const F32_BYTES: u64 = size_of::<f32>() as u64;
 
 /// Sizes of a decoder layer on one rank, from which activation memory is estimated.
 #[derive(Clone, Copy, Debug)]
@@ -39,6 +37,8 @@ pub struct LayerCost<'a> {
     pub tiled_mlp: TiledMlp,
     /// Buffers of context parallel attention.
     pub exchange: AttentionExchange,
+    /// Exchange of tokens between the ranks of the experts.
+    pub experts: ExpertExchange,
 }
 
 /// Buffers that attention allocates to exchange keys and values under context parallelism.
@@ -56,42 +56,6 @@ struct Widths {
     q: u64,
     kv: u64,
     f: u64,
-}
-
-/// Sizes of the routed experts of a layer on one rank: every rank gets as many rows as it sends if the load balances.
-struct ExpertsCost {
-    n_tokens: u64,
-    /// Tokens times selected experts.
-    n_rows: u64,
-    n_experts: u64,
-    d: u64,
-    f: u64,
-    n_bytes: u64,
-}
-
-impl ExpertsCost {
-    /// Returns the bytes of the logits, of gate and up, and of a weight per row. Permuted rows are recomputed.
-    fn saved_bytes(&self) -> u64 {
-        self.n_tokens * self.n_experts * F32_BYTES + self.n_rows * (2 * self.f * self.n_bytes + F32_BYTES)
-    }
-
-    /// Returns the peak bytes of the forward: logits, gate and up, the gated activation and its projection.
-    fn forward_bytes(&self) -> u64 {
-        let rows = |width: u64| self.n_rows * width * self.n_bytes;
-        let first = rows(self.d) + rows(2 * self.f);
-        let second = rows(2 * self.f) + rows(self.f) + rows(self.d);
-        self.n_tokens * self.n_experts * F32_BYTES + first.max(second)
-    }
-
-    /// Returns the peak bytes of the backward beyond the saved activations.
-    fn backward_bytes(&self) -> u64 {
-        let rows = |width: u64| self.n_rows * width * self.n_bytes;
-        // The gradient of the projection, the gated activation and its gradient.
-        let down = rows(self.d) + 2 * rows(self.f);
-        // The gradients of gate and up and of the permuted rows, and the rows.
-        let gate_up = rows(2 * self.f) + 2 * rows(self.d);
-        down.max(gate_up)
-    }
 }
 
 impl LayerCost<'_> {
@@ -181,6 +145,7 @@ impl LayerCost<'_> {
             d: self.layer.hidden_size as u64,
             f: moe.expert_size as u64,
             n_bytes: self.n_bytes(),
+            exchange: self.experts,
         })
     }
 
@@ -303,6 +268,7 @@ mod tests {
             attention: AttentionImpl::Auto,
             tiled_mlp: TiledMlp::Off,
             exchange: AttentionExchange::default(),
+            experts: ExpertExchange::None,
         };
         let MlpSpec::SwiGlu(mlp) = &layer.mlp else { panic!("Llama's layers are dense") };
         let adapter = AdapterSpec { module: mlp.down.module.clone(), r: 2, scaling: 1.0, dropout };

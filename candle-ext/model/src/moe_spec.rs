@@ -44,6 +44,8 @@ pub struct ExpertMatrixSpec {
     pub out: usize,
     /// Input features of an expert's matrix.
     pub input: DimSize,
+    /// Meaning of the parameter's rows.
+    rows: Dim,
 }
 
 /// The shared expert of an MoE layer.
@@ -71,12 +73,14 @@ impl Config {
         let module = format!("{}.mlp", layer_name(layer_idx));
         let embed = self.embed();
         let experts = DimSize { dim: Dim::Experts, len: moe.n_experts };
-        let matrix = |name: &str, out, input| ExpertMatrixSpec {
+        let matrix = |name: &str, rows, out, input| ExpertMatrixSpec {
             name: format!("{module}.experts.{name}"),
             n_experts: moe.n_experts,
             out,
             input,
+            rows,
         };
+        let ffn = DimSize { dim: Dim::Ffn, len: moe.expert_size };
         let shared_module = format!("{module}.{}", family.names.shared_expert);
         let one = DimSize { dim: Dim::HeadDim, len: 1 };
         MoeSpec {
@@ -85,8 +89,13 @@ impl Config {
             router: moe.router,
             router_weight: LinearSpec::new(format!("{module}.gate"), [experts, embed], false),
             expert_bias: moe.expert_bias,
-            gate_up: matrix("gate_up_proj", 2 * moe.expert_size, embed),
-            down: matrix("down_proj", embed.len, DimSize { dim: Dim::Ffn, len: moe.expert_size }),
+            gate_up: matrix(
+                "gate_up_proj",
+                Dim::ExpertFfn { n_matrices: 2 * moe.n_experts },
+                2 * moe.expert_size,
+                embed,
+            ),
+            down: matrix("down_proj", Dim::Experts, embed.len, ffn),
             shared_expert: moe.shared_expert.map(|shared| SharedExpertSpec {
                 gate: shared.gated.then(|| LinearSpec::new(format!("{shared_module}_gate"), [one, embed], false)),
                 mlp: self.swiglu(&shared_module, shared.intermediate_size),
@@ -160,7 +169,7 @@ impl MoeSpec {
 impl ExpertMatrixSpec {
     /// Returns the parameter: the rows of the first expert, then those of the second, and so on.
     fn param(&self, hub: HubTensors, std: f64) -> ParamSpec {
-        let rows = DimSize { dim: Dim::Experts, len: self.n_experts * self.out };
+        let rows = DimSize { dim: self.rows, len: self.n_experts * self.out };
         let init = Init::Normal { std, zero_row: None };
         ParamSpec {
             group: ParamGroupKind::Expert,

@@ -103,6 +103,11 @@ pub enum Dim {
     Ffn,
     /// Experts times the rows or columns of each.
     Experts,
+    /// Rows of the gate and up matrices of all experts, each as high as an expert's intermediate size.
+    ExpertFfn {
+        /// Number of matrices: two per expert.
+        n_matrices: usize,
+    },
     /// LoRA rank.
     Rank,
 }

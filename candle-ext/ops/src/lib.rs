@@ -79,7 +79,7 @@ pub use gemm::{
     GemmSize, cpu_gemm_buffer_bytes, cpu_gemm_kernel, cpu_gemm_kernels, measure_cpu_gemm_rate, select_cpu_gemm_kernel,
 };
 pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, ScalerState, StepDecision, UpdateOutcome};
-pub use in_place::{copy_into, sum_of_squares, zero_};
+pub use in_place::{copy_into, count_zeros, sum_of_squares, zero_};
 pub use linear::{LinearCost, OutputDtype, linear};
 pub use linear_cross_entropy::{
     CrossEntropy, CrossEntropyCost, LOGITS_BYTES_ON_CPU, LossAndGrad, LossGrad, Reduction, TokenScores, VocabShard,
@@ -90,6 +90,7 @@ pub use moe::assignment::{DROPPED, ExpertAssignment};
 pub use moe::capacity::{DropPolicy, expert_capacity, limit_capacity};
 pub use moe::expert_bias::expert_bias_change;
 pub use moe::expert_counts::{TokenSequences, expert_counts};
+pub use moe::expert_labels::{relabel_experts, repeat_weights};
 pub use moe::grouped_linear::{GroupedLinearCost, TokensPerCall, grouped_linear};
 pub use moe::permute::{permute, permute_cost, permute_weights, unpermute};
 pub use moe::router::{GroupLimit, RouterSpec, Routing, ScoreFunction, TopKOrder, route, route_by, route_cost};

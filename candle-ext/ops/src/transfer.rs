@@ -2,6 +2,8 @@
 
 use candle_core::{DType, Device, Result, Shape, Tensor, WithDType, bail};
 
+use crate::span::span;
+
 /// Copies values to a device. On a GPU the copy goes through pinned memory and the call returns at once.
 pub fn upload<T: WithDType>(values: &[T], shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     match device {
@@ -26,6 +28,7 @@ pub(crate) fn upload_table<T: WithDType>(values: &[T], shape: impl Into<Shape>, 
 /// candle's `to_vec1`, `to_scalar` and the like read the copy as soon as the driver returns. On Grace, where the device
 /// uses the host's page tables, the driver may return before it has written pageable memory.
 pub fn to_host(x: &Tensor) -> Result<Tensor> {
+    let _span = span("to_host", "");
     let here = x.to_device(&Device::Cpu)?;
     x.device().synchronize()?;
     Ok(here)

@@ -8,6 +8,7 @@ use candlewick_model::{Model, RouterSettings};
 
 use crate::context_parallel::ContextParallel;
 use crate::engine::{ActivationCheckpointing, Engine};
+use crate::expert_parallel::TokenDispatcher;
 use crate::groups::ParallelGroups;
 use crate::params::{CpuOffload, ParamDtypes, ParamStore, StoreMode, StoreOptions, ZeroStage};
 use crate::pipeline::{Pipeline, PipelineLayout, PipelineScheduleKind};
@@ -32,6 +33,8 @@ pub struct EngineSpec {
     pub cpu_offload: CpuOffload,
     /// Activation checkpointing of each layer.
     pub checkpointing: Vec<ActivationCheckpointing>,
+    /// Exchange of tokens between expert parallel ranks.
+    pub token_dispatcher: TokenDispatcher,
     /// Settings of the routers.
     pub router: RouterSettings,
 }
@@ -49,6 +52,7 @@ impl EngineSpec {
             schedule: PipelineScheduleKind::default(),
             cpu_offload: CpuOffload::default(),
             checkpointing,
+            token_dispatcher: TokenDispatcher::default(),
             router: RouterSettings::default(),
         }
     }
@@ -63,7 +67,7 @@ impl EngineSpec {
     /// Training sums losses over `groups.loss`. Inference returns each rank's own losses.
     pub fn build(self, model: Model, groups: &ParallelGroups, device: Device) -> Result<Engine> {
         let Self { mode, dtypes, zero_stage, sequence_parallel, layout, schedule, cpu_offload, .. } = self;
-        let (checkpointing, router) = (self.checkpointing, self.router);
+        let (checkpointing, router, dispatcher) = (self.checkpointing, self.router, self.token_dispatcher);
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
         let options = StoreOptions { dtypes, mode, cpu_offload };
         let store = ParamStore::of_units(model.units(), options, &device, sharding)?;
@@ -81,7 +85,7 @@ impl EngineSpec {
             engine = engine.with_tensor_parallel(groups.tensor_parallel(sequence_parallel));
         }
         if let Some(experts) = groups.expert_parallel(sequence_parallel) {
-            engine = engine.with_expert_parallel(experts);
+            engine = engine.with_expert_parallel(experts.with_dispatcher(dispatcher));
         }
         Ok(engine)
     }

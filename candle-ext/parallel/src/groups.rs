@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Collective, Solo};
 
-use crate::expert_parallel::ExpertParallel;
+use crate::expert_parallel::{ExpertParallel, TokenDispatcher};
 use crate::params::{GroupRanks, ShardingGroups, Stages, ZeroStage};
 use crate::pipeline::PipelineLayout;
 use crate::placement::SequenceParallel;
@@ -46,8 +46,10 @@ pub struct ParallelGroups {
 struct ExpertGroups {
     /// Expert-data parallel ranks, over which gradients of experts are reduced.
     edp: Arc<dyn Collective>,
-    /// Expert parallel ranks.
+    /// Ranks that hold all experts of a stage exactly once: expert parallel ranks times the shards of each expert.
     ep: Arc<dyn Collective>,
+    /// Expert tensor parallel ranks, which split each expert.
+    etp: Arc<dyn Collective>,
     /// Ranks that hold all experts of all stages exactly once.
     model: Arc<dyn Collective>,
     /// Ranks that hold all experts once if `edp` shards them.
@@ -83,15 +85,12 @@ impl ParallelGroups {
 
     /// Adds expert parallel groups, for a mixture-of-experts model. Collective: all ranks of `world` must call it.
     pub fn with_experts(self, mesh: &Mesh, world: &dyn Collective) -> Result<Self> {
-        let etp = mesh.degrees().etp;
-        if etp > 1 {
-            bail!("etp {etp}: the matrices of an expert cannot be split; set expert tensor parallelism to 1")
-        }
         let expert = ExpertGroups {
             edp: mesh.group(world, &[Axis::Edp])?,
-            ep: mesh.group(world, &[Axis::Ep])?,
-            model: mesh.group(world, &[Axis::Pp, Axis::Ep])?,
-            model_shards: mesh.group(world, &[Axis::Pp, Axis::Edp, Axis::Ep])?,
+            ep: mesh.group(world, &[Axis::Ep, Axis::Etp])?,
+            etp: mesh.group(world, &[Axis::Etp])?,
+            model: mesh.group(world, &[Axis::Pp, Axis::Ep, Axis::Etp])?,
+            model_shards: mesh.group(world, &Axis::EXPERT)?,
             micro_batch: [
                 mesh.group(world, &[Axis::Cp, Axis::Sp])?,
                 mesh.group(world, &[Axis::Cp, Axis::Sp, Axis::Tp])?,
@@ -111,12 +110,31 @@ impl ParallelGroups {
 
     /// Returns the expert parallel groups; `None` without [`ParallelGroups::with_experts`].
     pub fn expert_parallel(&self, sequence_parallel: SequenceParallel) -> Option<ExpertParallel> {
-        let ExpertGroups { ep, micro_batch, step, .. } = self.expert.as_ref()?;
+        let ExpertGroups { ep, etp, micro_batch, step, .. } = self.expert.as_ref()?;
         let of_tokens = |[without, with]: &[Arc<dyn Collective>; 2]| match sequence_parallel {
             SequenceParallel::Off => Arc::clone(without),
             SequenceParallel::On => Arc::clone(with),
         };
-        Some(ExpertParallel { ep: Arc::clone(ep), micro_batch: of_tokens(micro_batch), step: of_tokens(step) })
+        Some(ExpertParallel {
+            ep: Arc::clone(ep),
+            n_shards: etp.size(),
+            micro_batch: of_tokens(micro_batch),
+            step: of_tokens(step),
+            dispatcher: TokenDispatcher::default(),
+        })
+    }
+
+    /// Returns true if model replicas exchange tokens of experts, or gather experts from each other (`zero3`). All ranks
+    /// must then run equally many forwards.
+    pub fn replicas_share_experts(&self, zero3: bool) -> bool {
+        self.expert.as_ref().is_some_and(|ExpertGroups { ep, edp, .. }| {
+            let (replica, shared) = match zero3 {
+                true => (self.dp_shard.size() * self.tp.size(), ep.size() * edp.size()),
+                false => (self.tp.size(), ep.size()),
+            };
+            // Both are consecutive ranks of a stage.
+            !replica.is_multiple_of(shared)
+        })
     }
 
     /// Returns the process groups that shard parameters in a ZeRO stage.
@@ -133,14 +151,18 @@ impl ParallelGroups {
             Some(_) => (&self.dp_shard, &self.dp_replicate, &self.model_parallel_shard),
             None => (&solo, &self.dp, &self.model_parallel),
         };
-        let ranks = |shard: &Arc<_>, replicate: &Arc<_>, split: &Arc<_>, distinct: &Arc<_>| {
-            let [shard, replicate, split, distinct] = [shard, replicate, split, distinct].map(Arc::clone);
-            GroupRanks { shard, replicate, split, distinct }
+        let ranks = |[shard, replicate]: [&Arc<_>; 2], [split, tensor]: [&Arc<_>; 2], distinct: &Arc<_>| {
+            let [shard, replicate, split, tensor, distinct] =
+                [shard, replicate, split, tensor, distinct].map(Arc::clone);
+            GroupRanks { shard, replicate, split, tensor, distinct }
         };
-        let dense = ranks(shard, replicate, &self.tp, distinct);
-        let expert = self.expert.as_ref().map(|expert| match zero_stage {
-            Some(_) => ranks(&expert.edp, &solo, &expert.ep, &expert.model_shards),
-            None => ranks(&solo, &expert.edp, &expert.ep, &expert.model),
+        let dense = ranks([shard, replicate], [&self.tp, &self.tp], distinct);
+        let expert = self.expert.as_ref().map(|expert| {
+            let ExpertGroups { edp, ep, etp, model, model_shards, .. } = expert;
+            match zero_stage {
+                Some(_) => ranks([edp, &solo], [ep, etp], model_shards),
+                None => ranks([&solo, edp], [ep, etp], model),
+            }
         });
         let stages = Stages {
             ranks: Arc::clone(&self.pp),

@@ -21,10 +21,10 @@ mod tensor_parallel;
 pub use assembly::EngineSpec;
 pub use context_parallel::{ContextParallel, ring_exchange};
 pub use engine::{
-    ActivationCheckpointing, Engine, HeadCost, InFlightStep, LossScale, Micro, OptimizerStep, PackedTokens, ScoreQuery,
-    StepBytes, StepCost, StepLoss, StepLosses, StepResult, TrainBatch,
+    ActivationCheckpointing, Engine, GradZeros, HeadCost, InFlightStep, LossScale, Micro, OptimizerStep, PackedTokens,
+    ScoreQuery, StepBytes, StepCost, StepLoss, StepLosses, StepResult, TrainBatch,
 };
-pub use expert_parallel::ExpertParallel;
+pub use expert_parallel::{ExpertParallel, TokenDispatcher};
 pub use groups::ParallelGroups;
 pub use kv_cache::KvCache;
 pub use kv_cache_pool::{AppendTokens, KvAppend, KvCachePool};
@@ -35,7 +35,7 @@ pub use params::{
     StoreOptions, ZeroStage,
 };
 pub use pipeline::{ChunkPass, Pipeline, PipelineLayout, PipelineSchedule, PipelineScheduleKind, StageStep};
-pub use placement::{SequenceParallel, max_shard_bytes, max_shard_numel};
+pub use placement::{SequenceParallel, SplitSizes, max_shard_bytes, max_shard_numel};
 pub use prefix_tree::{Prefix, PrefixKvCache, PrefixTreeAttention, TokenRun};
 pub use row_allocator::RowAllocator;
 pub use tensor_parallel::TensorParallel;

@@ -44,6 +44,9 @@ pub(super) struct ParallelArgs {
     /// Pipeline-parallel size
     #[arg(long, alias = "pipeline_parallel_size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     pipeline_parallel_size: usize,
+    /// Expert-parallel size: ranks that divide the experts of each layer
+    #[arg(long, alias = "expert_parallel_size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
+    expert_parallel_size: usize,
     /// ZeRO stage: 3 shards the weights over all ranks, 0 replicates them
     #[arg(long, alias = "zero_stage", value_name = "STAGE", default_value = "0", value_parser = ["0", "3"])]
     zero_stage: String,
@@ -51,8 +54,12 @@ pub(super) struct ParallelArgs {
 
 impl ParallelArgs {
     pub(super) fn config(&self) -> ParallelConfig {
-        let Self { tensor_parallel_size: tensor, pipeline_parallel_size: stages, .. } = *self;
-        ParallelConfig { tensor_parallel: tensor, pipeline_parallel: stages, zero3: self.zero_stage == "3" }
+        ParallelConfig {
+            tensor_parallel: self.tensor_parallel_size,
+            pipeline_parallel: self.pipeline_parallel_size,
+            expert_parallel: self.expert_parallel_size,
+            zero3: self.zero_stage == "3",
+        }
     }
 }
 

@@ -17,7 +17,7 @@ use candlewick_inference::answer::{
     BackendSettings, EngineBackend, LmBackend, RequestOutput, RequestProgress, RequestsInterrupted,
 };
 use candlewick_inference::lm::Lm;
-use candlewick_inference::parallel_config::InferenceGroup;
+use candlewick_inference::parallel_config::{InferenceGroup, ParallelConfig};
 use candlewick_inference::request::{GenerationSettings, Request, Response};
 use candlewick_ops::{AttentionChoice, AttentionImpl};
 use candlewick_parallel::KvCache;
@@ -221,6 +221,62 @@ fn answers_have_the_same_bits_on_any_number_of_ranks() {
     }
 }
 
+/// Loads a model with experts on the ranks of a world.
+fn experts(folder: &Path, parallel_config: ParallelConfig, world: &World) -> anyhow::Result<(Lm, InferenceGroup)> {
+    let groups = parallel_config.groups(&*world.group())?;
+    let lm = Lm::load_sharded(folder, None, DType::F32, Device::Cpu, (parallel_config, &groups))?;
+    Ok((lm, InferenceGroup::from_groups(world.group(), &groups, parallel_config.zero3)))
+}
+
+/// Some ranks get no request, and compute fillers meanwhile. Tensor parallelism rounds differently.
+#[test]
+fn ranks_that_divide_experts_give_the_bits_of_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = crate::support::export_experts(folder.path(), 1);
+    let want = answer(&lm(&model), settings(), &requests());
+    let (two, single) = (requests().len() / 2, ParallelConfig::SINGLE_RANK);
+    for (n_ranks, parallel_config) in [
+        (2, ParallelConfig { expert_parallel: 2, ..single }),
+        (4, ParallelConfig { expert_parallel: 2, ..single }),
+        (4, ParallelConfig { expert_parallel: 2, pipeline_parallel: 2, ..single }),
+        (4, ParallelConfig { expert_parallel: 2, zero3: true, ..single }),
+    ] {
+        // Few requests leave some ranks without one.
+        for n_requests in [1, two, two * 2] {
+            let on_rank = |world: &World| {
+                let (lm, inference_group) = experts(&model, parallel_config, world)?;
+                EngineBackend::new(&lm, settings(), inference_group)?.answer(&requests()[..n_requests])
+            };
+            for answers in threads::run(n_ranks, Options::default(), on_rank).unwrap() {
+                assert_eq!(answers, want[..n_requests], "{n_ranks} {parallel_config:?} {n_requests}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_stop_on_one_rank_ends_all_ranks_that_divide_experts() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = crate::support::export_experts(folder.path(), 1);
+    let parallel_config = ParallelConfig { expert_parallel: 2, ..ParallelConfig::SINGLE_RANK };
+    // The other ranks compute or are idle.
+    for n_requests in [2, requests().len()] {
+        let on_rank = |world: &World| {
+            let (lm, inference_group) = experts(&model, parallel_config, world)?;
+            let n_asked = Cell::new(0);
+            let asked = || {
+                n_asked.set(n_asked.get() + 1);
+                world.rank() == 1 && n_asked.get() == 2
+            };
+            let settings = BackendSettings { batch_size: Some(1), ..settings() };
+            let answered =
+                EngineBackend::new(&lm, settings, inference_group)?.with_stop(asked).answer(&requests()[..n_requests]);
+            Ok::<_, anyhow::Error>(answered.unwrap_err().is::<RequestsInterrupted>())
+        };
+        assert_eq!(threads::run(4, Options::default(), on_rank).unwrap(), [true; 4]);
+    }
+}
+
 /// Returns the responses of three ranks. The second rank sleeps for this time before each batch.
 fn with_a_slow_rank(
     pause: Duration,
@@ -276,6 +332,7 @@ fn a_stop_on_one_rank_ends_all_of_them() {
                 data_parallel: Arc::new(Solo),
                 reports: copy.rank() == 0,
                 replica: copy,
+                lockstep: None,
                 keep_alive: None,
             }
         },

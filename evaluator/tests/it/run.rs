@@ -204,6 +204,8 @@ fn a_tensor_parallel_size_that_does_not_divide_the_model_is_refused() {
         (3, ["--tensor-parallel-size", "2"], "3 ranks cannot hold copies of a model over 2 ranks each"),
         (3, ["--tensor-parallel-size", "3"], "cannot all be divided by it; use 1 or 2"),
         (3, ["--pipeline-parallel-size", "3"], "--pipeline-parallel-size 3: the model has 2 blocks"),
+        (2, ["--expert-parallel-size", "2"], "--expert-parallel-size: the model has no experts"),
+        (3, ["--expert-parallel-size", "2"], "the 3 ranks of a pipeline stage cannot be divided by it"),
     ] {
         let ended = together(&workspace, n_ranks, &arguments);
         for output in &ended {

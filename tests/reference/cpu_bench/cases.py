@@ -9,8 +9,15 @@ SMOLLM2 = dict(model_type="llama", hidden_size=576, intermediate_size=1536, num_
 QWEN3 = dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
              num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True)
 SMOLLM2_4 = dict(SMOLLM2, num_hidden_layers=4)
+# Qwen3-MoE with 39M active parameters of 215M, and the dense model of equal active FLOPs.
+DENSE_512 = dict(model_type="qwen3", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8,
+                 num_key_value_heads=2, head_dim=64, vocab_size=8192, tie_word_embeddings=False)
+MOE_512 = dict(DENSE_512, model_type="qwen3_moe", moe_intermediate_size=256, num_experts=64, num_experts_per_tok=8,
+               norm_topk_prob=True, router_aux_loss_coef=0.001)
 TINY = dict(SMALL, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16, vocab_size=2048)
-CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+TINY_MOE = dict(MOE_512, hidden_size=32, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2,
+                num_hidden_layers=2, head_dim=16, vocab_size=2048)
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,14 @@ CASES = [
     train("smollm2-135m 1x1024", SMOLLM2, 1, 1024, 1, 5),
     train("smollm2-135m 4x1024 accumulated", SMOLLM2, 1, 1024, 4, 4),
     train("qwen3-0.6b 1x512", QWEN3, 1, 512, 1, 4),
+    train("moe 64 experts 1x1024", MOE_512, 1, 1024, 1, 7),
+    train("moe's dense twin 1x1024", DENSE_512, 1, 1024, 1, 7),
     *(long("4 layers", SMOLLM2_4, 1024 * k) for k in (4, 8, 16, 32, 64, 128)),
     long("smollm2-135m", SMOLLM2, 32768, "full"),
     Case("eval small 1x256", "tokens/s", SMALL, 256, steps=40),
     Case("eval smollm2-135m 1x512", "tokens/s", SMOLLM2, 512, steps=8),
     Case("eval smollm2-135m 1x1024", "tokens/s", SMOLLM2, 1024, steps=4),
+    Case("eval moe 64 experts 1x1024", "tokens/s", MOE_512, 1024, steps=8),
     Case("decode small f32", "tokens/s", SMALL, 16, steps=128),
     Case("decode smollm2-135m f32", "tokens/s", SMOLLM2, 16, steps=128),
     Case("decode smollm2-135m bf16", "tokens/s", SMOLLM2, 16, steps=128, dtype="bf16"),
@@ -84,8 +94,10 @@ CASES = [
 # Tiny shapes with the same code paths, to test the scripts.
 QUICK = [
     train("tiny 2x64", TINY, 2, 64, 2, 4),
+    train("tiny moe 2x64", TINY_MOE, 2, 64, 2, 4),
     long("tiny", TINY, 128),
     Case("eval tiny 1x64", "tokens/s", TINY, 64, steps=4),
+    Case("eval tiny moe 1x64", "tokens/s", TINY_MOE, 64, steps=4),
     Case("decode tiny f32", "tokens/s", TINY, 16, steps=16),
     Case("decode tiny bf16", "tokens/s", TINY, 16, steps=16, dtype="bf16"),
     Case("start tiny", "s", TINY, 64),

@@ -188,6 +188,28 @@ fn ranks_that_share_a_model_evaluate_together() {
     }
 }
 
+/// Expert-parallel ranks exchange tokens in every forward, also ranks without documents.
+#[test]
+fn ranks_that_divide_experts_evaluate_together() {
+    let experts = "model.config={model_type: qwen3_moe, num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, \
+                   norm_topk_prob: true, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, \
+                   num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, vocab_size: 600, \
+                   max_position_embeddings: 256, rms_norm_eps: 1e-5}";
+    let samples = "generate={prompts: [Say wolf 4 times.], max_new_tokens: 4}";
+    for (n_ranks, sharing) in [
+        (2, vec!["expert_parallel_size=2"]),
+        (4, vec!["expert_parallel_size=2", "expert_tensor_parallel_size=2"]),
+        (4, vec!["expert_parallel_size=4", "deepspeed={zero_optimization: {stage: 3}}", "eval.limit=2"]),
+    ] {
+        let fixture = TaskFolder::new();
+        fixture.train_as(n_ranks, &[&[&*fixture.saves(), experts, samples], &sharing[..]].concat());
+        if !sharing.contains(&"eval.limit=2") {
+            fixture.check_scores_within(1e-4, model);
+        }
+        assert_eq!(fixture.scores().len(), 3);
+    }
+}
+
 #[test]
 fn an_adapter_in_training_is_evaluated_with_its_base() {
     let base = TaskFolder::new();

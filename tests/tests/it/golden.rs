@@ -1,4 +1,4 @@
-//! Losses and gradient norms of the first twenty steps of a tiny model of each family equal those in `tests/golden`.
+//! Losses and gradient norms of the first steps of a tiny model of each family equal those in `tests/golden`.
 //!
 //! The CPU GEMM kernel depends on the processor, and kernels round differently: a golden file has a section per rounding.
 //! With each kernel that this machine supports, every number equals its section to the bit. On a machine without such a
@@ -30,6 +30,11 @@ fn qwen2s_curve_is_the_golden_one() {
 #[test]
 fn qwen3s_curve_is_the_golden_one() {
     check("qwen3");
+}
+
+#[test]
+fn qwen3_moes_curve_is_the_golden_one() {
+    check("qwen3_moe");
 }
 
 #[track_caller]

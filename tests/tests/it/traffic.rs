@@ -36,8 +36,8 @@ const T: usize = 512;
 /// Elements of all KV heads of a token.
 const KV: usize = D / 2;
 
-/// Returns the bytes of f32 that rank 0 sent in a step, without start-up and shutdown.
-fn sent(n_ranks: usize, arguments: &[&str]) -> f64 {
+/// Returns the profile of rank 0, without start-up and shutdown.
+fn profile(n_ranks: usize, arguments: &[&str]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("recipe.yaml");
     fs::write(&path, recipe(folder.path()).to_string()).unwrap();
@@ -47,7 +47,23 @@ fn sent(n_ranks: usize, arguments: &[&str]) -> f64 {
     launch.env("RAYON_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1").stdin(Stdio::null());
     let output = launch.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let table = fs::read_to_string(folder.path().join("run/profile.txt")).unwrap();
+    fs::read_to_string(folder.path().join("run/profile.txt")).unwrap()
+}
+
+/// Returns the number of spans with this name in a profile.
+fn n_spans(profile: &str, name: &str) -> usize {
+    let count = |row: &str| {
+        let columns: Vec<&str> = row.split_whitespace().collect();
+        let (numbers, words) = columns.split_at_checked(4)?;
+        let is_meant = words.join(" ").split(',').next() == Some(name);
+        is_meant.then(|| numbers[0].parse::<usize>().unwrap())
+    };
+    profile.lines().filter_map(count).sum()
+}
+
+/// Returns the bytes of f32 that rank 0 sent in a step.
+fn sent(n_ranks: usize, arguments: &[&str]) -> f64 {
+    let table = profile(n_ranks, arguments);
     let rows = table.lines().filter(|row| !row.contains("  world "));
     let megabytes = rows.filter_map(|row| {
         let (_, sent) = row.strip_suffix(" MB sent")?.rsplit_once(", ")?;
@@ -84,4 +100,49 @@ fn ranks_send_what_the_formulas_say() {
         eprintln!("{n} {arguments:?}: {sent:.0} bytes, {want:.0} by the formula, {:.4}", sent / want);
         assert!((sent / want - 1.0).abs() < 0.02, "{n} {arguments:?}: {sent} bytes, {want} by the formula");
     }
+}
+
+/// A mixture of experts with full rows: each token selects two of four experts.
+const EXPERTS: [&str; 6] = [
+    "model.config.model_type=qwen3_moe",
+    "model.config.head_dim=32",
+    "model.config.num_experts=4",
+    "model.config.num_experts_per_tok=2",
+    "model.config.moe_intermediate_size=64",
+    "model.config.norm_topk_prob=true",
+];
+
+/// The host waits for the counts alone: once per layer and step, with either dispatcher.
+#[test]
+fn a_layer_of_experts_waits_once_for_its_counts() {
+    for (dispatcher, want) in [
+        ("alltoall", [("all_gather", 1), ("all_to_all", 6), ("reduce_scatter", 0)]),
+        ("allgather", [("all_gather", 5), ("all_to_all", 0), ("reduce_scatter", 3)]),
+    ] {
+        let of_layers = |n: usize| {
+            let (dispatcher, layers) =
+                (format!("moe.token_dispatcher_type={dispatcher}"), format!("model.config.num_hidden_layers={n}"));
+            let arguments = [&EXPERTS[..], &["expert_parallel_size=2", &dispatcher, &layers]].concat();
+            profile(2, &arguments)
+        };
+        let (two, three) = (of_layers(2), of_layers(3));
+        let of_a_layer = |name: &str| (n_spans(&three, name) as f64 - n_spans(&two, name) as f64) / N_STEPS as f64;
+        assert_eq!(of_a_layer("to_host"), 1.0, "{dispatcher}: {three}");
+        for (op, n) in want {
+            assert_eq!(of_a_layer(&format!("ep-etp {op} exchange")), f64::from(n), "{dispatcher} {op}: {three}");
+        }
+    }
+}
+
+/// Tokens forward and sums back, and their gradients; weights of tokens, their gradients, and the selected experts.
+#[test]
+fn expert_parallel_ranks_send_what_the_formula_says() {
+    let arguments = [&EXPERTS[..], &["expert_parallel_size=2", "moe.token_dispatcher_type=allgather"]].concat();
+    let (n_experts, top_k, head_dim) = (4, 2, 32);
+    let block = 2 * D * D + 2 * KV * D + n_experts * D + 2 * D + 2 * head_dim;
+    let dense = V * D + N_BLOCKS * block + D;
+    let want = 4.0 * (N_BLOCKS * T * (4 * D + 3 * top_k) + dense) as f64;
+    let sent = sent(2, &arguments);
+    eprintln!("{sent:.0} bytes, {want:.0} by the formula, {:.4}", sent / want);
+    assert!((sent / want - 1.0).abs() < 0.02, "{sent} bytes, {want} by the formula");
 }

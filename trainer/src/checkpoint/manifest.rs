@@ -16,8 +16,9 @@ pub(crate) const MANIFEST: &str = "manifest.json";
 /// The file name of the loop's state.
 pub(crate) const STATE: &str = "state.json";
 const FORMAT: &str = "candlewick-sharded";
-/// Version 1 hashed files with SHA-256. In version 2, every chunk had all columns.
-const VERSION: u32 = 3;
+/// Version 1 hashed files with SHA-256. In version 2, every chunk had all columns. In version 3, rows were those of the
+/// last dim.
+const VERSION: u32 = 4;
 
 /// The files and tensors of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -65,6 +66,9 @@ pub struct TensorEntry {
     /// The offset of a chunk in the full tensor: always zeros. Only version 1 wrote it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     offset: Vec<usize>,
+    /// The elements of a row, to which `columns` refers; those of the last dim if absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub row_len: Option<usize>,
     /// The columns of the full tensor that the file holds elements of; all of them if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub columns: Option<Range<usize>>,
@@ -147,19 +151,22 @@ impl Manifest {
 impl TensorEntry {
     /// Describes the chunk of a tensor that `file` holds.
     pub(crate) fn new(chunk: TensorChunk, file: &str) -> Self {
-        let columns = (chunk.columns.len() != chunk.tensor.n_columns()).then_some(chunk.columns);
+        let has_all_columns = chunk.has_all_columns();
+        let row_len = (!has_all_columns && chunk.row_len != chunk.tensor.n_columns()).then_some(chunk.row_len);
+        let columns = (!has_all_columns).then_some(chunk.columns);
         let range = (chunk.range.len() != chunk.tensor.n_values()).then_some(chunk.range);
         let TensorMeta { name, shape } = chunk.tensor;
-        Self { name, shape, offset: Vec::new(), columns, range, file: file.to_owned() }
+        Self { name, shape, offset: Vec::new(), row_len, columns, range, file: file.to_owned() }
     }
 
     /// Returns the chunk.
     pub fn chunk(&self) -> TensorChunk {
         let full = TensorChunk::full(TensorMeta { name: self.name.clone(), shape: self.shape.clone() });
-        let columns = self.columns.clone().unwrap_or(full.columns);
-        let n_rows = full.range.end / full.tensor.n_columns().max(1);
+        let row_len = self.row_len.unwrap_or(full.row_len);
+        let columns = self.columns.clone().unwrap_or(0..row_len);
+        let n_rows = full.range.end / row_len.max(1);
         let all = 0..n_rows * columns.len();
-        TensorChunk { tensor: full.tensor, range: self.range.clone().unwrap_or(all), columns }
+        TensorChunk { tensor: full.tensor, range: self.range.clone().unwrap_or(all), row_len, columns }
     }
 }
 
@@ -180,13 +187,16 @@ fn check_file(file: &FileEntry) -> Result<(), String> {
 
 /// Returns the bytes of the tensor or chunk.
 fn check_tensor(tensor: &TensorEntry) -> Result<u64, String> {
-    let TensorEntry { name, shape, offset, columns, range, .. } = tensor;
+    let TensorEntry { name, shape, offset, row_len, columns, range, .. } = tensor;
     if offset.iter().any(|&o| o != 0) {
         return Err(format!("the tensor {name:?} has the offset {offset:?}; this program reads ranges of elements"));
     }
     let n_bytes = shape.iter().try_fold(4u64, |bytes, &extent| bytes.checked_mul(extent as u64));
     let n_bytes = n_bytes.ok_or_else(|| format!("the tensor {name:?} has an impossible shape {shape:?}"))?;
-    let width = shape.last().copied().unwrap_or(1);
+    let width = row_len.or(shape.last().copied()).unwrap_or(1);
+    if row_len.is_some_and(|n| n == 0 || !(n_bytes / 4).is_multiple_of(n as u64)) {
+        return Err(format!("the tensor {name:?} of shape {shape:?} has no rows of {width} elements"));
+    }
     let n_values = match columns {
         None => n_bytes / 4,
         Some(columns) if columns.is_empty() || columns.end > width => {

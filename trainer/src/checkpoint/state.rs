@@ -30,7 +30,9 @@ pub struct TensorMeta {
 pub struct TensorChunk {
     /// The full tensor.
     pub tensor: TensorMeta,
-    /// The range of columns: indices into its last dim.
+    /// Elements of a row of the tensor, seen as a matrix: its last dim, or more if the chunk has some rows of every expert.
+    pub row_len: usize,
+    /// The range of columns of this matrix.
     pub columns: Range<usize>,
     /// The range of elements of these columns.
     pub range: Range<usize>,
@@ -141,7 +143,8 @@ impl TensorMeta {
 impl TensorChunk {
     /// Returns the chunk of all elements of a tensor.
     pub fn full(tensor: TensorMeta) -> Self {
-        Self { range: 0..tensor.n_values(), columns: 0..tensor.n_columns(), tensor }
+        let row_len = tensor.n_columns();
+        Self { range: 0..tensor.n_values(), row_len, columns: 0..row_len, tensor }
     }
 
     /// Returns the shape in a file: the tensor's own for a full tensor, else a vector.
@@ -151,11 +154,36 @@ impl TensorChunk {
 
     /// Returns the elements shared with another chunk of the same tensor.
     pub(crate) fn overlaps(&self, other: &Self) -> Vec<Overlap> {
-        if self.columns == other.columns {
+        if self.has_all_columns() && other.has_all_columns() || self.has_columns_of(other) {
             let range = intersection(&self.range, &other.range);
             let start = range.start;
             return overlap(range.len(), [start, start]).into_iter().collect();
         }
+        match (self.row_len == other.row_len, self.has_all_columns(), other.has_all_columns()) {
+            (true, ..) => self.overlaps_of_rows(other),
+            (false, true, _) => self.with_row_len(other.row_len).overlaps_of_rows(other),
+            (false, _, true) => self.overlaps_of_rows(&other.with_row_len(self.row_len)),
+            // No program writes such chunks of one tensor.
+            (false, false, false) => Vec::new(),
+        }
+    }
+
+    /// Returns true if the chunk has elements of all columns: its range counts elements of the tensor.
+    pub(crate) fn has_all_columns(&self) -> bool {
+        self.columns == (0..self.row_len)
+    }
+
+    fn has_columns_of(&self, other: &Self) -> bool {
+        (self.row_len, &self.columns) == (other.row_len, &other.columns)
+    }
+
+    /// Returns a chunk with all columns as one of a matrix with other rows.
+    fn with_row_len(&self, row_len: usize) -> Self {
+        Self { row_len, columns: 0..row_len, ..self.clone() }
+    }
+
+    /// Returns the elements shared with another chunk of the same matrix, row by row.
+    fn overlaps_of_rows(&self, other: &Self) -> Vec<Overlap> {
         if intersection(&self.columns, &other.columns).is_empty() {
             return Vec::new();
         }
@@ -209,7 +237,7 @@ mod tests {
 
     /// Returns the indices in the full tensor of a chunk's elements.
     fn elements(chunk: &TensorChunk) -> Vec<usize> {
-        let (width, n) = (chunk.tensor.n_columns(), chunk.columns.len());
+        let (width, n) = (chunk.row_len, chunk.columns.len());
         chunk.range.clone().map(|at| at / n * width + chunk.columns.start + at % n).collect()
     }
 
@@ -220,11 +248,19 @@ mod tests {
         for columns in [0..7, 0..3, 3..7, 2..5, 6..7] {
             let n = 5 * columns.len();
             for range in [0..n, 0..n / 2, n / 2..n, n / 3..n / 2 + 1, 1..2] {
-                chunks.push(TensorChunk { tensor: tensor.clone(), columns: columns.clone(), range });
+                chunks.push(TensorChunk { tensor: tensor.clone(), row_len: 7, columns: columns.clone(), range });
+            }
+        }
+        // Rows of two experts with six rows each, seen as one row per expert.
+        let tensor = TensorMeta { name: "w".to_owned(), shape: vec![12, 3] };
+        for (row_len, columns) in [(3, 0..3), (18, 0..18), (18, 0..6), (18, 6..12), (18, 12..18)] {
+            let n = 36 / row_len * columns.len();
+            for range in [0..n, 0..n / 2, n / 2..n, n / 3..n / 2 + 1, 1..2] {
+                chunks.push(TensorChunk { tensor: tensor.clone(), row_len, columns: columns.clone(), range });
             }
         }
         for a in &chunks {
-            for b in &chunks {
+            for b in chunks.iter().filter(|b| b.tensor == a.tensor) {
                 let (of_a, of_b) = (elements(a), elements(b));
                 let mut found = Vec::new();
                 for Overlap { starts, len } in a.overlaps(b) {

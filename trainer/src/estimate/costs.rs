@@ -1,11 +1,12 @@
 //! The sizes of a setup on one rank, from which the allocating crates compute their costs.
 
-use candlewick_model::{AttentionExchange, LayerCost, LayerSpec, MixerSpec};
+use candlewick_model::{AttentionExchange, ExpertExchange, LayerCost, LayerSpec, MixerSpec};
 use candlewick_ops::{AttentionHeads, CrossEntropyCost, DeviceKind, LOGITS_BYTES_ON_CPU, logits_bytes_on_gpu};
 use candlewick_parallel::{HeadCost, StepCost, ring_exchange};
 
 use super::Setup;
 use crate::plan::{checkpointing, dtype};
+use crate::recipe::TokenDispatcherType;
 
 /// Returns the sizes of the steps of this rank.
 pub(super) fn step(setup: &Setup) -> StepCost<'_> {
@@ -36,6 +37,7 @@ pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
         attention: setup.attention,
         tiled_mlp: setup.modes.tiled_mlp(),
         exchange: exchange(setup, layer),
+        experts: expert_exchange(setup),
     }
 }
 
@@ -55,6 +57,16 @@ pub(super) fn head(setup: &Setup) -> HeadCost {
         grad: setup.base_grad(),
     };
     HeadCost { n_slices: setup.ranks.tensor, n_residual_tokens: setup.n_residual_tokens(), loss }
+}
+
+/// Returns the exchange of tokens between the ranks of the experts.
+fn expert_exchange(setup: &Setup) -> ExpertExchange {
+    let (n_ranks, n_shards) = (setup.ranks.n_expert_ranks() as u64, setup.ranks.expert_tensor as u64);
+    match (n_ranks, setup.ranks.token_dispatcher) {
+        (1, _) => ExpertExchange::None,
+        (_, TokenDispatcherType::AllToAll) => ExpertExchange::Rows { n_shards },
+        (_, TokenDispatcherType::AllGather) => ExpertExchange::Tokens { n_ranks, n_shards },
+    }
 }
 
 /// Returns the bytes of ring attention's key and value exchange; zero on one rank.

@@ -1,7 +1,7 @@
 //! The settings of a plan that decide its memory.
 
 use candle_core::DType;
-use candlewick_model::{FsdpUnit, Model, ModelError, ParamGroupKind, ParamSpec, TiledMlp};
+use candlewick_model::{FsdpUnit, Model, ModelError, ParamSpec, TiledMlp};
 use candlewick_ops::{AttentionImpl, DeviceKind};
 use candlewick_parallel::{PipelineLayout, PipelineScheduleKind, max_shard_bytes, max_shard_numel};
 use serde_json::{Value, json};
@@ -163,21 +163,13 @@ impl Setup {
     /// Returns the bytes of a parameter's largest tensor- or expert-parallel shard, before ZeRO shards it.
     pub(super) fn weight_bytes(&self, param: &ParamSpec) -> u64 {
         let dense = self.numel_here(param) * self.compute.n_bytes();
-        max_shard_bytes(param, self.n_slices(param), dtype(self.compute)).map_or(dense, |bytes| bytes as u64)
-    }
-
-    /// Returns the number of ranks that split a parameter: expert-parallel ranks for experts, else tensor-parallel ranks.
-    fn n_slices(&self, param: &ParamSpec) -> usize {
-        match param.group {
-            ParamGroupKind::Dense => self.ranks.tensor,
-            ParamGroupKind::Expert => self.ranks.expert.unwrap_or(1),
-        }
+        max_shard_bytes(param, self.ranks.split_sizes(), dtype(self.compute)).map_or(dense, |bytes| bytes as u64)
     }
 
     /// Returns the elements of a parameter's largest tensor- or expert-parallel shard, before ZeRO shards it.
     pub(super) fn numel_here(&self, param: &ParamSpec) -> u64 {
         // The plan refuses shapes that cannot be sharded.
-        max_shard_numel(param, self.n_slices(param)).unwrap_or_else(|_| param.numel()) as u64
+        max_shard_numel(param, self.ranks.split_sizes()).unwrap_or_else(|_| param.numel()) as u64
     }
 }
 

@@ -1,4 +1,4 @@
-//! GPU memory from NVML, summed over all processes, as in nvidia-smi.
+//! GPU memory and energy from NVML, of all processes, as in nvidia-smi.
 
 use std::cell::Cell;
 use std::fmt;
@@ -16,9 +16,11 @@ pub struct GpuMemory {
     pub gpu_total_bytes: u64,
 }
 
-/// A source of GPU memory by UUID.
+/// A source of GPU measurements by UUID.
 trait GpuQuery: fmt::Debug {
     fn memory(&self, uuid: &str) -> Result<GpuMemory, NvmlError>;
+    /// Returns the energy in millijoules since the driver was loaded.
+    fn energy(&self, uuid: &str) -> Result<u64, NvmlError>;
 }
 
 impl GpuQuery for Nvml {
@@ -26,14 +28,20 @@ impl GpuQuery for Nvml {
         let info = self.device_by_uuid(uuid)?.memory_info()?;
         Ok(GpuMemory { gpu_used_bytes: info.used, gpu_total_bytes: info.total })
     }
+
+    fn energy(&self, uuid: &str) -> Result<u64, NvmlError> {
+        self.device_by_uuid(uuid)?.total_energy_consumption()
+    }
 }
 
-/// Monitors the memory of one GPU.
+/// Monitors the memory and the energy of one GPU.
 #[derive(Debug)]
 pub struct GpuMonitor {
     gpus: Box<dyn GpuQuery>,
     uuid: String,
     has_warned: Cell<bool>,
+    /// The last reading of the energy counter, in millijoules.
+    energy: Cell<Option<u64>>,
 }
 
 impl GpuMonitor {
@@ -52,7 +60,16 @@ impl GpuMonitor {
     }
 
     fn new(gpus: impl GpuQuery + 'static, uuid: String) -> Self {
-        Self { gpus: Box::new(gpus), uuid, has_warned: Cell::new(false) }
+        let energy = Cell::new(gpus.energy(&uuid).ok());
+        Self { gpus: Box::new(gpus), uuid, has_warned: Cell::new(false), energy }
+    }
+
+    /// Returns the energy in joules since the last call, or since the monitor was opened. Returns `None` if the GPU does
+    /// not report it: GPUs before Volta and MIG instances do not.
+    pub fn energy(&self) -> Option<f64> {
+        let now = self.gpus.energy(&self.uuid).ok();
+        let before = self.energy.replace(now);
+        Some(now?.checked_sub(before?)? as f64 / 1e3)
     }
 
     /// Reads the current memory. If the device does not report it, returns 0 and warns once.
@@ -80,6 +97,20 @@ mod tests {
     #[derive(Clone, Debug)]
     struct Machine(Vec<(&'static str, Option<GpuMemory>)>);
 
+    /// A GPU whose energy counter has these readings, in turn.
+    #[derive(Debug)]
+    struct EnergyCounter(Mutex<Vec<Option<u64>>>);
+
+    impl GpuQuery for EnergyCounter {
+        fn memory(&self, _: &str) -> Result<GpuMemory, NvmlError> {
+            Err(NvmlError::NotSupported)
+        }
+
+        fn energy(&self, _: &str) -> Result<u64, NvmlError> {
+            self.0.lock().unwrap().remove(0).ok_or(NvmlError::NotSupported)
+        }
+    }
+
     impl Machine {
         /// Returns a monitor of CUDA's device `ordinal` under CUDA_VISIBLE_DEVICES `visible`.
         fn monitor(&self, visible: &str, ordinal: usize) -> GpuMonitor {
@@ -92,6 +123,10 @@ mod tests {
         fn memory(&self, uuid: &str) -> Result<GpuMemory, NvmlError> {
             let gpu = self.0.iter().find(|(name, _)| *name == uuid).ok_or(NvmlError::NotFound)?;
             gpu.1.ok_or(NvmlError::NotSupported)
+        }
+
+        fn energy(&self, _: &str) -> Result<u64, NvmlError> {
+            Err(NvmlError::NotSupported)
         }
     }
 
@@ -111,6 +146,15 @@ mod tests {
         let used = |visible, ordinal| machine().monitor(visible, ordinal).memory().gpu_used_bytes;
         assert_eq!([used("3,1", 0), used("3,1", 1)], [13, 11]);
         assert_eq!(used("2", 0), 12);
+    }
+
+    #[test]
+    fn energy_is_counted_between_calls() {
+        // A driver that restarts sets its counter back.
+        let readings = [Some(5_000), Some(6_500), Some(6_600), Some(100), Some(350), None, Some(900), Some(1_000)];
+        let monitor = GpuMonitor::new(EnergyCounter(Mutex::new(readings.to_vec())), "GPU-a".to_owned());
+        let joules: Vec<Option<f64>> = readings[1..].iter().map(|_| monitor.energy()).collect();
+        assert_eq!(joules, [Some(1.5), Some(0.1), None, Some(0.25), None, None, Some(0.1)]);
     }
 
     #[test]

@@ -17,6 +17,8 @@ pub struct LogPlan {
     pub train_log_iter_interval: usize,
     /// Record and print every this many evaluations; 0 disables them.
     pub eval_log_iter_interval: usize,
+    /// Count the zero gradients of each step.
+    pub log_num_zeros_in_grad: bool,
     /// The verbosity of the terminal.
     pub console: Console,
 }

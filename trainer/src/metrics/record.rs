@@ -28,6 +28,9 @@ pub struct StepRecord {
     pub expert_load: Option<ExpertLoad>,
     /// The gradient norm before clipping.
     pub grad_norm: f64,
+    /// Gradient elements that are zero, with `log_num_zeros_in_grad`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub num_zeros: Option<u64>,
     /// The loss scale of the next step, in half precision.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
@@ -57,6 +60,10 @@ pub struct StepRecord {
     /// GPU memory after the step, in a run on a GPU.
     #[serde(flatten)]
     pub gpu_memory: Option<GpuMemory>,
+    /// Energy of rank 0's GPU since the step before, in joules, if the GPU reports it. It includes evaluations and
+    /// checkpoints in between.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_energy_joules: Option<f64>,
 }
 
 /// An evaluation on the eval data.
@@ -126,6 +133,7 @@ pub(super) fn example() -> StepRecord {
         auxiliary_losses: BTreeMap::new(),
         expert_load: None,
         grad_norm: 0.5119,
+        num_zeros: None,
         loss_scale: None,
         seqlen: 32_000.0,
         iter_time: 0.3,
@@ -143,6 +151,7 @@ pub(super) fn example() -> StepRecord {
             node_total_bytes: 80_000_000_000,
         }),
         gpu_memory: None,
+        gpu_energy_joules: None,
     }
 }
 

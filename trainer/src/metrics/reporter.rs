@@ -144,6 +144,7 @@ mod tests {
             loss_log_interval: 1,
             train_log_iter_interval: train_interval,
             eval_log_iter_interval: eval_interval,
+            log_num_zeros_in_grad: false,
             console: Console::Quiet,
         };
         let mut reporter = Reporter::open(&plan, RunStart::Fresh, 6).unwrap();

@@ -191,6 +191,7 @@ mod tests {
             loss_log_interval: 1,
             train_log_iter_interval: 1,
             eval_log_iter_interval: 1,
+            log_num_zeros_in_grad: false,
             console: Console::Quiet,
         }
     }

@@ -1,10 +1,10 @@
 //! The degrees of parallelism of a plan, and its ZeRO stage.
 
 use candlewick_comm::mesh::Degrees;
-use candlewick_parallel::{SequenceParallel, ZeroStage};
+use candlewick_parallel::{SequenceParallel, SplitSizes, TokenDispatcher, ZeroStage};
 use serde::Serialize;
 
-use crate::recipe::DdpBackend;
+use crate::recipe::{DdpBackend, TokenDispatcherType};
 
 /// The degrees of parallelism of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -23,6 +23,10 @@ pub struct RanksPlan {
     pub sequence_parallel: bool,
     /// Expert-parallel ranks, which divide the experts of each layer; `None` for a dense model.
     pub expert: Option<usize>,
+    /// Ranks that split the matrices of each expert.
+    pub expert_tensor: usize,
+    /// The exchange of tokens between expert-parallel ranks.
+    pub token_dispatcher: TokenDispatcherType,
     /// Pipeline stages.
     pub stages: usize,
     /// Seconds without a heartbeat after which a rank counts as failed.
@@ -44,6 +48,8 @@ impl RanksPlan {
             tensor: 1,
             sequence_parallel: true,
             expert: None,
+            expert_tensor: 1,
+            token_dispatcher: TokenDispatcherType::default(),
             stages: 1,
             timeout: 1800,
             backend: DdpBackend::Auto,
@@ -64,8 +70,8 @@ impl RanksPlan {
     /// Returns the degrees of the mesh.
     pub fn degrees(&self) -> Degrees {
         let Self { dp_replicate, dp_shard, context: cp, sequence: sp, tensor: tp, stages: pp, .. } = *self;
-        let ep = self.expert.unwrap_or(1);
-        Degrees { pp, dp_replicate, dp_shard, cp, sp, tp, ep, ..Degrees::default() }
+        let (ep, etp) = (self.expert.unwrap_or(1), self.expert_tensor);
+        Degrees { pp, dp_replicate, dp_shard, cp, sp, tp, ep, etp }
     }
 
     /// Returns the model-parallel size: the tensor-parallel size times the pipeline stages.
@@ -90,7 +96,26 @@ impl RanksPlan {
 
     /// Returns the number of ZeRO shards of experts: the expert-data-parallel ranks.
     pub fn n_expert_shards(&self) -> usize {
-        self.n_data() * self.n_of_micro_batch() * self.tensor / self.expert.unwrap_or(1)
+        self.n_data() * self.n_of_micro_batch() * self.tensor / self.n_expert_ranks()
+    }
+
+    /// Returns the number of ranks that hold the experts of a stage once: they exchange tokens.
+    pub fn n_expert_ranks(&self) -> usize {
+        self.expert.unwrap_or(1) * self.expert_tensor
+    }
+
+    /// Returns the numbers of ranks that split parameters.
+    pub fn split_sizes(&self) -> SplitSizes {
+        let (expert, expert_tensor) = (self.expert.unwrap_or(1), self.expert_tensor);
+        SplitSizes { tensor: self.tensor, expert, expert_tensor }
+    }
+
+    /// Returns the exchange of tokens between expert-parallel ranks.
+    pub fn token_dispatcher(&self) -> TokenDispatcher {
+        match self.token_dispatcher {
+            TokenDispatcherType::AllToAll => TokenDispatcher::AllToAll,
+            TokenDispatcherType::AllGather => TokenDispatcher::AllGather,
+        }
     }
 
     /// Returns the ZeRO stage; `None` for stage 0.

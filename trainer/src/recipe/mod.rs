@@ -38,7 +38,7 @@ pub use model::{
     ActivationCheckpoint, AttnImplementation, ConfigSource, FloatDtype, JsonMap, ModelSection, ModelType,
     TokenizerSection, TokenizerType,
 };
-pub use moe::{LoadBalancingType, MoeBenchmarkSection, MoeSection, TokenDropPolicy};
+pub use moe::{LoadBalancingType, MoeBenchmarkSection, MoeSection, TokenDispatcherType, TokenDropPolicy};
 pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 pub use number::{HumanFloat, HumanInt, parse_number};
 pub use optimizer::{
@@ -138,6 +138,10 @@ pub struct Recipe {
     /// The expert-parallel degree: the number of ranks that divide the experts of each layer. It must divide the experts,
     /// and the ranks of a pipeline stage. Default 1.
     pub expert_parallel_size: Option<HumanInt>,
+    /// The expert-tensor-parallel degree: the number of ranks that split the matrices of each expert, with Megatron-LM's
+    /// name. It must divide the intermediate size of an expert. Times `expert_parallel_size` it must divide the ranks of a
+    /// pipeline stage. Default 1; Megatron-LM's is `tensor_parallel_size`.
+    pub expert_tensor_parallel_size: Option<HumanInt>,
     /// ArcticTraining's mixture-of-experts layers: `true`, `false` or `auto`. Models with experts always use ours; `true`
     /// for a dense model is an error.
     pub arctic_moe: Option<ArcticMoe>,
@@ -164,6 +168,9 @@ pub struct Recipe {
     pub loss_log_interval: Option<HumanInt>,
     /// The number of steps between two steps whose metrics are recorded and shown; 0 turns this off. Default 1.
     pub train_log_iter_interval: Option<HumanInt>,
+    /// Counts the gradient elements that are zero in each step, as Megatron-LM's `--log-num-zeros-in-grad`. The metric is
+    /// `num_zeros`. Default false.
+    pub log_num_zeros_in_grad: Option<bool>,
     /// The file that receives a JSON line for each step, evaluation, checkpoint and resume. Default `metrics.jsonl` in
     /// `output_dir`.
     pub train_log_metrics_path: Option<String>,

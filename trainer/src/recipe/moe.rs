@@ -32,6 +32,9 @@ pub struct MoeSection {
     pub input_jitter_eps: Option<HumanFloat>,
     /// Forced loads for benchmarks. The model learns nothing useful, and nothing is saved.
     pub benchmark: MoeBenchmarkSection,
+    /// The exchange of tokens between expert-parallel ranks: `alltoall` (default) or `allgather`. `allgather` sends less if a
+    /// token selects more experts than `expert_parallel_size`.
+    pub token_dispatcher_type: Option<TokenDispatcherType>,
 }
 
 /// A balancing of the experts' load, with Megatron-LM's names.
@@ -75,4 +78,15 @@ impl MoeBenchmarkSection {
     pub fn is_on(&self) -> bool {
         self.router_force_load_balancing == Some(true) || self.router_force_biased.is_some()
     }
+}
+
+/// Exchange of tokens between expert-parallel ranks, with Megatron-LM's names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum TokenDispatcherType {
+    /// Each row travels to the ranks of its expert.
+    #[default]
+    AllToAll,
+    /// Every rank gets all tokens.
+    AllGather,
 }

@@ -122,7 +122,7 @@ mod tests {
 
         fn chunks_to_write(&self) -> Vec<TensorChunk> {
             let tensor = self.tensors().remove(0);
-            vec![TensorChunk { tensor, columns: 0..10, range: 3..8 }]
+            vec![TensorChunk { tensor, row_len: 10, columns: 0..10, range: 3..8 }]
         }
 
         fn read(&self, _: &str, start: usize, n: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {

@@ -76,6 +76,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
 /// `pipeline`.
 pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePlan, config: &Config) -> EngineSpec {
     EngineSpec {
+        token_dispatcher: ranks.token_dispatcher(),
         router: plan.moe.as_ref().map(RouterPlan::settings).unwrap_or_default(),
         zero_stage: ranks.zero_stage(),
         sequence_parallel: ranks.sequence_parallel(),

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use candle_core::DeviceLocation;
 use candlewick_model::TiledMlp;
 use candlewick_ops::{GradPolicy, GradScaler, LossScaling, UpdateOutcome, derive_key, span};
-use candlewick_parallel::ActivationCheckpointing;
+use candlewick_parallel::{ActivationCheckpointing, GradZeros};
 use serde_json::json;
 
 use crate::checkpoint::{CheckpointError, CheckpointFormat, CheckpointPlan, Moment, Resumed, Tag};
@@ -153,6 +153,7 @@ impl<'a> Session<'a> {
         let config = StepConfig {
             moe: self.run.plan.moe.as_ref(),
             plan: &plan.optimizer,
+            grad_zeros: if plan.log.log_num_zeros_in_grad { GradZeros::Counted } else { GradZeros::Uncounted },
             lr: plan.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),
             number,
             dropout_key: derive_key(plan.seed, number as u64),
@@ -198,6 +199,7 @@ impl<'a> Session<'a> {
             auxiliary_losses: outcome.auxiliary.clone(),
             expert_load: outcome.expert_load.clone(),
             grad_norm: decision.norm,
+            num_zeros: outcome.grad_zeros,
             loss_scale: (self.run.plan.optimizer.loss_scaling != LossScaling::NONE).then_some(decision.next.loss_scale),
             seqlen: padded as f64 / n_micros,
             iter_time: compute / n_rounds,
@@ -213,6 +215,7 @@ impl<'a> Session<'a> {
                 .map(|peak| model_flops_utilization(self.flops(step, Work::Useful) / n_ranks as f64, step_time, peak)),
             memory: Memory::now(),
             gpu_memory: self.monitor.as_ref().map(GpuMonitor::memory),
+            gpu_energy_joules: self.monitor.as_ref().and_then(GpuMonitor::energy),
         };
         self.reporter.log_step(&record);
         let (token_stats, n_skipped) = (json!(self.token_stats()), self.progress.n_skipped);

@@ -35,14 +35,16 @@ impl EngineState {
         for param in engine.store().states()? {
             for (part, view) in PARTS.into_iter().zip([param.master, param.exp_avg, param.exp_avg_sq]) {
                 let tensor = meta(part, &param.name, &param.shape);
-                let chunk = TensorChunk { tensor, columns: param.columns.clone(), range: param.range.clone() };
+                let (columns, range) = (param.columns.clone(), param.range.clone());
+                let chunk = TensorChunk { tensor, row_len: param.row_len, columns, range };
                 state.to_write.extend(param.writes_checkpoint.then(|| chunk.clone()));
                 state.add(chunk, view);
             }
         }
         for buffer in engine.store().buffers()? {
-            let columns = 0..buffer.shape.last().copied().unwrap_or(1);
-            let chunk = TensorChunk { tensor: meta(BUFFER, &buffer.name, &buffer.shape), columns, range: buffer.range };
+            let row_len = buffer.shape.last().copied().unwrap_or(1);
+            let (tensor, range) = (meta(BUFFER, &buffer.name, &buffer.shape), buffer.range);
+            let chunk = TensorChunk { tensor, row_len, columns: 0..row_len, range };
             state.to_write.extend(buffer.writes_checkpoint.then(|| chunk.clone()));
             state.add(chunk, buffer.value);
         }

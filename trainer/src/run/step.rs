@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candlewick_ops::{AdamW, CuSeqlens, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload};
-use candlewick_parallel::{CausalLm, Engine, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch};
+use candlewick_parallel::{CausalLm, Engine, GradZeros, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch};
 
 use crate::data::{Batch, Dataset, GlobalBatch};
 use crate::metrics::ExpertLoad;
@@ -27,6 +27,8 @@ pub(super) struct StepOutcome {
     pub(super) auxiliary: BTreeMap<String, f64>,
     /// The load of the experts, for a model with experts.
     pub(super) expert_load: Option<ExpertLoad>,
+    /// The number of zero gradients, if they are counted.
+    pub(super) grad_zeros: Option<u64>,
     /// The decision of the gradient scaler.
     pub(super) decision: StepDecision,
     /// The time since the step started, or since the step before was done if that was later.
@@ -63,6 +65,8 @@ pub(super) struct StepConfig<'a> {
     pub(super) plan: &'a OptimizerPlan,
     /// The settings of the routers.
     pub(super) moe: Option<&'a RouterPlan>,
+    /// The choice to count zero gradients.
+    pub(super) grad_zeros: GradZeros,
     /// The learning rate.
     pub(super) lr: f64,
     /// The step's number, counted from 1.
@@ -112,7 +116,7 @@ pub(super) fn start(
     let n_tokens = step.micro_batches.iter().filter(has_targets).map(|batch| batch.ids.len()).sum();
     let auxiliary = config.moe.map(|moe| moe.auxiliary(n_tokens)).unwrap_or_default();
     let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets, auxiliary: &auxiliary };
-    let optimizer = OptimizerStep { adamw: config.hyper(), scaler };
+    let optimizer = OptimizerStep { adamw: config.hyper(), scaler, grad_zeros: config.grad_zeros };
     let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
     let (number, lr, launch_time) = (config.number, config.lr, started.elapsed());
     Ok(PendingStep { step, own, data_world: config.rank.data_world, number, lr, started, launch_time, in_flight })
@@ -135,7 +139,7 @@ impl PendingStep {
     ) -> Result<(GlobalBatch, StepOutcome)> {
         let Self { step, own, data_world, number, lr, started, launch_time, in_flight } = self;
         let was_done = in_flight.is_ready();
-        let StepResult { own_losses, losses, auxiliary, auxiliary_layers, routers, verdict: decision } =
+        let StepResult { own_losses, losses, auxiliary, auxiliary_layers, routers, verdict: decision, grad_zeros } =
             in_flight.wait()?;
         let elapsed = started.max(since).elapsed();
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
@@ -146,7 +150,7 @@ impl PendingStep {
         }
         let compute = if was_done { launch_time } else { elapsed };
         let expert_load = ExpertLoad::of(&routers, &auxiliary_layers);
-        Ok((step, StepOutcome { number, lr, loss, auxiliary, expert_load, decision, elapsed, compute }))
+        Ok((step, StepOutcome { number, lr, loss, auxiliary, expert_load, grad_zeros, decision, elapsed, compute }))
     }
 }
 

@@ -9,6 +9,16 @@ use trainer::run::{prepare_data, train};
 use crate::estimated::Case;
 use crate::{ALLOCATOR, alone};
 
+/// A mixture of experts. Rows of experts are most of its memory.
+const EXPERTS: [&str; 6] = [
+    "model.config.model_type=qwen3_moe",
+    "model.config.num_experts=8",
+    "model.config.num_experts_per_tok=4",
+    "model.config.moe_intermediate_size=256",
+    "model.config.norm_topk_prob=true",
+    "data.max_length=2048",
+];
+
 #[test]
 fn ranks_allocate_what_the_formulas_say() {
     alone(check_all);
@@ -32,6 +42,9 @@ fn check_all() {
         (2, vec!["pipeline_parallel_size=2", tall, "pipeline_schedule=afab", "gradient_accumulation_steps=4"]),
         (4, vec!["pipeline_parallel_size=2", "tensor_parallel_size=2", long, "gradient_accumulation_steps=2"]),
         (4, vec!["tensor_parallel_size=2", "deepspeed.zero_optimization.stage=3", long]),
+        (2, [&EXPERTS[..], &["expert_parallel_size=2"]].concat()),
+        (4, [&EXPERTS[..], &["expert_parallel_size=2", "expert_tensor_parallel_size=2"]].concat()),
+        (2, [&EXPERTS[..], &["expert_parallel_size=2", "moe.token_dispatcher_type=allgather"]].concat()),
     ] {
         let case = Case::on_ranks(n_ranks, &arguments);
         let measured = train_in_process(n_ranks, &case) / n_ranks;

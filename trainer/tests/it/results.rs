@@ -268,3 +268,13 @@ fn the_size_of_a_run_is_printed_before_the_first_step() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("a step has 80 rows instead of 200,000: the data have no more"), "{text}");
 }
+
+#[test]
+fn zero_gradients_are_counted_on_request() {
+    let run = Run::new();
+    run.train_ok(&["train_iters=1"]);
+    assert!(run.metrics()[0].get("num_zeros").is_none());
+    run.train_ok(&["train_iters=1", "log_num_zeros_in_grad=true"]);
+    // The embeddings of most tokens of the vocabulary get no gradient.
+    assert!(run.metrics()[0]["num_zeros"].as_u64().unwrap() > 0);
+}

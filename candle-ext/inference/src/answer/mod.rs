@@ -8,6 +8,7 @@ pub mod batch;
 pub mod encode;
 pub mod generation;
 pub mod identity;
+mod lockstep;
 mod plan;
 pub mod prefix_tree;
 pub mod response_cache;
@@ -31,6 +32,8 @@ use batch::BatchLimits;
 use encode::RequestEncoder;
 pub use encode::UnscorableRequests;
 use generation::GenerationPlan;
+use lockstep::Lockstep;
+pub use lockstep::RequestsInterrupted;
 use plan::{RequestPlan, TokenizedRequests};
 use response_cache::{ResponseCache, ResponseJson};
 use sample::SamplingDefaults;
@@ -71,11 +74,6 @@ pub struct EngineBackend<'a> {
     on_progress: Box<dyn FnMut(RequestProgress) + 'a>,
     asked_to_stop: Option<Box<dyn Fn() -> bool + 'a>>,
 }
-
-/// Error: a stop was requested before all requests were processed.
-#[derive(Clone, Copy, Debug, thiserror::Error)]
-#[error("stopped before all requests were answered")]
-pub struct RequestsInterrupted;
 
 /// Progress of this rank's share of the requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -228,14 +226,9 @@ impl EngineBackend<'_> {
             .map(|folder| ResponseCache::open(folder, &self.identity, self.group.data_parallel.rank()))
             .transpose()?;
         let n_all = own_prompts.len() + plan.n_requests(&own_scored);
-        let (group, asked_to_stop) = (&self.group, &self.asked_to_stop);
-        let go_on = || {
-            group.step();
-            match asked_to_stop {
-                Some(asked) if group.any_in_replica(asked())? => Err(RequestsInterrupted.into()),
-                _ => Ok(()),
-            }
-        };
+        let asked_to_stop = self.asked_to_stop.as_ref().map(|asked| &**asked as &dyn Fn() -> bool);
+        let lockstep = Lockstep::new(&self.group, asked_to_stop);
+        let go_on = || lockstep.before_forward();
         (self.on_progress)(RequestProgress { n_done: 0, n_all });
         let mut sink = ResponseSink { plan, log, done: Vec::new(), n_all, on_progress: &mut self.on_progress };
         let mut scores: HashMap<usize, Vec<(usize, SequenceScore)>> = HashMap::new();
@@ -257,6 +250,7 @@ impl EngineBackend<'_> {
             sink.take(prompt_owners[prompt], Response::Text(text))?;
             sink.write()
         })?;
+        lockstep.finish(engine)?;
         Ok(sink.done)
     }
 }

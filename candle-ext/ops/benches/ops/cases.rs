@@ -15,9 +15,10 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::measure::BenchRun;
+use crate::moe;
 
 /// Bytes of an element.
-const BF16: f64 = 2.0;
+pub(crate) const BF16: f64 = 2.0;
 const F32: f64 = 4.0;
 
 /// One op at one shape, in one direction.
@@ -80,6 +81,7 @@ pub(crate) fn all() -> Vec<BenchCase> {
     cases.extend(of_model(&QWEN3_4B, 16_384, 4096));
     cases.push(head(16_384, &LLAMA_1B, 16_384));
     cases.extend(attentions(&LLAMA_1B, 16_384, 16_384));
+    cases.extend(moe::layers(moe::QWEN3_30B_A3B));
     cases.extend(of_flat_buffers(100_000_000));
     cases
 }
@@ -87,6 +89,7 @@ pub(crate) fn all() -> Vec<BenchCase> {
 /// Returns the same ops at tiny sizes, for a trial run.
 pub(crate) fn tiny() -> Vec<BenchCase> {
     let mut cases = of_model(&TINY, 96, 32);
+    cases.extend(moe::layers(moe::TINY));
     cases.extend(of_flat_buffers(10_000));
     cases
 }
@@ -324,7 +327,7 @@ fn bytes(bytes: f64) -> BenchCost {
 }
 
 /// Tracked inputs, and the op applied to them.
-struct Graph {
+pub(crate) struct Graph {
     tracked: Vec<Tensor>,
     op: Op,
 }
@@ -332,7 +335,10 @@ struct Graph {
 type Op = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
 
 impl Graph {
-    fn new<const N: usize>(tracked: [Tensor; N], op: impl Fn(&[Tensor]) -> Result<Tensor> + 'static) -> Self {
+    pub(crate) fn new<const N: usize>(
+        tracked: [Tensor; N],
+        op: impl Fn(&[Tensor]) -> Result<Tensor> + 'static,
+    ) -> Self {
         Self { tracked: tracked.into(), op: Box::new(op) }
     }
 
@@ -357,7 +363,7 @@ impl Graph {
     }
 }
 
-fn both(
+pub(crate) fn both(
     op: &'static str,
     shape: Vec<(&'static str, usize)>,
     [forward, backward]: [BenchCost; 2],
@@ -396,11 +402,11 @@ fn keep(result: impl std::any::Any) -> Result<Box<dyn std::any::Any>> {
     Ok(Box::new(result))
 }
 
-fn randn(shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
+pub(crate) fn randn(shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     Tensor::randn(0f32, 1.0, shape, device)?.to_dtype(DType::BF16)
 }
 
-fn trainable(shape: &[usize], device: &Device) -> Result<Weight> {
+pub(crate) fn trainable(shape: &[usize], device: &Device) -> Result<Weight> {
     let sink = GradSink::new(Tensor::zeros(shape, DType::F32, device)?)?;
     Ok(Weight::trainable(randn(shape, device)?, sink))
 }

@@ -6,6 +6,7 @@
 
 mod cases;
 mod measure;
+mod moe;
 
 use std::path::PathBuf;
 

@@ -23,17 +23,30 @@ pub(super) fn copy(dst: FloatsMut<'_>, src: Floats<'_>) {
 }
 
 pub(super) fn sum_of_squares(x: Floats<'_>) -> f64 {
+    sum_of_chunks(x, |chunk| vectorised!(squares(chunk)))
+}
+
+pub(super) fn count_zeros(x: Floats<'_>) -> f64 {
+    sum_of_chunks(x, |chunk| vectorised!(zeros(chunk)))
+}
+
+/// Sums `of_chunk` over chunks in their order.
+fn sum_of_chunks(x: Floats<'_>, of_chunk: impl Fn(&[f32]) -> f64 + Sync) -> f64 {
     let n_chunks = x.len().div_ceil(CHUNK);
     let sums: Vec<f64> = (0..n_chunks)
         .into_par_iter()
         .map(|i| {
             let mut wide = Vec::new();
             let end = ((i + 1) * CHUNK).min(x.len());
-            let chunk = x.slice(i * CHUNK..end).widened(&mut wide);
-            vectorised!(squares(chunk))
+            of_chunk(x.slice(i * CHUNK..end).widened(&mut wide))
         })
         .collect();
     sums.iter().sum()
+}
+
+#[inline(always)]
+fn zeros(x: &[f32]) -> f64 {
+    x.iter().map(|&x| u32::from(x == 0.0)).sum::<u32>().into()
 }
 
 #[inline(always)]

@@ -32,13 +32,22 @@ pub(super) fn copy(dst: &Tensor, src: &Tensor) -> Result<()> {
 
 /// Returns the sum of squares, an f64 scalar.
 pub(super) fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
-    const OP: &str = "sum_of_squares";
-    let on = gpu(OP, x)?;
+    sum("sum_of_squares", "sum_squares", x)
+}
+
+/// Returns the number of zeros, an f64 scalar.
+pub(super) fn count_zeros(x: &Tensor) -> Result<Tensor> {
+    sum("count_zeros", "count_zeros", x)
+}
+
+/// Sums a term of each element with `kernel`.
+fn sum(op: &'static str, kernel: &str, x: &Tensor) -> Result<Tensor> {
+    let on = gpu(op, x)?;
     let n = x.elem_count();
     let n_parts = n.div_ceil(PER_THREAD * FLAT_THREADS).clamp(1, PARTS);
     let (parts, total) = (Out::new(on, DType::F64, n_parts)?, Out::new(on, DType::F64, 1)?);
-    let args = [Arg::Address(address(OP, x)?), Arg::Address(parts.address), Arg::I64(n as i64)];
-    let name = format!("sum_squares_{}", suffix(OP, x.dtype())?);
+    let args = [Arg::Address(address(op, x)?), Arg::Address(parts.address), Arg::I64(n as i64)];
+    let name = format!("{kernel}_{}", suffix(op, x.dtype())?);
     // SAFETY: x has n elements; `parts` has one element per block.
     unsafe { KERNELS.launch(on, &name, [n_parts, 1, 1], FLAT_THREADS, &args)? };
     let args = [Arg::Address(parts.address), Arg::Address(total.address), Arg::I32(n_parts as i32)];

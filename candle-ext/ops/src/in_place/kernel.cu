@@ -3,7 +3,7 @@
 
 // Threads of a block that sums.
 constexpr int THREADS = 256;
-// Vector loads in flight per thread of `sum_squares`.
+// Vector loads in flight per thread of `sum_terms`.
 constexpr int LOADS = 4;
 
 // x = 0 for n elements of two bytes
@@ -41,9 +41,16 @@ __device__ __forceinline__ double sum_block(double x) {
     return sum;
 }
 
-// parts[block] = the sum of squares of the block's elements. A thread issues LOADS vector loads before it adds the
-// first; it adds them in the order of their addresses.
-template <int W, typename T> __device__ void sum_squares(const T* x, double* parts, long long n) {
+struct Square {
+    __device__ __forceinline__ static double of(double x) { return x * x; }
+};
+struct IsZero {
+    __device__ __forceinline__ static double of(double x) { return x == 0.0 ? 1.0 : 0.0; }
+};
+
+// parts[block] = the sum of Term over the block's elements. A thread issues LOADS vector loads before it adds the first;
+// it adds them in the order of their addresses.
+template <typename Term, int W, typename T> __device__ void sum_terms(const T* x, double* parts, long long n) {
     const long long step = flat_step<W>();
     double sum = 0.0;
     for (long long i = flat_begin<W>(); i < n; i += LOADS * step) {
@@ -56,10 +63,7 @@ template <int W, typename T> __device__ void sum_squares(const T* x, double* par
         for (int k = 0; k < LOADS; ++k) {
             if (i + k * step >= n) continue;
 #pragma unroll
-            for (int j = 0; j < W; ++j) {
-                const double value = widen(packs[k].at[j]);
-                sum += value * value;
-            }
+            for (int j = 0; j < W; ++j) sum += Term::of(widen(packs[k].at[j]));
         }
     }
     sum = sum_block(sum);
@@ -81,12 +85,15 @@ KERNEL(256) add_parts(const double* parts, double* total, int n) {
         if (n % W == 0 && is_wide<S>(0, src) && is_wide<T>(0, dst)) copy<W>(dst, src, n); \
         else copy<1>(dst, src, n);                                                        \
     }
-#define KERNELS(T, suffix)                                                     \
-    COPY(T, suffix, float, f32)                                                \
-    COPY(T, suffix, __nv_bfloat16, bf16)                                       \
-    COPY(T, suffix, __half, f16)                                               \
-    KERNEL(256) sum_squares_##suffix(const T* x, double* parts, long long n) { \
-        if (is_wide<T>(n, x)) sum_squares<WIDE<T>>(x, parts, n);               \
-        else sum_squares<1>(x, parts, n);                                      \
+#define SUM(name, Term, T, suffix)                                         \
+    KERNEL(256) name##_##suffix(const T* x, double* parts, long long n) {  \
+        if (is_wide<T>(n, x)) sum_terms<Term, WIDE<T>>(x, parts, n);       \
+        else sum_terms<Term, 1>(x, parts, n);                              \
     }
+#define KERNELS(T, suffix)               \
+    COPY(T, suffix, float, f32)          \
+    COPY(T, suffix, __nv_bfloat16, bf16) \
+    COPY(T, suffix, __half, f16)         \
+    SUM(sum_squares, Square, T, suffix)  \
+    SUM(count_zeros, IsZero, T, suffix)
 FOR_EACH_FLOAT(KERNELS)

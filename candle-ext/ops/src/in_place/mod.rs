@@ -1,4 +1,4 @@
-//! In-place operations on flat buffers: clear, copy, sum of squares.
+//! Operations on flat buffers: clear, copy, sum of squares, number of zeros.
 
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -65,5 +65,17 @@ pub fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
     on_device!("sum_of_squares", x, {
         cpu => Tensor::new(cpu::sum_of_squares(host("sum_of_squares", &x)?.floats()?), x.device()),
         cuda => cuda::sum_of_squares(&x),
+    })
+}
+
+/// Returns the number of elements equal to zero, an f64 scalar on x's device.
+pub fn count_zeros(x: &Tensor) -> Result<Tensor> {
+    const OP: &str = "count_zeros";
+    let _span = span(OP, "");
+    check_dtype(OP, "the tensor", x.dtype())?;
+    let x = x.detach().contiguous()?;
+    on_device!(OP, x, {
+        cpu => Tensor::new(cpu::count_zeros(host(OP, &x)?.floats()?), x.device()),
+        cuda => cuda::count_zeros(&x),
     })
 }

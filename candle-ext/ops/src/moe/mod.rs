@@ -4,6 +4,7 @@ pub mod assignment;
 pub mod capacity;
 pub mod expert_bias;
 pub mod expert_counts;
+pub mod expert_labels;
 pub mod grouped_linear;
 pub mod permute;
 pub mod router;

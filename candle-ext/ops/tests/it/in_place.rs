@@ -1,5 +1,5 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{copy_into, sum_of_squares, zero_};
+use candlewick_ops::{copy_into, count_zeros, sum_of_squares, zero_};
 
 use crate::cases::{TestDevice, assert_error, bits, check_each, randn, values};
 
@@ -98,6 +98,21 @@ fn sum_of_squares_counts_each_element_once() {
 }
 
 #[test]
+fn count_zeros_counts_both_signs_and_no_tiny_number() {
+    for test_device in TestDevice::all() {
+        for (n, dtype) in [0, 1, 7, 16_384, 1_081_345].into_iter().flat_map(|n| FORMATS.map(|dtype| (n, dtype))) {
+            let zeros = |i: usize| if i.is_multiple_of(2) { 0.0 } else { -0.0 };
+            // 6e-8 is the smallest f16.
+            let x: Vec<f32> = (0..n + 1).map(|i: usize| if i.is_multiple_of(13) { zeros(i) } else { 6e-8 }).collect();
+            let want = x[..n].iter().filter(|x| **x == 0.0).count() as f64;
+            let x = test_device.put(&Tensor::new(x, &Device::Cpu).unwrap().to_dtype(dtype).unwrap());
+            let got = test_device.run(|| count_zeros(&x.narrow(0, 0, n).unwrap())).unwrap();
+            assert_eq!(got.to_scalar::<f64>().unwrap(), want, "{n} {dtype:?} {test_device:?}");
+        }
+    }
+}
+
+#[test]
 fn wrong_arguments_are_named() {
     let (a, b) = (randn(3, 1), randn(4, 1));
     assert_error(copy_into(&a, &b), "[4] does not fit into [3]");
@@ -106,4 +121,5 @@ fn wrong_arguments_are_named() {
     assert_error(zero_(&ids), "the tensor is U32");
     assert_error(copy_into(&a, &ids), "the source is U32");
     assert_error(sum_of_squares(&ids), "the tensor is U32");
+    assert_error(count_zeros(&ids), "the tensor is U32");
 }

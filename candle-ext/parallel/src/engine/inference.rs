@@ -10,6 +10,7 @@ use candlewick_ops::{
 
 use super::{Engine, Micro};
 use crate::context_parallel::TokenShard;
+use crate::expert_parallel::ExpertParallelOps;
 use crate::placement::SequenceParallel;
 use crate::tensor_parallel::{TensorParallel, TensorParallelOps};
 
@@ -200,7 +201,10 @@ impl Engine {
             .map(|tensor| TensorParallel { sequence_parallel: SequenceParallel::Off, ..tensor.clone() });
         let n_vocab = self.n_vocab();
         let shared = tensor.as_ref().map(|tensor| TensorParallelOps { tensor, n_vocab, attention: parallel_ops });
-        let parallel_ops = shared.as_ref().map_or(parallel_ops, |shared| shared);
+        let inner = shared.as_ref().map_or(parallel_ops, |shared| shared);
+        let routed = self.experts.as_ref().filter(|experts| experts.exchanges_tokens());
+        let routed = routed.map(|experts| ExpertParallelOps { experts, inner });
+        let parallel_ops = routed.as_ref().map_or(inner, |routed| routed);
         let x_td = self.hidden(&Tensor::new(ids.as_slice(), &self.device)?, positions, &seqs, parallel_ops)?;
         x_td.map(|x_td| x_td.index_select(&Tensor::new(rows, &self.device)?, 0)).transpose()
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candlewick_comm::Reduce;
 use candlewick_model::RouterTotal;
 use candlewick_ops::{AdamW, DeviceReadback, GradScaler, StepDecision, span};
@@ -28,6 +28,18 @@ pub struct OptimizerStep<'a> {
     pub adamw: AdamW,
     /// Gradient clipping, loss scaling and the policy for non-finite gradients.
     pub scaler: &'a GradScaler,
+    /// Count of zero gradients.
+    pub grad_zeros: GradZeros,
+}
+
+/// Choice to count the gradient elements that are zero, which reads all gradients once more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum GradZeros {
+    /// Zeros are not counted.
+    #[default]
+    Uncounted,
+    /// Zeros are counted.
+    Counted,
 }
 
 /// A step that may still be running on the device.
@@ -37,6 +49,7 @@ pub struct InFlightStep {
     n_layers: usize,
     /// Index of each MoE layer, and elements of its router's total.
     routers: Vec<(usize, usize)>,
+    grad_zeros: GradZeros,
     readout: DeviceReadback,
 }
 
@@ -55,7 +68,12 @@ pub struct StepResult {
     pub routers: BTreeMap<usize, RouterTotal>,
     /// Gradient norm, and the decision to update, skip or stop.
     pub verdict: StepDecision,
+    /// Number of zero gradients of all ranks; `None` if they are not counted.
+    pub grad_zeros: Option<u64>,
 }
+
+/// Number of zeros per unit of the first of two f32 numbers that carry a count to the host.
+const ZEROS_PER_UNIT: f64 = (1 << 20) as f64;
 
 impl Engine {
     /// Runs one optimizer step. It waits for the GPU only if the optimizer is offloaded. Collective: all ranks must
@@ -66,7 +84,7 @@ impl Engine {
         objective: &dyn Objective,
         optimizer: &OptimizerStep<'_>,
     ) -> Result<InFlightStep> {
-        let OptimizerStep { adamw, scaler } = optimizer;
+        let OptimizerStep { adamw, scaler, grad_zeros } = optimizer;
         let scale = LossScale::mean_over(batch.n_targets).times(scaler.loss_scale()?);
         self.store.zero_grads()?;
         let loss = StepLoss { objective, scale, auxiliary: batch.auxiliary };
@@ -79,13 +97,18 @@ impl Engine {
         let of_all = self.group.all_reduce(&own, Reduce::Sum)?;
         let _span = span("optimizer", "");
         scaler.update(&self.store.grad_squares()?, &of_all, [adamw.beta1, adamw.beta2])?;
+        let zeros = match grad_zeros {
+            GradZeros::Uncounted => None,
+            GradZeros::Counted => Some(count_as_f32(&self.store.grad_zeros()?)?),
+        };
         self.store.step(adamw, scaler)?;
         let n_layers = self.model.n_blocks();
         let first_router = batch.micros.len() + batch.auxiliary.len() * n_layers;
         self.update_expert_biases(&split_totals(&of_all, first_router, &routers)?, scaler)?;
-        let readout = DeviceReadback::start(&Tensor::cat(&[&own, &of_all, scaler.state()], 0)?)?;
+        let numbers: Vec<&Tensor> = [&own, &of_all, scaler.state()].into_iter().chain(&zeros).collect();
+        let readout = DeviceReadback::start(&Tensor::cat(&numbers, 0)?)?;
         let (n_micros, auxiliary) = (batch.micros.len(), batch.auxiliary.to_vec());
-        Ok(InFlightStep { n_micros, auxiliary, n_layers, routers, readout })
+        Ok(InFlightStep { n_micros, auxiliary, n_layers, routers, grad_zeros: *grad_zeros, readout })
     }
 }
 
@@ -97,6 +120,13 @@ fn split_totals(sums: &Tensor, mut first: usize, routers: &[(usize, usize)]) -> 
         total
     };
     routers.iter().map(total_of).collect()
+}
+
+/// Splits a count, an f64 scalar, into two f32 numbers [2] that hold it exactly: units and the rest.
+fn count_as_f32(count: &Tensor) -> Result<Tensor> {
+    let units = (count / ZEROS_PER_UNIT)?.floor()?;
+    let rest = (count - (&units * ZEROS_PER_UNIT)?)?;
+    Tensor::stack(&[units, rest], 0)?.to_dtype(DType::F32)
 }
 
 impl InFlightStep {
@@ -129,6 +159,12 @@ impl InFlightStep {
             auxiliary_layers,
             routers: self.routers.iter().map(&mut total_of).collect(),
             verdict: StepDecision::read(state),
+            grad_zeros: match (self.grad_zeros, state) {
+                (GradZeros::Counted, [.., units, rest]) => {
+                    Some((f64::from(*units) * ZEROS_PER_UNIT) as u64 + *rest as u64)
+                }
+                _ => None,
+            },
         })
     }
 }

@@ -13,7 +13,7 @@ use candlewick_ops::WeightStorage;
 use super::offload::UnitOffload;
 use super::options::{StoreMode, StoreOptions};
 use super::sharding::{ALIGNMENT, GroupRanks, ShardingGroups};
-use crate::placement::Placement;
+use crate::placement::{Placement, Slice};
 
 /// Layout of all parameters, and this stage's parameter groups.
 pub(crate) struct ParamLayout {
@@ -94,7 +94,7 @@ impl ParamLayout {
         for (i, group) in self.groups[first..].iter().enumerate() {
             for (param_idx, param) in group.params.iter().enumerate() {
                 partition.insert(param.spec.name.clone(), (first + i, param_idx));
-                if param.placement == Placement::Rank0Only && group.ranks.split.rank() > 0 {
+                if param.placement == Placement::Rank0Only && group.ranks.tensor.rank() > 0 {
                     used.remove_bias(&param.spec.name);
                 }
             }
@@ -215,16 +215,28 @@ impl PlacedParam {
         (!piece.is_empty()).then_some(piece)
     }
 
-    /// Returns the columns of the whole parameter in this slice, and the number of elements before it in these columns.
-    pub(crate) fn columns(&self) -> (Range<usize>, usize) {
-        let whole = &self.spec.shape;
-        let width = whole.last().copied().unwrap_or(1);
-        match &self.placement {
-            Placement::Shard(slice) if slice.dim == 0 => (0..width, slice.start * whole[1..].iter().product::<usize>()),
-            Placement::Shard(slice) => (slice.start..slice.start + slice.len, 0),
-            _ => (0..width, 0),
+    /// Returns the position of this rank's slice in the whole parameter.
+    pub(crate) fn position(&self) -> SlicePosition {
+        let width = self.spec.shape.last().copied().unwrap_or(1);
+        match self.placement.slice() {
+            Some(Slice { matrix: [_, row_len], rows, columns }) if self.spec.shape.len() > 1 => SlicePosition {
+                row_len: *row_len,
+                columns: columns.start..columns.start + columns.len,
+                first: rows.start * columns.len,
+            },
+            slice => SlicePosition { row_len: width, columns: 0..width, first: slice.map_or(0, |it| it.rows.start) },
         }
     }
+}
+
+/// Position of a rank's slice in a parameter.
+pub(crate) struct SlicePosition {
+    /// Elements of a row of the parameter, seen as a matrix.
+    pub(crate) row_len: usize,
+    /// Columns of this matrix.
+    pub(crate) columns: Range<usize>,
+    /// Number of elements of these columns before the slice.
+    pub(crate) first: usize,
 }
 
 /// Groups parameters by storage, in order of first occurrence.

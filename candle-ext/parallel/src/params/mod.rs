@@ -236,7 +236,8 @@ impl ParamStore {
                     dequantize(&piece, format, &param.shape(), self.compute_dtype())?.flatten_all()?
                 }
             };
-            param.placement.gather(&piece, &spec.shape, &*group.ranks.split)
+            let ranks = &group.ranks;
+            param.placement.gather(&piece, &spec.shape, (&*ranks.split, ranks.tensor.size()))
         };
         let values = self.layout.units[unit_idx].params.iter().map(value).collect();
         groups.clone().for_each(|group_idx| self.buffers.group_weights(group_idx).reshard());
@@ -277,6 +278,11 @@ impl ParamStore {
     /// Collective.
     pub fn grad_squares(&self) -> Result<Tensor> {
         self.reducer.squares(&self.layout)
+    }
+
+    /// Returns the number of gradient elements that are zero, an f64 scalar on their device. Collective.
+    pub fn grad_zeros(&self) -> Result<Tensor> {
+        self.reducer.zeros(&self.layout)
     }
 
     /// Runs the AdamW step that `scaler` has decided on. Norms and biases get no weight decay. Collective.

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::{Pending, Reduce};
 use candlewick_model::ParamGroupKind;
-use candlewick_ops::{GradSink, copy_into, sum_of_squares};
+use candlewick_ops::{GradSink, copy_into, count_zeros, sum_of_squares};
 
 use super::bytes::StoreBytes;
 use super::grads::GroupGrads;
@@ -98,7 +98,7 @@ impl GradReducer {
         Ok(())
     }
 
-    /// All-reduces the partial gradients of replicated parameters over `split`, in one call because they are small.
+    /// All-reduces the partial gradients of replicated parameters over the tensor axis, in one call because they are small.
     fn reduce_partial_grads(&self, layout: &ParamLayout, kind: ParamGroupKind) -> Result<()> {
         let groups = || layout.trainable().filter(|(_, group)| group.kind == kind);
         let Some((_, first)) = groups().find(|(_, group)| group.params.iter().any(|it| it.placement.is_partial()))
@@ -113,11 +113,11 @@ impl GradReducer {
             }
         }
         if views.is_empty() {
-            // Every rank of `split` must take part, with an element even if its shard has none of them.
+            // Every rank of the axis must take part, with an element even if its shard has none of them.
             views.push(Tensor::zeros(1, self.dtype, &self.device)?);
         }
         let own = Tensor::cat(&views, 0)?;
-        let sum = first.ranks.split.all_reduce(&own, Reduce::Sum)?;
+        let sum = first.ranks.tensor.all_reduce(&own, Reduce::Sum)?;
         if sum.id() == own.id() {
             return Ok(());
         }
@@ -165,10 +165,10 @@ impl GradReducer {
 
     /// Returns the sum of squared gradients of this rank's shard, f64.
     ///
-    /// Only rank 0 of `group.ranks.split` (tensor or expert parallel ranks) counts replicated parameters.
+    /// Only rank 0 of the tensor axis counts replicated parameters.
     fn distinct_squares(&self, group_idx: usize, group: &ParamGroup) -> Result<Tensor> {
         let reduced = self.reduced(group_idx)?;
-        if group.ranks.split.rank() == 0 {
+        if group.ranks.tensor.rank() == 0 {
             return sum_of_squares(&reduced);
         }
         let none = Tensor::zeros((), DType::F64, reduced.device())?;
@@ -176,6 +176,34 @@ impl GradReducer {
         pieces
             .map(|piece| sum_of_squares(&reduced.narrow(0, piece.start, piece.len())?))
             .try_fold(none, |sum, part| sum + part?)
+    }
+
+    /// Returns the number of gradient elements that are zero, an f64 scalar. Padding does not count. Collective.
+    pub(crate) fn zeros(&self, layout: &ParamLayout) -> Result<Tensor> {
+        let none = || Tensor::zeros((), DType::F64, &self.device);
+        let of_kind = |(kind, ranks): (ParamGroupKind, &GroupRanks)| {
+            let owned = (0..layout.units.len()).filter(|unit_idx| layout.owns(*unit_idx));
+            let groups = owned.flat_map(|unit_idx| layout.groups_of(unit_idx));
+            let of_group = |group_idx: usize| self.distinct_zeros(group_idx, &layout.groups[group_idx]);
+            let trained = groups.filter(|idx| layout.groups[*idx].kind == kind && self.grads.contains_key(idx));
+            let own = trained.map(of_group).try_fold(none()?, |sum, part| sum + part?)?;
+            Ok(ranks.distinct.all_reduce(&own, Reduce::Sum)?)
+        };
+        layout.kinds().map(of_kind).try_fold(none()?, |sum, part: Result<Tensor>| sum + part?)
+    }
+
+    /// Returns the number of zeros in this rank's shard of a group's gradients, f64.
+    ///
+    /// Only rank 0 of the tensor axis counts replicated parameters.
+    fn distinct_zeros(&self, group_idx: usize, group: &ParamGroup) -> Result<Tensor> {
+        let reduced = self.reduced(group_idx)?;
+        let is_counted =
+            |placement: &Placement| group.ranks.tensor.rank() == 0 || matches!(placement, Placement::Shard(_));
+        let counted = group.params.iter().filter(|param| is_counted(&param.placement));
+        let pieces = counted.filter_map(|param| param.piece(&group.shard));
+        pieces
+            .map(|piece| count_zeros(&reduced.narrow(0, piece.start - group.shard.start, piece.len())?))
+            .try_fold(Tensor::zeros((), DType::F64, reduced.device())?, |sum, part| sum + part?)
     }
 
     /// Returns the bytes of the gradients.

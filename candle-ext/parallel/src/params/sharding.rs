@@ -8,7 +8,7 @@ use candlewick_comm::{Collective, Solo};
 use candlewick_model::{ParamGroupKind, ParamSpec};
 
 use crate::pipeline::PipelineLayout;
-use crate::placement::{RankOf, SequenceParallel};
+use crate::placement::{RankOf, SequenceParallel, SplitRank};
 
 /// Alignment of parameters and shards, in elements: 256 bytes of bf16, for fast GEMMs on GPUs.
 pub(crate) const ALIGNMENT: usize = 128;
@@ -46,8 +46,10 @@ pub(crate) struct GroupRanks {
     pub(crate) shard: Arc<dyn Collective>,
     /// Ranks that replicate a shard.
     pub(crate) replicate: Arc<dyn Collective>,
-    /// Ranks that split each matrix: tensor or expert parallel ranks.
+    /// Ranks that split the parameters: tensor parallel ranks, or the expert parallel ranks with their shards of experts.
     pub(crate) split: Arc<dyn Collective>,
+    /// Neighbours in `split` that split each matrix: tensor parallel ranks, or expert tensor parallel ranks.
+    pub(crate) tensor: Arc<dyn Collective>,
     /// Ranks of all stages that hold distinct elements, over which gradient norms are summed.
     pub(crate) distinct: Arc<dyn Collective>,
 }
@@ -67,7 +69,7 @@ impl ShardingGroups {
     /// Returns the groups of a single rank.
     pub fn single_rank() -> Self {
         let solo = || Arc::new(Solo) as Arc<dyn Collective>;
-        let ranks = || GroupRanks { shard: solo(), replicate: solo(), split: solo(), distinct: solo() };
+        let ranks = || GroupRanks { shard: solo(), replicate: solo(), split: solo(), tensor: solo(), distinct: solo() };
         Self {
             zero_stage: ZeroStage::One,
             dense: ranks(),
@@ -106,9 +108,11 @@ impl GroupRanks {
         self.shard.rank() * len..(self.shard.rank() + 1) * len
     }
 
-    /// Returns this rank's index in `split`.
-    pub(crate) fn split_rank(&self) -> RankOf {
-        RankOf { rank: self.split.rank(), n_ranks: self.split.size() }
+    /// Returns this rank's position among the ranks that split the parameters.
+    pub(crate) fn split_rank(&self) -> SplitRank {
+        let n_tensor = self.tensor.size();
+        let expert = RankOf { rank: self.split.rank() / n_tensor, n_ranks: self.split.size() / n_tensor };
+        SplitRank { expert, tensor: RankOf { rank: self.tensor.rank(), n_ranks: n_tensor } }
     }
 }
 

@@ -6,6 +6,7 @@ use candle_core::{Result, Tensor};
 use candlewick_model::ParamSpec;
 
 use super::ParamStore;
+use super::layout::SlicePosition;
 use crate::placement::Placement;
 
 /// This rank's shard of a trainable parameter and its optimizer state: flat views that a checkpoint reads and writes in
@@ -15,7 +16,9 @@ pub struct ParamState {
     pub name: String,
     /// Shape of the whole parameter.
     pub shape: Vec<usize>,
-    /// Columns of the whole parameter that this shard belongs to; elements if it is a vector.
+    /// Elements of a row of the whole parameter, seen as a matrix: its last dim, or more if ranks split every expert.
+    pub row_len: usize,
+    /// Columns of this matrix that the shard belongs to; elements if the parameter is a vector.
     pub columns: Range<usize>,
     /// Range of the shard within these columns, in row-major order.
     pub range: Range<usize>,
@@ -47,18 +50,19 @@ impl ParamStore {
             return Ok(None);
         };
         let part = |shard: &Tensor| shard.narrow(0, piece.start - group.shard.start, piece.len());
-        let (columns, before) = param.columns();
-        let start = before + piece.start - param.range.start;
-        let has_slice = matches!(param.placement, Placement::Shard(_));
+        let SlicePosition { row_len, columns, first } = param.position();
+        let start = first + piece.start - param.range.start;
+        let is_distinct = matches!(param.placement, Placement::Shard(_));
         let ranks = &group.ranks;
         Ok(Some(ParamState {
             name: spec.name.clone(),
             shape: spec.shape.clone(),
+            row_len,
             columns,
             range: start..start + piece.len(),
             writes_checkpoint: self.layout.owns(unit_idx)
                 && ranks.replicate.rank() == 0
-                && (has_slice || ranks.split.rank() == 0),
+                && (is_distinct || ranks.tensor.rank() == 0),
             master: part(&optimizer.master)?,
             grad: part(&self.reducer.reduced(group_idx)?)?,
             exp_avg: part(&optimizer.exp_avg)?,

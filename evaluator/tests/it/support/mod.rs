@@ -9,18 +9,32 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES};
 use candlewick_model::{Config, Model, ParamSpec};
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// Context length in tokens.
 pub const CONTEXT: usize = 64;
 
 /// Writes a model with weights from `seed`, and returns its folder.
 pub fn export(folder: &Path, seed: u64) -> PathBuf {
-    let folder = folder.join("model");
-    let config = json!({
-        "model_type": "llama", "vocab_size": 600, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.3,
+    export_with(folder, seed, json!({"model_type": "llama"}))
+}
+
+/// Writes a model with four experts per layer, of which a token selects two.
+pub fn export_experts(folder: &Path, seed: u64) -> PathBuf {
+    let keys = json!({
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4,
+        "norm_topk_prob": true
     });
+    export_with(folder, seed, keys)
+}
+
+fn export_with(folder: &Path, seed: u64, keys: Value) -> PathBuf {
+    let folder = folder.join("model");
+    let mut config = json!({
+        "vocab_size": 600, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.3,
+    });
+    config.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
     let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
     let tokenizer = root().join("recipes/quickstart/tokenizer");
     let auxiliary_files = AuxiliaryFiles { folders: &[&tokenizer], chat_template: None, files: &[] };

@@ -1,15 +1,17 @@
 //! Expert parallelism gives the results of one rank, on every axis of the mesh.
 
 use candlewick_comm::mesh::Degrees;
-use candlewick_parallel::{PipelineScheduleKind, SequenceParallel, ZeroStage};
+use candlewick_parallel::{PipelineScheduleKind, SequenceParallel, TokenDispatcher, ZeroStage};
 
 use super::case::{Batching, DOTS1, QWEN3_MOE};
 use super::rank::Strategy;
 use super::{ONE, check_all};
 
 /// Collectives of expert parallelism.
-const DISPATCH: &str = "ep all_to_all";
-const COUNTS: &str = "ep all_gather";
+const DISPATCH: &str = "ep-etp all_to_all";
+const COUNTS: &str = "ep-etp all_gather";
+/// Sum of the all-gather dispatcher.
+const SUMS: &str = "ep-etp reduce_scatter";
 
 const BATCHINGS: [Batching; 2] = [Batching::Accumulated(2), Batching::Packed];
 
@@ -54,6 +56,41 @@ fn parity_of_expert_and_tensor_parallel() {
 fn parity_of_expert_and_context_parallel() {
     check(strategy(Degrees { cp: 2, ep: 2, ..ONE }, None));
     check(strategy(Degrees { sp: 2, dp_shard: 2, ep: 2, ..ONE }, Some(ZeroStage::Three)));
+}
+
+#[test]
+fn parity_of_expert_tensor_parallel() {
+    check(strategy(Degrees { dp_replicate: 2, etp: 2, ..ONE }, None));
+    check(strategy(Degrees { dp_replicate: 4, ep: 2, etp: 2, ..ONE }, None));
+    check(strategy(Degrees { tp: 2, dp_replicate: 2, ep: 2, etp: 2, ..ONE }, None));
+    check_balancing_loss(Degrees { tp: 2, cp: 2, ep: 2, etp: 2, ..ONE });
+}
+
+/// Eight ranks: two expert data parallel groups.
+#[test]
+fn parity_of_expert_tensor_parallel_and_zero() {
+    for zero_stage in [ZeroStage::One, ZeroStage::Three] {
+        check(strategy(Degrees { dp_shard: 4, tp: 2, ep: 2, etp: 2, ..ONE }, Some(zero_stage)));
+    }
+}
+
+#[test]
+fn parity_of_expert_tensor_and_pipeline_parallel() {
+    let degrees = Degrees { pp: 2, dp_shard: 4, ep: 2, etp: 2, ..ONE };
+    let pipeline = Strategy { chunk_layers: Some(&[2, 2]), ..strategy(degrees, Some(ZeroStage::One)) };
+    check_all(pipeline, &[DOTS1, QWEN3_MOE], &[Batching::Accumulated(3)], &[DISPATCH, COUNTS]);
+}
+
+#[test]
+fn parity_of_the_all_gather_dispatcher() {
+    for (degrees, zero_stage) in [
+        (Degrees { dp_replicate: 4, ep: 4, ..ONE }, None),
+        (Degrees { tp: 2, ep: 2, ..ONE }, None),
+        (Degrees { dp_shard: 4, ep: 2, etp: 2, ..ONE }, Some(ZeroStage::Three)),
+    ] {
+        let strategy = Strategy { token_dispatcher: TokenDispatcher::AllGather, ..strategy(degrees, zero_stage) };
+        check_all(strategy, &[DOTS1, QWEN3_MOE], &BATCHINGS, &[COUNTS, SUMS]);
+    }
 }
 
 #[test]

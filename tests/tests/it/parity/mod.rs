@@ -12,6 +12,7 @@ mod quantized;
 mod rank;
 mod ring;
 mod routers;
+mod small_meshes;
 mod tiles;
 
 use std::collections::BTreeSet;

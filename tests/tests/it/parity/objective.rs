@@ -10,7 +10,7 @@ use candlewick_comm::{Options, World, sum, threads};
 use candlewick_model::{AttentionCall, ParallelOps};
 use candlewick_ops::{self as ops, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, Engine, LossScale, MicroLoss, Objective, OptimizerStep, PipelineScheduleKind,
+    AuxiliaryLoss, CausalLm, Engine, GradZeros, LossScale, MicroLoss, Objective, OptimizerStep, PipelineScheduleKind,
     SequenceParallel, StepLoss, TokenLosses, TrainBatch, ZeroStage,
 };
 
@@ -75,17 +75,19 @@ fn step(strategy: Strategy, case: ModelCase, objective: &'static dyn Objective, 
         let scaler =
             GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
         let batch = TrainBatch { micros: &micros, dropout_keys: &[5, 6], n_targets, auxiliary };
-        let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler };
+        let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler, grad_zeros: GradZeros::Counted };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let loss = result.losses.iter().copied().map(f64::from).sum::<f64>() / n_targets;
-        Ok((loss, result.auxiliary, shards(&engine, |state| &state.grad)?))
+        Ok((loss, result.auxiliary, result.grad_zeros, shards(&engine, |state| &state.grad)?))
     };
     let options = Options { timeout: Duration::from_secs(120), record: false };
     let ranks = threads::run(strategy.degrees.n_ranks(), options, rank).unwrap();
-    for (loss, auxiliary, _) in &ranks {
+    for (loss, auxiliary, ..) in &ranks {
         assert_eq!((loss, auxiliary), (&ranks[0].0, &ranks[0].1), "{strategy:?}: ranks disagree");
     }
     let grads = unsharded(ranks.iter().flat_map(|(.., shards)| shards));
+    let n_zeros = grads.values().flatten().filter(|grad| **grad == 0.0).count() as u64;
+    assert_eq!(ranks[0].2, Some(n_zeros), "{strategy:?}: zeros among the gradients");
     Step { loss: ranks[0].0, auxiliary: ranks[0].1.clone(), grads }
 }
 

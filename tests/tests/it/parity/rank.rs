@@ -12,7 +12,8 @@ use candlewick_model::{RouterLoss, RouterSettings, TiledMlp};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
     ActivationCheckpointing, AuxiliaryLoss, BufferState, CpuOffload, Engine, EngineSpec, LossScale, ParallelGroups,
-    ParamDtypes, ParamState, PipelineLayout, PipelineScheduleKind, SequenceParallel, StepLoss, ZeroStage,
+    ParamDtypes, ParamState, PipelineLayout, PipelineScheduleKind, SequenceParallel, StepLoss, TokenDispatcher,
+    ZeroStage,
 };
 
 use super::case::{Batching, ModelCase, micros};
@@ -40,6 +41,7 @@ pub(crate) struct Strategy {
     /// Most bytes of logits that the loss holds at once; `None` does not limit them.
     pub(crate) logits_bytes: Option<usize>,
     pub(crate) cpu_offload: CpuOffload,
+    pub(crate) token_dispatcher: TokenDispatcher,
 }
 
 impl Strategy {
@@ -52,6 +54,7 @@ impl Strategy {
         tiled_mlp: TiledMlp::Off,
         logits_bytes: None,
         cpu_offload: CpuOffload { optimizer: 0.0, weights: false },
+        token_dispatcher: TokenDispatcher::AllToAll,
     };
 
     /// Returns the number of ranks with equal micro-batches, each of which counts their targets.
@@ -98,6 +101,7 @@ pub(crate) struct RunResult {
 pub(crate) struct ParamShard {
     name: String,
     shape: Vec<usize>,
+    row_len: usize,
     columns: Range<usize>,
     range: Range<usize>,
     values: Vec<f32>,
@@ -106,7 +110,7 @@ pub(crate) struct ParamShard {
 impl ParamShard {
     /// Returns the positions of the shard's elements in the whole parameter.
     fn positions(&self) -> impl Iterator<Item = usize> {
-        let (width, n) = (self.shape[self.shape.len() - 1], self.columns.len());
+        let (width, n) = (self.row_len, self.columns.len());
         let first = self.columns.start;
         self.range.clone().map(move |at| at / n * width + first + at % n)
     }
@@ -118,6 +122,8 @@ struct RankResult {
     norms: Vec<f64>,
     eval_loss: f64,
     grads: Vec<ParamShard>,
+    /// Zeros among the gradients of the first step, on all ranks.
+    n_zeros: f64,
     weights: Vec<ParamShard>,
     used: BTreeSet<GroupOp>,
     calls: Vec<CollectiveCall>,
@@ -166,10 +172,15 @@ pub(crate) fn run_with(
     let join = |shards: fn(&RankResult) -> &Vec<ParamShard>| unsharded(ranks.iter().flat_map(shards));
     let mut losses = ranks[0].losses.clone();
     losses.push(ranks[0].eval_loss);
+    let grads = join(|rank| &rank.grads);
+    if fault.is_none() {
+        let n_zeros = grads.values().flatten().filter(|grad| **grad == 0.0).count() as f64;
+        ranks.iter().for_each(|rank| assert_eq!(rank.n_zeros, n_zeros, "{strategy:?}: zeros among the gradients"));
+    }
     Ok(RunResult {
         losses,
         norms: ranks[0].norms.clone(),
-        grads: join(|rank| &rank.grads),
+        grads,
         weights: join(|rank| &rank.weights),
         used: ranks.iter().flat_map(|rank| rank.used.clone()).collect(),
     })
@@ -224,6 +235,7 @@ pub(crate) fn engine_with_routers(
         schedule: strategy.schedule,
         cpu_offload: strategy.cpu_offload,
         checkpointing: checkpointing.collect(),
+        token_dispatcher: strategy.token_dispatcher,
         router,
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), strategy.layout(model.n_blocks()))
     };
@@ -255,7 +267,7 @@ fn run_rank(
     let stage = Mesh::new(strategy.degrees, world.size()).unwrap().coordinate(world.rank(), Axis::Pp);
     let engine = engine(world, strategy, case, fault)?;
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
-    let (mut losses, mut norms, mut grads) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut losses, mut norms, mut grads, mut n_zeros) = (Vec::new(), Vec::new(), Vec::new(), 0.0);
     let n_before = world.calls().len();
     for step in 0..n_steps {
         let (micros, n_targets) = micros(batching, step, rank, n_ranks);
@@ -271,6 +283,7 @@ fn run_rank(
         losses.push(sum(engine.group(), local)? / n_targets);
         if step == 0 {
             grads = shards(&engine, |state| &state.grad)?;
+            n_zeros = engine.store().grad_zeros()?.to_scalar::<f64>()?;
         }
         let squares = engine.store().grad_squares()?;
         norms.push(squares.sum_all()?.to_scalar::<f64>()?.sqrt());
@@ -300,7 +313,7 @@ fn run_rank(
             engine.model().units().iter().flat_map(|unit| &unit.params).filter(|spec| spec.trainable).count()
         );
     }
-    Ok(RankResult { stage, losses, norms, eval_loss, grads, weights, used, calls: world.calls() })
+    Ok(RankResult { stage, losses, norms, eval_loss, grads, n_zeros, weights, used, calls: world.calls() })
 }
 
 pub(crate) fn shards(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_core::Result<Vec<ParamShard>> {
@@ -308,8 +321,8 @@ pub(crate) fn shards(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_
     states
         .map(|state| {
             let values = of(&state).to_vec1()?;
-            let ParamState { name, shape, columns, range, .. } = state;
-            Ok(ParamShard { name, shape, columns, range, values })
+            let ParamState { name, shape, row_len, columns, range, .. } = state;
+            Ok(ParamShard { name, shape, row_len, columns, range, values })
         })
         .collect()
 }

@@ -151,8 +151,8 @@ fn an_expert_parallel_checkpoint_is_resumed_on_other_meshes() {
         &EXPERTS,
         &[
             (4, &["expert_parallel_size=4", STAGE_3]),
-            (2, &["expert_parallel_size=2", STAGE_1]),
-            (4, &["expert_parallel_size=2", STAGE_3]),
+            (2, &["expert_tensor_parallel_size=2", STAGE_1]),
+            (4, &["expert_parallel_size=2", "expert_tensor_parallel_size=2", STAGE_3]),
             (1, &[ALL]),
             (4, &["expert_parallel_size=4", "tensor_parallel_size=2", "gradient_accumulation_steps=4"]),
         ],

@@ -140,7 +140,7 @@ fn check_manifest(change: impl Fn(&mut serde_json::Value), want: &str) {
 
 #[test]
 fn an_invalid_manifest_error_names_the_field() {
-    check_manifest(|m| m["version"] = json!(4), "this program reads candlewick-sharded up to version 3");
+    check_manifest(|m| m["version"] = json!(5), "this program reads candlewick-sharded up to version 4");
     check_manifest(|m| m["extra"] = json!(2), "unknown field `extra`");
     for name in ["../x", "a/b", "", ".", "/etc/passwd", "manifest.json"] {
         check_manifest(|m| m["files"][0]["name"] = json!(name), "is not a file name");

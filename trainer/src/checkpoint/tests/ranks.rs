@@ -15,7 +15,7 @@ struct Shards {
     expert: usize,
 }
 
-/// One rank's shards of a dense tensor and of an expert's columns.
+/// One rank's shards of a dense tensor, of an expert's columns, and of some rows of every expert.
 struct Sharded {
     chunks: Vec<TensorChunk>,
     to_write: Vec<TensorChunk>,
@@ -24,14 +24,16 @@ struct Sharded {
 
 const DENSE: &str = "master/dense";
 const EXPERT: &str = "master/expert";
+const GATE_UP: &str = "master/gate_up";
 
 fn metas() -> Vec<TensorMeta> {
-    [(DENSE, vec![5, 8]), (EXPERT, vec![6, 8])].map(|(name, shape)| TensorMeta { name: name.to_owned(), shape }).into()
+    let shapes = [(DENSE, vec![5, 8]), (EXPERT, vec![6, 8]), (GATE_UP, vec![12, 4])];
+    shapes.map(|(name, shape)| TensorMeta { name: name.to_owned(), shape }).into()
 }
 
 /// Returns the value of an element of a full tensor.
 fn value(chunk: &TensorChunk, at: usize) -> f32 {
-    let (width, n) = (chunk.tensor.n_columns(), chunk.columns.len());
+    let (width, n) = (chunk.row_len, chunk.columns.len());
     let place = at / n * width + chunk.columns.start + at % n;
     (place + if chunk.tensor.name == DENSE { 0 } else { 1000 }) as f32
 }
@@ -43,19 +45,22 @@ fn shard_of(n: usize, shard: usize, n_shards: usize) -> Range<usize> {
 impl Sharded {
     /// Splits experts by columns over pairs of ranks, then shards them.
     fn new(rank: usize, n_ranks: usize, shards: Shards) -> Self {
-        let [dense, expert] = metas().try_into().unwrap();
+        let [dense, expert, gate_up] = metas().try_into().unwrap();
         let n_splits = 2.min(n_ranks);
-        let dense =
-            TensorChunk { columns: 0..8, range: shard_of(40, rank % shards.dense, shards.dense), tensor: dense };
-        let expert = TensorChunk {
-            columns: shard_of(8, rank % n_splits, n_splits),
-            range: shard_of(48 / n_splits, rank / n_splits % shards.expert, shards.expert),
-            tensor: expert,
+        let range = shard_of(40, rank % shards.dense, shards.dense);
+        let dense = TensorChunk { row_len: 8, columns: 0..8, range, tensor: dense };
+        let range = shard_of(48 / n_splits, rank / n_splits % shards.expert, shards.expert);
+        let split = |tensor, row_len| {
+            let columns = shard_of(row_len, rank % n_splits, n_splits);
+            TensorChunk { row_len, columns, range: range.clone(), tensor }
         };
+        // Two experts of six rows: a row of the matrix is an expert.
+        let (expert, gate_up) = (split(expert, 8), split(gate_up, 24));
         let mut to_write = Vec::new();
         to_write.extend((rank < shards.dense).then(|| dense.clone()));
-        to_write.extend((rank < n_splits * shards.expert).then(|| expert.clone()));
-        let chunks = vec![dense, expert];
+        to_write
+            .extend((rank < n_splits * shards.expert).then(|| [expert.clone(), gate_up.clone()]).into_iter().flatten());
+        let chunks = vec![dense, expert, gate_up];
         let zeros =
             |chunk: &TensorChunk| (chunk.tensor.name.clone(), (chunk.range.start, vec![0.0; chunk.range.len()]));
         Self { values: chunks.iter().map(zeros).collect(), chunks, to_write }

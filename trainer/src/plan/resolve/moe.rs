@@ -5,9 +5,11 @@ use candlewick_model::QkNorm;
 use super::resolver::{Resolver, one_of};
 use super::router;
 use crate::plan::{ModelPlan, RanksPlan, RouterPlan};
-use crate::recipe::{ArcticMoe, HumanInt};
+use crate::recipe::{ArcticMoe, HumanInt, TokenDispatcherType};
 
 const SIZE: &str = "expert_parallel_size";
+const TENSOR_SIZE: &str = "expert_tensor_parallel_size";
+const DISPATCHER: &str = "moe.token_dispatcher_type";
 
 /// Returns the settings of the routers of a model with experts. Reports keys that the model or the mesh does not allow.
 pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksPlan) -> Option<RouterPlan> {
@@ -29,28 +31,56 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         let message = "tiled_mlp_compute: experts cannot be computed in tiles of tokens";
         resolver.report_with_advice(&["tiled_mlp_compute"], message, "remove the key");
     }
-    if ranks.expert.is_some_and(|size| size > 1) {
-        report_keys_of_inference(resolver);
-    }
     Some(router::resolve(resolver, model, moe))
 }
 
-/// Returns the expert-parallel degree; `None` for a dense model. It must divide the experts and the ranks of a pipeline
-/// stage.
-pub(super) fn expert_parallel_size(resolver: &mut Resolver, model: &ModelPlan, n_in_stage: usize) -> Option<usize> {
-    let n_experts = model.config.as_ref()?.moe()?.n_experts;
-    let size = resolver.positive(SIZE, resolver.recipe().expert_parallel_size, 1).max(1);
+/// Degrees of the ranks that hold the experts of a stage.
+#[derive(Clone, Copy)]
+pub(super) struct ExpertRanks {
+    /// The expert-parallel degree.
+    pub(super) expert: usize,
+    /// The expert-tensor-parallel degree.
+    pub(super) tensor: usize,
+}
+
+/// Returns the degrees of expert ranks; `None` for a dense model. They must divide the experts, the intermediate size of
+/// an expert and the ranks of a pipeline stage.
+pub(super) fn expert_ranks(resolver: &mut Resolver, model: &ModelPlan, n_in_stage: usize) -> Option<ExpertRanks> {
+    let moe = model.config.as_ref()?.moe()?;
+    let (n_experts, width) = (moe.n_experts, moe.expert_size);
+    let expert = resolver.positive(SIZE, resolver.recipe().expert_parallel_size, 1).max(1);
     let fits = |n: &usize| n_in_stage.is_multiple_of(*n) && n_experts.is_multiple_of(*n);
-    if !fits(&size) {
-        let message = if n_experts.is_multiple_of(size) {
-            format!("{SIZE}: the {n_in_stage} ranks of a pipeline stage cannot be divided by {size}")
+    if !fits(&expert) {
+        let message = if n_experts.is_multiple_of(expert) {
+            format!("{SIZE}: the {n_in_stage} ranks of a pipeline stage cannot be divided by {expert}")
         } else {
-            format!("{SIZE}: {n_experts} experts cannot be divided by {size}")
+            format!("{SIZE}: {n_experts} experts cannot be divided by {expert}")
         };
         resolver.report_with_advice(&[SIZE], message, one_of((1..=n_in_stage).filter(fits)));
-        return Some(1);
+        return Some(ExpertRanks { expert: 1, tensor: 1 });
     }
-    Some(size)
+    let tensor = resolver.positive(TENSOR_SIZE, resolver.recipe().expert_tensor_parallel_size, 1).max(1);
+    let n_groups = n_in_stage / expert;
+    let fits = |n: &usize| n_groups.is_multiple_of(*n) && width.is_multiple_of(*n);
+    if !fits(&tensor) {
+        let message = if width.is_multiple_of(tensor) {
+            format!(
+                "{TENSOR_SIZE}: the {n_in_stage} ranks of a pipeline stage cannot be divided into {expert} expert-parallel \
+                 groups of {tensor}"
+            )
+        } else {
+            format!("{TENSOR_SIZE}: the intermediate size {width} of an expert cannot be divided by {tensor}")
+        };
+        resolver.report_with_advice(&[TENSOR_SIZE], message, one_of((1..=n_groups).filter(fits)));
+        return Some(ExpertRanks { expert, tensor: 1 });
+    }
+    Some(ExpertRanks { expert, tensor })
+}
+
+/// Returns the exchange of tokens between expert-parallel ranks.
+pub(super) fn token_dispatcher(resolver: &mut Resolver) -> TokenDispatcherType {
+    let given = resolver.recipe().moe.token_dispatcher_type;
+    resolver.pick(DISPATCHER, given, TokenDispatcherType::default())
 }
 
 fn note_keys_without_effect(resolver: &mut Resolver) {
@@ -63,16 +93,6 @@ fn note_keys_without_effect(resolver: &mut Resolver) {
     }
 }
 
-/// Reports keys that generate text during training: expert-parallel ranks cannot compute different requests.
-fn report_keys_of_inference(resolver: &mut Resolver) {
-    for key in ["eval.tasks", "generate"] {
-        if resolver.loaded.is_set(key) {
-            let message = format!("{key}: not supported with expert_parallel_size above 1");
-            resolver.report_with_advice(&[key, SIZE], message, "evaluate the exported model instead");
-        }
-    }
-}
-
 /// Reports keys that need a model with experts.
 fn report_keys_of_experts(resolver: &mut Resolver) {
     let recipe = resolver.recipe();
@@ -80,6 +100,8 @@ fn report_keys_of_experts(resolver: &mut Resolver) {
     let keys = [
         ("arctic_moe", recipe.arctic_moe == Some(ArcticMoe::On)),
         (SIZE, recipe.expert_parallel_size.is_some_and(|HumanInt(n)| n > 1)),
+        (TENSOR_SIZE, recipe.expert_tensor_parallel_size.is_some_and(|HumanInt(n)| n > 1)),
+        (DISPATCHER, recipe.moe.token_dispatcher_type.is_some()),
     ];
     let set = keys.into_iter().filter(|(_, is_set)| *is_set).map(|(key, _)| key);
     for key in set.chain(router::set_keys(resolver)).collect::<Vec<_>>() {

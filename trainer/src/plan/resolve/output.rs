@@ -63,6 +63,7 @@ pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
         loss_log_interval: resolver.count("loss_log_interval", recipe.loss_log_interval, 1),
         train_log_iter_interval: resolver.count("train_log_iter_interval", recipe.train_log_iter_interval, 1),
         eval_log_iter_interval: resolver.count("eval_log_iter_interval", recipe.eval_log_iter_interval, 1),
+        log_num_zeros_in_grad: resolver.pick("log_num_zeros_in_grad", recipe.log_num_zeros_in_grad, false),
         console: if prints(resolver) { resolver.env.console } else { Console::Quiet },
     }
 }

@@ -53,7 +53,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
             "ZeRO stage {zero_stage} {what} for every micro-batch of the pipeline; stage 1 does so once a step"
         ));
     }
-    let expert = moe::expert_parallel_size(resolver, model, n_in_stage);
+    let experts = moe::expert_ranks(resolver, model, n_in_stage);
     let timeout = resolver.positive("ddp_timeout", resolver.recipe().ddp_timeout, 1800);
     let backend = backend::resolve(resolver);
     let (dp_replicate, dp_shard) = (n_ranks / n_shards, n_shards / sharing);
@@ -64,7 +64,9 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
         sequence,
         tensor,
         sequence_parallel,
-        expert,
+        expert: experts.map(|ranks| ranks.expert),
+        expert_tensor: experts.map_or(1, |ranks| ranks.tensor),
+        token_dispatcher: moe::token_dispatcher(resolver),
         stages,
         timeout,
         backend,

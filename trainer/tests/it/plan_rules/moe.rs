@@ -7,7 +7,7 @@ use candlewick_model::{Config, ExpertCapacity, ForcedLoad};
 use candlewick_ops::DropPolicy;
 use serde_json::json;
 use trainer::plan::{Environment, Plan, WorldInfo};
-use trainer::recipe::Loaded;
+use trainer::recipe::{Loaded, TokenDispatcherType};
 
 use super::{BASE, known, refused};
 
@@ -65,6 +65,28 @@ fn the_expert_parallel_degree_divides_ranks_and_experts() {
     refused_with_experts(4, &too_many, &["6 experts cannot be divided by 4", "use 1 or 2"]);
     refused_with_experts(4, &["expert_parallel_size=3"], &["the 4 ranks of a pipeline stage cannot be divided by 3"]);
     refused_with_experts(4, &["expert_parallel_size=0"], &["expected at least 1, found 0"]);
+}
+
+#[test]
+fn the_expert_tensor_parallel_degree_divides_ranks_and_the_width_of_experts() {
+    let degree = |n_ranks, arguments: &[&str]| of_experts(n_ranks, arguments).map(|plan| plan.ranks.expert_tensor);
+    let (two, three) = ("expert_tensor_parallel_size=2", "expert_tensor_parallel_size=3");
+    assert_eq!(degree(4, &[]), Ok(1));
+    assert_eq!(degree(4, &[two, "expert_parallel_size=2"]), Ok(2));
+    let plan = of_experts(8, &[two, "expert_parallel_size=2", "deepspeed.zero_optimization.stage=1"]).unwrap();
+    assert_eq!(plan.ranks.n_expert_shards(), 2);
+    assert_eq!(plan.ranks.degrees().to_string(), "dp_shard 8, experts ep 2 x etp 2");
+    let groups = ["cannot be divided into 2 expert-parallel groups of 2", "use 1"];
+    refused_with_experts(2, &[two, "expert_parallel_size=2"], &groups);
+    refused_with_experts(3, &[three], &["the intermediate size 32 of an expert cannot be divided by 3"]);
+    refused_with_experts(2, &["expert_tensor_parallel_size=0"], &["expected at least 1, found 0"]);
+}
+
+#[test]
+fn the_dispatcher_of_tokens_has_the_names_of_megatron() {
+    let dispatcher = |arguments: &[&str]| of_experts(1, arguments).unwrap().ranks.token_dispatcher;
+    assert_eq!(dispatcher(&[]), TokenDispatcherType::AllToAll);
+    assert_eq!(dispatcher(&["moe.token_dispatcher_type=allgather"]), TokenDispatcherType::AllGather);
 }
 
 #[test]
@@ -182,8 +204,6 @@ fn a_benchmark_saves_nothing() {
 #[test]
 fn features_that_experts_lack_are_refused() {
     refused_with_experts(1, &["tiled_mlp_compute=true"], &["experts cannot be computed in tiles of tokens"]);
-    let tasks = ["expert_parallel_size=2", "eval.tasks=[arc_easy]"];
-    refused_with_experts(2, &tasks, &["eval.tasks: not supported with expert_parallel_size above 1"]);
 }
 
 #[test]
@@ -199,6 +219,8 @@ fn keys_of_experts_need_a_model_with_experts() {
         "moe.token_drop_policy=probs",
         "moe.input_jitter_eps=0.1",
         "moe.benchmark.router_force_biased=1",
+        "expert_tensor_parallel_size=2",
+        "moe.token_dispatcher_type=allgather",
     ] {
         refused(&[argument], &[&format!("argument `{argument}`:"), "this model has no experts"]);
     }

@@ -135,6 +135,14 @@ impl ExpertAssignment {
         (ends? - starts?)?.to_dtype(DType::F32)
     }
 
+    /// Removes the rows of dropped slots. `n_kept` must be the number of rows of all experts.
+    pub fn without_dropped_rows(&self, n_kept: usize) -> Result<Self> {
+        if self.counts.is_some() || n_kept > self.n_rows() {
+            bail!("{OP}: want an assignment without padding and at most {} rows, got {n_kept}", self.n_rows())
+        }
+        Ok(Self { order: self.order.narrow(0, 0, n_kept)?, ..self.clone() })
+    }
+
     #[cfg(any(feature = "cuda", feature = "emulate"))]
     fn sorted_on_device(&self) -> cuda::SortedOnDevice {
         let [offsets, order, rows] = [&self.offsets, &self.order, &self.rows].map(Tensor::clone);

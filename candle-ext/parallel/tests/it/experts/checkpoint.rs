@@ -13,7 +13,7 @@ pub(crate) type SavedTensors = BTreeMap<String, Vec<f32>>;
 
 /// Returns the positions of a state's elements in the whole parameter.
 fn partition(state: &ParamState) -> impl Iterator<Item = usize> + use<> {
-    let (width, columns) = (*state.shape.last().unwrap(), state.columns.clone());
+    let (width, columns) = (state.row_len, state.columns.clone());
     state.range.clone().map(move |at| at / columns.len() * width + columns.start + at % columns.len())
 }
 

@@ -118,7 +118,9 @@ impl ExpertRank {
     /// Returns this rank's tokens: those of its experts, distributed over the ranks with the same experts.
     fn own(&self, tokens: &[RoutedToken]) -> Vec<RoutedToken> {
         let mine = tokens.iter().filter(|token| self.experts().contains(&token.expert)).copied();
-        mine.skip(self.mesh.coordinate(self.rank, Axis::Edp)).step_by(self.mesh.degrees().of(Axis::Edp)).collect()
+        let ([edp, etp], degrees) = ([Axis::Edp, Axis::Etp], self.mesh.degrees());
+        let [of_edp, of_etp] = [edp, etp].map(|axis| self.mesh.coordinate(self.rank, axis));
+        mine.skip(of_edp * degrees.etp + of_etp).step_by(degrees.of(edp) * degrees.etp).collect()
     }
 
     /// Returns the output of the block: [t, d] -> [t, d]. A token uses the rows of its own expert alone.

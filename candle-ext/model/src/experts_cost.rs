@@ -1,0 +1,94 @@
+//! Memory estimate of the routed experts of a layer.
+
+/// Bytes of an f32.
+const F32_BYTES: u64 = size_of::<f32>() as u64;
+
+/// Exchange of tokens between the ranks of the experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertExchange {
+    /// One rank holds all experts.
+    None,
+    /// Rows travel to the ranks of their experts.
+    Rows {
+        /// Number of ranks that split each expert.
+        n_shards: u64,
+    },
+    /// Every rank gets the tokens of all ranks.
+    Tokens {
+        /// Number of ranks that exchange tokens.
+        n_ranks: u64,
+        /// Number of ranks that split each expert.
+        n_shards: u64,
+    },
+}
+
+/// Sizes of the routed experts of a layer on one rank: every rank gets as many rows as it sends if the load balances.
+pub(crate) struct ExpertsCost {
+    pub(crate) n_tokens: u64,
+    /// Tokens times selected experts.
+    pub(crate) n_rows: u64,
+    pub(crate) n_experts: u64,
+    pub(crate) d: u64,
+    pub(crate) f: u64,
+    pub(crate) n_bytes: u64,
+    pub(crate) exchange: ExpertExchange,
+}
+
+impl ExpertsCost {
+    /// Returns the bytes of the logits, of gate and up, of a weight per row, and of exchanged tokens. Permuted rows are
+    /// recomputed.
+    pub(crate) fn saved_bytes(&self) -> u64 {
+        let logits = self.n_tokens * self.n_experts * F32_BYTES;
+        logits + self.rows(2 * self.width()) + self.n_computed_rows() * F32_BYTES + self.exchanged_bytes()
+    }
+
+    /// Returns the peak bytes of the forward: logits, exchanged tokens, gate and up, the gated activation and its
+    /// projection. Sums of exchanged tokens replace the rows.
+    pub(crate) fn forward_bytes(&self) -> u64 {
+        let f = self.width();
+        let first = self.rows(self.d) + self.rows(2 * f);
+        let second = self.rows(2 * f) + self.rows(f) + self.rows(self.d);
+        let third = self.rows(self.d) + 2 * self.exchanged_bytes();
+        self.n_tokens * self.n_experts * F32_BYTES + self.exchanged_bytes() + first.max(second).max(third)
+    }
+
+    /// Returns the peak bytes of the backward beyond the saved activations.
+    pub(crate) fn backward_bytes(&self) -> u64 {
+        let (rows, f) = (|width| self.rows(width), self.width());
+        // The gradient of the projection, the gated activation and its gradient.
+        let down = rows(self.d) + 2 * rows(f);
+        // The gradients of gate and up and of the permuted rows, and the rows.
+        let gate_up = rows(2 * f) + 2 * rows(self.d);
+        down.max(gate_up)
+    }
+
+    fn rows(&self, width: u64) -> u64 {
+        self.n_computed_rows() * width * self.n_bytes
+    }
+
+    /// Returns the number of rows that the rank computes. Each rank of an expert computes all of its rows.
+    fn n_computed_rows(&self) -> u64 {
+        self.n_rows * self.n_shards()
+    }
+
+    /// Returns the columns of an expert's intermediate size on this rank.
+    fn width(&self) -> u64 {
+        self.f.div_ceil(self.n_shards())
+    }
+
+    fn n_shards(&self) -> u64 {
+        match self.exchange {
+            ExpertExchange::None => 1,
+            ExpertExchange::Rows { n_shards } | ExpertExchange::Tokens { n_shards, .. } => n_shards,
+        }
+    }
+
+    /// Returns the bytes of the rows or tokens that the rank has received, which backward reads.
+    fn exchanged_bytes(&self) -> u64 {
+        match self.exchange {
+            ExpertExchange::None => 0,
+            ExpertExchange::Rows { .. } => self.rows(self.d),
+            ExpertExchange::Tokens { n_ranks, .. } => n_ranks * self.n_tokens * self.d * self.n_bytes,
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! The all-gather dispatcher: every rank gets the tokens of all ranks and computes the rows of its experts.
+//!
+//! Dispatch: one all-gather of counts, then all-gathers of tokens, of their weights and of their experts. Combine: a
+//! reduce-scatter of the sums over this rank's experts. Ranks pad their tokens to the most of any rank.
+//!
+//! Dimensions: t tokens of this rank, d hidden size, k selected experts of a token, r ranks, u the most tokens of a rank
+
+use std::sync::Arc;
+
+use candle_core::{DType, Result, Tensor};
+use candlewick_model::ExpertCall;
+use candlewick_ops::{self as ops, DROPPED, ExpertAssignment, TokensPerCall, record, relabel_experts};
+
+use super::ExpertParallel;
+use super::row_counts::exchange;
+
+/// Tokens and rows of a layer that the ranks have agreed on.
+struct GatherSizes {
+    /// Tokens of this rank.
+    n_own: usize,
+    /// The most tokens of any rank.
+    n_padded: usize,
+    /// Rows of this rank's experts, from all ranks.
+    n_rows: usize,
+}
+
+impl ExpertParallel {
+    /// Computes the routed experts of a layer: [t, d] -> [t, d]. Collective.
+    pub(super) fn compute_by_all_gather(&self, call: &ExpertCall) -> Result<Tensor> {
+        let (n_local, owner) = (self.n_local_experts(call), self.ep.rank() / self.n_shards);
+        let own_experts = owner * n_local..(owner + 1) * n_local;
+        let sizes = self.gather_sizes(call, own_experts.clone())?;
+        let tokens_d = self.gather_tokens(call.x, &sizes)?;
+        let weights_k = self.gather_tokens(&call.routing.weights, &sizes)?;
+        let experts_k = self.gather_experts(&call.routing.assignment, &sizes)?;
+        let label = |expert| if own_experts.contains(&expert) { (expert - own_experts.start) as u32 } else { DROPPED };
+        let labels: Vec<u32> = (0..call.routing.assignment.n_experts()).map(label).collect();
+        let of_rank = ExpertAssignment::new(&relabel_experts(&experts_k, &labels, 1)?, n_local)?;
+        let by_expert = of_rank.without_dropped_rows(sizes.n_rows)?;
+        let computed = call.experts.forward(
+            &ops::permute(&tokens_d, &by_expert)?,
+            &ops::permute_weights(&weights_k, &by_expert)?,
+            &by_expert.offsets,
+            TokensPerCall::Many,
+        )?;
+        self.scatter_sums(&ops::unpermute(&computed, &by_expert)?, &sizes)
+    }
+
+    /// Exchanges the number of tokens of each rank, and of rows of each expert on each rank. The host waits for it.
+    fn gather_sizes(&self, call: &ExpertCall, own_experts: std::ops::Range<usize>) -> Result<GatherSizes> {
+        let n_own = call.x.dim(0)?;
+        let n_tokens = Tensor::new(&[n_own as f64], call.x.device())?;
+        let counts = call.routing.assignment.counts()?.to_dtype(DType::F64)?;
+        let all = exchange(&*self.ep, &Tensor::cat(&[counts, n_tokens], 0)?)?;
+        let n_padded = all.iter().filter_map(|counts| counts.last()).copied().max().unwrap_or(0);
+        let n_rows = all.iter().map(|counts| counts[own_experts.clone()].iter().sum::<usize>()).sum();
+        Ok(GatherSizes { n_own, n_padded, n_rows })
+    }
+
+    /// Gathers the tokens of all ranks: [t, ..] -> [r * u, ..]. Rows of padding are zero.
+    fn gather_tokens(&self, x: &Tensor, sizes: &GatherSizes) -> Result<Tensor> {
+        let (n_own, n_more) = (sizes.n_own, sizes.n_padded - sizes.n_own);
+        let all = self.ep.all_gather(&x.pad_with_zeros(0, 0, n_more)?.contiguous()?)?;
+        let ep = Arc::clone(&self.ep);
+        Ok(record("gather_tokens", [x.into()], all, move |dy, _| {
+            Ok([Some(ep.reduce_scatter(dy)?.narrow(0, 0, n_own)?.contiguous()?)])
+        }))
+    }
+
+    /// Gathers the experts of all ranks' tokens: u32 [r * u, k]. Tokens of padding have none.
+    fn gather_experts(&self, assignment: &ExpertAssignment, sizes: &GatherSizes) -> Result<Tensor> {
+        let experts = &assignment.experts;
+        let padding = Tensor::full(DROPPED, (sizes.n_padded - sizes.n_own, assignment.top_k()), experts.device())?;
+        Ok(self.ep.all_gather(&Tensor::cat(&[experts, &padding], 0)?.contiguous()?)?)
+    }
+
+    /// Sums the outputs over the ranks and returns those of this rank's tokens: [r * u, d] -> [t, d].
+    fn scatter_sums(&self, y: &Tensor, sizes: &GatherSizes) -> Result<Tensor> {
+        let (n_own, n_more) = (sizes.n_own, sizes.n_padded - sizes.n_own);
+        let sums = self.ep.reduce_scatter(&y.contiguous()?)?.narrow(0, 0, n_own)?.contiguous()?;
+        let ep = Arc::clone(&self.ep);
+        Ok(record("scatter_sums", [y.into()], sums, move |dx, _| {
+            Ok([Some(ep.all_gather(&dx.pad_with_zeros(0, 0, n_more)?.contiguous()?)?)])
+        }))
+    }
+}

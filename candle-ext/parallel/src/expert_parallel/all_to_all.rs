@@ -1,0 +1,56 @@
+//! The all-to-all dispatcher: rows travel to the ranks of their experts and back.
+//!
+//! Dispatch: rows sorted by expert, one all-gather of counts, then an all-to-all of rows and of their weights. Combine:
+//! the all-to-all back. See Lepikhin et al., GShard, 2020, <https://arxiv.org/abs/2006.16668>.
+//!
+//! A row travels to every rank that holds a shard of its expert. The sum over a token's rows adds the shards' outputs.
+//!
+//! Dimensions: t tokens of this rank, d hidden size, n rows that this rank sends, m rows that it receives
+
+use std::sync::Arc;
+
+use candle_core::{Result, Tensor};
+use candlewick_model::ExpertCall;
+use candlewick_ops::{self as ops, TokensPerCall, record};
+
+use super::ExpertParallel;
+use super::row_counts::{RowCounts, exchange_counts};
+
+impl ExpertParallel {
+    /// Computes the routed experts of a layer: [t, d] -> [t, d]. Collective.
+    pub(super) fn compute_by_all_to_all(&self, call: &ExpertCall) -> Result<Tensor> {
+        let n_local = self.n_local_experts(call);
+        let assignment = call.routing.assignment.sharded(n_local, self.n_shards)?;
+        let counts = RowCounts::new(&exchange_counts(&*self.ep, &assignment)?, self.ep.rank());
+        let assignment = assignment.without_dropped_rows(counts.send.iter().sum())?;
+        let weights = ops::repeat_weights(&call.routing.weights, self.n_shards)?;
+        let received_md = self.dispatch(&ops::permute(call.x, &assignment)?, &counts)?;
+        let weights_m = self.dispatch(&ops::permute_weights(&weights, &assignment)?, &counts)?;
+        let by_expert = counts.assignment(n_local, call.x)?;
+        let weights_m1 = ops::reshape(&weights_m, (counts.experts.len(), 1))?;
+        let computed_md = call.experts.forward(
+            &ops::permute(&received_md, &by_expert)?,
+            &ops::permute_weights(&weights_m1, &by_expert)?,
+            &by_expert.offsets,
+            TokensPerCall::Many,
+        )?;
+        let returned_nd = self.combine(&ops::unpermute(&computed_md, &by_expert)?, &counts)?;
+        ops::unpermute(&returned_nd, &assignment)
+    }
+
+    /// Sends rows sorted by expert to the ranks of their experts: [n, ..] -> [m, ..], in the order of the senders.
+    fn dispatch(&self, x: &Tensor, counts: &RowCounts) -> Result<Tensor> {
+        self.all_to_all("expert_dispatch", x, counts.send.clone(), counts.recv.clone())
+    }
+
+    /// Returns computed rows to their senders: [m, ..] -> [n, ..].
+    fn combine(&self, y: &Tensor, counts: &RowCounts) -> Result<Tensor> {
+        self.all_to_all("expert_combine", y, counts.recv.clone(), counts.send.clone())
+    }
+
+    fn all_to_all(&self, name: &'static str, x: &Tensor, send: Vec<usize>, recv: Vec<usize>) -> Result<Tensor> {
+        let y = self.ep.all_to_all(&x.contiguous()?, &send, &recv)?;
+        let ep = Arc::clone(&self.ep);
+        Ok(record(name, [x.into()], y, move |dy, _| Ok([Some(ep.all_to_all(dy, &recv, &send)?)])))
+    }
+}
