@@ -329,7 +329,8 @@ pub(crate) fn shards(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_
 
 fn buffers(engine: &Engine) -> candle_core::Result<Vec<ParamShard>> {
     let of_buffer = |BufferState { name, shape, range, value, .. }| {
-        Ok(ParamShard { name, columns: 0..shape[0], shape, range, values: value.to_vec1()? })
+        let row_len = shape[0];
+        Ok(ParamShard { name, shape, row_len, columns: 0..row_len, range, values: value.to_vec1()? })
     };
     engine.store().buffers()?.into_iter().map(of_buffer).collect()
 }

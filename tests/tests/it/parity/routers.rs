@@ -10,8 +10,8 @@ use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, Seq
 use candlewick_model::{ExpertCapacity, ForcedLoad, RouterSettings, RouterTotal};
 use candlewick_ops::{DropPolicy, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, TokenLosses, TrainBatch,
-    ZeroStage,
+    AuxiliaryLoss, CausalLm, GradZeros, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, TokenLosses,
+    TrainBatch, ZeroStage,
 };
 
 use super::ONE;
@@ -64,7 +64,7 @@ fn step_with(
         let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 0, &Device::Cpu)?;
         let dropout_keys = vec![5; micros.len()];
         let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets, auxiliary: &auxiliary };
-        let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler };
+        let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler, grad_zeros: GradZeros::Uncounted };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let layers = result.auxiliary_layers[loss.name()].clone();
         Ok((layers, result.routers, shards(&engine, |state| &state.grad)?))
@@ -119,6 +119,7 @@ fn check(degrees: Degrees, zero_stage: Option<ZeroStage>, losses: &[RouterLoss])
 fn losses_of_routers_are_those_of_one_rank_where_ranks_split_micro_batches() {
     let losses = RouterLoss::ALL;
     check(Degrees { tp: 2, ep: 2, ..ONE }, None, &losses);
+    check(Degrees { tp: 2, cp: 2, ep: 2, etp: 2, ..ONE }, None, &losses);
     check(Degrees { cp: 2, ep: 2, ..ONE }, None, &losses);
     check(Degrees { cp: 2, sp: 2, ep: 4, ..ONE }, None, &losses);
     check(Degrees { pp: 2, cp: 2, ep: 2, ..ONE }, None, &losses);
