@@ -9,11 +9,13 @@ of the logits for the upstream gradient `upstream` of that matrix. Losses have t
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import torch
 from megatron.core.transformer.moe import moe_utils
-from transformers import DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, DeepseekV4Config, GptOssConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -76,6 +78,14 @@ def deepseek_v3():
     return of_router("transformers deepseek_v3", spec, router)
 
 
+def deepseek_v4():
+    config = DeepseekV4Config(hidden_size=E, n_routed_experts=E, num_local_experts=E, num_experts_per_tok=4,
+                              scoring_func="sqrtsoftplus", routed_scaling_factor=1.5)
+    router = DeepseekV4TopKRouter(config)
+    router.e_score_correction_bias.copy_(BIAS)
+    return of_router("transformers deepseek_v4", settings(4, "sqrt_softplus", normalize=True, scaling=1.5, bias=True), router)
+
+
 def qwen3_moe():
     router = Qwen3MoeTopKRouter(Qwen3MoeConfig(hidden_size=E, num_experts=E, num_experts_per_tok=4, norm_topk_prob=True))
     return of_router("transformers qwen3_moe", settings(4, "softmax", normalize=True), router)
@@ -103,9 +113,60 @@ def balance(score, top_k):
     return dict(score=score, top_k=top_k, counts=counts.tolist()) | loss(compute)
 
 
+def by_sequence(x, n_sequences):
+    """Reorders packed rows to Megatron-LM's layout: the tokens of all sequences in turn."""
+    return x.reshape(n_sequences, -1, x.shape[-1]).transpose(0, 1).reshape(-1, x.shape[-1])
+
+
+def sequence_balance(score, top_k, n_sequences=2, n_tokens=6):
+    """`TopKRouter._apply_seq_aux_loss` for packed sequences of equal length."""
+    length = n_tokens // n_sequences
+
+    def compute(logits):
+        rows = by_sequence(logits[:n_tokens], n_sequences)
+        chosen, probs = moe_utils.compute_routing_scores_for_aux_loss(rows, top_k, score)
+        counts = chosen.reshape(length, -1).sum(0)
+        return moe_utils.switch_load_balancing_loss_func(
+            probs.reshape(length, -1), counts, length, top_k, E, 1.0) / n_sequences
+
+    return dict(score=score, top_k=top_k, n_sequences=n_sequences, n_tokens=n_tokens) | loss(compute)
+
+
+def global_balance(score, top_k, n_micros=2, n_tokens=6):
+    """`TopKRouter._apply_global_aux_loss` of micro-batches of equal size: the mean of their losses."""
+    def compute(logits):
+        sums, losses = torch.zeros(E), []
+        for step, rows in enumerate(logits[:n_tokens].chunk(n_micros), 1):
+            chosen, probs = moe_utils.compute_routing_scores_for_aux_loss(rows, top_k, score)
+            sums = sums + chosen.sum(0)
+            losses.append(moe_utils.switch_load_balancing_loss_func(probs, sums / step, len(rows), top_k, E, 1.0))
+        return torch.stack(losses).mean()
+
+    return dict(score=score, top_k=top_k, n_micros=n_micros, n_tokens=n_tokens) | loss(compute)
+
+
+def updated_bias(rate=1e-3):
+    counts = moe_utils.topk_routing_with_score_function(LOGITS, 4, score_function="sigmoid", expert_bias=BIAS)[1].sum(0)
+    # One expert has the mean.
+    counts[0], counts[1:] = 4, torch.where(counts[1:] == 4, 5, counts[1:])
+    counts[1] += 4 * E - counts.sum()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    moe_utils.parallel_state.get_tensor_and_data_parallel_group = lambda **_: None
+    updated = moe_utils.get_updated_expert_bias(counts.float(), BIAS, rate)
+    torch.distributed.destroy_process_group()
+    return dict(counts=counts.tolist(), rate=rate, updated=updated.tolist())
+
+
+def first_of_equals(x, k, dim, sorted):
+    """`torch.topk` that chooses the first of equal elements; torch leaves it open, and so does Megatron-LM."""
+    values, indices = torch.sort(x, dim=dim, descending=True, stable=True)
+    return values[:k], indices[:k]
+
+
 def capacity(policy, factor, top_k=4):
     probs, chosen = moe_utils.topk_routing_with_score_function(LOGITS, top_k)
-    kept = moe_utils.apply_router_token_dropping(probs, chosen, top_k, factor, policy)[1]
+    with mock.patch("torch.topk", first_of_equals):
+        kept = moe_utils.apply_router_token_dropping(probs, chosen, top_k, factor, policy)[1]
     return dict(policy=policy, factor=factor, top_k=top_k, kept=kept.int().tolist())
 
 
@@ -116,12 +177,16 @@ found = dict(
         megatron(4, groups=(4, 2)), megatron(4, pre_softmax=True, groups=(8, 4)),
         megatron(1, "sigmoid"), megatron(4, "sigmoid"), megatron(4, "sigmoid", bias=True, scaling=2.5),
         megatron(4, "sigmoid", groups=(4, 2), bias=True),
-        deepseek_v3(), qwen3_moe(), gpt_oss(),
+        deepseek_v3(), deepseek_v4(), qwen3_moe(), gpt_oss(),
     ],
     load_balancing=[balance("softmax", 1), balance("softmax", 4), balance("sigmoid", 4)],
+    sequence_load_balancing=[sequence_balance("softmax", 2), sequence_balance("sigmoid", 4)],
+    global_load_balancing=[global_balance("softmax", 2), global_balance("sigmoid", 4)],
     z_loss=loss(lambda logits: moe_utils.z_loss_func(logits, 1.0)),
     sinkhorn=moe_utils.sinkhorn(LOGITS).tolist(),
-    capacity=[capacity("probs", 1.0), capacity("probs", 0.5), capacity("probs", 8.0)],
+    capacity=[capacity("probs", 1.0), capacity("probs", 0.5), capacity("probs", 8.0),
+              capacity("position", 1.0), capacity("position", 0.5), capacity("position", 1.5)],
+    updated_bias=updated_bias(),
     padded=[moe_utils.pad_routing_map(moe_utils.topk_routing_with_score_function(LOGITS, 4)[1].int(), 3).tolist()],
 )
 OUT.parent.mkdir(exist_ok=True)

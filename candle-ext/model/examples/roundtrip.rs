@@ -12,7 +12,7 @@ use std::{collections::HashMap, path::Path};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, ForwardContext, Model, ParamSpec, SingleDevice, TiledMlp, UnitWeights,
+    AdapterFolder, Config, ForwardContext, Model, ParamSpec, RouterContext, SingleDevice, TiledMlp, UnitWeights,
     checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
 };
 use candlewick_ops::{AttentionChoice, CuSeqlens, RowRanges, Weight};
@@ -84,9 +84,7 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
         rows: &RowRanges::all(),
         attention: AttentionChoice::default(),
         tiled_mlp: TiledMlp::Off,
-        router_losses: &[],
-        valid_rows: None,
-        expert_counts: None,
+        router: RouterContext::default(),
         parallel_ops: &SingleDevice,
     };
     let mut x = model.embed(&units[0], &Tensor::new(ids, &Device::Cpu)?, &SingleDevice)?;

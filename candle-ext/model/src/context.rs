@@ -5,7 +5,7 @@
 use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, ColumnShard, CuSeqlens, RowRanges, Weight};
 
-use crate::{ExpertCall, ExpertCounts, RouterLoss, dropout::DropoutScope};
+use crate::{ExpertCall, RouterContext, dropout::DropoutScope};
 
 /// Arguments of one layer's attention: t tokens, h query heads, g KV heads, k head size.
 #[derive(Clone, Copy)]
@@ -67,6 +67,12 @@ pub trait ParallelOps {
     fn sum_over_micro_batch(&self, x: &Tensor) -> Result<Tensor> {
         Ok(x.clone())
     }
+
+    /// Sums a tensor without gradient over the ranks that split the tokens of a step: those that split a micro-batch, and
+    /// the data parallel ranks.
+    fn sum_over_data_parallel(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(x.clone())
+    }
 }
 
 /// The operations of an unsharded model on one device, without a KV cache.
@@ -102,12 +108,8 @@ pub struct ForwardContext<'a> {
     pub attention: AttentionChoice,
     /// Tiling of the MLP over the tokens.
     pub tiled_mlp: TiledMlp,
-    /// Auxiliary losses of the routers.
-    pub router_losses: &'a [RouterLoss],
-    /// Rows of the residual stream that are no padding, u32 [n]; `None` for all. Router losses count these alone.
-    pub valid_rows: Option<&'a Tensor>,
-    /// Sums of expert selections; `None` if they are not wanted.
-    pub expert_counts: Option<&'a ExpertCounts>,
+    /// Inputs of all routers.
+    pub router: RouterContext<'a>,
     /// Collectives and attention of this rank.
     pub parallel_ops: &'a dyn ParallelOps,
 }

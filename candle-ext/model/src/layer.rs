@@ -105,6 +105,14 @@ impl LayerSpec {
         }
     }
 
+    /// Returns the name of the router's expert bias; `None` without one.
+    pub fn expert_bias_name(&self) -> Option<String> {
+        match &self.mlp {
+            MlpSpec::Moe(moe) if moe.expert_bias => Some(moe.expert_bias_name()),
+            _ => None,
+        }
+    }
+
     /// Returns the linear layers in forward order.
     pub fn linears(&self) -> impl Iterator<Item = &LinearSpec> {
         self.mixer.linears().chain(self.mlp.linears())

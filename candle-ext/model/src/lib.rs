@@ -11,7 +11,6 @@ mod config;
 mod context;
 mod dropout;
 mod error;
-mod expert_counts;
 mod experts;
 mod experts_cost;
 mod family;
@@ -26,7 +25,7 @@ mod moe_spec;
 mod norm;
 mod param;
 mod rope;
-mod router_loss;
+mod router;
 mod swiglu;
 mod unit;
 mod weights;
@@ -35,7 +34,6 @@ pub use block::Layer;
 pub use config::{Config, MoeConfig, SharedExpertConfig};
 pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice, TiledMlp};
 pub use error::ModelError;
-pub use expert_counts::ExpertCounts;
 pub use experts::{ExpertCall, Experts};
 pub use experts_cost::ExpertExchange;
 pub use family::{Family, QkNorm};
@@ -50,6 +48,9 @@ pub use lora::{
 pub use model::Model;
 pub use moe_spec::{ExpertMatrixSpec, MoeSpec, SharedExpertSpec};
 pub use param::{Dim, DimSize, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
-pub use router_loss::RouterLoss;
+pub use router::{
+    ExpertCapacity, ExpertSelection, ForcedLoad, GlobalExpertCounts, RouterContext, RouterLoss, RouterRows,
+    RouterSettings, RouterTotal, RouterTotals,
+};
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
 pub use weights::{EmbeddingTable, LmHead, UnitWeights};

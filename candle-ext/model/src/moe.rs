@@ -6,9 +6,9 @@
 use candle_core::{DType, Result, Tensor};
 use candlewick_ops::{self as ops, OutputDtype, RouterSpec, Routing, Weight};
 
-use crate::expert_counts::counts;
+use crate::router::{RouterLogits, select};
 use crate::swiglu::SwiGlu;
-use crate::{ExpertCall, Experts, ForwardContext, Linear, MoeSpec, RouterLoss, SharedExpertSpec};
+use crate::{ExpertCall, Experts, ForwardContext, Linear, MoeSpec, SharedExpertSpec};
 
 /// Router, routed experts and shared expert of a layer.
 pub(crate) struct Moe {
@@ -54,22 +54,13 @@ impl Moe {
         }
     }
 
-    /// Selects the experts of each token, counts them, and adds the router's losses to the tape.
+    /// Selects the experts of each token, and adds the router's losses to the tape.
     fn route(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Routing> {
+        let x_td = &context.router.jittered(x_td, self.layer_idx)?;
         let logits_te = ops::linear(x_td, &self.router_weight, None, OutputDtype::F32)?;
         let bias = self.expert_bias.as_ref().map(|bias| bias.value()?.to_dtype(DType::F32)).transpose()?;
-        let routing = ops::route(&logits_te, bias.as_ref(), self.router)?;
-        if context.expert_counts.is_some() || !context.router_losses.is_empty() {
-            let counts_e = counts(&routing, context.valid_rows)?;
-            context.expert_counts.map_or(Ok(()), |sums| sums.add(self.layer_idx, &counts_e))?;
-            let counts_e = match context.router_losses.contains(&RouterLoss::LoadBalancing) {
-                true => context.parallel_ops.sum_over_micro_batch(&counts_e)?,
-                false => counts_e,
-            };
-            let mut losses = context.router_losses.iter();
-            losses.try_for_each(|loss| loss.record(&logits_te, &counts_e, self.router.score, context.valid_rows))?;
-        }
-        Ok(routing)
+        let (layer_idx, logits, bias, spec) = (self.layer_idx, &logits_te, bias.as_ref(), self.router);
+        select(&RouterLogits { layer_idx, logits, bias, spec }, &context.router, context.parallel_ops)
     }
 }
 

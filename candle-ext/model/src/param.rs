@@ -153,6 +153,12 @@ pub enum Init {
 }
 
 impl ParamSpec {
+    /// Returns true for a buffer, as torch calls it: state that the optimizer does not train but a checkpoint stores, such
+    /// as an expert bias.
+    pub fn is_buffer(&self) -> bool {
+        !self.trainable && self.storage == WeightStorage::F32
+    }
+
     /// Returns the number of elements.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()

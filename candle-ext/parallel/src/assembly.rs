@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result};
 use candlewick_comm::{Collective, Solo};
-use candlewick_model::{Model, RouterLoss};
+use candlewick_model::{Model, RouterSettings};
 
 use crate::context_parallel::ContextParallel;
 use crate::engine::{ActivationCheckpointing, Engine};
@@ -35,8 +35,8 @@ pub struct EngineSpec {
     pub checkpointing: Vec<ActivationCheckpointing>,
     /// Exchange of tokens between expert parallel ranks.
     pub token_dispatcher: TokenDispatcher,
-    /// Auxiliary losses of the routers. A training step needs a coefficient for each.
-    pub router_losses: Vec<RouterLoss>,
+    /// Settings of the routers.
+    pub router: RouterSettings,
 }
 
 impl EngineSpec {
@@ -53,7 +53,7 @@ impl EngineSpec {
             cpu_offload: CpuOffload::default(),
             checkpointing,
             token_dispatcher: TokenDispatcher::default(),
-            router_losses: Vec::new(),
+            router: RouterSettings::default(),
         }
     }
 
@@ -67,8 +67,7 @@ impl EngineSpec {
     /// Training sums losses over `groups.loss`. Inference returns each rank's own losses.
     pub fn build(self, model: Model, groups: &ParallelGroups, device: Device) -> Result<Engine> {
         let Self { mode, dtypes, zero_stage, sequence_parallel, layout, schedule, cpu_offload, .. } = self;
-        let (checkpointing, router_losses, dispatcher) =
-            (self.checkpointing, self.router_losses, self.token_dispatcher);
+        let (checkpointing, router, dispatcher) = (self.checkpointing, self.router, self.token_dispatcher);
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
         let options = StoreOptions { dtypes, mode, cpu_offload };
         let store = ParamStore::of_units(model.units(), options, &device, sharding)?;
@@ -77,9 +76,8 @@ impl EngineSpec {
             StoreMode::Infer => Arc::new(Solo),
         };
         let pipeline = Pipeline::new(Arc::clone(&groups.pp), layout, schedule)?;
-        let mut engine = Engine::new(model, store, checkpointing, losses, device)
-            .with_pipeline(pipeline)
-            .with_router_losses(router_losses);
+        let mut engine =
+            Engine::new(model, store, checkpointing, losses, device).with_pipeline(pipeline).with_router(router);
         if groups.cp.size() * groups.sp.size() > 1 {
             engine = engine.with_context_parallel(ContextParallel::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp)));
         }

@@ -56,6 +56,8 @@ struct ExpertGroups {
     model_shards: Arc<dyn Collective>,
     /// Ranks that split the tokens of a micro-batch without and with sequence parallelism.
     micro_batch: [Arc<dyn Collective>; 2],
+    /// Ranks that split the tokens of a step without and with sequence parallelism.
+    step: [Arc<dyn Collective>; 2],
 }
 
 impl ParallelGroups {
@@ -93,6 +95,10 @@ impl ParallelGroups {
                 mesh.group(world, &[Axis::Cp, Axis::Sp])?,
                 mesh.group(world, &[Axis::Cp, Axis::Sp, Axis::Tp])?,
             ],
+            step: [
+                Arc::clone(&self.dp),
+                mesh.group(world, &[Axis::DpReplicate, Axis::DpShard, Axis::Cp, Axis::Sp, Axis::Tp])?,
+            ],
         };
         Ok(Self { expert: Some(expert), ..self })
     }
@@ -104,13 +110,18 @@ impl ParallelGroups {
 
     /// Returns the expert parallel groups; `None` without [`ParallelGroups::with_experts`].
     pub fn expert_parallel(&self, sequence_parallel: SequenceParallel) -> Option<ExpertParallel> {
-        let ExpertGroups { ep, etp, micro_batch: [tokens, tokens_of_tp], .. } = self.expert.as_ref()?;
-        let micro_batch = match sequence_parallel {
-            SequenceParallel::Off => tokens,
-            SequenceParallel::On => tokens_of_tp,
+        let ExpertGroups { ep, etp, micro_batch, step, .. } = self.expert.as_ref()?;
+        let of_tokens = |[without, with]: &[Arc<dyn Collective>; 2]| match sequence_parallel {
+            SequenceParallel::Off => Arc::clone(without),
+            SequenceParallel::On => Arc::clone(with),
         };
-        let [ep, micro_batch] = [ep, micro_batch].map(Arc::clone);
-        Some(ExpertParallel { ep, n_shards: etp.size(), micro_batch, dispatcher: TokenDispatcher::default() })
+        Some(ExpertParallel {
+            ep: Arc::clone(ep),
+            n_shards: etp.size(),
+            micro_batch: of_tokens(micro_batch),
+            step: of_tokens(step),
+            dispatcher: TokenDispatcher::default(),
+        })
     }
 
     /// Returns true if model replicas exchange tokens of experts, or gather experts from each other (`zero3`). All ranks

@@ -10,7 +10,7 @@ use super::eval::{BestPlan, EvalPlan, TasksPlan};
 use super::model::{ModelPlan, TokenizerPlan};
 use super::pipeline::PipelinePlan;
 use super::ranks::RanksPlan;
-use super::router_loss::RouterLossPlan;
+use super::router::RouterPlan;
 use super::setting::ResolvedSetting;
 use crate::checkpoint::CheckpointPlan;
 use crate::data::DataPlan;
@@ -37,7 +37,7 @@ pub struct Plan {
     /// The model.
     pub model: ModelPlan,
     /// The losses of the routers; `None` for a dense model.
-    pub moe: Option<RouterLossPlan>,
+    pub moe: Option<RouterPlan>,
     /// The tokenizer.
     pub tokenizer: TokenizerPlan,
     /// The data and the batches.

@@ -21,6 +21,7 @@ mod output;
 mod overrides;
 mod schema;
 mod tilde;
+mod value_or_list;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -37,7 +38,7 @@ pub use model::{
     ActivationCheckpoint, AttnImplementation, ConfigSource, FloatDtype, JsonMap, ModelSection, ModelType,
     TokenizerSection, TokenizerType,
 };
-pub use moe::{MoeSection, TokenDispatcherType};
+pub use moe::{LoadBalancingType, MoeBenchmarkSection, MoeSection, TokenDispatcherType, TokenDropPolicy};
 pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 pub use number::{HumanFloat, HumanInt, parse_number};
 pub use optimizer::{
@@ -48,6 +49,7 @@ pub use output::{
     RankList, WandbSection,
 };
 pub use schema::json_schema;
+pub use value_or_list::ValueOrList;
 
 /// A training recipe: ArcticTraining's schema with Candlewick's extensions.
 ///

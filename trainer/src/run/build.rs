@@ -10,7 +10,7 @@ use candlewick_parallel::{CpuOffload, Engine, EngineSpec, OffloadTarget, ParamDt
 
 use crate::exit::ExitCode;
 use crate::metrics::gpu_peak;
-use crate::plan::{OptimizerPlan, PipelinePlan, Plan, RanksPlan, WeightInit, checkpointing, dtype};
+use crate::plan::{OptimizerPlan, PipelinePlan, Plan, RanksPlan, RouterPlan, WeightInit, checkpointing, dtype};
 
 use super::{Assets, RankContext};
 
@@ -77,7 +77,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
 pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePlan, config: &Config) -> EngineSpec {
     EngineSpec {
         token_dispatcher: ranks.token_dispatcher(),
-        router_losses: plan.moe.map(|moe| moe.router_losses()).unwrap_or_default(),
+        router: plan.moe.as_ref().map(RouterPlan::settings).unwrap_or_default(),
         zero_stage: ranks.zero_stage(),
         sequence_parallel: ranks.sequence_parallel(),
         schedule: pipeline.schedule_kind(),

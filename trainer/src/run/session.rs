@@ -16,8 +16,8 @@ use crate::data::{Cursor, GlobalBatch, TokenStats, TrainLoader};
 use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
-    AttentionPairs, CheckpointRecord, ExpertLoad, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, Reporter,
-    ResumeRecord, RunJson, RunReport, RunStart, StepRecord, flops, model_flops_utilization, recomputed_flops,
+    AttentionPairs, CheckpointRecord, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, Reporter, ResumeRecord,
+    RunJson, RunReport, RunStart, StepRecord, flops, model_flops_utilization, recomputed_flops,
 };
 use crate::recipe::OnNonfinite;
 use crate::signals::StopRequest;
@@ -151,7 +151,7 @@ impl<'a> Session<'a> {
         let plan = self.run.plan;
         let number = self.stream.cursor().step;
         let config = StepConfig {
-            moe: self.run.plan.moe,
+            moe: self.run.plan.moe.as_ref(),
             plan: &plan.optimizer,
             grad_zeros: if plan.log.log_num_zeros_in_grad { GradZeros::Counted } else { GradZeros::Uncounted },
             lr: plan.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),
@@ -197,7 +197,7 @@ impl<'a> Session<'a> {
             lr: outcome.lr,
             loss: outcome.loss,
             auxiliary_losses: outcome.auxiliary.clone(),
-            expert_load: ExpertLoad::of(&outcome.expert_counts),
+            expert_load: outcome.expert_load.clone(),
             grad_norm: decision.norm,
             num_zeros: outcome.grad_zeros,
             loss_scale: (self.run.plan.optimizer.loss_scaling != LossScaling::NONE).then_some(decision.next.loss_scale),

@@ -1,4 +1,4 @@
-//! The engine's tensors in a checkpoint: master weights and both moments of every trainable parameter.
+//! The engine's tensors in a checkpoint: master weights and both moments of every trainable parameter, and buffers.
 
 use std::collections::HashMap;
 
@@ -20,29 +20,40 @@ pub(super) struct EngineState {
 
 const PARTS: [&str; 3] = ["master", "exp_avg", "exp_avg_sq"];
 
+/// The part of a buffer, such as an expert bias.
+const BUFFER: &str = "buffer";
+
 impl EngineState {
     /// Creates views of the state in the engine's store. Reads and loads access the store directly.
     pub(super) fn of(engine: &Engine) -> candle_core::Result<Self> {
-        let meta = |part: &str, name: &str, shape: &[usize]| TensorMeta {
-            name: format!("{part}/{name}"),
-            shape: shape.to_vec(),
-        };
-        let trained = engine.model().units().iter().flat_map(|unit| &unit.params).filter(|spec| spec.trainable);
-        let tensors = trained.flat_map(|spec| PARTS.map(|part| meta(part, &spec.name, &spec.shape))).collect();
-        let (mut chunks, mut to_write, mut views) = (Vec::new(), Vec::new(), HashMap::new());
+        let params = || engine.model().units().iter().flat_map(|unit| &unit.params);
+        let trained = params().filter(|spec| spec.trainable);
+        let tensors = trained.flat_map(|spec| PARTS.map(|part| meta(part, &spec.name, &spec.shape)));
+        let buffers = params().filter(|spec| spec.is_buffer()).map(|spec| meta(BUFFER, &spec.name, &spec.shape));
+        let tensors = tensors.chain(buffers).collect();
+        let mut state = Self { tensors, chunks: Vec::new(), to_write: Vec::new(), views: HashMap::new() };
         for param in engine.store().states()? {
             for (part, view) in PARTS.into_iter().zip([param.master, param.exp_avg, param.exp_avg_sq]) {
                 let tensor = meta(part, &param.name, &param.shape);
-                views.insert(tensor.name.clone(), (param.range.start, view));
                 let (columns, range) = (param.columns.clone(), param.range.clone());
                 let chunk = TensorChunk { tensor, row_len: param.row_len, columns, range };
-                if param.writes_checkpoint {
-                    to_write.push(chunk.clone());
-                }
-                chunks.push(chunk);
+                state.to_write.extend(param.writes_checkpoint.then(|| chunk.clone()));
+                state.add(chunk, view);
             }
         }
-        Ok(Self { tensors, chunks, to_write, views })
+        for buffer in engine.store().buffers()? {
+            let row_len = buffer.shape.last().copied().unwrap_or(1);
+            let (tensor, range) = (meta(BUFFER, &buffer.name, &buffer.shape), buffer.range);
+            let chunk = TensorChunk { tensor, row_len, columns: 0..row_len, range };
+            state.to_write.extend(buffer.writes_checkpoint.then(|| chunk.clone()));
+            state.add(chunk, buffer.value);
+        }
+        Ok(state)
+    }
+
+    fn add(&mut self, chunk: TensorChunk, view: Tensor) {
+        self.views.insert(chunk.tensor.name.clone(), (chunk.range.start, view));
+        self.chunks.push(chunk);
     }
 
     fn part(&self, name: &str, start: usize, n_values: usize) -> Result<Tensor, StateError> {
@@ -52,6 +63,10 @@ impl EngineState {
             start.checked_sub(*first).ok_or_else(|| format!("this rank has {name} only from element {first} on"))?;
         Ok(view.narrow(0, start, n_values)?)
     }
+}
+
+fn meta(part: &str, name: &str, shape: &[usize]) -> TensorMeta {
+    TensorMeta { name: format!("{part}/{name}"), shape: shape.to_vec() }
 }
 
 impl TrainState for EngineState {

@@ -9,7 +9,8 @@ use candlewick_ops::{AdamW, CuSeqlens, GradScaler, StepDecision, UpdateOutcome, 
 use candlewick_parallel::{CausalLm, Engine, GradZeros, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch};
 
 use crate::data::{Batch, Dataset, GlobalBatch};
-use crate::plan::{OptimizerPlan, RouterLossPlan};
+use crate::metrics::ExpertLoad;
+use crate::plan::{OptimizerPlan, RouterPlan};
 use crate::recipe::OnNonfinite;
 
 use super::rank_info::RankInfo;
@@ -24,8 +25,8 @@ pub(super) struct StepOutcome {
     pub(super) loss: f64,
     /// The mean of each auxiliary loss, by name.
     pub(super) auxiliary: BTreeMap<String, f64>,
-    /// Selections of each expert, by MoE layer.
-    pub(super) expert_counts: Vec<Vec<f32>>,
+    /// The load of the experts, for a model with experts.
+    pub(super) expert_load: Option<ExpertLoad>,
     /// The number of zero gradients, if they are counted.
     pub(super) grad_zeros: Option<u64>,
     /// The decision of the gradient scaler.
@@ -62,8 +63,8 @@ pub struct AllStepsSkipped {
 /// The resolved settings of a step.
 pub(super) struct StepConfig<'a> {
     pub(super) plan: &'a OptimizerPlan,
-    /// The losses of the routers.
-    pub(super) moe: Option<RouterLossPlan>,
+    /// The settings of the routers.
+    pub(super) moe: Option<&'a RouterPlan>,
     /// The choice to count zero gradients.
     pub(super) grad_zeros: GradZeros,
     /// The learning rate.
@@ -138,7 +139,7 @@ impl PendingStep {
     ) -> Result<(GlobalBatch, StepOutcome)> {
         let Self { step, own, data_world, number, lr, started, launch_time, in_flight } = self;
         let was_done = in_flight.is_ready();
-        let StepResult { own_losses, losses, auxiliary, expert_counts, verdict: decision, grad_zeros } =
+        let StepResult { own_losses, losses, auxiliary, auxiliary_layers, routers, verdict: decision, grad_zeros } =
             in_flight.wait()?;
         let elapsed = started.max(since).elapsed();
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
@@ -148,7 +149,8 @@ impl PendingStep {
             stop_or_warn(NonFinite { step: number, what, rows }, on_nonfinite)?;
         }
         let compute = if was_done { launch_time } else { elapsed };
-        Ok((step, StepOutcome { number, lr, loss, auxiliary, expert_counts, grad_zeros, decision, elapsed, compute }))
+        let expert_load = ExpertLoad::of(&routers, &auxiliary_layers);
+        Ok((step, StepOutcome { number, lr, loss, auxiliary, expert_load, grad_zeros, decision, elapsed, compute }))
     }
 }
 

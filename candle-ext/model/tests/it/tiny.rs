@@ -7,8 +7,8 @@ use std::{
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, ForwardContext, FsdpUnit, Model, ParamSpec, SingleDevice, TiledMlp, UnitWeights,
-    checkpoint::Checkpoint,
+    AdapterFolder, Config, ForwardContext, FsdpUnit, Model, ParamSpec, RouterContext, SingleDevice, TiledMlp,
+    UnitWeights, checkpoint::Checkpoint,
 };
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, GradSink, LossGrad, Reduction, RowRanges, Tape, Weight,
@@ -94,9 +94,7 @@ impl Tiny {
             rows: &RowRanges::all(),
             attention: AttentionChoice::default(),
             tiled_mlp: TiledMlp::Off,
-            router_losses: &[],
-            valid_rows: None,
-            expert_counts: None,
+            router: RouterContext::default(),
             parallel_ops: &SingleDevice,
         };
         let mut x = self.model.embed(&self.weights[0], ids, &SingleDevice)?;

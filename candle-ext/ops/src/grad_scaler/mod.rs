@@ -139,6 +139,11 @@ impl GradScaler {
         &self.state
     }
 
+    /// Returns 1 if the last step was applied and 0 if it was skipped, an f32 scalar on the device.
+    pub fn applied(&self) -> Result<Tensor> {
+        self.state.narrow(0, State::OUTCOME, 1)?.squeeze(0)?.eq(0f32)?.to_dtype(DType::F32)
+    }
+
     /// Copies the scaler to the host for optimizer states on the host. Returns `None` if the step is skipped. Waits for
     /// the device.
     pub fn to_host(&self) -> Result<Option<Self>> {

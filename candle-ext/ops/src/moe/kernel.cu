@@ -2,6 +2,7 @@
 #include "common.cuh"
 
 #include "capacity.cuh"
+#include "expert_counts.cuh"
 #include "grouped.cuh"
 #include "grouped_mma.cuh"
 #include "permute.cuh"

@@ -2,6 +2,8 @@
 
 pub mod assignment;
 pub mod capacity;
+pub mod expert_bias;
+pub mod expert_counts;
 pub mod expert_labels;
 pub mod grouped_linear;
 pub mod permute;

@@ -19,10 +19,15 @@ __device__ __forceinline__ void weighted_sum(const Scores<C>& scores, const C* l
     divisor = scores.function == SOFTMAX ? C(1) : sum_lanes(of_scores) + scores.epsilon();
 }
 
+// The counts of a token's sequence, a row of counts [s, e]; without sequences [t], the first row.
+__device__ __forceinline__ const float* counts_of(const float* counts, const uint* sequences, long long token, int e) {
+    return sequences ? counts + static_cast<long long>(sequences[token]) * e : counts;
+}
+
 // partial [blocks]: the loss of each block's tokens
 template <typename C>
-__device__ __forceinline__ void token_losses(const C* logits, const float* counts, double* partial, int t, int e,
-                                             int function) {
+__device__ __forceinline__ void token_losses(const C* logits, const float* counts, const uint* sequences, double* partial,
+                                             int t, int e, int function) {
     __shared__ double of_warp[LOSS_WARPS];
     const int warp = threadIdx.x / 32;
     double sum = 0.0;
@@ -31,7 +36,7 @@ __device__ __forceinline__ void token_losses(const C* logits, const float* count
         const auto scores = Scores<C>::of_row(function, row, e);
         if (counts) {
             C weighted, divisor;
-            weighted_sum(scores, row, counts, e, weighted, divisor);
+            weighted_sum(scores, row, counts_of(counts, sequences, token, e), e, weighted, divisor);
             sum += weighted / divisor;
         } else {
             const double lse = scores.max + log_of(scores.sum);
@@ -48,8 +53,8 @@ __device__ __forceinline__ void token_losses(const C* logits, const float* count
 
 // Writes the gradient of the logits, times the upstream gradient dy [1].
 template <typename C>
-__device__ __forceinline__ void loss_backward(const C* logits, const float* counts, const float* dy, C* d_logits, int t,
-                                              int e, int function) {
+__device__ __forceinline__ void loss_backward(const C* logits, const float* counts, const uint* sequences, const float* dy,
+                                              C* d_logits, int t, int e, int function) {
     const long long token = static_cast<long long>(blockIdx.x) * LOSS_WARPS + threadIdx.x / 32;
     if (token >= t) return;
     logits += token * e;
@@ -61,6 +66,7 @@ __device__ __forceinline__ void loss_backward(const C* logits, const float* coun
         for (int i = threadIdx.x % 32; i < e; i += 32) d_logits[i] = factor * scores.of(logits[i]);
         return;
     }
+    counts = counts_of(counts, sequences, token, e);
     C weighted, divisor;
     weighted_sum(scores, logits, counts, e, weighted, divisor);
     const C mean = weighted / divisor;
@@ -71,13 +77,13 @@ __device__ __forceinline__ void loss_backward(const C* logits, const float* coun
 }
 
 #define ROUTER_LOSS(C, suffix)                                                                                        \
-    KERNEL(128) token_losses_##suffix(const C* logits, const float* counts, double* partial, int t, int e,            \
-            int function) {                                                                                           \
-        token_losses(logits, counts, partial, t, e, function);                                                        \
+    KERNEL(128) token_losses_##suffix(const C* logits, const float* counts, const uint* sequences, double* partial,   \
+            int t, int e, int function) {                                                                             \
+        token_losses(logits, counts, sequences, partial, t, e, function);                                             \
     }                                                                                                                 \
-    KERNEL(128) loss_backward_##suffix(const C* logits, const float* counts, const float* dy, C* d_logits, int t,     \
-            int e, int function) {                                                                                    \
-        loss_backward(logits, counts, dy, d_logits, t, e, function);                                                  \
+    KERNEL(128) loss_backward_##suffix(const C* logits, const float* counts, const uint* sequences, const float* dy,  \
+            C* d_logits, int t, int e, int function) {                                                                \
+        loss_backward(logits, counts, sequences, dy, d_logits, t, e, function);                                       \
     }
 ROUTER_LOSS(float, f32)
 ROUTER_LOSS(double, f64)

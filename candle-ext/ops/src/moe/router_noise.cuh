@@ -23,9 +23,11 @@ __device__ __forceinline__ double normal(uint64_t key, uint64_t position) {
 }
 
 #define JITTER(T, suffix)                                                                                          \
-    KERNEL(256) jitter_##suffix(const T* x, T* y, long long n, double eps, unsigned long long key) {                \
+    KERNEL(256) jitter_##suffix(const T* x, T* y, const uint* tokens, long long n, int d, double eps,              \
+            unsigned long long key) {                                                                              \
         for (long long i = flat_begin<1>(); i < n; i += flat_step<1>()) {                                          \
-            y[i] = narrow<T>(widen(x[i]) * static_cast<float>(1.0 - eps + 2.0 * eps * uniform(key, i)));           \
+            const uint64_t position = static_cast<uint64_t>(tokens[i / d]) * d + i % d;                            \
+            y[i] = narrow<T>(widen(x[i]) * static_cast<float>(1.0 - eps + 2.0 * eps * uniform(key, position)));    \
         }                                                                                                          \
     }
 FOR_EACH_FLOAT(JITTER)

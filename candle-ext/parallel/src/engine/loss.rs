@@ -31,17 +31,20 @@ pub struct StepLoss<'a> {
 pub struct StepLosses {
     /// Loss of each micro-batch, f32 scalars.
     pub micros: Vec<Tensor>,
-    /// Sum of each auxiliary loss over layers and micro-batches, f32 scalars in the order of [`StepLoss::auxiliary`].
+    /// Sum of each auxiliary loss over micro-batches by layer, f32 [layers], in the order of [`StepLoss::auxiliary`]; zeros
+    /// for layers of other pipeline stages.
     pub auxiliary: Vec<Tensor>,
-    /// Selections of each expert of each MoE layer, f32 [e] by layer; zeros for layers of other pipeline stages.
-    pub expert_counts: Vec<Tensor>,
+    /// Total of the router of each MoE layer, see [`RouterTotal::read`](candlewick_model::RouterTotal::read); zeros for
+    /// layers of other pipeline stages.
+    pub routers: Vec<Tensor>,
 }
 
 /// Sums of the auxiliary losses of a running step.
 pub(super) struct AuxiliarySums<'a> {
     losses: &'a [AuxiliaryLoss],
     scale: &'a LossScale,
-    sums: Vec<Option<Tensor>>,
+    /// Sums of each loss by layer; `None` for a layer that did not compute it.
+    sums: Vec<Vec<Option<Tensor>>>,
 }
 
 impl LossScale {
@@ -85,18 +88,20 @@ impl<'a> From<&LossScale> for StepLoss<'a> {
 }
 
 impl<'a> AuxiliarySums<'a> {
-    pub(super) fn new(loss: &'a StepLoss<'a>) -> Self {
-        Self { losses: loss.auxiliary, scale: &loss.scale, sums: vec![None; loss.auxiliary.len()] }
+    pub(super) fn new(loss: &'a StepLoss<'a>, n_layers: usize) -> Self {
+        let sums = vec![vec![None; n_layers]; loss.auxiliary.len()];
+        Self { losses: loss.auxiliary, scale: &loss.scale, sums }
     }
 
     /// Runs the backward of a layer from `dy` and its auxiliary losses, and returns the gradient of its input.
-    pub(super) fn input_grad(&mut self, tape: Tape, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    pub(super) fn input_grad(&mut self, layer_idx: usize, tape: Tape, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let mut weights = Vec::new();
         for (name, value) in tape.auxiliary_losses() {
             let Some(i) = self.losses.iter().position(|loss| loss.name == *name) else {
                 bail!("the layers compute the auxiliary loss `{name}`, for which the step has no coefficient")
             };
-            self.sums[i] = Some(match self.sums[i].take() {
+            let sum = &mut self.sums[i][layer_idx];
+            *sum = Some(match sum.take() {
                 Some(sum) => add(&sum, value)?,
                 None => value.clone(),
             });
@@ -105,10 +110,14 @@ impl<'a> AuxiliarySums<'a> {
         input_grad(tape, x, dy, &weights)
     }
 
-    /// Returns the sum of each loss: zero for one that no layer computed.
+    /// Returns the sums of each loss by layer, f32 [layers]: zero for a layer that did not compute it.
     pub(super) fn finish(self, device: &Device) -> Result<Vec<Tensor>> {
-        let zero = || Tensor::zeros((), DType::F32, device);
-        self.sums.into_iter().map(|sum| sum.map_or_else(zero, Ok)).collect()
+        let zero = Tensor::zeros((), DType::F32, device)?;
+        let of_layers = |sums: Vec<Option<Tensor>>| {
+            let sums: Vec<Tensor> = sums.into_iter().map(|sum| sum.unwrap_or_else(|| zero.clone())).collect();
+            Tensor::stack(&sums, 0)
+        };
+        self.sums.into_iter().map(of_layers).collect()
     }
 }
 

@@ -2,10 +2,12 @@
 //!
 //! Dimensions: t tokens (packed), d hidden size, v vocabulary size
 
+mod expert_bias;
 mod inference;
 mod loss;
 mod memory;
 mod micro;
+mod router_rows;
 mod train;
 mod train_step;
 
@@ -14,7 +16,9 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor};
 use candlewick_comm::Collective;
-use candlewick_model::{ForwardContext, Model, ParallelOps, RouterLoss, SingleDevice, TiledMlp, UnitWeights};
+use candlewick_model::{
+    ForwardContext, Model, ParallelOps, RouterContext, RouterSettings, SingleDevice, TiledMlp, UnitWeights,
+};
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, LossAndGrad, LossGrad, Reduction, RowRanges, Weight,
     linear_cross_entropy, logits_bytes, max_logit_rows, vocab_parallel_cross_entropy,
@@ -62,7 +66,7 @@ pub struct Engine {
     sequence: Option<ContextParallel>,
     tensor: Option<TensorParallel>,
     experts: Option<ExpertParallel>,
-    router_losses: Vec<RouterLoss>,
+    router: RouterSettings,
     pipeline: Pipeline,
 }
 
@@ -96,7 +100,7 @@ impl Engine {
             sequence,
             tensor,
             experts: None,
-            router_losses: Vec::new(),
+            router: RouterSettings::default(),
             pipeline,
         }
     }
@@ -143,9 +147,9 @@ impl Engine {
         Self { experts: Some(experts), ..self }
     }
 
-    /// Sets the auxiliary losses of the routers. Each needs a coefficient in [`StepLoss::auxiliary`].
-    pub fn with_router_losses(self, router_losses: Vec<RouterLoss>) -> Self {
-        Self { router_losses, ..self }
+    /// Sets the settings of the routers. Each of their losses needs a coefficient in [`StepLoss::auxiliary`].
+    pub fn with_router(self, router: RouterSettings) -> Self {
+        Self { router, ..self }
     }
 
     /// Sets the pipeline, which must be that of the parameter store. All stages must pass the same tokens.
@@ -269,9 +273,7 @@ impl Engine {
             rows,
             attention,
             tiled_mlp,
-            router_losses: &[],
-            valid_rows: None,
-            expert_counts: None,
+            router: RouterContext::default(),
             parallel_ops,
         }
     }

@@ -4,9 +4,9 @@
 
 use std::collections::HashMap;
 
-use candle_core::{DType, Device, Result, Tensor};
-use candlewick_model::{ExpertCounts, ForwardContext, ParallelOps};
-use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, save_outputs, span, spin_workers, to_host};
+use candle_core::{DType, Result, Tensor};
+use candlewick_model::{ForwardContext, GlobalExpertCounts, ParallelOps, RouterContext, RouterRows, RouterTotals};
+use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, derive_key, save_outputs, span, spin_workers};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
 use super::{ActivationCheckpointing, Engine, Micro};
@@ -15,6 +15,9 @@ use crate::objective::{MicroLoss, TokenLosses};
 use crate::offload::OffloadedActivation;
 use crate::params::MicroBatch;
 use crate::pipeline::{ChunkPass, StageStep};
+
+/// Part of a micro-batch's seed for the noise of routers, unlike any layer's hash.
+const ROUTER_NOISE: u64 = u64::MAX;
 
 /// Activations of a layer between its forward and its backward.
 enum SavedActivation {
@@ -42,16 +45,23 @@ struct MicroBatchState<'m> {
     cos: Tensor,
     sin: Tensor,
     dropout_key: u64,
-    /// Rows of this rank's residual stream that are no padding; `None` for all.
-    valid_rows: Option<Tensor>,
+    /// Rows of this rank's residual stream that routers count.
+    router_rows: Option<RouterRows>,
     /// Activations of each chunk between its forward and its backward.
     activations: HashMap<usize, ChunkActivations>,
+}
+
+/// Sums of the routers over a step.
+#[derive(Default)]
+struct StepRouters {
+    totals: RouterTotals,
+    global_counts: GlobalExpertCounts,
 }
 
 /// A pass over a model chunk, with its position in the step.
 struct Pass<'a> {
     chunk_pass: ChunkPass,
-    expert_counts: &'a ExpertCounts,
+    routers: &'a StepRouters,
     micro_batch: MicroBatch,
     /// True if the next pass is this one's backward.
     backward_is_next: bool,
@@ -71,8 +81,8 @@ impl Engine {
         dropout_key: impl Fn(usize) -> u64,
     ) -> Result<StepLosses> {
         let loss = &loss.into();
-        let mut auxiliary = AuxiliarySums::new(loss);
-        let expert_counts = ExpertCounts::default();
+        let mut auxiliary = AuxiliarySums::new(loss, self.model.n_blocks());
+        let routers = StepRouters::default();
         let n_tokens = micros.iter().map(Micro::n_valid_tokens).collect::<Result<Vec<_>>>()?;
         let micros: Vec<_> = micros.iter().map(|micro| micro.padded(self.multiple())).collect::<Result<_>>()?;
         let unknown = || Tensor::zeros((), DType::F32, &self.device);
@@ -94,7 +104,7 @@ impl Engine {
                             none.insert(self.begin(&micros[chunk_pass.micro], n_tokens[chunk_pass.micro], key)?)
                         }
                     };
-                    let pass = Pass { chunk_pass, expert_counts: &expert_counts, micro_batch, backward_is_next };
+                    let pass = Pass { chunk_pass, routers: &routers, micro_batch, backward_is_next };
                     let (loss, activations) = self
                         .with_parallel_ops(None, |parallel_ops| self.forward_chunk(&pass, state, loss, parallel_ops))?;
                     state.activations.insert(chunk_pass.chunk, activations);
@@ -105,7 +115,7 @@ impl Engine {
                 StageStep::Backward(_) => {
                     let _span = span("micro-batch", "backward");
                     let backward_is_next = false;
-                    let pass = Pass { chunk_pass, expert_counts: &expert_counts, micro_batch, backward_is_next };
+                    let pass = Pass { chunk_pass, routers: &routers, micro_batch, backward_is_next };
                     let state = states[chunk_pass.micro].as_mut().expect("a forward comes before its backward");
                     let activations =
                         state.activations.remove(&chunk_pass.chunk).expect("a chunk's activations are saved once");
@@ -122,25 +132,25 @@ impl Engine {
         self.pipeline.finish()?;
         self.store.wait_grad_reduction()?;
         let auxiliary = self.sum_over_residual_ranks(auxiliary.finish(&self.device)?)?;
-        let expert_counts = self.sum_over_residual_ranks(self.counts_of_layers(expert_counts)?)?;
-        Ok(StepLosses { micros: sums, auxiliary, expert_counts })
+        let routers = self.sum_over_residual_ranks(self.totals_of_layers(routers.totals)?)?;
+        Ok(StepLosses { micros: sums, auxiliary, routers })
     }
 
     /// Splits a padded micro-batch, of which the first `n_tokens` tokens are no padding.
     fn begin<'m>(&self, micro: &'m Micro, n_tokens: usize, dropout_key: u64) -> Result<MicroBatchState<'m>> {
         let part = self.part(micro)?;
         let (cos, sin) = self.model.rope(&part.micro.positions, &self.device)?;
-        let valid_rows = self.valid_rows(micro, n_tokens)?;
-        Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, valid_rows, activations: HashMap::new() })
+        let router_rows = self.router_rows(micro, n_tokens)?;
+        Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, router_rows, activations: HashMap::new() })
     }
 
-    /// Returns the expert selections of each MoE layer, f32 [e]; zeros for layers of other stages.
-    fn counts_of_layers(&self, counts: ExpertCounts) -> Result<Vec<Tensor>> {
-        let mut counts = counts.into_layers();
+    /// Returns the total of each router; zeros for layers of other stages.
+    fn totals_of_layers(&self, totals: RouterTotals) -> Result<Vec<Tensor>> {
+        let mut totals = totals.into_layers();
         let layers = self.model.layers().filter_map(|layer| Some((layer.layer_idx, layer.n_experts()?)));
-        let of_layer = |(layer_idx, n_experts): (usize, usize)| match counts.remove(&layer_idx) {
-            Some(counts) => Ok(counts),
-            None => Tensor::zeros(n_experts, DType::F32, &self.device),
+        let of_layer = |(layer_idx, n_experts): (usize, usize)| match totals.remove(&layer_idx) {
+            Some(total) => Ok(total),
+            None => Tensor::zeros(RouterTotals::len_of(n_experts), DType::F32, &self.device),
         };
         layers.map(of_layer).collect()
     }
@@ -151,24 +161,6 @@ impl Engine {
             Some(tensor) if !vectors.is_empty() => tensor.sum_over_residual_ranks(&vectors),
             _ => Ok(vectors),
         }
-    }
-
-    /// Returns the rows of this rank's residual stream among the first `n_tokens` of a padded micro-batch; `None` if
-    /// they are all, or if there are no routers.
-    fn valid_rows(&self, micro: &Micro, n_tokens: usize) -> Result<Option<Tensor>> {
-        let n_padded = micro.seqs.n_tokens();
-        if n_tokens == n_padded || self.experts.is_none() {
-            return Ok(None);
-        }
-        let tokens = Tensor::arange(0u32, n_padded as u32, &Device::Cpu)?;
-        let own = to_host(&self.of_own_tokens(&tokens, micro)?)?.to_vec1::<u32>()?;
-        let own = match &self.tensor {
-            Some(tensor) => tensor.residual_rows(own.len()).map(|row| own[row]).collect(),
-            None => own,
-        };
-        let valid = own.iter().enumerate().filter(|(_, token)| (**token as usize) < n_tokens);
-        let rows: Vec<u32> = valid.map(|(row, _)| row as u32).collect();
-        Ok(Some(Tensor::new(rows, &self.device)?))
     }
 
     /// Runs the forward of a model chunk, including embedding and head if it has them.
@@ -182,8 +174,8 @@ impl Engine {
         let (layout, stage, chunk) = (self.pipeline.layout(), self.pipeline.stage(), pass.chunk_pass.chunk);
         let micro = &state.part.micro;
         // The forward that backward repeats does not count.
-        let context =
-            ForwardContext { expert_counts: Some(pass.expert_counts), ..self.training_context(state, parallel_ops) };
+        let mut context = self.training_context(pass, state, parallel_ops);
+        context.router.totals = Some(&pass.routers.totals);
         let (embedded, mut x) = match layout.is_first(stage, chunk) {
             true => {
                 let tape = Tape::record(&[], || self.model.embed(self.store.fetch(0)?, &micro.ids, parallel_ops))?;
@@ -227,7 +219,7 @@ impl Engine {
         auxiliary: &mut AuxiliarySums,
     ) -> Result<()> {
         let ChunkActivations { embedded, blocks, dy } = activations;
-        let context = self.training_context(state, parallel_ops);
+        let context = self.training_context(pass, state, parallel_ops);
         let mut dx = match dy {
             Some(dy) => dy,
             None => {
@@ -248,14 +240,21 @@ impl Engine {
 
     fn training_context<'a>(
         &'a self,
+        pass: &Pass<'a>,
         state: &'a MicroBatchState,
         parallel_ops: &'a dyn ParallelOps,
     ) -> ForwardContext<'a> {
-        let MicroBatchState { part, cos, sin, dropout_key, valid_rows, .. } = state;
+        let MicroBatchState { part, cos, sin, dropout_key, router_rows, .. } = state;
         ForwardContext {
             dropout_key: Some(*dropout_key),
-            router_losses: &self.router_losses,
-            valid_rows: valid_rows.as_ref(),
+            router: RouterContext {
+                settings: &self.router,
+                rows: router_rows.as_ref(),
+                totals: None,
+                global_counts: Some(&pass.routers.global_counts),
+                micro_idx: pass.chunk_pass.micro,
+                noise_key: derive_key(*dropout_key, ROUTER_NOISE),
+            },
             ..self.context([cos, sin], &part.micro.seqs, &part.rows, parallel_ops)
         }
     }
@@ -305,13 +304,13 @@ impl Engine {
         let weights = self.fetch(block_idx + 1, Some(block_idx).filter(|unit_idx| *unit_idx > 0))?;
         self.store.prepare_grads(block_idx + 1)?;
         let (x, outputs) = match kept {
-            SavedActivation::Tape(x, tape) => return auxiliary.input_grad(tape, &x, dy),
+            SavedActivation::Tape(x, tape) => return auxiliary.input_grad(block_idx, tape, &x, dy),
             SavedActivation::Input(x, outputs) => (x, outputs),
             SavedActivation::Offloaded(offloaded) => (offloaded.fetch()?, SavedOutputs::default()),
         };
         let forward = || self.model.block(weights, &x, context);
         let tape = Tape::replay(outputs, &[&x], forward)?;
-        auxiliary.input_grad(tape, &x, dy)
+        auxiliary.input_grad(block_idx, tape, &x, dy)
     }
 
     /// Returns the loss of a micro-batch, and the gradient of the scaled loss with respect to the last layer's output.

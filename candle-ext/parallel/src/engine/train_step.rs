@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_comm::Reduce;
+use candlewick_model::RouterTotal;
 use candlewick_ops::{AdamW, DeviceReadback, GradScaler, StepDecision, span};
 
 use super::{Engine, LossScale, Micro, StepLoss};
@@ -45,8 +46,9 @@ pub enum GradZeros {
 pub struct InFlightStep {
     n_micros: usize,
     auxiliary: Vec<AuxiliaryLoss>,
-    /// Number of experts of each MoE layer.
-    n_experts: Vec<usize>,
+    n_layers: usize,
+    /// Index of each MoE layer, and elements of its router's total.
+    routers: Vec<(usize, usize)>,
     grad_zeros: GradZeros,
     readout: DeviceReadback,
 }
@@ -60,8 +62,10 @@ pub struct StepResult {
     pub losses: Vec<f32>,
     /// Mean of each auxiliary loss by name, without its coefficient.
     pub auxiliary: BTreeMap<String, f64>,
-    /// Selections of each expert, by MoE layer.
-    pub expert_counts: Vec<Vec<f32>>,
+    /// Mean of each auxiliary loss by name and layer: a layer's share of [`StepResult::auxiliary`].
+    pub auxiliary_layers: BTreeMap<String, Vec<f64>>,
+    /// Total of the router of each MoE layer, by layer index.
+    pub routers: BTreeMap<usize, RouterTotal>,
     /// Gradient norm, and the decision to update, skip or stop.
     pub verdict: StepDecision,
     /// Number of zero gradients of all ranks; `None` if they are not counted.
@@ -85,9 +89,11 @@ impl Engine {
         self.store.zero_grads()?;
         let loss = StepLoss { objective, scale, auxiliary: batch.auxiliary };
         let losses = self.forward_backward(batch.micros, loss, |micro_idx| batch.dropout_keys[micro_idx])?;
-        let scalars = Tensor::stack(&[losses.micros, losses.auxiliary].concat(), 0)?;
-        let n_experts: Vec<usize> = losses.expert_counts.iter().map(Tensor::elem_count).collect();
-        let own = Tensor::cat(&[vec![scalars], losses.expert_counts].concat(), 0)?;
+        let moe_layers = self.model.layers().filter(|layer| layer.n_experts().is_some());
+        let routers: Vec<(usize, usize)> =
+            moe_layers.map(|layer| layer.layer_idx).zip(losses.routers.iter().map(Tensor::elem_count)).collect();
+        let own = [vec![Tensor::stack(&losses.micros, 0)?], losses.auxiliary, losses.routers].concat();
+        let own = Tensor::cat(&own, 0)?;
         let of_all = self.group.all_reduce(&own, Reduce::Sum)?;
         let _span = span("optimizer", "");
         scaler.update(&self.store.grad_squares()?, &of_all, [adamw.beta1, adamw.beta2])?;
@@ -96,11 +102,24 @@ impl Engine {
             GradZeros::Counted => Some(count_as_f32(&self.store.grad_zeros()?)?),
         };
         self.store.step(adamw, scaler)?;
+        let n_layers = self.model.n_blocks();
+        let first_router = batch.micros.len() + batch.auxiliary.len() * n_layers;
+        self.update_expert_biases(&split_totals(&of_all, first_router, &routers)?, scaler)?;
         let numbers: Vec<&Tensor> = [&own, &of_all, scaler.state()].into_iter().chain(&zeros).collect();
         let readout = DeviceReadback::start(&Tensor::cat(&numbers, 0)?)?;
         let (n_micros, auxiliary) = (batch.micros.len(), batch.auxiliary.to_vec());
-        Ok(InFlightStep { n_micros, auxiliary, n_experts, grad_zeros: *grad_zeros, readout })
+        Ok(InFlightStep { n_micros, auxiliary, n_layers, routers, grad_zeros: *grad_zeros, readout })
     }
+}
+
+/// Returns the total of each router from position `first` of all sums on.
+fn split_totals(sums: &Tensor, mut first: usize, routers: &[(usize, usize)]) -> Result<Vec<Tensor>> {
+    let total_of = |(_, len): &(usize, usize)| {
+        let total = sums.narrow(0, first, *len);
+        first += len;
+        total
+    };
+    routers.iter().map(total_of).collect()
 }
 
 /// Splits a count, an f64 scalar, into two f32 numbers [2] that hold it exactly: units and the rest.
@@ -119,18 +138,26 @@ impl InFlightStep {
     /// Waits for the step and returns its results.
     pub fn wait(self) -> Result<StepResult> {
         let numbers = self.readout.wait()?;
-        let n_own = self.n_micros + self.auxiliary.len() + self.n_experts.iter().sum::<usize>();
+        let n_auxiliary = self.auxiliary.len() * self.n_layers;
+        let n_own = self.n_micros + n_auxiliary + self.routers.iter().map(|(_, len)| len).sum::<usize>();
         let (own, rest) = numbers.split_at(n_own);
         let (of_all, state) = rest.split_at(own.len());
         let (losses, rest) = of_all.split_at(self.n_micros);
-        let (auxiliary, mut counts) = rest.split_at(self.auxiliary.len());
-        let mut counts_of = |n: &usize| counts.split_off(..*n).unwrap_or_default().to_vec();
-        let mean = |(loss, sum): (&AuxiliaryLoss, &f32)| (loss.name.clone(), loss.mean(f64::from(*sum)));
+        let (auxiliary, mut totals) = rest.split_at(n_auxiliary);
+        let mut total_of = |(layer_idx, len): &(usize, usize)| {
+            (*layer_idx, RouterTotal::read(totals.split_off(..*len).unwrap_or_default()))
+        };
+        let means = |(loss, sums): (&AuxiliaryLoss, &[f32])| {
+            (loss.name.clone(), sums.iter().map(|sum| loss.mean(f64::from(*sum))).collect())
+        };
+        let auxiliary_layers: BTreeMap<String, Vec<f64>> =
+            self.auxiliary.iter().zip(auxiliary.chunks(self.n_layers)).map(means).collect();
         Ok(StepResult {
             own_losses: own[..self.n_micros].to_vec(),
             losses: losses.to_vec(),
-            auxiliary: self.auxiliary.iter().zip(auxiliary).map(mean).collect(),
-            expert_counts: self.n_experts.iter().map(&mut counts_of).collect(),
+            auxiliary: auxiliary_layers.iter().map(|(name, layers)| (name.clone(), layers.iter().sum())).collect(),
+            auxiliary_layers,
+            routers: self.routers.iter().map(&mut total_of).collect(),
             verdict: StepDecision::read(state),
             grad_zeros: match (self.grad_zeros, state) {
                 (GradZeros::Counted, [.., units, rest]) => {

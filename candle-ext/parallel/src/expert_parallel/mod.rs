@@ -34,6 +34,8 @@ pub struct ExpertParallel {
     pub(crate) n_shards: usize,
     /// Ranks that split the tokens of a micro-batch.
     pub(crate) micro_batch: Arc<dyn Collective>,
+    /// Ranks that split the tokens of a step.
+    pub(crate) step: Arc<dyn Collective>,
     /// Exchange of tokens.
     pub(crate) dispatcher: TokenDispatcher,
 }
@@ -100,5 +102,9 @@ impl ParallelOps for ExpertParallelOps<'_> {
 
     fn sum_over_micro_batch(&self, x: &Tensor) -> Result<Tensor> {
         Ok(self.experts.micro_batch.all_reduce(x, Reduce::Sum)?)
+    }
+
+    fn sum_over_data_parallel(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(self.experts.step.all_reduce(x, Reduce::Sum)?)
     }
 }

@@ -5,6 +5,7 @@
 //! and AdamW moments, and a copy in the compute dtype if that differs. Ops read zero-copy views. Master weights and
 //! moments may be in CPU memory.
 
+mod buffer_state;
 mod buffers;
 mod bytes;
 mod grads;
@@ -17,11 +18,13 @@ mod sharding;
 mod state;
 
 use std::iter::once;
+use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candlewick_model::{FsdpUnit, Model, ParamSpec, UnitWeights};
 use candlewick_ops::{AdamW, GradScaler, WeightStorage, copy_into, dequantize, quantize};
 
+pub use buffer_state::BufferState;
 pub use bytes::StoreBytes;
 pub use offload::CpuOffload;
 pub use options::{ParamDtypes, StoreMode, StoreOptions};
@@ -118,11 +121,9 @@ impl ParamStore {
     /// them.
     fn set(&self, unit_idx: usize, spec: &ParamSpec, whole: &Tensor) -> Result<()> {
         let (group_idx, group, param) = self.layout.find(unit_idx, &spec.name);
-        let weights = self.buffers.group_weights(group_idx);
         let (target, elements) = match self.optimizer.shard(group_idx) {
             Some(shard) => (shard.master.clone(), group.shard.clone()),
-            None if weights.is_resident() => (weights.whole()?, 0..group.numel),
-            None => (weights.own.clone(), group.shard.clone()),
+            None => self.frozen_elements(group_idx)?,
         };
         let Some(piece) = param.piece(&elements) else { return Ok(()) };
         let value = param.placement.cut(&whole.reshape(spec.shape.as_slice())?)?;
@@ -133,6 +134,15 @@ impl ParamStore {
         let value = value.narrow(0, piece.start - param.range.start, piece.len())?;
         let target = target.narrow(0, piece.start - elements.start, piece.len())?;
         copy_into(&target, &value.to_device(target.device())?)
+    }
+
+    /// Returns the elements of a frozen group on this rank, and their range in the group's buffer.
+    fn frozen_elements(&self, group_idx: usize) -> Result<(Tensor, Range<usize>)> {
+        let (group, weights) = (&self.layout.groups[group_idx], self.buffers.group_weights(group_idx));
+        match weights.is_resident() {
+            true => Ok((weights.whole()?, 0..group.numel)),
+            false => Ok((weights.own.clone(), group.shard.clone())),
+        }
     }
 
     /// Returns the weights of a unit, all-gathered if they are sharded. Collective.
@@ -238,7 +248,11 @@ impl ParamStore {
     fn zeros(&self, unit_idx: usize, of: WeightCopy) -> Result<Vec<Tensor>> {
         let StoreOptions { dtypes, mode, .. } = self.options;
         let zeros = |spec: &ParamSpec| {
-            let dtype = if of == WeightCopy::Masters && mode.trains(spec) { dtypes.masters } else { dtypes.compute };
+            let dtype = match spec.storage {
+                WeightStorage::F32 => DType::F32,
+                _ if of == WeightCopy::Masters && mode.trains(spec) => dtypes.masters,
+                _ => dtypes.compute,
+            };
             Tensor::zeros(spec.shape.as_slice(), dtype, &self.device)
         };
         self.layout.units[unit_idx].params.iter().map(zeros).collect()

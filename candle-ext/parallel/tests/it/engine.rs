@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
-use candlewick_model::{Config, ForwardContext, LoraConfig, Model, SingleDevice, TiledMlp};
+use candlewick_model::{Config, ForwardContext, LoraConfig, Model, RouterContext, SingleDevice, TiledMlp};
 use candlewick_ops::{
     AdamW, AttentionChoice, CrossEntropy, CuSeqlens, GradPolicy, GradScaler, LossGrad, LossScaling, Reduction,
     RowRanges, StepDecision, Tape, UpdateOutcome, linear_cross_entropy,
@@ -219,9 +219,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             rows: &RowRanges::all(),
             attention: AttentionChoice::default(),
             tiled_mlp: TiledMlp::Off,
-            router_losses: &[],
-            valid_rows: None,
-            expert_counts: None,
+            router: RouterContext::default(),
             parallel_ops: &SingleDevice,
         };
         let head = store.fetch(model.n_blocks() + 1).unwrap();

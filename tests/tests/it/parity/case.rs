@@ -22,8 +22,6 @@ pub(crate) struct ModelCase {
     window: Option<usize>,
     /// Storage of the linear layers of an adapter's base.
     storage: WeightStorage,
-    /// True if the routers have a load-balancing loss, which depends on the tokens of a micro-batch.
-    pub(crate) has_balancing_loss: bool,
 }
 
 /// An adapter with dropout. The mask depends on a token's position in its micro-batch: it is equal only on ranks that share
@@ -76,24 +74,11 @@ const LONGER: usize = 20;
 
 impl ModelCase {
     const fn of(family: &'static str, tied: bool) -> Self {
-        Self {
-            family,
-            tied,
-            biased: false,
-            adapter: None,
-            window: None,
-            storage: WeightStorage::Dense,
-            has_balancing_loss: false,
-        }
+        Self { family, tied, biased: false, adapter: None, window: None, storage: WeightStorage::Dense }
     }
 
     pub(crate) const fn stored_as(self, storage: WeightStorage) -> Self {
         Self { storage, ..self }
-    }
-
-    /// Adds a load-balancing loss to the routers.
-    pub(crate) const fn balanced(self) -> Self {
-        Self { has_balancing_loss: true, ..self }
     }
 
     pub(crate) fn has_experts(self) -> bool {

@@ -11,6 +11,7 @@ mod objective;
 mod quantized;
 mod rank;
 mod ring;
+mod routers;
 mod small_meshes;
 mod tiles;
 

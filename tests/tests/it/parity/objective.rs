@@ -185,7 +185,7 @@ fn the_gradient_of_an_auxiliary_loss_is_its_derivative() {
         let run = |mean: f64| {
             let loss = StepLoss { objective: &CausalLm, scale: LossScale::mean_over(mean), auxiliary: &losses };
             engine.store().zero_grads()?;
-            engine.forward_backward(&micros, loss, |_| 5)?.auxiliary[0].to_scalar::<f32>()
+            engine.forward_backward(&micros, loss, |_| 5)?.auxiliary[0].sum_all()?.to_scalar::<f32>()
         };
         // Dividing by this mean makes the cross-entropy negligible compared with the auxiliary loss.
         run(1e12)?;

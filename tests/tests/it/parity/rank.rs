@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
-use candlewick_comm::{CollectiveCall, Options, World, sum, threads};
-use candlewick_model::{RouterLoss, TiledMlp};
+use candlewick_comm::{CollectiveCall, Options, Reduce, World, sum, threads};
+use candlewick_model::{RouterLoss, RouterSettings, TiledMlp};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    ActivationCheckpointing, AuxiliaryLoss, CpuOffload, Engine, EngineSpec, LossScale, ParallelGroups, ParamDtypes,
-    ParamState, PipelineLayout, PipelineScheduleKind, SequenceParallel, StepLoss, TokenDispatcher, ZeroStage,
+    ActivationCheckpointing, AuxiliaryLoss, BufferState, CpuOffload, Engine, EngineSpec, LossScale, ParallelGroups,
+    ParamDtypes, ParamState, PipelineLayout, PipelineScheduleKind, SequenceParallel, StepLoss, TokenDispatcher,
+    ZeroStage,
 };
 
 use super::case::{Batching, ModelCase, micros};
@@ -22,6 +23,8 @@ use super::faulty_group::{FaultyGroup, GroupOp};
 pub(crate) const FEW_STEPS: usize = 2;
 pub(crate) const STEPS: usize = 5;
 const TOLERANCE: f64 = 1e-5;
+/// Change of the expert biases per step: large enough to change the selections.
+const BIAS_UPDATE_RATE: f64 = 0.02;
 /// A large eps. With a small one, the sign of a nearly zero gradient, such as that of a key bias, decides a whole step.
 pub(crate) const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weight_decay: 0.1 };
 
@@ -59,22 +62,16 @@ impl Strategy {
         (self.degrees.cp * self.degrees.sp * self.degrees.pp) as f64
     }
 
-    /// Returns the router losses of a model.
-    fn router_losses(case: ModelCase) -> Vec<RouterLoss> {
-        match (case.has_experts(), case.has_balancing_loss) {
-            (false, _) => Vec::new(),
-            (true, false) => vec![RouterLoss::Z],
-            (true, true) => RouterLoss::ALL.to_vec(),
-        }
+    /// Returns the settings of a model's routers.
+    fn routers(case: ModelCase) -> RouterSettings {
+        let losses = if case.has_experts() { vec![RouterLoss::Z] } else { Vec::new() };
+        RouterSettings { losses, bias_update_rate: BIAS_UPDATE_RATE, ..RouterSettings::default() }
     }
 
     fn auxiliary(case: ModelCase, n_tokens: f64) -> Vec<AuxiliaryLoss> {
-        let loss = |loss: RouterLoss| AuxiliaryLoss {
-            name: loss.name().to_owned(),
-            coefficient: if loss == RouterLoss::Z { 0.05 } else { 0.5 },
-            normalizer: n_tokens,
-        };
-        Self::router_losses(case).into_iter().map(loss).collect()
+        let loss =
+            |loss: RouterLoss| AuxiliaryLoss { name: loss.name().to_owned(), coefficient: 0.05, normalizer: n_tokens };
+        Self::routers(case).losses.into_iter().map(loss).collect()
     }
 
     fn layout(&self, n_blocks: usize) -> PipelineLayout {
@@ -99,7 +96,8 @@ pub(crate) struct RunResult {
     pub(crate) used: BTreeSet<GroupOp>,
 }
 
-/// A rank's shard of a parameter.
+/// A rank's shard of a parameter or a buffer.
+#[derive(Clone)]
 pub(crate) struct ParamShard {
     name: String,
     shape: Vec<usize>,
@@ -208,6 +206,17 @@ pub(crate) fn engine(
     case: ModelCase,
     fault: Option<&GroupOp>,
 ) -> candle_core::Result<Engine> {
+    engine_with_routers(world, strategy, case, Strategy::routers(case), fault)
+}
+
+/// Builds a rank's engine with random weights and these settings of the routers.
+pub(crate) fn engine_with_routers(
+    world: &World,
+    strategy: Strategy,
+    case: ModelCase,
+    router: RouterSettings,
+    fault: Option<&GroupOp>,
+) -> candle_core::Result<Engine> {
     let mesh = Mesh::new(strategy.degrees, world.size()).unwrap();
     let everyone = FaultyGroup { group: world.group(), name: "world".to_owned(), fault: fault.cloned() };
     let groups = ParallelGroups::new(&mesh, &everyone)?;
@@ -227,7 +236,7 @@ pub(crate) fn engine(
         cpu_offload: strategy.cpu_offload,
         checkpointing: checkpointing.collect(),
         token_dispatcher: strategy.token_dispatcher,
-        router_losses: Strategy::router_losses(case),
+        router,
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), strategy.layout(model.n_blocks()))
     };
     let engine = spec.build(model, &groups, Device::Cpu)?.with_tiled_mlp(strategy.tiled_mlp);
@@ -280,13 +289,15 @@ fn run_rank(
         norms.push(squares.sum_all()?.to_scalar::<f64>()?.sqrt());
         scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
         engine.store().step(&HYPER, &scaler)?;
+        let totals = sums.routers.iter().map(|total| Ok(engine.group().all_reduce(total, Reduce::Sum)?));
+        engine.update_expert_biases(&totals.collect::<candle_core::Result<Vec<_>>>()?, &scaler)?;
     }
     let used = GroupOp::used_in(&world.calls()[n_before..]);
     let (eval_loss, n_targets) = micros(batching, STEPS, rank, n_ranks);
     let local = eval_loss.iter().map(|micro| engine.loss(micro)).sum::<candle_core::Result<f64>>()?;
     let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
     let eval_loss = sum(engine.group(), local)? / n_targets;
-    let weights = shards(&engine, |state| &state.master)?;
+    let weights = [shards(&engine, |state| &state.master)?, buffers(&engine)?].concat();
     // An export reads the weights that the ranks have.
     let exported = engine.store().masters().collect::<candle_core::Result<Vec<_>>>()?;
     if fault.is_none() {
@@ -314,6 +325,14 @@ pub(crate) fn shards(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_
             Ok(ParamShard { name, shape, row_len, columns, range, values })
         })
         .collect()
+}
+
+fn buffers(engine: &Engine) -> candle_core::Result<Vec<ParamShard>> {
+    let of_buffer = |BufferState { name, shape, range, value, .. }| {
+        let row_len = shape[0];
+        Ok(ParamShard { name, shape, row_len, columns: 0..row_len, range, values: value.to_vec1()? })
+    };
+    engine.store().buffers()?.into_iter().map(of_buffer).collect()
 }
 
 /// Assembles whole parameters from shards. An element that differs between replicas becomes infinity.

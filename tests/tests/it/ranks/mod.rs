@@ -159,6 +159,32 @@ fn an_expert_parallel_checkpoint_is_resumed_on_other_meshes() {
     );
 }
 
+/// A small mixture of experts with expert biases that change in every step.
+const BIASED_EXPERTS: [&str; 8] = [
+    "model.config.model_type=dots1",
+    "model.config.n_routed_experts=8",
+    "model.config.num_experts_per_tok=2",
+    "model.config.moe_intermediate_size=32",
+    "model.config.n_shared_experts=1",
+    "model.config.norm_topk_prob=true",
+    "model.config.first_k_dense_replace=1",
+    "moe={router_bias_update_rate: 0.05}",
+];
+
+#[test]
+fn expert_biases_are_resumed_on_other_meshes() {
+    check_resume(
+        &BIASED_EXPERTS,
+        &[
+            (4, &["expert_parallel_size=4", STAGE_3]),
+            (2, &["pipeline_parallel_size=2", ALL]),
+            (4, &["expert_parallel_size=2", STAGE_1]),
+            (1, &[ALL]),
+            (4, &["expert_parallel_size=4", "tensor_parallel_size=2", "gradient_accumulation_steps=4"]),
+        ],
+    );
+}
+
 #[test]
 fn a_tensor_and_pipeline_parallel_checkpoint_is_resumed_on_other_meshes() {
     check_resume(

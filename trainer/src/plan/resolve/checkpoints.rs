@@ -8,6 +8,9 @@ use crate::checkpoint::{CheckpointFormat, CheckpointPlan};
 use crate::recipe::{CheckpointSection, CheckpointType, Origin};
 
 pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
+    if resolver.recipe().moe.benchmark.is_on() {
+        return refuse_benchmark(resolver);
+    }
     if !resolver.loaded.is_set("checkpoint") {
         return default_checkpoint(resolver).into_iter().collect();
     }
@@ -44,6 +47,18 @@ pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
         resolver.note("nothing will be saved: the recipe has no enabled checkpoint");
     }
     plans
+}
+
+/// Saves nothing: a benchmark with forced loads of experts trains no useful model.
+fn refuse_benchmark(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
+    if resolver.loaded.is_set("checkpoint") {
+        let message = "checkpoint: the routers of moe.benchmark are forced, so the model is not for use";
+        resolver.report_with_advice(&["checkpoint"], message, "remove the key, or moe.benchmark");
+    }
+    resolver.note(
+        "BENCHMARK: moe.benchmark forces the load of the experts. The model learns nothing useful, and is not saved",
+    );
+    Vec::new()
 }
 
 /// Returns the checkpoint of a recipe without any: an export of the model at the end.

@@ -18,6 +18,7 @@ mod pipeline;
 mod ranks;
 mod refused;
 mod resolver;
+mod router;
 mod sources;
 mod temp_dir;
 

@@ -3,15 +3,16 @@
 use candlewick_model::QkNorm;
 
 use super::resolver::{Resolver, one_of};
-use crate::plan::{ModelPlan, RanksPlan, RouterLossPlan};
+use super::router;
+use crate::plan::{ModelPlan, RanksPlan, RouterPlan};
 use crate::recipe::{ArcticMoe, HumanInt, TokenDispatcherType};
 
 const SIZE: &str = "expert_parallel_size";
 const TENSOR_SIZE: &str = "expert_tensor_parallel_size";
 const DISPATCHER: &str = "moe.token_dispatcher_type";
 
-/// Returns the router losses of a model with experts. Reports keys that the model or the mesh does not allow.
-pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksPlan) -> Option<RouterLossPlan> {
+/// Returns the settings of the routers of a model with experts. Reports keys that the model or the mesh does not allow.
+pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksPlan) -> Option<RouterPlan> {
     note_keys_without_effect(resolver);
     let config = model.config.as_ref()?;
     if ranks.tensor > 1 && config.qk_norm() == QkNorm::AllHeads {
@@ -30,13 +31,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         let message = "tiled_mlp_compute: experts cannot be computed in tiles of tokens";
         resolver.report_with_advice(&["tiled_mlp_compute"], message, "remove the key");
     }
-    let section = &resolver.recipe().moe;
-    let trains_router = model.adapter.is_none();
-    let default = if trains_router { moe.aux_loss_coefficient } else { 0.0 };
-    let aux_loss_coeff = resolver.number("moe.aux_loss_coeff", section.aux_loss_coeff, default, 0.0, f64::MAX);
-    let z_loss_coeff = resolver.number("moe.z_loss_coeff", section.z_loss_coeff, 0.0, 0.0, f64::MAX);
-    let n_layers = moe.layers.iter().filter(|is_moe| **is_moe).count();
-    Some(RouterLossPlan { aux_loss_coeff, z_loss_coeff, n_layers })
+    Some(router::resolve(resolver, model, moe))
 }
 
 /// Degrees of the ranks that hold the experts of a stage.
@@ -102,16 +97,14 @@ fn note_keys_without_effect(resolver: &mut Resolver) {
 fn report_keys_of_experts(resolver: &mut Resolver) {
     let recipe = resolver.recipe();
     let advice = "remove the key, or train a mixture-of-experts model";
-    for (key, is_set) in [
+    let keys = [
         ("arctic_moe", recipe.arctic_moe == Some(ArcticMoe::On)),
         (SIZE, recipe.expert_parallel_size.is_some_and(|HumanInt(n)| n > 1)),
         (TENSOR_SIZE, recipe.expert_tensor_parallel_size.is_some_and(|HumanInt(n)| n > 1)),
         (DISPATCHER, recipe.moe.token_dispatcher_type.is_some()),
-        ("moe.aux_loss_coeff", recipe.moe.aux_loss_coeff.is_some()),
-        ("moe.z_loss_coeff", recipe.moe.z_loss_coeff.is_some()),
-    ] {
-        if is_set {
-            resolver.report_with_advice(&[key], format!("{key}: this model has no experts"), advice);
-        }
+    ];
+    let set = keys.into_iter().filter(|(_, is_set)| *is_set).map(|(key, _)| key);
+    for key in set.chain(router::set_keys(resolver)).collect::<Vec<_>>() {
+        resolver.report_with_advice(&[key], format!("{key}: this model has no experts"), advice);
     }
 }

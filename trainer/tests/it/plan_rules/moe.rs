@@ -2,12 +2,24 @@
 
 use std::path::Path;
 
-use candlewick_model::Config;
+use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, SequenceLoadBalancing, Z};
+use candlewick_model::{Config, ExpertCapacity, ForcedLoad};
+use candlewick_ops::DropPolicy;
 use serde_json::json;
 use trainer::plan::{Environment, Plan, WorldInfo};
 use trainer::recipe::{Loaded, TokenDispatcherType};
 
 use super::{BASE, known, refused};
+
+/// Returns the config of a model with expert biases and 4 experts.
+fn dots1() -> serde_json::Value {
+    json!({
+        "model_type": "dots1", "architectures": ["Dots1ForCausalLM"], "vocab_size": 128, "hidden_size": 64,
+        "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": false, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1, "first_k_dense_replace": 1
+    })
+}
 
 /// Resolves the plan of rank 0 of `n_ranks` for a model with 6 experts.
 fn of_experts(n_ranks: usize, arguments: &[&str]) -> Result<Plan, String> {
@@ -98,14 +110,95 @@ fn a_norm_over_all_heads_refuses_tensor_parallelism() {
 
 #[test]
 fn coefficients_of_router_losses_come_from_the_model_or_the_recipe() {
-    let coefficients = |arguments: &[&str]| {
-        let moe = of_experts(1, arguments).unwrap().moe.unwrap();
-        (moe.aux_loss_coeff, moe.z_loss_coeff, moe.n_layers)
+    let balancing = (LoadBalancing, 0.25);
+    assert_eq!(losses(&[]), [balancing]);
+    assert_eq!(losses(&["moe.aux_loss_coeff=0.5", "moe.z_loss_coeff=1e-3"]), [(LoadBalancing, 0.5), (Z, 1e-3)]);
+    assert_eq!(losses(&["moe.aux_loss_coeff=0"]), []);
+    assert_eq!(losses(&["model.peft_config={peft_type: LORA, r: 4, target_modules: all-linear}"]), []);
+    refused_with_experts(1, &["moe.aux_loss_coeff=-1"], &["moe.aux_loss_coeff: expected at least 0, found -1"]);
+    assert_eq!(of_experts(1, &[]).unwrap().moe.unwrap().n_layers, 2);
+}
+
+/// Returns the losses of routers with their coefficients.
+fn losses(arguments: &[&str]) -> Vec<(RouterLoss, f64)> {
+    let moe = of_experts(1, arguments).unwrap().moe.unwrap();
+    moe.losses.iter().map(|term| (term.loss, term.coefficient)).collect()
+}
+
+#[test]
+fn load_balancing_types_are_megatrons() {
+    let of_type = |kind: &str| losses(&[&format!("moe.router_load_balancing_type={kind}")]);
+    assert_eq!(of_type("aux_loss"), [(LoadBalancing, 0.25)]);
+    assert_eq!(of_type("seq_aux_loss"), [(SequenceLoadBalancing, 0.25)]);
+    assert_eq!(of_type("global_aux_loss"), [(GlobalLoadBalancing, 0.25)]);
+    assert_eq!(of_type("none"), []);
+    let lists = ["moe.router_load_balancing_type=[global_aux_loss, aux_loss]", "moe.aux_loss_coeff=[0.5, 1e-2]"];
+    assert_eq!(losses(&lists), [(GlobalLoadBalancing, 0.5), (LoadBalancing, 0.01)]);
+    let sinkhorn = of_experts(1, &["moe.router_load_balancing_type=sinkhorn"]).unwrap().moe.unwrap();
+    assert!(sinkhorn.sinkhorn && sinkhorn.losses.is_empty());
+}
+
+#[test]
+fn contradictory_load_balancing_keys_are_refused() {
+    let kind = |kind: &str| format!("moe.router_load_balancing_type={kind}");
+    for list in ["[]", "[aux_loss, aux_loss]", "[aux_loss, none]", "[sinkhorn]"] {
+        refused_with_experts(1, &[&kind(list)], &["expected a list of different losses"]);
+    }
+    let two = kind("[aux_loss, seq_aux_loss]");
+    refused_with_experts(1, &[&two], &["names 2 losses, and there are 0 coefficients", "give a list of 2"]);
+    refused_with_experts(1, &[&two, "moe.aux_loss_coeff=[1]"], &["names 2 losses, and there are 1 coefficients"]);
+    for none in ["none", "sinkhorn"] {
+        refused_with_experts(1, &[&kind(none), "moe.aux_loss_coeff=0.1"], &["moe.aux_loss_coeff", "names no loss"]);
+    }
+    let refused = resolve(dots1(), 1, &[&kind("sinkhorn")]).unwrap_err();
+    assert!(refused.contains("sinkhorn ignores the expert biases"), "{refused}");
+}
+
+#[test]
+fn expert_biases_are_updated_by_default_from_random_weights() {
+    let rate = |arguments: &[&str]| resolve(dots1(), 1, arguments).map(|plan| plan.moe.unwrap().bias_update_rate);
+    let random = "model.type=random-weight-hf";
+    assert_eq!(rate(&[]), Ok(0.0));
+    assert_eq!(rate(&[random]), Ok(1e-3));
+    assert_eq!(rate(&["moe.router_bias_update_rate=0.5"]), Ok(0.5));
+    assert_eq!(rate(&[random, "moe.router_bias_update_rate=0"]), Ok(0.0));
+    let adapter = "model.peft_config={peft_type: LORA, r: 4, target_modules: all-linear}";
+    assert_eq!(rate(&[adapter]), Ok(0.0));
+    let refused = rate(&[adapter, "moe.router_bias_update_rate=0.5"]).unwrap_err();
+    assert!(refused.contains("an adapter cannot store the updated biases"), "{refused}");
+    refused_with_experts(1, &["moe.router_bias_update_rate=0.5"], &["the routers of this model have no expert bias"]);
+}
+
+#[test]
+fn capacities_and_jitter_are_checked() {
+    let settings = |arguments: &[&str]| of_experts(1, arguments).unwrap().moe.unwrap().settings();
+    assert_eq!((settings(&[]).capacity, settings(&[]).input_jitter_eps), (None, 0.0));
+    let capacity = |policy| Some(ExpertCapacity { factor: 1.5, policy });
+    let factor = "moe.expert_capacity_factor=1.5";
+    assert_eq!(settings(&[factor]).capacity, capacity(DropPolicy::Weights));
+    assert_eq!(settings(&[factor, "moe.token_drop_policy=position"]).capacity, capacity(DropPolicy::Position));
+    assert_eq!(settings(&["moe.input_jitter_eps=0.01"]).input_jitter_eps, 0.01);
+    refused_with_experts(1, &["moe.expert_capacity_factor=0"], &["expected a number above 0, found 0"]);
+    refused_with_experts(1, &["moe.token_drop_policy=probs"], &["no token is dropped without"]);
+    refused_with_experts(1, &["moe.input_jitter_eps=1"], &["moe.input_jitter_eps: expected 0 to 0.99, found 1"]);
+}
+
+#[test]
+fn a_benchmark_saves_nothing() {
+    let forced = |argument: &str| {
+        let plan = of_experts(1, &[argument]).unwrap();
+        assert!(plan.checkpoints.is_empty() && plan.notes.iter().any(|note| note.starts_with("BENCHMARK")));
+        plan.moe.unwrap().settings().forced_load
     };
-    assert_eq!(coefficients(&[]), (0.25, 0.0, 2));
-    assert_eq!(coefficients(&["moe.aux_loss_coeff=0.5", "moe.z_loss_coeff=1e-3"]), (0.5, 1e-3, 2));
-    assert_eq!(coefficients(&["model.peft_config={peft_type: LORA, r: 4, target_modules: all-linear}"]).0, 0.0);
-    refused_with_experts(1, &["moe.aux_loss_coeff=-1"], &["moe.aux_loss_coeff"]);
+    assert_eq!(forced("moe.benchmark.router_force_load_balancing=true"), ForcedLoad::Random);
+    assert_eq!(forced("moe.benchmark.router_force_biased=2"), ForcedLoad::Biased { std: 2.0 });
+    let off = of_experts(1, &["moe.benchmark.router_force_load_balancing=false"]).unwrap();
+    assert_eq!(off.moe.unwrap().settings().forced_load, ForcedLoad::None);
+    let saves = ["moe.benchmark.router_force_biased=2", "checkpoint=[{output_dir: saves}]"];
+    refused_with_experts(1, &saves, &["the model is not for use"]);
+    let both = ["moe.benchmark={router_force_biased: 2, router_force_load_balancing: true}"];
+    refused_with_experts(1, &both, &["exclude each other"]);
+    refused_with_experts(1, &["moe.benchmark.router_force_biased=0"], &["expected a number above 0, found 0"]);
 }
 
 #[test]
@@ -118,9 +211,15 @@ fn keys_of_experts_need_a_model_with_experts() {
     for argument in [
         "arctic_moe=true",
         "expert_parallel_size=2",
-        "expert_tensor_parallel_size=2",
         "moe.aux_loss_coeff=0.1",
         "moe.z_loss_coeff=0.1",
+        "moe.router_bias_update_rate=0.1",
+        "moe.router_load_balancing_type=none",
+        "moe.expert_capacity_factor=1",
+        "moe.token_drop_policy=probs",
+        "moe.input_jitter_eps=0.1",
+        "moe.benchmark.router_force_biased=1",
+        "expert_tensor_parallel_size=2",
         "moe.token_dispatcher_type=allgather",
     ] {
         refused(&[argument], &[&format!("argument `{argument}`:"), "this model has no experts"]);

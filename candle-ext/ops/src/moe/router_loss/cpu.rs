@@ -12,23 +12,23 @@ const TOKENS: usize = 64;
 /// A loss that is a sum over tokens.
 pub(super) trait TokenLoss: Sync {
     /// Returns the loss of a token.
-    fn loss(&self, logits: &[f64], buffer: &mut [f64]) -> f64;
+    fn loss(&self, token: usize, logits: &[f64], buffer: &mut [f64]) -> f64;
 
     /// Computes the gradient of a token's logits.
-    fn grad(&self, logits: &[f64], buffer: &mut [f64], grads: &mut [f64]);
+    fn grad(&self, token: usize, logits: &[f64], buffer: &mut [f64], grads: &mut [f64]);
 }
 
 /// Returns the sum of the loss over rows of `n_experts` logits.
 pub(super) fn sum<T: WithDType>(loss: &impl TokenLoss, logits: &[T], n_experts: usize) -> f64 {
-    let partial = |logits: &[T]| {
+    let partial = |(task, logits): (usize, &[T])| {
         let (mut row, mut buffer) = (vec![0.0; n_experts], vec![0.0; n_experts]);
-        let of_token = |logits: &[T]| {
+        let of_token = |(token, logits): (usize, &[T])| {
             read(logits, &mut row);
-            loss.loss(&row, &mut buffer)
+            loss.loss(token, &row, &mut buffer)
         };
-        logits.chunks_exact(n_experts).map(of_token).sum::<f64>()
+        (task * TOKENS..).zip(logits.chunks_exact(n_experts)).map(of_token).sum::<f64>()
     };
-    let partials: Vec<f64> = logits.par_chunks(TOKENS * n_experts).map(partial).collect();
+    let partials: Vec<f64> = logits.par_chunks(TOKENS * n_experts).enumerate().map(partial).collect();
     partials.iter().sum()
 }
 
@@ -36,11 +36,12 @@ pub(super) fn sum<T: WithDType>(loss: &impl TokenLoss, logits: &[T], n_experts: 
 pub(super) fn backward<T: WithDType>(loss: &impl TokenLoss, logits: &[T], n_experts: usize, upstream: f64) -> Vec<T> {
     let mut d_logits = vec![T::zero(); logits.len()];
     let tasks = d_logits.par_chunks_mut(TOKENS * n_experts).zip(logits.par_chunks(TOKENS * n_experts));
-    tasks.for_each(|(d_logits, logits)| {
+    tasks.enumerate().for_each(|(task, (d_logits, logits))| {
         let [mut row, mut buffer, mut grads] = [(); 3].map(|()| vec![0.0; n_experts]);
-        for (d_logits, logits) in d_logits.chunks_exact_mut(n_experts).zip(logits.chunks_exact(n_experts)) {
+        let rows = d_logits.chunks_exact_mut(n_experts).zip(logits.chunks_exact(n_experts));
+        for (token, (d_logits, logits)) in (task * TOKENS..).zip(rows) {
             read(logits, &mut row);
-            loss.grad(&row, &mut buffer, &mut grads);
+            loss.grad(token, &row, &mut buffer, &mut grads);
             d_logits.iter_mut().zip(&grads).for_each(|(out, grad)| *out = T::from_f64(grad * upstream));
         }
     });
@@ -53,21 +54,32 @@ fn read<T: WithDType>(logits: &[T], row: &mut [f64]) {
 
 /// Counts of the experts, weighted by a token's probabilities.
 pub(super) struct Balance<'a> {
+    /// Counts of each sequence [s, e].
     pub(super) counts: &'a [f32],
+    /// Sequence of each token; `None` if all are of the first.
+    pub(super) sequences: Option<&'a [u32]>,
     pub(super) score: ScoreFunction,
 }
 
+impl Balance<'_> {
+    /// Returns the counts of a token's sequence.
+    fn counts_of(&self, token: usize, n_experts: usize) -> &[f32] {
+        let sequence = self.sequences.map_or(0, |sequences| sequences[token] as usize);
+        &self.counts[sequence * n_experts..(sequence + 1) * n_experts]
+    }
+}
+
 impl TokenLoss for Balance<'_> {
-    fn loss(&self, logits: &[f64], p: &mut [f64]) -> f64 {
+    fn loss(&self, token: usize, logits: &[f64], p: &mut [f64]) -> f64 {
         self.score.scores(logits, p);
         let divisor =
             if self.score == ScoreFunction::Softmax { 1.0 } else { p.iter().sum::<f64>() + self.score.epsilon() };
-        p.iter().zip(self.counts).map(|(p, count)| p * f64::from(*count)).sum::<f64>() / divisor
+        p.iter().zip(self.counts_of(token, logits.len())).map(|(p, count)| p * f64::from(*count)).sum::<f64>() / divisor
     }
 
-    fn grad(&self, logits: &[f64], scores: &mut [f64], grads: &mut [f64]) {
+    fn grad(&self, token: usize, logits: &[f64], scores: &mut [f64], grads: &mut [f64]) {
         self.score.scores(logits, scores);
-        grads.iter_mut().zip(self.counts).for_each(|(grad, count)| *grad = f64::from(*count));
+        grads.iter_mut().zip(self.counts_of(token, logits.len())).for_each(|(grad, count)| *grad = f64::from(*count));
         if self.score != ScoreFunction::Softmax {
             let mut p = scores.to_vec();
             let divisor = normalize(&mut p, self.score.epsilon());
@@ -81,11 +93,11 @@ impl TokenLoss for Balance<'_> {
 pub(super) struct ZLoss;
 
 impl TokenLoss for ZLoss {
-    fn loss(&self, logits: &[f64], _: &mut [f64]) -> f64 {
+    fn loss(&self, _: usize, logits: &[f64], _: &mut [f64]) -> f64 {
         log_sum_exp(logits).powi(2)
     }
 
-    fn grad(&self, logits: &[f64], _: &mut [f64], grads: &mut [f64]) {
+    fn grad(&self, _: usize, logits: &[f64], _: &mut [f64], grads: &mut [f64]) {
         let factor = 2.0 * log_sum_exp(logits);
         softmax(logits, grads);
         grads.iter_mut().for_each(|grad| *grad *= factor);

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
+use super::inputs::BalanceInputs;
 use crate::cuda::{Arg, Out, address, gpu};
 use crate::moe::KERNELS;
 use crate::moe::router::{ScoreFunction, logits_suffix};
@@ -13,15 +14,15 @@ const WARPS: usize = 4;
 const MAX_BLOCKS: usize = 1024;
 
 /// Returns the load-balancing loss, or without counts the z-loss.
-pub(super) fn sum(logits: &Tensor, counts: Option<&Tensor>, score: ScoreFunction) -> Result<Tensor> {
+pub(super) fn sum(logits: &Tensor, balance: Option<&BalanceInputs>) -> Result<Tensor> {
     let on = gpu(OP, logits)?;
     let n_blocks = logits.dims()[0].div_ceil(WARPS).clamp(1, MAX_BLOCKS);
     let (partial, loss) = (Out::new(on, DType::F64, n_blocks)?, Out::new(on, DType::F32, 1)?);
-    let [logits_at, counts_at] = inputs(logits, counts)?;
-    let args = [&[logits_at, counts_at, Arg::Address(partial.address)][..], &settings(logits, score)].concat();
+    let inputs = inputs(logits, balance)?;
+    let args = [&inputs[..], &[Arg::Address(partial.address)], &settings(logits, balance)].concat();
     let name = format!("token_losses_{}", logits_suffix(logits.dtype()));
     let of_sum = [Arg::Address(partial.address), Arg::Address(loss.address), Arg::I32(n_blocks as i32)];
-    // SAFETY: logits are [t, e], counts [e]; there is a partial sum per block.
+    // SAFETY: logits are [t, e], counts [s, e], sequences [t] below s; there is a partial sum per block.
     unsafe {
         KERNELS.launch(on, &name, [n_blocks, 1, 1], WARPS * 32, &args)?;
         KERNELS.launch(on, "sum_losses", [1, 1, 1], 32, &of_sum)?;
@@ -30,25 +31,26 @@ pub(super) fn sum(logits: &Tensor, counts: Option<&Tensor>, score: ScoreFunction
 }
 
 /// Returns the gradient of the logits for the upstream gradient `dy`, a scalar on the device.
-pub(super) fn backward(logits: &Tensor, counts: Option<&Tensor>, score: ScoreFunction, dy: &Tensor) -> Result<Tensor> {
+pub(super) fn backward(logits: &Tensor, balance: Option<&BalanceInputs>, dy: &Tensor) -> Result<Tensor> {
     let on = gpu(OP, logits)?;
     let t = logits.dims()[0];
     let d_logits = Out::new(on, logits.dtype(), logits.elem_count())?;
-    let [logits_at, counts_at] = inputs(logits, counts)?;
-    let addresses = [logits_at, counts_at, Arg::Address(address(OP, dy)?), Arg::Address(d_logits.address)];
-    let args = [&addresses[..], &settings(logits, score)].concat();
+    let of_grads = [address(OP, dy)?, d_logits.address].map(Arg::Address);
+    let args = [&inputs(logits, balance)?[..], &of_grads, &settings(logits, balance)].concat();
     let name = format!("loss_backward_{}", logits_suffix(logits.dtype()));
-    // SAFETY: logits and their gradient are [t, e], counts [e], dy is one f32.
+    // SAFETY: logits and their gradient are [t, e], counts [s, e], sequences [t] below s, dy is one f32.
     unsafe { KERNELS.launch(on, &name, [t.div_ceil(WARPS), 1, 1], WARPS * 32, &args)? };
     Ok(d_logits.into_tensor(logits.shape()))
 }
 
-fn inputs(logits: &Tensor, counts: Option<&Tensor>) -> Result<[Arg; 2]> {
-    let counts = counts.map_or(Ok(0), |counts| address(OP, counts))?;
-    Ok([address(OP, logits)?, counts].map(Arg::Address))
+fn inputs(logits: &Tensor, balance: Option<&BalanceInputs>) -> Result<[Arg; 3]> {
+    let of = |tensor: Option<&Tensor>| tensor.map_or(Ok(0), |tensor| address(OP, tensor));
+    let counts = of(balance.map(|balance| &balance.counts))?;
+    let sequences = of(balance.and_then(|balance| balance.sequences.as_ref()))?;
+    Ok([address(OP, logits)?, counts, sequences].map(Arg::Address))
 }
 
-fn settings(logits: &Tensor, score: ScoreFunction) -> [Arg; 3] {
+fn settings(logits: &Tensor, balance: Option<&BalanceInputs>) -> [Arg; 3] {
     let [t, e] = [0, 1].map(|dim| Arg::I32(logits.dims()[dim] as i32));
-    [t, e, score.arg()]
+    [t, e, balance.map_or(ScoreFunction::Softmax, |balance| balance.score).arg()]
 }

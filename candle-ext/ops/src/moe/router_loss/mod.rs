@@ -5,16 +5,19 @@
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+mod inputs;
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, WithDType, bail};
 
+use super::expert_counts::{TokenSequences, check_sequences};
 use super::router::{ScoreFunction, check_logits};
 use crate::cost::{Cost, F32_BYTES};
 use crate::device::on_device;
 use crate::recording::record;
 use crate::span::span;
 use crate::storage::host;
-use cpu::{Balance, TokenLoss, ZLoss};
+use cpu::{TokenLoss, ZLoss};
+use inputs::BalanceInputs;
 
 /// Computes sum_e(counts_e * sum_t(p[t, e])), an f32 scalar, for logits [t, e] in f32 or f64.
 ///
@@ -24,20 +27,42 @@ use cpu::{Balance, TokenLoss, ZLoss};
 /// Megatron-LM's loss (Switch Transformer, equation 4) is e / (k * t^2) times this sum.
 pub fn load_balancing_loss(logits: &Tensor, counts: &Tensor, score: ScoreFunction) -> Result<Tensor> {
     const OP: &str = "load_balancing_loss";
-    let _span = span(OP, "forward");
     let e = check_logits(OP, logits)?;
     if counts.dtype() != DType::F32 || counts.dims() != [e] {
         bail!("{OP}: want f32 counts [{e}], got {:?} {:?}", counts.dtype(), counts.dims())
     }
-    let (source, counts) = (logits.contiguous()?, counts.contiguous()?);
-    let loss = on_device!(OP, source, {
-        cpu => with_counts(&counts, score, |balance| sum(OP, balance, &source))?,
-        cuda => cuda::sum(&source, Some(&counts), score)?,
+    balance_loss(OP, logits, BalanceInputs { counts: counts.contiguous()?, sequences: None, score })
+}
+
+/// Computes [`load_balancing_loss`] with the counts of each token's sequence, f32 [s, e].
+pub fn sequence_load_balancing_loss(
+    logits: &Tensor,
+    counts: &Tensor,
+    sequences: TokenSequences<'_>,
+    score: ScoreFunction,
+) -> Result<Tensor> {
+    const OP: &str = "sequence_load_balancing_loss";
+    let e = check_logits(OP, logits)?;
+    let TokenSequences { of_tokens, n_sequences } = sequences;
+    check_sequences(OP, Some(of_tokens), logits.dims()[0])?;
+    if counts.dtype() != DType::F32 || counts.dims() != [n_sequences, e] {
+        bail!("{OP}: want f32 counts [{n_sequences}, {e}], got {:?} {:?}", counts.dtype(), counts.dims())
+    }
+    let (counts, sequences) = (counts.contiguous()?, Some(of_tokens.contiguous()?));
+    balance_loss(OP, logits, BalanceInputs { counts, sequences, score })
+}
+
+fn balance_loss(op: &'static str, logits: &Tensor, inputs: BalanceInputs) -> Result<Tensor> {
+    let _span = span(op, "forward");
+    let source = logits.contiguous()?;
+    let loss = on_device!(op, source, {
+        cpu => inputs.with_balance(op, |balance| sum(op, balance, &source))?,
+        cuda => cuda::sum(&source, Some(&inputs))?,
     });
-    Ok(record(OP, [logits.into()], loss, move |dy, _| {
-        on_device!(OP, source, {
-            cpu => Ok([Some(with_counts(&counts, score, |balance| grad(OP, balance, &source, dy))?)]),
-            cuda => Ok([Some(cuda::backward(&source, Some(&counts), score, dy)?)]),
+    Ok(record(op, [logits.into()], loss, move |dy, _| {
+        on_device!(op, source, {
+            cpu => Ok([Some(inputs.with_balance(op, |balance| grad(op, balance, &source, dy))?)]),
+            cuda => Ok([Some(cuda::backward(&source, Some(&inputs), dy)?)]),
         })
     }))
 }
@@ -50,12 +75,12 @@ pub fn router_z_loss(logits: &Tensor) -> Result<Tensor> {
     let source = logits.contiguous()?;
     let loss = on_device!(OP, source, {
         cpu => sum(OP, &ZLoss, &source)?,
-        cuda => cuda::sum(&source, None, ScoreFunction::Softmax)?,
+        cuda => cuda::sum(&source, None)?,
     });
     Ok(record(OP, [logits.into()], loss, move |dy, _| {
         on_device!(OP, source, {
             cpu => Ok([Some(grad(OP, &ZLoss, &source, dy)?)]),
-            cuda => Ok([Some(cuda::backward(&source, None, ScoreFunction::Softmax, dy)?)]),
+            cuda => Ok([Some(cuda::backward(&source, None, dy)?)]),
         })
     }))
 }
@@ -63,11 +88,6 @@ pub fn router_z_loss(logits: &Tensor) -> Result<Tensor> {
 /// Returns the cost of either loss for `n_tokens` tokens, beyond the logits that the router saves: their gradient.
 pub fn router_loss_cost(n_tokens: u64, n_experts: u64) -> Cost {
     Cost { scratch_bytes: n_tokens * n_experts * F32_BYTES, ..Cost::default() }
-}
-
-fn with_counts<T>(counts: &Tensor, score: ScoreFunction, f: impl FnOnce(&Balance<'_>) -> Result<T>) -> Result<T> {
-    let counts = host("load_balancing_loss", counts)?;
-    f(&Balance { counts: counts.slice()?, score })
 }
 
 fn sum(op: &str, loss: &impl TokenLoss, logits: &Tensor) -> Result<Tensor> {
@@ -81,16 +101,14 @@ fn sum(op: &str, loss: &impl TokenLoss, logits: &Tensor) -> Result<Tensor> {
 }
 
 fn grad(op: &str, loss: &impl TokenLoss, logits: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    match logits.dtype() {
+        DType::F64 => grad_in::<f64>(op, loss, logits, dy),
+        _ => grad_in::<f32>(op, loss, logits, dy),
+    }
+}
+
+fn grad_in<T: WithDType>(op: &str, loss: &impl TokenLoss, logits: &Tensor, dy: &Tensor) -> Result<Tensor> {
     let source = host(op, logits)?;
     let (e, upstream) = (logits.dims()[1], f64::from(host(op, dy)?.slice::<f32>()?[0]));
-    match logits.dtype() {
-        DType::F64 => {
-            let grad = cpu::backward::<f64>(loss, source.slice()?, e, upstream);
-            Tensor::from_vec(grad, logits.shape(), logits.device())
-        }
-        _ => {
-            let grad = cpu::backward::<f32>(loss, source.slice()?, e, upstream);
-            Tensor::from_vec(grad, logits.shape(), logits.device())
-        }
-    }
+    Tensor::from_vec(cpu::backward::<T>(loss, source.slice()?, e, upstream), logits.shape(), logits.device())
 }

@@ -9,14 +9,30 @@ use crate::floats::{Floats, FloatsMut};
 /// Elements per task.
 const BLOCK: usize = 1 << 12;
 
+/// Range and key of the factors, and the token of each row of width `d`.
+#[derive(Clone, Copy)]
+pub(super) struct Jitter<'a> {
+    pub(super) eps: f64,
+    pub(super) key: u64,
+    pub(super) tokens: &'a [u32],
+    pub(super) d: usize,
+}
+
+impl Jitter<'_> {
+    /// Returns the factor of an element of x.
+    fn factor(&self, i: usize) -> f32 {
+        let position = u64::from(self.tokens[i / self.d]) * self.d as u64 + (i % self.d) as u64;
+        (1.0 - self.eps + 2.0 * self.eps * uniform(random(self.key, position))) as f32
+    }
+}
+
 /// Computes y = x * u, with u uniform in [1 - eps, 1 + eps) for each element.
-pub(super) fn jitter(x: Floats<'_>, y: FloatsMut<'_>, eps: f64, key: u64) {
+pub(super) fn jitter(x: Floats<'_>, y: FloatsMut<'_>, jitter: Jitter<'_>) {
     y.chunks(BLOCK).into_par_iter().enumerate().for_each(|(i, mut y)| {
         let start = i * BLOCK;
         let mut wide = Vec::new();
         let x = x.slice(start..start + y.len()).widened(&mut wide);
-        let factor = |position: usize| (1.0 - eps + 2.0 * eps * uniform(random(key, position as u64))) as f32;
-        let out: Vec<f32> = x.iter().enumerate().map(|(j, x)| x * factor(start + j)).collect();
+        let out: Vec<f32> = (start..).zip(x).map(|(i, x)| x * jitter.factor(i)).collect();
         y.write(0, &out);
     });
 }

@@ -22,13 +22,14 @@ pub(super) struct Normal {
 }
 
 /// Returns x times a number per element, uniform in [1 - eps, 1 + eps).
-pub(super) fn jitter(x: &Tensor, eps: f64, key: u64) -> Result<Tensor> {
+pub(super) fn jitter(x: &Tensor, eps: f64, key: u64, tokens: &Tensor) -> Result<Tensor> {
     let (on, n) = (gpu(OP, x)?, x.elem_count());
     let y = Out::new(on, x.dtype(), n)?;
-    let addresses = [address(OP, x)?, y.address].map(Arg::Address);
-    let args = [&addresses[..], &[Arg::I64(n as i64), Arg::F64(eps), Arg::U64(key)]].concat();
+    let addresses = [address(OP, x)?, y.address, address(OP, tokens)?].map(Arg::Address);
+    let sizes = [Arg::I64(n as i64), Arg::I32(x.dims()[1] as i32)];
+    let args = [&addresses[..], &sizes, &[Arg::F64(eps), Arg::U64(key)]].concat();
     let name = format!("jitter_{}", suffix(OP, x.dtype())?);
-    // SAFETY: both have n elements.
+    // SAFETY: both have n elements, in rows of d, and there is a token per row.
     unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args)? };
     Ok(y.into_tensor(x.shape()))
 }

@@ -24,10 +24,11 @@ pub struct InputJitter {
     pub key: u64,
 }
 
-/// Multiplies each element of a router's input with a random factor, uniform in [1 - eps, 1 + eps).
+/// Multiplies each element of a router's input [t, d] with a random factor, uniform in [1 - eps, 1 + eps).
 ///
-/// This is the multiplicative jitter of the Switch Transformer. Nothing of x is saved for backward.
-pub fn input_jitter(x: &Tensor, spec: InputJitter) -> Result<Tensor> {
+/// A factor is a function of the key, of the row's token, u32 [t], and of the column. So ranks that split the tokens draw the
+/// factors of one rank. This is the multiplicative jitter of the Switch Transformer. Nothing of x is saved for backward.
+pub fn input_jitter(x: &Tensor, spec: InputJitter, tokens: &Tensor) -> Result<Tensor> {
     const OP: &str = "input_jitter";
     let _span = span(OP, "forward");
     check_dtype(OP, "the input", x.dtype())?;
@@ -37,11 +38,15 @@ pub fn input_jitter(x: &Tensor, spec: InputJitter) -> Result<Tensor> {
     if spec.eps == 0.0 {
         return Ok(x.clone());
     }
-    let x = &x.contiguous()?;
-    let y = jittered(x, spec)?;
-    let saved = save(x);
-    recompute_with(&y, move || jittered(&saved.get()?, spec));
-    Ok(record(OP, [x.into()], y, move |dy, _| Ok([Some(jittered(dy, spec)?)])))
+    if x.rank() != 2 || tokens.dtype() != DType::U32 || tokens.dims() != [x.dims()[0]] {
+        let (dims, dtype) = (x.dims(), tokens.dtype());
+        bail!("{OP}: want x [t, d] and u32 tokens [t], got {dims:?} and {dtype:?} {:?}", tokens.dims())
+    }
+    let (x, tokens) = (&x.contiguous()?, tokens.contiguous()?);
+    let y = jittered(x, spec, &tokens)?;
+    let (saved, of_rows) = (save(x), tokens.clone());
+    recompute_with(&y, move || jittered(&saved.get()?, spec, &of_rows));
+    Ok(record(OP, [x.into()], y, move |dy, _| Ok([Some(jittered(dy, spec, &tokens)?)])))
 }
 
 /// Replaces logits [t, e] by standard normal numbers, which balances the experts' load on average.
@@ -89,14 +94,16 @@ fn straight_through(op: &'static str, x: &Tensor, y: Tensor) -> Tensor {
     record(op, [x.into()], y, |dy, _| Ok([Some(dy.clone())]))
 }
 
-fn jittered(x: &Tensor, InputJitter { eps, key }: InputJitter) -> Result<Tensor> {
+fn jittered(x: &Tensor, InputJitter { eps, key }: InputJitter, tokens: &Tensor) -> Result<Tensor> {
     const OP: &str = "input_jitter";
+    let shape = x.shape().clone();
     on_device!(OP, x, {
         cpu => {
             let mut y = FloatBuf::unwritten(x.dtype(), x.elem_count())?;
-            cpu::jitter(host(OP, x)?.floats()?, y.view(), eps, key);
-            Ok(storage::tensor(y, x.shape()))
+            let (x, tokens, d) = (host(OP, x)?, host(OP, tokens)?, x.dims()[1]);
+            cpu::jitter(x.floats()?, y.view(), cpu::Jitter { eps, key, tokens: tokens.slice()?, d });
+            Ok(storage::tensor(y, shape))
         },
-        cuda => cuda::jitter(x, eps, key),
+        cuda => cuda::jitter(x, eps, key, tokens),
     })
 }

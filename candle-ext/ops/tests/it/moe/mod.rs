@@ -1,4 +1,5 @@
 mod capacity;
+mod expert_counts;
 mod grouped_linear;
 mod layer;
 mod permute;

@@ -4,13 +4,14 @@ use std::sync::LazyLock;
 
 use candle_core::{Device, Tensor};
 use candlewick_ops::{
-    DropPolicy, GroupLimit, RouterSpec, ScoreFunction, Tape, TopKOrder, expert_capacity, limit_capacity,
-    load_balancing_loss, route, route_by, router_z_loss, scale, sinkhorn,
+    DropPolicy, GroupLimit, RouterSpec, ScoreFunction, Tape, TokenSequences, TopKOrder, expert_bias_change,
+    expert_capacity, expert_counts, limit_capacity, load_balancing_loss, no_grad, route, route_by, router_z_loss,
+    scale, select_rows, sequence_load_balancing_loss, sinkhorn,
 };
 use serde_json::Value;
 
 use super::router::SPEC;
-use super::{devices, to_u32s};
+use super::{devices, to_u32s, u32s};
 use crate::cases::{assert_close, check_each, tape, values};
 
 static FIXTURE: LazyLock<Value> =
@@ -38,6 +39,7 @@ fn score(value: &Value) -> ScoreFunction {
     match value.as_str().unwrap() {
         "softmax" => ScoreFunction::Softmax,
         "sigmoid" => ScoreFunction::Sigmoid,
+        "sqrt_softplus" => ScoreFunction::SqrtSoftplus,
         other => panic!("unknown score function {other}"),
     }
 }
@@ -64,7 +66,7 @@ fn routing_equals_megatron_and_transformers() {
     let (logits, upstream) = (matrix(&FIXTURE["logits"]), matrix(&FIXTURE["upstream"]));
     let (t, e) = logits.dims2().unwrap();
     let cases = FIXTURE["cases"].as_array().unwrap();
-    assert_eq!(cases.len(), 12);
+    assert_eq!(cases.len(), 13);
     check_each(cases.iter().flat_map(|case| devices().into_iter().map(move |d| (case, d))), |(case, test_device)| {
         let name = case["name"].as_str().unwrap();
         let spec = spec(&case["settings"]);
@@ -129,6 +131,27 @@ fn losses_equal_those_of_megatron() {
 }
 
 #[test]
+fn the_loss_of_sequences_equals_that_of_megatron() {
+    for want in FIXTURE["sequence_load_balancing"].as_array().unwrap() {
+        let number = |key: &str| want[key].as_u64().unwrap() as usize;
+        let (n_tokens, n_sequences, top_k) = (number("n_tokens"), number("n_sequences"), number("top_k"));
+        let length = n_tokens / n_sequences;
+        let of_tokens: Vec<u32> = (0..n_tokens).map(|token| (token / length) as u32).collect();
+        let loss = |logits: &Tensor| {
+            let own = select_rows(logits, &Tensor::arange(0, n_tokens as u32, logits.device())?)?;
+            let of_tokens = u32s(&of_tokens).to_device(logits.device())?;
+            let sequences = TokenSequences { of_tokens: &of_tokens, n_sequences };
+            let spec = RouterSpec { top_k, score: score(&want["score"]), order: TopKOrder::ScoreFirst, ..SPEC };
+            let experts = no_grad(|| route(&own, None, spec))?.assignment.experts;
+            let counts = expert_counts(&experts, Some(sequences), own.dim(1)?)?;
+            sequence_load_balancing_loss(&own, &counts, sequences, spec.score)
+        };
+        let factor = 16.0 / (top_k * length * length * n_sequences) as f64;
+        check_loss(|logits| scaled(logits, factor, || loss(logits)), want);
+    }
+}
+
+#[test]
 fn sinkhorn_equals_that_of_megatron_and_chooses_experts() {
     let want = matrix(&FIXTURE["sinkhorn"]);
     for test_device in devices() {
@@ -153,8 +176,9 @@ fn the_capacity_limit_drops_what_megatron_drops() {
                 let (t, e) = logits.dims2().unwrap();
                 let top_k = want["top_k"].as_u64().unwrap() as usize;
                 let routing = route(&logits, None, RouterSpec { top_k, ..SPEC }).unwrap();
+                let policy = if want["policy"] == "probs" { DropPolicy::Weights } else { DropPolicy::Position };
                 let capacity = expert_capacity(t, top_k, e, want["factor"].as_f64().unwrap());
-                let limited = limit_capacity(&routing, capacity, DropPolicy::Weights).unwrap();
+                let limited = limit_capacity(&routing, capacity, policy).unwrap();
                 let mut kept = vec![0.0; t * e];
                 for (slot, expert) in to_u32s(&limited.assignment.experts).iter().enumerate() {
                     if *expert != u32::MAX {
@@ -164,5 +188,18 @@ fn the_capacity_limit_drops_what_megatron_drops() {
                 assert_eq!(kept, values(&matrix(&want["kept"])));
             });
         }
+    }
+}
+
+#[test]
+fn an_expert_bias_moves_as_in_megatron() {
+    let want = &FIXTURE["updated_bias"];
+    for test_device in devices() {
+        test_device.run(|| {
+            let change = expert_bias_change(&test_device.put(&vector(&want["counts"])), want["rate"].as_f64().unwrap());
+            let moved = values(&change.unwrap()).into_iter().zip(floats(&FIXTURE["bias"]));
+            let moved: Vec<f32> = moved.map(|(change, bias)| bias + change as f32).collect();
+            assert_eq!(moved, floats(&want["updated"]));
+        });
     }
 }

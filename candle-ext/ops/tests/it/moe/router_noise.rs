@@ -1,4 +1,4 @@
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{InputJitter, biased_logits, input_jitter, random_logits};
 
 use super::devices;
@@ -9,7 +9,8 @@ fn factors_are_uniform_around_one_and_scale_the_gradient() {
     check_each([DType::F32, DType::BF16, DType::F16], |dtype| {
         for test_device in devices() {
             let x = test_device.put(&randn((100, 70), 1).ones_like().unwrap().to_dtype(dtype).unwrap());
-            let jitter = |key| input_jitter(&x, InputJitter { eps: 0.25, key });
+            let tokens = test_device.put(&Tensor::arange(0u32, 100, &Device::Cpu).unwrap());
+            let jitter = |key| input_jitter(&x, InputJitter { eps: 0.25, key }, &tokens);
             let (y, dx, other) = test_device.run(|| {
                 let tape = tape(std::slice::from_ref(&x), || jitter(5));
                 let y = tape.output().clone();
@@ -30,8 +31,25 @@ fn factors_are_uniform_around_one_and_scale_the_gradient() {
 #[test]
 fn no_jitter_is_the_input_itself() {
     let x = randn((3, 4), 1);
-    assert_eq!(input_jitter(&x, InputJitter { eps: 0.0, key: 1 }).unwrap().id(), x.id());
-    assert_error(input_jitter(&x, InputJitter { eps: 1.0, key: 1 }), "eps must be in [0, 1), got 1");
+    let tokens = Tensor::arange(0u32, 3, &Device::Cpu).unwrap();
+    assert_eq!(input_jitter(&x, InputJitter { eps: 0.0, key: 1 }, &tokens).unwrap().id(), x.id());
+    assert_error(input_jitter(&x, InputJitter { eps: 1.0, key: 1 }, &tokens), "eps must be in [0, 1), got 1");
+    let error = "want x [t, d] and u32 tokens [t], got [3, 4] and U32 [2]";
+    assert_error(input_jitter(&x, InputJitter { eps: 0.5, key: 1 }, &tokens.narrow(0, 0, 2).unwrap()), error);
+}
+
+#[test]
+fn the_factors_of_a_token_do_not_depend_on_its_row() {
+    let x = randn((5, 7), 1);
+    for test_device in devices() {
+        let jittered = |rows: &[u32]| {
+            let tokens = test_device.put(&Tensor::new(rows, &Device::Cpu).unwrap());
+            let own = test_device.put(&x.index_select(&Tensor::new(rows, &Device::Cpu).unwrap(), 0).unwrap());
+            values(&test_device.run(|| input_jitter(&own, InputJitter { eps: 0.25, key: 3 }, &tokens)).unwrap())
+        };
+        let all = jittered(&[0, 1, 2, 3, 4]);
+        assert_eq!(jittered(&[3, 1]), [&all[21..28], &all[7..14]].concat());
+    }
 }
 
 /// Returns the output of `op` and the gradient of its logits.

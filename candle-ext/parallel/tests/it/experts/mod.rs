@@ -1,5 +1,6 @@
 //! Dense and expert parameter groups, each reduced over its own ranks: training is independent of the number of ranks.
 
+mod bias;
 mod checkpoint;
 mod engine;
 mod mixture;

@@ -1,0 +1,51 @@
+//! Auxiliary losses of the router.
+//!
+//! t tokens without padding, e experts, s sequences
+
+use candle_core::{Result, Tensor};
+use candlewick_ops::{RouterSpec, TopKOrder, no_grad, route};
+
+/// Auxiliary loss of the routers. Each layer adds the loss summed over its tokens to the tape.
+///
+/// The load-balancing losses are those of Switch Transformer: e * sum over experts of (fraction of the selections) * (mean
+/// score). They differ in the tokens that the fractions count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum RouterLoss {
+    /// Load-balancing loss with the fractions of each micro-batch.
+    LoadBalancing,
+    /// Load-balancing loss with the fractions of each sequence (DeepSeek-V2, DeepSeek-V3).
+    SequenceLoadBalancing,
+    /// Load-balancing loss with the fractions of all micro-batches and ranks of the step so far (Qiu et al., 2025,
+    /// <https://arxiv.org/abs/2501.11873>).
+    GlobalLoadBalancing,
+    /// Square of the log-sum-exp of the logits (ST-MoE).
+    Z,
+}
+
+impl RouterLoss {
+    /// All losses.
+    pub const ALL: [Self; 4] = [Self::LoadBalancing, Self::SequenceLoadBalancing, Self::GlobalLoadBalancing, Self::Z];
+
+    /// Returns the name in metrics, as in Megatron-LM.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::LoadBalancing => "load_balancing_loss",
+            Self::SequenceLoadBalancing => "seq_load_balancing_loss",
+            Self::GlobalLoadBalancing => "global_load_balancing_loss",
+            Self::Z => "z_loss",
+        }
+    }
+}
+
+/// Returns e * (fraction of the selections of each expert), by sequence, for counts f32 [s, e].
+pub(crate) fn fractions(counts_se: &Tensor) -> Result<Tensor> {
+    let n_experts = counts_se.dim(1)? as f64;
+    let totals_s1 = counts_se.sum_keepdim(1)?.maximum(1f32)?;
+    counts_se.broadcast_div(&totals_s1)?.affine(n_experts, 0.0)
+}
+
+/// Returns the experts with the highest scores of each token, u32 [t, k], without bias, groups or capacity.
+pub(crate) fn best_experts(logits_te: &Tensor, spec: RouterSpec) -> Result<Tensor> {
+    let spec = RouterSpec { order: TopKOrder::ScoreFirst, normalize: false, groups: None, ..spec };
+    Ok(no_grad(|| route(logits_te, None, spec))?.assignment.experts)
+}

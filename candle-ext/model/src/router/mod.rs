@@ -1,0 +1,43 @@
+//! Routers during training: settings, losses, totals, and the inputs that all layers share.
+
+mod global_counts;
+mod loss;
+mod noise;
+mod observe;
+mod rows;
+mod select;
+mod settings;
+mod totals;
+
+pub use global_counts::GlobalExpertCounts;
+pub use loss::RouterLoss;
+pub use rows::RouterRows;
+pub use settings::{ExpertCapacity, ExpertSelection, ForcedLoad, RouterSettings};
+pub use totals::{RouterTotal, RouterTotals};
+
+pub(crate) use observe::RoutedLayer;
+pub(crate) use select::{RouterLogits, select};
+
+/// Inputs of all routers in a forward pass. The default is that of inference.
+#[derive(Clone, Copy, Debug)]
+pub struct RouterContext<'a> {
+    /// Settings.
+    pub settings: &'a RouterSettings,
+    /// Rows that losses and totals cover; `None` if neither is wanted.
+    pub rows: Option<&'a RouterRows>,
+    /// Totals to add to.
+    pub totals: Option<&'a RouterTotals>,
+    /// Selections of the step so far, for [`RouterLoss::GlobalLoadBalancing`].
+    pub global_counts: Option<&'a GlobalExpertCounts>,
+    /// Index of the micro-batch in the step.
+    pub micro_idx: usize,
+    /// Seed of the noise in the micro-batch.
+    pub noise_key: u64,
+}
+
+impl Default for RouterContext<'_> {
+    fn default() -> Self {
+        static INFERENCE: RouterSettings = RouterSettings::INFERENCE;
+        Self { settings: &INFERENCE, rows: None, totals: None, global_counts: None, micro_idx: 0, noise_key: 0 }
+    }
+}

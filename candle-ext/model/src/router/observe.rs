@@ -1,0 +1,188 @@
+//! Losses and totals of a routed layer.
+//!
+//! t tokens, n of them without padding, e experts, k experts per token, s sequences
+
+use candle_core::{Result, Tensor};
+use candlewick_ops::{
+    self as ops, RouterSpec, Routing, expert_counts, load_balancing_loss, router_z_loss, sequence_load_balancing_loss,
+};
+
+use super::loss::{best_experts, fractions};
+use super::{RouterContext, RouterLoss, RouterRows};
+use crate::ParallelOps;
+
+/// A layer whose router has selected experts.
+pub(crate) struct RoutedLayer<'a> {
+    pub(crate) layer_idx: usize,
+    /// Logits [t, e].
+    pub(crate) logits: &'a Tensor,
+    /// Selected experts, before the capacity drops any.
+    pub(crate) routing: &'a Routing,
+    /// Selected experts within the capacity.
+    pub(crate) kept: &'a Routing,
+    /// Experts with the highest scores, u32 [t, k], without bias, groups or balancing; `None` if they were not computed.
+    pub(crate) best_experts: Option<&'a Tensor>,
+    pub(crate) spec: RouterSpec,
+}
+
+/// Logits and experts of the tokens that count.
+struct CountedTokens<'a> {
+    layer_idx: usize,
+    logits_ne: Tensor,
+    /// Experts by score alone, u32 [n, k]. As in Megatron-LM, losses ignore bias, groups and capacity.
+    best_nk: Tensor,
+    spec: RouterSpec,
+    rows: &'a RouterRows,
+}
+
+impl RoutedLayer<'_> {
+    /// Adds the layer to the totals and its losses to the tape.
+    pub(crate) fn observe(&self, context: &RouterContext, parallel_ops: &dyn ParallelOps) -> Result<()> {
+        let Some(rows) = context.rows else { return Ok(()) };
+        let losses = &context.settings.losses;
+        if context.totals.is_none() && losses.is_empty() {
+            return Ok(());
+        }
+        let logits_ne = rows.select(self.logits)?;
+        if let Some(totals) = context.totals {
+            let counts_e = |routing: &Routing| {
+                expert_counts(&rows.select(&routing.assignment.experts)?, None, logits_ne.dim(1)?)?.squeeze(0)
+            };
+            let (selected_e, kept_e) = (counts_e(self.routing)?, counts_e(self.kept)?);
+            let n_dropped = (selected_e.sum_all()? - kept_e.sum_all()?)?;
+            totals.add(self.layer_idx, &logits_ne, &selected_e, &n_dropped)?;
+        }
+        if losses.is_empty() {
+            return Ok(());
+        }
+        let best_nk = match self.best_experts {
+            Some(experts) => rows.select(experts)?,
+            None => best_experts(&logits_ne, self.spec)?,
+        };
+        let tokens = CountedTokens { layer_idx: self.layer_idx, logits_ne, best_nk, spec: self.spec, rows };
+        losses.iter().try_for_each(|loss| ops::auxiliary_loss(loss.name(), &tokens.loss(*loss, context, parallel_ops)?))
+    }
+}
+
+impl CountedTokens<'_> {
+    /// Returns a loss, summed over the tokens: an f32 scalar.
+    fn loss(&self, loss: RouterLoss, context: &RouterContext, parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
+        let (logits_ne, score) = (&self.logits_ne, self.spec.score);
+        let balance = |counts_1e: &Tensor| load_balancing_loss(logits_ne, &fractions(counts_1e)?.squeeze(0)?, score);
+        let counts_1e = || expert_counts(&self.best_nk, None, logits_ne.dim(1)?);
+        match loss {
+            RouterLoss::LoadBalancing => balance(&parallel_ops.sum_over_micro_batch(&counts_1e()?)?),
+            RouterLoss::SequenceLoadBalancing => {
+                let sequences = self.rows.token_sequences();
+                let counts_se = expert_counts(&self.best_nk, Some(sequences), logits_ne.dim(1)?)?;
+                let counts_se = parallel_ops.sum_over_micro_batch(&counts_se)?;
+                sequence_load_balancing_loss(logits_ne, &fractions(&counts_se)?, sequences, score)
+            }
+            RouterLoss::GlobalLoadBalancing => {
+                let counts_1e = || parallel_ops.sum_over_data_parallel(&counts_1e()?);
+                let sums = context.global_counts.expect("a step with this loss has global counts");
+                balance(&sums.up_to(context.micro_idx, self.layer_idx, counts_1e)?)
+            }
+            RouterLoss::Z => router_z_loss(logits_ne),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use candle_core::{DType, Device, IndexOp};
+    use candlewick_ops::{ScoreFunction, Tape, TopKOrder, route};
+    use serde_json::Value;
+
+    use super::*;
+    use crate::{GlobalExpertCounts, RouterSettings, SingleDevice};
+
+    /// Losses of Megatron-LM, written by `tests/reference/moe_router.py`.
+    fn fixture() -> Value {
+        serde_json::from_str(include_str!("../../../ops/tests/fixtures/moe_router.json")).unwrap()
+    }
+
+    fn matrix(value: &Value) -> Tensor {
+        let rows: Vec<Vec<f32>> = serde_json::from_value(value.clone()).unwrap();
+        Tensor::new(rows, &Device::Cpu).unwrap()
+    }
+
+    fn spec(want: &Value) -> RouterSpec {
+        let score = if want["score"] == "softmax" { ScoreFunction::Softmax } else { ScoreFunction::Sigmoid };
+        let top_k = want["top_k"].as_u64().unwrap() as usize;
+        RouterSpec { top_k, score, order: TopKOrder::ScoreFirst, normalize: false, groups: None, scaling: 1.0 }
+    }
+
+    /// Observes the rows `first..first + n_rows` as a micro-batch of packed sequences; the other rows are padding. The
+    /// selection has a bias, which losses ignore. Returns the mean over `n_tokens` of the loss, and its gradient.
+    fn observed(
+        loss: RouterLoss,
+        logits: &Tensor,
+        spec: RouterSpec,
+        [first, n_rows, n_sequences, n_tokens]: [usize; 4],
+        counts: (&GlobalExpertCounts, usize),
+    ) -> (f64, Tensor) {
+        let sequence_of = |row: usize| (row * n_sequences / n_rows) as u32;
+        let rows = RouterRows {
+            valid: Some(Tensor::arange(first as u32, (first + n_rows) as u32, &Device::Cpu).unwrap()),
+            sequences: Tensor::from_iter((0..n_rows).map(sequence_of), &Device::Cpu).unwrap(),
+            tokens: Tensor::new(&[0u32; 0], &Device::Cpu).unwrap(),
+            first_token: 0,
+            n_sequences,
+        };
+        let settings = RouterSettings { losses: vec![loss], ..RouterSettings::default() };
+        let (global_counts, micro_idx) = (Some(counts.0), counts.1);
+        let (settings, rows) = (&settings, Some(&rows));
+        let context = RouterContext { settings, rows, global_counts, micro_idx, ..RouterContext::default() };
+        let tape = Tape::record(&[logits], || {
+            let bias = Tensor::arange(0f32, logits.dim(1)? as f32, &Device::Cpu)?;
+            let routing = route(logits, Some(&bias), spec)?;
+            RoutedLayer { layer_idx: 3, logits, routing: &routing, kept: &routing, best_experts: None, spec }
+                .observe(&context, &SingleDevice)?;
+            ops::scale(logits, 1.0, DType::F32)
+        })
+        .unwrap();
+        let mean = f64::from(tape.auxiliary_losses()[0].1.to_scalar::<f32>().unwrap()) / n_tokens as f64;
+        let weight = Tensor::new(1.0 / n_tokens as f32, &Device::Cpu).unwrap();
+        let grads = tape.backward_with_losses(&logits.zeros_like().unwrap(), &[weight]).unwrap();
+        (mean, grads.get(logits).unwrap().clone())
+    }
+
+    fn check(want: &Value, (mean, grad): (f64, Tensor)) {
+        let value = want["value"].as_f64().unwrap();
+        assert!((mean - value).abs() <= 1e-6 * value, "{mean} {value}");
+        let want = matrix(&want["grad"]);
+        let norm = |x: &Tensor| x.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap().sqrt();
+        assert!(norm(&(&grad - &want).unwrap()) <= 2e-6 * norm(&want));
+        let padding = grad.i(want.dim(0).unwrap() - 1).unwrap();
+        assert_eq!(norm(&padding), 0.0);
+    }
+
+    #[test]
+    fn the_loss_of_sequences_is_that_of_megatron() {
+        let fixture = fixture();
+        let logits = matrix(&fixture["logits"]);
+        for want in fixture["sequence_load_balancing"].as_array().unwrap() {
+            let counts = GlobalExpertCounts::default();
+            let found = observed(RouterLoss::SequenceLoadBalancing, &logits, spec(want), [0, 6, 2, 6], (&counts, 0));
+            check(want, found);
+        }
+    }
+
+    #[test]
+    fn the_loss_of_the_step_so_far_is_that_of_megatron() {
+        let fixture = fixture();
+        let logits = matrix(&fixture["logits"]);
+        for want in fixture["global_load_balancing"].as_array().unwrap() {
+            let counts = GlobalExpertCounts::default();
+            let of_micro = |micro_idx: usize| {
+                let rows = [3 * micro_idx, 3, 1, 6];
+                observed(RouterLoss::GlobalLoadBalancing, &logits, spec(want), rows, (&counts, micro_idx))
+            };
+            let ([first, second], again) = ([0, 1].map(of_micro), of_micro(0));
+            check(want, (first.0 + second.0, (&first.1 + &second.1).unwrap()));
+            assert_eq!(first.0, again.0, "a recomputed layer has the counts of its first forward");
+        }
+    }
+}

@@ -1,0 +1,42 @@
+//! Selection of the experts.
+
+use candle_core::{Result, Tensor};
+use candlewick_ops::{self as ops, RouterSpec, Routing};
+
+use super::{ExpertCapacity, ExpertSelection, RoutedLayer, RouterContext};
+use crate::ParallelOps;
+
+/// Logits of a router.
+pub(crate) struct RouterLogits<'a> {
+    pub(crate) layer_idx: usize,
+    /// Logits [t, e].
+    pub(crate) logits: &'a Tensor,
+    /// Expert bias, f32 [e].
+    pub(crate) bias: Option<&'a Tensor>,
+    pub(crate) spec: RouterSpec,
+}
+
+/// Selects the experts of each token within the capacity, and adds the layer's losses and totals.
+pub(crate) fn select(
+    router: &RouterLogits,
+    context: &RouterContext,
+    parallel_ops: &dyn ParallelOps,
+) -> Result<Routing> {
+    let RouterLogits { layer_idx, logits, bias, spec } = *router;
+    let logits = &context.forced(logits, layer_idx)?;
+    let (routing, is_best) = match context.settings.selection {
+        ExpertSelection::TopK => (ops::route(logits, bias, spec)?, bias.is_none() && spec.groups.is_none()),
+        ExpertSelection::Sinkhorn => (ops::route_by(logits, &ops::sinkhorn(logits)?, spec)?, false),
+    };
+    let best_experts = is_best.then_some(&routing.assignment.experts);
+    let kept = match context.settings.capacity {
+        Some(ExpertCapacity { factor, policy }) => {
+            let (t, e) = logits.dims2()?;
+            ops::limit_capacity(&routing, ops::expert_capacity(t, spec.top_k, e, factor), policy)?
+        }
+        None => routing.clone(),
+    };
+    RoutedLayer { layer_idx, logits, routing: &routing, kept: &kept, best_experts, spec }
+        .observe(context, parallel_ops)?;
+    Ok(kept)
+}

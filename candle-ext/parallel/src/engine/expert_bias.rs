@@ -1,0 +1,28 @@
+//! Updates of the routers' expert biases.
+
+use candle_core::{Result, Tensor};
+use candlewick_ops::{GradScaler, expert_bias_change};
+
+use super::Engine;
+
+impl Engine {
+    /// Moves the expert bias of each layer toward the experts with few tokens, unless `scaler` skipped the step.
+    ///
+    /// `routers` are the step's totals over all ranks, which begin with the counts of the experts, for each MoE layer. All
+    /// ranks must pass equal totals. Does not wait for the device.
+    pub fn update_expert_biases(&self, routers: &[Tensor], scaler: &GradScaler) -> Result<()> {
+        let rate = self.router.bias_update_rate;
+        if rate == 0.0 {
+            return Ok(());
+        }
+        let applied = scaler.applied()?;
+        let layers = self.model.layers().filter_map(|layer| Some((layer, layer.n_experts()?)));
+        for ((layer, n_experts), total) in layers.zip(routers) {
+            if let Some(name) = layer.expert_bias_name() {
+                let change = expert_bias_change(&total.narrow(0, 0, n_experts)?, rate)?.broadcast_mul(&applied)?;
+                self.store.add_to_buffer(layer.layer_idx + 1, &name, &change)?;
+            }
+        }
+        Ok(())
+    }
+}

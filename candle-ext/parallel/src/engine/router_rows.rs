@@ -1,0 +1,48 @@
+//! Rows of the residual stream that routers count.
+
+use candle_core::{Device, Result, Tensor};
+use candlewick_model::{RouterLoss, RouterRows};
+use candlewick_ops::to_host;
+
+use super::{Engine, Micro};
+
+impl Engine {
+    /// Returns the rows of this rank's residual stream among the first `n_tokens` of a padded micro-batch, which are no
+    /// padding; `None` if there are no routers.
+    pub(super) fn router_rows(&self, micro: &Micro, n_tokens: usize) -> Result<Option<RouterRows>> {
+        if self.experts.is_none() {
+            return Ok(None);
+        }
+        let tokens = self.residual_tokens(micro)?;
+        let valid: Vec<u32> = (0..).zip(&tokens).filter(|(_, token)| **token < n_tokens).map(|(row, _)| row).collect();
+        let starts = micro.seqs.cu_seqlens_q();
+        let sequence_of = |row: &u32| starts.partition_point(|start| *start <= tokens[*row as usize]) as u32 - 1;
+        let sequences: Vec<u32> = match self.router.losses.contains(&RouterLoss::SequenceLoadBalancing) {
+            true => valid.iter().map(sequence_of).collect(),
+            false => Vec::new(),
+        };
+        let sequences = Tensor::new(sequences, &self.device)?;
+        let valid = match valid.len() == tokens.len() {
+            true => None,
+            false => Some(Tensor::new(valid, &self.device)?),
+        };
+        let first_token = tokens.first().map_or(0, |token| *token as u64);
+        let tokens: Vec<u32> = match self.router.input_jitter_eps > 0.0 {
+            true => tokens.iter().map(|token| *token as u32).collect(),
+            false => Vec::new(),
+        };
+        let tokens = Tensor::new(tokens, &self.device)?;
+        Ok(Some(RouterRows { valid, sequences, tokens, first_token, n_sequences: starts.len() - 1 }))
+    }
+
+    /// Returns the token of each row of this rank's residual stream, as an index into the padded micro-batch.
+    fn residual_tokens(&self, micro: &Micro) -> Result<Vec<usize>> {
+        let tokens = Tensor::arange(0u32, micro.seqs.n_tokens() as u32, &Device::Cpu)?;
+        let own = to_host(&self.of_own_tokens(&tokens, micro)?)?.to_vec1::<u32>()?;
+        let rows = match &self.tensor {
+            Some(tensor) => tensor.residual_rows(own.len()),
+            None => 0..own.len(),
+        };
+        Ok(own[rows].iter().map(|token| *token as usize).collect())
+    }
+}

@@ -1,0 +1,163 @@
+//! Resolution of the keys of routers.
+
+use candlewick_model::{MoeConfig, RouterLoss};
+
+use super::resolver::Resolver;
+use crate::plan::{ModelPlan, RouterLossTerm, RouterPlan, WeightInit};
+use crate::recipe::{HumanFloat, LoadBalancingType, MoeBenchmarkSection, TokenDropPolicy, ValueOrList};
+
+const TYPE: &str = "moe.router_load_balancing_type";
+const COEFF: &str = "moe.aux_loss_coeff";
+const Z_COEFF: &str = "moe.z_loss_coeff";
+const BIAS_RATE: &str = "moe.router_bias_update_rate";
+const CAPACITY: &str = "moe.expert_capacity_factor";
+const DROP_POLICY: &str = "moe.token_drop_policy";
+const JITTER: &str = "moe.input_jitter_eps";
+const BENCHMARK: &str = "moe.benchmark";
+
+/// Returns the settings of the routers of a model with experts.
+pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, moe: &MoeConfig) -> RouterPlan {
+    let types = load_balancing_types(resolver);
+    let mut losses = balancing_losses(resolver, model, moe, &types);
+    let z_loss_coeff = resolver.number(Z_COEFF, resolver.recipe().moe.z_loss_coeff, 0.0, 0.0, f64::MAX);
+    losses.push(RouterLossTerm { loss: RouterLoss::Z, coefficient: z_loss_coeff });
+    losses.retain(|term| term.coefficient > 0.0);
+    let sinkhorn = types == [LoadBalancingType::Sinkhorn];
+    if sinkhorn && moe.expert_bias {
+        let message = format!("{TYPE}: sinkhorn ignores the expert biases of this model");
+        resolver.report_with_advice(&[TYPE], message, "use another type");
+    }
+    let (capacity_factor, drop_policy) = capacity(resolver);
+    let jitter = resolver.recipe().moe.input_jitter_eps;
+    let input_jitter_eps = resolver.number(JITTER, jitter, 0.0, 0.0, 0.99);
+    RouterPlan {
+        capacity_factor,
+        drop_policy,
+        input_jitter_eps,
+        benchmark: benchmark(resolver),
+        losses,
+        sinkhorn,
+        n_layers: moe.layers.iter().filter(|is_moe| **is_moe).count(),
+        bias_update_rate: bias_update_rate(resolver, model, moe),
+    }
+}
+
+/// Returns the names of set keys that need a model with experts.
+pub(super) fn set_keys(resolver: &Resolver) -> Vec<&'static str> {
+    let moe = &resolver.recipe().moe;
+    let keys = [
+        (TYPE, moe.router_load_balancing_type.is_some()),
+        (COEFF, moe.aux_loss_coeff.is_some()),
+        (Z_COEFF, moe.z_loss_coeff.is_some()),
+        (BIAS_RATE, moe.router_bias_update_rate.is_some()),
+        (CAPACITY, moe.expert_capacity_factor.is_some()),
+        (DROP_POLICY, moe.token_drop_policy.is_some()),
+        (JITTER, moe.input_jitter_eps.is_some()),
+        (BENCHMARK, moe.benchmark != MoeBenchmarkSection::default()),
+    ];
+    keys.into_iter().filter(|(_, is_set)| *is_set).map(|(key, _)| key).collect()
+}
+
+/// Returns the capacity factor and the drop policy.
+fn capacity(resolver: &mut Resolver) -> (Option<f64>, TokenDropPolicy) {
+    let (factor, policy) = (resolver.recipe().moe.expert_capacity_factor, resolver.recipe().moe.token_drop_policy);
+    let factor = resolver.pick(CAPACITY, factor.map(Some), None).map(|HumanFloat(factor)| factor);
+    if let Some(factor) = factor.filter(|factor| *factor <= 0.0) {
+        resolver.report(&[CAPACITY], format!("{CAPACITY}: expected a number above 0, found {factor}"));
+    }
+    if factor.is_none() && policy.is_some() {
+        let message = format!("{DROP_POLICY}: no token is dropped without {CAPACITY}");
+        resolver.report_with_advice(&[DROP_POLICY], message, format!("remove the key, or set {CAPACITY}"));
+    }
+    (factor, resolver.pick(DROP_POLICY, policy, TokenDropPolicy::Probs))
+}
+
+/// Returns the forced load of a benchmark.
+fn benchmark(resolver: &mut Resolver) -> MoeBenchmarkSection {
+    let section = resolver.recipe().moe.benchmark.clone();
+    if section.router_force_load_balancing == Some(true) && section.router_force_biased.is_some() {
+        let message = format!("{BENCHMARK}: router_force_load_balancing and router_force_biased exclude each other");
+        resolver.report_with_advice(&[BENCHMARK], message, "remove one of them");
+    }
+    if let Some(HumanFloat(std)) = section.router_force_biased.filter(|HumanFloat(std)| *std <= 0.0) {
+        let key = "moe.benchmark.router_force_biased";
+        resolver.report(&[key], format!("{key}: expected a number above 0, found {std}"));
+    }
+    section
+}
+
+/// Returns the load-balancing types. A list may hold different losses only.
+fn load_balancing_types(resolver: &mut Resolver) -> Vec<LoadBalancingType> {
+    let given = resolver.recipe().moe.router_load_balancing_type.clone();
+    let types = resolver.pick(TYPE, given, ValueOrList::Value(LoadBalancingType::AuxLoss));
+    let ValueOrList::List(types) = types else { return types.values().to_vec() };
+    let is_repeated = |i: usize| types[..i].contains(&types[i]);
+    if types.is_empty() || types.iter().any(|kind| loss(*kind).is_none()) || (0..types.len()).any(is_repeated) {
+        let message = format!("{TYPE}: expected a list of different losses");
+        resolver.report_with_advice(&[TYPE], message, "list aux_loss, seq_aux_loss or global_aux_loss, each once");
+        return Vec::new();
+    }
+    types
+}
+
+/// Returns the loss of a load-balancing type.
+fn loss(kind: LoadBalancingType) -> Option<RouterLoss> {
+    match kind {
+        LoadBalancingType::AuxLoss => Some(RouterLoss::LoadBalancing),
+        LoadBalancingType::SeqAuxLoss => Some(RouterLoss::SequenceLoadBalancing),
+        LoadBalancingType::GlobalAuxLoss => Some(RouterLoss::GlobalLoadBalancing),
+        LoadBalancingType::Sinkhorn | LoadBalancingType::None => None,
+    }
+}
+
+/// Returns the load-balancing losses with their coefficients.
+fn balancing_losses(
+    resolver: &mut Resolver,
+    model: &ModelPlan,
+    moe: &MoeConfig,
+    types: &[LoadBalancingType],
+) -> Vec<RouterLossTerm> {
+    let given = resolver.recipe().moe.aux_loss_coeff.clone();
+    let losses: Vec<RouterLoss> = types.iter().copied().filter_map(loss).collect();
+    if losses.is_empty() {
+        if given.is_some_and(|coeff| coeff.values().iter().any(|HumanFloat(c)| *c != 0.0)) {
+            let message = format!("{COEFF}: {TYPE} names no loss");
+            resolver.report_with_advice(&[COEFF], message, "remove the key, or choose a loss");
+        }
+        return Vec::new();
+    }
+    let default = if model.adapter.is_none() && losses.len() == 1 { moe.aux_loss_coefficient } else { 0.0 };
+    let coefficients = resolver.pick(COEFF, given.clone(), ValueOrList::Value(HumanFloat(default)));
+    let coefficients = coefficients.values();
+    if let Some(HumanFloat(low)) = coefficients.iter().find(|HumanFloat(c)| *c < 0.0) {
+        resolver.report(&[COEFF], format!("{COEFF}: expected at least 0, found {low}"));
+    }
+    if coefficients.len() != losses.len() {
+        let (n, n_given) = (losses.len(), given.map_or(0, |given| given.values().len()));
+        let message = format!("{COEFF}: {TYPE} names {n} losses, and there are {n_given} coefficients");
+        resolver.report_with_advice(&[COEFF, TYPE], message, format!("give a list of {n} coefficients"));
+    }
+    let terms = losses.into_iter().zip(coefficients);
+    terms.map(|(loss, HumanFloat(coefficient))| RouterLossTerm { loss, coefficient: *coefficient }).collect()
+}
+
+/// Returns the update rate of the expert biases; 0 for a model without them.
+fn bias_update_rate(resolver: &mut Resolver, model: &ModelPlan, moe: &MoeConfig) -> f64 {
+    let value = resolver.recipe().moe.router_bias_update_rate;
+    if !moe.expert_bias {
+        if value.is_some() {
+            let message = format!("{BIAS_RATE}: the routers of this model have no expert bias");
+            resolver.report_with_advice(&[BIAS_RATE], message, "remove the key, or balance with moe.aux_loss_coeff");
+        }
+        return 0.0;
+    }
+    // Pretrained biases fit the pretraining data, and transformers' fine-tuning keeps them.
+    let is_fresh = model.adapter.is_none() && model.init == WeightInit::Random;
+    let rate = resolver.number(BIAS_RATE, value, if is_fresh { 1e-3 } else { 0.0 }, 0.0, f64::MAX);
+    if model.adapter.is_some() && rate > 0.0 {
+        let message = format!("{BIAS_RATE}: an adapter cannot store the updated biases");
+        resolver.report_with_advice(&[BIAS_RATE], message, "remove the key, or train without an adapter");
+        return 0.0;
+    }
+    rate
+}

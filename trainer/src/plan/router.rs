@@ -1,0 +1,106 @@
+//! Routers in a plan.
+
+use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedLoad, RouterLoss, RouterSettings};
+use candlewick_ops::DropPolicy;
+use candlewick_parallel::AuxiliaryLoss;
+use serde::Serialize;
+
+use crate::recipe::{HumanFloat, MoeBenchmarkSection, TokenDropPolicy};
+
+/// Settings of the routers of a mixture-of-experts model.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct RouterPlan {
+    /// Losses of each layer.
+    pub losses: Vec<RouterLossTerm>,
+    /// True if Sinkhorn balancing selects the experts during training.
+    pub sinkhorn: bool,
+    /// Number of layers with experts.
+    pub n_layers: usize,
+    /// Change of each expert bias per step; 0 keeps the biases.
+    pub bias_update_rate: f64,
+    /// Limit of the tokens of an expert over those of a balanced load; `None` drops no token.
+    pub capacity_factor: Option<f64>,
+    /// Tokens that an expert beyond its capacity keeps.
+    pub drop_policy: TokenDropPolicy,
+    /// Half the width of the range of random factors on the routers' input.
+    pub input_jitter_eps: f64,
+    /// Forced load of a benchmark.
+    pub benchmark: MoeBenchmarkSection,
+}
+
+/// A loss of the routers with its coefficient.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct RouterLossTerm {
+    /// The loss.
+    #[serde(serialize_with = "loss_name")]
+    pub loss: RouterLoss,
+    /// The coefficient of each layer's loss, above 0.
+    pub coefficient: f64,
+}
+
+fn loss_name<S: serde::Serializer>(loss: &RouterLoss, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(loss.name())
+}
+
+impl RouterPlan {
+    /// Returns the engine's settings of the routers.
+    pub fn settings(&self) -> RouterSettings {
+        RouterSettings {
+            losses: self.losses.iter().map(|term| term.loss).collect(),
+            bias_update_rate: self.bias_update_rate,
+            selection: if self.sinkhorn { ExpertSelection::Sinkhorn } else { ExpertSelection::TopK },
+            capacity: self.capacity_factor.map(|factor| ExpertCapacity { factor, policy: self.policy() }),
+            input_jitter_eps: self.input_jitter_eps,
+            forced_load: match self.benchmark.router_force_biased {
+                Some(HumanFloat(std)) => ForcedLoad::Biased { std },
+                None if self.benchmark.is_on() => ForcedLoad::Random,
+                None => ForcedLoad::None,
+            },
+        }
+    }
+
+    fn policy(&self) -> DropPolicy {
+        match self.drop_policy {
+            TokenDropPolicy::Probs => DropPolicy::Weights,
+            TokenDropPolicy::Position => DropPolicy::Position,
+        }
+    }
+
+    /// Returns the auxiliary losses of a step of `n_tokens` tokens.
+    ///
+    /// Metrics show the mean over tokens and layers. As in Megatron-LM, each layer adds its loss with the coefficient.
+    pub fn auxiliary(&self, n_tokens: usize) -> Vec<AuxiliaryLoss> {
+        let loss = |term: &RouterLossTerm| AuxiliaryLoss {
+            name: term.loss.name().to_owned(),
+            coefficient: term.coefficient * self.n_layers as f64,
+            normalizer: (n_tokens * self.n_layers) as f64,
+        };
+        self.losses.iter().map(loss).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_layer_adds_its_loss_and_metrics_show_their_mean() {
+        let losses = vec![RouterLossTerm { loss: RouterLoss::LoadBalancing, coefficient: 0.01 }];
+        let plan = RouterPlan {
+            losses,
+            sinkhorn: false,
+            n_layers: 4,
+            bias_update_rate: 0.0,
+            capacity_factor: None,
+            drop_policy: TokenDropPolicy::Probs,
+            input_jitter_eps: 0.0,
+            benchmark: MoeBenchmarkSection::default(),
+        };
+        assert_eq!(plan.settings().losses, [RouterLoss::LoadBalancing]);
+        let [loss] = plan.auxiliary(10).try_into().expect("there is one loss");
+        // Four layers whose loss is 1 for each of ten tokens.
+        let sum = 4.0 * 10.0;
+        assert_eq!(sum / loss.normalizer, 1.0);
+        assert!((loss.coefficient * sum / loss.normalizer - 4.0 * 0.01).abs() < 1e-12);
+    }
+}
