@@ -29,6 +29,7 @@ mod rope;
 mod router_loss;
 mod swiglu;
 mod unit;
+mod upcycle;
 mod weights;
 
 pub use block::Layer;
@@ -52,4 +53,5 @@ pub use moe_spec::{ExpertMatrixSpec, MoeSpec, SharedExpertSpec};
 pub use param::{Dim, DimSize, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 pub use router_loss::RouterLoss;
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
+pub use upcycle::{UpcycledExperts, Upcycling, UpcyclingOutput, UpcyclingReport};
 pub use weights::{EmbeddingTable, LmHead, UnitWeights};

@@ -22,4 +22,5 @@ pub(super) const SPEC: FamilySpec = FamilySpec {
     window: Window::None,
     divisible_hidden: true,
     moe: None,
+    upcycles_to: Some("mixtral"),
 };

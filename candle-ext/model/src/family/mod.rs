@@ -59,6 +59,8 @@ pub(crate) struct FamilySpec {
     pub(crate) divisible_hidden: bool,
     /// Mixture of experts; `None` for a dense family.
     pub(crate) moe: Option<&'static MoeFamily>,
+    /// Model type of the family of experts with this attention, to which a dense checkpoint can be upcycled.
+    pub(crate) upcycles_to: Option<&'static str>,
 }
 
 /// RMS norms of queries and keys.
