@@ -94,9 +94,9 @@ pub enum TiledMlp {
 /// Inputs of a forward pass that all layers share.
 #[derive(Clone, Copy)]
 pub struct ForwardContext<'a> {
-    /// Cosines of the rotary angles, f32 [t, k/2].
+    /// Cosines of the rotary angles, f32 [t, r/2] for r rotated elements of a head.
     pub cos: &'a Tensor,
-    /// Sines of the rotary angles, f32 [t, k/2].
+    /// Sines of the rotary angles, f32 [t, r/2].
     pub sin: &'a Tensor,
     /// Boundaries of the packed sequences.
     pub seqs: &'a CuSeqlens,

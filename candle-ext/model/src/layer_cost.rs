@@ -121,7 +121,7 @@ impl LayerCost<'_> {
 
     /// Returns the bytes of the RoPE tables, which all layers share.
     pub fn rope_bytes(&self) -> u64 {
-        rope_cost(self.n_tokens, self.attention_spec().head_dim as u64).saved_bytes
+        rope_cost(self.n_tokens, self.attention_spec().rotary_dim as u64).saved_bytes
     }
 
     /// Returns the GEMM sizes of the MLP, forward and backward. Experts pack their groups one at a time.

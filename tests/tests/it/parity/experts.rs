@@ -3,7 +3,7 @@
 use candlewick_comm::mesh::Degrees;
 use candlewick_parallel::{PipelineScheduleKind, SequenceParallel, TokenDispatcher, ZeroStage};
 
-use super::case::{Batching, DOTS1, QWEN3_MOE};
+use super::case::{Batching, DOTS1, GLM4_MOE, QWEN3_MOE};
 use super::rank::Strategy;
 use super::{ONE, check_all};
 
@@ -89,6 +89,13 @@ fn parity_of_the_all_gather_dispatcher() {
     ] {
         let strategy = Strategy { token_dispatcher: TokenDispatcher::AllGather, ..strategy(degrees, zero_stage) };
         check_all(strategy, &[DOTS1, QWEN3_MOE], &BATCHINGS, &[COUNTS, SUMS]);
+    }
+}
+
+#[test]
+fn parity_of_half_rotated_heads() {
+    for degrees in [Degrees { tp: 2, ep: 2, ..ONE }, Degrees { cp: 2, ..ONE }, Degrees { sp: 2, ep: 2, ..ONE }] {
+        check_all(strategy(degrees, None), &[GLM4_MOE], &BATCHINGS, &[]);
     }
 }
 
