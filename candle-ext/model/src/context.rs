@@ -58,9 +58,12 @@ pub trait ParallelOps {
         ops::attention(q, k, v, seqs, spec)
     }
 
-    /// Computes the routed experts of an MoE layer: [t, d] -> [t, d].
-    fn experts(&self, call: &ExpertCall) -> Result<Tensor> {
-        call.compute()
+    /// Computes the routed experts of an MoE layer: [t, d] -> [t, d]. Calls `meanwhile` once: if tokens travel between
+    /// ranks, while they do.
+    fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut() -> Result<()>) -> Result<Tensor> {
+        let y = call.compute()?;
+        meanwhile()?;
+        Ok(y)
     }
 
     /// Sums a tensor without gradient over the ranks that split a micro-batch's tokens.
