@@ -2,10 +2,20 @@
 
 use serde_json::{Map, Value, json};
 
-use super::UpcycledExperts;
 use crate::config::Typed;
 use crate::family::{Bias, Family, MoeFamily, MoeLayers, SharedExpertFamily, TopKNormalization, Window, WindowLayers};
 use crate::{Config, ModelError};
+
+/// Sizes of the mixture of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UpcycledExperts {
+    /// Number of routed experts of a layer.
+    pub n_experts: usize,
+    /// Number of selected experts of a token.
+    pub top_k: usize,
+    /// Number of slices of the dense MLP. Each expert is a copy of one slice.
+    pub granularity: usize,
+}
 
 /// Returns the config of the mixture of experts.
 ///

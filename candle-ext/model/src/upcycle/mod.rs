@@ -10,19 +10,9 @@ use candle_core::DType;
 
 use crate::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, WrittenTensors, require_empty};
 use crate::{Config, Family, Model, ModelError, ParamSpec};
+pub use config::UpcycledExperts;
 use config::moe_config;
 use tensors::{UpcycledTensor, tensors};
-
-/// Sizes of the mixture of experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct UpcycledExperts {
-    /// Number of routed experts of a layer.
-    pub n_experts: usize,
-    /// Number of selected experts of a token.
-    pub top_k: usize,
-    /// Number of slices of the dense MLP. Each expert is a copy of one slice.
-    pub granularity: usize,
-}
 
 /// Output of an upcycling.
 #[derive(Clone, Copy, Debug)]

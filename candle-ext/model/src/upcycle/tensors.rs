@@ -6,7 +6,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::UpcycledExperts;
+use super::config::UpcycledExperts;
 use crate::checkpoint::Checkpoint;
 use crate::{LayerSpec, LinearSpec, MlpSpec, Model, ModelError, MoeSpec, ParamSpec, SwiGluSpec};
 
