@@ -14,6 +14,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tiny_models import MOE_ADAPTERS
+
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "candle-ext" / "model" / "tests" / "fixtures"
 
@@ -54,7 +56,8 @@ def main():
         cases = [(given[0], given[1] if len(given) > 1 else None)]
     else:
         cases = [(folder, None) for folder in sorted(FIXTURES.iterdir()) if (folder / "config.json").exists()]
-        cases.append((FIXTURES / "qwen2", FIXTURES / "qwen2-lora"))
+        adapted = {"qwen2-lora": "qwen2"} | {name: how["base"] for name, how in MOE_ADAPTERS.items()}
+        cases.extend((FIXTURES / base, FIXTURES / adapter) for adapter, base in adapted.items())
     if not all([check(*case) for case in cases]):
         sys.exit("some logits differ")
 

@@ -181,11 +181,49 @@ def make_adapter(base):
     save_file(named, folder / "reference.safetensors")
 
 
+# Adapters of experts: model, how many ranks and which names. `per_expert` has the names of transformers 4.
+MOE_ADAPTERS = {
+    # Both 3-D parameters of the experts, the router and attention, with two ranks.
+    "qwen3_moe-lora": dict(
+        base="qwen3_moe", target_modules=["q_proj", "o_proj"], rank_pattern={r"experts\.down_proj": 2},
+        alpha_pattern={"mlp.gate.weight": 9}, use_rslora=True,
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"],
+    ),
+    # One 3-D parameter, whose factors have the plain name.
+    "olmoe-lora": dict(base="olmoe", target_modules=[], target_parameters=["experts.gate_up_proj"]),
+    # Names of transformers 4, which PEFT converts: rank 2r in memory.
+    "mixtral-lora": dict(base="mixtral", target_modules=["k_proj", "w1", "w2", "w3"]),
+    # PEFT does not convert the names of this model: they match shared experts and the dense layer alone.
+    "qwen2_moe-lora": dict(base="qwen2_moe", target_modules=["gate_proj", "down_proj"]),
+}
+
+
+def make_moe_adapter(name, base, **config):
+    """Makes an adapter of experts; see MOE_ADAPTERS. References of gradients are those of PEFT's own factors."""
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_pretrained(FIXTURES / base, dtype=torch.float32, attn_implementation="eager")
+    vocab_size = model.config.vocab_size
+    model = get_peft_model(model.eval(), LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", **config))
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_B" in parameter_name:
+            parameter.data = 0.2 * torch.randn_like(parameter)
+    folder = FIXTURES / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink(missing_ok=True)
+    drop_location(folder / "adapter_config.json")
+    result = reference(model, *inputs(vocab_size, None))
+    named = {key.replace(".default.", ".").replace("grad.base_model.model.", "grad."): t for key, t in result.items()}
+    save_file(named, folder / "reference.safetensors")
+
+
 def drop_location(path):
     """Removes values that differ from run to run."""
     config = json.loads(path.read_text())
     config["base_model_name_or_path"] = None
     config["target_modules"].sort()
+    if config.get("target_parameters"):
+        config["target_parameters"].sort()
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -193,6 +231,9 @@ def main():
     models = {name: make(name, *how) for name, how in (MODELS | MOE_MODELS).items() if name in (sys.argv[1:] or [name])}
     if "qwen2" in models:
         make_adapter(models["qwen2"])
+    for name, how in MOE_ADAPTERS.items():
+        if how["base"] in models:
+            make_moe_adapter(name, **how)
     total = sum(path.stat().st_size for path in FIXTURES.rglob("*") if path.is_file())
     print(f"{total} bytes in {FIXTURES}")
 

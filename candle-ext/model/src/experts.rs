@@ -3,15 +3,17 @@
 //! Dimensions: t tokens, d hidden size, e experts, n rows sorted by expert, f intermediate size of an expert
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, Routing, TokensPerCall, Weight};
+use candlewick_ops::{self as ops, Routing, TokensPerCall};
+
+use crate::expert_linear::ExpertLinear;
 
 /// Matrices of the routed experts of this rank.
 #[derive(Clone, Debug)]
 pub struct Experts {
     /// Gate and up projections [e * 2f, d].
-    gate_up: Weight,
+    gate_up: ExpertLinear,
     /// Down projections [e * d, f].
-    down: Weight,
+    down: ExpertLinear,
 }
 
 /// Arguments of one layer's routed experts.
@@ -37,7 +39,7 @@ impl ExpertCall<'_> {
 }
 
 impl Experts {
-    pub(crate) fn new(gate_up: Weight, down: Weight) -> Self {
+    pub(crate) fn new(gate_up: ExpertLinear, down: ExpertLinear) -> Self {
         Self { gate_up, down }
     }
 
@@ -50,8 +52,8 @@ impl Experts {
         offsets: &Tensor,
         tokens: TokensPerCall,
     ) -> Result<Tensor> {
-        let gate_up_n2f = ops::grouped_linear(rows_nd, &self.gate_up, offsets, tokens)?;
+        let gate_up_n2f = self.gate_up.forward(rows_nd, offsets, tokens)?;
         let gated_nf = ops::weighted_swiglu(&gate_up_n2f, weights_n)?;
-        ops::grouped_linear(&gated_nf, &self.down, offsets, tokens)
+        self.down.forward(&gated_nf, offsets, tokens)
     }
 }

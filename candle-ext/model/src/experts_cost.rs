@@ -22,6 +22,16 @@ pub enum ExpertExchange {
     },
 }
 
+impl ExpertExchange {
+    /// Returns the number of ranks that split each expert.
+    pub(crate) fn n_shards(self) -> u64 {
+        match self {
+            Self::None => 1,
+            Self::Rows { n_shards } | Self::Tokens { n_shards, .. } => n_shards,
+        }
+    }
+}
+
 /// Memory of the forward of a shared expert; zero without one.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct SharedExpertBytes {
@@ -97,10 +107,7 @@ impl ExpertsCost {
     }
 
     fn n_shards(&self) -> u64 {
-        match self.exchange {
-            ExpertExchange::None => 1,
-            ExpertExchange::Rows { n_shards } | ExpertExchange::Tokens { n_shards, .. } => n_shards,
-        }
+        self.exchange.n_shards()
     }
 
     /// Returns the bytes of the rows or tokens that the rank has received, which backward reads.

@@ -1,7 +1,10 @@
 //! Specification of a decoder layer, from which the layer is built and memory and FLOPs are estimated.
 
 use crate::linear_spec::layer_name;
-use crate::{Config, Dim, DimSize, LinearSpec, MoeSpec, ParamScope, ParamSpec, QkNorm, SwiGluSpec};
+use crate::{
+    AdapterSpec, Config, Dim, DimSize, ExpertAdapterSpec, ExpertMatrixSpec, LinearSpec, MoeSpec, ParamScope, ParamSpec,
+    QkNorm, SwiGluSpec,
+};
 
 /// One decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
 #[derive(Clone, Debug, PartialEq)]
@@ -130,6 +133,29 @@ impl LayerSpec {
             MlpSpec::Moe(moe) => moe.shared_expert.as_mut().map(|shared| &mut shared.mlp),
         };
         of_mixer.chain(mlp.into_iter().flat_map(|mlp| mlp.gate_up.iter_mut().chain([&mut mlp.down])))
+    }
+
+    /// Returns the LoRA adapters in forward order: of linear layers, the router and the experts.
+    pub fn adapters(&self) -> impl Iterator<Item = &AdapterSpec> {
+        let of_linears = self.linears().filter_map(|linear| linear.adapter.as_ref());
+        let of_router = self.router().and_then(|router| router.adapter.as_ref());
+        of_linears.chain(of_router).chain(self.expert_adapters().map(|adapter| &adapter.adapter))
+    }
+
+    /// Returns the router; `None` for a dense layer.
+    pub fn router(&self) -> Option<&LinearSpec> {
+        if let MlpSpec::Moe(moe) = &self.mlp { Some(&moe.router_weight) } else { None }
+    }
+
+    /// Returns the LoRA adapters of the routed experts.
+    pub fn expert_adapters(&self) -> impl Iterator<Item = &ExpertAdapterSpec> {
+        self.expert_matrices().flat_map(|matrix| &matrix.adapters)
+    }
+
+    /// Returns the matrices of the routed experts; none for a dense layer.
+    pub fn expert_matrices(&self) -> impl Iterator<Item = &ExpertMatrixSpec> {
+        let moe = if let MlpSpec::Moe(moe) = &self.mlp { Some(&**moe) } else { None };
+        moe.into_iter().flat_map(MoeSpec::expert_matrices)
     }
 
     /// Returns the name of the norm before the mixer.

@@ -9,6 +9,7 @@ use candlewick_ops::{
     dropout_backward_cost, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
 };
 
+use crate::expert_adapters_cost::ExpertAdaptersCost;
 use crate::experts_cost::{ExpertExchange, ExpertsCost, SharedExpertBytes};
 use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, QkNorm, SelfAttentionSpec, TiledMlp};
 
@@ -93,7 +94,9 @@ impl LayerCost<'_> {
         let residual = 3 * self.activation_bytes() + self.sublayer_bytes();
         let dense = u * s * 3 * f + tile + down;
         let shared = self.layer.mlp.swiglu().map(|_| SharedExpertBytes { peak: dense, output: t * s * d });
-        let routed = self.experts().map_or(0, |experts| experts.forward_bytes_with(shared.unwrap_or_default()));
+        let adapters = self.expert_adapters().map_or(0, |adapters| adapters.forward_bytes());
+        let routed =
+            self.experts().map_or(0, |experts| experts.forward_bytes_with(shared.unwrap_or_default()) + adapters);
         let mlp = residual + t * s * d + dense.max(routed);
         let qkv = self.sublayer_bytes() + t * s * (d + 2 * q + 2 * kv);
         let attention = qkv + self.attention_cost().forward().scratch_bytes + self.exchange.forward_bytes;
@@ -105,7 +108,8 @@ impl LayerCost<'_> {
         let (Widths { d, q, kv, .. }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
         let mlp = match self.tiled() {
             None => {
-                let routed = self.experts().map_or(0, |experts| experts.backward_bytes());
+                let adapters = self.expert_adapters().map_or(0, |adapters| adapters.backward_bytes());
+                let routed = self.experts().map_or(0, |experts| experts.backward_bytes() + adapters);
                 self.saved_bytes() + (self.mlp_backward(t) - self.mlp_saved(t)).max(routed)
             }
             // The gradient of the MLP's input, and a tile's tape, output and input gradient.
@@ -147,6 +151,12 @@ impl LayerCost<'_> {
             n_bytes: self.n_bytes(),
             exchange: self.experts,
         })
+    }
+
+    /// Returns the cost of the adapters of experts and router; `None` for a dense layer.
+    fn expert_adapters(&self) -> Option<ExpertAdaptersCost> {
+        let MlpSpec::Moe(moe) = &self.layer.mlp else { return None };
+        Some(ExpertAdaptersCost::of(moe, self.n_residual_tokens, self.n_bytes(), self.experts.n_shards()))
     }
 
     fn widths(&self) -> Widths {
@@ -204,6 +214,7 @@ impl LayerCost<'_> {
     fn saved_after_attention(&self) -> u64 {
         let sum = rms_norm_cost(self.n_residual_tokens * self.widths().d, self.dtype).saved_bytes;
         let routed = self.experts().map_or(0, |experts| experts.saved_bytes());
+        let routed = routed + self.expert_adapters().map_or(0, |adapters| adapters.saved_bytes());
         sum + routed + self.tiled().map_or_else(|| self.mlp_saved(self.n_tokens), |tiled| tiled.forward().saved_bytes)
     }
 

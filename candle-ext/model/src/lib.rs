@@ -11,6 +11,8 @@ mod config;
 mod context;
 mod dropout;
 mod error;
+mod expert_adapters_cost;
+mod expert_linear;
 mod experts;
 mod experts_cost;
 mod family;
@@ -43,12 +45,12 @@ pub use layer_cost::{AttentionExchange, LayerCost};
 pub use linear::{Adapter, Linear};
 pub use linear_spec::{LinearSpec, SwiGluSpec};
 pub use lora::{
-    AdapterFolder, AdapterMerge, AdapterSpec, BASE_MODEL_RECORD, BaseModelRecord, Lora, LoraConfig, MergeReport,
-    merge_lora,
+    AdapterFolder, AdapterMerge, AdapterSpec, BASE_MODEL_RECORD, BaseModelRecord, ExpertAdapterSpec, Lora, LoraConfig,
+    MergeReport, merge_lora,
 };
 pub use model::Model;
 pub use moe_spec::{ExpertMatrixSpec, MoeSpec, SharedExpertSpec};
-pub use param::{Dim, DimSize, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
+pub use param::{Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 pub use router::{
     ExpertCapacity, ExpertSelection, ForcedLoad, GlobalExpertCounts, RouterContext, RouterLoss, RouterRows,
     RouterSettings, RouterTotal, RouterTotals,

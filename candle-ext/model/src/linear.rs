@@ -39,6 +39,12 @@ impl Linear {
         }
     }
 
+    /// Computes [.., in_features] -> f32 [.., out_features] without dropout.
+    pub(crate) fn forward_f32(&self, x: &Tensor) -> Result<Tensor> {
+        let base = ops::linear(x, &self.weight, self.bias.as_ref(), OutputDtype::F32)?;
+        self.adapter.as_ref().map_or(Ok(base.clone()), |adapter| adapter.add_to(&base, x, None))
+    }
+
     /// Returns the number of output features on this rank.
     pub(crate) fn n_outputs(&self) -> usize {
         self.weight.dims()[0]

@@ -6,8 +6,8 @@ use candle_core::{Device, Result, Tensor};
 use candlewick_ops::{Weight, WeightStorage};
 
 use crate::{
-    AdapterSpec, Config, ForwardContext, FsdpUnit, LayerSpec, LoraConfig, ModelError, ParallelOps, ParamSpec,
-    UnitWeights, rope::Rope, unit,
+    AdapterSpec, Config, ExpertMatrixSpec, ForwardContext, FsdpUnit, LayerSpec, LoraConfig, ModelError, ParallelOps,
+    ParamSpec, UnitWeights, rope::Rope, unit,
 };
 
 /// A decoder-only model with an optional LoRA adapter.
@@ -53,6 +53,17 @@ impl Model {
         self.units.iter().flat_map(FsdpUnit::adapters)
     }
 
+    /// Returns true if LoRA trains the routers.
+    pub fn adapts_routers(&self) -> bool {
+        let is_adapted = |layer: &LayerSpec| layer.router().is_some_and(|router| router.adapter.is_some());
+        self.layers().any(is_adapted)
+    }
+
+    /// Returns true if LoRA trains the routed experts.
+    pub fn adapts_experts(&self) -> bool {
+        self.layers().any(|layer| layer.expert_adapters().next().is_some())
+    }
+
     /// Returns the base model's parameters, as in a Hugging Face checkpoint.
     pub fn base_params(&self) -> impl Iterator<Item = &ParamSpec> {
         self.units.iter().flat_map(|unit| &unit.params).filter(|param| !AdapterSpec::owns(&param.name))
@@ -63,18 +74,29 @@ impl Model {
         self.units.iter().flat_map(|unit| &unit.params).filter(|param| AdapterSpec::owns(&param.name))
     }
 
-    /// Returns base parameter `name` with LoRA merged: W + scaling B A for adapted layers, W otherwise.
+    /// Returns base parameter `name` with LoRA merged: W + scaling B A for adapted matrices, W otherwise.
     ///
     /// `read` returns the value of a parameter by its name.
     pub fn merged(&self, name: &str, read: impl Fn(&str) -> Result<Tensor>) -> Result<Tensor> {
         let base = read(name)?;
-        let module = name.strip_suffix(".weight");
-        match self.adapters().find(|adapter| Some(adapter.module.as_str()) == module) {
+        if let Some(matrix) = self.layers().flat_map(LayerSpec::expert_matrices).find(|matrix| matrix.name == name) {
+            return if matrix.adapters.is_empty() { Ok(base) } else { matrix.merged(&base, read) };
+        }
+        match self.adapters_on(name).next() {
             Some(adapter) => {
                 crate::merge_lora(&base, &read(&adapter.a_name())?, &read(&adapter.b_name())?, adapter.scaling)
             }
             None => Ok(base),
         }
+    }
+
+    /// Returns the adapters that change base parameter `name`.
+    pub(crate) fn adapters_on<'m>(&'m self, name: &'m str) -> impl Iterator<Item = &'m AdapterSpec> {
+        let is_here = move |matrix: &&ExpertMatrixSpec| matrix.name == name;
+        let of_experts = self.layers().flat_map(LayerSpec::expert_matrices).filter(is_here);
+        let module = name.strip_suffix(".weight");
+        let of_linears = self.adapters().filter(move |adapter| Some(adapter.module.as_str()) == module);
+        of_linears.chain(of_experts.flat_map(|matrix| &matrix.adapters).map(|adapter| &adapter.adapter))
     }
 
     /// Returns the RoPE cosines and sines at `positions`, f32 [t, r/2] each for r rotated elements of a head.

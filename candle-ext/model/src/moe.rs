@@ -4,8 +4,9 @@
 //! size of an expert
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_ops::{self as ops, OutputDtype, RouterSpec, Routing, Weight};
+use candlewick_ops::{self as ops, RouterSpec, Routing, Weight};
 
+use crate::expert_linear::ExpertLinear;
 use crate::router::{RouterLogits, select};
 use crate::swiglu::SwiGlu;
 use crate::{ExpertCall, Experts, ForwardContext, Linear, MoeSpec, SharedExpertSpec};
@@ -14,7 +15,7 @@ use crate::{ExpertCall, Experts, ForwardContext, Linear, MoeSpec, SharedExpertSp
 pub(crate) struct Moe {
     layer_idx: usize,
     router: RouterSpec,
-    router_weight: Weight,
+    router_linear: Linear,
     expert_bias: Option<Weight>,
     experts: Experts,
     shared_expert: Option<SharedExpert>,
@@ -36,9 +37,9 @@ impl Moe {
         Ok(Self {
             layer_idx,
             router: spec.router,
-            router_weight: get(&spec.router_weight.weight_name())?,
+            router_linear: Linear::build(&spec.router_weight, get)?,
             expert_bias: spec.expert_bias.then(|| get(&spec.expert_bias_name())).transpose()?,
-            experts: Experts::new(get(&spec.gate_up.name)?, get(&spec.down.name)?),
+            experts: Experts::new(ExpertLinear::build(&spec.gate_up, get)?, ExpertLinear::build(&spec.down, get)?),
             shared_expert: spec.shared_expert.as_ref().map(|shared| SharedExpert::build(shared, get)).transpose()?,
         })
     }
@@ -59,7 +60,7 @@ impl Moe {
     /// Selects the experts of each token, and adds the router's losses to the tape.
     fn route(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Routing> {
         let x_td = &context.router.jittered(x_td, self.layer_idx)?;
-        let logits_te = ops::linear(x_td, &self.router_weight, None, OutputDtype::F32)?;
+        let logits_te = self.router_linear.forward_f32(x_td)?;
         let bias = self.expert_bias.as_ref().map(|bias| bias.value()?.to_dtype(DType::F32)).transpose()?;
         let (layer_idx, logits, bias, spec) = (self.layer_idx, &logits_te, bias.as_ref(), self.router);
         select(&RouterLogits { layer_idx, logits, bias, spec }, &context.router, context.parallel_ops)

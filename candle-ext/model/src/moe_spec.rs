@@ -4,8 +4,8 @@ use candlewick_ops::{RouterSpec, WeightStorage};
 
 use crate::linear_spec::layer_name;
 use crate::{
-    Config, Dim, DimSize, HubTensor, HubTensors, Init, LinearSpec, MoeConfig, ParamGroupKind, ParamScope, ParamSpec,
-    SwiGluSpec,
+    Config, Dim, DimSize, ExpertAdapterSpec, HubLayout, HubTensor, HubTensors, Init, LinearSpec, MoeConfig,
+    ParamGroupKind, ParamScope, ParamSpec, SwiGluSpec,
 };
 
 /// A mixture of experts: sum over the selected experts of weight * down(silu(gate(x)) * up(x)), plus a shared expert.
@@ -30,7 +30,7 @@ pub struct MoeSpec {
     /// Expert that every token uses.
     pub shared_expert: Option<SharedExpertSpec>,
     /// Names of the tensors in Hub checkpoints.
-    hub: HubNames,
+    pub(crate) hub: HubNames,
 }
 
 /// One matrix of each expert, stored as one parameter [experts * out, input].
@@ -44,8 +44,10 @@ pub struct ExpertMatrixSpec {
     pub out: usize,
     /// Input features of an expert's matrix.
     pub input: DimSize,
+    /// LoRA adapters of the experts.
+    pub adapters: Vec<ExpertAdapterSpec>,
     /// Meaning of the parameter's rows.
-    rows: Dim,
+    pub(crate) rows: Dim,
 }
 
 /// The shared expert of an MoE layer.
@@ -59,11 +61,11 @@ pub struct SharedExpertSpec {
 
 /// Names of an MoE layer in Hub checkpoints.
 #[derive(Clone, Debug, PartialEq)]
-struct HubNames {
+pub(crate) struct HubNames {
     /// Name of the layer, such as `model.layers.0.block_sparse_moe`.
-    module: String,
+    pub(crate) module: String,
     /// Gate, up and down projection of an expert.
-    linears: [&'static str; 3],
+    pub(crate) linears: [&'static str; 3],
 }
 
 impl Config {
@@ -79,6 +81,7 @@ impl Config {
             out,
             input,
             rows,
+            adapters: Vec::new(),
         };
         let ffn = DimSize { dim: Dim::Ffn, len: moe.expert_size };
         let shared_module = format!("{module}.{}", family.names.shared_expert);
@@ -142,13 +145,28 @@ impl MoeSpec {
         params
     }
 
+    /// Returns the matrices of the experts in forward order.
+    pub fn expert_matrices(&self) -> impl Iterator<Item = &ExpertMatrixSpec> {
+        [&self.gate_up, &self.down].into_iter()
+    }
+
+    /// Returns the module names of one linear layer of all experts, as in Hub checkpoints.
+    pub(crate) fn expert_modules(&self, linear: &str) -> impl Iterator<Item = String> {
+        (0..self.n_experts).map(move |expert_idx| format!("{}.experts.{expert_idx}.{linear}", self.hub.module))
+    }
+
+    /// Returns the router's module name in Hub checkpoints.
+    pub(crate) fn hub_router_module(&self) -> String {
+        format!("{}.gate", self.hub.module)
+    }
+
     /// Returns the router's tensor in Hub checkpoints if its name differs.
     fn hub_router(&self) -> Option<Box<HubTensors>> {
         let LinearSpec { out, input, .. } = &self.router_weight;
-        let name = format!("{}.gate.weight", self.hub.module);
+        let name = format!("{}.weight", self.hub_router_module());
         (self.hub.module != self.module).then(|| {
             let tensors = vec![HubTensor { name, rows: 0..out.len }];
-            Box::new(HubTensors { fused_shape: vec![out.len, input.len], tensors })
+            Box::new(HubTensors { fused_shape: vec![out.len, input.len], tensors, layout: HubLayout::Rows })
         })
     }
 
@@ -162,7 +180,11 @@ impl MoeSpec {
                 HubTensor { name, rows: first..first + height }
             })
         });
-        HubTensors { fused_shape: vec![matrix.n_experts, matrix.out, matrix.input.len], tensors: tensors.collect() }
+        HubTensors {
+            fused_shape: vec![matrix.n_experts, matrix.out, matrix.input.len],
+            tensors: tensors.collect(),
+            layout: HubLayout::Rows,
+        }
     }
 }
 

@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use candle_core::{Result, Tensor};
 use candlewick_ops::WeightStorage;
 use rand_chacha::{ChaCha8Rng, rand_core::RngCore, rand_core::SeedableRng};
 use rayon::prelude::*;
@@ -40,6 +41,48 @@ pub struct HubTensors {
     pub fused_shape: Vec<usize>,
     /// The tensors in the order of their rows.
     pub tensors: Vec<HubTensor>,
+    /// Arrangement of the elements in the tensors.
+    pub layout: HubLayout,
+}
+
+/// Arrangement of a parameter's elements in the tensors of a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HubLayout {
+    /// Each tensor holds rows of the parameter.
+    Rows,
+    /// One tensor [out, columns * experts], whose fastest index is the expert, for a parameter [experts * out, columns].
+    /// PEFT stores `lora_B` of a 3-D parameter in this way.
+    ExpertsInColumns {
+        /// Number of experts.
+        n_experts: usize,
+    },
+}
+
+impl HubLayout {
+    /// Returns the shape of a tensor that holds `n_rows` rows of a parameter.
+    pub(crate) fn shape(self, n_rows: usize, param_shape: &[usize]) -> Vec<usize> {
+        match self {
+            Self::Rows => [&[n_rows], &param_shape[1..]].concat(),
+            Self::ExpertsInColumns { n_experts } => {
+                vec![n_rows / n_experts, param_shape[1..].iter().product::<usize>() * n_experts]
+            }
+        }
+    }
+
+    /// Returns the parameter whose tensor has the elements of `stored`.
+    pub(crate) fn read(self, stored: Tensor, param_shape: &[usize]) -> Result<Tensor> {
+        let Self::ExpertsInColumns { n_experts } = self else { return Ok(stored) };
+        let (rows, columns) = (param_shape[0] / n_experts, param_shape[1]);
+        stored.reshape((rows, columns, n_experts))?.permute((2, 0, 1))?.contiguous()?.reshape(param_shape)
+    }
+
+    /// Returns the elements of a parameter in the order of its tensor.
+    pub(crate) fn write(self, param: Tensor) -> Result<Tensor> {
+        let Self::ExpertsInColumns { n_experts } = self else { return Ok(param) };
+        let (rows, columns) = param.dims2()?;
+        let by_expert = param.reshape((n_experts, rows / n_experts, columns))?;
+        by_expert.permute((1, 2, 0))?.contiguous()?.reshape((rows / n_experts, columns * n_experts))
+    }
 }
 
 /// One tensor of a Hub checkpoint: some rows of a parameter.

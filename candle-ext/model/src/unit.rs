@@ -2,9 +2,7 @@
 
 use candlewick_ops::WeightStorage;
 
-use crate::{
-    AdapterSpec, Config, Dim, DimSize, Init, LayerSpec, LoraConfig, ModelError, ParamScope, ParamSpec, lora::factors,
-};
+use crate::{AdapterSpec, Config, Dim, DimSize, Init, LayerSpec, LoraConfig, ModelError, ParamScope, ParamSpec};
 
 /// Parameters that are all-gathered, computed and freed together, as by FSDP's `fully_shard`.
 #[derive(Clone, Debug, PartialEq)]
@@ -51,9 +49,14 @@ impl FsdpUnit {
         layer.linears_mut().filter(|linear| linear.bias_name() == name).for_each(|linear| linear.bias = false);
     }
 
-    /// Sets the storage of the frozen linear weights. Biases, norms and adapters stay dense.
+    /// Sets the storage of the frozen weights of linear layers and experts. Biases, norms, routers and adapters stay
+    /// dense.
     pub(crate) fn store_frozen(&mut self, storage: WeightStorage) {
         let FsdpUnitKind::Layer(layer) = &mut self.kind else { return };
+        for matrix in layer.expert_matrices() {
+            let is_frozen = |param: &&mut ParamSpec| param.name == matrix.name && !param.trainable;
+            self.params.iter_mut().filter(is_frozen).for_each(|param| param.storage = storage);
+        }
         for linear in layer.linears_mut() {
             let name = linear.weight_name();
             for param in self.params.iter_mut().filter(|param| param.name == name && !param.trainable) {
@@ -62,9 +65,9 @@ impl FsdpUnit {
         }
     }
 
-    /// Returns the LoRA adapters of the unit's linear layers.
+    /// Returns the LoRA adapters of the unit.
     pub fn adapters(&self) -> impl Iterator<Item = &AdapterSpec> {
-        self.layer().into_iter().flat_map(LayerSpec::linears).filter_map(|linear| linear.adapter.as_ref())
+        self.layer().into_iter().flat_map(LayerSpec::adapters)
     }
 }
 
@@ -92,18 +95,19 @@ pub(crate) fn units(config: &Config, lora: Option<&LoraConfig>) -> Result<Vec<Fs
     Ok(units)
 }
 
+/// Freezes the base and adds the factors of the adapters.
 fn attach(config: &Config, lora: &LoraConfig, units: &mut [FsdpUnit]) -> Result<(), ModelError> {
     units.iter_mut().flat_map(|unit| &mut unit.params).for_each(|param| param.trainable = false);
-    let targets = lora.targets(config)?;
-    for unit in units {
+    let names = lora.names(config);
+    let targets = lora.targets(&names)?;
+    for unit in units.iter_mut() {
         let FsdpUnitKind::Layer(layer) = &mut unit.kind else { continue };
-        for linear in layer.linears_mut() {
-            let Some(adapter) = targets.iter().find(|adapter| adapter.module == linear.module) else { continue };
-            linear.adapter = Some(adapter.clone());
-            unit.params.extend(factors(adapter, [linear.out, linear.input]));
-        }
+        unit.params.extend(targets.attach(layer)?);
     }
-    Ok(())
+    match units.iter().any(|unit| unit.adapters().next().is_some()) {
+        true => Ok(()),
+        false => Err(lora.without_target(&names)),
+    }
 }
 
 fn embed(config: &Config) -> FsdpUnit {

@@ -9,6 +9,7 @@
 mod accelerator;
 pub mod adamw;
 pub mod add;
+pub mod add_columns;
 pub mod attention;
 mod backward;
 pub mod bytes;
@@ -63,6 +64,7 @@ pub use cuda::poison::poison;
 pub use accelerator::{DeviceChoice, GpuInfo, gpu_memory, gpu_unavailable_reason, gpu_uuid, gpus};
 pub use adamw::{AdamW, AdamWState, adamw};
 pub use add::add;
+pub use add_columns::add_columns;
 pub use attention::{
     AttentionChoice, AttentionChunk, AttentionCost, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec,
     ChunkInputs, CuSeqlens, PartialSoftmax, attention, attention_chunk, attention_chunk_backward, kv_cache_dtype,

@@ -262,6 +262,9 @@ impl Slice {
         if spec.dims.len() == 2 && self.matrix[1] != spec.shape[1] {
             // Each row of the matrix is a block of rows of the parameter.
             let (width, height) = (spec.shape[1], self.matrix[1] / spec.shape[1]);
+            if self.columns.len == self.matrix[1] {
+                return ends(self.rows).into_iter().filter_map(|row| inside(0, row * height)).collect();
+            }
             let rows = (0..self.matrix[0]).flat_map(|row| ends(self.columns).map(|at| row * height + at / width));
             return rows.filter_map(|at| inside(0, at)).collect();
         }

@@ -50,8 +50,8 @@ pub struct ModelSection {
     pub activation_checkpoint: Option<ActivationCheckpoint>,
     /// ArcticTraining's key: `true` is `activation_checkpoint: none`, `false` is `full`. Default: unset.
     pub disable_activation_checkpoint: Option<bool>,
-    /// A PEFT LoRA config: `peft_type: LORA`, `r`, `lora_alpha`, `target_modules` (names or `all-linear`), ... It trains
-    /// only the adapter. Default: trains all weights.
+    /// A PEFT LoRA config: `peft_type: LORA`, `r`, `lora_alpha`, `target_modules` (names or `all-linear`),
+    /// `target_parameters` (such as `mlp.experts.gate_up_proj`), ... It trains only the adapter. Default: trains all weights.
     pub peft_config: Option<JsonMap>,
     /// The folder of an adapter to continue training. It has its own config and excludes `peft_config`.
     pub adapter_name_or_path: Option<String>,

@@ -13,7 +13,7 @@ pub struct MoeSection {
     /// list of losses adds them, and `aux_loss_coeff` is then a list of the same length.
     pub router_load_balancing_type: Option<ValueOrList<LoadBalancingType>>,
     /// The coefficient of each layer's load-balancing loss, which is 1 if all experts get equally many tokens. 0 turns it
-    /// off. Default: `router_aux_loss_coef` of the model; 0 with LoRA.
+    /// off. Default: `router_aux_loss_coef` of the model; 0 with LoRA, unless routers have adapters.
     pub aux_loss_coeff: Option<ValueOrList<HumanFloat>>,
     /// The coefficient of each layer's z-loss, the mean square of the log-sum-exp of the router's logits. Megatron-LM's
     /// documentation suggests 1e-3. Default 0.

@@ -45,7 +45,27 @@ fn check_all() {
     ] {
         check(arguments);
     }
+    for lora in LORA_OF_EXPERTS {
+        let lora = format!("model.peft_config={{r: 16, {lora}}}");
+        check(&[&["model.activation_checkpoint=full"], EXPERTS, &[&lora]].concat());
+        check(&[EXPERTS, &[&lora]].concat());
+    }
 }
+
+/// A mixture of experts most of whose weights are those of experts.
+const EXPERTS: &[&str] = &[
+    "model.config.model_type=qwen3_moe",
+    "model.config.num_experts=16",
+    "model.config.num_experts_per_tok=2",
+    "model.config.moe_intermediate_size=384",
+];
+
+/// Adapters next to frozen experts, and adapters of experts in both layouts.
+const LORA_OF_EXPERTS: [&str; 3] = [
+    "target_modules: [q_proj, k_proj, v_proj, o_proj]",
+    "target_parameters: [experts.gate_up_proj, experts.down_proj, mlp.gate.weight]",
+    "target_modules: [q_proj, gate_proj, up_proj, down_proj]",
+];
 
 #[track_caller]
 fn check(arguments: &[&str]) {

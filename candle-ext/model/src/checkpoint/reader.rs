@@ -17,7 +17,7 @@ use super::{
     index,
 };
 use crate::config::json::read_bytes;
-use crate::{HubTensor, HubTensors, ModelError, ParamSpec};
+use crate::{HubLayout, HubTensor, HubTensors, ModelError, ParamSpec};
 
 /// The memory-mapped safetensors files of a folder.
 #[derive(Debug)]
@@ -173,7 +173,9 @@ impl Checkpoint {
         let file = &self.files[*file_idx];
         let wrong = |problem: String| ModelError::mismatch(&file.path, format!("tensor `{name}` {problem}"));
         if entry.shape != shape {
-            return Err(wrong(format!("has shape {:?}, but config.json makes it {shape:?}", entry.shape)));
+            let source = if crate::AdapterSpec::owns(name) { "adapter_config.json" } else { "config.json" };
+            let hint = shape_hint(name);
+            return Err(wrong(format!("has shape {:?}, but {source} makes it {shape:?}{hint}", entry.shape)));
         }
         let known = [DType::F32, DType::BF16, DType::F16].map(element::disk_dtype);
         match known.contains(&Some(entry.dtype)) {
@@ -185,15 +187,20 @@ impl Checkpoint {
     /// Returns name, shape and elements of the tensors that hold a parameter: one of its own name, or those of the Hub.
     fn sources<'p>(&self, param: &'p ParamSpec) -> Vec<(&'p str, Vec<usize>, Range<usize>)> {
         let own = |shape: &[usize]| vec![(param.name.as_str(), shape.to_vec(), 0..param.numel())];
-        let Some(HubTensors { fused_shape, tensors }) = param.hub.as_deref() else { return own(&param.shape) };
-        if self.tensors.contains_key(&param.name) {
+        let Some(HubTensors { fused_shape, tensors, layout }) = param.hub.as_deref() else { return own(&param.shape) };
+        if self.is_fused(param) {
             return own(fused_shape);
         }
         let width: usize = param.shape[1..].iter().product();
         let source = |HubTensor { name, rows }: &'p HubTensor| {
-            (name.as_str(), [&[rows.len()], &param.shape[1..]].concat(), rows.start * width..rows.end * width)
+            (name.as_str(), layout.shape(rows.len(), &param.shape), rows.start * width..rows.end * width)
         };
         tensors.iter().map(source).collect()
+    }
+
+    /// Returns true if a tensor of the parameter's own name holds it as a whole.
+    fn is_fused(&self, param: &ParamSpec) -> bool {
+        self.tensors.contains_key(&param.name)
     }
 
     /// Reads a parameter as f32, bf16 or f16, from one tensor or from the several of a Hub checkpoint.
@@ -216,7 +223,9 @@ impl Checkpoint {
         for (name, shape, elements) in sources {
             self.read_into(name, &shape, &mut values[elements])?;
         }
-        Ok(Tensor::from_vec(values, param.shape.as_slice(), device)?)
+        let stored = Tensor::from_vec(values, param.shape.as_slice(), device)?;
+        let layout = param.hub.as_deref().filter(|_| !self.is_fused(param)).map_or(HubLayout::Rows, |hub| hub.layout);
+        Ok(layout.read(stored, &param.shape)?)
     }
 
     /// Reads tensor `name` of the given shape into `out`, converting its dtype.
@@ -247,6 +256,12 @@ impl Checkpoint {
         self.read_into(name, shape, &mut values)?;
         Ok(Tensor::from_vec(values, shape, device)?)
     }
+}
+
+/// Returns the usual reason for a wrong shape of a 3-D parameter's factor, or an empty string.
+fn shape_hint(name: &str) -> &'static str {
+    let is_parameter = name.contains(".experts.lora_") || name.contains(".experts.base_layer.lora_");
+    if is_parameter { "; PEFT before 0.19.1 exchanged inputs and outputs of experts" } else { "" }
 }
 
 /// Describes the contents of a folder without safetensors, and the remedy.

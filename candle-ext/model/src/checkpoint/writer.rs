@@ -14,7 +14,7 @@ use super::{
     DurableFile, StagingFolder,
     element::{self, disk_dtype},
 };
-use crate::{Config, HubTensor, HubTensors, ModelError, ParamSpec};
+use crate::{Config, HubLayout, HubTensor, HubTensors, ModelError, ParamSpec};
 
 /// Default maximum shard size, in bytes: 5 GB, as in transformers.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
@@ -81,7 +81,7 @@ impl CheckpointExport<'_> {
         let mut weight_map = Map::new();
         for (shard_idx, shard) in shards.iter().enumerate() {
             let file = shard_name(shard_idx, shards.len());
-            let tensors: Vec<_> = shard.iter().map(|param| ShardTensor { name: param.name.clone(), param }).collect();
+            let tensors: Vec<_> = shard.iter().map(|param| ShardTensor { prefix: "", param }).collect();
             write_shard(&staging.folder().join(&file), &tensors, self.dtype, &mut fetch)?;
             let names = tensors.iter().flat_map(|tensor| tensor.entries(self.dtype)).map(|entry| entry.name);
             weight_map.extend(names.map(|name| (name, Value::from(file.as_str()))));
@@ -131,9 +131,9 @@ fn shard_name(shard_idx: usize, n_shards: usize) -> String {
     }
 }
 
-/// A parameter and its name in the file.
+/// A parameter and the prefix of its name in the file.
 pub(crate) struct ShardTensor<'a> {
-    pub(crate) name: String,
+    pub(crate) prefix: &'static str,
     pub(crate) param: &'a ParamSpec,
 }
 
@@ -151,14 +151,24 @@ impl ShardTensor<'_> {
         let dtype = dtype_on_disk(self.param, dtype);
         let shape = &self.param.shape;
         match self.param.hub.as_deref() {
-            None => vec![HeaderEntry { name: self.name.clone(), shape: shape.clone(), dtype }],
-            Some(HubTensors { tensors, .. }) => {
-                let of_rows = |tensor: &HubTensor| [&[tensor.rows.len()], &shape[1..]].concat();
-                let entry =
-                    |tensor: &HubTensor| HeaderEntry { name: tensor.name.clone(), shape: of_rows(tensor), dtype };
+            None => {
+                vec![HeaderEntry { name: format!("{}{}", self.prefix, self.param.name), shape: shape.clone(), dtype }]
+            }
+            Some(HubTensors { tensors, layout, .. }) => {
+                let of_rows = |tensor: &HubTensor| layout.shape(tensor.rows.len(), shape);
+                let entry = |tensor: &HubTensor| HeaderEntry {
+                    name: format!("{}{}", self.prefix, tensor.name),
+                    shape: of_rows(tensor),
+                    dtype,
+                };
                 tensors.iter().map(entry).collect()
             }
         }
+    }
+
+    /// Returns the elements in the order of the file.
+    fn stored(&self, value: Tensor) -> candle_core::Result<Tensor> {
+        self.param.hub.as_deref().map_or(HubLayout::Rows, |hub| hub.layout).write(value)
     }
 }
 
@@ -172,14 +182,15 @@ pub(crate) fn write_shard(
     let io = |e| ModelError::io("write", path)(e);
     let mut out = BufWriter::with_capacity(1 << 20, DurableFile::create_new(path).map_err(io)?);
     out.write_all(&header(path, tensors, dtype)?).map_err(io)?;
-    for ShardTensor { name, param } in tensors {
-        let value = fetch(param)?;
+    for tensor in tensors {
+        let ShardTensor { param, .. } = tensor;
+        let (value, name) = (fetch(param)?, &param.name);
         if value.dims() != param.shape {
             let problem = format!("tensor `{name}` has shape {:?}, want {:?}", value.dims(), param.shape);
             return Err(ModelError::mismatch(path, problem));
         }
         let mut failed = None;
-        let encoded = element::encode(&value, dtype_on_disk(param, dtype), |bytes| {
+        let encoded = element::encode(&tensor.stored(value)?, dtype_on_disk(param, dtype), |bytes| {
             out.write_all(bytes).map_err(|e| {
                 let kind = e.kind();
                 failed = Some(e);

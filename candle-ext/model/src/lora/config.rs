@@ -1,14 +1,12 @@
 //! PEFT's adapter_config.json and a recipe's `peft_config`. Unsupported keys are errors.
 
-use std::path::Path;
-
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value, json};
 
-use super::names::Names;
+use super::names::{Names, list};
 use crate::{
     ModelError,
-    config::json::{Keys, read_object, shorten},
+    config::json::{Keys, shorten},
 };
 
 /// LoRA configuration.
@@ -19,12 +17,19 @@ pub struct LoraConfig {
     pub(super) lora_dropout: f64,
     pub(super) use_rslora: bool,
     pub(super) target_modules: Names,
+    /// Full parameter names, or suffixes after a dot.
+    pub(super) target_parameters: Vec<String>,
+    /// True if factors of 3-D parameters have inputs and outputs exchanged, as PEFT before 0.19.1 saved them.
+    pub(super) has_exchanged_parameters: bool,
+    /// True if the adapter folder has no tensors of single experts. In transformers 5, names of modules match only those
+    /// of shared experts and dense layers.
+    pub(super) skips_expert_modules: bool,
     pub(super) exclude_modules: Option<Names>,
     pub(super) layers_to_transform: Option<Vec<usize>>,
     /// Rank by module name or regular expression; the first match applies (PEFT's `rank_pattern`).
     pub(super) rank_pattern: Vec<(String, usize)>,
     pub(super) alpha_pattern: Vec<(String, f64)>,
-    base_model: Option<String>,
+    pub(super) base_model: Option<String>,
 }
 
 /// Supported keys.
@@ -34,6 +39,7 @@ const READ: &[&str] = &[
     "lora_dropout",
     "use_rslora",
     "target_modules",
+    "target_parameters",
     "exclude_modules",
     "layers_to_transform",
     "layers_pattern",
@@ -80,19 +86,14 @@ const NOT_IMPLEMENTED: &[(&str, &str)] = &[
     ("lora_bias", "a bias on B is not implemented"),
     ("fan_in_fan_out", "the linear layers of these models store [outputs, inputs]"),
     ("trainable_token_indices", "training single tokens is not implemented"),
-    ("target_parameters", "use target_modules"),
     ("layer_replication", "repeating layers is not implemented"),
     ("ensure_weight_tying", "no adapter sits on a tied layer"),
 ];
 
-impl LoraConfig {
-    /// Reads `adapter_config.json` from an adapter folder.
-    pub fn read(folder: &Path) -> Result<Self, ModelError> {
-        let path = folder.join("adapter_config.json");
-        let map = read_object(&path)?;
-        Self::from_map(&map).map_err(|e| e.in_file(&path))
-    }
+/// First version of PEFT with inputs and outputs of 3-D parameters in the order of these adapter folders.
+const PARAMETERS_VERSION: [u32; 3] = [0, 19, 1];
 
+impl LoraConfig {
     /// Parses a recipe's `peft_config`.
     pub fn from_json(value: &Value) -> Result<Self, ModelError> {
         match value {
@@ -104,17 +105,23 @@ impl LoraConfig {
         }
     }
 
-    fn from_map(map: &Map<String, Value>) -> Result<Self, ModelError> {
+    /// Parses the keys of a recipe or of an adapter folder.
+    pub(super) fn from_map(map: &Map<String, Value>) -> Result<Self, ModelError> {
         map.iter().try_for_each(|(key, value)| refuse_unsupported(key, value))?;
         let keys = Keys::new(map);
+        let target_parameters = parameters(keys)?;
+        // PEFT's default for these model families, without target_parameters.
+        let default =
+            if target_parameters.is_empty() { vec!["q_proj".to_owned(), "v_proj".to_owned()] } else { vec![] };
         let config = Self {
             r: rank("r", keys.count("r")?.unwrap_or(8))?,
             lora_alpha: alpha("lora_alpha", keys.number("lora_alpha")?.unwrap_or(8.0))?,
             lora_dropout: dropout(keys.number("lora_dropout")?.unwrap_or(0.0))?,
             use_rslora: keys.flag("use_rslora")?.unwrap_or(false),
-            // PEFT's default for these model families.
-            target_modules: Names::read(keys, "target_modules")?
-                .unwrap_or_else(|| Names::List(vec!["q_proj".to_string(), "v_proj".to_string()])),
+            target_modules: Names::read(keys, "target_modules")?.unwrap_or(Names::List(default)),
+            target_parameters,
+            has_exchanged_parameters: false,
+            skips_expert_modules: false,
             exclude_modules: Names::read(keys, "exclude_modules")?.filter(|names| !names.is_empty()),
             layers_to_transform: layers(keys)?,
             rank_pattern: pattern(keys, "rank_pattern", |v| v.as_u64().and_then(|n| n.try_into().ok()))?,
@@ -128,8 +135,18 @@ impl LoraConfig {
                 "layers_to_transform",
                 "needs target_modules to be a list of names, as in PEFT; or name the layers in the expression",
             )),
+            (_, Some(_)) if !config.target_parameters.is_empty() => Err(ModelError::lora(
+                "layers_to_transform",
+                "PEFT applies it to target_modules alone; name the layers in target_parameters, such as \
+                 layers.1.mlp.experts.down_proj",
+            )),
             _ => Ok(config),
         }
+    }
+
+    /// Returns the dropout probability of the adapters' inputs.
+    pub fn dropout(&self) -> f64 {
+        self.lora_dropout
     }
 
     /// Sets the base model's name for adapter_config.json.
@@ -145,6 +162,7 @@ impl LoraConfig {
 
     /// Returns the configuration in the format of PEFT's adapter_config.json.
     pub fn to_json(&self) -> Value {
+        let peft_version = (!self.target_parameters.is_empty()).then_some(PARAMETERS_VERSION);
         json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -155,6 +173,8 @@ impl LoraConfig {
             "lora_dropout": self.lora_dropout,
             "use_rslora": self.use_rslora,
             "target_modules": self.target_modules.to_json(),
+            "target_parameters": Some(&self.target_parameters).filter(|list| !list.is_empty()),
+            "peft_version": peft_version.map(|version| version.map(|n| n.to_string()).join(".")),
             "exclude_modules": self.exclude_modules.as_ref().map(Names::to_json),
             "layers_to_transform": self.layers_to_transform,
             "layers_pattern": null,
@@ -166,6 +186,22 @@ impl LoraConfig {
             "modules_to_save": null,
             "use_dora": false,
         })
+    }
+}
+
+/// Returns true if the folder's factors of 3-D parameters have inputs and outputs exchanged. PEFT 0.17 saved no version.
+pub(super) fn exchanges_parameters(map: &Map<String, Value>) -> bool {
+    let version = map.get("peft_version").and_then(Value::as_str).unwrap_or_default();
+    let number = |part: &str| part.parse::<u32>().unwrap_or(0);
+    let found: Vec<u32> = version.split(['.', '@', '+']).take(3).map(number).collect();
+    found.as_slice() < PARAMETERS_VERSION.as_slice()
+}
+
+/// Reads the list of `target_parameters`.
+fn parameters(keys: Keys) -> Result<Vec<String>, ModelError> {
+    match keys.get("target_parameters") {
+        None => Ok(Vec::new()),
+        Some(value) => list("target_parameters", value, "a list of parameter names"),
     }
 }
 

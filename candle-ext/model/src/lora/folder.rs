@@ -4,10 +4,12 @@ use std::path::Path;
 
 use candle_core::{DType, Tensor};
 
+use super::config::exchanges_parameters;
 use super::{BASE_MODEL_RECORD, BaseModelRecord, LoraConfig};
 use crate::{
     Model, ModelError, ParamSpec,
     checkpoint::{AuxiliaryFiles, Checkpoint, ShardTensor, StagingFolder, write_json, write_shard},
+    config::json::read_object,
 };
 
 /// Prefix that PEFT puts before every parameter name.
@@ -22,6 +24,19 @@ pub struct AdapterFolder {
     pub weights: Checkpoint,
     /// Identity of the base weights, if the folder records it.
     pub base: Option<BaseModelRecord>,
+}
+
+impl LoraConfig {
+    /// Reads `adapter_config.json` from an adapter folder.
+    pub fn read(folder: &Path) -> Result<Self, ModelError> {
+        let path = folder.join("adapter_config.json");
+        let map = read_object(&path)?;
+        let config = Self::from_map(&map).map_err(|e| e.in_file(&path))?;
+        let has_exchanged_parameters = !config.target_parameters.is_empty() && exchanges_parameters(&map);
+        let weights = Checkpoint::open_file(&folder.join("adapter_model.safetensors"));
+        let skips_expert_modules = weights.is_ok_and(|weights| !weights.names().any(is_of_single_expert));
+        Ok(Self { has_exchanged_parameters, skips_expert_modules, ..config })
+    }
 }
 
 impl AdapterFolder {
@@ -52,10 +67,7 @@ impl AdapterFolder {
             return Err(ModelError::lora("peft_type", "the model has no adapter to save"));
         };
         let staging = StagingFolder::begin(folder)?;
-        let tensors: Vec<_> = model
-            .adapter_params()
-            .map(|param| ShardTensor { name: format!("{PREFIX}{}", param.name), param })
-            .collect();
+        let tensors: Vec<_> = model.adapter_params().map(|param| ShardTensor { prefix: PREFIX, param }).collect();
         write_shard(&staging.folder().join("adapter_model.safetensors"), &tensors, dtype, fetch)?;
         write_json(&staging.folder().join("adapter_config.json"), &config.to_json())?;
         auxiliary_files.copy_into(staging.folder())?;
@@ -81,4 +93,9 @@ impl AdapterFolder {
         );
         Err(ModelError::mismatch(folder, problem))
     }
+}
+
+/// Returns true for the tensor of a module of one expert, such as `mlp.experts.0.gate_proj`.
+fn is_of_single_expert(name: &str) -> bool {
+    name.split_once(".experts.").is_some_and(|(_, rest)| rest.starts_with(|c: char| c.is_ascii_digit()))
 }

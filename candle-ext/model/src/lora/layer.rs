@@ -31,6 +31,7 @@ impl Lora {
         })
     }
 
+    /// Adds the adapter's output for `x` to `base`, in the dtype of `base`: that of x, or f32.
     pub(crate) fn add_to(&self, base: &Tensor, x: &Tensor, dropout: Option<&DropoutScope>) -> Result<Tensor> {
         let x = match dropout {
             Some(dropout) => dropout.apply(self.module_hash, self.dropout, x)?,
@@ -39,6 +40,7 @@ impl Lora {
         // The scaling applies to the smallest tensor, before rounding.
         let down = ops::linear(&x, &self.a, None, OutputDtype::F32)?;
         let down = ops::scale(&down, self.scaling, x.dtype())?;
-        ops::add(base, &ops::linear(&down, &self.b, None, OutputDtype::SameAsInput)?)
+        let output = if base.dtype() == x.dtype() { OutputDtype::SameAsInput } else { OutputDtype::F32 };
+        ops::add(base, &ops::linear(&down, &self.b, None, output)?)
     }
 }

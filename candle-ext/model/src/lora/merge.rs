@@ -1,12 +1,13 @@
 //! Merge of a LoRA adapter into its base model, one tensor at a time.
 
+use std::collections::HashMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{AdapterFolder, AdapterSpec};
+use super::AdapterFolder;
 use crate::{
-    Config, Model, ModelError, ParamSpec,
+    Config, Model, ModelError, ParamGroupKind, ParamSpec,
     checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, WrittenTensors, require_empty, sum_of_squares},
 };
 
@@ -68,8 +69,8 @@ impl AdapterMerge<'_> {
             let exact = source.merged(param)?;
             let found = written.verify(param, &exact)?;
             n_params += param.numel();
-            if source.adapter_on(param).is_some() {
-                n_matrices += 1;
+            if source.model.adapters_on(&param.name).next().is_some() {
+                n_matrices += n_matrices_of(param);
                 lost += sum_of_squares(&(&found - &exact)?)?;
                 changed += sum_of_squares(&(&exact - source.read(param)?)?)?;
             }
@@ -82,6 +83,8 @@ impl AdapterMerge<'_> {
 /// A memory-mapped base model and adapter.
 struct Source {
     model: Model,
+    /// Factors by name.
+    factors: HashMap<String, ParamSpec>,
     base: Checkpoint,
     adapter: Checkpoint,
 }
@@ -94,12 +97,8 @@ impl Source {
         adapter.check_base(&base)?;
         base.check(model.base_params())?;
         adapter.weights.check(model.adapter_params())?;
-        Ok(Self { model, base, adapter: adapter.weights })
-    }
-
-    fn adapter_on(&self, param: &ParamSpec) -> Option<&AdapterSpec> {
-        let module = param.name.strip_suffix(".weight")?;
-        self.model.adapters().find(|adapter| adapter.module == module)
+        let factors = model.adapter_params().map(|param| (param.name.clone(), param.clone())).collect();
+        Ok(Self { model, factors, base, adapter: adapter.weights })
     }
 
     /// Returns the base value of a parameter, in f32.
@@ -109,13 +108,18 @@ impl Source {
 
     /// Returns the merged value of a parameter, in f32.
     fn merged(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
-        let base = self.read(param)?;
-        let Some(adapter) = self.adapter_on(param) else { return Ok(base) };
-        let [n_out, n_in] = param.shape[..] else {
-            return Err(ModelError::mismatch(Path::new(&param.name), "an adapter sits on a tensor that is no matrix"));
+        let adapter = |name: &str| match self.factors.get(name) {
+            Some(factor) => self.adapter.param(factor, DType::F32, &Device::Cpu),
+            None => self.read(param),
         };
-        let factor = |name: String, shape: [usize; 2]| self.adapter.tensor(&name, &shape, DType::F32, &Device::Cpu);
-        let (a, b) = (factor(adapter.a_name(), [adapter.r, n_in])?, factor(adapter.b_name(), [n_out, adapter.r])?);
-        Ok(super::merge_lora(&base, &a, &b, adapter.scaling)?)
+        Ok(self.model.merged(&param.name, |name| adapter(name).map_err(candle_core::Error::wrap))?)
+    }
+}
+
+/// Returns the number of matrices that a parameter stacks: the experts' of a layer, else 1.
+fn n_matrices_of(param: &ParamSpec) -> usize {
+    match (param.group, param.hub.as_deref()) {
+        (ParamGroupKind::Expert, Some(hub)) => hub.fused_shape[0],
+        _ => 1,
     }
 }

@@ -2,9 +2,12 @@
 
 mod base;
 mod config;
+mod expert;
+mod expert_factors;
 mod folder;
 mod layer;
 mod merge;
+mod model_names;
 mod names;
 mod target;
 
@@ -14,14 +17,15 @@ use crate::{Dim, DimSize, Init, ParamScope, ParamSpec};
 
 pub use base::{BASE_MODEL_RECORD, BaseModelRecord};
 pub use config::LoraConfig;
+pub use expert::ExpertAdapterSpec;
 pub use folder::AdapterFolder;
 pub use layer::Lora;
 pub use merge::{AdapterMerge, MergeReport};
 
-/// A LoRA adapter on one linear layer.
+/// A LoRA adapter on one linear layer, router or matrix of the experts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdapterSpec {
-    /// Name of the linear layer, such as `model.layers.0.self_attn.q_proj`.
+    /// Name of the layer, such as `model.layers.0.self_attn.q_proj`.
     pub module: String,
     /// LoRA rank.
     pub r: usize,
@@ -50,12 +54,12 @@ impl AdapterSpec {
 
 /// Returns the factors A and B. A is initialized as by torch's `nn.Linear` (Kaiming uniform, a = sqrt(5)), B with
 /// zeros.
-pub(crate) fn factors(adapter: &AdapterSpec, [out, input]: [DimSize; 2]) -> [ParamSpec; 2] {
+pub(crate) fn factors(adapter: &AdapterSpec, [out, input]: [DimSize; 2], scope: ParamScope) -> [ParamSpec; 2] {
     let rank = DimSize { dim: Dim::Rank, len: adapter.r };
     let bound = (input.len as f64).powf(-0.5);
     [
-        ParamSpec::matrix(adapter.a_name(), [rank, input], ParamScope::Sublayer, Init::Uniform { bound }),
-        ParamSpec::matrix(adapter.b_name(), [out, rank], ParamScope::Sublayer, Init::Zeros),
+        ParamSpec::matrix(adapter.a_name(), [rank, input], scope, Init::Uniform { bound }),
+        ParamSpec::matrix(adapter.b_name(), [out, rank], scope, Init::Zeros),
     ]
 }
 

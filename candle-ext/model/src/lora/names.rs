@@ -1,4 +1,6 @@
-//! Module selection by names and regular expressions, as in PEFT.
+//! Selection of modules and parameters by names and regular expressions, as in PEFT.
+
+use std::collections::HashSet;
 
 use fancy_regex::Regex;
 use serde_json::{Value, json};
@@ -15,26 +17,36 @@ pub(super) enum Names {
     List(Vec<String>),
     /// Regular expression that matches a full module name.
     Regex(String),
-    /// All linear layers except the output layer.
+    /// All linear layers except the output layer, routers and experts.
     AllLinear,
 }
 
+/// Names with a compiled expression.
+pub(super) enum NameMatcher<'a> {
+    List(HashSet<&'a str>),
+    Regex(NamePattern),
+    AllLinear,
+}
+
+/// A compiled regular expression, and the key that holds it.
+pub(super) struct NamePattern {
+    key: &'static str,
+    text: String,
+    regex: Regex,
+}
+
 impl Names {
-    pub(super) fn read(keys: Keys, key: &str) -> Result<Option<Self>, ModelError> {
+    pub(super) fn read(keys: Keys, key: &'static str) -> Result<Option<Self>, ModelError> {
         match keys.get(key) {
             None => Ok(None),
             Some(Value::String(text)) if text.eq_ignore_ascii_case("all-linear") => Ok(Some(Self::AllLinear)),
             Some(Value::String(text)) => {
-                expression(key, &format!("^(?:{text})$"))?;
+                NamePattern::whole(key, text)?;
                 Ok(Some(Self::Regex(text.clone())))
             }
             Some(value) => {
-                let list = value.as_array().and_then(|list| list.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
-                let list = list.ok_or_else(|| {
-                    let want = "a list of names, a regular expression or \"all-linear\"";
-                    ModelError::lora(key, format!("expected {want}, found {}", shorten(value)))
-                })?;
-                Ok(Some(Self::List(list.into_iter().map(str::to_string).collect())))
+                let want = "a list of names, a regular expression or \"all-linear\"";
+                Ok(Some(Self::List(list(key, value, want)?)))
             }
         }
     }
@@ -51,23 +63,67 @@ impl Names {
         }
     }
 
-    pub(super) fn matches(&self, key: &str, module: &str) -> Result<bool, ModelError> {
+    /// Compiles the expression.
+    pub(super) fn matcher(&self, key: &'static str) -> Result<NameMatcher<'_>, ModelError> {
+        Ok(match self {
+            Self::List(list) => NameMatcher::List(list.iter().map(String::as_str).collect()),
+            Self::Regex(text) => NameMatcher::Regex(NamePattern::whole(key, text)?),
+            Self::AllLinear => NameMatcher::AllLinear,
+        })
+    }
+}
+
+impl NameMatcher<'_> {
+    pub(super) fn matches(&self, module: &str) -> Result<bool, ModelError> {
         match self {
-            Self::List(list) => Ok(list.iter().any(|name| has_suffix(module, name))),
-            Self::Regex(text) => is_match(key, &format!("^(?:{text})$"), module),
+            Self::List(list) => Ok(suffixes(module).any(|name| list.contains(name))),
+            Self::Regex(pattern) => pattern.is_match(module),
             Self::AllLinear => Ok(true),
         }
     }
 }
 
-pub(super) fn has_suffix(module: &str, name: &str) -> bool {
-    module.strip_suffix(name).is_some_and(|head| head.is_empty() || head.ends_with('.'))
+impl NamePattern {
+    /// Compiles an expression that matches a whole name.
+    fn whole(key: &'static str, text: &str) -> Result<Self, ModelError> {
+        Self::compile(key, text, &format!("^(?:{text})$"))
+    }
+
+    /// Compiles an expression that matches a name, or its end after a dot.
+    pub(super) fn suffix(key: &'static str, text: &str) -> Result<Self, ModelError> {
+        Self::compile(key, text, &format!(r"^(.*\.)?({text})$"))
+    }
+
+    fn compile(key: &'static str, text: &str, expression: &str) -> Result<Self, ModelError> {
+        match Regex::new(expression) {
+            Ok(regex) => Ok(Self { key, text: text.to_owned(), regex }),
+            Err(e) => Err(ModelError::lora(key, format!("`{text}` is not a regular expression: {e}"))),
+        }
+    }
+
+    /// Returns the key that holds the expression.
+    pub(super) fn key(&self) -> &'static str {
+        self.key
+    }
+
+    /// Returns the expression as written.
+    pub(super) fn text(&self) -> &str {
+        &self.text
+    }
+
+    pub(super) fn is_match(&self, name: &str) -> Result<bool, ModelError> {
+        self.regex.is_match(name).map_err(|e| ModelError::lora(self.key, format!("`{}`: {e}", self.text)))
+    }
 }
 
-fn expression(key: &str, text: &str) -> Result<Regex, ModelError> {
-    Regex::new(text).map_err(|e| ModelError::lora(key, format!("`{text}` is not a regular expression: {e}")))
+/// Reads a list of names. `want` describes all accepted values.
+pub(super) fn list(key: &str, value: &Value, want: &str) -> Result<Vec<String>, ModelError> {
+    let list = value.as_array().and_then(|list| list.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
+    let list = list.ok_or_else(|| ModelError::lora(key, format!("expected {want}, found {}", shorten(value))))?;
+    Ok(list.into_iter().map(str::to_string).collect())
 }
 
-pub(super) fn is_match(key: &str, text: &str, module: &str) -> Result<bool, ModelError> {
-    expression(key, text)?.is_match(module).map_err(|e| ModelError::lora(key, format!("`{text}`: {e}")))
+/// Returns a name and its ends after each dot.
+pub(super) fn suffixes(name: &str) -> impl Iterator<Item = &str> {
+    std::iter::successors(Some(name), |rest| rest.split_once('.').map(|(_, end)| end))
 }

@@ -1,56 +1,200 @@
-//! Selection of the linear layers that get LoRA, and of their ranks, by PEFT's rules.
+//! Selection of the linear layers, routers and experts that get LoRA, and of their ranks, by PEFT's rules.
+//!
+//! Experts are modules of their own in transformers 4 (`target_modules`), and 3-D parameters in transformers 5
+//! (`target_parameters`). Both names select the same matrices here.
 
-use candlewick_text::suggestion::did_you_mean;
+use std::ops::Range;
 
-use super::names::{Names, has_suffix, is_match};
-use super::{AdapterSpec, LoraConfig};
-use crate::{Config, ModelError};
+use super::expert::{ExpertAdapterFiles, ExpertAdapterSpec};
+use super::model_names::ModelNames;
+use super::names::{NameMatcher, NamePattern, Names, suffixes};
+use super::{AdapterSpec, LoraConfig, factors};
+use crate::{
+    Config, ExpertMatrixSpec, HubLayout, HubTensor, HubTensors, LayerSpec, LinearSpec, MlpSpec, ModelError, MoeSpec,
+    ParamScope, ParamSpec,
+};
 
-impl LoraConfig {
-    /// Returns the adapters in layer order.
-    pub(crate) fn targets(&self, config: &Config) -> Result<Vec<AdapterSpec>, ModelError> {
-        self.refuse_embeddings()?;
-        self.refuse_unmatched(config)?;
-        self.refuse_idle(config)?;
-        let mut adapters = Vec::new();
-        for block_idx in (0..config.n_layers()).filter(|block_idx| self.transforms(*block_idx)) {
-            for linear in config.layer(block_idx).linears() {
-                if self.hits(&linear.module)? {
-                    adapters.push(self.adapter(linear.module.clone())?);
-                }
+/// The compiled rules of a [`LoraConfig`].
+pub(crate) struct LoraTargets<'a> {
+    config: &'a LoraConfig,
+    modules: NameMatcher<'a>,
+    excluded: Option<NameMatcher<'a>>,
+    ranks: Vec<(NamePattern, usize)>,
+    alphas: Vec<(NamePattern, f64)>,
+}
+
+/// Output columns of an expert's matrix that one module of transformers 4 holds.
+struct ExpertPart {
+    /// Name of the adapter in memory.
+    module: String,
+    /// Names of the experts' modules.
+    modules: Vec<String>,
+    columns: Range<usize>,
+}
+
+impl<'a> LoraTargets<'a> {
+    /// Compiles the rules.
+    ///
+    /// # Errors
+    /// If a name or pattern matches nothing in `names`, or names the embedding or output layer.
+    pub(super) fn new(config: &'a LoraConfig, names: &ModelNames) -> Result<Self, ModelError> {
+        let targets = Self {
+            config,
+            modules: config.target_modules.matcher("target_modules")?,
+            excluded: config.exclude_modules.as_ref().map(|names| names.matcher("exclude_modules")).transpose()?,
+            ranks: patterns("rank_pattern", &config.rank_pattern)?,
+            alphas: patterns("alpha_pattern", &config.alpha_pattern)?,
+        };
+        targets.refuse_embeddings()?;
+        config.refuse_unmatched(names)?;
+        targets.refuse_idle(names)?;
+        Ok(targets)
+    }
+
+    /// Adds adapters to the matching linear layers, router and experts of a layer. Returns their factors.
+    pub(crate) fn attach(&self, layer: &mut LayerSpec) -> Result<Vec<ParamSpec>, ModelError> {
+        let mut params = Vec::new();
+        let transforms = self.config.transforms(layer.layer_idx);
+        for linear in layer.linears_mut() {
+            if let Some(adapter) = self.linear(linear, transforms)? {
+                params.extend(factors(&adapter, [linear.out, linear.input], ParamScope::Sublayer));
+                linear.adapter = Some(adapter);
             }
         }
-        match adapters.is_empty() {
-            true => Err(ModelError::lora("target_modules", format!("no module matches; {}", these_are_there(config)))),
-            false => Ok(adapters),
+        if let MlpSpec::Moe(moe) = &mut layer.mlp {
+            params.extend(self.router(moe, transforms)?);
+            self.experts(moe, transforms)?;
+            params.extend(moe.expert_matrices().flat_map(ExpertMatrixSpec::factors));
+        }
+        Ok(params)
+    }
+
+    fn linear(&self, linear: &LinearSpec, transforms: bool) -> Result<Option<AdapterSpec>, ModelError> {
+        let by_module = transforms && self.hits(&linear.module)?;
+        let weight = linear.weight_name();
+        match (by_module, self.hits_parameter(&weight)) {
+            (true, true) => Err(targeted_twice(&weight)),
+            (true, false) => self.adapter(&linear.module, &linear.module).map(Some),
+            (false, true) => self.adapter(&linear.module, &weight).map(Some),
+            (false, false) => Ok(None),
         }
     }
 
-    fn transforms(&self, block_idx: usize) -> bool {
-        self.layers_to_transform.as_ref().is_none_or(|layers| layers.contains(&block_idx))
+    /// Adds an adapter to the router: module `mlp.gate` of transformers 4, or parameter `mlp.gate.weight`.
+    fn router(&self, moe: &mut MoeSpec, transforms: bool) -> Result<Vec<ParamSpec>, ModelError> {
+        let (module, weight) = (moe.router_weight.module.clone(), moe.router_weight.weight_name());
+        let on_disk = moe.hub_router_module();
+        let by_module = transforms && self.hits_named(&on_disk)?;
+        let files = match (by_module, self.hits_parameter(&weight)) {
+            (true, true) => return Err(targeted_twice(&weight)),
+            (false, false) => return Ok(Vec::new()),
+            (true, false) => &on_disk,
+            (false, true) => &module,
+        };
+        let adapter = self.adapter(&module, if by_module { &on_disk } else { &weight })?;
+        let router = &mut moe.router_weight;
+        let params = factors(&adapter, [router.out, router.input], ParamScope::ResidualStream);
+        router.adapter = Some(AdapterSpec { dropout: 0.0, ..adapter });
+        Ok(params.map(|param| renamed(param, &module, files)).into())
     }
 
-    fn hits(&self, module: &str) -> Result<bool, ModelError> {
-        if let Some(excluded) = &self.exclude_modules
-            && excluded.matches("exclude_modules", module)?
+    /// Adds adapters to the matrices of the experts.
+    fn experts(&self, moe: &mut MoeSpec, transforms: bool) -> Result<(), ModelError> {
+        let by_parameter = [&moe.gate_up, &moe.down].map(|matrix| self.hits_parameter(&matrix.name));
+        let parts = [moe.expert_parts(&moe.hub.linears[..2]), moe.expert_parts(&moe.hub.linears[2..])];
+        let is_nested = by_parameter == [true, true];
+        // PEFT wraps the first parameter in the wrapper of the second one.
+        let files = [if is_nested { "experts.base_layer" } else { "experts" }, "experts"];
+        let prefix = moe.module.clone();
+        for (((matrix, parts), by_parameter), files) in
+            [&mut moe.gate_up, &mut moe.down].into_iter().zip(parts).zip(by_parameter).zip(files)
         {
-            return Ok(false);
+            let parts = parts.into_iter().filter(|_| transforms && !self.config.skips_expert_modules);
+            let adapters = parts.map(|part| self.per_expert(part)).collect::<Result<Vec<_>, _>>()?;
+            matrix.adapters = adapters.into_iter().flatten().collect();
+            if by_parameter {
+                if !matrix.adapters.is_empty() {
+                    return Err(targeted_twice(&matrix.name));
+                }
+                matrix.adapters = vec![self.parameter(matrix, format!("{prefix}.{files}"))?];
+            }
         }
-        self.target_modules.matches("target_modules", module)
+        Ok(())
     }
 
-    fn adapter(&self, module: String) -> Result<AdapterSpec, ModelError> {
-        let r = first_match("rank_pattern", &self.rank_pattern, &module)?.unwrap_or(self.r);
-        let alpha = first_match("alpha_pattern", &self.alpha_pattern, &module)?.unwrap_or(self.lora_alpha);
-        let scaling = alpha / if self.use_rslora { (r as f64).sqrt() } else { r as f64 };
-        Ok(AdapterSpec { module, r, scaling, dropout: self.lora_dropout })
+    /// Returns the adapter of the experts' modules, if the rules select them all.
+    fn per_expert(&self, part: ExpertPart) -> Result<Option<ExpertAdapterSpec>, ModelError> {
+        let ExpertPart { module, modules, columns } = part;
+        let hits = modules.iter().map(|module| self.hits_named(module)).collect::<Result<Vec<_>, _>>()?;
+        let n_hits = hits.iter().filter(|hit| **hit).count();
+        if n_hits == 0 {
+            return Ok(None);
+        }
+        if let Some(i) = hits.iter().position(|hit| !hit) {
+            let problem = format!(
+                "{n_hits} of the {} experts of a layer match, but `{}` does not; an adapter covers all experts of a \
+                 layer: use the name without its number",
+                modules.len(),
+                modules[i]
+            );
+            return Err(ModelError::lora("target_modules", problem));
+        }
+        let adapter = self.adapter(&module, &modules[0])?;
+        for other in &modules {
+            if self.adapter(&module, other)? != adapter {
+                let problem = format!("`{other}` and `{}` differ; all experts of a layer have one rank", modules[0]);
+                return Err(ModelError::lora("rank_pattern", problem));
+            }
+        }
+        let adapter = AdapterSpec { dropout: 0.0, ..adapter };
+        Ok(Some(ExpertAdapterSpec { adapter, columns, files: ExpertAdapterFiles::PerExpert(modules) }))
+    }
+
+    /// Returns the adapter of a 3-D parameter.
+    fn parameter(&self, matrix: &ExpertMatrixSpec, files: String) -> Result<ExpertAdapterSpec, ModelError> {
+        if self.config.has_exchanged_parameters && matrix.out == matrix.input.len {
+            let problem = format!(
+                "PEFT before 0.19.1 exchanged inputs and outputs of `{}`, and as both are {} the shapes of `{files}.lora_A` \
+                 and `{files}.lora_B` do not show it; merge the adapter with that PEFT",
+                matrix.name, matrix.out
+            );
+            return Err(ModelError::lora("peft_version", problem));
+        }
+        let adapter = AdapterSpec { dropout: 0.0, ..self.adapter(&matrix.name, &matrix.name)? };
+        Ok(ExpertAdapterSpec { adapter, columns: 0..matrix.out, files: ExpertAdapterFiles::Parameter(files) })
+    }
+
+    /// Returns true if a linear layer matches.
+    fn hits(&self, module: &str) -> Result<bool, ModelError> {
+        match &self.excluded {
+            Some(excluded) if excluded.matches(module)? => Ok(false),
+            _ => self.modules.matches(module),
+        }
+    }
+
+    /// Returns true if a router or expert matches by its name. `all-linear` does not include them.
+    fn hits_named(&self, module: &str) -> Result<bool, ModelError> {
+        Ok(!matches!(self.modules, NameMatcher::AllLinear) && self.hits(module)?)
+    }
+
+    fn hits_parameter(&self, name: &str) -> bool {
+        let targets = &self.config.target_parameters;
+        !targets.is_empty() && suffixes(name).any(|suffix| targets.iter().any(|target| target == suffix))
+    }
+
+    /// Returns the adapter `module`, whose rank and alpha are those of the patterns that match `name`.
+    fn adapter(&self, module: &str, name: &str) -> Result<AdapterSpec, ModelError> {
+        let r = first_match(&self.ranks, name)?.unwrap_or(self.config.r);
+        let alpha = first_match(&self.alphas, name)?.unwrap_or(self.config.lora_alpha);
+        let scaling = alpha / if self.config.use_rslora { (r as f64).sqrt() } else { r as f64 };
+        Ok(AdapterSpec { module: module.to_owned(), r, scaling, dropout: self.config.lora_dropout })
     }
 
     /// Rejects embedding and output layer as targets. The loss is fused with the output layer, and the embedding is a
     /// lookup.
     fn refuse_embeddings(&self) -> Result<(), ModelError> {
         for module in ["lm_head", "model.embed_tokens"] {
-            if self.target_modules != Names::AllLinear && self.hits(module)? {
+            if self.hits_named(module)? {
                 let problem = format!("an adapter on `{module}` is not supported; name linear layers of the blocks");
                 return Err(ModelError::lora("target_modules", problem));
             }
@@ -58,78 +202,113 @@ impl LoraConfig {
         Ok(())
     }
 
-    /// Rejects a target name that matches no module; a misspelled name would train fewer layers.
-    fn refuse_unmatched(&self, config: &Config) -> Result<(), ModelError> {
-        let Names::List(list) = &self.target_modules else { return Ok(()) };
-        let modules = modules(config);
-        match list.iter().find(|name| !modules.iter().any(|module| has_suffix(module, name))) {
-            Some(name) => {
-                let hint = did_you_mean(name, short_names(config).iter().map(String::as_str));
-                let problem = format!("`{name}` matches no module{hint}; {}", these_are_there(config));
-                Err(ModelError::lora("target_modules", problem))
+    /// Rejects a pattern, exclusion or layer index that matches nothing.
+    fn refuse_idle(&self, names: &ModelNames) -> Result<(), ModelError> {
+        let last = names.n_layers - 1;
+        if let Some(layer) = self.config.layers_to_transform.iter().flatten().find(|layer| **layer > last) {
+            let problem = format!("there is no layer {layer}; the last one is {last}");
+            return Err(ModelError::lora("layers_to_transform", problem));
+        }
+        let ranks = self.ranks.iter().map(|(pattern, _)| pattern);
+        for pattern in ranks.chain(self.alphas.iter().map(|(pattern, _)| pattern)) {
+            let mut hits = names.modules().chain(&names.parameters).map(|name| pattern.is_match(name));
+            if !hits.any(|hit| !matches!(hit, Ok(false))) {
+                let problem = format!("`{}` matches no module; {names}", pattern.text());
+                return Err(ModelError::lora(pattern.key(), problem));
             }
+        }
+        let Some(Names::List(excluded)) = &self.config.exclude_modules else { return Ok(()) };
+        match names.unmatched_module(excluded, &["lm_head", "model.embed_tokens"]) {
+            Some(name) => Err(ModelError::lora("exclude_modules", format!("`{name}` matches no module; {names}"))),
             None => Ok(()),
         }
     }
 }
 
 impl LoraConfig {
-    /// Rejects a pattern, exclusion or layer index that matches nothing.
-    fn refuse_idle(&self, config: &Config) -> Result<(), ModelError> {
-        let last = config.n_layers() - 1;
-        if let Some(layer) = self.layers_to_transform.iter().flatten().find(|layer| **layer > last) {
-            let problem = format!("there is no layer {layer}; the last one is {last}");
-            return Err(ModelError::lora("layers_to_transform", problem));
+    /// Returns the names that this configuration may select.
+    pub(crate) fn names(&self, config: &Config) -> ModelNames {
+        ModelNames::of(config)
+    }
+
+    /// Compiles the rules that select adapters.
+    ///
+    /// # Errors
+    /// If a name or pattern matches none of `names`.
+    pub(crate) fn targets(&self, names: &ModelNames) -> Result<LoraTargets<'_>, ModelError> {
+        LoraTargets::new(self, names)
+    }
+
+    /// Returns the error of a configuration that selects nothing.
+    pub(crate) fn without_target(&self, names: &ModelNames) -> ModelError {
+        ModelError::lora("target_modules", format!("no module matches; {names}"))
+    }
+
+    fn transforms(&self, block_idx: usize) -> bool {
+        self.layers_to_transform.as_ref().is_none_or(|layers| layers.contains(&block_idx))
+    }
+
+    /// Rejects a target name that matches nothing; a misspelled name would train fewer layers.
+    fn refuse_unmatched(&self, names: &ModelNames) -> Result<(), ModelError> {
+        if let Names::List(list) = &self.target_modules
+            && let Some(name) = names.unmatched_module(list, &[])
+        {
+            let problem = format!("`{name}` matches no module{}; {names}", names.hint_for_module(name));
+            return Err(ModelError::lora("target_modules", problem));
         }
-        let modules = modules(config);
-        let ranks = self.rank_pattern.iter().map(|(name, _)| ("rank_pattern", name));
-        let alphas = self.alpha_pattern.iter().map(|(name, _)| ("alpha_pattern", name));
-        for (key, name) in ranks.chain(alphas) {
-            let pattern = [(name.clone(), ())];
-            let hits = modules.iter().map(|module| first_match(key, &pattern, module));
-            if hits.collect::<Result<Vec<_>, _>>()?.iter().all(Option::is_none) {
-                return Err(ModelError::lora(key, format!("`{name}` matches no module; {}", these_are_there(config))));
-            }
-        }
-        let Some(Names::List(excluded)) = &self.exclude_modules else { return Ok(()) };
-        let outside = ["lm_head", "model.embed_tokens"].map(str::to_string);
-        let all: Vec<&String> = modules.iter().chain(&outside).collect();
-        match excluded.iter().find(|name| !all.iter().any(|module| has_suffix(module, name))) {
+        match names.unmatched_parameter(&self.target_parameters) {
             Some(name) => {
-                let problem = format!("`{name}` matches no module; {}", these_are_there(config));
-                Err(ModelError::lora("exclude_modules", problem))
+                let problem = format!("`{name}` matches no parameter{}; {names}", names.hint_for_parameter(name));
+                Err(ModelError::lora("target_parameters", problem))
             }
             None => Ok(()),
         }
     }
 }
 
-/// Returns the names of the linear layers of all decoder layers.
-fn modules(config: &Config) -> Vec<String> {
-    (0..config.n_layers()).flat_map(|layer_idx| layer_modules(config, layer_idx)).collect()
+impl MoeSpec {
+    /// Returns the modules of an expert's matrix that stacks `linears`.
+    fn expert_parts(&self, linears: &[&'static str]) -> Vec<ExpertPart> {
+        let height = if linears.len() > 1 { self.expert_size } else { self.down.out };
+        let names: &[&str] = if linears.len() > 1 { &["gate_proj", "up_proj"] } else { &["down_proj"] };
+        let part = |(i, (name, linear)): (usize, (&&str, &&'static str))| ExpertPart {
+            module: format!("{}.experts.{name}", self.module),
+            modules: self.expert_modules(linear).collect(),
+            columns: i * height..(i + 1) * height,
+        };
+        names.iter().zip(linears).enumerate().map(part).collect()
+    }
 }
 
-fn layer_modules(config: &Config, layer_idx: usize) -> Vec<String> {
-    config.layer(layer_idx).linears().map(|linear| linear.module.clone()).collect()
+impl ExpertMatrixSpec {
+    /// Returns the factors of all adapters.
+    fn factors(&self) -> impl Iterator<Item = ParamSpec> {
+        self.adapters.iter().flat_map(|adapter| adapter.params(self))
+    }
 }
 
-fn short_names(config: &Config) -> Vec<String> {
-    let last = |module: &str| module.rsplit('.').next().unwrap_or_default().to_string();
-    layer_modules(config, 0).iter().map(|module| last(module)).collect()
+/// Sets the name of a router's factor in an adapter folder, if it differs.
+fn renamed(param: ParamSpec, module: &str, on_disk: &str) -> ParamSpec {
+    if module == on_disk {
+        return param;
+    }
+    let tensors = vec![HubTensor { name: param.name.replacen(module, on_disk, 1), rows: 0..param.shape[0] }];
+    let hub = HubTensors { fused_shape: param.shape.clone(), tensors, layout: HubLayout::Rows };
+    ParamSpec { hub: Some(Box::new(hub)), ..param }
 }
 
-fn these_are_there(config: &Config) -> String {
-    format!(
-        "the linear layers are {}, named like {}, for layers 0 to {}",
-        short_names(config).join(", "),
-        layer_modules(config, 0)[0],
-        config.n_layers() - 1
-    )
+fn targeted_twice(parameter: &str) -> ModelError {
+    let problem = format!("`{parameter}` is also selected by target_modules; keep one of them");
+    ModelError::lora("target_parameters", problem)
 }
 
-fn first_match<T: Copy>(key: &str, patterns: &[(String, T)], module: &str) -> Result<Option<T>, ModelError> {
-    for (name, value) in patterns {
-        if is_match(key, &format!(r"^(.*\.)?({name})$"), module)? {
+fn patterns<T: Copy>(key: &'static str, patterns: &[(String, T)]) -> Result<Vec<(NamePattern, T)>, ModelError> {
+    patterns.iter().map(|(text, value)| Ok((NamePattern::suffix(key, text)?, *value))).collect()
+}
+
+fn first_match<T: Copy>(patterns: &[(NamePattern, T)], name: &str) -> Result<Option<T>, ModelError> {
+    for (pattern, value) in patterns {
+        if pattern.is_match(name)? {
             return Ok(Some(*value));
         }
     }

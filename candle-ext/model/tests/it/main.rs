@@ -5,6 +5,7 @@
 mod adapters;
 mod candle_transformers;
 mod checkpoints;
+mod expert_adapters;
 mod parity;
 mod tiny;
 mod upcycling;

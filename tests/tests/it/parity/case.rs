@@ -4,7 +4,7 @@ use candle_core::{Device, Tensor};
 use candlewick_model::{Config, LoraConfig, Model};
 use candlewick_ops::{CuSeqlens, WeightStorage};
 use candlewick_parallel::Micro;
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// A vocabulary that four ranks cannot divide evenly.
 const VOCAB: u32 = 50;
@@ -18,10 +18,23 @@ pub(crate) struct ModelCase {
     biased: bool,
     /// Dropout of a LoRA adapter on a frozen base; `None` trains all weights.
     adapter: Option<f64>,
+    /// PEFT's selection of the adapter's modules.
+    targets: AdapterTargets,
     /// Sliding window in tokens.
     window: Option<usize>,
     /// Storage of the linear layers of an adapter's base.
     storage: WeightStorage,
+}
+
+/// PEFT's selection of an adapter's modules.
+#[derive(Clone, Copy, Debug)]
+enum AdapterTargets {
+    /// All linear layers.
+    AllLinear,
+    /// 3-D parameters of experts and the routers' weights, with all linear layers.
+    Parameters,
+    /// Modules of single experts and routers, as in transformers 4.
+    Experts,
 }
 
 /// An adapter with dropout. The mask depends on a token's position in its micro-batch: it is equal only on ranks that share
@@ -39,6 +52,14 @@ pub(crate) const DOTS1: ModelCase = ModelCase::of("dots1", false);
 
 /// Half-rotated heads with biases, and a mixture of experts with sigmoid scores after a dense layer.
 pub(crate) const GLM4_MOE: ModelCase = ModelCase::of("glm4_moe", false);
+
+/// Adapters of the experts' 3-D parameters and of the routers.
+pub(crate) const PARAMETERS: ModelCase =
+    ModelCase { adapter: Some(0.0), targets: AdapterTargets::Parameters, ..QWEN3_MOE };
+
+/// Adapters of gate, up and down projections of experts and of the routers, and of the shared experts.
+pub(crate) const EXPERT_MODULES: ModelCase =
+    ModelCase { adapter: Some(0.0), targets: AdapterTargets::Experts, ..DOTS1 };
 
 /// A window shorter than the longest sequences.
 pub(crate) const WINDOW: ModelCase = ModelCase { window: Some(11), ..ModelCase::of("mistral", false) };
@@ -77,7 +98,15 @@ const LONGER: usize = 20;
 
 impl ModelCase {
     const fn of(family: &'static str, tied: bool) -> Self {
-        Self { family, tied, biased: false, adapter: None, window: None, storage: WeightStorage::Dense }
+        Self {
+            family,
+            tied,
+            biased: false,
+            adapter: None,
+            targets: AdapterTargets::AllLinear,
+            window: None,
+            storage: WeightStorage::Dense,
+        }
     }
 
     pub(crate) const fn stored_as(self, storage: WeightStorage) -> Self {
@@ -134,9 +163,25 @@ impl ModelCase {
         if let Some(window) = self.window {
             config["sliding_window"] = json!(window);
         }
-        let lora = |dropout| json!({"r": 4, "lora_alpha": 16, "lora_dropout": dropout, "target_modules": "all-linear"});
-        let lora = self.adapter.map(|dropout| LoraConfig::from_json(&lora(dropout)).unwrap());
+        let lora = self.adapter.map(|dropout| LoraConfig::from_json(&self.peft_config(dropout)).unwrap());
         Model::new(Config::from_json(config).unwrap(), lora).unwrap().with_frozen_storage(self.storage)
+    }
+}
+
+impl ModelCase {
+    fn peft_config(self, dropout: f64) -> Value {
+        let mut peft_config =
+            json!({"r": 4, "lora_alpha": 16, "lora_dropout": dropout, "target_modules": "all-linear"});
+        match self.targets {
+            AdapterTargets::AllLinear => {}
+            AdapterTargets::Parameters => {
+                peft_config["target_parameters"] = json!(["gate_up_proj", "experts.down_proj", "mlp.gate.weight"]);
+            }
+            AdapterTargets::Experts => {
+                peft_config["target_modules"] = json!(["q_proj", "gate_proj", "up_proj", "down_proj", "mlp.gate"]);
+            }
+        }
+        peft_config
     }
 }
 

@@ -5,6 +5,7 @@
 //! about a hundred such roundings amount to at most 1e-5 of a gradient's norm.
 
 mod case;
+mod expert_adapters;
 mod experts;
 mod faulty_group;
 mod objective;

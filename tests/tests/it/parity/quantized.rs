@@ -8,7 +8,7 @@ use candlewick_comm::{Options, World, threads};
 use candlewick_ops::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};
 use candlewick_parallel::{Engine, LossScale, SequenceParallel, ZeroStage};
 
-use super::case::{BATCHINGS, DENSE_BASE, ModelCase, micros};
+use super::case::{BATCHINGS, DENSE_BASE, ModelCase, PARAMETERS, micros};
 use super::rank::{Strategy, engine};
 use super::{ONE, PP_OP, TP_OPS, ZERO_OPS, check_all, hybrid, pipeline, tensor, zero};
 
@@ -29,6 +29,9 @@ static INT8: QuantFormat = QuantFormat {
 };
 
 const QUANTIZED: ModelCase = DENSE_BASE.stored_as(WeightStorage::Quantized(&INT8));
+
+/// Adapters of experts and routers on quantized experts.
+const QUANTIZED_EXPERTS: ModelCase = PARAMETERS.stored_as(WeightStorage::Quantized(&INT8));
 
 #[track_caller]
 fn check(strategy: Strategy, known: &[&str]) {
@@ -55,6 +58,22 @@ fn parity_of_a_quantized_base_with_a_pipeline() {
     let strategy =
         pipeline(Degrees { pp: 2, ..ONE }, candlewick_parallel::PipelineScheduleKind::OneForwardOneBackward, &[2, 2]);
     check_all(strategy, &[QUANTIZED], &[super::case::Batching::Accumulated(5)], &[PP_OP]);
+}
+
+#[test]
+fn parity_of_quantized_experts_with_expert_parallelism() {
+    let n_quantized = |case: ModelCase| {
+        let units = case.model().units().to_vec();
+        let params = units.into_iter().flat_map(|unit| unit.params);
+        params.filter(|param| param.storage != WeightStorage::Dense && param.name.contains(".experts.")).count()
+    };
+    assert_eq!([n_quantized(QUANTIZED_EXPERTS), n_quantized(PARAMETERS)], [2 * 2, 0]);
+    let strategy = Strategy {
+        degrees: Degrees { dp_shard: 4, ep: 2, ..ONE },
+        zero_stage: Some(ZeroStage::Three),
+        ..Strategy::ONE_RANK
+    };
+    check_all(strategy, &[QUANTIZED_EXPERTS], &BATCHINGS[..1], &["ep-etp all_to_all"]);
 }
 
 /// A quarter of the MLP's 48 columns is no multiple of the 8 columns of a scale.

@@ -186,6 +186,22 @@ fn expert_biases_are_resumed_on_other_meshes() {
 }
 
 #[test]
+fn a_checkpoint_of_adapters_of_experts_is_resumed_on_other_meshes() {
+    let adapter = "model.peft_config={r: 4, target_modules: all-linear, target_parameters: [gate_up_proj, \
+                   experts.down_proj, mlp.gate.weight]}";
+    check_resume(
+        &[&EXPERTS[..], &[adapter]].concat(),
+        &[
+            (4, &["expert_parallel_size=2", STAGE_3]),
+            (4, &["expert_parallel_size=2", "expert_tensor_parallel_size=2", STAGE_1]),
+            (1, &[ALL]),
+            (4, &["expert_parallel_size=4", "tensor_parallel_size=2", "gradient_accumulation_steps=4"]),
+            (2, &["pipeline_parallel_size=2", ALL]),
+        ],
+    );
+}
+
+#[test]
 fn a_tensor_and_pipeline_parallel_checkpoint_is_resumed_on_other_meshes() {
     check_resume(
         &[],

@@ -1,6 +1,6 @@
 //! Resolution of the keys of mixture-of-experts models.
 
-use candlewick_model::QkNorm;
+use candlewick_model::{Model, QkNorm};
 
 use super::resolver::{Resolver, one_of};
 use super::router;
@@ -31,6 +31,8 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         let message = "tiled_mlp_compute: experts cannot be computed in tiles of tokens";
         resolver.report_with_advice(&["tiled_mlp_compute"], message, "remove the key");
     }
+    let adapted = model.adapter.as_ref().and_then(|lora| Model::new(config.clone(), Some(lora.clone())).ok());
+    adapted.as_ref().into_iter().for_each(|adapted| report_dropout(resolver, adapted));
     Some(router::resolve(resolver, model, moe))
 }
 
@@ -81,6 +83,19 @@ pub(super) fn expert_ranks(resolver: &mut Resolver, model: &ModelPlan, n_in_stag
 pub(super) fn token_dispatcher(resolver: &mut Resolver) -> TokenDispatcherType {
     let given = resolver.recipe().moe.token_dispatcher_type;
     resolver.pick(DISPATCHER, given, TokenDispatcherType::default())
+}
+
+/// Reports dropout of adapters on experts or routers, which PEFT refuses, too.
+fn report_dropout(resolver: &mut Resolver, adapted: &Model) {
+    let has_dropout = adapted.lora().is_some_and(|lora| lora.dropout() > 0.0);
+    if !has_dropout || !(adapted.adapts_experts() || adapted.adapts_routers()) {
+        return;
+    }
+    let model = &resolver.recipe().model;
+    let key = if model.peft_config.is_some() { "model.peft_config" } else { "model.adapter_name_or_path" };
+    let message =
+        format!("{key}: lora_dropout is not supported on experts and routers, as in PEFT's target_parameters");
+    resolver.report_with_advice(&[key], message, "set lora_dropout to 0, or target other modules");
 }
 
 fn note_keys_without_effect(resolver: &mut Resolver) {

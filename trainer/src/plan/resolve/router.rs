@@ -1,6 +1,6 @@
 //! Resolution of the keys of routers.
 
-use candlewick_model::{MoeConfig, RouterLoss};
+use candlewick_model::{Model, MoeConfig, RouterLoss};
 
 use super::resolver::Resolver;
 use crate::plan::{ModelPlan, RouterLossTerm, RouterPlan, WeightInit};
@@ -56,6 +56,16 @@ pub(super) fn set_keys(resolver: &Resolver) -> Vec<&'static str> {
         (BENCHMARK, moe.benchmark != MoeBenchmarkSection::default()),
     ];
     keys.into_iter().filter(|(_, is_set)| *is_set).map(|(key, _)| key).collect()
+}
+
+/// Returns true if the run trains the routers: without LoRA, or if they have adapters.
+fn trains_routers(model: &ModelPlan) -> bool {
+    match (&model.adapter, &model.config) {
+        (Some(lora), Some(config)) => {
+            Model::new(config.clone(), Some(lora.clone())).is_ok_and(|adapted| adapted.adapts_routers())
+        }
+        (adapter, _) => adapter.is_none(),
+    }
 }
 
 /// Returns the capacity factor and the drop policy.
@@ -126,7 +136,7 @@ fn balancing_losses(
         }
         return Vec::new();
     }
-    let default = if model.adapter.is_none() && losses.len() == 1 { moe.aux_loss_coefficient } else { 0.0 };
+    let default = if trains_routers(model) && losses.len() == 1 { moe.aux_loss_coefficient } else { 0.0 };
     let coefficients = resolver.pick(COEFF, given.clone(), ValueOrList::Value(HumanFloat(default)));
     let coefficients = coefficients.values();
     if let Some(HumanFloat(low)) = coefficients.iter().find(|HumanFloat(c)| *c < 0.0) {

@@ -202,6 +202,31 @@ fn a_benchmark_saves_nothing() {
 }
 
 #[test]
+fn an_adapter_on_the_routers_trains_them_with_the_models_coefficient() {
+    let of = |peft_config: &str| losses(&[&format!("model.peft_config={{peft_type: LORA, r: 4, {peft_config}}}")]);
+    assert_eq!(of("target_parameters: [mlp.gate.weight]"), [(LoadBalancing, 0.25)]);
+    assert_eq!(of("target_modules: [q_proj, mlp.gate]"), [(LoadBalancing, 0.25)]);
+    assert_eq!(of("target_parameters: [mlp.experts.down_proj]"), []);
+}
+
+#[test]
+fn dropout_of_adapters_on_experts_and_routers_is_refused() {
+    for targets in ["target_parameters: [experts.down_proj]", "target_modules: [up_proj]", "target_modules: [gate]"] {
+        let argument = |dropout| format!("model.peft_config={{peft_type: LORA, lora_dropout: {dropout}, {targets}}}");
+        let want = ["model.peft_config: lora_dropout is not supported on experts", "set lora_dropout to 0"];
+        refused_with_experts(1, &[&argument("0.1")], &want);
+        of_experts(1, &[&argument("0.0")]).unwrap();
+    }
+    of_experts(1, &["model.peft_config={peft_type: LORA, lora_dropout: 0.1, target_modules: all-linear}"]).unwrap();
+}
+
+#[test]
+fn a_misspelt_parameter_of_experts_is_refused_with_the_nearest() {
+    let argument = "model.peft_config={peft_type: LORA, target_parameters: [experts.down_prj]}";
+    refused_with_experts(1, &[argument], &["target_parameters", "did you mean `experts.down_proj`?"]);
+}
+
+#[test]
 fn features_that_experts_lack_are_refused() {
     refused_with_experts(1, &["tiled_mlp_compute=true"], &["experts cannot be computed in tiles of tokens"]);
 }

@@ -1,0 +1,105 @@
+//! Memory estimate of LoRA on the router and the routed experts of a layer, beyond that of the frozen layer.
+//!
+//! Dimensions: n rows, d hidden size, f intermediate size of an expert
+
+use crate::{ExpertMatrixSpec, MoeSpec};
+
+/// Sizes of the adapters of a layer's experts and router, in elements.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpertAdaptersCost {
+    n_tokens: u64,
+    /// Tokens times selected experts.
+    n_rows: u64,
+    d: u64,
+    f: u64,
+    n_bytes: u64,
+    /// Sum of the ranks of the experts' adapters.
+    ranks: u64,
+    /// Rank of the router's adapter; 0 without one.
+    router_rank: u64,
+    /// Output columns of the widest adapter of the gate and up projections; 0 without one.
+    gate_up: u64,
+    /// Output columns of the down projection's adapter; 0 without one.
+    down: u64,
+}
+
+impl ExpertAdaptersCost {
+    /// Returns the sizes for `n_tokens` tokens in a dtype of `n_bytes` bytes, if `n_shards` ranks split each expert. Each of
+    /// these ranks computes all rows of its experts.
+    pub(crate) fn of(moe: &MoeSpec, n_tokens: u64, n_bytes: u64, n_shards: u64) -> Self {
+        let widest = |matrix: &ExpertMatrixSpec| {
+            matrix.adapters.iter().map(|adapter| adapter.columns.len() as u64).max().unwrap_or(0)
+        };
+        let adapters = moe.expert_matrices().flat_map(|matrix| &matrix.adapters);
+        Self {
+            n_tokens,
+            n_rows: n_tokens * moe.router.top_k as u64 * n_shards,
+            d: moe.down.out as u64,
+            f: (moe.expert_size as u64).div_ceil(n_shards),
+            n_bytes,
+            ranks: adapters.map(|adapter| adapter.adapter.r as u64).sum(),
+            router_rank: moe.router_weight.adapter.as_ref().map_or(0, |adapter| adapter.r as u64),
+            gate_up: widest(&moe.gate_up).div_ceil(n_shards),
+            down: widest(&moe.down),
+        }
+    }
+
+    /// Returns the bytes of the outputs of the factors A, which backward reads.
+    pub(crate) fn saved_bytes(&self) -> u64 {
+        self.rows(self.ranks) + self.n_tokens * self.router_rank * self.n_bytes
+    }
+
+    /// Returns the additional peak bytes of the forward: an adapter's output and its sum with the matrix's output.
+    ///
+    /// The frozen layer's peak is after the gate and up projections, with f more columns.
+    pub(crate) fn forward_bytes(&self) -> u64 {
+        let gate_up = if self.gate_up > 0 { self.gate_up + 2 * self.f - self.f } else { 0 };
+        let down = if self.down > 0 { self.down + self.d } else { 0 };
+        self.rows(gate_up.max(down))
+    }
+
+    /// Returns the additional peak bytes of the backward: the gradient of the input that is added to the matrix's.
+    ///
+    /// The frozen layer's peak is before the gate and up projections, with d more columns.
+    pub(crate) fn backward_bytes(&self) -> u64 {
+        let gate_up = if self.gate_up > 0 { self.d } else { 0 };
+        let down = if self.down > 0 { self.f.saturating_sub(self.d) } else { 0 };
+        self.rows(gate_up.max(down))
+    }
+
+    /// Returns the bytes of rows of `width` elements.
+    fn rows(&self, width: u64) -> u64 {
+        self.n_rows * width * self.n_bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NONE: ExpertAdaptersCost = ExpertAdaptersCost {
+        n_tokens: 5,
+        n_rows: 10,
+        d: 8,
+        f: 6,
+        n_bytes: 2,
+        ranks: 0,
+        router_rank: 0,
+        gate_up: 0,
+        down: 0,
+    };
+
+    fn bytes(cost: ExpertAdaptersCost) -> [u64; 3] {
+        [cost.saved_bytes(), cost.forward_bytes(), cost.backward_bytes()]
+    }
+
+    #[test]
+    fn adapters_add_their_activations_and_sums() {
+        assert_eq!(bytes(NONE), [0; 3]);
+        assert_eq!(bytes(ExpertAdaptersCost { router_rank: 3, ..NONE }), [5 * 3 * 2, 0, 0]);
+        let gate_up = ExpertAdaptersCost { ranks: 5, gate_up: 12, ..NONE };
+        assert_eq!(bytes(gate_up), [10 * 5 * 2, 10 * (12 + 12 - 6) * 2, 10 * 8 * 2]);
+        let down = ExpertAdaptersCost { ranks: 5, down: 8, ..NONE };
+        assert_eq!(bytes(down), [10 * 5 * 2, 10 * (8 + 8) * 2, 0]);
+    }
+}

@@ -1,0 +1,77 @@
+//! Adapters of experts and routers train as on one rank, on every axis of the mesh.
+
+use candlewick_comm::mesh::Degrees;
+use candlewick_parallel::{PipelineScheduleKind, SequenceParallel, TokenDispatcher, ZeroStage};
+
+use super::case::{Batching, EXPERT_MODULES, PARAMETERS};
+use super::rank::Strategy;
+use super::{ONE, check_all};
+
+/// Collectives of expert parallelism.
+const DISPATCH: &str = "ep-etp all_to_all";
+
+const BATCHINGS: [Batching; 2] = [Batching::Accumulated(2), Batching::Packed];
+
+#[track_caller]
+fn check(strategy: Strategy, batchings: &[Batching], known: &[&str]) {
+    let strategy = Strategy { sequence_parallel: SequenceParallel::On, ..strategy };
+    check_all(strategy, &[PARAMETERS, EXPERT_MODULES], batchings, known);
+}
+
+#[test]
+fn parity_of_adapters_of_experts_over_replicas() {
+    check(
+        Strategy { degrees: Degrees { dp_replicate: 3, ..ONE }, ..Strategy::ONE_RANK },
+        &BATCHINGS,
+        &["edp all_reduce"],
+    );
+}
+
+#[test]
+fn parity_of_adapters_of_experts_with_expert_parallelism() {
+    for (degrees, zero_stage) in [
+        (Degrees { dp_replicate: 4, ep: 2, ..ONE }, None),
+        (Degrees { dp_shard: 4, ep: 2, ..ONE }, Some(ZeroStage::Three)),
+        (Degrees { dp_shard: 4, ep: 4, ..ONE }, Some(ZeroStage::Two)),
+    ] {
+        check(Strategy { degrees, zero_stage, ..Strategy::ONE_RANK }, &BATCHINGS, &[DISPATCH]);
+    }
+}
+
+#[test]
+fn parity_of_adapters_of_experts_with_tensor_and_context_parallelism() {
+    for degrees in [Degrees { tp: 2, dp_shard: 2, ep: 4, ..ONE }, Degrees { cp: 2, ep: 2, ..ONE }] {
+        let zero_stage = Some(ZeroStage::One);
+        check(Strategy { degrees, zero_stage, ..Strategy::ONE_RANK }, &BATCHINGS, &[DISPATCH]);
+    }
+}
+
+#[test]
+fn parity_of_adapters_of_experts_with_expert_tensor_parallelism() {
+    for (degrees, zero_stage) in [
+        (Degrees { dp_replicate: 4, ep: 2, etp: 2, ..ONE }, None),
+        (Degrees { dp_shard: 4, tp: 2, ep: 2, etp: 2, ..ONE }, Some(ZeroStage::Three)),
+    ] {
+        check(Strategy { degrees, zero_stage, ..Strategy::ONE_RANK }, &BATCHINGS, &[DISPATCH]);
+    }
+}
+
+#[test]
+fn parity_of_adapters_of_experts_with_the_all_gather_dispatcher() {
+    let degrees = Degrees { dp_shard: 4, ep: 2, etp: 2, ..ONE };
+    let strategy = Strategy { degrees, zero_stage: Some(ZeroStage::One), ..Strategy::ONE_RANK };
+    let strategy = Strategy { token_dispatcher: TokenDispatcher::AllGather, ..strategy };
+    check(strategy, &BATCHINGS[..1], &["ep-etp all_gather"]);
+}
+
+#[test]
+fn parity_of_adapters_of_experts_with_a_pipeline() {
+    let pipeline = Strategy {
+        degrees: Degrees { pp: 2, dp_shard: 2, ep: 2, ..ONE },
+        zero_stage: Some(ZeroStage::One),
+        schedule: PipelineScheduleKind::OneForwardOneBackward,
+        chunk_layers: Some(&[2, 2]),
+        ..Strategy::ONE_RANK
+    };
+    check(pipeline, &[Batching::Accumulated(3)], &[DISPATCH]);
+}
