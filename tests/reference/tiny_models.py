@@ -4,11 +4,12 @@ For each: a model folder, and reference.safetensors with token ids of two sequen
 every parameter's gradient, computed by torch on CPU in f32 with eager attention. Weights are rounded to the dtype on
 disk first.
 
-    python tests/reference/tiny_models.py
+    python tests/reference/tiny_models.py [NAME..]
 """
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -53,6 +54,14 @@ MOE_MODELS = {
             n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, n_shared_experts=2, n_group=4,
             topk_group=2, norm_topk_prob=True, routed_scaling_factor=1.5, first_k_dense_replace=1, head_dim=8,
             num_hidden_layers=3,
+        ),
+    ),
+    "glm4_moe": (
+        "glm4_moe", torch.bfloat16,
+        dict(
+            n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=12, n_shared_experts=1, n_group=3,
+            topk_group=2, routed_scaling_factor=2.5, first_k_dense_replace=1, head_dim=12, attention_bias=True,
+            use_qk_norm=True, num_hidden_layers=3, partial_rotary_factor=0.5,
         ),
     ),
 }
@@ -181,8 +190,9 @@ def drop_location(path):
 
 
 def main():
-    models = {name: make(name, *how) for name, how in (MODELS | MOE_MODELS).items()}
-    make_adapter(models["qwen2"])
+    models = {name: make(name, *how) for name, how in (MODELS | MOE_MODELS).items() if name in (sys.argv[1:] or [name])}
+    if "qwen2" in models:
+        make_adapter(models["qwen2"])
     total = sum(path.stat().st_size for path in FIXTURES.rglob("*") if path.is_file())
     print(f"{total} bytes in {FIXTURES}")
 

@@ -58,9 +58,12 @@ pub trait ParallelOps {
         ops::attention(q, k, v, seqs, spec)
     }
 
-    /// Computes the routed experts of an MoE layer: [t, d] -> [t, d].
-    fn experts(&self, call: &ExpertCall) -> Result<Tensor> {
-        call.compute()
+    /// Computes the routed experts of an MoE layer: [t, d] -> [t, d]. Calls `meanwhile` once: if tokens travel between
+    /// ranks, while they do.
+    fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut() -> Result<()>) -> Result<Tensor> {
+        let y = call.compute()?;
+        meanwhile()?;
+        Ok(y)
     }
 
     /// Sums a tensor without gradient over the ranks that split a micro-batch's tokens.
@@ -94,9 +97,9 @@ pub enum TiledMlp {
 /// Inputs of a forward pass that all layers share.
 #[derive(Clone, Copy)]
 pub struct ForwardContext<'a> {
-    /// Cosines of the rotary angles, f32 [t, k/2].
+    /// Cosines of the rotary angles, f32 [t, r/2] for r rotated elements of a head.
     pub cos: &'a Tensor,
-    /// Sines of the rotary angles, f32 [t, k/2].
+    /// Sines of the rotary angles, f32 [t, r/2].
     pub sin: &'a Tensor,
     /// Boundaries of the packed sequences.
     pub seqs: &'a CuSeqlens,

@@ -22,6 +22,13 @@ pub enum ExpertExchange {
     },
 }
 
+/// Memory of the forward of a shared expert; zero without one.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct SharedExpertBytes {
+    pub(crate) peak: u64,
+    pub(crate) output: u64,
+}
+
 /// Sizes of the routed experts of a layer on one rank: every rank gets as many rows as it sends if the load balances.
 pub(crate) struct ExpertsCost {
     pub(crate) n_tokens: u64,
@@ -50,6 +57,19 @@ impl ExpertsCost {
         let second = self.rows(2 * f) + self.rows(f) + self.rows(self.d);
         let third = self.rows(self.d) + 2 * self.exchanged_bytes();
         self.n_tokens * self.n_experts * F32_BYTES + self.exchanged_bytes() + first.max(second).max(third)
+    }
+
+    /// Returns the peak bytes of the forward of routed and shared experts.
+    ///
+    /// On one rank the output of the routed experts is kept while the shared expert computes. Otherwise the shared expert
+    /// computes while tokens travel.
+    pub(crate) fn forward_bytes_with(&self, shared: SharedExpertBytes) -> u64 {
+        let sent = match self.exchange {
+            ExpertExchange::None => return self.forward_bytes().max(shared.output + shared.peak),
+            ExpertExchange::Rows { .. } => self.exchanged_bytes(),
+            ExpertExchange::Tokens { .. } => 0,
+        };
+        (shared.output + self.forward_bytes()).max(sent + self.exchanged_bytes() + shared.peak)
     }
 
     /// Returns the peak bytes of the backward beyond the saved activations.

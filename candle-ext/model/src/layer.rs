@@ -34,6 +34,8 @@ pub struct SelfAttentionSpec {
     pub n_kv_heads: usize,
     /// Width of one head.
     pub head_dim: usize,
+    /// Rotated elements of a head.
+    pub rotary_dim: usize,
     /// The sliding window: query i attends to key j while i - j < window.
     pub window: Option<usize>,
     /// RMS norms of queries and keys.
@@ -82,6 +84,7 @@ impl Config {
             n_heads: t.n_heads,
             n_kv_heads: t.n_kv_heads,
             head_dim: t.head_dim,
+            rotary_dim: t.rotary_dim,
             window: self.window(layer_idx),
             qk_norm: t.qk_norm,
             qkv: [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]

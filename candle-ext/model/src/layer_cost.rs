@@ -9,7 +9,7 @@ use candlewick_ops::{
     dropout_backward_cost, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
 };
 
-use crate::experts_cost::{ExpertExchange, ExpertsCost};
+use crate::experts_cost::{ExpertExchange, ExpertsCost, SharedExpertBytes};
 use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, QkNorm, SelfAttentionSpec, TiledMlp};
 
 /// Sizes of a decoder layer on one rank, from which activation memory is estimated.
@@ -92,8 +92,8 @@ impl LayerCost<'_> {
             .map_or(0, |mlp| self.linear(u, [f, d], (&mlp.down, LinearInput::Unused)).forward().scratch_bytes);
         let residual = 3 * self.activation_bytes() + self.sublayer_bytes();
         let dense = u * s * 3 * f + tile + down;
-        // The output of the routed experts is kept while the shared expert computes.
-        let routed = self.experts().map_or(0, |experts| experts.forward_bytes().max(t * s * d + dense));
+        let shared = self.layer.mlp.swiglu().map(|_| SharedExpertBytes { peak: dense, output: t * s * d });
+        let routed = self.experts().map_or(0, |experts| experts.forward_bytes_with(shared.unwrap_or_default()));
         let mlp = residual + t * s * d + dense.max(routed);
         let qkv = self.sublayer_bytes() + t * s * (d + 2 * q + 2 * kv);
         let attention = qkv + self.attention_cost().forward().scratch_bytes + self.exchange.forward_bytes;
@@ -121,7 +121,7 @@ impl LayerCost<'_> {
 
     /// Returns the bytes of the RoPE tables, which all layers share.
     pub fn rope_bytes(&self) -> u64 {
-        rope_cost(self.n_tokens, self.attention_spec().head_dim as u64).saved_bytes
+        rope_cost(self.n_tokens, self.attention_spec().rotary_dim as u64).saved_bytes
     }
 
     /// Returns the GEMM sizes of the MLP, forward and backward. Experts pack their groups one at a time.

@@ -28,6 +28,7 @@ mod rope;
 mod router;
 mod swiglu;
 mod unit;
+mod upcycle;
 mod weights;
 
 pub use block::Layer;
@@ -53,4 +54,5 @@ pub use router::{
     RouterSettings, RouterTotal, RouterTotals,
 };
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
+pub use upcycle::{UpcycledExperts, Upcycling, UpcyclingOutput, UpcyclingReport};
 pub use weights::{EmbeddingTable, LmHead, UnitWeights};

@@ -77,7 +77,7 @@ impl Model {
         }
     }
 
-    /// Returns the RoPE cosines and sines at `positions`, f32 [t, k/2] each.
+    /// Returns the RoPE cosines and sines at `positions`, f32 [t, r/2] each for r rotated elements of a head.
     pub fn rope(&self, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
         self.rope.at(positions, device)
     }

@@ -47,11 +47,13 @@ impl Moe {
     pub(crate) fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let routing = self.route(x_td, context)?;
         let call = ExpertCall { x: x_td, routing: &routing, experts: &self.experts };
-        let routed_td = context.parallel_ops.experts(&call)?;
-        match &self.shared_expert {
-            Some(shared) => ops::add(&routed_td, &shared.forward(x_td, context)?),
-            None => Ok(routed_td),
-        }
+        let mut shared_td = None;
+        let mut compute_shared = || {
+            shared_td = self.shared_expert.as_ref().map(|shared| shared.forward(x_td, context)).transpose()?;
+            Ok(())
+        };
+        let routed_td = context.parallel_ops.experts(&call, &mut compute_shared)?;
+        shared_td.map_or(Ok(routed_td.clone()), |shared_td| ops::add(&routed_td, &shared_td))
     }
 
     /// Selects the experts of each token, and adds the router's losses to the tape.

@@ -80,6 +80,19 @@ impl ParamSpec {
         Self { name, shape, dims, scope, init, decay: false, trainable: true, group, storage, hub: None }
     }
 
+    /// Returns the tensors of Hub checkpoints that make up the parameter, each as a parameter of its own.
+    pub(crate) fn hub_params(&self) -> Vec<Self> {
+        let tensors = self.hub.iter().flat_map(|hub| &hub.tensors);
+        let one = |HubTensor { name, rows }: &HubTensor| Self {
+            name: name.clone(),
+            shape: [&[rows.len()], &self.shape[1..]].concat(),
+            dims: self.dims.clone(),
+            hub: None,
+            ..*self
+        };
+        tensors.map(one).collect()
+    }
+
     /// Returns the weight of an RMS norm.
     pub(crate) fn norm(name: String, width: DimSize, scope: ParamScope) -> Self {
         Self::vector(name, width, scope, Init::Ones)

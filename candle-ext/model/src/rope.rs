@@ -7,15 +7,15 @@ use candlewick_ops::{Weight, embedding, upload};
 
 use crate::{Config, config::RopeKind};
 
-/// Returns the inverse frequencies, one for each pair of a head's dimensions.
+/// Returns the inverse frequencies, one for each rotated pair of a head's dimensions.
 fn inverse_frequencies(config: &Config) -> Vec<f32> {
     let typed = &config.typed;
     let frequency = |pair: usize| {
-        let exponent = (2 * pair) as f32 / typed.head_dim as f32;
+        let exponent = (2 * pair) as f32 / typed.rotary_dim as f32;
         let frequency = 1.0 / (typed.rope_theta.powf(f64::from(exponent)) as f32);
         scaled(&typed.rope, frequency)
     };
-    (0..typed.head_dim / 2).map(frequency).collect()
+    (0..typed.rotary_dim / 2).map(frequency).collect()
 }
 
 fn scaled(kind: &RopeKind, frequency: f32) -> f32 {
@@ -44,7 +44,7 @@ pub(crate) struct Rope {
     known: Arc<Mutex<Option<Tables>>>,
 }
 
-/// Cosines and sines, f32 [positions, k/2] each.
+/// Cosines and sines, f32 [positions, r/2] each.
 #[derive(Clone, Debug)]
 struct Tables {
     cos: Tensor,
@@ -56,7 +56,7 @@ impl Rope {
         Self { frequencies: inverse_frequencies(config), known: Arc::default() }
     }
 
-    /// Returns the cosines and sines at `positions`, f32 [t, k/2] each.
+    /// Returns the cosines and sines at `positions`, f32 [t, r/2] each for r rotated elements of a head.
     pub(crate) fn at(&self, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
         let n_positions = positions.iter().max().map_or(0, |last| *last as usize + 1);
         let tables = self.tables(n_positions, device)?;

@@ -209,6 +209,45 @@ fn a_merged_model_scores_as_its_adapter() {
     runs.refuses(&wrong, 3, &["it is no adapter"]);
 }
 
+/// Returns the loss of one training step on the model in a folder.
+fn loss_of_a_step(runs: &TrainedRuns, model: &str) -> f64 {
+    let recipe = json!({
+        "type": "sft", "output_dir": runs.path(&format!("step-{model}")), "train_iters": 1, "device": "cpu",
+        "model": {"dtype": "f32", "name_or_path": runs.path(model)},
+        "data": {"sources": [runs.path("train.jsonl")], "max_length": 96, "cache_dir": runs.path("cache")},
+        "optimizer": {"learning_rate": 1e-3},
+    });
+    let name = format!("step-{model}.yaml");
+    runs.write(&name, &recipe.to_string());
+    ok(runs.run("trainer", &["-q", "train", &name], ""));
+    let metrics = fs::read_to_string(runs.path(&format!("step-{model}/metrics.jsonl"))).unwrap();
+    let records = metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    records.filter_map(|record| record["loss"].as_f64()).next().unwrap()
+}
+
+#[test]
+fn an_upcycled_model_scores_and_trains_as_its_dense_model() {
+    let runs = TrainedRuns::shared();
+    let upcycle = |model: &str, output: &str, sizes: [&str; 3]| {
+        let [n, k, g] = sizes;
+        let sizes = ["--num-experts", n, "--num-experts-per-tok", k, "--granularity", g];
+        runs.run("trainer", &[&["upcycle", model, "--output", output], &sizes[..]].concat(), "")
+    };
+    let output = ok(upcycle("full", "moe", ["8", "4", "2"]));
+    let said = text(&output.stdout);
+    assert!(said.contains("MixtralForCausalLM with 8 experts of intermediate size 32"), "{said}");
+    let loss = |model: &str| runs.perplexity(&["--model", model, "--data", "eval.jsonl"])["loss"].as_f64().unwrap();
+    let (moe, dense) = (loss("moe"), loss("full"));
+    assert!((moe - dense).abs() < 1e-5, "{moe} {dense}");
+    let (moe, dense) = (loss_of_a_step(runs, "moe"), loss_of_a_step(runs, "full"));
+    assert!((moe - dense).abs() < 1e-5, "{moe} {dense}");
+    let sizes = ["8", "2", "1"];
+    runs.refuses(&upcycle("full", "moe", sizes), 6, &["is not empty"]);
+    runs.refuses(&upcycle("moe", "moe2", sizes), 2, &["failed to upcycle moe", "is a mixture of experts already"]);
+    runs.refuses(&upcycle("lora", "moe2", sizes), 2, &["is an adapter; merge it first"]);
+    runs.refuses(&upcycle("full", "moe2", ["8", "9", "1"]), 2, &["num_experts_per_tok 9"]);
+}
+
 #[test]
 fn the_perplexity_of_chats_equals_the_eval_loss_of_training() {
     let runs = TrainedRuns::shared();

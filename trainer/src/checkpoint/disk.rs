@@ -59,6 +59,17 @@ pub fn preflight(checkpoints: &[PlannedCheckpoints]) -> Result<(), CheckpointErr
     Ok(())
 }
 
+/// Checks that the disk of a folder, which may be missing, has `needed` free bytes.
+pub fn require_space(dir: &Path, needed: u64) -> Result<(), CheckpointError> {
+    let absolute = std::path::absolute(dir).map_err(CheckpointError::io("locate", dir))?;
+    let existing = absolute.ancestors().find(|folder| folder.exists()).unwrap_or(dir);
+    let free = free_bytes(existing).map_err(CheckpointError::io("measure the disk of", dir))?;
+    match needed > free {
+        true => Err(CheckpointError::NoSpaceForModel { output_dir: dir.to_owned(), needed, free }),
+        false => Ok(()),
+    }
+}
+
 /// Returns the bytes that this user may still write on the disk of `dir`.
 pub fn free_bytes(dir: &Path) -> io::Result<u64> {
     let path = CString::new(dir.as_os_str().as_bytes())?;

@@ -40,6 +40,19 @@ pub enum CheckpointError {
         /// The bytes available to this user.
         free: u64,
     },
+    /// The disk has too little space for one model.
+    #[error(
+        "fit the model on the disk of {}: it needs {} and {} is free. Choose another output folder, or a smaller dtype",
+        output_dir.display(), gigabytes(*needed), gigabytes(*free)
+    )]
+    NoSpaceForModel {
+        /// The output folder.
+        output_dir: PathBuf,
+        /// The size of the weights, in bytes.
+        needed: u64,
+        /// The bytes available to this user.
+        free: u64,
+    },
     /// A checkpoint whose content differs from what was written.
     #[error("read the checkpoint {}: {reason}", dir.display())]
     Damaged {

@@ -33,7 +33,7 @@ mod storage;
 #[allow(clippy::unwrap_used)]
 mod tests;
 
-pub use disk::{PlannedCheckpoints, bytes_needed, free_bytes, preflight};
+pub use disk::{PlannedCheckpoints, bytes_needed, free_bytes, preflight, require_space};
 pub use error::CheckpointError;
 pub use find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, newest_complete, search};
 pub use fingerprint::Fingerprint;

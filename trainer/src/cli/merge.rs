@@ -9,7 +9,7 @@ use candlewick_text::hub::{Hub, ModelFiles};
 use clap::Args;
 
 use super::Ui;
-use crate::estimate::parse_bytes;
+use super::options::shard_bytes;
 use crate::exit::ExitCode;
 
 #[derive(Debug, Args)]
@@ -80,8 +80,4 @@ fn describe(merged: &MergeReport, args: &MergeArgs) -> String {
 
 fn failed(error: candlewick_text::hub::HubError) -> anyhow::Error {
     anyhow!("failed to {error}").context(ExitCode::Data)
-}
-
-fn shard_bytes(text: &str) -> Result<u64, String> {
-    parse_bytes(text).ok_or_else(|| "expected bytes, such as 5GB or 500MiB".to_owned())
 }

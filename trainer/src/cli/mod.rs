@@ -13,6 +13,7 @@ mod preprocess;
 mod profile;
 mod train;
 mod ui;
+mod upcycle;
 mod verify_parallel;
 
 use std::io::Write;
@@ -92,6 +93,9 @@ enum Command {
     /// Merge a LoRA adapter into its base model, and save a Hugging Face folder
     #[command(after_long_help = MERGE_EXAMPLES)]
     Merge(merge::MergeArgs),
+    /// Make a mixture of experts from a dense model, and save a Hugging Face folder
+    #[command(after_long_help = upcycle::EXAMPLES)]
+    Upcycle(upcycle::UpcycleArgs),
     /// Print diagnostics: CPU, memory, GPUs, NVIDIA libraries, Hub access, disks
     Doctor {
         /// Print JSON
@@ -195,6 +199,10 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
             merge::run(args, &hub(&ui)?, &ui)
         }
+        Command::Upcycle(args) => {
+            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            upcycle::run(args, &hub(&ui)?, &ui)
+        }
         Command::Doctor { json } => doctor::run(if *json { OutputFormat::Json } else { OutputFormat::Text }, &ui),
         Command::Schema => ui.print(&format!("{:#}", crate::recipe::json_schema())),
         Command::Completions { shell } => ui.print(completions::<Cli>(*shell).trim_end()),
@@ -215,8 +223,9 @@ mod tests {
     #[test]
     fn every_example_parses() {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
-        let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES, MERGE_EXAMPLES];
-        let examples = [examples.join("\n"), others.join("\n")].join("\n");
+        let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES];
+        let folders = [MERGE_EXAMPLES, upcycle::EXAMPLES];
+        let examples = [examples.join("\n"), others.join("\n"), folders.join("\n")].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             assert!(Cli::try_parse_from(words(line.split(" > ").next().unwrap_or(line))).is_ok(), "{line}");
         }

@@ -9,6 +9,7 @@ use candlewick_text::hub::{Hub, HubSettings};
 use clap::{Args, ValueEnum};
 
 use super::Ui;
+use crate::estimate::parse_bytes;
 use crate::metrics::Console;
 use crate::plan::{Environment, EnvironmentError, HubAccess, Machines, Plan, WorldInfo};
 use crate::recipe::Loaded;
@@ -105,6 +106,11 @@ pub(super) fn world_info(env: &RankEnv) -> WorldInfo {
         _ => Machines::Several,
     };
     WorldInfo { rank: env.rank, n_ranks: env.world_size, n_here: env.local_world_size, machines }
+}
+
+/// Parses the size of a weights file.
+pub(super) fn shard_bytes(text: &str) -> Result<u64, String> {
+    parse_bytes(text).ok_or_else(|| "expected bytes, such as 5GB or 500MiB".to_owned())
 }
 
 /// Parses a number of processes.

@@ -12,11 +12,14 @@ mod reader;
 mod staging;
 mod unfinished;
 mod writer;
+mod written;
 
 pub use durable::DurableFile;
 pub use element::{Element, little_endian};
 pub use reader::Checkpoint;
 pub use staging::StagingFolder;
+pub(crate) use staging::require_empty;
 pub use unfinished::{UNFINISHED_MARKER, mark_unfinished, remove_unfinished, unmark_finished};
 pub use writer::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES};
 pub(crate) use writer::{ShardTensor, dtype_on_disk, write_json, write_shard};
+pub(crate) use written::{WrittenTensors, sum_of_squares};

@@ -72,6 +72,19 @@ impl Drop for StagingFolder {
     }
 }
 
+/// Rejects an output folder that holds a model, a run's output or other files.
+pub(crate) fn require_empty(folder: &Path) -> Result<(), ModelError> {
+    let refuse =
+        |problem: &str| Err(ModelError::OutputPath { path: folder.to_path_buf(), problem: problem.to_owned() });
+    match fs::read_dir(folder).map(|mut entries| entries.next().is_none()) {
+        Ok(true) => Ok(()),
+        Ok(false) => refuse("the folder is not empty; name a new one"),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => refuse("it is a file; name a new folder"),
+        Err(error) => Err(ModelError::io("read", folder)(error)),
+    }
+}
+
 fn parent(target: &Path) -> PathBuf {
     match target.parent() {
         Some(parent) if parent != Path::new("") => parent.to_path_buf(),

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use super::json::{Keys, MAX_SIZE, size};
 use super::{moe, rope, typed::Typed};
 use crate::{
-    Family, ModelError,
+    Family, ModelError, QkNorm,
     family::{Bias, FamilySpec, Window, WindowLayers},
 };
 
@@ -29,15 +29,16 @@ pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
         n_kv_heads: heads.n_kv_heads,
         head_dim: heads.head_dim,
         max_positions,
-        rms_norm_eps: positive(keys, "rms_norm_eps", 1e-6)?,
+        rms_norm_eps: positive(keys, "rms_norm_eps", family_spec.rms_norm_eps)?,
         initializer_range: initializer_range(keys)?,
-        rope_theta: rope::theta(keys)?,
+        rope_theta: rope::theta(keys, family_spec.rope_theta)?,
         rope: rope::kind(keys, max_positions)?,
+        rotary_dim: rope::rotary_dim(keys, heads.head_dim, family_spec.partial_rotary)?,
         tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
         qkv_bias: bias(keys, family_spec.qkv_bias)?,
         o_bias: bias(keys, family_spec.o_bias)?,
         mlp_bias: bias(keys, family_spec.mlp_bias)?,
-        qk_norm: family_spec.qk_norm,
+        qk_norm: qk_norm(keys, family_spec)?,
         moe: family_spec.moe.map(|family| moe::moe(keys, raw, family, n_layers)).transpose()?.flatten(),
         windows: windows(keys, raw, family_spec.window, n_layers)?,
         bos_id: keys.ids("bos_token_id")?.and_then(|ids| ids.first().copied()).or(family_spec.bos_id),
@@ -101,6 +102,13 @@ fn bias(keys: Keys, bias: Bias) -> Result<bool, ModelError> {
         Bias::Never => Ok(false),
         Bias::Key(key) => Ok(keys.flag(key)?.unwrap_or(false)),
         Bias::KeyOrTrue(key) => Ok(keys.flag(key)?.unwrap_or(true)),
+    }
+}
+
+fn qk_norm(keys: Keys, family_spec: &FamilySpec) -> Result<QkNorm, ModelError> {
+    match family_spec.qk_norm_key {
+        Some(key) if !keys.flag(key)?.unwrap_or(false) => Ok(QkNorm::None),
+        _ => Ok(family_spec.qk_norm),
     }
 }
 
@@ -205,9 +213,6 @@ fn refuse_unimplemented(keys: Keys) -> Result<(), ModelError> {
         if keys.number(key)?.is_some_and(|p| p != 0.0) {
             return Err(keys.error(key, "dropout is not supported; set it to 0"));
         }
-    }
-    if keys.number("partial_rotary_factor")?.is_some_and(|f| f != 1.0) {
-        return Err(keys.error("partial_rotary_factor", "only 1.0 is supported"));
     }
     match keys.get("quantization_config") {
         Some(_) => Err(keys

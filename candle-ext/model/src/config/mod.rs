@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 use crate::{Family, ModelError, QkNorm};
 pub use moe::{MoeConfig, SharedExpertConfig};
 pub(crate) use rope::RopeKind;
-use typed::Typed;
+pub(crate) use typed::Typed;
 
 /// Config of a model, from config.json. Unknown keys are preserved.
 #[derive(Clone, Debug, PartialEq)]
@@ -88,6 +88,11 @@ impl Config {
     fn from_map(raw: Map<String, Value>) -> Result<Self, ModelError> {
         let typed = build::typed(&raw)?;
         Ok(Self { raw, typed })
+    }
+
+    /// Returns the keys of config.json.
+    pub(crate) fn raw(&self) -> &Map<String, Value> {
+        &self.raw
     }
 
     /// Returns the config as JSON: all original keys in order, plus `architectures` and `model_type` if absent.

@@ -111,9 +111,9 @@ fn shared_expert(keys: Keys, family: &MoeFamily, expert_size: usize) -> Result<O
             let intermediate_size = size(keys, "shared_expert_intermediate_size", default, MAX_SIZE)?;
             Ok(Some(SharedExpertConfig { intermediate_size, gated: true }))
         }
-        SharedExpertFamily::Plain => match keys.count("n_shared_experts")? {
-            None | Some(0) => Ok(None),
-            Some(n) => Ok(Some(SharedExpertConfig { intermediate_size: n * expert_size, gated: false })),
+        SharedExpertFamily::Plain { default } => match keys.count("n_shared_experts")?.unwrap_or(default) {
+            0 => Ok(None),
+            n => Ok(Some(SharedExpertConfig { intermediate_size: n * expert_size, gated: false })),
         },
     }
 }
@@ -122,10 +122,13 @@ fn shared_expert(keys: Keys, family: &MoeFamily, expert_size: usize) -> Result<O
 fn layers(keys: Keys, raw: &Map<String, Value>, rule: MoeLayers, n_layers: usize) -> Result<Vec<bool>, ModelError> {
     match rule {
         MoeLayers::All => Ok(vec![true; n_layers]),
-        MoeLayers::FirstDense => {
-            let n_dense = keys.count("first_k_dense_replace")?.unwrap_or(0);
-            let frequency = size(keys, "moe_layer_freq", 1, n_layers)?;
-            Ok((0..n_layers).map(|i| i >= n_dense && i.is_multiple_of(frequency)).collect())
+        MoeLayers::FirstDense { default } => {
+            if keys.count("moe_layer_freq")?.is_some_and(|frequency| frequency != 1) {
+                let problem = "only 1 is supported, as in transformers: each layer after the dense ones has experts";
+                return Err(keys.error("moe_layer_freq", problem));
+            }
+            let n_dense = keys.count("first_k_dense_replace")?.unwrap_or(default);
+            Ok((0..n_layers).map(|i| i >= n_dense).collect())
         }
         MoeLayers::SparseStep => {
             let step = size(keys, "decoder_sparse_step", 1, usize::MAX)?;

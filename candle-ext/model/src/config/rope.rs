@@ -24,14 +24,14 @@ fn parameters(keys: Keys<'_>) -> Result<Option<Keys<'_>>, ModelError> {
     Ok(None)
 }
 
-pub(super) fn theta(keys: Keys) -> Result<f64, ModelError> {
+pub(super) fn theta(keys: Keys, default: f64) -> Result<f64, ModelError> {
     let nested = match parameters(keys)? {
         Some(nested) => nested.number("rope_theta")?,
         None => None,
     };
     let theta = match nested {
         Some(theta) => theta,
-        None => keys.number("rope_theta")?.unwrap_or(10_000.0),
+        None => keys.number("rope_theta")?.unwrap_or(default),
     };
     match theta > 1.0 && theta.is_finite() {
         true => Ok(theta),
@@ -43,9 +43,6 @@ pub(super) fn kind(keys: Keys, max_positions: usize) -> Result<RopeKind, ModelEr
     let Some(nested) = parameters(keys)? else { return Ok(RopeKind::Default) };
     if let Some(layer_type) = nested.first_object() {
         return Err(nested.error(layer_type, "rotary parameters that differ by layer type are not supported"));
-    }
-    if nested.number("partial_rotary_factor")?.is_some_and(|f| f != 1.0) {
-        return Err(nested.error("partial_rotary_factor", "only 1.0 is supported"));
     }
     let kind = match nested.text("rope_type")? {
         Some(kind) => kind,
@@ -66,6 +63,25 @@ pub(super) fn kind(keys: Keys, max_positions: usize) -> Result<RopeKind, ModelEr
         }),
         other => {
             Err(nested.error("rope_type", format!("`{other}` is not supported; supported: default, linear, llama3")))
+        }
+    }
+}
+
+/// Returns the number of rotated elements of a head. `default` is the family's factor; `None` allows 1 alone.
+pub(super) fn rotary_dim(keys: Keys, head_dim: usize, default: Option<f64>) -> Result<usize, ModelError> {
+    const KEY: &str = "partial_rotary_factor";
+    let nested = parameters(keys)?.filter(|nested| nested.get(KEY).is_some());
+    let keys = nested.unwrap_or(keys);
+    let factor = keys.number(KEY)?.or(default).unwrap_or(1.0);
+    let Some(_) = default else {
+        return if factor == 1.0 { Ok(head_dim) } else { Err(keys.error(KEY, "only 1.0 is supported")) };
+    };
+    match (head_dim as f64 * factor) as usize {
+        n if factor > 0.0 && factor <= 1.0 && n > 0 && n.is_multiple_of(2) => Ok(n),
+        n => {
+            let problem =
+                format!("{factor} rotates {n} of {head_dim} elements of a head; it must be an even number above 0");
+            Err(keys.error(KEY, problem))
         }
     }
 }

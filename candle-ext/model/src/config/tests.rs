@@ -57,6 +57,62 @@ fn rotary_keys_are_read_in_both_spellings() {
 }
 
 #[test]
+fn a_part_of_each_head_is_rotated_if_the_family_has_the_factor() {
+    let glm = |extra: Value| {
+        let mut value = json!({"model_type": "glm4_moe", "hidden_size": 64, "head_dim": 16, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "num_hidden_layers": 3, "intermediate_size": 32, "vocab_size": 64});
+        value.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        Config::from_json(value)
+    };
+    let rotary_dim = |extra: Value| glm(extra).unwrap().typed.rotary_dim;
+    assert_eq!(rotary_dim(json!({})), 8);
+    assert_eq!(rotary_dim(json!({"partial_rotary_factor": 0.25})), 4);
+    let nested = json!({"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0});
+    assert_eq!(rotary_dim(json!({"rope_parameters": nested, "partial_rotary_factor": 0.25})), 16);
+    for factor in [0.0, 0.2, 1.5] {
+        let message = glm(json!({"partial_rotary_factor": factor})).unwrap_err().to_string();
+        assert!(message.contains("partial_rotary_factor") && message.contains("of 16 elements"), "{message}");
+    }
+    refused(json!({"partial_rotary_factor": 0.5}), &["partial_rotary_factor", "only 1.0"]);
+    let nested = json!({"rope_type": "default", "partial_rotary_factor": 0.5});
+    refused(json!({"rope_parameters": nested}), &["rope_parameters.partial_rotary_factor", "only 1.0"]);
+    assert_eq!(glm(json!({})).unwrap().qk_norm(), QkNorm::None);
+    assert_eq!(glm(json!({"use_qk_norm": true})).unwrap().qk_norm(), QkNorm::PerHead);
+    let moe = glm(json!({})).unwrap().typed.moe.unwrap();
+    assert_eq!(moe.layers, [false, true, true]);
+    assert!(moe.router.normalize && moe.expert_bias, "the router is DeepSeek-V3's");
+    assert_eq!((moe.n_experts, moe.router.top_k, moe.router.scaling), (128, 8, 1.0));
+    assert_eq!(moe.shared_expert.map(|shared| shared.intermediate_size), Some(1408));
+}
+
+/// transformers' Dots1 and Glm4Moe do not read `moe_layer_freq`.
+#[test]
+fn a_layer_frequency_that_transformers_ignores_is_refused() {
+    for family in ["dots1", "glm4_moe"] {
+        let read = |frequency: u64| {
+            let value = json!({"model_type": family, "head_dim": 128, "moe_layer_freq": frequency});
+            Config::from_json(value).map_err(|error| error.to_string())
+        };
+        assert!(read(1).is_ok());
+        assert!(read(2).unwrap_err().contains("moe_layer_freq"));
+    }
+}
+
+#[test]
+fn absent_keys_have_the_defaults_of_transformers() {
+    let values = |family: &str| {
+        let config = Config::from_json(json!({"model_type": family, "head_dim": 128})).unwrap();
+        (config.typed.rope_theta, config.rms_norm_eps())
+    };
+    for family in ["llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "dots1"] {
+        assert_eq!(values(family), (1e4, 1e-6), "{family}");
+    }
+    assert_eq!(values("mixtral"), (1e6, 1e-5));
+    assert_eq!(values("olmoe"), (1e4, 1e-5));
+    assert_eq!(values("glm4_moe"), (1e4, 1e-5));
+}
+
+#[test]
 fn windows_follow_the_family() {
     let mistral =
         |w: Value| with(json!({"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": w}));

@@ -21,6 +21,8 @@ pub(crate) struct Typed {
     pub(crate) initializer_range: f64,
     pub(crate) rope_theta: f64,
     pub(crate) rope: RopeKind,
+    /// Rotated elements of a head, from the first on.
+    pub(crate) rotary_dim: usize,
     pub(crate) tied: bool,
     pub(crate) qkv_bias: bool,
     pub(crate) o_bias: bool,

@@ -21,7 +21,7 @@ pub(super) const SPEC: FamilySpec = FamilySpec {
     ..qwen3::SPEC
 };
 
-const MOE: MoeFamily = MoeFamily {
+pub(super) const MOE: MoeFamily = MoeFamily {
     n_experts: ("n_routed_experts", 128),
     expert_size: ("moe_intermediate_size", 1408),
     top_k: 6,
@@ -29,8 +29,8 @@ const MOE: MoeFamily = MoeFamily {
     normalization: TopKNormalization::Key(false),
     has_groups: true,
     expert_bias: true,
-    shared_expert: SharedExpertFamily::Plain,
-    layers: MoeLayers::FirstDense,
+    shared_expert: SharedExpertFamily::Plain { default: 0 },
+    layers: MoeLayers::FirstDense { default: 0 },
     aux_loss_coefficient: 0.0,
     names: HubExpertNames { shared_expert: "shared_experts", ..qwen2_moe::MOE.names },
 };

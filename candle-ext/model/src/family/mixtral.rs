@@ -5,6 +5,8 @@ use super::{FamilySpec, HubExpertNames, MoeFamily, MoeLayers, SharedExpertFamily
 pub(super) const SPEC: FamilySpec = FamilySpec {
     model_type: "mixtral",
     architecture: "MixtralForCausalLM",
+    rms_norm_eps: 1e-5,
+    rope_theta: 1e6,
     window: Window::IfSet,
     moe: Some(&MOE),
     ..mistral::SPEC

@@ -21,7 +21,7 @@ macro_rules! families {
     };
 }
 
-families![llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, olmoe, dots1];
+families![llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, olmoe, dots1, glm4_moe];
 
 /// A supported model family.
 #[derive(Clone, Copy)]
@@ -48,17 +48,25 @@ pub(crate) struct FamilySpec {
     /// `None` for hidden_size / n_heads.
     pub(crate) head_dim: Option<usize>,
     pub(crate) max_positions: usize,
+    pub(crate) rms_norm_eps: f64,
+    pub(crate) rope_theta: f64,
+    /// Default of `partial_rotary_factor`; `None` if all elements of a head are rotated.
+    pub(crate) partial_rotary: Option<f64>,
     pub(crate) bos_id: Option<u32>,
     pub(crate) eos_id: Option<u32>,
     pub(crate) qkv_bias: Bias,
     pub(crate) o_bias: Bias,
     pub(crate) mlp_bias: Bias,
     pub(crate) qk_norm: QkNorm,
+    /// Key of config.json that switches the QK norm on; `None` if it is always there.
+    pub(crate) qk_norm_key: Option<&'static str>,
     pub(crate) window: Window,
     /// True if hidden_size must be a multiple of the heads even if head_dim is set.
     pub(crate) divisible_hidden: bool,
     /// Mixture of experts; `None` for a dense family.
     pub(crate) moe: Option<&'static MoeFamily>,
+    /// Model type of the family of experts with this attention, to which a dense checkpoint can be upcycled.
+    pub(crate) upcycles_to: Option<&'static str>,
 }
 
 /// RMS norms of queries and keys.
@@ -113,7 +121,9 @@ pub(crate) enum SharedExpertFamily {
         default: usize,
     },
     /// `n_shared_experts` experts, computed as one.
-    Plain,
+    Plain {
+        default: usize,
+    },
 }
 
 /// Layers whose MLP is a mixture of experts.
@@ -123,7 +133,9 @@ pub(crate) enum MoeLayers {
     /// Every `decoder_sparse_step`-th layer, except for `mlp_only_layers`.
     SparseStep,
     /// The layers from `first_k_dense_replace` on.
-    FirstDense,
+    FirstDense {
+        default: usize,
+    },
 }
 
 /// Names of an MoE layer's tensors in Hub checkpoints.

@@ -11,6 +11,7 @@ pub(super) const SPEC: FamilySpec = FamilySpec {
     n_layers: 16,
     n_heads: 16,
     max_positions: 4096,
+    rms_norm_eps: 1e-5,
     bos_id: None,
     eos_id: Some(50279),
     mlp_bias: Bias::Never,

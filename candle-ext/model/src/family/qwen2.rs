@@ -16,5 +16,6 @@ pub(super) const SPEC: FamilySpec = FamilySpec {
     mlp_bias: Bias::Never,
     window: Window::Some { window: 4096, needs_flag: true, layers: WindowLayers::From(28) },
     divisible_hidden: false,
+    upcycles_to: Some("qwen2_moe"),
     ..llama::SPEC
 };

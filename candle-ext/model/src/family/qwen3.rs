@@ -9,5 +9,6 @@ pub(super) const SPEC: FamilySpec = FamilySpec {
     qkv_bias: Bias::Key("attention_bias"),
     o_bias: Bias::Key("attention_bias"),
     qk_norm: QkNorm::PerHead,
+    upcycles_to: Some("qwen3_moe"),
     ..qwen2::SPEC
 };

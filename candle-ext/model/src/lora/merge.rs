@@ -3,12 +3,11 @@
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::to_host;
 
 use super::{AdapterFolder, AdapterSpec};
 use crate::{
     Config, Model, ModelError, ParamSpec,
-    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, dtype_on_disk},
+    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, WrittenTensors, require_empty, sum_of_squares},
 };
 
 /// A merge of a LoRA adapter into its base model.
@@ -45,7 +44,7 @@ impl AdapterMerge<'_> {
     /// Tokenizer and chat template come from the adapter folder if it has them. At most one f32 tensor and its update
     /// are in memory.
     pub fn run(&self) -> Result<MergeReport, ModelError> {
-        self.check_output()?;
+        require_empty(self.output)?;
         let source = Source::open(self.base, self.adapter)?;
         let dtype = self.dtype.or(source.base.float_dtype()).unwrap_or(DType::F32);
         let folders = [self.adapter, self.base];
@@ -61,46 +60,18 @@ impl AdapterMerge<'_> {
         self.verify(&source, dtype).inspect_err(|_| drop(std::fs::remove_dir_all(self.output)))
     }
 
-    /// Rejects an output folder that holds a model, a run's output or other files.
-    fn check_output(&self) -> Result<(), ModelError> {
-        let refuse = |problem: &str| {
-            Err(ModelError::OutputPath { path: self.output.to_path_buf(), problem: problem.to_owned() })
-        };
-        match std::fs::read_dir(self.output).map(|mut entries| entries.next().is_none()) {
-            Ok(true) => Ok(()),
-            Ok(false) => refuse("the folder is not empty; name a new one"),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-            Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => {
-                refuse("it is a file; name a new folder")
-            }
-            Err(error) => Err(ModelError::io("read", self.output)(error)),
-        }
-    }
-
     fn verify(&self, source: &Source, dtype: DType) -> Result<MergeReport, ModelError> {
-        let written = Checkpoint::open(self.output)?;
+        let written = WrittenTensors::open(self.output, dtype)?;
         let (mut n_matrices, mut n_params) = (0, 0);
         let (mut lost, mut changed) = (0.0, 0.0);
         for param in source.model.base_params() {
             let exact = source.merged(param)?;
-            let found = written.param(param, DType::F32, &Device::Cpu)?;
-            let wrong = |problem: &str| ModelError::mismatch(self.output, format!("tensor `{}` {problem}", param.name));
-            if !square(&found)?.is_finite() {
-                return Err(wrong(&format!(
-                    "has values that are not finite in {dtype:?}; check base and adapter for NaN, or merge with --dtype f32 or bf16"
-                )));
-            }
-            let want = exact.to_dtype(dtype_on_disk(param, dtype))?.to_dtype(DType::F32)?;
-            if square(&(&found - &want)?)? != 0.0 {
-                return Err(wrong(
-                    "was written with other values than base plus adapter; check the disk, and merge again",
-                ));
-            }
+            let found = written.verify(param, &exact)?;
             n_params += param.numel();
             if source.adapter_on(param).is_some() {
                 n_matrices += 1;
-                lost += square(&(&found - &exact)?)?;
-                changed += square(&(&exact - source.read(param)?)?)?;
+                lost += sum_of_squares(&(&found - &exact)?)?;
+                changed += sum_of_squares(&(&exact - source.read(param)?)?)?;
             }
         }
         let rounding = if changed > 0.0 { (lost / changed).sqrt() } else { 0.0 };
@@ -147,10 +118,4 @@ impl Source {
         let (a, b) = (factor(adapter.a_name(), [adapter.r, n_in])?, factor(adapter.b_name(), [n_out, adapter.r])?);
         Ok(super::merge_lora(&base, &a, &b, adapter.scaling)?)
     }
-}
-
-/// Returns the sum of squares, accumulated in f64.
-fn square(tensor: &Tensor) -> Result<f64, ModelError> {
-    let values = to_host(&tensor.flatten_all()?)?.to_vec1::<f32>()?;
-    Ok(values.iter().map(|value| f64::from(*value) * f64::from(*value)).sum())
 }

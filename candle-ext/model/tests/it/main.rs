@@ -7,3 +7,4 @@ mod candle_transformers;
 mod checkpoints;
 mod parity;
 mod tiny;
+mod upcycling;

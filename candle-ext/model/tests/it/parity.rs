@@ -72,8 +72,13 @@ fn dots1_with_groups_an_expert_bias_and_shared_experts_is_transformers() {
 }
 
 #[test]
+fn glm4_moe_with_half_rotated_heads_and_a_shared_expert_is_transformers() {
+    check("glm4_moe");
+}
+
+#[test]
 fn packed_sequences_do_not_see_each_other() {
-    for name in ["llama", "mistral", "qwen3", "dots1"] {
+    for name in ["llama", "mistral", "qwen3", "dots1", "glm4_moe"] {
         let (tiny, reference) = (Tiny::load(name), Reference::load(name));
         let packed = tiny.logits(&reference.ids, &reference.lengths);
         let mut start = 0;

@@ -49,9 +49,9 @@ mod tests {
     kernels!("rope");
 
     /// Returns the arguments of the kernel of `rope`, for one token with a head of two elements.
-    fn arguments(x: &Tensor, table: &Tensor) -> [Arg; 9] {
+    fn arguments(x: &Tensor, table: &Tensor) -> [Arg; 10] {
         let [x, table] = [x, table].map(|tensor| Arg::Address(address("test", tensor).unwrap()));
-        [x, table, table, x, Arg::I32(1), Arg::I32(2), Arg::I64(2), Arg::I64(2), Arg::F32(1.0)]
+        [x, table, table, x, Arg::I32(1), Arg::I32(2), Arg::I32(1), Arg::I64(2), Arg::I64(2), Arg::F32(1.0)]
     }
 
     /// Launches the kernel of `rope` with modified arguments. Returns x = [3, 4] after the launch, and the error.
@@ -79,8 +79,8 @@ mod tests {
 
     #[test]
     fn arguments_in_another_order_are_refused() {
-        check_refused("they differ from parameter 6 on", |args| args.swap(5, 8));
-        check_refused("they differ from parameter 6 on", |args| args.swap(5, 6));
+        check_refused("they differ from parameter 6 on", |args| args.swap(5, 9));
+        check_refused("they differ from parameter 7 on", |args| args.swap(6, 7));
         check_refused("they differ from parameter 4 on", |args| args.swap(3, 4));
     }
 
@@ -88,14 +88,15 @@ mod tests {
     fn arguments_of_another_class_are_refused() {
         check_refused("they differ from parameter 5 on", |args| args[4] = Arg::I64(1));
         check_refused("they differ from parameter 1 on", |args| args[0] = Arg::I64(0));
-        check_refused("they differ from parameter 9 on", |args| args[8] = Arg::F64(1.0));
+        check_refused("they differ from parameter 10 on", |args| args[9] = Arg::F64(1.0));
     }
 
     #[test]
     fn arguments_of_another_number_are_refused() {
         check_refused("passes 6", |args| args.truncate(6));
-        check_refused("passes 10", |args| args.push(Arg::I32(0)));
-        let declared = "takes 9 parameters, [Pointer, Pointer, Pointer, Pointer, Int32, Int32, Int64, Int64, Float32]";
+        check_refused("passes 11", |args| args.push(Arg::I32(0)));
+        let declared =
+            "takes 10 parameters, [Pointer, Pointer, Pointer, Pointer, Int32, Int32, Int32, Int64, Int64, Float32]";
         check_refused(declared, Vec::clear);
     }
 

@@ -9,8 +9,14 @@ use crate::simd::vectorised;
 /// Elements per task, approximately.
 const BLOCK: usize = 1 << 14;
 
-/// Cosines and sines [t, k/2].
-pub(super) type RopeTable<'a> = (&'a [f32], &'a [f32]);
+/// Cosines and sines [t, r/2].
+#[derive(Clone, Copy)]
+pub(super) struct RopeTable<'a> {
+    pub(super) cos: &'a [f32],
+    pub(super) sin: &'a [f32],
+    /// Rotated pairs of a head, r/2.
+    pub(super) n_pairs: usize,
+}
 
 /// Rotates heads of each token of `x` by the table into `y`; copies them if there is no table.
 pub(super) fn rotate(
@@ -40,12 +46,13 @@ pub(super) fn rotate(
     });
 }
 
-/// Rotates the heads of one token, of k elements each.
-fn rotate_token(x: &[f32], (cos, sin): RopeTable<'_>, token: usize, out: &mut [f32], (k, sign): (usize, f32)) {
-    let half = k / 2;
-    let [cos, sin] = [cos, sin].map(|table| &table[token * half..(token + 1) * half]);
+/// Rotates the heads of one token, of k elements each, and copies the elements without an angle.
+fn rotate_token(x: &[f32], table: RopeTable<'_>, token: usize, out: &mut [f32], (k, sign): (usize, f32)) {
+    let half = table.n_pairs;
+    let [cos, sin] = [table.cos, table.sin].map(|table| &table[token * half..(token + 1) * half]);
     vectorised!({
         for (x, out) in x.chunks_exact(k).zip(out.chunks_exact_mut(k)) {
+            let ((x, rest), (out, out_rest)) = (x.split_at(2 * half), out.split_at_mut(2 * half));
             let ((a, b), (out_a, out_b)) = (x.split_at(half), out.split_at_mut(half));
             for ((((a, b), (cos, sin)), out_a), out_b) in a.iter().zip(b).zip(cos.iter().zip(sin)).zip(out_a).zip(out_b)
             {
@@ -53,6 +60,7 @@ fn rotate_token(x: &[f32], (cos, sin): RopeTable<'_>, token: usize, out: &mut [f
                 *out_a = a * cos - b * sin;
                 *out_b = b * cos + a * sin;
             }
+            out_rest.copy_from_slice(rest);
         }
     });
 }

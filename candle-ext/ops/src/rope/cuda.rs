@@ -9,7 +9,7 @@ kernels!("rope");
 
 const OP: &str = "rope";
 
-/// Returns heads of `x`, rotated by the f32 tables [t, k/2], contiguous: [t, n, k].
+/// Returns heads of `x`, rotated by the f32 tables [t, r/2], contiguous: [t, n, k].
 pub(super) fn rotated(
     (x, from): (&Tensor, HeadSlice),
     table: Option<[&Tensor; 2]>,
@@ -53,9 +53,9 @@ unsafe fn launch(
     direction: RotationDirection,
 ) -> Result<()> {
     let at = |slice: HeadSlice| (slice.first * x.dtype().size_in_bytes()) as DeviceAddress;
-    let [cos, sin] = match table {
-        Some([cos, sin]) => [address(OP, cos)?, address(OP, sin)?],
-        None => [0, 0],
+    let ([cos, sin], n_pairs) = match table {
+        Some([cos, sin]) => ([address(OP, cos)?, address(OP, sin)?], cos.dim(1)?),
+        None => ([0, 0], dim / 2),
     };
     let args = [
         Arg::Address(address(OP, x)? + at(from)),
@@ -64,6 +64,7 @@ unsafe fn launch(
         Arg::Address(y + at(to)),
         Arg::I32(n as i32),
         Arg::I32(dim as i32),
+        Arg::I32(n_pairs as i32),
         Arg::I64(from.stride as i64),
         Arg::I64(to.stride as i64),
         Arg::F32(direction.sign()),
@@ -71,6 +72,6 @@ unsafe fn launch(
     // Eight pairs per thread, within the block size limits.
     let threads = (n * dim / 16).next_multiple_of(32).clamp(32, 256);
     let name = format!("rotate_{}", suffix(OP, x.dtype())?);
-    // SAFETY: x and y have rows of their strides for each token; the tables are [t, k/2].
+    // SAFETY: x and y have rows of their strides for each token; the tables are [t, n_pairs].
     unsafe { KERNELS.launch(gpu(OP, x)?, &name, [n_tokens, 1, 1], threads, &args) }
 }

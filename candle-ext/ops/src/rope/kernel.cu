@@ -1,14 +1,14 @@
 // rope: one block per token. x, y: h heads of k elements, tokens x_stride and y_stride elements apart; cos, sin
-// [t, k/2]; W pairs at a time.
+// [t, half]; W pairs at a time.
 #include "common.cuh"
 
-// (a, b) = (x_i, x_{i + k/2}) becomes (a cos - b sin, b cos + a sin); sign -1 inverts the rotation. Without a table x
-// is copied.
+// (a, b) = (x_i, x_{i + half}) becomes (a cos - b sin, b cos + a sin); sign -1 inverts the rotation. Without a table x
+// is copied, and so are the elements of a head from 2 half on.
 template <int W, typename T>
-__device__ void rotate(const T* x, const float* cos, const float* sin, T* y, int h, int k, long long x_stride,
-                       long long y_stride, float sign) {
+__device__ void rotate(const T* x, const float* cos, const float* sin, T* y, int h, int k, int half,
+                       long long x_stride, long long y_stride, float sign) {
     const long long token = blockIdx.x;
-    const int half = k / 2, packs = half / W;
+    const int packs = half / W, rest = (k - 2 * half) / W;
     x += token * x_stride;
     y += token * y_stride;
     for (int item = threadIdx.x; item < h * packs; item += blockDim.x) {
@@ -28,16 +28,20 @@ __device__ void rotate(const T* x, const float* cos, const float* sin, T* y, int
         store(y + at, a);
         store(y + at + half, b);
     }
+    for (int item = threadIdx.x; item < h * rest; item += blockDim.x) {
+        const int at = item / rest * k + 2 * half + item % rest * W;
+        store(y + at, load<W>(x + at));
+    }
 }
 
 // Strides are multiples of k.
 #define KERNELS(T, suffix)                                                                                              \
-    KERNEL(256) rotate_##suffix(const T* x, const float* cos, const float* sin, T* y, int h, int k, long long x_stride, \
-            long long y_stride, float sign) {                                                                           \
-        if (is_wide<T>(k / 2, x, y) && is_wide<float>(k / 2, cos, sin)) {                                               \
-            rotate<WIDE<T>>(x, cos, sin, y, h, k, x_stride, y_stride, sign);                                            \
+    KERNEL(256) rotate_##suffix(const T* x, const float* cos, const float* sin, T* y, int h, int k, int half,           \
+            long long x_stride, long long y_stride, float sign) {                                                       \
+        if (k % WIDE<T> == 0 && is_wide<T>(half, x, y) && is_wide<float>(half, cos, sin)) {                             \
+            rotate<WIDE<T>>(x, cos, sin, y, h, k, half, x_stride, y_stride, sign);                                      \
         } else {                                                                                                        \
-            rotate<1>(x, cos, sin, y, h, k, x_stride, y_stride, sign);                                                  \
+            rotate<1>(x, cos, sin, y, h, k, half, x_stride, y_stride, sign);                                            \
         }                                                                                                               \
     }
 FOR_EACH_FLOAT(KERNELS)

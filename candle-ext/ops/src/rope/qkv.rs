@@ -105,5 +105,5 @@ fn check(qkv: &Tensor, heads: QkvHeads, cos: &Tensor, sin: &Tensor) -> Result<()
         Ok((t, width)) if width == heads.width() && heads.dim.is_multiple_of(2) => t,
         _ => bail!("split_qkv: want an input [t, {}] with an even head dim, got {:?}", heads.width(), qkv.dims()),
     };
-    check_table([t, heads.dim / 2], cos, sin)
+    check_table(t, heads.dim, cos, sin)
 }

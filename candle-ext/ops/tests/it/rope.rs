@@ -9,7 +9,12 @@ fn tables(t: usize, half: usize) -> (Tensor, Tensor) {
 }
 
 fn case((t, h, k): (usize, usize, usize), check: impl Fn(&OpCase<'_>)) {
-    let (cos, sin) = tables(t, k / 2);
+    partial_case((t, h, k), k, check);
+}
+
+/// Runs a case in which the first `r` elements of a head are rotated.
+fn partial_case((t, h, k): (usize, usize, usize), r: usize, check: impl Fn(&OpCase<'_>)) {
+    let (cos, sin) = tables(t, r / 2);
     check(&OpCase {
         name: "rope",
         inputs: vec![randn((t, h, k), 1)],
@@ -18,10 +23,11 @@ fn case((t, h, k): (usize, usize, usize), check: impl Fn(&OpCase<'_>)) {
         reference: &|a| {
             let wide = |table: &Tensor| table.to_dtype(DType::F64)?.unsqueeze(1);
             let (cos, sin) = (wide(&cos)?, wide(&sin)?);
-            let (x, y) = (a[0].narrow(2, 0, k / 2)?, a[0].narrow(2, k / 2, k / 2)?);
+            let (x, y) = (a[0].narrow(2, 0, r / 2)?, a[0].narrow(2, r / 2, r / 2)?);
+            let rest = a[0].narrow(2, r, k - r)?;
             let left = (x.broadcast_mul(&cos)? - y.broadcast_mul(&sin)?)?;
             let right = (y.broadcast_mul(&cos)? + x.broadcast_mul(&sin)?)?;
-            Tensor::cat(&[left, right], 2)
+            Tensor::cat(&[left, right, rest], 2)
         },
     });
 }
@@ -39,6 +45,14 @@ fn the_gradient_is_the_slope() {
 }
 
 #[test]
+fn elements_without_an_angle_are_copied() {
+    for (shape, r) in [((300, 3, 64), 32), ((5, 2, 128), 64), ((7, 3, 10), 4), ((3, 2, 6), 2), ((2, 1, 24), 16)] {
+        partial_case(shape, r, |case| case.check_all_formats());
+    }
+    partial_case((5, 2, 6), 4, |case| case.check_finite_difference());
+}
+
+#[test]
 fn no_tokens_give_no_tokens() {
     let (cos, sin) = tables(0, 2);
     assert_eq!(rope(&randn((0, 3, 4), 1), &cos, &sin).unwrap().dims(), [0, 3, 4]);
@@ -49,13 +63,16 @@ fn wrong_shapes_are_named() {
     let (cos, sin) = tables(5, 2);
     assert_error(rope(&randn((5, 1, 3), 1), &cos, &sin), "even k");
     assert_error(rope(&randn((4, 1, 4), 1), &cos, &sin), "cos is F32 [5, 2], want f32 [4, 2]");
+    assert_error(rope(&randn((5, 1, 2), 1), &cos, &sin), "cos is F32 [5, 2], want f32 [5, 1]");
+    let narrow = sin.narrow(1, 0, 1).unwrap();
+    assert_error(rope(&randn((5, 1, 4), 1), &cos, &narrow), "sin is F32 [5, 1], want f32 [5, 2]");
     let half = sin.to_dtype(DType::BF16).unwrap();
     assert_error(rope(&randn((5, 1, 4), 1), &cos, &half), "sin is BF16");
 }
 
 /// Compares attention over a fused projection, split by the op, with attention over three inputs.
 #[track_caller]
-fn check_split(heads: QkvHeads, dtype: DType) {
+fn check_split(heads: QkvHeads, r: usize, dtype: DType) {
     let (t, QkvHeads { n_q, n_kv, dim }) = (70, heads);
     let spec = AttentionSpec { scale: 0.3, causal: true, window: None, choice: AttentionChoice::default() };
     let seqs = CuSeqlens::packed(vec![0, 50, t]).unwrap();
@@ -63,7 +80,7 @@ fn check_split(heads: QkvHeads, dtype: DType) {
     let narrow = |first: usize, n: usize| joined.narrow(1, first * dim, n * dim).unwrap();
     let parts = [narrow(0, n_q), narrow(n_q, n_kv), narrow(n_q + n_kv, n_kv)];
     for test_device in TestDevice::all() {
-        let (cos, sin) = tables(t, dim / 2);
+        let (cos, sin) = tables(t, r / 2);
         let (cos, sin, dy) = (
             test_device.put(&cos),
             test_device.put(&sin),
@@ -96,7 +113,8 @@ fn check_split(heads: QkvHeads, dtype: DType) {
 fn heads_of_a_joined_projection_have_the_bits_of_their_own() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         for (n_q, n_kv, dim) in [(6, 2, 64), (3, 1, 6), (2, 2, 16)] {
-            check_split(QkvHeads { n_q, n_kv, dim }, dtype);
+            check_split(QkvHeads { n_q, n_kv, dim }, dim, dtype);
+            check_split(QkvHeads { n_q, n_kv, dim }, dim / 4 * 2, dtype);
         }
     }
 }

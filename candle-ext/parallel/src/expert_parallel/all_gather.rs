@@ -8,11 +8,12 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
+use candlewick_comm::Pending;
 use candlewick_model::ExpertCall;
 use candlewick_ops::{self as ops, DROPPED, ExpertAssignment, TokensPerCall, record, relabel_experts};
 
-use super::ExpertParallel;
 use super::row_counts::exchange;
+use super::{ExpertParallel, Meanwhile};
 
 /// Tokens and rows of a layer that the ranks have agreed on.
 struct GatherSizes {
@@ -26,13 +27,17 @@ struct GatherSizes {
 
 impl ExpertParallel {
     /// Computes the routed experts of a layer: [t, d] -> [t, d]. Collective.
-    pub(super) fn compute_by_all_gather(&self, call: &ExpertCall) -> Result<Tensor> {
+    pub(super) fn compute_by_all_gather(&self, call: &ExpertCall, meanwhile: Meanwhile) -> Result<Tensor> {
         let (n_local, owner) = (self.n_local_experts(call), self.ep.rank() / self.n_shards);
         let own_experts = owner * n_local..(owner + 1) * n_local;
         let sizes = self.gather_sizes(call, own_experts.clone())?;
-        let tokens_d = self.gather_tokens(call.x, &sizes)?;
-        let weights_k = self.gather_tokens(&call.routing.weights, &sizes)?;
-        let experts_k = self.gather_experts(&call.routing.assignment, &sizes)?;
+        let tokens_d = self.start_gather(call.x, &sizes)?;
+        let weights_k = self.start_gather(&call.routing.weights, &sizes)?;
+        let experts_k = self.start_gather_of_experts(&call.routing.assignment, &sizes)?;
+        meanwhile()?;
+        let tokens_d = self.gathered(call.x, tokens_d, &sizes)?;
+        let weights_k = self.gathered(&call.routing.weights, weights_k, &sizes)?;
+        let experts_k = experts_k.wait()?;
         let label = |expert| if own_experts.contains(&expert) { (expert - own_experts.start) as u32 } else { DROPPED };
         let labels: Vec<u32> = (0..call.routing.assignment.n_experts()).map(label).collect();
         let of_rank = ExpertAssignment::new(&relabel_experts(&experts_k, &labels, 1)?, n_local)?;
@@ -57,21 +62,24 @@ impl ExpertParallel {
         Ok(GatherSizes { n_own, n_padded, n_rows })
     }
 
-    /// Gathers the tokens of all ranks: [t, ..] -> [r * u, ..]. Rows of padding are zero.
-    fn gather_tokens(&self, x: &Tensor, sizes: &GatherSizes) -> Result<Tensor> {
-        let (n_own, n_more) = (sizes.n_own, sizes.n_padded - sizes.n_own);
-        let all = self.ep.all_gather(&x.pad_with_zeros(0, 0, n_more)?.contiguous()?)?;
-        let ep = Arc::clone(&self.ep);
-        Ok(record("gather_tokens", [x.into()], all, move |dy, _| {
+    /// Starts to gather the tokens of all ranks: [t, ..] -> [r * u, ..]. Rows of padding are zero.
+    fn start_gather(&self, x: &Tensor, sizes: &GatherSizes) -> Result<Pending> {
+        Ok(self.ep.start_all_gather(&x.pad_with_zeros(0, 0, sizes.n_padded - sizes.n_own)?.contiguous()?)?)
+    }
+
+    /// Waits for the tokens of all ranks. The gradients of tokens are summed over the ranks.
+    fn gathered(&self, x: &Tensor, pending: Pending, sizes: &GatherSizes) -> Result<Tensor> {
+        let (n_own, ep) = (sizes.n_own, Arc::clone(&self.ep));
+        Ok(record("gather_tokens", [x.into()], pending.wait()?, move |dy, _| {
             Ok([Some(ep.reduce_scatter(dy)?.narrow(0, 0, n_own)?.contiguous()?)])
         }))
     }
 
-    /// Gathers the experts of all ranks' tokens: u32 [r * u, k]. Tokens of padding have none.
-    fn gather_experts(&self, assignment: &ExpertAssignment, sizes: &GatherSizes) -> Result<Tensor> {
+    /// Starts to gather the experts of all ranks' tokens: u32 [r * u, k]. Tokens of padding have none.
+    fn start_gather_of_experts(&self, assignment: &ExpertAssignment, sizes: &GatherSizes) -> Result<Pending> {
         let experts = &assignment.experts;
         let padding = Tensor::full(DROPPED, (sizes.n_padded - sizes.n_own, assignment.top_k()), experts.device())?;
-        Ok(self.ep.all_gather(&Tensor::cat(&[experts, &padding], 0)?.contiguous()?)?)
+        Ok(self.ep.start_all_gather(&Tensor::cat(&[experts, &padding], 0)?.contiguous()?)?)
     }
 
     /// Sums the outputs over the ranks and returns those of this rank's tokens: [r * u, d] -> [t, d].

@@ -10,22 +10,25 @@
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
+use candlewick_comm::{Collective, Pending};
 use candlewick_model::ExpertCall;
 use candlewick_ops::{self as ops, TokensPerCall, record};
 
-use super::ExpertParallel;
 use super::row_counts::{RowCounts, exchange_counts};
+use super::{ExpertParallel, Meanwhile};
 
 impl ExpertParallel {
     /// Computes the routed experts of a layer: [t, d] -> [t, d]. Collective.
-    pub(super) fn compute_by_all_to_all(&self, call: &ExpertCall) -> Result<Tensor> {
+    pub(super) fn compute_by_all_to_all(&self, call: &ExpertCall, meanwhile: Meanwhile) -> Result<Tensor> {
         let n_local = self.n_local_experts(call);
         let assignment = call.routing.assignment.sharded(n_local, self.n_shards)?;
         let counts = RowCounts::new(&exchange_counts(&*self.ep, &assignment)?, self.ep.rank());
         let assignment = assignment.without_dropped_rows(counts.send.iter().sum())?;
         let weights = ops::repeat_weights(&call.routing.weights, self.n_shards)?;
-        let received_md = self.dispatch(&ops::permute(call.x, &assignment)?, &counts)?;
-        let weights_m = self.dispatch(&ops::permute_weights(&weights, &assignment)?, &counts)?;
+        let rows = self.start_dispatch(ops::permute(call.x, &assignment)?, &counts)?;
+        let weights = self.start_dispatch(ops::permute_weights(&weights, &assignment)?, &counts)?;
+        meanwhile()?;
+        let (received_md, weights_m) = (rows.wait()?, weights.wait()?);
         let by_expert = counts.assignment(n_local, call.x)?;
         let weights_m1 = ops::reshape(&weights_m, (counts.experts.len(), 1))?;
         let computed_md = call.experts.forward(
@@ -34,23 +37,41 @@ impl ExpertParallel {
             &by_expert.offsets,
             TokensPerCall::Many,
         )?;
-        let returned_nd = self.combine(&ops::unpermute(&computed_md, &by_expert)?, &counts)?;
+        let returned_nd = self.combine(ops::unpermute(&computed_md, &by_expert)?, &counts)?;
         ops::unpermute(&returned_nd, &assignment)
     }
 
-    /// Sends rows sorted by expert to the ranks of their experts: [n, ..] -> [m, ..], in the order of the senders.
-    fn dispatch(&self, x: &Tensor, counts: &RowCounts) -> Result<Tensor> {
-        self.all_to_all("expert_dispatch", x, counts.send.clone(), counts.recv.clone())
+    /// Starts to send rows sorted by expert to the ranks of their experts: [n, ..] -> [m, ..], in the order of the senders.
+    fn start_dispatch(&self, x: Tensor, counts: &RowCounts) -> Result<TravellingRows> {
+        self.start("expert_dispatch", x, [&counts.send, &counts.recv])
     }
 
     /// Returns computed rows to their senders: [m, ..] -> [n, ..].
-    fn combine(&self, y: &Tensor, counts: &RowCounts) -> Result<Tensor> {
-        self.all_to_all("expert_combine", y, counts.recv.clone(), counts.send.clone())
+    fn combine(&self, y: Tensor, counts: &RowCounts) -> Result<Tensor> {
+        self.start("expert_combine", y, [&counts.recv, &counts.send])?.wait()
     }
 
-    fn all_to_all(&self, name: &'static str, x: &Tensor, send: Vec<usize>, recv: Vec<usize>) -> Result<Tensor> {
-        let y = self.ep.all_to_all(&x.contiguous()?, &send, &recv)?;
-        let ep = Arc::clone(&self.ep);
-        Ok(record(name, [x.into()], y, move |dy, _| Ok([Some(ep.all_to_all(dy, &recv, &send)?)])))
+    fn start(&self, name: &'static str, x: Tensor, [send, recv]: [&Vec<usize>; 2]) -> Result<TravellingRows> {
+        let pending = self.ep.start_all_to_all(&x.contiguous()?, send, recv)?;
+        Ok(TravellingRows { name, x, pending, ep: Arc::clone(&self.ep), send: send.clone(), recv: recv.clone() })
+    }
+}
+
+/// Rows between their sender and their receiver.
+struct TravellingRows {
+    name: &'static str,
+    x: Tensor,
+    pending: Pending,
+    ep: Arc<dyn Collective>,
+    send: Vec<usize>,
+    recv: Vec<usize>,
+}
+
+impl TravellingRows {
+    /// Returns the received rows. The gradients of rows travel back.
+    fn wait(self) -> Result<Tensor> {
+        let Self { name, x, pending, ep, send, recv } = self;
+        let y = pending.wait()?;
+        Ok(record(name, [(&x).into()], y, move |dy, _| Ok([Some(ep.all_to_all(dy, &recv, &send)?)])))
     }
 }

@@ -25,6 +25,9 @@ pub enum TokenDispatcher {
     AllGather,
 }
 
+/// Computation that needs no tokens of other ranks, such as that of a shared expert.
+type Meanwhile<'m> = &'m mut dyn FnMut() -> Result<()>;
+
 /// Expert parallel groups of a rank.
 #[derive(Clone)]
 pub struct ExpertParallel {
@@ -51,11 +54,11 @@ impl ExpertParallel {
         self.ep.size() > 1
     }
 
-    /// Computes the routed experts of a layer: [t, d] -> [t, d]. Collective.
-    fn compute(&self, call: &ExpertCall) -> Result<Tensor> {
+    /// Computes the routed experts of a layer: [t, d] -> [t, d]. `meanwhile` runs during the dispatch. Collective.
+    fn compute(&self, call: &ExpertCall, meanwhile: Meanwhile) -> Result<Tensor> {
         match self.dispatcher {
-            TokenDispatcher::AllToAll => self.compute_by_all_to_all(call),
-            TokenDispatcher::AllGather => self.compute_by_all_gather(call),
+            TokenDispatcher::AllToAll => self.compute_by_all_to_all(call, meanwhile),
+            TokenDispatcher::AllGather => self.compute_by_all_gather(call, meanwhile),
         }
     }
 
@@ -96,8 +99,8 @@ impl ParallelOps for ExpertParallelOps<'_> {
         self.inner.attention(call)
     }
 
-    fn experts(&self, call: &ExpertCall) -> Result<Tensor> {
-        self.experts.compute(call)
+    fn experts(&self, call: &ExpertCall, meanwhile: Meanwhile) -> Result<Tensor> {
+        self.experts.compute(call, meanwhile)
     }
 
     fn sum_over_micro_batch(&self, x: &Tensor) -> Result<Tensor> {

@@ -37,6 +37,9 @@ pub(crate) const QWEN3_MOE: ModelCase = ModelCase::of("qwen3_moe", true);
 /// A mixture of experts with sigmoid scores, groups, an expert bias and a shared expert, after a dense layer.
 pub(crate) const DOTS1: ModelCase = ModelCase::of("dots1", false);
 
+/// Half-rotated heads with biases, and a mixture of experts with sigmoid scores after a dense layer.
+pub(crate) const GLM4_MOE: ModelCase = ModelCase::of("glm4_moe", false);
+
 /// A window shorter than the longest sequences.
 pub(crate) const WINDOW: ModelCase = ModelCase { window: Some(11), ..ModelCase::of("mistral", false) };
 
@@ -82,7 +85,7 @@ impl ModelCase {
     }
 
     pub(crate) fn has_experts(self) -> bool {
-        ["qwen3_moe", "dots1"].contains(&self.family)
+        ["qwen3_moe", "dots1", "glm4_moe"].contains(&self.family)
     }
 
     pub(crate) fn has_dropout(self) -> bool {
@@ -96,6 +99,7 @@ impl ModelCase {
             "qwen2" => "Qwen2ForCausalLM",
             "qwen3_moe" => "Qwen3MoeForCausalLM",
             "dots1" => "Dots1ForCausalLM",
+            "glm4_moe" => "Glm4MoeForCausalLM",
             _ => "Qwen3ForCausalLM",
         };
         let mut config = json!({
@@ -113,6 +117,10 @@ impl ModelCase {
                 "n_routed_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
                 "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "norm_topk_prob": true,
                 "routed_scaling_factor": 1.5, "first_k_dense_replace": 1,
+            }),
+            "glm4_moe" => json!({
+                "n_routed_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "use_qk_norm": true,
+                "attention_bias": true, "partial_rotary_factor": 0.5,
             }),
             _ => json!({}),
         };

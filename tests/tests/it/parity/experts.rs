@@ -3,7 +3,7 @@
 use candlewick_comm::mesh::Degrees;
 use candlewick_parallel::{PipelineScheduleKind, SequenceParallel, TokenDispatcher, ZeroStage};
 
-use super::case::{Batching, DOTS1, QWEN3_MOE};
+use super::case::{Batching, DOTS1, GLM4_MOE, QWEN3_MOE};
 use super::rank::Strategy;
 use super::{ONE, check_all};
 
@@ -93,6 +93,13 @@ fn parity_of_the_all_gather_dispatcher() {
 }
 
 #[test]
+fn parity_of_half_rotated_heads() {
+    for degrees in [Degrees { tp: 2, ep: 2, ..ONE }, Degrees { cp: 2, ..ONE }, Degrees { sp: 2, ep: 2, ..ONE }] {
+        check_all(strategy(degrees, None), &[GLM4_MOE], &BATCHINGS, &[]);
+    }
+}
+
+#[test]
 fn parity_of_expert_and_pipeline_parallel() {
     let pipeline = Strategy {
         schedule: PipelineScheduleKind::OneForwardOneBackward,
@@ -108,4 +115,19 @@ fn parity_of_four_axes_with_experts() {
     let degrees = Degrees { pp: 2, tp: 2, dp_shard: 2, ep: 4, ..ONE };
     let strategy = Strategy { chunk_layers: Some(&[2, 2]), ..strategy(degrees, Some(ZeroStage::Three)) };
     check_all(strategy, &[DOTS1, QWEN3_MOE], &[Batching::Accumulated(3)], &[DISPATCH, COUNTS]);
+}
+
+/// Tensor parallel ranks gather the shared expert's tokens between the start of the dispatch and the combine.
+#[test]
+fn the_shared_expert_computes_while_tokens_travel() {
+    for (token_dispatcher, dispatch) in [
+        (TokenDispatcher::AllToAll, ["ep-etp all_gather", "ep-etp all_to_all", "ep-etp all_to_all"].as_slice()),
+        (TokenDispatcher::AllGather, ["ep-etp all_gather"; 4].as_slice()),
+    ] {
+        let strategy = Strategy { token_dispatcher, ..strategy(Degrees { tp: 2, ep: 2, ..ONE }, None) };
+        let calls = run(strategy, DOTS1, Batching::Packed).calls;
+        let first = calls.iter().position(|call| call.starts_with("ep-etp")).unwrap();
+        let next = calls[first..].iter().map(|call| call.rsplit_once(' ').unwrap().0).take(dispatch.len() + 1);
+        assert_eq!(next.collect::<Vec<_>>(), [dispatch, &["tp all_gather"]].concat());
+    }
 }

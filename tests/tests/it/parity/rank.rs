@@ -94,6 +94,8 @@ pub(crate) struct RunResult {
     pub(crate) weights: BTreeMap<String, Vec<f32>>,
     /// Collectives that the training steps used.
     pub(crate) used: BTreeSet<GroupOp>,
+    /// Calls of the first rank, in order: group, operation and number.
+    pub(crate) calls: Vec<String>,
 }
 
 /// A rank's shard of a parameter or a buffer.
@@ -183,6 +185,7 @@ pub(crate) fn run_with(
         grads,
         weights: join(|rank| &rank.weights),
         used: ranks.iter().flat_map(|rank| rank.used.clone()).collect(),
+        calls: order(&ranks[0].calls),
     })
 }
 

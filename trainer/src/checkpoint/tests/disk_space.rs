@@ -185,6 +185,16 @@ fn preflight_fails_if_the_checkpoints_do_not_fit() {
 }
 
 #[test]
+fn one_model_that_does_not_fit_is_refused_even_if_its_folder_is_missing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (folder, free) = (dir.path().join("a/b"), free_bytes(dir.path()).unwrap());
+    require_space(&folder, free / 2).unwrap();
+    let error = require_space(&folder, free.saturating_mul(2)).unwrap_err();
+    assert!(matches!(error, CheckpointError::NoSpaceForModel { .. }), "{error}");
+    assert!(!folder.exists());
+}
+
+#[test]
 fn preflight_names_a_folder_that_cannot_be_created() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("saves"), "a file").unwrap();

@@ -1,0 +1,117 @@
+//! Upcycling of a dense checkpoint to a mixture of experts (arXiv:2410.07524), one tensor at a time.
+
+mod config;
+mod tensors;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::DType;
+
+use crate::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, WrittenTensors, require_empty};
+use crate::{Config, Family, Model, ModelError, ParamSpec};
+pub use config::UpcycledExperts;
+use config::moe_config;
+use tensors::{UpcycledTensor, tensors};
+
+/// Output of an upcycling.
+#[derive(Clone, Copy, Debug)]
+pub struct UpcyclingOutput<'a> {
+    /// Output folder. It must be empty or missing.
+    pub folder: &'a Path,
+    /// Dtype of the weights on disk; `None` for that of the dense model.
+    pub dtype: Option<DType>,
+    /// Maximum size of a safetensors shard, in bytes.
+    pub shard_bytes: u64,
+}
+
+/// An upcycling of a dense model to a mixture of experts.
+///
+/// Each expert is a copy of the dense MLP, or of a slice of it. The router is random. The upcycled model computes the
+/// function of the dense model.
+pub struct Upcycling {
+    folder: PathBuf,
+    checkpoint: Checkpoint,
+    model: Model,
+    experts: UpcycledExperts,
+    tensors: Vec<UpcycledTensor>,
+    seed: u64,
+}
+
+/// Report of an upcycling.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct UpcyclingReport {
+    /// Family of the upcycled model.
+    pub family: Family,
+    /// Dtype of the weights on disk.
+    pub dtype: DType,
+    /// Number of parameters written.
+    pub n_params: usize,
+    /// Intermediate size of an expert.
+    pub expert_size: usize,
+}
+
+impl Upcycling {
+    /// Opens the dense model and derives the upcycled one. The router's initial values depend on `seed`.
+    ///
+    /// # Errors
+    /// If the model is no dense model of a supported family, or the sizes do not divide.
+    pub fn open(dense: &Path, experts: UpcycledExperts, seed: u64) -> Result<Self, ModelError> {
+        let in_file = |error: ModelError| error.in_file(&dense.join("config.json"));
+        let dense_model = Model::new(Config::read(dense)?, None)?;
+        let model = Model::new(moe_config(dense_model.config(), experts).map_err(in_file)?, None)?;
+        let checkpoint = Checkpoint::open(dense)?;
+        checkpoint.check(dense_model.base_params())?;
+        let tensors = tensors(&dense_model, &model, experts);
+        Ok(Self { folder: dense.to_path_buf(), checkpoint, model, experts, tensors, seed })
+    }
+
+    /// Returns the size of the upcycled weights on disk, in bytes.
+    pub fn n_bytes(&self, dtype: Option<DType>) -> u64 {
+        self.n_params() as u64 * self.dtype(dtype).size_in_bytes() as u64
+    }
+
+    /// Writes the upcycled model, reads it back and compares every value.
+    ///
+    /// At most one matrix of the dense model is in memory, in f32.
+    pub fn write(&self, output: &UpcyclingOutput) -> Result<UpcyclingReport, ModelError> {
+        require_empty(output.folder)?;
+        let dtype = self.dtype(output.dtype);
+        let export = CheckpointExport {
+            folder: output.folder,
+            config: self.model.config(),
+            auxiliary_files: AuxiliaryFiles { folders: &[&self.folder], chat_template: None, files: &[] },
+            dtype,
+            shard_bytes: output.shard_bytes,
+        };
+        let by_name: HashMap<&str, _> =
+            self.tensors.iter().map(|tensor| (tensor.param.name.as_str(), tensor)).collect();
+        let value = |param: &ParamSpec| self.value(by_name[param.name.as_str()]).map_err(candle_core::Error::wrap);
+        export.save(self.tensors.iter().map(|tensor| &tensor.param), value)?;
+        // The folder was empty before, so a failed upcycling can be deleted.
+        self.verify(output.folder, dtype).inspect_err(|_| drop(std::fs::remove_dir_all(output.folder)))?;
+        let config = self.model.config();
+        let expert_size = config.moe().map_or(0, |moe| moe.expert_size);
+        Ok(UpcyclingReport { family: config.family(), dtype, n_params: self.n_params(), expert_size })
+    }
+
+    fn verify(&self, folder: &Path, dtype: DType) -> Result<(), ModelError> {
+        let written = WrittenTensors::open(folder, dtype)?;
+        for tensor in &self.tensors {
+            written.verify(&tensor.param, &self.value(tensor)?)?;
+        }
+        Ok(())
+    }
+
+    fn value(&self, tensor: &UpcycledTensor) -> Result<candle_core::Tensor, ModelError> {
+        tensor.value(&self.checkpoint, self.seed, self.experts.granularity)
+    }
+
+    fn dtype(&self, dtype: Option<DType>) -> DType {
+        dtype.or(self.checkpoint.float_dtype()).unwrap_or(DType::F32)
+    }
+
+    fn n_params(&self) -> usize {
+        self.tensors.iter().map(|tensor| tensor.param.numel()).sum()
+    }
+}
