@@ -4,7 +4,7 @@ use candlewick_comm::mesh::Degrees;
 use candlewick_parallel::{PipelineScheduleKind, SequenceParallel, TokenDispatcher, ZeroStage};
 
 use super::case::{Batching, DOTS1, GLM4_MOE, QWEN3_MOE};
-use super::rank::Strategy;
+use super::rank::{Strategy, run};
 use super::{ONE, check_all};
 
 /// Collectives of expert parallelism.
