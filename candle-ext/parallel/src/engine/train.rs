@@ -16,8 +16,8 @@ use crate::offload::OffloadedActivation;
 use crate::params::MicroBatch;
 use crate::pipeline::{ChunkPass, StageStep};
 
-/// Part of a micro-batch's seed for the noise of routers, unlike any layer's hash.
-const ROUTER_NOISE: u64 = u64::MAX;
+/// Part of the seed of the routers' noise in a micro-batch.
+const ROUTER_NOISE: u64 = 0x726f_7574_6572;
 
 /// Activations of a layer between its forward and its backward.
 enum SavedActivation {
