@@ -16,8 +16,8 @@ use crate::offload::OffloadedActivation;
 use crate::params::MicroBatch;
 use crate::pipeline::{ChunkPass, StageStep};
 
-/// Part of a micro-batch's seed for the noise of routers, unlike any layer's hash.
-const ROUTER_NOISE: u64 = u64::MAX;
+/// Part of a micro-batch's seed for the noise of routers, unlike any layer's hash. [`derive_key`] adds 1 to it.
+const ROUTER_NOISE: u64 = u64::MAX - 1;
 
 /// Activations of a layer between its forward and its backward.
 enum SavedActivation {
