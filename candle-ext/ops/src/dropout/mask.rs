@@ -40,7 +40,7 @@ pub(super) fn key_after(key: u64, position: u64) -> u64 {
 
 /// Returns SplitMix64's output at `position` of the stream that begins at `key` (Steele, Lea, Flood 2014).
 pub(crate) fn random(key: u64, position: u64) -> u64 {
-    let mut z = key_after(key, position + 1);
+    let mut z = key_after(key, position.wrapping_add(1));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
