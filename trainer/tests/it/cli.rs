@@ -137,6 +137,22 @@ fn an_estimate_touches_nothing_and_says_by_its_exit_code_whether_it_fits() {
     assert!(!folder.path().join("runs").exists());
 }
 
+/// Experts cannot be computed in tiles of tokens.
+#[test]
+fn an_estimate_advises_tiled_mlps_for_dense_models_only() {
+    let folder = Folder::new();
+    let experts = "model.config={model_type: qwen3_moe, vocab_size: 128, hidden_size: 64, intermediate_size: 128, \
+                   moe_intermediate_size: 32, num_experts: 4, num_experts_per_tok: 2, num_hidden_layers: 2, \
+                   num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, max_position_embeddings: 2048}";
+    let advises_tiles = |arguments: &[&str]| {
+        let arguments = [&["estimate", "r.yaml", "--json", "--device", "1"], arguments].concat();
+        let output = folder.check(&arguments, 4, "advice");
+        String::from_utf8_lossy(&output.stdout).contains("\"tiled_mlp_compute\": true")
+    };
+    assert!(advises_tiles(&[]));
+    assert!(!advises_tiles(&[experts]));
+}
+
 #[test]
 fn completions_name_the_subcommands() {
     let folder = Folder::new();
