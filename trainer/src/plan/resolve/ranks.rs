@@ -7,6 +7,7 @@ use super::model::ATTENTION;
 use super::resolver::{Resolver, one_of};
 use super::{backend, deepspeed, moe};
 use crate::plan::{ModelPlan, RanksPlan};
+use crate::recipe::TokenDispatcherType;
 
 const ULYSSES: &str = "sequence_parallel_size";
 const SEQUENCE_PARALLEL: &str = "sequence_parallel";
@@ -66,7 +67,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
         sequence_parallel,
         expert: experts.map(|ranks| ranks.expert),
         expert_tensor: experts.map_or(1, |ranks| ranks.tensor),
-        token_dispatcher: moe::token_dispatcher(resolver),
+        token_dispatcher: experts.map_or_else(TokenDispatcherType::default, |_| moe::token_dispatcher(resolver)),
         stages,
         timeout,
         backend,
