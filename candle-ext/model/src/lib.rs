@@ -52,7 +52,7 @@ pub use model::Model;
 pub use moe_spec::{ExpertMatrixSpec, MoeSpec, SharedExpertSpec};
 pub use param::{Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 pub use router::{
-    ExpertCapacity, ExpertSelection, ForcedLoad, GlobalExpertCounts, RouterContext, RouterLoss, RouterRows,
+    ExpertCapacity, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, RouterContext, RouterLoss, RouterRows,
     RouterSettings, RouterTotal, RouterTotals,
 };
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};

@@ -21,8 +21,8 @@ mod tensor_parallel;
 pub use assembly::EngineSpec;
 pub use context_parallel::{ContextParallel, ring_exchange};
 pub use engine::{
-    ActivationCheckpointing, Engine, GradZeros, HeadCost, InFlightStep, LossScale, Micro, OptimizerStep, PackedTokens,
-    ScoreQuery, StepBytes, StepCost, StepLoss, StepLosses, StepResult, TrainBatch,
+    ActivationCheckpointing, Engine, HeadCost, InFlightStep, LossScale, Micro, OptimizerStep, PackedTokens, ScoreQuery,
+    StepBytes, StepCost, StepLoss, StepLosses, StepResult, TrainBatch, ZeroGradCount,
 };
 pub use expert_parallel::{ExpertParallel, TokenDispatcher};
 pub use groups::ParallelGroups;

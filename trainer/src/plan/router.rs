@@ -1,6 +1,6 @@
 //! Routers in a plan.
 
-use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedLoad, RouterLoss, RouterSettings};
+use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterLoss, RouterSettings};
 use candlewick_ops::DropPolicy;
 use candlewick_parallel::AuxiliaryLoss;
 use serde::Serialize;
@@ -52,9 +52,9 @@ impl RouterPlan {
             capacity: self.capacity_factor.map(|factor| ExpertCapacity { factor, policy: self.policy() }),
             input_jitter_eps: self.input_jitter_eps,
             forced_load: match self.benchmark.router_force_biased {
-                Some(HumanFloat(std)) => ForcedLoad::Biased { std },
-                None if self.benchmark.is_on() => ForcedLoad::Random,
-                None => ForcedLoad::None,
+                Some(HumanFloat(std)) => ForcedExpertLoad::Biased { std },
+                None if self.benchmark.is_on() => ForcedExpertLoad::Random,
+                None => ForcedExpertLoad::None,
             },
         }
     }

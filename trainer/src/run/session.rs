@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use candle_core::DeviceLocation;
 use candlewick_model::TiledMlp;
 use candlewick_ops::{GradPolicy, GradScaler, LossScaling, UpdateOutcome, derive_key, span};
-use candlewick_parallel::{ActivationCheckpointing, GradZeros};
+use candlewick_parallel::{ActivationCheckpointing, ZeroGradCount};
 use serde_json::json;
 
 use crate::checkpoint::{CheckpointError, CheckpointFormat, CheckpointPlan, Moment, Resumed, Tag};
@@ -153,7 +153,7 @@ impl<'a> Session<'a> {
         let config = StepConfig {
             moe: self.run.plan.moe.as_ref(),
             plan: &plan.optimizer,
-            grad_zeros: if plan.log.log_num_zeros_in_grad { GradZeros::Counted } else { GradZeros::Uncounted },
+            grad_zeros: if plan.log.log_num_zeros_in_grad { ZeroGradCount::On } else { ZeroGradCount::Off },
             lr: plan.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),
             number,
             dropout_key: derive_key(plan.seed, number as u64),

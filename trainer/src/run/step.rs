@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candlewick_ops::{AdamW, CuSeqlens, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload};
-use candlewick_parallel::{CausalLm, Engine, GradZeros, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch};
+use candlewick_parallel::{
+    CausalLm, Engine, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch, ZeroGradCount,
+};
 
 use crate::data::{Batch, Dataset, GlobalBatch};
 use crate::metrics::ExpertLoad;
@@ -66,7 +68,7 @@ pub(super) struct StepConfig<'a> {
     /// The settings of the routers.
     pub(super) moe: Option<&'a RouterPlan>,
     /// The choice to count zero gradients.
-    pub(super) grad_zeros: GradZeros,
+    pub(super) grad_zeros: ZeroGradCount,
     /// The learning rate.
     pub(super) lr: f64,
     /// The step's number, counted from 1.

@@ -3,9 +3,9 @@
 use candle_core::{Result, Tensor};
 use candlewick_ops::{InputJitter, biased_logits, derive_key, input_jitter, random_logits};
 
-use super::{ForcedLoad, RouterContext};
+use super::{ForcedExpertLoad, RouterContext};
 
-/// Seed of the numbers of [`ForcedLoad::Biased`], which all ranks and steps share.
+/// Seed of the numbers of [`ForcedExpertLoad::Biased`], which all ranks and steps share.
 const BIASED_LOAD: u64 = 0x6d6f_6500;
 
 impl RouterContext<'_> {
@@ -23,10 +23,10 @@ impl RouterContext<'_> {
     /// Returns the logits [t, e] of a benchmark with a forced load, and the model's otherwise.
     pub(crate) fn forced(&self, logits_te: &Tensor, layer_idx: usize) -> Result<Tensor> {
         match (self.settings.forced_load, self.rows) {
-            (ForcedLoad::Random, Some(rows)) => {
+            (ForcedExpertLoad::Random, Some(rows)) => {
                 random_logits(logits_te, derive_key(self.layer_key(layer_idx), rows.first_token))
             }
-            (ForcedLoad::Biased { std }, Some(_)) => {
+            (ForcedExpertLoad::Biased { std }, Some(_)) => {
                 biased_logits(logits_te, std, derive_key(BIASED_LOAD, layer_idx as u64))
             }
             _ => Ok(logits_te.clone()),

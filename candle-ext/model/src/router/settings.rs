@@ -18,7 +18,7 @@ pub struct RouterSettings {
     /// Half the width of the range of random factors on the routers' input, around 1; 0 for none.
     pub input_jitter_eps: f64,
     /// Load of the experts in a benchmark.
-    pub forced_load: ForcedLoad,
+    pub forced_load: ForcedExpertLoad,
 }
 
 /// Limit of the tokens of an expert in a micro-batch of a rank. Tokens beyond it lose the expert.
@@ -32,7 +32,7 @@ pub struct ExpertCapacity {
 
 /// Load of the experts that does not depend on the model, for benchmarks. The model learns nothing useful.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub enum ForcedLoad {
+pub enum ForcedExpertLoad {
     /// The model's load.
     #[default]
     None,
@@ -63,6 +63,6 @@ impl RouterSettings {
         selection: ExpertSelection::TopK,
         capacity: None,
         input_jitter_eps: 0.0,
-        forced_load: ForcedLoad::None,
+        forced_load: ForcedExpertLoad::None,
     };
 }

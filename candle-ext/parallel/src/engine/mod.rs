@@ -35,7 +35,7 @@ pub use inference::{PackedTokens, ScoreQuery};
 pub use loss::{LossScale, StepLoss, StepLosses};
 pub use memory::{HeadCost, StepBytes, StepCost};
 pub use micro::Micro;
-pub use train_step::{GradZeros, InFlightStep, OptimizerStep, StepResult, TrainBatch};
+pub use train_step::{InFlightStep, OptimizerStep, StepResult, TrainBatch, ZeroGradCount};
 
 /// Activation checkpointing of a layer: the activations saved between its forward and its backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -29,17 +29,17 @@ pub struct OptimizerStep<'a> {
     /// Gradient clipping, loss scaling and the policy for non-finite gradients.
     pub scaler: &'a GradScaler,
     /// Count of zero gradients.
-    pub grad_zeros: GradZeros,
+    pub grad_zeros: ZeroGradCount,
 }
 
 /// Choice to count the gradient elements that are zero, which reads all gradients once more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum GradZeros {
+pub enum ZeroGradCount {
     /// Zeros are not counted.
     #[default]
-    Uncounted,
+    Off,
     /// Zeros are counted.
-    Counted,
+    On,
 }
 
 /// A step that may still be running on the device.
@@ -49,7 +49,7 @@ pub struct InFlightStep {
     n_layers: usize,
     /// Index of each MoE layer, and elements of its router's total.
     routers: Vec<(usize, usize)>,
-    grad_zeros: GradZeros,
+    grad_zeros: ZeroGradCount,
     readout: DeviceReadback,
 }
 
@@ -98,8 +98,8 @@ impl Engine {
         let _span = span("optimizer", "");
         scaler.update(&self.store.grad_squares()?, &of_all, [adamw.beta1, adamw.beta2])?;
         let zeros = match grad_zeros {
-            GradZeros::Uncounted => None,
-            GradZeros::Counted => Some(count_as_f32(&self.store.grad_zeros()?)?),
+            ZeroGradCount::Off => None,
+            ZeroGradCount::On => Some(count_as_f32(&self.store.grad_zeros()?)?),
         };
         self.store.step(adamw, scaler)?;
         let n_layers = self.model.n_blocks();
@@ -160,7 +160,7 @@ impl InFlightStep {
             routers: self.routers.iter().map(&mut total_of).collect(),
             verdict: StepDecision::read(state),
             grad_zeros: match (self.grad_zeros, state) {
-                (GradZeros::Counted, [.., units, rest]) => {
+                (ZeroGradCount::On, [.., units, rest]) => {
                     Some((f64::from(*units) * ZEROS_PER_UNIT) as u64 + *rest as u64)
                 }
                 _ => None,

@@ -7,11 +7,11 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, sum, threads};
 use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, SequenceLoadBalancing, Z};
-use candlewick_model::{ExpertCapacity, ForcedLoad, RouterSettings, RouterTotal};
+use candlewick_model::{ExpertCapacity, ForcedExpertLoad, RouterSettings, RouterTotal};
 use candlewick_ops::{DropPolicy, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, GradZeros, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, TokenLosses,
-    TrainBatch, ZeroStage,
+    AuxiliaryLoss, CausalLm, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, TokenLosses, TrainBatch,
+    ZeroGradCount, ZeroStage,
 };
 
 use super::ONE;
@@ -64,7 +64,7 @@ fn step_with(
         let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 0, &Device::Cpu)?;
         let dropout_keys = vec![5; micros.len()];
         let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets, auxiliary: &auxiliary };
-        let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler, grad_zeros: GradZeros::Uncounted };
+        let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler, grad_zeros: ZeroGradCount::Off };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let layers = result.auxiliary_layers[loss.name()].clone();
         Ok((layers, result.routers, shards(&engine, |state| &state.grad)?))
@@ -189,7 +189,7 @@ fn forced_loads_are_balanced_and_skewed() {
         };
         step.totals.values().map(of_layer).fold(0.0, f32::max)
     };
-    let (balanced, skewed) = (imbalance(ForcedLoad::Random), imbalance(ForcedLoad::Biased { std: 100.0 }));
+    let (balanced, skewed) = (imbalance(ForcedExpertLoad::Random), imbalance(ForcedExpertLoad::Biased { std: 100.0 }));
     // With large biases all tokens select the same two of eight experts.
     assert!(balanced < 2.0 && skewed == 4.0, "{balanced} {skewed}");
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, SequenceLoadBalancing, Z};
-use candlewick_model::{Config, ExpertCapacity, ForcedLoad};
+use candlewick_model::{Config, ExpertCapacity, ForcedExpertLoad};
 use candlewick_ops::DropPolicy;
 use serde_json::json;
 use trainer::plan::{Environment, Plan, WorldInfo};
@@ -190,10 +190,10 @@ fn a_benchmark_saves_nothing() {
         assert!(plan.checkpoints.is_empty() && plan.notes.iter().any(|note| note.starts_with("BENCHMARK")));
         plan.moe.unwrap().settings().forced_load
     };
-    assert_eq!(forced("moe.benchmark.router_force_load_balancing=true"), ForcedLoad::Random);
-    assert_eq!(forced("moe.benchmark.router_force_biased=2"), ForcedLoad::Biased { std: 2.0 });
+    assert_eq!(forced("moe.benchmark.router_force_load_balancing=true"), ForcedExpertLoad::Random);
+    assert_eq!(forced("moe.benchmark.router_force_biased=2"), ForcedExpertLoad::Biased { std: 2.0 });
     let off = of_experts(1, &["moe.benchmark.router_force_load_balancing=false"]).unwrap();
-    assert_eq!(off.moe.unwrap().settings().forced_load, ForcedLoad::None);
+    assert_eq!(off.moe.unwrap().settings().forced_load, ForcedExpertLoad::None);
     let saves = ["moe.benchmark.router_force_biased=2", "checkpoint=[{output_dir: saves}]"];
     refused_with_experts(1, &saves, &["the model is not for use"]);
     let both = ["moe.benchmark={router_force_biased: 2, router_force_load_balancing: true}"];
