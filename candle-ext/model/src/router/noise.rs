@@ -11,12 +11,12 @@ const BIASED_LOAD: u64 = 0x6d6f_6500;
 impl RouterContext<'_> {
     /// Applies the jitter to a router's input [t, d]. The factors do not depend on the mesh.
     pub(crate) fn jittered(&self, x_td: &Tensor, layer_idx: usize) -> Result<Tensor> {
-        match self.rows {
-            Some(rows) if self.settings.input_jitter_eps > 0.0 => {
+        match self.rows.and_then(|rows| rows.tokens.as_ref()) {
+            Some(tokens) => {
                 let spec = InputJitter { eps: self.settings.input_jitter_eps, key: self.layer_key(layer_idx) };
-                input_jitter(x_td, spec, &rows.tokens)
+                input_jitter(x_td, spec, tokens)
             }
-            _ => Ok(x_td.clone()),
+            None => Ok(x_td.clone()),
         }
     }
 

@@ -18,8 +18,8 @@ pub(crate) struct RoutedLayer<'a> {
     pub(crate) logits: &'a Tensor,
     /// Selected experts, before the capacity drops any.
     pub(crate) routing: &'a Routing,
-    /// Selected experts within the capacity.
-    pub(crate) kept: &'a Routing,
+    /// Selected experts within the capacity; `None` without one.
+    pub(crate) kept: Option<&'a Routing>,
     /// Experts with the highest scores, u32 [t, k], without bias, groups or balancing; `None` if they were not computed.
     pub(crate) best_experts: Option<&'a Tensor>,
     pub(crate) spec: RouterSpec,
@@ -48,8 +48,11 @@ impl RoutedLayer<'_> {
             let counts_e = |routing: &Routing| {
                 expert_counts(&rows.select(&routing.assignment.experts)?, None, logits_ne.dim(1)?)?.squeeze(0)
             };
-            let (selected_e, kept_e) = (counts_e(self.routing)?, counts_e(self.kept)?);
-            let n_dropped = (selected_e.sum_all()? - kept_e.sum_all()?)?;
+            let selected_e = counts_e(self.routing)?;
+            let n_dropped = match self.kept {
+                Some(kept) => (selected_e.sum_all()? - counts_e(kept)?.sum_all()?)?,
+                None => Tensor::zeros((), selected_e.dtype(), selected_e.device())?,
+            };
             totals.add(self.layer_idx, &logits_ne, &selected_e, &n_dropped)?;
         }
         if losses.is_empty() {
@@ -73,7 +76,7 @@ impl CountedTokens<'_> {
         match loss {
             RouterLoss::LoadBalancing => balance(&parallel_ops.sum_over_micro_batch(&counts_1e()?)?),
             RouterLoss::SequenceLoadBalancing => {
-                let sequences = self.rows.token_sequences();
+                let sequences = self.rows.token_sequences()?;
                 let counts_se = expert_counts(&self.best_nk, Some(sequences), logits_ne.dim(1)?)?;
                 let counts_se = parallel_ops.sum_over_micro_batch(&counts_se)?;
                 sequence_load_balancing_loss(logits_ne, &fractions(&counts_se)?, sequences, score)
@@ -126,8 +129,8 @@ mod tests {
         let sequence_of = |row: usize| (row * n_sequences / n_rows) as u32;
         let rows = RouterRows {
             valid: Some(Tensor::arange(first as u32, (first + n_rows) as u32, &Device::Cpu).unwrap()),
-            sequences: Tensor::from_iter((0..n_rows).map(sequence_of), &Device::Cpu).unwrap(),
-            tokens: Tensor::new(&[0u32; 0], &Device::Cpu).unwrap(),
+            sequences: Some(Tensor::from_iter((0..n_rows).map(sequence_of), &Device::Cpu).unwrap()),
+            tokens: None,
             first_token: 0,
             n_sequences,
         };
@@ -138,7 +141,7 @@ mod tests {
         let tape = Tape::record(&[logits], || {
             let bias = Tensor::arange(0f32, logits.dim(1)? as f32, &Device::Cpu)?;
             let routing = route(logits, Some(&bias), spec)?;
-            RoutedLayer { layer_idx: 3, logits, routing: &routing, kept: &routing, best_experts: None, spec }
+            RoutedLayer { layer_idx: 3, logits, routing: &routing, kept: None, best_experts: None, spec }
                 .observe(&context, &SingleDevice)?;
             ops::scale(logits, 1.0, DType::F32)
         })

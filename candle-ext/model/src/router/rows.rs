@@ -1,6 +1,6 @@
 //! Tokens of the residual stream that routers count.
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use candlewick_ops::{TokenSequences, select_rows};
 
 /// Rows of this rank's residual stream that are no padding, and their sequences.
@@ -8,10 +8,10 @@ use candlewick_ops::{TokenSequences, select_rows};
 pub struct RouterRows {
     /// Rows, u32 [n]; `None` for all.
     pub valid: Option<Tensor>,
-    /// Sequence in the micro-batch of each of these rows, u32 [n]. Empty if no loss reads it.
-    pub sequences: Tensor,
-    /// Token in the micro-batch of each row of this rank, u32 [t]. Empty if there is no jitter.
-    pub tokens: Tensor,
+    /// Sequence in the micro-batch of each of these rows, u32 [n]; `None` if no loss reads it.
+    pub sequences: Option<Tensor>,
+    /// Token in the micro-batch of each row of this rank, u32 [t]; `None` if there is no jitter.
+    pub tokens: Option<Tensor>,
     /// Token of the first row.
     pub first_token: u64,
     /// Number of sequences of the micro-batch, over all ranks that split it.
@@ -27,8 +27,9 @@ impl RouterRows {
         }
     }
 
-    /// Returns the sequences of the rows.
-    pub(crate) fn token_sequences(&self) -> TokenSequences<'_> {
-        TokenSequences { of_tokens: &self.sequences, n_sequences: self.n_sequences }
+    /// Returns the sequences of the rows. Fails if they were not computed.
+    pub(crate) fn token_sequences(&self) -> Result<TokenSequences<'_>> {
+        let Some(of_tokens) = &self.sequences else { bail!("a loss of sequences needs the sequence of each row") };
+        Ok(TokenSequences { of_tokens, n_sequences: self.n_sequences })
     }
 }

@@ -32,11 +32,11 @@ pub(crate) fn select(
     let kept = match context.settings.capacity {
         Some(ExpertCapacity { factor, policy }) => {
             let (t, e) = logits.dims2()?;
-            ops::limit_capacity(&routing, ops::expert_capacity(t, spec.top_k, e, factor), policy)?
+            Some(ops::limit_capacity(&routing, ops::expert_capacity(t, spec.top_k, e, factor), policy)?)
         }
-        None => routing.clone(),
+        None => None,
     };
-    RoutedLayer { layer_idx, logits, routing: &routing, kept: &kept, best_experts, spec }
+    RoutedLayer { layer_idx, logits, routing: &routing, kept: kept.as_ref(), best_experts, spec }
         .observe(context, parallel_ops)?;
-    Ok(kept)
+    Ok(kept.unwrap_or(routing))
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Result, Tensor};
 use candlewick_model::{RouterLoss, RouterRows};
-use candlewick_ops::to_host;
+use candlewick_ops::{to_host, upload};
 
 use super::{Engine, Micro};
 
@@ -17,21 +17,13 @@ impl Engine {
         let valid: Vec<u32> = (0..).zip(&tokens).filter(|(_, token)| **token < n_tokens).map(|(row, _)| row).collect();
         let starts = micro.seqs.cu_seqlens_q();
         let sequence_of = |row: &u32| starts.partition_point(|start| *start <= tokens[*row as usize]) as u32 - 1;
-        let sequences: Vec<u32> = match self.router.losses.contains(&RouterLoss::SequenceLoadBalancing) {
-            true => valid.iter().map(sequence_of).collect(),
-            false => Vec::new(),
-        };
-        let sequences = Tensor::new(sequences, &self.device)?;
-        let valid = match valid.len() == tokens.len() {
-            true => None,
-            false => Some(Tensor::new(valid, &self.device)?),
-        };
+        let on_device = |values: Vec<u32>| upload(&values, values.len(), &self.device);
+        let needs_sequences = self.router.losses.contains(&RouterLoss::SequenceLoadBalancing);
+        let sequences = needs_sequences.then(|| on_device(valid.iter().map(sequence_of).collect())).transpose()?;
+        let valid = (valid.len() < tokens.len()).then(|| on_device(valid)).transpose()?;
         let first_token = tokens.first().map_or(0, |token| *token as u64);
-        let tokens: Vec<u32> = match self.router.input_jitter_eps > 0.0 {
-            true => tokens.iter().map(|token| *token as u32).collect(),
-            false => Vec::new(),
-        };
-        let tokens = Tensor::new(tokens, &self.device)?;
+        let has_jitter = self.router.input_jitter_eps > 0.0;
+        let tokens = has_jitter.then(|| on_device(tokens.iter().map(|token| *token as u32).collect())).transpose()?;
         Ok(Some(RouterRows { valid, sequences, tokens, first_token, n_sequences: starts.len() - 1 }))
     }
 
