@@ -2,14 +2,14 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use candlewick_inference::command::DtypeOption;
 use candlewick_model::{AdapterMerge, LoraConfig, MergeReport};
 use candlewick_text::hub::{Hub, ModelFiles};
 use clap::Args;
 
 use super::Ui;
-use super::options::shard_bytes;
+use super::options::{not_found, shard_bytes};
 use crate::exit::ExitCode;
 
 #[derive(Debug, Args)]
@@ -32,11 +32,11 @@ pub(super) struct MergeArgs {
 }
 
 pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
-    let (adapter, note) = hub.adapter(&args.adapter).map_err(failed)?;
+    let (adapter, note) = hub.adapter(&args.adapter).map_err(not_found)?;
     note.iter().for_each(|note| ui.note(note));
     let base = match &args.base {
         Some(base) => {
-            let found = hub.find_model(base, None, ModelFiles::All).map_err(failed)?;
+            let found = hub.find_model(base, None, ModelFiles::All).map_err(not_found)?;
             found.note("base model").iter().for_each(|note| ui.note(note));
             found.folder
         }
@@ -46,7 +46,7 @@ pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
                 let problem = "adapter_config.json has no base_model_name_or_path; name the base model with --base";
                 format!("failed to find the base model of {}: {problem}", adapter.display())
             });
-            hub.base_model(&adapter, base.context(ExitCode::Usage)?).map_err(failed)?
+            hub.base_model(&adapter, base.context(ExitCode::Usage)?).map_err(not_found)?
         }
     };
     ui.note(&format!("base model: {}", base.display()));
@@ -76,8 +76,4 @@ fn describe(merged: &MergeReport, args: &MergeArgs) -> String {
         );
     }
     text
-}
-
-fn failed(error: candlewick_text::hub::HubError) -> anyhow::Error {
-    anyhow!("failed to {error}").context(ExitCode::Data)
 }

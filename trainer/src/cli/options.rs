@@ -2,14 +2,15 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use candlewick_comm::rank_env::{Launcher, RankEnv};
 use candlewick_runtime::rank_env::rank_env;
-use candlewick_text::hub::{Hub, HubSettings};
+use candlewick_text::hub::{Hub, HubError, HubSettings};
 use clap::{Args, ValueEnum};
 
 use super::Ui;
 use crate::estimate::parse_bytes;
+use crate::exit::ExitCode;
 use crate::metrics::Console;
 use crate::plan::{Environment, EnvironmentError, HubAccess, Machines, Plan, WorldInfo};
 use crate::recipe::Loaded;
@@ -106,6 +107,11 @@ pub(super) fn world_info(env: &RankEnv) -> WorldInfo {
         _ => Machines::Several,
     };
     WorldInfo { rank: env.rank, n_ranks: env.world_size, n_here: env.local_world_size, machines }
+}
+
+/// Returns the error of a model or adapter that was not found.
+pub(super) fn not_found(error: HubError) -> anyhow::Error {
+    anyhow!("failed to {error}").context(ExitCode::Data)
 }
 
 /// Parses the size of a weights file.

@@ -9,7 +9,7 @@ use candlewick_text::hub::{Hub, ModelFiles};
 use clap::Args;
 
 use super::Ui;
-use super::options::shard_bytes;
+use super::options::{not_found, shard_bytes};
 use crate::checkpoint::require_space;
 use crate::exit::ExitCode;
 
@@ -51,8 +51,7 @@ pub(super) struct UpcycleArgs {
 }
 
 pub(super) fn run(args: &UpcycleArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
-    let found = hub.find_model(&args.model, None, ModelFiles::All);
-    let found = found.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Data))?;
+    let found = hub.find_model(&args.model, None, ModelFiles::All).map_err(not_found)?;
     found.note("model").iter().for_each(|note| ui.note(note));
     if found.is_adapter() {
         let problem = format!("{} is an adapter; merge it first with `trainer merge`", found.folder.display());

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::to_host;
+use candlewick_ops as ops;
 
 use super::{Checkpoint, dtype_on_disk};
 use crate::{ModelError, ParamSpec};
@@ -46,6 +46,5 @@ impl WrittenTensors {
 
 /// Returns the sum of squares, accumulated in f64.
 pub(crate) fn sum_of_squares(tensor: &Tensor) -> Result<f64, ModelError> {
-    let values = to_host(&tensor.flatten_all()?)?.to_vec1::<f32>()?;
-    Ok(values.iter().map(|value| f64::from(*value) * f64::from(*value)).sum())
+    Ok(ops::sum_of_squares(tensor)?.to_scalar()?)
 }
