@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops as ops;
+use candlewick_ops::{self as ops, to_host};
 
 use super::{Checkpoint, dtype_on_disk};
 use crate::{ModelError, ParamSpec};
@@ -46,5 +46,5 @@ impl WrittenTensors {
 
 /// Returns the sum of squares, accumulated in f64.
 pub(crate) fn sum_of_squares(tensor: &Tensor) -> Result<f64, ModelError> {
-    Ok(ops::sum_of_squares(tensor)?.to_scalar()?)
+    Ok(to_host(&ops::sum_of_squares(tensor)?)?.to_scalar()?)
 }
