@@ -1,8 +1,10 @@
 //! Initialization of model parameters: from a checkpoint, at random, or LoRA factors on a base.
 
+use std::collections::BTreeSet;
+
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{AdapterSpec, ModelError, ParamSpec};
+use candlewick_model::{AdapterSpec, FsdpUnit, FsdpUnitKind, Model, ModelError, ParamSpec};
 use candlewick_parallel::Engine;
 
 /// Source of parameters.
@@ -10,6 +12,13 @@ use candlewick_parallel::Engine;
 pub enum WeightSource<'a> {
     /// A checkpoint.
     Checkpoint(&'a Checkpoint),
+    /// A checkpoint that may lack MTP layers, which are then initialized randomly.
+    CheckpointOrRandomMtp {
+        /// Checkpoint.
+        checkpoint: &'a Checkpoint,
+        /// Random seed.
+        seed: u64,
+    },
     /// Random initialization.
     Random {
         /// Random seed.
@@ -22,7 +31,8 @@ pub enum WeightSource<'a> {
 /// Returns warnings, such as unused tensors.
 pub fn load_weights(engine: &Engine, base: WeightSource, adapter: WeightSource) -> Result<Vec<String>, ModelError> {
     let model = engine.model();
-    let mut notes = base.check(model.base_params())?;
+    let (random, mut notes) = base.missing_mtp_layers(model);
+    notes.extend(base.check(model.base_params().filter(|spec| !random.contains(spec.name.as_str())))?);
     if model.lora().is_some() {
         notes.extend(adapter.check(model.adapter_params())?);
     }
@@ -30,22 +40,46 @@ pub fn load_weights(engine: &Engine, base: WeightSource, adapter: WeightSource) 
     Ok(notes)
 }
 
-impl WeightSource<'_> {
-    fn check<'p>(&self, params: impl Iterator<Item = &'p ParamSpec>) -> Result<Vec<String>, ModelError> {
+impl<'a> WeightSource<'a> {
+    fn checkpoint(&self) -> Option<&'a Checkpoint> {
         match self {
-            WeightSource::Checkpoint(checkpoint) => checkpoint.check(params),
-            WeightSource::Random { .. } => Ok(Vec::new()),
+            Self::Checkpoint(checkpoint) | Self::CheckpointOrRandomMtp { checkpoint, .. } => Some(checkpoint),
+            Self::Random { .. } => None,
         }
     }
 
+    fn check<'p>(&self, params: impl Iterator<Item = &'p ParamSpec>) -> Result<Vec<String>, ModelError> {
+        self.checkpoint().map_or(Ok(Vec::new()), |checkpoint| checkpoint.check(params))
+    }
+
+    /// Returns the names of the parameters of MTP layers of which the checkpoint has no tensor, with a note for each layer.
+    fn missing_mtp_layers<'m>(&self, model: &'m Model) -> (BTreeSet<&'m str>, Vec<String>) {
+        let Self::CheckpointOrRandomMtp { checkpoint, .. } = self else { return Default::default() };
+        let is_missing = |unit: &&FsdpUnit| {
+            matches!(unit.kind, FsdpUnitKind::Mtp(_)) && !unit.params.iter().any(|spec| checkpoint.has(spec))
+        };
+        let missing = || model.units().iter().filter(is_missing);
+        let note = |unit: &FsdpUnit| format!("{} is initialized randomly: the checkpoint does not have it", unit.name);
+        (
+            missing().flat_map(|unit| &unit.params).map(|spec| spec.name.as_str()).collect(),
+            missing().map(note).collect(),
+        )
+    }
+
+    /// Reads or initializes a parameter. The source must have passed [`WeightSource::check`].
     fn read(&self, spec: &ParamSpec) -> Result<Tensor, ModelError> {
         match self {
-            WeightSource::Checkpoint(checkpoint) => checkpoint.param(spec, DType::F32, &Device::Cpu),
-            WeightSource::Random { seed } => {
-                let mut values = vec![0.0; spec.numel()];
-                spec.initialise(*seed, &mut values);
-                Ok(Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)?)
+            Self::CheckpointOrRandomMtp { checkpoint, seed } if !checkpoint.has(spec) => initial_value(spec, *seed),
+            Self::Checkpoint(checkpoint) | Self::CheckpointOrRandomMtp { checkpoint, .. } => {
+                checkpoint.param(spec, DType::F32, &Device::Cpu)
             }
+            Self::Random { seed } => initial_value(spec, *seed),
         }
     }
+}
+
+fn initial_value(spec: &ParamSpec, seed: u64) -> Result<Tensor, ModelError> {
+    let mut values = vec![0.0; spec.numel()];
+    spec.initialise(seed, &mut values);
+    Ok(Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)?)
 }

@@ -59,14 +59,15 @@ pub enum MlpSpec {
 }
 
 impl Config {
-    /// Returns the specification of layer `layer_idx` without LoRA.
+    /// Returns the specification of layer `layer_idx` without LoRA. A layer after the last is as the last.
     pub fn layer(&self, layer_idx: usize) -> LayerSpec {
+        let like = layer_idx.min(self.n_layers().saturating_sub(1));
         LayerSpec {
             layer_idx,
             hidden_size: self.typed.hidden_size,
             norm_eps: self.typed.rms_norm_eps,
-            mixer: MixerSpec::Attention(self.self_attention(layer_idx)),
-            mlp: match self.moe_of_layer(layer_idx) {
+            mixer: MixerSpec::Attention(self.self_attention(layer_idx, self.window(like))),
+            mlp: match self.moe_of_layer(like) {
                 Some(moe) => MlpSpec::Moe(Box::new(self.moe_spec(moe, layer_idx))),
                 None => {
                     let name = format!("{}.mlp", layer_name(layer_idx));
@@ -76,7 +77,7 @@ impl Config {
         }
     }
 
-    fn self_attention(&self, layer_idx: usize) -> SelfAttentionSpec {
+    fn self_attention(&self, layer_idx: usize, window: Option<usize>) -> SelfAttentionSpec {
         let t = &self.typed;
         let q = DimSize { dim: Dim::Heads, len: t.n_heads * t.head_dim };
         let kv = DimSize { dim: Dim::KvHeads, len: t.n_kv_heads * t.head_dim };
@@ -88,7 +89,7 @@ impl Config {
             n_kv_heads: t.n_kv_heads,
             head_dim: t.head_dim,
             rotary_dim: t.rotary_dim,
-            window: self.window(layer_idx),
+            window,
             qk_norm: t.qk_norm,
             qkv: [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
                 .map(|(name, out)| linear(name, [out, self.embed()], t.qkv_bias)),

@@ -1,6 +1,6 @@
 //! Decoder layers, model families and Hugging Face checkpoints.
 //!
-//! A model is a list of [`FsdpUnit`]s (embedding, layers, head). Each has parameter specifications and forward
+//! A model is a list of [`FsdpUnit`]s (embedding, layers, MTP layers, head). Each has parameter specifications and forward
 //! functions. The weights are owned by the caller, which may shard them. Start at [`Model`]; [`checkpoint`] reads and
 //! writes files.
 
@@ -24,6 +24,7 @@ mod lora;
 mod model;
 mod moe;
 mod moe_spec;
+mod mtp;
 mod norm;
 mod param;
 mod rope;
@@ -50,6 +51,7 @@ pub use lora::{
 };
 pub use model::Model;
 pub use moe_spec::{ExpertMatrixSpec, MoeSpec, SharedExpertSpec};
+pub use mtp::MtpLayer;
 pub use param::{Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 pub use router::{
     ExpertCapacity, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, RouterContext, RouterLoss, RouterRows,

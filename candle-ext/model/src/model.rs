@@ -43,7 +43,7 @@ impl Model {
         self.lora.as_ref()
     }
 
-    /// Returns the FSDP units: embedding, layers, head.
+    /// Returns the FSDP units: embedding, layers, MTP layers, head. Unit i + 1 has layer i.
     pub fn units(&self) -> &[FsdpUnit] {
         &self.units
     }
@@ -104,17 +104,18 @@ impl Model {
         self.rope.at(positions, device)
     }
 
-    /// Looks up embeddings: u32 token ids [t] -> [t, d]. The padding token's row gets no gradient.
+    /// Looks up embeddings: u32 token ids [t] -> [t, d]. The padding token's row gets no gradient. `w` are the weights of
+    /// the embedding, or of a head that ties it.
     pub fn embed(&self, w: &UnitWeights, ids: &Tensor, parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
         parallel_ops.embedding(ids, &w.embedding()?.table, self.config.pad_id())
     }
 
-    /// Returns the number of decoder layers.
+    /// Returns the number of decoder layers without those of MTP layers.
     pub fn n_blocks(&self) -> usize {
         self.config.n_layers()
     }
 
-    /// Returns the specifications of the decoder layers, in order.
+    /// Returns the specifications of the decoder layers in order, those of MTP layers last.
     pub fn layers(&self) -> impl Iterator<Item = &LayerSpec> {
         self.units.iter().filter_map(FsdpUnit::layer)
     }
@@ -122,6 +123,18 @@ impl Model {
     /// Computes one decoder layer: [t, d] -> [t, d].
     pub fn block(&self, w: &UnitWeights, x: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         w.layer()?.forward(x, context)
+    }
+
+    /// Computes an MTP layer with its norm: hidden states of the layer before, after its norm, and embeddings of the next
+    /// tokens, [t, d] each -> [t, d].
+    pub fn mtp_layer(
+        &self,
+        w: &UnitWeights,
+        hidden: &Tensor,
+        embedded: &Tensor,
+        context: &ForwardContext,
+    ) -> Result<Tensor> {
+        w.mtp_layer()?.forward(hidden, embedded, context)
     }
 
     /// Applies the final norm: [t, d] -> [t, d].

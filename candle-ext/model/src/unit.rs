@@ -1,13 +1,13 @@
-//! FSDP units of a model (embedding, layers, head) with the names and shapes of their parameters.
+//! FSDP units of a model (embedding, layers, MTP layers, head) with the names and shapes of their parameters.
 
 use candlewick_ops::WeightStorage;
 
-use crate::{AdapterSpec, Config, Dim, DimSize, Init, LayerSpec, LoraConfig, ModelError, ParamScope, ParamSpec};
+use crate::{AdapterSpec, Config, Dim, DimSize, Init, LayerSpec, LoraConfig, ModelError, ParamScope, ParamSpec, mtp};
 
 /// Parameters that are all-gathered, computed and freed together, as by FSDP's `fully_shard`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FsdpUnit {
-    /// Name of the unit: `embed`, `block 0`, ... or `head`.
+    /// Name of the unit: `embed`, `block 0`, `mtp 1` or `head`.
     pub name: String,
     /// Kind of the unit.
     pub kind: FsdpUnitKind,
@@ -24,6 +24,8 @@ pub enum FsdpUnitKind {
     Embedding,
     /// A decoder layer.
     Layer(Box<LayerSpec>),
+    /// A layer for multi-token prediction, with this decoder layer.
+    Mtp(Box<LayerSpec>),
     /// Final norm and output layer (`lm_head`).
     Head {
         /// Epsilon of the final norm.
@@ -34,25 +36,32 @@ pub enum FsdpUnitKind {
 }
 
 impl FsdpUnit {
-    /// Returns the decoder layer, if the unit is one.
+    /// Returns the decoder layer of the unit: a layer of the model, or that of an MTP layer.
     pub fn layer(&self) -> Option<&LayerSpec> {
         match &self.kind {
-            FsdpUnitKind::Layer(layer) => Some(layer),
-            _ => None,
+            FsdpUnitKind::Layer(layer) | FsdpUnitKind::Mtp(layer) => Some(layer),
+            FsdpUnitKind::Embedding | FsdpUnitKind::Head { .. } | FsdpUnitKind::Named => None,
+        }
+    }
+
+    fn layer_mut(&mut self) -> Option<&mut LayerSpec> {
+        match &mut self.kind {
+            FsdpUnitKind::Layer(layer) | FsdpUnitKind::Mtp(layer) => Some(layer),
+            FsdpUnitKind::Embedding | FsdpUnitKind::Head { .. } | FsdpUnitKind::Named => None,
         }
     }
 
     /// Removes the bias `name`. Under tensor parallelism one rank alone adds the bias of a row-parallel layer.
     pub fn remove_bias(&mut self, name: &str) {
         self.params.retain(|param| param.name != name);
-        let FsdpUnitKind::Layer(layer) = &mut self.kind else { return };
+        let Some(layer) = self.layer_mut() else { return };
         layer.linears_mut().filter(|linear| linear.bias_name() == name).for_each(|linear| linear.bias = false);
     }
 
     /// Sets the storage of the frozen weights of linear layers and experts. Biases, norms, routers and adapters stay
     /// dense.
     pub(crate) fn store_frozen(&mut self, storage: WeightStorage) {
-        let FsdpUnitKind::Layer(layer) = &mut self.kind else { return };
+        let (FsdpUnitKind::Layer(layer) | FsdpUnitKind::Mtp(layer)) = &mut self.kind else { return };
         for matrix in layer.expert_matrices() {
             let is_frozen = |param: &&mut ParamSpec| param.name == matrix.name && !param.trainable;
             self.params.iter_mut().filter(is_frozen).for_each(|param| param.storage = storage);
@@ -88,6 +97,7 @@ pub(crate) const LM_HEAD: &str = "lm_head.weight";
 pub(crate) fn units(config: &Config, lora: Option<&LoraConfig>) -> Result<Vec<FsdpUnit>, ModelError> {
     let mut units = vec![embed(config)];
     units.extend((0..config.n_layers()).map(|layer_idx| layer(config, layer_idx)));
+    units.extend((1..=config.n_mtp_layers()).map(|depth| mtp_layer(config, depth)));
     units.push(head(config));
     if let Some(lora) = lora {
         attach(config, lora, &mut units)?;
@@ -124,12 +134,21 @@ fn layer(config: &Config, layer_idx: usize) -> FsdpUnit {
     FsdpUnit { name: format!("block {layer_idx}"), kind, params, tied: Vec::new() }
 }
 
+/// The MTP layer that predicts `depth` tokens further than the model. Its decoder layer is as the model's last.
+fn mtp_layer(config: &Config, depth: usize) -> FsdpUnit {
+    let layer = config.layer(config.n_layers() + depth - 1);
+    let params = mtp::params(config, &layer);
+    FsdpUnit { name: format!("mtp {depth}"), kind: FsdpUnitKind::Mtp(Box::new(layer)), params, tied: Vec::new() }
+}
+
+/// MTP layers embed tokens with the table that their last pipeline stage ties here.
 fn head(config: &Config) -> FsdpUnit {
     let mut params = vec![ParamSpec::norm(FINAL_NORM.to_string(), config.embed(), ParamScope::ResidualStream)];
     let mut tied = Vec::new();
-    if config.typed.tied {
+    if config.tied() || config.n_mtp_layers() > 0 {
         tied.push(TiedParam { owner: 0, name: EMBEDDING.to_string() });
-    } else {
+    }
+    if !config.tied() {
         params.push(vocabulary(LM_HEAD, config));
     }
     let kind = FsdpUnitKind::Head { norm_eps: config.typed.rms_norm_eps };

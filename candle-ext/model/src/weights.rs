@@ -8,6 +8,7 @@ use candlewick_ops::{self as ops, OutputDtype, Weight};
 use crate::{
     FsdpUnit,
     block::Layer,
+    mtp::MtpLayer,
     norm::Norm,
     unit::{EMBEDDING, FINAL_NORM, FsdpUnitKind, LM_HEAD},
 };
@@ -18,8 +19,10 @@ pub enum UnitWeights {
     Embedding(EmbeddingTable),
     /// A decoder layer.
     Layer(Box<Layer>),
+    /// A layer for multi-token prediction.
+    Mtp(Box<MtpLayer>),
     /// Final norm and output layer (`lm_head`).
-    Head(LmHead),
+    Head(Box<LmHead>),
     /// Parameters that a caller outside of this crate reads by name.
     Named(HashMap<String, Weight>),
 }
@@ -33,6 +36,8 @@ pub struct EmbeddingTable {
 pub struct LmHead {
     norm: Norm,
     lm_head: Weight,
+    /// The embedding table, if the output layer or an MTP layer uses it.
+    embedding: Option<EmbeddingTable>,
 }
 
 impl UnitWeights {
@@ -46,10 +51,18 @@ impl UnitWeights {
         Ok(match &unit.kind {
             FsdpUnitKind::Embedding => Self::Embedding(EmbeddingTable { table: get(EMBEDDING)? }),
             FsdpUnitKind::Layer(spec) => Self::Layer(Box::new(Layer::build(spec, &mut get)?)),
+            FsdpUnitKind::Mtp(spec) => Self::Mtp(Box::new(MtpLayer::build(spec, &mut get)?)),
             FsdpUnitKind::Named => Self::Named(weights),
             FsdpUnitKind::Head { norm_eps } => {
-                let lm_head = get(unit.tied.first().map_or(LM_HEAD, |tied| tied.name.as_str()))?;
-                Self::Head(LmHead { norm: Norm { weight: get(FINAL_NORM)?, eps: *norm_eps }, lm_head })
+                let is_untied = unit.params.iter().any(|param| param.name == LM_HEAD);
+                let embedding = unit.tied.first().map(|tied| get(&tied.name)).transpose()?;
+                let embedding = embedding.map(|table| EmbeddingTable { table });
+                let lm_head = get(if is_untied { LM_HEAD } else { EMBEDDING })?;
+                Self::Head(Box::new(LmHead {
+                    norm: Norm { weight: get(FINAL_NORM)?, eps: *norm_eps },
+                    lm_head,
+                    embedding,
+                }))
             }
         })
     }
@@ -57,6 +70,10 @@ impl UnitWeights {
     pub(crate) fn embedding(&self) -> Result<&EmbeddingTable> {
         match self {
             Self::Embedding(embedding) => Ok(embedding),
+            Self::Head(head) => match &head.embedding {
+                Some(embedding) => Ok(embedding),
+                None => bail!("this output layer ties no embedding"),
+            },
             other => bail!("expected an embedding, found {}", other.kind()),
         }
     }
@@ -65,6 +82,13 @@ impl UnitWeights {
         match self {
             Self::Layer(layer) => Ok(layer),
             other => bail!("expected a decoder layer, found {}", other.kind()),
+        }
+    }
+
+    pub(crate) fn mtp_layer(&self) -> Result<&MtpLayer> {
+        match self {
+            Self::Mtp(layer) => Ok(layer),
+            other => bail!("expected an MTP layer, found {}", other.kind()),
         }
     }
 
@@ -90,6 +114,7 @@ impl UnitWeights {
         match self {
             Self::Embedding(_) => "an embedding",
             Self::Layer(_) => "a decoder layer",
+            Self::Mtp(_) => "an MTP layer",
             Self::Head(_) => "an output layer",
             Self::Named(_) => "named parameters",
         }

@@ -13,6 +13,7 @@ pub mod add_columns;
 pub mod attention;
 mod backward;
 pub mod bytes;
+pub mod concat;
 mod cost;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
@@ -71,6 +72,7 @@ pub use attention::{
 };
 pub use backward::BackwardContext;
 pub use bytes::{tensor_from_bytes, with_bytes};
+pub use concat::concat;
 pub use cost::{Cost, DeviceKind, LinearInput};
 pub use device_memory::{
     DeviceMemory, GPU_CONTEXT_BYTES, GPU_HOST_BYTES, device_memory, gpu_pool_slack_bytes, is_out_of_memory,

@@ -56,6 +56,12 @@ impl Batch {
         self.ids.len() - self.n_tokens
     }
 
+    /// Counts the positions whose sequence has a target `depth` positions later: the targets of an MTP layer.
+    pub fn n_targets_ahead(&self, depth: usize) -> usize {
+        let sequences = self.cu_seqlens.windows(2).map(|ends| &self.targets[ends[0]..ends[1]]);
+        sequences.flat_map(|targets| targets.iter().skip(depth)).filter(|target| **target != IGNORE_INDEX).count()
+    }
+
     /// Returns the length of the longest sequence, padding included.
     pub fn longest(&self) -> usize {
         self.cu_seqlens.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0)

@@ -12,6 +12,7 @@ use crate::recipe::TokenDispatcherType;
 pub(super) fn step(setup: &Setup) -> StepCost<'_> {
     StepCost {
         layers: (0..setup.model.n_blocks()).map(|layer_idx| layer(setup, layer_idx)).collect(),
+        mtp_layers: mtp_layers(setup).map(|layer_idx| layer(setup, layer_idx)).collect(),
         head: head(setup),
         checkpointing: checkpointing(setup.modes.activations, setup.model.n_blocks()),
         offloads_to_same_memory: setup.offloads_to_ram,
@@ -22,7 +23,13 @@ pub(super) fn step(setup: &Setup) -> StepCost<'_> {
     }
 }
 
-/// Returns the sizes of a layer.
+/// Returns the indices of the MTP layers' decoder layers.
+fn mtp_layers(setup: &Setup) -> std::ops::Range<usize> {
+    let n_blocks = setup.model.n_blocks();
+    n_blocks..n_blocks + setup.model.config().n_mtp_layers()
+}
+
+/// Returns the sizes of a layer, or of the decoder layer of an MTP layer.
 pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
     let layer = setup.model.units()[layer_idx + 1].layer().expect("the units between embedding and head are layers");
     LayerCost {

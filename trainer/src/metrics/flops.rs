@@ -16,7 +16,7 @@ use candlewick_ops::{AttentionCost, LinearCost};
 pub struct ModelShape {
     /// The decoder layers.
     pub layers: Vec<LayerShape>,
-    /// V h: elements of the LM head's weight.
+    /// V h: elements of the LM head's weight. MTP layers use it again, and add 2 h^2 elements of their projection each.
     pub n_head_weights: usize,
 }
 
@@ -76,12 +76,14 @@ pub enum AttentionPairs {
 }
 
 impl ModelShape {
-    /// Reads the layers of a model.
+    /// Reads the layers of a model, and its MTP layers.
     pub fn of(model: &Model) -> Self {
         let config = model.config();
+        let n_head_weights = config.vocab_size() * config.hidden_size();
+        let n_projection_weights = 2 * config.hidden_size() * config.hidden_size();
         Self {
             layers: model.layers().map(LayerShape::of).collect(),
-            n_head_weights: config.vocab_size() * config.hidden_size(),
+            n_head_weights: (1 + config.n_mtp_layers()) * n_head_weights + config.n_mtp_layers() * n_projection_weights,
         }
     }
 

@@ -14,7 +14,7 @@ mod setting;
 mod table;
 
 pub use eval::{BestPlan, EVAL_LOSS, EvalPlan, TasksPlan};
-pub use model::{ChatTemplateSource, CheckpointingMode, ModelPlan, TokenizerPlan, WeightInit};
+pub use model::{ChatTemplateSource, CheckpointingMode, ModelPlan, MtpPlan, TokenizerPlan, WeightInit};
 pub(crate) use model::{checkpointing, dtype};
 pub use pipeline::PipelinePlan;
 pub use ranks::RanksPlan;

@@ -31,6 +31,9 @@ pub struct ModelPlan {
     pub adapter: Option<LoraConfig>,
     /// The adapter folder to continue from; `None` initializes a new adapter.
     pub adapter_folder: Option<PathBuf>,
+    /// The losses of the layers for multi-token prediction; `None` without such layers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mtp: Option<MtpPlan>,
     /// The activations that blocks save for backward.
     pub activations: CheckpointingMode,
     /// The folder to which a CPU run offloads activations.
@@ -48,6 +51,15 @@ impl ModelPlan {
     pub fn tiled_mlp(&self) -> TiledMlp {
         if self.tiled_mlp { TiledMlp::On } else { TiledMlp::Off }
     }
+}
+
+/// The training of layers for multi-token prediction (MTP).
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct MtpPlan {
+    /// The number of MTP layers.
+    pub n_layers: usize,
+    /// The coefficient of the mean of their losses.
+    pub loss_scaling_factor: f64,
 }
 
 /// The source of a model's initial weights.

@@ -55,6 +55,12 @@ pub struct ModelSection {
     pub peft_config: Option<JsonMap>,
     /// The folder of an adapter to continue training. It has its own config and excludes `peft_config`.
     pub adapter_name_or_path: Option<String>,
+    /// The number of layers for multi-token prediction (MTP) after the last layer, as DeepSeek-V3's
+    /// `num_nextn_predict_layers`. Layer k learns to predict each token k positions further. Layers that the checkpoint
+    /// lacks are initialized randomly. Default 0: MTP layers of the checkpoint are neither loaded nor exported.
+    pub mtp_num_layers: Option<HumanInt>,
+    /// The coefficient of the mean loss of the MTP layers. Default 0.1, as in Megatron-LM.
+    pub mtp_loss_scaling_factor: Option<HumanFloat>,
     /// Overrides of the model's config.json. An override that changes parameter shapes, such as `num_hidden_layers`,
     /// initializes the weights randomly instead of loading them, as in ArcticTraining.
     pub hf_config_kwargs: JsonMap,

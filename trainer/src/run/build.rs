@@ -97,7 +97,8 @@ fn load(plan: &Plan, assets: &Assets, engine: &Engine) -> Result<Vec<String>> {
     if let (Some(adapter), Some(base)) = (&adapter, &base) {
         adapter.check_base(base)?;
     }
-    let base = base.as_ref().map_or(random, WeightSource::Checkpoint);
+    let base =
+        base.as_ref().map_or(random, |checkpoint| WeightSource::CheckpointOrRandomMtp { checkpoint, seed: plan.seed });
     Ok(load_weights(engine, base, adapter.as_ref().map_or(random, |it| WeightSource::Checkpoint(&it.weights)))?)
 }
 

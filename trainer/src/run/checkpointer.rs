@@ -382,9 +382,16 @@ fn fingerprint(plan: &Plan, base: Option<&BaseModelRecord>) -> Fingerprint {
 fn settings(plan: &Plan) -> Fingerprint {
     let (optimizer, scheduler, horizon) = (&plan.optimizer, &plan.schedule, plan.data.horizon);
     let model = plan.model.name_or_path.as_deref();
-    Fingerprint::of(&json!({
+    let mut settings = json!({
         "optimizer": optimizer, "scheduler": scheduler, "horizon": horizon, "seed": plan.seed, "model": model,
-    }))
+    });
+    if let Some(moe) = &plan.moe {
+        settings["moe"] = json!(moe);
+    }
+    if let Some(mtp) = &plan.model.mtp {
+        settings["mtp"] = json!(mtp);
+    }
+    Fingerprint::of(&settings)
 }
 
 /// Returns the steps at which epochs end, as far as they are known now.

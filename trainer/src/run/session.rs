@@ -152,6 +152,7 @@ impl<'a> Session<'a> {
         let number = self.stream.cursor().step;
         let config = StepConfig {
             moe: self.run.plan.moe.as_ref(),
+            mtp: self.run.plan.model.mtp,
             plan: &plan.optimizer,
             grad_zeros: if plan.log.log_num_zeros_in_grad { ZeroGradCount::On } else { ZeroGradCount::Off },
             lr: plan.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),

@@ -7,12 +7,13 @@ use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candlewick_ops::{AdamW, CuSeqlens, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload};
 use candlewick_parallel::{
-    CausalLm, Engine, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch, ZeroGradCount,
+    AuxiliaryLoss, CausalLm, Engine, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch, ZeroGradCount,
+    mtp_loss_name,
 };
 
 use crate::data::{Batch, Dataset, GlobalBatch};
 use crate::metrics::ExpertLoad;
-use crate::plan::{OptimizerPlan, RouterPlan};
+use crate::plan::{MtpPlan, OptimizerPlan, RouterPlan};
 use crate::recipe::OnNonfinite;
 
 use super::rank_info::RankInfo;
@@ -67,6 +68,8 @@ pub(super) struct StepConfig<'a> {
     pub(super) plan: &'a OptimizerPlan,
     /// The settings of the routers.
     pub(super) moe: Option<&'a RouterPlan>,
+    /// The losses of MTP layers.
+    pub(super) mtp: Option<MtpPlan>,
     /// The choice to count zero gradients.
     pub(super) grad_zeros: ZeroGradCount,
     /// The learning rate.
@@ -116,12 +119,23 @@ pub(super) fn start(
     let n_targets = step.n_targets as f64;
     let has_targets = |batch: &&Batch| batch.targets.iter().any(|target| *target != Micro::IGNORED);
     let n_tokens = step.micro_batches.iter().filter(has_targets).map(|batch| batch.ids.len()).sum();
-    let auxiliary = config.moe.map(|moe| moe.auxiliary(n_tokens)).unwrap_or_default();
+    let mut auxiliary = config.moe.map(|moe| moe.auxiliary(n_tokens)).unwrap_or_default();
+    auxiliary.extend(config.mtp.into_iter().flat_map(|mtp| mtp_losses(mtp, &step)));
     let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets, auxiliary: &auxiliary };
     let optimizer = OptimizerStep { adamw: config.hyper(), scaler, grad_zeros: config.grad_zeros };
     let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
     let (number, lr, launch_time) = (config.number, config.lr, started.elapsed());
     Ok(PendingStep { step, own, data_world: config.rank.data_world, number, lr, started, launch_time, in_flight })
+}
+
+/// Returns the losses of the MTP layers in a step.
+fn mtp_losses(mtp: MtpPlan, step: &GlobalBatch) -> impl Iterator<Item = AuxiliaryLoss> {
+    let n_targets = |depth| step.micro_batches.iter().map(|batch| batch.n_targets_ahead(depth)).sum::<usize>();
+    (1..=mtp.n_layers).map(move |depth| AuxiliaryLoss {
+        name: mtp_loss_name(depth),
+        coefficient: mtp.loss_scaling_factor / mtp.n_layers as f64,
+        normalizer: n_targets(depth) as f64,
+    })
 }
 
 impl PendingStep {

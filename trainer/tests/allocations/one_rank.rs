@@ -42,6 +42,8 @@ fn check_all() {
         &["model.dtype=bf16", narrow, "model.config.num_key_value_heads=4"],
         &["gradient_accumulation_steps=3", "data.max_length=256"],
         &["model.attn_implementation=reference", document],
+        &["model.mtp_num_layers=1", shallow, "data.max_length=1024"],
+        &["model.mtp_num_layers=2", "model.activation_checkpoint=full", "data.max_length=2048"],
     ] {
         check(arguments);
     }

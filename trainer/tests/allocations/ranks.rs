@@ -42,6 +42,8 @@ fn check_all() {
         (2, vec!["pipeline_parallel_size=2", tall, "pipeline_schedule=afab", "gradient_accumulation_steps=4"]),
         (4, vec!["pipeline_parallel_size=2", "tensor_parallel_size=2", long, "gradient_accumulation_steps=2"]),
         (4, vec!["tensor_parallel_size=2", "deepspeed.zero_optimization.stage=3", long]),
+        (2, vec!["tensor_parallel_size=2", "model.mtp_num_layers=2", long]),
+        (2, vec!["pipeline_parallel_size=2", tall, "model.mtp_num_layers=1", "gradient_accumulation_steps=2"]),
         (2, [&EXPERTS[..], &["expert_parallel_size=2"]].concat()),
         (4, [&EXPERTS[..], &["expert_parallel_size=2", "expert_tensor_parallel_size=2"]].concat()),
         (2, [&EXPERTS[..], &["expert_parallel_size=2", "moe.token_dispatcher_type=allgather"]].concat()),

@@ -7,6 +7,7 @@ mod data;
 mod flops;
 mod memory_auto;
 mod modes;
+mod mtp;
 mod nonfinite;
 mod plan_rules;
 mod profile;

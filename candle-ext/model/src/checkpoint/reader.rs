@@ -155,6 +155,11 @@ impl Checkpoint {
         Ok(notes(self.names().filter(|name| !expected.contains(name))))
     }
 
+    /// Returns true if the checkpoint contains the parameter.
+    pub fn has(&self, param: &ParamSpec) -> bool {
+        self.sources(param).iter().all(|(name, ..)| self.tensors.contains_key(*name))
+    }
+
     fn lacking(&self, missing: &[&str]) -> String {
         let hint = match missing {
             ["lm_head.weight"] => "; if the output layer is the embedding, set tie_word_embeddings to true",
@@ -276,12 +281,16 @@ fn what_is_there(folder: &Path) -> String {
     }
 }
 
+/// Ends of the names of tensors that no model needs: angles of RoPE that are computed, and copies of embedding and output
+/// layer in MTP layers.
+const UNUSED: [&str; 3] = [".rotary_emb.inv_freq", ".shared_head.head.weight", ".embed_tokens.weight"];
+
 fn notes<'a>(unexpected: impl Iterator<Item = &'a str>) -> Vec<String> {
     let (mut notes, mut unknown) = (Vec::new(), Vec::new());
     for name in unexpected {
         if name == crate::unit::LM_HEAD {
             notes.push("lm_head.weight is not used: the output layer is the embedding (tie_word_embeddings)".into());
-        } else if !name.ends_with(".rotary_emb.inv_freq") {
+        } else if !UNUSED.iter().any(|end| name.ends_with(end)) || name == crate::unit::EMBEDDING {
             unknown.push(name);
         }
     }

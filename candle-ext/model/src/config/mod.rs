@@ -23,6 +23,7 @@ pub(crate) use typed::Typed;
 pub struct Config {
     raw: Map<String, Value>,
     pub(crate) typed: Typed,
+    n_mtp_layers: usize,
 }
 
 macro_rules! accessors {
@@ -87,7 +88,7 @@ impl Config {
 
     fn from_map(raw: Map<String, Value>) -> Result<Self, ModelError> {
         let typed = build::typed(&raw)?;
-        Ok(Self { raw, typed })
+        Ok(Self { raw, typed, n_mtp_layers: 0 })
     }
 
     /// Returns the keys of config.json.
@@ -112,6 +113,20 @@ impl Config {
             raw.insert(key.to_string(), Value::from(name));
         }
         value
+    }
+
+    /// Sets the number of layers for multi-token prediction (MTP), and `num_nextn_predict_layers` of exports. Without this
+    /// call there are none, whatever config.json says, as in transformers.
+    pub fn with_mtp_layers(mut self, n_mtp_layers: usize) -> Self {
+        if n_mtp_layers > 0 {
+            self.raw.insert("num_nextn_predict_layers".to_string(), Value::from(n_mtp_layers));
+        }
+        Self { n_mtp_layers, ..self }
+    }
+
+    /// Returns the number of MTP layers.
+    pub fn n_mtp_layers(&self) -> usize {
+        self.n_mtp_layers
     }
 
     /// Returns the EOS token ids; empty if config.json has none.

@@ -1,7 +1,7 @@
 //! Loss of a training step: objective, normalization and auxiliary losses.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candlewick_ops::{LossGrad, Tape, add};
+use candlewick_ops::{LossAndGrad, LossGrad, Tape, add};
 
 use crate::objective::{AuxiliaryLoss, CausalLm, Objective};
 
@@ -65,6 +65,12 @@ impl LossScale {
         }
     }
 
+    /// Returns the derivative of the scaled loss with respect to an auxiliary loss, as an upstream gradient.
+    fn auxiliary_upstream(&self, loss: &AuxiliaryLoss) -> LossGrad<'_> {
+        let weight = loss.mean(loss.coefficient);
+        self.factor.as_ref().map_or(LossGrad::Scalar(weight), |factor| LossGrad::Scaled(weight, factor))
+    }
+
     /// Returns the derivative of the scaled loss with respect to an auxiliary loss, an f32 scalar.
     fn auxiliary_weight(&self, loss: &AuxiliaryLoss, device: &Device) -> Result<Tensor> {
         let weight = loss.mean(loss.coefficient);
@@ -97,17 +103,42 @@ impl<'a> AuxiliarySums<'a> {
     pub(super) fn input_grad(&mut self, layer_idx: usize, tape: Tape, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let mut weights = Vec::new();
         for (name, value) in tape.auxiliary_losses() {
-            let Some(i) = self.losses.iter().position(|loss| loss.name == *name) else {
-                bail!("the layers compute the auxiliary loss `{name}`, for which the step has no coefficient")
-            };
-            let sum = &mut self.sums[i][layer_idx];
-            *sum = Some(match sum.take() {
-                Some(sum) => add(&sum, value)?,
-                None => value.clone(),
-            });
+            let i = self.position(name)?;
+            self.add(i, layer_idx, value)?;
             weights.push(self.scale.auxiliary_weight(&self.losses[i], value.device())?);
         }
         input_grad(tape, x, dy, &weights)
+    }
+
+    /// Computes a loss of a layer with `loss`, from the derivative of the scaled loss of the step with respect to it, and
+    /// adds it to its sum. `n_copies` ranks of the sum compute the same loss.
+    pub(super) fn compute(
+        &mut self,
+        layer_idx: usize,
+        name: &str,
+        n_copies: usize,
+        loss: impl FnOnce(LossGrad) -> Result<LossAndGrad>,
+    ) -> Result<Option<Tensor>> {
+        let i = self.position(name)?;
+        let LossAndGrad { loss, dx } = loss(self.scale.auxiliary_upstream(&self.losses[i]))?;
+        self.add(i, layer_idx, &(loss / n_copies as f64)?)?;
+        Ok(dx)
+    }
+
+    fn position(&self, name: &str) -> Result<usize> {
+        match self.losses.iter().position(|loss| loss.name == name) {
+            Some(i) => Ok(i),
+            None => bail!("the layers compute the auxiliary loss `{name}`, for which the step has no coefficient"),
+        }
+    }
+
+    fn add(&mut self, i: usize, layer_idx: usize, value: &Tensor) -> Result<()> {
+        let sum = &mut self.sums[i][layer_idx];
+        *sum = Some(match sum.take() {
+            Some(sum) => add(&sum, value)?,
+            None => value.clone(),
+        });
+        Ok(())
     }
 
     /// Returns the sums of each loss by layer, f32 [layers]: zero for a layer that did not compute it.

@@ -11,6 +11,8 @@ use crate::pipeline::{PipelineLayout, PipelineSchedule, PipelineScheduleKind, St
 pub struct StepCost<'a> {
     /// All layers of the model, at least one.
     pub layers: Vec<LayerCost<'a>>,
+    /// Decoder layers of the MTP layers.
+    pub mtp_layers: Vec<LayerCost<'a>>,
     /// Output layer and loss.
     pub head: HeadCost,
     /// Activation checkpointing of each layer.
@@ -136,8 +138,28 @@ impl StepCost<'_> {
             let has_output = run.last().is_some_and(|last| self.checkpointing[last] == ActivationCheckpointing::None);
             let layer = if has_output { 0 } else { input };
             moments.push(StepBytes { activations: saved, layer, logits: self.head.backward_bytes() });
+            moments.extend(self.mtp(saved + layer));
         }
         ChunkBytes { saved, worst: StepBytes::worst(moments) }
+    }
+
+    /// Mirrors `mtp_backward`: forward and loss of each MTP layer, then backward of each. `saved` includes the last
+    /// layer's output.
+    fn mtp(&self, saved: u64) -> Vec<StepBytes> {
+        let residual = self.head.residual_bytes();
+        // The final norm's output and its gradient.
+        let mut saved = saved + 2 * residual;
+        let mut moments = Vec::new();
+        for cost in &self.mtp_layers {
+            // The embedding, both inputs of the projection, its output, and the output of the norm.
+            saved += 5 * residual;
+            let with_layer = saved + cost.saved_bytes();
+            moments.push(StepBytes { activations: with_layer, layer: 0, logits: self.head.loss_bytes() });
+            // The gradients of the layer's output and of the norm's output.
+            moments.push(StepBytes { activations: saved, layer: 2 * residual + cost.backward_bytes(), logits: 0 });
+            saved = with_layer + residual;
+        }
+        moments
     }
 
     /// Mirrors `forward_block` and `backward_block`. Adds to `saved` the bytes that the layer saves.
@@ -174,11 +196,20 @@ impl HeadCost {
 
     /// Returns the bytes of `loss_and_grad`. The final norm's output and its gradient stay while logits exist.
     pub fn backward_bytes(&self) -> u64 {
-        let residual = self.n_residual_tokens * self.token_bytes();
         // The gradient of the norm's input is allocated after the logits are freed.
-        let logits = self.loss.forward_backward().scratch_bytes.max(residual);
+        self.residual_bytes() + self.loss_bytes().max(self.normed_bytes() + self.residual_bytes())
+    }
+
+    /// Returns the bytes of output layer and loss with their backward: gradient of the input, logits, and the exchanged
+    /// input under tensor parallelism.
+    fn loss_bytes(&self) -> u64 {
         let exchanged = if self.n_slices > 1 { self.normed_bytes() } else { 0 };
-        residual + self.normed_bytes() + logits + exchanged
+        self.normed_bytes() + self.loss.forward_backward().scratch_bytes + exchanged
+    }
+
+    /// Returns the bytes of hidden states of this rank.
+    fn residual_bytes(&self) -> u64 {
+        self.n_residual_tokens * self.token_bytes()
     }
 
     /// Returns the GEMM sizes of one chunk of logits.

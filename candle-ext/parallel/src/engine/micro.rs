@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 
-use candle_core::{Result, Tensor};
-use candlewick_ops::{CuSeqlens, to_host};
+use candle_core::{Device, Result, Tensor};
+use candlewick_ops::{CuSeqlens, to_host, upload};
 
 /// A micro-batch of packed sequences.
 #[derive(Clone)]
@@ -21,6 +21,26 @@ pub struct Micro {
 impl Micro {
     /// Target of a position without loss, as torch's `ignore_index`.
     pub const IGNORED: i64 = -100;
+
+    /// Returns the micro-batch with the next token and target of each position. The last position of a sequence keeps its
+    /// token and has no target.
+    pub(crate) fn shifted(&self) -> Result<Self> {
+        let n_tokens = self.seqs.n_tokens();
+        let mut next: Vec<u32> = (1..=n_tokens as u32).collect();
+        let lasts = self.seqs.cu_seqlens_q().windows(2).filter(|ends| ends[0] < ends[1]).map(|ends| ends[1] - 1);
+        let targets = to_host(&self.targets)?.to_vec1::<i64>()?;
+        let mut targets: Vec<i64> = targets.into_iter().skip(1).chain([Self::IGNORED]).collect();
+        for last in lasts {
+            (next[last], targets[last]) = (last as u32, Self::IGNORED);
+        }
+        let next = upload(&next, n_tokens, self.ids.device())?;
+        Ok(Self {
+            ids: self.ids.index_select(&next, 0)?,
+            targets: Tensor::from_vec(targets, n_tokens, &Device::Cpu)?,
+            positions: self.positions.clone(),
+            seqs: self.seqs.clone(),
+        })
+    }
 
     /// Returns the number of tokens; 0 for a micro-batch without targets, which only keeps a rank busy.
     pub(crate) fn n_valid_tokens(&self) -> Result<usize> {

@@ -7,6 +7,7 @@ mod inference;
 mod loss;
 mod memory;
 mod micro;
+mod mtp;
 mod router_rows;
 mod train;
 mod train_step;
@@ -35,6 +36,7 @@ pub use inference::{PackedTokens, ScoreQuery};
 pub use loss::{LossScale, StepLoss, StepLosses};
 pub use memory::{HeadCost, StepBytes, StepCost};
 pub use micro::Micro;
+pub use mtp::mtp_loss_name;
 pub use train_step::{InFlightStep, OptimizerStep, StepResult, TrainBatch, ZeroGradCount};
 
 /// Activation checkpointing of a layer: the activations saved between its forward and its backward.
@@ -286,7 +288,12 @@ impl Engine {
     }
 
     fn head(&self) -> usize {
-        self.model.n_blocks() + 1
+        self.model.units().len() - 1
+    }
+
+    /// Returns the unit that forward computes after a layer. MTP layers come after the head.
+    fn unit_after(&self, block_idx: usize) -> usize {
+        if block_idx + 1 < self.model.n_blocks() { block_idx + 2 } else { self.head() }
     }
 
     /// Computes the loss of the output layer's tokens, and their gradient if an upstream gradient is given.

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::{ForwardContext, GlobalExpertCounts, ParallelOps, RouterContext, RouterRows, RouterTotals};
-use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, derive_key, save_outputs, span, spin_workers};
+use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, add, derive_key, save_outputs, span, spin_workers};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
 use super::{ActivationCheckpointing, Engine, Micro};
@@ -81,7 +81,7 @@ impl Engine {
         dropout_key: impl Fn(usize) -> u64,
     ) -> Result<StepLosses> {
         let loss = &loss.into();
-        let mut auxiliary = AuxiliarySums::new(loss, self.model.n_blocks());
+        let mut auxiliary = AuxiliarySums::new(loss, self.model.layers().count());
         let routers = StepRouters::default();
         let n_tokens = micros.iter().map(Micro::n_valid_tokens).collect::<Result<Vec<_>>>()?;
         let micros: Vec<_> = micros.iter().map(|micro| micro.padded(self.multiple())).collect::<Result<_>>()?;
@@ -105,8 +105,9 @@ impl Engine {
                         }
                     };
                     let pass = Pass { chunk_pass, routers: &routers, micro_batch, backward_is_next };
-                    let (loss, activations) = self
-                        .with_parallel_ops(None, |parallel_ops| self.forward_chunk(&pass, state, loss, parallel_ops))?;
+                    let (loss, activations) = self.with_parallel_ops(None, |parallel_ops| {
+                        self.forward_chunk(&pass, state, loss, parallel_ops, &mut auxiliary)
+                    })?;
                     state.activations.insert(chunk_pass.chunk, activations);
                     if let Some(loss) = loss {
                         sums[chunk_pass.micro] = loss;
@@ -170,6 +171,7 @@ impl Engine {
         state: &MicroBatchState,
         loss: &StepLoss,
         parallel_ops: &dyn ParallelOps,
+        auxiliary: &mut AuxiliarySums,
     ) -> Result<(Option<Tensor>, ChunkActivations)> {
         let (layout, stage, chunk) = (self.pipeline.layout(), self.pipeline.stage(), pass.chunk_pass.chunk);
         let micro = &state.part.micro;
@@ -203,7 +205,7 @@ impl Engine {
             self.pipeline.send_activation(&x)?;
             return Ok((None, ChunkActivations { embedded, blocks, dy: None }));
         }
-        let (loss, dx) = self.loss_and_grad(&x, state, loss, parallel_ops)?;
+        let (loss, dx) = self.loss_and_grad(&x, pass, state, loss, &context, auxiliary)?;
         drop(x);
         self.release_unit(self.head(), pass.micro_batch)?;
         Ok((Some(loss), ChunkActivations { embedded, blocks, dy: Some(dx) }))
@@ -260,7 +262,7 @@ impl Engine {
     }
 
     /// Reshards a unit's weights after its backward, and starts its gradient reduction.
-    fn release_unit(&self, unit_idx: usize, micro_batch: MicroBatch) -> Result<()> {
+    pub(super) fn release_unit(&self, unit_idx: usize, micro_batch: MicroBatch) -> Result<()> {
         self.store.release(unit_idx);
         self.store.start_grad_reduction(unit_idx, micro_batch)
     }
@@ -272,7 +274,7 @@ impl Engine {
         context: &ForwardContext,
     ) -> Result<(Tensor, SavedActivation)> {
         let _span = span("block", "forward");
-        let weights = self.fetch(block_idx + 1, Some(block_idx + 2))?;
+        let weights = self.fetch(block_idx + 1, Some(self.unit_after(block_idx)))?;
         if self.checkpointing[block_idx] == ActivationCheckpointing::None {
             let tape = Tape::record(&[&x], || self.model.block(weights, &x, context))?;
             return Ok((tape.output().clone(), SavedActivation::Tape(x, tape)));
@@ -317,30 +319,54 @@ impl Engine {
     fn loss_and_grad(
         &self,
         x_td: &Tensor,
+        pass: &Pass,
         state: &MicroBatchState,
         loss: &StepLoss,
-        parallel_ops: &dyn ParallelOps,
+        context: &ForwardContext,
+        auxiliary: &mut AuxiliarySums,
     ) -> Result<(Tensor, Tensor)> {
         let _span = span("head", "forward and backward");
         let weights = self.store.fetch(self.head())?;
         self.store.prepare_grads(self.head())?;
-        let tape = Tape::record(&[x_td], || parallel_ops.copy_to_tp(&self.model.final_norm(weights, x_td)?))?;
+        let tape = Tape::record(&[x_td], || self.model.final_norm(weights, x_td))?;
         let lm_head = self.model.lm_head(weights)?;
-        let (normed_td, part) = (tape.output(), &state.part);
-        let cross_entropy =
-            |reduction, upstream| self.cross_entropy(normed_td, &lm_head, &part.micro.targets, reduction, upstream);
-        let token_losses = || self.of_all_tokens(&cross_entropy(Reduction::None, LossGrad::NoGrad)?.loss, state.whole);
-        let (value, out) = match loss.objective.loss(&TokenLosses::new(state.whole, &token_losses))? {
-            MicroLoss::SumOfTokens => {
-                let out = cross_entropy(Reduction::Sum, loss.scale.upstream())?;
-                (out.loss.clone(), out)
-            }
-            MicroLoss::Weighted { loss: value, weights } => {
-                let rows = loss.scale.times_weights(&self.of_own_tokens(&weights, state.whole)?)?;
-                (self.counted_once(value)?, cross_entropy(Reduction::None, LossGrad::PerToken(&rows))?)
-            }
-        };
-        let dx = out.dx.expect("an upstream gradient was given");
-        Ok((value, input_grad(tape, x_td, &dx, &[])?))
+        let (part, mut value) = (&state.part, None);
+        let mut dy = self.output_grad(tape.output(), context.parallel_ops, |normed_td| {
+            let cross_entropy =
+                |reduction, upstream| self.cross_entropy(normed_td, &lm_head, &part.micro.targets, reduction, upstream);
+            let token_losses =
+                || self.of_all_tokens(&cross_entropy(Reduction::None, LossGrad::NoGrad)?.loss, state.whole);
+            let out = match loss.objective.loss(&TokenLosses::new(state.whole, &token_losses))? {
+                MicroLoss::SumOfTokens => {
+                    let out = cross_entropy(Reduction::Sum, loss.scale.upstream())?;
+                    value = Some(out.loss.clone());
+                    out
+                }
+                MicroLoss::Weighted { loss: of_micro, weights } => {
+                    let rows = loss.scale.times_weights(&self.of_own_tokens(&weights, state.whole)?)?;
+                    value = Some(self.counted_once(of_micro)?);
+                    cross_entropy(Reduction::None, LossGrad::PerToken(&rows))?
+                }
+            };
+            Ok(out.dx)
+        })?;
+        let of_mtp = self.mtp_backward(weights, tape.output(), state.whole, context, pass.micro_batch, auxiliary)?;
+        if let Some(of_mtp) = of_mtp {
+            dy = add(&dy, &of_mtp)?;
+        }
+        Ok((value.expect("the objective has a loss"), input_grad(tape, x_td, &dy, &[])?))
+    }
+
+    /// Returns the gradient of hidden states after a norm, [t/n, d]. `loss_grad` returns that of the output layer's
+    /// input, [t, d].
+    pub(super) fn output_grad(
+        &self,
+        normed: &Tensor,
+        parallel_ops: &dyn ParallelOps,
+        loss_grad: impl FnOnce(&Tensor) -> Result<Option<Tensor>>,
+    ) -> Result<Tensor> {
+        let tape = Tape::record(&[normed], || parallel_ops.copy_to_tp(normed))?;
+        let dx = loss_grad(tape.output())?.expect("an upstream gradient was given");
+        input_grad(tape, normed, &dx, &[])
     }
 }

@@ -102,7 +102,7 @@ impl Engine {
             ZeroGradCount::On => Some(count_as_f32(&self.store.grad_zeros()?)?),
         };
         self.store.step(adamw, scaler)?;
-        let n_layers = self.model.n_blocks();
+        let n_layers = self.model.layers().count();
         let first_router = batch.micros.len() + batch.auxiliary.len() * n_layers;
         self.update_expert_biases(&split_totals(&of_all, first_router, &routers)?, scaler)?;
         let numbers: Vec<&Tensor> = [&own, &of_all, scaler.state()].into_iter().chain(&zeros).collect();

@@ -7,3 +7,4 @@ mod experts;
 mod inference;
 mod memory;
 mod modes;
+mod mtp;

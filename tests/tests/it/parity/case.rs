@@ -24,6 +24,8 @@ pub(crate) struct ModelCase {
     window: Option<usize>,
     /// Storage of the linear layers of an adapter's base.
     storage: WeightStorage,
+    /// Layers for multi-token prediction.
+    n_mtp_layers: usize,
 }
 
 /// PEFT's selection of an adapter's modules.
@@ -60,6 +62,15 @@ pub(crate) const PARAMETERS: ModelCase =
 /// Adapters of gate, up and down projections of experts and of the routers, and of the shared experts.
 pub(crate) const EXPERT_MODULES: ModelCase =
     ModelCase { adapter: Some(0.0), targets: AdapterTargets::Experts, ..DOTS1 };
+
+/// Two MTP layers, with an output layer of their own.
+pub(crate) const MTP: ModelCase = ModelCase { n_mtp_layers: 2, ..ModelCase::of("qwen2", false) };
+
+/// Two MTP layers, with the embedding as output layer.
+pub(crate) const TIED_MTP: ModelCase = ModelCase { n_mtp_layers: 2, ..ModelCase::of("qwen3", true) };
+
+/// An MTP layer with experts.
+pub(crate) const MOE_MTP: ModelCase = ModelCase { n_mtp_layers: 1, ..DOTS1 };
 
 /// A window shorter than the longest sequences.
 pub(crate) const WINDOW: ModelCase = ModelCase { window: Some(11), ..ModelCase::of("mistral", false) };
@@ -106,7 +117,12 @@ impl ModelCase {
             targets: AdapterTargets::AllLinear,
             window: None,
             storage: WeightStorage::Dense,
+            n_mtp_layers: 0,
         }
+    }
+
+    pub(crate) const fn n_mtp_layers(self) -> usize {
+        self.n_mtp_layers
     }
 
     pub(crate) const fn stored_as(self, storage: WeightStorage) -> Self {
@@ -164,7 +180,8 @@ impl ModelCase {
             config["sliding_window"] = json!(window);
         }
         let lora = self.adapter.map(|dropout| LoraConfig::from_json(&self.peft_config(dropout)).unwrap());
-        Model::new(Config::from_json(config).unwrap(), lora).unwrap().with_frozen_storage(self.storage)
+        let config = Config::from_json(config).unwrap().with_mtp_layers(self.n_mtp_layers);
+        Model::new(config, lora).unwrap().with_frozen_storage(self.storage)
     }
 }
 

@@ -13,7 +13,7 @@ use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
     ActivationCheckpointing, AuxiliaryLoss, BufferState, CpuOffload, Engine, EngineSpec, LossScale, ParallelGroups,
     ParamDtypes, ParamState, PipelineLayout, PipelineScheduleKind, SequenceParallel, StepLoss, TokenDispatcher,
-    ZeroStage,
+    ZeroStage, mtp_loss_name,
 };
 
 use super::case::{Batching, ModelCase, micros};
@@ -71,7 +71,12 @@ impl Strategy {
     fn auxiliary(case: ModelCase, n_tokens: f64) -> Vec<AuxiliaryLoss> {
         let loss =
             |loss: RouterLoss| AuxiliaryLoss { name: loss.name().to_owned(), coefficient: 0.05, normalizer: n_tokens };
-        Self::routers(case).losses.into_iter().map(loss).collect()
+        let of_mtp = (1..=case.n_mtp_layers()).map(|depth| AuxiliaryLoss {
+            name: mtp_loss_name(depth),
+            coefficient: 0.3,
+            normalizer: n_tokens,
+        });
+        Self::routers(case).losses.into_iter().map(loss).chain(of_mtp).collect()
     }
 
     fn layout(&self, n_blocks: usize) -> PipelineLayout {
@@ -284,6 +289,9 @@ fn run_rank(
         let local =
             sums.micros.iter().map(|sum| Ok(f64::from(sum.to_scalar::<f32>()?))).sum::<candle_core::Result<f64>>()?;
         losses.push(sum(engine.group(), local)? / n_targets);
+        for loss in &sums.auxiliary {
+            losses.push(sum(engine.group(), f64::from(loss.sum_all()?.to_scalar::<f32>()?))?);
+        }
         if step == 0 {
             grads = shards(&engine, |state| &state.grad)?;
             n_zeros = engine.store().grad_zeros()?.to_scalar::<f64>()?;

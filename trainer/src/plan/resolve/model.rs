@@ -10,8 +10,11 @@ use serde_json::Value;
 
 use super::resolver::Resolver;
 use super::{TempDir, deepspeed};
-use crate::plan::{ChatTemplateSource, CheckpointingMode, ModelPlan, TokenizerPlan, WeightInit};
+use crate::plan::{ChatTemplateSource, CheckpointingMode, ModelPlan, MtpPlan, TokenizerPlan, WeightInit};
 use crate::recipe::{ActivationCheckpoint, AttnImplementation, ConfigSource, FloatDtype, HumanInt, ModelType, Origin};
+
+/// The most MTP layers, as a guard against typing errors. Published models have at most 3.
+const MAX_MTP_LAYERS: usize = 16;
 
 /// The keys that set activation checkpointing.
 pub(super) const ACTIVATIONS: [&str; 3] =
@@ -27,6 +30,8 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         resolver.pick("model.revision", Some(revision), revision);
     }
     let (config, reshaped) = config(resolver);
+    let mtp = mtp(resolver);
+    let config = config.map(|config| config.with_mtp_layers(mtp.map_or(0, |mtp| mtp.n_layers)));
     let init = init(resolver, &reshaped);
     let dtype = resolver.pick("model.dtype", model.dtype, FloatDtype::Bf16);
     let adapter = adapter(resolver, config.as_ref());
@@ -38,6 +43,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         hf_config_kwargs: model.hf_config_kwargs.clone(),
         dtype,
         adapter,
+        mtp,
         adapter_folder: model.adapter_name_or_path.as_ref().map(|name| folder_of(resolver, "adapter", name).into()),
         activations: activations(resolver),
         activation_offload_dir: resolver.env.temp_dir.path.clone(),
@@ -124,6 +130,34 @@ fn init(resolver: &mut Resolver, reshaped: &[String]) -> WeightInit {
         return resolver.record("weights", WeightInit::Random, Origin::Derived);
     }
     resolver.record("weights", WeightInit::Load, Origin::Derived)
+}
+
+const MTP_LAYERS: &str = "model.mtp_num_layers";
+const MTP_FACTOR: &str = "model.mtp_loss_scaling_factor";
+
+/// Returns the training of MTP layers. Adapters are trained without them.
+fn mtp(resolver: &mut Resolver) -> Option<MtpPlan> {
+    let model = &resolver.recipe().model;
+    let n_layers = model.mtp_num_layers.map_or(0, |HumanInt(n)| n);
+    if n_layers == 0 {
+        if model.mtp_loss_scaling_factor.is_some() {
+            let message = format!("{MTP_FACTOR}: there are no MTP layers");
+            resolver.report_with_advice(&[MTP_FACTOR], message, format!("set {MTP_LAYERS}, or remove the key"));
+        }
+        return None;
+    }
+    let n_layers = resolver.count(MTP_LAYERS, model.mtp_num_layers, 0);
+    if n_layers > MAX_MTP_LAYERS {
+        resolver.report(&[MTP_LAYERS], format!("{MTP_LAYERS}: expected at most {MAX_MTP_LAYERS}, found {n_layers}"));
+        return None;
+    }
+    if model.peft_config.is_some() || model.adapter_name_or_path.is_some() {
+        let message = format!("{MTP_LAYERS}: an adapter folder cannot hold MTP layers");
+        resolver.report_with_advice(&[MTP_LAYERS], message, "remove the key, or train all weights");
+        return None;
+    }
+    let loss_scaling_factor = resolver.number(MTP_FACTOR, model.mtp_loss_scaling_factor, 0.1, 0.0, f64::MAX);
+    Some(MtpPlan { n_layers, loss_scaling_factor })
 }
 
 const ADAPTER: &str = "model.adapter_name_or_path";

@@ -37,9 +37,16 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, moe: &MoeConfi
         benchmark: benchmark(resolver),
         losses,
         sinkhorn,
-        n_layers: moe.layers.iter().filter(|is_moe| **is_moe).count(),
+        n_layers: n_layers(model, moe),
         bias_update_rate: bias_update_rate(resolver, model, moe),
     }
+}
+
+/// Returns the number of layers with experts. MTP layers have experts if the last layer has.
+fn n_layers(model: &ModelPlan, moe: &MoeConfig) -> usize {
+    let n_mtp_layers = model.mtp.map_or(0, |mtp| mtp.n_layers);
+    let of_mtp = if moe.layers.last() == Some(&true) { n_mtp_layers } else { 0 };
+    moe.layers.iter().filter(|is_moe| **is_moe).count() + of_mtp
 }
 
 /// Returns the names of set keys that need a model with experts.

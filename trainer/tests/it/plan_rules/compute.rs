@@ -171,3 +171,11 @@ fn a_tiled_mlp_is_opt_in_and_notes_the_rounding_of_bf16_gradients() {
     let rounded = plan(&["tiled_mlp_compute=true", "deepspeed.bf16.bf16_master_weights_and_grads=true"]);
     assert!(rounded.notes.iter().any(|note| note.contains("rounded once a tile")), "{:?}", rounded.notes);
 }
+
+#[test]
+fn mtp_layers_need_a_sensible_number_and_all_weights() {
+    refused(&["model.mtp_num_layers=17"], &["model.mtp_num_layers: expected at most 16, found 17"]);
+    refused(&["model.mtp_loss_scaling_factor=0.3"], &["there are no MTP layers", "set model.mtp_num_layers"]);
+    refused(&["model.mtp_num_layers=1", "model.mtp_loss_scaling_factor=-1"], &["expected at least 0, found -1"]);
+    refused(&["model.mtp_num_layers=1", "model.peft_config={r: 8}"], &["an adapter folder cannot hold MTP layers"]);
+}

@@ -1,0 +1,85 @@
+//! Training of the layers for multi-token prediction (MTP), on the stage of the head.
+//!
+//! Layer k predicts each position's target k positions later, from the final norm's output (k = 1) or from layer k - 1. As in
+//! Megatron-LM, its loss has the coefficient `mtp_loss_scaling_factor` over the number of MTP layers. Backward follows
+//! at once, so activation checkpointing does not apply.
+//!
+//! The `memory` module mirrors the allocations of these functions: change both.
+
+use candle_core::{Result, Tensor};
+use candlewick_model::{ForwardContext, UnitWeights};
+use candlewick_ops::{Reduction, Tape, add, span};
+
+use super::loss::AuxiliarySums;
+use super::{Engine, Micro};
+use crate::params::MicroBatch;
+
+/// An MTP layer between its forward and its backward.
+struct MtpForward {
+    input: Tensor,
+    tape: Tape,
+    /// Gradient of the output, from the layer's own loss.
+    dy: Tensor,
+}
+
+/// Returns the name of an MTP layer's loss, as in Megatron-LM: `mtp_1 loss` for the first.
+pub fn mtp_loss_name(depth: usize) -> String {
+    format!("mtp_{depth} loss")
+}
+
+impl Engine {
+    /// Computes the losses of the MTP layers and runs their backward. Returns the gradient of the final norm's output
+    /// `normed_td`; `None` without MTP layers.
+    pub(super) fn mtp_backward(
+        &self,
+        head: &UnitWeights,
+        normed_td: &Tensor,
+        whole: &Micro,
+        context: &ForwardContext,
+        micro_batch: MicroBatch,
+        auxiliary: &mut AuxiliarySums,
+    ) -> Result<Option<Tensor>> {
+        let _span = span("mtp", "forward and backward");
+        let (n_blocks, mut micro, mut hidden) = (self.model.n_blocks(), whole.clone(), normed_td.clone());
+        let mut layers = Vec::new();
+        for depth in 1..=self.model.config().n_mtp_layers() {
+            micro = micro.shifted()?;
+            let layer = self.mtp_forward(depth, head, &hidden, &micro, context, auxiliary)?;
+            hidden = layer.tape.output().clone();
+            layers.push(layer);
+        }
+        let mut dx: Option<Tensor> = None;
+        for (i, MtpForward { input, tape, dy }) in layers.into_iter().enumerate().rev() {
+            let dy = dx.map_or(Ok(dy.clone()), |dx| add(&dy, &dx))?;
+            dx = Some(auxiliary.input_grad(n_blocks + i, tape, &input, &dy)?);
+            self.release_unit(n_blocks + i + 1, micro_batch)?;
+        }
+        Ok(dx)
+    }
+
+    /// Runs the forward of an MTP layer, and forward and backward of its loss.
+    fn mtp_forward(
+        &self,
+        depth: usize,
+        head: &UnitWeights,
+        input: &Tensor,
+        micro: &Micro,
+        context: &ForwardContext,
+        auxiliary: &mut AuxiliarySums,
+    ) -> Result<MtpForward> {
+        let (layer_idx, own) = (self.model.n_blocks() + depth - 1, self.part(micro)?.micro);
+        let weights = self.store.fetch(layer_idx + 1)?;
+        self.store.prepare_grads(layer_idx + 1)?;
+        let tape = Tape::record(&[input], || {
+            let embedded = self.model.embed(head, &own.ids, context.parallel_ops)?;
+            self.model.mtp_layer(weights, input, &embedded, context)
+        })?;
+        let (lm_head, name) = (self.model.lm_head(head)?, mtp_loss_name(depth));
+        let dy = self.output_grad(tape.output(), context.parallel_ops, |normed| {
+            auxiliary.compute(layer_idx, &name, context.parallel_ops.sequence_parallel_size(), |upstream| {
+                self.cross_entropy(normed, &lm_head, &own.targets, Reduction::Sum, upstream)
+            })
+        })?;
+        Ok(MtpForward { input: input.clone(), tape, dy })
+    }
+}

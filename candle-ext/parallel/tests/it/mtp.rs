@@ -1,0 +1,116 @@
+//! Layers for multi-token prediction, compared with megatron-core's GPTModel.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use candlewick_comm::Solo;
+use candlewick_model::checkpoint::Checkpoint;
+use candlewick_model::{Config, Model};
+use candlewick_ops::CuSeqlens;
+use candlewick_parallel::{
+    ActivationCheckpointing, AuxiliaryLoss, CausalLm, Engine, LossScale, Micro, ParamDtypes, ParamStore,
+    ShardingGroups, StepLoss, StoreMode, mtp_loss_name,
+};
+
+const N_LAYERS: usize = 2;
+/// Megatron-LM's default.
+const LOSS_SCALING_FACTOR: f64 = 0.1;
+
+fn engine(folder: &Path, n_mtp_layers: usize) -> Engine {
+    let config = Config::read(folder).unwrap().with_mtp_layers(n_mtp_layers);
+    let model = Model::new(config, None).unwrap();
+    let (dtypes, sharding) = (ParamDtypes::computing_in(DType::F32), ShardingGroups::single_rank());
+    let store = ParamStore::new(&model, dtypes, StoreMode::Train, &Device::Cpu, sharding).unwrap();
+    let checkpoint = Checkpoint::open(folder).unwrap();
+    store.fill(|spec| checkpoint.param(spec, DType::F32, &Device::Cpu)).unwrap();
+    let checkpointing = vec![ActivationCheckpointing::Full; model.n_blocks()];
+    Engine::new(model, store, checkpointing, Arc::new(Solo), Device::Cpu)
+}
+
+/// Returns the sequences of Megatron's batch, packed.
+fn micro(reference: &BTreeMap<String, Tensor>) -> Micro {
+    let (n_sequences, length) = reference["ids"].dims2().unwrap();
+    let ids: Vec<u32> =
+        reference["ids"].flatten_all().unwrap().to_vec1::<i64>().unwrap().iter().map(|id| *id as u32).collect();
+    Micro {
+        ids: Tensor::new(ids, &Device::Cpu).unwrap(),
+        targets: reference["targets"].flatten_all().unwrap(),
+        positions: (0..n_sequences).flat_map(|_| 0..length as u32).collect(),
+        seqs: CuSeqlens::packed((0..=n_sequences).map(|i| i * length).collect()).unwrap(),
+    }
+}
+
+/// Counts the targets that are `depth` positions later in their sequence.
+fn n_targets(reference: &BTreeMap<String, Tensor>, depth: usize) -> f64 {
+    let rows = reference["targets"].to_vec2::<i64>().unwrap();
+    rows.iter().flat_map(|row| row.iter().skip(depth)).filter(|target| **target != Micro::IGNORED).count() as f64
+}
+
+#[track_caller]
+fn assert_close(what: &str, ours: &Tensor, theirs: &Tensor) {
+    let norm = |x: &Tensor| f64::from(x.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap()).sqrt();
+    let error = norm(&(ours - theirs).unwrap()) / norm(theirs);
+    assert!(error < 1e-5, "{what}: off by {error:.1e}");
+}
+
+/// f32 matmuls sum at most 24 terms, in another order than torch's. The relative tolerance of 1e-5 is about a hundred roundings.
+#[test]
+fn losses_and_gradients_equal_those_of_megatron() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/mtp");
+    let reference: BTreeMap<String, Tensor> =
+        candle_core::safetensors::load(folder.join("reference.safetensors"), &Device::Cpu)
+            .unwrap()
+            .into_iter()
+            .collect();
+    let engine = engine(&folder, N_LAYERS);
+    let auxiliary: Vec<AuxiliaryLoss> = (1..=N_LAYERS)
+        .map(|depth| AuxiliaryLoss {
+            name: mtp_loss_name(depth),
+            coefficient: LOSS_SCALING_FACTOR / N_LAYERS as f64,
+            normalizer: n_targets(&reference, depth),
+        })
+        .collect();
+    let scale = LossScale::mean_over(n_targets(&reference, 0));
+    let loss = StepLoss { objective: &CausalLm, scale, auxiliary: &auxiliary };
+    engine.store().zero_grads().unwrap();
+    let losses = engine.forward_backward(&[micro(&reference)], loss, |_| 0).unwrap();
+
+    assert_close("loss", &(&losses.micros[0] / n_targets(&reference, 0)).unwrap(), &reference["loss"]);
+    for (depth, sums) in (1..).zip(&losses.auxiliary) {
+        let mean = (sums.sum_all().unwrap() / n_targets(&reference, depth)).unwrap();
+        assert_close(&mtp_loss_name(depth), &mean, &reference[&format!("mtp_{depth}_loss")]);
+    }
+    let states = engine.store().states().unwrap();
+    let grads = reference.keys().filter(|name| name.starts_with("grad.")).count();
+    assert_eq!(states.len(), grads, "every parameter has a gradient");
+    for state in states {
+        assert_close(
+            &state.name,
+            &state.grad.reshape(state.shape.as_slice()).unwrap(),
+            &reference[&format!("grad.{}", state.name)],
+        );
+    }
+}
+
+/// Evaluation and models without the setting do not see the layers.
+#[test]
+fn mtp_layers_change_no_evaluation() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/mtp");
+    let reference = candle_core::safetensors::load(folder.join("reference.safetensors"), &Device::Cpu).unwrap();
+    let micro = micro(&reference.into_iter().collect());
+    let losses = |n_mtp_layers| engine(&folder, n_mtp_layers).token_losses(&micro).unwrap();
+    assert_eq!(losses(N_LAYERS), losses(0));
+}
+
+#[test]
+fn a_step_without_coefficients_of_mtp_layers_is_an_error() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/mtp");
+    let reference = candle_core::safetensors::load(folder.join("reference.safetensors"), &Device::Cpu).unwrap();
+    let micro = micro(&reference.into_iter().collect());
+    let engine = engine(&folder, N_LAYERS);
+    engine.store().zero_grads().unwrap();
+    let error = engine.forward_backward(&[micro], &LossScale::mean_over(1.0), |_| 0).unwrap_err().to_string();
+    assert!(error.contains("mtp_1 loss"), "{error}");
+}
