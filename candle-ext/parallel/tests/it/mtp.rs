@@ -55,7 +55,7 @@ fn assert_close(what: &str, ours: &Tensor, theirs: &Tensor) {
     assert!(error < 1e-5, "{what}: off by {error:.1e}");
 }
 
-/// f32 matmuls sum at most 24 terms, in another order than torch's. The relative tolerance of 1e-5 is about a hundred roundings.
+/// f32 matmuls sum at most 40 terms, in another order than torch's. A relative 1e-5 is about a hundred roundings.
 #[test]
 fn losses_and_gradients_equal_those_of_megatron() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/mtp");
