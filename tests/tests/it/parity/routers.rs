@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, sum, threads};
 use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, SequenceLoadBalancing, Z};
-use candlewick_model::{ExpertCapacity, ForcedExpertLoad, RouterSettings, RouterTotal};
+use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterSettings, RouterTotal};
 use candlewick_ops::{DropPolicy, GradPolicy, GradScaler};
 use candlewick_parallel::{
     AuxiliaryLoss, CausalLm, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, TokenLosses, TrainBatch,
@@ -175,6 +175,25 @@ fn a_capacity_drops_the_same_tokens_under_expert_parallelism() {
                 check_close(&format!("ep {ep} {case:?} {policy:?}"), &step(ep), &replicated);
             }
         }
+    }
+}
+
+/// Sinkhorn balances the tokens of a rank's micro-batch. So meshes with the same micro-batches on each rank are compared.
+#[test]
+fn sinkhorn_selects_the_same_experts_under_expert_and_pipeline_parallelism() {
+    let selecting = |selection| RouterSettings { losses: vec![Z], selection, ..RouterSettings::default() };
+    let step = |degrees, selection| {
+        let strategy = Strategy { degrees, ..Strategy::ONE_RANK };
+        step_with(strategy, QWEN3_MOE, Batching::Accumulated(3), &selecting(selection), &CausalLm)
+    };
+    let one_rank = step(ONE, ExpertSelection::Sinkhorn);
+    check_close("pp", &step(Degrees { pp: 2, ..ONE }, ExpertSelection::Sinkhorn), &one_rank);
+    let loads = |step: &RouterStep| step.totals.values().map(|total| total.expert_counts.clone()).collect::<Vec<_>>();
+    assert_ne!(loads(&one_rank), loads(&step(ONE, ExpertSelection::TopK)));
+    let replicated = step(Degrees { dp_replicate: 4, ..ONE }, ExpertSelection::Sinkhorn);
+    for [ep, etp] in [[2, 1], [4, 1], [2, 2]] {
+        let ours = step(Degrees { dp_replicate: 4, ep, etp, ..ONE }, ExpertSelection::Sinkhorn);
+        check_close(&format!("ep {ep} etp {etp}"), &ours, &replicated);
     }
 }
 
