@@ -10,7 +10,7 @@ use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Collective, Options, World, sum, threads};
 use candlewick_model::{AdapterSpec, Config, Model};
 use candlewick_ops::{AdamW, CuSeqlens, GradPolicy, GradScaler, to_host};
-use candlewick_parallel::{Engine, LossScale, Micro, ParallelGroups};
+use candlewick_parallel::{AuxiliaryLoss, Engine, LossScale, Micro, ParallelGroups, StepLoss, mtp_loss_name};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -116,7 +116,7 @@ fn tiny_config(config: &Config, plan: &Plan) -> Result<Config> {
         keys.insert(key.to_owned(), value);
     }
     keys.remove("layer_types");
-    Ok(Config::from_json(json)?)
+    Ok(Config::from_json(json)?.with_mtp_layers(config.n_mtp_layers()))
 }
 
 /// Returns a vocabulary size such that each of `n_ranks` ranks gets tokens.
@@ -166,7 +166,14 @@ fn train_rank(group: &dyn Collective, model: &Model, layout: RankLayout) -> Resu
         let n_targets: usize = (0..n_micros).map(|micro| lengths(step, micro).iter().sum::<usize>()).sum();
         let scale = LossScale::mean_over(n_targets as f64);
         engine.store().zero_grads()?;
-        let sums = engine.forward_backward(&micros, &scale, |_| 0)?;
+        let mut auxiliary = plan.moe.as_ref().map(|moe| moe.auxiliary(n_targets)).unwrap_or_default();
+        auxiliary.extend((1..=model.config().n_mtp_layers()).map(|depth| AuxiliaryLoss {
+            name: mtp_loss_name(depth),
+            coefficient: 0.1,
+            normalizer: n_targets as f64,
+        }));
+        let loss = StepLoss { auxiliary: &auxiliary, ..StepLoss::from(&scale) };
+        let sums = engine.forward_backward(&micros, loss, |_| 0)?;
         let own =
             sums.micros.iter().map(|sum| Ok(f64::from(to_host(sum)?.to_scalar::<f32>()?))).sum::<Result<f64>>()?;
         losses.push(sum(engine.group(), own)? / n_targets as f64);

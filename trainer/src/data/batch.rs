@@ -155,3 +155,15 @@ fn padded_length(n_tokens: usize, plan: &DataPlan) -> usize {
     };
     wanted.max(n_tokens)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_ahead_stay_in_their_sequence() {
+        let targets = vec![1, 2, IGNORE_INDEX, 3, IGNORE_INDEX, 4, 5, 6, 7, IGNORE_INDEX];
+        let batch = Batch { targets, cu_seqlens: vec![0, 3, 3, 5, 10], ..Batch::default() };
+        assert_eq!([0, 1, 2, 3, 4, 9].map(|depth| batch.n_targets_ahead(depth)), [7, 4, 2, 1, 0, 0]);
+    }
+}

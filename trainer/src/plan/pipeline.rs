@@ -1,6 +1,6 @@
 //! The pipeline stages of a plan: their number, their blocks, and the schedule.
 
-use candlewick_model::{Config, Model, ParamSpec};
+use candlewick_model::{Config, FsdpUnit, FsdpUnitKind, Model, ParamSpec};
 use candlewick_parallel::{PipelineLayout, PipelineScheduleKind};
 use serde::Serialize;
 
@@ -42,9 +42,13 @@ impl PipelinePlan {
     }
 }
 
-/// Estimates the head's time in units of a block's time, by their numbers of weights.
+/// Estimates the time of head and MTP layers in units of a block's time, by their numbers of weights. Each MTP layer uses the
+/// output layer again.
 fn head_time(config: &Config) -> f64 {
     let Ok(model) = Model::new(config.clone(), None) else { return 0.0 };
-    let block: usize = model.units().get(1).map_or(0, |unit| unit.params.iter().map(ParamSpec::numel).sum());
-    (config.vocab_size() * config.hidden_size()) as f64 / block.max(1) as f64
+    let numel = |unit: &FsdpUnit| unit.params.iter().map(ParamSpec::numel).sum::<usize>();
+    let block = model.units().get(1).map_or(0, numel);
+    let of_mtp: usize = model.units().iter().filter(|unit| matches!(unit.kind, FsdpUnitKind::Mtp(_))).map(numel).sum();
+    let of_outputs = (1 + config.n_mtp_layers()) * config.vocab_size() * config.hidden_size();
+    (of_outputs + of_mtp) as f64 / block.max(1) as f64
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
+use candlewick_model::RouterLoss;
 use candlewick_ops::{AdamW, CuSeqlens, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload};
 use candlewick_parallel::{
     AuxiliaryLoss, CausalLm, Engine, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch, ZeroGradCount,
@@ -155,8 +156,9 @@ impl PendingStep {
     ) -> Result<(GlobalBatch, StepOutcome)> {
         let Self { step, own, data_world, number, lr, started, launch_time, in_flight } = self;
         let was_done = in_flight.is_ready();
-        let StepResult { own_losses, losses, auxiliary, auxiliary_layers, routers, verdict: decision, grad_zeros } =
+        let StepResult { own_losses, losses, auxiliary, mut auxiliary_layers, routers, verdict: decision, grad_zeros } =
             in_flight.wait()?;
+        auxiliary_layers.retain(|name, _| RouterLoss::ALL.iter().any(|loss| loss.name() == name));
         let elapsed = started.max(since).elapsed();
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
         if decision.outcome == UpdateOutcome::NonFinite {

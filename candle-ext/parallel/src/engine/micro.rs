@@ -67,3 +67,25 @@ impl Micro {
         }))
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shift_stays_in_its_sequence() {
+        let micro = Micro {
+            ids: Tensor::new(&[10u32, 11, 12, 13, 14, 15], &Device::Cpu).unwrap(),
+            targets: Tensor::new(&[0i64, 1, 2, 3, 4, 5], &Device::Cpu).unwrap(),
+            positions: vec![0, 1, 2, 0, 0, 1],
+            seqs: CuSeqlens::packed(vec![0, 3, 4, 6]).unwrap(),
+        };
+        let of = |micro: &Micro| (micro.ids.to_vec1::<u32>().unwrap(), micro.targets.to_vec1::<i64>().unwrap());
+        let (once, none) = (micro.shifted().unwrap(), Micro::IGNORED);
+        assert_eq!(of(&once), (vec![11, 12, 12, 13, 15, 15], vec![1, 2, none, none, 5, none]));
+        let twice = once.shifted().unwrap();
+        assert_eq!(of(&twice), (vec![12, 12, 12, 13, 15, 15], vec![2, none, none, none, none, none]));
+        assert_eq!(twice.positions, micro.positions);
+    }
+}
