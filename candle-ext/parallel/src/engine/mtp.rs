@@ -39,10 +39,14 @@ impl Engine {
         micro_batch: MicroBatch,
         auxiliary: &mut AuxiliarySums,
     ) -> Result<Option<Tensor>> {
+        let n_layers = self.model.config().n_mtp_layers();
+        if n_layers == 0 {
+            return Ok(None);
+        }
         let _span = span("mtp", "forward and backward");
         let (n_blocks, mut micro, mut hidden) = (self.model.n_blocks(), whole.clone(), normed_td.clone());
         let mut layers = Vec::new();
-        for depth in 1..=self.model.config().n_mtp_layers() {
+        for depth in 1..=n_layers {
             micro = micro.shifted()?;
             let layer = self.mtp_forward(depth, head, &hidden, &micro, context, auxiliary)?;
             hidden = layer.tape.output().clone();
