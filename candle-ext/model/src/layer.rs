@@ -59,7 +59,8 @@ pub enum MlpSpec {
 }
 
 impl Config {
-    /// Returns the specification of layer `layer_idx` without LoRA. A layer after the last is as the last.
+    /// Returns the specification of layer `layer_idx` without LoRA. Layers after the last have its
+    /// shape.
     pub fn layer(&self, layer_idx: usize) -> LayerSpec {
         let like = layer_idx.min(self.n_layers().saturating_sub(1));
         LayerSpec {

@@ -134,14 +134,15 @@ fn layer(config: &Config, layer_idx: usize) -> FsdpUnit {
     FsdpUnit { name: format!("block {layer_idx}"), kind, params, tied: Vec::new() }
 }
 
-/// The MTP layer that predicts `depth` tokens further than the model. Its decoder layer is as the model's last.
+/// The MTP layer that predicts `depth` tokens further than the model. Its decoder layer has the shape of the model's
+/// last.
 fn mtp_layer(config: &Config, depth: usize) -> FsdpUnit {
     let layer = config.layer(config.n_layers() + depth - 1);
     let params = mtp::params(config, &layer);
     FsdpUnit { name: format!("mtp {depth}"), kind: FsdpUnitKind::Mtp(Box::new(layer)), params, tied: Vec::new() }
 }
 
-/// MTP layers embed tokens with the table that their last pipeline stage ties here.
+/// With MTP layers, which embed tokens on the last pipeline stage, the head ties the embedding.
 fn head(config: &Config) -> FsdpUnit {
     let mut params = vec![ParamSpec::norm(FINAL_NORM.to_string(), config.embed(), ParamScope::ResidualStream)];
     let mut tied = Vec::new();

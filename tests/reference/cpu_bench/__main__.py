@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from cases import CASES, PEERS, QUICK, Case
-from golden import regressions
+from golden import golden_file, regressions
 from inputs import Inputs
 from ours import Ours
 from peers import Peers, ceilings
@@ -42,7 +42,7 @@ def main() -> None:
                 table.add(case, peer, [our for our, _ in rounds], [theirs[n] for _, theirs in rounds])
     found = regressions(table.results, options.golden) if options.golden else []
     if found:
-        sys.exit("\n".join(["slower than the golden results, or more memory:", *found]))
+        sys.exit("\n".join(["differences from the golden results:", *found]))
 
 
 def survived(peers: Peers, case: Case, peer: str) -> tuple[float, float] | None:
@@ -60,7 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("trainer")
     parser.add_argument("evaluator")
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--golden", metavar="FILE", type=Path)
+    parser.add_argument("--golden", metavar="FILE", type=golden_file)
     parser.add_argument("--only", metavar="TEXT", default="")
     parser.add_argument("--rounds", metavar="N", type=int, default=3)
     parser.add_argument("--peers", metavar="LIST", type=peer_list, default=["eager"])

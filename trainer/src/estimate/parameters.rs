@@ -67,27 +67,40 @@ fn shard_of(setup: &Setup, from_stage: usize, amount: ByGroup) -> u64 {
     }
 }
 
-/// Returns the bytes of a step's buffers for all-gathered weights and for gradients that are being reduced. The
-/// weights are those of [`whole_weights`]. From ZeRO stage 2 on there are two full gradients: one in backward, one in
-/// a reduce-scatter. Two reduced shards are added.
+/// Returns the bytes of a step's buffers for all-gathered weights and for gradients that are being reduced. From ZeRO
+/// stage 2 on there are two full gradients: one in backward, one in a reduce-scatter. Two reduced shards are added.
 pub(super) fn exchange_buffers(setup: &Setup) -> u64 {
     let RanksPlan { zero_stage, dp_replicate, .. } = setup.ranks;
-    let weights = whole_weights(setup);
+    // The head's weights are in use while MTP layers are computed one by one.
+    let weights = if zero_stage == 3 { whole_weights(setup).max(with_head(setup, 1, weights_of)) } else { 0 };
     if setup.ranks.n_shards() * dp_replicate * setup.ranks.n_expert_shards() == 1 {
         return weights;
     }
     let units = || setup.units().map(|unit| trained_of(setup, unit));
-    let largest_trained = units().map(ByGroup::total).max().unwrap_or(0);
-    let gradients = if zero_stage >= 2 { 2 * largest_trained * setup.masters.n_bytes() } else { 0 };
+    let n_trained = |setup: &Setup, unit: &FsdpUnit| trained_of(setup, unit).total();
+    let two_units = 2 * units().map(ByGroup::total).max().unwrap_or(0);
+    let n_full = if zero_stage >= 2 { two_units.max(with_head(setup, 2, n_trained)) } else { 0 };
     let shard = units().map(|trained| shard_of(setup, 1, trained)).max().unwrap_or(0);
-    weights + gradients + 2 * shard * setup.masters.n_bytes()
+    weights + (n_full + 2 * shard) * setup.masters.n_bytes()
+}
+
+/// Returns the size of the head and of up to `n_layers` MTP layers together; 0 without MTP layers on this stage.
+fn with_head(setup: &Setup, n_layers: usize, size: impl Fn(&Setup, &FsdpUnit) -> u64) -> u64 {
+    let mtp: Vec<u64> = setup.mtp_units().map(|unit| size(setup, unit)).take(n_layers).collect();
+    match mtp.is_empty() {
+        true => 0,
+        false => mtp.iter().sum::<u64>() + setup.head_units().map(|unit| size(setup, unit)).sum::<u64>(),
+    }
+}
+
+fn weights_of(setup: &Setup, unit: &FsdpUnit) -> u64 {
+    unit.params.iter().map(|param| setup.weight_bytes(param)).sum()
 }
 
 /// Returns the bytes of the all-gathered weights of the current and the next unit; 0 below ZeRO stage 3.
 pub(super) fn whole_weights(setup: &Setup) -> u64 {
-    let of = |unit: &FsdpUnit| unit.params.iter().map(|param| setup.weight_bytes(param)).sum::<u64>();
     match setup.ranks.zero_stage {
-        3 => 2 * setup.units().map(of).max().unwrap_or(0),
+        3 => 2 * setup.units().map(|unit| weights_of(setup, unit)).max().unwrap_or(0),
         _ => 0,
     }
 }

@@ -1,7 +1,7 @@
 //! The settings of a plan that decide its memory.
 
 use candle_core::DType;
-use candlewick_model::{FsdpUnit, Model, ModelError, ParamSpec, TiledMlp};
+use candlewick_model::{FsdpUnit, FsdpUnitKind, Model, ModelError, ParamSpec, TiledMlp};
 use candlewick_ops::{AttentionImpl, DeviceKind};
 use candlewick_parallel::{PipelineLayout, PipelineScheduleKind, max_shard_bytes, max_shard_numel};
 use serde_json::{Value, json};
@@ -153,6 +153,18 @@ impl Setup {
             self.layout.stage_of(*unit_idx) == self.stage || (self.has_head() && is_tied_to_head(*unit_idx))
         };
         (0..units.len()).filter(is_here).map(|unit_idx| &units[unit_idx])
+    }
+
+    /// Returns the head and the units that it ties, if this stage has them.
+    pub(super) fn head_units(&self) -> impl Iterator<Item = &FsdpUnit> {
+        let units = self.model.units();
+        let head = units.last().filter(|_| self.has_head());
+        head.into_iter().flat_map(|head| head.tied.iter().map(|tied| &units[tied.owner]).chain([head]))
+    }
+
+    /// Returns the MTP layers, if this stage has them.
+    pub(super) fn mtp_units(&self) -> impl Iterator<Item = &FsdpUnit> {
+        self.units().filter(|unit| matches!(unit.kind, FsdpUnitKind::Mtp(_)))
     }
 
     /// Returns true if this stage computes the loss.

@@ -16,8 +16,9 @@ use candlewick_ops::{AttentionCost, LinearCost};
 pub struct ModelShape {
     /// The decoder layers.
     pub layers: Vec<LayerShape>,
-    /// V h: elements of the LM head's weight. MTP layers use it again, and add 2 h^2 elements of their projection each.
-    pub n_head_weights: usize,
+    /// Elements of matmul weights outside the layers: V h of the LM head. An MTP layer adds V h, because it has its own
+    /// logits, and 2 h^2 of its projection.
+    pub n_weights_outside_layers: usize,
 }
 
 /// The sizes of one layer's matmuls and attention.
@@ -83,13 +84,14 @@ impl ModelShape {
         let n_projection_weights = 2 * config.hidden_size() * config.hidden_size();
         Self {
             layers: model.layers().map(LayerShape::of).collect(),
-            n_head_weights: (1 + config.n_mtp_layers()) * n_head_weights + config.n_mtp_layers() * n_projection_weights,
+            n_weights_outside_layers: (1 + config.n_mtp_layers()) * n_head_weights
+                + config.n_mtp_layers() * n_projection_weights,
         }
     }
 
     /// Returns N: the number of matmul weights, with the LM head and without the embedding.
     pub fn n_weights(&self) -> u64 {
-        (self.layers.iter().map(LayerShape::n_weights).sum::<usize>() + self.n_head_weights) as u64
+        (self.layers.iter().map(LayerShape::n_weights).sum::<usize>() + self.n_weights_outside_layers) as u64
     }
 }
 
@@ -176,7 +178,7 @@ mod tests {
     /// weights.
     fn tiny() -> ModelShape {
         let layer = LayerShape { n_mixer_weights: 48, n_mlp_weights: 72, attention_width: 4, window: None };
-        ModelShape { layers: vec![layer; 3], n_head_weights: 40 }
+        ModelShape { layers: vec![layer; 3], n_weights_outside_layers: 40 }
     }
 
     #[test]
@@ -247,6 +249,22 @@ mod tests {
             "tie_word_embeddings": true,
         });
         check_weights(qwen3_0_6b, 596_049_920, 57 * 1024 + 56 * 128);
+    }
+
+    #[test]
+    fn each_mtp_layer_counts_a_layer_a_projection_and_logits() {
+        let of = |n_mtp_layers| {
+            let config = serde_json::json!({
+                "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,
+                "num_attention_heads": 4, "vocab_size": 100,
+            });
+            let config = candlewick_model::Config::from_json(config).expect("a config").with_mtp_layers(n_mtp_layers);
+            ModelShape::of(&Model::new(config, None).expect("a model"))
+        };
+        let n_layer_weights = 4 * 32 * 32 + 3 * 32 * 64;
+        assert_eq!(of(0).n_weights(), 2 * n_layer_weights + 100 * 32);
+        assert_eq!(of(3).n_weights() - of(0).n_weights(), 3 * (n_layer_weights + 2 * 32 * 32 + 100 * 32));
+        assert_eq!(of(3).layers.len(), 5);
     }
 
     #[test]

@@ -90,7 +90,7 @@ fn tiny() -> ModelShape {
     let (h, i, q, kv) = (32, 64, 4 * 8, 2 * 8);
     let (n_mixer_weights, n_mlp_weights) = (h * (2 * q + 2 * kv), 3 * h * i);
     let layer = LayerShape { n_mixer_weights, n_mlp_weights, attention_width: q, window: None };
-    ModelShape { layers: vec![layer; 2], n_head_weights: 1024 * h }
+    ModelShape { layers: vec![layer; 2], n_weights_outside_layers: 1024 * h }
 }
 
 #[track_caller]

@@ -18,6 +18,9 @@ pub use moe::{MoeConfig, SharedExpertConfig};
 pub(crate) use rope::RopeKind;
 pub(crate) use typed::Typed;
 
+/// Key of config.json with the number of MTP layers, as in DeepSeek-V3 and GLM-4.5.
+const N_MTP_LAYERS: &str = "num_nextn_predict_layers";
+
 /// Config of a model, from config.json. Unknown keys are preserved.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
@@ -102,6 +105,10 @@ impl Config {
         let family = self.typed.family;
         raw.entry("architectures").or_insert_with(|| Value::from(vec![family.architecture()]));
         raw.entry("model_type").or_insert_with(|| Value::from(family.model_type()));
+        // A model without the MTP layers of its source has no weights of them to save.
+        if let Some(n_mtp_layers) = raw.get_mut(N_MTP_LAYERS) {
+            *n_mtp_layers = Value::from(self.n_mtp_layers);
+        }
         Value::Object(raw)
     }
 
@@ -115,11 +122,11 @@ impl Config {
         value
     }
 
-    /// Sets the number of layers for multi-token prediction (MTP), and `num_nextn_predict_layers` of exports. Without this
-    /// call there are none, whatever config.json says, as in transformers.
+    /// Sets the number of layers for multi-token prediction (MTP), which exports list as `num_nextn_predict_layers`.
+    /// Without this call there are none, whatever config.json says, as in transformers.
     pub fn with_mtp_layers(mut self, n_mtp_layers: usize) -> Self {
         if n_mtp_layers > 0 {
-            self.raw.insert("num_nextn_predict_layers".to_string(), Value::from(n_mtp_layers));
+            self.raw.insert(N_MTP_LAYERS.to_string(), Value::from(n_mtp_layers));
         }
         Self { n_mtp_layers, ..self }
     }

@@ -43,6 +43,13 @@ fn a_recipe_config_gets_the_names_transformers_looks_for() {
 }
 
 #[test]
+fn an_export_lists_the_mtp_layers_that_it_has() {
+    let config = with(json!({"num_nextn_predict_layers": 3})).unwrap();
+    assert_eq!(config.to_json()["num_nextn_predict_layers"], 0);
+    assert_eq!(config.with_mtp_layers(2).to_json()["num_nextn_predict_layers"], 2);
+}
+
+#[test]
 fn rotary_keys_are_read_in_both_spellings() {
     let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192, "rope_theta": 7e5});

@@ -228,7 +228,7 @@ impl Engine {
             };
             self.store.release(0);
             for block_idx in layout.blocks(stage, chunk) {
-                x = self.model.block(self.fetch(block_idx + 1, Some(self.unit_after(block_idx)))?, &x, &context)?;
+                x = self.model.block(self.fetch(block_idx + 1, Some(self.next_unit(block_idx)))?, &x, &context)?;
                 self.store.release(block_idx + 1);
             }
             if layout.is_last(stage, chunk) {

@@ -110,9 +110,9 @@ impl<'a> AuxiliarySums<'a> {
         input_grad(tape, x, dy, &weights)
     }
 
-    /// Computes a loss of a layer with `loss`, from the derivative of the scaled loss of the step with respect to it, and
-    /// adds it to its sum. `n_copies` ranks of the sum compute the same loss.
-    pub(super) fn compute(
+    /// Computes a loss of a layer with `loss`, adds it to its sum and returns the gradient. `loss` gets the derivative of
+    /// the step's scaled loss with respect to the layer's. `n_copies` ranks of the sum compute the same loss.
+    pub(super) fn add_loss(
         &mut self,
         layer_idx: usize,
         name: &str,

@@ -291,8 +291,9 @@ impl Engine {
         self.model.units().len() - 1
     }
 
-    /// Returns the unit that forward computes after a layer. MTP layers come after the head.
-    fn unit_after(&self, block_idx: usize) -> usize {
+    /// Returns the unit that forward fetches after a layer's: the next layer, or the head. MTP layers come after the
+    /// head.
+    fn next_unit(&self, block_idx: usize) -> usize {
         if block_idx + 1 < self.model.n_blocks() { block_idx + 2 } else { self.head() }
     }
 

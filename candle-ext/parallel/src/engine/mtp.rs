@@ -14,6 +14,16 @@ use super::loss::AuxiliarySums;
 use super::{Engine, Micro};
 use crate::params::MicroBatch;
 
+/// A micro-batch whose MTP layers are trained.
+pub(super) struct MtpPass<'a> {
+    /// Weights of the head: embedding and output layer.
+    pub(super) head: &'a UnitWeights,
+    /// The whole micro-batch, before it is split over context parallel ranks.
+    pub(super) micro: &'a Micro,
+    pub(super) context: &'a ForwardContext<'a>,
+    pub(super) micro_batch: MicroBatch,
+}
+
 /// An MTP layer between its forward and its backward.
 struct MtpForward {
     input: Tensor,
@@ -32,11 +42,8 @@ impl Engine {
     /// `normed_td`; `None` without MTP layers.
     pub(super) fn mtp_backward(
         &self,
-        head: &UnitWeights,
+        pass: &MtpPass,
         normed_td: &Tensor,
-        whole: &Micro,
-        context: &ForwardContext,
-        micro_batch: MicroBatch,
         auxiliary: &mut AuxiliarySums,
     ) -> Result<Option<Tensor>> {
         let n_layers = self.model.config().n_mtp_layers();
@@ -44,19 +51,27 @@ impl Engine {
             return Ok(None);
         }
         let _span = span("mtp", "forward and backward");
-        let (n_blocks, mut micro, mut hidden) = (self.model.n_blocks(), whole.clone(), normed_td.clone());
+        let (mut micro, mut hidden) = (pass.micro.clone(), normed_td.clone());
         let mut layers = Vec::new();
         for depth in 1..=n_layers {
             micro = micro.shifted()?;
-            let layer = self.mtp_forward(depth, head, &hidden, &micro, context, auxiliary)?;
+            let layer = self.mtp_forward(pass, depth, &hidden, &micro, auxiliary)?;
+            // The backward of the last layer comes next and uses its weights at once.
+            if depth < n_layers {
+                self.store.release(self.mtp_layer_idx(depth) + 1);
+            }
             hidden = layer.tape.output().clone();
             layers.push(layer);
         }
         let mut dx: Option<Tensor> = None;
         for (i, MtpForward { input, tape, dy }) in layers.into_iter().enumerate().rev() {
+            let layer_idx = self.mtp_layer_idx(i + 1);
+            let unit_idx = layer_idx + 1;
+            self.store.fetch(unit_idx)?;
+            self.store.prepare_grads(unit_idx)?;
             let dy = dx.map_or(Ok(dy.clone()), |dx| add(&dy, &dx))?;
-            dx = Some(auxiliary.input_grad(n_blocks + i, tape, &input, &dy)?);
-            self.release_unit(n_blocks + i + 1, micro_batch)?;
+            dx = Some(auxiliary.input_grad(layer_idx, tape, &input, &dy)?);
+            self.release_unit(unit_idx, pass.micro_batch)?;
         }
         Ok(dx)
     }
@@ -64,26 +79,30 @@ impl Engine {
     /// Runs the forward of an MTP layer, and forward and backward of its loss.
     fn mtp_forward(
         &self,
+        pass: &MtpPass,
         depth: usize,
-        head: &UnitWeights,
         input: &Tensor,
         micro: &Micro,
-        context: &ForwardContext,
         auxiliary: &mut AuxiliarySums,
     ) -> Result<MtpForward> {
-        let (layer_idx, own) = (self.model.n_blocks() + depth - 1, self.part(micro)?.micro);
+        let MtpPass { head, context, .. } = pass;
+        let (layer_idx, own) = (self.mtp_layer_idx(depth), self.part(micro)?.micro);
         let weights = self.store.fetch(layer_idx + 1)?;
-        self.store.prepare_grads(layer_idx + 1)?;
         let tape = Tape::record(&[input], || {
             let embedded = self.model.embed(head, &own.ids, context.parallel_ops)?;
             self.model.mtp_layer(weights, input, &embedded, context)
         })?;
         let (lm_head, name) = (self.model.lm_head(head)?, mtp_loss_name(depth));
-        let dy = self.output_grad(tape.output(), context.parallel_ops, |normed| {
-            auxiliary.compute(layer_idx, &name, context.parallel_ops.sequence_parallel_size(), |upstream| {
+        let dy = self.normed_grad(tape.output(), context.parallel_ops, |normed| {
+            auxiliary.add_loss(layer_idx, &name, context.parallel_ops.sequence_parallel_size(), |upstream| {
                 self.cross_entropy(normed, &lm_head, &own.targets, Reduction::Sum, upstream)
             })
         })?;
         Ok(MtpForward { input: input.clone(), tape, dy })
+    }
+
+    /// Returns the layer index of an MTP layer; `depth` counts from 1.
+    fn mtp_layer_idx(&self, depth: usize) -> usize {
+        self.model.n_blocks() + depth - 1
     }
 }

@@ -9,6 +9,7 @@ use candlewick_model::{ForwardContext, GlobalExpertCounts, ParallelOps, RouterCo
 use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, add, derive_key, save_outputs, span, spin_workers};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
+use super::mtp::MtpPass;
 use super::{ActivationCheckpointing, Engine, Micro};
 use crate::context_parallel::TokenShard;
 use crate::objective::{MicroLoss, TokenLosses};
@@ -274,7 +275,7 @@ impl Engine {
         context: &ForwardContext,
     ) -> Result<(Tensor, SavedActivation)> {
         let _span = span("block", "forward");
-        let weights = self.fetch(block_idx + 1, Some(self.unit_after(block_idx)))?;
+        let weights = self.fetch(block_idx + 1, Some(self.next_unit(block_idx)))?;
         if self.checkpointing[block_idx] == ActivationCheckpointing::None {
             let tape = Tape::record(&[&x], || self.model.block(weights, &x, context))?;
             return Ok((tape.output().clone(), SavedActivation::Tape(x, tape)));
@@ -331,7 +332,7 @@ impl Engine {
         let tape = Tape::record(&[x_td], || self.model.final_norm(weights, x_td))?;
         let lm_head = self.model.lm_head(weights)?;
         let (part, mut value) = (&state.part, None);
-        let mut dy = self.output_grad(tape.output(), context.parallel_ops, |normed_td| {
+        let mut dy = self.normed_grad(tape.output(), context.parallel_ops, |normed_td| {
             let cross_entropy =
                 |reduction, upstream| self.cross_entropy(normed_td, &lm_head, &part.micro.targets, reduction, upstream);
             let token_losses =
@@ -350,8 +351,8 @@ impl Engine {
             };
             Ok(out.dx)
         })?;
-        let of_mtp = self.mtp_backward(weights, tape.output(), state.whole, context, pass.micro_batch, auxiliary)?;
-        if let Some(of_mtp) = of_mtp {
+        let mtp = MtpPass { head: weights, micro: state.whole, context, micro_batch: pass.micro_batch };
+        if let Some(of_mtp) = self.mtp_backward(&mtp, tape.output(), auxiliary)? {
             dy = add(&dy, &of_mtp)?;
         }
         Ok((value.expect("the objective has a loss"), input_grad(tape, x_td, &dy, &[])?))
@@ -359,7 +360,7 @@ impl Engine {
 
     /// Returns the gradient of hidden states after a norm, [t/n, d]. `loss_grad` returns that of the output layer's
     /// input, [t, d].
-    pub(super) fn output_grad(
+    pub(super) fn normed_grad(
         &self,
         normed: &Tensor,
         parallel_ops: &dyn ParallelOps,
