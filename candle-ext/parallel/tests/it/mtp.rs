@@ -1,17 +1,20 @@
 //! Layers for multi-token prediction, compared with megatron-core's GPTModel.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
-use candlewick_comm::Solo;
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_comm::mesh::{Degrees, Mesh};
+use candlewick_comm::{Options, Solo, World, threads};
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{Config, Model};
+use candlewick_model::{AttentionCall, Config, Model, ParallelOps, SingleDevice};
 use candlewick_ops::CuSeqlens;
 use candlewick_parallel::{
-    ActivationCheckpointing, AuxiliaryLoss, CausalLm, Engine, LossScale, Micro, ParamDtypes, ParamStore,
-    ShardingGroups, StepLoss, StoreMode, mtp_loss_name,
+    ActivationCheckpointing, AuxiliaryLoss, CausalLm, Engine, LossScale, Micro, ParallelGroups, ParamDtypes,
+    ParamStore, PipelineLayout, SequenceParallel, ShardingGroups, StepLoss, StoreMode, ZeroStage, mtp_loss_name,
 };
 
 const N_LAYERS: usize = 2;
@@ -113,4 +116,62 @@ fn a_step_without_coefficients_of_mtp_layers_is_an_error() {
     engine.store().zero_grads().unwrap();
     let error = engine.forward_backward(&[micro], &LossScale::mean_over(1.0), |_| 0).unwrap_err().to_string();
     assert!(error.contains("mtp_1 loss"), "{error}");
+}
+
+thread_local! {
+    /// The engine of this thread's rank.
+    static ENGINE: RefCell<Option<Rc<Engine>>> = const { RefCell::new(None) };
+    /// The most bytes of parameters, gradients and moments during attention of MTP layers.
+    static MOST_BYTES: RefCell<u64> = const { RefCell::new(0) };
+}
+
+/// Attention that notes the bytes of the engine's store in MTP layers.
+struct NotesBytes;
+
+impl ParallelOps for NotesBytes {
+    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
+        let engine = ENGINE.with_borrow(Option::clone);
+        let engine = engine.filter(|engine| call.layer_idx >= engine.model().n_blocks());
+        let now = engine.map_or(0, |engine| engine.store().device_bytes().total());
+        MOST_BYTES.with_borrow_mut(|most| *most = now.max(*most));
+        SingleDevice.attention(call)
+    }
+}
+
+/// Returns the most bytes of a store in MTP layers, over those before the step, on the first of two ranks.
+fn bytes_of_step(zero_stage: ZeroStage, n_mtp_layers: usize) -> u64 {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/mtp");
+    let rank = |world: &World| -> Result<u64> {
+        let model = Model::new(Config::read(&folder).unwrap().with_mtp_layers(n_mtp_layers), None).unwrap();
+        let mesh = Mesh::new(Degrees { dp_shard: 2, ..Degrees::default() }, world.size()).unwrap();
+        let groups = ParallelGroups::new(&mesh, &*world.group())?;
+        let layout = PipelineLayout::single_stage(model.n_blocks());
+        let sharding = groups.sharding_groups(Some(zero_stage), layout, SequenceParallel::Off);
+        let dtypes = ParamDtypes::computing_in(DType::F32);
+        let store = ParamStore::new(&model, dtypes, StoreMode::Train, &Device::Cpu, sharding)?;
+        let checkpointing = vec![ActivationCheckpointing::Full; model.n_blocks()];
+        let engine = Engine::new(model, store, checkpointing, Arc::clone(&groups.loss), Device::Cpu);
+        let engine = Rc::new(engine.with_attention_hook(Arc::new(NotesBytes)));
+        engine.store().zero_grads()?;
+        let before = engine.store().device_bytes().total();
+        ENGINE.set(Some(Rc::clone(&engine)));
+        let reference = candle_core::safetensors::load(folder.join("reference.safetensors"), &Device::Cpu)?;
+        let loss = |depth| AuxiliaryLoss { name: mtp_loss_name(depth), coefficient: 0.1, normalizer: 1.0 };
+        let auxiliary: Vec<AuxiliaryLoss> = (1..=n_mtp_layers).map(loss).collect();
+        let loss = StepLoss { objective: &CausalLm, scale: LossScale::mean_over(1.0), auxiliary: &auxiliary };
+        let stepped = engine.forward_backward(&[micro(&reference.into_iter().collect())], loss, |_| 0);
+        ENGINE.set(None);
+        stepped?;
+        Ok(MOST_BYTES.take() - before)
+    };
+    threads::run(2, Options::default(), rank).unwrap()[0]
+}
+
+#[test]
+fn a_step_holds_the_weights_and_gradients_of_one_mtp_layer_at_a_time() {
+    for zero_stage in [ZeroStage::Two, ZeroStage::Three] {
+        let [one, four] = [1, 4].map(|n_mtp_layers| bytes_of_step(zero_stage, n_mtp_layers));
+        assert!(one > 0);
+        assert_eq!(one, four, "{zero_stage:?}");
+    }
 }
