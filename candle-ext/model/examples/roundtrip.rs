@@ -15,7 +15,7 @@ use candlewick_model::{
     AdapterFolder, Config, ForwardContext, Model, ParamSpec, RouterContext, SingleDevice, TiledMlp, UnitWeights,
     checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
 };
-use candlewick_ops::{AttentionChoice, CuSeqlens, RowRanges, Weight};
+use candlewick_ops::{AttentionChoice, CuSeqlens, GroupedGemmImpl, RowRanges, Weight};
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -83,6 +83,7 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
         dropout_key: None,
         rows: &RowRanges::all(),
         attention: AttentionChoice::default(),
+        experts: GroupedGemmImpl::default(),
         tiled_mlp: TiledMlp::Off,
         router: RouterContext::default(),
         parallel_ops: &SingleDevice,

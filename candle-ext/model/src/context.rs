@@ -3,7 +3,9 @@
 //! Dimensions: t tokens (packed), d hidden size, h query heads, g KV heads, k head size
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, ColumnShard, CuSeqlens, RowRanges, Weight};
+use candlewick_ops::{
+    self as ops, AttentionChoice, AttentionSpec, ColumnShard, CuSeqlens, GroupedGemmImpl, RowRanges, Weight,
+};
 
 use crate::{ExpertCall, RouterContext, dropout::DropoutScope};
 
@@ -109,6 +111,8 @@ pub struct ForwardContext<'a> {
     pub rows: &'a RowRanges,
     /// Attention implementation.
     pub attention: AttentionChoice,
+    /// Implementation of the experts' matmuls on a GPU.
+    pub experts: GroupedGemmImpl,
     /// Tiling of the MLP over the tokens.
     pub tiled_mlp: TiledMlp,
     /// Inputs of all routers.

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, TokensPerCall, Weight};
+use candlewick_ops::{self as ops, GroupedCall, TokensPerCall, Weight};
 
 use crate::lora::ExpertAdapterSpec;
 use crate::{AdapterSpec, ExpertMatrixSpec};
@@ -48,14 +48,15 @@ impl ExpertLinear {
         Ok(Self { weight, adapters })
     }
 
-    /// Computes [n, in] -> [n, out]. `offsets` u32 [e + 1] are the first rows of the experts.
-    pub(crate) fn forward(&self, x: &Tensor, offsets: &Tensor, tokens: TokensPerCall) -> Result<Tensor> {
-        let base = ops::grouped_linear(x, &self.weight, offsets, tokens)?;
+    /// Computes [n, in] -> [n, out]. `offsets` u32 [e + 1] are the first rows of the experts. Adapters, which are narrow,
+    /// have the default implementation.
+    pub(crate) fn forward(&self, x: &Tensor, offsets: &Tensor, call: GroupedCall) -> Result<Tensor> {
+        let base = ops::grouped_linear(x, &self.weight, offsets, call)?;
         // An expert parallel rank may receive no rows.
         if x.dim(0)? == 0 {
             return Ok(base);
         }
-        self.adapters.iter().try_fold(base, |sum, adapter| adapter.add_to(&sum, x, offsets, tokens))
+        self.adapters.iter().try_fold(base, |sum, adapter| adapter.add_to(&sum, x, offsets, call.tokens))
     }
 }
 

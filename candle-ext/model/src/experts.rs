@@ -3,7 +3,7 @@
 //! Dimensions: t tokens, d hidden size, e experts, n rows sorted by expert, f intermediate size of an expert
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, Routing, TokensPerCall};
+use candlewick_ops::{self as ops, GroupedCall, GroupedGemmImpl, Routing, TokensPerCall};
 
 use crate::expert_linear::ExpertLinear;
 
@@ -25,6 +25,8 @@ pub struct ExpertCall<'a> {
     pub routing: &'a Routing,
     /// Experts of this rank.
     pub experts: &'a Experts,
+    /// Implementation of their matmuls on a GPU.
+    pub implementation: GroupedGemmImpl,
 }
 
 impl ExpertCall<'_> {
@@ -34,7 +36,20 @@ impl ExpertCall<'_> {
         let rows_nd = ops::permute(self.x, assignment)?;
         let weights_n = ops::permute_weights(&self.routing.weights, assignment)?;
         let tokens = TokensPerCall::of(self.x.dim(0)?);
-        ops::unpermute(&self.experts.forward(&rows_nd, &weights_n, &assignment.offsets, tokens)?, assignment)
+        ops::unpermute(&self.compute_rows(&rows_nd, &weights_n, &assignment.offsets, tokens)?, assignment)
+    }
+
+    /// Computes [n, d] -> [n, d]. `rows_nd` are sorted by expert, `offsets` u32 [e + 1] are the first rows of the experts,
+    /// and `weights_n` f32 [n] multiply the outputs.
+    pub fn compute_rows(
+        &self,
+        rows_nd: &Tensor,
+        weights_n: &Tensor,
+        offsets: &Tensor,
+        tokens: TokensPerCall,
+    ) -> Result<Tensor> {
+        let call = GroupedCall { tokens, implementation: self.implementation };
+        self.experts.forward(rows_nd, weights_n, offsets, call)
     }
 }
 
@@ -43,17 +58,9 @@ impl Experts {
         Self { gate_up, down }
     }
 
-    /// Computes [n, d] -> [n, d]. `rows_nd` are sorted by expert, `offsets` u32 [e + 1] are the first rows of the experts,
-    /// and `weights_n` f32 [n] multiply the outputs.
-    pub fn forward(
-        &self,
-        rows_nd: &Tensor,
-        weights_n: &Tensor,
-        offsets: &Tensor,
-        tokens: TokensPerCall,
-    ) -> Result<Tensor> {
-        let gate_up_n2f = self.gate_up.forward(rows_nd, offsets, tokens)?;
+    fn forward(&self, rows_nd: &Tensor, weights_n: &Tensor, offsets: &Tensor, call: GroupedCall) -> Result<Tensor> {
+        let gate_up_n2f = self.gate_up.forward(rows_nd, offsets, call)?;
         let gated_nf = ops::weighted_swiglu(&gate_up_n2f, weights_n)?;
-        self.down.forward(&gated_nf, offsets, tokens)
+        self.down.forward(&gated_nf, offsets, call)
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use candle_core::DType;
 use candlewick_model::{Config, LoraConfig, TiledMlp};
-use candlewick_ops::AttentionChoice;
+use candlewick_ops::{AttentionChoice, GroupedGemmImpl};
 use candlewick_parallel::ActivationCheckpointing;
 use serde::{Deserialize, Serialize, Serializer};
 
@@ -44,6 +44,8 @@ pub struct ModelPlan {
     pub tiled_mlp: bool,
     /// The attention implementation.
     pub attention: AttentionChoice,
+    /// The implementation of the experts' matmuls on a GPU.
+    pub experts_implementation: GroupedGemmImpl,
 }
 
 impl ModelPlan {

@@ -39,6 +39,9 @@ pub struct ModelSection {
     /// the case, else `fused`. Of transformers' names, `sdpa`, `flash_attention_2` and `flash_attention_3` are `auto` and
     /// `eager` is `reference`. Results differ by rounding only.
     pub attn_implementation: Option<AttnImplementation>,
+    /// The implementation of the experts' matmuls on a GPU: `fused` (default; Candlewick's kernels) or `cublas` (cuBLASLt's
+    /// grouped GEMM, in 16-bit dtypes: Hopper with cuBLAS 13.4 or newer, Blackwell with 13.3 or newer).
+    pub experts_implementation: Option<ExpertsImplementation>,
     /// `true` makes attention bit-reproducible. Default `false`. Only cuDNN's backward is nondeterministic: with `true`,
     /// `auto` selects `fused`, and `cudnn` needs memory quadratic in the sequence length on Hopper.
     pub attn_deterministic: Option<bool>,
@@ -106,6 +109,17 @@ pub enum AttnImplementation {
     /// Plain tensor operations with all scores in memory.
     #[serde(alias = "eager")]
     Reference,
+}
+
+/// The implementation of the experts' matmuls on a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ExpertsImplementation {
+    /// Candlewick's kernels.
+    #[default]
+    Fused,
+    /// cuBLASLt's grouped GEMM.
+    Cublas,
 }
 
 /// A model config: a map in the recipe, or the path of a config.json.

@@ -64,6 +64,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
     let engine = spec
         .build(model, &ranks.groups, device)?
         .with_attention(attention)
+        .with_experts_implementation(plan.model.experts_implementation)
         .with_offload_target(offload_target)
         .with_tiled_mlp(plan.model.tiled_mlp());
     for note in load(plan, assets, &engine)? {

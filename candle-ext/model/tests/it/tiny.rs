@@ -11,7 +11,7 @@ use candlewick_model::{
     UnitWeights, checkpoint::Checkpoint,
 };
 use candlewick_ops::{
-    AttentionChoice, CrossEntropy, CuSeqlens, GradSink, LossGrad, Reduction, RowRanges, Tape, Weight,
+    AttentionChoice, CrossEntropy, CuSeqlens, GradSink, GroupedGemmImpl, LossGrad, Reduction, RowRanges, Tape, Weight,
     linear_cross_entropy,
 };
 
@@ -93,6 +93,7 @@ impl Tiny {
             dropout_key: None,
             rows: &RowRanges::all(),
             attention: AttentionChoice::default(),
+            experts: GroupedGemmImpl::default(),
             tiled_mlp: TiledMlp::Off,
             router: RouterContext::default(),
             parallel_ops: &SingleDevice,

@@ -14,6 +14,7 @@ use libloading::Library;
 
 use super::arg::{Arg, Blocks, DeviceAddress};
 use super::compiled::Kernels;
+use super::gemm::grouped::{GroupedGemm, GroupedOutput};
 use super::gemm::operands::{Gemm, Matrix};
 use crate::thread_value::with_value;
 
@@ -178,6 +179,50 @@ pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
     }
     // SAFETY: as above.
     unsafe { write(gemm.c, gemm.c_dtype, &c) }
+}
+
+/// Emulates a grouped GEMM, group by group. A matrix that is undefined becomes NaN.
+///
+/// # Safety
+///
+/// As for [`GroupedGemm::run`].
+pub(super) unsafe fn grouped_gemm(grouped: &GroupedGemm) -> Result<()> {
+    let GroupedGemm { output, adds, dtype, output_dtype, e, n: n_rows, arrays, .. } = *grouped;
+    // SAFETY: the caller guarantees arrays of e elements; the memory was exposed by `base`.
+    let (addresses, sizes, [alpha, beta]) = unsafe {
+        let addresses = [arrays.x, arrays.y, arrays.w]
+            .map(|at| slice::from_raw_parts(with_exposed_provenance::<u64>(at as usize), e));
+        let sizes = [arrays.n_in, arrays.n_out, arrays.n_rows]
+            .map(|at| slice::from_raw_parts(with_exposed_provenance::<i32>(at as usize), e));
+        let factors = [arrays.alpha, arrays.beta].map(|at| *with_exposed_provenance::<f32>(at as usize));
+        (addresses, sizes, factors)
+    };
+    if (alpha, beta) != (1.0, if adds { 1.0 } else { 0.0 }) {
+        bail!("grouped GEMM: the factors are {alpha} and {beta}")
+    }
+    let sizes_are = |of: usize, size: usize| sizes[of].iter().all(|found| *found as usize == size);
+    let n_used: i64 = sizes[2].iter().map(|n| i64::from(*n)).sum();
+    if !sizes_are(0, grouped.n_in) || !sizes_are(1, grouped.n_out) || n_used > n_rows as i64 {
+        bail!("grouped GEMM: the arrays have other sizes than {grouped:?}")
+    }
+    for group in 0..e {
+        let [x, y, w] = addresses.map(|of| of[group]);
+        let [n_in, n_out, n] = sizes.map(|of| of[group] as usize);
+        let (sizes, a, b, c) = match output {
+            GroupedOutput::Y => ([n, n_out, n_in], Matrix::plain(x), Matrix::transposed(w), y),
+            GroupedOutput::X => ([n, n_in, n_out], Matrix::plain(y), Matrix::plain(w), x),
+            GroupedOutput::W => ([n_out, n_in, n], Matrix::transposed(y), Matrix::plain(x), w),
+        };
+        let product = Gemm { a, b, c, c_dtype: output_dtype, plus: adds.then_some(c), ..Gemm::new(sizes, dtype) };
+        // SAFETY: the caller guarantees valid addresses.
+        unsafe {
+            match (output, n, adds) {
+                (GroupedOutput::W, 0, false) => write(c, output_dtype, &vec![f32::NAN; n_in * n_out])?,
+                _ => gemm(&product)?,
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Reads `len` elements as f32.

@@ -4,6 +4,7 @@
 #include "capacity.cuh"
 #include "expert_counts.cuh"
 #include "grouped.cuh"
+#include "grouped_arrays.cuh"
 #include "grouped_mma.cuh"
 #include "permute.cuh"
 #include "router.cuh"

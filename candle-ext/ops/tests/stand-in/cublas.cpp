@@ -21,16 +21,26 @@ struct Layout {
     int data;
     uint64_t rows, columns;
     int64_t stride;
+    // Of a grouped layout: arrays on the device.
+    int n_groups = 0;
+    const int *all_rows = nullptr, *all_columns = nullptr, *all_strides = nullptr;
+
+    // Layout of a group's matrix.
+    Layout of(int group) const {
+        return {data, uint64_t(all_rows[group]), uint64_t(all_columns[group]), all_strides[group]};
+    }
 };
 
 struct Description {
     int transposed[2] = {0, 0};
     int epilogue = 1;
+    int pointer_mode = 0;
     const void *bias = nullptr;
 };
 
 struct Preference {
     size_t workspace = 0;
+    int64_t averages[3] = {0, 0, 0};
     uint32_t reductions = ~0u, alignments[4] = {256, 256, 256, 256};
 };
 
@@ -94,7 +104,7 @@ struct Product {
     }
 };
 
-void put_product(machine::Stream *stream, const Product &product, void *workspace, size_t n_bytes) {
+template <typename Compute> void put_product(machine::Stream *stream, const Compute &product, void *workspace, size_t n_bytes) {
     machine::put(stream, [=] {
         memset(workspace, 0x5A, n_bytes);
         product();
@@ -112,7 +122,7 @@ extern "C" {
 
 // Refusals that a test sets. Same layout as in tests.rs.
 struct Rules {
-    int mask, heuristics, max_alignment, n_algorithms, gemm_ex, fastest;
+    int mask, heuristics, max_alignment, n_algorithms, gemm_ex, fastest, is_old;
 } stand_in_rules = {};
 
 // Calls so far, and the last algorithm that computed. As in tests.rs.
@@ -120,7 +130,7 @@ struct Calls {
     int heuristics, products, gemm_ex, last;
 } stand_in_calls = {};
 
-size_t cublasLtGetVersion() { return 130100; }
+size_t cublasLtGetVersion() { return stand_in_rules.is_old ? 130100 : 130400; }
 Status cublasLtCreate(void **handle) {
     static int some;
     return *handle = &some, SUCCESS;
@@ -131,6 +141,11 @@ Status cublasLtMatrixLayoutCreate(Layout **layout, int data, uint64_t rows, uint
     if (stride < int64_t(rows)) return INVALID_VALUE;
     return *layout = new Layout{data, rows, columns, stride}, SUCCESS;
 }
+Status cublasLtGroupedMatrixLayoutCreate(Layout **layout, int data, int n_groups, const int *rows, const int *columns,
+                                         const int *strides) {
+    if (n_groups < 1 || !rows || !columns || !strides) return INVALID_VALUE;
+    return *layout = new Layout{data, 0, 0, 0, n_groups, rows, columns, strides}, SUCCESS;
+}
 Status cublasLtMatrixLayoutDestroy(Layout *layout) { return delete layout, SUCCESS; }
 
 Status cublasLtMatmulDescCreate(Description **description, int compute, int scale) {
@@ -140,6 +155,9 @@ Status cublasLtMatmulDescCreate(Description **description, int compute, int scal
 Status cublasLtMatmulDescDestroy(Description *description) { return delete description, SUCCESS; }
 Status cublasLtMatmulDescSetAttribute(Description *description, int attribute, const void *value, size_t size) {
     switch (attribute) {
+        case 2:
+            if (size != 4) return INVALID_VALUE;
+            return memcpy(&description->pointer_mode, value, 4), SUCCESS;
         case 3:
         case 4:
             if (size != 4) return INVALID_VALUE;
@@ -159,11 +177,14 @@ Status cublasLtMatmulPreferenceDestroy(Preference *preference) { return delete p
 Status cublasLtMatmulPreferenceSetAttribute(Preference *preference, int attribute, const void *value, size_t size) {
     if (attribute == 1 && size == 8) return memcpy(&preference->workspace, value, 8), SUCCESS;
     if (attribute == 3 && size == 4) return memcpy(&preference->reductions, value, 4), SUCCESS;
+    if (attribute >= 13 && attribute <= 15 && size == 8) {
+        return memcpy(&preference->averages[attribute - 13], value, 8), SUCCESS;
+    }
     if (attribute < 5 || attribute > 8 || size != 4) return INVALID_VALUE;
     return memcpy(&preference->alignments[attribute - 5], value, 4), SUCCESS;
 }
 
-Status cublasLtMatmulAlgoGetHeuristic(void *, Description *, Layout *, Layout *, Layout *, Layout *,
+Status cublasLtMatmulAlgoGetHeuristic(void *, Description *, Layout *of_a, Layout *, Layout *, Layout *,
                                       Preference *preference, int n, Heuristic *results, int *n_found) {
     stand_in_calls.heuristics++;
     *n_found = 0;
@@ -173,6 +194,9 @@ Status cublasLtMatmulAlgoGetHeuristic(void *, Description *, Layout *, Layout *,
         if (stand_in_rules.max_alignment && int(alignment) > stand_in_rules.max_alignment) is_refused = true;
     }
     if (is_refused || preference->workspace < WORKSPACE) return NOT_SUPPORTED;
+    for (int64_t average : preference->averages) {
+        if ((average > 0) != (of_a->n_groups > 0)) return INVALID_VALUE;
+    }
     for (int i = 0; i < n && i < 5; i++, (*n_found)++) {
         results[i] = {{{MAGIC, uint64_t(i), 0, 0, 0, 0, 0, MAGIC}}, WORKSPACE, SUCCESS, 1.0f, {}};
     }
@@ -186,12 +210,41 @@ Status cublasLtMatmulAlgoCheck(void *, Description *, Layout *, Layout *, Layout
     return SUCCESS;
 }
 
+// A matmul per group. Addresses, sizes and factors are read when it computes.
+static Status grouped_matmul(const Description *description, const float *alpha, const void *const *a, const Layout *of_a,
+                             const void *const *b, const Layout *of_b, const float *beta, const void *c, void **d,
+                             const Layout *of_d, void *workspace, machine::Stream *stream) {
+    bool fits = of_a->n_groups == of_b->n_groups && of_a->n_groups == of_d->n_groups && of_a->data == of_b->data;
+    for (const void *array : {(const void *)a, (const void *)b, (const void *)d}) fits = fits && uintptr_t(array) % 16 == 0;
+    if (!fits || description->pointer_mode != 1 || c != d || of_a->data == IN_F32) return INVALID_VALUE;
+    stand_in_calls.products++;
+    auto product = [=, of_a = *of_a, of_b = *of_b, of_d = *of_d, transposed_a = description->transposed[0] == 1,
+                    transposed_b = description->transposed[1] == 1] {
+        for (int group = 0; group < of_a.n_groups; group++) {
+            Layout left = of_a.of(group), right = of_b.of(group), output = of_d.of(group);
+            size_t depth = transposed_a ? left.rows : left.columns;
+            bool fits = depth == (transposed_b ? right.columns : right.rows) &&
+                        output.rows == (transposed_a ? left.columns : left.rows) &&
+                        output.columns == (transposed_b ? right.rows : right.columns);
+            if (!fits) abort();
+            Product{output.rows, output.columns, depth, {a[group], left.data, left.stride, transposed_a},
+                    {b[group], right.data, right.stride, transposed_b}, *alpha, *beta,
+                    {d[group], output.data, output.stride, false}, nullptr, d[group]}();
+        }
+    };
+    return put_product(stream, product, workspace, WORKSPACE), SUCCESS;
+}
+
 Status cublasLtMatmul(void *, Description *description, const float *alpha, const void *a, Layout *of_a, const void *b,
                       Layout *of_b, const float *beta, const void *c, Layout *of_c, void *d, Layout *of_d,
                       const Algorithm *algorithm, void *workspace, size_t n_bytes, machine::Stream *stream) {
     if (algorithm->words[0] != MAGIC || n_bytes < WORKSPACE || !workspace) return INVALID_VALUE;
     int id = int(algorithm->words[1]);
     if (id < stand_in_rules.n_algorithms) return NOT_SUPPORTED;
+    if (of_a->n_groups > 0) {
+        return grouped_matmul(description, alpha, static_cast<const void *const *>(a), of_a, static_cast<const void *const *>(b),
+                              of_b, beta, c, static_cast<void **>(d), of_d, workspace, stream);
+    }
     bool transposed[2] = {description->transposed[0] == 1, description->transposed[1] == 1};
     size_t depth = transposed[0] ? of_a->rows : of_a->columns;
     size_t rows = transposed[0] ? of_a->columns : of_a->rows, columns = transposed[1] ? of_b->rows : of_b->columns;

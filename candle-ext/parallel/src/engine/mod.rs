@@ -21,7 +21,7 @@ use candlewick_model::{
     ForwardContext, Model, ParallelOps, RouterContext, RouterSettings, SingleDevice, TiledMlp, UnitWeights,
 };
 use candlewick_ops::{
-    AttentionChoice, CrossEntropy, CuSeqlens, LossAndGrad, LossGrad, Reduction, RowRanges, Weight,
+    AttentionChoice, CrossEntropy, CuSeqlens, GroupedGemmImpl, LossAndGrad, LossGrad, Reduction, RowRanges, Weight,
     linear_cross_entropy, logits_bytes, max_logit_rows, vocab_parallel_cross_entropy,
 };
 
@@ -68,6 +68,7 @@ pub struct Engine {
     sequence: Option<ContextParallel>,
     tensor: Option<TensorParallel>,
     experts: Option<ExpertParallel>,
+    experts_implementation: GroupedGemmImpl,
     router: RouterSettings,
     pipeline: Pipeline,
 }
@@ -102,6 +103,7 @@ impl Engine {
             sequence,
             tensor,
             experts: None,
+            experts_implementation: GroupedGemmImpl::default(),
             router: RouterSettings::default(),
             pipeline,
         }
@@ -110,6 +112,11 @@ impl Engine {
     /// Sets the attention implementation.
     pub fn with_attention(self, attention: AttentionChoice) -> Self {
         Self { attention, ..self }
+    }
+
+    /// Sets the implementation of the experts' matmuls on a GPU.
+    pub fn with_experts_implementation(self, experts_implementation: GroupedGemmImpl) -> Self {
+        Self { experts_implementation, ..self }
     }
 
     /// Sets a hook that computes attention of every layer and may add auxiliary losses. It replaces the attention of
@@ -274,6 +281,7 @@ impl Engine {
             dropout_key: None,
             rows,
             attention,
+            experts: self.experts_implementation,
             tiled_mlp,
             router: RouterContext::default(),
             parallel_ops,

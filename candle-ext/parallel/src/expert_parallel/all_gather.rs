@@ -42,7 +42,7 @@ impl ExpertParallel {
         let labels: Vec<u32> = (0..call.routing.assignment.n_experts()).map(label).collect();
         let of_rank = ExpertAssignment::new(&relabel_experts(&experts_k, &labels, 1)?, n_local)?;
         let by_expert = of_rank.without_dropped_rows(sizes.n_rows)?;
-        let computed = call.experts.forward(
+        let computed = call.compute_rows(
             &ops::permute(&tokens_d, &by_expert)?,
             &ops::permute_weights(&weights_k, &by_expert)?,
             &by_expert.offsets,

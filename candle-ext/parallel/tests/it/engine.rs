@@ -6,8 +6,8 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, ForwardContext, LoraConfig, Model, RouterContext, SingleDevice, TiledMlp};
 use candlewick_ops::{
-    AdamW, AttentionChoice, CrossEntropy, CuSeqlens, GradPolicy, GradScaler, LossGrad, LossScaling, Reduction,
-    RowRanges, StepDecision, Tape, UpdateOutcome, linear_cross_entropy,
+    AdamW, AttentionChoice, CrossEntropy, CuSeqlens, GradPolicy, GradScaler, GroupedGemmImpl, LossGrad, LossScaling,
+    Reduction, RowRanges, StepDecision, Tape, UpdateOutcome, linear_cross_entropy,
 };
 use candlewick_parallel::{
     ActivationCheckpointing, CpuOffload, Engine, KvCache, LossScale, Micro, ParamDtypes, ParamStore, ShardingGroups,
@@ -218,6 +218,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             dropout_key: None,
             rows: &RowRanges::all(),
             attention: AttentionChoice::default(),
+            experts: GroupedGemmImpl::default(),
             tiled_mlp: TiledMlp::Off,
             router: RouterContext::default(),
             parallel_ops: &SingleDevice,

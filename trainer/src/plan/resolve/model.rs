@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use candlewick_model::{Config, LoraConfig, Model};
-use candlewick_ops::{AttentionChoice, AttentionImpl};
+use candlewick_ops::{AttentionChoice, AttentionImpl, GroupedGemmImpl};
 use candlewick_text::hub::{LocalModel, local_model};
 use candlewick_text::template::check_variable;
 use serde_json::Value;
@@ -11,7 +11,10 @@ use serde_json::Value;
 use super::resolver::Resolver;
 use super::{TempDir, deepspeed};
 use crate::plan::{ChatTemplateSource, CheckpointingMode, ModelPlan, MtpPlan, TokenizerPlan, WeightInit};
-use crate::recipe::{ActivationCheckpoint, AttnImplementation, ConfigSource, FloatDtype, HumanInt, ModelType, Origin};
+use crate::recipe::{
+    ActivationCheckpoint, AttnImplementation, ConfigSource, ExpertsImplementation, FloatDtype, HumanInt, ModelType,
+    Origin,
+};
 
 /// The most MTP layers, as a guard against typing errors. Published models have at most 3.
 const MAX_MTP_LAYERS: usize = 16;
@@ -50,6 +53,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         offloads_to_ram: resolver.env.temp_dir.is_memory,
         tiled_mlp: tiled_mlp(resolver, dtype),
         attention: attention(resolver),
+        experts_implementation: experts(resolver),
     }
 }
 
@@ -272,6 +276,23 @@ fn tiled_mlp(resolver: &mut Resolver, dtype: FloatDtype) -> bool {
         resolver.note(format!("{TILED_MLP}: bf16 gradients are rounded once a tile instead of once a micro-batch"));
     }
     tiled
+}
+
+pub(super) const EXPERTS: &str = "model.experts_implementation";
+
+fn experts(resolver: &mut Resolver) -> GroupedGemmImpl {
+    let (model, device) = (&resolver.recipe().model, &resolver.recipe().device);
+    let implementation = match model.experts_implementation.unwrap_or_default() {
+        ExpertsImplementation::Fused => return GroupedGemmImpl::Fused,
+        ExpertsImplementation::Cublas => GroupedGemmImpl::Cublas,
+    };
+    let why = match (device.as_deref(), model.dtype) {
+        (Some("cpu"), _) => "needs a GPU, but device is cpu",
+        (_, Some(FloatDtype::F32)) => "supports 16-bit dtypes only, but model.dtype is f32",
+        _ => return implementation,
+    };
+    resolver.report_with_advice(&[EXPERTS], format!("{EXPERTS}: cublas {why}"), "use fused, the default");
+    implementation
 }
 
 pub(super) const ATTENTION: &str = "model.attn_implementation";

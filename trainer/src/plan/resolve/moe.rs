@@ -2,6 +2,7 @@
 
 use candlewick_model::{Model, QkNorm};
 
+use super::model::EXPERTS;
 use super::resolver::{Resolver, one_of};
 use super::router;
 use crate::plan::{ModelPlan, RanksPlan, RouterPlan};
@@ -117,6 +118,7 @@ fn report_keys_of_experts(resolver: &mut Resolver) {
         (SIZE, recipe.expert_parallel_size.is_some_and(|HumanInt(n)| n > 1)),
         (TENSOR_SIZE, recipe.expert_tensor_parallel_size.is_some_and(|HumanInt(n)| n > 1)),
         (DISPATCHER, recipe.moe.token_dispatcher_type.is_some()),
+        (EXPERTS, recipe.model.experts_implementation.is_some()),
     ];
     let set = keys.into_iter().filter(|(_, is_set)| *is_set).map(|(key, _)| key);
     for key in set.chain(router::set_keys(resolver)).collect::<Vec<_>>() {

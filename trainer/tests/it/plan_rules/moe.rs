@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, SequenceLoadBalancing, Z};
 use candlewick_model::{Config, ExpertCapacity, ForcedExpertLoad};
-use candlewick_ops::DropPolicy;
+use candlewick_ops::{DropPolicy, GroupedGemmImpl};
 use serde_json::json;
 use trainer::plan::{Environment, Plan, WorldInfo};
 use trainer::recipe::{Loaded, TokenDispatcherType};
@@ -246,10 +246,21 @@ fn keys_of_experts_need_a_model_with_experts() {
         "moe.benchmark.router_force_biased=1",
         "expert_tensor_parallel_size=2",
         "moe.token_dispatcher_type=allgather",
+        "model.experts_implementation=cublas",
     ] {
         refused(&[argument], &[&format!("argument `{argument}`:"), "this model has no experts"]);
     }
     of_experts(1, &["arctic_moe=true"]).unwrap();
+}
+
+#[test]
+fn experts_by_cublas_need_a_gpu_and_16_bits() {
+    let cublas = "model.experts_implementation=cublas";
+    let bf16 = of_experts(1, &[cublas, "model.dtype=bf16"]).unwrap();
+    assert_eq!(bf16.model.experts_implementation, GroupedGemmImpl::Cublas);
+    let refused = |argument: &str| of_experts(1, &[cublas, argument]).unwrap_err().to_string();
+    assert!(refused("device=cpu").contains("cublas needs a GPU, but device is cpu"));
+    assert!(refused("model.dtype=f32").contains("cublas supports 16-bit dtypes only, but model.dtype is f32"));
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! [`Gemm`] by cuBLASLt: descriptors and an algorithm are created once for each [`GemmKey`].
 
+mod grouped;
+
 use std::collections::{HashMap, HashSet, hash_map};
 use std::ffi::c_void;
 use std::sync::{LazyLock, Mutex, PoisonError};
@@ -21,6 +23,9 @@ use super::search::{self, Algorithm, GemmError, Library, Limits, Route};
 use crate::cuda::{DeviceAddress, Gpu};
 use crate::nvidia::tuned_gemms;
 
+use grouped::GroupedKey;
+pub(super) use grouped::run_grouped;
+
 /// Most plans per device. A training step needs about a hundred; one takes about 2 KiB of host memory.
 const MAX_PLANS: usize = 2048;
 
@@ -36,6 +41,8 @@ static DEVICES: LazyLock<Mutex<HashMap<DeviceId, CublasLt>>> = LazyLock::new(Mut
 struct CublasLt {
     handle: sys::cublasLtHandle_t,
     plans: LruCache<GemmKey, Plan>,
+    /// Algorithms of grouped GEMMs.
+    grouped: LruCache<GroupedKey, Algorithm>,
     /// Streams by address. None is ever removed: a workspace keeps its stream alive.
     streams: HashMap<usize, Stream>,
     /// Tuned algorithms; `None` without tuning.
@@ -64,17 +71,39 @@ struct Plan {
 /// As for [`Gemm::run`].
 pub(super) unsafe fn run(gemm: &Gemm, device: &CudaDevice) -> Result<()> {
     let failed = |error: &dyn std::fmt::Display| Error::Msg(format!("cuBLASLt failed at {gemm:?}: {error}"));
-    device.cuda_stream().context().bind_to_thread().map_err(|error| failed(&error))?;
-    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
-    let library = match devices.entry(device.id()) {
-        hash_map::Entry::Occupied(entry) => entry.into_mut(),
-        hash_map::Entry::Vacant(entry) => entry.insert(CublasLt::open(device)?),
-    };
     // SAFETY: the caller guarantees valid addresses.
-    unsafe { library.run(gemm, device) }.map_err(|error| failed(&error))
+    CublasLt::with(device, |library| unsafe { library.run(gemm, device) }.map_err(|error| failed(&error)))
 }
 
 impl CublasLt {
+    /// Calls `f` with the state of a device, whose context is then this thread's.
+    fn with<T>(device: &CudaDevice, f: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let failed = |error: &dyn std::fmt::Display| Error::Msg(format!("cuBLASLt cannot start: {error}"));
+        device.cuda_stream().context().bind_to_thread().map_err(|error| failed(&error))?;
+        let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+        f(match devices.entry(device.id()) {
+            hash_map::Entry::Occupied(entry) => entry.into_mut(),
+            hash_map::Entry::Vacant(entry) => entry.insert(Self::open(device)?),
+        })
+    }
+
+    /// Returns the workspace of the device's stream.
+    fn stream(&mut self, device: &CudaDevice) -> std::result::Result<&mut Stream, String> {
+        Self::stream_of(&mut self.streams, device)
+    }
+
+    fn stream_of<'s>(
+        streams: &'s mut HashMap<usize, Stream>,
+        device: &CudaDevice,
+    ) -> std::result::Result<&'s mut Stream, String> {
+        Ok(match streams.entry(device.cuda_stream().cu_stream() as usize) {
+            hash_map::Entry::Occupied(entry) => entry.into_mut(),
+            hash_map::Entry::Vacant(entry) => {
+                entry.insert(Stream::new(device).map_err(|error| format!("its workspace: {error}"))?)
+            }
+        })
+    }
+
     fn open(device: &CudaDevice) -> Result<Self> {
         let failed = |error: &dyn std::fmt::Display| Error::Msg(format!("cuBLASLt cannot start: {error}"));
         let handle = result::create_handle().map_err(|error| failed(&error))?;
@@ -86,7 +115,14 @@ impl CublasLt {
             }
             None => None,
         };
-        Ok(Self { handle, plans: LruCache::new(MAX_PLANS), streams: HashMap::new(), choices, logged: HashSet::new() })
+        Ok(Self {
+            handle,
+            plans: LruCache::new(MAX_PLANS),
+            grouped: LruCache::new(MAX_PLANS),
+            streams: HashMap::new(),
+            choices,
+            logged: HashSet::new(),
+        })
     }
 
     /// Computes a GEMM by the plan of its key, which is created on first use.
@@ -95,14 +131,9 @@ impl CublasLt {
     ///
     /// As for [`Gemm::run`].
     unsafe fn run(&mut self, gemm: &Gemm, device: &CudaDevice) -> std::result::Result<(), String> {
-        let Self { handle, plans, streams, choices, logged } = self;
+        let Self { handle, plans, streams, choices, logged, .. } = self;
         let (handle, key) = (*handle, GemmKey::of(gemm));
-        let stream = match streams.entry(device.cuda_stream().cu_stream() as usize) {
-            hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            hash_map::Entry::Vacant(entry) => {
-                entry.insert(Stream::new(device).map_err(|error| format!("its workspace: {error}"))?)
-            }
-        };
+        let stream = Self::stream_of(streams, device)?;
         if let Some(Plan { problem, route }) = plans.get(&key) {
             let ran = Call::new(handle, gemm, problem, stream, device).and_then(|mut call| call.follow(*route));
             match ran {
@@ -142,6 +173,10 @@ impl Stream {
         let workspace = unsafe { device.alloc::<u8>(WORKSPACE_BYTES)? };
         Ok(Self { workspace, cublas: None })
     }
+
+    fn workspace(&self, device: &CudaDevice) -> DeviceAddress {
+        self.workspace.device_ptr(&device.cuda_stream()).0
+    }
 }
 
 /// A GEMM with the objects that its calls need.
@@ -173,8 +208,7 @@ impl<'a> Call<'a> {
     }
 
     fn workspace(&self) -> DeviceAddress {
-        let stream = self.device.cuda_stream();
-        self.stream.workspace.device_ptr(&stream).0
+        self.stream.workspace(self.device)
     }
 
     /// Launches the matmul: `output` = `addend` + a b.

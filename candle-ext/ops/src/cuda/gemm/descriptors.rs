@@ -67,7 +67,7 @@ fn operation(matrix: Matrix) -> i32 {
     i32::from(matrix.is_transposed)
 }
 
-fn data_type(dtype: DType) -> Result<cudaDataType, GemmError> {
+pub(super) fn data_type(dtype: DType) -> Result<cudaDataType, GemmError> {
     match dtype {
         DType::F32 => Ok(cudaDataType::CUDA_R_32F),
         DType::BF16 => Ok(cudaDataType::CUDA_R_16BF),
@@ -96,7 +96,7 @@ impl Drop for Layout {
 pub(super) struct Description(pub(super) sys::cublasLtMatmulDesc_t);
 
 impl Description {
-    fn new() -> Result<Self, CublasError> {
+    pub(super) fn new() -> Result<Self, CublasError> {
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         result::create_matmul_desc(compute, cudaDataType::CUDA_R_32F).map(Self)
     }
@@ -106,7 +106,11 @@ impl Description {
     /// # Safety
     ///
     /// `value` must have the attribute's type.
-    unsafe fn set<T>(&self, attribute: sys::cublasLtMatmulDescAttributes_t, value: &T) -> Result<(), CublasError> {
+    pub(super) unsafe fn set<T>(
+        &self,
+        attribute: sys::cublasLtMatmulDescAttributes_t,
+        value: &T,
+    ) -> Result<(), CublasError> {
         // SAFETY: the value is read during the call.
         unsafe {
             result::set_matmul_desc_attribute(self.0, attribute, std::ptr::from_ref(value).cast(), size_of::<T>())
@@ -126,11 +130,10 @@ pub(super) struct Preference(pub(super) sys::cublasLtMatmulPreference_t);
 impl Preference {
     pub(super) fn of(limits: &Limits) -> Result<Self, CublasError> {
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
-        let preference = result::create_matmul_pref().map(Self)?;
+        let preference = Self::of_workspace()?;
         let [a, b, written, plus] = limits.alignments;
         // SAFETY: every attribute is set with a value of its type.
         unsafe {
-            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE_BYTES)?;
             if limits.reductions == Reductions::InF32 {
                 preference.set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &SUMS_IN_F32)?;
             }
@@ -139,6 +142,15 @@ impl Preference {
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &plus)?;
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &written)?;
         }
+        Ok(preference)
+    }
+
+    /// Limits algorithms to [`WORKSPACE_BYTES`] alone.
+    pub(super) fn of_workspace() -> Result<Self, CublasError> {
+        let preference = result::create_matmul_pref().map(Self)?;
+        let attribute = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        // SAFETY: the attribute is a size.
+        unsafe { preference.set(attribute, &WORKSPACE_BYTES)? };
         Ok(preference)
     }
 

@@ -1,7 +1,7 @@
 //! GEMMs on CUDA by cuBLASLt.
 //!
 //! [`search`] selects the algorithm of a GEMM, [`choices`] stores tuned ones; [`cublas_lt`] and [`cublas`] call the
-//! libraries.
+//! libraries. [`grouped`] is one GEMM per group of rows.
 
 #[cfg(any(feature = "cuda", test))]
 mod choices;
@@ -11,6 +11,7 @@ mod cublas;
 mod cublas_lt;
 #[cfg(feature = "cuda")]
 mod descriptors;
+pub(crate) mod grouped;
 #[cfg(any(feature = "cuda", test))]
 mod key;
 #[cfg(any(feature = "cuda", test))]

@@ -33,6 +33,32 @@ pub enum TokensPerCall {
     Many,
 }
 
+/// Implementation of the matmuls of experts on an NVIDIA GPU, by name. It affects rounding only.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GroupedGemmImpl {
+    /// Kernels of this crate, for CPUs and GPUs.
+    #[default]
+    Fused,
+    /// cuBLASLt's grouped GEMM: Hopper with cuBLAS 13.4 or newer, Blackwell with 13.3 or newer, in bf16 or f16.
+    Cublas,
+}
+
+/// Number of tokens and implementation of a [`grouped_linear`] call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupedCall {
+    /// Number of tokens that the rows belong to.
+    pub tokens: TokensPerCall,
+    /// Implementation on a GPU.
+    pub implementation: GroupedGemmImpl,
+}
+
+impl From<TokensPerCall> for GroupedCall {
+    fn from(tokens: TokensPerCall) -> Self {
+        Self { tokens, implementation: GroupedGemmImpl::default() }
+    }
+}
+
 impl TokensPerCall {
     /// Returns the variant for `n_tokens` tokens.
     pub fn of(n_tokens: usize) -> Self {
@@ -50,12 +76,13 @@ impl TokensPerCall {
 ///
 /// # Errors
 ///
-/// On the CPU, if the offsets decrease or exceed n.
-pub fn grouped_linear(x: &Tensor, w: &Weight, offsets: &Tensor, tokens: TokensPerCall) -> Result<Tensor> {
+/// On the CPU, if the offsets decrease or exceed n. With [`GroupedGemmImpl::Cublas`], if it does not support the call.
+pub fn grouped_linear(x: &Tensor, w: &Weight, offsets: &Tensor, call: impl Into<GroupedCall>) -> Result<Tensor> {
     let _span = span(OP, "forward");
+    let GroupedCall { tokens, implementation } = call.into();
     let dims = check(x, w, offsets)?;
     let (input, offsets) = (x.contiguous()?, offsets.contiguous()?);
-    let layer = Layer { w: w.clone(), offsets, tokens, dims, dtype: x.dtype() };
+    let layer = Layer { w: w.clone(), offsets, tokens, implementation, dims, dtype: x.dtype() };
     let y = layer.forward(&input)?;
     let saved = w.sink().map(|_| save(&input));
     let wants_dx = requires_grad(x);
@@ -69,6 +96,7 @@ struct Layer {
     w: Weight,
     offsets: Tensor,
     tokens: TokensPerCall,
+    implementation: GroupedGemmImpl,
     /// Sizes of one group's matmul; `t` counts the rows of all groups.
     dims: Dims,
     /// Dtype of x.
@@ -80,6 +108,12 @@ impl Layer {
         let Dims { t, n, .. } = self.dims;
         on_device!(OP, x, {
             cpu => {
+                if self.implementation == GroupedGemmImpl::Cublas {
+                    bail!(
+                        "{OP}: cublas is requested but unusable: the tensors are on the CPU; choose \
+                         `experts_implementation: fused`"
+                    )
+                }
                 let mut y = FloatBuf::unwritten(self.dtype, t * n)?;
                 let x = host(OP, x)?;
                 let x = x.floats()?;
@@ -91,7 +125,7 @@ impl Layer {
                 })?;
                 Ok(storage::tensor(y, (t, n)))
             },
-            cuda => cuda::forward(x, &self.w.stored()?.dense(self.dtype)?, &self.offsets, self.dims),
+            cuda => cuda::forward(x, &self.w.stored()?.dense(self.dtype)?, &self.offsets, self.dims, self.implementation),
         })
     }
 
@@ -127,7 +161,7 @@ impl Layer {
                 })?;
                 Ok(storage::tensor(dx, (t, k)))
             },
-            cuda => cuda::grad_x(dy, &self.w.stored()?.dense(self.dtype)?, &self.offsets, self.dims),
+            cuda => cuda::grad_x(dy, &self.w.stored()?.dense(self.dtype)?, &self.offsets, self.dims, self.implementation),
         })
     }
 
@@ -147,7 +181,7 @@ impl Layer {
             },
             cuda => {
                 let (dw, accumulate) = sink.grad_to_write()?;
-                cuda::grad_w(dy, &x.get()?, &self.offsets, (&dw, accumulate), self.dims)
+                cuda::grad_w(dy, &x.get()?, &self.offsets, (&dw, accumulate), self.dims, self.implementation)
             },
         })
     }

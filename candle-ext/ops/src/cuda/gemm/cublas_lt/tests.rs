@@ -12,6 +12,7 @@ use libloading::os::unix::{Library as Loaded, Symbol};
 use super::*;
 use crate::cuda::address;
 use crate::cuda::gemm::Matrix;
+use crate::cuda::gemm::grouped::{GroupedArrays, GroupedGemm, GroupedOutput};
 
 /// Refusals of the stand-in. They cover heuristics with a reduction mask or any, alignments above a limit, the first
 /// algorithms, and cublasGemmEx. Same layout as in cublas.cpp.
@@ -25,10 +26,12 @@ struct Rules {
     gemm_ex: i32,
     /// Algorithm that takes 4 us; the others take 10.
     fastest: i32,
+    /// 1 for a release without grouped GEMMs.
+    is_old: i32,
 }
 
 const NOTHING_REFUSED: Rules =
-    Rules { mask: 0, heuristics: 0, max_alignment: 0, n_algorithms: 0, gemm_ex: 0, fastest: -1 };
+    Rules { mask: 0, heuristics: 0, max_alignment: 0, n_algorithms: 0, gemm_ex: 0, fastest: -1, is_old: 0 };
 
 /// Counts of calls. Same layout as in cublas.cpp.
 #[repr(C)]
@@ -291,4 +294,133 @@ fn a_tuned_gemm_computes_by_the_fastest_algorithm_of_the_first_run() {
         assert_eq!((stand_in.calls().products - calls.products, stand_in.calls().last), (1, 3), "{case:?}");
     }
     std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// A grouped GEMM: x [n, in], y [n, out] and w [e * out, in], with arrays that describe the groups.
+struct GroupedTensors {
+    operands: [Tensor; 3],
+    arrays: [Tensor; 3],
+    gemm: GroupedGemm,
+}
+
+impl GroupedTensors {
+    const SIZES: [i32; 5] = [3, 0, 5, 1, 0];
+    const IN: usize = 8;
+    const OUT: usize = 16;
+
+    fn new(output: GroupedOutput, adds: bool, output_dtype: DType, device: &Device) -> Self {
+        let (e, [n_in, n_out], n) =
+            (Self::SIZES.len(), [Self::IN, Self::OUT], Self::SIZES.iter().sum::<i32>() as usize);
+        let tensor = |rows: usize, columns: usize, dtype: DType, step: f64| {
+            let values: Vec<f32> = (0..rows * columns).map(|i| ((i + 1) as f64 * step).sin() as f32).collect();
+            let x = Tensor::from_vec(values, (rows, columns), &Device::Cpu).unwrap();
+            x.to_dtype(dtype).unwrap().to_device(device).unwrap()
+        };
+        let dtype_of = |operand| if operand == output { output_dtype } else { DType::BF16 };
+        let operands = [
+            tensor(n, n_in, dtype_of(GroupedOutput::X), 0.7),
+            tensor(n, n_out, dtype_of(GroupedOutput::Y), 0.3),
+            tensor(e * n_out, n_in, dtype_of(GroupedOutput::W), 0.9),
+        ];
+        let at = |tensor: &Tensor| address("grouped gemm", tensor).unwrap();
+        let bytes = |i: usize, n: usize| (n * operands[i].dtype().size_in_bytes()) as u64;
+        let starts = Self::SIZES.iter().scan(0, |end, size| {
+            *end += *size as usize;
+            Some(*end - *size as usize)
+        });
+        let starts: Vec<usize> = starts.collect();
+        // Runs of addresses are aligned to 16 bytes.
+        let of_rows = |i: usize, n: usize| {
+            let addresses = starts.iter().map(move |start| at(&operands[i]) + bytes(i, start * n));
+            addresses.chain([0]).map(|address| address as i64).collect::<Vec<_>>()
+        };
+        let matrices = (0..e).map(|group| (at(&operands[2]) + bytes(2, group * n_out * n_in)) as i64);
+        let addresses = [of_rows(0, n_in), of_rows(1, n_out), matrices.chain([0]).collect()].concat();
+        let sizes = [[n_in as i32; 5], [n_out as i32; 5], Self::SIZES].concat();
+        let sizes: Vec<u32> = sizes.iter().map(|size| *size as u32).collect();
+        let arrays = [
+            Tensor::new(addresses, device).unwrap(),
+            Tensor::new(sizes, device).unwrap(),
+            Tensor::new(vec![1f32, if adds { 1.0 } else { 0.0 }], device).unwrap(),
+        ];
+        let [of_addresses, of_sizes, factors] = arrays.each_ref().map(at);
+        let (run, size) = (8 * (e + 1) as u64, 4 * e as u64);
+        let gemm = GroupedGemm {
+            output,
+            adds,
+            dtype: DType::BF16,
+            output_dtype,
+            e,
+            n,
+            n_in,
+            n_out,
+            arrays: GroupedArrays {
+                x: of_addresses,
+                y: of_addresses + run,
+                w: of_addresses + 2 * run,
+                n_in: of_sizes,
+                n_out: of_sizes + size,
+                n_rows: of_sizes + 2 * size,
+                alpha: factors,
+                beta: factors + 4,
+            },
+        };
+        Self { operands, arrays, gemm }
+    }
+
+    fn run(&self, gpu: Gpu) -> Result<Vec<f32>> {
+        assert_eq!(self.arrays.len(), 3);
+        // SAFETY: the arrays describe the operands.
+        unsafe { self.gemm.run(gpu)? };
+        let output = &self.operands[match self.gemm.output {
+            GroupedOutput::X => 0,
+            GroupedOutput::Y => 1,
+            GroupedOutput::W => 2,
+        }];
+        output.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+    }
+}
+
+#[test]
+fn a_grouped_gemm_equals_the_definition_and_its_heuristic_is_queried_once() {
+    let Some(stand_in) = StandIn::open() else { return };
+    let (device, before) = (device(), stand_in.calls());
+    let cases = [
+        (GroupedOutput::Y, false, DType::BF16),
+        (GroupedOutput::X, false, DType::BF16),
+        (GroupedOutput::W, false, DType::F32),
+        (GroupedOutput::W, true, DType::F32),
+        (GroupedOutput::W, true, DType::BF16),
+    ];
+    for _ in 0..2 {
+        for (output, adds, dtype) in cases {
+            let on = |device: &Device| GroupedTensors::new(output, adds, dtype, device);
+            let got = on(&device).run(Gpu::Device(device.as_cuda_device().unwrap())).unwrap();
+            let want = on(&Device::Cpu).run(Gpu::Emulated(PhantomData)).unwrap();
+            let bound = if dtype == DType::F32 { 1e-6 } else { 2f32.powi(-7) };
+            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                // The emulation leaves undefined matrices NaN.
+                let equal = want.is_nan() || (got - want).abs() <= bound * want.abs().max(1.0);
+                assert!(equal, "{output:?} {adds} {dtype:?}: {got} at {i}, want {want}");
+            }
+        }
+    }
+    let calls = stand_in.calls();
+    // The products of W with and without an addend share a key.
+    assert_eq!((calls.heuristics - before.heuristics, calls.products - before.products), (4, 10));
+}
+
+#[test]
+fn a_library_without_grouped_gemms_is_named_with_its_release() {
+    let Some(stand_in) = StandIn::open() else { return };
+    stand_in.refuse(Rules { is_old: 1, ..NOTHING_REFUSED });
+    let device = device();
+    let tensors = GroupedTensors::new(GroupedOutput::Y, false, DType::BF16, &device);
+    let error = tensors.run(Gpu::Device(device.as_cuda_device().unwrap())).unwrap_err().to_string();
+    for part in ["needs cuBLAS 13.4 or newer, not 13.1", "experts_implementation: fused"] {
+        assert!(error.contains(part), "{error}");
+    }
+    stand_in.refuse(Rules { heuristics: 1, ..NOTHING_REFUSED });
+    let error = tensors.run(Gpu::Device(device.as_cuda_device().unwrap())).unwrap_err().to_string();
+    assert!(error.contains("its heuristic: CUBLAS_STATUS_NOT_SUPPORTED"), "{error}");
 }

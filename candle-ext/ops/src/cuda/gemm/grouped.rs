@@ -1,0 +1,71 @@
+//! Grouped GEMM on CUDA by cuBLASLt: one matmul per group of rows, with all sizes on the device.
+//!
+//! x [n, in] and y [n, out] have rows sorted by group; w [e * out, in] has one matrix per group.
+
+use candle_core::{DType, Result};
+
+use crate::cuda::{DeviceAddress, Gpu};
+
+/// Operand that a grouped GEMM computes from the other two, group by group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum GroupedOutput {
+    /// y = x w^T.
+    Y,
+    /// x = y w.
+    X,
+    /// w = y^T x, or w += y^T x. Groups without rows keep their matrix, or leave it undefined.
+    W,
+}
+
+/// A grouped GEMM. Products are summed in f32.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GroupedGemm {
+    pub(crate) output: GroupedOutput,
+    /// True to add to w instead of overwriting it.
+    pub(crate) adds: bool,
+    /// Dtype of the inputs.
+    pub(crate) dtype: DType,
+    pub(crate) output_dtype: DType,
+    /// Number of groups.
+    pub(crate) e: usize,
+    /// Rows of all groups, or more.
+    pub(crate) n: usize,
+    pub(crate) n_in: usize,
+    pub(crate) n_out: usize,
+    pub(crate) arrays: GroupedArrays,
+}
+
+/// Addresses of arrays on the device that describe the groups: of each operand's address per group, and of sizes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GroupedArrays {
+    /// u64 [e] each, aligned to 16 bytes.
+    pub(crate) x: DeviceAddress,
+    pub(crate) y: DeviceAddress,
+    pub(crate) w: DeviceAddress,
+    /// i32 [e] each: in, out, and the number of rows.
+    pub(crate) n_in: DeviceAddress,
+    pub(crate) n_out: DeviceAddress,
+    pub(crate) n_rows: DeviceAddress,
+    /// f32: 1, and 1 or 0 as `adds`.
+    pub(crate) alpha: DeviceAddress,
+    pub(crate) beta: DeviceAddress,
+}
+
+impl GroupedGemm {
+    /// Computes the GEMM.
+    ///
+    /// # Safety
+    ///
+    /// Every array must be valid, and every address in it for a matrix of its sizes and dtype. The output must not
+    /// overlap an input.
+    pub(crate) unsafe fn run(&self, gpu: Gpu) -> Result<()> {
+        match gpu {
+            // SAFETY: the caller guarantees valid addresses.
+            #[cfg(feature = "cuda")]
+            Gpu::Device(device) => unsafe { super::cublas_lt::run_grouped(self, device) },
+            // SAFETY: as above.
+            #[cfg(feature = "emulate")]
+            Gpu::Emulated(_) => unsafe { crate::cuda::emulator::grouped_gemm(self) },
+        }
+    }
+}
