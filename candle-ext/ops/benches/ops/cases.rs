@@ -7,9 +7,9 @@ use std::rc::Rc;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
     AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, CuSeqlens, Dropout, GradPolicy,
-    GradScaler, GradSink, LossGrad, OutputDtype, Reduction, Tape, TokensPerCall, Weight, adamw, add, add_rms_norm,
-    attention, copy_into, dropout, embedding, grouped_linear, linear, linear_cross_entropy, rms_norm, rope, set_rows,
-    sum_of_squares, swiglu_joined, zero_,
+    GradScaler, GradSink, GroupedGemmImpl, LossGrad, OutputDtype, Reduction, Tape, TokensPerCall, Weight, adamw, add,
+    add_rms_norm, attention, copy_into, dropout, embedding, grouped_linear, linear, linear_cross_entropy, rms_norm,
+    rope, set_rows, sum_of_squares, swiglu_joined, zero_,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -76,20 +76,20 @@ pub(crate) fn device_copy(n_bytes: usize) -> BenchCase {
     })
 }
 
-pub(crate) fn all() -> Vec<BenchCase> {
+pub(crate) fn all(experts: GroupedGemmImpl) -> Vec<BenchCase> {
     let mut cases = of_model(&LLAMA_1B, 4096, 4096);
     cases.extend(of_model(&QWEN3_4B, 16_384, 4096));
     cases.push(head(16_384, &LLAMA_1B, 16_384));
     cases.extend(attentions(&LLAMA_1B, 16_384, 16_384));
-    cases.extend(moe::layers(moe::QWEN3_30B_A3B));
+    cases.extend(moe::layers(moe::QWEN3_30B_A3B, experts));
     cases.extend(of_flat_buffers(100_000_000));
     cases
 }
 
 /// Returns the same ops at tiny sizes, for a trial run.
-pub(crate) fn tiny() -> Vec<BenchCase> {
+pub(crate) fn tiny(experts: GroupedGemmImpl) -> Vec<BenchCase> {
     let mut cases = of_model(&TINY, 96, 32);
-    cases.extend(moe::layers(moe::TINY));
+    cases.extend(moe::layers(moe::TINY, experts));
     cases.extend(of_flat_buffers(10_000));
     cases
 }

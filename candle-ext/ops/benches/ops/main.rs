@@ -12,7 +12,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use candle_core::Device;
-use candlewick_ops::{DeviceChoice, gpus};
+use candlewick_ops::{DeviceChoice, GroupedGemmImpl, gpus};
 use clap::Parser;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -34,6 +34,9 @@ struct Args {
     /// Use tiny shapes, for a trial run
     #[arg(long)]
     quick: bool,
+    /// Compute the experts of the moe layer by cuBLASLt's grouped GEMM
+    #[arg(long)]
+    experts_by_cublas: bool,
     /// Accepted because cargo bench passes it
     #[arg(long, hide = true)]
     bench: bool,
@@ -83,7 +86,8 @@ fn main() -> Result<()> {
         ceilings.copy_bytes_per_second / 1e9,
         ceilings.product_flops_per_second / 1e12
     );
-    let all = if args.quick { cases::tiny() } else { cases::all() };
+    let experts = if args.experts_by_cublas { GroupedGemmImpl::Cublas } else { GroupedGemmImpl::Fused };
+    let all = if args.quick { cases::tiny(experts) } else { cases::all(experts) };
     for case in all.into_iter().filter(|case| case.op.contains(&args.filter)) {
         let shape: Vec<String> = case.shape.iter().map(|(name, n)| format!("{name}={n}")).collect();
         let label = format!("{} {} {}", case.op, case.what, shape.join(" "));

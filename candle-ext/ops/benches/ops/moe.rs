@@ -4,8 +4,8 @@
 
 use candle_core::{Device, Result, Tensor};
 use candlewick_ops::{
-    OutputDtype, RouterSpec, ScoreFunction, TokensPerCall, TopKOrder, Weight, grouped_linear, linear, permute,
-    permute_weights, route, swiglu_joined, unpermute, weighted_swiglu,
+    GroupedCall, GroupedGemmImpl, OutputDtype, RouterSpec, ScoreFunction, TokensPerCall, TopKOrder, Weight,
+    grouped_linear, linear, permute, permute_weights, route, swiglu_joined, unpermute, weighted_swiglu,
 };
 
 use crate::cases::{BF16, BenchCase, BenchCost, Graph, both, randn, trainable};
@@ -30,15 +30,17 @@ struct Experts {
     gate_up: Weight,
     down: Weight,
     top_k: usize,
+    implementation: GroupedGemmImpl,
 }
 
 impl Experts {
-    fn new(MoeLayer { d, f, e, k, .. }: MoeLayer, device: &Device) -> Result<Self> {
+    fn new(MoeLayer { d, f, e, k, .. }: MoeLayer, implementation: GroupedGemmImpl, device: &Device) -> Result<Self> {
         Ok(Self {
             router: trainable(&[e, d], device)?,
             gate_up: trainable(&[e * 2 * f, d], device)?,
             down: trainable(&[e * d, f], device)?,
             top_k: k,
+            implementation,
         })
     }
 
@@ -55,18 +57,19 @@ impl Experts {
         let routing = route(&linear(x, &self.router, None, OutputDtype::F32)?, None, spec)?;
         let assignment = &routing.assignment;
         let weights = permute_weights(&routing.weights, assignment)?;
-        let product = |x: &Tensor, w: &Weight| grouped_linear(x, w, &assignment.offsets, TokensPerCall::Many);
+        let call = GroupedCall { tokens: TokensPerCall::Many, implementation: self.implementation };
+        let product = |x: &Tensor, w: &Weight| grouped_linear(x, w, &assignment.offsets, call);
         let gated = weighted_swiglu(&product(&permute(x, assignment)?, &self.gate_up)?, &weights)?;
         unpermute(&product(&gated, &self.down)?, assignment)
     }
 }
 
 /// Returns forward and backward of the layer and of its dense twin.
-pub(crate) fn layers(layer: MoeLayer) -> Vec<BenchCase> {
+pub(crate) fn layers(layer: MoeLayer, experts: GroupedGemmImpl) -> Vec<BenchCase> {
     let MoeLayer { t, d, f, e, k } = layer;
     let shape = vec![("t", t), ("d", d), ("f", f), ("e", e), ("k", k)];
     let moe = both("moe layer", shape, costs(layer), move |device| {
-        let experts = Experts::new(layer, device)?;
+        let experts = Experts::new(layer, experts, device)?;
         Ok(Graph::new([randn((t, d), device)?], move |x| experts.forward(&x[0])))
     });
     let twin = MoeLayer { f: f * k, e: 1, k: 1, ..layer };

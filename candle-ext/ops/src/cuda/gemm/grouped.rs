@@ -17,7 +17,7 @@ pub(crate) enum GroupedOutput {
     W,
 }
 
-/// A grouped GEMM. Products are summed in f32.
+/// A grouped GEMM with f32 sums.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupedGemm {
     pub(crate) output: GroupedOutput,

@@ -48,7 +48,7 @@ static FUNCTIONS: LazyLock<Option<Functions>> = LazyLock::new(|| {
     }
 });
 
-/// What the choice of an algorithm depends on.
+/// Key of an algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct GroupedKey {
     output: GroupedOutput,
@@ -133,11 +133,11 @@ impl Drop for GroupedLayout<'_> {
     }
 }
 
-/// Descriptors of a grouped GEMM. In column-major terms the output's transpose is the product of `first` and `second`.
+/// Descriptors of a grouped GEMM. cuBLASLt is column-major, so it computes the transposed output.
 struct Problem<'f> {
     description: Description,
     layouts: [GroupedLayout<'f>; 3],
-    /// Addresses per group of first, second and output.
+    /// Arrays of addresses: of left operand, right operand and output.
     operands: [DeviceAddress; 3],
     /// Average number of terms, and of rows and columns of the transposed output.
     averages: [i64; 3],

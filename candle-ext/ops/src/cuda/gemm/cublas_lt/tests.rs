@@ -406,7 +406,7 @@ fn a_grouped_gemm_equals_the_definition_and_its_heuristic_is_queried_once() {
         }
     }
     let calls = stand_in.calls();
-    // The products of W with and without an addend share a key.
+    // The GEMMs of W with and without an addend share a key.
     assert_eq!((calls.heuristics - before.heuristics, calls.products - before.products), (4, 10));
 }
 
