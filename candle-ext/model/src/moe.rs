@@ -47,7 +47,8 @@ impl Moe {
     /// Computes [t, d] -> [t, d].
     pub(crate) fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let routing = self.route(x_td, context)?;
-        let call = ExpertCall { x: x_td, routing: &routing, experts: &self.experts };
+        let padding = context.router.padding(self.router, routing.assignment.n_experts());
+        let call = ExpertCall { x: x_td, routing: &routing, experts: &self.experts, padding };
         let mut shared_td = None;
         let mut compute_shared = || {
             shared_td = self.shared_expert.as_ref().map(|shared| shared.forward(x_td, context)).transpose()?;
