@@ -2,13 +2,14 @@
 //!
 //! Dimensions: n rows, d hidden size, f intermediate size of an expert
 
+use crate::experts_cost::ExpertsCost;
 use crate::{ExpertMatrixSpec, MoeSpec};
 
 /// Sizes of the adapters of a layer's experts and router, in elements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ExpertAdaptersCost {
     n_tokens: u64,
-    /// Tokens times selected experts.
+    /// Rows that the rank computes.
     n_rows: u64,
     d: u64,
     f: u64,
@@ -24,22 +25,21 @@ pub(crate) struct ExpertAdaptersCost {
 }
 
 impl ExpertAdaptersCost {
-    /// Returns the sizes for `n_tokens` tokens in a dtype of `n_bytes` bytes, if `n_shards` ranks split each expert. Each of
-    /// these ranks computes all rows of its experts.
-    pub(crate) fn of(moe: &MoeSpec, n_tokens: u64, n_bytes: u64, n_shards: u64) -> Self {
+    /// Returns the sizes for the adapters of these experts.
+    pub(crate) fn of(moe: &MoeSpec, experts: &ExpertsCost) -> Self {
         let widest = |matrix: &ExpertMatrixSpec| {
             matrix.adapters.iter().map(|adapter| adapter.columns.len() as u64).max().unwrap_or(0)
         };
         let adapters = moe.expert_matrices().flat_map(|matrix| &matrix.adapters);
         Self {
-            n_tokens,
-            n_rows: n_tokens * moe.router.top_k as u64 * n_shards,
+            n_tokens: experts.n_tokens,
+            n_rows: experts.n_computed_rows(),
             d: moe.down.out as u64,
-            f: (moe.expert_size as u64).div_ceil(n_shards),
-            n_bytes,
+            f: experts.width(),
+            n_bytes: experts.n_bytes,
             ranks: adapters.map(|adapter| adapter.adapter.r as u64).sum(),
             router_rank: moe.router_weight.adapter.as_ref().map_or(0, |adapter| adapter.r as u64),
-            gate_up: widest(&moe.gate_up).div_ceil(n_shards),
+            gate_up: widest(&moe.gate_up).div_ceil(experts.n_shards()),
             down: widest(&moe.down),
         }
     }

@@ -3,7 +3,7 @@
 //! Dimensions: t tokens, d hidden size, e experts, n rows sorted by expert, f intermediate size of an expert
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, GroupedCall, GroupedGemmImpl, Routing, TokensPerCall};
+use candlewick_ops::{self as ops, ExpertAssignment, GroupedCall, GroupedGemmImpl, Routing, TokensPerCall};
 
 use crate::expert_linear::ExpertLinear;
 
@@ -27,12 +27,23 @@ pub struct ExpertCall<'a> {
     pub experts: &'a Experts,
     /// Implementation of their matmuls on a GPU.
     pub implementation: GroupedGemmImpl,
+    /// Padding of the experts; `None` for the rows of tokens alone.
+    pub padding: Option<ExpertPadding>,
+}
+
+/// Padding of experts to their capacity, equal on all ranks: sizes of an exchange of tokens that are known without data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertPadding {
+    /// The most tokens of a rank.
+    pub n_tokens: usize,
+    /// Rows of each expert from the tokens of one rank: the capacity for `n_tokens` tokens.
+    pub n_rows: usize,
 }
 
 impl ExpertCall<'_> {
     /// Computes [t, d] -> [t, d] with all experts on this rank.
     pub fn compute(&self) -> Result<Tensor> {
-        let assignment = &self.routing.assignment;
+        let assignment = &self.padded(self.routing.assignment.clone(), 1)?;
         let rows_nd = ops::permute(self.x, assignment)?;
         let weights_n = ops::permute_weights(&self.routing.weights, assignment)?;
         let tokens = TokensPerCall::of(self.x.dim(0)?);
@@ -50,6 +61,14 @@ impl ExpertCall<'_> {
     ) -> Result<Tensor> {
         let call = GroupedCall { tokens, implementation: self.implementation };
         self.experts.forward(rows_nd, weights_n, offsets, call)
+    }
+
+    /// Pads an assignment of the tokens of `n_ranks` ranks, if the experts are padded.
+    pub fn padded(&self, assignment: ExpertAssignment, n_ranks: usize) -> Result<ExpertAssignment> {
+        match self.padding {
+            Some(padding) => assignment.padded_to(padding.n_rows * n_ranks),
+            None => Ok(assignment),
+        }
     }
 }
 

@@ -42,7 +42,7 @@ pub(crate) struct SharedExpertBytes {
 /// Sizes of the routed experts of a layer on one rank: every rank gets as many rows as it sends if the load balances.
 pub(crate) struct ExpertsCost {
     pub(crate) n_tokens: u64,
-    /// Tokens times selected experts.
+    /// Rows of all experts from this rank's tokens: tokens times selected experts, or experts times their capacity.
     pub(crate) n_rows: u64,
     pub(crate) n_experts: u64,
     pub(crate) d: u64,
@@ -97,16 +97,16 @@ impl ExpertsCost {
     }
 
     /// Returns the number of rows that the rank computes. Each rank of an expert computes all of its rows.
-    fn n_computed_rows(&self) -> u64 {
+    pub(crate) fn n_computed_rows(&self) -> u64 {
         self.n_rows * self.n_shards()
     }
 
     /// Returns the columns of an expert's intermediate size on this rank.
-    fn width(&self) -> u64 {
+    pub(crate) fn width(&self) -> u64 {
         self.f.div_ceil(self.n_shards())
     }
 
-    fn n_shards(&self) -> u64 {
+    pub(crate) fn n_shards(&self) -> u64 {
         self.exchange.n_shards()
     }
 

@@ -6,7 +6,7 @@
 use candle_core::DType;
 use candlewick_ops::{
     AttentionCost, AttentionHeads, AttentionImpl, DeviceKind, GemmSize, LinearCost, LinearInput, TiledCost,
-    dropout_backward_cost, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
+    dropout_backward_cost, expert_capacity, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
 };
 
 use crate::expert_adapters_cost::ExpertAdaptersCost;
@@ -40,6 +40,8 @@ pub struct LayerCost<'a> {
     pub exchange: AttentionExchange,
     /// Exchange of tokens between the ranks of the experts.
     pub experts: ExpertExchange,
+    /// Factor of the capacity to which experts are padded; `None` for a balanced load without padding.
+    pub padded_capacity_factor: Option<f64>,
 }
 
 /// Buffers that attention allocates to exchange keys and values under context parallelism.
@@ -60,6 +62,11 @@ struct Widths {
 }
 
 impl LayerCost<'_> {
+    /// Returns the sizes in evaluation, where experts have no capacity.
+    pub fn in_evaluation(self) -> Self {
+        Self { padded_capacity_factor: None, ..self }
+    }
+
     /// Returns the bytes of the layer's input, which equal those of its output and of their gradients.
     pub fn activation_bytes(&self) -> u64 {
         self.n_residual_tokens * self.widths().d * self.n_bytes()
@@ -142,9 +149,14 @@ impl LayerCost<'_> {
     /// Returns the cost of the routed experts; `None` for a dense layer.
     fn experts(&self) -> Option<ExpertsCost> {
         let MlpSpec::Moe(moe) = &self.layer.mlp else { return None };
+        let (n_tokens, top_k) = (self.n_residual_tokens, moe.router.top_k);
+        let capacity = |factor| expert_capacity(n_tokens as usize, top_k, moe.n_experts, factor);
         Some(ExpertsCost {
-            n_tokens: self.n_residual_tokens,
-            n_rows: self.n_residual_tokens * moe.router.top_k as u64,
+            n_tokens,
+            n_rows: match self.padded_capacity_factor {
+                Some(factor) => (moe.n_experts * capacity(factor)) as u64,
+                None => n_tokens * top_k as u64,
+            },
             n_experts: moe.n_experts as u64,
             d: self.layer.hidden_size as u64,
             f: moe.expert_size as u64,
@@ -156,7 +168,7 @@ impl LayerCost<'_> {
     /// Returns the cost of the adapters of experts and router; `None` for a dense layer.
     fn expert_adapters(&self) -> Option<ExpertAdaptersCost> {
         let MlpSpec::Moe(moe) = &self.layer.mlp else { return None };
-        Some(ExpertAdaptersCost::of(moe, self.n_residual_tokens, self.n_bytes(), self.experts.n_shards()))
+        Some(ExpertAdaptersCost::of(moe, &self.experts()?))
     }
 
     fn widths(&self) -> Widths {
@@ -280,6 +292,7 @@ mod tests {
             tiled_mlp: TiledMlp::Off,
             exchange: AttentionExchange::default(),
             experts: ExpertExchange::None,
+            padded_capacity_factor: None,
         };
         let MlpSpec::SwiGlu(mlp) = &layer.mlp else { panic!("Llama's layers are dense") };
         let adapter = AdapterSpec { module: mlp.down.module.clone(), r: 2, scaling: 1.0, dropout };

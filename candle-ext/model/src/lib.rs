@@ -38,7 +38,7 @@ pub use block::Layer;
 pub use config::{Config, MoeConfig, SharedExpertConfig};
 pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice, TiledMlp};
 pub use error::ModelError;
-pub use experts::{ExpertCall, Experts};
+pub use experts::{ExpertCall, ExpertPadding, Experts};
 pub use experts_cost::ExpertExchange;
 pub use family::{Family, QkNorm};
 pub use layer::{LayerSpec, MixerSpec, MlpSpec, SelfAttentionSpec};

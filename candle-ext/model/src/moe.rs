@@ -47,8 +47,9 @@ impl Moe {
     /// Computes [t, d] -> [t, d].
     pub(crate) fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let routing = self.route(x_td, context)?;
-        let implementation = context.experts;
-        let call = ExpertCall { x: x_td, routing: &routing, experts: &self.experts, implementation };
+        let padding = context.router.padding(self.router, routing.assignment.n_experts());
+        let (experts, implementation) = (&self.experts, context.experts);
+        let call = ExpertCall { x: x_td, routing: &routing, experts, implementation, padding };
         let mut shared_td = None;
         let mut compute_shared = || {
             shared_td = self.shared_expert.as_ref().map(|shared| shared.forward(x_td, context)).transpose()?;

@@ -22,7 +22,7 @@ pub use assembly::EngineSpec;
 pub use context_parallel::{ContextParallel, ring_exchange};
 pub use engine::{
     ActivationCheckpointing, Engine, HeadCost, InFlightStep, LossScale, Micro, OptimizerStep, PackedTokens, ScoreQuery,
-    StepBytes, StepCost, StepLoss, StepLosses, StepResult, TrainBatch, ZeroGradCount, mtp_loss_name,
+    StepBytes, StepCost, StepLoss, StepLosses, StepMicros, StepResult, TrainBatch, ZeroGradCount, mtp_loss_name,
 };
 pub use expert_parallel::{ExpertParallel, TokenDispatcher};
 pub use groups::ParallelGroups;

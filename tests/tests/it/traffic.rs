@@ -112,26 +112,33 @@ const EXPERTS: [&str; 6] = [
     "model.config.norm_topk_prob=true",
 ];
 
+/// Compares the exchanges and the host's waits of a layer of experts in a step. `want` has all-gathers, all-to-alls and
+/// reduce-scatters.
+fn check_exchanges(arguments: &[&str], n_waits: u32, want: [u32; 3]) {
+    let of_layers = |n: usize| {
+        let layers = format!("model.config.num_hidden_layers={n}");
+        profile(2, &[&EXPERTS[..], &["expert_parallel_size=2", &layers], arguments].concat())
+    };
+    let (two, three) = (of_layers(2), of_layers(3));
+    let of_a_layer = |name: &str| (n_spans(&three, name) as f64 - n_spans(&two, name) as f64) / N_STEPS as f64;
+    assert_eq!(of_a_layer("to_host"), f64::from(n_waits), "{arguments:?}: {three}");
+    for (op, n) in ["all_gather", "all_to_all", "reduce_scatter"].into_iter().zip(want) {
+        assert_eq!(of_a_layer(&format!("ep-etp {op} exchange")), f64::from(n), "{arguments:?} {op}: {three}");
+    }
+}
+
 /// The host waits for the counts alone: once per layer and step, with either dispatcher.
 #[test]
 fn a_layer_of_experts_waits_once_for_its_counts() {
-    for (dispatcher, want) in [
-        ("alltoall", [("all_gather", 1), ("all_to_all", 6), ("reduce_scatter", 0)]),
-        ("allgather", [("all_gather", 5), ("all_to_all", 0), ("reduce_scatter", 3)]),
-    ] {
-        let of_layers = |n: usize| {
-            let (dispatcher, layers) =
-                (format!("moe.token_dispatcher_type={dispatcher}"), format!("model.config.num_hidden_layers={n}"));
-            let arguments = [&EXPERTS[..], &["expert_parallel_size=2", &dispatcher, &layers]].concat();
-            profile(2, &arguments)
-        };
-        let (two, three) = (of_layers(2), of_layers(3));
-        let of_a_layer = |name: &str| (n_spans(&three, name) as f64 - n_spans(&two, name) as f64) / N_STEPS as f64;
-        assert_eq!(of_a_layer("to_host"), 1.0, "{dispatcher}: {three}");
-        for (op, n) in want {
-            assert_eq!(of_a_layer(&format!("ep-etp {op} exchange")), f64::from(n), "{dispatcher} {op}: {three}");
-        }
-    }
+    check_exchanges(&["moe.token_dispatcher_type=alltoall"], 1, [1, 6, 0]);
+    check_exchanges(&["moe.token_dispatcher_type=allgather"], 1, [5, 0, 3]);
+}
+
+#[test]
+fn a_layer_of_padded_experts_exchanges_no_counts_and_waits_for_nothing() {
+    let padded = ["moe.expert_capacity_factor=1.5", "moe.pad_expert_input_to_capacity=true"];
+    check_exchanges(&[&padded[..], &["moe.token_dispatcher_type=alltoall"]].concat(), 0, [0, 6, 0]);
+    check_exchanges(&[&padded[..], &["moe.token_dispatcher_type=allgather"]].concat(), 0, [4, 0, 3]);
 }
 
 /// Tokens forward and sums back, and their gradients; weights of tokens, their gradients, and the selected experts.

@@ -85,6 +85,13 @@ impl GlobalBatch {
         (0..self.n_micros(n_ranks)).map(move |round| round * n_ranks + rank)
     }
 
+    /// Returns the most tokens, padding included, that any rank has in its first micro-batch, in its second, and so on. A
+    /// rank without a micro-batch computes [`Batch::filler`].
+    pub fn most_tokens(&self, n_ranks: usize) -> Vec<usize> {
+        let most = |round: &[Batch]| round.iter().map(|batch| batch.ids.len()).fold(1, usize::max);
+        self.micro_batches.chunks(n_ranks).map(most).collect()
+    }
+
     /// Counts the tokens without padding.
     pub fn n_tokens(&self) -> usize {
         self.micro_batches.iter().map(|batch| batch.n_tokens).sum()
@@ -159,6 +166,15 @@ fn padded_length(n_tokens: usize, plan: &DataPlan) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_round_of_micro_batches_has_the_most_tokens_of_any_rank() {
+        let of = |n_tokens: usize| Batch { ids: vec![0; n_tokens], ..Batch::default() };
+        let step = GlobalBatch::new(0, [3, 5, 4, 0, 2].map(of).to_vec());
+        assert_eq!(step.most_tokens(2), [5, 4, 2]);
+        assert_eq!(step.most_tokens(1), [3, 5, 4, 1, 2]);
+        assert_eq!(step.most_tokens(8), [5]);
+    }
 
     #[test]
     fn targets_ahead_stay_in_their_sequence() {

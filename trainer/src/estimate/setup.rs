@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::Capacity;
 use crate::checkpoint::CheckpointFormat;
-use crate::plan::{CheckpointingMode, Plan, RanksPlan, TasksPlan, WeightInit, dtype};
+use crate::plan::{CheckpointingMode, Plan, RanksPlan, RouterPlan, TasksPlan, WeightInit, dtype};
 use crate::recipe::FloatDtype;
 
 /// The settings of a plan that the formulas read.
@@ -30,6 +30,8 @@ pub struct Setup {
     pub rows: u64,
     /// True if offloaded activations stay in the memory of the device that computes.
     pub offloads_to_ram: bool,
+    /// The factor of the capacity to which experts are padded; `None` without padding.
+    pub padded_capacity_factor: Option<f64>,
     /// The degrees of parallelism and the ZeRO stage.
     pub ranks: RanksPlan,
     /// The blocks of each pipeline stage.
@@ -115,6 +117,7 @@ impl Setup {
             row_tokens: plan.data.max_length as u64,
             rows: plan.data.micro_batch_size as u64,
             offloads_to_ram: compute_device == DeviceKind::Cpu && plan.model.offloads_to_ram,
+            padded_capacity_factor: plan.moe.as_ref().and_then(RouterPlan::padded_capacity_factor),
             ranks: plan.ranks,
             optimizer_on_host: if compute_device == DeviceKind::Gpu { plan.optimizer_on_host } else { 0.0 },
             weights_on_host: compute_device == DeviceKind::Gpu && plan.weights_on_host,

@@ -55,7 +55,7 @@ impl Sizes {
 /// converts the latter to f32.
 fn scored(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens, sizes.context);
-    let block = costs::layer(&wide, 0);
+    let block = costs::layer(&wide, 0).in_evaluation();
     let s = setup.compute.n_bytes();
     let converted = if setup.compute_device == DeviceKind::Cpu && s < F32 { F32 } else { 0 };
     let keys = block.kv_bytes(sizes.context + sizes.tokens, s) + block.kv_bytes(sizes.keys, s + converted);
@@ -67,7 +67,7 @@ fn scored(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
 /// Returns the bytes of a generated batch: a KV cache pool (f32 on a CPU) and a forward of prompts.
 fn generated(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens + sizes.context, sizes.context);
-    let block = costs::layer(&wide, 0);
+    let block = costs::layer(&wide, 0).in_evaluation();
     let s = if setup.compute_device == DeviceKind::Cpu { F32 } else { setup.compute.n_bytes() };
     let pool = n_blocks_here(setup) * block.kv_bytes(sizes.pool_rows + 1, s);
     let logits = sizes.texts * setup.model.config().vocab_size() as u64 * F32;

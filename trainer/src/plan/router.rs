@@ -22,6 +22,8 @@ pub struct RouterPlan {
     pub capacity_factor: Option<f64>,
     /// Tokens that an expert beyond its capacity keeps.
     pub drop_policy: TokenDropPolicy,
+    /// True if the input of each expert is padded to its capacity during training.
+    pub pads_to_capacity: bool,
     /// Half the width of the range of random factors on the routers' input.
     pub input_jitter_eps: f64,
     /// Forced load of a benchmark.
@@ -59,6 +61,11 @@ impl RouterPlan {
         }
     }
 
+    /// Returns the factor of the capacity to which experts are padded; `None` without padding.
+    pub fn padded_capacity_factor(&self) -> Option<f64> {
+        self.capacity_factor.filter(|_| self.pads_to_capacity)
+    }
+
     fn policy(&self) -> DropPolicy {
         match self.drop_policy {
             TokenDropPolicy::Probs => DropPolicy::Weights,
@@ -93,6 +100,7 @@ mod tests {
             bias_update_rate: 0.0,
             capacity_factor: None,
             drop_policy: TokenDropPolicy::Probs,
+            pads_to_capacity: false,
             input_jitter_eps: 0.0,
             benchmark: MoeBenchmarkSection::default(),
         };

@@ -122,7 +122,15 @@ pub(super) fn start(
     let n_tokens = step.micro_batches.iter().filter(has_targets).map(|batch| batch.ids.len()).sum();
     let mut auxiliary = config.moe.map(|moe| moe.auxiliary(n_tokens)).unwrap_or_default();
     auxiliary.extend(config.mtp.into_iter().flat_map(|mtp| mtp_losses(mtp, &step)));
-    let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets, auxiliary: &auxiliary };
+    let pads_experts = config.moe.is_some_and(|moe| moe.padded_capacity_factor().is_some());
+    let most_tokens = pads_experts.then(|| step.most_tokens(config.rank.data_world));
+    let batch = TrainBatch {
+        micros: &micros,
+        most_tokens: most_tokens.as_deref(),
+        dropout_keys: &dropout_keys,
+        n_targets,
+        auxiliary: &auxiliary,
+    };
     let optimizer = OptimizerStep { adamw: config.hyper(), scaler, grad_zeros: config.grad_zeros };
     let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
     let (number, lr, launch_time) = (config.number, config.lr, started.elapsed());

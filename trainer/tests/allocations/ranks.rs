@@ -19,6 +19,9 @@ const EXPERTS: [&str; 6] = [
     "data.max_length=2048",
 ];
 
+/// Twice the rows of a balanced load.
+const PADDED: [&str; 2] = ["moe.expert_capacity_factor=2", "moe.pad_expert_input_to_capacity=true"];
+
 #[test]
 fn ranks_allocate_what_the_formulas_say() {
     alone(check_all);
@@ -48,6 +51,8 @@ fn check_all() {
         (2, [&EXPERTS[..], &["expert_parallel_size=2"]].concat()),
         (4, [&EXPERTS[..], &["expert_parallel_size=2", "expert_tensor_parallel_size=2"]].concat()),
         (2, [&EXPERTS[..], &["expert_parallel_size=2", "moe.token_dispatcher_type=allgather"]].concat()),
+        (2, [&EXPERTS[..], &PADDED, &["expert_parallel_size=2"]].concat()),
+        (2, [&EXPERTS[..], &PADDED, &["expert_parallel_size=2", "moe.token_dispatcher_type=allgather"]].concat()),
     ] {
         let case = Case::on_ranks(n_ranks, &arguments);
         let measured = train_in_process(n_ranks, &case) / n_ranks;

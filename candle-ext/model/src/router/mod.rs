@@ -33,11 +33,21 @@ pub struct RouterContext<'a> {
     pub micro_idx: usize,
     /// Seed of the noise in the micro-batch.
     pub noise_key: u64,
+    /// The most tokens that a rank has in the micro-batch. Experts are padded to the capacity for them; `None` pads none.
+    pub most_tokens: Option<usize>,
 }
 
 impl Default for RouterContext<'_> {
     fn default() -> Self {
         static INFERENCE: RouterSettings = RouterSettings::INFERENCE;
-        Self { settings: &INFERENCE, rows: None, totals: None, global_counts: None, micro_idx: 0, noise_key: 0 }
+        Self {
+            settings: &INFERENCE,
+            rows: None,
+            totals: None,
+            global_counts: None,
+            micro_idx: 0,
+            noise_key: 0,
+            most_tokens: None,
+        }
     }
 }

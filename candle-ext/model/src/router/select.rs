@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, RouterSpec, Routing};
 
 use super::{ExpertCapacity, ExpertSelection, RoutedLayer, RouterContext};
-use crate::ParallelOps;
+use crate::{ExpertPadding, ParallelOps};
 
 /// Logits of a router.
 pub(crate) struct RouterLogits<'a> {
@@ -30,13 +30,28 @@ pub(crate) fn select(
     };
     let best_experts = is_best.then_some(&routing.assignment.experts);
     let kept = match context.settings.capacity {
-        Some(ExpertCapacity { factor, policy }) => {
+        Some(capacity) => {
             let (t, e) = logits.dims2()?;
-            Some(ops::limit_capacity(&routing, ops::expert_capacity(t, spec.top_k, e, factor), policy)?)
+            Some(ops::limit_capacity(&routing, capacity.n_rows(t, spec, e), capacity.policy)?)
         }
         None => None,
     };
     RoutedLayer { layer_idx, logits, routing: &routing, kept: kept.as_ref(), best_experts, spec }
         .observe(context, parallel_ops)?;
     Ok(kept.unwrap_or(routing))
+}
+
+impl RouterContext<'_> {
+    /// Returns the padding of a layer's `n_experts` experts. It is at least the capacity of this rank's tokens.
+    pub(crate) fn padding(&self, spec: RouterSpec, n_experts: usize) -> Option<ExpertPadding> {
+        let (n_tokens, capacity) = (self.most_tokens?, self.settings.capacity?);
+        Some(ExpertPadding { n_tokens, n_rows: capacity.n_rows(n_tokens, spec, n_experts) })
+    }
+}
+
+impl ExpertCapacity {
+    /// Returns the most rows of each of `n_experts` experts from `n_tokens` tokens.
+    fn n_rows(self, n_tokens: usize, spec: RouterSpec, n_experts: usize) -> usize {
+        ops::expert_capacity(n_tokens, spec.top_k, n_experts, self.factor)
+    }
 }

@@ -91,7 +91,7 @@ impl StepCost<'_> {
 
     /// Returns the peak of an evaluation: one forward without autograd, then the losses.
     pub fn evaluation(&self) -> StepBytes {
-        let layer = self.layers.iter().map(LayerCost::forward_bytes).max().unwrap_or(0);
+        let layer = self.layers.iter().map(|layer| layer.in_evaluation().forward_bytes()).max().unwrap_or(0);
         let logits = if self.has_head() { self.head.forward_bytes() } else { 0 };
         let activations = self.layers[0].activation_bytes() + self.layers[0].rope_bytes();
         if layer > logits {

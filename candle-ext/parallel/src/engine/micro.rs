@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor, bail};
 use candlewick_ops::{CuSeqlens, to_host, upload};
 
 /// A micro-batch of packed sequences.
@@ -16,6 +16,38 @@ pub struct Micro {
     pub positions: Vec<u32>,
     /// Boundaries of the packed sequences.
     pub seqs: CuSeqlens,
+}
+
+/// Micro-batches of this rank in a step.
+#[derive(Clone, Copy)]
+pub struct StepMicros<'a> {
+    /// Micro-batches; their number is equal on all ranks.
+    pub micros: &'a [Micro],
+    /// The most tokens that any rank has in each micro-batch. Experts are padded to the capacity for them; `None` pads
+    /// none.
+    pub most_tokens: Option<&'a [usize]>,
+}
+
+impl<'a, M: AsRef<[Micro]> + ?Sized> From<&'a M> for StepMicros<'a> {
+    fn from(micros: &'a M) -> Self {
+        Self { micros: micros.as_ref(), most_tokens: None }
+    }
+}
+
+impl StepMicros<'_> {
+    /// Returns the most tokens of a rank in each micro-batch, if ranks split micro-batches into `n_parts` equal parts.
+    ///
+    /// # Errors
+    ///
+    /// If the number of micro-batches differs, or if one has more tokens.
+    pub(super) fn most_tokens_of_parts(&self, n_parts: usize) -> Result<Vec<Option<usize>>> {
+        let Some(most_tokens) = self.most_tokens else { return Ok(vec![None; self.micros.len()]) };
+        let n_tokens: Vec<usize> = self.micros.iter().map(|micro| micro.seqs.n_tokens()).collect();
+        if most_tokens.len() != n_tokens.len() || n_tokens.iter().zip(most_tokens).any(|(own, most)| own > most) {
+            bail!("the most tokens of any rank by micro-batch are {most_tokens:?}, but this rank has {n_tokens:?}")
+        }
+        Ok(most_tokens.iter().map(|most| Some(most.div_ceil(n_parts))).collect())
+    }
 }
 
 impl Micro {
@@ -71,7 +103,32 @@ impl Micro {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use candle_core::DType;
+
     use super::*;
+
+    fn micro(n_tokens: usize) -> Micro {
+        Micro {
+            ids: Tensor::zeros(n_tokens, DType::U32, &Device::Cpu).unwrap(),
+            targets: Tensor::zeros(n_tokens, DType::I64, &Device::Cpu).unwrap(),
+            positions: (0..n_tokens as u32).collect(),
+            seqs: CuSeqlens::packed(vec![0, n_tokens]).unwrap(),
+        }
+    }
+
+    #[test]
+    fn the_most_tokens_of_a_rank_are_split_like_its_micro_batches() {
+        let micros = [micro(5), micro(3)];
+        assert_eq!(StepMicros::from(&micros).most_tokens_of_parts(2).unwrap(), [None, None]);
+        let of = |most_tokens: &[usize]| {
+            let step = StepMicros { micros: &micros, most_tokens: Some(most_tokens) };
+            step.most_tokens_of_parts(2).map_err(|error| error.to_string())
+        };
+        assert_eq!(of(&[5, 8]), Ok(vec![Some(3), Some(4)]));
+        for wrong in [&[4, 8][..], &[5], &[5, 8, 8]] {
+            assert!(of(wrong).unwrap_err().contains("this rank has [5, 3]"), "{wrong:?}");
+        }
+    }
 
     #[test]
     fn a_shift_stays_in_its_sequence() {

@@ -35,7 +35,7 @@ use crate::tensor_parallel::{TensorParallel, TensorParallelOps};
 pub use inference::{PackedTokens, ScoreQuery};
 pub use loss::{LossScale, StepLoss, StepLosses};
 pub use memory::{HeadCost, StepBytes, StepCost};
-pub use micro::Micro;
+pub use micro::{Micro, StepMicros};
 pub use mtp::mtp_loss_name;
 pub use train_step::{InFlightStep, OptimizerStep, StepResult, TrainBatch, ZeroGradCount};
 

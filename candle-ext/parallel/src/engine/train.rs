@@ -10,7 +10,7 @@ use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, add, derive_key, s
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
 use super::mtp::MtpPass;
-use super::{ActivationCheckpointing, Engine, Micro};
+use super::{ActivationCheckpointing, Engine, Micro, StepMicros};
 use crate::context_parallel::TokenShard;
 use crate::objective::{MicroLoss, TokenLosses};
 use crate::offload::OffloadedActivation;
@@ -48,6 +48,8 @@ struct MicroBatchState<'m> {
     dropout_key: u64,
     /// Rows of this rank's residual stream that routers count.
     router_rows: Option<RouterRows>,
+    /// The most rows of any rank's residual stream, if experts are padded.
+    most_rows: Option<usize>,
     /// Activations of each chunk between its forward and its backward.
     activations: HashMap<usize, ChunkActivations>,
 }
@@ -72,20 +74,23 @@ impl Engine {
     /// Runs forward and backward over the micro-batches of a step, and accumulates gradients of `loss`, summed over
     /// micro-batches and ranks.
     ///
-    /// Returns this rank's losses before normalization; zeros on ranks without [losses](Engine::has_loss).
+    /// Returns this rank's losses before normalization; zeros on ranks without [losses](Engine::has_loss). Experts are padded
+    /// to their capacity if [`StepMicros::most_tokens`] is known.
     /// `dropout_keys` seed the dropout of each micro-batch. Does not synchronize with the GPU: read the losses at the
     /// end of the step.
-    pub fn forward_backward<'l>(
+    pub fn forward_backward<'m, 'l>(
         &self,
-        micros: &[Micro],
+        micros: impl Into<StepMicros<'m>>,
         loss: impl Into<StepLoss<'l>>,
         dropout_key: impl Fn(usize) -> u64,
     ) -> Result<StepLosses> {
         let loss = &loss.into();
         let mut auxiliary = AuxiliarySums::new(loss, self.model.layers().count());
         let routers = StepRouters::default();
-        let n_tokens = micros.iter().map(Micro::n_valid_tokens).collect::<Result<Vec<_>>>()?;
-        let micros: Vec<_> = micros.iter().map(|micro| micro.padded(self.multiple())).collect::<Result<_>>()?;
+        let given = micros.into();
+        let n_tokens = given.micros.iter().map(Micro::n_valid_tokens).collect::<Result<Vec<_>>>()?;
+        let most_rows = given.most_tokens_of_parts(self.multiple())?;
+        let micros: Vec<_> = given.micros.iter().map(|micro| micro.padded(self.multiple())).collect::<Result<_>>()?;
         let unknown = || Tensor::zeros((), DType::F32, &self.device);
         let mut sums: Vec<_> = micros.iter().map(|_| unknown()).collect::<Result<_>>()?;
         let mut states: Vec<Option<MicroBatchState>> = micros.iter().map(|_| None).collect();
@@ -101,8 +106,8 @@ impl Engine {
                     let state = match &mut states[chunk_pass.micro] {
                         Some(state) => state,
                         none => {
-                            let key = dropout_key(chunk_pass.micro);
-                            none.insert(self.begin(&micros[chunk_pass.micro], n_tokens[chunk_pass.micro], key)?)
+                            let idx = chunk_pass.micro;
+                            none.insert(self.begin(&micros[idx], n_tokens[idx], most_rows[idx], dropout_key(idx))?)
                         }
                     };
                     let pass = Pass { chunk_pass, routers: &routers, micro_batch, backward_is_next };
@@ -138,12 +143,19 @@ impl Engine {
         Ok(StepLosses { micros: sums, auxiliary, routers })
     }
 
-    /// Splits a padded micro-batch, of which the first `n_tokens` tokens are no padding.
-    fn begin<'m>(&self, micro: &'m Micro, n_tokens: usize, dropout_key: u64) -> Result<MicroBatchState<'m>> {
+    /// Splits a padded micro-batch, of which the first `n_tokens` tokens are no padding. `most_rows` pads the experts.
+    fn begin<'m>(
+        &self,
+        micro: &'m Micro,
+        n_tokens: usize,
+        most_rows: Option<usize>,
+        dropout_key: u64,
+    ) -> Result<MicroBatchState<'m>> {
         let part = self.part(micro)?;
         let (cos, sin) = self.model.rope(&part.micro.positions, &self.device)?;
         let router_rows = self.router_rows(micro, n_tokens)?;
-        Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, router_rows, activations: HashMap::new() })
+        let activations = HashMap::new();
+        Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, router_rows, most_rows, activations })
     }
 
     /// Returns the total of each router; zeros for layers of other stages.
@@ -257,6 +269,7 @@ impl Engine {
                 global_counts: Some(&pass.routers.global_counts),
                 micro_idx: pass.chunk_pass.micro,
                 noise_key: derive_key(*dropout_key, ROUTER_NOISE),
+                most_tokens: state.most_rows,
             },
             ..self.context([cos, sin], &part.micro.seqs, &part.rows, parallel_ops)
         }

@@ -7,13 +7,15 @@ use candlewick_comm::Reduce;
 use candlewick_model::RouterTotal;
 use candlewick_ops::{AdamW, DeviceReadback, GradScaler, StepDecision, span};
 
-use super::{Engine, LossScale, Micro, StepLoss};
+use super::{Engine, LossScale, Micro, StepLoss, StepMicros};
 use crate::objective::{AuxiliaryLoss, Objective};
 
 /// Micro-batches of this rank in a step, with loss settings.
 pub struct TrainBatch<'a> {
     /// Micro-batches; their number is equal on all ranks.
     pub micros: &'a [Micro],
+    /// The most tokens that any rank has in each micro-batch, see [`StepMicros::most_tokens`].
+    pub most_tokens: Option<&'a [usize]>,
     /// Dropout seed of each micro-batch.
     pub dropout_keys: &'a [u64],
     /// Target tokens of the step on all ranks, over which the loss is a mean.
@@ -88,7 +90,8 @@ impl Engine {
         let scale = LossScale::mean_over(batch.n_targets).times(scaler.loss_scale()?);
         self.store.zero_grads()?;
         let loss = StepLoss { objective, scale, auxiliary: batch.auxiliary };
-        let losses = self.forward_backward(batch.micros, loss, |micro_idx| batch.dropout_keys[micro_idx])?;
+        let micros = StepMicros { micros: batch.micros, most_tokens: batch.most_tokens };
+        let losses = self.forward_backward(micros, loss, |micro_idx| batch.dropout_keys[micro_idx])?;
         let moe_layers = self.model.layers().filter(|layer| layer.n_experts().is_some());
         let routers: Vec<(usize, usize)> =
             moe_layers.map(|layer| layer.layer_idx).zip(losses.routers.iter().map(Tensor::elem_count)).collect();

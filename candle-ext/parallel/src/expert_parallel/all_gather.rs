@@ -1,7 +1,8 @@
 //! The all-gather dispatcher: every rank gets the tokens of all ranks and computes the rows of its experts.
 //!
 //! Dispatch: one all-gather of counts, then all-gathers of tokens, of their weights and of their experts. Combine: a
-//! reduce-scatter of the sums over this rank's experts. Ranks pad their tokens to the most of any rank.
+//! reduce-scatter of the sums over this rank's experts. Ranks pad their tokens to the most of any rank. Experts that are
+//! padded to their capacity need no counts.
 //!
 //! Dimensions: t tokens of this rank, d hidden size, k selected experts of a token, r ranks, u the most tokens of a rank
 
@@ -41,7 +42,10 @@ impl ExpertParallel {
         let label = |expert| if own_experts.contains(&expert) { (expert - own_experts.start) as u32 } else { DROPPED };
         let labels: Vec<u32> = (0..call.routing.assignment.n_experts()).map(label).collect();
         let of_rank = ExpertAssignment::new(&relabel_experts(&experts_k, &labels, 1)?, n_local)?;
-        let by_expert = of_rank.without_dropped_rows(sizes.n_rows)?;
+        let by_expert = match call.padding {
+            Some(_) => call.padded(of_rank, self.ep.size())?,
+            None => of_rank.without_dropped_rows(sizes.n_rows)?,
+        };
         let computed = call.compute_rows(
             &ops::permute(&tokens_d, &by_expert)?,
             &ops::permute_weights(&weights_k, &by_expert)?,
@@ -51,9 +55,14 @@ impl ExpertParallel {
         self.scatter_sums(&ops::unpermute(&computed, &by_expert)?, &sizes)
     }
 
-    /// Exchanges the number of tokens of each rank, and of rows of each expert on each rank. The host waits for it.
+    /// Returns the sizes. Without padding, ranks exchange the number of tokens of each rank, and of rows of each expert on
+    /// each rank. The host waits for it.
     fn gather_sizes(&self, call: &ExpertCall, own_experts: std::ops::Range<usize>) -> Result<GatherSizes> {
         let n_own = call.x.dim(0)?;
+        if let Some(padding) = call.padding {
+            let n_rows = padding.n_rows * own_experts.len() * self.ep.size();
+            return Ok(GatherSizes { n_own, n_padded: padding.n_tokens, n_rows });
+        }
         let n_tokens = Tensor::new(&[n_own as f64], call.x.device())?;
         let counts = call.routing.assignment.counts()?.to_dtype(DType::F64)?;
         let all = exchange(&*self.ep, &Tensor::cat(&[counts, n_tokens], 0)?)?;

@@ -1,7 +1,7 @@
 //! The all-to-all dispatcher: rows travel to the ranks of their experts and back.
 //!
 //! Dispatch: rows sorted by expert, one all-gather of counts, then an all-to-all of rows and of their weights. Combine:
-//! the all-to-all back. See Lepikhin et al., GShard, 2020, <https://arxiv.org/abs/2006.16668>.
+//! the all-to-all back. Experts that are padded to their capacity need no counts. See Lepikhin et al., GShard, 2020, <https://arxiv.org/abs/2006.16668>.
 //!
 //! A row travels to every rank that holds a shard of its expert. The sum over a token's rows adds the shards' outputs.
 //!
@@ -14,7 +14,7 @@ use candlewick_comm::{Collective, Pending};
 use candlewick_model::ExpertCall;
 use candlewick_ops::{self as ops, TokensPerCall, record};
 
-use super::row_counts::{RowCounts, exchange_counts};
+use super::row_counts::{RowCounts, counts_of_ranks};
 use super::{ExpertParallel, Meanwhile};
 
 impl ExpertParallel {
@@ -22,8 +22,11 @@ impl ExpertParallel {
     pub(super) fn compute_by_all_to_all(&self, call: &ExpertCall, meanwhile: Meanwhile) -> Result<Tensor> {
         let n_local = self.n_local_experts(call);
         let assignment = call.routing.assignment.sharded(n_local, self.n_shards)?;
-        let counts = RowCounts::new(&exchange_counts(&*self.ep, &assignment)?, self.ep.rank());
-        let assignment = assignment.without_dropped_rows(counts.send.iter().sum())?;
+        let counts = RowCounts::new(&counts_of_ranks(&*self.ep, &assignment, call.padding)?, self.ep.rank());
+        let assignment = match call.padding {
+            Some(_) => call.padded(assignment, 1)?,
+            None => assignment.without_dropped_rows(counts.send.iter().sum())?,
+        };
         let weights = ops::repeat_weights(&call.routing.weights, self.n_shards)?;
         let rows = self.start_dispatch(ops::permute(call.x, &assignment)?, &counts)?;
         let weights = self.start_dispatch(ops::permute_weights(&weights, &assignment)?, &counts)?;

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 use candlewick_comm::Collective;
+use candlewick_model::ExpertPadding;
 use candlewick_ops::{ExpertAssignment, to_host, upload};
 
 /// Rows that a rank sends to and receives from each expert parallel rank.
@@ -13,13 +14,21 @@ pub(super) struct RowCounts {
     pub(super) experts: Vec<u32>,
 }
 
-/// Exchanges the number of rows of each expert on each rank, `[rank][expert]`. The host waits for it.
-pub(super) fn exchange_counts(ep: &dyn Collective, assignment: &ExpertAssignment) -> Result<Vec<Vec<usize>>> {
+/// Returns the number of rows of each expert on each rank, `[rank][expert]`. Without padding, ranks exchange the counts and
+/// the host waits for it.
+pub(super) fn counts_of_ranks(
+    ep: &dyn Collective,
+    assignment: &ExpertAssignment,
+    padding: Option<ExpertPadding>,
+) -> Result<Vec<Vec<usize>>> {
     let (n_ranks, n_experts) = (ep.size(), assignment.n_experts());
     if !n_experts.is_multiple_of(n_ranks) {
         bail!("expert_parallel_size: {n_experts} experts cannot be divided by {n_ranks} ranks")
     }
-    exchange(ep, &assignment.counts()?)
+    match padding {
+        Some(padding) => Ok(vec![vec![padding.n_rows; n_experts]; n_ranks]),
+        None => exchange(ep, &assignment.counts()?),
+    }
 }
 
 /// Gathers vectors of counts from all ranks. The host waits for it.

@@ -74,7 +74,7 @@ fn step(strategy: Strategy, case: ModelCase, objective: &'static dyn Objective, 
         let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
         let scaler =
             GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
-        let batch = TrainBatch { micros: &micros, dropout_keys: &[5, 6], n_targets, auxiliary };
+        let batch = TrainBatch { micros: &micros, most_tokens: None, dropout_keys: &[5, 6], n_targets, auxiliary };
         let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler, grad_zeros: ZeroGradCount::On };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let loss = result.losses.iter().copied().map(f64::from).sum::<f64>() / n_targets;

@@ -10,8 +10,8 @@ use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, Seq
 use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterSettings, RouterTotal};
 use candlewick_ops::{DropPolicy, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, TokenLosses, TrainBatch,
-    ZeroGradCount, ZeroStage,
+    AuxiliaryLoss, CausalLm, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, TokenDispatcher,
+    TokenLosses, TrainBatch, ZeroGradCount, ZeroStage,
 };
 
 use super::ONE;
@@ -44,6 +44,15 @@ fn step(strategy: Strategy, case: ModelCase, batching: Batching, loss: RouterLos
     step_with(strategy, case, batching, &router, &Nothing)
 }
 
+/// Padding of experts to their capacity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ExpertInput {
+    /// The rows of tokens.
+    Ragged,
+    /// Rows of padding up to the capacity.
+    Padded,
+}
+
 /// Takes a step that minimizes an objective and the first of the routers' losses.
 fn step_with(
     strategy: Strategy,
@@ -51,6 +60,16 @@ fn step_with(
     batching: Batching,
     router: &RouterSettings,
     objective: &'static dyn Objective,
+) -> RouterStep {
+    step_of(strategy, (case, batching), router, objective, ExpertInput::Ragged)
+}
+
+fn step_of(
+    strategy: Strategy,
+    (case, batching): (ModelCase, Batching),
+    router: &RouterSettings,
+    objective: &'static dyn Objective,
+    expert_input: ExpertInput,
 ) -> RouterStep {
     let loss = router.losses[0];
     let rank = |world: &World| -> Result<_> {
@@ -63,7 +82,14 @@ fn step_with(
         let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
         let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 0, &Device::Cpu)?;
         let dropout_keys = vec![5; micros.len()];
-        let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets, auxiliary: &auxiliary };
+        let most_tokens = (expert_input == ExpertInput::Padded).then(|| most_tokens(batching, n_ranks));
+        let batch = TrainBatch {
+            micros: &micros,
+            most_tokens: most_tokens.as_deref(),
+            dropout_keys: &dropout_keys,
+            n_targets,
+            auxiliary: &auxiliary,
+        };
         let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler, grad_zeros: ZeroGradCount::Off };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let layers = result.auxiliary_layers[loss.name()].clone();
@@ -77,6 +103,13 @@ fn step_with(
     let mut grads = unsharded(ranks.iter().flat_map(|(.., shards)| shards));
     grads.retain(|_, grad| grad.iter().any(|x| *x != 0.0));
     RouterStep { layers: ranks[0].0.clone(), totals: ranks[0].1.clone(), grads }
+}
+
+/// Returns the most tokens of any data rank in each micro-batch of the first step.
+fn most_tokens(batching: Batching, n_ranks: usize) -> Vec<usize> {
+    let of_rank = |rank| micros(batching, 0, rank, n_ranks).0.iter().map(|micro| micro.seqs.n_tokens()).collect();
+    let ranks: Vec<Vec<usize>> = (0..n_ranks).map(of_rank).collect();
+    (0..ranks[0].len()).map(|micro| ranks.iter().map(|of_rank| of_rank[micro]).max().unwrap()).collect()
 }
 
 /// Compares two steps. Sums of logits round differently, by their absolute sum.
@@ -173,6 +206,51 @@ fn a_capacity_drops_the_same_tokens_under_expert_parallelism() {
             }
             for ep in [2, 4] {
                 check_close(&format!("ep {ep} {case:?} {policy:?}"), &step(ep), &replicated);
+            }
+        }
+    }
+}
+
+/// Ranks have different numbers of tokens. So experts have more rows than the capacity of most ranks.
+#[test]
+fn experts_padded_to_their_capacity_train_as_those_without_padding() {
+    let most = most_tokens(Batching::Packed, 4);
+    assert!((0..4).any(|rank| micros(Batching::Packed, 0, rank, 4).0[0].seqs.n_tokens() < most[0]));
+    for (degrees, dispatcher) in [
+        (ONE, TokenDispatcher::AllToAll),
+        (Degrees { dp_replicate: 4, ep: 2, ..ONE }, TokenDispatcher::AllToAll),
+        (Degrees { dp_replicate: 4, ep: 4, ..ONE }, TokenDispatcher::AllGather),
+        (Degrees { dp_replicate: 4, ep: 2, etp: 2, ..ONE }, TokenDispatcher::AllToAll),
+        (Degrees { dp_replicate: 4, ep: 2, etp: 2, ..ONE }, TokenDispatcher::AllGather),
+        (Degrees { dp_shard: 2, tp: 2, ep: 4, ..ONE }, TokenDispatcher::AllToAll),
+        (Degrees { dp_shard: 2, cp: 2, ep: 2, ..ONE }, TokenDispatcher::AllGather),
+        (Degrees { pp: 2, dp_shard: 2, ep: 2, ..ONE }, TokenDispatcher::AllToAll),
+    ] {
+        check_padding(degrees, dispatcher);
+    }
+}
+
+/// Compares a step with padding and one without, in all batchings and with both policies.
+#[track_caller]
+fn check_padding(degrees: Degrees, token_dispatcher: TokenDispatcher) {
+    let zero_stage = (degrees.dp_shard > 1).then_some(ZeroStage::One);
+    let chunk_layers = (degrees.pp > 1).then_some(&[2usize, 2][..]);
+    let sequence_parallel = SequenceParallel::On;
+    let strategy =
+        Strategy { degrees, zero_stage, sequence_parallel, chunk_layers, token_dispatcher, ..Strategy::ONE_RANK };
+    for policy in [DropPolicy::Weights, DropPolicy::Position] {
+        let capacity = Some(ExpertCapacity { factor: 0.75, policy });
+        let router = RouterSettings { losses: vec![LoadBalancing], capacity, ..RouterSettings::default() };
+        for case in [DOTS1, QWEN3_MOE] {
+            for batching in [Batching::Packed, Batching::Accumulated(3)] {
+                let step = |input| step_of(strategy, (case, batching), &router, &CausalLm, input);
+                let (padded, ragged) = (step(ExpertInput::Padded), step(ExpertInput::Ragged));
+                let what = format!("{degrees} {token_dispatcher:?} {case:?} {batching:?} {policy:?}");
+                check_close(&what, &padded, &ragged);
+                assert!(ragged.totals.values().all(|total| total.n_dropped > 0.0), "{what}: no token is dropped");
+                if strategy.degrees.n_ranks() == 1 {
+                    assert_eq!((&padded.layers, &padded.grads), (&ragged.layers, &ragged.grads), "{what}");
+                }
             }
         }
     }

@@ -12,6 +12,7 @@ const Z_COEFF: &str = "moe.z_loss_coeff";
 const BIAS_RATE: &str = "moe.router_bias_update_rate";
 const CAPACITY: &str = "moe.expert_capacity_factor";
 const DROP_POLICY: &str = "moe.token_drop_policy";
+const PADDING: &str = "moe.pad_expert_input_to_capacity";
 const JITTER: &str = "moe.input_jitter_eps";
 const BENCHMARK: &str = "moe.benchmark";
 
@@ -33,6 +34,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, moe: &MoeConfi
     RouterPlan {
         capacity_factor,
         drop_policy,
+        pads_to_capacity: pads_to_capacity(resolver),
         input_jitter_eps,
         benchmark: benchmark(resolver),
         losses,
@@ -59,6 +61,7 @@ pub(super) fn set_keys(resolver: &Resolver) -> Vec<&'static str> {
         (BIAS_RATE, moe.router_bias_update_rate.is_some()),
         (CAPACITY, moe.expert_capacity_factor.is_some()),
         (DROP_POLICY, moe.token_drop_policy.is_some()),
+        (PADDING, moe.pad_expert_input_to_capacity.is_some()),
         (JITTER, moe.input_jitter_eps.is_some()),
         (BENCHMARK, moe.benchmark != MoeBenchmarkSection::default()),
     ];
@@ -87,6 +90,17 @@ fn capacity(resolver: &mut Resolver) -> (Option<f64>, TokenDropPolicy) {
         resolver.report_with_advice(&[DROP_POLICY], message, format!("remove the key, or set {CAPACITY}"));
     }
     (factor, resolver.pick(DROP_POLICY, policy, TokenDropPolicy::Probs))
+}
+
+/// Returns true if experts are padded to their capacity, which they then need.
+fn pads_to_capacity(resolver: &mut Resolver) -> bool {
+    let moe = &resolver.recipe().moe;
+    let (pads, has_capacity) = (moe.pad_expert_input_to_capacity, moe.expert_capacity_factor.is_some());
+    if pads == Some(true) && !has_capacity {
+        let message = format!("{PADDING}: experts have no capacity without {CAPACITY}");
+        resolver.report_with_advice(&[PADDING], message, format!("set {CAPACITY}, or remove the key"));
+    }
+    resolver.pick(PADDING, pads, false)
 }
 
 /// Returns the forced load of a benchmark.

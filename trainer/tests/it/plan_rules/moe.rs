@@ -180,6 +180,12 @@ fn capacities_and_jitter_are_checked() {
     assert_eq!(settings(&["moe.input_jitter_eps=0.01"]).input_jitter_eps, 0.01);
     refused_with_experts(1, &["moe.expert_capacity_factor=0"], &["expected a number above 0, found 0"]);
     refused_with_experts(1, &["moe.token_drop_policy=probs"], &["no token is dropped without"]);
+    let padding = |arguments: &[&str]| of_experts(1, arguments).unwrap().moe.unwrap().padded_capacity_factor();
+    let pads = "moe.pad_expert_input_to_capacity=true";
+    assert_eq!((padding(&[factor]), padding(&[factor, pads])), (None, Some(1.5)));
+    assert_eq!(padding(&["moe.pad_expert_input_to_capacity=false"]), None);
+    let no_capacity = ["experts have no capacity without moe.expert_capacity_factor", "set moe.expert_capacity_factor"];
+    refused_with_experts(1, &[pads], &no_capacity);
     refused_with_experts(1, &["moe.input_jitter_eps=1"], &["moe.input_jitter_eps: expected 0 to 0.99, found 1"]);
 }
 
@@ -242,6 +248,7 @@ fn keys_of_experts_need_a_model_with_experts() {
         "moe.router_load_balancing_type=none",
         "moe.expert_capacity_factor=1",
         "moe.token_drop_policy=probs",
+        "moe.pad_expert_input_to_capacity=true",
         "moe.input_jitter_eps=0.1",
         "moe.benchmark.router_force_biased=1",
         "expert_tensor_parallel_size=2",

@@ -7,6 +7,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use crate::device::on_device;
 use crate::storage::host;
+use crate::transfer::upload;
 
 const OP: &str = "expert assignment";
 
@@ -125,6 +126,40 @@ impl ExpertAssignment {
         })
     }
 
+    /// Pads each expert to `n_rows_per_expert` rows: its own, then rows of zeros with the weight 0 that belong to no token.
+    ///
+    /// The number of rows is e * `n_rows_per_expert`, so that it does not depend on the tokens. Each device computes it with
+    /// tensor operations alone.
+    ///
+    /// # Errors
+    ///
+    /// If rows are padded already. On the CPU, if an expert has more rows; on CUDA it must not.
+    pub fn padded_to(&self, n_rows_per_expert: usize) -> Result<Self> {
+        let (e, n_padded) = (self.n_experts(), self.n_experts() * n_rows_per_expert);
+        if self.counts.is_some() || u32::try_from(n_padded).is_err() {
+            bail!("{OP}: want an assignment without padding and at most 2^32 rows, got {n_padded}")
+        }
+        on_device!(OP, self.offsets, {
+            cpu => check_sizes(host(OP, &self.offsets)?.slice()?, n_rows_per_expert)?,
+            cuda => (),
+        });
+        let device = self.experts.device();
+        let starts: Vec<u32> = (0..=e).map(|expert| (expert * n_rows_per_expert) as u32).collect();
+        let starts = upload(&starts, e + 1, device)?;
+        let within: Vec<u32> = (0..n_rows_per_expert as u32).collect();
+        let within = upload(&within, (1, n_rows_per_expert), device)?;
+        let [first, end] = [0, 1].map(|bound| self.offsets.narrow(0, bound, e)?.unsqueeze(1));
+        let (position, end) = (first?.broadcast_add(&within)?, end?);
+        // Rows past an expert's own take the element after the last slot.
+        let past = Tensor::full(self.n_rows() as u32, position.shape(), device)?;
+        let position = position.broadcast_lt(&end)?.where_cond(&position, &past)?.flatten_all()?;
+        let order = Tensor::cat(&[&self.order, &Tensor::full(DROPPED, 1, device)?], 0)?.index_select(&position, 0)?;
+        // Rows of dropped slots follow the last expert's.
+        let experts = self.experts.flatten_all()?.minimum(e as u32)?;
+        let rows = (&self.rows + (&starts - &self.offsets)?.index_select(&experts, 0)?)?;
+        Ok(Self { experts: self.experts.clone(), offsets: starts, order, rows, counts: Some(self.counts()?) })
+    }
+
     /// Returns the number of rows of each expert without padding, f32 [e].
     pub fn counts(&self) -> Result<Tensor> {
         if let Some(counts) = &self.counts {
@@ -179,6 +214,15 @@ fn sorted(experts: &[u32], n_experts: usize) -> Result<Sorted> {
     }
     offsets.truncate(n_experts + 1);
     Ok(Sorted { offsets, order, rows })
+}
+
+/// Fails if an expert has more than `most` rows.
+fn check_sizes(offsets: &[u32], most: usize) -> Result<()> {
+    let size = |pair: &[u32]| (pair[1] - pair[0]) as usize;
+    match offsets.windows(2).map(size).enumerate().find(|(_, size)| *size > most) {
+        Some((expert, size)) => bail!("{OP}: expert {expert} has {size} rows, which cannot be padded to {most}"),
+        None => Ok(()),
+    }
 }
 
 /// Moves rows so that each expert begins at a multiple of `multiple`.

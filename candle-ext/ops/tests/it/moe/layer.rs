@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    RouterSpec, ScoreFunction, TokensPerCall, TopKOrder, Weight, grouped_linear, load_balancing_loss, permute,
-    permute_weights, route, router_z_loss, unpermute, weighted_swiglu,
+    DropPolicy, ExpertAssignment, RouterSpec, Routing, ScoreFunction, TokensPerCall, TopKOrder, Weight, grouped_linear,
+    limit_capacity, load_balancing_loss, permute, permute_weights, route, router_z_loss, unpermute, weighted_swiglu,
 };
 
 use super::{devices, to_u32s};
@@ -25,7 +25,16 @@ const SPEC: RouterSpec = RouterSpec {
 /// Computes a layer of x [t, d] and logits [t, e] with gate and up [e * 2f, d] and down [e * d, f].
 fn experts(x: &Tensor, logits: &Tensor, [gate_up, down]: [&Weight; 2]) -> Result<Tensor> {
     let routing = route(logits, None, SPEC)?;
-    let assignment = &routing.assignment;
+    compute(x, &routing, &routing.assignment, [gate_up, down])
+}
+
+/// Computes a layer whose experts are selected, with the rows of `assignment`.
+fn compute(
+    x: &Tensor,
+    routing: &Routing,
+    assignment: &ExpertAssignment,
+    [gate_up, down]: [&Weight; 2],
+) -> Result<Tensor> {
     let rows = permute(x, assignment)?;
     let hidden = grouped_linear(&rows, gate_up, &assignment.offsets, TokensPerCall::Many)?;
     let hidden = weighted_swiglu(&hidden, &permute_weights(&routing.weights, assignment)?)?;
@@ -87,5 +96,33 @@ fn results_are_the_same_bits_for_any_number_of_threads() {
     let one = on(1);
     for n_threads in [2, 3] {
         assert!(on(n_threads) == one, "{n_threads} threads");
+    }
+}
+
+#[test]
+fn experts_padded_to_their_capacity_give_the_bits_of_those_without_padding() {
+    let (t, capacity) = (200, 70);
+    for (test_device, policy) in devices()
+        .into_iter()
+        .flat_map(|device| [DropPolicy::Weights, DropPolicy::Position].map(|p| (device.clone(), p)))
+    {
+        let inputs = [randn((t, D), 1), randn((t, E), 2)].map(|x| test_device.put(&x));
+        let results = |padding: Option<usize>| {
+            let weights = [randn((E * 2 * F, D), 3), randn((E * D, F), 4)].map(|w| trainable(&test_device.put(&w)));
+            let tape = tape(&inputs, || {
+                let routing = limit_capacity(&route(&inputs[1], None, SPEC)?, capacity, policy)?;
+                let assignment = &routing.assignment;
+                let assignment = padding.map_or(Ok(assignment.clone()), |n_rows| assignment.padded_to(n_rows))?;
+                compute(&inputs[0], &routing, &assignment, [&weights[0], &weights[1]])
+            });
+            let y = tape.output().clone();
+            let grads = tape.backward(&test_device.put(&randn((t, D), 5))).unwrap();
+            let grads = inputs.iter().map(|x| grads.get(x).unwrap().clone());
+            std::iter::once(y).chain(grads).chain(weights.iter().map(grad_of)).map(|x| bits(&x)).collect::<Vec<_>>()
+        };
+        let plain = test_device.run(|| results(None));
+        for n_rows in [capacity, capacity + 9] {
+            assert!(test_device.run(|| results(Some(n_rows))) == plain, "{policy:?}, {n_rows} rows");
+        }
     }
 }

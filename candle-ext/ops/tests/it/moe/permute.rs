@@ -191,3 +191,51 @@ fn padding_rounds_each_expert_up_to_a_multiple() {
         });
     }
 }
+
+#[test]
+fn padding_gives_each_expert_a_fixed_number_of_rows() {
+    let chosen = u32s(&[2, 0, 0, u32::MAX, 2, 0]).reshape((3, 2)).unwrap();
+    for test_device in devices() {
+        test_device.run(|| {
+            let sorted = assignment(&chosen, 3, &test_device.device());
+            let padded = sorted.padded_to(4).unwrap();
+            assert_eq!((padded.n_slots(), padded.n_rows()), (6, 12));
+            assert_eq!(to_u32s(&padded.offsets), [0, 4, 8, 12]);
+            let none = u32::MAX;
+            let order = [[1, 2, 5, none], [none; 4], [0, 4, none, none]];
+            assert_eq!(to_u32s(&padded.order), order.as_flattened());
+            // The row of the dropped slot is past all experts.
+            assert_eq!(to_u32s(&padded.rows), [8, 0, 1, 12, 9, 2]);
+            assert_eq!(values(&padded.counts().unwrap()), [3.0, 0.0, 2.0]);
+            assert_error(padded.padded_to(5), "want an assignment without padding");
+        });
+    }
+    let sorted = assignment(&chosen, 3, &Device::Cpu);
+    assert_error(sorted.padded_to(2), "expert 0 has 3 rows, which cannot be padded to 2");
+}
+
+/// Sorted by experts whose numbers of rows differ.
+#[test]
+fn a_round_trip_with_padding_gives_the_bits_of_one_without() {
+    for (case, d) in CASES.into_iter().flat_map(|case| [1, 24].map(|d| (case, d))) {
+        with_case(case, |_, _, on| {
+            for test_device in devices() {
+                let (x, w) = (test_device.put(&randn((case.0, d), 1)), test_device.put(&randn((case.0, case.1), 2)));
+                test_device.run(|| {
+                    let sorted = on(&test_device.device());
+                    let padded = sorted.padded_to(case.0 + 3).unwrap();
+                    let results = |assignment: &ExpertAssignment| {
+                        let rows = tape(std::slice::from_ref(&x), || unpermute(&permute(&x, assignment)?, assignment));
+                        let y = rows.output().clone();
+                        let weights = tape(std::slice::from_ref(&w), || permute_weights(&w, assignment));
+                        let dw = weights.output().clone();
+                        let [dx, dw] = [(rows, &x, &x), (weights, &w, &dw)]
+                            .map(|(tape, input, dy)| tape.backward(dy).unwrap().remove(input).unwrap());
+                        [y, dx, dw].map(|result| values(&result))
+                    };
+                    assert_eq!(results(&padded), results(&sorted));
+                });
+            }
+        });
+    }
+}
