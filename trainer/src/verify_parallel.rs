@@ -15,6 +15,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::plan::{PipelinePlan, Plan, RanksPlan};
+use crate::recipe::MoeBenchmarkSection;
 use crate::run::engine_spec;
 
 /// Maximum relative difference, by the norm of a parameter's update: sums of some hundred f32 terms in different
@@ -80,15 +81,32 @@ pub fn verify_parallel(plan: &Plan) -> Result<ParallelReport> {
 
 /// Like [`verify_parallel`], with `wrap` applied to the group of all ranks.
 fn verify_wrapped(plan: &Plan, wrap: impl WrapGroup) -> Result<ParallelReport> {
+    let plan = &with_equal_routing(plan);
     let config = plan.model.config.as_ref().context("failed to shrink the model: its config is not known")?;
     let model = Model::new(tiny_config(config, plan)?, plan.model.adapter.clone())?;
     let single_stage = PipelinePlan::alone();
-    let single = run(&model, RankLayout { ranks: RanksPlan::alone(), pipeline: &single_stage, plan }, &wrap)?;
+    let single = run(&model, RankLayout { ranks: one_rank(plan), pipeline: &single_stage, plan }, &wrap)?;
     let parallel = run(&model, RankLayout { ranks: plan.ranks, pipeline: &plan.pipeline, plan }, &wrap)?;
     let mut differences = vec![scalar_difference("loss", &parallel.losses, &single.losses)];
     differences.push(scalar_difference("gradient norm", &parallel.norms, &single.norms));
     differences.extend(update_differences(&parallel.updates, &single.updates)?);
     Ok(ParallelReport { mesh: plan.ranks.degrees().to_string(), n_ranks: plan.ranks.n_ranks(), differences })
+}
+
+/// Returns the plan without settings of routers whose effect depends on the rank: capacity, noise and forced loads.
+fn with_equal_routing(plan: &Plan) -> Plan {
+    let mut plan = plan.clone();
+    if let Some(moe) = &mut plan.moe {
+        moe.capacity_factor = None;
+        moe.input_jitter_eps = 0.0;
+        moe.benchmark = MoeBenchmarkSection::default();
+    }
+    plan
+}
+
+/// Returns the ranks of a run on one rank.
+fn one_rank(plan: &Plan) -> RanksPlan {
+    RanksPlan { expert: plan.ranks.expert.map(|_| 1), ..RanksPlan::alone() }
 }
 
 /// Returns a tiny config of the same family, with the same number of heads, and with as few layers as the pipeline
@@ -347,11 +365,18 @@ mod tests {
     }
 
     fn plan(arguments: &[&str]) -> Plan {
-        let text = "model: {dtype: f32, config: {model_type: llama, vocab_size: 64, hidden_size: 16, intermediate_size: 32, \
-                    num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, rms_norm_eps: 1e-5, \
-                    max_position_embeddings: 128}}\ntokenizer: {name_or_path: tok}\ndata: {sources: [a.jsonl]}\n";
+        plan_of("llama", arguments)
+    }
+
+    fn plan_of(model_type: &str, arguments: &[&str]) -> Plan {
+        let text = format!(
+            "model: {{dtype: f32, config: {{model_type: {model_type}, vocab_size: 64, hidden_size: 16, \
+             intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, \
+             rms_norm_eps: 1e-5, max_position_embeddings: 128}}}}\ntokenizer: {{name_or_path: tok}}\n\
+             data: {{sources: [a.jsonl]}}\n"
+        );
         let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
-        let loaded = Loaded::parse(Path::new("r.yaml"), text.to_owned(), &arguments).unwrap();
+        let loaded = Loaded::parse(Path::new("r.yaml"), text, &arguments).unwrap();
         let known =
             Environment::gather(&loaded, HubAccess::ThisMachine, Console::Quiet, WorldInfo::first_of(2)).unwrap();
         Plan::resolve(&loaded, &known).unwrap()
@@ -369,6 +394,24 @@ mod tests {
             .unwrap();
             assert!(!broken.passes() && broken.to_string().contains("DIFFERENT"), "{broken}");
             assert!(broken.differences.iter().filter(|it| it.relative > TOLERANCE).count() > 3, "{broken}");
+        }
+    }
+
+    #[test]
+    fn a_mixture_of_experts_equals_one_rank() {
+        let experts = [
+            "model.config.num_experts=4",
+            "model.config.num_experts_per_tok=2",
+            "model.config.moe_intermediate_size=8",
+            "moe.aux_loss_coeff=0.1",
+            "moe.z_loss_coeff=0.1",
+            "moe.expert_capacity_factor=1",
+            "moe.pad_expert_input_to_capacity=true",
+            "moe.input_jitter_eps=0.1",
+        ];
+        for mesh in [&["expert_parallel_size=2"][..], &["tensor_parallel_size=2"], &["expert_tensor_parallel_size=2"]] {
+            let report = verify_parallel(&plan_of("qwen3_moe", &[&experts[..], mesh].concat())).unwrap();
+            assert!(report.passes(), "{report}");
         }
     }
 
