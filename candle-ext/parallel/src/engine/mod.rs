@@ -69,6 +69,8 @@ pub struct Engine {
     tensor: Option<TensorParallel>,
     experts: Option<ExpertParallel>,
     router: RouterSettings,
+    /// Settings of the routers in inference.
+    evaluation_router: RouterSettings,
     pipeline: Pipeline,
 }
 
@@ -103,6 +105,7 @@ impl Engine {
             tensor,
             experts: None,
             router: RouterSettings::default(),
+            evaluation_router: RouterSettings::default(),
             pipeline,
         }
     }
@@ -149,9 +152,10 @@ impl Engine {
         Self { experts: Some(experts), ..self }
     }
 
-    /// Sets the settings of the routers. Each of their losses needs a coefficient in [`StepLoss::auxiliary`].
+    /// Sets the settings of the routers. Each of their losses needs a coefficient in [`StepLoss::auxiliary`]. Inference
+    /// has [`RouterSettings::of_evaluation`].
     pub fn with_router(self, router: RouterSettings) -> Self {
-        Self { router, ..self }
+        Self { evaluation_router: router.of_evaluation(), router, ..self }
     }
 
     /// Sets the pipeline, which must be that of the parameter store. All stages must pass the same tokens.
@@ -260,7 +264,7 @@ impl Engine {
 
     /// Returns the forward context of inference.
     fn context<'a>(
-        &self,
+        &'a self,
         [cos, sin]: [&'a Tensor; 2],
         seqs: &'a CuSeqlens,
         rows: &'a RowRanges,
@@ -275,7 +279,7 @@ impl Engine {
             rows,
             attention,
             tiled_mlp,
-            router: RouterContext::default(),
+            router: RouterContext { settings: &self.evaluation_router, ..RouterContext::default() },
             parallel_ops,
         }
     }
